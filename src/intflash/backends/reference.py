@@ -1,0 +1,28 @@
+"""The golden reference: int64 arithmetic that asserts every declared width. It defines correctness."""
+
+from __future__ import annotations
+
+import torch
+
+from intflash.backends.base import Backend
+from intflash.methods import get_method
+from intflash.problem import Problem, Result
+
+
+def _run(problem: Problem) -> Result:
+    method = get_method(problem.method)
+    problem = problem.quantized()
+    sequences = problem.sequences()
+    if sequences is None:
+        return method.reference(problem)
+    results = [method.reference(s) for s in sequences if s.q.shape[2] > 0]
+    lse = torch.cat([r.lse for r in results], dim=2) if problem.return_lse else None
+    return Result(torch.cat([r.out for r in results], dim=2), results[0].out_scale, lse)
+
+
+BACKEND = Backend(
+    name="reference",
+    unavailable=lambda: None,
+    unsupported=lambda problem: None,
+    run=_run,
+)

@@ -1,0 +1,11 @@
+"""The errors IntFlash raises; each message shows what was expected and what came."""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """An argument that no backend could serve: a shape, dtype, scale or bound is wrong."""
+
+
+class BackendError(RuntimeError):
+    """A backend that was asked for by name cannot serve this call; the message says why."""

@@ -1,0 +1,85 @@
+"""Array arithmetic of the golden reference: exact integers in int64, every declared width asserted.
+
+Only `methods/*.py` and the reference backend use this; the other backends are written apart from it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from intflash.problem import Problem
+from intflash.quant import QTensor
+
+
+class WidthError(AssertionError):
+    """A value of the reference left the width that docs/numerics.md declares for it."""
+
+
+def within(x: Tensor, bits: int, what: str, *, signed: bool = True) -> Tensor:
+    """x itself, after checking that it fits a register of `bits`."""
+    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
+    if x.numel() and (int(x.min()) < low or int(x.max()) > high):
+        kind = "int" if signed else "uint"
+        raise WidthError(f"{what} leaves {kind}{bits}: [{int(x.min())}, {int(x.max())}]")
+    return x
+
+
+def matmul(a: Tensor, b: Tensor, what: str, bits: int = 32) -> Tensor:
+    """a @ b on int64 arrays, exact: sums below 2^53 are exact in float64."""
+    product = torch.matmul(a.double(), b.double())
+    if product.numel() and product.abs().max() >= 2.0**53:
+        raise WidthError(f"{what} leaves the exact range of the reference")
+    return within(product.to(torch.int64), bits, what)
+
+
+def per_query_head(x: Tensor, problem: Problem) -> Tensor:
+    """Repeat key heads for the query heads of their group (GQA); a broadcast head axis stays."""
+    return x if x.shape[1] == 1 else x.repeat_interleave(problem.group, dim=1)
+
+
+def codes(x: QTensor) -> Tensor:
+    return x.data.to(torch.int64)
+
+
+def key_codes(problem: Problem) -> tuple[Tensor, Tensor]:
+    """K and V codes in int64, their heads repeated for the query heads."""
+    return per_query_head(codes(problem.k), problem), per_query_head(codes(problem.v), problem)
+
+
+def scores(problem: Problem) -> Tensor:
+    """S = Q K^T, int32 values, ``[B, Hq, Nq, Nk]``."""
+    k, _ = key_codes(problem)
+    return matmul(codes(problem.q), k.transpose(-1, -2), "score")
+
+
+def key_scale_row(problem: Problem) -> Tensor:
+    """K's scale on the score's axes: ``[B|1, Hq|1, 1, Nk|1]``."""
+    return per_query_head(problem.k.token_scale(), problem).transpose(-1, -2)
+
+
+def value_scale(problem: Problem) -> Tensor:
+    """V's scale on the output's axes: ``[B|1, Hq|1, 1, Dv|1]``."""
+    return per_query_head(problem.v.scale, problem)
+
+
+def spread_batch(mask: Tensor, problem: Problem) -> Tensor:
+    """A mask of periodic batch for every batch of the problem: batch b takes row b % period."""
+    return mask.repeat(problem.q.shape[0] // mask.shape[0], 1, 1, 1)
+
+
+def present_keys(problem: Problem, absent_bias: Tensor | None = None) -> Tensor:
+    """Which keys take part, bool ``[B|1, Hq|1, Nq|1, Nk]``; `absent_bias` marks further absent keys."""
+    nq, nk = problem.q.shape[2], problem.k.shape[2]
+    device = problem.device
+    present = torch.ones(1, 1, 1, nk, dtype=torch.bool, device=device)
+    if problem.causal is not None:
+        rows = torch.arange(nq, device=device)[:, None]
+        present = present & (torch.arange(nk, device=device) <= rows + problem.causal)
+    if problem.keep is not None:
+        present = present & spread_batch(problem.keep, problem)
+    if absent_bias is not None:
+        present = present & ~absent_bias
+    return present
+
+

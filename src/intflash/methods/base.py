@@ -1,0 +1,41 @@
+"""What a method is: a frozen value that names its semantics, its inputs and its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from intflash.problem import Problem, Result
+from intflash.quant import Recipe
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INTEGER_DTYPES = (torch.int8, torch.int16)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One attention method.
+
+    Attributes:
+        name: the value of ``method=``.
+        summary: one line for tables.
+        source: paper and equation or algorithm.
+        reference: the golden computation of one quantized, unpacked problem (int64 or float64 arrays).
+        integer_only: no floating-point operation between quantized inputs and integer output.
+        recipe: how float inputs are quantized when the caller gives no recipe.
+        granularities: what each of q, k, v may be.
+        out_dtypes: what may come out.
+        check: raises InputError for a bound of the method's own.
+    """
+
+    name: str
+    summary: str
+    source: str
+    reference: Callable[[Problem], Result]
+    integer_only: bool
+    recipe: Recipe = field(default_factory=Recipe)
+    granularities: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    out_dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES + INTEGER_DTYPES
+    check: Callable[[Problem], None] | None = None

@@ -1,0 +1,166 @@
+"""`intflash`, `intflash_p8` and `intflash_online`: our own integer-only attention (docs/numerics.md).
+
+The exponent is T = (S << k) * C in units of 2^-32 octave; p is a quadratic of its 8 leading fraction
+bits, shifted by its octaves. With the exact row maximum p depends only on (T, Tmax) and every sum is
+an exact integer, so tiles, orders and splits of the keys do not change a bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from intflash.errors import InputError
+from intflash.methods import arrays
+from intflash.methods.base import Method
+from intflash.numerics.exp import (
+    ABSENT,
+    BIAS_FRACTION_BITS,
+    K0,
+    MAX_HEAD_DIM,
+    MAX_KEYS,
+    P8_MAX,
+    P16_MAX,
+    QUADRATIC_OFFSET,
+    exponent_constants,
+    log_sum_exp,
+    output_multiplier,
+)
+from intflash.numerics.fixed_point import clz32, floor_div, rounding_rshift, saturate
+from intflash.problem import Problem, Result
+
+GRANULE = 128  # keys per granule of `intflash_online`: semantics, not tuning
+NEVER = -(1 << 62)  # below every score exponent: the maximum of no keys
+
+
+def _score_exponent(problem: Problem) -> tuple[Tensor, Tensor]:
+    """T (int64, 2^-32 octave) of every score, and which keys are present."""
+    S = arrays.scores(problem)
+    C, k = exponent_constants(problem.q.token_scale(), arrays.key_scale_row(problem), problem.sm_scale)
+    T = arrays.within(S << k, 32, "shifted score") * C
+    absent = None
+    if problem.bias is not None:
+        bias = arrays.spread_batch(problem.bias.to(torch.int64), problem)
+        absent = bias == ABSENT
+        T = T + (torch.where(absent, 0, bias) << (32 - BIAS_FRACTION_BITS))
+    present = arrays.present_keys(problem, absent).expand(T.shape)
+    return arrays.within(T, 63, "score exponent"), present
+
+
+def _exp2(x: Tensor, present: Tensor) -> Tensor:
+    """3.024 * 2^16 * 2^(x / 2^32) for x <= K0 (Q30.32), floored to 8 fraction bits; 0 where absent."""
+    hi, lo = x >> 32, x & 0xFFFFFFFF
+    u = 256 + (lo >> 24)
+    m = arrays.within(u * u + QUADRATIC_OFFSET, 19, "quadratic", signed=False)
+    shifted = m << hi.clamp(0, 31)
+    alive = present & (hi >= 0) & (hi <= 31)
+    return arrays.within(torch.where(alive, shifted, 0), 32, "p32", signed=False)
+
+
+def _p16(x: Tensor, present: Tensor) -> Tensor:
+    return arrays.within(_exp2(x, present) >> 16, 16, "p16", signed=False)
+
+
+def _p8(x: Tensor, present: Tensor) -> Tensor:
+    return arrays.within(rounding_rshift(_exp2(x, present), 24), 8, "p8", signed=False)
+
+
+def _row_max(T: Tensor, present: Tensor) -> Tensor:
+    return torch.where(present, T, NEVER).amax(dim=-1, keepdim=True)
+
+
+def finish(problem: Problem, acc: Tensor, l: Tensor, t_max: Tensor, p_max: int) -> Result:
+    """Normalize acc (int64 ``[B, Hq, Nq, Dv]``) by l (``[B, Hq, Nq, 1]``); rows without keys give 0."""
+    s_v = arrays.value_scale(problem)
+    empty = l == 0
+    divisor = torch.where(empty, 1, l)
+    out_scale = None
+    if problem.out_dtype in (torch.int8, torch.int16):
+        bits = torch.iinfo(problem.out_dtype).bits
+        out_scale = problem.out_scale
+        if out_scale is None:
+            out_scale = s_v * 127 / ((1 << (bits - 1)) - 1)
+        multiplier, exponent = output_multiplier(s_v, out_scale)
+        lz = clz32(divisor)
+        reciprocal = floor_div(torch.full_like(divisor, 1 << 55), divisor << lz)  # (2^23, 2^24]
+        factor = arrays.within(rounding_rshift(reciprocal * multiplier, 24), 25, "factor", signed=False)
+        shift = 55 - lz - exponent
+        out = saturate(rounding_rshift(acc * factor, shift), bits)
+    else:
+        out = acc.float() * (s_v / divisor.float())
+    out = torch.where(empty, 0, out).to(problem.out_dtype)
+    lse = log_sum_exp(t_max, l, p_max)[..., 0] if problem.return_lse else None
+    return Result(out, out_scale, lse)
+
+
+def _reference_p16(problem: Problem) -> Result:
+    T, present = _score_exponent(problem)
+    t_max = _row_max(T, present)
+    p = _p16(T + (K0 - t_max), present)
+    l = arrays.within(p.sum(-1, keepdim=True), 32, "l", signed=False)
+    _, v = arrays.key_codes(problem)
+    acc_high = arrays.matmul(p >> 8, v, "accH")
+    acc_low = arrays.matmul(p & 255, v, "accL")
+    return finish(problem, 256 * acc_high + acc_low, l, t_max, P16_MAX)
+
+
+def _reference_p8(problem: Problem) -> Result:
+    T, present = _score_exponent(problem)
+    t_max = _row_max(T, present)
+    p = _p8(T + (K0 - t_max), present)
+    l = arrays.within(p.sum(-1, keepdim=True), 32, "l", signed=False)
+    _, v = arrays.key_codes(problem)
+    return finish(problem, arrays.matmul(p, v, "acc"), l, t_max, P8_MAX)
+
+
+def _reference_online(problem: Problem) -> Result:
+    T, present = _score_exponent(problem)
+    _, v = arrays.key_codes(problem)
+    octave = torch.full((*T.shape[:3], 1), NEVER >> 32, dtype=torch.int64, device=T.device)
+    l = torch.zeros_like(octave)
+    acc = torch.zeros((*T.shape[:3], v.shape[3]), dtype=torch.int64, device=T.device)
+    for start in range(0, T.shape[3], GRANULE):
+        keys = slice(start, start + GRANULE)
+        t, here = T[..., keys], present[..., keys]
+        rise = -((-_row_max(t, here)) >> 32)  # ceil(max / 2^32); far below any octave without keys
+        raised = torch.maximum(octave, rise)
+        d = (raised - octave).clamp(max=31)
+        l, acc, octave = l >> d, acc >> d, raised
+        p = _p8(t + (K0 - (octave << 32)), here)
+        l = arrays.within(l + p.sum(-1, keepdim=True), 32, "l", signed=False)
+        acc = arrays.within(acc + arrays.matmul(p, v[:, :, keys], "acc"), 32, "acc")
+    return finish(problem, acc, l, octave << 32, P8_MAX)
+
+
+def _check_bounds(problem: Problem) -> None:
+    nk, d = problem.k.shape[2], problem.q.shape[3]
+    if nk > MAX_KEYS:
+        raise InputError(f"{problem.method} needs at most {MAX_KEYS} keys (65,321 * N < 2^32), got {nk}")
+    if d > MAX_HEAD_DIM:
+        raise InputError(f"{problem.method} needs head_dim at most {MAX_HEAD_DIM}, got {d}")
+
+
+_GRANULARITIES = {
+    "q": ("tensor", "head", "token", "block"),
+    "k": ("tensor", "head", "block"),
+    "v": ("tensor", "head", "channel"),
+}
+
+
+def _method(name: str, summary: str, reference) -> Method:
+    return Method(
+        name=name,
+        summary=summary,
+        source="IntFlash, docs/numerics.md",
+        reference=reference,
+        integer_only=True,
+        granularities=_GRANULARITIES,
+        check=_check_bounds,
+    )
+
+
+METHODS = (
+    _method("intflash", "integer-only, exact maximum, 16-bit P", _reference_p16),
+    _method("intflash_p8", "integer-only, exact maximum, 8-bit P", _reference_p8),
+    _method("intflash_online", "integer-only, one pass in granules of 128 keys, 8-bit P", _reference_online),
+)

@@ -1,0 +1,1 @@
+"""Fixed-point arithmetic and integer exponentials; the specification is docs/numerics.md."""

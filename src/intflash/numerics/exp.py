@@ -1,0 +1,91 @@
+"""The integer exponential 2^x of `intflash` and the constants of its call.
+
+Everything that a scale decides is decided here, once per call, in float64 on the scale's own
+device; no value is read back to the host. See docs/numerics.md, "The score exponent".
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+
+# Offset of the exponent: the row maximum lands at 14 octaves + 102/256, where its p16 is 65321
+# and its p8 is 255. The low bits floor the depth below the maximum to 8 fraction bits:
+# (T + K0 - Tmax) >> 24 == 3686 - ((Tmax - T) >> 24).
+K0 = (14 << 32) + (103 << 24) - 1
+QUADRATIC_OFFSET = 133120  # u*u + 133120 ~ 3.024 * 2^16 * 2^f with u = 256 + 256 f; rms 0.11 %
+P16_MAX = 65321  # p of the maximum itself, 16 bits
+P8_MAX = 255  # the same, 8 bits
+ABSENT = -(1 << 31)  # in an int32 bias: this key takes no part
+
+C_MAX = (1 << 31) - 1
+MAX_OCTAVES_PER_UNIT = 64.0  # larger: every key but the largest is 0 anyway
+BIAS_FRACTION_BITS = 20  # Q11.20: 2048 octaves
+BIAS_LIMIT = (1 << 31) - 1
+
+OUTPUT_EXPONENTS = (-7, 29)  # frexp exponents of s_V / s_O
+
+# Bounds: 255 * 127 * N < 2^31 and 65,321 * N < 2^32 (l and the digit sums); D * 127^2 < 2^31.
+MAX_KEYS = 65_536
+MAX_HEAD_DIM = 256
+
+
+def exponent_constants(q_scale: Tensor, k_scale: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """The multiplier C and pre-shift k with T = (S << k) * C in units of 2^-32 octave.
+
+    Args:
+        q_scale: float32 ``[B|1, H|1, Nq|1, 1]``.
+        k_scale: float32 ``[B|1, H|1, 1, key blocks|1]`` (transposed to the score's axes).
+        sm_scale: the softmax scale, > 0.
+
+    Returns:
+        ``(C, k)``, int64 tensors of the broadcast shape; 0 <= C < 2^31, 0 <= k <= 8.
+    """
+    c = ((q_scale.double() * k_scale.double()) * sm_scale) * LOG2_E
+    c = c.clamp(max=MAX_OCTAVES_PER_UNIT)
+    k = torch.frexp(c)[1].to(torch.int64) + 1  # c in [2^(e-1), 2^e), so c / 2^(e+1) < 0.5
+    k = torch.where(c < 0.5, torch.zeros_like(k), k)
+    power = (torch.ones_like(k) << (32 - k)).double()
+    C = torch.round(c * power).clamp(max=C_MAX).to(torch.int64)  # round is half to even
+    return C, k
+
+
+def scalar_exponent_constants(q_scale: float, k_scale: float, sm_scale: float) -> tuple[int, int]:
+    """`exponent_constants` of one score scale, in Python floats: the same bits without tensors.
+
+    >>> scalar_exponent_constants(0.0315, 0.0315, 0.125)
+    (768551, 0)
+    """
+    c = min(((q_scale * k_scale) * sm_scale) * LOG2_E, MAX_OCTAVES_PER_UNIT)
+    k = 0 if c < 0.5 else math.frexp(c)[1] + 1
+    return min(round(math.ldexp(c, 32 - k)), C_MAX), k
+
+
+def quantize_bias(bias: Tensor) -> Tensor:
+    """An additive mask in the score exponent's units: int32 in 2^-20 octave, `ABSENT` for -inf.
+
+    Keeps the broadcast shape. A value of -inf or <= finfo(dtype).min / 2 makes its key absent.
+    """
+    absent = bias <= torch.finfo(bias.dtype).min / 2
+    octaves = bias.double() * LOG2_E
+    q = torch.round(octaves * (1 << BIAS_FRACTION_BITS)).clamp(-BIAS_LIMIT, BIAS_LIMIT)
+    return torch.where(absent, float(ABSENT), q).to(torch.int32)
+
+
+def output_multiplier(v_scale: Tensor, out_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(Mr, e) with s_V / s_O = Mr * 2^(e - 24): Mr int64 in [2^23, 2^24], e the frexp exponent.
+
+    e saturates at [-7, 29], where the epilogue's shift stays inside 0 < sh < 63 for every l.
+    """
+    f, e = torch.frexp(v_scale.double() / out_scale.double())
+    return torch.round(f * (1 << 24)).to(torch.int64), e.to(torch.int64).clamp(*OUTPUT_EXPONENTS)
+
+
+def log_sum_exp(t_max: Tensor, l: Tensor, p_max: int) -> Tensor:
+    """ln(sum exp(score)) from the row maximum (2^-32 octave) and the sum of p; -inf without keys."""
+    octaves = t_max.double() / (1 << 32) + torch.log2(l.double()) - math.log2(p_max)
+    return torch.where(l > 0, octaves * math.log(2.0), float("-inf")).float()

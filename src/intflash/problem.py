@@ -1,0 +1,116 @@
+"""One attention call after validation: the single value that travels from the API to a backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from intflash.quant import QTensor, Recipe
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A validated call. Query (b, h) attends to key head ``h // (Hq / Hk)`` of batch b.
+
+    Attributes:
+        method: a name in `intflash.methods.METHODS`.
+        q, k, v: all `QTensor`, or all float tensors that `recipe` says how to quantize;
+            ``[B, Hq, Nq, D]``, ``[B, Hk, Nk, D]``, ``[B, Hk, Nk, Dv]``, any strides.
+        recipe: granularities, static scales and rule for float tensors.
+        sm_scale: the softmax scale.
+        bias: int32, 2^-20 octave, `ABSENT` where a key takes no part; ``[Bm, H|1, Nq|1, Nk|1]``,
+            Bm divides B and batch b uses row ``b % Bm`` (Swin windows).
+        bias_float: the same bias as it was given, for methods with a unit of their own.
+        keep: bool of such a shape; False makes a key absent.
+        causal: key j is present for query i iff ``j <= i + causal``; None: all are.
+        causal_align: "top_left" or "bottom_right"; varlen sequences compute their own offset from it.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]``: the batch of one is a packed one.
+        out_dtype: int8, int16, float16, bfloat16 or float32.
+        out_scale: float32 ``[B|1, H|1, 1, Dv|1]`` for integer output; None: s_V * 127 / qmax.
+        return_lse: also return log-sum-exp, float32 ``[B, Hq, Nq]``.
+    """
+
+    method: str
+    q: QTensor | Tensor
+    k: QTensor | Tensor
+    v: QTensor | Tensor
+    sm_scale: float
+    recipe: Recipe = field(default_factory=Recipe)
+    bias: Tensor | None = None
+    bias_float: Tensor | None = None
+    keep: Tensor | None = None
+    causal: int | None = None
+    causal_align: str = "top_left"
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    out_dtype: torch.dtype = torch.float32
+    out_scale: Tensor | None = None
+    return_lse: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    def quantized(self) -> Problem:
+        """This problem with codes for floats, by the library's one definition of quantization."""
+        if isinstance(self.q, QTensor):
+            return self
+        codes = {name: self.recipe.quantize(name, getattr(self, name)) for name in ("q", "k", "v")}
+        return replace(self, **codes)
+
+    def sequences(self) -> list[Problem] | None:
+        """The sequences of a packed (varlen) problem as problems of their own; None if it is not packed."""
+        if self.cu_seqlens_q is None:
+            return None
+        q_ends, k_ends = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
+        return [
+            self._sequence(slice(q_ends[i], q_ends[i + 1]), slice(k_ends[i], k_ends[i + 1]))
+            for i in range(len(q_ends) - 1)
+        ]
+
+    def _sequence(self, rows: slice, keys: slice) -> Problem:
+        causal = self.causal
+        if causal is not None and self.causal_align == "bottom_right":
+            causal = (keys.stop - keys.start) - (rows.stop - rows.start)
+        return replace(
+            self,
+            q=_tokens(self.q, rows),
+            k=_tokens(self.k, keys),
+            v=_tokens(self.v, keys),
+            bias=_window(self.bias, rows, keys),
+            bias_float=_window(self.bias_float, rows, keys),
+            keep=_window(self.keep, rows, keys),
+            causal=causal,
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a backend returns: codes with their scale or floats, and log-sum-exp when asked for."""
+
+    out: Tensor
+    out_scale: Tensor | None = None
+    lse: Tensor | None = None
+
+
+def _tokens(x: QTensor | Tensor, tokens: slice) -> QTensor | Tensor:
+    if isinstance(x, Tensor):
+        return x[:, :, tokens]
+    scale = x.scale[:, :, tokens] if x.granularity == "token" else x.scale
+    return replace(x, data=x.data[:, :, tokens], scale=scale)
+
+
+def _window(mask: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
+    if mask is None:
+        return None
+    mask = mask if mask.shape[2] == 1 else mask[:, :, rows]
+    return mask if mask.shape[3] == 1 else mask[..., keys]

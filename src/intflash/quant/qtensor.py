@@ -1,0 +1,90 @@
+"""A quantized tensor: integer codes with the scale that gives them meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from intflash.errors import InputError
+
+GRANULARITIES = ("tensor", "head", "token", "block", "channel")
+
+
+@dataclass(frozen=True)
+class QTensor:
+    """Symmetric integer codes and their scale: value = data * scale.
+
+    Args:
+        data: int8 codes in [-127, 127] (int16 for 16-bit outputs), shape ``[B, H, N, D]``.
+        scale: float, or a float32 tensor; kept as float32, 4-D and broadcast-shaped:
+            tensor ``[1, 1, 1, 1]``, head ``[B|1, H, 1, 1]``, token ``[B|1, H, N, 1]``,
+            block ``[B|1, H, ceil(N / block_size), 1]``, channel ``[B|1, H, 1, D]``.
+        granularity: which of these.
+        block_size: tokens that share a scale, for "block" only.
+        bits: 8, or 4 (codes in [-7, 7] held in int8), or 16.
+
+    Raises:
+        InputError: a dtype, shape or granularity does not fit.
+
+    Example:
+        >>> import torch
+        >>> x = QTensor(torch.ones(1, 2, 3, 4, dtype=torch.int8), 0.5)
+        >>> x.scale.shape, x.dequantize().sum().item()
+        (torch.Size([1, 1, 1, 1]), 12.0)
+    """
+
+    data: Tensor
+    scale: Tensor
+    granularity: str = "tensor"
+    block_size: int | None = None
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        if self.data.dtype not in (torch.int8, torch.int16):
+            raise InputError(f"QTensor data must be int8 or int16, got {self.data.dtype}")
+        if self.data.ndim != 4:
+            raise InputError(f"QTensor data must be [B, H, N, D], got shape {tuple(self.data.shape)}")
+        if self.granularity not in GRANULARITIES:
+            raise InputError(f"granularity must be one of {GRANULARITIES}, got {self.granularity!r}")
+        if self.bits not in (4, 8, 16):
+            raise InputError(f"bits must be 4, 8 or 16, got {self.bits}")
+        if (self.block_size is not None) != (self.granularity == "block"):
+            raise InputError(f"block_size goes with granularity 'block', got {self.granularity!r}, {self.block_size}")
+        object.__setattr__(self, "scale", self._normal_scale())
+
+    def _normal_scale(self) -> Tensor:
+        scale = torch.as_tensor(self.scale, dtype=torch.float32, device=self.data.device)
+        b, h, n, d = self.data.shape
+        blocks = -(-n // self.block_size) if self.block_size else 0
+        tail = {"tensor": (1, 1), "head": (1, 1), "token": (n, 1), "block": (blocks, 1), "channel": (1, d)}
+        want = (1 if self.granularity == "tensor" else h, *tail[self.granularity])
+        if self.granularity == "tensor" and scale.numel() == 1:
+            return scale.reshape(1, 1, 1, 1)
+        if self.granularity == "head" and scale.shape in ((h,), (b, h)):
+            scale = scale.reshape(-1, h, 1, 1)
+        if scale.ndim != 4 or scale.shape[0] not in (1, b) or tuple(scale.shape[1:]) != want:
+            raise InputError(
+                f"a {self.granularity!r} scale of data {tuple(self.data.shape)} must have shape "
+                f"[1 or {b}, {', '.join(map(str, want))}], got {tuple(scale.shape)}"
+            )
+        return scale
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def token_scale(self) -> Tensor:
+        """The scale with its block axis spread over the tokens: ``[B|1, H|1, N|1, 1|D]``."""
+        if self.granularity != "block":
+            return self.scale
+        return self.scale.repeat_interleave(self.block_size, dim=2)[:, :, : self.data.shape[2]]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """data * scale in float32, then `dtype`; shape ``[B, H, N, D]``."""
+        return (self.data.float() * self.token_scale()).to(dtype)

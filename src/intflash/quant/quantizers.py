@@ -1,0 +1,178 @@
+"""Symmetric quantizers: the one definition of codes and scales that every backend reproduces.
+
+Rule "exact" (ours): ``s = float32(amax) / 127``, ``inv = float32(1) / s`` and the code is the exact
+product ``x * inv`` rounded once, half to even, then clamped. Rule "divide" (the papers'): the float32
+quotient ``x / s`` rounded half to even. An amax below 2^-100 counts as 0: scale 1, codes 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from intflash.errors import InputError
+from intflash.quant.qtensor import GRANULARITIES, QTensor
+
+TINY_AMAX = 2.0**-100
+RULES = ("exact", "divide")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How float Q, K and V become integer codes.
+
+    Args:
+        q, k, v: granularity of each: "tensor", "head", "token", "block", "channel",
+            or "none" for a method that keeps it in floating point.
+        bits: 8, or 4 (codes in [-7, 7] held in int8).
+        block_size: tokens per scale where a granularity is "block".
+        q_scale, k_scale, v_scale: static scales (a float or a tensor of `QTensor`'s scale shape);
+            None takes the absolute maximum of the call's own tensor.
+        smooth_k: subtract K's mean over tokens first (softmax does not change by it).
+        rotate: rotate Q and K by a Hadamard matrix first (their product does not change by it);
+            uses the largest power of two that divides head_dim.
+        rule: "exact" or "divide", see the module's text.
+
+    Example:
+        >>> Recipe(q="token", k="head", smooth_k=True).v
+        'tensor'
+    """
+
+    q: str = "tensor"
+    k: str = "tensor"
+    v: str = "tensor"
+    bits: int = 8
+    block_size: int = 128
+    q_scale: Tensor | float | None = None
+    k_scale: Tensor | float | None = None
+    v_scale: Tensor | float | None = None
+    smooth_k: bool = False
+    rotate: bool = False
+    rule: str = "exact"
+
+    def __post_init__(self) -> None:
+        for name in ("q", "k", "v"):
+            if getattr(self, name) not in (*GRANULARITIES, "none"):
+                raise InputError(
+                    f"Recipe.{name} must be one of {(*GRANULARITIES, 'none')}, got {getattr(self, name)!r}"
+                )
+        if self.bits not in (4, 8):
+            raise InputError(f"Recipe.bits must be 4 or 8, got {self.bits}")
+        if self.block_size < 1:
+            raise InputError(f"Recipe.block_size must be at least 1, got {self.block_size}")
+        if self.rule not in RULES:
+            raise InputError(f"Recipe.rule must be one of {RULES}, got {self.rule!r}")
+        for name in ("q_scale", "k_scale", "v_scale"):
+            scale = getattr(self, name)
+            if isinstance(scale, int | float) and not (0 < scale < math.inf):
+                raise InputError(f"Recipe.{name} must be finite and > 0, got {scale}")
+
+    def quantize(self, name: str, x: Tensor) -> QTensor | Tensor:
+        """Quantize `x` as tensor `name` ("q", "k" or "v") of this recipe; "none" returns it as it is."""
+        granularity = getattr(self, name)
+        if granularity == "none":
+            return x
+        return quantize(
+            x, granularity, scale=getattr(self, f"{name}_scale"), bits=self.bits, block_size=self.block_size,
+            rule=self.rule,
+        )  # fmt: skip
+
+
+def quantize(
+    x: Tensor,
+    granularity: str = "tensor",
+    *,
+    scale: Tensor | float | None = None,
+    bits: int = 8,
+    block_size: int = 128,
+    rule: str = "exact",
+) -> QTensor:
+    """Quantize a float tensor ``[B, H, N, D]`` to symmetric integer codes, without a host sync.
+
+    Args:
+        x: float32, float16 or bfloat16; not changed.
+        granularity: "tensor", "head", "token", "block" or "channel".
+        scale: a static scale (values past its range saturate); None takes the absolute maximum.
+        bits: 8 or 4.
+        block_size: tokens per scale for "block".
+        rule: "exact" or "divide".
+
+    Example:
+        >>> import torch
+        >>> q = quantize(torch.tensor([[[[1.0, -0.5]]]]))
+        >>> q.data.tolist(), round(q.scale.item(), 5)
+        ([[[[127, -64]]]], 0.00787)
+    """
+    qmax = (1 << (bits - 1)) - 1
+    xf = x.detach().float()
+    block = block_size if granularity == "block" else None
+    if scale is None:
+        amax = _absolute_maximum(xf, granularity, block_size)
+        scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / qmax)
+        xf = xf * (_spread(amax, x, block) >= TINY_AMAX)
+    holder = QTensor(torch.empty_like(xf, dtype=torch.int8), scale, granularity, block, bits)  # checks the scale
+    s = holder.token_scale()
+    if rule == "divide":
+        codes = torch.round(xf / s)
+    else:  # 24 x 24 bit product: exact in float64, so this is one rounding
+        codes = torch.round(xf.double() * (1.0 / s).double())
+    return QTensor(codes.clamp(-qmax, qmax).to(torch.int8), holder.scale, granularity, block, bits)
+
+
+def _absolute_maximum(x: Tensor, granularity: str, block_size: int) -> Tensor:
+    magnitude = x.abs()
+    if granularity == "tensor":
+        return magnitude.amax().reshape(1, 1, 1, 1)
+    if granularity == "head":
+        return magnitude.amax(dim=(2, 3), keepdim=True)
+    if granularity == "token":
+        return magnitude.amax(dim=3, keepdim=True)
+    if granularity == "channel":
+        return magnitude.amax(dim=2, keepdim=True)
+    n = x.shape[2]
+    padded = torch.nn.functional.pad(magnitude.amax(dim=3), (0, -n % block_size))
+    return padded.unflatten(2, (-1, block_size)).amax(dim=3)[..., None]
+
+
+def _spread(per_block: Tensor, x: Tensor, block: int | None) -> Tensor:
+    return per_block if block is None else per_block.repeat_interleave(block, dim=2)[:, :, : x.shape[2]]
+
+
+def key_mean(k: Tensor) -> Tensor:
+    """Mean of K over its tokens, float32 ``[B, H, 1, D]``, summed in one fixed order on every device.
+
+    The order is a balanced tree over the tokens padded with zeros to a power of two, elementwise
+    float32 additions only, so that the bits do not depend on a device's reduction.
+    """
+    n = k.shape[2]
+    total = torch.nn.functional.pad(k.float(), (0, 0, 0, (1 << (n - 1).bit_length()) - n))
+    while total.shape[2] > 1:
+        half = total.shape[2] // 2
+        total = total[:, :, :half] + total[:, :, half:]
+    return total / n
+
+
+def hadamard_rotate(x: Tensor) -> Tensor:
+    """x times an orthonormal Hadamard matrix over head_dim, float32, in one fixed order of additions.
+
+    A head_dim that is no power of two is rotated in equal blocks of the largest power of two that
+    divides it; an odd one cannot be rotated.
+
+    Raises:
+        InputError: head_dim is odd.
+    """
+    d = x.shape[-1]
+    size = d & -d
+    if size == 1:
+        raise InputError(f"Hadamard rotation needs an even head_dim, got {d}")
+    y = x.float().unflatten(-1, (d // size, size))
+    step = 1
+    while step < size:
+        y = y.unflatten(-1, (size // (2 * step), 2, step))
+        a, b = y[..., 0, :], y[..., 1, :]
+        y = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        step *= 2
+    return (y * torch.tensor(1.0 / math.sqrt(size), dtype=torch.float32)).flatten(-2)
