@@ -1,0 +1,22 @@
+"""IntFlash: integer and INT8 FlashAttention for inference, the same bits on every backend."""
+
+from intflash.api import attention, sdpa, which_backend
+from intflash.errors import BackendError, InputError
+from intflash.inventory import info
+from intflash.numerics.exp import quantize_bias
+from intflash.quant import QTensor, Recipe, quantize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "InputError",
+    "QTensor",
+    "Recipe",
+    "attention",
+    "info",
+    "quantize",
+    "quantize_bias",
+    "sdpa",
+    "which_backend",
+]

@@ -22,7 +22,8 @@ class Problem:
         sm_scale: the softmax scale.
         bias: int32, 2^-20 octave, `ABSENT` where a key takes no part; ``[Bm, H|1, Nq|1, Nk|1]``,
             Bm divides B and batch b uses row ``b % Bm`` (Swin windows).
-        bias_float: the same bias as it was given, for methods with a unit of their own.
+        bias_float: the bias as it was given, for the methods with a unit of their own; a problem has
+            the one or the other, as its method's `integer_bias` says.
         keep: bool of such a shape; False makes a key absent.
         causal: key j is present for query i iff ``j <= i + causal``; None: all are.
         causal_align: "top_left" or "bottom_right"; varlen sequences compute their own offset from it.

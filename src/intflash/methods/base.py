@@ -27,6 +27,7 @@ class Method:
         recipe: how float inputs are quantized when the caller gives no recipe.
         granularities: what each of q, k, v may be.
         out_dtypes: what may come out.
+        integer_bias: an additive mask arrives as `Problem.bias` (2^-20 octave) rather than `bias_float`.
         check: raises InputError for a bound of the method's own.
     """
 
@@ -38,4 +39,5 @@ class Method:
     recipe: Recipe = field(default_factory=Recipe)
     granularities: dict[str, tuple[str, ...]] = field(default_factory=dict)
     out_dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES + INTEGER_DTYPES
+    integer_bias: bool = False
     check: Callable[[Problem], None] | None = None

@@ -155,6 +155,7 @@ def _method(name: str, summary: str, reference) -> Method:
         reference=reference,
         integer_only=True,
         granularities=_GRANULARITIES,
+        integer_bias=True,
         check=_check_bounds,
     )
 

@@ -76,6 +76,12 @@ def quantize_bias(bias: Tensor) -> Tensor:
     return torch.where(absent, float(ABSENT), q).to(torch.int32)
 
 
+def dequantize_bias(bias: Tensor) -> Tensor:
+    """The float32 additive mask of an integer one; -inf for `ABSENT`."""
+    octaves = bias.double() / (1 << BIAS_FRACTION_BITS)
+    return torch.where(bias == ABSENT, float("-inf"), octaves / LOG2_E).float()
+
+
 def output_multiplier(v_scale: Tensor, out_scale: Tensor) -> tuple[Tensor, Tensor]:
     """(Mr, e) with s_V / s_O = Mr * 2^(e - 24): Mr int64 in [2^23, 2^24], e the frexp exponent.
 

@@ -55,6 +55,8 @@ class QTensor:
         object.__setattr__(self, "scale", self._normal_scale())
 
     def _normal_scale(self) -> Tensor:
+        if isinstance(self.scale, int | float):  # a fill, not a copy from the host: fits a CUDA graph
+            return torch.full((1, 1, 1, 1), float(self.scale), dtype=torch.float32, device=self.data.device)
         scale = torch.as_tensor(self.scale, dtype=torch.float32, device=self.data.device)
         b, h, n, d = self.data.shape
         blocks = -(-n // self.block_size) if self.block_size else 0

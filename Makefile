@@ -1,0 +1,30 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both set up .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+WORKERS ?= $(shell nproc)
+
+.PHONY: demo test test-full lint clean
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/intflash demo
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not full'
+
+test-full: $(VENV)/ready
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(VENV)/ready
+	$(BIN)/pip install --quiet ruff
+	$(BIN)/ruff check src tests scripts
+
+clean:
+	rm -rf $(VENV) build results

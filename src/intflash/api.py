@@ -1,0 +1,143 @@
+"""The public functions: `attention`, `sdpa` and `which_backend`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from intflash import ops, pipeline
+from intflash.backends import select
+from intflash.errors import InputError
+from intflash.pipeline import Output
+from intflash.quant import QTensor, Recipe
+
+
+def attention(
+    q: Tensor | QTensor,
+    k: Tensor | QTensor,
+    v: Tensor | QTensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    method: str = "intflash",
+    backend: str | None = None,
+    enable_gqa: bool = False,
+    bias: Tensor | None = None,
+    causal_align: str = "top_left",
+    recipe: Recipe | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_scale: Tensor | float | str | None = None,
+    return_lse: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    check_finite: bool | None = None,
+) -> Output | tuple[Output, Tensor]:
+    """softmax(scale * q k^T + bias) v with quantized, by default integer-only, arithmetic.
+
+    Args:
+        q, k, v: float32, float16 or bfloat16 tensors ``[..., Hq, Nq, D]``, ``[..., Hk, Nk, D]``,
+            ``[..., Hk, Nk, Dv]`` with any strides, or int8 `QTensor`s of four axes. Never changed.
+        attn_mask: bool (False: the key takes no part) or additive float, broadcastable to
+            ``[..., Hq, Nq, Nk]``; the first axis of a 4-D mask may also be a divisor of the batch and
+            repeats over it (Swin windows). -inf or <= finfo.min / 2 makes a key absent.
+        is_causal: hide keys after the query's position.
+        scale: softmax scale, > 0; default 1 / sqrt(D).
+        method: a name from ``intflash.info()["methods"]``.
+        backend: a name from ``intflash.info()["backends"]``; None takes the best that can serve
+            (`which_backend` tells which).
+        enable_gqa: allow Hq to be a multiple of Hk.
+        bias: additive float bias beside a bool `attn_mask` (relative-position bias), or int32 from
+            `quantize_bias`; broadcast like `attn_mask` and never expanded.
+        causal_align: "top_left" as torch's SDPA (key j <= query i), or "bottom_right" as
+            FlashAttention (j <= i + Nk - Nq).
+        recipe: how float tensors are quantized (granularity, static scales, smoothing, rotation);
+            default: the method's own.
+        out_dtype: float32, float16, bfloat16, or int8 / int16 to get a `QTensor`. Default: the dtype
+            of float inputs, int8 for QTensors.
+        out_scale: scale of integer output: a float or tensor (calibrated), "dynamic" (its maximum,
+            by a second launch), or None for s_V * 127 / qmax, which no output can exceed.
+        return_lse: also return log-sum-exp of the scores, float32 ``[..., Hq, Nq]``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]``: q, k, v are sequences packed along N
+            with a batch of one, each attending to itself only.
+        check_finite: look for NaN, infinity and scales <= 0. Default: on a CPU yes; on a GPU no,
+            where looking would wait for the device.
+
+    Returns:
+        The output ``[..., Hq, Nq, Dv]``, or with `return_lse` the pair (output, lse). A query whose
+        keys are all absent gives 0 (torch gives NaN) and an lse of -inf.
+
+    Raises:
+        InputError: an argument is wrong; the message shows what was expected and what came.
+        BackendError: the backend asked for cannot serve this call; the message says why.
+
+    Source: docs/numerics.md for `intflash`, `intflash_p8` and `intflash_online`; each other method
+    names its paper in ``intflash.info()``.
+
+    Example:
+        >>> import torch, intflash
+        >>> q, k, v = (torch.randn(1, 6, 197, 64) for _ in range(3))
+        >>> intflash.attention(q, k, v).shape
+        torch.Size([1, 6, 197, 64])
+        >>> intflash.attention(q, k, v, out_dtype=torch.int16).data.dtype
+        torch.int16
+    """
+    arguments = dict(
+        q=q, k=k, v=v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, method=method, backend=backend,
+        enable_gqa=enable_gqa, bias=bias, causal_align=causal_align, recipe=recipe, out_dtype=out_dtype,
+        out_scale=out_scale, return_lse=return_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        check_finite=check_finite,
+    )  # fmt: skip
+    out, lse = ops.attention(**arguments) if torch.compiler.is_compiling() else pipeline.run(**arguments)
+    return (out, lse) if return_lse else out
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`'s signature, computed by `intflash`.
+
+    Args and shapes as `attention`. As in torch, `attn_mask` and `is_causal` exclude each other.
+
+    Raises:
+        InputError: dropout_p is not 0 (IntFlash is for inference), or an argument is wrong.
+
+    Example:
+        >>> import torch, intflash
+        >>> q = torch.randn(2, 3, 49, 32)
+        >>> intflash.sdpa(q, q, q).shape
+        torch.Size([2, 3, 49, 32])
+    """
+    if dropout_p != 0.0:
+        raise InputError(f"dropout_p must be 0, IntFlash is for inference; got {dropout_p}")
+    if attn_mask is not None and is_causal:
+        raise InputError("attn_mask and is_causal exclude each other in sdpa; use intflash.attention for both")
+    return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa=enable_gqa)
+
+
+def which_backend(*args: Any, **kwargs: Any) -> str:
+    """The name of the backend that `attention` with these arguments would run on.
+
+    Example:
+        >>> import torch, intflash
+        >>> q = torch.randn(1, 1, 8, 16)
+        >>> intflash.which_backend(q, q, q, backend="reference")
+        'reference'
+    """
+    names = ("q", "k", "v", "attn_mask", "is_causal", "scale")
+    options = dict(zip(names, args, strict=False)) | kwargs
+    backend = options.pop("backend", None)
+    options.pop("return_lse", None)
+    if options.get("out_scale") == "dynamic":
+        options["out_scale"] = None
+    problem, _ = pipeline.prepare(**options)
+    return select(problem, backend).name

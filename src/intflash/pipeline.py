@@ -1,0 +1,197 @@
+"""From a call's arguments to its result: validate, quantize, choose a backend, run. One straight way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from intflash import masks, validate
+from intflash.backends import select
+from intflash.errors import InputError
+from intflash.methods import get_method
+from intflash.methods.base import Method
+from intflash.numerics.exp import dequantize_bias, quantize_bias
+from intflash.problem import Problem
+from intflash.quant import QTensor, Recipe, hadamard_rotate, key_mean, quantize
+
+Output = Tensor | QTensor
+
+
+def run(*, backend: str | None = None, return_lse: bool = False, **arguments: Any) -> tuple[Output, Tensor | None]:
+    """Prepare the problem, run it on its backend, and give the output the caller's shape."""
+    dynamic = isinstance(arguments["out_scale"], str)
+    if dynamic:
+        arguments["out_scale"] = _dynamic_out_scale(backend, arguments)
+    problem, lse_shift = prepare(**arguments, return_lse=return_lse)
+    result = select(problem, backend).run(problem)
+    lead = arguments["q"].shape[:-1]
+    out, lse = result.out.reshape(*lead, -1), result.lse
+    if lse is not None:
+        lse = (lse if lse_shift is None else lse + lse_shift).reshape(lead)
+    if result.out_scale is not None:
+        out = integer_output(result.out, result.out_scale)
+    return out, lse
+
+
+def prepare(
+    q: Tensor | QTensor,
+    k: Tensor | QTensor,
+    v: Tensor | QTensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    method: str = "intflash",
+    enable_gqa: bool = False,
+    bias: Tensor | None = None,
+    causal_align: str = "top_left",
+    recipe: Recipe | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_scale: Tensor | float | None = None,
+    return_lse: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    check_finite: bool | None = None,
+) -> tuple[Problem, Tensor | None]:
+    """The validated problem of a call, and what to add to its log-sum-exp (K smoothing)."""
+    chosen = get_method(method)
+    validate.check_inputs(q, k, v, enable_gqa)
+    sm_scale = validate.softmax_scale(scale, q.shape[-1])
+    recipe = chosen.recipe if recipe is None else recipe
+    validate.check_granularities(chosen, q, k, v, recipe)
+    quantized = isinstance(q, QTensor)
+    if out_dtype is None:
+        out_dtype = torch.int8 if quantized else q.dtype
+    validate.check_out_dtype(chosen, out_dtype, out_scale)
+    read = q.device.type == "cpu" if check_finite is None else check_finite
+    if read:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            validate.check_values(x, name)
+    batch = tuple(q.shape[:-3]) or (1,)
+    if not quantized:
+        q, k, v = (_four_axes(x) for x in (q, k, v))
+    hq, nq, nk = q.shape[1], q.shape[2], k.shape[2]
+    keep, additive = _masks(attn_mask, bias, batch, hq, nq, nk, read)
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        raise InputError("cu_seqlens_q and cu_seqlens_k go together")
+    if cu_seqlens_q is not None:
+        _check_packed(q, k, cu_seqlens_q, cu_seqlens_k, nq, nk, recipe, read)
+    lse_shift = None
+    if not quantized and (recipe.rotate or recipe.smooth_k):
+        q, k, lse_shift = _rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
+        v = v.float()  # a problem's tensors share one dtype
+    integer_bias, float_bias = _bias_of(chosen, additive)
+    problem = Problem(
+        method=method, q=q, k=k, v=v, sm_scale=sm_scale, recipe=recipe, bias=integer_bias, bias_float=float_bias,
+        keep=keep, causal=masks.causal_offset(is_causal, causal_align, nq, nk), causal_align=causal_align,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, out_dtype=out_dtype,
+        out_scale=_out_scale(out_scale, q, read), return_lse=return_lse,
+    )  # fmt: skip
+    if chosen.check is not None:
+        chosen.check(problem)
+    return problem, lse_shift
+
+
+def _four_axes(x: Tensor) -> Tensor:
+    if x.ndim == 4:
+        return x
+    return x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
+
+
+def _masks(
+    attn_mask: Tensor | None, bias: Tensor | None, batch: tuple[int, ...], hq: int, nq: int, nk: int, read: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The bool mask and the additive one, in a problem's shapes."""
+    keep = additive = None
+    name = "attn_mask"
+    if attn_mask is not None:
+        mask = masks.normalize_mask(attn_mask, batch, hq, nq, nk, name)
+        keep, additive = (mask, None) if mask.dtype == torch.bool else (None, mask)
+    if bias is not None:
+        if additive is not None:
+            raise InputError("beside a bias, attn_mask must be bool; add a float attn_mask to the bias instead")
+        name = "bias"
+        additive = masks.normalize_mask(bias, batch, hq, nq, nk, name)
+    if additive is not None:
+        masks.check_bias(additive, name)
+        if read:
+            validate.check_bias_values(additive, name)
+    return keep, additive
+
+
+def _bias_of(method: Method, additive: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(integer, float) bias, the one that the method computes with."""
+    if additive is None:
+        return None, None
+    if method.integer_bias:
+        return (additive if additive.dtype == torch.int32 else quantize_bias(additive)), None
+    return None, (dequantize_bias(additive) if additive.dtype == torch.int32 else additive)
+
+
+def _check_packed(
+    q: Tensor | QTensor, k: Tensor | QTensor, cu_q: Tensor, cu_k: Tensor, nq: int, nk: int, recipe: Recipe, read: bool
+) -> None:
+    if q.shape[0] != 1:
+        raise InputError(f"packed sequences (cu_seqlens) need a batch of 1, got {q.shape[0]}")
+    validate.check_cu_seqlens(cu_q, nq, "cu_seqlens_q", read=read)
+    validate.check_cu_seqlens(cu_k, nk, "cu_seqlens_k", read=read)
+    if cu_q.shape != cu_k.shape:
+        raise InputError(f"cu_seqlens_q and cu_seqlens_k must have one length, got {len(cu_q)} and {len(cu_k)}")
+    kinds = [x.granularity for x in (q, k)] if isinstance(q, QTensor) else [recipe.q, recipe.k]
+    if "block" in kinds:
+        raise InputError("packed sequences cannot have 'block' scales: blocks would straddle sequences")
+
+
+def _rotate_and_smooth(
+    q: Tensor, k: Tensor, recipe: Recipe, sm_scale: float | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """float32 Q and K rotated and K centred as the recipe asks; the lse shift where `sm_scale` is given."""
+    if recipe.rotate:
+        q, k = hadamard_rotate(q), hadamard_rotate(k)
+    if not recipe.smooth_k:
+        return q, k, None
+    mean = key_mean(k)
+    shift = None
+    if sm_scale is not None:
+        per_head = mean.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        shift = (q * per_head).sum(-1) * sm_scale
+    return q, k - mean, shift
+
+
+def _out_scale(out_scale: Tensor | float | None, q: Tensor | QTensor, read: bool) -> Tensor | None:
+    if out_scale is None:
+        return None
+    if not isinstance(out_scale, Tensor):
+        if not 0 < float(out_scale) < float("inf"):
+            raise InputError(f"out_scale must be finite and > 0, got {out_scale}")
+        return torch.full((1, 1, 1, 1), float(out_scale), dtype=torch.float32, device=q.device)
+    if out_scale.numel() == 1:
+        out_scale = out_scale.reshape(1, 1, 1, 1)
+    if out_scale.ndim != 4 or out_scale.shape[2] != 1:
+        raise InputError(f"out_scale must be one value or [B|1, H|1, 1, Dv|1], got {list(out_scale.shape)}")
+    if read and not bool((out_scale > 0).all()):
+        raise InputError(f"out_scale must be > 0, got a minimum of {out_scale.min().item()}")
+    return out_scale.to(device=q.device, dtype=torch.float32)
+
+
+def _dynamic_out_scale(backend: str | None, arguments: dict[str, Any]) -> Tensor:
+    """The scale at which the output's absolute maximum is the largest code: a launch of its own."""
+    if arguments["out_scale"] != "dynamic":
+        raise InputError(f"out_scale must be a number, a tensor or 'dynamic', got {arguments['out_scale']!r}")
+    default = torch.int8 if isinstance(arguments["q"], QTensor) else arguments["q"].dtype
+    out_dtype = arguments["out_dtype"] or default
+    validate.check_out_dtype(get_method(arguments["method"]), out_dtype, "dynamic")
+    problem, _ = prepare(**(arguments | dict(out_dtype=torch.float32, out_scale=None)))
+    out = select(problem, backend).run(problem).out
+    return quantize(out).scale * (127 / torch.iinfo(out_dtype).max)
+
+
+def integer_output(out: Tensor, scale: Tensor) -> QTensor:
+    """Codes ``[B, Hq, Nq, Dv]`` with their scale; its shape tells the granularity."""
+    bits = torch.iinfo(out.dtype).bits
+    if scale.numel() == 1:
+        return QTensor(out, scale, "tensor", bits=bits)
+    granularity = "head" if scale.shape[3] == 1 else "channel"
+    return QTensor(out, scale.expand(scale.shape[0], out.shape[1], 1, scale.shape[3]), granularity, bits=bits)
