@@ -1,0 +1,209 @@
+"""`intflash`, `intflash_p8` and `intflash_online` in tiles, from docs/numerics.md, "The score exponent".
+
+p depends only on the depth Tmax - T, floored to 1/256 octave, and is 0 from depth 3687 on: one small table.
+Without a bias and with one C per row, depth = (Smax - S) * C * 2^k and the maximum is taken of S itself.
+
+Why float64 loses nothing: |S| <= 256 * 127^2 and C < 2^31, so |S C| + 2^43 (a bias in units of 2^-32 octave)
+stays below 2^53, times a power of two. A difference of two such values is exact where it is below 2^36;
+a larger one may be rounded, but is dead either way.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from intflash.backends.portable.tiles import (
+    Tile,
+    Tiling,
+    absent_keys,
+    keys_in_sight,
+    score_dtype,
+    spread_heads,
+    tiles,
+)
+from intflash.numerics.exp import (
+    P8_MAX,
+    P16_MAX,
+    exponent_constants,
+    log_sum_exp,
+    output_multiplier,
+)
+from intflash.problem import Problem, Result
+
+DEAD = 3687  # depth, in 1/256 octave, from which p is 0: one more than 14 * 256 + 102
+NO_SCORE = -(2.0**61)  # below every T (|T| < 2^60) and every S: what a maximum sees of an absent key
+OCTAVE = 2.0**32
+STEP = 2.0**24  # 1/256 octave
+GRANULE = 128  # keys per granule of `intflash_online`, by definition
+
+
+def _p(depth: int, bits: int) -> int:
+    """p of a depth in 1/256 octave: u^2 + 133120 in Q.16, shifted by its octaves; P8 rounds, P16 floors."""
+    if depth >= DEAD:
+        return 0
+    octaves, fraction = divmod(DEAD - 1 - depth, 256)
+    p32 = ((256 + fraction) ** 2 + 133120) << octaves
+    return p32 >> 16 if bits == 16 else (p32 + (1 << 23)) >> 24
+
+
+@functools.cache
+def _table(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor([_p(depth, bits) for depth in range(DEAD + 1)], dtype=dtype, device=device)
+
+
+def _look_up(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
+    """p of depths in 1/256 octave (float64, >= 0, destroyed); 0 where absent, by selection."""
+    steps = depth.clamp_max_(DEAD).to(torch.int32)
+    if absent is not None:
+        steps.masked_fill_(absent, DEAD)
+    return table.index_select(0, steps.view(-1)).view(steps.shape)
+
+
+class _Scores:
+    """Scores of key steps, and what one unit of them is worth.
+
+    They are S itself where one C serves a row and no bias is added (`plain`), else T in 2^-32 octave.
+    """
+
+    def __init__(self, problem: Problem, plain: bool) -> None:
+        self.problem = problem
+        self.plain = plain and problem.bias is None and problem.k.granularity != "block"
+        dtype = score_dtype(problem.q.shape[3])
+        self.q, self.k = problem.q.data.to(dtype), problem.k.data.to(dtype)
+        self.q_scale = problem.q.token_scale()
+        self.k_scale = spread_heads(problem.k.scale, problem.group).mT  # [B|1, Hq|1, 1, key blocks|1]
+        small = self.q_scale.shape[2] == 1 or self.k_scale.shape[3] == 1
+        self.whole = self._octaves(self.q_scale, self.k_scale) if small else None
+
+    def _octaves(self, q_scale: Tensor, k_scale: Tensor) -> Tensor:
+        C, k = exponent_constants(q_scale, k_scale, self.problem.sm_scale)
+        return (C << k).double()
+
+    def octaves(self, tile: Tile) -> Tensor:
+        """2^-32 octaves per unit of S: ``[b|1, h|1, rows|1, key blocks|1]``."""
+        if self.whole is not None:
+            return tile.of(self.whole)
+        return self._octaves(tile.of(self.q_scale), tile.of(self.k_scale))
+
+    def step(self, tile: Tile, q: Tensor, octaves: Tensor, keys: slice, absent: Tensor | None) -> Tensor:
+        """Scores ``[b, h, rows, keys]`` of one key step, `NO_SCORE` where absent."""
+        score = tile.unfold(torch.bmm(q, tile.keys_of(self.k, keys).mT))
+        if not self.plain:
+            if octaves.shape[3] > 1:
+                block = torch.arange(keys.start, keys.stop, device=octaves.device) // self.problem.k.block_size
+                octaves = octaves[..., block]
+            score = score.double().mul_(octaves)
+            if self.problem.bias is not None:
+                score += tile.of(self.problem.bias, keys).double() * 4096  # 2^-20 to 2^-32 octave
+        return score if absent is None else score.masked_fill_(absent, NO_SCORE)
+
+
+class _Output:
+    """Normalizes tiles into the output, and log-sum-exp beside it."""
+
+    def __init__(self, problem: Problem, p_max: int) -> None:
+        b, h, nq, _ = problem.q.shape
+        dv = problem.v.shape[3]
+        self.p_max = p_max
+        self.out = torch.empty(b, h, nq, dv, dtype=problem.out_dtype, device=problem.device)
+        self.lse = torch.empty(b, h, nq, device=problem.device) if problem.return_lse else None
+        self.v_scale = spread_heads(problem.v.scale, problem.group)
+        self.out_scale = None
+        if not problem.out_dtype.is_floating_point:
+            self.qmax = torch.iinfo(problem.out_dtype).max
+            self.out_scale = self.v_scale * 127 / self.qmax if problem.out_scale is None else problem.out_scale
+            self.multiplier, self.exponent = output_multiplier(self.v_scale, self.out_scale)
+
+    def write(self, tile: Tile, acc: Tensor, l: Tensor, t_max: Tensor) -> None:
+        """acc ``[b, h, rows, Dv]`` and l, t_max ``[b, h, rows, 1]`` hold integers."""
+        where = (tile.batches, tile.heads, tile.rows)
+        if self.lse is not None:
+            self.lse[where] = log_sum_exp(t_max, l, self.p_max)[..., 0]
+        l = l.clamp_min(1)  # a row without keys has acc = 0
+        if self.out_scale is None:
+            self.out[where] = acc.float() * (tile.of(self.v_scale) / l.float())
+        else:
+            self.out[where] = self._integer(tile, acc.to(torch.int64), l.to(torch.int64))
+
+    def _integer(self, tile: Tile, acc: Tensor, l: Tensor) -> Tensor:
+        """acc / l * s_V / s_O, rounded, ties towards plus infinity: |acc| * factor < 2^63."""
+        bits = torch.frexp(l.double()).exponent.to(torch.int64)  # 2^(bits-1) <= l < 2^bits, bits <= 32
+        reciprocal = (1 << 55) // (l << (32 - bits))  # of l's leading 32 bits: (2^23, 2^24]
+        factor = (reciprocal * tile.of(self.multiplier) + (1 << 23)) >> 24
+        shift = 23 + bits - tile.of(self.exponent)
+        acc = acc * factor
+        acc += torch.ones_like(shift) << (shift - 1)
+        acc >>= shift
+        return acc.clamp_(-self.qmax, self.qmax)
+
+    def result(self) -> Result:
+        return Result(self.out, self.out_scale, self.lse)
+
+
+def exact_maximum(problem: Problem, tiling: Tiling | None = None, *, bits: int) -> Result:
+    """`intflash` (bits = 16) and `intflash_p8` (bits = 8): two passes over a tile's scores, kept between them."""
+    tiling = tiling or Tiling()
+    # p V of one step: 255 * 127 * 512 < 2^24 in float32; 65,321 * 127 * 65,536 < 2^53 in float64
+    narrow = bits == 8 and max([s.stop - s.start for s in tiling.key_steps(problem.k.shape[2])], default=0) <= 512
+    dtype = torch.float32 if narrow else torch.float64
+    table = _table(bits, dtype, problem.device)
+    scores, output = _Scores(problem, plain=True), _Output(problem, P16_MAX if bits == 16 else P8_MAX)
+    v = problem.v.data.to(dtype)
+    for tile in tiles(problem, tiling.elements, problem.k.shape[2]):
+        q, octaves = tile.rows_of(scores.q, problem.group), scores.octaves(tile)
+        steps = [
+            (keys, absent, scores.step(tile, q, octaves, keys, absent))
+            for keys in tiling.key_steps(problem.k.shape[2], keys_in_sight(problem, tile))
+            for absent in [absent_keys(problem, tile, keys)]
+        ]
+        shape = (*(s.stop - s.start for s in (tile.batches, tile.heads, tile.rows)), 1)
+        top = torch.full(shape, NO_SCORE, dtype=scores.q.dtype if scores.plain else torch.float64, device=q.device)
+        for _, _, score in steps:
+            top = torch.maximum(top, score.amax(dim=-1, keepdim=True))
+        unit = octaves if scores.plain else torch.ones_like(top)
+        l, acc = torch.zeros_like(top, dtype=torch.float64), torch.zeros_like(top, dtype=torch.float64)
+        while steps:
+            keys, absent, score = steps.pop()
+            depth = torch.sub(top, score, out=score).double().mul_(unit / STEP)
+            p = _look_up(table, depth, absent)
+            l = l + p.sum(dim=-1, keepdim=True)
+            acc = acc + _weighted_sum(tile, p, v, keys, problem.group)
+        output.write(tile, acc.expand(*shape[:3], v.shape[3]), l, top.double() * unit)
+    return output.result()
+
+
+def online(problem: Problem, tiling: Tiling | None = None) -> Result:
+    """`intflash_online`: one pass in granules of 128 keys, the octave e of a row rising with its maximum."""
+    tiling = tiling or Tiling()
+    table = _table(8, torch.float32, problem.device)
+    scores, output = _Scores(problem, plain=False), _Output(problem, P8_MAX)
+    v = problem.v.data.float()
+    granules = Tiling(keys=GRANULE)
+    for tile in tiles(problem, tiling.elements, GRANULE):
+        q, octaves = tile.rows_of(scores.q, problem.group), scores.octaves(tile)
+        shape = tuple(s.stop - s.start for s in (tile.batches, tile.heads, tile.rows))
+        e = torch.full((*shape, 1), NO_SCORE / OCTAVE, dtype=torch.float64, device=q.device)
+        l = torch.zeros(*shape, 1, dtype=torch.int32, device=q.device)  # at most 255 * 65,536
+        acc = torch.zeros(*shape, v.shape[3], dtype=torch.int32, device=q.device)
+        for keys in granules.key_steps(problem.k.shape[2], keys_in_sight(problem, tile)):
+            absent = absent_keys(problem, tile, keys)
+            score = scores.step(tile, q, octaves, keys, absent)
+            raised = torch.maximum(e, torch.ceil(score.amax(dim=-1, keepdim=True) / OCTAVE))
+            fall = (raised - e).clamp_max_(31).to(torch.int32)
+            l >>= fall
+            acc >>= fall  # floors
+            e = raised
+            depth = torch.sub(e * OCTAVE, score, out=score).div_(STEP)
+            p = _look_up(table, depth, absent)
+            l += p.sum(dim=-1, keepdim=True).to(torch.int32)
+            acc += _weighted_sum(tile, p, v, keys, problem.group).to(torch.int32)
+        output.write(tile, acc, l, e * OCTAVE)
+    return output.result()
+
+
+def _weighted_sum(tile: Tile, p: Tensor, v: Tensor, keys: slice, group: int) -> Tensor:
+    b, h, r, n = p.shape
+    return tile.unfold(torch.bmm(p.view(b * h // group, group * r, n), tile.keys_of(v, keys)))

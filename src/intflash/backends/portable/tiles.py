@@ -1,0 +1,126 @@
+"""How the portable backend cuts a problem: tiles of rows, steps of keys, and the operands of each.
+
+A tile never holds more than `Tiling.elements` scores (one row of one key head's group at the least).
+Masks, biases and scales stay in their broadcast shapes; only their slices for a tile are touched.
+Floating-point tensors hold exact integers here: a float32 sum is exact below 2^24, a float64 one below 2^53.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from intflash.numerics.exp import ABSENT
+from intflash.problem import Problem
+
+FLOAT32_EXACT = 1 << 24
+CODE_MAX = 128  # magnitude of any int8
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of the pieces. No choice changes a bit where a method's maximum is exact.
+
+    Attributes:
+        elements: most scores in flight.
+        keys: keys of one step.
+        steps: the steps themselves as (start, stop), in any order, together every key once; None: in order.
+    """
+
+    elements: int = 1 << 19
+    keys: int = 512
+    steps: tuple[tuple[int, int], ...] | None = None
+
+    def key_steps(self, nk: int, seen: int | None = None) -> list[slice]:
+        """The steps over nk keys, without those that start at key `seen` or later."""
+        cuts = self.steps or tuple((a, min(a + self.keys, nk)) for a in range(0, nk, self.keys))
+        return [slice(a, b) for a, b in cuts if seen is None or a < seen]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some rows of some heads of some batches; `heads` are query heads, `key_heads` the heads they read."""
+
+    batches: slice
+    heads: slice
+    key_heads: slice
+    rows: slice
+
+    def of(self, x: Tensor, keys: slice | None = None) -> Tensor:
+        """This tile of a broadcast ``[B'|1, Hq|1, Nq|1, Nk|1]`` tensor; B' divides B, batch b has b % B'."""
+        if x.shape[0] > 1:
+            start = self.batches.start % x.shape[0]
+            x = x[start : start + self.batches.stop - self.batches.start]
+        if x.shape[1] > 1:
+            x = x[:, self.heads]
+        if x.shape[2] > 1:
+            x = x[:, :, self.rows]
+        return x[..., keys] if keys is not None and x.shape[3] > 1 else x
+
+    def rows_of(self, q: Tensor, group: int) -> Tensor:
+        """This tile of a query ``[B, Hq, Nq, D]``, folded for its key heads: ``[b * hk, group * rows, D]``."""
+        q = q[self.batches, self.heads, self.rows]
+        b, h, r, d = q.shape
+        return q.reshape(b * h // group, group * r, d)
+
+    def keys_of(self, x: Tensor, keys: slice) -> Tensor:
+        """These keys of K or V for this tile's key heads: ``[b * hk, keys, D]``."""
+        return x[self.batches, self.key_heads, keys].flatten(0, 1)
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """``[b * hk, group * rows, N]`` as ``[b, h, rows, N]``; a view."""
+        return x.reshape(*(s.stop - s.start for s in (self.batches, self.heads, self.rows)), x.shape[-1])
+
+
+def tiles(problem: Problem, elements: int, keys: int) -> Iterator[Tile]:
+    """Tiles of at most `elements` scores when each row holds `keys` of them at a time."""
+    batch, heads, nq, _ = problem.q.shape
+    group = problem.group
+    rows = max(1, min(nq, elements // max(1, group * keys)))
+    key_heads = min(heads // group, max(1, elements // max(1, group * nq * keys))) if rows >= nq else 1
+    batches = max(1, elements // max(1, heads * nq * keys)) if key_heads * group == heads else 1
+    periods = [m.shape[0] for m in (problem.bias, problem.bias_float, problem.keep) if m is not None]
+    b = 0
+    while b < batch:
+        take = min(batches, batch - b, *(p - b % p for p in periods if p > 1), batch)  # stays in one period
+        for h in range(0, heads // group, key_heads):
+            stop = min(h + key_heads, heads // group)
+            for r in range(0, nq, rows):
+                yield Tile(
+                    slice(b, b + take), slice(h * group, stop * group), slice(h, stop), slice(r, min(r + rows, nq))
+                )
+        b += take
+
+
+def absent_keys(problem: Problem, tile: Tile, keys: slice) -> Tensor | None:
+    """Which keys take no part, broadcast-shaped to ``[b, h, rows, keys]``; None where all do."""
+    absent = None
+    if problem.causal is not None and keys.stop - 1 > tile.rows.start + problem.causal:
+        device = problem.device
+        rows = torch.arange(tile.rows.start, tile.rows.stop, device=device)[:, None]
+        absent = (torch.arange(keys.start, keys.stop, device=device) > rows + problem.causal)[None, None]
+    if problem.keep is not None:
+        masked = ~tile.of(problem.keep, keys)
+        absent = masked if absent is None else absent | masked
+    if problem.bias is not None:
+        masked = tile.of(problem.bias, keys) == ABSENT
+        absent = masked if absent is None else absent | masked
+    return absent
+
+
+def keys_in_sight(problem: Problem, tile: Tile) -> int | None:
+    """How many leading keys causality shows this tile's last row; None without causality."""
+    return None if problem.causal is None else max(0, tile.rows.stop + problem.causal)
+
+
+def score_dtype(head_dim: int) -> torch.dtype:
+    """The narrowest float in which every Q K^T over head_dim codes is exact."""
+    return torch.float32 if head_dim * CODE_MAX**2 < FLOAT32_EXACT else torch.float64
+
+
+def spread_heads(x: Tensor, group: int) -> Tensor:
+    """A per-key-head scale repeated for the query heads; a broadcast head axis stays."""
+    return x if x.shape[1] == 1 else x.repeat_interleave(group, dim=1)
