@@ -58,7 +58,7 @@ def scalar_exponent_constants(q_scale: float, k_scale: float, sm_scale: float) -
     """`exponent_constants` of one score scale, in Python floats: the same bits without tensors.
 
     >>> scalar_exponent_constants(0.0315, 0.0315, 0.125)
-    (768551, 0)
+    (768538, 0)
     """
     c = min(((q_scale * k_scale) * sm_scale) * LOG2_E, MAX_OCTAVES_PER_UNIT)
     k = 0 if c < 0.5 else math.frexp(c)[1] + 1

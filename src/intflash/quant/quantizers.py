@@ -111,8 +111,7 @@ def quantize(
     block = block_size if granularity == "block" else None
     if scale is None:
         amax = _absolute_maximum(xf, granularity, block_size)
-        scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / qmax)
-        xf = xf * (_spread(amax, x, block) >= TINY_AMAX)
+        scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / qmax)  # 1: every code is 0
     holder = QTensor(torch.empty_like(xf, dtype=torch.int8), scale, granularity, block, bits)  # checks the scale
     s = holder.token_scale()
     if rule == "divide":
@@ -135,10 +134,6 @@ def _absolute_maximum(x: Tensor, granularity: str, block_size: int) -> Tensor:
     n = x.shape[2]
     padded = torch.nn.functional.pad(magnitude.amax(dim=3), (0, -n % block_size))
     return padded.unflatten(2, (-1, block_size)).amax(dim=3)[..., None]
-
-
-def _spread(per_block: Tensor, x: Tensor, block: int | None) -> Tensor:
-    return per_block if block is None else per_block.repeat_interleave(block, dim=2)[:, :, : x.shape[2]]
 
 
 def key_mean(k: Tensor) -> Tensor:

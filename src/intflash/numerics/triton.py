@@ -1,0 +1,207 @@
+"""The integer arithmetic of `intflash.numerics` as Triton device functions, under the same names.
+
+Every function has one definition of its bits. Where plain Triton compiles to more instructions than
+the chip needs, the same arithmetic is also written as one inline-PTX block of four scores; Triton's
+interpreter runs the plain form, a GPU the PTX form, and tests compare both with the reference.
+
+Scores are int32; T = (S << k) * C is int64 in units of 2^-32 octave.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from intflash.numerics import exp
+
+K0 = tl.constexpr(exp.K0)
+QUADRATIC_OFFSET = tl.constexpr(exp.QUADRATIC_OFFSET)
+ABSENT = tl.constexpr(exp.ABSENT)
+INT32_MIN = tl.constexpr(-(1 << 31))
+INT64_MIN = tl.constexpr(-(1 << 63))
+# Added to an absent key's product |S << k| * C < 2^61 it leaves a negative octave, so its p is 0.
+NEVER = tl.constexpr(-(1 << 62))
+
+PTX = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+def _exponent_ptx(result: str) -> str:
+    """PTX of four scores: h = 2^hi (0 when hi < 0: shl clamps), m the quadratic, then `result` per score.
+
+    `mad.lo.cc` + `madc.hi` is the spelling that ptxas fuses into one IMAD.WIDE.
+    """
+    text = ""
+    for i in range(4):
+        score, multiplier, offset = f"$S{i}", f"$C{i}", f"$B{i}"
+        text += (
+            f"mov.b64 {{bl, bh}}, {offset}; mad.lo.cc.s32 lo, {score}, {multiplier}, bl; "
+            f"madc.hi.s32 h, {score}, {multiplier}, bh; shr.u32 u, lo, 24; add.u32 u, u, 256; "
+            f"mad.lo.u32 m, u, u, {exp.QUADRATIC_OFFSET}; {result.format(i=i)}\n"
+        )
+    return text
+
+
+def _number_operands(text: str, outputs: int) -> str:
+    for kind, first in (("S", outputs), ("C", outputs + 4), ("B", outputs + 8)):
+        for i in range(4):
+            text = text.replace(f"${kind}{i}", f"${first + i}")
+    return text
+
+
+_REGISTERS = ".reg .u32 h, lo, u, m, bl, bh, t0, t1, t2, t3, a, b;"
+# 2^23 rounds the top byte; 2^31 flips its sign bit: the byte is p8 - 128 as a signed code.
+_EXP_P8 = tl.constexpr(
+    _number_operands(
+        "{" + _REGISTERS
+        + _exponent_ptx("shl.b32 h, 1, h; mad.lo.u32 t{i}, m, h, 0x80800000;")
+        + "prmt.b32 a, t0, t1, 0x0073; prmt.b32 b, t2, t3, 0x0073; prmt.b32 $0, a, b, 0x5410;\n"
+        + "dp4a.s32.s32 $1, $0, 0x01010101, 0; mov.u32 $2, 0; mov.u32 $3, 0; mov.u32 $4, 0;}",
+        outputs=5,
+    )
+)  # fmt: skip
+# Bytes 3 and 2 of p32 are the two digits of p16; each minus 128 is a signed code.
+_EXP_P16 = tl.constexpr(
+    _number_operands(
+        "{" + _REGISTERS
+        + _exponent_ptx("shl.b32 t{i}, m, h;")
+        + "prmt.b32 a, t0, t1, 0x6273; prmt.b32 b, t2, t3, 0x6273;\n"
+        + "prmt.b32 t0, a, b, 0x5410; prmt.b32 t1, a, b, 0x7632;\n"
+        + "xor.b32 $0, t0, 0x80808080; xor.b32 $1, t1, 0x80808080;\n"
+        + "dp4a.u32.u32 t0, t0, 0x01010101, 0; dp4a.u32.u32 t1, t1, 0x01010101, 0;\n"
+        + "mad.lo.u32 $2, t0, 256, t1; mov.u32 $3, 0; mov.u32 $4, 0; mov.u32 $5, 0;}",
+        outputs=6,
+    )
+)  # fmt: skip
+_P8_CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l")
+_P16_CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l")
+
+
+@triton.jit
+def _exponent(s, C, B):
+    """2^t as (m, hi): t = s * C + B in 2^-32 octave; 3.024 * 2^(16 + hi) * 2^f, hi < 0 means 0."""
+    t = s.to(tl.int64) * C.to(tl.int64) + B
+    u = ((t >> 24) & 255).to(tl.int32) + 256
+    return u * u + QUADRATIC_OFFSET, (t >> 32).to(tl.int32)
+
+
+@triton.jit
+def _shifted(m, hi):
+    """p32 = m << hi (hi <= 14, m < 2^18.6), 0 for hi < 0."""
+    return tl.where(hi >= 0, m.to(tl.uint32) << (hi & 31).to(tl.uint32), 0)
+
+
+@triton.jit
+def exp_p8(s, C, B):
+    """P8 of a tile: codes p8 - 128 (int8, rows x keys) and the row sums of those codes (int32).
+
+    s: int32 scores already shifted by k; C: int32 multiplier; B: int64, K0 - Tmax (bias added), each
+    broadcastable to s. T + B = depth below 14.4 octaves; absent keys have B = NEVER.
+    """
+    if PTX:
+        s, C = tl.broadcast(s, C)
+        s, B = tl.broadcast(s, B)
+        codes, sums = tl.inline_asm_elementwise(
+            _EXP_P8, _P8_CONSTRAINTS, [s, C, B], dtype=(tl.int8, tl.int32), is_pure=True, pack=4
+        )
+        return codes, tl.sum(sums, 1)
+    else:
+        m, hi = _exponent(s, C, B)
+        p8 = (_shifted(m, hi) + (1 << 23)) >> 24
+        codes = p8.to(tl.int32) - 128
+        return codes.to(tl.int8), tl.sum(codes, 1)
+
+
+@triton.jit
+def exp_p16(s, C, B):
+    """P16 of a tile: its two digits minus 128 (int8, int8) and the row sums of p16 (uint32 in int32)."""
+    if PTX:
+        s, C = tl.broadcast(s, C)
+        s, B = tl.broadcast(s, B)
+        high, low, sums = tl.inline_asm_elementwise(
+            _EXP_P16, _P16_CONSTRAINTS, [s, C, B], dtype=(tl.int8, tl.int8, tl.int32), is_pure=True, pack=4
+        )
+        return high, low, tl.sum(sums, 1)
+    else:
+        m, hi = _exponent(s, C, B)
+        p16 = (_shifted(m, hi) >> 16).to(tl.int32)
+        return ((p16 >> 8) - 128).to(tl.int8), ((p16 & 255) - 128).to(tl.int8), tl.sum(p16, 1)
+
+
+@triton.jit
+def ceil_octave(t):
+    """ceil(t / 2^32) as int32, t in 2^-32 octave."""
+    return (-((-t) >> 32)).to(tl.int32)
+
+
+@triton.jit
+def clz32(x):
+    """Leading zeros of a uint32 x > 0, by five comparisons."""
+    x = x.to(tl.uint32)
+    n = tl.zeros_like(x).to(tl.int32)
+    for shift in tl.static_range(5):
+        bits: tl.constexpr = 16 >> shift
+        small = x < (1 << (32 - bits))
+        n = tl.where(small, n + bits, n)
+        x = tl.where(small, x << bits, x)
+    return n
+
+
+@triton.jit
+def reciprocal_2_55(d):
+    """floor(2^55 / d) for d in [2^31, 2^32) (uint32), as uint32 in (2^23, 2^24]: integer Newton, exact.
+
+    r approximates 2^62 / d (Q30 of 2^32 / d, in (1, 2]): a linear start (error 1/17), three Newton steps
+    r <- r (2 - y r) with y = d / 2^32, then the remainder decides the last unit.
+    """
+    r = 3031741621 - tl.umulhi(d, tl.full_like(d, 2021161081))
+    for _ in tl.static_range(3):
+        error = (tl.full_like(d, 2147483648) - tl.umulhi(d, r)).to(tl.uint32)
+        r = tl.umulhi(r, error) << 2
+    quotient = r >> 7
+    remainder = (1 << 55) - quotient.to(tl.int64) * d.to(tl.int64)
+    quotient = tl.where(remainder < 0, quotient - 1, quotient)
+    quotient = tl.where(remainder >= d.to(tl.int64), quotient + 1, quotient)
+    return quotient
+
+
+@triton.jit
+def requantize(acc, l, Mr, e, QMAX: tl.constexpr):
+    """clamp(round(acc / l * s_V / s_O), -QMAX, QMAX): acc [rows, channels], l [rows]; 0 where l is 0.
+
+    (Mr, e): s_V / s_O = Mr * 2^(e - 24). R = floor(2^55 / (l << lz)); |acc| <= 127 l, so that
+    |acc * RR| < 2^62 (docs/numerics.md, "Integer output").
+    """
+    empty = l == 0
+    safe_l = tl.where(empty, 1, l).to(tl.uint32)
+    lz = clz32(safe_l)
+    R = reciprocal_2_55(safe_l << lz.to(tl.uint32))
+    RR = (R.to(tl.int64)[:, None] * Mr.to(tl.int64) + (1 << 23)) >> 24
+    sh = (55 - lz[:, None] - e).to(tl.int64)
+    half = tl.full_like(sh, 1) << (sh - 1)
+    out = (acc.to(tl.int64) * RR + half) >> sh
+    out = tl.minimum(tl.maximum(out, -QMAX), QMAX)
+    return tl.where(empty[:, None], 0, out.to(tl.int32))
+
+
+@triton.jit
+def dequantize(acc, l, v_scale):
+    """float32(acc) * (s_V / float32(l)), each step rounded once; 0 where l is 0."""
+    # l is a uint32 below 2^32: through int64 the conversion rounds once.
+    empty = l == 0
+    safe_l = tl.where(empty, 1, l).to(tl.uint32).to(tl.int64).to(tl.float32)
+    factor = tl.div_rn(tl.broadcast_to(v_scale, [l.shape[0], v_scale.shape[1]]), tl.broadcast_to(
+        safe_l[:, None], [l.shape[0], v_scale.shape[1]]))  # fmt: skip
+    return tl.where(empty[:, None], 0.0, acc.to(tl.float32) * factor)
+
+
+@triton.jit
+def quantize(x, inv):
+    """Codes of floats by the library's rule: the exact product x * inv rounded once, half to even, clamped.
+
+    1.5 * 2^23 puts the rounded integer into the low bits of the float; clamping before they are taken
+    saturates values past a static scale's range.
+    """
+    magic: tl.constexpr = 12582912.0
+    y = tl.fma(x.to(tl.float32), inv, tl.full_like(x, magic).to(tl.float32))
+    y = tl.minimum(tl.maximum(y, magic - 127.0), magic + 127.0)
+    return y.to(tl.int32, bitcast=True).to(tl.int8)

@@ -1,0 +1,117 @@
+"""Quantizers: one rounding, the papers' rule, every granularity, smoothing and rotation."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from intflash import InputError, QTensor, Recipe, quantize
+from intflash.quant import hadamard_rotate, key_mean
+
+FLOATS = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=20))
+def test_exact_rule_rounds_the_exact_product_once(values):
+    x = torch.tensor(values).reshape(1, 1, 1, -1)
+    got = quantize(x)
+    amax = x.abs().max()
+    if amax < 2.0**-100:
+        assert got.scale.item() == 1.0 and not got.data.any()
+        return
+    s = amax / 127
+    inv = Fraction((1.0 / s).item())
+    expected = [max(-127, min(127, round(Fraction(v) * inv))) for v in x.flatten().tolist()]
+    assert got.scale.item() == s.item()
+    assert got.data.flatten().tolist() == expected
+
+
+def test_exact_rule_differs_from_two_roundings_at_a_near_tie():
+    g = torch.Generator().manual_seed(0)
+    x = torch.rand(1, 1, 4096, 64, generator=g) * 8 - 4
+    inv = 1.0 / (x.abs().max() / 127)
+    assert (torch.round(x * inv) != quantize(x).data).sum() < 10  # rare, and this is why the rule names its rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_low_precision_inputs_are_exact_floats(dtype):
+    x = torch.randn(2, 3, 5, 8).to(dtype)
+    before = x.clone()
+    assert torch.equal(quantize(x).data, quantize(x.float()).data)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    "granularity, shape",
+    [("tensor", (1, 1, 1, 1)), ("head", (2, 3, 1, 1)), ("token", (2, 3, 10, 1)), ("block", (2, 3, 3, 1)),
+     ("channel", (2, 3, 1, 6))],
+)  # fmt: skip
+def test_granularities(granularity, shape):
+    x = torch.randn(2, 3, 10, 6)
+    q = quantize(x, granularity, block_size=4)
+    assert q.scale.shape == shape and q.granularity == granularity
+    assert q.data.abs().amax() == 127
+    assert ((q.dequantize() - x).abs() <= q.token_scale() / 2 * 1.0001).all()
+
+
+def test_four_bits_are_held_in_int8():
+    q = quantize(torch.randn(1, 2, 8, 4), bits=4)
+    assert q.data.abs().max() == 7 and q.data.dtype == torch.int8 and q.bits == 4
+
+
+def test_static_scales_saturate():
+    assert quantize(torch.tensor([[[[10.0, -10.0, 0.1]]]]), scale=0.01).data.flatten().tolist() == [127, -127, 10]
+
+
+def test_paper_rule_divides():
+    x = torch.randn(1, 1, 50, 16)
+    q = quantize(x, rule="divide")
+    assert torch.equal(q.data.float(), torch.round(x / (x.abs().max() / 127)))
+
+
+@pytest.mark.parametrize("head_dim, size", [(64, 64), (80, 16), (96, 32), (2, 2)])
+def test_rotation_keeps_products(head_dim, size):
+    q, k = torch.randn(2, 1, 2, 5, head_dim, dtype=torch.float32)
+    rotated = hadamard_rotate(q) @ hadamard_rotate(k).mT
+    assert torch.allclose(rotated, q @ k.mT, atol=1e-4)
+    one = torch.zeros(1, 1, 1, head_dim)
+    one[..., 0] = 1
+    assert torch.allclose(hadamard_rotate(one)[..., :size].abs(), torch.full((1, 1, 1, size), size**-0.5))
+
+
+def test_rotation_refuses_an_odd_head_dim():
+    with pytest.raises(InputError, match="even head_dim, got 17"):
+        hadamard_rotate(torch.ones(1, 1, 1, 17))
+
+
+@pytest.mark.parametrize("n", [1, 5, 64, 197])
+def test_key_mean_is_a_fixed_tree(n):
+    k = torch.randn(1, 2, n, 8)
+    assert torch.allclose(key_mean(k), k.mean(2, keepdim=True), atol=1e-5)
+    if n == 5:
+        a, b, c, d, e = k.unbind(2)
+        assert torch.equal(key_mean(k)[:, :, 0], ((a + e + c) + (b + d)) / 5) or torch.equal(
+            key_mean(k)[:, :, 0], (((a + e) + c) + (b + d)) / 5
+        )
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: QTensor(torch.ones(1, 1, 2, 2), 1.0), "int8 or int16"),
+        (lambda: QTensor(torch.ones(2, 2, dtype=torch.int8), 1.0), r"\[B, H, N, D\]"),
+        (lambda: QTensor(torch.ones(1, 1, 2, 2, dtype=torch.int8), 1.0, "row"), "granularity must be one of"),
+        (lambda: QTensor(torch.ones(1, 3, 2, 2, dtype=torch.int8), torch.ones(1, 2, 1, 1), "head"), r"must have shape"),
+        (lambda: QTensor(torch.ones(1, 1, 2, 2, dtype=torch.int8), 1.0, "tensor", 4), "block_size goes with"),
+        (lambda: Recipe(q="row"), "Recipe.q must be one of"),
+        (lambda: Recipe(bits=3), "4 or 8, got 3"),
+        (lambda: Recipe(k_scale=0.0), "k_scale must be finite and > 0, got 0.0"),
+        (lambda: Recipe(rule="floor"), "Recipe.rule"),
+        (lambda: Recipe(block_size=0), "at least 1"),
+    ],
+)
+def test_bad_input_is_named(make, message):
+    with pytest.raises(InputError, match=message):
+        make()

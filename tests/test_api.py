@@ -1,0 +1,214 @@
+"""The public functions: SDPA's meaning, outputs, and a clear error for every wrong argument."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import intflash
+from intflash import BackendError, InputError, QTensor, Recipe
+from intflash.numerics.exp import ABSENT
+from oracle import float64_attention, randn, sqnr
+
+Q, K, V = randn(2, 4, 20, 16)
+
+
+def attend(**changes):
+    options = dict(q=Q, k=K, v=V) | changes
+    return intflash.attention(options.pop("q"), options.pop("k"), options.pop("v"), **options)
+
+
+def codes(**changes):
+    return {n: intflash.quantize(x) for n, x in (("q", Q), ("k", K), ("v", V))} | changes
+
+
+NAN = Q.clone()
+NAN[0, 0, 0, 0] = float("nan")
+
+BAD = {
+    "unknown method": (dict(method="softmax"), "unknown method 'softmax'; there are: .*intflash"),
+    "unknown backend": (dict(backend="tpu"), "unknown backend 'tpu'; there are: .*reference"),
+    "mixed kinds": (dict(q=intflash.quantize(Q)), "all QTensors or all float"),
+    "mixed dtypes": (dict(k=K.half()), "share one dtype.*float16"),
+    "float64": (dict(q=Q.double(), k=K.double(), v=V.double()), "share one dtype"),
+    "integers": (dict(q=Q.int(), k=K.int(), v=V.int()), "share one dtype"),
+    "int16 codes": (codes(q=QTensor(torch.ones(2, 4, 20, 16, dtype=torch.int16), 1.0, bits=16)), "must be int8"),
+    "other device": (dict(k=K.to("meta")), "on one device, got .*meta"),
+    "one axis": (dict(q=Q[0, 0, 0], k=K[0, 0, 0], v=V[0, 0, 0]), "at least 2"),
+    "other axes": (dict(k=K[0]), "same number of axes"),
+    "empty keys": (dict(k=K[:, :, :0], v=V[:, :, :0]), r"must not be empty; got .*k \[2, 4, 0, 16\]"),
+    "empty head_dim": (dict(q=Q[..., :0], k=K[..., :0]), "must not be empty"),
+    "head_dim": (dict(q=Q[..., :8]), r"same head_dim; got q \[2, 4, 20, 8\], k \[2, 4, 20, 16\]"),
+    "keys": (dict(v=V[:, :, :9]), "same number of keys"),
+    "batch": (dict(q=Q[:1]), "same batch"),
+    "heads": (dict(k=K[:, :2], v=V[:, :2]), "enable_gqa=True"),
+    "group": (dict(k=K[:, :3], v=V[:, :3], enable_gqa=True), "multiple of key heads"),
+    "v heads": (dict(v=V[:, :2], enable_gqa=True), "k and v the same heads"),
+    "zero scale": (dict(scale=0.0), "finite and > 0, got 0.0"),
+    "negative scale": (dict(scale=-1.0), "finite and > 0, got -1.0"),
+    "nan scale": (dict(scale=float("nan")), "finite and > 0, got nan"),
+    "nan input": (dict(q=NAN), "q must be finite, got 1 non-finite of 2560"),
+    "inf input": (dict(v=V / 0), "v must be finite"),
+    "scale of codes": (codes(k=QTensor(torch.ones(2, 4, 20, 16, dtype=torch.int8), -1.0)), "k's scale must be finite"),
+    "k granularity": (dict(recipe=Recipe(k="token")), r"takes k with granularity .*got 'token'"),
+    "no quantization": (dict(recipe=Recipe(q="none")), "takes q with granularity"),
+    "mask shape": (dict(attn_mask=torch.ones(3, 1, 20, 20, dtype=torch.bool)), r"broadcast to \[2, 4, 20, 20\]"),
+    "mask keys": (dict(attn_mask=torch.ones(20, 19, dtype=torch.bool)), "attn_mask must broadcast"),
+    "mask axes": (dict(attn_mask=torch.ones(1, 1, 1, 20, 20, dtype=torch.bool)), "attn_mask must broadcast"),
+    "mask dtype": (dict(attn_mask=torch.ones(20, 20, dtype=torch.int8)), "floating point, or int32.*got torch.int8"),
+    "mask nan": (dict(attn_mask=torch.full((20, 20), float("nan"))), "must not hold NaN"),
+    "mask inf": (dict(attn_mask=torch.full((20, 20), float("inf"))), "must not hold NaN or .inf"),
+    "two biases": (dict(attn_mask=torch.zeros(20, 20), bias=torch.zeros(20, 20)), "attn_mask must be bool"),
+    "bias shape": (dict(bias=torch.zeros(7, 20, 20)), "bias must broadcast"),
+    "alignment": (dict(is_causal=True, causal_align="left"), "causal_align must be one of"),
+    "out dtype": (dict(out_dtype=torch.float64), "not out_dtype=torch.float64"),
+    "out scale of floats": (dict(out_scale=0.1), "out_scale goes with an int8 or int16"),
+    "zero out scale": (dict(out_dtype=torch.int8, out_scale=0.0), "out_scale must be finite and > 0"),
+    "negative out scale": (dict(out_dtype=torch.int8, out_scale=-torch.ones(1)), "out_scale must be > 0"),
+    "out scale shape": (dict(out_dtype=torch.int8, out_scale=torch.ones(1, 4, 20, 1)), "out_scale must be one value"),
+    "out scale word": (dict(out_dtype=torch.int8, out_scale="auto"), "or 'dynamic', got 'auto'"),
+    "half a packing": (dict(cu_seqlens_q=torch.tensor([0, 20], dtype=torch.int32)), "go together"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_refused_with_what_came(arguments, message):
+    with pytest.raises(InputError, match=message):
+        attend(**arguments)
+
+
+@pytest.mark.parametrize(
+    "cu_q, message",
+    [
+        (torch.tensor([0, 20]), "int32 tensor"),
+        (torch.tensor([0, 19], dtype=torch.int32), "rise from 0 to 20"),
+        (torch.tensor([0, 12, 9, 20], dtype=torch.int32), "rise from 0 to 20"),
+        (torch.tensor([0, 9, 12, 20], dtype=torch.int32), "one length, got 4 and 2"),
+    ],
+)
+def test_bad_packing_is_refused(cu_q, message):
+    cu_k = torch.tensor([0, 20], dtype=torch.int32)
+    with pytest.raises(InputError, match=message):
+        attend(q=Q[:1], k=K[:1], v=V[:1], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    with pytest.raises(InputError, match="batch of 1, got 2"):
+        attend(cu_seqlens_q=cu_k, cu_seqlens_k=cu_k)
+    with pytest.raises(InputError, match="cannot have 'block' scales"):
+        attend(q=Q[:1], k=K[:1], v=V[:1], cu_seqlens_q=cu_k, cu_seqlens_k=cu_k, recipe=Recipe(k="block"))
+
+
+def test_values_are_looked_at_on_request():
+    assert not attend(q=NAN, check_finite=False).isnan().all()
+    with pytest.raises(InputError, match="q must be finite"):
+        attend(q=NAN, check_finite=True)
+
+
+def test_finite_inputs_whose_sum_overflows_are_taken():
+    big = torch.full((1, 1, 64, 64), 3e38)
+    assert attend(q=big, k=big, v=big).isfinite().all()
+
+
+def test_sdpa_is_torchs_signature():
+    mask = torch.rand(2, 1, 20, 20) > 0.3
+    for options in ({}, {"attn_mask": mask}, {"is_causal": True}, {"scale": 0.1}, {"attn_mask": torch.randn(20, 20)}):
+        expected = F.scaled_dot_product_attention(Q, K, V, **options)
+        assert sqnr(expected, intflash.sdpa(Q, K, V, **options)) > 30
+    expected = F.scaled_dot_product_attention(Q, K[:, :2], V[:, :2], enable_gqa=True)
+    assert sqnr(expected, intflash.sdpa(Q, K[:, :2], V[:, :2], enable_gqa=True)) > 30
+    with pytest.raises(InputError, match="dropout_p must be 0.*got 0.1"):
+        intflash.sdpa(Q, K, V, None, 0.1)
+    with pytest.raises(InputError, match="exclude each other"):
+        intflash.sdpa(Q, K, V, mask, is_causal=True)
+
+
+@pytest.mark.parametrize("shape", [(20, 16), (4, 20, 16), (2, 4, 20, 16), (2, 3, 4, 20, 16)])
+def test_any_leading_axes(shape):
+    q, k, v = randn(*shape)
+    out, lse = intflash.attention(q, k, v, return_lse=True)
+    assert out.shape == shape and lse.shape == shape[:-1]
+    assert sqnr(F.scaled_dot_product_attention(q, k, v), out) > 28
+    assert torch.allclose(lse, torch.logsumexp(q @ k.mT / 4, -1), atol=0.15)
+
+
+def test_mask_axes_of_five_axis_inputs_and_periodic_batches():
+    q, k, v = randn(2, 3, 4, 20, 16)
+    for lead in ((1, 3), (2, 1), (2, 3), (1, 1)):
+        mask = torch.rand(*lead, 1, 20, 20) > 0.3
+        assert sqnr(F.scaled_dot_product_attention(q, k, v, mask), intflash.attention(q, k, v, mask)) > 28
+    windows = torch.rand(3, 1, 20, 20) > 0.3
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    expected = intflash.attention(q, k, v, windows[None]).flatten(0, 1)
+    assert torch.equal(intflash.attention(*flat, windows), expected)
+
+
+def test_caller_tensors_are_never_changed():
+    tensors = dict(q=Q, k=K, v=V, attn_mask=torch.rand(2, 1, 20, 20) > 0.2, bias=torch.randn(1, 4, 20, 20))
+    before = {n: t.clone() for n, t in tensors.items()}
+    attend(**tensors, recipe=Recipe(smooth_k=True, rotate=True), out_dtype=torch.int8, out_scale="dynamic")
+    assert all(torch.equal(tensors[n], before[n]) for n in tensors)
+
+
+def test_integer_outputs_have_their_own_scale():
+    v = V / 3
+    exact = float64_attention(Q, K, v)
+    for dtype, default, calibrated in ((torch.int8, 25, 32), (torch.int16, 32, 32)):
+        out = attend(v=v, out_dtype=dtype)
+        assert isinstance(out, QTensor) and out.data.dtype == dtype
+        limit = torch.iinfo(dtype).max
+        assert torch.allclose(out.scale, v.abs().max() / limit)
+        assert sqnr(exact, out.dequantize()) > default
+        scale = exact.abs().max().float() / limit
+        assert sqnr(exact, attend(v=v, out_dtype=dtype, out_scale=scale).dequantize()) > calibrated
+        dynamic = attend(v=v, out_dtype=dtype, out_scale="dynamic")
+        assert dynamic.data.abs().max() >= limit - 1 and sqnr(exact, dynamic.dequantize()) > calibrated
+    assert attend(out_dtype=torch.int8, recipe=Recipe(v="channel")).granularity == "channel"
+    assert attend(out_dtype=torch.int8, recipe=Recipe(v="head")).granularity == "head"
+
+
+def test_quantized_inputs_give_the_bits_of_float_inputs():
+    expected = attend(out_dtype=torch.int16)
+    got = attend(**codes(), out_dtype=torch.int16)
+    assert torch.equal(got.data, expected.data) and attend(**codes()).data.dtype == torch.int8
+
+
+def test_static_scales_of_the_same_tensor_give_the_same_bits():
+    scales = {f"{n}_scale": intflash.quantize(x).scale for n, x in (("q", Q), ("k", K), ("v", V))}
+    assert torch.equal(attend(recipe=Recipe(**scales)), attend())
+    numbers = {n: float(s) for n, s in scales.items()}
+    assert torch.equal(attend(recipe=Recipe(**numbers)), attend())
+
+
+def test_integer_bias_is_taken_as_it_is():
+    bias = torch.randn(1, 4, 20, 20)
+    bias[..., 3] = float("-inf")
+    quantized = intflash.quantize_bias(bias)
+    assert (quantized == ABSENT).sum() == 80
+    assert torch.equal(attend(bias=quantized), attend(bias=bias))
+
+
+def test_smoothing_keeps_the_result_and_its_log_sum_exp():
+    k = K + 5
+    smooth, lse = attend(k=k, recipe=Recipe(smooth_k=True), return_lse=True)
+    assert sqnr(float64_attention(Q, k, V), smooth) > sqnr(float64_attention(Q, k, V), attend(k=k)) + 3
+    assert torch.allclose(lse, torch.logsumexp(Q @ k.mT / 4, -1), atol=0.1)
+
+
+def test_a_row_without_keys_gives_zero():
+    mask = torch.ones(20, 20, dtype=torch.bool)
+    mask[4] = False
+    out, lse = attend(attn_mask=mask, return_lse=True)
+    assert not out[:, :, 4].any() and (lse[:, :, 4] == float("-inf")).all() and out[:, :, 5].any()
+
+
+def test_backend_by_name_and_the_one_that_serves():
+    assert intflash.which_backend(Q, K, V, backend="reference", return_lse=True) == "reference"
+    assert intflash.which_backend(Q, K, V, out_dtype=torch.int8, out_scale="dynamic") in intflash.info()["backends"]
+    if intflash.info()["backends"].get("triton", {}).get("available"):
+        with pytest.raises(BackendError, match="'triton' cannot serve method 'intflash': "):
+            attend(backend="triton")
+
+
+def test_info_lists_what_there_is():
+    info = intflash.info()
+    assert {"intflash", "intflash_p8", "intflash_online"} <= set(info["methods"])
+    assert info["methods"]["intflash"]["integer_only"]
+    served = info["backends"]["reference"]["methods"]
+    assert set(served) == set(info["methods"]) and not any(served.values())
