@@ -1,0 +1,220 @@
+"""The command `intflash`: demo, info, accuracy, bench, report. Heavy imports wait for their command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from intflash.bench.demo import DemoResult
+    from intflash.bench.experiments import Experiment, Outcome
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Integer and INT8 FlashAttention for inference.")
+bench_app = typer.Typer(no_args_is_help=True, help="Time and experiments of the papers.")
+app.add_typer(bench_app, name="bench")
+console = Console()
+
+# Points of Top-1 below float32 from which the demo prints a number in red.
+TOP1_TOLERANCE, SCALED_TOLERANCE = 0.4, 10.0
+
+Backend = Annotated[str | None, typer.Option(help="Compute on this backend only (default: the best available).")]
+Quick = Annotated[bool, typer.Option("--quick", help="The small cases only.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where JSON and figure go.")] = Path("results/demo"),
+    model: Annotated[str, typer.Option(help="vit or swin.")] = "vit",
+    method: Annotated[list[str] | None, typer.Option(help="Only this method; may be repeated.")] = None,
+    backend: Backend = None,
+    images: Annotated[int | None, typer.Option(help="Only the first so many of the 599 images.")] = None,
+) -> None:
+    """Classify handwritten digits with attention computed by every method."""
+    from intflash.bench.demo import QUERY_FACTOR, run_demo
+
+    methods = method or _methods_in_order()
+    columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("loading")
+        result = run_demo(
+            model, methods, backend, images,
+            on_total=lambda steps: progress.update(task, total=steps),
+            on_step=lambda name: progress.update(task, description=name, advance=1),
+        )  # fmt: skip
+    console.print(_demo_table(result, QUERY_FACTOR))
+    for row in result.rows:
+        if row.error:
+            console.print(f"[yellow]{row.method}[/]: {row.error}")
+    for path in result.save(out):
+        console.print(f"wrote {path}")
+
+
+def _methods_in_order() -> list[str]:
+    """Ours first, then the published integer methods, then mixed precision and floats."""
+    import intflash
+
+    methods = intflash.info()["methods"]
+    return sorted(methods, key=lambda name: (not name.startswith("intflash"), not methods[name]["integer_only"]))
+
+
+def _demo_table(result: DemoResult, factor: float) -> Table:
+    table = Table(
+        title=f"{result.images} held-out digits, model {result.model}: attention by every method",
+        caption="agrees: with float32's classes. SQNR of attention's worst layer and mean over layers, and of the\n"
+        f"logits against float32's. Last column: queries multiplied by {factor:g}. Red: Top-1 is lost.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("method", no_wrap=True)
+    headings = (
+        "Top-1\n%",
+        "agrees\n%",
+        "worst\ndB",
+        "mean\ndB",
+        "logits\ndB",
+        "ms per\nimage",
+        f"Q x {factor:g}\nTop-1 %",
+    )
+    for name in headings:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("backend", no_wrap=True)
+    table.add_row(
+        "float32 (torch)", f"{result.float_top1:.2f}", "", "", "", "", f"{result.float_ms_per_image:.2f}",
+        f"{result.float_scaled_top1:.1f}", "", style="dim",
+    )  # fmt: skip
+    for row in result.rows:
+        if row.error:
+            table.add_row(row.method, "refused", style="yellow")
+            continue
+        lost = row.top1 < result.float_top1 - TOP1_TOLERANCE
+        broken = row.scaled_top1 < result.float_scaled_top1 - SCALED_TOLERANCE
+        table.add_row(
+            row.method,
+            f"[red]{row.top1:.2f}[/]" if lost else f"{row.top1:.2f}",
+            f"{row.agreement:.2f}",
+            *(f"{value:.1f}" for value in (row.worst_sqnr, row.mean_sqnr, row.logits_sqnr)),
+            f"{row.ms_per_image:.2f}",
+            f"[red]{row.scaled_top1:.1f}[/]" if broken else f"{row.scaled_top1:.1f}",
+            row.backend,
+            style="bold green" if row.method == "intflash" else None,
+        )
+    return table
+
+
+@app.command()
+def info() -> None:
+    """Methods and backends: what each serves on this machine, and why not."""
+    import torch
+
+    import intflash
+
+    found = intflash.info()
+    console.print(
+        f"intflash {intflash.__version__}, torch {torch.__version__}, "
+        + (torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device")
+    )
+    table = Table("method", "what it is", "source", "integer\nonly", *found["backends"])
+    for name, method in found["methods"].items():
+        served = [
+            "[green]yes[/]" if backend["methods"][name] is None else "[dim]no[/]"
+            for backend in found["backends"].values()
+        ]
+        table.add_row(name, method["summary"], method["source"], "yes" if method["integer_only"] else "", *served)
+    console.print(table)
+    for name, backend in found["backends"].items():
+        for reason, methods in _reasons(backend).items():
+            console.print(f"[bold]{name}[/] does not serve {methods}: {reason}")
+
+
+def _reasons(backend: dict) -> dict[str, str]:
+    """Reason -> the methods it holds for."""
+    if backend["available"] is not None:
+        return {backend["available"]: "any method"}
+    grouped: dict[str, list[str]] = {}
+    for method, reason in backend["methods"].items():
+        if reason is not None:
+            grouped.setdefault(reason, []).append(method)
+    return {reason: ", ".join(methods) for reason, methods in grouped.items()}
+
+
+@app.command()
+def accuracy(
+    only: Annotated[
+        list[str] | None, typer.Option("--experiment", "-e", help="Only this one; may be repeated.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where JSON, CSV and figures go.")] = Path("results/accuracy"),
+    quick: Quick = False,
+    device: Device = "cpu",
+    backend: Backend = None,
+    seed: Seed = 0,
+) -> None:
+    """SQNR, MSE, cosine and mean relative error of the methods, beside the papers' numbers."""
+    from intflash.bench.accuracy import EXPERIMENTS
+    from intflash.bench.experiments import Setting
+
+    setting = Setting(quick=quick, device=device, backend=backend, seed=seed)
+    _run_experiments(_chosen(EXPERIMENTS, only), setting, out)
+
+
+def _chosen(experiments: Iterable[Experiment], only: list[str] | None) -> list[Experiment]:
+    known = {e.name: e for e in experiments}
+    unknown = [name for name in only or () if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"no experiment {', '.join(unknown)}; there are: {', '.join(known)}")
+    return [known[name] for name in only or known]
+
+
+def _run_experiments(experiments: list[Experiment], setting, out: Path) -> None:
+    from dataclasses import replace
+
+    from intflash.bench.experiments import run_experiment
+
+    for experiment in experiments:
+        if setting.device not in experiment.devices:
+            console.print(f"[dim]{experiment.name} needs {' or '.join(experiment.devices)}: left out[/]")
+            continue
+        with console.status(experiment.name) as status:
+            outcome = run_experiment(experiment, replace(setting, log=status.update))
+        _print_outcome(outcome)
+        console.print(f"wrote {', '.join(str(path) for path in outcome.save(out))}\n")
+
+
+def _print_outcome(outcome: Outcome) -> None:
+    """One table: a line per series, a column per case and metric, the paper's number in brackets."""
+    experiment, rows = outcome.experiment, outcome.rows
+    cases, metrics = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("case", "metric"))
+    cells = {(row.series, row.case, row.metric): row for row in rows}
+    for metric in metrics:
+        title = f"{experiment.title}\n{experiment.source}: {metric} (paper)"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("", no_wrap=True)
+        for case in cases:
+            table.add_column(case, justify="right")
+        for series in dict.fromkeys(row.series for row in rows):
+            table.add_row(series, *(_cell(cells.get((series, case, metric))) for case in cases))
+        console.print(table)
+    for sentence in outcome.conclusions():
+        console.print(sentence)
+    for reason in dict.fromkeys(f"{row.series} on {row.case}: {row.note}" for row in rows if row.note):
+        console.print(f"[yellow]{reason}[/]")
+
+
+def _cell(row) -> str:
+    if row is None:
+        return ""
+    value = "refused" if row.value is None else f"{row.value:.4g}"
+    return value if row.paper is None else f"{value} [dim]({row.paper:g})[/]"
+
+
+if __name__ == "__main__":
+    app()
