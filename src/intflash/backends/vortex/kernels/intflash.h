@@ -1,0 +1,143 @@
+// The integer steps of intflash and intflash_p8 (docs/numerics.md): depth -> p, and the output epilogue.
+// Integer instructions only: mul, mulhu and selects; no divide, whose library form for 64 bits would branch per thread.
+#pragma once
+#include "kernel_args.h"
+#include "simt.h"
+
+#ifndef P_BITS
+#define P_BITS 16       // 16: intflash; 8: intflash_p8
+#endif
+#ifndef OUT_BITS
+#define OUT_BITS 8      // 8, 16: codes; 64: the raw accumulator and row_stats_t, for float output and log-sum-exp
+#endif
+#ifndef WIDE
+#define WIDE 0          // 1: depth_shift is 12, more than a pre-shifted query may carry
+#endif
+
+static constexpr uint32_t DEAD_DEPTH = 3687;    // Q.8 octaves: 14 + 102/256 and everything deeper has p = 0
+static constexpr uint32_t FLUSH_KEYS = 256;     // 65321 * 127 * 256 < 2^31: so many keys fit an int32 sum
+
+static inline uint32_t mulhu(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
+}
+
+// The call's constants, read once: a store to local memory could alias the arguments and force a reload.
+struct Depth {
+  uint32_t multiplier;
+  uint32_t shift;
+
+  explicit Depth(const kernel_args_t* arg) : multiplier(arg->depth_multiplier), shift(arg->depth_shift) {}
+
+  // How far a query (or a score) is shifted before the maximum is taken; the depth then needs no shift per score.
+  // |s| <= 64 * 127^2 < 2^20, so a shift by up to 11 stays inside int32 and the difference inside uint32.
+  uint32_t query_shift() const { return WIDE ? 0 : shift; }
+
+  // Depth below the maximum in Q.8 octaves, floored: (Tmax - T) >> 24. `s` and `s_max` carry query_shift.
+  uint32_t of(int32_t s_max, int32_t s) const {
+    uint32_t d = static_cast<uint32_t>(s_max) - static_cast<uint32_t>(s);
+#if WIDE
+    // At least 8 octaves per score unit: two units are already past DEAD_DEPTH, and d << 12 must not wrap.
+    d = static_cast<uint32_t>(select(d > 1, 2, static_cast<int32_t>(d))) << shift;
+#endif
+    return mulhu(d, multiplier);
+  }
+};
+
+static inline int32_t shift_left(int32_t x, uint32_t shift) {
+  return static_cast<int32_t>(static_cast<uint32_t>(x) << shift);
+}
+
+// p16 = (m << hi) >> 16 or p8 = ((m << hi) + 2^23) >> 24 with hi = 14 - octaves and m = u*u + 133120.
+// With t = 3686 - depth: the octaves below 14 are (depth + 153) >> 8 and u = 256 + (t & 255) = 511 - ((depth + 153) & 255);
+// the added 2 * 256 and 9 * 256 put the constant part of the right shift into the same addition.
+static inline uint32_t p_of_depth(uint32_t depth) {
+  const uint32_t y = depth + 153 + (P_BITS == 16 ? 2 : 9) * 256;
+  const uint32_t u = (y & 255) ^ 511;
+  const uint32_t m = u * u + 133120;                 // < 2^19
+  uint32_t p = m >> ((y >> 8) & 31);
+  if (P_BITS == 8) p = (p + 1) >> 1;
+  return keep_if(depth < DEAD_DEPTH, p);
+}
+
+static inline uint32_t clz32(uint32_t x) {
+  uint32_t zeros = 0;
+  for (uint32_t step = 16; step > 0; step >>= 1) {
+    const uint32_t shift = keep_if(x < (1u << (32 - step)), step);
+    x <<= shift;
+    zeros += shift;
+  }
+  return zeros;
+}
+
+// floor(2^55 / divisor), 2^31 <= divisor < 2^32, by restoring division: 24 uniform steps, exact.
+static inline uint32_t reciprocal55(uint32_t divisor) {
+  uint32_t rest = 1u << 31;                          // 2^55 = rest * 2^24
+  uint32_t quotient = rest >= divisor;
+  rest -= keep_if(rest >= divisor, divisor);
+#pragma GCC unroll 1
+  for (uint32_t bit = 0; bit < 24; ++bit) {
+    const bool carry = rest >> 31;                   // 2 * rest can need 33 bits
+    rest <<= 1;
+    const bool fits = carry | (rest >= divisor);
+    rest -= keep_if(fits, divisor);
+    quotient = (quotient << 1) | static_cast<uint32_t>(fits);
+  }
+  return quotient;
+}
+
+// x >> shift for 0 <= shift < 63: the compiler's own form of a variable 64-bit shift branches on shift >= 32.
+static inline int64_t shift_right64(int64_t x, uint32_t shift) {
+  const int32_t hi = static_cast<int32_t>(x >> 32);
+  const uint32_t lo = static_cast<uint32_t>(x);
+  const uint32_t s = shift & 31;
+  const int32_t near_hi = hi >> s;
+  const uint32_t near_lo = (lo >> s) | ((static_cast<uint32_t>(hi) << 1) << (31 - s));
+  const bool far = shift > 31;
+  const uint32_t out_lo = static_cast<uint32_t>(select(far, near_hi, static_cast<int32_t>(near_lo)));
+  const int32_t out_hi = select(far, hi >> 31, near_hi);
+  return static_cast<int64_t>((static_cast<uint64_t>(static_cast<uint32_t>(out_hi)) << 32) | out_lo);
+}
+
+// The row's part of the output scale: l = (l << lz) >> lz and R = floor(2^55 / (l << lz)).
+struct RowScale {
+  uint32_t reciprocal;
+  uint32_t leading_zeros;
+};
+
+static inline RowScale row_scale(uint32_t l) {
+  const uint32_t lz = clz32(l);
+  return {reciprocal55(l << lz), lz};
+}
+
+// clamp((acc * RR + 2^(sh-1)) >> sh), |acc * RR| < 2^63 because |acc| <= 127 l
+static inline int32_t scaled_output(int64_t acc, RowScale row, output_multiplier_t column, int32_t q_max) {
+  const uint32_t rr = static_cast<uint32_t>((static_cast<uint64_t>(row.reciprocal) * column.multiplier + (1u << 23)) >> 24);
+  const uint32_t shift = 55 - row.leading_zeros - static_cast<uint32_t>(column.exponent);
+  const int64_t product = acc * static_cast<int64_t>(rr);
+  const int64_t rounded = (shift_right64(product, shift - 1) + 1) >> 1;
+  const int32_t hi = static_cast<int32_t>(rounded >> 32);
+  const int32_t lo = static_cast<int32_t>(rounded);
+  const int32_t saturated = select(hi == (lo >> 31), lo, (hi >> 31) ^ 0x7fffffff);
+  return imax(imin(saturated, q_max), -q_max);
+}
+
+// Writes COUNT columns of one row from `column` on; `acc` counts V's codes, not yet divided by l.
+template <uint32_t HEAD, typename Acc>
+static inline void store_row(const kernel_args_t* arg, uint32_t row, uint32_t column, uint32_t count, const Acc* acc,
+                             uint32_t l, int32_t s_max) {
+#if OUT_BITS == 64
+  int64_t* out = pointer<int64_t>(arg->o_addr) + row * HEAD + column;
+  for (uint32_t c = 0; c < count; ++c) out[c] = acc[c];
+  pointer<row_stats_t>(arg->stats_addr)[row] = {l, s_max >> Depth(arg).query_shift()};
+#else
+  const output_multiplier_t* columns = pointer<const output_multiplier_t>(arg->multiplier_addr) + column;
+#if OUT_BITS == 16
+  int16_t* out = pointer<int16_t>(arg->o_addr) + row * HEAD + column;
+#else
+  int8_t* out = pointer<int8_t>(arg->o_addr) + row * HEAD + column;
+#endif
+  const RowScale scale = row_scale(l);
+#pragma GCC unroll 1
+  for (uint32_t c = 0; c < count; ++c) out[c] = scaled_output(acc[c], scale, columns[c], arg->q_max);
+#endif
+}

@@ -1,0 +1,54 @@
+// The C library functions that libvortex.a calls at start and exit, for a compiler without a RISC-V C library.
+// Weak: a toolchain that brings its own keeps them. Byte loops, since a library memcpy may branch per thread on alignment.
+#include <stddef.h>
+#include <stdint.h>
+
+#define WEAK __attribute__((weak))
+#define KEEP_LOOP() __asm__ volatile("" ::: "memory") /* or the loop becomes a call of itself */
+
+WEAK void* memcpy(void* to, const void* from, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    ((char*)to)[i] = ((const char*)from)[i];
+    KEEP_LOOP();
+  }
+  return to;
+}
+
+WEAK void* memset(void* to, int value, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    ((char*)to)[i] = (char)value;
+    KEEP_LOOP();
+  }
+  return to;
+}
+
+WEAK size_t strlen(const char* s) {
+  size_t n = 0;
+  while (s[n]) {
+    ++n;
+    KEEP_LOOP();
+  }
+  return n;
+}
+
+extern void _Exit(int code);
+WEAK void exit(int code) {
+  _Exit(code);
+  __builtin_unreachable();
+}
+
+WEAK int atexit(void (*function)(void)) {
+  (void)function;
+  return 0;
+}
+WEAK void __libc_init_array(void) {}
+WEAK void __libc_fini_array(void) {}
+
+// Thread-local storage of this thread at tp, from the image of Vortex's linker script.
+extern char __tdata_start[], __tdata_size[], __tbss_offset[], __tbss_size[];
+WEAK void __init_tls(void) {
+  char* tls;
+  __asm__ volatile("mv %0, tp" : "=r"(tls));
+  memcpy(tls, __tdata_start, (size_t)(uintptr_t)__tdata_size);
+  memset(tls + (size_t)(uintptr_t)__tbss_offset, 0, (size_t)(uintptr_t)__tbss_size);
+}

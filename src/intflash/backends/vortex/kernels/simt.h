@@ -1,0 +1,63 @@
+// Rules of the machine, in one place. simx aborts on a branch that splits a warp without vx_split and vx_join,
+// so control flow depends on uniform values only and everything per thread is a select.
+#pragma once
+#include <stdint.h>
+#include <vx_intrinsics.h>
+#include <vx_spawn.h>
+
+// Address of a 64-bit kernel argument on a 32- or 64-bit device.
+template <typename T>
+static inline T* pointer(uint64_t address) {
+  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+}
+
+// The barrier instruction does not tell the compiler that memory changed: fence it on both sides.
+static inline __attribute__((always_inline)) void compiler_fence() { __asm__ volatile("" ::: "memory"); }
+#define SYNC()       \
+  do {               \
+    compiler_fence(); \
+    __syncthreads(); \
+    compiler_fence(); \
+  } while (0)
+
+// All ones when c, else 0. The empty asm keeps the compiler from turning the mask back into a branch.
+static inline uint32_t mask_of(bool c) {
+  uint32_t mask = 0u - static_cast<uint32_t>(c);
+  __asm__("" : "+r"(mask));
+  return mask;
+}
+
+// c ? a : b without a branch: czero pairs under Zicond, mask arithmetic elsewhere.
+static inline int32_t select(bool c, int32_t a, int32_t b) {
+#ifdef __riscv_zicond
+  return c ? a : b;
+#else
+  return b ^ ((a ^ b) & static_cast<int32_t>(mask_of(c)));
+#endif
+}
+
+static inline uint32_t keep_if(bool c, uint32_t a) {
+#ifdef __riscv_zicond
+  return c ? a : 0;
+#else
+  return a & mask_of(c);
+#endif
+}
+
+static inline int32_t imax(int32_t a, int32_t b) { return select(a < b, b, a); }
+static inline int32_t imin(int32_t a, int32_t b) { return select(a < b, a, b); }
+
+// For loop bounds: both arguments are the same in every thread.
+static inline uint32_t uniform_min(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+// All threads of a group copy WORDS 32-bit words to local memory; WORDS is a multiple of THREADS.
+template <uint32_t WORDS, uint32_t THREADS>
+static inline void stage_words(void* local, const void* global, uint32_t thread) {
+  static_assert(WORDS % THREADS == 0, "a partial copy would diverge");
+  uint32_t* to = static_cast<uint32_t*>(local) + thread;
+  const uint32_t* from = static_cast<const uint32_t*>(global) + thread;
+  for (uint32_t i = 0; i < WORDS; i += THREADS) to[i] = from[i];
+}
+
+static constexpr uint32_t GROUP_THREADS = 16;   // two warps of eight: one group fills a core of the report's machine
+static constexpr uint32_t LOCAL_LIMIT = 2048;   // bytes a group; above that local memory aliases on simx
