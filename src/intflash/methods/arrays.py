@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from intflash.errors import InputError
 from intflash.problem import Problem
 from intflash.quant import QTensor
+from intflash.quant.quantizers import TINY_AMAX
 
 
 class WidthError(AssertionError):
@@ -83,3 +85,35 @@ def present_keys(problem: Problem, absent_bias: Tensor | None = None) -> Tensor:
     return present
 
 
+
+
+def split_bias(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
+    """The bias as it was given, for every batch: finite with 0 where it makes a key absent, and where it does."""
+    if problem.bias_float is None:
+        if problem.bias is not None:
+            raise InputError(f"{problem.method} needs the bias as floats (Problem.bias_float), got only Problem.bias")
+        return None, None
+    bias = spread_batch(problem.bias_float, problem)
+    absent = bias <= torch.finfo(bias.dtype).min / 2
+    return torch.where(absent, 0, bias), absent
+
+
+def row_max(x: Tensor, start: float | int) -> Tensor:
+    """Maximum over the keys, at least `start`; `start` itself where there are no keys."""
+    if x.shape[-1] == 0:
+        return x.new_full((*x.shape[:-1], 1), start)
+    return x.amax(dim=-1, keepdim=True).clamp(min=start)
+
+
+def output_scale(problem: Problem) -> Tensor:
+    """The scale of integer output: the caller's, or the one that max|V| fills (an average never exceeds it)."""
+    if problem.out_scale is not None:
+        return problem.out_scale
+    qmax = torch.iinfo(problem.out_dtype).max
+    if isinstance(problem.v, Tensor):
+        amax = problem.v.float().abs().amax().reshape(1, 1, 1, 1)
+        return torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / qmax)
+    s_v = value_scale(problem)
+    if problem.v.granularity in ("token", "block"):
+        s_v = s_v.amax(dim=2, keepdim=True)
+    return s_v * ((1 << (problem.v.bits - 1)) - 1) / qmax

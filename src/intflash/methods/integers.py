@@ -1,0 +1,70 @@
+"""What the published integer methods share: scores with their bias in integer units, fixed-point output."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from intflash.methods import arrays
+from intflash.numerics.exp import output_multiplier
+from intflash.numerics.fixed_point import floor_div, rounding_rshift, saturate
+from intflash.problem import Problem, Result
+
+BIAS_LIMIT = 1 << 30  # a bias saturates here, so that bias + score stays inside int32
+NO_SCORE = -(1 << 40)  # below every score: the maximum of no keys
+
+
+def score_unit(problem: Problem) -> Tensor:
+    """What one unit of the integer score means: s_Q * s_K * scale, float64 ``[B|1, Hq|1, 1, 1]``."""
+    q_scale, k_scale = problem.q.scale.double(), arrays.per_query_head(problem.k.scale.double(), problem)
+    return (q_scale * k_scale) * problem.sm_scale
+
+
+def biased_scores(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The int32 scores with the bias rounded to their unit, and which keys are present."""
+    S = arrays.scores(problem)
+    bias, absent = arrays.split_bias(problem)
+    if bias is not None:
+        # equals round(bias * log2(e) / sm_scale): log2(e) is in both
+        unit = torch.round(bias.double() / score_unit(problem)).clamp(-BIAS_LIMIT, BIAS_LIMIT)
+        S = arrays.within(S + unit.to(torch.int64), 32, "biased score")
+    return S, arrays.present_keys(problem, absent).expand(S.shape)
+
+
+def int8_scores(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """The scores requantized to int8 by their own maximum, as the unfused methods store them.
+
+    Returns:
+        codes ``[B, Hq, Nq, Nk]``, their scale (float64, one per tensor) and which keys are present.
+    """
+    S, present = biased_scores(problem)
+    S = torch.where(present, S, 0)
+    amax = S.abs().amax().clamp(min=1) if S.numel() else S.new_ones(())
+    codes = floor_div(2 * 127 * S + amax, 2 * amax)  # 127 S / amax, half up
+    return codes, score_unit(problem) * amax / 127, present
+
+
+def depth(scores: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """score - m <= 0 of the present keys (0 of the others) and m, the maximum of the row's present keys."""
+    m = arrays.row_max(torch.where(present, scores, NO_SCORE), NO_SCORE)
+    return torch.where(present, scores - m, 0), m
+
+
+def log_sum_exp(m: Tensor, l: Tensor, p_max: Tensor, unit: Tensor) -> Tensor:
+    """ln(sum exp(score)): the maximum m in score units, the sum of p over the p of the maximum.
+
+    -inf where l = 0 (no keys), NaN where a method's l has wrapped below 0. Float32 ``[B, Hq, Nq]``.
+    """
+    return (m * unit + torch.log(l.double()) - torch.log(p_max.double())).float()[..., 0]
+
+
+def fixed_point_output(problem: Problem, acc: Tensor, fraction_bits: int, lse: Tensor) -> Result:
+    """acc * s_V / 2^fraction_bits as floats, or as codes by one fixed-point multiplication."""
+    s_v = arrays.value_scale(problem)
+    lse = lse if problem.return_lse else None
+    if problem.out_dtype.is_floating_point:
+        return Result((acc.float() * (s_v / (1 << fraction_bits))).to(problem.out_dtype), lse=lse)
+    out_scale = arrays.output_scale(problem)
+    multiplier, exponent = output_multiplier(s_v, out_scale)
+    out = rounding_rshift(acc * multiplier, 24 + fraction_bits - exponent)
+    return Result(saturate(out, torch.iinfo(problem.out_dtype).bits).to(problem.out_dtype), out_scale, lse)

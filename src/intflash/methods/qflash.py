@@ -1,0 +1,152 @@
+"""QFlash (Oh et al. 2026, arXiv 2604.25306): integer online softmax with shifts, as its program computes it.
+
+int32 registers wrap around, the rescaling goes through int64. Absent keys and the padding of the last
+tile keep the score -2^20 as published: no minus infinity, so with a tiny score scale they enter l, and a
+row without keys averages its masked ones. docs/numerics.md, section 2, lists where the method breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from intflash.errors import InputError
+from intflash.methods import arrays, integers
+from intflash.methods.base import Method
+from intflash.numerics.exp import LOG2_E
+from intflash.numerics.fixed_point import rounding_rshift, trunc_div, wrap_int8, wrap_int32
+from intflash.problem import Problem, Result
+from intflash.quant import Recipe
+
+TILE = 32  # keys per tile: the rescaling rounds, so the tile is part of the result
+MASKED = -(1 << 20)  # score of an absent key, and the first maximum
+MAX_PRODUCT_TERMS = (1 << 31) // 127**2  # 133,144: head_dim and keys, so that int8 products sum in int32
+
+
+class Constants(NamedTuple):
+    """Per call, from the float32 scales in float64; int64 tensors ``[B|1, Hq|1, 1, 1]``."""
+
+    sm_scale: Tensor  # octaves per score unit, float64
+    rs: Tensor  # 1 in the exponential's fixed point: round(1 / sm_scale)
+    exp_m: Tensor  # round(-sm_scale * 2^16)
+    req_m: Tensor  # round(127 * sm_scale * 2^16)
+    rel_m: Tensor  # round(2^30 / rs)
+
+
+def constants(problem: Problem) -> Constants:
+    """The constants of the published program.
+
+    Raises:
+        InputError: the scales leave the range in which they fit int32 and rs > 0.
+    """
+    sm_scale = integers.score_unit(problem) * LOG2_E
+    rs = torch.round(1 / sm_scale)
+    if bool((rs < 1).any()) or bool((rs >= 2.0**31).any()):
+        raise InputError(
+            f"{problem.method} divides by round(1 / sm_scale), which must be in [1, 2^31), "
+            f"got sm_scale = s_Q * s_K * scale * log2(e) from {sm_scale.min():.3g} to {sm_scale.max():.3g}"
+        )
+    integer = (rs, *map(torch.round, (-sm_scale * 65536, sm_scale * 127 * 65536, 2.0**30 / rs)))
+    return Constants(sm_scale, *(x.to(torch.int64) for x in integer))
+
+
+def shift_quotient(x: Tensor, c: Constants) -> Tensor:
+    """Octaves below 1, about -x * sm_scale, by multiplication and shift (Eq. 16)."""
+    return wrap_int32(x * c.exp_m) >> 16
+
+
+def shift_exp2(x: Tensor, c: Constants, quotient: Callable[[Tensor, Constants], Tensor] = shift_quotient) -> Tensor:
+    """2^(x * sm_scale) in units of 1 / rs for x <= 0 (Algorithm 2), in wrapping int32."""
+    q = quotient(x, c)
+    r = wrap_int32(x + wrap_int32(q * c.rs))
+    shift = torch.where((q < 0) | (q > 31), 31, q)  # a GPU's shift clamps its unsigned amount
+    return wrap_int32((r >> 1) + c.rs) >> shift
+
+
+def requantize_by_shift(y: Tensor, c: Constants) -> Tensor:
+    """The exponential in units of 1 / 127, int8."""
+    return wrap_int8(wrap_int32(wrap_int32(y * c.req_m) + (1 << 15)) >> 16)
+
+
+def release_by_shift(x: Tensor, alpha: Tensor, c: Constants) -> Tensor:
+    """ScaleRelease (Eq. 14): x * alpha / rs in int64."""
+    return wrap_int32(rounding_rshift(x * alpha * c.rel_m, 30))
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The steps in which the QFlash family differs."""
+
+    quotient: Callable[[Tensor, Constants], Tensor] = shift_quotient
+    requantize: Callable[[Tensor, Constants], Tensor] = requantize_by_shift
+    release: Callable[[Tensor, Tensor, Constants], Tensor] = release_by_shift
+    m_start: int = MASKED
+    l_start: int = 1
+    tile: int = TILE
+
+
+def run(problem: Problem, pipeline: Pipeline) -> Result:
+    """Algorithm 1 over tiles of keys; s_O = s_V."""
+    c = constants(problem)
+    S, present = integers.biased_scores(problem)
+    _, v = arrays.key_codes(problem)
+    pad = -S.shape[3] % pipeline.tile
+    S = torch.nn.functional.pad(torch.where(present, S, MASKED), (0, pad), value=MASKED)
+    v = torch.nn.functional.pad(v, (0, 0, 0, pad))
+
+    m = S.new_full((*S.shape[:3], 1), pipeline.m_start)
+    l = torch.full_like(m, pipeline.l_start)
+    acc = S.new_zeros((*S.shape[:3], v.shape[3]))
+    for start in range(0, S.shape[3], pipeline.tile):
+        s = S[..., start : start + pipeline.tile]
+        raised = torch.maximum(m, s.amax(dim=-1, keepdim=True))
+        alpha = shift_exp2(m - raised, c, pipeline.quotient)
+        p = pipeline.requantize(shift_exp2(s - raised, c, pipeline.quotient), c)
+        pv = arrays.matmul(p, v[:, :, start : start + pipeline.tile], "PV")
+        l = wrap_int32(pipeline.release(l, alpha, c) + p.sum(-1, keepdim=True))
+        acc = wrap_int32(pipeline.release(acc, alpha, c) + pv)
+        m = raised
+    lse = integers.log_sum_exp(m, l, pipeline.requantize(c.rs, c), c.sm_scale / LOG2_E)
+    return finish(problem, acc, l, lse)
+
+
+def finish(problem: Problem, acc: Tensor, l: Tensor, lse: Tensor) -> Result:
+    """acc / l truncated to int8 codes of scale s_V; int16 holds the same codes, floats the values."""
+    codes = wrap_int8(torch.where(l == 0, 0, trunc_div(acc, torch.where(l == 0, 1, l))))
+    s_v = arrays.value_scale(problem)
+    lse = lse if problem.return_lse else None
+    if problem.out_dtype.is_floating_point:
+        return Result((codes.float() * s_v).to(problem.out_dtype), lse=lse)
+    return Result(codes.to(problem.out_dtype), s_v, lse)
+
+
+def check_bounds(problem: Problem) -> None:
+    """The int32 products, and the output scale that the method fixes."""
+    for what, size in (("head_dim", problem.q.shape[3]), ("number of keys", problem.k.shape[2])):
+        if size > MAX_PRODUCT_TERMS:
+            raise InputError(
+                f"{problem.method} needs a {what} of at most {MAX_PRODUCT_TERMS} (127^2 * {what} < 2^31), got {size}"
+            )
+    if problem.out_scale is not None:
+        raise InputError(f"{problem.method} writes codes of V's own scale; out_scale must be None")
+
+
+GRANULARITIES = dict.fromkeys("qkv", ("tensor", "head"))
+RECIPE = Recipe(rule="divide")
+
+METHODS = (
+    Method(
+        name="qflash",
+        summary="integer-only online softmax with shifts, signed 7-bit P",
+        source="QFlash, Algorithms 1 and 2, as its published program",
+        reference=lambda problem: run(problem, Pipeline()),
+        integer_only=True,
+        recipe=RECIPE,
+        granularities=GRANULARITIES,
+        check=check_bounds,
+    ),
+)
