@@ -48,7 +48,7 @@ def _score_exponent(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _exp2(x: Tensor, present: Tensor) -> Tensor:
-    """3.024 * 2^16 * 2^(x / 2^32) for x <= K0 (Q30.32), floored to 8 fraction bits; 0 where absent."""
+    """3.018 * 2^16 * 2^(x / 2^32) for x <= K0 (Q30.32), floored to 8 fraction bits; 0 where absent."""
     hi, lo = x >> 32, x & 0xFFFFFFFF
     u = 256 + (lo >> 24)
     m = arrays.within(u * u + QUADRATIC_OFFSET, 19, "quadratic", signed=False)
@@ -58,7 +58,7 @@ def _exp2(x: Tensor, present: Tensor) -> Tensor:
 
 
 def _p16(x: Tensor, present: Tensor) -> Tensor:
-    return arrays.within(_exp2(x, present) >> 16, 16, "p16", signed=False)
+    return arrays.within(rounding_rshift(_exp2(x, present), 16), 16, "p16", signed=False)
 
 
 def _p8(x: Tensor, present: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def _reference_online(problem: Problem) -> Result:
 def _check_bounds(problem: Problem) -> None:
     nk, d = problem.k.shape[2], problem.q.shape[3]
     if nk > MAX_KEYS:
-        raise InputError(f"{problem.method} needs at most {MAX_KEYS} keys (65,321 * N < 2^32), got {nk}")
+        raise InputError(f"{problem.method} needs at most {MAX_KEYS} keys (65,193 * N < 2^32), got {nk}")
     if d > MAX_HEAD_DIM:
         raise InputError(f"{problem.method} needs head_dim at most {MAX_HEAD_DIM}, got {d}")
 

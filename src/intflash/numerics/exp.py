@@ -17,8 +17,8 @@ LOG2_E = 1.4426950408889634
 # and its p8 is 255. The low bits floor the depth below the maximum to 8 fraction bits:
 # (T + K0 - Tmax) >> 24 == 3686 - ((Tmax - T) >> 24).
 K0 = (14 << 32) + (103 << 24) - 1
-QUADRATIC_OFFSET = 133120  # u*u + 133120 ~ 3.024 * 2^16 * 2^f with u = 256 + 256 f; rms 0.11 %
-P16_MAX = 65321  # p of the maximum itself, 16 bits
+QUADRATIC_OFFSET = 132608  # m = u*u + 132608 ~ 3.018 * 2^16 * 2^f with u = 256 + 256 f; rms 0.11 %
+P16_MAX = 65193  # p of the maximum itself, 16 bits
 P8_MAX = 255  # the same, 8 bits
 ABSENT = -(1 << 31)  # in an int32 bias: this key takes no part
 
@@ -29,7 +29,7 @@ BIAS_LIMIT = (1 << 31) - 1
 
 OUTPUT_EXPONENTS = (-7, 29)  # frexp exponents of s_V / s_O
 
-# Bounds: 255 * 127 * N < 2^31 and 65,321 * N < 2^32 (l and the digit sums); D * 127^2 < 2^31.
+# Bounds: 255 * 127 * N < 2^31 and 65,193 * N < 2^32 (l and the digit sums); D * 127^2 < 2^31.
 MAX_KEYS = 65_536
 MAX_HEAD_DIM = 256
 

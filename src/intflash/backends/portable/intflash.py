@@ -11,19 +11,20 @@ a larger one may be rounded, but is dead either way.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from intflash.backends.portable.tiles import (
-    Tile,
-    Tiling,
-    absent_keys,
-    keys_in_sight,
-    score_dtype,
+from intflash.backends.portable.operands import (
+    code_operands,
+    exact_dtype,
     spread_heads,
-    tiles,
+    two_passes,
+    value_scale,
+    weighted_sum,
 )
+from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, keys_in_sight, tiles
 from intflash.numerics.exp import (
     P8_MAX,
     P16_MAX,
@@ -41,12 +42,13 @@ GRANULE = 128  # keys per granule of `intflash_online`, by definition
 
 
 def _p(depth: int, bits: int) -> int:
-    """p of a depth in 1/256 octave: u^2 + 133120 in Q.16, shifted by its octaves; P8 rounds, P16 floors."""
+    """p of a depth in 1/256 octave: u^2 + 132608 in Q.16, shifted by its octaves; rounded to nearest."""
     if depth >= DEAD:
         return 0
     octaves, fraction = divmod(DEAD - 1 - depth, 256)
-    p32 = ((256 + fraction) ** 2 + 133120) << octaves
-    return p32 >> 16 if bits == 16 else (p32 + (1 << 23)) >> 24
+    p32 = ((256 + fraction) ** 2 + 132608) << octaves
+    drop = 16 if bits == 16 else 24
+    return (p32 + (1 << (drop - 1))) >> drop
 
 
 @functools.cache
@@ -71,8 +73,7 @@ class _Scores:
     def __init__(self, problem: Problem, plain: bool) -> None:
         self.problem = problem
         self.plain = plain and problem.bias is None and problem.k.granularity != "block"
-        dtype = score_dtype(problem.q.shape[3])
-        self.q, self.k = problem.q.data.to(dtype), problem.k.data.to(dtype)
+        self.q, self.k = code_operands(problem)
         self.q_scale = problem.q.token_scale()
         self.k_scale = spread_heads(problem.k.scale, problem.group).mT  # [B|1, Hq|1, 1, key blocks|1]
         small = self.q_scale.shape[2] == 1 or self.k_scale.shape[3] == 1
@@ -88,10 +89,12 @@ class _Scores:
             return tile.of(self.whole)
         return self._octaves(tile.of(self.q_scale), tile.of(self.k_scale))
 
-    def step(self, tile: Tile, q: Tensor, octaves: Tensor, keys: slice, absent: Tensor | None) -> Tensor:
+    def step(self, tile: Tile, keys: slice, absent: Tensor | None) -> Tensor:
         """Scores ``[b, h, rows, keys]`` of one key step, `NO_SCORE` where absent."""
+        q = tile.rows_of(self.q, self.problem.group)
         score = tile.unfold(torch.bmm(q, tile.keys_of(self.k, keys).mT))
         if not self.plain:
+            octaves = self.octaves(tile)
             if octaves.shape[3] > 1:
                 block = torch.arange(keys.start, keys.stop, device=octaves.device) // self.problem.k.block_size
                 octaves = octaves[..., block]
@@ -110,7 +113,7 @@ class _Output:
         self.p_max = p_max
         self.out = torch.empty(b, h, nq, dv, dtype=problem.out_dtype, device=problem.device)
         self.lse = torch.empty(b, h, nq, device=problem.device) if problem.return_lse else None
-        self.v_scale = spread_heads(problem.v.scale, problem.group)
+        self.v_scale = value_scale(problem)
         self.out_scale = None
         if not problem.out_dtype.is_floating_point:
             self.qmax = torch.iinfo(problem.out_dtype).max
@@ -145,52 +148,40 @@ class _Output:
 
 def exact_maximum(problem: Problem, tiling: Tiling | None = None, *, bits: int) -> Result:
     """`intflash` (bits = 16) and `intflash_p8` (bits = 8): two passes over a tile's scores, kept between them."""
-    tiling = tiling or Tiling()
-    # p V of one step: 255 * 127 * 512 < 2^24 in float32; 65,321 * 127 * 65,536 < 2^53 in float64
-    narrow = bits == 8 and max([s.stop - s.start for s in tiling.key_steps(problem.k.shape[2])], default=0) <= 512
-    dtype = torch.float32 if narrow else torch.float64
+    tiling = tiling or Tiling.on(problem.device)
+    p_max = P16_MAX if bits == 16 else P8_MAX
+    longest = max((s.stop - s.start for s in tiling.key_steps(problem.k.shape[2])), default=0)
+    # p V of a step: 255 * 127 * 512 < 2^24 is exact in float32; 65,193 * 127 * 65,536 < 2^53 in float64
+    dtype = exact_dtype(p_max * 127 * longest)
     table = _table(bits, dtype, problem.device)
-    scores, output = _Scores(problem, plain=True), _Output(problem, P16_MAX if bits == 16 else P8_MAX)
+    scores, output = _Scores(problem, plain=True), _Output(problem, p_max)
     v = problem.v.data.to(dtype)
-    for tile in tiles(problem, tiling.elements, problem.k.shape[2]):
-        q, octaves = tile.rows_of(scores.q, problem.group), scores.octaves(tile)
-        steps = [
-            (keys, absent, scores.step(tile, q, octaves, keys, absent))
-            for keys in tiling.key_steps(problem.k.shape[2], keys_in_sight(problem, tile))
-            for absent in [absent_keys(problem, tile, keys)]
-        ]
-        shape = (*(s.stop - s.start for s in (tile.batches, tile.heads, tile.rows)), 1)
-        top = torch.full(shape, NO_SCORE, dtype=scores.q.dtype if scores.plain else torch.float64, device=q.device)
-        for _, _, score in steps:
-            top = torch.maximum(top, score.amax(dim=-1, keepdim=True))
-        unit = octaves if scores.plain else torch.ones_like(top)
-        l, acc = torch.zeros_like(top, dtype=torch.float64), torch.zeros_like(top, dtype=torch.float64)
-        while steps:
-            keys, absent, score = steps.pop()
+    for tile, top, steps in two_passes(problem, tiling, scores.step, NO_SCORE):
+        unit = scores.octaves(tile) if scores.plain else torch.ones_like(top)
+        l = tile.full(1, 0, torch.float64, top.device)
+        acc = tile.full(v.shape[3], 0, torch.float64, top.device)
+        for keys, absent, score in steps:
             depth = torch.sub(top, score, out=score).double().mul_(unit / STEP)
             p = _look_up(table, depth, absent)
-            l = l + p.sum(dim=-1, keepdim=True)
-            acc = acc + _weighted_sum(tile, p, v, keys, problem.group)
-        output.write(tile, acc.expand(*shape[:3], v.shape[3]), l, top.double() * unit)
+            l += p.sum(dim=-1, keepdim=True)
+            acc += weighted_sum(tile, p, v, keys, problem.group)
+        output.write(tile, acc, l, top.double() * unit)
     return output.result()
 
 
 def online(problem: Problem, tiling: Tiling | None = None) -> Result:
     """`intflash_online`: one pass in granules of 128 keys, the octave e of a row rising with its maximum."""
-    tiling = tiling or Tiling()
+    tiling = replace(tiling or Tiling.on(problem.device), keys=GRANULE, steps=None)
     table = _table(8, torch.float32, problem.device)
     scores, output = _Scores(problem, plain=False), _Output(problem, P8_MAX)
     v = problem.v.data.float()
-    granules = Tiling(keys=GRANULE)
-    for tile in tiles(problem, tiling.elements, GRANULE):
-        q, octaves = tile.rows_of(scores.q, problem.group), scores.octaves(tile)
-        shape = tuple(s.stop - s.start for s in (tile.batches, tile.heads, tile.rows))
-        e = torch.full((*shape, 1), NO_SCORE / OCTAVE, dtype=torch.float64, device=q.device)
-        l = torch.zeros(*shape, 1, dtype=torch.int32, device=q.device)  # at most 255 * 65,536
-        acc = torch.zeros(*shape, v.shape[3], dtype=torch.int32, device=q.device)
-        for keys in granules.key_steps(problem.k.shape[2], keys_in_sight(problem, tile)):
+    for tile in tiles(problem, tiling):
+        e = tile.full(1, NO_SCORE / OCTAVE, torch.float64, problem.device)
+        l = tile.full(1, 0, torch.int32, problem.device)  # at most 255 * 65,536
+        acc = tile.full(v.shape[3], 0, torch.int32, problem.device)
+        for keys in tiling.key_steps(problem.k.shape[2], keys_in_sight(problem, tile)):
             absent = absent_keys(problem, tile, keys)
-            score = scores.step(tile, q, octaves, keys, absent)
+            score = scores.step(tile, keys, absent)
             raised = torch.maximum(e, torch.ceil(score.amax(dim=-1, keepdim=True) / OCTAVE))
             fall = (raised - e).clamp_max_(31).to(torch.int32)
             l >>= fall
@@ -199,11 +190,6 @@ def online(problem: Problem, tiling: Tiling | None = None) -> Result:
             depth = torch.sub(e * OCTAVE, score, out=score).div_(STEP)
             p = _look_up(table, depth, absent)
             l += p.sum(dim=-1, keepdim=True).to(torch.int32)
-            acc += _weighted_sum(tile, p, v, keys, problem.group).to(torch.int32)
+            acc += weighted_sum(tile, p, v, keys, problem.group).to(torch.int32)
         output.write(tile, acc, l, e * OCTAVE)
     return output.result()
-
-
-def _weighted_sum(tile: Tile, p: Tensor, v: Tensor, keys: slice, group: int) -> Tensor:
-    b, h, r, n = p.shape
-    return tile.unfold(torch.bmm(p.view(b * h // group, group * r, n), tile.keys_of(v, keys)))

@@ -1,6 +1,6 @@
 """How the portable backend cuts a problem: tiles of rows, steps of keys, and the operands of each.
 
-A tile never holds more than `Tiling.elements` scores (one row of one key head's group at the least).
+A tile never holds more than `Tiling.resident` scores (one row of one key head's group at the least).
 Masks, biases and scales stay in their broadcast shapes; only their slices for a tile are touched.
 Floating-point tensors hold exact integers here: a float32 sum is exact below 2^24, a float64 one below 2^53.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,23 +17,28 @@ from torch import Tensor
 from intflash.numerics.exp import ABSENT
 from intflash.problem import Problem
 
-FLOAT32_EXACT = 1 << 24
-CODE_MAX = 128  # magnitude of any int8
-
 
 @dataclass(frozen=True)
 class Tiling:
     """Sizes of the pieces. No choice changes a bit where a method's maximum is exact.
 
     Attributes:
-        elements: most scores in flight.
+        elements: most scores of one step (they are read about ten times: keep them in a core's cache).
+        resident: most scores kept between two passes over the keys.
         keys: keys of one step.
         steps: the steps themselves as (start, stop), in any order, together every key once; None: in order.
     """
 
-    elements: int = 1 << 19
+    elements: int = 1 << 18
+    resident: int = 1 << 21
     keys: int = 512
     steps: tuple[tuple[int, int], ...] | None = None
+
+    @classmethod
+    def on(cls, device: torch.device, **changes: Any) -> Tiling:
+        """The sizes for a device: a GPU wants long launches, a CPU its cache."""
+        sizes = {} if device.type == "cpu" else {"elements": 1 << 24, "resident": 1 << 26}
+        return cls(**(sizes | changes))
 
     def key_steps(self, nk: int, seen: int | None = None) -> list[slice]:
         """The steps over nk keys, without those that start at key `seen` or later."""
@@ -70,16 +76,24 @@ class Tile:
         """These keys of K or V for this tile's key heads: ``[b * hk, keys, D]``."""
         return x[self.batches, self.key_heads, keys].flatten(0, 1)
 
+    def full(self, columns: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``[b, h, rows, columns]`` of one value: where a tile's sums start."""
+        shape = (s.stop - s.start for s in (self.batches, self.heads, self.rows))
+        return torch.full((*shape, columns), value, dtype=dtype, device=device)
+
     def unfold(self, x: Tensor) -> Tensor:
         """``[b * hk, group * rows, N]`` as ``[b, h, rows, N]``; a view."""
         return x.reshape(*(s.stop - s.start for s in (self.batches, self.heads, self.rows)), x.shape[-1])
 
 
-def tiles(problem: Problem, elements: int, keys: int) -> Iterator[Tile]:
-    """Tiles of at most `elements` scores when each row holds `keys` of them at a time."""
+def tiles(problem: Problem, tiling: Tiling, passes: int = 1) -> Iterator[Tile]:
+    """The tiles of a method that sees its scores once, or twice and keeps them in between."""
     batch, heads, nq, _ = problem.q.shape
-    group = problem.group
+    group, nk = problem.group, problem.k.shape[2]
+    elements, keys = tiling.elements, min(tiling.keys, nk)
     rows = max(1, min(nq, elements // max(1, group * keys)))
+    if passes == 2:
+        rows = max(1, min(rows, tiling.resident // max(1, group * nk)))
     key_heads = min(heads // group, max(1, elements // max(1, group * nq * keys))) if rows >= nq else 1
     batches = max(1, elements // max(1, heads * nq * keys)) if key_heads * group == heads else 1
     periods = [m.shape[0] for m in (problem.bias, problem.bias_float, problem.keep) if m is not None]
@@ -108,19 +122,13 @@ def absent_keys(problem: Problem, tile: Tile, keys: slice) -> Tensor | None:
     if problem.bias is not None:
         masked = tile.of(problem.bias, keys) == ABSENT
         absent = masked if absent is None else absent | masked
+    if problem.bias_float is not None:
+        bias = tile.of(problem.bias_float, keys)
+        masked = bias <= torch.finfo(bias.dtype).min / 2
+        absent = masked if absent is None else absent | masked
     return absent
 
 
 def keys_in_sight(problem: Problem, tile: Tile) -> int | None:
     """How many leading keys causality shows this tile's last row; None without causality."""
     return None if problem.causal is None else max(0, tile.rows.stop + problem.causal)
-
-
-def score_dtype(head_dim: int) -> torch.dtype:
-    """The narrowest float in which every Q K^T over head_dim codes is exact."""
-    return torch.float32 if head_dim * CODE_MAX**2 < FLOAT32_EXACT else torch.float64
-
-
-def spread_heads(x: Tensor, group: int) -> Tensor:
-    """A per-key-head scale repeated for the query heads; a broadcast head axis stays."""
-    return x if x.shape[1] == 1 else x.repeat_interleave(group, dim=1)

@@ -15,7 +15,7 @@
 #endif
 
 static constexpr uint32_t DEAD_DEPTH = 3687;    // Q.8 octaves: 14 + 102/256 and everything deeper has p = 0
-static constexpr uint32_t FLUSH_KEYS = 256;     // 65321 * 127 * 256 < 2^31: so many keys fit an int32 sum
+static constexpr uint32_t FLUSH_KEYS = 256;     // 65193 * 127 * 256 < 2^31: so many keys fit an int32 sum
 
 static inline uint32_t mulhu(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
@@ -47,15 +47,14 @@ static inline int32_t shift_left(int32_t x, uint32_t shift) {
   return static_cast<int32_t>(static_cast<uint32_t>(x) << shift);
 }
 
-// p16 = (m << hi) >> 16 or p8 = ((m << hi) + 2^23) >> 24 with hi = 14 - octaves and m = u*u + 133120.
+// p16 = ((m << hi) + 2^15) >> 16 or p8 = ((m << hi) + 2^23) >> 24 with hi = 14 - octaves and m = u*u + 132608.
 // With t = 3686 - depth: the octaves below 14 are (depth + 153) >> 8 and u = 256 + (t & 255) = 511 - ((depth + 153) & 255);
-// the added 2 * 256 and 9 * 256 put the constant part of the right shift into the same addition.
+// the added 256 and 9 * 256 put the constant part of the right shift into the same addition.
 static inline uint32_t p_of_depth(uint32_t depth) {
-  const uint32_t y = depth + 153 + (P_BITS == 16 ? 2 : 9) * 256;
+  const uint32_t y = depth + 153 + (P_BITS == 16 ? 1 : 9) * 256;
   const uint32_t u = (y & 255) ^ 511;
-  const uint32_t m = u * u + 133120;                 // < 2^19
-  uint32_t p = m >> ((y >> 8) & 31);
-  if (P_BITS == 8) p = (p + 1) >> 1;
+  const uint32_t m = u * u + 132608;                 // < 2^19
+  const uint32_t p = ((m >> ((y >> 8) & 31)) + 1) >> 1;
   return keep_if(depth < DEAD_DEPTH, p);
 }
 

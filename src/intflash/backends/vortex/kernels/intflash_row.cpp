@@ -40,7 +40,7 @@ static void attend(kernel_args_t* arg) {
     SYNC();
   }
 
-  uint32_t l = 0;                                             // 65321 * N < 2^32
+  uint32_t l = 0;                                             // 65193 * N < 2^32
   int64_t total[D];
   for (uint32_t i = 0; i < D; ++i) total[i] = 0;
   for (uint32_t first = 0; first < n_k; first += FLUSH_KEYS) {
