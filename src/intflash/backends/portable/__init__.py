@@ -7,19 +7,38 @@ constants and quantizers only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from intflash.backends.base import Backend
-from intflash.backends.portable import intflash
+from intflash.backends.portable import floats, intflash, published, unfused
+from intflash.backends.portable.operands import default_out_scale
 from intflash.problem import Problem, Result
 
 _KERNELS: dict[str, Callable[[Problem], Result]] = {
     "intflash": partial(intflash.exact_maximum, bits=16),
     "intflash_p8": partial(intflash.exact_maximum, bits=8),
     "intflash_online": intflash.online,
+    "qflash": published.qflash,
+    "iflash": published.iflash,
+    "ivit": unfused.ivit,
+    "ibert": unfused.ibert,
+    "fqvit": unfused.fqvit,
+    "int_flash_full": floats.int_flash_full,
+    "int_flash_half": floats.int_flash_half,
+    "lite": floats.lite,
+    "qattn": floats.qattn,
+    "fp32": partial(floats.rounded, dtype=torch.float32),
+    "fp16": partial(floats.rounded, dtype=torch.float16),
+    "bf16": partial(floats.rounded, dtype=torch.bfloat16),
+    "fp8": partial(floats.fp8, dims=(0, 1, 2, 3)),
+    "fp8_head": partial(floats.fp8, dims=(2, 3)),
 }
+
+# Their output scale follows from V's alone, as they define it.
+_FIXED_SCALE = ("intflash", "intflash_p8", "intflash_online", "qflash", "iflash")
 
 
 def _unsupported(problem: Problem) -> str | None:
@@ -31,6 +50,8 @@ def _unsupported(problem: Problem) -> str | None:
 def _run(problem: Problem) -> Result:
     kernel = _KERNELS[problem.method]
     problem = problem.quantized()
+    if not problem.out_dtype.is_floating_point and problem.out_scale is None and problem.method not in _FIXED_SCALE:
+        problem = replace(problem, out_scale=default_out_scale(problem))  # one for all sequences of a packed problem
     sequences = problem.sequences()
     if sequences is None:
         return kernel(problem)

@@ -1,6 +1,6 @@
 """`intflash`, `intflash_p8` and `intflash_online` in tiles, from docs/numerics.md, "The score exponent".
 
-p depends only on the depth Tmax - T, floored to 1/256 octave, and is 0 from depth 3687 on: one small table.
+p depends only on the depth Tmax - T, rounded half up to 1/256 octave, and is 0 from depth 3687 on: one small table.
 Without a bias and with one C per row, depth = (Smax - S) * C * 2^k and the maximum is taken of S itself.
 
 Why float64 loses nothing: |S| <= 256 * 127^2 and C < 2^31, so |S C| + 2^43 (a bias in units of 2^-32 octave)
@@ -58,7 +58,7 @@ def _table(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _look_up(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
     """p of depths in 1/256 octave (float64, >= 0, destroyed); 0 where absent, by selection."""
-    steps = depth.clamp_max_(DEAD).to(torch.int32)
+    steps = depth.clamp_max_(DEAD).add_(0.5).to(torch.int32)
     if absent is not None:
         steps.masked_fill_(absent, DEAD)
     return table.index_select(0, steps.view(-1)).view(steps.shape)
@@ -83,25 +83,31 @@ class _Scores:
         C, k = exponent_constants(q_scale, k_scale, self.problem.sm_scale)
         return (C << k).double()
 
-    def octaves(self, tile: Tile) -> Tensor:
+    def octaves(self, tile: Tile, blocks: slice | None = None) -> Tensor:
         """2^-32 octaves per unit of S: ``[b|1, h|1, rows|1, key blocks|1]``."""
         if self.whole is not None:
-            return tile.of(self.whole)
-        return self._octaves(tile.of(self.q_scale), tile.of(self.k_scale))
+            return tile.of(self.whole, blocks)
+        return self._octaves(tile.of(self.q_scale), tile.of(self.k_scale, blocks))
 
     def step(self, tile: Tile, keys: slice, absent: Tensor | None) -> Tensor:
         """Scores ``[b, h, rows, keys]`` of one key step, `NO_SCORE` where absent."""
         q = tile.rows_of(self.q, self.problem.group)
         score = tile.unfold(torch.bmm(q, tile.keys_of(self.k, keys).mT))
         if not self.plain:
-            octaves = self.octaves(tile)
-            if octaves.shape[3] > 1:
-                block = torch.arange(keys.start, keys.stop, device=octaves.device) // self.problem.k.block_size
-                octaves = octaves[..., block]
-            score = score.double().mul_(octaves)
+            score = score.double().mul_(self._octaves_of_keys(tile, keys))
             if self.problem.bias is not None:
                 score += tile.of(self.problem.bias, keys).double() * 4096  # 2^-20 to 2^-32 octave
         return score if absent is None else score.masked_fill_(absent, NO_SCORE)
+
+    def _octaves_of_keys(self, tile: Tile, keys: slice) -> Tensor:
+        size = self.problem.k.block_size
+        if size is None:
+            return self.octaves(tile)
+        first, stop = keys.start // size, -(-keys.stop // size)
+        octaves = self.octaves(tile, slice(first, stop))
+        if octaves.shape[3] == 1:
+            return octaves
+        return octaves[..., torch.arange(keys.start, keys.stop, device=octaves.device) // size - first]
 
 
 class _Output:

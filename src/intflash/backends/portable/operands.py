@@ -1,0 +1,82 @@
+"""What every kernel of the portable backend does with a tile's operands: exact products, scales, two passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, keys_in_sight, tiles
+from intflash.problem import Problem
+from intflash.quant.quantizers import TINY_AMAX
+
+CODE_MAX = 128  # magnitude of any int8
+
+Step = tuple[slice, Tensor | None, Tensor]  # keys, which are absent, their scores
+
+
+def exact_dtype(bound: int) -> torch.dtype:
+    """The narrowest float in which integers up to `bound` are exact."""
+    return torch.float32 if bound < 1 << 24 else torch.float64
+
+
+def code_operands(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Q and K codes in a float type in which Q K^T is exact."""
+    dtype = exact_dtype(problem.q.shape[3] * CODE_MAX**2)
+    return problem.q.data.to(dtype), problem.k.data.to(dtype)
+
+
+def weighted_sum(tile: Tile, p: Tensor, v: Tensor, keys: slice, group: int) -> Tensor:
+    """P V of one step, ``[b, h, rows, Dv]``; p is ``[b, h, rows, keys]``, contiguous."""
+    b, h, r, n = p.shape
+    return tile.unfold(torch.bmm(p.view(b * h // group, group * r, n), tile.keys_of(v, keys)))
+
+
+def spread_heads(x: Tensor, group: int) -> Tensor:
+    """A per-key-head scale repeated for the query heads; a broadcast head axis stays."""
+    return x if x.shape[1] == 1 else x.repeat_interleave(group, dim=1)
+
+
+def value_scale(problem: Problem) -> Tensor:
+    """V's scale on the output's axes, ``[B|1, Hq|1, 1, Dv|1]``."""
+    return spread_heads(problem.v.scale, problem.group)
+
+
+def default_out_scale(problem: Problem) -> Tensor:
+    """The scale of integer output at which max|V|, which no output exceeds, is the largest code."""
+    qmax = torch.iinfo(problem.out_dtype).max
+    if isinstance(problem.v, Tensor):
+        amax = problem.v.float().abs().amax().reshape(1, 1, 1, 1)
+        return torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / qmax)
+    scale = value_scale(problem)
+    if problem.v.granularity in ("token", "block"):
+        scale = scale.amax(dim=2, keepdim=True)
+    return scale * (2 ** (problem.v.bits - 1) - 1) / qmax
+
+
+def two_passes(
+    problem: Problem, tiling: Tiling, score: Callable[[Tile, slice, Tensor | None], Tensor], lowest: float
+) -> Iterator[tuple[Tile, Tensor, Iterator[Step]]]:
+    """Each tile with its rows' exact maximum ``[b, h, rows, 1]`` and its steps, whose scores are kept for it.
+
+    `score` gives a step's scores ``[b, h, rows, keys]``, `lowest` for absent keys: also the maximum of no keys.
+    """
+    nk = problem.k.shape[2]
+    for tile in tiles(problem, tiling, passes=2):
+        steps: list[Step] = []
+        top = None
+        for keys in tiling.key_steps(nk, keys_in_sight(problem, tile)):
+            absent = absent_keys(problem, tile, keys)
+            steps.append((keys, absent, score(tile, keys, absent)))
+            highest = steps[-1][2].amax(dim=-1, keepdim=True)
+            top = highest if top is None else torch.maximum(top, highest)
+        if top is None:
+            top = tile.full(1, lowest, torch.float64, problem.device)
+        yield tile, top, _drain(steps)
+
+
+def _drain(steps: list[Step]) -> Iterator[Step]:
+    """Hands the steps over one by one, so that each can be freed after its use."""
+    while steps:
+        yield steps.pop()
