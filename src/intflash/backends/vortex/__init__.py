@@ -1,0 +1,5 @@
+"""Attention kernels for the Vortex GPGPU, and the driver that compiles and runs them (docs/vortex.md)."""
+
+from intflash.backends.vortex.backend import BACKEND
+
+__all__ = ["BACKEND"]

@@ -117,9 +117,9 @@ def head_lanes(head_dim: int) -> int:
 
 
 def depth_constants(multiplier: int, shift: int) -> tuple[int, int]:
-    """The kernel's form of C and k: ``(d << k) * C >> 24 == mulhu(d << a, M)`` for a score difference d.
+    """The kernel's form of C and k: ``(d << k) * C >> 23 == mulhu(d << a, M)`` for a score difference d.
 
-    C is moved to the top of 32 bits (M = C << b) and what is left, a = k + 8 - b, shifts the query instead.
+    C is moved to the top of 32 bits (M = C << b) and what is left, a = k + 9 - b, shifts the query instead.
     From 16 octaves per score unit on (k >= 6) only d = 0 is alive and any M of that size gives the same p.
 
     Args:
@@ -127,17 +127,17 @@ def depth_constants(multiplier: int, shift: int) -> tuple[int, int]:
         shift: k, 0 <= k <= 8.
 
     Returns:
-        ``(M, a)``, M < 2^32, 0 <= a <= 12.
+        ``(M, a)``, M < 2^32, 0 <= a <= 13.
 
     >>> depth_constants(768551, 0)
-    (196749056, 0)
+    (393498112, 0)
     """
     if shift >= 6:
-        return (1 << 32) - 1, 12
+        return (1 << 32) - 1, 13
     if multiplier == 0:
         return 0, 0
-    up = min(32 - multiplier.bit_length(), shift + 8)
-    return multiplier << up, shift + 8 - up
+    up = min(32 - multiplier.bit_length(), shift + 9)
+    return multiplier << up, shift + 9 - up
 
 
 def float_launch(name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, sm_scale: float) -> Launch:

@@ -11,10 +11,10 @@
 #define OUT_BITS 8      // 8, 16: codes; 64: the raw accumulator and row_stats_t, for float output and log-sum-exp
 #endif
 #ifndef WIDE
-#define WIDE 0          // 1: depth_shift is 12, more than a pre-shifted query may carry
+#define WIDE 0          // 1: depth_shift is 12 or 13, more than a pre-shifted query may carry
 #endif
 
-static constexpr uint32_t DEAD_DEPTH = 3687;    // Q.8 octaves: 14 + 102/256 and everything deeper has p = 0
+static constexpr uint32_t DEAD_DEPTH = 7373;    // Q.9 octaves: 3687 after rounding to Q.8, where t turns negative: p = 0
 static constexpr uint32_t FLUSH_KEYS = 256;     // 65193 * 127 * 256 < 2^31: so many keys fit an int32 sum
 
 static inline uint32_t mulhu(uint32_t a, uint32_t b) {
@@ -32,12 +32,12 @@ struct Depth {
   // |s| <= 64 * 127^2 < 2^20, so a shift by up to 11 stays inside int32 and the difference inside uint32.
   uint32_t query_shift() const { return WIDE ? 0 : shift; }
 
-  // Depth below the maximum in Q.8 octaves, floored: (Tmax - T) >> 24. `s` and `s_max` carry query_shift.
+  // Depth below the maximum in Q.9 octaves, floored: (Tmax - T) >> 23. `s` and `s_max` carry query_shift.
   uint32_t of(int32_t s_max, int32_t s) const {
     uint32_t d = static_cast<uint32_t>(s_max) - static_cast<uint32_t>(s);
 #if WIDE
-    // At least 8 octaves per score unit: two units are already past DEAD_DEPTH, and d << 12 must not wrap.
-    d = static_cast<uint32_t>(select(d > 1, 2, static_cast<int32_t>(d))) << shift;
+    // At least 4 octaves per score unit: four units are already past DEAD_DEPTH, and d << shift must not wrap.
+    d = static_cast<uint32_t>(select(d > 3, 4, static_cast<int32_t>(d))) << shift;
 #endif
     return mulhu(d, multiplier);
   }
@@ -47,11 +47,13 @@ static inline int32_t shift_left(int32_t x, uint32_t shift) {
   return static_cast<int32_t>(static_cast<uint32_t>(x) << shift);
 }
 
-// p16 = ((m << hi) + 2^15) >> 16 or p8 = ((m << hi) + 2^23) >> 24 with hi = 14 - octaves and m = u*u + 132608.
-// With t = 3686 - depth: the octaves below 14 are (depth + 153) >> 8 and u = 256 + (t & 255) = 511 - ((depth + 153) & 255);
-// the added 256 and 9 * 256 put the constant part of the right shift into the same addition.
+// p16 = ((m << hi) + 2^15) >> 16 or p8 = ((m << hi) + 2^23) >> 24, with m = u*u + 132608.
+// x = (depth + 1) >> 1 is the depth rounded to Q.8 and t = 3686 - x = 256 hi + f: so hi = 14 - ((x + 153) >> 8) and
+// u = 256 + f = 511 - ((x + 153) & 255). The added 1 * 256 or 9 * 256 is the constant part of the right shift by
+// 15 - hi or 23 - hi; the last bit of the shift rounds.
 static inline uint32_t p_of_depth(uint32_t depth) {
-  const uint32_t y = depth + 153 + (P_BITS == 16 ? 1 : 9) * 256;
+  constexpr uint32_t OFFSET = 153 + (P_BITS == 16 ? 1 : 9) * 256;
+  const uint32_t y = (depth + 1 + 2 * OFFSET) >> 1;
   const uint32_t u = (y & 255) ^ 511;
   const uint32_t m = u * u + 132608;                 // < 2^19
   const uint32_t p = ((m >> ((y >> 8) & 31)) + 1) >> 1;

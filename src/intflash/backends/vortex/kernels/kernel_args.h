@@ -17,8 +17,8 @@ typedef struct {
   uint32_t k_stride;         // keys with padding
   uint32_t stage;            // standard attention: 0 scores, 1 softmax, 2 output
   float score_scale;         // float kernels: sm_scale * log2(e)
-  uint32_t depth_multiplier; // integer: depth in Q.8 octaves = mulhu((s_max - s) << depth_shift, depth_multiplier)
-  uint32_t depth_shift;      // 0..12; past 11 the kernel is compiled with WIDE
+  uint32_t depth_multiplier; // integer: depth in Q.9 octaves = mulhu((s_max - s) << depth_shift, depth_multiplier)
+  uint32_t depth_shift;      // 0..13; past 11 the kernel is compiled with WIDE
   int32_t q_max;             // integer output: clamp to [-q_max, q_max]
   uint32_t reserved;
 } kernel_args_t;
