@@ -59,15 +59,15 @@ _EXP_P8 = tl.constexpr(
         outputs=5,
     )
 )  # fmt: skip
-# Bytes 3 and 2 of p32 are the two digits of p16; each minus 128 is a signed code.
+# p16 in two signed digits, 256 * (high + 128) + low: 2^15 rounds p16, 2^23 carries into the high digit when the low
+# one is negative, 2^31 takes 128 off the high digit; the low digit's sign bit is flipped back.
 _EXP_P16 = tl.constexpr(
     _number_operands(
         "{" + _REGISTERS
-        + _exponent_ptx("shl.b32 t{i}, m, h;")
+        + _exponent_ptx("shl.b32 h, 1, h; mad.lo.u32 t{i}, m, h, 0x80808000;")
         + "prmt.b32 a, t0, t1, 0x6273; prmt.b32 b, t2, t3, 0x6273;\n"
-        + "prmt.b32 t0, a, b, 0x5410; prmt.b32 t1, a, b, 0x7632;\n"
-        + "xor.b32 $0, t0, 0x80808080; xor.b32 $1, t1, 0x80808080;\n"
-        + "dp4a.u32.u32 t0, t0, 0x01010101, 0; dp4a.u32.u32 t1, t1, 0x01010101, 0;\n"
+        + "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632; xor.b32 $1, $1, 0x80808080;\n"
+        + "dp4a.s32.s32 t0, $0, 0x01010101, 0; dp4a.s32.s32 t1, $1, 0x01010101, 0;\n"
         + "mad.lo.u32 $2, t0, 256, t1; mov.u32 $3, 0; mov.u32 $4, 0; mov.u32 $5, 0;}",
         outputs=6,
     )
@@ -78,7 +78,7 @@ _P16_CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l
 
 @triton.jit
 def _exponent(s, C, B):
-    """2^t as (m, hi): t = s * C + B in 2^-32 octave; 3.024 * 2^(16 + hi) * 2^f, hi < 0 means 0."""
+    """2^t as (m, hi): t = s * C + B in 2^-32 octave; 3.018 * 2^(16 + hi) * 2^f, hi < 0 means 0."""
     t = s.to(tl.int64) * C.to(tl.int64) + B
     u = ((t >> 24) & 255).to(tl.int32) + 256
     return u * u + QUADRATIC_OFFSET, (t >> 32).to(tl.int32)
@@ -113,7 +113,8 @@ def exp_p8(s, C, B):
 
 @triton.jit
 def exp_p16(s, C, B):
-    """P16 of a tile: its two digits minus 128 (int8, int8) and the row sums of p16 (uint32 in int32)."""
+    """P16 of a tile in signed digits, p16 = 256 * (high + 128) + low (int8, int8), and the row sums of
+    256 * high + low (int32)."""
     if PTX:
         s, C = tl.broadcast(s, C)
         s, B = tl.broadcast(s, B)
@@ -123,8 +124,10 @@ def exp_p16(s, C, B):
         return high, low, tl.sum(sums, 1)
     else:
         m, hi = _exponent(s, C, B)
-        p16 = (_shifted(m, hi) >> 16).to(tl.int32)
-        return ((p16 >> 8) - 128).to(tl.int8), ((p16 & 255) - 128).to(tl.int8), tl.sum(p16, 1)
+        p16 = ((_shifted(m, hi) + (1 << 15)) >> 16).to(tl.int32)
+        high = ((p16 + 128) >> 8) - 128
+        low = ((p16 & 255) ^ 128) - 128
+        return high.to(tl.int8), low.to(tl.int8), tl.sum(high * 256 + low, 1)
 
 
 @triton.jit
@@ -138,11 +141,10 @@ def clz32(x):
     """Leading zeros of a uint32 x > 0, by five comparisons."""
     x = x.to(tl.uint32)
     n = tl.zeros_like(x).to(tl.int32)
-    for shift in tl.static_range(5):
-        bits: tl.constexpr = 16 >> shift
-        small = x < (1 << (32 - bits))
-        n = tl.where(small, n + bits, n)
-        x = tl.where(small, x << bits, x)
+    for i in tl.static_range(5):
+        small = (x >> (32 - (16 >> i))) == 0
+        n = tl.where(small, n + (16 >> i), n)
+        x = tl.where(small, x << (16 >> i), x)
     return n
 
 
@@ -153,9 +155,9 @@ def reciprocal_2_55(d):
     r approximates 2^62 / d (Q30 of 2^32 / d, in (1, 2]): a linear start (error 1/17), three Newton steps
     r <- r (2 - y r) with y = d / 2^32, then the remainder decides the last unit.
     """
-    r = 3031741621 - tl.umulhi(d, tl.full_like(d, 2021161081))
+    r = tl.full(d.shape, 3031741621, tl.uint32) - tl.umulhi(d, tl.full(d.shape, 2021161081, tl.uint32))
     for _ in tl.static_range(3):
-        error = (tl.full_like(d, 2147483648) - tl.umulhi(d, r)).to(tl.uint32)
+        error = tl.full(d.shape, 1 << 31, tl.uint32) - tl.umulhi(d, r)
         r = tl.umulhi(r, error) << 2
     quotient = r >> 7
     remainder = (1 << 55) - quotient.to(tl.int64) * d.to(tl.int64)
@@ -177,7 +179,7 @@ def requantize(acc, l, Mr, e, QMAX: tl.constexpr):
     R = reciprocal_2_55(safe_l << lz.to(tl.uint32))
     RR = (R.to(tl.int64)[:, None] * Mr.to(tl.int64) + (1 << 23)) >> 24
     sh = (55 - lz[:, None] - e).to(tl.int64)
-    half = tl.full_like(sh, 1) << (sh - 1)
+    half = tl.full(sh.shape, 1, tl.int64) << (sh - 1)
     out = (acc.to(tl.int64) * RR + half) >> sh
     out = tl.minimum(tl.maximum(out, -QMAX), QMAX)
     return tl.where(empty[:, None], 0, out.to(tl.int32))
@@ -198,10 +200,14 @@ def dequantize(acc, l, v_scale):
 def quantize(x, inv):
     """Codes of floats by the library's rule: the exact product x * inv rounded once, half to even, clamped.
 
-    1.5 * 2^23 puts the rounded integer into the low bits of the float; clamping before they are taken
+    1.5 * 2^23 (1.5 * 2^52) puts the rounded integer into the low bits of the float; clamping before they are taken
     saturates values past a static scale's range.
     """
-    magic: tl.constexpr = 12582912.0
-    y = tl.fma(x.to(tl.float32), inv, tl.full_like(x, magic).to(tl.float32))
-    y = tl.minimum(tl.maximum(y, magic - 127.0), magic + 127.0)
-    return y.to(tl.int32, bitcast=True).to(tl.int8)
+    if PTX:
+        y = tl.fma(x.to(tl.float32), inv, tl.full(x.shape, 12582912.0, tl.float32))
+        y = tl.minimum(tl.maximum(y, 12582912.0 - 127.0), 12582912.0 + 127.0)
+        return y.to(tl.int32, bitcast=True).to(tl.int8)
+    else:  # the interpreter's fma rounds twice; 24 x 24 bits are exact in float64
+        y = x.to(tl.float64) * inv.to(tl.float64) + 6755399441055744.0
+        y = tl.minimum(tl.maximum(y, 6755399441055744.0 - 127.0), 6755399441055744.0 + 127.0)
+        return y.to(tl.int64, bitcast=True).to(tl.int8)

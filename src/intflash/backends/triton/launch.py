@@ -1,0 +1,42 @@
+"""A kernel launch as a value: it can be run, or compiled for a GPU that is not here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from intflash.backends.triton.tiles import View
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a Triton kernel.
+
+    Attributes:
+        kernel: the `triton.jit` function.
+        grid: programs along each axis.
+        arguments: all of its arguments by name, constexprs included.
+        warps, stages: Triton's num_warps and num_stages.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    warps: int = 4
+    stages: int = 2
+
+    def run(self) -> None:
+        self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+def view(x: Tensor) -> View:
+    """A 4-D tensor with stride 0 along axes of length 1, so that any index reads its one element."""
+    strides = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return View(x, *strides)
+
+
+def data_view(x: Tensor) -> View:
+    """A 4-D tensor of codes or values with its own strides (kept for axes of length 1: they tell alignment)."""
+    return View(x, *x.stride())

@@ -1,0 +1,229 @@
+"""Whole rows on chip, for few keys (ViT, Swin): one pass over K, the exact maximum, no rescale.
+
+The keys are cut into pieces of falling widths (197 = 128 + 64 + 5 of 32), so that little is computed for keys
+that do not exist. A program keeps K and V of one head and walks over tiles of rows. Float inputs with static or
+device-side scales are quantized here, on the way from memory to the tensor cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from intflash.backends.triton.constants import Constants
+from intflash.backends.triton.launch import Launch, data_view, view
+from intflash.backends.triton.steps import _t_max, add_value_sums, exponents, offset_row, offsets, shift_scores
+from intflash.backends.triton.streaming import Statistics, block_dim, score_constants, store_output
+from intflash.backends.triton.tiles import (
+    Masks,
+    Periods,
+    Place,
+    View,
+    head_base,
+    load_rows,
+    mask_tile,
+    natural_order,
+    permuted_keys,
+    present_keys,
+)
+from intflash.numerics.triton import INT32_MIN, NEVER, K0, exp_p8, exp_p16, quantize
+from intflash.problem import Problem
+
+MAX_KEYS = 256
+
+
+class InputScales(NamedTuple):
+    """float32 reciprocals 1 / s of float inputs' scales, Views [B|1, H|1, 1, 1]; None for int8 inputs."""
+
+    q: object
+    k: object
+    v: object
+
+
+@triton.jit
+def _codes(x, inverse, b, h):
+    """int8 codes of a loaded tile: itself, or its floats times the head's 1 / s, rounded."""
+    if inverse is None:
+        return x
+    else:
+        return quantize(x, tl.load(inverse.ptr + b.to(tl.int64) * inverse.b + h.to(tl.int64) * inverse.h))
+
+
+@triton.jit
+def _keys(FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    return FIRST + permuted_keys(WIDTH)
+
+
+@triton.jit
+def _row_tile(
+    q_tile, ks, vs, sums, masks: Masks, place: Place, rows, causal, C, shift,
+    PIECES: tl.constexpr, PERIODS: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr, BITS: tl.constexpr,
+    BDV: tl.constexpr,
+):  # fmt: skip
+    """(acc, l, t_max) of one tile of rows; PIECES: (first key, width, complete) of each piece."""
+    BM: tl.constexpr = q_tile.shape[0]
+    scores = ()
+    biases = ()
+    presents = ()
+    peak = tl.full([BM], NEVER, tl.int64)
+    s_peak = tl.full([BM], INT32_MIN, tl.int32)
+    for i in tl.static_range(len(PIECES)):
+        keys = _keys(PIECES[i][0], PIECES[i][1])
+        s = tl.dot(q_tile, tl.trans(ks[i]), out_dtype=tl.int32)
+        bias = None
+        if masks.bias is not None:
+            bias = mask_tile(masks.bias, PERIODS.bias, place, rows, keys, not PIECES[i][2], 0)
+        present = present_keys(masks, place, rows, keys, bias, causal, PERIODS, not PIECES[i][2], CAUSAL)
+        if PLAIN:
+            seen = s
+            if present is not None:
+                seen = tl.where(present, s, INT32_MIN)
+            s_peak = tl.maximum(s_peak, tl.max(seen, 1))
+        else:
+            t = exponents(s, C, shift, bias)
+            if present is not None:
+                t = tl.where(present, t, NEVER)
+            peak = tl.maximum(peak, tl.max(t, 1))
+        scores = scores + (s,)
+        biases = biases + (bias,)
+        presents = presents + (present,)
+    t_max = _t_max(peak, s_peak, C, shift, PLAIN)
+    base = (-t_max + K0)[:, None]
+    acc = tl.zeros([BM, BDV], tl.int32)
+    low_acc = tl.zeros([BM, BDV], tl.int32)
+    l = tl.zeros([BM], tl.int32)
+    for i in tl.static_range(len(PIECES)):
+        b = offsets(base, biases[i], presents[i])
+        if BITS == 8:
+            p, row_sums = exp_p8(shift_scores(scores[i], shift), C, b)
+            l += row_sums + 128 * PIECES[i][1]
+            acc = tl.dot(natural_order(p), vs[i], acc, out_dtype=tl.int32)
+        else:
+            high, low, row_sums = exp_p16(shift_scores(scores[i], shift), C, b)
+            l += row_sums + (256 * 128) * PIECES[i][1]
+            acc = tl.dot(natural_order(high), vs[i], acc, out_dtype=tl.int32)
+            low_acc = tl.dot(natural_order(low), vs[i], low_acc, out_dtype=tl.int32)
+    acc += sums
+    if BITS == 8:
+        return acc, l, t_max
+    else:
+        return (acc.to(tl.int64) << 8) + low_acc.to(tl.int64), l, t_max
+
+
+@triton.jit
+def _rowwise_kernel(
+    q: View, k: View, v: View, out: View, constants: Constants, masks: Masks, statistics: Statistics,
+    inverse: InputScales, nq, nk,
+    BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr, BD: tl.constexpr,
+    BDV: tl.constexpr, PERIODS: tl.constexpr, BATCH_FIRST: tl.constexpr,
+):  # fmt: skip
+    """TILES tiles of BM rows for each program."""
+    batch, first_tile, head = tl.program_id(2), tl.program_id(0), tl.program_id(1)
+    if BATCH_FIRST:
+        batch, first_tile = first_tile, batch
+    zero = head * 0
+    place = Place(batch, head, zero, zero, zero + nq, zero, zero + nk)
+    key_head = head // PERIODS.group
+    k_base, v_base = head_base(k, batch, key_head, zero), head_base(v, batch, key_head, zero)
+    ks = ()
+    vs = ()
+    sums = tl.zeros([16, BDV], tl.int32)
+    for i in tl.static_range(len(PIECES)):
+        keys = _keys(PIECES[i][0], PIECES[i][1])
+        k_tile = _codes(load_rows(k, k_base, keys, nk, D, BD, not PIECES[i][2]), inverse.k, batch, key_head)
+        keys = PIECES[i][0] + tl.arange(0, PIECES[i][1])
+        v_tile = _codes(load_rows(v, v_base, keys, nk, DV, BDV, not PIECES[i][2]), inverse.v, batch, key_head)
+        ks = ks + (k_tile,)
+        vs = vs + (v_tile,)
+        sums = add_value_sums(sums, v_tile)
+    offset = offset_row(sums)
+    for tile in tl.range(0, TILES):
+        rows = (first_tile * TILES + tile) * BM + tl.arange(0, BM)
+        q_tile = load_rows(q, head_base(q, batch, head, zero), rows, nq, D, BD, True)
+        q_tile = _codes(q_tile, inverse.q, batch, head)
+        C, shift = score_constants(constants.score, 1, place, rows, rows, KIND)
+        acc, l, t_max = _row_tile(
+            q_tile, ks, vs, offset, masks, place, rows, masks.causal, C, shift,
+            PIECES, PERIODS, CAUSAL, PLAIN, BITS, BDV,
+        )  # fmt: skip
+        store_output(out, place, rows, acc, l, constants, PERIODS, DV, BDV)
+        if statistics.l is not None:
+            at = (batch.to(tl.int64) * tl.num_programs(1) + head) * nq + rows
+            tl.store(statistics.t_max + at, t_max, mask=rows < nq)
+            tl.store(statistics.l + at, l, mask=rows < nq)
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """Rows of a tile, tiles for each program, warps."""
+
+    rows: int
+    tiles: int
+    warps: int
+
+
+def pieces(nk: int, most: int = 128) -> tuple[tuple[int, int, bool], ...]:
+    """Cut nk keys into widths of powers of two, at least 32: (first key, width, all its keys exist).
+
+    >>> pieces(197)
+    ((0, 128, True), (128, 64, True), (192, 32, False))
+    >>> pieces(49)
+    ((0, 32, True), (32, 32, False))
+    """
+    cut = []
+    first = 0
+    while first < nk:
+        left = nk - first
+        width = min(most, max(32, 1 << (left.bit_length() - 1)))
+        cut.append((first, width, left >= width))
+        first += width
+    return tuple(cut)
+
+
+def serves(problem: Problem) -> bool:
+    """Whether the whole-row kernel can take the problem."""
+    per_block = problem.k.granularity == "block" if hasattr(problem.k, "granularity") else problem.recipe.k == "block"
+    return problem.k.shape[2] <= MAX_KEYS and problem.cu_seqlens_q is None and not per_block
+
+
+def default_tile(problem: Problem) -> RowTile:
+    nq = problem.q.shape[2]
+    if nq <= 64:
+        return RowTile(64, 1, 4)
+    return RowTile(64, 1, 4)
+
+
+def rowwise_launch(
+    problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics, inverse: InputScales,
+    tile: RowTile | None = None,
+) -> Launch:  # fmt: skip
+    """The whole-row kernel's launch for a problem of int8 codes, or of floats with 1 / s in `inverse`."""
+    q, k, v = (x.data if inverse.q is None else x for x in (problem.q, problem.k, problem.v))
+    (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
+    tile = tile or default_tile(problem)
+    programs = triton.cdiv(nq, tile.rows * tile.tiles)
+    batch_first = batch > 65535 or programs == 1
+    bias, keep = problem.bias, problem.keep
+    score = constants.score.ptr.shape
+    arguments = dict(
+        q=data_view(q), k=data_view(k), v=data_view(v), out=data_view(out), constants=constants,
+        masks=Masks(
+            None if bias is None else view(bias), None if keep is None else view(keep.view(torch.uint8)),
+            problem.causal,
+        ),
+        statistics=statistics, inverse=inverse, nq=nq, nk=nk,
+        BITS=bits, KIND="row" if score[2] > 1 else "head", CAUSAL=problem.causal is not None, PLAIN=bias is None,
+        D=d, DV=dv, BM=tile.rows, TILES=tile.tiles, PIECES=pieces(nk), BD=block_dim(d, 32), BDV=block_dim(dv, 16),
+        PERIODS=Periods(
+            1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], heads // k.shape[1], 1
+        ),
+        BATCH_FIRST=batch_first,
+    )  # fmt: skip
+    grid = (batch, heads, programs) if batch_first else (programs, heads, batch)
+    return Launch(_rowwise_kernel, grid, arguments, tile.warps, 1)

@@ -1,0 +1,211 @@
+"""The steps of `intflash`, `intflash_p8` and `intflash_online`: what the tile loop calls for each tile.
+
+A method is a `Steps` value of device functions. `state` is a tuple of per-row tensors and accumulators:
+
+    initial(BM, BDV)                        -> state
+    maximum(state, s, C, k, bias, present)  -> state      pass 1; None: the method has one pass
+    between(state, C, k)                    -> state      after pass 1
+    step(state, s, C, k, bias, present, v)  -> state      pass 2, or the only pass
+    result(state)                           -> (acc, l, t_max): acc int32 or int64, rows without keys l = 0
+
+s: int32 scores [BM, BN] over permuted keys; (C, k): int32 scalars, rows [BM, 1] or tiles, k None for 0;
+bias: int32 tile in 2^-20 octave or None; present: bool tile or None for all keys; v: int8 [BN, BDV].
+
+P is unsigned and the tensor cores take signed codes, so p - 128 (of P16: its high digit - 128) is multiplied and
+128 * sum(V) added back, over every key that was multiplied, absent ones included (p = 0, code -128).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from intflash.backends.triton.tiles import natural_order
+from intflash.numerics.triton import INT32_MIN, K0, NEVER, ceil_octave, exp_p8, exp_p16
+
+NO_OCTAVE = tl.constexpr(-(1 << 30))
+
+
+class Steps(NamedTuple):
+    initial: object
+    maximum: object
+    between: object
+    step: object
+    result: object
+    keys: int | None  # keys per tile where they are part of the method, None: any
+
+
+@triton.jit
+def shift_scores(s, k):
+    """S << k, inside int32 (head_dim <= 256, k <= 8)."""
+    if k is None:
+        return s
+    else:
+        return s << k
+
+
+@triton.jit
+def exponents(s, C, k, bias):
+    """T of a tile, int64 in 2^-32 octave."""
+    t = shift_scores(s, k).to(tl.int64) * C.to(tl.int64)
+    if bias is not None:
+        t += bias.to(tl.int64) << 12
+    return t
+
+
+@triton.jit
+def offsets(base, bias, present):
+    """B of a tile: base [BM, 1] plus the bias; NEVER where a key is absent."""
+    b = base
+    if bias is not None:
+        b = b + (bias.to(tl.int64) << 12)
+    if present is not None:
+        b = tl.where(present, b, NEVER)
+    return b
+
+
+@triton.jit
+def add_value_sums(sums, v):
+    """sums [16, BDV] += the column sums of v [BN, BDV] in every row: one small product by ones."""
+    return tl.dot(tl.full([16, v.shape[0]], 1, tl.int8), v, sums, out_dtype=tl.int32)
+
+
+@triton.jit
+def offset_row(sums):
+    """128 * sum of V, int32 [1, BDV]."""
+    return (tl.max(sums, 0) * 128)[None, :]
+
+
+# --- exact maximum: the state is (peak, acc ..., l, sums); peak is Smax where one C serves a row and there is
+# no bias, Tmax otherwise (PLAIN tells; both are kept as int64 Tmax after `between`).
+
+
+@triton.jit
+def _initial_p8(BM: tl.constexpr, BDV: tl.constexpr):
+    peak = tl.full([BM], NEVER, tl.int64)
+    zero = tl.zeros([BM], tl.int32)
+    return peak, tl.full([BM], INT32_MIN, tl.int32), tl.zeros([BM, BDV], tl.int32), zero, tl.zeros([16, BDV], tl.int32)
+
+
+@triton.jit
+def _initial_p16(BM: tl.constexpr, BDV: tl.constexpr):
+    peak, s_peak, acc, l, sums = _initial_p8(BM, BDV)
+    return peak, s_peak, acc, l, sums, tl.zeros([BM, BDV], tl.int32)
+
+
+@triton.jit
+def _peaks(peak, s_peak, s, C, k, bias, present, PLAIN: tl.constexpr):
+    if PLAIN:
+        if present is not None:
+            s = tl.where(present, s, INT32_MIN)
+        s_peak = tl.maximum(s_peak, tl.max(s, 1))
+    else:
+        t = exponents(s, C, k, bias)
+        if present is not None:
+            t = tl.where(present, t, NEVER)
+        peak = tl.maximum(peak, tl.max(t, 1))
+    return peak, s_peak
+
+
+@triton.jit
+def _maximum_p8(state, s, C, k, bias, present, PLAIN: tl.constexpr):
+    peak, s_peak, acc, l, sums = state
+    peak, s_peak = _peaks(peak, s_peak, s, C, k, bias, present, PLAIN)
+    return peak, s_peak, acc, l, sums
+
+
+@triton.jit
+def _maximum_p16(state, s, C, k, bias, present, PLAIN: tl.constexpr):
+    peak, s_peak, acc, l, sums, low = state
+    peak, s_peak = _peaks(peak, s_peak, s, C, k, bias, present, PLAIN)
+    return peak, s_peak, acc, l, sums, low
+
+
+@triton.jit
+def _t_max(peak, s_peak, C, k, PLAIN: tl.constexpr):
+    if PLAIN:
+        t = exponents(s_peak[:, None], C, k, None)
+        return tl.where(s_peak == INT32_MIN, NEVER, tl.max(t, 1))
+    else:
+        return peak
+
+
+@triton.jit
+def _between_p8(state, C, k, PLAIN: tl.constexpr):
+    peak, s_peak, acc, l, sums = state
+    return _t_max(peak, s_peak, C, k, PLAIN), s_peak, acc, l, sums
+
+
+@triton.jit
+def _between_p16(state, C, k, PLAIN: tl.constexpr):
+    peak, s_peak, acc, l, sums, low = state
+    return _t_max(peak, s_peak, C, k, PLAIN), s_peak, acc, l, sums, low
+
+
+@triton.jit
+def _step_p8(state, s, C, k, bias, present, v, PLAIN: tl.constexpr):
+    peak, s_peak, acc, l, sums = state
+    b = offsets((-peak + K0)[:, None], bias, present)
+    p, row_sums = exp_p8(shift_scores(s, k), C, b)
+    l += row_sums + 128 * s.shape[1]
+    acc = tl.dot(natural_order(p), v, acc, out_dtype=tl.int32)
+    return peak, s_peak, acc, l, add_value_sums(sums, v)
+
+
+@triton.jit
+def _step_p16(state, s, C, k, bias, present, v, PLAIN: tl.constexpr):
+    peak, s_peak, high, l, sums, low = state
+    b = offsets((-peak + K0)[:, None], bias, present)
+    p_high, p_low, row_sums = exp_p16(shift_scores(s, k), C, b)
+    l += row_sums + (256 * 128) * s.shape[1]
+    high = tl.dot(natural_order(p_high), v, high, out_dtype=tl.int32)
+    low = tl.dot(natural_order(p_low), v, low, out_dtype=tl.int32)
+    return peak, s_peak, high, l, add_value_sums(sums, v), low
+
+
+@triton.jit
+def _result_p8(state):
+    peak, s_peak, acc, l, sums = state
+    return acc + offset_row(sums), l, peak
+
+
+@triton.jit
+def _result_p16(state):
+    peak, s_peak, high, l, sums, low = state
+    return ((high + offset_row(sums)).to(tl.int64) << 8) + low.to(tl.int64), l, peak
+
+
+# --- online: the state is (octave, acc, l), acc the true accumulator.
+
+
+@triton.jit
+def _initial_online(BM: tl.constexpr, BDV: tl.constexpr):
+    return tl.full([BM], NO_OCTAVE, tl.int32), tl.zeros([BM, BDV], tl.int32), tl.zeros([BM], tl.int32)
+
+
+@triton.jit
+def _step_online(state, s, C, k, bias, present, v, PLAIN: tl.constexpr):
+    octave, acc, l = state
+    peak, s_peak = tl.full([s.shape[0]], NEVER, tl.int64), tl.full([s.shape[0]], INT32_MIN, tl.int32)
+    peak, s_peak = _peaks(peak, s_peak, s, C, k, bias, present, PLAIN)
+    raised = tl.maximum(octave, ceil_octave(_t_max(peak, s_peak, C, k, PLAIN)))
+    d = tl.minimum(raised - octave, 31)
+    b = offsets((-(raised.to(tl.int64) << 32) + K0)[:, None], bias, present)
+    p, row_sums = exp_p8(shift_scores(s, k), C, b)
+    l = (l >> d) + row_sums + 128 * s.shape[1]
+    product = tl.dot(natural_order(p), v, out_dtype=tl.int32)
+    sums = add_value_sums(tl.zeros([16, v.shape[1]], tl.int32), v)
+    return raised, (acc >> d[:, None]) + (product + offset_row(sums)), l
+
+
+@triton.jit
+def _result_online(state):
+    octave, acc, l = state
+    return acc, l, octave.to(tl.int64) << 32
+
+
+P8 = Steps(_initial_p8, _maximum_p8, _between_p8, _step_p8, _result_p8, None)
+P16 = Steps(_initial_p16, _maximum_p16, _between_p16, _step_p16, _result_p16, None)
+ONLINE = Steps(_initial_online, None, None, _step_online, _result_online, 128)

@@ -1,0 +1,236 @@
+"""The tile loop: a tile of rows walks over tiles of keys, and a method's `Steps` say what happens in each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from intflash.backends.triton.constants import Constants
+from intflash.backends.triton.launch import Launch, data_view, view
+from intflash.backends.triton.steps import Steps
+from intflash.backends.triton.tiles import (
+    Masks,
+    Periods,
+    Place,
+    View,
+    find_place,
+    head_base,
+    load_rows,
+    mask_tile,
+    permuted_keys,
+    present_keys,
+)
+from intflash.numerics.triton import dequantize, requantize
+from intflash.problem import Problem
+
+
+class Statistics(NamedTuple):
+    """Where Tmax (int64) and l (int32) of every row go when log-sum-exp is wanted; None otherwise."""
+
+    t_max: object
+    l: object
+
+
+@triton.jit
+def unpack(packed):
+    """(low 32 bits, high 32 bits) of a packed constant."""
+    return packed.to(tl.int32), (packed >> 32).to(tl.int32)
+
+
+@triton.jit
+def score_constants(view, BLOCK: tl.constexpr, place: Place, rows, keys, KIND: tl.constexpr):
+    """(C, k): scalars, columns [BM, 1] or tiles [BM, BN] as KIND "head", "row" or "block" says."""
+    base = view.ptr + place.b.to(tl.int64) * view.b + place.h.to(tl.int64) * view.h
+    if KIND == "head":
+        packed = tl.load(base)
+    elif KIND == "row":
+        inside = rows < place.q_count
+        packed = tl.load(base + (place.q_start + rows) * view.n, mask=inside, other=0)[:, None]
+    else:
+        inside = (rows < place.q_count)[:, None] & (keys < place.k_count)[None, :]
+        at = (place.q_start + rows)[:, None] * view.n + ((place.k_start + keys) // BLOCK)[None, :] * view.d
+        packed = tl.load(base + at, mask=inside, other=0)
+    return unpack(packed)
+
+
+@triton.jit
+def score_tile(q, k, k_base, place: Place, keys, D: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr):
+    """int32 scores [BM, BN] of a tile of keys."""
+    k_tile = load_rows(k, k_base, keys, place.k_count, D, BD, BOUNDED)
+    return tl.dot(q, tl.trans(k_tile), out_dtype=tl.int32)
+
+
+@triton.jit
+def walk(
+    state, q, k, v, k_base, v_base, masks: Masks, place: Place, rows, C, shift, constants: Constants, causal,
+    start, stop, STEPS: tl.constexpr, PASS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr, PLAIN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, PERIODS: tl.constexpr,
+):  # fmt: skip
+    """One pass over the key tiles of [start, stop)."""
+    for first in tl.range(start, stop, BN):
+        keys = first + permuted_keys(BN)
+        s = score_tile(q, k, k_base, place, keys, D, BD, BOUNDED)
+        bias = None
+        if masks.bias is not None:
+            bias = mask_tile(masks.bias, PERIODS.bias, place, rows, keys, BOUNDED, 0)
+        present = present_keys(masks, place, rows, keys, bias, causal, PERIODS, BOUNDED, CAUSAL)
+        if KIND == "block":
+            C, shift = score_constants(constants.score, PERIODS.block, place, rows, keys, KIND)
+        if PASS == 1:
+            state = STEPS.maximum(state, s, C, shift, bias, present, PLAIN)
+        else:
+            v_tile = load_rows(v, v_base, first + tl.arange(0, BN), place.k_count, DV, BDV, BOUNDED)
+            state = STEPS.step(state, s, C, shift, bias, present, v_tile, PLAIN)
+    return state
+
+
+@triton.jit
+def passes(
+    state, q, k, v, k_base, v_base, masks: Masks, place: Place, rows, C, shift, constants: Constants, causal,
+    full, stop, STEPS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, PERIODS: tl.constexpr,
+):  # fmt: skip
+    """All passes of a method: key tiles up to `full` need no bound or causal test, those up to `stop` do."""
+    for which in tl.static_range(1 if STEPS.maximum is not None else 2, 3):
+        state = walk(state, q, k, v, k_base, v_base, masks, place, rows, C, shift, constants, causal, 0, full,
+                     STEPS, which, KIND, False, False, PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
+        state = walk(state, q, k, v, k_base, v_base, masks, place, rows, C, shift, constants, causal, full, stop,
+                     STEPS, which, KIND, CAUSAL, True, PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
+        if which == 1:
+            if KIND == "block":
+                state = STEPS.between(state, 0, None, PLAIN)
+            else:
+                state = STEPS.between(state, C, shift, PLAIN)
+    return state
+
+
+@triton.jit
+def store_output(
+    out, place: Place, rows, acc, l, constants: Constants, PERIODS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr
+):
+    """Normalizes acc by l and writes rows < q_count."""
+    channels = tl.arange(0, BDV)
+    inside = channels[None, :] < DV
+    if constants.output is not None:
+        base = constants.output.ptr + place.b.to(tl.int64) * constants.output.b + place.h.to(tl.int64) * constants.output.h
+        packed = tl.load(base + channels[None, :] * constants.output.d, mask=inside, other=1 << 23)
+        Mr, e = unpack(packed)
+        QMAX: tl.constexpr = 127 if out.ptr.dtype.element_ty == tl.int8 else 32767
+        o = requantize(acc, l, Mr, e, QMAX)
+    else:
+        scale = constants.v_scale
+        base = scale.ptr + place.b.to(tl.int64) * scale.b + (place.h // PERIODS.group).to(tl.int64) * scale.h
+        o = dequantize(acc, l, tl.load(base + channels[None, :] * scale.d, mask=inside, other=0.0))
+    ptrs = head_base(out, place.b, place.h, place.q_start) + rows[:, None] * out.n + channels[None, :] * out.d
+    tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=(rows[:, None] < place.q_count) & inside)
+
+
+@triton.jit
+def _streaming_kernel(
+    q: View, k: View, v: View, out: View, constants: Constants, masks: Masks, statistics: Statistics,
+    cu_q, cu_k, sequences, nq, nk,
+    STEPS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    PERIODS: tl.constexpr, BATCH_FIRST: tl.constexpr,
+):  # fmt: skip
+    """CAUSAL: "" none, "offset" masks.causal, "bottom_right" each sequence's own."""
+    place = find_place(cu_q, cu_k, sequences, nq, nk, BM, BATCH_FIRST)
+    if place.q_count > 0:
+        rows = place.row + tl.arange(0, BM)
+        causal, stop = 0, place.k_count
+        full = (place.k_count // BN) * BN
+        if CAUSAL != "":
+            causal = place.k_count - place.q_count
+            if CAUSAL == "offset":
+                causal = masks.causal
+            # keys that the last row sees end the walk; keys that the first row sees need no test
+            last = tl.minimum(place.row + BM, place.q_count) + causal
+            stop = tl.maximum(tl.minimum(stop, last), 0)
+            full = tl.minimum(full, tl.maximum((place.row + causal + 1) // BN, 0) * BN)
+        q_tile = load_rows(q, head_base(q, place.b, place.h, place.q_start), rows, place.q_count, D, BD, True)
+        k_base = head_base(k, place.b, place.h // PERIODS.group, place.k_start)
+        v_base = head_base(v, place.b, place.h // PERIODS.group, place.k_start)
+        state = STEPS.initial(BM, BDV)
+        if KIND == "head":
+            C, shift = score_constants(constants.score, 1, place, rows, rows, KIND)
+            if shift == 0:
+                state = passes(state, q_tile, k, v, k_base, v_base, masks, place, rows, C, None, constants, causal,
+                               full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
+            else:
+                state = passes(state, q_tile, k, v, k_base, v_base, masks, place, rows, C, shift, constants, causal,
+                               full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
+        elif KIND == "row":
+            C, shift = score_constants(constants.score, 1, place, rows, rows, KIND)
+            state = passes(state, q_tile, k, v, k_base, v_base, masks, place, rows, C, shift, constants, causal,
+                           full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
+        else:
+            state = passes(state, q_tile, k, v, k_base, v_base, masks, place, rows, 0, 0, constants, causal,
+                           full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
+        acc, l, t_max = STEPS.result(state)
+        store_output(out, place, rows, acc, l, constants, PERIODS, DV, BDV)
+        if statistics.l is not None:
+            at = (place.b.to(tl.int64) * tl.num_programs(1) + place.h) * nq + place.q_start + rows
+            tl.store(statistics.t_max + at, t_max, mask=rows < place.q_count)
+            tl.store(statistics.l + at, l, mask=rows < place.q_count)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and keys of a tile, warps and pipeline stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def default_tile(steps: Steps, head_dim: int) -> Tile:
+    keys = steps.keys or 128
+    return Tile(64, keys if head_dim <= 128 else min(keys, 64) if steps.keys is None else keys, 4, 3)
+
+
+def streaming_launch(
+    problem: Problem, steps: Steps, constants: Constants, out: Tensor, statistics: Statistics, tile: Tile | None = None
+) -> Launch:
+    """The tile loop's launch for a quantized problem."""
+    (batch, heads, nq, d), (nk, dv) = problem.q.shape, problem.v.shape[2:]
+    tile = tile or default_tile(steps, d)
+    packed = problem.cu_seqlens_q is not None
+    sequences = len(problem.cu_seqlens_q) - 1 if packed else None
+    row_tiles = triton.cdiv(nq, tile.rows) + (sequences or 0)
+    batch_first = batch > 65535
+    causal = ""
+    if problem.causal is not None:
+        causal = "bottom_right" if packed and problem.causal_align == "bottom_right" else "offset"
+    score = constants.score.ptr.shape
+    kind = "block" if score[3] > 1 else "row" if score[2] > 1 else "head"
+    bias, keep = problem.bias, problem.keep
+    arguments = dict(
+        q=data_view(problem.q.data), k=data_view(problem.k.data), v=data_view(problem.v.data), out=data_view(out),
+        constants=constants, statistics=statistics,
+        masks=Masks(
+            None if bias is None else view(bias),
+            None if keep is None else view(keep.view(torch.uint8)),
+            problem.causal if causal == "offset" else None,
+        ),
+        cu_q=problem.cu_seqlens_q, cu_k=problem.cu_seqlens_k, sequences=sequences, nq=nq, nk=nk,
+        STEPS=steps, KIND=kind, CAUSAL=causal, PLAIN=bias is None and kind != "block", D=d, DV=dv,
+        BM=tile.rows, BN=tile.keys, BD=block_dim(d, 32), BDV=block_dim(dv, 16),
+        PERIODS=Periods(
+            1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group,
+            problem.k.block_size or 1,
+        ),
+        BATCH_FIRST=batch_first,
+    )  # fmt: skip
+    grid = (batch, heads, row_tiles) if batch_first else (row_tiles, heads, batch)
+    return Launch(_streaming_kernel, grid, arguments, tile.warps, tile.stages)
+
+
+def block_dim(size: int, least: int) -> int:
+    return max(least, triton.next_power_of_2(size))

@@ -1,0 +1,159 @@
+"""Device functions that a tile of any method needs: where it is, what it loads, which keys it sees.
+
+The score accumulator of a tensor-core product holds, of every 16 keys, keys 2q, 2q+1, 2q+8, 2q+9 in
+lane q of four, and the left operand of the next product wants keys 4q to 4q+3 there. So K's rows are
+loaded in the order `permuted_keys` and P's columns put back by `natural_order`: for the compiler a
+reshape, for the chip nothing at all (measured: no shuffle is left between the two products).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class View(NamedTuple):
+    """A 4-D tensor: pointer and strides of batch, head, token and channel (or of a mask's four axes)."""
+
+    ptr: object
+    b: object
+    h: object
+    n: object
+    d: object
+
+
+class Masks(NamedTuple):
+    """What makes keys absent or moves scores, each in its own broadcast shape (stride 0 where it is 1).
+
+    bias: int32 View or None; keep: uint8 View or None; causal: key j is present for row i iff
+    j <= i + causal (used where the kernel's CAUSAL says "offset").
+    """
+
+    bias: object
+    keep: object
+    causal: object
+
+
+class Periods(NamedTuple):
+    """Constants that divide an index: compiled to multiplications. Rows of the masks' batch axes, query heads per
+    key head, keys per score constant."""
+
+    bias: int
+    keep: int
+    group: int
+    block: int
+
+
+class Place(NamedTuple):
+    """A program's part of the problem: batch, head, first row, and where its sequence lies when packed."""
+
+    b: object
+    h: object
+    row: object
+    q_start: object
+    q_count: object
+    k_start: object
+    k_count: object
+
+
+@triton.jit
+def permuted_keys(BN: tl.constexpr):
+    """Column i of a score tile holds key i with bits 3, 2, 1 of its index rotated to 1, 3, 2."""
+    i = tl.arange(0, BN)
+    return (i & ~14) | ((i & 6) << 1) | ((i & 8) >> 2)
+
+
+@triton.jit
+def natural_order(p):
+    """The columns of a tile over `permuted_keys`, in the order of the keys."""
+    BM: tl.constexpr = p.shape[0]
+    BN: tl.constexpr = p.shape[1]
+    p = tl.reshape(p, [BM, BN // 16, 2, 4, 2])
+    p = tl.permute(p, [0, 1, 3, 2, 4])
+    return tl.reshape(p, [BM, BN])
+
+
+@triton.jit
+def load_rows(x, base, rows, count, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
+    """[rows, BD] of a View from pointer `base`; 0 past `count` rows or D channels."""
+    channels = tl.arange(0, BD)
+    ptrs = base + rows[:, None] * x.n + channels[None, :] * x.d
+    if MASKED:
+        if D == BD:
+            return tl.load(ptrs, mask=rows[:, None] < count, other=0)
+        else:
+            return tl.load(ptrs, mask=(rows[:, None] < count) & (channels[None, :] < D), other=0)
+    elif D == BD:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=channels[None, :] < D, other=0)
+
+
+@triton.jit
+def head_base(x, b, h, start):
+    """Pointer to the first token of a head: 64-bit arithmetic."""
+    return x.ptr + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h + start.to(tl.int64) * x.n
+
+
+@triton.jit
+def mask_tile(mask, BATCHES: tl.constexpr, place: Place, rows, keys, BOUNDED: tl.constexpr, other):
+    """A tile of a bias or keep mask; rows and keys past their counts read `other`."""
+    base = mask.ptr + (place.b % BATCHES).to(tl.int64) * mask.b + place.h.to(tl.int64) * mask.h
+    base += place.q_start.to(tl.int64) * mask.n + place.k_start.to(tl.int64) * mask.d
+    ptrs = base + rows[:, None] * mask.n + keys[None, :] * mask.d
+    if BOUNDED:
+        inside = (rows[:, None] < place.q_count) & (keys[None, :] < place.k_count)
+    else:
+        inside = (rows[:, None] < place.q_count) & (keys[None, :] >= 0)
+    return tl.load(ptrs, mask=inside, other=other)
+
+
+@triton.jit
+def present_keys(
+    masks: Masks, place: Place, rows, keys, bias, causal, PERIODS: tl.constexpr, BOUNDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """bool [rows, keys], or None where the tile has every key: only what can be absent is tested."""
+    present = None
+    if BOUNDED:
+        present = (keys < place.k_count)[None, :] & (rows >= 0)[:, None]
+    if CAUSAL:
+        seen = keys[None, :] <= rows[:, None] + causal
+        present = seen if present is None else present & seen
+    if masks.keep is not None:
+        kept = mask_tile(masks.keep, PERIODS.keep, place, rows, keys, BOUNDED, 0) != 0
+        present = kept if present is None else present & kept
+    if bias is not None:
+        there = bias != -2147483648
+        present = there if present is None else present & there
+    return present
+
+
+@triton.jit
+def find_place(cu_q, cu_k, sequences, nq, nk, BM: tl.constexpr, BATCH_FIRST: tl.constexpr):
+    """A program's place, without a division (a GPU divides integers through floats).
+
+    The grid is (row tiles, heads, batch), neighbours sharing keys, or BATCH_FIRST (batch, heads, row tiles).
+    Packed (cu_q not None): row tiles are counted sequence by sequence; past the last one, q_count is 0.
+    """
+    head = tl.program_id(1)
+    zero = head * 0
+    if cu_q is None:
+        batch, tile = tl.program_id(2), tl.program_id(0)
+        if BATCH_FIRST:
+            batch, tile = tile, batch
+        return Place(batch, head, tile * BM, zero, zero + nq, zero, zero + nk)
+    else:
+        tile = tl.program_id(0)
+        row, q_start, q_count, k_start, k_count = zero, zero, zero, zero, zero
+        for i in range(sequences):
+            start, stop = tl.load(cu_q + i), tl.load(cu_q + i + 1)
+            row_tiles = tl.cdiv(stop - start, BM)
+            if (tile >= 0) & (tile < row_tiles):
+                row, q_start, q_count = tile * BM, start, stop - start
+                k_start = tl.load(cu_k + i)
+                k_count = tl.load(cu_k + i + 1) - k_start
+            tile -= row_tiles
+        return Place(zero, head, row, q_start, q_count, k_start, k_count)
