@@ -48,7 +48,7 @@ def _score_exponent(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _exp2(x: Tensor, present: Tensor) -> Tensor:
-    """3.018 * 2^16 * 2^(x / 2^32) for x <= K0 (Q30.32), floored to 8 fraction bits; 0 where absent."""
+    """3.018 * 2^16 * 2^(x / 2^32) for x <= K0 (Q30.32), its 8 leading fraction bits; 0 where absent."""
     hi, lo = x >> 32, x & 0xFFFFFFFF
     u = 256 + (lo >> 24)
     m = arrays.within(u * u + QUADRATIC_OFFSET, 19, "quadratic", signed=False)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 
-# Offset of the exponent: the row maximum lands at 14 octaves + 102/256, where its p16 is 65321
-# and its p8 is 255. The low bits floor the depth below the maximum to 8 fraction bits:
-# (T + K0 - Tmax) >> 24 == 3686 - ((Tmax - T) >> 24).
-K0 = (14 << 32) + (103 << 24) - 1
+# Offset of the exponent: the row maximum lands at 14 octaves + 102/256, where its p16 is 65193
+# and its p8 is 255. The low bits round the depth below the maximum to 8 fraction bits, half up:
+# (T + K0 - Tmax) >> 24 == 3686 - ((Tmax - T + 2^23) >> 24).
+K0 = (14 << 32) + (102 << 24) + (1 << 23) - 1
 QUADRATIC_OFFSET = 132608  # m = u*u + 132608 ~ 3.018 * 2^16 * 2^f with u = 256 + 256 f; rms 0.11 %
 P16_MAX = 65193  # p of the maximum itself, 16 bits
 P8_MAX = 255  # the same, 8 bits
