@@ -108,7 +108,7 @@ def ivit(problem: Problem, tiling: Tiling | None = None) -> Result:
     rows = _Rows(problem, tiling)
     amax = rows.absolute_maximum()
     unit = rows.scores.unit * amax / 127
-    one = torch.ceil(1 / unit).to(torch.int64)
+    one = torch.round(1 / unit).clamp_min(1).to(torch.int64)
     x = -torch.arange(255, device=problem.device)  # int8 codes are at most 254 apart
     x = (x + (x >> 1) - (x >> 4)).maximum(-IVIT_OCTAVES * one.view(1))  # log2(e) as 1.0111 in binary
     octaves = -x // one.view(1)
