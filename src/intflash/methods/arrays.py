@@ -85,8 +85,6 @@ def present_keys(problem: Problem, absent_bias: Tensor | None = None) -> Tensor:
     return present
 
 
-
-
 def split_bias(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
     """The bias as it was given, for every batch: finite with 0 where it makes a key absent, and where it does."""
     if problem.bias_float is None:
@@ -105,14 +103,21 @@ def row_max(x: Tensor, start: float | int) -> Tensor:
     return x.amax(dim=-1, keepdim=True).clamp(min=start)
 
 
+def scale_of_maximum(x: Tensor, dims: tuple[int, ...], top: float) -> Tensor:
+    """max|x| / top over `dims` (kept), float32; 1 where there is nothing or only zeros, as the quantizers do."""
+    if x.numel() == 0:
+        return torch.ones([1 if d in dims else n for d, n in enumerate(x.shape)], device=x.device)
+    amax = x.float().abs().amax(dim=dims, keepdim=True)
+    return torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / top)
+
+
 def output_scale(problem: Problem) -> Tensor:
     """The scale of integer output: the caller's, or the one that max|V| fills (an average never exceeds it)."""
     if problem.out_scale is not None:
         return problem.out_scale
     qmax = torch.iinfo(problem.out_dtype).max
     if isinstance(problem.v, Tensor):
-        amax = problem.v.float().abs().amax().reshape(1, 1, 1, 1)
-        return torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / qmax)
+        return scale_of_maximum(problem.v, (0, 1, 2, 3), qmax)
     s_v = value_scale(problem)
     if problem.v.granularity in ("token", "block"):
         s_v = s_v.amax(dim=2, keepdim=True)

@@ -14,7 +14,6 @@ from intflash.methods import arrays, floats
 from intflash.methods.base import Method
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor, Recipe
-from intflash.quant.quantizers import TINY_AMAX
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -37,8 +36,7 @@ def _reference(problem: Problem, dtype: torch.dtype) -> Result:
 def _e4m3(x: QTensor | Tensor, dims: tuple[int, ...]) -> Tensor:
     """x rounded to e4m3 after scaling its maximum over `dims` to 448, float32."""
     x = floats.values(x, torch.float32)
-    amax = x.abs().amax(dim=dims, keepdim=True)
-    scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / E4M3_MAX)
+    scale = arrays.scale_of_maximum(x, dims, E4M3_MAX)
     return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).float() * scale
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from intflash.methods import arrays, floats
 from intflash.methods.base import Method
 from intflash.problem import Problem, Result

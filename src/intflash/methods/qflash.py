@@ -89,8 +89,11 @@ class Pipeline:
     tile: int = TILE
 
 
-def run(problem: Problem, pipeline: Pipeline) -> Result:
-    """Algorithm 1 over tiles of keys; s_O = s_V."""
+PUBLISHED = Pipeline()
+
+
+def accumulate(problem: Problem, pipeline: Pipeline) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 1 over tiles of keys: acc ``[B, Hq, Nq, Dv]``, l and m ``[B, Hq, Nq, 1]``."""
     c = constants(problem)
     S, present = integers.biased_scores(problem)
     _, v = arrays.key_codes(problem)
@@ -110,13 +113,21 @@ def run(problem: Problem, pipeline: Pipeline) -> Result:
         l = wrap_int32(pipeline.release(l, alpha, c) + p.sum(-1, keepdim=True))
         acc = wrap_int32(pipeline.release(acc, alpha, c) + pv)
         m = raised
+    return acc, l, m
+
+
+def run(problem: Problem, pipeline: Pipeline = PUBLISHED) -> Result:
+    """Accumulate, then acc / l truncated to int8 codes of scale s_V."""
+    acc, l, m = accumulate(problem, pipeline)
+    c = constants(problem)
     lse = integers.log_sum_exp(m, l, pipeline.requantize(c.rs, c), c.sm_scale / LOG2_E)
     return finish(problem, acc, l, lse)
 
 
 def finish(problem: Problem, acc: Tensor, l: Tensor, lse: Tensor) -> Result:
     """acc / l truncated to int8 codes of scale s_V; int16 holds the same codes, floats the values."""
-    codes = wrap_int8(torch.where(l == 0, 0, trunc_div(acc, torch.where(l == 0, 1, l))))
+    quotient = trunc_div(acc, torch.where(l == 0, 1, l))
+    codes = wrap_int8(torch.where(l == 0, 0, quotient))
     s_v = arrays.value_scale(problem)
     lse = lse if problem.return_lse else None
     if problem.out_dtype.is_floating_point:
@@ -143,7 +154,7 @@ METHODS = (
         name="qflash",
         summary="integer-only online softmax with shifts, signed 7-bit P",
         source="QFlash, Algorithms 1 and 2, as its published program",
-        reference=lambda problem: run(problem, Pipeline()),
+        reference=run,
         integer_only=True,
         recipe=RECIPE,
         granularities=GRANULARITIES,
