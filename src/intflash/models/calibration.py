@@ -1,0 +1,146 @@
+"""`calibrate`: run batches through a model and keep the scales its attention layers need."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intflash.errors import InputError
+from intflash.methods import get_method
+from intflash.models.base import FloatCore
+from intflash.models.patch import attach, describe_layers, libraries_of, unpatch
+from intflash.quant.calibrate import (
+    OBSERVERS,
+    STATIC_GRANULARITIES,
+    TENSORS,
+    Histogram,
+    LayerScales,
+    Scales,
+    observed_scales,
+)
+
+
+class _Observed(FloatCore):
+    """A layer's own float attention that counts what goes in and comes out."""
+
+    def __init__(self, granularity: dict[str, str]) -> None:
+        super().__init__()
+        self.histograms = {name: Histogram(granularity[name]) for name in TENSORS}
+        self.sizes: tuple[int, int, int] | None = None
+
+    def forward(self, q, k, v, *args: Any, **kwargs: Any) -> Tensor:
+        out = super().forward(q, k, v, *args, **kwargs)
+        sizes = (q.shape[1], k.shape[1], q.shape[3])
+        if self.sizes not in (None, sizes):
+            raise InputError(f"a layer was called with heads, KV heads, head_dim {self.sizes} and {sizes}")
+        self.sizes = sizes
+        for name, x in zip(TENSORS, (q, k, v, out), strict=True):
+            self.histograms[name].observe(x)
+        return out
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    method: str = "intflash",
+    *,
+    observer: str = "absmax",
+    granularity: dict[str, str] | None = None,
+    path: str | Path | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> Scales:
+    """Observe Q, K, V and outputs of every attention layer in float, and choose static scales.
+
+    Args:
+        model: as for `patch`, not patched; its attention runs in its own dtype.
+        batches: inputs; a tensor, a tuple (``model(*batch)``) or a mapping (``model(**batch)``).
+        method: the method that the scales are for.
+        observer: "absmax", "percentile" (99.99 %) or "mse" (least squared error of the codes).
+        granularity: of "q", "k", "v", "out": "tensor", "head" or "channel"; default: the method's
+            own where it can be static, else the coarsest that it takes.
+        path: also write the scales there, as JSON.
+        forward: ``forward(model, batch)`` instead of the default call.
+
+    Returns:
+        The `Scales` for ``patch(model, scales=...)``.
+
+    Raises:
+        InputError: no batches, an unknown observer, or a method that cannot have static scales.
+
+    Example:
+        >>> import torch
+        >>> from intflash.digits import load_model
+        >>> scales = calibrate(load_model("vit"), [torch.rand(4, 1, 8, 8)])
+        >>> len(scales.layers), scales.granularity["q"]
+        (4, 'tensor')
+    """
+    if observer not in OBSERVERS:
+        raise InputError(f"observer must be one of {tuple(OBSERVERS)}, got {observer!r}")
+    chosen = _granularity(method, granularity or {})
+    cores: dict[str, _Observed] = {}
+    layers = describe_layers(model)
+    attach(model, lambda name: cores.setdefault(name, _Observed(chosen)))
+    libraries = libraries_of(model)
+    count = images = 0
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                (forward or _forward)(model, batch)
+                count, images = count + 1, images + _size(batch)
+    finally:
+        unpatch(model)
+    unused = [name for name, core in cores.items() if core.sizes is None]
+    if unused:
+        raise InputError(f"calibration ran {count} batches and never reached {', '.join(unused[:4])}")
+    scales = Scales(
+        model=type(model).__name__, method=method, observer=observer, granularity=chosen, batches=count,
+        images=images, versions=_versions(libraries),
+        layers={
+            name: LayerScales(
+                *core.sizes, layers[name]["weights"],
+                **{tensor: observed_scales(core.histograms[tensor], observer) for tensor in TENSORS},
+            )
+            for name, core in cores.items()
+        },
+    )  # fmt: skip
+    if path is not None:
+        scales.save(path)
+    return scales
+
+
+def _granularity(method: str, asked: dict[str, str]) -> dict[str, str]:
+    chosen, found = get_method(method), {}
+    for name in ("q", "k", "v"):
+        possible = [g for g in STATIC_GRANULARITIES if g in chosen.granularities.get(name, ())]
+        if not possible:
+            raise InputError(f"method {method!r} quantizes {name} per {chosen.granularities.get(name)}: not static")
+        default = getattr(chosen.recipe, name)
+        found[name] = asked.get(name, default if default in possible else possible[0])
+        if found[name] not in possible:
+            raise InputError(f"method {method!r} can have static {name} scales per {possible}, got {found[name]!r}")
+    return found | {"out": asked.get("out", "tensor")}
+
+
+def _forward(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return model(batch)
+    return model(**batch) if hasattr(batch, "keys") else model(*batch)
+
+
+def _size(batch: Any) -> int:
+    first = batch if isinstance(batch, Tensor) else next(iter(batch.values() if hasattr(batch, "values") else batch))
+    return len(first)
+
+
+def _versions(libraries: set[str]) -> dict[str, str]:
+    import intflash
+
+    found = {"intflash": intflash.__version__, "torch": torch.__version__}
+    for name in sorted(libraries & sys.modules.keys()):
+        found[name] = getattr(sys.modules[name], "__version__", "unknown")
+    return found

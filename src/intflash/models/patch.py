@@ -1,0 +1,267 @@
+"""`patch` a model's attention layers to IntFlash and `unpatch` them; what was replaced and left is reported."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from intflash.errors import InputError
+from intflash.methods import get_method
+from intflash.models.base import CORE, Adapter, Core, IntegerCore
+from intflash.quant import Recipe
+from intflash.quant.calibrate import Scales
+
+_ORIGINAL = "_intflash_original"  # in an adapted module: (its class, its load hook, its adapter's name)
+_SAVED = "_intflash_saved"  # in a patched model: adapter name -> what its `leave` needs
+_LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+
+
+@dataclass
+class Patch:
+    """A patched model; as a context manager it unpatches at the end.
+
+    Attributes:
+        model: the model, changed in place.
+        method: the attention method, "" for none of IntFlash's.
+        replaced: name of each replaced layer -> its original class.
+        left: name of each attention-like module that was left as it is -> why.
+        static: calibrated scales are in use.
+    """
+
+    model: nn.Module
+    method: str
+    replaced: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    static: bool = False
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        unpatch(self.model)
+
+    def __str__(self) -> str:
+        kinds = sorted(set(self.replaced.values()))
+        scales = "static" if self.static else "dynamic"
+        lines = [f"{self.method} ({scales} scales) in {len(self.replaced)} layers of {', '.join(kinds)}"]
+        return "\n".join(lines + [f"left {name}: {reason}" for name, reason in self.left.items()])
+
+
+def patch(
+    model: nn.Module,
+    method: str | None = None,
+    scales: Scales | str | Path | None = None,
+    *,
+    backend: str | None = None,
+    recipe: Recipe | None = None,
+) -> Patch:
+    """Compute a model's attention by IntFlash, in place, without touching its weights or state dict.
+
+    Args:
+        model: a model whose attention layers come from timm, torchvision, transformers, diffusers or
+            `intflash.digits`; patch it after its weights are loaded and its input size is set.
+        method: a name from ``intflash.info()["methods"]``; default "intflash", or the scales file's.
+        scales: a file written by `intflash.calibrate`, or its `Scales`: static scales, no reduction
+            at run time. None: every call takes its own maxima.
+        backend: a backend's name; None: the best that can serve.
+        recipe: how dynamic inputs are quantized (granularity, smoothing, rotation); not with `scales`.
+
+    Returns:
+        A `Patch` that tells what was replaced and what was left, and can be used as a context manager.
+
+    Raises:
+        InputError: no layer can be replaced, the model is patched already, or the scales do not fit
+            the model; the message shows the differences.
+
+    Example:
+        >>> import torch, intflash
+        >>> from intflash.digits import load_model
+        >>> model = load_model("vit")
+        >>> with intflash.patch(model) as report:
+        ...     print(len(report.replaced), model(torch.zeros(1, 1, 8, 8)).shape)
+        4 torch.Size([1, 10])
+    """
+    if scales is not None and recipe is not None:
+        raise InputError("scales come with their own recipe: give one of scales and recipe")
+    if isinstance(scales, str | Path):
+        scales = Scales.load(scales)
+    if method is None:
+        method = scales.method if scales is not None else "intflash"
+    chosen = get_method(method)
+    if scales is not None:
+        _check_fit(model, scales)
+        for name in "qkv":
+            if scales.granularity[name] not in chosen.granularities[name]:
+                raise InputError(
+                    f"the scales are per {scales.granularity[name]} for {name}, method {method!r} takes "
+                    f"{chosen.granularities[name]}"
+                )
+
+    def core(name: str) -> Core:
+        layer_recipe = recipe if scales is None else _static_recipe(chosen.recipe, scales, name)
+        return IntegerCore(method, layer_recipe, backend)
+
+    report = attach(model, core)
+    report.method, report.static = method, scales is not None
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `patch`: the model's own attention again. Does nothing to a model that is not patched."""
+    modules = list(layers_of(model).values())
+    for name, saved in model.__dict__.pop(_SAVED, {}).items():
+        _adapter(name).leave([m for m in modules if m.__dict__[_ORIGINAL][2] == name], saved)
+    for module in modules:
+        original, hook, _ = module.__dict__.pop(_ORIGINAL)
+        module.__class__ = original
+        hook.remove()
+        delattr(module, CORE)
+
+
+def attach(model: nn.Module, make_core: Callable[[str], Core]) -> Patch:
+    """Give every layer that an adapter knows the core ``make_core(its name)``.
+
+    Raises:
+        InputError: the model is patched already, or no adapter knows any of its layers.
+    """
+    if layers_of(model):
+        raise InputError("the model is patched already: unpatch it first")
+    targets, left = {}, {}
+    for name, module, parent in _walk(model):
+        found, adapter = _target(module, parent)
+        if isinstance(found, type):
+            targets[name] = (module, parent, found, adapter)
+        elif found is not None:
+            left[name] = found
+    left = {name: why for name, why in left.items() if not _related(name, targets)}
+    if not targets:
+        seen = "; ".join(f"{name}: {reason}" for name, reason in left.items()) or "it has none"
+        raise InputError(f"no attention layer of {type(model).__name__} can be replaced: {seen}")
+    report = Patch(model, "", {name: type(target[0]).__name__ for name, target in targets.items()}, left)
+    by_adapter: dict[str, list[nn.Module]] = {}
+    for name, (module, parent, patched, adapter) in targets.items():
+        by_adapter.setdefault(adapter, []).append(module)
+        _install(module, parent, patched, adapter, make_core(name))
+    model.__dict__[_SAVED] = {adapter: _adapter(adapter).enter(modules) for adapter, modules in by_adapter.items()}
+    return report
+
+
+def _install(
+    module: nn.Module, parent: nn.Module | None, patched: type[nn.Module], adapter: str, core: Core
+) -> None:
+    core.train(module.training)
+    setattr(module, CORE, core)
+    # Layers with constants of their own (a bias table, a shift mask) compute them now and after loading.
+    constants = getattr(patched, "intflash_constants", lambda module, parent: {})
+
+    def hold(module: nn.Module, _keys: object = None) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            getattr(module, CORE).hold(**constants(module, parent))
+
+    module.__dict__[_ORIGINAL] = (type(module), module.register_load_state_dict_post_hook(hold), adapter)
+    module.__class__ = patched
+    hold(module)
+    parameter = next(module.parameters(), None)
+    if parameter is not None:
+        core.to(parameter.device)
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> module of the layers that have a core."""
+    return {name: module for name, module in model.named_modules() if _ORIGINAL in module.__dict__}
+
+
+def libraries_of(model: nn.Module) -> set[str]:
+    """The libraries whose adapters serve a patched model."""
+    return {module.__dict__[_ORIGINAL][2] for module in layers_of(model).values()}
+
+
+def describe_layers(model: nn.Module) -> dict[str, dict[str, float | int | None]]:
+    """Name -> heads, kv_heads, head_dim (None where the module does not say) and weight fingerprint."""
+    names = [name for name, module, parent in _walk(model) if isinstance(_target(module, parent)[0], type)]
+    return {name: _describe(model.get_submodule(name)) for name in names or layers_of(model)}
+
+
+def fingerprint(module: nn.Module) -> float:
+    """The cosine-like projection of a module's weights on a fixed sequence: other weights, other number."""
+    total, norm = 0.0, 0.0
+    for parameter in module.parameters():
+        w = parameter.detach().flatten()[:4096].double().cpu()
+        weyl = torch.arange(1, len(w) + 1, dtype=torch.float64) * 0.6180339887498949 % 1 - 0.5
+        total, norm = total + float(w @ weyl), norm + float(w @ w)
+    return round(total / norm**0.5, 6) if norm else 0.0
+
+
+def _describe(module: nn.Module) -> dict[str, float | int | None]:
+    def number(*names: str) -> int | None:
+        return next((getattr(module, n) for n in names if isinstance(getattr(module, n, None), int)), None)
+
+    heads = number("num_heads", "num_attention_heads", "heads")
+    return {
+        "heads": heads,
+        "kv_heads": number("num_kv_heads", "num_key_value_heads"),
+        "head_dim": number("head_dim", "attention_head_size"),
+        "weights": fingerprint(module),
+    }
+
+
+def _check_fit(model: nn.Module, scales: Scales) -> None:
+    differences = scales.differences(type(model).__name__, describe_layers(model))
+    if differences:
+        shown = "\n  ".join(differences[:10]) + ("\n  ..." if len(differences) > 10 else "")
+        raise InputError(f"the scales do not fit the model ({len(differences)} differences):\n  {shown}")
+
+
+def _static_recipe(base: Recipe, scales: Scales, layer: str) -> Recipe:
+    given = {f"{name}_scale": scales.layers[layer].tensor(name, scales.granularity[name]) for name in "qkv"}
+    granularity = {name: scales.granularity[name] for name in "qkv"}
+    return replace(base, smooth_k=False, rotate=False, **granularity, **given)
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """(name, module, parent) of every module, each once."""
+    parents: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        parents[name] = module
+        yield name, module, parents[name.rpartition(".")[0]] if name else None
+
+
+def _target(module: nn.Module, parent: nn.Module | None) -> tuple[type[nn.Module] | str | None, str]:
+    """(the class to give to a module, or why an attention-like module is left, or None; the adapter's name)."""
+    # torch's own layers belong to the library that holds them
+    libraries = [_library(type(m)) for m in (module, parent) if m is not None]
+    for library in libraries:
+        adapter = _adapter(library)
+        found = adapter.patched_class(module, parent) if adapter is not None else None
+        if found is not None:
+            return found, library
+    if isinstance(module, Core) or not _LOOKS_LIKE_ATTENTION.search(type(module).__name__):
+        return None, ""
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return (f"no adapter for {kind}" if _adapter(libraries[0]) is None else f"{kind} is not known to its adapter"), ""
+
+
+def _related(name: str, targets: dict[str, object]) -> bool:
+    """Is a module inside a replaced layer, or does it only hold one?"""
+    return any(name.startswith(t + ".") or t.startswith(name + ".") for t in targets)
+
+
+def _library(cls: type[nn.Module]) -> str:
+    """The library a class comes from; our own packages count as libraries."""
+    parts = cls.__module__.split(".")
+    return parts[1] if parts[0] == "intflash" and len(parts) > 1 else parts[0]
+
+
+def _adapter(library: str) -> Adapter | None:
+    """The adapter of a library: the module of that name in this package, if there is one."""
+    if importlib.util.find_spec(f"{__package__}.{library}") is None:
+        return None
+    return getattr(importlib.import_module(f"{__package__}.{library}"), "ADAPTER", None)

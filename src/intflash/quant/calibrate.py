@@ -1,0 +1,217 @@
+"""Calibration: observers that choose a clipping value, and the readable file their scales are kept in.
+
+A scale is clip / 127. `absmax` clips at the largest magnitude seen, `percentile` at the magnitude
+that 99.99 % of the values stay below, `mse` where the int8 codes have the least squared error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from intflash.errors import InputError
+from intflash.quant.quantizers import TINY_AMAX
+
+FORMAT = "intflash-scales/1"
+TENSORS = ("q", "k", "v", "out")
+STATIC_GRANULARITIES = ("tensor", "head", "channel")
+QMAX = 127
+PERCENTILE = 99.99
+WEIGHTS_TOLERANCE = 5e-3  # of a fingerprint in [-0.5, 0.5]: bfloat16 rounding moves it by 1e-3 at most
+
+
+class Histogram:
+    """Counts of |x| per group in equal bins over [0, limit); the limit doubles when a value needs it.
+
+    Args:
+        granularity: "tensor" (one group), "head" (H groups) or "channel" (H * D groups) of
+            tensors ``[B, H, N, D]``.
+    """
+
+    BINS = {"tensor": 4096, "head": 4096, "channel": 1024}
+
+    def __init__(self, granularity: str) -> None:
+        if granularity not in STATIC_GRANULARITIES:
+            raise InputError(f"static scales are per {STATIC_GRANULARITIES}, got {granularity!r}")
+        self.granularity = granularity
+        self.bins = self.BINS[granularity]
+        self.counts: Tensor | None = None  # int64 [groups, bins]
+        self.amax: Tensor | None = None  # float32 [groups]
+        self.limit = 0.0
+
+    def observe(self, x: Tensor) -> None:
+        """Count the values of ``x`` ``[B, H, N, D]``."""
+        x = x.detach().float()
+        groups = {
+            "tensor": lambda: x.reshape(1, -1),
+            "head": lambda: x.transpose(0, 1).flatten(1),
+            "channel": lambda: x.permute(1, 3, 0, 2).flatten(2).flatten(0, 1),
+        }[self.granularity]().abs()
+        amax = groups.amax(dim=1).cpu()
+        top = float(amax.max())
+        if self.counts is None:
+            self.counts = torch.zeros(len(amax), self.bins, dtype=torch.int64)
+            self.amax = torch.zeros_like(amax)
+            self.limit = max(top, TINY_AMAX) * (1 + 1e-6)
+        self.amax = torch.maximum(self.amax, amax)
+        while top >= self.limit:
+            pairs = self.counts.unflatten(1, (-1, 2)).sum(2)
+            self.counts = torch.nn.functional.pad(pairs, (0, self.bins // 2))
+            self.limit *= 2
+        at = (groups * (self.bins / self.limit)).long().clamp(max=self.bins - 1)
+        at += torch.arange(len(at), device=at.device)[:, None] * self.bins
+        self.counts += torch.bincount(at.flatten(), minlength=self.counts.numel()).cpu().view_as(self.counts)
+
+    @property
+    def centers(self) -> Tensor:
+        return (torch.arange(self.bins, dtype=torch.float64) + 0.5) * (self.limit / self.bins)
+
+
+def absmax_clip(h: Histogram) -> Tensor:
+    """The largest magnitude seen, per group."""
+    return h.amax.double()
+
+
+def percentile_clip(h: Histogram, percent: float = PERCENTILE) -> Tensor:
+    """The upper edge of the bin below which `percent` of the values lie, at most the largest magnitude."""
+    below = h.counts.cumsum(1).double() / h.counts.sum(1, keepdim=True)
+    index = (below < percent / 100).sum(1)
+    edge = (index + 1).double() * (h.limit / h.bins)
+    return torch.minimum(edge, absmax_clip(h))
+
+
+def mse_clip(h: Histogram, candidates: int = 100) -> Tensor:
+    """The clip in (0, amax] with the least squared error of int8 codes, among equal steps."""
+    amax, centers = absmax_clip(h), h.centers
+    best = torch.full_like(amax, float("inf"))
+    clip = amax.clone()
+    for step in range(candidates, candidates // 10, -1):
+        trial = amax * (step / candidates)
+        scale = (trial / QMAX).clamp(min=TINY_AMAX)[:, None]
+        codes = torch.round(centers / scale).clamp(max=QMAX)
+        error = (h.counts * (codes * scale - centers).square()).sum(1)
+        better = error < best
+        best, clip = torch.where(better, error, best), torch.where(better, trial, clip)
+    return clip
+
+
+OBSERVERS: dict[str, Callable[[Histogram], Tensor]] = {
+    "absmax": absmax_clip,
+    "percentile": percentile_clip,
+    "mse": mse_clip,
+}
+
+
+def observed_scales(h: Histogram, observer: str) -> list[float]:
+    """One scale per group: float32 clip / 127, in the 9 digits that tell float32 values apart; 1 for all zeros."""
+    clip = OBSERVERS[observer](h).float()
+    return [float(f"{s:.9g}") for s in torch.where(clip < TINY_AMAX, 1.0, clip / QMAX).tolist()]
+
+
+@dataclass(frozen=True)
+class LayerScales:
+    """The scales of one attention layer: one value, H values (head) or H * D values (channel) each.
+
+    `weights` tells this layer's weights from others of the same shapes.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    weights: float
+    q: list[float]
+    k: list[float]
+    v: list[float]
+    out: list[float]
+
+    def tensor(self, name: str, granularity: str) -> float | Tensor:
+        """The scale of q, k, v or out as a recipe takes it: a float, or float32 ``[1, H, 1, 1|D]``."""
+        values = getattr(self, name)
+        if granularity == "tensor":
+            return values[0]
+        heads = self.kv_heads if name in ("k", "v") else self.heads
+        return torch.tensor(values, dtype=torch.float32).view(1, heads, 1, -1)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Calibrated static scales of a model's attention layers, and where they came from."""
+
+    model: str
+    method: str
+    observer: str
+    granularity: dict[str, str]
+    batches: int
+    images: int
+    versions: dict[str, str]
+    layers: dict[str, LayerScales]
+
+    def save(self, path: str | Path) -> None:
+        """Write readable JSON, one line per list of scales."""
+        content = {"format": FORMAT} | asdict(self)
+        text = json.dumps(content, indent=1)
+        Path(path).write_text(_one_line_lists(text) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Scales:
+        """Read what `save` wrote.
+
+        Raises:
+            InputError: the file is of another format.
+        """
+        try:
+            content: dict[str, Any] = json.loads(Path(path).read_text())
+            found = content.pop("format", None) if isinstance(content, dict) else None
+            if found != FORMAT:
+                raise InputError(f"{path} has format {found!r}, expected {FORMAT!r}")
+            layers = {name: LayerScales(**layer) for name, layer in content.pop("layers").items()}
+            return cls(layers=layers, **content)
+        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            raise InputError(f"{path} is not a scales file: {error}") from None
+
+    def differences(self, model: str, layers: dict[str, dict[str, Any]]) -> list[str]:
+        """What a model has otherwise than this file; empty if the file fits.
+
+        Args:
+            model: the model's class.
+            layers: name -> heads, kv_heads, head_dim (None where unknown) and weights of its layers.
+        """
+        found = []
+        if model != self.model:
+            found.append(f"model: the file is for {self.model}, this is {model}")
+        found += [f"layer {name}: in the model, not in the file" for name in layers if name not in self.layers]
+        found += [f"layer {name}: in the file, not in the model" for name in self.layers if name not in layers]
+        for name in self.layers.keys() & layers.keys():
+            saved, here = self.layers[name], layers[name]
+            for key in ("heads", "kv_heads", "head_dim"):
+                if here[key] is not None and here[key] != getattr(saved, key):
+                    found.append(f"layer {name}: {key} {getattr(saved, key)} in the file, {here[key]} in the model")
+            if abs(here["weights"] - saved.weights) > WEIGHTS_TOLERANCE:
+                found.append(
+                    f"layer {name}: calibrated with other weights (fingerprint {saved.weights:+.4f} in the file, "
+                    f"{here['weights']:+.4f} in the model)"
+                )
+        return found
+
+
+def _one_line_lists(text: str) -> str:
+    """JSON of indent 1 with each list of numbers on one line."""
+    lines, joined = text.split("\n"), []
+    inside: list[str] | None = None
+    for line in lines:
+        if inside is None and line.endswith("["):
+            inside = [line]
+        elif inside is not None and line.strip().rstrip(",") == "]":
+            joined.append(inside[0] + " ".join(part.strip() for part in inside[1:]) + line.strip())
+            inside = None
+        elif inside is not None:
+            inside.append(line)
+        else:
+            joined.append(line)
+    return "\n".join(joined)
