@@ -3,6 +3,7 @@
 from intflash.api import attention, sdpa, which_backend
 from intflash.errors import BackendError, InputError
 from intflash.inventory import info
+from intflash.models import calibrate, patch, unpatch
 from intflash.numerics.exp import quantize_bias
 from intflash.quant import QTensor, Recipe, quantize
 
@@ -14,9 +15,12 @@ __all__ = [
     "QTensor",
     "Recipe",
     "attention",
+    "calibrate",
     "info",
+    "patch",
     "quantize",
     "quantize_bias",
     "sdpa",
+    "unpatch",
     "which_backend",
 ]

@@ -10,9 +10,7 @@ from intflash.models.base import Adapter
 
 
 class _Block(Block):
-    def attend(
-        self, x: Tensor, attention: Attention, bias: Tensor | None = None, keep: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, x: Tensor, attention: Attention, bias: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         def core(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
             return self.intflash_attention(q, k, v, keep, bias=bias)
 

@@ -154,9 +154,7 @@ def attach(model: nn.Module, make_core: Callable[[str], Core]) -> Patch:
     return report
 
 
-def _install(
-    module: nn.Module, parent: nn.Module | None, patched: type[nn.Module], adapter: str, core: Core
-) -> None:
+def _install(module: nn.Module, parent: nn.Module | None, patched: type[nn.Module], adapter: str, core: Core) -> None:
     core.train(module.training)
     setattr(module, CORE, core)
     # Layers with constants of their own (a bias table, a shift mask) compute them now and after loading.
