@@ -16,36 +16,41 @@ Input = QTensor | Tensor
 
 def check_inputs(q: Input, k: Input, v: Input, enable_gqa: bool) -> None:
     """Types, dtypes, devices and shapes of q, k and v that no backend could serve otherwise."""
-    kinds = {isinstance(x, QTensor) for x in (q, k, v)}
-    if len(kinds) != 1:
+    quantized = isinstance(q, QTensor)
+    if isinstance(k, QTensor) != quantized or isinstance(v, QTensor) != quantized:
         raise InputError("q, k and v must be all QTensors or all float tensors")
-    if isinstance(q, Tensor):
-        dtypes = [x.dtype for x in (q, k, v)]
-        if len(set(dtypes)) != 1 or dtypes[0] not in FLOAT_DTYPES:
-            raise InputError(f"q, k, v must share one dtype of {FLOAT_DTYPES}, got {dtypes}")
-    elif any(x.data.dtype != torch.int8 for x in (q, k, v)):
-        raise InputError(f"q, k, v codes must be int8, got {[x.data.dtype for x in (q, k, v)]}")
-    devices = [x.device for x in (q, k, v)]
-    if len(set(devices)) != 1:
+    dtypes = [x.data.dtype for x in (q, k, v)] if quantized else [q.dtype, k.dtype, v.dtype]
+    if quantized and dtypes != [torch.int8] * 3:
+        raise InputError(f"q, k, v codes must be int8, got {dtypes}")
+    if not quantized and (dtypes[0] not in FLOAT_DTYPES or dtypes[1] != dtypes[0] or dtypes[2] != dtypes[0]):
+        raise InputError(f"q, k, v must share one dtype of {FLOAT_DTYPES}, got {dtypes}")
+    devices = q.device, k.device, v.device
+    if devices[1] != devices[0] or devices[2] != devices[0]:
         raise InputError(f"q, k, v must be on one device, got {[str(d) for d in devices]}")
-    shapes = f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if len(q.shape) < 2 or len(q.shape) != len(k.shape) or len(k.shape) != len(v.shape):
-        raise InputError(f"q, k, v must have the same number of axes, at least 2; {shapes}")
-    if 0 in (*q.shape, *k.shape, *v.shape):
-        raise InputError(f"q, k, v must not be empty; {shapes}")
-    if q.shape[-1] != k.shape[-1]:
-        raise InputError(f"q and k must have the same head_dim; {shapes}")
-    if k.shape[-2] != v.shape[-2]:
-        raise InputError(f"k and v must have the same number of keys; {shapes}")
-    if q.shape[:-3] != k.shape[:-3] or k.shape[:-2] != v.shape[:-2]:
-        raise InputError(f"q, k, v must have the same batch, and k and v the same heads; {shapes}")
-    if len(q.shape) == 2:
-        return
-    hq, hk = q.shape[-3], k.shape[-3]
-    if hq != hk and not enable_gqa:
-        raise InputError(f"q and k must have the same heads (or pass enable_gqa=True); {shapes}")
-    if hq % hk:
-        raise InputError(f"enable_gqa needs query heads to be a multiple of key heads; {shapes}")
+    problem = _shape_problem(tuple(q.shape), tuple(k.shape), tuple(v.shape), enable_gqa)
+    if problem is not None:
+        raise InputError(f"{problem}; got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
+
+
+def _shape_problem(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gqa: bool) -> str | None:
+    """What is wrong with these shapes, or None."""
+    if len(q) < 2 or len(q) != len(k) or len(k) != len(v):
+        return "q, k, v must have the same number of axes, at least 2"
+    if 0 in q or 0 in k or 0 in v:
+        return "q, k, v must not be empty"
+    if q == k == v:
+        return None
+    if q[-1] != k[-1]:
+        return "q and k must have the same head_dim"
+    if k[-2] != v[-2]:
+        return "k and v must have the same number of keys"
+    if q[:-3] != k[:-3] or k[:-2] != v[:-2]:
+        return "q, k, v must have the same batch, and k and v the same heads"
+    if len(q) > 2 and q[-3] != k[-3] and not enable_gqa:
+        return "q and k must have the same heads (or pass enable_gqa=True)"
+    if len(q) > 2 and q[-3] % k[-3]:
+        return "enable_gqa needs query heads to be a multiple of key heads"
+    return None
 
 
 def softmax_scale(scale: float | None, head_dim: int) -> float:
@@ -77,7 +82,11 @@ def check_out_dtype(method: Method, out_dtype: torch.dtype, out_scale: object) -
 def check_values(x: Input, name: str) -> None:
     """Finite floats, positive finite scales. Reads values: on a GPU it waits for the device."""
     if isinstance(x, QTensor):
-        if not bool((torch.isfinite(x.scale) & (x.scale > 0)).all()):
+        if x.scale.numel() == 1:
+            good = 0 < x.scale.item() < math.inf
+        else:
+            good = bool((torch.isfinite(x.scale) & (x.scale > 0)).all())
+        if not good:
             raise InputError(f"{name}'s scale must be finite and > 0, got {x.scale.flatten()[:4].tolist()} ...")
         return
     if math.isfinite(x.sum(dtype=torch.float32).item()):
