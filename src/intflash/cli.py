@@ -14,7 +14,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from intflash.bench.demo import DemoResult
-    from intflash.bench.experiments import Experiment, Outcome
+    from intflash.bench.experiments import Experiment, Outcome, Row, Setting
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Integer and INT8 FlashAttention for inference.")
 bench_app = typer.Typer(no_args_is_help=True, help="Time and experiments of the papers.")
@@ -69,8 +69,9 @@ def _methods_in_order() -> list[str]:
 def _demo_table(result: DemoResult, factor: float) -> Table:
     table = Table(
         title=f"{result.images} held-out digits, model {result.model}: attention by every method",
-        caption="agrees: with float32's classes. SQNR of attention's worst layer and mean over layers, and of the\n"
-        f"logits against float32's. Last column: queries multiplied by {factor:g}. Red: Top-1 is lost.",
+        caption="agrees: with float32's classes. dB: SQNR of attention's worst layer, its mean\n"
+        "over layers, and of the logits against float32's. Last but one: queries\n"
+        f"multiplied by {factor:g}. Red: Top-1 is lost.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -102,7 +103,7 @@ def _demo_table(result: DemoResult, factor: float) -> Table:
             row.method,
             f"[red]{row.top1:.2f}[/]" if lost else f"{row.top1:.2f}",
             f"{row.agreement:.2f}",
-            *(f"{value:.1f}" for value in (row.worst_sqnr, row.mean_sqnr, row.logits_sqnr)),
+            *(f"{value:.4g}" for value in (row.worst_sqnr, row.mean_sqnr, row.logits_sqnr)),
             f"{row.ms_per_image:.2f}",
             f"[red]{row.scaled_top1:.1f}[/]" if broken else f"{row.scaled_top1:.1f}",
             row.backend,
@@ -174,7 +175,7 @@ def _chosen(experiments: Iterable[Experiment], only: list[str] | None) -> list[E
     return [known[name] for name in only or known]
 
 
-def _run_experiments(experiments: list[Experiment], setting, out: Path) -> None:
+def _run_experiments(experiments: list[Experiment], setting: Setting, out: Path) -> None:
     from dataclasses import replace
 
     from intflash.bench.experiments import run_experiment
@@ -190,18 +191,23 @@ def _run_experiments(experiments: list[Experiment], setting, out: Path) -> None:
 
 
 def _print_outcome(outcome: Outcome) -> None:
-    """One table: a line per series, a column per case and metric, the paper's number in brackets."""
+    """A table per metric: series by cases, or cases by series where there are more cases."""
     experiment, rows = outcome.experiment, outcome.rows
-    cases, metrics = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("case", "metric"))
+    cases, series, metrics = (
+        list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("case", "series", "metric")
+    )
     cells = {(row.series, row.case, row.metric): row for row in rows}
+    lines, columns = (cases, series) if len(cases) > len(series) else (series, cases)
+    console.rule(f"{experiment.title} ({experiment.source})", align="left")
     for metric in metrics:
-        title = f"{experiment.title}\n{experiment.source}: {metric} (paper)"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("", no_wrap=True)
-        for case in cases:
-            table.add_column(case, justify="right")
-        for series in dict.fromkeys(row.series for row in rows):
-            table.add_row(series, *(_cell(cells.get((series, case, metric))) for case in cases))
+        paper = any(row.paper is not None for row in rows if row.metric == metric)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column(f"{metric} (paper's)" if paper else metric, no_wrap=True)
+        for column in columns:
+            table.add_column(column, justify="right")
+        for line in lines:
+            keys = ((line, column) if lines is series else (column, line) for column in columns)
+            table.add_row(line, *(_cell(cells.get((*key, metric))) for key in keys))
         console.print(table)
     for sentence in outcome.conclusions():
         console.print(sentence)
@@ -209,11 +215,17 @@ def _print_outcome(outcome: Outcome) -> None:
         console.print(f"[yellow]{reason}[/]")
 
 
-def _cell(row) -> str:
+def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    value = "refused" if row.value is None else f"{row.value:.4g}"
-    return value if row.paper is None else f"{value} [dim]({row.paper:g})[/]"
+    value = "refused" if row.value is None else _number(row.value, row.metric)
+    return value if row.paper is None else f"{value} [dim]({_number(row.paper, row.metric)})[/]"
+
+
+def _number(value: float, metric: str) -> str:
+    if metric == "MSE":
+        return f"{value:.2e}"
+    return f"{value:.6f}" if metric == "cosine" else f"{value:.4g}" if abs(value) >= 10 else f"{value:.3g}"
 
 
 if __name__ == "__main__":

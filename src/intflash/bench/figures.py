@@ -52,7 +52,7 @@ def demo(result: DemoResult, path: Path) -> None:
 
 def bars(rows: Sequence[Row], metric: str, title: str, path: Path) -> None:
     """One group of bars per case, one bar per series; the paper's numbers as dashes."""
-    rows = [row for row in rows if row.metric == metric and row.value is not None]
+    rows = [row for row in rows if row.metric == metric and row.value not in (None, math.inf)]
     cases, series = _unique(row.case for row in rows), _unique(row.series for row in rows)
     figure = Figure(figsize=(max(7.0, 1.4 + 0.24 * len(cases) * (len(series) + 1)), 4.6), layout="constrained")
     axes = figure.subplots()
@@ -79,7 +79,7 @@ def bars(rows: Sequence[Row], metric: str, title: str, path: Path) -> None:
 
 def lines(rows: Sequence[Row], metric: str, title: str, path: Path, xlabel: str) -> None:
     """One line per series over the cases' values; the paper's numbers as crosses."""
-    rows = [row for row in rows if row.metric == metric and row.value is not None and row.x is not None]
+    rows = [row for row in rows if row.metric == metric and row.value not in (None, math.inf) and row.x is not None]
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     for index, name in enumerate(_unique(row.series for row in rows)):

@@ -1,0 +1,61 @@
+"""The `intflash` command: what it prints, what it writes, and how it says no."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from intflash import cli
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setattr(cli.console, "_width", 160)
+
+
+def run(*arguments, code=0):
+    result = runner.invoke(cli.app, [str(a) for a in arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("model", ["vit", "swin"])
+def test_demo_prints_and_writes(tmp_path, model):
+    methods = ("intflash", "intflash_p8", "qflash", "fp16")
+    options = [x for name in methods for x in ("--method", name)]
+    printed = run("demo", "--model", model, "--images", 20, "--out", tmp_path, *options)
+    assert all(name in printed for name in methods) and "Top-1" in printed
+    content = json.loads((tmp_path / f"demo-{model}.json").read_text())
+    assert [row["method"] for row in content["rows"]] == list(methods) and content["images"] == 20
+    first = content["rows"][0]
+    assert first["agreement"] >= 95 and first["worst_sqnr"] > 30 and first["backend"] and first["ms_per_image"] > 0
+    assert (tmp_path / f"demo-{model}.png").stat().st_size > 10_000
+
+
+def test_demo_shows_a_refusal(tmp_path):
+    printed = run("demo", "--images", 5, "--out", tmp_path, "--method", "fp8", "--backend", "vortex")
+    assert "refused" in printed and "vortex" in printed
+
+
+def test_demo_knows_its_models():
+    assert "'vit', 'swin'" in str(runner.invoke(cli.app, ["demo", "--model", "resnet"]).exception)
+
+
+def test_info_lists_methods_backends_and_reasons():
+    printed = run("info")
+    for word in ("intflash_online", "qflash", "reference", "torch", "QFlash, Algorithms 1 and 2"):
+        assert word in printed
+    assert "does not serve" in printed
+
+
+def test_accuracy_quick(tmp_path):
+    printed = run("accuracy", "--quick", "-e", "iflash_sqnr", "--out", tmp_path)
+    assert "33.3" in printed and "ceiling" in printed
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
+
+
+def test_unknown_experiment_lists_those_there_are():
+    printed = run("accuracy", "-e", "figure99", code=2)
+    assert "figure99" in printed and "qflash_table4" in printed
