@@ -160,11 +160,11 @@ def accuracy(
     seed: Seed = 0,
 ) -> None:
     """SQNR, MSE, cosine and mean relative error of the methods, beside the papers' numbers."""
-    from intflash.bench.accuracy import EXPERIMENTS
+    from intflash.bench import accuracy, variant_accuracy
     from intflash.bench.experiments import Setting
 
     setting = Setting(quick=quick, device=device, backend=backend, seed=seed)
-    _run_experiments(_chosen(EXPERIMENTS, only), setting, out)
+    _run_experiments(_chosen(accuracy.EXPERIMENTS + variant_accuracy.EXPERIMENTS, only), setting, out)
 
 
 def _chosen(experiments: Iterable[Experiment], only: list[str] | None) -> list[Experiment]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +15,8 @@ from intflash import Recipe
 from intflash.bench.experiments import Experiment, Figure, Row, Setting
 from intflash.bench.measure import METRICS, MRE_DEFINITIONS, exact_attention
 from intflash.bench.workloads import COLUMNS, HARD, IFLASH, QFLASH, Case, normal, random_case, uniform, workload_case
+from intflash.pipeline import prepare
+from intflash.problem import Problem
 from intflash.quant import hadamard_rotate, key_mean
 
 
@@ -23,19 +24,24 @@ from intflash.quant import hadamard_rotate, key_mean
 class Series:
     """A method with its options as one line of a table.
 
-    `method` None is the ceiling: float64 softmax on the same quantized inputs.
+    `method` None is the ceiling: float64 softmax on the same quantized inputs. A `variant` of
+    `bench/variants.py` computes instead of the method, on the method's quantized problem.
     """
 
     label: str
     method: str | None
     recipe: Recipe | None = None
     out_dtype: torch.dtype = torch.float32
+    variant: Callable[[Problem], Tensor] | None = None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: str | None) -> tuple[Tensor, str]:
         """The output as floats, and the backend that computed it."""
         if self.method is None:
             return ceiling(q, k, v, scale, self.recipe or Recipe()), "float64"
-        options = dict(scale=scale, method=self.method, recipe=self.recipe, out_dtype=self.out_dtype, backend=backend)
+        options = dict(scale=scale, method=self.method, recipe=self.recipe, out_dtype=self.out_dtype)
+        if self.variant is not None:
+            return self.variant(prepare(q, k, v, **options)[0].quantized()), "reference"
+        options["backend"] = backend
         out = intflash.attention(q, k, v, **options)
         out = out if isinstance(out, Tensor) else out.dequantize(torch.float64)
         return out, intflash.which_backend(q, k, v, **options)
@@ -338,8 +344,3 @@ def below_ceiling(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
 EXPERIMENTS: tuple[Experiment, ...] = (
     TABLE4, IFLASH_SQNR, TABLE1, TABLE2, INT4, GRANULARITY, SPEC_TABLE, HARD_INPUTS,
 )  # fmt: skip
-
-
-@functools.cache
-def by_name() -> dict[str, Experiment]:
-    return {experiment.name: experiment for experiment in EXPERIMENTS}
