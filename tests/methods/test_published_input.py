@@ -75,8 +75,13 @@ def test_qflash_fixes_its_output_scale(method):
 
 @pytest.mark.parametrize(
     "method, recipe",
-    [("qflash", Recipe(q="token")), ("ivit", Recipe(k="head")), ("qattn", Recipe(v="token")), ("ibert", Recipe(v="block"))],
-)  # fmt: skip
+    [
+        ("qflash", Recipe(q="token")),
+        ("ivit", Recipe(k="head")),
+        ("qattn", Recipe(v="token")),
+        ("ibert", Recipe(v="block")),
+    ],
+)
 def test_granularities_that_a_method_does_not_take(method, recipe):
     with pytest.raises(InputError, match=method):
         attend(method, *uniform(4, 1, 2, 8, 16), recipe=recipe)

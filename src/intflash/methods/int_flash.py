@@ -33,8 +33,10 @@ def half_p(p: Tensor) -> Tensor:
     return p.half().float()
 
 
-def online(problem: Problem, round_p: Callable[[Tensor], Tensor], v: Tensor, tile: int) -> Result:
-    """Algorithm 1 over tiles of keys; v holds float32 values ``[B, Hk, Nk, Dv]``.
+def online(
+    problem: Problem, round_p: Callable[[Tensor], Tensor], v: Tensor, tile: int, *, sum_rounded: bool = False
+) -> Result:
+    """Algorithm 1 over tiles of keys; v holds float32 values ``[B, Hk, Nk, Dv]``, l sums the exact P or the rounded.
 
     In the full method the published program multiplies int8 codes and scales the int32 sum; here V is
     scaled first. The two differ by float32 rounding only, and this serves every granularity of V.
@@ -49,8 +51,9 @@ def online(problem: Problem, round_p: Callable[[Tensor], Tensor], v: Tensor, til
         raised = torch.maximum(m, arrays.row_max(s, -math.inf))
         reference = torch.where(raised == -math.inf, 0.0, raised)  # no key so far: p = 0, not NaN
         alpha, p = torch.exp(m - reference), torch.exp(s - reference)
-        l = l * alpha + p.sum(-1, keepdim=True)
-        acc = acc * alpha + round_p(p) @ v[:, :, start : start + tile]
+        rounded = round_p(p)
+        l = l * alpha + (rounded if sum_rounded else p).sum(-1, keepdim=True)
+        acc = acc * alpha + rounded @ v[:, :, start : start + tile]
         m = raised
     return floats.finish(problem, acc, l, m)
 
