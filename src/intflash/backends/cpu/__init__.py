@@ -1,0 +1,175 @@
+"""The native CPU backend: C++ kernels per instruction set, chosen once by what the processor has.
+
+`native/` holds the kernels; this module turns a `Problem` into pointers, shapes and strides. Where the
+module was not built (no compiler at install) the backend is unavailable and says so.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from intflash.backends.base import Backend
+from intflash.methods.base import INTEGER_DTYPES
+from intflash.numerics.exp import P8_MAX, P16_MAX, log_sum_exp
+from intflash.problem import Problem, Result
+from intflash.quant import QTensor
+
+try:
+    from intflash.backends.cpu import _native
+except ImportError as error:
+    _native = None
+    _missing = f"its native module was not built ({error}); install with a C++ compiler to have it"
+
+# In the order of the native enumerations.
+METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "qflash": 3, "iflash": 4}
+OUT_TYPES = {torch.int8: 0, torch.int16: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
+FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+FLASH = ("qflash", "iflash")
+P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX}
+MAX_VALUE_DIM = 256  # the epilogue keeps one multiplier per channel
+BIAS_LIMIT = 1 << 30  # of a bias in score units, so that bias + score stays inside int32
+ABSENT = -(1 << 31)
+
+
+def instruction_sets() -> list[str]:
+    """Names of the kernels that run on this machine, best first; empty without the native module.
+
+    Example:
+        >>> instruction_sets()[-1:] in (["generic"], [])
+        True
+    """
+    return [] if _native is None else list(_native.instruction_sets())
+
+
+def run(problem: Problem, *, isa: str | None = None, threads: int | None = None) -> Result:
+    """Compute a supported problem.
+
+    Args:
+        problem: see `unsupported`.
+        isa: one of `instruction_sets()`; None takes the first. The bits do not depend on it.
+        threads: at most so many, the caller among them; None takes `torch.get_num_threads()`.
+    """
+    if not _quantizes_here(problem):
+        problem = problem.quantized()
+    q, k, v = problem.q, problem.k, problem.v
+    batch, heads, nq, _ = q.shape
+    out = torch.empty((batch, heads, nq, v.shape[3]), dtype=problem.out_dtype)
+    if isinstance(q, QTensor):
+        out_scale = _out_scale(problem)
+        tensors = (_view(q.data), _view(k.data), _view(v.data))
+        scales = (_view(q.scale), _view(k.scale), _view(v.scale))
+        blocks = (q.block_size or 1, k.block_size or 1)
+        bias = _bias(problem)
+    else:
+        out_scale, blocks, bias = None, (1, 1), problem.bias
+        tensors = (_view(q), _view(k), _view(v))
+        holder, scales = _float_scales(problem)  # noqa: F841 - keeps the scales alive
+    keep, causal, packed = problem.keep, None, None
+    if problem.causal is not None:
+        causal = (problem.causal, problem.causal_align == "bottom_right")
+    if problem.cu_seqlens_q is not None:
+        cu_q, cu_k = problem.cu_seqlens_q.contiguous(), problem.cu_seqlens_k.contiguous()
+        packed = (cu_q.data_ptr(), cu_k.data_ptr(), cu_q.numel() - 1)
+    t_max = l_sum = None
+    if problem.return_lse:
+        t_max, l_sum = torch.empty((2, batch, heads, nq), dtype=torch.int64)
+    _native.attention(
+        isa or "", threads or torch.get_num_threads(), METHODS[problem.method], OUT_TYPES[problem.out_dtype], out.data_ptr(),
+        problem.sm_scale, *tensors, scales, None if out_scale is None else _view(out_scale), blocks, causal,
+        None if bias is None else _view(bias), None if keep is None else _view(keep), packed,
+        0 if t_max is None else t_max.data_ptr(), 0 if l_sum is None else l_sum.data_ptr(),
+    )  # fmt: skip
+    lse = None if t_max is None else log_sum_exp(t_max, l_sum, P_MAX[problem.method])
+    return Result(out, out_scale, lse)
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Why these kernels cannot serve a problem, or None."""
+    if problem.method not in METHODS:
+        return f"it has the methods {', '.join(METHODS)}"
+    if problem.device.type != "cpu":
+        return f"it takes CPU tensors, got {problem.device}"
+    if problem.v.shape[3] > MAX_VALUE_DIM:
+        return f"it takes value head dims to {MAX_VALUE_DIM}, got {problem.v.shape[3]}"
+    if problem.method in FLASH:
+        if problem.return_lse:
+            return f"it has no log-sum-exp of {problem.method}"
+        if problem.q.shape[3] > MAX_VALUE_DIM:
+            return f"it takes head dims to {MAX_VALUE_DIM}, got {problem.q.shape[3]}"
+    return None
+
+
+def _view(x: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return x.data_ptr(), x.shape, x.stride()
+
+
+def _repeated(scale: Tensor, problem: Problem) -> Tensor:
+    """A key head's scale for the query heads of its group."""
+    return scale if scale.shape[1] == 1 or problem.group == 1 else scale.repeat_interleave(problem.group, dim=1)
+
+
+def _out_scale(problem: Problem) -> Tensor | None:
+    if problem.out_dtype not in INTEGER_DTYPES:
+        return None
+    if problem.out_scale is not None:
+        return problem.out_scale
+    s_v = _repeated(problem.v.scale, problem)
+    if problem.method in FLASH:
+        return s_v
+    return s_v * 127 / (127 if problem.out_dtype == torch.int8 else 32767)
+
+
+def _bias(problem: Problem) -> Tensor | None:
+    """The bias in the method's integer units, `ABSENT` where it makes a key absent."""
+    if problem.method not in FLASH or problem.bias_float is None:
+        return problem.bias
+    bias = problem.bias_float
+    k_scale = _repeated(problem.k.scale.double(), problem)
+    unit = (problem.q.scale.double() * k_scale) * problem.sm_scale
+    if bias.shape[0] != problem.q.shape[0] and unit.shape[0] > 1:
+        bias = bias.repeat(problem.q.shape[0] // bias.shape[0], 1, 1, 1)
+    rounded = torch.round(bias.double() / unit).clamp(-BIAS_LIMIT, BIAS_LIMIT)
+    absent = bias <= torch.finfo(bias.dtype).min / 2
+    return torch.where(absent, float(ABSENT), rounded).to(torch.int32)
+
+
+def _quantizes_here(problem: Problem) -> bool:
+    """Whether the kernels themselves quantize: codes given, or the plain rule with float output."""
+    if isinstance(problem.q, QTensor):
+        return True
+    recipe = problem.recipe
+    return (
+        problem.method not in FLASH
+        and recipe.rule == "exact"
+        and problem.out_dtype not in INTEGER_DTYPES
+        and all(getattr(recipe, n) in ("tensor", "head") for n in "qkv")
+        and all(x.stride(3) == 1 and x.dtype in FLOAT_TYPES for x in (problem.q, problem.k, problem.v))
+        and not any(isinstance(getattr(recipe, f"{n}_scale"), Tensor) for n in "qkv")
+    )
+
+
+def _float_scales(problem: Problem) -> tuple[list[Tensor], tuple]:
+    """Where the kernels write (dynamic) or read (static) each scale, and how to quantize by it."""
+    recipe, holder, how = problem.recipe, [], []
+    for name in "qkv":
+        x = getattr(problem, name)
+        per_head = getattr(recipe, name) == "head"
+        static = getattr(recipe, f"{name}_scale")
+        if static is not None:
+            per_head = False
+        scale = torch.empty(x.shape[:2] if per_head else 1) if static is None else torch.tensor([static])
+        holder.append(scale)
+        how.append((FLOAT_TYPES[x.dtype], per_head, static is not None, (1 << (recipe.bits - 1)) - 1, scale.data_ptr()))
+    return holder, tuple(how)
+
+
+BACKEND = Backend(
+    name="cpu",
+    unavailable=functools.partial(lambda reason: reason, None if _native is not None else _missing),
+    unsupported=unsupported,
+    run=run,
+    native=True,
+)

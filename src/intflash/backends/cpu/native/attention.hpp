@@ -1,0 +1,376 @@
+// The attention kernel, written once over a vector layer V (vec_*.hpp) and compiled per instruction set.
+//
+// A unit of work is V::kUnitRows query rows of one head. K and V are packed once per head and thread
+// into panels of kLanes columns whose depth runs in steps of 32 bits, so that QK^T and PV are the same
+// product: out[r][c] = sum over steps of dot(a[r][step], panel[step][c]). A row's scores stay in the
+// scratch for both passes when they fit; else the second pass computes them again.
+#pragma once
+#include "arith.hpp"
+#include "epilogue.hpp"
+#include "exp2.hpp"
+#include "flash.hpp"
+#include "pack.hpp"
+#include "product.hpp"
+
+namespace intflash {
+namespace {
+
+constexpr int64_t kScoreBytes = 1 << 20;  // of one unit's scores: half a typical L2
+constexpr int64_t kStageKeys = 512;       // keys whose P is held at a time
+
+template <class V>
+class Attention {
+  using Code = typename V::Code;
+  using PCode = typename V::PCode;
+  static constexpr int kRows = V::kUnitRows, kLanes = V::kLanes, kBlock = 4 * V::kLanes;
+  static constexpr int kKeyPad = kBlock < kFlashTile ? kFlashTile : kBlock;
+
+ public:
+  static void run(const Call& call, int64_t first, int64_t last, uint64_t call_id, Scratch& scratch) {
+    Attention a(call, call_id, scratch);
+    V::begin(call.head_dim);
+    a.units(first, last);
+    V::end();
+  }
+
+ private:
+  const Call& call_;
+  const uint64_t call_id_;
+  Scratch& scratch_;
+  // Scratch, see the constructor.
+  Code *keys_, *values_, *queries_;
+  int32_t *scores_, *acc_, *acc_low_, *column_sums_;
+  PCode *p_, *p_low_;
+  int64_t score_ld_, p_ld_, value_pad_, chunk_;
+  int qk_steps_;
+  // The head and rows at hand.
+  int64_t b_, h_, hk_, q0_, k0_, nq_, nk_, causal_offset_;
+  int64_t row0_, key_end_;
+  int rows_;
+  bool masked_, wide_;
+  int32_t query_offset_[kRows];  // starts each score: undoes V's unsigned keys
+  Exponent exponent_[kRows], last_;
+  float last_q_ = 0, last_k_ = 0;
+  Epilogue epilogue_;
+  int64_t level_[kRows];  // Tmax, or the reference octave << 32
+  int32_t top_[kRows];    // maximum of S, narrow rows only
+  uint32_t l_[kRows];
+
+  Attention(const Call& call, uint64_t call_id, Scratch& scratch) : call_(call), call_id_(call_id), scratch_(scratch), epilogue_(call) {
+    const int64_t key_pad = round_up(larger<int64_t>(call.nk, 1), kKeyPad);
+    value_pad_ = round_up(call.value_dim, kLanes);
+    qk_steps_ = V::depth_steps(call.head_dim);
+    chunk_ = smaller(key_pad, round_up(kScoreBytes / (4 * kRows), kStageKeys));
+    if (call.method == Method::kOnline) chunk_ = smaller<int64_t>(key_pad, kGranule);
+    if (call.method >= Method::kQFlash) chunk_ = smaller(key_pad, kStageKeys);
+    score_ld_ = chunk_ + 16;  // not a multiple of 4 KiB, whose rows would share a cache set
+    p_ld_ = smaller(chunk_, kStageKeys) + 64 / int64_t(sizeof(PCode));
+    int64_t size[9] = {
+        key_pad * qk_steps_ * V::kGroup * int64_t(sizeof(Code)),
+        key_pad * value_pad_ * int64_t(sizeof(Code)),
+        kRows * qk_steps_ * V::kGroup * int64_t(sizeof(Code)),
+        kRows * score_ld_ * 4,
+        kRows * value_pad_ * 4,
+        kRows * value_pad_ * 4,
+        call.method >= Method::kQFlash ? key_pad / kFlashTile * value_pad_ * 4 : 0,
+        kRows * p_ld_ * int64_t(sizeof(PCode)),
+        kRows * p_ld_ * int64_t(sizeof(PCode)),
+    };
+    int64_t total = 0;
+    for (int64_t& bytes : size) {
+      const int64_t at = total;
+      total += round_up(bytes, 64) + 64;
+      bytes = at;
+    }
+    char* base = scratch.reserve(size_t(total));
+    keys_ = reinterpret_cast<Code*>(base + size[0]);
+    values_ = reinterpret_cast<Code*>(base + size[1]);
+    queries_ = reinterpret_cast<Code*>(base + size[2]);
+    scores_ = reinterpret_cast<int32_t*>(base + size[3]);
+    acc_ = reinterpret_cast<int32_t*>(base + size[4]);
+    acc_low_ = reinterpret_cast<int32_t*>(base + size[5]);
+    column_sums_ = reinterpret_cast<int32_t*>(base + size[6]);
+    p_ = reinterpret_cast<PCode*>(base + size[7]);
+    p_low_ = reinterpret_cast<PCode*>(base + size[8]);
+  }
+
+  // Unit order: sequence, key head, query head of its group, block of rows.
+  void units(int64_t first, int64_t last) {
+    const int64_t sequences = call_.ends_q ? call_.sequences : call_.batch;
+    int64_t unit = 0;  // the first of the sequence at hand
+    int64_t s = 0;
+    if (!call_.ends_q) {
+      const int64_t each = call_.heads_q * row_blocks(call_.nq);
+      s = first / each;
+      unit = s * each;
+    }
+    for (; s < sequences && unit < last; ++s) {
+      enter_sequence(s);
+      const int64_t blocks = row_blocks(nq_), group = call_.heads_q / call_.heads_k;
+      const int64_t end = unit + call_.heads_q * blocks;
+      for (int64_t u = larger(first, unit); u < smaller(last, end); ++u) {
+        const int64_t within = u - unit;
+        h_ = within / blocks;
+        hk_ = h_ / group;
+        enter_head(s * call_.heads_k + hk_);
+        enter_rows(within % blocks);
+        rows();
+      }
+      unit = end;
+    }
+  }
+
+  static int64_t row_blocks(int64_t n) { return (n + kRows - 1) / kRows; }
+
+  void enter_sequence(int64_t s) {
+    const bool packed = call_.ends_q != nullptr;
+    b_ = packed ? 0 : s;
+    q0_ = packed ? call_.ends_q[s] : 0;
+    k0_ = packed ? call_.ends_k[s] : 0;
+    nq_ = packed ? call_.ends_q[s + 1] - q0_ : call_.nq;
+    nk_ = packed ? call_.ends_k[s + 1] - k0_ : call_.nk;
+    causal_offset_ = packed && call_.bottom_right ? nk_ - nq_ : call_.causal_offset;
+  }
+
+  void enter_head(int64_t head) {
+    if (scratch_.call_id == call_id_ && scratch_.packed_head == head) return;
+    scratch_.call_id = call_id_;
+    scratch_.packed_head = head;
+    const int64_t pad = round_up(nk_, kKeyPad);
+    Pack<V>::keys(call_.k.at(b_, hk_, k0_), call_.k.stride[2], call_.k.stride[3], nk_, call_.head_dim, qk_steps_, keys_);
+    const bool natural = call_.method >= Method::kQFlash;
+    Pack<V>::values(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, pad, call_.value_dim, natural,
+                    values_);
+    if (natural)
+      column_sums(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, call_.value_dim, value_pad_,
+                  column_sums_);
+  }
+
+  void enter_rows(int64_t block) {
+    row0_ = block * nq_ / row_blocks(nq_);  // even blocks of at most kRows
+    rows_ = int((block + 1) * nq_ / row_blocks(nq_) - row0_);
+    wide_ = call_.bias.data || call_.k_scale.stride[2];
+    masked_ = call_.bias.data || call_.keep.data;
+    key_end_ = nk_;
+    if (call_.causal && call_.method >= Method::kQFlash) {
+      masked_ = true;  // their absent keys have a score, and enter l
+    } else if (call_.causal) {  // keys past the last row's limit are absent for every row
+      key_end_ = larger<int64_t>(0, smaller(nk_, row0_ + rows_ + causal_offset_));
+      masked_ = masked_ || row0_ + 1 + causal_offset_ < key_end_;
+    }
+    Pack<V>::queries(call_.q.at(b_, h_, q0_ + row0_), call_.q.stride[2], call_.q.stride[3], rows_, call_.head_dim,
+                     qk_steps_, queries_, query_offset_);
+    for (int r = 0; r < rows_; ++r) {
+      exponent_[r] = r == 0 || call_.q_scale.stride[2] ? exponent_at(r, 0) : exponent_[0];
+      level_[r] = kNever, top_[r] = kAbsent, l_[r] = 0;
+    }
+  }
+
+  Exponent exponent_at(int r, int64_t key) {
+    const float q = *call_.q_scale.at(b_, h_, (q0_ + row0_ + r) / call_.q_block);
+    const float k = *call_.k_scale.at(b_, hk_, (k0_ + key) / call_.k_block);
+    if (q != last_q_ || k != last_k_) last_ = exponent_constants(q, k, call_.sm_scale), last_q_ = q, last_k_ = k;
+    return last_;
+  }
+
+  // Scores of keys [key, key + n) with absent ones marked, padded with kAbsent to a block's end.
+  void score_chunk(int64_t key, int64_t n) {
+    const int panels = int((n + kLanes - 1) / kLanes);
+    Product<V>::scores(queries_, keys_ + key * qk_steps_ * V::kGroup, qk_steps_, panels, rows_, query_offset_, scores_,
+                       score_ld_);
+    const int64_t pad = round_up(n, kKeyPad);
+    for (int r = 0; r < rows_; ++r) {
+      int32_t* s = scores_ + r * score_ld_;
+      int64_t present = n;
+      if (call_.causal) present = larger<int64_t>(0, smaller(n, row0_ + r + causal_offset_ + 1 - key));
+      for (int64_t j = present; j < pad; ++j) s[j] = kAbsent;
+      if (call_.keep.data) mark_absent(call_.keep, call_.keep_batch, r, key, present, s, uint8_t(0));
+      if (call_.bias.data) mark_absent(call_.bias, call_.bias_batch, r, key, present, s, kAbsent);
+    }
+  }
+
+  template <class T>
+  const T* mask_row(const View<T>& mask, int64_t batch, int r, int64_t key) const {
+    return mask.at(b_ % batch, h_, q0_ + row0_ + r, k0_ + key);
+  }
+
+  template <class T>
+  void mark_absent(const View<T>& mask, int64_t batch, int r, int64_t key, int64_t n, int32_t* s, T absent) const {
+    const T* m = mask_row(mask, batch, r, key);
+    const int64_t step = mask.stride[3];
+    if (step == 1)
+      for (int64_t j = 0; j < n; ++j) s[j] = m[j] == absent ? kAbsent : s[j];
+    else
+      for (int64_t j = 0; j < n; ++j) s[j] = m[j * step] == absent ? kAbsent : s[j];
+  }
+
+  int64_t exponent_of(int r, int32_t score) const { return score * (int64_t(1) << exponent_[r].k) * exponent_[r].c; }
+
+  int32_t row_max(const int32_t* s, int64_t n) const {
+    auto m = V::set1(kAbsent);
+    for (int64_t j = 0; j < n; j += kLanes) m = V::max(m, V::load(s + j));
+    return V::reduce_max(m);
+  }
+
+  // T of every key of a chunk's row, given to f(j, T), by the 64-bit formula; for a bias or per-block K scales.
+  template <class F>
+  void for_each_exponent(int r, int64_t key, int64_t n, const int32_t* s, F f) {
+    const int32_t* bias = call_.bias.data ? mask_row(call_.bias, call_.bias_batch, r, key) : nullptr;
+    const int64_t step = call_.bias.stride[3];
+    for (int64_t j = 0; j < n;) {
+      int64_t end = n;
+      Exponent e = exponent_[r];
+      if (call_.k_scale.stride[2]) {
+        e = exponent_at(r, key + j);
+        end = smaller(n, ((k0_ + key + j) / call_.k_block + 1) * call_.k_block - k0_ - key);
+      }
+      const int64_t c = e.c, unit = int64_t(1) << e.k;
+      if (!bias)
+        for (; j < end; ++j) f(j, wrapping_multiply(s[j] * unit, c));  // wraps for absent keys only
+      else
+        for (; j < end; ++j) f(j, wrapping_multiply(s[j] * unit, c) + int64_t(bias[j * step]) * 4096);
+    }
+  }
+
+  // Raises level_ (and top_) by the chunk's maximum.
+  int64_t chunk_max(int r, int64_t key, int64_t n) {
+    const int32_t* s = scores_ + r * score_ld_;
+    if (wide_) {
+      int64_t m = kNever;
+      for_each_exponent(r, key, n, s, [&](int64_t j, int64_t t) { m = larger(m, s[j] == kAbsent ? kNever : t); });
+      return m;
+    }
+    const int32_t top = row_max(s, n);
+    top_[r] = larger(top_[r], top);
+    return top == kAbsent ? kNever : exponent_of(r, top);
+  }
+
+  // Overwrites a wide row's scores with its depths below `level`.
+  void depths_in_place(int r, int64_t key, int64_t n, int32_t* s, int64_t level) {
+    for_each_exponent(r, key, n, s, [&](int64_t j, int64_t t) {
+      const int64_t x = smaller<int64_t>(int64_t(uint64_t(level) - uint64_t(t)) >> 23, 65535);  // Q.9
+      s[j] = s[j] == kAbsent ? 65535 : int32_t(x);
+    });
+    for (int64_t j = n; j < round_up(n, kBlock); ++j) s[j] = 65535;
+  }
+
+  // P of scores [at, at + n) of the chunk at `key`, their sum, and acc (+)= P V.
+  template <bool P16, bool HasBase>
+  void accumulate(int64_t key, int64_t at, int64_t n, bool fresh) {
+    for (int r = 0; r < rows_; ++r) {
+      int32_t* s = scores_ + r * score_ld_ + at;
+      if (wide_) depths_in_place(r, key + at, n, s, level_[r]);
+      const bool raised = HasBase && !wide_ && top_[r] != kAbsent;
+      const RowScale scale = row_scale(top_[r], exponent_[r], raised ? level_[r] - exponent_of(r, top_[r]) : 0);
+      l_[r] += Exp2<V>::template any_row<P16, HasBase>(s, n, scale, masked_, wide_, p_ + r * p_ld_, p_low_ + r * p_ld_);
+    }
+    const int64_t pad = round_up(nk_, kKeyPad);
+    const int steps = int(round_up(n, kBlock) / V::kGroup);
+    const Code* v = values_ + (key + at) * kLanes;
+    Product<V>::values(p_, p_ld_, v, pad * kLanes, steps, int(value_pad_ / kLanes), rows_, acc_, value_pad_, !fresh);
+    if (P16) Product<V>::values(p_low_, p_ld_, v, pad * kLanes, steps, int(value_pad_ / kLanes), rows_, acc_low_, value_pad_, !fresh);
+  }
+
+  void rows() {
+    switch (call_.method) {
+      case Method::kP16: exact<true>(); break;
+      case Method::kP8: exact<false>(); break;
+      case Method::kOnline: online(); break;
+      case Method::kQFlash: flash<false>(); break;
+      case Method::kIFlash: flash<true>(); break;
+    }
+  }
+
+  template <bool P16>
+  void exact() {
+    const bool resident = key_end_ <= chunk_;
+    for (int64_t key = 0; key < key_end_; key += chunk_) {
+      const int64_t n = smaller(chunk_, key_end_ - key);
+      score_chunk(key, n);
+      for (int r = 0; r < rows_; ++r) level_[r] = larger(level_[r], chunk_max(r, key, n));
+    }
+    for (int64_t key = 0; key < key_end_; key += chunk_) {
+      const int64_t n = smaller(chunk_, key_end_ - key);
+      if (!resident) score_chunk(key, n);
+      for (int64_t at = 0; at < n; at += kStageKeys)
+        accumulate<P16, false>(key, at, smaller(kStageKeys, n - at), key + at == 0);
+    }
+    finish<P16>();
+  }
+
+  void online() {
+    clear(acc_, rows_ * value_pad_);
+    for (int64_t key = 0; key < key_end_; key += kGranule) {
+      const int64_t n = smaller<int64_t>(kGranule, key_end_ - key);
+      score_chunk(key, n);
+      for (int r = 0; r < rows_; ++r) {
+        top_[r] = kAbsent;
+        const int64_t m = chunk_max(r, key, n);
+        if (m == kNever) continue;  // its scores are all marked absent: p is 0
+        const int64_t octave = -((-m) >> 32);
+        if (level_[r] == kNever) level_[r] = octave << 32;
+        const int64_t rise = smaller<int64_t>(octave - (level_[r] >> 32), 31);
+        if (rise <= 0) continue;
+        l_[r] >>= rise;
+        for (int64_t d = 0; d < value_pad_; ++d) acc_[r * value_pad_ + d] >>= rise;
+        level_[r] = octave << 32;
+      }
+      accumulate<false, true>(key, 0, n, false);
+    }
+    finish<false>();
+  }
+
+  // qflash and iflash: docs/numerics.md section 1; registers of 32 bits wrap.
+  template <bool Divide>
+  void flash() {
+    const FlashStep<Divide> step(call_, b_, h_, hk_);
+    clear(acc_, rows_ * value_pad_);
+    int32_t m[kRows], l[kRows];
+    for (int r = 0; r < rows_; ++r) m[r] = kFlashMasked, l[r] = 1;
+    for (int64_t key = 0; key < nk_; key += kStageKeys) {
+      const int64_t n = smaller(kStageKeys, nk_ - key);
+      score_chunk(key, n);
+      for (int64_t at = 0; at < n; at += kFlashTile) {
+        for (int r = 0; r < rows_; ++r) {
+          int32_t* s = scores_ + r * score_ld_ + at;
+          const int32_t* bias = call_.bias.data ? mask_row(call_.bias, call_.bias_batch, r, key + at) : nullptr;
+          step.scores(s, bias, call_.bias.stride[3], smaller<int64_t>(kFlashTile, n - at));
+          step.probabilities(s, m[r], l[r], acc_ + r * value_pad_, value_pad_, p_ + r * p_ld_);
+        }
+        Product<V>::values(p_, p_ld_, values_ + (key + at) * kLanes, round_up(nk_, kKeyPad) * kLanes, kFlashTile / V::kGroup,
+                           int(value_pad_ / kLanes), rows_, acc_low_, value_pad_, false);
+        const int32_t* sums = column_sums_ + (key + at) / kFlashTile * value_pad_;
+        for (int r = 0; r < rows_; ++r)
+          for (int64_t d = 0; d < value_pad_; ++d)  // p was stored as p + 128
+            acc_[r * value_pad_ + d] = wrapping_add(acc_[r * value_pad_ + d], acc_low_[r * value_pad_ + d] - 128 * sums[d]);
+      }
+    }
+    epilogue_.enter_head(b_, h_, hk_);
+    for (int r = 0; r < rows_; ++r) {
+      const int64_t row = first_row() + r;
+      step.divide(acc_ + r * value_pad_, l[r], call_.value_dim);
+      epilogue_.codes_row(acc_ + r * value_pad_, row);
+      if (call_.t_max) call_.t_max[row] = m[r], call_.l_sum[row] = l[r];
+    }
+  }
+
+  int64_t first_row() const { return (b_ * call_.heads_q + h_) * call_.nq + q0_ + row0_; }
+
+  static void clear(int32_t* x, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) x[i] = 0;
+  }
+
+  template <bool P16>
+  void finish() {
+    const int64_t first = first_row();
+    if (key_end_ == 0) clear(acc_, rows_ * value_pad_), clear(acc_low_, rows_ * value_pad_);
+    epilogue_.enter_head(b_, h_, hk_);
+    for (int r = 0; r < rows_; ++r) {
+      epilogue_.template row<P16>(acc_ + r * value_pad_, acc_low_ + r * value_pad_, l_[r], first + r);
+      if (call_.t_max) call_.t_max[first + r] = level_[r], call_.l_sum[first + r] = l_[r];
+    }
+  }
+};
+
+}  // namespace
+}  // namespace intflash

@@ -1,0 +1,75 @@
+// One attention call as the kernels see it: plain data, resolved by the Python face and module.cpp.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace intflash {
+
+enum class Method : int32_t { kP16, kP8, kOnline, kQFlash, kIFlash };
+enum class OutType : int32_t { kInt8, kInt16, kFloat16, kBFloat16, kFloat32 };
+
+constexpr int32_t kAbsent = INT32_MIN;  // in a score row or a bias: this key takes no part
+constexpr int kGranule = 128;           // keys per granule of intflash_online: semantics, not tuning
+constexpr int kFlashTile = 32;          // keys per tile of qflash and iflash: semantics, not tuning
+
+// A tensor of four axes; a broadcast axis has stride 0. Strides count elements.
+template <class T>
+struct View {
+  const T* data = nullptr;
+  int64_t stride[4] = {0, 0, 0, 0};
+  __attribute__((always_inline)) const T* at(int64_t a, int64_t b, int64_t c = 0, int64_t d = 0) const {
+    return data + a * stride[0] + b * stride[1] + c * stride[2] + d * stride[3];
+  }
+};
+
+struct Call {
+  Method method;
+  OutType out_type;
+  int64_t batch, heads_q, heads_k, nq, nk, head_dim, value_dim;
+  View<int8_t> q, k, v;
+  void* out;               // contiguous [batch, heads_q, nq, value_dim]
+  View<int32_t> bias;      // intflash: 2^-20 octave; qflash, iflash: score units; batch index modulo bias_batch
+  View<uint8_t> keep;
+  int64_t bias_batch, keep_batch;
+  bool causal, bottom_right;  // bottom_right: each packed sequence has its own offset
+  int64_t causal_offset;      // key j is present for query i iff j <= i + causal_offset
+  const int32_t *ends_q, *ends_k;  // packed sequences: prefix sums, `sequences` + 1 of them; or null
+  int64_t sequences;
+  View<float> q_scale, k_scale, v_scale, out_scale;  // axes batch, head, block of tokens, channel
+  int64_t q_block, k_block;                          // tokens per scale along axis 2
+  double sm_scale;
+  int64_t* t_max;  // for log-sum-exp, contiguous [batch, heads_q, nq], or null
+  int64_t* l_sum;
+};
+
+// Grown on demand, one per thread; remembers whose K and V it holds packed.
+struct Scratch {
+  char* data = nullptr;
+  size_t capacity = 0;
+  uint64_t call_id = 0;
+  int64_t packed_head = -1;
+  char* reserve(size_t bytes);
+};
+
+// Contiguous rows of a strided tensor.
+struct Rows {
+  int64_t rows, columns, row_step;
+};
+
+enum class FloatType : int32_t { kFloat32, kFloat16, kBFloat16 };
+
+// What one instruction set offers.
+struct Kernels {
+  const char* name;
+  int unit_rows;
+  void (*attention)(const Call&, int64_t first, int64_t last, uint64_t call_id, Scratch&);  // units [first, last)
+  float (*absolute_maximum)(const void* x, FloatType, const Rows&);
+  void (*quantize)(const void* x, FloatType, const Rows&, float inverse, int qmax, int8_t* codes);
+};
+
+extern const Kernels kGenericKernels, kAvx2Kernels, kAvxVnniKernels, kAvx512VnniKernels, kAmxKernels, kNeonKernels;
+
+// Of one call: blocks of at most `rows` query rows of every head and sequence.
+int64_t unit_count(const Call& call, int rows);
+
+}  // namespace intflash

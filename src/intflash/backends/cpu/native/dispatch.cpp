@@ -1,0 +1,131 @@
+#include "dispatch.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "pool.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace intflash {
+namespace {
+
+#if defined(__x86_64__)
+unsigned leaf7(unsigned subleaf, int reg) {
+  unsigned r[4] = {0, 0, 0, 0};
+  __get_cpuid_count(7, subleaf, &r[0], &r[1], &r[2], &r[3]);
+  return r[reg];
+}
+
+[[maybe_unused]] bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+[[maybe_unused]] bool has_avx_vnni() { return has_avx2() && (leaf7(1, 0) >> 4 & 1); }
+
+[[maybe_unused]] bool has_avx512_vnni() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+}
+
+// The tiles' state must be asked for, once per process (Linux 5.16).
+[[maybe_unused]] bool has_amx_int8() {
+#if defined(__linux__)
+  constexpr int kRequest = 0x1023, kTileData = 18;
+  return has_avx512_vnni() && (leaf7(0, 3) >> 24 & 3) == 3 && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
+std::vector<const Kernels*> find_kernels() {
+  std::vector<const Kernels*> found;
+#ifdef INTFLASH_AMX
+  if (has_amx_int8()) found.push_back(&kAmxKernels);
+#endif
+#ifdef INTFLASH_AVX512VNNI
+  if (has_avx512_vnni()) found.push_back(&kAvx512VnniKernels);
+#endif
+#ifdef INTFLASH_AVXVNNI
+  if (has_avx_vnni()) found.push_back(&kAvxVnniKernels);
+#endif
+#ifdef INTFLASH_AVX2
+  if (has_avx2()) found.push_back(&kAvx2Kernels);
+#endif
+#ifdef INTFLASH_NEON
+  found.push_back(&kNeonKernels);
+#endif
+  found.push_back(&kGenericKernels);
+  return found;
+}
+
+struct ThreadScratch : Scratch {
+  ~ThreadScratch() { std::free(data); }
+};
+
+struct Job {
+  const Kernels& kernels;
+  const Call& call;
+  uint64_t call_id;
+  int64_t units, grain;
+};
+
+void run_ticket(void* context, int64_t ticket) {
+  static thread_local ThreadScratch scratch;
+  const Job& job = *static_cast<const Job*>(context);
+  const int64_t first = ticket * job.grain;
+  const int64_t last = first + job.grain < job.units ? first + job.grain : job.units;
+  job.kernels.attention(job.call, first, last, job.call_id, scratch);
+}
+
+}  // namespace
+
+char* Scratch::reserve(size_t bytes) {
+  if (bytes > capacity) {
+    std::free(data);
+    capacity = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    data = static_cast<char*>(std::aligned_alloc(4096, capacity));
+    packed_head = -1;
+    if (!data) {
+      capacity = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return data;
+}
+
+int64_t unit_count(const Call& call, int rows) {
+  int64_t blocks = 0;
+  if (!call.ends_q) blocks = call.batch * ((call.nq + rows - 1) / rows);
+  for (int64_t s = 0; call.ends_q && s < call.sequences; ++s) blocks += (call.ends_q[s + 1] - call.ends_q[s] + rows - 1) / rows;
+  return blocks * call.heads_q;
+}
+
+const std::vector<const Kernels*>& supported_kernels() {
+  static const std::vector<const Kernels*> found = find_kernels();
+  return found;
+}
+
+void run_attention(const Kernels& kernels, const Call& call, int threads) {
+  static std::atomic<uint64_t> last_call{0};
+  const int64_t units = unit_count(call, kernels.unit_rows);
+  if (units == 0) return;
+  Job job{kernels, call, ++last_call, units, units};
+  if (threads > 1) {
+    // Whole heads where there are many, because each thread packs the K and V it meets.
+    const int64_t heads = call.batch * call.heads_q, tickets = 8 * int64_t(threads);
+    const int64_t per_head = (call.nq + kernels.unit_rows - 1) / kernels.unit_rows;
+    job.grain = heads >= tickets ? per_head * (heads / tickets) : (units + tickets - 1) / tickets;
+  }
+  run_tickets(threads, (units + job.grain - 1) / job.grain, run_ticket, &job);
+}
+
+}  // namespace intflash

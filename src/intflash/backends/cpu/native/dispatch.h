@@ -1,0 +1,14 @@
+// Which kernels this machine can run.
+#pragma once
+#include <vector>
+
+#include "call.h"
+
+namespace intflash {
+
+const std::vector<const Kernels*>& supported_kernels();  // best first; asked of the processor once
+
+// Runs the whole call on up to `threads` threads.
+void run_attention(const Kernels& kernels, const Call& call, int threads);
+
+}  // namespace intflash

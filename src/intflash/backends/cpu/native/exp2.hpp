@@ -1,0 +1,111 @@
+// p of a row of scores in 16-bit lanes, the same bits as docs/numerics.md section 3 in fewer steps:
+//   x9 = (Tmax - T) >> 23          depth below the maximum, octaves in Q.9, saturated at 65535
+//   x  = (x9 + 1) >> 1             rounded to Q.8;  t = 3686 - x = 0xEFF - z with z = x + 153:
+//   s  = z >> 8 = 14 - hi,  f = 255 - (z & 255),  u = 256 + f
+//   w  = u*u >> 2,  m = u*u + 132608,  m >> 2 = w + 33152,  h = m >> 3 = (w + 33152) >> 1
+//   p16 = ((m >> (1 + s)) + 1) >> 1,  p8 = ((m >> (9 + s)) + 1) >> 1
+#pragma once
+#include "arith.hpp"
+
+namespace intflash {
+namespace {
+
+// How a row's scores become depths: x9 = (((min(top - S, limit) << shift) * c) + base) >> 32.
+struct RowScale {
+  int32_t top;      // the maximum of S
+  uint32_t c;       // C << 9 when that fits, else C, with shift = 9 + k
+  int shift;        // 0: `limit` is not needed either
+  uint32_t limit;   // far past the last live depth; keeps the shift inside 32 bits
+  uint64_t base;    // (E - Tmax) << 9, for a reference level E above the row's own maximum
+};
+
+inline RowScale row_scale(int32_t top, Exponent e, int64_t base) {
+  const uint64_t base9 = uint64_t(smaller<int64_t>(base, int64_t(1) << 40)) << 9;  // 256 octaves: all dead
+  if (e.k == 0 && e.c < (1u << 23)) return {top, e.c << 9, 0, 0, base9};
+  // Without a pre-shift d < 2^23 needs no limit. With one, c >= 2^(k-2): a d of 2^(22-k) is 2^20 octaves.
+  const uint32_t limit = e.k == 0 ? 0x7FFFFFu : (1u << (22 - e.k)) - 1;
+  return {top, e.c, 9 + e.k, limit, base9};
+}
+
+// Where the depth comes from: S with shift 0, S with a shift and a limit, or already in the row.
+enum class Depth { kNarrow, kShifted, kGiven };
+
+template <class V>
+struct Exp2 {
+  using I32 = typename V::I32;
+  using U16 = typename V::U16;
+  using PCode = typename V::PCode;
+  static constexpr int kBlock = 4 * V::kLanes;
+
+  template <Depth D, bool HasBase, bool Masked>
+  static inline I32 depth(const int32_t* s, const RowScale& r) {
+    const I32 score = V::load(s);
+    if constexpr (D == Depth::kGiven) {
+      return score;
+    } else {
+      I32 d = V::sub(V::set1(r.top), score);
+      if constexpr (D == Depth::kShifted) d = V::shift_left(V::min_u(d, V::set1(int32_t(r.limit))), r.shift);
+      const I32 x = HasBase ? V::mul_high(d, V::set1(int32_t(r.c)), r.base) : V::mul_high(d, V::set1(int32_t(r.c)));
+      return Masked ? V::bury_absent(x, score) : x;
+    }
+  }
+
+  template <Depth D, bool HasBase, bool Masked>
+  static inline U16 depths(const int32_t* s, const RowScale& r) {
+    return V::pack(depth<D, HasBase, Masked>(s, r), depth<D, HasBase, Masked>(s + V::kLanes, r));
+  }
+
+  static inline U16 p8(U16 x9) {
+    const U16 z = V::average(x9, 2 * (153 + 6 * 256));  // z >> 8 = 6 + s
+    const U16 v = V::mantissa(z);
+    const U16 h = V::average(V::mul_high16(v, v), 33151);
+    return V::average(V::shift_right(h, V::high_byte(z)), 0);
+  }
+
+  static inline U16 p16(U16 x9) {
+    const U16 z = V::average(x9, 2 * 153);
+    const U16 v = V::mantissa(z);
+    const U16 w = V::mul_high16(v, v);
+    return V::round16(w, V::average(w, 33151), V::high_byte(z));
+  }
+
+  // One block of kBlock keys; `sum` gathers P8, or the high digits, `sum_low` the low ones.
+  template <bool P16, Depth D, bool HasBase, bool Masked, bool Half>
+  static inline void block(const int32_t* s, const RowScale& r, PCode* high, PCode* low, I32& sum, I32& sum_low) {
+    const U16 x0 = depths<D, HasBase, Masked>(s, r);
+    const U16 x1 = Half ? V::zero16() : depths<D, HasBase, Masked>(s + 2 * V::kLanes, r);
+    if constexpr (P16) {
+      const U16 a = p16(x0), b = Half ? V::zero16() : p16(x1);
+      sum = V::store_p(high, V::high_byte(a), V::high_byte(b), sum);
+      sum_low = V::store_p(low, V::low_byte(a), V::low_byte(b), sum_low);
+    } else {
+      sum = V::store_p(high, p8(x0), Half ? V::zero16() : p8(x1), sum);
+    }
+  }
+
+  // P of keys [0, n) of a row whose scores are kAbsent from n to the block's end; returns their sum.
+  template <bool P16, Depth D, bool HasBase, bool Masked>
+  static inline uint32_t row(const int32_t* s, int64_t n, const RowScale& r, PCode* high, PCode* low) {
+    I32 sum = V::set1(0), sum_low = V::set1(0);
+    int64_t j = 0;
+    for (; j + kBlock <= n; j += kBlock) block<P16, D, HasBase, Masked, false>(s + j, r, high + j, low + j, sum, sum_low);
+    if (n - j > kBlock / 2)
+      block<P16, D, HasBase, true, false>(s + j, r, high + j, low + j, sum, sum_low);
+    else if (n > j)
+      block<P16, D, HasBase, true, true>(s + j, r, high + j, low + j, sum, sum_low);
+    const uint32_t high_sum = V::reduce_add(sum);
+    return P16 ? (high_sum << 8) + V::reduce_add(sum_low) : high_sum;
+  }
+
+  template <bool P16, bool HasBase>
+  static inline uint32_t any_row(const int32_t* s, int64_t n, const RowScale& r, bool masked, bool given, PCode* high,
+                                 PCode* low) {
+    if (given) return row<P16, Depth::kGiven, HasBase, false>(s, n, r, high, low);
+    if (r.shift) return row<P16, Depth::kShifted, HasBase, true>(s, n, r, high, low);
+    if (masked) return row<P16, Depth::kNarrow, HasBase, true>(s, n, r, high, low);
+    return row<P16, Depth::kNarrow, HasBase, false>(s, n, r, high, low);
+  }
+};
+
+}  // namespace
+}  // namespace intflash

@@ -1,0 +1,8 @@
+#include "vec_avx2.hpp"
+
+#include "attention.hpp"
+#include "quantize.hpp"
+
+namespace intflash {
+const Kernels kAvx2Kernels = {"avx2", Avx2::kUnitRows, Attention<Avx2>::run, absolute_maximum, quantize};
+}

@@ -1,0 +1,8 @@
+#include "vec_avx512.hpp"
+
+#include "attention.hpp"
+#include "quantize.hpp"
+
+namespace intflash {
+const Kernels kAvx512VnniKernels = {"avx512vnni", Avx512Vnni::kUnitRows, Attention<Avx512Vnni>::run, absolute_maximum, quantize};
+}

@@ -1,0 +1,200 @@
+// The Python module: raw pointers, shapes and strides in, results written in place. No tensor object
+// crosses the border, which keeps a call under a microsecond.
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string_view>
+#include <vector>
+
+#include "dispatch.h"
+#include "pool.h"
+
+namespace nb = nanobind;
+using namespace intflash;
+
+namespace {
+
+int64_t item(nb::handle sequence, size_t i) { return nb::cast<int64_t>(sequence[i]); }
+
+// (pointer, shape, stride) of four axes; an axis of size 1 is a broadcast one.
+template <class T>
+View<T> view(nb::handle tensor) {
+  View<T> v;
+  if (tensor.is_none()) return v;
+  v.data = reinterpret_cast<const T*>(item(tensor, 0));
+  const nb::object shape = tensor[1], stride = tensor[2];
+  for (size_t i = 0; i < 4; ++i) v.stride[i] = item(shape, i) == 1 ? 0 : item(stride, i);
+  return v;
+}
+
+const Kernels& kernels_named(const char* name) {
+  for (const Kernels* k : supported_kernels())
+    if (!*name || std::string_view(k->name) == name) return *k;
+  throw std::invalid_argument("no such instruction set on this machine");
+}
+
+// A float tensor [batch, heads, tokens, channels] to be quantized into contiguous codes.
+struct FloatInput {
+  const char* data;
+  int64_t batch, heads, tokens, channels, stride[4], bytes;
+  FloatType type;
+  bool per_head;
+  float* scales;  // one, or [batch, heads]: written for a dynamic scale, read for a static one
+  bool is_static;
+  int qmax;
+  std::vector<float> amax;  // per (batch, head)
+  int8_t* codes;
+
+  Rows rows() const {
+    if (stride[2] == channels) return {1, tokens * channels, 0};
+    return {tokens, channels, stride[2]};
+  }
+  const char* head(int64_t i) const { return data + (i / heads * stride[0] + i % heads * stride[1]) * bytes; }
+  int64_t count() const { return batch * heads; }
+};
+
+constexpr float kTinyAmax = 7.888609052210118e-31f;  // 2^-100: below, a tensor counts as 0
+
+struct Quantization {
+  const Kernels& kernels;
+  FloatInput input[3];
+
+  // Tickets run over the heads of all three tensors.
+  std::pair<FloatInput*, int64_t> find(int64_t ticket) {
+    for (FloatInput& x : input) {
+      if (ticket < x.count()) return {&x, ticket};
+      ticket -= x.count();
+    }
+    throw std::logic_error("ticket out of range");
+  }
+
+  static void measure(void* self, int64_t ticket) {
+    auto& me = *static_cast<Quantization*>(self);
+    auto [x, i] = me.find(ticket);
+    if (!x->is_static) x->amax[size_t(i)] = me.kernels.absolute_maximum(x->head(i), x->type, x->rows());
+  }
+
+  static void encode(void* self, int64_t ticket) {
+    auto& me = *static_cast<Quantization*>(self);
+    auto [x, i] = me.find(ticket);
+    const float amax = x->is_static ? 1.0f : x->amax[x->per_head ? size_t(i) : 0];
+    const float inverse = amax < kTinyAmax ? 0.0f : 1.0f / x->scales[x->per_head ? i : 0];
+    me.kernels.quantize(x->head(i), x->type, x->rows(), inverse, x->qmax, x->codes + i * x->tokens * x->channels);
+  }
+
+  void run(int threads) {
+    int64_t tickets = 0, values = 0;
+    for (const FloatInput& x : input) tickets += x.count(), values += x.count() * x.tokens * x.channels;
+    if (values < 1 << 16) threads = 1;  // a few microseconds in all
+    run_tickets(threads, tickets, measure, this);
+    for (FloatInput& x : input) {
+      if (x.is_static) continue;
+      if (!x.per_head) x.amax[0] = *std::max_element(x.amax.begin(), x.amax.end());
+      for (int64_t i = 0; i < (x.per_head ? x.count() : 1); ++i)
+        x.scales[i] = x.amax[size_t(i)] < kTinyAmax ? 1.0f : x.amax[size_t(i)] / float(x.qmax);
+    }
+    run_tickets(threads, tickets, encode, this);
+  }
+};
+
+// tensor: (pointer, shape, stride); how: (float type, per head, static, qmax, scales pointer)
+FloatInput float_input(nb::handle tensor, nb::handle how) {
+  FloatInput x;
+  x.data = reinterpret_cast<const char*>(item(tensor, 0));
+  const nb::object shape = tensor[1], stride = tensor[2];
+  x.batch = item(shape, 0), x.heads = item(shape, 1), x.tokens = item(shape, 2), x.channels = item(shape, 3);
+  for (size_t i = 0; i < 4; ++i) x.stride[i] = item(stride, i);
+  x.type = FloatType(item(how, 0));
+  x.bytes = x.type == FloatType::kFloat32 ? 4 : 2;
+  x.per_head = item(how, 1), x.is_static = item(how, 2), x.qmax = int(item(how, 3));
+  x.scales = reinterpret_cast<float*>(item(how, 4));
+  x.amax.resize(size_t(x.count()));
+  return x;
+}
+
+View<int8_t> contiguous_codes(const FloatInput& x) {
+  return {x.codes, {x.heads * x.tokens * x.channels, x.tokens * x.channels, x.channels, 1}};
+}
+
+View<float> scale_view(const FloatInput& x) {
+  View<float> v{x.scales, {0, 0, 0, 0}};
+  if (x.per_head) v.stride[0] = x.heads, v.stride[1] = 1;
+  return v;
+}
+
+// Codes of the caller's thread between quantization and attention; kept, because fresh pages cost more
+// than the work on small calls.
+struct CodeBuffer {
+  std::vector<int8_t> bytes;
+  void divide(FloatInput (&x)[3]) {
+    size_t total = 0;
+    for (FloatInput& t : x) total += size_t(t.count() * t.tokens * t.channels);
+    if (bytes.size() < total) bytes.resize(total);
+    int8_t* p = bytes.data();
+    for (FloatInput& t : x) t.codes = p, p += t.count() * t.tokens * t.channels;
+  }
+};
+
+void attention(const char* isa, int threads, int method, int out_type, int64_t out, double sm_scale, nb::tuple q, nb::tuple k,
+               nb::tuple v, nb::tuple scales, nb::handle out_scale, nb::tuple blocks, nb::handle causal, nb::handle bias,
+               nb::handle keep, nb::handle packed, int64_t t_max, int64_t l_sum) {
+  const Kernels& kernels = kernels_named(isa);
+  Call call{};
+  call.method = Method(method);
+  call.out_type = OutType(out_type);
+  call.out = reinterpret_cast<void*>(out);
+  call.sm_scale = sm_scale;
+  const nb::object q_shape = q[1], k_shape = k[1];
+  call.batch = item(q_shape, 0), call.heads_q = item(q_shape, 1), call.nq = item(q_shape, 2), call.head_dim = item(q_shape, 3);
+  call.heads_k = item(k_shape, 1), call.nk = item(k_shape, 2), call.value_dim = item(nb::object(v[1]), 3);
+  call.q_block = item(blocks, 0), call.k_block = item(blocks, 1);
+  call.out_scale = view<float>(out_scale);
+  call.bias = view<int32_t>(bias);
+  call.keep = view<uint8_t>(keep);
+  call.bias_batch = bias.is_none() ? 1 : item(nb::object(bias[1]), 0);
+  call.keep_batch = keep.is_none() ? 1 : item(nb::object(keep[1]), 0);
+  if (!causal.is_none()) {
+    call.causal = true;
+    call.causal_offset = item(causal, 0);
+    call.bottom_right = item(causal, 1);
+  }
+  if (!packed.is_none()) {
+    call.ends_q = reinterpret_cast<const int32_t*>(item(packed, 0));
+    call.ends_k = reinterpret_cast<const int32_t*>(item(packed, 1));
+    call.sequences = item(packed, 2);
+  }
+  call.t_max = reinterpret_cast<int64_t*>(t_max);
+  call.l_sum = reinterpret_cast<int64_t*>(l_sum);
+
+  const bool floats = nb::len(scales) && PyLong_Check(nb::object(nb::object(scales[0])[1]).ptr());
+  if (!floats) {
+    call.q = view<int8_t>(q), call.k = view<int8_t>(k), call.v = view<int8_t>(v);
+    call.q_scale = view<float>(scales[0]), call.k_scale = view<float>(scales[1]), call.v_scale = view<float>(scales[2]);
+    nb::gil_scoped_release release;
+    return run_attention(kernels, call, threads);
+  }
+  static thread_local CodeBuffer buffer;
+  Quantization work{kernels, {float_input(q, scales[0]), float_input(k, scales[1]), float_input(v, scales[2])}};
+  buffer.divide(work.input);
+  call.q = contiguous_codes(work.input[0]), call.k = contiguous_codes(work.input[1]), call.v = contiguous_codes(work.input[2]);
+  call.q_scale = scale_view(work.input[0]), call.k_scale = scale_view(work.input[1]), call.v_scale = scale_view(work.input[2]);
+  nb::gil_scoped_release release;
+  work.run(threads);
+  run_attention(kernels, call, threads);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.def("instruction_sets", [] {
+    nb::list names;
+    for (const Kernels* k : supported_kernels()) names.append(k->name);
+    return names;
+  }, "Names of the kernels this machine can run, best first.");
+  m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"), nb::arg("out"),
+        nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(),
+        nb::arg("blocks"), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(), nb::arg("packed").none(),
+        nb::arg("t_max"), nb::arg("l_sum"),
+        "Attention of one validated problem, see intflash/backends/cpu/__init__.py. Tensors are (pointer, shape, stride).");
+}

@@ -1,0 +1,92 @@
+// The integer matrix product of packed panels in register tiles of V::kRows x V::kCols vectors.
+#pragma once
+#include "arith.hpp"
+
+namespace intflash {
+namespace {
+
+template <class V>
+struct Product {
+  using Code = typename V::Code;
+  using PCode = typename V::PCode;
+  static constexpr int kLanes = V::kLanes, kGroup = V::kGroup;
+
+  // out[r][j] = start[r] + sum_d q[r][d] k[j][d] over `panels` panels of keys
+  static void scores(const Code* q, const Code* k, int steps, int panels, int rows, const int32_t* start, int32_t* out,
+                     int64_t out_ld) {
+    if constexpr (V::kMatrixUnit)
+      V::scores(q, k, steps, panels, out, out_ld);
+    else
+      rows_of<true>(q, int64_t(steps) * kGroup, k, int64_t(steps) * kGroup * kLanes, steps, panels, rows, start, false, out, out_ld);
+  }
+
+  // out[r][c] (+)= sum_j p[r][j] v[j][c]; panels lie `v_ld` codes apart
+  static void values(const PCode* p, int64_t p_ld, const Code* v, int64_t v_ld, int steps, int panels, int rows, int32_t* out,
+                     int64_t out_ld, bool add) {
+    if constexpr (V::kMatrixUnit)
+      V::values(p, p_ld, v, v_ld, steps, panels, out, out_ld, add);
+    else
+      rows_of<false>(p, p_ld, v, v_ld, steps, panels, rows, nullptr, add, out, out_ld);
+  }
+
+ private:
+  template <bool QK, class A>
+  static void rows_of(const A* a, int64_t a_ld, const Code* b, int64_t b_ld, int steps, int panels, int rows, const int32_t* start,
+                      bool add, int32_t* out, int64_t out_ld) {
+    const int tiles = (rows + V::kRows - 1) / V::kRows;
+    for (int t = 0; t < tiles; ++t) {
+      const int r = t * rows / tiles, count = (t + 1) * rows / tiles - r;  // even tiles
+      row_count<QK, V::kRows>(count, a + r * a_ld, a_ld, b, b_ld, steps, panels, start ? start + r : nullptr, add,
+                              out + r * out_ld, out_ld);
+    }
+  }
+
+  template <bool QK, int R, class... Args>
+  static void row_count(int count, Args... args) {
+    if constexpr (R > 1) {
+      if (count < R) return row_count<QK, R - 1>(count, args...);
+    }
+    columns<QK, R>(args...);
+  }
+
+  template <bool QK, int R, class A>
+  static void columns(const A* a, int64_t a_ld, const Code* b, int64_t b_ld, int steps, int panels, const int32_t* start, bool add,
+                      int32_t* out, int64_t out_ld) {
+    int c = 0;
+    for (; c + V::kCols <= panels; c += V::kCols)
+      tile<QK, R, V::kCols>(a, a_ld, b + c * b_ld, b_ld, steps, start, add, out + c * kLanes, out_ld);
+    if (c < panels) column_count<QK, R, V::kCols - 1>(panels - c, a, a_ld, b + c * b_ld, b_ld, steps, start, add, out + c * kLanes, out_ld);
+  }
+
+  template <bool QK, int R, int C, class... Args>
+  static void column_count(int count, Args... args) {
+    if constexpr (C > 1) {
+      if (count < C) return column_count<QK, R, C - 1>(count, args...);
+    }
+    if constexpr (C > 0) tile<QK, R, C>(args...);
+  }
+
+  template <bool QK, int R, int C, class A>
+  static inline void tile(const A* a, int64_t a_ld, const Code* b, int64_t b_ld, int steps, const int32_t* start, bool add, int32_t* out,
+                          int64_t out_ld) {
+    typename V::I32 acc[R][C];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) acc[r][c] = add ? V::load(out + r * out_ld + c * kLanes) : V::set1(start ? start[r] : 0);
+    for (int s = 0; s < steps; ++s) {
+      typename V::Codes column[C];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) column[c] = V::load_codes(b + c * b_ld + int64_t(s) * kGroup * kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const typename V::Codes x = V::broadcast(a + r * a_ld + s * kGroup);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) acc[r][c] = QK ? V::dot_qk(acc[r][c], column[c], x) : V::dot_pv(acc[r][c], column[c], x);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) V::store(out + r * out_ld + c * kLanes, acc[r][c]);
+  }
+};
+
+}  // namespace
+}  // namespace intflash

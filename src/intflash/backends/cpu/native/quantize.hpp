@@ -1,0 +1,85 @@
+// Absolute maximum and int8 codes of rows of floats: docs/numerics.md, "Same bits from float inputs too".
+#pragma once
+#include "arith.hpp"
+
+namespace intflash {
+namespace {
+
+struct Float32 {
+  using Type = float;
+  static inline float value(float x) { return x; }
+};
+struct Float16 {
+  using Type = uint16_t;
+  static inline float value(uint16_t x) { return from_float16(x); }
+};
+struct BFloat16 {
+  using Type = uint16_t;
+  static inline float value(uint16_t x) { return from_bfloat16(x); }
+};
+
+template <class F>
+float absolute_maximum_of(const void* data, const Rows& shape) {
+  float m = 0;
+  for (int64_t r = 0; r < shape.rows; ++r) {
+    const auto* x = static_cast<const typename F::Type*>(data) + r * shape.row_step;
+    uint32_t bits = 0;  // of non-negative floats: ordered as integers
+    for (int64_t i = 0; i < shape.columns; ++i) {
+      const float v = F::value(x[i]);
+      uint32_t u;
+      std::memcpy(&u, &v, 4);
+      bits = larger(bits, u & 0x7FFFFFFF);
+    }
+    float row;
+    std::memcpy(&row, &bits, 4);
+    m = row > m || row != row ? row : m;
+  }
+  return m;
+}
+
+inline float absolute_maximum(const void* x, FloatType type, const Rows& shape) {
+  switch (type) {
+    case FloatType::kFloat16: return absolute_maximum_of<Float16>(x, shape);
+    case FloatType::kBFloat16: return absolute_maximum_of<BFloat16>(x, shape);
+    default: return absolute_maximum_of<Float32>(x, shape);
+  }
+}
+
+// The exact product x * inverse rounded once, half to even, and clamped.
+inline int8_t code(float x, float inverse, float limit) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  constexpr float magic = 12582912.0f;  // 1.5 * 2^23: the integer stands in the low bits
+  float y = __builtin_fmaf(x, inverse, magic);
+  y = y < magic - limit ? magic - limit : y;
+  y = y > magic + limit ? magic + limit : y;
+  int32_t bits;
+  std::memcpy(&bits, &y, 4);
+  return int8_t(bits - 0x4B400000);
+#else
+  constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52; the product of two floats is exact
+  double y = double(x) * double(inverse);
+  y = y < -limit ? -limit : y;
+  y = y > limit ? limit : y;
+  return int8_t(int32_t((y + magic) - magic));
+#endif
+}
+
+template <class F>
+void quantize_of(const void* data, const Rows& shape, float inverse, int qmax, int8_t* codes) {
+  const float limit = float(qmax);
+  for (int64_t r = 0; r < shape.rows; ++r, codes += shape.columns) {
+    const auto* x = static_cast<const typename F::Type*>(data) + r * shape.row_step;
+    for (int64_t i = 0; i < shape.columns; ++i) codes[i] = code(F::value(x[i]), inverse, limit);
+  }
+}
+
+inline void quantize(const void* x, FloatType type, const Rows& shape, float inverse, int qmax, int8_t* codes) {
+  switch (type) {
+    case FloatType::kFloat16: return quantize_of<Float16>(x, shape, inverse, qmax, codes);
+    case FloatType::kBFloat16: return quantize_of<BFloat16>(x, shape, inverse, qmax, codes);
+    default: return quantize_of<Float32>(x, shape, inverse, qmax, codes);
+  }
+}
+
+}  // namespace
+}  // namespace intflash

@@ -1,0 +1,130 @@
+// The vector layer on 256-bit registers: AVX2 (int16 codes and vpmaddwd, since vpmaddubsw saturates) and
+// AVX-VNNI (int8 codes, K unsigned). vec_generic.hpp says what each operation means.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace intflash {
+namespace {
+
+struct Vec256 {
+  static constexpr int kLanes = 8;
+  static constexpr int kUnitRows = 16;
+  static constexpr bool kMatrixUnit = false, kFastPack = false;
+  using I32 = __m256i;
+  using U16 = __m256i;
+  using Codes = __m256i;
+
+  static void begin(int64_t) {}
+  static void end() {}
+
+  static I32 load(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static void store(int32_t* p, I32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
+  static I32 set1(int32_t v) { return _mm256_set1_epi32(v); }
+  static I32 sub(I32 a, I32 b) { return _mm256_sub_epi32(a, b); }
+  static I32 max(I32 a, I32 b) { return _mm256_max_epi32(a, b); }
+  static I32 min_u(I32 a, I32 b) { return _mm256_min_epu32(a, b); }
+  static I32 shift_left(I32 a, int n) { return _mm256_sll_epi32(a, _mm_cvtsi32_si128(n)); }
+  static int32_t reduce_max(I32 a) {
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
+    return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1)));
+  }
+  static uint32_t reduce_add(I32 a) {
+    __m128i m = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    m = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0x4E));
+    return uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(m, _mm_shuffle_epi32(m, 0xB1))));
+  }
+  static I32 high_halves(__m256i even, __m256i odd) {
+    return _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+  }
+  static I32 mul_high(I32 a, I32 c) {
+    return high_halves(_mm256_mul_epu32(a, c), _mm256_mul_epu32(_mm256_srli_epi64(a, 32), c));
+  }
+  static I32 mul_high(I32 a, I32 c, uint64_t base) {
+    const __m256i b = _mm256_set1_epi64x(int64_t(base));
+    return high_halves(_mm256_add_epi64(_mm256_mul_epu32(a, c), b),
+                       _mm256_add_epi64(_mm256_mul_epu32(_mm256_srli_epi64(a, 32), c), b));
+  }
+  static I32 bury_absent(I32 x, I32 s) {
+    const __m256i absent = _mm256_cmpeq_epi32(s, _mm256_set1_epi32(INT32_MIN));
+    return _mm256_blendv_epi8(x, _mm256_set1_epi32(65535), absent);
+  }
+
+  static U16 pack(I32 a, I32 b) { return _mm256_packus_epi32(a, b); }
+  static U16 zero16() { return _mm256_setzero_si256(); }
+  static U16 high_byte(U16 a) { return _mm256_srli_epi16(a, 8); }
+  static U16 low_byte(U16 a) { return _mm256_and_si256(a, _mm256_set1_epi16(255)); }
+  static U16 mantissa(U16 z) {
+    const __m256i f = _mm256_andnot_si256(_mm256_slli_epi16(z, 7), _mm256_set1_epi16(0x7F80));
+    return _mm256_or_si256(f, _mm256_set1_epi16(int16_t(0x8000)));
+  }
+  static U16 mul_high16(U16 a, U16 b) { return _mm256_mulhi_epu16(a, b); }
+  static U16 average(U16 a, uint16_t b) { return _mm256_avg_epu16(a, _mm256_set1_epi16(int16_t(b))); }
+  static U16 shift_right(U16 a, U16 n) {  // by 32-bit shifts of both halves; amounts above 31 give 0
+    const __m256i low = _mm256_set1_epi32(0xFFFF);
+    const __m256i even = _mm256_srlv_epi32(_mm256_and_si256(a, low), _mm256_and_si256(n, low));
+    const __m256i odd = _mm256_srlv_epi32(a, _mm256_srli_epi32(n, 16));
+    return _mm256_blend_epi16(even, odd, 0xAA);
+  }
+  static U16 round16(U16 w, U16 h, U16 s) {
+    const __m256i n = _mm256_sub_epi16(s, _mm256_set1_epi16(2));
+    const __m256i alive = _mm256_cmpgt_epi16(_mm256_set1_epi16(15), s);
+    const __m256i far = _mm256_and_si256(average(shift_right(h, n), 0), alive), near = average(w, 33152);
+    const __m256i first = _mm256_and_si256(h, _mm256_cmpeq_epi16(s, _mm256_setzero_si256()));
+    return _mm256_add_epi16(_mm256_blendv_epi8(far, near, _mm256_srai_epi16(n, 15)), first);
+  }
+
+  static Codes load_codes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static Codes broadcast(const void* p) {
+    int32_t word;
+    std::memcpy(&word, p, 4);
+    return _mm256_set1_epi32(word);
+  }
+};
+
+struct Avx2 : Vec256 {
+  static constexpr int kGroup = 2, kRows = 4, kCols = 2;
+  static constexpr bool kUnsignedKeys = false;
+  using Code = int16_t;
+  using PCode = int16_t;
+  static int depth_steps(int64_t head_dim) { return int((head_dim + 1) / 2); }
+
+  static I32 store_p(PCode* p, U16 a, U16 b, I32 sum) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p) + 1, b);
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1)));
+  }
+  // two vectors packed into one: 4 keys of the first, 4 of the second, in each 128-bit lane
+  static constexpr int key_at(int at) {
+    const int half = at / 16, lane = at / 8 % 2, vector = at / 4 % 2;
+    return half * 16 + vector * 8 + lane * 4 + at % 4;
+  }
+  static I32 dot_qk(I32 acc, Codes k, Codes q) { return _mm256_add_epi32(acc, _mm256_madd_epi16(k, q)); }
+  static I32 dot_pv(I32 acc, Codes v, Codes p) { return _mm256_add_epi32(acc, _mm256_madd_epi16(v, p)); }
+};
+
+#ifdef __AVXVNNI__
+struct AvxVnni : Vec256 {
+  static constexpr int kGroup = 4, kRows = 4, kCols = 2;
+  static constexpr bool kUnsignedKeys = true;
+  using Code = int8_t;
+  using PCode = uint8_t;
+  static int depth_steps(int64_t head_dim) { return int((head_dim + 3) / 4); }
+
+  static I32 store_p(PCode* p, U16 a, U16 b, I32 sum) {
+    const __m256i bytes = _mm256_packus_epi16(a, b);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes);
+    return _mm256_dpbusd_avx_epi32(sum, bytes, _mm256_set1_epi8(1));
+  }
+  // four vectors packed into one: 4 keys of each, in each 128-bit lane
+  static constexpr int key_at(int at) { return at / 4 % 4 * 8 + at / 16 * 4 + at % 4; }
+  static I32 dot_qk(I32 acc, Codes k, Codes q) { return _mm256_dpbusd_avx_epi32(acc, k, q); }
+  static I32 dot_pv(I32 acc, Codes v, Codes p) { return _mm256_dpbusd_avx_epi32(acc, p, v); }
+};
+#endif
+
+}  // namespace
+}  // namespace intflash

@@ -1,0 +1,159 @@
+// The vector layer on 512-bit registers with AVX-512 VNNI; vec_generic.hpp says what each operation means.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace intflash {
+namespace {
+
+struct Vec512 {
+  static constexpr int kLanes = 16, kGroup = 4, kRows = 6, kCols = 4;
+  static constexpr bool kFastPack = true;
+  using I32 = __m512i;
+  using U16 = __m512i;
+  using Codes = __m512i;
+  using Code = int8_t;
+  using PCode = uint8_t;
+
+  static I32 load(const int32_t* p) { return _mm512_loadu_si512(p); }
+  static void store(int32_t* p, I32 a) { _mm512_storeu_si512(p, a); }
+  static I32 set1(int32_t v) { return _mm512_set1_epi32(v); }
+  static I32 sub(I32 a, I32 b) { return _mm512_sub_epi32(a, b); }
+  static I32 max(I32 a, I32 b) { return _mm512_max_epi32(a, b); }
+  static I32 min_u(I32 a, I32 b) { return _mm512_min_epu32(a, b); }
+  static I32 shift_left(I32 a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)); }
+  static __m256i upper(I32 a) { return _mm512_extracti64x4_epi64(a, 1); }
+  static int32_t reduce_max(I32 a) {
+    const __m256i y = _mm256_max_epi32(_mm512_castsi512_si256(a), upper(a));
+    __m128i x = _mm_max_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+    x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4E));
+    return _mm_cvtsi128_si32(_mm_max_epi32(x, _mm_shuffle_epi32(x, 0xB1)));
+  }
+  static uint32_t reduce_add(I32 a) {
+    const __m256i y = _mm256_add_epi32(_mm512_castsi512_si256(a), upper(a));
+    __m128i x = _mm_add_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+    x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4E));
+    return uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xB1))));
+  }
+  static I32 high_halves(__m512i even, __m512i odd) {
+    return _mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_DDBB);  // even lanes: their product's high half
+  }
+  static __m512i odd_lanes(I32 a) { return _mm512_shuffle_epi32(a, _MM_PERM_DDBB); }
+  static I32 mul_high(I32 a, I32 c) { return high_halves(_mm512_mul_epu32(a, c), _mm512_mul_epu32(odd_lanes(a), c)); }
+  static I32 mul_high(I32 a, I32 c, uint64_t base) {
+    const __m512i b = _mm512_set1_epi64(int64_t(base));
+    return high_halves(_mm512_add_epi64(_mm512_mul_epu32(a, c), b), _mm512_add_epi64(_mm512_mul_epu32(odd_lanes(a), c), b));
+  }
+  static I32 bury_absent(I32 x, I32 s) {
+    const __mmask16 absent = _mm512_cmpeq_epi32_mask(s, _mm512_set1_epi32(INT32_MIN));
+    return _mm512_mask_mov_epi32(x, absent, _mm512_set1_epi32(65535));
+  }
+
+  static U16 pack(I32 a, I32 b) { return _mm512_packus_epi32(a, b); }
+  static U16 zero16() { return _mm512_setzero_si512(); }
+  static U16 high_byte(U16 a) { return _mm512_srli_epi16(a, 8); }
+  static U16 low_byte(U16 a) { return _mm512_and_si512(a, _mm512_set1_epi16(255)); }
+  static U16 mantissa(U16 z) {  // (~(z << 7) & 0x7F80) | 0x8000, where the masks are complements above bit 6
+    return _mm512_ternarylogic_epi32(_mm512_slli_epi16(z, 7), _mm512_set1_epi16(0x7F80), _mm512_set1_epi16(int16_t(0x8000)), 0xAE);
+  }
+  static U16 mul_high16(U16 a, U16 b) { return _mm512_mulhi_epu16(a, b); }
+  static U16 average(U16 a, uint16_t b) { return _mm512_avg_epu16(a, _mm512_set1_epi16(int16_t(b))); }
+  static U16 shift_right(U16 a, U16 n) { return _mm512_srlv_epi16(a, n); }
+  static U16 round16(U16 w, U16 h, U16 s) {
+    const __m512i n = _mm512_sub_epi16(s, _mm512_set1_epi16(2));
+    const __mmask32 alive = _mm512_cmplt_epi16_mask(s, _mm512_set1_epi16(15));
+    const __m512i far = _mm512_maskz_avg_epu16(alive, _mm512_srlv_epi16(h, n), zero16());
+    const __m512i near = _mm512_mask_avg_epu16(far, _mm512_movepi16_mask(n), w, _mm512_set1_epi16(int16_t(33152)));
+    return _mm512_mask_add_epi16(near, _mm512_testn_epi16_mask(s, s), near, h);
+  }
+  static I32 store_p(PCode* p, U16 a, U16 b, I32 sum) {
+    const __m512i bytes = _mm512_packus_epi16(a, b);
+    _mm512_storeu_si512(p, bytes);
+    return _mm512_dpbusd_epi32(sum, bytes, _mm512_set1_epi8(1));
+  }
+  // four vectors packed into one: 4 keys of each, in each 128-bit lane
+  static constexpr int key_at(int at) { return at / 4 % 4 * 16 + at / 16 * 4 + at % 4; }
+
+  static Codes load_codes(const void* p) { return _mm512_loadu_si512(p); }
+  static Codes broadcast(const void* p) {
+    int32_t word;
+    std::memcpy(&word, p, 4);
+    return _mm512_set1_epi32(word);
+  }
+  static I32 dot_qk(I32 acc, Codes k, Codes q) { return _mm512_dpbusd_epi32(acc, k, q); }
+  static I32 dot_pv(I32 acc, Codes v, Codes p) { return _mm512_dpbusd_epi32(acc, p, v); }
+
+  // 16 x 16 words transposed.
+  static void transpose(__m512i r[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+      t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+      t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+      r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+      r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+      r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+      r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+      t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+      t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
+      t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+      t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xDD);
+    }
+    for (int i = 0; i < 4; ++i) {
+      r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+      r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xDD);
+      r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+      r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xDD);
+    }
+  }
+
+  // A panel of `count` contiguous key rows, every code ^ flip.
+  template <int Flip>
+  static void pack_key_panel(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
+    const __m512i flip = _mm512_set1_epi8(char(Flip));
+    for (int s = 0; s < steps; s += 16) {
+      const int64_t left = dim - 4 * s;
+      const __mmask64 mask = left >= 64 ? ~__mmask64(0) : (__mmask64(1) << left) - 1;
+      __m512i r[16];
+      for (int i = 0; i < 16; ++i) r[i] = i < count ? _mm512_maskz_loadu_epi8(mask, k + i * row_step + 4 * s) : _mm512_setzero_si512();
+      transpose(r);
+      const int n = steps - s < 16 ? steps - s : 16;
+      for (int i = 0; i < n; ++i) _mm512_storeu_si512(out + 64 * (s + i), _mm512_xor_si512(r[i], flip));
+    }
+  }
+
+  // One step of a value panel: `rows` keys (of 4) by `columns` channels (of 16), the rest zero.
+  static bool pack_values(const int8_t* v, int64_t row_step, int64_t rows, int64_t columns, Code* out) {
+    const __mmask16 mask = columns >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << columns) - 1);
+    __m128i r[4];
+    for (int i = 0; i < 4; ++i) r[i] = i < rows ? _mm_maskz_loadu_epi8(mask, v + i * row_step) : _mm_setzero_si128();
+    const __m128i a = _mm_unpacklo_epi8(r[0], r[1]), b = _mm_unpackhi_epi8(r[0], r[1]);
+    const __m128i c = _mm_unpacklo_epi8(r[2], r[3]), d = _mm_unpackhi_epi8(r[2], r[3]);
+    __m128i* o = reinterpret_cast<__m128i*>(out);
+    _mm_storeu_si128(o, _mm_unpacklo_epi16(a, c));
+    _mm_storeu_si128(o + 1, _mm_unpackhi_epi16(a, c));
+    _mm_storeu_si128(o + 2, _mm_unpacklo_epi16(b, d));
+    _mm_storeu_si128(o + 3, _mm_unpackhi_epi16(b, d));
+    return true;
+  }
+};
+
+struct Avx512Vnni : Vec512 {
+  static constexpr int kUnitRows = 16;
+  static constexpr bool kUnsignedKeys = true, kMatrixUnit = false;
+  static void begin(int64_t) {}
+  static void end() {}
+  static int depth_steps(int64_t head_dim) { return int((head_dim + 3) / 4); }
+  static bool pack_keys(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
+    pack_key_panel<0x80>(k, row_step, count, dim, steps, out);
+    return true;
+  }
+};
+
+}  // namespace
+}  // namespace intflash

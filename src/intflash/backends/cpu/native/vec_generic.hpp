@@ -1,0 +1,87 @@
+// The vector layer in plain C++: four lanes as arrays. It also documents what every operation means.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+namespace intflash {
+
+struct Generic {
+  static constexpr int kLanes = 4;         // int32 lanes
+  static constexpr int kGroup = 4;         // codes per lane and dot step
+  static constexpr int kRows = 4, kCols = 2;  // register tile
+  static constexpr int kUnitRows = 16;        // query rows of a unit of work
+  static constexpr bool kMatrixUnit = false;  // brings its own products (AMX)
+  static constexpr bool kFastPack = false;    // brings its own packing of contiguous rows
+  static constexpr bool kUnsignedKeys = false;  // K packed as code ^ 0x80
+  using Code = int8_t;    // of Q, K and V as packed
+  using PCode = uint8_t;  // of P
+  struct I32 { int32_t x[4]; };
+  struct Codes { int8_t x[16]; };  // kGroup codes per lane
+  struct U16 { uint16_t x[8]; };
+
+  static void begin(int64_t) {}  // head_dim; called before and after a thread's share of a call
+  static void end() {}
+  static int depth_steps(int64_t head_dim) { return int((head_dim + kGroup - 1) / kGroup); }
+
+  static I32 load(const int32_t* p) { I32 r; std::memcpy(&r, p, sizeof r); return r; }
+  static void store(int32_t* p, I32 a) { std::memcpy(p, &a, sizeof a); }
+  static I32 set1(int32_t v) { return {{v, v, v, v}}; }
+  static I32 sub(I32 a, I32 b) { for (int i = 0; i < 4; ++i) a.x[i] = int32_t(uint32_t(a.x[i]) - uint32_t(b.x[i])); return a; }
+  static I32 max(I32 a, I32 b) { for (int i = 0; i < 4; ++i) a.x[i] = a.x[i] > b.x[i] ? a.x[i] : b.x[i]; return a; }
+  static I32 min_u(I32 a, I32 b) { for (int i = 0; i < 4; ++i) a.x[i] = uint32_t(a.x[i]) < uint32_t(b.x[i]) ? a.x[i] : b.x[i]; return a; }
+  static I32 shift_left(I32 a, int n) { for (int i = 0; i < 4; ++i) a.x[i] = int32_t(uint32_t(a.x[i]) << n); return a; }
+  static int32_t reduce_max(I32 a) { int32_t m = a.x[0]; for (int i = 1; i < 4; ++i) m = a.x[i] > m ? a.x[i] : m; return m; }
+  static uint32_t reduce_add(I32 a) { uint32_t s = 0; for (int i = 0; i < 4; ++i) s += uint32_t(a.x[i]); return s; }
+  // (a * c + base) >> 32, unsigned
+  static I32 mul_high(I32 a, I32 c, uint64_t base = 0) {
+    for (int i = 0; i < 4; ++i) a.x[i] = int32_t((uint64_t(uint32_t(a.x[i])) * uint32_t(c.x[i]) + base) >> 32);
+    return a;
+  }
+  // s == kAbsent ? 65535 : x
+  static I32 bury_absent(I32 x, I32 s) { for (int i = 0; i < 4; ++i) x.x[i] = s.x[i] == INT32_MIN ? 65535 : x.x[i]; return x; }
+  static U16 pack(I32 a, I32 b) {  // saturating, from non-negative int32
+    U16 r;
+    for (int i = 0; i < 4; ++i) r.x[i] = uint16_t(a.x[i] > 65535 ? 65535 : a.x[i]), r.x[4 + i] = uint16_t(b.x[i] > 65535 ? 65535 : b.x[i]);
+    return r;
+  }
+  static U16 zero16() { return {{0, 0, 0, 0, 0, 0, 0, 0}}; }
+  static U16 high_byte(U16 a) { for (auto& v : a.x) v = uint16_t(v >> 8); return a; }
+  // Q1.15 of 1 + f/256 with f = 255 - (z & 255)
+  static U16 mantissa(U16 z) { for (auto& v : z.x) v = uint16_t((~(unsigned(v) << 7) & 0x7F80u) | 0x8000u); return z; }
+  static U16 mul_high16(U16 a, U16 b) { for (int i = 0; i < 8; ++i) a.x[i] = uint16_t((uint32_t(a.x[i]) * b.x[i]) >> 16); return a; }
+  static U16 average(U16 a, uint16_t b) { for (auto& v : a.x) v = uint16_t((unsigned(v) + b + 1) >> 1); return a; }
+  static U16 shift_right(U16 a, U16 n) { for (int i = 0; i < 8; ++i) a.x[i] = n.x[i] > 15 ? 0 : uint16_t(a.x[i] >> n.x[i]); return a; }
+  // ((m >> (1 + s)) + 1) >> 1 from w = (m >> 2) - 33152 and h = m >> 3, where m mod 4 < 2:
+  // m >> 2 = h + g for s = 0, g = (w + 33153) >> 1 for s = 1, else from h alone; 0 for s > 14 (hi < 0)
+  static U16 round16(U16 w, U16 h, U16 s) {
+    const U16 g = average(w, 33152);
+    for (int i = 0; i < 8; ++i)
+      w.x[i] = s.x[i] == 0 ? uint16_t(h.x[i] + g.x[i]) : s.x[i] == 1 ? g.x[i] : s.x[i] > 14 ? 0 : uint16_t(((h.x[i] >> (s.x[i] - 2)) + 1) >> 1);
+    return w;
+  }
+  static U16 low_byte(U16 a) { for (auto& v : a.x) v &= 255; return a; }
+  // Stores values <= 255 and returns `sum` plus them, spread over lanes.
+  static I32 store_p(PCode* p, U16 a, U16 b, I32 sum) {
+    for (int i = 0; i < 8; ++i) {
+      p[i] = uint8_t(a.x[i]), p[8 + i] = uint8_t(b.x[i]);
+      sum.x[i & 3] += a.x[i] + b.x[i];
+    }
+    return sum;
+  }
+  // The key that lands at position `at` of a block of 4 * kLanes: packing follows the vector's own order.
+  static constexpr int key_at(int at) { return at; }
+
+  static Codes load_codes(const void* p) { Codes r; std::memcpy(&r, p, sizeof r); return r; }
+  static Codes broadcast(const void* p) { Codes r; for (int i = 0; i < 16; i += 4) std::memcpy(r.x + i, p, 4); return r; }
+  // acc + sum over the group of k * q (signed or ^ 0x80 k, signed q), of v * p (signed v, unsigned p)
+  static I32 dot_qk(I32 acc, Codes k, Codes q) {
+    for (int i = 0; i < 16; ++i) acc.x[i / 4] += int32_t(k.x[i]) * q.x[i];
+    return acc;
+  }
+  static I32 dot_pv(I32 acc, Codes v, Codes p) {
+    for (int i = 0; i < 16; ++i) acc.x[i / 4] += int32_t(v.x[i]) * uint8_t(p.x[i]);
+    return acc;
+  }
+};
+
+}  // namespace intflash
