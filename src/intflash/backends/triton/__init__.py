@@ -1,5 +1,35 @@
-"""Integer attention for NVIDIA GPUs in Triton: the same bits as the reference."""
+"""Integer attention for NVIDIA GPUs in Triton: the same bits as the reference.
 
-from intflash.backends.triton.backend import BACKEND
+Triton is imported at the first question about the backend, and where it is not installed the answer says so.
+"""
 
-__all__ = ["BACKEND"]
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+from intflash.backends.base import Backend
+from intflash.problem import Problem, Result
+
+
+def _module() -> ModuleType:
+    from intflash.backends.triton import backend
+
+    return backend
+
+
+def _unavailable() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return _module().unavailable()
+
+
+def _unsupported(problem: Problem) -> str | None:
+    return _module().unsupported(problem)
+
+
+def _run(problem: Problem) -> Result:
+    return _module().run(problem)
+
+
+BACKEND = Backend("triton", _unavailable, _unsupported, _run, native=True)

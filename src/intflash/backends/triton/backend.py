@@ -6,7 +6,6 @@ import torch
 import triton
 from torch import Tensor
 
-from intflash.backends.base import Backend
 from intflash.backends.triton import rowwise, steps
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.streaming import Statistics, streaming_launch
@@ -18,7 +17,7 @@ _ROW_BITS = {"intflash": 16, "intflash_p8": 8}
 _P_MAX = {"intflash": exp.P16_MAX, "intflash_p8": exp.P8_MAX, "intflash_online": exp.P8_MAX}
 
 
-def _unavailable() -> str | None:
+def unavailable() -> str | None:
     if triton.knobs.runtime.interpret:
         return None
     if not torch.cuda.is_available():
@@ -29,7 +28,7 @@ def _unavailable() -> str | None:
     return None
 
 
-def _unsupported(problem: Problem) -> str | None:
+def unsupported(problem: Problem) -> str | None:
     if problem.method not in STEPS:
         return f"method {problem.method!r} has no Triton kernel"
     if problem.device.type != "cuda" and not triton.knobs.runtime.interpret:
@@ -37,7 +36,7 @@ def _unsupported(problem: Problem) -> str | None:
     return None
 
 
-def _run(problem: Problem) -> Result:
+def run(problem: Problem) -> Result:
     problem = problem.quantized()
     batch, heads, nq, _ = problem.q.shape
     out = torch.empty(batch, heads, nq, problem.v.shape[3], dtype=problem.out_dtype, device=problem.device)
@@ -66,4 +65,3 @@ def _log_sum_exp(problem: Problem, statistics: Statistics) -> Tensor | None:
     return exp.log_sum_exp(statistics.t_max, l, _P_MAX[problem.method])
 
 
-BACKEND = Backend("triton", _unavailable, _unsupported, _run, native=True)
