@@ -167,6 +167,40 @@ def accuracy(
     _run_experiments(_chosen(accuracy.EXPERIMENTS + variant_accuracy.EXPERIMENTS, only), setting, out)
 
 
+@bench_app.command("list")
+def bench_list() -> None:
+    """The declared experiments: one per table or figure of the papers."""
+    table = Table("name", "what it shows", "source", "on", box=box.SIMPLE_HEAD)
+    for e in _all_experiments():
+        table.add_row(e.name, e.title, e.source, ", ".join(e.devices))
+    console.print(table)
+
+
+@bench_app.command("run")
+def bench_run(
+    only: Annotated[
+        list[str] | None, typer.Option("--experiment", "-e", help="Only this one; may be repeated.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where JSON, CSV and figures go.")] = Path("results/bench"),
+    quick: Quick = False,
+    device: Device = "cpu",
+    backend: Backend = None,
+    seed: Seed = 0,
+    budget: Annotated[float, typer.Option(help="Seconds of timing per case, about.")] = 4.0,
+) -> None:
+    """Measure the declared experiments, each beside the paper's numbers."""
+    from intflash.bench.experiments import Setting
+
+    setting = Setting(quick=quick, device=device, backend=backend, seed=seed, budget_s=budget)
+    _run_experiments(_chosen(_all_experiments(), only), setting, out)
+
+
+def _all_experiments() -> tuple[Experiment, ...]:
+    from intflash.bench import accuracy, latency, variant_accuracy
+
+    return accuracy.EXPERIMENTS + variant_accuracy.EXPERIMENTS + latency.EXPERIMENTS
+
+
 def _chosen(experiments: Iterable[Experiment], only: list[str] | None) -> list[Experiment]:
     known = {e.name: e for e in experiments}
     unknown = [name for name in only or () if name not in known]
