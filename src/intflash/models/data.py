@@ -1,0 +1,96 @@
+"""Classifiers by name with their preprocessing, and ImageNet-style image folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intflash.errors import InputError
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"}
+HF_PREFIX = "transformers:"
+
+
+class ImageFolder(torch.utils.data.Dataset):
+    """``(image, label)`` of ``root/class/*.jpg``; labels count the class folders in sorted order.
+
+    Args:
+        root: the folder of classes, or one that holds it as "val".
+        transform: from a PIL image to a tensor ``[3, H, W]``.
+    """
+
+    def __init__(self, root: str | Path, transform: Callable[[Any], Tensor]) -> None:
+        root = Path(root)
+        root = root / "val" if (root / "val").is_dir() else root
+        if not root.is_dir():
+            raise InputError(f"{root} is not a folder")
+        self.classes = sorted(d.name for d in root.iterdir() if d.is_dir())
+        self.items = [
+            (path, label)
+            for label, name in enumerate(self.classes)
+            for path in sorted((root / name).rglob("*"))
+            if path.suffix.lower() in SUFFIXES
+        ]
+        if not self.items:
+            raise InputError(f"{root} has no images in class folders (root/class/image.jpg)")
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from PIL import Image
+
+        path, label = self.items[index]
+        with Image.open(path) as image:
+            return self.transform(image.convert("RGB")), label
+
+
+class Logits(nn.Module):
+    """A transformers classifier that takes pixel values and returns logits, as timm's do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.model(pixel_values=pixel_values).logits
+
+
+def load_classifier(
+    name: str, *, pretrained: bool = True, checkpoint: str | None = None
+) -> tuple[nn.Module, Callable[[Any], Tensor]]:
+    """A classifier in evaluation mode and its transform from a PIL image.
+
+    Args:
+        name: a timm name, or "transformers:" with a hub name or a folder.
+        pretrained: load the published weights; False: random ones, seeded.
+        checkpoint: a file of weights for a timm model, instead of the published ones.
+    """
+    torch.manual_seed(0)
+    if name.startswith(HF_PREFIX):
+        return _load_transformers(name.removeprefix(HF_PREFIX), pretrained)
+    import timm
+    from timm.data import create_transform, resolve_model_data_config
+
+    model = timm.create_model(name, pretrained=pretrained and checkpoint is None, checkpoint_path=checkpoint or "")
+    return model.eval(), create_transform(**resolve_model_data_config(model), is_training=False)
+
+
+def _load_transformers(name: str, pretrained: bool) -> tuple[nn.Module, Callable[[Any], Tensor]]:
+    from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+
+    if pretrained:
+        model = AutoModelForImageClassification.from_pretrained(name)
+    else:
+        model = AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(name))
+    processor = AutoImageProcessor.from_pretrained(name)
+
+    def transform(image: Any) -> Tensor:
+        return processor(images=image, return_tensors="pt")["pixel_values"][0]
+
+    return Logits(model).eval(), transform

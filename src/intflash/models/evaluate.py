@@ -1,0 +1,311 @@
+"""`evaluate`: Top-1 and Top-5 of a classifier with its attention by every method, in one pass over the images."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intflash.errors import BackendError, InputError
+from intflash.methods import get_method
+from intflash.models.base import FloatCore
+from intflash.models.papers import PAPER_BITS_PER_MAC, PaperRow, paper_row
+from intflash.models.patch import attach, patch, unpatch
+from intflash.quant.calibrate import Scales
+
+FLOAT = "float"  # the model as it is, without a patch
+SAVE_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table: a method with dynamic scales, or with the scales of a file."""
+
+    method: str
+    scales: Scales | None = None
+
+    @property
+    def name(self) -> str:
+        return self.method if self.scales is None else f"{self.method} (static, {self.scales.observer})"
+
+
+@dataclass
+class Tally:
+    """Sums over images: counts, and squared logits of the float model with the squared differences."""
+
+    images: int = 0
+    top1: int = 0
+    top5: int = 0
+    agree: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, logits: Tensor, float_logits: Tensor, labels: Tensor, seconds: float) -> None:
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        hit = best == labels[:, None]
+        self.images += len(labels)
+        self.top1 += int(hit[:, 0].sum())
+        self.top5 += int(hit.any(1).sum())
+        self.agree += int((best[:, 0] == float_logits.argmax(1)).sum())
+        self.signal += float(float_logits.double().square().sum())
+        self.noise += float((logits.double() - float_logits.double()).square().sum())
+        self.seconds += seconds
+
+
+@dataclass
+class Row:
+    """What the table shows of one variant; percentages, dB and milliseconds."""
+
+    name: str
+    images: int
+    top1: float
+    top5: float
+    agreement: float
+    logits_sqnr: float | None
+    ms_per_image: float
+    integer_only: bool
+    granularity: str
+    replaced: int
+    gbops: float | None = None
+    paper: PaperRow | None = None
+    error: str | None = None
+
+
+@dataclass
+class Evaluation:
+    """The outcome: rows, the layers that were left as they are, and what was evaluated."""
+
+    model: str
+    data: str
+    images: int
+    rows: list[Row]
+    left: dict[str, str] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def evaluate(
+    model: nn.Module,
+    dataset: torch.utils.data.Dataset,
+    variants: list[Variant],
+    *,
+    name: str = "",
+    data: str = "",
+    batch_size: int = 32,
+    workers: int = 0,
+    limit: int | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+    state: str | Path | None = None,
+    on_batch: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Classify every image by the float model and by each variant, and count.
+
+    Args:
+        model: a classifier: images to logits ``[B, classes]``.
+        dataset: ``(image, label)`` items in a fixed order.
+        variants: methods, with static scales or without.
+        name, data: what to call them in the result; `name` finds the papers' numbers.
+        limit: only the first so many images (of all processes together).
+        state: a file where sums are kept, so that a call that was interrupted goes on where it was.
+        on_batch: called with (images done, images in all) of this process.
+
+    Returns:
+        One row for the float model and one per variant. A variant that cannot run has its reason in
+        `error`. Under an initialized `torch.distributed` group each process takes every n-th image
+        and all return the same sums.
+    """
+    rank, world = _group()
+    total = min(len(dataset), limit if limit is not None else len(dataset))
+    mine = list(range(rank, total, world))
+    model = model.to(device=device, dtype=dtype).eval()
+    key = {"model": name, "data": data, "total": total, "world": world, "dtype": str(dtype), "batch": batch_size,
+           "variants": [v.name for v in variants]}  # fmt: skip
+    progress = _Progress(state, rank, key)
+    tallies = progress.tallies(variants)
+    errors: dict[str, str] = {}
+    counts: dict[str, Any] = {}
+    todo = torch.utils.data.Subset(dataset, mine[progress.done :])
+    loader = torch.utils.data.DataLoader(todo, batch_size=batch_size, num_workers=workers)
+    with torch.inference_mode():
+        for images, labels in loader:
+            images, labels = images.to(device=device, dtype=dtype), labels.to(device)
+            if not counts:
+                counts = _count(model, images)
+                _check_labels(model, images, dataset)
+            logits, seconds = _timed(model, images)
+            tallies[FLOAT].add(logits, logits, labels, seconds)
+            for variant in variants:
+                if variant.name in errors:
+                    continue
+                try:
+                    with patch(model, variant.method, variant.scales, backend=backend):
+                        out, seconds = _timed(model, images)
+                except (InputError, BackendError) as error:
+                    errors[variant.name] = str(error)
+                    continue
+                tallies[variant.name].add(out, logits, labels, seconds)
+            progress.advance(len(labels), tallies)
+            on_batch(progress.done, len(mine))
+    progress.save(tallies)
+    counts = counts or _count(model, dataset[0][0][None].to(device=device, dtype=dtype))
+    tallies = _sum_over_processes(tallies)
+    rows = [_row(FLOAT, None, tallies[FLOAT], counts, name)]
+    rows += [_row(v.name, v, tallies[v.name], counts, name, errors.get(v.name)) for v in variants]
+    return Evaluation(name, data, total, rows, counts["left"])
+
+
+def _timed(model: nn.Module, images: Tensor) -> tuple[Tensor, float]:
+    start = time.perf_counter()
+    logits = model(images)
+    if logits.is_cuda:
+        torch.cuda.synchronize(logits.device)
+    return logits, time.perf_counter() - start
+
+
+class _Counting(FloatCore):
+    """Counts the multiply-accumulates of Q K^T and P V."""
+
+    def forward(self, q, k, v, *args: Any, **kwargs: Any) -> Tensor:
+        scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+        self.macs = (scores * q.shape[3], scores * v.shape[3])
+        return super().forward(q, k, v, *args, **kwargs)
+
+
+def _count(model: nn.Module, images: Tensor) -> dict[str, Any]:
+    """Attention's multiply-accumulates per image, the number of layers replaced, and what was left."""
+    cores: list[_Counting] = []
+
+    def make(_name: str) -> _Counting:
+        cores.append(_Counting())
+        return cores[-1]
+
+    with torch.inference_mode():
+        report = attach(model, make)
+        try:
+            model(images[:1])
+        finally:
+            unpatch(model)
+    macs = [sum(core.macs[i] for core in cores if hasattr(core, "macs")) for i in (0, 1)]
+    return {"macs": macs, "replaced": len(report.replaced), "left": report.left}
+
+
+def _check_labels(model: nn.Module, images: Tensor, dataset: Any) -> None:
+    classes = model(images[:1]).shape[1]
+    found = len(getattr(dataset, "classes", ()))
+    if found > classes:
+        raise InputError(f"the data has {found} classes, the model {classes}")
+
+
+def _row(
+    name: str, variant: Variant | None, tally: Tally, counts: dict[str, Any], model: str, error: str | None = None
+) -> Row:
+    n = max(tally.images, 1)
+    method = None if variant is None else get_method(variant.method)
+    sqnr = 10 * math.log10(tally.signal / tally.noise) if tally.noise > 0 and tally.signal > 0 else None
+    return Row(
+        name=name, images=tally.images, top1=100 * tally.top1 / n, top5=100 * tally.top5 / n,
+        agreement=100 * tally.agree / n, logits_sqnr=sqnr, ms_per_image=1e3 * tally.seconds / n,
+        integer_only=method is not None and method.integer_only, granularity=_granularity(variant),
+        replaced=0 if variant is None else counts["replaced"], gbops=_gbops(variant, counts["macs"]),
+        paper=paper_row(model, "fp32" if variant is None else variant.method), error=error,
+    )  # fmt: skip
+
+
+def _granularity(variant: Variant | None) -> str:
+    """Granularities of Q, K and V, as "tensor / tensor / head"."""
+    if variant is None:
+        return ""
+    recipe = get_method(variant.method).recipe
+    of = {name: getattr(recipe, name) for name in "qkv"} if variant.scales is None else variant.scales.granularity
+    return " / ".join(of[name] for name in "qkv")
+
+
+def _gbops(variant: Variant | None, macs: list[int]) -> float | None:
+    """Giga bit operations per image as QFlash Table 5 counts them; None for float attention."""
+    if variant is None:
+        return None
+    recipe = get_method(variant.method).recipe
+    if recipe.q == "none":
+        return None
+    sixteen_bit_p = recipe.v == "none" or variant.method == "qattn"
+    return sum(macs) / 2 * PAPER_BITS_PER_MAC * (2 if sixteen_bit_p else 1) / 1e9
+
+
+class _Progress:
+    """The sums of an evaluation on disk, one file per process; a file of another evaluation is refused."""
+
+    def __init__(self, path: str | Path | None, rank: int, key: dict[str, Any]) -> None:
+        self.path = None if path is None else Path(f"{path}.{rank}")
+        self.key, self.done, self.saved = key, 0, time.monotonic()
+        self.kept: dict[str, Any] = {}
+        if self.path is not None and self.path.exists():
+            content = json.loads(self.path.read_text())
+            if content["key"] != key:
+                changed = {k: (content["key"].get(k), key[k]) for k in key if content["key"].get(k) != key[k]}
+                raise InputError(
+                    f"{self.path} is of another evaluation (then, now): {changed}; delete it to start anew"
+                )
+            self.done, self.kept = content["done"], content["tallies"]
+
+    def tallies(self, variants: list[Variant]) -> dict[str, Tally]:
+        return {name: Tally(**self.kept.get(name, {})) for name in (FLOAT, *(v.name for v in variants))}
+
+    def advance(self, images: int, tallies: dict[str, Tally]) -> None:
+        self.done += images
+        if time.monotonic() - self.saved > SAVE_SECONDS:
+            self.save(tallies)
+
+    def save(self, tallies: dict[str, Tally]) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"key": self.key, "done": self.done, "tallies": {name: asdict(t) for name, t in tallies.items()}}
+        fresh = self.path.with_suffix(self.path.suffix + ".new")
+        fresh.write_text(json.dumps(content))
+        fresh.replace(self.path)
+        self.saved = time.monotonic()
+
+
+def _group() -> tuple[int, int]:
+    """(rank, world size) of the standard process group; (0, 1) without one."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _sum_over_processes(tallies: dict[str, Tally]) -> dict[str, Tally]:
+    if _group()[1] == 1:
+        return tallies
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    sums = torch.tensor([list(asdict(t).values()) for t in tallies.values()], dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(sums)
+    summed = (dict(zip(asdict(Tally()), row, strict=True)) for row in sums.tolist())
+    counts = ("images", "top1", "top5", "agree")
+    return {
+        name: Tally(**{k: int(x) if k in counts else x for k, x in values.items()})
+        for name, values in zip(tallies, summed, strict=True)
+    }
+
+
+def batches(
+    dataset: torch.utils.data.Dataset, images: int, batch_size: int, device: str, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """The images of calibration: `images` of them, spread evenly over the dataset."""
+    count = min(images, len(dataset))
+    chosen = [i * len(dataset) // count for i in range(count)]
+    loader = torch.utils.data.DataLoader(torch.utils.data.Subset(dataset, chosen), batch_size=batch_size)
+    for x, _ in loader:
+        yield x.to(device=device, dtype=dtype)
