@@ -24,7 +24,8 @@ INT16_MAX = 32767
 def i_exp(x: Tensor, unit: Tensor, method: str) -> tuple[Tensor, Tensor]:
     """exp(x * unit) for integers x <= 0 by I-EXP, and the value at x = 0; at most 40 bits (Algorithms 1, 2).
 
-    ln 2 is rounded up to units as the published programs do, so that it is at least 1.
+    ln 2 is rounded up to units as the published programs do, so that it is at least 1; C too is at least one
+    unit: where a unit is worth more than the whole polynomial the largest key takes all.
 
     Raises:
         InputError: unit is below 2^-30.
@@ -33,7 +34,7 @@ def i_exp(x: Tensor, unit: Tensor, method: str) -> tuple[Tensor, Tensor]:
         raise InputError(f"{method} needs a score unit s_Q * s_K * scale of at least 2^-30, got {unit.min():.3g}")
     ln2 = torch.ceil(math.log(2.0) / unit).to(torch.int64)
     b = torch.floor(B / unit).to(torch.int64)
-    c = torch.floor(C / (A * unit**2)).to(torch.int64)
+    c = torch.floor(C / (A * unit**2)).clamp(min=1).to(torch.int64)
     x = torch.maximum(x, -MAX_OCTAVES * ln2)
     octaves = floor_div(-x, ln2)
     polynomial = (x + octaves * ln2 + b) ** 2 + c

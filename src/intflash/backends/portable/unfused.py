@@ -99,6 +99,12 @@ def _by_codes(amax: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda score: (254 * score + amax) // (2 * amax)
 
 
+def _refuse_tiny(unit: Tensor, method: str) -> None:
+    """Below this unit the exponentials leave int64."""
+    if bool((unit < 2.0**-30).any()):
+        raise InputError(f"{method} needs a score unit of at least 2^-30, got {unit.min():.3g}")
+
+
 def _look_up(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
     found = table.index_select(0, depth.view(-1)).view(depth.shape)
     return found if absent is None else found.masked_fill_(absent, 0)
@@ -108,6 +114,7 @@ def ivit(problem: Problem, tiling: Tiling | None = None) -> Result:
     rows = _Rows(problem, tiling)
     amax = rows.absolute_maximum()
     unit = rows.scores.unit * amax / 127
+    _refuse_tiny(unit, "ivit")
     one = torch.round(1 / unit).clamp_min(1).to(torch.int64)
     x = -torch.arange(255, device=problem.device)  # int8 codes are at most 254 apart
     x = (x + (x >> 1) - (x >> 4)).maximum(-IVIT_OCTAVES * one.view(1))  # log2(e) as 1.0111 in binary
@@ -128,11 +135,10 @@ class _Polynomial:
     """I-BERT's exponential 0.3585 (x + 1.353)^2 + 0.344 over ln 2, in integers of a score unit."""
 
     def __init__(self, unit: Tensor, method: str) -> None:
-        if bool((unit < 2.0**-30).any()):
-            raise InputError(f"{method} needs a score unit s_Q * s_K * scale of at least 2^-30, got {unit.min():.3g}")
+        _refuse_tiny(unit, method)
         self.ln2 = torch.ceil(math.log(2.0) / unit).to(torch.int64)
         self.b = torch.floor(1.353 / unit).to(torch.int64)
-        self.c = torch.floor(0.344 / (0.3585 * unit**2)).to(torch.int64)
+        self.c = torch.floor(0.344 / (0.3585 * unit**2)).clamp_min(1).to(torch.int64)
         whole = self.b * self.b + self.c
         bits = torch.frexp(whole.double()).exponent.to(torch.int64)
         self.spare = (bits - IBERT_BITS).clamp_min(0)
