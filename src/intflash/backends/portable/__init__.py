@@ -55,7 +55,7 @@ def _run(problem: Problem) -> Result:
     sequences = problem.sequences()
     if sequences is None:
         return kernel(problem)
-    results = [kernel(s) for s in sequences]
+    results = [kernel(s) for s in sequences if s.q.shape[2]] or [kernel(sequences[0])]
     lse = torch.cat([r.lse for r in results], dim=2) if problem.return_lse else None
     return Result(torch.cat([r.out for r in results], dim=2), results[0].out_scale, lse)
 
