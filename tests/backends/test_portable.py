@@ -1,6 +1,7 @@
 """The portable backend against the golden reference: bits for integer methods, a tolerance for float ones."""
 
 import ast
+import dataclasses
 import pathlib
 from dataclasses import replace
 
@@ -159,6 +160,30 @@ def test_through_the_api():
     q = torch.randn(1, 2, 33, 16)
     a, b = (intflash.attention(q, q, q, backend=name) for name in ("torch", "reference"))
     assert torch.equal(a, b)
+
+
+def on_cuda(x):
+    """A tensor, QTensor or Problem on the GPU."""
+    if isinstance(x, QTensor):
+        return replace(x, data=x.data.cuda(), scale=x.scale.cuda())
+    if isinstance(x, Problem):
+        fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+        return replace(x, **{n: on_cuda(v) for n, v in fields.items() if isinstance(v, torch.Tensor | QTensor)})
+    return x.cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("method", FAMILY + PUBLISHED)
+@settings(MANY, max_examples=25)
+@given(data=st.data())
+def test_cuda_equals_the_reference_on_the_cpu(method, data):
+    problem = data.draw(problems(method))
+    expected, got = run(REFERENCE, problem), run(TORCH, on_cuda(problem))
+    if InputError in (expected, got):
+        assert got is expected
+        return
+    assert torch.equal(got.out.cpu(), expected.out)
 
 
 def test_shares_constants_only():
