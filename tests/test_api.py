@@ -163,6 +163,14 @@ def test_integer_outputs_have_their_own_scale():
     assert attend(out_dtype=torch.int8, recipe=Recipe(v="head")).granularity == "head"
 
 
+def test_four_bit_values_fill_the_integer_output():
+    for granularity in ("tensor", "head"):
+        recipe = Recipe(v=granularity, bits=4)
+        out = attend(recipe=recipe, out_dtype=torch.int8)
+        assert sqnr(attend(recipe=recipe), out.dequantize()) > 30
+        assert torch.allclose(out.scale.amax(), V.abs().max() / 127)
+
+
 def test_quantized_inputs_give_the_bits_of_float_inputs():
     expected = attend(out_dtype=torch.int16)
     got = attend(**codes(), out_dtype=torch.int16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def prepare(
     )  # fmt: skip
     if chosen.check is not None:
         chosen.check(problem)
-    return problem, lse_shift
+    return _four_bit_output(problem), lse_shift
 
 
 def _four_axes(x: Tensor) -> Tensor:
@@ -174,6 +175,19 @@ def _out_scale(out_scale: Tensor | float | None, q: Tensor | QTensor, read: bool
     if read and not bool((out_scale > 0).all()):
         raise InputError(f"out_scale must be > 0, got a minimum of {out_scale.min().item()}")
     return out_scale.to(device=q.device, dtype=torch.float32)
+
+
+def _four_bit_output(problem: Problem) -> Problem:
+    """4-bit V bounds the output by 7 s_V: the default integer output scale is taken from that."""
+    bits = problem.v.bits if isinstance(problem.v, QTensor) else problem.recipe.bits
+    if bits != 4 or problem.out_scale is not None or problem.out_dtype.is_floating_point:
+        return problem
+    problem = problem.quantized()
+    if not isinstance(problem.v, QTensor):
+        return problem
+    s_v = problem.v.scale
+    per_head = s_v if s_v.shape[1] == 1 else s_v.repeat_interleave(problem.group, dim=1)
+    return replace(problem, out_scale=per_head * 7 / torch.iinfo(problem.out_dtype).max)
 
 
 def _dynamic_out_scale(backend: str | None, arguments: dict[str, Any]) -> Tensor:
