@@ -54,9 +54,8 @@ _EXP_P8 = tl.constexpr(
     _number_operands(
         "{" + _REGISTERS
         + _exponent_ptx("shl.b32 h, 1, h; mad.lo.u32 t{i}, m, h, 0x80800000;")
-        + "prmt.b32 a, t0, t1, 0x0073; prmt.b32 b, t2, t3, 0x0073; prmt.b32 $0, a, b, 0x5410;\n"
-        + "dp4a.s32.s32 $1, $0, 0x01010101, 0; mov.u32 $2, 0; mov.u32 $3, 0; mov.u32 $4, 0;}",
-        outputs=5,
+        + "prmt.b32 a, t0, t1, 0x0073; prmt.b32 b, t2, t3, 0x0073; prmt.b32 $0, a, b, 0x5410;}",
+        outputs=1,
     )
 )  # fmt: skip
 # p16 in two signed digits, 256 * (high + 128) + low: 2^15 rounds p16, 2^23 carries into the high digit when the low
@@ -66,14 +65,12 @@ _EXP_P16 = tl.constexpr(
         "{" + _REGISTERS
         + _exponent_ptx("shl.b32 h, 1, h; mad.lo.u32 t{i}, m, h, 0x80808000;")
         + "prmt.b32 a, t0, t1, 0x6273; prmt.b32 b, t2, t3, 0x6273;\n"
-        + "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632; xor.b32 $1, $1, 0x80808080;\n"
-        + "dp4a.s32.s32 t0, $0, 0x01010101, 0; dp4a.s32.s32 t1, $1, 0x01010101, 0;\n"
-        + "mad.lo.u32 $2, t0, 256, t1; mov.u32 $3, 0; mov.u32 $4, 0; mov.u32 $5, 0;}",
-        outputs=6,
+        + "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632; xor.b32 $1, $1, 0x80808080;}",
+        outputs=2,
     )
 )  # fmt: skip
-_P8_CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l")
-_P16_CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l")
+_P8_CONSTRAINTS = tl.constexpr("=&r,r,r,r,r,r,r,r,r,l,l,l,l")
+_P16_CONSTRAINTS = tl.constexpr("=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l")
 
 
 @triton.jit
@@ -92,7 +89,7 @@ def _shifted(m, hi):
 
 @triton.jit
 def exp_p8(s, C, B):
-    """P8 of a tile: codes p8 - 128 (int8, rows x keys) and the row sums of those codes (int32).
+    """P8 of a tile: codes p8 - 128 (int8).
 
     s: int32 scores already shifted by k; C: int32 multiplier; B: int64, K0 - Tmax (bias added), each
     broadcastable to s. T + B = depth below 14.4 octaves; absent keys have B = NEVER.
@@ -100,34 +97,26 @@ def exp_p8(s, C, B):
     if PTX:
         s, C = tl.broadcast(s, C)
         s, B = tl.broadcast(s, B)
-        codes, sums = tl.inline_asm_elementwise(
-            _EXP_P8, _P8_CONSTRAINTS, [s, C, B], dtype=(tl.int8, tl.int32), is_pure=True, pack=4
-        )
-        return codes, tl.sum(sums, 1)
+        return tl.inline_asm_elementwise(_EXP_P8, _P8_CONSTRAINTS, [s, C, B], dtype=tl.int8, is_pure=True, pack=4)
     else:
         m, hi = _exponent(s, C, B)
         p8 = (_shifted(m, hi) + (1 << 23)) >> 24
-        codes = p8.to(tl.int32) - 128
-        return codes.to(tl.int8), tl.sum(codes, 1)
+        return (p8.to(tl.int32) - 128).to(tl.int8)
 
 
 @triton.jit
 def exp_p16(s, C, B):
-    """P16 of a tile in signed digits, p16 = 256 * (high + 128) + low (int8, int8), and the row sums of
-    256 * high + low (int32)."""
+    """P16 of a tile in signed digits (int8, int8): p16 = 256 * (high + 128) + low."""
     if PTX:
         s, C = tl.broadcast(s, C)
         s, B = tl.broadcast(s, B)
-        high, low, sums = tl.inline_asm_elementwise(
-            _EXP_P16, _P16_CONSTRAINTS, [s, C, B], dtype=(tl.int8, tl.int8, tl.int32), is_pure=True, pack=4
+        return tl.inline_asm_elementwise(
+            _EXP_P16, _P16_CONSTRAINTS, [s, C, B], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
-        return high, low, tl.sum(sums, 1)
     else:
         m, hi = _exponent(s, C, B)
         p16 = ((_shifted(m, hi) + (1 << 15)) >> 16).to(tl.int32)
-        high = ((p16 + 128) >> 8) - 128
-        low = ((p16 & 255) ^ 128) - 128
-        return high.to(tl.int8), low.to(tl.int8), tl.sum(high * 256 + low, 1)
+        return (((p16 + 128) >> 8) - 128).to(tl.int8), (((p16 & 255) ^ 128) - 128).to(tl.int8)
 
 
 @triton.jit
@@ -170,30 +159,37 @@ def reciprocal_2_55(d):
 def requantize(acc, l, Mr, e, QMAX: tl.constexpr):
     """clamp(round(acc / l * s_V / s_O), -QMAX, QMAX): acc [rows, channels], l [rows]; 0 where l is 0.
 
-    (Mr, e): s_V / s_O = Mr * 2^(e - 24). R = floor(2^55 / (l << lz)); |acc| <= 127 l, so that
-    |acc * RR| < 2^62 (docs/numerics.md, "Integer output").
+    (Mr, e): s_V / s_O = Mr * 2^(e - 24), scalars or [1, channels]. R = floor(2^55 / (l << lz)); |acc| <= 127 l,
+    so that |acc * RR| < 2^62 (docs/numerics.md, "Integer output"). A row without keys has acc = 0.
     """
-    empty = l == 0
-    safe_l = tl.where(empty, 1, l).to(tl.uint32)
-    lz = clz32(safe_l)
-    R = reciprocal_2_55(safe_l << lz.to(tl.uint32))
+    l = tl.where(l == 0, 1, l).to(tl.uint32)
+    lz = clz32(l)
+    R = reciprocal_2_55(l << lz.to(tl.uint32))
     RR = (R.to(tl.int64)[:, None] * Mr.to(tl.int64) + (1 << 23)) >> 24
     sh = (55 - lz[:, None] - e).to(tl.int64)
     half = tl.full(sh.shape, 1, tl.int64) << (sh - 1)
     out = (acc.to(tl.int64) * RR + half) >> sh
-    out = tl.minimum(tl.maximum(out, -QMAX), QMAX)
-    return tl.where(empty[:, None], 0, out.to(tl.int32))
+    # 127 * 2^e < 2^31 for e <= 23: then the low word is the value
+    if e.shape == []:
+        if e <= 23:
+            narrow = out.to(tl.int32)
+        else:
+            narrow = tl.minimum(tl.maximum(out, -QMAX), QMAX).to(tl.int32)
+        return tl.minimum(tl.maximum(narrow, -QMAX), QMAX)
+    else:
+        return tl.minimum(tl.maximum(out, -QMAX), QMAX).to(tl.int32)
 
 
 @triton.jit
 def dequantize(acc, l, v_scale):
-    """float32(acc) * (s_V / float32(l)), each step rounded once; 0 where l is 0."""
-    # l is a uint32 below 2^32: through int64 the conversion rounds once.
-    empty = l == 0
-    safe_l = tl.where(empty, 1, l).to(tl.uint32).to(tl.int64).to(tl.float32)
-    factor = tl.div_rn(tl.broadcast_to(v_scale, [l.shape[0], v_scale.shape[1]]), tl.broadcast_to(
-        safe_l[:, None], [l.shape[0], v_scale.shape[1]]))  # fmt: skip
-    return tl.where(empty[:, None], 0.0, acc.to(tl.float32) * factor)
+    """float32(acc) * (s_V / float32(l)), each step rounded once; v_scale a scalar or [1, channels]."""
+    l = tl.where(l == 0, 1, l).to(tl.uint32).to(tl.int64).to(tl.float32)  # by int64: a uint32, rounded once
+    if v_scale.shape == []:
+        factor = tl.div_rn(tl.full(l.shape, 1.0, tl.float32) * v_scale, l)[:, None]
+    else:
+        shape: tl.constexpr = [l.shape[0], v_scale.shape[1]]
+        factor = tl.div_rn(tl.broadcast_to(v_scale, shape), tl.broadcast_to(l[:, None], shape))
+    return acc.to(tl.float32) * factor
 
 
 @triton.jit

@@ -40,3 +40,12 @@ def view(x: Tensor) -> View:
 def data_view(x: Tensor) -> View:
     """A 4-D tensor of codes or values with its own strides (kept for axes of length 1: they tell alignment)."""
     return View(x, *x.stride())
+
+
+def readable(x: Tensor, tokens: int) -> bool:
+    """Whether `tokens` tokens of every head of x lie inside its storage: rows past N may then be read (and are
+    ignored) without a bound on each element. True for K-major values with padded rows.
+    """
+    last = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True) if n)
+    last += max(tokens - x.shape[2], 0) * x.stride(2)
+    return last < x.untyped_storage().nbytes() // x.element_size()

@@ -16,9 +16,25 @@ import triton.language as tl
 from torch import Tensor
 
 from intflash.backends.triton.constants import Constants
-from intflash.backends.triton.launch import Launch, data_view, view
-from intflash.backends.triton.steps import _t_max, add_value_sums, exponents, offset_row, offsets, shift_scores
-from intflash.backends.triton.streaming import Statistics, block_dim, score_constants, store_output
+from intflash.backends.triton.launch import Launch, data_view, readable, view
+from intflash.backends.triton.steps import (
+    add_row_sums,
+    add_value_sums,
+    add_wide_sums,
+    offset_row,
+    offsets,
+    peaks,
+    row_sum,
+    t_max,
+)
+from intflash.backends.triton.streaming import (
+    Statistics,
+    block_dim,
+    output_channels,
+    score_constants,
+    shift_scores,
+    store_output,
+)
 from intflash.backends.triton.tiles import (
     Masks,
     Periods,
@@ -31,7 +47,7 @@ from intflash.backends.triton.tiles import (
     permuted_keys,
     present_keys,
 )
-from intflash.numerics.triton import INT32_MIN, NEVER, K0, exp_p8, exp_p16, quantize
+from intflash.numerics.triton import INT32_MIN, K0, NEVER, exp_p8, exp_p16, quantize
 from intflash.problem import Problem
 
 MAX_KEYS = 256
@@ -60,59 +76,59 @@ def _keys(FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _bias(masks: Masks, place: Place, rows, keys, PERIODS: tl.constexpr, BOUNDED: tl.constexpr):
+    bias = None
+    if masks.bias is not None:
+        bias = mask_tile(masks.bias, PERIODS.bias, place, rows, keys, BOUNDED, 0)
+    return bias
+
+
+@triton.jit
 def _row_tile(
-    q_tile, ks, vs, sums, masks: Masks, place: Place, rows, causal, C, shift,
+    q_tile, ks, vs, offset, masks: Masks, place: Place, rows, causal, C, shift,
     PIECES: tl.constexpr, PERIODS: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr, BITS: tl.constexpr,
     BDV: tl.constexpr,
 ):  # fmt: skip
-    """(acc, l, t_max) of one tile of rows; PIECES: (first key, width, complete) of each piece."""
+    """(acc, l, t_max) of one tile of rows; PIECES: (first key, width, complete) of each piece.
+
+    Masks and biases are read again for the second half: from the cache, instead of from registers.
+    """
     BM: tl.constexpr = q_tile.shape[0]
     scores = ()
-    biases = ()
-    presents = ()
     peak = tl.full([BM], NEVER, tl.int64)
     s_peak = tl.full([BM], INT32_MIN, tl.int32)
     for i in tl.static_range(len(PIECES)):
         keys = _keys(PIECES[i][0], PIECES[i][1])
-        s = tl.dot(q_tile, tl.trans(ks[i]), out_dtype=tl.int32)
-        bias = None
-        if masks.bias is not None:
-            bias = mask_tile(masks.bias, PERIODS.bias, place, rows, keys, not PIECES[i][2], 0)
+        s = shift_scores(tl.dot(q_tile, tl.trans(ks[i]), out_dtype=tl.int32), shift)
+        bias = _bias(masks, place, rows, keys, PERIODS, not PIECES[i][2])
         present = present_keys(masks, place, rows, keys, bias, causal, PERIODS, not PIECES[i][2], CAUSAL)
-        if PLAIN:
-            seen = s
-            if present is not None:
-                seen = tl.where(present, s, INT32_MIN)
-            s_peak = tl.maximum(s_peak, tl.max(seen, 1))
-        else:
-            t = exponents(s, C, shift, bias)
-            if present is not None:
-                t = tl.where(present, t, NEVER)
-            peak = tl.maximum(peak, tl.max(t, 1))
+        peak, s_peak = peaks(peak, s_peak, s, C, bias, present, PLAIN)
         scores = scores + (s,)
-        biases = biases + (bias,)
-        presents = presents + (present,)
-    t_max = _t_max(peak, s_peak, C, shift, PLAIN)
-    base = (-t_max + K0)[:, None]
+    top = t_max(peak, s_peak, C, PLAIN)
+    base = (-top + K0)[:, None]
     acc = tl.zeros([BM, BDV], tl.int32)
     low_acc = tl.zeros([BM, BDV], tl.int32)
-    l = tl.zeros([BM], tl.int32)
+    l = tl.zeros([BM, 16], tl.int32)
     for i in tl.static_range(len(PIECES)):
-        b = offsets(base, biases[i], presents[i])
+        keys = _keys(PIECES[i][0], PIECES[i][1])
+        bias = _bias(masks, place, rows, keys, PERIODS, not PIECES[i][2])
+        present = present_keys(masks, place, rows, keys, bias, causal, PERIODS, not PIECES[i][2], CAUSAL)
+        b = offsets(base, bias, present)
         if BITS == 8:
-            p, row_sums = exp_p8(shift_scores(scores[i], shift), C, b)
-            l += row_sums + 128 * PIECES[i][1]
-            acc = tl.dot(natural_order(p), vs[i], acc, out_dtype=tl.int32)
+            p = natural_order(exp_p8(scores[i], C, b))
+            l = add_row_sums(l, p) + 128 * PIECES[i][1]
+            acc = tl.dot(p, vs[i], acc, out_dtype=tl.int32)
         else:
-            high, low, row_sums = exp_p16(shift_scores(scores[i], shift), C, b)
-            l += row_sums + (256 * 128) * PIECES[i][1]
-            acc = tl.dot(natural_order(high), vs[i], acc, out_dtype=tl.int32)
-            low_acc = tl.dot(natural_order(low), vs[i], low_acc, out_dtype=tl.int32)
-    acc += sums
+            high, low = exp_p16(scores[i], C, b)
+            high, low = natural_order(high), natural_order(low)
+            l = add_wide_sums(l, high, low) + (256 * 128) * PIECES[i][1]
+            acc = tl.dot(high, vs[i], acc, out_dtype=tl.int32)
+            low_acc = tl.dot(low, vs[i], low_acc, out_dtype=tl.int32)
+    acc += offset
     if BITS == 8:
-        return acc, l, t_max
+        return acc, row_sum(l), top
     else:
-        return (acc.to(tl.int64) << 8) + low_acc.to(tl.int64), l, t_max
+        return (acc.to(tl.int64) << 8) + low_acc.to(tl.int64), row_sum(l), top
 
 
 @triton.jit
@@ -121,7 +137,7 @@ def _rowwise_kernel(
     inverse: InputScales, nq, nk,
     BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, PERIODS: tl.constexpr, BATCH_FIRST: tl.constexpr,
+    BDV: tl.constexpr, PERIODS: tl.constexpr, BATCH_FIRST: tl.constexpr, V_PADDED: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of BM rows for each program."""
     batch, first_tile, head = tl.program_id(2), tl.program_id(0), tl.program_id(1)
@@ -138,7 +154,7 @@ def _rowwise_kernel(
         keys = _keys(PIECES[i][0], PIECES[i][1])
         k_tile = _codes(load_rows(k, k_base, keys, nk, D, BD, not PIECES[i][2]), inverse.k, batch, key_head)
         keys = PIECES[i][0] + tl.arange(0, PIECES[i][1])
-        v_tile = _codes(load_rows(v, v_base, keys, nk, DV, BDV, not PIECES[i][2]), inverse.v, batch, key_head)
+        v_tile = _codes(load_rows(v, v_base, keys, nk, DV, BDV, not PIECES[i][2] and not V_PADDED), inverse.v, batch, key_head)
         ks = ks + (k_tile,)
         vs = vs + (v_tile,)
         sums = add_value_sums(sums, v_tile)
@@ -148,14 +164,26 @@ def _rowwise_kernel(
         q_tile = load_rows(q, head_base(q, batch, head, zero), rows, nq, D, BD, True)
         q_tile = _codes(q_tile, inverse.q, batch, head)
         C, shift = score_constants(constants.score, 1, place, rows, rows, KIND)
-        acc, l, t_max = _row_tile(
-            q_tile, ks, vs, offset, masks, place, rows, masks.causal, C, shift,
-            PIECES, PERIODS, CAUSAL, PLAIN, BITS, BDV,
-        )  # fmt: skip
+        if KIND == "head":  # a shift of 0 is the usual one and costs nothing in code of its own
+            if shift == 0:
+                acc, l, top = _row_tile(
+                    q_tile, ks, vs, offset, masks, place, rows, masks.causal, C, None,
+                    PIECES, PERIODS, CAUSAL, PLAIN, BITS, BDV,
+                )  # fmt: skip
+            else:
+                acc, l, top = _row_tile(
+                    q_tile, ks, vs, offset, masks, place, rows, masks.causal, C, shift,
+                    PIECES, PERIODS, CAUSAL, PLAIN, BITS, BDV,
+                )  # fmt: skip
+        else:
+            acc, l, top = _row_tile(
+                q_tile, ks, vs, offset, masks, place, rows, masks.causal, C, shift,
+                PIECES, PERIODS, CAUSAL, PLAIN, BITS, BDV,
+            )  # fmt: skip
         store_output(out, place, rows, acc, l, constants, PERIODS, DV, BDV)
         if statistics.l is not None:
             at = (batch.to(tl.int64) * tl.num_programs(1) + head) * nq + rows
-            tl.store(statistics.t_max + at, t_max, mask=rows < nq)
+            tl.store(statistics.t_max + at, top, mask=rows < nq)
             tl.store(statistics.l + at, l, mask=rows < nq)
 
 
@@ -221,9 +249,10 @@ def rowwise_launch(
         BITS=bits, KIND="row" if score[2] > 1 else "head", CAUSAL=problem.causal is not None, PLAIN=bias is None,
         D=d, DV=dv, BM=tile.rows, TILES=tile.tiles, PIECES=pieces(nk), BD=block_dim(d, 32), BDV=block_dim(dv, 16),
         PERIODS=Periods(
-            1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], heads // k.shape[1], 1
+            1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], heads // k.shape[1], 1,
+            output_channels(constants),
         ),
-        BATCH_FIRST=batch_first,
+        BATCH_FIRST=batch_first, V_PADDED=inverse.q is None and readable(v, pieces(nk)[-1][0] + pieces(nk)[-1][1]),
     )  # fmt: skip
     grid = (batch, heads, programs) if batch_first else (programs, heads, batch)
     return Launch(_rowwise_kernel, grid, arguments, tile.warps, 1)

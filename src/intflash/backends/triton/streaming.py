@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from intflash.backends.triton.constants import Constants
-from intflash.backends.triton.launch import Launch, data_view, view
+from intflash.backends.triton.launch import Launch, data_view, readable, view
 from intflash.backends.triton.steps import Steps
 from intflash.backends.triton.tiles import (
     Masks,
@@ -59,10 +59,12 @@ def score_constants(view, BLOCK: tl.constexpr, place: Place, rows, keys, KIND: t
 
 
 @triton.jit
-def score_tile(q, k, k_base, place: Place, keys, D: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr):
-    """int32 scores [BM, BN] of a tile of keys."""
-    k_tile = load_rows(k, k_base, keys, place.k_count, D, BD, BOUNDED)
-    return tl.dot(q, tl.trans(k_tile), out_dtype=tl.int32)
+def shift_scores(s, shift):
+    """S << k, inside int32 (head_dim <= 256, k <= 8); shift None stands for 0."""
+    if shift is None:
+        return s
+    else:
+        return s << shift
 
 
 @triton.jit
@@ -74,19 +76,24 @@ def walk(
 ):  # fmt: skip
     """One pass over the key tiles of [start, stop)."""
     for first in tl.range(start, stop, BN):
-        keys = first + permuted_keys(BN)
-        s = score_tile(q, k, k_base, place, keys, D, BD, BOUNDED)
+        keys = first + (permuted_keys(BN) if STEPS.hooks is None else STEPS.hooks.order(BN))
+        k_tile = load_rows(k, k_base, keys, place.k_count, D, BD, BOUNDED)
+        s = tl.dot(q, tl.trans(k_tile), out_dtype=tl.int32) if STEPS.hooks is None else STEPS.hooks.scores(q, k_tile)
         bias = None
         if masks.bias is not None:
             bias = mask_tile(masks.bias, PERIODS.bias, place, rows, keys, BOUNDED, 0)
         present = present_keys(masks, place, rows, keys, bias, causal, PERIODS, BOUNDED, CAUSAL)
-        if KIND == "block":
-            C, shift = score_constants(constants.score, PERIODS.block, place, rows, keys, KIND)
+        unit, by = C, shift
+        if STEPS.hooks is not None:
+            unit = STEPS.hooks.key_units(C, constants, place, first, keys, PERIODS, KIND)
+        elif KIND == "block":
+            unit, by = score_constants(constants.score, PERIODS.block, place, rows, keys, KIND)
+        s = shift_scores(s, by)
         if PASS == 1:
-            state = STEPS.maximum(state, s, C, shift, bias, present, PLAIN)
+            state = STEPS.maximum(state, s, unit, bias, present, PLAIN)
         else:
-            v_tile = load_rows(v, v_base, first + tl.arange(0, BN), place.k_count, DV, BDV, BOUNDED)
-            state = STEPS.step(state, s, C, shift, bias, present, v_tile, PLAIN)
+            v_tile = load_rows(v, v_base, first + tl.arange(0, BN), place.k_count, DV, BDV, BOUNDED and not PERIODS.v_padded)
+            state = STEPS.step(state, s, unit, bias, present, v_tile, PLAIN)
     return state
 
 
@@ -100,13 +107,11 @@ def passes(
     for which in tl.static_range(1 if STEPS.maximum is not None else 2, 3):
         state = walk(state, q, k, v, k_base, v_base, masks, place, rows, C, shift, constants, causal, 0, full,
                      STEPS, which, KIND, False, False, PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
-        state = walk(state, q, k, v, k_base, v_base, masks, place, rows, C, shift, constants, causal, full, stop,
-                     STEPS, which, KIND, CAUSAL, True, PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
+        if not PERIODS.even:
+            state = walk(state, q, k, v, k_base, v_base, masks, place, rows, C, shift, constants, causal, full, stop,
+                         STEPS, which, KIND, CAUSAL, True, PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
         if which == 1:
-            if KIND == "block":
-                state = STEPS.between(state, 0, None, PLAIN)
-            else:
-                state = STEPS.between(state, C, shift, PLAIN)
+            state = STEPS.between(state, C, PLAIN)
     return state
 
 
@@ -118,15 +123,22 @@ def store_output(
     channels = tl.arange(0, BDV)
     inside = channels[None, :] < DV
     if constants.output is not None:
-        base = constants.output.ptr + place.b.to(tl.int64) * constants.output.b + place.h.to(tl.int64) * constants.output.h
-        packed = tl.load(base + channels[None, :] * constants.output.d, mask=inside, other=1 << 23)
+        x = constants.output
+        base = x.ptr + place.b.to(tl.int64) * x.b + place.h.to(tl.int64) * x.h
+        if PERIODS.channels == 1:
+            packed = tl.load(base)
+        else:
+            packed = tl.load(base + channels[None, :] * x.d, mask=inside, other=1 << 23)
         Mr, e = unpack(packed)
         QMAX: tl.constexpr = 127 if out.ptr.dtype.element_ty == tl.int8 else 32767
         o = requantize(acc, l, Mr, e, QMAX)
     else:
-        scale = constants.v_scale
-        base = scale.ptr + place.b.to(tl.int64) * scale.b + (place.h // PERIODS.group).to(tl.int64) * scale.h
-        o = dequantize(acc, l, tl.load(base + channels[None, :] * scale.d, mask=inside, other=0.0))
+        x = constants.v_scale
+        base = x.ptr + place.b.to(tl.int64) * x.b + (place.h // PERIODS.group).to(tl.int64) * x.h
+        if PERIODS.channels == 1:
+            o = dequantize(acc, l, tl.load(base))
+        else:
+            o = dequantize(acc, l, tl.load(base + channels[None, :] * x.d, mask=inside, other=0.0))
     ptrs = head_base(out, place.b, place.h, place.q_start) + rows[:, None] * out.n + channels[None, :] * out.d
     tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=(rows[:, None] < place.q_count) & inside)
 
@@ -157,23 +169,26 @@ def _streaming_kernel(
         k_base = head_base(k, place.b, place.h // PERIODS.group, place.k_start)
         v_base = head_base(v, place.b, place.h // PERIODS.group, place.k_start)
         state = STEPS.initial(BM, BDV)
-        if KIND == "head":
+        C, shift = 0, None
+        if STEPS.hooks is not None:
+            C = STEPS.hooks.row_units(constants, place, rows, PERIODS, KIND)
+        elif KIND != "block":
             C, shift = score_constants(constants.score, 1, place, rows, rows, KIND)
+        if STEPS.hooks is None and KIND == "head":  # a shift of 0 is the usual one and costs nothing in a loop of its own
             if shift == 0:
                 state = passes(state, q_tile, k, v, k_base, v_base, masks, place, rows, C, None, constants, causal,
                                full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
             else:
                 state = passes(state, q_tile, k, v, k_base, v_base, masks, place, rows, C, shift, constants, causal,
                                full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
-        elif KIND == "row":
-            C, shift = score_constants(constants.score, 1, place, rows, rows, KIND)
+        else:
             state = passes(state, q_tile, k, v, k_base, v_base, masks, place, rows, C, shift, constants, causal,
                            full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
-        else:
-            state = passes(state, q_tile, k, v, k_base, v_base, masks, place, rows, 0, 0, constants, causal,
-                           full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
         acc, l, t_max = STEPS.result(state)
-        store_output(out, place, rows, acc, l, constants, PERIODS, DV, BDV)
+        if STEPS.hooks is None:
+            store_output(out, place, rows, acc, l, constants, PERIODS, DV, BDV)
+        else:
+            STEPS.hooks.store(out, place, rows, acc, l, constants, PERIODS, KIND, DV, BDV)
         if statistics.l is not None:
             at = (place.b.to(tl.int64) * tl.num_programs(1) + place.h) * nq + place.q_start + rows
             tl.store(statistics.t_max + at, t_max, mask=rows < place.q_count)
@@ -224,12 +239,19 @@ def streaming_launch(
         BM=tile.rows, BN=tile.keys, BD=block_dim(d, 32), BDV=block_dim(dv, 16),
         PERIODS=Periods(
             1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group,
-            problem.k.block_size or 1,
+            problem.k.block_size or 1, output_channels(constants),
+            not packed and not causal and nk % tile.keys == 0,
+            not packed and readable(problem.v.data, triton.cdiv(nk, tile.keys) * tile.keys),
         ),
         BATCH_FIRST=batch_first,
     )  # fmt: skip
     grid = (batch, heads, row_tiles) if batch_first else (row_tiles, heads, batch)
     return Launch(_streaming_kernel, grid, arguments, tile.warps, tile.stages)
+
+
+def output_channels(constants: Constants) -> int:
+    """How many output constants a head has: 1, or one for each channel."""
+    return (constants.output or constants.v_scale).ptr.shape[3]
 
 
 def block_dim(size: int, least: int) -> int:

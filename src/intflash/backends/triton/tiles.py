@@ -37,13 +37,17 @@ class Masks(NamedTuple):
 
 
 class Periods(NamedTuple):
-    """Constants that divide an index: compiled to multiplications. Rows of the masks' batch axes, query heads per
-    key head, keys per score constant."""
+    """What a launch knows at compile time. Divisors of an index (compiled to multiplications): rows of the masks'
+    batch axes, query heads per key head, keys per score constant; the number of a head's output constants; whether
+    every tile of keys is complete and seen by every row; whether V may be read past its last key."""
 
     bias: int
     keep: int
     group: int
     block: int
+    channels: int
+    even: bool = False
+    v_padded: bool = False
 
 
 class Place(NamedTuple):
