@@ -135,8 +135,8 @@ class VortexDevice:
             raise VortexError(f"{program} did not end on {self.install.driver} within {TIMEOUT_S} s") from None
         if done.returncode < 0:
             raise VortexError(
-                f"{self.install.driver} died of signal {-done.returncode} while it ran {program} (simx aborts on a branch "
-                f"that splits a warp, and on an unknown instruction):\n{(done.stdout + done.stderr)[-2000:]}"
+                f"{self.install.driver} died of signal {-done.returncode} while it ran {program} (simx aborts on a "
+                f"branch that splits a warp, and on an unknown instruction):\n{(done.stdout + done.stderr)[-2000:]}"
             )
         if done.returncode != 0:
             raise VortexError(f"{program} on {self.install.driver}: {done.stderr.strip()[-2000:]}")

@@ -1,4 +1,4 @@
-"""The kernel image that Vortex loads: lowest and end address (two little-endian 64-bit words), then the bytes between."""
+"""The kernel image that Vortex loads: lowest and end address (64-bit little-endian words), then the bytes between."""
 
 from __future__ import annotations
 

@@ -108,12 +108,12 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def head_lanes(head_dim: int) -> int:
-    """Threads that share a query row: the fewest powers of two with at most 8 output columns each.
+    """Threads that share a query row in the split kernels: the fewest with at most 16 output columns each.
 
     >>> [head_lanes(d) for d in (8, 16, 24, 64)]
-    [1, 2, 4, 8]
+    [1, 1, 2, 4]
     """
-    return next(lanes for lanes in (1, 2, 4, 8) if head_dim <= 8 * lanes and head_dim % lanes == 0)
+    return next(lanes for lanes in (1, 2, 4) if head_dim <= 16 * lanes)
 
 
 def depth_constants(multiplier: int, shift: int) -> tuple[int, int]:
@@ -236,6 +236,7 @@ def integer_launch(
         columns[: len(multipliers)] = multipliers
         columns["multiplier"][len(multipliers) :] = 1 << 23  # padded columns: any scale, their sums are 0
         launch.buffers["multiplier_addr"] = columns
+        launch.defines["OUT_WIDE"] = int(columns["exponent"].max() > 22)
     launch.scalars |= {
         "n_k": k.shape[0],
         "depth_multiplier": depth_multiplier,

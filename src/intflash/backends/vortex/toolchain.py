@@ -29,7 +29,7 @@ INSTALL_GUIDE = "https://github.com/vortexgpgpu/vortex/blob/master/docs/install_
 STARTUP_ADDRESS = 0x80000000
 RISCV_FLAGS = ("--target=riscv32-unknown-elf", "-mabi=ilp32f", "-mcmodel=medany")
 CODE_FLAGS = (
-    "-O3", "-ffreestanding", "-fno-exceptions", "-fno-rtti", "-fdata-sections", "-ffunction-sections",
+    "-O3", "-fno-builtin", "-fno-exceptions", "-fno-rtti", "-fdata-sections", "-ffunction-sections",
     "-fno-strict-aliasing", "-DNDEBUG", "-DXLEN_32",
 )  # fmt: skip
 # Zicond makes selects of ternaries; its name changed while it was experimental. The last always compiles.
@@ -78,7 +78,8 @@ def find_install(environment: Mapping[str, str] | None = None) -> Install:
     driver = env.get("VORTEX_DRIVER", "simx")
     if not (runtime / f"libvortex-{driver}.so").exists():
         raise VortexError(
-            f"{runtime} has no libvortex-{driver}.so (VORTEX_DRIVER={driver}): run make -C runtime/{driver} in the build tree"
+            f"{runtime} has no libvortex-{driver}.so (VORTEX_DRIVER={driver}): "
+            f"run make -C runtime/{driver} in the build tree"
         )
     settings = _settings(build / "config.mk")
     if settings.get("XLEN", "32") != "32":
@@ -125,7 +126,19 @@ def compile_kernel(install: Install, program: Program, defines: Mapping[str, int
         with tempfile.TemporaryDirectory(dir=image.parent) as name:
             folder = Path(name)
             runtime, kernel, linked = folder / "runtime.o", folder / "kernel.o", folder / "kernel.elf"
-            _run([*command, "-x", "c", "-std=gnu11", "-c", str(KERNELS / "runtime.c"), "-o", str(runtime)])
+            _run(
+                [
+                    *command,
+                    "-x",
+                    "c",
+                    "-std=gnu11",
+                    "-ffreestanding",
+                    "-c",
+                    str(KERNELS / "runtime.c"),
+                    "-o",
+                    str(runtime),
+                ]
+            )
             _run([*command, "-std=c++17", "-c", str(program.path), "-o", str(kernel)])
             _run([*command, *_link_arguments(install), str(kernel), str(runtime), "-Wl,--start-group",
                   str(install.kernel_library), *map(str, install.extra_libraries), "-Wl,--end-group",
@@ -145,7 +158,8 @@ def march_flags(compiler: Path) -> tuple[str, ...]:
     """
     output = ""
     for flags in MARCH:
-        command = [str(compiler), *RISCV_FLAGS, *flags, "-ffreestanding", "-x", "c++", "-c", os.devnull, "-o", os.devnull]
+        target = [*RISCV_FLAGS, *flags, "-ffreestanding"]
+        command = [str(compiler), *target, "-x", "c++", "-c", os.devnull, "-o", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode == 0:
             return flags

@@ -13,6 +13,9 @@
 #ifndef WIDE
 #define WIDE 0          // 1: depth_shift is 12 or 13, more than a pre-shifted query may carry
 #endif
+#ifndef OUT_WIDE
+#define OUT_WIDE 0      // 1: some column's s_V / s_O is 2^22 or more, its shift below 33
+#endif
 
 static constexpr uint32_t DEAD_DEPTH = 7373;    // Q.9 octaves: 3687 after rounding to Q.8, where t turns negative: p = 0
 static constexpr uint32_t FLUSH_KEYS = 256;     // 65193 * 127 * 256 < 2^31: so many keys fit an int32 sum
@@ -70,22 +73,35 @@ static inline uint32_t clz32(uint32_t x) {
   return zeros;
 }
 
-// floor(2^55 / divisor), 2^31 <= divisor < 2^32, by restoring division: 24 uniform steps, exact.
-static inline uint32_t reciprocal55(uint32_t divisor) {
-  uint32_t rest = 1u << 31;                          // 2^55 = rest * 2^24
-  uint32_t quotient = rest >= divisor;
-  rest -= keep_if(rest >= divisor, divisor);
-#pragma GCC unroll 1
-  for (uint32_t bit = 0; bit < 24; ++bit) {
-    const bool carry = rest >> 31;                   // 2 * rest can need 33 bits
-    rest <<= 1;
-    const bool fits = carry | (rest >= divisor);
-    rest -= keep_if(fits, divisor);
-    quotient = (quotient << 1) | static_cast<uint32_t>(fits);
-  }
-  return quotient;
+static inline int32_t mulh(int32_t a, int32_t b) {
+  return static_cast<int32_t>((static_cast<int64_t>(a) * b) >> 32);
 }
 
+// floor(2^55 / divisor), 2^31 <= divisor < 2^32, exact: a 32-bit division, one Newton step, one correction each way.
+static inline uint32_t reciprocal55(uint32_t divisor) {
+  const uint32_t estimate = 0xffffffffu / (divisor >> 16);             // 2^48 / divisor, -1 .. +4; at most 2^17
+  const int64_t error = (1ll << 48) - static_cast<int64_t>(static_cast<uint64_t>(estimate) * divisor);    // < 2^35
+  // 2^7 * error / divisor = error * (2^48 / divisor) / 2^41; its floor and the estimate leave r off by one at most
+  uint32_t r = (estimate << 7) + static_cast<uint32_t>(mulh(static_cast<int32_t>(error >> 4), static_cast<int32_t>(estimate)) >> 5);
+  int64_t rest = (1ll << 55) - static_cast<int64_t>(static_cast<uint64_t>(r) * divisor);
+  const uint32_t below = mask_of(rest < 0);
+  r += below;
+  rest += below & divisor;
+  return r + (rest >= static_cast<int64_t>(divisor));
+}
+
+// The row's part of the output scale: R = floor(2^55 / (l << lz)).
+struct RowScale {
+  uint32_t reciprocal;
+  uint32_t leading_zeros;
+};
+
+static inline RowScale row_scale(uint32_t l) {
+  const uint32_t lz = clz32(l);
+  return {reciprocal55(l << lz), lz};
+}
+
+#if OUT_WIDE
 // x >> shift for 0 <= shift < 63: the compiler's own form of a variable 64-bit shift branches on shift >= 32.
 static inline int64_t shift_right64(int64_t x, uint32_t shift) {
   const int32_t hi = static_cast<int32_t>(x >> 32);
@@ -98,28 +114,31 @@ static inline int64_t shift_right64(int64_t x, uint32_t shift) {
   const int32_t out_hi = select(far, hi >> 31, near_hi);
   return static_cast<int64_t>((static_cast<uint64_t>(static_cast<uint32_t>(out_hi)) << 32) | out_lo);
 }
+#endif
 
-// The row's part of the output scale: l = (l << lz) >> lz and R = floor(2^55 / (l << lz)).
-struct RowScale {
-  uint32_t reciprocal;
-  uint32_t leading_zeros;
-};
-
-static inline RowScale row_scale(uint32_t l) {
-  const uint32_t lz = clz32(l);
-  return {reciprocal55(l << lz), lz};
+// x << shift for 0 <= shift < 32.
+static inline int64_t shift_left64(int64_t x, uint32_t shift) {
+  const uint32_t lo = static_cast<uint32_t>(x);
+  const uint32_t hi = (static_cast<uint32_t>(x >> 32) << shift) | ((lo >> 1) >> (31 - shift));
+  return static_cast<int64_t>((static_cast<uint64_t>(hi) << 32) | (lo << shift));
 }
 
-// clamp((acc * RR + 2^(sh-1)) >> sh), |acc * RR| < 2^63 because |acc| <= 127 l
+// clamp((acc * RR + 2^(sh-1)) >> sh), sh = 55 - lz - e. Taking lz into acc, which |acc| <= 127 l allows, leaves a shift by
+// 55 - e of a product below 2^63, and past 33 only the product's high word counts.
 static inline int32_t scaled_output(int64_t acc, RowScale row, output_multiplier_t column, int32_t q_max) {
   const uint32_t rr = static_cast<uint32_t>((static_cast<uint64_t>(row.reciprocal) * column.multiplier + (1u << 23)) >> 24);
-  const uint32_t shift = 55 - row.leading_zeros - static_cast<uint32_t>(column.exponent);
-  const int64_t product = acc * static_cast<int64_t>(rr);
-  const int64_t rounded = (shift_right64(product, shift - 1) + 1) >> 1;
-  const int32_t hi = static_cast<int32_t>(rounded >> 32);
-  const int32_t lo = static_cast<int32_t>(rounded);
-  const int32_t saturated = select(hi == (lo >> 31), lo, (hi >> 31) ^ 0x7fffffff);
-  return imax(imin(saturated, q_max), -q_max);
+  const uint32_t shift = 55 - static_cast<uint32_t>(column.exponent);
+  const int64_t x = shift_left64(acc, row.leading_zeros);
+#if OUT_WIDE
+  const int64_t wide = (shift_right64(x * static_cast<int64_t>(rr), shift - 1) + 1) >> 1;
+  const int32_t hi = static_cast<int32_t>(wide >> 32);
+  const int32_t lo = static_cast<int32_t>(wide);
+  const int32_t rounded = select(hi == (lo >> 31), lo, (hi >> 31) ^ 0x7fffffff);
+#else
+  const uint32_t hi = static_cast<uint32_t>(x >> 32) * rr + mulhu(static_cast<uint32_t>(x), rr);
+  const int32_t rounded = ((static_cast<int32_t>(hi) >> (shift - 33)) + 1) >> 1;
+#endif
+  return imax(imin(rounded, q_max), -q_max);
 }
 
 // Writes COUNT columns of one row from `column` on; `acc` counts V's codes, not yet divided by l.

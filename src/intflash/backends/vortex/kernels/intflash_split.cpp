@@ -1,6 +1,6 @@
 // intflash / intflash_p8 with one query row split among LANES threads (the report's future work): a thread scores every
 // LANES-th key and sums D / LANES columns, so neither the query nor the sums have to fit one thread's registers.
-// Threads meet in local memory, where the query, the tile and the row's p lie. Integer instructions only.
+// Threads meet in local memory, where the query, the tile (of K, then of V) and the row's p lie. Integer instructions only.
 #include "intflash.h"
 
 static constexpr uint32_t D = HEAD_DIM;
@@ -16,7 +16,7 @@ typedef uint8_t p_t;
 #endif
 
 static constexpr uint32_t local_bytes(uint32_t keys) {
-  return 2 * keys * D + ROWS * keys * sizeof(p_t) + ROWS * D + GROUP_THREADS * 4;
+  return keys * D + ROWS * keys * sizeof(p_t) + ROWS * D + GROUP_THREADS * 4;
 }
 // The largest power of two of keys that fits; at least one key per lane.
 static constexpr uint32_t TILE_KEYS = local_bytes(64) < LOCAL_LIMIT ? 64 : local_bytes(32) < LOCAL_LIMIT ? 32
@@ -24,8 +24,7 @@ static constexpr uint32_t TILE_KEYS = local_bytes(64) < LOCAL_LIMIT ? 64 : local
 static_assert(TILE_KEYS % LANES == 0 && local_bytes(TILE_KEYS) < LOCAL_LIMIT, "local memory of a group");
 
 struct Local {
-  int8_t k[TILE_KEYS * D];
-  int8_t v[TILE_KEYS * D];
+  int8_t tile[TILE_KEYS * D];
   int32_t exchange[GROUP_THREADS];      // partial maxima, then partial l
   int8_t q[ROWS * D];
   p_t p[ROWS * TILE_KEYS];
@@ -61,11 +60,11 @@ static void attend(kernel_args_t* arg) {
 
   int32_t s_max = -2147483647 - 1;
   for (uint32_t j = 0; j < n_k; j += TILE_KEYS) {
-    stage_words<TILE_KEYS * D / 4, GROUP_THREADS>(local->k, k_global + j * D, thread);
+    stage_words<TILE_KEYS * D / 4, GROUP_THREADS>(local->tile, k_global + j * D, thread);
     SYNC();
     for (uint32_t c = lane; c < TILE_KEYS; c += BLOCK * LANES) {
       int32_t s[BLOCK];
-      scores(s, q, local->k + c * D);
+      scores(s, q, local->tile + c * D);
       for (uint32_t b = 0; b < BLOCK; ++b) s_max = select(j + c + b * LANES < n_k, imax(s_max, s[b]), s_max);
     }
     SYNC();
@@ -84,12 +83,11 @@ static void attend(kernel_args_t* arg) {
     int32_t acc[COLUMNS];
     for (uint32_t i = 0; i < COLUMNS; ++i) acc[i] = 0;
     for (uint32_t j = first; j < last; j += TILE_KEYS) {
-      stage_words<TILE_KEYS * D / 4, GROUP_THREADS>(local->k, k_global + j * D, thread);
-      stage_words<TILE_KEYS * D / 4, GROUP_THREADS>(local->v, v_global + j * D, thread);
+      stage_words<TILE_KEYS * D / 4, GROUP_THREADS>(local->tile, k_global + j * D, thread);
       SYNC();
       for (uint32_t c = lane; c < TILE_KEYS; c += BLOCK * LANES) {
         int32_t s[BLOCK];
-        scores(s, q, local->k + c * D);
+        scores(s, q, local->tile + c * D);
         for (uint32_t b = 0; b < BLOCK; ++b) {
           const uint32_t key = c + b * LANES;
           const uint32_t p = keep_if(j + key < n_k, p_of_depth(depth.of(s_max, shift_left(s[b], depth.query_shift()))));
@@ -98,8 +96,10 @@ static void attend(kernel_args_t* arg) {
         }
       }
       SYNC();
+      stage_words<TILE_KEYS * D / 4, GROUP_THREADS>(local->tile, v_global + j * D, thread);
+      SYNC();
       const p_t* p = local->p + team * TILE_KEYS;
-      const int8_t* v = local->v + lane * COLUMNS;
+      const int8_t* v = local->tile + lane * COLUMNS;
       const uint32_t count = uniform_min(TILE_KEYS, last - j);
 #pragma GCC unroll 1
       for (uint32_t c = 0; c < count; ++c) {

@@ -1,0 +1,73 @@
+"""On the user's own Vortex (VORTEX_HOME and VORTEX_BUILD set): the shim's bits, and counters that count."""
+
+import copy
+import os
+
+import numpy as np
+import pytest
+
+from intflash.backends.vortex import launch, shim
+from intflash.backends.vortex.device import VortexDevice
+from intflash.backends.vortex.toolchain import find_install
+
+pytestmark = [
+    pytest.mark.skipif(not os.environ.get("VORTEX_HOME"), reason="VORTEX_HOME is not set: no Vortex here"),
+    pytest.mark.usefixtures("host_compiler"),
+]
+
+SHAPES = [(16, 8), (64, 8), (20, 24), (64, 64)]
+tensor_unit = pytest.mark.skipif(not os.environ.get("VORTEX_TCU"), reason="VORTEX_TCU is not set: built without TCU")
+INTEGER = [
+    ("intflash_row", 16),
+    ("intflash_split", 16),
+    ("intflash_split", 8),
+    pytest.param("intflash_p8_tensor", 8, marks=tensor_unit),
+]
+FLOAT = [
+    ("attention_f32", 2e-6),
+    ("flash_f32", 2e-6),
+    ("flash_f32_split", 2e-6),
+    pytest.param("flash_f16_tensor", 3e-3, marks=tensor_unit),
+]
+
+
+@pytest.fixture(scope="module")
+def vortex() -> VortexDevice:
+    return VortexDevice(find_install())
+
+
+@pytest.mark.parametrize(("n", "d"), SHAPES)
+@pytest.mark.parametrize(("name", "p_bits"), INTEGER)
+def test_integer_kernels_have_the_bits_of_the_shim(vortex, name, p_bits, n, d):
+    q, k, v = np.random.default_rng(n + d).integers(-127, 128, (3, n, d), dtype=np.int8)
+    columns = np.zeros(d, launch.MULTIPLIER)
+    columns["multiplier"], columns["exponent"] = 1 << 23, 1
+    native = launch.integer_launch(name, q, k, v, p_bits=p_bits, exponent=(768551, 0), multipliers=columns, out_bits=8)
+    simulated = copy.deepcopy(native)
+    shim.run(native)
+    counters = vortex(simulated)
+    assert np.array_equal(native.buffers["o_addr"], simulated.buffers["o_addr"])
+    assert counters.cycles > 0 and counters.instructions > n * n * d
+
+
+@pytest.mark.parametrize(("n", "d"), SHAPES)
+@pytest.mark.parametrize(("name", "tolerance"), FLOAT)
+def test_float_kernels_meet_the_shim(vortex, name, tolerance, n, d):
+    native = launch.float_launch(name, *np.random.default_rng(n + d).normal(size=(3, n, d)), d**-0.5)
+    simulated = copy.deepcopy(native)
+    shim.run(native)
+    vortex(simulated)
+    assert np.abs(native.buffers["o_addr"] - simulated.buffers["o_addr"]).max() < tolerance
+
+
+def test_integer_kernel_needs_fewer_cycles_than_standard_attention(vortex):
+    """What the report's FlashAttention did not reach at N = 64, d = 8."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 64, 8))
+    attention = vortex(launch.float_launch("attention_f32", q, k, v, 8**-0.5))
+    codes = np.clip(np.rint(np.stack([q, k, v]) * 32), -127, 127).astype(np.int8)
+    columns = np.zeros(8, launch.MULTIPLIER)
+    columns["multiplier"], columns["exponent"] = 1 << 23, 1
+    ours = vortex(
+        launch.integer_launch("intflash_row", *codes, p_bits=16, exponent=(2139095, 0), multipliers=columns, out_bits=8)
+    )
+    assert ours.cycles < attention.cycles
