@@ -51,7 +51,7 @@ class Attention {
   int32_t query_offset_[kRows];  // starts each score: undoes V's unsigned keys
   Exponent exponent_[kRows], last_;
   float last_q_ = 0, last_k_ = 0;
-  Epilogue epilogue_;
+  Epilogue<V> epilogue_;
   int64_t level_[kRows];  // Tmax, or the reference octave << 32
   int32_t top_[kRows];    // maximum of S, narrow rows only
   uint32_t l_[kRows];
@@ -183,7 +183,7 @@ class Attention {
       int32_t* s = scores_ + r * score_ld_;
       int64_t present = n;
       if (call_.causal) present = larger<int64_t>(0, smaller(n, row0_ + r + causal_offset_ + 1 - key));
-      for (int64_t j = present; j < pad; ++j) s[j] = kAbsent;
+      for (int64_t j = present / kLanes * kLanes; j < pad; j += kLanes) V::store(s + j, V::first(V::load(s + j), larger<int64_t>(0, present - j)));
       if (call_.keep.data) mark_absent(call_.keep, call_.keep_batch, r, key, present, s, uint8_t(0));
       if (call_.bias.data) mark_absent(call_.bias, call_.bias_batch, r, key, present, s, kAbsent);
     }
@@ -206,12 +206,6 @@ class Attention {
 
   int64_t exponent_of(int r, int32_t score) const { return score * (int64_t(1) << exponent_[r].k) * exponent_[r].c; }
 
-  int32_t row_max(const int32_t* s, int64_t n) const {
-    auto m = V::set1(kAbsent);
-    for (int64_t j = 0; j < n; j += kLanes) m = V::max(m, V::load(s + j));
-    return V::reduce_max(m);
-  }
-
   // T of every key of a chunk's row, given to f(j, T), by the 64-bit formula; for a bias or per-block K scales.
   template <class F>
   void for_each_exponent(int r, int64_t key, int64_t n, const int32_t* s, F f) {
@@ -232,17 +226,29 @@ class Attention {
     }
   }
 
-  // Raises level_ (and top_) by the chunk's maximum.
-  int64_t chunk_max(int r, int64_t key, int64_t n) {
-    const int32_t* s = scores_ + r * score_ld_;
+  // The maxima of the chunk's rows: T, and in narrow rows the top score, raised if need be.
+  void chunk_max(int64_t key, int64_t n, int64_t* maxima) {
     if (wide_) {
-      int64_t m = kNever;
-      for_each_exponent(r, key, n, s, [&](int64_t j, int64_t t) { m = larger(m, s[j] == kAbsent ? kNever : t); });
-      return m;
+      for (int r = 0; r < rows_; ++r) {
+        const int32_t* s = scores_ + r * score_ld_;
+        int64_t m = kNever;
+        for_each_exponent(r, key, n, s, [&](int64_t j, int64_t t) { m = larger(m, s[j] == kAbsent ? kNever : t); });
+        maxima[r] = m;
+      }
+      return;
     }
-    const int32_t top = row_max(s, n);
-    top_[r] = larger(top_[r], top);
-    return top == kAbsent ? kNever : exponent_of(r, top);
+    typename V::I32 m[kRows];
+    for (int r = 0; r < kRows; ++r) m[r] = V::set1(kAbsent);
+    for (int r = 0; r < rows_; ++r) {
+      const int32_t* s = scores_ + r * score_ld_;
+      for (int64_t j = 0; j < n; j += kLanes) m[r] = V::max(m[r], V::load(s + j));
+    }
+    int32_t top[kRows];
+    V::reduce_max(m, top);
+    for (int r = 0; r < rows_; ++r) {
+      top_[r] = larger(top_[r], top[r]);
+      maxima[r] = top[r] == kAbsent ? kNever : exponent_of(r, top[r]);
+    }
   }
 
   // Overwrites a wide row's scores with its depths below `level`.
@@ -257,13 +263,19 @@ class Attention {
   // P of scores [at, at + n) of the chunk at `key`, their sum, and acc (+)= P V.
   template <bool P16, bool HasBase>
   void accumulate(int64_t key, int64_t at, int64_t n, bool fresh) {
+    typename V::I32 sum[kRows], sum_low[kRows];
+    for (int r = 0; r < kRows; ++r) sum[r] = sum_low[r] = V::set1(0);
     for (int r = 0; r < rows_; ++r) {
       int32_t* s = scores_ + r * score_ld_ + at;
       if (wide_) depths_in_place(r, key + at, n, s, level_[r]);
       const bool raised = HasBase && !wide_ && top_[r] != kAbsent;
       const RowScale scale = row_scale(top_[r], exponent_[r], raised ? level_[r] - exponent_of(r, top_[r]) : 0);
-      l_[r] += Exp2<V>::template any_row<P16, HasBase>(s, n, scale, masked_, wide_, p_ + r * p_ld_, p_low_ + r * p_ld_);
+      Exp2<V>::template any_row<P16, HasBase>(s, n, scale, masked_, wide_, p_ + r * p_ld_, p_low_ + r * p_ld_, sum[r], sum_low[r]);
     }
+    uint32_t l[kRows], l_low[kRows];
+    V::reduce_add(sum, l);
+    if (P16) V::reduce_add(sum_low, l_low);
+    for (int r = 0; r < rows_; ++r) l_[r] += P16 ? (l[r] << 8) + l_low[r] : l[r];
     const int64_t pad = round_up(nk_, kKeyPad);
     const int steps = int(round_up(n, kBlock) / V::kGroup);
     const Code* v = values_ + (key + at) * kLanes;
@@ -284,10 +296,12 @@ class Attention {
   template <bool P16>
   void exact() {
     const bool resident = key_end_ <= chunk_;
+    int64_t maxima[kRows];
     for (int64_t key = 0; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
       score_chunk(key, n);
-      for (int r = 0; r < rows_; ++r) level_[r] = larger(level_[r], chunk_max(r, key, n));
+      chunk_max(key, n, maxima);
+      for (int r = 0; r < rows_; ++r) level_[r] = larger(level_[r], maxima[r]);
     }
     for (int64_t key = 0; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
@@ -300,12 +314,14 @@ class Attention {
 
   void online() {
     clear(acc_, rows_ * value_pad_);
+    int64_t maxima[kRows];
     for (int64_t key = 0; key < key_end_; key += kGranule) {
       const int64_t n = smaller<int64_t>(kGranule, key_end_ - key);
       score_chunk(key, n);
+      for (int r = 0; r < rows_; ++r) top_[r] = kAbsent;
+      chunk_max(key, n, maxima);
       for (int r = 0; r < rows_; ++r) {
-        top_[r] = kAbsent;
-        const int64_t m = chunk_max(r, key, n);
+        const int64_t m = maxima[r];
         if (m == kNever) continue;  // its scores are all marked absent: p is 0
         const int64_t octave = -((-m) >> 32);
         if (level_[r] == kNever) level_[r] = octave << 32;
@@ -365,10 +381,8 @@ class Attention {
     const int64_t first = first_row();
     if (key_end_ == 0) clear(acc_, rows_ * value_pad_), clear(acc_low_, rows_ * value_pad_);
     epilogue_.enter_head(b_, h_, hk_);
-    for (int r = 0; r < rows_; ++r) {
-      epilogue_.template row<P16>(acc_ + r * value_pad_, acc_low_ + r * value_pad_, l_[r], first + r);
-      if (call_.t_max) call_.t_max[first + r] = level_[r], call_.l_sum[first + r] = l_[r];
-    }
+    epilogue_.template rows<P16>(acc_, acc_low_, value_pad_, l_, rows_, first);
+    for (int r = 0; call_.t_max && r < rows_; ++r) call_.t_max[first + r] = level_[r], call_.l_sum[first + r] = l_[r];
   }
 };
 

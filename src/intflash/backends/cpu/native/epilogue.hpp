@@ -7,6 +7,7 @@ namespace {
 
 constexpr int kMaxValueDim = 256;
 
+template <class V>
 class Epilogue {
  public:
   explicit Epilogue(const Call& call) : call_(call) {}
@@ -26,16 +27,23 @@ class Epilogue {
     per_channel_ = per_channel;
   }
 
-  // Output row `index` from acc = 256 * high + low (P16) or high (P8), and the sum of p.
+  // Output rows [index, index + rows) from acc = 256 * high + low (P16) or high (P8), and the sums of p.
   template <bool P16>
-  void row(const int32_t* high, const int32_t* low, uint32_t l, int64_t index) const {
-    const int64_t n = call_.value_dim;
+  void rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t index) const {
+    const auto each = [&](auto* out, auto write) {
+      for (int r = 0; r < rows; ++r, high += ld, low += ld) write(high, low, l[r], out + (index + r) * call_.value_dim);
+    };
     switch (call_.out_type) {
-      case OutType::kInt8: return integer_row<P16, int8_t, 127>(high, low, l, static_cast<int8_t*>(call_.out) + index * n);
-      case OutType::kInt16: return integer_row<P16, int16_t, 32767>(high, low, l, static_cast<int16_t*>(call_.out) + index * n);
-      case OutType::kFloat16: return float_row<P16>(high, low, l, static_cast<uint16_t*>(call_.out) + index * n, to_float16);
-      case OutType::kBFloat16: return float_row<P16>(high, low, l, static_cast<uint16_t*>(call_.out) + index * n, to_bfloat16);
-      case OutType::kFloat32: return float_row<P16>(high, low, l, static_cast<float*>(call_.out) + index * n, [](float x) { return x; });
+      case OutType::kInt8:
+        return each(static_cast<int8_t*>(call_.out), [&](auto... a) { integer_row<P16, 127>(a...); });
+      case OutType::kInt16:
+        return each(static_cast<int16_t*>(call_.out), [&](auto... a) { integer_row<P16, 32767>(a...); });
+      case OutType::kFloat16:
+        return each(static_cast<uint16_t*>(call_.out), [&](auto... a) { float_row<P16>(a..., to_float16); });
+      case OutType::kBFloat16:
+        return each(static_cast<uint16_t*>(call_.out), [&](auto... a) { float_row<P16>(a..., to_bfloat16); });
+      case OutType::kFloat32:
+        return each(static_cast<float*>(call_.out), [&](auto... a) { float_row<P16>(a..., [](float x) { return x; }); });
     }
   }
 
@@ -68,7 +76,7 @@ class Epilogue {
     return P16 ? int64_t(high[d]) * 256 + low[d] : high[d];
   }
 
-  template <bool P16, class Out, int64_t Limit>
+  template <bool P16, int Limit, class Out>
   void integer_row(const int32_t* high, const int32_t* low, uint32_t l, Out* out) const {
     const int64_t n = call_.value_dim;
     if (l == 0) {
@@ -77,17 +85,21 @@ class Epilogue {
     }
     const int lz = __builtin_clz(l);
     const int64_t reciprocal = int64_t((uint64_t(1) << 55) / (uint64_t(l) << lz));  // (2^23, 2^24]
-    const auto one = [&](int64_t d, int64_t factor, int shift) {
-      const int64_t rounded = (sum<P16>(high, low, d) * factor + (int64_t(1) << (shift - 1))) >> shift;
+    const auto factor = [&](const OutputMultiplier& m) { return (reciprocal * m.mr + (1 << 23)) >> 24; };
+    const auto one = [&](int64_t d, int64_t f, int shift) {
+      const int64_t rounded = (sum<P16>(high, low, d) * f + (int64_t(1) << (shift - 1))) >> shift;
       out[d] = Out(rounded < -Limit ? -Limit : rounded > Limit ? Limit : rounded);
     };
-    const auto factor = [&](const OutputMultiplier& m) { return (reciprocal * m.mr + (1 << 23)) >> 24; };
-    if (per_channel_) {
+    const int64_t f = factor(multiplier_[0]);
+    const int shift = 55 - lz - multiplier_[0].e;
+    if (per_channel_)
       for (int64_t d = 0; d < n; ++d) one(d, factor(multiplier_[d]), 55 - lz - multiplier_[d].e);
-    } else {
-      const int64_t f = factor(multiplier_[0]);
-      const int shift = 55 - lz - multiplier_[0].e;
+    else if (multiplier_[0].e > 15)
       for (int64_t d = 0; d < n; ++d) one(d, f, shift);
+    else {  // |acc| <= 127 l, so that acc << left < 2^(16 + e) and the quotient fits 32 bits
+      const int left = larger(0, 32 - shift);
+      for (int64_t d = 0; d < n; d += V::kLanes)
+        V::store_clamped(out + d, V::template rescale<P16>(high + d, low + d, int32_t(f), left, shift + left), Limit, n - d);
     }
   }
 

@@ -83,27 +83,26 @@ struct Exp2 {
     }
   }
 
-  // P of keys [0, n) of a row whose scores are kAbsent from n to the block's end; returns their sum.
+  // P of keys [0, n) of a row whose scores are kAbsent from n to the block's end; adds to the sums.
   template <bool P16, Depth D, bool HasBase, bool Masked>
-  static inline uint32_t row(const int32_t* s, int64_t n, const RowScale& r, PCode* high, PCode* low) {
-    I32 sum = V::set1(0), sum_low = V::set1(0);
+  static inline void row(const int32_t* s, int64_t n, const RowScale& r, PCode* high, PCode* low, I32& high_sum, I32& low_sum) {
+    I32 sum = high_sum, sum_low = low_sum;
     int64_t j = 0;
     for (; j + kBlock <= n; j += kBlock) block<P16, D, HasBase, Masked, false>(s + j, r, high + j, low + j, sum, sum_low);
     if (n - j > kBlock / 2)
       block<P16, D, HasBase, true, false>(s + j, r, high + j, low + j, sum, sum_low);
     else if (n > j)
       block<P16, D, HasBase, true, true>(s + j, r, high + j, low + j, sum, sum_low);
-    const uint32_t high_sum = V::reduce_add(sum);
-    return P16 ? (high_sum << 8) + V::reduce_add(sum_low) : high_sum;
+    high_sum = sum, low_sum = sum_low;
   }
 
   template <bool P16, bool HasBase>
-  static inline uint32_t any_row(const int32_t* s, int64_t n, const RowScale& r, bool masked, bool given, PCode* high,
-                                 PCode* low) {
-    if (given) return row<P16, Depth::kGiven, HasBase, false>(s, n, r, high, low);
-    if (r.shift) return row<P16, Depth::kShifted, HasBase, true>(s, n, r, high, low);
-    if (masked) return row<P16, Depth::kNarrow, HasBase, true>(s, n, r, high, low);
-    return row<P16, Depth::kNarrow, HasBase, false>(s, n, r, high, low);
+  static inline void any_row(const int32_t* s, int64_t n, const RowScale& r, bool masked, bool given, PCode* high, PCode* low,
+                             I32& sum, I32& sum_low) {
+    if (given) return row<P16, Depth::kGiven, HasBase, false>(s, n, r, high, low, sum, sum_low);
+    if (r.shift) return row<P16, Depth::kShifted, HasBase, true>(s, n, r, high, low, sum, sum_low);
+    if (masked) return row<P16, Depth::kNarrow, HasBase, true>(s, n, r, high, low, sum, sum_low);
+    return row<P16, Depth::kNarrow, HasBase, false>(s, n, r, high, low, sum, sum_low);
   }
 };
 

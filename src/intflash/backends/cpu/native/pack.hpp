@@ -16,11 +16,11 @@ struct Pack {
     const int64_t depth = int64_t(steps) * kGroup;
     for (int r = 0; r < rows; ++r, out += depth) {
       const int8_t* x = q + r * row_step;
-      if (step == 1)
-        for (int64_t d = 0; d < dim; ++d) out[d] = x[d];
-      else
-        for (int64_t d = 0; d < dim; ++d) out[d] = x[d * step];
-      for (int64_t d = dim; d < depth; ++d) out[d] = 0;
+      if (step == 1) {
+        V::copy_codes(x, dim, depth, out);
+      } else {
+        for (int64_t d = 0; d < depth; ++d) out[d] = d < dim ? x[d * step] : 0;
+      }
       int32_t sum = 0;
       if (kFlip)
         for (int64_t d = 0; d < dim; ++d) sum += out[d];

@@ -27,15 +27,24 @@ struct Vec256 {
   static I32 max(I32 a, I32 b) { return _mm256_max_epi32(a, b); }
   static I32 min_u(I32 a, I32 b) { return _mm256_min_epu32(a, b); }
   static I32 shift_left(I32 a, int n) { return _mm256_sll_epi32(a, _mm_cvtsi32_si128(n)); }
-  static int32_t reduce_max(I32 a) {
-    __m128i m = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
-    return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1)));
+  static I32 first(I32 x, int64_t count) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const int n = count < 8 ? int(count) : 8;
+    return _mm256_blendv_epi8(set1(INT32_MIN), x, _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes));
   }
-  static uint32_t reduce_add(I32 a) {
-    __m128i m = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-    m = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0x4E));
-    return uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(m, _mm_shuffle_epi32(m, 0xB1))));
+  static void reduce_max(const I32* x, int32_t* out) {
+    for (int r = 0; r < kUnitRows; ++r) {
+      __m128i m = _mm_max_epi32(_mm256_castsi256_si128(x[r]), _mm256_extracti128_si256(x[r], 1));
+      m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
+      out[r] = _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1)));
+    }
+  }
+  static void reduce_add(const I32* x, uint32_t* out) {
+    for (int r = 0; r < kUnitRows; ++r) {
+      __m128i m = _mm_add_epi32(_mm256_castsi256_si128(x[r]), _mm256_extracti128_si256(x[r], 1));
+      m = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0x4E));
+      out[r] = uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(m, _mm_shuffle_epi32(m, 0xB1))));
+    }
   }
   static I32 high_halves(__m256i even, __m256i odd) {
     return _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
@@ -77,6 +86,26 @@ struct Vec256 {
     return _mm256_add_epi16(_mm256_blendv_epi8(far, near, _mm256_srai_epi16(n, 15)), first);
   }
 
+  template <bool P16>
+  static I32 rescale(const int32_t* high, const int32_t* low, int32_t factor, int left, int shift) {
+    const __m256i f = set1(factor), half = _mm256_set1_epi64x(int64_t(1) << (shift - 1));
+    const __m256i h = shift_left(load(high), left);
+    __m256i even = _mm256_mul_epi32(h, f), odd = _mm256_mul_epi32(_mm256_srli_epi64(h, 32), f);
+    if constexpr (P16) {
+      const __m256i l = shift_left(load(low), left);
+      even = _mm256_add_epi64(_mm256_slli_epi64(even, 8), _mm256_mul_epi32(l, f));
+      odd = _mm256_add_epi64(_mm256_slli_epi64(odd, 8), _mm256_mul_epi32(_mm256_srli_epi64(l, 32), f));
+    }
+    const __m256i top = high_halves(_mm256_add_epi64(even, half), _mm256_add_epi64(odd, half));
+    return _mm256_sra_epi32(top, _mm_cvtsi32_si128(shift - 32));
+  }
+  template <class Out>
+  static void store_clamped(Out* out, I32 x, int limit, int64_t count) {
+    alignas(32) int32_t lanes[8];
+    store(lanes, _mm256_max_epi32(_mm256_min_epi32(x, set1(limit)), set1(-limit)));
+    for (int i = 0; i < 8 && i < count; ++i) out[i] = Out(lanes[i]);
+  }
+
   static Codes load_codes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static Codes broadcast(const void* p) {
     int32_t word;
@@ -90,6 +119,10 @@ struct Avx2 : Vec256 {
   static constexpr bool kUnsignedKeys = false;
   using Code = int16_t;
   using PCode = int16_t;
+  static void copy_codes(const int8_t* x, int64_t n, int64_t padded, Code* out) {
+    for (int64_t d = 0; d < n; ++d) out[d] = x[d];
+    for (int64_t d = n; d < padded; ++d) out[d] = 0;
+  }
   static int depth_steps(int64_t head_dim) { return int((head_dim + 1) / 2); }
 
   static I32 store_p(PCode* p, U16 a, U16 b, I32 sum) {
@@ -112,6 +145,10 @@ struct AvxVnni : Vec256 {
   static constexpr bool kUnsignedKeys = true;
   using Code = int8_t;
   using PCode = uint8_t;
+  static void copy_codes(const int8_t* x, int64_t n, int64_t padded, Code* out) {
+    for (int64_t d = 0; d < n; ++d) out[d] = x[d];
+    for (int64_t d = n; d < padded; ++d) out[d] = 0;
+  }
   static int depth_steps(int64_t head_dim) { return int((head_dim + 3) / 4); }
 
   static I32 store_p(PCode* p, U16 a, U16 b, I32 sum) {

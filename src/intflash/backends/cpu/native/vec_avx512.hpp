@@ -24,18 +24,26 @@ struct Vec512 {
   static I32 max(I32 a, I32 b) { return _mm512_max_epi32(a, b); }
   static I32 min_u(I32 a, I32 b) { return _mm512_min_epu32(a, b); }
   static I32 shift_left(I32 a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)); }
-  static __m256i upper(I32 a) { return _mm512_extracti64x4_epi64(a, 1); }
-  static int32_t reduce_max(I32 a) {
-    const __m256i y = _mm256_max_epi32(_mm512_castsi512_si256(a), upper(a));
-    __m128i x = _mm_max_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
-    x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4E));
-    return _mm_cvtsi128_si32(_mm_max_epi32(x, _mm_shuffle_epi32(x, 0xB1)));
+  static I32 first(I32 x, int64_t count) {
+    return _mm512_mask_mov_epi32(set1(INT32_MIN), lanes(count), x);
   }
-  static uint32_t reduce_add(I32 a) {
-    const __m256i y = _mm256_add_epi32(_mm512_castsi512_si256(a), upper(a));
-    __m128i x = _mm_add_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
-    x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4E));
-    return uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xB1))));
+  // Sixteen rows become one vector of their lanes' maxima or sums, row r in lane r.
+  template <class Combine>
+  static I32 reduce_rows(const I32* x, Combine combine) {
+    I32 a[8], b[4], c[2];
+#pragma GCC unroll 16
+    for (int i = 0; i < 8; ++i) a[i] = combine(_mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]));
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; ++i) b[i] = combine(_mm512_unpacklo_epi64(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi64(a[2 * i], a[2 * i + 1]));
+#pragma GCC unroll 16
+    for (int i = 0; i < 2; ++i) c[i] = combine(_mm512_shuffle_i32x4(b[2 * i], b[2 * i + 1], 0x88), _mm512_shuffle_i32x4(b[2 * i], b[2 * i + 1], 0xDD));
+    return combine(_mm512_shuffle_i32x4(c[0], c[1], 0x88), _mm512_shuffle_i32x4(c[0], c[1], 0xDD));
+  }
+  static void reduce_max(const I32* x, int32_t* out) {
+    store(out, reduce_rows(x, [](I32 a, I32 b) { return _mm512_max_epi32(a, b); }));
+  }
+  static void reduce_add(const I32* x, uint32_t* out) {
+    _mm512_storeu_si512(out, reduce_rows(x, [](I32 a, I32 b) { return _mm512_add_epi32(a, b); }));
   }
   static I32 high_halves(__m512i even, __m512i odd) {
     return _mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_DDBB);  // even lanes: their product's high half
@@ -76,6 +84,35 @@ struct Vec512 {
   // four vectors packed into one: 4 keys of each, in each 128-bit lane
   static constexpr int key_at(int at) { return at / 4 % 4 * 16 + at / 16 * 4 + at % 4; }
 
+  template <bool P16>
+  static I32 rescale(const int32_t* high, const int32_t* low, int32_t factor, int left, int shift) {
+    const __m512i f = set1(factor), half = _mm512_set1_epi64(int64_t(1) << (shift - 1));
+    const __m512i h = shift_left(load(high), left);
+    __m512i even = _mm512_mul_epi32(h, f), odd = _mm512_mul_epi32(odd_lanes(h), f);
+    if constexpr (P16) {
+      const __m512i l = shift_left(load(low), left);
+      even = _mm512_add_epi64(_mm512_slli_epi64(even, 8), _mm512_mul_epi32(l, f));
+      odd = _mm512_add_epi64(_mm512_slli_epi64(odd, 8), _mm512_mul_epi32(odd_lanes(l), f));
+    }
+    const __m512i top = high_halves(_mm512_add_epi64(even, half), _mm512_add_epi64(odd, half));
+    return _mm512_sra_epi32(top, _mm_cvtsi32_si128(shift - 32));
+  }
+  static __mmask16 lanes(int64_t count) { return count >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << count) - 1); }
+  static I32 clamp(I32 x, int limit) { return _mm512_max_epi32(_mm512_min_epi32(x, set1(limit)), set1(-limit)); }
+  static void store_clamped(int8_t* out, I32 x, int limit, int64_t count) {
+    _mm_mask_storeu_epi8(out, lanes(count), _mm512_cvtepi32_epi8(clamp(x, limit)));
+  }
+  static void store_clamped(int16_t* out, I32 x, int limit, int64_t count) {
+    _mm256_mask_storeu_epi16(out, lanes(count), _mm512_cvtepi32_epi16(clamp(x, limit)));
+  }
+  static void copy_codes(const int8_t* x, int64_t n, int64_t padded, Code* out) {
+    for (int64_t d = 0; d < padded; d += 64) {
+      const __m512i codes = _mm512_maskz_loadu_epi8(bytes(n - d), x + d);
+      _mm512_mask_storeu_epi8(out + d, bytes(padded - d), codes);
+    }
+  }
+  static __mmask64 bytes(int64_t count) { return count >= 64 ? ~__mmask64(0) : count <= 0 ? 0 : (__mmask64(1) << count) - 1; }
+
   static Codes load_codes(const void* p) { return _mm512_loadu_si512(p); }
   static Codes broadcast(const void* p) {
     int32_t word;
@@ -88,22 +125,26 @@ struct Vec512 {
   // 16 x 16 words transposed.
   static void transpose(__m512i r[16]) {
     __m512i t[16];
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i += 2) {
       t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
       t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i += 4) {
       r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
       r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
       r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
       r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 4; ++i) {
       t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
       t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
       t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
       t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xDD);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 4; ++i) {
       r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
       r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xDD);
@@ -117,19 +158,21 @@ struct Vec512 {
   static void pack_key_panel(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
     const __m512i flip = _mm512_set1_epi8(char(Flip));
     for (int s = 0; s < steps; s += 16) {
-      const int64_t left = dim - 4 * s;
-      const __mmask64 mask = left >= 64 ? ~__mmask64(0) : (__mmask64(1) << left) - 1;
+      const __mmask64 mask = bytes(dim - 4 * s);
       __m512i r[16];
+#pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) r[i] = i < count ? _mm512_maskz_loadu_epi8(mask, k + i * row_step + 4 * s) : _mm512_setzero_si512();
       transpose(r);
       const int n = steps - s < 16 ? steps - s : 16;
-      for (int i = 0; i < n; ++i) _mm512_storeu_si512(out + 64 * (s + i), _mm512_xor_si512(r[i], flip));
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i)
+        if (i < n) _mm512_storeu_si512(out + 64 * (s + i), _mm512_xor_si512(r[i], flip));
     }
   }
 
   // One step of a value panel: `rows` keys (of 4) by `columns` channels (of 16), the rest zero.
   static bool pack_values(const int8_t* v, int64_t row_step, int64_t rows, int64_t columns, Code* out) {
-    const __mmask16 mask = columns >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << columns) - 1);
+    const __mmask16 mask = lanes(columns);
     __m128i r[4];
     for (int i = 0; i < 4; ++i) r[i] = i < rows ? _mm_maskz_loadu_epi8(mask, v + i * row_step) : _mm_setzero_si128();
     const __m128i a = _mm_unpacklo_epi8(r[0], r[1]), b = _mm_unpackhi_epi8(r[0], r[1]);

@@ -19,6 +19,12 @@ struct Generic {
   struct Codes { int8_t x[16]; };  // kGroup codes per lane
   struct U16 { uint16_t x[8]; };
 
+  // n codes, then zeros up to `padded`.
+  static void copy_codes(const int8_t* x, int64_t n, int64_t padded, Code* out) {
+    for (int64_t d = 0; d < n; ++d) out[d] = x[d];
+    for (int64_t d = n; d < padded; ++d) out[d] = 0;
+  }
+
   static void begin(int64_t) {}  // head_dim; called before and after a thread's share of a call
   static void end() {}
   static int depth_steps(int64_t head_dim) { return int((head_dim + kGroup - 1) / kGroup); }
@@ -30,8 +36,18 @@ struct Generic {
   static I32 max(I32 a, I32 b) { for (int i = 0; i < 4; ++i) a.x[i] = a.x[i] > b.x[i] ? a.x[i] : b.x[i]; return a; }
   static I32 min_u(I32 a, I32 b) { for (int i = 0; i < 4; ++i) a.x[i] = uint32_t(a.x[i]) < uint32_t(b.x[i]) ? a.x[i] : b.x[i]; return a; }
   static I32 shift_left(I32 a, int n) { for (int i = 0; i < 4; ++i) a.x[i] = int32_t(uint32_t(a.x[i]) << n); return a; }
-  static int32_t reduce_max(I32 a) { int32_t m = a.x[0]; for (int i = 1; i < 4; ++i) m = a.x[i] > m ? a.x[i] : m; return m; }
-  static uint32_t reduce_add(I32 a) { uint32_t s = 0; for (int i = 0; i < 4; ++i) s += uint32_t(a.x[i]); return s; }
+  // The first `count` lanes of x, kAbsent in the others.
+  static I32 first(I32 x, int64_t count) { for (int i = 0; i < 4; ++i) x.x[i] = i < count ? x.x[i] : INT32_MIN; return x; }
+  // out[r] = the maximum, or the sum, over the lanes of x[r], for kUnitRows rows
+  static void reduce_max(const I32* x, int32_t* out) {
+    for (int r = 0; r < kUnitRows; ++r) {
+      out[r] = x[r].x[0];
+      for (int i = 1; i < 4; ++i) out[r] = x[r].x[i] > out[r] ? x[r].x[i] : out[r];
+    }
+  }
+  static void reduce_add(const I32* x, uint32_t* out) {
+    for (int r = 0; r < kUnitRows; ++r) out[r] = uint32_t(x[r].x[0]) + uint32_t(x[r].x[1]) + uint32_t(x[r].x[2]) + uint32_t(x[r].x[3]);
+  }
   // (a * c + base) >> 32, unsigned
   static I32 mul_high(I32 a, I32 c, uint64_t base = 0) {
     for (int i = 0; i < 4; ++i) a.x[i] = int32_t((uint64_t(uint32_t(a.x[i])) * uint32_t(c.x[i]) + base) >> 32);
@@ -70,6 +86,23 @@ struct Generic {
   }
   // The key that lands at position `at` of a block of 4 * kLanes: packing follows the vector's own order.
   static constexpr int key_at(int at) { return at; }
+
+  // ((high << left) * factor + 2^(shift - 1)) >> shift, or with P16 of 256 * high + low; 32 <= shift < 63,
+  // and what is shifted left fits 32 bits
+  template <bool P16>
+  static I32 rescale(const int32_t* high, const int32_t* low, int32_t factor, int left, int shift) {
+    I32 r;
+    for (int i = 0; i < 4; ++i) {
+      const int64_t sum = (P16 ? int64_t(high[i]) * 256 + low[i] : high[i]) * (int64_t(1) << left);
+      r.x[i] = int32_t((sum * factor + (int64_t(1) << (shift - 1))) >> shift);
+    }
+    return r;
+  }
+  // The first `count` lanes, clamped to [-limit, limit].
+  template <class Out>
+  static void store_clamped(Out* out, I32 x, int limit, int64_t count) {
+    for (int i = 0; i < 4 && i < count; ++i) out[i] = Out(x.x[i] < -limit ? -limit : x.x[i] > limit ? limit : x.x[i]);
+  }
 
   static Codes load_codes(const void* p) { Codes r; std::memcpy(&r, p, sizeof r); return r; }
   static Codes broadcast(const void* p) { Codes r; for (int i = 0; i < 16; i += 4) std::memcpy(r.x + i, p, 4); return r; }
