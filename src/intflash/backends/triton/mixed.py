@@ -1,0 +1,197 @@
+"""From a problem of a method with a float softmax to one launch of the tile loop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from intflash.backends.triton import mixed_steps
+from intflash.backends.triton.launch import Launch, data_view, view
+from intflash.backends.triton.mixed_steps import Kinds, MixedConstants
+from intflash.backends.triton.steps import Steps
+from intflash.backends.triton.streaming import Statistics, Tile, _streaming_kernel, block_dim
+from intflash.backends.triton.tiles import Masks, Periods
+from intflash.numerics.exp import ABSENT, LOG2_E
+from intflash.problem import Problem, Result
+from intflash.quant import QTensor
+from intflash.quant.quantizers import TINY_AMAX
+
+STEPS: dict[str, Steps] = {
+    "int_flash_full": mixed_steps.FULL,
+    "int_flash_half": mixed_steps.HALF,
+    "lite": mixed_steps.LITE["integer"],
+    "qattn": mixed_steps.QATTN,
+    "fp16": mixed_steps.FLOAT,
+    "bf16": mixed_steps.FLOAT,
+    "fp32": mixed_steps.FLOAT,
+    "fp8": mixed_steps.FP8,
+    "fp8_head": mixed_steps.FP8,
+}
+_V_DTYPE = {"int_flash_half": torch.float16, "lite": torch.bfloat16}  # codes of V are dequantized before the launch
+_FLOAT_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_FP8_DIMS = {"fp8": (0, 1, 2, 3), "fp8_head": (2, 3)}
+_E4M3_MAX = 448.0
+_LEAST_KEYS = 32  # of a tile: int8 products take 32 keys at once
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Codes or floats with the scale they are worth, float32 4-D, None for 1."""
+
+    data: Tensor
+    scale: Tensor | None = None
+    granularity: str = "none"
+    block_size: int = 1
+
+
+def unsupported(problem: Problem) -> str | None:
+    if problem.method != "int_flash_full":
+        return None
+    quantized = isinstance(problem.v, QTensor)
+    granularity = problem.v.granularity if quantized else problem.recipe.v
+    block = problem.v.block_size if quantized else problem.recipe.block_size
+    if granularity in ("none", "token"):
+        return f"int_flash_full on Triton multiplies int8 V, whose scale must not be per {granularity!r}"
+    if granularity == "block" and block % _LEAST_KEYS:
+        return f"int_flash_full on Triton needs V blocks of a multiple of {_LEAST_KEYS} keys, got {block}"
+    return None
+
+
+def run(problem: Problem) -> Result:
+    problem = problem.quantized()
+    batch, heads, nq, _ = problem.q.shape
+    out = torch.empty(batch, heads, nq, problem.v.shape[3], dtype=problem.out_dtype, device=problem.device)
+    statistics = Statistics(None, None)
+    if problem.return_lse:
+        statistics = Statistics(*(torch.empty(batch, heads, nq, device=problem.device) for _ in range(2)))
+    if not problem.out_dtype.is_floating_point and problem.out_scale is None:
+        problem = replace(problem, out_scale=_default_out_scale(problem))
+    mixed_launch(problem, operands(problem), out, statistics).run()
+    lse = None
+    if problem.return_lse:
+        lse = (statistics.t_max + torch.log2(statistics.l)) * math.log(2.0)
+    return Result(out, None if problem.out_dtype.is_floating_point else problem.out_scale, lse)
+
+
+def operands(problem: Problem) -> tuple[Operand, Operand, Operand]:
+    """Q, K and V of a quantized problem as the kernel reads them; V of one byte with its keys contiguous."""
+    method = problem.method
+    if method in _FP8_DIMS:
+        q, k, v = (_e4m3(_values(x, torch.float32), _FP8_DIMS[method]) for x in (problem.q, problem.k, problem.v))
+        return q, k, replace(v, data=key_major(v.data))
+    if method in _FLOAT_DTYPE:
+        return tuple(Operand(_values(x, _FLOAT_DTYPE[method])) for x in (problem.q, problem.k, problem.v))
+    q = Operand(problem.q.data, problem.q.token_scale(), problem.q.granularity)
+    k = Operand(problem.k.data, problem.k.scale, problem.k.granularity, problem.k.block_size or 1)
+    if method in _V_DTYPE:
+        return q, k, Operand(_values(problem.v, _V_DTYPE[method]))
+    v = Operand(problem.v.data, problem.v.scale, problem.v.granularity, problem.v.block_size or 1)
+    return q, k, v if method == "qattn" else replace(v, data=key_major(v.data))
+
+
+def key_major(v: Tensor) -> Tensor:
+    """V ``[B, H, N, D]`` with contiguous keys, as 8-bit tensor cores read it; rows of 16 bytes."""
+    if v.stride(2) == 1 and v.stride(3) % 16 == 0:
+        return v
+    b, h, n, d = v.shape
+    padded = v.new_empty(b, h, d, triton.cdiv(n, 16) * 16)[..., :n]
+    return padded.copy_(v.mT).mT
+
+
+def _values(x: QTensor | Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if isinstance(x, Tensor) else x.dequantize(dtype)
+
+
+def _e4m3(x: Tensor, dims: tuple[int, ...]) -> Operand:
+    """x with its maximum over `dims` scaled to e4m3's largest value."""
+    amax = x.abs().amax(dim=dims, keepdim=True)
+    scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / _E4M3_MAX)
+    codes = (x / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.int8)
+    return Operand(codes, scale, "tensor" if len(dims) == 4 else "head")
+
+
+def _default_out_scale(problem: Problem) -> Tensor:
+    """The scale at which max|V|, which no output exceeds, is the largest code."""
+    qmax = torch.iinfo(problem.out_dtype).max
+    if isinstance(problem.v, Tensor):
+        amax = problem.v.float().abs().amax().reshape(1, 1, 1, 1)
+        return torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / qmax)
+    scale = problem.v.scale
+    if problem.v.granularity in ("token", "block"):
+        scale = scale.amax(dim=2, keepdim=True)
+    if scale.shape[1] > 1:
+        scale = scale.repeat_interleave(problem.group, dim=1)
+    return scale * ((1 << (problem.v.bits - 1)) - 1) / qmax
+
+
+def default_tile(method: str, head_dim: int, nq: int) -> Tile:
+    if method == "fp32":
+        return Tile(64, 32, 4, 2)
+    if head_dim > 128:
+        return Tile(64, 64, 4, 2)
+    return Tile(64 if nq <= 1024 else 128, 128, 4 if nq <= 1024 else 8, 3)
+
+
+def mixed_launch(
+    problem: Problem, parts: tuple[Operand, Operand, Operand], out: Tensor, statistics: Statistics,
+    tile: Tile | None = None, steps: Steps | None = None,
+) -> Launch:  # fmt: skip
+    """The tile loop's launch; `parts` from `operands`, `steps` for another flow than the method's own."""
+    q, k, v = parts
+    (batch, heads, nq, d), (nk, dv) = q.data.shape, v.data.shape[2:]
+    steps = steps or STEPS[problem.method]
+    tile = tile or default_tile(problem.method, d, nq)
+    if v.granularity == "block":
+        tile = replace(tile, keys=min(tile.keys, v.block_size & -v.block_size))
+    per_block = k.granularity == "block" and k.block_size % tile.keys == 0
+    kinds = Kinds(
+        k="none" if k.scale is None else "tile" if per_block else "key" if k.scale.shape[2] > 1 else "head",
+        v="none" if v.scale is None else "tile" if v.granularity == "block" else "end",
+        k_block=k.block_size,
+        v_block=v.block_size,
+        v_channels=1 if v.scale is None else v.scale.shape[3],
+        out_channels=1 if problem.out_scale is None else problem.out_scale.shape[3],
+    )
+    integer_out = not problem.out_dtype.is_floating_point
+    scales = [None if x is None else view(x) for x in (q.scale, k.scale, v.scale)]
+    packed = problem.cu_seqlens_q is not None
+    sequences = len(problem.cu_seqlens_q) - 1 if packed else None
+    causal = ""
+    if problem.causal is not None:
+        causal = "bottom_right" if packed and problem.causal_align == "bottom_right" else "offset"
+    bias, keep = _octaves(problem.bias_float), problem.keep
+    arguments = dict(
+        q=data_view(q.data), k=data_view(k.data), v=data_view(v.data), out=data_view(out),
+        constants=MixedConstants(
+            *scales, view(problem.out_scale) if integer_out else None, float(problem.sm_scale * LOG2_E)
+        ),
+        statistics=statistics,
+        masks=Masks(
+            None if bias is None else view(bias),
+            None if keep is None else view(keep.view(torch.uint8)),
+            problem.causal if causal == "offset" else None,
+        ),
+        cu_q=problem.cu_seqlens_q, cu_k=problem.cu_seqlens_k, sequences=sequences, nq=nq, nk=nk,
+        STEPS=steps, KIND=kinds, CAUSAL=causal, PLAIN=kinds, D=d, DV=dv,
+        BM=tile.rows, BN=tile.keys, BD=block_dim(d, 32), BDV=block_dim(dv, 16),
+        PERIODS=Periods(
+            1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group, 1, 1,
+            even=not packed and problem.causal is None and nk % tile.keys == 0,
+        ),
+        BATCH_FIRST=batch > 65535,
+    )  # fmt: skip
+    row_tiles = triton.cdiv(nq, tile.rows) + (sequences or 0)
+    grid = (batch, heads, row_tiles) if batch > 65535 else (row_tiles, heads, batch)
+    return Launch(_streaming_kernel, grid, arguments, tile.warps, tile.stages)
+
+
+def _octaves(bias: Tensor | None) -> Tensor | None:
+    """The float bias in octaves, in its own broadcast shape; ABSENT (as a float) where it takes a key out."""
+    if bias is None:
+        return None
+    absent = bias <= torch.finfo(bias.dtype).min / 2
+    return torch.where(absent, float(ABSENT), bias.float() * LOG2_E)

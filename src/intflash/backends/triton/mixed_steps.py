@@ -1,0 +1,364 @@
+"""The steps of the methods with a float32 softmax: int_flash, lite, qattn and the float baselines.
+
+Their scores are int32 (or float32 from float inputs), their exponentials are taken in octaves, x = s * unit, against
+the maximum so far. `unit` of a tile is (row, key, value): row [BM] what a score is worth, key [1, BN] where
+KIND.k is "key" and value the scale of the tile's V where KIND.v is "tile" (1 otherwise). The state is (m, l, acc), m in octaves, l the sum of the exact p.
+
+    int_flash_half   P float16              int_flash_full   P int8, R = 127, int32 products
+    lite, qattn      P bfloat16             fp16, bf16, fp32, fp8    P of the inputs' type
+
+int32 -> float32 goes through one of four flows (`lite` exists in each, bench/conversion.py measures them):
+
+    convert   I2F, float maximum
+    magic     integer addition of a magic constant, float maximum; the subtraction is folded into the softmax's FMA
+    dual      half of the scores by `convert`, half by integer addition and integer maximum, interleaved
+    integer   integer maximum of the raw scores, then magic
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from intflash.backends.triton.steps import Hooks, Steps, make_steps
+from intflash.backends.triton.tiles import Place, head_base, natural_order, permuted_keys
+from intflash.numerics.triton import PTX
+
+# 2^23 + 2^22 - 1 and its bits: float(s + MAGIC) has the bits s + MAGIC_BITS for |s| < 2^22 (lite's constant)
+MAGIC = tl.constexpr(12582911.0)
+MAGIC_BITS = tl.constexpr(0x4B3FFFFF)
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added, it leaves the rounded integer in the low bits
+R = tl.constexpr(127.0)
+LOG2_R = tl.constexpr(math.log2(127.0))
+FP8_OCTAVES = tl.constexpr(8.0)  # P in (0, 256] keeps its tail out of e4m3's subnormals
+
+
+class MixedConstants(NamedTuple):
+    """Scales as float32 Views; None where there is none.
+
+    q_scale [B|1, Hq|1, Nq|1, 1], k_scale [B|1, Hk|1, keys or blocks or 1, 1], v_scale [B|1, Hk|1, 1, Dv|1] or per
+    block, out_scale [B|1, Hq|1, 1, Dv|1] of integer output; octaves is sm_scale * log2(e).
+    """
+
+    q_scale: object
+    k_scale: object
+    v_scale: object
+    out_scale: object
+    octaves: object
+
+
+class Kinds(NamedTuple):
+    """Where scales enter: K's "none", "head", "tile" (one per tile of keys) or "key"; V's "none", "end" or "tile"."""
+
+    k: str
+    v: str
+    k_block: int
+    v_block: int
+    v_channels: int
+    out_channels: int
+
+
+# --- hooks of the tile loop
+
+
+@triton.jit
+def _natural_keys(BN: tl.constexpr):
+    return tl.arange(0, BN)
+
+
+@triton.jit
+def _integer_scores(q, k):
+    return tl.dot(q, tl.trans(k), out_dtype=tl.int32)
+
+
+@triton.jit
+def _exact(x):
+    """x as the operand of a product: the interpreter would multiply the bits of bfloat16."""
+    if PTX:
+        return x
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _float_scores(q, k):
+    return tl.dot(_exact(q), tl.trans(_exact(k)), input_precision="ieee")
+
+
+@triton.jit
+def _e4m3(x):
+    """e4m3 values that travel as int8 bits (loads, masks and pointers know no 8-bit float)."""
+    return x.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _e4m3_scores(q, k):
+    return tl.dot(_e4m3(q), tl.trans(_e4m3(k)), out_dtype=tl.float32)
+
+
+@triton.jit
+def _scale_base(x, place: Place, head):
+    return x.ptr + place.b.to(tl.int64) * x.b + head.to(tl.int64) * x.h
+
+
+@triton.jit
+def _row_units(constants: MixedConstants, place: Place, rows, PERIODS: tl.constexpr, KIND: tl.constexpr):
+    """Octaves per score unit, [BM]; K's scale is in it where a head has one."""
+    unit = tl.full(rows.shape, 1.0, tl.float32) * constants.octaves
+    if constants.q_scale is not None:
+        x = constants.q_scale
+        base = _scale_base(x, place, place.h)
+        unit *= tl.load(base + (place.q_start + rows) * x.n, mask=rows < place.q_count, other=0.0)
+    if KIND.k == "head":
+        unit *= tl.load(_scale_base(constants.k_scale, place, place.h // PERIODS.group))
+    return unit
+
+
+@triton.jit
+def _key_units(
+    row, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr
+):
+    """(row, key, value) of a tile of keys."""
+    key, value = 1.0, 1.0
+    if KIND.k == "tile":
+        x = constants.k_scale
+        row = row * tl.load(_scale_base(x, place, place.h // PERIODS.group) + (first // KIND.k_block) * x.n)
+    elif KIND.k == "key":
+        x = constants.k_scale
+        at = (place.k_start + keys) // KIND.k_block
+        base = _scale_base(x, place, place.h // PERIODS.group)
+        key = tl.load(base + at * x.n, mask=keys < place.k_count, other=0.0)[None, :]
+    if KIND.v == "tile":
+        x = constants.v_scale
+        value = tl.load(_scale_base(x, place, place.h // PERIODS.group) + (first // KIND.v_block) * x.n)
+    return row, key, value
+
+
+@triton.jit
+def _head_scale(x, base, CHANNELS: tl.constexpr, channels, inside):
+    if CHANNELS == 1:
+        return tl.load(base)
+    else:
+        return tl.load(base + channels[None, :] * x.d, mask=inside, other=1.0)
+
+
+@triton.jit
+def _store(
+    out, place: Place, rows, acc, l, constants: MixedConstants, PERIODS: tl.constexpr, KIND: tl.constexpr,
+    DV: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """acc / l * s_V as floats, or as codes of out_scale rounded half to even; rows without keys give 0."""
+    channels = tl.arange(0, BDV)
+    inside = channels[None, :] < DV
+    o = acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
+    if KIND.v == "end":
+        x = constants.v_scale
+        o *= _head_scale(x, _scale_base(x, place, place.h // PERIODS.group), KIND.v_channels, channels, inside)
+    if constants.out_scale is not None:
+        x = constants.out_scale
+        o = o / _head_scale(x, _scale_base(x, place, place.h), KIND.out_channels, channels, inside)
+        QMAX: tl.constexpr = 127.0 if out.ptr.dtype.element_ty == tl.int8 else 32767.0
+        o = (tl.minimum(tl.maximum(o, -QMAX), QMAX) + ROUND) - ROUND
+    ptrs = head_base(out, place.b, place.h, place.q_start) + rows[:, None] * out.n + channels[None, :] * out.d
+    tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=(rows[:, None] < place.q_count) & inside)
+
+
+# --- softmax
+
+
+@triton.jit
+def _initial(BM: tl.constexpr, BDV: tl.constexpr):
+    return tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BDV], tl.float32)
+
+
+@triton.jit
+def _result(state):
+    m, l, acc = state
+    return acc, l, m
+
+
+@triton.jit
+def _raise(m, top):
+    """(m', what to subtract, 2^(m - m')): a row without keys so far subtracts 0 and keeps p = 0."""
+    raised = tl.maximum(m, top)
+    base = tl.where(raised == float("-inf"), 0.0, raised)
+    return raised, base, tl.exp2(m - base)
+
+
+@triton.jit
+def _general(m, s, unit, bias, present, KIND: tl.constexpr, OFFSET: tl.constexpr):
+    """(m', alpha, p * 2^OFFSET) with any scales, bias and mask, by conversion and float maximum."""
+    row, key, _ = unit
+    y = s.to(tl.float32)
+    if KIND.k == "key":
+        y *= key
+    if bias is not None:
+        y = y * row[:, None] + bias
+        row = tl.full(row.shape, 1.0, tl.float32)
+    if present is not None:
+        y = tl.where(present, y, float("-inf"))
+    top = tl.max(y, 1)
+    m, base, alpha = _raise(m, tl.where(top == float("-inf"), top, top * row))
+    return m, alpha, tl.exp2(y * row[:, None] - (base - OFFSET)[:, None])
+
+
+@triton.jit
+def _magic(m, s, unit):
+    """As `_general` without key scale, bias and mask: s + MAGIC is a float, whose -MAGIC joins the FMA's addend."""
+    row, _, _ = unit
+    y = (s + MAGIC_BITS).to(tl.float32, bitcast=True)
+    m, base, alpha = _raise(m, (tl.max(y, 1) - MAGIC) * row)
+    return m, alpha, tl.exp2(y * row[:, None] - (base + MAGIC * row)[:, None])
+
+
+@triton.jit
+def _integer(m, s, unit):
+    """As `_magic`, the maximum taken of the integers: two scores by each instruction."""
+    row, _, _ = unit
+    m, base, alpha = _raise(m, tl.max(s, 1).to(tl.float32) * row)
+    y = (s + MAGIC_BITS).to(tl.float32, bitcast=True)
+    return m, alpha, tl.exp2(y * row[:, None] - (base + MAGIC * row)[:, None])
+
+
+@triton.jit
+def _dual(m, s, unit):
+    """Even columns: I2F and float maximum. Odd columns: integer addition and integer maximum, read as a float."""
+    row, _, _ = unit
+    BM: tl.constexpr = s.shape[0]
+    BN: tl.constexpr = s.shape[1]
+    even, odd = tl.split(tl.reshape(s, [BM, BN // 2, 2]))
+    a = even.to(tl.float32)
+    b = odd + MAGIC_BITS
+    top = tl.maximum(tl.max(a, 1), tl.max(b, 1).to(tl.float32, bitcast=True) - MAGIC)
+    m, base, alpha = _raise(m, top * row)
+    p_even = tl.exp2(a * row[:, None] - base[:, None])
+    p_odd = tl.exp2(b.to(tl.float32, bitcast=True) * row[:, None] - (base + MAGIC * row)[:, None])
+    return m, alpha, tl.reshape(tl.join(p_even, p_odd), [BM, BN])
+
+
+@triton.jit
+def _flow(m, s, unit, bias, present, KIND: tl.constexpr, FLOW: tl.constexpr):
+    """The flow where its shape allows, the general form in tiles with a key scale, a bias or absent keys."""
+    if FLOW == "convert" or KIND.k == "key" or bias is not None or present is not None:
+        return _general(m, s, unit, bias, present, KIND, 0.0)
+    elif FLOW == "magic":
+        return _magic(m, s, unit)
+    elif FLOW == "dual":
+        return _dual(m, s, unit)
+    else:
+        return _integer(m, s, unit)
+
+
+# --- steps
+
+
+@triton.jit
+def _accumulate(m, alpha, p, l, acc, v, DTYPE: tl.constexpr):
+    """l and acc with p rounded to DTYPE times v."""
+    l = l * alpha + tl.sum(p, 1)
+    if v.dtype == tl.int8:
+        v = v.to(tl.float32)  # exact in any DTYPE
+    acc = tl.dot(_exact(p.to(DTYPE)), _exact(v.to(DTYPE)), acc * alpha[:, None], input_precision="ieee")
+    return m, l, acc
+
+
+@triton.jit
+def _step_half(state, s, unit, bias, present, v, KIND: tl.constexpr):
+    m, l, acc = state
+    m, alpha, p = _flow(m, s, unit, bias, present, KIND, "integer")
+    return _accumulate(m, alpha, p, l, acc, v, tl.float16)
+
+
+@triton.jit
+def _step_lite_convert(state, s, unit, bias, present, v, KIND: tl.constexpr):
+    m, l, acc = state
+    m, alpha, p = _flow(m, s, unit, bias, present, KIND, "convert")
+    return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
+
+
+@triton.jit
+def _step_lite_magic(state, s, unit, bias, present, v, KIND: tl.constexpr):
+    m, l, acc = state
+    m, alpha, p = _flow(m, s, unit, bias, present, KIND, "magic")
+    return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
+
+
+@triton.jit
+def _step_lite_dual(state, s, unit, bias, present, v, KIND: tl.constexpr):
+    m, l, acc = state
+    m, alpha, p = _flow(m, s, unit, bias, present, KIND, "dual")
+    return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
+
+
+@triton.jit
+def _step_lite_integer(state, s, unit, bias, present, v, KIND: tl.constexpr):
+    m, l, acc = state
+    m, alpha, p = _flow(m, s, unit, bias, present, KIND, "integer")
+    return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
+
+
+@triton.jit
+def _step_float(state, s, unit, bias, present, v, KIND: tl.constexpr):
+    """P of V's own type: fp16, bf16, fp32."""
+    m, l, acc = state
+    m, alpha, p = _general(m, s, unit, bias, present, KIND, 0.0)
+    return _accumulate(m, alpha, p, l, acc, v, v.dtype)
+
+
+@triton.jit
+def _step_fp8(state, s, unit, bias, present, v, KIND: tl.constexpr):
+    """P * 256 in e4m3; each tile's product is added in float32 (the tensor core's own sum keeps 14 bits)."""
+    m, l, acc = state
+    m, alpha, p = _general(m, s, unit, bias, present, KIND, FP8_OCTAVES)
+    product = tl.dot(natural_order(p.to(tl.float8e4nv)), _e4m3(v), out_dtype=tl.float32)
+    return m, l * alpha + tl.sum(p, 1), acc * alpha[:, None] + product
+
+
+@triton.jit
+def _result_fp8(state):
+    m, l, acc = state
+    return acc * (1.0 / 256.0), l * (1.0 / 256.0), m
+
+
+@triton.jit
+def _step_full(state, s, unit, bias, present, v, KIND: tl.constexpr):
+    """P * 127 rounded to int8; the tile's product is exact in int32 (127^2 * 128 < 2^22 keys' worth)."""
+    m, l, acc = state
+    m, alpha, p = _general(m, s, unit, bias, present, KIND, LOG2_R)
+    codes = (p + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+    product = tl.dot(natural_order(codes), v, out_dtype=tl.int32).to(tl.float32)
+    if KIND.v == "tile":
+        product *= unit[2]
+    return m, l * alpha + tl.sum(p, 1), acc * alpha[:, None] + product
+
+
+@triton.jit
+def _result_full(state):
+    m, l, acc = state
+    return acc * (1.0 / R), l * (1.0 / R), m
+
+
+_INTEGER_QK = Hooks(_natural_keys, _integer_scores, _row_units, _key_units, _store)
+_INTEGER_P = _INTEGER_QK._replace(order=permuted_keys)  # int8 P: tiles.natural_order puts its columns back
+_FLOAT_QK = _INTEGER_QK._replace(scores=_float_scores)
+_E4M3_QK = _INTEGER_P._replace(scores=_e4m3_scores)
+
+
+def _steps(step, hooks: Hooks, result=_result) -> Steps:
+    return make_steps(_initial, None, None, step, result, None, hooks)
+
+
+HALF = _steps(_step_half, _INTEGER_QK)
+FULL = _steps(_step_full, _INTEGER_P, _result_full)
+LITE = {
+    "convert": _steps(_step_lite_convert, _INTEGER_QK),
+    "magic": _steps(_step_lite_magic, _INTEGER_QK),
+    "dual": _steps(_step_lite_dual, _INTEGER_QK),
+    "integer": _steps(_step_lite_integer, _INTEGER_QK),
+}
+QATTN = LITE["convert"]  # bfloat16 P and V, as described
+FLOAT = _steps(_step_float, _FLOAT_QK)
+FP8 = _steps(_step_fp8, _E4M3_QK, _result_fp8)
