@@ -132,14 +132,50 @@ def _row_tile(
 
 
 @triton.jit
+def _rows(
+    q, ks, vs, offset, out, constants: Constants, masks: Masks, statistics: Statistics, inverse: InputScales,
+    place: Place, first_row,
+    BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    PERIODS: tl.constexpr,
+):  # fmt: skip
+    """From Q to the output for BM rows."""
+    rows = first_row + tl.arange(0, BM)
+    q_tile = load_rows(q, head_base(q, place.b, place.h, place.q_start), rows, place.q_count, D, BD, True)
+    q_tile = _codes(q_tile, inverse.q, place.b, place.h)
+    C, shift = score_constants(constants.score, 1, place, rows, rows, KIND)
+    if KIND == "head":  # a shift of 0 is the usual one and costs nothing in code of its own
+        if shift == 0:
+            acc, l, top = _row_tile(
+                q_tile, ks, vs, offset, masks, place, rows, masks.causal, C, None,
+                PIECES, PERIODS, CAUSAL, PLAIN, BITS, BDV,
+            )  # fmt: skip
+        else:
+            acc, l, top = _row_tile(
+                q_tile, ks, vs, offset, masks, place, rows, masks.causal, C, shift,
+                PIECES, PERIODS, CAUSAL, PLAIN, BITS, BDV,
+            )  # fmt: skip
+    else:
+        acc, l, top = _row_tile(
+            q_tile, ks, vs, offset, masks, place, rows, masks.causal, C, shift,
+            PIECES, PERIODS, CAUSAL, PLAIN, BITS, BDV,
+        )  # fmt: skip
+    store_output(out, place, rows, acc, l, constants, PERIODS, DV, BDV)
+    if statistics.l is not None:
+        at = (place.b.to(tl.int64) * tl.num_programs(1) + place.h) * place.q_count + rows
+        tl.store(statistics.t_max + at, top, mask=rows < place.q_count)
+        tl.store(statistics.l + at, l, mask=rows < place.q_count)
+
+
+@triton.jit
 def _rowwise_kernel(
     q: View, k: View, v: View, out: View, constants: Constants, masks: Masks, statistics: Statistics,
     inverse: InputScales, nq, nk,
     BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr, BD: tl.constexpr,
+    DV: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, TAIL: tl.constexpr, PIECES: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, PERIODS: tl.constexpr, BATCH_FIRST: tl.constexpr, V_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles of BM rows for each program."""
+    """TILES tiles of BM rows and one of TAIL rows (or none) for each program."""
     batch, first_tile, head = tl.program_id(2), tl.program_id(0), tl.program_id(1)
     if BATCH_FIRST:
         batch, first_tile = first_tile, batch
@@ -159,41 +195,27 @@ def _rowwise_kernel(
         vs = vs + (v_tile,)
         sums = add_value_sums(sums, v_tile)
     offset = offset_row(sums)
+    first_row = first_tile * (TILES * BM + TAIL)
     for tile in tl.range(0, TILES):
-        rows = (first_tile * TILES + tile) * BM + tl.arange(0, BM)
-        q_tile = load_rows(q, head_base(q, batch, head, zero), rows, nq, D, BD, True)
-        q_tile = _codes(q_tile, inverse.q, batch, head)
-        C, shift = score_constants(constants.score, 1, place, rows, rows, KIND)
-        if KIND == "head":  # a shift of 0 is the usual one and costs nothing in code of its own
-            if shift == 0:
-                acc, l, top = _row_tile(
-                    q_tile, ks, vs, offset, masks, place, rows, masks.causal, C, None,
-                    PIECES, PERIODS, CAUSAL, PLAIN, BITS, BDV,
-                )  # fmt: skip
-            else:
-                acc, l, top = _row_tile(
-                    q_tile, ks, vs, offset, masks, place, rows, masks.causal, C, shift,
-                    PIECES, PERIODS, CAUSAL, PLAIN, BITS, BDV,
-                )  # fmt: skip
-        else:
-            acc, l, top = _row_tile(
-                q_tile, ks, vs, offset, masks, place, rows, masks.causal, C, shift,
-                PIECES, PERIODS, CAUSAL, PLAIN, BITS, BDV,
-            )  # fmt: skip
-        store_output(out, place, rows, acc, l, constants, PERIODS, DV, BDV)
-        if statistics.l is not None:
-            at = (batch.to(tl.int64) * tl.num_programs(1) + head) * nq + rows
-            tl.store(statistics.t_max + at, top, mask=rows < nq)
-            tl.store(statistics.l + at, l, mask=rows < nq)
+        _rows(
+            q, ks, vs, offset, out, constants, masks, statistics, inverse, place, first_row + tile * BM,
+            BITS, KIND, CAUSAL, PLAIN, D, DV, BM, PIECES, BD, BDV, PERIODS,
+        )  # fmt: skip
+    if TAIL > 0:
+        _rows(
+            q, ks, vs, offset, out, constants, masks, statistics, inverse, place, first_row + TILES * BM,
+            BITS, KIND, CAUSAL, PLAIN, D, DV, TAIL, PIECES, BD, BDV, PERIODS,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RowTile:
-    """Rows of a tile, tiles for each program, warps."""
+    """Rows of a tile, tiles for each program, warps, rows of a last smaller tile (197 = 3 * 64 + 5 of 16)."""
 
     rows: int
     tiles: int
     warps: int
+    tail: int = 0
 
 
 def pieces(nk: int, most: int = 128) -> tuple[tuple[int, int, bool], ...]:
@@ -235,7 +257,7 @@ def rowwise_launch(
     q, k, v = (x.data if inverse.q is None else x for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
     tile = tile or default_tile(problem)
-    programs = triton.cdiv(nq, tile.rows * tile.tiles)
+    programs = triton.cdiv(nq, tile.rows * tile.tiles + tile.tail)
     batch_first = batch > 65535 or programs == 1
     bias, keep = problem.bias, problem.keep
     score = constants.score.ptr.shape
@@ -247,7 +269,7 @@ def rowwise_launch(
         ),
         statistics=statistics, inverse=inverse, nq=nq, nk=nk,
         BITS=bits, KIND="row" if score[2] > 1 else "head", CAUSAL=problem.causal is not None, PLAIN=bias is None,
-        D=d, DV=dv, BM=tile.rows, TILES=tile.tiles, PIECES=pieces(nk), BD=block_dim(d, 32), BDV=block_dim(dv, 16),
+        D=d, DV=dv, BM=tile.rows, TILES=tile.tiles, TAIL=tile.tail, PIECES=pieces(nk), BD=block_dim(d, 32), BDV=block_dim(dv, 16),
         PERIODS=Periods(
             1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], heads // k.shape[1], 1,
             output_channels(constants),
