@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from intflash.backends.base import Backend
+from intflash.errors import InputError
 from intflash.methods.base import INTEGER_DTYPES
-from intflash.numerics.exp import P8_MAX, P16_MAX, log_sum_exp
+from intflash.numerics.exp import LOG2_E, P8_MAX, P16_MAX, log_sum_exp
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
 
@@ -55,6 +56,8 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     if not _quantizes_here(problem):
         problem = problem.quantized()
     q, k, v = problem.q, problem.k, problem.v
+    if problem.method in FLASH:
+        _check_score_unit(problem)
     batch, heads, nq, _ = q.shape
     out = torch.empty((batch, heads, nq, v.shape[3]), dtype=problem.out_dtype)
     if isinstance(q, QTensor):
@@ -84,6 +87,17 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     )  # fmt: skip
     lse = None if t_max is None else log_sum_exp(t_max, l_sum, P_MAX[problem.method])
     return Result(out, out_scale, lse)
+
+
+def _check_score_unit(problem: Problem) -> None:
+    """qflash and iflash divide by round(1 / octaves per score unit), an int32."""
+    octaves = problem.q.scale.double() * _repeated(problem.k.scale, problem).double() * problem.sm_scale * LOG2_E
+    rs = torch.round(1 / octaves)
+    if bool(((rs < 1) | (rs >= 2.0**31)).any()):
+        raise InputError(
+            f"{problem.method} needs round(1 / (s_Q * s_K * scale * log2(e))) in [1, 2^31), "
+            f"got s_Q * s_K * scale * log2(e) from {octaves.min():.3g} to {octaves.max():.3g}"
+        )
 
 
 def unsupported(problem: Problem) -> str | None:
