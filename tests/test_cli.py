@@ -59,3 +59,21 @@ def test_accuracy_quick(tmp_path):
 def test_unknown_experiment_lists_those_there_are():
     printed = run("accuracy", "-e", "figure99", code=2)
     assert "figure99" in printed and "qflash_table4" in printed
+
+
+def test_bench_list_has_every_figure():
+    printed = run("bench", "list")
+    for name in ("qflash_table4", "qflash_figure3_batch8", "qflash_figure5", "int_flash_table1", "iflash_figure2"):
+        assert name in printed
+
+
+def test_bench_run_times_and_report_assembles(tmp_path):
+    options = ("--quick", "--budget", 0.01, "--out", tmp_path / "bench")
+    printed = run("bench", "run", "-e", "qflash_figure6_cpu", "-e", "int_flash_figure2", *options)
+    assert "multiply and shift" in printed and "int_flash_figure2 needs cuda: left out" in printed
+    assert "wrote" in run("report", tmp_path, "--out", tmp_path / "report.html")
+    assert "Division by a constant" in (tmp_path / "report.html").read_text()
+
+
+def test_report_without_results(tmp_path):
+    assert "no results in" in run("report", tmp_path, code=2)

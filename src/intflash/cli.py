@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from intflash.models import cli as models_cli
+
 if TYPE_CHECKING:
     from intflash.bench.demo import DemoResult
     from intflash.bench.experiments import Experiment, Outcome, Row, Setting
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Integer and INT8 FlashAttention for inference.")
 bench_app = typer.Typer(no_args_is_help=True, help="Time and experiments of the papers.")
 app.add_typer(bench_app, name="bench")
+app.add_typer(models_cli.app)  # eval, calibrate
 console = Console()
 
 # Points of Top-1 below float32 from which the demo prints a number in red.
@@ -199,6 +202,24 @@ def _all_experiments() -> tuple[Experiment, ...]:
     from intflash.bench import accuracy, latency, variant_accuracy
 
     return accuracy.EXPERIMENTS + variant_accuracy.EXPERIMENTS + latency.EXPERIMENTS
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path] | None, typer.Argument(help="Where results are (default: those there are).")] = None,
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("results/report.html"),
+) -> None:
+    """Assemble everything measured into one static page."""
+    from intflash.bench.report import build, read_results
+
+    places = folders or [folder for folder in (Path("docs/benchmarks"), Path("results")) if folder.is_dir()]
+    sections = read_results(places)
+    if not sections:
+        searched = ", ".join(map(str, places)) or "docs/benchmarks and results, which do not exist"
+        raise typer.BadParameter(f"no results in {searched}; run intflash demo, accuracy or bench run first")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(build(sections), encoding="utf-8")
+    console.print(f"wrote {out}: {len(sections)} results, {out.stat().st_size / 1e6:.1f} MB")
 
 
 def _chosen(experiments: Iterable[Experiment], only: list[str] | None) -> list[Experiment]:

@@ -54,7 +54,8 @@ def bars(rows: Sequence[Row], metric: str, title: str, path: Path) -> None:
     """One group of bars per case, one bar per series; the paper's numbers as dashes."""
     rows = [row for row in rows if row.metric == metric and row.value not in (None, math.inf)]
     cases, series = _unique(row.case for row in rows), _unique(row.series for row in rows)
-    figure = Figure(figsize=(max(7.0, 1.4 + 0.24 * len(cases) * (len(series) + 1)), 4.6), layout="constrained")
+    width = min(15.0, max(7.0, 1.4 + 0.2 * len(cases) * (len(series) + 1)))
+    figure = Figure(figsize=(width, 4.8), layout="constrained")
     axes = figure.subplots()
     width = 0.84 / len(series)
     for index, name in enumerate(series):

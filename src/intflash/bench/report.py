@@ -1,0 +1,208 @@
+"""One static page of everything that was measured: tables, figures, machine, versions, commit.
+
+It reads the JSON files that the demo and the experiments write and puts their figures into the page
+itself, so that the page opens from a file, without a server or a network.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8885; --ours: #0b6e4f; --quiet: #667; }
+@media (prefers-color-scheme: dark) { :root { --ours: #5fd3a8; --quiet: #aab; } }
+* { box-sizing: border-box; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 62rem; overflow-wrap: anywhere; }
+h1 { line-height: 1.2; margin: .5rem 0; } h2 { margin: 2.5rem 0 .2rem; line-height: 1.25; }
+p, ul { margin: .4rem 0 .8rem; } .quiet { color: var(--quiet); font-size: .9rem; }
+nav ul { columns: 18rem; padding-left: 1.2rem; }
+.scroll { overflow-x: auto; margin: .6rem 0 1rem; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+caption { text-align: left; font-weight: 600; padding: .3rem 0; white-space: nowrap; }
+th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: Canvas; }
+tr.ours td { color: var(--ours); font-weight: 600; }
+.paper { color: var(--quiet); font-weight: 400; }
+thead th { white-space: normal; min-width: 4.2rem; vertical-align: bottom; }
+img { width: 100%; min-width: 34rem; height: auto; background: white; border-radius: 4px; }
+details { margin: .5rem 0; } summary { cursor: pointer; color: var(--quiet); }
+"""
+
+DEMO_COLUMNS = {
+    "method": "method",
+    "top1": "Top-1 %",
+    "agreement": "agrees with float32 %",
+    "worst_sqnr": "worst layer, dB",
+    "mean_sqnr": "mean of layers, dB",
+    "logits_sqnr": "logits, dB",
+    "ms_per_image": "ms per image",
+    "scaled_top1": "Top-1 %, queries scaled",
+    "backend": "backend",
+}
+PIVOT = {"series", "case", "metric"}
+CASE_COLUMNS = 8  # more cases than this stand as lines
+
+
+@dataclass(frozen=True)
+class Section:
+    """One measured file and the folder that its figures are in."""
+
+    path: Path
+    content: Json
+
+    @property
+    def anchor(self) -> str:
+        return f"{self.path.parent.name}-{self.path.stem}"
+
+    @property
+    def title(self) -> str:
+        if is_demo(self.content):
+            return f"{self.content['images']} handwritten digits, model {self.content['model']}, by every method"
+        return self.content.get("title") or self.path.stem.replace("_", " ")
+
+
+def is_demo(content: Json) -> bool:
+    return "float_top1" in content
+
+
+def read_results(folders: Iterable[Path]) -> list[Section]:
+    """Every result below the folders: a JSON object with "rows". Demos first, then in order of path."""
+    sections = []
+    for folder in folders:
+        for path in sorted(folder.rglob("*.json")):
+            content = json.loads(path.read_text())
+            if isinstance(content, dict) and isinstance(content.get("rows"), list) and content["rows"]:
+                sections.append(Section(path, content))
+    return sorted(sections, key=lambda section: not is_demo(section.content))
+
+
+def build(sections: Sequence[Section]) -> str:
+    """The page."""
+    links = "".join(f'<li><a href="#{_text(s.anchor)}">{_text(s.title)}</a></li>' for s in sections)
+    body = "".join(_section(section) for section in sections)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>IntFlash: what was measured</title><style>{STYLE}</style></head><body>"
+        "<h1>IntFlash: what was measured</h1>"
+        '<p class="quiet">Numbers in brackets are the papers\'. Each section names its machine and commit.</p>'
+        f"<nav><ul>{links}</ul></nav>{body}</body></html>\n"
+    )
+
+
+def _section(section: Section) -> str:
+    content = section.content
+    parts = [f'<section id="{_text(section.anchor)}"><h2>{_text(section.title)}</h2>']
+    parts.append(f'<p class="quiet">{_text(" · ".join(_provenance(content)))}</p>')
+    parts.extend(f"<p>{_text(content[key])}</p>" for key in ("notes",) if content.get(key))
+    if content.get("conclusions"):
+        parts.append("<ul>" + "".join(f"<li>{_text(line)}</li>" for line in content["conclusions"]) + "</ul>")
+    parts.extend(_image(path, section.title) for path in _figures(section))
+    tables = _tables(content)
+    parts.append(tables[0])
+    if len(tables) > 1:
+        parts.append(f"<details><summary>{len(tables) - 1} more tables</summary>{''.join(tables[1:])}</details>")
+    parts.append(_environment(content.get("environment", {}) | {"file": section.path.name}))
+    return "".join(parts) + "</section>"
+
+
+def _provenance(content: Json) -> list[str]:
+    facts = content.get("environment", {})
+    found = [content.get("source"), facts.get("gpu") if content.get("device") == "cuda" else facts.get("cpu")]
+    found += [f"commit {facts['commit']}" if facts.get("commit") else None, (facts.get("date") or "")[:10]]
+    found.append("quick subset" if content.get("quick") else None)
+    return [str(part) for part in found if part]
+
+
+def _figures(section: Section) -> list[Path]:
+    names = section.content.get("figures")
+    if names is None:
+        names = [section.path.with_suffix(".png").name]
+    return [path for name in names if (path := section.path.parent / name).exists()]
+
+
+def _image(path: Path, title: str) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<div class="scroll"><img alt="{_text(title)}" loading="lazy" src="data:image/png;base64,{data}"></div>'
+
+
+def _tables(content: Json) -> list[str]:
+    rows = content["rows"]
+    if is_demo(content):
+        return [_demo_table(content)]
+    if all(row.keys() >= PIVOT for row in rows):
+        return [_pivot(rows, metric) for metric in dict.fromkeys(row["metric"] for row in rows)]
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    return [_table("", keys, [[_number(row.get(key)) for key in keys] for row in rows])]
+
+
+def _demo_table(content: Json) -> str:
+    baseline = {
+        "method": "float32 (torch)",
+        "top1": content["float_top1"],
+        "ms_per_image": content["float_ms_per_image"],
+        "scaled_top1": content["float_scaled_top1"],
+    }
+    lines = [[_number(row.get(key)) for key in DEMO_COLUMNS] for row in (baseline, *content["rows"])]
+    caption = f"queries scaled: multiplied by {content['query_factor']:g}"
+    return _table(caption, list(DEMO_COLUMNS.values()), lines)
+
+
+def _pivot(rows: Sequence[Json], metric: str) -> str:
+    rows = [row for row in rows if row["metric"] == metric]
+    cases, series = (list(dict.fromkeys(row[key] for row in rows)) for key in ("case", "series"))
+    cells = {(row["series"], row["case"]): row for row in rows}
+    if len(cases) <= CASE_COLUMNS:
+        lines = [[_text(s), *(_cell(cells.get((s, c))) for c in cases)] for s in series]
+        return _table(metric, ["", *cases], lines)
+    lines = [[_text(c), *(_cell(cells.get((s, c))) for s in series)] for c in cases]
+    return _table(metric, ["", *series], lines)
+
+
+def _cell(row: Json | None) -> str:
+    if row is None:
+        return ""
+    if row.get("value") is None:
+        return f'<span title="{_text(row.get("note", ""))}">refused</span>'
+    paper = f' <span class="paper">({_number(row["paper"])})</span>' if row.get("paper") is not None else ""
+    return _number(row["value"]) + paper
+
+
+def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """`lines` are HTML already, `caption` and `head` are not."""
+    top = "".join(f"<th>{_text(name)}</th>" for name in head)
+    body = "".join(f"<tr{_ours(line[0])}>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in lines)
+    title = f"<caption>{_text(caption)}</caption>" if caption else ""
+    return f'<div class="scroll"><table>{title}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _ours(name: str) -> str:
+    return ' class="ours"' if name.startswith("intflash") else ""
+
+
+def _environment(facts: Json) -> str:
+    flat = {k: v for k, v in facts.items() if not isinstance(v, dict)} | facts.get("versions", {})
+    lines = "".join(f"<li>{_text(key)}: {_text(value)}</li>" for key, value in flat.items() if value is not None)
+    return f"<details><summary>machine and versions</summary><ul>{lines}</ul></details>"
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return _text(value)
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:,.2f}" if 10 <= abs(value) < 1000 else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:.2e}"
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value))
