@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from intflash.backends.base import Backend
-from intflash.methods import get_method
+from intflash.methods import arrays, get_method
 from intflash.problem import Problem, Result
 
 
@@ -15,6 +17,9 @@ def _run(problem: Problem) -> Result:
     sequences = problem.sequences()
     if sequences is None:
         return method.reference(problem)
+    if isinstance(problem.v, torch.Tensor) and not problem.out_dtype.is_floating_point:
+        problem = replace(problem, out_scale=arrays.output_scale(problem))  # one scale for all sequences
+        sequences = problem.sequences()
     results = [method.reference(s) for s in sequences if s.q.shape[2] > 0]
     lse = torch.cat([r.lse for r in results], dim=2) if problem.return_lse else None
     return Result(torch.cat([r.out for r in results], dim=2), results[0].out_scale, lse)
