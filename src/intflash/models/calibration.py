@@ -30,7 +30,7 @@ class _Observed(FloatCore):
 
     def __init__(self, granularity: dict[str, str]) -> None:
         super().__init__()
-        self.histograms = {name: Histogram(granularity[name]) for name in TENSORS}
+        self.histograms = {name: Histogram(kind) for name, kind in granularity.items() if kind != "none"}
         self.sizes: tuple[int, int, int] | None = None
 
     def forward(self, q, k, v, *args: Any, **kwargs: Any) -> Tensor:
@@ -40,7 +40,8 @@ class _Observed(FloatCore):
             raise InputError(f"a layer was called with heads, KV heads, head_dim {self.sizes} and {sizes}")
         self.sizes = sizes
         for name, x in zip(TENSORS, (q, k, v, out), strict=True):
-            self.histograms[name].observe(x)
+            if name in self.histograms:
+                self.histograms[name].observe(x)
         return out
 
 
@@ -103,7 +104,7 @@ def calibrate(
         layers={
             name: LayerScales(
                 *core.sizes, layers[name]["weights"],
-                **{tensor: observed_scales(core.histograms[tensor], observer) for tensor in TENSORS},
+                **{t: observed_scales(core.histograms[t], observer) if t in core.histograms else [] for t in TENSORS},
             )
             for name, core in cores.items()
         },
@@ -116,13 +117,18 @@ def calibrate(
 def _granularity(method: str, asked: dict[str, str]) -> dict[str, str]:
     chosen, found = get_method(method), {}
     for name in ("q", "k", "v"):
+        default = getattr(chosen.recipe, name)
+        if default == "none" and name not in asked:
+            found[name] = default  # the method keeps this one in floating point
+            continue
         possible = [g for g in STATIC_GRANULARITIES if g in chosen.granularities.get(name, ())]
         if not possible:
             raise InputError(f"method {method!r} quantizes {name} per {chosen.granularities.get(name)}: not static")
-        default = getattr(chosen.recipe, name)
         found[name] = asked.get(name, default if default in possible else possible[0])
         if found[name] not in possible:
             raise InputError(f"method {method!r} can have static {name} scales per {possible}, got {found[name]!r}")
+    if set(found.values()) == {"none"}:
+        raise InputError(f"method {method!r} computes in floating point: it has no scales to calibrate")
     return found | {"out": asked.get("out", "tensor")}
 
 

@@ -116,7 +116,8 @@ def observed_scales(h: Histogram, observer: str) -> list[float]:
 
 @dataclass(frozen=True)
 class LayerScales:
-    """The scales of one attention layer: one value, H values (head) or H * D values (channel) each.
+    """The scales of one attention layer: one value, H values (head), H * D values (channel)
+    or none (not quantized) each.
 
     `weights` tells this layer's weights from others of the same shapes.
     """
@@ -130,9 +131,11 @@ class LayerScales:
     v: list[float]
     out: list[float]
 
-    def tensor(self, name: str, granularity: str) -> float | Tensor:
+    def tensor(self, name: str, granularity: str) -> float | Tensor | None:
         """The scale of q, k, v or out as a recipe takes it: a float, or float32 ``[1, H, 1, 1|D]``."""
         values = getattr(self, name)
+        if granularity == "none":
+            return None
         if granularity == "tensor":
             return values[0]
         heads = self.kv_heads if name in ("k", "v") else self.heads

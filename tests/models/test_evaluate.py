@@ -1,0 +1,134 @@
+"""Evaluation on a folder of images: counts, resuming, the papers' numbers, the commands."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from intflash.digits import load_model, load_split
+from intflash.errors import InputError
+from intflash.models.cli import app
+from intflash.models.data import ImageFolder
+from intflash.models.evaluate import FLOAT, Variant, evaluate
+from intflash.models.papers import QFLASH_MODELS, paper_row
+
+METHODS = [Variant(name) for name in ("intflash", "qflash", "fp16")]
+
+
+@pytest.fixture(scope="module")
+def digits():
+    held_out = load_split()[1].take(24)
+    return torch.utils.data.TensorDataset(held_out.images, held_out.labels)
+
+
+def test_counts_and_sqnr(digits):
+    seen = []
+    result = evaluate(load_model("vit"), digits, METHODS, batch_size=10, on_batch=lambda *at: seen.append(at))
+    assert seen == [(10, 24), (20, 24), (24, 24)]
+    rows = {row.name: row for row in result.rows}
+    assert list(rows) == [FLOAT, "intflash", "qflash", "fp16"]
+    model, (images, labels) = load_model("vit"), digits.tensors
+    with torch.no_grad():
+        expected = float((model(images).argmax(1) == labels).float().mean()) * 100
+    assert rows[FLOAT].top1 == pytest.approx(expected)
+    assert all(row.images == 24 and row.replaced == 4 for name, row in rows.items() if name != FLOAT)
+    assert rows["fp16"].logits_sqnr > rows["intflash"].logits_sqnr > rows["qflash"].logits_sqnr > 5
+    assert rows["intflash"].integer_only and not rows["fp16"].integer_only
+    assert rows["intflash"].gbops == pytest.approx(192 * 4 * 4 * 65 * 65 * 16 / 1e9)
+
+
+def test_a_variant_that_cannot_run_is_a_row_with_its_reason(digits):
+    result = evaluate(load_model("vit"), digits, METHODS[:1], batch_size=24, backend="triton")
+    assert result.rows[0].images == 24 and "triton" in result.rows[1].error
+
+
+def test_resuming_gives_the_same_sums(digits, tmp_path):
+    class Stopped(Exception):
+        pass
+
+    def stop(done, total):
+        if done >= 16:
+            raise Stopped
+
+    import intflash.models.evaluate as module
+
+    module.SAVE_SECONDS, keep = 0.0, module.SAVE_SECONDS
+    try:
+        options = dict(batch_size=8, state=tmp_path / "state")
+        with pytest.raises(Stopped):
+            evaluate(load_model("vit"), digits, METHODS[:1], on_batch=stop, **options)
+        seen = []
+        resumed = evaluate(load_model("vit"), digits, METHODS[:1], on_batch=lambda *at: seen.append(at), **options)
+    finally:
+        module.SAVE_SECONDS = keep
+    assert seen == [(24, 24)]
+    whole = evaluate(load_model("vit"), digits, METHODS[:1], batch_size=8)
+    for a, b in zip(resumed.rows, whole.rows, strict=True):
+        assert (a.images, a.top1, a.top5, a.agreement) == (b.images, b.top1, b.top5, b.agreement)
+        assert a.logits_sqnr == pytest.approx(b.logits_sqnr)
+    with pytest.raises(InputError, match="of another evaluation"):
+        evaluate(load_model("vit"), digits, METHODS[1:], batch_size=8, state=tmp_path / "state")
+
+
+def test_image_folder(image_folder):
+    folder = ImageFolder(image_folder.parent / "images", lambda image: torch.zeros(3, 4, 4))
+    assert folder.classes == ["ant", "bee", "cat"] and [label for _, label in folder] == [0] * 3 + [1] * 3 + [2] * 3
+    with pytest.raises(InputError, match="not a folder"):
+        ImageFolder(image_folder / "none", lambda image: image)
+    with pytest.raises(InputError, match="no images"):
+        ImageFolder(image_folder / "ant", lambda image: image)
+
+
+def test_papers_numbers():
+    assert len(QFLASH_MODELS) == 7
+    assert paper_row("swin_tiny_patch4_window7_224.ms_in1k", "qflash").top1 == 80.06
+    assert paper_row("deit_base_patch16_224", "int_flash_half").bops == pytest.approx(137.4)
+    assert paper_row("deit_base_patch16_224", "fp32").top1 == 81.85
+    assert paper_row("resnet50", "qflash") is None and paper_row("deit_base_patch16_224", "intflash") is None
+
+
+def test_commands(image_folder, tmp_path):
+    pytest.importorskip("timm")
+    model = ["--model", "deit_tiny_patch16_224", "--no-pretrained", "--data", str(image_folder), "--device", "cpu"]
+    scales, out = tmp_path / "scales.json", tmp_path / "eval.json"
+    runner = CliRunner()
+    done = runner.invoke(app, ["calibrate", *model, "--images", "2", "--out", str(scales)])
+    assert done.exit_code == 0 and "12 layers of VisionTransformer from 2 images" in done.output
+    arguments = ["--limit", "3", "--workers", "0", "--method", "intflash", "--scales", str(scales), "--out", str(out)]
+    done = runner.invoke(app, ["eval", *model, *arguments], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == [FLOAT, "intflash", "intflash (static, absmax)"]
+    assert rows[FLOAT]["paper"]["top1"] == 72.21
+    for name in list(rows)[1:]:
+        assert rows[name]["replaced"] == 12 and rows[name]["images"] == 3 and rows[name]["logits_sqnr"] > 35
+    assert rows["intflash"]["gbops"] == pytest.approx(17.2, abs=0.05)  # as the paper prints for DeiT-T
+
+
+WORKER = """
+import sys, torch
+from intflash.digits import load_model, load_split
+from intflash.models.evaluate import Variant, evaluate
+torch.distributed.init_process_group("gloo")
+held_out = load_split()[1].take(11)
+data = torch.utils.data.TensorDataset(held_out.images, held_out.labels)
+result = evaluate(load_model("vit"), data, [Variant("intflash")], batch_size=3)
+if torch.distributed.get_rank() == 0:
+    result.save(sys.argv[1])
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_processes_share_the_images(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    subprocess.run([*launch, str(tmp_path / "worker.py"), str(tmp_path / "out.json")], check=True, timeout=300)
+    shared = json.loads((tmp_path / "out.json").read_text())["rows"]
+    held_out = load_split()[1].take(11)
+    data = torch.utils.data.TensorDataset(held_out.images, held_out.labels)
+    alone = evaluate(load_model("vit"), data, [Variant("intflash")], batch_size=3)
+    for a, b in zip(shared, alone.rows, strict=True):
+        assert (a["images"], a["top1"], a["agreement"]) == (11, b.top1, b.agreement)

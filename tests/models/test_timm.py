@@ -1,0 +1,149 @@
+"""timm models: what is replaced, how close the logits are, that nothing else changes."""
+
+import copy
+
+import pytest
+import torch
+
+import intflash
+from intflash.errors import InputError
+from oracle import sqnr
+from sharp import run, sharpen
+
+timm = pytest.importorskip("timm")
+
+FULL_SIZE = ["deit_tiny_patch16_224", "vit_small_patch16_224", "swin_tiny_patch4_window7_224"]
+
+
+@pytest.fixture(scope="module", params=FULL_SIZE)
+def full_size(request):
+    """(name, model, image, float logits, calibrated scales)."""
+    torch.manual_seed(0)
+    model = sharpen(timm.create_model(request.param))
+    image = torch.randn(1, 3, 224, 224)
+    scales = intflash.calibrate(model, [torch.randn(2, 3, 224, 224), image])
+    return request.param, model, image, run(model, image), scales
+
+
+@pytest.mark.parametrize(
+    "method, static, worst_db",
+    [("intflash", False, 30), ("intflash", True, 30), ("intflash_p8", True, 28), ("intflash_online", False, 26)],
+)
+def test_full_size_models(full_size, method, static, worst_db):
+    name, model, image, reference, scales = full_size
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with intflash.patch(model, method, scales if static else None) as report:
+        logits = run(model, image)
+        assert list(model.state_dict()) == list(before)
+    assert len(report.replaced) == 12 and not report.left
+    assert set(report.replaced.values()) == {"WindowAttention" if "swin" in name else "Attention"}
+    assert worst_db < sqnr(reference, logits) < 100
+    assert logits.argmax() == reference.argmax()
+    assert torch.equal(run(model, image), reference)  # unpatched: the float model again
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "name, options, layers",
+    [
+        ("vit_base_patch16_224", {"qk_norm": True, "norm_layer": torch.nn.LayerNorm}, 2),
+        ("vit_base_patch16_rope_224", {}, 2),
+        ("eva02_tiny_patch14_224", {}, 2),
+        ("vit_relpos_small_patch16_224", {}, 2),
+    ],
+)
+def test_other_attention_keeps_norms_rotations_and_biases(name, options, layers):
+    model = sharpen(timm.create_model(name, depth=2, img_size=112, num_classes=10, **options))
+    image = torch.randn(1, 3, 112, 112)
+    reference = run(model, image)
+    with intflash.patch(model) as report:
+        logits = run(model, image)
+    assert len(report.replaced) == layers
+    assert 25 < sqnr(reference, logits) < 100
+
+
+def test_gated_attention():
+    from timm.models.vision_transformer import Attention
+
+    layer = Attention(64, num_heads=2, gated=True, qk_norm=True, scale_norm=True, norm_layer=torch.nn.LayerNorm).eval()
+    x = torch.randn(2, 17, 64)
+    mask = torch.rand(2, 1, 17, 17) > 0.3
+    for arguments in ((x,), (x, mask), (x, None, True)):
+        reference = run(layer, *arguments)
+        with intflash.patch(layer):
+            assert 28 < sqnr(reference, run(layer, *arguments)) < 60
+
+
+def test_swin_bias_and_shift_mask_are_small():
+    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(2, 1, 1, 1), num_classes=10).eval()
+    with intflash.patch(model):
+        held = [
+            (tuple(m.intflash_attention.bias.shape), m.intflash_attention.keep)
+            for m in model.modules()
+            if hasattr(m, "intflash_attention")
+        ]
+    assert [shape for shape, _ in held[:2]] == [(1, 3, 49, 49)] * 2
+    assert held[0][1] is None and tuple(held[1][1].shape) == (64, 1, 49, 49) and held[1][1].dtype == torch.bool
+
+
+def test_bias_follows_loaded_weights():
+    options = {"depths": (2,), "num_heads": (3,), "num_classes": 10, "img_size": 56}
+    torch.manual_seed(0)
+    a, b = (sharpen(timm.create_model("swin_tiny_patch4_window7_224", **options)) for _ in range(2))
+    with torch.no_grad():
+        for parameter in b.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    image = torch.randn(1, 3, 56, 56)
+    intflash.patch(a)
+    a.load_state_dict(b.state_dict())
+    with intflash.patch(b):
+        assert torch.equal(run(a, image), run(b, image))
+
+
+def test_unknown_attention_is_reported():
+    model = sharpen(timm.create_model("cait_xxs24_224", depth=1, num_classes=10))
+    report = intflash.patch(model)
+    assert set(report.replaced.values()) == {"ClassAttn"}
+    assert "TalkingHeadAttn" in report.left["blocks.0.attn"] and "TalkingHeadAttn" in str(report)
+    intflash.unpatch(model)
+    with pytest.raises(InputError, match="no attention layer of ResNet can be replaced"):
+        intflash.patch(timm.create_model("resnet18"))
+
+
+def test_patch_twice_and_training_are_refused():
+    model = timm.create_model("deit_tiny_patch16_224", depth=1, num_classes=10)
+    with intflash.patch(model):
+        with pytest.raises(InputError, match="patched already"):
+            intflash.patch(model)
+        with pytest.raises(InputError, match="model.eval"):
+            model.train()(torch.zeros(1, 3, 224, 224))
+    intflash.unpatch(model)  # nothing to undo: nothing happens
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "eva02_tiny_patch14_224"])
+def test_compiled_in_one_graph_with_static_scales(name):
+    options = {"depths": (2,), "num_heads": (3,)} if "swin" in name else {"depth": 1}
+    model = sharpen(timm.create_model(name, img_size=112, num_classes=10, **options))
+    image = torch.randn(1, 3, 112, 112)
+    scales = intflash.calibrate(model, [image], granularity={"k": "head", "v": "channel"})
+    reference = run(model, image)
+    with intflash.patch(model, scales=scales) as report:
+        eager = run(model, image)
+        torch._dynamo.reset()
+        compiled = run(torch.compile(model, fullgraph=True, backend="aot_eager"), image)
+    assert len(report.replaced) == (2 if "swin" in name else 1)
+    assert torch.equal(eager, compiled)
+    assert 28 < sqnr(reference, compiled) < 100
+
+
+def test_half_precision_and_copies_keep_float32_scales():
+    model = sharpen(timm.create_model("deit_tiny_patch16_224", depth=2, img_size=112, num_classes=10))
+    image = torch.randn(1, 3, 112, 112)
+    reference = run(model, image)
+    scales = intflash.calibrate(model, [image], granularity={"q": "head", "k": "head", "v": "head"})
+    intflash.patch(model, scales=scales)
+    twin = copy.deepcopy(model).to(torch.bfloat16)
+    assert twin.blocks[0].attn.intflash_attention.recipe.q_scale.dtype == torch.float32
+    assert 20 < sqnr(reference, run(twin, image.bfloat16())) < 60
+    intflash.unpatch(twin)
+    assert 30 < sqnr(reference, run(model, image)) < 100  # the original is still patched

@@ -1,0 +1,133 @@
+"""transformers models: encoders, Swin, and decoders with grouped KV heads, causal and padded masks."""
+
+import pytest
+import torch
+
+import intflash
+from oracle import sqnr
+from sharp import run, sharpen
+
+transformers = pytest.importorskip("transformers")
+import intflash.models.transformers as adapter  # noqa: E402
+
+VISION = dict(
+    hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128, image_size=32, patch_size=8
+)
+DECODER = dict(
+    vocab_size=100, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=128,
+)  # fmt: skip
+SWIN = dict(image_size=56, patch_size=4, embed_dim=24, depths=[2, 2], num_heads=[2, 4], window_size=7)
+
+
+def vision_model(name: str) -> torch.nn.Module:
+    t = transformers
+    return {
+        "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**VISION)),
+        "deit": lambda: t.DeiTForImageClassification(t.DeiTConfig(**VISION)),
+        "swin": lambda: t.SwinForImageClassification(t.SwinConfig(**SWIN)),
+        "siglip": lambda: t.SiglipVisionModel(t.SiglipVisionConfig(**VISION)),
+    }[name]()
+
+
+def decoder() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return sharpen(transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)))
+
+
+@pytest.mark.parametrize("name, layers", [("vit", 3), ("deit", 3), ("swin", 4), ("siglip", 3)])
+def test_vision_models(name, layers):
+    torch.manual_seed(0)
+    model = sharpen(vision_model(name), gain=1.5 if name == "siglip" else 4.0)  # its initial projections are larger
+    pixels = torch.randn(2, 3, 56 if name == "swin" else 32, 56 if name == "swin" else 32)
+    reference = run(model, pixels)
+    scales = intflash.calibrate(model, [pixels])
+    keys = list(model.state_dict())
+    for chosen in (None, scales):
+        with intflash.patch(model, scales=chosen) as report:
+            out = run(model, pixels)
+            assert list(model.state_dict()) == keys
+        assert len(report.replaced) == layers
+        assert 25 < sqnr(reference, out) < 100
+    assert torch.equal(run(model, pixels), reference)
+    if name == "siglip":
+        assert "MultiheadAttention" in report.left["head.attention"]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_decoder_with_grouped_heads_and_causal_mask(padded):
+    model, ids = decoder(), torch.randint(0, 100, (2, 17))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :5] = 0
+    reference = run(model, ids, attention_mask=mask)
+    with intflash.patch(model) as report:
+        out = run(model, ids, attention_mask=mask)
+        changed = ids.clone()
+        changed[:, -1] = (ids[:, -1] + 1) % 100
+        assert torch.equal(run(model, changed, attention_mask=mask)[:, 5:-1].isfinite(), out[:, 5:-1].isfinite())
+    assert set(report.replaced.values()) == {"LlamaAttention"} and len(report.replaced) == 3
+    real = mask.bool()
+    assert 25 < sqnr(reference[real], out[real]) < 100
+
+
+def test_causality_with_static_scales():
+    """With static scales a later token cannot change an earlier output by a single bit."""
+    model, ids = decoder(), torch.randint(0, 100, (1, 12))
+    scales = intflash.calibrate(model, [ids])
+    assert scales.layers["model.layers.0.self_attn"].kv_heads == 2
+    later = ids.clone()
+    later[:, 8:] = (ids[:, 8:] + 7) % 100
+    with intflash.patch(model, scales=scales):
+        assert torch.equal(run(model, ids)[:, :8], run(model, later)[:, :8])
+
+
+def test_generation_with_a_cache():
+    model, ids = decoder(), torch.randint(0, 100, (1, 6))
+    options = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(ids), pad_token_id=0)
+    scales = intflash.calibrate(model, [ids])
+    with intflash.patch(model, scales=scales):
+        cached = model.generate(ids, **options)
+        whole = model.generate(ids, use_cache=False, **options)
+    assert torch.equal(cached, whole) and cached.shape == (1, 10)
+
+
+def test_the_name_intflash():
+    model, ids = decoder(), torch.randint(0, 100, (2, 9))
+    config = transformers.LlamaConfig(**DECODER)
+    named = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="intflash").eval()
+    named.load_state_dict(model.state_dict())
+    with intflash.patch(model) as report:
+        assert len(report.replaced) == 3
+        assert torch.equal(run(named, ids), run(model, ids))
+    other = decoder()
+    other.set_attn_implementation("intflash")
+    assert torch.equal(run(other, ids), run(named, ids))
+
+
+def test_packed_sequences_as_flash_attention_gets_them():
+    q, k = torch.randn(1, 4, 11, 16), torch.randn(1, 2, 11, 16)
+    ends = torch.tensor([0, 4, 11])
+    layer = torch.nn.Module()
+    out, _ = adapter.intflash_attention_forward(
+        layer, q, k, k, None, is_causal=False, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=7
+    )
+    whole = intflash.attention(q, k, k, enable_gqa=True)
+    assert out.shape == (1, 11, 4, 16) and not torch.equal(out.transpose(1, 2), whole)
+
+
+@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
+def test_what_is_not_served_is_refused(option):
+    q = torch.randn(1, 4, 5, 16)
+    with pytest.raises(intflash.InputError, match="does not serve"):
+        adapter.intflash_attention_forward(torch.nn.Module(), q, q, q, None, is_causal=False, **option)
+
+
+def test_masks_reach_the_attention():
+    """The name is registered for masks too: without, transformers passes none."""
+    model, ids = decoder(), torch.randint(0, 100, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[:, :4] = 0
+    with intflash.patch(model):
+        with_mask, without = run(model, ids, attention_mask=mask), run(model, ids)
+    assert not torch.equal(with_mask[:, 4:], without[:, 4:])

@@ -1,0 +1,27 @@
+"""Random models whose attention matters, for tests without pretrained weights."""
+
+import torch
+from torch import Tensor, nn
+
+PROJECTIONS = ("qkv", "in_proj", "q_proj", "k_proj", "v_proj", "to_q", "to_k", "to_v")
+
+
+def sharpen(model: nn.Module, gain: float = 4.0) -> nn.Module:
+    """Larger Q, K, V projections (a softmax that is not flat), and no head that is all zeros."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and any(part in name for part in PROJECTIONS):
+                parameter.mul_(gain)
+            if parameter.ndim == 2 and not parameter.any():
+                torch.nn.init.normal_(parameter, std=0.05)
+    return model.eval()
+
+
+def run(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    """The model's tensor output, logits where it has several."""
+    with torch.no_grad():
+        out = model(*args, **kwargs)
+    if isinstance(out, Tensor):
+        return out
+    return next(getattr(out, name) for name in ("logits", "pooler_output", "sample") if hasattr(out, name))
