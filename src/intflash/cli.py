@@ -86,7 +86,7 @@ def _demo_table(result: DemoResult, factor: float) -> Table:
         "worst\ndB",
         "mean\ndB",
         "logits\ndB",
-        "ms per\nimage",
+        "ms/\nimage",
         f"Q x {factor:g}\nTop-1 %",
     )
     for name in headings:
