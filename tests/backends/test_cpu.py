@@ -1,0 +1,227 @@
+"""The native CPU kernels: every instruction set, thread count and quantization path has the reference's bits."""
+
+import itertools
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import intflash
+from intflash import Recipe
+from intflash.backends import cpu, reference
+from intflash.pipeline import prepare
+from pairwise import pairwise
+
+ISAS = cpu.instruction_sets()
+METHODS = list(cpu.METHODS)
+pytestmark = pytest.mark.skipif(not ISAS, reason="the native module was not built")
+
+FACTORS = {
+    "method": METHODS,
+    "head_dim": [64, 1, 17, 80, 256],
+    "value_dim": [None, 1, 33, 256],
+    "heads": [(2, 2), (4, 2), (3, 1)],
+    "tokens": [(49, 49), (1, 197), (130, 75), (5, 1100)],
+    "mask": ["none", "keep", "dead_rows"],
+    "bias": ["none", "heads", "windows", "row"],
+    "causal": [None, "top_left", "bottom_right"],
+    "packed": [False, True],
+    "granularity": [("tensor", "tensor", "tensor"), ("head", "head", "head"), ("token", "block", "channel")],
+    "out": [torch.float32, torch.int8, torch.int16, torch.bfloat16, torch.float16],
+    "amplitude": [1.0, 0.01, 30.0],
+    "strided": [False, True],
+}
+
+
+def possible(case):
+    flash = case["method"] in cpu.FLASH
+    packed_blocks = case["packed"] and "block" in case["granularity"]
+    too_fine = flash and "token" in case["granularity"]
+    too_coarse = flash and case["amplitude"] == 30.0  # rs < 1 is an error of the method
+    return not (packed_blocks or too_fine or too_coarse)
+
+
+CASES = [c for c in pairwise(FACTORS) if possible(c)]
+
+
+def problem_of(case, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    (hq, hk), (nq, nk), d = case["heads"], case["tokens"], case["head_dim"]
+    batch = 1 if case["packed"] else 4
+    shapes = [(batch, hq, nq, d), (batch, hk, nk, d), (batch, hk, nk, case["value_dim"] or d)]
+    tensors = [torch.randn(s, generator=g) * case["amplitude"] for s in shapes]
+    if case["strided"]:  # [B, H, D, N] memory: not even the last axis is contiguous
+        tensors = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in tensors]
+    recipe = Recipe(*case["granularity"], block_size=64, rule="divide" if case["method"] in cpu.FLASH else "exact")
+    flash = case["method"] in cpu.FLASH
+    options = dict(enable_gqa=True, recipe=recipe, out_dtype=case["out"], return_lse=not flash)
+    if case["mask"] != "none":
+        mask = torch.rand(batch, 1, nq, nk, generator=g) > 0.3
+        if case["mask"] == "dead_rows":
+            mask[:, :, ::3] = False
+        options["attn_mask"] = mask
+    if case["bias"] != "none":
+        windows = 2 if batch == 4 else 1
+        shape = {"heads": (1, hq, nq, nk), "windows": (windows, 1, nq, nk), "row": (1, 1, 1, nk)}[case["bias"]]
+        options["bias"] = torch.randn(shape, generator=g)
+        options["bias"][..., ::5] = float("-inf")
+    if case["packed"]:
+        cu_q = torch.tensor([0, nq // 3, nq // 3, nq], dtype=torch.int32)
+        cu_k = torch.tensor([0, nk // 2, nk // 2, nk], dtype=torch.int32)
+        options |= dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    if case["causal"]:
+        options |= dict(is_causal=True, causal_align=case["causal"])
+    return prepare(*tensors, method=case["method"], **options)[0]
+
+
+def name_of(case):
+    return "-".join(str(v).replace("torch.", "").replace(" ", "") for v in case.values())
+
+
+def assert_same_bits(result, expected):
+    assert torch.equal(result.out, expected.out)
+    if expected.out_scale is not None:
+        assert torch.equal(result.out_scale.expand_as(expected.out_scale), expected.out_scale)
+    if expected.lse is not None:
+        assert torch.equal(result.lse, expected.lse)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_every_instruction_set_has_the_bits_of_the_reference(case):
+    problem = problem_of(case)
+    expected = reference.BACKEND.run(problem)
+    for isa in ISAS:
+        assert_same_bits(cpu.run(problem, isa=isa, threads=1), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_thread_counts_do_not_change_bits(method, threads):
+    q, k, v = (torch.randn(3, 5, 131, 48) for _ in range(3))
+    problem = prepare(q, k, v, method=method)[0]
+    assert_same_bits(cpu.run(problem, threads=threads), cpu.run(problem, threads=1))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_codes_of_every_kind(isa, data):
+    """Ties, extreme codes and scales from dead to saturated, against the reference."""
+    pick = data.draw
+    method = pick(st.sampled_from(list(cpu.P_MAX)))
+    nq, nk, d = pick(st.integers(1, 40)), pick(st.integers(1, 300)), pick(st.integers(1, 70))
+    levels = pick(st.sampled_from([1, 2, 127]))
+    g = torch.Generator().manual_seed(pick(st.integers(0, 2**20)))
+    scale = 2.0 ** pick(st.floats(-12, 2))
+
+    def codes(n):
+        return torch.randint(-levels, levels + 1, (1, 2, n, d), generator=g).mul(127 // levels).to(torch.int8)
+
+    tensors = [intflash.QTensor(codes(n), s) for n, s in ((nq, scale), (nk, scale), (nk, 0.02))]
+    out_dtype = pick(st.sampled_from([torch.int8, torch.int16, torch.float32]))
+    out_scale = pick(st.sampled_from([None, 1e-9, 1e-4, 1.0])) if out_dtype != torch.float32 else None
+    problem = prepare(*tensors, method=method, out_dtype=out_dtype, out_scale=out_scale, return_lse=True)[0]
+    assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["tensor", "head", "static"])
+def test_native_quantization_has_the_library_s_codes(isa, dtype, kind):
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 3, 77, 40, generator=g).to(dtype) for _ in range(3))
+    v[1] = 2.0**-24 if dtype == torch.float16 else 2.0**-110  # float16's smallest, or an amax that counts as 0
+    q[0, 0, :, :7] = 0.5 * q.abs().amax() / 127 * torch.arange(77)[:, None].to(dtype)  # ties
+    recipe = Recipe(q_scale=0.01, k_scale=0.02, v_scale=0.03) if kind == "static" else Recipe(kind, kind, kind)
+    problem = prepare(q, k, v, recipe=recipe)[0]
+    assert cpu._quantizes_here(problem)
+    for threads in (1, 2):
+        assert_same_bits(cpu.run(problem, isa=isa, threads=threads), reference.BACKEND.run(problem))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("method", ["intflash", "intflash_p8", "intflash_online"])
+def test_largest_sums(isa, method):
+    """65,536 keys of one score: l and the digit sums at their bounds."""
+    q = intflash.QTensor(torch.full((1, 1, 2, 256), 127, dtype=torch.int8), 0.1)
+    k = intflash.QTensor(torch.full((1, 1, 65_536, 256), -127, dtype=torch.int8), 0.1)
+    v = intflash.QTensor(torch.full((1, 1, 65_536, 3), 127, dtype=torch.int8), 0.1)
+    out = cpu.run(prepare(q, k, v, method=method, out_dtype=torch.int16)[0], isa=isa).out
+    assert (out == 32767).all()
+
+
+def test_scores_beyond_the_scratch_are_computed_twice():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 8, generator=g) for n in (3, 40_000, 40_000))
+    problem = prepare(q, k, v, return_lse=True)[0]
+    expected = reference.BACKEND.run(problem)
+    for isa in ISAS:
+        assert_same_bits(cpu.run(problem, isa=isa), expected)
+
+
+def test_calls_from_several_threads_at_once():
+    problems = [prepare(*(torch.randn(2, 4, n, 32) for _ in range(3)))[0] for n in (33, 64, 97, 130)]
+    expected = [cpu.run(p, threads=1).out for p in problems]
+    wrong = []
+
+    def work(i):
+        for _ in range(20):
+            if not torch.equal(cpu.run(problems[i], threads=2).out, expected[i]):
+                wrong.append(i)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    assert not wrong
+
+
+def test_a_forked_child_computes():
+    code = """
+import os, torch
+from intflash.backends import cpu
+from intflash.pipeline import prepare
+q = torch.randn(4, 8, 100, 32)
+problem = prepare(q, q, q)[0]
+a = cpu.run(problem, threads=2).out
+pid = os.fork()
+if pid == 0:  # without torch's own threads, which do not survive a fork
+    os._exit(0 if cpu.run(problem, threads=2).out.numpy().tobytes() == a.numpy().tobytes() else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_it_is_the_default_on_a_cpu():
+    q = torch.randn(1, 2, 20, 16)
+    a, b = (intflash.attention(q, q, q, backend=name) for name in (None, "cpu"))
+    assert torch.equal(a, b)
+    assert intflash.info()["backends"]["cpu"]["available"] is None
+
+
+def test_an_unknown_instruction_set_is_refused():
+    problem = prepare(*(torch.randn(1, 1, 4, 4) for _ in range(3)))[0]
+    with pytest.raises(ValueError, match="instruction set"):
+        cpu.run(problem, isa="sse")
+
+
+def test_reasons():
+    def reason(**options):
+        return cpu.unsupported(prepare(*(torch.randn(1, 1, 4, 4) for _ in range(3)), **options)[0])
+
+    assert reason() is None
+    assert "log-sum-exp" in reason(method="qflash", return_lse=True)
+    assert "methods" in reason(method="fp32")
+    x = torch.randn(1, 1, 4, 300)
+    assert "256" in cpu.unsupported(prepare(x[..., :4], x[..., :4], x)[0])
+
+
+def test_unsupported_shapes_go_to_another_backend():
+    q, v = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 4, 300)
+    for method, lse in itertools.product(("intflash", "intflash_p8"), (False, True)):
+        intflash.attention(q, q, v, method=method, return_lse=lse)
