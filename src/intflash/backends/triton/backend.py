@@ -6,13 +6,14 @@ import torch
 import triton
 from torch import Tensor
 
-from intflash.backends.triton import rowwise, steps
+from intflash.backends.triton import mixed, rowwise, steps, unfused
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.streaming import Statistics, streaming_launch
 from intflash.numerics import exp
 from intflash.problem import Problem, Result
 
 STEPS = {"intflash": steps.P16, "intflash_p8": steps.P8, "intflash_online": steps.ONLINE}
+FAMILIES = {**dict.fromkeys(mixed.STEPS, mixed), **dict.fromkeys(unfused.METHODS, unfused)}  # modules of their own
 _ROW_BITS = {"intflash": 16, "intflash_p8": 8}
 _P_MAX = {"intflash": exp.P16_MAX, "intflash_p8": exp.P8_MAX, "intflash_online": exp.P8_MAX}
 
@@ -29,14 +30,17 @@ def unavailable() -> str | None:
 
 
 def unsupported(problem: Problem) -> str | None:
-    if problem.method not in STEPS:
+    if problem.method not in STEPS and problem.method not in FAMILIES:
         return f"method {problem.method!r} has no Triton kernel"
     if problem.device.type != "cuda" and not triton.knobs.runtime.interpret:
         return f"tensors are on {problem.device}, the Triton backend needs a CUDA device"
-    return None
+    family = FAMILIES.get(problem.method)
+    return None if family is None else family.unsupported(problem)
 
 
 def run(problem: Problem) -> Result:
+    if problem.method in FAMILIES:
+        return FAMILIES[problem.method].run(problem)
     problem = problem.quantized()
     batch, heads, nq, _ = problem.q.shape
     out = torch.empty(batch, heads, nq, problem.v.shape[3], dtype=problem.out_dtype, device=problem.device)
