@@ -6,8 +6,8 @@ from torch import Tensor, nn
 PROJECTIONS = ("qkv", "in_proj", "q_proj", "k_proj", "v_proj", "to_q", "to_k", "to_v")
 
 
-def sharpen(model: nn.Module, gain: float = 4.0) -> nn.Module:
-    """Larger Q, K, V projections (a softmax that is not flat), and no head that is all zeros."""
+def sharpen(model: nn.Module, gain: float = 2.0) -> nn.Module:
+    """Larger Q, K, V projections (a softmax that is not flat), no head of zeros, no layer scale of 1e-5."""
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -15,6 +15,8 @@ def sharpen(model: nn.Module, gain: float = 4.0) -> nn.Module:
                 parameter.mul_(gain)
             if parameter.ndim == 2 and not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.05)
+            if "gamma" in name:
+                parameter.fill_(0.5)
     return model.eval()
 
 

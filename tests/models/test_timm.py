@@ -27,7 +27,7 @@ def full_size(request):
 
 @pytest.mark.parametrize(
     "method, static, worst_db",
-    [("intflash", False, 30), ("intflash", True, 30), ("intflash_p8", True, 28), ("intflash_online", False, 26)],
+    [("intflash", False, 36), ("intflash", True, 36), ("intflash_p8", True, 35), ("intflash_online", False, 34)],
 )
 def test_full_size_models(full_size, method, static, worst_db):
     name, model, image, reference, scales = full_size
