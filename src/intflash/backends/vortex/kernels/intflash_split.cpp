@@ -62,7 +62,9 @@ static void attend(kernel_args_t* arg) {
   for (uint32_t j = 0; j < n_k; j += TILE_KEYS) {
     stage_words<TILE_KEYS * D / 4, GROUP_THREADS>(local->tile, k_global + j * D, thread);
     SYNC();
-    for (uint32_t c = lane; c < TILE_KEYS; c += BLOCK * LANES) {
+    const uint32_t count = uniform_min(TILE_KEYS, n_k - j);
+    for (uint32_t first_key = 0; first_key < count; first_key += BLOCK * LANES) {
+      const uint32_t c = first_key + lane;
       int32_t s[BLOCK];
       scores(s, q, local->tile + c * D);
       for (uint32_t b = 0; b < BLOCK; ++b) s_max = select(j + c + b * LANES < n_k, imax(s_max, s[b]), s_max);
@@ -85,7 +87,9 @@ static void attend(kernel_args_t* arg) {
     for (uint32_t j = first; j < last; j += TILE_KEYS) {
       stage_words<TILE_KEYS * D / 4, GROUP_THREADS>(local->tile, k_global + j * D, thread);
       SYNC();
-      for (uint32_t c = lane; c < TILE_KEYS; c += BLOCK * LANES) {
+      const uint32_t count = uniform_min(TILE_KEYS, last - j);
+      for (uint32_t first_key = 0; first_key < count; first_key += BLOCK * LANES) {
+        const uint32_t c = first_key + lane;
         int32_t s[BLOCK];
         scores(s, q, local->tile + c * D);
         for (uint32_t b = 0; b < BLOCK; ++b) {
@@ -100,7 +104,6 @@ static void attend(kernel_args_t* arg) {
       SYNC();
       const p_t* p = local->p + team * TILE_KEYS;
       const int8_t* v = local->tile + lane * COLUMNS;
-      const uint32_t count = uniform_min(TILE_KEYS, last - j);
 #pragma GCC unroll 1
       for (uint32_t c = 0; c < count; ++c) {
         const int32_t p_c = p[c];
