@@ -198,6 +198,22 @@ def bench_run(
     _run_experiments(_chosen(_all_experiments(), only), setting, out)
 
 
+@bench_app.command("vortex")
+def bench_vortex(
+    only: Annotated[
+        list[str] | None, typer.Option("--experiment", "-e", help="Only this one; may be repeated.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where JSON, CSV and figures go.")] = Path("results/vortex"),
+    quick: Quick = False,
+    seed: Seed = 0,
+) -> None:
+    """The Vortex report's table with our programs beside it, on your Vortex (VORTEX_HOME, VORTEX_BUILD)."""
+    from intflash.bench import vortex
+    from intflash.bench.experiments import Setting
+
+    _run_experiments(_chosen(vortex.EXPERIMENTS, only), Setting(quick=quick, seed=seed), out)
+
+
 def _all_experiments() -> tuple[Experiment, ...]:
     from intflash.bench import accuracy, latency, variant_accuracy
 
