@@ -163,11 +163,10 @@ def accuracy(
     seed: Seed = 0,
 ) -> None:
     """SQNR, MSE, cosine and mean relative error of the methods, beside the papers' numbers."""
-    from intflash.bench import accuracy, variant_accuracy
-    from intflash.bench.experiments import Setting
+    from intflash.bench.experiments import Setting, collect
 
     setting = Setting(quick=quick, device=device, backend=backend, seed=seed)
-    _run_experiments(_chosen(accuracy.EXPERIMENTS + variant_accuracy.EXPERIMENTS, only), setting, out)
+    _run_experiments(_chosen(collect("accuracy", "variant_accuracy"), only), setting, out)
 
 
 @bench_app.command("list")
@@ -215,9 +214,9 @@ def bench_vortex(
 
 
 def _all_experiments() -> tuple[Experiment, ...]:
-    from intflash.bench import accuracy, latency, variant_accuracy
+    from intflash.bench.experiments import collect
 
-    return accuracy.EXPERIMENTS + variant_accuracy.EXPERIMENTS + latency.EXPERIMENTS
+    return collect()
 
 
 @app.command()

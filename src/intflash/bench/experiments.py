@@ -1,15 +1,21 @@
-"""An experiment is a value: what to measure, the paper's numbers, how to draw it. One runner for all."""
+"""An experiment is a value: what to measure, the paper's numbers, how to draw it. One runner for all.
+
+A new experiment is a new value in a module of `intflash.bench` that exports EXPERIMENTS.
+"""
 
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import math
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from intflash import bench
 from intflash.bench.measure import environment
 
 
@@ -145,6 +151,22 @@ class Outcome:
 def run_experiment(experiment: Experiment, setting: Setting) -> Outcome:
     """Measure every row of an experiment."""
     return Outcome(experiment, setting, list(experiment.measure(setting)))
+
+
+def collect(*modules: str) -> tuple[Experiment, ...]:
+    """The EXPERIMENTS of these modules of `intflash.bench`, by default of all that export some.
+
+    Raises:
+        RuntimeError: two experiments have one name.
+    """
+    names = modules or tuple(m.name for m in pkgutil.iter_modules(bench.__path__))
+    found: dict[str, Experiment] = {}
+    for name in names:
+        for experiment in getattr(importlib.import_module(f"{bench.__name__}.{name}"), "EXPERIMENTS", ()):
+            if experiment.name in found:
+                raise RuntimeError(f"experiment {experiment.name!r} is defined twice")
+            found[experiment.name] = experiment
+    return tuple(found.values())
 
 
 def _plain(value: Any) -> Any:

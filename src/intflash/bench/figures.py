@@ -54,8 +54,8 @@ def bars(rows: Sequence[Row], metric: str, title: str, path: Path) -> None:
     """One group of bars per case, one bar per series; the paper's numbers as dashes."""
     rows = [row for row in rows if row.metric == metric and row.value not in (None, math.inf)]
     cases, series = _unique(row.case for row in rows), _unique(row.series for row in rows)
-    width = min(15.0, max(7.0, 1.4 + 0.2 * len(cases) * (len(series) + 1)))
-    figure = Figure(figsize=(width, 4.8), layout="constrained")
+    inches = min(15.0, max(7.0, 1.4 + 0.2 * len(cases) * (len(series) + 1)))
+    figure = Figure(figsize=(inches, 4.8), layout="constrained")
     axes = figure.subplots()
     width = 0.84 / len(series)
     for index, name in enumerate(series):
@@ -74,7 +74,7 @@ def bars(rows: Sequence[Row], metric: str, title: str, path: Path) -> None:
     axes.set(xticks=range(len(cases)), ylabel=metric, title=title)
     axes.set_xticklabels(cases, rotation=0 if len(cases) < 7 else 30, ha="center" if len(cases) < 7 else "right")
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize=7, ncols=max(1, math.ceil(len(series) / 6)))
+    figure.legend(fontsize=8, loc="outside lower center", ncols=max(4, round(inches / 2)))
     figure.savefig(path, dpi=DPI)
 
 
@@ -99,7 +99,7 @@ def lines(rows: Sequence[Row], metric: str, title: str, path: Path, xlabel: str)
         axes.set_yscale("log")
     axes.set(xlabel=xlabel, ylabel=metric, title=title)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=DPI)
 
 
