@@ -40,6 +40,7 @@ def demo(
     method: Annotated[list[str] | None, typer.Option(help="Only this method; may be repeated.")] = None,
     backend: Backend = None,
     images: Annotated[int | None, typer.Option(help="Only the first so many of the 599 images.")] = None,
+    device: Device = "cpu",
 ) -> None:
     """Classify handwritten digits with attention computed by every method."""
     from intflash.bench.demo import QUERY_FACTOR, run_demo
@@ -49,7 +50,7 @@ def demo(
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("loading")
         result = run_demo(
-            model, methods, backend, images,
+            model, methods, backend, images, device,
             on_total=lambda steps: progress.update(task, total=steps),
             on_step=lambda name: progress.update(task, description=name, advance=1),
         )  # fmt: skip

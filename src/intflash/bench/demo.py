@@ -63,6 +63,8 @@ class MethodAttention:
             q = q * self.query_factor
         options = dict(bias=bias, method=self.method, backend=self.backend)
         out = intflash.attention(q, k, v, keep, **options)
+        if self.measured and q.is_cuda:
+            torch.cuda.synchronize()
         start = time.perf_counter()
         if not self.used_backend:
             self.used_backend = intflash.which_backend(q, k, v, keep, **options)
@@ -82,6 +84,13 @@ class MethodAttention:
     def layer_sqnr(self) -> list[float]:
         """SQNR of each layer over all images so far, dB."""
         return [10 * math.log10(s / n) if s > 0 and 0 < n < math.inf else -math.inf for s, n in self._squares]
+
+
+def _now(data: Split) -> float:
+    """Seconds, after the device has done what it was given."""
+    if data.images.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _logits(model: nn.Module, data: Split, attention: Callable, advance: Callable[[], None]) -> Tensor:
@@ -108,9 +117,9 @@ def run_method(
     scaled = MethodAttention(method, backend, QUERY_FACTOR)
     try:
         model(data.images[:WARM_UP], warm_up)
-        start = time.perf_counter()
+        start = _now(data)
         logits = _logits(model, data, attention, advance)
-        seconds = time.perf_counter() - start - attention.overhead_s
+        seconds = _now(data) - start - attention.overhead_s
         scaled_logits = _logits(model, data, scaled, advance)
     except (intflash.InputError, intflash.BackendError) as error:
         return MethodResult(method, error=str(error))
@@ -166,6 +175,7 @@ def run_demo(
     methods: Sequence[str],
     backend: str | None = None,
     images: int | None = None,
+    device: str = "cpu",
     on_total: Callable[[int], None] = lambda steps: None,
     on_step: Callable[[str], None] = lambda method: None,
     on_row: Callable[[MethodResult], None] = lambda row: None,
@@ -177,6 +187,7 @@ def run_demo(
         methods: names from ``intflash.info()["methods"]``.
         backend: as in `intflash.attention`.
         images: only the first so many of the 599.
+        device: "cpu" or "cuda".
         on_total, on_step, on_row: told the number of steps, each step's method, each finished row.
 
     Example:
@@ -184,7 +195,7 @@ def run_demo(
         'intflash'
     """
     model, (_, data) = load_model(model_name), load_split()
-    data = data if images is None else data.take(images)
+    model, data = model.to(device), (data if images is None else data.take(images)).to(device)
     batches = math.ceil(len(data) / BATCH)
     on_total(2 * batches * (len(methods) + 1))
 
@@ -193,9 +204,9 @@ def run_demo(
 
     with torch.inference_mode():
         model(data.images[:WARM_UP])
-        start = time.perf_counter()
+        start = _now(data)
         expected = _logits(model, data, float_attention, lambda: on_step("float32"))
-        seconds = time.perf_counter() - start
+        seconds = _now(data) - start
         scaled_logits = _logits(model, data, scaled_float, lambda: on_step("float32"))
     rows = []
     for method in methods:

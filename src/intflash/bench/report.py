@@ -60,7 +60,7 @@ class Section:
 
     @property
     def anchor(self) -> str:
-        return f"{self.path.parent.name}-{self.path.stem}"
+        return self.path.with_suffix("").as_posix().strip("./").replace("/", "-")
 
     @property
     def title(self) -> str:
@@ -110,7 +110,7 @@ def _section(section: Section) -> str:
     parts.append(tables[0])
     if len(tables) > 1:
         parts.append(f"<details><summary>{len(tables) - 1} more tables</summary>{''.join(tables[1:])}</details>")
-    parts.append(_environment(content.get("environment", {}) | {"file": section.path.name}))
+    parts.append(_environment(content.get("environment", {}) | {"file": section.path.as_posix()}))
     return "".join(parts) + "</section>"
 
 

@@ -24,6 +24,9 @@ class Split:
     def take(self, count: int) -> Split:
         return Split(self.images[:count], self.labels[:count])
 
+    def to(self, device: str) -> Split:
+        return Split(self.images.to(device), self.labels.to(device))
+
 
 def load_split() -> tuple[Split, Split]:
     """``(train, held_out)``: 1,198 and 599 images; image i is held out when ``i % 3 == 2``.
