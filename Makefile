@@ -15,6 +15,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 demo: $(VENV)/ready
 	$(BIN)/intflash demo
+	$(BIN)/intflash report
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not full'

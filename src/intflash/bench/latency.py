@@ -110,9 +110,9 @@ def time_calls(calls: Sequence[Callable[[], Any]], setting: Setting) -> list[flo
     """Median seconds of each call; on a GPU by CUDA-graph replay, without launch overhead."""
     if setting.device == "cpu":
         return time_interleaved(calls, setting.budget_s)
-    from triton.testing import do_bench_cudagraph
+    from intflash.bench.gpu import timing
 
-    return [1e-3 * do_bench_cudagraph(call, return_mode="median") for call in calls]
+    return timing.time_calls(calls)
 
 
 def _methods(*names: str) -> tuple[Contender, ...]:

@@ -139,6 +139,7 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "cpu": _cpu_name(),
         "cpu_cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),
         "torch_threads": torch.get_num_threads(),
         "platform": platform.platform(),
         "versions": versions,
