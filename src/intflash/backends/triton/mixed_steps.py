@@ -12,7 +12,7 @@ int32 -> float32 goes through one of four flows (`lite` exists in each, bench/co
     convert   I2F, float maximum
     magic     integer addition of a magic constant, float maximum; the subtraction is folded into the softmax's FMA
     dual      half of the scores by `convert`, half by integer addition and integer maximum, interleaved
-    integer   integer maximum of the raw scores, then magic
+    integer   integer addition and integer maximum of all scores
 """
 
 from __future__ import annotations
@@ -111,16 +111,14 @@ def _row_units(constants: MixedConstants, place: Place, rows, PERIODS: tl.conste
     if constants.q_scale is not None:
         x = constants.q_scale
         base = _scale_base(x, place, place.h)
-        unit *= tl.load(base + (place.q_start + rows) * x.n, mask=rows < place.q_count, other=0.0)
+        unit *= tl.load(base + (place.q_start + rows) * x.n, mask=rows < place.q_count, other=1.0)
     if KIND.k == "head":
         unit *= tl.load(_scale_base(constants.k_scale, place, place.h // PERIODS.group))
     return unit
 
 
 @triton.jit
-def _key_units(
-    row, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr
-):
+def _key_units(row, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr):
     """(row, key, value) of a tile of keys."""
     key, value = 1.0, 1.0
     if KIND.k == "tile":
@@ -189,10 +187,16 @@ def _raise(m, top):
 
 
 @triton.jit
-def _general(m, s, unit, bias, present, KIND: tl.constexpr, OFFSET: tl.constexpr):
-    """(m', alpha, p * 2^OFFSET) with any scales, bias and mask, by conversion and float maximum."""
+def _general(m, s, unit, bias, present, KIND: tl.constexpr, OFFSET: tl.constexpr, EXACT_MAGIC: tl.constexpr = False):
+    """(m', alpha, p * 2^OFFSET) with any scales, bias and mask, by conversion and float maximum.
+
+    EXACT_MAGIC converts by the magic constant and subtracts it at once, which is exact.
+    """
     row, key, _ = unit
-    y = s.to(tl.float32)
+    if EXACT_MAGIC:
+        y = (s + MAGIC_BITS).to(tl.float32, bitcast=True) - MAGIC
+    else:
+        y = s.to(tl.float32)
     if KIND.k == "key":
         y *= key
     if bias is not None:
@@ -216,10 +220,15 @@ def _magic(m, s, unit):
 
 @triton.jit
 def _integer(m, s, unit):
-    """As `_magic`, the maximum taken of the integers: two scores by each instruction."""
+    """As `_magic`, the maximum taken of the integers, two scores by each instruction.
+
+    The magic constant starts the product's accumulator (the compiler moves the addition there), so that of the
+    conversion only the maximum is left on the integer pipe.
+    """
     row, _, _ = unit
-    m, base, alpha = _raise(m, tl.max(s, 1).to(tl.float32) * row)
-    y = (s + MAGIC_BITS).to(tl.float32, bitcast=True)
+    s = s + MAGIC_BITS
+    m, base, alpha = _raise(m, (tl.max(s, 1).to(tl.float32, bitcast=True) - MAGIC) * row)
+    y = s.to(tl.float32, bitcast=True)
     return m, alpha, tl.exp2(y * row[:, None] - (base + MAGIC * row)[:, None])
 
 
@@ -269,6 +278,13 @@ def _accumulate(m, alpha, p, l, acc, v, DTYPE: tl.constexpr):
 def _step_half(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
     m, alpha, p = _flow(m, s, unit, bias, present, KIND, "integer")
+    return _accumulate(m, alpha, p, l, acc, v, tl.float16)
+
+
+@triton.jit
+def _step_half_magic(state, s, unit, bias, present, v, KIND: tl.constexpr):
+    m, l, acc = state
+    m, alpha, p = _general(m, s, unit, bias, present, KIND, 0.0, True)
     return _accumulate(m, alpha, p, l, acc, v, tl.float16)
 
 
@@ -352,6 +368,7 @@ def _steps(step, hooks: Hooks, result=_result) -> Steps:
 
 
 HALF = _steps(_step_half, _INTEGER_QK)
+HALF_MAGIC = _steps(_step_half_magic, _INTEGER_QK)
 FULL = _steps(_step_full, _INTEGER_P, _result_full)
 LITE = {
     "convert": _steps(_step_lite_convert, _INTEGER_QK),

@@ -66,9 +66,7 @@ def unfused_launches(
     amax = torch.ones(1, dtype=torch.int32, device=device) if by_codes else None
     bias, keep = _bias_units(problem), problem.keep
     key_tiles = triton.cdiv(nk, _KEYS)
-    periods = Periods(
-        1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group, 1, 1
-    )
+    periods = Periods(1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group, 1, 1)
     masks = Masks(
         None if bias is None else view(bias), None if keep is None else view(keep.view(torch.uint8)), problem.causal
     )

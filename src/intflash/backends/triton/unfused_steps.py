@@ -177,7 +177,7 @@ def _ivit_p(depth, present, unit):
     reciprocal, by = _reciprocal(divisor)
     octaves = _quotient(-x, divisor, reciprocal, by)
     rest = x + octaves * one
-    p = tl.where(present, ((rest + 2 * one) << (IVIT_OCTAVES - octaves)) >> 1, 0)
+    p = tl.where(present, ((rest + 2 * one) << (-octaves + IVIT_OCTAVES)) >> 1, 0)
     l = tl.sum(p, 1)
     factor = tl.full(l.shape, INT32_MAX, tl.int64) // tl.minimum(tl.maximum(l, 1), INT32_MAX)
     return tl.minimum((p * factor[:, None]) >> 24, 127), l, one << IVIT_OCTAVES
@@ -209,7 +209,7 @@ def _fqvit_p(depth, present, unit):
         threshold = tl.where(higher == 1, 3, (tl.full(exp.shape, 3, tl.int64) << (higher - 1)) - 1)
         level = tl.where(twice >= divisor * threshold, higher, level)
     dead = (exp == 0) | (twice >= divisor * 98303)  # level 16 begins at 3 * 2^14
-    return tl.where(dead, 0, tl.full(exp.shape, 1, tl.int64) << (LEVELS - level)), l, one
+    return tl.where(dead, 0, tl.full(exp.shape, 1, tl.int64) << (-level + LEVELS)), l, one
 
 
 @triton.jit

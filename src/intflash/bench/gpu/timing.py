@@ -1,0 +1,78 @@
+"""Time and energy of GPU work: CUDA graphs, so that Python's launch time is outside, the contenders taking turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+MAX_REPEATS = 200  # calls in one graph
+
+
+def capture(call: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
+    """A graph of `repeats` calls; the call has run before, on a side stream, as capture wants."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repeats):
+            call()
+    return graph
+
+
+def seconds_once(run: Callable[[], Any]) -> float:
+    """Device seconds of one run, by events."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / 1e3
+
+
+def time_calls(calls: Sequence[Callable[[], Any]], rounds: int = 9, sample_s: float = 3e-3) -> list[float]:
+    """Median seconds of each call: graphs of about `sample_s`, one sample of every call in each round."""
+    graphs = []
+    for call in calls:
+        call()
+        torch.cuda.synchronize()
+        once = min(seconds_once(call) for _ in range(3))
+        repeats = max(1, min(MAX_REPEATS, round(sample_s / max(once, 1e-6))))
+        graphs.append((capture(call, repeats), repeats))
+    samples: list[list[float]] = [[] for _ in graphs]
+    for _ in range(rounds):
+        for sample, (graph, repeats) in zip(samples, graphs, strict=True):
+            sample.append(seconds_once(graph.replay) / repeats)
+    return [statistics.median(sample) for sample in samples]
+
+
+def joules(call: Callable[[], Any], seconds: float = 2.0) -> tuple[float, float]:
+    """(joules, seconds) of one call, by NVML's energy counter over graph replays of about `seconds`.
+
+    Raises:
+        ImportError: nvidia-ml-py is not installed.
+    """
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+    call()
+    once = max(min(seconds_once(call) for _ in range(3)), 1e-6)
+    repeats = max(1, min(MAX_REPEATS, round(5e-3 / once)))
+    graph = capture(call, repeats)
+    replays = max(1, round(seconds / max(seconds_once(graph.replay), 1e-6)))
+    for _ in range(max(1, replays // 10)):  # clocks and power settle
+        graph.replay()
+    torch.cuda.synchronize()
+    before, start = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter()
+    for _ in range(replays):
+        graph.replay()
+    torch.cuda.synchronize()
+    after, stop = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter()
+    count = replays * repeats
+    return (after - before) / 1e3 / count, (stop - start) / count
