@@ -90,7 +90,7 @@ def test_any_shape_float(name, tolerance):
 
 # 1e-14: C = 0, uniform attention; the rest walks k from 0 to its end, past every branch of depth_constants
 @pytest.mark.parametrize(
-    "score_unit", [0.0, 1e-9, 1e-4, 1.9e-3, 0.25, 0.49, 0.6, 1.3, 3.0, 4.0, 7.9, 8.1, 15.9, 16, 40, 64]
+    "score_unit", [1e-14, 1e-9, 1e-4, 1.9e-3, 0.25, 0.49, 0.6, 1.3, 3.0, 4.0, 7.9, 8.1, 15.9, 16, 40, 64]
 )
 @pytest.mark.parametrize(("name", "p_bits"), [("intflash_row", 16), ("intflash_split", 16), ("intflash_p8_tensor", 8)])
 def test_every_size_of_the_exponent_constant(name, p_bits, score_unit):
@@ -148,3 +148,12 @@ def test_backend_in_the_shim_equals_the_reference(method, out_dtype):
 def test_float_method_in_the_shim():
     problem, *_ = prepare(*(torch.randn(1, 2, 20, d) for d in (24, 24, 24)), method="fp32")
     assert (backend.run(problem, shim.run).out - REFERENCE.run(problem).out).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize(("name", "p_bits"), [("intflash_row", 16), ("intflash_split", 16), ("intflash_p8_tensor", 8)])
+def test_the_most_keys_there_may_be(name, p_bits):
+    """65,536 keys of the largest code: l and acc at their bounds."""
+    ones = torch.ones((1, 8), dtype=torch.int8)
+    v = torch.full((65_536, 8), 127, dtype=torch.int8)
+    ours, expected = integer_case(name, p_bits, ones, ones.expand(65_536, 8).contiguous(), v, 1e-3, out_bits=16)
+    assert np.array_equal(ours, expected)

@@ -30,7 +30,7 @@ STARTUP_ADDRESS = 0x80000000
 RISCV_FLAGS = ("--target=riscv32-unknown-elf", "-mabi=ilp32f", "-mcmodel=medany")
 CODE_FLAGS = (
     "-O3", "-fno-builtin", "-fno-exceptions", "-fno-rtti", "-fdata-sections", "-ffunction-sections",
-    "-fno-strict-aliasing", "-DNDEBUG", "-DXLEN_32",
+    "-fno-strict-aliasing", "-ftls-model=local-exec", "-DNDEBUG", "-DXLEN_32",
 )  # fmt: skip
 # Zicond makes selects of ternaries; its name changed while it was experimental. The last always compiles.
 MARCH = (
