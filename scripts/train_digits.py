@@ -39,7 +39,8 @@ def augment(images: Tensor, size: int, generator: torch.Generator) -> Tensor:
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
-def train(name: str, epochs: int, batch: int, peak_lr: float, seed: int) -> None:
+def train(name: str, epochs: int, batch: int, peak_lr: float, seed: int, folder: Path) -> Path:
+    """Train from scratch, print the held-out Top-1 and write <name>.safetensors into `folder`."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     data, held_out = load_split()
@@ -65,10 +66,11 @@ def train(name: str, epochs: int, batch: int, peak_lr: float, seed: int) -> None
     model.eval()
     with torch.inference_mode():
         correct = (model(held_out.images).argmax(1) == held_out.labels).sum().item()
-    WEIGHTS.mkdir(exist_ok=True)
-    path = WEIGHTS / f"{name}.safetensors"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.safetensors"
     save_file({key: value.contiguous() for key, value in model.state_dict().items()}, path)
     print(f"{path}: {path.stat().st_size:,} bytes, held-out Top-1 {correct}/{len(held_out)}")
+    return path
 
 
 def main() -> None:
@@ -78,8 +80,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=WEIGHTS)
     args = parser.parse_args()
-    train(args.model, args.epochs, args.batch, args.lr, args.seed)
+    train(args.model, args.epochs, args.batch, args.lr, args.seed, args.out)
 
 
 if __name__ == "__main__":

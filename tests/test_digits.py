@@ -1,7 +1,11 @@
 """The digit models: data split, shipped weights, windows, and what the demo promises about Top-1."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load
 
 import intflash
 from intflash.digits import ARCHITECTURES, float_attention, load_model, load_split
@@ -83,6 +87,15 @@ def test_scaled_queries_break_published_qflash_only(held_out):
     assert expected > 80
     assert abs(top1(model, data, method_attention("intflash", 64.0)) - expected) <= 2
     assert top1(model, data, method_attention("qflash", 64.0)) < expected - 40
+
+
+def test_training_script_is_repeatable(tmp_path, monkeypatch):
+    script = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "train_digits.py"))
+    train = script["train"]
+    monkeypatch.setitem(train.__globals__, "load_split", lambda: tuple(part.take(60) for part in load_split()))
+    first, second = (train("vit", 1, 30, 1e-3, 0, tmp_path / name).read_bytes() for name in ("a", "b"))
+    assert first == second
+    ARCHITECTURES["vit"]().load_state_dict(load(first))
 
 
 def test_unknown_model():
