@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -57,7 +58,7 @@ def demo(
     console.print(_demo_table(result, QUERY_FACTOR))
     for row in result.rows:
         if row.error:
-            console.print(f"[yellow]{row.method}[/]: {row.error}")
+            console.print(f"[yellow]{row.method}[/]: {escape(row.error)}")
     for path in result.save(out):
         console.print(f"wrote {path}")
 
@@ -128,17 +129,23 @@ def info() -> None:
         f"intflash {intflash.__version__}, torch {torch.__version__}, "
         + (torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device")
     )
-    table = Table("method", "what it is", "source", "integer\nonly", *found["backends"])
-    for name, method in found["methods"].items():
-        served = [
-            "[green]yes[/]" if backend["methods"][name] is None else "[dim]no[/]"
-            for backend in found["backends"].values()
-        ]
-        table.add_row(name, method["summary"], method["source"], "yes" if method["integer_only"] else "", *served)
-    console.print(table)
+    methods = _methods_in_order()
+    what = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("method", "integer", "what it is", "source"):
+        what.add_column(heading, no_wrap=heading == "method")
+    served = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("method", *found["backends"]):
+        served.add_column(heading, no_wrap=True)
+    for name in methods:
+        method = found["methods"][name]
+        what.add_row(name, "only" if method["integer_only"] else "", method["summary"], method["source"])
+        reasons = (backend["methods"][name] for backend in found["backends"].values())
+        served.add_row(name, *("[green]yes[/]" if reason is None else "[dim]no[/]" for reason in reasons))
+    console.print(what)
+    console.print(served)
     for name, backend in found["backends"].items():
         for reason, methods in _reasons(backend).items():
-            console.print(f"[bold]{name}[/] does not serve {methods}: {reason}")
+            console.print(f"[bold]{name}[/] does not serve {methods}: {escape(reason)}")
 
 
 def _reasons(backend: dict) -> dict[str, str]:
@@ -281,9 +288,9 @@ def _print_outcome(outcome: Outcome) -> None:
             table.add_row(line, *(_cell(cells.get((*key, metric))) for key in keys))
         console.print(table)
     for sentence in outcome.conclusions():
-        console.print(sentence)
+        console.print(escape(sentence))
     for reason in dict.fromkeys(f"{row.series} on {row.case}: {row.note}" for row in rows if row.note):
-        console.print(f"[yellow]{reason}[/]")
+        console.print(f"[yellow]{escape(reason)}[/]")
 
 
 def _cell(row: Row | None) -> str:
