@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
 
-from intflash.backends.triton import mixed, rowwise, steps, unfused
+from intflash.backends.triton import mixed, published, quantize, rowwise, steps, unfused
 from intflash.backends.triton.constants import constants_launch
+from intflash.backends.triton.launch import view
 from intflash.backends.triton.streaming import Statistics, streaming_launch
 from intflash.numerics import exp
 from intflash.problem import Problem, Result
 
 STEPS = {"intflash": steps.P16, "intflash_p8": steps.P8, "intflash_online": steps.ONLINE}
-FAMILIES = {**dict.fromkeys(mixed.STEPS, mixed), **dict.fromkeys(unfused.METHODS, unfused)}  # modules of their own
+FAMILIES = {  # modules of their own
+    **dict.fromkeys(mixed.STEPS, mixed),
+    **dict.fromkeys(unfused.METHODS, unfused),
+    **dict.fromkeys(published.STEPS, published),
+}
 _ROW_BITS = {"intflash": 16, "intflash_p8": 8}
 _P_MAX = {"intflash": exp.P16_MAX, "intflash_p8": exp.P8_MAX, "intflash_online": exp.P8_MAX}
 
@@ -41,17 +48,27 @@ def unsupported(problem: Problem) -> str | None:
 def run(problem: Problem) -> Result:
     if problem.method in FAMILIES:
         return FAMILIES[problem.method].run(problem)
-    problem = problem.quantized()
     batch, heads, nq, _ = problem.q.shape
     out = torch.empty(batch, heads, nq, problem.v.shape[3], dtype=problem.out_dtype, device=problem.device)
-    launch, constants, out_scale = constants_launch(problem)
-    launch.run()
     statistics = _statistics(problem)
+    inputs = None
+    if isinstance(problem.q, Tensor):
+        if quantize.serves(problem.recipe):
+            inputs = quantize.with_scales(problem.q, problem.k, problem.v, problem.recipe)
+        else:
+            problem = problem.quantized()
+    launch, constants, out_scale = constants_launch(problem, None if inputs is None else inputs.scales)
+    launch.run()
     if problem.method in _ROW_BITS and rowwise.serves(problem):
-        bits = _ROW_BITS[problem.method]
-        rowwise.rowwise_launch(problem, bits, constants, out, statistics, rowwise.InputScales(None, None, None)).run()
+        scales = rowwise.NO_SCALES if inputs is None else quantize.Three(*map(view, inputs.scales))
+        attention = rowwise.rowwise_launch(problem, _ROW_BITS[problem.method], constants, out, statistics, scales)
     else:
-        streaming_launch(problem, STEPS[problem.method], constants, out, statistics).run()
+        if inputs is not None:
+            launch, codes = quantize.quantize_launch(inputs)
+            launch.run()
+            problem = replace(problem, q=codes.q, k=codes.k, v=codes.v)
+        attention = streaming_launch(problem, STEPS[problem.method], constants, out, statistics)
+    attention.run()
     return Result(out, out_scale, _log_sum_exp(problem, statistics))
 
 

@@ -128,11 +128,16 @@ def _broadcast(*shapes: tuple[int, ...]) -> Shape:
     return Shape(*torch.broadcast_shapes(*shapes))
 
 
-def constants_launch(problem: Problem) -> tuple[Launch, Constants, Tensor | None]:
-    """The launch that fills a quantized problem's constants, the constants, and the output's scale."""
-    device, group, qmax = problem.device, problem.group, output_limit(problem.out_dtype)
-    q_scale, k_scale, v_scale = problem.q.token_scale(), problem.k.scale, problem.v.scale
-    heads = problem.q.shape[1]
+def constants_launch(problem: Problem, scales: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Launch, Constants, Tensor | None]:
+    """The launch that fills a problem's constants, the constants, and the output's scale.
+
+    `scales`: of Q (its block axis spread over tokens), K and V where the problem's tensors are floats.
+    """
+    device, qmax = problem.q.device, output_limit(problem.out_dtype)
+    heads, group = problem.q.shape[1], problem.group
+    if scales is None:
+        scales = problem.q.token_scale(), problem.k.scale, problem.v.scale
+    q_scale, k_scale, v_scale = scales
     per_head = [s[:1] + (heads if s[1] > 1 else 1,) + s[2:] for s in (k_scale.shape, v_scale.shape)]
     score_shape = _broadcast(q_scale.shape, (*per_head[0][:2], 1, per_head[0][2]))
     score = torch.empty(score_shape, dtype=torch.int64, device=device)
@@ -154,8 +159,7 @@ def constants_launch(problem: Problem) -> tuple[Launch, Constants, Tensor | None
     )  # fmt: skip
     count = max(arguments["score_count"], arguments["output_count"])
     launch = Launch(_constants_kernel, (triton.cdiv(count, _BLOCK),), arguments)
-    per_query = view(v_scale)
-    constants = Constants(view(score), None if output is None else view(output), None if qmax else per_query)
+    constants = Constants(view(score), None if output is None else view(output), None if qmax else view(v_scale))
     return launch, constants, out_scale
 
 

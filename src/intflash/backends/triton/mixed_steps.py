@@ -1,8 +1,9 @@
 """The steps of the methods with a float32 softmax: int_flash, lite, qattn and the float baselines.
 
 Their scores are int32 (or float32 from float inputs), their exponentials are taken in octaves, x = s * unit, against
-the maximum so far. `unit` of a tile is (row, key, value): row [BM] what a score is worth, key [1, BN] where
-KIND.k is "key" and value the scale of the tile's V where KIND.v is "tile" (1 otherwise). The state is (m, l, acc), m in octaves, l the sum of the exact p.
+the maximum so far. `unit` of a tile is (row, key, value): row [BM] what a score is worth, key [1, BN] where KIND.k
+is "key" and value the scale of the tile's V where KIND.v is "tile" (1 otherwise). The state is (m, l, acc), m in
+octaves, l the sum of the exact p.
 
     int_flash_half   P float16              int_flash_full   P int8, R = 127, int32 products
     lite, qattn      P bfloat16             fp16, bf16, fp32, fp8    P of the inputs' type

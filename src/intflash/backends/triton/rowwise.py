@@ -8,7 +8,6 @@ device-side scales are quantized here, on the way from memory to the tensor core
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from intflash.backends.triton.constants import Constants
 from intflash.backends.triton.launch import Launch, data_view, readable, view
+from intflash.backends.triton.quantize import Three, head_inverse
 from intflash.backends.triton.steps import (
     add_row_sums,
     add_value_sums,
@@ -51,23 +51,16 @@ from intflash.numerics.triton import INT32_MIN, K0, NEVER, exp_p8, exp_p16, quan
 from intflash.problem import Problem
 
 MAX_KEYS = 256
-
-
-class InputScales(NamedTuple):
-    """float32 reciprocals 1 / s of float inputs' scales, Views [B|1, H|1, 1, 1]; None for int8 inputs."""
-
-    q: object
-    k: object
-    v: object
+NO_SCALES = Three(None, None, None)
 
 
 @triton.jit
-def _codes(x, inverse, b, h):
+def _codes(x, scale, b, h):
     """int8 codes of a loaded tile: itself, or its floats times the head's 1 / s, rounded."""
-    if inverse is None:
+    if scale is None:
         return x
     else:
-        return quantize(x, tl.load(inverse.ptr + b.to(tl.int64) * inverse.b + h.to(tl.int64) * inverse.h))
+        return quantize(x, head_inverse(scale, b, h))
 
 
 @triton.jit
@@ -133,7 +126,7 @@ def _row_tile(
 
 @triton.jit
 def _rows(
-    q, ks, vs, offset, out, constants: Constants, masks: Masks, statistics: Statistics, inverse: InputScales,
+    q, ks, vs, offset, out, constants: Constants, masks: Masks, statistics: Statistics, scales: Three,
     place: Place, first_row,
     BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
@@ -142,7 +135,7 @@ def _rows(
     """From Q to the output for BM rows."""
     rows = first_row + tl.arange(0, BM)
     q_tile = load_rows(q, head_base(q, place.b, place.h, place.q_start), rows, place.q_count, D, BD, True)
-    q_tile = _codes(q_tile, inverse.q, place.b, place.h)
+    q_tile = _codes(q_tile, scales.q, place.b, place.h)
     C, shift = score_constants(constants.score, 1, place, rows, rows, KIND)
     if KIND == "head":  # a shift of 0 is the usual one and costs nothing in code of its own
         if shift == 0:
@@ -170,7 +163,7 @@ def _rows(
 @triton.jit
 def _rowwise_kernel(
     q: View, k: View, v: View, out: View, constants: Constants, masks: Masks, statistics: Statistics,
-    inverse: InputScales, nq, nk,
+    scales: Three, nq, nk,
     BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, TAIL: tl.constexpr, PIECES: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, PERIODS: tl.constexpr, BATCH_FIRST: tl.constexpr, V_PADDED: tl.constexpr,
@@ -188,9 +181,9 @@ def _rowwise_kernel(
     sums = tl.zeros([16, BDV], tl.int32)
     for i in tl.static_range(len(PIECES)):
         keys = _keys(PIECES[i][0], PIECES[i][1])
-        k_tile = _codes(load_rows(k, k_base, keys, nk, D, BD, not PIECES[i][2]), inverse.k, batch, key_head)
+        k_tile = _codes(load_rows(k, k_base, keys, nk, D, BD, not PIECES[i][2]), scales.k, batch, key_head)
         keys = PIECES[i][0] + tl.arange(0, PIECES[i][1])
-        v_tile = _codes(load_rows(v, v_base, keys, nk, DV, BDV, not PIECES[i][2] and not V_PADDED), inverse.v, batch, key_head)
+        v_tile = _codes(load_rows(v, v_base, keys, nk, DV, BDV, not PIECES[i][2] and not V_PADDED), scales.v, batch, key_head)
         ks = ks + (k_tile,)
         vs = vs + (v_tile,)
         sums = add_value_sums(sums, v_tile)
@@ -198,12 +191,12 @@ def _rowwise_kernel(
     first_row = first_tile * (TILES * BM + TAIL)
     for tile in tl.range(0, TILES):
         _rows(
-            q, ks, vs, offset, out, constants, masks, statistics, inverse, place, first_row + tile * BM,
+            q, ks, vs, offset, out, constants, masks, statistics, scales, place, first_row + tile * BM,
             BITS, KIND, CAUSAL, PLAIN, D, DV, BM, PIECES, BD, BDV, PERIODS,
         )  # fmt: skip
     if TAIL > 0:
         _rows(
-            q, ks, vs, offset, out, constants, masks, statistics, inverse, place, first_row + TILES * BM,
+            q, ks, vs, offset, out, constants, masks, statistics, scales, place, first_row + TILES * BM,
             BITS, KIND, CAUSAL, PLAIN, D, DV, TAIL, PIECES, BD, BDV, PERIODS,
         )  # fmt: skip
 
@@ -250,11 +243,11 @@ def default_tile(problem: Problem) -> RowTile:
 
 
 def rowwise_launch(
-    problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics, inverse: InputScales,
+    problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics, scales: Three = NO_SCALES,
     tile: RowTile | None = None,
 ) -> Launch:  # fmt: skip
-    """The whole-row kernel's launch for a problem of int8 codes, or of floats with 1 / s in `inverse`."""
-    q, k, v = (x.data if inverse.q is None else x for x in (problem.q, problem.k, problem.v))
+    """The whole-row kernel's launch for a problem of int8 codes, or of floats with their `scales`."""
+    q, k, v = (x.data if scales.q is None else x for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
     tile = tile or default_tile(problem)
     programs = triton.cdiv(nq, tile.rows * tile.tiles + tile.tail)
@@ -267,14 +260,14 @@ def rowwise_launch(
             None if bias is None else view(bias), None if keep is None else view(keep.view(torch.uint8)),
             problem.causal,
         ),
-        statistics=statistics, inverse=inverse, nq=nq, nk=nk,
+        statistics=statistics, scales=scales, nq=nq, nk=nk,
         BITS=bits, KIND="row" if score[2] > 1 else "head", CAUSAL=problem.causal is not None, PLAIN=bias is None,
         D=d, DV=dv, BM=tile.rows, TILES=tile.tiles, TAIL=tile.tail, PIECES=pieces(nk), BD=block_dim(d, 32), BDV=block_dim(dv, 16),
         PERIODS=Periods(
             1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], heads // k.shape[1], 1,
             output_channels(constants),
         ),
-        BATCH_FIRST=batch_first, V_PADDED=inverse.q is None and readable(v, pieces(nk)[-1][0] + pieces(nk)[-1][1]),
+        BATCH_FIRST=batch_first, V_PADDED=scales.q is None and readable(v, pieces(nk)[-1][0] + pieces(nk)[-1][1]),
     )  # fmt: skip
     grid = (batch, heads, programs) if batch_first else (programs, heads, batch)
     return Launch(_rowwise_kernel, grid, arguments, tile.warps, 1)

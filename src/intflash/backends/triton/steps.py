@@ -55,15 +55,16 @@ class Steps(NamedTuple):
     keys: int | None  # keys per tile where they are part of the method, None: any
     digest: str  # of the functions' source: Triton's cache on disk knows a constexpr function by its name only
     hooks: Hooks | None = None  # what methods with float scores do in another way
+    whole: bool = False  # absent keys take part: no tile is skipped
 
 
 def make_steps(
     initial: object, maximum: object, between: object, step: object, result: object, keys: int | None,
-    hooks: Hooks | None = None,
+    hooks: Hooks | None = None, whole: bool = False,
 ) -> Steps:  # fmt: skip
     functions = (initial, maximum, between, step, result)
     keys_of = "".join(getattr(f, "cache_key", "") for f in (*functions, *(hooks or ())) if f is not None)
-    return Steps(*functions, keys, hashlib.sha256(keys_of.encode()).hexdigest()[:16], hooks)
+    return Steps(*functions, keys, hashlib.sha256(keys_of.encode()).hexdigest()[:16], hooks, whole)
 
 
 @triton.jit

@@ -163,7 +163,8 @@ def _streaming_kernel(
                 causal = masks.causal
             # keys that the last row sees end the walk; keys that the first row sees need no test
             last = tl.minimum(place.row + BM, place.q_count) + causal
-            stop = tl.maximum(tl.minimum(stop, last), 0)
+            if not STEPS.whole:
+                stop = tl.maximum(tl.minimum(stop, last), 0)
             full = tl.minimum(full, tl.maximum((place.row + causal + 1) // BN, 0) * BN)
         q_tile = load_rows(q, head_base(q, place.b, place.h, place.q_start), rows, place.q_count, D, BD, True)
         k_base = head_base(k, place.b, place.h // PERIODS.group, place.k_start)
@@ -206,8 +207,12 @@ class Tile:
 
 
 def default_tile(steps: Steps, head_dim: int) -> Tile:
-    keys = steps.keys or 128
-    return Tile(64, keys if head_dim <= 128 else min(keys, 64) if steps.keys is None else keys, 4, 3)
+    """Measured on an H200 (docs/gpu.md); a head_dim above 128 leaves room for fewer keys and stages."""
+    if steps.keys is not None:
+        return Tile(64, steps.keys, 4, 3 if head_dim <= 64 else 2 if head_dim <= 128 else 1)
+    if head_dim > 128:
+        return Tile(64, 64, 4, 2)
+    return Tile(64, 64, 4, 3)
 
 
 def streaming_launch(

@@ -122,7 +122,7 @@ def present_keys(
     """bool [rows, keys], or None where the tile has every key: only what can be absent is tested."""
     present = None
     if BOUNDED:
-        present = (keys < place.k_count)[None, :] & (rows >= 0)[:, None]
+        present = (keys < place.k_count)[None, :]
     if CAUSAL:
         seen = keys[None, :] <= rows[:, None] + causal
         present = seen if present is None else present & seen

@@ -1,0 +1,174 @@
+"""Float inputs on the device: their absolute maxima, their codes, V stored with its keys contiguous.
+
+The same bits as `quant.quantizers.quantize`: one rounding of the exact product x * (1 / s).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from intflash.backends.triton.launch import Launch, data_view, view
+from intflash.backends.triton.tiles import View, head_base, load_rows
+from intflash.numerics.triton import quantize
+from intflash.quant import QTensor, Recipe
+from intflash.quant.quantizers import TINY_AMAX
+
+TINY = tl.constexpr(TINY_AMAX)
+_ROWS = 128
+
+
+class Three(NamedTuple):
+    """The same thing of Q, K and V."""
+
+    q: object
+    k: object
+    v: object
+
+
+@triton.jit
+def _head_amax(x: View, count, heads, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """max|x| over ROWS tokens of the program's head."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    zero = head * 0
+    tile = load_rows(x, head_base(x, tl.program_id(2), tl.minimum(head, heads - 1), zero), rows, count, D, BD, True)
+    return tl.max(tl.max(tl.abs(tile.to(tl.float32)), 1), 0)
+
+
+@triton.jit
+def _amax_kernel(
+    q: View, k: View, v: View, amax, nq, nk, hq, hk,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """amax[0..2]: max|Q|, max|K|, max|V| as the bits of a float >= 0, which order as integers do; zeroed before."""
+    tl.atomic_max(amax, _head_amax(q, nq, hq, D, BD, ROWS).to(tl.int32, bitcast=True), sem="relaxed")
+    if tl.program_id(1) < hk:
+        tl.atomic_max(amax + 1, _head_amax(k, nk, hk, D, BD, ROWS).to(tl.int32, bitcast=True), sem="relaxed")
+        tl.atomic_max(amax + 2, _head_amax(v, nk, hk, DV, BDV, ROWS).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _scales_kernel(amax, scales, COUNT: tl.constexpr):
+    """s = amax / 127; 1 where amax is below 2^-100 (its codes are then 0)."""
+    i = tl.arange(0, 4)
+    a = tl.load(amax + i, mask=i < COUNT, other=0).to(tl.float32, bitcast=True)
+    s = tl.where(a < TINY, 1.0, tl.div_rn(a, tl.full([4], 127.0, tl.float32)))
+    tl.store(scales + i, s, mask=i < COUNT)
+
+
+@triton.jit
+def head_inverse(scale, b, h):
+    """1 / s of a head, rounded once."""
+    s = tl.load(scale.ptr + b.to(tl.int64) * scale.b + h.to(tl.int64) * scale.h)
+    return tl.div_rn(s * 0 + 1.0, s)
+
+
+@triton.jit
+def _quantize_tile(x, codes, scale, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    batch, head = tl.program_id(2), tl.program_id(1)
+    zero = head * 0
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channels = tl.arange(0, BD)
+    tile = load_rows(x, head_base(x, batch, head, zero), rows, count, D, BD, True)
+    tile = quantize(tile, head_inverse(scale, batch, head))
+    ptrs = head_base(codes, batch, head, zero) + rows[:, None] * codes.n + channels[None, :] * codes.d
+    tl.store(ptrs, tile, mask=(rows[:, None] < count) & (channels[None, :] < D))
+
+
+@triton.jit
+def _quantize_kernel(
+    x: Three, codes: Three, scales: Three, nq, nk, hq, hk,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Codes of Q, K and V; the layout of each is its View's."""
+    first = tl.program_id(0) * ROWS
+    if (tl.program_id(1) < hq) & (first < nq):
+        _quantize_tile(x.q, codes.q, scales.q, nq, D, BD, ROWS)
+    if (tl.program_id(1) < hk) & (first < nk):
+        _quantize_tile(x.k, codes.k, scales.k, nk, D, BD, ROWS)
+        _quantize_tile(x.v, codes.v, scales.v, nk, DV, BDV, ROWS)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Float Q, K, V with a float32 4-D scale of each (tensor or head)."""
+
+    tensors: Three
+    scales: Three
+
+    @property
+    def granularities(self) -> Three:
+        return Three(*("tensor" if s.numel() == 1 else "head" for s in self.scales))
+
+
+def serves(recipe: Recipe) -> bool:
+    """Whether these kernels quantize as the recipe says: all static per tensor or head, or all dynamic per tensor."""
+    kinds = (recipe.q, recipe.k, recipe.v)
+    given = [s is not None for s in (recipe.q_scale, recipe.k_scale, recipe.v_scale)]
+    if recipe.bits != 8 or recipe.rule != "exact":
+        return False
+    return all(given) and set(kinds) <= {"tensor", "head"} or not any(given) and set(kinds) == {"tensor"}
+
+
+def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> Inputs:
+    """The inputs with their static scales, or with those of their absolute maxima: two small launches."""
+    tensors = Three(q, k, v)
+    if recipe.q_scale is not None:
+        given = (recipe.q_scale, recipe.k_scale, recipe.v_scale)
+        return Inputs(tensors, Three(*(_static(s, x) for s, x in zip(given, tensors, strict=True))))
+    amax = torch.zeros(4, dtype=torch.int32, device=q.device)
+    scales = torch.empty(3, dtype=torch.float32, device=q.device)
+    for launch in amax_launches(tensors, amax, scales):
+        launch.run()
+    return Inputs(tensors, Three(*(scales[i].view(1, 1, 1, 1) for i in range(3))))
+
+
+def _static(scale: Tensor | float, x: Tensor) -> Tensor:
+    if not isinstance(scale, Tensor):
+        return _constant(float(scale), x.device)
+    if scale.numel() == 1:
+        return scale.reshape(1, 1, 1, 1)
+    return QTensor(torch.empty((*x.shape[:3], 1), dtype=torch.int8, device=x.device), scale, "head").scale
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device=device)
+
+
+def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[Launch, Launch]:
+    (batch, hq, nq, d), (hk, nk, dv) = tensors.q.shape, tensors.v.shape[1:]
+    arguments = dict(
+        **{name: data_view(x) for name, x in zip("qkv", tensors, strict=True)}, amax=amax, nq=nq, nk=nk, hq=hq, hk=hk,
+        D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
+    )  # fmt: skip
+    grid = (triton.cdiv(max(nq, nk), _ROWS), max(hq, hk), batch)
+    return Launch(_amax_kernel, grid, arguments), Launch(_scales_kernel, (1,), dict(amax=amax, scales=scales, COUNT=3))
+
+
+def quantize_launch(inputs: Inputs) -> tuple[Launch, Three]:
+    """The launch that writes the codes, and the QTensors it fills; V with contiguous keys, rows padded to 128."""
+    q, k, v = inputs.tensors
+    (batch, hq, nq, d), (hk, nk, dv) = q.shape, v.shape[1:]
+    rows = torch.zeros if nk % 128 else torch.empty  # the padding is read, and must be no stranger's data
+    stored = rows(batch, hk, dv, triton.cdiv(nk, 128) * 128, dtype=torch.int8, device=q.device)[..., :nk].mT
+    codes = Three(
+        torch.empty(q.shape, dtype=torch.int8, device=q.device),
+        torch.empty(k.shape, dtype=torch.int8, device=q.device),
+        stored,
+    )
+    arguments = dict(
+        x=Three(*map(data_view, inputs.tensors)), codes=Three(*map(data_view, codes)),
+        scales=Three(*map(view, inputs.scales)), nq=nq, nk=nk, hq=hq, hk=hk,
+        D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
+    )  # fmt: skip
+    grid = (triton.cdiv(max(nq, nk), _ROWS), max(hq, hk), batch)
+    filled = (QTensor(*x) for x in zip(codes, inputs.scales, inputs.granularities, strict=True))
+    return Launch(_quantize_kernel, grid, arguments), Three(*filled)
