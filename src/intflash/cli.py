@@ -303,7 +303,9 @@ def _cell(row: Row | None) -> str:
 def _number(value: float, metric: str) -> str:
     if metric == "MSE":
         return f"{value:.2e}"
-    return f"{value:.6f}" if metric == "cosine" else f"{value:.4g}" if abs(value) >= 10 else f"{value:.3g}"
+    if metric == "cosine":
+        return f"{value:.6f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" if abs(value) >= 10 else f"{value:.3g}"
 
 
 if __name__ == "__main__":

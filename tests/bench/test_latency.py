@@ -1,0 +1,40 @@
+"""Latency experiments: what is timed, beside what, and what a refusal looks like."""
+
+from intflash.bench.experiments import Setting, collect
+from intflash.bench.latency import CODE_CALL, FLOAT_CALL, Contender, Latency
+from intflash.bench.workloads import normal, random_case, uniform
+
+FAST = Setting(budget_s=0.01)
+
+
+def test_rows_are_times_and_speedups_over_the_baseline():
+    contenders = [Contender("torch"), Contender("ours", "intflash"), Contender("half", "int_flash_half")]
+    plan = Latency(contenders, [random_case("tiny", 16, normal())], "torch", paper={("ours", "tiny"): 2.0})
+    rows = {(row.series, row.metric): row for row in plan(FAST)}
+    assert rows["torch", "speedup over torch"].value == 1
+    ratio = rows["torch", FLOAT_CALL].value / rows["ours", FLOAT_CALL].value
+    assert abs(rows["ours", "speedup over torch"].value / ratio - 1) < 1e-9
+    assert rows["ours", "speedup over torch"].paper == 2.0
+    assert rows["ours", CODE_CALL].value > 0 and rows["ours", CODE_CALL].backend
+    assert ("half", CODE_CALL) not in rows  # it keeps V in floating point
+
+
+def test_a_contender_that_cannot_is_a_row_with_a_reason():
+    case = random_case("wide", 16, uniform(-500, 500))
+    rows = list(Latency([Contender("torch"), Contender("qflash", "qflash")], [case], "torch")(FAST))
+    assert [row.series for row in rows if row.value is None] == ["qflash"]
+
+
+def test_quick_keeps_the_first_cases():
+    cases = [random_case(f"n{n}", n, normal()) for n in (4, 8, 16)]
+    rows = list(Latency([Contender("torch")], cases, "torch", quick=1)(Setting(quick=True, budget_s=0.01)))
+    assert {row.case for row in rows} == {"n4"}
+
+
+def test_every_paper_speedup_has_a_cell():
+    for experiment in collect("latency"):
+        plan = experiment.measure
+        if isinstance(plan, Latency):
+            labels, names = {c.label for c in plan.contenders}, {c.name for c in plan.cases}
+            assert plan.baseline in labels
+            assert all(label in labels and name in names for label, name in plan.paper)
