@@ -49,6 +49,8 @@ class Operand:
 
 
 def unsupported(problem: Problem) -> str | None:
+    if problem.method in _FP8_DIMS and problem.cu_seqlens_q is not None:
+        return f"{problem.method} on Triton takes no packed sequences: each would have a scale of its own"
     if problem.method != "int_flash_full":
         return None
     quantized = isinstance(problem.v, QTensor)

@@ -1,0 +1,126 @@
+"""Check the mixed-precision and unfused kernels on this GPU, and sweep the mixed kernels' tiles.
+
+gpu_mixed.py check    every case of tests/backends/triton/mixed_cases.py beside the reference on the CPU
+gpu_mixed.py sweep    T operations/s of candidate tiles at N = 4096, also as JSON in $OUT
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import pathlib
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "backends" / "triton"))
+
+import mixed_cases
+import torch
+
+from intflash.backends.triton import mixed, mixed_steps
+from intflash.backends.triton.streaming import Statistics, Tile
+from intflash.methods import get_method
+from intflash.problem import Problem
+
+WORKERS = 14
+TILES = [
+    Tile(*x)
+    for x in (
+        (64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3),
+        (128, 64, 8, 2), (64, 256, 4, 2), (128, 128, 8, 3), (128, 64, 4, 2), (128, 256, 8, 2), (64, 32, 4, 4),
+    )
+]  # fmt: skip
+STEPS = {
+    "int_flash_half": {"": None, "magic": mixed_steps.HALF_MAGIC},
+    "int_flash_full": {"": None},
+    "lite": mixed_steps.LITE,
+    "fp16": {"": None},
+    "fp8": {"": None},
+}
+NO_STATISTICS = Statistics(None, None)
+
+
+def check_share(worker):
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    total, reports = 0, []
+    named = ((m, name, p) for m in mixed_cases.METHODS for name, p in mixed_cases.cases(m, large=True))
+    for i, (method, name, problem) in enumerate(named):
+        if i % WORKERS == worker:
+            total += 1
+            try:
+                text = mixed_cases.complaint(problem, "cuda")
+            except Exception as error:
+                text = f"{type(error).__name__}: {str(error)[:300]}"
+            if text:
+                reports.append(f"{method} {name}: {text}")
+    return total, reports
+
+
+def check():
+    total, reports = 0, []
+    with concurrent.futures.ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+        for count, found in pool.map(check_share, range(WORKERS)):
+            total, reports = total + count, reports + found
+    print("\n".join(sorted(reports)[:60]))
+    print(f"mixed: {total} cases, {len(reports)} reports", flush=True)
+    return len(reports)
+
+
+def prepared(method, d, n, batch=4):
+    """Launch maker of a method on uniform inputs, and its number of operations."""
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.rand(batch, 32 if d == 64 else 16, n, d, generator=g, device="cuda") * 8 - 4 for _ in range(3))
+    p = Problem(method, q, k, v, d**-0.5, recipe=get_method(method).recipe, out_dtype=torch.float16).quantized()
+    parts, out = mixed.operands(p), torch.empty_like(q, dtype=torch.float16)
+    return lambda flow, tile: mixed.mixed_launch(p, parts, out, NO_STATISTICS, tile, STEPS[method][flow])
+
+
+def jobs():
+    for method, flows in STEPS.items():
+        for flow in flows:
+            for d in (64, 128):
+                for tile in TILES:
+                    if not (tile.keys == 256 and d == 128 or flow in ("convert", "dual") and tile != TILES[0]):
+                        yield method, flow, d, dataclasses.astuple(tile)
+
+
+def compile_share(worker):
+    failed = []
+    for i, (method, flow, d, tile) in enumerate(jobs()):
+        if i % WORKERS == worker:
+            try:
+                prepared(method, d, 4096, 1)(flow, Tile(*tile)).run()
+                torch.cuda.synchronize()
+            except Exception as error:
+                failed.append(((method, flow, d, tile), str(error).splitlines()[0][:80]))
+    return failed
+
+
+def sweep():
+    from intflash.bench.gpu.timing import time_calls
+
+    start = time.time()
+    with concurrent.futures.ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+        failed = dict(f for share in pool.map(compile_share, range(WORKERS)) for f in share)
+    print(f"compiled in {time.time() - start:.0f} s, {len(failed)} do not fit", flush=True)
+    results = []
+    for method in STEPS:
+        for d in (64, 128):
+            launch = prepared(method, d, 4096)
+            mine = [j for j in jobs() if j[0] == method and j[2] == d and j not in failed]
+            times = time_calls([launch(flow, Tile(*tile)).run for _, flow, _, tile in mine], rounds=5, sample_s=2e-3)
+            operations = 4 * 4 * (32 if d == 64 else 16) * 4096 * 4096 * d
+            found = sorted(((operations / s / 1e12, job) for s, job in zip(times, mine, strict=True)), reverse=True)
+            results += [(*job, round(tops, 1)) for tops, job in found]
+            best = "  ".join(f"{flow}{tile}={tops:.0f}" for tops, (_, flow, _, tile) in found[:9])
+            print(f"{method} D{d}: {best}", flush=True)
+    path = pathlib.Path(os.environ.get("OUT", ".")) / "mixed_sweep.json"
+    path.write_text(json.dumps({"tops": results, "failed": [[*job, why] for job, why in failed.items()]}))
+
+
+if __name__ == "__main__":
+    sys.exit(check() if sys.argv[1:] == ["check"] else sweep())

@@ -1,0 +1,110 @@
+"""The float-softmax and unfused Triton kernels: beside the reference in the interpreter, and compiled without a GPU."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = pathlib.Path(__file__).parent
+FLOATS = ("int_flash_full", "int_flash_half", "lite", "qattn", "fp16", "bf16", "fp32", "fp8", "fp8_head")
+UNFUSED = ("ivit", "ibert", "fqvit")
+
+
+@pytest.mark.parametrize("method", FLOATS + UNFUSED)
+def test_kernel_matches_reference(method):
+    """In a process of its own: Triton decides at import whether it interprets."""
+    command = [sys.executable, "-W", "ignore", str(HERE / "mixed_cases.py"), method]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) >= 9
+    assert {name: text for name, text in found.items() if text} == {}
+
+
+def _mixed_launch(method, head_dim, flow=None):
+    import torch
+
+    from intflash.backends.triton import mixed, mixed_steps
+    from intflash.backends.triton.streaming import Statistics
+    from intflash.methods import get_method
+    from intflash.problem import Problem
+
+    x = torch.zeros(1, 1, 2048, head_dim)
+    problem = Problem(method, x, x, x, head_dim**-0.5, recipe=get_method(method).recipe, out_dtype=torch.float16)
+    problem, out = problem.quantized(), x.half()
+    steps = None if flow is None else mixed_steps.LITE[flow]
+    return mixed.mixed_launch(problem, mixed.operands(problem), out, Statistics(None, None), steps=steps)
+
+
+def _check(machine):
+    assert machine.spills == 0, f"{machine.name} for sm_{machine.arch} spills: {machine.opcodes}"
+    assert any("MMA" in name for name in machine.opcodes), "no tensor-core product"
+
+
+@pytest.mark.parametrize("method", [m for m in FLOATS if m not in ("fp32", "fp8_head")])
+def test_compiles_for_hopper_without_spills(method):
+    from intflash.bench.sass import compile_launch
+
+    _check(compile_launch(_mixed_launch(method, 128), 90))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", (80, 89, 90, 100, 120))
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("method", [m for m in FLOATS if m not in ("fp32", "fp8_head")])
+def test_compiles_everywhere(method, head_dim, arch):
+    from intflash.bench.sass import compile_launch
+
+    if arch == 80 and method == "fp8":
+        pytest.skip("sm_80 has no float8")
+    machine = compile_launch(_mixed_launch(method, head_dim), arch)
+    assert any("MMA" in name for name in machine.opcodes)
+
+
+@pytest.mark.parametrize("method", UNFUSED)
+@pytest.mark.parametrize(
+    "arch", (90, pytest.param(80, marks=pytest.mark.full), pytest.param(120, marks=pytest.mark.full))
+)
+def test_unfused_operators_compile(method, arch):
+    import torch
+
+    from intflash.backends.triton import unfused
+    from intflash.bench.sass import compile_launch
+    from intflash.methods import get_method
+    from intflash.problem import Problem
+
+    x = torch.zeros(1, 2, 197, 64)
+    problem = Problem(method, x, x, x, 0.125, recipe=get_method(method).recipe, out_dtype=torch.int8).quantized()
+    launches, _, _ = unfused.unfused_launches(problem, x.to(torch.int8), [None, None, None])
+    assert len(launches) == (3 if method == "ibert" else 4)
+    for launch in launches:
+        assert compile_launch(launch, arch).spills == 0
+
+
+def test_flows_of_lite_use_their_pipes():
+    """I2F and float maximum, or integer addition and integer maximum: what the article shows in SASS."""
+    from intflash.bench.gpu_experiments import tile_loop
+    from intflash.bench.sass import compile_launch
+
+    def counts(flow):
+        names = [i.opcode for i in tile_loop(compile_launch(_mixed_launch("lite", 64, flow), 90))]
+        scores = 64  # a thread's, tiles of 128 keys
+        conversions = sum(n in ("I2F", "I2FP") for n in names) / scores
+        float_maxima = names.count("FMNMX") / scores
+        integer_maxima = sum(n.startswith("VIMNMX") for n in names) / scores
+        return conversions, float_maxima, integer_maxima
+
+    conversions, float_maxima, integer_maxima = counts("convert")
+    assert conversions >= 1 and float_maxima >= 1 and integer_maxima < 0.1
+    conversions, float_maxima, integer_maxima = counts("magic")
+    assert conversions < 0.1 and float_maxima >= 1 and integer_maxima < 0.1
+    conversions, float_maxima, integer_maxima = counts("dual")
+    assert 0.4 <= conversions <= 0.6 and 0.4 <= float_maxima <= 0.7 and 0.2 <= integer_maxima <= 0.6
+    conversions, float_maxima, integer_maxima = counts("integer")
+    assert conversions < 0.1 and float_maxima < 0.1 and integer_maxima >= 0.5
