@@ -78,9 +78,11 @@ class Core(nn.Module):
 class IntegerCore(Core):
     """Attention by an IntFlash method, with dynamic or static scales."""
 
-    def __init__(self, method: str, recipe: Recipe | None, backend: str | None) -> None:
+    def __init__(
+        self, method: str, recipe: Recipe | None, backend: str | None = None, check_finite: bool = False
+    ) -> None:
         super().__init__()
-        self.method, self.recipe, self.backend = method, recipe, backend
+        self.method, self.recipe, self.backend, self.check_finite = method, recipe, backend, check_finite
         self.integer_bias = get_method(method).integer_bias
 
     def forward(self, q, k, v, attn_mask=None, is_causal=False, scale=None, *, bias=None, enable_gqa=False):
@@ -88,7 +90,7 @@ class IntegerCore(Core):
             raise InputError("IntFlash is for inference: call model.eval() before a patched model")
         return attention(
             q, k, v, attn_mask, is_causal, scale, method=self.method, backend=self.backend, recipe=self.recipe,
-            bias=bias, enable_gqa=enable_gqa,
+            bias=bias, enable_gqa=enable_gqa, check_finite=self.check_finite,
         )  # fmt: skip
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

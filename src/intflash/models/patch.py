@@ -62,6 +62,7 @@ def patch(
     *,
     backend: str | None = None,
     recipe: Recipe | None = None,
+    check_finite: bool = False,
 ) -> Patch:
     """Compute a model's attention by IntFlash, in place, without touching its weights or state dict.
 
@@ -73,6 +74,8 @@ def patch(
             at run time. None: every call takes its own maxima.
         backend: a backend's name; None: the best that can serve.
         recipe: how dynamic inputs are quantized (granularity, smoothing, rotation); not with `scales`.
+        check_finite: look for NaN and infinity in every layer's Q, K and V, which costs time (and on a
+            GPU waits for the device); integer codes cannot carry them on as floats do.
 
     Returns:
         A `Patch` that tells what was replaced and what was left, and can be used as a context manager.
@@ -107,7 +110,7 @@ def patch(
 
     def core(name: str) -> Core:
         layer_recipe = recipe if scales is None else _static_recipe(chosen.recipe, scales, name)
-        return IntegerCore(method, layer_recipe, backend)
+        return IntegerCore(method, layer_recipe, backend, check_finite)
 
     report = attach(model, core)
     report.method, report.static = method, scales is not None

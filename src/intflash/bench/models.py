@@ -1,0 +1,324 @@
+"""Throughput of whole models: timm's float model against the same model patched with static scales.
+
+``python -m intflash.bench.models --device cuda`` measures everything on a GPU in minutes: one process
+per model and batch compiles while the others do, then they are timed one after the other. Variants of
+a model take turns, so that a slow spell of the machine hits all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intflash.bench.measure import environment, sqnr
+
+logger = logging.getLogger("intflash")
+
+MODELS = ("vit_base_patch16_224", "deit_small_patch16_224", "swin_tiny_patch4_window7_224")
+BATCHES = {"cuda": (1, 8, 64, 256), "cpu": (1, 4, 16)}
+BASELINE, OURS = "fp", "intflash"  # prefixes of the variants' names
+CALIBRATION_IMAGES = 32
+BLOCK_SECONDS = {"cuda": 0.02, "cpu": 0.2}  # of one turn of one variant
+CATEGORIES = {  # of kernels, by what their names contain; the first that fits
+    "attention": (
+        "intflash",
+        "_kernel_attention",
+        "rowwise",
+        "streaming",
+        "flash_fwd",
+        "fmha",
+        "cudnn_generated",
+        "sdpa",
+    ),
+    "linear layers": ("gemm", "cutlass", "nvjet", "cublas", "sm90_xmma", "splitk"),
+    "convolution": ("conv", "implicit", "fprop", "winograd"),
+    "norms, GELU, residuals, copies (fused by torch)": ("triton",),
+    "copies and elementwise": ("copy", "elementwise", "memcpy", "memset", "cat", "roll", "index"),
+}
+
+
+@dataclass
+class Timing:
+    """One variant: images per second, median over turns with the 95 % interval of the median."""
+
+    variant: str
+    images_per_s: float
+    low: float
+    high: float
+
+
+@dataclass
+class Outcome:
+    """One model and batch: timings, our speed relative to each float variant, and what backs them."""
+
+    model: str
+    batch: int
+    timings: list[Timing]
+    ratios: dict[str, tuple[float, float, float]]  # "ours / float variant" -> median, low, high
+    replaced: int
+    logits_sqnr: float
+    kernels: dict[str, dict[str, float]] = field(default_factory=dict)  # variant -> category -> us per batch
+    error: str | None = None
+
+
+def interval_of_median(samples: list[float]) -> tuple[float, float, float]:
+    """Median and its 95 % bootstrap interval.
+
+    Example:
+        >>> interval_of_median([2.0, 2.0, 2.0])
+        (2.0, 2.0, 2.0)
+    """
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(samples, k=len(samples))) for _ in range(500))
+    return statistics.median(samples), medians[12], medians[487]
+
+
+def build_variants(name: str, images: Tensor, other: Tensor) -> tuple[dict[str, Callable[[], Tensor]], int]:
+    """Name -> call of each variant of a model on these images, and the layers replaced.
+
+    `other` are the images that the static scales come from.
+    """
+    import timm
+
+    import intflash
+
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval().requires_grad_(False).to(images.device)
+    scales = intflash.calibrate(model, other.float().split(8))
+    if images.is_cuda:
+        model = model.half()
+    patched = copy.deepcopy(model)
+    replaced = len(intflash.patch(patched, scales=scales).replaced)
+    if not images.is_cuda:
+        dynamic = copy.deepcopy(model)
+        intflash.patch(dynamic)
+        half, half_images = copy.deepcopy(model).bfloat16(), images.bfloat16()
+        calls = {
+            "fp32": lambda: model(images),
+            f"{OURS} static, fp32": lambda: patched(images),
+            f"{OURS} dynamic, fp32": lambda: dynamic(images),
+            "bf16": lambda: half(half_images),
+        }
+        return calls, replaced
+    compiled, ours = _compile(model), _compile(patched)
+    calls = {
+        "fp16 compiled": lambda: compiled(images),
+        f"{OURS} compiled": lambda: ours(images),
+        "fp16 eager": lambda: model(images),
+        f"{OURS} eager": lambda: patched(images),
+    }
+    return calls | _other_attention(model, images), replaced
+
+
+def _compile(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return torch.compile(model, fullgraph=True, dynamic=False, mode="reduce-overhead")
+
+
+def _other_attention(model: nn.Module, images: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """The float model with the attention it does not take by default: cuDNN's, or fused in Swin."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    twin = copy.deepcopy(model)
+    unfused = [m for m in twin.modules() if getattr(m, "fused_attn", True) is False]
+    for module in unfused:
+        module.fused_attn = True
+    compiled = _compile(twin)
+    if unfused:
+        return {"fp16 compiled, fused attention": lambda: compiled(images)}
+
+    def call() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return compiled(images)
+
+    return {"fp16 compiled, cuDNN": call}
+
+
+def measure(name: str, batch: int, device: str, turns: int, ready: Callable[[], None]) -> Outcome:
+    """Build, compile and warm every variant; after `ready` returns, time them in turns."""
+    torch.manual_seed(1)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    images = torch.randn(batch, 3, 224, 224, device=device, dtype=dtype)
+    other = torch.randn(CALIBRATION_IMAGES, 3, 224, 224, device=device, dtype=dtype)
+    with torch.no_grad():
+        calls, replaced = build_variants(name, images, other)
+        logits = {variant: _warm(call) for variant, call in calls.items()}
+        reference = next(iter(logits.values()))
+        ours = next(out for variant, out in logits.items() if variant.startswith(OURS))
+        ready()
+        samples = _take_turns(calls, device, turns)
+        kernels = {v: kernel_times(c) for v, c in calls.items() if "compiled" in v} if device == "cuda" else {}
+    timings = [Timing(v, *interval_of_median([batch / s for s in seconds])) for v, seconds in samples.items()]
+    ratios = {
+        f"{a} / {b}": interval_of_median([y / x for x, y in zip(samples[a], samples[b], strict=True)])
+        for a in samples
+        for b in samples
+        if a.startswith(OURS) and not b.startswith(OURS) and ("eager" in a) == ("eager" in b)
+    }
+    return Outcome(name, batch, timings, ratios, replaced, sqnr(reference, ours), kernels)
+
+
+def _warm(call: Callable[[], Tensor]) -> Tensor:
+    for _ in range(3):
+        out = call()
+    out = out.float().clone()
+    if out.is_cuda:
+        torch.cuda.synchronize()
+    return out
+
+
+def _take_turns(calls: dict[str, Callable[[], Tensor]], device: str, turns: int) -> dict[str, list[float]]:
+    """Seconds per call of each variant, one sample per turn."""
+    counts = {}
+    for variant, call in calls.items():
+        seconds = min(_block(call, 1, device) for _ in range(3))
+        counts[variant] = max(1, math.ceil(BLOCK_SECONDS[device] / seconds))
+    samples: dict[str, list[float]] = {variant: [] for variant in calls}
+    for _ in range(turns):
+        for variant, call in calls.items():
+            samples[variant].append(_block(call, counts[variant], device))
+    return samples
+
+
+def _block(call: Callable[[], Tensor], count: int, device: str) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / count
+
+
+def kernel_times(call: Callable[[], Tensor], calls: int = 3) -> dict[str, float]:
+    """Microseconds of GPU kernels per call by category, and the ten longest kernels by name."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    single: dict[str, float] = {}
+    for event in profiler.key_averages():
+        us = event.self_device_time_total / calls
+        low = event.key.lower()
+        category = next((c for c, parts in CATEGORIES.items() if any(p in low for p in parts)), "other")
+        found[category] = found.get(category, 0.0) + us
+        single[f"kernel {event.key[:80]}"] = us
+    longest = sorted(single.items(), key=lambda item: -item[1])[:10]
+    return {name: round(us, 1) for name, us in (*sorted(found.items(), key=lambda item: -item[1]), *longest) if us}
+
+
+def run_all(models: Iterable[str], batches: Iterable[int], device: str, turns: int) -> list[Outcome]:
+    """Measure each model and batch in a process of its own; on a GPU all compile at once, timed one by one."""
+    jobs = [(m, b) for m in models for b in batches]
+    command = [sys.executable, "-m", __spec__.name, "--worker", "--device", device, "--turns", str(turns)]
+    outcomes = []
+    together = len(jobs) if device == "cuda" else 1
+    for first in range(0, len(jobs), together):
+        workers = [
+            (m, b, subprocess.Popen([*command, "--model", m, "--batch", str(b)], stdin=subprocess.PIPE,
+                                    stdout=subprocess.PIPE, text=True))
+            for m, b in jobs[first : first + together]
+        ]  # fmt: skip
+        lines = [(m, b, worker, worker.stdout.readline()) for m, b, worker in workers]  # all have compiled
+        for m, b, worker, line in lines:
+            text = line if line.strip() != "ready" else worker.communicate("go\n")[0]
+            worker.wait()
+            try:
+                outcome = Outcome(**json.loads(text.strip().splitlines()[-1]))
+                outcome.timings = [Timing(**t) for t in outcome.timings]
+            except (IndexError, json.JSONDecodeError):
+                outcome = Outcome(m, b, [], {}, 0, math.nan, error=f"its process ended with {worker.returncode}")
+            logger.info("%s batch %d: %s", m, b, outcome.error or outcome.ratios)
+            outcomes.append(outcome)
+    return outcomes
+
+
+def markdown(outcomes: list[Outcome], facts: dict[str, Any]) -> str:
+    """The table of the docs."""
+    lines = [f"# Whole models on {facts.get('gpu', facts['cpu'])}", ""]
+    lines += [f"{facts['date']}, commit {facts['commit']}, {facts['versions']}. Images/s, medians over turns with the "
+              "95 % interval of the median; random weights, static scales from other images.", ""]  # fmt: skip
+    lines += ["| model | batch | variant | images/s | interval |", "|---|---|---|---|---|"]
+    for o in outcomes:
+        for t in o.timings:
+            lines.append(
+                f"| {o.model} | {o.batch} | {t.variant} | {t.images_per_s:.4g} | {t.low:.4g} to {t.high:.4g} |"
+            )
+    lines += ["", "| model | batch | ratio of | times as fast | interval | layers replaced | SQNR of logits, dB |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for o in outcomes:
+        if o.error:
+            lines.append(f"| {o.model} | {o.batch} | {o.error} | | | | |")
+        for name, (median, low, high) in o.ratios.items():
+            lines.append(
+                f"| {o.model} | {o.batch} | {name} | {median:.3f} | {low:.3f} to {high:.3f} | {o.replaced} "
+                f"| {o.logits_sqnr:.1f} |"
+            )
+    if any(o.kernels for o in outcomes):
+        lines += ["", "## Where the time goes (us of GPU kernels per batch)", ""]
+        lines += ["| model | batch | variant | kernels |", "|---|---|---|---|"]
+    for o in outcomes:
+        for variant, kernels in o.kernels.items():
+            shown = ", ".join(f"{name} {us:g}" for name, us in kernels.items() if not name.startswith("kernel "))
+            lines.append(f"| {o.model} | {o.batch} | {variant} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+def save(outcomes: list[Outcome], out: Path) -> list[Path]:
+    """Write ``out`` as JSON and Markdown beside each other."""
+    facts = environment()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    paths = [out.with_suffix(".json"), out.with_suffix(".md")]
+    paths[0].write_text(json.dumps({"environment": facts, "outcomes": [asdict(o) for o in outcomes]}, indent=1) + "\n")
+    paths[1].write_text(markdown(outcomes, facts))
+    return paths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=tuple(BATCHES), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", action="append", help=f"default: {', '.join(MODELS)}")
+    parser.add_argument("--batch", action="append", type=int)
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        _work(given)
+        return
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    batches = given.batch or BATCHES[given.device]
+    outcomes = run_all(given.model or MODELS, batches, given.device, given.turns)
+    for path in save(outcomes, given.out or Path("docs/benchmarks") / f"models-{given.device}"):
+        logger.info("wrote %s", path)
+
+
+def _work(given: argparse.Namespace) -> None:
+    """One model and batch; speaks lines with `run_all`: "ready", waits for a line, then the outcome."""
+
+    def ready() -> None:
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        sys.stdin.readline()
+
+    outcome = measure(given.model[0], given.batch[0], given.device, given.turns, ready)
+    sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
