@@ -7,6 +7,12 @@ import pytest
 
 MODULES = [
     "intflash.api",
+    "intflash.bench.demo",
+    "intflash.bench.measure",
+    "intflash.digits",
+    "intflash.digits.data",
+    "intflash.digits.swin",
+    "intflash.digits.vit",
     "intflash.inventory",
     "intflash.numerics.exp",
     "intflash.quant.qtensor",
