@@ -75,7 +75,7 @@ def test_different_barriers(run):
 
 
 def test_branch_that_splits_a_warp(run):
-    error, _ = run("if (thread & 1) out[thread] = 1; else out[15 - thread] = 2;\n  SYNC();")
+    error, _ = run("if (thread & 1) { out[thread] = 1; out[0] = out[15] + 1; }\n  SYNC();")
     assert "different branches" in error
 
 

@@ -31,7 +31,7 @@ struct Local {
 };
 static_assert(sizeof(Local) <= LOCAL_LIMIT, "local memory of a group");
 
-// Keys lane, lane + LANES, ... of the tile; `keys` of them, so that a q element is loaded once for all.
+// A thread scores keys lane, lane + LANES, ... of the tile, BLOCK at a time: a q element is loaded once for all of them.
 static constexpr uint32_t KEYS = TILE_KEYS / LANES;
 static constexpr uint32_t BLOCK = KEYS < 4 ? KEYS : 4;
 
