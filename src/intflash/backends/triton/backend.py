@@ -9,8 +9,8 @@ import triton
 from torch import Tensor
 
 from intflash.backends.triton import mixed, published, quantize, rowwise, steps, unfused
-from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.launch import view
+from intflash.backends.triton.constants import Constants, constants_launch
+from intflash.backends.triton.launch import Launch, view
 from intflash.backends.triton.streaming import Statistics, streaming_launch
 from intflash.numerics import exp
 from intflash.problem import Problem, Result
@@ -50,7 +50,7 @@ def run(problem: Problem) -> Result:
         return FAMILIES[problem.method].run(problem)
     batch, heads, nq, _ = problem.q.shape
     out = torch.empty(batch, heads, nq, problem.v.shape[3], dtype=problem.out_dtype, device=problem.device)
-    statistics = _statistics(problem)
+    statistics = row_statistics(problem)
     inputs = None
     if isinstance(problem.q, Tensor):
         if quantize.serves(problem.recipe):
@@ -59,20 +59,29 @@ def run(problem: Problem) -> Result:
             problem = problem.quantized()
     launch, constants, out_scale = constants_launch(problem, None if inputs is None else inputs.scales)
     launch.run()
-    if problem.method in _ROW_BITS and rowwise.serves(problem):
-        scales = rowwise.NO_SCALES if inputs is None else quantize.Three(*map(view, inputs.scales))
-        attention = rowwise.rowwise_launch(problem, _ROW_BITS[problem.method], constants, out, statistics, scales)
-    else:
-        if inputs is not None:
-            launch, codes = quantize.quantize_launch(inputs)
-            launch.run()
-            problem = replace(problem, q=codes.q, k=codes.k, v=codes.v)
-        attention = streaming_launch(problem, STEPS[problem.method], constants, out, statistics)
-    attention.run()
+    if inputs is not None and not _whole_row(problem):
+        launch, codes = quantize.quantize_launch(inputs)
+        launch.run()
+        problem, inputs = replace(problem, q=codes.q, k=codes.k, v=codes.v), None
+    attention_launch(problem, constants, out, statistics, inputs).run()
     return Result(out, out_scale, _log_sum_exp(problem, statistics))
 
 
-def _statistics(problem: Problem) -> Statistics:
+def _whole_row(problem: Problem) -> bool:
+    return problem.method in _ROW_BITS and rowwise.serves(problem)
+
+
+def attention_launch(
+    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, inputs: quantize.Inputs | None = None
+) -> Launch:
+    """The launch that computes the output; `inputs` where its kernel quantizes floats itself."""
+    if not _whole_row(problem):
+        return streaming_launch(problem, STEPS[problem.method], constants, out, statistics)
+    scales = rowwise.NO_SCALES if inputs is None else quantize.Three(*map(view, inputs.scales))
+    return rowwise.rowwise_launch(problem, _ROW_BITS[problem.method], constants, out, statistics, scales)
+
+
+def row_statistics(problem: Problem) -> Statistics:
     if not problem.return_lse:
         return Statistics(None, None)
     shape = problem.q.shape[:3]

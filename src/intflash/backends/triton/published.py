@@ -194,7 +194,7 @@ def run(problem: Problem) -> Result:
     if problem.return_lse:
         pair = (torch.empty(batch, heads, nq, dtype=t, device=problem.device) for t in (torch.int64, torch.int32))
         statistics = Statistics(*pair)
-    values, unit = _constants(problem)
+    values, unit = constants(problem)
     published_launch(problem, values, out, statistics).run()
     lse = None
     if problem.return_lse:
@@ -204,7 +204,7 @@ def run(problem: Problem) -> Result:
     return Result(out, None if problem.out_dtype.is_floating_point else arrays.value_scale(problem), lse)
 
 
-def _constants(problem: Problem) -> tuple[Tensor, Tensor]:
+def constants(problem: Problem) -> tuple[Tensor, Tensor]:
     """`methods.qflash.constants` without reading a value back: rs saturates at [1, 2^31) instead of raising."""
     unit = integers.score_unit(problem)
     sm_scale = unit * LOG2_E

@@ -1,0 +1,127 @@
+"""Problems for the integer-only Triton kernels, whose results must equal the reference's bit for bit.
+
+As a program, in Triton's interpreter: `python integer_cases.py METHOD...` prints what differs as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+if __name__ == "__main__":
+    import interpreter  # noqa: F401  sets TRITON_INTERPRET before Triton is imported
+
+import torch
+from mixed_cases import on_device
+
+from intflash.backends.reference import BACKEND as REFERENCE
+from intflash.backends.triton import BACKEND
+from intflash.methods import get_method
+from intflash.problem import Problem
+from intflash.quant import Recipe, quantize
+
+OURS = ("intflash", "intflash_p8", "intflash_online")
+PUBLISHED = ("qflash", "iflash")
+ABSENT = -(1 << 31)
+
+
+def codes(method, batch=1, heads=2, nq=50, nk=150, d=32, dv=None, key_heads=None, amax=4.0, kinds=("tensor",) * 3, **more):
+    """A problem of int8 codes, int8 out."""
+    key_heads = key_heads or heads
+    shapes = (batch, heads, nq, d), (batch, key_heads, nk, d), (batch, key_heads, nk, dv or d)
+    q, k, v = (quantize((torch.rand(s) * 2 - 1) * amax, g, block_size=32) for s, g in zip(shapes, kinds, strict=True))
+    return Problem(method, q, k, v, d**-0.5, **(dict(out_dtype=torch.int8) | more))
+
+
+def floats(method, nk=150, dtype=torch.float16, recipe=None, **more) -> Problem:
+    q, k, v = (torch.randn(s).to(dtype) for s in ((2, 4, 50, 32), (2, 2, nk, 32), (2, 2, nk, 32)))
+    recipe = recipe or get_method(method).recipe
+    return Problem(method, q, k, v, 32**-0.5, recipe=recipe, **(dict(out_dtype=dtype) | more))
+
+
+def _bias(method, shape) -> dict[str, torch.Tensor]:
+    """A bias in the method's own kind, a fifth of it absent."""
+    gone = torch.rand(shape) < 0.2
+    if method in PUBLISHED:
+        return {"bias_float": torch.randn(shape).masked_fill(gone, -torch.inf)}
+    return {"bias": torch.randint(-(1 << 22), 1 << 22, shape, dtype=torch.int32).masked_fill(gone, ABSENT)}
+
+
+def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
+    """Named problems of a method; `large` adds the shapes that the interpreter is too slow for."""
+    sizes = [(17, 17), (49, 32), (64, 80)]
+    if large:
+        sizes += [(n, d) for n in (1, 49, 64, 197, 256, 300, 1024) for d in (1, 17, 64, 80, 128, 256)]
+    for n, d in sizes:
+        yield f"n{n} d{d}", codes(method, nq=n, nk=n, d=d, return_lse=True)
+    yield "int16", codes(method, out_dtype=torch.int16)
+    yield "float32", codes(method, nk=300, out_dtype=torch.float32)
+    for nq, nk in [(50, 150)] + [(300, 520)] * large:
+        shape = dict(nq=nq, nk=nk)
+        for offset in (0, nk - nq, -30):
+            yield f"{nq} causal {offset}", codes(method, causal=offset, return_lse=True, **shape)
+        yield f"{nq} gqa", codes(method, heads=4, key_heads=2, d=17, dv=20, **shape)
+        yield f"{nq} bias", codes(method, batch=4, heads=1, **_bias(method, (2, 1, 1, nk)), **shape)
+        yield f"{nq} bias of rows", codes(method, batch=2, **_bias(method, (1, 2, nq, nk)), **shape)
+        yield f"{nq} keep", codes(method, batch=2, heads=1, keep=torch.rand(2, 1, nq, nk) < 0.5, return_lse=True, **shape)
+    if large:
+        yield "bfloat16", codes(method, nq=300, nk=600, d=64, out_dtype=torch.bfloat16)
+        yield "strides", _strided(method)
+    ends = [torch.tensor(x, dtype=torch.int32) for x in ((0, 20, 20, 50), (0, 33, 100, 150))]
+    packed = dict(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
+    yield "packed", codes(method, causal=0, causal_align="bottom_right", return_lse=True, **packed)
+    if method in PUBLISHED:
+        yield "heads", codes(method, kinds=("head", "head", "head"))
+        yield "tiny scale", codes(method, amax=0.05, causal=3)
+        return
+    for amax in (1e-6, 500.0, 50000.0):  # uniform attention; one key only; k = 8
+        yield f"amax {amax}", codes(method, amax=amax)
+    yield "token, head, channel", codes(method, kinds=("token", "head", "channel"))
+    yield "token, block", codes(method, kinds=("token", "block", "tensor"), causal=5)
+    yield "out scale", codes(method, kinds=("tensor", "tensor", "channel"), out_scale=torch.full((1, 1, 1, 1), 0.003))
+    static = Recipe(q_scale=0.02, k_scale=0.015, v_scale=torch.tensor(0.02))
+    heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
+    for nk in (60, 300):
+        yield f"floats {nk} dynamic", floats(method, nk)
+        yield f"floats {nk} static", floats(method, nk, recipe=static)
+        yield f"floats {nk} static heads", floats(method, nk, torch.float32, heads, out_dtype=torch.int8)
+    yield "floats token", floats(method, recipe=Recipe(q="token", k="head"))
+    yield "zeros", Problem(method, *(torch.zeros(1, 1, 20, 32) for _ in "qkv"), 0.2, out_dtype=torch.float32)
+
+
+def _strided(method: str) -> Problem:
+    """Q, K and V as slices of one [B, N, 3, H, D] tensor."""
+    packed = torch.randint(-127, 128, (2, 197, 3, 3, 64), dtype=torch.int8)
+    q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
+    p = codes(method)
+    q, k, v = (type(p.q)(x, p.q.scale) for x in (q, k, v))
+    return Problem(method, q, k, v, 0.125, out_dtype=torch.int8)
+
+
+def complaint(p: Problem, device: str = "cpu") -> str | None:
+    """What differs between the Triton backend's result and the reference's on the CPU, or None."""
+    there = on_device(p, device)
+    reason = BACKEND.unsupported(there)
+    if reason:
+        return f"unsupported: {reason}"
+    want, got = REFERENCE.run(p.quantized()), BACKEND.run(there)
+    out = got.out.cpu()
+    if out.dtype != want.out.dtype or not torch.equal(want.out, out):
+        return f"{(want.out != out).double().mean():.5f} of the outputs differ"
+    if want.out_scale is not None and not torch.equal(want.out_scale, got.out_scale.cpu().expand_as(want.out_scale)):
+        return "the output's scale differs"
+    # float64 logarithms of two devices may differ by a unit in the last place
+    if want.lse is not None and not torch.allclose(want.lse, got.lse.cpu(), rtol=1e-6, atol=1e-6, equal_nan=True):
+        return f"log-sum-exp off by {(want.lse - got.lse.cpu()).abs().max():.2g}"
+    return None
+
+
+def report(methods: list[str]) -> dict[str, str | None]:
+    torch.manual_seed(0)
+    return {f"{method}, {name}": complaint(p) for method in methods for name, p in cases(method)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(report(sys.argv[1:])))

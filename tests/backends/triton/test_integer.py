@@ -1,0 +1,83 @@
+"""The integer-only Triton kernels: the reference's bits in the interpreter, and the machine code they compile to."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from intflash.backends.triton import shipped  # noqa: E402
+from intflash.bench import sass  # noqa: E402
+
+HERE = pathlib.Path(__file__).parent
+METHODS = ("intflash", "intflash_p8", "intflash_online", "qflash", "iflash")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bits_in_the_interpreter(method):
+    """In a process of its own: Triton decides at import whether it interprets."""
+    command = [sys.executable, "-W", "ignore", str(HERE / "integer_cases.py"), method]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) > 10
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+def _check(name: str, arch: int) -> None:
+    machine = sass.compile_launch(shipped.launch(name), arch)
+    assert machine.float_instructions == []
+    assert machine.spills == 0, f"{machine.registers} registers, {machine.spills} local loads and stores"
+    products = sum(machine.opcodes[x] for x in ("IMMA", "IGMMA", "UTCIMMA"))
+    assert products > 0, "no integer tensor-core product"
+
+
+@pytest.mark.parametrize("name", shipped.names(quick=True))
+def test_integer_only(name):
+    """Between int8 input and integer output there is no floating-point opcode, and nothing spills (sm_90)."""
+    _check(name, 90)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", sass.ARCHITECTURES)
+@pytest.mark.parametrize("name", shipped.names())
+def test_integer_only_everywhere(name, arch):
+    """The same of every specialization that ships, for every architecture."""
+    _check(name, arch)
+
+
+@pytest.mark.parametrize("arch", [a for a in sass.ARCHITECTURES if a != 90])
+def test_integer_only_of_other_architectures(arch):
+    """One whole-row and one streaming kernel for the architectures that `test_integer_only` leaves out."""
+    for name in ("intflash_p8 row n197 d64", "intflash_p8 stream n4096 d64"):
+        _check(name, arch)
+
+
+def test_a_float_kernel_fails():
+    """The negative control: with float output the same kernel has float instructions, and the harness sees them."""
+    launch = shipped.attention_launch("intflash_p8", 64, 64, 32, out_dtype=torch.float16)
+    found = sass.compile_launch(launch, 90).float_instructions
+    assert any(text.startswith("FMUL") for text in found)
+    assert any(text.startswith(("I2F", "MUFU")) for text in found)
+
+
+def test_a_scalar_division_fails():
+    """The second control: an integer division by instruction goes through floats."""
+    import triton
+    import triton.language as tl
+
+    from intflash.backends.triton.launch import Launch
+
+    @triton.jit
+    def _divide_kernel(x, n):
+        i = tl.arange(0, 32)
+        tl.store(x + i, tl.load(x + i) // n)
+
+    launch = Launch(_divide_kernel, (1,), dict(x=torch.zeros(32, dtype=torch.int32), n=7), 1, 1)
+    assert sass.compile_launch(launch, 90).float_instructions

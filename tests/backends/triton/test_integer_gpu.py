@@ -1,0 +1,101 @@
+"""On a GPU: the reference's bits for every method, shape, mask and tile; graphs; torch.compile. `scripts/gpu_check.sh`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import integer_cases as ic  # noqa: E402
+
+import intflash  # noqa: E402
+from intflash.backends.reference import BACKEND as REFERENCE  # noqa: E402
+from intflash.quant import Recipe  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def _names(method: str) -> list[str]:
+    return [name for name, _ in ic.cases(method, large=True)]
+
+
+@pytest.mark.parametrize("method, name", [(m, n) for m in (*ic.OURS, *ic.PUBLISHED) for n in _names(m)])
+def test_bits(method, name):
+    torch.manual_seed(0)
+    found = dict(ic.cases(method, large=True))
+    assert ic.complaint(found[name], "cuda") is None
+
+
+@pytest.mark.parametrize("method", ic.OURS)
+@pytest.mark.parametrize("rows, keys, warps, stages", [(64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 3), (16, 32, 4, 1)])
+def test_bits_of_any_streaming_tile(method, rows, keys, warps, stages):
+    from intflash.backends.triton import backend, streaming
+    from intflash.backends.triton.constants import constants_launch
+
+    torch.manual_seed(1)
+    steps = backend.STEPS[method]
+    if steps.keys not in (None, keys):
+        pytest.skip("the keys of a tile are this method's own")
+    p = ic.codes(method, nq=300, nk=530, d=64, causal=230)
+    there = ic.on_device(p, "cuda")
+    launch, constants, _ = constants_launch(there)
+    launch.run()
+    out = torch.full((1, 2, 300, 64), 99, dtype=torch.int8, device="cuda")
+    tile = streaming.Tile(rows, keys, warps, stages)
+    streaming.streaming_launch(there, steps, constants, out, streaming.Statistics(None, None), tile).run()
+    assert torch.equal(REFERENCE.run(p).out, out.cpu())
+
+
+@pytest.mark.parametrize("recipe", [Recipe(q_scale=0.03, k_scale=0.03, v_scale=0.03), Recipe()], ids=["static", "dynamic"])
+@pytest.mark.parametrize("n", [197, 1024])
+@pytest.mark.parametrize("method", ic.OURS)
+def test_graph_capture(method, n, recipe):
+    """No host synchronization: a graph captures the whole call and replays it on new data, scales included."""
+    q, k, v = (torch.randn(2, 3, n, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+
+    def call():
+        return intflash.attention(q, k, v, method=method, backend="triton", recipe=recipe, check_finite=False)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for x in (q, k, v):
+        x.copy_(torch.randn_like(x) * 1.5)
+    graph.replay()
+    assert torch.equal(out, call())
+
+
+@pytest.mark.parametrize("method", ic.OURS)
+def test_no_synchronization(method):
+    q, k, v = (torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    intflash.attention(q, k, v, method=method, backend="triton", check_finite=False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        intflash.attention(q, k, v, method=method, backend="triton", check_finite=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compiled_whole():
+    q, k, v = (torch.randn(1, 2, 197, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+
+    def call(q, k, v):
+        return intflash.attention(q, k, v, backend="triton", check_finite=False) * 2
+
+    assert torch.equal(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v))
+
+
+@pytest.mark.parametrize("method", ("intflash", "intflash_p8"))
+@pytest.mark.parametrize("keys", [65_536])
+def test_bits_at_the_bound_of_keys(method, keys):
+    """As many keys as l and the digit sums hold."""
+    p = ic.codes(method, heads=1, nq=3, nk=keys, d=16, amax=1e-6)
+    assert ic.complaint(p, "cuda") is None
