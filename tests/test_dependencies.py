@@ -20,7 +20,7 @@ LAYERS = {
     "masks": {"errors"},
     "validate": {"errors", "quant", "problem", "methods"},
     "pipeline": {"errors", "numerics", "quant", "problem", "methods", "backends", "masks", "validate"},
-    "ops": {"pipeline", "quant", "methods"},
+    "ops": {"pipeline", "quant", "methods", "problem"},
     "api": {"errors", "quant", "backends", "pipeline", "ops"},
     "inventory": {"backends", "methods", "pipeline"},
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from intflash import pipeline
 from intflash.methods import get_method
+from intflash.problem import empty_output
 from intflash.quant import QTensor, Recipe
 
 _NAMES = ("q", "k", "v")
@@ -54,8 +55,14 @@ def _attention(
     if lse is None:
         lse = q.new_empty(0, dtype=torch.float32)
     if isinstance(out, QTensor):
-        return out.data, out.scale.clone(), lse
-    return out, q.new_empty(0, dtype=torch.float32), lse
+        return _laid_out(out.data, q), out.scale.clone(), lse
+    return _laid_out(out, q), q.new_empty(0, dtype=torch.float32), lse
+
+
+def _laid_out(out: Tensor, q: Tensor) -> Tensor:
+    """`out` in the memory layout that the fake kernel promises, whatever the backend gave."""
+    want = empty_output(q, tuple(out.shape), out.dtype)
+    return out if out.stride() == want.stride() else want.copy_(out)
 
 
 @_attention.register_fake
@@ -70,8 +77,8 @@ def _attention_fake(q, k, v, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     lead = q.shape[:-1]
     lse = q.new_empty(lead if arguments["return_lse"] else 0, dtype=torch.float32)
     if problem.out_dtype.is_floating_point:
-        return q.new_empty((*lead, v.shape[-1]), dtype=problem.out_dtype), q.new_empty(0, dtype=torch.float32), lse
-    codes = torch.empty((*problem.q.shape[:-1], v.shape[-1]), dtype=problem.out_dtype, device=q.device)
+        return empty_output(q, (*lead, v.shape[-1]), problem.out_dtype), q.new_empty(0, dtype=torch.float32), lse
+    codes = empty_output(q, (*problem.q.shape[:-1], v.shape[-1]), problem.out_dtype)
     if dynamic:
         return codes, q.new_empty((1, 1, 1, 1), dtype=torch.float32), lse
     scale = problem.out_scale

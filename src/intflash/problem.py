@@ -103,6 +103,17 @@ class Result:
     lse: Tensor | None = None
 
 
+def empty_output(q: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialized output ``[B, H, N, Dv]``, tokens before heads in memory where 4-D q has them so.
+
+    A model's q is such a view of its QKV projection, and wants ``[B, N, H * Dv]`` next: no copy then.
+    """
+    if q.ndim == 4 and q.stride(1) < q.stride(2):
+        b, h, n, d = shape
+        return torch.empty((b, n, h, d), dtype=dtype, device=q.device).transpose(1, 2)
+    return torch.empty(shape, dtype=dtype, device=q.device)
+
+
 def _tokens(x: QTensor | Tensor, tokens: slice) -> QTensor | Tensor:
     if isinstance(x, Tensor):
         return x[:, :, tokens]

@@ -97,10 +97,26 @@ class IntegerCore(Core):
         """Static scales follow the model's device, but stay float32 whatever its dtype becomes."""
         super()._apply(fn, recurse)
         if self.recipe is not None:
-            given = {name: getattr(self.recipe, name) for name in ("q_scale", "k_scale", "v_scale")}
-            moved = {n: s.to(fn(s).device) for n, s in given.items() if isinstance(s, Tensor)}
-            self.recipe = replace(self.recipe, **moved)
+            self.recipe = _on_device(self.recipe, fn(torch.zeros(1)).device)
         return self
+
+
+def _on_device(recipe: Recipe, device: torch.device) -> Recipe:
+    """Static scales where a backend wants them: on a GPU tensors with a fixed address (CUDA graphs read them
+    without a copy), on a CPU numbers where there is one.
+    """
+
+    def place(scale: Tensor | float) -> Tensor | float:
+        if device.type == "cpu" and (not isinstance(scale, Tensor) or scale.numel() == 1):
+            return float(scale)
+        with torch.inference_mode(False):
+            tensor = torch.as_tensor(scale, dtype=torch.float32).to(device, copy=True)
+        tensor = tensor.reshape(1, 1, 1, 1) if tensor.ndim == 0 else tensor
+        torch._dynamo.mark_static_address(tensor)
+        return tensor
+
+    given = {name: getattr(recipe, name) for name in ("q_scale", "k_scale", "v_scale")}
+    return replace(recipe, **{name: place(scale) for name, scale in given.items() if scale is not None})
 
 
 class FloatCore(Core):

@@ -13,7 +13,7 @@ from intflash.backends.triton.constants import Constants, constants_launch
 from intflash.backends.triton.launch import Launch, view
 from intflash.backends.triton.streaming import Statistics, streaming_launch
 from intflash.numerics import exp
-from intflash.problem import Problem, Result
+from intflash.problem import Problem, Result, empty_output
 
 STEPS = {"intflash": steps.P16, "intflash_p8": steps.P8, "intflash_online": steps.ONLINE}
 FAMILIES = {  # modules of their own
@@ -48,8 +48,8 @@ def unsupported(problem: Problem) -> str | None:
 def run(problem: Problem) -> Result:
     if problem.method in FAMILIES:
         return FAMILIES[problem.method].run(problem)
-    batch, heads, nq, _ = problem.q.shape
-    out = torch.empty(batch, heads, nq, problem.v.shape[3], dtype=problem.out_dtype, device=problem.device)
+    q = problem.q if isinstance(problem.q, Tensor) else problem.q.data
+    out = empty_output(q, (*q.shape[:3], problem.v.shape[3]), problem.out_dtype)
     statistics = row_statistics(problem)
     inputs = None
     if isinstance(problem.q, Tensor):
