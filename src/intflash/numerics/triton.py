@@ -127,14 +127,17 @@ def ceil_octave(t):
 
 @triton.jit
 def clz32(x):
-    """Leading zeros of a uint32 x > 0, by five comparisons."""
+    """Leading zeros of a uint32 x > 0, int32."""
     x = x.to(tl.uint32)
-    n = tl.zeros_like(x).to(tl.int32)
-    for i in tl.static_range(5):
-        small = (x >> (32 - (16 >> i))) == 0
-        n = tl.where(small, n + (16 >> i), n)
-        x = tl.where(small, x << (16 >> i), x)
-    return n
+    if PTX:
+        return tl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        n = tl.zeros_like(x).to(tl.int32)
+        for i in tl.static_range(5):
+            small = (x >> (32 - (16 >> i))) == 0
+            n = tl.where(small, n + (16 >> i), n)
+            x = tl.where(small, x << (16 >> i), x)
+        return n
 
 
 @triton.jit
@@ -155,29 +158,43 @@ def reciprocal_2_55(d):
     return quotient
 
 
+_REQUANTIZE = tl.constexpr(
+    "{.reg .u32 lo, hi, bl, bh; .reg .b64 t; mov.b64 {bl, bh}, $3; mad.lo.cc.s32 lo, $1, $2, bl; "
+    "madc.hi.s32 hi, $1, $2, bh; mov.b64 t, {lo, hi}; shr.s64 t, t, $4; cvt.u32.u64 $0, t;}"
+)
+
+
 @triton.jit
-def requantize(acc, l, Mr, e, QMAX: tl.constexpr):
+def _scaled(acc, factor, half, sh):
+    """(acc * factor + half) >> sh, low 32 bits; |acc * factor| < 2^62, factor < 2^25."""
+    if PTX and acc.dtype == tl.int32:
+        acc, factor = tl.broadcast(acc, factor)
+        return tl.inline_asm_elementwise(
+            _REQUANTIZE, "=r,r,r,l,r", [acc, factor, half, sh], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return ((acc.to(tl.int64) * factor.to(tl.int64) + half) >> sh.to(tl.int64)).to(tl.int32)
+
+
+@triton.jit
+def requantize(acc, l, Mr, e, QMAX: tl.constexpr, WIDE: tl.constexpr):
     """clamp(round(acc / l * s_V / s_O), -QMAX, QMAX): acc [rows, channels], l [rows]; 0 where l is 0.
 
     (Mr, e): s_V / s_O = Mr * 2^(e - 24), scalars or [1, channels]. R = floor(2^55 / (l << lz)); |acc| <= 127 l,
     so that |acc * RR| < 2^62 (docs/numerics.md, "Integer output"). A row without keys has acc = 0.
+    WIDE: e may be above 23, where 127 * 2^e leaves 32 bits before the clamp.
     """
     l = tl.where(l == 0, 1, l).to(tl.uint32)
     lz = clz32(l)
     R = reciprocal_2_55(l << lz.to(tl.uint32))
-    RR = (R.to(tl.int64)[:, None] * Mr.to(tl.int64) + (1 << 23)) >> 24
-    sh = (55 - lz[:, None] - e).to(tl.int64)
-    half = tl.full(sh.shape, 1, tl.int64) << (sh - 1)
-    out = (acc.to(tl.int64) * RR + half) >> sh
-    # 127 * 2^e < 2^31 for e <= 23: then the low word is the value
-    if e.shape == []:
-        if e <= 23:
-            narrow = out.to(tl.int32)
-        else:
-            narrow = tl.minimum(tl.maximum(out, -QMAX), QMAX).to(tl.int32)
-        return tl.minimum(tl.maximum(narrow, -QMAX), QMAX)
+    factor = ((R.to(tl.int64)[:, None] * Mr.to(tl.int64) + (1 << 23)) >> 24).to(tl.int32)
+    sh = 55 - lz[:, None] - e
+    half = tl.full(sh.shape, 1, tl.int64) << (sh - 1).to(tl.int64)
+    if WIDE:
+        out = (acc.to(tl.int64) * factor.to(tl.int64) + half) >> sh.to(tl.int64)
     else:
-        return tl.minimum(tl.maximum(out, -QMAX), QMAX).to(tl.int32)
+        out = _scaled(acc, factor, half, sh)
+    return tl.minimum(tl.maximum(out, -QMAX), QMAX).to(tl.int32)
 
 
 @triton.jit
@@ -204,6 +221,6 @@ def quantize(x, inv):
         y = tl.minimum(tl.maximum(y, 12582912.0 - 127.0), 12582912.0 + 127.0)
         return y.to(tl.int32, bitcast=True).to(tl.int8)
     else:  # the interpreter's fma rounds twice; 24 x 24 bits are exact in float64
-        y = x.to(tl.float64) * inv.to(tl.float64) + 6755399441055744.0
-        y = tl.minimum(tl.maximum(y, 6755399441055744.0 - 127.0), 6755399441055744.0 + 127.0)
+        y = x.to(tl.float64) * inv.to(tl.float64)
+        y = tl.minimum(tl.maximum(y, -127.0), 127.0) + 6755399441055744.0
         return y.to(tl.int64, bitcast=True).to(tl.int8)

@@ -133,6 +133,8 @@ def _default_out_scale(problem: Problem) -> Tensor:
 def default_tile(method: str, head_dim: int, nq: int) -> Tile:
     if method == "fp32":
         return Tile(64, 32, 4, 2)
+    if STEPS[method].keys is not None:
+        return Tile(64, STEPS[method].keys, 4, 3)
     if head_dim > 128:
         return Tile(64, 64, 4, 2)
     return Tile(64 if nq <= 1024 else 128, 128, 4 if nq <= 1024 else 8, 3)

@@ -32,6 +32,7 @@ from intflash.numerics.triton import PTX
 MAGIC = tl.constexpr(12582911.0)
 MAGIC_BITS = tl.constexpr(0x4B3FFFFF)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added, it leaves the rounded integer in the low bits
+P_ROUND = tl.constexpr(1.5 * 2**15 + 17 / 32)  # added to x in [0, 128): byte 1 is floor(x + 17/32)
 R = tl.constexpr(127.0)
 LOG2_R = tl.constexpr(math.log2(127.0))
 FP8_OCTAVES = tl.constexpr(8.0)  # P in (0, 256] keeps its tail out of e4m3's subnormals
@@ -342,10 +343,14 @@ def _result_fp8(state):
 
 @triton.jit
 def _step_full(state, s, unit, bias, present, v, KIND: tl.constexpr):
-    """P * 127 rounded to int8; the tile's product is exact in int32 (127^2 * 128 < 2^22 keys' worth)."""
+    """P * 127 rounded to int8; the tile's product is exact in int32.
+
+    The published program computes floor(127 p + 1/2) in float16, which rounds 127 p + 1/2 to 1/16 first where p is
+    large: there it is floor(127 p + 17/32), and so it is here, by one addition that leaves the code in byte 1.
+    """
     m, l, acc = state
     m, alpha, p = _general(m, s, unit, bias, present, KIND, LOG2_R)
-    codes = (p + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+    codes = ((p + P_ROUND).to(tl.int32, bitcast=True) >> 8).to(tl.int8)
     product = tl.dot(natural_order(codes), v, out_dtype=tl.int32).to(tl.float32)
     if KIND.v == "tile":
         product *= unit[2]
@@ -364,13 +369,13 @@ _FLOAT_QK = _INTEGER_QK._replace(scores=_float_scores)
 _E4M3_QK = _INTEGER_P._replace(scores=_e4m3_scores)
 
 
-def _steps(step, hooks: Hooks, result=_result) -> Steps:
-    return make_steps(_initial, None, None, step, result, None, hooks)
+def _steps(step, hooks: Hooks, result=_result, keys: int | None = None) -> Steps:
+    return make_steps(_initial, None, None, step, result, keys, hooks)
 
 
 HALF = _steps(_step_half, _INTEGER_QK)
 HALF_MAGIC = _steps(_step_half_magic, _INTEGER_QK)
-FULL = _steps(_step_full, _INTEGER_P, _result_full)
+FULL = _steps(_step_full, _INTEGER_P, _result_full, keys=64)  # P's step is 1 / 127 of the maximum so far
 LITE = {
     "convert": _steps(_step_lite_convert, _INTEGER_QK),
     "magic": _steps(_step_lite_magic, _INTEGER_QK),

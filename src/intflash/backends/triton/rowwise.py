@@ -87,6 +87,7 @@ def _row_tile(
     Masks and biases are read again for the second half: from the cache, instead of from registers.
     """
     BM: tl.constexpr = q_tile.shape[0]
+    SIMPLE: tl.constexpr = masks.bias is None and masks.keep is None and not CAUSAL
     scores = ()
     peak = tl.full([BM], NEVER, tl.int64)
     s_peak = tl.full([BM], INT32_MIN, tl.int32)
@@ -103,18 +104,26 @@ def _row_tile(
     low_acc = tl.zeros([BM, BDV], tl.int32)
     l = tl.zeros([BM, 16], tl.int32)
     for i in tl.static_range(len(PIECES)):
-        keys = _keys(PIECES[i][0], PIECES[i][1])
-        bias = _bias(masks, place, rows, keys, PERIODS, not PIECES[i][2])
-        present = present_keys(masks, place, rows, keys, bias, causal, PERIODS, not PIECES[i][2], CAUSAL)
-        b = offsets(base, bias, present)
+        if SIMPLE:
+            # Keys past the last one have V = 0 and are not counted in l: their p does not matter.
+            b = base
+            count = None if PIECES[i][2] else place.k_count - PIECES[i][0]
+            counted = PIECES[i][1] if PIECES[i][2] else place.k_count - PIECES[i][0]
+        else:
+            keys = _keys(PIECES[i][0], PIECES[i][1])
+            bias = _bias(masks, place, rows, keys, PERIODS, not PIECES[i][2])
+            present = present_keys(masks, place, rows, keys, bias, causal, PERIODS, not PIECES[i][2], CAUSAL)
+            b = offsets(base, bias, present)
+            count = None
+            counted = PIECES[i][1]
         if BITS == 8:
             p = natural_order(exp_p8(scores[i], C, b))
-            l = add_row_sums(l, p) + 128 * PIECES[i][1]
+            l = add_row_sums(l, p, count) + 128 * counted
             acc = tl.dot(p, vs[i], acc, out_dtype=tl.int32)
         else:
             high, low = exp_p16(scores[i], C, b)
             high, low = natural_order(high), natural_order(low)
-            l = add_wide_sums(l, high, low) + (256 * 128) * PIECES[i][1]
+            l = add_wide_sums(l, high, low, count) + (256 * 128) * counted
             acc = tl.dot(high, vs[i], acc, out_dtype=tl.int32)
             low_acc = tl.dot(low, vs[i], low_acc, out_dtype=tl.int32)
     acc += offset
@@ -184,6 +193,8 @@ def _rowwise_kernel(
         k_tile = _codes(load_rows(k, k_base, keys, nk, D, BD, not PIECES[i][2]), scales.k, batch, key_head)
         keys = PIECES[i][0] + tl.arange(0, PIECES[i][1])
         v_tile = _codes(load_rows(v, v_base, keys, nk, DV, BDV, not PIECES[i][2] and not V_PADDED), scales.v, batch, key_head)
+        if V_PADDED and not PIECES[i][2]:
+            v_tile = tl.where((keys < nk)[:, None], v_tile, 0).to(tl.int8)
         ks = ks + (k_tile,)
         vs = vs + (v_tile,)
         sums = add_value_sums(sums, v_tile)

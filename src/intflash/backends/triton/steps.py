@@ -94,16 +94,23 @@ def add_value_sums(sums, v):
 
 
 @triton.jit
-def add_row_sums(l, p):
-    """l [BM, 16] += the row sums of codes p, in every column: a product by ones, so that the tensor cores add."""
-    return tl.dot(p, tl.full([p.shape[1], 16], 1, tl.int8), l, out_dtype=tl.int32)
+def add_row_sums(l, p, count):
+    """l [BM, 16] += the row sums of codes p, in every column: a product by ones, so that the tensor cores add.
+
+    `count`, if not None: only the first `count` keys are summed (those behind them do not exist).
+    """
+    if count is None:
+        ones = tl.full([p.shape[1], 16], 1, tl.int8)
+    else:
+        ones = tl.broadcast_to((tl.arange(0, p.shape[1]) < count)[:, None], [p.shape[1], 16]).to(tl.int8)
+    return tl.dot(p, ones, l, out_dtype=tl.int32)
 
 
 @triton.jit
-def add_wide_sums(l, high, low):
+def add_wide_sums(l, high, low, count):
     """l += the row sums of 256 * high + low."""
     zero = tl.zeros([high.shape[0], 16], tl.int32)
-    return l + add_row_sums(zero, high) * 256 + add_row_sums(zero, low)
+    return l + add_row_sums(zero, high, count) * 256 + add_row_sums(zero, low, count)
 
 
 @triton.jit
@@ -189,7 +196,7 @@ def _step_p8(state, s, C, bias, present, v, PLAIN: tl.constexpr):
     peak, s_peak, acc, l, sums = state
     b = offsets((-peak + K0)[:, None], bias, present)
     p = natural_order(exp_p8(s, C, b))
-    l = add_row_sums(l, p) + 128 * s.shape[1]
+    l = add_row_sums(l, p, None) + 128 * s.shape[1]
     acc = tl.dot(p, v, acc, out_dtype=tl.int32)
     return peak, s_peak, acc, l, add_value_sums(sums, v)
 
@@ -200,7 +207,7 @@ def _step_p16(state, s, C, bias, present, v, PLAIN: tl.constexpr):
     b = offsets((-peak + K0)[:, None], bias, present)
     p_high, p_low = exp_p16(s, C, b)
     p_high, p_low = natural_order(p_high), natural_order(p_low)
-    l = add_wide_sums(l, p_high, p_low) + (256 * 128) * s.shape[1]
+    l = add_wide_sums(l, p_high, p_low, None) + (256 * 128) * s.shape[1]
     high = tl.dot(p_high, v, high, out_dtype=tl.int32)
     low = tl.dot(p_low, v, low, out_dtype=tl.int32)
     return peak, s_peak, high, l, add_value_sums(sums, v), low
@@ -235,7 +242,7 @@ def _step_online(state, s, C, bias, present, v, PLAIN: tl.constexpr):
     d = tl.minimum(raised - octave, 31)
     b = offsets((-(raised.to(tl.int64) << 32) + K0)[:, None], bias, present)
     p = natural_order(exp_p8(s, C, b))
-    l = add_row_sums((l >> d[:, None]) + 128 * s.shape[1], p)
+    l = add_row_sums((l >> d[:, None]) + 128 * s.shape[1], p, None)
     product = tl.dot(p, v, out_dtype=tl.int32)
     sums = add_value_sums(tl.zeros([16, v.shape[1]], tl.int32), v)
     return raised, (acc >> d[:, None]) + (product + offset_row(sums)), l

@@ -122,16 +122,24 @@ def store_output(
     """Normalizes acc by l and writes rows < q_count."""
     channels = tl.arange(0, BDV)
     inside = channels[None, :] < DV
+    ptrs = head_base(out, place.b, place.h, place.q_start) + rows[:, None] * out.n + channels[None, :] * out.d
+    kept = (rows[:, None] < place.q_count) & inside
     if constants.output is not None:
         x = constants.output
         base = x.ptr + place.b.to(tl.int64) * x.b + place.h.to(tl.int64) * x.h
-        if PERIODS.channels == 1:
-            packed = tl.load(base)
-        else:
-            packed = tl.load(base + channels[None, :] * x.d, mask=inside, other=1 << 23)
-        Mr, e = unpack(packed)
         QMAX: tl.constexpr = 127 if out.ptr.dtype.element_ty == tl.int8 else 32767
-        o = requantize(acc, l, Mr, e, QMAX)
+        if PERIODS.channels == 1:
+            Mr, e = unpack(tl.load(base))
+            if e <= 23:  # each branch with its own store, or the compiler computes both and selects
+                o = requantize(acc, l, Mr, e, QMAX, False)
+                tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
+            else:
+                o = requantize(acc, l, Mr, e, QMAX, True)
+                tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
+        else:
+            Mr, e = unpack(tl.load(base + channels[None, :] * x.d, mask=inside, other=1 << 23))
+            o = requantize(acc, l, Mr, e, QMAX, True)
+            tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
     else:
         x = constants.v_scale
         base = x.ptr + place.b.to(tl.int64) * x.b + (place.h // PERIODS.group).to(tl.int64) * x.h
@@ -139,8 +147,7 @@ def store_output(
             o = dequantize(acc, l, tl.load(base))
         else:
             o = dequantize(acc, l, tl.load(base + channels[None, :] * x.d, mask=inside, other=0.0))
-    ptrs = head_base(out, place.b, place.h, place.q_start) + rows[:, None] * out.n + channels[None, :] * out.d
-    tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=(rows[:, None] < place.q_count) & inside)
+        tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit
