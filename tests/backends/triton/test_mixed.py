@@ -16,15 +16,27 @@ FLOATS = ("int_flash_full", "int_flash_half", "lite", "qattn", "fp16", "bf16", "
 UNFUSED = ("ivit", "ibert", "fqvit")
 
 
-@pytest.mark.parametrize("method", FLOATS + UNFUSED)
-def test_kernel_matches_reference(method):
-    """In a process of its own: Triton decides at import whether it interprets."""
-    command = [sys.executable, "-W", "ignore", str(HERE / "mixed_cases.py"), method]
+def interpreted(argument: str) -> dict:
+    """What `mixed_cases.py` reports, in a process of its own: Triton decides at import whether it interprets."""
+    command = [sys.executable, "-W", "ignore", str(HERE / "mixed_cases.py"), argument]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("method", FLOATS + UNFUSED)
+def test_kernel_matches_reference(method):
+    found = interpreted(method)
     assert len(found) >= 9
     assert {name: text for name, text in found.items() if text} == {}
+
+
+def test_int_flash_meets_the_published_kernels():
+    """Outputs of the published programs on an H200: half to float16's rounding, full but for single codes of P."""
+    found = interpreted("golden")
+    assert len(found) == 5
+    assert min(db for case, db in found.items() if case.endswith("half")) > 72
+    assert min(db for case, db in found.items() if case.endswith("full")) > 48
 
 
 def _mixed_launch(method, head_dim, flow=None):

@@ -32,7 +32,6 @@ from intflash.numerics.triton import PTX
 MAGIC = tl.constexpr(12582911.0)
 MAGIC_BITS = tl.constexpr(0x4B3FFFFF)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added, it leaves the rounded integer in the low bits
-P_ROUND = tl.constexpr(1.5 * 2**15 + 17 / 32)  # added to x in [0, 128): byte 1 is floor(x + 17/32)
 R = tl.constexpr(127.0)
 LOG2_R = tl.constexpr(math.log2(127.0))
 FP8_OCTAVES = tl.constexpr(8.0)  # P in (0, 256] keeps its tail out of e4m3's subnormals
@@ -120,7 +119,10 @@ def _row_units(constants: MixedConstants, place: Place, rows, PERIODS: tl.conste
 
 
 @triton.jit
-def _key_units(row, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr):
+def _key_units(
+    row, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):  # fmt: skip
     """(row, key, value) of a tile of keys."""
     key, value = 1.0, 1.0
     if KIND.k == "tile":
@@ -130,7 +132,10 @@ def _key_units(row, constants: MixedConstants, place: Place, first, keys, PERIOD
         x = constants.k_scale
         at = (place.k_start + keys) // KIND.k_block
         base = _scale_base(x, place, place.h // PERIODS.group)
-        key = tl.load(base + at * x.n, mask=keys < place.k_count, other=0.0)[None, :]
+        if BOUNDED:
+            key = tl.load(base + at * x.n, mask=keys < place.k_count, other=0.0)[None, :]
+        else:
+            key = tl.load(base + at * x.n)[None, :]
     if KIND.v == "tile":
         x = constants.v_scale
         value = tl.load(_scale_base(x, place, place.h // PERIODS.group) + (first // KIND.v_block) * x.n)
@@ -343,14 +348,10 @@ def _result_fp8(state):
 
 @triton.jit
 def _step_full(state, s, unit, bias, present, v, KIND: tl.constexpr):
-    """P * 127 rounded to int8; the tile's product is exact in int32.
-
-    The published program computes floor(127 p + 1/2) in float16, which rounds 127 p + 1/2 to 1/16 first where p is
-    large: there it is floor(127 p + 17/32), and so it is here, by one addition that leaves the code in byte 1.
-    """
+    """P * 127 rounded to int8; the tile's product is exact in int32 (127^2 * 128 < 2^22 keys' worth)."""
     m, l, acc = state
     m, alpha, p = _general(m, s, unit, bias, present, KIND, LOG2_R)
-    codes = ((p + P_ROUND).to(tl.int32, bitcast=True) >> 8).to(tl.int8)
+    codes = (p + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
     product = tl.dot(natural_order(codes), v, out_dtype=tl.int32).to(tl.float32)
     if KIND.v == "tile":
         product *= unit[2]

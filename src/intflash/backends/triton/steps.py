@@ -35,7 +35,7 @@ class Hooks(NamedTuple):
     order(BN)                                        -> key of each column of a score tile
     scores(q, k_tile)                                -> s, int32 or float32
     row_units(constants, place, rows, PERIODS, KIND) -> C: what a score is worth, in octaves
-    key_units(C, constants, place, first, keys, PERIODS, KIND) -> C of a tile of keys
+    key_units(C, constants, place, first, keys, PERIODS, KIND, BOUNDED) -> C of a tile of keys
     store(out, place, rows, acc, l, constants, PERIODS, KIND, DV, BDV)
     """
 

@@ -85,7 +85,7 @@ def walk(
         present = present_keys(masks, place, rows, keys, bias, causal, PERIODS, BOUNDED, CAUSAL)
         unit, by = C, shift
         if STEPS.hooks is not None:
-            unit = STEPS.hooks.key_units(C, constants, place, first, keys, PERIODS, KIND)
+            unit = STEPS.hooks.key_units(C, constants, place, first, keys, PERIODS, KIND, BOUNDED)
         elif KIND == "block":
             unit, by = score_constants(constants.score, PERIODS.block, place, rows, keys, KIND)
         s = shift_scores(s, by)
