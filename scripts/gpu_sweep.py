@@ -18,10 +18,11 @@ import time
 
 import torch
 
-from intflash.backends.triton import rowwise, steps
+from intflash.backends.triton import choices, rowwise, steps
 from intflash.backends.triton import streaming as stream
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.launch import view
+from intflash.backends.triton.quantize import Three
 from intflash.problem import Problem
 from intflash.quant import QTensor, quantize
 
@@ -50,11 +51,11 @@ def build(shape, method, kind, tile):
     none = stream.Statistics(None, None)
     if kind == "stream":
         return stream.streaming_launch(problem, STEPS[method], constants, out, none, stream.Tile(*tile))
-    inverse = rowwise.InputScales(None, None, None)
+    scales = rowwise.NO_SCALES
     if kind == "fused":
-        inverse = rowwise.InputScales(*(view(1.0 / x.scale) for x in (q, k, v)))
+        scales = Three(*(view(x.scale) for x in (q, k, v)))
         problem = dataclasses.replace(problem, **dict(zip("qkv", (x.half() for x in floats))))
-    return rowwise.rowwise_launch(problem, BITS[method], constants, out, none, inverse, rowwise.RowTile(*tile))
+    return rowwise.rowwise_launch(problem, BITS[method], constants, out, none, scales, rowwise.RowTile(*tile))
 
 
 def compile_one(job):
@@ -119,10 +120,10 @@ def sdpa(shape, backend):
 
 
 ROW_N197 = [(16, 1, 2), (16, 1, 4), (32, 1, 4), (64, 1, 4), (64, 2, 4), (64, 4, 4), (64, 3, 4, 16), (64, 1, 8),
-            (128, 1, 8), (128, 1, 4), (64, 3, 8, 16), (128, 2, 8), (16, 13, 1), (16, 13, 2), (32, 6, 2, 16), (16, 4, 1)]  # fmt: skip
-ROW_N49 = [(64, 1, 1), (64, 1, 2), (64, 1, 4), (16, 1, 1), (16, 4, 1), (32, 1, 1, 32), (32, 2, 2), (32, 1, 2), (32, 1, 1, 16)]
-STREAM = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 4, 2),
-          (128, 64, 4, 3), (128, 64, 8, 3), (64, 256, 4, 2), (64, 64, 4, 2)]  # fmt: skip
+            (128, 1, 8), (128, 2, 8), (16, 13, 1), (32, 6, 2, 16), (16, 7, 1), (32, 7, 2)]  # fmt: skip
+ROW_N49 = [(64, 1, 1), (64, 1, 2), (64, 1, 4), (16, 1, 1), (16, 4, 1), (32, 1, 2), (32, 2, 1), (32, 2, 2)]
+STREAM = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 2), (64, 128, 4, 2), (64, 128, 4, 3), (128, 128, 8, 2),
+          (128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 2)]  # fmt: skip
 
 
 def workloads(name):
@@ -155,6 +156,7 @@ def main():
     options = parser.parse_args()
     jobs = {}
     for w, shape, method, kind, tiles in workloads(options.what):
+        tiles = [t for t in tiles if STEPS[method].keys in (None, t[1])] if kind == "stream" else tiles
         for tile in tiles:
             jobs[w, method, kind, tile] = (shape, method, kind, tile)
     distinct = {((2, *j[0][1:]), *j[1:]): j for j in jobs.values()}
@@ -167,9 +169,10 @@ def main():
                 errors[key] = error
                 print("compile", key, error, flush=True)
     print(f"compiled {len(distinct)} in {time.time() - began:.0f} s", flush=True)
-    rows = []
+    rows, table = [], {}
     for w, shape, method, kind, tiles in workloads(options.what):
         calls = {}
+        tiles = [t for t in tiles if STEPS[method].keys in (None, t[1])] if kind == "stream" else tiles
         for tile in tiles:
             if ((2, *shape[1:]), method, kind, tile) not in errors:
                 calls[tile] = build(shape, method, kind, tile).run
@@ -184,6 +187,13 @@ def main():
         rows.append(dict(workload=w, shape=shape, method=method, kind=kind, times={str(x): t for x, t in times.items()}))
         del calls
         torch.cuda.empty_cache()
+        if shape[2] <= 256:
+            key = choices.row_class(b * h, n, n, d, BITS[method], kind == "fused")
+        else:
+            key = choices.stream_class(STEPS[method].keys, d, BITS.get(method, 8))
+        table[key] = list(min((x for x in times if isinstance(x, tuple)), key=times.get))
+    with open(os.path.join(options.out, f"tiles_{options.what}.json"), "w") as file:
+        json.dump(table, file, indent=1)
     with open(os.path.join(options.out, f"sweep_{options.what}.json"), "w") as file:
         json.dump(rows, file, indent=1)
 

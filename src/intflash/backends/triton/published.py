@@ -31,7 +31,7 @@ _RS_MAX = (1 << 31) - 1
 class Published(NamedTuple):
     """int64 View [B|1, Hq|1, 1, 5]: rs, exp_M, req_M, rel_M, floor((2^63 - 1) / rs); float32 s_V, None for codes."""
 
-    values: object
+    packed: object
     v_scale: object
 
 
@@ -42,7 +42,7 @@ def _scores(q, k_tile):
 
 @triton.jit
 def _row_units(constants: Published, place: Place, rows, PERIODS: tl.constexpr, KIND: tl.constexpr):
-    x = constants.values
+    x = constants.packed
     base = x.ptr + place.b.to(tl.int64) * x.b + place.h.to(tl.int64) * x.h
     rs, exp_m = tl.load(base).to(tl.int32), tl.load(base + 1).to(tl.int32)
     req_m, rel_m = tl.load(base + 2).to(tl.int32), tl.load(base + 3)

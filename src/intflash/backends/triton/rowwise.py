@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from intflash.backends.triton import choices
 from intflash.backends.triton.constants import Constants
 from intflash.backends.triton.launch import Launch, data_view, readable, view
 from intflash.backends.triton.quantize import Three, head_inverse
@@ -246,11 +247,13 @@ def serves(problem: Problem) -> bool:
     return problem.k.shape[2] <= MAX_KEYS and problem.cu_seqlens_q is None and not per_block
 
 
-def default_tile(problem: Problem) -> RowTile:
-    nq = problem.q.shape[2]
-    if nq <= 64:
-        return RowTile(64, 1, 4)
-    return RowTile(64, 1, 4)
+def default_tile(problem: Problem, bits: int, fused: bool) -> RowTile:
+    """From the measured table; wide heads take eight warps, or registers would spill."""
+    (batch, heads, nq, d), (nk, dv) = problem.q.shape, problem.v.shape[2:]
+    if max(d, dv) > 64 and (nk > 128 or max(d, dv) > 128):
+        return RowTile(64, 1, 8)
+    name = choices.row_class(batch * heads, nq, nk, d, bits, fused)
+    return RowTile(*choices.choose(problem.q.device, name, (64, 1, 4)))
 
 
 def rowwise_launch(
@@ -260,7 +263,7 @@ def rowwise_launch(
     """The whole-row kernel's launch for a problem of int8 codes, or of floats with their `scales`."""
     q, k, v = (x.data if scales.q is None else x for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
-    tile = tile or default_tile(problem)
+    tile = tile or default_tile(problem, bits, scales.q is not None)
     programs = triton.cdiv(nq, tile.rows * tile.tiles + tile.tail)
     batch_first = batch > 65535 or programs == 1
     bias, keep = problem.bias, problem.keep

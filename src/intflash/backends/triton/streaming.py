@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from intflash.backends.triton import choices
 from intflash.backends.triton.constants import Constants
 from intflash.backends.triton.launch import Launch, data_view, readable, view
-from intflash.backends.triton.steps import Steps
+from intflash.backends.triton.steps import P16, Steps
 from intflash.backends.triton.tiles import (
     Masks,
     Periods,
@@ -213,13 +214,17 @@ class Tile:
     stages: int
 
 
-def default_tile(steps: Steps, head_dim: int) -> Tile:
-    """Measured on an H200 (docs/gpu.md); a head_dim above 128 leaves room for fewer keys and stages."""
-    if steps.keys is not None:
-        return Tile(64, steps.keys, 4, 3 if head_dim <= 64 else 2 if head_dim <= 128 else 1)
-    if head_dim > 128:
-        return Tile(64, 64, 4, 2)
-    return Tile(64, 64, 4, 3)
+def default_tile(problem: Problem, steps: Steps) -> Tile:
+    """From the measured table; masks, partial tiles and wide heads take eight warps, or registers would spill."""
+    d, bits = problem.q.shape[3], 16 if steps.initial is P16.initial else 8
+    if max(d, problem.v.shape[3]) > 128:
+        return Tile(64, steps.keys or 64, 8, 1)
+    masked = problem.bias is not None or problem.keep is not None or problem.causal is not None
+    packed, blocks = problem.cu_seqlens_q is not None, problem.k.granularity == "block"
+    if masked or packed or blocks or problem.k.shape[2] % 128:
+        return Tile(64, steps.keys or 64, 8, 2)
+    name = choices.stream_class(steps.keys, d, bits)
+    return Tile(*choices.choose(problem.device, name, (64, steps.keys or 64, 4, 2)))
 
 
 def streaming_launch(
@@ -227,7 +232,7 @@ def streaming_launch(
 ) -> Launch:
     """The tile loop's launch for a quantized problem."""
     (batch, heads, nq, d), (nk, dv) = problem.q.shape, problem.v.shape[2:]
-    tile = tile or default_tile(steps, d)
+    tile = tile or default_tile(problem, steps)
     packed = problem.cu_seqlens_q is not None
     sequences = len(problem.cu_seqlens_q) - 1 if packed else None
     row_tiles = triton.cdiv(nq, tile.rows) + (sequences or 0)
