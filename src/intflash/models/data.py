@@ -74,8 +74,13 @@ def load_classifier(
     torch.manual_seed(0)
     if name.startswith(HF_PREFIX):
         return _load_transformers(name.removeprefix(HF_PREFIX), pretrained)
-    import timm
-    from timm.data import create_transform, resolve_model_data_config
+    try:
+        import timm
+        from timm.data import create_transform, resolve_model_data_config
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision's operators do not fit this torch
+        raise InputError(
+            f"timm cannot be imported ({error}): install timm, and a torchvision built for this torch"
+        ) from None
 
     model = timm.create_model(name, pretrained=pretrained and checkpoint is None, checkpoint_path=checkpoint or "")
     return model.eval(), create_transform(**resolve_model_data_config(model), is_training=False)
