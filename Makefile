@@ -10,17 +10,21 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/test-ready: $(VENV)/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt 'intflash[test]'
 	touch $@
 
 demo: $(VENV)/ready
 	$(BIN)/intflash demo
 	$(BIN)/intflash report
 
-test: $(VENV)/ready
+test: $(VENV)/test-ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not full'
 
-test-full: $(VENV)/ready
+test-full: $(VENV)/test-ready
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 lint: $(VENV)/ready

@@ -14,7 +14,7 @@ def test_qflash_table_1():
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in {c.name: c for c in (*COLUMNS, *HARD)}.values() if c.shape[2] <= 1024], ids=str
+    "case", [c for c in {c.name: c for c in (*COLUMNS, *HARD)}.values() if c.shape[2] <= 1024], ids=lambda c: c.name
 )
 def test_inputs_follow_the_seed(case):
     first, again, other = case.inputs(1), case.inputs(1), case.inputs(2)
