@@ -12,10 +12,10 @@ static inline float float_of(uint32_t u) {
   __builtin_memcpy(&x, &u, 4);
   return x;
 }
-static inline float fselect(bool c, float a, float b) {
-  return float_of(static_cast<uint32_t>(select(c, static_cast<int32_t>(bits_of(a)), static_cast<int32_t>(bits_of(b)))));
-}
-static inline float fmax2(float a, float b) { return fselect(a < b, b, a); }
+// By mask arithmetic even under Zicond: a ternary between bits of floats becomes a float select, which is a branch.
+static inline uint32_t select_bits(bool c, uint32_t a, uint32_t b) { return b ^ ((a ^ b) & mask_of(c)); }
+static inline float fselect(bool c, float a, float b) { return float_of(select_bits(c, bits_of(a), bits_of(b))); }
+static inline float fmax2(float a, float b) { return __builtin_fmaxf(a, b); }   // fmax.s
 
 static constexpr float LOWEST = -3.0e38f;      // a score that no key has yet; exp2 of it is below 2^-125, times a sum of 0
 
@@ -39,5 +39,5 @@ static inline uint16_t half_of_unit(float x) {
   const uint32_t u = bits_of(x);
   const uint32_t normal = (u - (112u << 23) + 0xfff + ((u >> 13) & 1)) >> 13;
   const uint32_t subnormal = bits_of(x + 0.5f) - bits_of(0.5f);
-  return static_cast<uint16_t>(select(x < 6.103515625e-5f, static_cast<int32_t>(subnormal), static_cast<int32_t>(normal)));
+  return static_cast<uint16_t>(select_bits(x < 6.103515625e-5f, subnormal, normal));
 }
