@@ -119,9 +119,16 @@ def _row_units(constants: MixedConstants, place: Place, rows, PERIODS: tl.conste
 
 
 @triton.jit
+def _permuted(x):
+    """Values of keys in the order of `permuted_keys`: loaded contiguously, moved in registers."""
+    BN: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(x, [BN // 16, 4, 2, 2]), [0, 2, 1, 3]), [BN])
+
+
+@triton.jit
 def _key_units(
     row, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    BOUNDED: tl.constexpr, PERMUTED: tl.constexpr = False,
 ):  # fmt: skip
     """(row, key, value) of a tile of keys."""
     key, value = 1.0, 1.0
@@ -130,16 +137,27 @@ def _key_units(
         row = row * tl.load(_scale_base(x, place, place.h // PERIODS.group) + (first // KIND.k_block) * x.n)
     elif KIND.k == "key":
         x = constants.k_scale
-        at = (place.k_start + keys) // KIND.k_block
-        base = _scale_base(x, place, place.h // PERIODS.group)
+        natural = first + tl.arange(0, keys.shape[0])
+        ptrs = _scale_base(x, place, place.h // PERIODS.group) + (place.k_start + natural) // KIND.k_block * x.n
         if BOUNDED:
-            key = tl.load(base + at * x.n, mask=keys < place.k_count, other=0.0)[None, :]
+            key = tl.load(ptrs, mask=natural < place.k_count, other=0.0)
         else:
-            key = tl.load(base + at * x.n)[None, :]
+            key = tl.load(ptrs)
+        if PERMUTED:
+            key = _permuted(key)
+        key = key[None, :]
     if KIND.v == "tile":
         x = constants.v_scale
         value = tl.load(_scale_base(x, place, place.h // PERIODS.group) + (first // KIND.v_block) * x.n)
     return row, key, value
+
+
+@triton.jit
+def _permuted_key_units(
+    row, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):  # fmt: skip
+    return _key_units(row, constants, place, first, keys, PERIODS, KIND, BOUNDED, True)
 
 
 @triton.jit
@@ -365,7 +383,9 @@ def _result_full(state):
 
 
 _INTEGER_QK = Hooks(_natural_keys, _integer_scores, _row_units, _key_units, _store)
-_INTEGER_P = _INTEGER_QK._replace(order=permuted_keys)  # int8 P: tiles.natural_order puts its columns back
+_INTEGER_P = _INTEGER_QK._replace(
+    order=permuted_keys, key_units=_permuted_key_units
+)  # int8 P: tiles.natural_order puts its columns back
 _FLOAT_QK = _INTEGER_QK._replace(scores=_float_scores)
 _E4M3_QK = _INTEGER_P._replace(scores=_e4m3_scores)
 
