@@ -33,6 +33,7 @@ P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX}
 MAX_VALUE_DIM = 256  # the epilogue keeps one multiplier per channel
 BIAS_LIMIT = 1 << 30  # of a bias in score units, so that bias + score stays inside int32
 ABSENT = -(1 << 31)
+_NO_BLOCKS = (1, 1)
 
 
 def instruction_sets() -> list[str]:
@@ -55,22 +56,20 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     """
     if not _quantizes_here(problem):
         problem = problem.quantized()
-    q, k, v = problem.q, problem.k, problem.v
-    if problem.method in FLASH:
-        _check_score_unit(problem)
-    batch, heads, nq, _ = q.shape
-    out = torch.empty((batch, heads, nq, v.shape[3]), dtype=problem.out_dtype)
+    q, k, v, out_dtype = problem.q, problem.k, problem.v, problem.out_dtype
+    out_scale, bias, keep, causal, packed = None, problem.bias, problem.keep, None, None
     if isinstance(q, QTensor):
-        out_scale = _out_scale(problem)
-        tensors = (_view(q.data), _view(k.data), _view(v.data))
         scales = (_view(q.scale), _view(k.scale), _view(v.scale))
         blocks = (q.block_size or 1, k.block_size or 1)
-        bias = _bias(problem)
+        out_scale, default_scale = _out_scale(problem)
+        if problem.bias_float is not None:
+            bias = _score_bias(problem)
+        q, k, v = q.data, k.data, v.data
     else:
-        out_scale, blocks, bias = None, (1, 1), problem.bias
-        tensors = (_view(q), _view(k), _view(v))
         holder, scales = _float_scales(problem)  # noqa: F841 - keeps the scales alive
-    keep, causal, packed = problem.keep, None, None
+        blocks, default_scale = _NO_BLOCKS, False
+    batch, heads, nq, _ = q.shape
+    out = torch.empty((batch, heads, nq, v.shape[3]), dtype=out_dtype)
     if problem.causal is not None:
         causal = (problem.causal, problem.causal_align == "bottom_right")
     if problem.cu_seqlens_q is not None:
@@ -80,24 +79,13 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     if problem.return_lse:
         t_max, l_sum = torch.empty((2, batch, heads, nq), dtype=torch.int64)
     _native.attention(
-        isa or "", threads or torch.get_num_threads(), METHODS[problem.method], OUT_TYPES[problem.out_dtype], out.data_ptr(),
-        problem.sm_scale, *tensors, scales, None if out_scale is None else _view(out_scale), blocks, causal,
-        None if bias is None else _view(bias), None if keep is None else _view(keep), packed,
-        0 if t_max is None else t_max.data_ptr(), 0 if l_sum is None else l_sum.data_ptr(),
+        isa or "", threads or torch.get_num_threads(), METHODS[problem.method], OUT_TYPES[out_dtype], out.data_ptr(),
+        problem.sm_scale, _view(q), _view(k), _view(v), scales, None if out_scale is None else _view(out_scale),
+        default_scale, blocks, causal, None if bias is None else _view(bias), None if keep is None else _view(keep),
+        packed, 0 if t_max is None else t_max.data_ptr(), 0 if l_sum is None else l_sum.data_ptr(),
     )  # fmt: skip
     lse = None if t_max is None else log_sum_exp(t_max, l_sum, P_MAX[problem.method])
     return Result(out, out_scale, lse)
-
-
-def _check_score_unit(problem: Problem) -> None:
-    """qflash and iflash divide by round(1 / octaves per score unit), an int32."""
-    octaves = problem.q.scale.double() * _repeated(problem.k.scale, problem).double() * problem.sm_scale * LOG2_E
-    rs = torch.round(1 / octaves)
-    if bool(((rs < 1) | (rs >= 2.0**31)).any()):
-        raise InputError(
-            f"{problem.method} needs round(1 / (s_Q * s_K * scale * log2(e))) in [1, 2^31), "
-            f"got s_Q * s_K * scale * log2(e) from {octaves.min():.3g} to {octaves.max():.3g}"
-        )
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -125,21 +113,22 @@ def _repeated(scale: Tensor, problem: Problem) -> Tensor:
     return scale if scale.shape[1] == 1 or problem.group == 1 else scale.repeat_interleave(problem.group, dim=1)
 
 
-def _out_scale(problem: Problem) -> Tensor | None:
+def _out_scale(problem: Problem) -> tuple[Tensor | None, bool]:
+    """The scale of integer output, and whether it is one value that the kernels write, the default."""
     if problem.out_dtype not in INTEGER_DTYPES:
-        return None
+        return None, False
     if problem.out_scale is not None:
-        return problem.out_scale
-    s_v = _repeated(problem.v.scale, problem)
+        return problem.out_scale, False
+    s_v = problem.v.scale
     if problem.method in FLASH:
-        return s_v
-    return s_v * 127 / (127 if problem.out_dtype == torch.int8 else 32767)
+        return _repeated(s_v, problem), False
+    if s_v.numel() == 1:
+        return torch.empty((1, 1, 1, 1)), True
+    return _repeated(s_v, problem) * 127 / torch.iinfo(problem.out_dtype).max, False
 
 
-def _bias(problem: Problem) -> Tensor | None:
-    """The bias in the method's integer units, `ABSENT` where it makes a key absent."""
-    if problem.method not in FLASH or problem.bias_float is None:
-        return problem.bias
+def _score_bias(problem: Problem) -> Tensor:
+    """The bias of qflash and iflash in score units, int32, `ABSENT` where it makes a key absent."""
     bias = problem.bias_float
     k_scale = _repeated(problem.k.scale.double(), problem)
     unit = (problem.q.scale.double() * k_scale) * problem.sm_scale

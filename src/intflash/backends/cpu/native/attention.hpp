@@ -3,7 +3,7 @@
 // A unit of work is V::kUnitRows query rows of one head. K and V are packed once per head and thread
 // into panels of kLanes columns whose depth runs in steps of 32 bits, so that QK^T and PV are the same
 // product: out[r][c] = sum over steps of dot(a[r][step], panel[step][c]). A row's scores stay in the
-// scratch for both passes when they fit; else the second pass computes them again.
+// scratch for both passes while they fit; else the second pass computes them again.
 #pragma once
 #include "arith.hpp"
 #include "epilogue.hpp"
@@ -15,17 +15,18 @@
 namespace intflash {
 namespace {
 
-constexpr int64_t kScoreBytes = 1 << 20;  // of one unit's scores: half a typical L2
 constexpr int64_t kStageKeys = 512;       // keys whose P is held at a time
 
 template <class V>
 class Attention {
   using Code = typename V::Code;
   using PCode = typename V::PCode;
-  static constexpr int kRows = V::kUnitRows, kLanes = V::kLanes, kBlock = 4 * V::kLanes;
+  static constexpr int kRows = V::kMaxRows, kLanes = V::kLanes, kBlock = 4 * V::kLanes;
   static constexpr int kKeyPad = kBlock < kFlashTile ? kFlashTile : kBlock;
 
  public:
+  static int unit_rows(const Call&) { return kRows; }
+
   static void run(const Call& call, int64_t first, int64_t last, uint64_t call_id, Scratch& scratch) {
     Attention a(call, call_id, scratch);
     V::begin(call.head_dim);
@@ -50,17 +51,20 @@ class Attention {
   bool masked_, wide_;
   int32_t query_offset_[kRows];  // starts each score: undoes V's unsigned keys
   Exponent exponent_[kRows], last_;
+  RowScale scale_[kRows];
+  int row_step_;  // 0: the rows share the first exponent and scale
+  Depth depth_;
   float last_q_ = 0, last_k_ = 0;
   Epilogue<V> epilogue_;
-  int64_t level_[kRows];  // Tmax, or the reference octave << 32
-  int32_t top_[kRows];    // maximum of S, narrow rows only
+  int64_t level_[kRows];  // wide rows: Tmax; intflash_online: the reference octave << 32
+  int32_t top_[kRows];    // narrow rows: maximum of S
   uint32_t l_[kRows];
 
   Attention(const Call& call, uint64_t call_id, Scratch& scratch) : call_(call), call_id_(call_id), scratch_(scratch), epilogue_(call) {
     const int64_t key_pad = round_up(larger<int64_t>(call.nk, 1), kKeyPad);
     value_pad_ = round_up(call.value_dim, kLanes);
     qk_steps_ = V::depth_steps(call.head_dim);
-    chunk_ = smaller(key_pad, round_up(kScoreBytes / (4 * kRows), kStageKeys));
+    chunk_ = smaller(key_pad, round_up(V::kScoreBytes / (4 * kRows), kStageKeys));
     if (call.method == Method::kOnline) chunk_ = smaller<int64_t>(key_pad, kGranule);
     if (call.method >= Method::kQFlash) chunk_ = smaller(key_pad, kStageKeys);
     score_ld_ = chunk_ + 16;  // not a multiple of 4 KiB, whose rows would share a cache set
@@ -147,8 +151,13 @@ class Attention {
   }
 
   void enter_rows(int64_t block) {
-    row0_ = block * nq_ / row_blocks(nq_);  // even blocks of at most kRows
-    rows_ = int((block + 1) * nq_ / row_blocks(nq_) - row0_);
+    if (V::kMatrixUnit) {  // whole tiles of rows
+      row0_ = block * kRows;
+      rows_ = int(smaller<int64_t>(kRows, nq_ - row0_));
+    } else {  // even blocks
+      row0_ = block * nq_ / row_blocks(nq_);
+      rows_ = int((block + 1) * nq_ / row_blocks(nq_) - row0_);
+    }
     wide_ = call_.bias.data || call_.k_scale.stride[2];
     masked_ = call_.bias.data || call_.keep.data;
     key_end_ = nk_;
@@ -160,10 +169,14 @@ class Attention {
     }
     Pack<V>::queries(call_.q.at(b_, h_, q0_ + row0_), call_.q.stride[2], call_.q.stride[3], rows_, call_.head_dim,
                      qk_steps_, queries_, query_offset_);
-    for (int r = 0; r < rows_; ++r) {
-      exponent_[r] = r == 0 || call_.q_scale.stride[2] ? exponent_at(r, 0) : exponent_[0];
-      level_[r] = kNever, top_[r] = kAbsent, l_[r] = 0;
+    depth_ = wide_ ? Depth::kGiven : Depth::kNarrow;
+    row_step_ = call_.q_scale.stride[2] ? 1 : 0;
+    for (int r = 0; r < (row_step_ ? rows_ : 1); ++r) {
+      exponent_[r] = exponent_at(r, 0);
+      scale_[r] = row_scale(exponent_[r]);
+      if (scale_[r].shift && !wide_) depth_ = Depth::kShifted;
     }
+    for (int r = 0; r < rows_; ++r) level_[r] = kNever, top_[r] = kAbsent, l_[r] = 0;
   }
 
   Exponent exponent_at(int r, int64_t key) {
@@ -204,7 +217,10 @@ class Attention {
       for (int64_t j = 0; j < n; ++j) s[j] = m[j * step] == absent ? kAbsent : s[j];
   }
 
-  int64_t exponent_of(int r, int32_t score) const { return score * (int64_t(1) << exponent_[r].k) * exponent_[r].c; }
+  int64_t exponent_of(int r, int32_t score) const {
+    const Exponent e = exponent_[r * row_step_];
+    return score * (int64_t(1) << e.k) * e.c;
+  }
 
   // T of every key of a chunk's row, given to f(j, T), by the 64-bit formula; for a bias or per-block K scales.
   template <class F>
@@ -213,7 +229,7 @@ class Attention {
     const int64_t step = call_.bias.stride[3];
     for (int64_t j = 0; j < n;) {
       int64_t end = n;
-      Exponent e = exponent_[r];
+      Exponent e = exponent_[r * row_step_];
       if (call_.k_scale.stride[2]) {
         e = exponent_at(r, key + j);
         end = smaller(n, ((k0_ + key + j) / call_.k_block + 1) * call_.k_block - k0_ - key);
@@ -226,30 +242,28 @@ class Attention {
     }
   }
 
-  // The maxima of the chunk's rows: T, and in narrow rows the top score, raised if need be.
-  void chunk_max(int64_t key, int64_t n, int64_t* maxima) {
-    if (wide_) {
-      for (int r = 0; r < rows_; ++r) {
-        const int32_t* s = scores_ + r * score_ld_;
-        int64_t m = kNever;
-        for_each_exponent(r, key, n, s, [&](int64_t j, int64_t t) { m = larger(m, s[j] == kAbsent ? kNever : t); });
-        maxima[r] = m;
-      }
-      return;
-    }
+  // Raises top_ by the chunk's scores (narrow rows).
+  void raise_tops(int64_t n) {
     typename V::I32 m[kRows];
-    for (int r = 0; r < kRows; ++r) m[r] = V::set1(kAbsent);
     for (int r = 0; r < rows_; ++r) {
       const int32_t* s = scores_ + r * score_ld_;
-      for (int64_t j = 0; j < n; j += kLanes) m[r] = V::max(m[r], V::load(s + j));
+      m[r] = V::load(s);
+      for (int64_t j = kLanes; j < n; j += kLanes) m[r] = V::max(m[r], V::load(s + j));
     }
     int32_t top[kRows];
-    V::reduce_max(m, top);
-    for (int r = 0; r < rows_; ++r) {
-      top_[r] = larger(top_[r], top[r]);
-      maxima[r] = top[r] == kAbsent ? kNever : exponent_of(r, top[r]);
-    }
+    for (int r = 0; r < rows_; r += 16) V::reduce_max(m + r, top + r);
+    for (int r = 0; r < rows_; ++r) top_[r] = larger(top_[r], top[r]);
   }
+
+  // Maximum of T over the chunk's keys (wide rows); kNever without keys.
+  int64_t wide_max(int r, int64_t key, int64_t n) {
+    const int32_t* s = scores_ + r * score_ld_;
+    int64_t m = kNever;
+    for_each_exponent(r, key, n, s, [&](int64_t j, int64_t t) { m = larger(m, s[j] == kAbsent ? kNever : t); });
+    return m;
+  }
+
+  int64_t narrow_max(int r) const { return top_[r] == kAbsent ? kNever : exponent_of(r, top_[r]); }
 
   // Overwrites a wide row's scores with its depths below `level`.
   void depths_in_place(int r, int64_t key, int64_t n, int32_t* s, int64_t level) {
@@ -263,19 +277,18 @@ class Attention {
   // P of scores [at, at + n) of the chunk at `key`, their sum, and acc (+)= P V.
   template <bool P16, bool HasBase>
   void accumulate(int64_t key, int64_t at, int64_t n, bool fresh) {
-    typename V::I32 sum[kRows], sum_low[kRows];
-    for (int r = 0; r < kRows; ++r) sum[r] = sum_low[r] = V::set1(0);
+    typename V::I32 sums[kRows];
+    uint64_t base[kRows];
     for (int r = 0; r < rows_; ++r) {
-      int32_t* s = scores_ + r * score_ld_ + at;
-      if (wide_) depths_in_place(r, key + at, n, s, level_[r]);
-      const bool raised = HasBase && !wide_ && top_[r] != kAbsent;
-      const RowScale scale = row_scale(top_[r], exponent_[r], raised ? level_[r] - exponent_of(r, top_[r]) : 0);
-      Exp2<V>::template any_row<P16, HasBase>(s, n, scale, masked_, wide_, p_ + r * p_ld_, p_low_ + r * p_ld_, sum[r], sum_low[r]);
+      sums[r] = V::set1(0);
+      if (HasBase && !wide_) base[r] = top_[r] == kAbsent ? 0 : scaled_base(level_[r] - exponent_of(r, top_[r]));
+      if (wide_) depths_in_place(r, key + at, n, scores_ + r * score_ld_ + at, level_[r]);
     }
-    uint32_t l[kRows], l_low[kRows];
-    V::reduce_add(sum, l);
-    if (P16) V::reduce_add(sum_low, l_low);
-    for (int r = 0; r < rows_; ++r) l_[r] += P16 ? (l[r] << 8) + l_low[r] : l[r];
+    const RowLevels levels = {scale_, row_step_, top_, base};
+    Exp2<V>::template rows<P16, HasBase>(depth_, masked_, scores_ + at, score_ld_, n, levels, rows_, p_, p_low_, p_ld_, sums);
+    uint32_t l[kRows];
+    for (int r = 0; r < rows_; r += 16) V::reduce_add(sums + r, l + r);
+    for (int r = 0; r < rows_; ++r) l_[r] += l[r];
     const int64_t pad = round_up(nk_, kKeyPad);
     const int steps = int(round_up(n, kBlock) / V::kGroup);
     const Code* v = values_ + (key + at) * kLanes;
@@ -296,12 +309,11 @@ class Attention {
   template <bool P16>
   void exact() {
     const bool resident = key_end_ <= chunk_;
-    int64_t maxima[kRows];
     for (int64_t key = 0; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
       score_chunk(key, n);
-      chunk_max(key, n, maxima);
-      for (int r = 0; r < rows_; ++r) level_[r] = larger(level_[r], maxima[r]);
+      if (!wide_) raise_tops(n);
+      for (int r = 0; wide_ && r < rows_; ++r) level_[r] = larger(level_[r], wide_max(r, key, n));
     }
     for (int64_t key = 0; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
@@ -314,14 +326,13 @@ class Attention {
 
   void online() {
     clear(acc_, rows_ * value_pad_);
-    int64_t maxima[kRows];
     for (int64_t key = 0; key < key_end_; key += kGranule) {
       const int64_t n = smaller<int64_t>(kGranule, key_end_ - key);
       score_chunk(key, n);
       for (int r = 0; r < rows_; ++r) top_[r] = kAbsent;
-      chunk_max(key, n, maxima);
+      if (!wide_) raise_tops(n);
       for (int r = 0; r < rows_; ++r) {
-        const int64_t m = maxima[r];
+        const int64_t m = wide_ ? wide_max(r, key, n) : narrow_max(r);
         if (m == kNever) continue;  // its scores are all marked absent: p is 0
         const int64_t octave = -((-m) >> 32);
         if (level_[r] == kNever) level_[r] = octave << 32;
@@ -382,7 +393,10 @@ class Attention {
     if (key_end_ == 0) clear(acc_, rows_ * value_pad_), clear(acc_low_, rows_ * value_pad_);
     epilogue_.enter_head(b_, h_, hk_);
     epilogue_.template rows<P16>(acc_, acc_low_, value_pad_, l_, rows_, first);
-    for (int r = 0; call_.t_max && r < rows_; ++r) call_.t_max[first + r] = level_[r], call_.l_sum[first + r] = l_[r];
+    for (int r = 0; call_.t_max && r < rows_; ++r) {
+      call_.t_max[first + r] = wide_ || call_.method == Method::kOnline ? level_[r] : narrow_max(r);
+      call_.l_sum[first + r] = l_[r];
+    }
   }
 };
 

@@ -61,7 +61,7 @@ enum class FloatType : int32_t { kFloat32, kFloat16, kBFloat16 };
 // What one instruction set offers.
 struct Kernels {
   const char* name;
-  int unit_rows;
+  int (*unit_rows)(const Call&);  // query rows of a unit of work
   void (*attention)(const Call&, int64_t first, int64_t last, uint64_t call_id, Scratch&);  // units [first, last)
   float (*absolute_maximum)(const void* x, FloatType, const Rows&);
   void (*quantize)(const void* x, FloatType, const Rows&, float inverse, int qmax, int8_t* codes);

@@ -116,13 +116,14 @@ const std::vector<const Kernels*>& supported_kernels() {
 
 void run_attention(const Kernels& kernels, const Call& call, int threads) {
   static std::atomic<uint64_t> last_call{0};
-  const int64_t units = unit_count(call, kernels.unit_rows);
+  const int rows = kernels.unit_rows(call);
+  const int64_t units = unit_count(call, rows);
   if (units == 0) return;
   Job job{kernels, call, ++last_call, units, units};
   if (threads > 1) {
     // Whole heads where there are many, because each thread packs the K and V it meets.
     const int64_t heads = call.batch * call.heads_q, tickets = 8 * int64_t(threads);
-    const int64_t per_head = (call.nq + kernels.unit_rows - 1) / kernels.unit_rows;
+    const int64_t per_head = (call.nq + rows - 1) / rows;
     job.grain = heads >= tickets ? per_head * (heads / tickets) : (units + tickets - 1) / tickets;
   }
   run_tickets(threads, (units + job.grain - 1) / job.grain, run_ticket, &job);

@@ -98,7 +98,12 @@ class Epilogue {
       for (int64_t d = 0; d < n; ++d) one(d, f, shift);
     else {  // |acc| <= 127 l, so that acc << left < 2^(16 + e) and the quotient fits 32 bits
       const int left = larger(0, 32 - shift);
-      for (int64_t d = 0; d < n; d += V::kLanes)
+      int64_t d = 0;
+      if constexpr (V::kFastPack && Limit == 127)
+        for (; d + 32 <= n; d += 32)
+          V::store_pair(out + d, V::template rescale<P16>(high + d, low + d, int32_t(f), left, shift + left),
+                        V::template rescale<P16>(high + d + 16, low + d + 16, int32_t(f), left, shift + left));
+      for (; d < n; d += V::kLanes)
         V::store_clamped(out + d, V::template rescale<P16>(high + d, low + d, int32_t(f), left, shift + left), Limit, n - d);
     }
   }

@@ -12,19 +12,27 @@ namespace {
 
 // How a row's scores become depths: x9 = (((min(top - S, limit) << shift) * c) + base) >> 32.
 struct RowScale {
-  int32_t top;      // the maximum of S
-  uint32_t c;       // C << 9 when that fits, else C, with shift = 9 + k
-  int shift;        // 0: `limit` is not needed either
-  uint32_t limit;   // far past the last live depth; keeps the shift inside 32 bits
-  uint64_t base;    // (E - Tmax) << 9, for a reference level E above the row's own maximum
+  uint32_t c = 0;      // C << 9 when that fits, else C, with shift = 9 + k
+  int shift = 0;
+  uint32_t limit = 0;  // far past the last live depth; keeps the shift inside 32 bits
 };
 
-inline RowScale row_scale(int32_t top, Exponent e, int64_t base) {
-  const uint64_t base9 = uint64_t(smaller<int64_t>(base, int64_t(1) << 40)) << 9;  // 256 octaves: all dead
-  if (e.k == 0 && e.c < (1u << 23)) return {top, e.c << 9, 0, 0, base9};
+// The rows of a unit: `step` is 0 where they share one scale.
+struct RowLevels {
+  const RowScale* scale;
+  int step;
+  const int32_t* top;    // the maximum of S
+  const uint64_t* base;  // (E - Tmax) << 9, for a reference level E above the row's own maximum
+};
+
+inline RowScale row_scale(Exponent e) {
+  if (e.k == 0 && e.c < (1u << 23)) return {e.c << 9, 0, 0xFFFFFFFFu};
   // Without a pre-shift d < 2^23 needs no limit. With one, c >= 2^(k-2): a d of 2^(22-k) is 2^20 octaves.
-  const uint32_t limit = e.k == 0 ? 0x7FFFFFu : (1u << (22 - e.k)) - 1;
-  return {top, e.c, 9 + e.k, limit, base9};
+  return {e.c, 9 + e.k, e.k == 0 ? 0x7FFFFFu : (1u << (22 - e.k)) - 1};
+}
+
+inline uint64_t scaled_base(int64_t above) {
+  return uint64_t(smaller<int64_t>(above, int64_t(1) << 40)) << 9;  // 256 octaves: all dead
 }
 
 // Where the depth comes from: S with shift 0, S with a shift and a limit, or already in the row.
@@ -38,21 +46,21 @@ struct Exp2 {
   static constexpr int kBlock = 4 * V::kLanes;
 
   template <Depth D, bool HasBase, bool Masked>
-  static inline I32 depth(const int32_t* s, const RowScale& r) {
+  static inline I32 depth(const int32_t* s, const RowScale& r, I32 top, uint64_t base) {
     const I32 score = V::load(s);
     if constexpr (D == Depth::kGiven) {
       return score;
     } else {
-      I32 d = V::sub(V::set1(r.top), score);
+      I32 d = V::sub(top, score);
       if constexpr (D == Depth::kShifted) d = V::shift_left(V::min_u(d, V::set1(int32_t(r.limit))), r.shift);
-      const I32 x = HasBase ? V::mul_high(d, V::set1(int32_t(r.c)), r.base) : V::mul_high(d, V::set1(int32_t(r.c)));
+      const I32 x = HasBase ? V::mul_high(d, V::set1(int32_t(r.c)), base) : V::mul_high(d, V::set1(int32_t(r.c)));
       return Masked ? V::bury_absent(x, score) : x;
     }
   }
 
   template <Depth D, bool HasBase, bool Masked>
-  static inline U16 depths(const int32_t* s, const RowScale& r) {
-    return V::pack(depth<D, HasBase, Masked>(s, r), depth<D, HasBase, Masked>(s + V::kLanes, r));
+  static inline U16 depths(const int32_t* s, const RowScale& r, I32 top, uint64_t base) {
+    return V::pack(depth<D, HasBase, Masked>(s, r, top, base), depth<D, HasBase, Masked>(s + V::kLanes, r, top, base));
   }
 
   static inline U16 p8(U16 x9) {
@@ -71,9 +79,9 @@ struct Exp2 {
 
   // One block of kBlock keys; `sum` gathers P8, or the high digits, `sum_low` the low ones.
   template <bool P16, Depth D, bool HasBase, bool Masked, bool Half>
-  static inline void block(const int32_t* s, const RowScale& r, PCode* high, PCode* low, I32& sum, I32& sum_low) {
-    const U16 x0 = depths<D, HasBase, Masked>(s, r);
-    const U16 x1 = Half ? V::zero16() : depths<D, HasBase, Masked>(s + 2 * V::kLanes, r);
+  static inline void block(const int32_t* s, const RowScale& r, I32 top, uint64_t base, PCode* high, PCode* low, I32& sum, I32& sum_low) {
+    const U16 x0 = depths<D, HasBase, Masked>(s, r, top, base);
+    const U16 x1 = Half ? V::zero16() : depths<D, HasBase, Masked>(s + 2 * V::kLanes, r, top, base);
     if constexpr (P16) {
       const U16 a = p16(x0), b = Half ? V::zero16() : p16(x1);
       sum = V::store_p(high, V::high_byte(a), V::high_byte(b), sum);
@@ -83,26 +91,31 @@ struct Exp2 {
     }
   }
 
-  // P of keys [0, n) of a row whose scores are kAbsent from n to the block's end; adds to the sums.
+  // P of keys [0, n) of `rows` rows, whose scores are kAbsent from n to the block's end; sums[r] += their sum.
   template <bool P16, Depth D, bool HasBase, bool Masked>
-  static inline void row(const int32_t* s, int64_t n, const RowScale& r, PCode* high, PCode* low, I32& high_sum, I32& low_sum) {
-    I32 sum = high_sum, sum_low = low_sum;
-    int64_t j = 0;
-    for (; j + kBlock <= n; j += kBlock) block<P16, D, HasBase, Masked, false>(s + j, r, high + j, low + j, sum, sum_low);
-    if (n - j > kBlock / 2)
-      block<P16, D, HasBase, true, false>(s + j, r, high + j, low + j, sum, sum_low);
-    else if (n > j)
-      block<P16, D, HasBase, true, true>(s + j, r, high + j, low + j, sum, sum_low);
-    high_sum = sum, low_sum = sum_low;
+  static void rows_of(const int32_t* s, int64_t s_ld, int64_t n, const RowLevels& levels, int rows, PCode* high, PCode* low,
+                      int64_t p_ld, I32* sums) {
+    for (int i = 0; i < rows; ++i, s += s_ld, high += p_ld, low += p_ld) {
+      const RowScale r = levels.scale[i * levels.step];
+      const I32 top = V::set1(levels.top[i]);
+      const uint64_t base = HasBase ? levels.base[i] : 0;
+      I32 sum = V::set1(0), sum_low = V::set1(0);
+      int64_t j = 0;
+      for (; j + kBlock <= n; j += kBlock) block<P16, D, HasBase, Masked, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+      if (n - j > kBlock / 2)
+        block<P16, D, HasBase, true, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+      else if (n > j)
+        block<P16, D, HasBase, true, true>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+      sums[i] = V::add(sums[i], P16 ? V::add(V::shift_left(sum, 8), sum_low) : sum);
+    }
   }
 
-  template <bool P16, bool HasBase>
-  static inline void any_row(const int32_t* s, int64_t n, const RowScale& r, bool masked, bool given, PCode* high, PCode* low,
-                             I32& sum, I32& sum_low) {
-    if (given) return row<P16, Depth::kGiven, HasBase, false>(s, n, r, high, low, sum, sum_low);
-    if (r.shift) return row<P16, Depth::kShifted, HasBase, true>(s, n, r, high, low, sum, sum_low);
-    if (masked) return row<P16, Depth::kNarrow, HasBase, true>(s, n, r, high, low, sum, sum_low);
-    return row<P16, Depth::kNarrow, HasBase, false>(s, n, r, high, low, sum, sum_low);
+  template <bool P16, bool HasBase, class... Args>
+  static void rows(Depth depth, bool masked, Args... args) {
+    if (depth == Depth::kGiven) return rows_of<P16, Depth::kGiven, HasBase, false>(args...);
+    if (depth == Depth::kShifted) return rows_of<P16, Depth::kShifted, HasBase, true>(args...);
+    if (masked) return rows_of<P16, Depth::kNarrow, HasBase, true>(args...);
+    return rows_of<P16, Depth::kNarrow, HasBase, false>(args...);
   }
 };
 

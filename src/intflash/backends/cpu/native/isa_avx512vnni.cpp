@@ -4,5 +4,5 @@
 #include "quantize.hpp"
 
 namespace intflash {
-const Kernels kAvx512VnniKernels = {"avx512vnni", Avx512Vnni::kUnitRows, Attention<Avx512Vnni>::run, absolute_maximum, quantize};
+const Kernels kAvx512VnniKernels = {"avx512vnni", Attention<Avx512Vnni>::unit_rows, Attention<Avx512Vnni>::run, absolute_maximum, quantize};
 }

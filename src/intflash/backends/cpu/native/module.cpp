@@ -137,7 +137,7 @@ struct CodeBuffer {
 };
 
 void attention(const char* isa, int threads, int method, int out_type, int64_t out, double sm_scale, nb::tuple q, nb::tuple k,
-               nb::tuple v, nb::tuple scales, nb::handle out_scale, nb::tuple blocks, nb::handle causal, nb::handle bias,
+               nb::tuple v, nb::tuple scales, nb::handle out_scale, bool default_scale, nb::tuple blocks, nb::handle causal, nb::handle bias,
                nb::handle keep, nb::handle packed, int64_t t_max, int64_t l_sum) {
   const Kernels& kernels = kernels_named(isa);
   Call call{};
@@ -171,6 +171,8 @@ void attention(const char* isa, int threads, int method, int out_type, int64_t o
   if (!floats) {
     call.q = view<int8_t>(q), call.k = view<int8_t>(k), call.v = view<int8_t>(v);
     call.q_scale = view<float>(scales[0]), call.k_scale = view<float>(scales[1]), call.v_scale = view<float>(scales[2]);
+    if (default_scale)  // s_V * 127 / qmax: |O| <= max|V|
+      *const_cast<float*>(call.out_scale.data) = *call.v_scale.data * 127.0f / (call.out_type == OutType::kInt8 ? 127.0f : 32767.0f);
     nb::gil_scoped_release release;
     return run_attention(kernels, call, threads);
   }
@@ -193,7 +195,7 @@ NB_MODULE(_native, m) {
     return names;
   }, "Names of the kernels this machine can run, best first.");
   m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"), nb::arg("out"),
-        nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(),
+        nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(), nb::arg("default_scale"),
         nb::arg("blocks"), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(), nb::arg("packed").none(),
         nb::arg("t_max"), nb::arg("l_sum"),
         "Attention of one validated problem, see intflash/backends/cpu/__init__.py. Tensors are (pointer, shape, stride).");

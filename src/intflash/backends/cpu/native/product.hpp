@@ -15,7 +15,7 @@ struct Product {
   static void scores(const Code* q, const Code* k, int steps, int panels, int rows, const int32_t* start, int32_t* out,
                      int64_t out_ld) {
     if constexpr (V::kMatrixUnit)
-      V::scores(q, k, steps, panels, out, out_ld);
+      V::scores(q, k, steps, panels, rows, out, out_ld);
     else
       rows_of<true>(q, int64_t(steps) * kGroup, k, int64_t(steps) * kGroup * kLanes, steps, panels, rows, start, false, out, out_ld);
   }
@@ -24,7 +24,7 @@ struct Product {
   static void values(const PCode* p, int64_t p_ld, const Code* v, int64_t v_ld, int steps, int panels, int rows, int32_t* out,
                      int64_t out_ld, bool add) {
     if constexpr (V::kMatrixUnit)
-      V::values(p, p_ld, v, v_ld, steps, panels, out, out_ld, add);
+      V::values(p, p_ld, v, v_ld, steps, panels, rows, out, out_ld, add);
     else
       rows_of<false>(p, p_ld, v, v_ld, steps, panels, rows, nullptr, add, out, out_ld);
   }

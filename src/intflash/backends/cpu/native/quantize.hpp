@@ -45,16 +45,15 @@ inline float absolute_maximum(const void* x, FloatType type, const Rows& shape) 
   }
 }
 
-// The exact product x * inverse rounded once, half to even, and clamped.
-inline int8_t code(float x, float inverse, float limit) {
+// The exact product x * inverse rounded once, half to even, and clamped to [-limit, limit].
+inline int8_t code(float x, float inverse, int32_t limit) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
   constexpr float magic = 12582912.0f;  // 1.5 * 2^23: the integer stands in the low bits
-  float y = __builtin_fmaf(x, inverse, magic);
-  y = y < magic - limit ? magic - limit : y;
-  y = y > magic + limit ? magic + limit : y;
-  int32_t bits;
+  constexpr int32_t magic_bits = 0x4B400000;
+  const float y = __builtin_fmaf(x, inverse, magic);
+  int32_t bits;  // ordered as y is, where y is not negative; a negative y has negative bits
   std::memcpy(&bits, &y, 4);
-  return int8_t(bits - 0x4B400000);
+  return int8_t(smaller(larger(bits, magic_bits - limit), magic_bits + limit) - magic_bits);
 #else
   constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52; the product of two floats is exact
   double y = double(x) * double(inverse);
@@ -65,11 +64,11 @@ inline int8_t code(float x, float inverse, float limit) {
 }
 
 template <class F>
-void quantize_of(const void* data, const Rows& shape, float inverse, int qmax, int8_t* codes) {
-  const float limit = float(qmax);
-  for (int64_t r = 0; r < shape.rows; ++r, codes += shape.columns) {
+void quantize_of(const void* data, Rows shape, float inverse, int qmax, int8_t* codes) {
+  const int64_t columns = shape.columns;  // codes are bytes and could alias anything not local
+  for (int64_t r = 0; r < shape.rows; ++r, codes += columns) {
     const auto* x = static_cast<const typename F::Type*>(data) + r * shape.row_step;
-    for (int64_t i = 0; i < shape.columns; ++i) codes[i] = code(F::value(x[i]), inverse, limit);
+    for (int64_t i = 0; i < columns; ++i) codes[i] = code(F::value(x[i]), inverse, qmax);
   }
 }
 

@@ -11,7 +11,7 @@ namespace {
 
 struct Vec256 {
   static constexpr int kLanes = 8;
-  static constexpr int kUnitRows = 16;
+  static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20;
   static constexpr bool kMatrixUnit = false, kFastPack = false;
   using I32 = __m256i;
   using U16 = __m256i;
@@ -23,6 +23,7 @@ struct Vec256 {
   static I32 load(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static void store(int32_t* p, I32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
   static I32 set1(int32_t v) { return _mm256_set1_epi32(v); }
+  static I32 add(I32 a, I32 b) { return _mm256_add_epi32(a, b); }
   static I32 sub(I32 a, I32 b) { return _mm256_sub_epi32(a, b); }
   static I32 max(I32 a, I32 b) { return _mm256_max_epi32(a, b); }
   static I32 min_u(I32 a, I32 b) { return _mm256_min_epu32(a, b); }
@@ -33,14 +34,14 @@ struct Vec256 {
     return _mm256_blendv_epi8(set1(INT32_MIN), x, _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes));
   }
   static void reduce_max(const I32* x, int32_t* out) {
-    for (int r = 0; r < kUnitRows; ++r) {
+    for (int r = 0; r < 16; ++r) {
       __m128i m = _mm_max_epi32(_mm256_castsi256_si128(x[r]), _mm256_extracti128_si256(x[r], 1));
       m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
       out[r] = _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1)));
     }
   }
   static void reduce_add(const I32* x, uint32_t* out) {
-    for (int r = 0; r < kUnitRows; ++r) {
+    for (int r = 0; r < 16; ++r) {
       __m128i m = _mm_add_epi32(_mm256_castsi256_si128(x[r]), _mm256_extracti128_si256(x[r], 1));
       m = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0x4E));
       out[r] = uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(m, _mm_shuffle_epi32(m, 0xB1))));

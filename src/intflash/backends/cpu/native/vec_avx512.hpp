@@ -20,6 +20,7 @@ struct Vec512 {
   static I32 load(const int32_t* p) { return _mm512_loadu_si512(p); }
   static void store(int32_t* p, I32 a) { _mm512_storeu_si512(p, a); }
   static I32 set1(int32_t v) { return _mm512_set1_epi32(v); }
+  static I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
   static I32 sub(I32 a, I32 b) { return _mm512_sub_epi32(a, b); }
   static I32 max(I32 a, I32 b) { return _mm512_max_epi32(a, b); }
   static I32 min_u(I32 a, I32 b) { return _mm512_min_epu32(a, b); }
@@ -100,7 +101,18 @@ struct Vec512 {
   static __mmask16 lanes(int64_t count) { return count >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << count) - 1); }
   static I32 clamp(I32 x, int limit) { return _mm512_max_epi32(_mm512_min_epi32(x, set1(limit)), set1(-limit)); }
   static void store_clamped(int8_t* out, I32 x, int limit, int64_t count) {
-    _mm_mask_storeu_epi8(out, lanes(count), _mm512_cvtepi32_epi8(clamp(x, limit)));
+    const __m128i codes = _mm512_cvtepi32_epi8(clamp(x, limit));
+    if (count >= 16)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out), codes);
+    else
+      _mm_mask_storeu_epi8(out, lanes(count), codes);
+  }
+  // 32 int8 codes, at least -limit = -127 by the clamp that the saturating packs leave to do
+  static void store_pair(int8_t* out, I32 a, I32 b) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 4, 8, 12, 1, 5, 9, 13);
+    const __m512i words = _mm512_packs_epi32(a, b);
+    const __m512i codes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(words, words));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_max_epi8(_mm512_castsi512_si256(codes), _mm256_set1_epi8(-127)));
   }
   static void store_clamped(int16_t* out, I32 x, int limit, int64_t count) {
     _mm256_mask_storeu_epi16(out, lanes(count), _mm512_cvtepi32_epi16(clamp(x, limit)));
@@ -108,7 +120,10 @@ struct Vec512 {
   static void copy_codes(const int8_t* x, int64_t n, int64_t padded, Code* out) {
     for (int64_t d = 0; d < padded; d += 64) {
       const __m512i codes = _mm512_maskz_loadu_epi8(bytes(n - d), x + d);
-      _mm512_mask_storeu_epi8(out + d, bytes(padded - d), codes);
+      if (padded - d >= 64)
+        _mm512_storeu_si512(out + d, codes);
+      else
+        _mm512_mask_storeu_epi8(out + d, bytes(padded - d), codes);
     }
   }
   static __mmask64 bytes(int64_t count) { return count >= 64 ? ~__mmask64(0) : count <= 0 ? 0 : (__mmask64(1) << count) - 1; }
@@ -187,7 +202,7 @@ struct Vec512 {
 };
 
 struct Avx512Vnni : Vec512 {
-  static constexpr int kUnitRows = 16;
+  static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20;
   static constexpr bool kUnsignedKeys = true, kMatrixUnit = false;
   static void begin(int64_t) {}
   static void end() {}

@@ -9,7 +9,8 @@ struct Generic {
   static constexpr int kLanes = 4;         // int32 lanes
   static constexpr int kGroup = 4;         // codes per lane and dot step
   static constexpr int kRows = 4, kCols = 2;  // register tile
-  static constexpr int kUnitRows = 16;        // query rows of a unit of work
+  static constexpr int kMaxRows = 16;         // query rows of a unit of work
+  static constexpr int kScoreBytes = 1 << 20;  // of a unit's scores kept between the passes: half a typical L2
   static constexpr bool kMatrixUnit = false;  // brings its own products (AMX)
   static constexpr bool kFastPack = false;    // brings its own packing of contiguous rows
   static constexpr bool kUnsignedKeys = false;  // K packed as code ^ 0x80
@@ -32,21 +33,22 @@ struct Generic {
   static I32 load(const int32_t* p) { I32 r; std::memcpy(&r, p, sizeof r); return r; }
   static void store(int32_t* p, I32 a) { std::memcpy(p, &a, sizeof a); }
   static I32 set1(int32_t v) { return {{v, v, v, v}}; }
+  static I32 add(I32 a, I32 b) { for (int i = 0; i < 4; ++i) a.x[i] = int32_t(uint32_t(a.x[i]) + uint32_t(b.x[i])); return a; }
   static I32 sub(I32 a, I32 b) { for (int i = 0; i < 4; ++i) a.x[i] = int32_t(uint32_t(a.x[i]) - uint32_t(b.x[i])); return a; }
   static I32 max(I32 a, I32 b) { for (int i = 0; i < 4; ++i) a.x[i] = a.x[i] > b.x[i] ? a.x[i] : b.x[i]; return a; }
   static I32 min_u(I32 a, I32 b) { for (int i = 0; i < 4; ++i) a.x[i] = uint32_t(a.x[i]) < uint32_t(b.x[i]) ? a.x[i] : b.x[i]; return a; }
   static I32 shift_left(I32 a, int n) { for (int i = 0; i < 4; ++i) a.x[i] = int32_t(uint32_t(a.x[i]) << n); return a; }
   // The first `count` lanes of x, kAbsent in the others.
   static I32 first(I32 x, int64_t count) { for (int i = 0; i < 4; ++i) x.x[i] = i < count ? x.x[i] : INT32_MIN; return x; }
-  // out[r] = the maximum, or the sum, over the lanes of x[r], for kUnitRows rows
+  // out[r] = the maximum, or the sum, over the lanes of x[r], for 16 rows
   static void reduce_max(const I32* x, int32_t* out) {
-    for (int r = 0; r < kUnitRows; ++r) {
+    for (int r = 0; r < 16; ++r) {
       out[r] = x[r].x[0];
       for (int i = 1; i < 4; ++i) out[r] = x[r].x[i] > out[r] ? x[r].x[i] : out[r];
     }
   }
   static void reduce_add(const I32* x, uint32_t* out) {
-    for (int r = 0; r < kUnitRows; ++r) out[r] = uint32_t(x[r].x[0]) + uint32_t(x[r].x[1]) + uint32_t(x[r].x[2]) + uint32_t(x[r].x[3]);
+    for (int r = 0; r < 16; ++r) out[r] = uint32_t(x[r].x[0]) + uint32_t(x[r].x[1]) + uint32_t(x[r].x[2]) + uint32_t(x[r].x[3]);
   }
   // (a * c + base) >> 32, unsigned
   static I32 mul_high(I32 a, I32 c, uint64_t base = 0) {
