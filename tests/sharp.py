@@ -7,7 +7,7 @@ PROJECTIONS = ("qkv", "in_proj", "q_proj", "k_proj", "v_proj", "to_q", "to_k", "
 
 
 def sharpen(model: nn.Module, gain: float = 2.0) -> nn.Module:
-    """Larger Q, K, V projections (a softmax that is not flat), no head of zeros, no layer scale of 1e-5."""
+    """Larger Q, K, V projections (a softmax that is not flat), no head of zeros, no layer scale or norm of 0."""
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -15,7 +15,7 @@ def sharpen(model: nn.Module, gain: float = 2.0) -> nn.Module:
                 parameter.mul_(gain)
             if parameter.ndim == 2 and not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.05)
-            if "gamma" in name:
+            if "gamma" in name or (name.endswith("weight") and parameter.ndim == 1 and not parameter.any()):
                 parameter.fill_(0.5)
     return model.eval()
 

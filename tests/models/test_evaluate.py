@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from intflash.digits import load_model, load_split
 from intflash.errors import InputError
 from intflash.models.cli import app
-from intflash.models.data import ImageFolder
+from intflash.models.data import ImageFolder, load_classifier
 from intflash.models.evaluate import FLOAT, Variant, evaluate
 from intflash.models.papers import QFLASH_MODELS, paper_row
 
@@ -106,6 +106,18 @@ def test_commands(image_folder, tmp_path):
     for name in list(rows)[1:]:
         assert rows[name]["replaced"] == 12 and rows[name]["images"] == 3 and rows[name]["logits_sqnr"] > 35
     assert rows["intflash"]["gbops"] == pytest.approx(17.2, abs=0.05)  # as the paper prints for DeiT-T
+
+
+def test_transformers_classifier_from_a_folder(image_folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32)
+    config = transformers.ViTConfig(**sizes, patch_size=8, num_labels=3)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "model")
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
+    model, transform = load_classifier(f"transformers:{tmp_path / 'model'}")
+    result = evaluate(model, ImageFolder(image_folder, transform), METHODS[:1], batch_size=4)
+    assert result.rows[1].replaced == 2 and result.rows[1].images == 9
+    assert result.rows[1].logits_sqnr > 30
 
 
 WORKER = """

@@ -69,6 +69,21 @@ def test_other_attention_keeps_norms_rotations_and_biases(name, options, layers)
     assert 25 < sqnr(reference, logits) < 100
 
 
+@pytest.mark.parametrize("qkv_bias", [True, False])
+def test_swin_v2(qkv_bias):
+    from timm.models.swin_transformer_v2 import SwinTransformerV2
+
+    torch.manual_seed(0)
+    options = dict(img_size=64, window_size=8, embed_dim=24, depths=(2, 2), num_heads=(2, 4), num_classes=10)
+    model = sharpen(SwinTransformerV2(**options, qkv_bias=qkv_bias))
+    image = torch.randn(2, 3, 64, 64)
+    reference = run(model, image)
+    with intflash.patch(model) as report:
+        logits = run(model, image)
+    assert len(report.replaced) == 4 and not report.left
+    assert 28 < sqnr(reference, logits) < 100
+
+
 def test_gated_attention():
     from timm.models.vision_transformer import Attention
 
