@@ -35,20 +35,11 @@ BASELINE, OURS = "fp", "intflash"  # prefixes of the variants' names
 CALIBRATION_IMAGES = 32
 BLOCK_SECONDS = {"cuda": 0.02, "cpu": 0.2}  # of one turn of one variant
 CATEGORIES = {  # of kernels, by what their names contain; the first that fits
-    "attention": (
-        "intflash",
-        "_kernel_attention",
-        "rowwise",
-        "streaming",
-        "flash_fwd",
-        "fmha",
-        "cudnn_generated",
-        "sdpa",
-    ),
-    "linear layers": ("gemm", "cutlass", "nvjet", "cublas", "sm90_xmma", "splitk"),
+    "attention": ("rowwise", "streaming", "_constants_kernel", "_quantize_kernel", "_amax", "flash", "fmha", "sdpa"),
     "convolution": ("conv", "implicit", "fprop", "winograd"),
-    "norms, GELU, residuals, copies (fused by torch)": ("triton",),
-    "copies and elementwise": ("copy", "elementwise", "memcpy", "memset", "cat", "roll", "index"),
+    "matrix products": ("gemm", "cutlass", "nvjet", "cublas", "sm90_xmma", "splitk"),
+    "norms, GELU, residuals, softmax, copies (fused by torch)": ("triton",),
+    "copies and elementwise": ("copy", "elementwise", "memcpy", "memset", "cat", "roll", "index", "fill"),
 }
 
 
