@@ -6,8 +6,10 @@ WORKERS ?= $(shell nproc)
 
 .PHONY: demo test test-full lint clean
 
-$(VENV)/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+NATIVE := CMakeLists.txt $(wildcard src/intflash/backends/cpu/native/*)
+
+$(VENV)/ready: pyproject.toml constraints.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
