@@ -8,6 +8,6 @@ mkdir -p "$OUT"
 python3 -m pytest tests/backends/triton -m gpu -n "${WORKERS:-14}" -q -p no:cacheprovider 2>&1 | tee "$OUT/tests.log" | tail -n "${TAIL:-40}"
 status=$?
 if [ "${1:-}" != "tests" ]; then
-    python3 -m intflash.bench.gpu_attention --out "$OUT" "${@:1}" 2>&1 | tee "$OUT/bench.log" | tail -n 80 || status=1
+    python3 -m intflash.bench.gpu_attention --out "$OUT" --jobs "${WORKERS:-14}" 2>&1 | tee "$OUT/bench.log" | tail -n 150 || status=1
 fi
 exit $status

@@ -50,6 +50,42 @@ def test_bits_of_any_streaming_tile(method, rows, keys, warps, stages):
     assert torch.equal(REFERENCE.run(p).out, out.cpu())
 
 
+def _table_tiles() -> list[tuple]:
+    from intflash.backends.triton import choices
+
+    found = {(n, 16 if "p16" in n else 8, "float" in n, tuple(t)) for n, t in choices.table()["90"].items() if "row" in n}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name, bits, fused, tile", _table_tiles(), ids=lambda x: str(x))
+def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
+    """Every whole-row tile that ships, on a shape of its class."""
+    from intflash.backends.triton import quantize, rowwise
+    from intflash.backends.triton.constants import constants_launch
+    from intflash.backends.triton.launch import view
+    from intflash.backends.triton.streaming import Statistics
+
+    torch.manual_seed(2)
+    n, d = (49, 32) if "keys64" in name else (197, 64)
+    method = {16: "intflash", 8: "intflash_p8"}[bits]
+    p = ic.floats(method, n, recipe=Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)) if fused else ic.codes(
+        method, batch=3, nq=n, nk=n, d=d
+    )
+    there = ic.on_device(p, "cuda")
+    scales, inputs = rowwise.NO_SCALES, None
+    if fused:
+        inputs = quantize.with_scales(there.q, there.k, there.v, there.recipe).scales
+        scales = quantize.Three(*map(view, inputs))
+    launch, constants, _ = constants_launch(there, inputs)
+    launch.run()
+    want = REFERENCE.run(p.quantized()).out
+    out = torch.full(want.shape, 99, dtype=want.dtype, device="cuda")
+    args = there, bits, constants, out, Statistics(None, None), scales, rowwise.RowTile(*tile)
+    for _ in range(3):
+        rowwise.rowwise_launch(*args).run()
+        assert torch.equal(want, out.cpu())
+
+
 @pytest.mark.parametrize("recipe", [Recipe(q_scale=0.03, k_scale=0.03, v_scale=0.03), Recipe()], ids=["static", "dynamic"])
 @pytest.mark.parametrize("n", [197, 1024])
 @pytest.mark.parametrize("method", ic.OURS)

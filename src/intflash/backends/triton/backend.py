@@ -57,14 +57,26 @@ def run(problem: Problem) -> Result:
             inputs = quantize.with_scales(problem.q, problem.k, problem.v, problem.recipe)
         else:
             problem = problem.quantized()
-    launch, constants, out_scale = constants_launch(problem, None if inputs is None else inputs.scales)
-    launch.run()
+    constants, out_scale = _constants(problem, inputs)
     if inputs is not None and not _whole_row(problem):
         launch, codes = quantize.quantize_launch(inputs)
         launch.run()
         problem, inputs = replace(problem, q=codes.q, k=codes.k, v=codes.v), None
     attention_launch(problem, constants, out, statistics, inputs).run()
     return Result(out, out_scale, _log_sum_exp(problem, statistics))
+
+
+def _constants(problem: Problem, inputs: quantize.Inputs | None) -> tuple[Constants, Tensor | None]:
+    """The call's constants; those that depend on numbers alone are made once."""
+
+    def fill() -> tuple[Constants, Tensor | None]:
+        launch, constants, out_scale = constants_launch(problem, None if inputs is None else inputs.scales)
+        launch.run()
+        return constants, out_scale
+
+    if inputs is None or inputs.numbers is None or problem.out_scale is not None:
+        return fill()
+    return quantize.remember((inputs.numbers, problem.sm_scale, problem.out_dtype), problem.q.device, fill)
 
 
 def _whole_row(problem: Problem) -> bool:

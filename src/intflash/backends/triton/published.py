@@ -50,7 +50,10 @@ def _row_units(constants: Published, place: Place, rows, PERIODS: tl.constexpr, 
 
 
 @triton.jit
-def _key_units(C, constants: Published, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr):
+def _key_units(
+    C, constants: Published, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):  # fmt: skip
     return C
 
 

@@ -6,8 +6,9 @@ The same bits as `quant.quantizers.quantize`: one rounding of the exact product 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -102,6 +103,7 @@ class Inputs:
 
     tensors: Three
     scales: Three
+    numbers: tuple[float, ...] | None = None  # the scales, where the recipe gave numbers
 
     @property
     def granularities(self) -> Three:
@@ -122,7 +124,8 @@ def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> Inputs:
     tensors = Three(q, k, v)
     if recipe.q_scale is not None:
         given = (recipe.q_scale, recipe.k_scale, recipe.v_scale)
-        return Inputs(tensors, Three(*(_static(s, x) for s, x in zip(given, tensors, strict=True))))
+        numbers = None if any(isinstance(s, Tensor) for s in given) else tuple(map(float, given))
+        return Inputs(tensors, Three(*(_static(s, x) for s, x in zip(given, tensors, strict=True))), numbers)
     amax = torch.zeros(4, dtype=torch.int32, device=q.device)
     scales = torch.empty(3, dtype=torch.float32, device=q.device)
     for launch in amax_launches(tensors, amax, scales):
@@ -133,14 +136,37 @@ def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> Inputs:
 def _static(scale: Tensor | float, x: Tensor) -> Tensor:
     if not isinstance(scale, Tensor):
         return _constant(float(scale), x.device)
+    scale = scale.to(device=x.device, dtype=torch.float32)
     if scale.numel() == 1:
         return scale.reshape(1, 1, 1, 1)
     return QTensor(torch.empty((*x.shape[:3], 1), dtype=torch.int8, device=x.device), scale, "head").scale
 
 
-@functools.lru_cache(maxsize=256)
 def _constant(value: float, device: torch.device) -> Tensor:
-    return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device=device)
+    make = functools.partial(torch.full, (1, 1, 1, 1), value, dtype=torch.float32, device=device)
+    return remember(("scale", value), device, make)
+
+
+_memory: dict[Hashable, Any] = {}
+_MOST = 256
+
+
+def remember(key: Hashable, device: torch.device, make: Callable[[], Any]) -> Any:
+    """What `make` puts on the device, made once for each stream.
+
+    Not while a graph is being captured (nothing runs then, and a replay would own the result), and not across
+    streams (another one could read before the first has written).
+    """
+    if device.type != "cuda":
+        return make()
+    place = (key, device, torch.cuda.current_stream(device).cuda_stream)
+    if place not in _memory:
+        if torch.cuda.is_current_stream_capturing():
+            return make()
+        if len(_memory) >= _MOST:
+            _memory.clear()
+        _memory[place] = make()
+    return _memory[place]
 
 
 def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[Launch, Launch]:
