@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc)
 
-.PHONY: demo test test-full lint clean
+.PHONY: demo test test-full test-sanitize lint clean
 
 NATIVE := CMakeLists.txt $(wildcard src/intflash/backends/cpu/native/*)
 
@@ -28,6 +28,10 @@ test: $(VENV)/test-ready
 
 test-full: $(VENV)/test-ready
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# The CPU kernels under the address and undefined-behaviour sanitizers.
+test-sanitize: $(VENV)/test-ready
+	sh scripts/sanitize_cpu.sh $(BIN)/python
 
 lint: $(VENV)/ready
 	$(BIN)/pip install --quiet ruff

@@ -186,11 +186,17 @@ class Attention {
     return last_;
   }
 
-  // Scores of keys [key, key + n) with absent ones marked, padded with kAbsent to a block's end.
+  // Scores of keys [key, key + n) with absent ones marked, padded with kAbsent to a block's end; raises
+  // top_ by them (narrow rows).
   void score_chunk(int64_t key, int64_t n) {
     const int panels = int((n + kLanes - 1) / kLanes);
-    Product<V>::scores(queries_, keys_ + key * qk_steps_ * V::kGroup, qk_steps_, panels, rows_, query_offset_, scores_,
-                       score_ld_);
+    // Masks come after the product: then its maxima are of no use.
+    typename V::I32 max[kRows];
+    const bool plain = !masked_ && !wide_ && call_.method < Method::kQFlash;
+    const int whole = plain ? int(n / kLanes) : 0;
+    for (int r = 0; r < rows_; ++r) max[r] = V::set1(kAbsent);
+    Product<V>::scores(queries_, keys_ + key * qk_steps_ * V::kGroup, qk_steps_, panels, rows_, query_offset_, scores_, score_ld_,
+                       max, whole);
     const int64_t pad = round_up(n, kKeyPad);
     for (int r = 0; r < rows_; ++r) {
       int32_t* s = scores_ + r * score_ld_;
@@ -200,6 +206,7 @@ class Attention {
       if (call_.keep.data) mark_absent(call_.keep, call_.keep_batch, r, key, present, s, uint8_t(0));
       if (call_.bias.data) mark_absent(call_.bias, call_.bias_batch, r, key, present, s, kAbsent);
     }
+    if (!wide_ && call_.method < Method::kQFlash) raise_tops(max, int64_t(whole) * kLanes, n);
   }
 
   template <class T>
@@ -242,16 +249,14 @@ class Attention {
     }
   }
 
-  // Raises top_ by the chunk's scores (narrow rows).
-  void raise_tops(int64_t n) {
-    typename V::I32 m[kRows];
+  // Raises top_ by `max` and the chunk's scores [from, n).
+  void raise_tops(typename V::I32* max, int64_t from, int64_t n) {
     for (int r = 0; r < rows_; ++r) {
       const int32_t* s = scores_ + r * score_ld_;
-      m[r] = V::load(s);
-      for (int64_t j = kLanes; j < n; j += kLanes) m[r] = V::max(m[r], V::load(s + j));
+      for (int64_t j = from; j < n; j += kLanes) max[r] = V::max(max[r], V::load(s + j));
     }
     int32_t top[kRows];
-    for (int r = 0; r < rows_; r += 16) V::reduce_max(m + r, top + r);
+    for (int r = 0; r < rows_; r += 16) V::reduce_max(max + r, top + r);
     for (int r = 0; r < rows_; ++r) top_[r] = larger(top_[r], top[r]);
   }
 
@@ -312,7 +317,6 @@ class Attention {
     for (int64_t key = 0; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
       score_chunk(key, n);
-      if (!wide_) raise_tops(n);
       for (int r = 0; wide_ && r < rows_; ++r) level_[r] = larger(level_[r], wide_max(r, key, n));
     }
     for (int64_t key = 0; key < key_end_; key += chunk_) {
@@ -328,9 +332,8 @@ class Attention {
     clear(acc_, rows_ * value_pad_);
     for (int64_t key = 0; key < key_end_; key += kGranule) {
       const int64_t n = smaller<int64_t>(kGranule, key_end_ - key);
-      score_chunk(key, n);
       for (int r = 0; r < rows_; ++r) top_[r] = kAbsent;
-      if (!wide_) raise_tops(n);
+      score_chunk(key, n);
       for (int r = 0; r < rows_; ++r) {
         const int64_t m = wide_ ? wide_max(r, key, n) : narrow_max(r);
         if (m == kNever) continue;  // its scores are all marked absent: p is 0

@@ -39,7 +39,7 @@ unsigned leaf7(unsigned subleaf, int reg) {
 [[maybe_unused]] bool has_amx_int8() {
 #if defined(__linux__)
   constexpr int kRequest = 0x1023, kTileData = 18;
-  return has_avx512_vnni() && (leaf7(0, 3) >> 24 & 3) == 3 && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return has_avx512_vnni() && (leaf7(0, 3) >> 24 & 3) == 3 && __builtin_cpu_supports("avx512vbmi") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 #else
   return false;
 #endif

@@ -11,13 +11,17 @@ struct Product {
   using PCode = typename V::PCode;
   static constexpr int kLanes = V::kLanes, kGroup = V::kGroup;
 
-  // out[r][j] = start[r] + sum_d q[r][d] k[j][d] over `panels` panels of keys
+  // out[r][j] = start[r] + sum_d q[r][d] k[j][d] over `panels` panels of keys; raises max[r] by those of
+  // the first `whole` panels
   static void scores(const Code* q, const Code* k, int steps, int panels, int rows, const int32_t* start, int32_t* out,
-                     int64_t out_ld) {
-    if constexpr (V::kMatrixUnit)
-      V::scores(q, k, steps, panels, rows, out, out_ld);
-    else
+                     int64_t out_ld, typename V::I32* max, int whole) {
+    if constexpr (V::kMatrixUnit) {
+      V::scores(q, k, steps, panels, rows, out, out_ld, max, whole);
+    } else {
       rows_of<true>(q, int64_t(steps) * kGroup, k, int64_t(steps) * kGroup * kLanes, steps, panels, rows, start, false, out, out_ld);
+      for (int r = 0; r < rows; ++r)
+        for (int c = 0; c < whole; ++c) max[r] = V::max(max[r], V::load(out + r * out_ld + c * kLanes));
+    }
   }
 
   // out[r][c] (+)= sum_j p[r][j] v[j][c]; panels lie `v_ld` codes apart
@@ -69,8 +73,10 @@ struct Product {
   template <bool QK, int R, int C, class A>
   static inline void tile(const A* a, int64_t a_ld, const Code* b, int64_t b_ld, int steps, const int32_t* start, bool add, int32_t* out,
                           int64_t out_ld) {
-    typename V::I32 acc[R][C];
+    typename V::I32 acc[R][C];  // in registers: every loop over it is unrolled
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
       for (int c = 0; c < C; ++c) acc[r][c] = add ? V::load(out + r * out_ld + c * kLanes) : V::set1(start ? start[r] : 0);
     for (int s = 0; s < steps; ++s) {
       typename V::Codes column[C];
@@ -83,7 +89,9 @@ struct Product {
         for (int c = 0; c < C; ++c) acc[r][c] = QK ? V::dot_qk(acc[r][c], column[c], x) : V::dot_pv(acc[r][c], column[c], x);
       }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
       for (int c = 0; c < C; ++c) V::store(out + r * out_ld + c * kLanes, acc[r][c]);
   }
 };

@@ -25,13 +25,45 @@ struct Amx : Vec512 {
   }
   static void end() { _tile_release(); }
 
+  // One step of a value panel by one byte permutation of its four rows of 16.
+  static bool pack_values(const int8_t* v, int64_t row_step, int64_t rows, int64_t columns, Code* out) {
+    const __m512i by_column = _mm512_set_epi32(
+        0x3F2F1F0F, 0x3E2E1E0E, 0x3D2D1D0D, 0x3C2C1C0C, 0x3B2B1B0B, 0x3A2A1A0A, 0x39291909, 0x38281808,
+        0x37271707, 0x36261606, 0x35251505, 0x34241404, 0x33231303, 0x32221202, 0x31211101, 0x30201000);
+    __m512i x = _mm512_setzero_si512();
+    if (rows >= 4 && columns >= 16) {
+      x = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(v)));
+      x = _mm512_mask_broadcast_i32x4(x, 0x00F0, _mm_loadu_si128(reinterpret_cast<const __m128i*>(v + row_step)));
+      x = _mm512_mask_broadcast_i32x4(x, 0x0F00, _mm_loadu_si128(reinterpret_cast<const __m128i*>(v + 2 * row_step)));
+      x = _mm512_mask_broadcast_i32x4(x, 0xF000, _mm_loadu_si128(reinterpret_cast<const __m128i*>(v + 3 * row_step)));
+    } else {
+      for (int i = 0; i < 4 && i < rows; ++i)
+        x = _mm512_mask_broadcast_i32x4(x, __mmask16(0xF << 4 * i), _mm_maskz_loadu_epi8(lanes(columns), v + i * row_step));
+    }
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi8(by_column, x));
+    return true;
+  }
+
   static bool pack_keys(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
     pack_key_panel<0>(k, row_step, count, dim, steps, out);
     return true;
   }
 
-  static void scores(const Code* q, const Code* k, int steps, int panels, int rows, int32_t* out, int64_t out_ld) {
-    product<true>(q, 4 * steps, k, 64 * steps, steps, panels, rows, out, out_ld, false);
+  // Also raises max[r] by the scores of the first `whole` panels, each pair while the next is computed.
+  static void scores(const Code* q, const Code* k, int steps, int panels, int rows, int32_t* out, int64_t out_ld, I32* max, int whole) {
+    const auto raise = [&](int32_t* s) {
+      for (int r = 0; r < rows; ++r, s += out_ld) max[r] = Vec512::max(max[r], Vec512::max(load(s), load(s + 16)));
+    };
+    int c = 0;
+    for (; c + 2 <= whole; c += 2) {
+      product<true>(q, 4 * steps, k + int64_t(c) * 64 * steps, 64 * steps, steps, 2, rows, out + 16 * c, out_ld, false);
+      if (c) raise(out + 16 * (c - 2));
+    }
+    if (c) raise(out + 16 * (c - 2));
+    if (c < panels)
+      product<true>(q, 4 * steps, k + int64_t(c) * 64 * steps, 64 * steps, steps, panels - c, rows, out + 16 * c, out_ld, false);
+    for (int32_t* s = out + 16 * c; c < whole; ++c, s += 16)
+      for (int r = 0; r < rows; ++r) max[r] = Vec512::max(max[r], load(s + r * out_ld));
   }
 
   static void values(const PCode* p, int64_t p_ld, const Code* v, int64_t v_ld, int steps, int panels, int rows, int32_t* out,

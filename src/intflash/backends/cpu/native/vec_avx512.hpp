@@ -181,7 +181,7 @@ struct Vec512 {
       const int n = steps - s < 16 ? steps - s : 16;
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i)
-        if (i < n) _mm512_storeu_si512(out + 64 * (s + i), _mm512_xor_si512(r[i], flip));
+        if (i < n) _mm512_storeu_si512(out + 64 * (s + i), Flip ? _mm512_xor_si512(r[i], flip) : r[i]);
     }
   }
 

@@ -1,0 +1,198 @@
+"""The CPU kernels beside torch's (and onnxruntime's) attention: `intflash bench attention --device cpu`.
+
+Every series of a workload takes turns with every other in one process, so that a slow spell of the
+machine hits all of them; a time is the median over the turns, a ratio is torch float32 SDPA's median
+over the series' own in the same run.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import multiprocessing
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from intflash.backends import cpu
+from intflash.bench.measure import environment, time_interleaved
+from intflash.bench.workloads import QFLASH, Workload
+from intflash.pipeline import prepare
+
+WORKLOADS = (
+    *QFLASH.values(),
+    Workload("N1024", "long", 4, 1024, 64),
+    Workload("N4096", "long", 1, 4096, 64),
+)
+PEER = "torch float32 SDPA"
+METHODS = ("intflash_p8", "intflash", "intflash_online")
+AMPLITUDE = 4.0  # inputs uniform in [-4, 4], as in QFlash Table 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One series on one workload."""
+
+    workload: str
+    shape: str
+    threads: int
+    series: str
+    kernels: str
+    microseconds: float
+    ratio: float  # PEER's time over this one, same run
+    busy_neighbour: bool = False
+
+
+def measure(
+    out: Path | str = "docs/benchmarks",
+    *,
+    threads: Sequence[int] = (1, 2),
+    budget_s: float = 3.0,
+    workloads: Sequence[Workload] = WORKLOADS,
+) -> list[Row]:
+    """Time every workload and write ``cpu_attention.json``, ``.csv`` and ``.png`` into `out`.
+
+    Args:
+        out: an existing or new folder.
+        threads: the thread counts, for torch and for us alike; the instruction sets are compared on
+            one thread, and on two the run is repeated beside a busy process.
+        budget_s: about how long to measure per workload and thread count.
+        workloads: the shapes.
+
+    Raises:
+        RuntimeError: the native module was not built.
+    """
+    if not cpu.instruction_sets():
+        raise RuntimeError("the native CPU kernels were not built: nothing to measure")
+    before = torch.get_num_threads()
+    rows: list[Row] = []
+    try:
+        for count in threads:
+            for workload in workloads:
+                rows += _measure_one(workload, count, budget_s, cpu.instruction_sets() if count == 1 else [])
+        if max(threads) > 1:
+            rows += _beside_a_busy_process(max(threads), budget_s, workloads)
+    finally:
+        torch.set_num_threads(before)
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = environment() | {"instruction_sets": cpu.instruction_sets(), "amplitude": AMPLITUDE}
+    text = json.dumps({"environment": facts, "rows": [asdict(r) for r in rows]}, indent=1)
+    (folder / "cpu_attention.json").write_text(text + "\n")
+    with (folder / "cpu_attention.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, asdict(rows[0]).keys())
+        writer.writeheader()
+        writer.writerows(asdict(r) for r in rows)
+    _figure(rows, folder / "cpu_attention.png")
+    return rows
+
+
+def _inputs(workload: Workload) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.rand(workload.shape, generator=generator) * 2 - 1) * AMPLITUDE for _ in "qkv"]
+
+
+def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequence[str]) -> list[Row]:
+    torch.set_num_threads(threads)
+    q, k, v = _inputs(workload)
+    low = [x.to(torch.bfloat16) for x in (q, k, v)]
+    calls: dict[tuple[str, str], Callable[[], Any]] = {
+        (PEER, ""): partial(F.scaled_dot_product_attention, q, k, v),
+        ("torch bfloat16 SDPA", ""): partial(F.scaled_dot_product_attention, *low),
+    }
+    session = _onnx_session(q, k, v, threads)
+    if session is not None:
+        calls["onnxruntime float32", ""] = session
+    best = cpu.instruction_sets()[0]
+    for method in METHODS:
+        floats = prepare(q, k, v, method=method)[0]
+        codes = prepare(q, k, v, method=method, out_dtype=torch.int8)[0].quantized()
+        calls[f"{method}, int8 in and out", best] = partial(cpu.run, codes)
+        calls[f"{method}, float32 in and out", best] = partial(cpu.run, floats)
+        for isa in isas[1:]:
+            if method != "intflash_online" and isa != "generic":
+                calls[f"{method}, int8 in and out", isa] = partial(cpu.run, codes, isa=isa)
+    seconds = dict(zip(calls, time_interleaved(list(calls.values()), budget_s), strict=True))
+    shape = "x".join(map(str, workload.shape))
+    peer = seconds[PEER, ""]
+    return [
+        Row(workload.name, shape, threads, series, isa, round(1e6 * t, 2), round(peer / t, 2))
+        for (series, isa), t in seconds.items()
+    ]
+
+
+def _beside_a_busy_process(threads: int, budget_s: float, workloads: Sequence[Workload]) -> list[Row]:
+    """One thread against several, with another process that holds a core."""
+    neighbour = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
+    neighbour.start()
+    rows = []
+    try:
+        torch.set_num_threads(1)
+        for workload in workloads:
+            codes = prepare(*_inputs(workload), method="intflash_p8", out_dtype=torch.int8)[0].quantized()
+            calls = [partial(cpu.run, codes, threads=n) for n in (1, threads)]
+            times = time_interleaved(calls, budget_s / 2)
+            shape = "x".join(map(str, workload.shape))
+            for n, t in zip((1, threads), times, strict=True):
+                series = "intflash_p8, int8 in and out"
+                ratio = round(times[0] / t, 2)  # here over one thread beside the same neighbour
+                rows.append(Row(workload.name, shape, n, series, cpu.instruction_sets()[0], round(1e6 * t, 2), ratio, True))
+    finally:
+        neighbour.terminate()
+        neighbour.join()
+    return rows
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _onnx_session(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Callable[[], Any] | None:
+    """onnxruntime's MultiHeadAttention on the same inputs, where onnxruntime and onnx are installed."""
+    try:
+        import onnx
+        import onnxruntime
+    except ImportError:
+        return None
+    b, h, n, d = q.shape
+    names = ("query", "key", "value")
+    packed = {name: x.transpose(1, 2).reshape(b, n, h * d).contiguous().numpy() for name, x in zip(names, (q, k, v), strict=True)}
+    value = partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT, shape=[b, n, h * d])
+    node = onnx.helper.make_node("MultiHeadAttention", names, ["out"], domain="com.microsoft", num_heads=h)
+    graph = onnx.helper.make_graph([node], "attention", [value(name) for name in names], [value("out")])
+    model = onnx.helper.make_model(
+        graph, opset_imports=[onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)], ir_version=8
+    )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return partial(session.run, None, packed)
+
+
+def _figure(rows: Sequence[Row], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    rows = [r for r in rows if not r.busy_neighbour]
+    best = cpu.instruction_sets()[0]
+    counts = sorted({r.threads for r in rows})
+    figure = Figure(figsize=(12, 3.6 * len(counts)), layout="constrained")
+    for axes, count in zip(figure.subplots(len(counts), 1, squeeze=False)[:, 0], counts, strict=True):
+        here = [r for r in rows if r.threads == count and r.kernels in ("", best) and r.series != PEER]
+        names = list(dict.fromkeys(r.workload for r in here))
+        series = list(dict.fromkeys(r.series for r in here))
+        width = 0.84 / len(series)
+        for i, name in enumerate(series):
+            found = {r.workload: r.ratio for r in here if r.series == name}
+            at = [x + (i - (len(series) - 1) / 2) * width for x in range(len(names))]
+            axes.bar(at, [found[w] for w in names], width, label=name)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set(xticks=range(len(names)), xticklabels=names, ylabel=f"times {PEER}", title=f"{count} thread(s), {best}")
+        axes.legend(fontsize=7, ncols=3)
+    figure.savefig(path, dpi=110)
