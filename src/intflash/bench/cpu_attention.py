@@ -142,7 +142,9 @@ def _beside_a_busy_process(threads: int, budget_s: float, workloads: Sequence[Wo
             for n, t in zip((1, threads), times, strict=True):
                 series = "intflash_p8, int8 in and out"
                 ratio = round(times[0] / t, 2)  # here over one thread beside the same neighbour
-                rows.append(Row(workload.name, shape, n, series, cpu.instruction_sets()[0], round(1e6 * t, 2), ratio, True))
+                rows.append(
+                    Row(workload.name, shape, n, series, cpu.instruction_sets()[0], round(1e6 * t, 2), ratio, True)
+                )
     finally:
         neighbour.terminate()
         neighbour.join()
@@ -163,12 +165,17 @@ def _onnx_session(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Callable[[],
         return None
     b, h, n, d = q.shape
     names = ("query", "key", "value")
-    packed = {name: x.transpose(1, 2).reshape(b, n, h * d).contiguous().numpy() for name, x in zip(names, (q, k, v), strict=True)}
+    packed = {
+        name: x.transpose(1, 2).reshape(b, n, h * d).contiguous().numpy()
+        for name, x in zip(names, (q, k, v), strict=True)
+    }
     value = partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT, shape=[b, n, h * d])
     node = onnx.helper.make_node("MultiHeadAttention", names, ["out"], domain="com.microsoft", num_heads=h)
     graph = onnx.helper.make_graph([node], "attention", [value(name) for name in names], [value("out")])
     model = onnx.helper.make_model(
-        graph, opset_imports=[onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)], ir_version=8
+        graph,
+        opset_imports=[onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)],
+        ir_version=8,
     )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -193,6 +200,8 @@ def _figure(rows: Sequence[Row], path: Path) -> None:
             at = [x + (i - (len(series) - 1) / 2) * width for x in range(len(names))]
             axes.bar(at, [found[w] for w in names], width, label=name)
         axes.axhline(1, color="black", linewidth=0.8)
-        axes.set(xticks=range(len(names)), xticklabels=names, ylabel=f"times {PEER}", title=f"{count} thread(s), {best}")
+        axes.set(
+            xticks=range(len(names)), xticklabels=names, ylabel=f"times {PEER}", title=f"{count} thread(s), {best}"
+        )
         axes.legend(fontsize=7, ncols=3)
     figure.savefig(path, dpi=110)
