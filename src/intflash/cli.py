@@ -205,6 +205,35 @@ def bench_run(
     _run_experiments(_chosen(_all_experiments(), only), setting, out)
 
 
+@bench_app.command("attention")
+def bench_attention(
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="Where JSON, CSV and figure go.")] = Path("results/attention"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer workloads, less time.")] = False,
+) -> None:
+    """Our kernels beside torch's attention in one run: kernel only, and with quantization included."""
+    from dataclasses import asdict
+
+    if device == "cpu":
+        from intflash.bench.cpu_attention import WORKLOADS, measure
+
+        with console.status("measuring"):
+            rows = measure(out, workloads=WORKLOADS[1:2] if quick else WORKLOADS, budget_s=0.5 if quick else 3.0)
+    else:
+        from intflash.bench.gpu_attention import run
+
+        with console.status("measuring"):
+            rows = run(out, quick)
+    records = [asdict(row) | {"shape": None} for row in rows]
+    columns = [name for name in records[0] if any(record[name] is not None for record in records)]
+    table = Table(*columns, box=box.SIMPLE_HEAD)
+    for record in records:
+        values = (record[name] for name in columns)
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v) for v in values))
+    console.print(table, soft_wrap=True)
+    console.print(f"wrote {out}")
+
+
 @bench_app.command("vortex")
 def bench_vortex(
     only: Annotated[
