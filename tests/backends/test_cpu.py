@@ -210,6 +210,15 @@ def test_an_unknown_instruction_set_is_refused():
         cpu.run(problem, isa="sse")
 
 
+@pytest.mark.parametrize("method", cpu.FLASH)
+@pytest.mark.parametrize("scale", [30.0, 1e-6])
+def test_flash_score_units_past_int32_are_refused(method, scale):
+    codes = torch.ones(1, 1, 4, 4, dtype=torch.int8)
+    tensors = [intflash.QTensor(codes, s) for s in (scale, scale, 1.0)]
+    with pytest.raises(intflash.InputError, match="int32|2\\^31"):
+        cpu.run(prepare(*tensors, method=method, out_dtype=torch.int8)[0])
+
+
 def test_reasons():
     def reason(**options):
         return cpu.unsupported(prepare(*(torch.randn(1, 1, 4, 4) for _ in range(3)), **options)[0])

@@ -59,6 +59,8 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     q, k, v, out_dtype = problem.q, problem.k, problem.v, problem.out_dtype
     out_scale, bias, keep, causal, packed = None, problem.bias, problem.keep, None, None
     if isinstance(q, QTensor):
+        if problem.method in FLASH:
+            _check_score_unit(problem)
         scales = (_view(q.scale), _view(k.scale), _view(v.scale))
         blocks = (q.block_size or 1, k.block_size or 1)
         out_scale, default_scale = _out_scale(problem)
@@ -86,6 +88,17 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     )  # fmt: skip
     lse = None if t_max is None else log_sum_exp(t_max, l_sum, P_MAX[problem.method])
     return Result(out, out_scale, lse)
+
+
+def _check_score_unit(problem: Problem) -> None:
+    """qflash and iflash divide by round(1 / octaves per score unit), an int32."""
+    octaves = problem.q.scale.double() * _repeated(problem.k.scale, problem).double() * problem.sm_scale * LOG2_E
+    rs = torch.round(1 / octaves)
+    if bool(((rs < 1) | (rs >= 2.0**31)).any()):
+        raise InputError(
+            f"{problem.method} needs round(1 / (s_Q * s_K * scale * log2(e))) in [1, 2^31), "
+            f"got s_Q * s_K * scale * log2(e) from {octaves.min():.3g} to {octaves.max():.3g}"
+        )
 
 
 def unsupported(problem: Problem) -> str | None:
