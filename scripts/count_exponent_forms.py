@@ -24,7 +24,9 @@ typedef __m512i V;
 #define SET16(x) _mm512_set1_epi16((short)(x))
 static inline V high_halves(V even, V odd) { return _mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_DDBB); }
 // z = depth in Q.8 plus an offset; p8 has z >> 8 = 6 + s, p16 has z >> 8 = s
-static inline V mantissa(V z) { return _mm512_ternarylogic_epi32(_mm512_slli_epi16(z, 7), SET16(0x7F80), SET16(0x8000), 0xAE); }
+static inline V mantissa(V z) {
+  return _mm512_ternarylogic_epi32(_mm512_slli_epi16(z, 7), SET16(0x7F80), SET16(0x8000), 0xAE);
+}
 static inline V p8(V z) {
   V v = mantissa(z), h = _mm512_avg_epu16(_mm512_mulhi_epu16(v, v), SET16(33151));
   return _mm512_avg_epu16(_mm512_srlv_epi16(h, _mm512_srli_epi16(z, 8)), _mm512_setzero_si512());
@@ -32,7 +34,8 @@ static inline V p8(V z) {
 static inline V p16(V z) {
   V v = mantissa(z), w = _mm512_mulhi_epu16(v, v), h = _mm512_avg_epu16(w, SET16(33151)), s = _mm512_srli_epi16(z, 8);
   V n = _mm512_sub_epi16(s, SET16(2));
-  V far = _mm512_maskz_avg_epu16(_mm512_cmplt_epi16_mask(s, SET16(15)), _mm512_srlv_epi16(h, n), _mm512_setzero_si512());
+  __mmask32 alive = _mm512_cmplt_epi16_mask(s, SET16(15));
+  V far = _mm512_maskz_avg_epu16(alive, _mm512_srlv_epi16(h, n), _mm512_setzero_si512());
   V near = _mm512_mask_avg_epu16(far, _mm512_movepi16_mask(n), w, SET16(33152));
   return _mm512_mask_add_epi16(near, _mm512_testn_epi16_mask(s, s), near, h);
 }
@@ -50,7 +53,8 @@ static inline V z_of(V a, V b, V top, V c, __m128i j) {
 }""",
     "b: 16-bit saturated difference": r"""
 static inline V z_of(V a, V b, V top, V c, __m128i j) {
-  V d = _mm512_packus_epi32(_mm512_srl_epi32(_mm512_sub_epi32(top, a), j), _mm512_srl_epi32(_mm512_sub_epi32(top, b), j));
+  V x = _mm512_srl_epi32(_mm512_sub_epi32(top, a), j), y = _mm512_srl_epi32(_mm512_sub_epi32(top, b), j);
+  V d = _mm512_packus_epi32(x, y);
   return _mm512_avg_epu16(_mm512_mulhi_epu16(d, c), SET16(2 * (OFFSET)));
 }""",
     "c: 32-bit product S * M + B": r"""
