@@ -111,7 +111,9 @@ def quantize(
     block = block_size if granularity == "block" else None
     if scale is None:
         amax = _absolute_maximum(xf, granularity, block_size)
-        scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / qmax)  # 1: every code is 0
+        # divided by a tensor: CUDA multiplies by a Python number's reciprocal, which is another rounding
+        quotient = amax / torch.full_like(amax, qmax)
+        scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), quotient)  # 1: every code is 0
     holder = QTensor(torch.empty_like(xf, dtype=torch.int8), scale, granularity, block, bits)  # checks the scale
     s = holder.token_scale()
     if rule == "divide":

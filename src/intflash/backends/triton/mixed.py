@@ -161,7 +161,7 @@ def mixed_launch(
         out_channels=1 if problem.out_scale is None else problem.out_scale.shape[3],
     )
     integer_out = not problem.out_dtype.is_floating_point
-    scales = [None if x is None else view(x) for x in (q.scale, k.scale, v.scale)]
+    scales = [None if x is None else view(x.contiguous()) for x in (q.scale, k.scale, v.scale)]
     packed = problem.cu_seqlens_q is not None
     sequences = len(problem.cu_seqlens_q) - 1 if packed else None
     causal = ""

@@ -107,15 +107,24 @@ def _scale_base(x, place: Place, head):
 
 @triton.jit
 def _row_units(constants: MixedConstants, place: Place, rows, PERIODS: tl.constexpr, KIND: tl.constexpr):
-    """Octaves per score unit, [BM]; K's scale is in it where a head has one."""
+    """(octaves per score unit [BM], the head's K scales, the head's V scales), pointers where KIND reads them by tile.
+
+    The loop reads no View: Triton 3.6 loses the constants inside a tuple that crosses a loop (a stride of 1).
+    """
     unit = tl.full(rows.shape, 1.0, tl.float32) * constants.octaves
+    key_head = place.h // PERIODS.group
+    k_scales, v_scales = place.h, place.h
     if constants.q_scale is not None:
         x = constants.q_scale
         base = _scale_base(x, place, place.h)
         unit *= tl.load(base + (place.q_start + rows) * x.n, mask=rows < place.q_count, other=1.0)
     if KIND.k == "head":
-        unit *= tl.load(_scale_base(constants.k_scale, place, place.h // PERIODS.group))
-    return unit
+        unit *= tl.load(_scale_base(constants.k_scale, place, key_head))
+    elif KIND.k != "none":
+        k_scales = _scale_base(constants.k_scale, place, key_head)
+    if KIND.v == "tile":
+        v_scales = _scale_base(constants.v_scale, place, key_head)
+    return unit, k_scales, v_scales
 
 
 @triton.jit
@@ -127,18 +136,17 @@ def _permuted(x):
 
 @triton.jit
 def _key_units(
-    row, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr,
+    C, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr,
     BOUNDED: tl.constexpr, PERMUTED: tl.constexpr = False,
 ):  # fmt: skip
-    """(row, key, value) of a tile of keys."""
+    """(row, key, value) of a tile of keys; scales of keys and blocks are contiguous."""
+    row, k_scales, v_scales = C
     key, value = 1.0, 1.0
     if KIND.k == "tile":
-        x = constants.k_scale
-        row = row * tl.load(_scale_base(x, place, place.h // PERIODS.group) + (first // KIND.k_block) * x.n)
+        row = row * tl.load(k_scales + first // KIND.k_block)
     elif KIND.k == "key":
-        x = constants.k_scale
         natural = first + tl.arange(0, keys.shape[0])
-        ptrs = _scale_base(x, place, place.h // PERIODS.group) + (place.k_start + natural) // KIND.k_block * x.n
+        ptrs = k_scales + (place.k_start + natural) // KIND.k_block
         if BOUNDED:
             key = tl.load(ptrs, mask=natural < place.k_count, other=0.0)
         else:
@@ -147,17 +155,16 @@ def _key_units(
             key = _permuted(key)
         key = key[None, :]
     if KIND.v == "tile":
-        x = constants.v_scale
-        value = tl.load(_scale_base(x, place, place.h // PERIODS.group) + (first // KIND.v_block) * x.n)
+        value = tl.load(v_scales + first // KIND.v_block)
     return row, key, value
 
 
 @triton.jit
 def _permuted_key_units(
-    row, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr,
+    C, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    return _key_units(row, constants, place, first, keys, PERIODS, KIND, BOUNDED, True)
+    return _key_units(C, constants, place, first, keys, PERIODS, KIND, BOUNDED, True)
 
 
 @triton.jit

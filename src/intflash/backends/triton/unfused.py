@@ -153,6 +153,7 @@ def _output_constants(problem: Problem):
         return None, None
     s_v, out_scale = _spread(problem.v, problem.group), problem.out_scale
     if out_scale is None:
-        out_scale = s_v * ((1 << (problem.v.bits - 1)) - 1) / torch.iinfo(problem.out_dtype).max
+        qmax = torch.full_like(s_v, torch.iinfo(problem.out_dtype).max)  # a number would be multiplied by its reciprocal
+        out_scale = s_v * ((1 << (problem.v.bits - 1)) - 1) / qmax
     multiplier, exponent = output_multiplier(s_v, out_scale)
     return view(((24 + _FRACTION[problem.method] - exponent) << 32) | multiplier), out_scale
