@@ -16,6 +16,7 @@ namespace intflash {
 namespace {
 
 constexpr int64_t kStageKeys = 512;       // keys whose P is held at a time
+constexpr int64_t kOctave = int64_t(1) << 32;  // in units of T
 
 template <class V>
 class Attention {
@@ -338,12 +339,12 @@ class Attention {
         const int64_t m = wide_ ? wide_max(r, key, n) : narrow_max(r);
         if (m == kNever) continue;  // its scores are all marked absent: p is 0
         const int64_t octave = -((-m) >> 32);
-        if (level_[r] == kNever) level_[r] = octave << 32;
+        if (level_[r] == kNever) level_[r] = octave * kOctave;
         const int64_t rise = smaller<int64_t>(octave - (level_[r] >> 32), 31);
         if (rise <= 0) continue;
         l_[r] >>= rise;
         for (int64_t d = 0; d < value_pad_; ++d) acc_[r * value_pad_ + d] >>= rise;
-        level_[r] = octave << 32;
+        level_[r] = octave * kOctave;
       }
       accumulate<false, true>(key, 0, n, false);
     }
