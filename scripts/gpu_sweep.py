@@ -135,13 +135,12 @@ def workloads(name):
         "D64N4k": (4, 32, 4096, 64), "D128N4k": (4, 16, 4096, 128), "D64N16k": (1, 32, 16384, 64),
         "D128N16k": (1, 16, 16384, 128),
     }  # fmt: skip
-    if name in ("all", "row"):
+    if name in ("all", "row", "fused"):
         for w, shape in row.items():
             tiles = ROW_N197 if shape[2] == 197 else ROW_N49
-            for method in ("intflash_p8", "intflash"):
+            for method in ("intflash_p8", "intflash") if name != "fused" else ():
                 yield w, shape, method, "row", tiles
-            small = [t for t in tiles if t[0] % 64 or t[2] % 4]  # rowwise.py says why
-            yield w, shape, "intflash_p8", "fused", small
+            yield w, shape, "intflash_p8", "fused", [t for t in tiles if t[0] % 64 or t[2] % 4]  # docs/gpu.md says why
     if name in ("all", "stream"):
         for w, shape in long.items():
             if name == "all" and "16k" in w:
@@ -152,7 +151,7 @@ def workloads(name):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", nargs="?", default="all")
+    parser.add_argument("what", nargs="?", default="all", help="all, row, stream or fused")
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     options = parser.parse_args()
     jobs = {}

@@ -53,8 +53,10 @@ def test_bits_of_any_streaming_tile(method, rows, keys, warps, stages):
 def _table_tiles() -> list[tuple]:
     from intflash.backends.triton import choices
 
-    found = {(n, 16 if "p16" in n else 8, "float" in n, tuple(t)) for n, t in choices.table()["90"].items() if "row" in n}
-    return sorted(found)
+    rows = {n: tuple(t) for n, t in choices.table()["90"].items() if "row" in n}
+    found = {(n, 16 if "p16" in n else 8, "float" in n, t) for n, t in rows.items()}
+    more = ((32, 1, 4), (32, 1, 8), (64, 1, 2), (16, 1, 4))
+    return sorted(found | {(f"row keys{w}", 8, True, t) for t in more for w in (64, 256)})
 
 
 @pytest.mark.parametrize("name, bits, fused, tile", _table_tiles(), ids=lambda x: str(x))

@@ -23,6 +23,7 @@ from intflash.quant.quantizers import TINY_AMAX
 
 TINY = tl.constexpr(TINY_AMAX)
 _ROWS = 128
+_BLOCK = 8192
 
 
 class Three(NamedTuple):
@@ -53,6 +54,25 @@ def _amax_kernel(
     if tl.program_id(1) < hk:
         tl.atomic_max(amax + 1, _head_amax(k, nk, hk, D, BD, ROWS).to(tl.int32, bitcast=True), sem="relaxed")
         tl.atomic_max(amax + 2, _head_amax(v, nk, hk, DV, BDV, ROWS).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _flat_amax(x, count, i):
+    tile = tl.load(x + i, mask=i < count, other=0)
+    return tl.max(tl.abs(tile.to(tl.float32)), 0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _flat_amax_kernel(q, k, v, amax, q_count, kv_counts, BLOCK: tl.constexpr):
+    """`_amax_kernel` of tensors without holes, in whatever order they lie."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    which = tl.program_id(1)
+    if which == 0:
+        tl.atomic_max(amax, _flat_amax(q, q_count, i), sem="relaxed")
+    elif which == 1:
+        tl.atomic_max(amax + 1, _flat_amax(k, kv_counts[0], i), sem="relaxed")
+    else:
+        tl.atomic_max(amax + 2, _flat_amax(v, kv_counts[1], i), sem="relaxed")
 
 
 @triton.jit
@@ -171,12 +191,28 @@ def remember(key: Hashable, device: torch.device, make: Callable[[], Any]) -> An
 
 def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[Launch, Launch]:
     (batch, hq, nq, d), (hk, nk, dv) = tensors.q.shape, tensors.v.shape[1:]
+    scale = Launch(_scales_kernel, (1,), dict(amax=amax, scales=scales, COUNT=3))
+    if all(map(_without_holes, tensors)):
+        counts = [x.numel() for x in tensors]
+        arguments = dict(**tensors._asdict(), amax=amax, q_count=counts[0], kv_counts=tuple(counts[1:]), BLOCK=_BLOCK)
+        return Launch(_flat_amax_kernel, (triton.cdiv(max(counts), _BLOCK), 3), arguments), scale
     arguments = dict(
         **{name: data_view(x) for name, x in zip("qkv", tensors, strict=True)}, amax=amax, nq=nq, nk=nk, hq=hq, hk=hk,
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
     )  # fmt: skip
     grid = (triton.cdiv(max(nq, nk), _ROWS), max(hq, hk), batch)
-    return Launch(_amax_kernel, grid, arguments), Launch(_scales_kernel, (1,), dict(amax=amax, scales=scales, COUNT=3))
+    return Launch(_amax_kernel, grid, arguments), scale
+
+
+def _without_holes(x: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory from data_ptr on."""
+    axes = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
+    filled = 1
+    for stride, size in axes:
+        if stride != filled:
+            return False
+        filled *= size
+    return True
 
 
 def quantize_launch(inputs: Inputs) -> tuple[Launch, Three]:

@@ -251,12 +251,12 @@ def default_tile(problem: Problem, bits: int, fused: bool) -> RowTile:
     """From the measured table; wide heads take eight warps, or registers would spill."""
     (batch, heads, nq, d), (nk, dv) = problem.q.shape, problem.v.shape[2:]
     if max(d, dv) > 64 and (nk > 128 or max(d, dv) > 128):
-        return RowTile(32, 1, 8) if fused else RowTile(64, 1, 8)
+        return RowTile(32, 1, 8) if fused or bits == 16 else RowTile(64, 1, 8)
     name = choices.row_class(batch * heads, nq, nk, d, bits, fused)
     return RowTile(*choices.choose(problem.q.device, name, (32, 1, 4) if fused else (64, 1, 4)))
 
 
-def _takes_warpgroup_products(tile: RowTile) -> bool:
+def _takes_warpgroups(tile: RowTile) -> bool:
     return tile.warps % 4 == 0 and tile.rows % 64 == 0
 
 
@@ -268,10 +268,8 @@ def rowwise_launch(
     q, k, v = (x.data if scales.q is None else x for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
     tile = tile or default_tile(problem, bits, scales.q is not None)
-    if scales.q is not None and _takes_warpgroup_products(tile):
-        # Triton 3.6 puts the proxy fence of operands made in registers behind the barrier, where it orders nothing
-        # between warps: wgmma then reads old shared memory (seen on an H200; mma.sync is not concerned).
-        raise ValueError(f"float inputs need tiles below a warpgroup's 64 rows and 4 warps, got {tile}")
+    if scales.q is not None and _takes_warpgroups(tile):
+        raise ValueError(f"float inputs need tiles below a warpgroup's 64 rows and 4 warps (docs/gpu.md), got {tile}")
     programs = triton.cdiv(nq, tile.rows * tile.tiles + tile.tail)
     batch_first = batch > 65535 or programs == 1
     bias, keep = problem.bias, problem.keep
