@@ -30,7 +30,7 @@ TILES = [
     Tile(*x)
     for x in (
         (64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3),
-        (128, 64, 8, 2), (64, 256, 4, 2), (128, 128, 8, 3), (128, 64, 4, 2), (128, 256, 8, 2), (64, 32, 4, 4),
+        (128, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 2), (128, 32, 4, 3), (128, 64, 4, 4), (128, 128, 4, 2),
     )
 ]  # fmt: skip
 STEPS = {
@@ -40,6 +40,7 @@ STEPS = {
     "fp16": {"": None},
     "fp8": {"": None},
 }
+FEW = ("", "integer")  # flows that try every tile
 NO_STATISTICS = Statistics(None, None)
 
 
@@ -84,7 +85,7 @@ def jobs():
         for flow in flows:
             for d in (64, 128):
                 for tile in TILES:
-                    if not (tile.keys == 256 and d == 128 or flow in ("convert", "dual") and tile != TILES[0]):
+                    if not (tile.keys == 256 and d == 128 or flow not in FEW and tile != TILES[0]):
                         yield method, flow, d, dataclasses.astuple(tile)
 
 

@@ -131,13 +131,16 @@ def _default_out_scale(problem: Problem) -> Tensor:
 
 
 def default_tile(method: str, head_dim: int, nq: int, nk: int) -> Tile:
-    """Measured on an H200 (scripts/gpu_mixed.py sweep); rows, keys, warps, stages."""
+    """The fastest of scripts/gpu_mixed.py's sweep on an H200 at N = 4096 (docs/mixed.md); 64 rows where rows are few."""
     if method == "fp32":
         return Tile(64, 32, 4, 2)
-    keys = STEPS[method].keys or (64 if head_dim > 128 or nk <= 64 else 128)
-    if head_dim > 128 or nq <= 1024:
-        return Tile(64, keys, 4, 2)
-    return Tile(64, keys, 4, 2)
+    if head_dim > 128:
+        return Tile(64, 64, 4, 2)
+    if method in _FP8_DIMS and nk > 64:
+        return Tile(64, 128, 4, 3) if head_dim <= 64 or nq <= 1024 else Tile(128, 128, 8, 3)
+    if head_dim > 64 and nq > 1024 and method in ("int_flash_half", "lite", "qattn"):
+        return Tile(128, 64, 4, 3)
+    return Tile(64, 64, 4, 3)
 
 
 def mixed_launch(

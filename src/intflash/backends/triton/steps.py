@@ -44,8 +44,6 @@ class Hooks(NamedTuple):
     row_units: object
     key_units: object
     store: object
-    softmax: object = None  # (m, l, s, unit, bias, present, KIND) -> (m, l, alpha, p); with `product`, where step is None
-    product: object = None  # (acc, alpha, p, v, unit, KIND) -> acc
 
 
 class Steps(NamedTuple):

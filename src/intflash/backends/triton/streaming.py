@@ -94,35 +94,7 @@ def walk(
             state = STEPS.maximum(state, s, unit, bias, present, PLAIN)
         else:
             v_tile = load_rows(v, v_base, first + tl.arange(0, BN), place.k_count, DV, BDV, BOUNDED and not PERIODS.v_padded)
-            if STEPS.step is not None:
-                state = STEPS.step(state, s, unit, bias, present, v_tile, PLAIN)
-            else:
-                m, l, acc = state
-                m, l, alpha, p = STEPS.hooks.softmax(m, l, s, unit, bias, present, KIND)
-                state = m, l, STEPS.hooks.product(acc, alpha, p, v_tile, unit, KIND)
-    return state
-
-
-@triton.jit
-def walk_ahead(
-    state, q, k, v, k_base, v_base, place: Place, C, constants: Constants, stop, STEPS: tl.constexpr,
-    KIND: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    PERIODS: tl.constexpr,
-):  # fmt: skip
-    """`walk` of a method with hooks over complete tiles without masks, stop > 0: the next tile's scores are multiplied
-    while this tile's exponentials are taken (the last tile's once more, for nothing)."""
-    order = STEPS.hooks.order(BN)
-    s = STEPS.hooks.scores(q, load_rows(k, k_base, order, place.k_count, D, BD, False))
-    for first in tl.range(0, stop, BN):
-        following = tl.minimum(first + BN, stop - BN)
-        k_tile = load_rows(k, k_base, following + order, place.k_count, D, BD, False)
-        v_tile = load_rows(v, v_base, first + tl.arange(0, BN), place.k_count, DV, BDV, False)
-        unit = STEPS.hooks.key_units(C, constants, place, first, first + order, PERIODS, KIND, False)
-        m, l, acc = state
-        m, l, alpha, p = STEPS.hooks.softmax(m, l, s, unit, None, None, KIND)
-        acc = acc * alpha[:, None]  # before the product: it waits for the last one
-        s = STEPS.hooks.scores(q, k_tile)
-        state = m, l, STEPS.hooks.product(acc, tl.full(alpha.shape, 1.0, tl.float32), p, v_tile, unit, KIND)
+            state = STEPS.step(state, s, unit, bias, present, v_tile, PLAIN)
     return state
 
 
@@ -134,13 +106,8 @@ def passes(
 ):  # fmt: skip
     """All passes of a method: key tiles up to `full` need no bound or causal test, those up to `stop` do."""
     for which in tl.static_range(1 if STEPS.maximum is not None else 2, 3):
-        if STEPS.step is None and KIND.ahead and masks.bias is None and masks.keep is None:
-            if full > 0:
-                state = walk_ahead(state, q, k, v, k_base, v_base, place, C, constants, full, STEPS, KIND, D, DV,
-                                   BN, BD, BDV, PERIODS)  # fmt: skip
-        else:
-            state = walk(state, q, k, v, k_base, v_base, masks, place, rows, C, shift, constants, causal, 0, full,
-                         STEPS, which, KIND, False, False, PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
+        state = walk(state, q, k, v, k_base, v_base, masks, place, rows, C, shift, constants, causal, 0, full,
+                     STEPS, which, KIND, False, False, PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
         if not PERIODS.even:
             state = walk(state, q, k, v, k_base, v_base, masks, place, rows, C, shift, constants, causal, full, stop,
                          STEPS, which, KIND, CAUSAL, True, PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
