@@ -106,10 +106,13 @@ def build_variants(name: str, images: Tensor, other: Tensor) -> tuple[dict[str, 
             "bf16": lambda: half(half_images),
         }
         return calls, replaced
-    compiled, ours = _compile(model), _compile(patched)
+    lighter = copy.deepcopy(model)
+    intflash.patch(lighter, "intflash_p8", scales)
+    compiled, ours, ours_p8 = _compile(model), _compile(patched), _compile(lighter)
     calls = {
         "fp16 compiled": lambda: compiled(images),
         f"{OURS} compiled": lambda: ours(images),
+        f"{OURS}_p8 compiled": lambda: ours_p8(images),
         "fp16 eager": lambda: model(images),
         f"{OURS} eager": lambda: patched(images),
     }
