@@ -251,7 +251,7 @@ def default_tile(problem: Problem, bits: int, fused: bool) -> RowTile:
     """From the measured table; wide heads take eight warps, or registers would spill."""
     (batch, heads, nq, d), (nk, dv) = problem.q.shape, problem.v.shape[2:]
     if max(d, dv) > 64 and (nk > 128 or max(d, dv) > 128):
-        return RowTile(32, 1, 8) if fused or bits == 16 else RowTile(64, 1, 8)
+        return RowTile(16, 1, 4) if fused or bits == 16 else RowTile(64, 1, 8)
     name = choices.row_class(batch * heads, nq, nk, d, bits, fused)
     return RowTile(*choices.choose(problem.q.device, name, (32, 1, 4) if fused else (64, 1, 4)))
 
