@@ -32,6 +32,7 @@ WORKLOADS = (
 )
 PEER = "torch float32 SDPA"
 METHODS = ("intflash_p8", "intflash", "intflash_online")
+SCALING = "intflash_p8 alone, int8 in and out"
 AMPLITUDE = 4.0  # inputs uniform in [-4, 4], as in QFlash Table 4
 
 
@@ -45,8 +46,8 @@ class Row:
     series: str
     kernels: str
     microseconds: float
-    ratio: float  # PEER's time over this one, same run
-    busy_neighbour: bool = False
+    ratio: float  # PEER's time over this one, same run; of SCALING: our one thread's time over this one
+    busy_neighbour: bool = False  # another process held a core
 
 
 def measure(
@@ -61,7 +62,7 @@ def measure(
     Args:
         out: an existing or new folder.
         threads: the thread counts, for torch and for us alike; the instruction sets are compared on
-            one thread, and on two the run is repeated beside a busy process.
+            one thread. With several, our scaling is measured too, alone and beside a busy process.
         budget_s: about how long to measure per workload and thread count.
         workloads: the shapes.
 
@@ -77,7 +78,14 @@ def measure(
             for workload in workloads:
                 rows += _measure_one(workload, count, budget_s, cpu.instruction_sets() if count == 1 else [])
         if max(threads) > 1:
-            rows += _beside_a_busy_process(max(threads), budget_s, workloads)
+            rows += _scaling(max(threads), budget_s / 2, workloads)
+            neighbour = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
+            neighbour.start()
+            try:
+                rows += _scaling(max(threads), budget_s / 2, workloads, busy_neighbour=True)
+            finally:
+                neighbour.terminate()
+                neighbour.join()
     finally:
         torch.set_num_threads(before)
     folder = Path(out)
@@ -127,27 +135,18 @@ def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequen
     ]
 
 
-def _beside_a_busy_process(threads: int, budget_s: float, workloads: Sequence[Workload]) -> list[Row]:
-    """One thread against several, with another process that holds a core."""
-    neighbour = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
-    neighbour.start()
+def _scaling(threads: int, budget_s: float, workloads: Sequence[Workload], busy_neighbour: bool = False) -> list[Row]:
+    """One thread against several, ours alone (torch's threads spin for a while after each of its calls)."""
+    torch.set_num_threads(1)
     rows = []
-    try:
-        torch.set_num_threads(1)
-        for workload in workloads:
-            codes = prepare(*_inputs(workload), method="intflash_p8", out_dtype=torch.int8)[0].quantized()
-            calls = [partial(cpu.run, codes, threads=n) for n in (1, threads)]
-            times = time_interleaved(calls, budget_s / 2)
-            shape = "x".join(map(str, workload.shape))
-            for n, t in zip((1, threads), times, strict=True):
-                series = "intflash_p8, int8 in and out"
-                ratio = round(times[0] / t, 2)  # here over one thread beside the same neighbour
-                rows.append(
-                    Row(workload.name, shape, n, series, cpu.instruction_sets()[0], round(1e6 * t, 2), ratio, True)
-                )
-    finally:
-        neighbour.terminate()
-        neighbour.join()
+    for workload in workloads:
+        codes = prepare(*_inputs(workload), method="intflash_p8", out_dtype=torch.int8)[0].quantized()
+        calls = [partial(cpu.run, codes, threads=n) for n in (1, threads)]
+        times = time_interleaved(calls, budget_s)
+        shape, isa = "x".join(map(str, workload.shape)), cpu.instruction_sets()[0]
+        for n, t in zip((1, threads), times, strict=True):
+            ratio = round(times[0] / t, 2)
+            rows.append(Row(workload.name, shape, n, SCALING, isa, round(1e6 * t, 2), ratio, busy_neighbour))
     return rows
 
 
@@ -186,7 +185,7 @@ def _onnx_session(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Callable[[],
 def _figure(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    rows = [r for r in rows if not r.busy_neighbour]
+    rows = [r for r in rows if r.series != SCALING]
     best = cpu.instruction_sets()[0]
     counts = sorted({r.threads for r in rows})
     figure = Figure(figsize=(12, 3.6 * len(counts)), layout="constrained")

@@ -76,10 +76,10 @@ class Attention {
         kRows * qk_steps_ * V::kGroup * int64_t(sizeof(Code)),
         kRows * score_ld_ * 4,
         kRows * value_pad_ * 4,
-        kRows * value_pad_ * 4,
+        call.method == Method::kP8 ? 0 : kRows * value_pad_ * 4,
         call.method >= Method::kQFlash ? key_pad / kFlashTile * value_pad_ * 4 : 0,
-        kRows * p_ld_ * int64_t(sizeof(PCode)),
-        kRows * p_ld_ * int64_t(sizeof(PCode)),
+        call.method >= Method::kQFlash ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
+        call.method == Method::kP16 ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
     };
     int64_t total = 0;
     for (int64_t& bytes : size) {
@@ -280,7 +280,8 @@ class Attention {
     for (int64_t j = n; j < round_up(n, kBlock); ++j) s[j] = 65535;
   }
 
-  // P of scores [at, at + n) of the chunk at `key`, their sum, and acc (+)= P V.
+  // P of scores [at, at + n) of the chunk at `key`, their sum, and acc (+)= P V. P (its high digits) takes the
+  // place of the scores it was made from, which are in L1: a block's P is never longer than the scores read.
   template <bool P16, bool HasBase>
   void accumulate(int64_t key, int64_t at, int64_t n, bool fresh) {
     typename V::I32 sums[kRows];
@@ -291,14 +292,16 @@ class Attention {
       if (wide_) depths_in_place(r, key + at, n, scores_ + r * score_ld_ + at, level_[r]);
     }
     const RowLevels levels = {scale_, row_step_, top_, base};
-    Exp2<V>::template rows<P16, HasBase>(depth_, masked_, scores_ + at, score_ld_, n, levels, rows_, p_, p_low_, p_ld_, sums);
+    PCode* p = reinterpret_cast<PCode*>(scores_ + at);
+    const int64_t p_ld = score_ld_ * int64_t(sizeof(int32_t) / sizeof(PCode));
+    Exp2<V>::template rows<P16, HasBase>(depth_, masked_, scores_ + at, score_ld_, n, levels, rows_, p, p_ld, p_low_, p_ld_, sums);
     uint32_t l[kRows];
     for (int r = 0; r < rows_; r += 16) V::reduce_add(sums + r, l + r);
     for (int r = 0; r < rows_; ++r) l_[r] += l[r];
     const int64_t pad = round_up(nk_, kKeyPad);
     const int steps = int(round_up(n, kBlock) / V::kGroup);
     const Code* v = values_ + (key + at) * kLanes;
-    Product<V>::values(p_, p_ld_, v, pad * kLanes, steps, int(value_pad_ / kLanes), rows_, acc_, value_pad_, !fresh);
+    Product<V>::values(p, p_ld, v, pad * kLanes, steps, int(value_pad_ / kLanes), rows_, acc_, value_pad_, !fresh);
     if (P16) Product<V>::values(p_low_, p_ld_, v, pad * kLanes, steps, int(value_pad_ / kLanes), rows_, acc_low_, value_pad_, !fresh);
   }
 
@@ -394,7 +397,8 @@ class Attention {
   template <bool P16>
   void finish() {
     const int64_t first = first_row();
-    if (key_end_ == 0) clear(acc_, rows_ * value_pad_), clear(acc_low_, rows_ * value_pad_);
+    if (key_end_ == 0) clear(acc_, rows_ * value_pad_);
+    if (key_end_ == 0 && P16) clear(acc_low_, rows_ * value_pad_);
     epilogue_.enter_head(b_, h_, hk_);
     epilogue_.template rows<P16>(acc_, acc_low_, value_pad_, l_, rows_, first);
     for (int r = 0; call_.t_max && r < rows_; ++r) {

@@ -93,9 +93,9 @@ struct Exp2 {
 
   // P of keys [0, n) of `rows` rows, whose scores are kAbsent from n to the block's end; sums[r] += their sum.
   template <bool P16, Depth D, bool HasBase, bool Masked>
-  static void rows_of(const int32_t* s, int64_t s_ld, int64_t n, const RowLevels& levels, int rows, PCode* high, PCode* low,
-                      int64_t p_ld, I32* sums) {
-    for (int i = 0; i < rows; ++i, s += s_ld, high += p_ld, low += p_ld) {
+  static void rows_of(const int32_t* s, int64_t s_ld, int64_t n, const RowLevels& levels, int rows, PCode* high,
+                      int64_t high_ld, PCode* low, int64_t low_ld, I32* sums) {
+    for (int i = 0; i < rows; ++i, s += s_ld, high += high_ld, low += low_ld) {
       const RowScale r = levels.scale[i * levels.step];
       const I32 top = V::set1(levels.top[i]);
       const uint64_t base = HasBase ? levels.base[i] : 0;
