@@ -211,7 +211,7 @@ def kernel_times(call: Callable[[], Tensor], calls: int = 3) -> dict[str, float]
         low = event.key.lower()
         category = next((c for c, parts in CATEGORIES.items() if any(p in low for p in parts)), "other")
         found[category] = found.get(category, 0.0) + us
-        single[f"kernel {event.key[:80]}"] = us
+        single[f"kernel {event.key[:80]} x{event.count // calls}"] = us
     longest = sorted(single.items(), key=lambda item: -item[1])[:10]
     return {name: round(us, 1) for name, us in (*sorted(found.items(), key=lambda item: -item[1]), *longest) if us}
 
