@@ -22,7 +22,8 @@ try:
     from intflash.backends.cpu import _native
 except ImportError as error:
     _native = None
-    _missing = f"its native module was not built ({error}); install with a C++ compiler to have it"
+    _broken = "" if "cannot import name" in str(error) else f" or does not load ({error})"
+    _missing = f"its native module was not built{_broken}; install with a C++ compiler to have it"
 
 # In the order of the native enumerations.
 METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "qflash": 3, "iflash": 4}
