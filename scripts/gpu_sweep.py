@@ -126,9 +126,14 @@ STREAM = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 2), (64, 128, 4, 2), (64, 
           (128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 2)]  # fmt: skip
 
 
-def workloads(name):
+def workloads(name, only=()):
+    return (w for w in _workloads(name) if not only or w[0] in only)
+
+
+def _workloads(name):
     row = {
         "A2b1": (1, 6, 197, 64), "A2b8": (8, 6, 197, 64), "A2b1024": (1024, 6, 197, 64),
+        "A3b8": (8, 12, 197, 64), "A2b64": (64, 6, 197, 64),
         "A4b1": (64, 3, 49, 32), "A4b8": (512, 3, 49, 32), "A4b128": (8192, 3, 49, 32), "A7b1": (1, 24, 49, 32),
     }  # fmt: skip
     long = {
@@ -152,10 +157,11 @@ def workloads(name):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("what", nargs="?", default="all", help="all, row, stream or fused")
+    parser.add_argument("--only", nargs="*", default=())
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     options = parser.parse_args()
     jobs = {}
-    for w, shape, method, kind, tiles in workloads(options.what):
+    for w, shape, method, kind, tiles in workloads(options.what, options.only):
         tiles = [t for t in tiles if STEPS[method].keys in (None, t[1])] if kind == "stream" else tiles
         for tile in tiles:
             jobs[w, method, kind, tile] = (shape, method, kind, tile)
@@ -170,7 +176,7 @@ def main():
                 print("compile", key, error, flush=True)
     print(f"compiled {len(distinct)} in {time.time() - began:.0f} s", flush=True)
     rows, table = [], {}
-    for w, shape, method, kind, tiles in workloads(options.what):
+    for w, shape, method, kind, tiles in workloads(options.what, options.only):
         calls = {}
         tiles = [t for t in tiles if STEPS[method].keys in (None, t[1])] if kind == "stream" else tiles
         for tile in tiles:

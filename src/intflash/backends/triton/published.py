@@ -237,7 +237,8 @@ def published_launch(
     """The tile loop's launch for a quantized problem of these methods."""
     (batch, heads, nq, d), (nk, dv) = problem.q.shape, problem.v.shape[2:]
     steps = STEPS[problem.method]
-    tile = replace(tile or Tile(64, steps.keys, 4, 2), keys=steps.keys)
+    narrow = max(d, dv) <= 64  # a wider accumulator takes more warps, or registers would spill
+    tile = replace(tile or Tile(64 if max(d, dv) <= 128 else 32, steps.keys, 4 if narrow else 8, 2), keys=steps.keys)
     packed = problem.cu_seqlens_q is not None
     sequences = len(problem.cu_seqlens_q) - 1 if packed else None
     causal = ""

@@ -217,11 +217,14 @@ class Tile:
 def default_tile(problem: Problem, steps: Steps) -> Tile:
     """From the measured table; masks, partial tiles and wide heads take eight warps, or registers would spill."""
     d, bits = problem.q.shape[3], 16 if steps.initial is P16.initial else 8
-    if max(d, problem.v.shape[3]) > 128:
-        return Tile(64, steps.keys or (32 if bits == 16 else 64), 8, 1)
-    masked = problem.bias is not None or problem.keep is not None or problem.causal is not None
+    wide = max(d, problem.v.shape[3]) > 128
+    read = problem.bias is not None or problem.keep is not None
+    if steps.keys is not None and (wide or read):
+        return Tile(32, steps.keys, 8, 1)
+    if wide:
+        return Tile(64, 32 if bits == 16 else 64, 8, 1)
     packed, blocks = problem.cu_seqlens_q is not None, problem.k.granularity == "block"
-    if masked or packed or blocks or problem.k.shape[2] % 128:
+    if read or packed or blocks or problem.causal is not None or problem.k.shape[2] % 128:
         return Tile(64, steps.keys or 64, 8, 2)
     name = choices.stream_class(steps.keys, d, bits)
     return Tile(*choices.choose(problem.device, name, (64, steps.keys or 64, 4, 2)))
