@@ -1,7 +1,7 @@
 """Check the mixed-precision and unfused kernels on this GPU, and sweep the mixed kernels' tiles.
 
 gpu_mixed.py check    every case of tests/backends/triton/mixed_cases.py beside the reference on the CPU
-gpu_mixed.py sweep    T operations/s of candidate tiles at N = 4096, also as JSON in $OUT
+gpu_mixed.py sweep    T operations/s of candidate tiles at N = 4096, of the best four at 16384, also as JSON in $OUT
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ TILES = [
     )
 ]  # fmt: skip
 STEPS = {
-    "int_flash_half": {"": None, "magic": mixed_steps.HALF_MAGIC},
-    "int_flash_full": {"": None},
+    "int_flash_half": {"": mixed_steps.HALF, "raised": mixed_steps.HALF_RAISED},
+    "int_flash_full": {"": mixed_steps.FULL, "raised": mixed_steps.FULL_RAISED},
     "lite": mixed_steps.LITE,
     "fp16": {"": None},
     "fp8": {"": None},
 }
-FEW = ("", "integer")  # flows that try every tile
+FEW = ("", "integer", "raised")  # flows that try every tile
 NO_STATISTICS = Statistics(None, None)
 
 
@@ -80,8 +80,8 @@ def prepared(method, d, n, batch=4):
     return lambda flow, tile: mixed.mixed_launch(p, parts, out, NO_STATISTICS, tile, STEPS[method][flow])
 
 
-def jobs():
-    for method, flows in STEPS.items():
+def jobs(methods):
+    for method, flows in ((m, STEPS[m]) for m in methods):
         for flow in flows:
             for d in (64, 128):
                 for tile in TILES:
@@ -89,9 +89,9 @@ def jobs():
                         yield method, flow, d, dataclasses.astuple(tile)
 
 
-def compile_share(worker):
+def compile_share(worker, methods):
     failed = []
-    for i, (method, flow, d, tile) in enumerate(jobs()):
+    for i, (method, flow, d, tile) in enumerate(jobs(methods)):
         if i % WORKERS == worker:
             try:
                 prepared(method, d, 4096, 1)(flow, Tile(*tile)).run()
@@ -101,27 +101,28 @@ def compile_share(worker):
     return failed
 
 
-def sweep():
+def sweep(methods):
     from intflash.bench.gpu.timing import time_calls
 
     start = time.time()
     with concurrent.futures.ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
-        failed = dict(f for share in pool.map(compile_share, range(WORKERS)) for f in share)
+        failed = dict(f for share in pool.map(compile_share, range(WORKERS), [methods] * WORKERS) for f in share)
     print(f"compiled in {time.time() - start:.0f} s, {len(failed)} do not fit", flush=True)
-    results = []
-    for method in STEPS:
-        for d in (64, 128):
-            launch = prepared(method, d, 4096)
-            mine = [j for j in jobs() if j[0] == method and j[2] == d and j not in failed]
-            times = time_calls([launch(flow, Tile(*tile)).run for _, flow, _, tile in mine], rounds=5, sample_s=2e-3)
-            operations = 4 * 4 * (32 if d == 64 else 16) * 4096 * 4096 * d
-            found = sorted(((operations / s / 1e12, job) for s, job in zip(times, mine, strict=True)), reverse=True)
-            results += [(*job, round(tops, 1)) for tops, job in found]
-            best = "  ".join(f"{flow}{tile}={tops:.0f}" for tops, (_, flow, _, tile) in found[:9])
-            print(f"{method} D{d}: {best}", flush=True)
+    results, found = [], []
+    for method, d, n in ((m, d, n) for m in methods for d in (64, 128) for n in (4096, 16384)):
+        launch = prepared(method, d, n)
+        mine = [j for j in jobs(methods) if j[0] == method and j[2] == d and j not in failed]
+        if n > 4096:  # the best of 4096 once more
+            mine = [job for _, job in found[:4]]
+        times = time_calls([launch(flow, Tile(*tile)).run for _, flow, _, tile in mine], rounds=5, sample_s=2e-3)
+        operations = 4 * 4 * (32 if d == 64 else 16) * n * n * d
+        found = sorted(((operations / s / 1e12, job) for s, job in zip(times, mine, strict=True)), reverse=True)
+        results += [(n, *job, round(tops, 1)) for tops, job in found]
+        best = "  ".join(f"{flow}{tile}={tops:.0f}" for tops, (_, flow, _, tile) in found[:9])
+        print(f"{method} D{d} N{n}: {best}", flush=True)
     path = pathlib.Path(os.environ.get("OUT", ".")) / "mixed_sweep.json"
     path.write_text(json.dumps({"tops": results, "failed": [[*job, why] for job, why in failed.items()]}))
 
 
 if __name__ == "__main__":
-    sys.exit(check() if sys.argv[1:] == ["check"] else sweep())
+    sys.exit(check() if sys.argv[1:] == ["check"] else sweep(sys.argv[2:] or tuple(STEPS)))

@@ -131,7 +131,7 @@ def _default_out_scale(problem: Problem) -> Tensor:
 
 
 def default_tile(method: str, head_dim: int, nq: int, nk: int) -> Tile:
-    """The fastest of scripts/gpu_mixed.py's sweep on an H200 at N = 4096 (docs/mixed.md); 64 rows where rows are few."""
+    """The fastest of scripts/gpu_mixed.py sweep on an H200 (docs/mixed.md); 64 rows where rows are few."""
     if method == "fp32":
         return Tile(64, 32, 4, 2)
     if head_dim > 128:
@@ -163,6 +163,7 @@ def mixed_launch(
         v_channels=1 if v.scale is None else v.scale.shape[3],
         out_channels=1 if problem.out_scale is None else problem.out_scale.shape[3],
     )
+    lifts = view(_lifts(k.scale, k.block_size, nk, tile.keys, block_dim(d, 32))) if kinds.k == "key" else None
     integer_out = not problem.out_dtype.is_floating_point
     scales = [None if x is None else view(x.contiguous()) for x in (q.scale, k.scale, v.scale)]
     packed = problem.cu_seqlens_q is not None
@@ -174,7 +175,7 @@ def mixed_launch(
     arguments = dict(
         q=data_view(q.data), k=data_view(k.data), v=data_view(v.data), out=data_view(out),
         constants=MixedConstants(
-            *scales, view(problem.out_scale) if integer_out else None, float(problem.sm_scale * LOG2_E)
+            *scales, view(problem.out_scale) if integer_out else None, lifts, float(problem.sm_scale * LOG2_E)
         ),
         statistics=statistics,
         masks=Masks(
@@ -194,6 +195,13 @@ def mixed_launch(
     row_tiles = triton.cdiv(nq, tile.rows) + (sequences or 0)
     grid = (batch, heads, row_tiles) if batch > 65535 else (row_tiles, heads, batch)
     return Launch(_streaming_kernel, grid, arguments, tile.warps, tile.stages)
+
+
+def _lifts(scale: Tensor, block_size: int, nk: int, keys: int, head_dim: int) -> Tensor:
+    """1.25 times the largest possible |score * scale| of each tile of keys, float32 ``[B|1, Hk, tiles, 1]``."""
+    scale = scale.repeat_interleave(block_size, dim=2)[:, :, :nk] if block_size > 1 else scale
+    padded = torch.nn.functional.pad(scale[..., 0], (0, -nk % keys))
+    return padded.unflatten(2, (-1, keys)).amax(dim=3)[..., None] * (1.25 * 127**2 * head_dim)
 
 
 def _octaves(bias: Tensor | None) -> Tensor | None:

@@ -1,7 +1,7 @@
 """The steps of the methods with a float32 softmax: int_flash, lite, qattn and the float baselines.
 
 Their scores are int32 (or float32 from float inputs), their exponentials are taken in octaves, x = s * unit, against
-the maximum so far. `unit` of a tile is (row, key, value): row [BM] what a score is worth, key [1, BN] where KIND.k
+the maximum so far. `unit` of a tile is (row, key, value, lift): row [BM] what a score is worth, key [1, BN] where KIND.k
 is "key" and value the scale of the tile's V where KIND.v is "tile" (1 otherwise). The state is (m, l, acc), m in
 octaves, l the sum of the exact p.
 
@@ -41,13 +41,15 @@ class MixedConstants(NamedTuple):
     """Scales as float32 Views; None where there is none.
 
     q_scale [B|1, Hq|1, Nq|1, 1], k_scale [B|1, Hk|1, keys or blocks or 1, 1], v_scale [B|1, Hk|1, 1, Dv|1] or per
-    block, out_scale [B|1, Hq|1, 1, Dv|1] of integer output; octaves is sm_scale * log2(e).
+    block, out_scale [B|1, Hq|1, 1, Dv|1] of integer output, lifts [B|1, Hk|1, tiles of keys, 1] where K has a scale for
+    each key: more than any score of the tile times its scale. octaves is sm_scale * log2(e).
     """
 
     q_scale: object
     k_scale: object
     v_scale: object
     out_scale: object
+    lifts: object
     octaves: object
 
 
@@ -107,13 +109,13 @@ def _scale_base(x, place: Place, head):
 
 @triton.jit
 def _row_units(constants: MixedConstants, place: Place, rows, PERIODS: tl.constexpr, KIND: tl.constexpr):
-    """(octaves per score unit [BM], the head's K scales, the head's V scales), pointers where KIND reads them by tile.
+    """(octaves per score unit [BM], the head's K scales, V scales and lifts), pointers where KIND reads them by tile.
 
     The loop reads no View: Triton 3.6 loses the constants inside a tuple that crosses a loop (a stride of 1).
     """
     unit = tl.full(rows.shape, 1.0, tl.float32) * constants.octaves
     key_head = place.h // PERIODS.group
-    k_scales, v_scales = place.h, place.h
+    k_scales, v_scales, lifts = place.h, place.h, place.h
     if constants.q_scale is not None:
         x = constants.q_scale
         base = _scale_base(x, place, place.h)
@@ -122,9 +124,11 @@ def _row_units(constants: MixedConstants, place: Place, rows, PERIODS: tl.conste
         unit *= tl.load(_scale_base(constants.k_scale, place, key_head))
     elif KIND.k != "none":
         k_scales = _scale_base(constants.k_scale, place, key_head)
+    if KIND.k == "key":
+        lifts = _scale_base(constants.lifts, place, key_head)
     if KIND.v == "tile":
         v_scales = _scale_base(constants.v_scale, place, key_head)
-    return unit, k_scales, v_scales
+    return unit, k_scales, v_scales, lifts
 
 
 @triton.jit
@@ -139,9 +143,9 @@ def _key_units(
     C, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr,
     BOUNDED: tl.constexpr, PERMUTED: tl.constexpr = False,
 ):  # fmt: skip
-    """(row, key, value) of a tile of keys; scales of keys and blocks are contiguous."""
-    row, k_scales, v_scales = C
-    key, value = 1.0, 1.0
+    """(row, key, value, lift) of a tile of keys; scales of keys and blocks are contiguous."""
+    row, k_scales, v_scales, lifts = C
+    key, value, lift = 1.0, 1.0, 0.0
     if KIND.k == "tile":
         row = row * tl.load(k_scales + first // KIND.k_block)
     elif KIND.k == "key":
@@ -154,9 +158,11 @@ def _key_units(
         if PERMUTED:
             key = _permuted(key)
         key = key[None, :]
+        if not BOUNDED:
+            lift = tl.load(lifts + first // keys.shape[0])
     if KIND.v == "tile":
         value = tl.load(v_scales + first // KIND.v_block)
-    return row, key, value
+    return row, key, value, lift
 
 
 @triton.jit
@@ -219,16 +225,10 @@ def _raise(m, top):
 
 
 @triton.jit
-def _general(m, s, unit, bias, present, KIND: tl.constexpr, OFFSET: tl.constexpr, EXACT_MAGIC: tl.constexpr = False):
-    """(m', alpha, p * 2^OFFSET) with any scales, bias and mask, by conversion and float maximum.
-
-    EXACT_MAGIC converts by the magic constant and subtracts it at once, which is exact.
-    """
-    row, key, _ = unit
-    if EXACT_MAGIC:
-        y = (s + MAGIC_BITS).to(tl.float32, bitcast=True) - MAGIC
-    else:
-        y = s.to(tl.float32)
+def _general(m, s, unit, bias, present, KIND: tl.constexpr, OFFSET: tl.constexpr):
+    """(m', alpha, p * 2^OFFSET) with any scales, bias and mask, by conversion and float maximum."""
+    row, key, _, _ = unit
+    y = s.to(tl.float32)
     if KIND.k == "key":
         y *= key
     if bias is not None:
@@ -244,7 +244,7 @@ def _general(m, s, unit, bias, present, KIND: tl.constexpr, OFFSET: tl.constexpr
 @triton.jit
 def _magic(m, s, unit):
     """As `_general` without key scale, bias and mask: s + MAGIC is a float, whose -MAGIC joins the FMA's addend."""
-    row, _, _ = unit
+    row, _, _, _ = unit
     y = (s + MAGIC_BITS).to(tl.float32, bitcast=True)
     m, base, alpha = _raise(m, (tl.max(y, 1) - MAGIC) * row)
     return m, alpha, tl.exp2(y * row[:, None] - (base + MAGIC * row)[:, None])
@@ -257,7 +257,7 @@ def _integer(m, s, unit):
     The magic constant starts the product's accumulator (the compiler moves the addition there), so that of the
     conversion only the maximum is left on the integer pipe.
     """
-    row, _, _ = unit
+    row, _, _, _ = unit
     s = s + MAGIC_BITS
     m, base, alpha = _raise(m, (tl.max(s, 1).to(tl.float32, bitcast=True) - MAGIC) * row)
     y = s.to(tl.float32, bitcast=True)
@@ -267,7 +267,7 @@ def _integer(m, s, unit):
 @triton.jit
 def _dual(m, s, unit):
     """Even columns: I2F and float maximum. Odd columns: integer addition and integer maximum, read as a float."""
-    row, _, _ = unit
+    row, _, _, _ = unit
     BM: tl.constexpr = s.shape[0]
     BN: tl.constexpr = s.shape[1]
     even, odd = tl.split(tl.reshape(s, [BM, BN // 2, 2]))
@@ -278,6 +278,19 @@ def _dual(m, s, unit):
     p_even = tl.exp2(a * row[:, None] - base[:, None])
     p_odd = tl.exp2(b.to(tl.float32, bitcast=True) * row[:, None] - (base + MAGIC * row)[:, None])
     return m, alpha, tl.reshape(tl.join(p_even, p_odd), [BM, BN])
+
+
+@triton.jit
+def _raised(m, s, unit, OFFSET: tl.constexpr):
+    """As `_integer` with a scale for each key: scores raised by `lift` are positive floats, ordered as integers.
+
+    Rounded to half a score unit of the tile's largest key scale.
+    """
+    row, key, _, lift = unit
+    y = (s + MAGIC_BITS).to(tl.float32, bitcast=True) * key + (lift - MAGIC * key)
+    top = tl.max(y.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+    m, base, alpha = _raise(m, (top - lift) * row)
+    return m, alpha, tl.exp2(y * row[:, None] - (base + lift * row - OFFSET)[:, None])
 
 
 @triton.jit
@@ -314,9 +327,12 @@ def _step_half(state, s, unit, bias, present, v, KIND: tl.constexpr):
 
 
 @triton.jit
-def _step_half_magic(state, s, unit, bias, present, v, KIND: tl.constexpr):
+def _step_half_raised(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
-    m, alpha, p = _general(m, s, unit, bias, present, KIND, 0.0, True)
+    if KIND.k == "key" and bias is None and present is None:
+        m, alpha, p = _raised(m, s, unit, 0.0)
+    else:
+        m, alpha, p = _flow(m, s, unit, bias, present, KIND, "integer")
     return _accumulate(m, alpha, p, l, acc, v, tl.float16)
 
 
@@ -372,15 +388,30 @@ def _result_fp8(state):
 
 
 @triton.jit
-def _step_full(state, s, unit, bias, present, v, KIND: tl.constexpr):
-    """P * 127 rounded to int8; the tile's product is exact in int32 (127^2 * 128 < 2^22 keys' worth)."""
-    m, l, acc = state
-    m, alpha, p = _general(m, s, unit, bias, present, KIND, LOG2_R)
+def _add_codes(m, alpha, p, l, acc, v, unit, KIND: tl.constexpr):
+    """P * 127 rounded to int8; the tile's product is exact in int32."""
     codes = (p + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
     product = tl.dot(natural_order(codes), v, out_dtype=tl.int32).to(tl.float32)
     if KIND.v == "tile":
         product *= unit[2]
     return m, l * alpha + tl.sum(p, 1), acc * alpha[:, None] + product
+
+
+@triton.jit
+def _step_full(state, s, unit, bias, present, v, KIND: tl.constexpr):
+    m, l, acc = state
+    m, alpha, p = _general(m, s, unit, bias, present, KIND, LOG2_R)
+    return _add_codes(m, alpha, p, l, acc, v, unit, KIND)
+
+
+@triton.jit
+def _step_full_raised(state, s, unit, bias, present, v, KIND: tl.constexpr):
+    m, l, acc = state
+    if KIND.k == "key" and bias is None and present is None:
+        m, alpha, p = _raised(m, s, unit, LOG2_R)
+    else:
+        m, alpha, p = _general(m, s, unit, bias, present, KIND, LOG2_R)
+    return _add_codes(m, alpha, p, l, acc, v, unit, KIND)
 
 
 @triton.jit
@@ -402,7 +433,8 @@ def _steps(step, hooks: Hooks, result=_result, keys: int | None = None) -> Steps
 
 
 HALF = _steps(_step_half, _INTEGER_QK)
-HALF_MAGIC = _steps(_step_half_magic, _INTEGER_QK)
+HALF_RAISED = _steps(_step_half_raised, _INTEGER_QK)
+FULL_RAISED = _steps(_step_full_raised, _INTEGER_P, _result_full, keys=64)
 FULL = _steps(_step_full, _INTEGER_P, _result_full, keys=64)  # P's step is 1 / 127 of the maximum so far
 LITE = {
     "convert": _steps(_step_lite_convert, _INTEGER_QK),
