@@ -30,7 +30,7 @@ _BLOCK = 128
 class Constants(NamedTuple):
     """What the attention kernels read: packed score and output constants, or s_V for float output."""
 
-    score: View  # int64 [B|1, Hq|1, Nq|1, key blocks|1]: k << 32 | C
+    score: View | None  # int64 [B|1, Hq|1, Nq|1, key blocks|1]: k << 32 | C; None: the kernel has the scales
     output: View | None  # int64 [B|1, Hq|1, 1, Dv|1]: e << 32 | Mr; None for float output
     v_scale: View | None  # float32 [B|1, Hk|1, 1, Dv|1]; None for integer output
 
@@ -154,13 +154,18 @@ def constants_launch(problem: Problem, scales: tuple[Tensor, Tensor, Tensor] | N
         given=View(None, 0, 0, 0, 0) if problem.out_scale is None or not qmax else view(problem.out_scale),
         score=score, output=output, out_scale=out_scale, score_shape=score_shape, output_shape=output_shape,
         score_count=score.numel(), output_count=0 if output is None else output.numel(),
-        sm_bits=struct.unpack("<q", struct.pack("<d", problem.sm_scale))[0],
+        sm_bits=float_bits(problem.sm_scale),
         GROUP=group, QMAX=qmax, BLOCK=_BLOCK,
     )  # fmt: skip
     count = max(arguments["score_count"], arguments["output_count"])
     launch = Launch(_constants_kernel, (triton.cdiv(count, _BLOCK),), arguments)
     constants = Constants(view(score), None if output is None else view(output), None if qmax else view(v_scale))
     return launch, constants, out_scale
+
+
+def float_bits(x: float) -> int:
+    """The bits of a float64: what a kernel gets, since Triton would round a float argument to float32."""
+    return struct.unpack("<q", struct.pack("<d", x))[0]
 
 
 def output_limit(dtype: torch.dtype) -> int:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from intflash.backends.triton import choices
-from intflash.backends.triton.constants import Constants
+from intflash.backends.triton.constants import Constants, float_bits, pack_score
 from intflash.backends.triton.launch import Launch, data_view, readable, view
 from intflash.backends.triton.quantize import Three, head_inverse
 from intflash.backends.triton.steps import (
@@ -35,6 +35,7 @@ from intflash.backends.triton.streaming import (
     score_constants,
     shift_scores,
     store_output,
+    unpack,
 )
 from intflash.backends.triton.tiles import (
     Masks,
@@ -135,9 +136,17 @@ def _row_tile(
 
 
 @triton.jit
+def _score_scalars(scales: Three, place: Place, key_head, sm_bits):
+    """(C, k) from the scales of float inputs: a few scalar operations here instead of a launch of their own."""
+    s_q = tl.load(scales.q.ptr + place.b.to(tl.int64) * scales.q.b + place.h.to(tl.int64) * scales.q.h)
+    s_k = tl.load(scales.k.ptr + place.b.to(tl.int64) * scales.k.b + key_head.to(tl.int64) * scales.k.h)
+    return unpack(pack_score(s_q, s_k, sm_bits.to(tl.int64).to(tl.float64, bitcast=True)))
+
+
+@triton.jit
 def _rows(
     q, ks, vs, offset, out, constants: Constants, masks: Masks, statistics: Statistics, scales: Three,
-    place: Place, first_row,
+    place: Place, first_row, sm_bits,
     BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     PERIODS: tl.constexpr,
@@ -146,7 +155,10 @@ def _rows(
     rows = first_row + tl.arange(0, BM)
     q_tile = load_rows(q, head_base(q, place.b, place.h, place.q_start), rows, place.q_count, D, BD, True)
     q_tile = _codes(q_tile, scales.q, place.b, place.h)
-    C, shift = score_constants(constants.score, 1, place, rows, rows, KIND)
+    if constants.score is None:
+        C, shift = _score_scalars(scales, place, place.h // PERIODS.group, sm_bits)
+    else:
+        C, shift = score_constants(constants.score, 1, place, rows, rows, KIND)
     if KIND == "head":  # a shift of 0 is the usual one and costs nothing in code of its own
         if shift == 0:
             acc, l, top = _row_tile(
@@ -173,7 +185,7 @@ def _rows(
 @triton.jit
 def _rowwise_kernel(
     q: View, k: View, v: View, out: View, constants: Constants, masks: Masks, statistics: Statistics,
-    scales: Three, nq, nk,
+    scales: Three, nq, nk, sm_bits,
     BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, TAIL: tl.constexpr, PIECES: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, PERIODS: tl.constexpr, BATCH_FIRST: tl.constexpr, V_PADDED: tl.constexpr,
@@ -203,12 +215,12 @@ def _rowwise_kernel(
     first_row = first_tile * (TILES * BM + TAIL)
     for tile in tl.range(0, TILES):
         _rows(
-            q, ks, vs, offset, out, constants, masks, statistics, scales, place, first_row + tile * BM,
+            q, ks, vs, offset, out, constants, masks, statistics, scales, place, first_row + tile * BM, sm_bits,
             BITS, KIND, CAUSAL, PLAIN, D, DV, BM, PIECES, BD, BDV, PERIODS,
         )  # fmt: skip
     if TAIL > 0:
         _rows(
-            q, ks, vs, offset, out, constants, masks, statistics, scales, place, first_row + TILES * BM,
+            q, ks, vs, offset, out, constants, masks, statistics, scales, place, first_row + TILES * BM, sm_bits,
             BITS, KIND, CAUSAL, PLAIN, D, DV, TAIL, PIECES, BD, BDV, PERIODS,
         )  # fmt: skip
 
@@ -273,15 +285,15 @@ def rowwise_launch(
     programs = triton.cdiv(nq, tile.rows * tile.tiles + tile.tail)
     batch_first = batch > 65535 or programs == 1
     bias, keep = problem.bias, problem.keep
-    score = constants.score.ptr.shape
+    per_row = constants.score is not None and constants.score.ptr.shape[2] > 1
     arguments = dict(
         q=data_view(q), k=data_view(k), v=data_view(v), out=data_view(out), constants=constants,
         masks=Masks(
             None if bias is None else view(bias), None if keep is None else view(keep.view(torch.uint8)),
             problem.causal,
         ),
-        statistics=statistics, scales=scales, nq=nq, nk=nk,
-        BITS=bits, KIND="row" if score[2] > 1 else "head", CAUSAL=problem.causal is not None, PLAIN=bias is None,
+        statistics=statistics, scales=scales, nq=nq, nk=nk, sm_bits=float_bits(problem.sm_scale),
+        BITS=bits, KIND="row" if per_row else "head", CAUSAL=problem.causal is not None, PLAIN=bias is None,
         D=d, DV=dv, BM=tile.rows, TILES=tile.tiles, TAIL=tile.tail, PIECES=pieces(nk), BD=block_dim(d, 32), BDV=block_dim(dv, 16),
         PERIODS=Periods(
             1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], heads // k.shape[1], 1,
