@@ -101,7 +101,7 @@ def test_every_instruction_set_has_the_bits_of_the_reference(case):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_thread_counts_do_not_change_bits(method, threads):
-    q, k, v = (torch.randn(3, 5, 131, 48) for _ in range(3))
+    q, k, v = (torch.randn(6, 7, 131, 48) for _ in range(3))
     problem = prepare(q, k, v, method=method)[0]
     assert_same_bits(cpu.run(problem, threads=threads), cpu.run(problem, threads=1))
 
@@ -164,7 +164,7 @@ def test_scores_beyond_the_scratch_are_computed_twice():
 
 
 def test_calls_from_several_threads_at_once():
-    problems = [prepare(*(torch.randn(2, 4, n, 32) for _ in range(3)))[0] for n in (33, 64, 97, 130)]
+    problems = [prepare(*(torch.randn(4, 8, n, 32) for _ in range(3)))[0] for n in (90, 97, 113, 130)]
     expected = [cpu.run(p, threads=1).out for p in problems]
     wrong = []
 

@@ -67,6 +67,8 @@ std::vector<const Kernels*> find_kernels() {
   return found;
 }
 
+constexpr int64_t kScoresPerThread = 75000;  // some 25 microseconds of the fastest kernels
+
 struct ThreadScratch : Scratch {
   ~ThreadScratch() { std::free(data); }
 };
@@ -119,6 +121,9 @@ void run_attention(const Kernels& kernels, const Call& call, int threads) {
   const int rows = kernels.unit_rows(call);
   const int64_t units = unit_count(call, rows);
   if (units == 0) return;
+  // Another thread must be worth its waking, and more: beside a busy process it may wait for a core.
+  const int64_t worth = call.batch * call.heads_q * call.nq * call.nk / kScoresPerThread;
+  if (worth < threads) threads = worth < 1 ? 1 : int(worth);
   Job job{kernels, call, ++last_call, units, units};
   if (threads > 1) {
     // Whole heads where there are many, because each thread packs the K and V it meets.

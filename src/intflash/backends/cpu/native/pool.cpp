@@ -47,13 +47,24 @@ class Pool {
     }
     drain();
     state_ &= ~uint64_t(kOpen);  // a worker that has not entered yet stays out
-    for (int spins = 0; state_.load() & kActive; ++spins) spins < kSpins ? pause() : std::this_thread::yield();
+    for (int spins = 0; state_.load() & kActive; ++spins) {
+      if (spins < kSpins) {
+        pause();
+        continue;
+      }
+      // Asleep, not spinning: a worker that another process has pushed aside may then move to this core.
+      std::unique_lock<std::mutex> lock(sleep_);
+      waiting_ = true;
+      done_.wait(lock, [&] { return (state_.load() & kActive) == 0; });
+      waiting_ = false;
+    }
   }
 
  private:
   static constexpr uint32_t kOpen = 1u << 31, kActive = kOpen - 1;
   std::mutex busy_, sleep_;
-  std::condition_variable wake_;
+  std::condition_variable wake_, done_;
+  std::atomic<bool> waiting_{false};
   std::atomic<uint64_t> state_{0};  // epoch of the call, whether it is open, workers inside
   std::atomic<int64_t> next_{0};
   std::atomic<int> sleepers_{0};
@@ -81,7 +92,10 @@ class Pool {
     for (int spins = 0;;) {
       if (enter(seen)) {
         if (index < limit_) drain();
-        --state_;
+        if ((--state_ & kActive) == 0 && waiting_) {
+          std::lock_guard<std::mutex> lock(sleep_);
+          done_.notify_one();
+        }
         spins = 0;
       } else if (++spins < kSpins) {
         pause();
