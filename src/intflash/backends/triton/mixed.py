@@ -21,8 +21,8 @@ from intflash.quant import QTensor
 from intflash.quant.quantizers import TINY_AMAX
 
 STEPS: dict[str, Steps] = {
-    "int_flash_full": mixed_steps.FULL,
-    "int_flash_half": mixed_steps.HALF,
+    "int_flash_full": mixed_steps.FULL_RAISED,
+    "int_flash_half": mixed_steps.HALF_RAISED,
     "lite": mixed_steps.LITE["integer"],
     "qattn": mixed_steps.QATTN,
     "fp16": mixed_steps.FLOAT,

@@ -13,13 +13,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import intflash
-from intflash.backends.triton import mixed, unfused
+from intflash.backends.triton import mixed, mixed_steps, unfused
 from intflash.backends.triton.streaming import Statistics, Tile
 from intflash.methods import get_method
 from intflash.problem import Problem
 from intflash.quant import QTensor
 
 TORCH = {"cuDNN fp16": SDPBackend.CUDNN_ATTENTION, "flash fp16": SDPBackend.FLASH_ATTENTION}
+FLOWS = {
+    "lite": mixed_steps.LITE,
+    "int_flash_half": {"float maximum": mixed_steps.HALF},
+    "int_flash_full": {"float maximum": mixed_steps.FULL},
+}
 Call = Callable[[], Any]
 
 
@@ -34,8 +39,10 @@ def kernel_call(
 ) -> tuple[Call, Call]:  # fmt: skip
     """(the kernel, what reads its output as floats) of a method or of torch's attention, on CUDA float tensors.
 
-    Integer methods write int8, the others float16. `flow` is one of lite's.
+    Integer methods write int8, the others float16. `flow` is one of FLOWS; "method, flow" is a name too.
     """
+    name, _, named = name.partition(", ")
+    flow = flow or named or None
     if name in TORCH:
         half = [x.half() for x in (q, k, v)]
         call = partial(torch_attention, TORCH[name], *half)
@@ -47,9 +54,7 @@ def kernel_call(
     problem = Problem(name, q, k, v, q.shape[3] ** -0.5, recipe=method.recipe, out_dtype=dtype).quantized()
     out = torch.empty_like(q, dtype=dtype)
     if name in mixed.STEPS:
-        from intflash.backends.triton.mixed_steps import LITE
-
-        steps = None if flow is None else LITE[flow]
+        steps = None if flow is None else FLOWS[name][flow]
         parts = mixed.operands(problem)
         launch = mixed.mixed_launch(problem, parts, out, Statistics(None, None), tile, steps)
         return launch.run, lambda: out
