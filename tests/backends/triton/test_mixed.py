@@ -35,7 +35,7 @@ def test_int_flash_meets_the_published_kernels():
     """Outputs of the published programs on an H200: half to float16's rounding, full but for single codes of P."""
     found = interpreted("golden")
     assert len(found) == 5
-    assert min(db for case, db in found.items() if case.endswith("half")) > 72
+    assert min(db for case, db in found.items() if case.endswith("half")) > 70
     assert min(db for case, db in found.items() if case.endswith("full")) > 48
 
 
