@@ -1,7 +1,8 @@
 """The CPU kernels beside torch's (and onnxruntime's) attention: `intflash bench attention --device cpu`.
 
 Every series of a workload takes turns with every other in one process, so that a slow spell of the
-machine hits all of them; a time is the median over the turns, a ratio is torch float32 SDPA's median
+machine hits all of them; a time is the median over the turns (on one thread of its CPU time, so that
+other processes on a shared machine are left out), a ratio is torch float32 SDPA's median
 over the series' own in the same run.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import multiprocessing
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -126,7 +128,8 @@ def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequen
         for isa in isas[1:]:
             if method != "intflash_online" and isa != "generic":
                 calls[f"{method}, int8 in and out", isa] = partial(cpu.run, codes, isa=isa)
-    seconds = dict(zip(calls, time_interleaved(list(calls.values()), budget_s), strict=True))
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    seconds = dict(zip(calls, time_interleaved(list(calls.values()), budget_s, clock=clock), strict=True))
     shape = "x".join(map(str, workload.shape))
     peer = seconds[PEER, ""]
     return [
