@@ -1,4 +1,4 @@
-"""Launch a few kernels once each for Nsight Compute: `ncu --clock-control none --set full python scripts/gpu_profile.py`."""
+"""A few kernels once each, for `ncu --clock-control none --set full python scripts/gpu_profile.py`."""
 
 import torch
 from gpu_sweep import build

@@ -32,7 +32,7 @@ def per_score(launch, machine) -> dict[str, float]:
 
 
 def row(name: str, arch: int) -> dict:
-    launch = shipped.launch(name)
+    launch = shipped.launch(name, arch)
     machine = sass.compile_launch(launch, arch)
     return dict(
         name=name, arch=arch, registers=machine.registers, spills=machine.spills, shared=machine.shared_bytes,

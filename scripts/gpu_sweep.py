@@ -54,7 +54,7 @@ def build(shape, method, kind, tile):
     scales = rowwise.NO_SCALES
     if kind == "fused":
         scales = Three(*(view(x.scale) for x in (q, k, v)))
-        problem = dataclasses.replace(problem, **dict(zip("qkv", (x.half() for x in floats))))
+        problem = dataclasses.replace(problem, **dict(zip("qkv", (x.half() for x in floats), strict=True)))
     return rowwise.rowwise_launch(problem, BITS[method], constants, out, none, scales, rowwise.RowTile(*tile))
 
 
@@ -170,7 +170,7 @@ def main():
     errors = {}
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(15, mp_context=context) as pool:
-        for key, error in zip(distinct, pool.map(compile_one, distinct.values())):
+        for key, error in zip(distinct, pool.map(compile_one, distinct.values()), strict=True):
             if error:
                 errors[key] = error
                 print("compile", key, error, flush=True)
@@ -188,9 +188,12 @@ def main():
         base = min(times.get("CUDNN_ATTENTION", 1e9), times.get("FLASH_ATTENTION", 1e9))
         best = sorted((t, str(x)) for x, t in times.items() if isinstance(x, tuple))
         b, h, n, d = shape
-        print(f"{w} {method} {kind}: sdpa {base:.2f} us; best {best[0][0]:.2f} us {best[0][1]} ratio {base / best[0][0]:.2f} "
-              f"{4 * b * h * n * n * d / best[0][0] / 1e6:.0f} TOPS | " + " ".join(f"{x}:{t:.1f}" for t, x in best[:6]), flush=True)
-        rows.append(dict(workload=w, shape=shape, method=method, kind=kind, times={str(x): t for x, t in times.items()}))
+        top, tops = best[0], 4 * b * h * n * n * d / best[0][0] / 1e6
+        others = " ".join(f"{x}:{t:.1f}" for t, x in best[:6])
+        ratio = f"ratio {base / top[0]:.2f} {tops:.0f} TOPS"
+        print(f"{w} {method} {kind}: sdpa {base:.2f} us; best {top[0]:.2f} us {top[1]} {ratio} | {others}", flush=True)
+        by_name = {str(x): t for x, t in times.items()}
+        rows.append(dict(workload=w, shape=shape, method=method, kind=kind, times=by_name))
         del calls
         torch.cuda.empty_cache()
         if shape[2] <= 256:

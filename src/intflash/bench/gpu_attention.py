@@ -34,7 +34,11 @@ from intflash.quant import QTensor, Recipe
 log = logging.getLogger(__name__)
 
 H200 = {"int8 operations/s": 1979e12, "bytes/s": 4.3e12}  # datasheet peak; measured device copy
-SDPA = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+SDPA = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 FASTER_OF = ("cuDNN", "flash")
 KERNEL, STATIC, DYNAMIC = "kernel only", "float16, static scales", "float16, dynamic scales"
 
@@ -244,7 +248,8 @@ def _figure(rows: list[Measured], path: Path) -> None:
     names = list(dict.fromkeys(r.workload for r in rows))
     figure, axes = pyplot.subplots(figsize=(9, 0.32 * len(names) + 1.2))
     for offset, variant in zip((-0.25, 0.0, 0.25), (KERNEL, STATIC, DYNAMIC), strict=True):
-        values = [max((r.ratio or 0 for r in rows if (r.workload, r.variant) == (n, variant)), default=0) for n in names]
+        ratios = {n: [r.ratio or 0 for r in rows if (r.workload, r.variant) == (n, variant)] for n in names}
+        values = [max(ratios[n], default=0) for n in names]
         axes.barh([i + offset for i in range(len(names))], values, height=0.25, label=variant)
     for r in rows:
         if r.target is not None and r.variant == KERNEL:
@@ -266,7 +271,8 @@ def table(rows: list[Measured]) -> str:
         goal = "" if r.target is None else f" (target {r.target})"
         ratio = "" if r.ratio is None else f"{r.ratio:.2f}{goal}"
         db = "" if r.sqnr_db is None else f"{r.sqnr_db:.1f} dB"
-        lines.append(f"{r.workload:14s} {r.method:16s} {r.variant:24s} {r.us:9.2f} us {ratio:20s} {r.tops:6.0f} TOPS {db}")
+        who = f"{r.workload:14s} {r.method:16s} {r.variant:24s}"
+        lines.append(f"{who} {r.us:9.2f} us {ratio:20s} {r.tops:6.0f} TOPS {db}")
     return "\n".join(lines)
 
 

@@ -26,7 +26,9 @@ PUBLISHED = ("qflash", "iflash")
 ABSENT = -(1 << 31)
 
 
-def codes(method, batch=1, heads=2, nq=50, nk=150, d=32, dv=None, key_heads=None, amax=4.0, kinds=("tensor",) * 3, **more):
+def codes(
+    method, batch=1, heads=2, nq=50, nk=150, d=32, dv=None, key_heads=None, amax=4.0, kinds=("tensor",) * 3, **more
+) -> Problem:  # fmt: skip
     """A problem of int8 codes, int8 out."""
     key_heads = key_heads or heads
     shapes = (batch, heads, nq, d), (batch, key_heads, nk, d), (batch, key_heads, nk, dv or d)
@@ -64,7 +66,8 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         yield f"{nq} gqa", codes(method, heads=4, key_heads=2, d=17, dv=20, **shape)
         yield f"{nq} bias", codes(method, batch=4, heads=1, **_bias(method, (2, 1, 1, nk)), **shape)
         yield f"{nq} bias of rows", codes(method, batch=2, **_bias(method, (1, 2, nq, nk)), **shape)
-        yield f"{nq} keep", codes(method, batch=2, heads=1, keep=torch.rand(2, 1, nq, nk) < 0.5, return_lse=True, **shape)
+        keep = torch.rand(2, 1, nq, nk) < 0.5
+        yield f"{nq} keep", codes(method, batch=2, heads=1, keep=keep, return_lse=True, **shape)
     if large:
         yield "bfloat16", codes(method, nq=300, nk=600, d=64, out_dtype=torch.bfloat16)
         yield "strides", _strided(method)

@@ -31,7 +31,7 @@ def test_bits_in_the_interpreter(method):
 
 
 def _check(name: str, arch: int) -> None:
-    machine = sass.compile_launch(shipped.launch(name), arch)
+    machine = sass.compile_launch(shipped.launch(name, arch), arch)
     assert machine.float_instructions == []
     assert machine.spills == 0, f"{machine.registers} registers, {machine.spills} local loads and stores"
     products = sum(machine.opcodes[x] for x in ("IMMA", "IGMMA", "UTCIMMA"))

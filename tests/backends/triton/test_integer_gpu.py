@@ -1,4 +1,4 @@
-"""On a GPU: the reference's bits for every method, shape, mask and tile; graphs; torch.compile. `scripts/gpu_check.sh`."""
+"""On a GPU (`scripts/gpu_check.sh`): the reference's bits for every method, shape, mask and tile; graphs; torch.compile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def test_bits(method, name):
 
 
 @pytest.mark.parametrize("method", ic.OURS)
-@pytest.mark.parametrize("rows, keys, warps, stages", [(64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 3), (16, 32, 4, 1)])
+@pytest.mark.parametrize(
+    "rows, keys, warps, stages", [(64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 3), (16, 32, 4, 1)]
+)
 def test_bits_of_any_streaming_tile(method, rows, keys, warps, stages):
     from intflash.backends.triton import backend, streaming
     from intflash.backends.triton.constants import constants_launch
@@ -88,7 +90,10 @@ def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
         assert torch.equal(want, out.cpu())
 
 
-@pytest.mark.parametrize("recipe", [Recipe(q_scale=0.03, k_scale=0.03, v_scale=0.03), Recipe()], ids=["static", "dynamic"])
+STATIC = Recipe(q_scale=0.03, k_scale=0.03, v_scale=0.03)
+
+
+@pytest.mark.parametrize("recipe", [STATIC, Recipe()], ids=["static", "dynamic"])
 @pytest.mark.parametrize("n", [197, 1024])
 @pytest.mark.parametrize("method", ic.OURS)
 def test_graph_capture(method, n, recipe):

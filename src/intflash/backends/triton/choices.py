@@ -1,14 +1,18 @@
 """Tile choices: a small measured table per architecture and shape class (scripts/gpu_sweep.py --write).
 
-No tuning at a first call: a class that was not measured takes the nearest one that was, an architecture without a
-table the one of sm_90. Tiles never change a bit; masks and wide heads take tiles that leave registers for them.
+No tuning at a first call: an architecture without an entry of its own takes that of sm_90; the entries of those that
+nobody measured are there because sm_90's tile would spill. Tiles never change a bit; masks and wide heads take tiles
+that leave registers for them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import json
 import pathlib
+from collections.abc import Iterator
 
 import torch
 
@@ -21,14 +25,25 @@ def table() -> dict[str, dict[str, list[int]]]:
     return json.loads(_TABLE.read_text())
 
 
+_compiling_for: contextvars.ContextVar[int | None] = contextvars.ContextVar("compiling_for", default=None)
+
+
+@contextlib.contextmanager
+def compiling_for(arch: int) -> Iterator[None]:
+    """Choose as on a GPU of this architecture, with none present (for `shipped`)."""
+    token = _compiling_for.set(arch)
+    try:
+        yield
+    finally:
+        _compiling_for.reset(token)
+
+
 @functools.cache
-def architecture(device: torch.device) -> str:
-    """The table's key for a device: its compute capability, or 90."""
+def _capability(device: torch.device) -> int:
     if device.type != "cuda":
-        return "90"
+        return 90
     major, minor = torch.cuda.get_device_capability(device)
-    found = f"{major}{minor}"
-    return found if found in table() else "90"
+    return 10 * major + minor
 
 
 def row_class(heads: int, rows: int, keys: int, head_dim: int, bits: int, fused: bool) -> str:
@@ -45,4 +60,6 @@ def stream_class(method_keys: int | None, head_dim: int, bits: int) -> str:
 
 
 def choose(device: torch.device, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(table()[architecture(device)].get(name, default))
+    """The tile of a class: the architecture's own, or sm_90's, or the default."""
+    arch = str(_compiling_for.get() or _capability(device))
+    return tuple(table().get(arch, {}).get(name) or table()["90"].get(name, default))

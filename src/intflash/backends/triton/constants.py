@@ -128,7 +128,9 @@ def _broadcast(*shapes: tuple[int, ...]) -> Shape:
     return Shape(*torch.broadcast_shapes(*shapes))
 
 
-def constants_launch(problem: Problem, scales: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Launch, Constants, Tensor | None]:
+def constants_launch(
+    problem: Problem, scales: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Launch, Constants, Tensor | None]:
     """The launch that fills a problem's constants, the constants, and the output's scale.
 
     `scales`: of Q (its block axis spread over tokens), K and V where the problem's tensors are floats.

@@ -231,14 +231,21 @@ def _unit_bias(problem: Problem) -> Tensor | None:
     return torch.where(absent, ABSENT, scaled.to(torch.int64)).to(torch.int32)
 
 
+def _default_tile(method: str, head_dim: int) -> Tile:
+    """More warps and fewer stages where registers would spill otherwise, on one architecture or another."""
+    rows = 64 if head_dim <= 128 else 32
+    if method == "iflash":
+        return Tile(rows, qflash.TILE, 8, 1)
+    return Tile(rows, qflash.TILE, 4 if head_dim <= 64 else 8, 2)
+
+
 def published_launch(
     problem: Problem, values: Tensor, out: Tensor, statistics: Statistics, tile: Tile | None = None
 ) -> Launch:
     """The tile loop's launch for a quantized problem of these methods."""
     (batch, heads, nq, d), (nk, dv) = problem.q.shape, problem.v.shape[2:]
     steps = STEPS[problem.method]
-    narrow = max(d, dv) <= 64  # a wider accumulator takes more warps, or registers would spill
-    tile = replace(tile or Tile(64 if max(d, dv) <= 128 else 32, steps.keys, 4 if narrow else 8, 2), keys=steps.keys)
+    tile = replace(tile or _default_tile(problem.method, max(d, dv)), keys=steps.keys)
     packed = problem.cu_seqlens_q is not None
     sequences = len(problem.cu_seqlens_q) - 1 if packed else None
     causal = ""

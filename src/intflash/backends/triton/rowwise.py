@@ -205,7 +205,8 @@ def _rowwise_kernel(
         keys = _keys(PIECES[i][0], PIECES[i][1])
         k_tile = _codes(load_rows(k, k_base, keys, nk, D, BD, not PIECES[i][2]), scales.k, batch, key_head)
         keys = PIECES[i][0] + tl.arange(0, PIECES[i][1])
-        v_tile = _codes(load_rows(v, v_base, keys, nk, DV, BDV, not PIECES[i][2] and not V_PADDED), scales.v, batch, key_head)
+        v_tile = load_rows(v, v_base, keys, nk, DV, BDV, not PIECES[i][2] and not V_PADDED)
+        v_tile = _codes(v_tile, scales.v, batch, key_head)
         if V_PADDED and not PIECES[i][2]:
             v_tile = tl.where((keys < nk)[:, None], v_tile, 0).to(tl.int8)
         ks = ks + (k_tile,)
@@ -294,12 +295,14 @@ def rowwise_launch(
         ),
         statistics=statistics, scales=scales, nq=nq, nk=nk, sm_bits=float_bits(problem.sm_scale),
         BITS=bits, KIND="row" if per_row else "head", CAUSAL=problem.causal is not None, PLAIN=bias is None,
-        D=d, DV=dv, BM=tile.rows, TILES=tile.tiles, TAIL=tile.tail, PIECES=pieces(nk), BD=block_dim(d, 32), BDV=block_dim(dv, 16),
+        D=d, DV=dv, BM=tile.rows, TILES=tile.tiles, TAIL=tile.tail, PIECES=pieces(nk),
+        BD=block_dim(d, 32), BDV=block_dim(dv, 16),
         PERIODS=Periods(
             1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], heads // k.shape[1], 1,
             output_channels(constants),
         ),
-        BATCH_FIRST=batch_first, V_PADDED=scales.q is None and readable(v, pieces(nk)[-1][0] + pieces(nk)[-1][1]),
+        BATCH_FIRST=batch_first,
+        V_PADDED=scales.q is None and readable(v, pieces(nk)[-1][0] + pieces(nk)[-1][1]),
     )  # fmt: skip
     grid = (batch, heads, programs) if batch_first else (programs, heads, batch)
     return Launch(_rowwise_kernel, grid, arguments, tile.warps, 1)

@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from intflash.backends.triton import backend, published
+from intflash.backends.triton import backend, choices, published
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.launch import Launch
 from intflash.problem import Problem
@@ -96,8 +96,9 @@ def _variants() -> dict[str, dict]:
 QUICK = (
     "intflash row n197 d64", "intflash row n49 bias", "intflash stream n4096 d64", "intflash stream n4096 causal lse",
     "intflash_p8 row n197 d64", "intflash_p8 row n49 d32 key-major", "intflash_p8 stream n4096 d128",
-    "intflash_p8 stream n4096 token block", "intflash_online stream n4096 d64", "intflash_online stream n1000 d64 natural",
-    "intflash_online stream packed causal", "qflash n197 d64", "iflash n197 d64",
+    "intflash_p8 stream n4096 token block", "intflash_online stream n4096 d64",
+    "intflash_online stream n1000 d64 natural", "intflash_online stream packed causal",
+    "qflash n197 d64", "iflash n197 d64",
 )  # fmt: skip
 
 
@@ -111,6 +112,7 @@ def names(quick: bool = False) -> tuple[str, ...]:
     return QUICK if quick else tuple(_found())
 
 
-def launch(name: str) -> Launch:
-    """The launch of a name."""
-    return attention_launch(**_found()[name])
+def launch(name: str, arch: int = 90) -> Launch:
+    """The launch of a name, with the tiles of an architecture."""
+    with choices.compiling_for(arch):
+        return attention_launch(**_found()[name])

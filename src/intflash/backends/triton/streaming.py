@@ -93,7 +93,8 @@ def walk(
         if PASS == 1:
             state = STEPS.maximum(state, s, unit, bias, present, PLAIN)
         else:
-            v_tile = load_rows(v, v_base, first + tl.arange(0, BN), place.k_count, DV, BDV, BOUNDED and not PERIODS.v_padded)
+            value_keys = first + tl.arange(0, BN)
+            v_tile = load_rows(v, v_base, value_keys, place.k_count, DV, BDV, BOUNDED and not PERIODS.v_padded)
             state = STEPS.step(state, s, unit, bias, present, v_tile, PLAIN)
     return state
 
@@ -183,7 +184,7 @@ def _streaming_kernel(
             C = STEPS.hooks.row_units(constants, place, rows, PERIODS, KIND)
         elif KIND != "block":
             C, shift = score_constants(constants.score, 1, place, rows, rows, KIND)
-        if STEPS.hooks is None and KIND == "head":  # a shift of 0 is the usual one and costs nothing in a loop of its own
+        if STEPS.hooks is None and KIND == "head":  # a shift of 0, the usual one, costs nothing in a loop of its own
             if shift == 0:
                 state = passes(state, q_tile, k, v, k_base, v_base, masks, place, rows, C, None, constants, causal,
                                full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD, BDV, PERIODS)  # fmt: skip
@@ -225,7 +226,8 @@ def default_tile(problem: Problem, steps: Steps) -> Tile:
         return Tile(64, 32 if bits == 16 else 64, 8, 1)
     packed, blocks = problem.cu_seqlens_q is not None, problem.k.granularity == "block"
     if read or packed or blocks or problem.causal is not None or problem.k.shape[2] % 128:
-        return Tile(64, steps.keys or 64, 8, 2)
+        rows = choices.choose(problem.device, "rows of a masked stream", (64,))[0]
+        return Tile(rows, steps.keys or 64, 8, 2)
     name = choices.stream_class(steps.keys, d, bits)
     return Tile(*choices.choose(problem.device, name, (64, steps.keys or 64, 4, 2)))
 
