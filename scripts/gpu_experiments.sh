@@ -31,10 +31,10 @@ for what in ${*:-check warm bench}; do
         echo "warm: $((SECONDS - start)) s" ;;
     bench)
         for e in $experiments; do
-            step "$e" 120 $python -m intflash.cli bench run --device cuda -e "$e" --out "$results"
+            step "$e" 300 $python -m intflash.cli bench run --device cuda -e "$e" --out "$results"
         done ;;
     *)
-        step "$what" 120 $python -m intflash.cli bench run --device cuda -e "$what" --out "$results"
+        step "$what" 300 $python -m intflash.cli bench run --device cuda -e "$what" --out "$results"
         tail -n 60 "$results/$what.log" ;;
     esac
 done

@@ -35,7 +35,7 @@ TILES = [
 ]  # fmt: skip
 STEPS = {
     "int_flash_half": {"": mixed_steps.HALF, "raised": mixed_steps.HALF_RAISED},
-    "int_flash_full": {"": mixed_steps.FULL, "raised": mixed_steps.FULL_RAISED},
+    "int_flash_full": {"": mixed_steps.FULL},
     "lite": mixed_steps.LITE,
     "fp16": {"": None},
     "fp8": {"": None},

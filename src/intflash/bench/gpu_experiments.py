@@ -63,14 +63,15 @@ def _lengths(setting: Setting) -> Iterator[Row]:
         setting.log(f"head_dim {d}, N {n}")
         w = Workload("", "", 32 if d == 64 else 16, n, d, batch=4)
         inputs, refused = _inputs(w.shape, setting.seed), {}
-        floats = tuple(f"{name}, float maximum" for name in MIXED[:2])
-        calls = _calls((*SDPA, *MIXED, *floats, *OURS[:1]), inputs, refused)
+        both = tuple(f"int_flash_half, {kind} maximum" for kind in ("float", "integer"))
+        calls = _calls((*SDPA, *both, *MIXED[1:], *OURS[:1]), inputs, refused)
         seconds = dict(zip(calls, time_calls([c for c, _ in calls.values()], rounds=7), strict=True))
         reference = exact_attention(*(x[:1, :1] for x in inputs)) if n <= 4096 else None
         case = f"D{d} {n // 1024}k"
         for name, time in seconds.items():
             place = dict(series=name, case=case, x=n, backend="torch" if name in SDPA else "triton")
-            yield Row(metric=TOPS, value=w.operations / time / 1e12, paper=PUBLISHED.get(name, {}).get((d, n)), **place)
+            paper = PUBLISHED.get(name.partition(",")[0], {}).get((d, n))
+            yield Row(metric=TOPS, value=w.operations / time / 1e12, paper=paper, **place)
             if SDPA[0] in seconds:
                 yield Row(metric=CUDNN, value=seconds[SDPA[0]] / time, **place)
             if reference is not None:

@@ -21,8 +21,8 @@ from intflash.quant import QTensor
 from intflash.quant.quantizers import TINY_AMAX
 
 STEPS: dict[str, Steps] = {
-    "int_flash_full": mixed_steps.FULL_RAISED,
-    "int_flash_half": mixed_steps.HALF_RAISED,
+    "int_flash_full": mixed_steps.FULL,
+    "int_flash_half": mixed_steps.HALF,
     "lite": mixed_steps.LITE["integer"],
     "qattn": mixed_steps.QATTN,
     "fp16": mixed_steps.FLOAT,
@@ -130,6 +130,11 @@ def _default_out_scale(problem: Problem) -> Tensor:
     return scale * ((1 << (problem.v.bits - 1)) - 1) / qmax
 
 
+def _default_steps(method: str, head_dim: int) -> Steps:
+    """An integer maximum of key-scaled scores is worth its extra FMAs where products are long (docs/mixed.md)."""
+    return mixed_steps.HALF_RAISED if method == "int_flash_half" and head_dim > 64 else STEPS[method]
+
+
 def default_tile(method: str, head_dim: int, nq: int, nk: int) -> Tile:
     """The fastest of scripts/gpu_mixed.py sweep on an H200 (docs/mixed.md); 64 rows where rows are few."""
     if method == "fp32":
@@ -150,7 +155,7 @@ def mixed_launch(
     """The tile loop's launch; `parts` from `operands`, `steps` for another flow than the method's own."""
     q, k, v = parts
     (batch, heads, nq, d), (nk, dv) = q.data.shape, v.data.shape[2:]
-    steps = steps or STEPS[problem.method]
+    steps = steps or _default_steps(problem.method, d)
     tile = tile or default_tile(problem.method, d, nq, nk)
     if v.granularity == "block":
         tile = replace(tile, keys=min(tile.keys, v.block_size & -v.block_size))

@@ -1,9 +1,9 @@
 """The steps of the methods with a float32 softmax: int_flash, lite, qattn and the float baselines.
 
 Their scores are int32 (or float32 from float inputs), their exponentials are taken in octaves, x = s * unit, against
-the maximum so far. `unit` of a tile is (row, key, value, lift): row [BM] what a score is worth, key [1, BN] where KIND.k
-is "key" and value the scale of the tile's V where KIND.v is "tile" (1 otherwise). The state is (m, l, acc), m in
-octaves, l the sum of the exact p.
+the maximum so far. `unit` of a tile is (row, key, value, lift): row [BM] what a score is worth, key [1, BN] and lift
+(see `_raised`) where KIND.k is "key", value the scale of the tile's V where KIND.v is "tile". The state is
+(m, l, acc), m in octaves, l the sum of the exact p.
 
     int_flash_half   P float16              int_flash_full   P int8, R = 127, int32 products
     lite, qattn      P bfloat16             fp16, bf16, fp32, fp8    P of the inputs' type
@@ -281,7 +281,7 @@ def _dual(m, s, unit):
 
 
 @triton.jit
-def _raised(m, s, unit, OFFSET: tl.constexpr):
+def _raised(m, s, unit):
     """As `_integer` with a scale for each key: scores raised by `lift` are positive floats, ordered as integers.
 
     Rounded to half a score unit of the tile's largest key scale.
@@ -290,7 +290,7 @@ def _raised(m, s, unit, OFFSET: tl.constexpr):
     y = (s + MAGIC_BITS).to(tl.float32, bitcast=True) * key + (lift - MAGIC * key)
     top = tl.max(y.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     m, base, alpha = _raise(m, (top - lift) * row)
-    return m, alpha, tl.exp2(y * row[:, None] - (base + lift * row - OFFSET)[:, None])
+    return m, alpha, tl.exp2(y * row[:, None] - (base + lift * row)[:, None])
 
 
 @triton.jit
@@ -330,7 +330,7 @@ def _step_half(state, s, unit, bias, present, v, KIND: tl.constexpr):
 def _step_half_raised(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
     if KIND.k == "key" and bias is None and present is None:
-        m, alpha, p = _raised(m, s, unit, 0.0)
+        m, alpha, p = _raised(m, s, unit)
     else:
         m, alpha, p = _flow(m, s, unit, bias, present, KIND, "integer")
     return _accumulate(m, alpha, p, l, acc, v, tl.float16)
@@ -388,30 +388,15 @@ def _result_fp8(state):
 
 
 @triton.jit
-def _add_codes(m, alpha, p, l, acc, v, unit, KIND: tl.constexpr):
+def _step_full(state, s, unit, bias, present, v, KIND: tl.constexpr):
     """P * 127 rounded to int8; the tile's product is exact in int32."""
+    m, l, acc = state
+    m, alpha, p = _general(m, s, unit, bias, present, KIND, LOG2_R)
     codes = (p + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
     product = tl.dot(natural_order(codes), v, out_dtype=tl.int32).to(tl.float32)
     if KIND.v == "tile":
         product *= unit[2]
     return m, l * alpha + tl.sum(p, 1), acc * alpha[:, None] + product
-
-
-@triton.jit
-def _step_full(state, s, unit, bias, present, v, KIND: tl.constexpr):
-    m, l, acc = state
-    m, alpha, p = _general(m, s, unit, bias, present, KIND, LOG2_R)
-    return _add_codes(m, alpha, p, l, acc, v, unit, KIND)
-
-
-@triton.jit
-def _step_full_raised(state, s, unit, bias, present, v, KIND: tl.constexpr):
-    m, l, acc = state
-    if KIND.k == "key" and bias is None and present is None:
-        m, alpha, p = _raised(m, s, unit, LOG2_R)
-    else:
-        m, alpha, p = _general(m, s, unit, bias, present, KIND, LOG2_R)
-    return _add_codes(m, alpha, p, l, acc, v, unit, KIND)
 
 
 @triton.jit
@@ -434,7 +419,6 @@ def _steps(step, hooks: Hooks, result=_result, keys: int | None = None) -> Steps
 
 HALF = _steps(_step_half, _INTEGER_QK)
 HALF_RAISED = _steps(_step_half_raised, _INTEGER_QK)
-FULL_RAISED = _steps(_step_full_raised, _INTEGER_P, _result_full, keys=64)
 FULL = _steps(_step_full, _INTEGER_P, _result_full, keys=64)  # P's step is 1 / 127 of the maximum so far
 LITE = {
     "convert": _steps(_step_lite_convert, _INTEGER_QK),

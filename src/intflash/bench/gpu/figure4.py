@@ -54,7 +54,7 @@ def _step(state, s, C, bias, present, v, PLAIN: tl.constexpr):
     p = natural_order(exp_p8(s, C, offsets((-(raised.to(tl.int64) << 32) + K0)[:, None], bias, present)))
     product = tl.dot(p, v, out_dtype=tl.int32)
     product += offset_row(add_value_sums(tl.zeros([16, v.shape[1]], tl.int32), v))
-    sums = row_sum(add_row_sums(tl.full([s.shape[0], 16], 128 * s.shape[1], tl.int32), p))
+    sums = row_sum(add_row_sums(tl.full([s.shape[0], 16], 128 * s.shape[1], tl.int32), p, None))
     l = l * alpha + sums.to(tl.float32)
     return raised, acc * alpha[:, None] + product.to(tl.float32), l
 

@@ -22,8 +22,7 @@ from intflash.quant import QTensor
 TORCH = {"cuDNN fp16": SDPBackend.CUDNN_ATTENTION, "flash fp16": SDPBackend.FLASH_ATTENTION}
 FLOWS = {
     "lite": mixed_steps.LITE,
-    "int_flash_half": {"float maximum": mixed_steps.HALF},
-    "int_flash_full": {"float maximum": mixed_steps.FULL},
+    "int_flash_half": {"float maximum": mixed_steps.HALF, "integer maximum": mixed_steps.HALF_RAISED},
 }
 Call = Callable[[], Any]
 
