@@ -186,24 +186,23 @@ def _onnx_session(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Callable[[],
 
 
 def _figure(rows: Sequence[Row], path: Path) -> None:
+    """Ratios on one thread: with several, torch's threads spin into the next call's time."""
     from matplotlib.figure import Figure
 
-    rows = [r for r in rows if r.series != SCALING]
     best = cpu.instruction_sets()[0]
-    counts = sorted({r.threads for r in rows})
-    figure = Figure(figsize=(12, 3.6 * len(counts)), layout="constrained")
-    for axes, count in zip(figure.subplots(len(counts), 1, squeeze=False)[:, 0], counts, strict=True):
-        here = [r for r in rows if r.threads == count and r.kernels in ("", best) and r.series != PEER]
-        names = list(dict.fromkeys(r.workload for r in here))
-        series = list(dict.fromkeys(r.series for r in here))
-        width = 0.84 / len(series)
-        for i, name in enumerate(series):
-            found = {r.workload: r.ratio for r in here if r.series == name}
-            at = [x + (i - (len(series) - 1) / 2) * width for x in range(len(names))]
-            axes.bar(at, [found[w] for w in names], width, label=name)
-        axes.axhline(1, color="black", linewidth=0.8)
-        axes.set(
-            xticks=range(len(names)), xticklabels=names, ylabel=f"times {PEER}", title=f"{count} thread(s), {best}"
-        )
-        axes.legend(fontsize=7, ncols=3)
+    fewest = min(r.threads for r in rows)
+    rows = [r for r in rows if r.threads == fewest and r.kernels in ("", best) and r.series not in (PEER, SCALING)]
+    names = list(dict.fromkeys(r.workload for r in rows))
+    series = list(dict.fromkeys(r.series for r in rows))
+    width = 0.84 / len(series)
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for i, name in enumerate(series):
+        found = {r.workload: r.ratio for r in rows if r.series == name}
+        at = [x + (i - (len(series) - 1) / 2) * width for x in range(len(names))]
+        axes.bar(at, [found[w] for w in names], width, label=name)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xticks=range(len(names)), xticklabels=names, ylabel=f"times {PEER}")
+    axes.set_title(f"{fewest} thread, {best} kernels")
+    axes.legend(fontsize=8, ncols=2)
     figure.savefig(path, dpi=110)
