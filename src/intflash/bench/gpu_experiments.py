@@ -23,6 +23,11 @@ SDPA = ("cuDNN fp16", "flash fp16")
 CUDNN = "ratio to cuDNN fp16"
 TOPS = "T operations/s"
 
+_WHOLE_CALLS = (
+    " The intflash, qflash and iflash rows are whole calls on int8 codes, with the launch that computes the constants; "
+    "`intflash bench attention` times their kernels alone."
+)
+
 # The published kernels' own programs on an H200 (torch 2.11, triton 3.6), T operations/s by (head_dim, N).
 _SIZES = tuple((d, n) for d in (64, 128) for n in (1024, 4096, 16384))
 PUBLISHED = {
@@ -96,7 +101,8 @@ LENGTHS = Experiment(
     figures=(Figure(TOPS), Figure(CUDNN)),
     conclude=_conclude_lengths,
     notes="B = 4, H = 32 (D = 64) or 16 (D = 128), inputs uniform in [-4, 4], prequantized; CUDA-graph replays, "
-    "contenders taking turns, medians. In brackets: the published program of the method, measured on an H200.",
+    "contenders taking turns, medians. In brackets: the published program of the method, measured on an H200."
+    + _WHOLE_CALLS,
     devices=("cuda",),
 )
 
@@ -134,7 +140,8 @@ def _workload_experiment(batch: int, names: Sequence[str], text: str) -> Experim
         measure=_workload_rows(batch, names),
         figures=(Figure("us"), Figure("speedup over ivit")),
         notes=text + "Prequantized inputs, int8 out where the method is integer-only, float16 otherwise; ivit, ibert "
-        "and fqvit are four launches each, scores and P in memory. CUDA-graph replays, medians.",
+        "and fqvit are three or four launches each, scores and P in memory. CUDA-graph replays, medians."
+        + _WHOLE_CALLS,
         devices=("cuda",),
     )
 
@@ -175,7 +182,8 @@ ENERGY = Experiment(
     source="QFlash, Table 3 (RTX 5090, nvidia-smi)",
     measure=_energy,
     figures=(Figure("uJ per call"),),
-    notes="NVML's energy counter over one second of graph replays: the whole board, idle power included.",
+    notes="NVML's energy counter over one second of graph replays: the whole board, idle power included."
+    + _WHOLE_CALLS,
     devices=("cuda",),
 )
 
