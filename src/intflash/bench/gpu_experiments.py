@@ -140,7 +140,7 @@ def _workload_experiment(batch: int, names: Sequence[str], text: str) -> Experim
         measure=_workload_rows(batch, names),
         figures=(Figure("us"), Figure("speedup over ivit")),
         notes=text + "Prequantized inputs, int8 out where the method is integer-only, float16 otherwise; ivit, ibert "
-        "and fqvit are three or four launches each, scores and P in memory. CUDA-graph replays, medians."
+        "and fqvit are three or four launches, scores and P in memory. CUDA-graph replays, medians."
         + _WHOLE_CALLS,
         devices=("cuda",),
     )
