@@ -81,3 +81,11 @@ def test_a_scalar_division_fails():
 
     launch = Launch(_divide_kernel, (1,), dict(x=torch.zeros(32, dtype=torch.int32), n=7), 1, 1)
     assert sass.compile_launch(launch, 90).float_instructions
+
+
+def test_device_functions():
+    """The reciprocal, leading zeros and both exponentials equal Python's integers."""
+    command = [sys.executable, "-W", "ignore", str(HERE / "numerics_cases.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == {"reciprocals": 0, "exponentials": 0}

@@ -1,0 +1,67 @@
+"""The device functions of `numerics.triton` in the interpreter, against Python integers: prints what differs as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import interpreter  # noqa: F401  sets TRITON_INTERPRET before Triton is imported
+import torch
+import triton
+import triton.language as tl
+
+from intflash.numerics import exp
+from intflash.numerics.triton import clz32, exp_p8, exp_p16, reciprocal_2_55
+
+SIZE = 8192
+
+
+@triton.jit
+def _reciprocal_kernel(d_ptr, r_ptr, z_ptr, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    d = tl.load(d_ptr + i).to(tl.uint32)
+    tl.store(r_ptr + i, reciprocal_2_55(d).to(tl.int64))
+    tl.store(z_ptr + i, clz32(d >> (i % 32).to(tl.uint32) | 1))
+
+
+@triton.jit
+def _exp_kernel(s_ptr, c_ptr, p8_ptr, high_ptr, low_ptr, b, SIZE: tl.constexpr):
+    i = tl.arange(0, 16)[:, None] * (SIZE // 16) + tl.arange(0, SIZE // 16)[None, :]
+    s, c = tl.load(s_ptr + i), tl.load(c_ptr)
+    offset = tl.full([16, 1], 0, tl.int64) + b
+    high, low = exp_p16(s, c, offset)
+    tl.store(p8_ptr + i, exp_p8(s, c, offset))
+    tl.store(high_ptr + i, high)
+    tl.store(low_ptr + i, low)
+
+
+def reciprocals() -> int:
+    edges = [1 << 31, (1 << 31) + 1, (1 << 32) - 1, (1 << 32) - 2, 3 << 30, (3 << 30) - 1, (3 << 30) + 1]
+    d = torch.randint(1 << 31, 1 << 32, (SIZE,))
+    d[: len(edges)] = torch.tensor(edges)
+    r, z = torch.empty_like(d), torch.empty(SIZE, dtype=torch.int32)
+    _reciprocal_kernel[(1,)](d, r, z, SIZE)
+    shifted = [(x >> i % 32) | 1 for i, x in enumerate(d.tolist())]
+    wrong = sum(a != (1 << 55) // b for a, b in zip(r.tolist(), d.tolist(), strict=True))
+    return wrong + sum(a != 32 - b.bit_length() for a, b in zip(z.tolist(), shifted, strict=True))
+
+
+def exponentials() -> int:
+    """Every depth from 0 to past the last living one, in steps of 1/512 octave, and far below."""
+    c = 1 << 23
+    s = -torch.arange(SIZE, dtype=torch.int32)
+    s[-2:] = torch.tensor([-(1 << 22), -(1 << 23)], dtype=torch.int32)
+    out = [torch.empty(SIZE, dtype=torch.int8) for _ in range(3)]
+    _exp_kernel[(1,)](s, torch.tensor([c], dtype=torch.int32), *out, exp.K0, SIZE)
+    wrong = 0
+    for score, p8, high, low in zip(s.tolist(), *(x.tolist() for x in out), strict=True):
+        t = score * c + exp.K0
+        hi, u = t >> 32, 256 + (t >> 24 & 255)
+        p32 = (u * u + exp.QUADRATIC_OFFSET << hi) if hi >= 0 else 0
+        wrong += (p32 + (1 << 23)) >> 24 != p8 + 128
+        wrong += (p32 + (1 << 15)) >> 16 != 256 * (high + 128) + low
+    return wrong
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    print(json.dumps({"reciprocals": reciprocals(), "exponentials": exponentials()}))
