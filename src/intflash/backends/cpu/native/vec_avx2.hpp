@@ -116,7 +116,7 @@ struct Vec256 {
 };
 
 struct Avx2 : Vec256 {
-  static constexpr int kGroup = 2, kRows = 4, kCols = 2;
+  static constexpr int kGroup = 2, kRows = 6, kCols = 2;
   static constexpr bool kUnsignedKeys = false;
   using Code = int16_t;
   using PCode = int16_t;
@@ -142,7 +142,7 @@ struct Avx2 : Vec256 {
 
 #ifdef __AVXVNNI__
 struct AvxVnni : Vec256 {
-  static constexpr int kGroup = 4, kRows = 4, kCols = 2;
+  static constexpr int kGroup = 4, kRows = 6, kCols = 2;
   static constexpr bool kUnsignedKeys = true;
   using Code = int8_t;
   using PCode = uint8_t;
