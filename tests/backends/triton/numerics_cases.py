@@ -1,4 +1,4 @@
-"""The device functions of `numerics.triton` in the interpreter, against Python integers: prints what differs as JSON."""
+"""The device functions of `numerics.triton` in the interpreter, against Python integers: prints what differs (JSON)."""
 
 from __future__ import annotations
 

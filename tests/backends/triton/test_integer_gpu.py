@@ -1,4 +1,4 @@
-"""On a GPU (`scripts/gpu_check.sh`): the reference's bits for every method, shape, mask and tile; graphs; torch.compile."""
+"""On a GPU (`scripts/gpu_check.sh`): the reference's bits for every method, shape, mask and tile; graphs; compile."""
 
 from __future__ import annotations
 
