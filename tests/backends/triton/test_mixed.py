@@ -31,6 +31,12 @@ def test_kernel_matches_reference(method):
     assert {name: text for name, text in found.items() if text} == {}
 
 
+def test_integer_maximum_of_key_scaled_scores():
+    """`int_flash_half`'s form for long rows of wide heads, on short ones."""
+    found = interpreted("int_flash_half, integer maximum")
+    assert found and {name: text for name, text in found.items() if text} == {}
+
+
 def test_int_flash_meets_the_published_kernels():
     """Outputs of the published programs on an H200: half to float16's rounding, full but for single codes of P."""
     found = interpreted("golden")
@@ -105,8 +111,9 @@ def test_flows_of_lite_use_their_pipes():
     from intflash.bench.sass import compile_launch
 
     def counts(flow):
-        names = [i.opcode for i in tile_loop(compile_launch(_mixed_launch("lite", 64, flow), 90))]
-        scores = 64  # a thread's, tiles of 128 keys
+        launch = _mixed_launch("lite", 64, flow)
+        names = [i.opcode for i in tile_loop(compile_launch(launch, 90))]
+        scores = launch.arguments["BM"] * launch.arguments["BN"] / (32 * launch.warps)  # a thread's
         conversions = sum(n in ("I2F", "I2FP") for n in names) / scores
         float_maxima = names.count("FMNMX") / scores
         integer_maxima = sum(n.startswith("VIMNMX") for n in names) / scores
