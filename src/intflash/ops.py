@@ -62,7 +62,10 @@ def _attention(
 def _laid_out(out: Tensor, q: Tensor) -> Tensor:
     """`out` in the memory layout that the fake kernel promises, whatever the backend gave."""
     want = empty_output(q, tuple(out.shape), out.dtype)
-    return out if out.stride() == want.stride() else want.copy_(out)
+    pairs = zip(out.shape, out.stride(), want.stride(), strict=True)
+    if all(size == 1 or have == promised for size, have, promised in pairs):
+        return out.as_strided(want.shape, want.stride())  # an axis of length 1 may have any stride
+    return want.copy_(out)
 
 
 @_attention.register_fake
