@@ -103,7 +103,7 @@ def test_unfused_operators_compile(method, arch):
     assert len(launches) == (3 if method == "ibert" else 4)
     for launch in launches:
         machine = compile_launch(launch, arch)
-        assert machine.spills == 0 or arch == 120  # sm_120: the 64-bit softmax of 16 elements a thread spills a little
+        assert machine.spills == 0 or arch == 120  # sm_120: two accesses to 8 bytes of stack in the scores' maximum
 
 
 def test_flows_of_lite_use_their_pipes():
