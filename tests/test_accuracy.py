@@ -10,10 +10,9 @@ import math
 
 import pytest
 import torch
-from oracle import ceiling, float64_attention, randn, sqnr, uniform
 
 import intflash
-
+from oracle import ceiling, float64_attention, randn, sqnr, uniform
 
 ROWS = 64  # queries where N is long: rows are independent
 

@@ -153,7 +153,8 @@ def _output_constants(problem: Problem):
         return None, None
     s_v, out_scale = _spread(problem.v, problem.group), problem.out_scale
     if out_scale is None:
-        qmax = torch.full_like(s_v, torch.iinfo(problem.out_dtype).max)  # a number would be multiplied by its reciprocal
+        # a tensor: CUDA would multiply by a number's reciprocal
+        qmax = torch.full_like(s_v, torch.iinfo(problem.out_dtype).max)
         out_scale = s_v * ((1 << (problem.v.bits - 1)) - 1) / qmax
     multiplier, exponent = output_multiplier(s_v, out_scale)
     return view(((24 + _FRACTION[problem.method] - exponent) << 32) | multiplier), out_scale
