@@ -72,6 +72,15 @@ def test_sdpa_under_compile_and_a_dynamic_shape():
         assert torch.equal(compiled(q, k, v), intflash.sdpa(q, k, v))
 
 
+def test_compiled_calls_refuse_what_eager_ones_do():
+    def layer(q, k, v):
+        return intflash.attention(q, k, v, out_dtype=torch.int8, out_scale="auto").data
+
+    for call in (layer, torch.compile(layer, backend="aot_eager")):
+        with pytest.raises(Exception, match="or 'dynamic', got 'auto'"):
+            call(*randn(1, 2, 8, 16))
+
+
 def test_op_does_not_alias_a_given_out_scale():
     q, k, v = randn(1, 2, 8, 16)
     scale = torch.full((1, 1, 1, 1), 0.05)

@@ -137,7 +137,7 @@ def which_backend(*args: Any, **kwargs: Any) -> str:
     options = dict(zip(names, args, strict=False)) | kwargs
     backend = options.pop("backend", None)
     options.pop("return_lse", None)
-    if options.get("out_scale") == "dynamic":
+    if pipeline.is_dynamic(options.get("out_scale")):
         options["out_scale"] = None
     problem, _ = pipeline.prepare(**options)
     return select(problem, backend).name

@@ -73,7 +73,7 @@ def _attention_fake(q, k, v, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     names = _attention._opoverload._schema.arguments
     arguments = _gather(dict(zip((a.name for a in names), (q, k, v, *flat), strict=True)))
     arguments.pop("backend")
-    dynamic = isinstance(arguments["out_scale"], str)
+    dynamic = pipeline.is_dynamic(arguments["out_scale"])
     if dynamic:
         arguments["out_scale"] = None
     problem, _ = pipeline.prepare(**(arguments | {"check_finite": False}))
@@ -116,7 +116,7 @@ def attention(
         numbers = [0.0 if x is None or isinstance(x, Tensor) else float(x) for x in given]
         granularities, blocks = [getattr(chosen, name) for name in _NAMES], [chosen.block_size] * 3
         bits = [chosen.bits] * 3
-    dynamic = isinstance(out_scale, str)
+    dynamic = pipeline.is_dynamic(out_scale)
     if isinstance(out_scale, int | float):
         out_scale = torch.full((1, 1, 1, 1), float(out_scale), device=tensors[0].device)
     out, scale, lse = _attention(

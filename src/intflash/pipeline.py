@@ -22,8 +22,7 @@ Output = Tensor | QTensor
 
 def run(*, backend: str | None = None, return_lse: bool = False, **arguments: Any) -> tuple[Output, Tensor | None]:
     """Prepare the problem, run it on its backend, and give the output the caller's shape."""
-    dynamic = isinstance(arguments["out_scale"], str)
-    if dynamic:
+    if is_dynamic(arguments["out_scale"]):
         arguments["out_scale"] = _dynamic_out_scale(backend, arguments)
     problem, lse_shift = prepare(**arguments, return_lse=return_lse)
     result = select(problem, backend).run(problem)
@@ -190,10 +189,15 @@ def _four_bit_output(problem: Problem) -> Problem:
     return replace(problem, out_scale=per_head * 7 / torch.iinfo(problem.out_dtype).max)
 
 
+def is_dynamic(out_scale: Tensor | float | str | None) -> bool:
+    """Whether the caller asks for the output's own scale; any other word is refused."""
+    if isinstance(out_scale, str) and out_scale != "dynamic":
+        raise InputError(f"out_scale must be a number, a tensor or 'dynamic', got {out_scale!r}")
+    return isinstance(out_scale, str)
+
+
 def _dynamic_out_scale(backend: str | None, arguments: dict[str, Any]) -> Tensor:
     """The scale at which the output's absolute maximum is the largest code: a launch of its own."""
-    if arguments["out_scale"] != "dynamic":
-        raise InputError(f"out_scale must be a number, a tensor or 'dynamic', got {arguments['out_scale']!r}")
     default = torch.int8 if isinstance(arguments["q"], QTensor) else arguments["q"].dtype
     out_dtype = arguments["out_dtype"] or default
     validate.check_out_dtype(get_method(arguments["method"]), out_dtype, "dynamic")
