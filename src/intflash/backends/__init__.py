@@ -13,7 +13,7 @@ from intflash.problem import Problem
 
 logger = logging.getLogger("intflash")
 
-AUTOMATIC = {"cuda": ("triton", "torch", "reference"), "cpu": ("cpu", "torch", "reference")}
+AUTOMATIC = {"cuda": ("hopper", "triton", "torch", "reference"), "cpu": ("cpu", "torch", "reference")}
 
 
 @functools.cache

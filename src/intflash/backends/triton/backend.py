@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -45,9 +47,25 @@ def unsupported(problem: Problem) -> str | None:
     return None if family is None else family.unsupported(problem)
 
 
+class Kernels(NamedTuple):
+    """The attention kernels of a backend.
+
+    fuses(problem): whether they quantize the problem's floats themselves.
+    launch(problem, constants, out, statistics, inputs): what computes the output; inputs where floats are fused.
+    """
+
+    fuses: Callable[[Problem], bool]
+    launch: Callable[..., Any]
+
+
 def run(problem: Problem) -> Result:
     if problem.method in FAMILIES:
         return FAMILIES[problem.method].run(problem)
+    return run_integer(problem, Kernels(_whole_row, attention_launch))
+
+
+def run_integer(problem: Problem, kernels: Kernels) -> Result:
+    """Scales, constants, codes where the kernel wants them, the kernel."""
     q = problem.q if isinstance(problem.q, Tensor) else problem.q.data
     out = empty_output(q, (*q.shape[:3], problem.v.shape[3]), problem.out_dtype)
     statistics = row_statistics(problem)
@@ -57,16 +75,19 @@ def run(problem: Problem) -> Result:
             inputs = quantize.with_scales(problem.q, problem.k, problem.v, problem.recipe)
         else:
             problem = problem.quantized()
-    constants, out_scale = _constants(problem, inputs)
-    if inputs is not None and not _whole_row(problem):
+    fused = inputs is not None and kernels.fuses(problem)
+    constants, out_scale = _constants(problem, inputs, fused)
+    if inputs is not None and not fused:
         launch, codes = quantize.quantize_launch(inputs)
         launch.run()
         problem, inputs = replace(problem, q=codes.q, k=codes.k, v=codes.v), None
-    attention_launch(problem, constants, out, statistics, inputs).run()
+    kernels.launch(problem, constants, out, statistics, inputs).run()
     return Result(out, out_scale, _log_sum_exp(problem, statistics))
 
 
-def _constants(problem: Problem, inputs: quantize.Inputs | None) -> tuple[Constants, Tensor | None]:
+def _constants(
+    problem: Problem, inputs: quantize.Inputs | None, fused: bool
+) -> tuple[Constants, Tensor | None]:
     """The call's constants; those that depend on numbers alone are made once."""
 
     def fill() -> tuple[Constants, Tensor | None]:
@@ -74,7 +95,7 @@ def _constants(problem: Problem, inputs: quantize.Inputs | None) -> tuple[Consta
         launch.run()
         return constants, out_scale
 
-    if inputs is not None and _whole_row(problem) and not output_limit(problem.out_dtype):
+    if fused and not output_limit(problem.out_dtype):
         return Constants(None, None, view(inputs.scales.v)), None  # the kernel makes them from the scales
     if inputs is None or inputs.numbers is None or problem.out_scale is not None:
         return fill()

@@ -1,0 +1,69 @@
+"""Which kernel serves a problem, and its launch; the way from a problem to launches is the Triton backend's."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from intflash.backends.hopper import rows
+from intflash.backends.hopper.program import CudaLaunch
+from intflash.backends.triton import backend as triton_backend
+from intflash.backends.triton import quantize
+from intflash.backends.triton.constants import Constants
+from intflash.backends.triton.streaming import Statistics
+from intflash.problem import Problem, Result
+
+BITS = {"intflash": 16, "intflash_p8": 8}
+
+
+def unsupported(problem: Problem) -> str | None:
+    if problem.method not in BITS:
+        return f"method {problem.method!r} has no Hopper kernel"
+    if problem.device.type != "cuda":
+        return f"tensors are on {problem.device}, the Hopper backend needs a CUDA device"
+    for what in ("bias", "keep", "causal", "cu_seqlens_q"):
+        if getattr(problem, what) is not None:
+            return f"its kernels take no {what}"
+    return _alignment(problem) or _scales(problem) or rows.unsupported(problem)
+
+
+def _scales(problem: Problem) -> str | None:
+    """Per channel of V and per block of K are the Triton kernels'."""
+    quantized = not isinstance(problem.q, Tensor)
+    kinds = (problem.k.granularity, problem.v.granularity) if quantized else (problem.recipe.k, problem.recipe.v)
+    if not set(kinds) <= {"tensor", "head"}:
+        return f"K and V need one scale per tensor or head, got {kinds[0]!r} and {kinds[1]!r}"
+    if problem.out_scale is not None and problem.out_scale.shape[3] > 1:
+        return "out_scale may not differ between channels"
+    return None
+
+
+def _alignment(problem: Problem) -> str | None:
+    for name in "qkv":
+        x = getattr(problem, name)
+        x = x if isinstance(x, Tensor) else x.data
+        strides = [s * x.element_size() for s, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
+        if name == "v" and x.element_size() == 1 and x.stride(2) == 1:
+            continue  # contiguous keys
+        if x.stride(3) != 1 or x.data_ptr() % 16 or any(s % 16 for s in strides):
+            return f"{name} needs contiguous channels and tokens at multiples of 16 bytes, got strides {x.stride()}"
+    return None
+
+
+def fuses(problem: Problem) -> bool:
+    """Whether the attention kernel quantizes floats itself."""
+    return rows.unsupported(problem) is None
+
+
+def attention_launch(
+    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, inputs: quantize.Inputs | None = None
+) -> CudaLaunch:
+    """The launch that computes the output; `inputs` where its kernel quantizes floats itself."""
+    scales = None if inputs is None else tuple(inputs.scales)
+    return rows.rows_launch(problem, BITS[problem.method], constants, out, statistics, scales)
+
+
+KERNELS = triton_backend.Kernels(fuses, attention_launch)
+
+
+def run(problem: Problem) -> Result:
+    return triton_backend.run_integer(problem, KERNELS)

@@ -1,0 +1,161 @@
+// From accumulators to the output: acc / l * s_V / s_O in integers, or acc * (s_V / l) in float32.
+#pragma once
+#include "base.cuh"
+#include "quantize.cuh"
+
+// floor(2^55 / d) for d in [2^31, 2^32): integer Newton steps, then the remainder decides the last unit.
+DEVICE u32 reciprocal_2_55(u32 d) {
+    u32 r = 3031741621u - __umulhi(d, 2021161081u);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) r = __umulhi(r, 0x80000000u - __umulhi(d, r)) << 2;
+    u32 quotient = r >> 7;
+    i64 remainder = (1ll << 55) - (i64)((u64)quotient * d);
+    if (remainder < 0) --quotient, remainder += d;
+    if (remainder >= (i64)d) ++quotient;
+    return quotient;
+}
+
+// A row's part of the integer output: out = clamp((acc * factor + half) >> shift).
+struct Normalizer {
+    i32 factor, shift;
+    i64 half;
+};
+
+DEVICE Normalizer normalizer(u32 l, i64 packed_output) {
+    l = l ? l : 1;  // a row without keys has acc = 0
+    i32 lz = __clz((i32)l);
+    i64 R = reciprocal_2_55(l << lz);
+    i64 Mr = (i32)packed_output;
+    i32 e = (i32)(packed_output >> 32);
+    Normalizer n;
+    n.factor = (i32)((R * Mr + (1 << 23)) >> 24);
+    n.shift = 55 - lz - e;
+    n.half = 1ll << (n.shift - 1);
+    return n;
+}
+
+template <int QMAX> DEVICE i32 clamped(i64 x) {
+    x = x < -QMAX ? -QMAX : x;
+    return (i32)(x > QMAX ? QMAX : x);
+}
+template <int QMAX> DEVICE i32 clamped(i32 x) { return max(min(x, QMAX), -QMAX); }
+
+// Two accumulators of P16, acc = 256 high + low; one of P8.
+struct Wide { i32 high, low; };
+
+DEVICE i64 scaled(i32 acc, const Normalizer& n) { return ((i64)acc * n.factor + n.half) >> n.shift; }
+DEVICE i64 scaled(Wide acc, const Normalizer& n) {
+    i64 x = (((i64)acc.high << 8) + acc.low);
+    return (x * n.factor + n.half) >> n.shift;
+}
+
+// The same where 32 <= shift: only the product's high word is shifted. `aligned` makes it so where s_V / s_O < 32.
+DEVICE bool alignable(i64 packed_output) { return (i32)(packed_output >> 32) <= 5; }
+template <bool WIDE> DEVICE Normalizer aligned(Normalizer n) {
+    i32 least = WIDE ? 40 : 32, by = n.shift < least ? least - n.shift : 0;
+    return {n.factor << by, n.shift + by, n.half << by};
+}
+DEVICE i32 scaled_aligned(i32 acc, const Normalizer& n) {
+    return (i32)(((i64)acc * n.factor + n.half) >> 32) >> (n.shift - 32);
+}
+DEVICE i32 scaled_aligned(Wide acc, const Normalizer& n) {
+    i64 low = ((i64)acc.low * n.factor + n.half) >> 8;
+    return (i32)(((i64)acc.high * n.factor + low) >> 32) >> (n.shift - 40);
+}
+
+DEVICE float row_factor(u32 l, float v_scale) { return __fdiv_rn(v_scale, __uint2float_rn(l ? l : 1)); }
+DEVICE float as_float(i32 acc) { return __int2float_rn(acc); }
+DEVICE float as_float(Wide acc) { return __ll2float_rn(((i64)acc.high << 8) + acc.low); }
+
+DEVICE u32 pack_bytes(i32 a, i32 b, i32 c, i32 d) {
+    u32 w;
+    asm("{.reg .b32 t; cvt.pack.sat.s8.s32.b32 t, %4, %3, 0; cvt.pack.sat.s8.s32.b32 %0, %2, %1, t;}"
+        : "=r"(w) : "r"(a), "r"(b), "r"(c), "r"(d));
+    return w;
+}
+DEVICE u32 pack_pair(float a, float b, half_t) {
+    u32 w;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(b), "f"(a));
+    return w;
+}
+DEVICE u32 pack_pair(float a, float b, bfloat_t) {
+    u32 w;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(b), "f"(a));
+    return w;
+}
+
+template <int WORDS> DEVICE void store_words(u8* to, const u32 (&w)[WORDS]) {
+    if constexpr (WORDS % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 4) ((uint4*)to)[i / 4] = make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]);
+    } else if constexpr (WORDS % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 2) ((uint2*)to)[i / 2] = make_uint2(w[i], w[i + 1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) ((u32*)to)[i] = w[i];
+    }
+}
+
+// COUNT neighbouring outputs of a row.
+template <typename TO, typename ACC, int COUNT> struct Store {
+    static DEVICE void floats(u8* to, const ACC (&acc)[COUNT], float factor) {
+        if constexpr (sizeof(TO) == 4) {
+            u32 w[COUNT];
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) w[i] = __float_as_uint(as_float(acc[i]) * factor);
+            store_words(to, w);
+        } else {
+            u32 w[COUNT / 2];
+#pragma unroll
+            for (int i = 0; i < COUNT; i += 2)
+                w[i / 2] = pack_pair(as_float(acc[i]) * factor, as_float(acc[i + 1]) * factor, TO{});
+            store_words(to, w);
+        }
+    }
+    static DEVICE void integers(u8* to, const ACC (&acc)[COUNT], u32 l, i64 packed_output) {
+        constexpr bool WIDE = sizeof(ACC) == 8;
+        Normalizer n = normalizer(l, packed_output);
+        i32 o[COUNT];
+        if (sizeof(TO) == 1 && alignable(packed_output)) {
+            n = aligned<WIDE>(n);
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) o[i] = max(scaled_aligned(acc[i], n), -127);  // the pack saturates above
+        } else {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) o[i] = clamped<sizeof(TO) == 1 ? 127 : 32767>(scaled(acc[i], n));
+        }
+        u32 w[COUNT * sizeof(TO) / 4];
+        if constexpr (sizeof(TO) == 1) {
+#pragma unroll
+            for (int i = 0; i < COUNT; i += 4) w[i / 4] = pack_bytes(o[i], o[i + 1], o[i + 2], o[i + 3]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < COUNT; i += 2) w[i / 2] = permute(o[i], o[i + 1], 0x5410);
+        }
+        store_words(to, w);
+    }
+};
+
+template <typename T> struct IsInteger { static constexpr bool value = false; };
+template <> struct IsInteger<i8> { static constexpr bool value = true; };
+template <> struct IsInteger<i16> { static constexpr bool value = true; };
+
+// Output constants of a head, read once by a program.
+struct Scaling {
+    i64 packed;
+    float v_scale;
+};
+
+template <typename TO> DEVICE Scaling output_scaling(const Params& p, u32 batch, u32 head, u32 kv_head) {
+    Scaling s{0, 0.0f};
+    if constexpr (IsInteger<TO>::value) s.packed = __ldg((const i64*)p.output.ptr + head_offset(p.output, batch, head));
+    else s.v_scale = __ldg((const float*)p.v_scale.ptr + head_offset(p.v_scale, batch, kv_head));
+    return s;
+}
+
+template <typename TO, typename ACC, int COUNT>
+DEVICE void store_outputs(u8* to, const ACC (&acc)[COUNT], u32 l, const Scaling& s) {
+    if constexpr (IsInteger<TO>::value) Store<TO, ACC, COUNT>::integers(to, acc, l, s.packed);
+    else Store<TO, ACC, COUNT>::floats(to, acc, row_factor(l, s.v_scale));
+}

@@ -1,0 +1,67 @@
+"""`struct Params` of kernels/base.cuh, filled from a problem."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from intflash.backends.triton.constants import Constants
+from intflash.backends.triton.streaming import Statistics
+from intflash.problem import Problem
+
+
+class View(ctypes.Structure):
+    _fields_ = [("ptr", ctypes.c_void_p), *((name, ctypes.c_int64) for name in "bhnd")]
+
+
+class Params(ctypes.Structure):
+    _views = ("q", "k", "v", "out", "score", "output", "q_scale", "k_scale", "v_scale", "bias", "keep")
+    _fields_ = [
+        *((name, View) for name in _views),
+        ("t_max", ctypes.c_void_p), ("l", ctypes.c_void_p), ("sm_scale", ctypes.c_double),
+        ("group_reciprocal", ctypes.c_uint32),
+        *((name, ctypes.c_int32) for name in ("nq", "nk", "bias_batches", "keep_batches", "causal", "tiles", "count")),
+    ]  # fmt: skip
+
+
+def view(x: Tensor | None) -> View:
+    """A 4-D tensor with stride 0 along axes of length 1, so that any index reads its one element."""
+    if x is None:
+        return View(None, 0, 0, 0, 0)
+    return View(x.data_ptr(), *(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)))
+
+
+def data_view(x: Tensor) -> View:
+    return View(x.data_ptr(), *x.stride())
+
+
+def parameters(
+    problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], scales: tuple[Tensor, Tensor, Tensor] | None,
+    constants: Constants, out: Tensor, statistics: Statistics, tiles: int, count: int = 0,
+) -> tuple[Params, dict[str, Tensor | None]]:  # fmt: skip
+    """The struct, and the tensors that it points into.
+
+    tensors: codes, or floats with their `scales`.
+    """
+    q, k, v = tensors
+    q_scale, k_scale, v_scale = scales or (None, None, None)
+    packed = [None if x is None else x.ptr for x in constants]
+    keeps = dict(
+        q=q, k=k, v=v, out=out, score=packed[0], output=packed[1], q_scale=q_scale, k_scale=k_scale,
+        v_scale=packed[2] if v_scale is None else v_scale, bias=problem.bias,
+        keep=None if problem.keep is None else problem.keep.view(torch.uint8),
+    )  # fmt: skip
+    params = Params(
+        **{name: data_view(x) if name in ("q", "k", "v", "out") else view(x) for name, x in keeps.items()},
+        t_max=None if statistics.t_max is None else statistics.t_max.data_ptr(),
+        l=None if statistics.l is None else statistics.l.data_ptr(),
+        sm_scale=problem.sm_scale,
+        group_reciprocal=0 if problem.group == 1 else -(-(1 << 32) // problem.group),
+        nq=q.shape[2], nk=k.shape[2],
+        bias_batches=1 if problem.bias is None else problem.bias.shape[0],
+        keep_batches=1 if problem.keep is None else problem.keep.shape[0],
+        causal=0 if problem.causal is None else problem.causal, tiles=tiles, count=count,
+    )  # fmt: skip
+    return params, keeps | statistics._asdict()

@@ -1,0 +1,180 @@
+"""CUDA C++ of `kernels/` to machine code for sm_90a by NVRTC, kept on disk, and its launches.
+
+NVRTC and its Python bindings come with torch on CUDA machines. Compiling needs no GPU, so the proof that the
+kernels are integer-only runs anywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from intflash.backends.hopper import wgmma
+
+KERNELS = Path(__file__).parent / "kernels"
+ARCHITECTURE = "sm_90a"
+_OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A file of `kernels/` with its macros: what is compiled once.
+
+    Attributes:
+        file: with the kernel `attention`.
+        macros: (name, value) pairs.
+        products: the warpgroup products that it uses.
+    """
+
+    file: str
+    macros: tuple[tuple[str, str], ...]
+    products: tuple[wgmma.Product, ...]
+
+    def sources(self) -> dict[str, str]:
+        """The text of every header by name."""
+        headers = {path.name: path.read_text() for path in sorted(KERNELS.glob("*.cuh"))}
+        return headers | {"wgmma.cuh": wgmma.header(self.products)}
+
+    def text(self) -> str:
+        return (KERNELS / self.file).read_text()
+
+    def options(self) -> tuple[str, ...]:
+        return (*_OPTIONS, *(f"-D{name}={value}" for name, value in self.macros))
+
+
+def unavailable() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    try:
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+    except ImportError as error:
+        return f"needs NVRTC through the package cuda-bindings (pip install 'intflash[cuda]'): {error}"
+    return None
+
+
+def _checked(result: tuple, what: str) -> Any:
+    """The values of a CUDA call.
+
+    Raises:
+        RuntimeError: the call failed.
+    """
+    code, *values = result
+    if int(code) != 0:
+        raise RuntimeError(f"{what} failed: {code!r}")
+    return values[0] if len(values) == 1 else values
+
+
+@functools.cache
+def _cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "intflash"
+
+
+@functools.cache
+def machine_code(program: Program) -> bytes:
+    """The cubin of a program, from the disk where it has been compiled before.
+
+    Raises:
+        RuntimeError: NVRTC refused it; the message holds its log.
+    """
+    from cuda.bindings import nvrtc
+
+    headers = program.sources()
+    version = _checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
+    key = repr((program.text(), sorted(headers.items()), program.options(), version))
+    path = _cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    code, _ = compile_program(program)
+    _keep(path, code)
+    return code
+
+
+def _keep(path: Path, code: bytes) -> None:
+    """Write whole or not at all; a directory that cannot be written only costs the next process its time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, path)
+    except OSError:
+        pass
+
+
+def compile_program(program: Program) -> tuple[bytes, str]:
+    """(cubin, ptxas's log) of a program.
+
+    Raises:
+        RuntimeError: NVRTC refused it; the message holds its log.
+    """
+    from cuda.bindings import nvrtc
+
+    headers = program.sources()
+    handle = _checked(
+        nvrtc.nvrtcCreateProgram(
+            program.text().encode(), program.file.encode(), len(headers),
+            [text.encode() for text in headers.values()], [name.encode() for name in headers],
+        ),
+        "nvrtcCreateProgram",
+    )  # fmt: skip
+    options = [option.encode() for option in (*program.options(), "--ptxas-options=-v")]
+    (code,) = nvrtc.nvrtcCompileProgram(handle, len(options), options)
+    log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(handle), "nvrtcGetProgramLogSize")
+    _checked(nvrtc.nvrtcGetProgramLog(handle, log), "nvrtcGetProgramLog")
+    if int(code) != 0:
+        raise RuntimeError(f"{program.file} with {dict(program.macros)}: {code!r}\n{log.decode()}")
+    cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(handle), "nvrtcGetCUBINSize")
+    _checked(nvrtc.nvrtcGetCUBIN(handle, cubin), "nvrtcGetCUBIN")
+    _checked(nvrtc.nvrtcDestroyProgram(handle), "nvrtcDestroyProgram")
+    return cubin, log.decode()
+
+
+@functools.cache
+def _function(program: Program, device: int, shared_bytes: int) -> Any:
+    """The loaded kernel, with as much dynamic shared memory allowed."""
+    from cuda.bindings import driver
+
+    library = _checked(
+        driver.cuLibraryLoadData(machine_code(program), [], [], 0, [], [], 0), "cuLibraryLoadData"
+    )
+    kernel = _checked(driver.cuLibraryGetKernel(library, b"attention"), "cuLibraryGetKernel")
+    function = _checked(driver.cuKernelGetFunction(kernel), "cuKernelGetFunction")
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes), "cuFuncSetAttribute")
+    return function
+
+
+@dataclass(frozen=True)
+class CudaLaunch:
+    """One launch: it can be run, or its program compiled where there is no GPU."""
+
+    program: Program
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    parameters: ctypes.Structure
+    device: torch.device
+    keeps: Mapping[str, Any]  # the tensors that the parameters point into
+
+    def run(self) -> None:
+        from cuda.bindings import driver
+
+        with torch.cuda.device(self.device):
+            function = _function(self.program, torch.cuda.current_device(), self.shared_bytes)
+            stream = torch.cuda.current_stream().cuda_stream
+            pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.parameters))
+            _checked(
+                driver.cuLaunchKernel(
+                    function, *self.grid, self.threads, 1, 1, self.shared_bytes, stream,
+                    ctypes.addressof(pointers), 0,
+                ),
+                "cuLaunchKernel",
+            )  # fmt: skip
