@@ -26,9 +26,11 @@ template <int COUNT> DEVICE void wgmma_hold(i32 (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
+// Before a product whose operands were written by other instructions; of accumulators in flight nothing is held.
+DEVICE void wgmma_order() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 template <int COUNT> DEVICE void wgmma_fence(i32 (&d)[COUNT]) {
     wgmma_hold(d);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    wgmma_order();
 }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING = 0, int COUNT> DEVICE void wgmma_wait(i32 (&d)[COUNT]) {
@@ -39,7 +41,10 @@ template <int PENDING = 0, int COUNT> DEVICE void wgmma_wait(i32 (&d)[COUNT]) {
 
 
 def integer_product(columns: int, left: str) -> str:
-    """`wgmma_s8` or `wgmma_u8` (the left operand's type) with `columns` columns: d += or = a b."""
+    """`wgmma_s8` or `wgmma_u8` (the left operand's type) with `columns` columns: d += or = a b.
+
+    `wgmma_s8_new` writes d only, so that the compiler connects it with nothing that d held before.
+    """
     count = columns // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+r"(d[{i}])' for i in range(count))
@@ -51,6 +56,13 @@ DEVICE void wgmma_{left}(i32 (&d)[{count}], const u32 (&a)[4], u64 b, bool accum
         "wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.{left}.s8 {{{registers}}}, {{{a}}}, %{count + 4}, p;}}"
         : {outputs}
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((i32)accumulate));
+}}
+DEVICE void wgmma_{left}_new(i32 (&d)[{count}], const u32 (&a)[4], u64 b) {{
+    asm volatile(
+        "{{.reg .pred p; setp.ne.b32 p, 0, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.{left}.s8 {{{registers}}}, {{{a}}}, %{count + 4}, p;}}"
+        : {outputs.replace("+r", "=r")}
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }}
 """
 

@@ -1,0 +1,37 @@
+// Barriers in shared memory between the warps that load and those that compute, and their shares of registers.
+#pragma once
+#include "base.cuh"
+
+DEVICE void barrier_init(u32 at, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+}
+
+DEVICE void barrier_arrive(u32 at) {
+    asm volatile("{.reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [%0];}" ::"r"(at) : "memory");
+}
+
+DEVICE void barrier_wait(u32 at, u32 parity) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@!p bra AGAIN;}" ::"r"(at), "r"(parity)
+        : "memory");
+}
+
+// Where a walk over a ring of STAGES buffers stands; the parity flips with every round.
+template <int STAGES> struct Ring {
+    u32 stage = 0, parity = 0;
+    DEVICE void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
+// 16 bytes, or zeros.
+DEVICE void copy_16_or_zeros(u32 to, const void* from, bool present) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
+}
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

@@ -1,0 +1,70 @@
+"""The launch of kernels/stream.cu: rows of any length, keys in tiles that run through shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from intflash.backends.hopper.parameters import parameters
+from intflash.backends.hopper.program import CudaLaunch, Program
+from intflash.backends.hopper.types import C_TYPES
+from intflash.backends.hopper.wgmma import Product
+from intflash.backends.triton.constants import Constants
+from intflash.backends.triton.launch import readable
+from intflash.backends.triton.streaming import Statistics
+from intflash.problem import Problem
+
+METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": "Online"}
+_TILE = 128  # keys
+_STAGES = 4
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Why the kernel cannot take the problem, or None."""
+    d, dv = problem.q.shape[3], problem.v.shape[3]
+    if d != dv or d % 16 or d > 128:
+        return f"needs one head_dim, a multiple of 16 up to 128, got {d} and {dv}"
+    if problem.method not in METHODS:
+        return f"method {problem.method!r} has no kernel for long rows"
+    for what in ("bias", "keep", "cu_seqlens_q"):
+        if getattr(problem, what) is not None:
+            return f"long rows take no {what}"
+    return None
+
+
+def stream_launch(problem: Problem, constants: Constants, out: Tensor, statistics: Statistics) -> CudaLaunch:
+    """For a problem of int8 codes."""
+    problem = replace(problem, v=replace(problem.v, data=key_major(problem.v.data)))
+    q, k, v = (x.data for x in (problem.q, problem.k, problem.v))
+    batch, heads, nq, d = q.shape
+    consumers = _consumers(d, problem.method)
+    macros = dict(
+        METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers, CAUSAL=int(problem.causal is not None),
+        OUT=C_TYPES[out.dtype],
+    )  # fmt: skip
+    products = tuple(Product(*x) for x in sorted({(64, "s8"), (d, "u8")}))
+    program = Program("stream.cu", tuple((name, str(value)) for name, value in macros.items()), products)
+    width = 32 if d <= 32 else 64 if d <= 64 else 128
+    shared = _STAGES * (-(-_TILE * (width + d) // 1024) * 1024 + 16)
+    params, keeps = parameters(problem, (q, k, v), None, constants, out, statistics, 1)
+    grid = (-(-nq // (64 * consumers)), heads, batch)
+    return CudaLaunch(program, grid, 128 * (consumers + 1), shared, params, q.device, keeps)
+
+
+def _consumers(d: int, method: str) -> int:
+    """Warpgroups that compute: as many as the registers hold."""
+    return 3 if d <= 64 and method != "intflash" else 2
+
+
+def key_major(v: Tensor) -> Tensor:
+    """V as 16-byte copies along its keys can read it: as it lies, or a copy with padded rows."""
+    b, h, n, d = v.shape
+    padded = -(-n // 16) * 16
+    strides = [s for s, size in zip(v.stride(), v.shape, strict=True) if size > 1 and s != 1]
+    aligned = v.data_ptr() % 16 == 0 and not any(s % 16 for s in strides)
+    if v.stride(2) == 1 and aligned and readable(v, padded):
+        return v
+    rows = torch.empty if padded == n else torch.zeros
+    return rows(b, h, d, padded, dtype=torch.int8, device=v.device)[..., :n].copy_(v.mT).mT
