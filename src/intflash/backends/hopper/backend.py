@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from intflash.backends.hopper import rows
+from intflash.backends.hopper import rows, windows
 from intflash.backends.hopper.program import CudaLaunch
 from intflash.backends.triton import backend as triton_backend
 from intflash.backends.triton import quantize
@@ -20,10 +20,16 @@ def unsupported(problem: Problem) -> str | None:
         return f"method {problem.method!r} has no Hopper kernel"
     if problem.device.type != "cuda":
         return f"tensors are on {problem.device}, the Hopper backend needs a CUDA device"
-    for what in ("bias", "keep", "causal", "cu_seqlens_q"):
+    if problem.cu_seqlens_q is not None:
+        return "its kernels take no packed sequences"
+    return _alignment(problem) or _scales(problem) or (windows.unsupported(problem) and _rows_unsupported(problem))
+
+
+def _rows_unsupported(problem: Problem) -> str | None:
+    for what in ("bias", "keep", "causal"):
         if getattr(problem, what) is not None:
-            return f"its kernels take no {what}"
-    return _alignment(problem) or _scales(problem) or rows.unsupported(problem)
+            return f"whole rows take no {what}"
+    return rows.unsupported(problem)
 
 
 def _scales(problem: Problem) -> str | None:
@@ -51,7 +57,7 @@ def _alignment(problem: Problem) -> str | None:
 
 def fuses(problem: Problem) -> bool:
     """Whether the attention kernel quantizes floats itself."""
-    return rows.unsupported(problem) is None
+    return windows.unsupported(problem) is None or _rows_unsupported(problem) is None
 
 
 def attention_launch(
@@ -59,7 +65,8 @@ def attention_launch(
 ) -> CudaLaunch:
     """The launch that computes the output; `inputs` where its kernel quantizes floats itself."""
     scales = None if inputs is None else tuple(inputs.scales)
-    return rows.rows_launch(problem, BITS[problem.method], constants, out, statistics, scales)
+    launch = rows.rows_launch if windows.unsupported(problem) else windows.windows_launch
+    return launch(problem, BITS[problem.method], constants, out, statistics, scales)
 
 
 KERNELS = triton_backend.Kernels(fuses, attention_launch)

@@ -23,6 +23,8 @@ class Params(ctypes.Structure):
         ("t_max", ctypes.c_void_p), ("l", ctypes.c_void_p), ("sm_scale", ctypes.c_double),
         ("group_reciprocal", ctypes.c_uint32),
         *((name, ctypes.c_int32) for name in ("nq", "nk", "bias_batches", "keep_batches", "causal", "tiles", "count")),
+        ("heads", ctypes.c_int32),
+        *((name, ctypes.c_uint32) for name in ("head_reciprocal", "bias_reciprocal", "keep_reciprocal")),
     ]  # fmt: skip
 
 

@@ -38,6 +38,9 @@ struct Params {
     i32 causal;             // key j is present for row i iff j <= i + causal
     i32 tiles;              // row tiles (or windows) of a program
     i32 count;              // of all windows, where a program takes several
+    i32 heads;              // of Q, where blockIdx.x runs over batches and heads, heads first
+    u32 head_reciprocal;    // ceil(2^32 / heads), ceil(2^32 / bias_batches), ceil(2^32 / keep_batches); 0 for one
+    u32 bias_reciprocal, keep_reciprocal;
 };
 
 DEVICE u32 key_head(const Params& p, u32 head) {
@@ -113,4 +116,12 @@ template <typename T> DEVICE T quad_max(T x) {
 DEVICE u32 quad_sum(u32 x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// One IMAD.WIDE: of the spellings tried, this pair alone is fused into it (C++ widens first, mad.wide adds apart).
+DEVICE i64 multiply_add(i32 a, i32 b, i64 c) {
+    i64 d;
+    asm("{.reg .u32 l, h; mov.b64 {l, h}, %3; mad.lo.cc.s32 l, %1, %2, l; madc.hi.s32 h, %1, %2, h; mov.b64 %0, {l, h};}"
+        : "=l"(d) : "r"(a), "r"(b), "l"(c));
+    return d;
 }

@@ -5,21 +5,23 @@
 constexpr i64 K0 = (14ll << 32) + (102ll << 24) + (1ll << 23) - 1;
 constexpr u32 QUADRATIC_OFFSET = 132608;
 
-// One IMAD.WIDE: of the spellings tried, this pair alone is fused into it (C++ widens first, mad.wide adds apart).
-DEVICE i64 multiply_add(i32 a, i32 b, i64 c) {
-    i64 d;
-    asm("{.reg .u32 l, h; mov.b64 {l, h}, %3; mad.lo.cc.s32 l, %1, %2, l; madc.hi.s32 h, %1, %2, h; mov.b64 %0, {l, h};}"
-        : "=l"(d) : "r"(a), "r"(b), "l"(c));
-    return d;
-}
+// p32 as m << hi of t = T + B in 2^-32 octave; B = K0 - Tmax.
+struct Power {
+    u32 m;
+    i32 hi;
+};
 
-// p32 plus `half`: t = s * C + B in 2^-32 octave; B = K0 - Tmax.
-DEVICE u32 exponential(i32 s, i32 C, i64 B, u32 half) {
-    i64 t = multiply_add(s, C, B);
+DEVICE Power power(i64 t) {
     u32 u = ((u32)t >> 24) + 256;
-    u32 power;  // 2^hi; shl clamps: 0 for hi < 0
-    asm("shl.b32 %0, 1, %1;" : "=r"(power) : "r"((i32)(t >> 32)));
-    return (u * u + QUADRATIC_OFFSET) * power + half;
+    return {u * u + QUADRATIC_OFFSET, (i32)(t >> 32)};
+}
+DEVICE Power exponential(i32 s, i32 C, i64 B) { return power(multiply_add(s, C, B)); }
+
+// x << by; 0 for by < 0: PTX's shl clamps.
+DEVICE u32 shift_left(u32 x, i32 by) {
+    u32 r;
+    asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(by));
+    return r;
 }
 
 DEVICE u32 add_bytes(u32 word, u32 sum) {
@@ -27,21 +29,28 @@ DEVICE u32 add_bytes(u32 word, u32 sum) {
     return sum;
 }
 
-// Four p8 of a row, in the bytes of a word.
+// Four p8 of a row, in the bytes of a word. Two are rounded in one addition: below 2^7 of their upper halves nothing
+// decides, and 255 is the largest p8, so nothing is carried out of a half.
+DEVICE u32 four_p8(const Power (&x)[4]) {
+    u32 a = permute(shift_left(x[0].m, x[0].hi), shift_left(x[1].m, x[1].hi), 0x7632) + 0x00800080;
+    u32 b = permute(shift_left(x[2].m, x[2].hi), shift_left(x[3].m, x[3].hi), 0x7632) + 0x00800080;
+    return permute(a, b, 0x7531);
+}
 DEVICE u32 four_p8(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B) {
-    constexpr u32 half = 1 << 23;
-    u32 a = permute(exponential(s0, C, B, half), exponential(s1, C, B, half), 0x0073);
-    u32 b = permute(exponential(s2, C, B, half), exponential(s3, C, B, half), 0x0073);
-    return permute(a, b, 0x5410);
+    return four_p8({exponential(s0, C, B), exponential(s1, C, B), exponential(s2, C, B), exponential(s3, C, B)});
 }
 
+DEVICE u32 rounded_p32(const Power& x) { return x.m * shift_left(1, x.hi) + (1 << 15); }
+
 // Four p16 of a row: their high bytes and their low bytes.
-DEVICE void four_p16(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32& high, u32& low) {
-    constexpr u32 half = 1 << 15;
-    u32 a = permute(exponential(s0, C, B, half), exponential(s1, C, B, half), 0x6273);
-    u32 b = permute(exponential(s2, C, B, half), exponential(s3, C, B, half), 0x6273);
+DEVICE void four_p16(const Power (&x)[4], u32& high, u32& low) {
+    u32 a = permute(rounded_p32(x[0]), rounded_p32(x[1]), 0x6273);
+    u32 b = permute(rounded_p32(x[2]), rounded_p32(x[3]), 0x6273);
     high = permute(a, b, 0x5410);
     low = permute(a, b, 0x7632);
+}
+DEVICE void four_p16(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32& high, u32& low) {
+    four_p16({exponential(s0, C, B), exponential(s1, C, B), exponential(s2, C, B), exponential(s3, C, B)}, high, low);
 }
 
 // C and k of a row.

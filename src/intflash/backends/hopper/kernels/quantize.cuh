@@ -72,11 +72,15 @@ template <int WORDS> DEVICE void load_words(const void* from, u32 (&w)[WORDS]) {
             uint4 x = __ldg((const uint4*)from + i / 4);
             w[i] = x.x, w[i + 1] = x.y, w[i + 2] = x.z, w[i + 3] = x.w;
         }
-    } else if constexpr (WORDS == 2) {
-        uint2 x = __ldg((const uint2*)from);
-        w[0] = x.x, w[1] = x.y;
+    } else if constexpr (WORDS % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 2) {
+            uint2 x = __ldg((const uint2*)from + i / 2);
+            w[i] = x.x, w[i + 1] = x.y;
+        }
     } else {
-        w[0] = __ldg((const u32*)from);
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) w[i] = __ldg((const u32*)from + i);
     }
 }
 
@@ -88,3 +92,63 @@ template <typename T> DEVICE const void* element(const u8* base, i64 i) { return
 // 1 / s of a head, rounded once; 1 for codes.
 template <typename T> DEVICE float head_inverse(const View& scale, u32 batch, u32 head) { return __frcp_rn(__ldg((const float*)scale.ptr + head_offset(scale, batch, head))); }
 template <> DEVICE float head_inverse<i8>(const View&, u32, u32) { return 1.0f; }
+
+// Codes of 16-bit floats with two instructions less: x is clamped in pairs, before it is widened, to +-bound, the 16-bit
+// float whose code is 127. There is one (`bounded`) unless 127 scales are a subnormal number, with gaps above a scale.
+template <typename T> struct Rounder {
+    float inv;
+    DEVICE Rounder(const View& scale, u32 batch, u32 head) : inv(head_inverse<T>(scale, batch, head)) {}
+    DEVICE bool bounded() const { return true; }
+    template <bool BOUNDED, typename RAW, int COUNT> DEVICE void codes(const RAW& raw, u32 (&w)[COUNT]) const {
+        Codes<T>::codes(raw, inv, w);
+    }
+};
+
+DEVICE u32 clamp_pair(u32 x, u32 bound, half_t) {
+    asm("{.reg .b32 l; xor.b32 l, %1, 0x80008000; max.f16x2 %0, %0, l; min.f16x2 %0, %0, %1;}" : "+r"(x) : "r"(bound));
+    return x;
+}
+DEVICE u32 clamp_pair(u32 x, u32 bound, bfloat_t) {
+    asm("{.reg .b32 l; xor.b32 l, %1, 0x80008000; max.bf16x2 %0, %0, l; min.bf16x2 %0, %0, %1;}" : "+r"(x) : "r"(bound));
+    return x;
+}
+DEVICE u32 bound_of(float x, half_t) {
+    u32 w;
+    asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(w) : "f"(fminf(x, 65504.0f)));
+    return w;
+}
+DEVICE u32 bound_of(float x, bfloat_t) {
+    u32 w;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(w) : "f"(x));
+    return w;
+}
+
+template <typename T> struct PairRounder {
+    float inv;
+    u32 bound;
+    DEVICE PairRounder(const View& scale, u32 batch, u32 head) {
+        float s = __ldg((const float*)scale.ptr + head_offset(scale, batch, head));
+        inv = __frcp_rn(s);
+        bound = bound_of(127.0f * s, T{});
+    }
+    DEVICE bool bounded() const {
+        u32 code = __float_as_uint(__fmaf_rn(low_half(bound, T{}), inv, 12582912.0f)) - 0x4B400000u;
+        return code == 127 || (code < 127 && (bound & 0xFFFF) == 0x7BFF);  // or no x is as large
+    }
+    template <bool BOUNDED, typename RAW, int COUNT> DEVICE void codes(const RAW& raw, u32 (&w)[COUNT]) const {
+        if constexpr (!BOUNDED) {
+            Codes<T>::codes(raw, inv, w);
+        } else {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                u32 a = clamp_pair(raw.word[2 * i], bound, T{}), b = clamp_pair(raw.word[2 * i + 1], bound, T{});
+                u32 low = permute(rounded(low_half(a, T{})), rounded(high_half(a, T{})), 0x0040);
+                u32 high = permute(rounded(low_half(b, T{})), rounded(high_half(b, T{})), 0x0040);
+                w[i] = permute(low, high, 0x5410);
+            }
+        }
+    }
+    DEVICE u32 rounded(float x) const { return __float_as_uint(__fmaf_rn(x, inv, 12582912.0f)); }
+};
+template <> struct Rounder<half_t> : PairRounder<half_t> { using PairRounder::PairRounder; };
+template <> struct Rounder<bfloat_t> : PairRounder<bfloat_t> { using PairRounder::PairRounder; };

@@ -1,0 +1,113 @@
+"""The launch of kernels/windows.cu: at most 64 queries and keys (Swin's windows), a warp for each window and head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from intflash.backends.hopper.parameters import parameters
+from intflash.backends.hopper.program import CudaLaunch, Program
+from intflash.backends.hopper.types import C_TYPES
+from intflash.backends.triton.constants import Constants
+from intflash.backends.triton.launch import readable
+from intflash.backends.triton.streaming import Statistics
+from intflash.problem import Problem
+
+MOST = 64  # queries or keys
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Why the kernel cannot take the problem, or None."""
+    q, k, v = (x if isinstance(x, Tensor) else x.data for x in (problem.q, problem.k, problem.v))
+    (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
+    if max(nq, nk) > MOST:
+        return f"windows have at most {MOST} queries and keys, got {nq} and {nk}"
+    if d != dv or d % 16 or d > 64:
+        return f"needs one head_dim, a multiple of 16 up to 64, got {d} and {dv}"
+    if problem.causal is not None:
+        return "windows are not causal"
+    if batch * heads * heads >= 1 << 32:
+        return f"indexes at most 2^32 / heads windows and heads, got {batch * heads}"
+    if any(_reach(x) >= 1 << 31 for x in (q, k, v)):
+        return "rows of a window lie too far apart"
+    if _key_major(v) and (v.stride(3) % 4 or v.data_ptr() % 4 or not readable(v, -(-nk // 16) * 16)):
+        return "contiguous keys of V need rows at multiples of 4 bytes, padded to 16 keys"
+    for mask in (problem.bias, problem.keep):
+        if mask is not None and mask.shape[3] > 1 and mask.stride(3) != 1:
+            return "a mask needs contiguous keys"
+    return None
+
+
+def _reach(x: Tensor) -> int:
+    """Bytes between the first and the last token of a window, or the largest stride if that is more."""
+    return max(x.shape[2] * abs(x.stride(2)) * x.element_size(), *(abs(s) >> 1 for s in x.stride()))
+
+
+def _key_major(v: Tensor) -> bool:
+    return v.element_size() == 1 and v.stride(2) == 1 and v.shape[2] > 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """How windows are shared out: rows of a tile (8 or 16), whether each tile has its warp, windows of a program."""
+
+    rows: int = 16
+    shared: bool = False
+    windows: int = 1
+
+    def parts(self, nq: int) -> int:
+        """Warps of a window."""
+        return 1 if not self.shared else -(-(nq - (nq % 16 == 1)) // self.rows) + (nq % 16 == 1)
+
+
+def windows_launch(
+    problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics,
+    scales: tuple[Tensor, Tensor, Tensor] | None, split: Split | None = None,
+) -> CudaLaunch:  # fmt: skip
+    """For a problem of int8 codes, or of floats with the scales of Q, K and V."""
+    q, k, v = (x.data if scales is None else x for x in (problem.q, problem.k, problem.v))
+    (batch, heads, nq, d), nk = q.shape, k.shape[2]
+    split = split or choose(batch * heads)
+    parts = split.parts(nq)
+    warps = parts * split.windows
+    resident = resident_warps(nk, d, q.element_size(), problem.bias is not None or problem.keep is not None)
+    key_major = scales is None and _key_major(v)
+    rows = (q, k, out) if key_major else (q, k, v, out)
+    macros = dict(
+        NQ=nq, NK=nk, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype], KEY_MAJOR=int(key_major),
+        PACKED=int(all(x.stride(2) == d or x.shape[2] == 1 for x in rows)),
+        ROW_SCALES=int(scales is None and constants.score.ptr.shape[2] > 1),
+        BIAS=_mask_kind(problem.bias), KEEP=_mask_kind(problem.keep),
+        PARTS=parts, ROWS=split.rows, WINDOWS=split.windows, RESIDENT=max(1, resident // warps),
+    )  # fmt: skip
+    program = Program("windows.cu", tuple((name, str(value)) for name, value in macros.items()), ())
+    params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, 1, batch * heads)
+    params.heads = heads
+    params.head_reciprocal = _reciprocal(heads)
+    params.bias_reciprocal = _reciprocal(params.bias_batches)
+    params.keep_reciprocal = _reciprocal(params.keep_batches)
+    grid = (-(-batch * heads // split.windows), 1, 1)
+    return CudaLaunch(program, grid, 32 * warps, 0, params, q.device, keeps)
+
+
+def _mask_kind(mask: Tensor | None) -> int:
+    return 0 if mask is None else 1 if mask.shape[3] > 1 else 2
+
+
+def _reciprocal(x: int) -> int:
+    """What `__umulhi` divides small numbers by x with; 0 for 1."""
+    return 0 if x == 1 else -(-(1 << 32) // x)
+
+
+def resident_warps(nk: int, d: int, itemsize: int, masked: bool) -> int:
+    """Warps of a multiprocessor whose registers hold K and V as loaded, the scores and 40 more."""
+    key_tiles, groups = -(-nk // 8), -(-nk // 16)
+    registers = (key_tiles * d // 16 + groups * -(-d // 32) * 4) * itemsize + (8 if masked else 4) * key_tiles + 40
+    return 16 if registers <= 128 else 12 if registers <= 168 else 8
+
+
+def choose(count: int) -> Split:
+    """Few windows are shared by several warps, so that each has less to do."""
+    return Split() if count > 8 * 132 else Split(shared=True)
