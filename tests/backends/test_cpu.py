@@ -130,17 +130,37 @@ def test_codes_of_every_kind(isa, data):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["tensor", "head", "static"])
+@pytest.mark.parametrize("kind", ["tensor", "head", "static", "static tensor", "static heads"])
 def test_native_quantization_has_the_library_s_codes(isa, dtype, kind):
     g = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, 3, 77, 40, generator=g).to(dtype) for _ in range(3))
     v[1] = 2.0**-24 if dtype == torch.float16 else 2.0**-110  # float16's smallest, or an amax that counts as 0
     q[0, 0, :, :7] = 0.5 * q.abs().amax() / 127 * torch.arange(77)[:, None].to(dtype)  # ties
-    recipe = Recipe(q_scale=0.01, k_scale=0.02, v_scale=0.03) if kind == "static" else Recipe(kind, kind, kind)
+    numbers = dict(q_scale=0.01, k_scale=0.02, v_scale=0.03)
+    heads = torch.tensor([0.01, 0.5, 0.2])
+    recipe = {
+        "static": Recipe(**numbers),
+        "static tensor": Recipe(**{name: torch.tensor(x) for name, x in numbers.items()}),
+        "static heads": Recipe(*["head"] * 3, q_scale=heads, k_scale=heads[None, :, None, None], v_scale=heads),
+    }.get(kind) or Recipe(kind, kind, kind)
     problem = prepare(q, k, v, recipe=recipe)[0]
-    assert cpu._quantizes_here(problem)
+    assert cpu._float_scales(problem) is not None
     for threads in (1, 2):
         assert_same_bits(cpu.run(problem, isa=isa, threads=threads), reference.BACKEND.run(problem))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_the_output_has_the_layout_of_q(method, dtype):
+    """Tokens before heads in memory, as a model's next layer wants them; the same values."""
+    g = torch.Generator().manual_seed(0)
+    qkv = torch.randn(2, 53, 3, 4, 32, generator=g).permute(2, 0, 3, 1, 4)
+    for tensors in (qkv.unbind(0), qkv.contiguous().unbind(0)):
+        problem = prepare(*tensors, method=method, out_dtype=dtype)[0]
+        result = cpu.run(problem)
+        assert_same_bits(result, reference.BACKEND.run(problem))
+        if problem.method not in cpu.FLASH and dtype.is_floating_point:
+            assert result.out.stride(1) < result.out.stride(2) or tensors[0].stride(1) > tensors[0].stride(2)
 
 
 @pytest.mark.parametrize("isa", ISAS)

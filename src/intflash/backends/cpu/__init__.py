@@ -13,9 +13,8 @@ from torch import Tensor
 
 from intflash.backends.base import Backend
 from intflash.errors import InputError
-from intflash.methods.base import INTEGER_DTYPES
 from intflash.numerics.exp import LOG2_E, P8_MAX, P16_MAX, log_sum_exp
-from intflash.problem import Problem, Result
+from intflash.problem import Problem, Result, empty_output
 from intflash.quant import QTensor
 
 try:
@@ -35,6 +34,7 @@ MAX_VALUE_DIM = 256  # the epilogue keeps one multiplier per channel
 BIAS_LIMIT = 1 << 30  # of a bias in score units, so that bias + score stays inside int32
 ABSENT = -(1 << 31)
 _NO_BLOCKS = (1, 1)
+_ONES = (1, 1, 1, 1)
 
 
 def instruction_sets() -> list[str]:
@@ -55,24 +55,28 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         isa: one of `instruction_sets()`; None takes the first. The bits do not depend on it.
         threads: at most so many, the caller among them; None takes `torch.get_num_threads()`.
     """
-    if not _quantizes_here(problem):
-        problem = problem.quantized()
-    q, k, v, out_dtype = problem.q, problem.k, problem.v, problem.out_dtype
-    out_scale, bias, keep, causal, packed = None, problem.bias, problem.keep, None, None
+    q, k, v, method = problem.q, problem.k, problem.v, problem.method
+    out_scale, default_scale, blocks = None, False, _NO_BLOCKS
+    bias, keep, causal, packed = problem.bias, problem.keep, None, None
+    if not isinstance(q, QTensor):
+        scales = _float_scales(problem)
+        if scales is None:
+            problem = problem.quantized()
+            q, k, v = problem.q, problem.k, problem.v
+    out_dtype = problem.out_dtype
     if isinstance(q, QTensor):
-        if problem.method in FLASH:
+        if method in FLASH:
             _check_score_unit(problem)
-        scales = (_view(q.scale), _view(k.scale), _view(v.scale))
-        blocks = (q.block_size or 1, k.block_size or 1)
-        out_scale, default_scale = _out_scale(problem)
+        scales = (_scale_view(q), _scale_view(k), _scale_view(v))
+        if q.block_size or k.block_size:
+            blocks = (q.block_size or 1, k.block_size or 1)
+        if not out_dtype.is_floating_point:
+            out_scale, default_scale = _out_scale(problem)
         if problem.bias_float is not None:
             bias = _score_bias(problem)
         q, k, v = q.data, k.data, v.data
-    else:
-        holder, scales = _float_scales(problem)  # noqa: F841 - keeps the scales alive
-        blocks, default_scale = _NO_BLOCKS, False
-    batch, heads, nq, _ = q.shape
-    out = torch.empty((batch, heads, nq, v.shape[3]), dtype=out_dtype)
+    shape = q.shape
+    out = empty_output(q, (*shape[:3], v.shape[3]), out_dtype)
     if problem.causal is not None:
         causal = (problem.causal, problem.causal_align == "bottom_right")
     if problem.cu_seqlens_q is not None:
@@ -80,14 +84,14 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         packed = (cu_q.data_ptr(), cu_k.data_ptr(), cu_q.numel() - 1)
     t_max = l_sum = None
     if problem.return_lse:
-        t_max, l_sum = torch.empty((2, batch, heads, nq), dtype=torch.int64)
+        t_max, l_sum = torch.empty((2, *shape[:3]), dtype=torch.int64)
     _native.attention(
-        isa or "", threads or torch.get_num_threads(), METHODS[problem.method], OUT_TYPES[out_dtype], out.data_ptr(),
+        isa or "", threads or torch.get_num_threads(), METHODS[method], OUT_TYPES[out_dtype], _view(out),
         problem.sm_scale, _view(q), _view(k), _view(v), scales, None if out_scale is None else _view(out_scale),
         default_scale, blocks, causal, None if bias is None else _view(bias), None if keep is None else _view(keep),
         packed, 0 if t_max is None else t_max.data_ptr(), 0 if l_sum is None else l_sum.data_ptr(),
     )  # fmt: skip
-    lse = None if t_max is None else log_sum_exp(t_max, l_sum, P_MAX[problem.method])
+    lse = None if t_max is None else log_sum_exp(t_max, l_sum, P_MAX[method])
     return Result(out, out_scale, lse)
 
 
@@ -122,6 +126,11 @@ def _view(x: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
     return x.data_ptr(), x.shape, x.stride()
 
 
+def _scale_view(x: QTensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    scale = x.scale
+    return (scale.data_ptr(), _ONES, _ONES) if x.granularity == "tensor" else _view(scale)
+
+
 def _repeated(scale: Tensor, problem: Problem) -> Tensor:
     """A key head's scale for the query heads of its group."""
     return scale if scale.shape[1] == 1 or problem.group == 1 else scale.repeat_interleave(problem.group, dim=1)
@@ -129,15 +138,13 @@ def _repeated(scale: Tensor, problem: Problem) -> Tensor:
 
 def _out_scale(problem: Problem) -> tuple[Tensor | None, bool]:
     """The scale of integer output, and whether it is one value that the kernels write, the default."""
-    if problem.out_dtype not in INTEGER_DTYPES:
-        return None, False
     if problem.out_scale is not None:
         return problem.out_scale, False
     s_v = problem.v.scale
     if problem.method in FLASH:
         return _repeated(s_v, problem), False
     if s_v.numel() == 1:
-        return torch.empty((1, 1, 1, 1)), True
+        return torch.empty_like(s_v), True
     return _repeated(s_v, problem) * 127 / torch.iinfo(problem.out_dtype).max, False
 
 
@@ -153,34 +160,35 @@ def _score_bias(problem: Problem) -> Tensor:
     return torch.where(absent, float(ABSENT), rounded).to(torch.int32)
 
 
-def _quantizes_here(problem: Problem) -> bool:
-    """Whether the kernels themselves quantize: codes given, or the plain rule with float output."""
-    if isinstance(problem.q, QTensor):
-        return True
+def _float_scales(problem: Problem) -> tuple | None:
+    """How the kernels quantize each of float q, k, v; None where they do not: other rules, integer output."""
     recipe = problem.recipe
-    return (
-        problem.method not in FLASH
-        and recipe.rule == "exact"
-        and problem.out_dtype not in INTEGER_DTYPES
-        and all(getattr(recipe, n) in ("tensor", "head") for n in "qkv")
-        and all(x.stride(3) == 1 and x.dtype in FLOAT_TYPES for x in (problem.q, problem.k, problem.v))
-        and not any(isinstance(getattr(recipe, f"{n}_scale"), Tensor) for n in "qkv")
-    )
+    if recipe.rule != "exact" or not problem.out_dtype.is_floating_point or problem.method in FLASH:
+        return None
+    qmax = (1 << (recipe.bits - 1)) - 1
+    q = _how(problem.q, recipe.q, recipe.q_scale, qmax)
+    k = _how(problem.k, recipe.k, recipe.k_scale, qmax)
+    v = _how(problem.v, recipe.v, recipe.v_scale, qmax)
+    return None if q is None or k is None or v is None else (q, k, v)
 
 
-def _float_scales(problem: Problem) -> tuple[list[Tensor], tuple]:
-    """Where the kernels write (dynamic) or read (static) each scale, and how to quantize by it."""
-    recipe, holder, how = problem.recipe, [], []
-    for name in "qkv":
-        x = getattr(problem, name)
-        per_head = getattr(recipe, name) == "head"
-        static = getattr(recipe, f"{name}_scale")
-        if static is not None:
-            per_head = False
-        scale = torch.empty(x.shape[:2] if per_head else 1) if static is None else torch.tensor([static])
-        holder.append(scale)
-        how.append((FLOAT_TYPES[x.dtype], per_head, static is not None, (1 << (recipe.bits - 1)) - 1, scale.data_ptr()))
-    return holder, tuple(how)
+def _how(x: Tensor, granularity: str, scale: Tensor | float | None, qmax: int) -> tuple | None:
+    """(float type, per head, qmax, scale: None where it is the call's own, a number, or the view of a tensor)."""
+    if x.stride(3) != 1 or granularity not in ("tensor", "head"):
+        return None
+    if isinstance(scale, Tensor):
+        heads = x.shape[1]
+        if scale.dtype != torch.float32:
+            return None
+        if granularity == "tensor" and scale.numel() == 1:
+            scale = (scale.data_ptr(), _ONES, _ONES)
+        elif granularity == "head" and scale.ndim == 4 and scale.shape in ((1, heads, 1, 1), (x.shape[0], heads, 1, 1)):
+            scale = _view(scale)
+        elif granularity == "head" and scale.shape == (heads,):
+            scale = (scale.data_ptr(), (1, heads, 1, 1), (0, scale.stride(0), 0, 0))
+        else:
+            return None
+    return FLOAT_TYPES[x.dtype], granularity == "head", qmax, scale
 
 
 BACKEND = Backend(

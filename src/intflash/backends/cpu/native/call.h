@@ -27,7 +27,8 @@ struct Call {
   OutType out_type;
   int64_t batch, heads_q, heads_k, nq, nk, head_dim, value_dim;
   View<int8_t> q, k, v;
-  void* out;               // contiguous [batch, heads_q, nq, value_dim]
+  void* out;               // [batch, heads_q, nq, value_dim], channels contiguous
+  int64_t out_stride[3];   // of batch, head, row
   View<int32_t> bias;      // intflash: 2^-20 octave; qflash, iflash: score units; batch index modulo bias_batch
   View<uint8_t> keep;
   int64_t bias_batch, keep_batch;
@@ -40,6 +41,8 @@ struct Call {
   double sm_scale;
   int64_t* t_max;  // for log-sum-exp, contiguous [batch, heads_q, nq], or null
   int64_t* l_sum;
+
+  int64_t out_offset(int64_t b, int64_t h, int64_t row) const { return b * out_stride[0] + h * out_stride[1] + row * out_stride[2]; }
 };
 
 // Grown on demand, one per thread; remembers whose K and V it holds packed.
@@ -48,6 +51,7 @@ struct Scratch {
   size_t capacity = 0;
   uint64_t call_id = 0;
   int64_t packed_head = -1;
+  int slot = 0;  // where, of several
   char* reserve(size_t bytes);
 };
 

@@ -32,7 +32,7 @@ unsigned leaf7(unsigned subleaf, int reg) {
 
 [[maybe_unused]] bool has_avx512_vnni() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vnni");
 }
 
 // The tiles' state must be asked for, once per process (Linux 5.16).

@@ -27,17 +27,26 @@ class Epilogue {
     per_channel_ = per_channel;
   }
 
-  // Output rows [index, index + rows) from acc = 256 * high + low (P16) or high (P8), and the sums of p.
+  // `rows` output rows from the offset `at` on, from acc = 256 * high + low (P16) or high (P8), and the sums of p.
   template <bool P16>
-  void rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t index) const {
+  void rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t at) const {
+    const int64_t out_ld = call_.out_stride[2];
     const auto each = [&](auto* out, auto write) {
-      for (int r = 0; r < rows; ++r, high += ld, low += ld) write(high, low, l[r], out + (index + r) * call_.value_dim);
+      for (int r = 0; r < rows; ++r, high += ld, low += ld) write(high, low, l[r], out + at + r * out_ld);
+    };
+    const auto integers = [&](auto* out, auto limit) {
+      constexpr int kLimit = decltype(limit)::value;
+      out += at;
+      for (int r = 0; r < rows;) {
+        const int block = smaller(rows - r, 16);
+        if (!block_of_rows<P16, kLimit>(high, low, ld, l + r, block, out))
+          for (int i = 0; i < block; ++i) integer_row<P16, kLimit>(high + i * ld, low + i * ld, l[r + i], out + i * out_ld);
+        r += block, high += block * ld, low += block * ld, out += block * out_ld;
+      }
     };
     switch (call_.out_type) {
-      case OutType::kInt8:
-        return each(static_cast<int8_t*>(call_.out), [&](auto... a) { integer_row<P16, 127>(a...); });
-      case OutType::kInt16:
-        return each(static_cast<int16_t*>(call_.out), [&](auto... a) { integer_row<P16, 32767>(a...); });
+      case OutType::kInt8: return integers(static_cast<int8_t*>(call_.out), Limit<127>{});
+      case OutType::kInt16: return integers(static_cast<int16_t*>(call_.out), Limit<32767>{});
       case OutType::kFloat16:
         return each(static_cast<uint16_t*>(call_.out), [&](auto... a) { float_row<P16>(a..., to_float16); });
       case OutType::kBFloat16:
@@ -47,15 +56,14 @@ class Epilogue {
     }
   }
 
-  // Output row `index` from int8 codes of V's own scale (qflash, iflash).
-  void codes_row(const int32_t* codes, int64_t index) const {
-    const int64_t n = call_.value_dim;
+  // The output row at an offset from int8 codes of V's own scale (qflash, iflash).
+  void codes_row(const int32_t* codes, int64_t at) const {
     switch (call_.out_type) {
-      case OutType::kInt8: return copy_codes(codes, static_cast<int8_t*>(call_.out) + index * n, [](int32_t c) { return int8_t(c); });
-      case OutType::kInt16: return copy_codes(codes, static_cast<int16_t*>(call_.out) + index * n, [](int32_t c) { return int16_t(c); });
-      case OutType::kFloat16: return copy_codes(codes, static_cast<uint16_t*>(call_.out) + index * n, [&](int32_t c) { return to_float16(float(c) * v_scale_[0]); });
-      case OutType::kBFloat16: return copy_codes(codes, static_cast<uint16_t*>(call_.out) + index * n, [&](int32_t c) { return to_bfloat16(float(c) * v_scale_[0]); });
-      case OutType::kFloat32: return copy_codes(codes, static_cast<float*>(call_.out) + index * n, [&](int32_t c) { return float(c) * v_scale_[0]; });
+      case OutType::kInt8: return copy_codes(codes, static_cast<int8_t*>(call_.out) + at, [](int32_t c) { return int8_t(c); });
+      case OutType::kInt16: return copy_codes(codes, static_cast<int16_t*>(call_.out) + at, [](int32_t c) { return int16_t(c); });
+      case OutType::kFloat16: return copy_codes(codes, static_cast<uint16_t*>(call_.out) + at, [&](int32_t c) { return to_float16(float(c) * v_scale_[0]); });
+      case OutType::kBFloat16: return copy_codes(codes, static_cast<uint16_t*>(call_.out) + at, [&](int32_t c) { return to_bfloat16(float(c) * v_scale_[0]); });
+      case OutType::kFloat32: return copy_codes(codes, static_cast<float*>(call_.out) + at, [&](int32_t c) { return float(c) * v_scale_[0]; });
     }
   }
 
@@ -71,13 +79,37 @@ class Epilogue {
   float v_scale_[kMaxValueDim], out_scale_[kMaxValueDim];
   OutputMultiplier multiplier_[kMaxValueDim];
 
+  template <int N>
+  struct Limit { static constexpr int value = N; };
+
+  // Up to 16 rows of one scale at once, where the vector layer has that; false: not these.
+  template <bool P16, int Limit, class Out>
+  inline bool block_of_rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, Out* out) const {
+    if constexpr (V::kFastPack) {
+      typename V::Factors factors;
+      if (per_channel_ || multiplier_[0].e > 15 || !V::factors(l, rows, multiplier_[0].mr, multiplier_[0].e, fits32<P16>(), factors)) return false;
+      const int64_t n = call_.value_dim, out_ld = call_.out_stride[2];
+      const auto value = [&](int row, int64_t d) { return V::template rescale<P16>(high + row * ld + d, low + row * ld + d, factors, row); };
+      int r = 0;
+      if constexpr (Limit == 127) {
+        for (; n == 32 && out_ld == 32 && r + 2 <= rows; r += 2, out += 64)
+          V::store_quad(out, value(r, 0), value(r, 16), value(r + 1, 0), value(r + 1, 16));
+        for (; n == 64 && r < rows; ++r, out += out_ld) V::store_quad(out, value(r, 0), value(r, 16), value(r, 32), value(r, 48));
+      }
+      for (; r < rows; ++r, out += out_ld) store_row<Limit>(out, [&](int64_t d) { return value(r, d); });
+      return true;
+    } else {
+      return false;
+    }
+  }
+
   template <bool P16>
   static inline int64_t sum(const int32_t* high, const int32_t* low, int64_t d) {
     return P16 ? int64_t(high[d]) * 256 + low[d] : high[d];
   }
 
   template <bool P16, int Limit, class Out>
-  void integer_row(const int32_t* high, const int32_t* low, uint32_t l, Out* out) const {
+  inline void integer_row(const int32_t* high, const int32_t* low, uint32_t l, Out* out) const {
     const int64_t n = call_.value_dim;
     if (l == 0) {
       for (int64_t d = 0; d < n; ++d) out[d] = 0;
@@ -90,7 +122,7 @@ class Epilogue {
       const int64_t rounded = (sum<P16>(high, low, d) * f + (int64_t(1) << (shift - 1))) >> shift;
       out[d] = Out(rounded < -Limit ? -Limit : rounded > Limit ? Limit : rounded);
     };
-    const int64_t f = factor(multiplier_[0]);
+    const int64_t f = factor(multiplier_[0]);  // to 2^24
     const int shift = 55 - lz - multiplier_[0].e;
     if (per_channel_)
       for (int64_t d = 0; d < n; ++d) one(d, factor(multiplier_[d]), 55 - lz - multiplier_[d].e);
@@ -98,14 +130,25 @@ class Epilogue {
       for (int64_t d = 0; d < n; ++d) one(d, f, shift);
     else {  // |acc| <= 127 l, so that acc << left < 2^(16 + e) and the quotient fits 32 bits
       const int left = larger(0, 32 - shift);
-      int64_t d = 0;
-      if constexpr (V::kFastPack && Limit == 127)
-        for (; d + 32 <= n; d += 32)
-          V::store_pair(out + d, V::template rescale<P16>(high + d, low + d, int32_t(f), left, shift + left),
-                        V::template rescale<P16>(high + d + 16, low + d + 16, int32_t(f), left, shift + left));
-      for (; d < n; d += V::kLanes)
-        V::store_clamped(out + d, V::template rescale<P16>(high + d, low + d, int32_t(f), left, shift + left), Limit, n - d);
+      store_row<Limit>(out, [&](int64_t d) { return V::template rescale<P16>(high + d, low + d, int32_t(f), left, shift + left); });
     }
+  }
+
+  // Below this l, acc is an int32: it is at most 127 l.
+  template <bool P16>
+  static constexpr uint32_t fits32() { return P16 ? 1u << 24 : 0xFFFFFFFFu; }
+  template <bool P16>
+  static inline typename V::I32 sum32(const int32_t* high, const int32_t* low) {
+    return P16 ? V::add(V::shift_left(V::load(high), 8), V::load(low)) : V::load(high);
+  }
+
+  template <int Limit, class Out, class F>
+  inline void store_row(Out* out, F value) const {
+    const int64_t n = call_.value_dim;
+    int64_t d = 0;
+    if constexpr (V::kFastPack && Limit == 127)
+      for (; d + 32 <= n; d += 32) V::store_pair(out + d, value(d), value(d + 16));
+    for (; d < n; d += V::kLanes) V::store_clamped(out + d, value(d), Limit, n - d);
   }
 
   template <bool P16, class Out, class Convert>
@@ -117,6 +160,11 @@ class Epilogue {
       for (int64_t d = 0; d < n; ++d) out[d] = convert(float(sum<P16>(high, low, d)) * (v_scale_[d] / float(l)));
     } else {
       const float scale = v_scale_[0] / float(l);
+      if constexpr (sizeof(Out) == 4)
+        if (l < fits32<P16>()) {
+          for (int64_t d = 0; d < n; d += V::kLanes) V::store_scaled(out + d, sum32<P16>(high + d, low + d), scale, n - d);
+          return;
+        }
       for (int64_t d = 0; d < n; ++d) out[d] = convert(float(sum<P16>(high, low, d)) * scale);
     }
   }

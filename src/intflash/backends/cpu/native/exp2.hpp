@@ -3,7 +3,9 @@
 //   x  = (x9 + 1) >> 1             rounded to Q.8;  t = 3686 - x = 0xEFF - z with z = x + 153:
 //   s  = z >> 8 = 14 - hi,  f = 255 - (z & 255),  u = 256 + f
 //   w  = u*u >> 2,  m = u*u + 132608,  m >> 2 = w + 33152,  h = m >> 3 = (w + 33152) >> 1
-//   p16 = ((m >> (1 + s)) + 1) >> 1,  p8 = ((m >> (9 + s)) + 1) >> 1
+//   p16 = ((m >> (1 + s)) + 1) >> 1
+//   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15 with h = m >> 4 = (u*u >> 4) + 8288,
+//         0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
 #pragma once
 #include "arith.hpp"
 
@@ -64,15 +66,14 @@ struct Exp2 {
   }
 
   static inline U16 p8(U16 x9) {
-    const U16 z = V::average(x9, 2 * (153 + 6 * 256));  // z >> 8 = 6 + s
-    const U16 v = V::mantissa(z);
-    const U16 h = V::average(V::mul_high16(v, v), 33151);
-    return V::average(V::shift_right(h, V::high_byte(z)), 0);
+    const U16 z = V::average(x9, 2 * 153);
+    const U16 v = V::template mantissa<6>(z);
+    return V::mul_round(V::add16(V::mul_high16(v, v), 8288), V::power(z));
   }
 
   static inline U16 p16(U16 x9) {
     const U16 z = V::average(x9, 2 * 153);
-    const U16 v = V::mantissa(z);
+    const U16 v = V::template mantissa<7>(z);
     const U16 w = V::mul_high16(v, v);
     return V::round16(w, V::average(w, 33151), V::high_byte(z));
   }

@@ -2,6 +2,7 @@
 
 #include "attention.hpp"
 #include "quantize.hpp"
+#include "strips.hpp"
 
 namespace intflash {
 namespace {
@@ -9,16 +10,26 @@ namespace {
 // A P tile is 64 keys deep, a tile of qflash and iflash 32 keys: those run on the 512-bit vectors.
 bool on_vectors(const Call& call) { return call.method >= Method::kQFlash; }
 
+bool on_strips(const Call& call) {
+  const bool exact = call.method == Method::kP16 || call.method == Method::kP8;
+  return exact && call.nk <= 256 && !call.bias.data && !call.keep.data && !call.causal && !call.ends_q && !call.k_scale.stride[2];
+}
+
 int unit_rows(const Call& call) {
+  if (on_strips(call)) return 16;
   return on_vectors(call) ? kAvx512VnniKernels.unit_rows(call) : Attention<Amx>::unit_rows(call);
 }
 
 void attention(const Call& call, int64_t first, int64_t last, uint64_t call_id, Scratch& scratch) {
   if (on_vectors(call)) return kAvx512VnniKernels.attention(call, first, last, call_id, scratch);
+  if (on_strips(call)) {
+    if (call.method == Method::kP16) return Strips<true>::run(call, first, last, call_id, scratch);
+    return Strips<false>::run(call, first, last, call_id, scratch);
+  }
   Attention<Amx>::run(call, first, last, call_id, scratch);
 }
 
 }  // namespace
 
-const Kernels kAmxKernels = {"amx", unit_rows, attention, absolute_maximum, quantize};
+const Kernels kAmxKernels = {"amx", unit_rows, attention, absolute_maximum<Amx>, quantize<Amx>};
 }  // namespace intflash

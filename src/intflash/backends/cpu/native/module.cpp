@@ -15,7 +15,13 @@ using namespace intflash;
 
 namespace {
 
-int64_t item(nb::handle sequence, size_t i) { return nb::cast<int64_t>(sequence[i]); }
+// Elements of tuples (a torch.Size is one), without a Python object for the index.
+nb::handle element(nb::handle tuple, size_t i) { return PyTuple_GetItem(tuple.ptr(), Py_ssize_t(i)); }
+int64_t item(nb::handle tuple, size_t i) {
+  const int64_t value = PyLong_AsLongLong(element(tuple, i).ptr());
+  if (value == -1 && PyErr_Occurred()) nb::raise_python_error();
+  return value;
+}
 
 // (pointer, shape, stride) of four axes; an axis of size 1 is a broadcast one.
 template <class T>
@@ -23,7 +29,7 @@ View<T> view(nb::handle tensor) {
   View<T> v;
   if (tensor.is_none()) return v;
   v.data = reinterpret_cast<const T*>(item(tensor, 0));
-  const nb::object shape = tensor[1], stride = tensor[2];
+  const nb::handle shape = element(tensor, 1), stride = element(tensor, 2);
   for (size_t i = 0; i < 4; ++i) v.stride[i] = item(shape, i) == 1 ? 0 : item(stride, i);
   return v;
 }
@@ -39,11 +45,10 @@ struct FloatInput {
   const char* data;
   int64_t batch, heads, tokens, channels, stride[4], bytes;
   FloatType type;
-  bool per_head;
-  float* scales;  // one, or [batch, heads]: written for a dynamic scale, read for a static one
-  bool is_static;
+  bool is_static, per_head;  // per_head: of a dynamic scale
   int qmax;
-  std::vector<float> amax;  // per (batch, head)
+  std::vector<float> amax, scales;  // per (batch, head); dynamic: one or [batch, heads]; a static number: one
+  View<float> scale;
   int8_t* codes;
 
   Rows rows() const {
@@ -60,6 +65,20 @@ struct Quantization {
   const Kernels& kernels;
   FloatInput input[3];
 
+  void measure(FloatInput& x, int64_t i) const {
+    if (!x.is_static) x.amax[size_t(i)] = kernels.absolute_maximum(x.head(i), x.type, x.rows());
+  }
+  static void choose_scales(FloatInput& x) {
+    if (x.is_static) return;
+    if (!x.per_head) x.amax[0] = *std::max_element(x.amax.begin(), x.amax.end());
+    for (size_t i = 0; i < x.scales.size(); ++i) x.scales[i] = x.amax[i] < kTinyAmax ? 1.0f : x.amax[i] / float(x.qmax);
+  }
+  void encode(FloatInput& x, int64_t i) const {
+    const float amax = x.is_static ? 1.0f : x.amax[x.per_head ? size_t(i) : 0];
+    const float inverse = amax < kTinyAmax ? 0.0f : 1.0f / *x.scale.at(i / x.heads, i % x.heads);
+    kernels.quantize(x.head(i), x.type, x.rows(), inverse, x.qmax, x.codes + i * x.tokens * x.channels);
+  }
+
   // Tickets run over the heads of all three tensors.
   std::pair<FloatInput*, int64_t> find(int64_t ticket) {
     for (FloatInput& x : input) {
@@ -68,59 +87,62 @@ struct Quantization {
     }
     throw std::logic_error("ticket out of range");
   }
-
-  static void measure(void* self, int64_t ticket) {
+  static void measure_ticket(void* self, int64_t ticket) {
     auto& me = *static_cast<Quantization*>(self);
     auto [x, i] = me.find(ticket);
-    if (!x->is_static) x->amax[size_t(i)] = me.kernels.absolute_maximum(x->head(i), x->type, x->rows());
+    me.measure(*x, i);
   }
-
-  static void encode(void* self, int64_t ticket) {
+  static void encode_ticket(void* self, int64_t ticket) {
     auto& me = *static_cast<Quantization*>(self);
     auto [x, i] = me.find(ticket);
-    const float amax = x->is_static ? 1.0f : x->amax[x->per_head ? size_t(i) : 0];
-    const float inverse = amax < kTinyAmax ? 0.0f : 1.0f / x->scales[x->per_head ? i : 0];
-    me.kernels.quantize(x->head(i), x->type, x->rows(), inverse, x->qmax, x->codes + i * x->tokens * x->channels);
+    me.encode(*x, i);
   }
 
   void run(int threads) {
     int64_t tickets = 0, values = 0;
     for (const FloatInput& x : input) tickets += x.count(), values += x.count() * x.tokens * x.channels;
-    if (values < 1 << 16) threads = 1;  // a few microseconds in all
-    run_tickets(threads, tickets, measure, this);
+    if (threads <= 1 || values < 1 << 16) return run_alone();  // the values: a few microseconds in all
+    run_tickets(threads, tickets, measure_ticket, this);
+    for (FloatInput& x : input) choose_scales(x);
+    run_tickets(threads, tickets, encode_ticket, this);
+  }
+
+  // One tensor after the other, and the second time from its end: much of it is in the cache still.
+  void run_alone() {
     for (FloatInput& x : input) {
-      if (x.is_static) continue;
-      if (!x.per_head) x.amax[0] = *std::max_element(x.amax.begin(), x.amax.end());
-      for (int64_t i = 0; i < (x.per_head ? x.count() : 1); ++i)
-        x.scales[i] = x.amax[size_t(i)] < kTinyAmax ? 1.0f : x.amax[size_t(i)] / float(x.qmax);
+      for (int64_t i = 0; i < x.count(); ++i) measure(x, i);
+      choose_scales(x);
+      for (int64_t i = x.count(); i-- > 0;) encode(x, i);
     }
-    run_tickets(threads, tickets, encode, this);
   }
 };
 
-// tensor: (pointer, shape, stride); how: (float type, per head, static, qmax, scales pointer)
+// tensor: (pointer, shape, stride); how: (float type, per head, qmax, scale), scale: None, a number, or a tensor
 FloatInput float_input(nb::handle tensor, nb::handle how) {
   FloatInput x;
   x.data = reinterpret_cast<const char*>(item(tensor, 0));
-  const nb::object shape = tensor[1], stride = tensor[2];
+  const nb::handle shape = element(tensor, 1), stride = element(tensor, 2), scale = element(how, 3);
   x.batch = item(shape, 0), x.heads = item(shape, 1), x.tokens = item(shape, 2), x.channels = item(shape, 3);
   for (size_t i = 0; i < 4; ++i) x.stride[i] = item(stride, i);
   x.type = FloatType(item(how, 0));
   x.bytes = x.type == FloatType::kFloat32 ? 4 : 2;
-  x.per_head = item(how, 1), x.is_static = item(how, 2), x.qmax = int(item(how, 3));
-  x.scales = reinterpret_cast<float*>(item(how, 4));
+  x.qmax = int(item(how, 2));
+  x.is_static = !scale.is_none();
+  x.per_head = !x.is_static && item(how, 1);
   x.amax.resize(size_t(x.count()));
+  if (PyTuple_Check(scale.ptr())) {
+    x.scale = view<float>(scale);
+    return x;
+  }
+  x.scales.resize(x.per_head ? size_t(x.count()) : 1);
+  if (x.is_static) x.scales[0] = nb::cast<float>(scale);
+  x.scale.data = x.scales.data();
+  if (x.per_head) x.scale.stride[0] = x.heads, x.scale.stride[1] = 1;
   return x;
 }
 
 View<int8_t> contiguous_codes(const FloatInput& x) {
   return {x.codes, {x.heads * x.tokens * x.channels, x.tokens * x.channels, x.channels, 1}};
-}
-
-View<float> scale_view(const FloatInput& x) {
-  View<float> v{x.scales, {0, 0, 0, 0}};
-  if (x.per_head) v.stride[0] = x.heads, v.stride[1] = 1;
-  return v;
 }
 
 // Codes of the caller's thread between quantization and attention; kept, because fresh pages cost more
@@ -136,24 +158,25 @@ struct CodeBuffer {
   }
 };
 
-void attention(const char* isa, int threads, int method, int out_type, int64_t out, double sm_scale, nb::tuple q, nb::tuple k,
+void attention(const char* isa, int threads, int method, int out_type, nb::tuple out, double sm_scale, nb::tuple q, nb::tuple k,
                nb::tuple v, nb::tuple scales, nb::handle out_scale, bool default_scale, nb::tuple blocks, nb::handle causal, nb::handle bias,
                nb::handle keep, nb::handle packed, int64_t t_max, int64_t l_sum) {
   const Kernels& kernels = kernels_named(isa);
   Call call{};
   call.method = Method(method);
   call.out_type = OutType(out_type);
-  call.out = reinterpret_cast<void*>(out);
+  call.out = reinterpret_cast<void*>(item(out, 0));
+  for (size_t i = 0; i < 3; ++i) call.out_stride[i] = item(element(out, 2), i);
   call.sm_scale = sm_scale;
-  const nb::object q_shape = q[1], k_shape = k[1];
+  const nb::handle q_shape = element(q, 1), k_shape = element(k, 1);
   call.batch = item(q_shape, 0), call.heads_q = item(q_shape, 1), call.nq = item(q_shape, 2), call.head_dim = item(q_shape, 3);
-  call.heads_k = item(k_shape, 1), call.nk = item(k_shape, 2), call.value_dim = item(nb::object(v[1]), 3);
+  call.heads_k = item(k_shape, 1), call.nk = item(k_shape, 2), call.value_dim = item(element(v, 1), 3);
   call.q_block = item(blocks, 0), call.k_block = item(blocks, 1);
   call.out_scale = view<float>(out_scale);
   call.bias = view<int32_t>(bias);
   call.keep = view<uint8_t>(keep);
-  call.bias_batch = bias.is_none() ? 1 : item(nb::object(bias[1]), 0);
-  call.keep_batch = keep.is_none() ? 1 : item(nb::object(keep[1]), 0);
+  call.bias_batch = bias.is_none() ? 1 : item(element(bias, 1), 0);
+  call.keep_batch = keep.is_none() ? 1 : item(element(keep, 1), 0);
   if (!causal.is_none()) {
     call.causal = true;
     call.causal_offset = item(causal, 0);
@@ -167,20 +190,20 @@ void attention(const char* isa, int threads, int method, int out_type, int64_t o
   call.t_max = reinterpret_cast<int64_t*>(t_max);
   call.l_sum = reinterpret_cast<int64_t*>(l_sum);
 
-  const bool floats = nb::len(scales) && PyLong_Check(nb::object(nb::object(scales[0])[1]).ptr());
+  const bool floats = nb::len(element(scales, 0)) == 4;
   if (!floats) {
     call.q = view<int8_t>(q), call.k = view<int8_t>(k), call.v = view<int8_t>(v);
-    call.q_scale = view<float>(scales[0]), call.k_scale = view<float>(scales[1]), call.v_scale = view<float>(scales[2]);
+    call.q_scale = view<float>(element(scales, 0)), call.k_scale = view<float>(element(scales, 1)), call.v_scale = view<float>(element(scales, 2));
     if (default_scale)  // s_V * 127 / qmax: |O| <= max|V|
       *const_cast<float*>(call.out_scale.data) = *call.v_scale.data * 127.0f / (call.out_type == OutType::kInt8 ? 127.0f : 32767.0f);
     nb::gil_scoped_release release;
     return run_attention(kernels, call, threads);
   }
   static thread_local CodeBuffer buffer;
-  Quantization work{kernels, {float_input(q, scales[0]), float_input(k, scales[1]), float_input(v, scales[2])}};
+  Quantization work{kernels, {float_input(q, element(scales, 0)), float_input(k, element(scales, 1)), float_input(v, element(scales, 2))}};
   buffer.divide(work.input);
   call.q = contiguous_codes(work.input[0]), call.k = contiguous_codes(work.input[1]), call.v = contiguous_codes(work.input[2]);
-  call.q_scale = scale_view(work.input[0]), call.k_scale = scale_view(work.input[1]), call.v_scale = scale_view(work.input[2]);
+  call.q_scale = work.input[0].scale, call.k_scale = work.input[1].scale, call.v_scale = work.input[2].scale;
   nb::gil_scoped_release release;
   work.run(threads);
   run_attention(kernels, call, threads);

@@ -18,17 +18,21 @@ struct BFloat16 {
   static inline float value(uint16_t x) { return from_bfloat16(x); }
 };
 
-template <class F>
+template <class V, class F>
 float absolute_maximum_of(const void* data, const Rows& shape) {
   float m = 0;
   for (int64_t r = 0; r < shape.rows; ++r) {
     const auto* x = static_cast<const typename F::Type*>(data) + r * shape.row_step;
     uint32_t bits = 0;  // of non-negative floats: ordered as integers
-    for (int64_t i = 0; i < shape.columns; ++i) {
-      const float v = F::value(x[i]);
-      uint32_t u;
-      std::memcpy(&u, &v, 4);
-      bits = larger(bits, u & 0x7FFFFFFF);
+    if constexpr (V::kFastPack && sizeof(*x) == 4) {
+      bits = V::largest_magnitude(x, shape.columns);
+    } else {
+      for (int64_t i = 0; i < shape.columns; ++i) {
+        const float v = F::value(x[i]);
+        uint32_t u;
+        std::memcpy(&u, &v, 4);
+        bits = larger(bits, u & 0x7FFFFFFF);
+      }
     }
     float row;
     std::memcpy(&row, &bits, 4);
@@ -37,11 +41,12 @@ float absolute_maximum_of(const void* data, const Rows& shape) {
   return m;
 }
 
-inline float absolute_maximum(const void* x, FloatType type, const Rows& shape) {
+template <class V>
+float absolute_maximum(const void* x, FloatType type, const Rows& shape) {
   switch (type) {
-    case FloatType::kFloat16: return absolute_maximum_of<Float16>(x, shape);
-    case FloatType::kBFloat16: return absolute_maximum_of<BFloat16>(x, shape);
-    default: return absolute_maximum_of<Float32>(x, shape);
+    case FloatType::kFloat16: return absolute_maximum_of<V, Float16>(x, shape);
+    case FloatType::kBFloat16: return absolute_maximum_of<V, BFloat16>(x, shape);
+    default: return absolute_maximum_of<V, Float32>(x, shape);
   }
 }
 
@@ -63,20 +68,24 @@ inline int8_t code(float x, float inverse, int32_t limit) {
 #endif
 }
 
-template <class F>
+template <class V, class F>
 void quantize_of(const void* data, Rows shape, float inverse, int qmax, int8_t* codes) {
   const int64_t columns = shape.columns;  // codes are bytes and could alias anything not local
   for (int64_t r = 0; r < shape.rows; ++r, codes += columns) {
     const auto* x = static_cast<const typename F::Type*>(data) + r * shape.row_step;
-    for (int64_t i = 0; i < columns; ++i) codes[i] = code(F::value(x[i]), inverse, qmax);
+    if constexpr (V::kFastPack && sizeof(*x) == 4)
+      V::quantize_row(x, columns, inverse, qmax, codes);
+    else
+      for (int64_t i = 0; i < columns; ++i) codes[i] = code(F::value(x[i]), inverse, qmax);
   }
 }
 
-inline void quantize(const void* x, FloatType type, const Rows& shape, float inverse, int qmax, int8_t* codes) {
+template <class V>
+void quantize(const void* x, FloatType type, const Rows& shape, float inverse, int qmax, int8_t* codes) {
   switch (type) {
-    case FloatType::kFloat16: return quantize_of<Float16>(x, shape, inverse, qmax, codes);
-    case FloatType::kBFloat16: return quantize_of<BFloat16>(x, shape, inverse, qmax, codes);
-    default: return quantize_of<Float32>(x, shape, inverse, qmax, codes);
+    case FloatType::kFloat16: return quantize_of<V, Float16>(x, shape, inverse, qmax, codes);
+    case FloatType::kBFloat16: return quantize_of<V, BFloat16>(x, shape, inverse, qmax, codes);
+    default: return quantize_of<V, Float32>(x, shape, inverse, qmax, codes);
   }
 }
 

@@ -13,17 +13,40 @@ struct Amx : Vec512 {
   // A tile is 16 rows of 64 bytes: head_dim goes in depths of 16 steps.
   static int depth_steps(int64_t head_dim) { return int((head_dim + 63) / 64 * 16); }
 
-  static void begin(int64_t) {
+  static void begin(int64_t) { begin_rows(16); }
+  static void begin_rows(int rows) {  // of all tiles but 6, which is whole
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
+    for (int t = 0; t < 8; ++t)
+      if (t != 6) config.rows[t] = uint8_t(rows);
     // gcc's intrinsic claims to read 8 bytes of the 64: keep the stores of the others.
     asm volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
   static void end() { _tile_release(); }
+
+  // By number: the intrinsics of gcc take literals only.
+  template <int Tile>
+  static void zero() { asm volatile("tilezero %%tmm%c0" : : "i"(Tile)); }
+  template <int Tile>
+  static void load_tile(const void* x, int64_t line) { asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(x), "r"(line), "i"(Tile)); }
+  template <int Tile>
+  static void store_tile(void* x, int64_t line) { asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(x), "r"(line), "i"(Tile) : "memory"); }
+  template <int Sum, int P, int Values>
+  static void dot_tile() { asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(P), "i"(Values)); }
+  template <int Sum, int A, int B>
+  static void dot_signed_tile() { asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(A), "i"(B)); }
+  // A zero whose stores the compiler does not turn into a string instruction, which takes longer to start.
+  static I32 unknown_zero() {
+    __m512i x = _mm512_setzero_si512();
+    asm("" : "+v"(x));
+    return x;
+  }
+  // gcc's tile loads do not say that they read memory.
+  static void stores_before_loads() { asm volatile("" : : : "memory"); }
 
   // One step of a value panel by one byte permutation of its four rows of 16.
   static bool pack_values(const int8_t* v, int64_t row_step, int64_t rows, int64_t columns, Code* out) {
@@ -44,9 +67,64 @@ struct Amx : Vec512 {
     return true;
   }
 
+  // Shifts on the shuffles' port: beside tile instructions the other one has the products too.
+  template <int Shift>
+  static U16 mantissa(U16 z) {  // the low byte of z << Shift takes bits from below the lane, which the mask drops
+    constexpr int64_t first = Shift == 6 ? 0x322A221A120A023A : 0x3129211911090139;
+    return mantissa_of<Shift>(_mm512_multishift_epi64_epi8(_mm512_set1_epi64(first), z));
+  }
+
   static bool pack_keys(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
     pack_key_panel<0>(k, row_step, count, dim, steps, out);
     return true;
+  }
+
+  // A panel of up to 16 key rows, missing ones repeating the last.
+  static void pack_key_tile(const int8_t* k, int64_t row_step, int64_t step, int64_t count, int64_t dim, int steps, Code* out) {
+    if (step != 1) {
+      for (int s = 0; s < steps; ++s)
+        for (int i = 0; i < 16; ++i)
+          for (int e = 0; e < 4; ++e, ++out) *out = 4 * s + e < dim ? k[(i < count ? i : count - 1) * row_step + (4 * s + e) * step] : 0;
+      return;
+    }
+    if (dim == 32) return pack_half_rows(k, row_step, count, out);
+    for (int s = 0; s < steps; s += 16) {
+      const __mmask64 mask = bytes(dim - 4 * s);
+      __m512i r[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) r[i] = _mm512_maskz_loadu_epi8(mask, k + (i < count ? i : count - 1) * row_step + 4 * s);
+      transpose(r);
+      const int n = steps - s < 16 ? steps - s : 16;
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i)
+        if (i < n) _mm512_storeu_si512(out + 64 * (s + i), r[i]);
+    }
+  }
+  // Rows of 32 codes, two to a register: the lanes of rows i and i + 8 are transposed side by side.
+  static void pack_half_rows(const int8_t* k, int64_t row_step, int64_t count, Code* out) {
+    __m512i r[8], t[8];
+    const auto row = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(k + (i < count ? i : count - 1) * row_step)); };
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) r[i] = _mm512_inserti64x4(_mm512_castsi256_si512(row(i)), row(i + 8), 1);
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {  // r[i + w]: word w of each lane's four, rows i to i + 3; lanes: words 0-3 and 4-7, rows + 0 and + 8
+      r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+      r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+#pragma GCC unroll 4
+    for (int w = 0; w < 4; ++w) {
+      _mm512_storeu_si512(out + 64 * w, _mm512_permutex2var_epi64(r[w], low, r[w + 4]));
+      _mm512_storeu_si512(out + 64 * (w + 4), _mm512_permutex2var_epi64(r[w], high, r[w + 4]));
+    }
+  }
+  static void pack_value_group(const int8_t* v, int64_t row_step, int64_t step, int64_t rows, int64_t columns, Code* out) {
+    if (rows <= 0) return _mm512_storeu_si512(out, _mm512_setzero_si512());
+    if (step == 1) return void(pack_values(v, row_step, rows, columns, out));
+    for (int lane = 0; lane < 16; ++lane)
+      for (int e = 0; e < 4; ++e) out[lane * 4 + e] = e < rows && lane < columns ? v[e * row_step + lane * step] : 0;
   }
 
   // Also raises max[r] by the scores of the first `whole` panels, each pair while the next is computed.

@@ -67,9 +67,18 @@ struct Vec256 {
   static U16 zero16() { return _mm256_setzero_si256(); }
   static U16 high_byte(U16 a) { return _mm256_srli_epi16(a, 8); }
   static U16 low_byte(U16 a) { return _mm256_and_si256(a, _mm256_set1_epi16(255)); }
+  template <int Shift>
   static U16 mantissa(U16 z) {
-    const __m256i f = _mm256_andnot_si256(_mm256_slli_epi16(z, 7), _mm256_set1_epi16(0x7F80));
-    return _mm256_or_si256(f, _mm256_set1_epi16(int16_t(0x8000)));
+    const __m256i f = _mm256_andnot_si256(_mm256_slli_epi16(z, Shift), _mm256_set1_epi16(int16_t(255 << Shift)));
+    return _mm256_or_si256(f, _mm256_set1_epi16(int16_t(256 << Shift)));
+  }
+  static U16 add16(U16 a, uint16_t b) { return _mm256_add_epi16(a, _mm256_set1_epi16(int16_t(b))); }
+  static U16 mul_round(U16 a, U16 b) { return _mm256_mulhrs_epi16(a, b); }
+  static U16 power(U16 z) {  // 2^(9 - s) by its two bytes: a shuffle gives 0 for indices from 128 on, which saturation makes of the others
+    const __m256i copies = _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15));
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, -128, 64, 32, 16, 8, 4, 2, 1));
+    const __m256i s = _mm256_shuffle_epi8(z, copies);
+    return _mm256_shuffle_epi8(table, _mm256_adds_epu8(s, _mm256_set1_epi16(126 << 8 | 118)));
   }
   static U16 mul_high16(U16 a, U16 b) { return _mm256_mulhi_epu16(a, b); }
   static U16 average(U16 a, uint16_t b) { return _mm256_avg_epu16(a, _mm256_set1_epi16(int16_t(b))); }
@@ -99,6 +108,13 @@ struct Vec256 {
     }
     const __m256i top = high_halves(_mm256_add_epi64(even, half), _mm256_add_epi64(odd, half));
     return _mm256_sra_epi32(top, _mm_cvtsi32_si128(shift - 32));
+  }
+  static void store_scaled(float* out, I32 x, float scale, int64_t count) {
+    const __m256 y = _mm256_mul_ps(_mm256_cvtepi32_ps(x), _mm256_set1_ps(scale));
+    if (count >= 8) return _mm256_storeu_ps(out, y);
+    alignas(32) float lanes[8];
+    _mm256_store_ps(lanes, y);
+    for (int i = 0; i < count; ++i) out[i] = lanes[i];
   }
   template <class Out>
   static void store_clamped(Out* out, I32 x, int limit, int64_t count) {

@@ -62,11 +62,20 @@ struct Vec512 {
 
   static U16 pack(I32 a, I32 b) { return _mm512_packus_epi32(a, b); }
   static U16 zero16() { return _mm512_setzero_si512(); }
-  static U16 high_byte(U16 a) { return _mm512_srli_epi16(a, 8); }
-  static U16 low_byte(U16 a) { return _mm512_and_si512(a, _mm512_set1_epi16(255)); }
-  static U16 mantissa(U16 z) {  // (~(z << 7) & 0x7F80) | 0x8000, where the masks are complements above bit 6
-    return _mm512_ternarylogic_epi32(_mm512_slli_epi16(z, 7), _mm512_set1_epi16(0x7F80), _mm512_set1_epi16(int16_t(0x8000)), 0xAE);
+  static U16 high_byte(U16 a) {  // a shuffle: the shifts' port has enough to do
+    const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15, -1));
+    return _mm512_shuffle_epi8(a, order);
   }
+  static U16 low_byte(U16 a) { return _mm512_and_si512(a, _mm512_set1_epi16(255)); }
+  template <int Shift>
+  static U16 mantissa(U16 z) { return mantissa_of<Shift>(_mm512_slli_epi16(z, Shift)); }
+  template <int Shift>
+  static U16 mantissa_of(U16 shifted) {  // (~shifted & (255 << Shift)) | 256 << Shift
+    return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi16(int16_t(255 << Shift)), _mm512_set1_epi16(int16_t(256 << Shift)), 0xAE);
+  }
+  static U16 add16(U16 a, uint16_t b) { return _mm512_add_epi16(a, _mm512_set1_epi16(int16_t(b))); }
+  static U16 mul_round(U16 a, U16 b) { return _mm512_mulhrs_epi16(a, b); }
+  static U16 power(U16 z) { return _mm512_srlv_epi16(_mm512_set1_epi16(512), high_byte(z)); }
   static U16 mul_high16(U16 a, U16 b) { return _mm512_mulhi_epu16(a, b); }
   static U16 average(U16 a, uint16_t b) { return _mm512_avg_epu16(a, _mm512_set1_epi16(int16_t(b))); }
   static U16 shift_right(U16 a, U16 n) { return _mm512_srlv_epi16(a, n); }
@@ -82,9 +91,58 @@ struct Vec512 {
     _mm512_storeu_si512(p, bytes);
     return _mm512_dpbusd_epi32(sum, bytes, _mm512_set1_epi8(1));
   }
+  // The same; `ones` has 0 for bytes that do not count, the sum is of bytes << left.
+  static I32 store_p(PCode* p, U16 a, U16 b, I32 sum, Codes ones, int left) {
+    const __m512i bytes = _mm512_packus_epi16(a, b);
+    _mm512_storeu_si512(p, bytes);
+    if (left == 0) return _mm512_dpbusd_epi32(sum, bytes, ones);
+    return _mm512_add_epi32(sum, _mm512_slli_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), bytes, ones), 8));
+  }
   // four vectors packed into one: 4 keys of each, in each 128-bit lane
   static constexpr int key_at(int at) { return at / 4 % 4 * 16 + at / 16 * 4 + at % 4; }
 
+  // What rows of sums of p ask of the output's rounding: value = (sum * factor + half) >> shift in the product's high half.
+  struct Factors {
+    alignas(64) int32_t factor[16], half[16], shift[16];
+  };
+  // Of up to 16 rows, 0 where l is 0; false where a row's factor or its sums need more than 32 bits.
+  static bool factors(const uint32_t* l, int rows, int64_t mr, int e, uint32_t l_end, Factors& out) {
+    const __m512i given = _mm512_mask_loadu_epi32(set1(255), lanes(rows), l), lz = _mm512_lzcnt_epi32(given);
+    const __mmask16 none = _mm512_testn_epi32_mask(given, given);
+    const __m512i shift = sub(set1(55 - e), lz), bound = _mm512_set1_epi64(int64_t(1) << 55);
+    const __mmask16 wide = _mm512_cmplt_epi32_mask(shift, set1(27)) | _mm512_cmpge_epu32_mask(given, set1(int32_t(l_end)));
+    if (wide & ~none) return false;
+    const __m512i x = _mm512_sllv_epi32(given, lz);
+    __m256i r[2];
+    for (int i = 0; i < 2; ++i) {  // floor(2^55 / x): the double quotient may have rounded up to the next integer
+      const __m512i d = _mm512_cvtepu32_epi64(i ? _mm512_extracti64x4_epi64(x, 1) : _mm512_castsi512_si256(x));
+      const __m512i q = _mm512_cvttpd_epu64(_mm512_div_pd(_mm512_set1_pd(36028797018963968.0), _mm512_cvtepu64_pd(d)));
+      const __mmask8 above = _mm512_cmpgt_epu64_mask(_mm512_mul_epu32(q, d), bound);
+      const __m512i exact = _mm512_mask_sub_epi64(q, above, q, _mm512_set1_epi64(1));
+      const __m512i product = _mm512_add_epi64(_mm512_mul_epu32(exact, _mm512_set1_epi64(mr)), _mm512_set1_epi64(1 << 23));
+      r[i] = _mm512_cvtepi64_epi32(_mm512_srli_epi64(product, 24));
+    }
+    const __m512i left = _mm512_max_epi32(_mm512_setzero_si512(), sub(set1(33), shift)), end = sub(add(shift, left), set1(32));
+    const __m512i factor = _mm512_sllv_epi32(_mm512_inserti64x4(_mm512_castsi256_si512(r[0]), r[1], 1), left);
+    _mm512_store_si512(out.factor, _mm512_mask_mov_epi32(factor, none, _mm512_setzero_si512()));
+    _mm512_store_si512(out.half, _mm512_sllv_epi32(set1(1), sub(end, set1(1))));
+    _mm512_store_si512(out.shift, end);
+    return true;
+  }
+  template <bool P16>
+  static I32 rescale(const int32_t* high, const int32_t* low, const Factors& all, int row) {
+    const __m512i f = set1(all.factor[row]);
+    const __m512i x = P16 ? add(shift_left(load(high), 8), load(low)) : load(high);
+    const __m512i odd = P16 ? odd_lanes(x) : _mm512_castps_si512(_mm512_movehdup_ps(_mm512_loadu_ps(high)));  // the load unit's shuffle
+    const __m512i top = high_halves(_mm512_mul_epi32(x, f), _mm512_mul_epi32(odd, f));
+    return _mm512_srav_epi32(add(top, set1(all.half[row])), set1(all.shift[row]));
+  }
+  // 64 int8 codes, clamped to 127 by the saturating packs and to -127
+  static void store_quad(int8_t* out, I32 a, I32 b, I32 c, I32 d) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i codes = _mm512_packs_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, _mm512_max_epi8(codes, _mm512_set1_epi8(-127))));
+  }
   template <bool P16>
   static I32 rescale(const int32_t* high, const int32_t* low, int32_t factor, int left, int shift) {
     const __m512i f = set1(factor), half = _mm512_set1_epi64(int64_t(1) << (shift - 1));
@@ -97,6 +155,9 @@ struct Vec512 {
     }
     const __m512i top = high_halves(_mm512_add_epi64(even, half), _mm512_add_epi64(odd, half));
     return _mm512_sra_epi32(top, _mm_cvtsi32_si128(shift - 32));
+  }
+  static void store_scaled(float* out, I32 x, float scale, int64_t count) {
+    _mm512_mask_storeu_ps(out, lanes(count), _mm512_mul_ps(_mm512_cvtepi32_ps(x), _mm512_set1_ps(scale)));
   }
   static __mmask16 lanes(int64_t count) { return count >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << count) - 1); }
   static I32 clamp(I32 x, int limit) { return _mm512_max_epi32(_mm512_min_epi32(x, set1(limit)), set1(-limit)); }
@@ -117,6 +178,16 @@ struct Vec512 {
   static void store_clamped(int16_t* out, I32 x, int limit, int64_t count) {
     _mm256_mask_storeu_epi16(out, lanes(count), _mm512_cvtepi32_epi16(clamp(x, limit)));
   }
+  // A whole or half register is the usual row.
+  static void copy_rows(const int8_t* x, int64_t row_step, int rows, int64_t n, int64_t padded, Code* out) {
+    if (n == 64 && padded == 64)
+      for (int r = 0; r < rows; ++r) _mm512_storeu_si512(out + 64 * r, _mm512_loadu_si512(x + r * row_step));
+    else if (n == 32 && padded == 64)
+      for (int r = 0; r < rows; ++r)
+        _mm512_storeu_si512(out + 64 * r, _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + r * row_step))));
+    else
+      for (int r = 0; r < rows; ++r) copy_codes(x + r * row_step, n, padded, out + r * padded);
+  }
   static void copy_codes(const int8_t* x, int64_t n, int64_t padded, Code* out) {
     for (int64_t d = 0; d < padded; d += 64) {
       const __m512i codes = _mm512_maskz_loadu_epi8(bytes(n - d), x + d);
@@ -127,6 +198,44 @@ struct Vec512 {
     }
   }
   static __mmask64 bytes(int64_t count) { return count >= 64 ? ~__mmask64(0) : count <= 0 ? 0 : (__mmask64(1) << count) - 1; }
+
+  // The largest bits without the sign.
+  static uint32_t largest_magnitude(const float* x, int64_t n) {
+    const __m512i magnitude = set1(0x7FFFFFFF);
+    __m512i m[4] = {};
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64)
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        prefetch(x + i + 16 * j);
+        m[j] = max(m[j], _mm512_and_si512(_mm512_loadu_si512(x + i + 16 * j), magnitude));
+      }
+    for (; i < n; i += 16) m[0] = max(m[0], _mm512_and_si512(_mm512_maskz_loadu_epi32(lanes(n - i), x + i), magnitude));
+    return uint32_t(_mm512_reduce_max_epi32(max(max(m[0], m[1]), max(m[2], m[3]))));
+  }
+  static void prefetch(const float* x) {  // past a page's end, where the processor's own prefetching stops
+    _mm_prefetch(reinterpret_cast<const char*>(x + 512), _MM_HINT_T0);
+  }
+  // quantize.hpp's code()
+  static void quantize_row(const float* x, int64_t n, float inverse, int limit, int8_t* out) {
+    const __m512 f = _mm512_set1_ps(inverse), magic = _mm512_set1_ps(12582912.0f);
+    const __m512i zero = set1(0x4B400000), low = set1(0x4B400000 - limit), high = set1(0x4B400000 + limit);
+    const auto code = [&](__m512 v) {
+      const __m512i bits = _mm512_castps_si512(_mm512_fmadd_ps(v, f, magic));
+      return sub(_mm512_min_epi32(_mm512_max_epi32(bits, low), high), zero);
+    };
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64) {
+      __m512i c[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) prefetch(x + i + 16 * j), c[j] = code(_mm512_loadu_ps(x + i + 16 * j));
+      const __m512i codes = _mm512_packs_epi16(_mm512_packs_epi32(c[0], c[1]), _mm512_packs_epi32(c[2], c[3]));
+      _mm512_storeu_si512(out + i, _mm512_permutexvar_epi32(order, codes));
+    }
+    for (; i < n; i += 16)
+      _mm_mask_storeu_epi8(out + i, lanes(n - i), _mm512_cvtepi32_epi8(code(_mm512_maskz_loadu_ps(lanes(n - i), x + i))));
+  }
 
   static Codes load_codes(const void* p) { return _mm512_loadu_si512(p); }
   static Codes broadcast(const void* p) {

@@ -65,7 +65,14 @@ struct Generic {
   static U16 zero16() { return {{0, 0, 0, 0, 0, 0, 0, 0}}; }
   static U16 high_byte(U16 a) { for (auto& v : a.x) v = uint16_t(v >> 8); return a; }
   // Q1.15 of 1 + f/256 with f = 255 - (z & 255)
-  static U16 mantissa(U16 z) { for (auto& v : z.x) v = uint16_t((~(unsigned(v) << 7) & 0x7F80u) | 0x8000u); return z; }
+  // (511 - (z & 255)) << Shift
+  template <int Shift>
+  static U16 mantissa(U16 z) { for (auto& v : z.x) v = uint16_t((511u - (v & 255u)) << Shift); return z; }
+  static U16 add16(U16 a, uint16_t b) { for (auto& v : a.x) v = uint16_t(v + b); return a; }
+  // signed, as all its operands here are positive in int16
+  static U16 mul_round(U16 a, U16 b) { for (int i = 0; i < 8; ++i) a.x[i] = uint16_t((uint32_t(a.x[i]) * b.x[i] + (1u << 14)) >> 15); return a; }
+  // 2^(9 - (z >> 8)), 0 where that is below 1
+  static U16 power(U16 z) { for (auto& v : z.x) v = v >> 8 > 9 ? 0 : uint16_t(512u >> (v >> 8)); return z; }
   static U16 mul_high16(U16 a, U16 b) { for (int i = 0; i < 8; ++i) a.x[i] = uint16_t((uint32_t(a.x[i]) * b.x[i]) >> 16); return a; }
   static U16 average(U16 a, uint16_t b) { for (auto& v : a.x) v = uint16_t((unsigned(v) + b + 1) >> 1); return a; }
   static U16 shift_right(U16 a, U16 n) { for (int i = 0; i < 8; ++i) a.x[i] = n.x[i] > 15 ? 0 : uint16_t(a.x[i] >> n.x[i]); return a; }
@@ -99,6 +106,10 @@ struct Generic {
       r.x[i] = int32_t((sum * factor + (int64_t(1) << (shift - 1))) >> shift);
     }
     return r;
+  }
+  // The first `count` lanes as floats, times `scale`; each step rounded.
+  static void store_scaled(float* out, I32 x, float scale, int64_t count) {
+    for (int i = 0; i < 4 && i < count; ++i) out[i] = float(x.x[i]) * scale;
   }
   // The first `count` lanes, clamped to [-limit, limit].
   template <class Out>

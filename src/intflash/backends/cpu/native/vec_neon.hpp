@@ -60,8 +60,16 @@ struct Neon {
   static U16 zero16() { return vdupq_n_u16(0); }
   static U16 high_byte(U16 a) { return vshrq_n_u16(a, 8); }
   static U16 low_byte(U16 a) { return vandq_u16(a, vdupq_n_u16(255)); }
+  template <int Shift>
   static U16 mantissa(U16 z) {
-    return vorrq_u16(vbicq_u16(vdupq_n_u16(0x7F80), vshlq_n_u16(z, 7)), vdupq_n_u16(0x8000));
+    return vorrq_u16(vbicq_u16(vdupq_n_u16(uint16_t(255 << Shift)), vshlq_n_u16(z, Shift)), vdupq_n_u16(uint16_t(256 << Shift)));
+  }
+  static U16 add16(U16 a, uint16_t b) { return vaddq_u16(a, vdupq_n_u16(b)); }
+  static U16 mul_round(U16 a, U16 b) {  // (2ab + 2^15) >> 16
+    return vreinterpretq_u16_s16(vqrdmulhq_s16(vreinterpretq_s16_u16(a), vreinterpretq_s16_u16(b)));
+  }
+  static U16 power(U16 z) {  // a shift by a count below -16 gives 0
+    return vshlq_u16(vdupq_n_u16(512), vnegq_s16(vreinterpretq_s16_u16(vshrq_n_u16(z, 8))));
   }
   static U16 mul_high16(U16 a, U16 b) {
     const uint32x4_t low = vmull_u16(vget_low_u16(a), vget_low_u16(b)), high = vmull_high_u16(a, b);
@@ -96,6 +104,13 @@ struct Neon {
     }
     const int64x2_t right = vdupq_n_s64(-shift);
     return vcombine_s32(vmovn_s64(vrshlq_s64(a, right)), vmovn_s64(vrshlq_s64(b, right)));
+  }
+  static void store_scaled(float* out, I32 x, float scale, int64_t count) {
+    const float32x4_t y = vmulq_n_f32(vcvtq_f32_s32(x), scale);
+    if (count >= 4) return vst1q_f32(out, y);
+    float lanes[4];
+    vst1q_f32(lanes, y);
+    for (int i = 0; i < count; ++i) out[i] = lanes[i];
   }
   template <class Out>
   static void store_clamped(Out* out, I32 x, int limit, int64_t count) {

@@ -1,0 +1,376 @@
+// intflash and intflash_p8 on AMX tiles, for calls without masks, bias, limits or scales per block of keys.
+//
+// A strip is up to 16 query rows of one head, a stage up to 256 keys of a strip. While the vectors make P of
+// one stage, the tile unit works on both neighbours: the scores of the next and P V of the one before. Its
+// instructions are spread over the stage, because they run beside the vectors only within one reorder window.
+#pragma once
+#include <type_traits>
+
+#include "arith.hpp"
+#include "epilogue.hpp"
+#include "exp2.hpp"
+#include "vec_amx.hpp"
+
+namespace intflash {
+namespace {
+
+template <bool P16>
+class Strips {
+  using V = Amx;
+  static constexpr int kRows = 16, kPanel = 16, kChunk = 64, kStageChunks = 4, kTile = 1024;
+  static constexpr int kSlots = 4;      // of a chunk's rows, a panel of S in each
+  // Tiles 0 to 3: sums of P V; 4 (and 5): P's digits; 6: K or V; 7: S; Q has one of its own where P has one digit.
+  static constexpr int kScoreTile = 7, kQueryTile = P16 ? 4 : 5;
+  static constexpr bool kKeepsQueries = !P16;
+  static constexpr int kDigits = P16 ? 2 : 1, kPassPanels = 4 / kDigits;  // four accumulator tiles
+  static constexpr int64_t kScoreLd = kStageChunks * kChunk + 16;         // its rows lie in all cache sets
+  static constexpr int64_t kPlane = kStageChunks * kTile;                 // a digit of a stage's P
+
+  struct Strip {
+    int64_t b, h, hk;
+    const int8_t *keys, *values;
+    int64_t row0;     // of its tiles
+    int first, rows;  // rows [first, rows) of the tiles are its own; the ones before belong to the strip before
+    int scale_step;   // 0: one scale for all rows
+    Depth depth;
+    RowScale scale[kRows];
+    int32_t top[kRows];
+    __m512i sums[kRows];
+  };
+  struct Stage {
+    Strip* strip;  // null: none
+    int index, chunk, chunks;
+    int32_t* scores;
+    uint8_t* p;
+  };
+  // Where P V of a stage stands: one panel of channels at a time.
+  struct Place {
+    int pass = 0, chunk = 0, panel = 0;
+  };
+
+ public:
+  static void run(const Call& call, int64_t first, int64_t last, uint64_t call_id, Scratch& scratch) {
+    Strips s(call, call_id, scratch);
+    V::begin_rows(s.tile_rows_);
+    s.pipeline(first, last);
+    V::end();
+  }
+
+ private:
+  const Call& call_;
+  const uint64_t call_id_;
+  Scratch& scratch_;
+  const int tile_rows_, strips_, chunks_, stages_, key_steps_, depths_, panels_, passes_;
+  const int64_t acc_ld_;
+  const bool resident_;  // a strip is one stage, whose scores give the maxima
+  int8_t *keys_[3], *values_[3], *queries_;
+  int32_t *acc_, *scores_[2];
+  uint8_t* p_[2];
+  Strip strip_[3];
+  Epilogue<V> epilogue_;
+  __m512i tail_ones_;
+  float last_q_ = 0, last_k_ = 0;
+  Exponent last_;
+  int64_t b_, h_, hk_, left_;  // of the next strip
+  int strip_index_, opened_ = 0, staged_ = 0;
+
+  static int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
+
+  Strips(const Call& call, uint64_t call_id, Scratch& scratch)
+      : call_(call), call_id_(call_id), scratch_(scratch), tile_rows_(ceil_div(call.nq, ceil_div(call.nq, kRows))),
+        strips_(ceil_div(call.nq, kRows)), chunks_(ceil_div(call.nk, kChunk)), stages_(ceil_div(chunks_, kStageChunks)),
+        key_steps_(ceil_div(call.head_dim, 4)), depths_(ceil_div(call.head_dim, 64)), panels_(ceil_div(call.value_dim, kPanel)),
+        passes_(ceil_div(panels_, kPassPanels)), acc_ld_(panels_ * kPanel), resident_(stages_ == 1), epilogue_(call) {
+    const int64_t key_bytes = round_up(call.nk, kPanel) * key_steps_ * 4 + kTile;  // a tile may reach past the last panel
+    const int64_t value_bytes = int64_t(chunks_) * panels_ * kTile, acc_bytes = kDigits * kRows * acc_ld_ * 4;
+    const int64_t score_bytes = kRows * kScoreLd * 4, p_bytes = kDigits * kPlane, query_bytes = int64_t(depths_) * kTile;
+    const int64_t total = 3 * (key_bytes + value_bytes) + acc_bytes + 2 * (score_bytes + p_bytes) + query_bytes;
+    char* at = scratch.reserve(size_t(total));
+    const auto take = [&](auto*& p, int64_t bytes) { p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at), at += bytes; };
+    for (int i = 0; i < 2; ++i) take(scores_[i], score_bytes), take(p_[i], p_bytes);
+    take(acc_, acc_bytes), take(queries_, query_bytes);
+    for (int i = 0; i < 3; ++i) take(keys_[i], key_bytes), take(values_[i], value_bytes);
+    const int64_t tail = call.nk - (chunks_ - 1) * kChunk;
+    alignas(64) int8_t ones[64];
+    for (int i = 0; i < 64; ++i) ones[i] = V::key_at(i) < tail;
+    tail_ones_ = _mm512_load_si512(ones);
+  }
+
+  int chunk_keys(int chunk) const { return int(smaller<int64_t>(kChunk, call_.nk - int64_t(chunk) * kChunk)); }
+
+  void pipeline(int64_t first, int64_t last) {
+    enter(first / strips_, int(first % strips_));
+    left_ = last - first;
+    Stage ring[3] = {};
+    Stage *before = ring, *now = ring + 1, *next = ring + 2;
+    advance(*now, *next);
+    step(*before, *now, *next);
+    while (next->strip) {
+      Stage* free = before;
+      before = now, now = next, next = free;
+      advance(*now, *next);
+      step(*before, *now, *next);
+    }
+    step(*now, *next, *next);
+  }
+
+  // The next strip is this one of a query head.
+  void enter(int64_t head, int strip) {
+    b_ = head / call_.heads_q, h_ = head % call_.heads_q, hk_ = h_ / (call_.heads_q / call_.heads_k);
+    strip_index_ = strip;
+  }
+
+  // P of `now` beside S of `next` and P V of `before`.
+  void step(const Stage& before, const Stage& now, const Stage& next) {
+    if (now.strip && resident_) tops(now);
+    const int chunks = larger(now.strip ? now.chunks : 1, next.strip ? next.chunks : 0);
+    const int products = before.strip ? panels_ * before.chunks : 0, slots = kSlots * chunks;
+    Place place;
+    for (int j = 0, slot = 0, done = 0; j < chunks; ++j) {
+      const bool live = now.strip && j < now.chunks;
+      const int panels = next.strip && j < next.chunks ? ceil_div(chunk_keys(next.chunk + j), kPanel) : 0;
+      for (int i = 0; i < kSlots; ++i, ++slot) {
+        if (live) probabilities(now, j, i);
+        if (slot == 0) load_queries();  // copied a while before: a tile's load waits for the stores to reach memory
+        if (i < panels) score_panel(next, j, i);
+        for (; done * slots < products * (slot + 1); ++done) product(before, place);
+        if (i < panels) V::template store_tile<kScoreTile>(next.scores + j * kChunk + i * kPanel, 4 * kScoreLd);
+      }
+    }
+    if (before.strip && before.index + 1 == stages_) finish(*before.strip);
+  }
+
+  // The stage after `s`.
+  void advance(const Stage& s, Stage& next) {
+    if (s.strip && s.index + 1 < stages_) {
+      next.strip = s.strip, next.index = s.index + 1, next.chunk = s.chunk + s.chunks;
+    } else {
+      next.strip = left_ ? open() : nullptr;
+      next.index = next.chunk = 0;
+    }
+    next.chunks = resident_ ? chunks_ : (next.index + 1) * chunks_ / stages_ - next.chunk;
+    next.scores = scores_[staged_ & 1];
+    next.p = p_[staged_++ & 1];
+  }
+
+  Strip* open() {
+    Strip& s = strip_[opened_];
+    opened_ = opened_ == 2 ? 0 : opened_ + 1;
+    const int64_t start = int64_t(strip_index_) * tile_rows_;
+    s.row0 = smaller<int64_t>(start, call_.nq - tile_rows_);
+    s.first = int(start - s.row0), s.rows = tile_rows_;
+    s.b = b_, s.h = h_, s.hk = hk_;
+    if (++strip_index_ == strips_) enter(b_ * call_.heads_q + h_ + 1, 0);
+    --left_;
+    enter_head(s);
+    copy_queries(call_.q.at(s.b, s.h, s.row0));
+    s.scale_step = call_.q_scale.stride[2] ? 1 : 0;
+    s.depth = Depth::kNarrow;
+    for (int r = 0; r < (s.scale_step ? tile_rows_ : 1); ++r) {
+      s.scale[r] = row_scale(exponent(s, r));
+      if (s.scale[r].shift) s.depth = Depth::kShifted;
+    }
+    const __m512i zero = V::unknown_zero();
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) s.sums[r] = zero;
+    if (!resident_) load_queries(), all_tops(s);
+    return &s;
+  }
+
+  void load_queries() const {
+    V::stores_before_loads();
+    if (kKeepsQueries && depths_ == 1) V::load_tile<kQueryTile>(queries_, 64);
+  }
+
+  void copy_queries(const int8_t* q) const {
+    const int64_t row_step = call_.q.stride[2], step = call_.q.stride[3], width = 64 * depths_;
+    if (step == 1) return V::copy_rows(q, row_step, tile_rows_, call_.head_dim, width, queries_);
+    for (int r = 0; r < tile_rows_; ++r)
+      for (int64_t d = 0; d < width; ++d) queries_[r * width + d] = d < call_.head_dim ? q[r * row_step + d * step] : 0;
+  }
+
+  // Packs K and V of a head, or finds them packed: the strips in flight keep the two heads before.
+  void enter_head(Strip& s) {
+    const int64_t id = s.b * call_.heads_k + s.hk;
+    if (scratch_.call_id != call_id_ || scratch_.packed_head != id) {
+      scratch_.call_id = call_id_, scratch_.packed_head = id;
+      scratch_.slot = (scratch_.slot + 1) % 3;
+      pack(s, keys_[scratch_.slot], values_[scratch_.slot]);
+    }
+    s.keys = keys_[scratch_.slot], s.values = values_[scratch_.slot];
+  }
+
+  void pack(const Strip& s, int8_t* keys, int8_t* values) const {
+    const int64_t n = call_.nk;
+    const int8_t* k = call_.k.at(s.b, s.hk);
+    for (int64_t key = 0; key < n; key += kPanel, keys += int64_t(key_steps_) * 64)
+      V::pack_key_tile(k + key * call_.k.stride[2], call_.k.stride[2], call_.k.stride[3], smaller<int64_t>(kPanel, n - key),
+                       call_.head_dim, key_steps_, keys);
+    const int8_t* v = call_.v.at(s.b, s.hk);
+    for (int64_t chunk = 0; chunk < n; chunk += kChunk)
+      for (int64_t c = 0; c < call_.value_dim; c += kPanel)
+        for (int at = 0; at < kChunk; at += 4, values += 64) {
+          const int64_t key = chunk + V::key_at(at);
+          V::pack_value_group(v + key * call_.v.stride[2] + c * call_.v.stride[3], call_.v.stride[2], call_.v.stride[3], n - key,
+                              call_.value_dim - c, values);
+        }
+  }
+
+  // S of a panel of keys, in its tile. Past head_dim Q is zero, so that what K's tile holds there does not count.
+  void score_tile(const int8_t* k) const {
+    V::zero<kScoreTile>();
+    for (int d = 0; d < depths_; ++d) {
+      if (!kKeepsQueries || depths_ > 1) V::load_tile<kQueryTile>(queries_ + 64 * d, 64 * depths_);
+      V::load_tile<6>(k + d * kTile, 64);
+      V::dot_signed_tile<kScoreTile, kQueryTile, 6>();
+    }
+  }
+  void score_panel(const Stage& s, int j, int panel) const {
+    score_tile(s.strip->keys + (int64_t(s.chunk + j) * 4 + panel) * key_steps_ * 64);
+  }
+
+  // Maxima of a resident strip. Columns past the last key repeat it; rows past the last are read and not used.
+  void tops(const Stage& s) const {
+    __m512i max[kRows];
+    const int panels = ceil_div(call_.nk, kPanel);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) max[r] = V::load(s.scores + r * kScoreLd);
+    for (int p = 1; p < panels; ++p)
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) max[r] = V::max(max[r], V::load(s.scores + r * kScoreLd + p * kPanel));
+    V::reduce_max(max, s.strip->top);
+  }
+
+  // Maxima of a strip of many stages: its scores are computed for them alone, and read two panels later.
+  void all_tops(Strip& s) const {
+    alignas(64) int32_t buffer[4][kRows * 16];
+    __m512i max[kRows];
+    for (int r = 0; r < kRows; ++r) max[r] = V::set1(kAbsent);
+    const int panels = ceil_div(call_.nk, kPanel);
+    for (int p = 0; p < panels + 2; ++p) {
+      if (p < panels) {
+        score_tile(s.keys + int64_t(p) * key_steps_ * 64);
+        V::store_tile<kScoreTile>(buffer[p & 3], 64);
+      }
+      const int32_t* x = buffer[(p - 2) & 3];
+      for (int r = 0; p > 1 && r < kRows; ++r) max[r] = V::max(max[r], V::load(x + 16 * r));
+    }
+    V::reduce_max(max, s.top);
+  }
+
+  template <Depth D, int Vectors>
+  static inline void block(const int32_t* s, const RowScale& r, __m512i top, __m512i ones, uint8_t* p, __m512i& sums) {
+    using E = Exp2<V>;
+    __m512i x[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) x[i] = i < Vectors ? E::template depth<D, false, false>(s + 16 * i, r, top, 0) : V::zero16();
+    const __m512i low = V::pack(x[0], x[1]), high = V::pack(x[2], x[3]);
+    if constexpr (P16) {
+      const __m512i a = E::p16(low), b = Vectors > 2 ? E::p16(high) : V::zero16();
+      sums = V::store_p(p, V::high_byte(a), V::high_byte(b), sums, ones, 8);
+      sums = V::store_p(p + kPlane, V::low_byte(a), V::low_byte(b), sums, ones, 0);
+    } else {
+      sums = V::store_p(p, E::p8(low), Vectors > 2 ? E::p8(high) : V::zero16(), sums, ones, 0);
+    }
+  }
+
+  template <Depth D, int Vectors>
+  static void blocks(Strip& s, const int32_t* scores, uint8_t* p, __m512i ones, int slot) {
+    for (int r = larger(s.first, slot * s.rows / kSlots), end = (slot + 1) * s.rows / kSlots; r < end; ++r)
+      block<D, Vectors>(scores + r * kScoreLd, s.scale[r * s.scale_step], V::set1(s.top[r]), ones, p + r * 64, s.sums[r]);
+  }
+
+  template <Depth D>
+  static void probabilities_of(const Stage& s, int j, int vectors, __m512i ones, int slot) {
+    const int32_t* x = s.scores + j * kChunk;
+    uint8_t* p = s.p + j * kTile;
+    switch (vectors) {
+      case 1: return blocks<D, 1>(*s.strip, x, p, ones, slot);
+      case 2: return blocks<D, 2>(*s.strip, x, p, ones, slot);
+      case 3: return blocks<D, 3>(*s.strip, x, p, ones, slot);
+      default: return blocks<D, 4>(*s.strip, x, p, ones, slot);
+    }
+  }
+
+  // P of a slot's rows and the stage's chunk j, in a tile for each digit, and its part of the row sums.
+  void probabilities(const Stage& s, int j, int slot) const {
+    const int keys = chunk_keys(s.chunk + j);
+    const __m512i ones = keys < kChunk ? tail_ones_ : _mm512_set1_epi8(1);
+    if (s.strip->depth == Depth::kNarrow)
+      probabilities_of<Depth::kNarrow>(s, j, ceil_div(keys, kPanel), ones, slot);
+    else
+      probabilities_of<Depth::kShifted>(s, j, ceil_div(keys, kPanel), ones, slot);
+  }
+
+  // The next panel of P V, in passes of as many panels as have accumulators: panel i and digit d in tile
+  // i * kDigits + d.
+  void product(const Stage& s, Place& at) const {
+    const int panel = at.pass * kPassPanels, count = smaller(kPassPanels, panels_ - panel);
+    int32_t* acc = acc_ + panel * kPanel;
+    const uint8_t* p = s.p + at.chunk * kTile;
+    const int8_t* v = s.strip->values + (int64_t(s.chunk + at.chunk) * panels_ + panel) * kTile;
+    V::stores_before_loads();
+    if (!kKeepsQueries || at.panel == 0) V::load_tile<4>(p, 64);
+    if (P16 && at.panel == 0) V::load_tile<5>(p + kPlane, 64);
+    const bool enter = at.chunk == 0, fresh = enter && s.index == 0, leave = at.chunk + 1 == s.chunks;
+    if constexpr (P16) {
+      if (at.panel == 0)
+        panel_product<0>(v, acc, fresh, enter, leave);
+      else
+        panel_product<1>(v, acc, fresh, enter, leave);
+    } else {
+      switch (at.panel) {
+        case 0: panel_product<0>(v, acc, fresh, enter, leave); break;
+        case 1: panel_product<1>(v, acc, fresh, enter, leave); break;
+        case 2: panel_product<2>(v, acc, fresh, enter, leave); break;
+        default: panel_product<3>(v, acc, fresh, enter, leave); break;
+      }
+    }
+    if (++at.panel < count) return;
+    at.panel = 0;
+    if (++at.chunk == s.chunks) at.chunk = 0, ++at.pass;
+  }
+
+  template <int I>
+  void panel_product(const int8_t* v, int32_t* acc, bool fresh, bool enter, bool leave) const {
+    const int64_t line = 4 * acc_ld_;
+    int32_t* low = acc + kRows * acc_ld_;
+    if (fresh) {
+      V::zero<I * kDigits>();
+      if (P16) V::zero<I * kDigits + kDigits - 1>();
+    } else if (enter) {
+      V::load_tile<I * kDigits>(acc + I * kPanel, line);
+      if (P16) V::load_tile<I * kDigits + kDigits - 1>(low + I * kPanel, line);
+    }
+    V::load_tile<6>(v + I * kTile, 64);
+    V::dot_tile<I * kDigits, 4, 6>();
+    if (P16) V::dot_tile<I * kDigits + kDigits - 1, 5, 6>();
+    if (leave) {
+      V::store_tile<I * kDigits>(acc + I * kPanel, line);
+      if (P16) V::store_tile<I * kDigits + kDigits - 1>(low + I * kPanel, line);
+    }
+  }
+
+  void finish(const Strip& s) {
+    uint32_t l[kRows];
+    V::reduce_add(s.sums, l);
+    const int64_t row = s.row0 + s.first, index = (s.b * call_.heads_q + s.h) * call_.nq + row;
+    const int32_t* acc = acc_ + s.first * acc_ld_;
+    epilogue_.enter_head(s.b, s.h, s.hk);
+    epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first, call_.out_offset(s.b, s.h, row));
+    for (int r = s.first; call_.t_max && r < s.rows; ++r) {
+      const Exponent e = exponent(s, r);
+      call_.t_max[index + r - s.first] = s.top[r] * (int64_t(1) << e.k) * e.c;
+      call_.l_sum[index + r - s.first] = l[r];
+    }
+  }
+
+  Exponent exponent(const Strip& s, int r) {
+    const float q = *call_.q_scale.at(s.b, s.h, (s.row0 + r) / call_.q_block), k = *call_.k_scale.at(s.b, s.hk);
+    if (q != last_q_ || k != last_k_) last_ = exponent_constants(q, k, call_.sm_scale), last_q_ = q, last_k_ = k;
+    return last_;
+  }
+};
+
+}  // namespace
+}  // namespace intflash
