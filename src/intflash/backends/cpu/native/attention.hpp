@@ -16,6 +16,7 @@ namespace intflash {
 namespace {
 
 constexpr int64_t kStageKeys = 512;       // keys whose P is held at a time
+constexpr int64_t kWideStageKeys = 256;   // 127 * 65,193 * 256 < 2^31
 constexpr int64_t kOctave = int64_t(1) << 32;  // in units of T
 
 template <class V>
@@ -41,9 +42,9 @@ class Attention {
   Scratch& scratch_;
   // Scratch, see the constructor.
   Code *keys_, *values_, *queries_;
-  int32_t *scores_, *acc_, *acc_low_, *column_sums_;
+  int32_t *scores_, *acc_, *acc_low_, *column_sums_, *stage_;
   PCode *p_, *p_low_;
-  int64_t score_ld_, p_ld_, value_pad_, chunk_;
+  int64_t score_ld_, p_ld_, value_pad_, chunk_, stage_keys_;
   int qk_steps_;
   // The head and rows at hand.
   int64_t b_, h_, hk_, q0_, k0_, nq_, nk_, causal_offset_;
@@ -70,16 +71,19 @@ class Attention {
     if (call.method >= Method::kQFlash) chunk_ = smaller(key_pad, kStageKeys);
     score_ld_ = chunk_ + 16;  // not a multiple of 4 KiB, whose rows would share a cache set
     p_ld_ = smaller(chunk_, kStageKeys) + 64 / int64_t(sizeof(PCode));
-    int64_t size[9] = {
+    const bool wide_p = V::kWideP && call.method == Method::kP16;
+    stage_keys_ = wide_p ? kWideStageKeys : kStageKeys;
+    int64_t size[10] = {
         key_pad * qk_steps_ * V::kGroup * int64_t(sizeof(Code)),
         key_pad * value_pad_ * int64_t(sizeof(Code)),
         kRows * qk_steps_ * V::kGroup * int64_t(sizeof(Code)),
         kRows * score_ld_ * 4,
         kRows * value_pad_ * 4,
         call.method == Method::kP8 ? 0 : kRows * value_pad_ * 4,
-        call.method >= Method::kQFlash ? key_pad / kFlashTile * value_pad_ * 4 : 0,
+        call.method >= Method::kQFlash || wide_p ? key_pad / kFlashTile * value_pad_ * 4 : 0,
         call.method >= Method::kQFlash ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
-        call.method == Method::kP16 ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
+        call.method == Method::kP16 && !wide_p ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
+        wide_p ? kRows * value_pad_ * 4 : 0,
     };
     int64_t total = 0;
     for (int64_t& bytes : size) {
@@ -97,6 +101,7 @@ class Attention {
     column_sums_ = reinterpret_cast<int32_t*>(base + size[6]);
     p_ = reinterpret_cast<PCode*>(base + size[7]);
     p_low_ = reinterpret_cast<PCode*>(base + size[8]);
+    stage_ = reinterpret_cast<int32_t*>(base + size[9]);
   }
 
   // Unit order: sequence, key head, query head of its group, block of rows.
@@ -146,7 +151,7 @@ class Attention {
     const bool natural = call_.method >= Method::kQFlash;
     Pack<V>::values(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, pad, call_.value_dim, natural,
                     values_);
-    if (natural)
+    if (natural || (V::kWideP && call_.method == Method::kP16))
       column_sums(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, call_.value_dim, value_pad_,
                   column_sums_);
   }
@@ -299,10 +304,29 @@ class Attention {
     for (int r = 0; r < rows_; r += 16) V::reduce_add(sums + r, l + r);
     for (int r = 0; r < rows_; ++r) l_[r] += l[r];
     const int64_t pad = round_up(nk_, kKeyPad);
-    const int steps = int(round_up(n, kBlock) / V::kGroup);
     const Code* v = values_ + (key + at) * kLanes;
-    Product<V>::values(p, p_ld, v, pad * kLanes, steps, int(value_pad_ / kLanes), rows_, acc_, value_pad_, !fresh);
-    if (P16) Product<V>::values(p_low_, p_ld_, v, pad * kLanes, steps, int(value_pad_ / kLanes), rows_, acc_low_, value_pad_, !fresh);
+    if constexpr (P16 && V::kWideP) {
+      for (int r = 0; r < rows_; ++r) l_[r] += uint32_t(round_up(n, kBlock)) << 15;
+      Product<V>::values(p, p_ld, v, pad * kLanes, n, int(value_pad_ / kLanes), rows_, stage_, value_pad_, false);
+      return add_stage(key + at, n, fresh);
+    }
+    Product<V>::values(p, p_ld, v, pad * kLanes, n, int(value_pad_ / kLanes), rows_, acc_, value_pad_, !fresh);
+    if (P16) Product<V>::values(p_low_, p_ld_, v, pad * kLanes, n, int(value_pad_ / kLanes), rows_, acc_low_, value_pad_, !fresh);
+  }
+
+  // acc (+)= the P V of keys [key, key + n) from that of p - 32768.
+  void add_stage(int64_t key, int64_t n, bool fresh) {
+    int32_t whole[kMaxValueDim + kLanes];  // 32768 times V's column sums
+    for (int64_t d = 0; d < value_pad_; ++d) whole[d] = 0;
+    for (int64_t tile = key / kFlashTile; tile * kFlashTile < smaller(nk_, key + round_up(n, kBlock)); ++tile)
+      for (int64_t d = 0; d < value_pad_; ++d) whole[d] += column_sums_[tile * value_pad_ + d] * 32768;
+    for (int r = 0; r < rows_; ++r)
+      for (int64_t d = 0; d < value_pad_; ++d) {
+        const int64_t i = r * value_pad_ + d;
+        const int32_t sum = wrapping_add(stage_[i], whole[d]);
+        acc_[i] = (fresh ? 0 : acc_[i]) + (sum >> 8);
+        acc_low_[i] = (fresh ? 0 : acc_low_[i]) + (sum & 255);
+      }
   }
 
   void rows() {
@@ -326,8 +350,8 @@ class Attention {
     for (int64_t key = 0; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
       if (!resident) score_chunk(key, n);
-      for (int64_t at = 0; at < n; at += kStageKeys)
-        accumulate<P16, false>(key, at, smaller(kStageKeys, n - at), key + at == 0);
+      for (int64_t at = 0; at < n; at += stage_keys_)
+        accumulate<P16, false>(key, at, smaller(stage_keys_, n - at), key + at == 0);
     }
     finish<P16>();
   }
@@ -371,8 +395,8 @@ class Attention {
           step.scores(s, bias, call_.bias.stride[3], smaller<int64_t>(kFlashTile, n - at));
           step.probabilities(s, m[r], l[r], acc_ + r * value_pad_, value_pad_, p_ + r * p_ld_);
         }
-        Product<V>::values(p_, p_ld_, values_ + (key + at) * kLanes, round_up(nk_, kKeyPad) * kLanes, kFlashTile / V::kGroup,
-                           int(value_pad_ / kLanes), rows_, acc_low_, value_pad_, false);
+        Product<V>::natural_values(p_, p_ld_, values_ + (key + at) * kLanes, round_up(nk_, kKeyPad) * kLanes, kFlashTile,
+                                   int(value_pad_ / kLanes), rows_, acc_low_, value_pad_);
         const int32_t* sums = column_sums_ + (key + at) / kFlashTile * value_pad_;
         for (int r = 0; r < rows_; ++r)
           for (int64_t d = 0; d < value_pad_; ++d)  // p was stored as p + 128

@@ -85,7 +85,7 @@ class Epilogue {
   // Up to 16 rows of one scale at once, where the vector layer has that; false: not these.
   template <bool P16, int Limit, class Out>
   inline bool block_of_rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, Out* out) const {
-    if constexpr (V::kFastPack) {
+    if constexpr (V::kWholeRows) {
       typename V::Factors factors;
       if (per_channel_ || multiplier_[0].e > 15 || !V::factors(l, rows, multiplier_[0].mr, multiplier_[0].e, fits32<P16>(), factors)) return false;
       const int64_t n = call_.value_dim, out_ld = call_.out_stride[2];
@@ -146,7 +146,7 @@ class Epilogue {
   inline void store_row(Out* out, F value) const {
     const int64_t n = call_.value_dim;
     int64_t d = 0;
-    if constexpr (V::kFastPack && Limit == 127)
+    if constexpr (V::kWholeRows && Limit == 127)
       for (; d + 32 <= n; d += 32) V::store_pair(out + d, value(d), value(d + 16));
     for (; d < n; d += V::kLanes) V::store_clamped(out + d, value(d), Limit, n - d);
   }

@@ -78,12 +78,14 @@ struct Exp2 {
     return V::round16(w, V::average(w, 33151), V::high_byte(z));
   }
 
-  // One block of kBlock keys; `sum` gathers P8, or the high digits, `sum_low` the low ones.
+  // One block of kBlock keys; `sum` gathers P8, or P16 - 32768, or the high digits, and `sum_low` the low ones.
   template <bool P16, Depth D, bool HasBase, bool Masked, bool Half>
   static inline void block(const int32_t* s, const RowScale& r, I32 top, uint64_t base, PCode* high, PCode* low, I32& sum, I32& sum_low) {
     const U16 x0 = depths<D, HasBase, Masked>(s, r, top, base);
     const U16 x1 = Half ? V::zero16() : depths<D, HasBase, Masked>(s + 2 * V::kLanes, r, top, base);
-    if constexpr (P16) {
+    if constexpr (P16 && V::kWideP) {
+      sum = V::store_p16(high, p16(x0), Half ? V::zero16() : p16(x1), sum);
+    } else if constexpr (P16) {
       const U16 a = p16(x0), b = Half ? V::zero16() : p16(x1);
       sum = V::store_p(high, V::high_byte(a), V::high_byte(b), sum);
       sum_low = V::store_p(low, V::low_byte(a), V::low_byte(b), sum_low);
@@ -107,7 +109,7 @@ struct Exp2 {
         block<P16, D, HasBase, true, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
       else if (n > j)
         block<P16, D, HasBase, true, true>(s + j, r, top, base, high + j, low + j, sum, sum_low);
-      sums[i] = V::add(sums[i], P16 ? V::add(V::shift_left(sum, 8), sum_low) : sum);
+      sums[i] = V::add(sums[i], P16 && !V::kWideP ? V::add(V::shift_left(sum, 8), sum_low) : sum);
     }
   }
 

@@ -21,10 +21,8 @@ struct Pack {
       } else {
         for (int64_t d = 0; d < depth; ++d) out[d] = d < dim ? x[d * step] : 0;
       }
-      int32_t sum = 0;
-      if (kFlip)
-        for (int64_t d = 0; d < dim; ++d) sum += out[d];
-      offset[r] = -128 * sum;
+      offset[r] = 0;
+      if constexpr (kFlip != 0) offset[r] = -128 * (step == 1 ? V::code_sum(x, dim) : V::code_sum(out, depth));
     }
   }
 
@@ -69,11 +67,16 @@ struct Pack {
 
 // sums[tile][c] = sum of V over the keys of each tile of kFlashTile
 inline void column_sums(const int8_t* v, int64_t key_step, int64_t step, int64_t n, int64_t dim, int64_t dim_pad, int32_t* sums) {
-  for (int64_t key = 0; key < n; key += kFlashTile, sums += dim_pad)
-    for (int64_t c = 0; c < dim_pad; ++c) {
-      sums[c] = 0;
-      for (int64_t j = key; c < dim && j < n && j < key + kFlashTile; ++j) sums[c] += v[j * key_step + c * step];
+  for (int64_t key = 0; key < n; key += kFlashTile, sums += dim_pad) {
+    for (int64_t c = 0; c < dim_pad; ++c) sums[c] = 0;
+    for (int64_t j = key; j < n && j < key + kFlashTile; ++j) {
+      const int8_t* row = v + j * key_step;
+      if (step == 1)
+        for (int64_t c = 0; c < dim; ++c) sums[c] += row[c];
+      else
+        for (int64_t c = 0; c < dim; ++c) sums[c] += row[c * step];
     }
+  }
 }
 
 }  // namespace

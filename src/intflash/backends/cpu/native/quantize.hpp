@@ -24,7 +24,7 @@ float absolute_maximum_of(const void* data, const Rows& shape) {
   for (int64_t r = 0; r < shape.rows; ++r) {
     const auto* x = static_cast<const typename F::Type*>(data) + r * shape.row_step;
     uint32_t bits = 0;  // of non-negative floats: ordered as integers
-    if constexpr (V::kFastPack && sizeof(*x) == 4) {
+    if constexpr (V::kWholeRows && sizeof(*x) == 4) {
       bits = V::largest_magnitude(x, shape.columns);
     } else {
       for (int64_t i = 0; i < shape.columns; ++i) {
@@ -73,7 +73,7 @@ void quantize_of(const void* data, Rows shape, float inverse, int qmax, int8_t* 
   const int64_t columns = shape.columns;  // codes are bytes and could alias anything not local
   for (int64_t r = 0; r < shape.rows; ++r, codes += columns) {
     const auto* x = static_cast<const typename F::Type*>(data) + r * shape.row_step;
-    if constexpr (V::kFastPack && sizeof(*x) == 4)
+    if constexpr (V::kWholeRows && sizeof(*x) == 4)
       V::quantize_row(x, columns, inverse, qmax, codes);
     else
       for (int64_t i = 0; i < columns; ++i) codes[i] = code(F::value(x[i]), inverse, qmax);

@@ -12,7 +12,7 @@ namespace {
 struct Vec256 {
   static constexpr int kLanes = 8;
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20;
-  static constexpr bool kMatrixUnit = false, kFastPack = false;
+  static constexpr bool kMatrixUnit = false, kFastPack = true, kWholeRows = false;
   using I32 = __m256i;
   using U16 = __m256i;
   using Codes = __m256i;
@@ -118,8 +118,16 @@ struct Vec256 {
   }
   template <class Out>
   static void store_clamped(Out* out, I32 x, int limit, int64_t count) {
-    alignas(32) int32_t lanes[8];
-    store(lanes, _mm256_max_epi32(_mm256_min_epi32(x, set1(limit)), set1(-limit)));
+    const __m256i clamped = _mm256_max_epi32(_mm256_min_epi32(x, set1(limit)), set1(-limit));
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(clamped), _mm256_extracti128_si256(clamped, 1));
+    if (count >= 8) {
+      if constexpr (sizeof(Out) == 1)
+        return _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packs_epi16(words, words));
+      else
+        return _mm_storeu_si128(reinterpret_cast<__m128i*>(out), words);
+    }
+    alignas(16) int16_t lanes[8];
+    _mm_store_si128(reinterpret_cast<__m128i*>(lanes), words);
     for (int i = 0; i < 8 && i < count; ++i) out[i] = Out(lanes[i]);
   }
 
@@ -131,9 +139,16 @@ struct Vec256 {
   }
 };
 
+// 16 codes of eight rows, rows past `count` repeating the first.
+inline void load_rows(const int8_t* x, int64_t row_step, int64_t count, __m128i r[8]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) r[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + (i < count ? i : 0) * row_step));
+}
+inline __m128i load_half(const int8_t* x) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)); }
+
 struct Avx2 : Vec256 {
   static constexpr int kGroup = 2, kRows = 6, kCols = 2;
-  static constexpr bool kUnsignedKeys = false;
+  static constexpr bool kUnsignedKeys = false, kWideP = true;
   using Code = int16_t;
   using PCode = int16_t;
   static void copy_codes(const int8_t* x, int64_t n, int64_t padded, Code* out) {
@@ -142,6 +157,42 @@ struct Avx2 : Vec256 {
   }
   static int depth_steps(int64_t head_dim) { return int((head_dim + 1) / 2); }
 
+  // Panels of whole 16 codes of eight keys: pairs of codes transposed, then widened.
+  static bool pack_keys(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
+    if (dim % 16 || 2 * steps != dim) return false;
+    for (int s = 0; s < steps; s += 8, out += 128) {
+      __m128i r[8], t[8];
+      load_rows(k + 2 * s, row_step, count, r);
+#pragma GCC unroll 4
+      for (int i = 0; i < 8; i += 2) t[i] = _mm_unpacklo_epi16(r[i], r[i + 1]), t[i + 1] = _mm_unpackhi_epi16(r[i], r[i + 1]);
+#pragma GCC unroll 2
+      for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm_unpacklo_epi32(t[i], t[i + 2]), r[i + 1] = _mm_unpackhi_epi32(t[i], t[i + 2]);
+        r[i + 2] = _mm_unpacklo_epi32(t[i + 1], t[i + 3]), r[i + 3] = _mm_unpackhi_epi32(t[i + 1], t[i + 3]);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        widen(_mm_unpacklo_epi64(r[i], r[i + 4]), out + 32 * i);
+        widen(_mm_unpackhi_epi64(r[i], r[i + 4]), out + 32 * i + 16);
+      }
+    }
+    return true;
+  }
+  static bool pack_values(const int8_t* v, int64_t row_step, int64_t rows, int64_t columns, Code* out) {
+    if (rows < 2 || columns < 8) return false;
+    widen(_mm_unpacklo_epi8(load_half(v), load_half(v + row_step)), out);
+    return true;
+  }
+  static void widen(__m128i codes, Code* out) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_cvtepi8_epi16(codes)); }
+
+  // p - 32768, and the sum of these
+  static I32 store_p16(PCode* p, U16 a, U16 b, I32 sum) {
+    const __m256i flip = _mm256_set1_epi16(int16_t(0x8000)), one = _mm256_set1_epi16(1);
+    a = _mm256_xor_si256(a, flip), b = _mm256_xor_si256(b, flip);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p) + 1, b);
+    return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(a, one), _mm256_madd_epi16(b, one)));
+  }
   static I32 store_p(PCode* p, U16 a, U16 b, I32 sum) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p) + 1, b);
@@ -159,7 +210,7 @@ struct Avx2 : Vec256 {
 #ifdef __AVXVNNI__
 struct AvxVnni : Vec256 {
   static constexpr int kGroup = 4, kRows = 6, kCols = 2;
-  static constexpr bool kUnsignedKeys = true;
+  static constexpr bool kUnsignedKeys = true, kWideP = false;
   using Code = int8_t;
   using PCode = uint8_t;
   static void copy_codes(const int8_t* x, int64_t n, int64_t padded, Code* out) {
@@ -167,6 +218,39 @@ struct AvxVnni : Vec256 {
     for (int64_t d = n; d < padded; ++d) out[d] = 0;
   }
   static int depth_steps(int64_t head_dim) { return int((head_dim + 3) / 4); }
+
+  static int32_t code_sum(const Code* x, int64_t n) {
+    int32_t sum = 0;
+    for (int64_t d = 0; d < n; ++d) sum += x[d];
+    return sum;
+  }
+  static bool pack_keys(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
+    if (dim % 16 || 4 * steps != dim) return false;
+    const __m256i flip = _mm256_set1_epi8(char(0x80));
+    for (int s = 0; s < steps; s += 4, out += 128) {
+      __m128i half[8];
+      __m256i r[4], t[4];
+      load_rows(k + 4 * s, row_step, count, half);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) r[i] = _mm256_xor_si256(flip, _mm256_set_m128i(half[i + 4], half[i]));
+      t[0] = _mm256_unpacklo_epi32(r[0], r[1]), t[1] = _mm256_unpackhi_epi32(r[0], r[1]);
+      t[2] = _mm256_unpacklo_epi32(r[2], r[3]), t[3] = _mm256_unpackhi_epi32(r[2], r[3]);
+      __m256i* o = reinterpret_cast<__m256i*>(out);
+      _mm256_storeu_si256(o, _mm256_unpacklo_epi64(t[0], t[2]));
+      _mm256_storeu_si256(o + 1, _mm256_unpackhi_epi64(t[0], t[2]));
+      _mm256_storeu_si256(o + 2, _mm256_unpacklo_epi64(t[1], t[3]));
+      _mm256_storeu_si256(o + 3, _mm256_unpackhi_epi64(t[1], t[3]));
+    }
+    return true;
+  }
+  static bool pack_values(const int8_t* v, int64_t row_step, int64_t rows, int64_t columns, Code* out) {
+    if (rows < 4 || columns < 8) return false;
+    const __m128i a = _mm_unpacklo_epi8(load_half(v), load_half(v + row_step));
+    const __m128i b = _mm_unpacklo_epi8(load_half(v + 2 * row_step), load_half(v + 3 * row_step));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_unpacklo_epi16(a, b));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out) + 1, _mm_unpackhi_epi16(a, b));
+    return true;
+  }
 
   static I32 store_p(PCode* p, U16 a, U16 b, I32 sum) {
     const __m256i bytes = _mm256_packus_epi16(a, b);

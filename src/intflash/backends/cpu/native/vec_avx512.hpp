@@ -10,7 +10,7 @@ namespace {
 
 struct Vec512 {
   static constexpr int kLanes = 16, kGroup = 4, kRows = 6, kCols = 4;
-  static constexpr bool kFastPack = true;
+  static constexpr bool kFastPack = true, kWholeRows = true, kWideP = false;
   using I32 = __m512i;
   using U16 = __m512i;
   using Codes = __m512i;
@@ -178,6 +178,11 @@ struct Vec512 {
   static void store_clamped(int16_t* out, I32 x, int limit, int64_t count) {
     _mm256_mask_storeu_epi16(out, lanes(count), _mm512_cvtepi32_epi16(clamp(x, limit)));
   }
+  static int32_t code_sum(const Code* x, int64_t n) {
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t d = 0; d < n; d += 64) sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), _mm512_maskz_loadu_epi8(bytes(n - d), x + d));
+    return _mm512_reduce_add_epi32(sum);
+  }
   // A whole or half register is the usual row.
   static void copy_rows(const int8_t* x, int64_t row_step, int rows, int64_t n, int64_t padded, Code* out) {
     if (n == 64 && padded == 64)
@@ -193,6 +198,8 @@ struct Vec512 {
       const __m512i codes = _mm512_maskz_loadu_epi8(bytes(n - d), x + d);
       if (padded - d >= 64)
         _mm512_storeu_si512(out + d, codes);
+      else if (padded - d == 32)  // what a mask stores cannot be loaded before it is in the cache
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + d), _mm512_castsi512_si256(codes));
       else
         _mm512_mask_storeu_epi8(out + d, bytes(padded - d), codes);
     }
