@@ -307,7 +307,8 @@ class Attention {
     const Code* v = values_ + (key + at) * kLanes;
     if constexpr (P16 && V::kWideP) {
       for (int r = 0; r < rows_; ++r) l_[r] += uint32_t(round_up(n, kBlock)) << 15;
-      Product<V>::values(p, p_ld, v, pad * kLanes, n, int(value_pad_ / kLanes), rows_, stage_, value_pad_, false);
+      const int64_t summed = key + at + n == nk_ ? n : round_up(n, kBlock);  // absent keys too, where V has them
+      Product<V>::values(p, p_ld, v, pad * kLanes, summed, int(value_pad_ / kLanes), rows_, stage_, value_pad_, false);
       return add_stage(key + at, n, fresh);
     }
     Product<V>::values(p, p_ld, v, pad * kLanes, n, int(value_pad_ / kLanes), rows_, acc_, value_pad_, !fresh);
