@@ -18,14 +18,18 @@ struct BFloat16 {
   static inline float value(uint16_t x) { return from_bfloat16(x); }
 };
 
+// How many values ahead to fetch: past a page's end or in rows further on, where the processor does not by itself.
+inline int64_t fetched_ahead(const Rows& shape) { return shape.rows > 1 ? 8 * shape.row_step : 512; }
+
 template <class V, class F>
 float absolute_maximum_of(const void* data, const Rows& shape) {
+  [[maybe_unused]] const int64_t ahead = fetched_ahead(shape);
   float m = 0;
   for (int64_t r = 0; r < shape.rows; ++r) {
     const auto* x = static_cast<const typename F::Type*>(data) + r * shape.row_step;
     uint32_t bits = 0;  // of non-negative floats: ordered as integers
     if constexpr (V::kWholeRows && sizeof(*x) == 4) {
-      bits = V::largest_magnitude(x, shape.columns);
+      bits = V::largest_magnitude(x, shape.columns, ahead);
     } else {
       for (int64_t i = 0; i < shape.columns; ++i) {
         const float v = F::value(x[i]);
@@ -70,11 +74,12 @@ inline int8_t code(float x, float inverse, int32_t limit) {
 
 template <class V, class F>
 void quantize_of(const void* data, Rows shape, float inverse, int qmax, int8_t* codes) {
+  [[maybe_unused]] const int64_t ahead = fetched_ahead(shape);
   const int64_t columns = shape.columns;  // codes are bytes and could alias anything not local
   for (int64_t r = 0; r < shape.rows; ++r, codes += columns) {
     const auto* x = static_cast<const typename F::Type*>(data) + r * shape.row_step;
     if constexpr (V::kWholeRows && sizeof(*x) == 4)
-      V::quantize_row(x, columns, inverse, qmax, codes);
+      V::quantize_row(x, columns, inverse, qmax, codes, ahead);
     else
       for (int64_t i = 0; i < columns; ++i) codes[i] = code(F::value(x[i]), inverse, qmax);
   }

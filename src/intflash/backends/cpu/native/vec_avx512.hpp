@@ -207,24 +207,22 @@ struct Vec512 {
   static __mmask64 bytes(int64_t count) { return count >= 64 ? ~__mmask64(0) : count <= 0 ? 0 : (__mmask64(1) << count) - 1; }
 
   // The largest bits without the sign.
-  static uint32_t largest_magnitude(const float* x, int64_t n) {
+  static uint32_t largest_magnitude(const float* x, int64_t n, int64_t ahead) {
     const __m512i magnitude = set1(0x7FFFFFFF);
     __m512i m[4] = {};
     int64_t i = 0;
     for (; i + 64 <= n; i += 64)
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        prefetch(x + i + 16 * j);
+        prefetch(x + i + 16 * j + ahead);
         m[j] = max(m[j], _mm512_and_si512(_mm512_loadu_si512(x + i + 16 * j), magnitude));
       }
-    for (; i < n; i += 16) m[0] = max(m[0], _mm512_and_si512(_mm512_maskz_loadu_epi32(lanes(n - i), x + i), magnitude));
+    for (; i < n; i += 16) prefetch(x + i + ahead), m[0] = max(m[0], _mm512_and_si512(_mm512_maskz_loadu_epi32(lanes(n - i), x + i), magnitude));
     return uint32_t(_mm512_reduce_max_epi32(max(max(m[0], m[1]), max(m[2], m[3]))));
   }
-  static void prefetch(const float* x) {  // past a page's end, where the processor's own prefetching stops
-    _mm_prefetch(reinterpret_cast<const char*>(x + 512), _MM_HINT_T0);
-  }
+  static void prefetch(const float* x) { _mm_prefetch(reinterpret_cast<const char*>(x), _MM_HINT_T0); }
   // quantize.hpp's code()
-  static void quantize_row(const float* x, int64_t n, float inverse, int limit, int8_t* out) {
+  static void quantize_row(const float* x, int64_t n, float inverse, int limit, int8_t* out, int64_t ahead) {
     const __m512 f = _mm512_set1_ps(inverse), magic = _mm512_set1_ps(12582912.0f);
     const __m512i zero = set1(0x4B400000), low = set1(0x4B400000 - limit), high = set1(0x4B400000 + limit);
     const auto code = [&](__m512 v) {
@@ -236,12 +234,14 @@ struct Vec512 {
     for (; i + 64 <= n; i += 64) {
       __m512i c[4];
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) prefetch(x + i + 16 * j), c[j] = code(_mm512_loadu_ps(x + i + 16 * j));
+      for (int j = 0; j < 4; ++j) prefetch(x + i + 16 * j + ahead), c[j] = code(_mm512_loadu_ps(x + i + 16 * j));
       const __m512i codes = _mm512_packs_epi16(_mm512_packs_epi32(c[0], c[1]), _mm512_packs_epi32(c[2], c[3]));
       _mm512_storeu_si512(out + i, _mm512_permutexvar_epi32(order, codes));
     }
-    for (; i < n; i += 16)
+    for (; i < n; i += 16) {
+      prefetch(x + i + ahead);
       _mm_mask_storeu_epi8(out + i, lanes(n - i), _mm512_cvtepi32_epi8(code(_mm512_maskz_loadu_ps(lanes(n - i), x + i))));
+    }
   }
 
   static Codes load_codes(const void* p) { return _mm512_loadu_si512(p); }
