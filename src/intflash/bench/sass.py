@@ -1,4 +1,4 @@
-"""What a compiled Triton kernel really executes: machine instructions, registers, spills, per-score counts.
+"""What a compiled kernel really executes: machine instructions, registers, spills, per-score counts.
 
 Kernels compile for any NVIDIA GPU with none present; `cuobjdump` comes with Triton. The integer-only claim
 is checked here: between int8 inputs and integer output no opcode of `FLOAT_OPCODES` may appear.
@@ -91,8 +91,14 @@ def _moves_constant(instruction: Instruction) -> bool:
 
 def disassemble(kernel: Any, arch: int) -> Machine:
     """The machine code of a `triton.compile` result."""
+    metadata = kernel.metadata
+    return machine(kernel.asm["cubin"], metadata.name, arch, metadata.shared, metadata.num_warps)
+
+
+def machine(cubin: bytes, name: str, arch: int, shared_bytes: int, warps: int) -> Machine:
+    """The machine code of a cubin with one kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        file.write(cubin)
         file.flush()
         sass = _cuobjdump("--dump-sass", file.name)
         usage = _cuobjdump("-res-usage", file.name)
@@ -101,10 +107,7 @@ def disassemble(kernel: Any, arch: int) -> Machine:
         Instruction(int(m["address"], 16), m["opcode"], f"{m['opcode']}{m['rest']}".strip())
         for m in _INSTRUCTION.finditer(sass)
     )
-    metadata = kernel.metadata
-    return Machine(
-        metadata.name, arch, instructions, int(found.group(1)), int(found.group(2)), metadata.shared, metadata.num_warps
-    )
+    return Machine(name, arch, instructions, int(found.group(1)), int(found.group(2)), shared_bytes, warps)
 
 
 def _cuobjdump(option: str, path: str) -> str:

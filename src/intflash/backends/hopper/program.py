@@ -154,7 +154,12 @@ def _function(program: Program, device: int, shared_bytes: int) -> Any:
 
 @dataclass(frozen=True)
 class CudaLaunch:
-    """One launch: it can be run, or its program compiled where there is no GPU."""
+    """One launch: it can be run, or its program compiled where there is no GPU.
+
+    Attributes:
+        overlaps: it may start before the kernel ahead of it has ended, since its code waits for that
+            (griddepcontrol) before it reads or writes memory: a launch's latency less in a chain of kernels.
+    """
 
     program: Program
     grid: tuple[int, int, int]
@@ -163,6 +168,7 @@ class CudaLaunch:
     parameters: ctypes.Structure
     device: torch.device
     keeps: Mapping[str, Any]  # the tensors that the parameters point into
+    overlaps: bool = False
 
     def run(self) -> None:
         from cuda.bindings import driver
@@ -171,10 +177,19 @@ class CudaLaunch:
             function = _function(self.program, torch.cuda.current_device(), self.shared_bytes)
             stream = torch.cuda.current_stream().cuda_stream
             pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.parameters))
-            _checked(
-                driver.cuLaunchKernel(
-                    function, *self.grid, self.threads, 1, 1, self.shared_bytes, stream,
-                    ctypes.addressof(pointers), 0,
-                ),
-                "cuLaunchKernel",
-            )  # fmt: skip
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
+            config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+            config.sharedMemBytes, config.hStream = self.shared_bytes, driver.CUstream(stream)
+            config.attrs, config.numAttrs = ([_overlap()], 1) if self.overlaps else ([], 0)
+            _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0), "cuLaunchKernelEx")
+
+
+@functools.cache
+def _overlap() -> Any:
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute

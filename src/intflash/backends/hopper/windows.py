@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from intflash.backends.hopper.parameters import parameters
@@ -16,10 +15,13 @@ from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem
 
 MOST = 64  # queries or keys
+METHODS = ("intflash", "intflash_p8")
 
 
 def unsupported(problem: Problem) -> str | None:
     """Why the kernel cannot take the problem, or None."""
+    if problem.method not in METHODS:
+        return f"windows are for {' and '.join(METHODS)}"
     q, k, v = (x if isinstance(x, Tensor) else x.data for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
     if max(nq, nk) > MOST:
@@ -51,15 +53,16 @@ def _key_major(v: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Split:
-    """How windows are shared out: rows of a tile (8 or 16), whether each tile has its warp, windows of a program."""
+    """How windows are shared out: warps for each, rows of a warp's tiles (8 or 16), windows of a program."""
 
+    parts: int = 1
     rows: int = 16
-    shared: bool = False
     windows: int = 1
 
-    def parts(self, nq: int) -> int:
-        """Warps of a window."""
-        return 1 if not self.shared else -(-(nq - (nq % 16 == 1)) // self.rows) + (nq % 16 == 1)
+    def warps(self, nq: int) -> int:
+        """Warps of a window that have something to do; a last single row is nearly a tile's work."""
+        tail = nq % 16 == 1
+        return min(self.parts, -(-(nq - tail) // self.rows) + tail)
 
 
 def windows_launch(
@@ -70,7 +73,7 @@ def windows_launch(
     q, k, v = (x.data if scales is None else x for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), nk = q.shape, k.shape[2]
     split = split or choose(batch * heads)
-    parts = split.parts(nq)
+    parts = split.warps(nq)
     warps = parts * split.windows
     resident = resident_warps(nk, d, q.element_size(), problem.bias is not None or problem.keep is not None)
     key_major = scales is None and _key_major(v)
@@ -89,7 +92,7 @@ def windows_launch(
     params.bias_reciprocal = _reciprocal(params.bias_batches)
     params.keep_reciprocal = _reciprocal(params.keep_batches)
     grid = (-(-batch * heads // split.windows), 1, 1)
-    return CudaLaunch(program, grid, 32 * warps, 0, params, q.device, keeps)
+    return CudaLaunch(program, grid, 32 * warps, 0, params, q.device, keeps, overlaps=True)
 
 
 def _mask_kind(mask: Tensor | None) -> int:
@@ -104,10 +107,13 @@ def _reciprocal(x: int) -> int:
 def resident_warps(nk: int, d: int, itemsize: int, masked: bool) -> int:
     """Warps of a multiprocessor whose registers hold K and V as loaded, the scores and 40 more."""
     key_tiles, groups = -(-nk // 8), -(-nk // 16)
-    registers = (key_tiles * d // 16 + groups * -(-d // 32) * 4) * itemsize + (8 if masked else 4) * key_tiles + 40
+    scores = key_tiles * (10 if masked else 4)
+    registers = (key_tiles * d // 16 + groups * -(-d // 32) * 4) * itemsize + scores + 40
     return 16 if registers <= 128 else 12 if registers <= 168 else 8
 
 
 def choose(count: int) -> Split:
     """Few windows are shared by several warps, so that each has less to do."""
-    return Split() if count > 8 * 132 else Split(shared=True)
+    if count > 8 * 132:
+        return Split()
+    return Split(parts=4) if count > 66 else Split(parts=8, rows=8)

@@ -65,22 +65,42 @@ template <> struct Codes<float> {
     }
 };
 
-template <int WORDS> DEVICE void load_words(const void* from, u32 (&w)[WORDS]) {
+// Of a kernel that overlaps the one before it: not moved before it waits for that (volatile), as read-only loads may be.
+DEVICE uint4 load_late(const uint4* from) {
+    uint4 x;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+    return x;
+}
+DEVICE uint2 load_late(const uint2* from) {
+    uint2 x;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
+    return x;
+}
+DEVICE u32 load_late(const u32* from) {
+    u32 x;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(from));
+    return x;
+}
+template <bool READ_ONLY, typename T> DEVICE T load(const T* from) {
+    if constexpr (READ_ONLY) return __ldg(from);
+    else return load_late(from);
+}
+template <bool READ_ONLY = true, int WORDS> DEVICE void load_words(const void* from, u32 (&w)[WORDS]) {
     if constexpr (WORDS % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < WORDS; i += 4) {
-            uint4 x = __ldg((const uint4*)from + i / 4);
+            uint4 x = load<READ_ONLY>((const uint4*)from + i / 4);
             w[i] = x.x, w[i + 1] = x.y, w[i + 2] = x.z, w[i + 3] = x.w;
         }
     } else if constexpr (WORDS % 2 == 0) {
 #pragma unroll
         for (int i = 0; i < WORDS; i += 2) {
-            uint2 x = __ldg((const uint2*)from + i / 2);
+            uint2 x = load<READ_ONLY>((const uint2*)from + i / 2);
             w[i] = x.x, w[i + 1] = x.y;
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) w[i] = __ldg((const u32*)from + i);
+        for (int i = 0; i < WORDS; ++i) w[i] = load<READ_ONLY>((const u32*)from + i);
     }
 }
 

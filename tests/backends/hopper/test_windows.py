@@ -1,0 +1,203 @@
+"""kernels/windows.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.append(str(Path(__file__).parents[1] / "triton"))
+
+import integer_cases as ic  # noqa: E402
+
+from intflash.backends.hopper import BACKEND, windows  # noqa: E402
+from intflash.backends.hopper.program import KERNELS, compile_program  # noqa: E402
+from intflash.backends.reference import BACKEND as REFERENCE  # noqa: E402
+from intflash.backends.triton.constants import constants_launch  # noqa: E402
+from intflash.backends.triton.streaming import Statistics  # noqa: E402
+from intflash.bench import sass  # noqa: E402
+from intflash.problem import Problem  # noqa: E402
+from intflash.quant import QTensor, Recipe  # noqa: E402
+
+METHODS = {"intflash_p8": 8, "intflash": 16}
+SPLITS = (windows.Split(), windows.Split(4), windows.Split(8, rows=8), windows.Split(2), windows.Split(windows=3))
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _masks(nq: int, nk: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:
+    bias = torch.randint(-(1 << 22), 1 << 22, (1, heads, nq, nk), dtype=torch.int32)
+    keep = torch.rand(4, 1, nq, nk) < 0.5
+    keep[1] = False
+    keep[:, :, nq // 2] = False
+    return {
+        "bias": dict(bias=bias),
+        "absent keys": dict(bias=bias.masked_fill(torch.rand(bias.shape) < 0.3, ic.ABSENT)),
+        "bias of windows": dict(bias=bias[:, :1].repeat(4, 1, 1, 1)),
+        "bias and keep": dict(bias=bias, keep=keep),
+        "bias of keys": dict(bias=bias[:, :, :1]),
+        "bias of rows": dict(bias=bias[..., :1]),
+        "keep": dict(keep=keep),
+        "keep of keys": dict(keep=keep[:1, :, :1]),
+    }
+
+
+def _floats(method: str, dtype: torch.dtype, recipe: Recipe, spread: float = 1.0, **more) -> Problem:
+    q, k, v = (torch.randn(4, h, 49, 32) * spread for h in (4, 2, 2))
+    for x in (q, k, v):  # far out of a static scale's range, and subnormal
+        x[0, 1, 3, 5], x[1, 0, 7, 2], x[2, 1, 0, 0] = 60000, -60000, 2**-24
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    return Problem(method, q, k, v, 0.2, recipe=recipe, **(dict(out_dtype=dtype) | more))
+
+
+def cases(method: str) -> Iterator[tuple[str, Problem]]:
+    sizes = [(n, n, d) for n in (1, 16, 17, 49, 64) for d in (16, 32, 48, 64)]
+    for nq, nk, d in [*sizes, (37, 59, 32), (1, 50, 32), (49, 1, 32), (64, 52, 32), (33, 64, 64)]:
+        yield f"{nq} {nk} {d}", ic.codes(method, batch=3, nq=nq, nk=nk, d=d, return_lse=True)
+    window = dict(batch=8, heads=3, nq=49, nk=49)
+    for dtype in (torch.int16, *FLOATS):
+        yield f"out {dtype}", ic.codes(method, out_dtype=dtype, **window)
+    for amax in (1e-6, 400.0, 50000.0):
+        yield f"amax {amax}", ic.codes(method, amax=amax, return_lse=True, **window)
+        yield f"amax {amax} bias", ic.codes(method, amax=amax, **window, **_masks(49, 49, 3)["bias"])
+    yield "scales", ic.codes(method, heads=4, key_heads=2, nq=49, nk=49, kinds=("token", "head", "head"))
+    yield "out scale", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), 0.001), **window)
+    for nq, nk in ((49, 49), (17, 50), (64, 64)):
+        for name, masks in _masks(nq, nk, 3).items():
+            yield f"{nq} {nk} {name}", ic.codes(method, batch=8, heads=3, nq=nq, nk=nk, return_lse=True, **masks)
+    packed = torch.randint(-127, 128, (5, 49, 3, 3, 32), dtype=torch.int8)
+    p = ic.codes(method, **window)
+    q, k, v = (QTensor(x.transpose(1, 2), p.q.scale, "tensor") for x in packed.unbind(2))
+    yield "packed", Problem(method, q, k, v, 0.2, out_dtype=torch.int8)
+    padded = torch.zeros(8, 3, 32, 128, dtype=torch.int8)[..., :49].copy_(p.v.data.mT).mT
+    yield "contiguous keys", replace(p, v=replace(p.v, data=padded))
+    for dtype in FLOATS:
+        for scale in (1e-12, 1e-4, 0.02, 1000.0):
+            static = Recipe(q_scale=scale, k_scale=scale, v_scale=scale)
+            yield f"{dtype} static {scale}", _floats(method, dtype, static, out_dtype=torch.int8)
+        heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
+        yield f"{dtype} heads", _floats(method, dtype, heads)
+        yield f"{dtype} dynamic", _floats(method, dtype, Recipe(), 1e-3)
+        yield f"{dtype} masked", _floats(method, dtype, heads, **_masks(49, 49, 4)["bias and keep"])
+
+
+NAMES = tuple(name for name, _ in cases("intflash_p8"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(BACKEND.unavailable() is not None, reason=str(BACKEND.unavailable()))
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_bits(method, split, monkeypatch):
+    """Every case that the kernel takes; one test, so that few processes compile."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(windows, "choose", lambda count: split)
+    wrong = {}
+    for name, p in cases(method):
+        there = ic.on_device(p, "cuda")
+        assert windows.unsupported(there) is None and BACKEND.unsupported(there) is None, name
+        want, got = REFERENCE.run(p.quantized()), BACKEND.run(there)
+        if not torch.equal(want.out, got.out.cpu()):
+            wrong[name] = f"{(want.out != got.out.cpu()).double().mean():.5f} of the outputs differ"
+        elif want.lse is not None and not torch.allclose(want.lse, got.lse.cpu(), rtol=1e-6, atol=1e-6):
+            wrong[name] = "log-sum-exp differs"
+    assert wrong == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(BACKEND.unavailable() is not None, reason=str(BACKEND.unavailable()))
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("count", (8, 64, 4096))
+def test_chain(split, count):
+    """Launches overlap, yet each sees all that the one before wrote and overwrites nothing that it still reads."""
+    torch.manual_seed(1)
+    first = torch.randint(-127, 128, (count, 3, 49, 32), dtype=torch.int8, device="cuda")
+    results = []
+    for waits in (True, False):
+        buffers = first.clone(), torch.empty_like(first)
+        scale = torch.full((1, 1, 1, 1), 0.02, device="cuda")
+        codes = [QTensor(b, scale, "tensor") for b in buffers]
+        problems = [Problem("intflash_p8", x, x, x, 0.3, out_dtype=torch.int8) for x in codes]
+        fill, constants, _ = constants_launch(problems[0])
+        fill.run()
+        for i in range(20):
+            nothing = Statistics(None, None)
+            windows.windows_launch(problems[i % 2], 8, constants, buffers[1 - i % 2], nothing, None, split).run()
+            if waits:
+                torch.cuda.synchronize()
+        results.append(buffers[0].cpu())
+    assert torch.equal(*results)
+
+
+def _launch(bits: int, split: windows.Split, n: int = 49, d: int = 32, dtype=torch.int8, out=torch.int8, **masks):
+    shape = (8, 3, n, d)
+    if dtype == torch.int8:
+        q = k = v = QTensor(torch.zeros(shape, dtype=torch.int8), torch.ones(1, 1, 1, 1), "tensor")
+        scales = None
+    else:
+        q = k = v = torch.zeros(shape, dtype=dtype)
+        scales = (torch.ones(1, 1, 1, 1),) * 3
+    p = Problem("intflash" if bits == 16 else "intflash_p8", q, k, v, d**-0.5, out_dtype=out, **masks)
+    constants = constants_launch(p, scales)[1]
+    output, nothing = torch.empty(shape, dtype=out), Statistics(None, None)
+    return windows.windows_launch(p, bits, constants, output, nothing, scales, split)
+
+
+def _machine(launch) -> sass.Machine:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    code, _ = compile_program(launch.program)
+    return sass.machine(code, launch.program.file, 90, launch.shared_bytes, launch.threads // 32)
+
+
+SOME = [pytest.param(s, id=str(s), marks=[pytest.mark.full] if i > 1 else []) for i, s in enumerate(SPLITS[:4])]
+
+
+@pytest.mark.parametrize("split", SOME)
+@pytest.mark.parametrize("bits", (8, 16))
+def test_integer_only(bits, split):
+    """Between int8 input and integer output no floating-point opcode; integer tensor-core products; no spills."""
+    sizes, dtypes = ((49, 32), (64, 64)), (torch.int8, torch.int16)
+    for (n, d), out, name in itertools.product(sizes, dtypes, (None, "bias and keep")):
+        machine = _machine(_launch(bits, split, n, d, out=out, **(_masks(n, n, 3)[name] if name else {})))
+        assert machine.float_instructions == [], (n, d, out, name)
+        assert machine.spills == 0, (n, d, out, name, machine.registers)
+        assert machine.opcodes["IMMA"] > 0
+
+
+@pytest.mark.parametrize("split", SOME)
+@pytest.mark.parametrize("bits", (8, 16))
+def test_floats_do_not_spill(bits, split):
+    for (n, d), (dtype, name) in itertools.product(
+        ((49, 32), (64, 64)), ((torch.float16, None), (torch.float16, "bias and keep"), (torch.bfloat16, None))
+    ):
+        launch = _launch(bits, split, n, d, dtype, dtype, **(_masks(n, n, 3)[name] if name else {}))
+        machine = _machine(launch)
+        assert machine.spills == 0, (dtype, d, name, machine.registers)
+
+
+def test_float_output_is_seen():
+    """The control: with float output the same harness finds float instructions."""
+    assert _machine(_launch(8, windows.Split(), out=torch.float16)).float_instructions
+
+
+def test_small_reciprocal():
+    """window_output.cuh's integer reciprocal, step by step, for every row sum it may get."""
+    text = (KERNELS / "window_output.cuh").read_text()
+    cubic, linear, constant = 1905566079, 595489400, 535940460
+    assert all(f"{c}u" in text for c in (cubic, linear, constant))
+    for start in range(1, 1 << 22, 1 << 20):
+        l = torch.arange(start, start + (1 << 20))
+        lz = 31 - torch.frexp(l.double()).exponent.to(torch.int64) + 1
+        z = (1 << 32) - (l << lz)
+        y = (z * ((z * ((z * cubic) >> 32) >> 32) + linear) >> 32) + constant
+        e = (1 << 29) - y + (z * y >> 32)
+        e += (e << 3) * e >> 32
+        y += y * (e << 3) >> 32
+        quotient = (y - 8) >> 6
+        quotient += ((1 << (55 - lz)) - quotient * l >= l).long()
+        assert torch.equal(quotient, (1 << 55) // (l << lz))
