@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,7 @@ from intflash.backends.triton.launch import readable
 from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem
 
-MAX_KEYS = 256
-THREADS = 128
+MAX_KEYS = 224
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -23,6 +24,17 @@ def unsupported(problem: Problem) -> str | None:
     (d, dv), nk = (problem.q.shape[3], problem.v.shape[3]), problem.k.shape[2]
     if nk > MAX_KEYS:
         return f"whole rows hold at most {MAX_KEYS} keys, got {nk}"
+    for name in "qkv":
+        x = getattr(problem, name)
+        x = x if isinstance(x, Tensor) else x.data
+        if x.shape[2] * x.stride(2) * x.element_size() >= 1 << 31:
+            return f"tokens of {name} must lie within 2 GiB, got strides {x.stride()}"
+    bits, itemsize = (16 if problem.method == "intflash" else 8), problem.q.data.element_size()
+    if resident(-(-nk // 16) * 16, d, bits, itemsize) == 0:
+        return f"the registers do not hold rows of {nk} keys with {bits}-bit p and head_dim {d}"
+    v = problem.v if isinstance(problem.v, Tensor) else problem.v.data
+    if v.stride(3) != 1 and not key_major(v, -(-nk // 16) * 16):
+        return f"V needs contiguous channels, or keys at multiples of 16 bytes, got strides {v.stride()}"
     if d != dv or d % 16 or d > 128:
         return f"needs one head_dim, a multiple of 16 up to 128, got {d} and {dv}"
     return None
@@ -33,32 +45,76 @@ def key_major(v: Tensor, keys: int) -> bool:
     return v.stride(2) == 1 and v.stride(3) % 16 == 0 and v.data_ptr() % 16 == 0 and readable(v, keys)
 
 
+@dataclass(frozen=True)
+class Split:
+    """How the work is shared out: warpgroups of a program, its tiles of 64 rows, programs of a multiprocessor."""
+
+    warpgroups: int
+    tiles: int
+    resident: int
+
+
 def rows_launch(
     problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics,
-    scales: tuple[Tensor, Tensor, Tensor] | None, tiles: int | None = None,
+    scales: tuple[Tensor, Tensor, Tensor] | None, split: Split | None = None,
 ) -> CudaLaunch:  # fmt: skip
     """For a problem of int8 codes, or of floats with the scales of Q, K and V."""
     q, k, v = (x.data if scales is None else x for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), nk = q.shape, k.shape[2]
-    keys = max(-(-nk // 16) * 16, 16)
-    keys = keys if keys <= 32 or keys % 16 == 0 else keys
+    keys = -(-nk // 16) * 16
     row_tiles = -(-nq // 64)
-    tiles = tiles or _tiles(batch * heads, row_tiles)
-    wide = d > 64 or bits == 16 and keys > 128
+    most = resident(keys, d, bits, q.element_size())
+    split = split or choose(batch * heads, row_tiles, most, q.dtype == torch.int8)
     macros = dict(
         KEYS=keys, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
-        KEY_MAJOR=int(scales is None and key_major(v, keys)), RESIDENT=2 if wide else 3,
+        KEY_MAJOR=int(scales is None and key_major(v, keys)),
+        ROW_SCALES=int(scales is None and constants.score.ptr.shape[2] > 1),
+        WARPGROUPS=split.warpgroups, RESIDENT=split.resident,
     )  # fmt: skip
-    products = (Product(keys, "s8"), Product(d, "u8"))
+    products = (*(Product(n, "s8") for n in sorted(parts(keys))), Product(d, "u8"))
     program = Program("rows.cu", tuple((name, str(value)) for name, value in macros.items()), products)
+    params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)
+    grid = (batch, heads, -(-row_tiles // split.tiles))
+    return CudaLaunch(program, grid, 128 * split.warpgroups, sum(head_bytes(keys, d)), params, q.device, keeps)
+
+
+def head_bytes(keys: int, d: int) -> tuple[int, int]:
+    """Of K (or Q) and of V^T in shared memory."""
     width = 32 if d <= 32 else 64 if d <= 64 else 128
-    shared = -(-keys * width // 1024) * 1024 + -(-keys // 128) * d * 128
-    params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, tiles)
-    return CudaLaunch(program, (batch, heads, -(-row_tiles // tiles)), THREADS, shared, params, q.device, keeps)
+    return -(-keys * width // 1024) * 1024, -(-keys // 128) * d * 128
 
 
-def _tiles(heads: int, row_tiles: int) -> int:
-    """Row tiles of a program: one while there are few heads, then more, so that K and V are loaded less often."""
-    if heads * row_tiles <= 3 * 132:
-        return 1
-    return row_tiles if heads >= 3 * 132 else -(-row_tiles // 2)
+def parts(keys: int) -> set[int]:
+    """Keys of the two parts in which a row's scores are computed (rows.cuh), of one where they are few."""
+    first = 0 if keys < 64 else keys // 64 * 32
+    return {first, keys - first} - {0}
+
+
+def resident(keys: int, d: int, bits: int, itemsize: int) -> int:
+    """Warpgroups of a multiprocessor at which scores, accumulators and Q still fit the registers; 0: none do.
+
+    Three leave 168 registers a thread, and ptxas needs more than the sum where widths are odd for it.
+    """
+    query = d // 8 * (itemsize if itemsize < 4 else 1)
+    registers = keys // 2 + d // 2 * (bits // 8) + query + (16 if bits == 8 else 40) + (8 if d > 80 else 0)
+    if registers <= 88:
+        return 4
+    if registers <= (168 if bits == 8 else 160) and (keys <= 128 or bits == 8 and 192 <= keys <= 208):
+        return 3
+    return 2 if registers <= 232 else 0
+
+
+def choose(heads: int, row_tiles: int, most: int, codes: bool) -> Split:
+    """By measurements on an H200 (132 multiprocessors), N = 197; most: see `resident`.
+
+    While there are few tiles, a program of one tile each, and for floats with warpgroups that only help to quantize;
+    then K and V are loaded for several tiles.
+    """
+    tiles = heads * row_tiles
+    if tiles <= 132:
+        return Split(1, 1, most) if codes else Split(min(most, 3), 1, 1)
+    if tiles <= 264:
+        return Split(2, 2, 1)
+    if heads <= 132:
+        return Split(1, 1, most) if codes else Split(2, row_tiles, 1)
+    return Split(1, row_tiles, most)

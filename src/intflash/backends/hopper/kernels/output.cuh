@@ -43,24 +43,26 @@ template <int QMAX> DEVICE i32 clamped(i32 x) { return max(min(x, QMAX), -QMAX);
 // Two accumulators of P16, acc = 256 high + low; one of P8.
 struct Wide { i32 high, low; };
 
-DEVICE i64 scaled(i32 acc, const Normalizer& n) { return ((i64)acc * n.factor + n.half) >> n.shift; }
+DEVICE i64 scaled(i32 acc, const Normalizer& n) { return multiply_add(acc, n.factor, n.half) >> n.shift; }
+// floor((256 high + low) / 2^shift) through floor(low / 2^8): the same bits, and products of 32 bits.
 DEVICE i64 scaled(Wide acc, const Normalizer& n) {
-    i64 x = (((i64)acc.high << 8) + acc.low);
-    return (x * n.factor + n.half) >> n.shift;
+    return multiply_add(acc.high, n.factor, multiply_add(acc.low, n.factor, n.half) >> 8) >> (n.shift - 8);
 }
 
 // The same where 32 <= shift: only the product's high word is shifted. `aligned` makes it so where s_V / s_O < 32.
+// Where s_V / s_O < 2^23, 127 * 2^e stays in 32 bits before the clamp.
+DEVICE bool narrow(i64 packed_output) { return (i32)(packed_output >> 32) <= 23; }
 DEVICE bool alignable(i64 packed_output) { return (i32)(packed_output >> 32) <= 5; }
 template <bool WIDE> DEVICE Normalizer aligned(Normalizer n) {
     i32 least = WIDE ? 40 : 32, by = n.shift < least ? least - n.shift : 0;
     return {n.factor << by, n.shift + by, n.half << by};
 }
 DEVICE i32 scaled_aligned(i32 acc, const Normalizer& n) {
-    return (i32)(((i64)acc * n.factor + n.half) >> 32) >> (n.shift - 32);
+    return (i32)(multiply_add(acc, n.factor, n.half) >> 32) >> (n.shift - 32);
 }
 DEVICE i32 scaled_aligned(Wide acc, const Normalizer& n) {
-    i64 low = ((i64)acc.low * n.factor + n.half) >> 8;
-    return (i32)(((i64)acc.high * n.factor + low) >> 32) >> (n.shift - 40);
+    i64 low = multiply_add(acc.low, n.factor, n.half) >> 8;
+    return (i32)(multiply_add(acc.high, n.factor, low) >> 32) >> (n.shift - 40);
 }
 
 DEVICE float row_factor(u32 l, float v_scale) { return __fdiv_rn(v_scale, __uint2float_rn(l ? l : 1)); }
@@ -114,16 +116,22 @@ template <typename TO, typename ACC, int COUNT> struct Store {
         }
     }
     static DEVICE void integers(u8* to, const ACC (&acc)[COUNT], u32 l, i64 packed_output) {
+        normalized(to, acc, normalizer(l, packed_output), packed_output);
+    }
+    static DEVICE void normalized(u8* to, const ACC (&acc)[COUNT], Normalizer n, i64 packed_output) {
         constexpr bool WIDE = sizeof(ACC) == 8;
-        Normalizer n = normalizer(l, packed_output);
+        constexpr int QMAX = sizeof(TO) == 1 ? 127 : 32767;
         i32 o[COUNT];
         if (sizeof(TO) == 1 && alignable(packed_output)) {
             n = aligned<WIDE>(n);
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) o[i] = max(scaled_aligned(acc[i], n), -127);  // the pack saturates above
+        } else if (narrow(packed_output)) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) o[i] = clamped<QMAX>((i32)scaled(acc[i], n));
         } else {
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i) o[i] = clamped<sizeof(TO) == 1 ? 127 : 32767>(scaled(acc[i], n));
+            for (int i = 0; i < COUNT; ++i) o[i] = clamped<QMAX>(scaled(acc[i], n));
         }
         u32 w[COUNT * sizeof(TO) / 4];
         if constexpr (sizeof(TO) == 1) {
@@ -152,6 +160,39 @@ template <typename TO> DEVICE Scaling output_scaling(const Params& p, u32 batch,
     if constexpr (IsInteger<TO>::value) s.packed = __ldg((const i64*)p.output.ptr + head_offset(p.output, batch, head));
     else s.v_scale = __ldg((const float*)p.v_scale.ptr + head_offset(p.v_scale, batch, kv_head));
     return s;
+}
+
+// What a row's outputs are multiplied by. The lanes of a quad need those of the same two rows: each makes one and they
+// exchange.
+template <typename TO> struct RowScale {
+    Normalizer n;
+    float factor;
+};
+
+template <typename TO> DEVICE void row_scales(const u32 (&l)[2], const Scaling& s, RowScale<TO> (&rows)[2]) {
+    const bool second = threadIdx.x & 1;
+    const u32 mine = second ? l[1] : l[0];
+    if constexpr (IsInteger<TO>::value) {
+        Normalizer n = normalizer(mine, s.packed);
+        const i32 factor = __shfl_xor_sync(~0u, n.factor, 1), shift = __shfl_xor_sync(~0u, n.shift, 1);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            Normalizer& to = rows[h].n;
+            to.factor = second == h ? n.factor : factor;
+            to.shift = second == h ? n.shift : shift;
+            to.half = 1ll << (to.shift - 1);
+        }
+    } else {
+        const float factor = row_factor(mine, s.v_scale), other = __shfl_xor_sync(~0u, factor, 1);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) rows[h].factor = second == h ? factor : other;
+    }
+}
+
+template <typename TO, typename ACC, int COUNT>
+DEVICE void store_scaled(u8* to, const ACC (&acc)[COUNT], const RowScale<TO>& row, const Scaling& s) {
+    if constexpr (IsInteger<TO>::value) Store<TO, ACC, COUNT>::normalized(to, acc, row.n, s.packed);
+    else Store<TO, ACC, COUNT>::floats(to, acc, row.factor);
 }
 
 template <typename TO, typename ACC, int COUNT>

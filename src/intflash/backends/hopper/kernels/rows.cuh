@@ -1,0 +1,347 @@
+// Whole rows on chip, at most 224 keys: loads, products, exponentials, output. K and V^T of a head lie in shared memory, a
+// warpgroup computes tiles of 64 rows whose scores stay in registers: one pass over K, the exact maximum, no rescale.
+//
+// Defined when this is compiled: KEYS (padded to 16), HEAD_DIM (a multiple of 16), BITS of p, IN and OUT types,
+// KEY_MAJOR (V has contiguous keys), ROW_SCALES (Q has a scale per token).
+#pragma once
+#include "base.cuh"
+#include "exponent.cuh"
+#include "output.cuh"
+#include "quantize.cuh"
+#include "wgmma.cuh"
+
+constexpr int K_WIDTH = HEAD_DIM <= 32 ? 32 : HEAD_DIM <= 64 ? 64 : 128;  // bytes of a row of K in shared memory
+constexpr int D_CHUNKS = HEAD_DIM / 16, D_STEPS = (HEAD_DIM + 31) / 32;
+constexpr int KEY_CHUNKS = KEYS / 16;
+constexpr int V_BLOCK = HEAD_DIM * 128;  // bytes of 128 keys of V^T
+constexpr int K_BYTES = (KEYS * K_WIDTH + 1023) / 1024 * 1024, V_BYTES = (KEYS + 127) / 128 * V_BLOCK;
+constexpr int CHANNELS = HEAD_DIM / 4;  // of a thread
+
+typedef Codes<IN> In;
+#if BITS == 8
+typedef i32 Accumulator;
+constexpr int DIGITS = 1;
+#else
+typedef Wide Accumulator;
+constexpr int DIGITS = 2;
+#endif
+
+// Where token `i` of a tensor begins, from its first one; strides of 32 bits (rows.py checks).
+struct Tokens {
+    const u8* base;
+    i32 stride;  // bytes
+
+    DEVICE Tokens(const View& x, u32 batch, u32 head)
+        : base(x.ptr + head_offset(x, batch, head) * SIZE<IN>), stride((i32)x.n * SIZE<IN>) {}
+    DEVICE const u8* at(i32 token, i32 channel) const {
+        return (const u8*)multiply_add(token, stride, (i64)(base + channel * SIZE<IN>));
+    }
+};
+
+// Rows of 16-channel chunks in K's place, by THREADS threads in rounds: a thread keeps its chunk and its rows lie
+// ROWS apart, so that addresses advance by constants. GROUP rounds are in flight together.
+template <int THREADS, bool PERMUTED> struct RowLoader {
+    static constexpr int ROWS = THREADS / D_CHUNKS, ROUNDS = (KEYS + ROWS - 1) / ROWS, GROUP = SIZE<IN> == 4 ? 2 : 4;
+    const Tokens tokens;
+    const i32 row, chunk, last;
+    In::Raw<4> raw[GROUP];
+
+    DEVICE RowLoader(const Tokens& x, i32 thread, i32 count)
+        : tokens(x), row(thread / D_CHUNKS), chunk(thread % D_CHUNKS), last(count - 1) {}
+    DEVICE bool has(int round) const {
+        return round < ROUNDS && (THREADS % D_CHUNKS == 0 || row < ROWS) && ((round + 1) * ROWS <= KEYS || row + round * ROWS < KEYS);
+    }
+    DEVICE const u8* from(int round) const { return tokens.at(min(row + round * ROWS, last), chunk * 16); }
+    DEVICE u32 to(u32 tile, int round) const {
+        u32 r = row + round * ROWS;
+        return tile + swizzled<K_WIDTH>(PERMUTED ? score_row(r) : r, chunk);
+    }
+    DEVICE void load(int first) {
+#pragma unroll
+        for (int j = 0; j < GROUP; ++j)
+            if (has(first + j)) load_words(from(first + j), raw[j].word);
+    }
+    template <bool BOUNDED> DEVICE void store(u32 tile, const Rounder<IN>& rounder, int first) const {
+#pragma unroll
+        for (int j = 0; j < GROUP; ++j) {
+            if (!has(first + j)) continue;
+            u32 w[4];
+            rounder.codes<BOUNDED>(raw[j], w);
+            store_shared(to(tile, first + j), w);
+        }
+    }
+    DEVICE void copy(u32 tile) const {
+#pragma unroll
+        for (int j = 0; j < ROUNDS; ++j)
+            if (has(j)) copy_16(to(tile, j), from(j));
+    }
+};
+
+DEVICE u32 value_address(u32 v_tile, u32 row, u32 key) {
+    return v_tile + key / 128 * V_BLOCK + swizzled<128>(row, key % 128 / 16) + key % 16;
+}
+
+// V^T from rows of V, in blocks of 4 keys by 16 channels: neighbouring threads take neighbouring chunks of a row, and
+// the swizzle of value_row's rows puts their stores into different banks.
+template <int THREADS> struct ValueLoader {
+    static constexpr int BLOCKS = KEYS / 4 * D_CHUNKS, ROUNDS = (BLOCKS + THREADS - 1) / THREADS;
+    static constexpr int GROUP = SIZE<IN> == 4 ? 1 : ROUNDS < 2 ? ROUNDS : 2;
+    const Tokens tokens;
+    const i32 thread, last;
+    In::Raw<4> raw[GROUP][4];
+
+    DEVICE ValueLoader(const Tokens& x, i32 thread, i32 count) : tokens(x), thread(thread), last(count - 1) {}
+    DEVICE i32 key(int round) const { return (thread + round * THREADS) / D_CHUNKS * 4; }
+    DEVICE i32 chunk(int round) const { return (thread + round * THREADS) % D_CHUNKS; }
+    DEVICE const u8* from(int round, int r) const { return tokens.at(min(key(round) + r, last), chunk(round) * 16); }
+    DEVICE bool has(int round) const { return round < ROUNDS && thread + round * THREADS < BLOCKS; }
+    DEVICE void load(int first) {
+#pragma unroll
+        for (int j = 0; j < GROUP; ++j) {
+            if (!has(first + j)) continue;
+#pragma unroll
+            for (int r = 0; r < 4; ++r)
+                load_words(from(first + j, r), raw[j][r].word);
+        }
+    }
+    template <bool BOUNDED> DEVICE void store(u32 tile, const Rounder<IN>& rounder, int first) const {
+#pragma unroll
+        for (int j = 0; j < GROUP; ++j) {
+            if (!has(first + j)) continue;
+            u32 w[4][4];
+#pragma unroll
+            for (int r = 0; r < 4; ++r) rounder.codes<BOUNDED>(raw[j][r], w[r]);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                u32 turned[4];
+                transpose_bytes(w[0][c], w[1][c], w[2][c], w[3][c], turned);
+#pragma unroll
+                for (int d = 0; d < 4; ++d)
+                    store_shared(value_address(tile, value_row<HEAD_DIM>(chunk(first + j) * 16 + 4 * c + d), key(first + j)), turned[d]);
+            }
+        }
+    }
+};
+
+// V^T as it lies, keys contiguous: neighbouring threads copy neighbouring chunks of a row.
+template <int THREADS> DEVICE void copy_values(u32 tile, const View& v, u32 batch, u32 head, i32 thread) {
+    constexpr int LANES = KEY_CHUNKS <= 4 ? 4 : KEY_CHUNKS <= 8 ? 8 : 16, ROWS = THREADS / LANES;
+    const u8* base = v.ptr + head_offset(v, batch, head);
+    const i32 chunk = thread % LANES, row = thread / LANES;
+    if (KEY_CHUNKS < LANES && chunk >= KEY_CHUNKS) return;
+#pragma unroll
+    for (int i = 0; i < (HEAD_DIM + ROWS - 1) / ROWS; ++i) {
+        const i32 d = row + i * ROWS;
+        if ((i + 1) * ROWS <= HEAD_DIM || d < HEAD_DIM)
+            copy_16(value_address(tile, value_row<HEAD_DIM>(d), chunk * 16), (const u8*)multiply_add(d, (i32)v.d, (i64)(base + chunk * 16)));
+    }
+}
+
+// The last step of 32 channels may have 16 that do not exist.
+template <int THREADS> DEVICE void zero_channels(u32 k_tile, i32 thread) {
+    if constexpr (HEAD_DIM % 32) {
+        const u32 zeros[4] = {0, 0, 0, 0};
+        for (i32 key = thread; key < KEYS; key += THREADS) store_shared(k_tile + swizzled<K_WIDTH>(score_row(key), D_CHUNKS), zeros);
+    }
+}
+
+// K and V of a head by THREADS threads, as many loads in flight as registers allow.
+template <int THREADS> struct HeadLoader {
+    Rounder<IN> k_rounder, v_rounder;
+    typedef RowLoader<THREADS, true> Keys;
+    typedef ValueLoader<THREADS> Values;
+    Keys keys;
+    Values values;
+
+    DEVICE HeadLoader(const Params& p, u32 batch, u32 head, i32 thread)
+        : k_rounder(p.k_scale, batch, head), v_rounder(p.v_scale, batch, head),
+          keys(Tokens(p.k, batch, head), thread, p.nk), values(Tokens(p.v, batch, head), thread, p.nk) {}
+
+    static constexpr bool EARLY = Values::GROUP == Values::ROUNDS;  // all of V can be on its way before K is stored
+
+    DEVICE void begin() {
+        if constexpr (EARLY && !KEY_MAJOR) values.load(0);
+        if constexpr (SIZE<IN> > 1) keys.load(0);
+    }
+    template <bool BOUNDED> DEVICE void finish(u32 k_tile, u32 v_tile) {
+        if constexpr (SIZE<IN> > 1) {
+#pragma unroll
+            for (int first = 0; first < Keys::ROUNDS; first += Keys::GROUP) {
+                if (first > 0) keys.load(first);
+                keys.template store<BOUNDED>(k_tile, k_rounder, first);
+            }
+        }
+#pragma unroll
+        for (int first = 0; first < Values::ROUNDS; first += Values::GROUP) {
+            if constexpr (!EARLY) values.load(first);
+            values.template store<BOUNDED>(v_tile, v_rounder, first);
+        }
+    }
+};
+
+template <int THREADS> DEVICE void load_head(const Params& p, u32 k_tile, u32 v_tile, u32 batch, u32 head, i32 thread) {
+    HeadLoader<THREADS> loader(p, batch, head, thread);
+    loader.begin();
+    zero_channels<THREADS>(k_tile, thread);
+    if constexpr (SIZE<IN> == 1) loader.keys.copy(k_tile);
+    if constexpr (KEY_MAJOR) copy_values<THREADS>(v_tile, p.v, batch, head, thread);
+    else if (loader.k_rounder.bounded() && loader.v_rounder.bounded()) loader.template finish<true>(k_tile, v_tile);
+    else loader.template finish<false>(k_tile, v_tile);
+}
+
+DEVICE Score head_score(const Params& p, u32 batch, u32 head, u32 kv_head, i32 row) {
+    if constexpr (SIZE<IN> == 1)
+        return unpack_score(__ldg((const i64*)p.score.ptr + head_offset(p.score, batch, head) + row * p.score.n));
+    else
+        return score_constants(__ldg((const float*)p.q_scale.ptr + head_offset(p.q_scale, batch, head)),
+                               __ldg((const float*)p.k_scale.ptr + head_offset(p.k_scale, batch, kv_head)), p.sm_scale);
+}
+
+// The row's keys in two parts (one where there are few): the second's scores are computed under the first's maximum,
+// P V of the first under the exponentials of the second.
+constexpr int FIRST = KEYS < 64 ? 0 : KEYS / 64 * 32, REST = KEYS - FIRST;
+
+// Left operands of P V, a step of 32 keys each, one for each digit.
+template <int KEY_COUNT> struct Weights {
+    u32 step[KEY_COUNT ? (KEY_COUNT + 31) / 32 : 1][DIGITS][4];
+};
+
+// A tile of 64 rows; a thread has rows h = 0, 1.
+struct Tile {
+    u32 q[D_STEPS][4];  // the rows' codes, left operand of Q K^T
+    Score score[2];
+    i32 peak[2];
+    i64 B[2];
+    u32 sums[2][DIGITS];
+    i32 acc[DIGITS][HEAD_DIM / 2];
+    u64 k_operand, v_operand;
+    u32 present;  // bytes of the thread's last four keys that exist
+    bool active;  // whether the warp has rows: the last tile of 197 has one warp with rows
+
+    DEVICE void prepare(u32 k_tile, u32 v_tile, i32 nk) {
+        k_operand = descriptor<K_WIDTH>(k_tile), v_operand = descriptor<128>(v_tile);
+        present = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (KEYS - 16 + 4 * (i32)(threadIdx.x % 4) + i < nk) present |= 0xFFu << (8 * i);
+    }
+
+    template <int COUNT> DEVICE void issue_scores(i32 (&s)[COUNT], int first) {
+        wgmma_fence(s);
+#pragma unroll
+        for (int i = 0; i < D_STEPS; ++i) wgmma_s8(s, q[i], k_operand + (first * K_WIDTH >> 4) + 2 * i, i > 0);
+        wgmma_commit();
+    }
+
+    // S << k with absent keys NO_SCORE, and the rows' maxima.
+    template <bool LAST, int COUNT> DEVICE void maximum(i32 (&s)[COUNT]) {
+        if (score[0].k | score[1].k) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) s[i] <<= score[i / 2 % 2].k;
+        }
+        if constexpr (LAST) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (!(present >> (i / 4 * 16 + i % 2 * 8) & 1)) s[COUNT - 8 + i] = NO_SCORE;
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
+    }
+
+    template <bool LAST, int COUNT, int KEY_COUNT> DEVICE void exponentials(const i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
+#pragma unroll
+        for (int group = 0; group < KEY_COUNT / 16; ++group)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                u32(&to)[DIGITS][4] = p.step[group / 2];
+                const int j = group % 2 * 2 + h;
+                const i32* x = &s[8 * group + 2 * h];
+#if BITS == 8
+                to[0][j] = four_p8(x[0], x[1], x[4], x[5], score[h].C, B[h]);
+#else
+                four_p16(x[0], x[1], x[4], x[5], score[h].C, B[h], to[0][j], to[1][j]);
+#endif
+#pragma unroll
+                for (int digit = 0; digit < DIGITS; ++digit) {
+                    if (LAST && group == KEY_COUNT / 16 - 1) to[digit][j] &= present;
+                    sums[h][digit] = add_bytes(to[digit][j], sums[h][digit]);
+                }
+            }
+    }
+
+    template <int KEY_COUNT> DEVICE void issue_values(Weights<KEY_COUNT>& p, int first) {
+        wgmma_order();
+#pragma unroll
+        for (int i = 0; i < (KEY_COUNT + 31) / 32; ++i)
+#pragma unroll
+            for (int digit = 0; digit < DIGITS; ++digit) {
+                const int step = first / 32 + i;
+                wgmma_u8(acc[digit], p.step[i][digit], v_operand + step / 4 * (V_BLOCK >> 4) + step % 4 * 2, step > 0);
+            }
+        wgmma_commit();
+    }
+
+    DEVICE void run() {
+        peak[0] = peak[1] = NO_SCORE;
+#pragma unroll
+        for (int i = 0; i < 2 * DIGITS; ++i) sums[i / DIGITS][i % DIGITS] = 0;
+        i32 a[FIRST ? FIRST / 2 : 1], b[REST / 2];
+        if constexpr (FIRST > 0) {
+            issue_scores(a, 0);
+            issue_scores(b, FIRST);
+            wgmma_wait<1>(a);
+            if (active) maximum<false>(a);
+        } else {
+            issue_scores(b, 0);
+        }
+        wgmma_wait(b);
+        Weights<FIRST> pa = {};
+        Weights<REST> pb = {};
+        if (active) {
+            maximum<true>(b);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                peak[h] = quad_max(peak[h]);
+                B[h] = K0 - multiply_add(peak[h], score[h].C, 0);
+            }
+            if constexpr (FIRST > 0) exponentials<false>(a, pa);
+        }
+#pragma unroll
+        for (int digit = 0; digit < DIGITS; ++digit) wgmma_hold(acc[digit]);
+        if constexpr (FIRST > 0) issue_values(pa, 0);
+        if (active) exponentials<true>(b, pb);
+        issue_values(pb, FIRST);
+#pragma unroll
+        for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]);
+    }
+
+    // Both rows' outputs; `row` is the thread's first.
+    DEVICE void store(const Params& p, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) {
+        u32 l[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) l[h] = quad_sum(DIGITS == 1 ? sums[h][0] : (sums[h][0] << 8) + sums[h][DIGITS - 1]);
+        RowScale<OUT> scales[2];
+        row_scales<OUT>(l, scaling, scales);
+        const i64 base = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + threadIdx.x % 4 * CHANNELS) * SIZE<OUT>);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            Accumulator mine[CHANNELS];
+#pragma unroll
+            for (int i = 0; i < CHANNELS; ++i) {
+                const int at = 4 * (i / 2) + 2 * h + i % 2;
+#if BITS == 8
+                mine[i] = acc[0][at];
+#else
+                mine[i] = {acc[0][at], acc[1][at]};
+#endif
+            }
+            const i32 r = row + 8 * h;
+            if (r < p.nq) store_scaled<OUT>((u8*)multiply_add(r, (i32)p.out.n * SIZE<OUT>, base), mine, scales[h], scaling);
+            if (p.l && threadIdx.x % 4 == 0 && r < p.nq) {
+                const i64 at = ((i64)batch * heads + head) * p.nq + r;
+                p.t_max[at] = multiply_add(peak[h], score[h].C, 0);
+                p.l[at] = l[h];
+            }
+        }
+    }
+};

@@ -1,0 +1,66 @@
+"""What the tests of every Hopper kernel do: compare with the reference, compile without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.append(str(Path(__file__).parents[1] / "triton"))
+
+import integer_cases as ic  # noqa: E402
+
+from intflash.backends.hopper import BACKEND  # noqa: E402
+from intflash.backends.hopper.program import CudaLaunch, compile_program  # noqa: E402
+from intflash.backends.reference import BACKEND as REFERENCE  # noqa: E402
+from intflash.backends.triton.constants import constants_launch  # noqa: E402
+from intflash.backends.triton.streaming import Statistics  # noqa: E402
+from intflash.bench import sass  # noqa: E402
+from intflash.problem import Problem  # noqa: E402
+from intflash.quant import QTensor  # noqa: E402
+
+needs_hopper = pytest.mark.skipif(BACKEND.unavailable() is not None, reason=str(BACKEND.unavailable()))
+BITS = {"intflash_p8": 8, "intflash": 16}
+
+
+def differences(cases: Iterable[tuple[str, Problem]], kernel) -> dict[str, str]:
+    """What differs from the reference, by case; every case must be one that `kernel` (a module) takes."""
+    wrong = {}
+    for name, p in cases:
+        there = ic.on_device(p, "cuda")
+        assert kernel.unsupported(there) is None and BACKEND.unsupported(there) is None, name
+        want, got = REFERENCE.run(p.quantized()), BACKEND.run(there)
+        if not torch.equal(want.out, got.out.cpu()):
+            wrong[name] = f"{(want.out != got.out.cpu()).double().mean():.5f} of the outputs differ"
+        elif want.lse is not None and not torch.allclose(want.lse, got.lse.cpu(), rtol=1e-6, atol=1e-6):
+            wrong[name] = "log-sum-exp differs"
+    return wrong
+
+
+def empty_problem(
+    method: str, n: int, d: int, dtype=torch.int8, out=torch.int8, key_major=False, **more
+) -> tuple[Problem, tuple]:
+    """A problem without data on the CPU, and the rest of a launch's arguments: what a kernel is compiled for."""
+    shape = (2, 2, n, d)
+    scales = None
+    if dtype == torch.int8:
+        q = k = v = QTensor(torch.zeros(shape, dtype=dtype), torch.ones(1, 1, 1, 1), "tensor")
+        if key_major:
+            rows = torch.zeros(2, 2, d, -(-n // 128) * 128, dtype=dtype)
+            v = QTensor(rows[..., :n].mT, v.scale, "tensor")
+    else:
+        q = k = v = torch.zeros(shape, dtype=dtype)
+        scales = (torch.ones(1, 1, 1, 1),) * 3
+    p = Problem(method, q, k, v, d**-0.5, out_dtype=out, **more)
+    return p, (constants_launch(p, scales)[1], torch.empty(shape, dtype=out), Statistics(None, None), scales)
+
+
+def machine(launch: CudaLaunch) -> sass.Machine:
+    """Its machine code; the test is skipped where there is no NVRTC."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    code, _ = compile_program(launch.program)
+    return sass.machine(code, launch.program.file, 90, launch.shared_bytes, launch.threads // 32)

@@ -1,0 +1,118 @@
+"""kernels/rows.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import hopper_checks as checks
+import integer_cases as ic
+import pytest
+import torch
+from hopper_checks import BITS
+
+from intflash.backends.hopper import rows
+from intflash.problem import Problem
+from intflash.quant import QTensor, Recipe
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# One warpgroup and several, one tile a program and several, warpgroups without a tile.
+SPLITS = (rows.Split(1, 1, 2), rows.Split(1, 4, 2), rows.Split(2, 2, 1), rows.Split(2, 1, 1), rows.Split(2, 3, 1))
+
+
+def _floats(method: str, dtype: torch.dtype, recipe: Recipe, spread: float = 1.0, **more) -> Problem:
+    q, k, v = (torch.randn(2, h, 150, 64) * spread for h in (4, 2, 2))
+    for x in (q, k, v):  # far out of a static scale's range, and subnormal
+        x[0, 1, 3, 5], x[1, 0, 7, 2], x[1, 1, 0, 0] = 60000, -60000, 2**-24
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    return Problem(method, q, k, v, 0.125, recipe=recipe, **(dict(out_dtype=dtype) | more))
+
+
+def cases(method: str) -> Iterator[tuple[str, Problem]]:
+    for nq, nk, d in [
+        *((n, n, 64) for n in (65, 80, 100, 128, 129, 193, 197, 208, 224)), *((150, 150, d) for d in (16, 32, 48, 80)),
+        (100, 100, 96), (300, 97, 64), (66, 197, 64), (1, 197, 64), (197, 70, 32),
+    ]:  # fmt: skip
+        yield f"{nq} {nk} {d}", ic.codes(method, batch=2, nq=nq, nk=nk, d=d, return_lse=True)
+    vit = dict(batch=2, heads=3, nq=197, nk=197, d=64)
+    for dtype in (torch.int16, *FLOATS):
+        yield f"out {dtype}", ic.codes(method, out_dtype=dtype, **vit)
+    for amax in (1e-6, 400.0, 50000.0):
+        yield f"amax {amax}", ic.codes(method, amax=amax, return_lse=True, **vit)
+    yield "scales", ic.codes(method, heads=4, key_heads=2, nq=150, nk=150, d=64, kinds=("token", "head", "head"))
+    for scale in (1e-3, 1e-9):  # s_V / s_O past 2^5 and past 2^23
+        yield f"out scale {scale}", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), scale), **vit)
+    packed = torch.randint(-127, 128, (2, 197, 3, 3, 64), dtype=torch.int8)
+    p = ic.codes(method, **vit)
+    q, k, v = (QTensor(x.transpose(1, 2), p.q.scale, "tensor") for x in packed.unbind(2))
+    yield "packed", Problem(method, q, k, v, 0.125, out_dtype=torch.int8)
+    for dtype in FLOATS:
+        for scale in (1e-12, 1e-7, 1e-4, 0.02, 1000.0):
+            static = Recipe(q_scale=scale, k_scale=scale, v_scale=scale)
+            yield f"{dtype} static {scale}", _floats(method, dtype, static, out_dtype=torch.int8)
+        heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
+        yield f"{dtype} heads", _floats(method, dtype, heads)
+        yield f"{dtype} dynamic", _floats(method, dtype, Recipe(), 1e-3)
+
+
+@pytest.mark.gpu
+@checks.needs_hopper
+@pytest.mark.parametrize("split", (None, *SPLITS), ids=str)
+@pytest.mark.parametrize("method", BITS)
+def test_bits(method, split, monkeypatch):
+    torch.manual_seed(0)
+    if split is not None:
+        monkeypatch.setattr(rows, "choose", lambda *_: split)
+    assert checks.differences(cases(method), rows) == {}
+
+
+@pytest.mark.gpu
+@checks.needs_hopper
+@pytest.mark.parametrize("method", BITS)
+def test_bits_of_contiguous_keys(method):
+    for n in (70, 130, 197, 224):
+        p = ic.on_device(ic.codes(method, batch=2, nq=n, nk=n, d=64), "cuda")
+        padded = torch.full((2, 2, 64, 256), 99, dtype=torch.int8, device="cuda")[..., :n].copy_(p.v.data.mT).mT
+        there = replace(p, v=replace(p.v, data=padded))
+        assert rows.key_major(padded, -(-n // 16) * 16) and rows.unsupported(there) is None
+        assert torch.equal(checks.BACKEND.run(there).out, checks.BACKEND.run(p).out)
+
+
+def _launch(method: str, n: int, d: int, *args, split=None, **more):
+    p, rest = checks.empty_problem(method, n, d, *args, **more)
+    assert rows.unsupported(p) is None
+    constants, out, statistics, scales = rest
+    return rows.rows_launch(p, BITS[method], constants, out, statistics, scales, split)
+
+
+@pytest.mark.parametrize("method", BITS)
+def test_integer_only(method):
+    """Between int8 input and integer output no floating-point opcode; integer tensor-core products; no spills."""
+    for (n, d), out, major in itertools.product(((197, 64), (130, 32)), (torch.int8, torch.int16), (False, True)):
+        machine = checks.machine(_launch(method, n, d, torch.int8, out, major))
+        assert machine.float_instructions == [], (n, d, out, major)
+        assert machine.spills == 0, (n, d, out, major, machine.registers)
+        assert machine.opcodes["IGMMA"] > 0
+
+
+@pytest.mark.parametrize("method", BITS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_floats_do_not_spill(method, dtype):
+    for (n, d), split in itertools.product(((197, 64), (80, 96)), (None, rows.Split(2, 4, 1))):
+        assert checks.machine(_launch(method, n, d, dtype, dtype, split=split)).spills == 0, (n, d, split)
+
+
+def test_float_output_is_seen():
+    """The control: with float output the same harness finds float instructions."""
+    assert checks.machine(_launch("intflash_p8", 197, 64, torch.int8, torch.float16)).float_instructions
+
+
+def test_too_wide_rows_are_refused():
+    p, _ = checks.empty_problem("intflash", 224, 128)
+    assert "registers" in rows.unsupported(p)
+    p, _ = checks.empty_problem("intflash", 225, 64)
+    assert "at most 224 keys" in rows.unsupported(p)
+    p, _ = checks.empty_problem("intflash", 100, 64)
+    odd = torch.zeros(2, 2, 64, 100, dtype=torch.int8).mT
+    assert "multiples of 16 bytes" in rows.unsupported(replace(p, v=replace(p.v, data=odd)))
