@@ -11,7 +11,7 @@ cmake=$(command -v cmake || true)
 [ -n "$cmake" ] || { "$python" -m pip install --quiet cmake; cmake="$python -m cmake"; }
 $cmake -S "$root" -B "$build" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DINTFLASH_SANITIZE=ON \
     -DPython_EXECUTABLE="$(command -v "$python")" -Dnanobind_DIR="$("$python" -m nanobind --cmake_dir)" >/dev/null
-$cmake --build "$build"
+$cmake --build "$build" --parallel "$(nproc)"
 
 # Python itself is not instrumented: the runtime comes first, its own leaks are not ours.
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)" \
