@@ -59,7 +59,7 @@ def select(problem: Problem, name: str | None) -> Backend:
             continue
         reason = backend.unavailable()
         if reason is not None:
-            if backend.native:
+            if backend.native():
                 _warn_once(f"the fast backend {candidate!r} is not available, a slower one serves: {reason}")
         else:
             reason = backend.unsupported(problem)

@@ -17,11 +17,11 @@ class Backend:
         unavailable: why it cannot run on this machine at all, or None.
         unsupported: why it cannot serve this problem, or None.
         run: the computation; the problem is supported and its tensors are not changed.
-        native: its absence is worth a warning when another backend serves instead.
+        native(): whether its absence on this machine is worth a warning when another backend serves instead.
     """
 
     name: str
     unavailable: Callable[[], str | None]
     unsupported: Callable[[Problem], str | None]
     run: Callable[[Problem], Result]
-    native: bool = False
+    native: Callable[[], bool] = lambda: False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import csv
+import importlib
 import json
 import logging
 import multiprocessing
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from intflash.backends import select
 from intflash.bench.gpu.timing import time_calls
 from intflash.bench.measure import environment, exact_attention, sqnr
 from intflash.bench.workloads import QFLASH
@@ -58,6 +60,7 @@ class Measured:
     workload: str
     shape: str
     method: str
+    backend: str
     variant: str
     us: float
     ratio: float | None  # the faster of cuDNN's and flash's float16 time over this one
@@ -107,8 +110,12 @@ def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v)
 
 
-def _kernel_only(method: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Any], Callable[[], Tensor]]:
-    """The attention launch alone on codes whose V has contiguous keys, int8 out; and what reads its output."""
+def _kernel_only(
+    method: str, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[str, Callable[[], Any], Callable[[], Tensor]]:
+    """The attention launch alone on codes (V with contiguous keys, as the quantizer writes it for more than a window),
+    int8 out: its backend, the call, and what reads its output.
+    """
     from intflash.backends.triton import backend, published
     from intflash.backends.triton.constants import constants_launch
     from intflash.methods import get_method
@@ -116,24 +123,26 @@ def _kernel_only(method: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable
     problem = Problem(method, q, k, v, q.shape[3] ** -0.5, recipe=get_method(method).recipe, out_dtype=torch.int8)
     problem = problem.quantized()
     b, h, n, d = v.shape
-    rows = torch.zeros(b, h, d, -(-n // 128) * 128, dtype=torch.int8, device=v.device)[..., :n]
-    problem = replace(problem, v=replace(problem.v, data=rows.copy_(problem.v.data.mT).mT))
+    if n > 64:  # windows are turned in registers
+        rows = torch.zeros(b, h, d, -(-n // 128) * 128, dtype=torch.int8, device=v.device)[..., :n]
+        problem = replace(problem, v=replace(problem.v, data=rows.copy_(problem.v.data.mT).mT))
     out, statistics = torch.empty_like(q, dtype=torch.int8), backend.row_statistics(problem)
     if method in published.STEPS:
         launch = published.published_launch(problem, published.constants(problem)[0], out, statistics)
-        return launch.run, lambda: out.float() * problem.v.scale
+        return "triton", launch.run, lambda: out.float() * problem.v.scale
     fill, constants, scale = constants_launch(problem)
     fill.run()
-    launch = backend.attention_launch(problem, constants, out, statistics)
-    return launch.run, lambda: QTensor(out, scale).dequantize()
+    name = select(problem, None).name
+    module = importlib.import_module(f"intflash.backends.{name}.backend")
+    launch = module.attention_launch(problem, constants, out, statistics)
+    return name, launch.run, lambda: QTensor(out, scale).dequantize()
 
 
-def _whole(method: str, recipe: Recipe, inputs: tuple[Tensor, ...]) -> Callable[[], Tensor]:
-    """float16 in and out, quantization inside, through the backend as the API calls it."""
-    from intflash.backends.triton import BACKEND
-
+def _whole(method: str, recipe: Recipe, inputs: tuple[Tensor, ...]) -> tuple[str, Callable[[], Tensor]]:
+    """float16 in and out, quantization inside, through the backend that the API would take."""
     problem = Problem(method, *inputs, inputs[0].shape[3] ** -0.5, recipe=recipe, out_dtype=torch.float16)
-    return lambda: BACKEND.run(problem).out
+    backend = select(problem, None)
+    return backend.name, lambda: backend.run(problem).out
 
 
 def _static_recipe(shape: tuple[int, ...]) -> Recipe:
@@ -142,32 +151,42 @@ def _static_recipe(shape: tuple[int, ...]) -> Recipe:
     return Recipe(q_scale=scales[0], k_scale=scales[1], v_scale=scales[2])
 
 
-def _contenders(case: Case) -> Iterator[tuple[str, str, Callable[[], Any], Callable[[], Tensor]]]:
+@dataclass(frozen=True)
+class Contender:
+    method: str
+    backend: str
+    variant: str
+    call: Callable[[], Any]
+    read: Callable[[], Tensor]  # its output as floats
+
+
+def _contenders(case: Case) -> Iterator[Contender]:
     inputs = _inputs(case.shape, 0)
     for name, backend in SDPA.items():
         call = partial(_sdpa, backend, *inputs)
-        yield f"SDPA {name}", "float16", call, call
+        yield Contender(f"SDPA {name}", "torch", "float16", call, call)
     recipe = _static_recipe(case.shape)
     for method in case.methods:
-        yield method, KERNEL, *_kernel_only(method, *inputs)
+        name, call, read = _kernel_only(method, *inputs)
+        yield Contender(method, name, KERNEL, call, read)
         if method != "qflash":
             for variant, chosen in ((STATIC, recipe), (DYNAMIC, Recipe())):
-                call = _whole(method, chosen, inputs)
-                yield method, variant, call, call
+                name, call = _whole(method, chosen, inputs)
+                yield Contender(method, name, variant, call, call)
 
 
 def measure_case(case: Case, rounds: int = 9) -> list[Measured]:
     """Every contender of a case; one that cannot run is logged and left out."""
     running = []
-    for method, variant, call, read in _contenders(case):
+    for c in _contenders(case):
         try:
-            call()
+            c.call()
             torch.cuda.synchronize()
-            running.append((method, variant, call, read))
+            running.append(c)
         except Exception as error:  # whatever stops a contender is a result
-            log.warning("%s: %s %s: %s", case.name, method, variant, str(error).splitlines()[0][:200])
-    seconds = time_calls([call for _, _, call, _ in running], rounds=rounds)
-    times = {(m, v): 1e6 * s for (m, v, _, _), s in zip(running, seconds, strict=True)}
+            log.warning("%s: %s %s: %s", case.name, c.method, c.variant, str(error).splitlines()[0][:200])
+    seconds = time_calls([c.call for c in running], rounds=rounds)
+    times = {(c.method, c.variant): 1e6 * s for c, s in zip(running, seconds, strict=True)}
     best = min((times[f"SDPA {n}", "float16"] for n in FASTER_OF if (f"SDPA {n}", "float16") in times), default=None)
     b, h, n, d = case.shape
     operations, elements = 4 * b * h * n * n * d, 4 * b * h * n * d
@@ -175,7 +194,8 @@ def measure_case(case: Case, rounds: int = 9) -> list[Measured]:
     if n <= 4096:
         reference = exact_attention(*(x[:2, :2] for x in _inputs(case.shape, 0)))
     rows = []
-    for method, variant, _, read in running:
+    for c in running:
+        method, variant = c.method, c.variant
         us = times[method, variant]
         moved = elements * (1 if variant == KERNEL else 2)
         floors = 1e6 * operations / H200["int8 operations/s"], 1e6 * moved / H200["bytes/s"]
@@ -184,9 +204,10 @@ def measure_case(case: Case, rounds: int = 9) -> list[Measured]:
             wanted = 0.9 if method == "intflash" and variant == KERNEL and n >= 4096 else None
         rows.append(
             Measured(
-                case.name, "x".join(map(str, case.shape)), method, variant, us, None if best is None else best / us,
-                wanted, operations / us / 1e6, moved / us / 1e3, *floors, max(floors) / us,
-                None if reference is None else sqnr(reference, read()[:2, :2]),
+                case.name, "x".join(map(str, case.shape)), method, c.backend, variant, us,
+                None if best is None else best / us, wanted, operations / us / 1e6, moved / us / 1e3, *floors,
+                max(floors) / us,
+                None if reference is None else sqnr(reference, c.read()[:2, :2]),
             )
         )  # fmt: skip
     return rows
@@ -194,9 +215,9 @@ def measure_case(case: Case, rounds: int = 9) -> list[Measured]:
 
 def _warm(case: Case) -> None:
     """Run every contender once, which compiles its kernels into Triton's cache on disk."""
-    for _, _, call, _ in _contenders(case):
+    for c in _contenders(case):
         try:
-            call()
+            c.call()
             torch.cuda.synchronize()
         except Exception:  # measure_case reports it
             log.debug("%s: a contender failed while compiling", case.name)
@@ -271,7 +292,7 @@ def table(rows: list[Measured]) -> str:
         goal = "" if r.target is None else f" (target {r.target})"
         ratio = "" if r.ratio is None else f"{r.ratio:.2f}{goal}"
         db = "" if r.sqnr_db is None else f"{r.sqnr_db:.1f} dB"
-        who = f"{r.workload:14s} {r.method:16s} {r.variant:24s}"
+        who = f"{r.workload:14s} {r.method:16s} {r.backend:6s} {r.variant:24s}"
         lines.append(f"{who} {r.us:9.2f} us {ratio:20s} {r.tops:6.0f} TOPS {db}")
     return "\n".join(lines)
 

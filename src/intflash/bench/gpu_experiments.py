@@ -58,6 +58,12 @@ def _calls(names: Sequence[str], inputs: Sequence[Tensor], refused: dict[str, st
     return found
 
 
+def _backend(name: str, inputs: tuple[Tensor, ...]) -> str:
+    from intflash.bench.gpu.kernels import backend_of
+
+    return backend_of(name, *inputs)
+
+
 # --- kernels alone
 
 
@@ -74,7 +80,7 @@ def _lengths(setting: Setting) -> Iterator[Row]:
         reference = exact_attention(*(x[:1, :1] for x in inputs)) if n <= 4096 else None
         case = f"D{d} {n // 1024}k"
         for name, time in seconds.items():
-            place = dict(series=name, case=case, x=n, backend="torch" if name in SDPA else "triton")
+            place = dict(series=name, case=case, x=n, backend=_backend(name, inputs))
             paper = PUBLISHED.get(name.partition(",")[0], {}).get((d, n))
             yield Row(metric=TOPS, value=w.operations / time / 1e12, paper=paper, **place)
             if SDPA[0] in seconds:
@@ -121,7 +127,7 @@ def _workload_rows(batch: int, names: Sequence[str]) -> Callable[[Setting], Iter
             seconds = dict(zip(calls, time_calls([c for c, _ in calls.values()], rounds=7, sample_s=1e-3), strict=True))
             reference = exact_attention(*(x[:8] for x in inputs))
             for name, time in seconds.items():
-                place = dict(series=name, case=w.name, backend="torch" if name in SDPA else "triton")
+                place = dict(series=name, case=w.name, backend=_backend(name, inputs))
                 yield Row(metric="us", value=1e6 * time, **place)
                 if "ivit" in seconds:
                     yield Row(metric="speedup over ivit", value=seconds["ivit"] / time, **place)
@@ -165,9 +171,10 @@ def _energy(setting: Setting) -> Iterator[Row]:
         setting.log(f"A2, batch {batch}")
         refused: dict[str, str] = {}
         case = f"A2 b{batch}"
-        for name, (call, _) in _calls(names, _inputs(QFLASH["A2"].batched(batch).shape, setting.seed), refused).items():
+        inputs = _inputs(QFLASH["A2"].batched(batch).shape, setting.seed)
+        for name, (call, _) in _calls(names, inputs, refused).items():
             energy, seconds = joules(call, 1.0)
-            place = dict(series=name, case=case, backend="torch" if name in SDPA else "triton")
+            place = dict(series=name, case=case, backend=_backend(name, inputs))
             yield Row(
                 metric="uJ per call", value=1e6 * energy, paper=_ENERGY.get(name) if batch == 8 else None, **place
             )

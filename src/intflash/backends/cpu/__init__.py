@@ -196,5 +196,5 @@ BACKEND = Backend(
     unavailable=functools.partial(lambda reason: reason, None if _native is not None else _missing),
     unsupported=unsupported,
     run=run,
-    native=True,
+    native=lambda: True,
 )

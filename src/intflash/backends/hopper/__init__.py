@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import importlib.util
 
+import torch
+
 from intflash.backends.base import Backend
 from intflash.problem import Problem, Result
 
 
-def _unavailable() -> str | None:
-    import torch
+def _on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
+
+def _unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device"
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not _on_hopper():
         return f"its kernels are for compute capability 9.0, this GPU has {torch.cuda.get_device_capability()}"
     if importlib.util.find_spec("triton") is None:
         return "triton, which makes its scales and constants, is not installed"
@@ -39,4 +43,4 @@ def _run(problem: Problem) -> Result:
     return backend.run(problem)
 
 
-BACKEND = Backend("hopper", _unavailable, _unsupported, _run, native=True)
+BACKEND = Backend("hopper", _unavailable, _unsupported, _run, native=_on_hopper)

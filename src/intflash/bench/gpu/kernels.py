@@ -61,8 +61,18 @@ def kernel_call(
         launches, _, scale = unfused.unfused_launches(problem, out, [None, None, None])
         return partial(_run_all, launches), lambda: QTensor(out, scale).dequantize()
     codes = (problem.q, problem.k, replace(problem.v, data=mixed.key_major(problem.v.data)))
-    call = partial(intflash.attention, *codes, method=name, backend="triton", out_dtype=dtype, check_finite=False)
+    call = partial(intflash.attention, *codes, method=name, out_dtype=dtype, check_finite=False)
     return call, lambda: call().dequantize() if dtype == torch.int8 else call()
+
+
+def backend_of(name: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The backend that `kernel_call` runs a method on."""
+    name = name.partition(", ")[0]
+    if name in TORCH:
+        return "torch"
+    if name in mixed.STEPS or name in unfused.METHODS:
+        return "triton"
+    return intflash.which_backend(q, k, v, method=name, out_dtype=torch.int8, recipe=get_method(name).recipe)
 
 
 def _run_all(launches: list) -> None:

@@ -49,9 +49,10 @@ DEVICE i64 scaled(Wide acc, const Normalizer& n) {
     return multiply_add(acc.high, n.factor, multiply_add(acc.low, n.factor, n.half) >> 8) >> (n.shift - 8);
 }
 
-// The same where 32 <= shift: only the product's high word is shifted. `aligned` makes it so where s_V / s_O < 32.
 // Where s_V / s_O < 2^23, 127 * 2^e stays in 32 bits before the clamp.
 DEVICE bool narrow(i64 packed_output) { return (i32)(packed_output >> 32) <= 23; }
+
+// The same where 32 <= shift: only the product's high word is shifted. `aligned` makes it so where s_V / s_O < 32.
 DEVICE bool alignable(i64 packed_output) { return (i32)(packed_output >> 32) <= 5; }
 template <bool WIDE> DEVICE Normalizer aligned(Normalizer n) {
     i32 least = WIDE ? 40 : 32, by = n.shift < least ? least - n.shift : 0;
