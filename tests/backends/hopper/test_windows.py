@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
+import hopper_checks as checks
+import integer_cases as ic
 import pytest
 import torch
+from hopper_checks import BITS
 
-pytest.importorskip("triton")
-sys.path.append(str(Path(__file__).parents[1] / "triton"))
+from intflash.backends.hopper import windows
+from intflash.backends.hopper.program import KERNELS
+from intflash.backends.triton.constants import constants_launch
+from intflash.backends.triton.streaming import Statistics
+from intflash.problem import Problem
+from intflash.quant import QTensor, Recipe
 
-import integer_cases as ic  # noqa: E402
-
-from intflash.backends.hopper import BACKEND, windows  # noqa: E402
-from intflash.backends.hopper.program import KERNELS, compile_program  # noqa: E402
-from intflash.backends.reference import BACKEND as REFERENCE  # noqa: E402
-from intflash.backends.triton.constants import constants_launch  # noqa: E402
-from intflash.backends.triton.streaming import Statistics  # noqa: E402
-from intflash.bench import sass  # noqa: E402
-from intflash.problem import Problem  # noqa: E402
-from intflash.quant import QTensor, Recipe  # noqa: E402
-
-METHODS = {"intflash_p8": 8, "intflash": 16}
 SPLITS = (windows.Split(), windows.Split(4), windows.Split(8, rows=8), windows.Split(2), windows.Split(windows=3))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -74,8 +67,6 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     p = ic.codes(method, **window)
     q, k, v = (QTensor(x.transpose(1, 2), p.q.scale, "tensor") for x in packed.unbind(2))
     yield "packed", Problem(method, q, k, v, 0.2, out_dtype=torch.int8)
-    padded = torch.zeros(8, 3, 32, 128, dtype=torch.int8)[..., :49].copy_(p.v.data.mT).mT
-    yield "contiguous keys", replace(p, v=replace(p.v, data=padded))
     for dtype in FLOATS:
         for scale in (1e-12, 1e-4, 0.02, 1000.0):
             static = Recipe(q_scale=scale, k_scale=scale, v_scale=scale)
@@ -86,31 +77,30 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
         yield f"{dtype} masked", _floats(method, dtype, heads, **_masks(49, 49, 4)["bias and keep"])
 
 
-NAMES = tuple(name for name, _ in cases("intflash_p8"))
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(BACKEND.unavailable() is not None, reason=str(BACKEND.unavailable()))
+@checks.needs_hopper
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BITS)
 def test_bits(method, split, monkeypatch):
     """Every case that the kernel takes; one test, so that few processes compile."""
     torch.manual_seed(0)
     monkeypatch.setattr(windows, "choose", lambda count: split)
-    wrong = {}
-    for name, p in cases(method):
-        there = ic.on_device(p, "cuda")
-        assert windows.unsupported(there) is None and BACKEND.unsupported(there) is None, name
-        want, got = REFERENCE.run(p.quantized()), BACKEND.run(there)
-        if not torch.equal(want.out, got.out.cpu()):
-            wrong[name] = f"{(want.out != got.out.cpu()).double().mean():.5f} of the outputs differ"
-        elif want.lse is not None and not torch.allclose(want.lse, got.lse.cpu(), rtol=1e-6, atol=1e-6):
-            wrong[name] = "log-sum-exp differs"
-    assert wrong == {}
+    assert checks.differences(cases(method), windows) == {}
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(BACKEND.unavailable() is not None, reason=str(BACKEND.unavailable()))
+@checks.needs_hopper
+@pytest.mark.parametrize("method", BITS)
+def test_bits_of_contiguous_keys(method):
+    p = ic.on_device(ic.codes(method, batch=8, heads=3, nq=49, nk=49), "cuda")
+    padded = torch.full((8, 3, 32, 128), 99, dtype=torch.int8, device="cuda")[..., :49].copy_(p.v.data.mT).mT
+    there = replace(p, v=replace(p.v, data=padded))
+    assert windows.unsupported(there) is None
+    assert torch.equal(checks.BACKEND.run(there).out, checks.BACKEND.run(p).out)
+
+
+@pytest.mark.gpu
+@checks.needs_hopper
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("count", (8, 64, 4096))
 def test_chain(split, count):
@@ -148,12 +138,6 @@ def _launch(bits: int, split: windows.Split, n: int = 49, d: int = 32, dtype=tor
     return windows.windows_launch(p, bits, constants, output, nothing, scales, split)
 
 
-def _machine(launch) -> sass.Machine:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    code, _ = compile_program(launch.program)
-    return sass.machine(code, launch.program.file, 90, launch.shared_bytes, launch.threads // 32)
-
-
 SOME = [pytest.param(s, id=str(s), marks=[pytest.mark.full] if i > 1 else []) for i, s in enumerate(SPLITS[:4])]
 
 
@@ -163,7 +147,7 @@ def test_integer_only(bits, split):
     """Between int8 input and integer output no floating-point opcode; integer tensor-core products; no spills."""
     sizes, dtypes = ((49, 32), (64, 64)), (torch.int8, torch.int16)
     for (n, d), out, name in itertools.product(sizes, dtypes, (None, "bias and keep")):
-        machine = _machine(_launch(bits, split, n, d, out=out, **(_masks(n, n, 3)[name] if name else {})))
+        machine = checks.machine(_launch(bits, split, n, d, out=out, **(_masks(n, n, 3)[name] if name else {})))
         assert machine.float_instructions == [], (n, d, out, name)
         assert machine.spills == 0, (n, d, out, name, machine.registers)
         assert machine.opcodes["IMMA"] > 0
@@ -176,13 +160,13 @@ def test_floats_do_not_spill(bits, split):
         ((49, 32), (64, 64)), ((torch.float16, None), (torch.float16, "bias and keep"), (torch.bfloat16, None))
     ):
         launch = _launch(bits, split, n, d, dtype, dtype, **(_masks(n, n, 3)[name] if name else {}))
-        machine = _machine(launch)
+        machine = checks.machine(launch)
         assert machine.spills == 0, (dtype, d, name, machine.registers)
 
 
 def test_float_output_is_seen():
     """The control: with float output the same harness finds float instructions."""
-    assert _machine(_launch(8, windows.Split(), out=torch.float16)).float_instructions
+    assert checks.machine(_launch(8, windows.Split(), out=torch.float16)).float_instructions
 
 
 def test_small_reciprocal():

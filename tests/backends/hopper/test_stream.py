@@ -1,0 +1,113 @@
+"""kernels/stream.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import hopper_checks as checks
+import integer_cases as ic
+import pytest
+import torch
+
+from intflash.backends.hopper import stream
+from intflash.problem import Problem
+from intflash.quant import QTensor, Recipe
+
+METHODS = tuple(stream.METHODS)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def cases(method: str) -> Iterator[tuple[str, Problem]]:
+    for n, d in [
+        (257, 64), (300, 16), (300, 96), (300, 112), (512, 128), (640, 80), (1000, 64), (1024, 128), (1000, 48),
+    ]:  # fmt: skip
+        yield f"{n} {d}", ic.codes(method, nq=n, nk=n, d=d, return_lse=True)
+    for nq, nk in ((1, 700), (50, 300), (300, 520), (700, 333)):
+        for causal in (0, nk - nq, -130, 40):
+            for d in (64, 128):
+                yield (
+                    f"causal {nq} {nk} {d} {causal}",
+                    ic.codes(method, nq=nq, nk=nk, d=d, causal=causal, return_lse=True),
+                )
+    yield "groups", ic.codes(method, batch=2, heads=6, key_heads=2, nq=200, nk=400, d=64, return_lse=True)
+    for d in (64, 128):
+        tokens = ic.codes(method, heads=4, key_heads=2, nq=300, nk=300, d=d, kinds=("token", "head", "head"))
+        yield f"tokens {d}", replace(tokens, return_lse=True)
+        yield f"tokens causal {d}", replace(tokens, causal=0, return_lse=True)
+        for amax in (1e-6, 0.5, 400.0, 50000.0):
+            p = ic.codes(method, nq=200, nk=900, d=d, amax=amax, return_lse=True)
+            yield f"amax {amax} {d}", p
+            yield f"amax {amax} {d} causal", replace(p, causal=300)
+        for dtype in (torch.int16, *FLOATS):
+            yield f"out {dtype} {d}", ic.codes(method, nq=130, nk=300, d=d, out_dtype=dtype)
+    packed = torch.randint(-127, 128, (2, 300, 3, 3, 64), dtype=torch.int8)
+    q, k, v = (QTensor(x.transpose(1, 2), torch.full((1, 1, 1, 1), 0.02), "tensor") for x in packed.unbind(2))
+    yield "packed", Problem(method, q, k, v, 0.125, out_dtype=torch.int8)
+    for padded, first in ((304, 0), (512, 16), (301, 0)):  # contiguous keys; the last ones are copied
+        rows = torch.randint(-127, 128, (2, 3, 64, padded), dtype=torch.int8)[..., first : first + 300]
+        yield (
+            f"key-major {padded}",
+            Problem(method, q, k, QTensor(rows.mT, v.scale, "tensor"), 0.125, out_dtype=torch.int8),
+        )
+    heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
+    for dtype in FLOATS:
+        for name, recipe in (
+            ("static", Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)),
+            ("heads", heads),
+            ("dynamic", Recipe()),
+        ):
+            yield f"{dtype} {name}", ic.floats(method, 300, dtype, recipe, return_lse=True)
+
+
+@pytest.mark.gpu
+@checks.needs_hopper
+@pytest.mark.parametrize("method", METHODS)
+def test_bits(method):
+    torch.manual_seed(0)
+    assert checks.differences(cases(method), stream) == {}
+
+
+@pytest.mark.gpu
+@checks.needs_hopper
+@pytest.mark.parametrize("method", METHODS)
+def test_bits_at_the_bound_of_keys(method):
+    """As many keys as l and the digit sums hold, uniform attention."""
+    torch.manual_seed(0)
+    shape = dict(heads=1, nq=3, nk=65_536, amax=1e-6)
+    found = [(str(d), ic.codes(method, d=d, return_lse=True, **shape)) for d in (16, 128)]
+    assert checks.differences(found, stream) == {}
+
+
+def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False):
+    p, (constants, output, statistics, _) = checks.empty_problem(method, 300, d, out=out, causal=causal)
+    if rows:
+        p = replace(p, q=QTensor(p.q.data, torch.ones(1, 2, 300, 1), "token"))
+        constants = checks.constants_launch(p)[1]
+    return stream.stream_launch(p, constants, output, statistics)
+
+
+@pytest.mark.parametrize("d", (16, 64, 80, 128))
+@pytest.mark.parametrize("method", METHODS)
+def test_integer_only(method, d):
+    """No floating-point opcode between int8 and integers, nothing in local memory."""
+    for out, causal, rows in ((torch.int8, None, False), (torch.int16, 0, True)):
+        machine = checks.machine(_launch(method, d, out, causal, rows))
+        assert machine.float_instructions == []
+        assert machine.spills == 0 and machine.stack_bytes == 0
+        assert machine.opcodes["IGMMA"] > 0
+
+
+def test_float_output_is_seen():
+    """The control: its scaling has floating-point opcodes."""
+    assert checks.machine(_launch("intflash_online", 64, torch.float16)).float_instructions
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("causal", (None, 0))
+@pytest.mark.parametrize("d", range(16, 129, 16))
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_spills(method, d, causal):
+    for out in (torch.int8, torch.float32):
+        for rows in (False, True):
+            assert checks.machine(_launch(method, d, out, causal, rows)).spills == 0
