@@ -175,10 +175,12 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree that runs, with "+" where tracked files differ; None outside a checkout."""
+    """The commit of the source tree that runs, with "+" where tracked files differ; for a copy without .git what
+    GIT_COMMIT says, or None.
+    """
     here = Path(__file__).resolve().parent
     if not any((parent / ".git").exists() for parent in here.parents):
-        return None
+        return os.environ.get("GIT_COMMIT")
     try:
         git = ["git", "-C", str(here)]
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
