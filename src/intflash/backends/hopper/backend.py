@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from intflash.backends.hopper import rows, windows
+from intflash.backends.hopper import rows, stream, windows
 from intflash.backends.hopper.program import CudaLaunch
 from intflash.backends.triton import backend as triton_backend
 from intflash.backends.triton import quantize
@@ -16,13 +16,20 @@ BITS = {"intflash": 16, "intflash_p8": 8}
 
 
 def unsupported(problem: Problem) -> str | None:
-    if problem.method not in BITS:
+    if problem.method not in stream.METHODS:
         return f"method {problem.method!r} has no Hopper kernel"
     if problem.device.type != "cuda":
         return f"tensors are on {problem.device}, the Hopper backend needs a CUDA device"
     if problem.cu_seqlens_q is not None:
         return "its kernels take no packed sequences"
-    return _alignment(problem) or _scales(problem) or (windows.unsupported(problem) and _rows_unsupported(problem))
+    return _alignment(problem) or _scales(problem) or (_whole_unsupported(problem) and stream.unsupported(problem))
+
+
+def _whole_unsupported(problem: Problem) -> str | None:
+    """Why no kernel with whole rows on chip, which quantize floats themselves, takes the problem."""
+    if problem.method not in BITS:
+        return f"method {problem.method!r} is one for long rows"
+    return windows.unsupported(problem) and _rows_unsupported(problem)
 
 
 def _rows_unsupported(problem: Problem) -> str | None:
@@ -57,13 +64,15 @@ def _alignment(problem: Problem) -> str | None:
 
 def fuses(problem: Problem) -> bool:
     """Whether the attention kernel quantizes floats itself."""
-    return windows.unsupported(problem) is None or _rows_unsupported(problem) is None
+    return _whole_unsupported(problem) is None
 
 
 def attention_launch(
     problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, inputs: quantize.Inputs | None = None
 ) -> CudaLaunch:
     """The launch that computes the output; `inputs` where its kernel quantizes floats itself."""
+    if inputs is None and _whole_unsupported(problem):
+        return stream.stream_launch(problem, constants, out, statistics)
     scales = None if inputs is None else tuple(inputs.scales)
     launch = rows.rows_launch if windows.unsupported(problem) else windows.windows_launch
     return launch(problem, BITS[problem.method], constants, out, statistics, scales)

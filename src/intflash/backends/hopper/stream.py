@@ -34,20 +34,22 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-def stream_launch(problem: Problem, constants: Constants, out: Tensor, statistics: Statistics) -> CudaLaunch:
-    """For a problem of int8 codes."""
+def stream_launch(
+    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, consumers: int | None = None
+) -> CudaLaunch:
+    """For a problem of int8 codes. consumers: warpgroups that compute, where not the number that fits best."""
     problem = replace(problem, v=replace(problem.v, data=key_major(problem.v.data)))
     q, k, v = (x.data for x in (problem.q, problem.k, problem.v))
     batch, heads, nq, d = q.shape
-    consumers = _consumers(d, problem.method)
+    consumers = consumers or _consumers(d, problem.method)
     macros = dict(
         METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers, CAUSAL=int(problem.causal is not None),
-        OUT=C_TYPES[out.dtype],
+        ROW_SCALES=int(constants.score.ptr.shape[2] > 1), OUT=C_TYPES[out.dtype],
     )  # fmt: skip
-    products = tuple(Product(*x) for x in sorted({(64, "s8"), (d, "u8")}))
+    products = tuple(Product(*x) for x in sorted({(64, "s8"), (8, "u8"), (d, "u8")}))
     program = Program("stream.cu", tuple((name, str(value)) for name, value in macros.items()), products)
     width = 32 if d <= 32 else 64 if d <= 64 else 128
-    shared = _STAGES * (-(-_TILE * (width + d) // 1024) * 1024 + 16)
+    shared = _STAGES * (-(-_TILE * (width + d) // 1024) * 1024 + 16) + 1024 + 64 * consumers * width
     params, keeps = parameters(problem, (q, k, v), None, constants, out, statistics, 1)
     grid = (-(-nq // (64 * consumers)), heads, batch)
     return CudaLaunch(program, grid, 128 * (consumers + 1), shared, params, q.device, keeps)
@@ -55,7 +57,9 @@ def stream_launch(problem: Problem, constants: Constants, out: Tensor, statistic
 
 def _consumers(d: int, method: str) -> int:
     """Warpgroups that compute: as many as the registers hold."""
-    return 3 if d <= 64 and method != "intflash" else 2
+    if method == "intflash":
+        return 2
+    return 3 if d <= 96 or d == 128 and method == "intflash_p8" else 2
 
 
 def key_major(v: Tensor) -> Tensor:

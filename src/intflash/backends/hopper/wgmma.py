@@ -43,28 +43,35 @@ template <int PENDING = 0, int COUNT> DEVICE void wgmma_wait(i32 (&d)[COUNT]) {
 def integer_product(columns: int, left: str) -> str:
     """`wgmma_s8` or `wgmma_u8` (the left operand's type) with `columns` columns: d += or = a b.
 
-    `wgmma_s8_new` writes d only, so that the compiler connects it with nothing that d held before.
+    The left operand lies in registers or, given by its descriptor, in shared memory too. `wgmma_s8_new` writes d
+    only, so that the compiler connects it with nothing that d held before.
     """
     count = columns // 2
     registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+r"(d[{i}])' for i in range(count))
-    a = ", ".join(f"%{count + i}" for i in range(4))
-    return f"""
-DEVICE void wgmma_{left}(i32 (&d)[{count}], const u32 (&a)[4], u64 b, bool accumulate) {{
+
+    def function(name: str, access: str, in_registers: bool, accumulate: bool) -> str:
+        operands = [f'"r"(a[{i}])' for i in range(4)] if in_registers else ['"l"(a)']
+        numbers = [f"%{count + i}" for i in range(len(operands) + 1)]
+        a = "{" + ", ".join(numbers[:-1]) + "}" if in_registers else numbers[0]
+        outputs = ", ".join(f'"{access}"(d[{i}])' for i in range(count))
+        predicate = f"%{count + len(numbers)}" if accumulate else "0"
+        inputs = [*operands, '"l"(b)', *(['"r"((i32)accumulate)'] if accumulate else [])]
+        arguments = "const u32 (&a)[4]" if in_registers else "u64 a"
+        arguments += ", u64 b, bool accumulate" if accumulate else ", u64 b"
+        return f"""
+DEVICE void {name}(i32 (&d)[{count}], {arguments}) {{
     asm volatile(
-        "{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.{left}.s8 {{{registers}}}, {{{a}}}, %{count + 4}, p;}}"
+        "{{.reg .pred p; setp.ne.b32 p, {predicate}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.{left}.s8 {{{registers}}}, {a}, {numbers[-1]}, p;}}"
         : {outputs}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((i32)accumulate));
-}}
-DEVICE void wgmma_{left}_new(i32 (&d)[{count}], const u32 (&a)[4], u64 b) {{
-    asm volatile(
-        "{{.reg .pred p; setp.ne.b32 p, 0, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.{left}.s8 {{{registers}}}, {{{a}}}, %{count + 4}, p;}}"
-        : {outputs.replace("+r", "=r")}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : {", ".join(inputs)});
 }}
 """
+
+    return "".join(
+        function(f"wgmma_{left}", "+r", where, True) + function(f"wgmma_{left}_new", "=r", where, False)
+        for where in (True, False)
+    )
 
 
 def header(products: Iterable[Product]) -> str:

@@ -18,6 +18,17 @@ DEVICE void barrier_wait(u32 at, u32 parity) {
         : "memory");
 }
 
+// Whether a wait would return at once.
+DEVICE bool barrier_test(u32 at, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{.reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(at), "r"(parity)
+        : "memory");
+    return done;
+}
+
 // Where a walk over a ring of STAGES buffers stands; the parity flips with every round.
 template <int STAGES> struct Ring {
     u32 stage = 0, parity = 0;

@@ -1,7 +1,8 @@
 // Long rows: one warpgroup loads tiles of 128 keys into a ring in shared memory, CONSUMERS warpgroups of 64 rows each
 // compute on them. A method is a struct (stream_integer.cuh); loads, barriers, products and masks are here.
 //
-// Defined when this is compiled: METHOD, HEAD_DIM (a multiple of 16), CONSUMERS, CAUSAL (0 or 1), OUT.
+// Defined when this is compiled: METHOD, HEAD_DIM (a multiple of 16), CONSUMERS, CAUSAL (0 or 1), ROW_SCALES (0: one
+// score constant serves all rows of a head), OUT.
 //
 // A tile's scores are taken in two halves of 64 keys, whose registers are free for the next tile's as soon as their
 // exponentials are done: so Q K^T of tile j + 1 and P V of tile j run under the exponentials of tile j.
@@ -30,14 +31,23 @@ struct Codes8 {  // of 64 keys: left operands of two products of 32 keys
 };
 
 struct Shared {
-    u32 tiles, full, empty;
+    u32 tiles, query, ones, full, empty;
+    DEVICE Shared(u32 base)
+        : tiles(base), query(base + STAGES * STAGE_BYTES), ones(query + ROWS * K_WIDTH), full(ones + 1024),
+          empty(full + 8 * STAGES) {}
     DEVICE u32 k_tile(u32 stage) const { return tiles + stage * STAGE_BYTES; }
     DEVICE u32 v_tile(u32 stage) const { return k_tile(stage) + K_BYTES; }
     DEVICE void wait_full(const Stage& s) const { barrier_wait(full + 8 * s.stage, s.parity); }
     DEVICE void wait_empty(const Stage& s) const { barrier_wait(empty + 8 * s.stage, s.parity ^ 1); }
-    DEVICE void announce(u32 stage) const {
+    DEVICE bool is_empty(const Stage& s) const { return barrier_test(empty + 8 * s.stage, s.parity ^ 1); }
+    // The tile `ago` tiles before the one that goes to s.
+    DEVICE void announce(const Stage& s, u32 ago) const {
         publish_shared();
-        barrier_arrive(full + 8 * stage);
+        barrier_arrive(full + 8 * ((s.stage + STAGES - ago) % STAGES));
+    }
+    DEVICE void announce_all(const Stage& s, u32& in_flight) const {
+        copies_wait<0>();
+        for (; in_flight; --in_flight) announce(s, in_flight);
     }
     DEVICE void release(u32 stage) const {
         if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * stage);
@@ -106,41 +116,48 @@ struct Loader {
     }
 };
 
-// The values are those of the last pass. A tile is announced when the copies of LAG more have been issued.
+// The values are those of the last pass. Up to LAG tiles' copies are in flight behind the one that is announced; none
+// that has been issued waits for a buffer to be free, or the warpgroups could not drift apart.
 template <class Method> DEVICE void produce(const Params& p, const Shared& shared, const u8* k, const u8* v, i32 tiles) {
     Loader load(p, shared, k, v);
     Stage at;
-    i32 issued = 0;
+    u32 in_flight = 0;
 #pragma unroll 1
     for (int pass = 1; pass <= Method::PASSES; ++pass) {
         if (pass == 2) load.k -= (i64)tiles * TILE * p.k.n;
 #pragma unroll 1
         for (i32 j = 0; j < tiles; ++j) {
-            shared.wait_empty(at);
+            if (!shared.is_empty(at)) {
+                shared.announce_all(at, in_flight);
+                shared.wait_empty(at);
+            }
             load.keys(at.stage, j * TILE);
             if (pass == Method::PASSES) load.values(at.stage, j * TILE);
             copies_commit();
-            if (issued >= LAG) {
-                copies_wait<LAG>();
-                shared.announce((at.stage + STAGES - LAG) % STAGES);
-            }
-            ++issued;
             at.next();
+            if (++in_flight > LAG) {
+                copies_wait<LAG>();
+                shared.announce(at, in_flight--);
+            }
         }
     }
-    copies_wait<0>();
-    for (i32 i = min(issued, LAG); i > 0; --i) shared.announce((at.stage + STAGES - i) % STAGES);
+    shared.announce_all(at, in_flight);
 }
 
-// --- a warpgroup's rows; this thread's are `row` and row + 8
+// --- a warpgroup's rows; a thread's are one and the one 8 below
 
-DEVICE void load_query(const Params& p, const u8* base, i32 row, u32 (&q)[D_STEPS][4]) {
+DEVICE void load_query(const Params& p, const u8* base, i32 first, u32 to, u32 group) {
+    constexpr u32 WIDE = K_WIDTH / 16;
+    const u32 thread = threadIdx.x % GROUP, chunk = thread % WIDE;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const u8* from = base + min(row + 8 * h, p.nq - 1) * p.q.n + threadIdx.x % 4 * 4;
-#pragma unroll
-        for (int i = 0; i < 2 * D_STEPS; ++i) q[i / 2][i % 2 * 2 + h] = i < D_CHUNKS ? __ldg((const u32*)(from + i * 16)) : 0;
+    for (u32 i = 0; i < 64; i += GROUP / WIDE) {
+        const u32 row = thread / WIDE + i;
+        copy_16_or_zeros(to + swizzled<K_WIDTH>(row, chunk), base + min(first + (i32)row, p.nq - 1) * p.q.n + chunk * 16,
+                         chunk < D_CHUNKS);
     }
+    copies_done();
+    publish_shared();
+    asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
 }
 
 // Keys from `first` on: NO_SCORE where a row does not see them.
@@ -161,21 +178,24 @@ DEVICE u32 seen_bytes(const i32 (&seen)[2], i32 first, int step, int word) {
 }
 
 template <class Method> struct Consumer {
+    // Where registers are short one buffer takes both halves in turn (of methods that know a row's maximum before).
+    static constexpr int BUFFERS = Method::PASSES == 2 && Method::ACCUMULATORS > (CONSUMERS == 3 ? 48 : 64) ? 1 : 2;
     const Params& p;
     const Shared& shared;
     Method method;
-    Scores s[2];
-    u32 q[D_STEPS][4];
+    Scores s[BUFFERS];
+    u64 q;
     i32 seen[2];
 
     DEVICE Consumer(const Params& p, const Shared& shared) : p(p), shared(shared) {}
 
     DEVICE void issue_scores(int half, u32 stage) {
         const u64 k = descriptor<K_WIDTH>(shared.k_tile(stage)) + half * (HALF * K_WIDTH >> 4);
+        Scores& to = s[half % BUFFERS];
         wgmma_order();
-        wgmma_s8_new(s[half], q[0], k);
+        wgmma_s8_new(to, q, k);
 #pragma unroll
-        for (int i = 1; i < D_STEPS; ++i) wgmma_s8(s[half], q[i], k + 2 * i, true);
+        for (int i = 1; i < D_STEPS; ++i) wgmma_s8(to, q + 2 * i, k + 2 * i, true);
         wgmma_commit();
     }
 
@@ -183,19 +203,19 @@ template <class Method> struct Consumer {
     DEVICE void look(int half, bool partial, i32 key) {
         if (partial) {
             Scores masked;
-            mask_scores(s[half], seen, key + half * HALF, masked);
+            mask_scores(s[half % BUFFERS], seen, key + half * HALF, masked);
             method.look(masked);
         } else {
-            method.look(s[half]);
+            method.look(s[half % BUFFERS]);
         }
     }
 
     DEVICE void first_scores(const Stage& at) {
         shared.wait_full(at);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) issue_scores(half, at.stage);
+        for (int half = 0; half < BUFFERS; ++half) issue_scores(half, at.stage);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) wgmma_wait(s[half]);
+        for (int half = 0; half < BUFFERS; ++half) wgmma_wait(s[half]);
     }
 
     // Pass 1: the scores' maxima.
@@ -203,26 +223,35 @@ template <class Method> struct Consumer {
         first_scores(at);
 #pragma unroll 1
         for (i32 j = 0; j + 1 < tiles; ++j) {
+            if constexpr (BUFFERS == 1) {
+                look(0, CAUSAL && j >= whole, j * TILE);
+                issue_scores(1, at.stage);
+                wgmma_wait(s[0]);
+            }
             shared.release(at.stage);
             at.next();
             shared.wait_full(at);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            for (int half = 2 - BUFFERS; half < 2; ++half) {
                 look(half, CAUSAL && j >= whole, j * TILE);
-                issue_scores(half, at.stage);
+                issue_scores((half + 2 - BUFFERS) % 2, at.stage);
             }
-            wgmma_wait(s[0]);
-            wgmma_wait(s[1]);
+#pragma unroll
+            for (int i = 0; i < BUFFERS; ++i) wgmma_wait(s[i]);
         }
+        const bool partial = tiles > whole;
+        look(0, partial, (tiles - 1) * TILE);
+        if constexpr (BUFFERS == 1) {
+            issue_scores(1, at.stage);
+            wgmma_wait(s[0]);
+        }
+        look(1, partial, (tiles - 1) * TILE);
         shared.release(at.stage);
         at.next();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) look(half, tiles > whole, (tiles - 1) * TILE);
     }
 
     // Exponentials and products of tile j, whose scores are there and looked at; scores of the tile after it.
     template <bool LAST> DEVICE void tile(i32 j, i32 whole, Stage& at) {
-        method.settle();
         Stage next = at;
         next.next();
         if (!LAST) shared.wait_full(next);
@@ -230,17 +259,22 @@ template <class Method> struct Consumer {
         typename Method::P codes[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            method.exponentials(s[half], codes[half]);
+            method.exponentials(s[half % BUFFERS], codes[half]);
             if ((LAST || CAUSAL) && j >= whole) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
                     method.keep(codes[half], i / 4, i % 4, seen_bytes(seen, j * TILE + half * HALF, i / 4, i % 4));
             }
-            method.count(codes[half]);
-            if (!LAST) issue_scores(half, next.stage);
+            if constexpr (BUFFERS == 2) {
+                if (!LAST) issue_scores(half, next.stage);
+            } else {
+                if (half == 0) issue_scores(1, at.stage);
+                else if (!LAST) issue_scores(0, next.stage);
+            }
             method.products(codes[half], v + half * 4);
+            if (BUFFERS == 1 && !(LAST && half == 1)) wgmma_wait<ROW_SCALES ? 0 : 1>(s[0]);  // 1 would spill
         }
-        if constexpr (!LAST) {
+        if constexpr (!LAST && BUFFERS == 2) {
             // in flight: scores 0, products 0, scores 1, products 1. All are waited for in the iteration that issued
             // them: a partial wait for what an earlier one issued makes ptxas wait after every product
             wgmma_wait<3>(s[0]);
@@ -249,6 +283,7 @@ template <class Method> struct Consumer {
             if constexpr (Method::PASSES == 1) look(1, j + 1 >= whole, (j + 1) * TILE);
         }
         method.wait();
+        if (!LAST) method.settle();
         shared.release(at.stage);
         at = next;
     }
@@ -258,6 +293,7 @@ template <class Method> struct Consumer {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             if constexpr (Method::PASSES == 1) look(half, 0 >= whole, 0);
+        method.settle();
         i32 j = 0;
 #pragma unroll 1
         for (; j + 1 < tiles; ++j) tile<false>(j, whole, at);
@@ -273,18 +309,24 @@ template <class Method> struct Consumer {
     }
 
     DEVICE void run(u32 batch, u32 head, u32 kv_head, i32 first_row, i32 tiles_of_all) {
-        const i32 first = first_row + (threadIdx.x / GROUP - 1) * 64;
+        // broadcast, so that the compiler knows it as uniform and keeps addresses of tiles in uniform registers
+        const u32 group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
+        const i32 first = first_row + (group - 1) * 64;
         const i32 row = first + threadIdx.x % GROUP / 32 * 16 + threadIdx.x % 32 / 4;
-        load_query(p, p.q.ptr + head_offset(p.q, batch, head), row, q);
+        const u32 query = shared.query + (group - 1) * 64 * K_WIDTH;
+        load_query(p, p.q.ptr + head_offset(p.q, batch, head), first, query, group);
+        q = descriptor<K_WIDTH>(query);
         const Walk mine = walk_of(p, first, 64);
         const Scaling scaling = output_scaling<OUT>(p, batch, head, kv_head);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             i64 at = head_offset(p.score, batch, head) + min(row + 8 * h, p.nq - 1) * p.score.n;
-            method.start(h, unpack_score(__ldg((const i64*)p.score.ptr + at)));
+            Score score = unpack_score(__ldg((const i64*)p.score.ptr + at));
+            if (!ROW_SCALES) score = {__shfl_sync(~0u, score.C, 0), __shfl_sync(~0u, score.k, 0)};  // known as uniform
+            method.start(h, score);
             seen[h] = CAUSAL ? min(p.nk, row + 8 * h + p.causal + 1) : p.nk;
         }
-        method.start();
+        method.start(descriptor<128>(shared.ones));
         Stage at;
         if constexpr (Method::PASSES == 2) {
             if (mine.count) first_pass(mine.count, mine.whole, at);
@@ -293,7 +335,6 @@ template <class Method> struct Consumer {
         }
         if (mine.count) walk(mine.count, mine.whole, at);
         skip(tiles_of_all - mine.count, at);
-        method.finish();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (row + 8 * h >= p.nq) continue;
@@ -301,11 +342,11 @@ template <class Method> struct Consumer {
 #pragma unroll
             for (int i = 0; i < CHANNELS; ++i) acc[i] = method.result(4 * (i / 2) + 2 * h + i % 2);
             i64 to = head_offset(p.out, batch, head) + (row + 8 * h) * p.out.n + threadIdx.x % 4 * CHANNELS;
-            store_outputs<OUT>((u8*)element<OUT>(p.out.ptr, to), acc, method.l[h], scaling);
+            store_outputs<OUT>((u8*)element<OUT>(p.out.ptr, to), acc, method.l(h), scaling);
             if (p.l && threadIdx.x % 4 == 0) {
                 i64 to = ((i64)batch * gridDim.y + head) * p.nq + row + 8 * h;
                 p.t_max[to] = method.t_max(h);
-                p.l[to] = method.l[h];
+                p.l[to] = method.l(h);
             }
         }
     }
@@ -313,8 +354,7 @@ template <class Method> struct Consumer {
 
 template <class Method> DEVICE void attend(const Params& p) {
     extern __shared__ __align__(1024) u8 memory[];
-    const u32 base = shared_address(memory);
-    const Shared shared{base, base + STAGES * STAGE_BYTES, base + STAGES * STAGE_BYTES + 8 * STAGES};
+    const Shared shared(shared_address(memory));
     const u32 head = blockIdx.y, batch = blockIdx.z, kv_head = key_head(p, head);
     // the last rows see most keys of a causal mask: first
     const i32 row = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * ROWS;
@@ -323,8 +363,9 @@ template <class Method> DEVICE void attend(const Params& p) {
             barrier_init(shared.full + 8 * i, GROUP);
             barrier_init(shared.empty + 8 * i, 4 * CONSUMERS);
         }
-        publish_shared();
     }
+    if (threadIdx.x < GROUP) store_shared(shared.ones + 8 * threadIdx.x, 0x01010101), store_shared(shared.ones + 8 * threadIdx.x + 4, 0x01010101);
+    publish_shared();
     __syncthreads();
     const i32 tiles = walk_of(p, row, ROWS).count;
     if (threadIdx.x < GROUP) {

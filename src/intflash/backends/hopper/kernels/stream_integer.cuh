@@ -17,20 +17,25 @@ struct Peaks {
 
 // p of one digit or two (256 high + low), multiplied into as many accumulators.
 template <int DIGITS> struct Digits : Peaks {
+    static constexpr int ACCUMULATORS = DIGITS * HEAD_DIM / 2;
     struct P {
         Codes8 digit[DIGITS];
     };
     i32 acc[DIGITS][HEAD_DIM / 2];
-    u32 l[2];
+    i32 sums[DIGITS][4];  // of P, by products with 8 columns of ones; row 8's are the last two
+    u64 ones;
     i64 B[2];
 
-    DEVICE void start(int h, Score score) { C[h] = score.C, shift[h] = score.k, peak[h] = NO_SCORE, l[h] = 0, B[h] = K0; }
-    DEVICE void start() {
+    DEVICE void start(int h, Score score) { C[h] = score.C, shift[h] = score.k, peak[h] = NO_SCORE, B[h] = K0; }
+    DEVICE void start(u64 eight_ones) {
+        ones = eight_ones;
         shifted = __any_sync(~0u, shift[0] > 0 || shift[1] > 0);
 #pragma unroll
         for (int i = 0; i < DIGITS * HEAD_DIM / 2; ++i) acc[i / (HEAD_DIM / 2)][i % (HEAD_DIM / 2)] = 0;
 #pragma unroll
-        for (int digit = 0; digit < DIGITS; ++digit) wgmma_hold(acc[digit]);  // written before any product is in flight
+        for (int i = 0; i < DIGITS * 4; ++i) sums[i / 4][i % 4] = 0;
+#pragma unroll
+        for (int digit = 0; digit < DIGITS; ++digit) wgmma_hold(acc[digit]), wgmma_hold(sums[digit]);  // before any product
     }
     template <bool SHIFTED> DEVICE void exponentials(const Scores& s, P& p) {
 #pragma unroll
@@ -50,28 +55,22 @@ template <int DIGITS> struct Digits : Peaks {
 #pragma unroll
         for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[step][word] &= bytes;
     }
-    DEVICE void count(const P& p) {
-        u32 high[2] = {0, 0};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            l[i % 2] = add_bytes(p.digit[DIGITS - 1].word[i / 4][i % 4], l[i % 2]);
-            if constexpr (DIGITS == 2) high[i % 2] = add_bytes(p.digit[0].word[i / 4][i % 4], high[i % 2]);
-        }
-        if constexpr (DIGITS == 2) l[0] += high[0] << 8, l[1] += high[1] << 8;
-    }
     DEVICE void products(const P& p, u64 v) {
         wgmma_order();
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int digit = 0; digit < DIGITS; ++digit) wgmma_u8(acc[digit], p.digit[digit].word[i], v + 2 * i, true);
+            for (int digit = 0; digit < DIGITS; ++digit) {
+                wgmma_u8(acc[digit], p.digit[digit].word[i], v + 2 * i, true);
+                wgmma_u8(sums[digit], p.digit[digit].word[i], ones, true);
+            }
         wgmma_commit();
     }
     DEVICE void wait() {
 #pragma unroll
-        for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]);
+        for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]), wgmma_wait(sums[digit]);
     }
-    DEVICE void finish() { l[0] = quad_sum(l[0]), l[1] = quad_sum(l[1]); }
+    DEVICE u32 l(int h) const { return DIGITS == 1 ? sums[0][2 * h] : ((u32)sums[0][2 * h] << 8) + sums[DIGITS - 1][2 * h]; }
 };
 
 // The exact maximum, of a first pass.
@@ -107,8 +106,8 @@ struct Online : Digits<1> {
     i32 octave[2];
 
     DEVICE void start(int h, Score score) { Digits<1>::start(h, score), octave[h] = NO_OCTAVE; }
-    DEVICE void start() { Digits<1>::start(); }
-    DEVICE i32 octave_of(int h) const { return (i32)(multiply_add(peak[h] << shift[h], C[h], 0xFFFFFFFFll) >> 32); }
+    DEVICE void start(u64 eight_ones) { Digits<1>::start(eight_ones); }
+    DEVICE i32 octave_of(int h) const { return (i32)(multiply_add(peak[h] << shift[h], C[h], 0xFFFFFFFFll) >> 32); }  // ceil
     DEVICE void settle() {
         if (__any_sync(~0u, octave_of(0) > octave[0] || octave_of(1) > octave[1])) raise();
         peak[0] = peak[1] = NO_SCORE;
@@ -118,15 +117,17 @@ struct Online : Digits<1> {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             peak[h] = quad_max(peak[h]);
-            i32 raised = max(octave[h], peak[h] == NO_SCORE ? NO_OCTAVE : octave_of(h));
+            const i32 raised = max(octave[h], peak[h] == NO_SCORE ? NO_OCTAVE : octave_of(h));
             by[h] = min(raised - octave[h], 31);
             octave[h] = raised;
             B[h] = K0 - ((i64)raised << 32);
-            u32 sum = quad_sum(l[h]) >> by[h];  // of the row: a shift does not distribute over the lanes' parts
-            l[h] = threadIdx.x % 4 == 0 ? sum : 0;
         }
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; ++i) acc[0][i] >>= by[i / 2 % 2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[0][i] >>= by[i / 2];
+        wgmma_hold(acc[0]);  // before the next product
+        wgmma_hold(sums[0]);
     }
     DEVICE i64 t_max(int h) const { return (i64)octave[h] << 32; }
     DEVICE i32 result(int i) const { return acc[0][i]; }
