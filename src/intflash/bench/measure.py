@@ -175,12 +175,15 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree that runs, with "+" where tracked files differ; for a copy without .git what
-    GIT_COMMIT says, or None.
+    """The commit of the source tree that runs, with "+" where tracked files differ; None outside a checkout.
+
+    GIT_COMMIT, if set, says it for a copy of a tree.
     """
+    if "GIT_COMMIT" in os.environ:
+        return os.environ["GIT_COMMIT"]
     here = Path(__file__).resolve().parent
     if not any((parent / ".git").exists() for parent in here.parents):
-        return os.environ.get("GIT_COMMIT")
+        return None
     try:
         git = ["git", "-C", str(here)]
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
