@@ -129,7 +129,8 @@ void run_attention(const Kernels& kernels, const Call& call, int threads) {
     // Whole heads where there are many, because each thread packs the K and V it meets.
     const int64_t heads = call.batch * call.heads_q, tickets = 8 * int64_t(threads);
     const int64_t per_head = (call.nq + rows - 1) / rows;
-    job.grain = heads >= tickets ? per_head * (heads / tickets) : (units + tickets - 1) / tickets;
+    const bool even = heads % threads == 0 && call.nq * call.nk < kScoresPerThread;  // small heads, as many for each
+    job.grain = heads >= tickets ? per_head * (heads / tickets) : even ? per_head : (units + tickets - 1) / tickets;
   }
   run_tickets(threads, (units + job.grain - 1) / job.grain, run_ticket, &job);
 }

@@ -15,6 +15,7 @@
 namespace intflash {
 namespace {
 
+constexpr int kYield = 16;   // pauses
 constexpr int kSpins = 2000;  // pauses before a waiting thread sleeps, some tens of microseconds
 
 inline void pause() {
@@ -99,6 +100,7 @@ class Pool {
         spins = 0;
       } else if (++spins < kSpins) {
         pause();
+        if (spins % kYield == 0) std::this_thread::yield();  // to torch's own workers, whose turn it is between calls
       } else {
         std::unique_lock<std::mutex> lock(sleep_);
         ++sleepers_;
