@@ -41,8 +41,9 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def key_major(v: Tensor, keys: int) -> bool:
-    """Whether 16-byte copies can take V's keys as they lie."""
-    return v.stride(2) == 1 and v.stride(3) % 16 == 0 and v.data_ptr() % 16 == 0 and readable(v, keys)
+    """Whether 16-byte copies can take `keys` keys of V (int8) as they lie."""
+    others = (v.stride(axis) for axis in (0, 1, 3) if v.shape[axis] > 1)
+    return v.stride(2) == 1 and v.data_ptr() % 16 == 0 and not any(s % 16 for s in others) and readable(v, keys)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from intflash.backends.hopper.parameters import parameters
 from intflash.backends.hopper.program import CudaLaunch, Program
+from intflash.backends.hopper.rows import key_major
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.hopper.wgmma import Product
 from intflash.backends.triton.constants import Constants
-from intflash.backends.triton.launch import readable
 from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem
 
@@ -26,6 +26,8 @@ def unsupported(problem: Problem) -> str | None:
     d, dv = problem.q.shape[3], problem.v.shape[3]
     if d != dv or d % 16 or d > 128:
         return f"needs one head_dim, a multiple of 16 up to 128, got {d} and {dv}"
+    if problem.q.shape[0] > 65535:
+        return f"takes a batch of at most 65535, got {problem.q.shape[0]}"
     if problem.method not in METHODS:
         return f"method {problem.method!r} has no kernel for long rows"
     for what in ("bias", "keep", "cu_seqlens_q"):
@@ -38,7 +40,7 @@ def stream_launch(
     problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, consumers: int | None = None
 ) -> CudaLaunch:
     """For a problem of int8 codes. consumers: warpgroups that compute, where not the number that fits best."""
-    problem = replace(problem, v=replace(problem.v, data=key_major(problem.v.data)))
+    problem = replace(problem, v=replace(problem.v, data=with_contiguous_keys(problem.v.data)))
     q, k, v = (x.data for x in (problem.q, problem.k, problem.v))
     batch, heads, nq, d = q.shape
     consumers = consumers or _consumers(d, problem.method)
@@ -62,13 +64,11 @@ def _consumers(d: int, method: str) -> int:
     return 3 if d <= 96 or d == 128 and method == "intflash_p8" else 2
 
 
-def key_major(v: Tensor) -> Tensor:
+def with_contiguous_keys(v: Tensor) -> Tensor:
     """V as 16-byte copies along its keys can read it: as it lies, or a copy with padded rows."""
     b, h, n, d = v.shape
     padded = -(-n // 16) * 16
-    strides = [s for s, size in zip(v.stride(), v.shape, strict=True) if size > 1 and s != 1]
-    aligned = v.data_ptr() % 16 == 0 and not any(s % 16 for s in strides)
-    if v.stride(2) == 1 and aligned and readable(v, padded):
+    if key_major(v, padded):
         return v
     rows = torch.empty if padded == n else torch.zeros
     return rows(b, h, d, padded, dtype=torch.int8, device=v.device)[..., :n].copy_(v.mT).mT

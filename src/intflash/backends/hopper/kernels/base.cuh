@@ -121,7 +121,8 @@ DEVICE u32 quad_sum(u32 x) {
 // One IMAD.WIDE: of the spellings tried, this pair alone is fused into it (C++ widens first, mad.wide adds apart).
 DEVICE i64 multiply_add(i32 a, i32 b, i64 c) {
     i64 d;
-    asm("{.reg .u32 l, h; mov.b64 {l, h}, %3; mad.lo.cc.s32 l, %1, %2, l; madc.hi.s32 h, %1, %2, h; mov.b64 %0, {l, h};}"
+    asm("{.reg .u32 l, h; mov.b64 {l, h}, %3; mad.lo.cc.s32 l, %1, %2, l; madc.hi.s32 h, %1, %2, h;\n"
+        "mov.b64 %0, {l, h};}"
         : "=l"(d) : "r"(a), "r"(b), "l"(c));
     return d;
 }

@@ -65,7 +65,7 @@ template <> struct Codes<float> {
     }
 };
 
-// Of a kernel that overlaps the one before it: not moved before it waits for that (volatile), as read-only loads may be.
+// Of a kernel that overlaps the one before it: not moved before it waits (volatile), as read-only loads may be.
 DEVICE uint4 load_late(const uint4* from) {
     uint4 x;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
@@ -110,11 +110,14 @@ template <typename T> constexpr int SIZE = sizeof(T);
 template <typename T> DEVICE const void* element(const u8* base, i64 i) { return base + i * SIZE<T>; }
 
 // 1 / s of a head, rounded once; 1 for codes.
-template <typename T> DEVICE float head_inverse(const View& scale, u32 batch, u32 head) { return __frcp_rn(__ldg((const float*)scale.ptr + head_offset(scale, batch, head))); }
+template <typename T> DEVICE float head_inverse(const View& scale, u32 batch, u32 head) {
+    return __frcp_rn(__ldg((const float*)scale.ptr + head_offset(scale, batch, head)));
+}
 template <> DEVICE float head_inverse<i8>(const View&, u32, u32) { return 1.0f; }
 
-// Codes of 16-bit floats with two instructions less: x is clamped in pairs, before it is widened, to +-bound, the 16-bit
-// float whose code is 127. There is one (`bounded`) unless 127 scales are a subnormal number, with gaps above a scale.
+// Codes of 16-bit floats with two instructions less: x is clamped in pairs, before it is widened, to +-bound, the
+// 16-bit float whose code is 127. There is one (`bounded`) unless 127 scales are a subnormal number, with gaps above a
+// scale.
 template <typename T> struct Rounder {
     float inv;
     DEVICE Rounder(const View& scale, u32 batch, u32 head) : inv(head_inverse<T>(scale, batch, head)) {}
@@ -125,11 +128,13 @@ template <typename T> struct Rounder {
 };
 
 DEVICE u32 clamp_pair(u32 x, u32 bound, half_t) {
-    asm("{.reg .b32 l; xor.b32 l, %1, 0x80008000; max.f16x2 %0, %0, l; min.f16x2 %0, %0, %1;}" : "+r"(x) : "r"(bound));
+    asm("{.reg .b32 l; xor.b32 l, %1, 0x80008000; max.f16x2 %0, %0, l; min.f16x2 %0, %0, %1;}"
+        : "+r"(x) : "r"(bound));
     return x;
 }
 DEVICE u32 clamp_pair(u32 x, u32 bound, bfloat_t) {
-    asm("{.reg .b32 l; xor.b32 l, %1, 0x80008000; max.bf16x2 %0, %0, l; min.bf16x2 %0, %0, %1;}" : "+r"(x) : "r"(bound));
+    asm("{.reg .b32 l; xor.b32 l, %1, 0x80008000; max.bf16x2 %0, %0, l; min.bf16x2 %0, %0, %1;}"
+        : "+r"(x) : "r"(bound));
     return x;
 }
 DEVICE u32 bound_of(float x, half_t) {

@@ -12,7 +12,8 @@ struct Query {
     const Rounder<IN> rounder;
     In::Raw<1> raw[D_STEPS][4];
 
-    DEVICE Query(const Params& p, u32 batch, u32 head) : tokens(p.q, batch, head), last(p.nq - 1), rounder(p.q_scale, batch, head) {}
+    DEVICE Query(const Params& p, u32 batch, u32 head)
+        : tokens(p.q, batch, head), last(p.nq - 1), rounder(p.q_scale, batch, head) {}
     DEVICE void load(i32 row) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

@@ -1,5 +1,6 @@
-// Whole rows on chip, at most 224 keys: loads, products, exponentials, output. K and V^T of a head lie in shared memory, a
-// warpgroup computes tiles of 64 rows whose scores stay in registers: one pass over K, the exact maximum, no rescale.
+// Whole rows on chip, at most 224 keys: loads, products, exponentials, output. K and V^T of a head lie in shared
+// memory, a warpgroup computes tiles of 64 rows whose scores stay in registers: one pass over K, the exact maximum,
+// no rescale.
 //
 // Defined when this is compiled: KEYS (padded to 16), HEAD_DIM (a multiple of 16), BITS of p, IN and OUT types,
 // KEY_MAJOR (V has contiguous keys), ROW_SCALES (Q has a scale per token).
@@ -49,7 +50,8 @@ template <int THREADS, bool PERMUTED> struct RowLoader {
     DEVICE RowLoader(const Tokens& x, i32 thread, i32 count)
         : tokens(x), row(thread / D_CHUNKS), chunk(thread % D_CHUNKS), last(count - 1) {}
     DEVICE bool has(int round) const {
-        return round < ROUNDS && (THREADS % D_CHUNKS == 0 || row < ROWS) && ((round + 1) * ROWS <= KEYS || row + round * ROWS < KEYS);
+        return round < ROUNDS && (THREADS % D_CHUNKS == 0 || row < ROWS) &&
+               ((round + 1) * ROWS <= KEYS || row + round * ROWS < KEYS);
     }
     DEVICE const u8* from(int round) const { return tokens.at(min(row + round * ROWS, last), chunk * 16); }
     DEVICE u32 to(u32 tile, int round) const {
@@ -116,8 +118,10 @@ template <int THREADS> struct ValueLoader {
                 u32 turned[4];
                 transpose_bytes(w[0][c], w[1][c], w[2][c], w[3][c], turned);
 #pragma unroll
-                for (int d = 0; d < 4; ++d)
-                    store_shared(value_address(tile, value_row<HEAD_DIM>(chunk(first + j) * 16 + 4 * c + d), key(first + j)), turned[d]);
+                for (int d = 0; d < 4; ++d) {
+                    const u32 row = value_row<HEAD_DIM>(chunk(first + j) * 16 + 4 * c + d);
+                    store_shared(value_address(tile, row, key(first + j)), turned[d]);
+                }
             }
         }
     }
@@ -133,7 +137,8 @@ template <int THREADS> DEVICE void copy_values(u32 tile, const View& v, u32 batc
     for (int i = 0; i < (HEAD_DIM + ROWS - 1) / ROWS; ++i) {
         const i32 d = row + i * ROWS;
         if ((i + 1) * ROWS <= HEAD_DIM || d < HEAD_DIM)
-            copy_16(value_address(tile, value_row<HEAD_DIM>(d), chunk * 16), (const u8*)multiply_add(d, (i32)v.d, (i64)(base + chunk * 16)));
+            copy_16(value_address(tile, value_row<HEAD_DIM>(d), chunk * 16),
+                    (const u8*)multiply_add(d, (i32)v.d, (i64)(base + chunk * 16)));
     }
 }
 
@@ -141,7 +146,8 @@ template <int THREADS> DEVICE void copy_values(u32 tile, const View& v, u32 batc
 template <int THREADS> DEVICE void zero_channels(u32 k_tile, i32 thread) {
     if constexpr (HEAD_DIM % 32) {
         const u32 zeros[4] = {0, 0, 0, 0};
-        for (i32 key = thread; key < KEYS; key += THREADS) store_shared(k_tile + swizzled<K_WIDTH>(score_row(key), D_CHUNKS), zeros);
+        for (i32 key = thread; key < KEYS; key += THREADS)
+            store_shared(k_tile + swizzled<K_WIDTH>(score_row(key), D_CHUNKS), zeros);
     }
 }
 
@@ -248,7 +254,8 @@ struct Tile {
         for (int i = 0; i < COUNT; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
     }
 
-    template <bool LAST, int COUNT, int KEY_COUNT> DEVICE void exponentials(const i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
+    template <bool LAST, int COUNT, int KEY_COUNT>
+    DEVICE void exponentials(const i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
 #pragma unroll
         for (int group = 0; group < KEY_COUNT / 16; ++group)
 #pragma unroll
@@ -336,7 +343,8 @@ struct Tile {
 #endif
             }
             const i32 r = row + 8 * h;
-            if (r < p.nq) store_scaled<OUT>((u8*)multiply_add(r, (i32)p.out.n * SIZE<OUT>, base), mine, scales[h], scaling);
+            if (r < p.nq)
+                store_scaled<OUT>((u8*)multiply_add(r, (i32)p.out.n * SIZE<OUT>, base), mine, scales[h], scaling);
             if (p.l && threadIdx.x % 4 == 0 && r < p.nq) {
                 const i64 at = ((i64)batch * heads + head) * p.nq + r;
                 p.t_max[at] = multiply_add(peak[h], score[h].C, 0);

@@ -20,7 +20,8 @@ constexpr int TILE = 128, HALF = 64;  // keys
 constexpr int STAGES = 4;
 constexpr int D_CHUNKS = HEAD_DIM / 16, D_STEPS = (HEAD_DIM + 31) / 32;
 constexpr int K_WIDTH = HEAD_DIM <= 32 ? 32 : HEAD_DIM <= 64 ? 64 : 128;  // bytes of a row of K in shared memory
-constexpr int K_BYTES = TILE * K_WIDTH, V_BYTES = TILE * HEAD_DIM, STAGE_BYTES = (K_BYTES + V_BYTES + 1023) / 1024 * 1024;
+constexpr int K_BYTES = TILE * K_WIDTH, V_BYTES = TILE * HEAD_DIM;
+constexpr int STAGE_BYTES = (K_BYTES + V_BYTES + 1023) / 1024 * 1024;
 constexpr int CHANNELS = HEAD_DIM / 4;  // of a thread
 constexpr int LAG = 2;
 
@@ -118,7 +119,8 @@ struct Loader {
 
 // The values are those of the last pass. Up to LAG tiles' copies are in flight behind the one that is announced; none
 // that has been issued waits for a buffer to be free, or the warpgroups could not drift apart.
-template <class Method> DEVICE void produce(const Params& p, const Shared& shared, const u8* k, const u8* v, i32 tiles) {
+template <class Method>
+DEVICE void produce(const Params& p, const Shared& shared, const u8* k, const u8* v, i32 tiles) {
     Loader load(p, shared, k, v);
     Stage at;
     u32 in_flight = 0;
@@ -364,7 +366,10 @@ template <class Method> DEVICE void attend(const Params& p) {
             barrier_init(shared.empty + 8 * i, 4 * CONSUMERS);
         }
     }
-    if (threadIdx.x < GROUP) store_shared(shared.ones + 8 * threadIdx.x, 0x01010101), store_shared(shared.ones + 8 * threadIdx.x + 4, 0x01010101);
+    if (threadIdx.x < GROUP) {
+        store_shared(shared.ones + 8 * threadIdx.x, 0x01010101);
+        store_shared(shared.ones + 8 * threadIdx.x + 4, 0x01010101);
+    }
     publish_shared();
     __syncthreads();
     const i32 tiles = walk_of(p, row, ROWS).count;

@@ -35,7 +35,8 @@ template <int DIGITS> struct Digits : Peaks {
 #pragma unroll
         for (int i = 0; i < DIGITS * 4; ++i) sums[i / 4][i % 4] = 0;
 #pragma unroll
-        for (int digit = 0; digit < DIGITS; ++digit) wgmma_hold(acc[digit]), wgmma_hold(sums[digit]);  // before any product
+        for (int digit = 0; digit < DIGITS; ++digit)  // before any product
+            wgmma_hold(acc[digit]), wgmma_hold(sums[digit]);
     }
     template <bool SHIFTED> DEVICE void exponentials(const Scores& s, P& p) {
 #pragma unroll
@@ -70,7 +71,9 @@ template <int DIGITS> struct Digits : Peaks {
 #pragma unroll
         for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]), wgmma_wait(sums[digit]);
     }
-    DEVICE u32 l(int h) const { return DIGITS == 1 ? sums[0][2 * h] : ((u32)sums[0][2 * h] << 8) + sums[DIGITS - 1][2 * h]; }
+    DEVICE u32 l(int h) const {
+        return DIGITS == 1 ? sums[0][2 * h] : ((u32)sums[0][2 * h] << 8) + sums[DIGITS - 1][2 * h];
+    }
 };
 
 // The exact maximum, of a first pass.
@@ -107,7 +110,9 @@ struct Online : Digits<1> {
 
     DEVICE void start(int h, Score score) { Digits<1>::start(h, score), octave[h] = NO_OCTAVE; }
     DEVICE void start(u64 eight_ones) { Digits<1>::start(eight_ones); }
-    DEVICE i32 octave_of(int h) const { return (i32)(multiply_add(peak[h] << shift[h], C[h], 0xFFFFFFFFll) >> 32); }  // ceil
+    DEVICE i32 octave_of(int h) const {  // rounded up
+        return (i32)(multiply_add(peak[h] << shift[h], C[h], 0xFFFFFFFFll) >> 32);
+    }
     DEVICE void settle() {
         if (__any_sync(~0u, octave_of(0) > octave[0] || octave_of(1) > octave[1])) raise();
         peak[0] = peak[1] = NO_SCORE;
