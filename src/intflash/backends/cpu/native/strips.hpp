@@ -1,8 +1,8 @@
 // intflash and intflash_p8 on AMX tiles, for calls without masks, bias, limits or scales per block of keys.
 //
-// A strip is up to 16 query rows of one head, a stage up to 256 keys of a strip. While the vectors make P of
-// one stage, the tile unit works on both neighbours: the scores of the next and P V of the one before. Its
-// instructions are spread over the stage, because they run beside the vectors only within one reorder window.
+// A strip is up to 16 query rows of one head and all keys, kMaxKeys at most. While the vectors make P of one strip, the
+// tile unit works on both neighbours: the scores of the next and P V of the one before. Its instructions are
+// spread over the strip, because they run beside the vectors only within one reorder window.
 #pragma once
 #include <type_traits>
 
@@ -17,14 +17,14 @@ namespace {
 template <bool P16>
 class Strips {
   using V = Amx;
-  static constexpr int kRows = 16, kPanel = 16, kChunk = 64, kStageChunks = 4, kTile = 1024;
+  static constexpr int kRows = 16, kPanel = 16, kChunk = 64, kMaxChunks = 4, kTile = 1024;
   static constexpr int kSlots = 4;      // of a chunk's rows, a panel of S in each
   // Tiles 0 to 3: sums of P V; 4 (and 5): P's digits; 6: K or V; 7: S; Q has one of its own where P has one digit.
   static constexpr int kScoreTile = 7, kQueryTile = P16 ? 4 : 5;
   static constexpr bool kKeepsQueries = !P16;
   static constexpr int kDigits = P16 ? 2 : 1, kPassPanels = 4 / kDigits;  // four accumulator tiles
-  static constexpr int64_t kScoreLd = kStageChunks * kChunk + 16;         // its rows lie in all cache sets
-  static constexpr int64_t kPlane = kStageChunks * kTile;                 // a digit of a stage's P
+  static constexpr int64_t kScoreLd = kMaxChunks * kChunk + 16;           // its rows lie in all cache sets
+  static constexpr int64_t kPlane = kMaxChunks * kTile;                   // a digit of a strip's P
 
   struct Strip {
     int64_t b, h, hk;
@@ -35,20 +35,18 @@ class Strips {
     Depth depth;
     RowScale scale[kRows];
     int32_t top[kRows];
-    __m512i sums[kRows];
-  };
-  struct Stage {
-    Strip* strip;  // null: none
-    int index, chunk, chunks;
     int32_t* scores;
     uint8_t* p;
+    __m512i sums[kRows];
   };
-  // Where P V of a stage stands: one panel of channels at a time.
+  // Where P V of a strip stands: one panel of channels at a time.
   struct Place {
     int pass = 0, chunk = 0, panel = 0;
   };
 
  public:
+  static constexpr int64_t kMaxKeys = kMaxChunks * kChunk;
+
   static void run(const Call& call, int64_t first, int64_t last, uint64_t call_id, Scratch& scratch) {
     Strips s(call, call_id, scratch);
     V::begin_rows(s.tile_rows_);
@@ -60,9 +58,8 @@ class Strips {
   const Call& call_;
   const uint64_t call_id_;
   Scratch& scratch_;
-  const int tile_rows_, strips_, chunks_, stages_, key_steps_, depths_, panels_, passes_;
+  const int tile_rows_, strips_, chunks_, key_steps_, depths_, panels_;
   const int64_t acc_ld_;
-  const bool resident_;  // a strip is one stage, whose scores give the maxima
   int8_t *keys_[3], *values_[3], *queries_;
   int32_t *acc_, *scores_[2];
   uint8_t* p_[2];
@@ -72,15 +69,15 @@ class Strips {
   float last_q_ = 0, last_k_ = 0;
   Exponent last_;
   int64_t b_, h_, hk_, left_;  // of the next strip
-  int strip_index_, opened_ = 0, staged_ = 0;
+  int strip_index_, opened_ = 0;
 
   static int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
 
   Strips(const Call& call, uint64_t call_id, Scratch& scratch)
       : call_(call), call_id_(call_id), scratch_(scratch), tile_rows_(ceil_div(call.nq, ceil_div(call.nq, kRows))),
-        strips_(ceil_div(call.nq, kRows)), chunks_(ceil_div(call.nk, kChunk)), stages_(ceil_div(chunks_, kStageChunks)),
+        strips_(ceil_div(call.nq, kRows)), chunks_(ceil_div(call.nk, kChunk)),
         key_steps_(ceil_div(call.head_dim, 4)), depths_(ceil_div(call.head_dim, 64)), panels_(ceil_div(call.value_dim, kPanel)),
-        passes_(ceil_div(panels_, kPassPanels)), acc_ld_(panels_ * kPanel), resident_(stages_ == 1), epilogue_(call) {
+        acc_ld_(panels_ * kPanel), epilogue_(call) {
     const int64_t key_bytes = round_up(call.nk, kPanel) * key_steps_ * 4 + kTile;  // a tile may reach past the last panel
     const int64_t value_bytes = int64_t(chunks_) * panels_ * kTile, acc_bytes = kDigits * kRows * acc_ld_ * 4;
     const int64_t score_bytes = kRows * kScoreLd * 4, p_bytes = kDigits * kPlane, query_bytes = int64_t(depths_) * kTile;
@@ -101,17 +98,12 @@ class Strips {
   void pipeline(int64_t first, int64_t last) {
     enter(first / strips_, int(first % strips_));
     left_ = last - first;
-    Stage ring[3] = {};
-    Stage *before = ring, *now = ring + 1, *next = ring + 2;
-    advance(*now, *next);
-    step(*before, *now, *next);
-    while (next->strip) {
-      Stage* free = before;
-      before = now, now = next, next = free;
-      advance(*now, *next);
-      step(*before, *now, *next);
+    Strip *before = nullptr, *now = nullptr, *next = open();
+    step(before, now, next);
+    while (now || next) {
+      before = now, now = next, next = left_ ? open() : nullptr;
+      step(before, now, next);
     }
-    step(*now, *next, *next);
   }
 
   // The next strip is this one of a query head.
@@ -120,42 +112,28 @@ class Strips {
     strip_index_ = strip;
   }
 
-  // P of `now` beside S of `next` and P V of `before`.
-  void step(const Stage& before, const Stage& now, const Stage& next) {
-    if (now.strip && resident_) tops(now);
-    const int chunks = larger(now.strip ? now.chunks : 1, next.strip ? next.chunks : 0);
-    const int products = before.strip ? panels_ * before.chunks : 0, slots = kSlots * chunks;
+  // P of `now` beside S of `next` and P V of `before`; each may be missing.
+  void step(const Strip* before, Strip* now, const Strip* next) {
+    if (now) tops(*now);
+    const int products = before ? panels_ * chunks_ : 0, slots = kSlots * chunks_;
     Place place;
-    for (int j = 0, slot = 0, done = 0; j < chunks; ++j) {
-      const bool live = now.strip && j < now.chunks;
-      const int panels = next.strip && j < next.chunks ? ceil_div(chunk_keys(next.chunk + j), kPanel) : 0;
+    for (int j = 0, slot = 0, done = 0; j < chunks_; ++j) {
+      const int panels = next ? ceil_div(chunk_keys(j), kPanel) : 0;
       for (int i = 0; i < kSlots; ++i, ++slot) {
-        if (live) probabilities(now, j, i);
+        if (now) probabilities(*now, j, i);
         if (slot == 0) load_queries();  // copied a while before: a tile's load waits for the stores to reach memory
-        if (i < panels) score_panel(next, j, i);
-        for (; done * slots < products * (slot + 1); ++done) product(before, place);
-        if (i < panels) V::template store_tile<kScoreTile>(next.scores + j * kChunk + i * kPanel, 4 * kScoreLd);
+        if (i < panels) score_tile(next->keys + (int64_t(j) * 4 + i) * key_steps_ * 64);
+        for (; done * slots < products * (slot + 1); ++done) product(*before, place);
+        if (i < panels) V::template store_tile<kScoreTile>(next->scores + j * kChunk + i * kPanel, 4 * kScoreLd);
       }
     }
-    if (before.strip && before.index + 1 == stages_) finish(*before.strip);
-  }
-
-  // The stage after `s`.
-  void advance(const Stage& s, Stage& next) {
-    if (s.strip && s.index + 1 < stages_) {
-      next.strip = s.strip, next.index = s.index + 1, next.chunk = s.chunk + s.chunks;
-    } else {
-      next.strip = left_ ? open() : nullptr;
-      next.index = next.chunk = 0;
-    }
-    next.chunks = resident_ ? chunks_ : (next.index + 1) * chunks_ / stages_ - next.chunk;
-    next.scores = scores_[staged_ & 1];
-    next.p = p_[staged_++ & 1];
+    if (before) finish(*before);
   }
 
   Strip* open() {
-    Strip& s = strip_[opened_];
-    opened_ = opened_ == 2 ? 0 : opened_ + 1;
+    Strip& s = strip_[opened_ % 3];
+    s.scores = scores_[opened_ & 1], s.p = p_[opened_ & 1];
+    ++opened_;
     const int64_t start = int64_t(strip_index_) * tile_rows_;
     s.row0 = smaller<int64_t>(start, call_.nq - tile_rows_);
     s.first = int(start - s.row0), s.rows = tile_rows_;
@@ -173,7 +151,6 @@ class Strips {
     const __m512i zero = V::unknown_zero();
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) s.sums[r] = zero;
-    if (!resident_) load_queries(), all_tops(s);
     return &s;
   }
 
@@ -225,12 +202,9 @@ class Strips {
       V::dot_signed_tile<kScoreTile, kQueryTile, 6>();
     }
   }
-  void score_panel(const Stage& s, int j, int panel) const {
-    score_tile(s.strip->keys + (int64_t(s.chunk + j) * 4 + panel) * key_steps_ * 64);
-  }
 
-  // Maxima of a resident strip. Columns past the last key repeat it; rows past the last are read and not used.
-  void tops(const Stage& s) const {
+  // Maxima of a strip. Columns past the last key repeat it; rows past the last are read and not used.
+  void tops(Strip& s) const {
     __m512i max[kRows];
     const int panels = ceil_div(call_.nk, kPanel);
 #pragma GCC unroll 16
@@ -238,23 +212,6 @@ class Strips {
     for (int p = 1; p < panels; ++p)
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) max[r] = V::max(max[r], V::load(s.scores + r * kScoreLd + p * kPanel));
-    V::reduce_max(max, s.strip->top);
-  }
-
-  // Maxima of a strip of many stages: its scores are computed for them alone, and read two panels later.
-  void all_tops(Strip& s) const {
-    alignas(64) int32_t buffer[4][kRows * 16];
-    __m512i max[kRows];
-    for (int r = 0; r < kRows; ++r) max[r] = V::set1(kAbsent);
-    const int panels = ceil_div(call_.nk, kPanel);
-    for (int p = 0; p < panels + 2; ++p) {
-      if (p < panels) {
-        score_tile(s.keys + int64_t(p) * key_steps_ * 64);
-        V::store_tile<kScoreTile>(buffer[p & 3], 64);
-      }
-      const int32_t* x = buffer[(p - 2) & 3];
-      for (int r = 0; p > 1 && r < kRows; ++r) max[r] = V::max(max[r], V::load(x + 16 * r));
-    }
     V::reduce_max(max, s.top);
   }
 
@@ -281,22 +238,22 @@ class Strips {
   }
 
   template <Depth D>
-  static void probabilities_of(const Stage& s, int j, int vectors, __m512i ones, int slot) {
+  static void probabilities_of(Strip& s, int j, int vectors, __m512i ones, int slot) {
     const int32_t* x = s.scores + j * kChunk;
     uint8_t* p = s.p + j * kTile;
     switch (vectors) {
-      case 1: return blocks<D, 1>(*s.strip, x, p, ones, slot);
-      case 2: return blocks<D, 2>(*s.strip, x, p, ones, slot);
-      case 3: return blocks<D, 3>(*s.strip, x, p, ones, slot);
-      default: return blocks<D, 4>(*s.strip, x, p, ones, slot);
+      case 1: return blocks<D, 1>(s, x, p, ones, slot);
+      case 2: return blocks<D, 2>(s, x, p, ones, slot);
+      case 3: return blocks<D, 3>(s, x, p, ones, slot);
+      default: return blocks<D, 4>(s, x, p, ones, slot);
     }
   }
 
-  // P of a slot's rows and the stage's chunk j, in a tile for each digit, and its part of the row sums.
-  void probabilities(const Stage& s, int j, int slot) const {
-    const int keys = chunk_keys(s.chunk + j);
+  // P of a slot's rows and chunk j, in a tile for each digit, and its part of the row sums.
+  void probabilities(Strip& s, int j, int slot) const {
+    const int keys = chunk_keys(j);
     const __m512i ones = keys < kChunk ? tail_ones_ : _mm512_set1_epi8(1);
-    if (s.strip->depth == Depth::kNarrow)
+    if (s.depth == Depth::kNarrow)
       probabilities_of<Depth::kNarrow>(s, j, ceil_div(keys, kPanel), ones, slot);
     else
       probabilities_of<Depth::kShifted>(s, j, ceil_div(keys, kPanel), ones, slot);
@@ -304,43 +261,40 @@ class Strips {
 
   // The next panel of P V, in passes of as many panels as have accumulators: panel i and digit d in tile
   // i * kDigits + d.
-  void product(const Stage& s, Place& at) const {
+  void product(const Strip& s, Place& at) const {
     const int panel = at.pass * kPassPanels, count = smaller(kPassPanels, panels_ - panel);
     int32_t* acc = acc_ + panel * kPanel;
     const uint8_t* p = s.p + at.chunk * kTile;
-    const int8_t* v = s.strip->values + (int64_t(s.chunk + at.chunk) * panels_ + panel) * kTile;
+    const int8_t* v = s.values + (int64_t(at.chunk) * panels_ + panel) * kTile;
     V::stores_before_loads();
     if (!kKeepsQueries || at.panel == 0) V::load_tile<4>(p, 64);
     if (P16 && at.panel == 0) V::load_tile<5>(p + kPlane, 64);
-    const bool enter = at.chunk == 0, fresh = enter && s.index == 0, leave = at.chunk + 1 == s.chunks;
+    const bool enter = at.chunk == 0, leave = at.chunk + 1 == chunks_;
     if constexpr (P16) {
       if (at.panel == 0)
-        panel_product<0>(v, acc, fresh, enter, leave);
+        panel_product<0>(v, acc, enter, leave);
       else
-        panel_product<1>(v, acc, fresh, enter, leave);
+        panel_product<1>(v, acc, enter, leave);
     } else {
       switch (at.panel) {
-        case 0: panel_product<0>(v, acc, fresh, enter, leave); break;
-        case 1: panel_product<1>(v, acc, fresh, enter, leave); break;
-        case 2: panel_product<2>(v, acc, fresh, enter, leave); break;
-        default: panel_product<3>(v, acc, fresh, enter, leave); break;
+        case 0: panel_product<0>(v, acc, enter, leave); break;
+        case 1: panel_product<1>(v, acc, enter, leave); break;
+        case 2: panel_product<2>(v, acc, enter, leave); break;
+        default: panel_product<3>(v, acc, enter, leave); break;
       }
     }
     if (++at.panel < count) return;
     at.panel = 0;
-    if (++at.chunk == s.chunks) at.chunk = 0, ++at.pass;
+    if (++at.chunk == chunks_) at.chunk = 0, ++at.pass;
   }
 
   template <int I>
-  void panel_product(const int8_t* v, int32_t* acc, bool fresh, bool enter, bool leave) const {
+  void panel_product(const int8_t* v, int32_t* acc, bool enter, bool leave) const {
     const int64_t line = 4 * acc_ld_;
     int32_t* low = acc + kRows * acc_ld_;
-    if (fresh) {
+    if (enter) {
       V::zero<I * kDigits>();
       if (P16) V::zero<I * kDigits + kDigits - 1>();
-    } else if (enter) {
-      V::load_tile<I * kDigits>(acc + I * kPanel, line);
-      if (P16) V::load_tile<I * kDigits + kDigits - 1>(low + I * kPanel, line);
     }
     V::load_tile<6>(v + I * kTile, 64);
     V::dot_tile<I * kDigits, 4, 6>();
