@@ -26,8 +26,8 @@ def attention_launch(
     device: str = "cpu", **options: object,
 ) -> Launch:  # fmt: skip
     """The attention launch that `backend.run` would make for such codes (without its constants' launch)."""
-    q = _codes((batch, heads, nq, d), kinds[0], device)
-    k, v = (_codes((batch, heads // group, nk, d), kind, device) for kind in kinds[1:])
+    q = codes((batch, heads, nq, d), kinds[0], device)
+    k, v = (codes((batch, heads // group, nk, d), kind, device) for kind in kinds[1:])
     if key_major:
         rows = torch.zeros(batch, heads // group, d, -(-nk // 128) * 128, dtype=torch.int8, device=device)
         v = QTensor(rows[..., :nk].mT, v.scale, v.granularity)
@@ -40,7 +40,8 @@ def attention_launch(
     return backend.attention_launch(problem, constants, out, statistics)
 
 
-def _codes(shape: tuple[int, ...], kind: str, device: str) -> QTensor:
+def codes(shape: tuple[int, ...], kind: str, device: str) -> QTensor:
+    """Codes without data, with scales of a granularity."""
     b, h, n, d = shape
     scales = {"tensor": (1, 1, 1, 1), "head": (b, h, 1, 1), "token": (b, h, n, 1), "channel": (b, h, 1, d)}
     block = 128 if kind == "block" else None
