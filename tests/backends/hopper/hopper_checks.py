@@ -21,7 +21,7 @@ from intflash.backends.triton.constants import constants_launch  # noqa: E402
 from intflash.backends.triton.streaming import Statistics  # noqa: E402
 from intflash.bench import sass  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
-from intflash.quant import QTensor  # noqa: E402
+from intflash.quant import QTensor, Recipe  # noqa: E402
 
 needs_hopper = pytest.mark.skipif(BACKEND.unavailable() is not None, reason=str(BACKEND.unavailable()))
 BITS = {"intflash_p8": 8, "intflash": 16}
@@ -39,6 +39,17 @@ def differences(cases: Iterable[tuple[str, Problem]], kernel) -> dict[str, str]:
         elif want.lse is not None and not torch.allclose(want.lse, got.lse.cpu(), rtol=1e-6, atol=1e-6):
             wrong[name] = "log-sum-exp differs"
     return wrong
+
+
+def floats(
+    method: str, batch: int, n: int, d: int, dtype: torch.dtype, recipe: Recipe, spread: float = 1.0, **more
+) -> Problem:
+    """Four query heads on two key heads; some values far out of a static scale's range, one subnormal."""
+    q, k, v = (torch.randn(batch, h, n, d) * spread for h in (4, 2, 2))
+    for x in (q, k, v):
+        x[0, 1, 3, 5], x[1, 0, 7, 2], x[1, 1, 0, 0] = 60000, -60000, 2**-24
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    return Problem(method, q, k, v, d**-0.5, recipe=recipe, **(dict(out_dtype=dtype) | more))
 
 
 def empty_problem(

@@ -40,14 +40,6 @@ def _masks(nq: int, nk: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def _floats(method: str, dtype: torch.dtype, recipe: Recipe, spread: float = 1.0, **more) -> Problem:
-    q, k, v = (torch.randn(4, h, 49, 32) * spread for h in (4, 2, 2))
-    for x in (q, k, v):  # far out of a static scale's range, and subnormal
-        x[0, 1, 3, 5], x[1, 0, 7, 2], x[2, 1, 0, 0] = 60000, -60000, 2**-24
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    return Problem(method, q, k, v, 0.2, recipe=recipe, **(dict(out_dtype=dtype) | more))
-
-
 def cases(method: str) -> Iterator[tuple[str, Problem]]:
     sizes = [(n, n, d) for n in (1, 16, 17, 49, 64) for d in (16, 32, 48, 64)]
     for nq, nk, d in [*sizes, (37, 59, 32), (1, 50, 32), (49, 1, 32), (64, 52, 32), (33, 64, 64)]:
@@ -70,11 +62,11 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     for dtype in FLOATS:
         for scale in (1e-12, 1e-4, 0.02, 1000.0):
             static = Recipe(q_scale=scale, k_scale=scale, v_scale=scale)
-            yield f"{dtype} static {scale}", _floats(method, dtype, static, out_dtype=torch.int8)
+            yield f"{dtype} static {scale}", checks.floats(method, 4, 49, 32, dtype, static, out_dtype=torch.int8)
         heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
-        yield f"{dtype} heads", _floats(method, dtype, heads)
-        yield f"{dtype} dynamic", _floats(method, dtype, Recipe(), 1e-3)
-        yield f"{dtype} masked", _floats(method, dtype, heads, **_masks(49, 49, 4)["bias and keep"])
+        yield f"{dtype} heads", checks.floats(method, 4, 49, 32, dtype, heads)
+        yield f"{dtype} dynamic", checks.floats(method, 4, 49, 32, dtype, Recipe(), 1e-3)
+        yield f"{dtype} masked", checks.floats(method, 4, 49, 32, dtype, heads, **_masks(49, 49, 4)["bias and keep"])
 
 
 @pytest.mark.gpu
