@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 import integer_cases as ic  # noqa: E402
 
 import intflash  # noqa: E402
+from intflash.backends import get_backend  # noqa: E402
 from intflash.backends.reference import BACKEND as REFERENCE  # noqa: E402
 from intflash.quant import Recipe  # noqa: E402
 
@@ -93,15 +94,23 @@ def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
 STATIC = Recipe(q_scale=0.03, k_scale=0.03, v_scale=0.03)
 
 
+@pytest.fixture(params=["triton", "hopper"])
+def backend(request):
+    reason = get_backend(request.param).unavailable()
+    if reason:
+        pytest.skip(reason)
+    return request.param
+
+
 @pytest.mark.parametrize("recipe", [STATIC, Recipe()], ids=["static", "dynamic"])
 @pytest.mark.parametrize("n", [197, 1024])
 @pytest.mark.parametrize("method", ic.OURS)
-def test_graph_capture(method, n, recipe):
+def test_graph_capture(method, n, recipe, backend):
     """No host synchronization: a graph captures the whole call and replays it on new data, scales included."""
     q, k, v = (torch.randn(2, 3, n, 64, device="cuda", dtype=torch.float16) for _ in range(3))
 
     def call():
-        return intflash.attention(q, k, v, method=method, backend="triton", recipe=recipe, check_finite=False)
+        return intflash.attention(q, k, v, method=method, backend=backend, recipe=recipe, check_finite=False)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -117,21 +126,21 @@ def test_graph_capture(method, n, recipe):
 
 
 @pytest.mark.parametrize("method", ic.OURS)
-def test_no_synchronization(method):
+def test_no_synchronization(method, backend):
     q, k, v = (torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.float16) for _ in range(3))
-    intflash.attention(q, k, v, method=method, backend="triton", check_finite=False)
+    intflash.attention(q, k, v, method=method, backend=backend, check_finite=False)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        intflash.attention(q, k, v, method=method, backend="triton", check_finite=False)
+        intflash.attention(q, k, v, method=method, backend=backend, check_finite=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_compiled_whole():
+def test_compiled_whole(backend):
     q, k, v = (torch.randn(1, 2, 197, 64, device="cuda", dtype=torch.float16) for _ in range(3))
 
     def call(q, k, v):
-        return intflash.attention(q, k, v, backend="triton", check_finite=False) * 2
+        return intflash.attention(q, k, v, backend=backend, check_finite=False) * 2
 
     assert torch.equal(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v))
 
