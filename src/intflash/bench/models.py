@@ -95,6 +95,8 @@ def build_variants(name: str, images: Tensor, other: Tensor) -> tuple[dict[str, 
         model = model.half()
     patched = copy.deepcopy(model)
     replaced = len(intflash.patch(patched, scales=scales).replaced)
+    lighter = copy.deepcopy(model)
+    intflash.patch(lighter, "intflash_p8", scales)
     if not images.is_cuda:
         dynamic = copy.deepcopy(model)
         intflash.patch(dynamic)
@@ -103,11 +105,10 @@ def build_variants(name: str, images: Tensor, other: Tensor) -> tuple[dict[str, 
             "fp32": lambda: model(images),
             f"{OURS} static, fp32": lambda: patched(images),
             f"{OURS} dynamic, fp32": lambda: dynamic(images),
+            f"{OURS}_p8 static, fp32": lambda: lighter(images),
             "bf16": lambda: half(half_images),
         }
         return calls, replaced
-    lighter = copy.deepcopy(model)
-    intflash.patch(lighter, "intflash_p8", scales)
     compiled, ours, ours_p8 = _compile(model), _compile(patched), _compile(lighter)
     calls = {
         "fp16 compiled": lambda: compiled(images),
