@@ -41,7 +41,7 @@ def data_view(x: Tensor) -> View:
 
 def parameters(
     problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], scales: tuple[Tensor, Tensor, Tensor] | None,
-    constants: Constants, out: Tensor, statistics: Statistics, tiles: int, count: int = 0,
+    constants: Constants, out: Tensor, statistics: Statistics, tiles: int = 1,
 ) -> tuple[Params, dict[str, Tensor | None]]:  # fmt: skip
     """The struct, and the tensors that it points into.
 
@@ -49,6 +49,8 @@ def parameters(
     """
     q, k, v = tensors
     q_scale, k_scale, v_scale = scales or (None, None, None)
+    masks = {name: getattr(problem, name) for name in ("bias", "keep")}
+    batches = {name: 1 if mask is None else mask.shape[0] for name, mask in masks.items()}
     packed = [None if x is None else x.ptr for x in constants]
     keeps = dict(
         q=q, k=k, v=v, out=out, score=packed[0], output=packed[1], q_scale=q_scale, k_scale=k_scale,
@@ -60,10 +62,20 @@ def parameters(
         t_max=None if statistics.t_max is None else statistics.t_max.data_ptr(),
         l=None if statistics.l is None else statistics.l.data_ptr(),
         sm_scale=problem.sm_scale,
-        group_reciprocal=0 if problem.group == 1 else -(-(1 << 32) // problem.group),
-        nq=q.shape[2], nk=k.shape[2],
-        bias_batches=1 if problem.bias is None else problem.bias.shape[0],
-        keep_batches=1 if problem.keep is None else problem.keep.shape[0],
-        causal=0 if problem.causal is None else problem.causal, tiles=tiles, count=count,
+        group_reciprocal=_reciprocal(problem.group), nq=q.shape[2], nk=k.shape[2],
+        bias_batches=batches["bias"], keep_batches=batches["keep"],
+        causal=0 if problem.causal is None else problem.causal, tiles=tiles,
+        count=q.shape[0] * q.shape[1], heads=q.shape[1], head_reciprocal=_reciprocal(q.shape[1]),
+        bias_reciprocal=_reciprocal(batches["bias"]), keep_reciprocal=_reciprocal(batches["keep"]),
     )  # fmt: skip
     return params, keeps | statistics._asdict()
+
+
+def _reciprocal(x: int) -> int:
+    """What `__umulhi` divides small numbers by x with; 0 for 1."""
+    return 0 if x == 1 else -(-(1 << 32) // x)
+
+
+def has_row_scales(constants: Constants, scales: tuple[Tensor, ...] | None) -> bool:
+    """Whether the score constants of codes differ between queries."""
+    return scales is None and constants.score.ptr.shape[2] > 1

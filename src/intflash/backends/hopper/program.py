@@ -11,13 +11,14 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from intflash.backends.cache import cache_folder
 from intflash.backends.hopper import wgmma
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -38,6 +39,10 @@ class Program:
     file: str
     macros: tuple[tuple[str, str], ...]
     products: tuple[wgmma.Product, ...]
+
+    @classmethod
+    def of(cls, file: str, products: Iterable[wgmma.Product], **macros: object) -> Program:
+        return cls(file, tuple((name, str(value)) for name, value in macros.items()), tuple(products))
 
     def sources(self) -> dict[str, str]:
         """The text of every header by name."""
@@ -73,12 +78,6 @@ def _checked(result: tuple, what: str) -> Any:
 
 
 @functools.cache
-def _cache_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "intflash"
-
-
-@functools.cache
 def machine_code(program: Program) -> bytes:
     """The cubin of a program, from the disk where it has been compiled before.
 
@@ -90,7 +89,7 @@ def machine_code(program: Program) -> bytes:
     headers = program.sources()
     version = _checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
     key = repr((program.text(), sorted(headers.items()), program.options(), version))
-    path = _cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    path = cache_folder(f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin")
     if path.exists():
         return path.read_bytes()
     code, _ = compile_program(program)
@@ -142,9 +141,7 @@ def _function(program: Program, device: int, shared_bytes: int) -> Any:
     """The loaded kernel, with as much dynamic shared memory allowed."""
     from cuda.bindings import driver
 
-    library = _checked(
-        driver.cuLibraryLoadData(machine_code(program), [], [], 0, [], [], 0), "cuLibraryLoadData"
-    )
+    library = _checked(driver.cuLibraryLoadData(machine_code(program), [], [], 0, [], [], 0), "cuLibraryLoadData")
     kernel = _checked(driver.cuLibraryGetKernel(library, b"attention"), "cuLibraryGetKernel")
     function = _checked(driver.cuKernelGetFunction(kernel), "cuKernelGetFunction")
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

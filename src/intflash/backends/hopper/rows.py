@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from intflash.backends.hopper.parameters import parameters
+from intflash.backends.hopper.parameters import has_row_scales, parameters
 from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.hopper.wgmma import Product
@@ -66,23 +66,26 @@ def rows_launch(
     row_tiles = -(-nq // 64)
     most = resident(keys, d, bits, q.element_size())
     split = split or choose(batch * heads, row_tiles, most, q.dtype == torch.int8)
-    macros = dict(
-        KEYS=keys, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
+    products = (*(Product(n, "s8") for n in sorted(parts(keys))), Product(d, "u8"))
+    program = Program.of(
+        "rows.cu", products, KEYS=keys, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
         KEY_MAJOR=int(scales is None and key_major(v, keys)),
-        ROW_SCALES=int(scales is None and constants.score.ptr.shape[2] > 1),
+        ROW_SCALES=int(has_row_scales(constants, scales)),
         WARPGROUPS=split.warpgroups, RESIDENT=split.resident,
     )  # fmt: skip
-    products = (*(Product(n, "s8") for n in sorted(parts(keys))), Product(d, "u8"))
-    program = Program("rows.cu", tuple((name, str(value)) for name, value in macros.items()), products)
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)
     grid = (batch, heads, -(-row_tiles // split.tiles))
     return CudaLaunch(program, grid, 128 * split.warpgroups, sum(head_bytes(keys, d)), params, q.device, keeps)
 
 
+def key_width(d: int) -> int:
+    """Bytes of a row of K in shared memory: the kernels' K_WIDTH."""
+    return 32 if d <= 32 else 64 if d <= 64 else 128
+
+
 def head_bytes(keys: int, d: int) -> tuple[int, int]:
-    """Of K (or Q) and of V^T in shared memory."""
-    width = 32 if d <= 32 else 64 if d <= 64 else 128
-    return -(-keys * width // 1024) * 1024, -(-keys // 128) * d * 128
+    """Of K and of V^T in shared memory."""
+    return -(-keys * key_width(d) // 1024) * 1024, -(-keys // 128) * d * 128
 
 
 def parts(keys: int) -> set[int]:

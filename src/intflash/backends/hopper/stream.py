@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from intflash.backends.hopper.parameters import parameters
+from intflash.backends.hopper.parameters import has_row_scales, parameters
 from intflash.backends.hopper.program import CudaLaunch, Program
-from intflash.backends.hopper.rows import key_major
+from intflash.backends.hopper.rows import key_major, key_width
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.hopper.wgmma import Product
 from intflash.backends.triton.constants import Constants
@@ -44,15 +44,14 @@ def stream_launch(
     q, k, v = (x.data for x in (problem.q, problem.k, problem.v))
     batch, heads, nq, d = q.shape
     consumers = consumers or _consumers(d, problem.method)
-    macros = dict(
-        METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers, CAUSAL=int(problem.causal is not None),
-        ROW_SCALES=int(constants.score.ptr.shape[2] > 1), OUT=C_TYPES[out.dtype],
-    )  # fmt: skip
     products = tuple(Product(*x) for x in sorted({(64, "s8"), (8, "u8"), (d, "u8")}))
-    program = Program("stream.cu", tuple((name, str(value)) for name, value in macros.items()), products)
-    width = 32 if d <= 32 else 64 if d <= 64 else 128
+    program = Program.of(
+        "stream.cu", products, METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers,
+        CAUSAL=int(problem.causal is not None), ROW_SCALES=int(has_row_scales(constants, None)), OUT=C_TYPES[out.dtype],
+    )  # fmt: skip
+    width = key_width(d)
     shared = _STAGES * (-(-_TILE * (width + d) // 1024) * 1024 + 16) + 1024 + 64 * consumers * width
-    params, keeps = parameters(problem, (q, k, v), None, constants, out, statistics, 1)
+    params, keeps = parameters(problem, (q, k, v), None, constants, out, statistics)
     grid = (-(-nq // (64 * consumers)), heads, batch)
     return CudaLaunch(program, grid, 128 * (consumers + 1), shared, params, q.device, keeps)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from intflash.backends.hopper.parameters import parameters
+from intflash.backends.hopper.parameters import has_row_scales, parameters
 from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.triton.constants import Constants
@@ -78,30 +78,20 @@ def windows_launch(
     resident = resident_warps(nk, d, q.element_size(), problem.bias is not None or problem.keep is not None)
     key_major = scales is None and _key_major(v)
     rows = (q, k, out) if key_major else (q, k, v, out)
-    macros = dict(
-        NQ=nq, NK=nk, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype], KEY_MAJOR=int(key_major),
-        PACKED=int(all(x.stride(2) == d or x.shape[2] == 1 for x in rows)),
-        ROW_SCALES=int(scales is None and constants.score.ptr.shape[2] > 1),
+    program = Program.of(
+        "windows.cu", (), NQ=nq, NK=nk, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
+        KEY_MAJOR=int(key_major), PACKED=int(all(x.stride(2) == d or x.shape[2] == 1 for x in rows)),
+        ROW_SCALES=int(has_row_scales(constants, scales)),
         BIAS=_mask_kind(problem.bias), KEEP=_mask_kind(problem.keep),
         PARTS=parts, ROWS=split.rows, WINDOWS=split.windows, RESIDENT=max(1, resident // warps),
     )  # fmt: skip
-    program = Program("windows.cu", tuple((name, str(value)) for name, value in macros.items()), ())
-    params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, 1, batch * heads)
-    params.heads = heads
-    params.head_reciprocal = _reciprocal(heads)
-    params.bias_reciprocal = _reciprocal(params.bias_batches)
-    params.keep_reciprocal = _reciprocal(params.keep_batches)
+    params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics)
     grid = (-(-batch * heads // split.windows), 1, 1)
     return CudaLaunch(program, grid, 32 * warps, 0, params, q.device, keeps, overlaps=True)
 
 
 def _mask_kind(mask: Tensor | None) -> int:
     return 0 if mask is None else 1 if mask.shape[3] > 1 else 2
-
-
-def _reciprocal(x: int) -> int:
-    """What `__umulhi` divides small numbers by x with; 0 for 1."""
-    return 0 if x == 1 else -(-(1 << 32) // x)
 
 
 def resident_warps(nk: int, d: int, itemsize: int, masked: bool) -> int:

@@ -85,9 +85,7 @@ def run_integer(problem: Problem, kernels: Kernels) -> Result:
     return Result(out, out_scale, _log_sum_exp(problem, statistics))
 
 
-def _constants(
-    problem: Problem, inputs: quantize.Inputs | None, fused: bool
-) -> tuple[Constants, Tensor | None]:
+def _constants(problem: Problem, inputs: quantize.Inputs | None, fused: bool) -> tuple[Constants, Tensor | None]:
     """The call's constants; those that depend on numbers alone are made once."""
 
     def fill() -> tuple[Constants, Tensor | None]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
+from intflash.backends.cache import cache_folder
 from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.toolchain import Install
 
@@ -29,8 +30,7 @@ def build_simulator(install: Install, memory_clock_ratio: int) -> Path:
     configs += [f"-DMEM_CLOCK_RATIO={memory_clock_ratio}", f"-D{'VX_CFG_' if newer else ''}EXT_TCU_ENABLE"]
     configs += ["-DPERF_ENABLE"]
     key = hashlib.sha256(f"{install.build}\0{configs}".encode()).hexdigest()[:16]
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "intflash" / "vortex" / f"simx-{key}"
+    folder = cache_folder("vortex", f"simx-{key}")
     library = folder / "libvortex-simx.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)

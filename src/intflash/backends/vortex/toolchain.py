@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from intflash.backends.cache import cache_folder
 from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.image import pack_image
 from intflash.backends.vortex.launch import KERNELS, Program
@@ -226,7 +227,6 @@ def _settings(config: Path) -> dict[str, str]:
 
 
 def _cache_folder() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "intflash" / "vortex"
+    folder = cache_folder("vortex")
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -14,6 +14,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from intflash.backends.cache import cache_folder
 from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.launch import KERNELS, Launch
 
@@ -79,7 +80,6 @@ def _build(compiler: str, flags: list[str], source: Path, library: Path) -> None
 
 @cache
 def _cache_folder() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "intflash" / "vortex-shim"
+    folder = cache_folder("vortex-shim")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
