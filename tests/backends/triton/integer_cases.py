@@ -80,7 +80,9 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         return
     for amax in (1e-6, 500.0, 50000.0):  # uniform attention; one key only; k = 8
         yield f"amax {amax}", codes(method, amax=amax)
-    yield "token, head, channel", codes(method, kinds=("token", "head", "channel"))
+    channels = dict(kinds=("token", "head", "channel"))
+    yield "token, head, channel", codes(method, **channels)
+    yield "token, head, channel, float32", codes(method, out_dtype=torch.float32, **channels)
     yield "token, block", codes(method, kinds=("token", "block", "tensor"), causal=5)
     yield "out scale", codes(method, kinds=("tensor", "tensor", "channel"), out_scale=torch.full((1, 1, 1, 1), 0.003))
     static = Recipe(q_scale=0.02, k_scale=0.015, v_scale=torch.tensor(0.02))

@@ -59,6 +59,13 @@ def test_integer_only_of_other_architectures(arch):
         _check(name, arch)
 
 
+@pytest.mark.parametrize("keys", (197, 1000))
+def test_float_output_with_a_scale_per_channel_compiles(keys):
+    """Triton's interpreter does not lose constants in tuples, its compiler does (`streaming.store_output`)."""
+    more = dict(kinds=("token", "head", "channel"), out_dtype=torch.float32)
+    assert sass.compile_launch(shipped.attention_launch("intflash", keys, keys, 64, **more), 90).spills == 0
+
+
 def test_a_float_kernel_fails():
     """The negative control: with float output the same kernel has float instructions, and the harness sees them."""
     launch = shipped.attention_launch("intflash_p8", 64, 64, 32, out_dtype=torch.float16)

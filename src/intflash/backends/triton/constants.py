@@ -161,7 +161,9 @@ def constants_launch(
     )  # fmt: skip
     count = max(arguments["score_count"], arguments["output_count"])
     launch = Launch(_constants_kernel, (triton.cdiv(count, _BLOCK),), arguments)
-    constants = Constants(view(score), None if output is None else view(output), None if qmax else view(v_scale))
+    constants = Constants(
+        view(score), None if output is None else view(output), None if qmax else view(v_scale.contiguous())
+    )
     return launch, constants, out_scale
 
 

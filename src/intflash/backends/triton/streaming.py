@@ -121,7 +121,10 @@ def passes(
 def store_output(
     out, place: Place, rows, acc, l, constants: Constants, PERIODS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr
 ):
-    """Normalizes acc by l and writes rows < q_count."""
+    """Normalizes acc by l and writes rows < q_count.
+
+    Constants of channels are contiguous: Triton 3.6 loses a stride of 1 inside a View that a loop closes over.
+    """
     channels = tl.arange(0, BDV)
     inside = channels[None, :] < DV
     ptrs = head_base(out, place.b, place.h, place.q_start) + rows[:, None] * out.n + channels[None, :] * out.d
@@ -139,7 +142,7 @@ def store_output(
                 o = requantize(acc, l, Mr, e, QMAX, True)
                 tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
         else:
-            Mr, e = unpack(tl.load(base + channels[None, :] * x.d, mask=inside, other=1 << 23))
+            Mr, e = unpack(tl.load(base + channels[None, :], mask=inside, other=1 << 23))
             o = requantize(acc, l, Mr, e, QMAX, True)
             tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
     else:
@@ -148,7 +151,7 @@ def store_output(
         if PERIODS.channels == 1:
             o = dequantize(acc, l, tl.load(base))
         else:
-            o = dequantize(acc, l, tl.load(base + channels[None, :] * x.d, mask=inside, other=0.0))
+            o = dequantize(acc, l, tl.load(base + channels[None, :], mask=inside, other=0.0))
         tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
 
 
