@@ -49,3 +49,21 @@ def readable(x: Tensor, tokens: int) -> bool:
     last = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True) if n)
     last += max(tokens - x.shape[2], 0) * x.stride(2)
     return last < x.untyped_storage().nbytes() // x.element_size()
+
+
+def key_major(v: Tensor, keys: int) -> bool:
+    """Whether 16-byte copies can take `keys` keys of V (one byte an element) as they lie."""
+    others = (v.stride(axis) for axis in (0, 1, 3) if v.shape[axis] > 1)
+    return v.stride(2) == 1 and v.data_ptr() % 16 == 0 and not any(s % 16 for s in others) and readable(v, keys)
+
+
+def contiguous_keys(v: Tensor, multiple: int = 16) -> Tensor:
+    """V ``[B, H, N, D]`` of bytes as 8-bit tensor cores read it, its keys contiguous: as it lies, or a copy whose rows
+    are padded with zeros to a multiple of keys.
+    """
+    b, h, n, d = v.shape
+    padded = -(-n // multiple) * multiple
+    if key_major(v, padded):
+        return v
+    rows = v.new_empty if padded == n else v.new_zeros
+    return rows(b, h, d, padded)[..., :n].copy_(v.mT).mT

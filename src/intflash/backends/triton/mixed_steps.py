@@ -2,18 +2,11 @@
 
 Their scores are int32 (or float32 from float inputs), their exponentials are taken in octaves, x = s * unit, against
 the maximum so far. `unit` of a tile is (row, key, value, lift): row [BM] what a score is worth, key [1, BN] and lift
-(see `_raised`) where KIND.k is "key", value the scale of the tile's V where KIND.v is "tile". The state is
+(see `mixed_flows.raised`) where KIND.k is "key", value the scale of the tile's V where KIND.v is "tile". The state is
 (m, l, acc), m in octaves, l the sum of the exact p.
 
     int_flash_half   P float16              int_flash_full   P int8, R = 127, int32 products
     lite, qattn      P bfloat16             fp16, bf16, fp32, fp8    P of the inputs' type
-
-int32 -> float32 goes through one of four flows (`lite` exists in each, bench/conversion.py measures them):
-
-    convert   I2F, float maximum
-    magic     integer addition of a magic constant, float maximum; the subtraction is folded into the softmax's FMA
-    dual      half of the scores by `convert`, half by integer addition and integer maximum, interleaved
-    integer   integer addition and integer maximum of all scores
 """
 
 from __future__ import annotations
@@ -24,13 +17,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from intflash.backends.triton.mixed_flows import flow, general, raised
 from intflash.backends.triton.steps import Hooks, Steps, make_steps
 from intflash.backends.triton.tiles import Place, head_base, natural_order, permuted_keys
 from intflash.numerics.triton import PTX
 
-# 2^23 + 2^22 - 1 and its bits: float(s + MAGIC) has the bits s + MAGIC_BITS for |s| < 2^22 (lite's constant)
-MAGIC = tl.constexpr(12582911.0)
-MAGIC_BITS = tl.constexpr(0x4B3FFFFF)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added, it leaves the rounded integer in the low bits
 R = tl.constexpr(127.0)
 LOG2_R = tl.constexpr(math.log2(127.0))
@@ -216,96 +207,6 @@ def _result(state):
     return acc, l, m
 
 
-@triton.jit
-def _raise(m, top):
-    """(m', what to subtract, 2^(m - m')): a row without keys so far subtracts 0 and keeps p = 0."""
-    raised = tl.maximum(m, top)
-    base = tl.where(raised == float("-inf"), 0.0, raised)
-    return raised, base, tl.exp2(m - base)
-
-
-@triton.jit
-def _general(m, s, unit, bias, present, KIND: tl.constexpr, OFFSET: tl.constexpr):
-    """(m', alpha, p * 2^OFFSET) with any scales, bias and mask, by conversion and float maximum."""
-    row, key, _, _ = unit
-    y = s.to(tl.float32)
-    if KIND.k == "key":
-        y *= key
-    if bias is not None:
-        y = y * row[:, None] + bias
-        row = tl.full(row.shape, 1.0, tl.float32)
-    if present is not None:
-        y = tl.where(present, y, float("-inf"))
-    top = tl.max(y, 1)
-    m, base, alpha = _raise(m, tl.where(top == float("-inf"), top, top * row))
-    return m, alpha, tl.exp2(y * row[:, None] - (base - OFFSET)[:, None])
-
-
-@triton.jit
-def _magic(m, s, unit):
-    """As `_general` without key scale, bias and mask: s + MAGIC is a float, whose -MAGIC joins the FMA's addend."""
-    row, _, _, _ = unit
-    y = (s + MAGIC_BITS).to(tl.float32, bitcast=True)
-    m, base, alpha = _raise(m, (tl.max(y, 1) - MAGIC) * row)
-    return m, alpha, tl.exp2(y * row[:, None] - (base + MAGIC * row)[:, None])
-
-
-@triton.jit
-def _integer(m, s, unit):
-    """As `_magic`, the maximum taken of the integers, two scores by each instruction.
-
-    The magic constant starts the product's accumulator (the compiler moves the addition there), so that of the
-    conversion only the maximum is left on the integer pipe.
-    """
-    row, _, _, _ = unit
-    s = s + MAGIC_BITS
-    m, base, alpha = _raise(m, (tl.max(s, 1).to(tl.float32, bitcast=True) - MAGIC) * row)
-    y = s.to(tl.float32, bitcast=True)
-    return m, alpha, tl.exp2(y * row[:, None] - (base + MAGIC * row)[:, None])
-
-
-@triton.jit
-def _dual(m, s, unit):
-    """Even columns: I2F and float maximum. Odd columns: integer addition and integer maximum, read as a float."""
-    row, _, _, _ = unit
-    BM: tl.constexpr = s.shape[0]
-    BN: tl.constexpr = s.shape[1]
-    even, odd = tl.split(tl.reshape(s, [BM, BN // 2, 2]))
-    a = even.to(tl.float32)
-    b = odd + MAGIC_BITS
-    top = tl.maximum(tl.max(a, 1), tl.max(b, 1).to(tl.float32, bitcast=True) - MAGIC)
-    m, base, alpha = _raise(m, top * row)
-    p_even = tl.exp2(a * row[:, None] - base[:, None])
-    p_odd = tl.exp2(b.to(tl.float32, bitcast=True) * row[:, None] - (base + MAGIC * row)[:, None])
-    return m, alpha, tl.reshape(tl.join(p_even, p_odd), [BM, BN])
-
-
-@triton.jit
-def _raised(m, s, unit):
-    """As `_integer` with a scale for each key: scores raised by `lift` are positive floats, ordered as integers.
-
-    Rounded to half a score unit of the tile's largest key scale.
-    """
-    row, key, _, lift = unit
-    y = (s + MAGIC_BITS).to(tl.float32, bitcast=True) * key + (lift - MAGIC * key)
-    top = tl.max(y.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
-    m, base, alpha = _raise(m, (top - lift) * row)
-    return m, alpha, tl.exp2(y * row[:, None] - (base + lift * row)[:, None])
-
-
-@triton.jit
-def _flow(m, s, unit, bias, present, KIND: tl.constexpr, FLOW: tl.constexpr):
-    """The flow where its shape allows, the general form in tiles with a key scale, a bias or absent keys."""
-    if FLOW == "convert" or KIND.k == "key" or bias is not None or present is not None:
-        return _general(m, s, unit, bias, present, KIND, 0.0)
-    elif FLOW == "magic":
-        return _magic(m, s, unit)
-    elif FLOW == "dual":
-        return _dual(m, s, unit)
-    else:
-        return _integer(m, s, unit)
-
-
 # --- steps
 
 
@@ -322,7 +223,7 @@ def _accumulate(m, alpha, p, l, acc, v, DTYPE: tl.constexpr):
 @triton.jit
 def _step_half(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
-    m, alpha, p = _flow(m, s, unit, bias, present, KIND, "integer")
+    m, alpha, p = flow(m, s, unit, bias, present, KIND, "integer")
     return _accumulate(m, alpha, p, l, acc, v, tl.float16)
 
 
@@ -330,37 +231,37 @@ def _step_half(state, s, unit, bias, present, v, KIND: tl.constexpr):
 def _step_half_raised(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
     if KIND.k == "key" and bias is None and present is None:
-        m, alpha, p = _raised(m, s, unit)
+        m, alpha, p = raised(m, s, unit)
     else:
-        m, alpha, p = _flow(m, s, unit, bias, present, KIND, "integer")
+        m, alpha, p = flow(m, s, unit, bias, present, KIND, "integer")
     return _accumulate(m, alpha, p, l, acc, v, tl.float16)
 
 
 @triton.jit
 def _step_lite_convert(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
-    m, alpha, p = _flow(m, s, unit, bias, present, KIND, "convert")
+    m, alpha, p = flow(m, s, unit, bias, present, KIND, "convert")
     return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
 
 
 @triton.jit
 def _step_lite_magic(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
-    m, alpha, p = _flow(m, s, unit, bias, present, KIND, "magic")
+    m, alpha, p = flow(m, s, unit, bias, present, KIND, "magic")
     return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
 
 
 @triton.jit
 def _step_lite_dual(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
-    m, alpha, p = _flow(m, s, unit, bias, present, KIND, "dual")
+    m, alpha, p = flow(m, s, unit, bias, present, KIND, "dual")
     return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
 
 
 @triton.jit
 def _step_lite_integer(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
-    m, alpha, p = _flow(m, s, unit, bias, present, KIND, "integer")
+    m, alpha, p = flow(m, s, unit, bias, present, KIND, "integer")
     return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
 
 
@@ -368,7 +269,7 @@ def _step_lite_integer(state, s, unit, bias, present, v, KIND: tl.constexpr):
 def _step_float(state, s, unit, bias, present, v, KIND: tl.constexpr):
     """P of V's own type: fp16, bf16, fp32."""
     m, l, acc = state
-    m, alpha, p = _general(m, s, unit, bias, present, KIND, 0.0)
+    m, alpha, p = general(m, s, unit, bias, present, KIND, 0.0)
     return _accumulate(m, alpha, p, l, acc, v, v.dtype)
 
 
@@ -376,7 +277,7 @@ def _step_float(state, s, unit, bias, present, v, KIND: tl.constexpr):
 def _step_fp8(state, s, unit, bias, present, v, KIND: tl.constexpr):
     """P * 256 in e4m3; each tile's product is added in float32 (the tensor core's own sum keeps 14 bits)."""
     m, l, acc = state
-    m, alpha, p = _general(m, s, unit, bias, present, KIND, FP8_OCTAVES)
+    m, alpha, p = general(m, s, unit, bias, present, KIND, FP8_OCTAVES)
     product = tl.dot(natural_order(p.to(tl.float8e4nv)), _e4m3(v), out_dtype=tl.float32)
     return m, l * alpha + tl.sum(p, 1), acc * alpha[:, None] + product
 
@@ -391,7 +292,7 @@ def _result_fp8(state):
 def _step_full(state, s, unit, bias, present, v, KIND: tl.constexpr):
     """P * 127 rounded to int8; the tile's product is exact in int32."""
     m, l, acc = state
-    m, alpha, p = _general(m, s, unit, bias, present, KIND, LOG2_R)
+    m, alpha, p = general(m, s, unit, bias, present, KIND, LOG2_R)
     codes = (p + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
     product = tl.dot(natural_order(codes), v, out_dtype=tl.int32).to(tl.float32)
     if KIND.v == "tile":
