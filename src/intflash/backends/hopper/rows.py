@@ -70,12 +70,13 @@ def rows_launch(
     program = Program.of(
         "rows.cu", products, KEYS=keys, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
         KEY_MAJOR=int(scales is None and key_major(v, keys)),
-        ROW_SCALES=int(has_row_scales(constants, scales)),
+        ROW_SCALES=int(has_row_scales(constants, scales)), TAIL=int(has_tail(nq, d)),
         WARPGROUPS=split.warpgroups, RESIDENT=split.resident,
     )  # fmt: skip
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)
     grid = (batch, heads, -(-row_tiles // split.tiles))
-    return CudaLaunch(program, grid, 128 * split.warpgroups, sum(head_bytes(keys, d)), params, q.device, keeps)
+    shared = sum(head_bytes(keys, d)) + (tail_bytes(keys, bits) if has_tail(nq, d) else 0)
+    return CudaLaunch(program, grid, 128 * split.warpgroups, shared, params, q.device, keeps, overlaps=True)
 
 
 def key_width(d: int) -> int:
@@ -86,6 +87,16 @@ def key_width(d: int) -> int:
 def head_bytes(keys: int, d: int) -> tuple[int, int]:
     """Of K and of V^T in shared memory."""
     return -(-keys * key_width(d) // 1024) * 1024, -(-keys // 128) * d * 128
+
+
+def has_tail(nq: int, d: int) -> bool:
+    """Whether the last rows are so few that kernels/rows_tail.cuh computes them, and D one that it takes."""
+    return 1 <= nq % 64 <= 8 and d in (64, 128)
+
+
+def tail_bytes(keys: int, bits: int) -> int:
+    """Of maxima and p of 8 rows in shared memory: Tail::Shared."""
+    return 128 + 8 * (keys // 16 | 1) * 16 * bits // 8
 
 
 def parts(keys: int) -> set[int]:

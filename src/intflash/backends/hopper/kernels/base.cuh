@@ -60,6 +60,11 @@ DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Ordinary stores to shared memory become visible to wgmma.
 DEVICE void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// A kernel launched with `overlaps` may start while the one before runs: it reads and writes nothing before
+// `await_previous`, and has no read-only loads, which could be moved before it.
+DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // Bytes of a row of a wgmma operand in shared memory: 32, 64 or 128, each with its own swizzle.
 template <int WIDTH> DEVICE u32 swizzled(u32 row, u32 chunk) {
     if constexpr (WIDTH == 128) return row * 128 + ((chunk ^ (row & 7)) << 4);
@@ -87,6 +92,14 @@ DEVICE u32 permute(u32 a, u32 b, u32 selector) {
     u32 r;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
     return r;
+}
+
+// Four numbers, saturated, as the bytes of a word.
+DEVICE u32 pack_bytes(i32 a, i32 b, i32 c, i32 d) {
+    u32 w;
+    asm("{.reg .b32 t; cvt.pack.sat.s8.s32.b32 t, %4, %3, 0; cvt.pack.sat.s8.s32.b32 %0, %2, %1, t;}"
+        : "=r"(w) : "r"(a), "r"(b), "r"(c), "r"(d));
+    return w;
 }
 
 // 4 x 4 bytes: word i of `r` holds byte i of a, b, c, d.

@@ -70,12 +70,6 @@ DEVICE float row_factor(u32 l, float v_scale) { return __fdiv_rn(v_scale, __uint
 DEVICE float as_float(i32 acc) { return __int2float_rn(acc); }
 DEVICE float as_float(Wide acc) { return __ll2float_rn(((i64)acc.high << 8) + acc.low); }
 
-DEVICE u32 pack_bytes(i32 a, i32 b, i32 c, i32 d) {
-    u32 w;
-    asm("{.reg .b32 t; cvt.pack.sat.s8.s32.b32 t, %4, %3, 0; cvt.pack.sat.s8.s32.b32 %0, %2, %1, t;}"
-        : "=r"(w) : "r"(a), "r"(b), "r"(c), "r"(d));
-    return w;
-}
 DEVICE u32 pack_pair(float a, float b, half_t) {
     u32 w;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(b), "f"(a));
@@ -158,8 +152,8 @@ struct Scaling {
 
 template <typename TO> DEVICE Scaling output_scaling(const Params& p, u32 batch, u32 head, u32 kv_head) {
     Scaling s{0, 0.0f};
-    if constexpr (IsInteger<TO>::value) s.packed = __ldg((const i64*)p.output.ptr + head_offset(p.output, batch, head));
-    else s.v_scale = __ldg((const float*)p.v_scale.ptr + head_offset(p.v_scale, batch, kv_head));
+    if constexpr (IsInteger<TO>::value) s.packed = ((const i64*)p.output.ptr)[head_offset(p.output, batch, head)];
+    else s.v_scale = ((const float*)p.v_scale.ptr)[head_offset(p.v_scale, batch, kv_head)];
     return s;
 }
 

@@ -1,6 +1,9 @@
 // Programs of WARPGROUPS that load a head together and then walk over its tiles of rows, RESIDENT programs of a
 // multiprocessor at a time. See rows.cuh for the other macros.
 #include "rows.cuh"
+#if TAIL
+#include "rows_tail.cuh"
+#endif
 
 constexpr int THREADS = 128 * WARPGROUPS;
 constexpr bool AHEAD = SIZE<IN> < 4;  // Q of the next tile is loaded under this one where registers allow
@@ -9,11 +12,11 @@ constexpr bool AHEAD = SIZE<IN> < 4;  // Q of the next tile is loaded under this
 struct Query {
     const Tokens tokens;
     const i32 last;
-    const Rounder<IN> rounder;
+    const float inverse;
     In::Raw<1> raw[D_STEPS][4];
 
     DEVICE Query(const Params& p, u32 batch, u32 head)
-        : tokens(p.q, batch, head), last(p.nq - 1), rounder(p.q_scale, batch, head) {}
+        : tokens(p.q, batch, head), last(p.nq - 1), inverse(head_inverse<IN>(p.q_scale, batch, head)) {}
     DEVICE void load(i32 row) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -22,13 +25,15 @@ struct Query {
             for (int i = 0; i < D_CHUNKS; ++i) load_words(from + i * 16 * SIZE<IN>, raw[i / 2][i % 2 * 2 + h].word);
         }
     }
-    template <bool BOUNDED> DEVICE void codes(u32 (&w)[D_STEPS][4]) const {
+    DEVICE void codes(u32 (&w)[D_STEPS][4]) {
+#pragma unroll
+        for (auto& step : raw) bring_near(step, inverse);
 #pragma unroll
         for (int i = 0; i < D_STEPS; ++i)
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 u32 word[1] = {0};
-                if (2 * i + j / 2 < D_CHUNKS) rounder.codes<BOUNDED>(raw[i][j], word);
+                if (2 * i + j / 2 < D_CHUNKS) In::codes(raw[i][j], inverse, word);
                 w[i][j] = word[0];
             }
     }
@@ -38,30 +43,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const 
     extern __shared__ __align__(1024) u8 shared[];
     const u32 k_tile = shared_address(shared), v_tile = k_tile + K_BYTES;
     const u32 batch = blockIdx.x, head = blockIdx.y, kv_head = key_head(p, head);
-    const i32 warp = threadIdx.x / 32 % 4, row_of_thread = warp * 16 + threadIdx.x % 32 / 4;
+    const i32 warp = threadIdx.x / 32 % 4, row_of_warp = threadIdx.x % 32 / 4, row_of_thread = warp * 16 + row_of_warp;
     i32 row = (blockIdx.z * p.tiles + threadIdx.x / 128) * 64;
     const i32 stop = min((i32)(blockIdx.z + 1) * p.tiles * 64, p.nq);
+    const auto is_tail = [&](i32 row) { return TAIL && row + 64 > p.nq; };
+    const auto row_from = [&](i32 row) { return row + (is_tail(row) ? row_of_warp : row_of_thread); };
 
+    await_previous();
     load_head<THREADS>(p, k_tile, v_tile, batch, kv_head, threadIdx.x);
     Query query(p, batch, head);
-    if (AHEAD) query.load(row + row_of_thread);
+    if (AHEAD) query.load(row_from(row));
     const Scaling scaling = output_scaling<OUT>(p, batch, head, kv_head);
     Tile tile;
     tile.score[0] = tile.score[1] = head_score(p, batch, head, kv_head, 0);
     copies_done();
     publish_shared();
     __syncthreads();
+    let_next_start();
     tile.prepare(k_tile, v_tile, p.nk);
     for (; row < stop; row += 64 * WARPGROUPS) {
-        const i32 r = row + row_of_thread;
+        const i32 r = row_from(row), next = row + 64 * WARPGROUPS;
         if (!AHEAD) query.load(r);
-        if (query.rounder.bounded()) query.codes<true>(tile.q);
-        else query.codes<false>(tile.q);
-        if (AHEAD && row + 64 * WARPGROUPS < stop) query.load(r + 64 * WARPGROUPS);
+        query.codes(tile.q);
+        if (AHEAD && next < stop) query.load(row_from(next));
         if constexpr (ROW_SCALES) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) tile.score[h] = head_score(p, batch, head, kv_head, min(r + 8 * h, p.nq - 1));
         }
+#if TAIL
+        if (is_tail(row)) {
+            Tail tail(tile, k_tile, v_tile, shared + K_BYTES + V_BYTES);
+            tail.run();
+            tail.store(p, batch, head, gridDim.y, r, scaling);
+            break;
+        }
+#endif
         tile.active = row + warp * 16 < p.nq;
         tile.run();
         if (tile.active) tile.store(p, batch, head, gridDim.y, r, scaling);

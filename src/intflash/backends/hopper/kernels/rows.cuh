@@ -3,7 +3,7 @@
 // no rescale.
 //
 // Defined when this is compiled: KEYS (padded to 16), HEAD_DIM (a multiple of 16), BITS of p, IN and OUT types,
-// KEY_MAJOR (V has contiguous keys), ROW_SCALES (Q has a scale per token).
+// KEY_MAJOR (V has contiguous keys), ROW_SCALES (Q has a scale per token), TAIL (rows_tail.cuh).
 #pragma once
 #include "base.cuh"
 #include "exponent.cuh"
@@ -39,6 +39,12 @@ struct Tokens {
     }
 };
 
+template <typename RAW, int COUNT> DEVICE void bring_near(RAW (&raw)[COUNT], float inv) {
+    if (!In::far(inv)) return;
+#pragma unroll
+    for (RAW& x : raw) In::bring_near(x, inv);
+}
+
 // Rows of 16-channel chunks in K's place, by THREADS threads in rounds: a thread keeps its chunk and its rows lie
 // ROWS apart, so that addresses advance by constants. GROUP rounds are in flight together.
 template <int THREADS, bool PERMUTED> struct RowLoader {
@@ -63,12 +69,13 @@ template <int THREADS, bool PERMUTED> struct RowLoader {
         for (int j = 0; j < GROUP; ++j)
             if (has(first + j)) load_words(from(first + j), raw[j].word);
     }
-    template <bool BOUNDED> DEVICE void store(u32 tile, const Rounder<IN>& rounder, int first) const {
+    DEVICE void store(u32 tile, float inv, int first) {
+        bring_near(raw, inv);
 #pragma unroll
         for (int j = 0; j < GROUP; ++j) {
             if (!has(first + j)) continue;
             u32 w[4];
-            rounder.codes<BOUNDED>(raw[j], w);
+            In::codes(raw[j], inv, w);
             store_shared(to(tile, first + j), w);
         }
     }
@@ -106,13 +113,15 @@ template <int THREADS> struct ValueLoader {
                 load_words(from(first + j, r), raw[j][r].word);
         }
     }
-    template <bool BOUNDED> DEVICE void store(u32 tile, const Rounder<IN>& rounder, int first) const {
+    DEVICE void store(u32 tile, float inv, int first) {
+#pragma unroll
+        for (auto& block : raw) bring_near(block, inv);
 #pragma unroll
         for (int j = 0; j < GROUP; ++j) {
             if (!has(first + j)) continue;
             u32 w[4][4];
 #pragma unroll
-            for (int r = 0; r < 4; ++r) rounder.codes<BOUNDED>(raw[j][r], w[r]);
+            for (int r = 0; r < 4; ++r) In::codes(raw[j][r], inv, w[r]);
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 u32 turned[4];
@@ -153,14 +162,14 @@ template <int THREADS> DEVICE void zero_channels(u32 k_tile, i32 thread) {
 
 // K and V of a head by THREADS threads, as many loads in flight as registers allow.
 template <int THREADS> struct HeadLoader {
-    Rounder<IN> k_rounder, v_rounder;
+    const float k_inverse, v_inverse;
     typedef RowLoader<THREADS, true> Keys;
     typedef ValueLoader<THREADS> Values;
     Keys keys;
     Values values;
 
     DEVICE HeadLoader(const Params& p, u32 batch, u32 head, i32 thread)
-        : k_rounder(p.k_scale, batch, head), v_rounder(p.v_scale, batch, head),
+        : k_inverse(head_inverse<IN>(p.k_scale, batch, head)), v_inverse(head_inverse<IN>(p.v_scale, batch, head)),
           keys(Tokens(p.k, batch, head), thread, p.nk), values(Tokens(p.v, batch, head), thread, p.nk) {}
 
     static constexpr bool EARLY = Values::GROUP == Values::ROUNDS;  // all of V can be on its way before K is stored
@@ -169,18 +178,18 @@ template <int THREADS> struct HeadLoader {
         if constexpr (EARLY && !KEY_MAJOR) values.load(0);
         if constexpr (SIZE<IN> > 1) keys.load(0);
     }
-    template <bool BOUNDED> DEVICE void finish(u32 k_tile, u32 v_tile) {
+    DEVICE void finish(u32 k_tile, u32 v_tile) {
         if constexpr (SIZE<IN> > 1) {
 #pragma unroll
             for (int first = 0; first < Keys::ROUNDS; first += Keys::GROUP) {
                 if (first > 0) keys.load(first);
-                keys.template store<BOUNDED>(k_tile, k_rounder, first);
+                keys.store(k_tile, k_inverse, first);
             }
         }
 #pragma unroll
         for (int first = 0; first < Values::ROUNDS; first += Values::GROUP) {
             if constexpr (!EARLY) values.load(first);
-            values.template store<BOUNDED>(v_tile, v_rounder, first);
+            values.store(v_tile, v_inverse, first);
         }
     }
 };
@@ -191,16 +200,15 @@ template <int THREADS> DEVICE void load_head(const Params& p, u32 k_tile, u32 v_
     zero_channels<THREADS>(k_tile, thread);
     if constexpr (SIZE<IN> == 1) loader.keys.copy(k_tile);
     if constexpr (KEY_MAJOR) copy_values<THREADS>(v_tile, p.v, batch, head, thread);
-    else if (loader.k_rounder.bounded() && loader.v_rounder.bounded()) loader.template finish<true>(k_tile, v_tile);
-    else loader.template finish<false>(k_tile, v_tile);
+    else loader.finish(k_tile, v_tile);
 }
 
 DEVICE Score head_score(const Params& p, u32 batch, u32 head, u32 kv_head, i32 row) {
     if constexpr (SIZE<IN> == 1)
-        return unpack_score(__ldg((const i64*)p.score.ptr + head_offset(p.score, batch, head) + row * p.score.n));
+        return unpack_score(((const i64*)p.score.ptr)[head_offset(p.score, batch, head) + row * p.score.n]);
     else
-        return score_constants(__ldg((const float*)p.q_scale.ptr + head_offset(p.q_scale, batch, head)),
-                               __ldg((const float*)p.k_scale.ptr + head_offset(p.k_scale, batch, kv_head)), p.sm_scale);
+        return score_constants(((const float*)p.q_scale.ptr)[head_offset(p.q_scale, batch, head)],
+                               ((const float*)p.k_scale.ptr)[head_offset(p.k_scale, batch, kv_head)], p.sm_scale);
 }
 
 // The row's keys in two parts (one where there are few): the second's scores are computed under the first's maximum,

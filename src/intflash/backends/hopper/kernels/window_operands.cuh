@@ -1,9 +1,9 @@
 // K and V of a window as operands of a warp's products. Compile-time constants: see windows.cu.
 #pragma once
 #include "mma.cuh"
-#include "near_codes.cuh"
+#include "quantize.cuh"
 
-typedef Near<IN> In;
+typedef Codes<IN> In;
 
 // Keys in groups of 16, a word of four p for each lane of a quad: half a step of P V. Two tiles of scores make a group;
 // the first of them is enough for a last group of one or two keys (49 = 3 * 16 + 1).
@@ -49,7 +49,7 @@ struct Row {
     In::Raw<WORDS> raw;
 
     DEVICE void load(const u8* base, u32 stride, u32 row) {
-        load_words<false>(base + (row * stride + threadIdx.x % 4 * (HEAD_DIM / 4)) * SIZE<IN>, raw.word);
+        load_words(base + (row * stride + threadIdx.x % 4 * (HEAD_DIM / 4)) * SIZE<IN>, raw.word);
     }
 };
 
@@ -65,7 +65,7 @@ struct Square {
         const u32 channel = HEAD_DIM % 32 ? min(32 * block + 4 * g, HEAD_DIM - 4) : 32 * block + 4 * g;
 #pragma unroll
         for (int i = 0; i < slots(group); ++i)
-            load_words<false>(base + (existing(slot_key(group, quarter, i), group) * stride + channel) * SIZE<IN>,
+            load_words(base + (existing(slot_key(group, quarter, i), group) * stride + channel) * SIZE<IN>,
                               raw[i].word);
     }
     // Word j: the keys of channel j. What the bytes of missing slots hold is multiplied by 0.

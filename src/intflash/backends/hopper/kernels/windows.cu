@@ -12,11 +12,6 @@
 #include "window_operands.cuh"
 #include "window_output.cuh"
 
-// A kernel may start while the one before runs. Nothing is read or written before `await_previous`, and read-only
-// loads, which could be moved before it, are not used. Letting the next one in before the scores are done was slower.
-DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 // p of up to four slots, one word for each digit; slots past `LIVE` hold anything.
 template <int LIVE> DEVICE void p_words(const Weight (&x)[4], i32 C, i64 B, u32 (&w)[DIGITS]) {
     const Power powers[4] = {depth(x[0], C, B), depth(x[LIVE > 1], C, B), depth(x[LIVE > 2 ? 2 : 0], C, B),
@@ -115,7 +110,7 @@ struct Window {
                         t < GROUPS - 1 || LAST == 16 ? w[digit] : w[digit] & present_bytes(quarter);
             }
         }
-        let_next_start();
+        let_next_start();  // earlier was slower
         i32 sums[DIGITS][4] = {};
 #pragma unroll
         for (int i = 0; i < STEPS; ++i)

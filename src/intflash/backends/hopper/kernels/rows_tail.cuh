@@ -1,0 +1,144 @@
+// At most 8 last rows of a head (197 = 3 * 64 + 5), of which a tile of 64 would take the time of a whole one: the warps
+// of a warpgroup share the keys of their scores and exponentials, then the channels of P V, by mma.sync from the same
+// K and V^T in shared memory. HEAD_DIM is 64 or 128.
+#pragma once
+#include "mma.cuh"
+#include "rows.cuh"
+
+// Four 8 x 16 byte matrices, whose rows lie where lanes 8 i + 0..7 say: operands' words in lane order.
+DEVICE void load_matrices(u32 at, u32 (&w)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(at) : "memory");
+}
+
+struct Tail {
+    static constexpr int SHARE = (KEY_CHUNKS + 3) / 4;  // chunks of 16 keys of a warp: every fourth
+    static constexpr int STEPS = (KEYS + 31) / 32;
+    static constexpr int BLOCKS = HEAD_DIM / 32;   // of 8 channels, of a warp
+    static constexpr int PITCH = 4 * (KEY_CHUNKS | 1);  // words of a row of P, an odd number of chunks: no bank twice
+    struct Shared {
+        i32 peak[8][4];
+        u32 p[DIGITS][8][PITCH];
+    };
+
+    const Tile& tile;
+    const u32 k_tile, v_tile, lane, warp, g, quarter;
+    Shared& shared;
+    i32 peak;
+    u32 l = 0;
+    i32 acc[DIGITS][BLOCKS][4];
+
+    DEVICE Tail(const Tile& tile, u32 k_tile, u32 v_tile, u8* shared)
+        : tile(tile), k_tile(k_tile), v_tile(v_tile), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4), g(lane / 4),
+          quarter(lane % 4), shared(*(Shared*)shared) {}
+
+    DEVICE void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory"); }
+    DEVICE u32 chunk(int i) const { return 4 * i + warp; }
+    DEVICE bool has(int i) const { return 4 * i + 3 < KEY_CHUNKS || chunk(i) < KEY_CHUNKS; }
+
+    // Row g's scores with keys 16 chunk + 4 quarter + 0..3.
+    DEVICE void scores(u32 chunk, i32 (&s)[4]) const {
+        i32 even[4] = {}, odd[4] = {};
+#pragma unroll
+        for (int i = 0; i < D_STEPS; ++i) {
+            u32 w[4];
+            load_matrices(k_tile + swizzled<K_WIDTH>(16 * chunk + lane / 16 * 8 + lane % 8, 2 * i + lane / 8 % 2), w);
+            const Left q = {tile.q[i][0], tile.q[i][1], tile.q[i][2], tile.q[i][3]};
+            mma_s8_s8(even, q, {w[0], w[1]});
+            mma_s8_s8(odd, q, {w[2], w[3]});
+        }
+        s[0] = even[0], s[1] = even[1], s[2] = odd[0], s[3] = odd[1];
+    }
+
+    DEVICE void run() {
+        const Score score = tile.score[0];
+        i32 s[SHARE][4];
+        peak = NO_SCORE;
+#pragma unroll
+        for (int i = 0; i < SHARE; ++i) {
+            if (!has(i)) continue;
+            scores(chunk(i), s[i]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                s[i][j] <<= score.k;
+                if (i == SHARE - 1 && chunk(i) == KEY_CHUNKS - 1 && !(tile.present >> 8 * j & 1)) s[i][j] = NO_SCORE;
+                peak = max(peak, s[i][j]);
+            }
+        }
+        peak = quad_max(peak);
+        if (quarter == 0) shared.peak[g][warp] = peak;
+        meet();
+        const int4 peaks = *(const int4*)shared.peak[g];
+        peak = max(max(peaks.x, peaks.y), max(peaks.z, peaks.w));
+        const i64 B = K0 - multiply_add(peak, score.C, 0);
+#pragma unroll
+        for (int i = 0; i < SHARE; ++i) {
+            if (!has(i)) continue;
+            u32 p[DIGITS];
+#if BITS == 8
+            p[0] = four_p8(s[i][0], s[i][1], s[i][2], s[i][3], score.C, B);
+#else
+            four_p16(s[i][0], s[i][1], s[i][2], s[i][3], score.C, B, p[0], p[1]);
+#endif
+#pragma unroll
+            for (int digit = 0; digit < DIGITS; ++digit) {
+                if (i == SHARE - 1 && chunk(i) == KEY_CHUNKS - 1) p[digit] &= tile.present;
+                shared.p[digit][g][4 * chunk(i) + quarter] = p[digit];
+            }
+        }
+        meet();
+        values();
+    }
+
+    DEVICE void values() {
+        u32 sums[DIGITS] = {};
+#pragma unroll
+        for (int i = 0; i < DIGITS * BLOCKS * 4; ++i) acc[i / 4 / BLOCKS][i / 4 % BLOCKS][i % 4] = 0;
+#pragma unroll
+        for (int pair = 0; pair < (STEPS + 1) / 2; ++pair) {  // of steps of 32 keys
+            u32 v[BLOCKS][4];
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b)
+                load_matrices(value_address(v_tile, 8 * (BLOCKS * warp + b) + lane % 8, 64 * pair + lane / 8 * 16), v[b]);
+#pragma unroll
+            for (int digit = 0; digit < DIGITS; ++digit) {
+                u32 p[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    p[i] = 4 * pair + i < KEY_CHUNKS ? shared.p[digit][g][16 * pair + 4 * i + quarter] : 0;
+                    sums[digit] = add_bytes(p[i], sums[digit]);
+                }
+#pragma unroll
+                for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+                    for (int i = 0; i < 4; i += 2)
+                        if (2 * pair + i / 2 < STEPS)
+                            mma_u8_s8(acc[digit][b], {p[i], 0, p[i + 1], 0}, {v[b][i], v[b][i + 1]});
+            }
+        }
+#pragma unroll
+        for (int digit = 0; digit < DIGITS; ++digit) l = (l << 8) + quad_sum(sums[digit]);
+    }
+
+    // `row` is row g; lanes of a quad have neighbouring channels as Tile's do, warps parts of theirs.
+    DEVICE void store(const Params& p, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) const {
+        if (row >= p.nq) return;
+        Accumulator mine[2 * BLOCKS];
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS; ++i) {
+#if BITS == 8
+            mine[i] = acc[0][i / 2][i % 2];
+#else
+            mine[i] = {acc[0][i / 2][i % 2], acc[1][i / 2][i % 2]};
+#endif
+        }
+        const u32 channel = quarter * CHANNELS + warp * 2 * BLOCKS;
+        const i64 base = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + channel) * SIZE<OUT>);
+        store_outputs<OUT>((u8*)multiply_add(row, (i32)p.out.n * SIZE<OUT>, base), mine, l, scaling);
+        if (p.l && warp == 0 && quarter == 0) {
+            const i64 at = ((i64)batch * heads + head) * p.nq + row;
+            p.t_max[at] = multiply_add(peak, tile.score[0].C, 0);
+            p.l[at] = l;
+        }
+    }
+};
