@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc)
 
-.PHONY: demo test test-full test-sanitize lint clean
+.PHONY: demo report-gpu test test-full test-sanitize lint clean
 
 NATIVE := CMakeLists.txt $(wildcard src/intflash/backends/cpu/native/*)
 
@@ -22,6 +22,10 @@ $(VENV)/test-ready: $(VENV)/ready
 demo: $(VENV)/ready
 	$(BIN)/intflash demo
 	$(BIN)/intflash report
+
+# Every experiment on this machine's GPU, and the page of them, in about eight minutes.
+report-gpu: $(VENV)/ready
+	$(BIN)/intflash bench all --device cuda --out docs/benchmarks/report-gpu
 
 test: $(VENV)/test-ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not full'

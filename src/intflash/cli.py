@@ -196,13 +196,39 @@ def bench_run(
     device: Device = "cpu",
     backend: Backend = None,
     seed: Seed = 0,
-    budget: Annotated[float, typer.Option(help="Seconds of timing per case, about.")] = 4.0,
+    budget: Annotated[float, typer.Option(help="Seconds of timing per case, about, on the CPU.")] = 4.0,
+    rehearse: Annotated[bool, typer.Option(help="Only compile the kernels: time nothing, write nothing.")] = False,
 ) -> None:
     """Measure the declared experiments, each beside the paper's numbers."""
     from intflash.bench.experiments import Setting
 
-    setting = Setting(quick=quick, device=device, backend=backend, seed=seed, budget_s=budget)
+    setting = Setting(quick=quick, device=device, backend=backend, seed=seed, budget_s=budget, rehearse=rehearse)
     _run_experiments(_chosen(_all_experiments(), only), setting, out)
+
+
+@bench_app.command("all")
+def bench_all(
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="Where results, logs and the page go.")] = Path("results/all"),
+    seconds: Annotated[
+        float, typer.Option(help="What has not started by then is left out, and the page says so.")
+    ] = 480,
+    jobs: Annotated[int | None, typer.Option(help="Processes at once while nothing is timed (default: cores).")] = None,
+    models: Annotated[bool, typer.Option("--models", help="Whole models too, which takes minutes more.")] = False,
+    quick: Quick = False,
+    seed: Seed = 0,
+) -> None:
+    """Measure everything there is on this machine, and assemble the page."""
+    import os
+
+    from intflash.bench import suite
+
+    count = jobs or os.cpu_count() or 1
+    chosen = suite.plan(out, device, quick=quick, seed=seed, jobs=count, models=models)
+    ended = suite.run_all(chosen, out, seconds=seconds, jobs=count, log=lambda line: console.print(escape(line)))
+    report([out], out / "report.html")
+    if any(end.reason for end in ended):
+        console.print("[yellow]not everything was measured: the page says what and why[/]")
 
 
 @bench_app.command("attention")
@@ -283,18 +309,32 @@ def _chosen(experiments: Iterable[Experiment], only: list[str] | None) -> list[E
 
 
 def _run_experiments(experiments: list[Experiment], setting: Setting, out: Path) -> None:
+    import signal
     from dataclasses import replace
 
     from intflash.bench.experiments import run_experiment
 
+    failed, before = False, signal.signal(signal.SIGTERM, _told_to_stop)
     for experiment in experiments:
         if setting.device not in experiment.devices:
             console.print(f"[dim]{experiment.name} needs {' or '.join(experiment.devices)}: left out[/]")
             continue
         with console.status(experiment.name) as status:
             outcome = run_experiment(experiment, replace(setting, log=status.update))
-        _print_outcome(outcome)
-        console.print(f"wrote {', '.join(str(path) for path in outcome.save(out))}\n")
+        if not setting.rehearse:
+            _print_outcome(outcome)
+            console.print(f"wrote {', '.join(str(path) for path in outcome.save(out))}\n")
+        if outcome.error:
+            failed = True
+            console.print(f"[red]{experiment.name} did not finish: {escape(outcome.error)}[/]")
+    signal.signal(signal.SIGTERM, before)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _told_to_stop(number: int, frame: object) -> None:
+    """An experiment that outlasted its time keeps the rows that it has."""
+    raise TimeoutError("stopped before its end")
 
 
 def _print_outcome(outcome: Outcome) -> None:

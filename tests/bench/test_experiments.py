@@ -7,7 +7,16 @@ import math
 import pytest
 
 from intflash.bench.accuracy import TABLE4, Accuracy, Series, which_definition_fits
-from intflash.bench.experiments import Experiment, Figure, Outcome, Row, Setting, collect, run_experiment
+from intflash.bench.experiments import (
+    Experiment,
+    Figure,
+    Outcome,
+    Row,
+    Setting,
+    best_of_groups,
+    collect,
+    run_experiment,
+)
 from intflash.bench.workloads import QFLASH, random_case, uniform, workload_case
 
 
@@ -72,3 +81,29 @@ def test_the_fitting_definition_is_named():
 
 def test_conclusions_need_rows():
     assert Outcome(TABLE4, Setting(), []).conclusions() == []
+
+
+def test_what_stops_an_experiment_is_in_its_outcome(tmp_path):
+    def measure(setting):
+        yield Row("a", "N = 1", "us", 1.0)
+        raise ZeroDivisionError("by nothing")
+
+    outcome = run_experiment(Experiment("toy", "Toy", "nowhere", measure, conclude=lambda rows: ["done"]), Setting())
+    content = json.loads(outcome.save(tmp_path)[0].read_text())
+    assert content["error"] == "ZeroDivisionError: by nothing"
+    assert len(content["rows"]) == 1 and content["conclusions"] == []
+
+
+def test_a_rehearsal_runs_every_call_once_and_times_none():
+    ran = []
+    seconds = Setting(rehearse=True).time([lambda: ran.append("a"), lambda: ran.append("b")])
+    assert ran == ["a", "b"] and all(map(math.isnan, seconds))
+
+
+def test_best_of_groups():
+    rows = [Row("q", case, "x", value, backend=case) for case, value in (("A1", 2.0), ("A3", 3.0), ("A4", 9.0))]
+    rows += [Row("q", "A2", "us", 50.0), Row("other", "A2", "x", 1.0), Row("q", "A2", "x", None, note="refused")]
+    found = {(row.case, row.series): row for row in best_of_groups(rows, "x", {("A1-A3", "q"): 4.54})}
+    assert set(found) == {("best of A1-A3", "q"), ("best of A1-A3", "other")}
+    best = found["best of A1-A3", "q"]
+    assert (best.value, best.paper, best.backend) == (3.0, 4.54, "A3") and found["best of A1-A3", "other"].paper is None

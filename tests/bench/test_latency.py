@@ -9,7 +9,7 @@ FAST = Setting(budget_s=0.01)
 
 def test_rows_are_times_and_speedups_over_the_baseline():
     contenders = [Contender("torch"), Contender("ours", "intflash"), Contender("half", "int_flash_half")]
-    plan = Latency(contenders, [random_case("tiny", 16, normal())], "torch", paper={("ours", "tiny"): 2.0})
+    plan = Latency(contenders, [random_case("tiny", 16, normal())], ("torch",), paper={("ours", "tiny", "torch"): 2.0})
     rows = {(row.series, row.metric): row for row in plan(FAST)}
     assert rows["torch", "speedup over torch"].value == 1
     ratio = rows["torch", FLOAT_CALL].value / rows["ours", FLOAT_CALL].value
@@ -21,13 +21,13 @@ def test_rows_are_times_and_speedups_over_the_baseline():
 
 def test_a_contender_that_cannot_is_a_row_with_a_reason():
     case = random_case("wide", 16, uniform(-500, 500))
-    rows = list(Latency([Contender("torch"), Contender("qflash", "qflash")], [case], "torch")(FAST))
+    rows = list(Latency([Contender("torch"), Contender("qflash", "qflash")], [case], ("torch",))(FAST))
     assert [row.series for row in rows if row.value is None] == ["qflash"]
 
 
 def test_quick_keeps_the_first_cases():
     cases = [random_case(f"n{n}", n, normal()) for n in (4, 8, 16)]
-    rows = list(Latency([Contender("torch")], cases, "torch", quick=1)(Setting(quick=True, budget_s=0.01)))
+    rows = list(Latency([Contender("torch")], cases, ("torch",), quick=1)(Setting(quick=True, budget_s=0.01)))
     assert {row.case for row in rows} == {"n4"}
 
 
@@ -36,5 +36,6 @@ def test_every_paper_speedup_has_a_cell():
         plan = experiment.measure
         if isinstance(plan, Latency):
             labels, names = {c.label for c in plan.contenders}, {c.name for c in plan.cases}
-            assert plan.baseline in labels
-            assert all(label in labels and name in names for label, name in plan.paper)
+            assert set(plan.baselines) <= labels
+            assert all(a in labels and name in names and b in plan.baselines for a, name, b in plan.paper)
+            assert all(label in labels and set(cases.split("-")) <= names for cases, label in plan.best)

@@ -39,5 +39,12 @@ def test_page_needs_no_network_and_fits_a_phone(page):
     assert not re.search(r'(src|href)="(?!data:|#)', page) and "<script" not in page
 
 
+def test_reasons_are_told_in_words(page, tmp_path):
+    assert "&lt;b&gt;other&lt;/b&gt; on A2: 5 &lt; 6" in page
+    (tmp_path / "failed.json").write_text(json.dumps({"title": "No luck", "error": "too <slow>", "rows": []}))
+    page = build(read_results([tmp_path]))
+    assert "No luck" in page and "Did not finish: too &lt;slow&gt;" in page and page.count("<section") == 3
+
+
 def test_text_is_escaped(page):
     assert "<b>other</b>" not in page and "5 &lt; 6" in page

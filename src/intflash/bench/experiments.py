@@ -8,15 +8,19 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import logging
 import math
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from intflash import bench
-from intflash.bench.measure import environment
+from intflash.bench.measure import environment, time_interleaved
+
+logger = logging.getLogger("intflash")
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class Setting:
         device: "cpu" or "cuda".
         backend: as in `intflash.attention`; None takes the best.
         seed: of the inputs.
-        budget_s: about how long a timing of one case may take.
+        budget_s: about how long a timing of one case may take on the CPU.
+        rehearse: run what would be timed once and time nothing, which compiles its kernels.
         log: told in a few words what is being measured.
     """
 
@@ -61,7 +66,20 @@ class Setting:
     backend: str | None = None
     seed: int = 0
     budget_s: float = 4.0
+    rehearse: bool = False
     log: Callable[[str], None] = lambda text: None
+
+    def time(self, calls: Sequence[Callable[[], Any]], rounds: int = 9, sample_s: float = 3e-3) -> list[float]:
+        """Median seconds of each call, all taking turns; on a GPU by CUDA-graph replays, without launch overhead."""
+        if self.rehearse:
+            for call in calls:
+                call()
+            return [math.nan] * len(calls)
+        if self.device == "cpu":
+            return time_interleaved(calls, self.budget_s)
+        from intflash.bench.gpu import timing
+
+        return timing.time_calls(calls, rounds, sample_s)
 
 
 @dataclass(frozen=True)
@@ -86,6 +104,8 @@ class Experiment:
         conclude: from all rows to sentences that go under the table.
         notes: what a reader must know about how it was measured.
         devices: where it makes sense.
+        timed: whether another process beside it would spoil the numbers.
+        limit_s: how long it may take where it is one of many (`bench all`).
     """
 
     name: str
@@ -96,19 +116,26 @@ class Experiment:
     conclude: Callable[[Sequence[Row]], list[str]] | None = None
     notes: str = ""
     devices: tuple[str, ...] = ("cpu", "cuda")
+    timed: bool = True
+    limit_s: float = 90.0
+
+
+untimed = partial(Experiment, timed=False)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """An experiment's rows with what they were measured on."""
+    """An experiment's rows with what they were measured on; `error`: why there are no more of them."""
 
     experiment: Experiment
     setting: Setting
     rows: list[Row]
+    error: str | None = None
     environment: dict[str, Any] = field(default_factory=environment)
 
     def conclusions(self) -> list[str]:
-        return self.experiment.conclude(self.rows) if self.experiment.conclude and self.rows else []
+        whole = self.rows and self.error is None
+        return self.experiment.conclude(self.rows) if self.experiment.conclude and whole else []
 
     def save(self, folder: Path) -> list[Path]:
         """Write <name>.json, <name>.csv and the figures' PNGs into `folder`; returns their paths."""
@@ -131,6 +158,7 @@ class Outcome:
             "title": e.title,
             "source": e.source,
             "notes": e.notes,
+            "error": self.error,
             "conclusions": self.conclusions(),
             "quick": self.setting.quick,
             "device": self.setting.device,
@@ -149,8 +177,36 @@ class Outcome:
 
 
 def run_experiment(experiment: Experiment, setting: Setting) -> Outcome:
-    """Measure every row of an experiment."""
-    return Outcome(experiment, setting, list(experiment.measure(setting)))
+    """Measure every row of an experiment; what stops it is in the outcome, beside the rows that there are."""
+    rows, error = [], None
+    try:
+        for row in experiment.measure(setting):
+            rows.append(row)
+    except Exception as raised:
+        logger.exception("%s stopped", experiment.name)
+        error = describe(raised)
+    return Outcome(experiment, setting, rows, error)
+
+
+def describe(error: Exception) -> str:
+    """An exception in one line."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def best_of_groups(rows: Iterable[Row], metric: str, papers: Mapping[tuple[str, str], float]) -> Iterator[Row]:
+    """Each series' largest value of a metric over the cases that a paper gives one number for.
+
+    Args:
+        papers: (cases, series) -> the paper's number; "A1-A3" are the cases from A1 to A3.
+    """
+    rows = [row for row in rows if row.metric == metric and row.value is not None]
+    for cases in dict.fromkeys(cases for cases, _ in papers):
+        first, last = cases.split("-")
+        inside = [row for row in rows if first <= row.case <= last]
+        for series in dict.fromkeys(row.series for row in inside):
+            best = max((row for row in inside if row.series == series), key=lambda row: row.value)
+            yield replace(best, case=f"best of {cases}", paper=papers.get((cases, series)))
 
 
 def collect(*modules: str) -> tuple[Experiment, ...]:

@@ -1,8 +1,8 @@
-"""`intflash bench attention` on a GPU: our integer kernels beside torch's SDPA, kernel only and with quantization.
+"""`intflash bench attention` on a GPU: our integer kernels beside torch's SDPA and installed peers (`peers.py`).
 
-Contenders of a workload take turns in CUDA-graph replays; medians. Static scales come from another batch than the
-timed one. Floors: 4 B H N^2 D operations at the int8 tensor peak, and every input and output byte once at the
-measured copy bandwidth (`H200`); the larger is what no kernel beats.
+Kernel only, and with quantization. Contenders of a workload take turns in CUDA-graph replays; medians. Static scales
+come from another batch than the timed one. Floors: 4 B H N^2 D operations at the int8 tensor peak, and every input and
+output byte once at the measured copy bandwidth (`H200`); the larger is what no kernel beats.
 """
 
 from __future__ import annotations
@@ -10,38 +10,35 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import csv
-import importlib
 import json
 import logging
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from intflash.backends import select
-from intflash.bench.gpu.timing import time_calls
+from intflash.bench import peers
+from intflash.bench.experiments import describe
 from intflash.bench.measure import environment, exact_attention, sqnr
 from intflash.bench.workloads import QFLASH
 from intflash.problem import Problem
-from intflash.quant import QTensor, Recipe
+from intflash.quant import Recipe
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("intflash")
 
+TITLE = "Integer attention beside torch's: kernel only, and from float16 with static and dynamic scales"
+NOTES = "Ratio: the faster of cuDNN's and flash's float16 time over this one, in the same run. Floors: int8 operations \
+at the datasheet's peak, bytes at the measured copy bandwidth; the fraction is the larger over the time."
 H200 = {"int8 operations/s": 1979e12, "bytes/s": 4.3e12}  # datasheet peak; measured device copy
-SDPA = {
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-FASTER_OF = ("cuDNN", "flash")
+SDPA = {f"SDPA {name}": f"{name} fp16" for name in ("cuDNN", "flash", "efficient")}
+FASTER_OF = ("SDPA cuDNN", "SDPA flash")
 KERNEL, STATIC, DYNAMIC = "kernel only", "float16, static scales", "float16, dynamic scales"
 
 
@@ -55,22 +52,23 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """One contender on one workload; times in microseconds."""
+    """One contender on one workload; times in microseconds. Where it did not run, `note` says why."""
 
     workload: str
     shape: str
     method: str
-    backend: str
+    backend: str | None
     variant: str
-    us: float
-    ratio: float | None  # the faster of cuDNN's and flash's float16 time over this one
-    target: float | None
-    tops: float
-    gb_s: float
-    arithmetic_floor_us: float
-    memory_floor_us: float
-    floor_fraction: float
-    sqnr_db: float | None
+    us: float | None = None
+    ratio: float | None = None  # the faster of cuDNN's and flash's float16 time over this one
+    target: float | None = None
+    tops: float | None = None
+    gb_s: float | None = None
+    arithmetic_floor_us: float | None = None
+    memory_floor_us: float | None = None
+    floor_fraction: float | None = None
+    sqnr_db: float | None = None
+    note: str | None = None
 
 
 EXACT = ("intflash_p8", "intflash")
@@ -105,44 +103,28 @@ def _inputs(shape: tuple[int, ...], seed: int) -> tuple[Tensor, ...]:
     return tuple((torch.rand(shape, generator=g, device="cuda") * 8 - 4).half() for _ in range(3))
 
 
-def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(backend):
-        return scaled_dot_product_attention(q, k, v)
+def _kernel(name: str, inputs: tuple[Tensor, ...]) -> tuple[str, Callable[[], Any], Callable[[], Tensor]]:
+    """The attention launch alone on codes, int8 out; or torch's attention."""
+    from intflash.bench.gpu.kernels import make_kernel
+
+    kernel = make_kernel(name, *inputs)
+    return kernel.backend, kernel.launch, kernel.read
 
 
-def _kernel_only(
-    method: str, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[str, Callable[[], Any], Callable[[], Tensor]]:
-    """The attention launch alone on codes (V with contiguous keys, as the quantizer writes it for more than a window),
-    int8 out: its backend, the call, and what reads its output.
-    """
-    from intflash.backends.triton import backend, published
-    from intflash.backends.triton.constants import constants_launch
-    from intflash.methods import get_method
-
-    problem = Problem(method, q, k, v, q.shape[3] ** -0.5, recipe=get_method(method).recipe, out_dtype=torch.int8)
-    problem = problem.quantized()
-    b, h, n, d = v.shape
-    if n > 64:  # windows are turned in registers
-        rows = torch.zeros(b, h, d, -(-n // 128) * 128, dtype=torch.int8, device=v.device)[..., :n]
-        problem = replace(problem, v=replace(problem.v, data=rows.copy_(problem.v.data.mT).mT))
-    out, statistics = torch.empty_like(q, dtype=torch.int8), backend.row_statistics(problem)
-    if method in published.STEPS:
-        launch = published.published_launch(problem, published.constants(problem)[0], out, statistics)
-        return "triton", launch.run, lambda: out.float() * problem.v.scale
-    fill, constants, scale = constants_launch(problem)
-    fill.run()
-    name = select(problem, None).name
-    module = importlib.import_module(f"intflash.backends.{name}.backend")
-    launch = module.attention_launch(problem, constants, out, statistics)
-    return name, launch.run, lambda: QTensor(out, scale).dequantize()
+def _peer(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[str, Callable[[], Any], Any]:
+    call = partial(function, *inputs)
+    return "peer", call, call
 
 
-def _whole(method: str, recipe: Recipe, inputs: tuple[Tensor, ...]) -> tuple[str, Callable[[], Tensor]]:
+def _whole(method: str, recipe: Recipe, inputs: tuple[Tensor, ...]) -> tuple[str, Callable[[], Any], Any]:
     """float16 in and out, quantization inside, through the backend that the API would take."""
     problem = Problem(method, *inputs, inputs[0].shape[3] ** -0.5, recipe=recipe, out_dtype=torch.float16)
     backend = select(problem, None)
-    return backend.name, lambda: backend.run(problem).out
+
+    def call() -> Tensor:
+        return backend.run(problem).out
+
+    return backend.name, call, call
 
 
 def _static_recipe(shape: tuple[int, ...]) -> Recipe:
@@ -153,48 +135,61 @@ def _static_recipe(shape: tuple[int, ...]) -> Recipe:
 
 @dataclass(frozen=True)
 class Contender:
+    """Who is timed; `make` gives its backend, its call and what reads its output as floats."""
+
     method: str
-    backend: str
     variant: str
-    call: Callable[[], Any]
-    read: Callable[[], Tensor]  # its output as floats
+    make: Callable[[], tuple[str, Callable[[], Any], Callable[[], Tensor]]]
 
 
 def _contenders(case: Case) -> Iterator[Contender]:
     inputs = _inputs(case.shape, 0)
-    for name, backend in SDPA.items():
-        call = partial(_sdpa, backend, *inputs)
-        yield Contender(f"SDPA {name}", "torch", "float16", call, call)
+    for name, kernel in SDPA.items():
+        yield Contender(name, "float16", partial(_kernel, kernel, inputs))
+    for name, function in peers.installed():
+        yield Contender(name, "float16", partial(_peer, function, inputs))
     recipe = _static_recipe(case.shape)
     for method in case.methods:
-        name, call, read = _kernel_only(method, *inputs)
-        yield Contender(method, name, KERNEL, call, read)
+        yield Contender(method, KERNEL, partial(_kernel, method, inputs))
         if method != "qflash":
             for variant, chosen in ((STATIC, recipe), (DYNAMIC, Recipe())):
-                name, call = _whole(method, chosen, inputs)
-                yield Contender(method, name, variant, call, call)
+                yield Contender(method, variant, partial(_whole, method, chosen, inputs))
+
+
+def _running(case: Case) -> tuple[list[tuple[Contender, str, Callable[[], Any], Callable[[], Tensor]]], list[Measured]]:
+    """The contenders that run, each run once, and rows of those that do not."""
+    running, refused = [], []
+    for c in _contenders(case):
+        try:
+            backend, call, read = c.make()
+            call()
+            torch.cuda.synchronize()
+            running.append((c, backend, call, read))
+        except Exception as error:  # whatever stops a contender is a result
+            log.warning("%s: %s %s: %s", case.name, c.method, c.variant, describe(error))
+            refused.append(Measured(case.name, _shape(case), c.method, None, c.variant, note=describe(error)))
+    return running, refused
+
+
+def _shape(case: Case) -> str:
+    return "x".join(map(str, case.shape))
 
 
 def measure_case(case: Case, rounds: int = 9) -> list[Measured]:
-    """Every contender of a case; one that cannot run is logged and left out."""
-    running = []
-    for c in _contenders(case):
-        try:
-            c.call()
-            torch.cuda.synchronize()
-            running.append(c)
-        except Exception as error:  # whatever stops a contender is a result
-            log.warning("%s: %s %s: %s", case.name, c.method, c.variant, str(error).splitlines()[0][:200])
-    seconds = time_calls([c.call for c in running], rounds=rounds)
-    times = {(c.method, c.variant): 1e6 * s for c, s in zip(running, seconds, strict=True)}
-    best = min((times[f"SDPA {n}", "float16"] for n in FASTER_OF if (f"SDPA {n}", "float16") in times), default=None)
+    """Every contender of a case."""
+    from intflash.bench.gpu.timing import time_calls
+
+    running, refused = _running(case)
+    seconds = time_calls([call for _, _, call, _ in running], rounds=rounds)
+    times = {(c.method, c.variant): 1e6 * s for (c, *_), s in zip(running, seconds, strict=True)}
+    best = min((us for (method, _), us in times.items() if method in FASTER_OF), default=None)
     b, h, n, d = case.shape
     operations, elements = 4 * b * h * n * n * d, 4 * b * h * n * d
     reference = None
     if n <= 4096:
         reference = exact_attention(*(x[:2, :2] for x in _inputs(case.shape, 0)))
     rows = []
-    for c in running:
+    for c, backend, _, read in running:
         method, variant = c.method, c.variant
         us = times[method, variant]
         moved = elements * (1 if variant == KERNEL else 2)
@@ -204,30 +199,24 @@ def measure_case(case: Case, rounds: int = 9) -> list[Measured]:
             wanted = 0.9 if method == "intflash" and variant == KERNEL and n >= 4096 else None
         rows.append(
             Measured(
-                case.name, "x".join(map(str, case.shape)), method, c.backend, variant, us,
+                case.name, _shape(case), method, backend, variant, us,
                 None if best is None else best / us, wanted, operations / us / 1e6, moved / us / 1e3, *floors,
                 max(floors) / us,
-                None if reference is None else sqnr(reference, c.read()[:2, :2]),
+                None if reference is None else sqnr(reference, read()[:2, :2]),
             )
         )  # fmt: skip
-    return rows
+    return rows + refused
 
 
-def _warm(case: Case) -> None:
-    """Run every contender once, which compiles its kernels into Triton's cache on disk."""
-    for c in _contenders(case):
-        try:
-            c.call()
-            torch.cuda.synchronize()
-        except Exception:  # measure_case reports it
-            log.debug("%s: a contender failed while compiling", case.name)
+def _rehearse(case: Case) -> None:
+    _running(case)
 
 
 def compile_all(jobs: int, quick: bool = False) -> None:
-    """Compile what `run` will time, in `jobs` processes."""
+    """Compile what `run` will time into the caches on disk, in `jobs` processes."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        list(pool.map(_warm, sorted(cases(quick), key=lambda c: -c.shape[3])))
+        list(pool.map(_rehearse, sorted(cases(quick), key=lambda c: -c.shape[3])))
 
 
 def run(out: Path, quick: bool = False) -> list[Measured]:
@@ -250,7 +239,8 @@ def run(out: Path, quick: bool = False) -> list[Measured]:
 
 def _save(rows: list[Measured], out: Path) -> None:
     records = [asdict(r) for r in rows]
-    facts = {"environment": environment(), "ceilings": H200, "rows": records}
+    facts = {"title": TITLE, "notes": NOTES, "device": "cuda", "environment": environment(), "ceilings": H200}
+    facts["rows"] = records
     (out / "gpu_attention.json").write_text(json.dumps(facts, indent=1) + "\n")
     with (out / "gpu_attention.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, records[0])
@@ -289,6 +279,9 @@ def table(rows: list[Measured]) -> str:
     """Ours against SDPA as lines of text."""
     lines = []
     for r in rows:
+        if r.us is None:
+            lines.append(f"{r.workload:14s} {r.method:16s} {r.variant}: {r.note}")
+            continue
         goal = "" if r.target is None else f" (target {r.target})"
         ratio = "" if r.ratio is None else f"{r.ratio:.2f}{goal}"
         db = "" if r.sqnr_db is None else f"{r.sqnr_db:.1f} dB"
@@ -302,10 +295,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/gpu"))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile first")
+    parser.add_argument("--rehearse", action="store_true", help="compile only")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     if options.jobs:
         compile_all(options.jobs, options.quick)
+    if options.rehearse:
+        return
     sys.stdout.write(table(run(options.out, options.quick)) + "\n")
 
 

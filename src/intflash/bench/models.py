@@ -274,12 +274,28 @@ def markdown(outcomes: list[Outcome], facts: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def rows(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    """What the report shows: series, case, metric, value, as an experiment's rows."""
+    found = []
+    for o in outcomes:
+        case = f"{o.model.partition('_patch')[0]} batch {o.batch}"
+        found += [dict(series=t.variant, case=case, metric="images/s", value=t.images_per_s) for t in o.timings]
+        found += [
+            dict(series=name, case=case, metric="times as fast", value=ratio) for name, (ratio, *_) in o.ratios.items()
+        ]
+        if o.error:
+            found.append(dict(series=OURS, case=case, metric="images/s", note=o.error))
+    return found
+
+
 def save(outcomes: list[Outcome], out: Path) -> list[Path]:
     """Write ``out`` as JSON and Markdown beside each other."""
     facts = environment()
     out.parent.mkdir(parents=True, exist_ok=True)
     paths = [out.with_suffix(".json"), out.with_suffix(".md")]
-    paths[0].write_text(json.dumps({"environment": facts, "outcomes": [asdict(o) for o in outcomes]}, indent=1) + "\n")
+    content = {"title": "Whole models, patched beside unpatched", "device": "cuda" if "gpu" in facts else "cpu"}
+    content |= {"environment": facts, "rows": rows(outcomes), "outcomes": [asdict(o) for o in outcomes]}
+    paths[0].write_text(json.dumps(content, indent=1) + "\n")
     paths[1].write_text(markdown(outcomes, facts))
     return paths
 

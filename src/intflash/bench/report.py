@@ -17,8 +17,8 @@ from typing import Any
 Json = dict[str, Any]
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8885; --ours: #0b6e4f; --quiet: #667; }
-@media (prefers-color-scheme: dark) { :root { --ours: #5fd3a8; --quiet: #aab; } }
+:root { color-scheme: light dark; --line: #8885; --ours: #0b6e4f; --quiet: #667; --stopped: #b00020; }
+@media (prefers-color-scheme: dark) { :root { --ours: #5fd3a8; --quiet: #aab; --stopped: #ff8a80; } }
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 62rem; overflow-wrap: anywhere; }
 h1 { line-height: 1.2; margin: .5rem 0; } h2 { margin: 2.5rem 0 .2rem; line-height: 1.25; }
@@ -30,7 +30,7 @@ caption { text-align: left; font-weight: 600; padding: .3rem 0; white-space: now
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: Canvas; }
 tr.ours td { color: var(--ours); font-weight: 600; }
-.paper { color: var(--quiet); font-weight: 400; }
+.stopped { color: var(--stopped); } .paper { color: var(--quiet); font-weight: 400; }
 thead th { white-space: normal; min-width: 4.2rem; vertical-align: bottom; }
 img { width: 100%; min-width: 34rem; height: auto; background: white; border-radius: 4px; }
 details { margin: .5rem 0; } summary { cursor: pointer; color: var(--quiet); }
@@ -74,19 +74,25 @@ def is_demo(content: Json) -> bool:
 
 
 def read_results(folders: Iterable[Path]) -> list[Section]:
-    """Every result below the folders: a JSON object with "rows". Demos first, then in order of path."""
+    """Every result below the folders: a JSON object with "rows", or with the "error" why it has none.
+
+    Demos first, then in order of path.
+    """
     sections = []
     for folder in folders:
         for path in sorted(folder.rglob("*.json")):
             content = json.loads(path.read_text())
-            if isinstance(content, dict) and isinstance(content.get("rows"), list) and content["rows"]:
+            rows = content.get("rows") if isinstance(content, dict) else None
+            if isinstance(rows, list) and (rows or content.get("error")):
                 sections.append(Section(path, content))
     return sorted(sections, key=lambda section: not is_demo(section.content))
 
 
 def build(sections: Sequence[Section]) -> str:
     """The page."""
-    links = "".join(f'<li><a href="#{_text(s.anchor)}">{_text(s.title)}</a></li>' for s in sections)
+    links = "".join(
+        f'<li><a href="#{_text(s.anchor)}">{_text(s.title)}</a>{_incomplete(s.content)}</li>' for s in sections
+    )
     body = "".join(_section(section) for section in sections)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -98,20 +104,39 @@ def build(sections: Sequence[Section]) -> str:
     )
 
 
+def _incomplete(content: Json) -> str:
+    return ' <span class="stopped">did not finish</span>' if content.get("error") else ""
+
+
 def _section(section: Section) -> str:
     content = section.content
     parts = [f'<section id="{_text(section.anchor)}"><h2>{_text(section.title)}</h2>']
     parts.append(f'<p class="quiet">{_text(" · ".join(_provenance(content)))}</p>')
-    parts.extend(f"<p>{_text(content[key])}</p>" for key in ("notes",) if content.get(key))
+    if content.get("notes"):
+        parts.append(f"<p>{_text(content['notes'])}</p>")
+    if content.get("error"):
+        parts.append(f'<p class="stopped">Did not finish: {_text(content["error"])}</p>')
     if content.get("conclusions"):
         parts.append("<ul>" + "".join(f"<li>{_text(line)}</li>" for line in content["conclusions"]) + "</ul>")
     parts.extend(_image(path, section.title) for path in _figures(section))
-    tables = _tables(content)
+    tables = _tables(content) if content["rows"] else [""]
     parts.append(tables[0])
+    parts.append(_refusals(content["rows"]))
     if len(tables) > 1:
         parts.append(f"<details><summary>{len(tables) - 1} more tables</summary>{''.join(tables[1:])}</details>")
     parts.append(_environment(content.get("environment", {}) | {"file": section.path.as_posix()}))
     return "".join(parts) + "</section>"
+
+
+def _refusals(rows: Sequence[Json]) -> str:
+    """Why cells are empty, each reason once with the cells it holds for: a phone shows no tooltip."""
+    where: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("note") and row.get("value") is None and row.get("us") is None:
+            cell = " on ".join(str(row[key]) for key in ("series", "method", "case", "workload") if row.get(key))
+            where.setdefault(str(row["note"]), []).append(cell)
+    lines = "".join(f"<li>{_text(', '.join(dict.fromkeys(c)))}: {_text(reason)}</li>" for reason, c in where.items())
+    return f'<ul class="quiet">{lines}</ul>' if lines else ""
 
 
 def _provenance(content: Json) -> list[str]:

@@ -8,7 +8,7 @@ from functools import partial
 from intflash import Recipe
 from intflash.bench import variants
 from intflash.bench.accuracy import CEILING, Accuracy, Series
-from intflash.bench.experiments import Experiment, Figure, Row
+from intflash.bench.experiments import Figure, Row, untimed
 from intflash.bench.workloads import COLUMNS, Case, uniform
 from intflash.methods.qflash import TILE
 
@@ -26,7 +26,7 @@ def _collapses(rows: Sequence[Row]) -> list[str]:
     return sentences
 
 
-FIGURE5 = Experiment(
+FIGURE5 = untimed(
     name="qflash_figure5",
     title="Scale accumulation against scale release",
     source="QFlash, Figure 5, which prints no numbers",
@@ -48,7 +48,7 @@ FIGURE5 = Experiment(
 
 _CASES = [case for case in COLUMNS if case.name in ("A2", "A7", "randn 1k", "U(.5) 1k")]
 
-QFLASH_VARIANTS = Experiment(
+QFLASH_VARIANTS = untimed(
     name="qflash_variants",
     title="QFlash and I-FlashAttention, printed beside published",
     source="QFlash, Eq. 9-10 and 16; I-FlashAttention, Algorithms 1 and 2",
@@ -68,7 +68,7 @@ QFLASH_VARIANTS = Experiment(
     notes="'divided': the published program with this step's multiplication and shift replaced by a division.",
 )
 
-INT_FLASH_VARIANTS = Experiment(
+INT_FLASH_VARIANTS = untimed(
     name="int_flash_variants",
     title="INT-FlashAttention, printed beside published",
     source="INT-FlashAttention, Algorithm 1, line 12",

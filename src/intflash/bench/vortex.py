@@ -19,7 +19,7 @@ from intflash.backends.vortex.launch import PROGRAMS, Launch
 from intflash.backends.vortex.lockstep import Counter
 from intflash.backends.vortex.simulator import build_simulator
 from intflash.backends.vortex.toolchain import find_install
-from intflash.bench.experiments import Experiment, Figure, Row, Setting
+from intflash.bench.experiments import Figure, Row, Setting, untimed
 from intflash.numerics.exp import scalar_exponent_constants
 
 INSTRUCTIONS, CYCLES, IPC, LATENCY = "instructions", "cycles", "IPC", "latency"
@@ -215,7 +215,7 @@ _IN_INTERPRETER = (
 )
 
 EXPERIMENTS = (
-    Experiment(
+    untimed(
         name="vortex_table",
         title="Attention on Vortex, N = 64, d = 8: the report's table and integer-only programs",
         source="Vortex report",
@@ -224,7 +224,7 @@ EXPERIMENTS = (
         notes=_ON_SIMX,
         devices=("cpu",),
     ),
-    Experiment(
+    untimed(
         name="vortex_sweep",
         title="Attention on Vortex: from which N on FlashAttention needs fewer cycles",
         source="Vortex report, which measured one size",
@@ -234,7 +234,7 @@ EXPERIMENTS = (
         notes=_ON_SIMX + " Memory clock ratio 4.",
         devices=("cpu",),
     ),
-    Experiment(
+    untimed(
         name="vortex_instructions",
         title="Attention kernels for Vortex: instructions that RV32 code executes",
         source="docs/vortex.md",

@@ -52,6 +52,12 @@ QFLASH = {
     )
 }
 
+# QFlash's best speedups over I-ViT on an RTX 5090 (Figure 3's text): batch -> (workloads, method) -> factor.
+QFLASH_SPEEDUPS = {
+    1: {("A1-A3", "qflash"): 4.54, ("A4-A7", "qflash"): 7.69},
+    8: {("A1-A3", "qflash"): 6.73, ("A4-A7", "qflash"): 8.69},
+}
+
 # I-FlashAttention Figure 2.
 IFLASH = {
     w.name: w

@@ -108,7 +108,7 @@ def test_unfused_operators_compile(method, arch):
 
 def test_flows_of_lite_use_their_pipes():
     """I2F and float maximum, or integer addition and integer maximum: what the article shows in SASS."""
-    from intflash.bench.gpu_experiments import tile_loop
+    from intflash.bench.gpu_conversion import tile_loop
     from intflash.bench.sass import compile_launch
 
     def counts(flow):

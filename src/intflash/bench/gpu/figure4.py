@@ -6,7 +6,6 @@ a float power of two. V4 with integer accumulation: `intflash_online`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -15,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intflash.backends.triton import mixed, steps
 from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.launch import Launch
+from intflash.backends.triton.launch import contiguous_keys
 from intflash.backends.triton.steps import (
     add_row_sums,
     add_value_sums,
@@ -30,12 +28,19 @@ from intflash.backends.triton.steps import (
 )
 from intflash.backends.triton.streaming import Statistics, streaming_launch
 from intflash.backends.triton.tiles import natural_order
+from intflash.bench.gpu.kernels import Kernel, make_kernel, of_launch
 from intflash.numerics.triton import INT32_MIN, K0, NEVER, ceil_octave, exp_p8
 from intflash.problem import Problem
 from intflash.quant import Recipe
 
-VARIANTS = ("V0 float16", "V1 int8 QK", "V2 int8 QK, PV", "V3 integer exp", "V4 integer accumulation")
-NO_STATISTICS = Statistics(None, None)
+VARIANTS = {
+    "V0 float16": "fp16",
+    "V1 int8 QK": "int_flash_half",
+    "V2 int8 QK, PV": "int_flash_full",
+    "V3 integer exp": None,  # a kernel of this module
+    "V4 integer accumulation": "intflash_online",
+}
+_RECIPES = {"int_flash_half": Recipe(v="none")}
 
 
 @triton.jit
@@ -68,21 +73,28 @@ def _result(state):
 V3 = make_steps(_initial, None, None, _step, _result, 128)
 
 
-def variant(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], object], Tensor]:
-    """A call that runs the variant's kernel on prequantized inputs, and the float16 tensor it fills."""
-    out = torch.empty_like(q, dtype=torch.float16)
-    method = {"V0": "fp16", "V1": "int_flash_half", "V2": "int_flash_full"}.get(name[:2], "intflash_online")
-    recipe = Recipe(v="none") if name.startswith("V1") else Recipe()
-    if name.startswith(("V0", "V1")):
-        q, k, v = (x.half() for x in (q, k, v))
-    problem = Problem(method, q, k, v, q.shape[3] ** -0.5, recipe=recipe, out_dtype=torch.float16)
-    if method == "fp16":
-        return partial(Launch.run, mixed.mixed_launch(problem, mixed.operands(problem), out, NO_STATISTICS)), out
-    problem = problem.quantized()
-    if method in mixed.STEPS:
-        return partial(Launch.run, mixed.mixed_launch(problem, mixed.operands(problem), out, NO_STATISTICS)), out
-    problem = replace(problem, v=replace(problem.v, data=mixed.key_major(problem.v.data)))
-    launch, constants, _ = constants_launch(problem)
-    launch.run()
-    chosen = V3 if name.startswith("V3") else steps.ONLINE
-    return partial(Launch.run, streaming_launch(problem, chosen, constants, out, NO_STATISTICS)), out
+def variants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Kernel]:
+    """The kernels of V0 to V4 in the Triton backend's tile loop, float16 out; then, by the variant's and the method's
+    name, what the API takes for a method where that is another backend.
+    """
+    inputs = [x.half() for x in (q, k, v)]
+    found, others = {}, {}
+    for name, method in VARIANTS.items():
+        if method is None:
+            found[name] = _v3_kernel(*inputs)
+            continue
+        make = partial(make_kernel, method, *inputs, recipe=_RECIPES.get(method, Recipe()), out_dtype=torch.float16)
+        found[name] = make(backend="triton")
+        chosen = make()
+        if chosen.backend != "triton":
+            others[f"{name[:2]} ({method})"] = chosen
+    return found | others
+
+
+def _v3_kernel(q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+    problem = Problem("intflash_online", q, k, v, q.shape[3] ** -0.5, out_dtype=torch.float16).quantized()
+    problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data, 128)))
+    fill, constants, _ = constants_launch(problem)
+    fill.run()
+    out = torch.empty_like(q)
+    return of_launch(streaming_launch(problem, V3, constants, out, Statistics(None, None)), out)

@@ -1,0 +1,20 @@
+"""Other projects' attention, timed beside ours where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+# module -> its function of float16 (q, k, v), each [B, H, N, D], quantization inside
+PEERS = {"sageattention": "sageattn", "comfy_kitchen": "int8_attention"}
+
+
+def installed() -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]]:
+    """(name, function) of the peers that can be imported here."""
+    for module, function in PEERS.items():
+        try:
+            yield module, getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError):  # not installed, or a version without it
+            continue

@@ -1,0 +1,101 @@
+"""`intflash bench all`: what it plans, what becomes of jobs that fail or outlast their time, and the page."""
+
+import json
+import os
+import time
+
+import pytest
+
+from intflash.bench import suite
+from intflash.bench.experiments import collect
+from intflash.bench.report import build, read_results
+from intflash.bench.suite import Job, Plan, plan, run_all
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_experiment_of_a_device_is_planned_once(tmp_path, device):
+    found = plan(tmp_path, device, jobs=4)
+    names = [job.name for job in (*found.together, *found.alone) if job.result is not None]
+    assert len(names) == len(set(names))
+    assert set(names) == {e.name for e in collect() if device in e.devices} | {"attention", "demo-vit", "demo-swin"}
+    timed = {e.name for e in collect() if device in e.devices and e.timed}
+    assert timed <= {job.name for job in found.alone}
+
+
+def test_what_is_timed_on_a_gpu_is_compiled_before(tmp_path):
+    found = plan(tmp_path, "cuda", quick=True, jobs=4)
+    rehearsed = {job.name.removeprefix("rehearsal of ") for job in found.together if job.result is None}
+    assert rehearsed == {job.name for job in found.alone}
+    assert not any(str(tmp_path) in job.arguments for job in found.together if "demo" in job.name)
+
+
+def test_models_are_asked_for(tmp_path):
+    assert [job.name for job in plan(tmp_path, "cuda", models=True).alone][-1] == "models"
+
+
+@pytest.fixture
+def scripts(tmp_path, monkeypatch):
+    """Modules that can be run with ``python -m``, by name and text."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    def make(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        return name
+
+    return make
+
+
+def test_jobs_that_end_badly_are_results_with_the_reason(tmp_path, scripts, monkeypatch):
+    monkeypatch.setattr(suite, "GRACE_S", 1.0)
+    out = tmp_path / "out"
+    good, slow, bad = (out / f"{name}.json" for name in ("good", "slow", "bad"))
+    result = {"title": "Good", "rows": [{"a": 1}]}
+    scripts("good", f"open({str(good)!r}, 'w').write('''{json.dumps(result)}''')")
+    scripts("slow", "import time; time.sleep(60)")
+    scripts("bad", "raise ValueError('no such thing')")
+    together = [Job("slow", ("slow",), 2.0, slow, "Slow one"), Job("bad", ("bad",), 30.0, bad, "Bad one")]
+    alone = [Job("good", ("good",), 30.0, good), Job("late", ("good",), 30.0, out / "late.json", "Late one")]
+    start = time.monotonic()
+    ended = run_all(Plan(together, alone[:1]), out, seconds=60, jobs=2)
+    assert time.monotonic() - start < 30
+    reasons = {end.job.name: end.reason for end in ended}
+    assert reasons["good"] is None and "stopped after 2 s" in reasons["slow"] and "no such thing" in reasons["bad"]
+    run_all(Plan([], alone[1:]), out, seconds=0, jobs=1)
+    page = build(read_results([out]))
+    for text in ("Slow one", "stopped after 2 s", "Bad one", "ended with 1: ValueError: no such thing", "Good"):
+        assert text in page
+    assert "Late one" in page and "the time of the whole run was used up" in page
+    assert "How this page was made" in page
+
+
+def test_results_of_an_earlier_run_do_not_stand_for_this_one(tmp_path, scripts):
+    out = tmp_path / "out"
+    out.mkdir()
+    stale = out / "bad.json"
+    stale.write_text(json.dumps({"title": "Bad", "rows": [{"a": 1}]}))
+    scripts("bad", "raise SystemExit(3)")
+    run_all(Plan([], [Job("bad", ("bad",), 30.0, stale, "Bad one")]), out, seconds=60, jobs=1)
+    content = json.loads(stale.read_text())
+    assert content["rows"] == [] and content["error"] == "ended with 3: without a word"
+
+
+def test_a_stopped_experiment_keeps_its_rows(tmp_path, scripts):
+    out = tmp_path / "out"
+    text = """
+import sys, time
+from intflash import cli
+from intflash.bench import experiments
+def measure(setting):
+    yield experiments.Row("a", "b", "us", 1.0)
+    time.sleep(60)
+slow = experiments.Experiment("slow", "Slow one", "nowhere", measure)
+cli._all_experiments = lambda: (slow,)
+sys.argv = ["intflash", "bench", "run", "-e", "slow", "--out", {out!r}]
+cli.app()
+"""
+    scripts("slow", text.replace("{out!r}", repr(str(out))))
+    job = Job("slow", ("slow",), 12.0, out / "slow.json", "Slow one")
+    (end,) = run_all(Plan([], [job]), out, seconds=60, jobs=1)
+    content = json.loads(job.result.read_text())
+    assert "stopped after 12 s" in end.reason and "stopped before its end" in content["error"]
+    assert [row["value"] for row in content["rows"]] == [1.0]
