@@ -25,7 +25,7 @@ demo: $(VENV)/ready
 
 # Every experiment on this machine's GPU, and the page of them, in about eight minutes.
 report-gpu: $(VENV)/ready
-	$(BIN)/intflash bench all --device cuda --out docs/benchmarks/report-gpu
+	$(BIN)/intflash bench all --device cuda --out results/gpu
 
 test: $(VENV)/test-ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not full'

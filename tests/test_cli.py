@@ -75,5 +75,33 @@ def test_bench_run_times_and_report_assembles(tmp_path):
     assert "Division by a constant" in (tmp_path / "report.html").read_text()
 
 
+def test_bench_all_measures_and_assembles(tmp_path, monkeypatch):
+    from intflash.bench import suite
+
+    whole = suite.plan
+
+    def small(*given, **options):
+        found = whole(*given, **options)
+        return suite.Plan(found.together[:1], [job for job in found.alone if job.name == "matrix_peak"])
+
+    monkeypatch.setattr(suite, "plan", small)
+    printed = run("bench", "all", "--quick", "--jobs", 1, "--out", tmp_path)
+    assert "together qflash_table4: done" in printed and "alone    matrix_peak: done" in printed
+    page = (tmp_path / "report.html").read_text()
+    assert "SQNR and MSE on A2 and A7" in page and "int8 beside float matrix products" in page
+
+
+def test_a_failed_experiment_is_told_and_kept(tmp_path, monkeypatch):
+    from intflash.bench.experiments import Experiment
+
+    def measure(setting):
+        raise RuntimeError("no luck")
+        yield
+
+    monkeypatch.setattr(cli, "_all_experiments", lambda: (Experiment("toy", "Toy", "nowhere", measure),))
+    assert "toy did not finish: RuntimeError: no luck" in run("bench", "run", "--out", tmp_path, code=1)
+    assert json.loads((tmp_path / "toy.json").read_text())["error"] == "RuntimeError: no luck"
+
+
 def test_report_without_results(tmp_path):
     assert "no results in" in run("report", tmp_path, code=2)

@@ -48,3 +48,15 @@ def test_reasons_are_told_in_words(page, tmp_path):
 
 def test_text_is_escaped(page):
     assert "<b>other</b>" not in page and "5 &lt; 6" in page
+
+
+def test_whole_models_are_rows(tmp_path):
+    from intflash.bench.models import Outcome, Timing, save
+
+    timed = Outcome(
+        "vit_patch16", 8, [Timing("fp16", 100.0, 99.0, 101.0)], {"intflash / fp16": (1.5, 1.4, 1.6)}, 12, 30
+    )
+    save([timed, Outcome("swin", 8, [], {}, 0, float("nan"), error="its process ended with 1")], tmp_path / "models")
+    page = build(read_results([tmp_path]))
+    for text in ("Whole models", "vit batch 8", "intflash / fp16", "1.5", "its process ended with 1"):
+        assert text in page

@@ -48,7 +48,7 @@ DEMO_COLUMNS = {
     "backend": "backend",
 }
 PIVOT = {"series", "case", "metric"}
-CASE_COLUMNS = 8  # more cases than this stand as lines
+CASE_COLUMNS = 10  # more cases than this stand as lines
 
 
 @dataclass(frozen=True)
