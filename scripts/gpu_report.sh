@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 OUT=${OUT:-results/gpu}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/src" PYTHONUNBUFFERED=1 COLUMNS=200
-results=$(mktemp -d)
+results=results/report # as the page names its files
 "${PYTHON:-python3}" -m intflash.cli bench all --device cuda --out "$results" "$@"
 status=$?
 cp "$results/report.html" "$OUT/"

@@ -178,5 +178,6 @@ def _save_failure(end: Ended) -> None:
     if job.result.exists():  # an experiment that was stopped has said so itself
         return
     job.result.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"name": job.name, "title": job.title, "source": job.source, "error": end.reason, "rows": []}
-    job.result.write_text(json.dumps(facts | {"environment": environment()}, indent=1) + "\n")
+    device = "cuda" if "cuda" in job.arguments else "cpu"
+    facts = {"name": job.name, "title": job.title, "source": job.source, "device": device, "error": end.reason}
+    job.result.write_text(json.dumps(facts | {"environment": environment(), "rows": []}, indent=1) + "\n")
