@@ -79,6 +79,15 @@ def test_results_of_an_earlier_run_do_not_stand_for_this_one(tmp_path, scripts):
     assert content["rows"] == [] and content["error"] == "ended with 3: without a word"
 
 
+def test_half_a_result_gets_the_reason(tmp_path, scripts):
+    half = tmp_path / "out" / "half.json"
+    text = json.dumps({"title": "Half", "rows": [{"a": 1}]})
+    scripts("half", f"open({str(half)!r}, 'w').write({text!r})\nraise SystemExit('enough')")
+    run_all(Plan([], [Job("half", ("half",), 30.0, half)]), half.parent, seconds=60, jobs=1)
+    content = json.loads(half.read_text())
+    assert content["rows"] == [{"a": 1}] and content["error"] == "ended with 1: enough"
+
+
 def test_a_stopped_experiment_keeps_its_rows(tmp_path, scripts):
     out = tmp_path / "out"
     text = """

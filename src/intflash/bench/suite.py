@@ -22,6 +22,7 @@ from pathlib import Path
 from intflash.bench.experiments import Experiment, collect
 from intflash.bench.measure import environment
 
+DEMOS = ("vit", "swin")
 GRACE_S = 8.0  # for a job that was told to stop, to save what it has
 
 
@@ -69,16 +70,14 @@ def plan(out: Path, device: str, *, quick: bool = False, seed: int = 0, jobs: in
     experiments = [e for e in collect() if device in e.devices]
     together = [_experiment(e, out, device, seed, few) for e in experiments if not e.timed]
     alone = [_experiment(e, out, device, seed, few) for e in experiments if e.timed]
-    demos = [_demo(model, out / "demo", device, ("--images", "20") if quick else ()) for model in ("vit", "swin")]
+    demos = [_demo(model, out / "demo", device, ("--images", "20") if quick else ()) for model in DEMOS]
     rehearsals = []
     if device == "cuda":
         arguments = ("intflash.bench.gpu_attention", "--rehearse", "--jobs", str(jobs), *few)
         scratch = Path(tempfile.gettempdir()) / "intflash-rehearsal"
         rehearsals = [_rehearsal(job.name, (*job.arguments, "--rehearse")) for job in alone]
-        rehearsals += [_rehearsal("attention", arguments)]
-        for model in ("vit", "swin"):
-            job = _demo(model, scratch, device, ("--images", "5"))
-            rehearsals.append(_rehearsal(job.name, job.arguments))
+        small = [_demo(model, scratch, device, ("--images", "5")) for model in DEMOS]
+        rehearsals += [_rehearsal("attention", arguments), *(_rehearsal(job.name, job.arguments) for job in small)]
     arguments = ("intflash.cli", "bench", "attention", "--device", device, "--out", str(out), *few)
     path = out / ("cpu_attention.json" if device == "cpu" else "gpu_attention.json")
     alone += [Job("attention", arguments, 150, path, "Attention beside torch's"), *demos]
@@ -173,11 +172,15 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def _save_failure(end: Ended) -> None:
-    """The result of a job that left none: its reason."""
+    """Put the reason into the job's result, which may have been half written or not at all."""
     job = end.job
-    if job.result.exists():  # an experiment that was stopped has said so itself
-        return
+    if job.result.exists():
+        content = json.loads(job.result.read_text())
+    else:
+        device = "cuda" if "cuda" in job.arguments else "cpu"
+        content = {"name": job.name, "title": job.title, "source": job.source, "device": device, "rows": []}
+        content["environment"] = environment()
+    if content.get("error"):
+        return  # an experiment that was stopped has said so itself
     job.result.parent.mkdir(parents=True, exist_ok=True)
-    device = "cuda" if "cuda" in job.arguments else "cpu"
-    facts = {"name": job.name, "title": job.title, "source": job.source, "device": device, "error": end.reason}
-    job.result.write_text(json.dumps(facts | {"environment": environment(), "rows": []}, indent=1) + "\n")
+    job.result.write_text(json.dumps(content | {"error": end.reason}, indent=1) + "\n")
