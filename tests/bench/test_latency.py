@@ -1,8 +1,13 @@
 """Latency experiments: what is timed, beside what, and what a refusal looks like."""
 
+from dataclasses import dataclass
+
+import pytest
+
+from intflash import Recipe
 from intflash.bench.experiments import Setting, collect
-from intflash.bench.latency import CODE_CALL, FLOAT_CALL, Contender, Latency
-from intflash.bench.workloads import normal, random_case, uniform
+from intflash.bench.latency import CODE_CALL, FLOAT_CALL, KERNEL, Contender, Latency, speedup
+from intflash.bench.workloads import Case, normal, random_case, uniform
 
 FAST = Setting(budget_s=0.01)
 
@@ -39,3 +44,40 @@ def test_every_paper_speedup_has_a_cell():
             assert set(plan.baselines) <= labels
             assert all(a in labels and name in names and b in plan.baselines for a, name, b in plan.paper)
             assert all(label in labels and set(cases.split("-")) <= names for cases, label in plan.best)
+
+
+class Here:
+    """Stands for a tensor that stays on the CPU wherever it is sent."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device, dtype):
+        return self.x.to(dtype)
+
+
+@dataclass(frozen=True)
+class CaseHere(Case):
+    def inputs(self, seed=0):
+        return tuple(map(Here, super().inputs(seed)))
+
+
+def test_launches_alone_stand_beside_whole_calls_on_a_gpu(monkeypatch):
+    kernels = pytest.importorskip("intflash.bench.gpu.kernels")
+    made = []
+
+    def make_kernel(name, *inputs, backend, recipe):
+        made.append((name, backend, recipe))
+        return kernels.Kernel("a backend", lambda: None, lambda: None, lambda: None)
+
+    monkeypatch.setattr(kernels, "make_kernel", make_kernel)
+    recipe = Recipe(q="token", k="head", v="head")
+    contenders = [Contender("torch"), Contender("ours", "intflash", recipe)]
+    papers = {("ours", "tiny", "torch"): 2.0}
+    plan = Latency(contenders, [CaseHere("tiny", (1, 1, 16, 8), normal())], ("torch",), paper=papers, kernels=True)
+    rows = {(row.series, row.metric): row for row in plan(Setting(device="cuda", rehearse=True))}
+    assert made == [("intflash", None, recipe)]
+    assert rows["ours", KERNEL].backend == "a backend" and rows["ours", CODE_CALL].backend == "cpu"
+    for metric in (FLOAT_CALL, KERNEL):
+        assert rows["ours", speedup("torch", metric)].paper == 2.0
+    assert KERNEL not in {row.metric for row in plan(Setting(rehearse=True))}

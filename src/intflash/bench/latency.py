@@ -19,6 +19,8 @@ from intflash.bench.workloads import IFLASH, QFLASH, QFLASH_SPEEDUPS, Case, norm
 
 FLOAT_CALL = "us, quantization included"
 CODE_CALL = "us, int8 in and out"
+KERNEL = "us, attention launch alone"
+_COMPARED = {FLOAT_CALL: "", KERNEL: ", launches alone"}
 
 
 @dataclass(frozen=True)
@@ -30,21 +32,33 @@ class Contender:
     recipe: Recipe | None = None
     dtype: torch.dtype = torch.float32
 
-    def calls(self, case: Case, setting: Setting) -> dict[str, Callable[[], Any]]:
-        """Metric -> a call without arguments; what the method cannot do is left out.
+    def calls(self, case: Case, setting: Setting, kernels: bool) -> dict[str, tuple[str, Callable[[], Any]]]:
+        """Metric -> backend and a call without arguments; what the method cannot do is left out.
+
+        Args:
+            kernels: the attention launch alone too, on a GPU.
 
         Raises:
             InputError, BackendError: the method cannot serve the case at all.
         """
-        q, k, v = (x.to(setting.device, self.dtype) for x in case.inputs(setting.seed))
+        inputs = [x.to(setting.device, self.dtype) for x in case.inputs(setting.seed)]
+        kernels = kernels and setting.device == "cuda"
         if self.method is None:
-            return {FLOAT_CALL: partial(F.scaled_dot_product_attention, q, k, v)}
-        run = partial(intflash.attention, method=self.method, backend=setting.backend, check_finite=False)
-        found = {FLOAT_CALL: partial(run, q, k, v, recipe=self.recipe)}
-        codes = self._codes(q, k, v)
+            found = "torch SDPA", partial(F.scaled_dot_product_attention, *inputs)
+            return dict.fromkeys((FLOAT_CALL, KERNEL) if kernels else (FLOAT_CALL,), found)
+        options = dict(method=self.method, backend=setting.backend)
+        run, where = partial(intflash.attention, check_finite=False, **options), intflash.which_backend
+        floats = where(*inputs, recipe=self.recipe, **options)
+        calls = {FLOAT_CALL: (floats, partial(run, *inputs, recipe=self.recipe))}
+        codes = self._codes(*inputs)
         if codes is not None:
-            found[CODE_CALL] = partial(run, *codes)
-        return found
+            calls[CODE_CALL] = where(*codes, **options), partial(run, *codes)
+        if kernels:
+            from intflash.bench.gpu.kernels import make_kernel
+
+            kernel = make_kernel(self.method, *inputs, backend=setting.backend, recipe=self.recipe)
+            calls[KERNEL] = kernel.backend, kernel.launch
+        return calls
 
     def _codes(self, *inputs: Tensor) -> list[QTensor] | None:
         """q, k, v as the method's recipe quantizes them; None if it keeps one in floating point."""
@@ -53,12 +67,6 @@ class Contender:
             return None
         recipe = self.recipe or Recipe()
         return [recipe.quantize(name, x) for name, x in zip("qkv", inputs, strict=True)]
-
-    def backend(self, case: Case, setting: Setting) -> str:
-        if self.method is None:
-            return "torch SDPA"
-        q, k, v = (x.to(setting.device, self.dtype) for x in case.inputs(setting.seed))
-        return intflash.which_backend(q, k, v, method=self.method, recipe=self.recipe, backend=setting.backend)
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class Latency:
         baselines: labels whose times the speedup rows divide.
         quick: how many of the cases `--quick` keeps.
         paper: (contender label, case name, baseline) -> the paper's speedup.
+        kernels: on a GPU the attention launches alone too.
         best: (cases, contender label) -> the paper's best speedup over the first baseline (`best_of_groups`).
     """
 
@@ -78,6 +87,7 @@ class Latency:
     baselines: Sequence[str]
     quick: int = 2
     paper: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
+    kernels: bool = False
     best: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def __call__(self, setting: Setting) -> Iterator[Row]:
@@ -90,31 +100,32 @@ class Latency:
     def _measured(self, setting: Setting) -> Iterator[Row]:
         for case in self.cases[: self.quick] if setting.quick else self.cases:
             setting.log(case.name)
-            calls, refused, backends = {}, {}, {}
+            calls, backends, refused = {}, {}, {}
             for contender in self.contenders:
                 try:
-                    for metric, call in contender.calls(case, setting).items():
+                    mine = contender.calls(case, setting, self.kernels)
+                    for _, call in mine.values():
                         call()
-                        calls[contender.label, metric] = call
-                    backends[contender.label] = contender.backend(case, setting)
                 except Exception as error:  # whatever stops a contender is a result
                     refused[contender.label] = describe(error)
-                    calls = {key: call for key, call in calls.items() if key[0] != contender.label}
+                    continue
+                for metric, (backend, call) in mine.items():
+                    backends[contender.label, metric], calls[contender.label, metric] = backend, call
             seconds = dict(zip(calls, setting.time(list(calls.values())), strict=True))
             for (label, metric), time in seconds.items():
-                place = dict(series=label, case=case.name, x=case.value, backend=backends[label])
+                place = dict(series=label, case=case.name, x=case.value, backend=backends[label, metric])
                 yield Row(metric=metric, value=1e6 * time, **place)
-                for name in self.baselines if metric == FLOAT_CALL else ():
-                    base = seconds.get((name, FLOAT_CALL))
+                for name in self.baselines if metric in _COMPARED else ():
+                    base = seconds.get((name, metric))
                     if base is not None:
                         paper = self.paper.get((label, case.name, name))
-                        yield Row(metric=speedup(name), value=base / time, paper=paper, **place)
+                        yield Row(metric=speedup(name, metric), value=base / time, paper=paper, **place)
             for label, reason in refused.items():
                 yield Row(label, case.name, FLOAT_CALL, None, x=case.value, note=reason)
 
 
-def speedup(baseline: str) -> str:
-    return f"speedup over {baseline}"
+def speedup(baseline: str, metric: str = FLOAT_CALL) -> str:
+    return f"speedup over {baseline}{_COMPARED[metric]}"
 
 
 def _methods(*names: str) -> tuple[Contender, ...]:
@@ -157,8 +168,9 @@ IFLASH_FIGURE2 = Experiment(
         cases=[workload_case(w) for w in IFLASH.values()],
         baselines=tuple(_IFLASH_SPEEDUPS),
         paper={("iflash", name, base): x for name in IFLASH for base, x in _IFLASH_SPEEDUPS.items()},
+        kernels=True,
     ),
-    figures=tuple(Figure(speedup(base)) for base in _IFLASH_SPEEDUPS),
+    figures=tuple(Figure(speedup(base, metric)) for metric in _COMPARED for base in _IFLASH_SPEEDUPS),
     notes="The paper prints one speedup over I-ViT and one over FP16 FlashAttention, on an RTX 2080Ti, without saying "
     "for which size; the latter is our tile loop in float16.",
 )
@@ -183,10 +195,11 @@ def _int_flash_figure2(name: str, lengths: Sequence[int], device: str, *baseline
             cases=[_length_case(n) for n in lengths],
             baselines=labels,
             paper={("int_flash_full", f"{n // 1024}k", base): _FIGURE2[n] for n in lengths for base in labels},
+            kernels=True,
         ),
         figures=(
             Figure(FLOAT_CALL, "lines", "keys N"),
-            *(Figure(speedup(base), "lines", "keys N") for base in labels),
+            *(Figure(speedup(base, metric), "lines", "keys N") for metric in _COMPARED for base in labels),
         ),
         notes="The paper: FlashAttention FP16 in Triton on an RTX 4090; here torch's own, and on a GPU our Triton tile "
         "loop in float16 ('fp16'). One head, head_dim 64.",
@@ -213,6 +226,7 @@ GRANULARITY_LATENCY = Experiment(
         ),
         cases=[workload_case(QFLASH[name].batched(8)) for name in ("A2", "A7")],
         baselines=("per tensor",),
+        kernels=True,
     ),
     figures=(Figure(FLOAT_CALL),),
     notes="'fine': token Q, head K with smoothing, channel V. Granularities of Q, K, V in this order.",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterator
 
 from torch import Tensor
+
+logger = logging.getLogger("intflash")
 
 # module -> its function of float16 (q, k, v), each [B, H, N, D], quantization inside
 PEERS = {"sageattention": "sageattn", "comfy_kitchen": "int8_attention"}
@@ -16,5 +19,5 @@ def installed() -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor
     for module, function in PEERS.items():
         try:
             yield module, getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError):  # not installed, or a version without it
-            continue
+        except Exception as error:  # not installed, a version without it, a build for another machine
+            logger.debug("%s is not timed: %s", module, error)
