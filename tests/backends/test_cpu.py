@@ -129,6 +129,39 @@ def test_codes_of_every_kind(isa, data):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_biases_and_masks_of_every_kind(isa, data):
+    """Broadcast, strided, saturated and absent ones, rows without keys, scales from dead to saturated."""
+    pick = data.draw
+    method = pick(st.sampled_from(["intflash", "intflash_p8"]))
+    nq, nk, d = pick(st.integers(1, 60)), pick(st.integers(1, 270)), pick(st.sampled_from([1, 32, 64, 70]))
+    g = torch.Generator().manual_seed(pick(st.integers(0, 2**20)))
+    scale = 2.0 ** pick(st.floats(-14, 2))
+    q, k, v = (torch.randint(-127, 128, (2, 2, n, d), generator=g).to(torch.int8) for n in (nq, nk, nk))
+    tensors = [intflash.QTensor(x, s) for x, s in ((q, scale), (k, scale), (v, 0.02))]
+    options = {}
+
+    def broadcast(x):  # along any axes, or with the rows innermost in memory
+        for axis in range(4):
+            if pick(st.booleans()):
+                x = x.narrow(axis, 0, 1)
+        return x.transpose(2, 3).contiguous().transpose(2, 3) if pick(st.booleans()) else x
+
+    if pick(st.booleans()):
+        bias = torch.randn(2, 2, nq, nk, generator=g) * pick(st.sampled_from([1.0, 100.0, 1e6]))
+        if pick(st.booleans()):
+            bias[torch.rand(bias.shape, generator=g) > 0.7] = float("-inf")
+        options["bias"] = broadcast(bias)
+    if pick(st.booleans()) or not options:
+        options["attn_mask"] = broadcast(
+            torch.rand(2, 2, nq, nk, generator=g) > pick(st.sampled_from([0.1, 0.5, 0.99]))
+        )
+    problem = prepare(*tensors, method=method, out_dtype=torch.int8, return_lse=True, **options)[0]
+    assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["tensor", "head", "static", "static tensor", "static heads"])
 def test_native_quantization_has_the_library_s_codes(isa, dtype, kind):

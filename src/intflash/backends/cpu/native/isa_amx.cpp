@@ -12,7 +12,7 @@ bool on_vectors(const Call& call) { return call.method >= Method::kQFlash; }
 
 bool on_strips(const Call& call) {
   const bool exact = call.method == Method::kP16 || call.method == Method::kP8;
-  return exact && call.nk <= Strips<true>::kMaxKeys && !call.bias.data && !call.keep.data && !call.causal && !call.ends_q && !call.k_scale.stride[2];
+  return exact && call.nk <= Strips<true>::kMaxKeys && !call.causal && !call.ends_q && !call.k_scale.stride[2];
 }
 
 int unit_rows(const Call& call) {

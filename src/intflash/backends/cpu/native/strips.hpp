@@ -1,4 +1,4 @@
-// intflash and intflash_p8 on AMX tiles, for calls without masks, bias, limits or scales per block of keys.
+// intflash and intflash_p8 on AMX tiles, for calls without causal limits, packed sequences or scales per block of keys.
 //
 // A strip is up to 16 query rows of one head and all keys, kMaxKeys at most. While the vectors make P of one strip, the
 // tile unit works on both neighbours: the scores of the next and P V of the one before. Its instructions are
@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "arith.hpp"
+#include "biased.hpp"
 #include "epilogue.hpp"
 #include "exp2.hpp"
 #include "vec_amx.hpp"
@@ -26,15 +27,19 @@ class Strips {
   static constexpr int64_t kScoreLd = kMaxChunks * kChunk + 16;           // its rows lie in all cache sets
   static constexpr int64_t kPlane = kMaxChunks * kTile;                   // a digit of a strip's P
 
+  // What a strip's depths are made from.
+  enum class From { kScores, kShiftedScores, kLevels, kShiftedLevels };
   struct Strip {
     int64_t b, h, hk;
     const int8_t *keys, *values;
     int64_t row0;     // of its tiles
     int first, rows;  // rows [first, rows) of the tiles are its own; the ones before belong to the strip before
     int scale_step;   // 0: one scale for all rows
-    Depth depth;
+    From from;
     RowScale scale[kRows];
-    int32_t top[kRows];
+    BiasedScale biased_scale[kRows];
+    int32_t top[kRows];    // maxima of S; or
+    int64_t level[kRows];  // of T as it is held
     int32_t* scores;
     uint8_t* p;
     __m512i sums[kRows];
@@ -59,8 +64,9 @@ class Strips {
   const uint64_t call_id_;
   Scratch& scratch_;
   const int tile_rows_, strips_, chunks_, key_steps_, depths_, panels_;
-  const int64_t acc_ld_;
+  const int64_t acc_ld_, levels_ld_;
   int8_t *keys_[3], *values_[3], *queries_;
+  int64_t* levels_;  // of a biased strip: T, where its P is made
   int32_t *acc_, *scores_[2];
   uint8_t* p_[2];
   Strip strip_[3];
@@ -77,15 +83,16 @@ class Strips {
       : call_(call), call_id_(call_id), scratch_(scratch), tile_rows_(ceil_div(call.nq, ceil_div(call.nq, kRows))),
         strips_(ceil_div(call.nq, kRows)), chunks_(ceil_div(call.nk, kChunk)),
         key_steps_(ceil_div(call.head_dim, 4)), depths_(ceil_div(call.head_dim, 64)), panels_(ceil_div(call.value_dim, kPanel)),
-        acc_ld_(panels_ * kPanel), epilogue_(call) {
+        acc_ld_(panels_ * kPanel), levels_ld_(chunks_ * kChunk + 8), epilogue_(call) {
     const int64_t key_bytes = round_up(call.nk, kPanel) * key_steps_ * 4 + kTile;  // a tile may reach past the last panel
     const int64_t value_bytes = int64_t(chunks_) * panels_ * kTile, acc_bytes = kDigits * kRows * acc_ld_ * 4;
     const int64_t score_bytes = kRows * kScoreLd * 4, p_bytes = kDigits * kPlane, query_bytes = int64_t(depths_) * kTile;
-    const int64_t total = 3 * (key_bytes + value_bytes) + acc_bytes + 2 * (score_bytes + p_bytes) + query_bytes;
+    const int64_t level_bytes = call.bias.data || call.keep.data ? kRows * levels_ld_ * 8 : 0;
+    const int64_t total = 3 * (key_bytes + value_bytes) + acc_bytes + 2 * (score_bytes + p_bytes) + query_bytes + level_bytes;
     char* at = scratch.reserve(size_t(total));
     const auto take = [&](auto*& p, int64_t bytes) { p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at), at += bytes; };
     for (int i = 0; i < 2; ++i) take(scores_[i], score_bytes), take(p_[i], p_bytes);
-    take(acc_, acc_bytes), take(queries_, query_bytes);
+    take(acc_, acc_bytes), take(queries_, query_bytes), take(levels_, level_bytes);
     for (int i = 0; i < 3; ++i) take(keys_[i], key_bytes), take(values_[i], value_bytes);
     const int64_t tail = call.nk - (chunks_ - 1) * kChunk;
     alignas(64) int8_t ones[64];
@@ -116,14 +123,16 @@ class Strips {
   void step(const Strip* before, Strip* now, const Strip* next) {
     if (now) tops(*now);
     const int products = before ? panels_ * chunks_ : 0, slots = kSlots * chunks_;
+    const bool early = chunks_ == 1;  // short rows: their tiles' latency is hidden by the slot's own P
     Place place;
     for (int j = 0, slot = 0, done = 0; j < chunks_; ++j) {
       const int panels = next ? ceil_div(chunk_keys(j), kPanel) : 0;
       for (int i = 0; i < kSlots; ++i, ++slot) {
-        if (now) probabilities(*now, j, i);
+        if (now && !early) probabilities(*now, j, i);
         if (slot == 0) load_queries();  // copied a while before: a tile's load waits for the stores to reach memory
         if (i < panels) score_tile(next->keys + (int64_t(j) * 4 + i) * key_steps_ * 64);
         for (; done * slots < products * (slot + 1); ++done) product(*before, place);
+        if (now && early) probabilities(*now, j, i);
         if (i < panels) V::template store_tile<kScoreTile>(next->scores + j * kChunk + i * kPanel, 4 * kScoreLd);
       }
     }
@@ -142,16 +151,28 @@ class Strips {
     --left_;
     enter_head(s);
     copy_queries(call_.q.at(s.b, s.h, s.row0));
-    s.scale_step = call_.q_scale.stride[2] ? 1 : 0;
-    s.depth = Depth::kNarrow;
-    for (int r = 0; r < (s.scale_step ? tile_rows_ : 1); ++r) {
-      s.scale[r] = row_scale(exponent(s, r));
-      if (s.scale[r].shift) s.depth = Depth::kShifted;
-    }
+    choose_scales(s);
     const __m512i zero = V::unknown_zero();
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) s.sums[r] = zero;
     return &s;
+  }
+
+  void choose_scales(Strip& s) {
+    s.scale_step = call_.q_scale.stride[2] ? 1 : 0;
+    const int scales = s.scale_step ? tile_rows_ : 1;
+    bool aligned = true, scaled = true, dead = true;
+    for (int r = 0; r < scales; ++r) {
+      const Exponent e = exponent(s, r);
+      s.scale[r] = row_scale(e);
+      aligned = aligned && s.scale[r].shift == 0, scaled = scaled && fits_scaled(e), dead = dead && Biased::marks_are_dead(s.scale[r]);
+    }
+    if (!call_.bias.data && (!call_.keep.data || dead)) {
+      s.from = aligned ? From::kScores : From::kShiftedScores;
+    } else {
+      s.from = scaled ? From::kLevels : From::kShiftedLevels;
+      for (int r = 0; r < scales; ++r) s.biased_scale[r] = biased_scale(exponent(s, r), scaled);
+    }
   }
 
   void load_queries() const {
@@ -203,8 +224,10 @@ class Strips {
     }
   }
 
-  // Maxima of a strip. Columns past the last key repeat it; rows past the last are read and not used.
+  // Maxima of a strip.
   void tops(Strip& s) const {
+    if (on_levels(s) || call_.keep.data) return biased_tops(s);
+    // Columns past the last key repeat it; rows past the last are read and not used.
     __m512i max[kRows];
     const int panels = ceil_div(call_.nk, kPanel);
 #pragma GCC unroll 16
@@ -215,12 +238,39 @@ class Strips {
     V::reduce_max(max, s.top);
   }
 
-  template <Depth D, int Vectors>
-  static inline void block(const int32_t* s, const RowScale& r, __m512i top, __m512i ones, uint8_t* p, __m512i& sums) {
+  static bool on_levels(const Strip& s) { return s.from == From::kLevels || s.from == From::kShiftedLevels; }
+
+  void biased_tops(Strip& s) const {
+    const bool wide = on_levels(s);
+    __m512i max[kRows];
+    for (int r = 0; r < kRows; ++r) max[r] = V::zero16();
+    RowBias add = {nullptr, nullptr, call_.bias.stride[3], call_.keep.stride[3]};
+    for (int r = s.first; r < s.rows; ++r) {
+      if (call_.bias.data) add.bias = call_.bias.at(s.b % call_.bias_batch, s.h, s.row0 + r);
+      if (call_.keep.data) add.keep = call_.keep.at(s.b % call_.keep_batch, s.h, s.row0 + r);
+      int32_t* scores = s.scores + r * kScoreLd;
+      max[r] = wide ? Biased::row(scores, call_.nk, add, s.biased_scale[r * s.scale_step], levels_ + r * levels_ld_)
+                    : Biased::mark(scores, call_.nk, add);
+    }
+    if (wide) {
+      Biased::reduce_max(max, s.level);
+      Biased::reduce_max(max + 8, s.level + 8);
+    } else {
+      V::reduce_max(max, s.top);
+    }
+    for (int r = s.first; r < s.rows; ++r) {  // without keys: any level far above the marks
+      if (wide && s.level[r] == kNever) s.level[r] = 0;
+      if (!wide && s.top[r] == Biased::kMarked) s.top[r] = 0;
+    }
+  }
+
+  // P of up to four vectors of depths, given by `depth`, and its part of the row's sum.
+  template <int Vectors, class DepthOf>
+  static inline void block(DepthOf depth, __m512i ones, uint8_t* p, __m512i& sums) {
     using E = Exp2<V>;
     __m512i x[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) x[i] = i < Vectors ? E::template depth<D, false, false>(s + 16 * i, r, top, 0) : V::zero16();
+    for (int i = 0; i < 4; ++i) x[i] = i < Vectors ? depth(i) : V::zero16();
     const __m512i low = V::pack(x[0], x[1]), high = V::pack(x[2], x[3]);
     if constexpr (P16) {
       const __m512i a = E::p16(low), b = Vectors > 2 ? E::p16(high) : V::zero16();
@@ -231,32 +281,44 @@ class Strips {
     }
   }
 
-  template <Depth D, int Vectors>
-  static void blocks(Strip& s, const int32_t* scores, uint8_t* p, __m512i ones, int slot) {
-    for (int r = larger(s.first, slot * s.rows / kSlots), end = (slot + 1) * s.rows / kSlots; r < end; ++r)
-      block<D, Vectors>(scores + r * kScoreLd, s.scale[r * s.scale_step], V::set1(s.top[r]), ones, p + r * 64, s.sums[r]);
+  template <From F, int Vectors>
+  void blocks(Strip& s, int j, __m512i ones, int slot) const {
+    uint8_t* p = s.p + j * kTile;
+    for (int r = larger(s.first, slot * s.rows / kSlots), end = (slot + 1) * s.rows / kSlots; r < end; ++r) {
+      if constexpr (F == From::kLevels || F == From::kShiftedLevels) {
+        const int64_t* t = levels_ + r * levels_ld_ + j * kChunk;
+        const __m512i top = _mm512_set1_epi64(s.level[r]);
+        block<Vectors>([&](int i) { return Biased::depth<F == From::kLevels>(t + i * kPanel, top); }, ones, p + r * 64, s.sums[r]);
+      } else {
+        constexpr Depth D = F == From::kScores ? Depth::kNarrow : Depth::kShifted;
+        const int32_t* x = s.scores + r * kScoreLd + j * kChunk;
+        const RowScale& scale = s.scale[r * s.scale_step];
+        const __m512i top = V::set1(s.top[r]);
+        block<Vectors>([&](int i) { return Exp2<V>::template depth<D, false, false>(x + i * kPanel, scale, top, 0); }, ones, p + r * 64, s.sums[r]);
+      }
+    }
   }
 
-  template <Depth D>
-  static void probabilities_of(Strip& s, int j, int vectors, __m512i ones, int slot) {
-    const int32_t* x = s.scores + j * kChunk;
-    uint8_t* p = s.p + j * kTile;
+  template <From F>
+  void probabilities_from(Strip& s, int j, int vectors, __m512i ones, int slot) const {
     switch (vectors) {
-      case 1: return blocks<D, 1>(s, x, p, ones, slot);
-      case 2: return blocks<D, 2>(s, x, p, ones, slot);
-      case 3: return blocks<D, 3>(s, x, p, ones, slot);
-      default: return blocks<D, 4>(s, x, p, ones, slot);
+      case 1: return blocks<F, 1>(s, j, ones, slot);
+      case 2: return blocks<F, 2>(s, j, ones, slot);
+      case 3: return blocks<F, 3>(s, j, ones, slot);
+      default: return blocks<F, 4>(s, j, ones, slot);
     }
   }
 
   // P of a slot's rows and chunk j, in a tile for each digit, and its part of the row sums.
   void probabilities(Strip& s, int j, int slot) const {
-    const int keys = chunk_keys(j);
+    const int keys = chunk_keys(j), vectors = ceil_div(keys, kPanel);
     const __m512i ones = keys < kChunk ? tail_ones_ : _mm512_set1_epi8(1);
-    if (s.depth == Depth::kNarrow)
-      probabilities_of<Depth::kNarrow>(s, j, ceil_div(keys, kPanel), ones, slot);
-    else
-      probabilities_of<Depth::kShifted>(s, j, ceil_div(keys, kPanel), ones, slot);
+    switch (s.from) {
+      case From::kScores: return probabilities_from<From::kScores>(s, j, vectors, ones, slot);
+      case From::kShiftedScores: return probabilities_from<From::kShiftedScores>(s, j, vectors, ones, slot);
+      case From::kLevels: return probabilities_from<From::kLevels>(s, j, vectors, ones, slot);
+      case From::kShiftedLevels: return probabilities_from<From::kShiftedLevels>(s, j, vectors, ones, slot);
+    }
   }
 
   // The next panel of P V, in passes of as many panels as have accumulators: panel i and digit d in tile
@@ -314,7 +376,8 @@ class Strips {
     epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first, call_.out_offset(s.b, s.h, row));
     for (int r = s.first; call_.t_max && r < s.rows; ++r) {
       const Exponent e = exponent(s, r);
-      call_.t_max[index + r - s.first] = s.top[r] * (int64_t(1) << e.k) * e.c;
+      const int64_t t_max = on_levels(s) ? s.level[r] >> s.biased_scale[r * s.scale_step].down : s.top[r] * (int64_t(1) << e.k) * e.c;
+      call_.t_max[index + r - s.first] = l[r] ? t_max : kNever;
       call_.l_sum[index + r - s.first] = l[r];
     }
   }
