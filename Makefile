@@ -23,7 +23,7 @@ demo: $(VENV)/ready
 	$(BIN)/intflash demo
 	$(BIN)/intflash report
 
-# Every experiment on this machine's GPU, and the page of them, in about eight minutes.
+# Every experiment on this machine's GPU, and the page of them, in about five minutes.
 report-gpu: $(VENV)/ready
 	$(BIN)/intflash bench all --device cuda --out results/gpu
 
