@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from intflash.backends.triton import mixed_steps
-from intflash.backends.triton.launch import Launch, data_view, view
+from intflash.backends.triton.launch import Launch, contiguous_keys, data_view, view
 from intflash.backends.triton.mixed_steps import Kinds, MixedConstants
 from intflash.backends.triton.steps import Steps
 from intflash.backends.triton.streaming import Statistics, Tile, _streaming_kernel, block_dim
@@ -84,7 +84,7 @@ def operands(problem: Problem) -> tuple[Operand, Operand, Operand]:
     method = problem.method
     if method in _FP8_DIMS:
         q, k, v = (_e4m3(_values(x, torch.float32), _FP8_DIMS[method]) for x in (problem.q, problem.k, problem.v))
-        return q, k, replace(v, data=key_major(v.data))
+        return q, k, replace(v, data=contiguous_keys(v.data))
     if method in _FLOAT_DTYPE:
         return tuple(Operand(_values(x, _FLOAT_DTYPE[method])) for x in (problem.q, problem.k, problem.v))
     q = Operand(problem.q.data, problem.q.token_scale(), problem.q.granularity)
@@ -92,16 +92,7 @@ def operands(problem: Problem) -> tuple[Operand, Operand, Operand]:
     if method in _V_DTYPE:
         return q, k, Operand(_values(problem.v, _V_DTYPE[method]))
     v = Operand(problem.v.data, problem.v.scale, problem.v.granularity, problem.v.block_size or 1)
-    return q, k, v if method == "qattn" else replace(v, data=key_major(v.data))
-
-
-def key_major(v: Tensor) -> Tensor:
-    """V ``[B, H, N, D]`` with contiguous keys, as 8-bit tensor cores read it; rows of 16 bytes."""
-    if v.stride(2) == 1 and v.stride(3) % 16 == 0:
-        return v
-    b, h, n, d = v.shape
-    padded = v.new_empty(b, h, d, triton.cdiv(n, 16) * 16)[..., :n]
-    return padded.copy_(v.mT).mT
+    return q, k, v if method == "qattn" else replace(v, data=contiguous_keys(v.data))
 
 
 def _values(x: QTensor | Tensor, dtype: torch.dtype) -> Tensor:
