@@ -63,6 +63,10 @@ DEVICE void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" :::
 // A kernel launched with `overlaps` may start while the one before runs: it reads and writes nothing before
 // `await_previous`, and has no read-only loads, which could be moved before it.
 DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The same once `known` (not 0, as addresses are) has been computed, which ptxas would leave for later.
+DEVICE void await_previous(u64 known) {
+    asm volatile("{.reg .pred p; setp.ne.u64 p, %0, 0; @p griddepcontrol.wait;}" ::"l"(known) : "memory");
+}
 DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Bytes of a row of a wgmma operand in shared memory: 32, 64 or 128, each with its own swizzle.

@@ -142,8 +142,28 @@ template <typename T> constexpr int SIZE = sizeof(T);
 // Where element `i` from `base` lies.
 template <typename T> DEVICE const void* element(const u8* base, i64 i) { return base + i * SIZE<T>; }
 
-// 1 / s of a head, rounded once; 1 for codes.
-template <typename T> DEVICE float head_inverse(const View& scale, u32 batch, u32 head) {
-    return Codes<T>::usable(__frcp_rn(((const float*)scale.ptr)[head_offset(scale, batch, head)]));
+// The element of a batch and head in a tensor that has one for each.
+template <typename T> DEVICE const T* head_element(const View& x, u32 batch, u32 head) {
+    return (const T*)x.ptr + (u64)batch * (u32)x.b + (u64)head * (u32)x.h;
 }
-template <> DEVICE float head_inverse<i8>(const View&, u32, u32) { return 1.0f; }
+
+// Scales of float inputs and their reciprocals, rounded once: `divide` waits for what `load` loads. The lanes of a quad
+// divide for each other.
+template <typename T> struct Scales {
+    const float *q_at, *k_at, *v_at;
+    float q, k, v, q_inverse, k_inverse, v_inverse;
+
+    DEVICE Scales(const Params& p, u32 batch, u32 head, u32 kv_head)
+        : q_at(head_element<float>(p.q_scale, batch, head)), k_at(head_element<float>(p.k_scale, batch, kv_head)),
+          v_at(head_element<float>(p.v_scale, batch, kv_head)) {}
+    DEVICE void load() {
+        if constexpr (SIZE<T> > 1) q = *q_at, k = *k_at, v = *v_at;
+    }
+    DEVICE void divide() {
+        if constexpr (SIZE<T> == 1) return;
+        const u32 which = threadIdx.x % 4;
+        const float inverse = Codes<T>::usable(__frcp_rn(which == 0 ? q : which == 1 ? k : v));
+        q_inverse = __shfl_sync(~0u, inverse, 0), k_inverse = __shfl_sync(~0u, inverse, 1);
+        v_inverse = __shfl_sync(~0u, inverse, 2);
+    }
+};

@@ -12,11 +12,10 @@ constexpr bool AHEAD = SIZE<IN> < 4;  // Q of the next tile is loaded under this
 struct Query {
     const Tokens tokens;
     const i32 last;
-    const float inverse;
     In::Raw<1> raw[D_STEPS][4];
 
     DEVICE Query(const Params& p, u32 batch, u32 head)
-        : tokens(p.q, batch, head), last(p.nq - 1), inverse(head_inverse<IN>(p.q_scale, batch, head)) {}
+        : tokens(p.q, batch, head), last(p.nq - 1) {}
     DEVICE void load(i32 row) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -25,7 +24,7 @@ struct Query {
             for (int i = 0; i < D_CHUNKS; ++i) load_words(from + i * 16 * SIZE<IN>, raw[i / 2][i % 2 * 2 + h].word);
         }
     }
-    DEVICE void codes(u32 (&w)[D_STEPS][4]) {
+    DEVICE void codes(float inverse, u32 (&w)[D_STEPS][4]) {
 #pragma unroll
         for (auto& step : raw) bring_near(step, inverse);
 #pragma unroll
@@ -49,13 +48,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const 
     const auto is_tail = [&](i32 row) { return TAIL && row + 64 > p.nq; };
     const auto row_from = [&](i32 row) { return row + (is_tail(row) ? row_of_warp : row_of_thread); };
 
-    await_previous();
-    load_head<THREADS>(p, k_tile, v_tile, batch, kv_head, threadIdx.x);
+    HeadLoader<THREADS> loader(p, k_tile, v_tile, batch, kv_head, threadIdx.x);
     Query query(p, batch, head);
+    HeadConstants constants(p, batch, head, kv_head);
+    await_previous(constants.known() | loader.known() | (u64)query.tokens.base);
+    constants.load();
+    loader.begin_keys();
     if (AHEAD) query.load(row_from(row));
-    const Scaling scaling = output_scaling<OUT>(p, batch, head, kv_head);
+    loader.begin_values(p, batch, kv_head);
     Tile tile;
-    tile.score[0] = tile.score[1] = head_score(p, batch, head, kv_head, 0);
+    tile.score[0] = tile.score[1] = constants.of_scores(p);
+    constants.scales.divide();
+    loader.finish_keys(constants.scales.k_inverse);
+    loader.finish_values(constants.scales.v_inverse);
     copies_done();
     publish_shared();
     __syncthreads();
@@ -64,22 +69,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const 
     for (; row < stop; row += 64 * WARPGROUPS) {
         const i32 r = row_from(row), next = row + 64 * WARPGROUPS;
         if (!AHEAD) query.load(r);
-        query.codes(tile.q);
+        query.codes(constants.scales.q_inverse, tile.q);
         if (AHEAD && next < stop) query.load(row_from(next));
         if constexpr (ROW_SCALES) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) tile.score[h] = head_score(p, batch, head, kv_head, min(r + 8 * h, p.nq - 1));
+            for (int h = 0; h < 2; ++h) {
+                const i64 at = head_offset(p.score, batch, head) + min(r + 8 * h, p.nq - 1) * p.score.n;
+                tile.score[h] = unpack_score(((const i64*)p.score.ptr)[at]);
+            }
         }
 #if TAIL
         if (is_tail(row)) {
             Tail tail(tile, k_tile, v_tile, shared + K_BYTES + V_BYTES);
-            tail.run();
-            tail.store(p, batch, head, gridDim.y, r, scaling);
+            tail.run(constants.scaling);
+            tail.store(p, batch, head, gridDim.y, r, constants.scaling);
             break;
         }
 #endif
         tile.active = row + warp * 16 < p.nq;
-        tile.run();
-        if (tile.active) tile.store(p, batch, head, gridDim.y, r, scaling);
+        tile.run(constants.scaling);
+        if (tile.active) tile.store(p, batch, head, gridDim.y, r, constants.scaling);
     }
 }

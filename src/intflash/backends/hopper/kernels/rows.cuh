@@ -48,7 +48,8 @@ template <typename RAW, int COUNT> DEVICE void bring_near(RAW (&raw)[COUNT], flo
 // Rows of 16-channel chunks in K's place, by THREADS threads in rounds: a thread keeps its chunk and its rows lie
 // ROWS apart, so that addresses advance by constants. GROUP rounds are in flight together.
 template <int THREADS, bool PERMUTED> struct RowLoader {
-    static constexpr int ROWS = THREADS / D_CHUNKS, ROUNDS = (KEYS + ROWS - 1) / ROWS, GROUP = SIZE<IN> == 4 ? 2 : 4;
+    static constexpr int ROWS = THREADS / D_CHUNKS, ROUNDS = (KEYS + ROWS - 1) / ROWS;
+    static constexpr int GROUP = SIZE<IN> == 4 ? 2 : ROUNDS < 8 ? ROUNDS : 4;
     const Tokens tokens;
     const i32 row, chunk, last;
     In::Raw<4> raw[GROUP];
@@ -95,6 +96,7 @@ DEVICE u32 value_address(u32 v_tile, u32 row, u32 key) {
 template <int THREADS> struct ValueLoader {
     static constexpr int BLOCKS = KEYS / 4 * D_CHUNKS, ROUNDS = (BLOCKS + THREADS - 1) / THREADS;
     static constexpr int GROUP = SIZE<IN> == 4 ? 1 : ROUNDS < 2 ? ROUNDS : 2;
+    static constexpr int LANE_CHANNELS = CHANNELS % 16 ? 4 : 16;  // of a chunk, which one lane gets: 2 every 8 rows
     const Tokens tokens;
     const i32 thread, last;
     In::Raw<4> raw[GROUP][4];
@@ -127,9 +129,10 @@ template <int THREADS> struct ValueLoader {
                 u32 turned[4];
                 transpose_bytes(w[0][c], w[1][c], w[2][c], w[3][c], turned);
 #pragma unroll
-                for (int d = 0; d < 4; ++d) {
-                    const u32 row = value_row<HEAD_DIM>(chunk(first + j) * 16 + 4 * c + d);
-                    store_shared(value_address(tile, row, key(first + j)), turned[d]);
+                for (int d = 0; d < 4; ++d) {  // addresses differ by constants
+                    const int channel = 4 * c + d, same = channel / LANE_CHANNELS * LANE_CHANNELS + d % 2;
+                    const u32 row = value_row<HEAD_DIM>(chunk(first + j) * 16 + same);
+                    store_shared(value_address(tile, row, key(first + j)) + 512 * (channel - same), turned[d]);
                 }
             }
         }
@@ -160,60 +163,79 @@ template <int THREADS> DEVICE void zero_channels(u32 k_tile, i32 thread) {
     }
 }
 
+// What is read of a head besides Q, K and V. What is computed from it would delay loads if it came before them.
+struct HeadConstants {
+    Scales<IN> scales;
+    const i64 *score_at, *output_at;
+    i64 score;
+    Scaling scaling;
+
+    DEVICE HeadConstants(const Params& p, u32 batch, u32 head, u32 kv_head)
+        : scales(p, batch, head, kv_head), score_at(head_element<i64>(p.score, batch, head)),
+          output_at(head_element<i64>(p.output, batch, head)) {}
+    DEVICE u64 known() const { return (u64)(SIZE<IN> == 1 ? score_at : (const i64*)scales.q_at) | (u64)scales.k_at; }
+    DEVICE void load() {
+        scales.load();
+        if constexpr (SIZE<IN> == 1) score = *score_at;
+        if constexpr (IsInteger<OUT>::value) scaling.packed = *output_at;
+        else scaling.v_scale = SIZE<IN> == 1 ? *scales.v_at : scales.v;
+    }
+    DEVICE Score of_scores(const Params& p) const {
+        if constexpr (SIZE<IN> == 1) return unpack_score(score);
+        else return score_constants(scales.q, scales.k, p.sm_scale);
+    }
+};
+
 // K and V of a head by THREADS threads, as many loads in flight as registers allow.
 template <int THREADS> struct HeadLoader {
-    const float k_inverse, v_inverse;
     typedef RowLoader<THREADS, true> Keys;
     typedef ValueLoader<THREADS> Values;
     Keys keys;
     Values values;
-
-    DEVICE HeadLoader(const Params& p, u32 batch, u32 head, i32 thread)
-        : k_inverse(head_inverse<IN>(p.k_scale, batch, head)), v_inverse(head_inverse<IN>(p.v_scale, batch, head)),
-          keys(Tokens(p.k, batch, head), thread, p.nk), values(Tokens(p.v, batch, head), thread, p.nk) {}
+    const u32 k_tile, v_tile;
 
     static constexpr bool EARLY = Values::GROUP == Values::ROUNDS;  // all of V can be on its way before K is stored
 
-    DEVICE void begin() {
-        if constexpr (EARLY && !KEY_MAJOR) values.load(0);
-        if constexpr (SIZE<IN> > 1) keys.load(0);
+    DEVICE HeadLoader(const Params& p, u32 k_tile, u32 v_tile, u32 batch, u32 head, i32 thread)
+        : keys(Tokens(p.k, batch, head), thread, p.nk), values(Tokens(p.v, batch, head), thread, p.nk), k_tile(k_tile),
+          v_tile(v_tile) {}
+
+    DEVICE u64 known() const { return (u64)keys.from(0) | (u64)values.tokens.base; }
+    DEVICE void begin_keys() {
+        zero_channels<THREADS>(k_tile, values.thread);
+        if constexpr (SIZE<IN> == 1) keys.copy(k_tile);
+        else keys.load(0);
     }
-    DEVICE void finish(u32 k_tile, u32 v_tile) {
+    DEVICE void begin_values(const Params& p, u32 batch, u32 head) {
+        if constexpr (KEY_MAJOR) copy_values<THREADS>(v_tile, p.v, batch, head, values.thread);
+        else if constexpr (EARLY) values.load(0);
+    }
+    DEVICE void finish_keys(float inverse) {
         if constexpr (SIZE<IN> > 1) {
 #pragma unroll
             for (int first = 0; first < Keys::ROUNDS; first += Keys::GROUP) {
                 if (first > 0) keys.load(first);
-                keys.store(k_tile, k_inverse, first);
+                keys.store(k_tile, inverse, first);
             }
         }
+    }
+    DEVICE void finish_values(float inverse) {
+        if constexpr (!KEY_MAJOR) {
 #pragma unroll
-        for (int first = 0; first < Values::ROUNDS; first += Values::GROUP) {
-            if constexpr (!EARLY) values.load(first);
-            values.store(v_tile, v_inverse, first);
+            for (int first = 0; first < Values::ROUNDS; first += Values::GROUP) {
+                if constexpr (!EARLY) values.load(first);
+                values.store(v_tile, inverse, first);
+            }
         }
     }
 };
 
-template <int THREADS> DEVICE void load_head(const Params& p, u32 k_tile, u32 v_tile, u32 batch, u32 head, i32 thread) {
-    HeadLoader<THREADS> loader(p, batch, head, thread);
-    loader.begin();
-    zero_channels<THREADS>(k_tile, thread);
-    if constexpr (SIZE<IN> == 1) loader.keys.copy(k_tile);
-    if constexpr (KEY_MAJOR) copy_values<THREADS>(v_tile, p.v, batch, head, thread);
-    else loader.finish(k_tile, v_tile);
-}
-
-DEVICE Score head_score(const Params& p, u32 batch, u32 head, u32 kv_head, i32 row) {
-    if constexpr (SIZE<IN> == 1)
-        return unpack_score(((const i64*)p.score.ptr)[head_offset(p.score, batch, head) + row * p.score.n]);
-    else
-        return score_constants(((const float*)p.q_scale.ptr)[head_offset(p.q_scale, batch, head)],
-                               ((const float*)p.k_scale.ptr)[head_offset(p.k_scale, batch, kv_head)], p.sm_scale);
-}
-
 // The row's keys in two parts (one where there are few): the second's scores are computed under the first's maximum,
 // P V of the first under the exponentials of the second.
 constexpr int FIRST = KEYS < 64 ? 0 : KEYS / 64 * 32, REST = KEYS - FIRST;
+
+// A sum of p from those of its digits.
+DEVICE u32 joined(const u32 (&sums)[DIGITS]) { return DIGITS == 1 ? sums[0] : (sums[0] << 8) + sums[DIGITS - 1]; }
 
 // Left operands of P V, a step of 32 keys each, one for each digit.
 template <int KEY_COUNT> struct Weights {
@@ -226,7 +248,8 @@ struct Tile {
     Score score[2];
     i32 peak[2];
     i64 B[2];
-    u32 sums[2][DIGITS];
+    u32 sums[2][DIGITS], l[2];
+    RowScale<OUT> scales[2];
     i32 acc[DIGITS][HEAD_DIM / 2];
     u64 k_operand, v_operand;
     u32 present;  // bytes of the thread's last four keys that exist
@@ -296,7 +319,7 @@ struct Tile {
         wgmma_commit();
     }
 
-    DEVICE void run() {
+    DEVICE void run(const Scaling& scaling) {
         peak[0] = peak[1] = NO_SCORE;
 #pragma unroll
         for (int i = 0; i < 2 * DIGITS; ++i) sums[i / DIGITS][i % DIGITS] = 0;
@@ -326,17 +349,17 @@ struct Tile {
         if constexpr (FIRST > 0) issue_values(pa, 0);
         if (active) exponentials<true>(b, pb);
         issue_values(pb, FIRST);
+        if (active) {  // under the products
+#pragma unroll
+            for (int h = 0; h < 2; ++h) l[h] = quad_sum(joined(sums[h]));
+            row_scales<OUT>(l, scaling, scales);
+        }
 #pragma unroll
         for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]);
     }
 
     // Both rows' outputs; `row` is the thread's first.
     DEVICE void store(const Params& p, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) {
-        u32 l[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) l[h] = quad_sum(DIGITS == 1 ? sums[h][0] : (sums[h][0] << 8) + sums[h][DIGITS - 1]);
-        RowScale<OUT> scales[2];
-        row_scales<OUT>(l, scaling, scales);
         const i64 base = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + threadIdx.x % 4 * CHANNELS) * SIZE<OUT>);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

@@ -25,8 +25,9 @@ struct Tail {
     const u32 k_tile, v_tile, lane, warp, g, quarter;
     Shared& shared;
     i32 peak;
-    u32 l = 0;
-    i32 acc[DIGITS][BLOCKS][4];
+    u32 l;
+    RowScale<OUT> scale;
+    i32 acc[2][DIGITS][BLOCKS][4];  // of even and odd steps: a shorter chain of products
 
     DEVICE Tail(const Tile& tile, u32 k_tile, u32 v_tile, u8* shared)
         : tile(tile), k_tile(k_tile), v_tile(v_tile), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4), g(lane / 4),
@@ -50,7 +51,7 @@ struct Tail {
         s[0] = even[0], s[1] = even[1], s[2] = odd[0], s[3] = odd[1];
     }
 
-    DEVICE void run() {
+    DEVICE void run(const Scaling& scaling) {
         const Score score = tile.score[0];
         i32 s[SHARE][4];
         peak = NO_SCORE;
@@ -87,19 +88,25 @@ struct Tail {
             }
         }
         meet();
-        values();
+        values(scaling);
     }
 
-    DEVICE void values() {
+    DEVICE void values(const Scaling& scaling) {
         u32 sums[DIGITS] = {};
 #pragma unroll
-        for (int i = 0; i < DIGITS * BLOCKS * 4; ++i) acc[i / 4 / BLOCKS][i / 4 % BLOCKS][i % 4] = 0;
+        for (int parity = 0; parity < 2; ++parity)
+#pragma unroll
+            for (int digit = 0; digit < DIGITS; ++digit)
+#pragma unroll
+                for (int i = 0; i < BLOCKS * 4; ++i) acc[parity][digit][i / 4][i % 4] = 0;
 #pragma unroll
         for (int pair = 0; pair < (STEPS + 1) / 2; ++pair) {  // of steps of 32 keys
             u32 v[BLOCKS][4];
 #pragma unroll
-            for (int b = 0; b < BLOCKS; ++b)
-                load_matrices(value_address(v_tile, 8 * (BLOCKS * warp + b) + lane % 8, 64 * pair + lane / 8 * 16), v[b]);
+            for (int b = 0; b < BLOCKS; ++b) {
+                const u32 row = 8 * (BLOCKS * warp + b) + lane % 8;
+                load_matrices(value_address(v_tile, row, 64 * pair + lane / 8 * 16), v[b]);
+            }
 #pragma unroll
             for (int digit = 0; digit < DIGITS; ++digit) {
                 u32 p[4];
@@ -113,12 +120,16 @@ struct Tail {
 #pragma unroll
                     for (int i = 0; i < 4; i += 2)
                         if (2 * pair + i / 2 < STEPS)
-                            mma_u8_s8(acc[digit][b], {p[i], 0, p[i + 1], 0}, {v[b][i], v[b][i + 1]});
+                            mma_u8_s8(acc[i / 2][digit][b], {p[i], 0, p[i + 1], 0}, {v[b][i], v[b][i + 1]});
             }
         }
-#pragma unroll
-        for (int digit = 0; digit < DIGITS; ++digit) l = (l << 8) + quad_sum(sums[digit]);
+        l = quad_sum(joined(sums));
+        RowScale<OUT> scales[2];
+        row_scales<OUT>({l, l}, scaling, scales);
+        scale = scales[0];
     }
+
+    DEVICE i32 sum(int digit, int i) const { return acc[0][digit][i / 2][i % 2] + acc[1][digit][i / 2][i % 2]; }
 
     // `row` is row g; lanes of a quad have neighbouring channels as Tile's do, warps parts of theirs.
     DEVICE void store(const Params& p, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) const {
@@ -127,14 +138,14 @@ struct Tail {
 #pragma unroll
         for (int i = 0; i < 2 * BLOCKS; ++i) {
 #if BITS == 8
-            mine[i] = acc[0][i / 2][i % 2];
+            mine[i] = sum(0, i);
 #else
-            mine[i] = {acc[0][i / 2][i % 2], acc[1][i / 2][i % 2]};
+            mine[i] = {sum(0, i), sum(1, i)};
 #endif
         }
         const u32 channel = quarter * CHANNELS + warp * 2 * BLOCKS;
         const i64 base = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + channel) * SIZE<OUT>);
-        store_outputs<OUT>((u8*)multiply_add(row, (i32)p.out.n * SIZE<OUT>, base), mine, l, scaling);
+        store_scaled<OUT>((u8*)multiply_add(row, (i32)p.out.n * SIZE<OUT>, base), mine, scale, scaling);
         if (p.l && warp == 0 && quarter == 0) {
             const i64 at = ((i64)batch * heads + head) * p.nq + row;
             p.t_max[at] = multiply_add(peak, tile.score[0].C, 0);

@@ -23,33 +23,13 @@ template <int LIVE> DEVICE void p_words(const Weight (&x)[4], i32 C, i64 B, u32 
 #endif
 }
 
-// Scales of float inputs and their reciprocals: the lanes of a quad divide for each other.
-struct Scales {
-    float q, k, v, q_inverse, k_inverse, v_inverse;
-
-    static DEVICE float of(const View& x, u32 batch, u32 head) {
-        return ((const float*)x.ptr)[(u64)batch * (u32)x.b + (u64)head * (u32)x.h];
-    }
-    DEVICE void load(const Params& p, u32 batch, u32 head, u32 kv_head) {
-        if constexpr (SIZE<IN> == 1) return;
-        q = of(p.q_scale, batch, head), k = of(p.k_scale, batch, kv_head), v = of(p.v_scale, batch, kv_head);
-    }
-    DEVICE void divide() {
-        if constexpr (SIZE<IN> == 1) return;
-        const u32 which = threadIdx.x % 4;
-        const float inverse = In::usable(__frcp_rn(which == 0 ? q : which == 1 ? k : v));
-        q_inverse = __shfl_sync(~0u, inverse, 0), k_inverse = __shfl_sync(~0u, inverse, 1);
-        v_inverse = __shfl_sync(~0u, inverse, 2);
-    }
-};
-
 struct Window {
     const Params& p;
     u32 batch, head, kv_head, g, quarter;
+    Scales<IN> scales;
     KeysValues kv;
     Scaling scaling;
     Score score;
-    Scales scales;
 
     DEVICE Score row_score(u32 row) const { return ROW_SCALES ? head_score(row) : score; }
     DEVICE Score head_score(u32 row) const {
@@ -240,12 +220,12 @@ attention(const __grid_constant__ Params p) {
     if (WINDOWS > 1 && place >= p.count) return;
     const u32 batch = p.head_reciprocal ? __umulhi(place, p.head_reciprocal) : place, head = place - batch * p.heads;
     const u32 kv_head = key_head(p, head), g = lane / 4, quarter = lane % 4;
-    Window w = {p, batch, head, kv_head, g, quarter};
+    Window w = {p, batch, head, kv_head, g, quarter, {p, batch, head, kv_head}};
     await_previous();
     const u32 share = SHARED ? part : 0;
     Loader<SHARED ? PARTS : 1> loader;
     loader.load_keys(head_base(p.k, batch, kv_head), row_stride(p.k), g, share);
-    w.scales.load(p, batch, head, kv_head);
+    w.scales.load();
     const u8 *q_base = head_base(p.q, batch, head), *v_base = head_base(p.v, batch, kv_head);
     const u32 q_stride = row_stride(p.q);
     const bool has_tail = TAIL && part == PARTS - 1;
@@ -266,7 +246,7 @@ attention(const __grid_constant__ Params p) {
     if constexpr (IsInteger<OUT>::value)
         w.scaling.packed = ((const i64*)p.output.ptr)[head_offset(p.output, batch, head)];
     else
-        w.scaling.v_scale = SIZE<IN> == 1 ? Scales::of(p.v_scale, batch, kv_head) : w.scales.v;
+        w.scaling.v_scale = SIZE<IN> == 1 ? *w.scales.v_at : w.scales.v;
     loader.bring_near(w.scales.k_inverse, w.scales.v_inverse);
     if constexpr (SHARED) loader.exchange(w.scales.k_inverse, w.scales.v_inverse, share, w.kv);
     else loader.codes(w.scales.k_inverse, w.scales.v_inverse, w.kv);
