@@ -129,6 +129,26 @@ def test_codes_of_every_kind(isa, data):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("method", ["intflash", "intflash_p8"])
+def test_depths_of_every_width(isa, method):
+    """Differences of scores to 80,000, units of a score around those at which 16 bits hold every live one."""
+    g = torch.Generator().manual_seed(0)
+    target = torch.randint(0, 80_000, (4, 1, 200), generator=g) + torch.arange(4)[:, None, None]
+    k = torch.zeros(4, 1, 200, 6, dtype=torch.int64)  # q . k is the target
+    high, low = target // 127, target % 127
+    for channel in range(5):
+        k[..., channel] = (high - 127 * channel).clamp(0, 127)
+    k[..., 5] = low
+    q = torch.tensor([127] * 5 + [1]).repeat(4, 1, 3, 1)
+    v = torch.randint(-127, 128, (4, 1, 200, 40), generator=g)
+    for octaves in (1.2e-4, 1.44e-4, 1.45e-4, 1.5e-4, 2.2e-4, 2.4e-4, 7e-4, 1.9e-3, 2e-3, 3e-3):
+        unit = octaves / 1.4426950408889634
+        tensors = [intflash.QTensor(x.to(torch.int8), s) for x, s in ((q, unit), (k, 1.0), (v, 0.02))]
+        problem = prepare(*tensors, method=method, scale=1.0, return_lse=True)[0]
+        assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_biases_and_masks_of_every_kind(isa, data):

@@ -37,8 +37,11 @@ inline uint64_t scaled_base(int64_t above) {
   return uint64_t(smaller<int64_t>(above, int64_t(1) << 40)) << 9;  // 256 octaves: all dead
 }
 
-// Where the depth comes from: S with shift 0, S with a shift and a limit, or already in the row.
-enum class Depth { kNarrow, kShifted, kGiven };
+// Differences of S past 65535 give a p8 of 0, so that they may be 16-bit: z is in octave 10 or deeper.
+inline bool fits_short(const RowScale& r) { return r.shift == 0 && (uint64_t(65535) * r.c) >> 32 >= 2 * (10 * 256 - 153); }
+
+// Where the depth comes from: S with shift 0, of 32 or of 16 bits without absent keys, S with a shift and a limit, or already in the row.
+enum class Depth { kNarrow, kShort, kShifted, kGiven };
 
 template <class V>
 struct Exp2 {
@@ -62,7 +65,8 @@ struct Exp2 {
 
   template <Depth D, bool HasBase, bool Masked>
   static inline U16 depths(const int32_t* s, const RowScale& r, I32 top, uint64_t base) {
-    return V::pack(depth<D, HasBase, Masked>(s, r, top, base), depth<D, HasBase, Masked>(s + V::kLanes, r, top, base));
+    if constexpr (D == Depth::kShort) return V::mul_high_short(V::pack(V::sub(top, V::load(s)), V::sub(top, V::load(s + V::kLanes))), r.c);
+    else return V::pack(depth<D, HasBase, Masked>(s, r, top, base), depth<D, HasBase, Masked>(s + V::kLanes, r, top, base));
   }
 
   static inline U16 p8(U16 x9) {
@@ -104,6 +108,9 @@ struct Exp2 {
       const uint64_t base = HasBase ? levels.base[i] : 0;
       I32 sum = V::set1(0), sum_low = V::set1(0);
       int64_t j = 0;
+      if constexpr (V::kShortDepths && D == Depth::kNarrow && !P16 && !HasBase && !Masked)
+        if (fits_short(r))
+          for (; j + kBlock <= n; j += kBlock) block<P16, Depth::kShort, false, false, false>(s + j, r, top, 0, high + j, low + j, sum, sum_low);
       for (; j + kBlock <= n; j += kBlock) block<P16, D, HasBase, Masked, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
       if (n - j > kBlock / 2)
         block<P16, D, HasBase, true, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);

@@ -28,7 +28,7 @@ class Strips {
   static constexpr int64_t kPlane = kMaxChunks * kTile;                   // a digit of a strip's P
 
   // What a strip's depths are made from.
-  enum class From { kScores, kShiftedScores, kLevels, kShiftedLevels };
+  enum class From { kShortScores, kScores, kShiftedScores, kLevels, kShiftedLevels };
   struct Strip {
     int64_t b, h, hk;
     const int8_t *keys, *values;
@@ -161,14 +161,15 @@ class Strips {
   void choose_scales(Strip& s) {
     s.scale_step = call_.q_scale.stride[2] ? 1 : 0;
     const int scales = s.scale_step ? tile_rows_ : 1;
-    bool aligned = true, scaled = true, dead = true;
+    bool short_depths = !P16, aligned = true, scaled = true, dead = true;
     for (int r = 0; r < scales; ++r) {
       const Exponent e = exponent(s, r);
       s.scale[r] = row_scale(e);
-      aligned = aligned && s.scale[r].shift == 0, scaled = scaled && fits_scaled(e), dead = dead && Biased::marks_are_dead(s.scale[r]);
+      short_depths = short_depths && fits_short(s.scale[r]), aligned = aligned && s.scale[r].shift == 0;
+      scaled = scaled && fits_scaled(e), dead = dead && Biased::marks_are_dead(s.scale[r]);
     }
     if (!call_.bias.data && (!call_.keep.data || dead)) {
-      s.from = aligned ? From::kScores : From::kShiftedScores;
+      s.from = short_depths ? From::kShortScores : aligned ? From::kScores : From::kShiftedScores;
     } else {
       s.from = scaled ? From::kLevels : From::kShiftedLevels;
       for (int r = 0; r < scales; ++r) s.biased_scale[r] = biased_scale(exponent(s, r), scaled);
@@ -264,14 +265,11 @@ class Strips {
     }
   }
 
-  // P of up to four vectors of depths, given by `depth`, and its part of the row's sum.
-  template <int Vectors, class DepthOf>
-  static inline void block(DepthOf depth, __m512i ones, uint8_t* p, __m512i& sums) {
+  // P of up to 64 depths in two registers, given by `depths`, and its part of the row's sum.
+  template <int Vectors, class Depths>
+  static inline void block(Depths depths, __m512i ones, uint8_t* p, __m512i& sums) {
     using E = Exp2<V>;
-    __m512i x[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) x[i] = i < Vectors ? depth(i) : V::zero16();
-    const __m512i low = V::pack(x[0], x[1]), high = V::pack(x[2], x[3]);
+    const __m512i low = depths(0), high = Vectors > 2 ? depths(2) : V::zero16();
     if constexpr (P16) {
       const __m512i a = E::p16(low), b = Vectors > 2 ? E::p16(high) : V::zero16();
       sums = V::store_p(p, V::high_byte(a), V::high_byte(b), sums, ones, 8);
@@ -285,16 +283,23 @@ class Strips {
   void blocks(Strip& s, int j, __m512i ones, int slot) const {
     uint8_t* p = s.p + j * kTile;
     for (int r = larger(s.first, slot * s.rows / kSlots), end = (slot + 1) * s.rows / kSlots; r < end; ++r) {
+      // `of` a vector, of which a pair's second may be missing
+      const auto pair = [](int i, auto of) { return V::pack(of(i), i + 1 < Vectors ? of(i + 1) : V::zero16()); };
+      const RowScale& scale = s.scale[r * s.scale_step];
+      const int32_t* x = s.scores + r * kScoreLd + j * kChunk;
+      const __m512i top = V::set1(s.top[r]);
       if constexpr (F == From::kLevels || F == From::kShiftedLevels) {
         const int64_t* t = levels_ + r * levels_ld_ + j * kChunk;
-        const __m512i top = _mm512_set1_epi64(s.level[r]);
-        block<Vectors>([&](int i) { return Biased::depth<F == From::kLevels>(t + i * kPanel, top); }, ones, p + r * 64, s.sums[r]);
+        const __m512i level = _mm512_set1_epi64(s.level[r]);
+        const auto of = [&](int i) { return Biased::depth<F == From::kLevels>(t + i * kPanel, level); };
+        block<Vectors>([&](int i) { return pair(i, of); }, ones, p + r * 64, s.sums[r]);
+      } else if constexpr (F == From::kShortScores) {
+        const auto of = [&](int i) { return V::sub(top, V::load(x + i * kPanel)); };
+        block<Vectors>([&](int i) { return V::mul_high_short(pair(i, of), scale.c); }, ones, p + r * 64, s.sums[r]);
       } else {
         constexpr Depth D = F == From::kScores ? Depth::kNarrow : Depth::kShifted;
-        const int32_t* x = s.scores + r * kScoreLd + j * kChunk;
-        const RowScale& scale = s.scale[r * s.scale_step];
-        const __m512i top = V::set1(s.top[r]);
-        block<Vectors>([&](int i) { return Exp2<V>::template depth<D, false, false>(x + i * kPanel, scale, top, 0); }, ones, p + r * 64, s.sums[r]);
+        const auto of = [&](int i) { return Exp2<V>::template depth<D, false, false>(x + i * kPanel, scale, top, 0); };
+        block<Vectors>([&](int i) { return pair(i, of); }, ones, p + r * 64, s.sums[r]);
       }
     }
   }
@@ -314,6 +319,9 @@ class Strips {
     const int keys = chunk_keys(j), vectors = ceil_div(keys, kPanel);
     const __m512i ones = keys < kChunk ? tail_ones_ : _mm512_set1_epi8(1);
     switch (s.from) {
+      case From::kShortScores:
+        if constexpr (!P16) return probabilities_from<From::kShortScores>(s, j, vectors, ones, slot);
+        [[fallthrough]];
       case From::kScores: return probabilities_from<From::kScores>(s, j, vectors, ones, slot);
       case From::kShiftedScores: return probabilities_from<From::kShiftedScores>(s, j, vectors, ones, slot);
       case From::kLevels: return probabilities_from<From::kLevels>(s, j, vectors, ones, slot);

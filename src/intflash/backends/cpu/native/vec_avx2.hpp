@@ -12,7 +12,7 @@ namespace {
 struct Vec256 {
   static constexpr int kLanes = 8;
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20;
-  static constexpr bool kMatrixUnit = false, kFastPack = true, kWholeRows = false;
+  static constexpr bool kMatrixUnit = false, kFastPack = true, kWholeRows = false, kShortDepths = false;
   using I32 = __m256i;
   using U16 = __m256i;
   using Codes = __m256i;

@@ -10,7 +10,7 @@ namespace {
 
 struct Vec512 {
   static constexpr int kLanes = 16, kGroup = 4, kRows = 6, kCols = 4;
-  static constexpr bool kFastPack = true, kWholeRows = true, kWideP = false;
+  static constexpr bool kFastPack = true, kWholeRows = true, kWideP = false, kShortDepths = true;
   using I32 = __m512i;
   using U16 = __m512i;
   using Codes = __m512i;
@@ -54,6 +54,13 @@ struct Vec512 {
   static I32 mul_high(I32 a, I32 c, uint64_t base) {
     const __m512i b = _mm512_set1_epi64(int64_t(base));
     return high_halves(_mm512_add_epi64(_mm512_mul_epu32(a, c), b), _mm512_add_epi64(_mm512_mul_epu32(odd_lanes(a), c), b));
+  }
+  // (a * c) >> 32 of 16-bit lanes and a 32-bit c: three products and a carry, where 32-bit lanes take four and their shuffles.
+  static U16 mul_high_short(U16 a, uint32_t c) {
+    const __m512i high = _mm512_set1_epi16(int16_t(c >> 16)), low = _mm512_set1_epi16(int16_t(c));
+    const __m512i carried = _mm512_mulhi_epu16(a, low), sum = _mm512_add_epi16(_mm512_mullo_epi16(a, high), carried);
+    const __m512i whole = _mm512_mulhi_epu16(a, high);
+    return _mm512_mask_sub_epi16(whole, _mm512_cmplt_epu16_mask(sum, carried), whole, _mm512_set1_epi16(-1));
   }
   static I32 bury_absent(I32 x, I32 s) {
     const __mmask16 absent = _mm512_cmpeq_epi32_mask(s, _mm512_set1_epi32(INT32_MIN));
