@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from intflash.backends.hopper import rows, stream, windows
+from intflash.backends.hopper import rows, stream, stream_float, windows
 from intflash.backends.hopper.program import CudaLaunch
 from intflash.backends.triton import backend as triton_backend
-from intflash.backends.triton import quantize
+from intflash.backends.triton import mixed, quantize
 from intflash.backends.triton.constants import Constants
 from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem, Result
@@ -16,12 +16,14 @@ BITS = {"intflash": 16, "intflash_p8": 8}
 
 
 def unsupported(problem: Problem) -> str | None:
-    if problem.method not in stream.METHODS:
+    if problem.method not in stream.METHODS and problem.method not in stream_float.METHODS:
         return f"method {problem.method!r} has no Hopper kernel"
     if problem.device.type != "cuda":
         return f"tensors are on {problem.device}, the Hopper backend needs a CUDA device"
     if problem.cu_seqlens_q is not None:
         return "its kernels take no packed sequences"
+    if problem.method in stream_float.METHODS:
+        return _alignment(problem) or stream_float.unsupported(problem)
     return _alignment(problem) or _scales(problem) or (_whole_unsupported(problem) and stream.unsupported(problem))
 
 
@@ -82,4 +84,6 @@ KERNELS = triton_backend.Kernels(fuses, attention_launch)
 
 
 def run(problem: Problem) -> Result:
+    if problem.method in stream_float.METHODS:
+        return mixed.run(problem, stream_float.float_launch)
     return triton_backend.run_integer(problem, KERNELS)

@@ -12,7 +12,7 @@ from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.hopper.wgmma import Product
 from intflash.backends.triton.constants import Constants
-from intflash.backends.triton.launch import readable
+from intflash.backends.triton.launch import key_major
 from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem
 
@@ -38,12 +38,6 @@ def unsupported(problem: Problem) -> str | None:
     if d != dv or d % 16 or d > 128:
         return f"needs one head_dim, a multiple of 16 up to 128, got {d} and {dv}"
     return None
-
-
-def key_major(v: Tensor, keys: int) -> bool:
-    """Whether 16-byte copies can take `keys` keys of V (int8) as they lie."""
-    others = (v.stride(axis) for axis in (0, 1, 3) if v.shape[axis] > 1)
-    return v.stride(2) == 1 and v.data_ptr() % 16 == 0 and not any(s % 16 for s in others) and readable(v, keys)
 
 
 @dataclass(frozen=True)

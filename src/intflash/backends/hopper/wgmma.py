@@ -1,7 +1,7 @@
 """C++ of Hopper's warpgroup products, generated: an instruction names each of its registers.
 
 int8 products take widths of 8, 16, 24, 32 and then multiples of 16 to 256 columns, the left operand from
-registers, the right one from shared memory by its descriptor.
+registers, the right one from shared memory by its descriptor. Products of 16-bit floats take multiples of 8.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 
 class Product(NamedTuple):
-    """64 x `columns` += 64 x 32 codes of type `left` (s8 or u8) by 32 x `columns` of s8."""
+    """64 x `columns` += 64 x 32 codes of type `left` (s8 or u8) by 32 x `columns` of s8, or 64 x 16 floats (f16 or
+    bf16) by 16 x `columns` of the same type."""
 
     columns: int
     left: str
@@ -26,6 +27,10 @@ template <int COUNT> DEVICE void wgmma_hold(i32 (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
+template <int COUNT> DEVICE void wgmma_hold(float (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
 // Before a product whose operands were written by other instructions; of accumulators in flight nothing is held.
 DEVICE void wgmma_order() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 template <int COUNT> DEVICE void wgmma_fence(i32 (&d)[COUNT]) {
@@ -33,7 +38,7 @@ template <int COUNT> DEVICE void wgmma_fence(i32 (&d)[COUNT]) {
     wgmma_order();
 }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING = 0, int COUNT> DEVICE void wgmma_wait(i32 (&d)[COUNT]) {
+template <int PENDING = 0, typename T, int COUNT> DEVICE void wgmma_wait(T (&d)[COUNT]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
     wgmma_hold(d);
 }
@@ -74,6 +79,25 @@ DEVICE void {name}(i32 (&d)[{count}], {arguments}) {{
     )
 
 
+def float_product(columns: int, kind: str) -> str:
+    """`wgmma_values`: d += a b in float32, a in registers, b's rows the product's steps (`columns_descriptor`)."""
+    count = columns // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    return f"""
+DEVICE void wgmma_values(float (&d)[{count}], const u32 (&a)[4], u64 b) {{
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
+        "{{{registers}}}, {{{a}}}, %{count + 4}, 1, 1, 1, 1;"
+        : {outputs}
+        : {inputs}, "l"(b));
+}}
+"""
+
+
 def header(products: Iterable[Product]) -> str:
     """wgmma.cuh with the products that a kernel needs."""
-    return _HEADER + "".join(integer_product(p.columns, p.left) for p in products)
+    makers = {"s8": integer_product, "u8": integer_product, "f16": float_product, "bf16": float_product}
+    return _HEADER + "".join(makers[p.left](p.columns, p.left) for p in products)

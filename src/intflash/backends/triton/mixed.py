@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -63,7 +65,8 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-def run(problem: Problem) -> Result:
+def run(problem: Problem, launch: Callable[..., Any] | None = None) -> Result:
+    """launch: makes the attention kernel's launch, of another backend than this one (as `mixed_launch`)."""
     problem = problem.quantized()
     batch, heads, nq, _ = problem.q.shape
     out = torch.empty(batch, heads, nq, problem.v.shape[3], dtype=problem.out_dtype, device=problem.device)
@@ -72,7 +75,7 @@ def run(problem: Problem) -> Result:
         statistics = Statistics(*(torch.empty(batch, heads, nq, device=problem.device) for _ in range(2)))
     if not problem.out_dtype.is_floating_point and problem.out_scale is None:
         problem = replace(problem, out_scale=_default_out_scale(problem))
-    mixed_launch(problem, operands(problem), out, statistics).run()
+    (launch or mixed_launch)(problem, operands(problem), out, statistics).run()
     lse = None
     if problem.return_lse:
         lse = (statistics.t_max + torch.log2(statistics.l)) * math.log(2.0)

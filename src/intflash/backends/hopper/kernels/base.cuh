@@ -82,6 +82,12 @@ template <int WIDTH> DEVICE u64 descriptor(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | ((u64)(8 * WIDTH >> 4) << 32) | (layout << 62);
 }
 
+// The same of a tile whose rows are the product's steps, 16-bit elements in blocks of 64 columns, BLOCK bytes each;
+// +128 is the next 16 rows.
+template <int BLOCK> DEVICE u64 columns_descriptor(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | ((u64)(BLOCK >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+}
+
 // The accumulators of Q K^T hold, of every 16 columns, columns 2q, 2q+1, 8+2q, 9+2q in lane q of four; the left
 // operand of P V wants keys 4q..4q+3 there. So key k of a tile is row score_row(k) of K in shared memory.
 DEVICE u32 score_row(u32 key) { return (key & ~15u) | ((key & 2) << 2) | ((key >> 1) & 6) | (key & 1); }

@@ -1,23 +1,46 @@
-// The steps of intflash, intflash_p8 and intflash_online in stream.cuh's loop.
+// The steps of intflash, intflash_p8 and intflash_online in stream.cuh's loop. Also defined when this is compiled: METHOD,
+// and ROW_SCALES (0: one score constant serves all rows of a head).
 #pragma once
+#include "exponent.cuh"
 #include "stream.cuh"
 
 constexpr i32 NO_OCTAVE = -(1 << 30);
+constexpr int CHANNELS = HEAD_DIM / 4;  // of a thread
+
+struct Codes8 {  // of 64 keys: left operands of two products of 32 keys
+    u32 word[2][4];
+};
+
+// Bytes of p of the keys that a row sees; `word` holds keys 4q .. 4q + 3 of 16.
+DEVICE u32 seen_bytes(const Left& left, int step, int word) {
+    const i32 key = step * 32 + word / 2 * 16;
+    u32 beyond;
+    asm("shl.b32 %0, -1, %1;" : "=r"(beyond) : "r"(8 * max(left.keys[word % 2] - key, 0)));
+    return ~beyond;
+}
 
 // The largest scores of this thread's two rows; T is (S << shift) * C.
 struct Peaks {
     i32 C[2], shift[2], peak[2];
     bool shifted;
 
-    DEVICE void look(const Scores& s) {
+    DEVICE void look(const Scores& s, bool partial, const Left& left) {
+        if (partial) {
 #pragma unroll
-        for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
+            for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], left.has(i) ? s[i] : NO_SCORE);
+        } else {
+#pragma unroll
+            for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
+        }
     }
 };
 
+template <int DIGITS> struct AccumulatorOf { typedef i32 Type; };
+template <> struct AccumulatorOf<2> { typedef Wide Type; };
+
 // p of one digit or two (256 high + low), multiplied into as many accumulators.
 template <int DIGITS> struct Digits : Peaks {
-    static constexpr int ACCUMULATORS = DIGITS * HEAD_DIM / 2;
+    typedef typename AccumulatorOf<DIGITS>::Type Accumulator;
     struct P {
         Codes8 digit[DIGITS];
     };
@@ -25,10 +48,18 @@ template <int DIGITS> struct Digits : Peaks {
     i32 sums[DIGITS][4];  // of P, by products with 8 columns of ones; row 8's are the last two
     u64 ones;
     i64 B[2];
+    Scaling scaling;
 
-    DEVICE void start(int h, Score score) { C[h] = score.C, shift[h] = score.k, peak[h] = NO_SCORE, B[h] = K0; }
-    DEVICE void start(u64 eight_ones) {
-        ones = eight_ones;
+    DEVICE void start(const Params& p, const Place& at, const Shared& shared) {
+        scaling = output_scaling<OUT>(p, at.batch, at.head, at.kv_head);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const i64 row = head_offset(p.score, at.batch, at.head) + min(at.row + 8 * h, p.nq - 1) * p.score.n;
+            Score score = unpack_score(__ldg((const i64*)p.score.ptr + row));
+            if (!ROW_SCALES) score = {__shfl_sync(~0u, score.C, 0), __shfl_sync(~0u, score.k, 0)};  // known as uniform
+            C[h] = score.C, shift[h] = score.k, peak[h] = NO_SCORE, B[h] = K0;
+        }
+        ones = descriptor<128>(shared.ones);
         shifted = __any_sync(~0u, shift[0] > 0 || shift[1] > 0);
 #pragma unroll
         for (int i = 0; i < DIGITS * HEAD_DIM / 2; ++i) acc[i / (HEAD_DIM / 2)][i % (HEAD_DIM / 2)] = 0;
@@ -48,13 +79,18 @@ template <int DIGITS> struct Digits : Peaks {
             else four_p16(a, b, c, d, C[h], B[h], p.digit[0].word[i / 4][i % 4], p.digit[1].word[i / 4][i % 4]);
         }
     }
-    DEVICE void exponentials(const Scores& s, P& p) {
+    DEVICE void exponentials(const Scores& s, bool partial, const Left& left, u32, P& p) {
         if (shifted) exponentials<true>(s, p);
         else exponentials<false>(s, p);
+        if (partial) hide(p, left);
     }
-    DEVICE void keep(P& p, int step, int word, u32 bytes) {
+    DEVICE void hide(P& p, const Left& left) {
 #pragma unroll
-        for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[step][word] &= bytes;
+        for (int i = 0; i < 8; ++i) {
+            const u32 bytes = seen_bytes(left, i / 4, i % 4);
+#pragma unroll
+            for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] &= bytes;
+        }
     }
     DEVICE void products(const P& p, u64 v) {
         wgmma_order();
@@ -67,6 +103,7 @@ template <int DIGITS> struct Digits : Peaks {
             }
         wgmma_commit();
     }
+    DEVICE float tile_scale(u32) const { return 1.0f; }
     DEVICE void wait() {
 #pragma unroll
         for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]), wgmma_wait(sums[digit]);
@@ -74,11 +111,34 @@ template <int DIGITS> struct Digits : Peaks {
     DEVICE u32 l(int h) const {
         return DIGITS == 1 ? sums[0][2 * h] : ((u32)sums[0][2 * h] << 8) + sums[DIGITS - 1][2 * h];
     }
+    DEVICE Accumulator result(int i) const {
+        if constexpr (DIGITS == 1) return acc[0][i];
+        else return {acc[0][i], acc[1][i]};
+    }
+    DEVICE void store(const Params& p, const Place& at, const i64 (&t_max)[2]) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const i32 row = at.row + 8 * h;
+            if (row >= p.nq) continue;
+            Accumulator mine[CHANNELS];
+#pragma unroll
+            for (int i = 0; i < CHANNELS; ++i) mine[i] = result(4 * (i / 2) + 2 * h + i % 2);
+            const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * CHANNELS;
+            store_outputs<OUT>((u8*)element<OUT>(p.out.ptr, to), mine, l(h), scaling);
+            if (p.l && threadIdx.x % 4 == 0) {
+                const i64 to = ((i64)at.batch * gridDim.y + at.head) * p.nq + row;
+                p.t_max[to] = t_max[h];
+                p.l[to] = l(h);
+            }
+        }
+    }
 };
 
 // The exact maximum, of a first pass.
 template <int DIGITS> struct Exact : Digits<DIGITS> {
-    static constexpr int PASSES = 2;
+    static constexpr int PASSES = 2, IN_FLIGHT = ROW_SCALES ? 0 : 1;  // 1 would spill
+    static constexpr int BUFFERS = DIGITS * HEAD_DIM / 2 > (CONSUMERS == 3 ? 48 : 64) ? 1 : 2;
+    static constexpr bool SETTLES = false;  // a row's maximum is known
     i64 top[2];
 
     DEVICE void between() {
@@ -88,32 +148,26 @@ template <int DIGITS> struct Exact : Digits<DIGITS> {
             this->B[h] = K0 - top[h];
         }
     }
-    DEVICE void settle() {}
-    DEVICE i64 t_max(int h) const { return top[h]; }
+    DEVICE void store(const Params& p, const Place& at) const { Digits<DIGITS>::store(p, at, top); }
 };
 
-struct ExactP8 : Exact<1> {
-    typedef i32 Accumulator;
-    DEVICE i32 result(int i) const { return acc[0][i]; }
-};
-
-struct ExactP16 : Exact<2> {
-    typedef Wide Accumulator;
-    DEVICE Wide result(int i) const { return {acc[0][i], acc[1][i]}; }
-};
+typedef Exact<1> ExactP8;
+typedef Exact<2> ExactP16;
 
 // Granules of 128 keys; a row's accumulators are shifted when a granule raises its octave.
 struct Online : Digits<1> {
-    static constexpr int PASSES = 1;
-    typedef i32 Accumulator;
+    static constexpr int PASSES = 1, BUFFERS = 2;
+    static constexpr bool SETTLES = true;
     i32 octave[2];
 
-    DEVICE void start(int h, Score score) { Digits<1>::start(h, score), octave[h] = NO_OCTAVE; }
-    DEVICE void start(u64 eight_ones) { Digits<1>::start(eight_ones); }
+    DEVICE void start(const Params& p, const Place& at, const Shared& shared) {
+        Digits<1>::start(p, at, shared);
+        octave[0] = octave[1] = NO_OCTAVE;
+    }
     DEVICE i32 octave_of(int h) const {  // rounded up
         return (i32)(multiply_add(peak[h] << shift[h], C[h], 0xFFFFFFFFll) >> 32);
     }
-    DEVICE void settle() {
+    DEVICE void settle(const Scores (&)[2], bool, const Left (&)[2], u32, float) {
         if (__any_sync(~0u, octave_of(0) > octave[0] || octave_of(1) > octave[1])) raise();
         peak[0] = peak[1] = NO_SCORE;
     }
@@ -134,6 +188,7 @@ struct Online : Digits<1> {
         wgmma_hold(acc[0]);  // before the next product
         wgmma_hold(sums[0]);
     }
-    DEVICE i64 t_max(int h) const { return (i64)octave[h] << 32; }
-    DEVICE i32 result(int i) const { return acc[0][i]; }
+    DEVICE void store(const Params& p, const Place& at) const {
+        Digits<1>::store(p, at, {(i64)octave[0] << 32, (i64)octave[1] << 32});
+    }
 };

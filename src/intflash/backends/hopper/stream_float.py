@@ -1,0 +1,64 @@
+"""The launch of kernels/stream_float.cu: int8 Q Kᵀ, a float32 softmax, P and V of 16 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from intflash.backends.hopper import stream
+from intflash.backends.hopper.parameters import parameters
+from intflash.backends.hopper.program import CudaLaunch, Program
+from intflash.backends.hopper.types import C_TYPES
+from intflash.backends.hopper.wgmma import Product
+from intflash.backends.triton.constants import Constants
+from intflash.backends.triton.mixed import Operand
+from intflash.backends.triton.streaming import Statistics
+from intflash.problem import Problem
+
+METHODS = {"lite": torch.bfloat16, "int_flash_half": torch.float16}  # P's and V's type
+_PRODUCTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_CONSUMERS = 3  # warpgroups that compute
+_NO_CONSTANTS = Constants(None, None, None)
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Why the kernel should not take the problem, or None."""
+    d, nk = problem.q.shape[3], problem.k.shape[2]
+    if nk < (least := 2048 if d <= 64 else 1024):
+        return f"rows of less than {least} keys are faster on backend 'triton', got {nk}"
+    return kernel_unsupported(problem)
+
+
+def kernel_unsupported(problem: Problem) -> str | None:
+    """Why the kernel cannot take the problem, or None."""
+    if not problem.out_dtype.is_floating_point:
+        return f"{problem.method} has float output, got {problem.out_dtype}"
+    return stream.shape_unsupported(problem)
+
+
+def float_launch(
+    problem: Problem, parts: tuple[Operand, Operand, Operand], out: Tensor, statistics: Statistics,
+) -> CudaLaunch:  # fmt: skip
+    """`parts` from `triton.mixed.operands`."""
+    q, k, v = parts
+    batch, heads, nq, d = q.data.shape
+    k_scale, per = _key_scales(k)
+    program = Program.of(
+        "stream_float.cu", (Product(64, "s8"), Product(d, _PRODUCTS[v.data.dtype])), HEAD_DIM=d, CONSUMERS=_CONSUMERS,
+        CAUSAL=int(problem.causal is not None), KEY_SCALES=per, VALUE=C_TYPES[v.data.dtype], OUT=C_TYPES[out.dtype],
+    )  # fmt: skip
+    scales = (q.scale, k_scale, None)
+    params, keeps = parameters(problem, (q.data, k.data, v.data), scales, _NO_CONSTANTS, out, statistics)
+    shared = stream.shared_bytes(d, _CONSUMERS, 128 * -(-d // 64) * 128, (0, 16, 512)[per])
+    grid = (-(-nq // (64 * _CONSUMERS)), heads, batch)
+    return CudaLaunch(program, grid, 128 * (_CONSUMERS + 1), shared, params, q.data.device, keeps)
+
+
+def _key_scales(k: Operand) -> tuple[Tensor, int]:
+    """K's scales with contiguous tokens, and KEY_SCALES: 0 for a head, 1 for a tile of keys, 2 for a key."""
+    if k.scale.shape[2] == 1:
+        return k.scale, 0
+    if k.granularity == "block" and k.block_size == stream.TILE:
+        return k.scale.contiguous(), 1
+    scale = k.scale.repeat_interleave(k.block_size, dim=2) if k.granularity == "block" else k.scale
+    return scale.contiguous(), 2
