@@ -32,9 +32,11 @@ WORKLOADS = (
     Workload("N1024", "long", 4, 1024, 64),
     Workload("N4096", "long", 1, 4096, 64),
 )
+SWIN = ("A4", "A5", "A6", "A7")
 PEER = "torch float32 SDPA"
 METHODS = ("intflash_p8", "intflash", "intflash_online")
 SCALING = "intflash_p8 alone, int8 in and out"
+MASKED = "with bias and mask"  # of Swin's workloads: a bias per head, a mask per window
 AMPLITUDE = 4.0  # inputs uniform in [-4, 4], as in QFlash Table 4
 
 
@@ -48,7 +50,7 @@ class Row:
     series: str
     kernels: str
     microseconds: float
-    ratio: float  # PEER's time over this one, same run; of SCALING: our one thread's time over this one
+    ratio: float  # PEER's time (of MASKED: its time so) over this one, same run; of SCALING: our one thread's
     busy_neighbour: bool = False  # another process held a core
 
 
@@ -128,14 +130,22 @@ def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequen
         for isa in isas[1:]:
             if method != "intflash_online" and isa != "generic":
                 calls[f"{method}, int8 in and out", isa] = partial(cpu.run, codes, isa=isa)
+    if workload.name in SWIN:
+        bias = torch.randn(1, *q.shape[1:3], workload.n, generator=torch.Generator().manual_seed(1))
+        keep = torch.rand(q.shape[0], 1, workload.n, workload.n, generator=torch.Generator().manual_seed(2)) > 0.25
+        peer_mask = bias.masked_fill(~keep, float("-inf"))
+        calls[f"{PEER}, {MASKED}", ""] = partial(F.scaled_dot_product_attention, q, k, v, peer_mask)
+        for method in METHODS[:2]:
+            problem = prepare(q, k, v, keep, method=method, bias=bias, out_dtype=torch.int8)[0].quantized()
+            calls[f"{method}, int8 in and out, {MASKED}", best] = partial(cpu.run, problem)
     clock = time.thread_time if threads == 1 else time.perf_counter
     seconds = dict(zip(calls, time_interleaved(list(calls.values()), budget_s, clock=clock), strict=True))
     shape = "x".join(map(str, workload.shape))
-    peer = seconds[PEER, ""]
-    return [
-        Row(workload.name, shape, threads, series, isa, round(1e6 * t, 2), round(peer / t, 2))
-        for (series, isa), t in seconds.items()
-    ]
+    rows = []
+    for (series, isa), t in seconds.items():
+        peer = seconds[f"{PEER}, {MASKED}" if series.endswith(MASKED) else PEER, ""]
+        rows.append(Row(workload.name, shape, threads, series, isa, round(1e6 * t, 2), round(peer / t, 2)))
+    return rows
 
 
 def _scaling(threads: int, budget_s: float, workloads: Sequence[Workload], busy_neighbour: bool = False) -> list[Row]:
@@ -192,6 +202,7 @@ def _figure(rows: Sequence[Row], path: Path) -> None:
     best = cpu.instruction_sets()[0]
     fewest = min(r.threads for r in rows)
     rows = [r for r in rows if r.threads == fewest and r.kernels in ("", best) and r.series not in (PEER, SCALING)]
+    rows = [r for r in rows if not r.series.endswith(MASKED)]
     names = list(dict.fromkeys(r.workload for r in rows))
     series = list(dict.fromkeys(r.series for r in rows))
     width = 0.84 / len(series)
