@@ -27,9 +27,19 @@ class Epilogue {
     per_channel_ = per_channel;
   }
 
+  // What up to 16 integer output rows need of their sums of p, for a caller that has these well before acc: a division.
+  struct Ahead {
+    typename V::Factors factors;
+    bool fits = false;
+  };
+  template <bool P16>
+  void look_ahead(const uint32_t* l, int rows, Ahead& out) const {
+    out.fits = call_.out_scale.data && block_factors<P16>(l, rows, out.factors);
+  }
+
   // `rows` output rows from the offset `at` on, from acc = 256 * high + low (P16) or high (P8), and the sums of p.
   template <bool P16>
-  void rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t at) const {
+  void rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t at, const Ahead* ahead = nullptr) const {
     const int64_t out_ld = call_.out_stride[2];
     const auto each = [&](auto* out, auto write) {
       for (int r = 0; r < rows; ++r, high += ld, low += ld) write(high, low, l[r], out + at + r * out_ld);
@@ -39,7 +49,7 @@ class Epilogue {
       out += at;
       for (int r = 0; r < rows;) {
         const int block = smaller(rows - r, 16);
-        if (!block_of_rows<P16, kLimit>(high, low, ld, l + r, block, out))
+        if (!block_of_rows<P16, kLimit>(high, low, ld, l + r, block, out, ahead))
           for (int i = 0; i < block; ++i) integer_row<P16, kLimit>(high + i * ld, low + i * ld, l[r + i], out + i * out_ld);
         r += block, high += block * ld, low += block * ld, out += block * out_ld;
       }
@@ -82,12 +92,18 @@ class Epilogue {
   template <int N>
   struct Limit { static constexpr int value = N; };
 
+  template <bool P16, class Factors>
+  inline bool block_factors(const uint32_t* l, int rows, Factors& out) const {
+    return !per_channel_ && multiplier_[0].e <= 15 && V::factors(l, rows, multiplier_[0].mr, multiplier_[0].e, fits32<P16>(), out);
+  }
+
   // Up to 16 rows of one scale at once, where the vector layer has that; false: not these.
   template <bool P16, int Limit, class Out>
-  inline bool block_of_rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, Out* out) const {
+  inline bool block_of_rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, Out* out, const Ahead* ahead) const {
     if constexpr (V::kWholeRows) {
-      typename V::Factors factors;
-      if (per_channel_ || multiplier_[0].e > 15 || !V::factors(l, rows, multiplier_[0].mr, multiplier_[0].e, fits32<P16>(), factors)) return false;
+      typename V::Factors own;
+      if (!(ahead ? ahead->fits : block_factors<P16>(l, rows, own))) return false;
+      const typename V::Factors& factors = ahead ? ahead->factors : own;
       const int64_t n = call_.value_dim, out_ld = call_.out_stride[2];
       const auto value = [&](int row, int64_t d) { return V::template rescale<P16>(high + row * ld + d, low + row * ld + d, factors, row); };
       int r = 0;

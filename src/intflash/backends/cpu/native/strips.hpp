@@ -43,6 +43,7 @@ class Strips {
     int32_t* scores;
     uint8_t* p;
     __m512i sums[kRows];
+    uint32_t l[kRows];
   };
   // Where P V of a strip stands: one panel of channels at a time.
   struct Place {
@@ -71,6 +72,7 @@ class Strips {
   uint8_t* p_[2];
   Strip strip_[3];
   Epilogue<V> epilogue_;
+  typename Epilogue<V>::Ahead ahead_;
   __m512i tail_ones_;
   float last_q_ = 0, last_k_ = 0;
   Exponent last_;
@@ -120,8 +122,9 @@ class Strips {
   }
 
   // P of `now` beside S of `next` and P V of `before`; each may be missing.
-  void step(const Strip* before, Strip* now, const Strip* next) {
+  void step(Strip* before, Strip* now, const Strip* next) {
     if (now) tops(*now);
+    if (before) weigh(*before);
     const int products = before ? panels_ * chunks_ : 0, slots = kSlots * chunks_;
     const bool early = chunks_ == 1;  // short rows: their tiles' latency is hidden by the slot's own P
     Place place;
@@ -375,13 +378,18 @@ class Strips {
     }
   }
 
+  // What its output needs besides P V, long before that: a division and much that waits for it.
+  void weigh(Strip& s) {
+    V::reduce_add(s.sums, s.l);
+    epilogue_.enter_head(s.b, s.h, s.hk);
+    epilogue_.template look_ahead<P16>(s.l + s.first, s.rows - s.first, ahead_);
+  }
+
   void finish(const Strip& s) {
-    uint32_t l[kRows];
-    V::reduce_add(s.sums, l);
+    const uint32_t* l = s.l;
     const int64_t row = s.row0 + s.first, index = (s.b * call_.heads_q + s.h) * call_.nq + row;
     const int32_t* acc = acc_ + s.first * acc_ld_;
-    epilogue_.enter_head(s.b, s.h, s.hk);
-    epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first, call_.out_offset(s.b, s.h, row));
+    epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first, call_.out_offset(s.b, s.h, row), &ahead_);
     for (int r = s.first; call_.t_max && r < s.rows; ++r) {
       const Exponent e = exponent(s, r);
       const int64_t t_max = on_levels(s) ? s.level[r] >> s.biased_scale[r * s.scale_step].down : s.top[r] * (int64_t(1) << e.k) * e.c;
