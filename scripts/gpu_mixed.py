@@ -1,7 +1,6 @@
-"""Check the mixed-precision and unfused kernels on this GPU, and sweep the mixed kernels' tiles.
+"""Sweep the mixed-precision kernels' tiles on this GPU.
 
-gpu_mixed.py check    every case of tests/backends/triton/mixed_cases.py beside the reference on the CPU
-gpu_mixed.py sweep    T operations/s of candidate tiles at N = 4096, of the best four at 16384, also as JSON in $OUT
+gpu_mixed.py [METHOD...]    T operations/s of candidate tiles at N = 4096, of the best four at 16384, as JSON in $OUT
 """
 
 from __future__ import annotations
@@ -15,9 +14,6 @@ import pathlib
 import sys
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "backends" / "triton"))
-
-import mixed_cases
 import torch
 
 from intflash.backends.triton import mixed, mixed_steps
@@ -42,33 +38,6 @@ STEPS = {
 }
 FEW = ("", "integer", "raised")  # flows that try every tile
 NO_STATISTICS = Statistics(None, None)
-
-
-def check_share(worker):
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    total, reports = 0, []
-    named = ((m, name, p) for m in mixed_cases.METHODS for name, p in mixed_cases.cases(m, large=True))
-    for i, (method, name, problem) in enumerate(named):
-        if i % WORKERS == worker:
-            total += 1
-            try:
-                text = mixed_cases.complaint(problem, "cuda")
-            except Exception as error:
-                text = f"{type(error).__name__}: {str(error)[:300]}"
-            if text:
-                reports.append(f"{method} {name}: {text}")
-    return total, reports
-
-
-def check():
-    total, reports = 0, []
-    with concurrent.futures.ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
-        for count, found in pool.map(check_share, range(WORKERS)):
-            total, reports = total + count, reports + found
-    print("\n".join(sorted(reports)[:60]))
-    print(f"mixed: {total} cases, {len(reports)} reports", flush=True)
-    return len(reports)
 
 
 def prepared(method, d, n, batch=4):
@@ -125,4 +94,4 @@ def sweep(methods):
 
 
 if __name__ == "__main__":
-    sys.exit(check() if sys.argv[1:] == ["check"] else sweep(sys.argv[2:] or tuple(STEPS)))
+    sweep(sys.argv[1:] or tuple(STEPS))
