@@ -252,10 +252,10 @@ template <class Method> DEVICE void attend(const Params& p) {
     __syncthreads();
     const i32 tiles = walk_of(p, row, ROWS).count;
     if (threadIdx.x < GROUP) {
-        give_registers<CONSUMERS == 3 ? 32 : 24>();
+        give_registers<CONSUMERS == 3 ? 32 : 40>();
         produce<Method::PASSES>(p, shared, batch, kv_head, tiles);
     } else {
-        take_registers<CONSUMERS == 3 ? 160 : 240>();
+        take_registers<CONSUMERS == 3 ? 160 : 232>();
         Consumer<Method> consumer(p, shared);
         consumer.run(batch, head, kv_head, row, tiles);
     }
