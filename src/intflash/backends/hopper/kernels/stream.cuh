@@ -85,7 +85,7 @@ template <class Method> struct Consumer {
         wgmma_commit();
     }
 
-    // Scores in flight are written by products only (else the compiler waits for each product): a mask may not change them.
+    // Scores in flight are written by products only, or the compiler waits for each product: masks do not change them.
     DEVICE void look(int half, bool partial, i32 key) {
         method.look(s[half % BUFFERS], partial, keys_left(half, key));
     }
@@ -145,14 +145,16 @@ template <class Method> struct Consumer {
         at.next();
     }
 
-    // Exponentials and products of tile j, whose scores are there and looked at; scores of the tile after it.
+    // Exponentials and products of tile j, whose scores are there (two buffers: looked at and settled too); scores of the
+    // tile after it.
     template <bool LAST> DEVICE void tile(i32 j, i32 whole, Stage& at) {
         Stage next = at;
         next.next();
         if (!LAST) shared.wait_full(next);
         // of the tile that will be settled here
         const float scale = method.tile_scale(shared.k_scales(BUFFERS == 2 && !LAST ? next.stage : at.stage));
-        const u64 v = FLOAT_VALUES ? columns_descriptor<V_BLOCK>(shared.v_tile(at.stage)) : descriptor<128>(shared.v_tile(at.stage));
+        const u32 values = shared.v_tile(at.stage);
+        const u64 v = FLOAT_VALUES ? columns_descriptor<V_BLOCK>(values) : descriptor<128>(values);
         typename Method::P codes[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

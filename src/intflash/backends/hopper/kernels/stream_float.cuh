@@ -1,8 +1,8 @@
-// The steps of lite and int_flash_half in stream.cuh's loop: int8 Q K^T, a float32 softmax in octaves, P and V of 16 bits.
+// The steps of lite and int_flash_half in stream.cuh's loop: int8 Q K^T, float32 softmax in octaves, 16-bit P and V.
 #pragma once
 #include "stream.cuh"
 
-constexpr float SLACK = 8.0f;         // octaves by which x may pass 0 before a row's reference is raised
+constexpr float SLACK = 8.0f;           // octaves by which x may pass 0 before a row's reference is raised
 constexpr float NO_REFERENCE = -1e30f;  // of a row that has seen no key
 
 DEVICE float exp2_approx(float x) {
@@ -34,7 +34,8 @@ DEVICE float largest_scale(u32 from) {
 // A row's p are 2^x, x = score * scale of the key * unit - reference. The reference is a maximum that the row has had,
 // raised when x passes SLACK: floats bear that, and accumulators are seldom rescaled.
 struct Softmax {
-    static constexpr int PASSES = 1, BUFFERS = HEAD_DIM > 64 || HEAD_DIM < 48 ? 1 : 2, IN_FLIGHT = 0;
+    // With one buffer registers are left for a third warpgroup; at 48 and 64 channels there are enough for two.
+    static constexpr int PASSES = 1, BUFFERS = HEAD_DIM == 48 || HEAD_DIM == 64 ? 2 : 1, IN_FLIGHT = 0;
     static constexpr bool SETTLES = true;
     struct P {  // of 64 keys: left operands of four products of 16 keys
         u32 word[4][4];
@@ -166,8 +167,8 @@ struct Softmax {
             const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * 2;
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 8; ++i)
-                store_pair((u8*)element<OUT>(p.out.ptr, to + 8 * i), acc[4 * i + 2 * h] * factor, acc[4 * i + 2 * h + 1] * factor,
-                           OUT{});
+                store_pair((u8*)element<OUT>(p.out.ptr, to + 8 * i), acc[4 * i + 2 * h] * factor,
+                           acc[4 * i + 2 * h + 1] * factor, OUT{});
             if (p.l && threadIdx.x % 4 == 0) {
                 const i64 to = ((i64)at.batch * gridDim.y + at.head) * p.nq + row;
                 ((float*)p.t_max)[to] = reference[h];

@@ -1,5 +1,5 @@
-// The steps of intflash, intflash_p8 and intflash_online in stream.cuh's loop. Also defined when this is compiled: METHOD,
-// and ROW_SCALES (0: one score constant serves all rows of a head).
+// The steps of intflash, intflash_p8 and intflash_online in stream.cuh's loop. Also defined when this is compiled:
+// METHOD, and ROW_SCALES (0: one score constant serves all rows of a head).
 #pragma once
 #include "exponent.cuh"
 #include "stream.cuh"
