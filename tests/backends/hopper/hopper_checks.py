@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "triton"))
 
 import integer_cases as ic  # noqa: E402
 
-from intflash.backends.hopper import BACKEND  # noqa: E402
+from intflash.backends.hopper import BACKEND, backend  # noqa: E402
 from intflash.backends.hopper.program import CudaLaunch, compile_program  # noqa: E402
 from intflash.backends.reference import BACKEND as REFERENCE  # noqa: E402
 from intflash.backends.triton.constants import constants_launch  # noqa: E402
@@ -25,6 +25,7 @@ from intflash.quant import QTensor, Recipe  # noqa: E402
 
 needs_hopper = pytest.mark.skipif(BACKEND.unavailable() is not None, reason=str(BACKEND.unavailable()))
 BITS = {"intflash_p8": 8, "intflash": 16}
+OF_HEADS = Recipe(q="head", k="head", v="head")  # dynamic: found by the kernel
 
 
 def differences(cases: Iterable[tuple[str, Problem]], kernel) -> dict[str, str]:
@@ -33,6 +34,7 @@ def differences(cases: Iterable[tuple[str, Problem]], kernel) -> dict[str, str]:
     for name, p in cases:
         there = ic.on_device(p, "cuda")
         assert kernel.unsupported(there) is None and BACKEND.unsupported(there) is None, name
+        assert backend.finds(there) == (p.recipe == OF_HEADS and isinstance(p.q, torch.Tensor)), name
         want, got = REFERENCE.run(p.quantized()), BACKEND.run(there)
         if not torch.equal(want.out, got.out.cpu()):
             wrong[name] = f"{(want.out != got.out.cpu()).double().mean():.5f} of the outputs differ"

@@ -40,6 +40,12 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     p = ic.codes(method, **vit)
     q, k, v = (QTensor(x.transpose(1, 2), p.q.scale, "tensor") for x in packed.unbind(2))
     yield "packed", Problem(method, q, k, v, 0.125, out_dtype=torch.int8)
+    for n, d in ((197, 64), (65, 80), (224, 64), (16, 128)):
+        yield f"dynamic of heads {n} {d}", checks.floats(method, 2, n, d, torch.float16, checks.OF_HEADS)
+    views = torch.randn(2, 197, 3, 3, 64).half()
+    views[:, :, 1, 2], views[:, :, 2, 0] = 0, 1e-7  # maxima of 0 and of a subnormal number
+    views = [x.transpose(1, 2) for x in views.unbind(2)]
+    yield "dynamic of heads, views", Problem(method, *views, 0.125, recipe=checks.OF_HEADS, out_dtype=torch.float16)
     for dtype in FLOATS:
         for scale in (1e-12, 1e-7, 1e-4, 0.02, 1000.0):
             static = Recipe(q_scale=scale, k_scale=scale, v_scale=scale)
@@ -47,6 +53,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
         heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
         yield f"{dtype} heads", checks.floats(method, 2, 150, 64, dtype, heads)
         yield f"{dtype} dynamic", checks.floats(method, 2, 150, 64, dtype, Recipe(), 1e-3)
+        yield f"{dtype} dynamic of heads", checks.floats(method, 2, 150, 64, dtype, checks.OF_HEADS, return_lse=True)
 
 
 @pytest.mark.gpu

@@ -59,6 +59,9 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     p = ic.codes(method, **window)
     q, k, v = (QTensor(x.transpose(1, 2), p.q.scale, "tensor") for x in packed.unbind(2))
     yield "packed", Problem(method, q, k, v, 0.2, out_dtype=torch.int8)
+    for nq, d in ((49, 32), (64, 64), (16, 16)):
+        masks = _masks(nq, nq, 4)["bias and keep"]
+        yield f"dynamic of heads {nq} {d}", checks.floats(method, 4, nq, d, torch.float16, checks.OF_HEADS, **masks)
     for dtype in FLOATS:
         for scale in (1e-12, 1e-4, 0.02, 1000.0):
             static = Recipe(q_scale=scale, k_scale=scale, v_scale=scale)
@@ -66,6 +69,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
         heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
         yield f"{dtype} heads", checks.floats(method, 4, 49, 32, dtype, heads)
         yield f"{dtype} dynamic", checks.floats(method, 4, 49, 32, dtype, Recipe(), 1e-3)
+        yield f"{dtype} dynamic of heads", checks.floats(method, 4, 49, 32, dtype, checks.OF_HEADS, return_lse=True)
         yield f"{dtype} masked", checks.floats(method, 4, 49, 32, dtype, heads, **_masks(49, 49, 4)["bias and keep"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from intflash.backends.hopper import rows, stream, stream_float, windows
+from intflash.backends.hopper.parameters import FOUND
 from intflash.backends.hopper.program import CudaLaunch
 from intflash.backends.triton import backend as triton_backend
 from intflash.backends.triton import mixed, quantize
@@ -69,18 +70,31 @@ def fuses(problem: Problem) -> bool:
     return _whole_unsupported(problem) is None
 
 
+def finds(problem: Problem) -> bool:
+    """Whether the attention kernel finds the scales of floats itself: one of each head, for float output."""
+    recipe = problem.recipe
+    return (
+        {recipe.q, recipe.k, recipe.v} == {"head"}
+        and recipe.q_scale is recipe.k_scale is recipe.v_scale is None
+        and recipe.bits == 8
+        and recipe.rule == "exact"
+        and problem.out_dtype.is_floating_point
+        and fuses(problem)
+    )
+
+
 def attention_launch(
     problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, inputs: quantize.Inputs | None = None
 ) -> CudaLaunch:
     """The launch that computes the output; `inputs` where its kernel quantizes floats itself."""
     if inputs is None and _whole_unsupported(problem):
         return stream.stream_launch(problem, constants, out, statistics)
-    scales = None if inputs is None else tuple(inputs.scales)
+    scales = None if inputs is None else FOUND if inputs.scales is None else tuple(inputs.scales)
     launch = rows.rows_launch if windows.unsupported(problem) else windows.windows_launch
     return launch(problem, BITS[problem.method], constants, out, statistics, scales)
 
 
-KERNELS = triton_backend.Kernels(fuses, attention_launch)
+KERNELS = triton_backend.Kernels(fuses, attention_launch, finds)
 
 
 def run(problem: Problem) -> Result:

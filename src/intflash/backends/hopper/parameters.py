@@ -11,6 +11,8 @@ from intflash.backends.triton.constants import Constants
 from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem
 
+FOUND = ()  # for scales: the kernel finds each head's own, amax / 127
+
 
 class View(ctypes.Structure):
     _fields_ = [("ptr", ctypes.c_void_p), *((name, ctypes.c_int64) for name in "bhnd")]
@@ -40,12 +42,12 @@ def data_view(x: Tensor) -> View:
 
 
 def parameters(
-    problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], scales: tuple[Tensor, Tensor, Tensor] | None,
+    problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], scales: tuple[Tensor, ...] | None,
     constants: Constants, out: Tensor, statistics: Statistics, tiles: int = 1,
 ) -> tuple[Params, dict[str, Tensor | None]]:  # fmt: skip
     """The struct, and the tensors that it points into.
 
-    tensors: codes, or floats with their `scales`.
+    tensors: codes, or floats with their `scales` or FOUND.
     """
     q, k, v = tensors
     q_scale, k_scale, v_scale = scales or (None, None, None)

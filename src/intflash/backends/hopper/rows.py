@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from intflash.backends.hopper.parameters import has_row_scales, parameters
+from intflash.backends.hopper.parameters import FOUND, has_row_scales, parameters
 from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.hopper.wgmma import Product
@@ -51,9 +51,9 @@ class Split:
 
 def rows_launch(
     problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics,
-    scales: tuple[Tensor, Tensor, Tensor] | None, split: Split | None = None,
+    scales: tuple[Tensor, ...] | None, split: Split | None = None,
 ) -> CudaLaunch:  # fmt: skip
-    """For a problem of int8 codes, or of floats with the scales of Q, K and V."""
+    """For a problem of int8 codes, or of floats with the scales of Q, K and V or FOUND."""
     q, k, v = (x.data if scales is None else x for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), nk = q.shape, k.shape[2]
     keys = -(-nk // 16) * 16
@@ -64,7 +64,7 @@ def rows_launch(
     program = Program.of(
         "rows.cu", products, KEYS=keys, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
         KEY_MAJOR=int(scales is None and key_major(v, keys)),
-        ROW_SCALES=int(has_row_scales(constants, scales)), TAIL=int(has_tail(nq, d)),
+        ROW_SCALES=int(has_row_scales(constants, scales)), FOUND=int(scales == FOUND), TAIL=int(has_tail(nq, d)),
         WARPGROUPS=split.warpgroups, RESIDENT=split.resident,
     )  # fmt: skip
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)

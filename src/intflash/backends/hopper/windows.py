@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from intflash.backends.hopper.parameters import has_row_scales, parameters
+from intflash.backends.hopper.parameters import FOUND, has_row_scales, parameters
 from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.triton.constants import Constants
@@ -67,9 +67,9 @@ class Split:
 
 def windows_launch(
     problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics,
-    scales: tuple[Tensor, Tensor, Tensor] | None, split: Split | None = None,
+    scales: tuple[Tensor, ...] | None, split: Split | None = None,
 ) -> CudaLaunch:  # fmt: skip
-    """For a problem of int8 codes, or of floats with the scales of Q, K and V."""
+    """For a problem of int8 codes, or of floats with the scales of Q, K and V or FOUND."""
     q, k, v = (x.data if scales is None else x for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), nk = q.shape, k.shape[2]
     split = split or choose(batch * heads)
@@ -81,7 +81,7 @@ def windows_launch(
     program = Program.of(
         "windows.cu", (), NQ=nq, NK=nk, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
         KEY_MAJOR=int(key_major), PACKED=int(all(x.stride(2) == d or x.shape[2] == 1 for x in rows)),
-        ROW_SCALES=int(has_row_scales(constants, scales)),
+        ROW_SCALES=int(has_row_scales(constants, scales)), FOUND=int(scales == FOUND),
         BIAS=_mask_kind(problem.bias), KEEP=_mask_kind(problem.keep),
         PARTS=parts, ROWS=split.rows, WINDOWS=split.windows, RESIDENT=max(1, resident // warps),
     )  # fmt: skip

@@ -52,10 +52,12 @@ class Kernels(NamedTuple):
 
     fuses(problem): whether they quantize the problem's floats themselves.
     launch(problem, constants, out, statistics, inputs): what computes the output; inputs where floats are fused.
+    finds(problem): whether they also find the scales, one of each head.
     """
 
     fuses: Callable[[Problem], bool]
     launch: Callable[..., Any]
+    finds: Callable[[Problem], bool] = lambda problem: False
 
 
 def run(problem: Problem) -> Result:
@@ -71,7 +73,9 @@ def run_integer(problem: Problem, kernels: Kernels) -> Result:
     statistics = row_statistics(problem)
     inputs = None
     if isinstance(problem.q, Tensor):
-        if quantize.serves(problem.recipe):
+        if kernels.finds(problem):
+            inputs = quantize.Inputs(quantize.Three(problem.q, problem.k, problem.v), None)
+        elif quantize.serves(problem.recipe):
             inputs = quantize.with_scales(problem.q, problem.k, problem.v, problem.recipe)
         else:
             problem = problem.quantized()
@@ -94,7 +98,7 @@ def _constants(problem: Problem, inputs: quantize.Inputs | None, fused: bool) ->
         return constants, out_scale
 
     if fused and not output_limit(problem.out_dtype):
-        return Constants(None, None, view(inputs.scales.v)), None  # the kernel makes them from the scales
+        return Constants(None, None, inputs.scales and view(inputs.scales.v)), None  # the kernel makes them itself
     if inputs is None or inputs.numbers is None or problem.out_scale is not None:
         return fill()
     return quantize.remember((inputs.numbers, problem.sm_scale, problem.out_dtype), problem.q.device, fill)

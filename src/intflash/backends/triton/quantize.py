@@ -119,10 +119,10 @@ def _quantize_kernel(
 
 @dataclass(frozen=True)
 class Inputs:
-    """Float Q, K, V with a float32 4-D scale of each (tensor or head)."""
+    """Float Q, K, V with a float32 4-D scale of each (tensor or head); None where the kernel finds each head's own."""
 
     tensors: Three
-    scales: Three
+    scales: Three | None
     numbers: tuple[float, ...] | None = None  # the scales, where the recipe gave numbers
 
     @property

@@ -147,9 +147,9 @@ template <typename T> DEVICE const T* head_element(const View& x, u32 batch, u32
     return (const T*)x.ptr + (u64)batch * (u32)x.b + (u64)head * (u32)x.h;
 }
 
-// Scales of float inputs and their reciprocals, rounded once: `divide` waits for what `load` loads. The lanes of a quad
-// divide for each other.
-template <typename T> struct Scales {
+// Scales of float inputs, given or the head's OWN that the kernel finds (maxima.cuh), and their reciprocals, rounded
+// once: `divide` waits for what `load` loads. The lanes of a quad divide for each other.
+template <typename T, bool OWN> struct Scales {
     const float *q_at, *k_at, *v_at;
     float q, k, v, q_inverse, k_inverse, v_inverse;
 
@@ -157,7 +157,7 @@ template <typename T> struct Scales {
         : q_at(head_element<float>(p.q_scale, batch, head)), k_at(head_element<float>(p.k_scale, batch, kv_head)),
           v_at(head_element<float>(p.v_scale, batch, kv_head)) {}
     DEVICE void load() {
-        if constexpr (SIZE<T> > 1) q = *q_at, k = *k_at, v = *v_at;
+        if constexpr (SIZE<T> > 1 && !OWN) q = *q_at, k = *k_at, v = *v_at;
     }
     DEVICE void divide() {
         if constexpr (SIZE<T> == 1) return;

@@ -1,5 +1,6 @@
 // Programs of WARPGROUPS that load a head together and then walk over its tiles of rows, RESIDENT programs of a
 // multiprocessor at a time. See rows.cuh for the other macros.
+#include "maxima.cuh"
 #include "rows.cuh"
 #if TAIL
 #include "rows_tail.cuh"
@@ -38,6 +39,32 @@ struct Query {
     }
 };
 
+#if FOUND
+// The head's own scales; each warp's maxima meet in shared memory that is not used yet.
+DEVICE void find_scales(const Params& p, const Tokens& q, const Tokens& k, const Tokens& v, u32* exchange,
+                        Scales<IN, FOUND>& scales) {
+    constexpr int WARPS = THREADS / 32, ROUNDS = (KEYS * HEAD_DIM * SIZE<IN> / 16 + THREADS - 1) / THREADS;
+    constexpr int AT_ONCE = ROUNDS < 13 ? ROUNDS : 13;
+    const i32 thread = threadIdx.x;
+    const u32 mine[3] = {largest_magnitude<IN, HEAD_DIM, THREADS, AT_ONCE>(q.base, q.stride, p.nq, thread),
+                         largest_magnitude<IN, HEAD_DIM, THREADS, AT_ONCE>(k.base, k.stride, p.nk, thread),
+                         largest_magnitude<IN, HEAD_DIM, THREADS, AT_ONCE>(v.base, v.stride, p.nk, thread)};
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        const u32 of_warp = __reduce_max_sync(~0u, mine[i]);
+        if (thread % 32 == 0) exchange[i * WARPS + thread / 32] = of_warp;
+    }
+    __syncthreads();
+    u32 all[3] = {0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 3 * WARPS; ++i) all[i / WARPS] = max(all[i / WARPS], exchange[i]);
+    scales.q = scale_of_magnitude<IN>(all[0]);
+    scales.k = scale_of_magnitude<IN>(all[1]);
+    scales.v = scale_of_magnitude<IN>(all[2]);
+    __syncthreads();
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 k_tile = shared_address(shared), v_tile = k_tile + K_BYTES;
@@ -52,6 +79,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const 
     Query query(p, batch, head);
     HeadConstants constants(p, batch, head, kv_head);
     await_previous(constants.known() | loader.known() | (u64)query.tokens.base);
+#if FOUND
+    find_scales(p, query.tokens, loader.keys.tokens, loader.values.tokens, (u32*)shared, constants.scales);
+#endif
     constants.load();
     loader.begin_keys();
     if (AHEAD) query.load(row_from(row));

@@ -3,7 +3,8 @@
 // no rescale.
 //
 // Defined when this is compiled: KEYS (padded to 16), HEAD_DIM (a multiple of 16), BITS of p, IN and OUT types,
-// KEY_MAJOR (V has contiguous keys), ROW_SCALES (Q has a scale per token), TAIL (rows_tail.cuh).
+// KEY_MAJOR (V has contiguous keys), ROW_SCALES (Q has a scale per token), FOUND (floats whose scales
+// are the head's own maxima's), TAIL (rows_tail.cuh).
 #pragma once
 #include "base.cuh"
 #include "exponent.cuh"
@@ -165,7 +166,7 @@ template <int THREADS> DEVICE void zero_channels(u32 k_tile, i32 thread) {
 
 // What is read of a head besides Q, K and V. What is computed from it would delay loads if it came before them.
 struct HeadConstants {
-    Scales<IN> scales;
+    Scales<IN, FOUND> scales;
     const i64 *score_at, *output_at;
     i64 score;
     Scaling scaling;

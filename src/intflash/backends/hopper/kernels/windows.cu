@@ -3,10 +3,12 @@
 //
 // Defined when this is compiled: NQ and NK (1..64), HEAD_DIM (16, 32, 48, 64), BITS of p, IN and OUT types, KEY_MAJOR
 // (V has contiguous keys), PACKED (Q, K, V and the output have rows of HEAD_DIM elements), ROW_SCALES (Q has a scale
-// per token), BIAS and KEEP (0: none, 1: contiguous keys, 2: one for all keys), PARTS of a window, each a warp, ROWS
+// per token), FOUND (floats whose scales are their head's own maxima's), BIAS and KEEP (0: none, 1: contiguous keys,
+// 2: one for all keys), PARTS of a window, each a warp, ROWS
 // of a tile (16, or 8: less to do for each of many parts), WINDOWS of a program (1 with PARTS > 1), RESIDENT programs
 // of a multiprocessor, which bound the registers.
 #include "exponent.cuh"
+#include "maxima.cuh"
 #include "output.cuh"
 #include "window_masks.cuh"
 #include "window_operands.cuh"
@@ -26,11 +28,25 @@ template <int LIVE> DEVICE void p_words(const Weight (&x)[4], i32 C, i64 B, u32 
 struct Window {
     const Params& p;
     u32 batch, head, kv_head, g, quarter;
-    Scales<IN> scales;
+    Scales<IN, FOUND> scales;
     KeysValues kv;
     Scaling scaling;
     Score score;
 
+#if FOUND
+    // The head's own; of several warps each finds them.
+    DEVICE void find_scales() {
+        const u32 most[3] = {largest<NQ>(p.q, head), largest<NK>(p.k, kv_head), largest<NK>(p.v, kv_head)};
+        scales.q = scale_of_magnitude<IN>(__reduce_max_sync(~0u, most[0]));
+        scales.k = scale_of_magnitude<IN>(__reduce_max_sync(~0u, most[1]));
+        scales.v = scale_of_magnitude<IN>(__reduce_max_sync(~0u, most[2]));
+    }
+    template <int COUNT> DEVICE u32 largest(const View& x, u32 its_head) const {
+        constexpr int ROUNDS = (COUNT * HEAD_DIM * SIZE<IN> / 16 + 31) / 32, AT_ONCE = ROUNDS < 8 ? ROUNDS : 8;
+        return largest_magnitude<IN, HEAD_DIM, 32, AT_ONCE>(head_base(x, batch, its_head), row_stride(x) * SIZE<IN>,
+                                                            COUNT, threadIdx.x % 32);
+    }
+#endif
     DEVICE Score row_score(u32 row) const { return ROW_SCALES ? head_score(row) : score; }
     DEVICE Score head_score(u32 row) const {
         if constexpr (SIZE<IN> == 1)
@@ -225,6 +241,9 @@ attention(const __grid_constant__ Params p) {
     const u32 share = SHARED ? part : 0;
     Loader<SHARED ? PARTS : 1> loader;
     loader.load_keys(head_base(p.k, batch, kv_head), row_stride(p.k), g, share);
+#if FOUND
+    w.find_scales();
+#endif
     w.scales.load();
     const u8 *q_base = head_base(p.q, batch, head), *v_base = head_base(p.v, batch, kv_head);
     const u32 q_stride = row_stride(p.q);
