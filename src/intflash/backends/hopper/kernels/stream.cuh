@@ -64,6 +64,17 @@ struct Left {
     DEVICE bool has(int i) const { return key_of_score(i) < keys[i / 2 % 2]; }
 };
 
+// The largest scores of the two rows.
+DEVICE void raise_peaks(i32 (&peak)[2], const Scores& s, bool partial, const Left& left) {
+    if (partial) {
+#pragma unroll
+        for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], left.has(i) ? s[i] : NO_SCORE);
+    } else {
+#pragma unroll
+        for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
+    }
+}
+
 template <class Method> struct Consumer {
     static constexpr int BUFFERS = Method::BUFFERS;  // of scores of 64 keys: one takes both halves in turn
     const Params& p;

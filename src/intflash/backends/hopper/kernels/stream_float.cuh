@@ -61,15 +61,7 @@ struct Softmax {
         for (int i = 0; i < HEAD_DIM / 2; ++i) acc[i] = 0.0f;
         wgmma_hold(acc);  // before any product
     }
-    DEVICE void look(const Scores& s, bool partial, const Left& left) {
-        if (partial) {
-#pragma unroll
-            for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], left.has(i) ? s[i] : NO_SCORE);
-        } else {
-#pragma unroll
-            for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
-        }
-    }
+    DEVICE void look(const Scores& s, bool partial, const Left& left) { raise_peaks(peak, s, partial, left); }
     // The tile's scale, or the largest of its keys'.
     DEVICE float tile_scale(u32 scales) const {
         if constexpr (KEY_SCALES == 2) return largest_scale(scales);

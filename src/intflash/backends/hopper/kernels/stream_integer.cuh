@@ -24,15 +24,7 @@ struct Peaks {
     i32 C[2], shift[2], peak[2];
     bool shifted;
 
-    DEVICE void look(const Scores& s, bool partial, const Left& left) {
-        if (partial) {
-#pragma unroll
-            for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], left.has(i) ? s[i] : NO_SCORE);
-        } else {
-#pragma unroll
-            for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
-        }
-    }
+    DEVICE void look(const Scores& s, bool partial, const Left& left) { raise_peaks(peak, s, partial, left); }
 };
 
 template <int DIGITS> struct AccumulatorOf { typedef i32 Type; };
