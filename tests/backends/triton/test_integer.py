@@ -59,10 +59,11 @@ def test_integer_only_of_other_architectures(arch):
         _check(name, arch)
 
 
+@pytest.mark.parametrize("kinds", (("token", "head", "channel"), ("head", "head", "head")), ids=str)
 @pytest.mark.parametrize("keys", (197, 1000))
-def test_float_output_with_a_scale_per_channel_compiles(keys):
-    """Triton's interpreter does not lose constants in tuples, its compiler does (`streaming.store_output`)."""
-    more = dict(kinds=("token", "head", "channel"), out_dtype=torch.float32)
+def test_float_output_with_scales_of_heads_and_channels_compiles(keys, kinds):
+    """Triton's interpreter does not lose constants in tuples, its compiler does (`launch.apart`)."""
+    more = dict(kinds=kinds, out_dtype=torch.float32)
     assert sass.compile_launch(shipped.attention_launch("intflash", keys, keys, 64, **more), 90).spills == 0
 
 

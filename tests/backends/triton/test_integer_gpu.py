@@ -92,6 +92,7 @@ def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
 
 
 STATIC = Recipe(q_scale=0.03, k_scale=0.03, v_scale=0.03)
+OF_HEADS = Recipe(q="head", k="head", v="head")
 
 
 @pytest.fixture(params=["triton", "hopper"])
@@ -102,7 +103,7 @@ def backend(request):
     return request.param
 
 
-@pytest.mark.parametrize("recipe", [STATIC, Recipe()], ids=["static", "dynamic"])
+@pytest.mark.parametrize("recipe", [STATIC, Recipe(), OF_HEADS], ids=["static", "dynamic", "dynamic of heads"])
 @pytest.mark.parametrize("n", [197, 1024])
 @pytest.mark.parametrize("method", ic.OURS)
 def test_graph_capture(method, n, recipe, backend):
@@ -136,11 +137,12 @@ def test_no_synchronization(method, backend):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_compiled_whole(backend):
+@pytest.mark.parametrize("recipe", [Recipe(), OF_HEADS], ids=["dynamic", "dynamic of heads"])
+def test_compiled_whole(recipe, backend):
     q, k, v = (torch.randn(1, 2, 197, 64, device="cuda", dtype=torch.float16) for _ in range(3))
 
     def call(q, k, v):
-        return intflash.attention(q, k, v, backend=backend, check_finite=False) * 2
+        return intflash.attention(q, k, v, backend=backend, recipe=recipe, check_finite=False) * 2
 
     assert torch.equal(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v))
 

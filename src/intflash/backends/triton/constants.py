@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intflash.backends.triton.launch import Launch, view
+from intflash.backends.triton.launch import Launch, apart, view
 from intflash.backends.triton.tiles import View
 from intflash.numerics import exp
 from intflash.problem import Problem
@@ -162,7 +162,7 @@ def constants_launch(
     count = max(arguments["score_count"], arguments["output_count"])
     launch = Launch(_constants_kernel, (triton.cdiv(count, _BLOCK),), arguments)
     constants = Constants(
-        view(score), None if output is None else view(output), None if qmax else view(v_scale.contiguous())
+        view(score), None if output is None else view(output), None if qmax else view(apart(v_scale))
     )
     return launch, constants, out_scale
 

@@ -51,6 +51,14 @@ def readable(x: Tensor, tokens: int) -> bool:
     return last < x.untyped_storage().nbytes() // x.element_size()
 
 
+def apart(x: Tensor) -> Tensor:
+    """Constants of batches, heads or channels as kernels read them inside a loop: channels contiguous, no other stride
+    of 1. Triton 3.6 loses such a stride inside a View that a loop closes over.
+    """
+    x = x.contiguous()
+    return x.repeat(1, 1, 1, 2)[..., :1] if x.shape[3] == 1 and x.numel() > 1 else x
+
+
 def key_major(v: Tensor, keys: int) -> bool:
     """Whether 16-byte copies can take `keys` keys of V (one byte an element) as they lie."""
     others = (v.stride(axis) for axis in (0, 1, 3) if v.shape[axis] > 1)

@@ -123,7 +123,7 @@ def store_output(
 ):
     """Normalizes acc by l and writes rows < q_count.
 
-    Constants of channels are contiguous: Triton 3.6 loses a stride of 1 inside a View that a loop closes over.
+    Constants of channels are contiguous (`launch.apart`).
     """
     channels = tl.arange(0, BDV)
     inside = channels[None, :] < DV
