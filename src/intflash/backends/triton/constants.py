@@ -35,6 +35,12 @@ class Constants(NamedTuple):
     v_scale: View | None  # float32 [B|1, Hk|1, 1, Dv|1]; None for integer output
 
 
+def for_loops(constants: Constants) -> Constants:
+    """With s_V as a Triton kernel can read it inside a loop."""
+    v_scale = constants.v_scale
+    return constants if v_scale is None else constants._replace(v_scale=view(apart(v_scale.ptr)))
+
+
 class Shape(NamedTuple):
     b: int
     h: int
@@ -161,9 +167,7 @@ def constants_launch(
     )  # fmt: skip
     count = max(arguments["score_count"], arguments["output_count"])
     launch = Launch(_constants_kernel, (triton.cdiv(count, _BLOCK),), arguments)
-    constants = Constants(
-        view(score), None if output is None else view(output), None if qmax else view(apart(v_scale))
-    )
+    constants = Constants(view(score), None if output is None else view(output), None if qmax else view(v_scale))
     return launch, constants, out_scale
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intflash.backends.triton.launch import Launch, apart, data_view, view
+from intflash.backends.triton.launch import Launch, data_view, view
 from intflash.backends.triton.tiles import View, head_base, load_rows
 from intflash.numerics.triton import quantize
 from intflash.quant import QTensor, Recipe
@@ -159,7 +159,7 @@ def _static(scale: Tensor | float, x: Tensor) -> Tensor:
     scale = scale.to(device=x.device, dtype=torch.float32)
     if scale.numel() == 1:
         return scale.reshape(1, 1, 1, 1)
-    return apart(QTensor(torch.empty((*x.shape[:3], 1), dtype=torch.int8, device=x.device), scale, "head").scale)
+    return QTensor(torch.empty((*x.shape[:3], 1), dtype=torch.int8, device=x.device), scale, "head").scale
 
 
 def _constant(value: float, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from intflash.backends.triton import choices
-from intflash.backends.triton.constants import Constants, float_bits, pack_score
+from intflash.backends.triton.constants import Constants, float_bits, for_loops, pack_score
 from intflash.backends.triton.launch import Launch, data_view, readable, view
 from intflash.backends.triton.quantize import Three, head_inverse
 from intflash.backends.triton.steps import (
@@ -288,7 +288,7 @@ def rowwise_launch(
     bias, keep = problem.bias, problem.keep
     per_row = constants.score is not None and constants.score.ptr.shape[2] > 1
     arguments = dict(
-        q=data_view(q), k=data_view(k), v=data_view(v), out=data_view(out), constants=constants,
+        q=data_view(q), k=data_view(k), v=data_view(v), out=data_view(out), constants=for_loops(constants),
         masks=Masks(
             None if bias is None else view(bias), None if keep is None else view(keep.view(torch.uint8)),
             problem.causal,

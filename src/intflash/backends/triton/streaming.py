@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from intflash.backends.triton import choices
-from intflash.backends.triton.constants import Constants
+from intflash.backends.triton.constants import Constants, for_loops
 from intflash.backends.triton.launch import Launch, data_view, readable, view
 from intflash.backends.triton.steps import P16, Steps
 from intflash.backends.triton.tiles import (
@@ -253,7 +253,7 @@ def streaming_launch(
     bias, keep = problem.bias, problem.keep
     arguments = dict(
         q=data_view(problem.q.data), k=data_view(problem.k.data), v=data_view(problem.v.data), out=data_view(out),
-        constants=constants, statistics=statistics,
+        constants=for_loops(constants), statistics=statistics,
         masks=Masks(
             None if bias is None else view(bias),
             None if keep is None else view(keep.view(torch.uint8)),

@@ -4,9 +4,8 @@
 // Defined when this is compiled: NQ and NK (1..64), HEAD_DIM (16, 32, 48, 64), BITS of p, IN and OUT types, KEY_MAJOR
 // (V has contiguous keys), PACKED (Q, K, V and the output have rows of HEAD_DIM elements), ROW_SCALES (Q has a scale
 // per token), FOUND (floats whose scales are their head's own maxima's), BIAS and KEEP (0: none, 1: contiguous keys,
-// 2: one for all keys), PARTS of a window, each a warp, ROWS
-// of a tile (16, or 8: less to do for each of many parts), WINDOWS of a program (1 with PARTS > 1), RESIDENT programs
-// of a multiprocessor, which bound the registers.
+// 2: one for all keys), PARTS of a window, each a warp, ROWS of a tile (16, or 8: less to do for each of many parts),
+// WINDOWS of a program (1 with PARTS > 1), RESIDENT programs of a multiprocessor, which bound the registers.
 #include "exponent.cuh"
 #include "maxima.cuh"
 #include "output.cuh"
