@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from intflash import bench
 from intflash.bench.measure import environment, time_interleaved
@@ -45,6 +45,9 @@ class Row:
     x: float | None = None
     backend: str | None = None
     note: str | None = None
+
+
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,10 @@ class Setting:
         from intflash.bench.gpu import timing
 
         return timing.time_calls(calls, rounds, sample_s)
+
+    def times(self, calls: Mapping[Name, Callable[[], Any]], **how: Any) -> dict[Name, float]:
+        """`time` of named calls."""
+        return dict(zip(calls, self.time(list(calls.values()), **how), strict=True))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def _figure6(setting: Setting) -> Iterator[Row]:
 
     calls = conversion.calls(conversion.DIVISIONS, conversion.division_launch)
     count = conversion.elements(conversion.division_launch("none"))
-    seconds = dict(zip(calls, setting.time(list(calls.values())), strict=True))
+    seconds = setting.times(calls)
     for name in conversion.DIVISIONS[1:]:
         place = dict(series=name, case="in registers", backend="triton")
         yield Row(metric="G operations/s", value=count / seconds[name] / 1e9, **place)
@@ -44,7 +44,7 @@ def _conversion(setting: Setting) -> Iterator[Row]:
 
     calls = conversion.calls(conversion.FLOWS, conversion.conversion_launch)
     count = conversion.elements(conversion.conversion_launch("none"))
-    seconds = dict(zip(calls, setting.time(list(calls.values())), strict=True))
+    seconds = setting.times(calls)
     for name in conversion.FLOWS[1:]:
         place = dict(series=name, case="conversion and maximum alone", backend="triton")
         yield Row(metric="G scores/s", value=count / seconds[name] / 1e9, **place)

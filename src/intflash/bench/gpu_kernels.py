@@ -38,7 +38,7 @@ def _lengths(setting: Setting) -> Iterator[Row]:
         w = Workload("", "", 32 if d == 64 else 16, n, d, batch=4)
         inputs = uniform_inputs(w.shape, setting.seed)
         kernels, refused = make_kernels((*SDPA, *MIXED, *flows, *OURS[:1]), inputs)
-        seconds = dict(zip(kernels, setting.time([k.launch for k in kernels.values()], rounds=7), strict=True))
+        seconds = setting.times({name: k.launch for name, k in kernels.items()}, rounds=7)
         reference = exact_attention(*(x[:1, :1] for x in inputs)) if n <= 4096 else None
         case = f"D{d} {n // 1024}k"
         for name, time in seconds.items():

@@ -111,7 +111,7 @@ class Latency:
                     continue
                 for metric, (backend, call) in mine.items():
                     backends[contender.label, metric], calls[contender.label, metric] = backend, call
-            seconds = dict(zip(calls, setting.time(list(calls.values())), strict=True))
+            seconds = setting.times(calls)
             for (label, metric), time in seconds.items():
                 place = dict(series=label, case=case.name, x=case.value, backend=backends[label, metric])
                 yield Row(metric=metric, value=1e6 * time, **place)
@@ -250,7 +250,7 @@ def _division_rows(setting: Setting) -> Iterator[Row]:
         "multiply and shift": multiply_shift,
         "float division": lambda: torch.div(xf, float(rs), out=outf),
     }
-    for name, seconds in zip(calls, setting.time(list(calls.values())), strict=True):
+    for name, seconds in setting.times(calls).items():
         yield Row(name, f"{n} int32", "G operations/s", n / seconds / 1e9, backend="torch")
 
 
@@ -275,7 +275,7 @@ def _peak_rows(setting: Setting) -> Iterator[Row]:
         a, b = (torch.randn(n, n, device=setting.device, dtype=dtype) for _ in range(2))
         calls[str(dtype).removeprefix("torch.")] = partial(torch.mm, a, b.T)
     paper = {"int8 (torch._int_mm)": 2.0} if setting.device == "cuda" else {}
-    seconds = dict(zip(calls, setting.time(list(calls.values())), strict=True))
+    seconds = setting.times(calls)
     base = seconds[str(half).removeprefix("torch.")]
     for name, time in seconds.items():
         place = dict(series=name, case=f"{n} x {n}", backend="torch")
