@@ -24,8 +24,15 @@ def test_constant_is_the_rounded_octaves_per_unit(q_scale, k_scale, sm_scale):
     C, k = constant(q_scale, k_scale, sm_scale)
     c = min(((q_scale * k_scale) * sm_scale) * exp.LOG2_E, 64.0)
     assert k == next(n for n in range(9) if c / 2**n < 0.5)
-    assert min(round(Fraction(c) * 2 ** (32 - k)), 2**31 - 1) == C
+    bits = 32 if c < 2**-14 else 24
+    assert min(round(Fraction(c) * 2**bits) * 2 ** (32 - bits - k), 2**31 - 256) == C
     assert exp.scalar_exponent_constants(q_scale, k_scale, sm_scale) == (C, k)
+
+
+@pytest.mark.parametrize("c", [2.0**-14, 1e-3, 0.4, 0.5, 7.0, 64.0])
+def test_products_of_32_bits_hold_all_but_small_constants(c):
+    C, k = constant(1.0, 1.0, c / exp.LOG2_E)
+    assert (C << k) % 256 == 0 and (C << k) >> 8 == round(min(1.0 * (c / exp.LOG2_E) * exp.LOG2_E, 64) * 2**24)
 
 
 @pytest.mark.parametrize("c", [0.0, 0.25, math.nextafter(0.5, 0), 0.5, 1.0, 63.9, 64.0, 65.0, 1e30])

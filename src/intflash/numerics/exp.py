@@ -22,7 +22,11 @@ P16_MAX = 65193  # p of the maximum itself, 16 bits
 P8_MAX = 255  # the same, 8 bits
 ABSENT = -(1 << 31)  # in an int32 bias: this key takes no part
 
-C_MAX = (1 << 31) - 1
+# c octaves per unit keep 24 fraction bits where those are at least 10 significant ones, so that T also fits a product
+# of 32 bits in units of 2^-24 octave; a smaller c keeps 32.
+FEW_FRACTION_BITS = 24
+LEAST_COARSE = 2.0**-14
+C_MAX = (1 << 31) - (1 << 8)
 MAX_OCTAVES_PER_UNIT = 64.0  # larger: every key but the largest is 0 anyway
 BIAS_FRACTION_BITS = 20  # Q11.20: 2048 octaves
 BIAS_LIMIT = (1 << 31) - 1
@@ -43,26 +47,28 @@ def exponent_constants(q_scale: Tensor, k_scale: Tensor, sm_scale: float) -> tup
         sm_scale: the softmax scale, > 0.
 
     Returns:
-        ``(C, k)``, int64 tensors of the broadcast shape; 0 <= C < 2^31, 0 <= k <= 8.
+        ``(C, k)``, int64 tensors of the broadcast shape; 0 <= C < 2^31, 0 <= k <= 8, and C 2^k a multiple of 2^8
+        from c = 2^-14 on.
     """
     c = ((q_scale.double() * k_scale.double()) * sm_scale) * LOG2_E
     c = c.clamp(max=MAX_OCTAVES_PER_UNIT)
     k = torch.frexp(c)[1].to(torch.int64) + 1  # c in [2^(e-1), 2^e), so c / 2^(e+1) < 0.5
     k = torch.where(c < 0.5, torch.zeros_like(k), k)
-    power = (torch.ones_like(k) << (32 - k)).double()
-    C = torch.round(c * power).clamp(max=C_MAX).to(torch.int64)  # round is half to even
-    return C, k
+    zeros = torch.where(c < LEAST_COARSE, 0, 32 - FEW_FRACTION_BITS)  # fraction bits that are not kept
+    kept = torch.round(c * (torch.ones_like(k) << (32 - zeros)).double()).to(torch.int64)  # half to even
+    return (kept << (zeros - k)).clamp(max=C_MAX), k
 
 
 def scalar_exponent_constants(q_scale: float, k_scale: float, sm_scale: float) -> tuple[int, int]:
     """`exponent_constants` of one score scale, in Python floats: the same bits without tensors.
 
     >>> scalar_exponent_constants(0.0315, 0.0315, 0.125)
-    (768538, 0)
+    (768512, 0)
     """
     c = min(((q_scale * k_scale) * sm_scale) * LOG2_E, MAX_OCTAVES_PER_UNIT)
     k = 0 if c < 0.5 else math.frexp(c)[1] + 1
-    return min(round(math.ldexp(c, 32 - k)), C_MAX), k
+    zeros = 0 if c < LEAST_COARSE else 32 - FEW_FRACTION_BITS
+    return min(round(math.ldexp(c, 32 - zeros)) << (zeros - k), C_MAX), k
 
 
 def quantize_bias(bias: Tensor) -> Tensor:

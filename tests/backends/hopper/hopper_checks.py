@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from intflash.backends.reference import BACKEND as REFERENCE  # noqa: E402
 from intflash.backends.triton.constants import constants_launch  # noqa: E402
 from intflash.backends.triton.streaming import Statistics  # noqa: E402
 from intflash.bench import sass  # noqa: E402
+from intflash.numerics import exp  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 from intflash.quant import QTensor, Recipe  # noqa: E402
 
@@ -52,6 +53,23 @@ def floats(
         x[0, 1, 3, 5], x[1, 0, 7, 2], x[1, 1, 0, 0] = 60000, -60000, 2**-24
     q, k, v = (x.to(dtype) for x in (q, k, v))
     return Problem(method, q, k, v, d**-0.5, recipe=recipe, **(dict(out_dtype=dtype) | more))
+
+
+def spans(method: str, nq: int, nk: int, d: int) -> Iterator[tuple[str, Problem]]:
+    """Keys up to 150 to 300 octaves below a row's maximum, where 32 bits stop to hold T + B and where they wrap.
+
+    Some rows see the farthest scores that there are, some only small ones; some queries have small codes.
+    """
+    q = torch.randint(0, 2, (1, 2, nq, d)) * 254 - 127
+    q[:, :, 16:32] = torch.randint(-9, 10, (1, 2, min(nq, 32) - 16, d))
+    k = torch.randint(-127, 128, (1, 2, nk, d))
+    k[:, :, nk // 2], k[:, :, nk - 3] = q[:, :, 0], -q[:, :, 0]
+    q, k, v = (x.to(torch.int8) for x in (q, k, torch.randint(-127, 128, (1, 2, nk, d))))
+    one = torch.ones(1, 1, 1, 1)
+    q, k, v = (QTensor(x, s, "tensor") for x, s in ((q, one), (k, one), (v, one * 0.02)))
+    for octaves in (150.0, 222.5, *range(224, 246), 256.0, 270.3, 300.0):
+        unit = octaves / (2 * 127 * 127 * d)
+        yield f"span {octaves} {d}", Problem(method, q, k, v, unit / exp.LOG2_E, out_dtype=torch.int8, return_lse=True)
 
 
 def empty_problem(

@@ -36,6 +36,8 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     yield "scales", ic.codes(method, heads=4, key_heads=2, nq=150, nk=150, d=64, kinds=("token", "head", "head"))
     for scale in (1e-3, 1e-9):  # s_V / s_O past 2^5 and past 2^23
         yield f"out scale {scale}", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), scale), **vit)
+    yield from checks.spans(method, 197, 197, 64)
+    yield from checks.spans(method, 66, 100, 32)
     packed = torch.randint(-127, 128, (2, 197, 3, 3, 64), dtype=torch.int8)
     p = ic.codes(method, **vit)
     q, k, v = (QTensor(x.transpose(1, 2), p.q.scale, "tensor") for x in packed.unbind(2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import hopper_checks as checks
@@ -16,6 +16,11 @@ from intflash.quant import QTensor, Recipe
 
 METHODS = tuple(stream.METHODS)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _viewed(p: Problem, names: str, view: Callable[[torch.Tensor], torch.Tensor]) -> Problem:
+    tensors = {name: getattr(p, name) for name in names}
+    return replace(p, **{name: replace(x, data=view(x.data)) for name, x in tensors.items()})
 
 
 def cases(method: str) -> Iterator[tuple[str, Problem]]:
@@ -41,6 +46,15 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"amax {amax} {d} causal", replace(p, causal=300)
         for dtype in (torch.int16, *FLOATS):
             yield f"out {dtype} {d}", ic.codes(method, nq=130, nk=300, d=d, out_dtype=dtype)
+    yield from checks.spans(method, 200, 400, 64)
+    yield from checks.spans(method, 70, 330, 48)
+    for d in (16, 32, 64, 80, 128):  # what the copy engine can load, and all but
+        for causal in (None, 0, 100):
+            shape = dict(batch=2, heads=4, key_heads=2, nq=140, nk=400, d=d)
+            yield f"copies {d} {causal}", ic.codes(method, causal=causal, **shape)
+        p = ic.codes(method, batch=2, heads=3, nq=70, nk=320, d=d)
+        yield f"tokens first {d}", _viewed(p, "qkv", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))
+        yield f"cut {d}", _viewed(p, "kv", lambda x: x[:, :, 16:272])
     packed = torch.randint(-127, 128, (2, 300, 3, 3, 64), dtype=torch.int8)
     q, k, v = (QTensor(x.transpose(1, 2), torch.full((1, 1, 1, 1), 0.02), "tensor") for x in packed.unbind(2))
     yield "packed", Problem(method, q, k, v, 0.125, out_dtype=torch.int8)

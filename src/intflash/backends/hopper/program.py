@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def unavailable() -> str | None:
     return None
 
 
-def _checked(result: tuple, what: str) -> Any:
+def checked(result: tuple, what: str) -> Any:
     """The values of a CUDA call.
 
     Raises:
@@ -87,7 +87,7 @@ def machine_code(program: Program) -> bytes:
     from cuda.bindings import nvrtc
 
     headers = program.sources()
-    version = _checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
+    version = checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
     key = repr((program.text(), sorted(headers.items()), program.options(), version))
     path = cache_folder(f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin")
     if path.exists():
@@ -117,7 +117,7 @@ def compile_program(program: Program) -> tuple[bytes, str]:
     from cuda.bindings import nvrtc
 
     headers = program.sources()
-    handle = _checked(
+    handle = checked(
         nvrtc.nvrtcCreateProgram(
             program.text().encode(), program.file.encode(), len(headers),
             [text.encode() for text in headers.values()], [name.encode() for name in headers],
@@ -126,13 +126,13 @@ def compile_program(program: Program) -> tuple[bytes, str]:
     )  # fmt: skip
     options = [option.encode() for option in (*program.options(), "--ptxas-options=-v")]
     (code,) = nvrtc.nvrtcCompileProgram(handle, len(options), options)
-    log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(handle), "nvrtcGetProgramLogSize")
-    _checked(nvrtc.nvrtcGetProgramLog(handle, log), "nvrtcGetProgramLog")
+    log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(handle), "nvrtcGetProgramLogSize")
+    checked(nvrtc.nvrtcGetProgramLog(handle, log), "nvrtcGetProgramLog")
     if int(code) != 0:
         raise RuntimeError(f"{program.file} with {dict(program.macros)}: {code!r}\n{log.decode()}")
-    cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(handle), "nvrtcGetCUBINSize")
-    _checked(nvrtc.nvrtcGetCUBIN(handle, cubin), "nvrtcGetCUBIN")
-    _checked(nvrtc.nvrtcDestroyProgram(handle), "nvrtcDestroyProgram")
+    cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(handle), "nvrtcGetCUBINSize")
+    checked(nvrtc.nvrtcGetCUBIN(handle, cubin), "nvrtcGetCUBIN")
+    checked(nvrtc.nvrtcDestroyProgram(handle), "nvrtcDestroyProgram")
     return cubin, log.decode()
 
 
@@ -141,11 +141,11 @@ def _function(program: Program, device: int, shared_bytes: int) -> Any:
     """The loaded kernel, with as much dynamic shared memory allowed."""
     from cuda.bindings import driver
 
-    library = _checked(driver.cuLibraryLoadData(machine_code(program), [], [], 0, [], [], 0), "cuLibraryLoadData")
-    kernel = _checked(driver.cuLibraryGetKernel(library, b"attention"), "cuLibraryGetKernel")
-    function = _checked(driver.cuKernelGetFunction(kernel), "cuKernelGetFunction")
+    library = checked(driver.cuLibraryLoadData(machine_code(program), [], [], 0, [], [], 0), "cuLibraryLoadData")
+    kernel = checked(driver.cuLibraryGetKernel(library, b"attention"), "cuLibraryGetKernel")
+    function = checked(driver.cuKernelGetFunction(kernel), "cuKernelGetFunction")
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes), "cuFuncSetAttribute")
+    checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes), "cuFuncSetAttribute")
     return function
 
 
@@ -156,6 +156,7 @@ class CudaLaunch:
     Attributes:
         overlaps: it may start before the kernel ahead of it has ended, since its code waits for that
             (griddepcontrol) before it reads or writes memory: a launch's latency less in a chain of kernels.
+        more: makes the kernel's second parameter, which needs a driver.
     """
 
     program: Program
@@ -166,6 +167,11 @@ class CudaLaunch:
     device: torch.device
     keeps: Mapping[str, Any]  # the tensors that the parameters point into
     overlaps: bool = False
+    more: Callable[[], ctypes.Structure] | None = None
+
+    @functools.cached_property
+    def _structs(self) -> tuple[ctypes.Structure, ...]:
+        return (self.parameters,) if self.more is None else (self.parameters, self.more())
 
     def run(self) -> None:
         from cuda.bindings import driver
@@ -173,13 +179,14 @@ class CudaLaunch:
         with torch.cuda.device(self.device):
             function = _function(self.program, torch.cuda.current_device(), self.shared_bytes)
             stream = torch.cuda.current_stream().cuda_stream
-            pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.parameters))
+            structs = self._structs
+            pointers = (ctypes.c_void_p * len(structs))(*(ctypes.addressof(x) for x in structs))
             config = driver.CUlaunchConfig()
             config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
             config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
             config.sharedMemBytes, config.hStream = self.shared_bytes, driver.CUstream(stream)
             config.attrs, config.numAttrs = ([_overlap()], 1) if self.overlaps else ([], 0)
-            _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0), "cuLaunchKernelEx")
+            checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0), "cuLaunchKernelEx")
 
 
 @functools.cache

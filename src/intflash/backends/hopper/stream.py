@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from intflash.backends.hopper.parameters import has_row_scales, parameters
 from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.rows import key_width
+from intflash.backends.hopper.tensor_maps import key_map, tensor_maps, value_map
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.hopper.wgmma import Product
 from intflash.backends.triton.constants import Constants
@@ -48,27 +50,31 @@ def stream_launch(
     problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data)))
     q, k, v = (x.data for x in (problem.q, problem.k, problem.v))
     batch, heads, nq, d = q.shape
-    consumers = consumers or _consumers(d, problem.method)
-    products = tuple(Product(*x) for x in sorted({(64, "s8"), (8, "u8"), (d, "u8")}))
+    rows = has_row_scales(constants, None)
+    consumers = consumers or _consumers(d, problem.method, rows)
+    key, value = key_map(k, TILE, key_width(d)), value_map(v, TILE)
+    copies = key is not None and value is not None
+    products = tuple(Product(*x) for x in sorted({(64, "s8"), (d, "u8")}))
     program = Program.of(
         "stream.cu", products, METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers,
-        CAUSAL=int(problem.causal is not None), ROW_SCALES=int(has_row_scales(constants, None)), KEY_SCALES=0,
-        VALUE="i8", OUT=C_TYPES[out.dtype],
+        CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0,
+        VALUE="i8", OUT=C_TYPES[out.dtype], COPIES=int(copies),
     )  # fmt: skip
     shared = shared_bytes(d, consumers, TILE * d, 0)
     params, keeps = parameters(problem, (q, k, v), None, constants, out, statistics)
     grid = (-(-nq // (64 * consumers)), heads, batch)
-    return CudaLaunch(program, grid, 128 * (consumers + 1), shared, params, q.device, keeps)
+    maps = partial(tensor_maps, key, value) if copies else None
+    return CudaLaunch(program, grid, 128 * (consumers + 1), shared, params, q.device, keeps, more=maps)
 
 
 def shared_bytes(d: int, consumers: int, value_bytes: int, scale_bytes: int) -> int:
-    """`Shared` of stream_loads.cuh: the stages with their scales and barriers, Q's rows, the tile of ones."""
+    """`Shared` of stream_loads.cuh: the stages with their scales and barriers, Q's rows."""
     stage = -(-(TILE * key_width(d) + value_bytes) // 1024) * 1024 + scale_bytes + 16
-    return _STAGES * stage + 64 * consumers * key_width(d) + 1024
+    return _STAGES * stage + 64 * consumers * key_width(d)
 
 
-def _consumers(d: int, method: str) -> int:
+def _consumers(d: int, method: str, row_scales: bool) -> int:
     """Warpgroups that compute: as many as the registers hold."""
     if method == "intflash":
-        return 2
+        return 3 if 32 < d <= 64 and not row_scales else 2
     return 3 if d <= 96 or d == 128 and method == "intflash_p8" else 2

@@ -22,6 +22,8 @@ from intflash.problem import Problem
 LOG2_E = tl.constexpr(exp.LOG2_E)
 MAX_OCTAVES = tl.constexpr(exp.MAX_OCTAVES_PER_UNIT)
 C_MAX = tl.constexpr(exp.C_MAX)
+FEW_FRACTION_BITS = tl.constexpr(exp.FEW_FRACTION_BITS)
+LEAST_COARSE = tl.constexpr(exp.LEAST_COARSE)
 LEAST_E = tl.constexpr(exp.OUTPUT_EXPONENTS[0])
 MOST_E = tl.constexpr(exp.OUTPUT_EXPONENTS[1])
 _BLOCK = 128
@@ -71,7 +73,8 @@ def pack_score(q_scale, k_scale, sm_scale):
     c = ((q_scale.to(tl.float64) * k_scale.to(tl.float64)) * sm_scale) * LOG2_E
     c = tl.minimum(c, MAX_OCTAVES)
     k = tl.where(c < 0.5, 0, _exponent(c) + 1)
-    C = tl.minimum(_round(c * _power_of_two(32 - k)), C_MAX)
+    zeros = tl.where(c < LEAST_COARSE, 0, 32 - FEW_FRACTION_BITS).to(tl.int64)
+    C = tl.minimum(_round(c * _power_of_two(32 - zeros)) << (zeros - k), C_MAX)
     return (k << 32) | C
 
 

@@ -33,8 +33,9 @@ inline Exponent exponent_constants(float q_scale, float k_scale, double sm_scale
   if (octaves > 64.0) octaves = 64.0;
   Exponent e;
   if (octaves >= 0.5) std::frexp(octaves, &e.k), ++e.k;
-  const double c = std::nearbyint(std::ldexp(octaves, 32 - e.k));  // half to even
-  e.c = c > 2147483647.0 ? 2147483647u : uint32_t(c);
+  const int zeros = octaves < 0x1p-14 ? 0 : 8;  // fraction bits that are not kept
+  const uint32_t c = uint32_t(std::nearbyint(std::ldexp(octaves, 32 - zeros))) << (zeros - e.k);  // half to even
+  e.c = c > 0x7FFFFF00u ? 0x7FFFFF00u : c;
   return e;
 }
 

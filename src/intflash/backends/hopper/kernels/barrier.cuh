@@ -10,6 +10,12 @@ DEVICE void barrier_arrive(u32 at) {
     asm volatile("{.reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [%0];}" ::"r"(at) : "memory");
 }
 
+// Arrives, and holds the phase until as many bytes have been copied.
+DEVICE void barrier_expect(u32 at, u32 bytes) {
+    asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [%0], %1;}" ::"r"(at), "r"(bytes)
+                 : "memory");
+}
+
 DEVICE void barrier_wait(u32 at, u32 parity) {
     asm volatile(
         "{.reg .pred p;\n"

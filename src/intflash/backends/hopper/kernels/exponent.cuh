@@ -2,6 +2,12 @@
 #pragma once
 #include "base.cuh"
 
+DEVICE u32 dot_bytes(u32 word, u32 weights, u32 sum) {
+    asm("dp4a.u32.u32 %0, %1, %2, %0;" : "+r"(sum) : "r"(word), "r"(weights));
+    return sum;
+}
+DEVICE u32 add_bytes(u32 word, u32 sum) { return dot_bytes(word, 0x01010101, sum); }
+
 constexpr i64 K0 = (14ll << 32) + (102ll << 24) + (1ll << 23) - 1;
 constexpr u32 QUADRATIC_OFFSET = 132608;
 
@@ -17,17 +23,35 @@ DEVICE Power power(i64 t) {
 }
 DEVICE Power exponential(i32 s, i32 C, i64 B) { return power(multiply_add(s, C, B)); }
 
-// x << by; 0 for by < 0: PTX's shl clamps.
+// The same in 2^-24 octave modulo 2^32, where short_limit says that t is the same: the octaves are then the upper byte, of
+// t < 0 at least 32. The fraction is one instruction either way, DOT of the multipliers' pipe.
+template <bool DOT> DEVICE Power power(u32 t) {
+    u32 u = DOT ? dot_bytes(t, 0x00010000, 256) : permute(t, 1, 0x5542);
+    return {u * u + QUADRATIC_OFFSET, (i32)(t >> 24)};
+}
+
+// The largest octave of a row's maximum, rounded up, at which 32 bits hold T + B: C has no bits below 2^-24 octave and
+// no key can lie 238 octaves below the maximum. magnitude: the sum of |q| of the row's codes.
+DEVICE i32 short_limit(i32 C, i32 k, u32 magnitude) {
+    const i64 below = (i64)(127 * magnitude) * (C >> 8);
+    return k == 0 && (C & 255) == 0 ? (i32)(((238ll << 24) - below) >> 24) : NO_SCORE;
+}
+DEVICE i32 octave_above(i64 t) { return (i32)((t + 0xFFFFFFFFll) >> 32); }
+
+// The magnitudes of four codes, added.
+DEVICE u32 add_magnitudes(u32 word, u32 sum) {
+    u32 signs = permute(word, word, 0xBA98) | 0x01010101;  // of every byte: 1 or -1
+    asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(word), "r"(signs));
+    return sum;
+}
+
+// x << by; 0 for by < 0 and by > 31: PTX's shl clamps.
 DEVICE u32 shift_left(u32 x, i32 by) {
     u32 r;
     asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(by));
     return r;
 }
 
-DEVICE u32 add_bytes(u32 word, u32 sum) {
-    asm("dp4a.u32.u32 %0, %1, %2, %0;" : "+r"(sum) : "r"(word), "r"(0x01010101));
-    return sum;
-}
 
 // Four p8 of a row, in the bytes of a word. Two are rounded in one addition: below 2^7 of their upper halves nothing
 // decides, and 255 is the largest p8, so nothing is carried out of a half.
@@ -35,9 +59,6 @@ DEVICE u32 four_p8(const Power (&x)[4]) {
     u32 a = permute(shift_left(x[0].m, x[0].hi), shift_left(x[1].m, x[1].hi), 0x7632) + 0x00800080;
     u32 b = permute(shift_left(x[2].m, x[2].hi), shift_left(x[3].m, x[3].hi), 0x7632) + 0x00800080;
     return permute(a, b, 0x7531);
-}
-DEVICE u32 four_p8(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B) {
-    return four_p8({exponential(s0, C, B), exponential(s1, C, B), exponential(s2, C, B), exponential(s3, C, B)});
 }
 
 DEVICE u32 rounded_p32(const Power& x) { return x.m * shift_left(1, x.hi) + (1 << 15); }
@@ -49,8 +70,18 @@ DEVICE void four_p16(const Power (&x)[4], u32& high, u32& low) {
     high = permute(a, b, 0x5410);
     low = permute(a, b, 0x7632);
 }
-DEVICE void four_p16(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32& high, u32& low) {
-    four_p16({exponential(s0, C, B), exponential(s1, C, B), exponential(s2, C, B), exponential(s3, C, B)}, high, low);
+
+// Four p of a row, one or two digits, of four scores; B of 64 bits in 2^-32 octave or of 32 in 2^-24, and C likewise.
+template <int DIGITS> DEVICE void four_p(const Power (&x)[4], u32 (&p)[DIGITS]) {
+    if constexpr (DIGITS == 1) p[0] = four_p8(x);
+    else four_p16(x, p[0], p[1]);
+}
+template <int DIGITS> DEVICE void four_p(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32 (&p)[DIGITS]) {
+    four_p({exponential(s0, C, B), exponential(s1, C, B), exponential(s2, C, B), exponential(s3, C, B)}, p);
+}
+template <int DIGITS> DEVICE void four_p(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, u32 B, u32 (&p)[DIGITS]) {
+    constexpr bool DOT = DIGITS == 1;  // a second digit fills the multipliers' pipe
+    four_p({power<DOT>(s0 * C + B), power<false>(s1 * C + B), power<DOT>(s2 * C + B), power<false>(s3 * C + B)}, p);
 }
 
 // C and k of a row.
@@ -66,6 +97,7 @@ DEVICE Score score_constants(float q_scale, float k_scale, double sm_scale) {
     c = c < 64.0 ? c : 64.0;
     i32 exponent = (i32)((__double_as_longlong(c) >> 52) & 2047) - 1022;
     i32 k = c < 0.5 ? 0 : exponent + 1;
-    i64 C = __double2ll_rn(c * __longlong_as_double((i64)(32 - k + 1023) << 52));
-    return {(i32)(C < 2147483647 ? C : 2147483647), k};
+    i32 zeros = c < 0x1p-14 ? 0 : 8;  // fraction bits that are not kept
+    u32 C = (u32)__double2ll_rn(c * __longlong_as_double((i64)(32 - zeros + 1023) << 52)) << (zeros - k);
+    return {(i32)min(C, 0x7FFFFF00u), k};
 }

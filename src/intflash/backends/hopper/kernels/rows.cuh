@@ -255,6 +255,7 @@ struct Tile {
     u64 k_operand, v_operand;
     u32 present;  // bytes of the thread's last four keys that exist
     bool active;  // whether the warp has rows: the last tile of 197 has one warp with rows
+    bool fits;  // whether 32 bits hold every T + B of the warp: exponent.cuh, short_limit
 
     DEVICE void prepare(u32 k_tile, u32 v_tile, i32 nk) {
         k_operand = descriptor<K_WIDTH>(k_tile), v_operand = descriptor<128>(v_tile);
@@ -286,7 +287,29 @@ struct Tile {
         for (int i = 0; i < COUNT; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
     }
 
+    // Whether 32 bits hold T + B of the warp's rows: by the largest codes there are, or by the rows' own.
+    DEVICE bool in_short(const i32 (&octave)[2]) const {
+        bool holds = true;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) holds &= octave[h] <= short_limit(score[h].C, score[h].k, 127 * HEAD_DIM);
+        if (__all_sync(~0u, holds)) return true;
+        holds = true;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            u32 sum = 0;
+#pragma unroll
+            for (int i = 0; i < D_STEPS; ++i) sum = add_magnitudes(q[i][h], add_magnitudes(q[i][2 + h], sum));
+            holds &= octave[h] <= short_limit(score[h].C, score[h].k, quad_sum(sum));
+        }
+        return __all_sync(~0u, holds);
+    }
+
     template <bool LAST, int COUNT, int KEY_COUNT>
+    DEVICE void exponentials(const i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
+        if (fits) exponentials<LAST, true>(s, p);
+        else exponentials<LAST, false>(s, p);
+    }
+    template <bool LAST, bool SHORT, int COUNT, int KEY_COUNT>
     DEVICE void exponentials(const i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
 #pragma unroll
         for (int group = 0; group < KEY_COUNT / 16; ++group)
@@ -295,13 +318,12 @@ struct Tile {
                 u32(&to)[DIGITS][4] = p.step[group / 2];
                 const int j = group % 2 * 2 + h;
                 const i32* x = &s[8 * group + 2 * h];
-#if BITS == 8
-                to[0][j] = four_p8(x[0], x[1], x[4], x[5], score[h].C, B[h]);
-#else
-                four_p16(x[0], x[1], x[4], x[5], score[h].C, B[h], to[0][j], to[1][j]);
-#endif
+                u32 four[DIGITS];
+                if constexpr (SHORT) four_p(x[0], x[1], x[4], x[5], score[h].C >> 8, (u32)(B[h] >> 8), four);
+                else four_p(x[0], x[1], x[4], x[5], score[h].C, B[h], four);
 #pragma unroll
                 for (int digit = 0; digit < DIGITS; ++digit) {
+                    to[digit][j] = four[digit];
                     if (LAST && group == KEY_COUNT / 16 - 1) to[digit][j] &= present;
                     sums[h][digit] = add_bytes(to[digit][j], sums[h][digit]);
                 }
@@ -339,10 +361,15 @@ struct Tile {
         if (active) {
             maximum<true>(b);
 #pragma unroll
+            i32 octave[2];
+#pragma unroll
             for (int h = 0; h < 2; ++h) {
                 peak[h] = quad_max(peak[h]);
-                B[h] = K0 - multiply_add(peak[h], score[h].C, 0);
+                const i64 top = multiply_add(peak[h], score[h].C, 0);
+                B[h] = K0 - top;
+                octave[h] = octave_above(top);
             }
+            fits = in_short(octave);
             if constexpr (FIRST > 0) exponentials<false>(a, pa);
         }
 #pragma unroll

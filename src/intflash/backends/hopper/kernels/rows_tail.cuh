@@ -76,11 +76,7 @@ struct Tail {
         for (int i = 0; i < SHARE; ++i) {
             if (!has(i)) continue;
             u32 p[DIGITS];
-#if BITS == 8
-            p[0] = four_p8(s[i][0], s[i][1], s[i][2], s[i][3], score.C, B);
-#else
-            four_p16(s[i][0], s[i][1], s[i][2], s[i][3], score.C, B, p[0], p[1]);
-#endif
+            four_p(s[i][0], s[i][1], s[i][2], s[i][3], score.C, B, p);
 #pragma unroll
             for (int digit = 0; digit < DIGITS; ++digit) {
                 if (i == SHARE - 1 && chunk(i) == KEY_CHUNKS - 1) p[digit] &= tile.present;

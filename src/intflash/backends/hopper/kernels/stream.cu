@@ -1,6 +1,14 @@
-// Rows of any length, of the integer methods: METHOD is ExactP8, ExactP16 or Online.
+// Rows of any length, of the integer methods: METHOD is ExactP8, ExactP16 or Online; COPIES: the copy engine loads.
+#include "stream_copies.cuh"
 #include "stream_integer.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Params p) {
-    attend<METHOD>(p);
+#if COPIES
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
+    attend<METHOD>(p, EngineLoads{maps});
 }
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Params p) {
+    attend<METHOD>(p, ThreadLoads());
+}
+#endif

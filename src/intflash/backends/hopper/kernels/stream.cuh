@@ -1,4 +1,4 @@
-// Long rows: one warpgroup loads tiles of 128 keys into a ring in shared memory, CONSUMERS warpgroups of 64 rows each
+// Long rows: one warpgroup loads tiles of 128 keys into a ring in shared memory (Loads), CONSUMERS warpgroups of 64 rows each
 // compute on them. A method is a struct (stream_integer.cuh, stream_float.cuh); barriers, products and masks are here.
 //
 // Defined when this is compiled: HEAD_DIM (a multiple of 16), CONSUMERS, CAUSAL (0 or 1), KEY_SCALES (K's: 0 one for a
@@ -12,6 +12,9 @@
 #include "wgmma.cuh"
 
 typedef i32 Scores[HALF / 2];
+// Of a thread; 65,536 in all.
+constexpr int LOADER_REGISTERS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 4 ? 120 : CONSUMERS == 3 ? 160 : 232;
 
 // Tiles of keys that rows [first, last] see, and how many of them are seen whole by every row.
 struct Walk {
@@ -71,7 +74,11 @@ DEVICE void raise_peaks(i32 (&peak)[2], const Scores& s, bool partial, const Lef
         for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], left.has(i) ? s[i] : NO_SCORE);
     } else {
 #pragma unroll
-        for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
+        for (int i = 0; i < HALF / 2; i += 8) {  // in chains of their own, by the max of three
+            const i32 a = max(max(s[i], s[i + 1]), max(s[i + 4], s[i + 5]));
+            const i32 b = max(max(s[i + 2], s[i + 3]), max(s[i + 6], s[i + 7]));
+            peak[0] = max(peak[0], a), peak[1] = max(peak[1], b);
+        }
     }
 }
 
@@ -237,7 +244,7 @@ template <class Method> struct Consumer {
         if constexpr (Method::PASSES == 2) {
             if (mine.count) first_pass(mine.count, mine.whole, at);
             skip(tiles_of_all - mine.count, at);
-            method.between();
+            method.between(shared);
         }
         if (mine.count) walk(mine.count, mine.whole, at);
         skip(tiles_of_all - mine.count, at);
@@ -245,7 +252,7 @@ template <class Method> struct Consumer {
     }
 };
 
-template <class Method> DEVICE void attend(const Params& p) {
+template <class Method, class Loads> DEVICE void attend(const Params& p, const Loads& loads) {
     extern __shared__ __align__(1024) u8 memory[];
     const Shared shared(shared_address(memory));
     const u32 head = blockIdx.y, batch = blockIdx.z, kv_head = key_head(p, head);
@@ -253,22 +260,18 @@ template <class Method> DEVICE void attend(const Params& p) {
     const i32 row = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * ROWS;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared.full + 8 * i, GROUP);
+            barrier_init(shared.full + 8 * i, Loads::ARRIVALS);
             barrier_init(shared.empty + 8 * i, 4 * CONSUMERS);
         }
-    }
-    if (threadIdx.x < GROUP) {
-        store_shared(shared.ones + 8 * threadIdx.x, 0x01010101);
-        store_shared(shared.ones + 8 * threadIdx.x + 4, 0x01010101);
     }
     publish_shared();
     __syncthreads();
     const i32 tiles = walk_of(p, row, ROWS).count;
     if (threadIdx.x < GROUP) {
-        give_registers<CONSUMERS == 3 ? 32 : 40>();
-        produce<Method::PASSES>(p, shared, batch, kv_head, tiles);
+        give_registers<LOADER_REGISTERS>();
+        loads.template run<Method::PASSES>(p, shared, batch, kv_head, tiles);
     } else {
-        take_registers<CONSUMERS == 3 ? 160 : 232>();
+        take_registers<CONSUMER_REGISTERS>();
         Consumer<Method> consumer(p, shared);
         consumer.run(batch, head, kv_head, row, tiles);
     }

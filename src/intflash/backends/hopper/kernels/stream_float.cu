@@ -2,5 +2,5 @@
 #include "stream_float.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Params p) {
-    attend<Softmax>(p);
+    attend<Softmax>(p, ThreadLoads());
 }

@@ -11,6 +11,15 @@ struct Codes8 {  // of 64 keys: left operands of two products of 32 keys
     u32 word[2][4];
 };
 
+// The magnitudes of a row's codes, added by its quad.
+DEVICE u32 row_magnitude(const Shared& shared, u32 row) {
+    u32 sum = 0;
+#pragma unroll
+    for (int i = 0; i < D_CHUNKS; ++i)
+        sum = add_magnitudes(load_shared(shared.query + swizzled<K_WIDTH>(row, i) + threadIdx.x % 4 * 4), sum);
+    return quad_sum(sum);
+}
+
 // Bytes of p of the keys that a row sees; `word` holds keys 4q .. 4q + 3 of 16.
 DEVICE u32 seen_bytes(const Left& left, int step, int word) {
     const i32 key = step * 32 + word / 2 * 16;
@@ -22,9 +31,14 @@ DEVICE u32 seen_bytes(const Left& left, int step, int word) {
 // The largest scores of this thread's two rows; T is (S << shift) * C.
 struct Peaks {
     i32 C[2], shift[2], peak[2];
-    bool shifted;
+    bool fits;  // whether 32 bits hold T + B of the warp's rows: exponent.cuh, short_limit
 
     DEVICE void look(const Scores& s, bool partial, const Left& left) { raise_peaks(peak, s, partial, left); }
+    DEVICE i64 top(int h) const { return (i64)(peak[h] << shift[h]) * C[h]; }
+    DEVICE i32 limit(int h, const Shared& shared) const {
+        const u32 warp = threadIdx.x / 32 - 4, row = warp * 16 + threadIdx.x % 32 / 4 + 8 * h;
+        return short_limit(C[h], shift[h], row_magnitude(shared, row));
+    }
 };
 
 template <int DIGITS> struct AccumulatorOf { typedef i32 Type; };
@@ -37,44 +51,45 @@ template <int DIGITS> struct Digits : Peaks {
         Codes8 digit[DIGITS];
     };
     i32 acc[DIGITS][HEAD_DIM / 2];
-    i32 sums[DIGITS][4];  // of P, by products with 8 columns of ones; row 8's are the last two
-    u64 ones;
-    i64 B[2];
-    Scaling scaling;
+    u32 sums[DIGITS][2];  // of this thread's P
 
-    DEVICE void start(const Params& p, const Place& at, const Shared& shared) {
-        scaling = output_scaling<OUT>(p, at.batch, at.head, at.kv_head);
+    DEVICE void start(const Params& p, const Place& at, const Shared&) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const i64 row = head_offset(p.score, at.batch, at.head) + min(at.row + 8 * h, p.nq - 1) * p.score.n;
             Score score = unpack_score(__ldg((const i64*)p.score.ptr + row));
             if (!ROW_SCALES) score = {__shfl_sync(~0u, score.C, 0), __shfl_sync(~0u, score.k, 0)};  // known as uniform
-            C[h] = score.C, shift[h] = score.k, peak[h] = NO_SCORE, B[h] = K0;
+            C[h] = score.C, shift[h] = score.k, peak[h] = NO_SCORE;
         }
-        ones = descriptor<128>(shared.ones);
-        shifted = __any_sync(~0u, shift[0] > 0 || shift[1] > 0);
 #pragma unroll
         for (int i = 0; i < DIGITS * HEAD_DIM / 2; ++i) acc[i / (HEAD_DIM / 2)][i % (HEAD_DIM / 2)] = 0;
 #pragma unroll
-        for (int i = 0; i < DIGITS * 4; ++i) sums[i / 4][i % 4] = 0;
+        for (int i = 0; i < DIGITS * 2; ++i) sums[i / 2][i % 2] = 0;
 #pragma unroll
-        for (int digit = 0; digit < DIGITS; ++digit)  // before any product
-            wgmma_hold(acc[digit]), wgmma_hold(sums[digit]);
+        for (int digit = 0; digit < DIGITS; ++digit) wgmma_hold(acc[digit]);  // before any product
     }
-    template <bool SHIFTED> DEVICE void exponentials(const Scores& s, P& p) {
+    template <bool SHORT> DEVICE void powers(const Scores& s, P& p, const i64 (&B)[2]) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const i32* x = &s[16 * (i / 4) + 8 * (i % 4 / 2) + 2 * (i % 2)];
-            const int h = i % 2, by = SHIFTED ? shift[h] : 0;
+            const int h = i % 2, by = SHORT ? 0 : shift[h];
             const i32 a = x[0] << by, b = x[1] << by, c = x[4] << by, d = x[5] << by;
-            if constexpr (DIGITS == 1) p.digit[0].word[i / 4][i % 4] = four_p8(a, b, c, d, C[h], B[h]);
-            else four_p16(a, b, c, d, C[h], B[h], p.digit[0].word[i / 4][i % 4], p.digit[1].word[i / 4][i % 4]);
+            u32 four[DIGITS];
+            if constexpr (SHORT) four_p(a, b, c, d, C[h] >> 8, (u32)(B[h] >> 8), four);
+            else four_p(a, b, c, d, C[h], B[h], four);
+#pragma unroll
+            for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] = four[digit];
         }
     }
-    DEVICE void exponentials(const Scores& s, bool partial, const Left& left, u32, P& p) {
-        if (shifted) exponentials<true>(s, p);
-        else exponentials<false>(s, p);
+    DEVICE void exponentials(const Scores& s, bool partial, const Left& left, P& p, const i64 (&B)[2]) {
+        if (fits) powers<true>(s, p, B);
+        else powers<false>(s, p, B);
         if (partial) hide(p, left);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+#pragma unroll
+            for (int digit = 0; digit < DIGITS; ++digit)
+                sums[digit][i % 2] = add_bytes(p.digit[digit].word[i / 4][i % 4], sums[digit][i % 2]);
     }
     DEVICE void hide(P& p, const Left& left) {
 #pragma unroll
@@ -89,38 +104,37 @@ template <int DIGITS> struct Digits : Peaks {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int digit = 0; digit < DIGITS; ++digit) {
-                wgmma_u8(acc[digit], p.digit[digit].word[i], v + 2 * i, true);
-                wgmma_u8(sums[digit], p.digit[digit].word[i], ones, true);
-            }
+            for (int digit = 0; digit < DIGITS; ++digit) wgmma_u8(acc[digit], p.digit[digit].word[i], v + 2 * i, true);
         wgmma_commit();
     }
     DEVICE float tile_scale(u32) const { return 1.0f; }
     DEVICE void wait() {
 #pragma unroll
-        for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]), wgmma_wait(sums[digit]);
+        for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]);
     }
     DEVICE u32 l(int h) const {
-        return DIGITS == 1 ? sums[0][2 * h] : ((u32)sums[0][2 * h] << 8) + sums[DIGITS - 1][2 * h];
+        return quad_sum(DIGITS == 1 ? sums[0][h] : (sums[0][h] << 8) + sums[DIGITS - 1][h]);
     }
     DEVICE Accumulator result(int i) const {
         if constexpr (DIGITS == 1) return acc[0][i];
         else return {acc[0][i], acc[1][i]};
     }
     DEVICE void store(const Params& p, const Place& at, const i64 (&t_max)[2]) const {
+        const Scaling scaling = output_scaling<OUT>(p, at.batch, at.head, at.kv_head);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const i32 row = at.row + 8 * h;
+            const u32 l = this->l(h);
             if (row >= p.nq) continue;
             Accumulator mine[CHANNELS];
 #pragma unroll
             for (int i = 0; i < CHANNELS; ++i) mine[i] = result(4 * (i / 2) + 2 * h + i % 2);
             const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * CHANNELS;
-            store_outputs<OUT>((u8*)element<OUT>(p.out.ptr, to), mine, l(h), scaling);
+            store_outputs<OUT>((u8*)element<OUT>(p.out.ptr, to), mine, l, scaling);
             if (p.l && threadIdx.x % 4 == 0) {
                 const i64 to = ((i64)at.batch * gridDim.y + at.head) * p.nq + row;
                 p.t_max[to] = t_max[h];
-                p.l[to] = l(h);
+                p.l[to] = l;
             }
         }
     }
@@ -128,19 +142,28 @@ template <int DIGITS> struct Digits : Peaks {
 
 // The exact maximum, of a first pass.
 template <int DIGITS> struct Exact : Digits<DIGITS> {
-    static constexpr int PASSES = 2, IN_FLIGHT = ROW_SCALES ? 0 : 1;  // 1 would spill
-    static constexpr int BUFFERS = DIGITS * HEAD_DIM / 2 > (CONSUMERS == 3 ? 48 : 64) ? 1 : 2;
+    typedef typename Digits<DIGITS>::P P;
+    static constexpr int PASSES = 2, IN_FLIGHT = ROW_SCALES || CONSUMERS == 4 ? 0 : 1;  // 1 would spill
+    static constexpr int BUFFERS = CONSUMERS == 4 || DIGITS * HEAD_DIM / 2 > (CONSUMERS == 3 ? 48 : 64) ? 1 : 2;
     static constexpr bool SETTLES = false;  // a row's maximum is known
-    i64 top[2];
+    i64 B[2];
 
-    DEVICE void between() {
+    DEVICE void between(const Shared& shared) {
+        bool fits = true;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            top[h] = (i64)(quad_max(this->peak[h]) << this->shift[h]) * this->C[h];
-            this->B[h] = K0 - top[h];
+            this->peak[h] = quad_max(this->peak[h]);
+            fits &= octave_above(this->top(h)) <= this->limit(h, shared);
+            B[h] = K0 - this->top(h);
         }
+        this->fits = __all_sync(~0u, fits);
     }
-    DEVICE void store(const Params& p, const Place& at) const { Digits<DIGITS>::store(p, at, top); }
+    DEVICE void exponentials(const Scores& s, bool partial, const Left& left, u32, P& p) {
+        Digits<DIGITS>::exponentials(s, partial, left, p, B);
+    }
+    DEVICE void store(const Params& p, const Place& at) const {
+        Digits<DIGITS>::store(p, at, {K0 - B[0], K0 - B[1]});
+    }
 };
 
 typedef Exact<1> ExactP8;
@@ -151,13 +174,19 @@ struct Online : Digits<1> {
     static constexpr int PASSES = 1, BUFFERS = 2;
     static constexpr bool SETTLES = true;
     i32 octave[2];
+    i32 short_octave;  // the largest of both rows at which 32 bits hold T + B
 
     DEVICE void start(const Params& p, const Place& at, const Shared& shared) {
         Digits<1>::start(p, at, shared);
         octave[0] = octave[1] = NO_OCTAVE;
+        short_octave = min(limit(0, shared), limit(1, shared));
+        fits = false;
     }
     DEVICE i32 octave_of(int h) const {  // rounded up
         return (i32)(multiply_add(peak[h] << shift[h], C[h], 0xFFFFFFFFll) >> 32);
+    }
+    DEVICE void exponentials(const Scores& s, bool partial, const Left& left, u32, P& p) {
+        Digits<1>::exponentials(s, partial, left, p, {K0 - ((i64)octave[0] << 32), K0 - ((i64)octave[1] << 32)});
     }
     DEVICE void settle(const Scores (&)[2], bool, const Left (&)[2], u32, float) {
         if (__any_sync(~0u, octave_of(0) > octave[0] || octave_of(1) > octave[1])) raise();
@@ -171,14 +200,16 @@ struct Online : Digits<1> {
             const i32 raised = max(octave[h], peak[h] == NO_SCORE ? NO_OCTAVE : octave_of(h));
             by[h] = min(raised - octave[h], 31);
             octave[h] = raised;
-            B[h] = K0 - ((i64)raised << 32);
         }
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; ++i) acc[0][i] >>= by[i / 2 % 2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[0][i] >>= by[i / 2];
+        for (int h = 0; h < 2; ++h) {  // a sum of the quad's is shifted, not its parts
+            const u32 l = quad_sum(sums[0][h]) >> by[h];
+            sums[0][h] = threadIdx.x % 4 ? 0 : l;
+        }
         wgmma_hold(acc[0]);  // before the next product
-        wgmma_hold(sums[0]);
+        fits = __all_sync(~0u, max(octave[0], octave[1]) <= short_octave);
     }
     DEVICE void store(const Params& p, const Place& at) const {
         Digits<1>::store(p, at, {(i64)octave[0] << 32, (i64)octave[1] << 32});

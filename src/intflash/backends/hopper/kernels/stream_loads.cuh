@@ -23,9 +23,9 @@ constexpr int LAG = 2;
 typedef Ring<STAGES> Stage;
 
 struct Shared {
-    u32 tiles, query, ones, scales, full, empty;
+    u32 tiles, query, scales, full, empty;
     DEVICE Shared(u32 base)
-        : tiles(base), query(base + STAGES * STAGE_BYTES), ones(query + ROWS * K_WIDTH), scales(ones + 1024),
+        : tiles(base), query(base + STAGES * STAGE_BYTES), scales(query + ROWS * K_WIDTH),
           full(scales + STAGES * SCALE_BYTES), empty(full + 8 * STAGES) {}
     DEVICE u32 k_tile(u32 stage) const { return tiles + stage * STAGE_BYTES; }
     DEVICE u32 v_tile(u32 stage) const { return k_tile(stage) + K_BYTES; }
@@ -142,10 +142,17 @@ DEVICE void load_scales(const Params& p, u32 to, const float* base, i32 first) {
     else if (thread == 0) copy_4_or_zero(to, base + first / TILE, true);
 }
 
-// The values are those of the last pass. Up to LAG tiles' copies are in flight behind the one that is announced; none
-// that has been issued waits for a buffer to be free, or the warpgroups could not drift apart.
+// All threads of the warpgroup copy, from any strides. The values are those of the last pass. Up to LAG tiles' copies
+// are in flight behind the one that is announced; none that has been issued waits for a buffer to be free, or the
+// warpgroups could not drift apart.
+struct ThreadLoads {
+    static constexpr u32 ARRIVALS = GROUP;  // that announce a tile
+    template <int PASSES>
+    DEVICE void run(const Params& p, const Shared& shared, u32 batch, u32 kv_head, i32 tiles) const;
+};
+
 template <int PASSES>
-DEVICE void produce(const Params& p, const Shared& shared, u32 batch, u32 kv_head, i32 tiles) {
+DEVICE void ThreadLoads::run(const Params& p, const Shared& shared, u32 batch, u32 kv_head, i32 tiles) const {
     KeyLoader keys(p, shared, p.k.ptr + head_offset(p.k, batch, kv_head));
     ValueLoader<FLOAT_VALUES> values(p, shared, p.v.ptr + head_offset(p.v, batch, kv_head) * SIZE<VALUE>);
     const float* scales = (const float*)p.k_scale.ptr + head_offset(p.k_scale, batch, kv_head);

@@ -1,0 +1,99 @@
+"""What the copy engine is told of K and V^T: `struct TensorMaps` of kernels/stream_copies.cuh.
+
+A map lists the dimensions of a box in the order in which shared memory has them, so rows arrive permuted: those of K as
+`score_row` orders the keys of 16, those of V^T as `value_row` orders the channels (kernels/base.cuh).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from intflash.backends.hopper.program import checked
+
+
+class TensorMaps(ctypes.Structure):
+    _fields_ = [
+        ("k", ctypes.c_uint64 * 16), ("v", ctypes.c_uint64 * 16),
+        *((name, ctypes.c_int32) for name in ("k_batch", "k_head", "v_batch", "v_head")),
+        ("padding", ctypes.c_uint64 * 6),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """One map, encoded by the driver when a launch runs.
+
+    Attributes:
+        address: of the tensor's first byte.
+        sizes: of its five dimensions, innermost first.
+        strides: bytes between neighbours along all but the innermost.
+        box: what one copy takes.
+        swizzle: bytes of a row in shared memory: 32, 64 or 128.
+        batch, head: how far the next batch and head are along the outermost dimension.
+    """
+
+    address: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+    batch: int
+    head: int
+
+    def encoded(self) -> ctypes.Array:
+        """The driver's 128 bytes.
+
+        Raises:
+            RuntimeError: the driver refused them.
+        """
+        from cuda.bindings import driver
+
+        swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{self.swizzle}B")
+        made = checked(
+            driver.cuTensorMapEncodeTiled(
+                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, self.address,
+                [driver.cuuint64_t(x) for x in self.sizes], [driver.cuuint64_t(x) for x in self.strides],
+                [driver.cuuint32_t(x) for x in self.box], [driver.cuuint32_t(1)] * 5,
+                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            ),
+            "cuTensorMapEncodeTiled",
+        )  # fmt: skip
+        return (ctypes.c_uint64 * 16).from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
+
+
+def tensor_maps(k: TensorMap, v: TensorMap) -> TensorMaps:
+    return TensorMaps(k.encoded(), v.encoded(), k.batch, k.head, v.batch, v.head)
+
+
+def key_map(k: Tensor, tile: int, width: int) -> TensorMap | None:
+    """Of K ``[B, H, N, D]``, int8, in tiles of keys, `width` bytes a row; None where its strides are irregular."""
+    (batches, heads, n, d), (b, h, row, channel) = k.shape, k.stride()
+    b, h = (stride if size > 1 else 0 for size, stride in ((batches, b), (heads, h)))
+    if channel != 1 or row % 16 or n % 16 or row == 0 or b % (16 * row) or h % (16 * row):
+        return None
+    batch, head = b // (16 * row), h // (16 * row)
+    groups = (batches - 1) * batch + (heads - 1) * head + n // 16
+    return TensorMap(
+        k.data_ptr(), (d, 2, 4, 2, groups), (row, 4 * row, 2 * row, 16 * row), (width, 2, 4, 2, tile // 16), width,
+        batch, head,
+    )  # fmt: skip
+
+
+def value_map(v: Tensor, tile: int) -> TensorMap | None:
+    """Of V ``[B, H, N, D]``, int8 with contiguous keys; None where its strides are irregular."""
+    (batches, heads, n, d), (b, h, key, channel) = v.shape, v.stride()
+    b, h = (stride if size > 1 else 0 for size, stride in ((batches, b), (heads, h)))
+    matrix = h or b or d * channel
+    if key != 1 or channel % 16 or b % matrix or matrix % 16:
+        return None
+    batch, head = b // matrix, h // matrix
+    matrices = (batches - 1) * batch + (heads - 1) * head + 1
+    return TensorMap(
+        v.data_ptr(), (n, 2, 4, d // 8, matrices), (channel, d // 4 * channel, 2 * channel, matrix),
+        (tile, 2, 4, d // 8, 1), 128, batch, head,
+    )  # fmt: skip
