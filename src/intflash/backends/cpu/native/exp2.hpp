@@ -69,17 +69,20 @@ struct Exp2 {
     else return V::pack(depth<D, HasBase, Masked>(s, r, top, base), depth<D, HasBase, Masked>(s + V::kLanes, r, top, base));
   }
 
-  static inline U16 p8(U16 x9) {
-    const U16 z = V::average(x9, 2 * 153);
-    const U16 v = V::template mantissa<6>(z);
-    return V::mul_round(V::add16(V::mul_high16(v, v), 8288), V::power(z));
+  // By the operations of V, or of an object that has them with their constants in registers.
+  template <class O = V>
+  static inline __attribute__((always_inline)) U16 p8(U16 x9, const O& o = O()) {
+    const U16 z = o.average(x9, 2 * 153);
+    const U16 v = o.template mantissa<6>(z);
+    return V::mul_round(o.add16(V::mul_high16(v, v), 8288), o.power(z));
   }
 
-  static inline U16 p16(U16 x9) {
-    const U16 z = V::average(x9, 2 * 153);
-    const U16 v = V::template mantissa<7>(z);
+  template <class O = V>
+  static inline __attribute__((always_inline)) U16 p16(U16 x9, const O& o = O()) {
+    const U16 z = o.average(x9, 2 * 153);
+    const U16 v = o.template mantissa<7>(z);
     const U16 w = V::mul_high16(v, v);
-    return V::round16(w, V::average(w, 33151), V::high_byte(z));
+    return o.round16(w, o.average(w, 33151), o.high_byte(z));
   }
 
   // One block of kBlock keys; `sum` gathers P8, or P16 - 32768, or the high digits, and `sum_low` the low ones.

@@ -1,15 +1,15 @@
 // intflash and intflash_p8 on AMX tiles, for calls without causal limits, packed sequences or scales per block of keys.
 //
-// A strip is up to 16 query rows of one head and all keys, kMaxKeys at most. While the vectors make P of one strip, the
-// tile unit works on both neighbours: the scores of the next and P V of the one before. Its instructions are
-// spread over the strip, because they run beside the vectors only within one reorder window.
+// While the vectors make P of one strip, the tile unit works on both neighbours: the scores of the next and P V of the
+// one before. Its instructions lie between the rows, no two that depend on one another side by side: they run beside the
+// vectors only within one reorder window.
 #pragma once
 #include <type_traits>
 
 #include "arith.hpp"
 #include "biased.hpp"
 #include "epilogue.hpp"
-#include "exp2.hpp"
+#include "strip_rows.hpp"
 #include "vec_amx.hpp"
 
 namespace intflash {
@@ -18,36 +18,26 @@ namespace {
 template <bool P16>
 class Strips {
   using V = Amx;
-  static constexpr int kRows = 16, kPanel = 16, kChunk = 64, kMaxChunks = 4, kTile = 1024;
-  static constexpr int kSlots = 4;      // of a chunk's rows, a panel of S in each
+  static constexpr int kRows = Strip::kRows, kPanel = Strip::kPanel, kChunk = Strip::kChunk, kMaxChunks = Strip::kMaxChunks, kTile = Strip::kTile;
+  static constexpr int kParts = 16;     // of a chunk's tile work, four to a panel of S
   // Tiles 0 to 3: sums of P V; 4 (and 5): P's digits; 6: K or V; 7: S; Q has one of its own where P has one digit.
   static constexpr int kScoreTile = 7, kQueryTile = P16 ? 4 : 5;
   static constexpr bool kKeepsQueries = !P16;
   static constexpr int kDigits = P16 ? 2 : 1, kPassPanels = 4 / kDigits;  // four accumulator tiles
-  static constexpr int64_t kScoreLd = kMaxChunks * kChunk + 16;           // its rows lie in all cache sets
-  static constexpr int64_t kPlane = kMaxChunks * kTile;                   // a digit of a strip's P
+  static constexpr int64_t kScoreLd = Strip::kScoreLd, kPlane = Strip::kPlane;
 
-  // What a strip's depths are made from.
-  enum class From { kShortScores, kScores, kShiftedScores, kLevels, kShiftedLevels };
-  struct Strip {
-    int64_t b, h, hk;
-    const int8_t *keys, *values;
-    int64_t row0;     // of its tiles
-    int first, rows;  // rows [first, rows) of the tiles are its own; the ones before belong to the strip before
-    int scale_step;   // 0: one scale for all rows
-    From from;
-    RowScale scale[kRows];
-    BiasedScale biased_scale[kRows];
-    int32_t top[kRows];    // maxima of S; or
-    int64_t level[kRows];  // of T as it is held
-    int32_t* scores;
-    uint8_t* p;
-    __m512i sums[kRows];
-    uint32_t l[kRows];
-  };
   // Where P V of a strip stands: one panel of channels at a time.
   struct Place {
     int pass = 0, chunk = 0, panel = 0;
+  };
+  // The tile work beside a strip's rows.
+  struct Tiles {
+    const Strip* before;  // its P V, or null
+    const int8_t* keys;   // the next panel of scores
+    int32_t* scores;
+    int panels = 0;       // of scores in this chunk
+    int due = 0;          // quarters of a panel of P V
+    Place place = {};
   };
 
  public:
@@ -67,7 +57,7 @@ class Strips {
   const int tile_rows_, strips_, chunks_, key_steps_, depths_, panels_;
   const int64_t acc_ld_, levels_ld_;
   int8_t *keys_[3], *values_[3], *queries_;
-  int64_t* levels_;  // of a biased strip: T, where its P is made
+  int64_t* levels_;
   int32_t *acc_, *scores_[2];
   uint8_t* p_[2];
   Strip strip_[3];
@@ -125,26 +115,52 @@ class Strips {
   void step(Strip* before, Strip* now, const Strip* next) {
     if (now) tops(*now);
     if (before) weigh(*before);
-    const int products = before ? panels_ * chunks_ : 0, slots = kSlots * chunks_;
-    const bool early = chunks_ == 1;  // short rows: their tiles' latency is hidden by the slot's own P
-    Place place;
-    for (int j = 0, slot = 0, done = 0; j < chunks_; ++j) {
-      const int panels = next ? ceil_div(chunk_keys(j), kPanel) : 0;
-      for (int i = 0; i < kSlots; ++i, ++slot) {
-        if (now && !early) probabilities(*now, j, i);
-        if (slot == 0) load_queries();  // copied a while before: a tile's load waits for the stores to reach memory
-        if (i < panels) score_tile(next->keys + (int64_t(j) * 4 + i) * key_steps_ * 64);
-        for (; done * slots < products * (slot + 1); ++done) product(*before, place);
-        if (now && early) probabilities(*now, j, i);
-        if (i < panels) V::template store_tile<kScoreTile>(next->scores + j * kChunk + i * kPanel, 4 * kScoreLd);
-      }
+    V::stores_before_loads();  // of queries, copied a while before: a tile's load waits for the stores to reach memory
+    if (kKeepsQueries && depths_ == 1) V::load_tile<kQueryTile>(queries_, 64);
+    Tiles tiles{before, next ? next->keys : nullptr, next ? next->scores : nullptr};
+    for (int j = 0; j < chunks_; ++j) {
+      tiles.panels = next ? ceil_div(chunk_keys(j), kPanel) : 0;
+      if (now)
+        probabilities(*now, j, tiles);
+      else
+        for (int part = 0; part < kParts; ++part) tile_work(tiles, part);
     }
     if (before) finish(*before);
   }
 
+  // One part of a chunk's tile work. Past head_dim Q is zero, so that what K's tile holds there does not count.
+  inline __attribute__((always_inline)) void tile_work(Tiles& t, int part) {
+    const bool scores = part / 4 < t.panels;
+    switch (part % 4) {
+      case 0:
+        if (!scores) return;
+        V::zero<kScoreTile>();
+        load_depth(t.keys, 0);
+        return;
+      case 1:
+        if (!scores) return;
+        V::dot_signed_tile<kScoreTile, kQueryTile, 6>();
+        for (int d = 1; d < depths_; ++d) load_depth(t.keys, d), V::dot_signed_tile<kScoreTile, kQueryTile, 6>();
+        return;
+      case 2:
+        if (t.before)
+          for (t.due += panels_; t.due >= 4; t.due -= 4) product(*t.before, t.place);
+        return;
+      default:
+        if (!scores) return;
+        V::store_tile<kScoreTile>(t.scores, 4 * kScoreLd);
+        t.keys += key_steps_ * 64, t.scores += kPanel;
+    }
+  }
+
+  inline __attribute__((always_inline)) void load_depth(const int8_t* keys, int d) const {
+    if (!kKeepsQueries || depths_ > 1) V::load_tile<kQueryTile>(queries_ + 64 * d, 64 * depths_);
+    V::load_tile<6>(keys + d * kTile, 64);
+  }
+
   Strip* open() {
     Strip& s = strip_[opened_ % 3];
-    s.scores = scores_[opened_ & 1], s.p = p_[opened_ & 1];
+    s.scores = scores_[opened_ & 1], s.p = p_[opened_ & 1], s.levels = levels_, s.levels_ld = levels_ld_;
     ++opened_;
     const int64_t start = int64_t(strip_index_) * tile_rows_;
     s.row0 = smaller<int64_t>(start, call_.nq - tile_rows_);
@@ -172,16 +188,11 @@ class Strips {
       scaled = scaled && fits_scaled(e), dead = dead && Biased::marks_are_dead(s.scale[r]);
     }
     if (!call_.bias.data && (!call_.keep.data || dead)) {
-      s.from = short_depths ? From::kShortScores : aligned ? From::kScores : From::kShiftedScores;
+      s.from = short_depths ? Strip::From::kShortScores : aligned ? Strip::From::kScores : Strip::From::kShiftedScores;
     } else {
-      s.from = scaled ? From::kLevels : From::kShiftedLevels;
+      s.from = scaled ? Strip::From::kLevels : Strip::From::kShiftedLevels;
       for (int r = 0; r < scales; ++r) s.biased_scale[r] = biased_scale(exponent(s, r), scaled);
     }
-  }
-
-  void load_queries() const {
-    V::stores_before_loads();
-    if (kKeepsQueries && depths_ == 1) V::load_tile<kQueryTile>(queries_, 64);
   }
 
   void copy_queries(const int8_t* q) const {
@@ -218,19 +229,9 @@ class Strips {
         }
   }
 
-  // S of a panel of keys, in its tile. Past head_dim Q is zero, so that what K's tile holds there does not count.
-  void score_tile(const int8_t* k) const {
-    V::zero<kScoreTile>();
-    for (int d = 0; d < depths_; ++d) {
-      if (!kKeepsQueries || depths_ > 1) V::load_tile<kQueryTile>(queries_ + 64 * d, 64 * depths_);
-      V::load_tile<6>(k + d * kTile, 64);
-      V::dot_signed_tile<kScoreTile, kQueryTile, 6>();
-    }
-  }
-
   // Maxima of a strip.
   void tops(Strip& s) const {
-    if (on_levels(s) || call_.keep.data) return biased_tops(s);
+    if (s.on_levels() || call_.keep.data) return biased_tops(s);
     // Columns past the last key repeat it; rows past the last are read and not used.
     __m512i max[kRows];
     const int panels = ceil_div(call_.nk, kPanel);
@@ -242,10 +243,8 @@ class Strips {
     V::reduce_max(max, s.top);
   }
 
-  static bool on_levels(const Strip& s) { return s.from == From::kLevels || s.from == From::kShiftedLevels; }
-
   void biased_tops(Strip& s) const {
-    const bool wide = on_levels(s);
+    const bool wide = s.on_levels();
     __m512i max[kRows];
     for (int r = 0; r < kRows; ++r) max[r] = V::zero16();
     RowBias add = {nullptr, nullptr, call_.bias.stride[3], call_.keep.stride[3]};
@@ -268,69 +267,20 @@ class Strips {
     }
   }
 
-  // P of up to 64 depths in two registers, given by `depths`, and its part of the row's sum.
-  template <int Vectors, class Depths>
-  static inline void block(Depths depths, __m512i ones, uint8_t* p, __m512i& sums) {
-    using E = Exp2<V>;
-    const __m512i low = depths(0), high = Vectors > 2 ? depths(2) : V::zero16();
-    if constexpr (P16) {
-      const __m512i a = E::p16(low), b = Vectors > 2 ? E::p16(high) : V::zero16();
-      sums = V::store_p(p, V::high_byte(a), V::high_byte(b), sums, ones, 8);
-      sums = V::store_p(p + kPlane, V::low_byte(a), V::low_byte(b), sums, ones, 0);
-    } else {
-      sums = V::store_p(p, E::p8(low), Vectors > 2 ? E::p8(high) : V::zero16(), sums, ones, 0);
-    }
-  }
-
-  template <From F, int Vectors>
-  void blocks(Strip& s, int j, __m512i ones, int slot) const {
-    uint8_t* p = s.p + j * kTile;
-    for (int r = larger(s.first, slot * s.rows / kSlots), end = (slot + 1) * s.rows / kSlots; r < end; ++r) {
-      // `of` a vector, of which a pair's second may be missing
-      const auto pair = [](int i, auto of) { return V::pack(of(i), i + 1 < Vectors ? of(i + 1) : V::zero16()); };
-      const RowScale& scale = s.scale[r * s.scale_step];
-      const int32_t* x = s.scores + r * kScoreLd + j * kChunk;
-      const __m512i top = V::set1(s.top[r]);
-      if constexpr (F == From::kLevels || F == From::kShiftedLevels) {
-        const int64_t* t = levels_ + r * levels_ld_ + j * kChunk;
-        const __m512i level = _mm512_set1_epi64(s.level[r]);
-        const auto of = [&](int i) { return Biased::depth<F == From::kLevels>(t + i * kPanel, level); };
-        block<Vectors>([&](int i) { return pair(i, of); }, ones, p + r * 64, s.sums[r]);
-      } else if constexpr (F == From::kShortScores) {
-        const auto of = [&](int i) { return V::sub(top, V::load(x + i * kPanel)); };
-        block<Vectors>([&](int i) { return V::mul_high_short(pair(i, of), scale.c); }, ones, p + r * 64, s.sums[r]);
-      } else {
-        constexpr Depth D = F == From::kScores ? Depth::kNarrow : Depth::kShifted;
-        const auto of = [&](int i) { return Exp2<V>::template depth<D, false, false>(x + i * kPanel, scale, top, 0); };
-        block<Vectors>([&](int i) { return pair(i, of); }, ones, p + r * 64, s.sums[r]);
-      }
-    }
-  }
-
-  template <From F>
-  void probabilities_from(Strip& s, int j, int vectors, __m512i ones, int slot) const {
-    switch (vectors) {
-      case 1: return blocks<F, 1>(s, j, ones, slot);
-      case 2: return blocks<F, 2>(s, j, ones, slot);
-      case 3: return blocks<F, 3>(s, j, ones, slot);
-      default: return blocks<F, 4>(s, j, ones, slot);
-    }
-  }
-
-  // P of a slot's rows and chunk j, in a tile for each digit, and its part of the row sums.
-  void probabilities(Strip& s, int j, int slot) const {
-    const int keys = chunk_keys(j), vectors = ceil_div(keys, kPanel);
+  // P of a chunk, and between its rows the tile work.
+  void probabilities(Strip& s, int j, Tiles& tiles) {
+    const int keys = chunk_keys(j);
     const __m512i ones = keys < kChunk ? tail_ones_ : _mm512_set1_epi8(1);
-    switch (s.from) {
-      case From::kShortScores:
-        if constexpr (!P16) return probabilities_from<From::kShortScores>(s, j, vectors, ones, slot);
-        [[fallthrough]];
-      case From::kScores: return probabilities_from<From::kScores>(s, j, vectors, ones, slot);
-      case From::kShiftedScores: return probabilities_from<From::kShiftedScores>(s, j, vectors, ones, slot);
-      case From::kLevels: return probabilities_from<From::kLevels>(s, j, vectors, ones, slot);
-      case From::kShiftedLevels: return probabilities_from<From::kShiftedLevels>(s, j, vectors, ones, slot);
-    }
+    StripRows<P16>::chunk(s, j, ceil_div(keys, kPanel), ones, Between{*this, tiles, s.rows - s.first});
   }
+  struct Between {
+    Strips& strips;
+    Tiles& tiles;
+    int rows, due = 0, part = 0;
+    inline __attribute__((always_inline)) void operator()() {
+      for (due += kParts; due >= rows; due -= rows, ++part) strips.tile_work(tiles, part);
+    }
+  };
 
   // The next panel of P V, in passes of as many panels as have accumulators: panel i and digit d in tile
   // i * kDigits + d.
@@ -392,7 +342,7 @@ class Strips {
     epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first, call_.out_offset(s.b, s.h, row), &ahead_);
     for (int r = s.first; call_.t_max && r < s.rows; ++r) {
       const Exponent e = exponent(s, r);
-      const int64_t t_max = on_levels(s) ? s.level[r] >> s.biased_scale[r * s.scale_step].down : s.top[r] * (int64_t(1) << e.k) * e.c;
+      const int64_t t_max = s.on_levels() ? s.level[r] >> s.biased_scale[r * s.scale_step].down : s.top[r] * (int64_t(1) << e.k) * e.c;
       call_.t_max[index + r - s.first] = l[r] ? t_max : kNever;
       call_.l_sum[index + r - s.first] = l[r];
     }

@@ -57,10 +57,12 @@ struct Vec512 {
   }
   // (a * c) >> 32 of 16-bit lanes and a 32-bit c: three products and a carry, where 32-bit lanes take four and their shuffles.
   static U16 mul_high_short(U16 a, uint32_t c) {
-    const __m512i high = _mm512_set1_epi16(int16_t(c >> 16)), low = _mm512_set1_epi16(int16_t(c));
+    return mul_high_short(a, _mm512_set1_epi16(int16_t(c >> 16)), _mm512_set1_epi16(int16_t(c)), _mm512_set1_epi16(-1));
+  }
+  static U16 mul_high_short(U16 a, U16 high, U16 low, U16 minus_one) {
     const __m512i carried = _mm512_mulhi_epu16(a, low), sum = _mm512_add_epi16(_mm512_mullo_epi16(a, high), carried);
     const __m512i whole = _mm512_mulhi_epu16(a, high);
-    return _mm512_mask_sub_epi16(whole, _mm512_cmplt_epu16_mask(sum, carried), whole, _mm512_set1_epi16(-1));
+    return _mm512_mask_sub_epi16(whole, _mm512_cmplt_epu16_mask(sum, carried), whole, minus_one);
   }
   static I32 bury_absent(I32 x, I32 s) {
     const __mmask16 absent = _mm512_cmpeq_epi32_mask(s, _mm512_set1_epi32(INT32_MIN));

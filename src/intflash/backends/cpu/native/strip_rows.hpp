@@ -1,0 +1,153 @@
+// A strip: up to 16 query rows of one head and all its keys, and P of its rows.
+#pragma once
+#include "arith.hpp"
+#include "biased.hpp"
+#include "exp2.hpp"
+#include "vec_amx.hpp"
+
+namespace intflash {
+namespace {
+
+struct Strip {
+  static constexpr int kRows = 16, kPanel = 16, kChunk = 64, kMaxChunks = 4, kTile = 1024;
+  static constexpr int64_t kScoreLd = kMaxChunks * kChunk + 16;  // its rows lie in all cache sets
+  static constexpr int64_t kPlane = kMaxChunks * kTile;          // a digit of a strip's P
+
+  // What its depths are made from.
+  enum class From { kShortScores, kScores, kShiftedScores, kLevels, kShiftedLevels };
+  int64_t b, h, hk;
+  const int8_t *keys, *values;
+  int64_t row0;     // of its tiles
+  int first, rows;  // rows [first, rows) of the tiles are its own; the ones before belong to the strip before
+  int scale_step;   // 0: one scale for all rows
+  From from;
+  RowScale scale[kRows];
+  BiasedScale biased_scale[kRows];
+  int32_t top[kRows];    // maxima of S; or
+  int64_t level[kRows];  // of T as it is held
+  int32_t* scores;
+  const int64_t* levels;  // of a biased strip: T, where its P is made
+  int64_t levels_ld;
+  uint8_t* p;
+  __m512i sums[kRows];
+  uint32_t l[kRows];
+
+  bool on_levels() const { return from == From::kLevels || from == From::kShiftedLevels; }
+};
+
+// Operations of P with their constants in registers: gcc would make some anew for each row, by the shuffles' port.
+struct RowOps : Amx {
+  const U16 depth_half = held(_mm512_set1_epi16(2 * 153)), minus_one = held(_mm512_set1_epi16(-1));
+  const U16 high_bytes = held(_mm512_broadcast_i32x4(_mm_setr_epi8(1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15, -1)));
+  const U16 first = held(_mm512_set1_epi64(0x322A221A120A023A)), mask = held(_mm512_set1_epi16(255 << 6)), one = held(_mm512_set1_epi16(256 << 6));
+  const U16 square = held(_mm512_set1_epi16(8288)), powers = held(_mm512_set1_epi16(512));
+
+  static U16 held(U16 x) {
+    asm("" : "+v"(x));
+    return x;
+  }
+  U16 high_byte(U16 a) const { return _mm512_shuffle_epi8(a, high_bytes); }
+  U16 average(U16 a, uint16_t b) const { return b == 2 * 153 ? _mm512_avg_epu16(a, depth_half) : Amx::average(a, b); }
+  template <int Shift>
+  U16 mantissa(U16 z) const {
+    if constexpr (Shift != 6) return Amx::mantissa<Shift>(z);
+    else return _mm512_ternarylogic_epi32(_mm512_multishift_epi64_epi8(first, z), mask, one, 0xAE);
+  }
+  U16 add16(U16 a, uint16_t) const { return _mm512_add_epi16(a, square); }
+  U16 power(U16 z) const { return _mm512_srlv_epi16(powers, high_byte(z)); }
+};
+
+template <bool P16>
+class StripRows {
+  using V = Amx;
+  using From = Strip::From;
+
+ public:
+  // P of chunk j of a strip's rows, in a tile for each digit, and its part of the row sums; between() after every row.
+  // `vectors` of 16 keys; `ones` has 0 for bytes of P that do not count.
+  template <class Between>
+  static void chunk(Strip& s, int j, int vectors, __m512i ones, Between between) {
+    switch (s.from) {
+      case From::kShortScores:
+        if constexpr (!P16) return chunk_from<From::kShortScores>(s, j, vectors, ones, between);
+        [[fallthrough]];
+      case From::kScores: return chunk_from<From::kScores>(s, j, vectors, ones, between);
+      case From::kShiftedScores: return chunk_from<From::kShiftedScores>(s, j, vectors, ones, between);
+      case From::kLevels: return chunk_from<From::kLevels>(s, j, vectors, ones, between);
+      case From::kShiftedLevels: return chunk_from<From::kShiftedLevels>(s, j, vectors, ones, between);
+    }
+  }
+
+ private:
+  template <From F, class Between>
+  static void chunk_from(Strip& s, int j, int vectors, __m512i ones, Between between) {
+    switch (vectors) {
+      case 1: return rows<F, 1>(s, j, ones, between);
+      case 2: return rows<F, 2>(s, j, ones, between);
+      case 3: return rows<F, 3>(s, j, ones, between);
+      default: return rows<F, 4>(s, j, ones, between);
+    }
+  }
+
+  struct Scale {
+    __m512i c, low, limit;
+    int shift;
+  };
+  template <From F>
+  static inline Scale load_scale(const RowScale& r) {
+    if constexpr (F == From::kShortScores) return {_mm512_set1_epi16(int16_t(r.c >> 16)), _mm512_set1_epi16(int16_t(r.c)), V::zero16(), 0};
+    else return {V::set1(int32_t(r.c)), V::zero16(), V::set1(int32_t(r.limit)), r.shift};
+  }
+
+  template <From F, int Vectors, class Between>
+  static void rows(Strip& s, int j, __m512i ones, Between between) {
+    const RowOps o;
+    // `of` a vector, of which a pair's second may be missing
+    const auto pair = [](int i, auto of) { return V::pack(of(i), i + 1 < Vectors ? of(i + 1) : V::zero16()); };
+    Scale scale = load_scale<F>(s.scale[0]);
+    // In locals, because tile instructions count as changing all memory.
+    const int32_t *scores = s.scores + j * Strip::kChunk, *tops = s.top;
+    const int64_t *levels = s.levels + j * Strip::kChunk, *level_tops = s.level, levels_ld = s.levels_ld;
+    const RowScale* scales = s.scale_step ? s.scale : nullptr;
+    uint8_t* p = s.p + j * Strip::kTile;
+    __m512i* sums = s.sums;
+    for (int r = s.first, end = s.rows; r < end; ++r) {
+      if constexpr (F == From::kLevels || F == From::kShiftedLevels) {
+        const int64_t* t = levels + r * levels_ld;
+        const __m512i level = _mm512_set1_epi64(level_tops[r]);
+        const auto depth = [&](int i) { return Biased::depth<F == From::kLevels>(t + i * Strip::kPanel, level); };
+        block<Vectors>(o, [&](int i) { return pair(i, depth); }, ones, p + r * 64, sums[r]);
+      } else {
+        if (scales) scale = load_scale<F>(scales[r]);
+        const int32_t* x = scores + r * Strip::kScoreLd;
+        const __m512i top = V::set1(tops[r]);
+        const auto below = [&](int i) { return V::sub(top, V::load(x + i * Strip::kPanel)); };
+        const auto shifted = [&](int i) { return F == From::kScores ? below(i) : V::shift_left(V::min_u(below(i), scale.limit), scale.shift); };
+        const auto depth = [&](int i) { return V::mul_high(shifted(i), scale.c); };
+        const auto depths = [&](int i) {
+          if constexpr (F == From::kShortScores) return V::mul_high_short(pair(i, below), scale.c, scale.low, o.minus_one);
+          else return pair(i, depth);
+        };
+        block<Vectors>(o, depths, ones, p + r * 64, sums[r]);
+      }
+      between();
+    }
+  }
+
+  // P of up to 64 depths in two registers, given by `depths`, and its part of the row's sum.
+  template <int Vectors, class Depths>
+  static inline __attribute__((always_inline)) void block(const RowOps& o, Depths depths, __m512i ones, uint8_t* p, __m512i& sums) {
+    using E = Exp2<V>;
+    const __m512i low = depths(0), high = Vectors > 2 ? depths(2) : V::zero16();
+    if constexpr (P16) {
+      const __m512i a = E::p16(low, o), b = Vectors > 2 ? E::p16(high, o) : V::zero16();
+      sums = V::store_p(p, o.high_byte(a), o.high_byte(b), sums, ones, 8);
+      sums = V::store_p(p + Strip::kPlane, V::low_byte(a), V::low_byte(b), sums, ones, 0);
+    } else {
+      sums = V::store_p(p, E::p8(low, o), Vectors > 2 ? E::p8(high, o) : V::zero16(), sums, ones, 0);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace intflash
