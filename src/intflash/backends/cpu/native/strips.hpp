@@ -54,7 +54,7 @@ class Strips {
   const Call& call_;
   const uint64_t call_id_;
   Scratch& scratch_;
-  const int tile_rows_, strips_, chunks_, key_steps_, depths_, panels_;
+  const int tile_rows_, strips_, slots_, chunks_, key_steps_, depths_, panels_;
   const int64_t acc_ld_, levels_ld_;
   int8_t *keys_[3], *values_[3], *queries_;
   int64_t* levels_;
@@ -73,19 +73,19 @@ class Strips {
 
   Strips(const Call& call, uint64_t call_id, Scratch& scratch)
       : call_(call), call_id_(call_id), scratch_(scratch), tile_rows_(ceil_div(call.nq, ceil_div(call.nq, kRows))),
-        strips_(ceil_div(call.nq, kRows)), chunks_(ceil_div(call.nk, kChunk)),
+        strips_(ceil_div(call.nq, kRows)), slots_(strips_ > 1 ? 2 : 3), chunks_(ceil_div(call.nk, kChunk)),
         key_steps_(ceil_div(call.head_dim, 4)), depths_(ceil_div(call.head_dim, 64)), panels_(ceil_div(call.value_dim, kPanel)),
         acc_ld_(panels_ * kPanel), levels_ld_(chunks_ * kChunk + 8), epilogue_(call) {
     const int64_t key_bytes = round_up(call.nk, kPanel) * key_steps_ * 4 + kTile;  // a tile may reach past the last panel
     const int64_t value_bytes = int64_t(chunks_) * panels_ * kTile, acc_bytes = kDigits * kRows * acc_ld_ * 4;
     const int64_t score_bytes = kRows * kScoreLd * 4, p_bytes = kDigits * kPlane, query_bytes = int64_t(depths_) * kTile;
     const int64_t level_bytes = call.bias.data || call.keep.data ? kRows * levels_ld_ * 8 : 0;
-    const int64_t total = 3 * (key_bytes + value_bytes) + acc_bytes + 2 * (score_bytes + p_bytes) + query_bytes + level_bytes;
+    const int64_t total = slots_ * (key_bytes + value_bytes) + acc_bytes + 2 * (score_bytes + p_bytes) + query_bytes + level_bytes;
     char* at = scratch.reserve(size_t(total));
     const auto take = [&](auto*& p, int64_t bytes) { p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at), at += bytes; };
     for (int i = 0; i < 2; ++i) take(scores_[i], score_bytes), take(p_[i], p_bytes);
     take(acc_, acc_bytes), take(queries_, query_bytes), take(levels_, level_bytes);
-    for (int i = 0; i < 3; ++i) take(keys_[i], key_bytes), take(values_[i], value_bytes);
+    for (int i = 0; i < slots_; ++i) take(keys_[i], key_bytes), take(values_[i], value_bytes);
     const int64_t tail = call.nk - (chunks_ - 1) * kChunk;
     alignas(64) int8_t ones[64];
     for (int i = 0; i < 64; ++i) ones[i] = V::key_at(i) < tail;
@@ -202,12 +202,12 @@ class Strips {
       for (int64_t d = 0; d < width; ++d) queries_[r * width + d] = d < call_.head_dim ? q[r * row_step + d * step] : 0;
   }
 
-  // Packs K and V of a head, or finds them packed: the strips in flight keep the two heads before.
+  // Packs K and V of a head, or finds them packed: the strips in flight keep theirs: of two heads, or three where a head is one strip.
   void enter_head(Strip& s) {
     const int64_t id = s.b * call_.heads_k + s.hk;
     if (scratch_.call_id != call_id_ || scratch_.packed_head != id) {
       scratch_.call_id = call_id_, scratch_.packed_head = id;
-      scratch_.slot = (scratch_.slot + 1) % 3;
+      scratch_.slot = (scratch_.slot + 1) % slots_;
       pack(s, keys_[scratch_.slot], values_[scratch_.slot]);
     }
     s.keys = keys_[scratch_.slot], s.values = values_[scratch_.slot];
@@ -220,13 +220,32 @@ class Strips {
       V::pack_key_tile(k + key * call_.k.stride[2], call_.k.stride[2], call_.k.stride[3], smaller<int64_t>(kPanel, n - key),
                        call_.head_dim, key_steps_, keys);
     const int8_t* v = call_.v.at(s.b, s.hk);
-    for (int64_t chunk = 0; chunk < n; chunk += kChunk)
-      for (int64_t c = 0; c < call_.value_dim; c += kPanel)
-        for (int at = 0; at < kChunk; at += 4, values += 64) {
-          const int64_t key = chunk + V::key_at(at);
-          V::pack_value_group(v + key * call_.v.stride[2] + c * call_.v.stride[3], call_.v.stride[2], call_.v.stride[3], n - key,
-                              call_.value_dim - c, values);
-        }
+    const int64_t row_step = call_.v.stride[2], step = call_.v.stride[3];
+    for (int64_t chunk = 0; chunk < n; chunk += kChunk, values += panels_ * kTile) {
+      int64_t c = 0;
+      if (step == 1)
+        for (; c + 2 * kPanel <= call_.value_dim; c += 2 * kPanel) pack_pair(v + chunk * row_step + c, row_step, n - chunk, values + c * kChunk);
+      for (; c < call_.value_dim; c += kPanel) pack_panel(v + chunk * row_step + c * step, row_step, step, n - chunk, c, values + c * kChunk);
+    }
+  }
+
+  // A chunk of two whole panels of V.
+  static void pack_pair(const int8_t* v, int64_t row_step, int64_t keys, int8_t* out) {
+    for (int at = 0; at < kChunk; at += 4, out += 64) {
+      const int key = V::key_at(at);
+      if (key + 4 <= keys) {
+        V::pack_value_pair(v + key * row_step, row_step, out, out + kTile);
+      } else {
+        V::pack_value_group(v + key * row_step, row_step, 1, keys - key, kPanel, out);
+        V::pack_value_group(v + key * row_step + kPanel, row_step, 1, keys - key, kPanel, out + kTile);
+      }
+    }
+  }
+  void pack_panel(const int8_t* v, int64_t row_step, int64_t step, int64_t keys, int64_t c, int8_t* out) const {
+    for (int at = 0; at < kChunk; at += 4, out += 64) {
+      const int key = V::key_at(at);
+      V::pack_value_group(v + key * row_step, row_step, step, keys - key, call_.value_dim - c, out);
+    }
   }
 
   // Maxima of a strip.

@@ -120,6 +120,17 @@ struct Amx : Vec512 {
       _mm512_storeu_si512(out + 64 * (w + 4), _mm512_permutex2var_epi64(r[w], high, r[w + 4]));
     }
   }
+  // Four rows of 32 channels into the same step of two panels.
+  static void pack_value_pair(const int8_t* v, int64_t row_step, Code* first, Code* second) {
+    const auto row = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + i * row_step)); };
+    const auto rows = [&](int i) { return _mm512_inserti64x4(_mm512_castsi256_si512(row(i)), row(i + 1), 1); };
+    const __m512i by_channel = _mm512_set_epi64(  // of each lane's two rows: four channels of the first panel, then of the second
+        0x3F1F3E1E3D1D3C1C, 0x2F0F2E0E2D0D2C0C, 0x3B1B3A1A39193818, 0x2B0B2A0A29092808,
+        0x3717361635153414, 0x2707260625052404, 0x3313321231113010, 0x2303220221012000);
+    const __m512i low = _mm512_permutexvar_epi8(by_channel, rows(0)), high = _mm512_permutexvar_epi8(by_channel, rows(2));
+    _mm512_storeu_si512(first, _mm512_unpacklo_epi16(low, high));
+    _mm512_storeu_si512(second, _mm512_unpackhi_epi16(low, high));
+  }
   static void pack_value_group(const int8_t* v, int64_t row_step, int64_t step, int64_t rows, int64_t columns, Code* out) {
     if (rows <= 0) return _mm512_storeu_si512(out, _mm512_setzero_si512());
     if (step == 1) return void(pack_values(v, row_step, rows, columns, out));
