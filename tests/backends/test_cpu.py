@@ -148,6 +148,21 @@ def test_depths_of_every_width(isa, method):
         assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
 
 
+@pytest.mark.parametrize("method", list(cpu.P_MAX))
+@pytest.mark.parametrize("nk", [257, 319, 320, 321, 512, 1023, 1024, 1025, 1089, 1216, 1281])
+def test_long_rows(method, nk):
+    """Around the borders of chunks and stages of keys and of strips of queries; depths that are short, narrow and shifted."""
+    g = torch.Generator().manual_seed(nk)
+    for nq, d, value_dim, unit in itertools.product((8, 9, 16, 17, 33, 64), (64, 17), (64, 33, 16), (2.0**-12, 2.0**-20, 0.625)):
+        q, k = (torch.randint(-127, 128, (1, 2, n, d), generator=g).to(torch.int8) for n in (nq, nk))
+        k[:, :, -1] = q[:, :, -1]  # the last row's maximum is the last key's; all scores of the first row are negative
+        k[..., 0], q[:, :, 0], q[:, :, 0, 0] = -k[..., 0].abs().clamp(min=1), 0, 1
+        v = torch.randint(-127, 128, (1, 2, nk, value_dim), generator=g).to(torch.int8)
+        tensors = [intflash.QTensor(x, s) for x, s in ((q, unit), (k, 1.0), (v, 0.02))]
+        problem = prepare(*tensors, method=method, scale=1.0, out_dtype=torch.int16, return_lse=True)[0]
+        assert_same_bits(cpu.run(problem, threads=1), reference.BACKEND.run(problem))
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())

@@ -9,6 +9,7 @@
 #include "epilogue.hpp"
 #include "exp2.hpp"
 #include "flash.hpp"
+#include "long_rows.hpp"
 #include "pack.hpp"
 #include "product.hpp"
 
@@ -17,6 +18,8 @@ namespace {
 
 constexpr int64_t kStageKeys = 512;       // keys whose P is held at a time
 constexpr int64_t kWideStageKeys = 256;   // 127 * 65,193 * 256 < 2^31
+constexpr int64_t kLongRow = 257, kLongRowP16 = 1024;  // keys from which LongRows gains
+constexpr int kFewRows = 8;               // of a unit, for whole tiles of vectors are made of them
 constexpr int64_t kOctave = int64_t(1) << 32;  // in units of T
 
 template <class V>
@@ -342,6 +345,8 @@ class Attention {
 
   template <bool P16>
   void exact() {
+    if constexpr (V::kMatrixUnit)
+      if (are_long(P16 ? kLongRowP16 : kLongRow)) return long_rows<P16>();
     const bool resident = key_end_ <= chunk_;
     for (int64_t key = 0; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
@@ -354,6 +359,18 @@ class Attention {
       for (int64_t at = 0; at < n; at += stage_keys_)
         accumulate<P16, false>(key, at, smaller(stage_keys_, n - at), key + at == 0);
     }
+    finish<P16>();
+  }
+
+  // Rows that leave the scratch for scores to others.
+  bool are_long(int64_t keys) const {
+    return !masked_ && !wide_ && !row_step_ && key_end_ == nk_ && nk_ >= keys && rows_ > kFewRows && call_.head_dim <= 64 && call_.value_dim <= 64;
+  }
+
+  template <bool P16>
+  void long_rows() {
+    LongRows<V, P16>::run({queries_, keys_, values_, round_up(nk_, kKeyPad) * kLanes, nk_, rows_, int(value_pad_ / kLanes), scale_[0], depth_,
+                           reinterpret_cast<char*>(scores_), top_, acc_, acc_low_, l_, value_pad_});
     finish<P16>();
   }
 
