@@ -51,9 +51,9 @@ def stream_launch(
     q, k, v = (x.data for x in (problem.q, problem.k, problem.v))
     batch, heads, nq, d = q.shape
     rows = has_row_scales(constants, None)
-    consumers = consumers or _consumers(d, problem.method, rows)
     key, value = key_map(k, TILE, key_width(d)), value_map(v, TILE)
     copies = key is not None and value is not None
+    consumers = consumers or _consumers(d, problem.method, copies and not rows)
     products = tuple(Product(*x) for x in sorted({(64, "s8"), (d, "u8")}))
     program = Program.of(
         "stream.cu", products, METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers,
@@ -73,8 +73,8 @@ def shared_bytes(d: int, consumers: int, value_bytes: int, scale_bytes: int) -> 
     return _STAGES * stage + 64 * consumers * key_width(d)
 
 
-def _consumers(d: int, method: str, row_scales: bool) -> int:
-    """Warpgroups that compute: as many as the registers hold."""
+def _consumers(d: int, method: str, lean: bool) -> int:
+    """Warpgroups that compute: as many as the registers hold; lean: one scale for all rows, loads by the copy engine."""
     if method == "intflash":
-        return 3 if 32 < d <= 64 and not row_scales else 2
+        return 3 if 32 < d <= 64 and lean else 2
     return 3 if d <= 96 or d == 128 and method == "intflash_p8" else 2

@@ -79,9 +79,11 @@ template <int DIGITS> DEVICE void four_p(const Power (&x)[4], u32 (&p)[DIGITS]) 
 template <int DIGITS> DEVICE void four_p(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32 (&p)[DIGITS]) {
     four_p({exponential(s0, C, B), exponential(s1, C, B), exponential(s2, C, B), exponential(s3, C, B)}, p);
 }
-template <int DIGITS> DEVICE void four_p(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, u32 B, u32 (&p)[DIGITS]) {
-    constexpr bool DOT = DIGITS == 1;  // a second digit fills the multipliers' pipe
-    four_p({power<DOT>(s0 * C + B), power<false>(s1 * C + B), power<DOT>(s2 * C + B), power<false>(s3 * C + B)}, p);
+// DOTS: how many of the four take their fractions by the multipliers' pipe, as was fastest.
+template <int DOTS, int DIGITS>
+DEVICE void four_p(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, u32 B, u32 (&p)[DIGITS]) {
+    four_p({power<(DOTS > 0)>(s0 * C + B), power<(DOTS > 2)>(s1 * C + B), power<(DOTS > 1)>(s2 * C + B),
+            power<(DOTS > 3)>(s3 * C + B)}, p);
 }
 
 // C and k of a row.

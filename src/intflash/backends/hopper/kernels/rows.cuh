@@ -287,21 +287,19 @@ struct Tile {
         for (int i = 0; i < COUNT; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
     }
 
-    // Whether 32 bits hold T + B of the warp's rows: by the largest codes there are, or by the rows' own.
-    DEVICE bool in_short(const i32 (&octave)[2]) const {
-        bool holds = true;
+    // By the largest codes there are, or, where most maxima could be past that, by the rows' own.
+    DEVICE void short_limits(i32 (&limit)[2]) const {
+        constexpr i32 USUAL = 48;  // octaves that a maximum seldom reaches
 #pragma unroll
-        for (int h = 0; h < 2; ++h) holds &= octave[h] <= short_limit(score[h].C, score[h].k, 127 * HEAD_DIM);
-        if (__all_sync(~0u, holds)) return true;
-        holds = true;
+        for (int h = 0; h < 2; ++h) limit[h] = short_limit(score[h].C, score[h].k, 127 * HEAD_DIM);
+        if (__all_sync(~0u, min(limit[0], limit[1]) >= USUAL)) return;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             u32 sum = 0;
 #pragma unroll
             for (int i = 0; i < D_STEPS; ++i) sum = add_magnitudes(q[i][h], add_magnitudes(q[i][2 + h], sum));
-            holds &= octave[h] <= short_limit(score[h].C, score[h].k, quad_sum(sum));
+            limit[h] = short_limit(score[h].C, score[h].k, quad_sum(sum));
         }
-        return __all_sync(~0u, holds);
     }
 
     template <bool LAST, int COUNT, int KEY_COUNT>
@@ -319,7 +317,7 @@ struct Tile {
                 const int j = group % 2 * 2 + h;
                 const i32* x = &s[8 * group + 2 * h];
                 u32 four[DIGITS];
-                if constexpr (SHORT) four_p(x[0], x[1], x[4], x[5], score[h].C >> 8, (u32)(B[h] >> 8), four);
+                if constexpr (SHORT) four_p<DIGITS == 1 ? 4 : 2>(x[0], x[1], x[4], x[5], score[h].C >> 8, (u32)(B[h] >> 8), four);
                 else four_p(x[0], x[1], x[4], x[5], score[h].C, B[h], four);
 #pragma unroll
                 for (int digit = 0; digit < DIGITS; ++digit) {
@@ -346,14 +344,16 @@ struct Tile {
         peak[0] = peak[1] = NO_SCORE;
 #pragma unroll
         for (int i = 0; i < 2 * DIGITS; ++i) sums[i / DIGITS][i % DIGITS] = 0;
-        i32 a[FIRST ? FIRST / 2 : 1], b[REST / 2];
+        i32 a[FIRST ? FIRST / 2 : 1], b[REST / 2], limit[2];
         if constexpr (FIRST > 0) {
             issue_scores(a, 0);
             issue_scores(b, FIRST);
+            short_limits(limit);  // under the products
             wgmma_wait<1>(a);
             if (active) maximum<false>(a);
         } else {
             issue_scores(b, 0);
+            short_limits(limit);
         }
         wgmma_wait(b);
         Weights<FIRST> pa = {};
@@ -361,15 +361,15 @@ struct Tile {
         if (active) {
             maximum<true>(b);
 #pragma unroll
-            i32 octave[2];
+            bool holds = true;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 peak[h] = quad_max(peak[h]);
                 const i64 top = multiply_add(peak[h], score[h].C, 0);
                 B[h] = K0 - top;
-                octave[h] = octave_above(top);
+                holds &= octave_above(top) <= limit[h];
             }
-            fits = in_short(octave);
+            fits = __all_sync(~0u, holds);
             if constexpr (FIRST > 0) exponentials<false>(a, pa);
         }
 #pragma unroll

@@ -74,11 +74,7 @@ DEVICE void raise_peaks(i32 (&peak)[2], const Scores& s, bool partial, const Lef
         for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], left.has(i) ? s[i] : NO_SCORE);
     } else {
 #pragma unroll
-        for (int i = 0; i < HALF / 2; i += 8) {  // in chains of their own, by the max of three
-            const i32 a = max(max(s[i], s[i + 1]), max(s[i + 4], s[i + 5]));
-            const i32 b = max(max(s[i + 2], s[i + 3]), max(s[i + 6], s[i + 7]));
-            peak[0] = max(peak[0], a), peak[1] = max(peak[1], b);
-        }
+        for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
     }
 }
 

@@ -34,7 +34,7 @@ struct Peaks {
     bool fits;  // whether 32 bits hold T + B of the warp's rows: exponent.cuh, short_limit
 
     DEVICE void look(const Scores& s, bool partial, const Left& left) { raise_peaks(peak, s, partial, left); }
-    DEVICE i64 top(int h) const { return (i64)(peak[h] << shift[h]) * C[h]; }
+    DEVICE i64 exponent(int h, i32 score) const { return (i64)(score << shift[h]) * C[h]; }
     DEVICE i32 limit(int h, const Shared& shared) const {
         const u32 warp = threadIdx.x / 32 - 4, row = warp * 16 + threadIdx.x % 32 / 4 + 8 * h;
         return short_limit(C[h], shift[h], row_magnitude(shared, row));
@@ -75,7 +75,7 @@ template <int DIGITS> struct Digits : Peaks {
             const int h = i % 2, by = SHORT ? 0 : shift[h];
             const i32 a = x[0] << by, b = x[1] << by, c = x[4] << by, d = x[5] << by;
             u32 four[DIGITS];
-            if constexpr (SHORT) four_p(a, b, c, d, C[h] >> 8, (u32)(B[h] >> 8), four);
+            if constexpr (SHORT) four_p<DIGITS == 1 ? 2 : 0>(a, b, c, d, C[h] >> 8, (u32)(B[h] >> 8), four);
             else four_p(a, b, c, d, C[h], B[h], four);
 #pragma unroll
             for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] = four[digit];
@@ -152,9 +152,9 @@ template <int DIGITS> struct Exact : Digits<DIGITS> {
         bool fits = true;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            this->peak[h] = quad_max(this->peak[h]);
-            fits &= octave_above(this->top(h)) <= this->limit(h, shared);
-            B[h] = K0 - this->top(h);
+            const i64 top = this->exponent(h, quad_max(this->peak[h]));
+            fits &= octave_above(top) <= this->limit(h, shared);
+            B[h] = K0 - top;
         }
         this->fits = __all_sync(~0u, fits);
     }
@@ -173,31 +173,29 @@ typedef Exact<2> ExactP16;
 struct Online : Digits<1> {
     static constexpr int PASSES = 1, BUFFERS = 2;
     static constexpr bool SETTLES = true;
-    i32 octave[2];
-    i32 short_octave;  // the largest of both rows at which 32 bits hold T + B
+    i32 highest[2], octave[2];  // of the rows' scores so far, and what that is rounded up to
+    i32 short_octave;           // the largest of both rows at which 32 bits hold T + B
 
     DEVICE void start(const Params& p, const Place& at, const Shared& shared) {
         Digits<1>::start(p, at, shared);
+        highest[0] = highest[1] = NO_SCORE;
         octave[0] = octave[1] = NO_OCTAVE;
         short_octave = min(limit(0, shared), limit(1, shared));
         fits = false;
-    }
-    DEVICE i32 octave_of(int h) const {  // rounded up
-        return (i32)(multiply_add(peak[h] << shift[h], C[h], 0xFFFFFFFFll) >> 32);
     }
     DEVICE void exponentials(const Scores& s, bool partial, const Left& left, u32, P& p) {
         Digits<1>::exponentials(s, partial, left, p, {K0 - ((i64)octave[0] << 32), K0 - ((i64)octave[1] << 32)});
     }
     DEVICE void settle(const Scores (&)[2], bool, const Left (&)[2], u32, float) {
-        if (__any_sync(~0u, octave_of(0) > octave[0] || octave_of(1) > octave[1])) raise();
+        if (__any_sync(~0u, peak[0] > highest[0] || peak[1] > highest[1])) raise();
         peak[0] = peak[1] = NO_SCORE;
     }
     DEVICE void raise() {
         i32 by[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            peak[h] = quad_max(peak[h]);
-            const i32 raised = max(octave[h], peak[h] == NO_SCORE ? NO_OCTAVE : octave_of(h));
+            highest[h] = max(highest[h], quad_max(peak[h]));
+            const i32 raised = highest[h] == NO_SCORE ? NO_OCTAVE : octave_above(exponent(h, highest[h]));
             by[h] = min(raised - octave[h], 31);
             octave[h] = raised;
         }
