@@ -151,9 +151,10 @@ def test_depths_of_every_width(isa, method):
 @pytest.mark.parametrize("method", list(cpu.P_MAX))
 @pytest.mark.parametrize("nk", [257, 319, 320, 321, 512, 1023, 1024, 1025, 1089, 1216, 1281])
 def test_long_rows(method, nk):
-    """Around the borders of chunks and stages of keys and of strips of queries; depths that are short, narrow and shifted."""
+    """Around the borders of chunks and stages of keys and of strips of queries; short, narrow and shifted depths."""
     g = torch.Generator().manual_seed(nk)
-    for nq, d, value_dim, unit in itertools.product((8, 9, 16, 17, 33, 64), (64, 17), (64, 33, 16), (2.0**-12, 2.0**-20, 0.625)):
+    rows, units = (8, 9, 16, 17, 33, 64), (2.0**-12, 2.0**-20, 0.625)
+    for nq, d, value_dim, unit in itertools.product(rows, (64, 17), (64, 33, 16), units):
         q, k = (torch.randint(-127, 128, (1, 2, n, d), generator=g).to(torch.int8) for n in (nq, nk))
         k[:, :, -1] = q[:, :, -1]  # the last row's maximum is the last key's; all scores of the first row are negative
         k[..., 0], q[:, :, 0], q[:, :, 0, 0] = -k[..., 0].abs().clamp(min=1), 0, 1

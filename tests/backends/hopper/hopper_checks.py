@@ -73,15 +73,15 @@ def spans(method: str, nq: int, nk: int, d: int) -> Iterator[tuple[str, Problem]
 
 
 def empty_problem(
-    method: str, n: int, d: int, dtype=torch.int8, out=torch.int8, key_major=False, **more
+    method: str, n: int, d: int, dtype=torch.int8, out=torch.int8, key_major=False, batch=2, **more
 ) -> tuple[Problem, tuple]:
     """A problem without data on the CPU, and the rest of a launch's arguments: what a kernel is compiled for."""
-    shape = (2, 2, n, d)
+    shape = (batch, 2, n, d)
     scales = None
     if dtype == torch.int8:
         q = k = v = QTensor(torch.zeros(shape, dtype=dtype), torch.ones(1, 1, 1, 1), "tensor")
         if key_major:
-            rows = torch.zeros(2, 2, d, -(-n // 128) * 128, dtype=dtype)
+            rows = torch.zeros(batch, 2, d, -(-n // 128) * 128, dtype=dtype)
             v = QTensor(rows[..., :n].mT, v.scale, "tensor")
     else:
         q = k = v = torch.zeros(shape, dtype=dtype)

@@ -66,6 +66,7 @@ def test_bits(method, split, monkeypatch):
     torch.manual_seed(0)
     if split is not None:
         monkeypatch.setattr(rows, "choose", lambda *_: split)
+        monkeypatch.setattr(rows, "has_short", lambda _: True)
     assert checks.differences(cases(method), rows) == {}
 
 
@@ -91,10 +92,11 @@ def _launch(method: str, n: int, d: int, *args, split=None, **more):
 @pytest.mark.parametrize("method", BITS)
 def test_integer_only(method):
     """Between int8 input and integer output no floating-point opcode; integer tensor-core products; no spills."""
-    for (n, d), out, major in itertools.product(((197, 64), (130, 32)), (torch.int8, torch.int16), (False, True)):
-        machine = checks.machine(_launch(method, n, d, torch.int8, out, major))
-        assert machine.float_instructions == [], (n, d, out, major)
-        assert machine.spills == 0, (n, d, out, major, machine.registers)
+    outs, batches = (torch.int8, torch.int16), (2, 80)
+    for (n, d), out, major, batch in itertools.product(((197, 64), (130, 32)), outs, (False, True), batches):
+        machine = checks.machine(_launch(method, n, d, torch.int8, out, major, batch=batch))
+        assert machine.float_instructions == [], (n, d, out, major, batch)
+        assert machine.spills == 0, (n, d, out, major, batch, machine.registers)
         assert machine.opcodes["IGMMA"] > 0
 
 
@@ -102,7 +104,9 @@ def test_integer_only(method):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_floats_do_not_spill(method, dtype):
     for (n, d), split in itertools.product(((197, 64), (80, 96)), (None, rows.Split(2, 4, 1))):
-        assert checks.machine(_launch(method, n, d, dtype, dtype, split=split)).spills == 0, (n, d, split)
+        batch = 2 if split else 80
+        launch = _launch(method, n, d, dtype, dtype, split=split, batch=batch)
+        assert checks.machine(launch).spills == 0, (n, d, split)
 
 
 def test_float_output_is_seen():

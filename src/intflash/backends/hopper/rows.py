@@ -63,7 +63,7 @@ def rows_launch(
     products = (*(Product(n, "s8") for n in sorted(parts(keys))), Product(d, "u8"))
     program = Program.of(
         "rows.cu", products, KEYS=keys, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
-        KEY_MAJOR=int(scales is None and key_major(v, keys)),
+        KEY_MAJOR=int(scales is None and key_major(v, keys)), SHORT=int(has_short(batch * heads * row_tiles)),
         ROW_SCALES=int(has_row_scales(constants, scales)), FOUND=int(scales == FOUND), TAIL=int(has_tail(nq, d)),
         WARPGROUPS=split.warpgroups, RESIDENT=split.resident,
     )  # fmt: skip
@@ -86,6 +86,11 @@ def head_bytes(keys: int, d: int) -> tuple[int, int]:
 def has_tail(nq: int, d: int) -> bool:
     """Whether the last rows are so few that kernels/rows_tail.cuh computes them, and D one that it takes."""
     return 1 <= nq % 64 <= 8 and d in (64, 128)
+
+
+def has_short(tiles: int) -> bool:
+    """Whether T + B in 32 bits pays for the instructions to be fetched: 0.5 us in small batches."""
+    return tiles > 264
 
 
 def tail_bytes(keys: int, bits: int) -> int:

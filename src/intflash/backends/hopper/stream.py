@@ -74,7 +74,7 @@ def shared_bytes(d: int, consumers: int, value_bytes: int, scale_bytes: int) -> 
 
 
 def _consumers(d: int, method: str, lean: bool) -> int:
-    """Warpgroups that compute: as many as the registers hold; lean: one scale for all rows, loads by the copy engine."""
+    """Warpgroups that compute: as many as the registers hold. lean: one scale for all rows, the copy engine loads."""
     if method == "intflash":
         return 3 if 32 < d <= 64 and lean else 2
     return 3 if d <= 96 or d == 128 and method == "intflash_p8" else 2

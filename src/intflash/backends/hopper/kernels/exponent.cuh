@@ -99,7 +99,7 @@ DEVICE Score score_constants(float q_scale, float k_scale, double sm_scale) {
     c = c < 64.0 ? c : 64.0;
     i32 exponent = (i32)((__double_as_longlong(c) >> 52) & 2047) - 1022;
     i32 k = c < 0.5 ? 0 : exponent + 1;
-    i32 zeros = c < 0x1p-14 ? 0 : 8;  // fraction bits that are not kept
+    i32 zeros = exponent < -13 ? 0 : 8;  // fraction bits that are not kept; c < 2^-14: none
     u32 C = (u32)__double2ll_rn(c * __longlong_as_double((i64)(32 - zeros + 1023) << 52)) << (zeros - k);
     return {(i32)min(C, 0x7FFFFF00u), k};
 }

@@ -3,8 +3,8 @@
 // no rescale.
 //
 // Defined when this is compiled: KEYS (padded to 16), HEAD_DIM (a multiple of 16), BITS of p, IN and OUT types,
-// KEY_MAJOR (V has contiguous keys), ROW_SCALES (Q has a scale per token), FOUND (floats whose scales
-// are the head's own maxima's), TAIL (rows_tail.cuh).
+// SHORT (T + B in 32 bits where it fits), KEY_MAJOR (V has contiguous keys), ROW_SCALES (Q has a scale per token),
+// FOUND (floats whose scales are the head's own maxima's), TAIL (rows_tail.cuh).
 #pragma once
 #include "base.cuh"
 #include "exponent.cuh"
@@ -304,10 +304,10 @@ struct Tile {
 
     template <bool LAST, int COUNT, int KEY_COUNT>
     DEVICE void exponentials(const i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
-        if (fits) exponentials<LAST, true>(s, p);
+        if (SHORT && fits) exponentials<LAST, true>(s, p);
         else exponentials<LAST, false>(s, p);
     }
-    template <bool LAST, bool SHORT, int COUNT, int KEY_COUNT>
+    template <bool LAST, bool IN_SHORT, int COUNT, int KEY_COUNT>
     DEVICE void exponentials(const i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
 #pragma unroll
         for (int group = 0; group < KEY_COUNT / 16; ++group)
@@ -317,7 +317,7 @@ struct Tile {
                 const int j = group % 2 * 2 + h;
                 const i32* x = &s[8 * group + 2 * h];
                 u32 four[DIGITS];
-                if constexpr (SHORT) four_p<DIGITS == 1 ? 4 : 2>(x[0], x[1], x[4], x[5], score[h].C >> 8, (u32)(B[h] >> 8), four);
+                if constexpr (IN_SHORT) four_p<DIGITS == 1 ? 4 : 2>(x[0], x[1], x[4], x[5], score[h].C >> 8, (u32)(B[h] >> 8), four);
                 else four_p(x[0], x[1], x[4], x[5], score[h].C, B[h], four);
 #pragma unroll
                 for (int digit = 0; digit < DIGITS; ++digit) {
@@ -348,12 +348,12 @@ struct Tile {
         if constexpr (FIRST > 0) {
             issue_scores(a, 0);
             issue_scores(b, FIRST);
-            short_limits(limit);  // under the products
+            if (SHORT) short_limits(limit);  // under the products
             wgmma_wait<1>(a);
             if (active) maximum<false>(a);
         } else {
             issue_scores(b, 0);
-            short_limits(limit);
+            if (SHORT) short_limits(limit);
         }
         wgmma_wait(b);
         Weights<FIRST> pa = {};
@@ -367,9 +367,9 @@ struct Tile {
                 peak[h] = quad_max(peak[h]);
                 const i64 top = multiply_add(peak[h], score[h].C, 0);
                 B[h] = K0 - top;
-                holds &= octave_above(top) <= limit[h];
+                if (SHORT) holds &= octave_above(top) <= limit[h];
             }
-            fits = __all_sync(~0u, holds);
+            fits = SHORT && __all_sync(~0u, holds);
             if constexpr (FIRST > 0) exponentials<false>(a, pa);
         }
 #pragma unroll
