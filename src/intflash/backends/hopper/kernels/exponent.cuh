@@ -23,8 +23,8 @@ DEVICE Power power(i64 t) {
 }
 DEVICE Power exponential(i32 s, i32 C, i64 B) { return power(multiply_add(s, C, B)); }
 
-// The same in 2^-24 octave modulo 2^32, where short_limit says that t is the same: the octaves are then the upper byte, of
-// t < 0 at least 32. The fraction is one instruction either way, DOT of the multipliers' pipe.
+// The same in 2^-24 octave modulo 2^32, where short_limit says that t is the same: the octaves are then the upper byte,
+// of t < 0 at least 32. The fraction is one instruction either way, DOT of the multipliers' pipe.
 template <bool DOT> DEVICE Power power(u32 t) {
     u32 u = DOT ? dot_bytes(t, 0x00010000, 256) : permute(t, 1, 0x5542);
     return {u * u + QUADRATIC_OFFSET, (i32)(t >> 24)};
@@ -33,7 +33,7 @@ template <bool DOT> DEVICE Power power(u32 t) {
 // The largest octave of a row's maximum, rounded up, at which 32 bits hold T + B: C has no bits below 2^-24 octave and
 // no key can lie 238 octaves below the maximum. magnitude: the sum of |q| of the row's codes.
 DEVICE i32 short_limit(i32 C, i32 k, u32 magnitude) {
-    const i64 below = (i64)(127 * magnitude) * (C >> 8);
+    const i64 below = (i64)(128 * magnitude) * (C >> 8);  // a key's codes are at most 128
     return k == 0 && (C & 255) == 0 ? (i32)(((238ll << 24) - below) >> 24) : NO_SCORE;
 }
 DEVICE i32 octave_above(i64 t) { return (i32)((t + 0xFFFFFFFFll) >> 32); }
@@ -51,7 +51,6 @@ DEVICE u32 shift_left(u32 x, i32 by) {
     asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(by));
     return r;
 }
-
 
 // Four p8 of a row, in the bytes of a word. Two are rounded in one addition: below 2^7 of their upper halves nothing
 // decides, and 255 is the largest p8, so nothing is carried out of a half.

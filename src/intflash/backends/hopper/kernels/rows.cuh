@@ -255,7 +255,7 @@ struct Tile {
     u64 k_operand, v_operand;
     u32 present;  // bytes of the thread's last four keys that exist
     bool active;  // whether the warp has rows: the last tile of 197 has one warp with rows
-    bool fits;  // whether 32 bits hold every T + B of the warp: exponent.cuh, short_limit
+    bool fits;    // whether 32 bits hold every T + B of the warp: exponent.cuh, short_limit
 
     DEVICE void prepare(u32 k_tile, u32 v_tile, i32 nk) {
         k_operand = descriptor<K_WIDTH>(k_tile), v_operand = descriptor<128>(v_tile);
@@ -291,7 +291,7 @@ struct Tile {
     DEVICE void short_limits(i32 (&limit)[2]) const {
         constexpr i32 USUAL = 48;  // octaves that a maximum seldom reaches
 #pragma unroll
-        for (int h = 0; h < 2; ++h) limit[h] = short_limit(score[h].C, score[h].k, 127 * HEAD_DIM);
+        for (int h = 0; h < 2; ++h) limit[h] = short_limit(score[h].C, score[h].k, 128 * HEAD_DIM);
         if (__all_sync(~0u, min(limit[0], limit[1]) >= USUAL)) return;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -317,8 +317,9 @@ struct Tile {
                 const int j = group % 2 * 2 + h;
                 const i32* x = &s[8 * group + 2 * h];
                 u32 four[DIGITS];
-                if constexpr (IN_SHORT) four_p<DIGITS == 1 ? 4 : 2>(x[0], x[1], x[4], x[5], score[h].C >> 8, (u32)(B[h] >> 8), four);
-                else four_p(x[0], x[1], x[4], x[5], score[h].C, B[h], four);
+                const i32 C = score[h].C;
+                if constexpr (IN_SHORT) four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], C >> 8, (u32)(B[h] >> 8), four);
+                else four_p(x[0], x[1], x[4], x[5], C, B[h], four);
 #pragma unroll
                 for (int digit = 0; digit < DIGITS; ++digit) {
                     to[digit][j] = four[digit];
@@ -360,7 +361,6 @@ struct Tile {
         Weights<REST> pb = {};
         if (active) {
             maximum<true>(b);
-#pragma unroll
             bool holds = true;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {

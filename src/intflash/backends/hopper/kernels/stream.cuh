@@ -1,5 +1,6 @@
-// Long rows: one warpgroup loads tiles of 128 keys into a ring in shared memory (Loads), CONSUMERS warpgroups of 64 rows each
-// compute on them. A method is a struct (stream_integer.cuh, stream_float.cuh); barriers, products and masks are here.
+// Long rows: one warpgroup loads tiles of 128 keys into a ring in shared memory (Loads), CONSUMERS warpgroups of 64
+// rows each compute on them. A method is a struct (stream_integer.cuh, stream_float.cuh); barriers, products and masks
+// are here.
 //
 // Defined when this is compiled: HEAD_DIM (a multiple of 16), CONSUMERS, CAUSAL (0 or 1), KEY_SCALES (K's: 0 one for a
 // head, 1 for each tile of 128 keys, 2 for each key), VALUE (i8, half_t or bfloat_t), OUT.
@@ -13,8 +14,7 @@
 
 typedef i32 Scores[HALF / 2];
 // Of a thread; 65,536 in all.
-constexpr int LOADER_REGISTERS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 4 ? 120 : CONSUMERS == 3 ? 160 : 232;
+constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 
 // Tiles of keys that rows [first, last] see, and how many of them are seen whole by every row.
 struct Walk {

@@ -15,8 +15,8 @@ struct TensorMaps {
 
 DEVICE void copy_box(u32 to, const TensorMap& map, i32 first, i32 last, u32 barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %4, %4, %4, %3}], "
-        "[%5];" ::"r"(to), "l"(&map), "r"(first), "r"(last), "r"(0), "r"(barrier)
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %4, %4, %4, %3}], [%5];" ::"r"(to), "l"(&map), "r"(first), "r"(last), "r"(0), "r"(barrier)
         : "memory");
 }
 
@@ -30,7 +30,8 @@ struct EngineLoads {
 template <int PASSES>
 DEVICE void EngineLoads::run(const Params&, const Shared& shared, u32 batch, u32 kv_head, i32 tiles) const {
     if (threadIdx.x != 0) return;
-    const i32 group = batch * maps.k_batch + kv_head * maps.k_head, matrix = batch * maps.v_batch + kv_head * maps.v_head;
+    const i32 group = batch * maps.k_batch + kv_head * maps.k_head;
+    const i32 matrix = batch * maps.v_batch + kv_head * maps.v_head;
     Stage at;
 #pragma unroll 1
     for (int pass = 1; pass <= PASSES; ++pass) {

@@ -143,8 +143,8 @@ template <int DIGITS> struct Digits : Peaks {
 // The exact maximum, of a first pass.
 template <int DIGITS> struct Exact : Digits<DIGITS> {
     typedef typename Digits<DIGITS>::P P;
-    static constexpr int PASSES = 2, IN_FLIGHT = ROW_SCALES || CONSUMERS == 4 ? 0 : 1;  // 1 would spill
-    static constexpr int BUFFERS = CONSUMERS == 4 || DIGITS * HEAD_DIM / 2 > (CONSUMERS == 3 ? 48 : 64) ? 1 : 2;
+    static constexpr int PASSES = 2, IN_FLIGHT = ROW_SCALES ? 0 : 1;  // 1 would spill
+    static constexpr int BUFFERS = DIGITS * HEAD_DIM / 2 > (CONSUMERS == 3 ? 48 : 64) ? 1 : 2;
     static constexpr bool SETTLES = false;  // a row's maximum is known
     i64 B[2];
 
