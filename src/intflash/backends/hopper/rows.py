@@ -17,6 +17,7 @@ from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem
 
 MAX_KEYS = 224
+_FEW_TILES = 264  # two for each multiprocessor of an H200
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -90,7 +91,7 @@ def has_tail(nq: int, d: int) -> bool:
 
 def has_short(tiles: int) -> bool:
     """Whether T + B in 32 bits pays for the instructions to be fetched: 0.5 us in small batches."""
-    return tiles > 264
+    return tiles > _FEW_TILES
 
 
 def tail_bytes(keys: int, bits: int) -> int:
@@ -127,7 +128,7 @@ def choose(heads: int, row_tiles: int, most: int, codes: bool) -> Split:
     tiles = heads * row_tiles
     if tiles <= 132:
         return Split(1, 1, most) if codes else Split(min(most, 3), 1, 1)
-    if tiles <= 264:
+    if tiles <= _FEW_TILES:
         return Split(2, 2, 1)
     if heads <= 132:
         return Split(1, 1, most) if codes else Split(2, row_tiles, 1)

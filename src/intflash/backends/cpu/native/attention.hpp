@@ -18,7 +18,8 @@ namespace {
 
 constexpr int64_t kStageKeys = 512;       // keys whose P is held at a time
 constexpr int64_t kWideStageKeys = 256;   // 127 * 65,193 * 256 < 2^31
-constexpr int64_t kLongRow = 257, kLongRowP16 = 1024;  // keys from which LongRows gains
+template <bool P16>
+constexpr int64_t kLongRow = P16 ? 1024 : 257;  // keys from which LongRows gains
 constexpr int kFewRows = 8;               // of a unit, for whole tiles of vectors are made of them
 constexpr int64_t kOctave = int64_t(1) << 32;  // in units of T
 
@@ -346,7 +347,7 @@ class Attention {
   template <bool P16>
   void exact() {
     if constexpr (V::kMatrixUnit)
-      if (are_long(P16 ? kLongRowP16 : kLongRow)) return long_rows<P16>();
+      if (are_long<P16>()) return long_rows<P16>();
     const bool resident = key_end_ <= chunk_;
     for (int64_t key = 0; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
@@ -363,8 +364,12 @@ class Attention {
   }
 
   // Rows that leave the scratch for scores to others.
-  bool are_long(int64_t keys) const {
-    return !masked_ && !wide_ && !row_step_ && key_end_ == nk_ && nk_ >= keys && rows_ > kFewRows && call_.head_dim <= 64 && call_.value_dim <= 64;
+  template <bool P16>
+  bool are_long() const {
+    constexpr int most = LongRows<V, P16>::kMaxChannels;
+    static_assert(LongRows<V, P16>::kBytes <= 4 * kRows * kLongRow<P16>, "what it needs fits where scores would be");
+    return !masked_ && !wide_ && !row_step_ && key_end_ == nk_ && nk_ >= kLongRow<P16> && rows_ > kFewRows &&
+           call_.head_dim <= most && call_.value_dim <= most;
   }
 
   template <bool P16>

@@ -23,7 +23,7 @@ class LongRows {
   static constexpr int kPChunk = kDigits * kTile, kPStage = kStage * kPChunk;
 
  public:
-  static constexpr int kMaxPanels = 4;                             // of channels; Q and K have one tile's depth
+  static constexpr int kMaxChannels = 64;  // one tile's depth of Q and K, four tiles of sums
   static constexpr int64_t kBytes = 2 * (4 * kScores + kPStage) + kTile;  // of `buffer`
 
   // Up to 32 rows of one head, of one scale.

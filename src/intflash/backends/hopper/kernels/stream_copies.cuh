@@ -23,25 +23,23 @@ DEVICE void copy_box(u32 to, const TensorMap& map, i32 first, i32 last, u32 barr
 struct EngineLoads {
     static constexpr u32 ARRIVALS = 1;
     const TensorMaps& maps;
-    template <int PASSES>
-    DEVICE void run(const Params& p, const Shared& shared, u32 batch, u32 kv_head, i32 tiles) const;
-};
 
-template <int PASSES>
-DEVICE void EngineLoads::run(const Params&, const Shared& shared, u32 batch, u32 kv_head, i32 tiles) const {
-    if (threadIdx.x != 0) return;
-    const i32 group = batch * maps.k_batch + kv_head * maps.k_head;
-    const i32 matrix = batch * maps.v_batch + kv_head * maps.v_head;
-    Stage at;
+    template <int PASSES>
+    DEVICE void run(const Params&, const Shared& shared, u32 batch, u32 kv_head, i32 tiles) const {
+        if (threadIdx.x != 0) return;
+        const i32 group = batch * maps.k_batch + kv_head * maps.k_head;
+        const i32 matrix = batch * maps.v_batch + kv_head * maps.v_head;
+        Stage at;
 #pragma unroll 1
-    for (int pass = 1; pass <= PASSES; ++pass) {
+        for (int pass = 1; pass <= PASSES; ++pass) {
 #pragma unroll 1
-        for (i32 j = 0; j < tiles; ++j, at.next()) {
-            const u32 full = shared.full + 8 * at.stage;
-            shared.wait_empty(at);
-            barrier_expect(full, pass == PASSES ? K_BYTES + V_BYTES : K_BYTES);
-            copy_box(shared.k_tile(at.stage), maps.k, 0, group + j * (TILE / 16), full);
-            if (pass == PASSES) copy_box(shared.v_tile(at.stage), maps.v, j * TILE, matrix, full);
+            for (i32 j = 0; j < tiles; ++j, at.next()) {
+                const u32 full = shared.full + 8 * at.stage;
+                shared.wait_empty(at);
+                barrier_expect(full, pass == PASSES ? K_BYTES + V_BYTES : K_BYTES);
+                copy_box(shared.k_tile(at.stage), maps.k, 0, group + j * (TILE / 16), full);
+                if (pass == PASSES) copy_box(shared.v_tile(at.stage), maps.v, j * TILE, matrix, full);
+            }
         }
     }
-}
+};

@@ -147,36 +147,34 @@ DEVICE void load_scales(const Params& p, u32 to, const float* base, i32 first) {
 // warpgroups could not drift apart.
 struct ThreadLoads {
     static constexpr u32 ARRIVALS = GROUP;  // that announce a tile
-    template <int PASSES>
-    DEVICE void run(const Params& p, const Shared& shared, u32 batch, u32 kv_head, i32 tiles) const;
-};
 
-template <int PASSES>
-DEVICE void ThreadLoads::run(const Params& p, const Shared& shared, u32 batch, u32 kv_head, i32 tiles) const {
-    KeyLoader keys(p, shared, p.k.ptr + head_offset(p.k, batch, kv_head));
-    ValueLoader<FLOAT_VALUES> values(p, shared, p.v.ptr + head_offset(p.v, batch, kv_head) * SIZE<VALUE>);
-    const float* scales = (const float*)p.k_scale.ptr + head_offset(p.k_scale, batch, kv_head);
-    Stage at;
-    u32 in_flight = 0;
+    template <int PASSES>
+    DEVICE void run(const Params& p, const Shared& shared, u32 batch, u32 kv_head, i32 tiles) const {
+        KeyLoader keys(p, shared, p.k.ptr + head_offset(p.k, batch, kv_head));
+        ValueLoader<FLOAT_VALUES> values(p, shared, p.v.ptr + head_offset(p.v, batch, kv_head) * SIZE<VALUE>);
+        const float* scales = (const float*)p.k_scale.ptr + head_offset(p.k_scale, batch, kv_head);
+        Stage at;
+        u32 in_flight = 0;
 #pragma unroll 1
-    for (int pass = 1; pass <= PASSES; ++pass) {
-        if (pass == 2) keys.from -= (i64)tiles * TILE * p.k.n;
+        for (int pass = 1; pass <= PASSES; ++pass) {
+            if (pass == 2) keys.from -= (i64)tiles * TILE * p.k.n;
 #pragma unroll 1
-        for (i32 j = 0; j < tiles; ++j) {
-            if (!shared.is_empty(at)) {
-                shared.announce_all(at, in_flight);
-                shared.wait_empty(at);
-            }
-            keys.load(at.stage, j * TILE);
-            if (pass == PASSES) values.load(at.stage, j * TILE);
-            if (KEY_SCALES) load_scales(p, shared.k_scales(at.stage), scales, j * TILE);
-            copies_commit();
-            at.next();
-            if (++in_flight > LAG) {
-                copies_wait<LAG>();
-                shared.announce(at, in_flight--);
+            for (i32 j = 0; j < tiles; ++j) {
+                if (!shared.is_empty(at)) {
+                    shared.announce_all(at, in_flight);
+                    shared.wait_empty(at);
+                }
+                keys.load(at.stage, j * TILE);
+                if (pass == PASSES) values.load(at.stage, j * TILE);
+                if (KEY_SCALES) load_scales(p, shared.k_scales(at.stage), scales, j * TILE);
+                copies_commit();
+                at.next();
+                if (++in_flight > LAG) {
+                    copies_wait<LAG>();
+                    shared.announce(at, in_flight--);
+                }
             }
         }
+        shared.announce_all(at, in_flight);
     }
-    shared.announce_all(at, in_flight);
-}
+};
