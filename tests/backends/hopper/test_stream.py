@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -35,6 +36,9 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
                     f"causal {nq} {nk} {d} {causal}",
                     ic.codes(method, nq=nq, nk=nk, d=d, causal=causal, return_lse=True),
                 )
+    for batch, nq in ((3, 200), (5, 450), (1, 1000)):  # rest rows of several batches in a slice of the grid
+        for d in (64, 128):
+            yield f"rest {batch} {nq} {d}", ic.codes(method, batch=batch, heads=2, nq=nq, nk=140, d=d, return_lse=True)
     yield "groups", ic.codes(method, batch=2, heads=6, key_heads=2, nq=200, nk=400, d=64, return_lse=True)
     for d in (64, 128):
         tokens = ic.codes(method, heads=4, key_heads=2, nq=300, nk=300, d=d, kinds=("token", "head", "head"))
@@ -91,6 +95,22 @@ def test_bits_at_the_bound_of_keys(method):
     shape = dict(heads=1, nq=3, nk=65_536, amax=1e-6)
     found = [(str(d), ic.codes(method, d=d, return_lse=True, **shape)) for d in (16, 128)]
     assert checks.differences(found, stream) == {}
+
+
+def test_rows_are_taken_once():
+    """The grid's programs as stream.cuh (`attend`) reads them, the shorter ones last."""
+    for batch, nq, rows in itertools.product((1, 2, 5, 40), (1, 191, 192, 193, 400, 1000), (128, 192)):
+        p, _ = checks.empty_problem("intflash_online", nq, 16)
+        p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
+        x, heads, z = stream.row_grid(p, rows)
+        taken = []
+        for at_z, at_x in itertools.product(range(z), range(x)):
+            b, row = (at_z, at_x * rows) if at_z < batch else ((at_z - batch) * x + at_x, x * rows)
+            if b < batch:
+                taken.append((min(rows, nq - row), b, row))
+        assert heads == p.q.shape[1]
+        assert sorted((b, row) for _, b, row in taken) == [(b, row) for b in range(batch) for row in range(0, nq, rows)]
+        assert z == batch or [n for n, *_ in taken] == sorted((n for n, *_ in taken), reverse=True)
 
 
 def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False):

@@ -21,6 +21,7 @@ from intflash.problem import Problem
 METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": "Online"}
 TILE = 128  # keys
 _STAGES = 4
+_MAX_BATCH = 65535  # a grid's third axis
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -35,8 +36,8 @@ def shape_unsupported(problem: Problem) -> str | None:
     d, dv = problem.q.shape[3], problem.v.shape[3]
     if d != dv or d % 16 or d > 128:
         return f"needs one head_dim, a multiple of 16 up to 128, got {d} and {dv}"
-    if problem.q.shape[0] > 65535:
-        return f"takes a batch of at most 65535, got {problem.q.shape[0]}"
+    if problem.q.shape[0] > _MAX_BATCH:
+        return f"takes a batch of at most {_MAX_BATCH}, got {problem.q.shape[0]}"
     for what in ("bias", "keep", "cu_seqlens_q"):
         if getattr(problem, what) is not None:
             return f"long rows take no {what}"
@@ -49,7 +50,7 @@ def stream_launch(
     """For a problem of int8 codes. consumers: warpgroups that compute, where not the number that fits best."""
     problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data)))
     q, k, v = (x.data for x in (problem.q, problem.k, problem.v))
-    batch, heads, nq, d = q.shape
+    d = q.shape[3]
     rows = has_row_scales(constants, None)
     key, value = key_map(k, TILE, key_width(d)), value_map(v, TILE)
     copies = key is not None and value is not None
@@ -62,9 +63,20 @@ def stream_launch(
     )  # fmt: skip
     shared = shared_bytes(d, consumers, TILE * d, 0)
     params, keeps = parameters(problem, (q, k, v), None, constants, out, statistics)
-    grid = (-(-nq // (64 * consumers)), heads, batch)
+    grid = row_grid(problem, 64 * consumers)
     maps = partial(tensor_maps, key, value) if copies else None
     return CudaLaunch(program, grid, 128 * (consumers + 1), shared, params, q.device, keeps, more=maps)
+
+
+def row_grid(problem: Problem, rows: int) -> tuple[int, int, int]:
+    """Programs of `rows` rows each, heads, batches. Of a head's last, fewer rows the programs are the last of all, in
+    further slices of the third axis: they fill the time in which the last whole ones do not occupy all
+    multiprocessors. (Causal: all in one order, the longest first.)"""
+    batch, heads, nq, _ = problem.q.shape
+    whole, rest = divmod(nq, rows)
+    if whole and rest and problem.causal is None and (slices := batch + -(-batch // whole)) <= _MAX_BATCH:
+        return whole, heads, slices
+    return -(-nq // rows), heads, batch
 
 
 def shared_bytes(d: int, consumers: int, value_bytes: int, scale_bytes: int) -> int:

@@ -41,7 +41,7 @@ def float_launch(
 ) -> CudaLaunch:  # fmt: skip
     """`parts` from `triton.mixed.operands`."""
     q, k, v = parts
-    batch, heads, nq, d = q.data.shape
+    d = q.data.shape[3]
     k_scale, per = _key_scales(k)
     program = Program.of(
         "stream_float.cu", (Product(64, "s8"), Product(d, _PRODUCTS[v.data.dtype])), HEAD_DIM=d, CONSUMERS=_CONSUMERS,
@@ -50,7 +50,7 @@ def float_launch(
     scales = (q.scale, k_scale, None)
     params, keeps = parameters(problem, (q.data, k.data, v.data), scales, _NO_CONSTANTS, out, statistics)
     shared = stream.shared_bytes(d, _CONSUMERS, 128 * -(-d // 64) * 128, (0, 16, 512)[per])
-    grid = (-(-nq // (64 * _CONSUMERS)), heads, batch)
+    grid = stream.row_grid(problem, 64 * _CONSUMERS)
     return CudaLaunch(program, grid, 128 * (_CONSUMERS + 1), shared, params, q.data.device, keeps)
 
 

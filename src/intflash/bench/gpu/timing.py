@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +37,8 @@ def seconds_once(run: Callable[[], Any]) -> float:
 
 
 def time_calls(calls: Sequence[Callable[[], Any]], rounds: int = 9, sample_s: float = 3e-3) -> list[float]:
-    """Median seconds of each call: graphs of about `sample_s`, one sample of every call in each round."""
+    """Median seconds of each call: graphs of about `sample_s`, one sample of every call in each round, each round in an
+    order of its own: what runs after a kernel that heats the chip is a few percent slower."""
     graphs = []
     for call in calls:
         call()
@@ -45,9 +47,11 @@ def time_calls(calls: Sequence[Callable[[], Any]], rounds: int = 9, sample_s: fl
         repeats = max(1, min(MAX_REPEATS, round(sample_s / max(once, 1e-6))))
         graphs.append((capture(call, repeats), repeats))
     samples: list[list[float]] = [[] for _ in graphs]
+    turns = random.Random(0)
     for _ in range(rounds):
-        for sample, (graph, repeats) in zip(samples, graphs, strict=True):
-            sample.append(seconds_once(graph.replay) / repeats)
+        for i in turns.sample(range(len(graphs)), len(graphs)):
+            graph, repeats = graphs[i]
+            samples[i].append(seconds_once(graph.replay) / repeats)
     return [statistics.median(sample) for sample in samples]
 
 
