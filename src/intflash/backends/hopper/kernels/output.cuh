@@ -94,52 +94,6 @@ template <int WORDS> DEVICE void store_words(u8* to, const u32 (&w)[WORDS]) {
     }
 }
 
-// COUNT neighbouring outputs of a row.
-template <typename TO, typename ACC, int COUNT> struct Store {
-    static DEVICE void floats(u8* to, const ACC (&acc)[COUNT], float factor) {
-        if constexpr (sizeof(TO) == 4) {
-            u32 w[COUNT];
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) w[i] = __float_as_uint(as_float(acc[i]) * factor);
-            store_words(to, w);
-        } else {
-            u32 w[COUNT / 2];
-#pragma unroll
-            for (int i = 0; i < COUNT; i += 2)
-                w[i / 2] = pack_pair(as_float(acc[i]) * factor, as_float(acc[i + 1]) * factor, TO{});
-            store_words(to, w);
-        }
-    }
-    static DEVICE void integers(u8* to, const ACC (&acc)[COUNT], u32 l, i64 packed_output) {
-        normalized(to, acc, normalizer(l, packed_output), packed_output);
-    }
-    static DEVICE void normalized(u8* to, const ACC (&acc)[COUNT], Normalizer n, i64 packed_output) {
-        constexpr bool WIDE = sizeof(ACC) == 8;
-        constexpr int QMAX = sizeof(TO) == 1 ? 127 : 32767;
-        i32 o[COUNT];
-        if (sizeof(TO) == 1 && alignable(packed_output)) {
-            n = aligned<WIDE>(n);
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) o[i] = max(scaled_aligned(acc[i], n), -127);  // the pack saturates above
-        } else if (narrow(packed_output)) {
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) o[i] = clamped<QMAX>((i32)scaled(acc[i], n));
-        } else {
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) o[i] = clamped<QMAX>(scaled(acc[i], n));
-        }
-        u32 w[COUNT * sizeof(TO) / 4];
-        if constexpr (sizeof(TO) == 1) {
-#pragma unroll
-            for (int i = 0; i < COUNT; i += 4) w[i / 4] = pack_bytes(o[i], o[i + 1], o[i + 2], o[i + 3]);
-        } else {
-#pragma unroll
-            for (int i = 0; i < COUNT; i += 2) w[i / 2] = permute(o[i], o[i + 1], 0x5410);
-        }
-        store_words(to, w);
-    }
-};
-
 template <typename T> struct IsInteger { static constexpr bool value = false; };
 template <> struct IsInteger<i8> { static constexpr bool value = true; };
 template <> struct IsInteger<i16> { static constexpr bool value = true; };
@@ -157,18 +111,25 @@ template <typename TO> DEVICE Scaling output_scaling(const Params& p, u32 batch,
     return s;
 }
 
-// What a row's outputs are multiplied by. The lanes of a quad need those of the same two rows: each makes one and they
-// exchange.
+// What a row's outputs are multiplied by.
 template <typename TO> struct RowScale {
     Normalizer n;
     float factor;
+
+    RowScale() = default;
+    DEVICE RowScale(u32 l, const Scaling& s) {
+        if constexpr (IsInteger<TO>::value) n = normalizer(l, s.packed);
+        else factor = row_factor(l, s.v_scale);
+    }
 };
 
+// The lanes of a quad need those of the same two rows: each makes one and they exchange.
 template <typename TO> DEVICE void row_scales(const u32 (&l)[2], const Scaling& s, RowScale<TO> (&rows)[2]) {
     const bool second = threadIdx.x & 1;
     const u32 mine = second ? l[1] : l[0];
+    const RowScale<TO> own(mine, s);
     if constexpr (IsInteger<TO>::value) {
-        Normalizer n = normalizer(mine, s.packed);
+        const Normalizer& n = own.n;
         const i32 factor = __shfl_xor_sync(~0u, n.factor, 1), shift = __shfl_xor_sync(~0u, n.shift, 1);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -178,20 +139,82 @@ template <typename TO> DEVICE void row_scales(const u32 (&l)[2], const Scaling& 
             to.half = 1ll << (to.shift - 1);
         }
     } else {
-        const float factor = row_factor(mine, s.v_scale), other = __shfl_xor_sync(~0u, factor, 1);
+        const float factor = own.factor, other = __shfl_xor_sync(~0u, factor, 1);
 #pragma unroll
         for (int h = 0; h < 2; ++h) rows[h].factor = second == h ? factor : other;
     }
 }
 
-template <typename TO, typename ACC, int COUNT>
-DEVICE void store_scaled(u8* to, const ACC (&acc)[COUNT], const RowScale<TO>& row, const Scaling& s) {
-    if constexpr (IsInteger<TO>::value) Store<TO, ACC, COUNT>::normalized(to, acc, row.n, s.packed);
-    else Store<TO, ACC, COUNT>::floats(to, acc, row.factor);
+// COUNT neighbouring outputs of each of N rows, as words.
+template <typename TO, typename ACC, int COUNT> struct Outputs {
+    static constexpr int WORDS = COUNT * sizeof(TO) / 4;
+
+    static DEVICE void floats(const ACC (&acc)[COUNT], float factor, u32 (&w)[WORDS]) {
+        if constexpr (sizeof(TO) == 4) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) w[i] = __float_as_uint(as_float(acc[i]) * factor);
+        } else {
+#pragma unroll
+            for (int i = 0; i < COUNT; i += 2)
+                w[i / 2] = pack_pair(as_float(acc[i]) * factor, as_float(acc[i + 1]) * factor, TO{});
+        }
+    }
+    template <int N>
+    static DEVICE void integers(const ACC (&acc)[N][COUNT], const RowScale<TO> (&rows)[N], i64 packed_output,
+                                u32 (&w)[N][WORDS]) {
+        constexpr int QMAX = sizeof(TO) == 1 ? 127 : 32767;
+        if (sizeof(TO) == 1 && alignable(packed_output)) {
+#pragma unroll
+            for (int r = 0; r < N; ++r) {
+                const Normalizer n = aligned<sizeof(ACC) == 8>(rows[r].n);
+                i32 o[COUNT];
+#pragma unroll
+                for (int i = 0; i < COUNT; ++i) o[i] = max(scaled_aligned(acc[r][i], n), -127);  // the pack saturates above
+                pack(o, w[r]);
+            }
+        } else if (narrow(packed_output)) {
+#pragma unroll
+            for (int r = 0; r < N; ++r) {
+                i32 o[COUNT];
+#pragma unroll
+                for (int i = 0; i < COUNT; ++i) o[i] = clamped<QMAX>((i32)scaled(acc[r][i], rows[r].n));
+                pack(o, w[r]);
+            }
+        } else {
+#pragma unroll
+            for (int r = 0; r < N; ++r) {
+                i32 o[COUNT];
+#pragma unroll
+                for (int i = 0; i < COUNT; ++i) o[i] = clamped<QMAX>(scaled(acc[r][i], rows[r].n));
+                pack(o, w[r]);
+            }
+        }
+    }
+    static DEVICE void pack(const i32 (&o)[COUNT], u32 (&w)[WORDS]) {
+        if constexpr (sizeof(TO) == 1) {
+#pragma unroll
+            for (int i = 0; i < COUNT; i += 4) w[i / 4] = pack_bytes(o[i], o[i + 1], o[i + 2], o[i + 3]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < COUNT; i += 2) w[i / 2] = permute(o[i], o[i + 1], 0x5410);
+        }
+    }
+};
+
+template <typename TO, typename ACC, int N, int COUNT, int WORDS>
+DEVICE void output_words(const ACC (&acc)[N][COUNT], const RowScale<TO> (&rows)[N], const Scaling& s,
+                         u32 (&w)[N][WORDS]) {
+    if constexpr (IsInteger<TO>::value) {
+        Outputs<TO, ACC, COUNT>::integers(acc, rows, s.packed, w);
+    } else {
+#pragma unroll
+        for (int r = 0; r < N; ++r) Outputs<TO, ACC, COUNT>::floats(acc[r], rows[r].factor, w[r]);
+    }
 }
 
 template <typename TO, typename ACC, int COUNT>
-DEVICE void store_outputs(u8* to, const ACC (&acc)[COUNT], u32 l, const Scaling& s) {
-    if constexpr (IsInteger<TO>::value) Store<TO, ACC, COUNT>::integers(to, acc, l, s.packed);
-    else Store<TO, ACC, COUNT>::floats(to, acc, row_factor(l, s.v_scale));
+DEVICE void store_outputs(u8* to, const ACC (&acc)[COUNT], const RowScale<TO>& row, const Scaling& s) {
+    u32 w[1][COUNT * sizeof(TO) / 4];
+    output_words<TO>((const ACC (&)[1][COUNT])acc, (const RowScale<TO> (&)[1])row, s, w);
+    store_words(to, w[0]);
 }

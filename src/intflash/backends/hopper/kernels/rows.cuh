@@ -266,9 +266,13 @@ struct Tile {
     }
 
     template <int COUNT> DEVICE void issue_scores(i32 (&s)[COUNT], int first) {
-        wgmma_fence(s);
+        wgmma_order();
 #pragma unroll
-        for (int i = 0; i < D_STEPS; ++i) wgmma_s8(s, q[i], k_operand + (first * K_WIDTH >> 4) + 2 * i, i > 0);
+        for (int i = 0; i < D_STEPS; ++i) {
+            const u64 k = k_operand + (first * K_WIDTH >> 4) + 2 * i;
+            if (i == 0) wgmma_s8_new(s, q[i], k);
+            else wgmma_s8(s, q[i], k, true);
+        }
         wgmma_commit();
     }
 
@@ -336,7 +340,9 @@ struct Tile {
 #pragma unroll
             for (int digit = 0; digit < DIGITS; ++digit) {
                 const int step = first / 32 + i;
-                wgmma_u8(acc[digit], p.step[i][digit], v_operand + step / 4 * (V_BLOCK >> 4) + step % 4 * 2, step > 0);
+                const u64 v = v_operand + step / 4 * (V_BLOCK >> 4) + step % 4 * 2;
+                if (step == 0) wgmma_u8_new(acc[digit], p.step[i][digit], v);
+                else wgmma_u8(acc[digit], p.step[i][digit], v, true);
             }
         wgmma_commit();
     }
@@ -372,8 +378,6 @@ struct Tile {
             fits = SHORT && __all_sync(~0u, holds);
             if constexpr (FIRST > 0) exponentials<false>(a, pa);
         }
-#pragma unroll
-        for (int digit = 0; digit < DIGITS; ++digit) wgmma_hold(acc[digit]);
         if constexpr (FIRST > 0) issue_values(pa, 0);
         if (active) exponentials<true>(b, pb);
         issue_values(pb, FIRST);
@@ -389,21 +393,22 @@ struct Tile {
     // Both rows' outputs; `row` is the thread's first.
     DEVICE void store(const Params& p, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) {
         const i64 base = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + threadIdx.x % 4 * CHANNELS) * SIZE<OUT>);
+        Accumulator mine[2][CHANNELS];
+#pragma unroll
+        for (int i = 0; i < 2 * CHANNELS; ++i) {
+            Accumulator& to = mine[i / 2 % 2][i / 4 * 2 + i % 2];
+#if BITS == 8
+            to = acc[0][i];
+#else
+            to = {acc[0][i], acc[1][i]};
+#endif
+        }
+        u32 words[2][CHANNELS * SIZE<OUT> / 4];
+        output_words<OUT>(mine, scales, scaling, words);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            Accumulator mine[CHANNELS];
-#pragma unroll
-            for (int i = 0; i < CHANNELS; ++i) {
-                const int at = 4 * (i / 2) + 2 * h + i % 2;
-#if BITS == 8
-                mine[i] = acc[0][at];
-#else
-                mine[i] = {acc[0][at], acc[1][at]};
-#endif
-            }
             const i32 r = row + 8 * h;
-            if (r < p.nq)
-                store_scaled<OUT>((u8*)multiply_add(r, (i32)p.out.n * SIZE<OUT>, base), mine, scales[h], scaling);
+            if (r < p.nq) store_words((u8*)multiply_add(r, (i32)p.out.n * SIZE<OUT>, base), words[h]);
             if (p.l && threadIdx.x % 4 == 0 && r < p.nq) {
                 const i64 at = ((i64)batch * heads + head) * p.nq + r;
                 p.t_max[at] = multiply_add(peak[h], score[h].C, 0);

@@ -120,9 +120,7 @@ struct Tail {
             }
         }
         l = quad_sum(joined(sums));
-        RowScale<OUT> scales[2];
-        row_scales<OUT>({l, l}, scaling, scales);
-        scale = scales[0];
+        scale = RowScale<OUT>(l, scaling);
     }
 
     DEVICE i32 sum(int digit, int i) const { return acc[0][digit][i / 2][i % 2] + acc[1][digit][i / 2][i % 2]; }
@@ -141,7 +139,7 @@ struct Tail {
         }
         const u32 channel = quarter * CHANNELS + warp * 2 * BLOCKS;
         const i64 base = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + channel) * SIZE<OUT>);
-        store_scaled<OUT>((u8*)multiply_add(row, (i32)p.out.n * SIZE<OUT>, base), mine, scale, scaling);
+        store_outputs<OUT>((u8*)multiply_add(row, (i32)p.out.n * SIZE<OUT>, base), mine, scale, scaling);
         if (p.l && warp == 0 && quarter == 0) {
             const i64 at = ((i64)batch * heads + head) * p.nq + row;
             p.t_max[at] = multiply_add(peak, tile.score[0].C, 0);

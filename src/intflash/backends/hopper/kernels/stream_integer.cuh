@@ -130,7 +130,7 @@ template <int DIGITS> struct Digits : Peaks {
 #pragma unroll
             for (int i = 0; i < CHANNELS; ++i) mine[i] = result(4 * (i / 2) + 2 * h + i % 2);
             const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * CHANNELS;
-            store_outputs<OUT>((u8*)element<OUT>(p.out.ptr, to), mine, l, scaling);
+            store_outputs<OUT>((u8*)element<OUT>(p.out.ptr, to), mine, RowScale<OUT>(l, scaling), scaling);
             if (p.l && threadIdx.x % 4 == 0) {
                 const i64 to = ((i64)at.batch * gridDim.y + at.head) * p.nq + row;
                 p.t_max[to] = t_max[h];

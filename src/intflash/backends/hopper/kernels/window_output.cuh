@@ -25,7 +25,9 @@ template <typename TO> struct Finish<TO, false> {
     DEVICE Finish(u32 l, const Scaling& s) : factor(row_factor(l, s.v_scale)) {}
     DEVICE Finish(const Finish& of, u32 lane) : factor(__shfl_sync(~0u, of.factor, lane)) {}
     template <int COUNT> DEVICE void store(u8* to, const i32 (&acc)[COUNT]) const {
-        Store<TO, i32, COUNT>::floats(to, acc, factor);
+        u32 w[COUNT * sizeof(TO) / 4];
+        Outputs<TO, i32, COUNT>::floats(acc, factor, w);
+        store_words(to, w);
     }
 };
 
