@@ -178,24 +178,20 @@ template <class Method> struct Consumer {
                 settle(half, partial, j * TILE, at.stage, scale);
             }
             exponentials(half, partial, j * TILE, at.stage, codes[half]);
-            // a product of P blocks the warp until what was issued before it is done and P's registers are read: first,
-            // but where it would delay the scores that are waited for next
-            const bool products_first = BUFFERS == 2 && half == 0;
-            if (products_first) method.products(codes[half], v + half * V_HALF);
             if constexpr (BUFFERS == 2) {
                 if (!LAST) issue_scores(half, next.stage);
             } else {
                 if (half == 0) issue_scores(1, at.stage);
                 else if (!LAST) issue_scores(0, next.stage);
             }
-            if (!products_first) method.products(codes[half], v + half * V_HALF);
+            method.products(codes[half], v + half * V_HALF);
             if constexpr (BUFFERS == 1)
                 if (!(LAST && half == 1)) wgmma_wait<Method::IN_FLIGHT>(s[0]);
         }
         if constexpr (!LAST && BUFFERS == 2) {
-            // in flight: products 0, scores 0, scores 1, products 1. All are waited for in the iteration that issued
+            // in flight: scores 0, products 0, scores 1, products 1. All are waited for in the iteration that issued
             // them: a partial wait for what an earlier one issued makes ptxas wait after every product
-            wgmma_wait<2>(s[0]);
+            wgmma_wait<3>(s[0]);
             if constexpr (Method::SETTLES) look(0, j + 1 >= whole, (j + 1) * TILE);
             wgmma_wait<1>(s[1]);
             if constexpr (Method::SETTLES) look(1, j + 1 >= whole, (j + 1) * TILE);
