@@ -69,6 +69,8 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             Problem(method, q, k, QTensor(rows.mT, v.scale, "tensor"), 0.125, out_dtype=torch.int8),
         )
     heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
+    scales = dict(q_scale=torch.tensor([0.02, 0.03, 0.015, 0.05]), k_scale=torch.tensor([0.02, 0.015]))
+    own = replace(checks.OF_HEADS, **scales, v_scale=torch.tensor([0.02, 0.03]))
     for dtype in FLOATS:
         for name, recipe in (
             ("static", Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)),
@@ -76,6 +78,13 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             ("dynamic", Recipe()),
         ):
             yield f"{dtype} {name}", ic.floats(method, 300, dtype, recipe, return_lse=True)
+        for d in (16, 64, 80, 128):  # Q's codes are made by the kernel; values far out of a scale's range
+            static = Recipe(q_scale=2**-18, k_scale=0.02, v_scale=0.02)
+            yield f"{dtype} {d}", checks.floats(method, 2, 330, d, dtype, static, return_lse=True)
+            p = checks.floats(method, 2, 330, d, dtype, own)
+            yield f"{dtype} {d} causal", replace(p, causal=10, out_dtype=torch.int8)
+            p = replace(p, q=p.q.transpose(1, 2).contiguous().transpose(1, 2)[:, :, 3:200])
+            yield f"{dtype} {d} tokens first", p
 
 
 @pytest.mark.gpu
@@ -113,11 +122,14 @@ def test_rows_are_taken_once():
         assert z == batch or [n for n, *_ in taken] == sorted((n for n, *_ in taken), reverse=True)
 
 
-def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False):
+def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None):
     p, (constants, output, statistics, _) = checks.empty_problem(method, 300, d, out=out, causal=causal)
     if rows:
         p = replace(p, q=QTensor(p.q.data, torch.ones(1, 2, 300, 1), "token"))
         constants = checks.constants_launch(p)[1]
+    if query is not None:
+        p = replace(p, q=p.q.data.to(query))
+        return stream.stream_launch(p, constants, output, statistics, torch.ones(1, 1, 1, 1))
     return stream.stream_launch(p, constants, output, statistics)
 
 
@@ -130,6 +142,13 @@ def test_integer_only(method, d):
         assert machine.float_instructions == []
         assert machine.spills == 0 and machine.stack_bytes == 0
         assert machine.opcodes["IGMMA"] > 0
+
+
+@pytest.mark.parametrize("query", FLOATS, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_float_queries_do_not_spill(method, query):
+    for d in (64, 128):
+        assert checks.machine(_launch(method, d, query, query=query)).spills == 0
 
 
 def test_float_output_is_seen():

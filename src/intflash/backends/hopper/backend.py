@@ -12,6 +12,7 @@ from intflash.backends.triton import mixed, quantize
 from intflash.backends.triton.constants import Constants
 from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem, Result
+from intflash.quant import QTensor
 
 BITS = {"intflash": 16, "intflash_p8": 8}
 
@@ -65,9 +66,9 @@ def _alignment(problem: Problem) -> str | None:
     return None
 
 
-def fuses(problem: Problem) -> bool:
-    """Whether the attention kernel quantizes floats itself."""
-    return _whole_unsupported(problem) is None
+def fuses(problem: Problem) -> str:
+    """Which floats the attention kernel quantizes itself: of long rows only Q is read once."""
+    return "q" if _whole_unsupported(problem) else "qkv"
 
 
 def finds(problem: Problem) -> bool:
@@ -79,7 +80,7 @@ def finds(problem: Problem) -> bool:
         and recipe.bits == 8
         and recipe.rule == "exact"
         and problem.out_dtype.is_floating_point
-        and fuses(problem)
+        and fuses(problem) == "qkv"
     )
 
 
@@ -87,8 +88,8 @@ def attention_launch(
     problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, inputs: quantize.Inputs | None = None
 ) -> CudaLaunch:
     """The launch that computes the output; `inputs` where its kernel quantizes floats itself."""
-    if inputs is None and _whole_unsupported(problem):
-        return stream.stream_launch(problem, constants, out, statistics)
+    if isinstance(problem.k, QTensor) and (inputs is not None or _whole_unsupported(problem)):
+        return stream.stream_launch(problem, constants, out, statistics, None if inputs is None else inputs.scales.q)
     scales = None if inputs is None else FOUND if inputs.scales is None else tuple(inputs.scales)
     launch = rows.rows_launch if windows.unsupported(problem) else windows.windows_launch
     return launch(problem, BITS[problem.method], constants, out, statistics, scales)

@@ -45,24 +45,28 @@ def shape_unsupported(problem: Problem) -> str | None:
 
 
 def stream_launch(
-    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, consumers: int | None = None
-) -> CudaLaunch:
-    """For a problem of int8 codes. consumers: warpgroups that compute, where not the number that fits best."""
+    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, q_scale: Tensor | None = None,
+    consumers: int | None = None,
+) -> CudaLaunch:  # fmt: skip
+    """For a problem of int8 codes, or of float Q with its scale, codes of K and V. consumers: warpgroups that compute,
+    where not the number that fits best."""
     problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data)))
-    q, k, v = (x.data for x in (problem.q, problem.k, problem.v))
+    q = problem.q if isinstance(problem.q, Tensor) else problem.q.data
+    k, v = problem.k.data, problem.v.data
     d = q.shape[3]
-    rows = has_row_scales(constants, None)
+    rows = q_scale is None and has_row_scales(constants, None)
     key, value = key_map(k, TILE, key_width(d)), value_map(v, TILE)
     copies = key is not None and value is not None
     consumers = consumers or _consumers(d, problem.method, copies and not rows)
     products = tuple(Product(*x) for x in sorted({(64, "s8"), (d, "u8")}))
     program = Program.of(
         "stream.cu", products, METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers,
-        CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0,
+        CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0, QUERY=C_TYPES[q.dtype],
         VALUE="i8", OUT=C_TYPES[out.dtype], COPIES=int(copies),
     )  # fmt: skip
     shared = shared_bytes(d, consumers, TILE * d, 0)
-    params, keeps = parameters(problem, (q, k, v), None, constants, out, statistics)
+    scales = None if q_scale is None else (q_scale, None, None)
+    params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics)
     grid = row_grid(problem, 64 * consumers)
     maps = partial(tensor_maps, key, value) if copies else None
     return CudaLaunch(program, grid, 128 * (consumers + 1), shared, params, q.device, keeps, more=maps)

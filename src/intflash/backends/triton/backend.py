@@ -50,12 +50,12 @@ def unsupported(problem: Problem) -> str | None:
 class Kernels(NamedTuple):
     """The attention kernels of a backend.
 
-    fuses(problem): whether they quantize the problem's floats themselves.
+    fuses(problem): which of the problem's float q, k and v they quantize themselves, "", "q" or "qkv".
     launch(problem, constants, out, statistics, inputs): what computes the output; inputs where floats are fused.
     finds(problem): whether they also find the scales, one of each head.
     """
 
-    fuses: Callable[[Problem], bool]
+    fuses: Callable[[Problem], str]
     launch: Callable[..., Any]
     finds: Callable[[Problem], bool] = lambda problem: False
 
@@ -63,7 +63,7 @@ class Kernels(NamedTuple):
 def run(problem: Problem) -> Result:
     if problem.method in FAMILIES:
         return FAMILIES[problem.method].run(problem)
-    return run_integer(problem, Kernels(_whole_row, attention_launch))
+    return run_integer(problem, Kernels(lambda p: "qkv" if _whole_row(p) else "", attention_launch))
 
 
 def run_integer(problem: Problem, kernels: Kernels) -> Result:
@@ -79,12 +79,12 @@ def run_integer(problem: Problem, kernels: Kernels) -> Result:
             inputs = quantize.with_scales(problem.q, problem.k, problem.v, problem.recipe)
         else:
             problem = problem.quantized()
-    fused = inputs is not None and kernels.fuses(problem)
-    constants, out_scale = _constants(problem, inputs, fused)
-    if inputs is not None and not fused:
-        launch, codes = quantize.quantize_launch(inputs)
+    fused = "" if inputs is None else kernels.fuses(problem)
+    constants, out_scale = _constants(problem, inputs, fused == "qkv")
+    if inputs is not None and fused != "qkv":
+        launch, codes = quantize.quantize_launch(inputs, query=not fused)
         launch.run()
-        problem, inputs = replace(problem, q=codes.q, k=codes.k, v=codes.v), None
+        problem, inputs = replace(problem, **codes), inputs if fused else None
     kernels.launch(problem, constants, out, statistics, inputs).run()
     return Result(out, out_scale, _log_sum_exp(problem, statistics))
 

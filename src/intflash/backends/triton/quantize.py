@@ -108,10 +108,11 @@ def _quantize_kernel(
     x: Three, codes: Three, scales: Three, nq, nk, hq, hk,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of Q, K and V; the layout of each is its View's."""
+    """Codes of Q (where `codes` has a place for them), K and V; the layout of each is its View's."""
     first = tl.program_id(0) * ROWS
-    if (tl.program_id(1) < hq) & (first < nq):
-        _quantize_tile(x.q, codes.q, scales.q, nq, D, BD, ROWS)
+    if codes.q is not None:
+        if (tl.program_id(1) < hq) & (first < nq):
+            _quantize_tile(x.q, codes.q, scales.q, nq, D, BD, ROWS)
     if (tl.program_id(1) < hk) & (first < nk):
         _quantize_tile(x.k, codes.k, scales.k, nk, D, BD, ROWS)
         _quantize_tile(x.v, codes.v, scales.v, nk, DV, BDV, ROWS)
@@ -215,22 +216,24 @@ def _without_holes(x: Tensor) -> bool:
     return True
 
 
-def quantize_launch(inputs: Inputs) -> tuple[Launch, Three]:
-    """The launch that writes the codes, and the QTensors it fills; V with contiguous keys, rows padded to 128."""
+def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[Launch, dict[str, QTensor]]:
+    """The launch that writes the codes of K, V and, if `query`, Q, and what it fills, by name; V with contiguous keys,
+    rows padded to 128."""
     q, k, v = inputs.tensors
     (batch, hq, nq, d), (hk, nk, dv) = q.shape, v.shape[1:]
     rows = torch.zeros if nk % 128 else torch.empty  # the padding is read, and must be no stranger's data
     stored = rows(batch, hk, dv, triton.cdiv(nk, 128) * 128, dtype=torch.int8, device=q.device)[..., :nk].mT
     codes = Three(
-        torch.empty(q.shape, dtype=torch.int8, device=q.device),
+        torch.empty(q.shape, dtype=torch.int8, device=q.device) if query else None,
         torch.empty(k.shape, dtype=torch.int8, device=q.device),
         stored,
     )
     arguments = dict(
-        x=Three(*map(data_view, inputs.tensors)), codes=Three(*map(data_view, codes)),
+        x=Three(*map(data_view, inputs.tensors)), codes=Three(*(None if x is None else data_view(x) for x in codes)),
         scales=Three(*map(view, inputs.scales)), nq=nq, nk=nk, hq=hq, hk=hk,
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
     )  # fmt: skip
-    grid = (triton.cdiv(max(nq, nk), _ROWS), max(hq, hk), batch)
-    filled = (QTensor(*x) for x in zip(codes, inputs.scales, inputs.granularities, strict=True))
-    return Launch(_quantize_kernel, grid, arguments), Three(*filled)
+    tokens, heads = (max(nq, nk), max(hq, hk)) if query else (nk, hk)
+    grid = (triton.cdiv(tokens, _ROWS), heads, batch)
+    made = zip("qkv", codes, inputs.scales, inputs.granularities, strict=True)
+    return Launch(_quantize_kernel, grid, arguments), {name: QTensor(*x) for name, *x in made if x[0] is not None}

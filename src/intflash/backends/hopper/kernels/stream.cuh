@@ -3,7 +3,8 @@
 // are here.
 //
 // Defined when this is compiled: HEAD_DIM (a multiple of 16), CONSUMERS, CAUSAL (0 or 1), KEY_SCALES (K's: 0 one for a
-// head, 1 for each tile of 128 keys, 2 for each key), VALUE (i8, half_t or bfloat_t), OUT.
+// head, 1 for each tile of 128 keys, 2 for each key), QUERY (i8, or floats with p.q_scale), VALUE (i8, half_t or
+// bfloat_t), OUT.
 //
 // A tile's scores are taken in two halves of 64 keys, whose registers are free for the next tile's as soon as their
 // exponentials are done: so Q K^T of tile j + 1 and P V of tile j run under the exponentials of tile j.
@@ -41,16 +42,35 @@ struct Place {
     i32 row;
 };
 
-DEVICE void load_query(const Params& p, const u8* base, i32 first, u32 to, u32 group) {
-    constexpr u32 WIDE = K_WIDTH / 16;
-    const u32 thread = threadIdx.x % GROUP, chunk = thread % WIDE;
+// Codes of 64 rows, made here where Q is floats.
+DEVICE void load_query(const Params& p, u32 batch, u32 head, i32 first, u32 to, u32 group) {
+    typedef Codes<QUERY> In;
+    constexpr u32 WIDE = K_WIDTH / 16, AT_ONCE = GROUP / WIDE, ROUNDS = 64 / AT_ONCE;
+    const u32 thread = threadIdx.x % GROUP, row = thread / WIDE, chunk = thread % WIDE;
+    const bool exists = chunk < D_CHUNKS;
+    const u8* base = p.q.ptr + (head_offset(p.q, batch, head) + (exists ? chunk * 16 : 0)) * SIZE<QUERY>;
+    const auto from = [&](u32 i) { return base + min(first + (i32)(row + i * AT_ONCE), p.nq - 1) * p.q.n * SIZE<QUERY>; };
+    const auto place = [&](u32 i) { return to + swizzled<K_WIDTH>(row + i * AT_ONCE, chunk); };
+    if constexpr (SIZE<QUERY> == 1) {
 #pragma unroll
-    for (u32 i = 0; i < 64; i += GROUP / WIDE) {
-        const u32 row = thread / WIDE + i;
-        copy_16_or_zeros(to + swizzled<K_WIDTH>(row, chunk), base + min(first + (i32)row, p.nq - 1) * p.q.n + chunk * 16,
-                         chunk < D_CHUNKS);
+        for (u32 i = 0; i < ROUNDS; ++i) copy_16_or_zeros(place(i), from(i), exists);
+        copies_done();
+    } else {
+        const float scale = *head_element<float>(p.q_scale, batch, head);
+        In::Raw<4> raw[ROUNDS];
+#pragma unroll
+        for (u32 i = 0; i < ROUNDS; ++i) load_words(from(i), raw[i].word);
+        const float inverse = In::usable(__frcp_rn(scale));
+#pragma unroll
+        for (u32 i = 0; i < ROUNDS; ++i) {
+            if (In::far(inverse)) In::bring_near(raw[i], inverse);
+            u32 w[4];
+            In::codes(raw[i], inverse, w);
+#pragma unroll
+            for (u32& word : w) word = exists ? word : 0;
+            store_shared(place(i), w);
+        }
     }
-    copies_done();
     publish_shared();
     asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
 }
@@ -230,7 +250,7 @@ template <class Method> struct Consumer {
         const i32 first = first_row + (group - 1) * 64;
         const Place place{batch, head, kv_head, first + (i32)threadIdx.x % GROUP / 32 * 16 + (i32)threadIdx.x % 32 / 4};
         const u32 query = shared.query + (group - 1) * 64 * K_WIDTH;
-        load_query(p, p.q.ptr + head_offset(p.q, batch, head), first, query, group);
+        load_query(p, batch, head, first, query, group);
         q = descriptor<K_WIDTH>(query);
         const Walk mine = walk_of(p, first, 64);
 #pragma unroll
