@@ -12,6 +12,7 @@ import integer_cases as ic  # noqa: E402
 import intflash  # noqa: E402
 from intflash.backends import get_backend  # noqa: E402
 from intflash.backends.reference import BACKEND as REFERENCE  # noqa: E402
+from intflash.backends.triton import quantize  # noqa: E402
 from intflash.quant import Recipe  # noqa: E402
 
 pytestmark = [
@@ -153,3 +154,12 @@ def test_bits_at_the_bound_of_keys(method, keys):
     """As many keys as l and the digit sums hold."""
     p = ic.codes(method, heads=1, nq=3, nk=keys, d=16, amax=1e-6)
     assert ic.complaint(p, "cuda") is None
+
+
+def test_scales_of_large_tensors():
+    """Past 2^22 elements a program takes more of them; the largest value lies in the last one, or the first."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 4099, 80, device="cuda").half() for h in (8, 2, 2))
+    q[1, 7, 4098, 79], k[0, 0, 0, 0], v[1, 1, 4098, 79] = -300, 200, 100
+    scales = quantize.with_scales(q, k, v, Recipe()).scales
+    assert [s.item() for s in scales] == (torch.tensor([300.0, 200.0, 100.0]) / 127).tolist()

@@ -23,7 +23,8 @@ from intflash.quant.quantizers import TINY_AMAX
 
 TINY = tl.constexpr(TINY_AMAX)
 _ROWS = 128
-_BLOCK = 8192
+_FEW = 1 << 22  # elements of a tensor
+_BLOCK, _LARGE_BLOCK = (8192, 4), (32768, 8)  # elements of a program and its warps: below _FEW, where bandwidth counts
 
 
 class Three(NamedTuple):
@@ -195,8 +196,9 @@ def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[Launch,
     scale = Launch(_scales_kernel, (1,), dict(amax=amax, scales=scales, COUNT=3))
     if all(map(_without_holes, tensors)):
         counts = [x.numel() for x in tensors]
-        arguments = dict(**tensors._asdict(), amax=amax, q_count=counts[0], kv_counts=tuple(counts[1:]), BLOCK=_BLOCK)
-        return Launch(_flat_amax_kernel, (triton.cdiv(max(counts), _BLOCK), 3), arguments), scale
+        block, warps = _BLOCK if max(counts) < _FEW else _LARGE_BLOCK
+        arguments = dict(**tensors._asdict(), amax=amax, q_count=counts[0], kv_counts=tuple(counts[1:]), BLOCK=block)
+        return Launch(_flat_amax_kernel, (triton.cdiv(max(counts), block), 3), arguments, warps), scale
     arguments = dict(
         **{name: data_view(x) for name, x in zip("qkv", tensors, strict=True)}, amax=amax, nq=nq, nk=nk, hq=hq, hk=hk,
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
