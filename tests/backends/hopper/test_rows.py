@@ -109,6 +109,13 @@ def test_floats_do_not_spill(method, dtype):
         assert checks.machine(launch).spills == 0, (n, d, split)
 
 
+@pytest.mark.parametrize("n, d", ((128, 128), (96, 96), (224, 64)))
+def test_large_batches_do_not_spill(n, d):
+    launch = _launch("intflash_p8", n, d, torch.int8, torch.int8, True, batch=200)
+    assert dict(launch.program.macros)["SHORT"] == "1"
+    assert checks.machine(launch).spills == 0
+
+
 def test_float_output_is_seen():
     """The control: with float output the same harness finds float instructions."""
     assert checks.machine(_launch("intflash_p8", 197, 64, torch.int8, torch.float16)).float_instructions
