@@ -33,10 +33,6 @@ template <int COUNT> DEVICE void wgmma_hold(float (&d)[COUNT]) {
 }
 // Before a product whose operands were written by other instructions; of accumulators in flight nothing is held.
 DEVICE void wgmma_order() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-template <int COUNT> DEVICE void wgmma_fence(i32 (&d)[COUNT]) {
-    wgmma_hold(d);
-    wgmma_order();
-}
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING = 0, typename T, int COUNT> DEVICE void wgmma_wait(T (&d)[COUNT]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -46,10 +42,10 @@ template <int PENDING = 0, typename T, int COUNT> DEVICE void wgmma_wait(T (&d)[
 
 
 def integer_product(columns: int, left: str) -> str:
-    """`wgmma_s8` or `wgmma_u8` (the left operand's type) with `columns` columns: d += or = a b.
+    """`wgmma_s8` or `wgmma_u8` (the left operand's type) with `columns` columns: d += a b.
 
-    The left operand lies in registers or, given by its descriptor, in shared memory too. `wgmma_s8_new` writes d
-    only, so that the compiler connects it with nothing that d held before.
+    The left operand lies in registers or, given by its descriptor, in shared memory too. `wgmma_s8_new`, d = a b,
+    writes d only, so that the compiler connects it with nothing that d held before.
     """
     count = columns // 2
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -59,17 +55,14 @@ def integer_product(columns: int, left: str) -> str:
         numbers = [f"%{count + i}" for i in range(len(operands) + 1)]
         a = "{" + ", ".join(numbers[:-1]) + "}" if in_registers else numbers[0]
         outputs = ", ".join(f'"{access}"(d[{i}])' for i in range(count))
-        predicate = f"%{count + len(numbers)}" if accumulate else "0"
-        inputs = [*operands, '"l"(b)', *(['"r"((i32)accumulate)'] if accumulate else [])]
-        arguments = "const u32 (&a)[4]" if in_registers else "u64 a"
-        arguments += ", u64 b, bool accumulate" if accumulate else ", u64 b"
+        argument = "const u32 (&a)[4]" if in_registers else "u64 a"
         return f"""
-DEVICE void {name}(i32 (&d)[{count}], {arguments}) {{
+DEVICE void {name}(i32 (&d)[{count}], {argument}, u64 b) {{
     asm volatile(
-        "{{.reg .pred p; setp.ne.b32 p, {predicate}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.{left}.s8 {{{registers}}}, {a}, {numbers[-1]}, p;}}"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.{left}.s8 "
+        "{{{registers}}}, {a}, {numbers[-1]}, {int(accumulate)};"
         : {outputs}
-        : {", ".join(inputs)});
+        : {", ".join(operands)}, "l"(b));
 }}
 """
 

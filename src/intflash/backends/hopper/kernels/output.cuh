@@ -159,35 +159,28 @@ template <typename TO, typename ACC, int COUNT> struct Outputs {
                 w[i / 2] = pack_pair(as_float(acc[i]) * factor, as_float(acc[i + 1]) * factor, TO{});
         }
     }
+    enum Form { HIGH_WORD, NARROW, FULL };  // of the products, what is shifted and clamped
     template <int N>
     static DEVICE void integers(const ACC (&acc)[N][COUNT], const RowScale<TO> (&rows)[N], i64 packed_output,
                                 u32 (&w)[N][WORDS]) {
+        if (sizeof(TO) == 1 && alignable(packed_output)) integers_as<HIGH_WORD>(acc, rows, w);
+        else if (narrow(packed_output)) integers_as<NARROW>(acc, rows, w);
+        else integers_as<FULL>(acc, rows, w);
+    }
+    template <Form FORM, int N>
+    static DEVICE void integers_as(const ACC (&acc)[N][COUNT], const RowScale<TO> (&rows)[N], u32 (&w)[N][WORDS]) {
         constexpr int QMAX = sizeof(TO) == 1 ? 127 : 32767;
-        if (sizeof(TO) == 1 && alignable(packed_output)) {
 #pragma unroll
-            for (int r = 0; r < N; ++r) {
-                const Normalizer n = aligned<sizeof(ACC) == 8>(rows[r].n);
-                i32 o[COUNT];
+        for (int r = 0; r < N; ++r) {
+            const Normalizer n = FORM == HIGH_WORD ? aligned<sizeof(ACC) == 8>(rows[r].n) : rows[r].n;
+            i32 o[COUNT];
 #pragma unroll
-                for (int i = 0; i < COUNT; ++i) o[i] = max(scaled_aligned(acc[r][i], n), -127);  // the pack saturates above
-                pack(o, w[r]);
+            for (int i = 0; i < COUNT; ++i) {
+                if constexpr (FORM == HIGH_WORD) o[i] = max(scaled_aligned(acc[r][i], n), -127);  // the pack saturates above
+                else if constexpr (FORM == NARROW) o[i] = clamped<QMAX>((i32)scaled(acc[r][i], n));
+                else o[i] = clamped<QMAX>(scaled(acc[r][i], n));
             }
-        } else if (narrow(packed_output)) {
-#pragma unroll
-            for (int r = 0; r < N; ++r) {
-                i32 o[COUNT];
-#pragma unroll
-                for (int i = 0; i < COUNT; ++i) o[i] = clamped<QMAX>((i32)scaled(acc[r][i], rows[r].n));
-                pack(o, w[r]);
-            }
-        } else {
-#pragma unroll
-            for (int r = 0; r < N; ++r) {
-                i32 o[COUNT];
-#pragma unroll
-                for (int i = 0; i < COUNT; ++i) o[i] = clamped<QMAX>(scaled(acc[r][i], rows[r].n));
-                pack(o, w[r]);
-            }
+            pack(o, w[r]);
         }
     }
     static DEVICE void pack(const i32 (&o)[COUNT], u32 (&w)[WORDS]) {

@@ -57,7 +57,7 @@ struct Tile {
         for (int i = 0; i < D_STEPS; ++i) {
             const u64 k = k_operand + (first * K_WIDTH >> 4) + 2 * i;
             if (i == 0) wgmma_s8_new(s, q[i], k);
-            else wgmma_s8(s, q[i], k, true);
+            else wgmma_s8(s, q[i], k);
         }
         wgmma_commit();
     }
@@ -128,7 +128,7 @@ struct Tile {
                 const int step = first / 32 + i;
                 const u64 v = v_operand + step / 4 * (V_BLOCK >> 4) + step % 4 * 2;
                 if (step == 0) wgmma_u8_new(acc[digit], p.step[i][digit], v);
-                else wgmma_u8(acc[digit], p.step[i][digit], v, true);
+                else wgmma_u8(acc[digit], p.step[i][digit], v);
             }
         wgmma_commit();
     }

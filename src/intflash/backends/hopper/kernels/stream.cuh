@@ -115,7 +115,7 @@ template <class Method> struct Consumer {
         wgmma_order();
         wgmma_s8_new(to, q, k);
 #pragma unroll
-        for (int i = 1; i < D_STEPS; ++i) wgmma_s8(to, q + 2 * i, k + 2 * i, true);
+        for (int i = 1; i < D_STEPS; ++i) wgmma_s8(to, q + 2 * i, k + 2 * i);
         wgmma_commit();
     }
 

@@ -104,7 +104,7 @@ template <int DIGITS> struct Digits : Peaks {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int digit = 0; digit < DIGITS; ++digit) wgmma_u8(acc[digit], p.digit[digit].word[i], v + 2 * i, true);
+            for (int digit = 0; digit < DIGITS; ++digit) wgmma_u8(acc[digit], p.digit[digit].word[i], v + 2 * i);
         wgmma_commit();
     }
     DEVICE float tile_scale(u32) const { return 1.0f; }
