@@ -33,10 +33,10 @@ class Attention {
  public:
   static int unit_rows(const Call&) { return kRows; }
 
-  static void run(const Call& call, int64_t first, int64_t last, uint64_t call_id, Scratch& scratch) {
+  static void run(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch) {
     Attention a(call, call_id, scratch);
     V::begin(call.head_dim);
-    a.units(first, last);
+    for (int64_t first, last; units.next(first, last);) a.units(first, last);
     V::end();
   }
 

@@ -45,6 +45,14 @@ struct Call {
   int64_t out_offset(int64_t b, int64_t h, int64_t row) const { return b * out_stride[0] + h * out_stride[1] + row * out_stride[2]; }
 };
 
+// Where a thread gets its units from: runs of them, until there are none.
+struct Units {
+  bool (*draw)(void* context, int64_t& first, int64_t& last);
+  void* context;
+  bool whole_heads;  // a run never ends within a head that another run goes on with
+  bool next(int64_t& first, int64_t& last) const { return draw(context, first, last); }
+};
+
 // Grown on demand, one per thread; remembers whose K and V it holds packed.
 struct Scratch {
   char* data = nullptr;
@@ -66,7 +74,7 @@ enum class FloatType : int32_t { kFloat32, kFloat16, kBFloat16 };
 struct Kernels {
   const char* name;
   int (*unit_rows)(const Call&);  // query rows of a unit of work
-  void (*attention)(const Call&, int64_t first, int64_t last, uint64_t call_id, Scratch&);  // units [first, last)
+  void (*attention)(const Call&, const Units&, uint64_t call_id, Scratch&);
   float (*absolute_maximum)(const void* x, FloatType, const Rows&);
   void (*quantize)(const void* x, FloatType, const Rows&, float inverse, int qmax, int8_t* codes);
 };

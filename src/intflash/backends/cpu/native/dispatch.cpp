@@ -78,14 +78,29 @@ struct Job {
   const Call& call;
   uint64_t call_id;
   int64_t units, grain;
+  bool whole_heads;
 };
 
-void run_ticket(void* context, int64_t ticket) {
+// A thread's part of a job.
+struct Part {
+  const Job& job;
+  Tickets& tickets;
+};
+
+bool draw_units(void* context, int64_t& first, int64_t& last) {
+  const Part& part = *static_cast<const Part*>(context);
+  int64_t ticket;
+  if (!part.tickets.next(ticket)) return false;
+  first = ticket * part.job.grain;
+  last = first + part.job.grain < part.job.units ? first + part.job.grain : part.job.units;
+  return true;
+}
+
+void run_part(void* context, Tickets& tickets) {
   static thread_local ThreadScratch scratch;
   const Job& job = *static_cast<const Job*>(context);
-  const int64_t first = ticket * job.grain;
-  const int64_t last = first + job.grain < job.units ? first + job.grain : job.units;
-  job.kernels.attention(job.call, first, last, job.call_id, scratch);
+  Part part{job, tickets};
+  job.kernels.attention(job.call, {draw_units, &part, job.whole_heads}, job.call_id, scratch);
 }
 
 }  // namespace
@@ -124,15 +139,16 @@ void run_attention(const Kernels& kernels, const Call& call, int threads) {
   // Another thread must be worth its waking, and more: beside a busy process it may wait for a core.
   const int64_t worth = call.batch * call.heads_q * call.nq * call.nk / kScoresPerThread;
   if (worth < threads) threads = worth < 1 ? 1 : int(worth);
-  Job job{kernels, call, ++last_call, units, units};
+  Job job{kernels, call, ++last_call, units, units, true};
   if (threads > 1) {
     // Whole heads where there are many, because each thread packs the K and V it meets.
     const int64_t heads = call.batch * call.heads_q, tickets = 8 * int64_t(threads);
     const int64_t per_head = (call.nq + rows - 1) / rows;
     const bool even = heads % threads == 0 && call.nq * call.nk < kScoresPerThread;  // small heads, as many for each
     job.grain = heads >= tickets ? per_head * (heads / tickets) : even ? per_head : (units + tickets - 1) / tickets;
+    job.whole_heads = !call.ends_q && job.grain % per_head == 0;
   }
-  run_tickets(threads, (units + job.grain - 1) / job.grain, run_ticket, &job);
+  run_tickets(threads, (units + job.grain - 1) / job.grain, run_part, &job);
 }
 
 }  // namespace intflash

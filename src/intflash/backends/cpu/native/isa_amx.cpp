@@ -20,13 +20,13 @@ int unit_rows(const Call& call) {
   return on_vectors(call) ? kAvx512VnniKernels.unit_rows(call) : Attention<Amx>::unit_rows(call);
 }
 
-void attention(const Call& call, int64_t first, int64_t last, uint64_t call_id, Scratch& scratch) {
-  if (on_vectors(call)) return kAvx512VnniKernels.attention(call, first, last, call_id, scratch);
+void attention(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch) {
+  if (on_vectors(call)) return kAvx512VnniKernels.attention(call, units, call_id, scratch);
   if (on_strips(call)) {
-    if (call.method == Method::kP16) return Strips<true>::run(call, first, last, call_id, scratch);
-    return Strips<false>::run(call, first, last, call_id, scratch);
+    if (call.method == Method::kP16) return Strips<true>::run(call, units, call_id, scratch);
+    return Strips<false>::run(call, units, call_id, scratch);
   }
-  Attention<Amx>::run(call, first, last, call_id, scratch);
+  Attention<Amx>::run(call, units, call_id, scratch);
 }
 
 }  // namespace

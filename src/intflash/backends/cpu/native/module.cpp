@@ -87,24 +87,22 @@ struct Quantization {
     }
     throw std::logic_error("ticket out of range");
   }
-  static void measure_ticket(void* self, int64_t ticket) {
+  template <void (Quantization::*Step)(FloatInput&, int64_t) const>
+  static void run_step(void* self, Tickets& tickets) {
     auto& me = *static_cast<Quantization*>(self);
-    auto [x, i] = me.find(ticket);
-    me.measure(*x, i);
-  }
-  static void encode_ticket(void* self, int64_t ticket) {
-    auto& me = *static_cast<Quantization*>(self);
-    auto [x, i] = me.find(ticket);
-    me.encode(*x, i);
+    for (int64_t ticket; tickets.next(ticket);) {
+      auto [x, i] = me.find(ticket);
+      (me.*Step)(*x, i);
+    }
   }
 
   void run(int threads) {
     int64_t tickets = 0, values = 0;
     for (const FloatInput& x : input) tickets += x.count(), values += x.count() * x.tokens * x.channels;
-    if (threads <= 1 || values < 1 << 16) return run_alone();  // the values: a few microseconds in all
-    run_tickets(threads, tickets, measure_ticket, this);
+    if (threads <= 1 || values < 1 << 17) return run_alone();  // the values: some ten microseconds in all
+    run_tickets(threads, tickets, run_step<&Quantization::measure>, this);
     for (FloatInput& x : input) choose_scales(x);
-    run_tickets(threads, tickets, encode_ticket, this);
+    run_tickets(threads, tickets, run_step<&Quantization::encode>, this);
   }
 
   // One tensor after the other, and the second time from its end: much of it is in the cache still.

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -26,27 +27,69 @@ inline void pause() {
 #endif
 }
 
+}  // namespace
+
+// The tickets of a call, cut into one run for each thread.
+class Shares {
+ public:
+  explicit Shares(int threads) : capacity_(threads), runs_(new Run[size_t(threads)]) {}
+  int capacity() const { return capacity_; }
+
+  void cut(int threads, int64_t count) {
+    threads_ = threads;
+    for (int i = 0; i < threads; ++i) runs_[i].ends = uint64_t(count * i / threads) << 32 | uint64_t(count * (i + 1) / threads);
+  }
+  Tickets of(int thread) { return Tickets(*this, thread); }
+
+  bool next(int own, int64_t& ticket) {
+    for (int i = 0; i < threads_; ++i) {
+      const int of = (own + i) % threads_;
+      std::atomic<uint64_t>& ends = runs_[of].ends;
+      for (uint64_t run = ends.load(); run >> 32 < uint32_t(run);)
+        if (ends.compare_exchange_weak(run, of == own ? run + kFirst : run - 1)) {
+          ticket = of == own ? int64_t(run >> 32) : int64_t(uint32_t(run)) - 1;
+          return true;
+        }
+    }
+    return false;
+  }
+
+ private:
+  static constexpr uint64_t kFirst = uint64_t(1) << 32;
+  struct alignas(64) Run {
+    std::atomic<uint64_t> ends{0};  // first << 32 | last + 1
+  };
+  int capacity_, threads_ = 0;
+  std::unique_ptr<Run[]> runs_;
+};
+
+bool Tickets::next(int64_t& ticket) { return shares_.next(own_, ticket); }
+
+namespace {
+
 class Pool {
  public:
   void run(int threads, int64_t count, TicketFunction function, void* context) {
     std::unique_lock<std::mutex> alone(busy_, std::try_to_lock);
     if (threads <= 1 || count <= 1 || !alone.owns_lock()) {
-      for (int64_t t = 0; t < count; ++t) function(context, t);
-      return;
+      Shares all(1);
+      all.cut(1, count);
+      Tickets tickets = all.of(0);
+      return function(context, tickets);
     }
+    if (!shares_ || shares_->capacity() < threads) shares_.reset(new Shares(threads));
     while (workers_ < threads - 1) std::thread(&Pool::work, this, workers_++).detach();
     function_ = function;
     context_ = context;
-    count_ = count;
     limit_ = threads - 1;
-    next_ = 0;
+    shares_->cut(threads, count);
     const uint64_t epoch = (state_.load() >> 32) + 1;
     state_ = epoch << 32 | kOpen;
     if (sleepers_ > 0) {
       std::lock_guard<std::mutex> lock(sleep_);
       wake_.notify_all();
     }
-    drain();
+    drain(0);
     state_ &= ~uint64_t(kOpen);  // a worker that has not entered yet stays out
     for (int spins = 0; state_.load() & kActive; ++spins) {
       if (spins < kSpins) {
@@ -67,15 +110,15 @@ class Pool {
   std::condition_variable wake_, done_;
   std::atomic<bool> waiting_{false};
   std::atomic<uint64_t> state_{0};  // epoch of the call, whether it is open, workers inside
-  std::atomic<int64_t> next_{0};
   std::atomic<int> sleepers_{0};
   TicketFunction function_ = nullptr;
   void* context_ = nullptr;
-  int64_t count_ = 0;
+  std::unique_ptr<Shares> shares_;  // replaced between calls only
   int limit_ = 0, workers_ = 0;
 
-  void drain() {
-    for (int64_t t; (t = next_.fetch_add(1)) < count_;) function_(context_, t);
+  void drain(int thread) {
+    Tickets tickets = shares_->of(thread);
+    function_(context_, tickets);
   }
 
   bool enter(uint64_t& seen) {  // into an open call of another epoch than the one seen
@@ -92,7 +135,7 @@ class Pool {
     uint64_t seen = 0;
     for (int spins = 0;;) {
       if (enter(seen)) {
-        if (index < limit_) drain();
+        if (index < limit_) drain(index + 1);
         if ((--state_ & kActive) == 0 && waiting_) {
           std::lock_guard<std::mutex> lock(sleep_);
           done_.notify_one();

@@ -5,9 +5,25 @@
 
 namespace intflash {
 
-using TicketFunction = void (*)(void* context, int64_t ticket);
+class Shares;
 
-// Runs tickets [0, count) on up to `threads` threads, the caller among them; returns when all are done.
+// What a thread draws from: its own share of the tickets, in order, so that it meets the same part of its inputs at every
+// call; then the ends of the others'.
+class Tickets {
+ public:
+  bool next(int64_t& ticket);
+
+ private:
+  friend class Shares;
+  Tickets(Shares& shares, int own) : shares_(shares), own_(own) {}
+  Shares& shares_;
+  const int own_;
+};
+
+using TicketFunction = void (*)(void* context, Tickets& tickets);
+
+// Runs tickets [0, count), count < 2^32, by a call of `function` on each of up to `threads` threads, the caller among
+// them; returns when all are done.
 void run_tickets(int threads, int64_t count, TicketFunction function, void* context);
 
 }  // namespace intflash

@@ -43,10 +43,10 @@ class Strips {
  public:
   static constexpr int64_t kMaxKeys = kMaxChunks * kChunk;
 
-  static void run(const Call& call, int64_t first, int64_t last, uint64_t call_id, Scratch& scratch) {
-    Strips s(call, call_id, scratch);
+  static void run(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch) {
+    Strips s(call, units, call_id, scratch);
     V::begin_rows(s.tile_rows_);
-    s.pipeline(first, last);
+    s.pipeline();
     V::end();
   }
 
@@ -66,16 +66,17 @@ class Strips {
   __m512i tail_ones_;
   float last_q_ = 0, last_k_ = 0;
   Exponent last_;
-  int64_t b_, h_, hk_, left_;  // of the next strip
+  int64_t b_, h_, hk_, left_ = 0;  // of the next strip
   int strip_index_, opened_ = 0;
+  const Units& units_;
 
   static int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
 
-  Strips(const Call& call, uint64_t call_id, Scratch& scratch)
+  Strips(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch)
       : call_(call), call_id_(call_id), scratch_(scratch), tile_rows_(ceil_div(call.nq, ceil_div(call.nq, kRows))),
-        strips_(ceil_div(call.nq, kRows)), slots_(strips_ > 1 ? 2 : 3), chunks_(ceil_div(call.nk, kChunk)),
+        strips_(ceil_div(call.nq, kRows)), slots_(strips_ > 1 && units.whole_heads ? 2 : 3), chunks_(ceil_div(call.nk, kChunk)),
         key_steps_(ceil_div(call.head_dim, 4)), depths_(ceil_div(call.head_dim, 64)), panels_(ceil_div(call.value_dim, kPanel)),
-        acc_ld_(panels_ * kPanel), levels_ld_(chunks_ * kChunk + 8), epilogue_(call) {
+        acc_ld_(panels_ * kPanel), levels_ld_(chunks_ * kChunk + 8), epilogue_(call), units_(units) {
     const int64_t key_bytes = round_up(call.nk, kPanel) * key_steps_ * 4 + kTile;  // a tile may reach past the last panel
     const int64_t value_bytes = int64_t(chunks_) * panels_ * kTile, acc_bytes = kDigits * kRows * acc_ld_ * 4;
     const int64_t score_bytes = kRows * kScoreLd * 4, p_bytes = kDigits * kPlane, query_bytes = int64_t(depths_) * kTile;
@@ -94,15 +95,22 @@ class Strips {
 
   int chunk_keys(int chunk) const { return int(smaller<int64_t>(kChunk, call_.nk - int64_t(chunk) * kChunk)); }
 
-  void pipeline(int64_t first, int64_t last) {
-    enter(first / strips_, int(first % strips_));
-    left_ = last - first;
+  void pipeline() {
+    if (!draw()) return;
     Strip *before = nullptr, *now = nullptr, *next = open();
     step(before, now, next);
     while (now || next) {
-      before = now, now = next, next = left_ ? open() : nullptr;
+      before = now, now = next, next = left_ || draw() ? open() : nullptr;
       step(before, now, next);
     }
+  }
+
+  __attribute__((noinline)) bool draw() {
+    int64_t first, last;
+    if (!units_.next(first, last)) return false;
+    enter(first / strips_, int(first % strips_));
+    left_ = last - first;
+    return true;
   }
 
   // The next strip is this one of a query head.
