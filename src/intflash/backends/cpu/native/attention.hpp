@@ -20,6 +20,7 @@ constexpr int64_t kStageKeys = 512;       // keys whose P is held at a time
 constexpr int64_t kWideStageKeys = 256;   // 127 * 65,193 * 256 < 2^31
 template <bool P16>
 constexpr int64_t kLongRow = P16 ? 1024 : 257;  // keys from which LongRows gains
+constexpr int64_t kLongStages = 2048;     // keys from which 8 chunks of P16 a stage gain: sums are loaded less often, ends cost more
 constexpr int kFewRows = 8;               // of a unit, for whole tiles of vectors are made of them
 constexpr int64_t kOctave = int64_t(1) << 32;  // in units of T
 
@@ -366,15 +367,21 @@ class Attention {
   // Rows that leave the scratch for scores to others.
   template <bool P16>
   bool are_long() const {
-    constexpr int most = LongRows<V, P16>::kMaxChannels;
-    static_assert(LongRows<V, P16>::kBytes <= 4 * kRows * kLongRow<P16>, "what it needs fits where scores would be");
+    constexpr int most = LongRows<V, P16, 8>::kMaxChannels;
+    static_assert(LongRows<V, P16, 8>::kBytes <= 4 * kRows * kLongRow<P16>, "what it needs fits where scores would be");
     return !masked_ && !wide_ && !row_step_ && key_end_ == nk_ && nk_ >= kLongRow<P16> && rows_ > kFewRows &&
            call_.head_dim <= most && call_.value_dim <= most;
   }
 
   template <bool P16>
   void long_rows() {
-    LongRows<V, P16>::run({queries_, keys_, values_, round_up(nk_, kKeyPad) * kLanes, nk_, rows_, int(value_pad_ / kLanes), scale_[0], depth_,
+    if constexpr (P16)
+      if (nk_ < kLongStages) return long_rows<P16, 4>();
+    long_rows<P16, 8>();
+  }
+  template <bool P16, int Stage>
+  void long_rows() {
+    LongRows<V, P16, Stage>::run({queries_, keys_, values_, round_up(nk_, kKeyPad) * kLanes, nk_, rows_, int(value_pad_ / kLanes), scale_[0], depth_,
                            reinterpret_cast<char*>(scores_), top_, acc_, acc_low_, l_, value_pad_});
     finish<P16>();
   }

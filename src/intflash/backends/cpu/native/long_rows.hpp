@@ -10,7 +10,7 @@
 namespace intflash {
 namespace {
 
-template <class V, bool P16>
+template <class V, bool P16, int Stage>
 class LongRows {
   using I32 = typename V::I32;
   using Code = typename V::Code;
@@ -19,7 +19,7 @@ class LongRows {
   static constexpr int kRows = 16, kPanel = 16, kChunk = 64, kTile = 1024, kScores = kRows * kChunk;
   // P8's sums of up to 64 channels stay in tiles 0 to 3. P16 has twice as many: two panels of channels at a time over the
   // P of a stage, then the other two.
-  static constexpr int kStage = P16 ? 4 : 1, kDigits = P16 ? 2 : 1;  // chunks
+  static constexpr int kStage = P16 ? Stage : 1, kDigits = P16 ? 2 : 1;  // chunks
   static constexpr int kPChunk = kDigits * kTile, kPStage = kStage * kPChunk;
 
  public:
@@ -311,12 +311,14 @@ class LongRows {
     const auto value = [&](int chunk, int panel) { return u_.values + smaller(panel, u_.panels - 1) * u_.value_ld + int64_t(smaller(chunk, chunks_ - 1)) * kTile; };
     const auto sums = [&](int32_t* acc, int panel) { return acc + at.strip * kRows * u_.acc_ld + smaller(panel, u_.panels - 1) * kPanel; };
     if constexpr (P16) {
-      const int part = at.chunk % kStage, panel = part & 2, second = part & 1, chunk = at.chunk - part + 2 * second;
-      const PCode* p = p_[(t / kStage + 1) & 1] + 2 * second * kPChunk;
+      constexpr int kPairs = kStage / 2;  // of chunks
+      const int part = at.chunk % kStage, panel = part / kPairs * 2, pair = part % kPairs, chunk = at.chunk - part + 2 * pair;
+      const bool first = pair == 0, last = pair == kPairs - 1;
+      const PCode* p = p_[(t / kStage + 1) & 1] + 2 * pair * kPChunk;
       if (t < kStage || panel >= u_.panels)
-        return {p, {value(chunk, 0), value(chunk, 0), value(chunk, 0), value(chunk, 0)}, {dump_, dump_, dump_, dump_}, 64, !second, !!second};
+        return {p, {value(chunk, 0), value(chunk, 0), value(chunk, 0), value(chunk, 0)}, {dump_, dump_, dump_, dump_}, 64, first, last};
       return {p, {value(chunk, panel), value(chunk, panel + 1), value(chunk + 1, panel), value(chunk + 1, panel + 1)},
-              {sums(u_.acc, panel), sums(u_.acc_low, panel), sums(u_.acc, panel + 1), sums(u_.acc_low, panel + 1)}, line, !second, !!second};
+              {sums(u_.acc, panel), sums(u_.acc_low, panel), sums(u_.acc, panel + 1), sums(u_.acc_low, panel + 1)}, line, first, last};
     } else {
       return {p_[~t & 1], {value(at.chunk, 0), value(at.chunk, 1), value(at.chunk, 2), value(at.chunk, 3)},
               {sums(u_.acc, 0), sums(u_.acc, 1), sums(u_.acc, 2), sums(u_.acc, 3)}, line, at.chunk == 0, at.chunk + 1 == chunks_};
