@@ -23,38 +23,68 @@ DEVICE float low_half(u32 pair, bfloat_t) { return __uint_as_float(pair << 16); 
 DEVICE float high_half(u32 pair, bfloat_t) { return __uint_as_float(pair & 0xFFFF0000u); }
 
 // Codes are a type's `Codes`: Raw, the bytes of 4 * COUNT elements, so that loads can be issued early; codes(), four in
-// a word. Before that `bring_near` where a value may be `far` for an inverse scale, which `usable` has bounded.
+// a word; turned(), of four rows, a word for each element. Before that `bring_near` where a value may be `far` for an
+// inverse scale, which `usable` has bounded. OWN: the scale is the values' own, none is clamped.
 struct NoBounds {
     static DEVICE float usable(float inv) { return inv; }
     static DEVICE bool far(float) { return false; }
     template <typename RAW> static DEVICE void bring_near(RAW&, float) {}
 };
-template <typename T> struct Codes;
+template <typename T, bool OWN = false> struct Codes;
 
-template <> struct Codes<i8> : NoBounds {
+template <bool OWN> struct Codes<i8, OWN> : NoBounds {
     template <int COUNT> struct Raw { u32 word[COUNT]; };
     template <int COUNT> static DEVICE void codes(const Raw<COUNT>& raw, float, u32 (&w)[COUNT]) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) w[i] = raw.word[i];
     }
+    template <int COUNT> static DEVICE void turned(const Raw<COUNT> (&rows)[4], float, u32 (&w)[4 * COUNT]) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            transpose_bytes(rows[0].word[i], rows[1].word[i], rows[2].word[i], rows[3].word[i], (u32 (&)[4])w[4 * i]);
+    }
 };
 
-template <> struct Codes<float> : NoBounds {
-    template <int COUNT> struct Raw { u32 word[4 * COUNT]; };
+// By RULE, which has value(), a Raw's element; code(), the integer before the pack; pack().
+template <typename T, class RULE> struct FloatCodes : RULE {
+    template <int COUNT> struct Raw { u32 word[COUNT * (int)sizeof(T)]; };
     template <int COUNT> static DEVICE void codes(const Raw<COUNT>& raw, float inv, u32 (&w)[COUNT]) {
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            u32 ab = permute(code(raw.word[4 * i], inv), code(raw.word[4 * i + 1], inv), 0x0040);
-            u32 cd = permute(code(raw.word[4 * i + 2], inv), code(raw.word[4 * i + 3], inv), 0x0040);
-            w[i] = permute(ab, cd, 0x5410);
-        }
+        for (int i = 0; i < COUNT; ++i)
+            w[i] = RULE::pack(code(raw, 4 * i, inv), code(raw, 4 * i + 1, inv), code(raw, 4 * i + 2, inv),
+                              code(raw, 4 * i + 3, inv));
     }
-    // The float 1.5 * 2^23 + code; its low byte is the code.
-    static DEVICE u32 code(u32 x, float inv) {
-        const float y = __fmaf_rn(__uint_as_float(x), inv, MAGIC);
-        return __float_as_uint(fminf(fmaxf(y, MAGIC - 127.0f), MAGIC + 127.0f));
+    template <int COUNT> static DEVICE void turned(const Raw<COUNT> (&rows)[4], float inv, u32 (&w)[4 * COUNT]) {
+#pragma unroll
+        for (int i = 0; i < 4 * COUNT; ++i)
+            w[i] = RULE::pack(code(rows[0], i, inv), code(rows[1], i, inv), code(rows[2], i, inv), code(rows[3], i, inv));
+    }
+    template <int COUNT> static DEVICE i32 code(const Raw<COUNT>& raw, int i, float inv) {
+        return RULE::code(RULE::value(raw.word, i), inv);
     }
 };
+
+DEVICE u32 low_bytes(i32 a, i32 b, i32 c, i32 d) {
+    return permute(permute(a, b, 0x0040), permute(c, d, 0x0040), 0x5410);
+}
+struct FloatRule : NoBounds {
+    static DEVICE float value(const u32* words, int i) { return __uint_as_float(words[i]); }
+    // The float MAGIC + code.
+    static DEVICE i32 code(float x, float inv) {
+        const float y = __fmaf_rn(x, inv, MAGIC);
+        return __float_as_int(fminf(fmaxf(y, MAGIC - 127.0f), MAGIC + 127.0f));
+    }
+    static DEVICE u32 pack(i32 a, i32 b, i32 c, i32 d) { return low_bytes(a, b, c, d); }
+};
+// |x| is at most amax and inv within 2^-22 of 127 / amax (or 0, or less by `usable`): the codes are in range.
+template <class RULE> struct WithinRule : NoBounds {
+    static DEVICE float usable(float inv) { return RULE::usable(inv); }
+    static DEVICE float value(const u32* words, int i) { return RULE::value(words, i); }
+    static DEVICE i32 code(float x, float inv) { return __float_as_int(__fmaf_rn(x, inv, MAGIC)); }
+    static DEVICE u32 pack(i32 a, i32 b, i32 c, i32 d) { return low_bytes(a, b, c, d); }
+};
+template <> struct Codes<float, false> : FloatCodes<float, FloatRule> {};
+template <> struct Codes<float, true> : FloatCodes<float, WithinRule<FloatRule>> {};
 
 DEVICE u32 larger_pair(u32 a, u32 b, half_t) {
     asm("max.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
@@ -77,8 +107,7 @@ template <> struct IsHalf<half_t> { static constexpr bool value = true; };
 // 3.5 instructions each: widen, multiply-add, subtract the magic number with the lower clamp in one, and half of a
 // saturating pack. As integers, the bits of y = x / s + MAGIC order as y does and only y in (-MAGIC, 0] would wrap
 // around: where a value may come so far, values are first brought near.
-template <typename T> struct SixteenBit {
-    template <int COUNT> struct Raw { u32 word[2 * COUNT]; };
+template <typename T> struct SixteenBitRule {
     // No float16 but 0 is below 2^-24: past 2^46 all of them saturate alike.
     static DEVICE float usable(float inv) { return IsHalf<T>::value ? fminf(inv, 0x1p46f) : inv; }
     static DEVICE bool far(float inv) { return inv > (IsHalf<T>::value ? 190.0f : 3e-32f); }
@@ -87,20 +116,18 @@ template <typename T> struct SixteenBit {
 #pragma unroll
         for (u32& word : raw.word) word = larger_pair(word, least, T{});
     }
-    template <int COUNT> static DEVICE void codes(const Raw<COUNT>& raw, float inv, u32 (&w)[COUNT]) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const u32 a = raw.word[2 * i], b = raw.word[2 * i + 1];
-            w[i] = pack_bytes(code(low_half(a, T{}), inv), code(high_half(a, T{}), inv), code(low_half(b, T{}), inv),
-                              code(high_half(b, T{}), inv));
-        }
+    static DEVICE float value(const u32* words, int i) {
+        return i % 2 ? high_half(words[i / 2], T{}) : low_half(words[i / 2], T{});
     }
     static DEVICE i32 code(float x, float inv) {  // the pack saturates above
         return max((i32)(__float_as_uint(__fmaf_rn(x, inv, MAGIC)) - MAGIC_BITS), -127);
     }
+    static DEVICE u32 pack(i32 a, i32 b, i32 c, i32 d) { return pack_bytes(a, b, c, d); }
 };
-template <> struct Codes<half_t> : SixteenBit<half_t> {};
-template <> struct Codes<bfloat_t> : SixteenBit<bfloat_t> {};
+template <> struct Codes<half_t, false> : FloatCodes<half_t, SixteenBitRule<half_t>> {};
+template <> struct Codes<half_t, true> : FloatCodes<half_t, WithinRule<SixteenBitRule<half_t>>> {};
+template <> struct Codes<bfloat_t, false> : FloatCodes<bfloat_t, SixteenBitRule<bfloat_t>> {};
+template <> struct Codes<bfloat_t, true> : FloatCodes<bfloat_t, WithinRule<SixteenBitRule<bfloat_t>>> {};
 
 // Volatile: of a kernel that overlaps the one before it, not moved before it waits, as read-only loads may be.
 DEVICE uint4 load_late(const uint4* from) {

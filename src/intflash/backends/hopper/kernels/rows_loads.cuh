@@ -12,7 +12,7 @@ constexpr int V_BLOCK = HEAD_DIM * 128;  // bytes of 128 keys of V^T
 constexpr int K_BYTES = (KEYS * K_WIDTH + 1023) / 1024 * 1024, V_BYTES = (KEYS + 127) / 128 * V_BLOCK;
 constexpr int CHANNELS = HEAD_DIM / 4;  // of a thread
 
-typedef Codes<IN> In;
+typedef Codes<IN, WITHIN> In;
 
 // Where token `i` of a tensor begins, from its first one; strides of 32 bits (rows.py checks).
 struct Tokens {
@@ -108,19 +108,13 @@ template <int THREADS> struct ValueLoader {
 #pragma unroll
         for (int j = 0; j < GROUP; ++j) {
             if (!has(first + j)) continue;
-            u32 w[4][4];
+            u32 turned[16];
+            In::turned(raw[j], inv, turned);
 #pragma unroll
-            for (int r = 0; r < 4; ++r) In::codes(raw[j][r], inv, w[r]);
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                u32 turned[4];
-                transpose_bytes(w[0][c], w[1][c], w[2][c], w[3][c], turned);
-#pragma unroll
-                for (int d = 0; d < 4; ++d) {  // addresses differ by constants
-                    const int channel = 4 * c + d, same = channel / LANE_CHANNELS * LANE_CHANNELS + d % 2;
-                    const u32 row = value_row<HEAD_DIM>(chunk(first + j) * 16 + same);
-                    store_shared(value_address(tile, row, key(first + j)) + 512 * (channel - same), turned[d]);
-                }
+            for (int channel = 0; channel < 16; ++channel) {  // addresses differ by constants
+                const int same = channel / LANE_CHANNELS * LANE_CHANNELS + channel % 2;
+                const u32 row = value_row<HEAD_DIM>(chunk(first + j) * 16 + same);
+                store_shared(value_address(tile, row, key(first + j)) + 512 * (channel - same), turned[channel]);
             }
         }
     }
