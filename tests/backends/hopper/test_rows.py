@@ -48,6 +48,12 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     views[:, :, 1, 2], views[:, :, 2, 0] = 0, 1e-7  # maxima of 0 and of a subnormal number
     views = [x.transpose(1, 2) for x in views.unbind(2)]
     yield "dynamic of heads, views", Problem(method, *views, 0.125, recipe=checks.OF_HEADS, out_dtype=torch.float16)
+    for n, d in ((197, 64), (128, 128), (70, 32)):
+        yield f"dynamic {n} {d}", checks.floats(method, 40, n, d, torch.float16, Recipe(), out_dtype=torch.int8)
+    yield "dynamic, views", Problem(method, *views, 0.125, recipe=Recipe(), out_dtype=torch.float16)
+    for dtype in FLOATS:  # the largest codes there are, and ties
+        halves = ((torch.randint(-254, 255, (2, 3, 197, 64)) / 2 * unit).to(dtype) for unit in (1.0, 2**-9, 2**-20))
+        yield f"dynamic ties {dtype}", Problem(method, *halves, 0.125, recipe=Recipe(), out_dtype=torch.int8)
     for dtype in FLOATS:
         for scale in (1e-12, 1e-7, 1e-4, 0.02, 1000.0):
             static = Recipe(q_scale=scale, k_scale=scale, v_scale=scale)
@@ -103,10 +109,12 @@ def test_integer_only(method):
 @pytest.mark.parametrize("method", BITS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_floats_do_not_spill(method, dtype):
-    for (n, d), split in itertools.product(((197, 64), (80, 96)), (None, rows.Split(2, 4, 1))):
+    static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)
+    shapes, splits = ((197, 64), (80, 96)), (None, rows.Split(2, 4, 1))
+    for (n, d), split, recipe in itertools.product(shapes, splits, (Recipe(), static)):
         batch = 2 if split else 80
-        launch = _launch(method, n, d, dtype, dtype, split=split, batch=batch)
-        assert checks.machine(launch).spills == 0, (n, d, split)
+        launch = _launch(method, n, d, dtype, dtype, split=split, batch=batch, recipe=recipe)
+        assert checks.machine(launch).spills == 0, (n, d, split, recipe)
 
 
 @pytest.mark.parametrize("n, d", ((128, 128), (96, 96), (224, 64)))

@@ -62,11 +62,12 @@ def rows_launch(
     most = resident(keys, d, bits, q.element_size())
     split = split or choose(batch * heads, row_tiles, most, q.dtype == torch.int8)
     products = (*(Product(n, "s8") for n in sorted(parts(keys))), Product(d, "u8"))
+    dynamic = scales is not None and problem.recipe.q_scale is None  # of the values' own maxima
     program = Program.of(
         "rows.cu", products, KEYS=keys, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
         KEY_MAJOR=int(scales is None and key_major(v, keys)), SHORT=int(has_short(batch * heads * row_tiles)),
-        ROW_SCALES=int(has_row_scales(constants, scales)), FOUND=int(scales == FOUND),
-        WITHIN=int(scales is not None and problem.recipe.q_scale is None), TAIL=int(has_tail(nq, d)),
+        ROW_SCALES=int(has_row_scales(constants, scales)), FOUND=int(scales == FOUND), WITHIN=int(dynamic),
+        LAST_FIRST=int(dynamic and scales != FOUND and batch * heads**2 < 1 << 32), TAIL=int(has_tail(nq, d)),
         WARPGROUPS=split.warpgroups, RESIDENT=split.resident,
     )  # fmt: skip
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)

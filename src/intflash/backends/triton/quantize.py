@@ -65,9 +65,10 @@ def _flat_amax(x, count, i):
 
 @triton.jit
 def _flat_amax_kernel(q, k, v, amax, q_count, kv_counts, BLOCK: tl.constexpr):
-    """`_amax_kernel` of tensors without holes, in whatever order they lie."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    which = tl.program_id(1)
+    """`_amax_kernel` of tensors without holes, in whatever order they lie; the three side by side, so that what is
+    read last, and in L2 for the next kernel, is of the same heads."""
+    which = tl.program_id(0) % 3
+    i = (tl.program_id(0) // 3).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if which == 0:
         tl.atomic_max(amax, _flat_amax(q, q_count, i), sem="relaxed")
     elif which == 1:
@@ -198,7 +199,7 @@ def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[Launch,
         counts = [x.numel() for x in tensors]
         block, warps = _BLOCK if max(counts) < _FEW else _LARGE_BLOCK
         arguments = dict(**tensors._asdict(), amax=amax, q_count=counts[0], kv_counts=tuple(counts[1:]), BLOCK=block)
-        return Launch(_flat_amax_kernel, (triton.cdiv(max(counts), block), 3), arguments, warps), scale
+        return Launch(_flat_amax_kernel, (3 * triton.cdiv(max(counts), block),), arguments, warps), scale
     arguments = dict(
         **{name: data_view(x) for name, x in zip("qkv", tensors, strict=True)}, amax=amax, nq=nq, nk=nk, hq=hq, hk=hk,
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,

@@ -68,7 +68,13 @@ DEVICE void find_scales(const Params& p, const Tokens& q, const Tokens& k, const
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 k_tile = shared_address(shared), v_tile = k_tile + K_BYTES;
-    const u32 batch = blockIdx.x, head = blockIdx.y, kv_head = key_head(p, head);
+    u32 batch = blockIdx.x, head = blockIdx.y;
+    if (LAST_FIRST) {  // as they lie in memory, from the end: a pass over all of them has just left those in L2
+        const u32 i = gridDim.x * gridDim.y - 1 - (blockIdx.y * gridDim.x + blockIdx.x);
+        batch = p.head_reciprocal ? __umulhi(i, p.head_reciprocal) : i;
+        head = i - batch * gridDim.y;
+    }
+    const u32 kv_head = key_head(p, head);
     const i32 warp = threadIdx.x / 32 % 4, row_of_warp = threadIdx.x % 32 / 4, row_of_thread = warp * 16 + row_of_warp;
     i32 row = (blockIdx.z * p.tiles + threadIdx.x / 128) * 64;
     const i32 stop = min((i32)(blockIdx.z + 1) * p.tiles * 64, p.nq);
