@@ -6,6 +6,7 @@
 // scratch for both passes while they fit; else the second pass computes them again.
 #pragma once
 #include "arith.hpp"
+#include "buffers.hpp"
 #include "epilogue.hpp"
 #include "exp2.hpp"
 #include "flash.hpp"
@@ -16,8 +17,6 @@
 namespace intflash {
 namespace {
 
-constexpr int64_t kStageKeys = 512;       // keys whose P is held at a time
-constexpr int64_t kWideStageKeys = 256;   // 127 * 65,193 * 256 < 2^31
 template <bool P16>
 constexpr int64_t kLongRow = P16 ? 1024 : 257;  // keys from which LongRows gains
 constexpr int64_t kLongStages = 2048;     // keys from which 8 chunks of P16 a stage gain: sums are loaded less often, ends cost more
@@ -25,11 +24,13 @@ constexpr int kFewRows = 8;               // of a unit, for whole tiles of vecto
 constexpr int64_t kOctave = int64_t(1) << 32;  // in units of T
 
 template <class V>
-class Attention {
+class Attention : Buffers<V> {
   using Code = typename V::Code;
   using PCode = typename V::PCode;
-  static constexpr int kRows = V::kMaxRows, kLanes = V::kLanes, kBlock = 4 * V::kLanes;
-  static constexpr int kKeyPad = kBlock < kFlashTile ? kFlashTile : kBlock;
+  using B = Buffers<V>;
+  using B::kRows, B::kLanes, B::kBlock, B::kKeyPad;
+  using B::keys_, B::values_, B::queries_, B::scores_, B::acc_, B::acc_low_, B::column_sums_, B::stage_, B::p_, B::p_low_;
+  using B::score_ld_, B::p_ld_, B::value_pad_, B::chunk_, B::stage_keys_, B::qk_steps_;
 
  public:
   static int unit_rows(const Call&) { return kRows; }
@@ -45,12 +46,6 @@ class Attention {
   const Call& call_;
   const uint64_t call_id_;
   Scratch& scratch_;
-  // Scratch, see the constructor.
-  Code *keys_, *values_, *queries_;
-  int32_t *scores_, *acc_, *acc_low_, *column_sums_, *stage_;
-  PCode *p_, *p_low_;
-  int64_t score_ld_, p_ld_, value_pad_, chunk_, stage_keys_;
-  int qk_steps_;
   // The head and rows at hand.
   int64_t b_, h_, hk_, q0_, k0_, nq_, nk_, causal_offset_;
   int64_t row0_, key_end_;
@@ -67,47 +62,8 @@ class Attention {
   int32_t top_[kRows];    // narrow rows: maximum of S
   uint32_t l_[kRows];
 
-  Attention(const Call& call, uint64_t call_id, Scratch& scratch) : call_(call), call_id_(call_id), scratch_(scratch), epilogue_(call) {
-    const int64_t key_pad = round_up(larger<int64_t>(call.nk, 1), kKeyPad);
-    value_pad_ = round_up(call.value_dim, kLanes);
-    qk_steps_ = V::depth_steps(call.head_dim);
-    chunk_ = smaller(key_pad, round_up(V::kScoreBytes / (4 * kRows), kStageKeys));
-    if (call.method == Method::kOnline) chunk_ = smaller<int64_t>(key_pad, kGranule);
-    if (call.method >= Method::kQFlash) chunk_ = smaller(key_pad, kStageKeys);
-    score_ld_ = chunk_ + 16;  // not a multiple of 4 KiB, whose rows would share a cache set
-    p_ld_ = smaller(chunk_, kStageKeys) + 64 / int64_t(sizeof(PCode));
-    const bool wide_p = V::kWideP && call.method == Method::kP16;
-    stage_keys_ = wide_p ? kWideStageKeys : kStageKeys;
-    int64_t size[10] = {
-        key_pad * qk_steps_ * V::kGroup * int64_t(sizeof(Code)),
-        key_pad * value_pad_ * int64_t(sizeof(Code)),
-        kRows * qk_steps_ * V::kGroup * int64_t(sizeof(Code)),
-        kRows * score_ld_ * 4,
-        kRows * value_pad_ * 4,
-        call.method == Method::kP8 ? 0 : kRows * value_pad_ * 4,
-        call.method >= Method::kQFlash || wide_p ? key_pad / kFlashTile * value_pad_ * 4 : 0,
-        call.method >= Method::kQFlash ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
-        call.method == Method::kP16 && !wide_p ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
-        wide_p ? kRows * value_pad_ * 4 : 0,
-    };
-    int64_t total = 0;
-    for (int64_t& bytes : size) {
-      const int64_t at = total;
-      total += round_up(bytes, 64) + 64;
-      bytes = at;
-    }
-    char* base = scratch.reserve(size_t(total));
-    keys_ = reinterpret_cast<Code*>(base + size[0]);
-    values_ = reinterpret_cast<Code*>(base + size[1]);
-    queries_ = reinterpret_cast<Code*>(base + size[2]);
-    scores_ = reinterpret_cast<int32_t*>(base + size[3]);
-    acc_ = reinterpret_cast<int32_t*>(base + size[4]);
-    acc_low_ = reinterpret_cast<int32_t*>(base + size[5]);
-    column_sums_ = reinterpret_cast<int32_t*>(base + size[6]);
-    p_ = reinterpret_cast<PCode*>(base + size[7]);
-    p_low_ = reinterpret_cast<PCode*>(base + size[8]);
-    stage_ = reinterpret_cast<int32_t*>(base + size[9]);
-  }
+  Attention(const Call& call, uint64_t call_id, Scratch& scratch)
+      : Buffers<V>(call, scratch), call_(call), call_id_(call_id), scratch_(scratch), epilogue_(call) {}
 
   // Unit order: sequence, key head, query head of its group, block of rows.
   void units(int64_t first, int64_t last) {
