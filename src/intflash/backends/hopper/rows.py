@@ -1,4 +1,4 @@
-"""The launch of kernels/rows.cu: at most 256 keys, whole rows on chip."""
+"""The launch of kernels/rows.cu: at most 224 keys, whole rows on chip."""
 
 from __future__ import annotations
 

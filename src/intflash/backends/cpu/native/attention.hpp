@@ -323,17 +323,21 @@ class Attention : Buffers<V> {
   // Rows that leave the scratch for scores to others.
   template <bool P16>
   bool are_long() const {
-    constexpr int most = LongRows<V, P16, 8>::kMaxChannels;
-    static_assert(LongRows<V, P16, 8>::kBytes <= 4 * kRows * kLongRow<P16>, "what it needs fits where scores would be");
+    using Long = LongRows<V, P16, P16 ? 8 : 1>;
+    constexpr int most = Long::kMaxChannels;
+    static_assert(Long::kBytes <= 4 * kRows * kLongRow<P16>, "what it needs fits where scores would be");
     return !masked_ && !wide_ && !row_step_ && key_end_ == nk_ && nk_ >= kLongRow<P16> && rows_ > kFewRows &&
            call_.head_dim <= most && call_.value_dim <= most;
   }
 
   template <bool P16>
   void long_rows() {
-    if constexpr (P16)
-      if (nk_ < kLongStages) return long_rows<P16, 4>();
-    long_rows<P16, 8>();
+    if constexpr (!P16)
+      long_rows<P16, 1>();
+    else if (nk_ < kLongStages)
+      long_rows<P16, 4>();
+    else
+      long_rows<P16, 8>();
   }
   template <bool P16, int Stage>
   void long_rows() {

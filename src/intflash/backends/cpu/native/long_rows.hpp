@@ -10,7 +10,7 @@
 namespace intflash {
 namespace {
 
-template <class V, bool P16, int Stage>
+template <class V, bool P16, int kStage>  // chunks of a stage
 class LongRows {
   using I32 = typename V::I32;
   using Code = typename V::Code;
@@ -19,7 +19,8 @@ class LongRows {
   static constexpr int kRows = 16, kPanel = 16, kChunk = 64, kTile = 1024, kScores = kRows * kChunk;
   // P8's sums of up to 64 channels stay in tiles 0 to 3. P16 has twice as many: two panels of channels at a time over the
   // P of a stage, then the other two.
-  static constexpr int kStage = P16 ? Stage : 1, kDigits = P16 ? 2 : 1;  // chunks
+  static_assert(P16 ? kStage % 4 == 0 : kStage == 1);
+  static constexpr int kDigits = P16 ? 2 : 1;
   static constexpr int kPChunk = kDigits * kTile, kPStage = kStage * kPChunk;
 
  public:

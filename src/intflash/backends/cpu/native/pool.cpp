@@ -72,7 +72,7 @@ class Pool {
   void run(int threads, int64_t count, TicketFunction function, void* context) {
     std::unique_lock<std::mutex> alone(busy_, std::try_to_lock);
     if (threads <= 1 || count <= 1 || !alone.owns_lock()) {
-      Shares all(1);
+      static thread_local Shares all(1);
       all.cut(1, count);
       Tickets tickets = all.of(0);
       return function(context, tickets);
