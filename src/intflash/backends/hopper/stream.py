@@ -57,14 +57,15 @@ def stream_launch(
     rows = q_scale is None and has_row_scales(constants, None)
     key, value = key_map(k, TILE, key_width(d)), value_map(v, TILE)
     copies = key is not None and value is not None
-    consumers = consumers or _consumers(d, problem.method, copies and not rows)
-    products = tuple(Product(*x) for x in sorted({(64, "s8"), (d, "u8")}))
+    consumers = consumers or _consumers(problem, d, copies, rows)
+    p_shared = consumers == 3 and d > 96 and problem.method == "intflash_online"
+    products = tuple(Product(*x) for x in ((64, "s8"), (128, "s8"), (d, "u8")))
     program = Program.of(
         "stream.cu", products, METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers,
         CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0, QUERY=C_TYPES[q.dtype],
-        VALUE="i8", OUT=C_TYPES[out.dtype], COPIES=int(copies),
+        VALUE="i8", OUT=C_TYPES[out.dtype], COPIES=int(copies), P_SHARED=int(p_shared),
     )  # fmt: skip
-    shared = shared_bytes(d, consumers, TILE * d, 0)
+    shared = shared_bytes(d, consumers, TILE * d, 0) + p_shared * 64 * consumers * TILE
     scales = None if q_scale is None else (q_scale, None, None)
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics)
     grid = row_grid(problem, 64 * consumers)
@@ -89,8 +90,11 @@ def shared_bytes(d: int, consumers: int, value_bytes: int, scale_bytes: int) -> 
     return _STAGES * stage + 64 * consumers * key_width(d)
 
 
-def _consumers(d: int, method: str, lean: bool) -> int:
-    """Warpgroups that compute: as many as the registers hold. lean: one scale for all rows, the copy engine loads."""
-    if method == "intflash":
-        return 3 if 32 < d <= 64 and lean else 2
-    return 3 if d <= 96 or d == 128 and method == "intflash_p8" else 2
+def _consumers(problem: Problem, d: int, copies: bool, rows: bool) -> int:
+    """Warpgroups that compute: as many as the registers hold. copies: the copy engine loads; rows: rows have scales of
+    their own."""
+    if problem.method == "intflash":
+        return 3 if 32 < d <= 64 and copies and not rows else 2
+    if problem.method == "intflash_p8":
+        return 3 if d <= 96 or d == 128 else 2
+    return 3 if d <= 96 or not rows and problem.causal is None else 2

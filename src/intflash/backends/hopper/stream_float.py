@@ -43,10 +43,10 @@ def float_launch(
     q, k, v = parts
     d = q.data.shape[3]
     k_scale, per = _key_scales(k)
+    products = (Product(64, "s8"), Product(128, "s8"), Product(d, _PRODUCTS[v.data.dtype]))
     program = Program.of(
-        "stream_float.cu", (Product(64, "s8"), Product(d, _PRODUCTS[v.data.dtype])), HEAD_DIM=d, CONSUMERS=_CONSUMERS,
-        CAUSAL=int(problem.causal is not None), KEY_SCALES=per, QUERY="i8",
-        VALUE=C_TYPES[v.data.dtype], OUT=C_TYPES[out.dtype],
+        "stream_float.cu", products, HEAD_DIM=d, CONSUMERS=_CONSUMERS, CAUSAL=int(problem.causal is not None),
+        KEY_SCALES=per, P_SHARED=0, QUERY="i8", VALUE=C_TYPES[v.data.dtype], OUT=C_TYPES[out.dtype],
     )  # fmt: skip
     scales = (q.scale, k_scale, None)
     params, keeps = parameters(problem, (q.data, k.data, v.data), scales, _NO_CONSTANTS, out, statistics)

@@ -6,8 +6,9 @@
 // head, 1 for each tile of 128 keys, 2 for each key), QUERY (i8, or floats with p.q_scale), VALUE (i8, half_t or
 // bfloat_t), OUT.
 //
-// A tile's scores are taken in two halves of 64 keys, whose registers are free for the next tile's as soon as their
-// exponentials are done: so Q K^T of tile j + 1 and P V of tile j run under the exponentials of tile j.
+// A tile's exponentials are computed in two halves of 64 keys. With registers for both halves' scores (BUFFERS 2) one
+// product gives both: Q K^T of tile j + 1 and P V of tile j run while other warpgroups compute. With registers for one,
+// each half's scores take the other's place.
 #pragma once
 #include "output.cuh"
 #include "stream_loads.cuh"
@@ -99,7 +100,7 @@ DEVICE void raise_peaks(i32 (&peak)[2], const Scores& s, bool partial, const Lef
 }
 
 template <class Method> struct Consumer {
-    static constexpr int BUFFERS = Method::BUFFERS;  // of scores of 64 keys: one takes both halves in turn
+    static constexpr int BUFFERS = Method::BUFFERS;  // of scores of 64 keys
     const Params& p;
     const Shared& shared;
     Method method;
@@ -109,19 +110,26 @@ template <class Method> struct Consumer {
 
     DEVICE Consumer(const Params& p, const Shared& shared) : p(p), shared(shared) {}
 
+    // Of a tile, or of one of its halves where they share a buffer. One product writes all buffers: of two that write
+    // them apart, here or there, ptxas waits for each.
     DEVICE void issue_scores(int half, u32 stage) {
         const u64 k = descriptor<K_WIDTH>(shared.k_tile(stage)) + half * (HALF * K_WIDTH >> 4);
-        Scores& to = s[half % BUFFERS];
         wgmma_order();
-        wgmma_s8_new(to, q, k);
+        wgmma_s8_new(scores(), q, k);
 #pragma unroll
-        for (int i = 1; i < D_STEPS; ++i) wgmma_s8(to, q + 2 * i, k + 2 * i);
+        for (int i = 1; i < D_STEPS; ++i) wgmma_s8(scores(), q + 2 * i, k + 2 * i);
         wgmma_commit();
     }
+    typedef i32 Buffers[BUFFERS * HALF / 2];
+    DEVICE Buffers& scores() { return *(Buffers*)s; }
 
     // Scores in flight are written by products only, or the compiler waits for each product: masks do not change them.
     DEVICE void look(int half, bool partial, i32 key) {
         method.look(s[half % BUFFERS], partial, keys_left(half, key));
+    }
+    DEVICE void look_at_tile(bool partial, i32 j) {
+        look(0, partial, j * TILE);
+        look(1, partial, j * TILE);
     }
     // Of the halves from `half` on that lie in buffers.
     DEVICE void settle(int half, bool partial, i32 key, u32 stage, float scale) {
@@ -141,10 +149,8 @@ template <class Method> struct Consumer {
 
     DEVICE void first_scores(const Stage& at) {
         shared.wait_full(at);
-#pragma unroll
-        for (int half = 0; half < BUFFERS; ++half) issue_scores(half, at.stage);
-#pragma unroll
-        for (int half = 0; half < BUFFERS; ++half) wgmma_wait(s[half]);
+        issue_scores(0, at.stage);
+        wgmma_wait(scores());
     }
 
     // Pass 1: the scores' maxima.
@@ -152,27 +158,25 @@ template <class Method> struct Consumer {
         first_scores(at);
 #pragma unroll 1
         for (i32 j = 0; j + 1 < tiles; ++j) {
+            const bool partial = CAUSAL && j >= whole;
             if constexpr (BUFFERS == 1) {
-                look(0, CAUSAL && j >= whole, j * TILE);
+                look(0, partial, j * TILE);
                 issue_scores(1, at.stage);
-                wgmma_wait(s[0]);
+                wgmma_wait(scores());
             }
             shared.release(at.stage);
             at.next();
             shared.wait_full(at);
-#pragma unroll
-            for (int half = 2 - BUFFERS; half < 2; ++half) {
-                look(half, CAUSAL && j >= whole, j * TILE);
-                issue_scores((half + 2 - BUFFERS) % 2, at.stage);
-            }
-#pragma unroll
-            for (int i = 0; i < BUFFERS; ++i) wgmma_wait(s[i]);
+            if constexpr (BUFFERS == 2) look(0, partial, j * TILE);
+            look(1, partial, j * TILE);
+            issue_scores(0, at.stage);
+            wgmma_wait(scores());
         }
         const bool partial = tiles > whole;
         look(0, partial, (tiles - 1) * TILE);
         if constexpr (BUFFERS == 1) {
             issue_scores(1, at.stage);
-            wgmma_wait(s[0]);
+            wgmma_wait(scores());
         }
         look(1, partial, (tiles - 1) * TILE);
         shared.release(at.stage);
@@ -189,36 +193,40 @@ template <class Method> struct Consumer {
         const float scale = method.tile_scale(shared.k_scales(BUFFERS == 2 && !LAST ? next.stage : at.stage));
         const u32 values = shared.v_tile(at.stage);
         const u64 v = FLOAT_VALUES ? columns_descriptor<V_BLOCK>(values) : descriptor<128>(values);
+        const bool partial = (LAST || CAUSAL) && j >= whole;
         typename Method::P codes[2];
+        if constexpr (BUFFERS == 2) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const bool partial = (LAST || CAUSAL) && j >= whole;
-            if constexpr (Method::SETTLES && BUFFERS == 1) {
-                look(half, partial, j * TILE);
-                settle(half, partial, j * TILE, at.stage, scale);
+            for (int half = 0; half < 2; ++half) {
+                exponentials(half, partial, j * TILE, at.stage, codes[half]);
+                method.keep(codes[half], half);
             }
-            exponentials(half, partial, j * TILE, at.stage, codes[half]);
-            if constexpr (BUFFERS == 2) {
-                if (!LAST) issue_scores(half, next.stage);
-            } else {
+            if (!LAST) issue_scores(0, next.stage);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) method.products(codes[half], half, v + half * V_HALF);
+            if constexpr (!LAST) {
+                // in flight: scores, products, products. All are waited for in the iteration that issued them: a
+                // partial wait for what an earlier one issued makes ptxas wait after every product
+                wgmma_wait<2>(scores());
+                if constexpr (Method::SETTLES) look_at_tile(j + 1 >= whole, j + 1);
+            }
+            method.wait();
+            if constexpr (Method::SETTLES && !LAST) settle(0, j + 1 >= whole, (j + 1) * TILE, next.stage, scale);
+        } else {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if constexpr (Method::SETTLES) {
+                    look(half, partial, j * TILE);
+                    settle(half, partial, j * TILE, at.stage, scale);
+                }
+                exponentials(half, partial, j * TILE, at.stage, codes[half]);
                 if (half == 0) issue_scores(1, at.stage);
                 else if (!LAST) issue_scores(0, next.stage);
+                method.products(codes[half], half, v + half * V_HALF);
+                if (!(LAST && half == 1)) wgmma_wait<Method::IN_FLIGHT>(scores());
             }
-            method.products(codes[half], v + half * V_HALF);
-            if constexpr (BUFFERS == 1)
-                if (!(LAST && half == 1)) wgmma_wait<Method::IN_FLIGHT>(s[0]);
+            method.wait();
         }
-        if constexpr (!LAST && BUFFERS == 2) {
-            // in flight: scores 0, products 0, scores 1, products 1. All are waited for in the iteration that issued
-            // them: a partial wait for what an earlier one issued makes ptxas wait after every product
-            wgmma_wait<3>(s[0]);
-            if constexpr (Method::SETTLES) look(0, j + 1 >= whole, (j + 1) * TILE);
-            wgmma_wait<1>(s[1]);
-            if constexpr (Method::SETTLES) look(1, j + 1 >= whole, (j + 1) * TILE);
-        }
-        method.wait();
-        if constexpr (Method::SETTLES && BUFFERS == 2 && !LAST)
-            settle(0, j + 1 >= whole, (j + 1) * TILE, next.stage, scale);
         shared.release(at.stage);
         at = next;
     }
@@ -226,8 +234,7 @@ template <class Method> struct Consumer {
     DEVICE void walk(i32 tiles, i32 whole, Stage& at) {
         first_scores(at);
         if constexpr (Method::SETTLES && BUFFERS == 2) {
-            look(0, 0 >= whole, 0);
-            look(1, 0 >= whole, 0);
+            look_at_tile(0 >= whole, 0);
             settle(0, 0 >= whole, 0, at.stage, method.tile_scale(shared.k_scales(at.stage)));
         }
         i32 j = 0;

@@ -138,7 +138,8 @@ struct Softmax {
         if (partial) exponentials<true>(s, left, scales, p);
         else exponentials<false>(s, left, scales, p);
     }
-    DEVICE void products(const P& p, u64 v) {
+    DEVICE void keep(const P&, int) const {}  // in registers
+    DEVICE void products(const P& p, int, u64 v) {
         wgmma_order();
 #pragma unroll
         for (int i = 0; i < 4; ++i) wgmma_values(acc, p.word[i], v + 128 * i);

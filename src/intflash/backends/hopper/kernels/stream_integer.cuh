@@ -1,5 +1,6 @@
 // The steps of intflash, intflash_p8 and intflash_online in stream.cuh's loop. Also defined when this is compiled:
-// METHOD, and ROW_SCALES (0: one score constant serves all rows of a head).
+// METHOD, ROW_SCALES (0: one score constant serves all rows of a head), and P_SHARED (1: P goes to the products through
+// shared memory, as there are no registers left for it).
 #pragma once
 #include "exponent.cuh"
 #include "stream.cuh"
@@ -9,6 +10,36 @@ constexpr int CHANNELS = HEAD_DIM / 4;  // of a thread
 
 struct Codes8 {  // of 64 keys: left operands of two products of 32 keys
     u32 word[2][4];
+};
+
+// P of a warpgroup's rows in shared memory, 64 bytes of a row for each half of a tile. A warp's products read its own
+// 16 rows only, so it waits for no other.
+struct SharedCodes {
+    static constexpr u32 HALF_BYTES = 64 * HALF;
+    u32 mine;  // where this thread's first matrix row goes: of 8 rows and 16 keys
+    u64 operand_0;
+
+    SharedCodes() = default;
+    DEVICE SharedCodes(u32 codes) {
+        // broadcast, so that the compiler knows it as uniform
+        const u32 base = codes + (__shfl_sync(~0u, threadIdx.x / GROUP, 0) - 1) * 2 * HALF_BYTES;
+        const u32 row = threadIdx.x % GROUP / 32 * 16 + threadIdx.x % 8;
+        mine = base + swizzled<HALF>(row, threadIdx.x % 32 / 8);
+        operand_0 = descriptor<HALF>(base);
+    }
+    DEVICE u64 operand(int half) const { return operand_0 + half * (HALF_BYTES >> 4); }
+    DEVICE void store(const Codes8& p, int half) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                             mine + half * HALF_BYTES + 8 * h * HALF),
+                         "r"(p.word[0][h]), "r"(p.word[0][2 + h]), "r"(p.word[1][h]), "r"(p.word[1][2 + h])
+                         : "memory");
+    }
+    DEVICE static void publish() {
+        publish_shared();
+        __syncwarp();
+    }
 };
 
 // The magnitudes of a row's codes, added by its quad.
@@ -47,15 +78,22 @@ template <> struct AccumulatorOf<2> { typedef Wide Type; };
 // p of one digit or two (256 high + low), multiplied into as many accumulators.
 template <int DIGITS> struct Digits : Peaks {
     typedef typename AccumulatorOf<DIGITS>::Type Accumulator;
+    static constexpr int DOTS = DIGITS == 2 ? 0 : P_SHARED ? 4 : 2;  // see four_p
     struct P {
         Codes8 digit[DIGITS];
     };
     i32 acc[DIGITS][HEAD_DIM / 2];
     u32 sums[DIGITS][2];  // of this thread's P
+    SharedCodes kept;     // where P_SHARED
 
-    DEVICE void start(const Params& p, const Place& at, const Shared&) {
+    DEVICE void start(const Params& p, const Place& at, const Shared& shared) {
+        if (P_SHARED) kept = SharedCodes(shared.codes);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+            if (!ROW_SCALES && h == 1) {
+                C[1] = C[0], shift[1] = shift[0], peak[1] = NO_SCORE;
+                continue;
+            }
             const i64 row = head_offset(p.score, at.batch, at.head) + min(at.row + 8 * h, p.nq - 1) * p.score.n;
             Score score = unpack_score(__ldg((const i64*)p.score.ptr + row));
             if (!ROW_SCALES) score = {__shfl_sync(~0u, score.C, 0), __shfl_sync(~0u, score.k, 0)};  // known as uniform
@@ -75,7 +113,7 @@ template <int DIGITS> struct Digits : Peaks {
             const int h = i % 2, by = SHORT ? 0 : shift[h];
             const i32 a = x[0] << by, b = x[1] << by, c = x[4] << by, d = x[5] << by;
             u32 four[DIGITS];
-            if constexpr (SHORT) four_p<DIGITS == 1 ? 2 : 0>(a, b, c, d, C[h] >> 8, (u32)(B[h] >> 8), four);
+            if constexpr (SHORT) four_p<DOTS>(a, b, c, d, C[h] >> 8, (u32)(B[h] >> 8), four);
             else four_p(a, b, c, d, C[h], B[h], four);
 #pragma unroll
             for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] = four[digit];
@@ -99,12 +137,21 @@ template <int DIGITS> struct Digits : Peaks {
             for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] &= bytes;
         }
     }
-    DEVICE void products(const P& p, u64 v) {
+    DEVICE void keep(const P& p, int half) const {
+        static_assert(DIGITS == 1 || !P_SHARED);
+        if constexpr (P_SHARED) {
+            kept.store(p.digit[0], half);
+            if (half == 1) kept.publish();
+        }
+    }
+    DEVICE void products(const P& p, int half, u64 v) {
         wgmma_order();
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int digit = 0; digit < DIGITS; ++digit) wgmma_u8(acc[digit], p.digit[digit].word[i], v + 2 * i);
+            for (int digit = 0; digit < DIGITS; ++digit)
+                if constexpr (P_SHARED) wgmma_u8(acc[digit], kept.operand(half) + 2 * i, v + 2 * i);
+                else wgmma_u8(acc[digit], p.digit[digit].word[i], v + 2 * i);
         wgmma_commit();
     }
     DEVICE float tile_scale(u32) const { return 1.0f; }

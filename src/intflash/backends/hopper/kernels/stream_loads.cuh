@@ -18,14 +18,15 @@ constexpr int K_BYTES = TILE * K_WIDTH, V_BYTES = FLOAT_VALUES ? V_BLOCKS * V_BL
 constexpr int V_HALF = (FLOAT_VALUES ? HALF * 128 : HALF) >> 4;  // from a descriptor to that of the next 64 keys
 constexpr int STAGE_BYTES = (K_BYTES + V_BYTES + 1023) / 1024 * 1024;
 constexpr int SCALE_BYTES = KEY_SCALES == 2 ? 4 * TILE : KEY_SCALES == 1 ? 16 : 0;  // of a tile
+constexpr int CODES_BYTES = P_SHARED ? ROWS * TILE : 0;  // P, where it does not stay in registers
 constexpr int LAG = 2;
 
 typedef Ring<STAGES> Stage;
 
 struct Shared {
-    u32 tiles, query, scales, full, empty;
+    u32 tiles, query, codes, scales, full, empty;
     DEVICE Shared(u32 base)
-        : tiles(base), query(base + STAGES * STAGE_BYTES), scales(query + ROWS * K_WIDTH),
+        : tiles(base), query(base + STAGES * STAGE_BYTES), codes(query + ROWS * K_WIDTH), scales(codes + CODES_BYTES),
           full(scales + STAGES * SCALE_BYTES), empty(full + 8 * STAGES) {}
     DEVICE u32 k_tile(u32 stage) const { return tiles + stage * STAGE_BYTES; }
     DEVICE u32 v_tile(u32 stage) const { return k_tile(stage) + K_BYTES; }
