@@ -108,18 +108,29 @@ def test_bits_at_the_bound_of_keys(method):
 
 def test_rows_are_taken_once():
     """The grid's programs as stream.cuh (`attend`) reads them, the shorter ones last."""
-    for batch, nq, rows in itertools.product((1, 2, 5, 40), (1, 191, 192, 193, 400, 1000), (128, 192)):
+    for batch, nq, consumers in itertools.product((1, 2, 5, 40), (1, 191, 192, 193, 400, 1000, 4096), (2, 3)):
         p, _ = checks.empty_problem("intflash_online", nq, 16)
         p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
-        x, heads, z = stream.row_grid(p, rows)
+        (x, heads, z), groups = stream.row_grid(p, consumers)
+        rows = 64 * consumers
         taken = []
         for at_z, at_x in itertools.product(range(z), range(x)):
-            b, row = (at_z, at_x * rows) if at_z < batch else ((at_z - batch) * x + at_x, x * rows)
-            if b < batch:
-                taken.append((min(rows, nq - row), b, row))
-        assert heads == p.q.shape[1]
-        assert sorted((b, row) for _, b, row in taken) == [(b, row) for b in range(batch) for row in range(0, nq, rows)]
-        assert z == batch or [n for n, *_ in taken] == sorted((n for n, *_ in taken), reverse=True)
+            part, b = divmod((at_z - batch) * x + at_x, batch)
+            b, row, size = (at_z, at_x * rows, rows) if at_z < batch else (b, x * rows + part * 64 * groups, 64 * groups)
+            if row < nq:
+                taken.append((b, row, min(row + size, nq)))
+        assert heads == p.q.shape[1] and groups <= consumers
+        for b in range(batch):
+            parts = sorted(x[1:] for x in taken if x[0] == b)
+            assert [first for first, _ in parts] == [0, *(end for _, end in parts[:-1])] and parts[-1][1] == nq
+        whole = [end - first == rows for _, first, end in taken]
+        assert groups == consumers or whole == sorted(whole, reverse=True)
+
+
+def test_splits_end_early():
+    """4096 rows of 64 heads: 10.3 programs of 192 for each of 132 multiprocessors would take 11 turns."""
+    assert stream._split(4096, 64, 3, 132) == (20, 2)
+    assert stream._split(4224, 60, 3, 132) == (22, 3)
 
 
 def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None):

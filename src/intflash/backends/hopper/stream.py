@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from heapq import heapreplace
 
+import torch
 from torch import Tensor
 
 from intflash.backends.hopper.parameters import has_row_scales, parameters
@@ -21,6 +23,7 @@ from intflash.problem import Problem
 METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": "Online"}
 TILE = 128  # keys
 _STAGES = 4
+_TIMES = {2: (0.8, 1.0), 3: (0.57, 0.78, 1.0)}  # of one warpgroup and more over that of all, as measured
 _MAX_BATCH = 65535  # a grid's third axis
 
 
@@ -67,21 +70,54 @@ def stream_launch(
     )  # fmt: skip
     shared = shared_bytes(d, consumers, TILE * d, 0) + p_shared * 64 * consumers * TILE
     scales = None if q_scale is None else (q_scale, None, None)
-    params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics)
-    grid = row_grid(problem, 64 * consumers)
+    grid, rest = row_grid(problem, consumers)
+    params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, rest)
     maps = partial(tensor_maps, key, value) if copies else None
     return CudaLaunch(program, grid, 128 * (consumers + 1), shared, params, q.device, keeps, more=maps)
 
 
-def row_grid(problem: Problem, rows: int) -> tuple[int, int, int]:
-    """Programs of `rows` rows each, heads, batches. Of a head's last, fewer rows the programs are the last of all, in
-    further slices of the third axis: they fill the time in which the last whole ones do not occupy all
-    multiprocessors. (Causal: all in one order, the longest first.)"""
+def row_grid(problem: Problem, consumers: int) -> tuple[tuple[int, int, int], int]:
+    """The grid: a head's programs of 64 rows for each of `consumers` warpgroups, heads, batches; and how many
+    warpgroups work in a program of the rows that those leave of a head.
+
+    The latter are the last programs of all, in further slices of the third axis: they fill the time in which the last
+    whole ones would not occupy all multiprocessors. (Causal: all in one order, the longest first.)
+    """
     batch, heads, nq, _ = problem.q.shape
-    whole, rest = divmod(nq, rows)
-    if whole and rest and problem.causal is None and (slices := batch + -(-batch // whole)) <= _MAX_BATCH:
-        return whole, heads, slices
-    return -(-nq // rows), heads, batch
+    rows = 64 * consumers
+    if problem.causal is None and nq > rows:
+        q = problem.q if isinstance(problem.q, Tensor) else problem.q.data
+        whole, groups = _split(nq, batch * heads, consumers, _multiprocessors(q.device))
+        rest = -(-(nq - rows * whole) // (64 * groups))
+        if (slices := batch + -(-batch * rest // whole)) <= _MAX_BATCH:
+            return (whole, heads, slices), groups
+    return (-(-nq // rows), heads, batch), 1
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """An H200's where there is only something to compile."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@cache
+def _split(nq: int, heads: int, consumers: int, processors: int) -> tuple[int, int]:
+    """A head's whole programs and the warpgroups of its other ones, for the earliest end."""
+    rows = 64 * consumers
+    most = nq // rows
+    if heads * most > 32 * processors:  # the end does not matter
+        return most, consumers
+
+    def end(split: tuple[int, int]) -> float:
+        whole, groups = split
+        full, last = divmod(nq - rows * whole, 64 * groups)
+        waves, more = divmod(heads * whole, processors)
+        free = [float(waves)] * (processors - more) + [waves + 1.0] * more  # when each is, a heap
+        for count, time in ((full, groups), (last > 0, -(-last // 64))):
+            for _ in range(heads * count):
+                heapreplace(free, free[0] + _TIMES[consumers][time - 1])
+        return max(free)
+
+    return min(((most - less, groups) for less in range(min(4, most)) for groups in range(consumers, 0, -1)), key=end)
 
 
 def shared_bytes(d: int, consumers: int, value_bytes: int, scale_bytes: int) -> int:

@@ -49,9 +49,9 @@ def float_launch(
         KEY_SCALES=per, P_SHARED=0, QUERY="i8", VALUE=C_TYPES[v.data.dtype], OUT=C_TYPES[out.dtype],
     )  # fmt: skip
     scales = (q.scale, k_scale, None)
-    params, keeps = parameters(problem, (q.data, k.data, v.data), scales, _NO_CONSTANTS, out, statistics)
+    grid, rest = stream.row_grid(problem, _CONSUMERS)
+    params, keeps = parameters(problem, (q.data, k.data, v.data), scales, _NO_CONSTANTS, out, statistics, rest)
     shared = stream.shared_bytes(d, _CONSUMERS, 128 * -(-d // 64) * 128, (0, 16, 512)[per])
-    grid = stream.row_grid(problem, 64 * _CONSUMERS)
     return CudaLaunch(program, grid, 128 * (_CONSUMERS + 1), shared, params, q.data.device, keeps)
 
 

@@ -36,7 +36,7 @@ struct Params {
     i32 nq, nk;
     i32 bias_batches, keep_batches;  // a mask's batch axis repeats
     i32 causal;             // key j is present for row i iff j <= i + causal
-    i32 tiles;              // row tiles (or windows) of a program
+    i32 tiles;              // row tiles (or windows) of a program; stream.cuh: of one that is not whole
     i32 count;              // of all windows, where a program takes several
     i32 heads;              // of Q, where blockIdx.x runs over batches and heads, heads first
     i32 batches;            // of Q

@@ -29,18 +29,19 @@ struct Walk {
     }
 };
 
-DEVICE Walk walk_of(const Params& p, i32 row, i32 rows) {
-    Walk w(p, row, min(row + rows, p.nq) - 1);
-    if (row >= p.nq) w.count = 0;
+// Of rows [row, end).
+DEVICE Walk walk_of(const Params& p, i32 row, i32 end) {
+    Walk w(p, row, end - 1);
+    if (row >= end) w.count = 0;
     return w;
 }
 
 // --- a warpgroup's rows
 
-// A thread's are `row` and row + 8.
+// A thread's are `row` and row + 8; those from `end` on are not the program's.
 struct Place {
     u32 batch, head, kv_head;
-    i32 row;
+    i32 row, end;
 };
 
 // Codes of 64 rows, made here where Q is floats.
@@ -251,17 +252,18 @@ template <class Method> struct Consumer {
         }
     }
 
-    DEVICE void run(u32 batch, u32 head, u32 kv_head, i32 first_row, i32 tiles_of_all) {
+    DEVICE void run(u32 batch, u32 head, u32 kv_head, i32 first_row, i32 end, i32 tiles_of_all) {
         // broadcast, so that the compiler knows it as uniform and keeps addresses of tiles in uniform registers
         const u32 group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
         const i32 first = first_row + (group - 1) * 64;
-        const Place place{batch, head, kv_head, first + (i32)threadIdx.x % GROUP / 32 * 16 + (i32)threadIdx.x % 32 / 4};
+        const i32 row = first + (i32)threadIdx.x % GROUP / 32 * 16 + (i32)threadIdx.x % 32 / 4;
+        const Place place{batch, head, kv_head, row, end};
         const u32 query = shared.query + (group - 1) * 64 * K_WIDTH;
         load_query(p, batch, head, first, query, group);
         q = descriptor<K_WIDTH>(query);
-        const Walk mine = walk_of(p, first, 64);
+        const Walk mine = walk_of(p, first, min(first + 64, end));
 #pragma unroll
-        for (int h = 0; h < 2; ++h) seen[h] = CAUSAL ? min(p.nk, place.row + 8 * h + p.causal + 1) : p.nk;
+        for (int h = 0; h < 2; ++h) seen[h] = CAUSAL ? min(p.nk, row + 8 * h + p.causal + 1) : p.nk;
         method.start(p, place, shared);
         Stage at;
         if constexpr (Method::PASSES == 2) {
@@ -278,13 +280,18 @@ template <class Method> struct Consumer {
 template <class Method, class Loads> DEVICE void attend(const Params& p, const Loads& loads) {
     extern __shared__ __align__(1024) u8 memory[];
     const Shared shared(shared_address(memory));
-    // what is left of a head's rows lies in further slices of the grid, behind all whole programs (stream.py, row_grid)
-    const bool rest = blockIdx.z >= (u32)p.batches;
-    const u32 head = blockIdx.y, batch = rest ? (blockIdx.z - p.batches) * gridDim.x + blockIdx.x : blockIdx.z;
-    if (batch >= (u32)p.batches) return;
-    const u32 kv_head = key_head(p, head);
+    const u32 head = blockIdx.y;
+    u32 batch = blockIdx.z;
     // the last rows see most keys of a causal mask: first
-    const i32 row = (CAUSAL ? gridDim.x - 1 - blockIdx.x : rest ? gridDim.x : blockIdx.x) * ROWS;
+    i32 row = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * ROWS, rows = ROWS;
+    if (batch >= (u32)p.batches) {  // further slices, behind all whole programs: what these leave (stream.py, row_grid)
+        batch = (batch - p.batches) * gridDim.x + blockIdx.x;
+        row = gridDim.x * ROWS, rows = 64 * p.tiles;
+        for (; batch >= (u32)p.batches; batch -= p.batches) row += rows;
+        if (row >= p.nq) return;
+    }
+    const u32 kv_head = key_head(p, head);
+    const i32 end = min(row + rows, p.nq);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(shared.full + 8 * i, Loads::ARRIVALS);
@@ -293,13 +300,13 @@ template <class Method, class Loads> DEVICE void attend(const Params& p, const L
     }
     publish_shared();
     __syncthreads();
-    const i32 tiles = walk_of(p, row, ROWS).count;
+    const i32 tiles = walk_of(p, row, end).count;
     if (threadIdx.x < GROUP) {
         give_registers<LOADER_REGISTERS>();
         loads.template run<Method::PASSES>(p, shared, batch, kv_head, tiles);
     } else {
         take_registers<CONSUMER_REGISTERS>();
         Consumer<Method> consumer(p, shared);
-        consumer.run(batch, head, kv_head, row, tiles);
+        consumer.run(batch, head, kv_head, row, end, tiles);
     }
 }

@@ -155,7 +155,7 @@ struct Softmax {
             l += __shfl_xor_sync(~0u, l, 1);
             l += __shfl_xor_sync(~0u, l, 2);
             const i32 row = at.row + 8 * h;
-            if (row >= p.nq) continue;
+            if (row >= at.end) continue;
             const float factor = l > 0.0f ? 1.0f / l : 0.0f;
             const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * 2;
 #pragma unroll

@@ -172,7 +172,7 @@ template <int DIGITS> struct Digits : Peaks {
         for (int h = 0; h < 2; ++h) {
             const i32 row = at.row + 8 * h;
             const u32 l = this->l(h);
-            if (row >= p.nq) continue;
+            if (row >= at.end) continue;
             Accumulator mine[CHANNELS];
 #pragma unroll
             for (int i = 0; i < CHANNELS; ++i) mine[i] = result(4 * (i / 2) + 2 * h + i % 2);
