@@ -106,6 +106,19 @@ def test_bits_at_the_bound_of_keys(method):
     assert checks.differences(found, stream) == {}
 
 
+@pytest.mark.gpu
+@checks.needs_hopper
+@pytest.mark.parametrize("method", METHODS)
+def test_bits_of_cut_programs(method, monkeypatch):
+    """Fewer whole programs than fit: several smaller ones of a head, in slices of the grid with several batches."""
+    torch.manual_seed(0)
+    for split in ((1, 1), (1, 2), (2, 1)):
+        monkeypatch.setattr(stream, "_split", lambda *_, split=split: split)
+        for batch, nq, d in ((1, 700, 128), (5, 650, 64), (3, 800, 112)):
+            p = ic.codes(method, batch=batch, heads=2, nq=nq, nk=300, d=d, return_lse=True)
+            assert checks.differences([(f"{split} {batch} {nq} {d}", p)], stream) == {}
+
+
 def test_rows_are_taken_once():
     """The grid's programs as stream.cuh (`attend`) reads them, the shorter ones last."""
     for batch, nq, consumers in itertools.product((1, 2, 5, 40), (1, 191, 192, 193, 400, 1000, 4096), (2, 3)):
@@ -115,8 +128,10 @@ def test_rows_are_taken_once():
         rows = 64 * consumers
         taken = []
         for at_z, at_x in itertools.product(range(z), range(x)):
-            part, b = divmod((at_z - batch) * x + at_x, batch)
-            b, row, size = (at_z, at_x * rows, rows) if at_z < batch else (b, x * rows + part * 64 * groups, 64 * groups)
+            b, row, size = at_z, at_x * rows, rows
+            if at_z >= batch:
+                part, b = divmod((at_z - batch) * x + at_x, batch)
+                row, size = x * rows + part * 64 * groups, 64 * groups
             if row < nq:
                 taken.append((b, row, min(row + size, nq)))
         assert heads == p.q.shape[1] and groups <= consumers

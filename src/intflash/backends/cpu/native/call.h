@@ -63,9 +63,9 @@ struct Scratch {
   char* reserve(size_t bytes);
 };
 
-// Contiguous rows of a strided tensor.
+// Rows of a strided tensor: each `runs` times `columns` contiguous values, of which the codes lie run_step apart.
 struct Rows {
-  int64_t rows, columns, row_step;
+  int64_t rows, columns, row_step, runs = 1, run_step = 0;
 };
 
 enum class FloatType : int32_t { kFloat32, kFloat16, kBFloat16 };

@@ -47,15 +47,29 @@ struct FloatInput {
   FloatType type;
   bool is_static, per_head;  // per_head: of a dynamic scale
   int qmax;
-  std::vector<float> amax, scales;  // per (batch, head); dynamic: one or [batch, heads]; a static number: one
+  std::vector<float> amax, scales;  // per piece; dynamic: one or [batch, heads]; a static number: one
   View<float> scale;
   int8_t* codes;
 
-  Rows rows() const {
-    if (stride[2] == channels) return {1, tokens * channels, 0};
-    return {tokens, channels, stride[2]};
+  // What is measured and encoded at once: a head, or, where one scale serves all heads and a token's lie side by side, as
+  // many tokens of all heads, in memory's order.
+  struct Piece {
+    const char* data;
+    Rows rows;
+    int8_t* codes;
+  };
+  Piece piece(int64_t i) const {
+    const int64_t b = i / heads, h = i % heads;
+    const char* x = data + b * stride[0] * bytes;
+    if (heads_side_by_side()) {
+      const int64_t first = tokens * h / heads, last = tokens * (h + 1) / heads;
+      return {x + first * stride[2] * bytes, {last - first, channels, stride[2], heads, tokens * channels},
+              codes + (b * heads * tokens + first) * channels};
+    }
+    const Rows rows = stride[2] == channels ? Rows{1, tokens * channels, 0} : Rows{tokens, channels, stride[2]};
+    return {x + h * stride[1] * bytes, rows, codes + i * tokens * channels};
   }
-  const char* head(int64_t i) const { return data + (i / heads * stride[0] + i % heads * stride[1]) * bytes; }
+  bool heads_side_by_side() const { return heads > 1 && stride[1] == channels && !per_head && scale.stride[0] == 0 && scale.stride[1] == 0; }
   int64_t count() const { return batch * heads; }
 };
 
@@ -66,7 +80,9 @@ struct Quantization {
   FloatInput input[3];
 
   void measure(FloatInput& x, int64_t i) const {
-    if (!x.is_static) x.amax[size_t(i)] = kernels.absolute_maximum(x.head(i), x.type, x.rows());
+    if (x.is_static) return;
+    const FloatInput::Piece piece = x.piece(i);
+    x.amax[size_t(i)] = kernels.absolute_maximum(piece.data, x.type, piece.rows);
   }
   static void choose_scales(FloatInput& x) {
     if (x.is_static) return;
@@ -76,10 +92,11 @@ struct Quantization {
   void encode(FloatInput& x, int64_t i) const {
     const float amax = x.is_static ? 1.0f : x.amax[x.per_head ? size_t(i) : 0];
     const float inverse = amax < kTinyAmax ? 0.0f : 1.0f / *x.scale.at(i / x.heads, i % x.heads);
-    kernels.quantize(x.head(i), x.type, x.rows(), inverse, x.qmax, x.codes + i * x.tokens * x.channels);
+    const FloatInput::Piece piece = x.piece(i);
+    kernels.quantize(piece.data, x.type, piece.rows, inverse, x.qmax, piece.codes);
   }
 
-  // Tickets run over the heads of all three tensors.
+  // Tickets run over the pieces of all three tensors.
   std::pair<FloatInput*, int64_t> find(int64_t ticket) {
     for (FloatInput& x : input) {
       if (ticket < x.count()) return {&x, ticket};

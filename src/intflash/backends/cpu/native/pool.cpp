@@ -70,8 +70,9 @@ namespace {
 class Pool {
  public:
   void run(int threads, int64_t count, TicketFunction function, void* context) {
-    std::unique_lock<std::mutex> alone(busy_, std::try_to_lock);
-    if (threads <= 1 || count <= 1 || !alone.owns_lock()) {
+    const bool one = threads <= 1 || count <= 1;
+    std::unique_lock<std::mutex> alone(busy_, std::defer_lock);
+    if (one || !alone.try_lock()) {
       static thread_local Shares all(1);
       all.cut(1, count);
       Tickets tickets = all.of(0);

@@ -18,30 +18,30 @@ struct BFloat16 {
   static inline float value(uint16_t x) { return from_bfloat16(x); }
 };
 
-// How many values ahead to fetch: past a page's end or in rows further on, where the processor does not by itself.
-inline int64_t fetched_ahead(const Rows& shape) { return shape.rows > 1 ? 8 * shape.row_step : 512; }
+// How far ahead to fetch, some 512 values: past a page's end or in rows further on, where the processor does not by itself.
+inline int64_t fetched_ahead(const Rows& shape) {
+  const int64_t columns = shape.runs * shape.columns;
+  return shape.rows > 1 ? (511 + columns) / columns * shape.row_step : 512;
+}
 
 template <class V, class F>
 float absolute_maximum_of(const void* data, const Rows& shape) {
-  [[maybe_unused]] const int64_t ahead = fetched_ahead(shape);
-  float m = 0;
-  for (int64_t r = 0; r < shape.rows; ++r) {
-    const auto* x = static_cast<const typename F::Type*>(data) + r * shape.row_step;
-    uint32_t bits = 0;  // of non-negative floats: ordered as integers
-    if constexpr (V::kWholeRows && sizeof(*x) == 4) {
-      bits = V::largest_magnitude(x, shape.columns, ahead);
-    } else {
-      for (int64_t i = 0; i < shape.columns; ++i) {
+  const auto* x = static_cast<const typename F::Type*>(data);
+  const int64_t columns = shape.runs * shape.columns;
+  uint32_t bits = 0;  // of non-negative floats: ordered as integers, NaN above all
+  if constexpr (V::kWholeRows && sizeof(*x) == 4) {
+    bits = V::largest_magnitude(x, shape.rows, shape.row_step, columns, fetched_ahead(shape));
+  } else {
+    for (int64_t r = 0; r < shape.rows; ++r, x += shape.row_step)
+      for (int64_t i = 0; i < columns; ++i) {
         const float v = F::value(x[i]);
         uint32_t u;
         std::memcpy(&u, &v, 4);
         bits = larger(bits, u & 0x7FFFFFFF);
       }
-    }
-    float row;
-    std::memcpy(&row, &bits, 4);
-    m = row > m || row != row ? row : m;
   }
+  float m;
+  std::memcpy(&m, &bits, 4);
   return m;
 }
 
@@ -75,13 +75,16 @@ inline int8_t code(float x, float inverse, int32_t limit) {
 template <class V, class F>
 void quantize_of(const void* data, Rows shape, float inverse, int qmax, int8_t* codes) {
   [[maybe_unused]] const int64_t ahead = fetched_ahead(shape);
-  const int64_t columns = shape.columns;  // codes are bytes and could alias anything not local
+  const int64_t columns = shape.columns, runs = shape.runs, run_step = shape.run_step;  // codes are bytes and could alias anything not local
   for (int64_t r = 0; r < shape.rows; ++r, codes += columns) {
     const auto* x = static_cast<const typename F::Type*>(data) + r * shape.row_step;
-    if constexpr (V::kWholeRows && sizeof(*x) == 4)
-      V::quantize_row(x, columns, inverse, qmax, codes, ahead);
-    else
-      for (int64_t i = 0; i < columns; ++i) codes[i] = code(F::value(x[i]), inverse, qmax);
+    for (int64_t run = 0; run < runs; ++run, x += columns) {
+      int8_t* out = codes + run * run_step;
+      if constexpr (V::kWholeRows && sizeof(*x) == 4)
+        V::quantize_row(x, columns, inverse, qmax, out, ahead);
+      else
+        for (int64_t i = 0; i < columns; ++i) out[i] = code(F::value(x[i]), inverse, qmax);
+    }
   }
 }
 

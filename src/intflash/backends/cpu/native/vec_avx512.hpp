@@ -216,17 +216,20 @@ struct Vec512 {
   static __mmask64 bytes(int64_t count) { return count >= 64 ? ~__mmask64(0) : count <= 0 ? 0 : (__mmask64(1) << count) - 1; }
 
   // The largest bits without the sign.
-  static uint32_t largest_magnitude(const float* x, int64_t n, int64_t ahead) {
+  // Bits of the largest |x| of rows of n values.
+  static uint32_t largest_magnitude(const float* x, int64_t rows, int64_t row_step, int64_t n, int64_t ahead) {
     const __m512i magnitude = set1(0x7FFFFFFF);
     __m512i m[4] = {};
-    int64_t i = 0;
-    for (; i + 64 <= n; i += 64)
+    for (int64_t r = 0; r < rows; ++r, x += row_step) {
+      int64_t i = 0;
+      for (; i + 64 <= n; i += 64)
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        prefetch(x + i + 16 * j + ahead);
-        m[j] = max(m[j], _mm512_and_si512(_mm512_loadu_si512(x + i + 16 * j), magnitude));
-      }
-    for (; i < n; i += 16) prefetch(x + i + ahead), m[0] = max(m[0], _mm512_and_si512(_mm512_maskz_loadu_epi32(lanes(n - i), x + i), magnitude));
+        for (int j = 0; j < 4; ++j) {
+          prefetch(x + i + 16 * j + ahead);
+          m[j] = max(m[j], _mm512_and_si512(_mm512_loadu_si512(x + i + 16 * j), magnitude));
+        }
+      for (; i < n; i += 16) prefetch(x + i + ahead), m[0] = max(m[0], _mm512_and_si512(_mm512_maskz_loadu_epi32(lanes(n - i), x + i), magnitude));
+    }
     return uint32_t(_mm512_reduce_max_epi32(max(max(m[0], m[1]), max(m[2], m[3]))));
   }
   static void prefetch(const float* x) { _mm_prefetch(reinterpret_cast<const char*>(x), _MM_HINT_T0); }
@@ -246,6 +249,11 @@ struct Vec512 {
       for (int j = 0; j < 4; ++j) prefetch(x + i + 16 * j + ahead), c[j] = code(_mm512_loadu_ps(x + i + 16 * j));
       const __m512i codes = _mm512_packs_epi16(_mm512_packs_epi32(c[0], c[1]), _mm512_packs_epi32(c[2], c[3]));
       _mm512_storeu_si512(out + i, _mm512_permutexvar_epi32(order, codes));
+    }
+    for (; i + 32 <= n; i += 32) {
+      prefetch(x + i + ahead), prefetch(x + i + 16 + ahead);
+      const __m512i codes = _mm512_packs_epi16(_mm512_packs_epi32(code(_mm512_loadu_ps(x + i)), code(_mm512_loadu_ps(x + i + 16))), _mm512_setzero_si512());
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, codes)));
     }
     for (; i < n; i += 16) {
       prefetch(x + i + ahead);
