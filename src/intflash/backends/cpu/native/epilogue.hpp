@@ -58,11 +58,11 @@ class Epilogue {
       case OutType::kInt8: return integers(static_cast<int8_t*>(call_.out), Limit<127>{});
       case OutType::kInt16: return integers(static_cast<int16_t*>(call_.out), Limit<32767>{});
       case OutType::kFloat16:
-        return each(static_cast<uint16_t*>(call_.out), [&](auto... a) { float_row<P16>(a..., to_float16); });
+        return each(static_cast<uint16_t*>(call_.out), [&](auto... a) { float_row<P16, FloatType::kFloat16>(a..., to_float16); });
       case OutType::kBFloat16:
-        return each(static_cast<uint16_t*>(call_.out), [&](auto... a) { float_row<P16>(a..., to_bfloat16); });
+        return each(static_cast<uint16_t*>(call_.out), [&](auto... a) { float_row<P16, FloatType::kBFloat16>(a..., to_bfloat16); });
       case OutType::kFloat32:
-        return each(static_cast<float*>(call_.out), [&](auto... a) { float_row<P16>(a..., [](float x) { return x; }); });
+        return each(static_cast<float*>(call_.out), [&](auto... a) { float_row<P16, FloatType::kFloat32>(a..., [](float x) { return x; }); });
     }
   }
 
@@ -167,7 +167,7 @@ class Epilogue {
     for (; d < n; d += V::kLanes) V::store_clamped(out + d, value(d), Limit, n - d);
   }
 
-  template <bool P16, class Out, class Convert>
+  template <bool P16, FloatType F, class Out, class Convert>
   void float_row(const int32_t* high, const int32_t* low, uint32_t l, Out* out, Convert convert) const {
     const int64_t n = call_.value_dim;
     if (l == 0) {
@@ -176,9 +176,14 @@ class Epilogue {
       for (int64_t d = 0; d < n; ++d) out[d] = convert(float(sum<P16>(high, low, d)) * (v_scale_[d] / float(l)));
     } else {
       const float scale = v_scale_[0] / float(l);
-      if constexpr (sizeof(Out) == 4)
+      // The compiler makes vectors of bfloat16's conversion itself.
+      if constexpr (F == FloatType::kFloat32 || (F == FloatType::kFloat16 && V::kWholeRows))
         if (l < fits32<P16>()) {
-          for (int64_t d = 0; d < n; d += V::kLanes) V::store_scaled(out + d, sum32<P16>(high + d, low + d), scale, n - d);
+          for (int64_t d = 0; d < n; d += V::kLanes) {
+            const auto acc = sum32<P16>(high + d, low + d);
+            if constexpr (F == FloatType::kFloat32) V::store_scaled(out + d, acc, scale, n - d);
+            else V::store_float16(out + d, acc, scale, n - d);
+          }
           return;
         }
       for (int64_t d = 0; d < n; ++d) out[d] = convert(float(sum<P16>(high, low, d)) * scale);

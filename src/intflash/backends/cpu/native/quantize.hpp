@@ -7,19 +7,22 @@ namespace {
 
 struct Float32 {
   using Type = float;
+  static constexpr FloatType kType = FloatType::kFloat32;
   static inline float value(float x) { return x; }
 };
 struct Float16 {
   using Type = uint16_t;
+  static constexpr FloatType kType = FloatType::kFloat16;
   static inline float value(uint16_t x) { return from_float16(x); }
 };
 struct BFloat16 {
   using Type = uint16_t;
+  static constexpr FloatType kType = FloatType::kBFloat16;
   static inline float value(uint16_t x) { return from_bfloat16(x); }
 };
 
 // How far ahead to fetch, some 512 values: past a page's end or in rows further on, where the processor does not by itself.
-inline int64_t fetched_ahead(const Rows& shape) {
+[[maybe_unused]] inline int64_t fetched_ahead(const Rows& shape) {
   const int64_t columns = shape.runs * shape.columns;
   return shape.rows > 1 ? (511 + columns) / columns * shape.row_step : 512;
 }
@@ -27,19 +30,21 @@ inline int64_t fetched_ahead(const Rows& shape) {
 template <class V, class F>
 float absolute_maximum_of(const void* data, const Rows& shape) {
   const auto* x = static_cast<const typename F::Type*>(data);
+  if constexpr (V::kWholeRows) {
+    const uint32_t bits = V::largest_magnitude(x, shape, fetched_ahead(shape));
+    typename F::Type largest;
+    std::memcpy(&largest, &bits, sizeof(largest));
+    return F::value(largest);
+  }
   const int64_t columns = shape.runs * shape.columns;
   uint32_t bits = 0;  // of non-negative floats: ordered as integers, NaN above all
-  if constexpr (V::kWholeRows && sizeof(*x) == 4) {
-    bits = V::largest_magnitude(x, shape.rows, shape.row_step, columns, fetched_ahead(shape));
-  } else {
-    for (int64_t r = 0; r < shape.rows; ++r, x += shape.row_step)
-      for (int64_t i = 0; i < columns; ++i) {
-        const float v = F::value(x[i]);
-        uint32_t u;
-        std::memcpy(&u, &v, 4);
-        bits = larger(bits, u & 0x7FFFFFFF);
-      }
-  }
+  for (int64_t r = 0; r < shape.rows; ++r, x += shape.row_step)
+    for (int64_t i = 0; i < columns; ++i) {
+      const float v = F::value(x[i]);
+      uint32_t u;
+      std::memcpy(&u, &v, 4);
+      bits = larger(bits, u & 0x7FFFFFFF);
+    }
   float m;
   std::memcpy(&m, &bits, 4);
   return m;
@@ -73,18 +78,18 @@ inline int8_t code(float x, float inverse, int32_t limit) {
 }
 
 template <class V, class F>
-void quantize_of(const void* data, Rows shape, float inverse, int qmax, int8_t* codes) {
-  [[maybe_unused]] const int64_t ahead = fetched_ahead(shape);
-  const int64_t columns = shape.columns, runs = shape.runs, run_step = shape.run_step;  // codes are bytes and could alias anything not local
-  for (int64_t r = 0; r < shape.rows; ++r, codes += columns) {
-    const auto* x = static_cast<const typename F::Type*>(data) + r * shape.row_step;
-    for (int64_t run = 0; run < runs; ++run, x += columns) {
-      int8_t* out = codes + run * run_step;
-      if constexpr (V::kWholeRows && sizeof(*x) == 4)
-        V::quantize_row(x, columns, inverse, qmax, out, ahead);
-      else
-        for (int64_t i = 0; i < columns; ++i) out[i] = code(F::value(x[i]), inverse, qmax);
-    }
+void quantize_of(const void* data, const Rows& shape, float inverse, int qmax, int8_t* codes) {
+  const auto* x = static_cast<const typename F::Type*>(data);
+  if constexpr (V::kWholeRows) {
+    V::template quantize<F::kType>(x, shape, inverse, qmax, codes, fetched_ahead(shape));
+  } else {
+    const Rows s = shape;  // codes are bytes and could alias anything not local
+    for (int64_t r = 0; r < s.rows; ++r)
+      for (int64_t run = 0; run < s.runs; ++run) {
+        const auto* from = x + r * s.row_step + run * s.columns;
+        int8_t* to = codes + r * s.columns + run * s.run_step;
+        for (int64_t i = 0; i < s.columns; ++i) to[i] = code(F::value(from[i]), inverse, qmax);
+      }
   }
 }
 

@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "floats_avx512.hpp"
+
 namespace intflash {
 namespace {
 
-struct Vec512 {
+struct Vec512 : Floats512 {
   static constexpr int kLanes = 16, kGroup = 4, kRows = 6, kCols = 4;
   static constexpr bool kFastPack = true, kWholeRows = true, kWideP = false, kShortDepths = true;
   using I32 = __m512i;
@@ -165,10 +167,11 @@ struct Vec512 {
     const __m512i top = high_halves(_mm512_add_epi64(even, half), _mm512_add_epi64(odd, half));
     return _mm512_sra_epi32(top, _mm_cvtsi32_si128(shift - 32));
   }
-  static void store_scaled(float* out, I32 x, float scale, int64_t count) {
-    _mm512_mask_storeu_ps(out, lanes(count), _mm512_mul_ps(_mm512_cvtepi32_ps(x), _mm512_set1_ps(scale)));
+  static void store_scaled(float* out, I32 x, float scale, int64_t count) { _mm512_mask_storeu_ps(out, lanes(count), scaled(x, scale)); }
+  static __m512 scaled(I32 x, float scale) { return _mm512_mul_ps(_mm512_cvtepi32_ps(x), _mm512_set1_ps(scale)); }
+  static void store_float16(uint16_t* out, I32 x, float scale, int64_t count) {
+    _mm256_mask_storeu_epi16(out, lanes(count), _mm512_cvtps_ph(scaled(x, scale), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
-  static __mmask16 lanes(int64_t count) { return count >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << count) - 1); }
   static I32 clamp(I32 x, int limit) { return _mm512_max_epi32(_mm512_min_epi32(x, set1(limit)), set1(-limit)); }
   static void store_clamped(int8_t* out, I32 x, int limit, int64_t count) {
     const __m128i codes = _mm512_cvtepi32_epi8(clamp(x, limit));
@@ -211,53 +214,6 @@ struct Vec512 {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + d), _mm512_castsi512_si256(codes));
       else
         _mm512_mask_storeu_epi8(out + d, bytes(padded - d), codes);
-    }
-  }
-  static __mmask64 bytes(int64_t count) { return count >= 64 ? ~__mmask64(0) : count <= 0 ? 0 : (__mmask64(1) << count) - 1; }
-
-  // The largest bits without the sign.
-  // Bits of the largest |x| of rows of n values.
-  static uint32_t largest_magnitude(const float* x, int64_t rows, int64_t row_step, int64_t n, int64_t ahead) {
-    const __m512i magnitude = set1(0x7FFFFFFF);
-    __m512i m[4] = {};
-    for (int64_t r = 0; r < rows; ++r, x += row_step) {
-      int64_t i = 0;
-      for (; i + 64 <= n; i += 64)
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-          prefetch(x + i + 16 * j + ahead);
-          m[j] = max(m[j], _mm512_and_si512(_mm512_loadu_si512(x + i + 16 * j), magnitude));
-        }
-      for (; i < n; i += 16) prefetch(x + i + ahead), m[0] = max(m[0], _mm512_and_si512(_mm512_maskz_loadu_epi32(lanes(n - i), x + i), magnitude));
-    }
-    return uint32_t(_mm512_reduce_max_epi32(max(max(m[0], m[1]), max(m[2], m[3]))));
-  }
-  static void prefetch(const float* x) { _mm_prefetch(reinterpret_cast<const char*>(x), _MM_HINT_T0); }
-  // quantize.hpp's code()
-  static void quantize_row(const float* x, int64_t n, float inverse, int limit, int8_t* out, int64_t ahead) {
-    const __m512 f = _mm512_set1_ps(inverse), magic = _mm512_set1_ps(12582912.0f);
-    const __m512i zero = set1(0x4B400000), low = set1(0x4B400000 - limit), high = set1(0x4B400000 + limit);
-    const auto code = [&](__m512 v) {
-      const __m512i bits = _mm512_castps_si512(_mm512_fmadd_ps(v, f, magic));
-      return sub(_mm512_min_epi32(_mm512_max_epi32(bits, low), high), zero);
-    };
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    int64_t i = 0;
-    for (; i + 64 <= n; i += 64) {
-      __m512i c[4];
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) prefetch(x + i + 16 * j + ahead), c[j] = code(_mm512_loadu_ps(x + i + 16 * j));
-      const __m512i codes = _mm512_packs_epi16(_mm512_packs_epi32(c[0], c[1]), _mm512_packs_epi32(c[2], c[3]));
-      _mm512_storeu_si512(out + i, _mm512_permutexvar_epi32(order, codes));
-    }
-    for (; i + 32 <= n; i += 32) {
-      prefetch(x + i + ahead), prefetch(x + i + 16 + ahead);
-      const __m512i codes = _mm512_packs_epi16(_mm512_packs_epi32(code(_mm512_loadu_ps(x + i)), code(_mm512_loadu_ps(x + i + 16))), _mm512_setzero_si512());
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, codes)));
-    }
-    for (; i < n; i += 16) {
-      prefetch(x + i + ahead);
-      _mm_mask_storeu_epi8(out + i, lanes(n - i), _mm512_cvtepi32_epi8(code(_mm512_maskz_loadu_ps(lanes(n - i), x + i))));
     }
   }
 
