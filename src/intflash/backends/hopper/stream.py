@@ -104,7 +104,7 @@ def _split(nq: int, heads: int, consumers: int, processors: int) -> tuple[int, i
     """A head's whole programs and the warpgroups of its other ones, for the earliest end."""
     rows = 64 * consumers
     most = nq // rows
-    if heads * most > 32 * processors:  # the end does not matter
+    if heads * most > 16 * processors:  # the end matters little
         return most, consumers
 
     def end(split: tuple[int, int]) -> float:

@@ -3,8 +3,8 @@
 // are here.
 //
 // Defined when this is compiled: HEAD_DIM (a multiple of 16), CONSUMERS, CAUSAL (0 or 1), KEY_SCALES (K's: 0 one for a
-// head, 1 for each tile of 128 keys, 2 for each key), QUERY (i8, or floats with p.q_scale), VALUE (i8, half_t or
-// bfloat_t), OUT.
+// head, 1 for each tile of 128 keys, 2 for each key), P_SHARED (1: P goes to the products through shared memory, as there
+// are no registers left for it), QUERY (i8, or floats with p.q_scale), VALUE (i8, half_t or bfloat_t), OUT.
 //
 // A tile's exponentials are computed in two halves of 64 keys. With registers for both halves' scores (BUFFERS 2) one
 // product gives both: Q K^T of tile j + 1 and P V of tile j run while other warpgroups compute. With registers for one,

@@ -1,6 +1,5 @@
 // The steps of intflash, intflash_p8 and intflash_online in stream.cuh's loop. Also defined when this is compiled:
-// METHOD, ROW_SCALES (0: one score constant serves all rows of a head), and P_SHARED (1: P goes to the products through
-// shared memory, as there are no registers left for it).
+// METHOD, and ROW_SCALES (0: one score constant serves all rows of a head).
 #pragma once
 #include "exponent.cuh"
 #include "stream.cuh"
