@@ -224,14 +224,14 @@ def test_native_quantization_has_the_library_s_codes(isa, dtype, kind):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 3, 32), (2, 5, 16), (49, 3, 32), (50, 7, 40), (33, 2, 100), (70, 1, 64)])
+@pytest.mark.parametrize("shape", [(1, 3, 32), (50, 5, 32), (33, 2, 100)])
 def test_quantization_in_memory_s_order(isa, dtype, shape):
     """A token's heads side by side, apart from one another, of one batch only; the largest value anywhere."""
     tokens, heads, d = shape
     g = torch.Generator().manual_seed(tokens)
     packed = torch.randn(2, tokens, 3, heads, d, generator=g).to(dtype)
     packed[1, -1, :, -1, -1] = torch.tensor([-9, 11, -13]).to(dtype)
-    for qkv in (packed, packed.flip(1), packed[:1], packed[..., : d // 2]):
+    for qkv in (packed, packed[:1], packed[..., : d // 2]):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         for recipe in (Recipe(), Recipe(q_scale=0.05, k="head", v_scale=torch.tensor(0.1))):
             problem = prepare(q, k, v, recipe=recipe)[0]
