@@ -68,7 +68,7 @@ def stream_launch(
         CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0, QUERY=C_TYPES[q.dtype],
         VALUE="i8", OUT=C_TYPES[out.dtype], COPIES=int(copies), P_SHARED=int(p_shared),
     )  # fmt: skip
-    shared = shared_bytes(d, consumers, TILE * d, 0) + p_shared * 64 * consumers * TILE
+    shared = shared_bytes(d, consumers, TILE * d, 0, p_shared)
     scales = None if q_scale is None else (q_scale, None, None)
     grid, rest = row_grid(problem, consumers)
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, rest)
@@ -86,14 +86,14 @@ def row_grid(problem: Problem, consumers: int) -> tuple[tuple[int, int, int], in
     batch, heads, nq, _ = problem.q.shape
     rows = 64 * consumers
     if problem.causal is None and nq > rows:
-        q = problem.q if isinstance(problem.q, Tensor) else problem.q.data
-        whole, groups = _split(nq, batch * heads, consumers, _multiprocessors(q.device))
+        whole, groups = _split(nq, batch * heads, consumers, _multiprocessors(problem.device))
         rest = -(-(nq - rows * whole) // (64 * groups))
         if (slices := batch + -(-batch * rest // whole)) <= _MAX_BATCH:
             return (whole, heads, slices), groups
     return (-(-nq // rows), heads, batch), 1
 
 
+@cache
 def _multiprocessors(device: torch.device) -> int:
     """An H200's where there is only something to compile."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
@@ -120,10 +120,10 @@ def _split(nq: int, heads: int, consumers: int, processors: int) -> tuple[int, i
     return min(((most - less, groups) for less in range(min(4, most)) for groups in range(consumers, 0, -1)), key=end)
 
 
-def shared_bytes(d: int, consumers: int, value_bytes: int, scale_bytes: int) -> int:
-    """`Shared` of stream_loads.cuh: the stages with their scales and barriers, Q's rows."""
+def shared_bytes(d: int, consumers: int, value_bytes: int, scale_bytes: int, p_shared: bool = False) -> int:
+    """`Shared` of stream_loads.cuh: the stages with their scales and barriers, Q's rows, P's where it lies there."""
     stage = -(-(TILE * key_width(d) + value_bytes) // 1024) * 1024 + scale_bytes + 16
-    return _STAGES * stage + 64 * consumers * key_width(d)
+    return _STAGES * stage + 64 * consumers * (key_width(d) + p_shared * TILE)
 
 
 def _consumers(problem: Problem, d: int, copies: bool, rows: bool) -> int:

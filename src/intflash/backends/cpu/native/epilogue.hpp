@@ -58,11 +58,11 @@ class Epilogue {
       case OutType::kInt8: return integers(static_cast<int8_t*>(call_.out), Limit<127>{});
       case OutType::kInt16: return integers(static_cast<int16_t*>(call_.out), Limit<32767>{});
       case OutType::kFloat16:
-        return each(static_cast<uint16_t*>(call_.out), [&](auto... a) { float_row<P16, FloatType::kFloat16>(a..., to_float16); });
+        return each(static_cast<uint16_t*>(call_.out), [&](auto... a) { float_row<P16, FloatType::kFloat16>(a...); });
       case OutType::kBFloat16:
-        return each(static_cast<uint16_t*>(call_.out), [&](auto... a) { float_row<P16, FloatType::kBFloat16>(a..., to_bfloat16); });
+        return each(static_cast<uint16_t*>(call_.out), [&](auto... a) { float_row<P16, FloatType::kBFloat16>(a...); });
       case OutType::kFloat32:
-        return each(static_cast<float*>(call_.out), [&](auto... a) { float_row<P16, FloatType::kFloat32>(a..., [](float x) { return x; }); });
+        return each(static_cast<float*>(call_.out), [&](auto... a) { float_row<P16, FloatType::kFloat32>(a...); });
     }
   }
 
@@ -167,8 +167,13 @@ class Epilogue {
     for (; d < n; d += V::kLanes) V::store_clamped(out + d, value(d), Limit, n - d);
   }
 
-  template <bool P16, FloatType F, class Out, class Convert>
-  void float_row(const int32_t* high, const int32_t* low, uint32_t l, Out* out, Convert convert) const {
+  template <bool P16, FloatType F, class Out>
+  void float_row(const int32_t* high, const int32_t* low, uint32_t l, Out* out) const {
+    const auto convert = [](float x) {
+      if constexpr (F == FloatType::kFloat16) return to_float16(x);
+      else if constexpr (F == FloatType::kBFloat16) return to_bfloat16(x);
+      else return x;
+    };
     const int64_t n = call_.value_dim;
     if (l == 0) {
       for (int64_t d = 0; d < n; ++d) out[d] = 0;
