@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from intflash.backends.hopper import stream
+from intflash.backends.hopper.parameters import Share
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
@@ -109,43 +110,64 @@ def test_bits_at_the_bound_of_keys(method):
 @pytest.mark.gpu
 @checks.needs_hopper
 @pytest.mark.parametrize("method", METHODS)
-def test_bits_of_cut_programs(method, monkeypatch):
-    """Fewer whole programs than fit: several smaller ones of a head, in slices of the grid with several batches."""
+def test_bits_of_every_share(method, monkeypatch):
+    """Programs that take several pieces, whole ones and smaller ones, from any program on."""
     torch.manual_seed(0)
-    for split in ((1, 1), (1, 2), (2, 1)):
+    for processors, split in itertools.product((1, 5, 132), (stream.Split(1, 1, 0), (1, 2, 3), (2, 1, 4), (0, 2, 0))):
+        split = stream.Split(*split)._replace(first=min(split[2], processors - 1))
+        monkeypatch.setattr(stream, "_multiprocessors", lambda _, processors=processors: processors)
         monkeypatch.setattr(stream, "_split", lambda *_, split=split: split)
         for batch, nq, d in ((1, 700, 128), (5, 650, 64), (3, 800, 112)):
             p = ic.codes(method, batch=batch, heads=2, nq=nq, nk=300, d=d, return_lse=True)
-            assert checks.differences([(f"{split} {batch} {nq} {d}", p)], stream) == {}
+            assert checks.differences([(f"{processors} {split} {batch} {nq} {d}", p)], stream) == {}
 
 
-def test_rows_are_taken_once():
-    """The grid's programs as stream.cuh (`attend`) reads them, the shorter ones last."""
+def _turns(share: Share, programs: int, program: int) -> Iterator[int]:
+    """`Turns` of stream_work.cuh."""
+    yield from range(program, share.whole_of_all, programs)
+    if program >= share.first:
+        yield from range(share.whole_of_all + program - share.first, share.pieces, programs - share.first)
+
+
+@pytest.mark.parametrize("causal", (None, 0))
+def test_rows_are_taken_once(causal):
+    """The pieces as `Work` of stream_work.cuh reads them, each taken by one program, the smaller ones last."""
     for batch, nq, consumers in itertools.product((1, 2, 5, 40), (1, 191, 192, 193, 400, 1000, 4096), (2, 3)):
-        p, _ = checks.empty_problem("intflash_online", nq, 16)
+        p, _ = checks.empty_problem("intflash_online", nq, 16, causal=causal)
         p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
-        (x, heads, z), groups = stream.row_grid(p, consumers)
-        rows = 64 * consumers
-        taken = []
-        for at_z, at_x in itertools.product(range(z), range(x)):
-            b, row, size = at_z, at_x * rows, rows
-            if at_z >= batch:
-                part, b = divmod((at_z - batch) * x + at_x, batch)
-                row, size = x * rows + part * 64 * groups, 64 * groups
-            if row < nq:
-                taken.append((b, row, min(row + size, nq)))
-        assert heads == p.q.shape[1] and groups <= consumers
-        for b in range(batch):
-            parts = sorted(x[1:] for x in taken if x[0] == b)
-            assert [first for first, _ in parts] == [0, *(end for _, end in parts[:-1])] and parts[-1][1] == nq
-        whole = [end - first == rows for _, first, end in taken]
-        assert groups == consumers or whole == sorted(whole, reverse=True)
+        programs, share = stream.share(p, consumers)
+        rows, heads = 64 * consumers, batch * p.q.shape[1]
+        turns = [list(_turns(share, programs, i)) for i in range(programs)]
+        assert sorted(itertools.chain(*turns)) == list(range(share.pieces)) and all(turns)
+        taken = [[] for _ in range(heads)]
+        for i in range(share.pieces):
+            if i < share.whole_of_all:
+                head, piece = divmod(i, share.whole)
+                taken[head].append((piece * rows, piece * rows + rows))
+            else:
+                head, piece = divmod(i - share.whole_of_all, share.rest)
+                first = share.whole * rows + piece * 64 * share.rest_tiles
+                taken[head].append((first, first + 64 * share.rest_tiles))
+        for parts in taken:
+            parts = sorted(parts)
+            assert [first for first, _ in parts] == [0, *(end for _, end in parts[:-1])]
+            assert parts[-1][0] < nq <= parts[-1][1]
+
+
+def test_quotients():
+    """`quotient` of base.cuh: floor((2^32 - 1) / by) divides by it with one correction."""
+    for by in (1, 2, 3, 5, 7, 21, 132, 341, 65_535, 2**31 - 1):
+        reciprocal = stream._reciprocal(by)
+        for x in {0, 1, by - 1, by, by + 1, 12_345_678, 2**31 - 1, 2**32 - 1 - (2**32 - 1) % by, 2**32 - 2, 2**32 - 1}:
+            q = x * reciprocal >> 32
+            assert q + (x - q * by >= by) == x // by
 
 
 def test_splits_end_early():
-    """4096 rows of 64 heads: 10.3 programs of 192 for each of 132 multiprocessors would take 11 turns."""
-    assert stream._split(4096, 64, 3, 132) == (20, 2)
-    assert stream._split(4224, 60, 3, 132) == (22, 3)
+    """4096 rows of 64 heads: 10.3 pieces of 192 for each of 132 multiprocessors would take 11 turns."""
+    assert stream._split(4096, 64, 3, 132) == (20, 2, 0)
+    assert stream._split(4096, 128, 3, 132) == (21, 3, 48)  # those that take 21 whole pieces take no smaller one
+    assert stream._split(4224, 60, 3, 132) == (22, 3, 0)
 
 
 def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None):

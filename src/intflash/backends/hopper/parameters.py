@@ -18,6 +18,16 @@ class View(ctypes.Structure):
     _fields_ = [("ptr", ctypes.c_void_p), *((name, ctypes.c_int64) for name in "bhnd")]
 
 
+class Share(ctypes.Structure):
+    """How long rows are shared out; `stream.share` fills it."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("whole", "rest", "rest_tiles")),
+        *((name, ctypes.c_uint32) for name in ("whole_of_all", "pieces", "first")),
+        *((name, ctypes.c_uint32) for name in ("whole_reciprocal", "rest_reciprocal", "heads_reciprocal")),
+    ]  # fmt: skip
+
+
 class Params(ctypes.Structure):
     _views = ("q", "k", "v", "out", "score", "output", "q_scale", "k_scale", "v_scale", "bias", "keep")
     _fields_ = [
@@ -27,6 +37,7 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("nq", "nk", "bias_batches", "keep_batches", "causal", "tiles", "count")),
         ("heads", ctypes.c_int32), ("batches", ctypes.c_int32),
         *((name, ctypes.c_uint32) for name in ("head_reciprocal", "bias_reciprocal", "keep_reciprocal")),
+        ("share", Share),
     ]  # fmt: skip
 
 
@@ -43,7 +54,7 @@ def data_view(x: Tensor) -> View:
 
 def parameters(
     problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], scales: tuple[Tensor, ...] | None,
-    constants: Constants, out: Tensor, statistics: Statistics, tiles: int = 1,
+    constants: Constants, out: Tensor, statistics: Statistics, tiles: int = 1, share: Share | None = None,
 ) -> tuple[Params, dict[str, Tensor | None]]:  # fmt: skip
     """The struct, and the tensors that it points into.
 
@@ -69,6 +80,7 @@ def parameters(
         causal=0 if problem.causal is None else problem.causal, tiles=tiles,
         count=q.shape[0] * q.shape[1], heads=q.shape[1], batches=q.shape[0], head_reciprocal=_reciprocal(q.shape[1]),
         bias_reciprocal=_reciprocal(batches["bias"]), keep_reciprocal=_reciprocal(batches["keep"]),
+        share=share or Share(),
     )  # fmt: skip
     return params, keeps | statistics._asdict()
 

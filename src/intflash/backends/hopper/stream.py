@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
-from heapq import heapreplace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from intflash.backends.hopper.parameters import has_row_scales, parameters
+from intflash.backends.hopper.parameters import Share, has_row_scales, parameters
 from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.rows import key_width
 from intflash.backends.hopper.tensor_maps import key_map, tensor_maps, value_map
@@ -24,7 +25,6 @@ METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": 
 TILE = 128  # keys
 _STAGES = 4
 _TIMES = {2: (0.8, 1.0), 3: (0.57, 0.78, 1.0)}  # of one warpgroup and more over that of all, as measured
-_MAX_BATCH = 65535  # a grid's third axis
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -39,8 +39,6 @@ def shape_unsupported(problem: Problem) -> str | None:
     d, dv = problem.q.shape[3], problem.v.shape[3]
     if d != dv or d % 16 or d > 128:
         return f"needs one head_dim, a multiple of 16 up to 128, got {d} and {dv}"
-    if problem.q.shape[0] > _MAX_BATCH:
-        return f"takes a batch of at most {_MAX_BATCH}, got {problem.q.shape[0]}"
     for what in ("bias", "keep", "cu_seqlens_q"):
         if getattr(problem, what) is not None:
             return f"long rows take no {what}"
@@ -70,27 +68,40 @@ def stream_launch(
     )  # fmt: skip
     shared = shared_bytes(d, consumers, TILE * d, 0, p_shared)
     scales = None if q_scale is None else (q_scale, None, None)
-    grid, rest = row_grid(problem, consumers)
-    params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, rest)
+    programs, pieces = share(problem, consumers)
+    params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, share=pieces)
     maps = partial(tensor_maps, key, value) if copies else None
-    return CudaLaunch(program, grid, 128 * (consumers + 1), shared, params, q.device, keeps, more=maps)
+    return CudaLaunch(program, (programs, 1, 1), 128 * (consumers + 1), shared, params, q.device, keeps, True, maps)
 
 
-def row_grid(problem: Problem, consumers: int) -> tuple[tuple[int, int, int], int]:
-    """The grid: a head's programs of 64 rows for each of `consumers` warpgroups, heads, batches; and how many
-    warpgroups work in a program of the rows that those leave of a head.
+def share(problem: Problem, consumers: int) -> tuple[int, Share]:
+    """How many programs run, and the pieces of work that they take in turn: 64 rows of a head for each of `consumers`
+    warpgroups, then the rows that those leave of each head, in smaller pieces.
 
-    The latter are the last programs of all, in further slices of the third axis: they fill the time in which the last
-    whole ones would not occupy all multiprocessors. (Causal: all in one order, the longest first.)
+    A program stays on its multiprocessor and takes piece after piece. (Causal, where pieces differ: a program for each,
+    the longest first, as multiprocessors are free.)
     """
     batch, heads, nq, _ = problem.q.shape
     rows = 64 * consumers
-    if problem.causal is None and nq > rows:
-        whole, groups = _split(nq, batch * heads, consumers, _multiprocessors(problem.device))
-        rest = -(-(nq - rows * whole) // (64 * groups))
-        if (slices := batch + -(-batch * rest // whole)) <= _MAX_BATCH:
-            return (whole, heads, slices), groups
-    return (-(-nq // rows), heads, batch), 1
+    if problem.causal is None:
+        split = _split(nq, batch * heads, consumers, _multiprocessors(problem.device))
+    else:
+        split = Split(-(-nq // rows), 1, 0)
+    rest = -(-max(nq - rows * split.whole, 0) // (64 * split.tiles))
+    whole_of_all, pieces = batch * heads * split.whole, batch * heads * (split.whole + rest)
+    programs = pieces if problem.causal is not None else min(pieces, _multiprocessors(problem.device))
+    return programs, Share(
+        split.whole, rest, split.tiles, whole_of_all, pieces, split.first,
+        *(_reciprocal(x) for x in (split.whole, rest, heads)),
+    )  # fmt: skip
+
+
+class Split(NamedTuple):
+    """Whole pieces of a head, 64 rows in each of its others, and the first program that takes some of those."""
+
+    whole: int
+    tiles: int
+    first: int
 
 
 @cache
@@ -99,25 +110,37 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+def _reciprocal(x: int) -> int:
+    """What `quotient` divides by x with."""
+    return (2**32 - 1) // x if x else 0
+
+
 @cache
-def _split(nq: int, heads: int, consumers: int, processors: int) -> tuple[int, int]:
-    """A head's whole programs and the warpgroups of its other ones, for the earliest end."""
-    rows = 64 * consumers
+def _split(nq: int, heads: int, consumers: int, processors: int) -> Split:
+    """What ends first where each of `processors` takes pieces in turn."""
+    rows, times = 64 * consumers, _TIMES[consumers]
     most = nq // rows
-    if heads * most > 16 * processors:  # the end matters little
-        return most, consumers
 
-    def end(split: tuple[int, int]) -> float:
-        whole, groups = split
-        full, last = divmod(nq - rows * whole, 64 * groups)
-        waves, more = divmod(heads * whole, processors)
-        free = [float(waves)] * (processors - more) + [waves + 1.0] * more  # when each is, a heap
-        for count, time in ((full, groups), (last > 0, -(-last // 64))):
-            for _ in range(heads * count):
-                heapreplace(free, free[0] + _TIMES[consumers][time - 1])
-        return max(free)
+    def splits() -> Iterator[Split]:
+        for whole in range(most, max(most - 4, -1), -1):
+            for tiles in range(consumers, 0, -1):
+                pieces = heads * (whole - (whole * rows - nq) // (64 * tiles))
+                for first in (heads * whole % min(pieces, processors), 0):
+                    yield Split(whole, tiles, first)
 
-    return min(((most - less, groups) for less in range(min(4, most)) for groups in range(consumers, 0, -1)), key=end)
+    def end(split: Split) -> float:
+        full, last = divmod(nq - rows * split.whole, 64 * split.tiles)
+        rest = [times[split.tiles - 1]] * full + ([times[-(-last // 64) - 1]] if last else [])
+        programs = min(heads * (split.whole + len(rest)), processors)
+        turns, more = divmod(heads * split.whole, programs)
+        ends = [turns + 1.0] * more + [float(turns)] * (programs - more)
+        for i, time in enumerate(rest * heads):
+            ends[split.first + i % (programs - split.first)] += time
+        return max(ends)
+
+    if heads * (most + 1) > 32 * processors:  # the end matters little
+        return next(splits())
+    return min(splits(), key=end)
 
 
 def shared_bytes(d: int, consumers: int, value_bytes: int, scale_bytes: int, p_shared: bool = False) -> int:

@@ -49,10 +49,10 @@ def float_launch(
         KEY_SCALES=per, P_SHARED=0, QUERY="i8", VALUE=C_TYPES[v.data.dtype], OUT=C_TYPES[out.dtype],
     )  # fmt: skip
     scales = (q.scale, k_scale, None)
-    grid, rest = stream.row_grid(problem, _CONSUMERS)
-    params, keeps = parameters(problem, (q.data, k.data, v.data), scales, _NO_CONSTANTS, out, statistics, rest)
+    programs, pieces = stream.share(problem, _CONSUMERS)
+    params, keeps = parameters(problem, (q.data, k.data, v.data), scales, _NO_CONSTANTS, out, statistics, share=pieces)
     shared = stream.shared_bytes(d, _CONSUMERS, 128 * -(-d // 64) * 128, (0, 16, 512)[per])
-    return CudaLaunch(program, grid, 128 * (_CONSUMERS + 1), shared, params, q.data.device, keeps)
+    return CudaLaunch(program, (programs, 1, 1), 128 * (_CONSUMERS + 1), shared, params, q.data.device, keeps, True)
 
 
 def _key_scales(k: Operand) -> tuple[Tensor, int]:

@@ -20,7 +20,15 @@ struct View {
     i64 b, h, n, d;
 };
 
-// One struct for all kernels; attention.py fills the same fields in the same order.
+// How long rows are shared out (stream_work.cuh); reciprocals are `quotient`'s.
+struct Share {
+    i32 whole, rest, rest_tiles;    // of a head: pieces of as many rows as a program takes, smaller ones, 64 rows in each
+    u32 whole_of_all, pieces;       // of all heads: whole ones, both
+    u32 first;                      // the programs from this one on take the smaller ones
+    u32 whole_reciprocal, rest_reciprocal, heads_reciprocal;
+};
+
+// One struct for all kernels; parameters.py fills the same fields in the same order.
 struct Params {
     View q, k, v, out;
     View score;             // int64 k << 32 | C; null: from q_scale, k_scale and sm_scale
@@ -36,16 +44,23 @@ struct Params {
     i32 nq, nk;
     i32 bias_batches, keep_batches;  // a mask's batch axis repeats
     i32 causal;             // key j is present for row i iff j <= i + causal
-    i32 tiles;              // row tiles (or windows) of a program; stream.cuh: of one that is not whole
+    i32 tiles;              // row tiles (or windows) of a program
     i32 count;              // of all windows, where a program takes several
     i32 heads;              // of Q, where blockIdx.x runs over batches and heads, heads first
     i32 batches;            // of Q
     u32 head_reciprocal;    // ceil(2^32 / heads), ceil(2^32 / bias_batches), ceil(2^32 / keep_batches); 0 for one
     u32 bias_reciprocal, keep_reciprocal;
+    Share share;
 };
 
 DEVICE u32 key_head(const Params& p, u32 head) {
     return p.group_reciprocal ? __umulhi(head, p.group_reciprocal) : head;
+}
+
+// x / by, by the reciprocal floor((2^32 - 1) / by): its product is at most one too small.
+DEVICE u32 quotient(u32 x, u32 by, u32 reciprocal) {
+    const u32 q = __umulhi(x, reciprocal);
+    return q + (x - q * by >= by);
 }
 
 DEVICE i64 head_offset(const View& x, i64 batch, i64 head) { return batch * x.b + head * x.h; }

@@ -1,6 +1,6 @@
 // Long rows: one warpgroup loads tiles of 128 keys into a ring in shared memory (Loads), CONSUMERS warpgroups of 64
-// rows each compute on them. A method is a struct (stream_integer.cuh, stream_float.cuh); barriers, products and masks
-// are here.
+// rows each compute on them, for one piece of work after another (Turns). A method is a struct (stream_integer.cuh,
+// stream_float.cuh); barriers, products and masks are here.
 //
 // Defined when this is compiled: HEAD_DIM (a multiple of 16), CONSUMERS, CAUSAL (0 or 1), KEY_SCALES (K's: 0 one for a
 // head, 1 for each tile of 128 keys, 2 for each key), P_SHARED (1: P goes to the products through shared memory, as there
@@ -11,7 +11,7 @@
 // each half's scores take the other's place.
 #pragma once
 #include "output.cuh"
-#include "stream_loads.cuh"
+#include "stream_work.cuh"
 #include "wgmma.cuh"
 
 typedef i32 Scores[HALF / 2];
@@ -38,12 +38,6 @@ DEVICE Walk walk_of(const Params& p, i32 row, i32 end) {
 
 // --- a warpgroup's rows
 
-// A thread's are `row` and row + 8; those from `end` on are not the program's.
-struct Place {
-    u32 batch, head, kv_head;
-    i32 row, end;
-};
-
 // Codes of 64 rows, made here where Q is floats.
 DEVICE void load_query(const Params& p, u32 batch, u32 head, i32 first, u32 to, u32 group) {
     typedef Codes<QUERY> In;
@@ -53,6 +47,7 @@ DEVICE void load_query(const Params& p, u32 batch, u32 head, i32 first, u32 to, 
     const u8* base = p.q.ptr + (head_offset(p.q, batch, head) + (exists ? chunk * 16 : 0)) * SIZE<QUERY>;
     const auto from = [&](u32 i) { return base + min(first + (i32)(row + i * AT_ONCE), p.nq - 1) * p.q.n * SIZE<QUERY>; };
     const auto place = [&](u32 i) { return to + swizzled<K_WIDTH>(row + i * AT_ONCE, chunk); };
+    asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");  // the warpgroup has multiplied the rows before
     if constexpr (SIZE<QUERY> == 1) {
 #pragma unroll
         for (u32 i = 0; i < ROUNDS; ++i) copy_16_or_zeros(place(i), from(i), exists);
@@ -252,20 +247,18 @@ template <class Method> struct Consumer {
         }
     }
 
-    DEVICE void run(u32 batch, u32 head, u32 kv_head, i32 first_row, i32 end, i32 tiles_of_all) {
+    DEVICE void run(const Work& work, i32 tiles_of_all, Stage& at) {
         // broadcast, so that the compiler knows it as uniform and keeps addresses of tiles in uniform registers
         const u32 group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
-        const i32 first = first_row + (group - 1) * 64;
-        const i32 row = first + (i32)threadIdx.x % GROUP / 32 * 16 + (i32)threadIdx.x % 32 / 4;
-        const Place place{batch, head, kv_head, row, end};
+        const i32 first = work.row + (group - 1) * 64;
+        const Place place = work.place(threadIdx.x);
         const u32 query = shared.query + (group - 1) * 64 * K_WIDTH;
-        load_query(p, batch, head, first, query, group);
+        load_query(p, work.batch, work.head, first, query, group);
         q = descriptor<K_WIDTH>(query);
-        const Walk mine = walk_of(p, first, min(first + 64, end));
+        const Walk mine = walk_of(p, first, min(first + 64, work.end));
 #pragma unroll
-        for (int h = 0; h < 2; ++h) seen[h] = CAUSAL ? min(p.nk, row + 8 * h + p.causal + 1) : p.nk;
+        for (int h = 0; h < 2; ++h) seen[h] = CAUSAL ? min(p.nk, place.row + 8 * h + p.causal + 1) : p.nk;
         method.start(p, place, shared);
-        Stage at;
         if constexpr (Method::PASSES == 2) {
             if (mine.count) first_pass(mine.count, mine.whole, at);
             skip(tiles_of_all - mine.count, at);
@@ -273,25 +266,13 @@ template <class Method> struct Consumer {
         }
         if (mine.count) walk(mine.count, mine.whole, at);
         skip(tiles_of_all - mine.count, at);
-        method.store(p, place);
+        method.store(p, work.place(thread_anew()));
     }
 };
 
 template <class Method, class Loads> DEVICE void attend(const Params& p, const Loads& loads) {
     extern __shared__ __align__(1024) u8 memory[];
     const Shared shared(shared_address(memory));
-    const u32 head = blockIdx.y;
-    u32 batch = blockIdx.z;
-    // the last rows see most keys of a causal mask: first
-    i32 row = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * ROWS, rows = ROWS;
-    if (batch >= (u32)p.batches) {  // further slices, behind all whole programs: what these leave (stream.py, row_grid)
-        batch = (batch - p.batches) * gridDim.x + blockIdx.x;
-        row = gridDim.x * ROWS, rows = 64 * p.tiles;
-        for (; batch >= (u32)p.batches; batch -= p.batches) row += rows;
-        if (row >= p.nq) return;
-    }
-    const u32 kv_head = key_head(p, head);
-    const i32 end = min(row + rows, p.nq);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(shared.full + 8 * i, Loads::ARRIVALS);
@@ -300,13 +281,24 @@ template <class Method, class Loads> DEVICE void attend(const Params& p, const L
     }
     publish_shared();
     __syncthreads();
-    const i32 tiles = walk_of(p, row, end).count;
+    await_previous();
+    let_next_start();
+    Stage at;
     if (threadIdx.x < GROUP) {
         give_registers<LOADER_REGISTERS>();
-        loads.template run<Method::PASSES>(p, shared, batch, kv_head, tiles);
+#pragma unroll 1
+        for (Turns turn(p); !turn.done(); turn.next()) {
+            const Work work(p, turn.i);
+            const i32 tiles = walk_of(p, work.row, work.end).count;
+            loads.template run<Method::PASSES>(p, shared, work.batch, work.kv_head, tiles, at);
+        }
     } else {
         take_registers<CONSUMER_REGISTERS>();
         Consumer<Method> consumer(p, shared);
-        consumer.run(batch, head, kv_head, row, end, tiles);
+#pragma unroll 1
+        for (Turns turn(p); !turn.done(); turn.next()) {
+            const Work work(p, turn.i);
+            consumer.run(work, walk_of(p, work.row, work.end).count, at);
+        }
     }
 }

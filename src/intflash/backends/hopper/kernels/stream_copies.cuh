@@ -25,11 +25,10 @@ struct EngineLoads {
     const TensorMaps& maps;
 
     template <int PASSES>
-    DEVICE void run(const Params&, const Shared& shared, u32 batch, u32 kv_head, i32 tiles) const {
+    DEVICE void run(const Params&, const Shared& shared, u32 batch, u32 kv_head, i32 tiles, Stage& at) const {
         if (threadIdx.x != 0) return;
         const i32 group = batch * maps.k_batch + kv_head * maps.k_head;
         const i32 matrix = batch * maps.v_batch + kv_head * maps.v_head;
-        Stage at;
 #pragma unroll 1
         for (int pass = 1; pass <= PASSES; ++pass) {
 #pragma unroll 1

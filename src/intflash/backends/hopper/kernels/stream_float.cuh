@@ -52,8 +52,8 @@ struct Softmax {
         const float* k_scale = (const float*)p.k_scale.ptr + head_offset(p.k_scale, at.batch, at.kv_head);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            row_unit[h] = __ldg(q_scale + min(at.row + 8 * h, p.nq - 1) * p.q_scale.n) * octaves;
-            if (KEY_SCALES == 0) row_unit[h] *= __ldg(k_scale);
+            row_unit[h] = q_scale[min(at.row + 8 * h, p.nq - 1) * p.q_scale.n] * octaves;
+            if (KEY_SCALES == 0) row_unit[h] *= *k_scale;
             unit[h] = row_unit[h];
             reference[h] = NO_REFERENCE, sum[h] = 0.0f, peak[h] = LEAST_PEAK;
         }
@@ -163,7 +163,7 @@ struct Softmax {
                 store_pair((u8*)element<OUT>(p.out.ptr, to + 8 * i), acc[4 * i + 2 * h] * factor,
                            acc[4 * i + 2 * h + 1] * factor, OUT{});
             if (p.l && threadIdx.x % 4 == 0) {
-                const i64 to = ((i64)at.batch * gridDim.y + at.head) * p.nq + row;
+                const i64 to = ((i64)at.batch * p.heads + at.head) * p.nq + row;
                 ((float*)p.t_max)[to] = reference[h];
                 ((float*)p.l)[to] = l;
             }

@@ -94,7 +94,7 @@ template <int DIGITS> struct Digits : Peaks {
                 continue;
             }
             const i64 row = head_offset(p.score, at.batch, at.head) + min(at.row + 8 * h, p.nq - 1) * p.score.n;
-            Score score = unpack_score(__ldg((const i64*)p.score.ptr + row));
+            Score score = unpack_score(((const i64*)p.score.ptr)[row]);
             if (!ROW_SCALES) score = {__shfl_sync(~0u, score.C, 0), __shfl_sync(~0u, score.k, 0)};  // known as uniform
             C[h] = score.C, shift[h] = score.k, peak[h] = NO_SCORE;
         }
@@ -178,7 +178,7 @@ template <int DIGITS> struct Digits : Peaks {
             const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * CHANNELS;
             store_outputs<OUT>((u8*)element<OUT>(p.out.ptr, to), mine, RowScale<OUT>(l, scaling), scaling);
             if (p.l && threadIdx.x % 4 == 0) {
-                const i64 to = ((i64)at.batch * gridDim.y + at.head) * p.nq + row;
+                const i64 to = ((i64)at.batch * p.heads + at.head) * p.nq + row;
                 p.t_max[to] = t_max[h];
                 p.l[to] = l;
             }

@@ -150,11 +150,10 @@ struct ThreadLoads {
     static constexpr u32 ARRIVALS = GROUP;  // that announce a tile
 
     template <int PASSES>
-    DEVICE void run(const Params& p, const Shared& shared, u32 batch, u32 kv_head, i32 tiles) const {
+    DEVICE void run(const Params& p, const Shared& shared, u32 batch, u32 kv_head, i32 tiles, Stage& at) const {
         KeyLoader keys(p, shared, p.k.ptr + head_offset(p.k, batch, kv_head));
         ValueLoader<FLOAT_VALUES> values(p, shared, p.v.ptr + head_offset(p.v, batch, kv_head) * SIZE<VALUE>);
         const float* scales = (const float*)p.k_scale.ptr + head_offset(p.k_scale, batch, kv_head);
-        Stage at;
         u32 in_flight = 0;
 #pragma unroll 1
         for (int pass = 1; pass <= PASSES; ++pass) {
