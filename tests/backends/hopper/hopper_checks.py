@@ -72,6 +72,10 @@ def spans(method: str, nq: int, nk: int, d: int) -> Iterator[tuple[str, Problem]
         yield f"span {octaves} {d}", Problem(method, q, k, v, unit / exp.LOG2_E, out_dtype=torch.int8, return_lse=True)
 
 
+# Each is compiled; float16 in every test run.
+COMPILED_FLOATS = (torch.float16, *(pytest.param(x, marks=pytest.mark.full) for x in (torch.bfloat16, torch.float32)))
+
+
 def empty_problem(
     method: str, n: int, d: int, dtype=torch.int8, out=torch.int8, key_major=False, batch=2, **more
 ) -> tuple[Problem, tuple]:

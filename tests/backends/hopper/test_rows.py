@@ -107,7 +107,7 @@ def test_integer_only(method):
 
 
 @pytest.mark.parametrize("method", BITS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", checks.COMPILED_FLOATS, ids=str)
 def test_floats_do_not_spill(method, dtype):
     static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)
     shapes, splits = ((197, 64), (80, 96)), (None, rows.Split(2, 4, 1))

@@ -192,7 +192,7 @@ def test_integer_only(method, d):
         assert machine.opcodes["IGMMA"] > 0
 
 
-@pytest.mark.parametrize("query", FLOATS, ids=str)
+@pytest.mark.parametrize("query", checks.COMPILED_FLOATS, ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_float_queries_do_not_spill(method, query):
     for d in (64, 128):

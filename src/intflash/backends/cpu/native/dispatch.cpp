@@ -25,7 +25,7 @@ unsigned leaf7(unsigned subleaf, int reg) {
 }
 
 [[maybe_unused]] bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
 [[maybe_unused]] bool has_avx_vnni() { return has_avx2() && (leaf7(1, 0) >> 4 & 1); }

@@ -182,7 +182,7 @@ class Epilogue {
     } else {
       const float scale = v_scale_[0] / float(l);
       // The compiler makes vectors of bfloat16's conversion itself.
-      if constexpr (F == FloatType::kFloat32 || (F == FloatType::kFloat16 && V::kWholeRows))
+      if constexpr (F == FloatType::kFloat32 || (F == FloatType::kFloat16 && V::kFloat16))
         if (l < fits32<P16>()) {
           for (int64_t d = 0; d < n; d += V::kLanes) {
             const auto acc = sum32<P16>(high + d, low + d);

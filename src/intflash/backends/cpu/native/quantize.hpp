@@ -7,16 +7,19 @@ namespace {
 
 struct Float32 {
   using Type = float;
+  using Bits = uint32_t;
   static constexpr FloatType kType = FloatType::kFloat32;
   static inline float value(float x) { return x; }
 };
 struct Float16 {
   using Type = uint16_t;
+  using Bits = uint16_t;
   static constexpr FloatType kType = FloatType::kFloat16;
   static inline float value(uint16_t x) { return from_float16(x); }
 };
 struct BFloat16 {
   using Type = uint16_t;
+  using Bits = uint16_t;
   static constexpr FloatType kType = FloatType::kBFloat16;
   static inline float value(uint16_t x) { return from_bfloat16(x); }
 };
@@ -29,25 +32,24 @@ struct BFloat16 {
 
 template <class V, class F>
 float absolute_maximum_of(const void* data, const Rows& shape) {
+  using Bits = typename F::Bits;
   const auto* x = static_cast<const typename F::Type*>(data);
+  Bits bits = 0;  // of non-negative floats of either size: ordered as integers, NaN above all
   if constexpr (V::kWholeRows) {
-    const uint32_t bits = V::largest_magnitude(x, shape, fetched_ahead(shape));
-    typename F::Type largest;
-    std::memcpy(&largest, &bits, sizeof(largest));
-    return F::value(largest);
+    bits = Bits(V::largest_magnitude(x, shape, fetched_ahead(shape)));
+  } else {
+    const int64_t columns = shape.runs * shape.columns;
+    for (int64_t r = 0; r < shape.rows; ++r, x += shape.row_step)
+      for (int64_t i = 0; i < columns; ++i) {
+        Bits u;
+        std::memcpy(&u, x + i, sizeof(u));
+        u &= Bits(~Bits(0)) >> 1;
+        bits = u > bits ? u : bits;
+      }
   }
-  const int64_t columns = shape.runs * shape.columns;
-  uint32_t bits = 0;  // of non-negative floats: ordered as integers, NaN above all
-  for (int64_t r = 0; r < shape.rows; ++r, x += shape.row_step)
-    for (int64_t i = 0; i < columns; ++i) {
-      const float v = F::value(x[i]);
-      uint32_t u;
-      std::memcpy(&u, &v, 4);
-      bits = larger(bits, u & 0x7FFFFFFF);
-    }
-  float m;
-  std::memcpy(&m, &bits, 4);
-  return m;
+  typename F::Type largest;
+  std::memcpy(&largest, &bits, sizeof(largest));
+  return F::value(largest);
 }
 
 template <class V>
@@ -88,7 +90,16 @@ void quantize_of(const void* data, const Rows& shape, float inverse, int qmax, i
       for (int64_t run = 0; run < s.runs; ++run) {
         const auto* from = x + r * s.row_step + run * s.columns;
         int8_t* to = codes + r * s.columns + run * s.run_step;
-        for (int64_t i = 0; i < s.columns; ++i) to[i] = code(F::value(from[i]), inverse, qmax);
+        if constexpr (V::kFloat16 && F::kType == FloatType::kFloat16) {
+          for (int64_t first = 0; first < s.columns; first += 64) {
+            const int64_t count = smaller<int64_t>(64, s.columns - first);
+            float wide[64];
+            V::widen_float16(from + first, count, wide);
+            for (int64_t i = 0; i < count; ++i) to[first + i] = code(wide[i], inverse, qmax);
+          }
+        } else {
+          for (int64_t i = 0; i < s.columns; ++i) to[i] = code(F::value(from[i]), inverse, qmax);
+        }
       }
   }
 }

@@ -12,7 +12,7 @@ namespace {
 struct Vec256 {
   static constexpr int kLanes = 8;
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20;
-  static constexpr bool kMatrixUnit = false, kFastPack = true, kWholeRows = false, kShortDepths = false;
+  static constexpr bool kMatrixUnit = false, kFastPack = true, kWholeRows = false, kFloat16 = true, kShortDepths = false;
   using I32 = __m256i;
   using U16 = __m256i;
   using Codes = __m256i;
@@ -109,8 +109,19 @@ struct Vec256 {
     const __m256i top = high_halves(_mm256_add_epi64(even, half), _mm256_add_epi64(odd, half));
     return _mm256_sra_epi32(top, _mm_cvtsi32_si128(shift - 32));
   }
+  static void store_float16(uint16_t* out, I32 x, float scale, int64_t count) {
+    const __m128i y = _mm256_cvtps_ph(scaled(x, scale), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    if (count >= 8) return _mm_storeu_si128(reinterpret_cast<__m128i*>(out), y);
+    std::memcpy(out, &y, size_t(count) * 2);
+  }
+  // The first `count` of float16 as float32.
+  static void widen_float16(const uint16_t* x, int64_t count, float* out) {
+    for (; count >= 8; count -= 8, x += 8, out += 8) _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+    for (; count > 0; --count) *out++ = _cvtsh_ss(*x++);
+  }
+  static __m256 scaled(I32 x, float scale) { return _mm256_mul_ps(_mm256_cvtepi32_ps(x), _mm256_set1_ps(scale)); }
   static void store_scaled(float* out, I32 x, float scale, int64_t count) {
-    const __m256 y = _mm256_mul_ps(_mm256_cvtepi32_ps(x), _mm256_set1_ps(scale));
+    const __m256 y = scaled(x, scale);
     if (count >= 8) return _mm256_storeu_ps(out, y);
     alignas(32) float lanes[8];
     _mm256_store_ps(lanes, y);

@@ -12,7 +12,7 @@ namespace {
 
 struct Vec512 : Floats512 {
   static constexpr int kLanes = 16, kGroup = 4, kRows = 6, kCols = 4;
-  static constexpr bool kFastPack = true, kWholeRows = true, kWideP = false, kShortDepths = true;
+  static constexpr bool kFastPack = true, kWholeRows = true, kFloat16 = true, kWideP = false, kShortDepths = true;
   using I32 = __m512i;
   using U16 = __m512i;
   using Codes = __m512i;

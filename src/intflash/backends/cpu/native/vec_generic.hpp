@@ -14,6 +14,7 @@ struct Generic {
   static constexpr bool kMatrixUnit = false;  // brings its own products (AMX)
   static constexpr bool kFastPack = false;    // brings its own packing of contiguous rows
   static constexpr bool kWholeRows = false;   // has operations on whole rows: output factors, quantization
+  static constexpr bool kFloat16 = false;     // converts float16: store_float16, and widen_float16 where it has no whole rows
   static constexpr bool kWideP = false;       // P16 in one plane of int16, as p - 32768
   static constexpr bool kShortDepths = false;  // mul_high_short: depths from 16-bit differences of scores
   static constexpr bool kUnsignedKeys = false;  // K packed as code ^ 0x80

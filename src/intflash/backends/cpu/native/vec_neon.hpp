@@ -12,7 +12,7 @@ namespace {
 struct Neon {
   static constexpr int kLanes = 4, kGroup = 4, kRows = 4, kCols = 4;
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 19;
-  static constexpr bool kWholeRows = false, kWideP = false, kMatrixUnit = false, kFastPack = false, kUnsignedKeys = false, kShortDepths = false;
+  static constexpr bool kWholeRows = false, kFloat16 = false, kWideP = false, kMatrixUnit = false, kFastPack = false, kUnsignedKeys = false, kShortDepths = false;
   using Code = int8_t;
   using PCode = uint8_t;
   using I32 = int32x4_t;
