@@ -97,7 +97,7 @@ def share(problem: Problem, consumers: int) -> tuple[int, Share]:
 
 
 class Split(NamedTuple):
-    """Whole pieces of a head, 64 rows in each of its others, and the first program that takes some of those."""
+    """How many pieces of a head are whole, tiles of 64 rows in each of its others, the first program that takes such."""
 
     whole: int
     tiles: int

@@ -22,9 +22,10 @@ struct View {
 
 // How long rows are shared out (stream_work.cuh); reciprocals are `quotient`'s.
 struct Share {
-    i32 whole, rest, rest_tiles;    // of a head: pieces of as many rows as a program takes, smaller ones, 64 rows in each
-    u32 whole_of_all, pieces;       // of all heads: whole ones, both
-    u32 first;                      // the programs from this one on take the smaller ones
+    i32 whole, rest;           // pieces of a head: those of a program's full number of rows, and smaller ones
+    i32 rest_tiles;            // of 64 rows in a smaller one
+    u32 whole_of_all, pieces;  // of all heads: whole ones; both
+    u32 first;                 // programs from this one on take the smaller ones
     u32 whole_reciprocal, rest_reciprocal, heads_reciprocal;
 };
 
