@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from intflash.backends.hopper import stream
-from intflash.backends.hopper.parameters import Share
+from intflash.backends.hopper.parameters import Share, quotient_reciprocal
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
@@ -139,6 +139,7 @@ def test_rows_are_taken_once(causal):
         rows, heads = 64 * consumers, batch * p.q.shape[1]
         turns = [list(_turns(share, programs, i)) for i in range(programs)]
         assert sorted(itertools.chain(*turns)) == list(range(share.pieces)) and all(turns)
+        assert all(turn == sorted(turn) for turn in turns) and share.rest_tiles <= consumers
         taken = [[] for _ in range(heads)]
         for i in range(share.pieces):
             if i < share.whole_of_all:
@@ -157,7 +158,7 @@ def test_rows_are_taken_once(causal):
 def test_quotients():
     """`quotient` of base.cuh: floor((2^32 - 1) / by) divides by it with one correction."""
     for by in (1, 2, 3, 5, 7, 21, 132, 341, 65_535, 2**31 - 1):
-        reciprocal = stream._reciprocal(by)
+        reciprocal = quotient_reciprocal(by)
         for x in {0, 1, by - 1, by, by + 1, 12_345_678, 2**31 - 1, 2**32 - 1 - (2**32 - 1) % by, 2**32 - 2, 2**32 - 1}:
             q = x * reciprocal >> 32
             assert q + (x - q * by >= by) == x // by

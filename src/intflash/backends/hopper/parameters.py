@@ -35,7 +35,7 @@ class Params(ctypes.Structure):
         ("t_max", ctypes.c_void_p), ("l", ctypes.c_void_p), ("sm_scale", ctypes.c_double),
         ("group_reciprocal", ctypes.c_uint32),
         *((name, ctypes.c_int32) for name in ("nq", "nk", "bias_batches", "keep_batches", "causal", "tiles", "count")),
-        ("heads", ctypes.c_int32), ("batches", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
         *((name, ctypes.c_uint32) for name in ("head_reciprocal", "bias_reciprocal", "keep_reciprocal")),
         ("share", Share),
     ]  # fmt: skip
@@ -78,7 +78,7 @@ def parameters(
         group_reciprocal=_reciprocal(problem.group), nq=q.shape[2], nk=k.shape[2],
         bias_batches=batches["bias"], keep_batches=batches["keep"],
         causal=0 if problem.causal is None else problem.causal, tiles=tiles,
-        count=q.shape[0] * q.shape[1], heads=q.shape[1], batches=q.shape[0], head_reciprocal=_reciprocal(q.shape[1]),
+        count=q.shape[0] * q.shape[1], heads=q.shape[1], head_reciprocal=_reciprocal(q.shape[1]),
         bias_reciprocal=_reciprocal(batches["bias"]), keep_reciprocal=_reciprocal(batches["keep"]),
         share=share or Share(),
     )  # fmt: skip
@@ -88,6 +88,11 @@ def parameters(
 def _reciprocal(x: int) -> int:
     """What `__umulhi` divides small numbers by x with; 0 for 1."""
     return 0 if x == 1 else -(-(1 << 32) // x)
+
+
+def quotient_reciprocal(x: int) -> int:
+    """What `quotient` divides any number by x with; 0 where nothing will be divided by x = 0."""
+    return (2**32 - 1) // x if x else 0
 
 
 def has_row_scales(constants: Constants, scales: tuple[Tensor, ...] | None) -> bool:

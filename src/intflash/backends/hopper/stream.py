@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from intflash.backends.hopper.parameters import Share, has_row_scales, parameters
+from intflash.backends.hopper.parameters import Share, has_row_scales, parameters, quotient_reciprocal
 from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.rows import key_width
 from intflash.backends.hopper.tensor_maps import key_map, tensor_maps, value_map
@@ -92,12 +92,12 @@ def share(problem: Problem, consumers: int) -> tuple[int, Share]:
     programs = pieces if problem.causal is not None else min(pieces, _multiprocessors(problem.device))
     return programs, Share(
         split.whole, rest, split.tiles, whole_of_all, pieces, split.first,
-        *(_reciprocal(x) for x in (split.whole, rest, heads)),
+        *map(quotient_reciprocal, (split.whole, rest, heads)),
     )  # fmt: skip
 
 
 class Split(NamedTuple):
-    """How many pieces of a head are whole, tiles of 64 rows in each of its others, the first program that takes such."""
+    """Whole pieces of a head, tiles of 64 rows in each of its others, the first program that takes such."""
 
     whole: int
     tiles: int
@@ -108,11 +108,6 @@ class Split(NamedTuple):
 def _multiprocessors(device: torch.device) -> int:
     """An H200's where there is only something to compile."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-def _reciprocal(x: int) -> int:
-    """What `quotient` divides by x with."""
-    return (2**32 - 1) // x if x else 0
 
 
 @cache

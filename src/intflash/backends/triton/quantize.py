@@ -94,15 +94,8 @@ def head_inverse(scale, b, h):
 
 
 @triton.jit
-def _last_first():
-    """The program's batch and head, from the last on: those whose floats a pass for the maxima has read last, and the
-    codes that attention reads first, are in L2 still."""
-    return tl.num_programs(2) - 1 - tl.program_id(2), tl.num_programs(1) - 1 - tl.program_id(1)
-
-
-@triton.jit
 def _quantize_tile(x, codes, scale, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    batch, head = _last_first()
+    batch, head = tl.program_id(2), tl.program_id(1)
     zero = head * 0
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channels = tl.arange(0, BD)
@@ -119,11 +112,10 @@ def _quantize_kernel(
 ):  # fmt: skip
     """Codes of Q (where `codes` has a place for them), K and V; the layout of each is its View's."""
     first = tl.program_id(0) * ROWS
-    _, head = _last_first()
     if codes.q is not None:
-        if (head < hq) & (first < nq):
+        if (tl.program_id(1) < hq) & (first < nq):
             _quantize_tile(x.q, codes.q, scales.q, nq, D, BD, ROWS)
-    if (head < hk) & (first < nk):
+    if (tl.program_id(1) < hk) & (first < nk):
         _quantize_tile(x.k, codes.k, scales.k, nk, D, BD, ROWS)
         _quantize_tile(x.v, codes.v, scales.v, nk, DV, BDV, ROWS)
 

@@ -47,8 +47,7 @@ struct Params {
     i32 causal;             // key j is present for row i iff j <= i + causal
     i32 tiles;              // row tiles (or windows) of a program
     i32 count;              // of all windows, where a program takes several
-    i32 heads;              // of Q, where blockIdx.x runs over batches and heads, heads first
-    i32 batches;            // of Q
+    i32 heads;              // of Q
     u32 head_reciprocal;    // ceil(2^32 / heads), ceil(2^32 / bias_batches), ceil(2^32 / keep_batches); 0 for one
     u32 bias_reciprocal, keep_reciprocal;
     Share share;
