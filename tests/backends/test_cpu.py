@@ -133,7 +133,7 @@ def test_codes_of_every_kind(isa, data):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("method", ["intflash", "intflash_p8"])
+@pytest.mark.parametrize("method", list(cpu.P_MAX))
 def test_depths_of_every_width(isa, method):
     """Differences of scores to 80,000, units of a score around those at which 16 bits hold every live one."""
     g = torch.Generator().manual_seed(0)
@@ -145,10 +145,12 @@ def test_depths_of_every_width(isa, method):
     k[..., 5] = low
     q = torch.tensor([127] * 5 + [1]).repeat(4, 1, 3, 1)
     v = torch.randint(-127, 128, (4, 1, 200, 40), generator=g)
-    for octaves in (1.2e-4, 1.44e-4, 1.45e-4, 1.5e-4, 2.2e-4, 2.4e-4, 7e-4, 1.9e-3, 2e-3, 3e-3):
+    keep = torch.rand(4, 1, 1, 200, generator=g) > 0.3
+    units = (1.2e-4, 1.44e-4, 1.45e-4, 1.5e-4, 2.19e-4, 2.198e-4, 2.2e-4, 2.4e-4, 7e-4, 1.9e-3, 2e-3, 3e-3)
+    for octaves, options in itertools.product(units, ({}, {"attn_mask": keep}, {"is_causal": True})):
         unit = octaves / 1.4426950408889634
         tensors = [intflash.QTensor(x.to(torch.int8), s) for x, s in ((q, unit), (k, 1.0), (v, 0.02))]
-        problem = prepare(*tensors, method=method, scale=1.0, return_lse=True)[0]
+        problem = prepare(*tensors, method=method, scale=1.0, return_lse=True, **options)[0]
         assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
 
 

@@ -136,6 +136,7 @@ class Attention : Buffers<V> {
     }
     Pack<V>::queries(call_.q.at(b_, h_, q0_ + row0_), call_.q.stride[2], call_.q.stride[3], rows_, call_.head_dim,
                      qk_steps_, queries_, query_offset_);
+    V::stay_awake();
     depth_ = wide_ ? Depth::kGiven : Depth::kNarrow;
     row_step_ = call_.q_scale.stride[2] ? 1 : 0;
     for (int r = 0; r < (row_step_ ? rows_ : 1); ++r) {
@@ -173,6 +174,7 @@ class Attention : Buffers<V> {
       if (call_.keep.data) mark_absent(call_.keep, call_.keep_batch, r, key, present, s, uint8_t(0));
       if (call_.bias.data) mark_absent(call_.bias, call_.bias_batch, r, key, present, s, kAbsent);
     }
+    V::stay_awake();
     if (!wide_ && call_.method < Method::kQFlash) raise_tops(max, int64_t(whole) * kLanes, n);
   }
 
@@ -257,6 +259,7 @@ class Attention : Buffers<V> {
       if (HasBase && !wide_) base[r] = top_[r] == kAbsent ? 0 : scaled_base(level_[r] - exponent_of(r, top_[r]));
       if (wide_) depths_in_place(r, key + at, n, scores_ + r * score_ld_ + at, level_[r]);
     }
+    V::stay_awake();
     const RowLevels levels = {scale_, row_step_, top_, base};
     PCode* p = reinterpret_cast<PCode*>(scores_ + at);
     const int64_t p_ld = score_ld_ * int64_t(sizeof(int32_t) / sizeof(PCode));
@@ -411,10 +414,12 @@ class Attention : Buffers<V> {
   template <bool P16>
   void finish() {
     const int64_t first = first_row();
+    V::stay_awake();
     if (key_end_ == 0) clear(acc_, rows_ * value_pad_);
     if (key_end_ == 0 && P16) clear(acc_low_, rows_ * value_pad_);
     epilogue_.enter_head(b_, h_, hk_);
     epilogue_.template rows<P16>(acc_, acc_low_, value_pad_, l_, rows_, call_.out_offset(b_, h_, q0_ + row0_));
+    V::stay_awake();
     for (int r = 0; call_.t_max && r < rows_; ++r) {
       call_.t_max[first + r] = wide_ || call_.method == Method::kOnline ? level_[r] : narrow_max(r);
       call_.l_sum[first + r] = l_[r];

@@ -37,10 +37,14 @@ inline uint64_t scaled_base(int64_t above) {
   return uint64_t(smaller<int64_t>(above, int64_t(1) << 40)) << 9;  // 256 octaves: all dead
 }
 
-// Differences of S past 65535 give a p8 of 0, so that they may be 16-bit: z is in octave 10 or deeper.
-inline bool fits_short(const RowScale& r) { return r.shift == 0 && (uint64_t(65535) * r.c) >> 32 >= 2 * (10 * 256 - 153); }
+// Differences of S may be 16-bit where those past 65535 give a p of 0: z is in octave 10 (P8) or 15 (P16) or deeper. c then has
+// 24 fraction bits, so that the lower half of C << 9 is zero and the depth is one 16-bit product's high half.
+template <bool P16>
+inline bool fits_short(const RowScale& r) {
+  return r.shift == 0 && r.c % 65536 == 0 && (uint64_t(65535) * r.c) >> 32 >= 2 * ((P16 ? 15 : 10) * 256 - 153);
+}
 
-// Where the depth comes from: S with shift 0, of 32 or of 16 bits without absent keys, S with a shift and a limit, or already in the row.
+// Where the depth comes from: S with shift 0, of 32 or of 16 bits, S with a shift and a limit, or already in the row.
 enum class Depth { kNarrow, kShort, kShifted, kGiven };
 
 template <class V>
@@ -63,10 +67,20 @@ struct Exp2 {
     }
   }
 
+  template <bool Masked>
+  static inline I32 below(const int32_t* s, I32 top) {
+    const I32 score = V::load(s);
+    return V::sub(top, Masked ? V::max(score, V::sub(top, V::set1(65536))) : score);  // absent keys would wrap
+  }
+
   template <Depth D, bool HasBase, bool Masked>
   static inline U16 depths(const int32_t* s, const RowScale& r, I32 top, uint64_t base) {
-    if constexpr (D == Depth::kShort) return V::mul_high_short(V::pack(V::sub(top, V::load(s)), V::sub(top, V::load(s + V::kLanes))), r.c);
-    else return V::pack(depth<D, HasBase, Masked>(s, r, top, base), depth<D, HasBase, Masked>(s + V::kLanes, r, top, base));
+    if constexpr (D == Depth::kShort) {
+      const U16 d = V::pack(below<Masked>(s, top), below<Masked>(s + V::kLanes, top)), c = V::set16(uint16_t(r.c >> 16));
+      return HasBase ? V::mul_high16(d, c, base >> 16) : V::mul_high16(d, c);
+    } else {
+      return V::pack(depth<D, HasBase, Masked>(s, r, top, base), depth<D, HasBase, Masked>(s + V::kLanes, r, top, base));
+    }
   }
 
   // By the operations of V, or of an object that has them with their constants in registers.
@@ -101,25 +115,32 @@ struct Exp2 {
     }
   }
 
+  // P of keys [0, n) of a row.
+  template <bool P16, Depth D, bool HasBase, bool Masked>
+  static inline I32 row(const int32_t* s, int64_t n, const RowScale& r, I32 top, uint64_t base, PCode* high, PCode* low) {
+    I32 sum = V::set1(0), sum_low = V::set1(0);
+    int64_t j = 0;
+    for (; j + kBlock <= n; j += kBlock) block<P16, D, HasBase, Masked, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+    if (n - j > kBlock / 2)
+      block<P16, D, HasBase, true, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+    else if (n > j)
+      block<P16, D, HasBase, true, true>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+    return P16 && !V::kWideP ? V::add(V::shift_left(sum, 8), sum_low) : sum;
+  }
+
   // P of keys [0, n) of `rows` rows, whose scores are kAbsent from n to the block's end; sums[r] += their sum.
   template <bool P16, Depth D, bool HasBase, bool Masked>
   static void rows_of(const int32_t* s, int64_t s_ld, int64_t n, const RowLevels& levels, int rows, PCode* high,
                       int64_t high_ld, PCode* low, int64_t low_ld, I32* sums) {
+    int64_t asleep = 0;
     for (int i = 0; i < rows; ++i, s += s_ld, high += high_ld, low += low_ld) {
+      if (asleep += n; asleep >= 1024) V::stay_awake(), asleep = 0;
       const RowScale r = levels.scale[i * levels.step];
       const I32 top = V::set1(levels.top[i]);
       const uint64_t base = HasBase ? levels.base[i] : 0;
-      I32 sum = V::set1(0), sum_low = V::set1(0);
-      int64_t j = 0;
-      if constexpr (V::kShortDepths && D == Depth::kNarrow && !P16 && !HasBase && !Masked)
-        if (fits_short(r))
-          for (; j + kBlock <= n; j += kBlock) block<P16, Depth::kShort, false, false, false>(s + j, r, top, 0, high + j, low + j, sum, sum_low);
-      for (; j + kBlock <= n; j += kBlock) block<P16, D, HasBase, Masked, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
-      if (n - j > kBlock / 2)
-        block<P16, D, HasBase, true, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
-      else if (n > j)
-        block<P16, D, HasBase, true, true>(s + j, r, top, base, high + j, low + j, sum, sum_low);
-      sums[i] = V::add(sums[i], P16 && !V::kWideP ? V::add(V::shift_left(sum, 8), sum_low) : sum);
+      const bool is_short = D == Depth::kNarrow && fits_short<P16>(r);
+      sums[i] = V::add(sums[i], is_short ? row<P16, D == Depth::kNarrow ? Depth::kShort : D, HasBase, Masked>(s, n, r, top, base, high, low)
+                                         : row<P16, D, HasBase, Masked>(s, n, r, top, base, high, low));
     }
   }
 

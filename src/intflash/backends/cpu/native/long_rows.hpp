@@ -163,12 +163,10 @@ class LongRows {
       if (tail) mark_tail(scores_[t & 1]);
       if (u_.depth == Depth::kShifted)
         tail ? step<Depth::kShifted, true>(before, now, next, t) : step<Depth::kShifted, false>(before, now, next, t);
-      else if (tail)
-        step<Depth::kNarrow, true>(before, now, next, t);
-      else if (!P16 && fits_short(u_.scale))
-        step<P16 ? Depth::kNarrow : Depth::kShort, false>(before, now, next, t);
+      else if (fits_short<P16>(u_.scale))
+        tail ? step<Depth::kShort, true>(before, now, next, t) : step<Depth::kShort, false>(before, now, next, t);
       else
-        step<Depth::kNarrow, false>(before, now, next, t);
+        tail ? step<Depth::kNarrow, true>(before, now, next, t) : step<Depth::kNarrow, false>(before, now, next, t);
       if (now.chunk + 1 == chunks_) end_sums(now.strip);
     }
   }

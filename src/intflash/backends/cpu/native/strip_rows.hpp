@@ -37,7 +37,7 @@ struct Strip {
 
 // Operations of P with their constants in registers: gcc would make some anew for each row, by the shuffles' port.
 struct RowOps : Amx {
-  const U16 depth_half = held(_mm512_set1_epi16(2 * 153)), minus_one = held(_mm512_set1_epi16(-1));
+  const U16 depth_half = held(_mm512_set1_epi16(2 * 153));
   const U16 high_bytes = held(_mm512_broadcast_i32x4(_mm_setr_epi8(1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15, -1)));
   const U16 first = held(_mm512_set1_epi64(0x322A221A120A023A)), mask = held(_mm512_set1_epi16(255 << 6)), one = held(_mm512_set1_epi16(256 << 6));
   const U16 square = held(_mm512_set1_epi16(8288)), powers = held(_mm512_set1_epi16(512));
@@ -68,9 +68,7 @@ class StripRows {
   template <class Between>
   static void chunk(Strip& s, int j, int vectors, __m512i ones, Between between) {
     switch (s.from) {
-      case From::kShortScores:
-        if constexpr (!P16) return chunk_from<From::kShortScores>(s, j, vectors, ones, between);
-        [[fallthrough]];
+      case From::kShortScores: return chunk_from<From::kShortScores>(s, j, vectors, ones, between);
       case From::kScores: return chunk_from<From::kScores>(s, j, vectors, ones, between);
       case From::kShiftedScores: return chunk_from<From::kShiftedScores>(s, j, vectors, ones, between);
       case From::kLevels: return chunk_from<From::kLevels>(s, j, vectors, ones, between);
@@ -90,13 +88,13 @@ class StripRows {
   }
 
   struct Scale {
-    __m512i c, low, limit;
+    __m512i c, limit;
     int shift;
   };
   template <From F>
   static inline Scale load_scale(const RowScale& r) {
-    if constexpr (F == From::kShortScores) return {_mm512_set1_epi16(int16_t(r.c >> 16)), _mm512_set1_epi16(int16_t(r.c)), V::zero16(), 0};
-    else return {V::set1(int32_t(r.c)), V::zero16(), V::set1(int32_t(r.limit)), r.shift};
+    if constexpr (F == From::kShortScores) return {V::set16(uint16_t(r.c >> 16)), V::zero16(), 0};
+    else return {V::set1(int32_t(r.c)), V::set1(int32_t(r.limit)), r.shift};
   }
 
   template <From F, int Vectors, class Between>
@@ -125,7 +123,7 @@ class StripRows {
         const auto shifted = [&](int i) { return F == From::kScores ? below(i) : V::shift_left(V::min_u(below(i), scale.limit), scale.shift); };
         const auto depth = [&](int i) { return V::mul_high(shifted(i), scale.c); };
         const auto depths = [&](int i) {
-          if constexpr (F == From::kShortScores) return V::mul_high_short(pair(i, below), scale.c, scale.low, o.minus_one);
+          if constexpr (F == From::kShortScores) return V::mul_high16(pair(i, below), scale.c);
           else return pair(i, depth);
         };
         block<Vectors>(o, depths, ones, p + r * 64, sums[r]);

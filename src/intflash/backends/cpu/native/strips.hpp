@@ -122,7 +122,9 @@ class Strips {
   // P of `now` beside S of `next` and P V of `before`; each may be missing.
   void step(Strip* before, Strip* now, const Strip* next) {
     if (now) tops(*now);
+    stay_awake();
     if (before) weigh(*before);
+    stay_awake();
     V::stores_before_loads();  // of queries, copied a while before: a tile's load waits for the stores to reach memory
     if (kKeepsQueries && depths_ == 1) V::load_tile<kQueryTile>(queries_, 64);
     Tiles tiles{before, next ? next->keys : nullptr, next ? next->scores : nullptr};
@@ -133,7 +135,9 @@ class Strips {
       else
         for (int part = 0; part < kParts; ++part) tile_work(tiles, part);
     }
+    stay_awake();
     if (before) finish(*before);
+    stay_awake();
   }
 
   // One part of a chunk's tile work. Past head_dim Q is zero, so that what K's tile holds there does not count.
@@ -166,6 +170,11 @@ class Strips {
     V::load_tile<6>(keys + d * kTile, 64);
   }
 
+  // As V's, where there is much between P V and the next scores; P8's strips come back in time.
+  static void stay_awake() {
+    if constexpr (P16) V::dot_signed_tile<kScoreTile, kQueryTile, 6>();
+  }
+
   Strip* open() {
     Strip& s = strip_[opened_ % 3];
     s.scores = scores_[opened_ & 1], s.p = p_[opened_ & 1], s.levels = levels_, s.levels_ld = levels_ld_;
@@ -177,6 +186,7 @@ class Strips {
     if (++strip_index_ == strips_) enter(b_ * call_.heads_q + h_ + 1, 0);
     --left_;
     enter_head(s);
+    stay_awake();
     copy_queries(call_.q.at(s.b, s.h, s.row0));
     choose_scales(s);
     const __m512i zero = V::unknown_zero();
@@ -188,11 +198,11 @@ class Strips {
   void choose_scales(Strip& s) {
     s.scale_step = call_.q_scale.stride[2] ? 1 : 0;
     const int scales = s.scale_step ? tile_rows_ : 1;
-    bool short_depths = !P16, aligned = true, scaled = true, dead = true;
+    bool short_depths = true, aligned = true, scaled = true, dead = true;
     for (int r = 0; r < scales; ++r) {
       const Exponent e = exponent(s, r);
       s.scale[r] = row_scale(e);
-      short_depths = short_depths && fits_short(s.scale[r]), aligned = aligned && s.scale[r].shift == 0;
+      short_depths = short_depths && fits_short<P16>(s.scale[r]), aligned = aligned && s.scale[r].shift == 0;
       scaled = scaled && fits_scaled(e), dead = dead && Biased::marks_are_dead(s.scale[r]);
     }
     if (!call_.bias.data && (!call_.keep.data || dead)) {

@@ -12,13 +12,14 @@ namespace {
 struct Vec256 {
   static constexpr int kLanes = 8;
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20;
-  static constexpr bool kMatrixUnit = false, kFastPack = true, kWholeRows = false, kFloat16 = true, kShortDepths = false;
+  static constexpr bool kMatrixUnit = false, kFastPack = true, kWholeRows = false, kFloat16 = true;
   using I32 = __m256i;
   using U16 = __m256i;
   using Codes = __m256i;
 
   static void begin(int64_t) {}
   static void end() {}
+  static void stay_awake() {}
 
   static I32 load(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static void store(int32_t* p, I32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
@@ -64,6 +65,7 @@ struct Vec256 {
   }
 
   static U16 pack(I32 a, I32 b) { return _mm256_packus_epi32(a, b); }
+  static U16 set16(uint16_t v) { return _mm256_set1_epi16(int16_t(v)); }
   static U16 zero16() { return _mm256_setzero_si256(); }
   static U16 high_byte(U16 a) { return _mm256_srli_epi16(a, 8); }
   static U16 low_byte(U16 a) { return _mm256_and_si256(a, _mm256_set1_epi16(255)); }
@@ -81,6 +83,11 @@ struct Vec256 {
     return _mm256_shuffle_epi8(table, _mm256_adds_epu8(s, _mm256_set1_epi16(126 << 8 | 118)));
   }
   static U16 mul_high16(U16 a, U16 b) { return _mm256_mulhi_epu16(a, b); }
+  static U16 mul_high16(U16 a, U16 b, uint64_t base) {  // a product's high half is at most 65534: the carry fits
+    const __m256i low = _mm256_xor_si256(_mm256_mullo_epi16(a, b), set16(0x8000));
+    const __m256i carried = _mm256_sub_epi16(mul_high16(a, b), _mm256_cmpgt_epi16(low, set16(uint16_t(~base) ^ 0x8000)));
+    return _mm256_adds_epu16(carried, set16(uint16_t(base >> 16 > 65535 ? 65535 : base >> 16)));
+  }
   static U16 average(U16 a, uint16_t b) { return _mm256_avg_epu16(a, _mm256_set1_epi16(int16_t(b))); }
   static U16 shift_right(U16 a, U16 n) {  // by 32-bit shifts of both halves; amounts above 31 give 0
     const __m256i low = _mm256_set1_epi32(0xFFFF);

@@ -12,7 +12,7 @@ namespace {
 
 struct Vec512 : Floats512 {
   static constexpr int kLanes = 16, kGroup = 4, kRows = 6, kCols = 4;
-  static constexpr bool kFastPack = true, kWholeRows = true, kFloat16 = true, kWideP = false, kShortDepths = true;
+  static constexpr bool kFastPack = true, kWholeRows = true, kFloat16 = true, kWideP = false;
   using I32 = __m512i;
   using U16 = __m512i;
   using Codes = __m512i;
@@ -57,21 +57,13 @@ struct Vec512 : Floats512 {
     const __m512i b = _mm512_set1_epi64(int64_t(base));
     return high_halves(_mm512_add_epi64(_mm512_mul_epu32(a, c), b), _mm512_add_epi64(_mm512_mul_epu32(odd_lanes(a), c), b));
   }
-  // (a * c) >> 32 of 16-bit lanes and a 32-bit c: three products and a carry, where 32-bit lanes take four and their shuffles.
-  static U16 mul_high_short(U16 a, uint32_t c) {
-    return mul_high_short(a, _mm512_set1_epi16(int16_t(c >> 16)), _mm512_set1_epi16(int16_t(c)), _mm512_set1_epi16(-1));
-  }
-  static U16 mul_high_short(U16 a, U16 high, U16 low, U16 minus_one) {
-    const __m512i carried = _mm512_mulhi_epu16(a, low), sum = _mm512_add_epi16(_mm512_mullo_epi16(a, high), carried);
-    const __m512i whole = _mm512_mulhi_epu16(a, high);
-    return _mm512_mask_sub_epi16(whole, _mm512_cmplt_epu16_mask(sum, carried), whole, minus_one);
-  }
   static I32 bury_absent(I32 x, I32 s) {
     const __mmask16 absent = _mm512_cmpeq_epi32_mask(s, _mm512_set1_epi32(INT32_MIN));
     return _mm512_mask_mov_epi32(x, absent, _mm512_set1_epi32(65535));
   }
 
   static U16 pack(I32 a, I32 b) { return _mm512_packus_epi32(a, b); }
+  static U16 set16(uint16_t v) { return _mm512_set1_epi16(int16_t(v)); }
   static U16 zero16() { return _mm512_setzero_si512(); }
   static U16 high_byte(U16 a) {  // a shuffle: the shifts' port has enough to do
     const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15, -1));
@@ -88,6 +80,11 @@ struct Vec512 : Floats512 {
   static U16 mul_round(U16 a, U16 b) { return _mm512_mulhrs_epi16(a, b); }
   static U16 power(U16 z) { return _mm512_srlv_epi16(_mm512_set1_epi16(512), high_byte(z)); }
   static U16 mul_high16(U16 a, U16 b) { return _mm512_mulhi_epu16(a, b); }
+  static U16 mul_high16(U16 a, U16 b, uint64_t base) {  // a product's high half is at most 65534: the carry fits
+    const __mmask32 carry = _mm512_cmpgt_epu16_mask(_mm512_mullo_epi16(a, b), set16(uint16_t(~base)));
+    const __m512i high = mul_high16(a, b), carried = _mm512_mask_sub_epi16(high, carry, high, set16(65535));
+    return _mm512_adds_epu16(carried, set16(uint16_t(base >> 16 > 65535 ? 65535 : base >> 16)));
+  }
   static U16 average(U16 a, uint16_t b) { return _mm512_avg_epu16(a, _mm512_set1_epi16(int16_t(b))); }
   static U16 shift_right(U16 a, U16 n) { return _mm512_srlv_epi16(a, n); }
   static U16 round16(U16 w, U16 h, U16 s) {
@@ -295,6 +292,7 @@ struct Avx512Vnni : Vec512 {
   static constexpr bool kUnsignedKeys = true, kMatrixUnit = false;
   static void begin(int64_t) {}
   static void end() {}
+  static void stay_awake() {}
   static int depth_steps(int64_t head_dim) { return int((head_dim + 3) / 4); }
   static bool pack_keys(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
     pack_key_panel<0x80>(k, row_step, count, dim, steps, out);

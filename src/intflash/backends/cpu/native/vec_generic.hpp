@@ -16,7 +16,6 @@ struct Generic {
   static constexpr bool kWholeRows = false;   // has operations on whole rows: output factors, quantization
   static constexpr bool kFloat16 = false;     // converts float16: store_float16, and widen_float16 where it has no whole rows
   static constexpr bool kWideP = false;       // P16 in one plane of int16, as p - 32768
-  static constexpr bool kShortDepths = false;  // mul_high_short: depths from 16-bit differences of scores
   static constexpr bool kUnsignedKeys = false;  // K packed as code ^ 0x80
   using Code = int8_t;    // of Q, K and V as packed
   using PCode = uint8_t;  // of P
@@ -32,6 +31,7 @@ struct Generic {
 
   static void begin(int64_t) {}  // head_dim; called before and after a thread's share of a call
   static void end() {}
+  static void stay_awake() {}  // called at least every thousand scores or so between products: AMX's unit sleeps otherwise
   static int depth_steps(int64_t head_dim) { return int((head_dim + kGroup - 1) / kGroup); }
 
   static I32 load(const int32_t* p) { I32 r; std::memcpy(&r, p, sizeof r); return r; }
@@ -66,6 +66,7 @@ struct Generic {
     for (int i = 0; i < 4; ++i) r.x[i] = uint16_t(a.x[i] > 65535 ? 65535 : a.x[i]), r.x[4 + i] = uint16_t(b.x[i] > 65535 ? 65535 : b.x[i]);
     return r;
   }
+  static U16 set16(uint16_t v) { return {{v, v, v, v, v, v, v, v}}; }
   static U16 zero16() { return {{0, 0, 0, 0, 0, 0, 0, 0}}; }
   static U16 high_byte(U16 a) { for (auto& v : a.x) v = uint16_t(v >> 8); return a; }
   // Q1.15 of 1 + f/256 with f = 255 - (z & 255)
@@ -78,6 +79,14 @@ struct Generic {
   // 2^(9 - (z >> 8)), 0 where that is below 1
   static U16 power(U16 z) { for (auto& v : z.x) v = v >> 8 > 9 ? 0 : uint16_t(512u >> (v >> 8)); return z; }
   static U16 mul_high16(U16 a, U16 b) { for (int i = 0; i < 8; ++i) a.x[i] = uint16_t((uint32_t(a.x[i]) * b.x[i]) >> 16); return a; }
+  // (a * b + base) >> 16, saturating
+  static U16 mul_high16(U16 a, U16 b, uint64_t base) {
+    for (int i = 0; i < 8; ++i) {
+      const uint64_t x = (uint64_t(a.x[i]) * b.x[i] + base) >> 16;
+      a.x[i] = uint16_t(x > 65535 ? 65535 : x);
+    }
+    return a;
+  }
   static U16 average(U16 a, uint16_t b) { for (auto& v : a.x) v = uint16_t((unsigned(v) + b + 1) >> 1); return a; }
   static U16 shift_right(U16 a, U16 n) { for (int i = 0; i < 8; ++i) a.x[i] = n.x[i] > 15 ? 0 : uint16_t(a.x[i] >> n.x[i]); return a; }
   // ((m >> (1 + s)) + 1) >> 1 from w = (m >> 2) - 33152 and h = m >> 3, where m mod 4 < 2:

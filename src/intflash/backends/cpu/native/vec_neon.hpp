@@ -12,7 +12,7 @@ namespace {
 struct Neon {
   static constexpr int kLanes = 4, kGroup = 4, kRows = 4, kCols = 4;
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 19;
-  static constexpr bool kWholeRows = false, kFloat16 = false, kWideP = false, kMatrixUnit = false, kFastPack = false, kUnsignedKeys = false, kShortDepths = false;
+  static constexpr bool kWholeRows = false, kFloat16 = false, kWideP = false, kMatrixUnit = false, kFastPack = false, kUnsignedKeys = false;
   using Code = int8_t;
   using PCode = uint8_t;
   using I32 = int32x4_t;
@@ -21,6 +21,7 @@ struct Neon {
 
   static void begin(int64_t) {}
   static void end() {}
+  static void stay_awake() {}
   static int depth_steps(int64_t head_dim) { return int((head_dim + 3) / 4); }
   static void copy_codes(const int8_t* x, int64_t n, int64_t padded, Code* out) {
     for (int64_t d = 0; d < n; ++d) out[d] = x[d];
@@ -57,6 +58,7 @@ struct Neon {
   static I32 bury_absent(I32 x, I32 s) { return vbslq_s32(vceqq_s32(s, vdupq_n_s32(INT32_MIN)), vdupq_n_s32(65535), x); }
 
   static U16 pack(I32 a, I32 b) { return vcombine_u16(vqmovun_s32(a), vqmovun_s32(b)); }
+  static U16 set16(uint16_t v) { return vdupq_n_u16(v); }
   static U16 zero16() { return vdupq_n_u16(0); }
   static U16 high_byte(U16 a) { return vshrq_n_u16(a, 8); }
   static U16 low_byte(U16 a) { return vandq_u16(a, vdupq_n_u16(255)); }
@@ -74,6 +76,11 @@ struct Neon {
   static U16 mul_high16(U16 a, U16 b) {
     const uint32x4_t low = vmull_u16(vget_low_u16(a), vget_low_u16(b)), high = vmull_high_u16(a, b);
     return vcombine_u16(vshrn_n_u32(low, 16), vshrn_n_u32(high, 16));
+  }
+  static U16 mul_high16(U16 a, U16 b, uint64_t base) {
+    const uint32x4_t low = vdupq_n_u32(uint16_t(base));
+    const uint32x4_t x = vmlal_u16(low, vget_low_u16(a), vget_low_u16(b)), y = vmlal_high_u16(low, a, b);
+    return vqaddq_u16(vcombine_u16(vshrn_n_u32(x, 16), vshrn_n_u32(y, 16)), vdupq_n_u16(uint16_t(base >> 16 > 65535 ? 65535 : base >> 16)));
   }
   static U16 average(U16 a, uint16_t b) { return vrhaddq_u16(a, vdupq_n_u16(b)); }
   static U16 shift_right(U16 a, U16 n) {  // by a negative left shift, whose amount is a signed byte
