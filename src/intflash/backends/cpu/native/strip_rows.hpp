@@ -110,6 +110,7 @@ class StripRows {
     uint8_t* p = s.p + j * Strip::kTile;
     __m512i* sums = s.sums;
     for (int r = s.first, end = s.rows; r < end; ++r) {
+      if constexpr (!P16) __builtin_prefetch(p + (r + 4) * 64, 1);  // L1 does not keep it from strip to strip
       if constexpr (F == From::kLevels || F == From::kShiftedLevels) {
         const int64_t* t = levels + r * levels_ld;
         const __m512i level = _mm512_set1_epi64(level_tops[r]);

@@ -148,6 +148,7 @@ class Strips {
         if (!scores) return;
         V::zero<kScoreTile>();
         load_depth(t.keys, 0);
+        if (!P16 && chunks_ > 1) expect_store(t.scores + kPanel);
         return;
       case 1:
         if (!scores) return;
@@ -163,6 +164,12 @@ class Strips {
         V::store_tile<kScoreTile>(t.scores, 4 * kScoreLd);
         t.keys += key_steps_ * 64, t.scores += kPanel;
     }
+  }
+
+  // Two strips' scores and P, K and V do not fit L1 together: the lines of the next panel are asked for before its tile is stored.
+  static inline __attribute__((always_inline)) void expect_store(int32_t* scores) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) __builtin_prefetch(scores + r * kScoreLd, 1);
   }
 
   inline __attribute__((always_inline)) void load_depth(const int8_t* keys, int d) const {
