@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,8 +95,7 @@ class Problem:
         )
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What a backend returns: codes with their scale or floats, and log-sum-exp when asked for."""
 
     out: Tensor

@@ -75,11 +75,11 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         if problem.bias_float is not None:
             bias = _score_bias(problem)
         q, k, v = q.data, k.data, v.data
-    shape = q.shape
-    if out_dtype is q.dtype and shape == v.shape:
+    shape, v_shape = q.shape, v.shape
+    if out_dtype is q.dtype and shape == v_shape:
         out = torch.empty_like(q)  # the same, in half the time
     else:
-        out = empty_output(q, (*shape[:3], v.shape[3]), out_dtype)
+        out = empty_output(q, (*shape[:3], v_shape[3]), out_dtype)
     if problem.causal is not None:
         causal = (problem.causal, problem.causal_align == "bottom_right")
     if problem.cu_seqlens_q is not None:
@@ -88,11 +88,17 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     t_max = l_sum = None
     if problem.return_lse:
         t_max, l_sum = torch.empty((2, *shape[:3]), dtype=torch.int64)
+    if default_scale:
+        out_scale_view = (out_scale.data_ptr(), _ONES, _ONES)
+    else:
+        out_scale_view = None if out_scale is None else _view(out_scale)
     _native.attention(
-        isa or "", threads or torch.get_num_threads(), METHODS[method], OUT_TYPES[out_dtype], _view(out),
-        problem.sm_scale, _view(q), _view(k), _view(v), scales, None if out_scale is None else _view(out_scale),
-        default_scale, blocks, causal, None if bias is None else _view(bias), None if keep is None else _view(keep),
-        packed, 0 if t_max is None else t_max.data_ptr(), 0 if l_sum is None else l_sum.data_ptr(),
+        isa or "", threads or torch.get_num_threads(), METHODS[method], OUT_TYPES[out_dtype],
+        out.data_ptr(), out.stride(), problem.sm_scale,
+        (q.data_ptr(), shape, q.stride()), _view(k), (v.data_ptr(), v_shape, v.stride()), scales,
+        out_scale_view, default_scale, blocks, causal,
+        None if bias is None else _view(bias), None if keep is None else _view(keep), packed,
+        0 if t_max is None else t_max.data_ptr(), 0 if l_sum is None else l_sum.data_ptr(),
     )  # fmt: skip
     lse = None if t_max is None else log_sum_exp(t_max, l_sum, P_MAX[method])
     return Result(out, out_scale, lse)

@@ -173,15 +173,15 @@ struct CodeBuffer {
   }
 };
 
-void attention(const char* isa, int threads, int method, int out_type, nb::tuple out, double sm_scale, nb::tuple q, nb::tuple k,
+void attention(const char* isa, int threads, int method, int out_type, int64_t out, nb::tuple out_stride, double sm_scale, nb::tuple q, nb::tuple k,
                nb::tuple v, nb::tuple scales, nb::handle out_scale, bool default_scale, nb::tuple blocks, nb::handle causal, nb::handle bias,
                nb::handle keep, nb::handle packed, int64_t t_max, int64_t l_sum) {
   const Kernels& kernels = kernels_named(isa);
   Call call{};
   call.method = Method(method);
   call.out_type = OutType(out_type);
-  call.out = reinterpret_cast<void*>(item(out, 0));
-  for (size_t i = 0; i < 3; ++i) call.out_stride[i] = item(element(out, 2), i);
+  call.out = reinterpret_cast<void*>(out);
+  for (size_t i = 0; i < 3; ++i) call.out_stride[i] = item(out_stride, i);
   call.sm_scale = sm_scale;
   const nb::handle q_shape = element(q, 1), k_shape = element(k, 1);
   call.batch = item(q_shape, 0), call.heads_q = item(q_shape, 1), call.nq = item(q_shape, 2), call.head_dim = item(q_shape, 3);
@@ -232,9 +232,9 @@ NB_MODULE(_native, m) {
     for (const Kernels* k : supported_kernels()) names.append(k->name);
     return names;
   }, "Names of the kernels this machine can run, best first.");
-  m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"), nb::arg("out"),
+  m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"), nb::arg("out"), nb::arg("out_stride"),
         nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(), nb::arg("default_scale"),
         nb::arg("blocks"), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(), nb::arg("packed").none(),
         nb::arg("t_max"), nb::arg("l_sum"),
-        "Attention of one validated problem, see intflash/backends/cpu/__init__.py. Tensors are (pointer, shape, stride).");
+        "Attention of one validated problem, see intflash/backends/cpu/__init__.py. Tensors but out are (pointer, shape, stride).");
 }
