@@ -88,10 +88,10 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     t_max = l_sum = None
     if problem.return_lse:
         t_max, l_sum = torch.empty((2, *shape[:3]), dtype=torch.int64)
-    if default_scale:
-        out_scale_view = (out_scale.data_ptr(), _ONES, _ONES)
+    if out_scale is None:
+        out_scale_view = None
     else:
-        out_scale_view = None if out_scale is None else _view(out_scale)
+        out_scale_view = _single(out_scale) if default_scale else _view(out_scale)
     _native.attention(
         isa or "", threads or torch.get_num_threads(), METHODS[method], OUT_TYPES[out_dtype],
         out.data_ptr(), out.stride(), problem.sm_scale,
@@ -135,9 +135,14 @@ def _view(x: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
     return x.data_ptr(), x.shape, x.stride()
 
 
+def _single(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """The view of one value."""
+    return x.data_ptr(), _ONES, _ONES
+
+
 def _scale_view(x: QTensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     scale = x.scale
-    return (scale.data_ptr(), _ONES, _ONES) if x.granularity == "tensor" else _view(scale)
+    return _single(scale) if x.granularity == "tensor" else _view(scale)
 
 
 def _repeated(scale: Tensor, problem: Problem) -> Tensor:
@@ -190,7 +195,7 @@ def _how(x: Tensor, granularity: str, scale: Tensor | float | None, qmax: int) -
         if scale.dtype != torch.float32:
             return None
         if granularity == "tensor" and scale.numel() == 1:
-            scale = (scale.data_ptr(), _ONES, _ONES)
+            scale = _single(scale)
         elif granularity == "head" and scale.ndim == 4 and scale.shape in ((1, heads, 1, 1), (x.shape[0], heads, 1, 1)):
             scale = _view(scale)
         elif granularity == "head" and scale.shape == (heads,):

@@ -34,7 +34,7 @@ inline RowScale row_scale(Exponent e) {
 }
 
 inline uint64_t scaled_base(int64_t above) {
-  return uint64_t(smaller<int64_t>(above, int64_t(1) << 40)) << 9;  // 256 octaves: all dead
+  return uint64_t(smaller<int64_t>(above, (int64_t(1) << 39) - 1)) << 9;  // 128 octaves: all dead, and base >> 16 fits 32 bits
 }
 
 // Differences of S may be 16-bit where those past 65535 give a p of 0: z is in octave 10 (P8) or 15 (P16) or deeper. c then has
@@ -77,7 +77,7 @@ struct Exp2 {
   static inline U16 depths(const int32_t* s, const RowScale& r, I32 top, uint64_t base) {
     if constexpr (D == Depth::kShort) {
       const U16 d = V::pack(below<Masked>(s, top), below<Masked>(s + V::kLanes, top)), c = V::set16(uint16_t(r.c >> 16));
-      return HasBase ? V::mul_high16(d, c, base >> 16) : V::mul_high16(d, c);
+      return HasBase ? V::mul_high16(d, c, uint32_t(base >> 16)) : V::mul_high16(d, c);
     } else {
       return V::pack(depth<D, HasBase, Masked>(s, r, top, base), depth<D, HasBase, Masked>(s + V::kLanes, r, top, base));
     }

@@ -112,17 +112,11 @@ class LongRows {
     panel_of_scores<Strips, First, 3>(k);
   }
 
-  // A tile's lines, two products ahead: in the first pass little but loads is between them.
-  static inline __attribute__((always_inline)) void fetch(const Code* tile) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kTile; i += 64) __builtin_prefetch(tile + i);
-  }
-
   template <int Strips, bool First, int I>
   inline void panel_of_scores(const Code* k) {
     constexpr int sum = 2 * (I & 1), key = 6 + (I & 1), before = (I + 3) & 3;
     V::template load_tile<key>(k + I * kTile, 64);
-    fetch(k + (I + 2) * kTile);
+    V::template expect_tile<false>(k + (I + 2) * kTile, 64);  // little but loads is between this pass's products
     V::template zero<sum>();
     if (Strips == 2) V::template zero<sum + 1>();
     if (!First) raise(0, 4 * I);

@@ -120,7 +120,7 @@ class StripRows {
         if (scales) scale = load_scale<F>(scales[r]);
         const int32_t* x = scores + r * Strip::kScoreLd;
         const __m512i top = V::set1(tops[r]);
-        const auto below = [&](int i) { return V::sub(top, V::load(x + i * Strip::kPanel)); };
+        const auto below = [&](int i) { return Exp2<V>::template below<false>(x + i * Strip::kPanel, top); };
         const auto shifted = [&](int i) { return F == From::kScores ? below(i) : V::shift_left(V::min_u(below(i), scale.limit), scale.shift); };
         const auto depth = [&](int i) { return V::mul_high(shifted(i), scale.c); };
         const auto depths = [&](int i) {

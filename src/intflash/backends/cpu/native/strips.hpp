@@ -148,7 +148,7 @@ class Strips {
         if (!scores) return;
         V::zero<kScoreTile>();
         load_depth(t.keys, 0);
-        if (!P16 && chunks_ > 1) expect_store(t.scores + kPanel);
+        if (!P16 && chunks_ > 1) V::expect_tile<true>(t.scores + kPanel, 4 * kScoreLd);  // two strips' scores, P, K and V do not fit L1
         return;
       case 1:
         if (!scores) return;
@@ -166,20 +166,14 @@ class Strips {
     }
   }
 
-  // Two strips' scores and P, K and V do not fit L1 together: the lines of the next panel are asked for before its tile is stored.
-  static inline __attribute__((always_inline)) void expect_store(int32_t* scores) {
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) __builtin_prefetch(scores + r * kScoreLd, 1);
-  }
-
   inline __attribute__((always_inline)) void load_depth(const int8_t* keys, int d) const {
     if (!kKeepsQueries || depths_ > 1) V::load_tile<kQueryTile>(queries_ + 64 * d, 64 * depths_);
     V::load_tile<6>(keys + d * kTile, 64);
   }
 
-  // As V's, where there is much between P V and the next scores; P8's strips come back in time.
+  // Where there is much between P V and the next scores; P8's strips come back in time.
   static void stay_awake() {
-    if constexpr (P16) V::dot_signed_tile<kScoreTile, kQueryTile, 6>();
+    if constexpr (P16) V::stay_awake<kScoreTile>();
   }
 
   Strip* open() {

@@ -35,13 +35,20 @@ struct Amx : Vec512 {
   static void load_tile(const void* x, int64_t line) { asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(x), "r"(line), "i"(Tile)); }
   template <int Tile>
   static void store_tile(void* x, int64_t line) { asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(x), "r"(line), "i"(Tile) : "memory"); }
+  // Asks for the 16 lines of a tile that is to be loaded, or stored.
+  template <bool Store>
+  static inline __attribute__((always_inline)) void expect_tile(const void* x, int64_t line) {
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; ++r) __builtin_prefetch(static_cast<const char*>(x) + r * line, Store);
+  }
   template <int Sum, int P, int Values>
   static void dot_tile() { asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(P), "i"(Values)); }
   template <int Sum, int A, int B>
   static void dot_signed_tile() { asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(A), "i"(B)); }
   // After some 900 cycles (0.35 us) without a tile product the next one holds up the whole core for 0.3 us: one whose sum nobody
-  // reads keeps the unit awake. Tiles 0, 4 and 6 are dead between the products of block().
-  static void stay_awake() { dot_signed_tile<0, 4, 6>(); }
+  // reads keeps the unit awake. It goes to a tile that is dead then, as all are between the products of block().
+  template <int Dead = 0>
+  static void stay_awake() { dot_signed_tile<Dead, 4, 6>(); }
   // A zero whose stores the compiler does not turn into a string instruction, which takes longer to start.
   static I32 unknown_zero() {
     __m512i x = _mm512_setzero_si512();

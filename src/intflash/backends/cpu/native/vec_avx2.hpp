@@ -83,10 +83,10 @@ struct Vec256 {
     return _mm256_shuffle_epi8(table, _mm256_adds_epu8(s, _mm256_set1_epi16(126 << 8 | 118)));
   }
   static U16 mul_high16(U16 a, U16 b) { return _mm256_mulhi_epu16(a, b); }
-  static U16 mul_high16(U16 a, U16 b, uint64_t base) {  // a product's high half is at most 65534: the carry fits
+  static U16 mul_high16(U16 a, U16 b, uint32_t base) {  // a product's high half is at most 65534: the carry fits
     const __m256i low = _mm256_xor_si256(_mm256_mullo_epi16(a, b), set16(0x8000));
     const __m256i carried = _mm256_sub_epi16(mul_high16(a, b), _mm256_cmpgt_epi16(low, set16(uint16_t(~base) ^ 0x8000)));
-    return _mm256_adds_epu16(carried, set16(uint16_t(base >> 16 > 65535 ? 65535 : base >> 16)));
+    return _mm256_adds_epu16(carried, set16(uint16_t(base >> 16)));
   }
   static U16 average(U16 a, uint16_t b) { return _mm256_avg_epu16(a, _mm256_set1_epi16(int16_t(b))); }
   static U16 shift_right(U16 a, U16 n) {  // by 32-bit shifts of both halves; amounts above 31 give 0

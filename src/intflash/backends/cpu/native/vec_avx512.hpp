@@ -80,10 +80,10 @@ struct Vec512 : Floats512 {
   static U16 mul_round(U16 a, U16 b) { return _mm512_mulhrs_epi16(a, b); }
   static U16 power(U16 z) { return _mm512_srlv_epi16(_mm512_set1_epi16(512), high_byte(z)); }
   static U16 mul_high16(U16 a, U16 b) { return _mm512_mulhi_epu16(a, b); }
-  static U16 mul_high16(U16 a, U16 b, uint64_t base) {  // a product's high half is at most 65534: the carry fits
+  static U16 mul_high16(U16 a, U16 b, uint32_t base) {  // a product's high half is at most 65534: the carry fits
     const __mmask32 carry = _mm512_cmpgt_epu16_mask(_mm512_mullo_epi16(a, b), set16(uint16_t(~base)));
     const __m512i high = mul_high16(a, b), carried = _mm512_mask_sub_epi16(high, carry, high, set16(65535));
-    return _mm512_adds_epu16(carried, set16(uint16_t(base >> 16 > 65535 ? 65535 : base >> 16)));
+    return _mm512_adds_epu16(carried, set16(uint16_t(base >> 16)));
   }
   static U16 average(U16 a, uint16_t b) { return _mm512_avg_epu16(a, _mm512_set1_epi16(int16_t(b))); }
   static U16 shift_right(U16 a, U16 n) { return _mm512_srlv_epi16(a, n); }

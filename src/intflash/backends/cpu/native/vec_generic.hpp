@@ -80,7 +80,7 @@ struct Generic {
   static U16 power(U16 z) { for (auto& v : z.x) v = v >> 8 > 9 ? 0 : uint16_t(512u >> (v >> 8)); return z; }
   static U16 mul_high16(U16 a, U16 b) { for (int i = 0; i < 8; ++i) a.x[i] = uint16_t((uint32_t(a.x[i]) * b.x[i]) >> 16); return a; }
   // (a * b + base) >> 16, saturating
-  static U16 mul_high16(U16 a, U16 b, uint64_t base) {
+  static U16 mul_high16(U16 a, U16 b, uint32_t base) {
     for (int i = 0; i < 8; ++i) {
       const uint64_t x = (uint64_t(a.x[i]) * b.x[i] + base) >> 16;
       a.x[i] = uint16_t(x > 65535 ? 65535 : x);

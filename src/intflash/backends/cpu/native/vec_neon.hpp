@@ -77,10 +77,10 @@ struct Neon {
     const uint32x4_t low = vmull_u16(vget_low_u16(a), vget_low_u16(b)), high = vmull_high_u16(a, b);
     return vcombine_u16(vshrn_n_u32(low, 16), vshrn_n_u32(high, 16));
   }
-  static U16 mul_high16(U16 a, U16 b, uint64_t base) {
+  static U16 mul_high16(U16 a, U16 b, uint32_t base) {
     const uint32x4_t low = vdupq_n_u32(uint16_t(base));
     const uint32x4_t x = vmlal_u16(low, vget_low_u16(a), vget_low_u16(b)), y = vmlal_high_u16(low, a, b);
-    return vqaddq_u16(vcombine_u16(vshrn_n_u32(x, 16), vshrn_n_u32(y, 16)), vdupq_n_u16(uint16_t(base >> 16 > 65535 ? 65535 : base >> 16)));
+    return vqaddq_u16(vcombine_u16(vshrn_n_u32(x, 16), vshrn_n_u32(y, 16)), set16(uint16_t(base >> 16)));
   }
   static U16 average(U16 a, uint16_t b) { return vrhaddq_u16(a, vdupq_n_u16(b)); }
   static U16 shift_right(U16 a, U16 n) {  // by a negative left shift, whose amount is a signed byte
