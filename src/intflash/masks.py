@@ -22,6 +22,8 @@ def normalize_mask(mask: Tensor, batch: tuple[int, ...], heads: int, nq: int, nk
         InputError: the shape does not broadcast.
     """
     full = (*batch, heads, nq, nk)
+    if not isinstance(mask, Tensor):
+        raise InputError(f"{name} must be a tensor that broadcasts to {list(full)}, got {type(mask).__name__}")
     shape = (1,) * (len(full) - mask.ndim) + tuple(mask.shape)
     if len(shape) > len(full) or any(m not in (1, n) for m, n in zip(shape[-3:], full[-3:], strict=True)):
         raise _shape_error(mask, full, name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from intflash import masks, validate
+from intflash import masks, plans, validate
 from intflash.backends import select
 from intflash.errors import InputError
 from intflash.methods import get_method
@@ -20,14 +20,19 @@ from intflash.quant import QTensor, Recipe, hadamard_rotate, key_mean, quantize
 Output = Tensor | QTensor
 
 
-def run(*, backend: str | None = None, return_lse: bool = False, **arguments: Any) -> tuple[Output, Tensor | None]:
+def run(**arguments: Any) -> tuple[Output, Tensor | None]:
+    """Output and log-sum-exp of a call with all arguments of `attention`; on a GPU by its plan once it repeats."""
+    return plans.run(_run, arguments)
+
+
+def _run(*, backend: str | None, return_lse: bool, **arguments: Any) -> tuple[Output, Tensor | None]:
     """Prepare the problem, run it on its backend, and give the output the caller's shape."""
     if is_dynamic(arguments["out_scale"]):
         arguments["out_scale"] = _dynamic_out_scale(backend, arguments)
     problem, lse_shift = prepare(**arguments, return_lse=return_lse)
     result = select(problem, backend).run(problem)
     lead = arguments["q"].shape[:-1]
-    out, lse = result.out.reshape(*lead, -1), result.lse
+    out, lse = result.out if len(lead) == 3 else result.out.reshape(*lead, -1), result.lse
     if lse is not None:
         lse = (lse if lse_shift is None else lse + lse_shift).reshape(lead)
     if result.out_scale is not None:

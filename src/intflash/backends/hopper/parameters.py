@@ -55,8 +55,8 @@ def data_view(x: Tensor) -> View:
 def parameters(
     problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], scales: tuple[Tensor, ...] | None,
     constants: Constants, out: Tensor, statistics: Statistics, tiles: int = 1, share: Share | None = None,
-) -> tuple[Params, dict[str, Tensor | None]]:  # fmt: skip
-    """The struct, and the tensors that it points into.
+) -> tuple[Params, dict[int, Tensor]]:  # fmt: skip
+    """The struct, and the tensors that it points into by the byte at which it does.
 
     tensors: codes, or floats with their `scales` or FOUND.
     """
@@ -82,7 +82,8 @@ def parameters(
         bias_reciprocal=_reciprocal(batches["bias"]), keep_reciprocal=_reciprocal(batches["keep"]),
         share=share or Share(),
     )  # fmt: skip
-    return params, keeps | statistics._asdict()
+    pointers = keeps | dict(t_max=statistics.t_max, l=statistics.l)
+    return params, {getattr(Params, name).offset: x for name, x in pointers.items() if x is not None}
 
 
 def _reciprocal(x: int) -> int:

@@ -11,13 +11,15 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from intflash import tape
 from intflash.backends.cache import cache_folder
 from intflash.backends.hopper import wgmma
 
@@ -154,9 +156,11 @@ class CudaLaunch:
     """One launch: it can be run, or its program compiled where there is no GPU.
 
     Attributes:
+        parameters: of the kernel, with the addresses of `tensors` in it.
+        tensors: byte in the parameters -> what lies at the address there; it is kept while the launch is.
         overlaps: it may start before the kernel ahead of it has ended, since its code waits for that
             (griddepcontrol) before it reads or writes memory: a launch's latency less in a chain of kernels.
-        more: makes the kernel's second parameter, which needs a driver.
+        more: makes the kernel's second parameter, which needs a driver, from the parameters.
     """
 
     program: Program
@@ -165,28 +169,47 @@ class CudaLaunch:
     shared_bytes: int
     parameters: ctypes.Structure
     device: torch.device
-    keeps: Mapping[str, Any]  # the tensors that the parameters point into
+    tensors: Mapping[int, Tensor]
     overlaps: bool = False
-    more: Callable[[], ctypes.Structure] | None = None
-
-    @functools.cached_property
-    def _structs(self) -> tuple[ctypes.Structure, ...]:
-        return (self.parameters,) if self.more is None else (self.parameters, self.more())
+    more: Callable[[ctypes.Structure], ctypes.Structure] | None = None
 
     def run(self) -> None:
+        with torch.cuda.device(self.device):
+            launch = self._prepared()
+            launch(self.parameters)
+        tape.note(list(self.tensors.values()), lambda: self._again(launch))
+
+    def _prepared(self) -> Callable[[ctypes.Structure], None]:
+        """What launches with any parameters on the current stream."""
         from cuda.bindings import driver
 
-        with torch.cuda.device(self.device):
-            function = _function(self.program, torch.cuda.current_device(), self.shared_bytes)
-            stream = torch.cuda.current_stream().cuda_stream
-            structs = self._structs
-            pointers = (ctypes.c_void_p * len(structs))(*(ctypes.addressof(x) for x in structs))
-            config = driver.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
-            config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
-            config.sharedMemBytes, config.hStream = self.shared_bytes, driver.CUstream(stream)
-            config.attrs, config.numAttrs = ([_overlap()], 1) if self.overlaps else ([], 0)
+        config, stream = driver.CUlaunchConfig(), torch.cuda.current_stream().cuda_stream
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes, config.hStream = self.shared_bytes, driver.CUstream(stream)
+        config.attrs, config.numAttrs = ([_overlap()], 1) if self.overlaps else ([], 0)
+        function, more = _function(self.program, torch.cuda.current_device(), self.shared_bytes), self.more
+
+        pointers_of = ctypes.c_void_p * (1 if more is None else 2)
+
+        def launch(parameters: ctypes.Structure) -> None:
+            structs = (parameters,) if more is None else (parameters, more(parameters))
+            pointers = pointers_of(*map(ctypes.addressof, structs))
             checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0), "cuLaunchKernelEx")
+
+        return launch
+
+    def _again(self, launch: Callable[[ctypes.Structure], None]) -> tape.Again:
+        kind, template, places = type(self.parameters), bytes(self.parameters), [byte // 8 for byte in self.tensors]
+        words_of = ctypes.c_uint64 * (len(template) // 8)
+
+        def again(addresses: Sequence[int]) -> None:
+            words = words_of.from_buffer_copy(template)  # of its own for each call and thread
+            for place, address in zip(places, addresses, strict=True):
+                words[place] = address
+            launch(kind.from_buffer(words))
+
+        return again
 
 
 @functools.cache

@@ -7,10 +7,12 @@ A map lists the dimensions of a box in the order in which shared memory has them
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from intflash.backends.hopper.parameters import Params
 from intflash.backends.hopper.program import checked
 
 
@@ -24,10 +26,9 @@ class TensorMaps(ctypes.Structure):
 
 @dataclass(frozen=True)
 class TensorMap:
-    """One map, encoded by the driver when a launch runs.
+    """One map but for its address.
 
     Attributes:
-        address: of the tensor's first byte.
         sizes: of its five dimensions, innermost first.
         strides: bytes between neighbours along all but the innermost.
         box: what one copy takes.
@@ -35,7 +36,6 @@ class TensorMap:
         batch, head: how far the next batch and head are along the outermost dimension.
     """
 
-    address: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
@@ -43,7 +43,7 @@ class TensorMap:
     batch: int
     head: int
 
-    def encoded(self) -> ctypes.Array:
+    def encoded(self, address: int) -> ctypes.Array:
         """The driver's 128 bytes.
 
         Raises:
@@ -54,7 +54,7 @@ class TensorMap:
         swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{self.swizzle}B")
         made = checked(
             driver.cuTensorMapEncodeTiled(
-                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, self.address,
+                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, address,
                 [driver.cuuint64_t(x) for x in self.sizes], [driver.cuuint64_t(x) for x in self.strides],
                 [driver.cuuint32_t(x) for x in self.box], [driver.cuuint32_t(1)] * 5,
                 driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
@@ -66,8 +66,15 @@ class TensorMap:
         return (ctypes.c_uint64 * 16).from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
 
 
-def tensor_maps(k: TensorMap, v: TensorMap) -> TensorMaps:
-    return TensorMaps(k.encoded(), v.encoded(), k.batch, k.head, v.batch, v.head)
+@functools.lru_cache(maxsize=1024)  # an allocator gives out the same addresses again
+def _encoded(tensor_map: TensorMap, address: int) -> ctypes.Array:
+    return tensor_map.encoded(address)
+
+
+def tensor_maps(k: TensorMap, v: TensorMap, parameters: Params) -> TensorMaps:
+    """Of the K and V that the kernel's parameters point to."""
+    encoded = _encoded(k, parameters.k.ptr), _encoded(v, parameters.v.ptr)
+    return TensorMaps(*encoded, k.batch, k.head, v.batch, v.head)
 
 
 def key_map(k: Tensor, tile: int, width: int) -> TensorMap | None:
@@ -79,7 +86,7 @@ def key_map(k: Tensor, tile: int, width: int) -> TensorMap | None:
     batch, head = b // (16 * row), h // (16 * row)
     groups = (batches - 1) * batch + (heads - 1) * head + n // 16
     return TensorMap(
-        k.data_ptr(), (d, 2, 4, 2, groups), (row, 4 * row, 2 * row, 16 * row), (width, 2, 4, 2, tile // 16), width,
+        (d, 2, 4, 2, groups), (row, 4 * row, 2 * row, 16 * row), (width, 2, 4, 2, tile // 16), width,
         batch, head,
     )  # fmt: skip
 
@@ -94,6 +101,6 @@ def value_map(v: Tensor, tile: int) -> TensorMap | None:
     batch, head = b // matrix, h // matrix
     matrices = (batches - 1) * batch + (heads - 1) * head + 1
     return TensorMap(
-        v.data_ptr(), (n, 2, 4, d // 8, matrices), (channel, d // 4 * channel, 2 * channel, matrix),
+        (n, 2, 4, d // 8, matrices), (channel, d // 4 * channel, 2 * channel, matrix),
         (tile, 2, 4, d // 8, 1), 128, batch, head,
     )  # fmt: skip

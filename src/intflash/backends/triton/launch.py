@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from intflash import tape
 from intflash.backends.triton.tiles import View
 
 
@@ -28,7 +30,15 @@ class Launch:
     stages: int = 2
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+        compiled = self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+        arguments = [self.arguments[name] for name in self.kernel.arg_names]
+        tape.note(list(tape.leaves(arguments)), lambda: self._again(compiled, arguments))
+
+    def _again(self, compiled: Any, arguments: list) -> tape.Again:
+        """Past what finds the compiled kernel by types and alignments, which a plan's addresses share."""
+        launch, stream = compiled[(*self.grid, 1, 1)[:3]], torch.cuda.current_stream().cuda_stream
+        fill = tape.nest(arguments)
+        return lambda addresses: launch(*fill(iter(addresses)), stream=stream)
 
 
 def view(x: Tensor) -> View:

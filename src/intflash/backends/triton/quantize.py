@@ -149,8 +149,8 @@ def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> Inputs:
         given = (recipe.q_scale, recipe.k_scale, recipe.v_scale)
         numbers = None if any(isinstance(s, Tensor) for s in given) else tuple(map(float, given))
         return Inputs(tensors, Three(*(_static(s, x) for s, x in zip(given, tensors, strict=True))), numbers)
-    amax = torch.zeros(4, dtype=torch.int32, device=q.device)
-    scales = torch.empty(3, dtype=torch.float32, device=q.device)
+    amax, scales = torch.zeros(2, 4, dtype=torch.int32, device=q.device).unbind()
+    scales = scales.view(torch.float32)[:3]
     for launch in amax_launches(tensors, amax, scales):
         launch.run()
     return Inputs(tensors, Three(*(scales[i].view(1, 1, 1, 1) for i in range(3))))

@@ -1,0 +1,180 @@
+"""Plans without a GPU: kernels are stood in for by functions that know addresses only."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from intflash import plans
+from intflash.quant import QTensor, Recipe, quantize
+from intflash.tape import Tape, leaves, nest, note
+
+
+def launch(out, x):
+    """out = 2 x, six floats, as a kernel would: by address."""
+
+    def again(addresses):
+        to, of = ((ctypes.c_float * 6).from_address(a) for a in addresses)
+        for i in range(6):
+            to[i] = 2 * of[i]
+
+    again([out.data_ptr(), x.data_ptr()])
+    note([out, x], lambda: again)
+
+
+CONSTANT = torch.full((6,), 10.0)
+
+
+def call(a, b):
+    hidden = torch.empty(8)[2:]
+    launch(hidden, a)
+    filled = torch.zeros(6).copy_(b)
+    doubled = torch.empty(2, 6)[1]
+    launch(doubled, filled)
+    with_constant = torch.empty(6)
+    launch(with_constant, CONSTANT)
+    out = torch.empty(6)
+    launch(out, hidden)
+    codes = quantize(torch.stack([doubled, with_constant]).view(1, 1, 2, 6))
+    return out.view(2, 3), codes, None, torch.max(doubled, 0).values
+
+
+def planned(call, *tensors):
+    with Tape(list(tensors)) as tape:
+        result = call(*tensors)
+    return tape.plan(result)
+
+
+def pair():
+    return torch.randn(6), torch.randn(6)
+
+
+def test_a_plan_does_the_call_again_for_other_tensors():
+    plan = planned(call, *pair())
+    for _ in range(3):
+        a, b = pair()
+        before = a.clone(), b.clone()
+        want, got = call(a, b), plan.run([a, b])
+        assert isinstance(got[1], QTensor) and got[2] is None
+        assert all(torch.equal(x, y) for x, y in zip(leaves(want), leaves(got), strict=True))
+        assert torch.equal(a, before[0]) and torch.equal(b, before[1])
+
+
+def test_results_are_memory_of_their_own():
+    plan = planned(call, *pair())
+    first = plan.run(list(pair()))[0]
+    kept = first.clone()
+    plan.run(list(pair()))
+    assert torch.equal(first, kept)
+
+
+def test_addresses_follow_views_of_arguments_and_of_what_is_made():
+    def shifted(a, b):
+        out = torch.empty(3, 6)
+        launch(out[1], a[1:])
+        launch(out[2], b.view(2, 6)[1])
+        return out[1:]
+
+    def tensors():
+        return torch.randn(7), torch.randn(12)
+
+    plan = planned(shifted, *tensors())
+    a, b = tensors()
+    assert torch.equal(plan.run([a, b]), torch.stack([a[1:], b[6:]]) * 2)
+
+
+def test_no_plan_where_the_host_reads_or_nothing_is_launched_or_an_argument_is_hidden():
+    def reads(a, b):
+        out = torch.empty(6)
+        launch(out, a)
+        return out * b.sum().item()
+
+    def draws(a, b):
+        out = torch.rand(6)
+        launch(out, a)
+        return out
+
+    def hidden(a, b):
+        with torch.utils._python_dispatch._disable_current_modes():
+            alias = a.view(6)
+        out = torch.empty(6)
+        launch(out, alias)
+        return out
+
+    for function in (reads, draws, hidden, torch.add):
+        assert planned(function, *pair()) is None
+
+
+def test_without_a_tape_nothing_is_noted():
+    note([], lambda: pytest.fail("asked for"))
+
+
+def arguments(**changes):
+    q, k, v = (torch.zeros(1, 2, 8, 16) for _ in "qkv")
+    return dict(q=q, k=k, v=v, attn_mask=None, scale=None, recipe=None, is_causal=False) | changes
+
+
+BASE = torch.zeros(4096)
+CODES = torch.zeros(1, 2, 8, 16, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(q=torch.zeros(1, 2, 9, 16)),
+        dict(q=torch.zeros(1, 2, 8, 16).half()),
+        dict(q=torch.zeros(1, 8, 2, 16).transpose(1, 2)),
+        dict(q=BASE[1:257].view(1, 2, 8, 16)),
+        dict(q=BASE[4:260].view(1, 2, 8, 16)),
+        dict(q=QTensor(CODES, 1.0)),
+        dict(q=QTensor(CODES, torch.ones(2), "head")),
+        dict(q=QTensor(CODES, 1.0, bits=4)),
+        dict(k=None),
+        dict(attn_mask=torch.ones(8, 8)),
+        dict(scale=0.5),
+        dict(is_causal=True),
+        dict(recipe=Recipe()),
+        dict(recipe=Recipe(q_scale=0.5)),
+        dict(recipe=Recipe(q_scale=torch.tensor(0.5))),
+        dict(recipe=Recipe(q="head", q_scale=torch.ones(2))),
+        dict(recipe=Recipe(q="head", q_scale=torch.ones(1, 2, 1, 1))),
+    ],
+    ids=str,
+)
+def test_what_a_launch_may_depend_on_makes_another_signature(change):
+    changed = [key for key, _ in (plans.signature(arguments()), plans.signature(arguments(**change)))]
+    assert changed[0] != changed[1]
+
+
+def test_values_and_addresses_do_not():
+    def key(value):
+        codes = torch.full((1, 2, 8, 16), value, dtype=torch.int8)
+        recipe = Recipe(q_scale=torch.tensor(float(value)))
+        return plans.signature(arguments(q=QTensor(codes, float(value)), recipe=recipe))[0]
+
+    kept = [key(i) for i in range(1, 5)]
+    assert len(set(kept)) == 1
+
+
+def test_one_tensor_in_two_places_is_a_signature_of_its_own():
+    x = torch.zeros(1, 2, 8, 16)
+    keys = [plans.signature(arguments(**two))[0] for two in (dict(q=x, k=x), dict(q=x, v=x), dict(k=x, v=x), {})]
+    assert len(set(keys)) == 4
+
+
+def test_tensors_of_other_classes_have_no_signature():
+    class Own(torch.Tensor):
+        pass
+
+    assert plans.signature(arguments(q=torch.zeros(1, 2, 8, 16).as_subclass(Own))) is None
+    assert plans.signature(arguments(q=torch.nn.Parameter(torch.zeros(1, 2, 8, 16)))) is not None
+    assert plans.signature(arguments(q=torch.zeros(1, 2, 8, 16).to_sparse())) is None
+
+
+def test_a_nest_is_filled_in_the_order_of_its_leaves():
+    x, y = pair()
+    made = nest(((x, 1, 2), [3, (y, None)], "z"))
+    assert made(iter("ab")) == (("a", 1, 2), [3, ("b", None)], "z")
+    assert nest((1, [2, "z"])) is None
