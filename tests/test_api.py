@@ -54,7 +54,19 @@ BAD = {
     "mask shape": (dict(attn_mask=torch.ones(3, 1, 20, 20, dtype=torch.bool)), r"broadcast to \[2, 4, 20, 20\]"),
     "mask keys": (dict(attn_mask=torch.ones(20, 19, dtype=torch.bool)), "attn_mask must broadcast"),
     "mask axes": (dict(attn_mask=torch.ones(1, 1, 1, 20, 20, dtype=torch.bool)), "attn_mask must broadcast"),
-    "mask dtype": (dict(attn_mask=torch.ones(20, 20, dtype=torch.int8)), "floating point, or int32.*got torch.int8"),
+    "mask dtype": (dict(attn_mask=torch.ones(20, 20, dtype=torch.int8)), "bool or floating point, got torch.int8"),
+    "bias as mask": (dict(attn_mask=torch.ones(20, 20, dtype=torch.int32)), "bool or floating point, got torch.int32"),
+    "bias dtype": (dict(bias=torch.ones(20, 20, dtype=torch.int64)), "or int32 from quantize_bias, got torch.int64"),
+    "list": (dict(q=[1.0]), "all QTensors or all float tensors, got list"),
+    "list of methods": (dict(method=["intflash"]), "unknown method"),
+    "list as mask": (dict(attn_mask=[True]), "attn_mask must be a tensor, got list"),
+    "empty mask": (dict(attn_mask=torch.ones(0, 1, 20, 20) > 0), "attn_mask must broadcast"),
+    "mask elsewhere": (dict(attn_mask=torch.ones(20, 20, device="meta") > 0), "device of q, cpu, got meta"),
+    "bias elsewhere": (dict(bias=torch.ones(20, 20, device="meta")), "bias must be on the device of q"),
+    "dict as recipe": (dict(recipe={"q": "head"}), "recipe must be a Recipe, got dict"),
+    "word as scale": (dict(scale="a"), "finite and > 0, got 'a'"),
+    "negative recipe": (dict(recipe=Recipe(q_scale=torch.tensor(-1.0))), "q's scale must be finite and > 0"),
+    "nan in recipe": (dict(recipe=Recipe(v="head", v_scale=V.mean((0, 2, 3)) * float("nan"))), "v's scale must be"),
     "mask nan": (dict(attn_mask=torch.full((20, 20), float("nan"))), "must not hold NaN"),
     "mask inf": (dict(attn_mask=torch.full((20, 20), float("inf"))), "must not hold NaN or .inf"),
     "two biases": (dict(attn_mask=torch.zeros(20, 20), bias=torch.zeros(20, 20)), "attn_mask must be bool"),
@@ -63,7 +75,9 @@ BAD = {
     "out dtype": (dict(out_dtype=torch.float64), "not out_dtype=torch.float64"),
     "out scale of floats": (dict(out_scale=0.1), "out_scale goes with an int8 or int16"),
     "zero out scale": (dict(out_dtype=torch.int8, out_scale=0.0), "out_scale must be finite and > 0"),
-    "negative out scale": (dict(out_dtype=torch.int8, out_scale=-torch.ones(1)), "out_scale must be > 0"),
+    "negative out scale": (dict(out_dtype=torch.int8, out_scale=-torch.ones(1)), "out_scale must be finite and > 0"),
+    "infinite out scale": (dict(out_dtype=torch.int8, out_scale=torch.ones(1) / 0), "must be finite and > 0"),
+    "out scale heads": (dict(out_dtype=torch.int8, out_scale=torch.ones(1, 3, 1, 1)), r"broadcast to \[2, 4, 1, 16\]"),
     "out scale shape": (dict(out_dtype=torch.int8, out_scale=torch.ones(1, 4, 20, 1)), "out_scale must be one value"),
     "out scale word": (dict(out_dtype=torch.int8, out_scale="auto"), "or 'dynamic', got 'auto'"),
     "half a packing": (dict(cu_seqlens_q=torch.tensor([0, 20], dtype=torch.int32)), "go together"),
@@ -93,6 +107,20 @@ def test_bad_packing_is_refused(cu_q, message):
         attend(cu_seqlens_q=cu_k, cu_seqlens_k=cu_k)
     with pytest.raises(InputError, match="cannot have 'block' scales"):
         attend(q=Q[:1], k=K[:1], v=V[:1], cu_seqlens_q=cu_k, cu_seqlens_k=cu_k, recipe=Recipe(k="block"))
+    with pytest.raises(InputError, match="cannot have 'block' scales"):
+        packed = dict(q=Q[:1], k=K[:1], v=V[:1], cu_seqlens_q=cu_k, cu_seqlens_k=cu_k, method="lite")
+        attend(recipe=Recipe(q="token", k="token", v="block"), **packed)
+    with pytest.raises(InputError, match="device of q"):
+        attend(q=Q[:1], k=K[:1], v=V[:1], cu_seqlens_q=cu_k.to("meta"), cu_seqlens_k=cu_k)
+
+
+@pytest.mark.parametrize("end", [40, 10_000_000, -5])
+def test_offsets_past_the_end_never_reach_memory(end):
+    cu, good = (torch.tensor([0, x], dtype=torch.int32) for x in (end, 20))
+    for pair in ((cu, good), (good, cu)):
+        packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), pair, strict=True))
+        with pytest.raises(InputError, match="rise from 0 to 20"):
+            attend(q=Q[:1], k=K[:1], v=V[:1], check_finite=False, backend=None, **packed)
 
 
 def test_values_are_looked_at_on_request():
@@ -220,3 +248,88 @@ def test_info_lists_what_there_is():
     assert info["methods"]["intflash"]["integer_only"]
     served = info["backends"]["reference"]["methods"]
     assert set(served) == set(info["methods"]) and not any(served.values())
+
+
+def test_which_backend_answers_for_the_call():
+    assert intflash.which_backend(Q, K, V, method="qflash", return_lse=True) == "torch"
+    with pytest.raises(BackendError, match="no log-sum-exp"):
+        intflash.which_backend(Q, K, V, method="qflash", return_lse=True, backend="cpu")
+    with pytest.raises(TypeError, match="at most 6"):
+        intflash.which_backend(Q, K, V, None, False, None, "intflash")
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "cpu"])
+@pytest.mark.parametrize("method", ["intflash", "qflash", "fqvit", "lite", "fp32"])
+def test_autocast_changes_no_bit(method, backend):
+    if intflash.info()["backends"][backend]["methods"][method] is not None:
+        pytest.skip("not one of its methods")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attend(method=method, backend=backend)
+    assert torch.equal(found, attend(method=method, backend=backend))
+
+
+def test_a_lower_matmul_precision_changes_no_bit():
+    want = attend(backend="torch")
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(attend(backend="torch"), want)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_sdpa_takes_what_torchs_takes_under_autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = intflash.sdpa(Q, K, V.bfloat16())
+    assert torch.equal(found, intflash.sdpa(Q.bfloat16(), K.bfloat16(), V.bfloat16()))
+
+
+def test_default_devices_and_dtypes_change_nothing():
+    want = attend(return_lse=True, recipe=Recipe(rotate=True))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = attend(return_lse=True, recipe=Recipe(rotate=True))
+        dtypes = {
+            attend(method=m, return_lse=True, backend="torch")[1].dtype for m in ("intflash", "qflash", "ivit", "lite")
+        }
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(x, y) for x, y in zip(want, found, strict=True))
+    assert dtypes == {torch.float32}
+
+
+@pytest.mark.parametrize("method", ["intflash", "lite", "fp32"])
+def test_a_backward_pass_is_refused(method):
+    out, lse = attend(q=Q.clone().requires_grad_(), method=method, return_lse=True)
+    assert torch.equal(out, attend(method=method))
+    for x in (out, lse):
+        with pytest.raises(RuntimeError, match="for inference and has no gradients"):
+            x.sum().backward()
+    with torch.no_grad():
+        assert not attend(q=Q.clone().requires_grad_(), method=method).requires_grad
+
+
+def test_four_bit_values_of_methods_with_scales_of_their_own():
+    recipe = Recipe(bits=4, rule="divide")
+    backends = ("reference", "torch", None)
+    scales = {
+        attend(method="qflash", recipe=recipe, out_dtype=torch.int8, backend=b).scale.item()
+        for b in ("reference", "torch", None)
+    }
+    assert len(scales) == 1
+    attend(method="lite", recipe=Recipe(bits=4, q="token", k="token", v="token"), out_dtype=torch.int8)
+    attend(method="fp16", recipe=Recipe(bits=4, q="none"), out_dtype=torch.int8)
+
+
+@pytest.mark.parametrize("ends", [(0, 5, 20), (0, 20, 20)])
+@pytest.mark.parametrize("method", ["int_flash_full", "lite", "fp32", "fp8"])
+def test_packed_integer_output_has_one_scale(method, ends):
+    v = V[:1].clone()
+    v[:, :, ends[1] :] *= 10
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ((0, 5, 20), ends))
+    recipe = None if method == "fp8" else Recipe(q="token", k="token", v="token")
+    options = dict(q=Q[:1], k=K[:1], v=v, method=method, recipe=recipe, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    a, b = (attend(out_dtype=torch.int8, backend=name, **options) for name in ("reference", "torch"))
+    assert torch.equal(a.scale, b.scale)
+    exact = attend(backend="reference", **options)
+    assert sqnr(exact, a.dequantize()) > 30 and sqnr(exact, b.dequantize()) > 30

@@ -87,3 +87,28 @@ def test_op_does_not_alias_a_given_out_scale():
     out = torch.ops.intflash.attention(*flat(q, k, v, out_scale=scale, out_dtype=torch.int8))
     assert torch.equal(out[1], scale) and out[1].data_ptr() != scale.data_ptr()
     assert isinstance(intflash.attention(q, k, v, out_dtype=torch.int8, out_scale=scale), QTensor)
+
+
+def test_compiled_code_takes_tensors_that_want_gradients_and_refuses_the_backward_pass():
+    q, k, v = randn(1, 2, 20, 16)
+    compiled = torch.compile(lambda *x: intflash.attention(*x) * 2, fullgraph=True, backend="aot_eager")
+    out = compiled(q.clone().requires_grad_(), k, v)
+    assert torch.equal(out, intflash.attention(q, k, v) * 2)
+    with pytest.raises(RuntimeError, match="for inference and has no gradients"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("method", ["lite", "fp32"])
+def test_integer_output_of_a_float_v_compiles(method):
+    inputs = randn(1, 2, 20, 16)
+
+    def call(*x):
+        return intflash.attention(*x, method=method, out_dtype=torch.int8).dequantize()
+
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs), call(*inputs))
+
+
+def test_traced_code_computes():
+    q, k, v = randn(1, 2, 20, 16)
+    traced = torch.jit.trace(lambda *x: intflash.attention(*x), (q, k, v), check_trace=False)
+    assert torch.equal(traced(k, v, q), intflash.attention(k, v, q))

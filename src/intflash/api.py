@@ -37,6 +37,8 @@ def attention(
 ) -> Output | tuple[Output, Tensor]:
     """softmax(scale * q k^T + bias) v with quantized, by default integer-only, arithmetic.
 
+    For inference: no gradient flows through it, and a backward pass raises RuntimeError.
+
     Args:
         q, k, v: float32, float16 or bfloat16 tensors ``[..., Hq, Nq, D]``, ``[..., Hk, Nk, D]``,
             ``[..., Hk, Nk, Dv]`` with any strides, or int8 `QTensor`s of four axes. Never changed.
@@ -50,7 +52,7 @@ def attention(
             (`which_backend` tells which).
         enable_gqa: allow Hq to be a multiple of Hk.
         bias: additive float bias beside a bool `attn_mask` (relative-position bias), or int32 from
-            `quantize_bias`; broadcast like `attn_mask` and never expanded.
+            `quantize_bias`; broadcast like `attn_mask` and never expanded. Past 2048 octaves (1419) it saturates.
         causal_align: "top_left" as torch's SDPA (key j <= query i), or "bottom_right" as
             FlashAttention (j <= i + Nk - Nq).
         recipe: how float tensors are quantized (granularity, static scales, smoothing, rotation);
@@ -66,12 +68,13 @@ def attention(
             where looking would wait for the device.
 
     Returns:
-        The output ``[..., Hq, Nq, Dv]``, or with `return_lse` the pair (output, lse). A query whose
-        keys are all absent gives 0 (torch gives NaN) and an lse of -inf.
+        The output ``[..., Hq, Nq, Dv]``, or with `return_lse` the pair (output, lse). A `QTensor` has four axes, the
+        leading ones as one. A query whose keys are all absent gives 0 (torch gives NaN) and an lse of -inf
+        (`qflash`, `iflash`: as their papers', docs/numerics.md section 3).
 
     Raises:
         InputError: an argument is wrong; the message shows what was expected and what came.
-        BackendError: the backend asked for cannot serve this call; the message says why.
+        BackendError: the backend asked for, or none, can serve this call; the message says why.
 
     Source: docs/numerics.md for `intflash`, `intflash_p8` and `intflash_online`; each other method
     names its paper in ``intflash.info()``.
@@ -90,7 +93,8 @@ def attention(
         out_scale=out_scale, return_lse=return_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         check_finite=check_finite,
     )  # fmt: skip
-    out, lse = ops.attention(**arguments) if torch.compiler.is_compiling() else pipeline.run(**arguments)
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    out, lse = ops.attention(**arguments) if traced else pipeline.run(**arguments)
     return (out, lse) if return_lse else out
 
 
@@ -106,10 +110,15 @@ def sdpa(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`'s signature, computed by `intflash`.
 
-    Args and shapes as `attention`. As in torch, `attn_mask` and `is_causal` exclude each other.
+    Args and shapes as `attention`; float32, float16 and bfloat16, for inference (a backward pass raises). As
+    in torch, autocast chooses the dtype, and `attn_mask` and `is_causal` exclude each other.
+
+    Returns:
+        The output ``[..., Hq, Nq, Dv]`` in the inputs' dtype.
 
     Raises:
-        InputError: dropout_p is not 0 (IntFlash is for inference), or an argument is wrong.
+        InputError: dropout_p is not 0, or an argument is wrong.
+        BackendError: no backend can serve this call.
 
     Example:
         >>> import torch, intflash
@@ -121,11 +130,23 @@ def sdpa(
         raise InputError(f"dropout_p must be 0, IntFlash is for inference; got {dropout_p}")
     if attn_mask is not None and is_causal:
         raise InputError("attn_mask and is_causal exclude each other in sdpa; use intflash.attention for both")
+    if isinstance(query, Tensor) and torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa=enable_gqa)
 
 
 def which_backend(*args: Any, **kwargs: Any) -> str:
     """The name of the backend that `attention` with these arguments would run on.
+
+    Args:
+        args, kwargs: as `attention`.
+
+    Returns:
+        A name from ``intflash.info()["backends"]``.
+
+    Raises:
+        InputError, BackendError: as `attention` with these arguments.
 
     Example:
         >>> import torch, intflash
@@ -134,9 +155,10 @@ def which_backend(*args: Any, **kwargs: Any) -> str:
         'reference'
     """
     names = ("q", "k", "v", "attn_mask", "is_causal", "scale")
+    if len(args) > len(names):
+        raise TypeError(f"at most {len(names)} arguments by position, {', '.join(names)}; got {len(args)}")
     options = dict(zip(names, args, strict=False)) | kwargs
     backend = options.pop("backend", None)
-    options.pop("return_lse", None)
     if pipeline.is_dynamic(options.get("out_scale")):
         options["out_scale"] = None
     problem, _ = pipeline.prepare(**options)

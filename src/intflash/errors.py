@@ -8,4 +8,4 @@ class InputError(ValueError):
 
 
 class BackendError(RuntimeError):
-    """A backend that was asked for by name cannot serve this call; the message says why."""
+    """The backend asked for, or with None every backend, cannot serve this call; the message says why."""

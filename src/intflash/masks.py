@@ -22,10 +22,8 @@ def normalize_mask(mask: Tensor, batch: tuple[int, ...], heads: int, nq: int, nk
         InputError: the shape does not broadcast.
     """
     full = (*batch, heads, nq, nk)
-    if not isinstance(mask, Tensor):
-        raise InputError(f"{name} must be a tensor that broadcasts to {list(full)}, got {type(mask).__name__}")
     shape = (1,) * (len(full) - mask.ndim) + tuple(mask.shape)
-    if len(shape) > len(full) or any(m not in (1, n) for m, n in zip(shape[-3:], full[-3:], strict=True)):
+    if 0 in shape or len(shape) > len(full) or any(m not in (1, n) for m, n in zip(shape[-3:], full[-3:], strict=True)):
         raise _shape_error(mask, full, name)
     lead, total = shape[:-3], math.prod(batch)
     mask = mask.reshape(shape)
@@ -54,7 +52,9 @@ def causal_offset(is_causal: bool, align: str, nq: int, nk: int) -> int | None:
 
 
 def check_bias(bias: Tensor, name: str) -> None:
-    """An additive mask is floating point, or int32 from `intflash.quantize_bias`; NaN is refused by value checks."""
+    """An additive mask is floating point, a bias also int32 from `quantize_bias`; NaN is refused by value checks."""
+    if name == "attn_mask" and not bias.is_floating_point():
+        raise InputError(f"attn_mask must be bool or floating point, got {bias.dtype} (quantize_bias's is a bias)")
     if not (bias.is_floating_point() or bias.dtype == torch.int32):
         raise InputError(f"{name} must be floating point, or int32 from quantize_bias, got {bias.dtype}")
 

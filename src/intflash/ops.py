@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from intflash import pipeline
+from intflash import gradients, pipeline
 from intflash.methods import get_method
 from intflash.problem import empty_output
 from intflash.quant import QTensor, Recipe
@@ -86,10 +86,35 @@ def _attention_fake(q, k, v, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
         return codes, q.new_empty((1, 1, 1, 1), dtype=torch.float32), lse
     scale = problem.out_scale
     if scale is None:
-        scale = problem.quantized().v.scale
+        v = problem.quantized().v
+        scale = v.scale if isinstance(v, QTensor) else q.new_empty((1, 1, 1, 1), dtype=torch.float32)
     if scale.numel() != 1:
         scale = scale.new_empty((scale.shape[0], problem.q.shape[1], 1, scale.shape[3]))
     return codes, torch.empty_like(scale, memory_format=torch.contiguous_format), lse
+
+
+@torch.library.custom_op("intflash::no_gradient", mutates_args=())
+def _no_gradient(gradient: Tensor, of: Tensor) -> Tensor:
+    """Where compiled code would have a gradient; takes the output's, or it would run in the forward pass."""
+    raise RuntimeError(gradients.REASON)
+
+
+@_no_gradient.register_fake
+def _no_gradient_fake(gradient: Tensor, of: Tensor) -> Tensor:
+    return torch.empty_like(of)
+
+
+def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
+    return tuple(None if x is None else _no_gradient(gradient, x) for x in ctx.saved_tensors) + (None,) * ctx.others
+
+
+def _save_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
+    tensors = inputs[:5]  # q, k, v, attn_mask, bias
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) and x.requires_grad else None for x in tensors))
+    ctx.others = len(inputs) - len(tensors)
+
+
+_attention.register_autograd(_backward, setup_context=_save_inputs)
 
 
 def attention(
@@ -144,8 +169,7 @@ def _gather(flat: dict[str, Any]) -> dict[str, Any]:
             flat[name] = QTensor(flat[name], scales[i], kinds[i], blocks[i] or None, bits[i])
     else:
         given = {
-            f"{name}_scale": scales[i] if scales[i] is not None else numbers[i] or None
-            for i, name in enumerate(_NAMES)
+            f"{name}_scale": scales[i] if scales[i] is not None else numbers[i] or None for i, name in enumerate(_NAMES)
         }
         flat["recipe"] = Recipe(
             *kinds, bits=bits[0], block_size=blocks[0], smooth_k=smooth_k, rotate=rotate, rule=rule, **given

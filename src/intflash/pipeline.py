@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from intflash import masks, plans, validate
+from intflash import gradients, masks, plans, validate
 from intflash.backends import select
 from intflash.errors import InputError
 from intflash.methods import get_method
@@ -22,7 +22,16 @@ Output = Tensor | QTensor
 
 def run(**arguments: Any) -> tuple[Output, Tensor | None]:
     """Output and log-sum-exp of a call with all arguments of `attention`; on a GPU by its plan once it repeats."""
-    return plans.run(_run, arguments)
+    device = arguments["q"].device.type if isinstance(arguments["q"], Tensor | QTensor) else "cpu"
+    if torch.is_autocast_enabled(device):  # exact products are not for it to round
+        with torch.autocast(device, enabled=False):
+            return run(**arguments)
+    wanting = gradients.wanting(arguments)
+    if not wanting:
+        return plans.run(_run, arguments)
+    with torch.no_grad():
+        out, lse = plans.run(_run, arguments)
+    return gradients.refused(out, wanting), gradients.refused(lse, wanting)
 
 
 def _run(*, backend: str | None, return_lse: bool, **arguments: Any) -> tuple[Output, Tensor | None]:
@@ -65,6 +74,8 @@ def prepare(
     validate.check_inputs(q, k, v, enable_gqa)
     sm_scale = validate.softmax_scale(scale, q.shape[-1])
     recipe = chosen.recipe if recipe is None else recipe
+    if not isinstance(recipe, Recipe):
+        raise InputError(f"recipe must be a Recipe, got {type(recipe).__name__}")
     validate.check_granularities(chosen, q, k, v, recipe)
     quantized = isinstance(q, QTensor)
     if out_dtype is None:
@@ -72,17 +83,19 @@ def prepare(
     validate.check_out_dtype(chosen, out_dtype, out_scale)
     read = q.device.type == "cpu" if check_finite is None else check_finite
     if read:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            validate.check_values(x, name)
+        validate.check_values(q, k, v, recipe)
     batch = tuple(q.shape[:-3]) or (1,)
     if not quantized:
         q, k, v = (_four_axes(x) for x in (q, k, v))
     hq, nq, nk = q.shape[1], q.shape[2], k.shape[2]
+    for name, x in dict(attn_mask=attn_mask, bias=bias, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k).items():
+        if x is not None:
+            validate.check_tensor(x, name, q.device)
     keep, additive = _masks(attn_mask, bias, batch, hq, nq, nk, read)
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
         raise InputError("cu_seqlens_q and cu_seqlens_k go together")
     if cu_seqlens_q is not None:
-        _check_packed(q, k, cu_seqlens_q, cu_seqlens_k, nq, nk, recipe, read)
+        _check_packed((q, k, v), cu_seqlens_q, cu_seqlens_k, recipe, read)
     lse_shift = None
     if not quantized and (recipe.rotate or recipe.smooth_k):
         q, k, lse_shift = _rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
@@ -92,11 +105,11 @@ def prepare(
         method=method, q=q, k=k, v=v, sm_scale=sm_scale, recipe=recipe, bias=integer_bias, bias_float=float_bias,
         keep=keep, causal=masks.causal_offset(is_causal, causal_align, nq, nk), causal_align=causal_align,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, out_dtype=out_dtype,
-        out_scale=_out_scale(out_scale, q, read), return_lse=return_lse,
+        out_scale=_out_scale(out_scale, q, v, read), return_lse=return_lse,
     )  # fmt: skip
     if chosen.check is not None:
         chosen.check(problem)
-    return _four_bit_output(problem), lse_shift
+    return _four_bit_output(problem) if chosen.integer_bias else problem, lse_shift
 
 
 def _four_axes(x: Tensor) -> Tensor:
@@ -136,15 +149,16 @@ def _bias_of(method: Method, additive: Tensor | None) -> tuple[Tensor | None, Te
 
 
 def _check_packed(
-    q: Tensor | QTensor, k: Tensor | QTensor, cu_q: Tensor, cu_k: Tensor, nq: int, nk: int, recipe: Recipe, read: bool
+    tensors: tuple[Tensor | QTensor, ...], cu_q: Tensor, cu_k: Tensor, recipe: Recipe, read: bool
 ) -> None:
+    q, k, _ = tensors
     if q.shape[0] != 1:
         raise InputError(f"packed sequences (cu_seqlens) need a batch of 1, got {q.shape[0]}")
-    validate.check_cu_seqlens(cu_q, nq, "cu_seqlens_q", read=read)
-    validate.check_cu_seqlens(cu_k, nk, "cu_seqlens_k", read=read)
+    validate.check_cu_seqlens(cu_q, q.shape[2], "cu_seqlens_q", read=read)
+    validate.check_cu_seqlens(cu_k, k.shape[2], "cu_seqlens_k", read=read)
     if cu_q.shape != cu_k.shape:
         raise InputError(f"cu_seqlens_q and cu_seqlens_k must have one length, got {len(cu_q)} and {len(cu_k)}")
-    kinds = [x.granularity for x in (q, k)] if isinstance(q, QTensor) else [recipe.q, recipe.k]
+    kinds = [x.granularity for x in tensors] if isinstance(q, QTensor) else [recipe.q, recipe.k, recipe.v]
     if "block" in kinds:
         raise InputError("packed sequences cannot have 'block' scales: blocks would straddle sequences")
 
@@ -165,7 +179,7 @@ def _rotate_and_smooth(
     return q, k - mean, shift
 
 
-def _out_scale(out_scale: Tensor | float | None, q: Tensor | QTensor, read: bool) -> Tensor | None:
+def _out_scale(out_scale: Tensor | float | None, q: Tensor | QTensor, v: Tensor | QTensor, read: bool) -> Tensor | None:
     if out_scale is None:
         return None
     if not isinstance(out_scale, Tensor):
@@ -174,21 +188,20 @@ def _out_scale(out_scale: Tensor | float | None, q: Tensor | QTensor, read: bool
         return torch.full((1, 1, 1, 1), float(out_scale), dtype=torch.float32, device=q.device)
     if out_scale.numel() == 1:
         out_scale = out_scale.reshape(1, 1, 1, 1)
-    if out_scale.ndim != 4 or out_scale.shape[2] != 1:
-        raise InputError(f"out_scale must be one value or [B|1, H|1, 1, Dv|1], got {list(out_scale.shape)}")
-    if read and not bool((out_scale > 0).all()):
-        raise InputError(f"out_scale must be > 0, got a minimum of {out_scale.min().item()}")
+    full = (*q.shape[:2], 1, v.shape[3])
+    if out_scale.ndim != 4 or any(n not in (1, want) for n, want in zip(out_scale.shape, full, strict=True)):
+        raise InputError(f"out_scale must be one value or broadcast to {list(full)}, got {list(out_scale.shape)}")
+    if read:
+        validate.check_scale(out_scale, "out_scale")
     return out_scale.to(device=q.device, dtype=torch.float32)
 
 
 def _four_bit_output(problem: Problem) -> Problem:
-    """4-bit V bounds the output by 7 s_V: the default integer output scale is taken from that."""
+    """4-bit V bounds the output by 7 s_V: the default scale of integer output, of our methods, is taken from that."""
     bits = problem.v.bits if isinstance(problem.v, QTensor) else problem.recipe.bits
     if bits != 4 or problem.out_scale is not None or problem.out_dtype.is_floating_point:
         return problem
     problem = problem.quantized()
-    if not isinstance(problem.v, QTensor):
-        return problem
     s_v = problem.v.scale
     per_head = s_v if s_v.shape[1] == 1 else s_v.repeat_interleave(problem.group, dim=1)
     return replace(problem, out_scale=per_head * 7 / torch.iinfo(problem.out_dtype).max)

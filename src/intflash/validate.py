@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from intflash.errors import InputError
-from intflash.methods.base import FLOAT_DTYPES, Method
+from intflash.methods.base import Method
 from intflash.quant import QTensor, Recipe
+from intflash.quant.quantizers import FLOAT_DTYPES
 
 Input = QTensor | Tensor
 
@@ -17,8 +18,10 @@ Input = QTensor | Tensor
 def check_inputs(q: Input, k: Input, v: Input, enable_gqa: bool) -> None:
     """Types, dtypes, devices and shapes of q, k and v that no backend could serve otherwise."""
     quantized = isinstance(q, QTensor)
-    if isinstance(k, QTensor) != quantized or isinstance(v, QTensor) != quantized:
-        raise InputError("q, k and v must be all QTensors or all float tensors")
+    kind = QTensor if quantized else Tensor
+    if not (isinstance(q, kind) and isinstance(k, kind) and isinstance(v, kind)):
+        got = ", ".join(type(x).__name__ for x in (q, k, v))
+        raise InputError(f"q, k and v must be all QTensors or all float tensors, got {got}")
     dtypes = [x.data.dtype for x in (q, k, v)] if quantized else [q.dtype, k.dtype, v.dtype]
     if quantized and dtypes != [torch.int8] * 3:
         raise InputError(f"q, k, v codes must be int8, got {dtypes}")
@@ -57,10 +60,13 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
     """The softmax scale, by default 1 / sqrt(head_dim); finite and > 0."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    scale = float(scale)
-    if not (0 < scale < math.inf):
-        raise InputError(f"scale must be finite and > 0, got {scale}")
-    return scale
+    try:
+        found = float(scale)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise InputError(f"scale must be finite and > 0, got {scale!r}")
+    return found
 
 
 def check_granularities(method: Method, q: Input, k: Input, v: Input, recipe: Recipe) -> None:
@@ -79,21 +85,38 @@ def check_out_dtype(method: Method, out_dtype: torch.dtype, out_scale: object) -
         raise InputError(f"out_scale goes with an int8 or int16 out_dtype, got {out_dtype}")
 
 
-def check_values(x: Input, name: str) -> None:
+def check_tensor(x: object, name: str, device: torch.device) -> None:
+    """A tensor on the device of q."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.device != device:
+        raise InputError(f"{name} must be on the device of q, {device}, got {x.device}")
+
+
+def check_values(q: Input, k: Input, v: Input, recipe: Recipe) -> None:
     """Finite floats, positive finite scales. Reads values: on a GPU it waits for the device."""
-    if isinstance(x, QTensor):
-        if x.scale.numel() == 1:
-            good = 0 < x.scale.item() < math.inf
-        else:
-            good = bool((torch.isfinite(x.scale) & (x.scale > 0)).all())
-        if not good:
-            raise InputError(f"{name}'s scale must be finite and > 0, got {x.scale.flatten()[:4].tolist()} ...")
-        return
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, QTensor):
+            check_scale(x.scale, f"{name}'s scale")
+            continue
+        _check_finite(x, name)
+        if isinstance(scale := getattr(recipe, f"{name}_scale"), Tensor):
+            check_scale(scale, f"{name}'s scale")
+
+
+def _check_finite(x: Tensor, name: str) -> None:
     if math.isfinite(x.sum(dtype=torch.float32).item()):
         return  # one cheap reduction; an overflowing sum of finite values is looked at closely
     finite = torch.isfinite(x)
     if not bool(finite.all()):
         raise InputError(f"{name} must be finite, got {int((~finite).sum())} non-finite of {x.numel()} values")
+
+
+def check_scale(scale: Tensor, name: str) -> None:
+    """Positive finite values."""
+    good = 0 < scale.item() < math.inf if scale.numel() == 1 else bool(((scale > 0) & (scale < math.inf)).all())
+    if not good:
+        raise InputError(f"{name} must be finite and > 0, got {scale.flatten()[:4].tolist()} ...")
 
 
 def check_bias_values(bias: Tensor, name: str) -> None:

@@ -348,3 +348,20 @@ def test_unsupported_shapes_go_to_another_backend():
     q, v = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 4, 300)
     for method, lse in itertools.product(("intflash", "intflash_p8"), (False, True)):
         intflash.attention(q, q, v, method=method, return_lse=lse)
+
+
+@pytest.mark.parametrize("method", ["intflash", "qflash"])
+@pytest.mark.parametrize("layout", ["channels last", "expanded", "transposed"])
+def test_integer_output_of_any_layout(method, layout):
+    x = torch.randn(2, 6, 14, 16)
+    if layout == "channels last":
+        x = x.to(memory_format=torch.channels_last)
+    elif layout == "transposed":
+        x = x.mT.contiguous().mT
+    else:
+        x = x[:1, :1].expand(2, 6, 14, 16)
+    codes = intflash.quantize(x)
+    for inputs in ([x] * 3, [codes] * 3):
+        options = dict(method=method, out_dtype=torch.int8)
+        found = intflash.attention(*inputs, backend="cpu", **options)
+        assert torch.equal(found.data, intflash.attention(*inputs, backend="reference", **options).data)

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import intflash
 from intflash import InputError, QTensor, Recipe, quantize
 from intflash.quant import hadamard_rotate, key_mean
 
+X = torch.randn(1, 2, 8, 4)
 FLOATS = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)
 
 
@@ -106,9 +108,18 @@ def test_key_mean_is_a_fixed_tree(n):
         (lambda: QTensor(torch.ones(1, 3, 2, 2, dtype=torch.int8), torch.ones(1, 2, 1, 1), "head"), r"must have shape"),
         (lambda: QTensor(torch.ones(1, 1, 2, 2, dtype=torch.int8), 1.0, "tensor", 4), "block_size goes with"),
         (lambda: Recipe(q="row"), "Recipe.q must be one of"),
+        (lambda: quantize(X, bits=16), "4 or 8, got 16"),
+        (lambda: quantize(X, rule="divde"), "rule must be one of"),
+        (lambda: quantize(X, scale=0.0), "scale must be finite and > 0, got 0.0"),
+        (lambda: quantize(X, scale=-1.0), "scale must be finite and > 0"),
+        (lambda: quantize(X, "block", block_size=0), "at least 1, got 0"),
+        (lambda: quantize(X[0], "head"), r"B, H, N, D.*got torch.float32 .2, 8, 4."),
+        (lambda: quantize(X.int()), "got torch.int32"),
+        (lambda: quantize([1.0]), "got list"),
+        (lambda: intflash.quantize_bias(X > 0), "floating-point tensor, got torch.bool"),
         (lambda: Recipe(bits=3), "4 or 8, got 3"),
         (lambda: Recipe(k_scale=0.0), "k_scale must be finite and > 0, got 0.0"),
-        (lambda: Recipe(rule="floor"), "Recipe.rule"),
+        (lambda: Recipe(rule="floor"), "rule must be one of"),
         (lambda: Recipe(block_size=0), "at least 1"),
     ],
 )

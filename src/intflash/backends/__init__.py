@@ -31,7 +31,7 @@ def get_backend(name: str) -> Backend:
     """
     try:
         return backends()[name]
-    except KeyError:
+    except (KeyError, TypeError):
         raise InputError(f"unknown backend {name!r}; there are: {', '.join(sorted(backends()))}") from None
 
 

@@ -17,7 +17,8 @@ def _run(problem: Problem) -> Result:
     sequences = problem.sequences()
     if sequences is None:
         return method.reference(problem)
-    if isinstance(problem.v, torch.Tensor) and not problem.out_dtype.is_floating_point:
+    by_tokens = isinstance(problem.v, torch.Tensor) or problem.v.granularity == "token"
+    if by_tokens and problem.out_scale is None and not problem.out_dtype.is_floating_point:
         problem = replace(problem, out_scale=arrays.output_scale(problem))  # one scale for all sequences
         sequences = problem.sequences()
     results = [method.reference(s) for s in sequences if s.q.shape[2] > 0]

@@ -30,5 +30,5 @@ def get_method(name: str) -> Method:
     """
     try:
         return METHODS[name]
-    except KeyError:
+    except (KeyError, TypeError):
         raise InputError(f"unknown method {name!r}; there are: {', '.join(METHODS)}") from None

@@ -9,8 +9,8 @@ import torch
 
 from intflash.problem import Problem, Result
 from intflash.quant import Recipe
+from intflash.quant.quantizers import FLOAT_DTYPES
 
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTEGER_DTYPES = (torch.int8, torch.int16)
 
 

@@ -2,7 +2,7 @@
 
 int32 registers wrap around, the rescaling goes through int64. Absent keys and the padding of the last
 tile keep the score -2^20 as published: no minus infinity, so with a tiny score scale they enter l, and a
-row without keys averages its masked ones. docs/numerics.md, section 2, lists where the method breaks.
+row without keys averages its masked ones. docs/numerics.md, section 3, lists where the method breaks.
 """
 
 from __future__ import annotations

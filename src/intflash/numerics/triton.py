@@ -181,7 +181,7 @@ def requantize(acc, l, Mr, e, QMAX: tl.constexpr, WIDE: tl.constexpr):
     """clamp(round(acc / l * s_V / s_O), -QMAX, QMAX): acc [rows, channels], l [rows]; 0 where l is 0.
 
     (Mr, e): s_V / s_O = Mr * 2^(e - 24), scalars or [1, channels]. R = floor(2^55 / (l << lz)); |acc| <= 127 l,
-    so that |acc * RR| < 2^62 (docs/numerics.md, "Integer output"). A row without keys has acc = 0.
+    so that |acc * RR| < 2^62 (docs/numerics.md, "The output"). A row without keys has acc = 0.
     WIDE: e may be above 23, where 127 * 2^e leaves 32 bits before the clamp.
     """
     l = tl.where(l == 0, 1, l).to(tl.uint32)

@@ -19,8 +19,8 @@ class QTensor:
     Args:
         data: int8 codes in [-127, 127] (int16 for 16-bit outputs), shape ``[B, H, N, D]``.
         scale: float, or a float32 tensor; kept as float32, 4-D and broadcast-shaped:
-            tensor ``[1, 1, 1, 1]``, head ``[B|1, H, 1, 1]``, token ``[B|1, H, N, 1]``,
-            block ``[B|1, H, ceil(N / block_size), 1]``, channel ``[B|1, H, 1, D]``.
+            tensor ``[1, 1, 1, 1]``, head ``[B|1, H, 1, 1]`` (given as that, ``[H]`` or ``[B, H]``),
+            token ``[B|1, H, N, 1]``, block ``[B|1, H, ceil(N / block_size), 1]``, channel ``[B|1, H, 1, D]``.
         granularity: which of these.
         block_size: tokens that share a scale, for "block" only.
         bits: 8, or 4 (codes in [-7, 7] held in int8), or 16.
@@ -30,6 +30,7 @@ class QTensor:
 
     Example:
         >>> import torch
+        >>> from intflash import QTensor
         >>> x = QTensor(torch.ones(1, 2, 3, 4, dtype=torch.int8), 0.5)
         >>> x.scale.shape, x.dequantize().sum().item()
         (torch.Size([1, 1, 1, 1]), 12.0)

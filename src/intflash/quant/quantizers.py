@@ -7,6 +7,7 @@ quotient ``x / s`` rounded half to even. An amax below 2^-100 counts as 0: scale
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from intflash.quant.qtensor import GRANULARITIES, QTensor
 
 TINY_AMAX = 2.0**-100
 RULES = ("exact", "divide")
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,11 @@ class Recipe:
             uses the largest power of two that divides head_dim.
         rule: "exact" or "divide", see the module's text.
 
+    Raises:
+        InputError: an option is unknown, or a scale that is a number is not finite and > 0.
+
     Example:
+        >>> from intflash import Recipe
         >>> Recipe(q="token", k="head", smooth_k=True).v
         'tensor'
     """
@@ -55,20 +61,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("q", "k", "v"):
-            if getattr(self, name) not in (*GRANULARITIES, "none"):
-                raise InputError(
-                    f"Recipe.{name} must be one of {(*GRANULARITIES, 'none')}, got {getattr(self, name)!r}"
-                )
-        if self.bits not in (4, 8):
-            raise InputError(f"Recipe.bits must be 4 or 8, got {self.bits}")
-        if self.block_size < 1:
-            raise InputError(f"Recipe.block_size must be at least 1, got {self.block_size}")
-        if self.rule not in RULES:
-            raise InputError(f"Recipe.rule must be one of {RULES}, got {self.rule!r}")
-        for name in ("q_scale", "k_scale", "v_scale"):
-            scale = getattr(self, name)
-            if isinstance(scale, int | float) and not (0 < scale < math.inf):
-                raise InputError(f"Recipe.{name} must be finite and > 0, got {scale}")
+            granularity = getattr(self, name)
+            if granularity != "none":
+                _check_options(granularity, self.bits, self.block_size, self.rule, f"Recipe.{name}")
+            check_number(getattr(self, f"{name}_scale"), f"Recipe.{name}_scale")
 
     def quantize(self, name: str, x: Tensor) -> QTensor | Tensor:
         """Quantize `x` as tensor `name` ("q", "k" or "v") of this recipe; "none" returns it as it is."""
@@ -79,6 +75,23 @@ class Recipe:
             x, granularity, scale=getattr(self, f"{name}_scale"), bits=self.bits, block_size=self.block_size,
             rule=self.rule,
         )  # fmt: skip
+
+
+def _check_options(granularity: str, bits: int, block_size: int, rule: str, name: str = "granularity") -> None:
+    if granularity not in GRANULARITIES:
+        raise InputError(f"{name} must be one of {GRANULARITIES}, got {granularity!r}")
+    if bits not in (4, 8):
+        raise InputError(f"bits must be 4 or 8, got {bits}")
+    if block_size < 1:
+        raise InputError(f"block_size must be at least 1, got {block_size}")
+    if rule not in RULES:
+        raise InputError(f"rule must be one of {RULES}, got {rule!r}")
+
+
+def check_number(scale: Tensor | float | None, name: str) -> None:
+    """A scale that is a number is finite and > 0."""
+    if isinstance(scale, int | float) and not 0 < scale < math.inf:
+        raise InputError(f"{name} must be finite and > 0, got {scale}")
 
 
 def quantize(
@@ -98,14 +111,25 @@ def quantize(
         scale: a static scale (values past its range saturate); None takes the absolute maximum.
         bits: 8 or 4.
         block_size: tokens per scale for "block".
-        rule: "exact" or "divide".
+        rule: "exact" (ours) or "divide" (the papers'): docs/numerics.md section 1.
+
+    Returns:
+        Codes ``[B, H, N, D]`` in int8 with their float32 scale.
+
+    Raises:
+        InputError: x is no float tensor of four axes, an option is unknown, or a scale does not fit.
 
     Example:
-        >>> import torch
-        >>> q = quantize(torch.tensor([[[[1.0, -0.5]]]]))
+        >>> import torch, intflash
+        >>> q = intflash.quantize(torch.tensor([[[[1.0, -0.5]]]]))
         >>> q.data.tolist(), round(q.scale.item(), 5)
         ([[[[127, -64]]]], 0.00787)
     """
+    _check_options(granularity, bits, block_size, rule)
+    if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES or x.ndim != 4 or 0 in x.shape:
+        got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"quantize takes [B, H, N, D] of {FLOAT_DTYPES}, none of them 0, got {got}")
+    check_number(scale, "scale")
     qmax = (1 << (bits - 1)) - 1
     xf = x.detach().float()
     block = block_size if granularity == "block" else None
@@ -172,4 +196,4 @@ def hadamard_rotate(x: Tensor) -> Tensor:
         a, b = y[..., 0, :], y[..., 1, :]
         y = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         step *= 2
-    return (y * torch.tensor(1.0 / math.sqrt(size), dtype=torch.float32)).flatten(-2)
+    return (y * ctypes.c_float(1.0 / math.sqrt(size)).value).flatten(-2)

@@ -11,6 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
+from intflash import validate
 from intflash.backends.base import Backend
 from intflash.errors import InputError
 from intflash.numerics.exp import LOG2_E, P8_MAX, P16_MAX, log_sum_exp
@@ -41,6 +42,7 @@ def instruction_sets() -> list[str]:
     """Names of the kernels that run on this machine, best first; empty without the native module.
 
     Example:
+        >>> from intflash.backends.cpu import instruction_sets
         >>> instruction_sets()[-1:] in (["generic"], [])
         True
     """
@@ -54,6 +56,12 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         problem: see `unsupported`.
         isa: one of `instruction_sets()`; None takes the first. The bits do not depend on it.
         threads: at most so many, the caller among them; None takes `torch.get_num_threads()`.
+
+    Returns:
+        Output, its scale where it is integer, log-sum-exp where the problem asks for it.
+
+    Raises:
+        InputError: `isa` is none that runs here, or scales of qflash and iflash leave its score unit.
     """
     q, k, v, method = problem.q, problem.k, problem.v, problem.method
     out_scale, default_scale, blocks = None, False, _NO_BLOCKS
@@ -76,7 +84,7 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
             bias = _score_bias(problem)
         q, k, v = q.data, k.data, v.data
     shape, v_shape = q.shape, v.shape
-    if out_dtype is q.dtype and shape == v_shape:
+    if out_dtype is q.dtype and shape == v_shape and q.is_contiguous():
         out = torch.empty_like(q)  # the same, in half the time
     else:
         out = empty_output(q, (*shape[:3], v_shape[3]), out_dtype)
@@ -84,10 +92,12 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         causal = (problem.causal, problem.causal_align == "bottom_right")
     if problem.cu_seqlens_q is not None:
         cu_q, cu_k = problem.cu_seqlens_q.contiguous(), problem.cu_seqlens_k.contiguous()
+        for cu, x, name in ((cu_q, q, "cu_seqlens_q"), (cu_k, k, "cu_seqlens_k")):
+            validate.check_cu_seqlens(cu, x.shape[2], name, read=True)  # the kernels follow them into memory
         packed = (cu_q.data_ptr(), cu_k.data_ptr(), cu_q.numel() - 1)
     t_max = l_sum = None
     if problem.return_lse:
-        t_max, l_sum = torch.empty((2, *shape[:3]), dtype=torch.int64)
+        t_max, l_sum = torch.empty((2, *shape[:3]), dtype=torch.int64, device="cpu")
     if out_scale is None:
         out_scale_view = None
     else:
@@ -192,7 +202,7 @@ def _how(x: Tensor, granularity: str, scale: Tensor | float | None, qmax: int) -
         return None
     if isinstance(scale, Tensor):
         heads = x.shape[1]
-        if scale.dtype != torch.float32:
+        if scale.dtype != torch.float32 or scale.device != x.device:
             return None
         if granularity == "tensor" and scale.numel() == 1:
             scale = _single(scale)

@@ -73,7 +73,7 @@ class _Output:
         b, h, nq, _ = problem.q.shape
         self.problem, self.v_scale = problem, v_scale
         self.out = torch.empty(b, h, nq, v.shape[3], dtype=problem.out_dtype, device=problem.device)
-        self.lse = torch.empty(b, h, nq, device=problem.device) if problem.return_lse else None
+        self.lse = torch.empty(b, h, nq, dtype=torch.float32, device=problem.device) if problem.return_lse else None
         self.out_scale = None if problem.out_dtype.is_floating_point else problem.out_scale
 
     def write(self, tile: Tile, acc: Tensor, l: Tensor, m: Tensor) -> None:
@@ -165,6 +165,8 @@ def fp8(problem: Problem, tiling: Tiling | None = None, *, dims: tuple[int, ...]
 
 def _e4m3(x: QTensor | Tensor, dims: tuple[int, ...]) -> Tensor:
     x = _values(x, torch.float32)
+    if x.numel() == 0:
+        return x
     amax = x.abs().amax(dim=dims, keepdim=True)
     scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / E4M3_MAX)
     return (x / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale

@@ -118,7 +118,7 @@ class _Output:
         dv = problem.v.shape[3]
         self.p_max = p_max
         self.out = torch.empty(b, h, nq, dv, dtype=problem.out_dtype, device=problem.device)
-        self.lse = torch.empty(b, h, nq, device=problem.device) if problem.return_lse else None
+        self.lse = torch.empty(b, h, nq, dtype=torch.float32, device=problem.device) if problem.return_lse else None
         self.v_scale = value_scale(problem)
         self.out_scale = None
         if not problem.out_dtype.is_floating_point:

@@ -17,8 +17,9 @@ Step = tuple[slice, Tensor | None, Tensor]  # keys, which are absent, their scor
 
 
 def exact_dtype(bound: int) -> torch.dtype:
-    """The narrowest float in which integers up to `bound` are exact."""
-    return torch.float32 if bound < 1 << 24 else torch.float64
+    """The narrowest float whose products are exact up to `bound`."""
+    whole = torch.get_float32_matmul_precision() == "highest"  # and not TF32 or bfloat16 for float32
+    return torch.float32 if bound < 1 << 24 and whole else torch.float64
 
 
 def code_operands(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`qflash` and `iflash`: the published integer online softmax over tiles of 32 keys (docs/numerics.md, section 1).
+"""`qflash` and `iflash`: the published integer online softmax over tiles of 32 keys (docs/numerics.md, section 3).
 
 Registers are int32 and wrap. qflash runs on int32 tensors, whose products and sums wrap by themselves;
 iflash divides, which is exact in int64. Every key enters, masked and padding ones with the score -2^20.
@@ -93,7 +93,7 @@ def _run(problem: Problem, steps: type[_Steps], tiling: Tiling | None) -> Result
     v = problem.v.data.float()  # |p| <= 128, so 32 products stay below 2^24
     b, h, nq, _ = problem.q.shape
     codes = torch.empty(b, h, nq, v.shape[3], dtype=torch.int8, device=problem.device)
-    lse = torch.empty(b, h, nq, device=problem.device) if problem.return_lse else None
+    lse = torch.empty(b, h, nq, dtype=torch.float32, device=problem.device) if problem.return_lse else None
     for tile in tiles(problem, tiling):
         c = constants.of(tile)
         m = tile.full(1, MASKED, c.dtype, problem.device)

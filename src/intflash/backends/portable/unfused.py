@@ -1,4 +1,4 @@
-"""`ivit`, `ibert` and `fqvit`: integer softmax over whole rows (docs/numerics.md, section 1).
+"""`ivit`, `ibert` and `fqvit`: integer softmax over whole rows (docs/numerics.md, section 3).
 
 The exponential of ivit and fqvit sees int8 codes only: a table of 255 depths per call replaces it.
 """
@@ -66,7 +66,7 @@ class _Rows:
         v, s_v = problem.v.data.to(dtype), value_scale(problem)
         b, h, nq, _ = problem.q.shape
         out = torch.empty(b, h, nq, v.shape[3], dtype=problem.out_dtype, device=problem.device)
-        lse = torch.empty(b, h, nq, device=problem.device) if problem.return_lse else None
+        lse = torch.empty(b, h, nq, dtype=torch.float32, device=problem.device) if problem.return_lse else None
         integer = not problem.out_dtype.is_floating_point
         if integer:
             multiplier, exponent = output_multiplier(s_v, problem.out_scale)

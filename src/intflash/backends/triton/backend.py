@@ -130,5 +130,3 @@ def _log_sum_exp(problem: Problem, statistics: Statistics) -> Tensor | None:
         return None
     l = statistics.l.to(torch.int64) & 0xFFFFFFFF  # a uint32 in int32
     return exp.log_sum_exp(statistics.t_max, l, _P_MAX[problem.method])
-
-

@@ -22,7 +22,7 @@ inline int32_t wrapping_add(int32_t a, int32_t b) { return int32_t(uint32_t(a) +
 inline int32_t wrapping_multiply(int32_t a, int32_t b) { return int32_t(uint32_t(a) * uint32_t(b)); }
 inline int64_t wrapping_multiply(int64_t a, int64_t b) { return int64_t(uint64_t(a) * uint64_t(b)); }
 
-// T = (S << k) * c in 2^-32 octave, docs/numerics.md section 3; 0 <= c < 2^31, 0 <= k <= 8.
+// T = (S << k) * c in 2^-32 octave, docs/numerics.md section 2; 0 <= c < 2^31, 0 <= k <= 8.
 struct Exponent {
   uint32_t c = 0;
   int k = 0;

@@ -371,7 +371,7 @@ class Attention : Buffers<V> {
     finish<false>();
   }
 
-  // qflash and iflash: docs/numerics.md section 1; registers of 32 bits wrap.
+  // qflash and iflash: docs/numerics.md section 3; registers of 32 bits wrap.
   template <bool Divide>
   void flash() {
     const FlashStep<Divide> step(call_, b_, h_, hk_);

@@ -1,4 +1,4 @@
-// From integer sums to the output: docs/numerics.md section 3, "Integer output" and "Float output".
+// From integer sums to the output: docs/numerics.md section 2, "The output".
 #pragma once
 #include "arith.hpp"
 

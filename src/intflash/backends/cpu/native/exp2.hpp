@@ -1,4 +1,4 @@
-// p of a row of scores in 16-bit lanes, the same bits as docs/numerics.md section 3 in fewer steps:
+// p of a row of scores in 16-bit lanes, the same bits as docs/numerics.md section 2 in fewer steps:
 //   x9 = (Tmax - T) >> 23          depth below the maximum, octaves in Q.9, saturated at 65535
 //   x  = (x9 + 1) >> 1             rounded to Q.8;  t = 3686 - x = 0xEFF - z with z = x + 153:
 //   s  = z >> 8 = 14 - hi,  f = 255 - (z & 255),  u = 256 + f

@@ -1,4 +1,4 @@
-// The tile step of qflash and iflash, as the published programs compute it (docs/numerics.md section 1).
+// The tile step of qflash and iflash, as the published programs compute it (docs/numerics.md section 3).
 #pragma once
 #include "arith.hpp"
 

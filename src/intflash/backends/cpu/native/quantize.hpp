@@ -1,4 +1,4 @@
-// Absolute maximum and int8 codes of rows of floats: docs/numerics.md, "Same bits from float inputs too".
+// Absolute maximum and int8 codes of rows of floats: docs/numerics.md section 1.
 #pragma once
 #include "arith.hpp"
 
