@@ -1,4 +1,4 @@
-"""AVX-512 instructions per score of the exponent's three candidate forms (docs/numerics.md, section 3).
+"""AVX-512 instructions per score of the exponent's three candidate forms (docs/numerics.md, section 2).
 
 Compiles one loop per form and width of P with gcc, disassembles it and counts the instructions of the loop
 body over the 64 scores it covers. The maximum is not in it (0.0625 per score). Writes

@@ -1,7 +1,7 @@
 """Time tile choices of the Triton kernels on this GPU and print the best of each workload.
 
 Kernel time from CUDA-graph replays, the candidates of a workload interleaved, medians. `--write` stores the tile
-table that `intflash.backends.triton.tiles` reads. Compilation runs in parallel processes first.
+table that `intflash.backends.triton.choices` reads. Compilation runs in parallel processes first.
 """
 
 from __future__ import annotations

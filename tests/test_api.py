@@ -1,11 +1,14 @@
 """The public functions: SDPA's meaning, outputs, and a clear error for every wrong argument."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import intflash
 from intflash import BackendError, InputError, QTensor, Recipe
+from intflash.backends import backends
 from intflash.numerics.exp import ABSENT
 from oracle import float64_attention, randn, sqnr
 
@@ -250,6 +253,19 @@ def test_info_lists_what_there_is():
     assert set(served) == set(info["methods"]) and not any(served.values())
 
 
+def test_without_the_native_module_another_backend_serves_and_says_so_once(monkeypatch, caplog):
+    missing = replace(backends()["cpu"], unavailable=lambda: "it was not built here")
+    monkeypatch.setitem(backends(), "cpu", missing)
+    with caplog.at_level("WARNING", "intflash"):
+        assert torch.equal(attend(), attend(backend="torch"))
+        attend()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the fast backend 'cpu' is not available, a slower one serves: it was not built here"
+    ]
+    with pytest.raises(BackendError, match="it was not built here"):
+        attend(backend="cpu")
+
+
 def test_which_backend_answers_for_the_call():
     assert intflash.which_backend(Q, K, V, method="qflash", return_lse=True) == "torch"
     with pytest.raises(BackendError, match="no log-sum-exp"):
@@ -311,7 +327,6 @@ def test_a_backward_pass_is_refused(method):
 
 def test_four_bit_values_of_methods_with_scales_of_their_own():
     recipe = Recipe(bits=4, rule="divide")
-    backends = ("reference", "torch", None)
     scales = {
         attend(method="qflash", recipe=recipe, out_dtype=torch.int8, backend=b).scale.item()
         for b in ("reference", "torch", None)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from intflash.quant import QTensor
 
+_NAMES = ("q", "k", "v", "attn_mask", "bias")
 REASON = "IntFlash is for inference and has no gradients: call it under torch.no_grad() or torch.inference_mode()"
 
 
@@ -26,8 +27,7 @@ def wanting(arguments: dict[str, Any]) -> list[Tensor]:
     """The tensors of a call that autograd follows."""
     if not torch.is_grad_enabled():
         return []
-    tensors = (arguments[name] for name in ("q", "k", "v", "attn_mask", "bias"))
-    return [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+    return [x for name in _NAMES if isinstance(x := arguments[name], Tensor) and x.requires_grad]
 
 
 def refused(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor | QTensor | None:

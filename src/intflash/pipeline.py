@@ -14,7 +14,7 @@ from intflash.errors import InputError
 from intflash.methods import get_method
 from intflash.methods.base import Method
 from intflash.numerics.exp import dequantize_bias, quantize_bias
-from intflash.problem import Problem
+from intflash.problem import Problem, Result
 from intflash.quant import QTensor, Recipe, hadamard_rotate, key_mean, quantize
 
 Output = Tensor | QTensor
@@ -39,7 +39,7 @@ def _run(*, backend: str | None, return_lse: bool, **arguments: Any) -> tuple[Ou
     if is_dynamic(arguments["out_scale"]):
         arguments["out_scale"] = _dynamic_out_scale(backend, arguments)
     problem, lse_shift = prepare(**arguments, return_lse=return_lse)
-    result = select(problem, backend).run(problem)
+    result = _compute(problem, backend)
     lead = arguments["q"].shape[:-1]
     out, lse = result.out if len(lead) == 3 else result.out.reshape(*lead, -1), result.lse
     if lse is not None:
@@ -47,6 +47,13 @@ def _run(*, backend: str | None, return_lse: bool, **arguments: Any) -> tuple[Ou
     if result.out_scale is not None:
         out = integer_output(result.out, result.out_scale)
     return out, lse
+
+
+def _compute(problem: Problem, backend: str | None) -> Result:
+    chosen = select(problem, backend)
+    if problem.check_finite and not chosen.looks:
+        validate.check_finite(problem.q, problem.k, problem.v)
+    return chosen.run(problem)
 
 
 def prepare(
@@ -83,7 +90,7 @@ def prepare(
     validate.check_out_dtype(chosen, out_dtype, out_scale)
     read = q.device.type == "cpu" if check_finite is None else check_finite
     if read:
-        validate.check_values(q, k, v, recipe)
+        validate.check_scales(q, k, v, recipe)
     batch = tuple(q.shape[:-3]) or (1,)
     if not quantized:
         q, k, v = (_four_axes(x) for x in (q, k, v))
@@ -97,6 +104,10 @@ def prepare(
     if cu_seqlens_q is not None:
         _check_packed((q, k, v), cu_seqlens_q, cu_seqlens_k, recipe, read)
     lse_shift = None
+    look = read and not quantized
+    if look and (recipe.rotate or recipe.smooth_k or recipe.bits != 8):  # changed or quantized here
+        validate.check_finite(q, k, v)
+        look = False
     if not quantized and (recipe.rotate or recipe.smooth_k):
         q, k, lse_shift = _rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
         v = v.float()  # a problem's tensors share one dtype
@@ -105,7 +116,7 @@ def prepare(
         method=method, q=q, k=k, v=v, sm_scale=sm_scale, recipe=recipe, bias=integer_bias, bias_float=float_bias,
         keep=keep, causal=masks.causal_offset(is_causal, causal_align, nq, nk), causal_align=causal_align,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, out_dtype=out_dtype,
-        out_scale=_out_scale(out_scale, q, v, read), return_lse=return_lse,
+        out_scale=_out_scale(out_scale, q, v, read), return_lse=return_lse, check_finite=look,
     )  # fmt: skip
     if chosen.check is not None:
         chosen.check(problem)
@@ -220,7 +231,7 @@ def _dynamic_out_scale(backend: str | None, arguments: dict[str, Any]) -> Tensor
     out_dtype = arguments["out_dtype"] or default
     validate.check_out_dtype(get_method(arguments["method"]), out_dtype, "dynamic")
     problem, _ = prepare(**(arguments | dict(out_dtype=torch.float32, out_scale=None)))
-    out = select(problem, backend).run(problem).out
+    out = _compute(problem, backend).out
     return quantize(out).scale * (127 / torch.iinfo(out_dtype).max)
 
 

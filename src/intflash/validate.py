@@ -93,23 +93,22 @@ def check_tensor(x: object, name: str, device: torch.device) -> None:
         raise InputError(f"{name} must be on the device of q, {device}, got {x.device}")
 
 
-def check_values(q: Input, k: Input, v: Input, recipe: Recipe) -> None:
-    """Finite floats, positive finite scales. Reads values: on a GPU it waits for the device."""
+def check_scales(q: Input, k: Input, v: Input, recipe: Recipe) -> None:
+    """Positive finite scales of codes, or those that a recipe gives. Reads values: on a GPU it waits for the device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if isinstance(x, QTensor):
-            check_scale(x.scale, f"{name}'s scale")
-            continue
-        _check_finite(x, name)
-        if isinstance(scale := getattr(recipe, f"{name}_scale"), Tensor):
+        scale = x.scale if isinstance(x, QTensor) else getattr(recipe, f"{name}_scale")
+        if isinstance(scale, Tensor):
             check_scale(scale, f"{name}'s scale")
 
 
-def _check_finite(x: Tensor, name: str) -> None:
-    if math.isfinite(x.sum(dtype=torch.float32).item()):
-        return  # one cheap reduction; an overflowing sum of finite values is looked at closely
-    finite = torch.isfinite(x)
-    if not bool(finite.all()):
-        raise InputError(f"{name} must be finite, got {int((~finite).sum())} non-finite of {x.numel()} values")
+def check_finite(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """No NaN and no infinity. Reads values: on a GPU it waits for the device."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if math.isfinite(x.sum(dtype=torch.float32).item()):
+            continue  # one cheap reduction; an overflowing sum of finite values is looked at closely
+        finite = torch.isfinite(x)
+        if not bool(finite.all()):
+            raise InputError(f"{name} must be finite, got {int((~finite).sum())} non-finite of {x.numel()} values")
 
 
 def check_scale(scale: Tensor, name: str) -> None:

@@ -17,6 +17,7 @@ class Backend:
         unavailable: why it cannot run on this machine at all, or None.
         unsupported: why it cannot serve this problem, or None.
         run: the computation; the problem is supported and its tensors are not changed.
+        looks: whether `run` itself raises InputError for NaN and infinity where the problem says `check_finite`.
         native(): whether its absence on this machine is worth a warning when another backend serves instead.
     """
 
@@ -25,3 +26,4 @@ class Backend:
     unsupported: Callable[[Problem], str | None]
     run: Callable[[Problem], Result]
     native: Callable[[], bool] = lambda: False
+    looks: bool = False

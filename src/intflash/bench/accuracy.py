@@ -288,7 +288,7 @@ GRANULARITY = untimed(
 SPEC_TABLE = untimed(
     name="columns",
     title="intflash on every column of docs/numerics.md",
-    source="docs/numerics.md, section 3",
+    source="docs/numerics.md, section 2",
     measure=Accuracy(
         series=(
             Series("intflash_p8, int16", "intflash_p8", out_dtype=INT16),
@@ -312,7 +312,7 @@ SPEC_TABLE = untimed(
 HARD_INPUTS = untimed(
     name="hard_inputs",
     title="Where the published integer method breaks",
-    source="docs/numerics.md, section 2",
+    source="docs/numerics.md, section 3",
     measure=Accuracy(
         series=(
             Series("qflash", "qflash"),

@@ -9,6 +9,8 @@ over the series' own in the same run.
 from __future__ import annotations
 
 import csv
+import importlib.metadata
+import importlib.util
 import json
 import multiprocessing
 import time
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import intflash
 from intflash.backends import cpu
 from intflash.bench.measure import environment, time_interleaved
 from intflash.bench.workloads import QFLASH, Workload
@@ -77,6 +80,7 @@ def measure(
         raise RuntimeError("the native CPU kernels were not built: nothing to measure")
     before = torch.get_num_threads()
     rows: list[Row] = []
+    _measure_one(workloads[0], threads[0], min(budget_s, 1.0), [])  # a process starts slower than it goes on
     try:
         for count in threads:
             for workload in workloads:
@@ -95,6 +99,8 @@ def measure(
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     facts = environment() | {"instruction_sets": cpu.instruction_sets(), "amplitude": AMPLITUDE}
+    if importlib.util.find_spec("onnxruntime"):
+        facts["onnxruntime"] = importlib.metadata.version("onnxruntime")
     text = json.dumps({"environment": facts, "rows": [asdict(r) for r in rows]}, indent=1)
     (folder / "cpu_attention.json").write_text(text + "\n")
     with (folder / "cpu_attention.csv").open("w", newline="") as file:
@@ -127,6 +133,7 @@ def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequen
         codes = prepare(q, k, v, method=method, out_dtype=torch.int8)[0].quantized()
         calls[f"{method}, int8 in and out", best] = partial(cpu.run, codes)
         calls[f"{method}, float32 in and out", best] = partial(cpu.run, floats)
+        calls[f"{method}, float32 in and out, attention()", best] = partial(intflash.attention, q, k, v, method=method)
         for isa in isas[1:]:
             if method != "intflash_online" and isa != "generic":
                 calls[f"{method}, int8 in and out", isa] = partial(cpu.run, codes, isa=isa)

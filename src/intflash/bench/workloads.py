@@ -163,7 +163,7 @@ def _sink(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> Inputs
 # program's exp_M = round(2^16 * that) is 0 and its P leaves int8.
 TINY_SCALE = 5.88e-4
 
-# docs/numerics.md section 3's table of columns.
+# docs/numerics.md section 2's table of columns.
 COLUMNS = (
     workload_case(QFLASH["A2"]),
     workload_case(QFLASH["A7"]),
@@ -179,7 +179,7 @@ COLUMNS = (
     random_case("sink 4k", 4096, normal(), change=_sink),
 )
 
-# docs/numerics.md section 2: where the published integer method breaks.
+# docs/numerics.md section 3: where the published integer method breaks.
 HARD = (
     random_case("randn 197", 197, normal()),
     random_case("randn 1k", 1024, normal()),

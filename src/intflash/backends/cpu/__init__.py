@@ -61,7 +61,8 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         Output, its scale where it is integer, log-sum-exp where the problem asks for it.
 
     Raises:
-        InputError: `isa` is none that runs here, or scales of qflash and iflash leave its score unit.
+        InputError: `isa` is none that runs here, scales of qflash and iflash leave its score unit, or there are values
+            that are not finite where the problem asks for them.
     """
     q, k, v, method = problem.q, problem.k, problem.v, problem.method
     out_scale, default_scale, blocks = None, False, _NO_BLOCKS
@@ -69,6 +70,8 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     if not isinstance(q, QTensor):
         scales = _float_scales(problem)
         if scales is None:
+            if problem.check_finite:
+                validate.check_finite(q, k, v)
             problem = problem.quantized()
             q, k, v = problem.q, problem.k, problem.v
     out_dtype = problem.out_dtype
@@ -102,14 +105,16 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         out_scale_view = None
     else:
         out_scale_view = _single(out_scale) if default_scale else _view(out_scale)
-    _native.attention(
+    finite = _native.attention(
         isa or "", threads or torch.get_num_threads(), METHODS[method], OUT_TYPES[out_dtype],
         out.data_ptr(), out.stride(), problem.sm_scale,
         (q.data_ptr(), shape, q.stride()), _view(k), (v.data_ptr(), v_shape, v.stride()), scales,
         out_scale_view, default_scale, blocks, causal,
         None if bias is None else _view(bias), None if keep is None else _view(keep), packed,
-        0 if t_max is None else t_max.data_ptr(), 0 if l_sum is None else l_sum.data_ptr(),
+        0 if t_max is None else t_max.data_ptr(), 0 if l_sum is None else l_sum.data_ptr(), problem.check_finite,
     )  # fmt: skip
+    if not finite:
+        validate.check_finite(q, k, v)
     lse = None if t_max is None else log_sum_exp(t_max, l_sum, P_MAX[method])
     return Result(out, out_scale, lse)
 
@@ -220,5 +225,6 @@ BACKEND = Backend(
     unavailable=functools.partial(lambda reason: reason, None if _native is not None else _missing),
     unsupported=unsupported,
     run=run,
-    native=True,
+    native=lambda: True,
+    looks=True,
 )

@@ -124,12 +124,6 @@ def _default_out_scale(problem: Problem) -> Tensor:
     return scale * ((1 << (problem.v.bits - 1)) - 1) / qmax
 
 
-def _default_steps(method: str, head_dim: int, nk: int) -> Steps:
-    """An integer maximum of key-scaled scores is worth its extra FMAs in long rows of wide heads (docs/mixed.md)."""
-    raised = method == "int_flash_half" and head_dim > 64 and nk >= 8192
-    return mixed_steps.HALF_RAISED if raised else STEPS[method]
-
-
 def default_tile(method: str, head_dim: int, nq: int, nk: int) -> Tile:
     """The fastest of scripts/gpu_mixed.py on an H200 (docs/mixed.md); 64 rows where rows are few."""
     if method == "fp32":
@@ -150,7 +144,7 @@ def mixed_launch(
     """The tile loop's launch; `parts` from `operands`, `steps` for another flow than the method's own."""
     q, k, v = parts
     (batch, heads, nq, d), (nk, dv) = q.data.shape, v.data.shape[2:]
-    steps = steps or _default_steps(problem.method, d, nk)
+    steps = steps or STEPS[problem.method]
     tile = tile or default_tile(problem.method, d, nq, nk)
     if v.granularity == "block":
         tile = replace(tile, keys=min(tile.keys, v.block_size & -v.block_size))

@@ -78,13 +78,16 @@ constexpr float kTinyAmax = 7.888609052210118e-31f;  // 2^-100: below, a tensor 
 struct Quantization {
   const Kernels& kernels;
   FloatInput input[3];
+  bool look;           // for NaN and infinity, which order above all numbers
+  bool finite = true;  // what was found
 
   void measure(FloatInput& x, int64_t i) const {
-    if (x.is_static) return;
+    if (x.is_static && !look) return;
     const FloatInput::Piece piece = x.piece(i);
     x.amax[size_t(i)] = kernels.absolute_maximum(piece.data, x.type, piece.rows);
   }
-  static void choose_scales(FloatInput& x) {
+  void choose_scales(FloatInput& x) {
+    if (look) finite = finite && std::isfinite(*std::max_element(x.amax.begin(), x.amax.end()));
     if (x.is_static) return;
     if (!x.per_head) x.amax[0] = *std::max_element(x.amax.begin(), x.amax.end());
     for (size_t i = 0; i < x.scales.size(); ++i) x.scales[i] = x.amax[i] < kTinyAmax ? 1.0f : x.amax[i] / float(x.qmax);
@@ -113,22 +116,25 @@ struct Quantization {
     }
   }
 
-  void run(int threads) {
+  // False where it found what is not finite; the codes are then of no use.
+  bool run(int threads) {
     int64_t tickets = 0, values = 0;
     for (const FloatInput& x : input) tickets += x.count(), values += x.count() * x.tokens * x.channels;
     if (threads <= 1 || values < 1 << 17) return run_alone();  // the values: some ten microseconds in all
     run_tickets(threads, tickets, run_step<&Quantization::measure>, this);
     for (FloatInput& x : input) choose_scales(x);
-    run_tickets(threads, tickets, run_step<&Quantization::encode>, this);
+    if (finite) run_tickets(threads, tickets, run_step<&Quantization::encode>, this);
+    return finite;
   }
 
   // One tensor after the other, and the second time from its end: much of it is in the cache still.
-  void run_alone() {
+  bool run_alone() {
     for (FloatInput& x : input) {
       for (int64_t i = 0; i < x.count(); ++i) measure(x, i);
       choose_scales(x);
-      for (int64_t i = x.count(); i-- > 0;) encode(x, i);
+      for (int64_t i = x.count(); finite && i-- > 0;) encode(x, i);
     }
+    return finite;
   }
 };
 
@@ -173,9 +179,10 @@ struct CodeBuffer {
   }
 };
 
-void attention(const char* isa, int threads, int method, int out_type, int64_t out, nb::tuple out_stride, double sm_scale, nb::tuple q, nb::tuple k,
+// False where `look` asked for NaN and infinity in float q, k or v and there are some: nothing is computed then.
+bool attention(const char* isa, int threads, int method, int out_type, int64_t out, nb::tuple out_stride, double sm_scale, nb::tuple q, nb::tuple k,
                nb::tuple v, nb::tuple scales, nb::handle out_scale, bool default_scale, nb::tuple blocks, nb::handle causal, nb::handle bias,
-               nb::handle keep, nb::handle packed, int64_t t_max, int64_t l_sum) {
+               nb::handle keep, nb::handle packed, int64_t t_max, int64_t l_sum, bool look) {
   const Kernels& kernels = kernels_named(isa);
   Call call{};
   call.method = Method(method);
@@ -212,16 +219,18 @@ void attention(const char* isa, int threads, int method, int out_type, int64_t o
     if (default_scale)  // s_V * 127 / qmax: |O| <= max|V|
       *const_cast<float*>(call.out_scale.data) = *call.v_scale.data * 127.0f / (call.out_type == OutType::kInt8 ? 127.0f : 32767.0f);
     nb::gil_scoped_release release;
-    return run_attention(kernels, call, threads);
+    run_attention(kernels, call, threads);
+    return true;
   }
   static thread_local CodeBuffer buffer;
-  Quantization work{kernels, {float_input(q, element(scales, 0)), float_input(k, element(scales, 1)), float_input(v, element(scales, 2))}};
+  Quantization work{kernels, {float_input(q, element(scales, 0)), float_input(k, element(scales, 1)), float_input(v, element(scales, 2))}, look};
   buffer.divide(work.input);
   call.q = contiguous_codes(work.input[0]), call.k = contiguous_codes(work.input[1]), call.v = contiguous_codes(work.input[2]);
   call.q_scale = work.input[0].scale, call.k_scale = work.input[1].scale, call.v_scale = work.input[2].scale;
   nb::gil_scoped_release release;
-  work.run(threads);
+  if (!work.run(threads)) return false;
   run_attention(kernels, call, threads);
+  return true;
 }
 
 }  // namespace
@@ -235,6 +244,6 @@ NB_MODULE(_native, m) {
   m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"), nb::arg("out"), nb::arg("out_stride"),
         nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(), nb::arg("default_scale"),
         nb::arg("blocks"), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(), nb::arg("packed").none(),
-        nb::arg("t_max"), nb::arg("l_sum"),
+        nb::arg("t_max"), nb::arg("l_sum"), nb::arg("look"),
         "Attention of one validated problem, see intflash/backends/cpu/__init__.py. Tensors but out are (pointer, shape, stride).");
 }
