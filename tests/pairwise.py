@@ -10,9 +10,7 @@ def pairwise(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
     """A small set of cases that covers all pairs; greedy and deterministic."""
     names = list(factors)
     indices = {n: range(len(factors[n])) for n in names}
-    wanted = {
-        ((a, i), (b, j)) for a, b in itertools.combinations(names, 2) for i in indices[a] for j in indices[b]
-    }
+    wanted = {((a, i), (b, j)) for a, b in itertools.combinations(names, 2) for i in indices[a] for j in indices[b]}
     cases = []
     while wanted:
         (a, i), (b, j) = min(wanted)

@@ -67,9 +67,7 @@ def test_one_head_dim_too_many_is_refused(method):
 def test_exponent_scale_from_nothing_to_hard_maximum(method, backend, sm_scale):
     """C = 0 is uniform attention; past 64 octaves a unit the largest key takes all; between, the reference's bits."""
     g = torch.Generator().manual_seed(1)
-    q, k, v = (
-        QTensor(torch.randint(-127, 128, (1, 2, 40, 8), generator=g, dtype=torch.int8), 1.0) for _ in range(3)
-    )
+    q, k, v = (QTensor(torch.randint(-127, 128, (1, 2, 40, 8), generator=g, dtype=torch.int8), 1.0) for _ in range(3))
     out = run(method, backend, q, k, v, scale=sm_scale)
     expected = intflash.attention(q, k, v, scale=sm_scale, method=method, backend="reference", out_dtype=torch.int16)
     assert torch.equal(out.data, expected.data)
@@ -83,12 +81,8 @@ def test_exponent_scale_from_nothing_to_hard_maximum(method, backend, sm_scale):
 @pytest.mark.parametrize("ratio", [2.0**-20, 2.0**-8, 2.0**-7, 1.0, 2.0**28, 2.0**29, 2.0**40])
 def test_output_scale_saturates_alike(method, backend, ratio):
     g = torch.Generator().manual_seed(2)
-    q, k, v = (
-        QTensor(torch.randint(-127, 128, (1, 1, 20, 8), generator=g, dtype=torch.int8), 0.02) for _ in range(3)
-    )
+    q, k, v = (QTensor(torch.randint(-127, 128, (1, 1, 20, 8), generator=g, dtype=torch.int8), 0.02) for _ in range(3))
     scale = 0.02 / ratio
     out = run(method, backend, q, k, v, out_scale=scale)
-    expected = intflash.attention(
-        q, k, v, method=method, backend="reference", out_dtype=torch.int16, out_scale=scale
-    )
+    expected = intflash.attention(q, k, v, method=method, backend="reference", out_dtype=torch.int16, out_scale=scale)
     assert torch.equal(out.data, expected.data)

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from intflash import cli
+from intflash import BackendError, InputError, cli
 
 runner = CliRunner()
 
@@ -39,8 +39,59 @@ def test_demo_shows_a_refusal(tmp_path):
     assert "refused" in printed and "vortex" in printed
 
 
-def test_demo_knows_its_models():
-    assert "'vit', 'swin'" in str(runner.invoke(cli.app, ["demo", "--model", "resnet"]).exception)
+REFUSED = {  # arguments -> what the sentence says
+    "demo --model resnet": "must be one of ('vit', 'swin'), got 'resnet'",
+    "demo --images 0": "greater than or equal to 1",
+    "demo --images -3": "greater than or equal to 1",
+    "demo --method nope": "unknown method 'nope'; there are: fp32",
+    "demo --backend nope": "unknown backend 'nope'; there are: cpu",
+    "accuracy --backend nope": "unknown backend 'nope'; there are: cpu",
+    "bench run --device tpu": "expected cpu or cuda, got 'tpu'",
+    "bench all --device foo": "expected cpu or cuda, got 'foo'",
+    "bench attention --device tpu": "expected cpu or cuda, got 'tpu'",
+    "eval --model nope --data . --method nope": "unknown method 'nope'",
+    "eval --model nope --data . --backend nope": "unknown backend 'nope'",
+    "eval --model nope --data . --limit 0": "greater than or equal to 1",
+    "eval --model nope --data . --scales no.json": "'no.json' does not exist",
+    "eval --model nope --data no/folder": "'no/folder' does not exist",
+    "eval --model transformers:nope --data . --checkpoint .": "is a directory",
+    "calibrate --model nope --data . --images 0": "greater than or equal to 1",
+    "calibrate --model nope --data . --batch-size 0": "greater than or equal to 1",
+    "calibrate --model nope --data . --dtype float33": "expected float32, float16 or bfloat16, got 'float33'",
+    "calibrate --model nope --data . --observer median": "expected absmax, percentile or mse, got 'median'",
+    "calibrate --model nope --data . --granularity head": "as q=head, got 'head'",
+    "calibrate --model nope --data . --granularity x=head": "granularity is of q, k, v, out, got 'x'",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_bad_options_are_refused_in_a_sentence_before_any_work(tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    said = run(*arguments.split(), code=2)
+    assert REFUSED[arguments] in said and "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["demo", "accuracy", "bench run", "bench all", "bench attention"])
+def test_cuda_without_a_device_is_refused(tmp_path, monkeypatch, command):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "no CUDA device" in run(*command.split(), "--device", "cuda", "--out", tmp_path / "out", code=2)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("error", [InputError, BackendError])
+def test_an_error_inside_a_command_is_its_sentence(monkeypatch, error):
+    def measure(*given, **options):
+        raise error("expected this, got [that]")
+
+    monkeypatch.setattr("intflash.bench.cpu_attention.measure", measure)
+    assert run("bench", "attention", code=2).splitlines()[-1] == "Error: expected this, got [that]"
+
+
+def test_help_says_what_runs_without_vortex():
+    said = " ".join(run("bench", "vortex", "--help").split())
+    assert "no Vortex" in said and "vortex_instructions" in said and "two minutes" in said
 
 
 def test_info_lists_methods_backends_and_reasons():

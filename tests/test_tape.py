@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 
 import pytest
 import torch
@@ -68,6 +70,16 @@ def test_results_are_memory_of_their_own():
     kept = first.clone()
     plan.run(list(pair()))
     assert torch.equal(first, kept)
+
+
+def test_a_plan_keeps_no_tensor_of_the_call_that_it_was_made_from():
+    a, b = pair()
+    watched = weakref.ref(a), weakref.ref(b)
+    plan = planned(call, a, b)
+    del a, b
+    gc.collect()
+    assert plan is not None and [ref() for ref in watched] == [None, None]
+    assert sum(isinstance(x, torch.Tensor) for x in plan.others) == 1  # the constant
 
 
 def test_addresses_follow_views_of_arguments_and_of_what_is_made():

@@ -14,12 +14,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from intflash.models import cli as models_cli
+from intflash.options import Backend, Commands, Device, Methods
 
 if TYPE_CHECKING:
     from intflash.bench.demo import DemoResult
     from intflash.bench.experiments import Experiment, Outcome, Row, Setting
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Integer and INT8 FlashAttention for inference.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, help="Integer and INT8 FlashAttention for inference."
+)
 bench_app = typer.Typer(no_args_is_help=True, help="Time and experiments of the papers.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(models_cli.app)  # eval, calibrate
@@ -28,19 +31,17 @@ console = Console()
 # Points of Top-1 below float32 from which the demo prints a number in red.
 TOP1_TOLERANCE, SCALED_TOLERANCE = 0.4, 10.0
 
-Backend = Annotated[str | None, typer.Option(help="Compute on this backend only (default: the best available).")]
 Quick = Annotated[bool, typer.Option("--quick", help="The small cases only.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 
 
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where JSON and figure go.")] = Path("results/demo"),
     model: Annotated[str, typer.Option(help="vit or swin.")] = "vit",
-    method: Annotated[list[str] | None, typer.Option(help="Only this method; may be repeated.")] = None,
+    method: Methods = None,
     backend: Backend = None,
-    images: Annotated[int | None, typer.Option(help="Only the first so many of the 599 images.")] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Only the first so many of the 599 images.")] = None,
     device: Device = "cpu",
 ) -> None:
     """Classify handwritten digits with attention computed by every method."""
@@ -213,7 +214,9 @@ def bench_all(
     seconds: Annotated[
         float, typer.Option(help="What has not started by then is left out, and the page says so.")
     ] = 480,
-    jobs: Annotated[int | None, typer.Option(help="Processes at once while nothing is timed (default: cores).")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes at once while nothing is timed (default: cores).")
+    ] = None,
     models: Annotated[bool, typer.Option("--models", help="Whole models too, which takes minutes more.")] = False,
     quick: Quick = False,
     seed: Seed = 0,
@@ -269,7 +272,12 @@ def bench_vortex(
     quick: Quick = False,
     seed: Seed = 0,
 ) -> None:
-    """The Vortex report's table with our programs beside it, on your Vortex (VORTEX_HOME, VORTEX_BUILD)."""
+    """The Vortex report's table with our programs beside it, on your Vortex (VORTEX_HOME, VORTEX_BUILD).
+
+    -e chooses vortex_table, vortex_sweep or vortex_instructions. The last
+    needs clang, no Vortex: our kernels in the lockstep interpreter, which
+    takes about two minutes (20 s with --quick).
+    """
     from intflash.bench import vortex
     from intflash.bench.experiments import Setting
 

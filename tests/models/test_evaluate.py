@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 
 from intflash.digits import load_model, load_split
 from intflash.errors import InputError
+from intflash.methods import METHODS as METHODS_THERE_ARE
+from intflash.models import calibrate
 from intflash.models.cli import app
 from intflash.models.data import ImageFolder, load_classifier
 from intflash.models.evaluate import FLOAT, Variant, evaluate
@@ -45,7 +48,9 @@ def test_a_variant_that_cannot_run_is_a_row_with_its_reason(digits):
     assert result.rows[0].images == 24 and "triton" in result.rows[1].error
 
 
-def test_resuming_gives_the_same_sums(digits, tmp_path):
+def interrupted(model, digits, variants, state, **options):
+    """Evaluate until 16 of the 24 images are done, every batch's sums kept."""
+
     class Stopped(Exception):
         pass
 
@@ -53,24 +58,85 @@ def test_resuming_gives_the_same_sums(digits, tmp_path):
         if done >= 16:
             raise Stopped
 
-    import intflash.models.evaluate as module
+    with pytest.raises(Stopped):
+        evaluate(model, digits, variants, batch_size=8, state=state, on_batch=stop, **options)
 
-    module.SAVE_SECONDS, keep = 0.0, module.SAVE_SECONDS
-    try:
-        options = dict(batch_size=8, state=tmp_path / "state")
-        with pytest.raises(Stopped):
-            evaluate(load_model("vit"), digits, METHODS[:1], on_batch=stop, **options)
-        seen = []
-        resumed = evaluate(load_model("vit"), digits, METHODS[:1], on_batch=lambda *at: seen.append(at), **options)
-    finally:
-        module.SAVE_SECONDS = keep
-    assert seen == [(24, 24)]
-    whole = evaluate(load_model("vit"), digits, METHODS[:1], batch_size=8)
-    for a, b in zip(resumed.rows, whole.rows, strict=True):
-        assert (a.images, a.top1, a.top5, a.agreement) == (b.images, b.top1, b.top5, b.agreement)
-        assert a.logits_sqnr == pytest.approx(b.logits_sqnr)
+
+@pytest.fixture
+def save_always(monkeypatch):
+    monkeypatch.setattr("intflash.models.evaluate.SAVE_SECONDS", 0.0)
+
+
+def same(a, b):
+    assert (a.images, a.top1, a.top5, a.agreement) == (b.images, b.top1, b.top5, b.agreement)
+    assert a.logits_sqnr == pytest.approx(b.logits_sqnr)
+
+
+def test_resuming_gives_the_same_sums(digits, tmp_path, save_always):
+    state, seen = tmp_path / "state", []
+    interrupted(load_model("vit"), digits, METHODS[:1], state)
     with pytest.raises(InputError, match="of another evaluation"):
-        evaluate(load_model("vit"), digits, METHODS[1:], batch_size=8, state=tmp_path / "state")
+        evaluate(load_model("vit"), digits, METHODS[1:], batch_size=8, state=state)
+    options = dict(batch_size=8, state=state, on_batch=lambda *at: seen.append(at))
+    resumed = evaluate(load_model("vit"), digits, METHODS[:1], **options)
+    assert seen == [(24, 24)]
+    for a, b in zip(resumed.rows, evaluate(load_model("vit"), digits, METHODS[:1], batch_size=8).rows, strict=True):
+        same(a, b)
+
+
+def test_a_finished_run_is_not_taken_for_the_next(digits, tmp_path):
+    """Other weights and other scales under the same names: other results, and nothing is left beside them."""
+    images, state = digits.tensors[0], tmp_path / "state"
+    model, other = load_model("vit"), load_model("vit")
+    with torch.no_grad():
+        other.head.weight.mul_(-1)
+    for network, batches in ((model, images), (model, images[:2] / 4), (other, images)):
+        variants = [Variant("intflash", calibrate(network, [batches]))]
+        kept = evaluate(network, digits, variants, batch_size=8, state=state)
+        for a, b in zip(kept.rows, evaluate(network, digits, variants, batch_size=8).rows, strict=True):
+            same(a, b)
+        assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_run_goes_on_with_the_same_weights_scales_and_backend_only(digits, tmp_path, save_always):
+    images, state = digits.tensors[0], tmp_path / "state"
+    model, other = load_model("vit"), load_model("vit")
+    with torch.no_grad():
+        other.head.weight[0, 0] += 1e-3
+    static = [Variant("intflash", calibrate(model, [images]))]
+    interrupted(model, digits, static, state)
+    for changed in (
+        dict(model=other),
+        dict(variants=[Variant("intflash", calibrate(model, [images / 2]))]),
+        dict(backend="reference"),
+    ):
+        options = dict(model=model, variants=static, backend=None) | changed
+        with pytest.raises(InputError, match="of another evaluation"):
+            evaluate(options.pop("model"), digits, batch_size=8, state=state, **options)
+    assert evaluate(model, digits, static, batch_size=8, state=state).rows[1].images == 24
+
+
+def test_a_resumed_run_still_knows_what_cannot_run(digits, tmp_path, save_always):
+    options = dict(state=tmp_path / "state", backend="hopper")
+    with pytest.raises(KeyboardInterrupt):  # all images are done, the run is not
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("intflash.models.evaluate._sum_over_processes", raise_interrupt)
+            evaluate(load_model("vit"), digits, METHODS[:1], batch_size=24, **options)
+    assert "hopper" in evaluate(load_model("vit"), digits, METHODS[:1], batch_size=24, **options).rows[1].error
+
+
+def raise_interrupt(tallies):
+    raise KeyboardInterrupt
+
+
+def test_unknown_and_repeated_names_are_refused_before_any_image(digits):
+    for variants, backend, said in (
+        ([Variant("nope")], None, "unknown method 'nope'"),
+        (METHODS[:1], "nope", "unknown backend 'nope'"),
+        (METHODS[:1] * 2, None, "more than one 'intflash'"),
+    ):
+        with pytest.raises(InputError, match=said):
+            evaluate(None, digits, variants, backend=backend)
 
 
 def test_image_folder(image_folder):
@@ -101,11 +167,51 @@ def test_commands(image_folder, tmp_path):
     done = runner.invoke(app, ["eval", *model, *arguments], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
-    assert list(rows) == [FLOAT, "intflash", "intflash (static, absmax)"]
+    assert list(rows) == [FLOAT, "intflash", f"intflash (static, absmax, {scales})"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.json", "images", "scales.json"]
     assert rows[FLOAT]["paper"]["top1"] == 72.21
     for name in list(rows)[1:]:
         assert rows[name]["replaced"] == 12 and rows[name]["images"] == 3 and rows[name]["logits_sqnr"] > 35
     assert rows["intflash"]["gbops"] == pytest.approx(17.2, abs=0.05)  # as the paper prints for DeiT-T
+
+
+def test_scales_come_in_addition_to_every_method(image_folder, tmp_path, monkeypatch):
+    scales, seen = tmp_path / "scales.json", []
+    calibrate(load_model("vit"), [torch.rand(4, 1, 8, 8)], path=scales)
+
+    def evaluate(network, dataset, variants, **options):
+        seen.extend(variant.name for variant in variants)
+        raise InputError("enough")
+
+    monkeypatch.setattr("intflash.models.evaluate.evaluate", evaluate)
+    monkeypatch.setattr("intflash.models.data.load_classifier", lambda *a, **k: (None, None))
+    done = CliRunner().invoke(
+        app, ["eval", "--model", "any", "--data", str(image_folder), "--scales", str(scales), "--device", "cpu"]
+    )
+    assert done.exit_code == 2 and "Error: enough" in done.output
+    assert seen == [*METHODS_THERE_ARE, f"intflash (static, absmax, {scales})"]
+
+
+def test_a_scales_file_of_an_unknown_method_is_refused_before_the_model(image_folder, tmp_path):
+    scales = calibrate(load_model("vit"), [torch.rand(4, 1, 8, 8)])
+    replace(scales, method="nope").save(tmp_path / "scales.json")
+    arguments = ["eval", "--model", "any", "--data", str(image_folder), "--scales", str(tmp_path / "scales.json")]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2 and "Error: unknown method 'nope'" in done.output
+
+
+def test_models_that_cannot_be_made_are_refused():
+    pytest.importorskip("timm")
+    with pytest.raises(InputError, match="timm cannot make 'nope': Unknown model"):
+        load_classifier("nope")
+    with pytest.raises(InputError, match="a checkpoint is for a timm model"):
+        load_classifier("transformers:nope", checkpoint="weights.pt")
+
+
+def test_a_missing_library_is_named_with_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(InputError, match=r"timm cannot be imported .*pip install 'intflash\[models\]'"):
+        load_classifier("deit_tiny_patch16_224")
 
 
 def test_transformers_classifier_from_a_folder(image_folder, tmp_path):

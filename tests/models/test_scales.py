@@ -123,8 +123,13 @@ def test_methods_without_static_scales_are_refused():
         intflash.patch(model, "qflash", scales)
     with pytest.raises(InputError, match="observer must be one of"):
         intflash.calibrate(model, [torch.rand(1, 1, 8, 8)], observer="median")
-    with pytest.raises(InputError, match="0 batches"):
+    with pytest.raises(InputError, match="no images were given"):
         intflash.calibrate(model, [])
+    for unknown in ("Q", "x"):
+        with pytest.raises(InputError, match=f"granularity is of q, k, v, out, got '{unknown}'"):
+            intflash.calibrate(model, [torch.rand(1, 1, 8, 8)], granularity={unknown: "head"})
+    with pytest.raises(InputError, match="output scales are per .* got 'row'"):
+        intflash.calibrate(model, [torch.rand(1, 1, 8, 8)], granularity={"out": "row"})
 
 
 @pytest.mark.parametrize("granularity, groups", [("tensor", 1), ("head", 2), ("channel", 6)])

@@ -1,6 +1,7 @@
 """timm models: what is replaced, how close the logits are, that nothing else changes."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -96,6 +97,53 @@ def test_gated_attention():
             assert 28 < sqnr(reference, run(layer, *arguments)) < 60
 
 
+def test_attention_of_a_timm_without_output_norm():
+    torch.manual_seed(0)
+    layer = timm.models.vision_transformer.Attention(64, num_heads=2).eval()
+    x = torch.randn(2, 17, 64)
+    reference = run(layer, x)
+    layer._modules.pop("norm", None)  # timm 1.0.15 has none
+    with intflash.patch(layer):
+        assert 28 < sqnr(reference, run(layer, x)) < 60
+
+
+def test_swin_v2_under_autocast():
+    """Its logit scale is float32: Q is, where K and V are not."""
+    torch.manual_seed(0)
+    layer = timm.models.swin_transformer_v2.WindowAttention(32, (4, 4), num_heads=2).eval()
+    x = torch.randn(3, 16, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        reference = run(layer, x)
+        with intflash.patch(layer):
+            out = run(layer, x)
+    assert out.dtype == reference.dtype and 25 < sqnr(reference, out) < 60
+
+
+def test_multi_query_attention():
+    """It gives torch one K/V head for all, which torch broadcasts."""
+    from timm.layers import MultiQueryAttention2d
+
+    torch.manual_seed(0)
+    layer = MultiQueryAttention2d(64, num_heads=4).eval()
+    x = torch.randn(2, 64, 7, 7)
+    reference = run(layer, x)
+    scales = intflash.calibrate(layer, [x], granularity={"k": "head"})
+    assert scales.layers[""].kv_heads == 1
+    for chosen in (None, scales):
+        with intflash.patch(layer, scales=chosen):
+            assert 28 < sqnr(reference, run(layer, x)) < 60
+
+
+def test_calibrating_with_a_mask_smaller_than_the_batch():
+    torch.manual_seed(0)
+    layer = timm.models.vision_transformer.Attention(64, num_heads=2).eval()
+    x, mask = torch.randn(8, 4, 64), torch.ones(4, 4, dtype=torch.bool).tril()
+    reference = run(layer, x, mask)
+    scales = intflash.calibrate(layer, [(x, mask)])
+    with intflash.patch(layer, scales=scales):
+        assert 28 < sqnr(reference, run(layer, x, mask)) < 60
+
+
 def test_swin_bias_and_shift_mask_are_small():
     model = timm.create_model("swin_tiny_patch4_window7_224", depths=(2, 1, 1, 1), num_classes=10).eval()
     with intflash.patch(model):
@@ -120,6 +168,19 @@ def test_bias_follows_loaded_weights():
     a.load_state_dict(b.state_dict())
     with intflash.patch(b):
         assert torch.equal(run(a, image), run(b, image))
+
+
+@pytest.mark.parametrize("name, size", [("swin_tiny_patch4_window7_224", 56), ("eva02_tiny_patch14_224", 28)])
+def test_pickled_models_are_patched_still(name, size):
+    options = {"depths": (2,), "num_heads": (3,)} if "swin" in name else {"depth": 1}
+    model = sharpen(timm.create_model(name, img_size=size, num_classes=10, **options))
+    image = torch.randn(1, 3, size, size)
+    reference = run(model, image)
+    intflash.patch(model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(run(twin, image), run(model, image)) and not torch.equal(run(twin, image), reference)
+    intflash.unpatch(twin)
+    assert torch.equal(run(twin, image), reference)
 
 
 def test_unknown_attention_is_reported():

@@ -53,6 +53,16 @@ def test_torchvision_models(name):
     assert torch.equal(run(model, image), reference)
 
 
+def test_swin_v2_under_autocast():
+    """Its logit scale is float32: Q is, where K and V are not."""
+    torch.manual_seed(0)
+    model, image = sharpen(swin_v2(8)), torch.randn(1, 3, 64, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        reference = run(model, image)
+        with intflash.patch(model):
+            assert 20 < sqnr(reference, run(model, image)) < 60
+
+
 def test_other_multihead_attention_is_left():
     model = torch.nn.TransformerEncoderLayer(32, 2)
     with pytest.raises(intflash.InputError, match="no adapter for torch.nn.modules.activation.MultiheadAttention"):

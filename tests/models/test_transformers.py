@@ -1,5 +1,7 @@
 """transformers models: encoders, Swin, and decoders with grouped KV heads, causal and padded masks."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -116,7 +118,9 @@ def test_packed_sequences_as_flash_attention_gets_them():
     assert out.shape == (1, 11, 4, 16) and not torch.equal(out.transpose(1, 2), whole)
 
 
-@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
+@pytest.mark.parametrize(
+    "option", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"indices": torch.zeros(4)}, {"dropout": 0.1}]
+)
 def test_what_is_not_served_is_refused(option):
     q = torch.randn(1, 4, 5, 16)
     with pytest.raises(intflash.InputError, match="does not serve"):
@@ -131,3 +135,73 @@ def test_masks_reach_the_attention():
     with intflash.patch(model):
         with_mask, without = run(model, ids, attention_mask=mask), run(model, ids)
     assert not torch.equal(with_mask[:, 4:], without[:, 4:])
+
+
+def bert() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    return sharpen(transformers.BertModel(config), gain=10.0)
+
+
+@pytest.mark.parametrize("patched, unpatched", [("encoder", ""), ("", "encoder")])
+def test_unpatch_of_another_part_than_was_patched(patched, unpatched):
+    model, ids = bert(), torch.randint(0, 100, (2, 9))
+    reference = run(model, ids)
+    intflash.patch(model.get_submodule(patched), "qflash")
+    assert not torch.equal(run(model, ids), reference)
+    intflash.unpatch(model.get_submodule(unpatched))
+    assert torch.equal(run(model, ids), reference)
+    intflash.unpatch(model)
+    assert torch.equal(run(model, ids), reference)
+
+
+def test_unpatch_after_a_layer_was_removed():
+    model, ids = bert(), torch.randint(0, 100, (2, 9))
+    intflash.patch(model)
+    model.encoder.layer = model.encoder.layer[:1]
+    intflash.unpatch(model)
+    out = run(model, ids)
+    twin = bert()
+    twin.encoder.layer = twin.encoder.layer[:1]
+    assert torch.equal(out, run(twin, ids))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_model_of_the_same_configuration_is_not_touched(implementation):
+    config = transformers.ViTConfig(**VISION, attn_implementation=implementation)
+    a, b = (transformers.ViTModel(config).eval() for _ in range(2))
+    pixels = torch.randn(1, 3, 32, 32)
+    before, reference = run(a, pixels), run(b, pixels)
+    with intflash.patch(a):
+        assert not torch.equal(run(a, pixels), before)
+        assert torch.equal(run(b, pixels), reference) and b.config._attn_implementation == implementation
+    assert torch.equal(run(a, pixels), before) and a.layers[0].attention.config is a.config
+
+
+def test_a_pickled_model_is_patched_still():
+    model, ids = bert(), torch.randint(0, 100, (2, 9))
+    reference = run(model, ids)
+    intflash.patch(model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(run(twin, ids), run(model, ids))
+    intflash.unpatch(twin)
+    assert torch.equal(run(twin, ids), reference)
+
+
+def test_attention_weights_are_refused():
+    model, pixels = vision_model("swin").eval(), torch.randn(1, 3, 56, 56)
+    with intflash.patch(model), pytest.raises(intflash.InputError, match="does not serve output_attentions"):
+        run(model, pixels, output_attentions=True)
+    eager = transformers.ViTModel(transformers.ViTConfig(**VISION, attn_implementation="eager"))
+    eager.config.output_attentions = True
+    with pytest.raises(intflash.InputError, match="asks for attention weights"):
+        intflash.patch(eager)
+
+
+def test_an_implementation_with_other_masks_is_left():
+    model = decoder()
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(intflash.InputError, match="'flash_attention_2', whose masks differ"):
+        intflash.patch(model)

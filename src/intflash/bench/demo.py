@@ -191,6 +191,7 @@ def run_demo(
         on_total, on_step, on_row: told the number of steps, each step's method, each finished row.
 
     Example:
+        >>> from intflash.bench.demo import run_demo
         >>> run_demo("vit", ["intflash"], images=10).rows[0].method
         'intflash'
     """

@@ -37,6 +37,7 @@ def load_model(name: str = "vit") -> nn.Module:
 
     Example:
         >>> import torch
+        >>> from intflash.digits import load_model
         >>> load_model("vit")(torch.zeros(1, 1, 8, 8)).shape
         torch.Size([1, 10])
     """

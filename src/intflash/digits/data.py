@@ -32,6 +32,7 @@ def load_split() -> tuple[Split, Split]:
     """``(train, held_out)``: 1,198 and 599 images; image i is held out when ``i % 3 == 2``.
 
     Example:
+        >>> from intflash.digits import load_split
         >>> train, held_out = load_split()
         >>> len(train), len(held_out), tuple(held_out.images.shape)
         (1198, 599, (599, 1, 8, 8))

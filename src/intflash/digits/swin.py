@@ -64,6 +64,7 @@ class DigitsSwin(nn.Module):
 
     Example:
         >>> import torch
+    >>> from intflash.digits import DigitsSwin
         >>> DigitsSwin()(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
     """

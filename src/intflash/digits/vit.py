@@ -14,6 +14,7 @@ class DigitsViT(nn.Module):
 
     Example:
         >>> import torch
+    >>> from intflash.digits import DigitsViT
         >>> DigitsViT()(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
     """

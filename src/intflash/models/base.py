@@ -29,13 +29,11 @@ class Adapter:
         patched_class: (module, parent) -> the class that the module gets, a subclass of its own whose
             forward calls ``self.intflash_attention(q, k, v, ...)``; its own class where the library
             itself will call the core; None: no layer of this adapter; a str: why it is left as it is.
-        enter: (modules) -> what `leave` needs, once all layers of a model have their core.
-        leave: undoes `enter`.
+        attributes: (module) -> what replaces attributes of the module's own while it is patched.
     """
 
     patched_class: Callable[[nn.Module, nn.Module | None], type[nn.Module] | str | None]
-    enter: Callable[[list[nn.Module]], Any] = lambda modules: None
-    leave: Callable[[list[nn.Module], Any], None] = lambda modules, saved: None
+    attributes: Callable[[nn.Module], dict[str, Any]] = lambda module: {}
 
 
 class Core(nn.Module):
@@ -53,11 +51,12 @@ class Core(nn.Module):
         self.register_buffer("keep", None, persistent=False)
 
     def hold(self, bias: Tensor | None = None, keep: Tensor | None = None) -> None:
-        """Keep a float bias ``[1, H, N, N]`` and a bool mask ``[W, 1, N, N]`` for this layer's calls."""
+        """Keep a float bias ``[1, H, N, N]`` and a bool mask ``[W, 1, N, N]`` for this layer's calls, where given."""
         if bias is not None:
             bias = bias.detach()
             self.bias = quantize_bias(bias) if self.integer_bias else bias.clone()
-        self.keep = keep
+        if keep is not None:
+            self.keep = keep
 
     def forward(
         self,
@@ -88,6 +87,8 @@ class IntegerCore(Core):
     def forward(self, q, k, v, attn_mask=None, is_causal=False, scale=None, *, bias=None, enable_gqa=False):
         if self.training:
             raise InputError("IntFlash is for inference: call model.eval() before a patched model")
+        # under autocast norms and logit scales leave q or k in float32, where torch's attention casts too
+        q, k = q.to(v.dtype), k.to(v.dtype)
         return attention(
             q, k, v, attn_mask, is_causal, scale, method=self.method, backend=self.backend, recipe=self.recipe,
             bias=bias, enable_gqa=enable_gqa, check_finite=self.check_finite,
@@ -123,7 +124,7 @@ class FloatCore(Core):
     """torch's scaled_dot_product_attention, for observing a layer as it is without IntFlash."""
 
     def forward(self, q, k, v, attn_mask=None, is_causal=False, scale=None, *, bias=None, enable_gqa=False):
-        if attn_mask is not None and 1 < attn_mask.shape[0] < q.shape[0]:
+        if attn_mask is not None and attn_mask.ndim == q.ndim and 1 < attn_mask.shape[0] < q.shape[0]:
             attn_mask = attn_mask.repeat(q.shape[0] // attn_mask.shape[0], 1, 1, 1)
         if bias is not None:
             bias = bias.to(q.dtype)
@@ -148,16 +149,17 @@ class _Redirect(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
             self.calls += 1
-            return sdpa_through(self.core, *args, **(kwargs or {}))
+            return _sdpa(self.core, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def sdpa_through(
+def _sdpa(
     core: Core, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> Tensor:
     """torch's signature of scaled_dot_product_attention, computed by a core."""
     if dropout_p != 0.0:
         raise InputError(f"dropout_p must be 0, IntFlash is for inference; got {dropout_p}")
+    enable_gqa = enable_gqa or key.shape[-3] == 1 < query.shape[-3]  # torch broadcasts one KV head unasked
     return core(query, key, value, attn_mask, is_causal, scale, enable_gqa=enable_gqa)
 
 
@@ -176,8 +178,19 @@ def redirected(cls: type[nn.Module]) -> type[nn.Module]:
             raise InputError(f"{cls.__name__} called scaled_dot_product_attention {redirect.calls} times, expected 1")
         return out
 
-    body = {"forward": forward, "__module__": cls.__module__, "fused_attn": property(lambda self: True)}
+    body = {
+        "forward": forward,
+        "fused_attn": property(lambda self: True),
+        "__module__": cls.__module__,
+        "__reduce_ex__": lambda self, protocol: (_blank, (cls,), vars(self)),  # pickle cannot find it by its name
+    }
     return type(f"IntFlash{cls.__name__}", (cls,), body)
+
+
+def _blank(cls: type[nn.Module]) -> nn.Module:
+    """A redirected module of `cls` without its state, for pickle and deepcopy."""
+    made = redirected(cls)
+    return made.__new__(made)
 
 
 def calls_sdpa(cls: type[nn.Module]) -> bool:

@@ -57,6 +57,8 @@ def calibrate(
 ) -> Scales:
     """Observe Q, K, V and outputs of every attention layer in float, and choose static scales.
 
+    `patch` takes the scales of Q, K and V; those of the outputs are in the file for other uses.
+
     Args:
         model: as for `patch`, not patched; its attention runs in its own dtype.
         batches: inputs; a tensor, a tuple (``model(*batch)``) or a mapping (``model(**batch)``).
@@ -71,18 +73,18 @@ def calibrate(
         The `Scales` for ``patch(model, scales=...)``.
 
     Raises:
-        InputError: no batches, an unknown observer, or a method that cannot have static scales.
+        InputError: no batches, an unknown observer or granularity, or a method that cannot have static scales.
 
     Example:
-        >>> import torch
+        >>> import torch, intflash
         >>> from intflash.digits import load_model
-        >>> scales = calibrate(load_model("vit"), [torch.rand(4, 1, 8, 8)])
+        >>> scales = intflash.calibrate(load_model("vit"), [torch.rand(4, 1, 8, 8)])
         >>> len(scales.layers), scales.granularity["q"]
         (4, 'tensor')
     """
     if observer not in OBSERVERS:
         raise InputError(f"observer must be one of {tuple(OBSERVERS)}, got {observer!r}")
-    chosen = _granularity(method, granularity or {})
+    chosen = static_granularity(method, granularity or {})
     cores: dict[str, _Observed] = {}
     layers = describe_layers(model)
     attach(model, lambda name: cores.setdefault(name, _Observed(chosen)))
@@ -95,6 +97,8 @@ def calibrate(
                 count, images = count + 1, images + _size(batch)
     finally:
         unpatch(model)
+    if count == 0:
+        raise InputError("calibration needs batches of images: no images were given")
     unused = [name for name, core in cores.items() if core.sizes is None]
     if unused:
         raise InputError(f"calibration ran {count} batches and never reached {', '.join(unused[:4])}")
@@ -114,7 +118,15 @@ def calibrate(
     return scales
 
 
-def _granularity(method: str, asked: dict[str, str]) -> dict[str, str]:
+def static_granularity(method: str, asked: dict[str, str]) -> dict[str, str]:
+    """The granularity of each of q, k, v and out: what is asked for, else what suits the method.
+
+    Raises:
+        InputError: the method cannot have such static scales, or there is no such tensor.
+    """
+    unknown = [name for name in asked if name not in TENSORS]
+    if unknown:
+        raise InputError(f"granularity is of {', '.join(TENSORS)}, got {', '.join(map(repr, unknown))}")
     chosen, found = get_method(method), {}
     for name in ("q", "k", "v"):
         default = getattr(chosen.recipe, name)
@@ -129,7 +141,10 @@ def _granularity(method: str, asked: dict[str, str]) -> dict[str, str]:
             raise InputError(f"method {method!r} can have static {name} scales per {possible}, got {found[name]!r}")
     if set(found.values()) == {"none"}:
         raise InputError(f"method {method!r} computes in floating point: it has no scales to calibrate")
-    return found | {"out": asked.get("out", "tensor")}
+    found["out"] = asked.get("out", "tensor")
+    if found["out"] not in STATIC_GRANULARITIES:
+        raise InputError(f"output scales are per {STATIC_GRANULARITIES}, got {found['out']!r}")
+    return found
 
 
 def _forward(model: nn.Module, batch: Any) -> Any:

@@ -3,72 +3,84 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from intflash.models.papers import QFLASH_MODELS
+from intflash.options import Backend, BestDevice, Commands, Method, Methods, one_of
+from intflash.quant.calibrate import OBSERVERS
 
 if TYPE_CHECKING:
     from intflash.models.evaluate import Evaluation
 
-app = typer.Typer(no_args_is_help=True, help="Whole models: calibrate and evaluate.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Whole models: calibrate and evaluate.")
 console = Console()
 
+DTYPES = ("float32", "float16", "bfloat16")
 _SEVEN = "; ".join(f"{short} = {name}" for name, short in QFLASH_MODELS.items())
 Model = Annotated[
     str, typer.Option("--model", help=f"A timm name, or transformers:NAME. QFlash's seven models: {_SEVEN}.")
 ]
 Data = Annotated[
-    Path, typer.Option("--data", help="A folder with one folder of images per class (or its parent of val).")
+    Path,
+    typer.Option(
+        exists=True, file_okay=False, help="A folder with one folder of images per class (or its parent of val)."
+    ),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda where there is one).")]
-Dtype = Annotated[str, typer.Option(help="Dtype of the model: float32, float16 or bfloat16.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of the model: float32, float16 or bfloat16.", callback=one_of(*DTYPES))]
 Pretrained = Annotated[bool, typer.Option(help="Load the published weights (random ones otherwise).")]
-Checkpoint = Annotated[str | None, typer.Option(help="A file of weights for a timm model.")]
-BatchSize = Annotated[int, typer.Option(help="Images per batch.")]
+Checkpoint = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="A file of weights for a timm model.")
+]
+BatchSize = Annotated[int, typer.Option(min=1, help="Images per batch.")]
 
 
 @app.command("eval")
 def evaluate_command(
     model: Model,
     data: Data,
-    method: Annotated[list[str] | None, typer.Option(help="Only this method; may be repeated (default: all).")] = None,
+    method: Methods = None,
     scales: Annotated[
-        list[Path] | None, typer.Option(help="A scales file: one more row, static. May be repeated.")
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="A scales file: one more row, static. May be repeated."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
     out: Annotated[
         Path, typer.Option(help="Where the JSON goes; sums of an interrupted run are kept beside it.")
     ] = Path("results/eval.json"),
     batch_size: BatchSize = 32,
-    workers: Annotated[int, typer.Option(help="Processes that read images.")] = 2,
-    backend: Annotated[str | None, typer.Option(help="Compute on this backend only.")] = None,
-    device: Device = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 2,
+    backend: Backend = None,
+    device: BestDevice = None,
     dtype: Dtype = "float32",
     pretrained: Pretrained = True,
     checkpoint: Checkpoint = None,
 ) -> None:
     """Top-1 and Top-5 of a classifier on a folder of images, attention by every method, in one pass.
 
+    Every scales file gives one more row, whatever methods are chosen.
     An interrupted run goes on where it was. Under torchrun the processes share the images.
     """
     import torch
 
     from intflash.methods import METHODS
     from intflash.models.data import ImageFolder, load_classifier
-    from intflash.models.evaluate import Variant, evaluate
+    from intflash.models.evaluate import Variant, check_variants, evaluate
     from intflash.quant.calibrate import Scales
 
+    loaded = {path: Scales.load(path) for path in scales or ()}
+    variants = [Variant(name) for name in method or METHODS]
+    variants += [Variant(found.method, found, str(path)) for path, found in loaded.items()]
+    check_variants(variants)
     device, main, leave = _process_group(device)
     network, transform = load_classifier(model, pretrained=pretrained, checkpoint=checkpoint)
-    loaded = [Scales.load(path) for path in scales or ()]
-    dynamic = list(METHODS) if method is None and not loaded else method or []
-    variants = [Variant(name) for name in dynamic] + [Variant(s.method, s) for s in loaded]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not main) as progress:
         task = progress.add_task("images")
@@ -83,9 +95,9 @@ def evaluate_command(
         console.print(evaluation_table(result))
         for row in result.rows:
             if row.error:
-                console.print(f"[yellow]{row.name}[/]: {row.error}")
+                console.print(f"[yellow]{escape(row.name)}[/]: {escape(row.error)}")
         for name, reason in result.left.items():
-            console.print(f"[dim]left {name}: {reason}[/]")
+            console.print(f"[dim]left {name}: {escape(reason)}[/]")
         console.print(f"wrote {out}")
     leave()
 
@@ -95,14 +107,14 @@ def calibrate_command(
     model: Model,
     data: Data,
     out: Annotated[Path, typer.Option(help="Where the scales go (JSON).")] = Path("results/scales.json"),
-    method: Annotated[str, typer.Option(help="The method that the scales are for.")] = "intflash",
-    observer: Annotated[str, typer.Option(help="absmax, percentile or mse.")] = "absmax",
+    method: Method = "intflash",
+    observer: Annotated[str, typer.Option(help="absmax, percentile or mse.", callback=one_of(*OBSERVERS))] = "absmax",
     granularity: Annotated[
         list[str] | None, typer.Option(help="As q=head or v=channel; may be repeated (default: the method's).")
     ] = None,
-    images: Annotated[int, typer.Option(help="How many images, spread over the folder.")] = 128,
+    images: Annotated[int, typer.Option(min=1, help="How many images, spread over the folder.")] = 128,
     batch_size: BatchSize = 32,
-    device: Device = None,
+    device: BestDevice = None,
     dtype: Dtype = "float32",
     pretrained: Pretrained = True,
     checkpoint: Checkpoint = None,
@@ -110,15 +122,15 @@ def calibrate_command(
     """Observe Q, K, V and outputs of every attention layer, and write static scales."""
     import torch
 
-    from intflash.models.calibration import calibrate
+    from intflash.models.calibration import calibrate, static_granularity
     from intflash.models.data import ImageFolder, load_classifier
     from intflash.models.evaluate import batches
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = dict(_pair(text) for text in granularity or ())
+    static_granularity(method, chosen)  # refuses before the model is loaded
     network, transform = load_classifier(model, pretrained=pretrained, checkpoint=checkpoint)
     network = network.to(device=device, dtype=getattr(torch, dtype))
     stream = batches(ImageFolder(data, transform), images, batch_size, device, getattr(torch, dtype))
-    chosen = dict(part.split("=", 1) for part in granularity or ())
     out.parent.mkdir(parents=True, exist_ok=True)
     with console.status(f"calibrating {model}"):
         found = calibrate(network, stream, method, observer=observer, granularity=chosen, path=out)
@@ -129,11 +141,20 @@ def calibrate_command(
     console.print(f"wrote {out}")
 
 
-def _process_group(device: str | None):
+def _pair(text: str) -> tuple[str, str]:
+    """ "q=head" as ("q", "head")."""
+    name, found, kind = text.partition("=")
+    if not found:
+        raise typer.BadParameter(
+            f"expected a tensor and its granularity, as q=head, got {text!r}", param_hint="'--granularity'"
+        )
+    return name, kind
+
+
+def _process_group(device: str) -> tuple[str, bool, Callable[[], None]]:
     """(device, is the first process, how to leave): joins torchrun's group where there is one."""
     import torch
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # set by torchrun
         return device, True, lambda: None
     if device == "cuda":
@@ -152,12 +173,12 @@ def evaluation_table(result: Evaluation) -> Table:
         table.add_column(name, justify="right" if name in counts + costs else "left")
     for row in result.rows:
         if row.error:
-            table.add_row(row.name, "not served", style="yellow")
+            table.add_row(escape(row.name), "not served", style="yellow")
             continue
         paper_top1 = "" if row.paper is None else f"{row.paper.top1:.2f}"
         paper_bops = "" if row.paper is None or row.paper.bops is None else f"{row.paper.bops:.1f}"
         table.add_row(
-            row.name, f"{row.top1:.2f}", paper_top1, f"{row.top5:.2f}", f"{row.agreement:.2f}",
+            escape(row.name), f"{row.top1:.2f}", paper_top1, f"{row.top5:.2f}", f"{row.agreement:.2f}",
             "" if row.logits_sqnr is None else f"{row.logits_sqnr:.1f}", "yes" if row.integer_only else "",
             row.granularity, "" if row.gbops is None else f"{row.gbops:.1f}", paper_bops, f"{row.ms_per_image:.2f}",
             str(row.replaced or ""), style="bold green" if row.name.startswith("intflash") else None,

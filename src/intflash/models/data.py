@@ -62,7 +62,7 @@ class Logits(nn.Module):
 
 
 def load_classifier(
-    name: str, *, pretrained: bool = True, checkpoint: str | None = None
+    name: str, *, pretrained: bool = True, checkpoint: str | Path | None = None
 ) -> tuple[nn.Module, Callable[[Any], Tensor]]:
     """A classifier in evaluation mode and its transform from a PIL image.
 
@@ -70,30 +70,49 @@ def load_classifier(
         name: a timm name, or "transformers:" with a hub name or a folder.
         pretrained: load the published weights; False: random ones, seeded.
         checkpoint: a file of weights for a timm model, instead of the published ones.
+
+    Raises:
+        InputError: the library is missing, knows no such model or finds no weights for it.
     """
     torch.manual_seed(0)
     if name.startswith(HF_PREFIX):
+        if checkpoint is not None:
+            raise InputError(f"a checkpoint is for a timm model, got {name!r}: give the folder of its weights there")
         return _load_transformers(name.removeprefix(HF_PREFIX), pretrained)
     try:
         import timm
         from timm.data import create_transform, resolve_model_data_config
-    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision's operators do not fit this torch
-        raise InputError(
-            f"timm cannot be imported ({error}): install timm, and a torchvision built for this torch"
-        ) from None
+    except (ImportError, RuntimeError) as error:
+        raise _not_importable("timm", error) from None
 
-    model = timm.create_model(name, pretrained=pretrained and checkpoint is None, checkpoint_path=checkpoint or "")
+    weights = str(checkpoint or "")
+    try:
+        model = timm.create_model(name, pretrained=pretrained and not weights, checkpoint_path=weights)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise InputError(f"timm cannot make {name!r}: {error}") from None
     return model.eval(), create_transform(**resolve_model_data_config(model), is_training=False)
 
 
-def _load_transformers(name: str, pretrained: bool) -> tuple[nn.Module, Callable[[Any], Tensor]]:
-    from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+def _not_importable(library: str, error: Exception) -> InputError:
+    """A RuntimeError says that torchvision's operators do not fit this torch."""
+    needed = "pip install 'intflash[models]', and a torchvision built for this torch"
+    return InputError(f"{library} cannot be imported ({error}); it needs: {needed}")
 
-    if pretrained:
-        model = AutoModelForImageClassification.from_pretrained(name)
-    else:
-        model = AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(name))
-    processor = AutoImageProcessor.from_pretrained(name)
+
+def _load_transformers(name: str, pretrained: bool) -> tuple[nn.Module, Callable[[Any], Tensor]]:
+    try:
+        from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+    except (ImportError, RuntimeError) as error:
+        raise _not_importable("transformers", error) from None
+
+    try:
+        if pretrained:
+            model = AutoModelForImageClassification.from_pretrained(name)
+        else:
+            model = AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(name))
+        processor = AutoImageProcessor.from_pretrained(name)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise InputError(f"transformers cannot make {name!r}: {error}") from None
 
     def transform(image: Any) -> Tensor:
         return processor(images=image, return_tensors="pt")["pixel_values"][0]

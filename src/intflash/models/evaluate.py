@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from intflash.backends import get_backend
 from intflash.errors import BackendError, InputError
 from intflash.methods import get_method
 from intflash.models.base import FloatCore
@@ -30,10 +34,13 @@ class Variant:
 
     method: str
     scales: Scales | None = None
+    file: str = ""  # of the scales
 
     @property
     def name(self) -> str:
-        return self.method if self.scales is None else f"{self.method} (static, {self.scales.observer})"
+        if self.scales is None:
+            return self.method
+        return f"{self.method} (static, {', '.join(part for part in (self.scales.observer, self.file) if part)})"
 
 
 @dataclass
@@ -125,16 +132,25 @@ def evaluate(
         One row for the float model and one per variant. A variant that cannot run has its reason in
         `error`. Under an initialized `torch.distributed` group each process takes every n-th image
         and all return the same sums.
+
+    Raises:
+        InputError: there is no such method or backend, two variants have one name, the data has more
+            classes than the model, or `state` is of another evaluation.
     """
+    check_variants(variants)
+    if backend is not None:
+        get_backend(backend)
     rank, world = _group()
     total = min(len(dataset), limit if limit is not None else len(dataset))
     mine = list(range(rank, total, world))
     model = model.to(device=device, dtype=dtype).eval()
-    key = {"model": name, "data": data, "total": total, "world": world, "dtype": str(dtype), "batch": batch_size,
-           "variants": [v.name for v in variants]}  # fmt: skip
-    progress = _Progress(state, rank, key)
-    tallies = progress.tallies(variants)
-    errors: dict[str, str] = {}
+    progress = _Progress([FLOAT, *(v.name for v in variants)])
+    if state is not None:
+        key = {"model": name, "data": data, "total": total, "world": world, "dtype": str(dtype), "batch": batch_size,
+               "device": torch.device(device).type, "backend": backend, "weights": _weights_digest(model),
+               "variants": {v.name: _scales_digest(v.scales) for v in variants}}  # fmt: skip
+        progress.resume(Path(f"{state}.{rank}"), key)
+    tallies, errors = progress.tallies, progress.errors
     counts: dict[str, Any] = {}
     todo = torch.utils.data.Subset(dataset, mine[progress.done :])
     loader = torch.utils.data.DataLoader(todo, batch_size=batch_size, num_workers=workers)
@@ -156,14 +172,41 @@ def evaluate(
                     errors[variant.name] = str(error)
                     continue
                 tallies[variant.name].add(out, logits, labels, seconds)
-            progress.advance(len(labels), tallies)
+            progress.advance(len(labels))
             on_batch(progress.done, len(mine))
-    progress.save(tallies)
+    progress.save()  # another process may still be interrupted
     counts = counts or _count(model, dataset[0][0][None].to(device=device, dtype=dtype))
     tallies = _sum_over_processes(tallies)
+    progress.forget()
     rows = [_row(FLOAT, None, tallies[FLOAT], counts, name)]
     rows += [_row(v.name, v, tallies[v.name], counts, name, errors.get(v.name)) for v in variants]
     return Evaluation(name, data, total, rows, counts["left"])
+
+
+def check_variants(variants: Sequence[Variant]) -> None:
+    """Refuse variants of no known method, and two of one name.
+
+    Raises:
+        InputError: as said.
+    """
+    for variant in variants:
+        get_method(variant.method)
+    repeated = [name for name, count in Counter(v.name for v in variants).items() if count > 1]
+    if repeated:
+        raise InputError(f"each variant needs a name of its own, got more than one {', '.join(map(repr, repeated))}")
+
+
+def _weights_digest(model: nn.Module) -> str:
+    """Names, shapes and values of a model's parameters and buffers, in 16 digits."""
+    digest = hashlib.sha256()
+    for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
+        digest.update(f"{name} {tuple(x.shape)}".encode())
+        digest.update(x.detach().flatten().cpu().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def _scales_digest(scales: Scales | None) -> str | None:
+    return scales and hashlib.sha256(json.dumps(asdict(scales)).encode()).hexdigest()[:16]
 
 
 def _timed(model: nn.Module, images: Tensor) -> tuple[Tensor, float]:
@@ -244,38 +287,49 @@ def _gbops(variant: Variant | None, macs: list[int]) -> float | None:
 
 
 class _Progress:
-    """The sums of an evaluation on disk, one file per process; a file of another evaluation is refused."""
+    """The sums of an evaluation, with `resume` also on disk until it is finished: one file per process."""
 
-    def __init__(self, path: str | Path | None, rank: int, key: dict[str, Any]) -> None:
-        self.path = None if path is None else Path(f"{path}.{rank}")
-        self.key, self.done, self.saved = key, 0, time.monotonic()
-        self.kept: dict[str, Any] = {}
-        if self.path is not None and self.path.exists():
-            content = json.loads(self.path.read_text())
-            if content["key"] != key:
-                changed = {k: (content["key"].get(k), key[k]) for k in key if content["key"].get(k) != key[k]}
-                raise InputError(
-                    f"{self.path} is of another evaluation (then, now): {changed}; delete it to start anew"
-                )
-            self.done, self.kept = content["done"], content["tallies"]
+    def __init__(self, names: list[str]) -> None:
+        self.path: Path | None = None
+        self.key: dict[str, Any] = {}
+        self.done, self.saved = 0, time.monotonic()
+        self.tallies = {name: Tally() for name in names}
+        self.errors: dict[str, str] = {}  # variant -> why it cannot run
 
-    def tallies(self, variants: list[Variant]) -> dict[str, Tally]:
-        return {name: Tally(**self.kept.get(name, {})) for name in (FLOAT, *(v.name for v in variants))}
+    def resume(self, path: Path, key: dict[str, Any]) -> None:
+        """Keep the sums in a file, and go on from those that are there; those of another evaluation are refused."""
+        self.path, self.key = path, key
+        if not path.exists():
+            return
+        content = json.loads(path.read_text())
+        then = content["key"]
+        if then != key:
+            changed = {k: (then.get(k), key[k]) for k in key if then.get(k) != key[k]}
+            raise InputError(f"{path} is of another evaluation (then, now): {changed}; delete it to start anew")
+        self.done = content["done"]
+        self.tallies.update({name: Tally(**sums) for name, sums in content["tallies"].items()})
+        self.errors.update(content["errors"])
 
-    def advance(self, images: int, tallies: dict[str, Tally]) -> None:
+    def advance(self, images: int) -> None:
         self.done += images
         if time.monotonic() - self.saved > SAVE_SECONDS:
-            self.save(tallies)
+            self.save()
 
-    def save(self, tallies: dict[str, Tally]) -> None:
+    def save(self) -> None:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"key": self.key, "done": self.done, "tallies": {name: asdict(t) for name, t in tallies.items()}}
+        sums = {name: asdict(tally) for name, tally in self.tallies.items()}
+        content = {"key": self.key, "done": self.done, "tallies": sums, "errors": self.errors}
         fresh = self.path.with_suffix(self.path.suffix + ".new")
         fresh.write_text(json.dumps(content))
         fresh.replace(self.path)
         self.saved = time.monotonic()
+
+    def forget(self) -> None:
+        """The evaluation is finished: the next one starts anew."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def _group() -> tuple[int, int]:

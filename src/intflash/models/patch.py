@@ -9,19 +9,36 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from intflash.backends import get_backend
 from intflash.errors import InputError
 from intflash.methods import get_method
 from intflash.models.base import CORE, Adapter, Core, IntegerCore
 from intflash.quant import Recipe
 from intflash.quant.calibrate import Scales
 
-_ORIGINAL = "_intflash_original"  # in an adapted module: (its class, its load hook, its adapter's name)
-_SAVED = "_intflash_saved"  # in a patched model: adapter name -> what its `leave` needs
+_ORIGINAL = "_intflash_original"  # the name of what a patched module was, in the module
 _LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+
+
+@dataclass
+class _Original:
+    """What a patched module was: its class, the attributes that were replaced; and what it got besides."""
+
+    library: str
+    cls: type[nn.Module]
+    attributes: dict[str, Any]
+    hook: RemovableHandle
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a process that loads a pickled model, the adapter registers what the library calls."""
+        self.__dict__.update(state)
+        _adapter(self.library)
 
 
 @dataclass
@@ -96,6 +113,8 @@ def patch(
         raise InputError("scales come with their own recipe: give one of scales and recipe")
     if isinstance(scales, str | Path):
         scales = Scales.load(scales)
+    if backend is not None:
+        get_backend(backend)  # refuses a name that is none
     if method is None:
         method = scales.method if scales is not None else "intflash"
     chosen = get_method(method)
@@ -118,14 +137,26 @@ def patch(
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo `patch`: the model's own attention again. Does nothing to a model that is not patched."""
-    modules = list(layers_of(model).values())
-    for name, saved in model.__dict__.pop(_SAVED, {}).items():
-        _adapter(name).leave([m for m in modules if m.__dict__[_ORIGINAL][2] == name], saved)
-    for module in modules:
-        original, hook, _ = module.__dict__.pop(_ORIGINAL)
-        module.__class__ = original
-        hook.remove()
+    """Undo `patch`: the model's own attention again. Does nothing to a model that is not patched.
+
+    Args:
+        model: the model given to `patch`; it is changed in place.
+
+    Example:
+        >>> import intflash
+        >>> from intflash.digits import load_model
+        >>> model = load_model("vit")
+        >>> before = type(model.blocks[0])
+        >>> report = intflash.patch(model)
+        >>> intflash.unpatch(model)
+        >>> type(model.blocks[0]) is before
+        True
+    """
+    for module in layers_of(model).values():
+        original = vars(module).pop(_ORIGINAL)
+        module.__class__ = original.cls
+        vars(module).update(original.attributes)
+        original.hook.remove()
         delattr(module, CORE)
 
 
@@ -139,9 +170,9 @@ def attach(model: nn.Module, make_core: Callable[[str], Core]) -> Patch:
         raise InputError("the model is patched already: unpatch it first")
     targets, left = {}, {}
     for name, module, parent in _walk(model):
-        found, adapter = _target(module, parent)
+        found, library = _target(module, parent)
         if isinstance(found, type):
-            targets[name] = (module, parent, found, adapter)
+            targets[name] = (module, parent, found, library)
         elif found is not None:
             left[name] = found
     left = {name: why for name, why in left.items() if not _related(name, targets)}
@@ -149,40 +180,44 @@ def attach(model: nn.Module, make_core: Callable[[str], Core]) -> Patch:
         seen = "; ".join(f"{name}: {reason}" for name, reason in left.items()) or "it has none"
         raise InputError(f"no attention layer of {type(model).__name__} can be replaced: {seen}")
     report = Patch(model, "", {name: type(target[0]).__name__ for name, target in targets.items()}, left)
-    by_adapter: dict[str, list[nn.Module]] = {}
-    for name, (module, parent, patched, adapter) in targets.items():
-        by_adapter.setdefault(adapter, []).append(module)
-        _install(module, parent, patched, adapter, make_core(name))
-    model.__dict__[_SAVED] = {adapter: _adapter(adapter).enter(modules) for adapter, modules in by_adapter.items()}
+    try:
+        for name, target in targets.items():
+            _install(*target, make_core(name))
+    except BaseException:
+        unpatch(model)
+        raise
     return report
 
 
-def _install(module: nn.Module, parent: nn.Module | None, patched: type[nn.Module], adapter: str, core: Core) -> None:
-    core.train(module.training)
-    setattr(module, CORE, core)
-    # Layers with constants of their own (a bias table, a shift mask) compute them now and after loading.
-    constants = getattr(patched, "intflash_constants", lambda module, parent: {})
-
-    def hold(module: nn.Module, _keys: object = None) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            getattr(module, CORE).hold(**constants(module, parent))
-
-    module.__dict__[_ORIGINAL] = (type(module), module.register_load_state_dict_post_hook(hold), adapter)
+def _install(module: nn.Module, parent: nn.Module | None, patched: type[nn.Module], library: str, core: Core) -> None:
+    attributes = _adapter(library).attributes(module)
+    replaced = {name: vars(module)[name] for name in attributes}
+    hook = module.register_load_state_dict_post_hook(_hold)
+    vars(module)[_ORIGINAL] = _Original(library, type(module), replaced, hook)
+    vars(module).update(attributes)
     module.__class__ = patched
-    hold(module)
+    setattr(module, CORE, core.train(module.training))
+    _hold(module, parent=parent)
     parameter = next(module.parameters(), None)
     if parameter is not None:
         core.to(parameter.device)
 
 
+def _hold(module: nn.Module, _keys: object = None, parent: nn.Module | None = None) -> None:
+    """Give the core what is constant in its layer (a bias table, a shift mask): now, and its own after loading."""
+    constants = getattr(type(module), "intflash_constants", lambda module, parent: {})
+    with torch.inference_mode(False), torch.no_grad():
+        getattr(module, CORE).hold(**constants(module, parent))
+
+
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Name -> module of the layers that have a core."""
-    return {name: module for name, module in model.named_modules() if _ORIGINAL in module.__dict__}
+    return {name: module for name, module in model.named_modules() if _ORIGINAL in vars(module)}
 
 
 def libraries_of(model: nn.Module) -> set[str]:
     """The libraries whose adapters serve a patched model."""
-    return {module.__dict__[_ORIGINAL][2] for module in layers_of(model).values()}
+    return {vars(module)[_ORIGINAL].library for module in layers_of(model).values()}
 
 
 def describe_layers(model: nn.Module) -> dict[str, dict[str, float | int | None]]:

@@ -26,7 +26,9 @@ class _Attention(Attention):
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
         y = self.intflash_attention(q, k, v, attn_mask, is_causal, self.scale)
-        y = self.norm(y.transpose(1, 2).flatten(2))
+        y = y.transpose(1, 2).flatten(2)
+        if hasattr(self, "norm"):  # as the gate, not in every version
+            y = self.norm(y)
         if gate is not None:
             y = y * gate(x).sigmoid()
         return self.proj_drop(self.proj(y))

@@ -7,6 +7,7 @@ method and with static scales.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
 from transformers.masking_utils import sdpa_mask
+from transformers.models.swin.modeling_swin import SwinAttention
 
 from intflash.api import attention
 from intflash.errors import InputError
@@ -22,11 +24,14 @@ from intflash.models.base import CORE, Adapter
 
 NAME = "intflash"
 # transformers takes every name that has "flash" in it for one of FlashAttention's packages, in dozens of
-# places. `patch` therefore switches a model to this name, for which models do as they do for "sdpa".
+# places. `patch` therefore switches a layer to this name, for which layers do as they do for "sdpa".
 PATCHED_NAME = "int_attention"
 
+# Implementations whose masks are 4-D tensors, as ours are.
+_SAME_MASKS = (None, "eager", "sdpa", NAME)
+
 # What other attention implementations do with these cannot be left out silently.
-_UNSERVED = ("softcap", "s_aux", "head_mask", "output_attentions", "cache")
+_UNSERVED = ("softcap", "s_aux", "head_mask", "output_attentions", "cache", "indices")
 
 
 def intflash_attention_forward(
@@ -49,9 +54,7 @@ def intflash_attention_forward(
     Raises:
         InputError: dropout, soft capping, attention sinks, a head mask or attention weights are asked for.
     """
-    asked = [name for name in _UNSERVED if kwargs.get(name) is not None and kwargs[name] is not False]
-    if dropout != 0.0 or asked:
-        raise InputError(f"attn_implementation 'intflash' does not serve {', '.join(asked) or f'dropout={dropout}'}")
+    _refuse_unserved(dropout, kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     queries, keys = query.shape[2], key.shape[2]
@@ -65,11 +68,17 @@ def intflash_attention_forward(
     options = {"bias": position_bias, "enable_gqa": query.shape[1] != key.shape[1]}
     if attention_mask is None and kwargs.get("cu_seq_lens_q") is not None:  # packed sequences, as FlashAttention
         if core is not attention:
-            raise InputError("a patched model does not serve packed sequences (cu_seq_lens_q)")
+            raise InputError("a patched model does not serve packed sequences (cu_seq_lens_q): load it with 'sdpa'")
         packed = {"cu_seqlens_q": kwargs["cu_seq_lens_q"], "cu_seqlens_k": kwargs["cu_seq_lens_k"]}
         options |= {name: ends.to(torch.int32) for name, ends in packed.items()}
     out = core(query, key, value, attention_mask, is_causal, scaling, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unserved(dropout: float, options: dict[str, Any]) -> None:
+    asked = [name for name in _UNSERVED if options.get(name) is not None and options[name] is not False]
+    if dropout != 0.0 or asked:
+        raise InputError(f"attn_implementation 'intflash' does not serve {', '.join(asked) or f'dropout={dropout}'}")
 
 
 for _name in (NAME, PATCHED_NAME):
@@ -88,59 +97,48 @@ def _preload(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
 modeling_utils.lazy_import_flash_attention = _preload
 
 
-def _swin_attention() -> dict[type[nn.Module], type[nn.Module]]:
+class _SwinAttention(SwinAttention):
     """Swin's layer with its bias and shift mask apart, which transformers expands over the batch."""
-    try:
-        from transformers.models.swin.modeling_swin import SwinAttention
-    except ImportError:
-        return {}
-    if not hasattr(SwinAttention, "forward") or "combined_mask" not in SwinAttention.forward.__code__.co_varnames:
-        return {}  # another version's layer: it goes through the interface
 
-    class _SwinAttention(SwinAttention):
-        def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any):
-            core = self.intflash_attention
-            split = (hidden_states.shape[1], self.num_attention_heads, self.head_dim)
-            q, k, v = (
-                projection(hidden_states).view(-1, *split).transpose(1, 2)
-                for projection in (self.q_proj, self.k_proj, self.v_proj)
-            )
-            keep = None if attention_mask is None else (attention_mask == 0).unsqueeze(1)
-            out = core(q, k, v, keep, scale=self.scaling, bias=core.bias)
-            return self.o_proj(out.transpose(1, 2).flatten(2)), None
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any):
+        _refuse_unserved(0.0, kwargs)
+        core = self.intflash_attention
+        split = (hidden_states.shape[1], self.num_attention_heads, self.head_dim)
+        q, k, v = (
+            projection(hidden_states).view(-1, *split).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        keep = None if attention_mask is None else (attention_mask == 0).unsqueeze(1)
+        out = core(q, k, v, keep, scale=self.scaling, bias=core.bias)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
-        @staticmethod
-        def intflash_constants(module: SwinAttention, parent: nn.Module | None) -> dict[str, Tensor]:
-            return {"bias": module.relative_position_bias()}
-
-    return {SwinAttention: _SwinAttention}
+    @staticmethod
+    def intflash_constants(module: SwinAttention, parent: nn.Module | None) -> dict[str, Tensor]:
+        return {"bias": module.relative_position_bias()}
 
 
-_SWIN = _swin_attention()
+# Another version's layer goes through the interface.
+_SWIN = {SwinAttention: _SwinAttention} if "combined_mask" in SwinAttention.forward.__code__.co_varnames else {}
 
 
 def _patched_class(module: nn.Module, parent: nn.Module | None) -> type[nn.Module] | str | None:
     cls = type(module)
-    if cls in _SWIN:
-        return _SWIN[cls]
-    forward = inspect.unwrap(cls.forward)
-    code = getattr(forward, "__code__", None)
-    if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "config"):
-        return cls  # transformers itself calls the registered function
-    return None
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names or "config" not in vars(module):
+        return None
+    implementation = module.config._attn_implementation
+    if implementation not in _SAME_MASKS:
+        return f"its attn_implementation is {implementation!r}, whose masks differ: set 'sdpa' before patch"
+    if getattr(module.config, "output_attentions", False):
+        return "its configuration asks for attention weights (output_attentions), which are never there"
+    return _SWIN.get(cls, cls)  # transformers itself calls the registered function for its own classes
 
 
-def _enter(modules: list[nn.Module]) -> list[str | None]:
-    """Switch the layers' configurations; they also decide which mask the model makes."""
-    saved = [module.config._attn_implementation for module in modules]
-    for module in modules:
-        module.config._attn_implementation = PATCHED_NAME
-    return saved
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """A configuration of the layer's own, switched to us: the model's own may serve other layers and models."""
+    config = copy.deepcopy(module.config)
+    config._attn_implementation = PATCHED_NAME
+    return {"config": config}
 
 
-def _leave(modules: list[nn.Module], saved: list[str | None]) -> None:
-    for module, implementation in zip(modules, saved, strict=True):
-        module.config._attn_implementation = implementation
-
-
-ADAPTER = Adapter(_patched_class, _enter, _leave)
+ADAPTER = Adapter(_patched_class, _attributes)

@@ -7,6 +7,7 @@ that 99.99 % of the values stay below, `mse` where the int8 codes have the least
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +47,11 @@ class Histogram:
         self.limit = 0.0
 
     def observe(self, x: Tensor) -> None:
-        """Count the values of ``x`` ``[B, H, N, D]``."""
+        """Count the values of ``x`` ``[B, H, N, D]``.
+
+        Raises:
+            InputError: a value is NaN or infinite, for which there is no scale.
+        """
         x = x.detach().float()
         groups = {
             "tensor": lambda: x.reshape(1, -1),
@@ -55,6 +60,8 @@ class Histogram:
         }[self.granularity]().abs()
         amax = groups.amax(dim=1).cpu()
         top = float(amax.max())
+        if not math.isfinite(top):
+            raise InputError(f"calibration needs finite values, got {top} in a tensor of shape {list(x.shape)}")
         if self.counts is None:
             self.counts = torch.zeros(len(amax), self.bins, dtype=torch.int64)
             self.amax = torch.zeros_like(amax)
@@ -131,6 +138,26 @@ class LayerScales:
     v: list[float]
     out: list[float]
 
+    def check(self, granularity: dict[str, str]) -> None:
+        """Refuse sizes and scales that are no positive numbers, or another count than the granularity says."""
+        for name in ("heads", "kv_heads", "head_dim"):
+            size = getattr(self, name)
+            if not (isinstance(size, int) and size > 0):
+                raise InputError(f"{name} is {size!r}, expected an integer > 0")
+        if not math.isfinite(self.weights):
+            raise InputError(f"weights is {self.weights!r}, expected a finite fingerprint")
+        for name in TENSORS:
+            values, kind, heads = getattr(self, name), granularity[name], self._heads(name)
+            count = {"none": 0, "tensor": 1, "head": heads, "channel": max(len(values) // heads, 1) * heads}[kind]
+            if len(values) != count:
+                raise InputError(f"{name} has {len(values)} scales, expected {count} (per {kind}, {heads} heads)")
+            wrong = [s for s in values if not (math.isfinite(s) and s > 0)]
+            if wrong:
+                raise InputError(f"{name} has the scale {wrong[0]}, expected finite and > 0")
+
+    def _heads(self, name: str) -> int:
+        return self.kv_heads if name in ("k", "v") else self.heads
+
     def tensor(self, name: str, granularity: str) -> float | Tensor | None:
         """The scale of q, k, v or out as a recipe takes it: a float, or float32 ``[1, H, 1, 1|D]``."""
         values = getattr(self, name)
@@ -138,8 +165,7 @@ class LayerScales:
             return None
         if granularity == "tensor":
             return values[0]
-        heads = self.kv_heads if name in ("k", "v") else self.heads
-        return torch.tensor(values, dtype=torch.float32).view(1, heads, 1, -1)
+        return torch.tensor(values, dtype=torch.float32).view(1, self._heads(name), 1, -1)
 
 
 @dataclass(frozen=True)
@@ -155,6 +181,16 @@ class Scales:
     versions: dict[str, str]
     layers: dict[str, LayerScales]
 
+    def __post_init__(self) -> None:
+        kinds = (*STATIC_GRANULARITIES, "none")
+        if self.granularity.keys() != set(TENSORS) or any(kind not in kinds for kind in self.granularity.values()):
+            raise InputError(f"granularity must give each of {TENSORS} one of {kinds}, got {self.granularity}")
+        for name, layer in self.layers.items():
+            try:
+                layer.check(self.granularity)
+            except InputError as error:
+                raise InputError(f"layer {name}: {error}") from None
+
     def save(self, path: str | Path) -> None:
         """Write readable JSON, one line per list of scales."""
         content = {"format": FORMAT} | asdict(self)
@@ -166,17 +202,17 @@ class Scales:
         """Read what `save` wrote.
 
         Raises:
-            InputError: the file is of another format.
+            InputError: the file is of another format, or holds what cannot be scales.
         """
         try:
             content: dict[str, Any] = json.loads(Path(path).read_text())
             found = content.pop("format", None) if isinstance(content, dict) else None
             if found != FORMAT:
-                raise InputError(f"{path} has format {found!r}, expected {FORMAT!r}")
-            layers = {name: LayerScales(**layer) for name, layer in content.pop("layers").items()}
+                raise InputError(f"it has format {found!r}, expected {FORMAT!r}")
+            layers = {name: LayerScales(**layer) for name, layer in content.pop("layers", {}).items()}
             return cls(layers=layers, **content)
-        except (json.JSONDecodeError, TypeError, KeyError) as error:
-            raise InputError(f"{path} is not a scales file: {error}") from None
+        except (ValueError, TypeError, AttributeError) as error:  # of JSON, UTF-8 and our own
+            raise InputError(f"{path} is not a valid scales file: {error}") from None
 
     def differences(self, model: str, layers: dict[str, dict[str, Any]]) -> list[str]:
         """What a model has otherwise than this file; empty if the file fits.

@@ -74,8 +74,10 @@ def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
     torch.manual_seed(2)
     n, d = (49, 32) if "keys64" in name else (197, 64)
     method = {16: "intflash", 8: "intflash_p8"}[bits]
-    p = ic.floats(method, n, recipe=Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)) if fused else ic.codes(
-        method, batch=3, nq=n, nk=n, d=d
+    p = (
+        ic.floats(method, n, recipe=Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02))
+        if fused
+        else ic.codes(method, batch=3, nq=n, nk=n, d=d)
     )
     there = ic.on_device(p, "cuda")
     scales, inputs = rowwise.NO_SCALES, None

@@ -1,0 +1,65 @@
+"""Histograms and scales files: what cannot give or be a scale is refused. Accuracy: tests/models/test_scales.py."""
+
+import json
+
+import pytest
+import torch
+
+from intflash.errors import InputError
+from intflash.quant.calibrate import Histogram, LayerScales, Scales
+
+LAYER = LayerScales(heads=2, kv_heads=1, head_dim=4, weights=0.1, q=[0.1, 0.2], k=[0.1], v=[0.1] * 4, out=[])
+GRANULARITY = {"q": "head", "k": "tensor", "v": "channel", "out": "none"}
+SCALES = Scales("Net", "intflash", "absmax", GRANULARITY, 1, 8, {}, {"a": LAYER, "b": LAYER})
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("first", [True, False])
+def test_values_that_are_not_finite_are_refused(value, first):
+    histogram, x = Histogram("head"), torch.ones(1, 2, 3, 4)
+    if not first:
+        histogram.observe(x)
+    x[0, 1, 2, 3] = value
+    with pytest.raises(InputError, match="needs finite values, got (inf|nan)"):
+        histogram.observe(x)
+
+
+def layer(name, value):
+    return lambda content: content["layers"]["b"].__setitem__(name, value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (layer("q", [0.1]), r"layer b: q has 1 scales, expected 2 \(per head, 2 heads\)"),
+        (layer("v", [0.1] * 3 + [0.0]), "layer b: v has the scale 0.0, expected finite and > 0"),
+        (layer("k", [float("nan")]), "layer b: k has the scale nan"),
+        (layer("k", []), "layer b: k has 0 scales, expected 1"),
+        (layer("out", [0.1]), "layer b: out has 1 scales, expected 0"),
+        (layer("heads", 0), "layer b: heads is 0, expected an integer > 0"),
+        (layer("weights", float("nan")), "layer b: weights is nan"),
+        (layer("q", "many"), "q has 4 scales"),
+        (layer("q", [None, None]), "must be real number"),
+        (lambda content: content["granularity"].pop("q"), "granularity must give each of"),
+        (lambda content: content["granularity"].update(q="block"), "granularity must give each of"),
+        (lambda content: content.update(layers=[]), "no attribute 'items'"),
+        (lambda content: content.update(format="intflash-scales/0"), "has format 'intflash-scales/0', expected"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_with_what_is_wrong(tmp_path, change, message):
+    path = tmp_path / "scales.json"
+    SCALES.save(path)
+    assert Scales.load(path) == SCALES
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=rf"scales.json is not a valid scales file: .*{message}"):
+        Scales.load(path)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00\x81", b"{", b"[1]"])
+def test_a_file_that_is_no_json_object_is_refused(tmp_path, content):
+    path = tmp_path / "scales.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="scales.json is not a valid scales file"):
+        Scales.load(path)
