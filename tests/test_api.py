@@ -299,6 +299,17 @@ def test_sdpa_takes_what_torchs_takes_under_autocast():
     assert torch.equal(found, intflash.sdpa(Q.bfloat16(), K.bfloat16(), V.bfloat16()))
 
 
+@pytest.mark.parametrize("q, k, v", [
+    ((2, 4), (2, 1), (2, 1)), ((2, 4), (1, 4), (1, 4)), ((2, 1), (2, 4), (1, 4)), ((2, 4), (), (4,)), ((), (3,), (3,)),
+])  # fmt: skip
+def test_sdpa_broadcasts_leading_axes_as_torchs(q, k, v):
+    inputs = [x[0, 0].expand(*lead, 20, 16) * 1 for x, lead in zip((Q, K, V), (q, k, v), strict=True)]
+    want, got = F.scaled_dot_product_attention(*inputs), intflash.sdpa(*inputs)
+    assert got.shape == want.shape and sqnr(want, got) > 30
+    with pytest.raises(InputError, match="same batch|same heads"):
+        intflash.sdpa(Q, K[:, :3], V[:, :3])
+
+
 def test_default_devices_and_dtypes_change_nothing():
     want = attend(return_lse=True, recipe=Recipe(rotate=True))
     torch.set_default_dtype(torch.float64)

@@ -110,8 +110,8 @@ def sdpa(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`'s signature, computed by `intflash`.
 
-    Args and shapes as `attention`; float32, float16 and bfloat16, for inference (a backward pass raises). As
-    in torch, autocast chooses the dtype, and `attn_mask` and `is_causal` exclude each other.
+    Args and shapes as `attention`; float32, float16 and bfloat16, for inference (a backward pass raises). As in torch,
+    leading axes of 1 broadcast, autocast chooses the dtype, and `attn_mask` and `is_causal` exclude each other.
 
     Returns:
         The output ``[..., Hq, Nq, Dv]`` in the inputs' dtype.
@@ -133,7 +133,23 @@ def sdpa(
     if isinstance(query, Tensor) and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if not enable_gqa:
+        query, key, value = _broadcast(query, key, value)
     return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa=enable_gqa)
+
+
+def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """With the same leading axes, where those that differ are 1."""
+    if not all(isinstance(x, Tensor) and x.ndim > 1 for x in tensors):
+        return tensors
+    leads = {x.shape[:-2] for x in tensors}
+    if len(leads) == 1:
+        return tensors
+    try:
+        lead = torch.broadcast_shapes(*leads)
+    except RuntimeError:
+        return tensors  # `attention` says what differs
+    return tuple(x.expand(*lead, *x.shape[-2:]) for x in tensors)
 
 
 def which_backend(*args: Any, **kwargs: Any) -> str:

@@ -33,7 +33,7 @@ def run(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         return call(**arguments)
     tensors = signed[1]
     stream = torch._C._cuda_getCurrentRawStream(q.device.index)  # as torch.compile's code: current_stream takes 7 us
-    key = (signed[0], stream, torch.is_autocast_enabled("cuda"))
+    key = signed[0], stream
     try:
         plan = _plans.get(key)
     except TypeError:  # an argument that is no value: the call says what is wrong with it

@@ -17,6 +17,19 @@ def test_an_unknown_backend_is_refused_at_once():
         intflash.patch(load_model("vit"), backend="nope")
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(model="vit"), "takes an nn.Module and a Recipe, got str"),
+        (dict(recipe={"q": "head"}), "takes an nn.Module and a Recipe, got DigitsViT, dict"),
+        (dict(scales=3), "Scales or the path of their file, got int"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused(arguments, message):
+    with pytest.raises(intflash.InputError, match=message):
+        intflash.patch(arguments.pop("model", None) or load_model("vit"), **arguments)
+
+
 def test_a_patch_that_fails_midway_changes_nothing():
     model, image = load_model("swin"), torch.rand(2, 1, 8, 8)
     reference, made = run(model, image), []

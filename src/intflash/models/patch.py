@@ -109,10 +109,14 @@ def patch(
         ...     print(len(report.replaced), model(torch.zeros(1, 1, 8, 8)).shape)
         4 torch.Size([1, 10])
     """
+    if not isinstance(model, nn.Module) or not isinstance(recipe, Recipe | None):
+        raise InputError(f"patch takes an nn.Module and a Recipe, got {type(model).__name__}, {type(recipe).__name__}")
     if scales is not None and recipe is not None:
         raise InputError("scales come with their own recipe: give one of scales and recipe")
     if isinstance(scales, str | Path):
         scales = Scales.load(scales)
+    if not isinstance(scales, Scales | None):
+        raise InputError(f"scales must be Scales or the path of their file, got {type(scales).__name__}")
     if backend is not None:
         get_backend(backend)  # refuses a name that is none
     if method is None:
