@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import intflash
-from intflash import BackendError, InputError, QTensor, Recipe
+from intflash import BackendError, InputError, QTensor, Recipe, plans
 from intflash.backends import backends
 from intflash.numerics.exp import ABSENT
 from oracle import float64_attention, randn, sqnr
@@ -256,6 +256,7 @@ def test_info_lists_what_there_is():
 def test_without_the_native_module_another_backend_serves_and_says_so_once(monkeypatch, caplog):
     missing = replace(backends()["cpu"], unavailable=lambda: "it was not built here")
     monkeypatch.setitem(backends(), "cpu", missing)
+    monkeypatch.setattr(plans, "_plans", {})
     with caplog.at_level("WARNING", "intflash"):
         assert torch.equal(attend(), attend(backend="torch"))
         attend()

@@ -1,4 +1,4 @@
-"""Repeated calls on a GPU: Python's way from arguments to launches takes longer than most attention kernels, once.
+"""Repeated calls: Python's way from arguments to kernels takes longer than most attention kernels, once.
 
 Checks, choices, constants and parameters all follow from a call's signature: everything about its arguments but where
 they lie and what values they hold. The second call of a signature runs under a `Tape`; from the third on its `Plan`
@@ -14,42 +14,54 @@ import torch
 from torch import Tensor, nn
 
 from intflash.quant import QTensor, Recipe
-from intflash.tape import Plan, Tape, leaves
+from intflash.tape import Plan, Refused, Tape, leaves
 
 _plans: dict[tuple, Plan | str] = {}
 _MOST = 4096
 _PLAIN = (bool, str, float, int, torch.dtype)
+_READ = ("attn_mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "out_scale")
 _ONCE, _NEVER = "came once", "has no plan"
 
 
 def run(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """`call(**arguments)`, by its plan where there is one."""
-    q = arguments["q"]
-    q = q.data if isinstance(q, QTensor) else q
-    if not isinstance(q, Tensor) or not q.is_cuda or q.device.index != torch.cuda.current_device():
-        return call(**arguments)
-    signed = signature(arguments)
+    signed = signature(arguments) if _may_be_planned(arguments) else None
     if signed is None:
         return call(**arguments)
     tensors = signed[1]
-    stream = torch._C._cuda_getCurrentRawStream(q.device.index)  # as torch.compile's code: current_stream takes 7 us
-    key = signed[0], stream
+    on_gpu = tensors[0].is_cuda
+    # as torch.compile's code asks: torch.cuda.current_stream takes 7 us
+    key = signed[0], torch._C._cuda_getCurrentRawStream(tensors[0].device.index) if on_gpu else None
     try:
         plan = _plans.get(key)
     except TypeError:  # an argument that is no value: the call says what is wrong with it
         return call(**arguments)
     if isinstance(plan, Plan):
-        return plan.run(tensors)
+        try:
+            return plan.run(tensors)
+        except Refused:
+            return call(**arguments)
     if plan is None:
         if len(_plans) >= _MOST:
             _plans.clear()
         _plans[key] = _ONCE
-    if plan is not _ONCE or torch.cuda.is_current_stream_capturing():
+    if plan is not _ONCE or on_gpu and torch.cuda.is_current_stream_capturing():
         return call(**arguments)
     with Tape(tensors) as tape:
         result = call(**arguments)
     _plans[key] = tape.plan(result) or _NEVER
     return result
+
+
+def _may_be_planned(arguments: dict[str, Any]) -> bool:
+    """GPU calls on the current device; CPU calls of floats alone, whose values nobody reads before the kernels do."""
+    q = arguments["q"]
+    x = q.data if isinstance(q, QTensor) else q
+    if not isinstance(x, Tensor):
+        return False
+    if x.is_cuda:
+        return x.device.index == torch.cuda.current_device()
+    return x is q and x.is_cpu and all(arguments[name] is None for name in _READ)
 
 
 def signature(arguments: dict[str, Any]) -> tuple[tuple, list[Tensor]] | None:

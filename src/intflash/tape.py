@@ -24,6 +24,10 @@ _ALIGNMENT = 256
 _of_thread = threading.local()
 
 
+class Refused(Exception):
+    """A planned launch found that it cannot do its work; the call itself says why."""
+
+
 def note(tensors: Sequence[Tensor], again: Callable[[], Again]) -> None:
     """Tell this thread's tape, if it has one, of a launch; `again()` makes what launches it on the same stream with
     other addresses of `tensors`."""
