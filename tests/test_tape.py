@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
 import weakref
 
 import pytest
 import torch
 
+import intflash
 from intflash import plans
 from intflash.quant import QTensor, Recipe, quantize
 from intflash.tape import Tape, leaves, nest, note
@@ -125,7 +127,11 @@ def test_without_a_tape_nothing_is_noted():
 
 def arguments(**changes):
     q, k, v = (torch.zeros(1, 2, 8, 16) for _ in "qkv")
-    return dict(q=q, k=k, v=v, attn_mask=None, scale=None, recipe=None, is_causal=False) | changes
+    return dict.fromkeys(plans.NAMES) | dict(q=q, k=k, v=v, is_causal=False) | changes
+
+
+def test_a_signature_has_every_argument():
+    assert list(plans.NAMES) == list(inspect.signature(intflash.attention).parameters)
 
 
 BASE = torch.zeros(4096)

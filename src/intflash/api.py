@@ -94,7 +94,7 @@ def attention(
         check_finite=check_finite,
     )  # fmt: skip
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    out, lse = ops.attention(**arguments) if traced else pipeline.run(**arguments)
+    out, lse = ops.attention(**arguments) if traced else pipeline.run(arguments)
     return (out, lse) if return_lse else out
 
 

@@ -51,7 +51,7 @@ def _attention(
     rule: str,
     out_dtype: Optional[torch.dtype],  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = pipeline.run(**_gather(locals()))
+    out, lse = pipeline.run(_gather(locals()))
     if lse is None:
         lse = q.new_empty(0, dtype=torch.float32)
     if isinstance(out, QTensor):

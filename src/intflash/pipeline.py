@@ -20,12 +20,13 @@ from intflash.quant import QTensor, Recipe, hadamard_rotate, key_mean, quantize
 Output = Tensor | QTensor
 
 
-def run(**arguments: Any) -> tuple[Output, Tensor | None]:
-    """Output and log-sum-exp of a call with all arguments of `attention`; on a GPU by its plan once it repeats."""
-    device = arguments["q"].device.type if isinstance(arguments["q"], Tensor | QTensor) else "cpu"
+def run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
+    """Output and log-sum-exp of a call with all arguments of `attention`, by its plan once it repeats."""
+    q = arguments["q"]
+    device = q.device.type if isinstance(q, Tensor | QTensor) else "cpu"
     if torch.is_autocast_enabled(device):  # exact products are not for it to round
         with torch.autocast(device, enabled=False):
-            return run(**arguments)
+            return run(arguments)
     wanting = gradients.wanting(arguments)
     if not wanting:
         return plans.run(_run, arguments)

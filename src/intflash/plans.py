@@ -18,6 +18,10 @@ from intflash.tape import Plan, Refused, Tape, leaves
 
 _plans: dict[tuple, Plan | str] = {}
 _MOST = 4096
+NAMES = (
+    "q", "k", "v", "attn_mask", "is_causal", "scale", "method", "backend", "enable_gqa", "bias", "causal_align",
+    "recipe", "out_dtype", "out_scale", "return_lse", "cu_seqlens_q", "cu_seqlens_k", "check_finite",
+)  # fmt: skip
 _PLAIN = (bool, str, float, int, torch.dtype)
 _READ = ("attn_mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "out_scale")
 _ONCE, _NEVER = "came once", "has no plan"
@@ -28,10 +32,10 @@ def run(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     signed = signature(arguments) if _may_be_planned(arguments) else None
     if signed is None:
         return call(**arguments)
-    tensors = signed[1]
+    key, tensors = signed
     on_gpu = tensors[0].is_cuda
-    # as torch.compile's code asks: torch.cuda.current_stream takes 7 us
-    key = signed[0], torch._C._cuda_getCurrentRawStream(tensors[0].device.index) if on_gpu else None
+    if on_gpu:  # as torch.compile's code asks: torch.cuda.current_stream takes 7 us
+        key = key, torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
     try:
         plan = _plans.get(key)
     except TypeError:  # an argument that is no value: the call says what is wrong with it
@@ -66,9 +70,10 @@ def _may_be_planned(arguments: dict[str, Any]) -> bool:
 
 def signature(arguments: dict[str, Any]) -> tuple[tuple, list[Tensor]] | None:
     """All that a call's launches may depend on, and its tensors; None where one is of a class of its own."""
-    key: list[Any] = [*arguments]
+    key: list[Any] = []
     tensors: list[Tensor] = []
-    for value in arguments.values():
+    for name in NAMES:
+        value = arguments[name]
         if value is None or type(value) in _PLAIN:
             key.append(value)
         elif isinstance(value, Tensor):
