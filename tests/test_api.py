@@ -132,6 +132,25 @@ def test_values_are_looked_at_on_request():
         attend(q=NAN, check_finite=True)
 
 
+@pytest.mark.parametrize("layout", ["heads first", "tokens first"])
+@pytest.mark.parametrize(
+    "recipe", [None, Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1), Recipe(q="head", k="head", v="head")]
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_bad_value_is_found_wherever_it_is(value, recipe, layout):
+    for name, dtype in zip("qkv", (torch.float32, torch.float16, torch.bfloat16), strict=True):
+        for place in ((0, 0, 0, 0), (0, 3, 19, 15), (1, 1, 7, 5), (1, 3, 19, 15)):
+            inputs = {n: x.to(dtype) for n, x in (("q", Q), ("k", K), ("v", V))}
+            bad = (
+                inputs[name].clone()
+                if layout == "heads first"
+                else inputs[name].transpose(1, 2).clone().transpose(1, 2)
+            )
+            bad[place] = value
+            with pytest.raises(InputError, match=f"{name} must be finite, got 1 non-finite of 2560"):
+                attend(**(inputs | {name: bad}), recipe=recipe)
+
+
 def test_finite_inputs_whose_sum_overflows_are_taken():
     big = torch.full((1, 1, 64, 64), 3e38)
     assert attend(q=big, k=big, v=big).isfinite().all()
@@ -297,6 +316,10 @@ def test_a_lower_matmul_precision_changes_no_bit():
 def test_sdpa_takes_what_torchs_takes_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = intflash.sdpa(Q, K, V.bfloat16())
+        with pytest.raises(InputError, match="all float tensors, got Tensor, NoneType, Tensor"):
+            intflash.sdpa(Q, None, V)
+        with pytest.raises(InputError, match="float64"):
+            intflash.sdpa(Q.double(), K.double(), V.double())
     assert torch.equal(found, intflash.sdpa(Q.bfloat16(), K.bfloat16(), V.bfloat16()))
 
 
@@ -309,6 +332,12 @@ def test_sdpa_broadcasts_leading_axes_as_torchs(q, k, v):
     assert got.shape == want.shape and sqnr(want, got) > 30
     with pytest.raises(InputError, match="same batch|same heads"):
         intflash.sdpa(Q, K[:, :3], V[:, :3])
+
+
+def test_sdpa_broadcasts_batches_beside_groups():
+    q, k, v = Q[:1], K[:, :2], V[:, :2]
+    want = F.scaled_dot_product_attention(q.expand(2, -1, -1, -1), k, v, enable_gqa=True)
+    assert sqnr(want, intflash.sdpa(q, k, v, enable_gqa=True)) > 30
 
 
 def test_default_devices_and_dtypes_change_nothing():
@@ -335,6 +364,32 @@ def test_a_backward_pass_is_refused(method):
             x.sum().backward()
     with torch.no_grad():
         assert not attend(q=Q.clone().requires_grad_(), method=method).requires_grad
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_output_of_tensors_that_want_gradients_is_the_callers_to_change(backend):
+    q = Q.transpose(1, 2).clone().transpose(1, 2).requires_grad_()
+    out, lse = attend(q=q, backend=backend, return_lse=True)
+    want = attend(backend=backend, q=q.detach())
+    assert torch.equal(out, want) and out.stride() == want.stride()
+    out += 1
+    lse.mul_(2)
+    out[:, :, 0] = 0
+    with pytest.raises(RuntimeError, match="has no gradients"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+def test_scales_have_no_gradients_either(backend):
+    scale = torch.tensor(0.03, requires_grad=True)
+    out = attend(recipe=Recipe(v_scale=scale), backend=backend)
+    with pytest.raises(RuntimeError, match="has no gradients"):
+        out.sum().backward()
+
+
+def test_other_devices_reach_the_backends_that_take_any():
+    q, k, v = (x.to("meta") for x in (Q, K, V))
+    assert attend(q=q, k=k, v=v, backend="torch", check_finite=False).shape == Q.shape
 
 
 def test_four_bit_values_of_methods_with_scales_of_their_own():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import inspect
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -196,3 +198,46 @@ def test_a_nest_is_filled_in_the_order_of_its_leaves():
     made = nest(((x, 1, 2), [3, (y, None)], "z"))
     assert made(iter("ab")) == (("a", 1, 2), [3, ("b", None)], "z")
     assert nest((1, [2, "z"])) is None
+
+
+def test_what_no_later_step_needs_is_let_go():
+    made = []
+
+    def chain(a, b):
+        for _ in range(3):
+            a = a * 2
+            made.append(weakref.ref(a))
+        out = torch.empty(6)
+        launch(out, a)
+        return out
+
+    plan = planned(chain, *pair())
+    slots = list(pair()) + plan.others
+    for step, done in plan.steps:
+        step(slots)
+        for i in done:
+            slots[i] = None
+    assert sum(x is not None for x in slots) == 2  # the argument that is not used, and the result
+    a, b = pair()
+    assert torch.equal(plan.run([a, b]), a * 16)
+
+
+def test_reading_a_flag_from_a_tensor_leaves_no_plan():
+    def flagged(a, b):
+        out = torch.empty(6)
+        launch(out, a if bool(b[0] > 0) else b)
+        return out
+
+    with torch.inference_mode():
+        assert planned(flagged, *pair()) is None
+
+
+def test_a_tape_does_not_import_dynamo():
+    code = """
+import sys, torch
+from intflash.tape import Tape
+with Tape([]): torch.zeros(2) + 1
+print("torch._dynamo" in sys.modules)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

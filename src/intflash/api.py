@@ -12,6 +12,7 @@ from intflash.backends import select
 from intflash.errors import InputError
 from intflash.pipeline import Output
 from intflash.quant import QTensor, Recipe
+from intflash.quant.quantizers import FLOAT_DTYPES
 
 
 def attention(
@@ -130,26 +131,31 @@ def sdpa(
         raise InputError(f"dropout_p must be 0, IntFlash is for inference; got {dropout_p}")
     if attn_mask is not None and is_causal:
         raise InputError("attn_mask and is_causal exclude each other in sdpa; use intflash.attention for both")
-    if isinstance(query, Tensor) and torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if not enable_gqa:
-        query, key, value = _broadcast(query, key, value)
+    query, key, value = _broadcast(*_autocast(query, key, value), axes=3 if enable_gqa else 2)
     return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa=enable_gqa)
 
 
-def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """With the same leading axes, where those that differ are 1."""
-    if not all(isinstance(x, Tensor) and x.ndim > 1 for x in tensors):
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In autocast's dtype where that is on, as torch's own attention casts."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
-    leads = {x.shape[:-2] for x in tensors}
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in FLOAT_DTYPES else x for x in tensors)
+
+
+def _broadcast(*tensors: Tensor, axes: int) -> tuple[Tensor, ...]:
+    """With the same axes before the last `axes`, where those that differ are 1."""
+    if not all(isinstance(x, Tensor) and x.ndim >= axes for x in tensors):
+        return tensors
+    leads = {x.shape[:-axes] for x in tensors}
     if len(leads) == 1:
         return tensors
     try:
         lead = torch.broadcast_shapes(*leads)
     except RuntimeError:
         return tensors  # `attention` says what differs
-    return tuple(x.expand(*lead, *x.shape[-2:]) for x in tensors)
+    return tuple(x.expand(*lead, *x.shape[-axes:]) for x in tensors)
 
 
 def which_backend(*args: Any, **kwargs: Any) -> str:
@@ -162,7 +168,7 @@ def which_backend(*args: Any, **kwargs: Any) -> str:
         A name from ``intflash.info()["backends"]``.
 
     Raises:
-        InputError, BackendError: as `attention` with these arguments.
+        InputError, BackendError: as `attention` with these arguments, but values of q, k and v are not looked at.
 
     Example:
         >>> import torch, intflash

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from intflash.quant import QTensor
+from intflash.quant import QTensor, Recipe
 
-_NAMES = ("q", "k", "v", "attn_mask", "bias")
+_NAMES = ("q", "k", "v", "attn_mask", "bias", "out_scale")
 REASON = "IntFlash is for inference and has no gradients: call it under torch.no_grad() or torch.inference_mode()"
 
 
 class _Refused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, *wanting: Tensor) -> Tensor:
-        return out.view_as(out)
+        return out.new_empty(0).set_(out)  # of its own, not a view: the caller may change it in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
@@ -27,7 +27,11 @@ def wanting(arguments: dict[str, Any]) -> list[Tensor]:
     """The tensors of a call that autograd follows."""
     if not torch.is_grad_enabled():
         return []
-    return [x for name in _NAMES if isinstance(x := arguments[name], Tensor) and x.requires_grad]
+    recipe = arguments["recipe"]
+    tensors = [arguments[name] for name in _NAMES]
+    tensors += [x.scale for x in tensors[:3] if isinstance(x, QTensor)]
+    tensors += [recipe.q_scale, recipe.k_scale, recipe.v_scale] if isinstance(recipe, Recipe) else []
+    return [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
 
 
 def refused(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor | QTensor | None:

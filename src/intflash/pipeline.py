@@ -24,7 +24,9 @@ def run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     """Output and log-sum-exp of a call with all arguments of `attention`, by its plan once it repeats."""
     q = arguments["q"]
     device = q.device.type if isinstance(q, Tensor | QTensor) else "cpu"
-    if torch.is_autocast_enabled(device):  # exact products are not for it to round
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(
+        device
+    ):  # exact products are not for it to round
         with torch.autocast(device, enabled=False):
             return run(arguments)
     wanting = gradients.wanting(arguments)
@@ -89,7 +91,7 @@ def prepare(
     if out_dtype is None:
         out_dtype = torch.int8 if quantized else q.dtype
     validate.check_out_dtype(chosen, out_dtype, out_scale)
-    read = q.device.type == "cpu" if check_finite is None else check_finite
+    read = q.device.type == "cpu" if check_finite is None else bool(check_finite)
     if read:
         validate.check_scales(q, k, v, recipe)
     batch = tuple(q.shape[:-3]) or (1,)

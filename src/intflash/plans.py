@@ -1,4 +1,4 @@
-"""Repeated calls: Python's way from arguments to kernels takes longer than most attention kernels, once.
+"""Repeated calls on a GPU: Python's way from arguments to launches takes longer than most attention kernels, once.
 
 Checks, choices, constants and parameters all follow from a call's signature: everything about its arguments but where
 they lie and what values they hold. The second call of a signature runs under a `Tape`; from the third on its `Plan`
@@ -7,6 +7,7 @@ does the same operations and launches for the new tensors.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from intflash.quant import QTensor, Recipe
-from intflash.tape import Plan, Refused, Tape, leaves
+from intflash.tape import Plan, Tape, leaves
 
 _plans: dict[tuple, Plan | str] = {}
 _MOST = 4096
@@ -23,49 +24,41 @@ NAMES = (
     "recipe", "out_dtype", "out_scale", "return_lse", "cu_seqlens_q", "cu_seqlens_k", "check_finite",
 )  # fmt: skip
 _PLAIN = (bool, str, float, int, torch.dtype)
-_READ = ("attn_mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "out_scale")
+_taping = threading.Lock()  # torch keeps some of a dispatch mode's state for the whole process
 _ONCE, _NEVER = "came once", "has no plan"
 
 
 def run(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """`call(**arguments)`, by its plan where there is one."""
-    signed = signature(arguments) if _may_be_planned(arguments) else None
+    q = arguments["q"]
+    q = q.data if isinstance(q, QTensor) else q
+    if not isinstance(q, Tensor) or not q.is_cuda or q.device.index != torch.cuda.current_device():
+        return call(**arguments)
+    signed = signature(arguments)
     if signed is None:
         return call(**arguments)
-    key, tensors = signed
-    on_gpu = tensors[0].is_cuda
-    if on_gpu:  # as torch.compile's code asks: torch.cuda.current_stream takes 7 us
-        key = key, torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
+    tensors = signed[1]
+    # as torch.compile's code asks: torch.cuda.current_stream takes 7 us
+    key = signed[0], torch._C._cuda_getCurrentRawStream(q.device.index)
     try:
         plan = _plans.get(key)
     except TypeError:  # an argument that is no value: the call says what is wrong with it
         return call(**arguments)
     if isinstance(plan, Plan):
-        try:
-            return plan.run(tensors)
-        except Refused:
-            return call(**arguments)
+        return plan.run(tensors)
     if plan is None:
         if len(_plans) >= _MOST:
             _plans.clear()
         _plans[key] = _ONCE
-    if plan is not _ONCE or on_gpu and torch.cuda.is_current_stream_capturing():
+    if plan is not _ONCE or torch.cuda.is_current_stream_capturing() or not _taping.acquire(blocking=False):
         return call(**arguments)
-    with Tape(tensors) as tape:
-        result = call(**arguments)
+    try:
+        with Tape(tensors) as tape:
+            result = call(**arguments)
+    finally:
+        _taping.release()
     _plans[key] = tape.plan(result) or _NEVER
     return result
-
-
-def _may_be_planned(arguments: dict[str, Any]) -> bool:
-    """GPU calls on the current device; CPU calls of floats alone, whose values nobody reads before the kernels do."""
-    q = arguments["q"]
-    x = q.data if isinstance(q, QTensor) else q
-    if not isinstance(x, Tensor):
-        return False
-    if x.is_cuda:
-        return x.device.index == torch.cuda.current_device()
-    return x is q and x.is_cpu and all(arguments[name] is None for name in _READ)
 
 
 def signature(arguments: dict[str, Any]) -> tuple[tuple, list[Tensor]] | None:
@@ -74,7 +67,7 @@ def signature(arguments: dict[str, Any]) -> tuple[tuple, list[Tensor]] | None:
     tensors: list[Tensor] = []
     for name in NAMES:
         value = arguments[name]
-        if value is None or type(value) in _PLAIN:
+        if value is None or type(value) in _PLAIN:  # as below, sooner
             key.append(value)
         elif isinstance(value, Tensor):
             key.append(Tensor)
@@ -92,7 +85,12 @@ def signature(arguments: dict[str, Any]) -> tuple[tuple, list[Tensor]] | None:
     for x in tensors:
         if type(x) is not Tensor and type(x) is not nn.Parameter or x.layout is not torch.strided:
             return None
-        tail = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()  # rows past the last may be read
+        try:
+            tail = (
+                x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+            )  # rows past the last may be read
+        except NotImplementedError:  # of a transform, as torch.func's
+            return None
         key += x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16, tail
     ids = [id(x) for x in tensors]
     if len(set(ids)) < len(ids):

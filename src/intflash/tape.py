@@ -24,10 +24,6 @@ _ALIGNMENT = 256
 _of_thread = threading.local()
 
 
-class Refused(Exception):
-    """A planned launch found that it cannot do its work; the call itself says why."""
-
-
 def note(tensors: Sequence[Tensor], again: Callable[[], Again]) -> None:
     """Tell this thread's tape, if it has one, of a launch; `again()` makes what launches it on the same stream with
     other addresses of `tensors`."""
@@ -41,18 +37,20 @@ class Plan(NamedTuple):
 
     Attributes:
         others: room for what the steps make, and the constants.
-        steps: each reads and fills slots.
+        steps: each reads and fills slots, and the slots that nobody needs after it.
         result: makes the call's result from the slots.
     """
 
     others: list[Tensor | None]
-    steps: list[Step]
+    steps: list[tuple[Step, list[int]]]
     result: Callable[[Slots], Any]
 
     def run(self, arguments: list[Tensor]) -> Any:
         slots = arguments + self.others
-        for step in self.steps:
+        for step, done in self.steps:
             step(slots)
+            for i in done:
+                slots[i] = None
         return self.result(slots)
 
 
@@ -81,6 +79,10 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.arguments, self.steps, self.fits = arguments, [], True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports dynamo, for two seconds, to keep it out of what it never sees
+
     def __enter__(self) -> Tape:
         _of_thread.tape = self
         return super().__enter__()
@@ -92,8 +94,8 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        outputs = list(leaves(out))
-        reads = any(x.is_cuda for x in leaves(args)) and not (outputs and all(x.is_cuda for x in outputs))
+        inputs, outputs = list(leaves(args)), list(leaves(out))
+        reads = inputs and not outputs or any(x.is_cuda for x in inputs) and not all(x.is_cuda for x in outputs)
         if reads or _UNFIT & set(func.tags) or any(isinstance(x, Tensor) for x in kwargs.values()):
             self.fits = False
         self.steps.append(_Operation(func, args, kwargs, outputs))
@@ -160,17 +162,20 @@ class _Planner:
         if any(_memory(self._tensors[slot]) in memory for slot in self._constants):
             return None  # an argument that reached a launch unseen
         steps, hidden = self._buffers(kept, seen)
+        uses: list[set[int]] = [set() for _ in steps]
         for step in kept:
             if isinstance(step, _Launch):
                 places = [self._place(x) for x in step.tensors]
                 moved = [hidden.get(slot, (slot, 0)) for slot, _ in places]
                 places = [(slot, start + offset) for (slot, start), (_, offset) in zip(moved, places, strict=True)]
                 steps.append(_launch_step(step.again, places))
+                uses.append({slot for slot, _ in places})
             elif not hidden.keys() & set(map(self._slot, step.outputs)):
                 slots = [[self._slot(x) for x in leaves(y)] for y in (step.args, step.outputs)]
                 steps.append(_operation_step(step, *slots))
+                uses.append(set(slots[0] + slots[1]))
         others = [x if i in self._constants else None for i, x in enumerate(self._tensors)][len(self._arguments) :]
-        return Plan(others, steps, _pick(result, results))
+        return Plan(others, list(zip(steps, _last(uses, results), strict=True)), _pick(result, results))
 
     def _needed(self, results: list[int]) -> tuple[list[_Operation | _Launch], set[int]]:
         """The steps that the result and the launches need, and the slots that operations read or the result holds."""
@@ -198,7 +203,7 @@ class _Planner:
             for step in kept
             if isinstance(step, _Operation) and step.func is torch.ops.aten.empty.memory_format
             for x in step.outputs
-            if self._slot(x) not in seen
+            if self._slot(x) not in seen and x.device == self._arguments[0].device
         }
         if not sizes:
             return [], {}
@@ -210,6 +215,15 @@ class _Planner:
             slots[shared] = make()
 
         return [step], {slot: (shared, start) for slot, start in zip(sizes, [0, *ends], strict=False)}
+
+
+def _last(uses: list[set[int]], results: list[int]) -> list[list[int]]:
+    """For each step the slots that neither a later one nor the result needs."""
+    later, done = set(results), []
+    for used in reversed(uses):
+        done.append(sorted(used - later))
+        later |= used
+    return done[::-1]
 
 
 def _memory(x: Tensor) -> int:

@@ -161,7 +161,7 @@ def unpatch(model: nn.Module) -> None:
         module.__class__ = original.cls
         vars(module).update(original.attributes)
         original.hook.remove()
-        delattr(module, CORE)
+        module._modules.pop(CORE, None)  # not there yet where a patch failed
 
 
 def attach(model: nn.Module, make_core: Callable[[str], Core]) -> Patch:

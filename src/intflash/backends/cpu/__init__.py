@@ -7,12 +7,11 @@ module was not built (no compiler at install) the backend is unavailable and say
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from intflash import tape, validate
+from intflash import validate
 from intflash.backends.base import Backend
 from intflash.errors import InputError
 from intflash.numerics.exp import LOG2_E, P8_MAX, P16_MAX, log_sum_exp
@@ -75,8 +74,8 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
                 validate.check_finite(q, k, v)
             problem = problem.quantized()
             q, k, v = problem.q, problem.k, problem.v
-    out_dtype, quantized = problem.out_dtype, isinstance(q, QTensor)
-    if quantized:
+    out_dtype = problem.out_dtype
+    if isinstance(q, QTensor):
         if method in FLASH:
             _check_score_unit(problem)
         scales = (_scale_view(q), _scale_view(k), _scale_view(v))
@@ -116,38 +115,8 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     )  # fmt: skip
     if not finite:
         validate.check_finite(q, k, v)
-    if not quantized:
-        _note(problem, (out, q, k, v), scales, causal, isa, threads)
     lse = None if t_max is None else log_sum_exp(t_max, l_sum, P_MAX[method])
     return Result(out, out_scale, lse)
-
-
-def _note(
-    problem: Problem,
-    tensors: tuple[Tensor, ...],
-    scales: tuple,
-    causal: tuple | None,
-    isa: str | None,
-    threads: int | None,
-) -> None:
-    """Tell a tape of kernels for floats that get the addresses of the output, q, k and v only."""
-    alone = problem.bias is problem.keep is problem.cu_seqlens_q is None and not problem.return_lse
-    if not alone or any(isinstance(scale, tuple) for *_, scale in scales):
-        return
-    views = [(x.shape, x.stride()) for x in tensors]
-    method, out_type = METHODS[problem.method], OUT_TYPES[problem.out_dtype]
-    sm_scale, look, out_stride = problem.sm_scale, problem.check_finite, views[0][1]
-
-    def again(addresses: Sequence[int]) -> None:
-        _, q, k, v = ((address, *view) for address, view in zip(addresses, views, strict=True))
-        finite = _native.attention(
-            isa or "", threads or torch.get_num_threads(), method, out_type, addresses[0], out_stride, sm_scale,
-            q, k, v, scales, None, False, _NO_BLOCKS, causal, None, None, None, 0, 0, look,
-        )  # fmt: skip
-        if not finite:
-            raise tape.Refused
-
-    tape.note(tensors, lambda: again)
 
 
 def _check_score_unit(problem: Problem) -> None:

@@ -87,7 +87,7 @@ struct Quantization {
     x.amax[size_t(i)] = kernels.absolute_maximum(piece.data, x.type, piece.rows);
   }
   void choose_scales(FloatInput& x) {
-    if (look) finite = finite && std::isfinite(*std::max_element(x.amax.begin(), x.amax.end()));
+    for (float a : x.amax) finite = finite && (!look || std::isfinite(a));  // each: no comparison finds a NaN
     if (x.is_static) return;
     if (!x.per_head) x.amax[0] = *std::max_element(x.amax.begin(), x.amax.end());
     for (size_t i = 0; i < x.scales.size(); ++i) x.scales[i] = x.amax[i] < kTinyAmax ? 1.0f : x.amax[i] / float(x.qmax);
