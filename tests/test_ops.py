@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import intflash
-from intflash import QTensor, Recipe
+from intflash import QTensor, Recipe, plans
 from intflash.ops import _attention
 from oracle import randn
 
@@ -112,3 +112,17 @@ def test_traced_code_computes():
     q, k, v = randn(1, 2, 20, 16)
     traced = torch.jit.trace(lambda *x: intflash.attention(*x), (q, k, v), check_trace=False)
     assert torch.equal(traced(k, v, q), intflash.attention(k, v, q))
+
+
+def test_the_op_gives_every_argument_that_a_signature_asks_for(monkeypatch):
+    seen = []
+
+    def signed(call, arguments):
+        seen.append(plans.signature(arguments))
+        return call(**arguments)
+
+    monkeypatch.setattr(plans, "run", signed)
+    inputs = randn(1, 2, 20, 16)
+    intflash.attention(*inputs)
+    torch.compile(lambda *x: intflash.attention(*x), fullgraph=True, backend="aot_eager")(*inputs)
+    assert len(seen) == 2 and [len(tensors) for _, tensors in seen] == [3, 3]
