@@ -137,10 +137,9 @@ def sdpa(
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """In autocast's dtype where that is on, as torch's own attention casts."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not isinstance(tensors[0], Tensor) or not pipeline.under_autocast(tensors[0]):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in FLOAT_DTYPES else x for x in tensors)
 
 

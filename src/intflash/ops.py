@@ -105,13 +105,11 @@ def _no_gradient_fake(gradient: Tensor, of: Tensor) -> Tensor:
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
-    return tuple(None if x is None else _no_gradient(gradient, x) for x in ctx.saved_tensors) + (None,) * ctx.others
+    return tuple(None if x is None else _no_gradient(gradient, x) for x in ctx.saved_tensors)
 
 
 def _save_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
-    tensors = inputs[:5]  # q, k, v, attn_mask, bias
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) and x.requires_grad else None for x in tensors))
-    ctx.others = len(inputs) - len(tensors)
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) and x.requires_grad else None for x in inputs))
 
 
 _attention.register_autograd(_backward, setup_context=_save_inputs)

@@ -16,6 +16,7 @@ from intflash.methods.base import Method
 from intflash.numerics.exp import dequantize_bias, quantize_bias
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor, Recipe, hadamard_rotate, key_mean, quantize
+from intflash.quant.quantizers import check_number
 
 Output = Tensor | QTensor
 
@@ -23,11 +24,8 @@ Output = Tensor | QTensor
 def run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     """Output and log-sum-exp of a call with all arguments of `attention`, by its plan once it repeats."""
     q = arguments["q"]
-    device = q.device.type if isinstance(q, Tensor | QTensor) else "cpu"
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(
-        device
-    ):  # exact products are not for it to round
-        with torch.autocast(device, enabled=False):
+    if under_autocast(q):  # exact products are not for it to round
+        with torch.autocast(q.device.type, enabled=False):
             return run(arguments)
     wanting = gradients.wanting(arguments)
     if not wanting:
@@ -35,6 +33,12 @@ def run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     with torch.no_grad():
         out, lse = plans.run(_run, arguments)
     return gradients.refused(out, wanting), gradients.refused(lse, wanting)
+
+
+def under_autocast(q: object) -> bool:
+    """Whether autocast is on for the device of q."""
+    device = q.device.type if isinstance(q, Tensor | QTensor) else "cpu"
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _run(*, backend: str | None, return_lse: bool, **arguments: Any) -> tuple[Output, Tensor | None]:
@@ -197,8 +201,7 @@ def _out_scale(out_scale: Tensor | float | None, q: Tensor | QTensor, v: Tensor 
     if out_scale is None:
         return None
     if not isinstance(out_scale, Tensor):
-        if not 0 < float(out_scale) < float("inf"):
-            raise InputError(f"out_scale must be finite and > 0, got {out_scale}")
+        check_number(float(out_scale), "out_scale")
         return torch.full((1, 1, 1, 1), float(out_scale), dtype=torch.float32, device=q.device)
     if out_scale.numel() == 1:
         out_scale = out_scale.reshape(1, 1, 1, 1)

@@ -24,12 +24,12 @@ _ALIGNMENT = 256
 _of_thread = threading.local()
 
 
-def note(tensors: Sequence[Tensor], again: Callable[[], Again]) -> None:
-    """Tell this thread's tape, if it has one, of a launch; `again()` makes what launches it on the same stream with
-    other addresses of `tensors`."""
+def note(launch: Callable[[], tuple[Sequence[Tensor], Again]]) -> None:
+    """Tell this thread's tape, if it has one, of a launch: its tensors, and what launches it on the same stream with
+    other addresses of these."""
     tape = getattr(_of_thread, "tape", None)
     if tape is not None:
-        tape.steps.append(_Launch(tensors, again()))
+        tape.steps.append(_Launch(*launch()))
 
 
 class Plan(NamedTuple):

@@ -117,9 +117,10 @@ def test_key_mean_is_a_fixed_tree(n):
         (lambda: quantize(X.int()), "got torch.int32"),
         (lambda: quantize([1.0]), "got list"),
         (lambda: intflash.quantize_bias(X > 0), "floating-point tensor, got torch.bool"),
+        (lambda: Recipe(q="none", k="none", v="none", bits=3), "4 or 8, got 3"),
         (lambda: Recipe(bits=3), "4 or 8, got 3"),
         (lambda: Recipe(k_scale=0.0), "k_scale must be finite and > 0, got 0.0"),
-        (lambda: Recipe(rule="floor"), "rule must be one of"),
+        (lambda: Recipe(rule="floor"), "Recipe.rule must be one of"),
         (lambda: Recipe(block_size=0), "at least 1"),
     ],
 )

@@ -80,7 +80,6 @@ def measure(
         raise RuntimeError("the native CPU kernels were not built: nothing to measure")
     before = torch.get_num_threads()
     rows: list[Row] = []
-    _measure_one(workloads[0], threads[0], min(budget_s, 1.0), [])  # a process starts slower than it goes on
     try:
         for count in threads:
             for workload in workloads:

@@ -61,10 +61,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("q", "k", "v"):
-            granularity = getattr(self, name)
-            if granularity != "none":
-                _check_options(granularity, self.bits, self.block_size, self.rule, f"Recipe.{name}")
+            _check_granularity(getattr(self, name), (*GRANULARITIES, "none"), f"Recipe.{name}")
             check_number(getattr(self, f"{name}_scale"), f"Recipe.{name}_scale")
+        _check_options(self.bits, self.block_size, self.rule, "Recipe.")
 
     def quantize(self, name: str, x: Tensor) -> QTensor | Tensor:
         """Quantize `x` as tensor `name` ("q", "k" or "v") of this recipe; "none" returns it as it is."""
@@ -77,15 +76,18 @@ class Recipe:
         )  # fmt: skip
 
 
-def _check_options(granularity: str, bits: int, block_size: int, rule: str, name: str = "granularity") -> None:
-    if granularity not in GRANULARITIES:
-        raise InputError(f"{name} must be one of {GRANULARITIES}, got {granularity!r}")
+def _check_granularity(granularity: str, known: tuple[str, ...], name: str) -> None:
+    if granularity not in known:
+        raise InputError(f"{name} must be one of {known}, got {granularity!r}")
+
+
+def _check_options(bits: int, block_size: int, rule: str, of: str = "") -> None:
     if bits not in (4, 8):
-        raise InputError(f"bits must be 4 or 8, got {bits}")
+        raise InputError(f"{of}bits must be 4 or 8, got {bits}")
     if block_size < 1:
-        raise InputError(f"block_size must be at least 1, got {block_size}")
+        raise InputError(f"{of}block_size must be at least 1, got {block_size}")
     if rule not in RULES:
-        raise InputError(f"rule must be one of {RULES}, got {rule!r}")
+        raise InputError(f"{of}rule must be one of {RULES}, got {rule!r}")
 
 
 def check_number(scale: Tensor | float | None, name: str) -> None:
@@ -125,7 +127,8 @@ def quantize(
         >>> q.data.tolist(), round(q.scale.item(), 5)
         ([[[[127, -64]]]], 0.00787)
     """
-    _check_options(granularity, bits, block_size, rule)
+    _check_granularity(granularity, GRANULARITIES, "granularity")
+    _check_options(bits, block_size, rule)
     if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES or x.ndim != 4 or 0 in x.shape:
         got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"quantize takes [B, H, N, D] of {FLOAT_DTYPES}, none of them 0, got {got}")

@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 import integer_cases as ic  # noqa: E402
 
 import intflash  # noqa: E402
-from intflash.backends import get_backend  # noqa: E402
 from intflash.backends.reference import BACKEND as REFERENCE  # noqa: E402
 from intflash.backends.triton import quantize  # noqa: E402
 from intflash.quant import Recipe  # noqa: E402
@@ -96,14 +95,6 @@ def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
 
 STATIC = Recipe(q_scale=0.03, k_scale=0.03, v_scale=0.03)
 OF_HEADS = Recipe(q="head", k="head", v="head")
-
-
-@pytest.fixture(params=["triton", "hopper"])
-def backend(request):
-    reason = get_backend(request.param).unavailable()
-    if reason:
-        pytest.skip(reason)
-    return request.param
 
 
 @pytest.mark.parametrize("recipe", [STATIC, Recipe(), OF_HEADS], ids=["static", "dynamic", "dynamic of heads"])

@@ -9,7 +9,6 @@ pytest.importorskip("triton")
 
 import intflash  # noqa: E402
 from intflash import plans  # noqa: E402
-from intflash.backends import get_backend  # noqa: E402
 from intflash.errors import BackendError  # noqa: E402
 from intflash.quant import QTensor, Recipe, quantize  # noqa: E402
 from intflash.tape import Plan, leaves  # noqa: E402
@@ -87,14 +86,6 @@ CALLS = {  # (shape, seed) -> tensors and options
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.setattr(plans, "_plans", {})
-
-
-@pytest.fixture(params=["triton", "hopper"])
-def backend(request):
-    reason = get_backend(request.param).unavailable()
-    if reason:
-        pytest.skip(reason)
-    return request.param
 
 
 def unplanned(monkeypatch, *tensors, **options):

@@ -177,7 +177,7 @@ class CudaLaunch:
         with torch.cuda.device(self.device):
             launch = self._prepared()
             launch(self.parameters)
-        tape.note(list(self.tensors.values()), lambda: self._again(launch))
+        tape.note(lambda: (list(self.tensors.values()), self._again(launch)))
 
     def _prepared(self) -> Callable[[ctypes.Structure], None]:
         """What launches with any parameters on the current stream."""

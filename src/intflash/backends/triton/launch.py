@@ -31,14 +31,14 @@ class Launch:
 
     def run(self) -> None:
         compiled = self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
-        arguments = [self.arguments[name] for name in self.kernel.arg_names]
-        tape.note(list(tape.leaves(arguments)), lambda: self._again(compiled, arguments))
+        tape.note(lambda: self._again(compiled))
 
-    def _again(self, compiled: Any, arguments: list) -> tape.Again:
+    def _again(self, compiled: Any) -> tuple[list[Tensor], tape.Again]:
         """Past what finds the compiled kernel by types and alignments, which a plan's addresses share."""
+        arguments = [self.arguments[name] for name in self.kernel.arg_names]
         launch, stream = compiled[(*self.grid, 1, 1)[:3]], torch.cuda.current_stream().cuda_stream
         fill = tape.nest(arguments)
-        return lambda addresses: launch(*fill(iter(addresses)), stream=stream)
+        return list(tape.leaves(arguments)), lambda addresses: launch(*fill(iter(addresses)), stream=stream)
 
 
 def view(x: Tensor) -> View:

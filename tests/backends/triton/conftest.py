@@ -1,0 +1,13 @@
+"""The GPU backends, one after the other."""
+
+import pytest
+
+from intflash.backends import get_backend
+
+
+@pytest.fixture(params=["triton", "hopper"])
+def backend(request):
+    reason = get_backend(request.param).unavailable()
+    if reason:
+        pytest.skip(reason)
+    return request.param
