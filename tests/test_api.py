@@ -379,6 +379,14 @@ def test_output_of_tensors_that_want_gradients_is_the_callers_to_change(backend)
         out.sum().backward()
 
 
+def test_tangents_are_refused():
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(Q, torch.ones_like(Q))
+        with torch.no_grad(), pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+            attend(q=dual)
+        assert torch.equal(attend(), attend(q=torch.autograd.forward_ad.unpack_dual(dual).primal))
+
+
 @pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
 def test_scales_have_no_gradients_either(backend):
     scale = torch.tensor(0.03, requires_grad=True)

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from intflash.quant import QTensor, Recipe
 
 _NAMES = ("q", "k", "v", "attn_mask", "bias", "out_scale")
 REASON = "IntFlash is for inference and has no gradients: call it under torch.no_grad() or torch.inference_mode()"
+FORWARD_REASON = "IntFlash is for inference and has no forward-mode derivatives: give it tensors without tangents"
 
 
 class _Refused(torch.autograd.Function):
@@ -24,14 +26,22 @@ class _Refused(torch.autograd.Function):
 
 
 def wanting(arguments: dict[str, Any]) -> list[Tensor]:
-    """The tensors of a call that autograd follows."""
-    if not torch.is_grad_enabled():
+    """The tensors of a call that autograd follows.
+
+    Raises:
+        RuntimeError: forward-mode differentiation follows one.
+    """
+    forward = forward_ad._current_level >= 0
+    if not (forward or torch.is_grad_enabled()):
         return []
     recipe = arguments["recipe"]
     tensors = [arguments[name] for name in _NAMES]
     tensors += [x.scale for x in tensors[:3] if isinstance(x, QTensor)]
     tensors += [recipe.q_scale, recipe.k_scale, recipe.v_scale] if isinstance(recipe, Recipe) else []
-    return [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+    tensors = [x for x in tensors if isinstance(x, Tensor)]
+    if forward and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(FORWARD_REASON)
+    return [x for x in tensors if x.requires_grad and torch.is_grad_enabled()]
 
 
 def refused(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor | QTensor | None:

@@ -42,6 +42,15 @@ def test_time_interleaved_orders_calls():
     assert 0 < short < long
 
 
+def test_a_turn_repeats_a_short_call_until_it_lasts():
+    made = []
+    time_interleaved([lambda: made.append(1)], budget_s=0.0, rounds=1, turn_s=0.0)
+    assert len(made) == 3  # two before
+    made.clear()
+    time_interleaved([lambda: made.append(1)], budget_s=0.0, rounds=1, turn_s=1.0)
+    assert len(made) == 1002  # at most 1000 a turn
+
+
 def test_environment_names_machine_versions_and_commit():
     facts = measure.environment()
     assert facts["cpu"] and facts["versions"]["torch"] == torch.__version__

@@ -107,14 +107,17 @@ def time_interleaved(
     budget_s: float,
     rounds: int = 5,
     clock: Callable[[], float] = time.perf_counter,
+    turn_s: float = 2e-3,
 ) -> list[float]:
     """Median seconds of each call, all calls taking turns so that a slow spell of the machine hits all.
 
     Args:
         calls: functions without arguments.
         budget_s: about how long to measure in all.
-        rounds: turns at least; each turn repeats a short call until it lasts a millisecond or more.
+        rounds: turns at least.
         clock: `time.thread_time` leaves out what other processes take, for calls of one thread.
+        turn_s: a turn repeats a short call until it lasts about so long: in the first calls of a turn the caches hold
+            what the call before it left.
     """
     repeats, once = [], 0.0
     for call in calls:
@@ -122,7 +125,7 @@ def time_interleaved(
         start = clock()
         call()
         seconds = clock() - start
-        repeats.append(max(1, min(1000, math.ceil(2e-3 / max(seconds, 1e-7)))))
+        repeats.append(max(1, min(1000, math.ceil(turn_s / max(seconds, 1e-7)))))
         once += seconds * repeats[-1]
     samples: list[list[float]] = [[] for _ in calls]
     for _ in range(max(rounds, min(200, int(budget_s / max(once, 1e-6))))):
