@@ -158,7 +158,7 @@ def test_papers_numbers():
 
 def test_commands(image_folder, tmp_path):
     pytest.importorskip("timm")
-    model = ["--model", "deit_tiny_patch16_224", "--no-pretrained", "--data", str(image_folder), "--device", "cpu"]
+    model = ["--model", "deit-t", "--no-pretrained", "--data", str(image_folder), "--device", "cpu"]
     scales, out = tmp_path / "scales.json", tmp_path / "eval.json"
     runner = CliRunner()
     done = runner.invoke(app, ["calibrate", *model, "--images", "2", "--out", str(scales)])

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from intflash.models.papers import QFLASH_MODELS
+from intflash.models.papers import QFLASH_MODELS, timm_name
 from intflash.options import Backend, BestDevice, Commands, Method, Methods, one_of
 from intflash.quant.calibrate import OBSERVERS
 
@@ -26,7 +26,8 @@ console = Console()
 DTYPES = ("float32", "float16", "bfloat16")
 _SEVEN = "; ".join(f"{short} = {name}" for name, short in QFLASH_MODELS.items())
 Model = Annotated[
-    str, typer.Option("--model", help=f"A timm name, or transformers:NAME. QFlash's seven models: {_SEVEN}.")
+    str,
+    typer.Option("--model", callback=timm_name, help=f"A timm name, transformers:NAME, or one of QFlash's: {_SEVEN}."),
 ]
 Data = Annotated[
     Path,

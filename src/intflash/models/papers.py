@@ -33,6 +33,11 @@ _HALF = ("int_flash_half", "qattn")
 PAPER_BITS_PER_MAC = 192
 
 
+def timm_name(model: str) -> str:
+    """The timm name of a model of the paper, as "DeiT-T"; others stay as they are."""
+    return next((full for full, short in QFLASH_MODELS.items() if short.lower() == model.lower()), model)
+
+
 @dataclass(frozen=True)
 class PaperRow:
     """One cell group of QFlash Table 5."""
