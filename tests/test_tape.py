@@ -178,6 +178,20 @@ def test_values_and_addresses_do_not():
     assert len(set(kept)) == 1
 
 
+def test_a_recipe_is_known_as_long_as_its_scales_lie_where_they_lay():
+    def key(recipe):
+        return plans.signature(arguments(recipe=recipe))[0]
+
+    scale = torch.ones(1, 2, 1, 1)
+    recipe = Recipe(q="head", q_scale=scale)
+    first = key(recipe)
+    assert key(recipe) == first == key(Recipe(q="head", q_scale=scale.clone()))
+    scale.data = torch.ones(2)
+    assert key(recipe) != first
+    numbers = [key(Recipe(k_scale=float(i))) for i in range(1, 9)]  # one may take the place of another that is gone
+    assert len(set(numbers)) == 8
+
+
 def test_one_tensor_in_two_places_is_a_signature_of_its_own():
     x = torch.zeros(1, 2, 8, 16)
     keys = [plans.signature(arguments(**two))[0] for two in (dict(q=x, k=x), dict(q=x, v=x), dict(k=x, v=x), {})]
@@ -188,7 +202,9 @@ def test_tensors_of_other_classes_have_no_signature():
     class Own(torch.Tensor):
         pass
 
-    assert plans.signature(arguments(q=torch.zeros(1, 2, 8, 16).as_subclass(Own))) is None
+    own = torch.zeros(1, 2, 8, 16).as_subclass(Own)
+    for changed in (dict(q=own), dict(bias=own), dict(recipe=Recipe(v_scale=own))):
+        assert plans.signature(arguments(**changed)) is None
     assert plans.signature(arguments(q=torch.nn.Parameter(torch.zeros(1, 2, 8, 16)))) is not None
     assert plans.signature(arguments(q=torch.zeros(1, 2, 8, 16).to_sparse())) is None
 

@@ -24,7 +24,7 @@ Output = Tensor | QTensor
 def run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     """Output and log-sum-exp of a call with all arguments of `attention`, by its plan once it repeats."""
     q = arguments["q"]
-    if under_autocast(q):  # exact products are not for it to round
+    if torch._C._is_any_autocast_enabled() and under_autocast(q):  # exact products are not for it to round
         with torch.autocast(q.device.type, enabled=False):
             return run(arguments)
     wanting = gradients.wanting(arguments)

@@ -8,14 +8,16 @@ does the same operations and launches for the new tensors.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from intflash.quant import QTensor, Recipe
-from intflash.tape import Plan, Tape, leaves
+from intflash.tape import Plan, Tape
 
 _plans: dict[tuple, Plan | str] = {}
 _MOST = 4096
@@ -23,7 +25,10 @@ NAMES = (
     "q", "k", "v", "attn_mask", "is_causal", "scale", "method", "backend", "enable_gqa", "bias", "causal_align",
     "recipe", "out_dtype", "out_scale", "return_lse", "cu_seqlens_q", "cu_seqlens_k", "check_finite",
 )  # fmt: skip
-_PLAIN = (bool, str, float, int, torch.dtype)
+_TENSORS = "q", "k", "v", "attn_mask", "bias", "out_scale", "cu_seqlens_q", "cu_seqlens_k"
+_tensors_of = itemgetter(*_TENSORS)
+_values_of = itemgetter(*(name for name in NAMES if name not in _TENSORS and name != "recipe"))
+_recipes: dict[int, tuple[weakref.ref, list[int], tuple]] = {}
 _taping = threading.Lock()  # torch keeps some of a dispatch mode's state for the whole process
 _ONCE, _NEVER = "came once", "has no plan"
 
@@ -62,43 +67,61 @@ def run(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 def signature(arguments: dict[str, Any]) -> tuple[tuple, list[Tensor]] | None:
-    """All that a call's launches may depend on, and its tensors; None where one is of a class of its own."""
-    key: list[Any] = []
+    """All that a call's launches may depend on, and its tensors; None where one is of a class of its own.
+
+    A third of what a repeated call costs: each line is here to be quick.
+    """
+    key: list[Any] = [*_values_of(arguments)]
     tensors: list[Tensor] = []
-    for name in NAMES:
-        value = arguments[name]
-        if value is None or type(value) in _PLAIN:  # as below, sooner
-            key.append(value)
-        elif isinstance(value, Tensor):
+    for x in _tensors_of(arguments):
+        if isinstance(x, Tensor):
             key.append(Tensor)
-            tensors.append(value)
-        elif isinstance(value, QTensor):
-            key += QTensor, value.granularity, value.block_size, value.bits
-            tensors += value.data, value.scale
-        elif isinstance(value, Recipe):
-            scales = value.q_scale, value.k_scale, value.v_scale
-            given = list(leaves(scales))
-            key.append(_without_tensors(value, scales) if given else value)
-            tensors += given
+            tensors.append(x)
+        elif isinstance(x, QTensor):
+            key += QTensor, x.granularity, x.block_size, x.bits
+            tensors += x.data, x.scale
         else:
-            key.append(value)
-    for x in tensors:
-        if type(x) is not Tensor and type(x) is not nn.Parameter or x.layout is not torch.strided:
-            return None
-        try:
-            tail = (
-                x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
-            )  # rows past the last may be read
-        except NotImplementedError:  # of a transform, as torch.func's
-            return None
-        key += x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16, tail
-    ids = [id(x) for x in tensors]
-    if len(set(ids)) < len(ids):
+            key.append(x)
+    recipe = arguments["recipe"]
+    try:
+        for x in tensors:
+            key += _layout(x)
+        if isinstance(recipe, Recipe):
+            scales = [x for x in (recipe.q_scale, recipe.k_scale, recipe.v_scale) if isinstance(x, Tensor)]
+            key += _recipe_key(recipe, scales)
+            tensors += scales
+        else:
+            key.append(recipe)
+    except (_Own, RuntimeError):  # or without strides, as sparse ones, or memory, as in torch.func's transforms
+        return None
+    if len(set(map(id, tensors))) < len(tensors):
+        ids = list(map(id, tensors))
         key.append(tuple(map(ids.index, ids)))  # one tensor in two places
     return tuple(key), tensors
 
 
-def _without_tensors(recipe: Recipe, scales: tuple) -> tuple:
-    """What a recipe is besides the values of its scales."""
+class _Own(Exception):
+    """A tensor of a class of its own."""
+
+
+def _layout(x: Tensor) -> tuple:
+    if type(x) is not Tensor and type(x) is not nn.Parameter:
+        raise _Own
+    past = x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize  # rows past the last may be read
+    return x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16, past
+
+
+def _recipe_key(recipe: Recipe, scales: list[Tensor]) -> tuple:
+    """What a recipe is besides the values of its scales: it is frozen, so that this is known as long as they lie where
+    they lay."""
+    where = [x.data_ptr() for x in scales]
+    known = _recipes.get(id(recipe))
+    if known is not None and known[0]() is recipe and known[1] == where:
+        return known[2]
     rest = recipe.q, recipe.k, recipe.v, recipe.bits, recipe.block_size, recipe.smooth_k, recipe.rotate, recipe.rule
-    return (*rest, *(Tensor if isinstance(x, Tensor) else x for x in scales))
+    given = (Tensor if isinstance(x, Tensor) else x for x in (recipe.q_scale, recipe.k_scale, recipe.v_scale))
+    key = (*rest, *given, *map(_layout, scales))
+    if len(_recipes) >= _MOST:
+        _recipes.clear()
+    _recipes[id(recipe)] = weakref.ref(recipe), where, key
+    return key

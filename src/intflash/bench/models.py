@@ -35,7 +35,17 @@ BASELINE, OURS = "fp", "intflash"  # prefixes of the variants' names
 CALIBRATION_IMAGES = 32
 BLOCK_SECONDS = {"cuda": 0.02, "cpu": 0.2}  # of one turn of one variant
 CATEGORIES = {  # of kernels, by what their names contain; the first that fits
-    "attention": ("rowwise", "streaming", "_constants_kernel", "_quantize_kernel", "_amax", "flash", "fmha", "sdpa"),
+    "attention": (
+        "rowwise",
+        "streaming",
+        "_constants_kernel",
+        "_quantize_kernel",
+        "_amax",
+        "attention",
+        "flash",
+        "fmha",
+        "sdpa",
+    ),
     "convolution": ("conv", "implicit", "fprop", "winograd"),
     "matrix products": ("gemm", "cutlass", "nvjet", "cublas", "sm90_xmma", "splitk"),
     "norms, GELU, residuals, softmax, copies (fused by torch)": ("triton",),

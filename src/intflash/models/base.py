@@ -87,8 +87,9 @@ class IntegerCore(Core):
     def forward(self, q, k, v, attn_mask=None, is_causal=False, scale=None, *, bias=None, enable_gqa=False):
         if self.training:
             raise InputError("IntFlash is for inference: call model.eval() before a patched model")
-        # under autocast norms and logit scales leave q or k in float32, where torch's attention casts too
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        if q.dtype != v.dtype or k.dtype != v.dtype:
+            # under autocast norms and logit scales leave q or k in float32, where torch's attention casts too
+            q, k = q.to(v.dtype), k.to(v.dtype)
         return attention(
             q, k, v, attn_mask, is_causal, scale, method=self.method, backend=self.backend, recipe=self.recipe,
             bias=bias, enable_gqa=enable_gqa, check_finite=self.check_finite,

@@ -22,8 +22,8 @@ _UNFIT = ("ChannelAttention", "ChannelAttentionV2", "XCA")
 class _Attention(Attention):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         gate = getattr(self, "gate", None)
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
+        qkv = self.qkv(x)
+        q, k, v = qkv.reshape(*qkv.shape[:-1], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
         y = self.intflash_attention(q, k, v, attn_mask, is_causal, self.scale)
         y = y.transpose(1, 2).flatten(2)
