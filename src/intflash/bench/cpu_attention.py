@@ -205,6 +205,7 @@ def _onnx_session(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Callable[[],
 
 def _figure(rows: Sequence[Row], path: Path) -> None:
     """Ratios on one thread: with several, torch's threads spin into the next call's time."""
+    import matplotlib
     from matplotlib.figure import Figure
 
     best = cpu.instruction_sets()[0]
@@ -214,8 +215,9 @@ def _figure(rows: Sequence[Row], path: Path) -> None:
     names = list(dict.fromkeys(r.workload for r in rows))
     series = list(dict.fromkeys(r.series for r in rows))
     width = 0.84 / len(series)
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots()
+    axes.set_prop_cycle(color=matplotlib.color_sequences["tab20"])
     for i, name in enumerate(series):
         found = {r.workload: r.ratio for r in rows if r.series == name}
         at = [x + (i - (len(series) - 1) / 2) * width for x in range(len(names))]
@@ -223,5 +225,5 @@ def _figure(rows: Sequence[Row], path: Path) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(xticks=range(len(names)), xticklabels=names, ylabel=f"times {PEER}")
     axes.set_title(f"{fewest} thread, {best} kernels")
-    axes.legend(fontsize=8, ncols=2)
+    figure.legend(loc="outside lower center", fontsize=8, ncols=4)
     figure.savefig(path, dpi=110)
