@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import intflash
 from intflash import Recipe
 from intflash.backends import cpu, reference
+from intflash.numerics.exp import ABSENT
 from intflash.pipeline import prepare
 from pairwise import pairwise
 
@@ -201,6 +202,30 @@ def test_biases_and_masks_of_every_kind(isa, data):
         )
     problem = prepare(*tensors, method=method, out_dtype=torch.int8, return_lse=True, **options)[0]
     assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("method", ["intflash", "intflash_p8"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_biased_scores_at_the_edge_of_32_bits(isa, method, sign):
+    """Scores of 63 octaves and biases with which all present keys lie some 112 above or below 0; absent ones beside."""
+    largest = 16 * 127**2
+    edge = (2**31 - 2**28 - largest * 2**12) // 16
+    keep = torch.rand(1, 1, 20, 60, generator=torch.Generator().manual_seed(0)) > 0.3
+    keep[:, :, 3] = False
+    q = torch.full((1, 1, 20, 16), 127)
+    k = torch.full((1, 1, 60, 16), 127 * sign)
+    k[0, 0, ::4, 0] -= sign * torch.arange(15)
+    v = torch.randint(-127, 128, (1, 1, 60, 16), generator=torch.Generator().manual_seed(1))
+    tensors = [intflash.QTensor(x.to(torch.int8), s) for x, s in ((q, 1.0), (k, 1.0), (v, 0.02))]
+    scale = 2.0**-12 / 1.4426950408889634
+    for beyond in (-1, 0, 1, 2**24, 2**26, 2**31 - 1 - edge):
+        for direction, options in itertools.product((1, -1), ({}, {"attn_mask": keep})):
+            bias = torch.full((1, 1, 1, 60), direction * (edge + beyond)).to(torch.int32)
+            bias[..., 5::7] += -direction * torch.arange(8, dtype=torch.int32) * 2**19
+            bias[..., ::9] = ABSENT
+            problem = prepare(*tensors, method=method, scale=scale, bias=bias, return_lse=True, **options)[0]
+            assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
 
 
 @pytest.mark.parametrize("isa", ISAS)

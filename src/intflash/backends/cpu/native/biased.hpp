@@ -1,5 +1,6 @@
-// Rows of scores with a mask, whose absent keys are marked, or with a bias: T of docs/numerics.md in 64-bit lanes, and
-// depths below its maximum. A row of T holds, for every 16 keys, eight values of the even keys and eight of the odd ones.
+// Rows of scores with a mask, whose absent keys are marked, or with a bias: T of docs/numerics.md, and depths below its
+// maximum. In 32-bit lanes where those hold it; else in 64-bit lanes: a row of T then has, for every 16 keys, eight values
+// of the even keys and eight of the odd ones.
 #pragma once
 #include "arith.hpp"
 #include "exp2.hpp"
@@ -13,31 +14,67 @@ namespace {
 struct BiasedScale {
   int32_t c = 0, bias_unit = 0;
   int k = 0, down = 0;  // T = t >> down
+  uint32_t c24 = 0;     // c in 2^-24 octave
 };
 
 inline bool fits_scaled(Exponent e) { return e.k == 0 && e.c < (1u << 22); }
 inline BiasedScale biased_scale(Exponent e, bool scaled) {
-  if (scaled) return {int32_t(e.c << 9), 1 << 21, 0, 9};
-  return {int32_t(e.c), 1 << 12, e.k, 0};
+  if (scaled) return {int32_t(e.c << 9), 1 << 21, 0, 9, e.c >> 8};
+  return {int32_t(e.c), 1 << 12, e.k, 0, e.c >> 8};
 }
+
+// T in 2^-24 octave, of a c without bits below. An absent key's is INT32_MIN, which the others keep 16 octaves away from,
+// so that its p is 0.
+inline bool fits_short_level(Exponent e) { return e.k == 0 && e.c % 256 == 0; }
+constexpr int64_t kShortLevels = (int64_t(1) << 31) - (int64_t(1) << 28);
+constexpr int32_t kShortNever = INT32_MIN;
 
 // What a row adds to its scores; null where it has none.
 struct RowBias {
   const int32_t* bias;
   const uint8_t* keep;
+};
+
+// Reads it, 16 keys at a time, of those `present`. Neighbours in memory, or else strides apart.
+template <bool HasBias, bool HasKeep>
+struct Neighbours {
+  __mmask16 kept(const RowBias& row, int64_t j, __mmask16 present) const {
+    if (!HasKeep) return present;
+    const __m128i bytes = _mm_maskz_loadu_epi8(present, row.keep + j);
+    return _mm_test_epi8_mask(bytes, bytes);
+  }
+  // kAbsent where a key takes no part.
+  __m512i bias(const RowBias& row, int64_t j, __mmask16 present) const {
+    const __m512i absent = _mm512_set1_epi32(kAbsent);
+    const __mmask16 mask = kept(row, j, present);
+    return HasBias ? _mm512_mask_loadu_epi32(absent, mask, row.bias + j) : _mm512_mask_mov_epi32(absent, mask, _mm512_setzero_si512());
+  }
+};
+struct Apart {
   int64_t bias_step, keep_step;
+  __attribute__((noinline)) __mmask16 kept(const RowBias& row, int64_t j, __mmask16 present) const {
+    unsigned mask = 0;
+    for (int i = 0; present >> i; ++i) mask |= unsigned(!row.keep || row.keep[(j + i) * keep_step]) << i;
+    return __mmask16(mask);
+  }
+  __attribute__((noinline)) __m512i bias(const RowBias& row, int64_t j, __mmask16 present) const {
+    alignas(64) int32_t lane[16] = {};
+    for (int i = 0; row.bias && present >> i; ++i) lane[i] = row.bias[(j + i) * bias_step];
+    return _mm512_mask_mov_epi32(_mm512_set1_epi32(kAbsent), kept(row, j, present), _mm512_load_si512(lane));
+  }
 };
 
 struct Biased {
   using I64 = __m512i;
 
   // T of keys [0, n) of a row of scores, kNever for absent keys and from n to the end of its 16; the lanes' maxima.
-  static I64 row(const int32_t* s, int64_t n, const RowBias& add, const BiasedScale& scale, int64_t* t) {
+  template <class Reader>
+  static I64 row(const int32_t* s, int64_t n, const Reader& reader, const RowBias& add, const BiasedScale& scale, int64_t* t) {
     const __m512i c = _mm512_set1_epi32(scale.c), unit = _mm512_set1_epi32(scale.bias_unit), absent = _mm512_set1_epi32(kAbsent);
     const __m512i never = _mm512_set1_epi64(kNever), absent_bias = _mm512_mul_epi32(absent, unit);
     __m512i max = never;
     for (int64_t j = 0; j < n; j += 16, t += 16) {
-      const __m512i b = bias_of(add, j, Amx::lanes(n - j), absent);
+      const __m512i b = reader.bias(add, j, Amx::lanes(n - j));
       const __m512i x = Amx::shift_left(Amx::load(s + j), scale.k);
       const __m512i even_bias = _mm512_mul_epi32(b, unit), odd_bias = _mm512_mul_epi32(Amx::odd_lanes(b), unit);
       __m512i even = _mm512_add_epi64(_mm512_mul_epi32(x, c), even_bias);
@@ -53,14 +90,40 @@ struct Biased {
     return max;
   }
 
+  // The largest magnitudes of scores and biases, by lanes.
+  struct Magnitudes {
+    __m512i score = _mm512_setzero_si512(), bias = _mm512_setzero_si512();
+    bool fit(uint32_t c) const {
+      return int64_t(_mm512_reduce_max_epi32(score)) * c + int64_t(_mm512_reduce_max_epi32(bias)) * 16 <= kShortLevels;
+    }
+  };
+  // The same in 32-bit lanes, c in 2^-24 octave; `most` is raised.
+  template <class Reader>
+  static __m512i short_row(const int32_t* s, int64_t n, const Reader& reader, const RowBias& add, uint32_t c24, int32_t* t, Magnitudes& most) {
+    const __m512i c = _mm512_set1_epi32(int32_t(c24)), absent = _mm512_set1_epi32(kAbsent), never = _mm512_set1_epi32(kShortNever);
+    __m512i max = never;
+    for (int64_t j = 0; j < n; j += 16) {
+      const __m512i b = reader.bias(add, j, Amx::lanes(n - j)), x = Amx::load(s + j);
+      most.score = Amx::max(most.score, _mm512_abs_epi32(x));
+      most.bias = Amx::max(most.bias, _mm512_abs_epi32(b));  // an absent one's stays negative
+      const __m512i sum = _mm512_add_epi32(_mm512_mullo_epi32(x, c), _mm512_slli_epi32(b, 4));
+      const __m512i level = _mm512_mask_mov_epi32(sum, _mm512_cmpeq_epi32_mask(b, absent), never);
+      Amx::store(t + j, level);
+      max = Amx::max(max, level);
+    }
+    return max;
+  }
+  static __m512i short_depth(const int32_t* t, __m512i top) { return _mm512_srli_epi32(_mm512_sub_epi32(top, Amx::load(t)), 15); }
+
   // Below every score, and its depth below their maximum fits a signed register.
   static constexpr int32_t kMarked = kAbsent / 2;
   // Marks the absent ones of keys [0, n) and what follows them in their 16; the lanes' maxima.
-  static __m512i mark(int32_t* s, int64_t n, const RowBias& add) {
+  template <class Reader>
+  static __m512i mark(int32_t* s, int64_t n, const Reader& reader, const RowBias& add) {
     const __m512i absent = _mm512_set1_epi32(kMarked);
     __m512i max = absent;
     for (int64_t j = 0; j < n; j += 16) {
-      const __m512i x = _mm512_mask_mov_epi32(absent, kept(add.keep + j * add.keep_step, add.keep_step, Amx::lanes(n - j)), Amx::load(s + j));
+      const __m512i x = _mm512_mask_mov_epi32(absent, reader.kept(add, j, Amx::lanes(n - j)), Amx::load(s + j));
       Amx::store(s + j, x);
       max = Amx::max(max, x);
     }
@@ -86,28 +149,6 @@ struct Biased {
   }
 
  private:
-  // 16 biases, kAbsent where a key takes no part or is past the row's end.
-  static __m512i bias_of(const RowBias& add, int64_t j, __mmask16 present, __m512i absent) {
-    __m512i b = _mm512_mask_mov_epi32(absent, present, _mm512_setzero_si512());
-    if (add.bias) b = add.bias_step == 1 ? _mm512_mask_loadu_epi32(absent, present, add.bias + j) : strided(add.bias + j * add.bias_step, add.bias_step, present, absent);
-    if (add.keep) b = _mm512_mask_mov_epi32(absent, kept(add.keep + j * add.keep_step, add.keep_step, present), b);
-    return b;
-  }
-  static __m512i strided(const int32_t* x, int64_t step, __mmask16 present, __m512i absent) {
-    alignas(64) int32_t lane[16] = {};
-    for (int i = 0; present >> i; ++i) lane[i] = x[i * step];
-    return _mm512_mask_mov_epi32(absent, present, _mm512_load_si512(lane));
-  }
-  static __mmask16 kept(const uint8_t* x, int64_t step, __mmask16 present) {
-    if (step == 1) {
-      const __m128i bytes = _mm_maskz_loadu_epi8(present, x);
-      return _mm_test_epi8_mask(bytes, bytes);
-    }
-    unsigned mask = 0;
-    for (int i = 0; present >> i; ++i) mask |= unsigned(x[i * step] != 0) << i;
-    return __mmask16(mask);
-  }
-
   template <bool Scaled>
   static __m512i scaled_depth(const int64_t* t, I64 top) {
     const __m512i d = _mm512_sub_epi64(top, _mm512_loadu_si512(t));

@@ -14,7 +14,7 @@ struct Strip {
   static constexpr int64_t kPlane = kMaxChunks * kTile;          // a digit of a strip's P
 
   // What its depths are made from.
-  enum class From { kShortScores, kScores, kShiftedScores, kLevels, kShiftedLevels };
+  enum class From { kShortScores, kScores, kShiftedScores, kShortLevels, kLevels, kShiftedLevels };
   int64_t b, h, hk;
   const int8_t *keys, *values;
   int64_t row0;     // of its tiles
@@ -23,15 +23,18 @@ struct Strip {
   From from;
   RowScale scale[kRows];
   BiasedScale biased_scale[kRows];
-  int32_t top[kRows];    // maxima of S; or
+  From from_long;        // of a biased strip, should 32 bits not hold its T
+  int32_t top[kRows];    // maxima of S, or of T in 32 bits; or
   int64_t level[kRows];  // of T as it is held
   int32_t* scores;
   const int64_t* levels;  // of a biased strip: T, where its P is made
   int64_t levels_ld;
+  const int32_t* short_levels() const { return reinterpret_cast<const int32_t*>(levels); }
   uint8_t* p;
   __m512i sums[kRows];
   uint32_t l[kRows];
 
+  bool on_short_levels() const { return from == From::kShortLevels; }
   bool on_levels() const { return from == From::kLevels || from == From::kShiftedLevels; }
 };
 
@@ -71,6 +74,7 @@ class StripRows {
       case From::kShortScores: return chunk_from<From::kShortScores>(s, j, vectors, ones, between);
       case From::kScores: return chunk_from<From::kScores>(s, j, vectors, ones, between);
       case From::kShiftedScores: return chunk_from<From::kShiftedScores>(s, j, vectors, ones, between);
+      case From::kShortLevels: return chunk_from<From::kShortLevels>(s, j, vectors, ones, between);
       case From::kLevels: return chunk_from<From::kLevels>(s, j, vectors, ones, between);
       case From::kShiftedLevels: return chunk_from<From::kShiftedLevels>(s, j, vectors, ones, between);
     }
@@ -106,12 +110,18 @@ class StripRows {
     // In locals, because tile instructions count as changing all memory.
     const int32_t *scores = s.scores + j * Strip::kChunk, *tops = s.top;
     const int64_t *levels = s.levels + j * Strip::kChunk, *level_tops = s.level, levels_ld = s.levels_ld;
+    const int32_t* short_levels = s.short_levels() + j * Strip::kChunk;
     const RowScale* scales = s.scale_step ? s.scale : nullptr;
     uint8_t* p = s.p + j * Strip::kTile;
     __m512i* sums = s.sums;
     for (int r = s.first, end = s.rows; r < end; ++r) {
       if constexpr (!P16) __builtin_prefetch(p + (r + 4) * 64, 1);  // L1 does not keep it from strip to strip
-      if constexpr (F == From::kLevels || F == From::kShiftedLevels) {
+      if constexpr (F == From::kShortLevels) {
+        const int32_t* t = short_levels + r * 2 * levels_ld;
+        const __m512i top = V::set1(tops[r]);
+        const auto depth = [&](int i) { return Biased::short_depth(t + i * Strip::kPanel, top); };
+        block<Vectors>(o, [&](int i) { return pair(i, depth); }, ones, p + r * 64, sums[r]);
+      } else if constexpr (F == From::kLevels || F == From::kShiftedLevels) {
         const int64_t* t = levels + r * levels_ld;
         const __m512i level = _mm512_set1_epi64(level_tops[r]);
         const auto depth = [&](int i) { return Biased::depth<F == From::kLevels>(t + i * Strip::kPanel, level); };

@@ -199,17 +199,19 @@ class Strips {
   void choose_scales(Strip& s) {
     s.scale_step = call_.q_scale.stride[2] ? 1 : 0;
     const int scales = s.scale_step ? tile_rows_ : 1;
-    bool short_depths = true, aligned = true, scaled = true, dead = true;
+    bool short_depths = true, aligned = true, scaled = true, dead = true, short_levels = true;
     for (int r = 0; r < scales; ++r) {
       const Exponent e = exponent(s, r);
       s.scale[r] = row_scale(e);
       short_depths = short_depths && fits_short<P16>(s.scale[r]), aligned = aligned && s.scale[r].shift == 0;
       scaled = scaled && fits_scaled(e), dead = dead && Biased::marks_are_dead(s.scale[r]);
+      short_levels = short_levels && fits_short_level(e);
     }
     if (!call_.bias.data && (!call_.keep.data || dead)) {
       s.from = short_depths ? Strip::From::kShortScores : aligned ? Strip::From::kScores : Strip::From::kShiftedScores;
     } else {
-      s.from = scaled ? Strip::From::kLevels : Strip::From::kShiftedLevels;
+      s.from_long = scaled ? Strip::From::kLevels : Strip::From::kShiftedLevels;
+      s.from = short_levels ? Strip::From::kShortLevels : s.from_long;
       for (int r = 0; r < scales; ++r) s.biased_scale[r] = biased_scale(exponent(s, r), scaled);
     }
   }
@@ -269,7 +271,10 @@ class Strips {
 
   // Maxima of a strip.
   void tops(Strip& s) const {
-    if (s.on_levels() || call_.keep.data) return biased_tops(s);
+    if (s.on_short_levels() && !short_tops(s)) s.from = s.from_long;
+    if (s.on_short_levels()) return;
+    if (s.on_levels()) return level_tops(s);
+    if (call_.keep.data) return marked_tops(s);
     // Columns past the last key repeat it; rows past the last are read and not used.
     __m512i max[kRows];
     const int panels = ceil_div(call_.nk, kPanel);
@@ -281,28 +286,65 @@ class Strips {
     V::reduce_max(max, s.top);
   }
 
-  void biased_tops(Strip& s) const {
-    const bool wide = s.on_levels();
+  // f(r, how to read, what row r adds to its scores) for the strip's rows.
+  template <class F>
+  void for_each_row(const Strip& s, F f) const {
+    const int64_t bias_step = call_.bias.stride[3], keep_step = call_.keep.stride[3];
+    const bool bias = call_.bias.data, keep = call_.keep.data;
+    if ((bias && bias_step != 1) || (keep && keep_step != 1)) return for_each_row(s, Apart{bias_step, keep_step}, f);
+    if (!keep) return for_each_row(s, Neighbours<true, false>(), f);
+    if (!bias) return for_each_row(s, Neighbours<false, true>(), f);
+    for_each_row(s, Neighbours<true, true>(), f);
+  }
+  template <class Reader, class F>
+  void for_each_row(const Strip& s, const Reader& reader, F f) const {
+    RowBias add = {nullptr, nullptr};
+    if (call_.bias.data) add.bias = call_.bias.at(s.b % call_.bias_batch, s.h, s.row0 + s.first);
+    if (call_.keep.data) add.keep = call_.keep.at(s.b % call_.keep_batch, s.h, s.row0 + s.first);
+    for (int r = s.first; r < s.rows; ++r, add.bias += call_.bias.stride[2], add.keep += call_.keep.stride[2]) {
+      f(r, reader, add);
+      if (r % 4 == 3) V::stay_awake<kScoreTile>();
+    }
+  }
+
+  // False where 32 bits do not hold T.
+  bool short_tops(Strip& s) const {
+    __m512i max[kRows];
+    Biased::Magnitudes most;
+    uint32_t largest = 0;
+    int32_t* levels = reinterpret_cast<int32_t*>(levels_);
+    for (int r = 0; r < kRows; ++r) max[r] = V::zero16();
+    for_each_row(s, [&](int r, const auto& reader, const RowBias& add) {
+      const uint32_t c = s.biased_scale[r * s.scale_step].c24;
+      max[r] = Biased::short_row(s.scores + r * kScoreLd, call_.nk, reader, add, c, levels + r * 2 * levels_ld_, most);
+      largest = larger(largest, c);
+    });
+    if (!most.fit(largest)) return false;
+    V::reduce_max(max, s.top);
+    for (int r = s.first; r < s.rows; ++r)
+      if (s.top[r] == kShortNever) s.top[r] = 0;  // without keys: any level far above
+    return true;
+  }
+
+  void level_tops(Strip& s) const {
     __m512i max[kRows];
     for (int r = 0; r < kRows; ++r) max[r] = V::zero16();
-    RowBias add = {nullptr, nullptr, call_.bias.stride[3], call_.keep.stride[3]};
-    for (int r = s.first; r < s.rows; ++r) {
-      if (call_.bias.data) add.bias = call_.bias.at(s.b % call_.bias_batch, s.h, s.row0 + r);
-      if (call_.keep.data) add.keep = call_.keep.at(s.b % call_.keep_batch, s.h, s.row0 + r);
-      int32_t* scores = s.scores + r * kScoreLd;
-      max[r] = wide ? Biased::row(scores, call_.nk, add, s.biased_scale[r * s.scale_step], levels_ + r * levels_ld_)
-                    : Biased::mark(scores, call_.nk, add);
-    }
-    if (wide) {
-      Biased::reduce_max(max, s.level);
-      Biased::reduce_max(max + 8, s.level + 8);
-    } else {
-      V::reduce_max(max, s.top);
-    }
-    for (int r = s.first; r < s.rows; ++r) {  // without keys: any level far above the marks
-      if (wide && s.level[r] == kNever) s.level[r] = 0;
-      if (!wide && s.top[r] == Biased::kMarked) s.top[r] = 0;
-    }
+    for_each_row(s, [&](int r, const auto& reader, const RowBias& add) {
+      max[r] = Biased::row(s.scores + r * kScoreLd, call_.nk, reader, add, s.biased_scale[r * s.scale_step], levels_ + r * levels_ld_);
+    });
+    Biased::reduce_max(max, s.level);
+    Biased::reduce_max(max + 8, s.level + 8);
+    for (int r = s.first; r < s.rows; ++r)
+      if (s.level[r] == kNever) s.level[r] = 0;  // without keys: any level far above
+  }
+
+  void marked_tops(Strip& s) const {
+    __m512i max[kRows];
+    for (int r = 0; r < kRows; ++r) max[r] = V::zero16();
+    for_each_row(s, [&](int r, const auto& reader, const RowBias& add) { max[r] = Biased::mark(s.scores + r * kScoreLd, call_.nk, reader, add); });
+    V::reduce_max(max, s.top);
+    for (int r = s.first; r < s.rows; ++r)
+      if (s.top[r] == Biased::kMarked) s.top[r] = 0;  // without keys: any level far above the marks
   }
 
   // P of a chunk, and between its rows the tile work.
@@ -380,7 +422,9 @@ class Strips {
     epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first, call_.out_offset(s.b, s.h, row), &ahead_);
     for (int r = s.first; call_.t_max && r < s.rows; ++r) {
       const Exponent e = exponent(s, r);
-      const int64_t t_max = s.on_levels() ? s.level[r] >> s.biased_scale[r * s.scale_step].down : s.top[r] * (int64_t(1) << e.k) * e.c;
+      const int64_t t_max = s.on_short_levels() ? int64_t(s.top[r]) << 8
+                            : s.on_levels()     ? s.level[r] >> s.biased_scale[r * s.scale_step].down
+                                                : s.top[r] * (int64_t(1) << e.k) * e.c;
       call_.t_max[index + r - s.first] = l[r] ? t_max : kNever;
       call_.l_sum[index + r - s.first] = l[r];
     }
