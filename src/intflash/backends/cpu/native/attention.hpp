@@ -10,6 +10,7 @@
 #include "epilogue.hpp"
 #include "exp2.hpp"
 #include "flash.hpp"
+#include "levels.hpp"
 #include "long_rows.hpp"
 #include "pack.hpp"
 #include "product.hpp"
@@ -50,7 +51,7 @@ class Attention : Buffers<V> {
   int64_t b_, h_, hk_, q0_, k0_, nq_, nk_, causal_offset_;
   int64_t row0_, key_end_;
   int rows_;
-  bool masked_, wide_;
+  bool masked_, wide_, short_;
   int32_t query_offset_[kRows];  // starts each score: undoes V's unsigned keys
   Exponent exponent_[kRows], last_;
   RowScale scale_[kRows];
@@ -125,7 +126,7 @@ class Attention : Buffers<V> {
       row0_ = block * nq_ / row_blocks(nq_);
       rows_ = int((block + 1) * nq_ / row_blocks(nq_) - row0_);
     }
-    wide_ = call_.bias.data || call_.k_scale.stride[2];
+    wide_ = call_.bias.data || call_.k_scale.stride[2], short_ = false;
     masked_ = call_.bias.data || call_.keep.data;
     key_end_ = nk_;
     if (call_.causal && call_.method >= Method::kQFlash) {
@@ -237,6 +238,18 @@ class Attention : Buffers<V> {
     return m;
   }
 
+  // Biased rows by 32-bit levels, where all of their keys [0, n) are here and those hold T: the rows' level_.
+  bool short_levels(int64_t n) {
+    bool fit = call_.bias.data && !call_.k_scale.stride[2];
+    for (int r = 0; fit && r < rows_; ++r)
+      fit = fits_short_level(exponent_[r * row_step_]) && short_row(r, 0).level(scores_ + r * score_ld_, n, level_[r]);
+    for (int r = 0; !fit && r < rows_; ++r) level_[r] = kNever;
+    return fit;
+  }
+  ShortRow short_row(int r, int64_t key) const {
+    return {mask_row(call_.bias, call_.bias_batch, r, key), call_.bias.stride[3], exponent_[r * row_step_].c >> 8};
+  }
+
   int64_t narrow_max(int r) const { return top_[r] == kAbsent ? kNever : exponent_of(r, top_[r]); }
 
   // Overwrites a wide row's scores with its depths below `level`.
@@ -245,7 +258,6 @@ class Attention : Buffers<V> {
       const int64_t x = smaller<int64_t>(int64_t(uint64_t(level) - uint64_t(t)) >> 23, 65535);  // Q.9
       s[j] = s[j] == kAbsent ? 65535 : int32_t(x);
     });
-    for (int64_t j = n; j < round_up(n, kBlock); ++j) s[j] = 65535;
   }
 
   // P of scores [at, at + n) of the chunk at `key`, their sum, and acc (+)= P V. P (its high digits) takes the
@@ -257,7 +269,10 @@ class Attention : Buffers<V> {
     for (int r = 0; r < rows_; ++r) {
       sums[r] = V::set1(0);
       if (HasBase && !wide_) base[r] = top_[r] == kAbsent ? 0 : scaled_base(level_[r] - exponent_of(r, top_[r]));
-      if (wide_) depths_in_place(r, key + at, n, scores_ + r * score_ld_ + at, level_[r]);
+      int32_t* s = scores_ + r * score_ld_ + at;
+      if (short_) short_row(r, at).depths(s, n, level_[r]);
+      else if (wide_) depths_in_place(r, key + at, n, s, level_[r]);
+      for (int64_t j = n; wide_ && j < round_up(n, kBlock); ++j) s[j] = 65535;
     }
     V::stay_awake();
     const RowLevels levels = {scale_, row_step_, top_, base};
@@ -312,7 +327,8 @@ class Attention : Buffers<V> {
     for (int64_t key = 0; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
       score_chunk(key, n);
-      for (int r = 0; wide_ && r < rows_; ++r) level_[r] = larger(level_[r], wide_max(r, key, n));
+      short_ = wide_ && resident && short_levels(n);
+      for (int r = 0; wide_ && !short_ && r < rows_; ++r) level_[r] = larger(level_[r], wide_max(r, key, n));
     }
     for (int64_t key = 0; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);

@@ -23,12 +23,6 @@ inline BiasedScale biased_scale(Exponent e, bool scaled) {
   return {int32_t(e.c), 1 << 12, e.k, 0, e.c >> 8};
 }
 
-// T in 2^-24 octave, of a c without bits below. An absent key's is INT32_MIN, which the others keep 16 octaves away from,
-// so that its p is 0.
-inline bool fits_short_level(Exponent e) { return e.k == 0 && e.c % 256 == 0; }
-constexpr int64_t kShortLevels = (int64_t(1) << 31) - (int64_t(1) << 28);
-constexpr int32_t kShortNever = INT32_MIN;
-
 // What a row adds to its scores; null where it has none.
 struct RowBias {
   const int32_t* bias;
@@ -93,9 +87,7 @@ struct Biased {
   // The largest magnitudes of scores and biases, by lanes.
   struct Magnitudes {
     __m512i score = _mm512_setzero_si512(), bias = _mm512_setzero_si512();
-    bool fit(uint32_t c) const {
-      return int64_t(_mm512_reduce_max_epi32(score)) * c + int64_t(_mm512_reduce_max_epi32(bias)) * 16 <= kShortLevels;
-    }
+    bool fit(uint32_t c24) const { return fit_short_levels(_mm512_reduce_max_epi32(score), _mm512_reduce_max_epi32(bias), c24); }
   };
   // The same in 32-bit lanes, c in 2^-24 octave; `most` is raised.
   template <class Reader>
