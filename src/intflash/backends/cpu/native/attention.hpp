@@ -239,7 +239,7 @@ class Attention : Buffers<V> {
   }
 
   // Biased rows by 32-bit levels, where all of their keys [0, n) are here and those hold T: the rows' level_.
-  bool short_levels(int64_t n) {
+  __attribute__((noinline)) bool short_levels(int64_t n) {
     bool fit = call_.bias.data && !call_.k_scale.stride[2];
     for (int r = 0; fit && r < rows_; ++r)
       fit = fits_short_level(exponent_[r * row_step_]) && short_row(r, 0).level(scores_ + r * score_ld_, n, level_[r]);
@@ -252,12 +252,18 @@ class Attention : Buffers<V> {
 
   int64_t narrow_max(int r) const { return top_[r] == kAbsent ? kNever : exponent_of(r, top_[r]); }
 
-  // Overwrites a wide row's scores with its depths below `level`.
-  void depths_in_place(int r, int64_t key, int64_t n, int32_t* s, int64_t level) {
-    for_each_exponent(r, key, n, s, [&](int64_t j, int64_t t) {
-      const int64_t x = smaller<int64_t>(int64_t(uint64_t(level) - uint64_t(t)) >> 23, 65535);  // Q.9
-      s[j] = s[j] == kAbsent ? 65535 : int32_t(x);
-    });
+  // Overwrites scores [at, at + n) of a wide row, of the chunk at `key`, with their depths below level_.
+  __attribute__((noinline)) void depths_in_place(int r, int64_t key, int64_t at, int64_t n) {
+    int32_t* s = scores_ + r * score_ld_ + at;
+    const int64_t level = level_[r];
+    if (short_)
+      short_row(r, at).depths(s, n, level);
+    else
+      for_each_exponent(r, key + at, n, s, [&](int64_t j, int64_t t) {
+        const int64_t x = smaller<int64_t>(int64_t(uint64_t(level) - uint64_t(t)) >> 23, 65535);  // Q.9
+        s[j] = s[j] == kAbsent ? 65535 : int32_t(x);
+      });
+    for (int64_t j = n; j < round_up(n, kBlock); ++j) s[j] = 65535;
   }
 
   // P of scores [at, at + n) of the chunk at `key`, their sum, and acc (+)= P V. P (its high digits) takes the
@@ -269,10 +275,7 @@ class Attention : Buffers<V> {
     for (int r = 0; r < rows_; ++r) {
       sums[r] = V::set1(0);
       if (HasBase && !wide_) base[r] = top_[r] == kAbsent ? 0 : scaled_base(level_[r] - exponent_of(r, top_[r]));
-      int32_t* s = scores_ + r * score_ld_ + at;
-      if (short_) short_row(r, at).depths(s, n, level_[r]);
-      else if (wide_) depths_in_place(r, key + at, n, s, level_[r]);
-      for (int64_t j = n; wide_ && j < round_up(n, kBlock); ++j) s[j] = 65535;
+      if (wide_) depths_in_place(r, key, at, n);
     }
     V::stay_awake();
     const RowLevels levels = {scale_, row_step_, top_, base};

@@ -27,13 +27,13 @@ struct Strip {
   int32_t top[kRows];    // maxima of S, or of T in 32 bits; or
   int64_t level[kRows];  // of T as it is held
   int32_t* scores;
-  const int64_t* levels;  // of a biased strip: T, where its P is made
+  int64_t* levels;  // of a biased strip: T, where its P is made
   int64_t levels_ld;
-  const int32_t* short_levels() const { return reinterpret_cast<const int32_t*>(levels); }
   uint8_t* p;
   __m512i sums[kRows];
   uint32_t l[kRows];
 
+  int32_t* short_levels(int r) const { return reinterpret_cast<int32_t*>(levels + r * levels_ld); }  // of a row
   bool on_short_levels() const { return from == From::kShortLevels; }
   bool on_levels() const { return from == From::kLevels || from == From::kShiftedLevels; }
 };
@@ -110,7 +110,7 @@ class StripRows {
     // In locals, because tile instructions count as changing all memory.
     const int32_t *scores = s.scores + j * Strip::kChunk, *tops = s.top;
     const int64_t *levels = s.levels + j * Strip::kChunk, *level_tops = s.level, levels_ld = s.levels_ld;
-    const int32_t* short_levels = s.short_levels() + j * Strip::kChunk;
+    const int32_t* short_levels = s.short_levels(0) + j * Strip::kChunk;
     const RowScale* scales = s.scale_step ? s.scale : nullptr;
     uint8_t* p = s.p + j * Strip::kTile;
     __m512i* sums = s.sums;

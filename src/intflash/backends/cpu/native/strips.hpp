@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "arith.hpp"
-#include "biased.hpp"
+#include "biased_tops.hpp"
 #include "epilogue.hpp"
 #include "strip_rows.hpp"
 #include "vec_amx.hpp"
@@ -271,10 +271,7 @@ class Strips {
 
   // Maxima of a strip.
   void tops(Strip& s) const {
-    if (s.on_short_levels() && !short_tops(s)) s.from = s.from_long;
-    if (s.on_short_levels()) return;
-    if (s.on_levels()) return level_tops(s);
-    if (call_.keep.data) return marked_tops(s);
+    if (call_.bias.data || call_.keep.data) return BiasedTops<kScoreTile>(call_, s).find();
     // Columns past the last key repeat it; rows past the last are read and not used.
     __m512i max[kRows];
     const int panels = ceil_div(call_.nk, kPanel);
@@ -284,67 +281,6 @@ class Strips {
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) max[r] = V::max(max[r], V::load(s.scores + r * kScoreLd + p * kPanel));
     V::reduce_max(max, s.top);
-  }
-
-  // f(r, how to read, what row r adds to its scores) for the strip's rows.
-  template <class F>
-  void for_each_row(const Strip& s, F f) const {
-    const int64_t bias_step = call_.bias.stride[3], keep_step = call_.keep.stride[3];
-    const bool bias = call_.bias.data, keep = call_.keep.data;
-    if ((bias && bias_step != 1) || (keep && keep_step != 1)) return for_each_row(s, Apart{bias_step, keep_step}, f);
-    if (!keep) return for_each_row(s, Neighbours<true, false>(), f);
-    if (!bias) return for_each_row(s, Neighbours<false, true>(), f);
-    for_each_row(s, Neighbours<true, true>(), f);
-  }
-  template <class Reader, class F>
-  void for_each_row(const Strip& s, const Reader& reader, F f) const {
-    RowBias add = {nullptr, nullptr};
-    if (call_.bias.data) add.bias = call_.bias.at(s.b % call_.bias_batch, s.h, s.row0 + s.first);
-    if (call_.keep.data) add.keep = call_.keep.at(s.b % call_.keep_batch, s.h, s.row0 + s.first);
-    for (int r = s.first; r < s.rows; ++r, add.bias += call_.bias.stride[2], add.keep += call_.keep.stride[2]) {
-      f(r, reader, add);
-      if (r % 4 == 3) V::stay_awake<kScoreTile>();
-    }
-  }
-
-  // False where 32 bits do not hold T.
-  bool short_tops(Strip& s) const {
-    __m512i max[kRows];
-    Biased::Magnitudes most;
-    uint32_t largest = 0;
-    int32_t* levels = reinterpret_cast<int32_t*>(levels_);
-    for (int r = 0; r < kRows; ++r) max[r] = V::zero16();
-    for_each_row(s, [&](int r, const auto& reader, const RowBias& add) {
-      const uint32_t c = s.biased_scale[r * s.scale_step].c24;
-      max[r] = Biased::short_row(s.scores + r * kScoreLd, call_.nk, reader, add, c, levels + r * 2 * levels_ld_, most);
-      largest = larger(largest, c);
-    });
-    if (!most.fit(largest)) return false;
-    V::reduce_max(max, s.top);
-    for (int r = s.first; r < s.rows; ++r)
-      if (s.top[r] == kShortNever) s.top[r] = 0;  // without keys: any level far above
-    return true;
-  }
-
-  void level_tops(Strip& s) const {
-    __m512i max[kRows];
-    for (int r = 0; r < kRows; ++r) max[r] = V::zero16();
-    for_each_row(s, [&](int r, const auto& reader, const RowBias& add) {
-      max[r] = Biased::row(s.scores + r * kScoreLd, call_.nk, reader, add, s.biased_scale[r * s.scale_step], levels_ + r * levels_ld_);
-    });
-    Biased::reduce_max(max, s.level);
-    Biased::reduce_max(max + 8, s.level + 8);
-    for (int r = s.first; r < s.rows; ++r)
-      if (s.level[r] == kNever) s.level[r] = 0;  // without keys: any level far above
-  }
-
-  void marked_tops(Strip& s) const {
-    __m512i max[kRows];
-    for (int r = 0; r < kRows; ++r) max[r] = V::zero16();
-    for_each_row(s, [&](int r, const auto& reader, const RowBias& add) { max[r] = Biased::mark(s.scores + r * kScoreLd, call_.nk, reader, add); });
-    V::reduce_max(max, s.top);
-    for (int r = s.first; r < s.rows; ++r)
-      if (s.top[r] == Biased::kMarked) s.top[r] = 0;  // without keys: any level far above the marks
   }
 
   // P of a chunk, and between its rows the tile work.
