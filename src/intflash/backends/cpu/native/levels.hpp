@@ -19,7 +19,7 @@ struct ShortRow {
       top = larger(top, (short_level(x, y, c24) & present) | (kShortNever & ~present));
     });
     if (!fit_short_levels(score, most, c24)) return false;
-    level = top == kShortNever ? kNever : int64_t(top) << 8;
+    level = top == kShortNever ? kNever : int64_t(top) * 256;
     return true;
   }
 

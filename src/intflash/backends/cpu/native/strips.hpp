@@ -358,7 +358,7 @@ class Strips {
     epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first, call_.out_offset(s.b, s.h, row), &ahead_);
     for (int r = s.first; call_.t_max && r < s.rows; ++r) {
       const Exponent e = exponent(s, r);
-      const int64_t t_max = s.on_short_levels() ? int64_t(s.top[r]) << 8
+      const int64_t t_max = s.on_short_levels() ? int64_t(s.top[r]) * 256
                             : s.on_levels()     ? s.level[r] >> s.biased_scale[r * s.scale_step].down
                                                 : s.top[r] * (int64_t(1) << e.k) * e.c;
       call_.t_max[index + r - s.first] = l[r] ? t_max : kNever;
