@@ -31,8 +31,8 @@ def wanting(arguments: dict[str, Any]) -> list[Tensor]:
     Raises:
         RuntimeError: forward-mode differentiation follows one.
     """
-    forward = forward_ad._current_level >= 0
-    if not (forward or torch.is_grad_enabled()):
+    forward, backward = forward_ad._current_level >= 0, torch.is_grad_enabled()
+    if not (forward or backward):
         return []
     recipe = arguments["recipe"]
     tensors = [arguments[name] for name in _NAMES]
@@ -41,7 +41,7 @@ def wanting(arguments: dict[str, Any]) -> list[Tensor]:
     tensors = [x for x in tensors if isinstance(x, Tensor)]
     if forward and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError(FORWARD_REASON)
-    return [x for x in tensors if x.requires_grad and torch.is_grad_enabled()]
+    return [x for x in tensors if backward and x.requires_grad]
 
 
 def refused(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor | QTensor | None:

@@ -69,7 +69,7 @@ def run(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 def signature(arguments: dict[str, Any]) -> tuple[tuple, list[Tensor]] | None:
     """All that a call's launches may depend on, and its tensors; None where one is of a class of its own.
 
-    A third of what a repeated call costs: each line is here to be quick.
+    A good part of what a repeated call costs: each line is here to be quick.
     """
     key: list[Any] = [*_values_of(arguments)]
     tensors: list[Tensor] = []

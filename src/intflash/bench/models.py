@@ -36,21 +36,13 @@ CALIBRATION_IMAGES = 32
 BLOCK_SECONDS = {"cuda": 0.02, "cpu": 0.2}  # of one turn of one variant
 CATEGORIES = {  # of kernels, by what their names contain; the first that fits
     "attention": (
-        "rowwise",
-        "streaming",
-        "_constants_kernel",
-        "_quantize_kernel",
-        "_amax",
-        "attention",
-        "flash",
-        "fmha",
-        "sdpa",
+        "rowwise", "streaming", "_constants_kernel", "_quantize_kernel", "_amax", "attention", "flash", "fmha", "sdpa",
     ),
     "convolution": ("conv", "implicit", "fprop", "winograd"),
     "matrix products": ("gemm", "cutlass", "nvjet", "cublas", "sm90_xmma", "splitk"),
     "norms, GELU, residuals, softmax, copies (fused by torch)": ("triton",),
     "copies and elementwise": ("copy", "elementwise", "memcpy", "memset", "cat", "roll", "index", "fill"),
-}
+}  # fmt: skip
 
 
 @dataclass
