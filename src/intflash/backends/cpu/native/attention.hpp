@@ -242,7 +242,7 @@ class Attention : Buffers<V> {
   __attribute__((noinline)) bool short_levels(int64_t n) {
     bool fit = call_.bias.data && !call_.k_scale.stride[2];
     for (int r = 0; fit && r < rows_; ++r)
-      fit = fits_short_level(exponent_[r * row_step_]) && short_row(r, 0).level(scores_ + r * score_ld_, n, level_[r]);
+      fit = has_24_fraction_bits(exponent_[r * row_step_]) && short_row(r, 0).level(scores_ + r * score_ld_, n, level_[r]);
     for (int r = 0; !fit && r < rows_; ++r) level_[r] = kNever;
     return fit;
   }

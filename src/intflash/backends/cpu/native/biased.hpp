@@ -87,7 +87,7 @@ struct Biased {
   // The largest magnitudes of scores and biases, by lanes.
   struct Magnitudes {
     __m512i score = _mm512_setzero_si512(), bias = _mm512_setzero_si512();
-    bool fit(uint32_t c24) const { return fit_short_levels(_mm512_reduce_max_epi32(score), _mm512_reduce_max_epi32(bias), c24); }
+    bool fit(uint32_t c24) const { return levels_stay_short(_mm512_reduce_max_epi32(score), _mm512_reduce_max_epi32(bias), c24); }
   };
   // The same in 32-bit lanes, c in 2^-24 octave; `most` is raised.
   template <class Reader>

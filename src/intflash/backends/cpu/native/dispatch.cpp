@@ -67,7 +67,7 @@ std::vector<const Kernels*> find_kernels() {
   return found;
 }
 
-constexpr int64_t kScoresPerThread = 75000;  // some 25 microseconds of the fastest kernels
+constexpr int64_t kSmallHead = 75000;  // scores
 
 struct ThreadScratch : Scratch {
   ~ThreadScratch() { std::free(data); }
@@ -137,14 +137,14 @@ void run_attention(const Kernels& kernels, const Call& call, int threads) {
   const int64_t units = unit_count(call, rows);
   if (units == 0) return;
   // Another thread must be worth its waking, and more: beside a busy process it may wait for a core.
-  const int64_t worth = call.batch * call.heads_q * call.nq * call.nk / kScoresPerThread;
+  const int64_t worth = call.batch * call.heads_q * call.nq * call.nk / kernels.scores_per_thread;
   if (worth < threads) threads = worth < 1 ? 1 : int(worth);
   Job job{kernels, call, ++last_call, units, units, true};
   if (threads > 1) {
     // Whole heads where there are many, because each thread packs the K and V it meets.
-    const int64_t heads = call.batch * call.heads_q, tickets = 8 * int64_t(threads);
+    const int64_t heads = call.batch * call.heads_q, tickets = 16 * int64_t(threads);
     const int64_t per_head = (call.nq + rows - 1) / rows;
-    const bool even = heads % threads == 0 && call.nq * call.nk < kScoresPerThread;  // small heads, as many for each
+    const bool even = heads % threads == 0 && call.nq * call.nk < kSmallHead;  // small heads, as many for each
     job.grain = heads >= tickets ? per_head * (heads / tickets) : even ? per_head : (units + tickets - 1) / tickets;
     job.whole_heads = !call.ends_q && job.grain % per_head == 0;
   }

@@ -4,5 +4,5 @@
 #include "quantize.hpp"
 
 namespace intflash {
-const Kernels kAvxVnniKernels = {"avxvnni", Attention<AvxVnni>::unit_rows, Attention<AvxVnni>::run, absolute_maximum<AvxVnni>, quantize<AvxVnni>};
+const Kernels kAvxVnniKernels = {"avxvnni", 25000, Attention<AvxVnni>::unit_rows, Attention<AvxVnni>::run, absolute_maximum<AvxVnni>, quantize<AvxVnni>};
 }

@@ -18,7 +18,7 @@ struct ShortRow {
       score = larger(score, x < 0 ? -x : x), most = larger(most, y < 0 ? -y : y);
       top = larger(top, (short_level(x, y, c24) & present) | (kShortNever & ~present));
     });
-    if (!fit_short_levels(score, most, c24)) return false;
+    if (!levels_stay_short(score, most, c24)) return false;
     level = top == kShortNever ? kNever : int64_t(top) * 256;
     return true;
   }

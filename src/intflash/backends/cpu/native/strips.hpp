@@ -205,7 +205,7 @@ class Strips {
       s.scale[r] = row_scale(e);
       short_depths = short_depths && fits_short<P16>(s.scale[r]), aligned = aligned && s.scale[r].shift == 0;
       scaled = scaled && fits_scaled(e), dead = dead && Biased::marks_are_dead(s.scale[r]);
-      short_levels = short_levels && fits_short_level(e);
+      short_levels = short_levels && has_24_fraction_bits(e);
     }
     if (!call_.bias.data && (!call_.keep.data || dead)) {
       s.from = short_depths ? Strip::From::kShortScores : aligned ? Strip::From::kScores : Strip::From::kShiftedScores;
