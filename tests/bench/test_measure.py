@@ -1,6 +1,7 @@
 """Errors against float64, timing, and what is recorded about the machine."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -49,6 +50,12 @@ def test_a_turn_repeats_a_short_call_until_it_lasts():
     made.clear()
     time_interleaved([lambda: made.append(1)], budget_s=0.0, rounds=1, turn_s=1.0)
     assert len(made) == 1002  # at most 1000 a turn
+
+
+def test_a_rest_between_turns_is_not_timed():
+    start = time.perf_counter()
+    (seconds,) = time_interleaved([lambda: None], budget_s=0.0, rounds=3, turn_s=0.0, rest_s=0.02)
+    assert time.perf_counter() - start > 0.06 > seconds
 
 
 def test_environment_names_machine_versions_and_commit():

@@ -2,8 +2,9 @@
 
 Every series of a workload takes turns with every other in one process, so that a slow spell of the
 machine hits all of them; a time is the median over the turns (on one thread of its CPU time, so that
-other processes on a shared machine are left out), a ratio is torch float32 SDPA's median
-over the series' own in the same run.
+other processes on a shared machine are left out; with several, turns are apart by a rest in which
+other libraries' threads stop spinning), a ratio is torch float32 SDPA's median over the series' own
+in the same run.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ SCALING = "intflash_p8 alone, int8 in and out"
 MASKED = "with bias and mask"  # of Swin's workloads: a bias per head, a mask per window
 AMPLITUDE = 4.0  # inputs uniform in [-4, 4], as in QFlash Table 4
 TURN_S = 10e-3  # of a series; in turns of 2 ms the first calls, slow in others' caches, are a tenth of the time
+REST_S = 5e-3  # between turns of several threads
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequen
             problem = prepare(q, k, v, keep, method=method, bias=bias, out_dtype=torch.int8)[0].quantized()
             calls[f"{method}, int8 in and out, {MASKED}", best] = partial(cpu.run, problem)
     clock = time.thread_time if threads == 1 else time.perf_counter
-    times = time_interleaved(list(calls.values()), budget_s, clock=clock, turn_s=TURN_S)
+    rest_s = 0.0 if threads == 1 else REST_S
+    times = time_interleaved(list(calls.values()), budget_s, clock=clock, turn_s=TURN_S, rest_s=rest_s)
     seconds = dict(zip(calls, times, strict=True))
     shape = "x".join(map(str, workload.shape))
     rows = []
@@ -199,19 +202,20 @@ def _onnx_session(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Callable[[],
     )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # or they keep the next series' cores
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return partial(session.run, None, packed)
 
 
 def _figure(rows: Sequence[Row], path: Path) -> None:
-    """Ratios on one thread: with several, torch's threads spin into the next call's time."""
+    """Ratios on the fewest threads, of the best kernels."""
     import matplotlib
     from matplotlib.figure import Figure
 
     best = cpu.instruction_sets()[0]
+    rows = [r for r in rows if r.kernels in ("", best) and r.series not in (PEER, SCALING)]
     fewest = min(r.threads for r in rows)
-    rows = [r for r in rows if r.threads == fewest and r.kernels in ("", best) and r.series not in (PEER, SCALING)]
-    rows = [r for r in rows if not r.series.endswith(MASKED)]
+    rows = [r for r in rows if r.threads == fewest and not r.series.endswith(MASKED)]
     names = list(dict.fromkeys(r.workload for r in rows))
     series = list(dict.fromkeys(r.series for r in rows))
     width = 0.84 / len(series)
@@ -224,6 +228,6 @@ def _figure(rows: Sequence[Row], path: Path) -> None:
         axes.bar(at, [found[w] for w in names], width, label=name)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(xticks=range(len(names)), xticklabels=names, ylabel=f"times {PEER}")
-    axes.set_title(f"{fewest} thread, {best} kernels")
+    axes.set_title(f"threads: {fewest}, {best} kernels")
     figure.legend(loc="outside lower center", fontsize=8, ncols=4)
     figure.savefig(path, dpi=110)

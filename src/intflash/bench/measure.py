@@ -108,6 +108,7 @@ def time_interleaved(
     rounds: int = 5,
     clock: Callable[[], float] = time.perf_counter,
     turn_s: float = 2e-3,
+    rest_s: float = 0.0,
 ) -> list[float]:
     """Median seconds of each call, all calls taking turns so that a slow spell of the machine hits all.
 
@@ -118,6 +119,7 @@ def time_interleaved(
         clock: `time.thread_time` leaves out what other processes take, for calls of one thread.
         turn_s: a turn repeats a short call until it lasts about so long: in the first calls of a turn the caches hold
             what the call before it left.
+        rest_s: nothing runs for so long after a turn: other libraries' threads spin on for a while after a call.
     """
     repeats, once = [], 0.0
     for call in calls:
@@ -134,6 +136,7 @@ def time_interleaved(
             for _ in range(count):
                 call()
             sample.append((clock() - start) / count)
+            time.sleep(rest_s)
     return [statistics.median(sample) for sample in samples]
 
 
