@@ -171,6 +171,14 @@ def test_splits_end_early():
     assert stream._split(4224, 60, 3, 132) == (22, 3, 0)
 
 
+def test_splits_of_many_heads_share_the_rest_with_all():
+    """What is left of each of 3000 heads and more is half of the work."""
+    assert stream._split(197, 6144, 3, 132) == (1, 3, 0)  # five rows
+    assert stream._split(256, 3072, 3, 132) == (0, 2, 0)
+    assert stream._split(320, 6144, 3, 132) == (1, 3, 0)
+    assert stream._split(577, 3072, 3, 132) == (3, 3, 0)
+
+
 def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None):
     p, (constants, output, statistics, _) = checks.empty_problem(method, 300, d, out=out, causal=causal)
     if rows:

@@ -25,6 +25,7 @@ METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": 
 TILE = 128  # keys
 _STAGES = 4
 _TIMES = {2: (0.8, 1.0), 3: (0.57, 0.78, 1.0)}  # of one warpgroup and more over that of all, as measured
+_OUTPUT = 0.1  # of that is the output of a warpgroup's rows
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -123,9 +124,13 @@ def _split(nq: int, heads: int, consumers: int, processors: int) -> Split:
                 for first in (heads * whole % min(pieces, processors), 0):
                     yield Split(whole, tiles, first)
 
-    def end(split: Split) -> float:
+    def rests(split: Split) -> list[float]:
         full, last = divmod(nq - rows * split.whole, 64 * split.tiles)
-        rest = [times[split.tiles - 1]] * full + ([times[-(-last // 64) - 1]] if last else [])
+        partial = times[-(-last // 64) - 1] - _OUTPUT * max(64 - last, 0) / 64  # of several tiles, others end last
+        return [times[split.tiles - 1]] * full + [partial] * (last > 0)
+
+    def end(split: Split) -> float:
+        rest = rests(split)
         programs = min(heads * (split.whole + len(rest)), processors)
         turns, more = divmod(heads * split.whole, programs)
         ends = [turns + 1.0] * more + [float(turns)] * (programs - more)
@@ -133,8 +138,8 @@ def _split(nq: int, heads: int, consumers: int, processors: int) -> Split:
             ends[split.first + i % (programs - split.first)] += time
         return max(ends)
 
-    if heads * (most + 1) > 32 * processors:  # the end matters little
-        return next(splits())
+    if heads * (most + 1) > 32 * processors:  # the work of all decides, shared out evenly
+        return min((split for split in splits() if split.first == 0), key=lambda split: split.whole + sum(rests(split)))
     return min(splits(), key=end)
 
 
