@@ -16,7 +16,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -41,9 +41,7 @@ SWIN = ("A4", "A5", "A6", "A7")
 PEER = "torch float32 SDPA"
 METHODS = ("intflash_p8", "intflash", "intflash_online")
 SCALING = "intflash_p8 alone, int8 in and out"
-AT_ONCE = (
-    "the same, a call of one thread in each"  # what the machine gives: its cores may share units or have other tenants
-)
+AT_ONCE = "the same, a call of one thread in each"  # what the machine gives: its cores may share units
 CALLS_AT_ONCE = 8  # of each, so that handing them out does not count
 MASKED = "with bias and mask"  # of Swin's workloads: a bias per head, a mask per window
 AMPLITUDE = 4.0  # inputs uniform in [-4, 4], as in QFlash Table 4
@@ -61,9 +59,7 @@ class Row:
     series: str
     kernels: str
     microseconds: float
-    ratio: (
-        float  # PEER's time (of MASKED: its time so) over this one, same run; of SCALING and AT_ONCE: our one thread's
-    )
+    ratio: float  # PEER's time (of MASKED: its time so; of SCALING and AT_ONCE: our one thread's) over this, same run
     busy_neighbour: bool = False  # another process held a core
 
 
@@ -185,7 +181,9 @@ def _scaling(threads: int, budget_s: float, workloads: Sequence[Workload], busy_
 
 
 def _at_once(callers: Executor, call: Callable[[], Any], count: int) -> None:
-    wait([callers.submit(lambda: [call() for _ in range(CALLS_AT_ONCE)]) for _ in range(count)])
+    running = [callers.submit(lambda: [call() for _ in range(CALLS_AT_ONCE)]) for _ in range(count)]
+    for future in running:
+        future.result()
 
 
 def _spin() -> None:

@@ -25,7 +25,7 @@ METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": 
 TILE = 128  # keys
 _STAGES = 4
 _TIMES = {2: (0.8, 1.0), 3: (0.57, 0.78, 1.0)}  # of one warpgroup and more over that of all, as measured
-_OUTPUT = 0.1  # of that is the output of a warpgroup's rows
+_OUTPUT = 0.1  # of that time: the output of 64 rows
 
 
 def unsupported(problem: Problem) -> str | None:
