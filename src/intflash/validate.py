@@ -30,7 +30,7 @@ def check_inputs(q: Input, k: Input, v: Input, enable_gqa: bool) -> None:
     devices = q.device, k.device, v.device
     if devices[1] != devices[0] or devices[2] != devices[0]:
         raise InputError(f"q, k, v must be on one device, got {[str(d) for d in devices]}")
-    problem = _shape_problem(tuple(q.shape), tuple(k.shape), tuple(v.shape), enable_gqa)
+    problem = _shape_problem(q.shape, k.shape, v.shape, enable_gqa)
     if problem is not None:
         raise InputError(f"{problem}; got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
 
@@ -95,8 +95,8 @@ def check_tensor(x: object, name: str, device: torch.device) -> None:
 
 def check_scales(q: Input, k: Input, v: Input, recipe: Recipe) -> None:
     """Positive finite scales of codes, or those that a recipe gives. Reads values: on a GPU it waits for the device."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        scale = x.scale if isinstance(x, QTensor) else getattr(recipe, f"{name}_scale")
+    of = (q.scale, k.scale, v.scale) if isinstance(q, QTensor) else (recipe.q_scale, recipe.k_scale, recipe.v_scale)
+    for name, scale in zip("qkv", of, strict=True):
         if isinstance(scale, Tensor):
             check_scale(scale, f"{name}'s scale")
 
