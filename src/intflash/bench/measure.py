@@ -136,7 +136,8 @@ def time_interleaved(
             for _ in range(count):
                 call()
             sample.append((clock() - start) / count)
-            time.sleep(rest_s)
+            if rest_s:
+                time.sleep(rest_s)
     return [statistics.median(sample) for sample in samples]
 
 

@@ -126,8 +126,10 @@ def _split(nq: int, heads: int, consumers: int, processors: int) -> Split:
 
     def rests(split: Split) -> list[float]:
         full, last = divmod(nq - rows * split.whole, 64 * split.tiles)
-        partial = times[-(-last // 64) - 1] - _OUTPUT * max(64 - last, 0) / 64  # of several tiles, others end last
-        return [times[split.tiles - 1]] * full + [partial] * (last > 0)
+        found = [times[split.tiles - 1]] * full
+        if last:  # where several tiles are left, a full one ends last
+            found.append(times[-(-last // 64) - 1] - _OUTPUT * max(64 - last, 0) / 64)
+        return found
 
     def end(split: Split) -> float:
         rest = rests(split)

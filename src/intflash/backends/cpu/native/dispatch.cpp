@@ -67,7 +67,7 @@ std::vector<const Kernels*> find_kernels() {
   return found;
 }
 
-constexpr int64_t kSmallHead = 75000;  // scores
+constexpr int64_t kSmallHead = 75000;  // scores of a head that goes to a thread whole
 
 struct ThreadScratch : Scratch {
   ~ThreadScratch() { std::free(data); }
