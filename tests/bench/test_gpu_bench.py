@@ -98,6 +98,8 @@ def test_table2_puts_the_papers_units_beside_ours(monkeypatch):
 
 
 def test_peers_are_those_that_can_be_imported(monkeypatch):
+    for name in peers.PEERS:
+        monkeypatch.setitem(sys.modules, name, None)  # none is installed
     assert list(peers.installed()) == []
     fake = types.ModuleType("sageattention")
     fake.sageattn = lambda q, k, v: q

@@ -19,7 +19,8 @@ def _module() -> ModuleType:
 
 
 def _unavailable() -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:  # a mere folder of that name has no origin
         return "triton is not installed"
     return _module().unavailable()
 

@@ -80,7 +80,7 @@ struct Kernels {
   void (*quantize)(const void* x, FloatType, const Rows&, float inverse, int qmax, int8_t* codes);
 };
 
-extern const Kernels kGenericKernels, kAvx2Kernels, kAvxVnniKernels, kAvx512VnniKernels, kAmxKernels, kNeonKernels;
+extern const Kernels kGenericKernels, kAvx2Kernels, kAvxVnniKernels, kAvx512VnniKernels, kAmxKernels, kNeonKernels, kNeonI8mmKernels;
 
 // Of one call: blocks of at most `rows` query rows of every head and sequence.
 int64_t unit_count(const Call& call, int rows);

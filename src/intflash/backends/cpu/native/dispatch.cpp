@@ -10,8 +10,11 @@
 #include <cpuid.h>
 #endif
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace intflash {
@@ -24,9 +27,12 @@ unsigned leaf7(unsigned subleaf, int reg) {
   return r[reg];
 }
 
-[[maybe_unused]] bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+[[maybe_unused]] bool has_f16c() {  // older Clangs do not know its name
+  unsigned a, b, c = 0, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
 }
+
+[[maybe_unused]] bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
 
 [[maybe_unused]] bool has_avx_vnni() { return has_avx2() && (leaf7(1, 0) >> 4 & 1); }
 
@@ -46,6 +52,24 @@ unsigned leaf7(unsigned subleaf, int reg) {
 }
 #endif
 
+#if defined(__aarch64__)
+#if defined(__APPLE__)
+bool has_feature(const char* name) {
+  int32_t value = 0;
+  size_t size = sizeof(value);
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
+}
+[[maybe_unused]] bool has_dot_product() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+[[maybe_unused]] bool has_i8mm() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
+#elif defined(__linux__)
+[[maybe_unused]] bool has_dot_product() { return getauxval(AT_HWCAP) >> 20 & 1; }  // HWCAP_ASIMDDP
+[[maybe_unused]] bool has_i8mm() { return has_dot_product() && (getauxval(AT_HWCAP2) >> 13 & 1); }  // HWCAP2_I8MM
+#else
+[[maybe_unused]] bool has_dot_product() { return false; }
+[[maybe_unused]] bool has_i8mm() { return false; }
+#endif
+#endif
+
 std::vector<const Kernels*> find_kernels() {
   std::vector<const Kernels*> found;
 #ifdef INTFLASH_AMX
@@ -60,8 +84,11 @@ std::vector<const Kernels*> find_kernels() {
 #ifdef INTFLASH_AVX2
   if (has_avx2()) found.push_back(&kAvx2Kernels);
 #endif
+#ifdef INTFLASH_NEONI8MM
+  if (has_i8mm()) found.push_back(&kNeonI8mmKernels);
+#endif
 #ifdef INTFLASH_NEON
-  found.push_back(&kNeonKernels);
+  if (has_dot_product()) found.push_back(&kNeonKernels);
 #endif
   found.push_back(&kGenericKernels);
   return found;

@@ -1,5 +1,5 @@
-// The vector layer on 128-bit NEON registers with the int8 dot product; vec_generic.hpp says what each
-// operation means.
+// The vector layer on 128-bit NEON registers with the int8 dot product, and with the mixed-sign one of FEAT_I8MM;
+// vec_generic.hpp says what each operation means.
 #pragma once
 #include <arm_neon.h>
 
@@ -134,14 +134,16 @@ struct Neon {
   }
   static I32 dot_qk(I32 acc, Codes k, Codes q) { return vdotq_s32(acc, k, q); }
   static I32 dot_pv(I32 acc, Codes v, Codes p) {
-#ifdef __ARM_FEATURE_MATMUL_INT8
-    return vusdotq_s32(acc, vreinterpretq_u8_s8(p), v);
-#else  // p = (p ^ 0x80) + 64 + 64 in signed codes
-    const Codes half = vdupq_n_s8(64);
+    const Codes half = vdupq_n_s8(64);  // p = (p ^ 0x80) + 64 + 64 in signed codes
     return vdotq_s32(vdotq_s32(vdotq_s32(acc, v, veorq_s8(p, vdupq_n_s8(-128))), v, half), v, half);
-#endif
   }
 };
+
+#ifdef __ARM_FEATURE_MATMUL_INT8
+struct NeonI8mm : Neon {
+  static I32 dot_pv(I32 acc, Codes v, Codes p) { return vusdotq_s32(acc, vreinterpretq_u8_s8(p), v); }
+};
+#endif
 
 }  // namespace
 }  // namespace intflash
