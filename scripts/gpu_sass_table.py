@@ -58,7 +58,7 @@ def hopper_rows() -> Iterator[dict]:
         problem = Problem(method, q, k, v, d**-0.5, out_dtype=torch.int8)
         out = torch.empty(2, 2, n, d, dtype=torch.int8)
         launch = hopper.attention_launch(problem, constants_launch(problem)[1], out, Statistics(None, None))
-        cubin, _ = compile_program(launch.program)
+        cubin = compile_program(launch.program).cubin
         machine = sass.machine(cubin, launch.program.file, 90, launch.shared_bytes, launch.threads // 32)
         yield dict(
             name=f"hopper {launch.program.file} {method} n{n} d{d}", arch=90, registers=machine.registers,

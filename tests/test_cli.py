@@ -1,11 +1,16 @@
 """The `intflash` command: what it prints, what it writes, and how it says no."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from intflash import BackendError, InputError, cli
+from intflash.bench.demo import DemoResult, MethodResult
+from intflash.bench.experiments import Experiment, Row
+from intflash.tables import demo_table
 
 runner = CliRunner()
 
@@ -39,8 +44,28 @@ def test_demo_shows_a_refusal(tmp_path):
     assert "refused" in printed and "vortex" in printed
 
 
+def test_demo_tells_each_method_that_is_done_where_there_is_no_terminal(tmp_path):
+    printed = run("demo", "--images", 5, "--out", tmp_path, "--method", "intflash", "--method", "qflash")
+    told = [line.split()[0] for line in printed.splitlines() if "ms an image" in line]
+    assert told == ["intflash", "qflash"] and printed.index("ms an image") < printed.index("held-out")
+
+
+def test_demo_says_how_to_be_quicker(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "fewer are quicker" in run("demo", "--help")
+
+
+def test_demo_table_fits_a_pipe():
+    numbers = dict(top1=100.0, agreement=100.0, worst_sqnr=-12.34, mean_sqnr=38.12, logits_sqnr=-45.67)
+    row = MethodResult("intflash_online", **numbers, ms_per_image=1234.5, scaled_top1=100.0, backend="reference")
+    console = Console(width=80, file=io.StringIO())
+    console.print(demo_table(DemoResult("swin", 599, 99.0, 88.0, 123.45, [row]), 64.0))
+    printed = console.file.getvalue()
+    assert "…" not in printed and "backend" in printed and "1,234" in printed
+
+
 REFUSED = {  # arguments -> what the sentence says
-    "demo --model resnet": "must be one of ('vit', 'swin'), got 'resnet'",
+    "demo --model resnet": "expected vit or swin, got 'resnet'",
     "demo --images 0": "greater than or equal to 1",
     "demo --images -3": "greater than or equal to 1",
     "demo --method nope": "unknown method 'nope'; there are: fp32",
@@ -81,12 +106,13 @@ def test_cuda_without_a_device_is_refused(tmp_path, monkeypatch, command):
 
 
 @pytest.mark.parametrize("error", [InputError, BackendError])
-def test_an_error_inside_a_command_is_its_sentence(monkeypatch, error):
+def test_an_error_inside_a_command_is_its_sentence(tmp_path, monkeypatch, error):
     def measure(*given, **options):
         raise error("expected this, got [that]")
 
     monkeypatch.setattr("intflash.bench.cpu_attention.measure", measure)
-    assert run("bench", "attention", code=2).splitlines()[-1] == "Error: expected this, got [that]"
+    said = run("bench", "attention", "--out", tmp_path, code=2)
+    assert said.splitlines()[-1] == "Error: expected this, got [that]"
 
 
 def test_help_says_what_runs_without_vortex():
@@ -120,7 +146,7 @@ def test_bench_list_has_every_figure():
 
 def test_bench_run_times_and_report_assembles(tmp_path):
     options = ("--quick", "--budget", 0.01, "--out", tmp_path / "bench")
-    printed = run("bench", "run", "-e", "qflash_figure6_cpu", "-e", "int_flash_figure2", *options)
+    printed = run("bench", "run", "-e", "qflash_figure6_cpu", "-e", "int_flash_figure2", *options, code=1)
     assert "multiply and shift" in printed and "int_flash_figure2 needs cuda: left out" in printed
     assert "wrote" in run("report", tmp_path, "--out", tmp_path / "report.html")
     assert "Division by a constant" in (tmp_path / "report.html").read_text()
@@ -143,8 +169,6 @@ def test_bench_all_measures_and_assembles(tmp_path, monkeypatch):
 
 
 def test_a_failed_experiment_is_told_and_kept(tmp_path, monkeypatch):
-    from intflash.bench.experiments import Experiment
-
     def measure(setting):
         raise RuntimeError("no luck")
         yield
@@ -152,6 +176,62 @@ def test_a_failed_experiment_is_told_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "_all_experiments", lambda: (Experiment("toy", "Toy", "nowhere", measure),))
     assert "toy did not finish: RuntimeError: no luck" in run("bench", "run", "--out", tmp_path, code=1)
     assert json.loads((tmp_path / "toy.json").read_text())["error"] == "RuntimeError: no luck"
+
+
+def test_an_experiment_asked_for_by_name_must_give_a_number(tmp_path, monkeypatch):
+    def measure(setting):
+        yield Row("a", "b", "us", None, paper=3.0, note="no device of that kind")
+
+    monkeypatch.setattr(cli, "_all_experiments", lambda: (Experiment("toy", "Toy", "nowhere", measure),))
+    said = run("bench", "run", "-e", "toy", "--out", tmp_path, code=1)
+    assert said.splitlines()[-1] == "toy gave no number: no device of that kind"
+    assert "refused" in run("bench", "run", "--out", tmp_path)
+
+
+def test_vortex_asked_for_by_name_where_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.delenv("VORTEX_HOME", raising=False)
+    said = run("bench", "vortex", "-e", "vortex_table", "--out", tmp_path, code=1)
+    assert "vortex_table gave no number" in said and "VORTEX_HOME" in said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "demo --method intflash",
+        "accuracy -e qflash_table4 --quick",
+        "bench run -e qflash_figure6_cpu",
+        "bench all",
+        "bench attention",
+        "bench vortex",
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch, command):
+    for work in ("bench.demo.run_demo", "bench.experiments.run_experiment", "bench.suite.plan"):
+        monkeypatch.setattr(f"intflash.{work}", None)
+    monkeypatch.setattr("intflash.bench.cpu_attention.measure", None)
+    (tmp_path / "file").touch()
+    for out, why in ((tmp_path / "file", "File exists"), ("/proc/x", "No such file or directory")):
+        said = run(*command.split(), "--out", out, code=2)
+        assert said == f"Error: expected a folder that can be written, got {out}: {why}\n"
+
+
+@pytest.mark.parametrize("command", ["report folder", "calibrate --model any --data .", "eval --model any --data ."])
+def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("intflash.bench.report.read_results", lambda places: [None])
+    (tmp_path / "folder").mkdir()
+    for out, why in (("folder", "Is a directory"), ("/proc/x/file.json", "No such file or directory")):
+        said = run(*command.split(), "--out", out, code=2)
+        assert said == f"Error: expected a file that can be written, got {out}: {why}\n"
+
+
+def test_an_error_of_the_system_is_its_sentence(tmp_path, monkeypatch):
+    def full(*given, **options):
+        raise OSError(28, "No space left on device", "results.json")
+
+    monkeypatch.setattr("intflash.bench.cpu_attention.measure", full)
+    said = run("bench", "attention", "--out", tmp_path, code=2)
+    assert said.splitlines()[-1] == "Error: [Errno 28] No space left on device: 'results.json'"
 
 
 def test_report_without_results(tmp_path):

@@ -183,4 +183,5 @@ def which_backend(*args: Any, **kwargs: Any) -> str:
     if pipeline.is_dynamic(options.get("out_scale")):
         options["out_scale"] = None
     problem, _ = pipeline.prepare(**options)
-    return select(problem, backend).name
+    with pipeline.on_device(problem):
+        return select(problem, backend).name

@@ -14,10 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from intflash.models import cli as models_cli
-from intflash.options import Backend, Commands, Device, Methods
+from intflash.options import Backend, Commands, Device, Methods, one_of
+from intflash.outputs import check_file, check_folder
+from intflash.tables import demo_table, number
 
 if TYPE_CHECKING:
-    from intflash.bench.demo import DemoResult
+    from intflash.bench.demo import MethodResult
     from intflash.bench.experiments import Experiment, Outcome, Row, Setting
 
 app = typer.Typer(
@@ -28,9 +30,6 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(models_cli.app)  # eval, calibrate
 console = Console()
 
-# Points of Top-1 below float32 from which the demo prints a number in red.
-TOP1_TOLERANCE, SCALED_TOLERANCE = 0.4, 10.0
-
 Quick = Annotated[bool, typer.Option("--quick", help="The small cases only.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
 
@@ -38,15 +37,18 @@ Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where JSON and figure go.")] = Path("results/demo"),
-    model: Annotated[str, typer.Option(help="vit or swin.")] = "vit",
+    model: Annotated[str, typer.Option(help="vit or swin.", callback=one_of("vit", "swin"))] = "vit",
     method: Methods = None,
     backend: Backend = None,
-    images: Annotated[int | None, typer.Option(min=1, help="Only the first so many of the 599 images.")] = None,
+    images: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many of the 599 images: fewer are quicker.")
+    ] = None,
     device: Device = "cpu",
 ) -> None:
     """Classify handwritten digits with attention computed by every method."""
     from intflash.bench.demo import QUERY_FACTOR, run_demo
 
+    check_folder(out)
     methods = method or _methods_in_order()
     columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -55,13 +57,21 @@ def demo(
             model, methods, backend, images, device,
             on_total=lambda steps: progress.update(task, total=steps),
             on_step=lambda name: progress.update(task, description=name, advance=1),
+            on_row=_tell,
         )  # fmt: skip
-    console.print(_demo_table(result, QUERY_FACTOR))
+    console.print(demo_table(result, QUERY_FACTOR))
     for row in result.rows:
         if row.error:
             console.print(f"[yellow]{row.method}[/]: {escape(row.error)}")
     for path in result.save(out):
         console.print(f"wrote {path}")
+
+
+def _tell(row: MethodResult) -> None:
+    """A line for a finished method where no progress bar shows that something happens."""
+    if not console.is_terminal:
+        found = "refused" if row.error else f"{row.top1:.2f} % Top-1, {number(row.ms_per_image, 'ms')} ms an image"
+        console.print(f"{row.method:16} {found}")
 
 
 def _methods_in_order() -> list[str]:
@@ -70,52 +80,6 @@ def _methods_in_order() -> list[str]:
 
     methods = intflash.info()["methods"]
     return sorted(methods, key=lambda name: (not name.startswith("intflash"), not methods[name]["integer_only"]))
-
-
-def _demo_table(result: DemoResult, factor: float) -> Table:
-    table = Table(
-        title=f"{result.images} held-out digits, model {result.model}: attention by every method",
-        caption="agrees: with float32's classes. dB: SQNR of attention's worst layer, its mean\n"
-        "over layers, and of the logits against float32's. Last but one: queries\n"
-        f"multiplied by {factor:g}. Red: Top-1 is lost.",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("method", no_wrap=True)
-    headings = (
-        "Top-1\n%",
-        "agrees\n%",
-        "worst\ndB",
-        "mean\ndB",
-        "logits\ndB",
-        "ms/\nimage",
-        f"Q x {factor:g}\nTop-1 %",
-    )
-    for name in headings:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("backend", no_wrap=True)
-    table.add_row(
-        "float32 (torch)", f"{result.float_top1:.2f}", "", "", "", "", f"{result.float_ms_per_image:.2f}",
-        f"{result.float_scaled_top1:.1f}", "", style="dim",
-    )  # fmt: skip
-    for row in result.rows:
-        if row.error:
-            table.add_row(row.method, "refused", style="yellow")
-            continue
-        lost = row.top1 < result.float_top1 - TOP1_TOLERANCE
-        broken = row.scaled_top1 < result.float_scaled_top1 - SCALED_TOLERANCE
-        table.add_row(
-            row.method,
-            f"[red]{row.top1:.2f}[/]" if lost else f"{row.top1:.2f}",
-            f"{row.agreement:.2f}",
-            *(f"{value:.4g}" for value in (row.worst_sqnr, row.mean_sqnr, row.logits_sqnr)),
-            f"{row.ms_per_image:.2f}",
-            f"[red]{row.scaled_top1:.1f}[/]" if broken else f"{row.scaled_top1:.1f}",
-            row.backend,
-            style="bold green" if row.method == "intflash" else None,
-        )
-    return table
 
 
 @app.command()
@@ -175,7 +139,7 @@ def accuracy(
     from intflash.bench.experiments import Setting, collect
 
     setting = Setting(quick=quick, device=device, backend=backend, seed=seed)
-    _run_experiments(_chosen(collect("accuracy", "variant_accuracy"), only), setting, out)
+    _run_experiments(collect("accuracy", "variant_accuracy"), only, setting, out)
 
 
 @bench_app.command("list")
@@ -204,7 +168,7 @@ def bench_run(
     from intflash.bench.experiments import Setting
 
     setting = Setting(quick=quick, device=device, backend=backend, seed=seed, budget_s=budget, rehearse=rehearse)
-    _run_experiments(_chosen(_all_experiments(), only), setting, out)
+    _run_experiments(_all_experiments(), only, setting, out)
 
 
 @bench_app.command("all")
@@ -226,6 +190,7 @@ def bench_all(
 
     from intflash.bench import suite
 
+    check_folder(out)
     count = jobs or os.cpu_count() or 1
     chosen = suite.plan(out, device, quick=quick, seed=seed, jobs=count, models=models)
     ended = suite.run_all(chosen, out, seconds=seconds, jobs=count, log=lambda line: console.print(escape(line)))
@@ -243,6 +208,7 @@ def bench_attention(
     """Our kernels beside torch's attention in one run: kernel only, and with quantization included."""
     from dataclasses import asdict
 
+    check_folder(out)
     if device == "cpu":
         from intflash.bench.cpu_attention import WORKLOADS, measure
 
@@ -281,7 +247,7 @@ def bench_vortex(
     from intflash.bench import vortex
     from intflash.bench.experiments import Setting
 
-    _run_experiments(_chosen(vortex.EXPERIMENTS, only), Setting(quick=quick, seed=seed), out)
+    _run_experiments(vortex.EXPERIMENTS, only, Setting(quick=quick, seed=seed), out)
 
 
 def _all_experiments() -> tuple[Experiment, ...]:
@@ -303,7 +269,7 @@ def report(
     if not sections:
         searched = ", ".join(map(str, places)) or "docs/benchmarks and results, which do not exist"
         raise typer.BadParameter(f"no results in {searched}; run intflash demo, accuracy or bench run first")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    check_file(out)
     out.write_text(build(sections), encoding="utf-8")
     console.print(f"wrote {out}: {len(sections)} results, {out.stat().st_size / 1e6:.1f} MB")
 
@@ -316,15 +282,20 @@ def _chosen(experiments: Iterable[Experiment], only: list[str] | None) -> list[E
     return [known[name] for name in only or known]
 
 
-def _run_experiments(experiments: list[Experiment], setting: Setting, out: Path) -> None:
+def _run_experiments(experiments: Iterable[Experiment], only: list[str] | None, setting: Setting, out: Path) -> None:
+    """Measure and save them; one that stopped, or was asked for by name and gave no number, makes the exit code 1."""
     import signal
     from dataclasses import replace
 
     from intflash.bench.experiments import run_experiment
 
+    chosen = _chosen(experiments, only)
+    if not setting.rehearse:
+        check_folder(out)
     failed, before = False, signal.signal(signal.SIGTERM, _told_to_stop)
-    for experiment in experiments:
+    for experiment in chosen:
         if setting.device not in experiment.devices:
+            failed = failed or bool(only)
             console.print(f"[dim]{experiment.name} needs {' or '.join(experiment.devices)}: left out[/]")
             continue
         with console.status(experiment.name) as status:
@@ -334,7 +305,11 @@ def _run_experiments(experiments: list[Experiment], setting: Setting, out: Path)
             console.print(f"wrote {', '.join(str(path) for path in outcome.save(out))}\n")
         if outcome.error:
             failed = True
-            console.print(f"[red]{experiment.name} did not finish: {escape(outcome.error)}[/]")
+            console.print(f"[red]{experiment.name} did not finish: {escape(outcome.error)}[/]", soft_wrap=True)
+        elif only and not any(row.value is not None for row in outcome.rows):
+            failed = True
+            reason = next((row.note for row in outcome.rows if row.note), "it has no rows here")
+            console.print(f"[red]{experiment.name} gave no number: {escape(reason)}[/]", soft_wrap=True)
     signal.signal(signal.SIGTERM, before)
     if failed:
         raise typer.Exit(1)
@@ -373,16 +348,8 @@ def _print_outcome(outcome: Outcome) -> None:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    value = "refused" if row.value is None else _number(row.value, row.metric)
-    return value if row.paper is None else f"{value} [dim]({_number(row.paper, row.metric)})[/]"
-
-
-def _number(value: float, metric: str) -> str:
-    if metric == "MSE":
-        return f"{value:.2e}"
-    if metric == "cosine":
-        return f"{value:.6f}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" if abs(value) >= 10 else f"{value:.3g}"
+    value = "refused" if row.value is None else number(row.value, row.metric)
+    return value if row.paper is None else f"{value} [dim]({number(row.paper, row.metric)})[/]"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -12,12 +12,14 @@ from intflash.errors import BackendError, InputError
 
 
 class Commands(TyperGroup):
-    """Commands whose InputError or BackendError ends them with its sentence and exit code 2, without a traceback."""
+    """Commands that an InputError, BackendError or OSError ends with its sentence and exit code 2, no traceback."""
 
-    def invoke(self, ctx):
+    def invoke(self, ctx: typer.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (InputError, BackendError) as error:
+        except BrokenPipeError:  # who read the output has gone: click ends quietly
+            raise
+        except (InputError, BackendError, OSError) as error:
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(2) from None
 

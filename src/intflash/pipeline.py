@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -57,10 +58,16 @@ def _run(*, backend: str | None, return_lse: bool, **arguments: Any) -> tuple[Ou
 
 
 def _compute(problem: Problem, backend: str | None) -> Result:
-    chosen = select(problem, backend)
-    if problem.check_finite and not chosen.looks:
-        validate.check_finite(problem.q, problem.k, problem.v)
-    return chosen.run(problem)
+    with on_device(problem):
+        chosen = select(problem, backend)
+        if problem.check_finite and not chosen.looks:
+            validate.check_finite(problem.q, problem.k, problem.v)
+        return chosen.run(problem)
+
+
+def on_device(problem: Problem) -> AbstractContextManager:
+    """Its GPU as the current one, which is the one that backends ask about and launch on."""
+    return torch.cuda.device(problem.device) if problem.device.type == "cuda" else nullcontext()
 
 
 def prepare(

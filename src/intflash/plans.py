@@ -20,6 +20,7 @@ from intflash.quant import QTensor, Recipe
 from intflash.tape import Plan, Tape
 
 _plans: dict[tuple, Plan | str] = {}
+_captured: dict[tuple, Plan] = {}  # graphs have their constants' addresses: never let go
 _MOST = 4096
 NAMES = (
     "q", "k", "v", "attn_mask", "is_causal", "scale", "method", "backend", "enable_gqa", "bias", "causal_align",
@@ -50,6 +51,8 @@ def run(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     except TypeError:  # an argument that is no value: the call says what is wrong with it
         return call(**arguments)
     if isinstance(plan, Plan):
+        if torch.cuda.is_current_stream_capturing():
+            _captured[key] = plan
         return plan.run(tensors)
     if plan is None:
         if len(_plans) >= _MOST:

@@ -336,6 +336,50 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+SHORT_OF = """
+import os, resource, sys, torch
+from intflash import QTensor
+from intflash.backends import cpu
+from intflash.pipeline import prepare
+torch.set_num_threads(1)
+
+def problem(keys, head_dim):
+    codes = [torch.randint(-127, 128, (1, 4, n, head_dim), dtype=torch.int8) for n in (64, keys, keys)]
+    return prepare(*(QTensor(x, 0.01) for x in codes), method="intflash_p8", out_dtype=torch.int8)[0]
+
+small, large = problem(256, 64), problem(65536, 256)
+expected = cpu.run(small, threads=1).out
+resource_of = getattr(resource, sys.argv[1])
+if sys.argv[1] == "RLIMIT_AS":
+    cpu.run(small, threads=2)  # the worker is there
+    failed = 0
+    for room in range(10, 200, 10):
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource_of, (used + (room << 20), resource.RLIM_INFINITY))
+        try:
+            cpu.run(large, threads=2)
+        except MemoryError:
+            failed += 1
+        resource.setrlimit(resource_of, (resource.RLIM_INFINITY,) * 2)
+        assert torch.equal(cpu.run(small, threads=2).out, expected)
+    assert failed
+else:
+    if os.geteuid() == 0:
+        os.setuid(65534)  # a limit of processes is none for root
+    resource.setrlimit(resource_of, (1, 1))
+    for _ in range(3):
+        assert torch.equal(cpu.run(small, threads=4).out, expected)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits as Linux has them")
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_NPROC"])
+def test_short_of_memory_or_threads(limit):
+    """MemoryError, whichever thread it hits, and the next call is right; threads that cannot start are done without."""
+    done = subprocess.run([sys.executable, "-c", SHORT_OF, limit], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def test_it_is_the_default_on_a_cpu():
     q = torch.randn(1, 2, 20, 16)
     a, b = (intflash.attention(q, q, q, backend=name) for name in (None, "cpu"))

@@ -88,6 +88,14 @@ def test_half_a_result_gets_the_reason(tmp_path, scripts):
     assert content["rows"] == [{"a": 1}] and content["error"] == "ended with 1: enough"
 
 
+def test_a_result_that_says_why_it_has_no_number_is_left_as_it_is(tmp_path, scripts):
+    told = tmp_path / "out" / "told.json"
+    text = json.dumps({"title": "Told", "rows": [{"series": "a", "note": "no device"}]})
+    scripts("told", f"open({str(told)!r}, 'w').write({text!r})\nraise SystemExit(1)")
+    (end,) = run_all(Plan([], [Job("told", ("told",), 30.0, told)]), told.parent, seconds=60, jobs=1)
+    assert end.reason.startswith("ended with 1") and told.read_text() == text
+
+
 def test_a_stopped_experiment_keeps_its_rows(tmp_path, scripts):
     out = tmp_path / "out"
     text = """

@@ -1,5 +1,6 @@
 """Evaluation on a folder of images: counts, resuming, the papers' numbers, the commands."""
 
+import io
 import json
 import subprocess
 import sys
@@ -7,16 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from intflash.digits import load_model, load_split
 from intflash.errors import InputError
 from intflash.methods import METHODS as METHODS_THERE_ARE
 from intflash.models import calibrate
-from intflash.models.cli import app
+from intflash.models.cli import TABLE_WIDTH, app, evaluation_table
 from intflash.models.data import ImageFolder, load_classifier
-from intflash.models.evaluate import FLOAT, Variant, evaluate
+from intflash.models.evaluate import FLOAT, Evaluation, Row, Variant, evaluate
 from intflash.models.papers import QFLASH_MODELS, paper_row
+from intflash.quant.calibrate import Scales
 
 METHODS = [Variant(name) for name in ("intflash", "qflash", "fp16")]
 
@@ -167,7 +170,8 @@ def test_commands(image_folder, tmp_path):
     done = runner.invoke(app, ["eval", *model, *arguments], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
-    assert list(rows) == [FLOAT, "intflash", f"intflash (static, absmax, {scales})"]
+    assert list(rows) == [FLOAT, "intflash", "intflash (static, absmax, scales.json)"]
+    assert [row["granularity"] for row in rows.values()] == ["", "tensor", "tensor"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.json", "images", "scales.json"]
     assert rows[FLOAT]["paper"]["top1"] == 72.21
     for name in list(rows)[1:]:
@@ -185,11 +189,17 @@ def test_scales_come_in_addition_to_every_method(image_folder, tmp_path, monkeyp
 
     monkeypatch.setattr("intflash.models.evaluate.evaluate", evaluate)
     monkeypatch.setattr("intflash.models.data.load_classifier", lambda *a, **k: (None, None))
-    done = CliRunner().invoke(
-        app, ["eval", "--model", "any", "--data", str(image_folder), "--scales", str(scales), "--device", "cpu"]
-    )
+    out = str(tmp_path / "eval.json")
+    given = ["eval", "--model", "any", "--data", str(image_folder), "--device", "cpu", "--out", out]
+    done = CliRunner().invoke(app, [*given, "--scales", str(scales)])
     assert done.exit_code == 2 and "Error: enough" in done.output
-    assert seen == [*METHODS_THERE_ARE, f"intflash (static, absmax, {scales})"]
+    assert seen == [*METHODS_THERE_ARE, "intflash (static, absmax, scales.json)"]
+    seen.clear()
+    (tmp_path / "other").mkdir()
+    other = scales.rename(tmp_path / "other" / "scales.json")
+    replace(Scales.load(other), observer="mse").save(scales)
+    CliRunner().invoke(app, [*given, "--scales", str(scales), "--scales", str(other)])
+    assert seen[-2:] == [f"intflash (static, mse, {scales})", f"intflash (static, absmax, {other})"]
 
 
 def test_a_scales_file_of_an_unknown_method_is_refused_before_the_model(image_folder, tmp_path):
@@ -210,7 +220,7 @@ def test_models_that_cannot_be_made_are_refused():
 
 def test_a_missing_library_is_named_with_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(InputError, match=r"timm cannot be imported .*pip install 'intflash\[models\]'"):
+    with pytest.raises(InputError, match=r"timm cannot be imported .*pip install '\.\[models\]' in a clone"):
         load_classifier("deit_tiny_patch16_224")
 
 
@@ -238,6 +248,18 @@ if torch.distributed.get_rank() == 0:
     result.save(sys.argv[1])
 torch.distributed.destroy_process_group()
 """
+
+
+def test_the_table_cuts_no_number():
+    names = ["int_flash_full", "intflash_online", "intflash (static, percentile, deit-small.json)"]
+    paper = paper_row("deit_base_patch16_224", "qflash")
+    row = Row("", 9, 100.0, 100.0, 100.0, -12.3, 1234.5, True, "", 12, 17.2, paper)
+    kinds = ["token/token/head", "tensor", "tensor/tensor/channel"]
+    rows = [replace(row, name=name, granularity=kind) for name, kind in zip(names, kinds, strict=True)]
+    console = Console(width=TABLE_WIDTH, file=io.StringIO())
+    console.print(evaluation_table(Evaluation("deit-b", "imagenet/val", 9, rows)))
+    printed = console.file.getvalue()
+    assert "…" not in printed and all(kind in printed for kind in kinds) and "deit-small.json)" in printed
 
 
 def test_processes_share_the_images(tmp_path):

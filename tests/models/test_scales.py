@@ -97,9 +97,40 @@ def test_a_file_that_does_not_fit_is_refused_with_the_difference(tmp_path):
     path.write_text(json.dumps(content))
     with pytest.raises(InputError, match="layer blocks.0: heads 8 in the file, 4 in the model"):
         intflash.patch(load_model("vit"), scales=path)
+    with pytest.raises(InputError, match=r"\(1 difference\):"):
+        intflash.patch(load_model("vit"), scales=path)
     path.write_text("{}")
     with pytest.raises(InputError, match="has format None"):
         intflash.patch(load_model("vit"), scales=path)
+
+
+def test_differences_stand_in_the_models_order():
+    scales = intflash.calibrate(load_model("vit"), [torch.rand(4, 1, 8, 8)])
+    other = load_model("vit")
+    with torch.no_grad():
+        for block in other.blocks:
+            block.qkv.weight.copy_(torch.randn_like(block.qkv.weight) * 0.1)
+    with pytest.raises(InputError, match=r"\(4 differences\)") as refused:
+        intflash.patch(other, scales=scales)
+    named = [line.split()[1] for line in str(refused.value).splitlines()[1:]]
+    assert named == [f"blocks.{i}:" for i in range(4)]
+
+
+def test_one_input_instead_of_batches_is_refused():
+    x = torch.rand(4, 1, 8, 8)
+    for given, what in ((x, "Tensor"), ({"images": x}, "dict")):
+        with pytest.raises(InputError, match=rf"batches must be an iterable of inputs, got one {what}: pass \[x\]"):
+            intflash.calibrate(load_model("vit"), given)
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_any_batch(tmp_path):
+    (tmp_path / "file").touch()
+    batches = iter([torch.rand(4, 1, 8, 8)])
+    for path in ("/proc/x/s.json", tmp_path, tmp_path / "file" / "s.json"):
+        with pytest.raises(InputError, match="expected a file that can be written, got"):
+            intflash.calibrate(load_model("vit"), batches, path=path)
+    intflash.calibrate(load_model("vit"), batches, path=tmp_path / "new" / "s.json")
+    assert Scales.load(tmp_path / "new" / "s.json").batches == 1
 
 
 def test_half_precision_of_the_same_weights_fits(tmp_path):

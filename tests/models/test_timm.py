@@ -1,12 +1,16 @@
 """timm models: what is replaced, how close the logits are, that nothing else changes."""
 
 import copy
+import json
 import pickle
+import re
+import sys
 
 import pytest
 import torch
 
 import intflash
+from intflash.bench import models as bench
 from intflash.errors import InputError
 from oracle import sqnr
 from sharp import run, sharpen
@@ -230,3 +234,45 @@ def test_half_precision_and_copies_keep_float32_scales():
     assert 20 < sqnr(reference, run(twin, image.bfloat16())) < 60
     intflash.unpatch(twin)
     assert 30 < sqnr(reference, run(model, image)) < 100  # the original is still patched
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """Runs the throughput command in an empty folder; what its workers would measure is given."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_command(*arguments, outcomes=()):
+        monkeypatch.setattr(bench, "run_all", lambda *given: list(outcomes))
+        monkeypatch.setattr(sys, "argv", ["models.py", "--device", "cpu", *arguments])
+        bench.main()
+
+    return run_command
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ("--model deit_small_patch16_224 --model nosuch", "as vit_base_patch16_224, .*, got nosuch\n"),
+        ("--device cuda", "torch finds no CUDA device here"),
+        ("--out /proc/x/models", "expected a file that can be written, got /proc/x/models.json"),
+    ],
+)
+def test_throughput_refuses_in_a_sentence_before_any_worker(tmp_path, monkeypatch, capfd, measured, arguments, said):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        measured(*arguments.split(), outcomes=[None])
+    assert ended.value.code == 2 and re.search(said, capfd.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_throughput_writes_what_was_measured_and_tells_what_was_not(tmp_path, measured):
+    good = bench.Outcome("vit", 1, [bench.Timing("fp32", 1.0, 1.0, 1.0)], {}, 12, 30.0)
+    bad = bench.Outcome("swin", 8, [], {}, 0, 0.0, error="its process ended with 1")
+    with pytest.raises(SystemExit, match="not measured: swin batch 8"):
+        measured(outcomes=[bad])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    with pytest.raises(SystemExit, match="not measured: swin batch 8"):
+        measured(outcomes=[good, bad])
+    assert len(json.loads((tmp_path / "results" / "models-cpu.json").read_text())["outcomes"]) == 2
+    measured("--out", "there/models", outcomes=[good])
+    assert (tmp_path / "there" / "models.md").read_text().startswith("# Whole models")

@@ -12,6 +12,7 @@ from intflash import InputError, QTensor, Recipe, quantize
 from intflash.quant import hadamard_rotate, key_mean
 
 X = torch.randn(1, 2, 8, 4)
+CODES = torch.ones(1, 3, 2, 2, dtype=torch.int8)
 FLOATS = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)
 
 
@@ -105,7 +106,9 @@ def test_key_mean_is_a_fixed_tree(n):
         (lambda: QTensor(torch.ones(1, 1, 2, 2), 1.0), "int8 or int16"),
         (lambda: QTensor(torch.ones(2, 2, dtype=torch.int8), 1.0), r"\[B, H, N, D\]"),
         (lambda: QTensor(torch.ones(1, 1, 2, 2, dtype=torch.int8), 1.0, "row"), "granularity must be one of"),
-        (lambda: QTensor(torch.ones(1, 3, 2, 2, dtype=torch.int8), torch.ones(1, 2, 1, 1), "head"), r"must have shape"),
+        (lambda: QTensor(CODES, torch.ones(1, 2, 1, 1), "head"), r"must have shape \[1, 3, 1, 1\], got \(1, 2, 1, 1\)"),
+        (lambda: QTensor(CODES, torch.ones(3)), r"must have shape \[1, 1, 1, 1\], got \(3,\)"),
+        (lambda: QTensor(CODES.repeat(2, 1, 1, 1), torch.ones(3, 3, 1, 1), "head"), r"shape \[1 or 2, 3, 1, 1\]"),
         (lambda: QTensor(torch.ones(1, 1, 2, 2, dtype=torch.int8), 1.0, "tensor", 4), "block_size goes with"),
         (lambda: Recipe(q="row"), "Recipe.q must be one of"),
         (lambda: quantize(X, bits=16), "4 or 8, got 16"),

@@ -1,8 +1,8 @@
 """Throughput of whole models: timm's float model against the same model patched with static scales.
 
-``python -m intflash.bench.models --device cuda`` measures everything on a GPU in minutes: one process
-per model and batch compiles while the others do, then they are timed one after the other. Variants of
-a model take turns, so that a slow spell of the machine hits all of them.
+``python -m intflash.bench.models --device cuda`` measures everything on a GPU in minutes, into results/: one
+process per model and batch compiles while the others do, then they are timed one after the other. Variants
+of a model take turns, so that a slow spell of the machine hits all of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from intflash.bench.measure import environment, sqnr
+from intflash.errors import InputError
+from intflash.models.data import import_timm
+from intflash.outputs import check_file
 
 logger = logging.getLogger("intflash")
 
@@ -219,6 +222,19 @@ def kernel_times(call: Callable[[], Tensor], calls: int = 3) -> dict[str, float]
     return {name: round(us, 1) for name, us in (*sorted(found.items(), key=lambda item: -item[1]), *longest) if us}
 
 
+def check_models(names: Iterable[str]) -> None:
+    """Refuse names that timm does not know.
+
+    Raises:
+        InputError: as said, or timm cannot be imported.
+    """
+    timm = import_timm()
+    unknown = [name for name in names if not timm.is_model(name)]
+    if unknown:
+        known = ", ".join(MODELS)
+        raise InputError(f"expected models of timm.list_models(), as {known}, got {', '.join(unknown)}")
+
+
 def run_all(models: Iterable[str], batches: Iterable[int], device: str, turns: int) -> list[Outcome]:
     """Measure each model and batch in a process of its own; on a GPU all compile at once, timed one by one."""
     jobs = [(m, b) for m in models for b in batches]
@@ -290,11 +306,14 @@ def rows(outcomes: list[Outcome]) -> list[dict[str, Any]]:
     return found
 
 
+def result_files(out: Path) -> list[Path]:
+    return [out.with_suffix(".json"), out.with_suffix(".md")]
+
+
 def save(outcomes: list[Outcome], out: Path) -> list[Path]:
     """Write ``out`` as JSON and Markdown beside each other."""
     facts = environment()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    paths = [out.with_suffix(".json"), out.with_suffix(".md")]
+    paths = result_files(out)
     content = {"title": "Whole models, patched beside unpatched", "device": "cuda" if "gpu" in facts else "cpu"}
     content |= {"environment": facts, "rows": rows(outcomes), "outcomes": [asdict(o) for o in outcomes]}
     paths[0].write_text(json.dumps(content, indent=1) + "\n")
@@ -308,17 +327,29 @@ def main() -> None:
     parser.add_argument("--model", action="append", help=f"default: {', '.join(MODELS)}")
     parser.add_argument("--batch", action="append", type=int)
     parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="the results' path without suffix (default: results/models-DEVICE)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         _work(given)
         return
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    batches = given.batch or BATCHES[given.device]
-    outcomes = run_all(given.model or MODELS, batches, given.device, given.turns)
-    for path in save(outcomes, given.out or Path("docs/benchmarks") / f"models-{given.device}"):
-        logger.info("wrote %s", path)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device here; there is: cpu")
+    models, out = given.model or MODELS, given.out or Path("results") / f"models-{given.device}"
+    try:
+        check_models(models)
+        for path in result_files(out):
+            check_file(path)
+    except InputError as error:
+        parser.error(str(error))
+    outcomes = run_all(models, given.batch or BATCHES[given.device], given.device, given.turns)
+    failed = [f"{o.model} batch {o.batch}" for o in outcomes if o.error]
+    if len(failed) < len(outcomes):
+        for path in save(outcomes, out):
+            logger.info("wrote %s", path)
+    if failed:
+        sys.exit(f"not measured: {', '.join(failed)}")
 
 
 def _work(given: argparse.Namespace) -> None:

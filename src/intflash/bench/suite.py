@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from intflash.bench.experiments import Experiment, collect
 from intflash.bench.measure import environment
@@ -180,7 +181,14 @@ def _save_failure(end: Ended) -> None:
         device = "cuda" if "cuda" in job.arguments else "cpu"
         content = {"name": job.name, "title": job.title, "source": job.source, "device": device, "rows": []}
         content["environment"] = environment()
-    if content.get("error"):
-        return  # an experiment that was stopped has said so itself
+    if _says_why(content):
+        return
     job.result.parent.mkdir(parents=True, exist_ok=True)
     job.result.write_text(json.dumps(content | {"error": end.reason}, indent=1) + "\n")
+
+
+def _says_why(content: dict[str, Any]) -> bool:
+    """An experiment that was stopped, or could measure nothing here, has given the reason itself."""
+    rows = content["rows"]
+    nothing = all(row.get("value") is None and row.get("us") is None for row in rows)
+    return bool(content.get("error")) or (nothing and any(row.get("note") for row in rows))

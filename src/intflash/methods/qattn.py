@@ -19,7 +19,7 @@ METHODS = (
     Method(
         name="qattn",
         summary="int8 Q, K, V; float32 softmax; bfloat16 P V",
-        source="QAttn, CVPRW 2024",
+        source="QAttn, CVPR Workshops 2024",
         reference=_reference,
         integer_only=False,
         recipe=Recipe(rule="divide"),

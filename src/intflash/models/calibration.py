@@ -14,6 +14,7 @@ from intflash.errors import InputError
 from intflash.methods import get_method
 from intflash.models.base import FloatCore
 from intflash.models.patch import attach, describe_layers, libraries_of, unpatch
+from intflash.outputs import check_file
 from intflash.quant.calibrate import (
     OBSERVERS,
     STATIC_GRANULARITIES,
@@ -61,7 +62,7 @@ def calibrate(
 
     Args:
         model: as for `patch`, not patched; its attention runs in its own dtype.
-        batches: inputs; a tensor, a tuple (``model(*batch)``) or a mapping (``model(**batch)``).
+        batches: an iterable of inputs, each a tensor, a tuple (``model(*batch)``) or a mapping (``model(**batch)``).
         method: the method that the scales are for.
         observer: "absmax", "percentile" (99.99 %) or "mse" (least squared error of the codes).
         granularity: of "q", "k", "v", "out": "tensor", "head" or "channel"; default: the method's
@@ -73,7 +74,8 @@ def calibrate(
         The `Scales` for ``patch(model, scales=...)``.
 
     Raises:
-        InputError: no batches, an unknown observer or granularity, or a method that cannot have static scales.
+        InputError: no batches, an unknown observer or granularity, a method that cannot have static scales, or a
+            path that cannot be written.
 
     Example:
         >>> import torch, intflash
@@ -84,7 +86,11 @@ def calibrate(
     """
     if observer not in OBSERVERS:
         raise InputError(f"observer must be one of {tuple(OBSERVERS)}, got {observer!r}")
+    if isinstance(batches, Tensor) or hasattr(batches, "keys"):  # its rows or names would be taken for batches
+        raise InputError(f"batches must be an iterable of inputs, got one {type(batches).__name__}: pass [x] for one x")
     chosen = static_granularity(method, granularity or {})
+    if path is not None:
+        check_file(path)
     cores: dict[str, _Observed] = {}
     layers = describe_layers(model)
     attach(model, lambda name: cores.setdefault(name, _Observed(chosen)))

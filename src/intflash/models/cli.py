@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,6 +17,7 @@ from rich.table import Table
 
 from intflash.models.papers import QFLASH_MODELS, timm_name
 from intflash.options import Backend, BestDevice, Commands, Method, Methods, one_of
+from intflash.outputs import check_file
 from intflash.quant.calibrate import OBSERVERS
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Whole models: calibrate and evaluate.")
 console = Console()
 
+TABLE_WIDTH = 130  # of the evaluation's table, whose numbers would be cut in less
 DTYPES = ("float32", "float16", "bfloat16")
 _SEVEN = "; ".join(f"{short} = {name}" for name, short in QFLASH_MODELS.items())
 Model = Annotated[
@@ -78,8 +82,11 @@ def evaluate_command(
 
     loaded = {path: Scales.load(path) for path in scales or ()}
     variants = [Variant(name) for name in method or METHODS]
-    variants += [Variant(found.method, found, str(path)) for path, found in loaded.items()]
+    named = Counter(path.name for path in loaded)
+    for path, found in loaded.items():  # a file's name tells it from the others, but for two of one name
+        variants.append(Variant(found.method, found, path.name if named[path.name] == 1 else str(path)))
     check_variants(variants)
+    check_file(out)
     device, main, leave = _process_group(device)
     network, transform = load_classifier(model, pretrained=pretrained, checkpoint=checkpoint)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -93,7 +100,7 @@ def evaluate_command(
         )  # fmt: skip
     if main:
         result.save(out)
-        console.print(evaluation_table(result))
+        Console(width=max(console.width, TABLE_WIDTH)).print(evaluation_table(result))
         for row in result.rows:
             if row.error:
                 console.print(f"[yellow]{escape(row.name)}[/]: {escape(row.error)}")
@@ -129,10 +136,10 @@ def calibrate_command(
 
     chosen = dict(_pair(text) for text in granularity or ())
     static_granularity(method, chosen)  # refuses before the model is loaded
+    check_file(out)
     network, transform = load_classifier(model, pretrained=pretrained, checkpoint=checkpoint)
     network = network.to(device=device, dtype=getattr(torch, dtype))
     stream = batches(ImageFolder(data, transform), images, batch_size, device, getattr(torch, dtype))
-    out.parent.mkdir(parents=True, exist_ok=True)
     with console.status(f"calibrating {model}"):
         found = calibrate(network, stream, method, observer=observer, granularity=chosen, path=out)
     console.print(
@@ -167,11 +174,21 @@ def _process_group(device: str) -> tuple[str, bool, Callable[[], None]]:
 
 def evaluation_table(result: Evaluation) -> Table:
     """Ours beside QFlash Table 5; BOPs are counted as the paper counts them."""
-    table = Table(title=f"{result.model}: {result.images} images of {result.data}", title_justify="left")
-    counts = ("Top-1 %", "paper's\nTop-1 %", "Top-5 %", "agrees with\nfloat %", "SQNR of\nlogits, dB")
-    costs = ("GBOPs", "paper's\nGBOPs", "ms per\nimage", "layers\nreplaced")
-    for name in ("method", *counts, "integer\nonly", "Q / K / V", *costs):
-        table.add_column(name, justify="right" if name in counts + costs else "left")
+    table = Table(
+        title=f"{result.model}: {result.images} images of {result.data}",
+        title_justify="left",
+        caption="agrees: with the float model's classes. dB: SQNR of the logits. Layers: those replaced.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    counts = ("Top-1\n%", "paper's\nTop-1", "Top-5\n%", "agrees\n%", "logits\ndB")
+    costs = ("GBOPs", "paper's\nGBOPs", "ms per\nimage", "layers")
+    table.add_column("method")  # the only one that wraps
+    for name in (*counts, "integer\nonly", "Q/K/V", *costs):
+        table.add_column(name, justify="right" if name in counts + costs else "left", no_wrap=True)
     for row in result.rows:
         if row.error:
             table.add_row(escape(row.name), "not served", style="yellow")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -79,11 +80,8 @@ def load_classifier(
         if checkpoint is not None:
             raise InputError(f"a checkpoint is for a timm model, got {name!r}: give the folder of its weights there")
         return _load_transformers(name.removeprefix(HF_PREFIX), pretrained)
-    try:
-        import timm
-        from timm.data import create_transform, resolve_model_data_config
-    except (ImportError, RuntimeError) as error:
-        raise _not_importable("timm", error) from None
+    timm = import_timm()
+    from timm.data import create_transform, resolve_model_data_config
 
     weights = str(checkpoint or "")
     try:
@@ -93,9 +91,22 @@ def load_classifier(
     return model.eval(), create_transform(**resolve_model_data_config(model), is_training=False)
 
 
+def import_timm() -> ModuleType:
+    """timm.
+
+    Raises:
+        InputError: it is missing, or its torchvision does not fit torch.
+    """
+    try:
+        import timm
+    except (ImportError, RuntimeError) as error:
+        raise _not_importable("timm", error) from None
+    return timm
+
+
 def _not_importable(library: str, error: Exception) -> InputError:
     """A RuntimeError says that torchvision's operators do not fit this torch."""
-    needed = "pip install 'intflash[models]', and a torchvision built for this torch"
+    needed = "pip install '.[models]' in a clone of IntFlash, and a torchvision built for this torch"
     return InputError(f"{library} cannot be imported ({error}); it needs: {needed}")
 
 

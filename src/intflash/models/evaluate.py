@@ -267,12 +267,13 @@ def _row(
 
 
 def _granularity(variant: Variant | None) -> str:
-    """Granularities of Q, K and V, as "tensor / tensor / head"."""
+    """Granularities of Q, K and V, as "token/token/head", or "tensor" where all are."""
     if variant is None:
         return ""
     recipe = get_method(variant.method).recipe
     of = {name: getattr(recipe, name) for name in "qkv"} if variant.scales is None else variant.scales.granularity
-    return " / ".join(of[name] for name in "qkv")
+    kinds = [of[name] for name in "qkv"]
+    return kinds[0] if len(set(kinds)) == 1 else "/".join(kinds)
 
 
 def _gbops(variant: Variant | None, macs: list[int]) -> float | None:

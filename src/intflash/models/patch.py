@@ -257,7 +257,8 @@ def _check_fit(model: nn.Module, scales: Scales) -> None:
     differences = scales.differences(type(model).__name__, describe_layers(model))
     if differences:
         shown = "\n  ".join(differences[:10]) + ("\n  ..." if len(differences) > 10 else "")
-        raise InputError(f"the scales do not fit the model ({len(differences)} differences):\n  {shown}")
+        count = "1 difference" if len(differences) == 1 else f"{len(differences)} differences"
+        raise InputError(f"the scales do not fit the model ({count}):\n  {shown}")
 
 
 def _static_recipe(base: Recipe, scales: Scales, layer: str) -> Recipe:

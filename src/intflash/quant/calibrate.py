@@ -226,8 +226,10 @@ class Scales:
             found.append(f"model: the file is for {self.model}, this is {model}")
         found += [f"layer {name}: in the model, not in the file" for name in layers if name not in self.layers]
         found += [f"layer {name}: in the file, not in the model" for name in self.layers if name not in layers]
-        for name in self.layers.keys() & layers.keys():
-            saved, here = self.layers[name], layers[name]
+        for name, here in layers.items():
+            saved = self.layers.get(name)
+            if saved is None:
+                continue
             for key in ("heads", "kv_heads", "head_dim"):
                 if here[key] is not None and here[key] != getattr(saved, key):
                     found.append(f"layer {name}: {key} {getattr(saved, key)} in the file, {here[key]} in the model")

@@ -68,9 +68,10 @@ class QTensor:
         if self.granularity == "head" and scale.shape in ((h,), (b, h)):
             scale = scale.reshape(-1, h, 1, 1)
         if scale.ndim != 4 or scale.shape[0] not in (1, b) or tuple(scale.shape[1:]) != want:
+            first = "1" if b == 1 else f"1 or {b}"
             raise InputError(
                 f"a {self.granularity!r} scale of data {tuple(self.data.shape)} must have shape "
-                f"[1 or {b}, {', '.join(map(str, want))}], got {tuple(scale.shape)}"
+                f"[{first}, {', '.join(map(str, want))}], got {tuple(scale.shape)}"
             )
         return scale
 

@@ -21,7 +21,7 @@ from intflash.backends.triton.constants import constants_launch  # noqa: E402
 from intflash.backends.triton.streaming import Statistics  # noqa: E402
 from intflash.bench import sass  # noqa: E402
 from intflash.numerics import exp  # noqa: E402
-from intflash.problem import Problem  # noqa: E402
+from intflash.problem import Problem, Result  # noqa: E402
 from intflash.quant import QTensor, Recipe  # noqa: E402
 
 needs_hopper = pytest.mark.skipif(BACKEND.unavailable() is not None, reason=str(BACKEND.unavailable()))
@@ -36,12 +36,19 @@ def differences(cases: Iterable[tuple[str, Problem]], kernel) -> dict[str, str]:
         there = ic.on_device(p, "cuda")
         assert kernel.unsupported(there) is None and BACKEND.unsupported(there) is None, name
         assert backend.finds(there) == (p.recipe == OF_HEADS and isinstance(p.q, torch.Tensor)), name
-        want, got = REFERENCE.run(p.quantized()), BACKEND.run(there)
-        if not torch.equal(want.out, got.out.cpu()):
-            wrong[name] = f"{(want.out != got.out.cpu()).double().mean():.5f} of the outputs differ"
-        elif want.lse is not None and not torch.allclose(want.lse, got.lse.cpu(), rtol=1e-6, atol=1e-6):
-            wrong[name] = "log-sum-exp differs"
+        if found := complaint(p, BACKEND.run(there)):
+            wrong[name] = found
     return wrong
+
+
+def complaint(p: Problem, got: Result) -> str | None:
+    """What differs from the reference's result."""
+    want = REFERENCE.run(p.quantized())
+    if not torch.equal(want.out, got.out.cpu()):
+        return f"{(want.out != got.out.cpu()).double().mean():.5f} of the outputs differ"
+    if want.lse is not None and not torch.allclose(want.lse, got.lse.cpu(), rtol=1e-6, atol=1e-6):
+        return "log-sum-exp differs"
+    return None
 
 
 def floats(
@@ -97,5 +104,5 @@ def empty_problem(
 def machine(launch: CudaLaunch) -> sass.Machine:
     """Its machine code; the test is skipped where there is no NVRTC."""
     pytest.importorskip("cuda.bindings.nvrtc")
-    code, _ = compile_program(launch.program)
+    code = compile_program(launch.program).cubin
     return sass.machine(code, launch.program.file, 90, launch.shared_bytes, launch.threads // 32)

@@ -10,6 +10,7 @@ from intflash.backends.hopper.program import CudaLaunch
 from intflash.backends.triton import backend as triton_backend
 from intflash.backends.triton import mixed, quantize
 from intflash.backends.triton.constants import Constants
+from intflash.backends.triton.launch import limits
 from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
@@ -24,6 +25,8 @@ def unsupported(problem: Problem) -> str | None:
         return f"tensors are on {problem.device}, the Hopper backend needs a CUDA device"
     if problem.cu_seqlens_q is not None:
         return "its kernels take no packed sequences"
+    if reason := limits(problem):
+        return reason
     if problem.method in stream_float.METHODS:
         return _alignment(problem) or stream_float.unsupported(problem)
     return _alignment(problem) or _scales(problem) or (_whole_unsupported(problem) and stream.unsupported(problem))

@@ -79,7 +79,7 @@ def parameters(
         bias_batches=batches["bias"], keep_batches=batches["keep"],
         causal=0 if problem.causal is None else problem.causal, tiles=tiles,
         count=q.shape[0] * q.shape[1], heads=q.shape[1], head_reciprocal=_reciprocal(q.shape[1]),
-        bias_reciprocal=_reciprocal(batches["bias"]), keep_reciprocal=_reciprocal(batches["keep"]),
+        **{f"{name}_reciprocal": 0 if n == q.shape[0] else _reciprocal(n) for name, n in batches.items()},
         share=share or Share(),
     )  # fmt: skip
     pointers = keeps | dict(t_max=statistics.t_max, l=statistics.l)

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ def machine_code(program: Program) -> bytes:
     path = cache_folder(f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin")
     if path.exists():
         return path.read_bytes()
-    code, _ = compile_program(program)
+    code = compile_program(program).cubin
     _keep(path, code)
     return code
 
@@ -110,8 +110,16 @@ def _keep(path: Path, code: bytes) -> None:
         pass
 
 
-def compile_program(program: Program) -> tuple[bytes, str]:
-    """(cubin, ptxas's log) of a program.
+class Compiled(NamedTuple):
+    """What NVRTC makes of a program; `log` is ptxas's."""
+
+    cubin: bytes
+    ptx: bytes
+    log: str
+
+
+def compile_program(program: Program) -> Compiled:
+    """A program's machine code and what it was made from.
 
     Raises:
         RuntimeError: NVRTC refused it; the message holds its log.
@@ -134,8 +142,10 @@ def compile_program(program: Program) -> tuple[bytes, str]:
         raise RuntimeError(f"{program.file} with {dict(program.macros)}: {code!r}\n{log.decode()}")
     cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(handle), "nvrtcGetCUBINSize")
     checked(nvrtc.nvrtcGetCUBIN(handle, cubin), "nvrtcGetCUBIN")
+    ptx = b" " * checked(nvrtc.nvrtcGetPTXSize(handle), "nvrtcGetPTXSize")
+    checked(nvrtc.nvrtcGetPTX(handle, ptx), "nvrtcGetPTX")
     checked(nvrtc.nvrtcDestroyProgram(handle), "nvrtcDestroyProgram")
-    return cubin, log.decode()
+    return Compiled(cubin, ptx, log.decode())
 
 
 @functools.cache

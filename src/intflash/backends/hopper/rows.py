@@ -12,7 +12,7 @@ from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.hopper.wgmma import Product
 from intflash.backends.triton.constants import Constants
-from intflash.backends.triton.launch import key_major
+from intflash.backends.triton.launch import GRID_LIMIT, key_major
 from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem
 
@@ -25,6 +25,8 @@ def unsupported(problem: Problem) -> str | None:
     (d, dv), nk = (problem.q.shape[3], problem.v.shape[3]), problem.k.shape[2]
     if nk > MAX_KEYS:
         return f"whole rows hold at most {MAX_KEYS} keys, got {nk}"
+    if problem.q.shape[2] > 64 * GRID_LIMIT:
+        return f"takes at most {64 * GRID_LIMIT} queries, got {problem.q.shape[2]}"
     for name in "qkv":
         x = getattr(problem, name)
         x = x if isinstance(x, Tensor) else x.data

@@ -34,11 +34,19 @@ def unsupported(problem: Problem) -> str | None:
         return f"indexes at most 2^32 / heads windows and heads, got {batch * heads}"
     if any(_reach(x) >= 1 << 31 for x in (q, k, v)):
         return "rows of a window lie too far apart"
-    if _key_major(v) and (v.stride(3) % 4 or v.data_ptr() % 4 or not readable(v, -(-nk // 16) * 16)):
-        return "contiguous keys of V need rows at multiples of 4 bytes, padded to 16 keys"
+    if _key_major(v):
+        apart = [s for s, n in zip(v.stride(), v.shape, strict=True) if n > 1 and s != 1]
+        if any(s % 4 for s in apart) or v.data_ptr() % 4 or not readable(v, -(-nk // 16) * 16):
+            return "contiguous keys of V need rows at multiples of 4 bytes, padded to 16 keys"
+        if dv * v.stride(3) >= 1 << 32:
+            return f"channels of V must lie within 4 GiB, got strides {v.stride()}"
     for mask in (problem.bias, problem.keep):
-        if mask is not None and mask.shape[3] > 1 and mask.stride(3) != 1:
+        if mask is None:
+            continue
+        if mask.shape[3] > 1 and mask.stride(3) != 1:
             return "a mask needs contiguous keys"
+        if mask.shape[0] < batch and batch * mask.shape[0] >= 1 << 32:  # how far the reciprocal's quotient is exact
+            return f"a mask of {mask.shape[0]} batches repeats over at most 2^32 in all, got {batch}"
     return None
 
 

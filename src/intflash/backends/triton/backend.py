@@ -12,7 +12,7 @@ from torch import Tensor
 
 from intflash.backends.triton import mixed, published, quantize, rowwise, steps, unfused
 from intflash.backends.triton.constants import Constants, constants_launch, output_limit
-from intflash.backends.triton.launch import Launch, view
+from intflash.backends.triton.launch import Launch, limits, view
 from intflash.backends.triton.streaming import Statistics, streaming_launch
 from intflash.numerics import exp
 from intflash.problem import Problem, Result, empty_output
@@ -44,7 +44,7 @@ def unsupported(problem: Problem) -> str | None:
     if problem.device.type != "cuda" and not triton.knobs.runtime.interpret:
         return f"tensors are on {problem.device}, the Triton backend needs a CUDA device"
     family = FAMILIES.get(problem.method)
-    return None if family is None else family.unsupported(problem)
+    return limits(problem) or (None if family is None else family.unsupported(problem))
 
 
 class Kernels(NamedTuple):

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from intflash import tape
 from intflash.backends.triton.tiles import View
+from intflash.problem import Problem
+from intflash.quant import QTensor
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,22 @@ class Launch:
         launch, stream = compiled[(*self.grid, 1, 1)[:3]], torch.cuda.current_stream().cuda_stream
         fill = tape.nest(arguments)
         return list(tape.leaves(arguments)), lambda addresses: launch(*fill(iter(addresses)), stream=stream)
+
+
+GRID_LIMIT = 65535  # programs along the second and third axis of a grid
+
+
+def limits(problem: Problem) -> str | None:
+    """Why no kernel takes so many heads, or rows so far apart, or None."""
+    heads = problem.q.shape[1]
+    if heads > GRID_LIMIT:
+        return f"takes at most {GRID_LIMIT} heads, got {heads}: independent ones may lie along the batch axis"
+    for name in ("q", "k", "v", "bias", "bias_float", "keep"):
+        x = getattr(problem, name)
+        x = x.data if isinstance(x, QTensor) else x
+        if x is not None and x.shape[2] * abs(x.stride(2)) >= 1 << 31:
+            return f"rows of {name} must lie within 2^31 elements, got shape {list(x.shape)} and strides {x.stride()}"
+    return None
 
 
 def view(x: Tensor) -> View:

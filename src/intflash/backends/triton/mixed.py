@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from intflash.backends.triton import mixed_steps
-from intflash.backends.triton.launch import Launch, contiguous_keys, data_view, view
+from intflash.backends.triton.launch import GRID_LIMIT, Launch, contiguous_keys, data_view, view
 from intflash.backends.triton.mixed_steps import Kinds, MixedConstants
 from intflash.backends.triton.steps import Steps
 from intflash.backends.triton.streaming import Statistics, Tile, _streaming_kernel, block_dim
@@ -184,10 +184,10 @@ def mixed_launch(
             1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group, 1, 1,
             even=not packed and problem.causal is None and nk % tile.keys == 0,
         ),
-        BATCH_FIRST=batch > 65535,
+        BATCH_FIRST=batch > GRID_LIMIT,
     )  # fmt: skip
     row_tiles = triton.cdiv(nq, tile.rows) + (sequences or 0)
-    grid = (batch, heads, row_tiles) if batch > 65535 else (row_tiles, heads, batch)
+    grid = (batch, heads, row_tiles) if batch > GRID_LIMIT else (row_tiles, heads, batch)
     return Launch(_streaming_kernel, grid, arguments, tile.warps, tile.stages)
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intflash.backends.triton.launch import Launch, data_view, view
+from intflash.backends.triton.launch import GRID_LIMIT, Launch, data_view, view
 from intflash.backends.triton.steps import Hooks, Steps, make_steps
 from intflash.backends.triton.streaming import Statistics, Tile, _streaming_kernel, block_dim
 from intflash.backends.triton.tiles import Masks, Periods, Place, head_base, natural_order, permuted_keys
@@ -268,8 +268,8 @@ def published_launch(
             1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group, 1, 1,
             even=not packed and not causal and nk % tile.keys == 0,
         ),
-        BATCH_FIRST=batch > 65535,
+        BATCH_FIRST=batch > GRID_LIMIT,
     )  # fmt: skip
     row_tiles = triton.cdiv(nq, tile.rows) + (sequences or 0)
-    grid = (batch, heads, row_tiles) if batch > 65535 else (row_tiles, heads, batch)
+    grid = (batch, heads, row_tiles) if batch > GRID_LIMIT else (row_tiles, heads, batch)
     return Launch(_streaming_kernel, grid, arguments, tile.warps, tile.stages)

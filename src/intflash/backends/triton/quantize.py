@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intflash.backends.triton.launch import Launch, data_view, view
+from intflash.backends.triton.launch import GRID_LIMIT, Launch, data_view, view
 from intflash.backends.triton.tiles import View, head_base, load_rows
 from intflash.numerics.triton import quantize
 from intflash.quant import QTensor, Recipe
@@ -36,25 +36,33 @@ class Three(NamedTuple):
 
 
 @triton.jit
-def _head_amax(x: View, count, heads, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    """max|x| over ROWS tokens of the program's head."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1)
-    zero = head * 0
-    tile = load_rows(x, head_base(x, tl.program_id(2), tl.minimum(head, heads - 1), zero), rows, count, D, BD, True)
-    return tl.max(tl.max(tl.abs(tile.to(tl.float32)), 1), 0)
+def _place(ROWS: tl.constexpr, BATCH_FIRST: tl.constexpr):
+    """A program's batch, head and first token. The grid is (tokens, heads, batch), or (batch, heads, tokens)."""
+    batch, block = tl.program_id(2), tl.program_id(0)
+    if BATCH_FIRST:
+        batch, block = block, batch
+    return batch, tl.program_id(1), block * ROWS
+
+
+@triton.jit
+def _head_amax(x: View, batch, head, first, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """max|x| over ROWS tokens of a head."""
+    tile = load_rows(x, head_base(x, batch, head, head * 0), first + tl.arange(0, ROWS), count, D, BD, True)
+    return tl.max(tl.max(tl.abs(tile.to(tl.float32)), 1), 0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _amax_kernel(
     q: View, k: View, v: View, amax, nq, nk, hq, hk,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
+    BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """amax[0..2]: max|Q|, max|K|, max|V| as the bits of a float >= 0, which order as integers do; zeroed before."""
-    tl.atomic_max(amax, _head_amax(q, nq, hq, D, BD, ROWS).to(tl.int32, bitcast=True), sem="relaxed")
-    if tl.program_id(1) < hk:
-        tl.atomic_max(amax + 1, _head_amax(k, nk, hk, D, BD, ROWS).to(tl.int32, bitcast=True), sem="relaxed")
-        tl.atomic_max(amax + 2, _head_amax(v, nk, hk, DV, BDV, ROWS).to(tl.int32, bitcast=True), sem="relaxed")
+    batch, head, first = _place(ROWS, BATCH_FIRST)
+    tl.atomic_max(amax, _head_amax(q, batch, tl.minimum(head, hq - 1), first, nq, D, BD, ROWS), sem="relaxed")
+    if head < hk:
+        tl.atomic_max(amax + 1, _head_amax(k, batch, head, first, nk, D, BD, ROWS), sem="relaxed")
+        tl.atomic_max(amax + 2, _head_amax(v, batch, head, first, nk, DV, BDV, ROWS), sem="relaxed")
 
 
 @triton.jit
@@ -94,10 +102,9 @@ def head_inverse(scale, b, h):
 
 
 @triton.jit
-def _quantize_tile(x, codes, scale, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    batch, head = tl.program_id(2), tl.program_id(1)
+def _quantize_tile(x, codes, scale, batch, head, first, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
     zero = head * 0
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = first + tl.arange(0, ROWS)
     channels = tl.arange(0, BD)
     tile = load_rows(x, head_base(x, batch, head, zero), rows, count, D, BD, True)
     tile = quantize(tile, head_inverse(scale, batch, head))
@@ -109,15 +116,16 @@ def _quantize_tile(x, codes, scale, count, D: tl.constexpr, BD: tl.constexpr, RO
 def _quantize_kernel(
     x: Three, codes: Three, scales: Three, nq, nk, hq, hk,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
+    BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Codes of Q (where `codes` has a place for them), K and V; the layout of each is its View's."""
-    first = tl.program_id(0) * ROWS
+    batch, head, first = _place(ROWS, BATCH_FIRST)
     if codes.q is not None:
-        if (tl.program_id(1) < hq) & (first < nq):
-            _quantize_tile(x.q, codes.q, scales.q, nq, D, BD, ROWS)
-    if (tl.program_id(1) < hk) & (first < nk):
-        _quantize_tile(x.k, codes.k, scales.k, nk, D, BD, ROWS)
-        _quantize_tile(x.v, codes.v, scales.v, nk, DV, BDV, ROWS)
+        if (head < hq) & (first < nq):
+            _quantize_tile(x.q, codes.q, scales.q, batch, head, first, nq, D, BD, ROWS)
+    if (head < hk) & (first < nk):
+        _quantize_tile(x.k, codes.k, scales.k, batch, head, first, nk, D, BD, ROWS)
+        _quantize_tile(x.v, codes.v, scales.v, batch, head, first, nk, DV, BDV, ROWS)
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,7 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 
 _memory: dict[Hashable, Any] = {}
+_captured: dict[Hashable, Any] = {}  # what graphs have the addresses of: never let go
 _MOST = 256
 
 
@@ -178,17 +187,20 @@ def remember(key: Hashable, device: torch.device, make: Callable[[], Any]) -> An
     """What `make` puts on the device, made once for each stream.
 
     Not while a graph is being captured (nothing runs then, and a replay would own the result), and not across
-    streams (another one could read before the first has written).
+    streams (another one could read before the first has written). What a graph took is kept for as long as it may run.
     """
     if device.type != "cuda":
         return make()
     place = (key, device, torch.cuda.current_stream(device).cuda_stream)
+    capturing = torch.cuda.is_current_stream_capturing()
     if place not in _memory:
-        if torch.cuda.is_current_stream_capturing():
+        if capturing:
             return make()
         if len(_memory) >= _MOST:
             _memory.clear()
-        _memory[place] = make()
+        _memory[place] = _captured.get(place) or make()
+    if capturing:
+        _captured[place] = _memory[place]
     return _memory[place]
 
 
@@ -203,9 +215,15 @@ def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[Launch,
     arguments = dict(
         **{name: data_view(x) for name, x in zip("qkv", tensors, strict=True)}, amax=amax, nq=nq, nk=nk, hq=hq, hk=hk,
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
+        BATCH_FIRST=batch > GRID_LIMIT,
     )  # fmt: skip
-    grid = (triton.cdiv(max(nq, nk), _ROWS), max(hq, hk), batch)
-    return Launch(_amax_kernel, grid, arguments), scale
+    return Launch(_amax_kernel, _grid(batch, max(hq, hk), max(nq, nk)), arguments), scale
+
+
+def _grid(batch: int, heads: int, tokens: int) -> tuple[int, int, int]:
+    """As `_place` reads it."""
+    blocks = triton.cdiv(tokens, _ROWS)
+    return (batch, heads, blocks) if batch > GRID_LIMIT else (blocks, heads, batch)
 
 
 def _without_holes(x: Tensor) -> bool:
@@ -235,8 +253,9 @@ def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[Launch, dict[st
         x=Three(*map(data_view, inputs.tensors)), codes=Three(*(None if x is None else data_view(x) for x in codes)),
         scales=Three(*map(view, inputs.scales)), nq=nq, nk=nk, hq=hq, hk=hk,
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
+        BATCH_FIRST=batch > GRID_LIMIT,
     )  # fmt: skip
     tokens, heads = (max(nq, nk), max(hq, hk)) if query else (nk, hk)
-    grid = (triton.cdiv(tokens, _ROWS), heads, batch)
+    grid = _grid(batch, heads, tokens)
     made = zip("qkv", codes, inputs.scales, inputs.granularities, strict=True)
     return Launch(_quantize_kernel, grid, arguments), {name: QTensor(*x) for name, *x in made if x[0] is not None}

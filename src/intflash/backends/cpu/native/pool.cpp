@@ -2,9 +2,12 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
@@ -79,7 +82,7 @@ class Pool {
       return function(context, tickets);
     }
     if (!shares_ || shares_->capacity() < threads) shares_.reset(new Shares(threads));
-    while (workers_ < threads - 1) std::thread(&Pool::work, this, workers_++).detach();
+    hire(threads - 1);
     function_ = function;
     context_ = context;
     limit_ = threads - 1;
@@ -103,6 +106,7 @@ class Pool {
       done_.wait(lock, [&] { return (state_.load() & kActive) == 0; });
       waiting_ = false;
     }
+    if (failed_) std::rethrow_exception(std::exchange(failed_, nullptr));
   }
 
  private:
@@ -115,11 +119,26 @@ class Pool {
   TicketFunction function_ = nullptr;
   void* context_ = nullptr;
   std::unique_ptr<Shares> shares_;  // replaced between calls only
+  std::exception_ptr failed_;  // the first one's, for the caller
   int limit_ = 0, workers_ = 0;
+
+  void hire(int count) {
+    try {
+      for (; workers_ < count; ++workers_) std::thread(&Pool::work, this, workers_).detach();
+    } catch (const std::system_error&) {  // those that there are draw all tickets
+    }
+  }
 
   void drain(int thread) {
     Tickets tickets = shares_->of(thread);
-    function_(context_, tickets);
+    try {
+      function_(context_, tickets);
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(sleep_);
+      if (!failed_) failed_ = std::current_exception();
+      for (int64_t ticket; tickets.next(ticket);) {
+      }
+    }
   }
 
   bool enter(uint64_t& seen) {  // into an open call of another epoch than the one seen

@@ -23,7 +23,7 @@ class Tickets {
 using TicketFunction = void (*)(void* context, Tickets& tickets);
 
 // Runs tickets [0, count), count < 2^32, by a call of `function` on each of up to `threads` threads, the caller among
-// them; returns when all are done.
+// them; returns when all are done, or throws what one of them has thrown.
 void run_tickets(int threads, int64_t count, TicketFunction function, void* context);
 
 }  // namespace intflash

@@ -48,8 +48,8 @@ struct Params {
     i32 tiles;              // row tiles (or windows) of a program
     i32 count;              // of all windows, where a program takes several
     i32 heads;              // of Q
-    u32 head_reciprocal;    // ceil(2^32 / heads), ceil(2^32 / bias_batches), ceil(2^32 / keep_batches); 0 for one
-    u32 bias_reciprocal, keep_reciprocal;
+    u32 head_reciprocal;    // ceil(2^32 / heads); 0 for one
+    u32 bias_reciprocal, keep_reciprocal;  // ceil(2^32 / batches); 0 for one, and for as many as Q has
     Share share;
 };
 

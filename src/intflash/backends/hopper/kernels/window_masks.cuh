@@ -11,7 +11,7 @@ template <typename T, int KIND> struct MaskRow {
     const T* row;
 
     DEVICE MaskRow(const View& x, u32 batch, u32 batches, u32 reciprocal, u32 head, u32 at) {
-        const u32 b = reciprocal ? batch - __umulhi(batch, reciprocal) * batches : 0;
+        const u32 b = reciprocal ? batch - __umulhi(batch, reciprocal) * batches : batch;
         row = (const T*)x.ptr + head_offset(x, b, head) + at * x.n;
     }
     DEVICE T operator[](u32 key) const { return row[KIND == 1 ? key : 0]; }

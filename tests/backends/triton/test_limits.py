@@ -1,0 +1,83 @@
+"""What the GPU backends leave to others because a grid or a 32-bit index ends, and what graphs keep alive."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from intflash.backends.hopper import rows, windows  # noqa: E402
+from intflash.backends.triton import quantize  # noqa: E402
+from intflash.backends.triton.launch import limits  # noqa: E402
+from intflash.problem import Problem  # noqa: E402
+from intflash.quant import QTensor  # noqa: E402
+
+
+def problem(shape, method="intflash", v=None, **more) -> Problem:
+    """Of codes without memory."""
+    scale = torch.ones(1, 1, 1, 1)
+    q = QTensor(torch.empty(shape, dtype=torch.int8, device="meta"), scale, "tensor")
+    return Problem(method, q, q, q if v is None else QTensor(v, scale, "tensor"), 0.1, out_dtype=torch.int8, **more)
+
+
+def test_heads_past_a_grid_s_second_axis():
+    assert limits(problem((1, 65_535, 70, 64))) is None
+    assert "at most 65535 heads, got 65536" in limits(problem((1, 65_536, 70, 64)))
+
+
+def test_queries_past_a_grid_s_third_axis():
+    p = problem((1, 1, 100, 64))
+    long = QTensor(torch.empty(1, 1, 64 * 65_535 + 1, 64, dtype=torch.int8, device="meta"), p.q.scale, "tensor")
+    assert rows.unsupported(p) is None
+    assert "queries" in rows.unsupported(replace(p, q=long))
+
+
+@pytest.mark.parametrize("tokens, reason", [(58_254, None), (58_255, "rows of k must lie within 2^31 elements")])
+def test_tokens_past_32_bits(tokens, reason):
+    p = problem((1, 1, 8, 128))
+    far = torch.empty(0, dtype=torch.int8, device="meta").as_strided((1, 1, tokens, 128), (0, 0, 36_864, 1))
+    found = limits(replace(p, k=QTensor(far, p.k.scale, "tensor")))
+    assert found is None if reason is None else reason in found
+
+
+def test_masks_that_repeat_past_32_bits():
+    """As many batches as windows, or one, need no quotient; 64 of 76,800 have an exact one."""
+    for batch, batches, takes in (
+        (76_800, 76_800, True),
+        (76_800, 64, True),
+        (76_800, 1, True),
+        (131_072, 65_536, False),
+    ):
+        keep = torch.empty(batches, 1, 1, 49, dtype=torch.bool, device="meta")
+        found = windows.unsupported(problem((batch, 1, 49, 32), keep=keep))
+        assert found is None if takes else "repeats over at most 2^32" in found
+
+
+def test_windows_of_key_major_values_off_their_words():
+    stored = torch.zeros(33, 4, 1, 49, dtype=torch.int8)[:32].permute(1, 2, 3, 0)  # a batch of 49 bytes
+    assert "multiples of 4 bytes" in windows.unsupported(problem((4, 1, 49, 32), v=stored))
+    stored = torch.zeros(33, 4, 1, 64, dtype=torch.int8)[:32, ..., :49].permute(1, 2, 3, 0)
+    assert windows.unsupported(problem((4, 1, 49, 32), v=stored)) is None
+
+
+def test_what_a_graph_took_is_kept(monkeypatch):
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    for name in ("_memory", "_captured"):
+        monkeypatch.setattr(quantize, name, {})
+
+    def remembered(key: object) -> object:
+        return quantize.remember(key, torch.device("cuda"), object)
+
+    before = remembered("scale")
+    capturing = True
+    assert remembered("scale") is before and remembered("new") is not remembered("new")
+    capturing = False
+    for other in range(2 * quantize._MOST):
+        remembered(other)
+    assert remembered("scale") is before
