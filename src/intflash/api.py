@@ -70,7 +70,7 @@ def attention(
 
     Returns:
         The output ``[..., Hq, Nq, Dv]``, or with `return_lse` the pair (output, lse). A `QTensor` has four axes, the
-        leading ones as one. A query whose keys are all absent gives 0 (torch gives NaN) and an lse of -inf
+        leading ones as one. A query whose keys are all absent gives 0 and an lse of -inf
         (`qflash`, `iflash`: as their papers', docs/numerics.md section 3).
 
     Raises:
@@ -94,8 +94,7 @@ def attention(
         out_scale=out_scale, return_lse=return_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         check_finite=check_finite,
     )  # fmt: skip
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    out, lse = ops.attention(**arguments) if traced else pipeline.run(arguments)
+    out, lse = ops.attention(**arguments) if ops.dispatches(arguments) else pipeline.run(arguments)
     return (out, lse) if return_lse else out
 
 
@@ -147,8 +146,8 @@ def _broadcast(*tensors: Tensor, axes: int) -> tuple[Tensor, ...]:
     """With the same axes before the last `axes`, where those that differ are 1."""
     if not all(isinstance(x, Tensor) and x.ndim >= axes for x in tensors):
         return tensors
-    leads = {x.shape[:-axes] for x in tensors}
-    if len(leads) == 1:
+    leads = [x.shape[:-axes] for x in tensors]
+    if all(lead == leads[0] for lead in leads):  # compared, not hashed: sizes may be symbolic
         return tensors
     try:
         lead = torch.broadcast_shapes(*leads)
@@ -178,7 +177,10 @@ def which_backend(*args: Any, **kwargs: Any) -> str:
     names = ("q", "k", "v", "attn_mask", "is_causal", "scale")
     if len(args) > len(names):
         raise TypeError(f"at most {len(names)} arguments by position, {', '.join(names)}; got {len(args)}")
-    options = dict(zip(names, args, strict=False)) | kwargs
+    options = dict(zip(names, args, strict=False))
+    if twice := options.keys() & kwargs.keys():
+        raise TypeError(f"{', '.join(sorted(twice))} came by position and by name")
+    options |= kwargs
     backend = options.pop("backend", None)
     if pipeline.is_dynamic(options.get("out_scale")):
         options["out_scale"] = None

@@ -5,7 +5,8 @@ The op takes what `attention` takes with `QTensor` and `Recipe` laid out flat, a
 """
 
 # Annotations here are read at run time by torch.library: no `from __future__ import annotations`.
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any, Optional
 
 import torch
@@ -115,6 +116,36 @@ def _save_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
 _attention.register_autograd(_backward, setup_context=_save_inputs)
 
 
+_PLAIN = Tensor.__torch_dispatch__
+
+
+def dispatches(arguments: dict[str, Any]) -> bool:
+    """Whether torch's dispatcher must see the call: where it is traced or transformed, and for tensors that are not
+    memory alone (wrapped, negated, fake ones)."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return not all(map(_is_memory, _tensors(arguments)))
+
+
+def _is_memory(x: Tensor) -> bool:
+    kind = type(x)
+    plain = kind is Tensor or kind.__torch_dispatch__ is _PLAIN
+    return plain and not (x.is_neg() or x._is_zerotensor() or torch._is_functional_tensor(x))
+
+
+def _tensors(arguments: dict[str, Any]) -> Iterator[Tensor]:
+    recipe = arguments["recipe"]
+    if isinstance(recipe, Recipe):
+        yield from (x for x in (recipe.q_scale, recipe.k_scale, recipe.v_scale) if isinstance(x, Tensor))
+    for x in arguments.values():
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, QTensor):
+            yield from (x.data, x.scale)
+
+
 def attention(
     q: Tensor | QTensor,
     k: Tensor | QTensor,
@@ -140,7 +171,7 @@ def attention(
         granularities, blocks = [getattr(chosen, name) for name in _NAMES], [chosen.block_size] * 3
         bits = [chosen.bits] * 3
     dynamic = pipeline.is_dynamic(out_scale)
-    if isinstance(out_scale, int | float):
+    if isinstance(out_scale, Real):
         out_scale = torch.full((1, 1, 1, 1), float(out_scale), device=tensors[0].device)
     out, scale, lse = _attention(
         *tensors, options["attn_mask"], options["bias"], *scales, None if dynamic else out_scale,

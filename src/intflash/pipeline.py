@@ -94,11 +94,13 @@ def prepare(
     chosen = get_method(method)
     validate.check_inputs(q, k, v, enable_gqa)
     sm_scale = validate.softmax_scale(scale, q.shape[-1])
-    recipe = chosen.recipe if recipe is None else recipe
-    if not isinstance(recipe, Recipe):
-        raise InputError(f"recipe must be a Recipe, got {type(recipe).__name__}")
-    validate.check_granularities(chosen, q, k, v, recipe)
     quantized = isinstance(q, QTensor)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise InputError(f"recipe must be a Recipe, got {type(recipe).__name__}")
+    if recipe is not None and quantized:
+        raise InputError("a recipe says how floats are quantized; q, k, v are QTensors, quantized already")
+    recipe = chosen.recipe if recipe is None else recipe
+    validate.check_granularities(chosen, q, k, v, recipe)
     if out_dtype is None:
         out_dtype = torch.int8 if quantized else q.dtype
     validate.check_out_dtype(chosen, out_dtype, out_scale)
@@ -207,8 +209,8 @@ def _rotate_and_smooth(
 def _out_scale(out_scale: Tensor | float | None, q: Tensor | QTensor, v: Tensor | QTensor, read: bool) -> Tensor | None:
     if out_scale is None:
         return None
+    check_number(out_scale, "out_scale")
     if not isinstance(out_scale, Tensor):
-        check_number(float(out_scale), "out_scale")
         return torch.full((1, 1, 1, 1), float(out_scale), dtype=torch.float32, device=q.device)
     if out_scale.numel() == 1:
         out_scale = out_scale.reshape(1, 1, 1, 1)

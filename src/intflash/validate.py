@@ -10,7 +10,7 @@ from torch import Tensor
 from intflash.errors import InputError
 from intflash.methods.base import Method
 from intflash.quant import QTensor, Recipe
-from intflash.quant.quantizers import FLOAT_DTYPES
+from intflash.quant.quantizers import FLOAT_DTYPES, LEAST_SCALE
 
 Input = QTensor | Tensor
 
@@ -26,7 +26,8 @@ def check_inputs(q: Input, k: Input, v: Input, enable_gqa: bool) -> None:
     if quantized and dtypes != [torch.int8] * 3:
         raise InputError(f"q, k, v codes must be int8, got {dtypes}")
     if not quantized and (dtypes[0] not in FLOAT_DTYPES or dtypes[1] != dtypes[0] or dtypes[2] != dtypes[0]):
-        raise InputError(f"q, k, v must share one dtype of {FLOAT_DTYPES}, got {dtypes}")
+        codes = "; int8 codes go in with their scale, as QTensor(codes, scale)" if torch.int8 in dtypes else ""
+        raise InputError(f"q, k, v must share one dtype of {FLOAT_DTYPES}, got {dtypes}{codes}")
     devices = q.device, k.device, v.device
     if devices[1] != devices[0] or devices[2] != devices[0]:
         raise InputError(f"q, k, v must be on one device, got {[str(d) for d in devices]}")
@@ -62,7 +63,7 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     try:
         found = float(scale)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not 0 < found < math.inf:
         raise InputError(f"scale must be finite and > 0, got {scale!r}")
@@ -95,10 +96,13 @@ def check_tensor(x: object, name: str, device: torch.device) -> None:
 
 def check_scales(q: Input, k: Input, v: Input, recipe: Recipe) -> None:
     """Positive finite scales of codes, or those that a recipe gives. Reads values: on a GPU it waits for the device."""
-    of = (q.scale, k.scale, v.scale) if isinstance(q, QTensor) else (recipe.q_scale, recipe.k_scale, recipe.v_scale)
+    if isinstance(q, QTensor):
+        of, least = (q.scale, k.scale, v.scale), 2.0**-149  # the smallest float32
+    else:
+        of, least = (recipe.q_scale, recipe.k_scale, recipe.v_scale), LEAST_SCALE
     for name, scale in zip("qkv", of, strict=True):
         if isinstance(scale, Tensor):
-            check_scale(scale, f"{name}'s scale")
+            check_scale(scale, f"{name}'s scale", least)
 
 
 def check_finite(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -111,11 +115,12 @@ def check_finite(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise InputError(f"{name} must be finite, got {int((~finite).sum())} non-finite of {x.numel()} values")
 
 
-def check_scale(scale: Tensor, name: str) -> None:
-    """Positive finite values."""
-    good = 0 < scale.item() < math.inf if scale.numel() == 1 else bool(((scale > 0) & (scale < math.inf)).all())
-    if not good:
-        raise InputError(f"{name} must be finite and > 0, got {scale.flatten()[:4].tolist()} ...")
+def check_scale(scale: Tensor, name: str, least: float = LEAST_SCALE) -> None:
+    """Finite values of at least `least` > 0, by default those whose reciprocals are finite."""
+    low, high = (scale, scale) if scale.numel() == 1 else scale.aminmax()
+    if not (least <= low.item() and high.item() < math.inf):  # with a NaN both are
+        normal = " (as normal float32)" if least == LEAST_SCALE else ""
+        raise InputError(f"{name} must be finite and > 0, got {scale.flatten()[:4].tolist()} ...{normal}")
 
 
 def check_bias_values(bias: Tensor, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ class QTensor:
 
     Args:
         data: int8 codes in [-127, 127] (int16 for 16-bit outputs), shape ``[B, H, N, D]``.
-        scale: float, or a float32 tensor; kept as float32, 4-D and broadcast-shaped:
+        scale: a number, or a float32 tensor; kept as float32, 4-D and broadcast-shaped:
             tensor ``[1, 1, 1, 1]``, head ``[B|1, H, 1, 1]`` (given as that, ``[H]`` or ``[B, H]``),
             token ``[B|1, H, N, 1]``, block ``[B|1, H, ceil(N / block_size), 1]``, channel ``[B|1, H, 1, D]``.
         granularity: which of these.
@@ -43,8 +44,9 @@ class QTensor:
     bits: int = 8
 
     def __post_init__(self) -> None:
-        if self.data.dtype not in (torch.int8, torch.int16):
-            raise InputError(f"QTensor data must be int8 or int16, got {self.data.dtype}")
+        if not isinstance(self.data, Tensor) or self.data.dtype not in (torch.int8, torch.int16):
+            got = self.data.dtype if isinstance(self.data, Tensor) else type(self.data).__name__
+            raise InputError(f"QTensor data must be an int8 or int16 tensor, got {got}")
         if self.data.ndim != 4:
             raise InputError(f"QTensor data must be [B, H, N, D], got shape {tuple(self.data.shape)}")
         if self.granularity not in GRANULARITIES:
@@ -53,16 +55,20 @@ class QTensor:
             raise InputError(f"bits must be 4, 8 or 16, got {self.bits}")
         if (self.block_size is not None) != (self.granularity == "block"):
             raise InputError(f"block_size goes with granularity 'block', got {self.granularity!r}, {self.block_size}")
+        if self.block_size is not None and not (isinstance(self.block_size, int) and self.block_size >= 1):
+            raise InputError(f"block_size must be an integer of at least 1, got {self.block_size!r}")
+        if not isinstance(self.scale, Tensor | Real):
+            raise InputError(f"a QTensor's scale must be a number or a tensor, got {type(self.scale).__name__}")
         object.__setattr__(self, "scale", self._normal_scale())
 
     def _normal_scale(self) -> Tensor:
-        if isinstance(self.scale, int | float):  # a fill, not a copy from the host: fits a CUDA graph
-            return torch.full((1, 1, 1, 1), float(self.scale), dtype=torch.float32, device=self.data.device)
-        scale = torch.as_tensor(self.scale, dtype=torch.float32, device=self.data.device)
         b, h, n, d = self.data.shape
         blocks = -(-n // self.block_size) if self.block_size else 0
         tail = {"tensor": (1, 1), "head": (1, 1), "token": (n, 1), "block": (blocks, 1), "channel": (1, d)}
         want = (1 if self.granularity == "tensor" else h, *tail[self.granularity])
+        if isinstance(self.scale, Real):  # a fill, not a copy from the host: fits a CUDA graph
+            return torch.full((1, *want), float(self.scale), dtype=torch.float32, device=self.data.device)
+        scale = self.scale.to(dtype=torch.float32, device=self.data.device)
         if self.granularity == "tensor" and scale.numel() == 1:
             return scale.reshape(1, 1, 1, 1)
         if self.granularity == "head" and scale.shape in ((h,), (b, h)):

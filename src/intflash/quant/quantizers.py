@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from intflash.errors import InputError
 from intflash.quant.qtensor import GRANULARITIES, QTensor
 
+LEAST_SCALE = 2.0**-126  # a float is quantized by the reciprocal, which is finite from here on
 TINY_AMAX = 2.0**-100
 RULES = ("exact", "divide")
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -62,7 +64,10 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("q", "k", "v"):
             _check_granularity(getattr(self, name), (*GRANULARITIES, "none"), f"Recipe.{name}")
-            check_number(getattr(self, f"{name}_scale"), f"Recipe.{name}_scale")
+            scale = getattr(self, f"{name}_scale")
+            check_number(scale, f"Recipe.{name}_scale")
+            if isinstance(scale, Real):  # of any library's kind
+                object.__setattr__(self, f"{name}_scale", float(scale))
         _check_options(self.bits, self.block_size, self.rule, "Recipe.")
 
     def quantize(self, name: str, x: Tensor) -> QTensor | Tensor:
@@ -84,16 +89,20 @@ def _check_granularity(granularity: str, known: tuple[str, ...], name: str) -> N
 def _check_options(bits: int, block_size: int, rule: str, of: str = "") -> None:
     if bits not in (4, 8):
         raise InputError(f"{of}bits must be 4 or 8, got {bits}")
-    if block_size < 1:
-        raise InputError(f"{of}block_size must be at least 1, got {block_size}")
+    if not (isinstance(block_size, int) and block_size >= 1):
+        raise InputError(f"{of}block_size must be an integer of at least 1, got {block_size!r}")
     if rule not in RULES:
         raise InputError(f"{of}rule must be one of {RULES}, got {rule!r}")
 
 
 def check_number(scale: Tensor | float | None, name: str) -> None:
-    """A scale that is a number is finite and > 0."""
-    if isinstance(scale, int | float) and not 0 < scale < math.inf:
-        raise InputError(f"{name} must be finite and > 0, got {scale}")
+    """A scale is a tensor, or a number that is a normal float32: finite and > 0, as its reciprocal is then."""
+    if scale is None or isinstance(scale, Tensor):
+        return
+    if not isinstance(scale, Real):
+        raise InputError(f"{name} must be a number or a tensor, got {type(scale).__name__}")
+    if not LEAST_SCALE <= scale <= torch.finfo(torch.float32).max:
+        raise InputError(f"{name} must be finite and > 0, got {scale} (as a normal float32)")
 
 
 def quantize(

@@ -23,12 +23,19 @@ int64_t item(nb::handle tuple, size_t i) {
   return value;
 }
 
+// Fake, functional and wrapped tensors have none.
+int64_t known(int64_t address) {
+  if (!address) throw std::invalid_argument("a tensor has no memory of its own here: it is a fake, functional or wrapped one");
+  return address;
+}
+int64_t address(nb::handle tuple, size_t i) { return known(item(tuple, i)); }
+
 // (pointer, shape, stride) of four axes; an axis of size 1 is a broadcast one.
 template <class T>
 View<T> view(nb::handle tensor) {
   View<T> v;
   if (tensor.is_none()) return v;
-  v.data = reinterpret_cast<const T*>(item(tensor, 0));
+  v.data = reinterpret_cast<const T*>(address(tensor, 0));
   const nb::handle shape = element(tensor, 1), stride = element(tensor, 2);
   for (size_t i = 0; i < 4; ++i) v.stride[i] = item(shape, i) == 1 ? 0 : item(stride, i);
   return v;
@@ -141,7 +148,7 @@ struct Quantization {
 // tensor: (pointer, shape, stride); how: (float type, per head, qmax, scale), scale: None, a number, or a tensor
 FloatInput float_input(nb::handle tensor, nb::handle how) {
   FloatInput x;
-  x.data = reinterpret_cast<const char*>(item(tensor, 0));
+  x.data = reinterpret_cast<const char*>(address(tensor, 0));
   const nb::handle shape = element(tensor, 1), stride = element(tensor, 2), scale = element(how, 3);
   x.batch = item(shape, 0), x.heads = item(shape, 1), x.tokens = item(shape, 2), x.channels = item(shape, 3);
   for (size_t i = 0; i < 4; ++i) x.stride[i] = item(stride, i);
@@ -187,7 +194,7 @@ bool attention(const char* isa, int threads, int method, int out_type, int64_t o
   Call call{};
   call.method = Method(method);
   call.out_type = OutType(out_type);
-  call.out = reinterpret_cast<void*>(out);
+  call.out = reinterpret_cast<void*>(known(out));
   for (size_t i = 0; i < 3; ++i) call.out_stride[i] = item(out_stride, i);
   call.sm_scale = sm_scale;
   const nb::handle q_shape = element(q, 1), k_shape = element(k, 1);
@@ -205,8 +212,8 @@ bool attention(const char* isa, int threads, int method, int out_type, int64_t o
     call.bottom_right = item(causal, 1);
   }
   if (!packed.is_none()) {
-    call.ends_q = reinterpret_cast<const int32_t*>(item(packed, 0));
-    call.ends_k = reinterpret_cast<const int32_t*>(item(packed, 1));
+    call.ends_q = reinterpret_cast<const int32_t*>(address(packed, 0));
+    call.ends_k = reinterpret_cast<const int32_t*>(address(packed, 1));
     call.sequences = item(packed, 2);
   }
   call.t_max = reinterpret_cast<int64_t*>(t_max);
