@@ -1,26 +1,46 @@
-"""All-pairs test cases: every pair of values of any two factors occurs in some case."""
+"""All-pairs test cases: every pair of values of any two factors occurs in some case, if it is possible at all."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 
-def pairwise(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """A small set of cases that covers all pairs; greedy and deterministic."""
+def pairwise(
+    factors: dict[str, list[Any]], possible: Callable[[dict[str, Any]], bool] = lambda case: True
+) -> list[dict[str, Any]]:
+    """A small set of possible cases that covers all pairs that one can have; greedy and deterministic.
+
+    Args:
+        possible: whether a case, of which some factors may not be chosen yet, can be one.
+    """
     names = list(factors)
     indices = {n: range(len(factors[n])) for n in names}
     wanted = {((a, i), (b, j)) for a, b in itertools.combinations(names, 2) for i in indices[a] for j in indices[b]}
     cases = []
+
+    def values(case: dict[str, int]) -> dict[str, Any]:
+        return {n: factors[n][case[n]] for n in names if n in case}
+
+    def completed(case: dict[str, int]) -> dict[str, int] | None:
+        """With the values that cover the most, as far as the case stays possible; None if it cannot be."""
+        if not possible(values(case)):
+            return None
+        name = next((n for n in names if n not in case), None)
+        if name is None:
+            return case
+        gain = {v: _covered({**case, name: v}, name, wanted, names) for v in indices[name]}
+        tried = (completed({**case, name: v}) for v in sorted(gain, key=gain.get, reverse=True))
+        return next((found for found in tried if found is not None), None)
+
     while wanted:
-        (a, i), (b, j) = min(wanted)
-        case = {a: i, b: j}
-        for name in names:
-            if name not in case:
-                gain = {v: _covered({**case, name: v}, name, wanted, names) for v in indices[name]}
-                case[name] = max(gain, key=gain.get)
-        wanted -= {((x, case[x]), (y, case[y])) for x, y in itertools.combinations(names, 2)}
-        cases.append({n: factors[n][case[n]] for n in names})
+        pair = min(wanted)
+        case = completed(dict(pair))
+        wanted.discard(pair)
+        if case is not None:
+            wanted -= {((x, case[x]), (y, case[y])) for x, y in itertools.combinations(names, 2)}
+            cases.append(values(case))
     return cases
 
 

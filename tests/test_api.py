@@ -49,9 +49,11 @@ BAD = {
     "zero scale": (dict(scale=0.0), "finite and > 0, got 0.0"),
     "negative scale": (dict(scale=-1.0), "finite and > 0, got -1.0"),
     "nan scale": (dict(scale=float("nan")), "finite and > 0, got nan"),
+    "infinite scale": (dict(scale=float("inf")), "finite and > 0, got inf"),
     "nan input": (dict(q=NAN), "q must be finite, got 1 non-finite of 2560"),
     "inf input": (dict(v=V / 0), "v must be finite"),
     "scale of codes": (codes(k=QTensor(torch.ones(2, 4, 20, 16, dtype=torch.int8), -1.0)), "k's scale must be finite"),
+    "zero scale of codes": (codes(k=QTensor(torch.ones(2, 4, 20, 16, dtype=torch.int8), 0.0)), "k's scale must be"),
     "k granularity": (dict(recipe=Recipe(k="token")), r"takes k with granularity .*got 'token'"),
     "no quantization": (dict(recipe=Recipe(q="none")), "takes q with granularity"),
     "mask shape": (dict(attn_mask=torch.ones(3, 1, 20, 20, dtype=torch.bool)), r"broadcast to \[2, 4, 20, 20\]"),
@@ -70,6 +72,7 @@ BAD = {
     "word as scale": (dict(scale="a"), "finite and > 0, got 'a'"),
     "negative recipe": (dict(recipe=Recipe(q_scale=torch.tensor(-1.0))), "q's scale must be finite and > 0"),
     "nan in recipe": (dict(recipe=Recipe(v="head", v_scale=V.mean((0, 2, 3)) * float("nan"))), "v's scale must be"),
+    "inf in recipe": (dict(recipe=Recipe(v="head", v_scale=torch.ones(4) / torch.arange(4))), "v's scale must be"),
     "mask nan": (dict(attn_mask=torch.full((20, 20), float("nan"))), "must not hold NaN"),
     "mask inf": (dict(attn_mask=torch.full((20, 20), float("inf"))), "must not hold NaN or .inf"),
     "two biases": (dict(attn_mask=torch.zeros(20, 20), bias=torch.zeros(20, 20)), "attn_mask must be bool"),
@@ -98,14 +101,16 @@ def test_bad_input_is_refused_with_what_came(arguments, message):
     [
         (torch.tensor([0, 20]), "int32 tensor"),
         (torch.tensor([0, 19], dtype=torch.int32), "rise from 0 to 20"),
+        (torch.tensor([1, 20], dtype=torch.int32), "rise from 0 to 20"),
         (torch.tensor([0, 12, 9, 20], dtype=torch.int32), "rise from 0 to 20"),
         (torch.tensor([0, 9, 12, 20], dtype=torch.int32), "one length, got 4 and 2"),
     ],
 )
 def test_bad_packing_is_refused(cu_q, message):
     cu_k = torch.tensor([0, 20], dtype=torch.int32)
-    with pytest.raises(InputError, match=message):
-        attend(q=Q[:1], k=K[:1], v=V[:1], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    for backend in (None, "reference"):
+        with pytest.raises(InputError, match=message):
+            attend(q=Q[:1], k=K[:1], v=V[:1], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, backend=backend)
     with pytest.raises(InputError, match="batch of 1, got 2"):
         attend(cu_seqlens_q=cu_k, cu_seqlens_k=cu_k)
     with pytest.raises(InputError, match="cannot have 'block' scales"):
@@ -183,6 +188,8 @@ def test_mask_axes_of_five_axis_inputs_and_periodic_batches():
     for lead in ((1, 3), (2, 1), (2, 3), (1, 1)):
         mask = torch.rand(*lead, 1, 20, 20) > 0.3
         assert sqnr(F.scaled_dot_product_attention(q, k, v, mask), intflash.attention(q, k, v, mask)) > 28
+    with pytest.raises(InputError, match="attn_mask must broadcast"):  # windows repeat over one axis of batches only
+        intflash.attention(*randn(4, 2, 4, 20, 16), torch.ones(2, 1, 1, 20, 20) > 0)
     windows = torch.rand(3, 1, 20, 20) > 0.3
     flat = [x.flatten(0, 1) for x in (q, k, v)]
     expected = intflash.attention(q, k, v, windows[None]).flatten(0, 1)
@@ -286,6 +293,15 @@ def test_without_the_native_module_another_backend_serves_and_says_so_once(monke
         attend(backend="cpu")
 
 
+def test_a_fast_backend_of_another_machine_goes_without_a_word(monkeypatch, caplog):
+    missing = replace(backends()["cpu"], unavailable=lambda: "of another machine", native=lambda: False)
+    monkeypatch.setitem(backends(), "cpu", missing)
+    monkeypatch.setattr(plans, "_plans", {})
+    with caplog.at_level("WARNING", "intflash"):
+        assert torch.equal(attend(), attend(backend="torch"))
+    assert not caplog.records
+
+
 def test_which_backend_answers_for_the_call():
     assert intflash.which_backend(Q, K, V, method="qflash", return_lse=True) == "torch"
     with pytest.raises(BackendError, match="no log-sum-exp"):
@@ -302,15 +318,6 @@ def test_autocast_changes_no_bit(method, backend):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = attend(method=method, backend=backend)
     assert torch.equal(found, attend(method=method, backend=backend))
-
-
-def test_a_lower_matmul_precision_changes_no_bit():
-    want = attend(backend="torch")
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert torch.equal(attend(backend="torch"), want)
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 def test_sdpa_takes_what_torchs_takes_under_autocast():
@@ -387,12 +394,23 @@ def test_tangents_are_refused():
         assert torch.equal(attend(), attend(q=torch.autograd.forward_ad.unpack_dual(dual).primal))
 
 
+ONE = torch.full((1, 1, 1, 1), 0.03, requires_grad=True)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
-def test_scales_have_no_gradients_either(backend):
-    scale = torch.tensor(0.03, requires_grad=True)
-    out = attend(recipe=Recipe(v_scale=scale), backend=backend)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(recipe=Recipe(v_scale=ONE)),
+        dict(attn_mask=ONE),
+        dict(bias=ONE),
+        codes(q=QTensor(intflash.quantize(Q).data, ONE), out_dtype=torch.float32),
+    ],
+    ids=["scale of a recipe", "mask", "bias", "scale of codes"],
+)
+def test_scales_and_biases_have_no_gradients_either(options, backend):
     with pytest.raises(RuntimeError, match="has no gradients"):
-        out.sum().backward()
+        attend(**options, backend=backend).sum().backward()
 
 
 def test_other_devices_reach_the_backends_that_take_any():

@@ -26,11 +26,12 @@ FACTORS = {
 
 
 def possible(case):
-    packed_blocks = case["packed"] and "block" in case["granularity"]
-    return not (packed_blocks or (case["mask"] == "float" and case["bias"] != "none"))
+    """Of a case that may not be whole yet."""
+    packed_blocks = case.get("packed") and "block" in case.get("granularity", ())
+    return not (packed_blocks or (case.get("mask") == "float" and case.get("bias", "none") != "none"))
 
 
-CASES = [c for c in pairwise(FACTORS) if possible(c)]
+CASES = pairwise(FACTORS, possible)
 INTEGER = [m.name for m in METHODS.values() if m.integer_bias]
 OTHERS = sorted(set(backends()) - {"reference"})
 

@@ -9,6 +9,12 @@ from intflash.ops import _attention
 from oracle import randn
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    """Else a call of another test's code is compiled for a changed option, or after eight of them not at all."""
+    torch._dynamo.reset()
+
+
 def flat(q, k, v, **changes):
     names = [a.name for a in _attention._opoverload._schema.arguments]
     arguments = dict.fromkeys(names) | dict(
@@ -126,3 +132,82 @@ def test_the_op_gives_every_argument_that_a_signature_asks_for(monkeypatch):
     intflash.attention(*inputs)
     torch.compile(lambda *x: intflash.attention(*x), fullgraph=True, backend="aot_eager")(*inputs)
     assert len(seen) == 2 and [len(tensors) for _, tensors in seen] == [3, 3]
+
+
+ENDS = [torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 20], [0, 12, 20])]
+OPTIONS = {
+    "causal": dict(is_causal=True, causal_align="bottom_right"),
+    "scale": dict(scale=0.7),
+    "bias": dict(bias=torch.randn(1, 2, 20, 20, generator=torch.Generator().manual_seed(0))),
+    "smooth, rotate": dict(recipe=Recipe(smooth_k=True, rotate=True), return_lse=True),
+    "block": dict(recipe=Recipe(q="block", k="block", block_size=7)),
+    "four bits": dict(recipe=Recipe(bits=4)),
+    "packed": dict(cu_seqlens_q=ENDS[0], cu_seqlens_k=ENDS[1]),
+    "dynamic": dict(out_dtype=torch.int8, out_scale="dynamic"),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_compiled_calls_have_the_bits_of_eager_ones(options):
+    q, k, v = randn(1, 2, 20, 16)
+    if options.get("is_causal"):
+        q = q[:, :, :18]
+
+    def call(q, k, v):
+        found = intflash.attention(q, k, v, **options)
+        found = found if isinstance(found, tuple) else (found,)
+        return [x.dequantize() if isinstance(x, QTensor) else x for x in found]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert all(torch.equal(x, y) for x, y in zip(compiled, call(q, k, v), strict=True))
+
+
+@pytest.mark.parametrize("granularity, bits", [("tensor", 4), ("block", 8)])
+def test_compiled_calls_of_codes(granularity, bits):
+    granularities = granularity, granularity, "tensor"
+    codes = zip(randn(1, 2, 20, 16), granularities, strict=True)
+    q, k, v = (intflash.quantize(x, g, bits=bits, block_size=7) for x, g in codes)
+
+    def call(q, k, v):
+        return intflash.attention(q, k, v, out_dtype=torch.int16).dequantize()
+
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v), call(q, k, v))
+
+
+def test_compiled_calls_keep_the_rule():
+    q = (torch.arange(640).view(1, 2, 20, 16) % 254 - 126.5) * 0.03  # ties
+    _, k, v = randn(1, 2, 20, 16)
+    recipes = [Recipe(rule=rule, q_scale=0.03) for rule in ("exact", "divide")]
+    assert not torch.equal(*(recipe.quantize("q", q).data for recipe in recipes))
+
+    def call(recipe):
+        return intflash.attention(q, k, v, recipe=recipe)
+
+    for recipe in recipes:
+        assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(recipe), call(recipe))
+
+
+def test_one_compiled_call_takes_recipes_that_differ():
+    """Torch makes a number that changes a symbol."""
+    q, k, v = randn(1, 2, 20, 16)
+
+    def call(recipe):
+        return intflash.attention(q, k, v, recipe=recipe)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for size, bits, scale in ((7, 8, 0.02), (9, 4, 0.03), (5, 8, 0.04)):
+        recipe = Recipe(q="block", k="block", block_size=size, bits=bits, v_scale=scale)
+        assert torch.equal(compiled(recipe), call(recipe))
+
+
+def test_compiled_calls_keep_the_backend_and_the_checks():
+    q, k, v = randn(1, 2, 20, 16)
+    for arguments, options, said in (
+        ((q, k[:, :1], v[:, :1]), {}, "enable_gqa=True"),
+        ((q, k, v), dict(method="ivit", backend="cpu"), "cpu"),
+    ):
+        with pytest.raises(Exception, match=said):
+            torch.compile(lambda *x: intflash.attention(*x, **options), backend="aot_eager")(*arguments)  # noqa: B023
+    q[0, 0, 0, 0] = float("nan")
+    unchecked = torch.compile(lambda *x: intflash.attention(*x, check_finite=False), backend="aot_eager")
+    assert unchecked(q, k, v).shape == q.shape

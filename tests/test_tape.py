@@ -119,8 +119,53 @@ def test_no_plan_where_the_host_reads_or_nothing_is_launched_or_an_argument_is_h
         launch(out, alias)
         return out
 
-    for function in (reads, draws, hidden, torch.add):
+    def shaped(a, b):
+        out = torch.empty(6)
+        launch(out, a)
+        return torch.nonzero(b)
+
+    def by_keyword(a, b):
+        out = torch.empty(6)
+        launch(out, a)
+        return torch.mul(a, 2, out=torch.empty(6))
+
+    for function in (reads, draws, hidden, shaped, by_keyword, torch.add):
         assert planned(function, *pair()) is None
+
+
+def test_hidden_buffers_lie_apart_at_multiples_of_256_bytes():
+    seen = []
+
+    def two(a, b):
+        x, y, out = torch.empty(3), torch.empty(5), torch.empty(6)
+        note(lambda: ([x, y], seen.append))
+        launch(out, a)
+        return out
+
+    planned(two, *pair()).run(list(pair()))
+    ((x, y),) = seen
+    assert x != y and (x - y) % 256 == 0
+
+
+def test_memory_that_is_made_of_zeros_is_so_again():
+    seen = []
+
+    def read(addresses):
+        seen.extend((ctypes.c_float * 64).from_address(addresses[0]))
+
+    def zeroed(a, b):
+        x, out = torch.zeros(64), torch.empty(6)
+        note(lambda: ([x], read))
+        launch(out, a)
+        return out
+
+    plan = planned(zeroed, *pair())
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty makes with NaN
+    try:
+        plan.run(list(pair()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [0.0] * 64
 
 
 def test_without_a_tape_nothing_is_noted():
@@ -166,6 +211,36 @@ CODES = torch.zeros(1, 2, 8, 16, dtype=torch.int8)
 def test_what_a_launch_may_depend_on_makes_another_signature(change):
     changed = [key for key, _ in (plans.signature(arguments()), plans.signature(arguments(**change)))]
     assert changed[0] != changed[1]
+
+
+RECIPES = dict(
+    q="head", k="head", v="head", bits=4, block_size=64, smooth_k=True, rotate=True, rule="divide", q_scale=0.5,
+    k_scale=0.5, v_scale=0.5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", Recipe.__dataclass_fields__)
+def test_every_field_of_a_recipe_makes_another_signature(name):
+    keys = [plans.signature(arguments(recipe=r))[0] for r in (Recipe(), Recipe(**{name: RECIPES[name]}))]
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("name", plans.NAMES)
+def test_every_argument_makes_another_signature(name):
+    other = torch.ones(2, 3) if name in plans._TENSORS else Recipe() if name == "recipe" else "other"
+    assert plans.signature(arguments())[0] != plans.signature(arguments(**{name: other}))[0]
+
+
+def test_granularity_blocks_alignment_and_device_make_another_signature():
+    def key(q):
+        return plans.signature(arguments(q=q))[0]
+
+    one = torch.zeros(1, 1, 8, 16, dtype=torch.int8)
+    assert key(QTensor(one, torch.ones(1, 1, 1, 1), "head")) != key(QTensor(one, torch.ones(1, 1, 1, 1)))
+    assert len({key(QTensor(CODES, torch.ones(1, 2, 1, 1), "block", n)) for n in (8, 16)}) == 2
+    q = torch.zeros(1, 2, 8, 16)
+    unaligned = torch.zeros(257)[1:].view(1, 2, 8, 16)  # as many bytes from it to the storage's end
+    assert key(q) not in (key(unaligned), key(q.to("meta")))
 
 
 def test_values_and_addresses_do_not():

@@ -13,6 +13,7 @@ from portable_problems import problems
 
 import intflash
 from intflash.backends import portable
+from intflash.backends.portable.operands import exact_dtype
 from intflash.backends.portable.tiles import Tiling
 from intflash.backends.reference import BACKEND as REFERENCE
 from intflash.errors import InputError
@@ -160,6 +161,15 @@ def test_through_the_api():
     q = torch.randn(1, 2, 33, 16)
     a, b = (intflash.attention(q, q, q, backend=name) for name in ("torch", "reference"))
     assert torch.equal(a, b)
+
+
+def test_products_are_of_a_float_that_holds_them():
+    assert exact_dtype((1 << 24) - 1) == torch.float32 and exact_dtype(1 << 24) == torch.float64
+    torch.set_float32_matmul_precision("medium")  # TF32 or bfloat16 for float32
+    try:
+        assert exact_dtype(1) == torch.float64
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def on_cuda(x):

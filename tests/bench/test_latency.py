@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import pytest
+import torch
 
-from intflash import Recipe
+from intflash import QTensor, Recipe
 from intflash.bench.experiments import Setting, collect
 from intflash.bench.latency import CODE_CALL, FLOAT_CALL, KERNEL, Contender, Latency, speedup
 from intflash.bench.workloads import Case, normal, random_case, uniform
@@ -22,6 +23,23 @@ def test_rows_are_times_and_speedups_over_the_baseline():
     assert rows["ours", "speedup over torch"].paper == 2.0
     assert rows["ours", CODE_CALL].value > 0 and rows["ours", CODE_CALL].backend
     assert ("half", CODE_CALL) not in rows  # it keeps V in floating point
+
+
+def test_calls_of_floats_get_floats_and_calls_of_codes_codes():
+    calls = Contender("ours", "intflash").calls(random_case("tiny", 16, normal()), Setting(), False)
+    assert all(isinstance(x, QTensor) for x in calls[CODE_CALL][1].args)
+    assert all(isinstance(x, torch.Tensor) for x in calls[FLOAT_CALL][1].args)
+
+
+def test_speedups_compare_the_same_kind_of_call(monkeypatch):
+    seconds = {("torch", FLOAT_CALL): 8.0, ("torch", KERNEL): 6.0, ("ours", FLOAT_CALL): 4.0, ("ours", KERNEL): 2.0}
+    made = dict.fromkeys((FLOAT_CALL, KERNEL), ("a backend", lambda: None))
+    monkeypatch.setattr(Contender, "calls", lambda self, *given: made)
+    monkeypatch.setattr(Setting, "times", lambda self, calls: seconds)
+    contenders = [Contender("torch"), Contender("ours", "intflash")]
+    plan = Latency(contenders, [random_case("tiny", 16, normal())], ("torch",))
+    rows = {(row.series, row.metric): row.value for row in plan(Setting())}
+    assert rows["ours", speedup("torch")] == 2 and rows["ours", speedup("torch", KERNEL)] == 3
 
 
 def test_a_contender_that_cannot_is_a_row_with_a_reason():

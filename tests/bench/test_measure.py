@@ -52,6 +52,30 @@ def test_a_turn_repeats_a_short_call_until_it_lasts():
     assert len(made) == 1002  # at most 1000 a turn
 
 
+def test_calls_take_turns_and_the_median_turn_counts():
+    order, now = [], 0.0
+    costs = {"a": iter([1.0, 1.0, 3.0, 5.0, 100.0]), "b": iter([2.0] * 5)}
+
+    def run(name):
+        nonlocal now
+        order.append(name)
+        now += next(costs[name])
+
+    calls = [lambda: run("a"), lambda: run("b")]
+    assert time_interleaved(calls, budget_s=0.0, rounds=3, clock=lambda: now, turn_s=0.0) == [5.0, 2.0]
+    assert order[4:] == ["a", "b"] * 3
+
+
+def test_a_turn_of_many_calls_gives_the_time_of_one():
+    now = 0.0
+
+    def run():
+        nonlocal now
+        now += 2.0
+
+    assert time_interleaved([run], budget_s=0.0, rounds=3, clock=lambda: now, turn_s=7.0) == [2.0]
+
+
 def test_a_rest_between_turns_is_not_timed():
     start = time.perf_counter()
     (seconds,) = time_interleaved([lambda: None], budget_s=0.0, rounds=3, turn_s=0.0, rest_s=0.02)

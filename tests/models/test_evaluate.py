@@ -17,7 +17,7 @@ from intflash.methods import METHODS as METHODS_THERE_ARE
 from intflash.models import calibrate
 from intflash.models.cli import TABLE_WIDTH, app, evaluation_table
 from intflash.models.data import ImageFolder, load_classifier
-from intflash.models.evaluate import FLOAT, Evaluation, Row, Variant, evaluate
+from intflash.models.evaluate import FLOAT, Evaluation, Row, Tally, Variant, _row, _weights_digest, batches, evaluate
 from intflash.models.papers import QFLASH_MODELS, paper_row
 from intflash.quant.calibrate import Scales
 
@@ -44,6 +44,45 @@ def test_counts_and_sqnr(digits):
     assert rows["fp16"].logits_sqnr > rows["intflash"].logits_sqnr > rows["qflash"].logits_sqnr > 5
     assert rows["intflash"].integer_only and not rows["fp16"].integer_only
     assert rows["intflash"].gbops == pytest.approx(192 * 4 * 4 * 65 * 65 * 16 / 1e9)
+
+
+def test_a_tally_on_a_worked_example():
+    """The first image's float logits are twice as large, the second's in the other order."""
+    logits = torch.arange(6.0, 0.0, -1.0).repeat(4, 1)
+    floats = logits.clone()
+    floats[0] *= 2
+    floats[1] = floats[1].flip(0)
+    tally = Tally()
+    tally.add(logits, floats, torch.tensor([0, 4, 5, 3]), 0.5)
+    assert (tally.images, tally.top1, tally.top5, tally.agree, tally.seconds) == (4, 1, 3, 3, 0.5)
+    assert tally.signal == 7 * 91 and tally.noise == 70 + 91
+
+
+def test_rows_are_percentages_milliseconds_and_bit_operations():
+    tally = Tally(images=4, top1=1, top5=3, agree=2, signal=100.0, noise=1.0, seconds=0.5)
+    counts = {"macs": [3e9, 1e9], "replaced": 7, "left": {}}
+    names = "intflash", "int_flash_half", "qattn"
+    row, half, qattn = (_row(name, Variant(name), tally, counts, "any model") for name in names)
+    assert (row.top1, row.top5, row.agreement, row.ms_per_image, row.replaced) == (25, 75, 50, 125, 7)
+    assert row.logits_sqnr == pytest.approx(20) and half.gbops == qattn.gbops == 2 * row.gbops
+
+
+def test_some_images_are_spread_over_the_data():
+    data = torch.utils.data.TensorDataset(torch.arange(100.0), torch.zeros(100))
+    assert torch.cat(list(batches(data, 4, 3, "cpu", torch.float32))).tolist() == [0, 25, 50, 75]
+
+
+def test_digests_of_weights_know_names_shapes_and_buffers():
+    def digest(buffer, **parameters):
+        module = torch.nn.Module()
+        for name, x in parameters.items():
+            module.register_parameter(name, torch.nn.Parameter(x))
+        module.register_buffer("buffer", buffer)
+        return _weights_digest(module)
+
+    x = torch.arange(6.0)
+    others = digest(x + 1, a=x), digest(x.view(2, 3), a=x), digest(x, b=x), digest(x, a=x + 1)
+    assert len({digest(x, a=x), *others}) == 5 and digest(x.clone(), a=x.clone()) == digest(x, a=x)
 
 
 def test_a_variant_that_cannot_run_is_a_row_with_its_reason(digits):
@@ -93,8 +132,8 @@ def test_a_finished_run_is_not_taken_for_the_next(digits, tmp_path):
     model, other = load_model("vit"), load_model("vit")
     with torch.no_grad():
         other.head.weight.mul_(-1)
-    for network, batches in ((model, images), (model, images[:2] / 4), (other, images)):
-        variants = [Variant("intflash", calibrate(network, [batches]))]
+    for network, shown in ((model, images), (model, images[:2] / 4), (other, images)):
+        variants = [Variant("intflash", calibrate(network, [shown]))]
         kept = evaluate(network, digits, variants, batch_size=8, state=state)
         for a, b in zip(kept.rows, evaluate(network, digits, variants, batch_size=8).rows, strict=True):
             same(a, b)

@@ -8,8 +8,16 @@ import torch
 import intflash
 from intflash.digits import load_model, load_split
 from intflash.errors import InputError
-from intflash.quant.calibrate import OBSERVERS, Histogram, Scales, observed_scales
-from oracle import sqnr
+from intflash.models.calibration import _Observed
+from intflash.quant.calibrate import (
+    OBSERVERS,
+    Histogram,
+    LayerScales,
+    Scales,
+    observed_scales,
+    percentile_clip,
+)
+from oracle import randn, sqnr
 from sharp import run
 
 LAYERS = 4
@@ -196,3 +204,32 @@ def test_mse_clip_is_better_than_its_neighbours():
 
     best = observed_scales(histogram, "mse")[0]
     assert error(best) <= min(error(best * 1.15), error(best / 1.15), error(observed_scales(histogram, "absmax")[0]))
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_the_largest_value_of_any_batch_counts(last):
+    x = torch.randn(4, 2, 50, 3)
+    x[0, 0, 0, 0] = 40.0
+    histogram = Histogram("head")
+    for part in (x[1:], x[:1]) if last else (x[:1], x[1:]):
+        histogram.observe(part)
+    assert observed_scales(histogram, "absmax") == pytest.approx((x.abs().amax((0, 2, 3)) / 127).tolist())
+
+
+def test_a_percentile_is_the_upper_edge_of_its_bin():
+    histogram = Histogram("tensor")
+    histogram.observe(torch.arange(1, 4097).view(1, 1, 1, -1) / 4096)
+    assert 0.5 <= float(percentile_clip(histogram, 50.0)) <= 0.5 + 2 / 4096
+
+
+def test_scales_of_outputs_and_of_grouped_values():
+    q, k, v = randn(2, 4, 20, 16)
+    granularity = {"q": "tensor", "k": "tensor", "v": "head", "out": "tensor"}
+    observed = _Observed(granularity)
+    out = observed(q, k[:, :2], v[:, :2] * 3, enable_gqa=True)
+    found = {name: observed_scales(histogram, "absmax") for name, histogram in observed.histograms.items()}
+    assert found["out"] == pytest.approx([out.abs().max().item() / 127])
+    assert found["v"] == pytest.approx((3 * v[:, :2].abs().amax((0, 2, 3)) / 127).tolist())
+    layer = LayerScales(*observed.sizes, 0.1, **found)
+    layer.check(granularity)
+    assert layer.tensor("v", "head").shape == (1, 2, 1, 1)

@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ import torch
 import intflash
 from intflash.bench import models as bench
 from intflash.errors import InputError
+from intflash.models.patch import layers_of
 from oracle import sqnr
 from sharp import run, sharpen
 
 timm = pytest.importorskip("timm")
+import intflash.models.timm as adapter  # noqa: E402
 
 FULL_SIZE = ["deit_tiny_patch16_224", "vit_small_patch16_224", "swin_tiny_patch4_window7_224"]
 OTHER_SIZES = [
@@ -121,6 +124,33 @@ def test_swin_v2_under_autocast():
         with intflash.patch(layer):
             out = run(layer, x)
     assert out.dtype == reference.dtype and 25 < sqnr(reference, out) < 60
+
+
+@pytest.mark.parametrize("scale", [2.0, 9.0])
+def test_swin_v2_clamps_its_logit_scale(scale):
+    torch.manual_seed(0)
+    layer = timm.models.swin_transformer_v2.WindowAttention(32, (4, 4), num_heads=2).eval()
+    layer.logit_scale.data.fill_(scale)
+    x = torch.randn(3, 16, 32)
+    reference = run(layer, x)
+    with intflash.patch(layer, "fp32"):
+        assert sqnr(reference, run(layer, x)) > 80
+
+
+def test_masks_that_a_block_makes_for_another_size():
+    core = SimpleNamespace(keep=torch.ones(4, 1, 3, 3, dtype=torch.bool))
+    mask = torch.zeros(9, 3, 3)
+    mask[:, 0, 1] = -100.0
+    assert adapter._window_mask(core, mask[:4]) is core.keep and adapter._window_mask(core, None) is None
+    assert torch.equal(adapter._window_mask(core, mask), (mask == 0)[:, None])
+
+
+def test_a_model_patched_in_inference_mode_holds_ordinary_tensors():
+    model = timm.models.swin_transformer.WindowAttention(32, num_heads=2, window_size=(4, 4)).eval()
+    with torch.inference_mode():
+        intflash.patch(model)
+    held = [b for m in layers_of(model).values() for b in m.intflash_attention.buffers()]
+    assert held and not any(b.is_inference() for b in held)
 
 
 def test_multi_query_attention():

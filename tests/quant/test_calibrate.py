@@ -57,6 +57,13 @@ def test_a_file_that_is_wrong_is_refused_with_what_is_wrong(tmp_path, change, me
         Scales.load(path)
 
 
+@pytest.mark.parametrize("moved, told", [(0.004, False), (0.006, True), (-0.006, True)])
+def test_other_weights_are_told_at_the_tolerance(moved, told):
+    here = dict(heads=2, kv_heads=1, head_dim=4, weights=0.1 + moved)
+    found = SCALES.differences("Net", {"a": here, "b": here})
+    assert len(found) == (2 if told else 0) and all("other weights" in line for line in found)
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00\x81", b"{", b"[1]"])
 def test_a_file_that_is_no_json_object_is_refused(tmp_path, content):
     path = tmp_path / "scales.json"

@@ -130,3 +130,18 @@ def test_key_mean_is_a_fixed_tree(n):
 def test_bad_input_is_named(make, message):
     with pytest.raises(InputError, match=message):
         make()
+
+
+def test_the_least_amax_that_counts():
+    least = torch.tensor([[[[0.0, 2.0**-100]]]])
+    assert quantize(least).scale.item() == pytest.approx(2.0**-100 / 127) and quantize(least).data.max() == 127
+    below = torch.nextafter(least, torch.zeros(()))
+    assert quantize(below).scale.item() == 1 and not quantize(below).data.any()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_the_least_amax_on_every_backend(backend):
+    q, k, v = torch.randn(3, 1, 2, 20, 16)
+    v = v / v.abs().max() * 2.0**-100  # exactly its largest
+    out = intflash.attention(q, k, v, backend=backend)
+    assert torch.equal(out, intflash.attention(q, k, v, backend="reference")) and out.any()

@@ -55,9 +55,10 @@ class QTensor:
             raise InputError(f"bits must be 4, 8 or 16, got {self.bits}")
         if (self.block_size is not None) != (self.granularity == "block"):
             raise InputError(f"block_size goes with granularity 'block', got {self.granularity!r}, {self.block_size}")
-        if self.block_size is not None and not (isinstance(self.block_size, int) and self.block_size >= 1):
-            raise InputError(f"block_size must be an integer of at least 1, got {self.block_size!r}")
-        if not isinstance(self.scale, Tensor | Real):
+        size = self.block_size
+        if size is not None and not (isinstance(size, int | torch.SymInt) and size >= 1):
+            raise InputError(f"block_size must be an integer of at least 1, got {size!r}")
+        if not isinstance(self.scale, Tensor | Real | torch.SymFloat):
             raise InputError(f"a QTensor's scale must be a number or a tensor, got {type(self.scale).__name__}")
         object.__setattr__(self, "scale", self._normal_scale())
 
@@ -66,7 +67,7 @@ class QTensor:
         blocks = -(-n // self.block_size) if self.block_size else 0
         tail = {"tensor": (1, 1), "head": (1, 1), "token": (n, 1), "block": (blocks, 1), "channel": (1, d)}
         want = (1 if self.granularity == "tensor" else h, *tail[self.granularity])
-        if isinstance(self.scale, Real):  # a fill, not a copy from the host: fits a CUDA graph
+        if not isinstance(self.scale, Tensor):  # a fill, not a copy from the host: fits a CUDA graph
             return torch.full((1, *want), float(self.scale), dtype=torch.float32, device=self.data.device)
         scale = self.scale.to(dtype=torch.float32, device=self.data.device)
         if self.granularity == "tensor" and scale.numel() == 1:

@@ -89,7 +89,7 @@ def _check_granularity(granularity: str, known: tuple[str, ...], name: str) -> N
 def _check_options(bits: int, block_size: int, rule: str, of: str = "") -> None:
     if bits not in (4, 8):
         raise InputError(f"{of}bits must be 4 or 8, got {bits}")
-    if not (isinstance(block_size, int) and block_size >= 1):
+    if not (isinstance(block_size, int | torch.SymInt) and block_size >= 1):
         raise InputError(f"{of}block_size must be an integer of at least 1, got {block_size!r}")
     if rule not in RULES:
         raise InputError(f"{of}rule must be one of {RULES}, got {rule!r}")
@@ -97,7 +97,7 @@ def _check_options(bits: int, block_size: int, rule: str, of: str = "") -> None:
 
 def check_number(scale: Tensor | float | None, name: str) -> None:
     """A scale is a tensor, or a number that is a normal float32: finite and > 0, as its reciprocal is then."""
-    if scale is None or isinstance(scale, Tensor):
+    if scale is None or isinstance(scale, Tensor | torch.SymFloat):
         return
     if not isinstance(scale, Real):
         raise InputError(f"{name} must be a number or a tensor, got {type(scale).__name__}")

@@ -16,14 +16,14 @@ sys.path += [str(Path(__file__).parent / "emulator")]
 
 import emulate  # noqa: E402
 
-CASES = {
-    ("windows", "intflash"): ("49 49 bias and keep", "dynamic of heads 49 32"),
-    ("windows", "intflash_p8"): ("49 49 32", "torch.float16 static 0.02"),
+CASES = {  # a case is half a minute of one core, most of it compiling
+    ("windows", "intflash"): ("49 49 bias and keep",),
+    ("windows", "intflash_p8"): ("dynamic of heads 49 32",),
     ("rows", "intflash"): ("197 197 64",),
-    ("rows", "intflash_p8"): ("66 197 64", "torch.float16 dynamic of heads"),
-    ("stream", "intflash"): ("copies 64 None", "torch.float16 64"),
-    ("stream", "intflash_p8"): ("tokens causal 64",),
-    ("stream", "intflash_online"): ("copies 64 None", "copies 128 None", "rest 5 450 64"),
+    ("rows", "intflash_p8"): ("66 197 64",),
+    ("stream", "intflash"): ("torch.float16 64",),
+    ("stream", "intflash_p8"): (),
+    ("stream", "intflash_online"): ("copies 128 None", "rest 5 450 64"),
 }
 pytestmark = pytest.mark.skipif(emulate.unavailable() is not None, reason=str(emulate.unavailable()))
 

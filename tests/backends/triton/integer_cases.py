@@ -88,10 +88,13 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
     yield "out scale", codes(method, kinds=("tensor", "tensor", "channel"), out_scale=torch.full((1, 1, 1, 1), 0.003))
     static = Recipe(q_scale=0.02, k_scale=0.015, v_scale=torch.tensor(0.02))
     heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
+    of_heads = {f"{n}_scale": torch.linspace(0.01, 0.05, h) for n, h in zip("qkv", (4, 2, 2), strict=True)}
     for nk in (60, 300):
         yield f"floats {nk} dynamic", floats(method, nk)
+        yield f"floats {nk} dynamic heads", floats(method, nk, recipe=Recipe("head", "head", "head"))
         yield f"floats {nk} static", floats(method, nk, recipe=static)
         yield f"floats {nk} static heads", floats(method, nk, torch.float32, heads, out_dtype=torch.int8)
+        yield f"floats {nk} static heads of all", floats(method, nk, recipe=Recipe("head", "head", "head", **of_heads))
     yield "floats token", floats(method, recipe=Recipe(q="token", k="head"))
     yield "zeros", Problem(method, *(torch.zeros(1, 1, 20, 32) for _ in "qkv"), 0.2, out_dtype=torch.float32)
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from intflash.backends.hopper import rows, windows  # noqa: E402
 from intflash.backends.triton import quantize  # noqa: E402
-from intflash.backends.triton.launch import limits  # noqa: E402
+from intflash.backends.triton.launch import limits, readable  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 from intflash.quant import QTensor  # noqa: E402
 
@@ -42,6 +42,12 @@ def test_tokens_past_32_bits(tokens, reason):
     far = torch.empty(0, dtype=torch.int8, device="meta").as_strided((1, 1, tokens, 128), (0, 0, 36_864, 1))
     found = limits(replace(p, k=QTensor(far, p.k.scale, "tensor")))
     assert found is None if reason is None else reason in found
+
+
+def test_rows_past_the_last_lie_inside_the_storage():
+    x = torch.zeros(2, 3, 8, 16, dtype=torch.int8)
+    assert readable(x, 8) and not readable(x, 9) and readable(x[:1], 8 * 4) and not readable(x[1:], 9)
+    assert not readable(torch.zeros(1, 1, 8, 1, dtype=torch.int8), 9)
 
 
 def test_masks_that_repeat_past_32_bits():
