@@ -48,7 +48,7 @@ def _library(text: str) -> tuple[ctypes.CDLL, int]:
     """PTX as a library, and its bytes of static shared memory."""
     parsed = ptx.parse(text)
     source = translate.cpp(parsed)
-    machine = (HERE / "machine.hpp").read_text()
+    machine = "".join(path.read_text() for path in sorted(HERE.glob("*.hpp")))
     path = cache_folder(f"emulated-{hashlib.sha256((source + machine).encode()).hexdigest()[:32]}.so")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

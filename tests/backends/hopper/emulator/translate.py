@@ -8,18 +8,10 @@ from collections.abc import Callable
 from ptx import Instruction, Kernel, Label
 
 _BINARY = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
-_COMPARE = {
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "lo": "<",
-    "ls": "<=",
-    "hi": ">",
-    "hs": ">=",
-}
+_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_COMPARE |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}  # of unsigned words
+_OR_UNORDERED = {"leu": ">", "ltu": ">=", "geu": "<", "gtu": "<=", "neu": "=="}  # the opposite, which a NaN fails
+_NUMBERS = ("f32", "f64", "u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 _TYPES = {"b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64"}
 _WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 _NOTHING = {"griddepcontrol.launch_dependents", "fence.proxy.async.shared.cta", "wgmma.fence.sync.aligned"}
@@ -129,9 +121,9 @@ class _Translator:
 
     # Arithmetic.
 
-    def _binary(self) -> str:
+    def _binary(self) -> str | None:
         sign = _BINARY[self.s.opcode[0]]
-        if self.parts[0] in ("cc",) or self.parts[0] not in ("f32", "f64", "rn", self.s.opcode[-1]):
+        if self.parts[0] not in ("f32", "f64", "rn", self.s.opcode[-1]):  # with a carry, saturated
             return None
         return self.put(f"{self.kind}({self.get(1)} {sign} {self.get(2)})")
 
@@ -169,10 +161,8 @@ class _Translator:
 
     def _mad(self) -> str | None:
         if self.parts[1:2] == ("cc",):  # a pair with madc.hi: the sum's low word, and its carry
-            product = f"u64(s64({self.get(1)}) * s64({self.get(2)}))"
-            return f"carry = (u64(u32({product})) + {self.get(3, 'u32')}) >> 32; " + self.put(
-                f"u32({product}) + {self.get(3, 'u32')}"
-            )
+            total = f"u64(u32({self.get(1)} * {self.get(2)})) + {self.get(3, 'u32')}"
+            return f"carry = ({total}) >> 32; " + self.put(f"u32({total})")
         wide = _WIDE[self.kind] if self.parts[0] == "wide" else None
         return self._product() and self.put(f"{self._product()} + {self.get(3, wide)}")
 
@@ -209,11 +199,12 @@ class _Translator:
         return self.put(f"dp4a<{a}, {b}>({', '.join(self.get(i, 'u32') for i in (1, 2, 3))})")
 
     def _setp(self) -> str | None:
-        compare, unordered = self.parts[0], self.kind[0] == "f" and self.parts[0] in ("leu", "ltu", "geu", "gtu", "neu")
-        if unordered:
-            opposite = {"leu": ">", "ltu": ">=", "geu": "<", "gtu": "<=", "neu": "=="}[compare]
-            return self.put(f"!({self.get(1)} {opposite} {self.get(2)})")
-        return self.put(f"{self.get(1)} {_COMPARE[compare]} {self.get(2)}") if len(self.parts) == 2 else None
+        compare = self.parts[0]
+        if len(self.parts) > 2:  # combined with a third operand
+            return None
+        if compare in _OR_UNORDERED:
+            return self.put(f"!({self.get(1)} {_OR_UNORDERED[compare]} {self.get(2)})")
+        return self.put(f"{self.get(1)} {_COMPARE[compare]} {self.get(2)}") if compare in _COMPARE else None
 
     def _selp(self) -> str:
         return self.put(f"{self.get(3, 'pred')} ? {self.get(1)} : {self.get(2)}")
@@ -230,11 +221,7 @@ class _Translator:
             return self.put(f"f16_to({self.get(1, 'u16')})")
         if to[0] in "us" and source[0] == "f":
             return self.put(f"{to}(std::nearbyint({self.get(1, source)}))") if rounding == "rni" else None
-        if (
-            rounding in ("", "rn")
-            and to[0] in "usf"
-            and source in ("f32", "f64", "u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
-        ):
+        if rounding in ("", "rn") and to in _NUMBERS and source in _NUMBERS:
             return self.put(f"{to}({self.get(1, source)})")
         return None
 
@@ -274,10 +261,8 @@ class _Translator:
         return f"{{ const u8* at = {self._memory(1, len(to))}; {loads} }}"
 
     def _st(self) -> str:
-        source = self.each(1)
-        stores = " ".join(
-            f"write<{self.kind}>(at + {i} * sizeof({self.kind}), {self.get(x)});" for i, x in enumerate(source)
-        )
+        source, size = self.each(1), f"sizeof({self.kind})"
+        stores = " ".join(f"write<{self.kind}>(at + {i} * {size}, {self.get(x)});" for i, x in enumerate(source))
         return f"{{ u8* at = {self._memory(0, len(source))}; {stores} }}"
 
     def _cp(self) -> str | None:
@@ -351,9 +336,8 @@ class _Translator:
         results = {"add": "a + b", "max": "a > b ? a : b", "min": "a < b ? a : b"}
         if self.parts[1] not in results:
             return None
-        return self.put(
-            f"warp_reduce({self.get(1)}, []({self.kind} a, {self.kind} b) {{ return {results[self.parts[1]]}; }})"
-        )
+        operation = f"[]({self.kind} a, {self.kind} b) {{ return {results[self.parts[1]]}; }}"
+        return self.put(f"warp_reduce({self.get(1)}, {operation})")
 
     def _ldmatrix(self) -> str | None:
         if "trans" in self.parts or "x4" not in self.parts:
