@@ -5,7 +5,7 @@ The op takes what `attention` takes with `QTensor` and `Recipe` laid out flat, a
 """
 
 # Annotations here are read at run time by torch.library: no `from __future__ import annotations`.
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Optional
 
@@ -116,34 +116,33 @@ def _save_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
 _attention.register_autograd(_backward, setup_context=_save_inputs)
 
 
+_TENSORS = ("q", "k", "v", "attn_mask", "bias", "out_scale", "cu_seqlens_q", "cu_seqlens_k")
 _PLAIN = Tensor.__torch_dispatch__
 
 
 def dispatches(arguments: dict[str, Any]) -> bool:
     """Whether torch's dispatcher must see the call: where it is traced or transformed, and for tensors that are not
-    memory alone (wrapped, negated, fake ones)."""
+    memory alone (wrapped, fake, negated ones). Each call asks: each line is here to be quick."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    return not all(map(_is_memory, _tensors(arguments)))
-
-
-def _is_memory(x: Tensor) -> bool:
-    kind = type(x)
-    plain = kind is Tensor or kind.__torch_dispatch__ is _PLAIN
-    return plain and not (x.is_neg() or x._is_zerotensor() or torch._is_functional_tensor(x))
-
-
-def _tensors(arguments: dict[str, Any]) -> Iterator[Tensor]:
+    for name in _TENSORS:
+        x = arguments[name]
+        if x is not None and not _is_memory(x):
+            return True
     recipe = arguments["recipe"]
-    if isinstance(recipe, Recipe):
-        yield from (x for x in (recipe.q_scale, recipe.k_scale, recipe.v_scale) if isinstance(x, Tensor))
-    for x in arguments.values():
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, QTensor):
-            yield from (x.data, x.scale)
+    return isinstance(recipe, Recipe) and not all(map(_is_memory, (recipe.q_scale, recipe.k_scale, recipe.v_scale)))
+
+
+def _is_memory(x: object) -> bool:
+    """Of a tensor; what is none is refused elsewhere, or a number."""
+    kind = type(x)
+    if kind is Tensor:
+        return not x.is_neg()
+    if kind is QTensor:
+        return _is_memory(x.data) and _is_memory(x.scale)
+    return not isinstance(x, Tensor) or kind.__torch_dispatch__ is _PLAIN and not x.is_neg()
 
 
 def attention(

@@ -198,7 +198,8 @@ def remember(key: Hashable, device: torch.device, make: Callable[[], Any]) -> An
             return make()
         if len(_memory) >= _MOST:
             _memory.clear()
-        _memory[place] = _captured.get(place) or make()
+        kept = _captured.get(place)
+        _memory[place] = make() if kept is None else kept
     if capturing:
         _captured[place] = _memory[place]
     return _memory[place]
