@@ -44,6 +44,13 @@ class Launch:
 
 
 GRID_LIMIT = 65535  # programs along the second and third axis of a grid
+MOST_BATCHES = GRID_LIMIT  # that lie along the third
+
+
+def grid(batch: int, heads: int, tiles: int, batch_first: bool = False) -> tuple[tuple[int, int, int], bool]:
+    """The grid that `tiles.find_place` reads, and whether it is BATCH_FIRST: asked for, or as there are so many."""
+    batch_first = batch_first or batch > MOST_BATCHES
+    return ((batch, heads, tiles) if batch_first else (tiles, heads, batch)), batch_first
 
 
 def limits(problem: Problem) -> str | None:

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from intflash.backends.triton import mixed_steps
-from intflash.backends.triton.launch import GRID_LIMIT, Launch, contiguous_keys, data_view, view
+from intflash.backends.triton.launch import Launch, contiguous_keys, data_view, grid, view
 from intflash.backends.triton.mixed_steps import Kinds, MixedConstants
 from intflash.backends.triton.steps import Steps
 from intflash.backends.triton.streaming import Statistics, Tile, _streaming_kernel, block_dim
@@ -166,6 +166,7 @@ def mixed_launch(
     if problem.causal is not None:
         causal = "bottom_right" if packed and problem.causal_align == "bottom_right" else "offset"
     bias, keep = _octaves(problem.bias_float), problem.keep
+    programs, batch_first = grid(batch, heads, triton.cdiv(nq, tile.rows) + (sequences or 0))
     arguments = dict(
         q=data_view(q.data), k=data_view(k.data), v=data_view(v.data), out=data_view(out),
         constants=MixedConstants(
@@ -184,11 +185,9 @@ def mixed_launch(
             1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group, 1, 1,
             even=not packed and problem.causal is None and nk % tile.keys == 0,
         ),
-        BATCH_FIRST=batch > GRID_LIMIT,
+        BATCH_FIRST=batch_first,
     )  # fmt: skip
-    row_tiles = triton.cdiv(nq, tile.rows) + (sequences or 0)
-    grid = (batch, heads, row_tiles) if batch > GRID_LIMIT else (row_tiles, heads, batch)
-    return Launch(_streaming_kernel, grid, arguments, tile.warps, tile.stages)
+    return Launch(_streaming_kernel, programs, arguments, tile.warps, tile.stages)
 
 
 def _lifts(scale: Tensor, block_size: int, nk: int, keys: int, head_dim: int) -> Tensor:

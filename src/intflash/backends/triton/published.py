@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intflash.backends.triton.launch import GRID_LIMIT, Launch, data_view, view
+from intflash.backends.triton.launch import Launch, data_view, grid, view
 from intflash.backends.triton.steps import Hooks, Steps, make_steps
 from intflash.backends.triton.streaming import Statistics, Tile, _streaming_kernel, block_dim
 from intflash.backends.triton.tiles import Masks, Periods, Place, head_base, natural_order, permuted_keys
@@ -253,6 +253,7 @@ def published_launch(
         causal = "bottom_right" if packed and problem.causal_align == "bottom_right" else "offset"
     bias, keep = _unit_bias(problem), problem.keep
     floats = problem.out_dtype.is_floating_point
+    programs, batch_first = grid(batch, heads, triton.cdiv(nq, tile.rows) + (sequences or 0))
     arguments = dict(
         q=data_view(problem.q.data), k=data_view(problem.k.data), v=data_view(problem.v.data), out=data_view(out),
         constants=Published(view(values)._replace(d=1), view(problem.v.scale) if floats else None),
@@ -268,8 +269,6 @@ def published_launch(
             1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group, 1, 1,
             even=not packed and not causal and nk % tile.keys == 0,
         ),
-        BATCH_FIRST=batch > GRID_LIMIT,
+        BATCH_FIRST=batch_first,
     )  # fmt: skip
-    row_tiles = triton.cdiv(nq, tile.rows) + (sequences or 0)
-    grid = (batch, heads, row_tiles) if batch > GRID_LIMIT else (row_tiles, heads, batch)
-    return Launch(_streaming_kernel, grid, arguments, tile.warps, tile.stages)
+    return Launch(_streaming_kernel, programs, arguments, tile.warps, tile.stages)

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intflash.backends.triton.launch import GRID_LIMIT, Launch, data_view, view
-from intflash.backends.triton.tiles import View, head_base, load_rows
+from intflash.backends.triton.launch import Launch, data_view, grid, view
+from intflash.backends.triton.tiles import View, find_place, head_base, load_rows
 from intflash.numerics.triton import quantize
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import TINY_AMAX
@@ -36,18 +36,10 @@ class Three(NamedTuple):
 
 
 @triton.jit
-def _place(ROWS: tl.constexpr, BATCH_FIRST: tl.constexpr):
-    """A program's batch, head and first token. The grid is (tokens, heads, batch), or (batch, heads, tokens)."""
-    batch, block = tl.program_id(2), tl.program_id(0)
-    if BATCH_FIRST:
-        batch, block = block, batch
-    return batch, tl.program_id(1), block * ROWS
-
-
-@triton.jit
-def _head_amax(x: View, batch, head, first, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+def _head_amax(x: View, place, head, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
     """max|x| over ROWS tokens of a head."""
-    tile = load_rows(x, head_base(x, batch, head, head * 0), first + tl.arange(0, ROWS), count, D, BD, True)
+    base = head_base(x, place.b, head, place.q_start)
+    tile = load_rows(x, base, place.row + tl.arange(0, ROWS), count, D, BD, True)
     return tl.max(tl.max(tl.abs(tile.to(tl.float32)), 1), 0).to(tl.int32, bitcast=True)
 
 
@@ -58,11 +50,11 @@ def _amax_kernel(
     BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """amax[0..2]: max|Q|, max|K|, max|V| as the bits of a float >= 0, which order as integers do; zeroed before."""
-    batch, head, first = _place(ROWS, BATCH_FIRST)
-    tl.atomic_max(amax, _head_amax(q, batch, tl.minimum(head, hq - 1), first, nq, D, BD, ROWS), sem="relaxed")
-    if head < hk:
-        tl.atomic_max(amax + 1, _head_amax(k, batch, head, first, nk, D, BD, ROWS), sem="relaxed")
-        tl.atomic_max(amax + 2, _head_amax(v, batch, head, first, nk, DV, BDV, ROWS), sem="relaxed")
+    place = find_place(None, None, None, nq, nk, ROWS, BATCH_FIRST)
+    tl.atomic_max(amax, _head_amax(q, place, tl.minimum(place.h, hq - 1), nq, D, BD, ROWS), sem="relaxed")
+    if place.h < hk:
+        tl.atomic_max(amax + 1, _head_amax(k, place, place.h, nk, D, BD, ROWS), sem="relaxed")
+        tl.atomic_max(amax + 2, _head_amax(v, place, place.h, nk, DV, BDV, ROWS), sem="relaxed")
 
 
 @triton.jit
@@ -102,13 +94,12 @@ def head_inverse(scale, b, h):
 
 
 @triton.jit
-def _quantize_tile(x, codes, scale, batch, head, first, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    zero = head * 0
-    rows = first + tl.arange(0, ROWS)
+def _quantize_tile(x, codes, scale, place, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    rows = place.row + tl.arange(0, ROWS)
     channels = tl.arange(0, BD)
-    tile = load_rows(x, head_base(x, batch, head, zero), rows, count, D, BD, True)
-    tile = quantize(tile, head_inverse(scale, batch, head))
-    ptrs = head_base(codes, batch, head, zero) + rows[:, None] * codes.n + channels[None, :] * codes.d
+    tile = load_rows(x, head_base(x, place.b, place.h, place.q_start), rows, count, D, BD, True)
+    tile = quantize(tile, head_inverse(scale, place.b, place.h))
+    ptrs = head_base(codes, place.b, place.h, place.q_start) + rows[:, None] * codes.n + channels[None, :] * codes.d
     tl.store(ptrs, tile, mask=(rows[:, None] < count) & (channels[None, :] < D))
 
 
@@ -119,13 +110,13 @@ def _quantize_kernel(
     BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Codes of Q (where `codes` has a place for them), K and V; the layout of each is its View's."""
-    batch, head, first = _place(ROWS, BATCH_FIRST)
+    place = find_place(None, None, None, nq, nk, ROWS, BATCH_FIRST)
     if codes.q is not None:
-        if (head < hq) & (first < nq):
-            _quantize_tile(x.q, codes.q, scales.q, batch, head, first, nq, D, BD, ROWS)
-    if (head < hk) & (first < nk):
-        _quantize_tile(x.k, codes.k, scales.k, batch, head, first, nk, D, BD, ROWS)
-        _quantize_tile(x.v, codes.v, scales.v, batch, head, first, nk, DV, BDV, ROWS)
+        if (place.h < hq) & (place.row < nq):
+            _quantize_tile(x.q, codes.q, scales.q, place, nq, D, BD, ROWS)
+    if (place.h < hk) & (place.row < nk):
+        _quantize_tile(x.k, codes.k, scales.k, place, nk, D, BD, ROWS)
+        _quantize_tile(x.v, codes.v, scales.v, place, nk, DV, BDV, ROWS)
 
 
 @dataclass(frozen=True)
@@ -213,18 +204,13 @@ def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[Launch,
         block, warps = _BLOCK if max(counts) < _FEW else _LARGE_BLOCK
         arguments = dict(**tensors._asdict(), amax=amax, q_count=counts[0], kv_counts=tuple(counts[1:]), BLOCK=block)
         return Launch(_flat_amax_kernel, (3 * triton.cdiv(max(counts), block),), arguments, warps), scale
+    programs, batch_first = grid(batch, max(hq, hk), triton.cdiv(max(nq, nk), _ROWS))
     arguments = dict(
         **{name: data_view(x) for name, x in zip("qkv", tensors, strict=True)}, amax=amax, nq=nq, nk=nk, hq=hq, hk=hk,
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
-        BATCH_FIRST=batch > GRID_LIMIT,
+        BATCH_FIRST=batch_first,
     )  # fmt: skip
-    return Launch(_amax_kernel, _grid(batch, max(hq, hk), max(nq, nk)), arguments), scale
-
-
-def _grid(batch: int, heads: int, tokens: int) -> tuple[int, int, int]:
-    """As `_place` reads it."""
-    blocks = triton.cdiv(tokens, _ROWS)
-    return (batch, heads, blocks) if batch > GRID_LIMIT else (blocks, heads, batch)
+    return Launch(_amax_kernel, programs, arguments), scale
 
 
 def _without_holes(x: Tensor) -> bool:
@@ -250,13 +236,13 @@ def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[Launch, dict[st
         torch.empty(k.shape, dtype=torch.int8, device=q.device),
         stored,
     )
+    tokens, heads = (max(nq, nk), max(hq, hk)) if query else (nk, hk)
+    programs, batch_first = grid(batch, heads, triton.cdiv(tokens, _ROWS))
     arguments = dict(
         x=Three(*map(data_view, inputs.tensors)), codes=Three(*(None if x is None else data_view(x) for x in codes)),
         scales=Three(*map(view, inputs.scales)), nq=nq, nk=nk, hq=hq, hk=hk,
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
-        BATCH_FIRST=batch > GRID_LIMIT,
+        BATCH_FIRST=batch_first,
     )  # fmt: skip
-    tokens, heads = (max(nq, nk), max(hq, hk)) if query else (nk, hk)
-    grid = _grid(batch, heads, tokens)
     made = zip("qkv", codes, inputs.scales, inputs.granularities, strict=True)
-    return Launch(_quantize_kernel, grid, arguments), {name: QTensor(*x) for name, *x in made if x[0] is not None}
+    return Launch(_quantize_kernel, programs, arguments), {name: QTensor(*x) for name, *x in made if x[0] is not None}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from intflash.backends.triton import choices
 from intflash.backends.triton.constants import Constants, float_bits, for_loops, pack_score
-from intflash.backends.triton.launch import GRID_LIMIT, Launch, data_view, readable, view
+from intflash.backends.triton.launch import Launch, data_view, grid, readable, view
 from intflash.backends.triton.quantize import Three, head_inverse
 from intflash.backends.triton.steps import (
     add_row_sums,
@@ -284,7 +284,7 @@ def rowwise_launch(
     if scales.q is not None and _takes_warpgroups(tile):
         raise ValueError(f"float inputs need tiles below a warpgroup's 64 rows and 4 warps (docs/gpu.md), got {tile}")
     programs = triton.cdiv(nq, tile.rows * tile.tiles + tile.tail)
-    batch_first = batch > GRID_LIMIT or programs == 1
+    axes, batch_first = grid(batch, heads, programs, programs == 1)
     bias, keep = problem.bias, problem.keep
     per_row = constants.score is not None and constants.score.ptr.shape[2] > 1
     arguments = dict(
@@ -304,5 +304,4 @@ def rowwise_launch(
         BATCH_FIRST=batch_first,
         V_PADDED=scales.q is None and readable(v, pieces(nk)[-1][0] + pieces(nk)[-1][1]),
     )  # fmt: skip
-    grid = (batch, heads, programs) if batch_first else (programs, heads, batch)
-    return Launch(_rowwise_kernel, grid, arguments, tile.warps, 1)
+    return Launch(_rowwise_kernel, axes, arguments, tile.warps, 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from intflash.backends.triton import choices
 from intflash.backends.triton.constants import Constants, for_loops
-from intflash.backends.triton.launch import GRID_LIMIT, Launch, data_view, readable, view
+from intflash.backends.triton.launch import Launch, data_view, grid, readable, view
 from intflash.backends.triton.steps import P16, Steps
 from intflash.backends.triton.tiles import (
     Masks,
@@ -244,7 +244,7 @@ def streaming_launch(
     packed = problem.cu_seqlens_q is not None
     sequences = len(problem.cu_seqlens_q) - 1 if packed else None
     row_tiles = triton.cdiv(nq, tile.rows) + (sequences or 0)
-    batch_first = batch > GRID_LIMIT
+    programs, batch_first = grid(batch, heads, row_tiles)
     causal = ""
     if problem.causal is not None:
         causal = "bottom_right" if packed and problem.causal_align == "bottom_right" else "offset"
@@ -270,8 +270,7 @@ def streaming_launch(
         ),
         BATCH_FIRST=batch_first,
     )  # fmt: skip
-    grid = (batch, heads, row_tiles) if batch_first else (row_tiles, heads, batch)
-    return Launch(_streaming_kernel, grid, arguments, tile.warps, tile.stages)
+    return Launch(_streaming_kernel, programs, arguments, tile.warps, tile.stages)
 
 
 def output_channels(constants: Constants) -> int:
