@@ -58,12 +58,18 @@ def test_vision_models(name, layers):
         assert "MultiheadAttention" in report.left["head.attention"]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_decoder_with_grouped_heads_and_causal_mask(padded):
-    model, ids = decoder(), torch.randint(0, 100, (2, 17))
+def attention_mask(ids, padded):
+    """The first of two sequences begins with five tokens of padding."""
     mask = torch.ones_like(ids)
     if padded:
         mask[0, :5] = 0
+    return mask
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_decoder_with_grouped_heads_and_causal_mask(padded):
+    model, ids = decoder(), torch.randint(0, 100, (2, 17))
+    mask = attention_mask(ids, padded)
     reference = run(model, ids, attention_mask=mask)
     with intflash.patch(model) as report:
         out = run(model, ids, attention_mask=mask)
@@ -76,9 +82,7 @@ def test_decoder_with_grouped_heads_and_causal_mask(padded):
 def test_causality_with_static_scales(padded):
     """With static scales a later token cannot change an earlier output by a single bit."""
     model, ids = decoder(), torch.randint(0, 100, (2, 12))
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[0, :5] = 0
+    mask = attention_mask(ids, padded)
     scales = intflash.calibrate(model, [ids])
     assert scales.layers["model.layers.0.self_attn"].kv_heads == 2
     later = ids.clone()

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdarg>
-#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -18,19 +17,7 @@
 #include <string>
 #include <vector>
 
-using i8 = int8_t;
-using u8 = uint8_t;
-using s8 = int8_t;
-using u16 = uint16_t;
-using s16 = int16_t;
-using u32 = uint32_t;
-using s32 = int32_t;
-using u64 = uint64_t;
-using s64 = int64_t;
-using f32 = float;
-using f64 = double;
-using f16 = _Float16;
-using pred = bool;
+#include "types.hpp"
 
 constexpr u32 kSharedBase = 1024;  // where a block's shared memory begins, as on the GPU
 constexpr size_t kStack = 64 << 10;
@@ -42,6 +29,25 @@ struct Range {
 struct Barrier {
   int arrived = 0;
   u64 generation = 0;
+};
+
+// What goes on beside the threads: begun, and in groups closed by a commit.
+template <class T>
+struct Groups {
+  std::vector<T> open;
+  std::vector<std::vector<T>> closed;
+
+  void commit() {
+    closed.push_back(std::move(open));
+    open.clear();
+  }
+  template <class Each>
+  void wait(size_t pending, Each each) {  // until so many groups are left
+    while (closed.size() > pending) {
+      for (const T& x : closed.front()) each(x);
+      closed.erase(closed.begin());
+    }
+  }
 };
 
 struct Copy {  // to shared memory
@@ -61,7 +67,7 @@ struct TransferBarrier {
 struct Operand {  // of a product that has not been waited for: where it lies, and what it was
   u64 descriptor;
   int rows;
-  std::vector<i8> codes;
+  std::vector<s8> codes;
 };
 
 struct Warp {
@@ -72,17 +78,15 @@ struct Warp {
 struct Warpgroup {
   Barrier barrier;
   u32 a[2][128][4];
-  std::vector<i8> left[2], right[2];
-  std::vector<Operand> open;
-  std::vector<std::vector<Operand>> groups;
+  std::vector<s8> left[2], right[2];
+  Groups<Operand> operands;
 };
 
 struct Thread {
   u32 tid;
   bool started = false, done = false;
   u32 meetings = 0, products = 0;  // of its warp and warpgroup: what two in a row exchange lies apart
-  std::vector<Copy> open;
-  std::vector<std::vector<Copy>> groups;
+  Groups<Copy> copies;
   jmp_buf context;
   ucontext_t first;
   std::unique_ptr<char[]> stack{new char[kStack]};

@@ -16,13 +16,13 @@ static u8* global_at(u64 address, u32 bytes, int line, u32 align) {
   fail(line, "%u bytes at %llx: outside of every tensor", bytes, (unsigned long long)address);
 }
 
-static u8* generic_at(u64 address, u32 bytes, int line, u32 align) {
-  const u64 at = address - reinterpret_cast<u64>(block->shared);
-  return at < block->shared_bytes ? shared_at(u32(at) + kSharedBase, bytes, line, align) : global_at(address, bytes, line, align);
-}
-
 static u64 generic_of_shared(u64 address) { return reinterpret_cast<u64>(block->shared) + address - kSharedBase; }
 static u64 shared_of_generic(u64 address) { return address - reinterpret_cast<u64>(block->shared) + kSharedBase; }
+
+static u8* generic_at(u64 address, u32 bytes, int line, u32 align) {
+  const u64 shared = shared_of_generic(address);
+  return shared - kSharedBase < block->shared_bytes ? shared_at(u32(shared), bytes, line, align) : global_at(address, bytes, line, align);
+}
 
 template <class T>
 static T read(const u8* from) {
@@ -67,18 +67,10 @@ static void perform(const Copy& copy, int line) {
 }
 
 static void copies_wait(size_t pending, int line) {
-  auto& groups = self->groups;
-  while (groups.size() > pending) {
-    for (const Copy& copy : groups.front()) perform(copy, line);
-    groups.erase(groups.begin());
-  }
-}
-static void copies_commit() {
-  self->groups.push_back(std::move(self->open));
-  self->open.clear();
+  self->copies.wait(pending, [&](const Copy& copy) { perform(copy, line); });
 }
 static void copies_wait_all(int line) {
-  copies_commit();
+  self->copies.commit();
   copies_wait(0, line);
 }
 

@@ -47,9 +47,7 @@ def cpp(kernel: Kernel) -> str:
 
 
 _FILE = """// Made by translate.py.
-#include <cstdint>
-using u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t; using u64 = uint64_t;
-using f32 = float; using f64 = double; using pred = bool;
+#include "types.hpp"
 struct Registers {{
 {registers}
 }};
@@ -268,7 +266,7 @@ class _Translator:
     def _cp(self) -> str | None:
         kind = ".".join(self.parts[:2])
         if kind == "async.commit_group":
-            return "copies_commit();"
+            return "self->copies.commit();"
         if kind == "async.wait_group":
             return f"copies_wait({self.get(0, 'u32')}, {self.s.line});"
         if kind == "async.wait_all":
@@ -283,7 +281,7 @@ class _Translator:
             present = self.get(3 if len(self.s.operands) > 3 else 2, "u32")
             source = f"reinterpret_cast<const u8*>({self.address(1, 'u64')})"
             copy = f"{{{self.address(0, 'u32')}, {self.get(2, 'u32')}, {present}, {source}, nullptr, {{}}}}"
-            return f"self->open.push_back({copy});"
+            return f"self->copies.open.push_back({copy});"
         return None
 
     # Control, and what threads do together.

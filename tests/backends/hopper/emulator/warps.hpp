@@ -69,11 +69,11 @@ static void warp_product(u32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2], cons
 // Products of a warpgroup.
 
 // 32 bytes of each of `rows` rows of a K-major tile.
-static std::vector<i8> tile(u64 descriptor, int rows, int line) {
+static std::vector<s8> tile(u64 descriptor, int rows, int line) {
   const int kinds[] = {0, 128, 64, 32}, width = kinds[descriptor >> 62];
   if (!width) fail(line, "a product's tile has no swizzle");
   const u32 start = u32(descriptor & 0x3FFF) << 4, step = u32(descriptor >> 32 & 0x3FFF) << 4;
-  std::vector<i8> codes(size_t(rows) * 32);
+  std::vector<s8> codes(size_t(rows) * 32);
   for (int r = 0; r < rows; ++r)
     for (u32 k = 0; k < 32; k += 16)
       memcpy(&codes[size_t(r) * 32 + k], shared_at(swizzled(start + r / 8 * step + r % 8 * width + k, width), 16, line, 16), 16);
@@ -89,10 +89,10 @@ static void group_product(u32* const (&d)[COLUMNS / 2], const u32* a, u64 a_desc
   if (a) memcpy(group.a[slot][lane], a, 16);
   meet(group.barrier, 128, [&] {
     group.right[slot] = tile(b_descriptor, COLUMNS, line);
-    group.open.push_back({b_descriptor, COLUMNS, group.right[slot]});
+    group.operands.open.push_back({b_descriptor, COLUMNS, group.right[slot]});
     if (!a) {
       group.left[slot] = tile(a_descriptor, 64, line);
-      group.open.push_back({a_descriptor, 64, group.left[slot]});
+      group.operands.open.push_back({a_descriptor, 64, group.left[slot]});
     }
   });
   const u32 g = lane % 32 / 4, q = lane % 4;
@@ -110,18 +110,13 @@ static void group_product(u32* const (&d)[COLUMNS / 2], const u32* a, u64 a_desc
 }
 static void products_commit() {
   Warpgroup& group = block->warpgroups[self->tid / 128];
-  meet(group.barrier, 128, [&] {
-    group.groups.push_back(std::move(group.open));
-    group.open.clear();
-  });
+  meet(group.barrier, 128, [&] { group.operands.commit(); });
 }
 static void products_wait(size_t pending, int line) {
   Warpgroup& group = block->warpgroups[self->tid / 128];
   meet(group.barrier, 128, [&] {
-    while (group.groups.size() > pending) {
-      for (const Operand& x : group.groups.front())
-        if (tile(x.descriptor, x.rows, line) != x.codes) fail(line, "a product's operand was overwritten before it was waited for");
-      group.groups.erase(group.groups.begin());
-    }
+    group.operands.wait(pending, [&](const Operand& x) {
+      if (tile(x.descriptor, x.rows, line) != x.codes) fail(line, "a product's operand was overwritten before it was waited for");
+    });
   });
 }
