@@ -157,6 +157,35 @@ def test_depths_of_every_width(isa, method):
         assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("method", ["intflash", "intflash_p8"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_short_rows(isa, method, data):
+    """To 256 keys, where AMX and 512-bit vectors have code of their own: strips and tiles of every size, with and without lse."""
+    pick = data.draw
+    nq, nk = pick(st.integers(1, 150)), pick(st.sampled_from([1, 15, 16, 17, 49, 63, 64, 65, 130, 197, 255, 256, 257]))
+    d, value_dim = pick(st.sampled_from([32, 64, 7, 36, 96, 256])), pick(st.sampled_from([16, 32, 64, 48, 80, 130]))
+    g = torch.Generator().manual_seed(pick(st.integers(0, 2**20)))
+    q, k, v = (torch.randn(2, h, n, c, generator=g) for h, n, c in ((4, nq, d), (2, nk, d), (2, nk, value_dim)))
+    layout = pick(st.sampled_from(["heads apart", "heads side by side", "channels apart"]))
+    if layout != "heads apart":
+        axes = (1, 2) if layout == "heads side by side" else (2, 3)
+        q, k, v = (x.transpose(*axes).contiguous().transpose(*axes) for x in (q, k, v))
+    options = {
+        "return_lse": pick(st.booleans()),
+        "recipe": Recipe(pick(st.sampled_from(["tensor", "head", "token"])), "head", "head"),
+    }
+    mask = pick(st.sampled_from(["none", "none", "keep", "bias"]))
+    if mask == "keep":
+        options["attn_mask"] = torch.rand(1, 1, nq, nk, generator=g) > 0.3
+    elif mask == "bias":
+        options["bias"] = torch.randn(1, 4, nq, nk, generator=g)
+    out = pick(st.sampled_from([torch.int8, torch.int16, torch.float32, torch.bfloat16]))
+    problem = prepare(q, k, v, method=method, out_dtype=out, enable_gqa=True, **options)[0].quantized()
+    assert_same_bits(cpu.run(problem, isa=isa, threads=pick(st.sampled_from([1, 2]))), reference.BACKEND.run(problem))
+
+
 @pytest.mark.parametrize("method", list(cpu.P_MAX))
 @pytest.mark.parametrize("nk", [257, 319, 320, 321, 512, 1023, 1024, 1025, 1089, 1216, 1281, 2047, 2048, 2250, 2561])
 def test_long_rows(method, nk):
@@ -286,13 +315,15 @@ def test_the_output_has_the_layout_of_q(method, dtype):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("method", ["intflash", "intflash_p8", "intflash_online"])
-def test_largest_sums(isa, method):
-    """65,536 keys of one score: l and the digit sums at their bounds."""
+@pytest.mark.parametrize("nk", [256, 65_536])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_largest_sums(isa, method, nk, sign):
+    """Keys of one score: l and the digit sums at their bounds; of 256 keys 32 bits hold both digits' sum."""
     q = intflash.QTensor(torch.full((1, 1, 2, 256), 127, dtype=torch.int8), 0.1)
-    k = intflash.QTensor(torch.full((1, 1, 65_536, 256), -127, dtype=torch.int8), 0.1)
-    v = intflash.QTensor(torch.full((1, 1, 65_536, 3), 127, dtype=torch.int8), 0.1)
+    k = intflash.QTensor(torch.full((1, 1, nk, 256), -127, dtype=torch.int8), 0.1)
+    v = intflash.QTensor(torch.full((1, 1, nk, 35), 127 * sign, dtype=torch.int8), 0.1)
     out = cpu.run(prepare(q, k, v, method=method, out_dtype=torch.int16)[0], isa=isa).out
-    assert (out == 32767).all()
+    assert (out == 32767 * sign).all()
 
 
 def test_scores_beyond_the_scratch_are_computed_twice():

@@ -4,7 +4,7 @@
 #pragma once
 #include "arith.hpp"
 #include "exp2.hpp"
-#include "vec_amx.hpp"
+#include "vec_avx512.hpp"
 
 namespace intflash {
 namespace {
@@ -68,11 +68,11 @@ struct Biased {
     const __m512i never = _mm512_set1_epi64(kNever), absent_bias = _mm512_mul_epi32(absent, unit);
     __m512i max = never;
     for (int64_t j = 0; j < n; j += 16, t += 16) {
-      const __m512i b = reader.bias(add, j, Amx::lanes(n - j));
-      const __m512i x = Amx::shift_left(Amx::load(s + j), scale.k);
-      const __m512i even_bias = _mm512_mul_epi32(b, unit), odd_bias = _mm512_mul_epi32(Amx::odd_lanes(b), unit);
+      const __m512i b = reader.bias(add, j, Vec512::lanes(n - j));
+      const __m512i x = Vec512::shift_left(Vec512::load(s + j), scale.k);
+      const __m512i even_bias = _mm512_mul_epi32(b, unit), odd_bias = _mm512_mul_epi32(Vec512::odd_lanes(b), unit);
       __m512i even = _mm512_add_epi64(_mm512_mul_epi32(x, c), even_bias);
-      __m512i odd = _mm512_add_epi64(_mm512_mul_epi32(Amx::odd_lanes(x), c), odd_bias);
+      __m512i odd = _mm512_add_epi64(_mm512_mul_epi32(Vec512::odd_lanes(x), c), odd_bias);
       if (_mm512_cmpeq_epi32_mask(b, absent)) {
         even = _mm512_mask_mov_epi64(even, _mm512_cmpeq_epi64_mask(even_bias, absent_bias), never);
         odd = _mm512_mask_mov_epi64(odd, _mm512_cmpeq_epi64_mask(odd_bias, absent_bias), never);
@@ -95,17 +95,17 @@ struct Biased {
     const __m512i c = _mm512_set1_epi32(int32_t(c24)), absent = _mm512_set1_epi32(kAbsent), never = _mm512_set1_epi32(kShortNever);
     __m512i max = never;
     for (int64_t j = 0; j < n; j += 16) {
-      const __m512i b = reader.bias(add, j, Amx::lanes(n - j)), x = Amx::load(s + j);
-      most.score = Amx::max(most.score, _mm512_abs_epi32(x));
-      most.bias = Amx::max(most.bias, _mm512_abs_epi32(b));  // an absent one's stays negative
+      const __m512i b = reader.bias(add, j, Vec512::lanes(n - j)), x = Vec512::load(s + j);
+      most.score = Vec512::max(most.score, _mm512_abs_epi32(x));
+      most.bias = Vec512::max(most.bias, _mm512_abs_epi32(b));  // an absent one's stays negative
       const __m512i sum = _mm512_add_epi32(_mm512_mullo_epi32(x, c), _mm512_slli_epi32(b, 4));
       const __m512i level = _mm512_mask_mov_epi32(sum, _mm512_cmpeq_epi32_mask(b, absent), never);
-      Amx::store(t + j, level);
-      max = Amx::max(max, level);
+      Vec512::store(t + j, level);
+      max = Vec512::max(max, level);
     }
     return max;
   }
-  static __m512i short_depth(const int32_t* t, __m512i top) { return _mm512_srli_epi32(_mm512_sub_epi32(top, Amx::load(t)), 15); }
+  static __m512i short_depth(const int32_t* t, __m512i top) { return _mm512_srli_epi32(_mm512_sub_epi32(top, Vec512::load(t)), 15); }
 
   // Below every score, and its depth below their maximum fits a signed register.
   static constexpr int32_t kMarked = kAbsent / 2;
@@ -115,9 +115,9 @@ struct Biased {
     const __m512i absent = _mm512_set1_epi32(kMarked);
     __m512i max = absent;
     for (int64_t j = 0; j < n; j += 16) {
-      const __m512i x = _mm512_mask_mov_epi32(absent, reader.kept(add, j, Amx::lanes(n - j)), Amx::load(s + j));
-      Amx::store(s + j, x);
-      max = Amx::max(max, x);
+      const __m512i x = _mm512_mask_mov_epi32(absent, reader.kept(add, j, Vec512::lanes(n - j)), Vec512::load(s + j));
+      Vec512::store(s + j, x);
+      max = Vec512::max(max, x);
     }
     return max;
   }
@@ -127,7 +127,7 @@ struct Biased {
   // Depths of 16 keys, octaves in Q.9, below a maximum; those past 65535 are at least that as unsigned or signed words.
   template <bool Scaled>
   static __m512i depth(const int64_t* t, I64 top) {
-    return Amx::high_halves(scaled_depth<Scaled>(t, top), scaled_depth<Scaled>(t + 8, top));
+    return Vec512::high_halves(scaled_depth<Scaled>(t, top), scaled_depth<Scaled>(t + 8, top));
   }
 
   // Maxima of eight rows' lanes, row r in out[r].

@@ -7,9 +7,8 @@ namespace intflash {
 namespace {
 
 // DeadTile: one whose sums nobody needs.
-template <int DeadTile>
+template <class V, class Strip, int DeadTile>
 struct BiasedTops {
-  using V = Amx;
   const Call& call;
   Strip& s;
 
@@ -39,7 +38,7 @@ struct BiasedTops {
     if (call.keep.data) add.keep = call.keep.at(s.b % call.keep_batch, s.h, s.row0 + s.first);
     for (int r = s.first; r < s.rows; ++r, add.bias += call.bias.stride[2], add.keep += call.keep.stride[2]) {
       f(r, reader, add);
-      if (r % 4 == 3) V::stay_awake<DeadTile>();
+      if (r % 4 == 3) V::template stay_awake<DeadTile>();
     }
   }
 
@@ -55,7 +54,7 @@ struct BiasedTops {
       largest = larger(largest, c);
     });
     if (!most.fit(largest)) return false;
-    V::reduce_max(max, s.top);
+    for (int r = 0; r < s.rows; r += 16) V::reduce_max(max + r, s.top + r);
     for (int r = s.first; r < s.rows; ++r)
       if (s.top[r] == kShortNever) s.top[r] = 0;  // without keys: any level far above
     return true;
@@ -67,8 +66,7 @@ struct BiasedTops {
     for_each_row([&](int r, const auto& reader, const RowBias& add) {
       max[r] = Biased::row(s.scores + r * Strip::kScoreLd, call.nk, reader, add, s.biased_scale[r * s.scale_step], s.levels + r * s.levels_ld);
     });
-    Biased::reduce_max(max, s.level);
-    Biased::reduce_max(max + 8, s.level + 8);
+    for (int r = 0; r < s.rows; r += 8) Biased::reduce_max(max + r, s.level + r);
     for (int r = s.first; r < s.rows; ++r)
       if (s.level[r] == kNever) s.level[r] = 0;  // without keys: any level far above
   }
@@ -77,7 +75,7 @@ struct BiasedTops {
     __m512i max[Strip::kRows];
     for (int r = 0; r < Strip::kRows; ++r) max[r] = V::zero16();
     for_each_row([&](int r, const auto& reader, const RowBias& add) { max[r] = Biased::mark(s.scores + r * Strip::kScoreLd, call.nk, reader, add); });
-    V::reduce_max(max, s.top);
+    for (int r = 0; r < s.rows; r += 16) V::reduce_max(max + r, s.top + r);
     for (int r = s.first; r < s.rows; ++r)
       if (s.top[r] == Biased::kMarked) s.top[r] = 0;  // without keys: any level far above the marks
   }

@@ -66,6 +66,27 @@ class Epilogue {
     }
   }
 
+  // Whether int8_tile can write these rows, of so many panels.
+  bool takes_tile(const Ahead& ahead, int panels) const {
+    return ahead.fits && call_.out_type == OutType::kInt8 && call_.value_dim == panels * V::kLanes && (panels == 2 || panels == 4);
+  }
+
+  // R rows from sums in registers, the first with factor `row` of those in `ahead`, by sixteens.
+  template <int R, int C>
+  inline __attribute__((always_inline)) void int8_tile(const typename V::I32 (&acc)[R][C], const Ahead* ahead, int row, int64_t at) const {
+    const int64_t out_ld = call_.out_stride[2];
+    int8_t* out = static_cast<int8_t*>(call_.out) + at;
+    const auto value = [&](int r, int c) {
+      const unsigned i = unsigned(row + r);
+      return V::rescaled(acc[r][c], V::odd_lanes(acc[r][c]), ahead[i / 16].factors, int(i % 16));
+    };
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r, out += out_ld) {
+      if constexpr (C == 4) V::store_quad(out, value(r, 0), value(r, 1), value(r, 2), value(r, 3));
+      if constexpr (C == 2) V::store_pair(out, value(r, 0), value(r, 1));
+    }
+  }
+
   // The output row at an offset from int8 codes of V's own scale (qflash, iflash).
   void codes_row(const int32_t* codes, int64_t at) const {
     switch (call_.out_type) {

@@ -2,7 +2,20 @@
 
 #include "attention.hpp"
 #include "quantize.hpp"
+#include "vector_strips.hpp"
 
 namespace intflash {
-const Kernels kAvx512VnniKernels = {"avx512vnni", 40000, Attention<Avx512Vnni>::unit_rows, Attention<Avx512Vnni>::run, absolute_maximum<Avx512Vnni>, quantize<Avx512Vnni>};
+namespace {
+
+int unit_rows(const Call& call) { return VectorStrips<true>::takes(call) ? VectorStrips<true>::unit_rows(call) : Attention<Avx512Vnni>::unit_rows(call); }
+
+void attention(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch) {
+  if (!VectorStrips<true>::takes(call)) return Attention<Avx512Vnni>::run(call, units, call_id, scratch);
+  if (call.method == Method::kP16) return VectorStrips<true>::run(call, units, call_id, scratch);
+  VectorStrips<false>::run(call, units, call_id, scratch);
 }
+
+}  // namespace
+
+const Kernels kAvx512VnniKernels = {"avx512vnni", 40000, unit_rows, attention, absolute_maximum<Avx512Vnni>, quantize<Avx512Vnni>};
+}  // namespace intflash

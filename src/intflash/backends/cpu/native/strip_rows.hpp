@@ -1,17 +1,17 @@
-// A strip: up to 16 query rows of one head and all its keys, and P of its rows.
+// A strip: some query rows of one head and all its keys, and P of its rows.
 #pragma once
 #include "arith.hpp"
 #include "biased.hpp"
 #include "exp2.hpp"
-#include "vec_amx.hpp"
 
 namespace intflash {
 namespace {
 
-struct Strip {
-  static constexpr int kRows = 16, kPanel = 16, kChunk = 64, kMaxChunks = 4, kTile = 1024;
-  static constexpr int64_t kScoreLd = kMaxChunks * kChunk + 16;  // its rows lie in all cache sets
-  static constexpr int64_t kPlane = kMaxChunks * kTile;          // a digit of a strip's P
+// PRow, PChunk: bytes from row to row of P, and from chunk to chunk; Plane: of a digit.
+template <int Rows, int PRow, int PChunk, int Plane>
+struct StripOf {
+  static constexpr int kRows = Rows, kPanel = 16, kChunk = 64, kMaxChunks = 4, kPRow = PRow, kPChunk = PChunk;
+  static constexpr int64_t kScoreLd = kMaxChunks * kChunk + 16, kPlane = Plane;  // rows of scores lie in all cache sets
 
   // What its depths are made from.
   enum class From { kShortScores, kScores, kShiftedScores, kShortLevels, kLevels, kShiftedLevels };
@@ -36,36 +36,60 @@ struct Strip {
   int32_t* short_levels(int r) const { return reinterpret_cast<int32_t*>(levels + r * levels_ld); }  // of a row
   bool on_short_levels() const { return from == From::kShortLevels; }
   bool on_levels() const { return from == From::kLevels || from == From::kShiftedLevels; }
+  // The maximum of T in row r, whose exponent is e.
+  int64_t t_max(int r, Exponent e) const {
+    if (on_short_levels()) return int64_t(top[r]) * 256;
+    return on_levels() ? level[r] >> biased_scale[r * scale_step].down : top[r] * (int64_t(1) << e.k) * e.c;
+  }
 };
 
 // Operations of P with their constants in registers: gcc would make some anew for each row, by the shuffles' port.
-struct RowOps : Amx {
-  const U16 depth_half = held(_mm512_set1_epi16(2 * 153));
-  const U16 high_bytes = held(_mm512_broadcast_i32x4(_mm_setr_epi8(1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15, -1)));
-  const U16 first = held(_mm512_set1_epi64(0x322A221A120A023A)), mask = held(_mm512_set1_epi16(255 << 6)), one = held(_mm512_set1_epi16(256 << 6));
-  const U16 square = held(_mm512_set1_epi16(8288)), powers = held(_mm512_set1_epi16(512));
+template <class V>
+struct RowOps : V {
+  using typename V::U16;
+  const U16 depth_half = V::held(_mm512_set1_epi16(2 * 153));
+  const U16 high_bytes = V::held(_mm512_broadcast_i32x4(_mm_setr_epi8(1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15, -1)));
+  const U16 plan = V::held(V::shift6_plan()), mask = V::held(_mm512_set1_epi16(255 << 6)), one = V::held(_mm512_set1_epi16(256 << 6));
+  const U16 square = V::held(_mm512_set1_epi16(8288)), powers = V::held(_mm512_set1_epi16(512));
 
-  static U16 held(U16 x) {
-    asm("" : "+v"(x));
-    return x;
-  }
   U16 high_byte(U16 a) const { return _mm512_shuffle_epi8(a, high_bytes); }
-  U16 average(U16 a, uint16_t b) const { return b == 2 * 153 ? _mm512_avg_epu16(a, depth_half) : Amx::average(a, b); }
+  U16 average(U16 a, uint16_t b) const { return b == 2 * 153 ? _mm512_avg_epu16(a, depth_half) : V::average(a, b); }
   template <int Shift>
   U16 mantissa(U16 z) const {
-    if constexpr (Shift != 6) return Amx::mantissa<Shift>(z);
-    else return _mm512_ternarylogic_epi32(_mm512_multishift_epi64_epi8(first, z), mask, one, 0xAE);
+    if constexpr (Shift != 6) return V::template mantissa<Shift>(z);
+    else return _mm512_ternarylogic_epi32(V::shift6(z, plan), mask, one, 0xAE);
   }
   U16 add16(U16 a, uint16_t) const { return _mm512_add_epi16(a, square); }
   U16 power(U16 z) const { return _mm512_srlv_epi16(powers, high_byte(z)); }
 };
 
-template <bool P16>
+template <class V, bool P16, class Strip>
 class StripRows {
-  using V = Amx;
-  using From = Strip::From;
+  using From = typename Strip::From;
 
  public:
+  // How the depths of a strip's rows are made; exponent(r) is that of a row.
+  template <class F>
+  static void choose_scales(const Call& call, Strip& s, F exponent) {
+    s.scale_step = call.q_scale.stride[2] ? 1 : 0;
+    const int scales = s.scale_step ? s.rows : 1;
+    bool short_depths = true, aligned = true, scaled = true, dead = true, short_levels = true;
+    for (int r = 0; r < scales; ++r) {
+      const Exponent e = exponent(r);
+      s.scale[r] = row_scale(e);
+      short_depths = short_depths && fits_short<P16>(s.scale[r]), aligned = aligned && s.scale[r].shift == 0;
+      scaled = scaled && fits_scaled(e), dead = dead && Biased::marks_are_dead(s.scale[r]);
+      short_levels = short_levels && has_24_fraction_bits(e);
+    }
+    if (!call.bias.data && (!call.keep.data || dead)) {
+      s.from = short_depths ? From::kShortScores : aligned ? From::kScores : From::kShiftedScores;
+    } else {
+      s.from_long = scaled ? From::kLevels : From::kShiftedLevels;
+      s.from = short_levels ? From::kShortLevels : s.from_long;
+      for (int r = 0; r < scales; ++r) s.biased_scale[r] = biased_scale(exponent(r), scaled);
+    }
+  }
+
   // P of chunk j of a strip's rows, in a tile for each digit, and its part of the row sums; between() after every row.
   // `vectors` of 16 keys; `ones` has 0 for bytes of P that do not count.
   template <class Between>
@@ -103,7 +127,7 @@ class StripRows {
 
   template <From F, int Vectors, class Between>
   static void rows(Strip& s, int j, __m512i ones, Between between) {
-    const RowOps o;
+    const RowOps<V> o;
     // `of` a vector, of which a pair's second may be missing
     const auto pair = [](int i, auto of) { return V::pack(of(i), i + 1 < Vectors ? of(i + 1) : V::zero16()); };
     Scale scale = load_scale<F>(s.scale[0]);
@@ -112,20 +136,21 @@ class StripRows {
     const int64_t *levels = s.levels + j * Strip::kChunk, *level_tops = s.level, levels_ld = s.levels_ld;
     const int32_t* short_levels = s.short_levels(0) + j * Strip::kChunk;
     const RowScale* scales = s.scale_step ? s.scale : nullptr;
-    uint8_t* p = s.p + j * Strip::kTile;
+    uint8_t* p = s.p + j * Strip::kPChunk;
     __m512i* sums = s.sums;
     for (int r = s.first, end = s.rows; r < end; ++r) {
-      if constexpr (!P16) __builtin_prefetch(p + (r + 4) * 64, 1);  // L1 does not keep it from strip to strip
+      if constexpr (!P16 && V::kMatrixUnit) __builtin_prefetch(p + (r + 4) * Strip::kPRow, 1);  // L1 does not keep it from strip to strip
       if constexpr (F == From::kShortLevels) {
         const int32_t* t = short_levels + r * 2 * levels_ld;
         const __m512i top = V::set1(tops[r]);
         const auto depth = [&](int i) { return Biased::short_depth(t + i * Strip::kPanel, top); };
-        block<Vectors>(o, [&](int i) { return pair(i, depth); }, ones, p + r * 64, sums[r]);
+        block<Vectors>(o, [&](int i) { return pair(i, depth); }, ones, p + r * Strip::kPRow, sums[r]);
       } else if constexpr (F == From::kLevels || F == From::kShiftedLevels) {
+        V::stores_before_loads();  // without it gcc 12 takes such rows for free of effects, and drops them
         const int64_t* t = levels + r * levels_ld;
         const __m512i level = _mm512_set1_epi64(level_tops[r]);
         const auto depth = [&](int i) { return Biased::depth<F == From::kLevels>(t + i * Strip::kPanel, level); };
-        block<Vectors>(o, [&](int i) { return pair(i, depth); }, ones, p + r * 64, sums[r]);
+        block<Vectors>(o, [&](int i) { return pair(i, depth); }, ones, p + r * Strip::kPRow, sums[r]);
       } else {
         if (scales) scale = load_scale<F>(scales[r]);
         const int32_t* x = scores + r * Strip::kScoreLd;
@@ -137,7 +162,7 @@ class StripRows {
           if constexpr (F == From::kShortScores) return V::mul_high16(pair(i, below), scale.c);
           else return pair(i, depth);
         };
-        block<Vectors>(o, depths, ones, p + r * 64, sums[r]);
+        block<Vectors>(o, depths, ones, p + r * Strip::kPRow, sums[r]);
       }
       between();
     }
@@ -145,7 +170,7 @@ class StripRows {
 
   // P of up to 64 depths in two registers, given by `depths`, and its part of the row's sum.
   template <int Vectors, class Depths>
-  static inline __attribute__((always_inline)) void block(const RowOps& o, Depths depths, __m512i ones, uint8_t* p, __m512i& sums) {
+  static inline __attribute__((always_inline)) void block(const RowOps<V>& o, Depths depths, __m512i ones, uint8_t* p, __m512i& sums) {
     using E = Exp2<V>;
     const __m512i low = depths(0), high = Vectors > 2 ? depths(2) : V::zero16();
     if constexpr (P16) {

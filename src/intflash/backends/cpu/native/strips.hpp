@@ -18,7 +18,8 @@ namespace {
 template <bool P16>
 class Strips {
   using V = Amx;
-  static constexpr int kRows = Strip::kRows, kPanel = Strip::kPanel, kChunk = Strip::kChunk, kMaxChunks = Strip::kMaxChunks, kTile = Strip::kTile;
+  using Strip = StripOf<16, 64, 1024, 4 * 1024>;  // P in tiles
+  static constexpr int kRows = Strip::kRows, kPanel = Strip::kPanel, kChunk = Strip::kChunk, kMaxChunks = Strip::kMaxChunks, kTile = Strip::kPChunk;
   static constexpr int kParts = 16;     // of a chunk's tile work, four to a panel of S
   // Tiles 0 to 3: sums of P V; 4 (and 5): P's digits; 6: K or V; 7: S; Q has one of its own where P has one digit.
   static constexpr int kScoreTile = 7, kQueryTile = P16 ? 4 : 5;
@@ -189,31 +190,11 @@ class Strips {
     enter_head(s);
     stay_awake();
     copy_queries(call_.q.at(s.b, s.h, s.row0));
-    choose_scales(s);
-    const __m512i zero = V::unknown_zero();
+    StripRows<V, P16, Strip>::choose_scales(call_, s, [&](int r) { return exponent(s, r); });
+    const __m512i zero = V::held(V::zero16());
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) s.sums[r] = zero;
     return &s;
-  }
-
-  void choose_scales(Strip& s) {
-    s.scale_step = call_.q_scale.stride[2] ? 1 : 0;
-    const int scales = s.scale_step ? tile_rows_ : 1;
-    bool short_depths = true, aligned = true, scaled = true, dead = true, short_levels = true;
-    for (int r = 0; r < scales; ++r) {
-      const Exponent e = exponent(s, r);
-      s.scale[r] = row_scale(e);
-      short_depths = short_depths && fits_short<P16>(s.scale[r]), aligned = aligned && s.scale[r].shift == 0;
-      scaled = scaled && fits_scaled(e), dead = dead && Biased::marks_are_dead(s.scale[r]);
-      short_levels = short_levels && has_24_fraction_bits(e);
-    }
-    if (!call_.bias.data && (!call_.keep.data || dead)) {
-      s.from = short_depths ? Strip::From::kShortScores : aligned ? Strip::From::kScores : Strip::From::kShiftedScores;
-    } else {
-      s.from_long = scaled ? Strip::From::kLevels : Strip::From::kShiftedLevels;
-      s.from = short_levels ? Strip::From::kShortLevels : s.from_long;
-      for (int r = 0; r < scales; ++r) s.biased_scale[r] = biased_scale(exponent(s, r), scaled);
-    }
   }
 
   void copy_queries(const int8_t* q) const {
@@ -238,7 +219,7 @@ class Strips {
     const int64_t n = call_.nk;
     const int8_t* k = call_.k.at(s.b, s.hk);
     for (int64_t key = 0; key < n; key += kPanel, keys += int64_t(key_steps_) * 64)
-      V::pack_key_tile(k + key * call_.k.stride[2], call_.k.stride[2], call_.k.stride[3], smaller<int64_t>(kPanel, n - key),
+      V::pack_key_panel<0>(k + key * call_.k.stride[2], call_.k.stride[2], call_.k.stride[3], smaller<int64_t>(kPanel, n - key),
                        call_.head_dim, key_steps_, keys);
     const int8_t* v = call_.v.at(s.b, s.hk);
     const int64_t row_step = call_.v.stride[2], step = call_.v.stride[3];
@@ -271,7 +252,7 @@ class Strips {
 
   // Maxima of a strip.
   void tops(Strip& s) const {
-    if (call_.bias.data || call_.keep.data) return BiasedTops<kScoreTile>(call_, s).find();
+    if (call_.bias.data || call_.keep.data) return BiasedTops<V, Strip, kScoreTile>(call_, s).find();
     // Columns past the last key repeat it; rows past the last are read and not used.
     __m512i max[kRows];
     const int panels = ceil_div(call_.nk, kPanel);
@@ -287,7 +268,7 @@ class Strips {
   void probabilities(Strip& s, int j, Tiles& tiles) {
     const int keys = chunk_keys(j);
     const __m512i ones = keys < kChunk ? tail_ones_ : _mm512_set1_epi8(1);
-    StripRows<P16>::chunk(s, j, ceil_div(keys, kPanel), ones, Between{*this, tiles, s.rows - s.first});
+    StripRows<V, P16, Strip>::chunk(s, j, ceil_div(keys, kPanel), ones, Between{*this, tiles, s.rows - s.first});
   }
   struct Between {
     Strips& strips;
@@ -357,11 +338,7 @@ class Strips {
     const int32_t* acc = acc_ + s.first * acc_ld_;
     epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first, call_.out_offset(s.b, s.h, row), &ahead_);
     for (int r = s.first; call_.t_max && r < s.rows; ++r) {
-      const Exponent e = exponent(s, r);
-      const int64_t t_max = s.on_short_levels() ? int64_t(s.top[r]) * 256
-                            : s.on_levels()     ? s.level[r] >> s.biased_scale[r * s.scale_step].down
-                                                : s.top[r] * (int64_t(1) << e.k) * e.c;
-      call_.t_max[index + r - s.first] = l[r] ? t_max : kNever;
+      call_.t_max[index + r - s.first] = l[r] ? s.t_max(r, exponent(s, r)) : kNever;
       call_.l_sum[index + r - s.first] = l[r];
     }
   }

@@ -49,15 +49,6 @@ struct Amx : Vec512 {
   // reads keeps the unit awake. It goes to a tile that is dead then, as all are between the products of block().
   template <int Dead = 0>
   static void stay_awake() { dot_signed_tile<Dead, 4, 6>(); }
-  // A zero whose stores the compiler does not turn into a string instruction, which takes longer to start.
-  static I32 unknown_zero() {
-    __m512i x = _mm512_setzero_si512();
-    asm("" : "+v"(x));
-    return x;
-  }
-  // gcc's tile loads do not say that they read memory.
-  static void stores_before_loads() { asm volatile("" : : : "memory"); }
-
   // One step of a value panel by one byte permutation of its four rows of 16.
   static bool pack_values(const int8_t* v, int64_t row_step, int64_t rows, int64_t columns, Code* out) {
     const __m512i by_column = _mm512_set_epi32(
@@ -78,6 +69,8 @@ struct Amx : Vec512 {
   }
 
   // Shifts on the shuffles' port: beside tile instructions the other one has the products too.
+  static U16 shift6_plan() { return _mm512_set1_epi64(0x322A221A120A023A); }
+  static U16 shift6(U16 z, U16 plan) { return _mm512_multishift_epi64_epi8(plan, z); }
   template <int Shift>
   static U16 mantissa(U16 z) {  // the low byte of z << Shift takes bits from below the lane, which the mask drops
     constexpr int64_t first = Shift == 6 ? 0x322A221A120A023A : 0x3129211911090139;
@@ -85,51 +78,10 @@ struct Amx : Vec512 {
   }
 
   static bool pack_keys(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
-    pack_key_panel<0>(k, row_step, count, dim, steps, out);
+    pack_key_panel<0>(k, row_step, 1, count, dim, steps, out);
     return true;
   }
 
-  // A panel of up to 16 key rows, missing ones repeating the last.
-  static void pack_key_tile(const int8_t* k, int64_t row_step, int64_t step, int64_t count, int64_t dim, int steps, Code* out) {
-    if (step != 1) {
-      for (int s = 0; s < steps; ++s)
-        for (int i = 0; i < 16; ++i)
-          for (int e = 0; e < 4; ++e, ++out) *out = 4 * s + e < dim ? k[(i < count ? i : count - 1) * row_step + (4 * s + e) * step] : 0;
-      return;
-    }
-    if (dim == 32) return pack_half_rows(k, row_step, count, out);
-    for (int s = 0; s < steps; s += 16) {
-      const __mmask64 mask = bytes(dim - 4 * s);
-      __m512i r[16];
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) r[i] = _mm512_maskz_loadu_epi8(mask, k + (i < count ? i : count - 1) * row_step + 4 * s);
-      transpose(r);
-      const int n = steps - s < 16 ? steps - s : 16;
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i)
-        if (i < n) _mm512_storeu_si512(out + 64 * (s + i), r[i]);
-    }
-  }
-  // Rows of 32 codes, two to a register: the lanes of rows i and i + 8 are transposed side by side.
-  static void pack_half_rows(const int8_t* k, int64_t row_step, int64_t count, Code* out) {
-    __m512i r[8], t[8];
-    const auto row = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(k + (i < count ? i : count - 1) * row_step)); };
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) r[i] = _mm512_inserti64x4(_mm512_castsi256_si512(row(i)), row(i + 8), 1);
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {  // r[i + w]: word w of each lane's four, rows i to i + 3; lanes: words 0-3 and 4-7, rows + 0 and + 8
-      r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-      r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-#pragma GCC unroll 4
-    for (int w = 0; w < 4; ++w) {
-      _mm512_storeu_si512(out + 64 * w, _mm512_permutex2var_epi64(r[w], low, r[w + 4]));
-      _mm512_storeu_si512(out + 64 * (w + 4), _mm512_permutex2var_epi64(r[w], high, r[w + 4]));
-    }
-  }
   // Four rows of 32 channels into the same step of two panels.
   static void pack_value_pair(const int8_t* v, int64_t row_step, Code* first, Code* second) {
     const auto row = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + i * row_step)); };

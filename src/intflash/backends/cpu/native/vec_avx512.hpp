@@ -6,11 +6,12 @@
 #include <cstring>
 
 #include "floats_avx512.hpp"
+#include "pack_avx512.hpp"
 
 namespace intflash {
 namespace {
 
-struct Vec512 : Floats512 {
+struct Vec512 : Pack512 {
   static constexpr int kLanes = 16, kGroup = 4, kRows = 6, kCols = 4;
   static constexpr bool kFastPack = true, kWholeRows = true, kFloat16 = true, kWideP = false;
   using I32 = __m512i;
@@ -22,6 +23,13 @@ struct Vec512 : Floats512 {
   static I32 load(const int32_t* p) { return _mm512_loadu_si512(p); }
   static void store(int32_t* p, I32 a) { _mm512_storeu_si512(p, a); }
   static I32 set1(int32_t v) { return _mm512_set1_epi32(v); }
+  // x, of which the compiler does not know what it is or where else it could be.
+  static I32 held(I32 x) {
+    asm("" : "+v"(x));
+    return x;
+  }
+  // For the compiler: gcc's tile loads do not say that they read memory.
+  static void stores_before_loads() { asm volatile("" : : : "memory"); }
   static I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
   static I32 sub(I32 a, I32 b) { return _mm512_sub_epi32(a, b); }
   static I32 max(I32 a, I32 b) { return _mm512_max_epi32(a, b); }
@@ -72,6 +80,8 @@ struct Vec512 : Floats512 {
   static U16 low_byte(U16 a) { return _mm512_and_si512(a, _mm512_set1_epi16(255)); }
   template <int Shift>
   static U16 mantissa(U16 z) { return mantissa_of<Shift>(_mm512_slli_epi16(z, Shift)); }
+  static U16 shift6_plan() { return zero16(); }
+  static U16 shift6(U16 z, U16) { return _mm512_slli_epi16(z, 6); }
   template <int Shift>
   static U16 mantissa_of(U16 shifted) {  // (~shifted & (255 << Shift)) | 256 << Shift
     return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi16(int16_t(255 << Shift)), _mm512_set1_epi16(int16_t(256 << Shift)), 0xAE);
@@ -139,9 +149,12 @@ struct Vec512 : Floats512 {
   }
   template <bool P16>
   static I32 rescale(const int32_t* high, const int32_t* low, const Factors& all, int row) {
-    const __m512i f = set1(all.factor[row]);
     const __m512i x = P16 ? add(shift_left(load(high), 8), load(low)) : load(high);
     const __m512i odd = P16 ? odd_lanes(x) : _mm512_castps_si512(_mm512_movehdup_ps(_mm512_loadu_ps(high)));  // the load unit's shuffle
+    return rescaled(x, odd, all, row);
+  }
+  static I32 rescaled(I32 x, I32 odd, const Factors& all, int row) {
+    const __m512i f = set1(all.factor[row]);
     const __m512i top = high_halves(_mm512_mul_epi32(x, f), _mm512_mul_epi32(odd, f));
     return _mm512_srav_epi32(add(top, set1(all.half[row])), set1(all.shift[row]));
   }
@@ -221,70 +234,9 @@ struct Vec512 : Floats512 {
     return _mm512_set1_epi32(word);
   }
   static I32 dot_qk(I32 acc, Codes k, Codes q) { return _mm512_dpbusd_epi32(acc, k, q); }
+  // The sum stays in its register: gcc copies and spills the many of a tile.
+  static void dot_in_place(I32& acc, Codes u, Codes s) { asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s)); }
   static I32 dot_pv(I32 acc, Codes v, Codes p) { return _mm512_dpbusd_epi32(acc, p, v); }
-
-  // 16 x 16 words transposed.
-  static void transpose(__m512i r[16]) {
-    __m512i t[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 2) {
-      t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-      t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 4) {
-      r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-      r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-      r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-      r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 4; ++i) {
-      t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-      t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
-      t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-      t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xDD);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 4; ++i) {
-      r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
-      r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xDD);
-      r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
-      r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xDD);
-    }
-  }
-
-  // A panel of `count` contiguous key rows, every code ^ flip.
-  template <int Flip>
-  static void pack_key_panel(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
-    const __m512i flip = _mm512_set1_epi8(char(Flip));
-    for (int s = 0; s < steps; s += 16) {
-      const __mmask64 mask = bytes(dim - 4 * s);
-      __m512i r[16];
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) r[i] = i < count ? _mm512_maskz_loadu_epi8(mask, k + i * row_step + 4 * s) : _mm512_setzero_si512();
-      transpose(r);
-      const int n = steps - s < 16 ? steps - s : 16;
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i)
-        if (i < n) _mm512_storeu_si512(out + 64 * (s + i), Flip ? _mm512_xor_si512(r[i], flip) : r[i]);
-    }
-  }
-
-  // One step of a value panel: `rows` keys (of 4) by `columns` channels (of 16), the rest zero.
-  static bool pack_values(const int8_t* v, int64_t row_step, int64_t rows, int64_t columns, Code* out) {
-    const __mmask16 mask = lanes(columns);
-    __m128i r[4];
-    for (int i = 0; i < 4; ++i) r[i] = i < rows ? _mm_maskz_loadu_epi8(mask, v + i * row_step) : _mm_setzero_si128();
-    const __m128i a = _mm_unpacklo_epi8(r[0], r[1]), b = _mm_unpackhi_epi8(r[0], r[1]);
-    const __m128i c = _mm_unpacklo_epi8(r[2], r[3]), d = _mm_unpackhi_epi8(r[2], r[3]);
-    __m128i* o = reinterpret_cast<__m128i*>(out);
-    _mm_storeu_si128(o, _mm_unpacklo_epi16(a, c));
-    _mm_storeu_si128(o + 1, _mm_unpackhi_epi16(a, c));
-    _mm_storeu_si128(o + 2, _mm_unpacklo_epi16(b, d));
-    _mm_storeu_si128(o + 3, _mm_unpackhi_epi16(b, d));
-    return true;
-  }
 };
 
 struct Avx512Vnni : Vec512 {
@@ -292,10 +244,11 @@ struct Avx512Vnni : Vec512 {
   static constexpr bool kUnsignedKeys = true, kMatrixUnit = false;
   static void begin(int64_t) {}
   static void end() {}
+  template <int = 0>
   static void stay_awake() {}
   static int depth_steps(int64_t head_dim) { return int((head_dim + 3) / 4); }
   static bool pack_keys(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
-    pack_key_panel<0x80>(k, row_step, count, dim, steps, out);
+    pack_key_panel<0x80>(k, row_step, 1, count, dim, steps, out);
     return true;
   }
 };
