@@ -162,7 +162,7 @@ def test_depths_of_every_width(isa, method):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_short_rows(isa, method, data):
-    """To 256 keys, where AMX and 512-bit vectors have code of their own: strips and tiles of every size, with and without lse."""
+    """To 256 keys, where AMX and 512-bit vectors have code of their own: strips and tiles of every size."""
     pick = data.draw
     nq, nk = pick(st.integers(1, 150)), pick(st.sampled_from([1, 15, 16, 17, 49, 63, 64, 65, 130, 197, 255, 256, 257]))
     d, value_dim = pick(st.sampled_from([32, 64, 7, 36, 96, 256])), pick(st.sampled_from([16, 32, 64, 48, 80, 130]))

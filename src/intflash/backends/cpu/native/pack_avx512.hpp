@@ -83,7 +83,7 @@ struct Pack512 : Floats512 {
     return true;
   }
   // The same step of two whole panels, or of four.
-  static void pack_value_pair(const int8_t* v, int64_t row_step, Code* out, int64_t panel) {
+  static inline __attribute__((always_inline)) void pack_value_pair(const int8_t* v, int64_t row_step, Code* out, int64_t panel) {
     const auto row = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + i * row_step)); };
     const __m256i a = _mm256_unpacklo_epi8(row(0), row(1)), b = _mm256_unpackhi_epi8(row(0), row(1));
     const __m256i c = _mm256_unpacklo_epi8(row(2), row(3)), d = _mm256_unpackhi_epi8(row(2), row(3));
@@ -92,7 +92,7 @@ struct Pack512 : Floats512 {
     _mm512_storeu_si512(out, _mm512_shuffle_i32x4(low, high, 0x88));
     _mm512_storeu_si512(out + panel, _mm512_shuffle_i32x4(low, high, 0xDD));
   }
-  static void pack_value_quad(const int8_t* v, int64_t row_step, Code* out, int64_t panel) {
+  static inline __attribute__((always_inline)) void pack_value_quad(const int8_t* v, int64_t row_step, Code* out, int64_t panel) {
     const auto row = [&](int i) { return _mm512_loadu_si512(v + i * row_step); };
     const __m512i a = _mm512_unpacklo_epi8(row(0), row(1)), b = _mm512_unpackhi_epi8(row(0), row(1));
     const __m512i c = _mm512_unpacklo_epi8(row(2), row(3)), d = _mm512_unpackhi_epi8(row(2), row(3));

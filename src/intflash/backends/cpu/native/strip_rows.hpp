@@ -138,19 +138,21 @@ class StripRows {
     const RowScale* scales = s.scale_step ? s.scale : nullptr;
     uint8_t* p = s.p + j * Strip::kPChunk;
     __m512i* sums = s.sums;
+    const bool first = j == 0;
     for (int r = s.first, end = s.rows; r < end; ++r) {
       if constexpr (!P16 && V::kMatrixUnit) __builtin_prefetch(p + (r + 4) * Strip::kPRow, 1);  // L1 does not keep it from strip to strip
+      __m512i sum = first ? V::zero16() : sums[r];
       if constexpr (F == From::kShortLevels) {
         const int32_t* t = short_levels + r * 2 * levels_ld;
         const __m512i top = V::set1(tops[r]);
         const auto depth = [&](int i) { return Biased::short_depth(t + i * Strip::kPanel, top); };
-        block<Vectors>(o, [&](int i) { return pair(i, depth); }, ones, p + r * Strip::kPRow, sums[r]);
+        block<Vectors>(o, [&](int i) { return pair(i, depth); }, ones, p + r * Strip::kPRow, sum);
       } else if constexpr (F == From::kLevels || F == From::kShiftedLevels) {
         V::stores_before_loads();  // without it gcc 12 takes such rows for free of effects, and drops them
         const int64_t* t = levels + r * levels_ld;
         const __m512i level = _mm512_set1_epi64(level_tops[r]);
         const auto depth = [&](int i) { return Biased::depth<F == From::kLevels>(t + i * Strip::kPanel, level); };
-        block<Vectors>(o, [&](int i) { return pair(i, depth); }, ones, p + r * Strip::kPRow, sums[r]);
+        block<Vectors>(o, [&](int i) { return pair(i, depth); }, ones, p + r * Strip::kPRow, sum);
       } else {
         if (scales) scale = load_scale<F>(scales[r]);
         const int32_t* x = scores + r * Strip::kScoreLd;
@@ -162,8 +164,9 @@ class StripRows {
           if constexpr (F == From::kShortScores) return V::mul_high16(pair(i, below), scale.c);
           else return pair(i, depth);
         };
-        block<Vectors>(o, depths, ones, p + r * Strip::kPRow, sums[r]);
+        block<Vectors>(o, depths, ones, p + r * Strip::kPRow, sum);
       }
+      sums[r] = sum;
       between();
     }
   }

@@ -191,9 +191,6 @@ class Strips {
     stay_awake();
     copy_queries(call_.q.at(s.b, s.h, s.row0));
     StripRows<V, P16, Strip>::choose_scales(call_, s, [&](int r) { return exponent(s, r); });
-    const __m512i zero = V::held(V::zero16());
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) s.sums[r] = zero;
     return &s;
   }
 

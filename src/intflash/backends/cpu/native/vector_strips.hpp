@@ -106,7 +106,6 @@ class VectorStrips {
     StripRows<V, P16, Strip>::choose_scales(call_, s, [&](int r) { return exponent(s, r); });
     scores(s);
     if (biased_) BiasedTops<V, Strip, 0>(call_, s).find();
-    for (int r = 0; r < s.rows; ++r) s.sums[r] = V::held(V::zero16());
     for (int j = 0; j < chunks_; ++j) {
       const int64_t keys = smaller<int64_t>(kChunk, call_.nk - int64_t(j) * kChunk);
       StripRows<V, P16, Strip>::chunk(s, j, int(ceil_div(keys, kPanel)), keys < kChunk ? tail_ones_ : _mm512_set1_epi8(1), [] {});
@@ -180,11 +179,10 @@ class VectorStrips {
 
   void scores(Strip& s) const {
     __m512i max[kRows];
-    for (int r = 0; r < s.rows; ++r) max[r] = V::held(V::set1(kAbsent));
     const Queries q = queries(s);
     in_parts<kTileRows>(s.rows, [&](int r, auto rows, int tiles) {
       in_parts<kScorePanels>(key_panels_, [&](int c, auto panels, int parts) {
-        score_tiles<rows, panels>(tiles, parts, q.rows + r * q.ld, q.ld, keys_ + int64_t(c) * key_steps_ * 64, key_steps_, s.scores + r * kScoreLd + c * kPanel, max + r);
+        score_tiles<rows, panels>(tiles, parts, q.rows + r * q.ld, q.ld, keys_ + int64_t(c) * key_steps_ * 64, key_steps_, s.scores + r * kScoreLd + c * kPanel, max + r, c == 0);
       });
     });
     for (int r = 0; r < s.rows; r += 16) V::reduce_max(max + r, s.top + r);
@@ -205,11 +203,13 @@ class VectorStrips {
   }
 
   template <int R, int C>
-  static __attribute__((noinline)) void score_tiles(int tiles, int parts, const int8_t* q, int64_t q_ld, const int8_t* k, int steps, int32_t* out, __m512i* max) {
-    for (int t = 0; t < tiles; ++t, q += R * q_ld, out += R * kScoreLd, max += R)
-      for (int c = 0; c < parts; ++c) score_tile<R, C>(q, q_ld, k + int64_t(c) * C * steps * 64, steps, out + c * C * kPanel, max);
+  static __attribute__((noinline)) void score_tiles(int tiles, int parts, const int8_t* q, int64_t q_ld, const int8_t* k, int steps, int32_t* out, __m512i* max, bool first) {
+    for (int t = 0; t < tiles; ++t, q += R * q_ld, out += R * kScoreLd, max += R) {
+      if (first) score_tile<R, C, true>(q, q_ld, k, steps, out, max);
+      for (int c = first; c < parts; ++c) score_tile<R, C, false>(q, q_ld, k + int64_t(c) * C * steps * 64, steps, out + c * C * kPanel, max);
+    }
   }
-  template <int R, int C>
+  template <int R, int C, bool First>
   static inline __attribute__((always_inline)) void score_tile(const int8_t* q, int64_t q_ld, const int8_t* k, int steps, int32_t* out, __m512i* max) {
     __m512i acc[R][C];
 #pragma GCC unroll 8
@@ -232,7 +232,7 @@ class VectorStrips {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) max[r] = V::max(max[r], acc[r][c]);
+      for (int c = 0; c < C; ++c) max[r] = First && c == 0 ? acc[r][0] : V::max(max[r], acc[r][c]);
   }
 
   // What the output needs besides P V, before that: a division and much that waits for it.
