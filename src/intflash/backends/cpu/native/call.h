@@ -73,7 +73,7 @@ enum class FloatType : int32_t { kFloat32, kFloat16, kBFloat16 };
 // What one instruction set offers.
 struct Kernels {
   const char* name;
-  int64_t scores_per_thread;      // some 35 microseconds of intflash_p8 at head_dim 64: another thread must be worth its waking
+  int64_t scores_per_thread;      // 15 to 35 microseconds of intflash_p8 at head_dim 64: another thread must be worth its waking
   int (*unit_rows)(const Call&);  // query rows of a unit of work
   void (*attention)(const Call&, const Units&, uint64_t call_id, Scratch&);
   float (*absolute_maximum)(const void* x, FloatType, const Rows&);
