@@ -16,6 +16,7 @@ template <class T>
 inline T smaller(T a, T b) { return a < b ? a : b; }
 template <class T>
 inline T larger(T a, T b) { return a > b ? a : b; }
+inline int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 inline int32_t wrapping_add(int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); }
@@ -38,6 +39,16 @@ inline Exponent exponent_constants(float q_scale, float k_scale, double sm_scale
   e.c = c > 0x7FFFFF00u ? 0x7FFFFF00u : c;
   return e;
 }
+
+// The constants of two scales, made anew where those are not the last ones'.
+struct LastExponent {
+  float q_scale = 0, k_scale = 0;
+  Exponent exponent;
+  Exponent of(float q, float k, double sm_scale) {
+    if (q != q_scale || k != k_scale) exponent = exponent_constants(q, k, sm_scale), q_scale = q, k_scale = k;
+    return exponent;
+  }
+};
 
 // T with a bias, in 2^-24 octave of 32 bits: for a c without bits below that, and scores and biases no larger. An absent
 // key's is INT32_MIN, from which all others keep 16 octaves away, so that its p is 0.

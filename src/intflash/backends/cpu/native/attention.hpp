@@ -53,11 +53,11 @@ class Attention : Buffers<V> {
   int rows_;
   bool masked_, wide_, short_;
   int32_t query_offset_[kRows];  // starts each score: undoes V's unsigned keys
-  Exponent exponent_[kRows], last_;
+  Exponent exponent_[kRows];
   RowScale scale_[kRows];
   int row_step_;  // 0: the rows share the first exponent and scale
   Depth depth_;
-  float last_q_ = 0, last_k_ = 0;
+  LastExponent last_;
   Epilogue<V> epilogue_;
   int64_t level_[kRows];  // wide rows: Tmax; intflash_online: the reference octave << 32
   int32_t top_[kRows];    // narrow rows: maximum of S
@@ -151,8 +151,7 @@ class Attention : Buffers<V> {
   Exponent exponent_at(int r, int64_t key) {
     const float q = *call_.q_scale.at(b_, h_, (q0_ + row0_ + r) / call_.q_block);
     const float k = *call_.k_scale.at(b_, hk_, (k0_ + key) / call_.k_block);
-    if (q != last_q_ || k != last_k_) last_ = exponent_constants(q, k, call_.sm_scale), last_q_ = q, last_k_ = k;
-    return last_;
+    return last_.of(q, k, call_.sm_scale);
   }
 
   // Scores of keys [key, key + n) with absent ones marked, padded with kAbsent to a block's end; raises

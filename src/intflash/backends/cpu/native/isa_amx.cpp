@@ -10,11 +10,6 @@ namespace {
 // A P tile is 64 keys deep, a tile of qflash and iflash 32 keys: those run on the 512-bit vectors.
 bool on_vectors(const Call& call) { return call.method >= Method::kQFlash; }
 
-bool on_strips(const Call& call) {
-  const bool exact = call.method == Method::kP16 || call.method == Method::kP8;
-  return exact && call.nk <= Strips<true>::kMaxKeys && !call.causal && !call.ends_q && !call.k_scale.stride[2];
-}
-
 int unit_rows(const Call& call) {
   if (on_strips(call)) return 16;
   return on_vectors(call) ? kAvx512VnniKernels.unit_rows(call) : Attention<Amx>::unit_rows(call);

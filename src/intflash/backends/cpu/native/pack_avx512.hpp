@@ -82,17 +82,17 @@ struct Pack512 : Floats512 {
     _mm_storeu_si128(o + 3, _mm_unpackhi_epi16(b, d));
     return true;
   }
-  // The same step of two whole panels, or of four.
-  static inline __attribute__((always_inline)) void pack_value_pair(const int8_t* v, int64_t row_step, Code* out, int64_t panel) {
+  // The same step of two whole panels, or of four, side by side.
+  static inline __attribute__((always_inline)) void pack_value_pair(const int8_t* v, int64_t row_step, Code* first, Code* second) {
     const auto row = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + i * row_step)); };
     const __m256i a = _mm256_unpacklo_epi8(row(0), row(1)), b = _mm256_unpackhi_epi8(row(0), row(1));
     const __m256i c = _mm256_unpacklo_epi8(row(2), row(3)), d = _mm256_unpackhi_epi8(row(2), row(3));
     const auto both = [](__m256i x, __m256i y) { return _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1); };
     const __m512i low = both(_mm256_unpacklo_epi16(a, c), _mm256_unpackhi_epi16(a, c)), high = both(_mm256_unpacklo_epi16(b, d), _mm256_unpackhi_epi16(b, d));
-    _mm512_storeu_si512(out, _mm512_shuffle_i32x4(low, high, 0x88));
-    _mm512_storeu_si512(out + panel, _mm512_shuffle_i32x4(low, high, 0xDD));
+    _mm512_storeu_si512(first, _mm512_shuffle_i32x4(low, high, 0x88));
+    _mm512_storeu_si512(second, _mm512_shuffle_i32x4(low, high, 0xDD));
   }
-  static inline __attribute__((always_inline)) void pack_value_quad(const int8_t* v, int64_t row_step, Code* out, int64_t panel) {
+  static inline __attribute__((always_inline)) void pack_value_quad(const int8_t* v, int64_t row_step, Code* out) {
     const auto row = [&](int i) { return _mm512_loadu_si512(v + i * row_step); };
     const __m512i a = _mm512_unpacklo_epi8(row(0), row(1)), b = _mm512_unpackhi_epi8(row(0), row(1));
     const __m512i c = _mm512_unpacklo_epi8(row(2), row(3)), d = _mm512_unpackhi_epi8(row(2), row(3));
@@ -100,9 +100,9 @@ struct Pack512 : Floats512 {
     const __m512i wx = _mm512_shuffle_i32x4(w, x, 0x44), yz = _mm512_shuffle_i32x4(y, z, 0x44);  // lanes 0 and 1 of both
     const __m512i wx2 = _mm512_shuffle_i32x4(w, x, 0xEE), yz2 = _mm512_shuffle_i32x4(y, z, 0xEE);
     _mm512_storeu_si512(out, _mm512_shuffle_i32x4(wx, yz, 0x88));
-    _mm512_storeu_si512(out + panel, _mm512_shuffle_i32x4(wx, yz, 0xDD));
-    _mm512_storeu_si512(out + 2 * panel, _mm512_shuffle_i32x4(wx2, yz2, 0x88));
-    _mm512_storeu_si512(out + 3 * panel, _mm512_shuffle_i32x4(wx2, yz2, 0xDD));
+    _mm512_storeu_si512(out + 64, _mm512_shuffle_i32x4(wx, yz, 0xDD));
+    _mm512_storeu_si512(out + 128, _mm512_shuffle_i32x4(wx2, yz2, 0x88));
+    _mm512_storeu_si512(out + 192, _mm512_shuffle_i32x4(wx2, yz2, 0xDD));
   }
 
   // Rows of 32 codes, two to a register: the lanes of rows i and i + 8 are transposed side by side.

@@ -7,10 +7,18 @@
 namespace intflash {
 namespace {
 
+constexpr int kStripKeys = 256;
+
+// Calls that strips serve: exact ones without causal limits, packed sequences or K scales per block.
+inline bool on_strips(const Call& call) {
+  const bool exact = call.method == Method::kP16 || call.method == Method::kP8;
+  return exact && call.nk <= kStripKeys && !call.causal && !call.ends_q && !call.k_scale.stride[2];
+}
+
 // PRow, PChunk: bytes from row to row of P, and from chunk to chunk; Plane: of a digit.
 template <int Rows, int PRow, int PChunk, int Plane>
 struct StripOf {
-  static constexpr int kRows = Rows, kPanel = 16, kChunk = 64, kMaxChunks = 4, kPRow = PRow, kPChunk = PChunk;
+  static constexpr int kRows = Rows, kPanel = 16, kChunk = 64, kMaxChunks = kStripKeys / kChunk, kPRow = PRow, kPChunk = PChunk;
   static constexpr int64_t kScoreLd = kMaxChunks * kChunk + 16, kPlane = Plane;  // rows of scores lie in all cache sets
 
   // What its depths are made from.
@@ -68,14 +76,17 @@ class StripRows {
   using From = typename Strip::From;
 
  public:
-  // How the depths of a strip's rows are made; exponent(r) is that of a row.
-  template <class F>
-  static void choose_scales(const Call& call, Strip& s, F exponent) {
+  static Exponent exponent(const Call& call, const Strip& s, int r, LastExponent& last) {
+    return last.of(*call.q_scale.at(s.b, s.h, (s.row0 + r) / call.q_block), *call.k_scale.at(s.b, s.hk), call.sm_scale);
+  }
+
+  // How the depths of a strip's rows are made.
+  static void choose_scales(const Call& call, Strip& s, LastExponent& last) {
     s.scale_step = call.q_scale.stride[2] ? 1 : 0;
     const int scales = s.scale_step ? s.rows : 1;
     bool short_depths = true, aligned = true, scaled = true, dead = true, short_levels = true;
     for (int r = 0; r < scales; ++r) {
-      const Exponent e = exponent(r);
+      const Exponent e = exponent(call, s, r, last);
       s.scale[r] = row_scale(e);
       short_depths = short_depths && fits_short<P16>(s.scale[r]), aligned = aligned && s.scale[r].shift == 0;
       scaled = scaled && fits_scaled(e), dead = dead && Biased::marks_are_dead(s.scale[r]);
@@ -86,8 +97,32 @@ class StripRows {
     } else {
       s.from_long = scaled ? From::kLevels : From::kShiftedLevels;
       s.from = short_levels ? From::kShortLevels : s.from_long;
-      for (int r = 0; r < scales; ++r) s.biased_scale[r] = biased_scale(exponent(r), scaled);
+      for (int r = 0; r < scales; ++r) s.biased_scale[r] = biased_scale(exponent(call, s, r, last), scaled);
     }
+  }
+
+  // For log-sum-exp, where it is asked for.
+  static void keep_sums(const Call& call, const Strip& s, LastExponent& last) {
+    const int64_t index = (s.b * call.heads_q + s.h) * call.nq + s.row0;
+    for (int r = s.first; call.t_max && r < s.rows; ++r) {
+      call.t_max[index + r] = s.l[r] ? s.t_max(r, exponent(call, s, r, last)) : kNever;
+      call.l_sum[index + r] = s.l[r];
+    }
+  }
+
+  // Of the last chunk of keys: 1 for those that there are, as P is stored.
+  static __m512i tail_ones(int64_t keys) {
+    alignas(64) int8_t ones[64];
+    for (int i = 0; i < 64; ++i) ones[i] = V::key_at(i) < keys;
+    return _mm512_load_si512(ones);
+  }
+
+  // Up to 4 keys by 16 channels of a value panel, the rest zero.
+  static void pack_value_group(const int8_t* v, int64_t row_step, int64_t step, int64_t keys, int64_t channels, int8_t* out) {
+    if (keys <= 0) return _mm512_storeu_si512(out, _mm512_setzero_si512());
+    if (step == 1) return void(V::pack_values(v, row_step, keys, channels, out));
+    for (int lane = 0; lane < 16; ++lane)
+      for (int e = 0; e < 4; ++e) out[lane * 4 + e] = e < keys && lane < channels ? v[e * row_step + lane * step] : 0;
   }
 
   // P of chunk j of a strip's rows, in a tile for each digit, and its part of the row sums; between() after every row.

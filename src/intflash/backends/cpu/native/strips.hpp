@@ -19,6 +19,7 @@ template <bool P16>
 class Strips {
   using V = Amx;
   using Strip = StripOf<16, 64, 1024, 4 * 1024>;  // P in tiles
+  using Rows = StripRows<V, P16, Strip>;
   static constexpr int kRows = Strip::kRows, kPanel = Strip::kPanel, kChunk = Strip::kChunk, kMaxChunks = Strip::kMaxChunks, kTile = Strip::kPChunk;
   static constexpr int kParts = 16;     // of a chunk's tile work, four to a panel of S
   // Tiles 0 to 3: sums of P V; 4 (and 5): P's digits; 6: K or V; 7: S; Q has one of its own where P has one digit.
@@ -42,8 +43,6 @@ class Strips {
   };
 
  public:
-  static constexpr int64_t kMaxKeys = kMaxChunks * kChunk;
-
   static void run(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch) {
     Strips s(call, units, call_id, scratch);
     V::begin_rows(s.tile_rows_);
@@ -65,13 +64,10 @@ class Strips {
   Epilogue<V> epilogue_;
   typename Epilogue<V>::Ahead ahead_;
   __m512i tail_ones_;
-  float last_q_ = 0, last_k_ = 0;
-  Exponent last_;
+  LastExponent last_;
   int64_t b_, h_, hk_, left_ = 0;  // of the next strip
   int strip_index_, opened_ = 0;
   const Units& units_;  // last: ahead of what the tile work reads it made all of that slower
-
-  static int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
 
   Strips(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch)
       : call_(call), call_id_(call_id), scratch_(scratch), tile_rows_(ceil_div(call.nq, ceil_div(call.nq, kRows))),
@@ -88,10 +84,7 @@ class Strips {
     for (int i = 0; i < 2; ++i) take(scores_[i], score_bytes), take(p_[i], p_bytes);
     take(acc_, acc_bytes), take(queries_, query_bytes), take(levels_, level_bytes);
     for (int i = 0; i < slots_; ++i) take(keys_[i], key_bytes), take(values_[i], value_bytes);
-    const int64_t tail = call.nk - (chunks_ - 1) * kChunk;
-    alignas(64) int8_t ones[64];
-    for (int i = 0; i < 64; ++i) ones[i] = V::key_at(i) < tail;
-    tail_ones_ = _mm512_load_si512(ones);
+    tail_ones_ = Rows::tail_ones(call.nk - (chunks_ - 1) * kChunk);
   }
 
   int chunk_keys(int chunk) const { return int(smaller<int64_t>(kChunk, call_.nk - int64_t(chunk) * kChunk)); }
@@ -190,7 +183,7 @@ class Strips {
     enter_head(s);
     stay_awake();
     copy_queries(call_.q.at(s.b, s.h, s.row0));
-    StripRows<V, P16, Strip>::choose_scales(call_, s, [&](int r) { return exponent(s, r); });
+    Rows::choose_scales(call_, s, last_);
     return &s;
   }
 
@@ -235,15 +228,15 @@ class Strips {
       if (key + 4 <= keys) {
         V::pack_value_pair(v + key * row_step, row_step, out, out + kTile);
       } else {
-        V::pack_value_group(v + key * row_step, row_step, 1, keys - key, kPanel, out);
-        V::pack_value_group(v + key * row_step + kPanel, row_step, 1, keys - key, kPanel, out + kTile);
+        Rows::pack_value_group(v + key * row_step, row_step, 1, keys - key, kPanel, out);
+        Rows::pack_value_group(v + key * row_step + kPanel, row_step, 1, keys - key, kPanel, out + kTile);
       }
     }
   }
   void pack_panel(const int8_t* v, int64_t row_step, int64_t step, int64_t keys, int64_t c, int8_t* out) const {
     for (int at = 0; at < kChunk; at += 4, out += 64) {
       const int key = V::key_at(at);
-      V::pack_value_group(v + key * row_step, row_step, step, keys - key, call_.value_dim - c, out);
+      Rows::pack_value_group(v + key * row_step, row_step, step, keys - key, call_.value_dim - c, out);
     }
   }
 
@@ -265,7 +258,7 @@ class Strips {
   void probabilities(Strip& s, int j, Tiles& tiles) {
     const int keys = chunk_keys(j);
     const __m512i ones = keys < kChunk ? tail_ones_ : _mm512_set1_epi8(1);
-    StripRows<V, P16, Strip>::chunk(s, j, ceil_div(keys, kPanel), ones, Between{*this, tiles, s.rows - s.first});
+    Rows::chunk(s, j, ceil_div(keys, kPanel), ones, Between{*this, tiles, s.rows - s.first});
   }
   struct Between {
     Strips& strips;
@@ -331,19 +324,10 @@ class Strips {
 
   void finish(const Strip& s) {
     const uint32_t* l = s.l;
-    const int64_t row = s.row0 + s.first, index = (s.b * call_.heads_q + s.h) * call_.nq + row;
+    const int64_t row = s.row0 + s.first;
     const int32_t* acc = acc_ + s.first * acc_ld_;
     epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first, call_.out_offset(s.b, s.h, row), &ahead_);
-    for (int r = s.first; call_.t_max && r < s.rows; ++r) {
-      call_.t_max[index + r - s.first] = l[r] ? s.t_max(r, exponent(s, r)) : kNever;
-      call_.l_sum[index + r - s.first] = l[r];
-    }
-  }
-
-  Exponent exponent(const Strip& s, int r) {
-    const float q = *call_.q_scale.at(s.b, s.h, (s.row0 + r) / call_.q_block), k = *call_.k_scale.at(s.b, s.hk);
-    if (q != last_q_ || k != last_k_) last_ = exponent_constants(q, k, call_.sm_scale), last_q_ = q, last_k_ = k;
-    return last_;
+    Rows::keep_sums(call_, s, last_);
   }
 };
 

@@ -93,13 +93,6 @@ struct Amx : Vec512 {
     _mm512_storeu_si512(first, _mm512_unpacklo_epi16(low, high));
     _mm512_storeu_si512(second, _mm512_unpackhi_epi16(low, high));
   }
-  static void pack_value_group(const int8_t* v, int64_t row_step, int64_t step, int64_t rows, int64_t columns, Code* out) {
-    if (rows <= 0) return _mm512_storeu_si512(out, _mm512_setzero_si512());
-    if (step == 1) return void(pack_values(v, row_step, rows, columns, out));
-    for (int lane = 0; lane < 16; ++lane)
-      for (int e = 0; e < 4; ++e) out[lane * 4 + e] = e < rows && lane < columns ? v[e * row_step + lane * step] : 0;
-  }
-
   // Also raises max[r] by the scores of the first `whole` panels, each pair while the next is computed.
   static void scores(const Code* q, const Code* k, int steps, int panels, int rows, int32_t* out, int64_t out_ld, I32* max, int whole) {
     const auto raise = [&](int32_t* s) {

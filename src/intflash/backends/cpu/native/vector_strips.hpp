@@ -18,17 +18,15 @@ template <bool P16>
 class VectorStrips {
   using V = Avx512Vnni;
   using Strip = StripOf<64, 256 + 64, 64, 64 * (256 + 64)>;  // P in rows that lie in all cache sets
-  static constexpr int kRows = Strip::kRows, kPanel = Strip::kPanel, kChunk = Strip::kChunk, kMaxKeys = Strip::kMaxChunks * kChunk;
+  using Rows = StripRows<V, P16, Strip>;
+  static constexpr int kRows = Strip::kRows, kPanel = Strip::kPanel, kChunk = Strip::kChunk;
   // Of a tile of sums in registers. Scores are stored, and on Zen 5 a store holds up the products: the less, the fewer come at once.
   static constexpr int kTileRows = 7, kScorePanels = 2, kValuePanels = 4;
   static constexpr int kScores = 4096;                  // of a strip: 16 KiB
   static constexpr int64_t kMaxDim = 256, kScoreLd = Strip::kScoreLd;
 
  public:
-  static bool takes(const Call& call) {
-    const bool exact = call.method == Method::kP16 || call.method == Method::kP8;
-    return exact && call.nk <= kMaxKeys && call.head_dim <= kMaxDim && !call.causal && !call.ends_q && !call.k_scale.stride[2];
-  }
+  static bool takes(const Call& call) { return on_strips(call) && call.head_dim <= kMaxDim; }
   // Even strips of whole tiles.
   static int unit_rows(const Call& call) {
     const int64_t tile = tile_rows(call), rows = kScores / round_up(larger<int64_t>(call.nk, 1), kPanel);
@@ -63,17 +61,15 @@ class VectorStrips {
   Epilogue<V> epilogue_;
   typename Epilogue<V>::Ahead ahead_[kRows / 16];
   __m512i tail_ones_;
-  float last_q_ = 0, last_k_ = 0;
-  Exponent last_;
-  int16_t p_at_[kMaxKeys / 4], key_at_[kMaxKeys / 4];  // of each step of P V: where P's row has it, its first key
+  LastExponent last_;
+  int16_t p_at_[kStripKeys / 4], key_at_[kStripKeys / 4];  // of each step of P V: where P's row has it, its first key
 
-  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
   static int tile_rows(const Call& call) { return call.value_dim > 3 * kPanel ? kTileRows - 1 : kTileRows; }  // beside four panels of V
 
   VectorStrips(const Call& call, uint64_t call_id, Scratch& scratch)
-      : call_(call), call_id_(call_id), scratch_(scratch), strip_rows_(unit_rows(call)), strips_(int(ceil_div(call.nq, strip_rows_))),
-        chunks_(int(ceil_div(call.nk, kChunk))), key_panels_(int(ceil_div(call.nk, kPanel))), key_steps_(int(ceil_div(call.head_dim, 4))),
-        value_panels_(int(ceil_div(call.value_dim, kPanel))), acc_ld_(value_panels_ * kPanel), levels_ld_(chunks_ * kChunk + 8),
+      : call_(call), call_id_(call_id), scratch_(scratch), strip_rows_(unit_rows(call)), strips_(ceil_div(call.nq, strip_rows_)),
+        chunks_(ceil_div(call.nk, kChunk)), key_panels_(ceil_div(call.nk, kPanel)), key_steps_(ceil_div(call.head_dim, 4)),
+        value_panels_(ceil_div(call.value_dim, kPanel)), acc_ld_(value_panels_ * kPanel), levels_ld_(chunks_ * kChunk + 8),
         biased_(call.bias.data || call.keep.data), whole_scores_(biased_ || call.t_max), epilogue_(call) {
     const int64_t key_bytes = int64_t(key_panels_) * key_steps_ * 64, value_bytes = int64_t(chunks_) * kChunk * acc_ld_;
     const int64_t score_bytes = strip_rows_ * kScoreLd * 4, p_bytes = (P16 ? 2 : 1) * Strip::kPlane, acc_bytes = strip_rows_ * acc_ld_ * 4;
@@ -82,10 +78,8 @@ class VectorStrips {
     const auto take = [&](auto*& p, int64_t bytes) { p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at), at += bytes; };
     take(scores_, score_bytes), take(p_, p_bytes), take(acc_, acc_bytes), take(query_copies_, query_bytes);
     take(keys_, key_bytes), take(values_, value_bytes), take(levels_, level_bytes);
-    const int64_t tail = call.nk - (chunks_ - 1) * kChunk;
-    alignas(64) int8_t ones[64];
-    for (int i = 0; i < 64; ++i) ones[i] = V::key_at(i) < tail;
-    tail_ones_ = _mm512_load_si512(ones);
+    strip_.first = 0, strip_.scores = scores_, strip_.p = p_, strip_.levels = levels_, strip_.levels_ld = levels_ld_;
+    tail_ones_ = Rows::tail_ones(call.nk - (chunks_ - 1) * kChunk);
     for (int at = 0; at < chunks_ * kChunk; at += 4) {
       const int key = at / kChunk * kChunk + V::key_at(at % kChunk);
       if (key < call.nk) p_at_[value_steps_] = int16_t(at), key_at_[value_steps_++] = int16_t(key);
@@ -99,26 +93,19 @@ class VectorStrips {
     Strip& s = strip_;
     s.b = b_, s.h = h_, s.hk = h_ / (call_.heads_q / call_.heads_k);
     s.row0 = index_ * call_.nq / strips_;
-    s.first = 0, s.rows = int((index_ + 1) * call_.nq / strips_ - s.row0);
-    s.scores = scores_, s.p = p_, s.levels = levels_, s.levels_ld = levels_ld_;
+    s.rows = int((index_ + 1) * call_.nq / strips_ - s.row0);
     ++index_;
     enter_head(s);
-    StripRows<V, P16, Strip>::choose_scales(call_, s, [&](int r) { return exponent(s, r); });
+    Rows::choose_scales(call_, s, last_);
     scores(s);
     if (biased_) BiasedTops<V, Strip, 0>(call_, s).find();
     for (int j = 0; j < chunks_; ++j) {
       const int64_t keys = smaller<int64_t>(kChunk, call_.nk - int64_t(j) * kChunk);
-      StripRows<V, P16, Strip>::chunk(s, j, int(ceil_div(keys, kPanel)), keys < kChunk ? tail_ones_ : _mm512_set1_epi8(1), [] {});
+      Rows::chunk(s, j, ceil_div(keys, kPanel), keys < kChunk ? tail_ones_ : _mm512_set1_epi8(1), [] {});
     }
     weigh(s);
     values(s);
     finish(s);
-  }
-
-  Exponent exponent(const Strip& s, int r) {
-    const float q = *call_.q_scale.at(s.b, s.h, (s.row0 + r) / call_.q_block), k = *call_.k_scale.at(s.b, s.hk);
-    if (q != last_q_ || k != last_k_) last_ = exponent_constants(q, k, call_.sm_scale), last_q_ = q, last_k_ = k;
-    return last_;
   }
 
   // Packs K and V of a head, or finds them packed.
@@ -137,12 +124,10 @@ class VectorStrips {
     const int64_t row_step = call_.v.stride[2], step = call_.v.stride[3], n = call_.value_dim;
     int64_t c = 0;
     if (step == 1 && keys >= 4) {
-      for (; c + 4 * kPanel <= n; c += 4 * kPanel) V::pack_value_quad(v + c, row_step, out + 4 * c, 64);
-      for (; c + 2 * kPanel <= n; c += 2 * kPanel) V::pack_value_pair(v + c, row_step, out + 4 * c, 64);
+      for (; c + 4 * kPanel <= n; c += 4 * kPanel) V::pack_value_quad(v + c, row_step, out + 4 * c);
+      for (; c + 2 * kPanel <= n; c += 2 * kPanel) V::pack_value_pair(v + c, row_step, out + 4 * c, out + 4 * c + 64);
     }
-    for (; step == 1 && c < n; c += kPanel) V::pack_values(v + c, row_step, keys, n - c, out + 4 * c);
-    for (; c < acc_ld_; ++c)
-      for (int e = 0; e < 4; ++e) out[4 * c + e] = e < keys && c < n ? v[e * row_step + c * step] : 0;
+    for (; c < n; c += kPanel) Rows::pack_value_group(v + c * step, row_step, step, keys, n - c, out + 4 * c);
   }
 
   struct Queries {
@@ -300,11 +285,7 @@ class VectorStrips {
       const int32_t* acc = acc_ + r * acc_ld_;
       epilogue_.template rows<false>(acc, acc, acc_ld_, s.l + r, smaller(16, s.rows - r), call_.out_offset(s.b, s.h, s.row0 + r), &ahead_[r / 16]);
     }
-    const int64_t index = (s.b * call_.heads_q + s.h) * call_.nq + s.row0;
-    for (int r = 0; call_.t_max && r < s.rows; ++r) {
-      call_.t_max[index + r] = s.l[r] ? s.t_max(r, exponent(s, r)) : kNever;
-      call_.l_sum[index + r] = s.l[r];
-    }
+    Rows::keep_sums(call_, s, last_);
   }
 };
 
