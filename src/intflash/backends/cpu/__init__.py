@@ -1,7 +1,7 @@
 """The native CPU backend: C++ kernels per instruction set, chosen once by what the processor has.
 
-`native/` holds the kernels; this module turns a `Problem` into pointers, shapes and strides. Where the
-module was not built (no compiler at install) the backend is unavailable and says so.
+`native/` holds the kernels; this module turns a `Problem` into their call. Where the module was not built
+(no compiler at install) the backend is unavailable and says so.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ except ImportError as error:
     _native = None
     _broken = "" if "cannot import name" in str(error) else f" or does not load ({error})"
     _missing = f"its native module was not built{_broken}; install with a C++ compiler to have it"
+else:
+    _native.use_exchange(getattr(Tensor, "__dlpack_c_exchange_api__", None))
 
 # In the order of the native enumerations.
 METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "qflash": 3, "iflash": 4}
@@ -34,8 +36,6 @@ P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX}
 MAX_VALUE_DIM = 256  # the epilogue keeps one multiplier per channel
 BIAS_LIMIT = 1 << 30  # of a bias in score units, so that bias + score stays inside int32
 ABSENT = -(1 << 31)
-_NO_BLOCKS = (1, 1)
-_ONES = (1, 1, 1, 1)
 
 
 def instruction_sets() -> list[str]:
@@ -65,7 +65,7 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
             that are not finite where the problem asks for them.
     """
     q, k, v, method = problem.q, problem.k, problem.v, problem.method
-    out_scale, default_scale, blocks = None, False, _NO_BLOCKS
+    out_scale, default_scale, blocks = None, False, None
     bias, keep, causal, packed = problem.bias, problem.keep, None, None
     if not isinstance(q, QTensor):
         scales = _float_scales(problem)
@@ -78,7 +78,7 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     if isinstance(q, QTensor):
         if method in FLASH:
             _check_score_unit(problem)
-        scales = (_scale_view(q), _scale_view(k), _scale_view(v))
+        scales = (q.scale, k.scale, v.scale)
         if q.block_size or k.block_size:
             blocks = (q.block_size or 1, k.block_size or 1)
         if not out_dtype.is_floating_point:
@@ -97,21 +97,14 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         cu_q, cu_k = problem.cu_seqlens_q.contiguous(), problem.cu_seqlens_k.contiguous()
         for cu, x, name in ((cu_q, q, "cu_seqlens_q"), (cu_k, k, "cu_seqlens_k")):
             validate.check_cu_seqlens(cu, x.shape[2], name, read=True)  # the kernels follow them into memory
-        packed = (cu_q.data_ptr(), cu_k.data_ptr(), cu_q.numel() - 1)
+        packed = (cu_q, cu_k)
     t_max = l_sum = None
     if problem.return_lse:
         t_max, l_sum = torch.empty((2, *shape[:3]), dtype=torch.int64, device="cpu")
-    if out_scale is None:
-        out_scale_view = None
-    else:
-        out_scale_view = _single(out_scale) if default_scale else _view(out_scale)
     finite = _native.attention(
-        isa or "", threads or torch.get_num_threads(), METHODS[method], OUT_TYPES[out_dtype],
-        out.data_ptr(), out.stride(), problem.sm_scale,
-        (q.data_ptr(), shape, q.stride()), _view(k), (v.data_ptr(), v_shape, v.stride()), scales,
-        out_scale_view, default_scale, blocks, causal,
-        None if bias is None else _view(bias), None if keep is None else _view(keep), packed,
-        0 if t_max is None else t_max.data_ptr(), 0 if l_sum is None else l_sum.data_ptr(), problem.check_finite,
+        isa or "", threads or torch.get_num_threads(), METHODS[method], OUT_TYPES[out_dtype], out, problem.sm_scale,
+        q, k, v, scales, out_scale, default_scale, blocks, causal, bias, keep, packed, t_max, l_sum,
+        problem.check_finite,
     )  # fmt: skip
     if not finite:
         validate.check_finite(q, k, v)
@@ -144,20 +137,6 @@ def unsupported(problem: Problem) -> str | None:
         if problem.q.shape[3] > MAX_VALUE_DIM:
             return f"it takes head dims to {MAX_VALUE_DIM}, got {problem.q.shape[3]}"
     return None
-
-
-def _view(x: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    return x.data_ptr(), x.shape, x.stride()
-
-
-def _single(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """The view of one value."""
-    return x.data_ptr(), _ONES, _ONES
-
-
-def _scale_view(x: QTensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    scale = x.scale
-    return _single(scale) if x.granularity == "tensor" else _view(scale)
 
 
 def _repeated(scale: Tensor, problem: Problem) -> Tensor:
@@ -202,21 +181,20 @@ def _float_scales(problem: Problem) -> tuple | None:
 
 
 def _how(x: Tensor, granularity: str, scale: Tensor | float | None, qmax: int) -> tuple | None:
-    """(float type, per head, qmax, scale: None where it is the call's own, a number, or the view of a tensor)."""
+    """(float type, per head, qmax, scale: None where it is the call's own, a number, or a tensor)."""
     if x.stride(3) != 1 or granularity not in ("tensor", "head"):
         return None
     if isinstance(scale, Tensor):
         heads = x.shape[1]
         if scale.dtype != torch.float32 or scale.device != x.device:
             return None
-        if granularity == "tensor" and scale.numel() == 1:
-            scale = _single(scale)
-        elif granularity == "head" and scale.ndim == 4 and scale.shape in ((1, heads, 1, 1), (x.shape[0], heads, 1, 1)):
-            scale = _view(scale)
-        elif granularity == "head" and scale.shape == (heads,):
-            scale = (scale.data_ptr(), (1, heads, 1, 1), (0, scale.stride(0), 0, 0))
-        else:
+        if granularity == "tensor":
+            if scale.numel() != 1:
+                return None
+        elif scale.shape not in ((heads,), (1, heads, 1, 1), (x.shape[0], heads, 1, 1)):
             return None
+    elif scale is not None:
+        scale = float(scale)
     return FLOAT_TYPES[x.dtype], granularity == "head", qmax, scale
 
 

@@ -1,5 +1,4 @@
-// The Python module: raw pointers, shapes and strides in, results written in place. No tensor object
-// crosses the border, which keeps a call under a microsecond.
+// The Python module: torch's tensors in, results written in place.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -9,37 +8,12 @@
 
 #include "dispatch.h"
 #include "pool.h"
+#include "tensors.h"
 
 namespace nb = nanobind;
 using namespace intflash;
 
 namespace {
-
-// Elements of tuples (a torch.Size is one), without a Python object for the index.
-nb::handle element(nb::handle tuple, size_t i) { return PyTuple_GetItem(tuple.ptr(), Py_ssize_t(i)); }
-int64_t item(nb::handle tuple, size_t i) {
-  const int64_t value = PyLong_AsLongLong(element(tuple, i).ptr());
-  if (value == -1 && PyErr_Occurred()) nb::raise_python_error();
-  return value;
-}
-
-// Fake, functional and wrapped tensors have none.
-int64_t known(int64_t address) {
-  if (!address) throw std::invalid_argument("a tensor has no memory of its own here: it is a fake, functional or wrapped one");
-  return address;
-}
-int64_t address(nb::handle tuple, size_t i) { return known(item(tuple, i)); }
-
-// (pointer, shape, stride) of four axes; an axis of size 1 is a broadcast one.
-template <class T>
-View<T> view(nb::handle tensor) {
-  View<T> v;
-  if (tensor.is_none()) return v;
-  v.data = reinterpret_cast<const T*>(address(tensor, 0));
-  const nb::handle shape = element(tensor, 1), stride = element(tensor, 2);
-  for (size_t i = 0; i < 4; ++i) v.stride[i] = item(shape, i) == 1 ? 0 : item(stride, i);
-  return v;
-}
 
 const Kernels& kernels_named(const char* name) {
   for (const Kernels* k : supported_kernels())
@@ -145,25 +119,26 @@ struct Quantization {
   }
 };
 
-// tensor: (pointer, shape, stride); how: (float type, per head, qmax, scale), scale: None, a number, or a tensor
-FloatInput float_input(nb::handle tensor, nb::handle how) {
+// how: (float type, per head, qmax, scale), scale: None, a float, or a tensor
+FloatInput float_input(const TensorView& tensor, nb::handle how) {
   FloatInput x;
-  x.data = reinterpret_cast<const char*>(address(tensor, 0));
-  const nb::handle shape = element(tensor, 1), stride = element(tensor, 2), scale = element(how, 3);
-  x.batch = item(shape, 0), x.heads = item(shape, 1), x.tokens = item(shape, 2), x.channels = item(shape, 3);
-  for (size_t i = 0; i < 4; ++i) x.stride[i] = item(stride, i);
+  x.data = tensor.data;
+  x.batch = tensor.shape[0], x.heads = tensor.shape[1], x.tokens = tensor.shape[2], x.channels = tensor.shape[3];
+  std::copy_n(tensor.stride, 4, x.stride);
+  const nb::handle scale = element(how, 3);
+  const bool is_number = nb::isinstance<nb::float_>(scale);
   x.type = FloatType(item(how, 0));
   x.bytes = x.type == FloatType::kFloat32 ? 4 : 2;
   x.qmax = int(item(how, 2));
   x.is_static = !scale.is_none();
   x.per_head = !x.is_static && item(how, 1);
   x.amax.resize(size_t(x.count()));
-  if (PyTuple_Check(scale.ptr())) {
-    x.scale = view<float>(scale);
+  if (x.is_static && !is_number) {
+    x.scale = read_tensor(scale).as<float>();
     return x;
   }
   x.scales.resize(x.per_head ? size_t(x.count()) : 1);
-  if (x.is_static) x.scales[0] = nb::cast<float>(scale);
+  if (is_number) x.scales[0] = nb::cast<float>(scale);
   x.scale.data = x.scales.data();
   if (x.per_head) x.scale.stride[0] = x.heads, x.scale.stride[1] = 1;
   return x;
@@ -187,42 +162,42 @@ struct CodeBuffer {
 };
 
 // False where `look` asked for NaN and infinity in float q, k or v and there are some: nothing is computed then.
-bool attention(const char* isa, int threads, int method, int out_type, int64_t out, nb::tuple out_stride, double sm_scale, nb::tuple q, nb::tuple k,
-               nb::tuple v, nb::tuple scales, nb::handle out_scale, bool default_scale, nb::tuple blocks, nb::handle causal, nb::handle bias,
-               nb::handle keep, nb::handle packed, int64_t t_max, int64_t l_sum, bool look) {
+bool attention(const char* isa, int threads, int method, int out_type, nb::handle out, double sm_scale, nb::handle q, nb::handle k, nb::handle v,
+               nb::tuple scales, nb::handle out_scale, bool default_scale, nb::handle blocks, nb::handle causal, nb::handle bias, nb::handle keep,
+               nb::handle packed, nb::handle t_max, nb::handle l_sum, bool look) {
   const Kernels& kernels = kernels_named(isa);
+  const TensorView o = read_tensor(out), queries = read_tensor(q), keys = read_tensor(k), values = read_tensor(v);
+  const TensorView biases = read_tensor(bias), kept = read_tensor(keep);
   Call call{};
   call.method = Method(method);
   call.out_type = OutType(out_type);
-  call.out = reinterpret_cast<void*>(known(out));
-  for (size_t i = 0; i < 3; ++i) call.out_stride[i] = item(out_stride, i);
+  call.out = o.data;
+  std::copy_n(o.stride, 3, call.out_stride);
   call.sm_scale = sm_scale;
-  const nb::handle q_shape = element(q, 1), k_shape = element(k, 1);
-  call.batch = item(q_shape, 0), call.heads_q = item(q_shape, 1), call.nq = item(q_shape, 2), call.head_dim = item(q_shape, 3);
-  call.heads_k = item(k_shape, 1), call.nk = item(k_shape, 2), call.value_dim = item(element(v, 1), 3);
-  call.q_block = item(blocks, 0), call.k_block = item(blocks, 1);
-  call.out_scale = view<float>(out_scale);
-  call.bias = view<int32_t>(bias);
-  call.keep = view<uint8_t>(keep);
-  call.bias_batch = bias.is_none() ? 1 : item(element(bias, 1), 0);
-  call.keep_batch = keep.is_none() ? 1 : item(element(keep, 1), 0);
+  call.batch = queries.shape[0], call.heads_q = queries.shape[1], call.nq = queries.shape[2], call.head_dim = queries.shape[3];
+  call.heads_k = keys.shape[1], call.nk = keys.shape[2], call.value_dim = values.shape[3];
+  call.q_block = call.k_block = 1;
+  if (!blocks.is_none()) call.q_block = item(blocks, 0), call.k_block = item(blocks, 1);
+  call.out_scale = read_tensor(out_scale).as<float>();
+  call.bias = biases.as<int32_t>(), call.bias_batch = biases.shape[0];
+  call.keep = kept.as<uint8_t>(), call.keep_batch = kept.shape[0];
   if (!causal.is_none()) {
     call.causal = true;
     call.causal_offset = item(causal, 0);
     call.bottom_right = item(causal, 1);
   }
   if (!packed.is_none()) {
-    call.ends_q = reinterpret_cast<const int32_t*>(address(packed, 0));
-    call.ends_k = reinterpret_cast<const int32_t*>(address(packed, 1));
-    call.sequences = item(packed, 2);
+    const TensorView ends = read_tensor(element(packed, 0));
+    call.ends_q = ends.as<int32_t>().data, call.ends_k = read_tensor(element(packed, 1)).as<int32_t>().data;
+    call.sequences = ends.shape[1] - 1;
   }
-  call.t_max = reinterpret_cast<int64_t*>(t_max);
-  call.l_sum = reinterpret_cast<int64_t*>(l_sum);
+  call.t_max = reinterpret_cast<int64_t*>(read_tensor(t_max).data);
+  call.l_sum = reinterpret_cast<int64_t*>(read_tensor(l_sum).data);
 
-  const bool floats = nb::len(element(scales, 0)) == 4;
-  if (!floats) {
-    call.q = view<int8_t>(q), call.k = view<int8_t>(k), call.v = view<int8_t>(v);
-    call.q_scale = view<float>(element(scales, 0)), call.k_scale = view<float>(element(scales, 1)), call.v_scale = view<float>(element(scales, 2));
+  const nb::handle how_q = element(scales, 0), how_k = element(scales, 1), how_v = element(scales, 2);
+  if (!PyTuple_Check(how_q.ptr())) {
+    call.q = queries.as<int8_t>(), call.k = keys.as<int8_t>(), call.v = values.as<int8_t>();
+    call.q_scale = read_tensor(how_q).as<float>(), call.k_scale = read_tensor(how_k).as<float>(), call.v_scale = read_tensor(how_v).as<float>();
     if (default_scale)  // s_V * 127 / qmax: |O| <= max|V|
       *const_cast<float*>(call.out_scale.data) = *call.v_scale.data * 127.0f / (call.out_type == OutType::kInt8 ? 127.0f : 32767.0f);
     nb::gil_scoped_release release;
@@ -230,7 +205,7 @@ bool attention(const char* isa, int threads, int method, int out_type, int64_t o
     return true;
   }
   static thread_local CodeBuffer buffer;
-  Quantization work{kernels, {float_input(q, element(scales, 0)), float_input(k, element(scales, 1)), float_input(v, element(scales, 2))}, look};
+  Quantization work{kernels, {float_input(queries, how_q), float_input(keys, how_k), float_input(values, how_v)}, look};
   buffer.divide(work.input);
   call.q = contiguous_codes(work.input[0]), call.k = contiguous_codes(work.input[1]), call.v = contiguous_codes(work.input[2]);
   call.q_scale = work.input[0].scale, call.k_scale = work.input[1].scale, call.v_scale = work.input[2].scale;
@@ -248,9 +223,10 @@ NB_MODULE(_native, m) {
     for (const Kernels* k : supported_kernels()) names.append(k->name);
     return names;
   }, "Names of the kernels this machine can run, best first.");
-  m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"), nb::arg("out"), nb::arg("out_stride"),
-        nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(), nb::arg("default_scale"),
-        nb::arg("blocks"), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(), nb::arg("packed").none(),
-        nb::arg("t_max"), nb::arg("l_sum"), nb::arg("look"),
-        "Attention of one validated problem, see intflash/backends/cpu/__init__.py. Tensors but out are (pointer, shape, stride).");
+  m.def("use_exchange", use_exchange, nb::arg("capsule").none(),
+        "Read tensors by torch.Tensor.__dlpack_c_exchange_api__; with None by their methods, as before the first call.");
+  m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"), nb::arg("out"), nb::arg("sm_scale"),
+        nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(), nb::arg("default_scale"), nb::arg("blocks").none(),
+        nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(), nb::arg("packed").none(), nb::arg("t_max").none(),
+        nb::arg("l_sum").none(), nb::arg("look"), "Attention of one validated problem, see intflash/backends/cpu/__init__.py.");
 }
