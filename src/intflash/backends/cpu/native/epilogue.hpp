@@ -115,7 +115,7 @@ class Epilogue {
 
   template <bool P16, class Factors>
   inline bool block_factors(const uint32_t* l, int rows, Factors& out) const {
-    return !per_channel_ && multiplier_[0].e <= 15 && V::factors(l, rows, multiplier_[0].mr, multiplier_[0].e, fits32<P16>(), out);
+    return !per_channel_ && multiplier_[0].e <= 15 && V::factors(l, rows, multiplier_[0].mr, multiplier_[0].e, out);
   }
 
   // Up to 16 rows of one scale at once, where the vector layer has that; false: not these.

@@ -59,7 +59,7 @@ struct Vec512 : Pack512 {
   static I32 high_halves(__m512i even, __m512i odd) {
     return _mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_DDBB);  // even lanes: their product's high half
   }
-  static __m512i odd_lanes(I32 a) { return _mm512_shuffle_epi32(a, _MM_PERM_DDBB); }
+  static __m512i odd_lanes(I32 a) { return _mm512_srli_epi64(a, 32); }
   static I32 mul_high(I32 a, I32 c) { return high_halves(_mm512_mul_epu32(a, c), _mm512_mul_epu32(odd_lanes(a), c)); }
   static I32 mul_high(I32 a, I32 c, uint64_t base) {
     const __m512i b = _mm512_set1_epi64(int64_t(base));
@@ -123,26 +123,21 @@ struct Vec512 : Pack512 {
   struct Factors {
     alignas(64) int32_t factor[16], half[16], shift[16];
   };
-  // Of up to 16 rows, 0 where l is 0; false where a row's factor or its sums need more than 32 bits.
-  static bool factors(const uint32_t* l, int rows, int64_t mr, int e, uint32_t l_end, Factors& out) {
+  // Of up to 16 rows, 0 where l is 0; false where a row's factor needs more than 32 bits, or l is 2^24 or more.
+  static bool factors(const uint32_t* l, int rows, int64_t mr, int e, Factors& out) {
     const __m512i given = _mm512_mask_loadu_epi32(set1(255), lanes(rows), l), lz = _mm512_lzcnt_epi32(given);
     const __mmask16 none = _mm512_testn_epi32_mask(given, given);
-    const __m512i shift = sub(set1(55 - e), lz), bound = _mm512_set1_epi64(int64_t(1) << 55);
-    const __mmask16 wide = _mm512_cmplt_epi32_mask(shift, set1(27)) | _mm512_cmpge_epu32_mask(given, set1(int32_t(l_end)));
+    const __m512i shift = sub(set1(55 - e), lz);
+    const __mmask16 wide = _mm512_cmplt_epi32_mask(shift, set1(27)) | _mm512_cmplt_epi32_mask(lz, set1(8));
     if (wide & ~none) return false;
-    const __m512i x = _mm512_sllv_epi32(given, lz);
-    __m256i r[2];
-    for (int i = 0; i < 2; ++i) {  // floor(2^55 / x): the double quotient may have rounded up to the next integer
-      const __m512i d = _mm512_cvtepu32_epi64(i ? _mm512_extracti64x4_epi64(x, 1) : _mm512_castsi512_si256(x));
-      const __m512i q = _mm512_cvttpd_epu64(_mm512_div_pd(_mm512_set1_pd(36028797018963968.0), _mm512_cvtepu64_pd(d)));
-      const __mmask8 above = _mm512_cmpgt_epu64_mask(_mm512_mul_epu32(q, d), bound);
-      const __m512i exact = _mm512_mask_sub_epi64(q, above, q, _mm512_set1_epi64(1));
-      const __m512i product = _mm512_add_epi64(_mm512_mul_epu32(exact, _mm512_set1_epi64(mr)), _mm512_set1_epi64(1 << 23));
-      r[i] = _mm512_cvtepi64_epi32(_mm512_srli_epi64(product, 24));
-    }
+    // floor(2^(55 - lz) / l), in (2^23, 2^24]: the float quotient is the nearest integer, its remainder less than l
+    const __m512i exponent = sub(set1(55), lz), power = _mm512_slli_epi32(add(exponent, set1(127)), 23);
+    const __m512i nearest = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_castsi512_ps(power), _mm512_cvtepi32_ps(given)));
+    const __m512i remainder = sub(_mm512_sllv_epi32(set1(1), exponent), _mm512_mullo_epi32(nearest, given));
+    const __m512i reciprocal = add(nearest, _mm512_srai_epi32(remainder, 31));
+    const __m512i rounded = mul_high(_mm512_slli_epi32(reciprocal, 7), set1(int32_t(mr << 1)), uint64_t(1) << 31);  // reciprocal * mr / 2^24
     const __m512i left = _mm512_max_epi32(_mm512_setzero_si512(), sub(set1(33), shift)), end = sub(add(shift, left), set1(32));
-    const __m512i factor = _mm512_sllv_epi32(_mm512_inserti64x4(_mm512_castsi256_si512(r[0]), r[1], 1), left);
-    _mm512_store_si512(out.factor, _mm512_mask_mov_epi32(factor, none, _mm512_setzero_si512()));
+    _mm512_store_si512(out.factor, _mm512_maskz_sllv_epi32(~none, rounded, left));
     _mm512_store_si512(out.half, _mm512_sllv_epi32(set1(1), sub(end, set1(1))));
     _mm512_store_si512(out.shift, end);
     return true;
