@@ -71,14 +71,16 @@ class Epilogue {
     return ahead.fits && call_.out_type == OutType::kInt8 && call_.value_dim == panels * V::kLanes && (panels == 2 || panels == 4);
   }
 
-  // R rows from sums in registers, the first with factor `row` of those in `ahead`, by sixteens.
-  template <int R, int C>
+  // R rows from sums in registers, the first with factor `row` of those in `ahead`, by sixteens; Short: of 24 bits.
+  template <bool Short, int R, int C>
   inline __attribute__((always_inline)) void int8_tile(const typename V::I32 (&acc)[R][C], const Ahead* ahead, int row, int64_t at) const {
     const int64_t out_ld = call_.out_stride[2];
     int8_t* out = static_cast<int8_t*>(call_.out) + at;
     const auto value = [&](int r, int c) {
       const unsigned i = unsigned(row + r);
-      return V::rescaled(acc[r][c], V::odd_lanes(acc[r][c]), ahead[i / 16].factors, int(i % 16));
+      const typename V::Factors& factors = ahead[i / 16].factors;
+      if constexpr (Short) return V::rescaled_short(acc[r][c], factors, int(i % 16));
+      else return V::rescaled(acc[r][c], V::odd_lanes(acc[r][c]), factors, int(i % 16));
     };
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r, out += out_ld) {
@@ -115,7 +117,7 @@ class Epilogue {
 
   template <bool P16, class Factors>
   inline bool block_factors(const uint32_t* l, int rows, Factors& out) const {
-    return !per_channel_ && multiplier_[0].e <= 15 && V::factors(l, rows, multiplier_[0].mr, multiplier_[0].e, out);
+    return !per_channel_ && multiplier_[0].e <= 15 && V::template factors<P16>(l, rows, multiplier_[0].mr, multiplier_[0].e, out);
   }
 
   // Up to 16 rows of one scale at once, where the vector layer has that; false: not these.
@@ -125,19 +127,30 @@ class Epilogue {
       typename V::Factors own;
       if (!(ahead ? ahead->fits : block_factors<P16>(l, rows, own))) return false;
       const typename V::Factors& factors = ahead ? ahead->factors : own;
-      const int64_t n = call_.value_dim, out_ld = call_.out_stride[2];
-      const auto value = [&](int row, int64_t d) { return V::template rescale<P16>(high + row * ld + d, low + row * ld + d, factors, row); };
-      int r = 0;
-      if constexpr (Limit == 127) {
-        for (; n == 32 && out_ld == 32 && r + 2 <= rows; r += 2, out += 64)
-          V::store_quad(out, value(r, 0), value(r, 16), value(r + 1, 0), value(r + 1, 16));
-        for (; n == 64 && r < rows; ++r, out += out_ld) V::store_quad(out, value(r, 0), value(r, 16), value(r, 32), value(r, 48));
+      const auto whole = [&](int row, int64_t d) { return V::template rescale<P16>(high + row * ld + d, low + row * ld + d, factors, row); };
+      if constexpr (P16) {
+        write_rows<Limit>(out, rows, whole);
+      } else if (factors.short_sums) {
+        write_rows<Limit>(out, rows, [&](int row, int64_t d) { return V::rescaled_short(V::load(high + row * ld + d), factors, row); });
+      } else {
+        write_rows<Limit>(out, rows, whole);
       }
-      for (; r < rows; ++r, out += out_ld) store_row<Limit>(out, [&](int64_t d) { return value(r, d); });
       return true;
     } else {
       return false;
     }
+  }
+
+  template <int Limit, class Out, class F>
+  inline void write_rows(Out* out, int rows, F value) const {
+    const int64_t n = call_.value_dim, out_ld = call_.out_stride[2];
+    int r = 0;
+    if constexpr (Limit == 127) {
+      for (; n == 32 && out_ld == 32 && r + 2 <= rows; r += 2, out += 64)
+        V::store_quad(out, value(r, 0), value(r, 16), value(r + 1, 0), value(r + 1, 16));
+      for (; n == 64 && r < rows; ++r, out += out_ld) V::store_quad(out, value(r, 0), value(r, 16), value(r, 32), value(r, 48));
+    }
+    for (; r < rows; ++r, out += out_ld) store_row<Limit>(out, [&](int64_t d) { return value(r, d); });
   }
 
   template <bool P16>

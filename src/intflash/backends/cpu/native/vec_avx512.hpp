@@ -56,6 +56,9 @@ struct Vec512 : Pack512 {
   static void reduce_add(const I32* x, uint32_t* out) {
     _mm512_storeu_si512(out, reduce_rows(x, [](I32 a, I32 b) { return _mm512_add_epi32(a, b); }));
   }
+  // Of so many rows: a window of 49 leaves one.
+  static void reduce_max(const I32* x, int rows, int32_t* out) { rows == 1 ? void(*out = _mm512_reduce_max_epi32(*x)) : reduce_max(x, out); }
+  static void reduce_add(const I32* x, int rows, uint32_t* out) { rows == 1 ? void(*out = uint32_t(_mm512_reduce_add_epi32(*x))) : reduce_add(x, out); }
   static I32 high_halves(__m512i even, __m512i odd) {
     return _mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_DDBB);  // even lanes: their product's high half
   }
@@ -119,25 +122,34 @@ struct Vec512 : Pack512 {
   // four vectors packed into one: 4 keys of each, in each 128-bit lane
   static constexpr int key_at(int at) { return at / 4 % 4 * 16 + at / 16 * 4 + at % 4; }
 
-  // What rows of sums of p ask of the output's rounding: value = (sum * factor + half) >> shift in the product's high half.
+  static constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+  // What rows of sums of p ask of the output's rounding: floor(sum * scale + 1/2) of short sums; else
+  // (sum * factor + half) >> shift in the product's high half.
   struct Factors {
+    alignas(64) float scale[16];
     alignas(64) int32_t factor[16], half[16], shift[16];
+    bool short_sums;  // of 24 bits
   };
-  // Of up to 16 rows, 0 where l is 0; false where a row's factor needs more than 32 bits, or l is 2^24 or more.
+  // Of up to 16 rows, 0 where l is 0; false where a row's factor needs more than 32 bits, or l is 2^24 or more. Quotient and
+  // product have 24 bits as integers: rounded down as floats they are these.
+  template <bool P16>
   static bool factors(const uint32_t* l, int rows, int64_t mr, int e, Factors& out) {
-    const __m512i given = _mm512_mask_loadu_epi32(set1(255), lanes(rows), l), lz = _mm512_lzcnt_epi32(given);
-    const __mmask16 none = _mm512_testn_epi32_mask(given, given);
+    const __m512i given = _mm512_maskz_loadu_epi32(lanes(rows), l), lz = _mm512_lzcnt_epi32(given);
+    const __mmask16 some = _mm512_test_epi32_mask(given, given);
     const __m512i shift = sub(set1(55 - e), lz);
     const __mmask16 wide = _mm512_cmplt_epi32_mask(shift, set1(27)) | _mm512_cmplt_epi32_mask(lz, set1(8));
-    if (wide & ~none) return false;
-    // floor(2^(55 - lz) / l), in (2^23, 2^24]: the float quotient is the nearest integer, its remainder less than l
-    const __m512i exponent = sub(set1(55), lz), power = _mm512_slli_epi32(add(exponent, set1(127)), 23);
-    const __m512i nearest = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_castsi512_ps(power), _mm512_cvtepi32_ps(given)));
-    const __m512i remainder = sub(_mm512_sllv_epi32(set1(1), exponent), _mm512_mullo_epi32(nearest, given));
-    const __m512i reciprocal = add(nearest, _mm512_srai_epi32(remainder, 31));
-    const __m512i rounded = mul_high(_mm512_slli_epi32(reciprocal, 7), set1(int32_t(mr << 1)), uint64_t(1) << 31);  // reciprocal * mr / 2^24
+    if (wide & some) return false;
+    const __m512 power = _mm512_castsi512_ps(_mm512_slli_epi32(sub(set1(55 + 127), lz), 23));  // 2^(55 - lz)
+    const __m512 reciprocal = _mm512_div_round_ps(power, _mm512_cvtepi32_ps(given), kDown);    // floor(power / l), in (2^23, 2^24]
+    const __m512 product = _mm512_fmadd_round_ps(reciprocal, _mm512_set1_ps(float(mr) / (1 << 24)), _mm512_set1_ps(0.5f), kDown);
+    const __m512 factor = _mm512_roundscale_ps(product, kDown);
+    out.short_sums = !P16 && _mm512_cmpgt_epu32_mask(given, set1((1 << 24) / 127)) == 0;  // sums are at most 127 l
+    if (out.short_sums) {
+      _mm512_store_ps(out.scale, _mm512_maskz_scalef_ps(some, factor, _mm512_cvtepi32_ps(sub(lz, set1(55 - e)))));
+      return true;
+    }
     const __m512i left = _mm512_max_epi32(_mm512_setzero_si512(), sub(set1(33), shift)), end = sub(add(shift, left), set1(32));
-    _mm512_store_si512(out.factor, _mm512_maskz_sllv_epi32(~none, rounded, left));
+    _mm512_store_si512(out.factor, _mm512_maskz_sllv_epi32(some, _mm512_cvtps_epi32(factor), left));
     _mm512_store_si512(out.half, _mm512_sllv_epi32(set1(1), sub(end, set1(1))));
     _mm512_store_si512(out.shift, end);
     return true;
@@ -152,6 +164,10 @@ struct Vec512 : Pack512 {
     const __m512i f = set1(all.factor[row]);
     const __m512i top = high_halves(_mm512_mul_epi32(x, f), _mm512_mul_epi32(odd, f));
     return _mm512_srav_epi32(add(top, set1(all.half[row])), set1(all.shift[row]));
+  }
+  // Exact: both factors have 24 bits, the sum is rounded once, and down as its floor is.
+  static I32 rescaled_short(I32 x, const Factors& all, int row) {
+    return _mm512_cvt_roundps_epi32(_mm512_fmadd_round_ps(_mm512_cvtepi32_ps(x), _mm512_set1_ps(all.scale[row]), _mm512_set1_ps(0.5f), kDown), kDown);
   }
   // 64 int8 codes, clamped to 127 by the saturating packs and to -127
   static void store_quad(int8_t* out, I32 a, I32 b, I32 c, I32 d) {

@@ -116,8 +116,15 @@ class VectorStrips {
     const View<int8_t>& k = call_.k;
     for (int64_t c = 0; c < n; c += kPanel)
       V::pack_key_panel<0x80>(k.at(s.b, s.hk, c), k.stride[2], k.stride[3], smaller<int64_t>(kPanel, n - c), call_.head_dim, key_steps_, keys_ + c * key_steps_ * 4);
+    const int8_t* v = call_.v.at(s.b, s.hk);
+    const int64_t row_step = call_.v.stride[2];
+    const bool pairs = call_.v.stride[3] == 1 && call_.value_dim == 2 * kPanel;
     int8_t* out = values_;
-    for (int i = 0; i < value_steps_; ++i, out += 4 * acc_ld_) pack_values(call_.v.at(s.b, s.hk, key_at_[i]), n - key_at_[i], out);
+    for (int i = 0; i < value_steps_; ++i, out += 4 * acc_ld_) {
+      const int64_t key = key_at_[i];
+      if (pairs && n - key >= 4) V::pack_value_pair(v + key * row_step, row_step, out, out + 64);
+      else pack_values(v + key * row_step, n - key, out);
+    }
   }
   // A step of P V, all panels.
   void pack_values(const int8_t* v, int64_t keys, int8_t* out) const {
@@ -170,7 +177,7 @@ class VectorStrips {
         score_tiles<rows, panels>(tiles, parts, q.rows + r * q.ld, q.ld, keys_ + int64_t(c) * key_steps_ * 64, key_steps_, s.scores + r * kScoreLd + c * kPanel, max + r, c == 0);
       });
     });
-    for (int r = 0; r < s.rows; r += 16) V::reduce_max(max + r, s.top + r);
+    for (int r = 0; r < s.rows; r += 16) V::reduce_max(max + r, smaller(16, s.rows - r), s.top + r);
     for (int r = 0; whole_scores_ && r < s.rows; ++r) {  // the unsigned keys undone; else it cancels against the row's maximum
       const int32_t offset = -128 * V::code_sum(q.rows + r * q.ld, 4 * key_steps_);
       s.top[r] += offset;
@@ -190,12 +197,16 @@ class VectorStrips {
   template <int R, int C>
   static __attribute__((noinline)) void score_tiles(int tiles, int parts, const int8_t* q, int64_t q_ld, const int8_t* k, int steps, int32_t* out, __m512i* max, bool first) {
     for (int t = 0; t < tiles; ++t, q += R * q_ld, out += R * kScoreLd, max += R) {
-      if (first) score_tile<R, C, true>(q, q_ld, k, steps, out, max);
-      for (int c = first; c < parts; ++c) score_tile<R, C, false>(q, q_ld, k + int64_t(c) * C * steps * 64, steps, out + c * C * kPanel, max);
+      __m512i best[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) best[r] = first ? V::set1(INT32_MIN) : max[r];
+      for (int c = 0; c < parts; ++c) score_tile<R, C>(q, q_ld, k + int64_t(c) * C * steps * 64, steps, out + c * C * kPanel, best);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) max[r] = best[r];
     }
   }
-  template <int R, int C, bool First>
-  static inline __attribute__((always_inline)) void score_tile(const int8_t* q, int64_t q_ld, const int8_t* k, int steps, int32_t* out, __m512i* max) {
+  template <int R, int C>
+  static inline __attribute__((always_inline)) void score_tile(const int8_t* q, int64_t q_ld, const int8_t* k, int steps, int32_t* out, __m512i (&best)[R]) {
     __m512i acc[R][C];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -217,7 +228,7 @@ class VectorStrips {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) max[r] = First && c == 0 ? acc[r][0] : V::max(max[r], acc[r][c]);
+      for (int c = 0; c < C; ++c) best[r] = V::max(best[r], acc[r][c]);
   }
 
   // What the output needs besides P V, before that: a division and much that waits for it.
@@ -225,8 +236,9 @@ class VectorStrips {
     epilogue_.enter_head(s.b, s.h, s.hk);
     tile_out_ = true;
     for (int r = 0; r < s.rows; r += 16) {
-      V::reduce_add(s.sums + r, s.l + r);
-      epilogue_.template look_ahead<false>(s.l + r, smaller(16, s.rows - r), ahead_[r / 16]);
+      const int rows = smaller(16, s.rows - r);
+      V::reduce_add(s.sums + r, rows, s.l + r);
+      epilogue_.template look_ahead<P16>(s.l + r, rows, ahead_[r / 16]);
       tile_out_ = tile_out_ && epilogue_.takes_tile(ahead_[r / 16], value_panels_);
     }
   }
@@ -276,7 +288,7 @@ class VectorStrips {
         for (int c = 0; c < C; ++c) acc[r][c] = _mm512_slli_epi32(acc[r][c], 8);
     }
     if constexpr (C == 2 || C == 4)
-      if (tile_out_) return epilogue_.template int8_tile<R, C>(acc, ahead_, row, at);
+      if (tile_out_) return epilogue_.template int8_tile<!P16, R, C>(acc, ahead_, row, at);
     store(acc, out, acc_ld_);
   }
 
