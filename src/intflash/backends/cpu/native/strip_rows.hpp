@@ -57,9 +57,11 @@ struct RowOps : V {
   using typename V::U16;
   const U16 depth_half = V::held(_mm512_set1_epi16(2 * 153));
   const U16 high_bytes = V::held(_mm512_broadcast_i32x4(_mm_setr_epi8(1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15, -1)));
+  const U16 byte_order = V::held(_mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
   const U16 plan = V::held(V::shift6_plan()), mask = V::held(_mm512_set1_epi16(255 << 6)), one = V::held(_mm512_set1_epi16(256 << 6));
   const U16 square = V::held(_mm512_set1_epi16(8288)), powers = V::held(_mm512_set1_epi16(512));
 
+  U16 low_then_high(U16 a) const { return _mm512_shuffle_epi8(a, byte_order); }  // bytes, in each 128 bits
   U16 high_byte(U16 a) const { return _mm512_shuffle_epi8(a, high_bytes); }
   U16 average(U16 a, uint16_t b) const { return b == 2 * 153 ? _mm512_avg_epu16(a, depth_half) : V::average(a, b); }
   template <int Shift>
@@ -213,10 +215,11 @@ class StripRows {
     const __m512i low = depths(0), high = Vectors > 2 ? depths(2) : V::zero16();
     if constexpr (P16) {
       const __m512i a = E::p16(low, o), b = Vectors > 2 ? E::p16(high, o) : V::zero16();
-      sums = V::store_p(p, o.high_byte(a), o.high_byte(b), sums, ones, 8);
-      sums = V::store_p(p + Strip::kPlane, V::low_byte(a), V::low_byte(b), sums, ones, 0);
+      const __m512i x = o.low_then_high(a), y = o.low_then_high(b);
+      sums = V::store_bytes(p, _mm512_unpackhi_epi64(x, y), sums, ones, 8);
+      sums = V::store_bytes(p + Strip::kPlane, _mm512_unpacklo_epi64(x, y), sums, ones, 0);
     } else {
-      sums = V::store_p(p, E::p8(low, o), Vectors > 2 ? E::p8(high, o) : V::zero16(), sums, ones, 0);
+      sums = V::store_bytes(p, _mm512_packus_epi16(E::p8(low, o), Vectors > 2 ? E::p8(high, o) : V::zero16()), sums, ones, 0);
     }
   }
 };

@@ -100,21 +100,20 @@ struct Vec512 : Pack512 {
   }
   static U16 average(U16 a, uint16_t b) { return _mm512_avg_epu16(a, _mm512_set1_epi16(int16_t(b))); }
   static U16 shift_right(U16 a, U16 n) { return _mm512_srlv_epi16(a, n); }
-  static U16 round16(U16 w, U16 h, U16 s) {
-    const __m512i n = _mm512_sub_epi16(s, _mm512_set1_epi16(2));
-    const __mmask32 alive = _mm512_cmplt_epi16_mask(s, _mm512_set1_epi16(15));
-    const __m512i far = _mm512_maskz_avg_epu16(alive, _mm512_srlv_epi16(h, n), zero16());
-    const __m512i near = _mm512_mask_avg_epu16(far, _mm512_movepi16_mask(n), w, _mm512_set1_epi16(int16_t(33152)));
-    return _mm512_mask_add_epi16(near, _mm512_testn_epi16_mask(s, s), near, h);
+  // (w + 33152 + 2^(s-1)) >> s: past s = 0 the sum and its first shift are an average
+  static U16 round16(U16 w, U16, U16 s) {
+    const __m512i n = _mm512_sub_epi16(s, _mm512_set1_epi16(1)), half = _mm512_sllv_epi16(_mm512_set1_epi16(1), n);
+    const __m512i average = _mm512_avg_epu16(w, _mm512_add_epi16(half, _mm512_set1_epi16(int16_t(33151))));
+    const __m512i far = _mm512_maskz_srlv_epi16(_mm512_cmplt_epu16_mask(s, _mm512_set1_epi16(15)), average, n);
+    return _mm512_mask_add_epi16(far, _mm512_testn_epi16_mask(s, s), w, _mm512_set1_epi16(int16_t(33152)));
   }
   static I32 store_p(PCode* p, U16 a, U16 b, I32 sum) {
     const __m512i bytes = _mm512_packus_epi16(a, b);
     _mm512_storeu_si512(p, bytes);
     return _mm512_dpbusd_epi32(sum, bytes, _mm512_set1_epi8(1));
   }
-  // The same; `ones` has 0 for bytes that do not count, the sum is of bytes << left.
-  static I32 store_p(PCode* p, U16 a, U16 b, I32 sum, Codes ones, int left) {
-    const __m512i bytes = _mm512_packus_epi16(a, b);
+  // The same of bytes; `ones` has 0 for those that do not count, the sum is of bytes << left.
+  static I32 store_bytes(PCode* p, Codes bytes, I32 sum, Codes ones, int left) {
     _mm512_storeu_si512(p, bytes);
     if (left == 0) return _mm512_dpbusd_epi32(sum, bytes, ones);
     return _mm512_add_epi32(sum, _mm512_slli_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), bytes, ones), 8));
