@@ -22,8 +22,8 @@ CASES = {  # a case is half a minute of one core, most of it compiling
     ("rows", "intflash"): ("197 197 64",),
     ("rows", "intflash_p8"): ("66 197 64",),
     ("stream", "intflash"): ("torch.float16 64",),
-    ("stream", "intflash_p8"): (),
-    ("stream", "intflash_online"): ("copies 128 None", "rest 5 450 64"),
+    ("stream", "intflash_p8"): ("heads 64",),
+    ("stream", "intflash_online"): ("copies 128 0", "rest 5 450 64", "heads 128", "pieces"),
 }
 pytestmark = pytest.mark.skipif(emulate.unavailable() is not None, reason=str(emulate.unavailable()))
 

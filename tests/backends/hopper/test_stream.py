@@ -40,6 +40,9 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     for batch, nq in ((3, 200), (5, 450), (1, 1000)):  # rest rows of several batches in a slice of the grid
         for d in (64, 128):
             yield f"rest {batch} {nq} {d}", ic.codes(method, batch=batch, heads=2, nq=nq, nk=140, d=d, return_lse=True)
+    for d in (64, 128):  # programs that take several heads and parts of heads
+        yield f"heads {d}", ic.codes(method, batch=20, heads=12, key_heads=4, nq=70, nk=250, d=d, return_lse=True)
+    yield "pieces", ic.codes(method, batch=10, heads=7, nq=200, nk=800, d=128, return_lse=True)  # too many keys to stay
     yield "groups", ic.codes(method, batch=2, heads=6, key_heads=2, nq=200, nk=400, d=64, return_lse=True)
     for d in (64, 128):
         tokens = ic.codes(method, heads=4, key_heads=2, nq=300, nk=300, d=d, kinds=("token", "head", "head"))
@@ -90,8 +93,11 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
 
 @pytest.mark.gpu
 @checks.needs_hopper
+@pytest.mark.parametrize("resident", (False, True))
 @pytest.mark.parametrize("method", METHODS)
-def test_bits(method):
+def test_bits(method, resident, monkeypatch):
+    """resident: whether heads stay in shared memory where they fit, or nowhere."""
+    monkeypatch.setattr(stream, "_pays", lambda _: resident)
     torch.manual_seed(0)
     assert checks.differences(cases(method), stream) == {}
 
@@ -112,6 +118,7 @@ def test_bits_at_the_bound_of_keys(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_bits_of_every_share(method, monkeypatch):
     """Programs that take several pieces, whole ones and smaller ones, from any program on."""
+    monkeypatch.setattr(stream, "_pays", lambda _: False)
     torch.manual_seed(0)
     for processors, split in itertools.product((1, 5, 132), (stream.Split(1, 1, 0), (1, 2, 3), (2, 1, 4), (0, 2, 0))):
         split = stream.Split(*split)._replace(first=min(split[2], processors - 1))
@@ -120,6 +127,20 @@ def test_bits_of_every_share(method, monkeypatch):
         for batch, nq, d in ((1, 700, 128), (5, 650, 64), (3, 800, 112)):
             p = ic.codes(method, batch=batch, heads=2, nq=nq, nk=300, d=d, return_lse=True)
             assert checks.differences([(f"{processors} {split} {batch} {nq} {d}", p)], stream) == {}
+
+
+@pytest.mark.gpu
+@checks.needs_hopper
+@pytest.mark.parametrize("method", METHODS)
+def test_bits_of_resident_heads(method, monkeypatch):
+    """Programs that take parts of heads, one head or several; as many keys as fit."""
+    monkeypatch.setattr(stream, "_pays", lambda _: True)
+    torch.manual_seed(0)
+    for processors in (1, 5, 132):
+        monkeypatch.setattr(stream, "_multiprocessors", lambda _, processors=processors: processors)
+        for batch, nq, nk, d in ((1, 700, 577, 128), (5, 650, 300, 64), (7, 50, 1664, 64), (3, 200, 130, 112)):
+            p = ic.codes(method, batch=batch, heads=4, key_heads=2, nq=nq, nk=nk, d=d, return_lse=True)
+            assert checks.differences([(f"{processors} {batch} {nq} {nk}", p)], stream) == {}
 
 
 def _turns(share: Share, programs: int, program: int) -> Iterator[int]:
@@ -155,6 +176,35 @@ def test_rows_are_taken_once(causal):
             assert parts[-1][0] < nq <= parts[-1][1]
 
 
+def test_rows_of_resident_heads_are_taken_once():
+    """The tiles of 64 rows as `Heads` of stream_work.cuh reads them."""
+    for batch, nq in itertools.product((1, 2, 5, 400), (1, 64, 65, 197, 577)):
+        p, _ = checks.empty_problem("intflash_online", nq, 16)
+        p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
+        programs, share = stream.share_of_heads(p)
+        assert share.whole == -(-nq // 64)
+        first = [i * share.rest_tiles + min(i, share.first) for i in range(programs + 1)]
+        ends = [first[i] + share.rest_tiles + (i < share.first) for i in range(programs)]
+        assert first[0] == 0 and first[1:] == ends and ends[-1] == batch * p.q.shape[1] * share.whole
+        assert all(a < b for a, b in itertools.pairwise(first))
+
+
+def test_rings_fit():
+    """Two tiles of keys and more; a multiprocessor has 227 KB."""
+    for d, consumers, p_shared in itertools.product(range(16, 129, 16), (2, 3), (False, True)):
+        stages = stream._most_stages(d, consumers, p_shared)
+        sizes = [stream.shared_bytes(d, consumers, 128 * d, 0, p_shared, n) for n in (stages, stages + 1)]
+        assert stages > 4 and sizes[0] <= 227 * 1024 < sizes[1]
+
+
+def test_which_heads_stay():
+    codes = [checks.empty_problem("intflash_online", n, 64, batch=1)[0] for n in (197, 256, 577, 1700)]
+    floats = [replace(p, q=p.q.data.half()) for p in codes]
+    assert [stream._fits(p, 13) and stream._pays(p) for p in codes] == [True, True, True, False]
+    assert [stream._fits(p, 13) and stream._pays(p) for p in floats] == [False, False, True, False]
+    assert not stream._fits(replace(codes[0], causal=0), 13)
+
+
 def test_quotients():
     """`quotient` of base.cuh: floor((2^32 - 1) / by) divides by it with one correction."""
     for by in (1, 2, 3, 5, 7, 21, 132, 341, 65_535, 2**31 - 1):
@@ -179,23 +229,25 @@ def test_splits_of_many_heads_share_the_rest_with_all():
     assert stream._split(577, 3072, 3, 132) == (3, 3, 0)
 
 
-def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None):
+def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None, resident=False):
     p, (constants, output, statistics, _) = checks.empty_problem(method, 300, d, out=out, causal=causal)
     if rows:
         p = replace(p, q=QTensor(p.q.data, torch.ones(1, 2, 300, 1), "token"))
         constants = checks.constants_launch(p)[1]
     if query is not None:
         p = replace(p, q=p.q.data.to(query))
-        return stream.stream_launch(p, constants, output, statistics, torch.ones(1, 1, 1, 1))
-    return stream.stream_launch(p, constants, output, statistics)
+        return stream.stream_launch(p, constants, output, statistics, torch.ones(1, 1, 1, 1), resident=resident)
+    return stream.stream_launch(p, constants, output, statistics, resident=resident)
 
 
 @pytest.mark.parametrize("d", (16, 64, 80, 128))
 @pytest.mark.parametrize("method", METHODS)
 def test_integer_only(method, d):
     """No floating-point opcode between int8 and integers, nothing in local memory."""
-    for out, causal, rows in ((torch.int8, None, False), (torch.int16, 0, True)):
-        machine = checks.machine(_launch(method, d, out, causal, rows))
+    for out, causal, rows, resident in (
+        (torch.int8, None, False, False), (torch.int16, 0, True, False), (torch.int8, None, False, True),
+    ):  # fmt: skip
+        machine = checks.machine(_launch(method, d, out, causal, rows, resident=resident))
         assert machine.float_instructions == []
         assert machine.spills == 0 and machine.stack_bytes == 0
         assert machine.opcodes["IGMMA"] > 0
@@ -204,8 +256,8 @@ def test_integer_only(method, d):
 @pytest.mark.parametrize("query", checks.COMPILED_FLOATS, ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_float_queries_do_not_spill(method, query):
-    for d in (64, 128):
-        assert checks.machine(_launch(method, d, query, query=query)).spills == 0
+    for d, resident in itertools.product((64, 128), (False, True)):
+        assert checks.machine(_launch(method, d, query, query=query, resident=resident)).spills == 0
 
 
 def test_float_output_is_seen():
@@ -214,10 +266,10 @@ def test_float_output_is_seen():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("causal", (None, 0))
+@pytest.mark.parametrize("causal, resident", ((None, False), (0, False), (None, True)))
 @pytest.mark.parametrize("d", range(16, 129, 16))
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_spills(method, d, causal):
+def test_nothing_spills(method, d, causal, resident):
     for out in (torch.int8, torch.float32):
         for rows in (False, True):
-            assert checks.machine(_launch(method, d, out, causal, rows)).spills == 0
+            assert checks.machine(_launch(method, d, out, causal, rows, resident=resident)).spills == 0

@@ -23,7 +23,8 @@ from intflash.problem import Problem
 
 METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": "Online"}
 TILE = 128  # keys
-_STAGES = 4
+STAGES = 4  # of the ring that tiles run through
+_SHARED_BYTES = 227 * 1024  # that a program can have
 _TIMES = {2: (0.8, 1.0), 3: (0.57, 0.78, 1.0)}  # of one warpgroup and more over that of all, as measured
 _OUTPUT = 0.1  # of that time: the output of 64 rows
 
@@ -48,10 +49,11 @@ def shape_unsupported(problem: Problem) -> str | None:
 
 def stream_launch(
     problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, q_scale: Tensor | None = None,
-    consumers: int | None = None,
+    consumers: int | None = None, resident: bool | None = None,
 ) -> CudaLaunch:  # fmt: skip
     """For a problem of int8 codes, or of float Q with its scale, codes of K and V. consumers: warpgroups that compute,
-    where not the number that fits best."""
+    where not the number that fits best; resident: whether keys and values of a head stay in shared memory, where not
+    as is faster."""
     problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data)))
     q = problem.q if isinstance(problem.q, Tensor) else problem.q.data
     k, v = problem.k.data, problem.v.data
@@ -61,15 +63,20 @@ def stream_launch(
     copies = key is not None and value is not None
     consumers = consumers or _consumers(problem, d, copies, rows)
     p_shared = consumers == 3 and d > 96 and problem.method == "intflash_online"
+    most = _most_stages(d, consumers, p_shared)
+    if resident is None:
+        resident = _fits(problem, most) and _pays(problem)
+    stages = most if resident else STAGES
     products = tuple(Product(*x) for x in ((64, "s8"), (128, "s8"), (d, "u8")))
     program = Program.of(
         "stream.cu", products, METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers,
         CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0, QUERY=C_TYPES[q.dtype],
-        VALUE="i8", OUT=C_TYPES[out.dtype], COPIES=int(copies), P_SHARED=int(p_shared),
+        VALUE="i8", OUT=C_TYPES[out.dtype], COPIES=int(copies), P_SHARED=int(p_shared), STAGES=stages,
+        RESIDENT=int(resident),
     )  # fmt: skip
-    shared = shared_bytes(d, consumers, TILE * d, 0, p_shared)
+    shared = shared_bytes(d, consumers, TILE * d, 0, p_shared, stages)
     scales = None if q_scale is None else (q_scale, None, None)
-    programs, pieces = share(problem, consumers)
+    programs, pieces = share_of_heads(problem) if resident else share(problem, consumers)
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, share=pieces)
     maps = partial(tensor_maps, key, value) if copies else None
     return CudaLaunch(program, (programs, 1, 1), 128 * (consumers + 1), shared, params, q.device, keeps, True, maps)
@@ -94,6 +101,19 @@ def share(problem: Problem, consumers: int) -> tuple[int, Share]:
     return programs, Share(
         split.whole, rest, split.tiles, whole_of_all, pieces, split.first,
         *map(quotient_reciprocal, (split.whole, rest, heads)),
+    )  # fmt: skip
+
+
+def share_of_heads(problem: Problem) -> tuple[int, Share]:
+    """How many programs run where keys and values of a head stay in shared memory, and the tiles of 64 rows that each
+    takes: neighbours, so that it loads few heads, all of them but the first and the last whole."""
+    batch, heads, nq, _ = problem.q.shape
+    tiles = -(-nq // 64)
+    programs = min(batch * heads * tiles, _multiprocessors(problem.device))
+    each, more = divmod(batch * heads * tiles, programs)
+    return programs, Share(
+        tiles, 0, each, batch * heads * tiles, batch * heads * tiles, more,
+        quotient_reciprocal(tiles), 0, quotient_reciprocal(heads),
     )  # fmt: skip
 
 
@@ -145,10 +165,29 @@ def _split(nq: int, heads: int, consumers: int, processors: int) -> Split:
     return min(splits(), key=end)
 
 
-def shared_bytes(d: int, consumers: int, value_bytes: int, scale_bytes: int, p_shared: bool = False) -> int:
+def shared_bytes(
+    d: int, consumers: int, value_bytes: int, scale_bytes: int, p_shared: bool = False, stages: int = STAGES
+) -> int:
     """`Shared` of stream_loads.cuh: the stages with their scales and barriers, Q's rows, P's where it lies there."""
     stage = -(-(TILE * key_width(d) + value_bytes) // 1024) * 1024 + scale_bytes + 16
-    return _STAGES * stage + 64 * consumers * (key_width(d) + p_shared * TILE)
+    return stages * stage + 64 * consumers * (key_width(d) + p_shared * TILE)
+
+
+def _most_stages(d: int, consumers: int, p_shared: bool) -> int:
+    """Of a ring that holds a head's tiles, and what it has room for of the next heads'."""
+    one, two = (shared_bytes(d, consumers, TILE * d, 0, p_shared, stages) for stages in (1, 2))
+    return 1 + (_SHARED_BYTES - one) // (two - one)
+
+
+def _fits(problem: Problem, stages: int) -> bool:
+    """Whether keys and values of a head can stay in shared memory."""
+    return problem.causal is None and -(-problem.k.shape[2] // TILE) <= stages
+
+
+def _pays(problem: Problem) -> bool:
+    """Whether that is faster (docs/gpu.md): for codes of Q, which are on their way under the output before; floats of Q
+    are waited for, which takes more time than it gives where keys are two tiles."""
+    return not isinstance(problem.q, Tensor) or problem.k.shape[2] > 2 * TILE
 
 
 def _consumers(problem: Problem, d: int, copies: bool, rows: bool) -> int:

@@ -14,7 +14,10 @@ _OR_UNORDERED = {"leu": ">", "ltu": ">=", "geu": "<", "gtu": "<=", "neu": "=="} 
 _NUMBERS = ("f32", "f64", "u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 _TYPES = {"b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64"}
 _WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
-_NOTHING = {"griddepcontrol.launch_dependents", "fence.proxy.async.shared.cta", "wgmma.fence.sync.aligned"}
+_NOTHING = {
+    "griddepcontrol.launch_dependents", "fence.proxy.async.shared.cta", "prefetch.global.L2",
+    "wgmma.fence.sync.aligned",
+}  # fmt: skip
 
 
 class Untranslated(ValueError):

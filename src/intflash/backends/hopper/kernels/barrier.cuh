@@ -35,11 +35,15 @@ DEVICE bool barrier_test(u32 at, u32 parity) {
     return done;
 }
 
-// Where a walk over a ring of STAGES buffers stands; the parity flips with every round.
-template <int STAGES> struct Ring {
+// Where a walk over a ring of SIZE buffers stands; the parity flips with every round.
+template <int SIZE> struct Ring {
     u32 stage = 0, parity = 0;
     DEVICE void next() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (++stage == SIZE) stage = 0, parity ^= 1;
+    }
+    DEVICE void back(u32 count) {  // at most SIZE
+        if (stage < count) stage += SIZE, parity ^= 1;
+        stage -= count;
     }
 };
 

@@ -20,7 +20,8 @@ struct View {
     i64 b, h, n, d;
 };
 
-// How long rows are shared out (stream_work.cuh); reciprocals are `quotient`'s.
+// How long rows are shared out (stream_work.cuh); reciprocals are `quotient`'s. Where heads stay in shared memory, pieces
+// are tiles of 64 rows, all whole, and each program takes `rest_tiles` neighbours, those before `first` one more.
 struct Share {
     i32 whole, rest;           // pieces of a head: those of a program's full number of rows, and smaller ones
     i32 rest_tiles;            // of 64 rows in a smaller one

@@ -1,10 +1,11 @@
 // Long rows: one warpgroup loads tiles of 128 keys into a ring in shared memory (Loads), CONSUMERS warpgroups of 64
-// rows each compute on them, for one piece of work after another (Turns). A method is a struct (stream_integer.cuh,
-// stream_float.cuh); barriers, products and masks are here.
+// rows each compute on them, for one piece of work after another (Turns); one without rows left goes on to the next. A
+// method is a struct (stream_integer.cuh, stream_float.cuh); barriers, products and masks are here.
 //
 // Defined when this is compiled: HEAD_DIM (a multiple of 16), CONSUMERS, CAUSAL (0 or 1), KEY_SCALES (K's: 0 one for a
 // head, 1 for each tile of 128 keys, 2 for each key), P_SHARED (1: P goes to the products through shared memory, as there
-// are no registers left for it), QUERY (i8, or floats with p.q_scale), VALUE (i8, half_t or bfloat_t), OUT.
+// are no registers left for it), STAGES (of the ring), RESIDENT (1: it holds all tiles of a head, which stay there until
+// every row of it has been computed), QUERY (i8, or floats with p.q_scale), VALUE (i8, half_t or bfloat_t), OUT.
 //
 // A tile's exponentials are computed in two halves of 64 keys. With registers for both halves' scores (BUFFERS 2) one
 // product gives both: Q K^T of tile j + 1 and P V of tile j run while other warpgroups compute. With registers for one,
@@ -18,59 +19,82 @@ typedef i32 Scores[HALF / 2];
 // Of a thread; 65,536 in all.
 constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 
-// Tiles of keys that rows [first, last] see, and how many of them are seen whole by every row.
+// Tiles of keys that rows [first, end) see, and how many of them are seen whole by every row.
 struct Walk {
     i32 count, whole;
-    DEVICE Walk(const Params& p, i32 first, i32 last) {
-        i32 keys = CAUSAL ? min(p.nk, last + p.causal + 1) : p.nk;
+    DEVICE Walk(const Params& p, i32 first, i32 end) {
+        i32 keys = CAUSAL ? min(p.nk, end + p.causal) : p.nk;
         i32 seen = CAUSAL ? min(p.nk, first + p.causal + 1) : p.nk;
         count = keys > 0 ? (keys + TILE - 1) / TILE : 0;
         whole = seen > 0 ? seen / TILE : 0;
     }
 };
 
-// Of rows [row, end).
-DEVICE Walk walk_of(const Params& p, i32 row, i32 end) {
-    Walk w(p, row, end - 1);
-    if (row >= end) w.count = 0;
-    return w;
-}
+// Tiles of keys that are loaded for a turn.
+DEVICE i32 tiles_of(const Params& p, const Work& work) { return Walk(p, work.row, work.end).count; }
 
 // --- a warpgroup's rows
 
-// Codes of 64 rows, made here where Q is floats.
-DEVICE void load_query(const Params& p, u32 batch, u32 head, i32 first, u32 to, u32 group) {
+// Codes of 64 rows. A warp loads the 16 that its products read, so it waits for no other warp. Copies of codes begin
+// before the rows' turn; codes of floats are made when it comes.
+struct Query {
     typedef Codes<QUERY> In;
-    constexpr u32 WIDE = K_WIDTH / 16, AT_ONCE = GROUP / WIDE, ROUNDS = 64 / AT_ONCE;
-    const u32 thread = threadIdx.x % GROUP, row = thread / WIDE, chunk = thread % WIDE;
-    const bool exists = chunk < D_CHUNKS;
-    const u8* base = p.q.ptr + (head_offset(p.q, batch, head) + (exists ? chunk * 16 : 0)) * SIZE<QUERY>;
-    const auto from = [&](u32 i) { return base + min(first + (i32)(row + i * AT_ONCE), p.nq - 1) * p.q.n * SIZE<QUERY>; };
-    const auto place = [&](u32 i) { return to + swizzled<K_WIDTH>(row + i * AT_ONCE, chunk); };
-    asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");  // the warpgroup has multiplied the rows before
-    if constexpr (SIZE<QUERY> == 1) {
-#pragma unroll
-        for (u32 i = 0; i < ROUNDS; ++i) copy_16_or_zeros(place(i), from(i), exists);
-        copies_done();
-    } else {
-        const float scale = *head_element<float>(p.q_scale, batch, head);
-        In::Raw<4> raw[ROUNDS];
-#pragma unroll
-        for (u32 i = 0; i < ROUNDS; ++i) load_words(from(i), raw[i].word);
-        const float inverse = In::usable(__frcp_rn(scale));
+    static constexpr u32 WIDE = K_WIDTH / 16, AT_ONCE = 32 / WIDE, ROUNDS = 16 / AT_ONCE;
+    const Params& p;
+    const Shared& shared;
+
+    // What a thread loads: one chunk of 16 channels of each of several rows.
+    struct Chunks {
+        const u8* base;
+        u32 to, row, chunk;
+        i32 first, last;
+        i64 stride;
+
+        DEVICE Chunks(const Query& query, const Work& work, i32 tile) {
+            const Params& p = query.p;
+            const u32 thread = thread_anew();
+            to = query.shared.query_rows(thread / GROUP - 1);
+            row = thread % GROUP / 32 * 16 + thread % 32 / WIDE, chunk = thread % WIDE;
+            first = work.row + tile * 64 + row, last = p.nq - 1, stride = p.q.n * SIZE<QUERY>;
+            base = p.q.ptr + (head_offset(p.q, work.batch, work.head) + (exists() ? chunk * 16 : 0)) * SIZE<QUERY>;
+        }
+        DEVICE bool exists() const { return chunk < D_CHUNKS; }
+        DEVICE const u8* from(u32 i) const { return base + min(first + (i32)(i * AT_ONCE), last) * stride; }
+        DEVICE u32 place(u32 i) const { return to + swizzled<K_WIDTH>(row + i * AT_ONCE, chunk); }
+    };
+
+    DEVICE void begin(const Work& work, i32 tile) const {
+        const Chunks chunks(*this, work, tile);
 #pragma unroll
         for (u32 i = 0; i < ROUNDS; ++i) {
-            if (In::far(inverse)) In::bring_near(raw[i], inverse);
-            u32 w[4];
-            In::codes(raw[i], inverse, w);
-#pragma unroll
-            for (u32& word : w) word = exists ? word : 0;
-            store_shared(place(i), w);
+            if constexpr (SIZE<QUERY> == 1) copy_16_or_zeros(chunks.place(i), chunks.from(i), chunks.exists());
+            else asm volatile("prefetch.global.L2 [%0];" ::"l"(chunks.from(i)));
         }
     }
-    publish_shared();
-    asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
-}
+    DEVICE void end(const Work& work, i32 tile) const {
+        if constexpr (SIZE<QUERY> == 1) {
+            copies_done();
+        } else {
+            const Chunks chunks(*this, work, tile);
+            const float scale = *head_element<float>(p.q_scale, work.batch, work.head);
+            In::Raw<4> raw[ROUNDS];
+#pragma unroll
+            for (u32 i = 0; i < ROUNDS; ++i) load_words(chunks.from(i), raw[i].word);
+            const float inverse = In::usable(__frcp_rn(scale));
+#pragma unroll
+            for (u32 i = 0; i < ROUNDS; ++i) {
+                if (In::far(inverse)) In::bring_near(raw[i], inverse);
+                u32 w[4];
+                In::codes(raw[i], inverse, w);
+#pragma unroll
+                for (u32& word : w) word = chunks.exists() ? word : 0;
+                store_shared(chunks.place(i), w);
+            }
+        }
+        publish_shared();
+        __syncwarp();
+    }
+};
 
 // The key of a thread's score i, as the products of P want it, from the thread's first one of a half on.
 constexpr int LANE_KEYS = FLOAT_VALUES ? 2 : 4;  // neighbouring keys of a thread
@@ -95,16 +119,28 @@ DEVICE void raise_peaks(i32 (&peak)[2], const Scores& s, bool partial, const Lef
     }
 }
 
+// How often a turn's keys are loaded.
+template <class Method> constexpr int LOADS = RESIDENT ? 1 : Method::PASSES;
+
 template <class Method> struct Consumer {
     static constexpr int BUFFERS = Method::BUFFERS;  // of scores of 64 keys
     const Params& p;
     const Shared& shared;
     Method method;
     Scores s[BUFFERS];
+    const Query query;
     u64 q;
     i32 seen[2];
+    bool lets_go;  // of tiles that it has walked over: no later walk needs them
 
-    DEVICE Consumer(const Params& p, const Shared& shared) : p(p), shared(shared) {}
+    DEVICE Consumer(const Params& p, const Shared& shared) : p(p), shared(shared), query{p, shared} {}
+
+    // Broadcast, so that the compiler knows it as uniform and keeps addresses of tiles in uniform registers.
+    DEVICE static u32 group() { return __shfl_sync(~0u, threadIdx.x / GROUP, 0) - 1; }
+
+    DEVICE void release(u32 stage) const {
+        if (!RESIDENT || lets_go) shared.release(stage);
+    }
 
     // Of a tile, or of one of its halves where they share a buffer. One product writes all buffers: of two that write
     // them apart, here or there, ptxas waits for each.
@@ -160,7 +196,7 @@ template <class Method> struct Consumer {
                 issue_scores(1, at.stage);
                 wgmma_wait(scores());
             }
-            shared.release(at.stage);
+            release(at.stage);
             at.next();
             shared.wait_full(at);
             if constexpr (BUFFERS == 2) look(0, partial, j * TILE);
@@ -175,7 +211,7 @@ template <class Method> struct Consumer {
             wgmma_wait(scores());
         }
         look(1, partial, (tiles - 1) * TILE);
-        shared.release(at.stage);
+        release(at.stage);
         at.next();
     }
 
@@ -223,7 +259,7 @@ template <class Method> struct Consumer {
             }
             method.wait();
         }
-        shared.release(at.stage);
+        release(at.stage);
         at = next;
     }
 
@@ -241,32 +277,68 @@ template <class Method> struct Consumer {
 
     // Tiles that other warpgroups still need.
     DEVICE void skip(i32 tiles, Stage& at) {
+#pragma unroll 1
         for (; tiles > 0; --tiles, at.next()) {
             shared.wait_full(at);
             shared.release(at.stage);
         }
     }
 
-    DEVICE void run(const Work& work, i32 tiles_of_all, Stage& at) {
-        // broadcast, so that the compiler knows it as uniform and keeps addresses of tiles in uniform registers
-        const u32 group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
-        const i32 first = work.row + (group - 1) * 64;
-        const Place place = work.place(threadIdx.x);
-        const u32 query = shared.query + (group - 1) * 64 * K_WIDTH;
-        load_query(p, work.batch, work.head, first, query, group);
-        q = descriptor<K_WIDTH>(query);
-        const Walk mine = walk_of(p, first, min(first + 64, work.end));
+    // All of 64 rows but their output. last: this warpgroup has no later ones in the turn.
+    DEVICE void attend(const Work& work, i32 tile, bool last, Stage& at) {
+        const i32 first = work.row + tile * 64, tiles = tiles_of(p, work);
+        const Walk mine(p, first, min(first + 64, work.end));
+        const Place place = work.place(threadIdx.x, tile);
+        q = descriptor<K_WIDTH>(shared.query_rows(group()));
+        query.end(work, tile);
 #pragma unroll
         for (int h = 0; h < 2; ++h) seen[h] = CAUSAL ? min(p.nk, place.row + 8 * h + p.causal + 1) : p.nk;
+        if (CAUSAL) wgmma_hold(seen);  // or it would be computed anew in every tile
         method.start(p, place, shared);
         if constexpr (Method::PASSES == 2) {
+            lets_go = false;
             if (mine.count) first_pass(mine.count, mine.whole, at);
-            skip(tiles_of_all - mine.count, at);
+            if (RESIDENT) at.back(tiles);
+            else skip(tiles - mine.count, at);
             method.between(shared);
         }
+        lets_go = last;
         if (mine.count) walk(mine.count, mine.whole, at);
-        skip(tiles_of_all - mine.count, at);
-        method.store(p, work.place(thread_anew()));
+        if (!RESIDENT) skip(tiles - mine.count, at);
+        else if (!last) at.back(tiles);
+    }
+
+    // The program's tiles of 64 rows, in turn with the other warpgroups: `tile` from the start of a turn on.
+    DEVICE void run() {
+        Stage at;
+        Turns turn(p), next = turn;
+        i32 tile = group();
+        Work work = find(next, tile);
+        while (true) {
+#pragma unroll 1
+            for (; turn.i != next.i; turn.next(p)) skip(LOADS<Method> * tiles_of(p, turn.work(p)), at);
+            if (turn.done(p)) break;
+            attend(work, tile, tile + CONSUMERS >= work.tiles(), at);
+            const Work from = work;
+            const i32 done = tile;
+            tile += CONSUMERS;
+            if (!CAUSAL) work = find(next, tile);
+            method.store(p, from.place(thread_anew(), done));
+            if (CAUSAL) break;  // a program has one piece
+            if (turn.i != next.i) turn.next(p);
+        }
+    }
+    // The turn in which a tile is; its Q is on the way.
+    DEVICE Work find(Turns& turn, i32& tile) const {
+        Work work = turn.work(p);
+#pragma unroll 1
+        while (!turn.done(p) && tile >= work.tiles()) {
+            tile -= work.tiles();
+            turn.next(p);
+            work = turn.work(p);
+        }
+        if (!turn.done(p)) query.begin(work, tile);
+        return work;
     }
 };
 
@@ -283,22 +355,16 @@ template <class Method, class Loads> DEVICE void attend(const Params& p, const L
     __syncthreads();
     await_previous();
     let_next_start();
-    Stage at;
     if (threadIdx.x < GROUP) {
         give_registers<LOADER_REGISTERS>();
+        Stage at;
 #pragma unroll 1
-        for (Turns turn(p); !turn.done(); turn.next()) {
-            const Work work(p, turn.i);
-            const i32 tiles = walk_of(p, work.row, work.end).count;
-            loads.template run<Method::PASSES>(p, shared, work.batch, work.kv_head, tiles, at);
+        for (Turns turn(p); !turn.done(p); turn.next(p)) {
+            const Work work = turn.work(p);
+            loads.template run<LOADS<Method>>(p, shared, work.batch, work.kv_head, tiles_of(p, work), at);
         }
     } else {
         take_registers<CONSUMER_REGISTERS>();
-        Consumer<Method> consumer(p, shared);
-#pragma unroll 1
-        for (Turns turn(p); !turn.done(); turn.next()) {
-            const Work work(p, turn.i);
-            consumer.run(work, walk_of(p, work.row, work.end).count, at);
-        }
+        Consumer<Method>(p, shared).run();
     }
 }

@@ -41,13 +41,16 @@ struct SharedCodes {
     }
 };
 
-// The magnitudes of a row's codes, added by its quad.
-DEVICE u32 row_magnitude(const Shared& shared, u32 row) {
-    u32 sum = 0;
+// The magnitudes of a thread's two rows' codes, added by its quad: both sums in one word.
+DEVICE u32 row_magnitudes(const Shared& shared) {
+    const u32 warp = threadIdx.x / 32 - 4, row = warp * 16 + threadIdx.x % 32 / 4;
+    u32 sum[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < D_CHUNKS; ++i)
-        sum = add_magnitudes(load_shared(shared.query + swizzled<K_WIDTH>(row, i) + threadIdx.x % 4 * 4), sum);
-    return quad_sum(sum);
+    for (int i = 0; i < 2 * D_CHUNKS; ++i) {
+        const u32 from = shared.query + swizzled<K_WIDTH>(row + i % 2 * 8, i / 2) + threadIdx.x % 4 * 4;
+        sum[i % 2] = add_magnitudes(load_shared(from), sum[i % 2]);
+    }
+    return quad_sum(sum[1] << 16 | sum[0]);
 }
 
 // Bytes of p of the keys that a row sees; `word` holds keys 4q .. 4q + 3 of 16.
@@ -65,9 +68,11 @@ struct Peaks {
 
     DEVICE void look(const Scores& s, bool partial, const Left& left) { raise_peaks(peak, s, partial, left); }
     DEVICE i64 exponent(int h, i32 score) const { return (i64)(score << shift[h]) * C[h]; }
-    DEVICE i32 limit(int h, const Shared& shared) const {
-        const u32 warp = threadIdx.x / 32 - 4, row = warp * 16 + threadIdx.x % 32 / 4 + 8 * h;
-        return short_limit(C[h], shift[h], row_magnitude(shared, row));
+    // The largest octave of either row at which 32 bits hold T + B of both.
+    DEVICE i32 limit(const Shared& shared) const {
+        const u32 magnitudes = row_magnitudes(shared), a = magnitudes & 0xFFFF, b = magnitudes >> 16;
+        if (!ROW_SCALES) return short_limit(C[0], shift[0], max(a, b));
+        return min(short_limit(C[0], shift[0], a), short_limit(C[1], shift[1], b));
     }
 };
 
@@ -167,20 +172,24 @@ template <int DIGITS> struct Digits : Peaks {
     }
     DEVICE void store(const Params& p, const Place& at, const i64 (&t_max)[2]) const {
         const Scaling scaling = output_scaling<OUT>(p, at.batch, at.head, at.kv_head);
+        const u32 l[2] = {this->l(0), this->l(1)};
+        RowScale<OUT> scales[2];
+        row_scales<OUT>(l, scaling, scales);
+        Accumulator mine[2][CHANNELS];
+#pragma unroll
+        for (int i = 0; i < 2 * CHANNELS; ++i) mine[i / 2 % 2][i / 4 * 2 + i % 2] = result(i);
+        u32 words[2][CHANNELS * SIZE<OUT> / 4];
+        output_words<OUT>(mine, scales, scaling, words);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const i32 row = at.row + 8 * h;
-            const u32 l = this->l(h);
             if (row >= at.end) continue;
-            Accumulator mine[CHANNELS];
-#pragma unroll
-            for (int i = 0; i < CHANNELS; ++i) mine[i] = result(4 * (i / 2) + 2 * h + i % 2);
             const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * CHANNELS;
-            store_outputs<OUT>((u8*)element<OUT>(p.out.ptr, to), mine, RowScale<OUT>(l, scaling), scaling);
+            store_words((u8*)element<OUT>(p.out.ptr, to), words[h]);
             if (p.l && threadIdx.x % 4 == 0) {
                 const i64 to = ((i64)at.batch * p.heads + at.head) * p.nq + row;
                 p.t_max[to] = t_max[h];
-                p.l[to] = l;
+                p.l[to] = l[h];
             }
         }
     }
@@ -195,11 +204,12 @@ template <int DIGITS> struct Exact : Digits<DIGITS> {
     i64 B[2];
 
     DEVICE void between(const Shared& shared) {
+        const i32 limit = this->limit(shared);
         bool fits = true;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const i64 top = this->exponent(h, quad_max(this->peak[h]));
-            fits &= octave_above(top) <= this->limit(h, shared);
+            fits &= octave_above(top) <= limit;
             B[h] = K0 - top;
         }
         this->fits = __all_sync(~0u, fits);
@@ -226,7 +236,7 @@ struct Online : Digits<1> {
         Digits<1>::start(p, at, shared);
         highest[0] = highest[1] = NO_SCORE;
         octave[0] = octave[1] = NO_OCTAVE;
-        short_octave = min(limit(0, shared), limit(1, shared));
+        short_octave = limit(shared);
         fits = false;
     }
     DEVICE void exponentials(const Scores& s, bool partial, const Left& left, u32, P& p) {

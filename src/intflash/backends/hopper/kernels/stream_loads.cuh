@@ -8,7 +8,6 @@ constexpr int GROUP = 128;  // threads of a warpgroup
 constexpr int THREADS = (CONSUMERS + 1) * GROUP;
 constexpr int ROWS = 64 * CONSUMERS;
 constexpr int TILE = 128, HALF = 64;  // keys
-constexpr int STAGES = 4;
 constexpr int D_CHUNKS = HEAD_DIM / 16, D_STEPS = (HEAD_DIM + 31) / 32;
 constexpr int K_WIDTH = HEAD_DIM <= 32 ? 32 : HEAD_DIM <= 64 ? 64 : 128;  // bytes of a row of K in shared memory
 // V of codes is V^T, a row of 128 keys for each channel; V of 16-bit floats lies as it is, in blocks of 64 channels.
@@ -29,6 +28,7 @@ struct Shared {
         : tiles(base), query(base + STAGES * STAGE_BYTES), codes(query + ROWS * K_WIDTH), scales(codes + CODES_BYTES),
           full(scales + STAGES * SCALE_BYTES), empty(full + 8 * STAGES) {}
     DEVICE u32 k_tile(u32 stage) const { return tiles + stage * STAGE_BYTES; }
+    DEVICE u32 query_rows(u32 group) const { return query + group * 64 * K_WIDTH; }
     DEVICE u32 v_tile(u32 stage) const { return k_tile(stage) + K_BYTES; }
     DEVICE u32 k_scales(u32 stage) const { return scales + stage * SCALE_BYTES; }
     DEVICE void wait_full(const Stage& s) const { barrier_wait(full + 8 * s.stage, s.parity); }
