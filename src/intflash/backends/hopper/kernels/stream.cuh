@@ -280,6 +280,7 @@ template <class Method> struct Consumer {
 #pragma unroll 1
         for (; tiles > 0; --tiles, at.next()) {
             shared.wait_full(at);
+            __syncwarp();  // a lane far behind could find the ring full again
             shared.release(at.stage);
         }
     }
