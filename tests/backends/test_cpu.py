@@ -368,6 +368,33 @@ def test_largest_sums(isa, method, nk, sign):
     assert (out == 32767 * sign).all()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("nk", [200, 518, 519, 700])
+@pytest.mark.parametrize("out_scale", [None, 0.0371, 0.1 / 3, 7.0, 1e-9, 1e9])
+def test_sums_at_24_bits(isa, nk, out_scale):
+    """The rows of a block: up to 518 keys of one score have short sums, the last row far less."""
+    g = torch.Generator().manual_seed(nk)
+    q = torch.zeros(1, 1, 20, 32, dtype=torch.int8)
+    q[:, :, -1] = 127
+    k, v = (torch.randint(-127, 128, (1, 1, nk, 32), generator=g, dtype=torch.int8) for _ in "kv")
+    v[..., 0], v[..., 1] = 127, -127
+    q, k, v = (intflash.QTensor(x, 0.1) for x in (q, k, v))
+    problem = prepare(q, k, v, method="intflash_p8", out_dtype=torch.int8, out_scale=out_scale)[0]
+    assert_same_bits(cpu.run(problem, isa=isa), reference.BACKEND.run(problem))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("nk", [510, 1030, 1034])
+def test_means_between_two_codes(isa, nk):
+    """Sums past 24 bits whose last bit decides; at 510 keys they have 24."""
+    q, k = (intflash.QTensor(torch.zeros(1, 1, n, 32, dtype=torch.int8), 0.1) for n in (3, nk))
+    v = torch.arange(64, 96).expand(1, 1, nk, 32).clone()
+    v[:, :, ::2] += 1
+    v[..., 1::2] *= -1
+    problem = prepare(q, k, intflash.QTensor(v.to(torch.int8), 0.1), method="intflash_p8", out_dtype=torch.int8)[0]
+    assert_same_bits(cpu.run(problem, isa=isa), reference.BACKEND.run(problem))
+
+
 def test_scores_beyond_the_scratch_are_computed_twice():
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 8, generator=g) for n in (3, 40_000, 40_000))

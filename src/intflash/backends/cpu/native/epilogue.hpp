@@ -71,7 +71,7 @@ class Epilogue {
     return ahead.fits && call_.out_type == OutType::kInt8 && call_.value_dim == panels * V::kLanes && (panels == 2 || panels == 4);
   }
 
-  // R rows from sums in registers, the first with factor `row` of those in `ahead`, by sixteens; Short: of 24 bits.
+  // R rows from sums in registers, the first with factor `row` of those in `ahead`, by sixteens; Short: sums of 24 bits.
   template <bool Short, int R, int C>
   inline __attribute__((always_inline)) void int8_tile(const typename V::I32 (&acc)[R][C], const Ahead* ahead, int row, int64_t at) const {
     const int64_t out_ld = call_.out_stride[2];

@@ -24,6 +24,7 @@ class VectorStrips {
   static constexpr int kTileRows = 7, kScorePanels = 2, kValuePanels = 4;
   static constexpr int kScores = 4096;                  // of a strip: 16 KiB
   static constexpr int64_t kMaxDim = 256, kScoreLd = Strip::kScoreLd;
+  static_assert(127 * 255 * kStripKeys <= 1 << 24);  // P8's sums of values are short for the epilogue
 
  public:
   static bool takes(const Call& call) { return on_strips(call) && call.head_dim <= kMaxDim; }
