@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,7 +96,8 @@ class Problem:
         )
 
 
-class Result(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Result:
     """What a backend returns: codes with their scale or floats, and log-sum-exp when asked for."""
 
     out: Tensor

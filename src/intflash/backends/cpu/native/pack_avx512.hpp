@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "floats_avx512.hpp"
 
@@ -53,8 +54,16 @@ struct Pack512 : Floats512 {
           for (int e = 0; e < 4; ++e, ++out) *out = Code((4 * s + e < dim ? row(i)[(4 * s + e) * step] : 0) ^ Flip);
       return;
     }
-    if (dim == 32 && steps == 8) return pack_half_rows<Flip>(row, out);
     const __m512i flip = _mm512_set1_epi8(char(Flip));
+    if (count == 1 && dim == 4 * steps) {
+      for (int s = 0; s < steps; ++s) {
+        int32_t word;
+        std::memcpy(&word, k + 4 * s, 4);
+        _mm512_storeu_si512(out + 64 * s, _mm512_xor_si512(_mm512_set1_epi32(word), flip));
+      }
+      return;
+    }
+    if (dim == 32 && steps == 8) return pack_half_rows<Flip>(row, out);
     for (int s = 0; s < steps; s += 16) {
       const __mmask64 mask = bytes(dim - 4 * s);
       __m512i r[16];
