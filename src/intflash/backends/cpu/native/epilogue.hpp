@@ -127,14 +127,10 @@ class Epilogue {
       typename V::Factors own;
       if (!(ahead ? ahead->fits : block_factors<P16>(l, rows, own))) return false;
       const typename V::Factors& factors = ahead ? ahead->factors : own;
-      const auto whole = [&](int row, int64_t d) { return V::template rescale<P16>(high + row * ld + d, low + row * ld + d, factors, row); };
-      if constexpr (P16) {
-        write_rows<Limit>(out, rows, whole);
-      } else if (factors.short_sums) {
+      if (!P16 && factors.short_sums)
         write_rows<Limit>(out, rows, [&](int row, int64_t d) { return V::rescaled_short(V::load(high + row * ld + d), factors, row); });
-      } else {
-        write_rows<Limit>(out, rows, whole);
-      }
+      else
+        write_rows<Limit>(out, rows, [&](int row, int64_t d) { return V::template rescale<P16>(high + row * ld + d, low + row * ld + d, factors, row); });
       return true;
     } else {
       return false;

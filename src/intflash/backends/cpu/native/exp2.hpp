@@ -96,7 +96,7 @@ struct Exp2 {
     const U16 z = o.average(x9, 2 * 153);
     const U16 v = o.template mantissa<7>(z);
     const U16 w = V::mul_high16(v, v);
-    return o.round16(w, o.average(w, 33151), o.high_byte(z));
+    return o.round16(w, o.high_byte(z));
   }
 
   // One block of kBlock keys; `sum` gathers P8, or P16 - 32768, or the high digits, and `sum_low` the low ones.

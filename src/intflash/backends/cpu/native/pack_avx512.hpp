@@ -13,6 +13,11 @@ namespace {
 struct Pack512 : Floats512 {
   using Code = int8_t;
 
+  static __m512i broadcast(const void* p) {
+    int32_t word;
+    std::memcpy(&word, p, 4);
+    return _mm512_set1_epi32(word);
+  }
   // 16 x 16 words transposed.
   static void transpose(__m512i r[16]) {
     __m512i t[16];
@@ -56,11 +61,7 @@ struct Pack512 : Floats512 {
     }
     const __m512i flip = _mm512_set1_epi8(char(Flip));
     if (count == 1 && dim == 4 * steps) {
-      for (int s = 0; s < steps; ++s) {
-        int32_t word;
-        std::memcpy(&word, k + 4 * s, 4);
-        _mm512_storeu_si512(out + 64 * s, _mm512_xor_si512(_mm512_set1_epi32(word), flip));
-      }
+      for (int s = 0; s < steps; ++s) _mm512_storeu_si512(out + 64 * s, _mm512_xor_si512(broadcast(k + 4 * s), flip));
       return;
     }
     if (dim == 32 && steps == 8) return pack_half_rows<Flip>(row, out);

@@ -101,7 +101,7 @@ struct Vec512 : Pack512 {
   static U16 average(U16 a, uint16_t b) { return _mm512_avg_epu16(a, _mm512_set1_epi16(int16_t(b))); }
   static U16 shift_right(U16 a, U16 n) { return _mm512_srlv_epi16(a, n); }
   // (w + 33152 + 2^(s-1)) >> s: past s = 0 the sum and its first shift are an average
-  static U16 round16(U16 w, U16, U16 s) {
+  static U16 round16(U16 w, U16 s) {
     const __m512i n = _mm512_sub_epi16(s, _mm512_set1_epi16(1)), half = _mm512_sllv_epi16(_mm512_set1_epi16(1), n);
     const __m512i average = _mm512_avg_epu16(w, _mm512_add_epi16(half, _mm512_set1_epi16(int16_t(33151))));
     const __m512i far = _mm512_maskz_srlv_epi16(_mm512_cmplt_epu16_mask(s, _mm512_set1_epi16(15)), average, n);
@@ -238,11 +238,6 @@ struct Vec512 : Pack512 {
   }
 
   static Codes load_codes(const void* p) { return _mm512_loadu_si512(p); }
-  static Codes broadcast(const void* p) {
-    int32_t word;
-    std::memcpy(&word, p, 4);
-    return _mm512_set1_epi32(word);
-  }
   static I32 dot_qk(I32 acc, Codes k, Codes q) { return _mm512_dpbusd_epi32(acc, k, q); }
   // The sum stays in its register: gcc copies and spills the many of a tile.
   static void dot_in_place(I32& acc, Codes u, Codes s) { asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s)); }
