@@ -11,7 +11,7 @@ import integer_cases as ic
 import pytest
 import torch
 
-from intflash.backends.hopper import stream
+from intflash.backends.hopper import backend, stream
 from intflash.backends.hopper.parameters import Share, quotient_reciprocal
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
@@ -96,8 +96,9 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
 @pytest.mark.parametrize("resident", (False, True))
 @pytest.mark.parametrize("method", METHODS)
 def test_bits(method, resident, monkeypatch):
-    """resident: whether heads stay in shared memory where they fit, or nowhere."""
+    """resident: whether heads stay in shared memory where they fit, codes made of their floats there, or nowhere."""
     monkeypatch.setattr(stream, "_pays", lambda _: resident)
+    monkeypatch.setattr(stream, "_codes_pay", lambda _: resident)
     torch.manual_seed(0)
     assert checks.differences(cases(method), stream) == {}
 
@@ -141,6 +142,23 @@ def test_bits_of_resident_heads(method, monkeypatch):
         for batch, nq, nk, d in ((1, 700, 577, 128), (5, 650, 300, 64), (7, 50, 1664, 64), (3, 200, 130, 112)):
             p = ic.codes(method, batch=batch, heads=4, key_heads=2, nq=nq, nk=nk, d=d, return_lse=True)
             assert checks.differences([(f"{processors} {batch} {nq} {nk}", p)], stream) == {}
+
+
+@pytest.mark.gpu
+@checks.needs_hopper
+@pytest.mark.parametrize("method", METHODS)
+def test_bits_of_resident_floats(method, monkeypatch):
+    """Every head_dim, many heads and few for the programs there are, as many keys as fit, values far out of range."""
+    monkeypatch.setattr(stream, "_codes_pay", lambda _: True)
+    torch.manual_seed(0)
+    static = Recipe(q_scale=0.02, k_scale=2**-18, v_scale=2**-9)
+    for processors, recipe, dtype in itertools.product((1, 5, 132), (static, Recipe()), FLOATS[:2]):
+        monkeypatch.setattr(stream, "_multiprocessors", lambda _, processors=processors: processors)
+        shapes = [(2, 260, d) for d in range(32, 129, 16)] + [(3, 400, 112), (2, 1408, 64), (40, 257, 64)]
+        for batch, n, d in shapes:
+            p = checks.floats(method, batch, n, d, dtype, recipe)
+            assert backend.fuses(ic.on_device(p, "cuda")) == "qkv"
+            assert checks.differences([(f"{processors} {dtype} {batch} {n} {d}", p)], stream) == {}
 
 
 def _turns(share: Share, programs: int, program: int) -> Iterator[int]:
@@ -189,6 +207,23 @@ def test_rows_of_resident_heads_are_taken_once():
         assert all(a < b for a, b in itertools.pairwise(first))
 
 
+def test_rows_of_resident_floats_are_taken_once():
+    """Programs of few heads take tiles of one each."""
+    for batch, nq in itertools.product((1, 2, 5, 33, 66, 400), (1, 64, 65, 197, 577, 1370)):
+        p, _ = checks.empty_problem("intflash_online", nq, 16)
+        p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
+        programs, share = stream.share_of_heads(p, True)
+        tiles, taken = -(-nq // 64), []
+        for i in range(programs):
+            first = i * share.rest_tiles + min(i, share.first)
+            run = range(first, first + share.rest_tiles + (i < share.first))
+            places = [divmod(tile, share.whole) for tile in run]
+            taken += [(head, tile) for head, tile in places if tile < tiles]
+            assert places[0][1] < tiles and (share.whole == tiles or len({head for head, _ in places}) == 1)
+        assert sorted(taken) == list(itertools.product(range(batch * p.q.shape[1]), range(tiles)))
+    assert stream.share_of_heads(replace(p, q=replace(p.q, data=p.q.data[:8])), True)[0] <= 132
+
+
 def test_rings_fit():
     """Two tiles of keys and more; a multiprocessor has 227 KB."""
     for d, consumers, p_shared in itertools.product(range(16, 129, 16), (2, 3), (False, True)):
@@ -203,6 +238,22 @@ def test_which_heads_stay():
     assert [stream._fits(p, 13) and stream._pays(p) for p in codes] == [True, True, True, False]
     assert [stream._fits(p, 13) and stream._pays(p) for p in floats] == [False, False, True, False]
     assert not stream._fits(replace(codes[0], causal=0), 13)
+
+
+def test_whose_codes_the_kernel_makes():
+    """As measured: not where a program would load a long head for one tile of rows, nor from float32."""
+    for batch, n, d, quantizes in (
+        (1, 257, 64, True), (32, 577, 64, True), (16, 1370, 64, True), (256, 1408, 64, True), (256, 1409, 64, False),
+        (1, 1370, 64, False), (24, 785, 64, False), (256, 512, 128, True), (256, 577, 128, False),
+    ):  # fmt: skip
+        p, _ = checks.empty_problem("intflash_online", n, d, torch.float16, torch.float16, batch=batch)
+        assert stream.quantizes(p) == quantizes, (batch, n, d)
+    p, _ = checks.empty_problem("intflash_online", 577, 64, torch.float32, torch.float32)
+    assert not stream.quantizes(p)
+    p, _ = checks.empty_problem("intflash_online", 577, 64, torch.float16, torch.float16)
+    assert not stream.quantizes(replace(p, causal=0))
+    far = torch.empty(p.k.shape, dtype=p.k.dtype, device="meta").as_strided(p.k.shape, (0, 0, 1 << 21, 1))
+    assert not stream.quantizes(replace(p, k=far))
 
 
 def test_quotients():
@@ -236,7 +287,8 @@ def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=
         constants = checks.constants_launch(p)[1]
     if query is not None:
         p = replace(p, q=p.q.data.to(query))
-        return stream.stream_launch(p, constants, output, statistics, torch.ones(1, 1, 1, 1), resident=resident)
+        scales = (torch.ones(1, 1, 1, 1), None, None)
+        return stream.stream_launch(p, constants, output, statistics, scales, resident=resident)
     return stream.stream_launch(p, constants, output, statistics, resident=resident)
 
 
@@ -260,6 +312,18 @@ def test_float_queries_do_not_spill(method, query):
         assert checks.machine(_launch(method, d, query, query=query, resident=resident)).spills == 0
 
 
+@pytest.mark.parametrize("recipe", (Recipe(), Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1)), ids=("dynamic", "static"))
+@pytest.mark.parametrize("method", METHODS)
+def test_floats_do_not_spill(method, recipe):
+    for d, dtype in itertools.product((64, 80), (torch.float16, torch.bfloat16)):
+        assert checks.machine(_float_launch(method, d, dtype, recipe)).spills == 0
+
+
+def _float_launch(method, d, dtype, recipe):
+    p, arguments = checks.empty_problem(method, 300, d, dtype, dtype)
+    return stream.stream_launch(replace(p, recipe=recipe), *arguments)
+
+
 def test_float_output_is_seen():
     """The control: its scaling has floating-point opcodes."""
     assert checks.machine(_launch("intflash_online", 64, torch.float16)).float_instructions
@@ -273,3 +337,12 @@ def test_nothing_spills(method, d, causal, resident):
     for out in (torch.int8, torch.float32):
         for rows in (False, True):
             assert checks.machine(_launch(method, d, out, causal, rows, resident=resident)).spills == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("d", range(32, 129, 16))
+@pytest.mark.parametrize("method", METHODS)
+def test_no_floats_spill(method, d):
+    static = Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1)
+    for dtype, recipe in itertools.product((torch.float16, torch.bfloat16), (Recipe(), static)):
+        assert checks.machine(_float_launch(method, d, dtype, recipe)).spills == 0

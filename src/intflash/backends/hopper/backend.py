@@ -70,8 +70,9 @@ def _alignment(problem: Problem) -> str | None:
 
 
 def fuses(problem: Problem) -> str:
-    """Which floats the attention kernel quantizes itself: of long rows only Q is read once."""
-    return "q" if _whole_unsupported(problem) else "qkv"
+    """Which floats the attention kernel quantizes itself: of long rows only Q is read once, but for heads whose K and V
+    stay in shared memory."""
+    return "q" if _whole_unsupported(problem) and not stream.quantizes(problem) else "qkv"
 
 
 def finds(problem: Problem) -> bool:
@@ -83,7 +84,7 @@ def finds(problem: Problem) -> bool:
         and recipe.bits == 8
         and recipe.rule == "exact"
         and problem.out_dtype.is_floating_point
-        and fuses(problem) == "qkv"
+        and _whole_unsupported(problem) is None
     )
 
 
@@ -91,9 +92,11 @@ def attention_launch(
     problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, inputs: quantize.Inputs | None = None
 ) -> CudaLaunch:
     """The launch that computes the output; `inputs` where its kernel quantizes floats itself."""
-    if isinstance(problem.k, QTensor) and (inputs is not None or _whole_unsupported(problem)):
-        return stream.stream_launch(problem, constants, out, statistics, None if inputs is None else inputs.scales.q)
+    if inputs is not None and isinstance(problem.k, QTensor):
+        return stream.stream_launch(problem, constants, out, statistics, (inputs.scales.q, None, None))
     scales = None if inputs is None else FOUND if inputs.scales is None else tuple(inputs.scales)
+    if _whole_unsupported(problem):
+        return stream.stream_launch(problem, constants, out, statistics, scales)
     launch = rows.rows_launch if windows.unsupported(problem) else windows.windows_launch
     return launch(problem, BITS[problem.method], constants, out, statistics, scales)
 

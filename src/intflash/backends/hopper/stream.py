@@ -25,8 +25,11 @@ METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": 
 TILE = 128  # keys
 STAGES = 4  # of the ring that tiles run through
 _SHARED_BYTES = 227 * 1024  # that a program can have
+_FLOAT_BYTES = 2 * 16 * 1024  # of floats on their way to codes
 _TIMES = {2: (0.8, 1.0), 3: (0.57, 0.78, 1.0)}  # of one warpgroup and more over that of all, as measured
 _OUTPUT = 0.1  # of that time: the output of 64 rows
+_TILE_US = 0.6  # codes of a tile of K and V, D = 64, by all warpgroups of a program or beside its computing ones
+_PASS_US, _PASS_TB_S = 4.5, 4.0  # a pass that makes codes: a small one; 3 bytes an element
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -47,36 +50,67 @@ def shape_unsupported(problem: Problem) -> str | None:
     return None
 
 
+def quantizes(problem: Problem) -> bool:
+    """Whether the kernel makes the codes of a problem's float K and V itself: of heads that stay in shared memory, from
+    16-bit floats."""
+    d = problem.q.shape[3]
+    if problem.method not in METHODS or problem.q.element_size() != 2 or d == 16:  # 16: registers spill
+        return False
+    if not all(map(_near, (problem.k, problem.v))):
+        return False
+    consumers = _consumers(problem, d, _lean(d), False)
+    return _fits(problem, _most_stages(d, consumers, _p_in_shared(problem, consumers), True)) and _codes_pay(problem)
+
+
+def _codes_pay(problem: Problem) -> bool:
+    """Whether every program can make the codes of its heads in less time than a pass over all of K and V takes, as
+    measured (docs/gpu.md)."""
+    batch, heads, nk, d = problem.k.shape
+    _, share = share_of_heads(problem, True)
+    each, tiles = share.rest_tiles, share.whole
+    in_step = share.first == 0 and (tiles % each == 0 or each % tiles == 0)  # heads end where programs do
+    loaded = -(-each // tiles) + (not in_step)
+    return loaded * -(-nk // TILE) * d / 64 * _TILE_US < _PASS_US + 6e-6 * batch * heads * nk * d / _PASS_TB_S
+
+
+def _near(x: Tensor) -> bool:
+    """Whether 32 bits hold the bytes between a head's tokens."""
+    return x.shape[2] * abs(x.stride(2)) * x.element_size() < 1 << 31
+
+
 def stream_launch(
-    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, q_scale: Tensor | None = None,
+    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics,
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
     consumers: int | None = None, resident: bool | None = None,
 ) -> CudaLaunch:  # fmt: skip
-    """For a problem of int8 codes, or of float Q with its scale, codes of K and V. consumers: warpgroups that compute,
-    where not the number that fits best; resident: whether keys and values of a head stay in shared memory, where not
-    as is faster."""
-    problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data)))
-    q = problem.q if isinstance(problem.q, Tensor) else problem.q.data
-    k, v = problem.k.data, problem.v.data
+    """For a problem of int8 codes, of float Q with its scale and codes of K and V, or of floats with all three scales.
+    consumers: warpgroups that compute, where not the number that fits best; resident: whether keys and values of a head
+    stay in shared memory, where not as is faster."""
+    if floats := isinstance(problem.k, Tensor):
+        key = value = None
+    else:
+        problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data)))
+        key = key_map(problem.k.data, TILE, key_width(problem.k.shape[3]))
+        value = value_map(problem.v.data, TILE)
+    q, k, v = (x if isinstance(x, Tensor) else x.data for x in (problem.q, problem.k, problem.v))
     d = q.shape[3]
-    rows = q_scale is None and has_row_scales(constants, None)
-    key, value = key_map(k, TILE, key_width(d)), value_map(v, TILE)
+    rows = has_row_scales(constants, scales)
     copies = key is not None and value is not None
-    consumers = consumers or _consumers(problem, d, copies, rows)
-    p_shared = consumers == 3 and d > 96 and problem.method == "intflash_online"
-    most = _most_stages(d, consumers, p_shared)
+    consumers = consumers or _consumers(problem, d, _lean(d) if floats else copies, rows)
+    p_shared = _p_in_shared(problem, consumers)
+    most = _most_stages(d, consumers, p_shared, floats)
     if resident is None:
-        resident = _fits(problem, most) and _pays(problem)
+        resident = floats or _fits(problem, most) and _pays(problem)
     stages = most if resident else STAGES
     products = tuple(Product(*x) for x in ((64, "s8"), (128, "s8"), (d, "u8")))
     program = Program.of(
         "stream.cu", products, METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers,
         CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0, QUERY=C_TYPES[q.dtype],
         VALUE="i8", OUT=C_TYPES[out.dtype], COPIES=int(copies), P_SHARED=int(p_shared), STAGES=stages,
-        RESIDENT=int(resident),
+        RESIDENT=int(resident), FLOATS=int(floats), WITHIN=int(scales is not None and problem.recipe.q_scale is None),
     )  # fmt: skip
-    shared = shared_bytes(d, consumers, TILE * d, 0, p_shared, stages)
-    scales = None if q_scale is None else (q_scale, None, None)
-    programs, pieces = share_of_heads(problem) if resident else share(problem, consumers)
+    shared = shared_bytes(d, consumers, TILE * d, 0, p_shared, stages, floats)
+    programs, pieces = share_of_heads(problem, floats) if resident else share(problem, consumers)
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, share=pieces)
     maps = partial(tensor_maps, key, value) if copies else None
     return CudaLaunch(program, (programs, 1, 1), 128 * (consumers + 1), shared, params, q.device, keeps, True, maps)
@@ -104,13 +138,20 @@ def share(problem: Problem, consumers: int) -> tuple[int, Share]:
     )  # fmt: skip
 
 
-def share_of_heads(problem: Problem) -> tuple[int, Share]:
+def share_of_heads(problem: Problem, floats: bool = False) -> tuple[int, Share]:
     """How many programs run where keys and values of a head stay in shared memory, and the tiles of 64 rows that each
-    takes: neighbours, so that it loads few heads, all of them but the first and the last whole."""
+    takes: neighbours, so that it loads few heads, all of them but the first and the last whole. Where loading a head
+    takes as long as a tile does, as of floats, a program takes tiles of one head alone if it takes few more of them."""
     batch, heads, nq, _ = problem.q.shape
-    tiles = -(-nq // 64)
-    programs = min(batch * heads * tiles, _multiprocessors(problem.device))
+    tiles, processors = -(-nq // 64), _multiprocessors(problem.device)
+    programs = min(batch * heads * tiles, processors)
     each, more = divmod(batch * heads * tiles, programs)
+    if floats and batch * heads <= processors:
+        parts = processors // (batch * heads)
+        of_one = -(-tiles // parts)
+        if of_one <= each + 1:
+            parts = -(-tiles // of_one)
+            programs, tiles, each, more = batch * heads * parts, parts * of_one, of_one, 0
     return programs, Share(
         tiles, 0, each, batch * heads * tiles, batch * heads * tiles, more,
         quotient_reciprocal(tiles), 0, quotient_reciprocal(heads),
@@ -166,16 +207,22 @@ def _split(nq: int, heads: int, consumers: int, processors: int) -> Split:
 
 
 def shared_bytes(
-    d: int, consumers: int, value_bytes: int, scale_bytes: int, p_shared: bool = False, stages: int = STAGES
-) -> int:
-    """`Shared` of stream_loads.cuh: the stages with their scales and barriers, Q's rows, P's where it lies there."""
+    d: int, consumers: int, value_bytes: int, scale_bytes: int, p_shared: bool = False, stages: int = STAGES,
+    floats: bool = False,
+) -> int:  # fmt: skip
+    """`Shared` of stream_loads.cuh: the stages with their scales and barriers, Q's rows, P's where it lies there, and
+    floats on their way to codes."""
     stage = -(-(TILE * key_width(d) + value_bytes) // 1024) * 1024 + scale_bytes + 16
-    return stages * stage + 64 * consumers * (key_width(d) + p_shared * TILE)
+    return stages * stage + 64 * consumers * (key_width(d) + p_shared * TILE) + floats * _FLOAT_BYTES
 
 
-def _most_stages(d: int, consumers: int, p_shared: bool) -> int:
+def _p_in_shared(problem: Problem, consumers: int) -> bool:
+    return consumers == 3 and problem.q.shape[3] > 96 and problem.method == "intflash_online"
+
+
+def _most_stages(d: int, consumers: int, p_shared: bool, floats: bool = False) -> int:
     """Of a ring that holds a head's tiles, and what it has room for of the next heads'."""
-    one, two = (shared_bytes(d, consumers, TILE * d, 0, p_shared, stages) for stages in (1, 2))
+    one, two = (shared_bytes(d, consumers, TILE * d, 0, p_shared, stages, floats) for stages in (1, 2))
     return 1 + (_SHARED_BYTES - one) // (two - one)
 
 
@@ -190,11 +237,16 @@ def _pays(problem: Problem) -> bool:
     return not isinstance(problem.q, Tensor) or problem.k.shape[2] > 2 * TILE
 
 
-def _consumers(problem: Problem, d: int, copies: bool, rows: bool) -> int:
-    """Warpgroups that compute: as many as the registers hold. copies: the copy engine loads; rows: rows have scales of
-    their own."""
+def _lean(d: int) -> bool:
+    """Whether the loads of floats leave the registers of a warpgroup more."""
+    return d == 64
+
+
+def _consumers(problem: Problem, d: int, lean: bool, rows: bool) -> int:
+    """Warpgroups that compute: as many as the registers hold. lean: the loads take few, as the copy engine's do; rows:
+    rows have scales of their own."""
     if problem.method == "intflash":
-        return 3 if 32 < d <= 64 and copies and not rows else 2
+        return 3 if 32 < d <= 64 and lean and not rows else 2
     if problem.method == "intflash_p8":
         return 3 if d <= 96 or d == 128 else 2
     return 3 if d <= 96 or not rows and problem.causal is None else 2

@@ -47,7 +47,7 @@ def float_launch(
     program = Program.of(
         "stream_float.cu", products, HEAD_DIM=d, CONSUMERS=_CONSUMERS, CAUSAL=int(problem.causal is not None),
         KEY_SCALES=per, P_SHARED=0, QUERY="i8", VALUE=C_TYPES[v.data.dtype], OUT=C_TYPES[out.dtype],
-        STAGES=stream.STAGES, RESIDENT=0,
+        STAGES=stream.STAGES, RESIDENT=0, FLOATS=0, WITHIN=0,
     )  # fmt: skip
     scales = (q.scale, k_scale, None)
     programs, pieces = stream.share(problem, _CONSUMERS)

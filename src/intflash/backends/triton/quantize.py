@@ -94,13 +94,22 @@ def head_inverse(scale, b, h):
 
 
 @triton.jit
-def _quantize_tile(x, codes, scale, place, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+def _quantize_tile(
+    x, codes, scale, place, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr
+):
+    """PADDED: `codes` has room for all ROWS, and takes zeros for those past `count`: with a bound on contiguous keys,
+    stores would be of single bytes."""
     rows = place.row + tl.arange(0, ROWS)
     channels = tl.arange(0, BD)
     tile = load_rows(x, head_base(x, place.b, place.h, place.q_start), rows, count, D, BD, True)
     tile = quantize(tile, head_inverse(scale, place.b, place.h))
     ptrs = head_base(codes, place.b, place.h, place.q_start) + rows[:, None] * codes.n + channels[None, :] * codes.d
-    tl.store(ptrs, tile, mask=(rows[:, None] < count) & (channels[None, :] < D))
+    if not PADDED:
+        tl.store(ptrs, tile, mask=(rows[:, None] < count) & (channels[None, :] < D))
+    elif D == BD:
+        tl.store(ptrs, tile)
+    else:
+        tl.store(ptrs, tile, mask=channels[None, :] < D)
 
 
 @triton.jit
@@ -113,10 +122,10 @@ def _quantize_kernel(
     place = find_place(None, None, None, nq, nk, ROWS, BATCH_FIRST)
     if codes.q is not None:
         if (place.h < hq) & (place.row < nq):
-            _quantize_tile(x.q, codes.q, scales.q, place, nq, D, BD, ROWS)
+            _quantize_tile(x.q, codes.q, scales.q, place, nq, D, BD, ROWS, False)
     if (place.h < hk) & (place.row < nk):
-        _quantize_tile(x.k, codes.k, scales.k, place, nk, D, BD, ROWS)
-        _quantize_tile(x.v, codes.v, scales.v, place, nk, DV, BDV, ROWS)
+        _quantize_tile(x.k, codes.k, scales.k, place, nk, D, BD, ROWS, False)
+        _quantize_tile(x.v, codes.v, scales.v, place, nk, DV, BDV, ROWS, True)
 
 
 @dataclass(frozen=True)
@@ -226,11 +235,10 @@ def _without_holes(x: Tensor) -> bool:
 
 def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[Launch, dict[str, QTensor]]:
     """The launch that writes the codes of K, V and, if `query`, Q, and what it fills, by name; V with contiguous keys,
-    rows padded to 128."""
+    rows padded with zeros to _ROWS."""
     q, k, v = inputs.tensors
     (batch, hq, nq, d), (hk, nk, dv) = q.shape, v.shape[1:]
-    rows = torch.zeros if nk % 128 else torch.empty  # the padding is read, and must be no stranger's data
-    stored = rows(batch, hk, dv, triton.cdiv(nk, 128) * 128, dtype=torch.int8, device=q.device)[..., :nk].mT
+    stored = torch.empty(batch, hk, dv, triton.cdiv(nk, _ROWS) * _ROWS, dtype=torch.int8, device=q.device)[..., :nk].mT
     codes = Three(
         torch.empty(q.shape, dtype=torch.int8, device=q.device) if query else None,
         torch.empty(k.shape, dtype=torch.int8, device=q.device),

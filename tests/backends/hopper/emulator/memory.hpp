@@ -88,10 +88,10 @@ static void transfer_init(u32 address, u32 count, int line) {
   TransferBarrier& b = block->transfers[address] = {};
   b.count = b.pending = int(count);
 }
-static void transfer_arrive(u32 address, u32 bytes, int line) {
+static void transfer_arrive(u32 address, u32 bytes, u32 arrivals, int line) {
   TransferBarrier& b = transfer(address, line);
-  if (b.pending == 0) fail(line, "one arrival too many at an mbarrier");
-  b.bytes += bytes, --b.pending;
+  if (b.pending < int(arrivals)) fail(line, "one arrival too many at an mbarrier");
+  b.bytes += bytes, b.pending -= int(arrivals);
   settle(b);
 }
 static bool transfer_done(u32 address, u32 parity, bool waits, int line) {

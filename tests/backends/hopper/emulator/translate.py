@@ -312,8 +312,9 @@ class _Translator:
         if self.parts[0] == "init":
             return f"transfer_init({self.address(0, 'u32')}, {self.get(1, 'u32')}, {line});"
         if self.parts[0] == "arrive":
-            count = self.get(2, "u32") if "expect_tx" in self.parts else "0"
-            return f"transfer_arrive({self.address(1, 'u32')}, {count}, {line});"
+            number = self.get(2, "u32") if len(self.s.operands) > 2 else "1"
+            bytes_, arrivals = (number, "1") if "expect_tx" in self.parts else ("0", number)
+            return f"transfer_arrive({self.address(1, 'u32')}, {bytes_}, {arrivals}, {line});"
         if self.parts[:2] in (("try_wait", "parity"), ("test_wait", "parity")):
             waits = str(self.parts[0] == "try_wait").lower()
             return self.put(f"transfer_done({self.address(1, 'u32')}, {self.get(2, 'u32')}, {waits}, {line})")

@@ -6,8 +6,8 @@ DEVICE void barrier_init(u32 at, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
 }
 
-DEVICE void barrier_arrive(u32 at) {
-    asm volatile("{.reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [%0];}" ::"r"(at) : "memory");
+DEVICE void barrier_arrive(u32 at, u32 count = 1) {
+    asm volatile("{.reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [%0], %1;}" ::"r"(at), "r"(count) : "memory");
 }
 
 // Arrives, and holds the phase until as many bytes have been copied.
@@ -41,7 +41,12 @@ template <int SIZE> struct Ring {
     DEVICE void next() {
         if (++stage == SIZE) stage = 0, parity ^= 1;
     }
-    DEVICE void back(u32 count) {  // at most SIZE
+    // By at most SIZE.
+    DEVICE void forward(u32 count) {
+        stage += count;
+        if (stage >= SIZE) stage -= SIZE, parity ^= 1;
+    }
+    DEVICE void back(u32 count) {
         if (stage < count) stage += SIZE, parity ^= 1;
         stage -= count;
     }

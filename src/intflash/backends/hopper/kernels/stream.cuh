@@ -5,7 +5,9 @@
 // Defined when this is compiled: HEAD_DIM (a multiple of 16), CONSUMERS, CAUSAL (0 or 1), KEY_SCALES (K's: 0 one for a
 // head, 1 for each tile of 128 keys, 2 for each key), P_SHARED (1: P goes to the products through shared memory, as there
 // are no registers left for it), STAGES (of the ring), RESIDENT (1: it holds all tiles of a head, which stay there until
-// every row of it has been computed), QUERY (i8, or floats with p.q_scale), VALUE (i8, half_t or bfloat_t), OUT.
+// every row of it has been computed), QUERY (i8, or floats with p.q_scale), FLOATS (1: K and V are floats as Q is, with
+// p.k_scale and p.v_scale; see stream_floats.cuh), WITHIN (1: no float is past its scale's range), VALUE (of the products:
+// i8, half_t or bfloat_t), OUT.
 //
 // A tile's exponentials are computed in two halves of 64 keys. With registers for both halves' scores (BUFFERS 2) one
 // product gives both: Q K^T of tile j + 1 and P V of tile j run while other warpgroups compute. With registers for one,
@@ -38,7 +40,7 @@ DEVICE i32 tiles_of(const Params& p, const Work& work) { return Walk(p, work.row
 // Codes of 64 rows. A warp loads the 16 that its products read, so it waits for no other warp. Copies of codes begin
 // before the rows' turn; codes of floats are made when it comes.
 struct Query {
-    typedef Codes<QUERY> In;
+    typedef Codes<QUERY, WITHIN> In;
     static constexpr u32 WIDE = K_WIDTH / 16, AT_ONCE = 32 / WIDE, ROUNDS = 16 / AT_ONCE;
     const Params& p;
     const Shared& shared;
@@ -343,7 +345,7 @@ template <class Method> struct Consumer {
     }
 };
 
-template <class Method, class Loads> DEVICE void attend(const Params& p, const Loads& loads) {
+template <class Method, class Loads> DEVICE void attend(const Params& p, Loads loads) {
     extern __shared__ __align__(1024) u8 memory[];
     const Shared shared(shared_address(memory));
     if (threadIdx.x == 0) {
@@ -366,6 +368,7 @@ template <class Method, class Loads> DEVICE void attend(const Params& p, const L
         }
     } else {
         take_registers<CONSUMER_REGISTERS>();
+        loads.help(p, shared);
         Consumer<Method>(p, shared).run();
     }
 }

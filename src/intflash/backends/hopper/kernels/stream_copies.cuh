@@ -41,4 +41,5 @@ struct EngineLoads {
             }
         }
     }
+    DEVICE void help(const Params&, const Shared&) const {}
 };

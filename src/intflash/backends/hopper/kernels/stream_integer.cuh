@@ -98,8 +98,7 @@ template <int DIGITS> struct Digits : Peaks {
                 C[1] = C[0], shift[1] = shift[0], peak[1] = NO_SCORE;
                 continue;
             }
-            const i64 row = head_offset(p.score, at.batch, at.head) + min(at.row + 8 * h, p.nq - 1) * p.score.n;
-            Score score = unpack_score(((const i64*)p.score.ptr)[row]);
+            Score score = score_of(p, at, h);
             if (!ROW_SCALES) score = {__shfl_sync(~0u, score.C, 0), __shfl_sync(~0u, score.k, 0)};  // known as uniform
             C[h] = score.C, shift[h] = score.k, peak[h] = NO_SCORE;
         }
@@ -109,6 +108,13 @@ template <int DIGITS> struct Digits : Peaks {
         for (int i = 0; i < DIGITS * 2; ++i) sums[i / 2][i % 2] = 0;
 #pragma unroll
         for (int digit = 0; digit < DIGITS; ++digit) wgmma_hold(acc[digit]);  // before any product
+    }
+    DEVICE static Score score_of(const Params& p, const Place& at, int h) {
+        if (FLOATS)
+            return score_constants(*head_element<float>(p.q_scale, at.batch, at.head),
+                                   *head_element<float>(p.k_scale, at.batch, at.kv_head), p.sm_scale);
+        const i64 row = head_offset(p.score, at.batch, at.head) + min(at.row + 8 * h, p.nq - 1) * p.score.n;
+        return unpack_score(((const i64*)p.score.ptr)[row]);
     }
     template <bool SHORT> DEVICE void powers(const Scores& s, P& p, const i64 (&B)[2]) {
 #pragma unroll

@@ -18,15 +18,16 @@ constexpr int V_HALF = (FLOAT_VALUES ? HALF * 128 : HALF) >> 4;  // from a descr
 constexpr int STAGE_BYTES = (K_BYTES + V_BYTES + 1023) / 1024 * 1024;
 constexpr int SCALE_BYTES = KEY_SCALES == 2 ? 4 * TILE : KEY_SCALES == 1 ? 16 : 0;  // of a tile
 constexpr int CODES_BYTES = P_SHARED ? ROWS * TILE : 0;  // P, where it does not stay in registers
+constexpr int SLOTS = FLOATS ? 2 : 0, SLOT_BYTES = 16 * 1024;  // of floats on their way to codes (stream_floats.cuh)
 constexpr int LAG = 2;
 
 typedef Ring<STAGES> Stage;
 
 struct Shared {
-    u32 tiles, query, codes, scales, full, empty;
+    u32 tiles, query, codes, floats, scales, full, empty;
     DEVICE Shared(u32 base)
-        : tiles(base), query(base + STAGES * STAGE_BYTES), codes(query + ROWS * K_WIDTH), scales(codes + CODES_BYTES),
-          full(scales + STAGES * SCALE_BYTES), empty(full + 8 * STAGES) {}
+        : tiles(base), query(base + STAGES * STAGE_BYTES), codes(query + ROWS * K_WIDTH), floats(codes + CODES_BYTES),
+          scales(floats + SLOTS * SLOT_BYTES), full(scales + STAGES * SCALE_BYTES), empty(full + 8 * STAGES) {}
     DEVICE u32 k_tile(u32 stage) const { return tiles + stage * STAGE_BYTES; }
     DEVICE u32 query_rows(u32 group) const { return query + group * 64 * K_WIDTH; }
     DEVICE u32 v_tile(u32 stage) const { return k_tile(stage) + K_BYTES; }
@@ -81,7 +82,7 @@ struct KeyLoader {
     }
 };
 
-template <bool FLOATS> struct ValueLoader {  // V^T
+template <bool> struct ValueLoader {  // V^T
     static constexpr u32 AT_ONCE = GROUP / 8;
     const u8* from;
     i64 step;
@@ -177,4 +178,5 @@ struct ThreadLoads {
         }
         shared.announce_all(at, in_flight);
     }
+    DEVICE void help(const Params&, const Shared&) const {}
 };
