@@ -48,8 +48,9 @@ struct FloatLoads {
         }
         DEVICE static i32 key(u32 step, u32 i) { return step * KEYS + (i < 4 ? i * ROUND : i - 4); }
 
-        // Lanes without channels make zeros of K: the last product of 32 channels may have 16 that do not exist.
-        template <class CHUNKS> DEVICE void finish_keys(u32 step, u32 tile, const CHUNKS& chunks) const {
+        // Lanes without channels make zeros of K: the last product of 32 channels may have 16 that do not exist. Keys 16
+        // apart are as many rows apart, keys 8 apart 4 rows, which flips a bit of the swizzle.
+        template <class FROM> DEVICE void finish_keys(u32 step, u32 tile, const FROM& chunks) const {
             const u32 to = tile + step % STEPS * (KEYS * K_WIDTH) + k_to;
 #pragma unroll
             for (u32 pair = 0; pair < 4; pair += 2) {
@@ -61,12 +62,12 @@ struct FloatLoads {
                     if (In::far(k_inverse)) In::bring_near(raw[i], k_inverse);
                     u32 w[2];
                     In::codes(raw[i], k_inverse, w);
-                    store_shared(ROUND % 16 ? (i ? (to ^ 64) + 512 : to) + pair * 8 * K_WIDTH
+                    store_shared(ROUND % 16 ? (i ? (to ^ 64) + 4 * K_WIDTH : to) + pair * ROUND * K_WIDTH
                                             : to + (pair + i) * ROUND * K_WIDTH, w);
                 }
             }
         }
-        template <class CHUNKS> DEVICE void finish_values(u32 step, u32 tile, const CHUNKS& chunks) const {
+        template <class FROM> DEVICE void finish_values(u32 step, u32 tile, const FROM& chunks) const {
             if (!has_channels(threadIdx.x)) return;
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
@@ -83,12 +84,15 @@ struct FloatLoads {
                     const u32 thread = thread_anew();
                     place = value_place(thread % GROUP / LANES, thread % LANES * 8 + 4);
                 }
+                // the step's keys and the other of two neighbouring rows flip bits of the swizzle
                 const u32 even = tile + (place ^ step % STEPS * KEYS), odd = tile + (place ^ step % STEPS * KEYS ^ 144);
-                store_shared(even, turned[0]), store_shared(odd, turned[1]);
-                store_shared(even + 1024, turned[2]), store_shared(odd + 1024, turned[3]);
+                store_shared(even, turned[0]);
+                store_shared(odd, turned[1]);
+                store_shared(even + 1024, turned[2]);
+                store_shared(odd + 1024, turned[3]);
             }
         }
-        template <class CHUNKS> DEVICE void finish(u32 step, u32 stage, const CHUNKS& chunks) const {
+        template <class FROM> DEVICE void finish(u32 step, u32 stage, const FROM& chunks) const {
             finish_keys(step, shared.k_tile(stage), chunks);
             finish_values(step, shared.v_tile(stage), chunks);
         }
@@ -98,7 +102,7 @@ struct FloatLoads {
         }
     };
 
-    struct Slot {
+    struct Slot {  // of shared memory
         u32 at;
         DEVICE Slot(const Shared& shared, u32 step)
             : at(shared.floats + step % SLOTS * SLOT_BYTES + threadIdx.x % GROUP * 16) {}
