@@ -135,21 +135,25 @@ def test_codes_of_every_kind(isa, data):
     assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
 
 
+def with_scores(target):
+    """Codes of three queries and of keys ``[..., N]`` whose q . k is the target, to 80,771."""
+    high, low = target // 127, target % 127
+    k = [(high - 127 * channel).clamp(0, 127) for channel in range(5)] + [low]
+    return torch.tensor([127] * 5 + [1]).expand(*target.shape[:-1], 3, 6), torch.stack(k, -1)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("method", list(cpu.P_MAX))
 def test_depths_of_every_width(isa, method):
     """Differences of scores to 80,000, units of a score around those at which 16 bits hold every live one."""
     g = torch.Generator().manual_seed(0)
     target = torch.randint(0, 80_000, (4, 1, 200), generator=g) + torch.arange(4)[:, None, None]
-    k = torch.zeros(4, 1, 200, 6, dtype=torch.int64)  # q . k is the target
-    high, low = target // 127, target % 127
-    for channel in range(5):
-        k[..., channel] = (high - 127 * channel).clamp(0, 127)
-    k[..., 5] = low
-    q = torch.tensor([127] * 5 + [1]).repeat(4, 1, 3, 1)
+    q, k = with_scores(target)
     v = torch.randint(-127, 128, (4, 1, 200, 40), generator=g)
     keep = torch.rand(4, 1, 1, 200, generator=g) > 0.3
     units = (1.2e-4, 1.44e-4, 1.45e-4, 1.5e-4, 2.19e-4, 2.198e-4, 2.2e-4, 2.4e-4, 7e-4, 1.9e-3, 2e-3, 3e-3)
+    if method == "intflash_online":  # the borders of 24 fraction bits, of 16-bit differences and of unshifted ones
+        units = (3.48e-5, 3.49e-5, 1.37e-4, 1.373e-4, 1.374e-4, 1.38e-4, 2.4e-4, 7e-4, 2.23e-3, 2.24e-3, 3e-3)
     for octaves, options in itertools.product(units, ({}, {"attn_mask": keep}, {"is_causal": True})):
         unit = octaves / 1.4426950408889634
         tensors = [intflash.QTensor(x.to(torch.int8), s) for x, s in ((q, unit), (k, 1.0), (v, 0.02))]
@@ -208,7 +212,7 @@ def test_long_rows(method, nk):
 def test_biases_and_masks_of_every_kind(isa, data):
     """Broadcast, strided, saturated and absent ones, rows without keys, scales from dead to saturated."""
     pick = data.draw
-    method = pick(st.sampled_from(["intflash", "intflash_p8"]))
+    method = pick(st.sampled_from(list(cpu.P_MAX)))
     nq, nk, d = pick(st.integers(1, 60)), pick(st.integers(1, 270)), pick(st.sampled_from([1, 32, 64, 70]))
     g = torch.Generator().manual_seed(pick(st.integers(0, 2**20)))
     scale = 2.0 ** pick(st.floats(-14, 2))
@@ -236,7 +240,7 @@ def test_biases_and_masks_of_every_kind(isa, data):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("method", ["intflash", "intflash_p8"])
+@pytest.mark.parametrize("method", list(cpu.P_MAX))
 @pytest.mark.parametrize("sign", [1, -1])
 def test_biased_scores_at_the_edge_of_32_bits(isa, method, sign):
     """Scores of 63 octaves and biases with which all present keys lie some 112 above or below 0; absent ones beside."""
@@ -257,6 +261,37 @@ def test_biased_scores_at_the_edge_of_32_bits(isa, method, sign):
             bias[..., ::9] = ABSENT
             problem = prepare(*tensors, method=method, scale=scale, bias=bias, return_lse=True, **options)[0]
             assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_step_of_online(isa):
+    """Keys some 1/7 step apart, past the last step; their maximum at a whole octave and beside it."""
+    q, k = with_scores(torch.arange(7400).flip(0)[None, None])
+    v = torch.randint(-127, 128, (1, 1, 7400, 16), generator=torch.Generator().manual_seed(0))
+    unit = 1 / 784 / 1.4426950408889634
+    tensors = [intflash.QTensor(x.to(torch.int8), s) for x, s in ((q, unit), (k, 1.0), (v, 0.02))]
+    to_octave = -round(7399 / 784 * 2**20)
+    for bias in (None, *(torch.full((1, 1, 3, 7400), to_octave + i, dtype=torch.int32) for i in (-1, 0, 1))):
+        options = dict(bias=bias, return_lse=True, out_dtype=torch.float32)
+        problem = prepare(*tensors, method="intflash_online", scale=1.0, **options)[0]
+        assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("c", range(1004, 1012))
+def test_differences_of_online_past_16_bits(isa, c):
+    """Below a maximum at a whole octave; c in 2^-24 of 16/7 octaves: from 1009 on 16 bits hold every live one."""
+    top = 10 * (7 << 20) // c
+    below = torch.cat([torch.arange(10), torch.arange(65_500, 65_650), torch.arange(72_000, top + 1, 20)])
+    (q, k), n = with_scores(top - below[None, None]), len(below)
+    v = torch.randint(-127, 128, (1, 1, n, 40), generator=torch.Generator().manual_seed(0))
+    unit = c * 2.0**-24 * 16 / 7 / 1.4426950408889634
+    tensors = [intflash.QTensor(x.to(torch.int8), s) for x, s in ((q, unit), (k, 1.0), (v, 0.02))]
+    keep = (torch.arange(n) % 3 != 1).expand(1, 1, 3, n)
+    for mask in (None, keep):
+        options = dict(attn_mask=mask, return_lse=True, out_dtype=torch.float32)
+        problem = prepare(*tensors, method="intflash_online", scale=1.0, **options)[0]
+        assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -18,7 +18,7 @@ from intflash.backends.portable.tiles import Tiling
 from intflash.backends.reference import BACKEND as REFERENCE
 from intflash.errors import InputError
 from intflash.methods import METHODS
-from intflash.numerics.exp import ABSENT
+from intflash.numerics.exp import ABSENT, OCTAVES, TABLE_STEPS
 from intflash.problem import Problem
 from intflash.quant import QTensor
 from oracle import sqnr
@@ -98,8 +98,11 @@ def bias_row(n, g):
 
 @pytest.mark.parametrize("method", FAMILY)
 def test_every_depth(method):
-    """Two keys whose distance is each 1/256 octave, one unit of the bias below, at and above where it rounds."""
-    below = torch.arange(3700)[:, None] * 4096 + torch.tensor([0, 2047, 2048, 2049])
+    """Two keys whose distance is each step of p, one unit of the bias below, at and above where it rounds."""
+    unit, steps = (TABLE_STEPS, 1030) if method == "intflash_online" else (OCTAVES, 3700)
+    step = torch.arange(steps)[:, None] << 24
+    half = -(-(step + (1 << 23)) // unit.bias_step)
+    below = torch.cat((step // unit.bias_step, half - 1, half, half + 1), dim=1)
     bias = torch.stack((torch.zeros(below.numel()), -below.flatten()), dim=-1).to(torch.int32)[:, None, None]
     n = bias.shape[0]
     q, k = (QTensor(torch.zeros(n, 1, tokens, 1, dtype=torch.int8), 1.0) for tokens in (1, 2))

@@ -8,51 +8,110 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from intflash.methods.intflash import _p8_of_table
 from intflash.numerics import exp
 
 LOG2_E = math.log2(math.e)  # not the library's own
 SCALES = st.floats(min_value=2.0**-120, max_value=2.0**20, width=32)
+UNITS = pytest.mark.parametrize("unit", [exp.OCTAVES, exp.TABLE_STEPS], ids=["octaves", "table steps"])
+PER_OCTAVE = {exp.OCTAVES: 1.0, exp.TABLE_STEPS: 7 / 16}
+LEAST_COARSE = {exp.OCTAVES: 2.0**-14, exp.TABLE_STEPS: 2.0**-16}  # the c that keeps 24 fraction bits
+FRACTION_BITS = {exp.OCTAVES: 32, exp.TABLE_STEPS: 30}  # of a smaller one
 
 
-def constant(q_scale: float, k_scale: float, sm_scale: float) -> tuple[int, int]:
+def constant(q_scale: float, k_scale: float, sm_scale: float, unit: exp.ScoreUnit = exp.OCTAVES) -> tuple[int, int]:
     scales = (torch.tensor(s, dtype=torch.float32).reshape(1, 1, 1, 1) for s in (q_scale, k_scale))
-    C, k = exp.exponent_constants(*scales, sm_scale)
+    C, k = exp.exponent_constants(*scales, sm_scale, unit)
     return int(C), int(k)
 
 
+def largest_below(c: float, unit: exp.ScoreUnit) -> float:
+    """The largest sm_scale of scales 1 whose units per score are below c."""
+    sm_scale = math.nextafter(c / PER_OCTAVE[unit] / LOG2_E, math.inf)
+    while sm_scale * LOG2_E * PER_OCTAVE[unit] >= c:
+        sm_scale = math.nextafter(sm_scale, 0)
+    return sm_scale
+
+
+@UNITS
 @given(SCALES, SCALES, st.floats(min_value=1e-6, max_value=16))
-def test_constant_is_the_rounded_octaves_per_unit(q_scale, k_scale, sm_scale):
-    C, k = constant(q_scale, k_scale, sm_scale)
-    c = min(((q_scale * k_scale) * sm_scale) * LOG2_E, 64.0)
+def test_constant_is_the_rounded_units_per_score(unit, q_scale, k_scale, sm_scale):
+    C, k = constant(q_scale, k_scale, sm_scale, unit)
+    c = min(((q_scale * k_scale) * sm_scale) * LOG2_E, 64.0) * PER_OCTAVE[unit]
     assert k == next(n for n in range(9) if c / 2**n < 0.5)
-    bits = 32 if c < 2**-14 else 24
+    bits = FRACTION_BITS[unit] if c < LEAST_COARSE[unit] else 24
     assert min(round(Fraction(c) * 2**bits) * 2 ** (32 - bits - k), 2**31 - 256) == C
-    assert exp.scalar_exponent_constants(q_scale, k_scale, sm_scale) == (C, k)
+    if unit is exp.OCTAVES:
+        assert exp.scalar_exponent_constants(q_scale, k_scale, sm_scale) == (C, k)
 
 
-@pytest.mark.parametrize("c", [2.0**-14, 1e-3, 0.4, 0.5, 7.0, 64.0])
-def test_products_of_32_bits_hold_all_but_small_constants(c):
-    C, k = constant(1.0, 1.0, c / LOG2_E)
-    assert (C << k) % 256 == 0 and (C << k) >> 8 == round(min((c / LOG2_E) * LOG2_E, 64) * 2**24)
+@UNITS
+@given(st.floats(min_value=2.0**-40, max_value=2.0**8))
+@example(2.0**-14)
+@example(2.0**-16)
+def test_products_of_32_bits_hold_all_but_small_constants(unit, c):
+    C, k = constant(1.0, 1.0, c / LOG2_E, unit)
+    c = min((c / LOG2_E) * LOG2_E, 64) * PER_OCTAVE[unit]
+    if c >= LEAST_COARSE[unit]:
+        assert (C << k) % 256 == 0 and min(round(Fraction(c) * 2**24), ((2**31 - 256) << k) >> 8) == (C << k) >> 8
+    else:
+        assert k == 0 and C % 2 ** (32 - FRACTION_BITS[unit]) == 0
 
 
+@UNITS
+def test_fraction_bits_fall_to_24_at_the_threshold(unit):
+    """The 25th fraction bit, which is c's last: kept below the threshold, rounded away above it."""
+    least, last = LEAST_COARSE[unit], 2.0**-25
+    for c, kept in ((least - last, least - last), (least + last, least)):
+        assert constant(1.0, 1.0, largest_below(math.nextafter(c, 1), unit), unit) == (kept * 2**32, 0)
+
+
+@UNITS
 @pytest.mark.parametrize("c", [0.0, 0.25, math.nextafter(0.5, 0), 0.5, 1.0, 63.9, 64.0, 65.0, 1e30])
-def test_constant_fits_its_register_at_the_edges(c):
-    C, k = constant(1.0, 1.0, c / LOG2_E)
+def test_constant_fits_its_register_at_the_edges(unit, c):
+    C, k = constant(1.0, 1.0, c / LOG2_E, unit)
     assert 0 <= C < 2**31 and 0 <= k <= 8
 
 
-@pytest.mark.parametrize("c", [0.5, 1.0, 32.0])
-def test_the_largest_constant_of_a_shift_keeps_its_low_bits_0(c):
-    sm_scale = c / LOG2_E
-    while sm_scale * LOG2_E >= c:
-        sm_scale = math.nextafter(sm_scale, 0)
-    C, k = constant(1.0, 1.0, sm_scale)
-    assert C == 2**31 - 2**8 and exp.scalar_exponent_constants(1.0, 1.0, sm_scale) == (C, k)
+@pytest.mark.parametrize(
+    "unit, c",
+    [(u, c) for u, per_octave in PER_OCTAVE.items() for c in (0.5, 1.0, 16.0, 32.0) if c < 64 * per_octave],
+)
+def test_the_largest_constant_of_a_shift_keeps_its_low_bits_0(unit, c):
+    sm_scale = largest_below(c, unit)
+    C, k = constant(1.0, 1.0, sm_scale, unit)
+    assert C == 2**31 - 2**8 and k == math.log2(2 * c)
+    if unit is exp.OCTAVES:
+        assert exp.scalar_exponent_constants(1.0, 1.0, sm_scale) == (C, k)
 
 
-def test_larger_than_64_octaves_is_64():
-    assert constant(1.0, 1.0, 65.0) == constant(1.0, 1.0, 1e9)
+@UNITS
+def test_larger_than_64_octaves_is_64(unit):
+    assert constant(1.0, 1.0, 65.0, unit) == constant(1.0, 1.0, 1e9, unit)
+    C, k = constant(1.0, 1.0, 1e9, unit)
+    assert C << k == 64 * unit.octave
+
+
+def test_units_of_t():
+    """256 steps of the table, of which an octave has 112, are 16/7 octaves; a bias counts 2^-20 octave."""
+    assert exp.OCTAVES.octave == 1 << 32 and exp.OCTAVES.bias_step == 1 << 12
+    assert exp.TABLE_STEPS.octave == 7 << 28 == 112 << 24 and exp.TABLE_STEPS.bias_step == 1792
+    assert all(unit.bias_step << 20 == unit.octave for unit in PER_OCTAVE)
+
+
+def test_p8_of_the_table():
+    """1,024 steps, each at the 1/256 octave that it is in; T rounds to the nearest of them, halves to the deeper."""
+    step = torch.arange(exp.LAST_STEP + 1)
+    assert torch.equal((step * 37450) >> 14, 16 * step // 7)
+    assert torch.equal(3686 - 16 * step // 7, 16 * (1613 - step) // 7)  # what a GPU computes
+    there = torch.ones_like(step, dtype=torch.bool)
+    p = _p8_of_table(step << 24, there)
+    assert p[0] == exp.P8_MAX and bool((p.diff() <= 0).all())
+    assert step.numel() == 1024 and int((p > 0).sum()) == 1008 and bool((p[1008:] == 0).all())
+    assert torch.equal(_p8_of_table((step << 24) + (1 << 23) - 1, there), p)
+    assert torch.equal(_p8_of_table((step[1:] << 24) - (1 << 23), there[1:]), p[1:])
+    assert not _p8_of_table(torch.tensor([1024 << 24, 1 << 60]), there[:2]).any()
+    assert not _p8_of_table(step << 24, ~there).any()
 
 
 def test_offset_rounds_the_depth_to_8_fraction_bits():

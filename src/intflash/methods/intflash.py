@@ -2,7 +2,8 @@
 
 The exponent is T = (S << k) * C in units of 2^-32 octave; p is a quadratic of its 8 leading fraction
 bits, shifted by its octaves. With the exact row maximum p depends only on (T, Tmax) and every sum is
-an exact integer, so tiles, orders and splits of the keys do not change a bit.
+an exact integer, so tiles, orders and splits of the keys do not change a bit. `intflash_online` counts T
+in 2^-32 of 16/7 octaves and takes p8 at 1,024 depths only, so that a table can hold them all.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from intflash.methods import arrays
 from intflash.methods.base import Method
 from intflash.numerics.exp import (
     ABSENT,
-    BIAS_FRACTION_BITS,
     K0,
+    LAST_STEP,
     MAX_HEAD_DIM,
     MAX_KEYS,
+    OCTAVES,
     P8_MAX,
     P16_MAX,
     QUADRATIC_OFFSET,
+    TABLE_STEPS,
+    ScoreUnit,
     exponent_constants,
     log_sum_exp,
     output_multiplier,
@@ -33,16 +37,16 @@ GRANULE = 128  # keys per granule of `intflash_online`: semantics, not tuning
 NEVER = -(1 << 62)  # below every score exponent: the maximum of no keys
 
 
-def _score_exponent(problem: Problem) -> tuple[Tensor, Tensor]:
-    """T (int64, 2^-32 octave) of every score, and which keys are present."""
+def _score_exponent(problem: Problem, unit: ScoreUnit = OCTAVES) -> tuple[Tensor, Tensor]:
+    """T (int64, 2^-32 unit) of every score, and which keys are present."""
     S = arrays.scores(problem)
-    C, k = exponent_constants(problem.q.token_scale(), arrays.key_scale_row(problem), problem.sm_scale)
+    C, k = exponent_constants(problem.q.token_scale(), arrays.key_scale_row(problem), problem.sm_scale, unit)
     T = arrays.within(S << k, 32, "shifted score") * C
     absent = None
     if problem.bias is not None:
         bias = arrays.spread_batch(problem.bias.to(torch.int64), problem)
         absent = bias == ABSENT
-        T = T + (torch.where(absent, 0, bias) << (32 - BIAS_FRACTION_BITS))
+        T = T + torch.where(absent, 0, bias) * unit.bias_step
     present = arrays.present_keys(problem, absent).expand(T.shape)
     return arrays.within(T, 63, "score exponent"), present
 
@@ -63,6 +67,12 @@ def _p16(x: Tensor, present: Tensor) -> Tensor:
 
 def _p8(x: Tensor, present: Tensor) -> Tensor:
     return arrays.within(rounding_rshift(_exp2(x, present), 24), 8, "p8", signed=False)
+
+
+def _p8_of_table(depth: Tensor, present: Tensor) -> Tensor:
+    """p8 of depths >= 0 in 2^-24 step, rounded half up to one of 1,024 steps of 1/112 octave."""
+    step = ((depth + (1 << 23)) >> 24).clamp(max=LAST_STEP)
+    return _p8(K0 - ((16 * step // 7) << 24), present)  # in 2^-8 octave, floored
 
 
 def _row_max(T: Tensor, present: Tensor) -> Tensor:
@@ -114,19 +124,20 @@ def _reference_p8(problem: Problem) -> Result:
 
 
 def _reference_online(problem: Problem) -> Result:
-    T, present = _score_exponent(problem)
+    T, present = _score_exponent(problem, TABLE_STEPS)
     _, v = arrays.key_codes(problem)
+    unit = TABLE_STEPS.octave
     octave = torch.full((*T.shape[:3], 1), NEVER >> 32, dtype=torch.int64, device=T.device)
     l = torch.zeros_like(octave)
     acc = torch.zeros((*T.shape[:3], v.shape[3]), dtype=torch.int64, device=T.device)
     for start in range(0, T.shape[3], GRANULE):
         keys = slice(start, start + GRANULE)
         t, here = T[..., keys], present[..., keys]
-        rise = -((-_row_max(t, here)) >> 32)  # ceil(max / 2^32); far below any octave without keys
+        rise = -((-_row_max(t, here)) // unit)  # ceil; far below any octave without keys
         raised = torch.maximum(octave, rise)
         d = (raised - octave).clamp(max=31)
         l, acc, octave = l >> d, acc >> d, raised
-        p = _p8(t + (K0 - (octave << 32)), here)
+        p = _p8_of_table((octave * unit - t).clamp(min=0), here)  # of an absent key it may be below 0
         l = arrays.within(l + p.sum(-1, keepdim=True), 32, "l", signed=False)
         acc = arrays.within(acc + arrays.matmul(p, v[:, :, keys], "acc"), 32, "acc")
     return finish(problem, acc, l, octave << 32, P8_MAX)

@@ -7,6 +7,7 @@ device; no value is read back to the host. See docs/numerics.md, "The score expo
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +25,6 @@ P16_MAX = 65193  # p of the maximum itself, 16 bits
 P8_MAX = 255  # the same, 8 bits
 ABSENT = -(1 << 31)  # in an int32 bias: this key takes no part
 
-# c octaves per unit keep 24 fraction bits where those are at least 10 significant ones, so that T also fits a product
-# of 32 bits in units of 2^-24 octave; a smaller c keeps 32.
-FEW_FRACTION_BITS = 24
-LEAST_COARSE = 2.0**-14
 C_MAX = (1 << 31) - (1 << 8)
 MAX_OCTAVES_PER_UNIT = 64.0  # larger: every key but the largest is 0 anyway
 BIAS_FRACTION_BITS = 20  # Q11.20: 2048 octaves
@@ -35,41 +32,76 @@ BIAS_LIMIT = (1 << 31) - 1
 
 OUTPUT_EXPONENTS = (-7, 29)  # frexp exponents of s_V / s_O
 
+# The P of `intflash_online`: 1/112 octave a step, 1024 of them, the last 16 of which are 0.
+LAST_STEP = 1023
+
+
+class ScoreUnit(NamedTuple):
+    """What a method's T counts, in 2^-32 of it, and how many fraction bits c keeps in it.
+
+    Attributes:
+        sixteenths: units in 16 octaves.
+        least_coarse: the c from which 24 fraction bits are kept: T also fits a product of 32 bits in 2^-24 unit.
+        fraction_bits: of a smaller c.
+    """
+
+    sixteenths: int
+    least_coarse: float
+    fraction_bits: int
+
+    @property
+    def octave(self) -> int:
+        """An octave in units of T."""
+        return self.sixteenths << 28
+
+    @property
+    def bias_step(self) -> int:
+        """2^-20 octave, the unit of an integer bias, in units of T."""
+        return self.sixteenths << 8
+
+
+OCTAVES = ScoreUnit(16, 2.0**-14, 32)  # of `intflash` and `intflash_p8`
+TABLE_STEPS = ScoreUnit(7, 2.0**-16, 30)  # of `intflash_online`: 256 steps of its table are one unit
+FEW_FRACTION_BITS = 24
+
 # Bounds: 255 * 127 * N < 2^31 and 65,193 * N < 2^32 (l and the digit sums); D * 127^2 < 2^31.
 MAX_KEYS = 65_536
 MAX_HEAD_DIM = 256
 
 
-def exponent_constants(q_scale: Tensor, k_scale: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-    """The multiplier C and pre-shift k with T = (S << k) * C in units of 2^-32 octave.
+def exponent_constants(
+    q_scale: Tensor, k_scale: Tensor, sm_scale: float, unit: ScoreUnit = OCTAVES
+) -> tuple[Tensor, Tensor]:
+    """The multiplier C and pre-shift k with T = (S << k) * C in 2^-32 of a unit.
 
     Args:
         q_scale: float32 ``[B|1, H|1, Nq|1, 1]``.
         k_scale: float32 ``[B|1, H|1, 1, key blocks|1]`` (transposed to the score's axes).
         sm_scale: the softmax scale, > 0.
+        unit: of the method's T.
 
     Returns:
         ``(C, k)``, int64 tensors of the broadcast shape; 0 <= C < 2^31, 0 <= k <= 8, and C 2^k a multiple of 2^8
-        from c = 2^-14 on.
+        from c = `unit.least_coarse` on.
     """
     c = ((q_scale.double() * k_scale.double()) * sm_scale) * LOG2_E
-    c = c.clamp(max=MAX_OCTAVES_PER_UNIT)
+    c = c.clamp(max=MAX_OCTAVES_PER_UNIT) * (unit.sixteenths / 16)  # one rounding
     k = torch.frexp(c)[1].to(torch.int64) + 1  # c in [2^(e-1), 2^e), so c / 2^(e+1) < 0.5
     k = torch.where(c < 0.5, torch.zeros_like(k), k)
-    zeros = torch.where(c < LEAST_COARSE, 0, 32 - FEW_FRACTION_BITS)  # fraction bits that are not kept
+    zeros = torch.where(c < unit.least_coarse, 32 - unit.fraction_bits, 32 - FEW_FRACTION_BITS)  # bits not kept
     kept = torch.round(c * (torch.ones_like(k) << (32 - zeros)).double()).to(torch.int64)  # half to even
     return (kept << (zeros - k)).clamp(max=C_MAX), k
 
 
 def scalar_exponent_constants(q_scale: float, k_scale: float, sm_scale: float) -> tuple[int, int]:
-    """`exponent_constants` of one score scale, in Python floats: the same bits without tensors.
+    """`exponent_constants` in octaves of one score scale, in Python floats: the same bits without tensors.
 
     >>> scalar_exponent_constants(0.0315, 0.0315, 0.125)
     (768512, 0)
     """
     c = min(((q_scale * k_scale) * sm_scale) * LOG2_E, MAX_OCTAVES_PER_UNIT)
     k = 0 if c < 0.5 else math.frexp(c)[1] + 1
-    zeros = 0 if c < LEAST_COARSE else 32 - FEW_FRACTION_BITS
+    zeros = 0 if c < OCTAVES.least_coarse else 32 - FEW_FRACTION_BITS
     return min(round(math.ldexp(c, 32 - zeros)) << (zeros - k), C_MAX), k
 
 

@@ -1,10 +1,10 @@
 """The integer arithmetic of `intflash.numerics` as Triton device functions, under the same names.
 
 Every function has one definition of its bits. Where plain Triton compiles to more instructions than
-the chip needs, the same arithmetic is also written as one inline-PTX block of four scores; Triton's
+the chip needs, the same arithmetic is also written as one inline-PTX block of four or two scores; Triton's
 interpreter runs the plain form, a GPU the PTX form, and tests compare both with the reference.
 
-Scores are int32; T = (S << k) * C is int64 in units of 2^-32 octave.
+Scores are int32; T = (S << k) * C is int64 in 2^-32 of the method's unit, an octave or 256 steps of a table.
 """
 
 from __future__ import annotations
@@ -19,32 +19,53 @@ QUADRATIC_OFFSET = tl.constexpr(exp.QUADRATIC_OFFSET)
 ABSENT = tl.constexpr(exp.ABSENT)
 INT32_MIN = tl.constexpr(-(1 << 31))
 INT64_MIN = tl.constexpr(-(1 << 63))
+# Of `intflash_online`: with e octaves TABLE_K0 - e * TABLE_OCTAVE makes (T + B) >> 24 the height 1613 - step, and the
+# octaves and 8 fraction bits of p are 3686 - 16 * step // 7 = 16 * height // 7 = (height * 37450) >> 14.
+TABLE_K0 = tl.constexpr((1613 << 24) + (1 << 23) - 1)
+TABLE_OCTAVE = tl.constexpr(exp.TABLE_STEPS.octave)
+SIXTEEN_SEVENTHS = tl.constexpr(37450)  # in 2^-14, rounded up: exact for heights below 4000
+NO_OCTAVE = tl.constexpr(-(1 << 30))  # below every other
 # Added to an absent key's product |S << k| * C < 2^61 it leaves a negative octave, so its p is 0.
 NEVER = tl.constexpr(-(1 << 62))
 
 PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
-def _exponent_ptx(result: str) -> str:
-    """PTX of four scores: h = 2^hi (0 when hi < 0: shl clamps), m the quadratic, then `result` per score.
+def _product_ptx(i: int, lo: str, hi: str) -> str:
+    """PTX of score i's T + B; `mad.lo.cc` + `madc.hi` is the spelling that ptxas fuses into one IMAD.WIDE."""
+    return f"mov.b64 {{bl, bh}}, $B{i}; mad.lo.cc.s32 {lo}, $S{i}, $C{i}, bl; madc.hi.s32 {hi}, $S{i}, $C{i}, bh;\n"
 
-    `mad.lo.cc` + `madc.hi` is the spelling that ptxas fuses into one IMAD.WIDE.
-    """
+
+def _exponent_ptx(result: str) -> str:
+    """PTX of four scores: h = 2^hi (0 when hi < 0: shl clamps), m the quadratic, then `result` per score."""
     text = ""
     for i in range(4):
-        score, multiplier, offset = f"$S{i}", f"$C{i}", f"$B{i}"
-        text += (
-            f"mov.b64 {{bl, bh}}, {offset}; mad.lo.cc.s32 lo, {score}, {multiplier}, bl; "
-            f"madc.hi.s32 h, {score}, {multiplier}, bh; shr.u32 u, lo, 24; add.u32 u, u, 256; "
-            f"mad.lo.u32 m, u, u, {exp.QUADRATIC_OFFSET}; {result.format(i=i)}\n"
+        text += _product_ptx(i, "lo", "h") + (
+            f"shr.u32 u, lo, 24; add.u32 u, u, 256; mad.lo.u32 m, u, u, {exp.QUADRATIC_OFFSET}; {result.format(i=i)}\n"
         )
     return text
 
 
-def _number_operands(text: str, outputs: int) -> str:
-    for kind, first in (("S", outputs), ("C", outputs + 4), ("B", outputs + 8)):
-        for i in range(4):
-            text = text.replace(f"${kind}{i}", f"${first + i}")
+def _table_ptx() -> str:
+    """PTX of two scores: t as in `_EXP_P8`, by heights of 16 bits.
+
+    The heights' high bytes, at most 6, are saturated together: what lies below 0, absent keys too, comes out below 256,
+    and p is 0 below 606.
+    """
+    text = _product_ptx(0, "lo", "h") + _product_ptx(1, "t1", "t0") + "cvt.pack.sat.u8.s32.b32 a, t0, h, 0;\n"
+    for i, lo in enumerate(("lo", "t1")):
+        text += (
+            f"prmt.b32 u, a, {lo}, 0x22{i}7; mul.lo.u32 u, u, {4 * SIXTEEN_SEVENTHS.value};\n"  # octaves in byte 3
+            "shr.u32 h, u, 24; shl.b32 h, 1, h; prmt.b32 u, u, 1, 0x5542;\n"  # 256 and the fraction, byte 2
+            f"mad.lo.u32 m, u, u, {exp.QUADRATIC_OFFSET}; mad.lo.u32 {lo}, m, h, 0x80800000;\n"
+        )
+    return text
+
+
+def _number_operands(text: str, outputs: int, scores: int = 4) -> str:
+    for first, kind in enumerate("SCB"):
+        for i in range(scores):
+            text = text.replace(f"${kind}{i}", f"${outputs + first * scores + i}")
     return text
 
 
@@ -58,6 +79,12 @@ _EXP_P8 = tl.constexpr(
         outputs=1,
     )
 )  # fmt: skip
+# Two scores: of four, two lie in another row, and their bytes would be packed here and again for the product.
+_TABLE_P8 = tl.constexpr(
+    _number_operands(
+        "{" + _REGISTERS + _table_ptx() + "prmt.b32 a, lo, t1, 0x0073; cvt.u16.u32 $0, a;}", outputs=1, scores=2
+    )
+)
 # p16 in two signed digits, 256 * (high + 128) + low: 2^15 rounds p16, 2^23 carries into the high digit when the low
 # one is negative, 2^31 takes 128 off the high digit; the low digit's sign bit is flipped back.
 _EXP_P16 = tl.constexpr(
@@ -70,6 +97,7 @@ _EXP_P16 = tl.constexpr(
     )
 )  # fmt: skip
 _P8_CONSTRAINTS = tl.constexpr("=&r,r,r,r,r,r,r,r,r,l,l,l,l")
+_TABLE_CONSTRAINTS = tl.constexpr("=h,r,r,r,r,l,l")
 _P16_CONSTRAINTS = tl.constexpr("=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l")
 
 
@@ -120,9 +148,29 @@ def exp_p16(s, C, B):
 
 
 @triton.jit
-def ceil_octave(t):
-    """ceil(t / 2^32) as int32, t in 2^-32 octave."""
-    return (-((-t) >> 32)).to(tl.int32)
+def table_p8(s, C, B):
+    """P8 of a tile in the steps of `intflash_online`: as `exp_p8`, but B: TABLE_K0 - e * TABLE_OCTAVE (bias added)."""
+    if PTX:
+        s, C = tl.broadcast(s, C)
+        s, B = tl.broadcast(s, B)
+        return tl.inline_asm_elementwise(_TABLE_P8, _TABLE_CONSTRAINTS, [s, C, B], dtype=tl.int8, is_pure=True, pack=2)
+    else:
+        height = tl.maximum((s.to(tl.int64) * C.to(tl.int64) + B) >> 24, 0).to(tl.int32)
+        x = (height * SIXTEEN_SEVENTHS) >> 14
+        u = (x & 255) + 256
+        p8 = (_shifted(u * u + QUADRATIC_OFFSET, x >> 8) + (1 << 23)) >> 24
+        return (p8.to(tl.int32) - 128).to(tl.int8)
+
+
+@triton.jit
+def table_octave(t):
+    """ceil(t / TABLE_OCTAVE) as int32, t in 2^-32 of the table's unit, |t| < 2^59; NO_OCTAVE for NEVER.
+
+    x / 7 rounded down is (x * floor(2^33 / 7) + 2^29) >> 33 for every int32 x.
+    """
+    x = ((t + (TABLE_OCTAVE - 1)) >> 28).to(tl.int32)
+    octave = ((x.to(tl.int64) * ((1 << 33) // 7) + (1 << 29)) >> 33).to(tl.int32)
+    return tl.where((t >> 32).to(tl.int32) < -(1 << 28), NO_OCTAVE, octave)
 
 
 @triton.jit

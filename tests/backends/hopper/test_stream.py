@@ -154,7 +154,8 @@ def test_bits_of_resident_floats(method, monkeypatch):
     static = Recipe(q_scale=0.02, k_scale=2**-18, v_scale=2**-9)
     for processors, recipe, dtype in itertools.product((1, 5, 132), (static, Recipe()), FLOATS[:2]):
         monkeypatch.setattr(stream, "_multiprocessors", lambda _, processors=processors: processors)
-        shapes = [(2, 260, d) for d in range(32, 129, 16)] + [(3, 400, 112), (2, 1408, 64), (40, 257, 64)]
+        most = (384, 1152) if method == "intflash_online" else (512, 1408)  # the table of its P takes room
+        shapes = [(2, 260, d) for d in range(32, 129, 16)] + [(3, most[0] - 4, 112), (2, most[1], 64), (40, 257, 64)]
         for batch, n, d in shapes:
             p = checks.floats(method, batch, n, d, dtype, recipe)
             assert backend.fuses(ic.on_device(p, "cuda")) == "qkv"
@@ -226,10 +227,11 @@ def test_rows_of_resident_floats_are_taken_once():
 
 def test_rings_fit():
     """Two tiles of keys and more; a multiprocessor has 227 KB."""
-    for d, consumers, p_shared in itertools.product(range(16, 129, 16), (2, 3), (False, True)):
-        stages = stream._most_stages(d, consumers, p_shared)
-        sizes = [stream.shared_bytes(d, consumers, 128 * d, 0, p_shared, n) for n in (stages, stages + 1)]
-        assert stages > 4 and sizes[0] <= 227 * 1024 < sizes[1]
+    for d, consumers, method in itertools.product(range(16, 129, 16), (2, 3), METHODS):
+        beside = stream._beside(checks.empty_problem(method, 300, d)[0], consumers, False)
+        stages = stream.most_stages(d, consumers, beside)
+        sizes = [stream.shared_bytes(d, consumers, 128 * d, 0, n, beside) for n in (stages, stages + 1)]
+        assert stages >= stream.STAGES and sizes[0] <= 227 * 1024 < sizes[1]
 
 
 def test_which_heads_stay():
@@ -244,10 +246,13 @@ def test_whose_codes_the_kernel_makes():
     """As measured: not where a program would load a long head for one tile of rows, nor from float32."""
     for batch, n, d, quantizes in (
         (1, 257, 64, True), (32, 577, 64, True), (16, 1370, 64, True), (256, 1408, 64, True), (256, 1409, 64, False),
-        (1, 1370, 64, False), (24, 785, 64, False), (256, 512, 128, True), (256, 577, 128, False),
+        (1, 1370, 64, False), (24, 785, 64, False), (256, 640, 128, True), (256, 641, 128, False),
     ):  # fmt: skip
-        p, _ = checks.empty_problem("intflash_online", n, d, torch.float16, torch.float16, batch=batch)
+        p, _ = checks.empty_problem("intflash_p8", n, d, torch.float16, torch.float16, batch=batch)
         assert stream.quantizes(p) == quantizes, (batch, n, d)
+    for n, d, quantizes in ((1152, 64, True), (1153, 64, False), (384, 128, True), (385, 128, False)):  # beside a table
+        p, _ = checks.empty_problem("intflash_online", n, d, torch.float16, torch.float16, batch=256)
+        assert stream.quantizes(p) == quantizes, (n, d)
     p, _ = checks.empty_problem("intflash_online", 577, 64, torch.float32, torch.float32)
     assert not stream.quantizes(p)
     p, _ = checks.empty_problem("intflash_online", 577, 64, torch.float16, torch.float16)

@@ -10,7 +10,17 @@ import triton
 import triton.language as tl
 
 from intflash.numerics import exp
-from intflash.numerics.triton import clz32, exp_p8, exp_p16, reciprocal_2_55
+from intflash.numerics.triton import (
+    NEVER,
+    NO_OCTAVE,
+    TABLE_K0,
+    clz32,
+    exp_p8,
+    exp_p16,
+    reciprocal_2_55,
+    table_octave,
+    table_p8,
+)
 
 SIZE = 8192
 
@@ -32,6 +42,13 @@ def _exp_kernel(s_ptr, c_ptr, p8_ptr, high_ptr, low_ptr, b, SIZE: tl.constexpr):
     tl.store(p8_ptr + i, exp_p8(s, c, offset))
     tl.store(high_ptr + i, high)
     tl.store(low_ptr + i, low)
+
+
+@triton.jit
+def _table_kernel(s_ptr, c_ptr, b_ptr, t_ptr, p8_ptr, octave_ptr, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(p8_ptr + i, table_p8(tl.load(s_ptr + i), tl.load(c_ptr), tl.load(b_ptr + i)))
+    tl.store(octave_ptr + i, table_octave(tl.load(t_ptr + i)))
 
 
 def reciprocals() -> int:
@@ -62,6 +79,29 @@ def exponentials() -> int:
     return wrong
 
 
+def tables() -> int:
+    """T at each border of the table's steps below an octave near 0 or far from it, and far below; absent keys."""
+    octave, c = exp.TABLE_STEPS.octave, (1 << 31) - (1 << 8)
+    steps = torch.arange(1025)[:, None] << 24
+    depth = torch.cat((steps, steps + 2**23 - 1, steps + 2**23, steps + 2**24 - 1), dim=1).flatten()
+    depth = torch.nn.functional.pad(depth, (0, SIZE - len(depth)), value=1 << 40)
+    depth[-2:] = torch.tensor([octave - 1, 1 << 58])
+    s = torch.randint(-(1 << 22), 1 << 22, (SIZE,), dtype=torch.int32)
+    absent = torch.rand(SIZE) < 0.1
+    wrong = 0
+    for e in (0, 3, -5, 1 << 27, -(1 << 27)):
+        t = torch.where(absent, NEVER.value, e * octave - depth)
+        b = torch.where(absent, NEVER.value, t + (TABLE_K0.value - e * octave) - s.to(torch.int64) * c)
+        p8, found = torch.empty(SIZE, dtype=torch.int8), torch.empty(SIZE, dtype=torch.int32)
+        _table_kernel[(1,)](s, torch.tensor([c], dtype=torch.int32), b, t, p8, found, SIZE)
+        for x, below, gone, p, o in zip(*(z.tolist() for z in (t, depth, absent, p8, found)), strict=True):
+            y = 3686 - 16 * min((below + (1 << 23)) >> 24, exp.LAST_STEP) // 7
+            p32 = 0 if gone else (256 + y % 256) ** 2 + exp.QUADRATIC_OFFSET << (y >> 8)
+            wrong += (p32 + (1 << 23)) >> 24 != p + 128
+            wrong += o != (NO_OCTAVE.value if gone else -(-x // octave))
+    return wrong
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print(json.dumps({"reciprocals": reciprocals(), "exponentials": exponentials()}))
+    print(json.dumps({"reciprocals": reciprocals(), "exponentials": exponentials(), "tables": tables()}))

@@ -54,8 +54,8 @@ def test_integer_only_everywhere(name, arch):
 
 @pytest.mark.parametrize("arch", [a for a in sass.ARCHITECTURES if a != 90])
 def test_integer_only_of_other_architectures(arch):
-    """One whole-row and one streaming kernel for the architectures that `test_integer_only` leaves out."""
-    for name in ("intflash_p8 row n197 d64", "intflash_p8 stream n4096 d64"):
+    """A whole-row kernel and one of each stream for the architectures that `test_integer_only` leaves out."""
+    for name in ("intflash_p8 row n197 d64", "intflash_p8 stream n4096 d64", "intflash_online stream n4096 d64"):
         _check(name, arch)
 
 
@@ -92,8 +92,8 @@ def test_a_scalar_division_fails():
 
 
 def test_device_functions():
-    """The reciprocal, leading zeros and both exponentials equal Python's integers."""
+    """The reciprocal, leading zeros, both exponentials and the table's p and octaves equal Python's integers."""
     command = [sys.executable, "-W", "ignore", str(HERE / "numerics_cases.py")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == {"reciprocals": 0, "exponentials": 0}
+    assert json.loads(done.stdout) == {"reciprocals": 0, "exponentials": 0, "tables": 0}

@@ -25,6 +25,7 @@ METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": 
 TILE = 128  # keys
 STAGES = 4  # of the ring that tiles run through
 _SHARED_BYTES = 227 * 1024  # that a program can have
+_TABLE_BYTES = 32 * 1024  # of P of `intflash_online`
 _FLOAT_BYTES = 2 * 16 * 1024  # of floats on their way to codes
 _TIMES = {2: (0.8, 1.0), 3: (0.57, 0.78, 1.0)}  # of one warpgroup and more over that of all, as measured
 _OUTPUT = 0.1  # of that time: the output of 64 rows
@@ -59,7 +60,7 @@ def quantizes(problem: Problem) -> bool:
     if not all(map(_near, (problem.k, problem.v))):
         return False
     consumers = _consumers(problem, d, _lean(d), False)
-    return _fits(problem, _most_stages(d, consumers, _p_in_shared(problem, consumers), True)) and _codes_pay(problem)
+    return _fits(problem, most_stages(d, consumers, _beside(problem, consumers, True))) and _codes_pay(problem)
 
 
 def _codes_pay(problem: Problem) -> bool:
@@ -97,8 +98,8 @@ def stream_launch(
     rows = has_row_scales(constants, scales)
     copies = key is not None and value is not None
     consumers = consumers or _consumers(problem, d, _lean(d) if floats else copies, rows)
-    p_shared = _p_in_shared(problem, consumers)
-    most = _most_stages(d, consumers, p_shared, floats)
+    beside = _beside(problem, consumers, floats)
+    most = most_stages(d, consumers, beside)
     if resident is None:
         resident = floats or _fits(problem, most) and _pays(problem)
     stages = most if resident else STAGES
@@ -106,10 +107,11 @@ def stream_launch(
     program = Program.of(
         "stream.cu", products, METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers,
         CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0, QUERY=C_TYPES[q.dtype],
-        VALUE="i8", OUT=C_TYPES[out.dtype], COPIES=int(copies), P_SHARED=int(p_shared), STAGES=stages,
-        RESIDENT=int(resident), FLOATS=int(floats), WITHIN=int(scales is not None and problem.recipe.q_scale is None),
+        VALUE="i8", OUT=C_TYPES[out.dtype], COPIES=int(copies), P_SHARED=int(_p_in_shared(problem, consumers)),
+        P_TABLE=int(_looks_up(problem)), STAGES=stages, RESIDENT=int(resident), FLOATS=int(floats),
+        WITHIN=int(scales is not None and problem.recipe.q_scale is None),
     )  # fmt: skip
-    shared = shared_bytes(d, consumers, TILE * d, 0, p_shared, stages, floats)
+    shared = shared_bytes(d, consumers, TILE * d, 0, stages, beside)
     programs, pieces = share_of_heads(problem, floats) if resident else share(problem, consumers)
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, share=pieces)
     maps = partial(tensor_maps, key, value) if copies else None
@@ -207,22 +209,31 @@ def _split(nq: int, heads: int, consumers: int, processors: int) -> Split:
 
 
 def shared_bytes(
-    d: int, consumers: int, value_bytes: int, scale_bytes: int, p_shared: bool = False, stages: int = STAGES,
-    floats: bool = False,
-) -> int:  # fmt: skip
-    """`Shared` of stream_loads.cuh: the stages with their scales and barriers, Q's rows, P's where it lies there, and
-    floats on their way to codes."""
+    d: int, consumers: int, value_bytes: int, scale_bytes: int, stages: int = STAGES, beside: int = 0
+) -> int:
+    """`Shared` of stream_loads.cuh: the stages with their scales and barriers, Q's rows, and what else there is."""
     stage = -(-(TILE * key_width(d) + value_bytes) // 1024) * 1024 + scale_bytes + 16
-    return stages * stage + 64 * consumers * (key_width(d) + p_shared * TILE) + floats * _FLOAT_BYTES
+    return stages * stage + 64 * consumers * key_width(d) + beside
+
+
+def _beside(problem: Problem, consumers: int, floats: bool) -> int:
+    """Bytes of P, where it lies in shared memory, of floats on their way to codes, and of the table that P is from."""
+    p = 64 * consumers * TILE * _p_in_shared(problem, consumers)
+    return p + floats * _FLOAT_BYTES + _looks_up(problem) * _TABLE_BYTES
+
+
+def _looks_up(problem: Problem) -> bool:
+    """Whether P is looked up (kernels/table.cuh)."""
+    return problem.method == "intflash_online"
 
 
 def _p_in_shared(problem: Problem, consumers: int) -> bool:
     return consumers == 3 and problem.q.shape[3] > 96 and problem.method == "intflash_online"
 
 
-def _most_stages(d: int, consumers: int, p_shared: bool, floats: bool = False) -> int:
+def most_stages(d: int, consumers: int, beside: int) -> int:
     """Of a ring that holds a head's tiles, and what it has room for of the next heads'."""
-    one, two = (shared_bytes(d, consumers, TILE * d, 0, p_shared, stages, floats) for stages in (1, 2))
+    one, two = (shared_bytes(d, consumers, TILE * d, 0, stages, beside) for stages in (1, 2))
     return 1 + (_SHARED_BYTES - one) // (two - one)
 
 
@@ -249,4 +260,6 @@ def _consumers(problem: Problem, d: int, lean: bool, rows: bool) -> int:
         return 3 if 32 < d <= 64 and lean and not rows else 2
     if problem.method == "intflash_p8":
         return 3 if d <= 96 or d == 128 else 2
-    return 3 if d <= 96 or not rows and problem.causal is None else 2
+    if rows:
+        return 3 if d <= (80 if problem.causal is None else 64) else 2
+    return 3 if d <= 96 or problem.causal is None else 2

@@ -46,7 +46,7 @@ def float_launch(
     products = (Product(64, "s8"), Product(128, "s8"), Product(d, _PRODUCTS[v.data.dtype]))
     program = Program.of(
         "stream_float.cu", products, HEAD_DIM=d, CONSUMERS=_CONSUMERS, CAUSAL=int(problem.causal is not None),
-        KEY_SCALES=per, P_SHARED=0, QUERY="i8", VALUE=C_TYPES[v.data.dtype], OUT=C_TYPES[out.dtype],
+        KEY_SCALES=per, P_SHARED=0, P_TABLE=0, QUERY="i8", VALUE=C_TYPES[v.data.dtype], OUT=C_TYPES[out.dtype],
         STAGES=stream.STAGES, RESIDENT=0, FLOATS=0, WITHIN=0,
     )  # fmt: skip
     scales = (q.scale, k_scale, None)

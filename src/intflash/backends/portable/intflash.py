@@ -2,10 +2,13 @@
 
 p depends only on the depth Tmax - T, rounded half up to 1/256 octave, and is 0 from depth 3687 on: one small table.
 Without a bias and with one C per row, depth = (Smax - S) * C * 2^k and the maximum is taken of S itself.
+`intflash_online` counts the depth below its octave in steps of 1/112 octave: a table of 1,024.
 
-Why float64 loses nothing: |S| <= 256 * 127^2 and C < 2^31, so |S C| + 2^43 (a bias in units of 2^-32 octave)
-stays below 2^53, times a power of two. A difference of two such values is exact where it is below 2^36;
-a larger one may be rounded, but is dead either way.
+Why float64 loses nothing: |S| <= 256 * 127^2 < 2^22. From c = `least_coarse` on T is a multiple of 2^8 below 2^60, with
+a smaller c it is below 2^44 (a bias, a multiple of 2^8, is below 2^43). A difference of such integers is exact below
+2^53; a larger one may be rounded, but is dead either way. T over an octave of 7 << 28 is rounded, but not to a whole
+number: what lies beside one differs from it by 2^8 / (7 << 28) or more and is below 2^28, with a smaller c by
+2^2 / (7 << 28) and is below 2^12.
 """
 
 from __future__ import annotations
@@ -26,8 +29,12 @@ from intflash.backends.portable.operands import (
 )
 from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, keys_in_sight, tiles
 from intflash.numerics.exp import (
+    LAST_STEP,
+    OCTAVES,
     P8_MAX,
     P16_MAX,
+    TABLE_STEPS,
+    ScoreUnit,
     exponent_constants,
     log_sum_exp,
     output_multiplier,
@@ -36,8 +43,7 @@ from intflash.problem import Problem, Result
 
 DEAD = 3687  # depth, in 1/256 octave, from which p is 0: one more than 14 * 256 + 102
 NO_SCORE = -(2.0**61)  # below every T (|T| < 2^60) and every S: what a maximum sees of an absent key
-OCTAVE = 2.0**32
-STEP = 2.0**24  # 1/256 octave
+STEP = 2.0**24  # of T: 1/256 octave, or 1/112 of `intflash_online`
 GRANULE = 128  # keys per granule of `intflash_online`, by definition
 
 
@@ -56,58 +62,67 @@ def _table(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor([_p(depth, bits) for depth in range(DEAD + 1)], dtype=dtype, device=device)
 
 
+@functools.cache
+def _step_table(device: torch.device) -> Tensor:
+    """p8 of each step of 1/112 octave, taken at the 1/256 octave that the step is in."""
+    depths = [256 * step // 112 for step in range(LAST_STEP + 1)]
+    return torch.tensor([_p(depth, bits=8) for depth in depths], dtype=torch.float32, device=device)
+
+
 def _look_up(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
-    """p of depths in 1/256 octave (float64, >= 0, destroyed); 0 where absent, by selection."""
-    steps = depth.clamp_max_(DEAD).add_(0.5).to(torch.int32)
+    """p of depths in the table's steps (float64, >= 0, destroyed), 0 from the last on; 0 where absent, by selection."""
+    last = len(table) - 1
+    steps = depth.clamp_max_(last).add_(0.5).to(torch.int32)
     if absent is not None:
-        steps.masked_fill_(absent, DEAD)
+        steps.masked_fill_(absent, last)
     return table.index_select(0, steps.view(-1)).view(steps.shape)
 
 
 class _Scores:
     """Scores of key steps, and what one unit of them is worth.
 
-    They are S itself where one C serves a row and no bias is added (`plain`), else T in 2^-32 octave.
+    They are S itself where one C serves a row and no bias is added (`plain`), else T.
     """
 
-    def __init__(self, problem: Problem, plain: bool) -> None:
+    def __init__(self, problem: Problem, plain: bool, unit: ScoreUnit = OCTAVES) -> None:
         self.problem = problem
+        self.unit = unit
         self.plain = plain and problem.bias is None and problem.k.granularity != "block"
         self.q, self.k = code_operands(problem)
         self.q_scale = problem.q.token_scale()
         self.k_scale = spread_heads(problem.k.scale, problem.group).mT  # [B|1, Hq|1, 1, key blocks|1]
         small = self.q_scale.shape[2] == 1 or self.k_scale.shape[3] == 1
-        self.whole = self._octaves(self.q_scale, self.k_scale) if small else None
+        self.whole = self._factor(self.q_scale, self.k_scale) if small else None
 
-    def _octaves(self, q_scale: Tensor, k_scale: Tensor) -> Tensor:
-        C, k = exponent_constants(q_scale, k_scale, self.problem.sm_scale)
+    def _factor(self, q_scale: Tensor, k_scale: Tensor) -> Tensor:
+        C, k = exponent_constants(q_scale, k_scale, self.problem.sm_scale, self.unit)
         return (C << k).double()
 
-    def octaves(self, tile: Tile, blocks: slice | None = None) -> Tensor:
-        """2^-32 octaves per unit of S: ``[b|1, h|1, rows|1, key blocks|1]``."""
+    def factor(self, tile: Tile, blocks: slice | None = None) -> Tensor:
+        """What 1 of S is in T: ``[b|1, h|1, rows|1, key blocks|1]``."""
         if self.whole is not None:
             return tile.of(self.whole, blocks)
-        return self._octaves(tile.of(self.q_scale), tile.of(self.k_scale, blocks))
+        return self._factor(tile.of(self.q_scale), tile.of(self.k_scale, blocks))
 
     def step(self, tile: Tile, keys: slice, absent: Tensor | None) -> Tensor:
         """Scores ``[b, h, rows, keys]`` of one key step, `NO_SCORE` where absent."""
         q = tile.rows_of(self.q, self.problem.group)
         score = tile.unfold(torch.bmm(q, tile.keys_of(self.k, keys).mT))
         if not self.plain:
-            score = score.double().mul_(self._octaves_of_keys(tile, keys))
+            score = score.double().mul_(self._factor_of_keys(tile, keys))
             if self.problem.bias is not None:
-                score += tile.of(self.problem.bias, keys).double() * 4096  # 2^-20 to 2^-32 octave
+                score += tile.of(self.problem.bias, keys).double() * self.unit.bias_step
         return score if absent is None else score.masked_fill_(absent, NO_SCORE)
 
-    def _octaves_of_keys(self, tile: Tile, keys: slice) -> Tensor:
+    def _factor_of_keys(self, tile: Tile, keys: slice) -> Tensor:
         size = self.problem.k.block_size
         if size is None:
-            return self.octaves(tile)
+            return self.factor(tile)
         first, stop = keys.start // size, -(-keys.stop // size)
-        octaves = self.octaves(tile, slice(first, stop))
-        if octaves.shape[3] == 1:
-            return octaves
-        return octaves[..., torch.arange(keys.start, keys.stop, device=octaves.device) // size - first]
+        factor = self.factor(tile, slice(first, stop))
+        if factor.shape[3] == 1:
+            return factor
+        return factor[..., torch.arange(keys.start, keys.stop, device=factor.device) // size - first]
 
 
 class _Output:
@@ -163,39 +178,39 @@ def exact_maximum(problem: Problem, tiling: Tiling | None = None, *, bits: int) 
     scores, output = _Scores(problem, plain=True), _Output(problem, p_max)
     v = problem.v.data.to(dtype)
     for tile, top, steps in two_passes(problem, tiling, scores.step, NO_SCORE):
-        unit = scores.octaves(tile) if scores.plain else torch.ones_like(top)
+        factor = scores.factor(tile) if scores.plain else torch.ones_like(top)
         l = tile.full(1, 0, torch.float64, top.device)
         acc = tile.full(v.shape[3], 0, torch.float64, top.device)
         for keys, absent, score in steps:
-            depth = torch.sub(top, score, out=score).double().mul_(unit / STEP)
+            depth = torch.sub(top, score, out=score).double().mul_(factor / STEP)
             p = _look_up(table, depth, absent)
             l += p.sum(dim=-1, keepdim=True)
             acc += weighted_sum(tile, p, v, keys, problem.group)
-        output.write(tile, acc, l, top.double() * unit)
+        output.write(tile, acc, l, top.double() * factor)
     return output.result()
 
 
 def online(problem: Problem, tiling: Tiling | None = None) -> Result:
     """`intflash_online`: one pass in granules of 128 keys, the octave e of a row rising with its maximum."""
     tiling = replace(tiling or Tiling.on(problem.device), keys=GRANULE, steps=None)
-    table = _table(8, torch.float32, problem.device)
-    scores, output = _Scores(problem, plain=False), _Output(problem, P8_MAX)
-    v = problem.v.data.float()
+    table = _step_table(problem.device)
+    scores, output = _Scores(problem, plain=False, unit=TABLE_STEPS), _Output(problem, P8_MAX)
+    v, octave = problem.v.data.float(), float(TABLE_STEPS.octave)
     for tile in tiles(problem, tiling):
-        e = tile.full(1, NO_SCORE / OCTAVE, torch.float64, problem.device)
+        e = tile.full(1, NO_SCORE / octave, torch.float64, problem.device)
         l = tile.full(1, 0, torch.int32, problem.device)  # at most 255 * 65,536
         acc = tile.full(v.shape[3], 0, torch.int32, problem.device)
         for keys in tiling.key_steps(problem.k.shape[2], keys_in_sight(problem, tile)):
             absent = absent_keys(problem, tile, keys)
             score = scores.step(tile, keys, absent)
-            raised = torch.maximum(e, torch.ceil(score.amax(dim=-1, keepdim=True) / OCTAVE))
+            raised = torch.maximum(e, torch.ceil(score.amax(dim=-1, keepdim=True) / octave))
             fall = (raised - e).clamp_max_(31).to(torch.int32)
             l >>= fall
             acc >>= fall  # floors
             e = raised
-            depth = torch.sub(e * OCTAVE, score, out=score).div_(STEP)
+            depth = torch.sub(e * octave, score, out=score).div_(STEP)
             p = _look_up(table, depth, absent)
             l += p.sum(dim=-1, keepdim=True).to(torch.int32)
             acc += weighted_sum(tile, p, v, keys, problem.group).to(torch.int32)
-        output.write(tile, acc, l, e * OCTAVE)
+        output.write(tile, acc, l, e * 2.0**32)
     return output.result()

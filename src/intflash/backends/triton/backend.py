@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from intflash.backends.triton import mixed, published, quantize, rowwise, steps, unfused
-from intflash.backends.triton.constants import Constants, constants_launch, output_limit
+from intflash.backends.triton.constants import Constants, constants_launch, output_limit, score_unit
 from intflash.backends.triton.launch import Launch, limits, view
 from intflash.backends.triton.streaming import Statistics, streaming_launch
 from intflash.numerics import exp
@@ -101,7 +101,8 @@ def _constants(problem: Problem, inputs: quantize.Inputs | None, fused: bool) ->
         return Constants(None, None, inputs.scales and view(inputs.scales.v)), None  # the kernel makes them itself
     if inputs is None or inputs.numbers is None or problem.out_scale is not None:
         return fill()
-    return quantize.remember((inputs.numbers, problem.sm_scale, problem.out_dtype), problem.q.device, fill)
+    key = inputs.numbers, problem.sm_scale, problem.out_dtype, score_unit(problem.method)
+    return quantize.remember(key, problem.q.device, fill)
 
 
 def _whole_row(problem: Problem) -> bool:

@@ -23,7 +23,6 @@ LOG2_E = tl.constexpr(exp.LOG2_E)
 MAX_OCTAVES = tl.constexpr(exp.MAX_OCTAVES_PER_UNIT)
 C_MAX = tl.constexpr(exp.C_MAX)
 FEW_FRACTION_BITS = tl.constexpr(exp.FEW_FRACTION_BITS)
-LEAST_COARSE = tl.constexpr(exp.LEAST_COARSE)
 LEAST_E = tl.constexpr(exp.OUTPUT_EXPONENTS[0])
 MOST_E = tl.constexpr(exp.OUTPUT_EXPONENTS[1])
 _BLOCK = 128
@@ -68,12 +67,12 @@ def _power_of_two(e):
 
 
 @triton.jit
-def pack_score(q_scale, k_scale, sm_scale):
+def pack_score(q_scale, k_scale, sm_scale, UNIT: tl.constexpr):
     """k << 32 | C of `exponent_constants`; float32 scales, float64 sm_scale."""
     c = ((q_scale.to(tl.float64) * k_scale.to(tl.float64)) * sm_scale) * LOG2_E
-    c = tl.minimum(c, MAX_OCTAVES)
+    c = tl.minimum(c, MAX_OCTAVES) * (UNIT.sixteenths / 16)
     k = tl.where(c < 0.5, 0, _exponent(c) + 1)
-    zeros = tl.where(c < LEAST_COARSE, 0, 32 - FEW_FRACTION_BITS).to(tl.int64)
+    zeros = tl.where(c < UNIT.least_coarse, 32 - UNIT.fraction_bits, 32 - FEW_FRACTION_BITS).to(tl.int64)
     C = tl.minimum(_round(c * _power_of_two(32 - zeros)) << (zeros - k), C_MAX)
     return (k << 32) | C
 
@@ -111,7 +110,7 @@ def _at(x, b, h, n, d):
 def _constants_kernel(
     q_scale: View, k_scale: View, v_scale: View, given: View, score, output, out_scale, score_shape: Shape,
     output_shape: Shape, score_count, output_count, sm_bits,
-    GROUP: tl.constexpr, QMAX: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One thread per constant. sm_bits: the bits of the float64 softmax scale. given: out scale or None."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -120,7 +119,7 @@ def _constants_kernel(
     inside = i < score_count
     s_q = tl.load(_at(q_scale, b, h, n, 0), mask=inside, other=1.0)
     s_k = tl.load(_at(k_scale, b, h // GROUP, d, 0), mask=inside, other=1.0)
-    tl.store(score + i, pack_score(s_q, s_k, sm_scale), mask=inside)
+    tl.store(score + i, pack_score(s_q, s_k, sm_scale, UNIT), mask=inside)
     if QMAX != 0:
         b, h, n, d = _unravel(i, output_shape)
         inside = i < output_count
@@ -131,6 +130,11 @@ def _constants_kernel(
             s_o = default_out_scale(s_v, QMAX)
             tl.store(out_scale + i, s_o, mask=inside)
         tl.store(output + i, pack_output(s_v, s_o), mask=inside)
+
+
+def score_unit(method: str) -> exp.ScoreUnit:
+    """What a method's T counts."""
+    return exp.TABLE_STEPS if method == "intflash_online" else exp.OCTAVES
 
 
 def _broadcast(*shapes: tuple[int, ...]) -> Shape:
@@ -166,7 +170,7 @@ def constants_launch(
         score=score, output=output, out_scale=out_scale, score_shape=score_shape, output_shape=output_shape,
         score_count=score.numel(), output_count=0 if output is None else output.numel(),
         sm_bits=float_bits(problem.sm_scale),
-        GROUP=group, QMAX=qmax, BLOCK=_BLOCK,
+        UNIT=score_unit(problem.method), GROUP=group, QMAX=qmax, BLOCK=_BLOCK,
     )  # fmt: skip
     count = max(arguments["score_count"], arguments["output_count"])
     launch = Launch(_constants_kernel, (triton.cdiv(count, _BLOCK),), arguments)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from intflash.backends.triton import choices
-from intflash.backends.triton.constants import Constants, float_bits, for_loops, pack_score
+from intflash.backends.triton.constants import Constants, float_bits, for_loops, pack_score, score_unit
 from intflash.backends.triton.launch import Launch, data_view, grid, readable, view
 from intflash.backends.triton.quantize import Three, head_inverse
 from intflash.backends.triton.steps import (
@@ -136,19 +136,19 @@ def _row_tile(
 
 
 @triton.jit
-def _score_scalars(scales: Three, place: Place, key_head, sm_bits):
+def _score_scalars(scales: Three, place: Place, key_head, sm_bits, UNIT: tl.constexpr):
     """(C, k) from the scales of float inputs: a few scalar operations here instead of a launch of their own."""
     s_q = tl.load(scales.q.ptr + place.b.to(tl.int64) * scales.q.b + place.h.to(tl.int64) * scales.q.h)
     s_k = tl.load(scales.k.ptr + place.b.to(tl.int64) * scales.k.b + key_head.to(tl.int64) * scales.k.h)
-    return unpack(pack_score(s_q, s_k, sm_bits.to(tl.int64).to(tl.float64, bitcast=True)))
+    return unpack(pack_score(s_q, s_k, sm_bits.to(tl.int64).to(tl.float64, bitcast=True), UNIT))
 
 
 @triton.jit
 def _rows(
     q, ks, vs, offset, out, constants: Constants, masks: Masks, statistics: Statistics, scales: Three,
     place: Place, first_row, sm_bits,
-    BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    UNIT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     PERIODS: tl.constexpr,
 ):  # fmt: skip
     """From Q to the output for BM rows."""
@@ -156,7 +156,7 @@ def _rows(
     q_tile = load_rows(q, head_base(q, place.b, place.h, place.q_start), rows, place.q_count, D, BD, True)
     q_tile = _codes(q_tile, scales.q, place.b, place.h)
     if constants.score is None:
-        C, shift = _score_scalars(scales, place, place.h // PERIODS.group, sm_bits)
+        C, shift = _score_scalars(scales, place, place.h // PERIODS.group, sm_bits, UNIT)
     else:
         C, shift = score_constants(constants.score, 1, place, rows, rows, KIND)
     if KIND == "head":  # a shift of 0 is the usual one and costs nothing in code of its own
@@ -186,9 +186,10 @@ def _rows(
 def _rowwise_kernel(
     q: View, k: View, v: View, out: View, constants: Constants, masks: Masks, statistics: Statistics,
     scales: Three, nq, nk, sm_bits,
-    BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, TAIL: tl.constexpr, PIECES: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, PERIODS: tl.constexpr, BATCH_FIRST: tl.constexpr, V_PADDED: tl.constexpr,
+    UNIT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, TAIL: tl.constexpr,
+    PIECES: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, PERIODS: tl.constexpr, BATCH_FIRST: tl.constexpr,
+    V_PADDED: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of BM rows and one of TAIL rows (or none) for each program."""
     batch, first_tile, head = tl.program_id(2), tl.program_id(0), tl.program_id(1)
@@ -217,12 +218,12 @@ def _rowwise_kernel(
     for tile in tl.range(0, TILES):
         _rows(
             q, ks, vs, offset, out, constants, masks, statistics, scales, place, first_row + tile * BM, sm_bits,
-            BITS, KIND, CAUSAL, PLAIN, D, DV, BM, PIECES, BD, BDV, PERIODS,
+            UNIT, BITS, KIND, CAUSAL, PLAIN, D, DV, BM, PIECES, BD, BDV, PERIODS,
         )  # fmt: skip
     if TAIL > 0:
         _rows(
             q, ks, vs, offset, out, constants, masks, statistics, scales, place, first_row + TILES * BM, sm_bits,
-            BITS, KIND, CAUSAL, PLAIN, D, DV, TAIL, PIECES, BD, BDV, PERIODS,
+            UNIT, BITS, KIND, CAUSAL, PLAIN, D, DV, TAIL, PIECES, BD, BDV, PERIODS,
         )  # fmt: skip
 
 
@@ -294,7 +295,8 @@ def rowwise_launch(
             problem.causal,
         ),
         statistics=statistics, scales=scales, nq=nq, nk=nk, sm_bits=float_bits(problem.sm_scale),
-        BITS=bits, KIND="row" if per_row else "head", CAUSAL=problem.causal is not None, PLAIN=bias is None,
+        UNIT=score_unit(problem.method), BITS=bits, KIND="row" if per_row else "head",
+        CAUSAL=problem.causal is not None, PLAIN=bias is None,
         D=d, DV=dv, BM=tile.rows, TILES=tile.tiles, TAIL=tile.tail, PIECES=pieces(nk),
         BD=block_dim(d, 32), BDV=block_dim(dv, 16),
         PERIODS=Periods(

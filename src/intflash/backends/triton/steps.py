@@ -24,9 +24,22 @@ import triton
 import triton.language as tl
 
 from intflash.backends.triton.tiles import natural_order
-from intflash.numerics.triton import INT32_MIN, K0, NEVER, ceil_octave, exp_p8, exp_p16
+from intflash.numerics import exp
+from intflash.numerics.triton import (
+    INT32_MIN,
+    K0,
+    NEVER,
+    NO_OCTAVE,
+    TABLE_K0,
+    TABLE_OCTAVE,
+    exp_p8,
+    exp_p16,
+    table_octave,
+    table_p8,
+)
 
-NO_OCTAVE = tl.constexpr(-(1 << 30))
+BIAS_STEP = tl.constexpr(exp.OCTAVES.bias_step)
+TABLE_BIAS_STEP = tl.constexpr(exp.TABLE_STEPS.bias_step)
 
 
 class Hooks(NamedTuple):
@@ -68,20 +81,20 @@ def make_steps(
 
 
 @triton.jit
-def exponents(s, C, bias):
-    """T of a tile, int64 in 2^-32 octave."""
+def exponents(s, C, bias, STEP: tl.constexpr = BIAS_STEP):
+    """T of a tile, int64; STEP: a bias of 1 in it."""
     t = s.to(tl.int64) * C.to(tl.int64)
     if bias is not None:
-        t += bias.to(tl.int64) << 12
+        t += bias.to(tl.int64) * STEP
     return t
 
 
 @triton.jit
-def offsets(base, bias, present):
+def offsets(base, bias, present, STEP: tl.constexpr = BIAS_STEP):
     """B of a tile: base [BM, 1] plus the bias; NEVER where a key is absent."""
     b = base
     if bias is not None:
-        b = b + (bias.to(tl.int64) << 12)
+        b = b + bias.to(tl.int64) * STEP
     if present is not None:
         b = tl.where(present, b, NEVER)
     return b
@@ -143,13 +156,13 @@ def _initial_p16(BM: tl.constexpr, BDV: tl.constexpr):
 
 
 @triton.jit
-def peaks(peak, s_peak, s, C, bias, present, PLAIN: tl.constexpr):
+def peaks(peak, s_peak, s, C, bias, present, PLAIN: tl.constexpr, STEP: tl.constexpr = BIAS_STEP):
     if PLAIN:
         if present is not None:
             s = tl.where(present, s, INT32_MIN)
         s_peak = tl.maximum(s_peak, tl.max(s, 1))
     else:
-        t = exponents(s, C, bias)
+        t = exponents(s, C, bias, STEP)
         if present is not None:
             t = tl.where(present, t, NEVER)
         peak = tl.maximum(peak, tl.max(t, 1))
@@ -234,14 +247,20 @@ def _initial_online(BM: tl.constexpr, BDV: tl.constexpr):
 
 
 @triton.jit
+def granule(octave, s, C, bias, present, PLAIN: tl.constexpr):
+    """The octaves that the keys of a tile raise, and P8 of those keys in their order."""
+    peak, s_peak = tl.full([s.shape[0]], NEVER, tl.int64), tl.full([s.shape[0]], INT32_MIN, tl.int32)
+    peak, s_peak = peaks(peak, s_peak, s, C, bias, present, PLAIN, TABLE_BIAS_STEP)
+    raised = tl.maximum(octave, table_octave(t_max(peak, s_peak, C, PLAIN)))
+    b = offsets((raised.to(tl.int64) * -TABLE_OCTAVE + TABLE_K0)[:, None], bias, present, TABLE_BIAS_STEP)
+    return raised, natural_order(table_p8(s, C, b))
+
+
+@triton.jit
 def _step_online(state, s, C, bias, present, v, PLAIN: tl.constexpr):
     octave, acc, l = state
-    peak, s_peak = tl.full([s.shape[0]], NEVER, tl.int64), tl.full([s.shape[0]], INT32_MIN, tl.int32)
-    peak, s_peak = peaks(peak, s_peak, s, C, bias, present, PLAIN)
-    raised = tl.maximum(octave, ceil_octave(t_max(peak, s_peak, C, PLAIN)))
+    raised, p = granule(octave, s, C, bias, present, PLAIN)
     d = tl.minimum(raised - octave, 31)
-    b = offsets((-(raised.to(tl.int64) << 32) + K0)[:, None], bias, present)
-    p = natural_order(exp_p8(s, C, b))
     l = add_row_sums((l >> d[:, None]) + 128 * s.shape[1], p, None)
     product = tl.dot(p, v, out_dtype=tl.int32)
     sums = add_value_sums(tl.zeros([16, v.shape[1]], tl.int32), v)

@@ -229,7 +229,8 @@ def default_tile(problem: Problem, steps: Steps) -> Tile:
         return Tile(64, 32 if bits == 16 else 64, 8, 1)
     packed, blocks = problem.cu_seqlens_q is not None, problem.k.granularity == "block"
     if read or packed or blocks or problem.causal is not None or problem.k.shape[2] % 128:
-        rows = choices.choose(problem.device, "rows of a masked stream", (64,))[0]
+        name = "rows of a masked online stream" if steps.keys else "rows of a masked stream"
+        rows = choices.choose(problem.device, name, (64,))[0]
         return Tile(rows, steps.keys or 64, 8, 2)
     name = choices.stream_class(steps.keys, d, bits)
     return Tile(*choices.choose(problem.device, name, (64, steps.keys or 64, 4, 2)))

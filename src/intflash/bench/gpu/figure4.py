@@ -16,20 +16,10 @@ from torch import Tensor
 
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.launch import contiguous_keys
-from intflash.backends.triton.steps import (
-    add_row_sums,
-    add_value_sums,
-    make_steps,
-    offset_row,
-    offsets,
-    peaks,
-    row_sum,
-    t_max,
-)
+from intflash.backends.triton.steps import add_row_sums, add_value_sums, granule, make_steps, offset_row, row_sum
 from intflash.backends.triton.streaming import Statistics, streaming_launch
-from intflash.backends.triton.tiles import natural_order
 from intflash.bench.gpu.kernels import Kernel, make_kernel, of_launch
-from intflash.numerics.triton import INT32_MIN, K0, NEVER, ceil_octave, exp_p8
+from intflash.numerics.triton import NO_OCTAVE
 from intflash.problem import Problem
 from intflash.quant import Recipe
 
@@ -45,18 +35,15 @@ _RECIPES = {"int_flash_half": Recipe(v="none")}
 
 @triton.jit
 def _initial(BM: tl.constexpr, BDV: tl.constexpr):
-    return tl.full([BM], -(1 << 30), tl.int32), tl.zeros([BM, BDV], tl.float32), tl.zeros([BM], tl.float32)
+    return tl.full([BM], NO_OCTAVE, tl.int32), tl.zeros([BM, BDV], tl.float32), tl.zeros([BM], tl.float32)
 
 
 @triton.jit
 def _step(state, s, C, bias, present, v, PLAIN: tl.constexpr):
-    """`intflash_online`'s step with float32 l and acc: 8-bit P by the integer exponential of the raised octave."""
+    """`intflash_online`'s step with float32 l and acc: 8-bit P of the raised octave."""
     octave, acc, l = state
-    peak, s_peak = tl.full([s.shape[0]], NEVER, tl.int64), tl.full([s.shape[0]], INT32_MIN, tl.int32)
-    peak, s_peak = peaks(peak, s_peak, s, C, bias, present, PLAIN)
-    raised = tl.maximum(octave, ceil_octave(t_max(peak, s_peak, C, PLAIN)))
+    raised, p = granule(octave, s, C, bias, present, PLAIN)
     alpha = tl.exp2(tl.maximum(octave - raised, -126).to(tl.float32))
-    p = natural_order(exp_p8(s, C, offsets((-(raised.to(tl.int64) << 32) + K0)[:, None], bias, present)))
     product = tl.dot(p, v, out_dtype=tl.int32)
     product += offset_row(add_value_sums(tl.zeros([16, v.shape[1]], tl.int32), v))
     sums = row_sum(add_row_sums(tl.full([s.shape[0], 16], 128 * s.shape[1], tl.int32), p, None))

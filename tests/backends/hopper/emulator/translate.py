@@ -211,8 +211,9 @@ class _Translator:
         return self.put(f"{self.get(3, 'pred')} ? {self.get(1)} : {self.get(2)}")
 
     def _cvt(self) -> str | None:
-        if self.parts == ("pack", "sat", "s8", "s32", "b32"):
-            return self.put(f"pack_sat_s8({self.get(1, 's32')}, {self.get(2, 's32')}, {self.get(3, 'u32')})")
+        if self.parts[:2] == ("pack", "sat") and self.parts[2] in ("s8", "u8") and self.parts[3:] == ("s32", "b32"):
+            numbers = self.get(1, "s32"), self.get(2, "s32"), self.get(3, "u32")
+            return self.put(f"pack_sat<{self.parts[2]}>({', '.join(numbers)})")
         rounding, to, source = ("", *self.parts)[-3:]
         if to in ("f16x2", "bf16x2") and rounding == "rn":
             return self.put(f"{to[:-2]}_of({self.get(1, 'f32')}) << 16 | {to[:-2]}_of({self.get(2, 'f32')})")

@@ -20,32 +20,46 @@ inline int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 inline int32_t wrapping_add(int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); }
+inline int64_t wrapping_add(int64_t a, int64_t b) { return int64_t(uint64_t(a) + uint64_t(b)); }
 inline int32_t wrapping_multiply(int32_t a, int32_t b) { return int32_t(uint32_t(a) * uint32_t(b)); }
 inline int64_t wrapping_multiply(int64_t a, int64_t b) { return int64_t(uint64_t(a) * uint64_t(b)); }
 
-// T = (S << k) * c in 2^-32 octave, docs/numerics.md section 2; 0 <= c < 2^31, 0 <= k <= 8.
+// What a method's T counts, in 2^-32 of it, and how many fraction bits a score's units keep.
+struct ScoreUnit {
+  int sixteenths;       // units in 16 octaves
+  double least_coarse;  // 24 fraction bits are kept from here on
+  int fraction_bits;    // below it
+  constexpr int64_t octave() const { return int64_t(sixteenths) << 28; }
+  constexpr int64_t bias_step() const { return sixteenths << 8; }  // 2^-20 octave
+};
+constexpr ScoreUnit kOctaves = {16, 0x1p-14, 32};
+constexpr ScoreUnit kTableSteps = {7, 0x1p-16, 30};  // of intflash_online: 256 steps of 1/112 octave
+
+// T = (S << k) * c in 2^-32 of the method's unit, docs/numerics.md section 2; 0 <= c < 2^31, 0 <= k <= 8.
 struct Exponent {
   uint32_t c = 0;
   int k = 0;
 };
 
-inline Exponent exponent_constants(float q_scale, float k_scale, double sm_scale) {
+inline Exponent exponent_constants(float q_scale, float k_scale, double sm_scale, const ScoreUnit& unit) {
   double octaves = ((double(q_scale) * double(k_scale)) * sm_scale) * 1.4426950408889634;
   if (octaves > 64.0) octaves = 64.0;
+  const double units = octaves * (unit.sixteenths / 16.0);
   Exponent e;
-  if (octaves >= 0.5) std::frexp(octaves, &e.k), ++e.k;
-  const int zeros = octaves < 0x1p-14 ? 0 : 8;  // fraction bits that are not kept
-  const uint32_t c = uint32_t(std::nearbyint(std::ldexp(octaves, 32 - zeros))) << (zeros - e.k);  // half to even
+  if (units >= 0.5) std::frexp(units, &e.k), ++e.k;
+  const int zeros = units < unit.least_coarse ? 32 - unit.fraction_bits : 8;  // fraction bits that are not kept
+  const uint32_t c = uint32_t(std::nearbyint(std::ldexp(units, 32 - zeros))) << (zeros - e.k);  // half to even
   e.c = c > 0x7FFFFF00u ? 0x7FFFFF00u : c;
   return e;
 }
 
 // The constants of two scales, made anew where those are not the last ones'.
 struct LastExponent {
+  ScoreUnit unit = kOctaves;
   float q_scale = 0, k_scale = 0;
   Exponent exponent;
   Exponent of(float q, float k, double sm_scale) {
-    if (q != q_scale || k != k_scale) exponent = exponent_constants(q, k, sm_scale), q_scale = q, k_scale = k;
+    if (q != q_scale || k != k_scale) exponent = exponent_constants(q, k, sm_scale, unit), q_scale = q, k_scale = k;
     return exponent;
   }
 };

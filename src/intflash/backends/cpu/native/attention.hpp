@@ -22,7 +22,6 @@ template <bool P16>
 constexpr int64_t kLongRow = P16 ? 1024 : 257;  // keys from which LongRows gains
 constexpr int64_t kLongStages = 2048;     // keys from which 8 chunks of P16 a stage gain: sums are loaded less often, ends cost more
 constexpr int kFewRows = 8;               // of a unit, for whole tiles of vectors are made of them
-constexpr int64_t kOctave = int64_t(1) << 32;  // in units of T
 
 template <class V>
 class Attention : Buffers<V> {
@@ -57,14 +56,16 @@ class Attention : Buffers<V> {
   RowScale scale_[kRows];
   int row_step_;  // 0: the rows share the first exponent and scale
   Depth depth_;
-  LastExponent last_;
+  LastExponent last_;  // its unit is the method's
   Epilogue<V> epilogue_;
-  int64_t level_[kRows];  // wide rows: Tmax; intflash_online: the reference octave << 32
+  int64_t level_[kRows];  // wide rows: Tmax; intflash_online: the reference octave in T
   int32_t top_[kRows];    // narrow rows: maximum of S
   uint32_t l_[kRows];
 
   Attention(const Call& call, uint64_t call_id, Scratch& scratch)
-      : Buffers<V>(call, scratch), call_(call), call_id_(call_id), scratch_(scratch), epilogue_(call) {}
+      : Buffers<V>(call, scratch), call_(call), call_id_(call_id), scratch_(scratch), epilogue_(call) {
+    if (call.method == Method::kOnline) last_.unit = kTableSteps;
+  }
 
   // Unit order: sequence, key head, query head of its group, block of rows.
   void units(int64_t first, int64_t last) {
@@ -142,7 +143,7 @@ class Attention : Buffers<V> {
     row_step_ = call_.q_scale.stride[2] ? 1 : 0;
     for (int r = 0; r < (row_step_ ? rows_ : 1); ++r) {
       exponent_[r] = exponent_at(r, 0);
-      scale_[r] = row_scale(exponent_[r]);
+      scale_[r] = call_.method == Method::kOnline ? row_scale<true>(exponent_[r]) : row_scale(exponent_[r]);
       if (scale_[r].shift && !wide_) depth_ = Depth::kShifted;
     }
     for (int r = 0; r < rows_; ++r) level_[r] = kNever, top_[r] = kAbsent, l_[r] = 0;
@@ -199,10 +200,10 @@ class Attention : Buffers<V> {
   }
 
   // T of every key of a chunk's row, given to f(j, T), by the 64-bit formula; for a bias or per-block K scales.
-  template <class F>
+  template <bool Online, class F>
   void for_each_exponent(int r, int64_t key, int64_t n, const int32_t* s, F f) {
     const int32_t* bias = call_.bias.data ? mask_row(call_.bias, call_.bias_batch, r, key) : nullptr;
-    const int64_t step = call_.bias.stride[3];
+    const int64_t step = call_.bias.stride[3], bias_step = (Online ? kTableSteps : kOctaves).bias_step();
     for (int64_t j = 0; j < n;) {
       int64_t end = n;
       Exponent e = exponent_[r * row_step_];
@@ -214,7 +215,7 @@ class Attention : Buffers<V> {
       if (!bias)
         for (; j < end; ++j) f(j, wrapping_multiply(s[j] * unit, c));  // wraps for absent keys only
       else
-        for (; j < end; ++j) f(j, wrapping_multiply(s[j] * unit, c) + int64_t(bias[j * step]) * 4096);
+        for (; j < end; ++j) f(j, wrapping_add(wrapping_multiply(s[j] * unit, c), bias[j * step] * bias_step));
     }
   }
 
@@ -230,10 +231,11 @@ class Attention : Buffers<V> {
   }
 
   // Maximum of T over the chunk's keys (wide rows); kNever without keys.
+  template <bool Online>
   int64_t wide_max(int r, int64_t key, int64_t n) {
     const int32_t* s = scores_ + r * score_ld_;
     int64_t m = kNever;
-    for_each_exponent(r, key, n, s, [&](int64_t j, int64_t t) { m = larger(m, s[j] == kAbsent ? kNever : t); });
+    for_each_exponent<Online>(r, key, n, s, [&](int64_t j, int64_t t) { m = larger(m, s[j] == kAbsent ? kNever : t); });
     return m;
   }
 
@@ -252,14 +254,15 @@ class Attention : Buffers<V> {
   int64_t narrow_max(int r) const { return top_[r] == kAbsent ? kNever : exponent_of(r, top_[r]); }
 
   // Overwrites scores [at, at + n) of a wide row, of the chunk at `key`, with their depths below level_.
+  template <bool Online>
   __attribute__((noinline)) void depths_in_place(int r, int64_t key, int64_t at, int64_t n) {
     int32_t* s = scores_ + r * score_ld_ + at;
-    const int64_t level = level_[r];
-    if (short_)
+    const int64_t level = level_[r] + (Online ? kStepOffset : 0);
+    if (!Online && short_)
       short_row(r, at).depths(s, n, level);
     else
-      for_each_exponent(r, key + at, n, s, [&](int64_t j, int64_t t) {
-        const int64_t x = smaller<int64_t>(int64_t(uint64_t(level) - uint64_t(t)) >> 23, 65535);  // Q.9
+      for_each_exponent<Online>(r, key + at, n, s, [&](int64_t j, int64_t t) {
+        const int64_t x = smaller<int64_t>(int64_t(uint64_t(level) - uint64_t(t)) >> (32 - kDepthBits<Online>), 65535);
         s[j] = s[j] == kAbsent ? 65535 : int32_t(x);
       });
     for (int64_t j = n; j < round_up(n, kBlock); ++j) s[j] = 65535;
@@ -267,20 +270,20 @@ class Attention : Buffers<V> {
 
   // P of scores [at, at + n) of the chunk at `key`, their sum, and acc (+)= P V. P (its high digits) takes the
   // place of the scores it was made from, which are in L1: a block's P is never longer than the scores read.
-  template <bool P16, bool HasBase>
+  template <bool P16, bool Online>
   void accumulate(int64_t key, int64_t at, int64_t n, bool fresh) {
     typename V::I32 sums[kRows];
     uint64_t base[kRows];
     for (int r = 0; r < rows_; ++r) {
       sums[r] = V::set1(0);
-      if (HasBase && !wide_) base[r] = top_[r] == kAbsent ? 0 : scaled_base(level_[r] - exponent_of(r, top_[r]));
-      if (wide_) depths_in_place(r, key, at, n);
+      if (Online && !wide_) base[r] = scaled_base(top_[r] == kAbsent ? 0 : level_[r] - exponent_of(r, top_[r]));
+      if (wide_) depths_in_place<Online>(r, key, at, n);
     }
     V::stay_awake();
     const RowLevels levels = {scale_, row_step_, top_, base};
     PCode* p = reinterpret_cast<PCode*>(scores_ + at);
     const int64_t p_ld = score_ld_ * int64_t(sizeof(int32_t) / sizeof(PCode));
-    Exp2<V>::template rows<P16, HasBase>(depth_, masked_, scores_ + at, score_ld_, n, levels, rows_, p, p_ld, p_low_, p_ld_, sums);
+    Exp2<V>::template rows<P16, Online>(depth_, masked_, scores_ + at, score_ld_, n, levels, rows_, p, p_ld, p_low_, p_ld_, sums);
     uint32_t l[kRows];
     for (int r = 0; r < rows_; r += 16) V::reduce_add(sums + r, l + r);
     for (int r = 0; r < rows_; ++r) l_[r] += l[r];
@@ -330,7 +333,7 @@ class Attention : Buffers<V> {
       const int64_t n = smaller(chunk_, key_end_ - key);
       score_chunk(key, n);
       short_ = wide_ && resident && short_levels(n);
-      for (int r = 0; wide_ && !short_ && r < rows_; ++r) level_[r] = larger(level_[r], wide_max(r, key, n));
+      for (int r = 0; wide_ && !short_ && r < rows_; ++r) level_[r] = larger(level_[r], wide_max<false>(r, key, n));
     }
     for (int64_t key = 0; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
@@ -368,21 +371,21 @@ class Attention : Buffers<V> {
   }
 
   void online() {
+    constexpr int64_t octave = kTableSteps.octave();
     clear(acc_, rows_ * value_pad_);
     for (int64_t key = 0; key < key_end_; key += kGranule) {
       const int64_t n = smaller<int64_t>(kGranule, key_end_ - key);
       for (int r = 0; r < rows_; ++r) top_[r] = kAbsent;
       score_chunk(key, n);
       for (int r = 0; r < rows_; ++r) {
-        const int64_t m = wide_ ? wide_max(r, key, n) : narrow_max(r);
-        if (m == kNever) continue;  // its scores are all marked absent: p is 0
-        const int64_t octave = -((-m) >> 32);
-        if (level_[r] == kNever) level_[r] = octave * kOctave;
-        const int64_t rise = smaller<int64_t>(octave - (level_[r] >> 32), 31);
-        if (rise <= 0) continue;
+        const int64_t m = wide_ ? wide_max<true>(r, key, n) : narrow_max(r);
+        const int64_t before = level_[r];
+        if (m <= before) continue;  // without keys too
+        level_[r] = (m / octave + (m % octave > 0)) * octave;
+        if (before == kNever) continue;
+        const int64_t rise = smaller<int64_t>((level_[r] - before) / octave, 31);
         l_[r] >>= rise;
         for (int64_t d = 0; d < value_pad_; ++d) acc_[r * value_pad_ + d] >>= rise;
-        level_[r] = octave * kOctave;
       }
       accumulate<false, true>(key, 0, n, false);
     }
@@ -439,9 +442,15 @@ class Attention : Buffers<V> {
     epilogue_.template rows<P16>(acc_, acc_low_, value_pad_, l_, rows_, call_.out_offset(b_, h_, q0_ + row0_));
     V::stay_awake();
     for (int r = 0; call_.t_max && r < rows_; ++r) {
-      call_.t_max[first + r] = wide_ || call_.method == Method::kOnline ? level_[r] : narrow_max(r);
+      call_.t_max[first + r] = t_max(r);
       call_.l_sum[first + r] = l_[r];
     }
+  }
+
+  // In 2^-32 octave.
+  int64_t t_max(int r) const {
+    if (call_.method == Method::kOnline) return level_[r] == kNever ? kNever : level_[r] / kTableSteps.sixteenths * 16;
+    return wide_ ? level_[r] : narrow_max(r);
   }
 };
 

@@ -68,7 +68,7 @@ struct Vec256 {
   static U16 set16(uint16_t v) { return _mm256_set1_epi16(int16_t(v)); }
   static U16 zero16() { return _mm256_setzero_si256(); }
   static U16 high_byte(U16 a) { return _mm256_srli_epi16(a, 8); }
-  static U16 low_byte(U16 a) { return _mm256_and_si256(a, _mm256_set1_epi16(255)); }
+  static U16 and16(U16 a, uint16_t b) { return _mm256_and_si256(a, _mm256_set1_epi16(int16_t(b))); }
   template <int Shift>
   static U16 mantissa(U16 z) {
     const __m256i f = _mm256_andnot_si256(_mm256_slli_epi16(z, Shift), _mm256_set1_epi16(int16_t(255 << Shift)));

@@ -80,7 +80,7 @@ struct Vec512 : Pack512 {
     const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15, -1));
     return _mm512_shuffle_epi8(a, order);
   }
-  static U16 low_byte(U16 a) { return _mm512_and_si512(a, _mm512_set1_epi16(255)); }
+  static U16 and16(U16 a, uint16_t b) { return _mm512_and_si512(a, _mm512_set1_epi16(int16_t(b))); }
   template <int Shift>
   static U16 mantissa(U16 z) { return mantissa_of<Shift>(_mm512_slli_epi16(z, Shift)); }
   static U16 shift6_plan() { return zero16(); }

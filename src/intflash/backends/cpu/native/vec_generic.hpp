@@ -97,7 +97,7 @@ struct Generic {
       w.x[i] = s.x[i] == 0 ? uint16_t(h.x[i] + g.x[i]) : s.x[i] == 1 ? g.x[i] : s.x[i] > 14 ? 0 : uint16_t(((h.x[i] >> (s.x[i] - 2)) + 1) >> 1);
     return w;
   }
-  static U16 low_byte(U16 a) { for (auto& v : a.x) v &= 255; return a; }
+  static U16 and16(U16 a, uint16_t b) { for (auto& v : a.x) v &= b; return a; }
   // Stores values <= 255 and returns `sum` plus them, spread over lanes.
   static I32 store_p(PCode* p, U16 a, U16 b, I32 sum) {
     for (int i = 0; i < 8; ++i) {

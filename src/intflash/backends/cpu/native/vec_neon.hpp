@@ -61,7 +61,7 @@ struct Neon {
   static U16 set16(uint16_t v) { return vdupq_n_u16(v); }
   static U16 zero16() { return vdupq_n_u16(0); }
   static U16 high_byte(U16 a) { return vshrq_n_u16(a, 8); }
-  static U16 low_byte(U16 a) { return vandq_u16(a, vdupq_n_u16(255)); }
+  static U16 and16(U16 a, uint16_t b) { return vandq_u16(a, vdupq_n_u16(b)); }
   template <int Shift>
   static U16 mantissa(U16 z) {
     return vorrq_u16(vbicq_u16(vdupq_n_u16(uint16_t(255 << Shift)), vshlq_n_u16(z, Shift)), vdupq_n_u16(uint16_t(256 << Shift)));
@@ -70,7 +70,7 @@ struct Neon {
   static U16 mul_round(U16 a, U16 b) {  // (2ab + 2^15) >> 16
     return vreinterpretq_u16_s16(vqrdmulhq_s16(vreinterpretq_s16_u16(a), vreinterpretq_s16_u16(b)));
   }
-  static U16 power(U16 z) {  // a shift by a count below -16 gives 0
+  static U16 power(U16 z) {  // a shift by 16 or more, to either side, gives 0: the count is a signed byte
     return vshlq_u16(vdupq_n_u16(512), vnegq_s16(vreinterpretq_s16_u16(vshrq_n_u16(z, 8))));
   }
   static U16 mul_high16(U16 a, U16 b) {

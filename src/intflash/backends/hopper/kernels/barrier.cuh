@@ -10,6 +10,14 @@ DEVICE void barrier_arrive(u32 at, u32 count = 1) {
     asm volatile("{.reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [%0], %1;}" ::"r"(at), "r"(count) : "memory");
 }
 
+// Without a branch.
+DEVICE void barrier_arrive_if(u32 at, bool arrives) {
+    asm volatile(
+        "{.reg .pred p; .reg .b64 t; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 t, [%0];}" ::"r"(at),
+        "r"((u32)arrives)
+        : "memory");
+}
+
 // Arrives, and holds the phase until as many bytes have been copied.
 DEVICE void barrier_expect(u32 at, u32 bytes) {
     asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [%0], %1;}" ::"r"(at), "r"(bytes)

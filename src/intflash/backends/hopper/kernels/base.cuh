@@ -129,6 +129,14 @@ DEVICE u32 pack_bytes(i32 a, i32 b, i32 c, i32 d) {
     return w;
 }
 
+// The same of numbers from 0 to 255.
+DEVICE u32 pack_unsigned_bytes(u32 a, u32 b, u32 c, u32 d) {
+    u32 w;
+    asm("{.reg .b32 t; cvt.pack.sat.u8.s32.b32 t, %4, %3, 0; cvt.pack.sat.u8.s32.b32 %0, %2, %1, t;}"
+        : "=r"(w) : "r"(a), "r"(b), "r"(c), "r"(d));
+    return w;
+}
+
 // 4 x 4 bytes: word i of `r` holds byte i of a, b, c, d.
 DEVICE void transpose_bytes(u32 a, u32 b, u32 c, u32 d, u32 (&r)[4]) {
     u32 ab = permute(a, b, 0x5140), cd = permute(c, d, 0x5140);

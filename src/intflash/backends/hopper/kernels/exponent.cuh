@@ -92,13 +92,17 @@ struct Score {
 
 DEVICE Score unpack_score(i64 packed) { return {(i32)packed, (i32)(packed >> 32)}; }
 
+// What T counts: numerics.exp.ScoreUnit.
+struct Octaves { static constexpr i32 SIXTEENTHS = 16, LEAST_COARSE = -14, FRACTION_BITS = 32; };
+struct TableSteps { static constexpr i32 SIXTEENTHS = 7, LEAST_COARSE = -16, FRACTION_BITS = 30; };
+
 // numerics.exp.exponent_constants: float64, in its order, with its saturations.
-DEVICE Score score_constants(float q_scale, float k_scale, double sm_scale) {
+template <class Unit = Octaves> DEVICE Score score_constants(float q_scale, float k_scale, double sm_scale) {
     double c = ((double)q_scale * (double)k_scale) * sm_scale * 1.4426950408889634;
-    c = c < 64.0 ? c : 64.0;
+    c = (c < 64.0 ? c : 64.0) * (Unit::SIXTEENTHS / 16.0);
     i32 exponent = (i32)((__double_as_longlong(c) >> 52) & 2047) - 1022;
     i32 k = c < 0.5 ? 0 : exponent + 1;
-    i32 zeros = exponent < -13 ? 0 : 8;  // fraction bits that are not kept; c < 2^-14: none
+    i32 zeros = exponent <= Unit::LEAST_COARSE ? 32 - Unit::FRACTION_BITS : 8;  // fraction bits that are not kept
     u32 C = (u32)__double2ll_rn(c * __longlong_as_double((i64)(32 - zeros + 1023) << 52)) << (zeros - k);
     return {(i32)min(C, 0x7FFFFF00u), k};
 }

@@ -4,7 +4,7 @@
 //
 // Defined when this is compiled: HEAD_DIM (a multiple of 16), CONSUMERS, CAUSAL (0 or 1), KEY_SCALES (K's: 0 one for a
 // head, 1 for each tile of 128 keys, 2 for each key), P_SHARED (1: P goes to the products through shared memory, as there
-// are no registers left for it), STAGES (of the ring), RESIDENT (1: it holds all tiles of a head, which stay there until
+// are no registers left for it), P_TABLE (1: P is looked up in shared memory, table.cuh), STAGES (of the ring), RESIDENT (1: it holds all tiles of a head, which stay there until
 // every row of it has been computed), QUERY (i8, or floats with p.q_scale), FLOATS (1: K and V are floats as Q is, with
 // p.k_scale and p.v_scale; see stream_floats.cuh), WITHIN (1: no float is past its scale's range), VALUE (of the products:
 // i8, half_t or bfloat_t), OUT.
@@ -15,6 +15,7 @@
 #pragma once
 #include "output.cuh"
 #include "stream_work.cuh"
+#include "table.cuh"
 #include "wgmma.cuh"
 
 typedef i32 Scores[HALF / 2];
@@ -218,8 +219,8 @@ template <class Method> struct Consumer {
     }
 
     // Exponentials and products of tile j, whose scores are there (two buffers: looked at and settled too); scores of the
-    // tile after it.
-    template <bool LAST> DEVICE void tile(i32 j, i32 whole, Stage& at) {
+    // tile after it, of which rows see all keys unless EDGE says that they may not. FITS: of methods with two forms, which.
+    template <bool LAST, bool EDGE, bool FITS> DEVICE void tile(i32 j, i32 whole, Stage& at) {
         Stage next = at;
         next.next();
         if (!LAST) shared.wait_full(next);
@@ -230,22 +231,28 @@ template <class Method> struct Consumer {
         const bool partial = (LAST || CAUSAL) && j >= whole;
         typename Method::P codes[2];
         if constexpr (BUFFERS == 2) {
+            if constexpr (Method::WHOLE_TILES) {
+                const Left left[2] = {keys_left(0, j * TILE), keys_left(1, j * TILE)};
+                method.template exponentials<FITS>(s, partial, left, codes);
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                exponentials(half, partial, j * TILE, at.stage, codes[half]);
+                if constexpr (!Method::WHOLE_TILES) exponentials(half, partial, j * TILE, at.stage, codes[half]);
                 method.keep(codes[half], half);
             }
             if (!LAST) issue_scores(0, next.stage);
 #pragma unroll
             for (int half = 0; half < 2; ++half) method.products(codes[half], half, v + half * V_HALF);
+            if constexpr (Method::WHOLE_TILES) method.add(codes[0]), method.add(codes[1]);  // while they run
             if constexpr (!LAST) {
                 // in flight: scores, products, products. All are waited for in the iteration that issued them: a
                 // partial wait for what an earlier one issued makes ptxas wait after every product
                 wgmma_wait<2>(scores());
-                if constexpr (Method::SETTLES) look_at_tile(j + 1 >= whole, j + 1);
+                if constexpr (Method::SETTLES) look_at_tile(EDGE && j + 1 >= whole, j + 1);
+                if constexpr (Method::DECIDES) method.decide();
             }
             method.wait();
-            if constexpr (Method::SETTLES && !LAST) settle(0, j + 1 >= whole, (j + 1) * TILE, next.stage, scale);
+            if constexpr (Method::SETTLES && !LAST) settle(0, EDGE && j + 1 >= whole, (j + 1) * TILE, next.stage, scale);
         } else {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -266,15 +273,24 @@ template <class Method> struct Consumer {
     }
 
     DEVICE void walk(i32 tiles, i32 whole, Stage& at) {
+        if constexpr (Method::WHOLE_TILES)
+            if (!method.fits) return walk_as<false>(tiles, whole, at);
+        walk_as<true>(tiles, whole, at);
+    }
+    template <bool FITS> DEVICE void walk_as(i32 tiles, i32 whole, Stage& at) {
         first_scores(at);
         if constexpr (Method::SETTLES && BUFFERS == 2) {
             look_at_tile(0 >= whole, 0);
+            if constexpr (Method::DECIDES) method.decide();
             settle(0, 0 >= whole, 0, at.stage, method.tile_scale(shared.k_scales(at.stage)));
         }
         i32 j = 0;
-#pragma unroll 1
-        for (; j + 1 < tiles; ++j) tile<false>(j, whole, at);
-        tile<true>(j, whole, at);
+        // Where tiles are short, masks in the loop cost: instructions are fetched past them.
+        constexpr bool EDGE = CAUSAL || !FITS || !Method::WHOLE_TILES;
+#pragma unroll(FITS ? Method::UNROLL : 1)
+        for (; j + 1 + !EDGE < tiles; ++j) tile<false, EDGE, FITS>(j, whole, at);
+        if (!EDGE && j + 1 < tiles) tile<false, true, FITS>(j++, whole, at);
+        tile<true, true, FITS>(j, whole, at);
     }
 
     // Tiles that other warpgroups still need.
@@ -354,6 +370,7 @@ template <class Method, class Loads> DEVICE void attend(const Params& p, Loads l
             barrier_init(shared.empty + 8 * i, 4 * CONSUMERS);
         }
     }
+    if constexpr (P_TABLE) fill_table(shared.table);
     publish_shared();
     __syncthreads();
     await_previous();

@@ -4,7 +4,6 @@
 #include "exponent.cuh"
 #include "stream.cuh"
 
-constexpr i32 NO_OCTAVE = -(1 << 30);
 constexpr int CHANNELS = HEAD_DIM / 4;  // of a thread
 
 struct Codes8 {  // of 64 keys: left operands of two products of 32 keys
@@ -64,25 +63,23 @@ DEVICE u32 seen_bytes(const Left& left, int step, int word) {
 // The largest scores of this thread's two rows; T is (S << shift) * C.
 struct Peaks {
     i32 C[2], shift[2], peak[2];
-    bool fits;  // whether 32 bits hold T + B of the warp's rows: exponent.cuh, short_limit
+    bool fits;  // whether products of 32 bits serve the warp's rows
 
     DEVICE void look(const Scores& s, bool partial, const Left& left) { raise_peaks(peak, s, partial, left); }
     DEVICE i64 exponent(int h, i32 score) const { return (i64)(score << shift[h]) * C[h]; }
-    // The largest octave of either row at which 32 bits hold T + B of both.
-    DEVICE i32 limit(const Shared& shared) const {
-        const u32 magnitudes = row_magnitudes(shared), a = magnitudes & 0xFFFF, b = magnitudes >> 16;
-        if (!ROW_SCALES) return short_limit(C[0], shift[0], max(a, b));
-        return min(short_limit(C[0], shift[0], a), short_limit(C[1], shift[1], b));
-    }
 };
 
 template <int DIGITS> struct AccumulatorOf { typedef i32 Type; };
 template <> struct AccumulatorOf<2> { typedef Wide Type; };
 
-// p of one digit or two (256 high + low), multiplied into as many accumulators.
-template <int DIGITS> struct Digits : Peaks {
+// The first of a word's four scores of a half, neighbours in pairs; the row of a word is its last bit.
+DEVICE const i32* scores_of_word(const Scores& s, int word) {
+    return &s[16 * (word / 4) + 8 * (word % 4 / 2) + 2 * (word % 2)];
+}
+
+// p of one digit or two (256 high + low), multiplied into as many accumulators. T counts Units.
+template <int DIGITS, class Unit = Octaves> struct Digits : Peaks {
     typedef typename AccumulatorOf<DIGITS>::Type Accumulator;
-    static constexpr int DOTS = DIGITS == 2 ? 0 : P_SHARED ? 4 : 2;  // see four_p
     struct P {
         Codes8 digit[DIGITS];
     };
@@ -111,28 +108,12 @@ template <int DIGITS> struct Digits : Peaks {
     }
     DEVICE static Score score_of(const Params& p, const Place& at, int h) {
         if (FLOATS)
-            return score_constants(*head_element<float>(p.q_scale, at.batch, at.head),
-                                   *head_element<float>(p.k_scale, at.batch, at.kv_head), p.sm_scale);
+            return score_constants<Unit>(*head_element<float>(p.q_scale, at.batch, at.head),
+                                         *head_element<float>(p.k_scale, at.batch, at.kv_head), p.sm_scale);
         const i64 row = head_offset(p.score, at.batch, at.head) + min(at.row + 8 * h, p.nq - 1) * p.score.n;
         return unpack_score(((const i64*)p.score.ptr)[row]);
     }
-    template <bool SHORT> DEVICE void powers(const Scores& s, P& p, const i64 (&B)[2]) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const i32* x = &s[16 * (i / 4) + 8 * (i % 4 / 2) + 2 * (i % 2)];
-            const int h = i % 2, by = SHORT ? 0 : shift[h];
-            const i32 a = x[0] << by, b = x[1] << by, c = x[4] << by, d = x[5] << by;
-            u32 four[DIGITS];
-            if constexpr (SHORT) four_p<DOTS>(a, b, c, d, C[h] >> 8, (u32)(B[h] >> 8), four);
-            else four_p(a, b, c, d, C[h], B[h], four);
-#pragma unroll
-            for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] = four[digit];
-        }
-    }
-    DEVICE void exponentials(const Scores& s, bool partial, const Left& left, P& p, const i64 (&B)[2]) {
-        if (fits) powers<true>(s, p, B);
-        else powers<false>(s, p, B);
-        if (partial) hide(p, left);
+    DEVICE void add(const P& p) {
 #pragma unroll
         for (int i = 0; i < 8; ++i)
 #pragma unroll
@@ -206,9 +187,17 @@ template <int DIGITS> struct Exact : Digits<DIGITS> {
     typedef typename Digits<DIGITS>::P P;
     static constexpr int PASSES = 2, IN_FLIGHT = ROW_SCALES ? 0 : 1;  // 1 would spill
     static constexpr int BUFFERS = DIGITS * HEAD_DIM / 2 > (CONSUMERS == 3 ? 48 : 64) ? 1 : 2;
-    static constexpr bool SETTLES = false;  // a row's maximum is known
+    static constexpr bool SETTLES = false, WHOLE_TILES = false, DECIDES = false;
+    static constexpr int UNROLL = 1;  // a row's maximum is known
+    static constexpr int DOTS = DIGITS == 2 ? 0 : 2;  // see four_p
     i64 B[2];
 
+    // The largest octave of either row at which 32 bits hold T + B of both.
+    DEVICE i32 limit(const Shared& shared) const {
+        const u32 magnitudes = row_magnitudes(shared), a = magnitudes & 0xFFFF, b = magnitudes >> 16;
+        if (!ROW_SCALES) return short_limit(this->C[0], this->shift[0], max(a, b));
+        return min(short_limit(this->C[0], this->shift[0], a), short_limit(this->C[1], this->shift[1], b));
+    }
     DEVICE void between(const Shared& shared) {
         const i32 limit = this->limit(shared);
         bool fits = true;
@@ -220,8 +209,24 @@ template <int DIGITS> struct Exact : Digits<DIGITS> {
         }
         this->fits = __all_sync(~0u, fits);
     }
+    template <bool SHORT> DEVICE void powers(const Scores& s, P& p) const {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const i32* x = scores_of_word(s, i);
+            const int h = i % 2, by = SHORT ? 0 : this->shift[h];
+            const i32 a = x[0] << by, b = x[1] << by, c = x[4] << by, d = x[5] << by;
+            u32 four[DIGITS];
+            if constexpr (SHORT) four_p<DOTS>(a, b, c, d, this->C[h] >> 8, (u32)(B[h] >> 8), four);
+            else four_p(a, b, c, d, this->C[h], B[h], four);
+#pragma unroll
+            for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] = four[digit];
+        }
+    }
     DEVICE void exponentials(const Scores& s, bool partial, const Left& left, u32, P& p) {
-        Digits<DIGITS>::exponentials(s, partial, left, p, B);
+        if (this->fits) powers<true>(s, p);
+        else powers<false>(s, p);
+        if (partial) this->hide(p, left);
+        this->add(p);
     }
     DEVICE void store(const Params& p, const Place& at) const {
         Digits<DIGITS>::store(p, at, {K0 - B[0], K0 - B[1]});
@@ -231,47 +236,65 @@ template <int DIGITS> struct Exact : Digits<DIGITS> {
 typedef Exact<1> ExactP8;
 typedef Exact<2> ExactP16;
 
-// Granules of 128 keys; a row's accumulators are shifted when a granule raises its octave.
-struct Online : Digits<1> {
+// Granules of 128 keys; a row's accumulators are shifted when a granule raises its octave. P is looked up.
+struct Online : Digits<1, TableSteps> {
     static constexpr int PASSES = 1, BUFFERS = 2;
-    static constexpr bool SETTLES = true;
-    i32 highest[2], octave[2];  // of the rows' scores so far, and what that is rounded up to
-    i32 short_octave;           // the largest of both rows at which 32 bits hold T + B
+    static constexpr bool SETTLES = true, WHOLE_TILES = true, DECIDES = true;
+    static constexpr int UNROLL = P_SHARED || ROW_SCALES || HEAD_DIM <= 32 ? 1 : 2;  // of the loop over tiles, as was fastest
+    TableUnit units[ROW_SCALES ? 2 : 1];
+    TableRow rows[2];
+    u32 lane;  // where this lane's part of the table begins
+    i32 by[2];      // octaves that a row
+    bool rises[2];  // rises by, of a warp's rows some
 
+    DEVICE const TableUnit& unit(int h) const { return units[ROW_SCALES ? h : 0]; }
     DEVICE void start(const Params& p, const Place& at, const Shared& shared) {
-        Digits<1>::start(p, at, shared);
-        highest[0] = highest[1] = NO_SCORE;
-        octave[0] = octave[1] = NO_OCTAVE;
-        short_octave = limit(shared);
-        fits = false;
+        Digits::start(p, at, shared);
+        lane = shared.table + threadIdx.x % 32 * 4;
+        units[0] = TableUnit({C[0], shift[0]});
+        if (ROW_SCALES) units[ROW_SCALES] = TableUnit({C[1], shift[1]});
+        fits = unit(0).clamps();
+        if (ROW_SCALES) fits = __all_sync(~0u, fits && unit(1).clamps());
+#pragma unroll
+        for (int h = 0; h < 2; ++h) rows[h].start();
     }
-    DEVICE void exponentials(const Scores& s, bool partial, const Left& left, u32, P& p) {
-        Digits<1>::exponentials(s, partial, left, p, {K0 - ((i64)octave[0] << 32), K0 - ((i64)octave[1] << 32)});
+    // Both halves at once: the second one's scores are on their way while the first one's bytes are.
+    template <bool CLAMPS> DEVICE void exponentials(const Scores (&s)[2], bool partial, const Left (&left)[2], P (&p)[2]) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const i32* x = scores_of_word(s[i / 8], i % 8);
+            const auto p_of = [&](i32 score) { return look_up(rows[i % 2].entry<CLAMPS>(score, unit(i % 2)), lane); };
+            p[i / 8].digit[0].word[i % 8 / 4][i % 4] = pack_unsigned_bytes(p_of(x[0]), p_of(x[1]), p_of(x[4]), p_of(x[5]));
+        }
+        if (partial) hide(p[0], left[0]), hide(p[1], left[1]);
     }
-    DEVICE void settle(const Scores (&)[2], bool, const Left (&)[2], u32, float) {
-        if (__any_sync(~0u, peak[0] > highest[0] || peak[1] > highest[1])) raise();
-        peak[0] = peak[1] = NO_SCORE;
-    }
-    DEVICE void raise() {
-        i32 by[2];
+    // What the next tile's scores mean for the sums. The accumulators follow once their products are done (settle).
+    DEVICE void decide() {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) rises[h] = __any_sync(~0u, peak[h] > rows[h].limit);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            highest[h] = max(highest[h], quad_max(peak[h]));
-            const i32 raised = highest[h] == NO_SCORE ? NO_OCTAVE : octave_above(exponent(h, highest[h]));
-            by[h] = min(raised - octave[h], 31);
-            octave[h] = raised;
+            if (rises[h]) raise(h);
+            peak[h] = NO_SCORE;
         }
+    }
+    DEVICE void raise(int h) {
+        TableRow& row = rows[h];
+        const bool leaps = __any_sync(~0u, row.leaps(peak[h], unit(h)));
+        const i32 score = quad_max(peak[h]);
+        const u32 l = quad_sum(sums[0][h]);
+        by[h] = leaps ? row.leap(score, unit(h)) : row.climb(score, unit(h));
+        sums[0][h] = threadIdx.x % 4 ? 0 : l >> by[h];  // a sum of the quad's is shifted, not its parts
+    }
+    DEVICE void settle(const Scores (&)[2], bool, const Left (&)[2], u32, float) {
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) acc[0][i] >>= by[i / 2 % 2];
+        for (int h = 0; h < 2; ++h)
+            if (rises[h])
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {  // a sum of the quad's is shifted, not its parts
-            const u32 l = quad_sum(sums[0][h]) >> by[h];
-            sums[0][h] = threadIdx.x % 4 ? 0 : l;
-        }
+                for (int i = 0; i < HEAD_DIM / 4; ++i) acc[0][4 * (i / 2) + 2 * h + i % 2] >>= by[h];
         wgmma_hold(acc[0]);  // before the next product
-        fits = __all_sync(~0u, max(octave[0], octave[1]) <= short_octave);
     }
     DEVICE void store(const Params& p, const Place& at) const {
-        Digits<1>::store(p, at, {(i64)octave[0] << 32, (i64)octave[1] << 32});
+        Digits::store(p, at, {(i64)rows[0].octave(unit(0)) << 32, (i64)rows[1].octave(unit(1)) << 32});
     }
 };

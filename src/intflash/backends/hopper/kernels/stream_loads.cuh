@@ -19,15 +19,17 @@ constexpr int STAGE_BYTES = (K_BYTES + V_BYTES + 1023) / 1024 * 1024;
 constexpr int SCALE_BYTES = KEY_SCALES == 2 ? 4 * TILE : KEY_SCALES == 1 ? 16 : 0;  // of a tile
 constexpr int CODES_BYTES = P_SHARED ? ROWS * TILE : 0;  // P, where it does not stay in registers
 constexpr int SLOTS = FLOATS ? 2 : 0, SLOT_BYTES = 16 * 1024;  // of floats on their way to codes (stream_floats.cuh)
+constexpr int TABLE_BYTES = P_TABLE ? 32 * 1024 : 0;  // of table.cuh
 constexpr int LAG = 2;
 
 typedef Ring<STAGES> Stage;
 
 struct Shared {
-    u32 tiles, query, codes, floats, scales, full, empty;
+    u32 table, tiles, query, codes, floats, scales, full, empty;
     DEVICE Shared(u32 base)
-        : tiles(base), query(base + STAGES * STAGE_BYTES), codes(query + ROWS * K_WIDTH), floats(codes + CODES_BYTES),
-          scales(floats + SLOTS * SLOT_BYTES), full(scales + STAGES * SCALE_BYTES), empty(full + 8 * STAGES) {}
+        : table(base), tiles(base + TABLE_BYTES), query(tiles + STAGES * STAGE_BYTES), codes(query + ROWS * K_WIDTH),
+          floats(codes + CODES_BYTES), scales(floats + SLOTS * SLOT_BYTES), full(scales + STAGES * SCALE_BYTES),
+          empty(full + 8 * STAGES) {}
     DEVICE u32 k_tile(u32 stage) const { return tiles + stage * STAGE_BYTES; }
     DEVICE u32 query_rows(u32 group) const { return query + group * 64 * K_WIDTH; }
     DEVICE u32 v_tile(u32 stage) const { return k_tile(stage) + K_BYTES; }
@@ -44,9 +46,7 @@ struct Shared {
         copies_wait<0>();
         for (; in_flight; --in_flight) announce(s, in_flight);
     }
-    DEVICE void release(u32 stage) const {
-        if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * stage);
-    }
+    DEVICE void release(u32 stage) const { barrier_arrive_if(empty + 8 * stage, threadIdx.x % 32 == 0); }
 };
 
 // The inverses of score_row within 16 keys, and of value_row.
