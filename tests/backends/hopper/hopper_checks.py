@@ -62,6 +62,19 @@ def floats(
     return Problem(method, q, k, v, d**-0.5, recipe=recipe, **(dict(out_dtype=dtype) | more))
 
 
+def rising(method: str, nq: int, nk: int, d: int) -> Iterator[tuple[str, Problem]]:
+    """Scores that rise from key to key, so that every tile raises a row's maximum: by parts of an octave or by hundreds,
+    in score units from tiny ones to some that are octaves."""
+    q = torch.randint(1, 3, (1, 2, nq, d)) * torch.randint(0, 2, (1, 2, nq, d))
+    q[:, :, ::3] *= 63
+    k = (torch.arange(nk) * 127 // nk)[:, None] - (torch.rand(nk, d) < 0.3).int()
+    k = k.expand(1, 2, nk, d)
+    q, k, v = (x.to(torch.int8) for x in (q, k, torch.randint(-127, 128, (1, 2, nk, d))))
+    q, k, v = (QTensor(x, torch.full((1, 1, 1, 1), s), "tensor") for x, s in ((q, 1.0), (k, 1.0), (v, 0.02)))
+    for unit in (1e-7, 3e-6, 3e-5, 5e-5, 3e-4, 2.4e-3, 9e-3, 0.05, 0.08, 0.3, 2.0, 80.0):
+        yield f"rising {unit} {d}", Problem(method, q, k, v, unit / exp.LOG2_E, out_dtype=torch.int8, return_lse=True)
+
+
 def spans(method: str, nq: int, nk: int, d: int) -> Iterator[tuple[str, Problem]]:
     """Keys up to 150 to 300 octaves below a row's maximum, where 32 bits stop to hold T + B and where they wrap.
 

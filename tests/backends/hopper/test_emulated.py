@@ -25,6 +25,7 @@ CASES = {  # a case is half a minute of one core, most of it compiling
     ("stream", "intflash_p8"): ("heads 64",),
     ("stream", "intflash_online"): (
         "copies 128 0", "rest 5 450 64", "heads 128", "pieces", "amax 1e-06 64", "amax 400.0 64 causal", "span 245 64",
+        "rising 0.0024 64",
     ),
 }
 pytestmark = pytest.mark.skipif(emulate.unavailable() is not None, reason=str(emulate.unavailable()))

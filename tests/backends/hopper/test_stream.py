@@ -56,6 +56,8 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"out {dtype} {d}", ic.codes(method, nq=130, nk=300, d=d, out_dtype=dtype)
     yield from checks.spans(method, 200, 400, 64)
     yield from checks.spans(method, 70, 330, 48)
+    yield from checks.rising(method, 100, 1500, 64)
+    yield from checks.rising(method, 70, 400, 128)
     for d in (16, 32, 64, 80, 128):  # what the copy engine can load, and all but
         for causal in (None, 0, 100):
             shape = dict(batch=2, heads=4, key_heads=2, nq=140, nk=400, d=d)

@@ -3,15 +3,16 @@
 // method is a struct (stream_integer.cuh, stream_float.cuh); barriers, products and masks are here.
 //
 // Defined when this is compiled: HEAD_DIM (a multiple of 16), CONSUMERS, CAUSAL (0 or 1), KEY_SCALES (K's: 0 one for a
-// head, 1 for each tile of 128 keys, 2 for each key), P_SHARED (1: P goes to the products through shared memory, as there
-// are no registers left for it), P_TABLE (1: P is looked up in shared memory, table.cuh), STAGES (of the ring), RESIDENT (1: it holds all tiles of a head, which stay there until
-// every row of it has been computed), QUERY (i8, or floats with p.q_scale), FLOATS (1: K and V are floats as Q is, with
-// p.k_scale and p.v_scale; see stream_floats.cuh), WITHIN (1: no float is past its scale's range), VALUE (of the products:
-// i8, half_t or bfloat_t), OUT.
+// head, 1 for each tile of 128 keys, 2 for each key), P_SHARED (1: P goes to the products through shared memory, as
+// there are no registers left for it), P_TABLE (1: P is looked up in shared memory, table.cuh), STAGES (of the ring),
+// RESIDENT (1: it holds all tiles of a head, which stay there until every row of it has been computed), QUERY (i8, or
+// floats with p.q_scale), FLOATS (1: K and V are floats as Q is, with p.k_scale and p.v_scale; see stream_floats.cuh),
+// WITHIN (1: no float is past its scale's range), VALUE (of the products: i8, half_t or bfloat_t), OUT.
 //
-// A tile's exponentials are computed in two halves of 64 keys. With registers for both halves' scores (BUFFERS 2) one
-// product gives both: Q K^T of tile j + 1 and P V of tile j run while other warpgroups compute. With registers for one,
-// each half's scores take the other's place.
+// A tile's exponentials are computed in two halves of 64 keys, or (WHOLE_TILES) at once, in one of two forms; what they
+// mean for the row sums and the rows' references then comes apart, in `add` and `decide`. With registers for both
+// halves' scores (BUFFERS 2) one product gives both: Q K^T of tile j + 1 and P V of tile j run while other warpgroups
+// compute. With registers for one, each half's scores take the other's place.
 #pragma once
 #include "output.cuh"
 #include "stream_work.cuh"
@@ -218,8 +219,8 @@ template <class Method> struct Consumer {
         at.next();
     }
 
-    // Exponentials and products of tile j, whose scores are there (two buffers: looked at and settled too); scores of the
-    // tile after it, of which rows see all keys unless EDGE says that they may not. FITS: of methods with two forms, which.
+    // Exponentials and products of tile j, whose scores are there (two buffers: looked at and settled too); scores of
+    // the tile after it, of which rows see all keys unless EDGE says that they may not. FITS: of WHOLE_TILES, the form.
     template <bool LAST, bool EDGE, bool FITS> DEVICE void tile(i32 j, i32 whole, Stage& at) {
         Stage next = at;
         next.next();
@@ -249,10 +250,11 @@ template <class Method> struct Consumer {
                 // partial wait for what an earlier one issued makes ptxas wait after every product
                 wgmma_wait<2>(scores());
                 if constexpr (Method::SETTLES) look_at_tile(EDGE && j + 1 >= whole, j + 1);
-                if constexpr (Method::DECIDES) method.decide();
+                if constexpr (Method::WHOLE_TILES) method.decide();
             }
             method.wait();
-            if constexpr (Method::SETTLES && !LAST) settle(0, EDGE && j + 1 >= whole, (j + 1) * TILE, next.stage, scale);
+            if constexpr (Method::SETTLES && !LAST)
+                settle(0, EDGE && j + 1 >= whole, (j + 1) * TILE, next.stage, scale);
         } else {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -281,7 +283,7 @@ template <class Method> struct Consumer {
         first_scores(at);
         if constexpr (Method::SETTLES && BUFFERS == 2) {
             look_at_tile(0 >= whole, 0);
-            if constexpr (Method::DECIDES) method.decide();
+            if constexpr (Method::WHOLE_TILES) method.decide();
             settle(0, 0 >= whole, 0, at.stage, method.tile_scale(shared.k_scales(at.stage)));
         }
         i32 j = 0;

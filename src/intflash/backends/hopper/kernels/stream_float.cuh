@@ -36,7 +36,7 @@ DEVICE float largest_scale(u32 from) {
 struct Softmax {
     // With one buffer registers are left for a third warpgroup; at 48 and 64 channels there are enough for two.
     static constexpr int PASSES = 1, BUFFERS = HEAD_DIM == 48 || HEAD_DIM == 64 ? 2 : 1, IN_FLIGHT = 0;
-    static constexpr bool SETTLES = true, WHOLE_TILES = false, DECIDES = false;
+    static constexpr bool SETTLES = true, WHOLE_TILES = false;
     static constexpr int UNROLL = 1;
     struct P {  // of 64 keys: left operands of four products of 16 keys
         u32 word[4][4];

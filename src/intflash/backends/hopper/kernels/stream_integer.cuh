@@ -63,7 +63,7 @@ DEVICE u32 seen_bytes(const Left& left, int step, int word) {
 // The largest scores of this thread's two rows; T is (S << shift) * C.
 struct Peaks {
     i32 C[2], shift[2], peak[2];
-    bool fits;  // whether products of 32 bits serve the warp's rows
+    bool fits;  // whether the shorter form of the exponential serves the warp's rows
 
     DEVICE void look(const Scores& s, bool partial, const Left& left) { raise_peaks(peak, s, partial, left); }
     DEVICE i64 exponent(int h, i32 score) const { return (i64)(score << shift[h]) * C[h]; }
@@ -187,9 +187,8 @@ template <int DIGITS> struct Exact : Digits<DIGITS> {
     typedef typename Digits<DIGITS>::P P;
     static constexpr int PASSES = 2, IN_FLIGHT = ROW_SCALES ? 0 : 1;  // 1 would spill
     static constexpr int BUFFERS = DIGITS * HEAD_DIM / 2 > (CONSUMERS == 3 ? 48 : 64) ? 1 : 2;
-    static constexpr bool SETTLES = false, WHOLE_TILES = false, DECIDES = false;
-    static constexpr int UNROLL = 1;  // a row's maximum is known
-    static constexpr int DOTS = DIGITS == 2 ? 0 : 2;  // see four_p
+    static constexpr bool SETTLES = false, WHOLE_TILES = false;  // a row's maximum is known
+    static constexpr int UNROLL = 1, DOTS = DIGITS == 2 ? 0 : 2;  // DOTS: see four_p
     i64 B[2];
 
     // The largest octave of either row at which 32 bits hold T + B of both.
@@ -239,13 +238,13 @@ typedef Exact<2> ExactP16;
 // Granules of 128 keys; a row's accumulators are shifted when a granule raises its octave. P is looked up.
 struct Online : Digits<1, TableSteps> {
     static constexpr int PASSES = 1, BUFFERS = 2;
-    static constexpr bool SETTLES = true, WHOLE_TILES = true, DECIDES = true;
-    static constexpr int UNROLL = P_SHARED || ROW_SCALES || HEAD_DIM <= 32 ? 1 : 2;  // of the loop over tiles, as was fastest
+    static constexpr bool SETTLES = true, WHOLE_TILES = true;
+    static constexpr int UNROLL = P_SHARED || ROW_SCALES || HEAD_DIM <= 32 ? 1 : 2;  // 2 would spill there
     TableUnit units[ROW_SCALES ? 2 : 1];
     TableRow rows[2];
-    u32 lane;  // where this lane's part of the table begins
-    i32 by[2];      // octaves that a row
-    bool rises[2];  // rises by, of a warp's rows some
+    u32 lane;       // where this lane's part of the table begins
+    i32 by[2];      // octaves by which a row rises
+    bool rises[2];  // whether one of the warp does
 
     DEVICE const TableUnit& unit(int h) const { return units[ROW_SCALES ? h : 0]; }
     DEVICE void start(const Params& p, const Place& at, const Shared& shared) {
@@ -258,13 +257,15 @@ struct Online : Digits<1, TableSteps> {
 #pragma unroll
         for (int h = 0; h < 2; ++h) rows[h].start();
     }
-    // Both halves at once: the second one's scores are on their way while the first one's bytes are.
-    template <bool CLAMPS> DEVICE void exponentials(const Scores (&s)[2], bool partial, const Left (&left)[2], P (&p)[2]) {
+    // Both halves at once: scores of the second are on their way to entries while bytes of the first are loaded.
+    template <bool CLAMPS>
+    DEVICE void exponentials(const Scores (&s)[2], bool partial, const Left (&left)[2], P (&p)[2]) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             const i32* x = scores_of_word(s[i / 8], i % 8);
             const auto p_of = [&](i32 score) { return look_up(rows[i % 2].entry<CLAMPS>(score, unit(i % 2)), lane); };
-            p[i / 8].digit[0].word[i % 8 / 4][i % 4] = pack_unsigned_bytes(p_of(x[0]), p_of(x[1]), p_of(x[4]), p_of(x[5]));
+            u32& word = p[i / 8].digit[0].word[i % 8 / 4][i % 4];
+            word = pack_unsigned_bytes(p_of(x[0]), p_of(x[1]), p_of(x[4]), p_of(x[5]));
         }
         if (partial) hide(p[0], left[0]), hide(p[1], left[1]);
     }

@@ -7,7 +7,6 @@
 constexpr i32 NO_OCTAVE = -(1 << 30);
 constexpr i32 LAST_STEP = 1023;
 constexpr u32 WORD_BYTES = 32 * 4;  // from a lane's word to its next
-constexpr u32 P_TABLE_BYTES = 256 * WORD_BYTES;
 constexpr i64 OCTAVE = 7ll << 28;  // of T, in 2^-32 of 16/7 octaves
 constexpr i64 TOP = ((i64)LAST_STEP << 24) + (1 << 23) - 1;  // x = T - e OCTAVE + TOP; x >> 24 is the entry
 
@@ -20,7 +19,8 @@ DEVICE u32 table_entry(u32 i) {
 // By all threads of a program.
 DEVICE void fill_table(u32 table) {
     for (u32 i = threadIdx.x; i < 256; i += blockDim.x) {
-        const u32 word = table_entry(i) | table_entry(256 + i) << 8 | table_entry(512 + i) << 16 | table_entry(768 + i) << 24;
+        const u32 word = table_entry(i) | table_entry(256 + i) << 8 | table_entry(512 + i) << 16 |
+                         table_entry(768 + i) << 24;
         const u32 words[4] = {word, word, word, word};
 #pragma unroll
         for (u32 j = 0; j < 8; ++j) store_shared(table + i * WORD_BYTES + (i + j) % 8 * 16, words);
@@ -46,7 +46,7 @@ DEVICE i32 octave_of_steps(i64 t) {
 // that.
 struct TableUnit {
     static constexpr u32 STEP_OCTAVE = 112 << 16, ZEROS = 16 << 16;  // 16 entries are 0
-    u32 unit, inverse;  // a score's part of x
+    u32 unit, inverse;  // a score's part of x; 2^32 over it
     u32 octave;         // units that hold an octave, and one or two more
     u32 far;            // TableRow::climb serves up to S + below = far
     i32 drop;           // fraction bits of x but 16
@@ -57,7 +57,7 @@ struct TableUnit {
         unit = (u32)(((i64)score.C << score.k) >> (8 - drop));
         inverse = reciprocal(divisor());
         octave = __umulhi(STEP_OCTAVE, inverse) + 2;
-        // x < 2^31, and base, which gains 2 units an octave, stays below ZEROS: far unit / STEP_OCTAVE 2 unit < ZEROS / 2
+        // x < 2^31; base, which gains 2 units an octave, stays below ZEROS: far unit / STEP_OCTAVE * 2 unit < ZEROS / 2
         far = clamps() ? min(inverse >> 2, __umulhi(inverse, inverse) << 8) : 0;
     }
     // Whether a score with x < 0 may be raised to one with x < ZEROS, whose p is 0 too.
