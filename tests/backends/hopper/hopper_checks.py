@@ -63,15 +63,17 @@ def floats(
 
 
 def rising(method: str, nq: int, nk: int, d: int) -> Iterator[tuple[str, Problem]]:
-    """Scores that rise from key to key, so that every tile raises a row's maximum: by parts of an octave or by hundreds,
-    in score units from tiny ones to some that are octaves."""
+    """Scores that rise from tile to tile: by hundreds of octaves, by some, or by parts of one, with score units from
+    tiny ones to some that are octaves; a third of the rows meets all scores up to its maximum."""
     q = torch.randint(1, 3, (1, 2, nq, d)) * torch.randint(0, 2, (1, 2, nq, d))
     q[:, :, ::3] *= 63
+    q[:, :, 1::3] *= 4
+    q[:, :, 2::3] = torch.arange(d) == 0
     k = (torch.arange(nk) * 127 // nk)[:, None] - (torch.rand(nk, d) < 0.3).int()
-    k = k.expand(1, 2, nk, d)
+    k = torch.where(torch.rand(nk, 1) < 0.5, k, (k * torch.rand(nk, 1)).int()).expand(1, 2, nk, d)
     q, k, v = (x.to(torch.int8) for x in (q, k, torch.randint(-127, 128, (1, 2, nk, d))))
     q, k, v = (QTensor(x, torch.full((1, 1, 1, 1), s), "tensor") for x, s in ((q, 1.0), (k, 1.0), (v, 0.02)))
-    for unit in (1e-7, 3e-6, 3e-5, 5e-5, 3e-4, 2.4e-3, 9e-3, 0.05, 0.08, 0.3, 2.0, 80.0):
+    for unit in (1e-7, 3e-6, 3e-5, 5e-5, 3e-4, 2.4e-3, 9e-3, 0.05, 0.08, 0.11, 0.17, 0.23, 0.3, 0.37, 2.0, 80.0):
         yield f"rising {unit} {d}", Problem(method, q, k, v, unit / exp.LOG2_E, out_dtype=torch.int8, return_lse=True)
 
 
