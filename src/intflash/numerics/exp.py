@@ -60,6 +60,7 @@ class ScoreUnit(NamedTuple):
         return self.sixteenths << 8
 
 
+# From `least_coarse` on c has at least 10 (OCTAVES) or 8 significant bits within FEW_FRACTION_BITS.
 OCTAVES = ScoreUnit(16, 2.0**-14, 32)  # of `intflash` and `intflash_p8`
 TABLE_STEPS = ScoreUnit(7, 2.0**-16, 30)  # of `intflash_online`: 256 steps of its table are one unit
 FEW_FRACTION_BITS = 24

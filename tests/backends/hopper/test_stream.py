@@ -231,7 +231,7 @@ def test_rings_fit():
     """Two tiles of keys and more; a multiprocessor has 227 KB."""
     for d, consumers, method in itertools.product(range(16, 129, 16), (2, 3), METHODS):
         beside = stream._beside(checks.empty_problem(method, 300, d)[0], consumers, False)
-        stages = stream.most_stages(d, consumers, beside)
+        stages = stream._most_stages(d, consumers, beside)
         sizes = [stream.shared_bytes(d, consumers, 128 * d, 0, n, beside) for n in (stages, stages + 1)]
         assert stages >= stream.STAGES and sizes[0] <= 227 * 1024 < sizes[1]
 

@@ -85,7 +85,7 @@ def test_rows_and_table():
     probes = torch.minimum(torch.cat([near, far], -1).clamp(min=-(1 << 21)), highest[..., None])
     found, table = torch.zeros(ROWS, STEPS, 3 + 2 * PROBES, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
     tensors = [k << 32 | C, scores.int(), probes.int(), found, table]
-    text = emulate._ptx(Probe("probe.cu", (("STEPS", str(STEPS)), ("PROBES", str(PROBES))), ()))
+    text = emulate.ptx_of(Probe("probe.cu", (("STEPS", str(STEPS)), ("PROBES", str(PROBES))), ()))
     emulate.run_ptx(text, (ROWS // 128, 1, 1), 128, 0, [Pointers(*(x.data_ptr() for x in tensors))], tensors)
     by, octave, limit, entries = *found[..., :3].long().unbind(-1), found[..., 3:].long().view(ROWS, STEPS, PROBES, 2)
     assert torch.equal(table.long(), p8(1023 - torch.arange(1024)))

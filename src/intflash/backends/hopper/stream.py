@@ -60,7 +60,7 @@ def quantizes(problem: Problem) -> bool:
     if not all(map(_near, (problem.k, problem.v))):
         return False
     consumers = _consumers(problem, d, _lean(d), False)
-    return _fits(problem, most_stages(d, consumers, _beside(problem, consumers, True))) and _codes_pay(problem)
+    return _fits(problem, _most_stages(d, consumers, _beside(problem, consumers, True))) and _codes_pay(problem)
 
 
 def _codes_pay(problem: Problem) -> bool:
@@ -99,7 +99,7 @@ def stream_launch(
     copies = key is not None and value is not None
     consumers = consumers or _consumers(problem, d, _lean(d) if floats else copies, rows)
     beside = _beside(problem, consumers, floats)
-    most = most_stages(d, consumers, beside)
+    most = _most_stages(d, consumers, beside)
     if resident is None:
         resident = floats or _fits(problem, most) and _pays(problem)
     stages = most if resident else STAGES
@@ -228,10 +228,10 @@ def _looks_up(problem: Problem) -> bool:
 
 
 def _p_in_shared(problem: Problem, consumers: int) -> bool:
-    return consumers == 3 and problem.q.shape[3] > 96 and problem.method == "intflash_online"
+    return consumers == 3 and problem.q.shape[3] > 96 and _looks_up(problem)
 
 
-def most_stages(d: int, consumers: int, beside: int) -> int:
+def _most_stages(d: int, consumers: int, beside: int) -> int:
     """Of a ring that holds a head's tiles, and what it has room for of the next heads'."""
     one, two = (shared_bytes(d, consumers, TILE * d, 0, stages, beside) for stages in (1, 2))
     return 1 + (_SHARED_BYTES - one) // (two - one)

@@ -39,7 +39,7 @@ def unavailable() -> str | None:
 
 
 @functools.cache
-def _ptx(kernel: program.Program) -> str:
+def ptx_of(kernel: program.Program) -> str:
     return program.compile_program(kernel).ptx.decode().rstrip("\0")
 
 
@@ -70,9 +70,8 @@ def run(launch: program.CudaLaunch, seed: int = 0) -> None:
     if launch.more is not None:
         structs.append(_with_plain_maps(launch))
     tensors = launch.tensors.values()
-    run_ptx(
-        _ptx(launch.program), launch.grid, launch.threads, launch.shared_bytes, structs, tensors, launch.overlaps, seed
-    )
+    text, shared = ptx_of(launch.program), launch.shared_bytes
+    run_ptx(text, launch.grid, launch.threads, shared, structs, tensors, launch.overlaps, seed)
 
 
 def run_ptx(

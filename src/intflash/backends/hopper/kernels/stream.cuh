@@ -372,6 +372,7 @@ template <class Method, class Loads> DEVICE void attend(const Params& p, Loads l
             barrier_init(shared.empty + 8 * i, 4 * CONSUMERS);
         }
     }
+    static_assert(!P_TABLE || TABLE_BYTES == 256 * WORD_BYTES);
     if constexpr (P_TABLE) fill_table(shared.table);
     publish_shared();
     __syncthreads();
