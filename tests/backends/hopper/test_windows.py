@@ -13,7 +13,6 @@ import torch
 from hopper_checks import BITS
 
 from intflash.backends.hopper import windows
-from intflash.backends.hopper.program import KERNELS
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem
@@ -163,21 +162,3 @@ def test_floats_do_not_spill(bits, split):
 def test_float_output_is_seen():
     """The control: with float output the same harness finds float instructions."""
     assert checks.machine(_launch(8, windows.Split(), out=torch.float16)).float_instructions
-
-
-def test_small_reciprocal():
-    """window_output.cuh's integer reciprocal, step by step, for every row sum it may get."""
-    text = (KERNELS / "window_output.cuh").read_text()
-    cubic, linear, constant = 1905566079, 595489400, 535940460
-    assert all(f"{c}u" in text for c in (cubic, linear, constant))
-    for start in range(1, 1 << 22, 1 << 20):
-        l = torch.arange(start, start + (1 << 20))
-        lz = 31 - torch.frexp(l.double()).exponent.to(torch.int64) + 1
-        z = (1 << 32) - (l << lz)
-        y = (z * ((z * ((z * cubic) >> 32) >> 32) + linear) >> 32) + constant
-        e = (1 << 29) - y + (z * y >> 32)
-        e += (e << 3) * e >> 32
-        y += y * (e << 3) >> 32
-        quotient = (y - 8) >> 6
-        quotient += ((1 << (55 - lz)) - quotient * l >= l).long()
-        assert torch.equal(quotient, (1 << 55) // (l << lz))

@@ -100,7 +100,7 @@ def has_short(tiles: int) -> bool:
 
 def tail_bytes(keys: int, bits: int) -> int:
     """Of maxima and p of 8 rows in shared memory: Tail::Shared."""
-    return 128 + 8 * (keys // 16 | 1) * 16 * bits // 8
+    return 128 + 8 * (-(-keys // 32) | 1) * 64 * bits // 8
 
 
 def parts(keys: int) -> set[int]:

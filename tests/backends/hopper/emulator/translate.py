@@ -189,6 +189,11 @@ class _Translator:
     def _clz(self) -> str | None:
         return self.put(f"clz({self.get(1)})") if self.kind == "u32" else None
 
+    def _bfind(self) -> str | None:
+        if self.parts != ("shiftamt", "u32"):
+            return None
+        return self.put(f"{self.get(1)} ? clz({self.get(1)}) : ~0u")
+
     def _bfi(self) -> str:
         return self.put(f"bfi({self.get(1)}, {self.get(2)}, {self.get(3, 'u32')}, {self.get(4, 'u32')})")
 

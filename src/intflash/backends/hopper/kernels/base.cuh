@@ -121,6 +121,13 @@ DEVICE u32 permute(u32 a, u32 b, u32 selector) {
     return r;
 }
 
+// x << by; 0 for by < 0 and by > 31: PTX's shl clamps.
+DEVICE u32 shift_left(u32 x, i32 by) {
+    u32 r;
+    asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(by));
+    return r;
+}
+
 // Four numbers, saturated, as the bytes of a word.
 DEVICE u32 pack_bytes(i32 a, i32 b, i32 c, i32 d) {
     u32 w;

@@ -37,19 +37,13 @@ DEVICE i32 short_limit(i32 C, i32 k, u32 magnitude) {
     return k == 0 && (C & 255) == 0 ? (i32)(((238ll << 24) - below) >> 24) : NO_SCORE;
 }
 DEVICE i32 octave_above(i64 t) { return (i32)((t + 0xFFFFFFFFll) >> 32); }
+DEVICE i32 octave_above(i32 s, i32 C) { return (i32)(multiply_add(s, C, 0xFFFFFFFFll) >> 32); }
 
 // The magnitudes of four codes, added.
 DEVICE u32 add_magnitudes(u32 word, u32 sum) {
     u32 signs = permute(word, word, 0xBA98) | 0x01010101;  // of every byte: 1 or -1
     asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(word), "r"(signs));
     return sum;
-}
-
-// x << by; 0 for by < 0 and by > 31: PTX's shl clamps.
-DEVICE u32 shift_left(u32 x, i32 by) {
-    u32 r;
-    asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(by));
-    return r;
 }
 
 // Four p8 of a row, in the bytes of a word. Two are rounded in one addition: below 2^7 of their upper halves nothing

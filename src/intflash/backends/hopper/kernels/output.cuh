@@ -3,35 +3,22 @@
 #include "base.cuh"
 #include "quantize.cuh"
 
-// floor(2^55 / d) for d in [2^31, 2^32): integer Newton steps, then the remainder decides the last unit.
-DEVICE u32 reciprocal_2_55(u32 d) {
-    u32 r = 3031741621u - __umulhi(d, 2021161081u);
+// 64 floor(2^55 / d) for d in [2^31, 2^32): a line and Newton's steps end at most 4 below 2^61 / d and never above, then the
+// remainder decides the last unit. SMALL: the lowest 8 bits of d are 0, and 32 bits hold the remainder.
+template <bool SMALL> DEVICE i32 reciprocal_2_61(u32 d) {
+    i32 r = 1515870810 - (i32)__umulhi(d, 1010580540u);
 #pragma unroll
-    for (int i = 0; i < 3; ++i) r = __umulhi(r, 0x80000000u - __umulhi(d, r)) << 2;
-    u32 quotient = r >> 7;
-    i64 remainder = (1ll << 55) - (i64)((u64)quotient * d);
-    if (remainder < 0) --quotient, remainder += d;
-    if (remainder >= (i64)d) ++quotient;
-    return quotient;
+    for (int i = 0; i < 3; ++i) r += __mulhi(r, -8 * (i32)(__umulhi(d, r) + 1));
+    const u32 whole = r & ~63;
+    const bool more = SMALL ? 0u - whole * (d >> 8) >= d >> 2 : (1ull << 61) - (u64)whole * d >= (u64)d << 6;
+    return more ? whole + 64 : whole;
 }
 
-// A row's part of the integer output: out = clamp((acc * factor + half) >> shift).
-struct Normalizer {
-    i32 factor, shift;
-    i64 half;
-};
-
-DEVICE Normalizer normalizer(u32 l, i64 packed_output) {
-    l = l ? l : 1;  // a row without keys has acc = 0
-    i32 lz = __clz((i32)l);
-    i64 R = reciprocal_2_55(l << lz);
-    i64 Mr = (i32)packed_output;
-    i32 e = (i32)(packed_output >> 32);
-    Normalizer n;
-    n.factor = (i32)((R * Mr + (1 << 23)) >> 24);
-    n.shift = 55 - lz - e;
-    n.half = 1ll << (n.shift - 1);
-    return n;
+// -1 of 0.
+DEVICE i32 leading_zeros(u32 x) {
+    i32 zeros;
+    asm("bfind.shiftamt.u32 %0, %1;" : "=r"(zeros) : "r"(x));  // clz takes two instructions
+    return zeros;
 }
 
 template <int QMAX> DEVICE i32 clamped(i64 x) {
@@ -43,26 +30,40 @@ template <int QMAX> DEVICE i32 clamped(i32 x) { return max(min(x, QMAX), -QMAX);
 // Two accumulators of P16, acc = 256 high + low; one of P8.
 struct Wide { i32 high, low; };
 
-DEVICE i64 scaled(i32 acc, const Normalizer& n) { return multiply_add(acc, n.factor, n.half) >> n.shift; }
-// floor((256 high + low) / 2^shift) through floor(low / 2^8): the same bits, and products of 32 bits.
-DEVICE i64 scaled(Wide acc, const Normalizer& n) {
-    return multiply_add(acc.high, n.factor, multiply_add(acc.low, n.factor, n.half) >> 8) >> (n.shift - 8);
-}
+// A row's part of the integer output: out = clamp((acc * factor + half) >> shift), half = 2^(shift - 1).
+struct Normalizer {
+    i32 factor, shift;
+};
 
 // Where s_V / s_O < 2^23, 127 * 2^e stays in 32 bits before the clamp.
 DEVICE bool narrow(i64 packed_output) { return (i32)(packed_output >> 32) <= 23; }
 
-// The same where 32 <= shift: only the product's high word is shifted. `aligned` makes it so where s_V / s_O < 32.
-DEVICE bool alignable(i64 packed_output) { return (i32)(packed_output >> 32) <= 5; }
-template <bool WIDE> DEVICE Normalizer aligned(Normalizer n) {
-    i32 least = WIDE ? 40 : 32, by = n.shift < least ? least - n.shift : 0;
-    return {n.factor << by, n.shift + by, n.half << by};
+// Where s_V / s_O < 16, `normalizer` makes `shift` large enough that a product's low word decides nothing.
+DEVICE bool alignable(i64 packed_output) { return (i32)(packed_output >> 32) <= 4; }
+
+// l: of P8 below 2^24. A row without keys, l = 0, has acc = 0: whatever factor it gets, its output is 0.
+template <typename ACC> DEVICE Normalizer normalizer(u32 l, i64 packed_output) {
+    constexpr bool P8 = sizeof(ACC) == 4;
+    const i32 lz = leading_zeros(l), e = (i32)(packed_output >> 32), shift = 55 - lz - e;
+    const i32 least = alignable(packed_output) ? (P8 ? 33 : 40) : 0;
+    const i32 R = reciprocal_2_61<P8>(shift_left(l, lz)), Mr = (i32)packed_output;  // R counts 1 / 64
+    const i32 factor = (i32)(multiply_add(R, 4 * Mr, 1ll << 31) >> 32);
+    return {factor << max(least - shift, 0), max(shift, least)};
 }
+
+DEVICE i64 half_of(const Normalizer& n) { return 1ll << (n.shift - 1); }
+DEVICE i64 scaled(i32 acc, const Normalizer& n) { return multiply_add(acc, n.factor, half_of(n)) >> n.shift; }
+// floor((256 high + low) / 2^shift) through floor(low / 2^8): the same bits, and products of 32 bits.
+DEVICE i64 scaled(Wide acc, const Normalizer& n) {
+    return multiply_add(acc.high, n.factor, multiply_add(acc.low, n.factor, half_of(n)) >> 8) >> (n.shift - 8);
+}
+// The same where n is aligned.
+DEVICE i64 aligned_half(const Normalizer& n) { return (i64)(1 << (n.shift - 33)) << 32; }
 DEVICE i32 scaled_aligned(i32 acc, const Normalizer& n) {
-    return (i32)(multiply_add(acc, n.factor, n.half) >> 32) >> (n.shift - 32);
+    return (i32)(multiply_add(acc, n.factor, aligned_half(n)) >> 32) >> (n.shift - 32);
 }
 DEVICE i32 scaled_aligned(Wide acc, const Normalizer& n) {
-    i64 low = multiply_add(acc.low, n.factor, n.half) >> 8;
+    i64 low = multiply_add(acc.low, n.factor, aligned_half(n)) >> 8;
     return (i32)(multiply_add(acc.high, n.factor, low) >> 32) >> (n.shift - 40);
 }
 
@@ -112,32 +113,27 @@ template <typename TO> DEVICE Scaling output_scaling(const Params& p, u32 batch,
 }
 
 // What a row's outputs are multiplied by.
-template <typename TO> struct RowScale {
+template <typename TO, typename ACC> struct RowScale {
     Normalizer n;
     float factor;
 
     RowScale() = default;
     DEVICE RowScale(u32 l, const Scaling& s) {
-        if constexpr (IsInteger<TO>::value) n = normalizer(l, s.packed);
+        if constexpr (IsInteger<TO>::value) n = normalizer<ACC>(l, s.packed);
         else factor = row_factor(l, s.v_scale);
     }
 };
 
-// The lanes of a quad need those of the same two rows: each makes one and they exchange.
-template <typename TO> DEVICE void row_scales(const u32 (&l)[2], const Scaling& s, RowScale<TO> (&rows)[2]) {
-    const bool second = threadIdx.x & 1;
-    const u32 mine = second ? l[1] : l[0];
-    const RowScale<TO> own(mine, s);
+// The lanes of a quad need those of the same two rows: each makes one, of the row's sum `l`, and they exchange.
+template <typename TO, typename ACC>
+DEVICE void row_scales(u32 l, bool second, const Scaling& s, RowScale<TO, ACC> (&rows)[2]) {
+    const RowScale<TO, ACC> own(l, s);
     if constexpr (IsInteger<TO>::value) {
         const Normalizer& n = own.n;
-        const i32 factor = __shfl_xor_sync(~0u, n.factor, 1), shift = __shfl_xor_sync(~0u, n.shift, 1);
+        const i32 shift = __shfl_xor_sync(~0u, n.shift, 1), factor = __shfl_xor_sync(~0u, n.factor, 1);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            Normalizer& to = rows[h].n;
-            to.factor = second == h ? n.factor : factor;
-            to.shift = second == h ? n.shift : shift;
-            to.half = 1ll << (to.shift - 1);
-        }
+        for (int h = 0; h < 2; ++h)
+            rows[h].n = {second == h ? n.factor : factor, second == h ? n.shift : shift};
     } else {
         const float factor = own.factor, other = __shfl_xor_sync(~0u, factor, 1);
 #pragma unroll
@@ -161,18 +157,18 @@ template <typename TO, typename ACC, int COUNT> struct Outputs {
     }
     enum Form { HIGH_WORD, NARROW, FULL };  // of the products, what is shifted and clamped
     template <int N>
-    static DEVICE void integers(const ACC (&acc)[N][COUNT], const RowScale<TO> (&rows)[N], i64 packed_output,
+    static DEVICE void integers(const ACC (&acc)[N][COUNT], const RowScale<TO, ACC> (&rows)[N], i64 packed_output,
                                 u32 (&w)[N][WORDS]) {
         if (sizeof(TO) == 1 && alignable(packed_output)) integers_as<HIGH_WORD>(acc, rows, w);
         else if (narrow(packed_output)) integers_as<NARROW>(acc, rows, w);
         else integers_as<FULL>(acc, rows, w);
     }
     template <Form FORM, int N>
-    static DEVICE void integers_as(const ACC (&acc)[N][COUNT], const RowScale<TO> (&rows)[N], u32 (&w)[N][WORDS]) {
+    static DEVICE void integers_as(const ACC (&acc)[N][COUNT], const RowScale<TO, ACC> (&rows)[N], u32 (&w)[N][WORDS]) {
         constexpr int QMAX = sizeof(TO) == 1 ? 127 : 32767;
 #pragma unroll
         for (int r = 0; r < N; ++r) {
-            const Normalizer n = FORM == HIGH_WORD ? aligned<sizeof(ACC) == 8>(rows[r].n) : rows[r].n;
+            const Normalizer& n = rows[r].n;
             i32 o[COUNT];
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
@@ -195,7 +191,7 @@ template <typename TO, typename ACC, int COUNT> struct Outputs {
 };
 
 template <typename TO, typename ACC, int N, int COUNT, int WORDS>
-DEVICE void output_words(const ACC (&acc)[N][COUNT], const RowScale<TO> (&rows)[N], const Scaling& s,
+DEVICE void output_words(const ACC (&acc)[N][COUNT], const RowScale<TO, ACC> (&rows)[N], const Scaling& s,
                          u32 (&w)[N][WORDS]) {
     if constexpr (IsInteger<TO>::value) {
         Outputs<TO, ACC, COUNT>::integers(acc, rows, s.packed, w);
@@ -206,8 +202,8 @@ DEVICE void output_words(const ACC (&acc)[N][COUNT], const RowScale<TO> (&rows)[
 }
 
 template <typename TO, typename ACC, int COUNT>
-DEVICE void store_outputs(u8* to, const ACC (&acc)[COUNT], const RowScale<TO>& row, const Scaling& s) {
+DEVICE void store_outputs(u8* to, const ACC (&acc)[COUNT], const RowScale<TO, ACC>& row, const Scaling& s) {
     u32 w[1][COUNT * sizeof(TO) / 4];
-    output_words<TO>((const ACC (&)[1][COUNT])acc, (const RowScale<TO> (&)[1])row, s, w);
+    output_words<TO>((const ACC (&)[1][COUNT])acc, (const RowScale<TO, ACC> (&)[1])row, s, w);
     store_words(to, w[0]);
 }

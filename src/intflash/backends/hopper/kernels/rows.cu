@@ -102,11 +102,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const 
     __syncthreads();
     let_next_start();
     tile.prepare(k_tile, v_tile, p.nk);
+    if (AHEAD) query.codes(constants.scales.q_inverse, tile.q);
     for (; row < stop; row += 64 * WARPGROUPS) {
         const i32 r = row_from(row), next = row + 64 * WARPGROUPS;
-        if (!AHEAD) query.load(r);
-        query.codes(constants.scales.q_inverse, tile.q);
-        if (AHEAD && next < stop) query.load(row_from(next));
+        if (!AHEAD) {
+            query.load(r);
+            query.codes(constants.scales.q_inverse, tile.q);
+        }
         if constexpr (ROW_SCALES) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -122,8 +124,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const 
             break;
         }
 #endif
-        tile.active = row + warp * 16 < p.nq;
-        tile.run(constants.scaling);
-        if (tile.active) tile.store(p, batch, head, gridDim.y, r, constants.scaling);
+        // With a tail all other tiles are whole. Without SHORT's branches between the parts' exponentials, the compiler must
+        // not know: it would run them into each other and spill.
+        tile.active = (TAIL && SHORT) || row + warp * 16 < p.nq;
+        tile.scores();
+        if (AHEAD && next < stop) query.load(row_from(next));
+        tile.weigh();
+        if (AHEAD) query.codes(constants.scales.q_inverse, tile.q);  // under the products, as what follows
+        tile.store(p, batch, head, gridDim.y, r, constants.scaling);
     }
 }

@@ -35,9 +35,8 @@ struct Tile {
     u32 q[D_STEPS][4];  // the rows' codes, left operand of Q K^T
     Score score[2];
     i32 peak[2];
-    i64 B[2];
-    u32 sums[2][DIGITS], l[2];
-    RowScale<OUT> scales[2];
+    i32 a[FIRST ? FIRST / 2 : 1], b[REST / 2];  // scores
+    u32 sums[2][DIGITS];
     i32 acc[DIGITS][HEAD_DIM / 2];
     u64 k_operand, v_operand;
     u32 present;  // bytes of the thread's last four keys that exist
@@ -50,6 +49,7 @@ struct Tile {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             if (KEYS - 16 + 4 * (i32)(threadIdx.x % 4) + i < nk) present |= 0xFFu << (8 * i);
+        asm volatile("" : "+r"(present));  // once, not in every tile
     }
 
     template <int COUNT> DEVICE void issue_scores(i32 (&s)[COUNT], int first) {
@@ -63,16 +63,11 @@ struct Tile {
         wgmma_commit();
     }
 
-    // S << k with absent keys NO_SCORE, and the rows' maxima.
-    template <bool LAST, int COUNT> DEVICE void maximum(i32 (&s)[COUNT]) {
+    // S << k and the rows' maxima. Absent keys, copies of the last one, do not change them.
+    template <int COUNT> DEVICE void maximum(i32 (&s)[COUNT]) {
         if (score[0].k | score[1].k) {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) s[i] <<= score[i / 2 % 2].k;
-        }
-        if constexpr (LAST) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                if (!(present >> (i / 4 * 16 + i % 2 * 8) & 1)) s[COUNT - 8 + i] = NO_SCORE;
         }
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
@@ -109,8 +104,12 @@ struct Tile {
                 const i32* x = &s[8 * group + 2 * h];
                 u32 four[DIGITS];
                 const i32 C = score[h].C;
-                if constexpr (IN_SHORT) four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], C >> 8, (u32)(B[h] >> 8), four);
-                else four_p(x[0], x[1], x[4], x[5], C, B[h], four);
+                if constexpr (IN_SHORT) {
+                    const u32 B = (u32)(K0 >> 8) - (u32)peak[h] * (C >> 8);
+                    four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], C >> 8, B, four);
+                } else {
+                    four_p(x[0], x[1], x[4], x[5], C, K0 - multiply_add(peak[h], C, 0), four);
+                }
 #pragma unroll
                 for (int digit = 0; digit < DIGITS; ++digit) {
                     to[digit][j] = four[digit];
@@ -134,52 +133,79 @@ struct Tile {
         wgmma_commit();
     }
 
-    DEVICE void run(const Scaling& scaling) {
+    // Scores and the rows' maxima; Q is not needed any more.
+    DEVICE void scores() {
         peak[0] = peak[1] = NO_SCORE;
-#pragma unroll
-        for (int i = 0; i < 2 * DIGITS; ++i) sums[i / DIGITS][i % DIGITS] = 0;
-        i32 a[FIRST ? FIRST / 2 : 1], b[REST / 2], limit[2];
+        i32 limit[2];
         if constexpr (FIRST > 0) {
             issue_scores(a, 0);
             issue_scores(b, FIRST);
             if (SHORT) short_limits(limit);  // under the products
             wgmma_wait<1>(a);
-            if (active) maximum<false>(a);
+            if (active) maximum(a);
+            asm volatile("" : "+r"(peak[0]), "+r"(peak[1]));  // under the second part's products
         } else {
             issue_scores(b, 0);
             if (SHORT) short_limits(limit);
         }
         wgmma_wait(b);
-        Weights<FIRST> pa = {};
-        Weights<REST> pb = {};
         if (active) {
-            maximum<true>(b);
+            maximum(b);
             bool holds = true;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 peak[h] = quad_max(peak[h]);
-                const i64 top = multiply_add(peak[h], score[h].C, 0);
-                B[h] = K0 - top;
-                if (SHORT) holds &= octave_above(top) <= limit[h];
+                if (SHORT) holds &= octave_above(peak[h], score[h].C) <= limit[h];
             }
             fits = SHORT && __all_sync(~0u, holds);
-            if constexpr (FIRST > 0) exponentials<false>(a, pa);
         }
-        if constexpr (FIRST > 0) issue_values(pa, 0);
+    }
+
+    // To the last product, which is on its way.
+    DEVICE void weigh() {
+        Weights<FIRST> pa = {};
+        Weights<REST> pb = {};
+#pragma unroll
+        for (int i = 0; i < 2 * DIGITS; ++i) sums[i / DIGITS][i % DIGITS] = 0;
+        if constexpr (FIRST > 0) {
+            if (active) exponentials<false>(a, pa);
+            issue_values(pa, 0);
+        }
         if (active) exponentials<true>(b, pb);
         issue_values(pb, FIRST);
-        if (active) {  // under the products
+    }
+
+    // The quad's sums of both rows, and the one of which this lane makes the scale.
+    DEVICE u32 row_sums(bool second, u32 (&l)[2]) const {
+        if constexpr (DIGITS == 1) {  // below 2^16 each
+            const u32 both = quad_sum((sums[1][0] << 16) + sums[0][0]);
+            l[0] = both & 0xFFFF, l[1] = both >> 16;
+            return permute(both, 0, second ? 0x4432 : 0x4410);
+        } else {
 #pragma unroll
             for (int h = 0; h < 2; ++h) l[h] = quad_sum(joined(sums[h]));
-            row_scales<OUT>(l, scaling, scales);
+            return second ? l[1] : l[0];
+        }
+    }
+
+    // Both rows' outputs; `row` is the thread's first. All that needs no product is computed under the last ones.
+    DEVICE void store(const Params& p, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) {
+        u32 l[2];
+        RowScale<OUT, Accumulator> scales[2];
+        i64 to[2];
+        if (active) {
+            const bool second = threadIdx.x & 1;
+            row_scales(row_sums(second, l), second, scaling, scales);
+            const i64 base = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + threadIdx.x % 4 * CHANNELS) * SIZE<OUT>);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                to[h] = multiply_add(row + 8 * h, (i32)p.out.n * SIZE<OUT>, base);
+                asm volatile("" : "+l"(to[h]));  // not after the wait
+            }
         }
 #pragma unroll
         for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]);
-    }
-
-    // Both rows' outputs; `row` is the thread's first.
-    DEVICE void store(const Params& p, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) {
-        const i64 base = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + threadIdx.x % 4 * CHANNELS) * SIZE<OUT>);
+        if (!active) return;
         Accumulator mine[2][CHANNELS];
 #pragma unroll
         for (int i = 0; i < 2 * CHANNELS; ++i) {
@@ -192,12 +218,15 @@ struct Tile {
         }
         u32 words[2][CHANNELS * SIZE<OUT> / 4];
         output_words<OUT>(mine, scales, scaling, words);
+        const auto has = [&](int h) { return TAIL || row + 8 * h < p.nq; };  // with a tail, all other tiles are whole
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const i32 r = row + 8 * h;
-            if (r < p.nq) store_words((u8*)multiply_add(r, (i32)p.out.n * SIZE<OUT>, base), words[h]);
-            if (p.l && threadIdx.x % 4 == 0 && r < p.nq) {
-                const i64 at = ((i64)batch * heads + head) * p.nq + r;
+        for (int h = 0; h < 2; ++h)
+            if (has(h)) store_words((u8*)to[h], words[h]);
+        if (p.l && threadIdx.x % 4 == 0) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const i64 at = ((i64)batch * heads + head) * p.nq + row + 8 * h;
+                if (!has(h)) continue;
                 p.t_max[at] = multiply_add(peak[h], score[h].C, 0);
                 p.l[at] = l[h];
             }

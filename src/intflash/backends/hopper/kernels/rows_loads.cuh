@@ -49,8 +49,9 @@ template <int THREADS, bool PERMUTED> struct RowLoader {
     }
     DEVICE const u8* from(int round) const { return tokens.at(min(row + round * ROWS, last), chunk * 16); }
     DEVICE u32 to(u32 tile, int round) const {
-        u32 r = row + round * ROWS;
-        return tile + swizzled<K_WIDTH>(PERMUTED ? score_row(r) : r, chunk);
+        constexpr bool REGULAR = ROWS % 16 == 0;  // the swizzle is every round's
+        const u32 r = row + (REGULAR ? 0 : round * ROWS);
+        return tile + swizzled<K_WIDTH>(PERMUTED ? score_row(r) : r, chunk) + (REGULAR ? round * ROWS * K_WIDTH : 0);
     }
     DEVICE void load(int first) {
 #pragma unroll
@@ -126,12 +127,16 @@ template <int THREADS> DEVICE void copy_values(u32 tile, const View& v, u32 batc
     const u8* base = v.ptr + head_offset(v, batch, head);
     const i32 chunk = thread % LANES, row = thread / LANES;
     if (KEY_CHUNKS < LANES && chunk >= KEY_CHUNKS) return;
+    constexpr bool REGULAR = CHANNELS % ROWS == 0 && ROWS % 2 == 0;
+    const u32 first = value_address(tile, value_row<HEAD_DIM>(row), chunk * 16);
 #pragma unroll
     for (int i = 0; i < (HEAD_DIM + ROWS - 1) / ROWS; ++i) {
         const i32 d = row + i * ROWS;
+        u32 to;
+        if (REGULAR) to = (first ^ value_row<HEAD_DIM>(i * ROWS) % 8 * 16) + value_row<HEAD_DIM>(i * ROWS) * 128;
+        else to = value_address(tile, value_row<HEAD_DIM>(d), chunk * 16);
         if ((i + 1) * ROWS <= HEAD_DIM || d < HEAD_DIM)
-            copy_16(value_address(tile, value_row<HEAD_DIM>(d), chunk * 16),
-                    (const u8*)multiply_add(d, (i32)v.d, (i64)(base + chunk * 16)));
+            copy_16(to, (const u8*)multiply_add(d, (i32)v.d, (i64)(base + chunk * 16)));
     }
 }
 

@@ -15,10 +15,11 @@ struct Tail {
     static constexpr int SHARE = (KEY_CHUNKS + 3) / 4;  // chunks of 16 keys of a warp: every fourth
     static constexpr int STEPS = (KEYS + 31) / 32;
     static constexpr int BLOCKS = HEAD_DIM / 32;   // of 8 channels, of a warp
-    static constexpr int PITCH = 4 * (KEY_CHUNKS | 1);  // words of a row of P, an odd number of chunks: no bank twice
     struct Shared {
         i32 peak[8][4];
-        u32 p[DIGITS][8][PITCH];
+        // A step's left operand as a lane loads it. Every second word is of rows 8 to 15, which are of no use, and never
+        // written; a row's length lets no bank meet another.
+        u32 p[DIGITS][8][STEPS | 1][4][4];
     };
 
     const Tile& tile;
@@ -26,7 +27,7 @@ struct Tail {
     Shared& shared;
     i32 peak;
     u32 l;
-    RowScale<OUT> scale;
+    RowScale<OUT, Accumulator> scale;
     i32 acc[2][DIGITS][BLOCKS][4];  // of even and odd steps: a shorter chain of products
 
     DEVICE Tail(const Tile& tile, u32 k_tile, u32 v_tile, u8* shared)
@@ -59,13 +60,14 @@ struct Tail {
         for (int i = 0; i < SHARE; ++i) {
             if (!has(i)) continue;
             scores(chunk(i), s[i]);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                s[i][j] <<= score.k;
-                if (i == SHARE - 1 && chunk(i) == KEY_CHUNKS - 1 && !(tile.present >> 8 * j & 1)) s[i][j] = NO_SCORE;
-                peak = max(peak, s[i][j]);
-            }
         }
+        if (score.k) {
+#pragma unroll
+            for (int i = 0; i < SHARE * 4; ++i) s[i / 4][i % 4] <<= score.k;
+        }
+#pragma unroll
+        for (int i = 0; i < SHARE * 4; ++i)
+            if (has(i / 4)) peak = max(peak, s[i / 4][i % 4]);
         peak = quad_max(peak);
         if (quarter == 0) shared.peak[g][warp] = peak;
         meet();
@@ -80,7 +82,7 @@ struct Tail {
 #pragma unroll
             for (int digit = 0; digit < DIGITS; ++digit) {
                 if (i == SHARE - 1 && chunk(i) == KEY_CHUNKS - 1) p[digit] &= tile.present;
-                shared.p[digit][g][4 * chunk(i) + quarter] = p[digit];
+                shared.p[digit][g][chunk(i) / 2][quarter][chunk(i) % 2 * 2] = p[digit];
             }
         }
         meet();
@@ -104,23 +106,22 @@ struct Tail {
                 load_matrices(value_address(v_tile, row, 64 * pair + lane / 8 * 16), v[b]);
             }
 #pragma unroll
-            for (int digit = 0; digit < DIGITS; ++digit) {
-                u32 p[4];
+            for (int i = 0; i < 2; ++i) {
+                const int step = 2 * pair + i;
+                if (step >= STEPS) continue;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    p[i] = 4 * pair + i < KEY_CHUNKS ? shared.p[digit][g][16 * pair + 4 * i + quarter] : 0;
-                    sums[digit] = add_bytes(p[i], sums[digit]);
+                for (int digit = 0; digit < DIGITS; ++digit) {
+                    uint4 p = *(const uint4*)shared.p[digit][g][step][quarter];
+                    if (2 * step + 1 >= KEY_CHUNKS) p.z = 0;
+                    sums[digit] = add_bytes(p.z, add_bytes(p.x, sums[digit]));
+#pragma unroll
+                    for (int b = 0; b < BLOCKS; ++b)
+                        mma_u8_s8(acc[i][digit][b], {p.x, p.y, p.z, p.w}, {v[b][2 * i], v[b][2 * i + 1]});
                 }
-#pragma unroll
-                for (int b = 0; b < BLOCKS; ++b)
-#pragma unroll
-                    for (int i = 0; i < 4; i += 2)
-                        if (2 * pair + i / 2 < STEPS)
-                            mma_u8_s8(acc[i / 2][digit][b], {p[i], 0, p[i + 1], 0}, {v[b][i], v[b][i + 1]});
             }
         }
         l = quad_sum(joined(sums));
-        scale = RowScale<OUT>(l, scaling);
+        scale = RowScale<OUT, Accumulator>(l, scaling);
     }
 
     DEVICE i32 sum(int digit, int i) const { return acc[0][digit][i / 2][i % 2] + acc[1][digit][i / 2][i % 2]; }

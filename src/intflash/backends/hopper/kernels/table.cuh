@@ -66,8 +66,8 @@ struct TableUnit {
     DEVICE u32 divisor() const { return max(unit, 256u); }
     // floor(2^32 / d), d >= 256
     DEVICE static u32 reciprocal(u32 d) {
-        const i32 zeros = __clz((i32)d);
-        return reciprocal_2_55(d << zeros) >> (23 - zeros);
+        const i32 zeros = leading_zeros(d);
+        return (u32)reciprocal_2_61<false>(d << zeros) >> (29 - zeros);
     }
     DEVICE u32 top() const { return (u32)(TOP >> (8 - drop)); }
 };
