@@ -124,9 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const 
             break;
         }
 #endif
-        // With a tail all other tiles are whole. Without SHORT's branches between the parts' exponentials, the compiler must
-        // not know: it would run them into each other and spill.
-        tile.active = (TAIL && SHORT) || row + warp * 16 < p.nq;
+        tile.active = row + warp * 16 < p.nq;
         tile.scores();
         if (AHEAD && next < stop) query.load(row_from(next));
         tile.weigh();

@@ -43,6 +43,9 @@ struct Tile {
     bool active;  // whether the warp has rows: the last tile of 197 has one warp with rows
     bool fits;    // whether 32 bits hold every T + B of the warp: exponent.cuh, short_limit
 
+    // `active`, known where it always is: with a tail, all other tiles are whole. Without SHORT's branches between the parts'
+    // exponentials that would run them into each other, and spill.
+    DEVICE bool works() const { return (TAIL && SHORT) || active; }
     DEVICE void prepare(u32 k_tile, u32 v_tile, i32 nk) {
         k_operand = descriptor<K_WIDTH>(k_tile), v_operand = descriptor<128>(v_tile);
         present = 0;
@@ -63,12 +66,8 @@ struct Tile {
         wgmma_commit();
     }
 
-    // S << k and the rows' maxima. Absent keys, copies of the last one, do not change them.
-    template <int COUNT> DEVICE void maximum(i32 (&s)[COUNT]) {
-        if (score[0].k | score[1].k) {
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) s[i] <<= score[i / 2 % 2].k;
-        }
+    // The rows' maxima of S. Absent keys, copies of the last one, do not change them.
+    template <int COUNT> DEVICE void maximum(const i32 (&s)[COUNT]) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
     }
@@ -89,12 +88,16 @@ struct Tile {
     }
 
     template <bool LAST, int COUNT, int KEY_COUNT>
-    DEVICE void exponentials(const i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
+    DEVICE void exponentials(i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
         if (SHORT && fits) exponentials<LAST, true>(s, p);
         else exponentials<LAST, false>(s, p);
     }
     template <bool LAST, bool IN_SHORT, int COUNT, int KEY_COUNT>
-    DEVICE void exponentials(const i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
+    DEVICE void exponentials(i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
+        if (!IN_SHORT && score[0].k | score[1].k) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) s[i] <<= score[i / 2 % 2].k;
+        }
 #pragma unroll
         for (int group = 0; group < KEY_COUNT / 16; ++group)
 #pragma unroll
@@ -142,19 +145,18 @@ struct Tile {
             issue_scores(b, FIRST);
             if (SHORT) short_limits(limit);  // under the products
             wgmma_wait<1>(a);
-            if (active) maximum(a);
-            asm volatile("" : "+r"(peak[0]), "+r"(peak[1]));  // under the second part's products
+            if (active) maximum(a);  // a branch, so that it stays under the second part's products
         } else {
             issue_scores(b, 0);
             if (SHORT) short_limits(limit);
         }
         wgmma_wait(b);
-        if (active) {
+        if (works()) {
             maximum(b);
             bool holds = true;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                peak[h] = quad_max(peak[h]);
+                peak[h] = quad_max(peak[h]) << score[h].k;
                 if (SHORT) holds &= octave_above(peak[h], score[h].C) <= limit[h];
             }
             fits = SHORT && __all_sync(~0u, holds);
@@ -168,10 +170,10 @@ struct Tile {
 #pragma unroll
         for (int i = 0; i < 2 * DIGITS; ++i) sums[i / DIGITS][i % DIGITS] = 0;
         if constexpr (FIRST > 0) {
-            if (active) exponentials<false>(a, pa);
+            if (works()) exponentials<false>(a, pa);
             issue_values(pa, 0);
         }
-        if (active) exponentials<true>(b, pb);
+        if (works()) exponentials<true>(b, pb);
         issue_values(pb, FIRST);
     }
 
@@ -193,7 +195,7 @@ struct Tile {
         u32 l[2];
         RowScale<OUT, Accumulator> scales[2];
         i64 to[2];
-        if (active) {
+        if (works()) {
             const bool second = threadIdx.x & 1;
             row_scales(row_sums(second, l), second, scaling, scales);
             const i64 base = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + threadIdx.x % 4 * CHANNELS) * SIZE<OUT>);
@@ -205,7 +207,7 @@ struct Tile {
         }
 #pragma unroll
         for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]);
-        if (!active) return;
+        if (!works()) return;
         Accumulator mine[2][CHANNELS];
 #pragma unroll
         for (int i = 0; i < 2 * CHANNELS; ++i) {
