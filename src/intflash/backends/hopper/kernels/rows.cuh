@@ -34,18 +34,18 @@ template <int KEY_COUNT> struct Weights {
 struct Tile {
     u32 q[D_STEPS][4];  // the rows' codes, left operand of Q K^T
     Score score[2];
-    i32 peak[2];
+    i32 peak[2];  // of S << k
     i32 a[FIRST ? FIRST / 2 : 1], b[REST / 2];  // scores
     u32 sums[2][DIGITS];
     i32 acc[DIGITS][HEAD_DIM / 2];
     u64 k_operand, v_operand;
     u32 present;  // bytes of the thread's last four keys that exist
-    bool active;  // whether the warp has rows: the last tile of 197 has one warp with rows
+    bool active;  // whether the warp has rows: some of a head's last tile may not
     bool fits;    // whether 32 bits hold every T + B of the warp: exponent.cuh, short_limit
 
-    // `active`, known where it always is: with a tail, all other tiles are whole. Without SHORT's branches between the parts'
-    // exponentials that would run them into each other, and spill.
-    DEVICE bool works() const { return (TAIL && SHORT) || active; }
+    // `active`, known where it always is: with a tail, all other tiles are whole. P16 without SHORT would spill, as no branch
+    // would be left between the parts' exponentials.
+    DEVICE bool works() const { return (TAIL && (SHORT || BITS == 8)) || active; }
     DEVICE void prepare(u32 k_tile, u32 v_tile, i32 nk) {
         k_operand = descriptor<K_WIDTH>(k_tile), v_operand = descriptor<128>(v_tile);
         present = 0;
