@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from pathlib import Path
 
@@ -14,15 +13,13 @@ sys.path += [str(Path(__file__).parent / "emulator")]
 
 import emulate  # noqa: E402
 
-from intflash.backends.hopper.program import Program  # noqa: E402
-
 THREADS = 4096
 KERNEL = """
 #include "output.cuh"
-struct Pointers { const u32* in; const i64* packed; i32* out; i64 count; };
+struct Pointers { const u32* in; const i64* packed; i32* out; };
 extern "C" __global__ void attention(Pointers p) {
     const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
-    for (i64 i = thread; i < p.count; i += gridDim.x * blockDim.x) {
+    for (u32 i = thread; i < SUMS; i += gridDim.x * blockDim.x) {
         const u32 x = p.in[i];
         if (CASE < 2) p.out[i] = reciprocal_2_61<CASE == 0>(x << leading_zeros(x));
         else {
@@ -35,20 +32,9 @@ extern "C" __global__ void attention(Pointers p) {
 pytestmark = pytest.mark.skipif(emulate.unavailable() is not None, reason=str(emulate.unavailable()))
 
 
-class Probe(Program):
-    def text(self) -> str:
-        return KERNEL
-
-
-class Pointers(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("in", "packed", "out")), ("count", ctypes.c_int64)]
-
-
-def run(form: int, acc: str, x: torch.Tensor, packed: torch.Tensor, out: torch.Tensor) -> None:
-    text = emulate.ptx_of(Probe("probe.cu", (("CASE", str(form)), ("ACC", acc)), ()))
+def run(case: int, acc: str, x: torch.Tensor, packed: torch.Tensor, out: torch.Tensor) -> None:
     low = x.to(torch.int32)  # the same 32 bits
-    pointers = Pointers(low.data_ptr(), packed.data_ptr(), out.data_ptr(), x.numel())
-    emulate.run_ptx(text, (THREADS // 128, 1, 1), 128, 0, [pointers], [low, packed, out])
+    emulate.run_source(KERNEL, THREADS // 128, 128, [low, packed, out], CASE=case, ACC=acc, SUMS=x.numel())
 
 
 def leading_zeros(x: torch.Tensor) -> torch.Tensor:
@@ -68,9 +54,9 @@ def sums(bits: int, count: int) -> torch.Tensor:
 def test_reciprocal():
     """Of every sum of P8, and of sums of any size."""
     torch.manual_seed(0)
-    for form, x in ((0, torch.arange(1, 1 << 24)), (1, sums(32, 1 << 20))):
+    for case, x in ((0, torch.arange(1, 1 << 24)), (1, sums(32, 1 << 20))):
         found = torch.zeros(x.numel(), dtype=torch.int32)
-        run(form, "i32", x, torch.zeros(1, dtype=torch.int64), found)
+        run(case, "i32", x, torch.zeros(1, dtype=torch.int64), found)
         for at in range(0, x.numel(), 1 << 20):
             part = slice(at, at + (1 << 20))
             assert torch.equal(found[part].long(), 64 * reciprocal(x[part]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ sys.path += [str(Path(__file__).parent / "emulator")]
 
 import emulate  # noqa: E402
 
-from intflash.backends.hopper.program import Program  # noqa: E402
 from intflash.numerics import exp  # noqa: E402
 
 ROWS, STEPS, PROBES = 4096, 24, 16  # a row's tiles' highest scores, and scores looked up after each
@@ -43,15 +41,6 @@ extern "C" __global__ void attention(Pointers p) {
 }
 """
 pytestmark = pytest.mark.skipif(emulate.unavailable() is not None, reason=str(emulate.unavailable()))
-
-
-class Probe(Program):
-    def text(self) -> str:
-        return KERNEL
-
-
-class Pointers(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("score", "scores", "probes", "found", "table")]
 
 
 def p8(step: torch.Tensor) -> torch.Tensor:
@@ -85,8 +74,7 @@ def test_rows_and_table():
     probes = torch.minimum(torch.cat([near, far], -1).clamp(min=-(1 << 21)), highest[..., None])
     found, table = torch.zeros(ROWS, STEPS, 3 + 2 * PROBES, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
     tensors = [k << 32 | C, scores.int(), probes.int(), found, table]
-    text = emulate.ptx_of(Probe("probe.cu", (("STEPS", str(STEPS)), ("PROBES", str(PROBES))), ()))
-    emulate.run_ptx(text, (ROWS // 128, 1, 1), 128, 0, [Pointers(*(x.data_ptr() for x in tensors))], tensors)
+    emulate.run_source(KERNEL, ROWS // 128, 128, tensors, STEPS=STEPS, PROBES=PROBES)
     by, octave, limit, entries = *found[..., :3].long().unbind(-1), found[..., 3:].long().view(ROWS, STEPS, PROBES, 2)
     assert torch.equal(table.long(), p8(1023 - torch.arange(1024)))
     assert torch.equal(octave, e)

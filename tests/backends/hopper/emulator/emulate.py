@@ -75,8 +75,9 @@ def run(launch: program.CudaLaunch, seed: int = 0) -> None:
 
 
 def run_ptx(
-    text: str, grid: tuple[int, int, int], threads: int, shared_bytes: int, structs: Sequence[ctypes.Structure],
-    tensors: Iterable[Tensor], overlaps: bool = False, seed: int = 0,
+    text: str, grid: tuple[int, int, int], threads: int, shared_bytes: int,
+    structs: Sequence[ctypes.Structure | ctypes.Array], tensors: Iterable[Tensor], overlaps: bool = False,
+    seed: int = 0,
 ) -> None:  # fmt: skip
     """The kernel `attention` of a module, which may access these tensors. structs: its parameters."""
     library, static = _library(text)
@@ -88,6 +89,17 @@ def run_ptx(
     )  # fmt: skip
     if failed:
         raise EmulationError(failed.decode())
+
+
+def run_source(source: str, grid: int, threads: int, tensors: Sequence[Tensor], **macros: object) -> None:
+    """CUDA C++ that may include the kernels' headers; its `attention` takes a struct of the tensors' addresses."""
+
+    class Source(program.Program):
+        def text(self) -> str:
+            return source
+
+    addresses = (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+    run_ptx(ptx_of(Source.of("source.cu", (), **macros)), (grid, 1, 1), threads, 0, [addresses], tensors)
 
 
 def _bounds(x: Tensor) -> tuple[int, int]:

@@ -124,9 +124,12 @@ template <typename TO, typename ACC> struct RowScale {
     }
 };
 
-// The lanes of a quad need those of the same two rows: each makes one, of the row's sum `l`, and they exchange.
-template <typename TO, typename ACC>
-DEVICE void row_scales(u32 l, bool second, const Scaling& s, RowScale<TO, ACC> (&rows)[2]) {
+// The lanes of a quad need the scales of the same two rows: each makes one of them, and they exchange.
+DEVICE bool makes_second() { return threadIdx.x & 1; }
+
+// l: the sum of the row whose scale this lane makes.
+template <typename TO, typename ACC> DEVICE void row_scales(u32 l, const Scaling& s, RowScale<TO, ACC> (&rows)[2]) {
+    const bool second = makes_second();
     const RowScale<TO, ACC> own(l, s);
     if constexpr (IsInteger<TO>::value) {
         const Normalizer& n = own.n;

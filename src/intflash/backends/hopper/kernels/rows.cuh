@@ -177,16 +177,16 @@ struct Tile {
         issue_values(pb, FIRST);
     }
 
-    // The quad's sums of both rows, and the one of which this lane makes the scale.
-    DEVICE u32 row_sums(bool second, u32 (&l)[2]) const {
+    // The quad's sums of both rows, and that of the row whose scale this lane makes.
+    DEVICE u32 row_sums(u32 (&l)[2]) const {
         if constexpr (DIGITS == 1) {  // below 2^16 each
             const u32 both = quad_sum((sums[1][0] << 16) + sums[0][0]);
             l[0] = both & 0xFFFF, l[1] = both >> 16;
-            return permute(both, 0, second ? 0x4432 : 0x4410);
+            return permute(both, 0, makes_second() ? 0x4432 : 0x4410);
         } else {
 #pragma unroll
             for (int h = 0; h < 2; ++h) l[h] = quad_sum(joined(sums[h]));
-            return second ? l[1] : l[0];
+            return makes_second() ? l[1] : l[0];
         }
     }
 
@@ -196,8 +196,7 @@ struct Tile {
         RowScale<OUT, Accumulator> scales[2];
         i64 to[2];
         if (works()) {
-            const bool second = threadIdx.x & 1;
-            row_scales(row_sums(second, l), second, scaling, scales);
+            row_scales(row_sums(l), scaling, scales);
             const i64 base = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + threadIdx.x % 4 * CHANNELS) * SIZE<OUT>);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {

@@ -57,10 +57,8 @@ struct Tail {
         i32 s[SHARE][4];
         peak = NO_SCORE;
 #pragma unroll
-        for (int i = 0; i < SHARE; ++i) {
-            if (!has(i)) continue;
-            scores(chunk(i), s[i]);
-        }
+        for (int i = 0; i < SHARE; ++i)
+            if (has(i)) scores(chunk(i), s[i]);
         if (score.k) {
 #pragma unroll
             for (int i = 0; i < SHARE * 4; ++i) s[i / 4][i % 4] <<= score.k;

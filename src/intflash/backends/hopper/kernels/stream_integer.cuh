@@ -161,8 +161,7 @@ template <int DIGITS, class Unit = Octaves> struct Digits : Peaks {
         const Scaling scaling = output_scaling<OUT>(p, at.batch, at.head, at.kv_head);
         const u32 l[2] = {this->l(0), this->l(1)};
         RowScale<OUT, Accumulator> scales[2];
-        const bool second = threadIdx.x & 1;
-        row_scales(second ? l[1] : l[0], second, scaling, scales);
+        row_scales(makes_second() ? l[1] : l[0], scaling, scales);
         Accumulator mine[2][CHANNELS];
 #pragma unroll
         for (int i = 0; i < 2 * CHANNELS; ++i) mine[i / 2 % 2][i / 4 * 2 + i % 2] = result(i);
