@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from intflash.backends.hopper.parameters import FOUND, has_row_scales, parameters
 from intflash.backends.hopper.program import CudaLaunch, Program
+from intflash.backends.hopper.tensor_maps import TensorMap, key_map, tensor_maps, value_map
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.hopper.wgmma import Product
 from intflash.backends.triton.constants import Constants
@@ -64,18 +66,30 @@ def rows_launch(
     most = resident(keys, d, bits, q.element_size())
     split = split or choose(batch * heads, row_tiles, most, q.dtype == torch.int8)
     products = (*(Product(n, "s8") for n in sorted(parts(keys))), Product(d, "u8"))
+    key, value = _maps(k, v) if scales is None and has_short(batch * heads * row_tiles) else (None, None)
+    copies = key is not None and value is not None
     dynamic = scales is not None and problem.recipe.q_scale is None  # of the values' own maxima
     program = Program.of(
         "rows.cu", products, KEYS=keys, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
         KEY_MAJOR=int(scales is None and key_major(v, keys)), SHORT=int(has_short(batch * heads * row_tiles)),
         ROW_SCALES=int(has_row_scales(constants, scales)), FOUND=int(scales == FOUND), WITHIN=int(dynamic),
-        LAST_FIRST=int(dynamic and scales != FOUND and batch * heads**2 < 1 << 32), TAIL=int(has_tail(nq, d)),
+        LAST_FIRST=int(dynamic and scales != FOUND and batch * heads**2 < 1 << 32), TAIL=int(has_tail(nq, d)), COPIES=int(copies),
+        STATISTICS=int(statistics.l is not None),
         WARPGROUPS=split.warpgroups, RESIDENT=split.resident,
     )  # fmt: skip
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)
     grid = (batch, heads, -(-row_tiles // split.tiles))
-    shared = sum(head_bytes(keys, d)) + (tail_bytes(keys, bits) if has_tail(nq, d) else 0)
-    return CudaLaunch(program, grid, 128 * split.warpgroups, shared, params, q.device, keeps, overlaps=True)
+    shared = sum(head_bytes(keys, d)) + 16 * copies + (tail_bytes(keys, bits) if has_tail(nq, d) else 0)
+    maps = partial(tensor_maps, key, value) if copies else None
+    return CudaLaunch(program, grid, 128 * split.warpgroups, shared, params, q.device, keeps, True, maps)
+
+
+def _maps(k: Tensor, v: Tensor) -> tuple[TensorMap | None, TensorMap | None]:
+    """Of K but for its last 16 keys, and of V, where the copy engine can take them: kernels/rows_copies.cuh."""
+    nk, d = k.shape[2:]
+    if nk <= 16 or key_width(d) != d or not key_major(v, -(-nk // 16) * 16):
+        return None, None
+    return key_map(k, (nk - 1) // 16, d), value_map(v, 128)
 
 
 def key_width(d: int) -> int:

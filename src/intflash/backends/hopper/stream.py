@@ -91,12 +91,12 @@ def stream_launch(
         key = value = None
     else:
         problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data)))
-        key = key_map(problem.k.data, TILE, key_width(problem.k.shape[3]))
+        key = key_map(problem.k.data, TILE // 16, key_width(problem.k.shape[3]))
         value = value_map(problem.v.data, TILE)
     q, k, v = (x if isinstance(x, Tensor) else x.data for x in (problem.q, problem.k, problem.v))
     d = q.shape[3]
     rows = has_row_scales(constants, scales)
-    copies = key is not None and value is not None
+    copies = key is not None and value is not None and k.shape[2] % 16 == 0
     consumers = consumers or _consumers(problem, d, _lean(d) if floats else copies, rows)
     beside = _beside(problem, consumers, floats)
     most = _most_stages(d, consumers, beside)

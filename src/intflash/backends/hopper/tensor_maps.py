@@ -1,4 +1,4 @@
-"""What the copy engine is told of K and V^T: `struct TensorMaps` of kernels/stream_copies.cuh.
+"""What the copy engine is told of K and V^T: `struct TensorMaps` of kernels/copies.cuh.
 
 A map lists the dimensions of a box in the order in which shared memory has them, so rows arrive permuted: those of K as
 `score_row` orders the keys of 16, those of V^T as `value_row` orders the channels (kernels/base.cuh).
@@ -33,7 +33,7 @@ class TensorMap:
         strides: bytes between neighbours along all but the innermost.
         box: what one copy takes.
         swizzle: bytes of a row in shared memory: 32, 64 or 128.
-        batch, head: how far the next batch and head are along the outermost dimension.
+        batch, head: how far the next batch and head are: in rows of K, in matrices of V^T.
     """
 
     sizes: tuple[int, ...]
@@ -77,22 +77,25 @@ def tensor_maps(k: TensorMap, v: TensorMap, parameters: Params) -> TensorMaps:
     return TensorMaps(*encoded, k.batch, k.head, v.batch, v.head)
 
 
-def key_map(k: Tensor, tile: int, width: int) -> TensorMap | None:
-    """Of K ``[B, H, N, D]``, int8, in tiles of keys, `width` bytes a row; None where its strides are irregular."""
+def key_map(k: Tensor, groups: int, width: int) -> TensorMap | None:
+    """Of K ``[B, H, N, D]``, int8, `groups` of 16 keys in a copy, `width` bytes a row; None where its strides are irregular.
+
+    The second coordinate is the row at which a head begins, so heads may have any number of keys; those past the last whole
+    group come as zeros.
+    """
     (batches, heads, n, d), (b, h, row, channel) = k.shape, k.stride()
     b, h = (stride if size > 1 else 0 for size, stride in ((batches, b), (heads, h)))
-    if channel != 1 or row % 16 or n % 16 or row == 0 or b % (16 * row) or h % (16 * row):
+    if channel != 1 or row % 16 or n < 16 or row == 0 or b % row or h % row:
         return None
-    batch, head = b // (16 * row), h // (16 * row)
-    groups = (batches - 1) * batch + (heads - 1) * head + n // 16
+    batch, head = b // row, h // row
+    rows = (batches - 1) * batch + (heads - 1) * head + 2
     return TensorMap(
-        (d, 2, 4, 2, groups), (row, 4 * row, 2 * row, 16 * row), (width, 2, 4, 2, tile // 16), width,
-        batch, head,
-    )  # fmt: skip
+        (d, rows, 4, 2, n // 16), (row, 4 * row, 2 * row, 16 * row), (width, 2, 4, 2, groups), width, batch, head
+    )
 
 
-def value_map(v: Tensor, tile: int) -> TensorMap | None:
-    """Of V ``[B, H, N, D]``, int8 with contiguous keys; None where its strides are irregular."""
+def value_map(v: Tensor, keys: int) -> TensorMap | None:
+    """Of V ``[B, H, N, D]``, int8 with contiguous keys, `keys` in a copy; None where its strides are irregular."""
     (batches, heads, n, d), (b, h, key, channel) = v.shape, v.stride()
     b, h = (stride if size > 1 else 0 for size, stride in ((batches, b), (heads, h)))
     matrix = h or b or d * channel
@@ -102,5 +105,5 @@ def value_map(v: Tensor, tile: int) -> TensorMap | None:
     matrices = (batches - 1) * batch + (heads - 1) * head + 1
     return TensorMap(
         (n, 2, 4, d // 8, matrices), (channel, d // 4 * channel, 2 * channel, matrix),
-        (tile, 2, 4, d // 8, 1), 128, batch, head,
+        (keys, 2, 4, d // 8, 1), 128, batch, head,
     )  # fmt: skip

@@ -3,12 +3,16 @@
 #include "base.cuh"
 #include "quantize.cuh"
 
-// 64 floor(2^55 / d) for d in [2^31, 2^32): a line and Newton's steps end at most 4 below 2^61 / d and never above, then the
-// remainder decides the last unit. SMALL: the lowest 8 bits of d are 0, and 32 bits hold the remainder.
+// 64 floor(2^55 / d) for d in [2^31, 2^32): a line and Newton's steps end at most 5 below 2^61 / d and never above, then the
+// remainder decides the last unit. What they add in the lowest word saves clearing it. SMALL: the lowest 8 bits of d are 0,
+// and 32 bits hold the remainder.
 template <bool SMALL> DEVICE i32 reciprocal_2_61(u32 d) {
     i32 r = 1515870810 - (i32)__umulhi(d, 1010580540u);
 #pragma unroll
-    for (int i = 0; i < 3; ++i) r += __mulhi(r, -8 * (i32)(__umulhi(d, r) + 1));
+    for (int i = 0; i < 3; ++i) {
+        const u32 product = __umulhi(d, r);
+        r = (i32)(multiply_add(r, -8 * (i32)(product + 2), ((i64)r << 32) + product) >> 32);
+    }
     const u32 whole = r & ~63;
     const bool more = SMALL ? 0u - whole * (d >> 8) >= d >> 2 : (1ull << 61) - (u64)whole * d >= (u64)d << 6;
     return more ? whole + 64 : whole;
@@ -129,18 +133,12 @@ DEVICE bool makes_second() { return threadIdx.x & 1; }
 
 // l: the sum of the row whose scale this lane makes.
 template <typename TO, typename ACC> DEVICE void row_scales(u32 l, const Scaling& s, RowScale<TO, ACC> (&rows)[2]) {
-    const bool second = makes_second();
     const RowScale<TO, ACC> own(l, s);
-    if constexpr (IsInteger<TO>::value) {
-        const Normalizer& n = own.n;
-        const i32 shift = __shfl_xor_sync(~0u, n.shift, 1), factor = __shfl_xor_sync(~0u, n.factor, 1);
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-            rows[h].n = {second == h ? n.factor : factor, second == h ? n.shift : shift};
-    } else {
-        const float factor = own.factor, other = __shfl_xor_sync(~0u, factor, 1);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) rows[h].factor = second == h ? factor : other;
+    for (int h = 0; h < 2; ++h) {
+        if constexpr (IsInteger<TO>::value)
+            rows[h].n = {__shfl_sync(~0u, own.n.factor, h, 2), __shfl_sync(~0u, own.n.shift, h, 2)};
+        else rows[h].factor = __shfl_sync(~0u, own.factor, h, 2);
     }
 }
 

@@ -2,6 +2,9 @@
 // multiprocessor at a time. See rows.cuh for the other macros.
 #include "maxima.cuh"
 #include "rows.cuh"
+#if COPIES
+#include "rows_copies.cuh"
+#endif
 #if TAIL
 #include "rows_tail.cuh"
 #endif
@@ -12,18 +15,24 @@ constexpr bool AHEAD = SIZE<IN> < 4;  // Q of the next tile is loaded under this
 // Rows `row` and row + 8 of a thread, as the left operand of Q K^T.
 struct Query {
     const Tokens tokens;
-    const i32 last;
+    const u8* from;
+    i32 to_tail;  // rows from a thread's in a last whole tile to its in the tail
     In::Raw<1> raw[D_STEPS][4];
 
-    DEVICE Query(const Params& p, u32 batch, u32 head)
-        : tokens(p.q, batch, head), last(p.nq - 1) {}
-    DEVICE void load(i32 row) {
+    DEVICE Query(const Params& p, u32 batch, u32 head) : tokens(p.q, batch, head) {}
+    DEVICE void begin(i32 row, i32 last) {
+        from = tokens.at(min(row, last), threadIdx.x % 4 * 4);
+        load(tokens.at(min(row + 8, last), threadIdx.x % 4 * 4));
+    }
+    DEVICE void load(const u8* second) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const u8* from = tokens.at(min(row + 8 * h, last), threadIdx.x % 4 * 4);
-#pragma unroll
-            for (int i = 0; i < D_CHUNKS; ++i) load_words(from + i * 16 * SIZE<IN>, raw[i / 2][i % 2 * 2 + h].word);
-        }
+        for (int i = 0; i < 2 * D_CHUNKS; ++i)
+            load_words((i % 2 ? second : from) + i / 2 * 16 * SIZE<IN>, raw[i / 4][i % 4 / 2 * 2 + i % 2].word);
+    }
+    // With a tail, all other tiles are whole; of the tail's rows a thread's second is of no use.
+    DEVICE void go_on(bool tail) {
+        from = (const u8*)multiply_add(tail ? to_tail : 64 * WARPGROUPS, tokens.stride, (i64)from);
+        load((const u8*)multiply_add(tail ? 0 : 8, tokens.stride, (i64)from));
     }
     DEVICE void codes(float inverse, u32 (&w)[D_STEPS][4]) {
 #pragma unroll
@@ -65,7 +74,12 @@ DEVICE void find_scales(const Params& p, const Tokens& q, const Tokens& k, const
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+#if COPIES
+    attention(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
+#else
+    attention(const __grid_constant__ Params p) {
+#endif
     extern __shared__ __align__(1024) u8 shared[];
     const u32 k_tile = shared_address(shared), v_tile = k_tile + K_BYTES;
     u32 batch = blockIdx.x, head = blockIdx.y;
@@ -81,7 +95,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const 
     const auto is_tail = [&](i32 row) { return TAIL && row + 64 > p.nq; };
     const auto row_from = [&](i32 row) { return row + (is_tail(row) ? row_of_warp : row_of_thread); };
 
+#if COPIES
+    const EngineLoader<THREADS> loader(p, maps, k_tile, v_tile, v_tile + V_BYTES, batch, kv_head);
+#else
     HeadLoader<THREADS> loader(p, k_tile, v_tile, batch, kv_head, threadIdx.x);
+#endif
     Query query(p, batch, head);
     HeadConstants constants(p, batch, head, kv_head);
     await_previous(constants.known() | loader.known() | (u64)query.tokens.base);
@@ -90,23 +108,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const 
 #endif
     constants.load();
     loader.begin_keys();
-    if (AHEAD) query.load(row_from(row));
+    if (AHEAD) query.begin(row_from(row), p.nq - 1);
     loader.begin_values(p, batch, kv_head);
     Tile tile;
     tile.score[0] = tile.score[1] = constants.of_scores(p);
+    if (!ROW_SCALES) tile.set_limits();
     constants.scales.divide();
     loader.finish_keys(constants.scales.k_inverse);
     loader.finish_values(constants.scales.v_inverse);
     copies_done();
     publish_shared();
     __syncthreads();
+    loader.wait();
     let_next_start();
     tile.prepare(k_tile, v_tile, p.nk);
+    const u8* out = p.out.ptr + (head_offset(p.out, batch, head) + threadIdx.x % 4 * CHANNELS) * SIZE<OUT>;
+    once(out);
+    const i32 tail = p.nq & ~63;
+    query.to_tail = min(tail + row_of_warp, p.nq - 1) - (tail - 64 * WARPGROUPS + row_of_thread);
+    once(query.to_tail);
     if (AHEAD) query.codes(constants.scales.q_inverse, tile.q);
     for (; row < stop; row += 64 * WARPGROUPS) {
         const i32 r = row_from(row), next = row + 64 * WARPGROUPS;
         if (!AHEAD) {
-            query.load(r);
+            query.begin(r, p.nq - 1);
             query.codes(constants.scales.q_inverse, tile.q);
         }
         if constexpr (ROW_SCALES) {
@@ -115,21 +140,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const 
                 const i64 at = head_offset(p.score, batch, head) + min(r + 8 * h, p.nq - 1) * p.score.n;
                 tile.score[h] = unpack_score(((const i64*)p.score.ptr)[at]);
             }
+            tile.set_limits();
         }
 #if TAIL
         if (is_tail(row)) {
-            Tail tail(tile, k_tile, v_tile, shared + K_BYTES + V_BYTES);
+            Tail tail(tile, k_tile, v_tile, shared + K_BYTES + V_BYTES + BARRIER_BYTES);
             tail.run(constants.scaling);
-            tail.store(p, batch, head, gridDim.y, r, constants.scaling);
+            tail.store(p, out, batch, head, gridDim.y, r, constants.scaling);
             break;
         }
 #endif
         tile.active = row + warp * 16 < p.nq;
         tile.scores();
-        if (AHEAD && next < stop) query.load(row_from(next));
+        if (AHEAD && next < stop) {
+            if (TAIL) query.go_on(is_tail(next));
+            else query.begin(next + row_of_thread, p.nq - 1);
+        }
         tile.weigh();
         // Under the products, as what follows. Codes are copied without asking, in fewer instructions.
         if (AHEAD && (SIZE<IN> == 1 || next < stop)) query.codes(constants.scales.q_inverse, tile.q);
-        tile.store(p, batch, head, gridDim.y, r, constants.scaling);
+        tile.store(p, out, batch, head, gridDim.y, r, constants.scaling);
     }
 }

@@ -5,7 +5,7 @@
 // Defined when this is compiled: KEYS (padded to 16), HEAD_DIM (a multiple of 16), BITS of p, IN and OUT types,
 // SHORT (T + B in 32 bits where it fits), KEY_MAJOR (V has contiguous keys), ROW_SCALES (Q has a scale per token),
 // FOUND (floats whose scales are the head's own maxima's), WITHIN (or of the tensor's: quantize.cuh), LAST_FIRST (the
-// heads from the last one on), TAIL (rows_tail.cuh).
+// heads from the last one on), TAIL (rows_tail.cuh), COPIES (rows_copies.cuh), STATISTICS (p.t_max and p.l).
 #pragma once
 #include "rows_loads.cuh"
 #include "wgmma.cuh"
@@ -34,11 +34,15 @@ template <int KEY_COUNT> struct Weights {
 struct Tile {
     u32 q[D_STEPS][4];  // the rows' codes, left operand of Q K^T
     Score score[2];
-    i32 peak[2];  // of S << k
+    i32 limit[2];  // short_limit, by the largest codes there are
+    bool usual;    // of all the warp's rows: few maxima are past it
+    i32 peak[2];   // of S
     i32 a[FIRST ? FIRST / 2 : 1], b[REST / 2];  // scores
+    u32 B[2], minus_c[2];  // of the short form, which has no k
     u32 sums[2][DIGITS];
     i32 acc[DIGITS][HEAD_DIM / 2];
     u64 k_operand, v_operand;
+    u32 own_sum;  // which half of both rows' sums is of the row whose scale this lane makes
     u32 present;  // bytes of the thread's last four keys that exist
     bool active;  // whether the warp has rows: some of a head's last tile may not
     bool fits;    // whether 32 bits hold every T + B of the warp: exponent.cuh, short_limit
@@ -48,11 +52,13 @@ struct Tile {
     DEVICE bool works() const { return (TAIL && (SHORT || BITS == 8)) || active; }
     DEVICE void prepare(u32 k_tile, u32 v_tile, i32 nk) {
         k_operand = descriptor<K_WIDTH>(k_tile), v_operand = descriptor<128>(v_tile);
+        own_sum = makes_second() ? 0x4432 : 0x4410;
+        once(own_sum);
         present = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             if (KEYS - 16 + 4 * (i32)(threadIdx.x % 4) + i < nk) present |= 0xFFu << (8 * i);
-        asm volatile("" : "+r"(present));  // once, not in every tile
+        once(present);
     }
 
     template <int COUNT> DEVICE void issue_scores(i32 (&s)[COUNT], int first) {
@@ -67,25 +73,42 @@ struct Tile {
     }
 
     // The rows' maxima of S. Absent keys, copies of the last one, do not change them.
-    template <int COUNT> DEVICE void maximum(const i32 (&s)[COUNT]) {
+    template <bool BEGINS, int COUNT> DEVICE void maximum(const i32 (&s)[COUNT]) {
+        if (BEGINS) peak[0] = peak[1] = NO_SCORE;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
     }
 
-    // By the largest codes there are, or, where most maxima could be past that, by the rows' own.
-    DEVICE void short_limits(i32 (&limit)[2]) const {
+    DEVICE void set_limits() {
         constexpr i32 USUAL = 48;  // octaves that a maximum seldom reaches
+        if (!SHORT) return;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) limit[h] = short_limit(score[h].C, score[h].k, 128 * HEAD_DIM);
-        if (__all_sync(~0u, min(limit[0], limit[1]) >= USUAL)) return;
+        for (int h = 0; h < 2; ++h) {
+            limit[h] = short_limit(score[h].C, score[h].k, 128 * HEAD_DIM);
+            minus_c[h] = -(score[h].C >> 8);
+        }
+        if (!ROW_SCALES) once(minus_c[0]), minus_c[1] = minus_c[0];
+        usual = __all_sync(~0u, min(limit[0], limit[1]) >= USUAL);
+    }
+    // Of both rows, by their own codes where most maxima could be past the usual limit.
+    DEVICE i32 short_limits() const {
+        if (usual) return min(limit[0], limit[1]);
+        i32 own[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             u32 sum = 0;
 #pragma unroll
             for (int i = 0; i < D_STEPS; ++i) sum = add_magnitudes(q[i][h], add_magnitudes(q[i][2 + h], sum));
-            limit[h] = short_limit(score[h].C, score[h].k, quad_sum(sum));
+            own[h] = short_limit(score[h].C, score[h].k, quad_sum(sum));
         }
+        return min(own[0], own[1]);
     }
+    DEVICE i32 highest_octave() const {
+        if (ROW_SCALES) return max(octave_above(peak[0], score[0].C), octave_above(peak[1], score[1].C));
+        return octave_above(max(peak[0], peak[1]), score[0].C);
+    }
+    // In 2^-32 octave.
+    DEVICE i64 top(int h) const { return multiply_add(peak[h] << score[h].k, score[h].C, 0); }
 
     template <bool LAST, int COUNT, int KEY_COUNT>
     DEVICE void exponentials(i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
@@ -107,12 +130,8 @@ struct Tile {
                 const i32* x = &s[8 * group + 2 * h];
                 u32 four[DIGITS];
                 const i32 C = score[h].C;
-                if constexpr (IN_SHORT) {
-                    const u32 B = (u32)(K0 >> 8) - (u32)peak[h] * (C >> 8);
-                    four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], C >> 8, B, four);
-                } else {
-                    four_p(x[0], x[1], x[4], x[5], C, K0 - multiply_add(peak[h], C, 0), four);
-                }
+                if constexpr (IN_SHORT) four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], C >> 8, B[h], four);
+                else four_p(x[0], x[1], x[4], x[5], C, K0 - top(h), four);
 #pragma unroll
                 for (int digit = 0; digit < DIGITS; ++digit) {
                     to[digit][j] = four[digit];
@@ -138,28 +157,27 @@ struct Tile {
 
     // Scores and the rows' maxima; Q is not needed any more.
     DEVICE void scores() {
-        peak[0] = peak[1] = NO_SCORE;
-        i32 limit[2];
+        asm volatile("" : "=r"(peak[0]), "=r"(peak[1]));
+        i32 own;
         if constexpr (FIRST > 0) {
             issue_scores(a, 0);
             issue_scores(b, FIRST);
-            if (SHORT) short_limits(limit);  // under the products
+            if (SHORT) own = short_limits();  // under the products
             wgmma_wait<1>(a);
-            if (active) maximum(a);  // a branch, so that it stays under the second part's products
+            if (active) maximum<true>(a);  // a branch, so that it stays under the second part's products
         } else {
             issue_scores(b, 0);
-            if (SHORT) short_limits(limit);
+            if (SHORT) own = short_limits();
         }
         wgmma_wait(b);
         if (works()) {
-            maximum(b);
-            bool holds = true;
+            maximum<FIRST == 0>(b);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                peak[h] = quad_max(peak[h]) << score[h].k;
-                if (SHORT) holds &= octave_above(peak[h], score[h].C) <= limit[h];
+                peak[h] = quad_max(peak[h]);
+                B[h] = (u32)(K0 >> 8) + (u32)peak[h] * minus_c[h];
             }
-            fits = SHORT && __all_sync(~0u, holds);
+            fits = SHORT && __all_sync(~0u, highest_octave() <= own);
         }
     }
 
@@ -182,7 +200,7 @@ struct Tile {
         if constexpr (DIGITS == 1) {  // below 2^16 each
             const u32 both = quad_sum((sums[1][0] << 16) + sums[0][0]);
             l[0] = both & 0xFFFF, l[1] = both >> 16;
-            return permute(both, 0, makes_second() ? 0x4432 : 0x4410);
+            return permute(both, 0, own_sum);
         } else {
 #pragma unroll
             for (int h = 0; h < 2; ++h) l[h] = quad_sum(joined(sums[h]));
@@ -191,16 +209,15 @@ struct Tile {
     }
 
     // Both rows' outputs; `row` is the thread's first. All that needs no product is computed under the last ones.
-    DEVICE void store(const Params& p, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) {
+    DEVICE void store(const Params& p, const u8* out, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) {
         u32 l[2];
         RowScale<OUT, Accumulator> scales[2];
         i64 to[2];
         if (works()) {
             row_scales(row_sums(l), scaling, scales);
-            const i64 base = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + threadIdx.x % 4 * CHANNELS) * SIZE<OUT>);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                to[h] = multiply_add(row + 8 * h, (i32)p.out.n * SIZE<OUT>, base);
+                to[h] = multiply_add(h ? 8 : row, (i32)p.out.n * SIZE<OUT>, h ? to[0] : (i64)out);
                 asm volatile("" : "+l"(to[h]));  // not after the wait
             }
         }
@@ -223,12 +240,12 @@ struct Tile {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             if (has(h)) store_words((u8*)to[h], words[h]);
-        if (p.l && threadIdx.x % 4 == 0) {
+        if (STATISTICS && threadIdx.x % 4 == 0) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const i64 at = ((i64)batch * heads + head) * p.nq + row + 8 * h;
                 if (!has(h)) continue;
-                p.t_max[at] = multiply_add(peak[h], score[h].C, 0);
+                p.t_max[at] = top(h);
                 p.l[at] = l[h];
             }
         }

@@ -10,6 +10,7 @@ constexpr int D_CHUNKS = HEAD_DIM / 16, D_STEPS = (HEAD_DIM + 31) / 32;
 constexpr int KEY_CHUNKS = KEYS / 16;
 constexpr int V_BLOCK = HEAD_DIM * 128;  // bytes of 128 keys of V^T
 constexpr int K_BYTES = (KEYS * K_WIDTH + 1023) / 1024 * 1024, V_BYTES = (KEYS + 127) / 128 * V_BLOCK;
+constexpr int BARRIER_BYTES = 16 * COPIES;
 constexpr int CHANNELS = HEAD_DIM / 4;  // of a thread
 
 typedef Codes<IN, WITHIN> In;
@@ -159,7 +160,7 @@ struct HeadConstants {
     DEVICE HeadConstants(const Params& p, u32 batch, u32 head, u32 kv_head)
         : scales(p, batch, head, kv_head), score_at(head_element<i64>(p.score, batch, head)),
           output_at(head_element<i64>(p.output, batch, head)) {}
-    DEVICE u64 known() const { return (u64)(SIZE<IN> == 1 ? score_at : (const i64*)scales.q_at) | (u64)scales.k_at; }
+    DEVICE u64 known() const { return SIZE<IN> == 1 ? (u64)score_at : (u64)scales.q_at | (u64)scales.k_at; }
     DEVICE void load() {
         scales.load();
         if constexpr (SIZE<IN> == 1) score = *score_at;
@@ -196,6 +197,7 @@ template <int THREADS> struct HeadLoader {
         if constexpr (KEY_MAJOR) copy_values<THREADS>(v_tile, p.v, batch, head, values.thread);
         else if constexpr (EARLY) values.load(0);
     }
+    DEVICE void wait() const {}
     DEVICE void finish_keys(float inverse) {
         if constexpr (SIZE<IN> > 1) {
 #pragma unroll

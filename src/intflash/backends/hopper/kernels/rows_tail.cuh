@@ -21,6 +21,7 @@ struct Tail {
         // written; a row's length lets no bank meet another.
         u32 p[DIGITS][8][STEPS | 1][4][4];
     };
+    static constexpr int DIGIT = sizeof(Shared::p) / DIGITS / 4;  // words
 
     const Tile& tile;
     const u32 k_tile, v_tile, lane, warp, g, quarter;
@@ -34,22 +35,27 @@ struct Tail {
         : tile(tile), k_tile(k_tile), v_tile(v_tile), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4), g(lane / 4),
           quarter(lane % 4), shared(*(Shared*)shared) {}
 
-    DEVICE void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory"); }
+    DEVICE void meet() const {
+        asm volatile("bar.sync %0, 128;" ::"r"(WARPGROUPS == 1 ? 1 : 1 + threadIdx.x / 128) : "memory");
+    }
     DEVICE u32 chunk(int i) const { return 4 * i + warp; }
     DEVICE bool has(int i) const { return 4 * i + 3 < KEY_CHUNKS || chunk(i) < KEY_CHUNKS; }
 
-    // Row g's scores with keys 16 chunk + 4 quarter + 0..3.
-    DEVICE void scores(u32 chunk, i32 (&s)[4]) const {
+    // Row g's scores with keys 16 chunk(share) + 4 quarter + 0..3.
+    DEVICE void scores(int share, i32 (&s)[4]) {
+        const u32 first = k_tile + warp * 16 * K_WIDTH + swizzled<K_WIDTH>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
         i32 even[4] = {}, odd[4] = {};
 #pragma unroll
         for (int i = 0; i < D_STEPS; ++i) {
             u32 w[4];
-            load_matrices(k_tile + swizzled<K_WIDTH>(16 * chunk + lane / 16 * 8 + lane % 8, 2 * i + lane / 8 % 2), w);
+            load_matrices((first ^ 32 * i) + share * 64 * K_WIDTH, w);
             const Left q = {tile.q[i][0], tile.q[i][1], tile.q[i][2], tile.q[i][3]};
             mma_s8_s8(even, q, {w[0], w[1]});
             mma_s8_s8(odd, q, {w[2], w[3]});
         }
         s[0] = even[0], s[1] = even[1], s[2] = odd[0], s[3] = odd[1];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) peak = max(peak, s[j]);
     }
 
     DEVICE void run(const Scaling& scaling) {
@@ -58,29 +64,28 @@ struct Tail {
         peak = NO_SCORE;
 #pragma unroll
         for (int i = 0; i < SHARE; ++i)
-            if (has(i)) scores(chunk(i), s[i]);
+            if (has(i)) scores(i, s[i]);
         if (score.k) {
+            peak <<= score.k;
 #pragma unroll
             for (int i = 0; i < SHARE * 4; ++i) s[i / 4][i % 4] <<= score.k;
         }
-#pragma unroll
-        for (int i = 0; i < SHARE * 4; ++i)
-            if (has(i / 4)) peak = max(peak, s[i / 4][i % 4]);
         peak = quad_max(peak);
         if (quarter == 0) shared.peak[g][warp] = peak;
         meet();
         const int4 peaks = *(const int4*)shared.peak[g];
         peak = max(max(peaks.x, peaks.y), max(peaks.z, peaks.w));
         const i64 B = K0 - multiply_add(peak, score.C, 0);
+        u32* to = &shared.p[0][g][warp / 2][quarter][warp % 2 * 2];
 #pragma unroll
         for (int i = 0; i < SHARE; ++i) {
-            if (!has(i)) continue;
-            u32 p[DIGITS];
-            four_p(s[i][0], s[i][1], s[i][2], s[i][3], score.C, B, p);
+            u32 p[DIGITS] = {};
+            if (has(i)) four_p(s[i][0], s[i][1], s[i][2], s[i][3], score.C, B, p);
+            else if (KEY_CHUNKS % 2 == 0 || chunk(i) > KEY_CHUNKS) continue;  // an odd last chunk's step has one more
 #pragma unroll
             for (int digit = 0; digit < DIGITS; ++digit) {
                 if (i == SHARE - 1 && chunk(i) == KEY_CHUNKS - 1) p[digit] &= tile.present;
-                shared.p[digit][g][chunk(i) / 2][quarter][chunk(i) % 2 * 2] = p[digit];
+                to[digit * DIGIT + i * 32] = p[digit];
             }
         }
         meet();
@@ -88,6 +93,7 @@ struct Tail {
     }
 
     DEVICE void values(const Scaling& scaling) {
+        const u32 first = value_address(v_tile, 8 * BLOCKS * warp + lane % 8, lane / 8 * 16);
         u32 sums[DIGITS] = {};
 #pragma unroll
         for (int parity = 0; parity < 2; ++parity)
@@ -99,18 +105,14 @@ struct Tail {
         for (int pair = 0; pair < (STEPS + 1) / 2; ++pair) {  // of steps of 32 keys
             u32 v[BLOCKS][4];
 #pragma unroll
-            for (int b = 0; b < BLOCKS; ++b) {
-                const u32 row = 8 * (BLOCKS * warp + b) + lane % 8;
-                load_matrices(value_address(v_tile, row, 64 * pair + lane / 8 * 16), v[b]);
-            }
+            for (int b = 0; b < BLOCKS; ++b) load_matrices((first ^ pair % 2 * 64) + pair / 2 * V_BLOCK + b * 1024, v[b]);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int step = 2 * pair + i;
                 if (step >= STEPS) continue;
 #pragma unroll
                 for (int digit = 0; digit < DIGITS; ++digit) {
-                    uint4 p = *(const uint4*)shared.p[digit][g][step][quarter];
-                    if (2 * step + 1 >= KEY_CHUNKS) p.z = 0;
+                    const uint4 p = *(const uint4*)shared.p[digit][g][step][quarter];
                     sums[digit] = add_bytes(p.z, add_bytes(p.x, sums[digit]));
 #pragma unroll
                     for (int b = 0; b < BLOCKS; ++b)
@@ -125,7 +127,7 @@ struct Tail {
     DEVICE i32 sum(int digit, int i) const { return acc[0][digit][i / 2][i % 2] + acc[1][digit][i / 2][i % 2]; }
 
     // `row` is row g; lanes of a quad have neighbouring channels as Tile's do, warps parts of theirs.
-    DEVICE void store(const Params& p, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) const {
+    DEVICE void store(const Params& p, const u8* out, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) const {
         if (row >= p.nq) return;
         Accumulator mine[2 * BLOCKS];
 #pragma unroll
@@ -136,10 +138,9 @@ struct Tail {
             mine[i] = {sum(0, i), sum(1, i)};
 #endif
         }
-        const u32 channel = quarter * CHANNELS + warp * 2 * BLOCKS;
-        const i64 base = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + channel) * SIZE<OUT>);
-        store_outputs<OUT>((u8*)multiply_add(row, (i32)p.out.n * SIZE<OUT>, base), mine, scale, scaling);
-        if (p.l && warp == 0 && quarter == 0) {
+        const u8* mine_at = out + warp * 2 * BLOCKS * SIZE<OUT>;
+        store_outputs<OUT>((u8*)multiply_add(row, (i32)p.out.n * SIZE<OUT>, (i64)mine_at), mine, scale, scaling);
+        if (STATISTICS && warp == 0 && quarter == 0) {
             const i64 at = ((i64)batch * heads + head) * p.nq + row;
             p.t_max[at] = multiply_add(peak, tile.score[0].C, 0);
             p.l[at] = l;
