@@ -74,7 +74,7 @@ def rows_launch(
         KEY_MAJOR=int(scales is None and key_major(v, keys)), SHORT=int(has_short(batch * heads * row_tiles)),
         ROW_SCALES=int(has_row_scales(constants, scales)), FOUND=int(scales == FOUND), WITHIN=int(dynamic),
         LAST_FIRST=int(dynamic and scales != FOUND and batch * heads**2 < 1 << 32), TAIL=int(has_tail(nq, d)), COPIES=int(copies),
-        STATISTICS=int(statistics.l is not None),
+        STATISTICS=int(statistics.l is not None), ALL_ROWS=int(split.tiles >= row_tiles),
         WARPGROUPS=split.warpgroups, RESIDENT=split.resident,
     )  # fmt: skip
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)

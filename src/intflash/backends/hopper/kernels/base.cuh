@@ -57,7 +57,7 @@ struct Params {
 // What is computed before a loop stays so: the compiler would do it again in every turn.
 DEVICE void once(u32& x) { asm volatile("" : "+r"(x)); }
 DEVICE void once(i32& x) { asm volatile("" : "+r"(x)); }
-DEVICE void once(const u8*& x) { asm volatile("" : "+l"(x)); }
+DEVICE void once(u8*& x) { asm volatile("" : "+l"(x)); }
 
 DEVICE u32 key_head(const Params& p, u32 head) {
     return p.group_reciprocal ? __umulhi(head, p.group_reciprocal) : head;

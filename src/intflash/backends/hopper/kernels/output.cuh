@@ -167,18 +167,22 @@ template <typename TO, typename ACC, int COUNT> struct Outputs {
     template <Form FORM, int N>
     static DEVICE void integers_as(const ACC (&acc)[N][COUNT], const RowScale<TO, ACC> (&rows)[N], u32 (&w)[N][WORDS]) {
         constexpr int QMAX = sizeof(TO) == 1 ? 127 : 32767;
+        i32 o[N][COUNT], lowest = 0;
 #pragma unroll
-        for (int r = 0; r < N; ++r) {
-            const Normalizer& n = rows[r].n;
-            i32 o[COUNT];
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) {
-                if constexpr (FORM == HIGH_WORD) o[i] = max(scaled_aligned(acc[r][i], n), -127);  // the pack saturates above
-                else if constexpr (FORM == NARROW) o[i] = clamped<QMAX>((i32)scaled(acc[r][i], n));
-                else o[i] = clamped<QMAX>(scaled(acc[r][i], n));
-            }
-            pack(o, w[r]);
+        for (int i = 0; i < N * COUNT; ++i) {
+            const Normalizer& n = rows[i / COUNT].n;
+            const ACC& x = acc[i / COUNT][i % COUNT];
+            i32& out = o[i / COUNT][i % COUNT];
+            if constexpr (FORM == HIGH_WORD) lowest = min(lowest, out = scaled_aligned(x, n));  // the pack saturates above
+            else if constexpr (FORM == NARROW) out = clamped<QMAX>((i32)scaled(x, n));
+            else out = clamped<QMAX>(scaled(x, n));
         }
+        if (FORM == HIGH_WORD && lowest < -QMAX) {  // seldom; asking takes half the instructions
+#pragma unroll
+            for (int i = 0; i < N * COUNT; ++i) o[i / COUNT][i % COUNT] = max(o[i / COUNT][i % COUNT], -QMAX);
+        }
+#pragma unroll
+        for (int r = 0; r < N; ++r) pack(o[r], w[r]);
     }
     static DEVICE void pack(const i32 (&o)[COUNT], u32 (&w)[WORDS]) {
         if constexpr (sizeof(TO) == 1) {

@@ -19,7 +19,11 @@ struct Query {
     i32 to_tail;  // rows from a thread's in a last whole tile to its in the tail
     In::Raw<1> raw[D_STEPS][4];
 
-    DEVICE Query(const Params& p, u32 batch, u32 head) : tokens(p.q, batch, head) {}
+    DEVICE Query(const Params& p, u32 batch, u32 head)
+        : tokens(p.q, batch, head),
+          to_tail(min((i32)threadIdx.x % 32 / 4, (p.nq & 63) - 1) + 64 * WARPGROUPS - (i32)threadIdx.x % 128 / 32 * 16 - (i32)threadIdx.x % 32 / 4) {
+        once(to_tail);
+    }
     DEVICE void begin(i32 row, i32 last) {
         from = tokens.at(min(row, last), threadIdx.x % 4 * 4);
         load(tokens.at(min(row + 8, last), threadIdx.x % 4 * 4));
@@ -90,10 +94,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     }
     const u32 kv_head = key_head(p, head);
     const i32 warp = threadIdx.x / 32 % 4, row_of_warp = threadIdx.x % 32 / 4, row_of_thread = warp * 16 + row_of_warp;
-    i32 row = (blockIdx.z * p.tiles + threadIdx.x / 128) * 64;
-    const i32 stop = min((i32)(blockIdx.z + 1) * p.tiles * 64, p.nq);
-    const auto is_tail = [&](i32 row) { return TAIL && row + 64 > p.nq; };
-    const auto row_from = [&](i32 row) { return row + (is_tail(row) ? row_of_warp : row_of_thread); };
+    const i32 warpgroup = WARPGROUPS == 1 ? 0 : threadIdx.x / 128;  // rows of one alone are known to be the same in all lanes
+    i32 row = ((ALL_ROWS ? 0 : blockIdx.z * p.tiles) + warpgroup) * 64;
+    const i32 stop = ALL_ROWS ? p.nq : min((i32)(blockIdx.z + 1) * p.tiles * 64, p.nq), whole = TAIL ? min(stop, p.nq & ~63) : stop;
+    const i32 first = row + (row < whole ? row_of_thread : row_of_warp);
 
 #if COPIES
     const EngineLoader<THREADS> loader(p, maps, k_tile, v_tile, v_tile + V_BYTES, batch, kv_head);
@@ -106,10 +110,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #if FOUND
     find_scales(p, query.tokens, loader.keys.tokens, loader.values.tokens, (u32*)shared, constants.scales);
 #endif
-    constants.load();
+    if (SIZE<IN> > 1) constants.load();
     loader.begin_keys();
-    if (AHEAD) query.begin(row_from(row), p.nq - 1);
+    if (AHEAD) query.begin(first, p.nq - 1);
     loader.begin_values(p, batch, kv_head);
+    if (SIZE<IN> == 1) constants.load();
     Tile tile;
     tile.score[0] = tile.score[1] = constants.of_scores(p);
     if (!ROW_SCALES) tile.set_limits();
@@ -122,43 +127,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     loader.wait();
     let_next_start();
     tile.prepare(k_tile, v_tile, p.nk);
-    const u8* out = p.out.ptr + (head_offset(p.out, batch, head) + threadIdx.x % 4 * CHANNELS) * SIZE<OUT>;
-    once(out);
-    const i32 tail = p.nq & ~63;
-    query.to_tail = min(tail + row_of_warp, p.nq - 1) - (tail - 64 * WARPGROUPS + row_of_thread);
-    once(query.to_tail);
     if (AHEAD) query.codes(constants.scales.q_inverse, tile.q);
-    for (; row < stop; row += 64 * WARPGROUPS) {
-        const i32 r = row_from(row), next = row + 64 * WARPGROUPS;
+    const i32 out_stride = (i32)p.out.n * SIZE<OUT>;
+    const i64 out_head = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + threadIdx.x % 4 * CHANNELS) * SIZE<OUT>);
+    u8* out = (u8*)multiply_add(first, out_stride, out_head);
+    const auto begin_rows = [&](i32 row) {
         if (!AHEAD) {
-            query.begin(r, p.nq - 1);
+            query.begin(row, p.nq - 1);
             query.codes(constants.scales.q_inverse, tile.q);
         }
         if constexpr (ROW_SCALES) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const i64 at = head_offset(p.score, batch, head) + min(r + 8 * h, p.nq - 1) * p.score.n;
+                const i64 at = head_offset(p.score, batch, head) + min(row + 8 * h, p.nq - 1) * p.score.n;
                 tile.score[h] = unpack_score(((const i64*)p.score.ptr)[at]);
             }
             tile.set_limits();
         }
-#if TAIL
-        if (is_tail(row)) {
-            Tail tail(tile, k_tile, v_tile, shared + K_BYTES + V_BYTES + BARRIER_BYTES);
-            tail.run(constants.scaling);
-            tail.store(p, out, batch, head, gridDim.y, r, constants.scaling);
-            break;
-        }
-#endif
-        tile.active = row + warp * 16 < p.nq;
+    };
+    for (; row < whole; row += 64 * WARPGROUPS) {
+        const i32 r = row + row_of_thread, next = row + 64 * WARPGROUPS;
+        begin_rows(r);
+        tile.active = TAIL ? row < p.nq : row + warp * 16 < p.nq;
         tile.scores();
         if (AHEAD && next < stop) {
-            if (TAIL) query.go_on(is_tail(next));
+            if (TAIL) query.go_on(next >= whole);
             else query.begin(next + row_of_thread, p.nq - 1);
         }
         tile.weigh();
         // Under the products, as what follows. Codes are copied without asking, in fewer instructions.
         if (AHEAD && (SIZE<IN> == 1 || next < stop)) query.codes(constants.scales.q_inverse, tile.q);
         tile.store(p, out, batch, head, gridDim.y, r, constants.scaling);
+        out = (u8*)multiply_add(64 * WARPGROUPS, out_stride, (i64)out);
     }
+#if TAIL
+    if (row < stop) {
+        begin_rows(row + row_of_warp);
+        Tail tail(tile, k_tile, v_tile, shared + K_BYTES + V_BYTES + BARRIER_BYTES);
+        tail.run(constants.scaling);
+        tail.store(p, (u8*)multiply_add(first < whole ? -16 * warp : 0, out_stride, (i64)out), batch, head, gridDim.y, row + row_of_warp, constants.scaling);
+    }
+#endif
 }

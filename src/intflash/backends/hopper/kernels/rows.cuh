@@ -38,7 +38,7 @@ struct Tile {
     bool usual;    // of all the warp's rows: few maxima are past it
     i32 peak[2];   // of S
     i32 a[FIRST ? FIRST / 2 : 1], b[REST / 2];  // scores
-    u32 B[2], minus_c[2];  // of the short form, which has no k
+    u32 minus_B[2];  // of the short form, which has no k; products subtract as they add
     u32 sums[2][DIGITS];
     i32 acc[DIGITS][HEAD_DIM / 2];
     u64 k_operand, v_operand;
@@ -83,11 +83,8 @@ struct Tile {
         constexpr i32 USUAL = 48;  // octaves that a maximum seldom reaches
         if (!SHORT) return;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            limit[h] = short_limit(score[h].C, score[h].k, 128 * HEAD_DIM);
-            minus_c[h] = -(score[h].C >> 8);
-        }
-        if (!ROW_SCALES) once(minus_c[0]), minus_c[1] = minus_c[0];
+        for (int h = 0; h < 2; ++h) limit[h] = short_limit(score[h].C, score[h].k, 128 * HEAD_DIM);
+        if (!ROW_SCALES) once(limit[0]), limit[1] = limit[0];
         usual = __all_sync(~0u, min(limit[0], limit[1]) >= USUAL);
     }
     // Of both rows, by their own codes where most maxima could be past the usual limit.
@@ -130,7 +127,7 @@ struct Tile {
                 const i32* x = &s[8 * group + 2 * h];
                 u32 four[DIGITS];
                 const i32 C = score[h].C;
-                if constexpr (IN_SHORT) four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], C >> 8, B[h], four);
+                if constexpr (IN_SHORT) four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], C >> 8, 0u - minus_B[h], four);
                 else four_p(x[0], x[1], x[4], x[5], C, K0 - top(h), four);
 #pragma unroll
                 for (int digit = 0; digit < DIGITS; ++digit) {
@@ -175,7 +172,7 @@ struct Tile {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 peak[h] = quad_max(peak[h]);
-                B[h] = (u32)(K0 >> 8) + (u32)peak[h] * minus_c[h];
+                minus_B[h] = (u32)peak[h] * (score[h].C >> 8) - (u32)(K0 >> 8);
             }
             fits = SHORT && __all_sync(~0u, highest_octave() <= own);
         }
@@ -209,7 +206,7 @@ struct Tile {
     }
 
     // Both rows' outputs; `row` is the thread's first. All that needs no product is computed under the last ones.
-    DEVICE void store(const Params& p, const u8* out, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) {
+    DEVICE void store(const Params& p, u8* out, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) {
         u32 l[2];
         RowScale<OUT, Accumulator> scales[2];
         i64 to[2];
@@ -217,7 +214,7 @@ struct Tile {
             row_scales(row_sums(l), scaling, scales);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                to[h] = multiply_add(h ? 8 : row, (i32)p.out.n * SIZE<OUT>, h ? to[0] : (i64)out);
+                to[h] = h ? multiply_add(8, (i32)p.out.n * SIZE<OUT>, to[0]) : (i64)out;
                 asm volatile("" : "+l"(to[h]));  // not after the wait
             }
         }
