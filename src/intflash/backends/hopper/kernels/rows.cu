@@ -121,8 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     constants.scales.divide();
     loader.finish_keys(constants.scales.k_inverse);
     loader.finish_values(constants.scales.v_inverse);
-    copies_done();
-    publish_shared();
+    loader.publish();
     __syncthreads();
     loader.wait();
     let_next_start();

@@ -75,8 +75,14 @@ struct Tile {
     // The rows' maxima of S. Absent keys, copies of the last one, do not change them.
     template <bool BEGINS, int COUNT> DEVICE void maximum(const i32 (&s)[COUNT]) {
         if (BEGINS) peak[0] = peak[1] = NO_SCORE;
+        i32 other[2] = {NO_SCORE, NO_SCORE};
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
+        for (int i = 0; i < COUNT; ++i) {
+            i32& to = i < COUNT / 2 ? peak[i / 2 % 2] : other[i / 2 % 2];
+            to = max(to, s[i]);
+        }
+        asm("" : "+r"(other[0]), "+r"(other[1]));
+        peak[0] = max(peak[0], other[0]), peak[1] = max(peak[1], other[1]);
     }
 
     DEVICE void set_limits() {
@@ -169,12 +175,12 @@ struct Tile {
         wgmma_wait(b);
         if (works()) {
             maximum<FIRST == 0>(b);
+            fits = SHORT && __all_sync(~0u, highest_octave() <= own);  // each lane asks of its own keys
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 peak[h] = quad_max(peak[h]);
                 minus_B[h] = (u32)peak[h] * (score[h].C >> 8) - (u32)(K0 >> 8);
             }
-            fits = SHORT && __all_sync(~0u, highest_octave() <= own);
         }
     }
 

@@ -197,6 +197,10 @@ template <int THREADS> struct HeadLoader {
         if constexpr (KEY_MAJOR) copy_values<THREADS>(v_tile, p.v, batch, head, values.thread);
         else if constexpr (EARLY) values.load(0);
     }
+    DEVICE void publish() const {
+        copies_done();
+        publish_shared();
+    }
     DEVICE void wait() const {}
     DEVICE void finish_keys(float inverse) {
         if constexpr (SIZE<IN> > 1) {
