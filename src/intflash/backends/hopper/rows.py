@@ -67,18 +67,20 @@ def rows_launch(
     split = split or choose(batch * heads, row_tiles, most, q.dtype == torch.int8)
     products = (*(Product(n, "s8") for n in sorted(parts(keys))), Product(d, "u8"))
     key, value = _maps(k, v) if scales is None and has_short(batch * heads * row_tiles) else (None, None)
+    heads_first = batch <= GRID_LIMIT
     copies = key is not None and value is not None
     dynamic = scales is not None and problem.recipe.q_scale is None  # of the values' own maxima
     program = Program.of(
         "rows.cu", products, KEYS=keys, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
         KEY_MAJOR=int(scales is None and key_major(v, keys)), SHORT=int(has_short(batch * heads * row_tiles)),
         ROW_SCALES=int(has_row_scales(constants, scales)), FOUND=int(scales == FOUND), WITHIN=int(dynamic),
-        LAST_FIRST=int(dynamic and scales != FOUND and batch * heads**2 < 1 << 32), TAIL=int(has_tail(nq, d)), COPIES=int(copies),
+        HEADS_FIRST=int(heads_first), LAST_FIRST=int(dynamic and scales != FOUND),
+        TAIL=int(has_tail(nq, d)), COPIES=int(copies),
         STATISTICS=int(statistics.l is not None), ALL_ROWS=int(split.tiles >= row_tiles),
         WARPGROUPS=split.warpgroups, RESIDENT=split.resident,
     )  # fmt: skip
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)
-    grid = (batch, heads, -(-row_tiles // split.tiles))
+    grid = (*((heads, batch) if heads_first else (batch, heads)), -(-row_tiles // split.tiles))
     shared = sum(head_bytes(keys, d)) + 16 * copies + (tail_bytes(keys, bits) if has_tail(nq, d) else 0)
     maps = partial(tensor_maps, key, value) if copies else None
     return CudaLaunch(program, grid, 128 * split.warpgroups, shared, params, q.device, keeps, True, maps)

@@ -86,11 +86,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #endif
     extern __shared__ __align__(1024) u8 shared[];
     const u32 k_tile = shared_address(shared), v_tile = k_tile + K_BYTES;
-    u32 batch = blockIdx.x, head = blockIdx.y;
-    if (LAST_FIRST) {  // as they lie in memory, from the end: a pass over all of them has just left those in L2
-        const u32 i = gridDim.x * gridDim.y - 1 - (blockIdx.y * gridDim.x + blockIdx.x);
-        batch = p.head_reciprocal ? __umulhi(i, p.head_reciprocal) : i;
-        head = i - batch * gridDim.y;
+    u32 batch = HEADS_FIRST ? blockIdx.y : blockIdx.x, head = HEADS_FIRST ? blockIdx.x : blockIdx.y;
+    if (LAST_FIRST) {  // a pass over all of them has just left the last ones in L2
+        batch = (HEADS_FIRST ? gridDim.y : gridDim.x) - 1 - batch;
+        head = p.heads - 1 - head;
     }
     const u32 kv_head = key_head(p, head);
     const i32 warp = threadIdx.x / 32 % 4, row_of_warp = threadIdx.x % 32 / 4, row_of_thread = warp * 16 + row_of_warp;
@@ -156,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         tile.weigh();
         // Under the products, as what follows. Codes are copied without asking, in fewer instructions.
         if (AHEAD && (SIZE<IN> == 1 || next < stop)) query.codes(constants.scales.q_inverse, tile.q);
-        tile.store(p, out, batch, head, gridDim.y, r, constants.scaling);
+        tile.store(p, out, batch, head, p.heads, r, constants.scaling);
         out = (u8*)multiply_add(64 * WARPGROUPS, out_stride, (i64)out);
     }
 #if TAIL
@@ -164,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         begin_rows(row + row_of_warp);
         Tail tail(tile, k_tile, v_tile, shared + K_BYTES + V_BYTES + BARRIER_BYTES);
         tail.run(constants.scaling);
-        tail.store(p, (u8*)multiply_add(first < whole ? -16 * warp : 0, out_stride, (i64)out), batch, head, gridDim.y, row + row_of_warp, constants.scaling);
+        tail.store(p, (u8*)multiply_add(first < whole ? -16 * warp : 0, out_stride, (i64)out), batch, head, p.heads, row + row_of_warp, constants.scaling);
     }
 #endif
 }

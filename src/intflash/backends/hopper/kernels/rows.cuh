@@ -4,8 +4,8 @@
 //
 // Defined when this is compiled: KEYS (padded to 16), HEAD_DIM (a multiple of 16), BITS of p, IN and OUT types,
 // SHORT (T + B in 32 bits where it fits), KEY_MAJOR (V has contiguous keys), ROW_SCALES (Q has a scale per token),
-// FOUND (floats whose scales are the head's own maxima's), WITHIN (or of the tensor's: quantize.cuh), LAST_FIRST (the
-// heads from the last one on), TAIL (rows_tail.cuh), COPIES (rows_copies.cuh), STATISTICS (p.t_max and p.l).
+// FOUND (floats whose scales are the head's own maxima's), WITHIN (or of the tensor's: quantize.cuh), HEADS_FIRST (of the
+// grid's axes, as heads mostly lie in memory), LAST_FIRST (from the last one on), TAIL (rows_tail.cuh), COPIES (rows_copies.cuh), STATISTICS (p.t_max and p.l).
 #pragma once
 #include "rows_loads.cuh"
 #include "wgmma.cuh"
