@@ -149,7 +149,7 @@ def choose(heads: int, row_tiles: int, most: int, codes: bool) -> Split:
     if tiles <= 132:
         return Split(1, 1, most) if codes else Split(min(most, 3), 1, 1)
     if tiles <= _FEW_TILES:
-        return Split(2, 2, 1)
+        return Split(2 if codes else min(most, 3), 2, 1)
     if heads <= 132:
         return Split(1, 1, most) if codes else Split(2, row_tiles, 1)
     return Split(1, row_tiles, most)

@@ -15,28 +15,29 @@ constexpr bool AHEAD = SIZE<IN> < 4;  // Q of the next tile is loaded under this
 // Rows `row` and row + 8 of a thread, as the left operand of Q K^T.
 struct Query {
     const Tokens tokens;
-    const u8* from;
+    const u8* from[2];
     i32 to_tail;  // rows from a thread's in a last whole tile to its in the tail
     In::Raw<1> raw[D_STEPS][4];
 
-    DEVICE Query(const Params& p, u32 batch, u32 head)
-        : tokens(p.q, batch, head),
-          to_tail(min((i32)threadIdx.x % 32 / 4, (p.nq & 63) - 1) + 64 * WARPGROUPS - (i32)threadIdx.x % 128 / 32 * 16 - (i32)threadIdx.x % 32 / 4) {
+    DEVICE Query(const Params& p, u32 batch, u32 head) : tokens(p.q, batch, head) {
+        const i32 warp = threadIdx.x / 32 % 4, row_of_warp = threadIdx.x % 32 / 4;
+        to_tail = min(0, (p.nq & 63) - 1 - row_of_warp) + 64 * WARPGROUPS - 16 * warp;
         once(to_tail);
     }
     DEVICE void begin(i32 row, i32 last) {
-        from = tokens.at(min(row, last), threadIdx.x % 4 * 4);
-        load(tokens.at(min(row + 8, last), threadIdx.x % 4 * 4));
+        from[0] = tokens.at(min(row, last), threadIdx.x % 4 * 4);
+        from[1] = tokens.at(min(row + 8, last), threadIdx.x % 4 * 4);
+        load();
     }
-    DEVICE void load(const u8* second) {
+    // To the next tile's rows. With a tail, all others are whole; a thread's second row of a tail is of no use.
+    DEVICE void go_on(bool tail) {
+        from[0] = (const u8*)multiply_add(tail ? to_tail : 64 * WARPGROUPS, tokens.stride, (i64)from[0]);
+        from[1] = (const u8*)multiply_add(tail ? 0 : 8, tokens.stride, (i64)from[0]);
+    }
+    DEVICE void load() {
 #pragma unroll
         for (int i = 0; i < 2 * D_CHUNKS; ++i)
-            load_words((i % 2 ? second : from) + i / 2 * 16 * SIZE<IN>, raw[i / 4][i % 4 / 2 * 2 + i % 2].word);
-    }
-    // With a tail, all other tiles are whole; of the tail's rows a thread's second is of no use.
-    DEVICE void go_on(bool tail) {
-        from = (const u8*)multiply_add(tail ? to_tail : 64 * WARPGROUPS, tokens.stride, (i64)from);
-        load((const u8*)multiply_add(tail ? 0 : 8, tokens.stride, (i64)from));
+            load_words(from[i % 2] + i / 2 * 16 * SIZE<IN>, raw[i / 4][i % 4 / 2 * 2 + i % 2].word);
     }
     DEVICE void codes(float inverse, u32 (&w)[D_STEPS][4]) {
 #pragma unroll
@@ -116,13 +117,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (SIZE<IN> == 1) constants.load();
     Tile tile;
     tile.score[0] = tile.score[1] = constants.of_scores(p);
-    if (!ROW_SCALES) tile.set_limits();
     constants.scales.divide();
     loader.finish_keys(constants.scales.k_inverse);
     loader.finish_values(constants.scales.v_inverse);
     loader.publish();
     __syncthreads();
     loader.wait();
+    if (!ROW_SCALES) tile.set_limits();
     let_next_start();
     tile.prepare(k_tile, v_tile, p.nk);
     if (AHEAD) query.codes(constants.scales.q_inverse, tile.q);
@@ -143,18 +144,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             tile.set_limits();
         }
     };
+    if (AHEAD && TAIL) query.go_on(row + 64 * WARPGROUPS >= whole);
     for (; row < whole; row += 64 * WARPGROUPS) {
         const i32 r = row + row_of_thread, next = row + 64 * WARPGROUPS;
         begin_rows(r);
         tile.active = TAIL ? row < p.nq : row + warp * 16 < p.nq;
         tile.scores();
         if (AHEAD && next < stop) {
-            if (TAIL) query.go_on(next >= whole);
+            if (TAIL) query.load();
             else query.begin(next + row_of_thread, p.nq - 1);
         }
         tile.weigh();
         // Under the products, as what follows. Codes are copied without asking, in fewer instructions.
         if (AHEAD && (SIZE<IN> == 1 || next < stop)) query.codes(constants.scales.q_inverse, tile.q);
+        if (AHEAD && TAIL) query.go_on(next + 64 * WARPGROUPS >= whole);
         tile.store(p, out, batch, head, p.heads, r, constants.scaling);
         out = (u8*)multiply_add(64 * WARPGROUPS, out_stride, (i64)out);
     }
