@@ -21,6 +21,13 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SPLITS = (rows.Split(1, 1, 2), rows.Split(1, 4, 2), rows.Split(2, 2, 1), rows.Split(2, 1, 1), rows.Split(2, 3, 1))
 
 
+def contiguous_keys(p: Problem) -> Problem:
+    """V as the quantizer writes it, its rows padded with what must not be used."""
+    b, h, n, d = p.v.data.shape
+    rows = torch.full((b, h, d, -(-n // 16) * 16), 99, dtype=torch.int8)
+    return replace(p, v=replace(p.v, data=rows[..., :n].copy_(p.v.data.mT).mT))
+
+
 def cases(method: str) -> Iterator[tuple[str, Problem]]:
     for nq, nk, d in [
         *((n, n, 64) for n in (65, 80, 100, 128, 129, 193, 197, 208, 224)), *((150, 150, d) for d in (16, 32, 48, 80)),
@@ -34,7 +41,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     for amax in (1e-6, 400.0, 50000.0):
         yield f"amax {amax}", ic.codes(method, amax=amax, return_lse=True, **vit)
     yield "scales", ic.codes(method, heads=4, key_heads=2, nq=150, nk=150, d=64, kinds=("token", "head", "head"))
-    for scale in (1e-3, 1e-9):  # s_V / s_O past 2^5 and past 2^23
+    for scale in (1e-2, 1e-3, 1e-9):  # s_V / s_O past 1, 2^5 and 2^23
         yield f"out scale {scale}", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), scale), **vit)
     yield from checks.spans(method, 197, 197, 64)
     yield from checks.spans(method, 66, 100, 32)
@@ -42,6 +49,11 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     p = ic.codes(method, **vit)
     q, k, v = (QTensor(x.transpose(1, 2), p.q.scale, "tensor") for x in packed.unbind(2))
     yield "packed", Problem(method, q, k, v, 0.125, out_dtype=torch.int8)
+    for n, d in ((70, 64), (130, 64), (197, 64), (208, 64), (224, 64), (96, 128), (150, 32)):
+        p = ic.codes(method, heads=4, key_heads=2, batch=2, nq=n, nk=n, d=d, return_lse=True)
+        yield f"contiguous keys {n} {d}", contiguous_keys(p)
+    yield "contiguous keys 130 197", contiguous_keys(ic.codes(method, batch=3, nq=130, nk=197, d=64))
+    yield "contiguous keys, many heads", contiguous_keys(ic.codes(method, batch=45, heads=3, nq=65, nk=65, d=64))
     for n, d in ((197, 64), (65, 80), (224, 64), (16, 128)):
         yield f"dynamic of heads {n} {d}", checks.floats(method, 2, n, d, torch.float16, checks.OF_HEADS)
     views = torch.randn(2, 197, 3, 3, 64).half()
@@ -76,18 +88,6 @@ def test_bits(method, split, monkeypatch):
     assert checks.differences(cases(method), rows) == {}
 
 
-@pytest.mark.gpu
-@checks.needs_hopper
-@pytest.mark.parametrize("method", BITS)
-def test_bits_of_contiguous_keys(method):
-    for n in (70, 130, 197, 224):
-        p = ic.on_device(ic.codes(method, batch=2, nq=n, nk=n, d=64), "cuda")
-        padded = torch.full((2, 2, 64, 256), 99, dtype=torch.int8, device="cuda")[..., :n].copy_(p.v.data.mT).mT
-        there = replace(p, v=replace(p.v, data=padded))
-        assert rows.key_major(padded, -(-n // 16) * 16) and rows.unsupported(there) is None
-        assert torch.equal(checks.BACKEND.run(there).out, checks.BACKEND.run(p).out)
-
-
 def _launch(method: str, n: int, d: int, *args, split=None, **more):
     p, rest = checks.empty_problem(method, n, d, *args, **more)
     assert rows.unsupported(p) is None
@@ -100,7 +100,9 @@ def test_integer_only(method):
     """Between int8 input and integer output no floating-point opcode; integer tensor-core products; no spills."""
     outs, batches = (torch.int8, torch.int16), (2, 80)
     for (n, d), out, major, batch in itertools.product(((197, 64), (130, 32)), outs, (False, True), batches):
-        machine = checks.machine(_launch(method, n, d, torch.int8, out, major, batch=batch))
+        launch = _launch(method, n, d, torch.int8, out, major, batch=batch)
+        assert dict(launch.program.macros)["COPIES"] == str(int(major and batch == 80))
+        machine = checks.machine(launch)
         assert machine.float_instructions == [], (n, d, out, major, batch)
         assert machine.spills == 0, (n, d, out, major, batch, machine.registers)
         assert machine.opcodes["IGMMA"] > 0
@@ -122,6 +124,16 @@ def test_large_batches_do_not_spill(n, d):
     launch = _launch("intflash_p8", n, d, torch.int8, torch.int8, True, batch=200)
     assert dict(launch.program.macros)["SHORT"] == "1"
     assert checks.machine(launch).spills == 0
+
+
+def test_what_the_copy_engine_takes():
+    """Rows of K whose heads begin at whole rows; not a head within a row, nor a lone group of keys."""
+    packed = torch.zeros(2, 197, 3, 3, 64, dtype=torch.int8).transpose(1, 3)
+    apart, within = (torch.zeros(2, 3, 197, 64, dtype=torch.int8), packed[:, :, 1])
+    v = torch.zeros(2, 3, 64, 208, dtype=torch.int8)[..., :197].mT
+    assert None not in rows._maps(apart, v) and None not in rows._maps(apart[:, :1].expand(2, 3, 197, 64), v)
+    assert rows._maps(within, v)[0] is None and rows._maps(apart[:, :, :16], v[:, :, :16]) == (None, None)
+    assert rows._maps(apart, torch.zeros(2, 3, 197, 64, dtype=torch.int8)) == (None, None)
 
 
 def test_float_output_is_seen():

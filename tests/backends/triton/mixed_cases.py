@@ -69,11 +69,17 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         yield "packed", problem(method, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
 
 
+def _moved(x: torch.Tensor, device: str) -> torch.Tensor:
+    """With its strides and what lies between its elements, which `to` drops."""
+    whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 def on_device(p: Problem, device: str) -> Problem:
     def move(x):
         if isinstance(x, QTensor):
-            return dataclasses.replace(x, data=x.data.to(device), scale=x.scale.to(device))
-        return x.to(device) if isinstance(x, torch.Tensor) else x
+            return dataclasses.replace(x, data=_moved(x.data, device), scale=_moved(x.scale, device))
+        return _moved(x, device) if isinstance(x, torch.Tensor) else x
 
     return dataclasses.replace(p, **{f.name: move(getattr(p, f.name)) for f in dataclasses.fields(p)})
 

@@ -89,6 +89,8 @@ def key_map(k: Tensor, groups: int, width: int) -> TensorMap | None:
         return None
     batch, head = b // row, h // row
     rows = (batches - 1) * batch + (heads - 1) * head + 2
+    if rows >= 1 << 31:
+        return None
     return TensorMap(
         (d, rows, 4, 2, n // 16), (row, 4 * row, 2 * row, 16 * row), (width, 2, 4, 2, groups), width, batch, head
     )

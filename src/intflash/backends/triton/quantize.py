@@ -118,8 +118,9 @@ def _quantize_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
     BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Codes of Q (where `codes` has a place for them), K and V; the layout of each is its View's."""
-    place = find_place(None, None, None, nq, nk, ROWS, BATCH_FIRST)
+    """Codes of Q (where `codes` has a place for them), K and V; the layout of each is its View's. The last heads first:
+    they are what a pass for the maxima, or what made the floats, has left in L2, and the first heads' codes stay there."""
+    place = find_place(None, None, None, nq, nk, ROWS, BATCH_FIRST, True)
     if codes.q is not None:
         if (place.h < hq) & (place.row < nq):
             _quantize_tile(x.q, codes.q, scales.q, place, nq, D, BD, ROWS, False)

@@ -136,16 +136,22 @@ def present_keys(
 
 
 @triton.jit
-def find_place(cu_q, cu_k, sequences, nq, nk, BM: tl.constexpr, BATCH_FIRST: tl.constexpr):
+def find_place(
+    cu_q, cu_k, sequences, nq, nk, BM: tl.constexpr, BATCH_FIRST: tl.constexpr, LAST_FIRST: tl.constexpr = False
+):  # fmt: skip
     """A program's place, without a division (a GPU divides integers through floats).
 
-    The grid is (row tiles, heads, batch), neighbours sharing keys, or BATCH_FIRST (batch, heads, row tiles).
+    The grid is (row tiles, heads, batch), neighbours sharing keys, or BATCH_FIRST (batch, heads, row tiles). LAST_FIRST:
+    the first program takes the last place, for what the kernel before has left in L2.
     Packed (cu_q not None): row tiles are counted sequence by sequence; past the last one, q_count is 0.
     """
     head = tl.program_id(1)
     zero = head * 0
     if cu_q is None:
         batch, tile = tl.program_id(2), tl.program_id(0)
+        if LAST_FIRST:
+            head = tl.num_programs(1) - 1 - head
+            batch, tile = tl.num_programs(2) - 1 - batch, tl.num_programs(0) - 1 - tile
         if BATCH_FIRST:
             batch, tile = tile, batch
         return Place(batch, head, tile * BM, zero, zero + nq, zero, zero + nk)

@@ -94,9 +94,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     }
     const u32 kv_head = key_head(p, head);
     const i32 warp = threadIdx.x / 32 % 4, row_of_warp = threadIdx.x % 32 / 4, row_of_thread = warp * 16 + row_of_warp;
-    const i32 warpgroup = WARPGROUPS == 1 ? 0 : threadIdx.x / 128;  // rows of one alone are known to be the same in all lanes
+    const i32 warpgroup = WARPGROUPS == 1 ? 0 : threadIdx.x / 128;  // all lanes of one alone are known to have the same rows
     i32 row = ((ALL_ROWS ? 0 : blockIdx.z * p.tiles) + warpgroup) * 64;
-    const i32 stop = ALL_ROWS ? p.nq : min((i32)(blockIdx.z + 1) * p.tiles * 64, p.nq), whole = TAIL ? min(stop, p.nq & ~63) : stop;
+    const i32 stop = ALL_ROWS ? p.nq : min((i32)(blockIdx.z + 1) * p.tiles * 64, p.nq);
+    const i32 whole = TAIL ? min(stop, p.nq & ~63) : stop;  // rows up to here are tiles
     const i32 first = row + (row < whole ? row_of_thread : row_of_warp);
 
 #if COPIES
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #if FOUND
     find_scales(p, query.tokens, loader.keys.tokens, loader.values.tokens, (u32*)shared, constants.scales);
 #endif
-    if (SIZE<IN> > 1) constants.load();
+    if (SIZE<IN> > 1) constants.load();  // codes are made with them
     loader.begin_keys();
     if (AHEAD) query.begin(first, p.nq - 1);
     loader.begin_values(p, batch, kv_head);
@@ -118,9 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     Tile tile;
     tile.score[0] = tile.score[1] = constants.of_scores(p);
     constants.scales.divide();
-    loader.finish_keys(constants.scales.k_inverse);
-    loader.finish_values(constants.scales.v_inverse);
-    loader.publish();
+    loader.finish(constants.scales.k_inverse, constants.scales.v_inverse);
     __syncthreads();
     loader.wait();
     if (!ROW_SCALES) tile.set_limits();
@@ -148,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     for (; row < whole; row += 64 * WARPGROUPS) {
         const i32 r = row + row_of_thread, next = row + 64 * WARPGROUPS;
         begin_rows(r);
-        tile.active = TAIL ? row < p.nq : row + warp * 16 < p.nq;
+        tile.active = row + (TAIL ? 0 : warp * 16) < p.nq;
         tile.scores();
         if (AHEAD && next < stop) {
             if (TAIL) query.load();
@@ -158,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         // Under the products, as what follows. Codes are copied without asking, in fewer instructions.
         if (AHEAD && (SIZE<IN> == 1 || next < stop)) query.codes(constants.scales.q_inverse, tile.q);
         if (AHEAD && TAIL) query.go_on(next + 64 * WARPGROUPS >= whole);
-        tile.store(p, out, batch, head, p.heads, r, constants.scaling);
+        tile.store(p, out, batch, head, r, constants.scaling);
         out = (u8*)multiply_add(64 * WARPGROUPS, out_stride, (i64)out);
     }
 #if TAIL
@@ -166,7 +165,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         begin_rows(row + row_of_warp);
         Tail tail(tile, k_tile, v_tile, shared + K_BYTES + V_BYTES + BARRIER_BYTES);
         tail.run(constants.scaling);
-        tail.store(p, (u8*)multiply_add(first < whole ? -16 * warp : 0, out_stride, (i64)out), batch, head, p.heads, row + row_of_warp, constants.scaling);
+        out = (u8*)multiply_add(first < whole ? -16 * warp : 0, out_stride, (i64)out);
+        tail.store(p, out, batch, head, row + row_of_warp, constants.scaling);
     }
 #endif
 }

@@ -4,8 +4,9 @@
 //
 // Defined when this is compiled: KEYS (padded to 16), HEAD_DIM (a multiple of 16), BITS of p, IN and OUT types,
 // SHORT (T + B in 32 bits where it fits), KEY_MAJOR (V has contiguous keys), ROW_SCALES (Q has a scale per token),
-// FOUND (floats whose scales are the head's own maxima's), WITHIN (or of the tensor's: quantize.cuh), HEADS_FIRST (of the
-// grid's axes, as heads mostly lie in memory), LAST_FIRST (from the last one on), TAIL (rows_tail.cuh), COPIES (rows_copies.cuh), STATISTICS (p.t_max and p.l).
+// FOUND (floats whose scales are the head's own maxima's), WITHIN (or of the tensor's: quantize.cuh), COPIES
+// (rows_copies.cuh), TAIL (rows_tail.cuh), STATISTICS (p.t_max and p.l are wanted), HEADS_FIRST (of the grid's axes, as
+// heads mostly lie in memory), LAST_FIRST (from the last head on), ALL_ROWS (a program takes all rows of its head).
 #pragma once
 #include "rows_loads.cuh"
 #include "wgmma.cuh"
@@ -160,7 +161,7 @@ struct Tile {
 
     // Scores and the rows' maxima; Q is not needed any more.
     DEVICE void scores() {
-        asm volatile("" : "=r"(peak[0]), "=r"(peak[1]));
+        asm volatile("" : "=r"(peak[0]), "=r"(peak[1]));  // anything: only active warps read them
         i32 own;
         if constexpr (FIRST > 0) {
             issue_scores(a, 0);
@@ -212,7 +213,7 @@ struct Tile {
     }
 
     // Both rows' outputs; `row` is the thread's first. All that needs no product is computed under the last ones.
-    DEVICE void store(const Params& p, u8* out, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) {
+    DEVICE void store(const Params& p, u8* out, u32 batch, u32 head, i32 row, const Scaling& scaling) {
         u32 l[2];
         RowScale<OUT, Accumulator> scales[2];
         i64 to[2];
@@ -246,7 +247,7 @@ struct Tile {
         if (STATISTICS && threadIdx.x % 4 == 0) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const i64 at = ((i64)batch * heads + head) * p.nq + row + 8 * h;
+                const i64 at = ((i64)batch * p.heads + head) * p.nq + row + 8 * h;
                 if (!has(h)) continue;
                 p.t_max[at] = top(h);
                 p.l[at] = l[h];

@@ -197,27 +197,24 @@ template <int THREADS> struct HeadLoader {
         if constexpr (KEY_MAJOR) copy_values<THREADS>(v_tile, p.v, batch, head, values.thread);
         else if constexpr (EARLY) values.load(0);
     }
-    DEVICE void publish() const {
-        copies_done();
-        publish_shared();
-    }
-    DEVICE void wait() const {}
-    DEVICE void finish_keys(float inverse) {
+    // All of the head is in this thread's part of shared memory.
+    DEVICE void finish(float k_inverse, float v_inverse) {
         if constexpr (SIZE<IN> > 1) {
 #pragma unroll
             for (int first = 0; first < Keys::ROUNDS; first += Keys::GROUP) {
                 if (first > 0) keys.load(first);
-                keys.store(k_tile, inverse, first);
+                keys.store(k_tile, k_inverse, first);
             }
         }
-    }
-    DEVICE void finish_values(float inverse) {
         if constexpr (!KEY_MAJOR) {
 #pragma unroll
             for (int first = 0; first < Values::ROUNDS; first += Values::GROUP) {
                 if constexpr (!EARLY) values.load(first);
-                values.store(v_tile, inverse, first);
+                values.store(v_tile, v_inverse, first);
             }
         }
+        copies_done();
+        publish_shared();
     }
+    DEVICE void wait() const {}  // for what no thread copies
 };

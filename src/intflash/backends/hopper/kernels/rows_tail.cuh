@@ -127,7 +127,7 @@ struct Tail {
     DEVICE i32 sum(int digit, int i) const { return acc[0][digit][i / 2][i % 2] + acc[1][digit][i / 2][i % 2]; }
 
     // `row` is row g; lanes of a quad have neighbouring channels as Tile's do, warps parts of theirs.
-    DEVICE void store(const Params& p, u8* out, u32 batch, u32 head, u32 heads, i32 row, const Scaling& scaling) const {
+    DEVICE void store(const Params& p, u8* out, u32 batch, u32 head, i32 row, const Scaling& scaling) const {
         if (row >= p.nq) return;
         Accumulator mine[2 * BLOCKS];
 #pragma unroll
@@ -140,7 +140,7 @@ struct Tail {
         }
         store_outputs<OUT>(out + warp * 2 * BLOCKS * SIZE<OUT>, mine, scale, scaling);
         if (STATISTICS && warp == 0 && quarter == 0) {
-            const i64 at = ((i64)batch * heads + head) * p.nq + row;
+            const i64 at = ((i64)batch * p.heads + head) * p.nq + row;
             p.t_max[at] = multiply_add(peak, tile.score[0].C, 0);
             p.l[at] = l;
         }
