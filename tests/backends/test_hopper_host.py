@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -42,9 +43,17 @@ def test_reciprocals_divide_small_numbers(by):
     assert all(x * reciprocal >> 32 == x // by for x in range(20_000))
 
 
-def test_key_maps_need_whole_groups_of_keys():
-    maps = [key_map(torch.zeros(1, 1, n, 64, dtype=torch.int8), 128, 64) for n in (256, 250)]
-    assert maps[0] is not None and maps[1] is None
+def test_key_maps_take_keys_in_their_order():
+    """Row 16 g + 8 b + 2 q + i of a box is key 16 g + 4 q + 2 b + i of the head, whatever number of keys it has."""
+    k = torch.empty(2, 3, 37, 64, dtype=torch.int8)
+    m = key_map(k, 2, 64)
+    assert m.sizes[-1] == 2 and m.box == (64, 2, 4, 2, 2)
+    for batch, head, g, b, q, i in itertools.product(range(2), range(3), range(2), range(2), range(4), range(2)):
+        at = (batch * m.batch + head * m.head + i, q, b, g)
+        assert all(x < size for x, size in zip(at, m.sizes[1:], strict=True))
+        address = sum(x * stride for x, stride in zip(at, m.strides, strict=True))
+        assert address == k[batch, head, 16 * g + 4 * q + 2 * b + i].storage_offset()
+    assert key_map(k[:, :, :15], 1, 64) is None
 
 
 def test_a_tail_needs_rows():

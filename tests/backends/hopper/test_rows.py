@@ -126,14 +126,31 @@ def test_large_batches_do_not_spill(n, d):
     assert checks.machine(launch).spills == 0
 
 
+@pytest.mark.parametrize("n, d", ((96, 128), (112, 112), (80, 128)))
+def test_large_batches_of_wide_floats_do_not_spill(n, d):
+    static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)
+    for recipe in (static, Recipe()):
+        launch = _launch("intflash_p8", n, d, torch.float16, torch.float16, batch=200, recipe=recipe)
+        assert checks.machine(launch).spills == 0
+
+
 def test_what_the_copy_engine_takes():
     """Rows of K whose heads begin at whole rows; not a head within a row, nor a lone group of keys."""
     packed = torch.zeros(2, 197, 3, 3, 64, dtype=torch.int8).transpose(1, 3)
     apart, within = (torch.zeros(2, 3, 197, 64, dtype=torch.int8), packed[:, :, 1])
     v = torch.zeros(2, 3, 64, 208, dtype=torch.int8)[..., :197].mT
-    assert None not in rows._maps(apart, v) and None not in rows._maps(apart[:, :1].expand(2, 3, 197, 64), v)
-    assert rows._maps(within, v)[0] is None and rows._maps(apart[:, :, :16], v[:, :, :16]) == (None, None)
-    assert rows._maps(apart, torch.zeros(2, 3, 197, 64, dtype=torch.int8)) == (None, None)
+    assert rows._maps(apart, v) and rows._maps(apart[:, :1].expand(2, 3, 197, 64), v)
+    assert rows._maps(within, v) is rows._maps(apart[:, :, :16], v[:, :, :16]) is rows._maps(apart, apart) is None
+
+
+def test_more_batches_than_an_axis_has_lie_along_the_first(monkeypatch):
+    launches = []
+    for limit in (4, 3):
+        monkeypatch.setattr(rows, "GRID_LIMIT", limit)
+        launches.append(_launch("intflash_p8", 100, 64, torch.int8, torch.int8, batch=4))
+    heads = launches[0].grid[0]
+    assert [x.grid for x in launches] == [(heads, 4, 2), (4, heads, 2)] and heads != 4
+    assert [dict(x.program.macros)["HEADS_FIRST"] for x in launches] == ["1", "0"]
 
 
 def test_float_output_is_seen():

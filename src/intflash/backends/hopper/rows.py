@@ -66,32 +66,31 @@ def rows_launch(
     most = resident(keys, d, bits, q.element_size())
     split = split or choose(batch * heads, row_tiles, most, q.dtype == torch.int8)
     products = (*(Product(n, "s8") for n in sorted(parts(keys))), Product(d, "u8"))
-    key, value = _maps(k, v) if scales is None and has_short(batch * heads * row_tiles) else (None, None)
-    heads_first = batch <= GRID_LIMIT
-    copies = key is not None and value is not None
+    short, tail, heads_first = has_short(batch * heads * row_tiles), has_tail(nq, d), batch <= GRID_LIMIT
+    maps = _maps(k, v) if short and scales is None else None
     dynamic = scales is not None and problem.recipe.q_scale is None  # of the values' own maxima
     program = Program.of(
         "rows.cu", products, KEYS=keys, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
-        KEY_MAJOR=int(scales is None and key_major(v, keys)), SHORT=int(has_short(batch * heads * row_tiles)),
+        KEY_MAJOR=int(scales is None and key_major(v, keys)), SHORT=int(short),
         ROW_SCALES=int(has_row_scales(constants, scales)), FOUND=int(scales == FOUND), WITHIN=int(dynamic),
+        COPIES=int(maps is not None), TAIL=int(tail), STATISTICS=int(statistics.l is not None),
         HEADS_FIRST=int(heads_first), LAST_FIRST=int(dynamic and scales != FOUND),
-        TAIL=int(has_tail(nq, d)), COPIES=int(copies),
-        STATISTICS=int(statistics.l is not None), ALL_ROWS=int(split.tiles >= row_tiles),
-        WARPGROUPS=split.warpgroups, RESIDENT=split.resident,
+        ALL_ROWS=int(split.tiles >= row_tiles), WARPGROUPS=split.warpgroups, RESIDENT=split.resident,
     )  # fmt: skip
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)
     grid = (*((heads, batch) if heads_first else (batch, heads)), -(-row_tiles // split.tiles))
-    shared = sum(head_bytes(keys, d)) + 16 * copies + (tail_bytes(keys, bits) if has_tail(nq, d) else 0)
-    maps = partial(tensor_maps, key, value) if copies else None
-    return CudaLaunch(program, grid, 128 * split.warpgroups, shared, params, q.device, keeps, True, maps)
+    shared = sum(head_bytes(keys, d)) + 16 * (maps is not None) + tail * tail_bytes(keys, bits)
+    more = None if maps is None else partial(tensor_maps, *maps)
+    return CudaLaunch(program, grid, 128 * split.warpgroups, shared, params, q.device, keeps, True, more)
 
 
-def _maps(k: Tensor, v: Tensor) -> tuple[TensorMap | None, TensorMap | None]:
+def _maps(k: Tensor, v: Tensor) -> tuple[TensorMap, TensorMap] | None:
     """Of K but for its last 16 keys, and of V, where the copy engine can take them: kernels/rows_copies.cuh."""
     nk, d = k.shape[2:]
     if nk <= 16 or key_width(d) != d or not key_major(v, -(-nk // 16) * 16):
-        return None, None
-    return key_map(k, (nk - 1) // 16, d), value_map(v, 128)
+        return None
+    key, value = key_map(k, (nk - 1) // 16, d), value_map(v, 128)
+    return None if key is None or value is None else (key, value)
 
 
 def key_width(d: int) -> int:
@@ -134,7 +133,8 @@ def resident(keys: int, d: int, bits: int, itemsize: int) -> int:
     registers = keys // 2 + d // 2 * (bits // 8) + query + (16 if bits == 8 else 40) + (8 if d > 80 else 0)
     if registers <= 88:
         return 4
-    if registers <= (168 if bits == 8 else 160) and (keys <= 128 or bits == 8 and 192 <= keys <= 208):
+    most = (168 if bits == 8 else 160) - (16 if d > 96 and itemsize == 2 else 0)
+    if registers <= most and (keys <= 128 or bits == 8 and 192 <= keys <= 208):
         return 3
     return 2 if registers <= 232 else 0
 

@@ -78,10 +78,10 @@ def tensor_maps(k: TensorMap, v: TensorMap, parameters: Params) -> TensorMaps:
 
 
 def key_map(k: Tensor, groups: int, width: int) -> TensorMap | None:
-    """Of K ``[B, H, N, D]``, int8, `groups` of 16 keys in a copy, `width` bytes a row; None where its strides are irregular.
+    """Of K ``[B, H, N, D]``, int8, `groups` of 16 keys a copy, `width` bytes a row; None where strides are irregular.
 
-    The second coordinate is the row at which a head begins, so heads may have any number of keys; those past the last whole
-    group come as zeros.
+    The second coordinate is the row at which a head begins, so heads may have any number of keys; those past the last
+    whole group come as zeros.
     """
     (batches, heads, n, d), (b, h, row, channel) = k.shape, k.stride()
     b, h = (stride if size > 1 else 0 for size, stride in ((batches, b), (heads, h)))

@@ -119,7 +119,7 @@ def _quantize_kernel(
     BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Codes of Q (where `codes` has a place for them), K and V; the layout of each is its View's. The last heads first:
-    they are what a pass for the maxima, or what made the floats, has left in L2, and the first heads' codes stay there."""
+    they are what a pass for the maxima, or what made the floats, has left in L2, where the first heads' codes stay."""
     place = find_place(None, None, None, nq, nk, ROWS, BATCH_FIRST, True)
     if codes.q is not None:
         if (place.h < hq) & (place.row < nq):

@@ -141,8 +141,8 @@ def find_place(
 ):  # fmt: skip
     """A program's place, without a division (a GPU divides integers through floats).
 
-    The grid is (row tiles, heads, batch), neighbours sharing keys, or BATCH_FIRST (batch, heads, row tiles). LAST_FIRST:
-    the first program takes the last place, for what the kernel before has left in L2.
+    The grid is (row tiles, heads, batch), neighbours sharing keys, or BATCH_FIRST (batch, heads, row tiles).
+    LAST_FIRST: the first program takes the last place, for what the kernel before has left in L2.
     Packed (cu_q not None): row tiles are counted sequence by sequence; past the last one, q_count is 0.
     """
     head = tl.program_id(1)
