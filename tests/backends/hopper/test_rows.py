@@ -45,6 +45,10 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
         yield f"out scale {scale}", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), scale), **vit)
     yield from checks.spans(method, 197, 197, 64)
     yield from checks.spans(method, 66, 100, 32)
+    for nk in (16, 40, 100):  # all scores below 0, each times 2^k: some of the last rows' warps have no keys of 16
+        x = ic.codes(method, batch=2, nq=66, nk=nk, d=64, amax=400.0, return_lse=True)
+        below = (replace(y, data=sign * y.data.abs().clamp_min(1)) for y, sign in ((x.q, 1), (x.k, -1)))
+        yield f"below zero {nk}", replace(x, **dict(zip("qk", below, strict=True)))
     packed = torch.randint(-127, 128, (2, 197, 3, 3, 64), dtype=torch.int8)
     p = ic.codes(method, **vit)
     q, k, v = (QTensor(x.transpose(1, 2), p.q.scale, "tensor") for x in packed.unbind(2))

@@ -73,7 +73,7 @@ struct Tile {
         wgmma_commit();
     }
 
-    // The rows' maxima of S. Absent keys, copies of the last one, do not change them.
+    // The rows' maxima of S, each in two chains. Absent keys, copies of the last one, do not change them.
     template <bool BEGINS, int COUNT> DEVICE void maximum(const i32 (&s)[COUNT]) {
         if (BEGINS) peak[0] = peak[1] = NO_SCORE;
         i32 other[2] = {NO_SCORE, NO_SCORE};

@@ -66,7 +66,6 @@ struct Tail {
         for (int i = 0; i < SHARE; ++i)
             if (has(i)) scores(i, s[i]);
         if (score.k) {
-            peak <<= score.k;
 #pragma unroll
             for (int i = 0; i < SHARE * 4; ++i) s[i / 4][i % 4] <<= score.k;
         }
@@ -74,7 +73,7 @@ struct Tail {
         if (quarter == 0) shared.peak[g][warp] = peak;
         meet();
         const int4 peaks = *(const int4*)shared.peak[g];
-        peak = max(max(peaks.x, peaks.y), max(peaks.z, peaks.w));
+        peak = max(max(peaks.x, peaks.y), max(peaks.z, peaks.w)) << score.k;  // a warp may have had no keys
         const i64 B = K0 - multiply_add(peak, score.C, 0);
         u32* to = &shared.p[0][g][warp / 2][quarter][warp % 2 * 2];
 #pragma unroll
