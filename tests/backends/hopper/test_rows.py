@@ -23,9 +23,10 @@ SPLITS = (rows.Split(1, 1, 2), rows.Split(1, 4, 2), rows.Split(2, 2, 1), rows.Sp
 
 def contiguous_keys(p: Problem) -> Problem:
     """V as the quantizer writes it, its rows padded with what must not be used."""
-    b, h, n, d = p.v.data.shape
-    rows = torch.full((b, h, d, -(-n // 16) * 16), 99, dtype=torch.int8)
-    return replace(p, v=replace(p.v, data=rows[..., :n].copy_(p.v.data.mT).mT))
+    (b, h, n, d), keys = p.v.data.shape, -(-p.v.data.shape[2] // 16) * 16
+    v = torch.full((b, h, d, keys), 99, dtype=torch.int8)[..., :n].copy_(p.v.data.mT).mT
+    assert rows.key_major(v, keys)
+    return replace(p, v=replace(p.v, data=v))
 
 
 def cases(method: str) -> Iterator[tuple[str, Problem]]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from intflash.backends.hopper.parameters import FOUND, has_row_scales, parameters
+from intflash.backends.hopper.parameters import FOUND, Params, has_row_scales, parameters
 from intflash.backends.hopper.program import CudaLaunch, Program
-from intflash.backends.hopper.tensor_maps import TensorMap, key_map, tensor_maps, value_map
+from intflash.backends.hopper.tensor_maps import TensorMaps, tensor_maps
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.hopper.wgmma import Product
 from intflash.backends.triton.constants import Constants
@@ -80,17 +80,15 @@ def rows_launch(
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)
     grid = (*((heads, batch) if heads_first else (batch, heads)), -(-row_tiles // split.tiles))
     shared = sum(head_bytes(keys, d)) + 16 * (maps is not None) + tail * tail_bytes(keys, bits)
-    more = None if maps is None else partial(tensor_maps, *maps)
-    return CudaLaunch(program, grid, 128 * split.warpgroups, shared, params, q.device, keeps, True, more)
+    return CudaLaunch(program, grid, 128 * split.warpgroups, shared, params, q.device, keeps, True, maps)
 
 
-def _maps(k: Tensor, v: Tensor) -> tuple[TensorMap, TensorMap] | None:
+def _maps(k: Tensor, v: Tensor) -> Callable[[Params], TensorMaps] | None:
     """Of K but for its last 16 keys, and of V, where the copy engine can take them: kernels/rows_copies.cuh."""
     nk, d = k.shape[2:]
     if nk <= 16 or key_width(d) != d or not key_major(v, -(-nk // 16) * 16):
         return None
-    key, value = key_map(k, (nk - 1) // 16, d), value_map(v, 128)
-    return None if key is None or value is None else (key, value)
+    return tensor_maps(k, v, (nk - 1) // 16, d)
 
 
 def key_width(d: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from intflash.backends.hopper.parameters import Share, has_row_scales, parameters, quotient_reciprocal
 from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.rows import key_width
-from intflash.backends.hopper.tensor_maps import key_map, tensor_maps, value_map
+from intflash.backends.hopper.tensor_maps import tensor_maps
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.hopper.wgmma import Product
 from intflash.backends.triton.constants import Constants
@@ -87,17 +87,14 @@ def stream_launch(
     """For a problem of int8 codes, of float Q with its scale and codes of K and V, or of floats with all three scales.
     consumers: warpgroups that compute, where not the number that fits best; resident: whether keys and values of a head
     stay in shared memory, where not as is faster."""
-    if floats := isinstance(problem.k, Tensor):
-        key = value = None
-    else:
+    floats = isinstance(problem.k, Tensor)
+    if not floats:
         problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data)))
-        key = key_map(problem.k.data, TILE // 16, key_width(problem.k.shape[3]))
-        value = value_map(problem.v.data, TILE)
     q, k, v = (x if isinstance(x, Tensor) else x.data for x in (problem.q, problem.k, problem.v))
     d = q.shape[3]
     rows = has_row_scales(constants, scales)
-    copies = key is not None and value is not None and k.shape[2] % 16 == 0
-    consumers = consumers or _consumers(problem, d, _lean(d) if floats else copies, rows)
+    maps = None if floats or k.shape[2] % 16 else tensor_maps(k, v, TILE // 16, key_width(d))
+    consumers = consumers or _consumers(problem, d, _lean(d) if floats else maps is not None, rows)
     beside = _beside(problem, consumers, floats)
     most = _most_stages(d, consumers, beside)
     if resident is None:
@@ -107,14 +104,14 @@ def stream_launch(
     program = Program.of(
         "stream.cu", products, METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers,
         CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0, QUERY=C_TYPES[q.dtype],
-        VALUE="i8", OUT=C_TYPES[out.dtype], COPIES=int(copies), P_SHARED=int(_p_in_shared(problem, consumers)),
+        VALUE="i8", OUT=C_TYPES[out.dtype], COPIES=int(maps is not None),
+        P_SHARED=int(_p_in_shared(problem, consumers)),
         P_TABLE=int(_looks_up(problem)), STAGES=stages, RESIDENT=int(resident), FLOATS=int(floats),
         WITHIN=int(scales is not None and problem.recipe.q_scale is None),
     )  # fmt: skip
     shared = shared_bytes(d, consumers, TILE * d, 0, stages, beside)
     programs, pieces = share_of_heads(problem, floats) if resident else share(problem, consumers)
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, share=pieces)
-    maps = partial(tensor_maps, key, value) if copies else None
     return CudaLaunch(program, (programs, 1, 1), 128 * (consumers + 1), shared, params, q.device, keeps, True, maps)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -71,8 +72,14 @@ def _encoded(tensor_map: TensorMap, address: int) -> ctypes.Array:
     return tensor_map.encoded(address)
 
 
-def tensor_maps(k: TensorMap, v: TensorMap, parameters: Params) -> TensorMaps:
-    """Of the K and V that the kernel's parameters point to."""
+def tensor_maps(k: Tensor, v: Tensor, groups: int, width: int) -> Callable[[Params], TensorMaps] | None:
+    """What makes the maps of K and V from the parameters that point to them; None where the copy engine cannot take
+    them. groups, width: see `key_map`; of V 128 keys in a copy."""
+    key, value = key_map(k, groups, width), value_map(v, 128)
+    return None if key is None or value is None else functools.partial(_of_parameters, key, value)
+
+
+def _of_parameters(k: TensorMap, v: TensorMap, parameters: Params) -> TensorMaps:
     encoded = _encoded(k, parameters.k.ptr), _encoded(v, parameters.v.ptr)
     return TensorMaps(*encoded, k.batch, k.head, v.batch, v.head)
 

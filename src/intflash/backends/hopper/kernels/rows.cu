@@ -20,6 +20,7 @@ struct Query {
     In::Raw<1> raw[D_STEPS][4];
 
     DEVICE Query(const Params& p, u32 batch, u32 head) : tokens(p.q, batch, head) {
+        if (!AHEAD || !TAIL) return;  // nobody goes on
         const i32 warp = threadIdx.x / 32 % 4, row_of_warp = threadIdx.x % 32 / 4;
         to_tail = min(0, (p.nq & 63) - 1 - row_of_warp) + 64 * WARPGROUPS - 16 * warp;
         once(to_tail);
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     for (; row < whole; row += 64 * WARPGROUPS) {
         const i32 r = row + row_of_thread, next = row + 64 * WARPGROUPS;
         begin_rows(r);
-        tile.active = row + (TAIL ? 0 : warp * 16) < p.nq;
+        tile.active = row + (TAIL ? 0 : warp * 16) < p.nq;  // with a tail all warps, though the compiler cannot know
         tile.scores();
         if (AHEAD && next < stop) {
             if (TAIL) query.load();
