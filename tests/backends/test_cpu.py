@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -341,6 +342,44 @@ def test_scales_read_by_their_methods(without_exchange):
     empty.data.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="no memory of its own"):
         intflash.attention(empty, empty, empty, backend="cpu")
+
+
+@pytest.mark.parametrize("out_dtype, failing", [(torch.int8, 1), (torch.int8, 2), (torch.float32, 1)])
+def test_outputs_that_cannot_be_made(out_dtype, failing):
+    """The caller's error (of codes or of their scale), though workers have begun by then; the next call is right."""
+    q = torch.randn(1, 12, 197, 64)
+    problem = prepare(q, q, q, out_dtype=out_dtype)[0]
+    expected = cpu.run(problem, threads=1)
+    made = []
+
+    def empty_like(x):
+        made.append(x)
+        if len(made) == failing:
+            raise MemoryError("none left")
+        return torch.empty_like(x)
+
+    problem = problem if out_dtype.is_floating_point else problem.quantized()
+    for threads in (1, 2, 4):
+        made.clear()
+        cpu._native.use_torch(empty_like, cpu.empty_output)
+        try:
+            with pytest.raises(MemoryError, match="none left"):
+                cpu.run(problem, threads=threads)
+        finally:
+            cpu._native.use_torch(torch.empty_like, cpu.empty_output)
+        assert len(made) == failing
+        assert_same_bits(cpu.run(problem, threads=threads), expected)
+
+
+def test_short_calls_beside_sleeping_workers():
+    """Far apart the caller does them alone; close together they wake the workers."""
+    q = torch.randn(1, 12, 98, 32)
+    problem = prepare(q, q, q, method="intflash_p8")[0]
+    expected = cpu.run(problem, threads=1)
+    for pause in (0.01, 0.01, 0, 0, 0, 0.01, 0):
+        time.sleep(pause)
+        for _ in range(20 if pause == 0 else 1):
+            assert_same_bits(cpu.run(problem, threads=3), expected)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no DLPack exchange")

@@ -26,6 +26,7 @@ except ImportError as error:
     _missing = f"its native module was not built{_broken}; install with a C++ compiler to have it"
 else:
     _native.use_exchange(getattr(Tensor, "__dlpack_c_exchange_api__", None))
+    _native.use_torch(torch.empty_like, empty_output)
 
 # In the order of the native enumerations.
 METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "qflash": 3, "iflash": 4}
@@ -64,9 +65,13 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         InputError: `isa` is none that runs here, scales of qflash and iflash leave its score unit, or there are values
             that are not finite where the problem asks for them.
     """
+    # Small calls take as long as this function: each line is here to be quick.
     q, k, v, method = problem.q, problem.k, problem.v, problem.method
-    out_scale, default_scale, blocks = None, False, None
-    bias, keep, causal, packed = problem.bias, problem.keep, None, None
+    bias, keep, scales = problem.bias, problem.keep, None
+    out_scale = blocks = causal = packed = t_max = l_sum = None
+    own_scale = False  # the kernels choose the output's
+    out_dtype = problem.out_dtype
+    out_type = OUT_TYPES[out_dtype]
     if not isinstance(q, QTensor):
         scales = _float_scales(problem)
         if scales is None:
@@ -74,23 +79,18 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
                 validate.check_finite(q, k, v)
             problem = problem.quantized()
             q, k, v = problem.q, problem.k, problem.v
-    out_dtype = problem.out_dtype
-    if isinstance(q, QTensor):
-        if method in FLASH:
-            _check_score_unit(problem)
+    if scales is None:
         scales = (q.scale, k.scale, v.scale)
         if q.block_size or k.block_size:
             blocks = (q.block_size or 1, k.block_size or 1)
-        if not out_dtype.is_floating_point:
-            out_scale, default_scale = _out_scale(problem)
-        if problem.bias_float is not None:
-            bias = _score_bias(problem)
+        if out_type <= OUT_TYPES[torch.int16]:
+            own_scale = problem.out_scale is None and method not in FLASH and v.scale.numel() == 1
+            out_scale = None if own_scale else _out_scale(problem)
+        if method in FLASH:
+            _check_score_unit(problem)
+            if problem.bias_float is not None:
+                bias = _score_bias(problem)
         q, k, v = q.data, k.data, v.data
-    shape, v_shape = q.shape, v.shape
-    if out_dtype is q.dtype and shape[3] == v_shape[3] and q.is_contiguous():
-        out = torch.empty_like(q)  # the same, in half the time
-    else:
-        out = empty_output(q, (*shape[:3], v_shape[3]), out_dtype)
     if problem.causal is not None:
         causal = (problem.causal, problem.causal_align == "bottom_right")
     if problem.cu_seqlens_q is not None:
@@ -98,18 +98,18 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         for cu, x, name in ((cu_q, q, "cu_seqlens_q"), (cu_k, k, "cu_seqlens_k")):
             validate.check_cu_seqlens(cu, x.shape[2], name, read=True)  # the kernels follow them into memory
         packed = (cu_q, cu_k)
-    t_max = l_sum = None
     if problem.return_lse:
-        t_max, l_sum = torch.empty((2, *shape[:3]), dtype=torch.int64, device="cpu")
-    finite = _native.attention(
-        isa or "", threads or torch.get_num_threads(), METHODS[method], OUT_TYPES[out_dtype], out, problem.sm_scale,
-        q, k, v, scales, out_scale, default_scale, blocks, causal, bias, keep, packed, t_max, l_sum,
+        t_max, l_sum = torch.empty((2, *q.shape[:3]), dtype=torch.int64, device="cpu")
+    outputs = _native.attention(
+        isa or "", threads or torch.get_num_threads(), METHODS[method], out_type, out_dtype, out_dtype is q.dtype,
+        problem.sm_scale, q, k, v, scales, out_scale, own_scale, blocks, causal, bias, keep, packed, t_max, l_sum,
         problem.check_finite,
     )  # fmt: skip
-    if not finite:
+    if outputs is None:
         validate.check_finite(q, k, v)
+    out, scale = outputs
     lse = None if t_max is None else log_sum_exp(t_max, l_sum, P_MAX[method])
-    return Result(out, out_scale, lse)
+    return Result(out, scale if own_scale else out_scale, lse)
 
 
 def _check_score_unit(problem: Problem) -> None:
@@ -144,16 +144,12 @@ def _repeated(scale: Tensor, problem: Problem) -> Tensor:
     return scale if scale.shape[1] == 1 or problem.group == 1 else scale.repeat_interleave(problem.group, dim=1)
 
 
-def _out_scale(problem: Problem) -> tuple[Tensor | None, bool]:
-    """The scale of integer output, and whether it is one value that the kernels write, the default."""
+def _out_scale(problem: Problem) -> Tensor:
+    """The scale of integer output, but for the one value that the kernels choose themselves."""
     if problem.out_scale is not None:
-        return problem.out_scale, False
-    s_v = problem.v.scale
-    if problem.method in FLASH:
-        return _repeated(s_v, problem), False
-    if s_v.numel() == 1:
-        return torch.empty_like(s_v), True
-    return _repeated(s_v, problem) * 127 / torch.iinfo(problem.out_dtype).max, False
+        return problem.out_scale
+    s_v = _repeated(problem.v.scale, problem)
+    return s_v if problem.method in FLASH else s_v * 127 / torch.iinfo(problem.out_dtype).max
 
 
 def _score_bias(problem: Problem) -> Tensor:

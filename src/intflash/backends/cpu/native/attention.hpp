@@ -421,7 +421,7 @@ class Attention : Buffers<V> {
     for (int r = 0; r < rows_; ++r) {
       const int64_t row = first_row() + r;
       step.divide(acc_ + r * value_pad_, l[r], call_.value_dim);
-      epilogue_.codes_row(acc_ + r * value_pad_, call_.out_offset(b_, h_, q0_ + row0_ + r));
+      epilogue_.codes_row(acc_ + r * value_pad_, call_.out.offset(b_, h_, q0_ + row0_ + r));
       if (call_.t_max) call_.t_max[row] = m[r], call_.l_sum[row] = l[r];
     }
   }
@@ -439,7 +439,7 @@ class Attention : Buffers<V> {
     if (key_end_ == 0) clear(acc_, rows_ * value_pad_);
     if (key_end_ == 0 && P16) clear(acc_low_, rows_ * value_pad_);
     epilogue_.enter_head(b_, h_, hk_);
-    epilogue_.template rows<P16>(acc_, acc_low_, value_pad_, l_, rows_, call_.out_offset(b_, h_, q0_ + row0_));
+    epilogue_.template rows<P16>(acc_, acc_low_, value_pad_, l_, rows_, call_.out.offset(b_, h_, q0_ + row0_));
     V::stay_awake();
     for (int r = 0; call_.t_max && r < rows_; ++r) {
       call_.t_max[first + r] = t_max(r);

@@ -22,13 +22,33 @@ struct View {
   }
 };
 
+// The output [batch, heads_q, nq, value_dim], channels contiguous. Workers may begin before the caller has made it: what is
+// here counts once `get` has returned.
+class Output {
+ public:
+  int64_t batch_step = 0, head_step = 0, row_step = 0;
+  int64_t offset(int64_t b, int64_t h, int64_t row) const { return b * batch_step + h * head_step + row * row_step; }
+
+  void set(void* data) { __atomic_store_n(&data_, data, __ATOMIC_RELEASE); }
+  void give_up() { __atomic_store_n(&given_up_, true, __ATOMIC_RELEASE); }
+  // Waits for it, or throws where it was given up.
+  __attribute__((always_inline)) void* get() const {
+    void* data = __atomic_load_n(&data_, __ATOMIC_ACQUIRE);
+    return data ? data : awaited();
+  }
+
+ private:
+  void* awaited() const;
+  void* data_ = nullptr;
+  bool given_up_ = false;
+};
+
 struct Call {
   Method method;
   OutType out_type;
   int64_t batch, heads_q, heads_k, nq, nk, head_dim, value_dim;
   View<int8_t> q, k, v;
-  void* out;               // [batch, heads_q, nq, value_dim], channels contiguous
-  int64_t out_stride[3];   // of batch, head, row
+  Output out;
   View<int32_t> bias;      // intflash: 2^-20 octave; qflash, iflash: score units; batch index modulo bias_batch
   View<uint8_t> keep;
   int64_t bias_batch, keep_batch;
@@ -41,8 +61,6 @@ struct Call {
   double sm_scale;
   int64_t* t_max;  // for log-sum-exp, contiguous [batch, heads_q, nq], or null
   int64_t* l_sum;
-
-  int64_t out_offset(int64_t b, int64_t h, int64_t row) const { return b * out_stride[0] + h * out_stride[1] + row * out_stride[2]; }
 };
 
 // Where a thread gets its units from: runs of them, until there are none.

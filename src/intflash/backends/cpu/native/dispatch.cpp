@@ -3,6 +3,8 @@
 #include <atomic>
 #include <cstdlib>
 #include <new>
+#include <stdexcept>
+#include <thread>
 
 #include "pool.h"
 
@@ -95,6 +97,8 @@ std::vector<const Kernels*> find_kernels() {
 }
 
 constexpr int64_t kSmallHead = 75000;  // scores of a head that goes to a thread whole
+constexpr int64_t kManyHeads = 16;     // for each thread
+constexpr int64_t kShort = 8;          // times the scores that are worth a thread: some 80 microseconds on one
 
 struct ThreadScratch : Scratch {
   ~ThreadScratch() { std::free(data); }
@@ -116,10 +120,10 @@ struct Part {
 
 bool draw_units(void* context, int64_t& first, int64_t& last) {
   const Part& part = *static_cast<const Part*>(context);
-  int64_t ticket;
-  if (!part.tickets.next(ticket)) return false;
-  first = ticket * part.job.grain;
-  last = first + part.job.grain < part.job.units ? first + part.job.grain : part.job.units;
+  if (!part.tickets.next(first, last)) return false;
+  const int64_t grain = part.job.grain, units = part.job.units;
+  first *= grain;
+  last = last * grain < units ? last * grain : units;
   return true;
 }
 
@@ -146,6 +150,14 @@ char* Scratch::reserve(size_t bytes) {
   return data;
 }
 
+void* Output::awaited() const {
+  for (;;) {
+    if (void* data = __atomic_load_n(&data_, __ATOMIC_ACQUIRE)) return data;
+    if (__atomic_load_n(&given_up_, __ATOMIC_ACQUIRE)) throw std::runtime_error("the output could not be made");
+    std::this_thread::yield();
+  }
+}
+
 int64_t unit_count(const Call& call, int rows) {
   int64_t blocks = 0;
   if (!call.ends_q) blocks = call.batch * ((call.nq + rows - 1) / rows);
@@ -158,24 +170,22 @@ const std::vector<const Kernels*>& supported_kernels() {
   return found;
 }
 
-void run_attention(const Kernels& kernels, const Call& call, int threads) {
+void run_attention(const Kernels& kernels, const Call& call, int threads, const std::function<void()>& first) {
   static std::atomic<uint64_t> last_call{0};
   const int rows = kernels.unit_rows(call);
   const int64_t units = unit_count(call, rows);
-  if (units == 0) return;
+  if (units == 0) return first();
   // Another thread must be worth its waking, and more: beside a busy process it may wait for a core.
   const int64_t worth = call.batch * call.heads_q * call.nq * call.nk / kernels.scores_per_thread;
   if (worth < threads) threads = worth < 1 ? 1 : int(worth);
   Job job{kernels, call, ++last_call, units, units, true};
   if (threads > 1) {
-    // Whole heads where there are many, because each thread packs the K and V it meets.
-    const int64_t heads = call.batch * call.heads_q, tickets = 16 * int64_t(threads);
-    const int64_t per_head = (call.nq + rows - 1) / rows;
-    const bool even = heads % threads == 0 && call.nq * call.nk < kSmallHead;  // small heads, as many for each
-    job.grain = heads >= tickets ? per_head * (heads / tickets) : even ? per_head : (units + tickets - 1) / tickets;
-    job.whole_heads = !call.ends_q && job.grain % per_head == 0;
+    // Whole heads where there are many, or small ones, as many for each: each thread packs the K and V it meets.
+    const int64_t heads = call.batch * call.heads_q;
+    job.whole_heads = !call.ends_q && (heads >= kManyHeads * threads || (heads % threads == 0 && call.nq * call.nk < kSmallHead));
+    job.grain = job.whole_heads ? (call.nq + rows - 1) / rows : 1;
   }
-  run_tickets(threads, (units + job.grain - 1) / job.grain, run_part, &job);
+  run_tickets(threads, {run_part, &job, (units + job.grain - 1) / job.grain, worth < kShort}, first);
 }
 
 }  // namespace intflash

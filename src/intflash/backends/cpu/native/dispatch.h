@@ -1,5 +1,6 @@
 // Which kernels this machine can run.
 #pragma once
+#include <functional>
 #include <vector>
 
 #include "call.h"
@@ -8,7 +9,7 @@ namespace intflash {
 
 const std::vector<const Kernels*>& supported_kernels();  // best first; asked of the processor once
 
-// Runs the whole call on up to `threads` threads.
-void run_attention(const Kernels& kernels, const Call& call, int threads);
+// Runs the whole call on up to `threads` threads; `first` as in pool.h: it gives the call its output.
+void run_attention(const Kernels& kernels, const Call& call, int threads, const std::function<void()>& first);
 
 }  // namespace intflash

@@ -13,6 +13,7 @@ class Epilogue {
   explicit Epilogue(const Call& call) : call_(call) {}
 
   void enter_head(int64_t b, int64_t h, int64_t hk) {
+    out_ = call_.out.get();
     const bool per_channel = call_.v_scale.stride[3] || call_.out_scale.stride[3];
     const int64_t channels = per_channel ? call_.value_dim : 1;
     const bool integer = call_.out_scale.data;
@@ -40,7 +41,7 @@ class Epilogue {
   // `rows` output rows from the offset `at` on, from acc = 256 * high + low (P16) or high (P8), and the sums of p.
   template <bool P16>
   void rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t at, const Ahead* ahead = nullptr) const {
-    const int64_t out_ld = call_.out_stride[2];
+    const int64_t out_ld = call_.out.row_step;
     const auto each = [&](auto* out, auto write) {
       for (int r = 0; r < rows; ++r, high += ld, low += ld) write(high, low, l[r], out + at + r * out_ld);
     };
@@ -55,14 +56,14 @@ class Epilogue {
       }
     };
     switch (call_.out_type) {
-      case OutType::kInt8: return integers(static_cast<int8_t*>(call_.out), Limit<127>{});
-      case OutType::kInt16: return integers(static_cast<int16_t*>(call_.out), Limit<32767>{});
+      case OutType::kInt8: return integers(static_cast<int8_t*>(out_), Limit<127>{});
+      case OutType::kInt16: return integers(static_cast<int16_t*>(out_), Limit<32767>{});
       case OutType::kFloat16:
-        return each(static_cast<uint16_t*>(call_.out), [&](auto... a) { float_row<P16, FloatType::kFloat16>(a...); });
+        return each(static_cast<uint16_t*>(out_), [&](auto... a) { float_row<P16, FloatType::kFloat16>(a...); });
       case OutType::kBFloat16:
-        return each(static_cast<uint16_t*>(call_.out), [&](auto... a) { float_row<P16, FloatType::kBFloat16>(a...); });
+        return each(static_cast<uint16_t*>(out_), [&](auto... a) { float_row<P16, FloatType::kBFloat16>(a...); });
       case OutType::kFloat32:
-        return each(static_cast<float*>(call_.out), [&](auto... a) { float_row<P16, FloatType::kFloat32>(a...); });
+        return each(static_cast<float*>(out_), [&](auto... a) { float_row<P16, FloatType::kFloat32>(a...); });
     }
   }
 
@@ -74,8 +75,8 @@ class Epilogue {
   // R rows from sums in registers, the first with factor `row` of those in `ahead`, by sixteens; Short: sums of 24 bits.
   template <bool Short, int R, int C>
   inline __attribute__((always_inline)) void int8_tile(const typename V::I32 (&acc)[R][C], const Ahead* ahead, int row, int64_t at) const {
-    const int64_t out_ld = call_.out_stride[2];
-    int8_t* out = static_cast<int8_t*>(call_.out) + at;
+    const int64_t out_ld = call_.out.row_step;
+    int8_t* out = static_cast<int8_t*>(out_) + at;
     const auto value = [&](int r, int c) {
       const unsigned i = unsigned(row + r);
       const typename V::Factors& factors = ahead[i / 16].factors;
@@ -92,11 +93,11 @@ class Epilogue {
   // The output row at an offset from int8 codes of V's own scale (qflash, iflash).
   void codes_row(const int32_t* codes, int64_t at) const {
     switch (call_.out_type) {
-      case OutType::kInt8: return copy_codes(codes, static_cast<int8_t*>(call_.out) + at, [](int32_t c) { return int8_t(c); });
-      case OutType::kInt16: return copy_codes(codes, static_cast<int16_t*>(call_.out) + at, [](int32_t c) { return int16_t(c); });
-      case OutType::kFloat16: return copy_codes(codes, static_cast<uint16_t*>(call_.out) + at, [&](int32_t c) { return to_float16(float(c) * v_scale_[0]); });
-      case OutType::kBFloat16: return copy_codes(codes, static_cast<uint16_t*>(call_.out) + at, [&](int32_t c) { return to_bfloat16(float(c) * v_scale_[0]); });
-      case OutType::kFloat32: return copy_codes(codes, static_cast<float*>(call_.out) + at, [&](int32_t c) { return float(c) * v_scale_[0]; });
+      case OutType::kInt8: return copy_codes(codes, static_cast<int8_t*>(out_) + at, [](int32_t c) { return int8_t(c); });
+      case OutType::kInt16: return copy_codes(codes, static_cast<int16_t*>(out_) + at, [](int32_t c) { return int16_t(c); });
+      case OutType::kFloat16: return copy_codes(codes, static_cast<uint16_t*>(out_) + at, [&](int32_t c) { return to_float16(float(c) * v_scale_[0]); });
+      case OutType::kBFloat16: return copy_codes(codes, static_cast<uint16_t*>(out_) + at, [&](int32_t c) { return to_bfloat16(float(c) * v_scale_[0]); });
+      case OutType::kFloat32: return copy_codes(codes, static_cast<float*>(out_) + at, [&](int32_t c) { return float(c) * v_scale_[0]; });
     }
   }
 
@@ -107,6 +108,7 @@ class Epilogue {
   }
 
   const Call& call_;
+  void* out_ = nullptr;
   int64_t known_ = 0;
   bool per_channel_ = false;
   float v_scale_[kMaxValueDim], out_scale_[kMaxValueDim];
@@ -139,7 +141,7 @@ class Epilogue {
 
   template <int Limit, class Out, class F>
   inline void write_rows(Out* out, int rows, F value) const {
-    const int64_t n = call_.value_dim, out_ld = call_.out_stride[2];
+    const int64_t n = call_.value_dim, out_ld = call_.out.row_step;
     int r = 0;
     if constexpr (Limit == 127) {
       for (; n == 32 && out_ld == 32 && r + 2 <= rows; r += 2, out += 64)

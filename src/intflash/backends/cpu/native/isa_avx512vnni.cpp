@@ -17,5 +17,5 @@ void attention(const Call& call, const Units& units, uint64_t call_id, Scratch& 
 
 }  // namespace
 
-const Kernels kAvx512VnniKernels = {"avx512vnni", 40000, unit_rows, attention, absolute_maximum<Avx512Vnni>, quantize<Avx512Vnni>};
+const Kernels kAvx512VnniKernels = {"avx512vnni", 25000, unit_rows, attention, absolute_maximum<Avx512Vnni>, quantize<Avx512Vnni>};
 }  // namespace intflash

@@ -2,6 +2,8 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <functional>
+#include <optional>
 #include <stdexcept>
 #include <string_view>
 #include <vector>
@@ -57,6 +59,7 @@ struct FloatInput {
 constexpr float kTinyAmax = 7.888609052210118e-31f;  // 2^-100: below, a tensor counts as 0
 
 struct Quantization {
+  static constexpr int64_t kFew = 1 << 17, kShort = 1 << 19;  // values: some ten and forty microseconds in all
   const Kernels& kernels;
   FloatInput input[3];
   bool look;           // for NaN and infinity, which order above all numbers
@@ -91,20 +94,25 @@ struct Quantization {
   template <void (Quantization::*Step)(FloatInput&, int64_t) const>
   static void run_step(void* self, Tickets& tickets) {
     auto& me = *static_cast<Quantization*>(self);
-    for (int64_t ticket; tickets.next(ticket);) {
-      auto [x, i] = me.find(ticket);
-      (me.*Step)(*x, i);
-    }
+    for (int64_t ticket, last; tickets.next(ticket, last);)
+      for (; ticket < last; ++ticket) {
+        auto [x, i] = me.find(ticket);
+        (me.*Step)(*x, i);
+      }
   }
 
   // False where it found what is not finite; the codes are then of no use.
-  bool run(int threads) {
+  bool run(int threads, const std::function<void()>& first) {
     int64_t tickets = 0, values = 0;
     for (const FloatInput& x : input) tickets += x.count(), values += x.count() * x.tokens * x.channels;
-    if (threads <= 1 || values < 1 << 17) return run_alone();  // the values: some ten microseconds in all
-    run_tickets(threads, tickets, run_step<&Quantization::measure>, this);
+    if (threads <= 1 || values < kFew) {
+      first();
+      return run_alone();
+    }
+    const bool is_short = values < kShort;
+    run_tickets(threads, {run_step<&Quantization::measure>, this, tickets, is_short}, first);
     for (FloatInput& x : input) choose_scales(x);
-    if (finite) run_tickets(threads, tickets, run_step<&Quantization::encode>, this);
+    if (finite) run_tickets(threads, {run_step<&Quantization::encode>, this, tickets, is_short}, [] {});
     return finite;
   }
 
@@ -161,18 +169,56 @@ struct CodeBuffer {
   }
 };
 
-// False where `look` asked for NaN and infinity in float q, k or v and there are some: nothing is computed then.
-bool attention(const char* isa, int threads, int method, int out_type, nb::handle out, double sm_scale, nb::handle q, nb::handle k, nb::handle v,
-               nb::tuple scales, nb::handle out_scale, bool default_scale, nb::handle blocks, nb::handle causal, nb::handle bias, nb::handle keep,
-               nb::handle packed, nb::handle t_max, nb::handle l_sum, bool look) {
+// torch.empty_like, which takes half the time, and problem.empty_output; never let go.
+PyObject *empty_like = nullptr, *empty_output = nullptr;
+
+void use_torch(nb::handle like, nb::handle output) {
+  empty_like = like.inc_ref().ptr(), empty_output = output.inc_ref().ptr();
+}
+
+// Makes a call's output and the scale that the kernels choose, then lets go of Python.
+struct Outputs {
+  Call& call;
+  nb::handle q, dtype;
+  bool like_q;
+  nb::handle v_scale{};  // the scale's likeness, or null
+  float scale = 0.0f;
+  nb::object out{}, out_scale = nb::none();
+  std::optional<nb::gil_scoped_release> released{};
+
+  void make() {
+    try {
+      const auto size = [](int64_t n) { return nb::int_(n); };
+      out = like_q ? nb::handle(empty_like)(q) : nb::handle(empty_output)(q, nb::make_tuple(size(call.batch), size(call.heads_q), size(call.nq), size(call.value_dim)), dtype);
+      const TensorView view = read_tensor(out);
+      call.out.batch_step = view.stride[0], call.out.head_step = view.stride[1], call.out.row_step = view.stride[2];
+      call.out.set(view.data);
+      if (v_scale.is_valid()) {
+        out_scale = nb::handle(empty_like)(v_scale);
+        *reinterpret_cast<float*>(read_tensor(out_scale).data) = scale;
+      }
+    } catch (...) {
+      call.out.give_up();
+      throw;
+    }
+    released.emplace();
+  }
+  nb::object take() {
+    released.reset();
+    return nb::make_tuple(out, out_scale);
+  }
+};
+
+// (out, its scale where it was made here); None where `look` asked for NaN and infinity in float q, k or v and there are some.
+nb::object attention(const char* isa, int threads, int method, int out_type, nb::handle out_dtype, bool same_dtype, double sm_scale, nb::handle q,
+                     nb::handle k, nb::handle v, nb::tuple scales, nb::handle out_scale, bool own_scale, nb::handle blocks, nb::handle causal,
+                     nb::handle bias, nb::handle keep, nb::handle packed, nb::handle t_max, nb::handle l_sum, bool look) {
   const Kernels& kernels = kernels_named(isa);
-  const TensorView o = read_tensor(out), queries = read_tensor(q), keys = read_tensor(k), values = read_tensor(v);
+  const TensorView queries = read_tensor(q), keys = read_tensor(k), values = read_tensor(v);
   const TensorView biases = read_tensor(bias), kept = read_tensor(keep);
   Call call{};
   call.method = Method(method);
   call.out_type = OutType(out_type);
-  call.out = o.data;
-  std::copy_n(o.stride, 3, call.out_stride);
   call.sm_scale = sm_scale;
   call.batch = queries.shape[0], call.heads_q = queries.shape[1], call.nq = queries.shape[2], call.head_dim = queries.shape[3];
   call.heads_k = keys.shape[1], call.nk = keys.shape[2], call.value_dim = values.shape[3];
@@ -195,24 +241,27 @@ bool attention(const char* isa, int threads, int method, int out_type, nb::handl
   call.l_sum = reinterpret_cast<int64_t*>(read_tensor(l_sum).data);
 
   const nb::handle how_q = element(scales, 0), how_k = element(scales, 1), how_v = element(scales, 2);
+  Outputs outputs{call, q, out_dtype, same_dtype && queries.shape[3] == values.shape[3] && queries.is_contiguous()};
+  const std::function<void()> make_outputs = [&] { outputs.make(); };
   if (!PyTuple_Check(how_q.ptr())) {
     call.q = queries.as<int8_t>(), call.k = keys.as<int8_t>(), call.v = values.as<int8_t>();
     call.q_scale = read_tensor(how_q).as<float>(), call.k_scale = read_tensor(how_k).as<float>(), call.v_scale = read_tensor(how_v).as<float>();
-    if (default_scale)  // s_V * 127 / qmax: |O| <= max|V|
-      *const_cast<float*>(call.out_scale.data) = *call.v_scale.data * 127.0f / (call.out_type == OutType::kInt8 ? 127.0f : 32767.0f);
-    nb::gil_scoped_release release;
-    run_attention(kernels, call, threads);
-    return true;
+    if (own_scale) {  // s_V * 127 / qmax: |O| <= max|V|
+      outputs.scale = *call.v_scale.data * 127.0f / (call.out_type == OutType::kInt8 ? 127.0f : 32767.0f);
+      outputs.v_scale = how_v;
+      call.out_scale.data = &outputs.scale;
+    }
+    run_attention(kernels, call, threads, make_outputs);
+    return outputs.take();
   }
   static thread_local CodeBuffer buffer;
   Quantization work{kernels, {float_input(queries, how_q), float_input(keys, how_k), float_input(values, how_v)}, look};
   buffer.divide(work.input);
   call.q = contiguous_codes(work.input[0]), call.k = contiguous_codes(work.input[1]), call.v = contiguous_codes(work.input[2]);
   call.q_scale = work.input[0].scale, call.k_scale = work.input[1].scale, call.v_scale = work.input[2].scale;
-  nb::gil_scoped_release release;
-  if (!work.run(threads)) return false;
-  run_attention(kernels, call, threads);
-  return true;
+  if (!work.run(threads, make_outputs)) return nb::none();
+  run_attention(kernels, call, threads, [] {});
+  return outputs.take();
 }
 
 }  // namespace
@@ -225,8 +274,10 @@ NB_MODULE(_native, m) {
   }, "Names of the kernels this machine can run, best first.");
   m.def("use_exchange", use_exchange, nb::arg("capsule").none(),
         "Read tensors by torch.Tensor.__dlpack_c_exchange_api__; with None by their methods, as before the first call.");
-  m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"), nb::arg("out"), nb::arg("sm_scale"),
-        nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(), nb::arg("default_scale"), nb::arg("blocks").none(),
-        nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(), nb::arg("packed").none(), nb::arg("t_max").none(),
-        nb::arg("l_sum").none(), nb::arg("look"), "Attention of one validated problem, see intflash/backends/cpu/__init__.py.");
+  m.def("use_torch", use_torch, nb::arg("empty_like"), nb::arg("empty_output"), "How outputs are made.");
+  m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"), nb::arg("out_dtype"),
+        nb::arg("same_dtype"), nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(),
+        nb::arg("own_scale"), nb::arg("blocks").none(), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(),
+        nb::arg("packed").none(), nb::arg("t_max").none(), nb::arg("l_sum").none(), nb::arg("look"),
+        "Attention of one validated problem, see intflash/backends/cpu/__init__.py.");
 }

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <memory>
@@ -19,6 +20,7 @@
 namespace intflash {
 namespace {
 
+constexpr int kPart = 4;     // of what is left of a share: a run
 constexpr int kYield = 16;   // pauses
 constexpr int kSpins = 2000;  // pauses before a waiting thread sleeps, some tens of microseconds
 
@@ -40,25 +42,27 @@ class Shares {
 
   void cut(int threads, int64_t count) {
     threads_ = threads;
-    for (int i = 0; i < threads; ++i) runs_[i].ends = uint64_t(count * i / threads) << 32 | uint64_t(count * (i + 1) / threads);
+    for (int i = 0; i < threads; ++i)
+      runs_[i].ends.store(uint64_t(count * i / threads) << 32 | uint64_t(count * (i + 1) / threads), std::memory_order_relaxed);
   }
   Tickets of(int thread) { return Tickets(*this, thread); }
 
-  bool next(int own, int64_t& ticket) {
+  bool next(int own, int64_t& first, int64_t& last) {
     for (int i = 0; i < threads_; ++i) {
-      const int of = (own + i) % threads_;
-      std::atomic<uint64_t>& ends = runs_[of].ends;
-      for (uint64_t run = ends.load(); run >> 32 < uint32_t(run);)
-        if (ends.compare_exchange_weak(run, of == own ? run + kFirst : run - 1)) {
-          ticket = of == own ? int64_t(run >> 32) : int64_t(uint32_t(run)) - 1;
-          return true;
-        }
+      const int of = own + i < threads_ ? own + i : own + i - threads_;
+      std::atomic<uint64_t>& share = runs_[of].ends;
+      for (uint64_t ends = share.load(); ends >> 32 < uint32_t(ends);) {
+        first = int64_t(ends >> 32), last = int64_t(uint32_t(ends));
+        const int64_t count = (last - first + kPart - 1) / kPart;
+        if (!share.compare_exchange_weak(ends, i == 0 ? ends + (uint64_t(count) << 32) : ends - uint64_t(count))) continue;
+        (i == 0 ? last : first) = i == 0 ? first + count : last - count;
+        return true;
+      }
     }
     return false;
   }
 
  private:
-  static constexpr uint64_t kFirst = uint64_t(1) << 32;
   struct alignas(64) Run {
     std::atomic<uint64_t> ends{0};  // first << 32 | last + 1
   };
@@ -66,34 +70,32 @@ class Shares {
   std::unique_ptr<Run[]> runs_;
 };
 
-bool Tickets::next(int64_t& ticket) { return shares_.next(own_, ticket); }
+bool Tickets::next(int64_t& first, int64_t& last) { return shares_.next(own_, first, last); }
 
 namespace {
 
 class Pool {
  public:
-  void run(int threads, int64_t count, TicketFunction function, void* context) {
-    const bool one = threads <= 1 || count <= 1;
-    std::unique_lock<std::mutex> alone(busy_, std::defer_lock);
-    if (one || !alone.try_lock()) {
-      static thread_local Shares all(1);
-      all.cut(1, count);
-      Tickets tickets = all.of(0);
-      return function(context, tickets);
+  void run(int threads, const Work& work, const std::function<void()>& first) {
+    std::unique_lock<std::mutex> busy(busy_, std::defer_lock);
+    if (threads <= 1 || work.tickets <= 1 || !busy.try_lock()) return run_alone(work, first);
+    if (work.is_short && sleepers_ > 0 && Clock::now() - alone_ > kSoon) {
+      run_alone(work, first);
+      alone_ = Clock::now();
+      return;
     }
     if (!shares_ || shares_->capacity() < threads) shares_.reset(new Shares(threads));
     hire(threads - 1);
-    function_ = function;
-    context_ = context;
+    work_ = &work;
     limit_ = threads - 1;
-    shares_->cut(threads, count);
+    shares_->cut(threads, work.tickets);
     const uint64_t epoch = (state_.load() >> 32) + 1;
-    state_ = epoch << 32 | kOpen;
+    state_ = epoch << 32 | kOpen;  // before it looks for sleepers
     if (sleepers_ > 0) {
       std::lock_guard<std::mutex> lock(sleep_);
       wake_.notify_all();
     }
-    drain(0);
+    drain(0, first);
     state_ &= ~uint64_t(kOpen);  // a worker that has not entered yet stays out
     for (int spins = 0; state_.load() & kActive; ++spins) {
       if (spins < kSpins) {
@@ -110,17 +112,29 @@ class Pool {
   }
 
  private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::microseconds kSoon{50};
   static constexpr uint32_t kOpen = 1u << 31, kActive = kOpen - 1;
+  // What a worker needs to begin, in one cache line.
+  alignas(64) std::atomic<uint64_t> state_{0};  // epoch of the call, whether it is open, workers inside
+  const Work* work_ = nullptr;
+  std::unique_ptr<Shares> shares_;  // replaced between calls only
+  int limit_ = 0;
+  alignas(64) std::atomic<int> sleepers_{0};
+  std::atomic<bool> waiting_{false};
+  std::exception_ptr failed_;  // the caller's own, or the first worker's
   std::mutex busy_, sleep_;
   std::condition_variable wake_, done_;
-  std::atomic<bool> waiting_{false};
-  std::atomic<uint64_t> state_{0};  // epoch of the call, whether it is open, workers inside
-  std::atomic<int> sleepers_{0};
-  TicketFunction function_ = nullptr;
-  void* context_ = nullptr;
-  std::unique_ptr<Shares> shares_;  // replaced between calls only
-  std::exception_ptr failed_;  // the first one's, for the caller
-  int limit_ = 0, workers_ = 0;
+  int workers_ = 0;
+  Clock::time_point alone_;  // the end of the last short work that the caller did alone because workers slept
+
+  static void run_alone(const Work& work, const std::function<void()>& first) {
+    static thread_local Shares all(1);
+    all.cut(1, work.tickets);
+    Tickets tickets = all.of(0);
+    first();
+    work.function(work.context, tickets);
+  }
 
   void hire(int count) {
     try {
@@ -129,14 +143,15 @@ class Pool {
     }
   }
 
-  void drain(int thread) {
+  void drain(int thread, const std::function<void()>& first = [] {}) {
     Tickets tickets = shares_->of(thread);
     try {
-      function_(context_, tickets);
+      first();
+      work_->function(work_->context, tickets);
     } catch (...) {
       std::lock_guard<std::mutex> lock(sleep_);
-      if (!failed_) failed_ = std::current_exception();
-      for (int64_t ticket; tickets.next(ticket);) {
+      if (!failed_ || thread == 0) failed_ = std::current_exception();
+      for (int64_t first_left, last_left; tickets.next(first_left, last_left);) {
       }
     }
   }
@@ -187,10 +202,10 @@ Pool* make_pool() {
 
 }  // namespace
 
-void run_tickets(int threads, int64_t count, TicketFunction function, void* context) {
-  static Pool* first = make_pool();
-  (void)first;
-  pool->run(threads, count, function, context);
+void run_tickets(int threads, const Work& work, const std::function<void()>& first) {
+  static Pool* made = make_pool();
+  (void)made;
+  pool->run(threads, work, first);
 }
 
 }  // namespace intflash

@@ -2,6 +2,7 @@
 // process holds up costs its one ticket and nothing else. One call at a time; a second caller runs alone.
 #pragma once
 #include <cstdint>
+#include <functional>
 
 namespace intflash {
 
@@ -9,9 +10,10 @@ class Shares;
 
 // What a thread draws from: its own share of the tickets, in order, so that it meets the same part of its inputs at every
 // call; then the ends of the others'.
+// It draws runs [first, last), each a part of what is left of a share.
 class Tickets {
  public:
-  bool next(int64_t& ticket);
+  bool next(int64_t& first, int64_t& last);
 
  private:
   friend class Shares;
@@ -22,8 +24,17 @@ class Tickets {
 
 using TicketFunction = void (*)(void* context, Tickets& tickets);
 
-// Runs tickets [0, count), count < 2^32, by a call of `function` on each of up to `threads` threads, the caller among
-// them; returns when all are done, or throws what one of them has thrown.
-void run_tickets(int threads, int64_t count, TicketFunction function, void* context);
+struct Work {
+  TicketFunction function;
+  void* context;
+  int64_t tickets;  // < 2^32
+  bool is_short;    // some 80 microseconds or less: mostly done before a worker that sleeps is awake
+};
+
+// Runs all tickets by a call of the function on each of up to `threads` threads, the caller among them; returns when they
+// are done, or throws what one of them has thrown, the caller first. The caller calls `first` once before its own tickets,
+// when the others may have begun with theirs. Workers wait awake for a while; to those that sleep short work is worth their
+// waking where it comes again and again, so that they are awake for the next.
+void run_tickets(int threads, const Work& work, const std::function<void()>& first);
 
 }  // namespace intflash

@@ -326,7 +326,7 @@ class Strips {
     const uint32_t* l = s.l;
     const int64_t row = s.row0 + s.first;
     const int32_t* acc = acc_ + s.first * acc_ld_;
-    epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first, call_.out_offset(s.b, s.h, row), &ahead_);
+    epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first, call_.out.offset(s.b, s.h, row), &ahead_);
     Rows::keep_sums(call_, s, last_);
   }
 };

@@ -32,6 +32,12 @@ struct TensorView {
   char* data = nullptr;
   int64_t shape[4] = {1, 1, 1, 1}, stride[4] = {0, 0, 0, 0};
 
+  bool is_contiguous() const {
+    int64_t step = 1;
+    for (int i = 3; i >= 0; step *= shape[i--])
+      if (shape[i] != 1 && stride[i] != step) return false;
+    return true;
+  }
   template <class T>
   View<T> as() const {
     View<T> v;

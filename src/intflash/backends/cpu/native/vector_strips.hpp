@@ -245,11 +245,11 @@ class VectorStrips {
   }
 
   void values(const Strip& s) const {
-    const int64_t at = call_.out_offset(s.b, s.h, s.row0);
+    const int64_t at = call_.out.offset(s.b, s.h, s.row0);
     const auto tiles = [&](int r, auto rows, int tiles) {
       in_parts<kValuePanels>(value_panels_, [&](int c, auto panels, int parts) {
         for (int i = 0; i < parts; ++i, c += panels)
-          value_tiles<rows, panels>(tiles, s.p + r * Strip::kPRow, values_ + c * 64, acc_ + r * acc_ld_ + c * kPanel, r, at + r * call_.out_stride[2]);
+          value_tiles<rows, panels>(tiles, s.p + r * Strip::kPRow, values_ + c * 64, acc_ + r * acc_ld_ + c * kPanel, r, at + r * call_.out.row_step);
       });
     };
     if (tile_rows(call_) < kTileRows)
@@ -259,7 +259,7 @@ class VectorStrips {
   }
   template <int R, int C>
   __attribute__((noinline)) void value_tiles(int tiles, const uint8_t* p, const int8_t* v, int32_t* out, int row, int64_t at) const {
-    for (int t = 0; t < tiles; ++t) value_tile<R, C>(p + t * R * Strip::kPRow, v, out + t * R * acc_ld_, row + t * R, at + t * R * call_.out_stride[2]);
+    for (int t = 0; t < tiles; ++t) value_tile<R, C>(p + t * R * Strip::kPRow, v, out + t * R * acc_ld_, row + t * R, at + t * R * call_.out.row_step);
   }
   template <int R, int C>
   inline __attribute__((always_inline)) void value_tile(const uint8_t* p, const int8_t* v, int32_t* out, int row, int64_t at) const {
@@ -296,7 +296,7 @@ class VectorStrips {
   void finish(const Strip& s) {
     for (int r = 0; !tile_out_ && r < s.rows; r += 16) {
       const int32_t* acc = acc_ + r * acc_ld_;
-      epilogue_.template rows<false>(acc, acc, acc_ld_, s.l + r, smaller(16, s.rows - r), call_.out_offset(s.b, s.h, s.row0 + r), &ahead_[r / 16]);
+      epilogue_.template rows<false>(acc, acc, acc_ld_, s.l + r, smaller(16, s.rows - r), call_.out.offset(s.b, s.h, s.row0 + r), &ahead_[r / 16]);
     }
     Rows::keep_sums(call_, s, last_);
   }
