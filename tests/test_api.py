@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import intflash
-from intflash import BackendError, InputError, QTensor, Recipe, plans
+from intflash import BackendError, InputError, QTensor, Recipe, plans, repeats
 from intflash.backends import backends
 from intflash.numerics.exp import ABSENT
 from oracle import float64_attention, randn, sqnr
@@ -283,6 +283,7 @@ def test_without_the_native_module_another_backend_serves_and_says_so_once(monke
     missing = replace(backends()["cpu"], unavailable=lambda: "it was not built here")
     monkeypatch.setitem(backends(), "cpu", missing)
     monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(repeats, "_known", {})
     with caplog.at_level("WARNING", "intflash"):
         assert torch.equal(attend(), attend(backend="torch"))
         attend()
@@ -297,6 +298,7 @@ def test_a_fast_backend_of_another_machine_goes_without_a_word(monkeypatch, capl
     missing = replace(backends()["cpu"], unavailable=lambda: "of another machine", native=lambda: False)
     monkeypatch.setitem(backends(), "cpu", missing)
     monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(repeats, "_known", {})
     with caplog.at_level("WARNING", "intflash"):
         assert torch.equal(attend(), attend(backend="torch"))
     assert not caplog.records

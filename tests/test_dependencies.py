@@ -21,6 +21,7 @@ LAYERS = {
     "backends": {"errors", "numerics", "quant", "problem", "methods", "tape", "validate"},
     "masks": {"errors"},
     "plans": {"quant", "tape"},
+    "repeats": {"quant", "problem", "backends", "validate"},
     "gradients": {"quant"},
     "pipeline": {
         "errors",
@@ -32,6 +33,7 @@ LAYERS = {
         "masks",
         "validate",
         "plans",
+        "repeats",
         "gradients",
     },
     "ops": {"pipeline", "quant", "methods", "problem", "gradients"},

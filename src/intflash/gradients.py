@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.autograd import forward_ad
 
 from intflash.quant import QTensor, Recipe
 
-_NAMES = ("q", "k", "v", "attn_mask", "bias", "out_scale")
+_tensors_of = itemgetter("q", "k", "v", "attn_mask", "bias", "out_scale")
 REASON = "IntFlash is for inference and has no gradients: call it under torch.no_grad() or torch.inference_mode()"
 FORWARD_REASON = "IntFlash is for inference and has no forward-mode derivatives: give it tensors without tangents"
 
@@ -34,14 +35,18 @@ def wanting(arguments: dict[str, Any]) -> list[Tensor]:
     forward, backward = forward_ad._current_level >= 0, torch.is_grad_enabled()
     if not (forward or backward):
         return []
+    tensors = []
+    for x in _tensors_of(arguments):  # each call asks: to be quick
+        if isinstance(x, Tensor):
+            tensors.append(x)
+        elif isinstance(x, QTensor):
+            tensors.append(x.scale)
     recipe = arguments["recipe"]
-    tensors = [arguments[name] for name in _NAMES]
-    tensors += [x.scale for x in tensors[:3] if isinstance(x, QTensor)]
-    tensors += [recipe.q_scale, recipe.k_scale, recipe.v_scale] if isinstance(recipe, Recipe) else []
-    tensors = [x for x in tensors if isinstance(x, Tensor)]
+    if isinstance(recipe, Recipe):
+        tensors += [x for x in (recipe.q_scale, recipe.k_scale, recipe.v_scale) if isinstance(x, Tensor)]
     if forward and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError(FORWARD_REASON)
-    return [x for x in tensors if backward and x.requires_grad]
+    return [x for x in tensors if x.requires_grad] if backward else []
 
 
 def refused(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor | QTensor | None:

@@ -7,6 +7,7 @@ The op takes what `attention` takes with `QTensor` and `Recipe` laid out flat, a
 # Annotations here are read at run time by torch.library: no `from __future__ import annotations`.
 from collections.abc import Sequence
 from numbers import Real
+from operator import itemgetter
 from typing import Any, Optional
 
 import torch
@@ -116,7 +117,7 @@ def _save_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
 _attention.register_autograd(_backward, setup_context=_save_inputs)
 
 
-_TENSORS = ("q", "k", "v", "attn_mask", "bias", "out_scale", "cu_seqlens_q", "cu_seqlens_k")
+_tensors_of = itemgetter("q", "k", "v", "attn_mask", "bias", "out_scale", "cu_seqlens_q", "cu_seqlens_k")
 _PLAIN = Tensor.__torch_dispatch__
 
 
@@ -127,8 +128,7 @@ def dispatches(arguments: dict[str, Any]) -> bool:
         return True
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    for name in _TENSORS:
-        x = arguments[name]
+    for x in _tensors_of(arguments):
         if x is not None and not _is_memory(x):
             return True
     recipe = arguments["recipe"]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from intflash import gradients, masks, plans, validate
+from intflash import gradients, masks, plans, repeats, validate
 from intflash.backends import select
+from intflash.backends.base import Backend
 from intflash.errors import InputError
 from intflash.methods import get_method
 from intflash.methods.base import Method
@@ -20,6 +21,7 @@ from intflash.quant import QTensor, Recipe, hadamard_rotate, key_mean, quantize
 from intflash.quant.quantizers import check_number
 
 Output = Tensor | QTensor
+_NO_GPU = nullcontext()
 
 
 def run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
@@ -42,11 +44,11 @@ def under_autocast(q: object) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def _run(*, backend: str | None, return_lse: bool, **arguments: Any) -> tuple[Output, Tensor | None]:
+def _run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     """Prepare the problem, run it on its backend, and give the output the caller's shape."""
     if is_dynamic(arguments["out_scale"]):
-        arguments["out_scale"] = _dynamic_out_scale(backend, arguments)
-    problem, lse_shift = prepare(**arguments, return_lse=return_lse)
+        arguments = arguments | dict(out_scale=_dynamic_out_scale(arguments))
+    problem, lse_shift, backend = _decide(arguments)
     result = _compute(problem, backend)
     lead = arguments["q"].shape[:-1]
     out, lse = result.out if len(lead) == 3 else result.out.reshape(*lead, -1), result.lse
@@ -57,17 +59,31 @@ def _run(*, backend: str | None, return_lse: bool, **arguments: Any) -> tuple[Ou
     return out, lse
 
 
-def _compute(problem: Problem, backend: str | None) -> Result:
+def _decide(arguments: dict[str, Any]) -> tuple[Problem, Tensor | None, Backend]:
+    """The problem of a call, what to add to its log-sum-exp, and its backend."""
+    key = repeats.signature(arguments)
+    known = None if key is None else repeats.find(key, arguments)
+    if known is not None:
+        return known
+    name = arguments["backend"]
+    problem, lse_shift = prepare(**{name: x for name, x in arguments.items() if name != "backend"})
     with on_device(problem):
-        chosen = select(problem, backend)
-        if problem.check_finite and not chosen.looks:
+        backend = select(problem, name)
+    if key is not None and lse_shift is None:
+        repeats.keep(key, arguments, problem, backend)
+    return problem, lse_shift, backend
+
+
+def _compute(problem: Problem, backend: Backend) -> Result:
+    with on_device(problem):
+        if problem.check_finite and not backend.looks:
             validate.check_finite(problem.q, problem.k, problem.v)
-        return chosen.run(problem)
+        return backend.run(problem)
 
 
 def on_device(problem: Problem) -> AbstractContextManager:
     """Its GPU as the current one, which is the one that backends ask about and launch on."""
-    return torch.cuda.device(problem.device) if problem.device.type == "cuda" else nullcontext()
+    return torch.cuda.device(problem.device) if problem.device.type == "cuda" else _NO_GPU
 
 
 def prepare(
@@ -240,20 +256,20 @@ def is_dynamic(out_scale: Tensor | float | str | None) -> bool:
     return isinstance(out_scale, str)
 
 
-def _dynamic_out_scale(backend: str | None, arguments: dict[str, Any]) -> Tensor:
+def _dynamic_out_scale(arguments: dict[str, Any]) -> Tensor:
     """The scale at which the output's absolute maximum is the largest code: a launch of its own."""
     default = torch.int8 if isinstance(arguments["q"], QTensor) else arguments["q"].dtype
     out_dtype = arguments["out_dtype"] or default
     validate.check_out_dtype(get_method(arguments["method"]), out_dtype, "dynamic")
-    problem, _ = prepare(**(arguments | dict(out_dtype=torch.float32, out_scale=None)))
+    problem, _, backend = _decide(arguments | dict(out_dtype=torch.float32, out_scale=None))
     out = _compute(problem, backend).out
     return quantize(out).scale * (127 / torch.iinfo(out_dtype).max)
 
 
 def integer_output(out: Tensor, scale: Tensor) -> QTensor:
     """Codes ``[B, Hq, Nq, Dv]`` with their scale; its shape tells the granularity."""
-    bits = torch.iinfo(out.dtype).bits
+    bits = 8 if out.dtype == torch.int8 else 16
     if scale.numel() == 1:
-        return QTensor(out, scale, "tensor", bits=bits)
+        return QTensor.unchecked(out, scale, "tensor", bits)
     granularity = "head" if scale.shape[3] == 1 else "channel"
-    return QTensor(out, scale.expand(scale.shape[0], out.shape[1], 1, scale.shape[3]), granularity, bits=bits)
+    return QTensor.unchecked(out, scale.expand(scale.shape[0], out.shape[1], 1, scale.shape[3]), granularity, bits)

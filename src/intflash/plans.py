@@ -34,22 +34,22 @@ _taping = threading.Lock()  # torch keeps some of a dispatch mode's state for th
 _ONCE, _NEVER = "came once", "has no plan"
 
 
-def run(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """`call(**arguments)`, by its plan where there is one."""
+def run(call: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any:
+    """`call(arguments)`, by its plan where there is one."""
     q = arguments["q"]
     q = q.data if isinstance(q, QTensor) else q
     if not isinstance(q, Tensor) or not q.is_cuda or q.device.index != torch.cuda.current_device():
-        return call(**arguments)
+        return call(arguments)
     signed = signature(arguments)
     if signed is None:
-        return call(**arguments)
+        return call(arguments)
     tensors = signed[1]
     # as torch.compile's code asks: torch.cuda.current_stream takes 7 us
     key = signed[0], torch._C._cuda_getCurrentRawStream(q.device.index)
     try:
         plan = _plans.get(key)
     except TypeError:  # an argument that is no value: the call says what is wrong with it
-        return call(**arguments)
+        return call(arguments)
     if isinstance(plan, Plan):
         if torch.cuda.is_current_stream_capturing():
             _captured[key] = plan
@@ -59,10 +59,10 @@ def run(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             _plans.clear()
         _plans[key] = _ONCE
     if plan is not _ONCE or torch.cuda.is_current_stream_capturing() or not _taping.acquire(blocking=False):
-        return call(**arguments)
+        return call(arguments)
     try:
         with Tape(tensors) as tape:
-            result = call(**arguments)
+            result = call(arguments)
     finally:
         _taping.release()
     _plans[key] = tape.plan(result) or _NEVER

@@ -117,8 +117,8 @@ def check_finite(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_scale(scale: Tensor, name: str, least: float = LEAST_SCALE) -> None:
     """Finite values of at least `least` > 0, by default those whose reciprocals are finite."""
-    low, high = (scale, scale) if scale.numel() == 1 else scale.aminmax()
-    if not (least <= low.item() and high.item() < math.inf):  # with a NaN both are
+    low, high = (scale.item(),) * 2 if scale.numel() == 1 else (x.item() for x in scale.aminmax())
+    if not (least <= low and high < math.inf):  # with a NaN both are
         normal = " (as normal float32)" if least == LEAST_SCALE else ""
         raise InputError(f"{name} must be finite and > 0, got {scale.flatten()[:4].tolist()} ...{normal}")
 

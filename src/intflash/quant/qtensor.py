@@ -82,6 +82,13 @@ class QTensor:
             )
         return scale
 
+    @classmethod
+    def unchecked(cls, data: Tensor, scale: Tensor, granularity: str, bits: int) -> QTensor:
+        """One of codes and a scale that the library itself has made, in a tenth of the time."""
+        x = cls.__new__(cls)
+        x.__dict__.update(data=data, scale=scale, granularity=granularity, block_size=None, bits=bits)
+        return x
+
     @property
     def shape(self) -> torch.Size:
         return self.data.shape

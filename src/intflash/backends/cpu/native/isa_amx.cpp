@@ -26,5 +26,5 @@ void attention(const Call& call, const Units& units, uint64_t call_id, Scratch& 
 
 }  // namespace
 
-const Kernels kAmxKernels = {"amx", 75000, unit_rows, attention, absolute_maximum<Amx>, quantize<Amx>};
+const Kernels kAmxKernels = {"amx", 25000, unit_rows, attention, absolute_maximum<Amx>, quantize<Amx>};
 }  // namespace intflash
