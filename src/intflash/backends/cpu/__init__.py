@@ -164,34 +164,35 @@ def _score_bias(problem: Problem) -> Tensor:
     return torch.where(absent, float(ABSENT), rounded).to(torch.int32)
 
 
-def _float_scales(problem: Problem) -> tuple | None:
-    """How the kernels quantize each of float q, k, v; None where they do not: other rules, integer output."""
-    recipe = problem.recipe
-    if recipe.rule != "exact" or not problem.out_dtype.is_floating_point or problem.method in FLASH:
+def _float_scales(problem: Problem) -> tuple[tuple, ...] | None:
+    """How the kernels quantize each of float q, k, v; None where they do not: other rules, integer output.
+
+    Each as (float type, per head, qmax, scale: None where it is the call's own, a number, or a tensor).
+    """
+    recipe, q, k, v = problem.recipe, problem.q, problem.k, problem.v
+    if recipe.rule != "exact" or problem.method in FLASH or not problem.out_dtype.is_floating_point:
         return None
-    qmax = (1 << (recipe.bits - 1)) - 1
-    q = _how(problem.q, recipe.q, recipe.q_scale, qmax)
-    k = _how(problem.k, recipe.k, recipe.k_scale, qmax)
-    v = _how(problem.v, recipe.v, recipe.v_scale, qmax)
-    return None if q is None or k is None or v is None else (q, k, v)
+    float_type, qmax = FLOAT_TYPES[q.dtype], (1 << (recipe.bits - 1)) - 1
+    found = []
+    given = (q, recipe.q, recipe.q_scale), (k, recipe.k, recipe.k_scale), (v, recipe.v, recipe.v_scale)
+    for x, granularity, scale in given:
+        per_head = granularity == "head"
+        if not (per_head or granularity == "tensor") or x.stride(3) != 1:
+            return None
+        if scale is not None and not _is_taken(scale, x, per_head):
+            return None
+        found.append((float_type, per_head, qmax, scale))
+    return tuple(found)
 
 
-def _how(x: Tensor, granularity: str, scale: Tensor | float | None, qmax: int) -> tuple | None:
-    """(float type, per head, qmax, scale: None where it is the call's own, a number, or a tensor)."""
-    if x.stride(3) != 1 or granularity not in ("tensor", "head"):
-        return None
-    if isinstance(scale, Tensor):
-        heads = x.shape[1]
-        if scale.dtype != torch.float32 or scale.device != x.device:
-            return None
-        if granularity == "tensor":
-            if scale.numel() != 1:
-                return None
-        elif scale.shape not in ((heads,), (1, heads, 1, 1), (x.shape[0], heads, 1, 1)):
-            return None
-    elif scale is not None:
-        scale = float(scale)
-    return FLOAT_TYPES[x.dtype], granularity == "head", qmax, scale
+def _is_taken(scale: Tensor | float, x: Tensor, per_head: bool) -> bool:
+    """Whether the kernels take a static scale as it is."""
+    if not isinstance(scale, Tensor):
+        return True
+    if scale.dtype != torch.float32 or scale.device != x.device:
+        return False
+    heads = x.shape[1]
+    return scale.shape in ((heads,), (1, heads, 1, 1), (x.shape[0], heads, 1, 1)) if per_head else scale.numel() == 1
 
 
 BACKEND = Backend(
