@@ -12,6 +12,8 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch._C import _is_tracing, _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack as _peek_transforms
 
 from intflash import gradients, pipeline
 from intflash.methods import get_method
@@ -124,9 +126,7 @@ _PLAIN = Tensor.__torch_dispatch__
 def dispatches(arguments: dict[str, Any]) -> bool:
     """Whether torch's dispatcher must see the call: where it is traced or transformed, and for tensors that are not
     memory alone (wrapped, fake, negated ones). Each call asks: each line is here to be quick."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return True
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or _is_tracing() or _len_torch_dispatch_stack() or _peek_transforms() is not None:
         return True
     for x in _tensors_of(arguments):
         if x is not None and not _is_memory(x):

@@ -50,10 +50,11 @@ def _run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
         arguments = arguments | dict(out_scale=_dynamic_out_scale(arguments))
     problem, lse_shift, backend = _decide(arguments)
     result = _compute(problem, backend)
-    lead = arguments["q"].shape[:-1]
-    out, lse = result.out if len(lead) == 3 else result.out.reshape(*lead, -1), result.lse
+    shape, out, lse = arguments["q"].shape, result.out, result.lse
+    if len(shape) != 4:
+        out = out.reshape(*shape[:-1], -1)
     if lse is not None:
-        lse = (lse if lse_shift is None else lse + lse_shift).reshape(lead)
+        lse = (lse if lse_shift is None else lse + lse_shift).reshape(shape[:-1])
     if result.out_scale is not None:
         out = integer_output(result.out, result.out_scale)
     return out, lse
@@ -83,7 +84,8 @@ def _compute(problem: Problem, backend: Backend) -> Result:
 
 def on_device(problem: Problem) -> AbstractContextManager:
     """Its GPU as the current one, which is the one that backends ask about and launch on."""
-    return torch.cuda.device(problem.device) if problem.device.type == "cuda" else _NO_GPU
+    q = problem.q.data if isinstance(problem.q, QTensor) else problem.q
+    return torch.cuda.device(q.device) if q.is_cuda else _NO_GPU
 
 
 def prepare(
