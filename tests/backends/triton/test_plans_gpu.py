@@ -90,7 +90,7 @@ def fresh(monkeypatch):
 
 def unplanned(monkeypatch, *tensors, **options):
     with monkeypatch.context() as patch:
-        patch.setattr(plans, "run", lambda call, arguments: call(**arguments))
+        patch.setattr(plans, "run", lambda call, arguments: call(arguments))
         return intflash.attention(*tensors, **options)
 
 
