@@ -131,7 +131,7 @@ def resident(keys: int, d: int, bits: int, itemsize: int) -> int:
     registers = keys // 2 + d // 2 * (bits // 8) + query + (16 if bits == 8 else 40) + (8 if d > 80 else 0)
     if registers <= 88:
         return 4
-    most = (168 if bits == 8 else 160) - (16 if d > 96 and itemsize == 2 else 0)
+    most = (168 if bits == 8 else 160) - (8 if d > 96 and itemsize == 2 else 0)
     if registers <= most and (keys <= 128 or bits == 8 and 192 <= keys <= 208):
         return 3
     return 2 if registers <= 232 else 0
