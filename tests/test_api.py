@@ -1,5 +1,6 @@
 """The public functions: SDPA's meaning, outputs, and a clear error for every wrong argument."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 import intflash
 from intflash import BackendError, InputError, QTensor, Recipe, plans, repeats
 from intflash.backends import backends
+from intflash.methods import get_method
 from intflash.numerics.exp import ABSENT
 from oracle import float64_attention, randn, sqnr
 
@@ -443,3 +445,22 @@ def test_packed_integer_output_has_one_scale(method, ends):
     assert torch.equal(a.scale, b.scale)
     exact = attend(backend="reference", **options)
     assert sqnr(exact, a.dequantize()) > 30 and sqnr(exact, b.dequantize()) > 30
+
+
+@pytest.mark.parametrize("method", intflash.info()["methods"])
+def test_integer_output_is_a_tensor_as_its_constructor_makes_it(method):
+    qkv, made = [torch.randn(2, 3, 20, 16) for _ in range(3)], 0
+    kinds = ("head", "head", "head"), ("token", "tensor", "tensor"), ("tensor", "tensor", "channel")
+    recipes = None, *(Recipe(*x) for x in kinds)
+    names = ("cpu", "torch", "reference")
+    choices = itertools.product(names, recipes, (torch.int8, torch.int16), (None, 0.1, "dynamic"))
+    for backend, recipe, dtype, scale in choices:
+        try:
+            x = intflash.attention(
+                *qkv, method=method, backend=backend, recipe=recipe, out_dtype=dtype, out_scale=scale
+            )
+        except (InputError, BackendError):  # not one of its granularities or types
+            continue
+        same, made = QTensor(x.data, x.scale, x.granularity, bits=x.bits), made + 1
+        assert x.scale.dtype == torch.float32 and same.scale.shape == x.scale.shape
+    assert made or torch.int8 not in get_method(method).out_dtypes

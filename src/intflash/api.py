@@ -93,7 +93,7 @@ def attention(
         "backend": backend, "enable_gqa": enable_gqa, "bias": bias, "causal_align": causal_align, "recipe": recipe,
         "out_dtype": out_dtype, "out_scale": out_scale, "return_lse": return_lse, "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k, "check_finite": check_finite,
-    }  # a dict by name takes twice as long  # fmt: skip
+    }  # dict(q=q, ...) takes twice as long  # fmt: skip
     out, lse = ops.attention(**arguments) if ops.dispatches(arguments) else pipeline.run(arguments)
     return (out, lse) if return_lse else out
 
