@@ -136,9 +136,7 @@ def sdpa(
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """In autocast's dtype where that is on, as torch's own attention casts."""
-    if not torch._C._is_any_autocast_enabled() or not isinstance(tensors[0], Tensor):
-        return tensors
-    if not pipeline.under_autocast(tensors[0]):
+    if not isinstance(tensors[0], Tensor) or not pipeline.under_autocast(tensors[0]):
         return tensors
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in FLOAT_DTYPES else x for x in tensors)

@@ -43,7 +43,7 @@ def wanting(arguments: dict[str, Any]) -> list[Tensor]:
             tensors.append(x.scale)
     recipe = arguments["recipe"]
     if isinstance(recipe, Recipe):
-        tensors += [x for x in (recipe.q_scale, recipe.k_scale, recipe.v_scale) if isinstance(x, Tensor)]
+        tensors += [x for x in recipe.scales if isinstance(x, Tensor)]
     if forward and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError(FORWARD_REASON)
     return [x for x in tensors if x.requires_grad] if backward else []

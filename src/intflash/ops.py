@@ -132,7 +132,7 @@ def dispatches(arguments: dict[str, Any]) -> bool:
         if x is not None and not _is_memory(x):
             return True
     recipe = arguments["recipe"]
-    return isinstance(recipe, Recipe) and not all(map(_is_memory, (recipe.q_scale, recipe.k_scale, recipe.v_scale)))
+    return isinstance(recipe, Recipe) and not all(map(_is_memory, recipe.scales))
 
 
 def _is_memory(x: object) -> bool:

@@ -27,7 +27,7 @@ _NO_GPU = nullcontext()
 def run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     """Output and log-sum-exp of a call with all arguments of `attention`, by its plan once it repeats."""
     q = arguments["q"]
-    if torch._C._is_any_autocast_enabled() and under_autocast(q):  # exact products are not for it to round
+    if under_autocast(q):  # exact products are not for it to round
         with torch.autocast(q.device.type, enabled=False):
             return run(arguments)
     wanting = gradients.wanting(arguments)
@@ -40,6 +40,8 @@ def run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
 
 def under_autocast(q: object) -> bool:
     """Whether autocast is on for the device of q."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
     device = q.device.type if isinstance(q, Tensor | QTensor) else "cpu"
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 

@@ -90,7 +90,7 @@ def signature(arguments: dict[str, Any]) -> tuple[tuple, list[Tensor]] | None:
         for x in tensors:
             key += _layout(x)
         if isinstance(recipe, Recipe):
-            scales = [x for x in (recipe.q_scale, recipe.k_scale, recipe.v_scale) if isinstance(x, Tensor)]
+            scales = [x for x in recipe.scales if isinstance(x, Tensor)]
             key += _recipe_key(recipe, scales)
             tensors += scales
         else:
@@ -122,7 +122,7 @@ def _recipe_key(recipe: Recipe, scales: list[Tensor]) -> tuple:
     if known is not None and known[0]() is recipe and known[1] == where:
         return known[2]
     rest = recipe.q, recipe.k, recipe.v, recipe.bits, recipe.block_size, recipe.smooth_k, recipe.rotate, recipe.rule
-    given = (Tensor if isinstance(x, Tensor) else x for x in (recipe.q_scale, recipe.k_scale, recipe.v_scale))
+    given = (Tensor if isinstance(x, Tensor) else x for x in recipe.scales)
     key = (*rest, *given, *map(_layout, scales))
     if len(_recipes) >= _MOST:
         _recipes.clear()

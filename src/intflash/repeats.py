@@ -49,8 +49,7 @@ def signature(arguments: dict[str, Any]) -> tuple | None:
             return None
         for x in _fields_of(recipe):
             key.append((x.dtype, x.shape, x.device) if isinstance(x, Tensor) else x)
-    for name in ("q", "k", "v", "attn_mask", "bias"):
-        x = arguments[name]
+    for x in _tensors_of(arguments):
         if x is None:
             key.append(None)
             continue
@@ -92,8 +91,9 @@ def keep(key: tuple, arguments: dict[str, Any], problem: Problem, backend: Backe
         _known.clear()
     rest = problem.causal, problem.causal_align, None, None, problem.out_dtype, None, problem.return_lse
     recipe = problem.recipe
-    given = any(isinstance(x, Tensor) for x in (recipe.q_scale, recipe.k_scale, recipe.v_scale))
-    scales = (given or isinstance(problem.q, QTensor)) and arguments["check_finite"] is not False
+    check = arguments["check_finite"]
+    given = isinstance(problem.q, QTensor) or any(isinstance(x, Tensor) for x in recipe.scales)
+    scales = given and (check is None or bool(check))
     default = recipe if arguments["recipe"] is None else None
     _known[key] = problem.method, problem.sm_scale, default, (*rest, problem.check_finite), scales, backend
 

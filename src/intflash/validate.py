@@ -99,7 +99,7 @@ def check_scales(q: Input, k: Input, v: Input, recipe: Recipe) -> None:
     if isinstance(q, QTensor):
         of, least = (q.scale, k.scale, v.scale), 2.0**-149  # the smallest float32
     else:
-        of, least = (recipe.q_scale, recipe.k_scale, recipe.v_scale), LEAST_SCALE
+        of, least = recipe.scales, LEAST_SCALE
     for name, scale in zip("qkv", of, strict=True):
         if isinstance(scale, Tensor):
             check_scale(scale, f"{name}'s scale", least)

@@ -70,6 +70,11 @@ class Recipe:
                 object.__setattr__(self, f"{name}_scale", float(scale))
         _check_options(self.bits, self.block_size, self.rule, "Recipe.")
 
+    @property
+    def scales(self) -> tuple[Tensor | float | None, ...]:
+        """The static scales of q, k, v."""
+        return self.q_scale, self.k_scale, self.v_scale
+
     def quantize(self, name: str, x: Tensor) -> QTensor | Tensor:
         """Quantize `x` as tensor `name` ("q", "k" or "v") of this recipe; "none" returns it as it is."""
         granularity = getattr(self, name)

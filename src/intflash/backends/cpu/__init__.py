@@ -69,7 +69,6 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     q, k, v, method = problem.q, problem.k, problem.v, problem.method
     bias, keep, scales = problem.bias, problem.keep, None
     out_scale = blocks = causal = packed = t_max = l_sum = None
-    own_scale = False  # the kernels choose the output's
     out_dtype = problem.out_dtype
     out_type = OUT_TYPES[out_dtype]
     if not isinstance(q, QTensor):
@@ -84,8 +83,8 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         if q.block_size or k.block_size:
             blocks = (q.block_size or 1, k.block_size or 1)
         if out_type <= OUT_TYPES[torch.int16]:
-            own_scale = problem.out_scale is None and method not in FLASH and v.scale.numel() == 1
-            out_scale = None if own_scale else _out_scale(problem)
+            if problem.out_scale is not None or method in FLASH or v.scale.numel() > 1:
+                out_scale = _out_scale(problem)  # else the kernels choose it
         if method in FLASH:
             _check_score_unit(problem)
             if problem.bias_float is not None:
@@ -102,14 +101,14 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         t_max, l_sum = torch.empty((2, *q.shape[:3]), dtype=torch.int64, device="cpu")
     outputs = _native.attention(
         isa or "", threads or torch.get_num_threads(), METHODS[method], out_type, out_dtype, out_dtype is q.dtype,
-        problem.sm_scale, q, k, v, scales, out_scale, own_scale, blocks, causal, bias, keep, packed, t_max, l_sum,
+        problem.sm_scale, q, k, v, scales, out_scale, blocks, causal, bias, keep, packed, t_max, l_sum,
         problem.check_finite,
     )  # fmt: skip
     if outputs is None:
         validate.check_finite(q, k, v)
-    out, scale = outputs
+    out, out_scale = outputs
     lse = None if t_max is None else log_sum_exp(t_max, l_sum, P_MAX[method])
-    return Result(out, scale if own_scale else out_scale, lse)
+    return Result(out, out_scale, lse)
 
 
 def _check_score_unit(problem: Problem) -> None:

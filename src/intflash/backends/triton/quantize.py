@@ -145,7 +145,7 @@ class Inputs:
 def serves(recipe: Recipe) -> bool:
     """Whether these kernels quantize as the recipe says: all static per tensor or head, or all dynamic per tensor."""
     kinds = (recipe.q, recipe.k, recipe.v)
-    given = [s is not None for s in (recipe.q_scale, recipe.k_scale, recipe.v_scale)]
+    given = [s is not None for s in recipe.scales]
     if recipe.bits != 8 or recipe.rule != "exact":
         return False
     return all(given) and set(kinds) <= {"tensor", "head"} or not any(given) and set(kinds) == {"tensor"}
@@ -155,7 +155,7 @@ def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> Inputs:
     """The inputs with their static scales, or with those of their absolute maxima: two small launches."""
     tensors = Three(q, k, v)
     if recipe.q_scale is not None:
-        given = (recipe.q_scale, recipe.k_scale, recipe.v_scale)
+        given = recipe.scales
         numbers = None if any(isinstance(s, Tensor) for s in given) else tuple(map(float, given))
         return Inputs(tensors, Three(*(_static(s, x) for s, x in zip(given, tensors, strict=True))), numbers)
     amax, scales = torch.zeros(2, 4, dtype=torch.int32, device=q.device).unbind()

@@ -176,14 +176,15 @@ void use_torch(nb::handle like, nb::handle output) {
   empty_like = like.inc_ref().ptr(), empty_output = output.inc_ref().ptr();
 }
 
-// Makes a call's output and the scale that the kernels choose, then lets go of Python.
+// Makes a call's output and, where that is integer and the call has none, its scale; then lets go of Python.
 struct Outputs {
   Call& call;
   nb::handle q, dtype;
   bool like_q;
-  nb::handle v_scale{};  // the scale's likeness, or null
+  nb::object out_scale;  // the call's, or None
+  nb::handle v_scale{};  // the likeness of one to be made, or null
   float scale = 0.0f;
-  nb::object out{}, out_scale = nb::none();
+  nb::object out{};
   std::optional<nb::gil_scoped_release> released{};
 
   void make() {
@@ -209,9 +210,9 @@ struct Outputs {
   }
 };
 
-// (out, its scale where it was made here); None where `look` asked for NaN and infinity in float q, k or v and there are some.
+// (out, its scale where it is integer); None where `look` asked for NaN and infinity in float q, k or v and there are some.
 nb::object attention(const char* isa, int threads, int method, int out_type, nb::handle out_dtype, bool same_dtype, double sm_scale, nb::handle q,
-                     nb::handle k, nb::handle v, nb::tuple scales, nb::handle out_scale, bool own_scale, nb::handle blocks, nb::handle causal,
+                     nb::handle k, nb::handle v, nb::tuple scales, nb::handle out_scale, nb::handle blocks, nb::handle causal,
                      nb::handle bias, nb::handle keep, nb::handle packed, nb::handle t_max, nb::handle l_sum, bool look) {
   const Kernels& kernels = kernels_named(isa);
   const TensorView queries = read_tensor(q), keys = read_tensor(k), values = read_tensor(v);
@@ -241,12 +242,13 @@ nb::object attention(const char* isa, int threads, int method, int out_type, nb:
   call.l_sum = reinterpret_cast<int64_t*>(read_tensor(l_sum).data);
 
   const nb::handle how_q = element(scales, 0), how_k = element(scales, 1), how_v = element(scales, 2);
-  Outputs outputs{call, q, out_dtype, same_dtype && queries.shape[3] == values.shape[3] && queries.is_contiguous()};
+  Outputs outputs{call, q, out_dtype, same_dtype && queries.shape[3] == values.shape[3] && queries.is_contiguous(), nb::borrow(out_scale)};
   const std::function<void()> make_outputs = [&] { outputs.make(); };
   if (!PyTuple_Check(how_q.ptr())) {
     call.q = queries.as<int8_t>(), call.k = keys.as<int8_t>(), call.v = values.as<int8_t>();
     call.q_scale = read_tensor(how_q).as<float>(), call.k_scale = read_tensor(how_k).as<float>(), call.v_scale = read_tensor(how_v).as<float>();
-    if (own_scale) {  // s_V * 127 / qmax: |O| <= max|V|
+    const bool is_integer = call.out_type == OutType::kInt8 || call.out_type == OutType::kInt16;
+    if (is_integer && out_scale.is_none()) {  // s_V * 127 / qmax: |O| <= max|V|
       outputs.scale = *call.v_scale.data * 127.0f / (call.out_type == OutType::kInt8 ? 127.0f : 32767.0f);
       outputs.v_scale = how_v;
       call.out_scale.data = &outputs.scale;
@@ -277,7 +279,7 @@ NB_MODULE(_native, m) {
   m.def("use_torch", use_torch, nb::arg("empty_like"), nb::arg("empty_output"), "How outputs are made.");
   m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"), nb::arg("out_dtype"),
         nb::arg("same_dtype"), nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(),
-        nb::arg("own_scale"), nb::arg("blocks").none(), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(),
+        nb::arg("blocks").none(), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(),
         nb::arg("packed").none(), nb::arg("t_max").none(), nb::arg("l_sum").none(), nb::arg("look"),
         "Attention of one validated problem, see intflash/backends/cpu/__init__.py.");
 }
