@@ -188,6 +188,13 @@ def test_an_experiment_asked_for_by_name_must_give_a_number(tmp_path, monkeypatc
     assert "refused" in run("bench", "run", "--out", tmp_path)
 
 
+def test_a_rehearsal_needs_no_number(tmp_path, monkeypatch):
+    toy = Experiment("toy", "Toy", "nowhere", lambda setting: iter(()))
+    monkeypatch.setattr(cli, "_all_experiments", lambda: (toy,))
+    assert "gave no number" not in run("bench", "run", "-e", "toy", "--rehearse", "--out", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
 def test_vortex_asked_for_by_name_where_there_is_none(tmp_path, monkeypatch):
     monkeypatch.delenv("VORTEX_HOME", raising=False)
     said = run("bench", "vortex", "-e", "vortex_table", "--out", tmp_path, code=1)

@@ -306,7 +306,7 @@ def _run_experiments(experiments: Iterable[Experiment], only: list[str] | None, 
         if outcome.error:
             failed = True
             console.print(f"[red]{experiment.name} did not finish: {escape(outcome.error)}[/]", soft_wrap=True)
-        elif only and not any(row.value is not None for row in outcome.rows):
+        elif only and not setting.rehearse and not any(row.value is not None for row in outcome.rows):
             failed = True
             reason = next((row.note for row in outcome.rows if row.note), "it has no rows here")
             console.print(f"[red]{experiment.name} gave no number: {escape(reason)}[/]", soft_wrap=True)

@@ -131,14 +131,18 @@ template <typename TO, typename ACC> struct RowScale {
 // The lanes of a quad need the scales of the same two rows: each makes one of them, and they exchange.
 DEVICE bool makes_second() { return threadIdx.x & 1; }
 
-// l: the sum of the row whose scale this lane makes.
-template <typename TO, typename ACC> DEVICE void row_scales(u32 l, const Scaling& s, RowScale<TO, ACC> (&rows)[2]) {
-    const RowScale<TO, ACC> own(l, s);
+// l: the sum of the row whose scale this lane makes; of one row where N is 1.
+template <typename TO, typename ACC, int N>
+DEVICE void row_scales(u32 l, const Scaling& s, RowScale<TO, ACC> (&rows)[N]) {
+    rows[0] = RowScale<TO, ACC>(l, s);
+    if constexpr (N > 1) {
+        const RowScale<TO, ACC> own = rows[0];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        if constexpr (IsInteger<TO>::value)
-            rows[h].n = {__shfl_sync(~0u, own.n.factor, h, 2), __shfl_sync(~0u, own.n.shift, h, 2)};
-        else rows[h].factor = __shfl_sync(~0u, own.factor, h, 2);
+        for (int h = 0; h < N; ++h) {
+            if constexpr (IsInteger<TO>::value)
+                rows[h].n = {__shfl_sync(~0u, own.n.factor, h, N), __shfl_sync(~0u, own.n.shift, h, N)};
+            else rows[h].factor = __shfl_sync(~0u, own.factor, h, N);
+        }
     }
 }
 

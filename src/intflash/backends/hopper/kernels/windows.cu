@@ -11,7 +11,6 @@
 #include "output.cuh"
 #include "window_masks.cuh"
 #include "window_operands.cuh"
-#include "window_output.cuh"
 
 // p of up to four slots, one word for each digit; slots past `LIVE` hold anything.
 template <int LIVE> DEVICE void p_words(const Weight (&x)[4], i32 C, i64 B, u32 (&w)[DIGITS]) {
@@ -129,16 +128,15 @@ struct Window {
         u32 l[HALVES];
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) l[h] = joined(sums, 2 * h);
-        const u32 lane = threadIdx.x % 32;
-        const Finish<OUT> mine(lane % 2 ? l[HALVES - 1] : l[0], scaling);  // half of the quad divides for either row
+        RowScale<OUT, i32> scale[HALVES];
+        row_scales(l[makes_second() ? HALVES - 1 : 0], scaling, scale);
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
-            const Finish<OUT> finish = HALVES > 1 ? Finish<OUT>(mine, (lane & ~1u) + h) : mine;
             if (row + 8 * h >= NQ - TAIL) continue;
 #pragma unroll
             for (int b = 0; b < BLOCKS; ++b)
                 if (HEAD_DIM % 32 == 0 || 32 * b + 8 * quarter < HEAD_DIM)
-                    finish.store(output(row + 8 * h, 32 * b + 8 * quarter), out[h][b]);
+                    store_outputs<OUT>(output(row + 8 * h, 32 * b + 8 * quarter), out[h][b], scale[h], scaling);
             if (p.l && quarter == 0) keep_statistics(row + 8 * h, top[h], l[h]);
         }
     }
@@ -207,7 +205,7 @@ struct Window {
         }
         l = __reduce_add_sync(~0u, l);
         let_next_start();
-        const Finish<OUT> finish(l, scaling);
+        const RowScale<OUT, i32> scale(l, scaling);
 #pragma unroll
         for (int b = 0; b < BLOCKS; ++b) {
             i32 out[4];
@@ -222,7 +220,7 @@ struct Window {
                 out[j] = joined(acc, 0), out[j + 1] = joined(acc, 2);
             }
             const u32 channel = 32 * b + 4 * g;
-            if (quarter == 0 && (HEAD_DIM % 32 == 0 || channel < HEAD_DIM)) finish.store(output(row, channel), out);
+            if (quarter == 0 && (HEAD_DIM % 32 == 0 || channel < HEAD_DIM)) store_outputs<OUT>(output(row, channel), out, scale, scaling);
         }
         if (p.l && threadIdx.x % 32 == 0) keep_statistics(row, top, l);
     }
