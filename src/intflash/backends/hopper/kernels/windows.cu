@@ -8,9 +8,9 @@
 // WINDOWS of a program (1 with PARTS > 1), RESIDENT programs of a multiprocessor, which bound the registers.
 #include "exponent.cuh"
 #include "maxima.cuh"
-#include "output.cuh"
 #include "window_masks.cuh"
 #include "window_operands.cuh"
+#include "window_output.cuh"
 
 // p of up to four slots, one word for each digit; slots past `LIVE` hold anything.
 template <int LIVE> DEVICE void p_words(const Weight (&x)[4], i32 C, i64 B, u32 (&w)[DIGITS]) {
@@ -136,7 +136,7 @@ struct Window {
 #pragma unroll
             for (int b = 0; b < BLOCKS; ++b)
                 if (HEAD_DIM % 32 == 0 || 32 * b + 8 * quarter < HEAD_DIM)
-                    store_outputs<OUT>(output(row + 8 * h, 32 * b + 8 * quarter), out[h][b], scale[h], scaling);
+                    store_window<OUT>(output(row + 8 * h, 32 * b + 8 * quarter), out[h][b], scale[h], scaling);
             if (p.l && quarter == 0) keep_statistics(row + 8 * h, top[h], l[h]);
         }
     }
@@ -220,7 +220,8 @@ struct Window {
                 out[j] = joined(acc, 0), out[j + 1] = joined(acc, 2);
             }
             const u32 channel = 32 * b + 4 * g;
-            if (quarter == 0 && (HEAD_DIM % 32 == 0 || channel < HEAD_DIM)) store_outputs<OUT>(output(row, channel), out, scale, scaling);
+            if (quarter == 0 && (HEAD_DIM % 32 == 0 || channel < HEAD_DIM))
+                store_window<OUT>(output(row, channel), out, scale, scaling);
         }
         if (p.l && threadIdx.x % 32 == 0) keep_statistics(row, top, l);
     }
