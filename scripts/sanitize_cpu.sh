@@ -17,4 +17,5 @@ $cmake --build "$build" --parallel "$(nproc)"
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)" \
 ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 INTFLASH_TEST_NATIVE="$build" PYTHONPATH="$root/src:$root/tests" \
-    "$python" -m pytest -n "$(nproc)" -p backends.sanitized_native "$root/tests/backends/test_cpu.py" -k "not forked and not short_of"
+    "$python" -m pytest -n "$(nproc)" -p backends.sanitized_native "$root/tests/backends/test_cpu.py" \
+    "$root/tests/backends/test_cpu_inputs.py" "$root/tests/backends/test_cpu_calls.py" -k "not forked and not short_of"

@@ -1,0 +1,15 @@
+"""One small call of `attention`, with changes."""
+
+import intflash
+from oracle import randn
+
+Q, K, V = randn(2, 4, 20, 16)
+
+
+def attend(**changes):
+    options = dict(q=Q, k=K, v=V) | changes
+    return intflash.attention(options.pop("q"), options.pop("k"), options.pop("v"), **options)
+
+
+def codes(**changes):
+    return {n: intflash.quantize(x) for n, x in (("q", Q), ("k", K), ("v", V))} | changes
