@@ -13,6 +13,7 @@
 #include "levels.hpp"
 #include "long_rows.hpp"
 #include "pack.hpp"
+#include "place.hpp"
 #include "product.hpp"
 
 namespace intflash {
@@ -24,13 +25,16 @@ constexpr int64_t kLongStages = 2048;     // keys from which 8 chunks of P16 a s
 constexpr int kFewRows = 8;               // of a unit, for whole tiles of vectors are made of them
 
 template <class V>
-class Attention : Buffers<V> {
+class Attention : Buffers<V>, Place<V::kMaxRows, V::kMatrixUnit> {
   using Code = typename V::Code;
   using PCode = typename V::PCode;
   using B = Buffers<V>;
+  using P = Place<V::kMaxRows, V::kMatrixUnit>;
   using B::kRows, B::kLanes, B::kBlock, B::kKeyPad;
   using B::keys_, B::values_, B::queries_, B::scores_, B::acc_, B::acc_low_, B::column_sums_, B::stage_, B::p_, B::p_low_;
   using B::score_ld_, B::p_ld_, B::value_pad_, B::chunk_, B::stage_keys_, B::qk_steps_;
+  using P::call_, P::b_, P::h_, P::hk_, P::q0_, P::k0_, P::nk_, P::row0_, P::rows_, P::key_end_, P::masked_;
+  using P::enter_block, P::causal_keys, P::mask_row, P::mark_absent, P::first_row;
 
  public:
   static int unit_rows(const Call&) { return kRows; }
@@ -38,19 +42,20 @@ class Attention : Buffers<V> {
   static void run(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch) {
     Attention a(call, call_id, scratch);
     V::begin(call.head_dim);
-    for (int64_t first, last; units.next(first, last);) a.units(first, last);
+    for (int64_t first, last; units.next(first, last);)
+      a.walk(first, last, [&](int64_t head, int64_t block) {
+        a.enter_head(head);
+        a.enter_rows(block);
+        a.rows();
+      });
     V::end();
   }
 
  private:
-  const Call& call_;
   const uint64_t call_id_;
   Scratch& scratch_;
-  // The head and rows at hand.
-  int64_t b_, h_, hk_, q0_, k0_, nq_, nk_, causal_offset_;
-  int64_t row0_, key_end_;
-  int rows_;
-  bool masked_, wide_, short_;
+  // Of the rows at hand.
+  bool wide_, short_;
   int32_t query_offset_[kRows];  // starts each score: undoes V's unsigned keys
   Exponent exponent_[kRows];
   RowScale scale_[kRows];
@@ -63,46 +68,8 @@ class Attention : Buffers<V> {
   uint32_t l_[kRows];
 
   Attention(const Call& call, uint64_t call_id, Scratch& scratch)
-      : Buffers<V>(call, scratch), call_(call), call_id_(call_id), scratch_(scratch), epilogue_(call) {
+      : B(call, scratch), P(call), call_id_(call_id), scratch_(scratch), epilogue_(call) {
     if (call.method == Method::kOnline) last_.unit = kTableSteps;
-  }
-
-  // Unit order: sequence, key head, query head of its group, block of rows.
-  void units(int64_t first, int64_t last) {
-    const int64_t sequences = call_.ends_q ? call_.sequences : call_.batch;
-    int64_t unit = 0;  // the first of the sequence at hand
-    int64_t s = 0;
-    if (!call_.ends_q) {
-      const int64_t each = call_.heads_q * row_blocks(call_.nq);
-      s = first / each;
-      unit = s * each;
-    }
-    for (; s < sequences && unit < last; ++s) {
-      enter_sequence(s);
-      const int64_t blocks = row_blocks(nq_), group = call_.heads_q / call_.heads_k;
-      const int64_t end = unit + call_.heads_q * blocks;
-      for (int64_t u = larger(first, unit); u < smaller(last, end); ++u) {
-        const int64_t within = u - unit;
-        h_ = within / blocks;
-        hk_ = h_ / group;
-        enter_head(s * call_.heads_k + hk_);
-        enter_rows(within % blocks);
-        rows();
-      }
-      unit = end;
-    }
-  }
-
-  static int64_t row_blocks(int64_t n) { return (n + kRows - 1) / kRows; }
-
-  void enter_sequence(int64_t s) {
-    const bool packed = call_.ends_q != nullptr;
-    b_ = packed ? 0 : s;
-    q0_ = packed ? call_.ends_q[s] : 0;
-    k0_ = packed ? call_.ends_k[s] : 0;
-    nq_ = packed ? call_.ends_q[s + 1] - q0_ : call_.nq;
-    nk_ = packed ? call_.ends_k[s + 1] - k0_ : call_.nk;
-    causal_offset_ = packed && call_.bottom_right ? nk_ - nq_ : call_.causal_offset;
   }
 
   void enter_head(int64_t head) {
@@ -120,22 +87,8 @@ class Attention : Buffers<V> {
   }
 
   void enter_rows(int64_t block) {
-    if (V::kMatrixUnit) {  // whole tiles of rows
-      row0_ = block * kRows;
-      rows_ = int(smaller<int64_t>(kRows, nq_ - row0_));
-    } else {  // even blocks
-      row0_ = block * nq_ / row_blocks(nq_);
-      rows_ = int((block + 1) * nq_ / row_blocks(nq_) - row0_);
-    }
+    enter_block(block);
     wide_ = call_.bias.data || call_.k_scale.stride[2], short_ = false;
-    masked_ = call_.bias.data || call_.keep.data;
-    key_end_ = nk_;
-    if (call_.causal && call_.method >= Method::kQFlash) {
-      masked_ = true;  // their absent keys have a score, and enter l
-    } else if (call_.causal) {  // keys past the last row's limit are absent for every row
-      key_end_ = larger<int64_t>(0, smaller(nk_, row0_ + rows_ + causal_offset_));
-      masked_ = masked_ || row0_ + 1 + causal_offset_ < key_end_;
-    }
     Pack<V>::queries(call_.q.at(b_, h_, q0_ + row0_), call_.q.stride[2], call_.q.stride[3], rows_, call_.head_dim,
                      qk_steps_, queries_, query_offset_);
     V::stay_awake();
@@ -169,29 +122,13 @@ class Attention : Buffers<V> {
     const int64_t pad = round_up(n, kKeyPad);
     for (int r = 0; r < rows_; ++r) {
       int32_t* s = scores_ + r * score_ld_;
-      int64_t present = n;
-      if (call_.causal) present = larger<int64_t>(0, smaller(n, row0_ + r + causal_offset_ + 1 - key));
+      const int64_t present = causal_keys(r, key, n);
       for (int64_t j = present / kLanes * kLanes; j < pad; j += kLanes) V::store(s + j, V::first(V::load(s + j), larger<int64_t>(0, present - j)));
       if (call_.keep.data) mark_absent(call_.keep, call_.keep_batch, r, key, present, s, uint8_t(0));
       if (call_.bias.data) mark_absent(call_.bias, call_.bias_batch, r, key, present, s, kAbsent);
     }
     V::stay_awake();
     if (!wide_ && call_.method < Method::kQFlash) raise_tops(max, int64_t(whole) * kLanes, n);
-  }
-
-  template <class T>
-  const T* mask_row(const View<T>& mask, int64_t batch, int r, int64_t key) const {
-    return mask.at(b_ % batch, h_, q0_ + row0_ + r, k0_ + key);
-  }
-
-  template <class T>
-  void mark_absent(const View<T>& mask, int64_t batch, int r, int64_t key, int64_t n, int32_t* s, T absent) const {
-    const T* m = mask_row(mask, batch, r, key);
-    const int64_t step = mask.stride[3];
-    if (step == 1)
-      for (int64_t j = 0; j < n; ++j) s[j] = m[j] == absent ? kAbsent : s[j];
-    else
-      for (int64_t j = 0; j < n; ++j) s[j] = m[j * step] == absent ? kAbsent : s[j];
   }
 
   int64_t exponent_of(int r, int32_t score) const {
@@ -425,8 +362,6 @@ class Attention : Buffers<V> {
       if (call_.t_max) call_.t_max[row] = m[r], call_.l_sum[row] = l[r];
     }
   }
-
-  int64_t first_row() const { return (b_ * call_.heads_q + h_) * call_.nq + q0_ + row0_; }
 
   static void clear(int32_t* x, int64_t n) {
     for (int64_t i = 0; i < n; ++i) x[i] = 0;
