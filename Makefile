@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc)
 
-.PHONY: demo report-gpu test test-full test-sanitize lint clean
+.PHONY: demo docs report-gpu test test-full test-sanitize lint clean
 
 NATIVE := CMakeLists.txt $(wildcard src/intflash/backends/cpu/native/*)
 
@@ -22,6 +22,11 @@ $(VENV)/test-ready: $(VENV)/ready
 demo: $(VENV)/ready
 	$(BIN)/intflash demo
 	$(BIN)/intflash report
+
+# The guide as a site in build/site; a broken link or an unknown name fails.
+docs: $(VENV)/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt 'intflash[docs]'
+	$(BIN)/mkdocs build --strict
 
 # Every experiment on this machine's GPU, and the page of them, in about five minutes.
 report-gpu: $(VENV)/ready
