@@ -64,13 +64,13 @@ class Row:
 
 
 def measure(
-    out: Path | str = "docs/benchmarks",
+    out: Path | str = "results/attention",
     *,
     threads: Sequence[int] = (1, 2),
     budget_s: float = 3.0,
     workloads: Sequence[Workload] = WORKLOADS,
 ) -> list[Row]:
-    """Time every workload and write ``cpu_attention.json``, ``.csv`` and ``.png`` into `out`.
+    """Time every workload and write ``attention.json``, ``.csv`` and ``.png`` into `out`.
 
     Args:
         out: an existing or new folder.
@@ -107,12 +107,12 @@ def measure(
     if importlib.util.find_spec("onnxruntime"):
         facts["onnxruntime"] = importlib.metadata.version("onnxruntime")
     text = json.dumps({"environment": facts, "rows": [asdict(r) for r in rows]}, indent=1)
-    (folder / "cpu_attention.json").write_text(text + "\n")
-    with (folder / "cpu_attention.csv").open("w", newline="") as file:
+    (folder / "attention.json").write_text(text + "\n")
+    with (folder / "attention.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, asdict(rows[0]).keys())
         writer.writeheader()
         writer.writerows(asdict(r) for r in rows)
-    _figure(rows, folder / "cpu_attention.png")
+    _figure(rows, folder / "attention.png")
     return rows
 
 
