@@ -38,6 +38,7 @@ WORKLOADS = (
     Workload("N4096", "long", 1, 4096, 64),
 )
 SWIN = ("A4", "A5", "A6", "A7")
+TITLE = "Integer attention beside torch's on a CPU: int8 or float32 in and out"
 PEER = "torch float32 SDPA"
 METHODS = ("intflash_p8", "intflash", "intflash_online")
 SCALING = "intflash_p8 alone, int8 in and out"
@@ -106,7 +107,8 @@ def measure(
     facts = environment() | {"instruction_sets": cpu.instruction_sets(), "amplitude": AMPLITUDE}
     if importlib.util.find_spec("onnxruntime"):
         facts["onnxruntime"] = importlib.metadata.version("onnxruntime")
-    text = json.dumps({"environment": facts, "rows": [asdict(r) for r in rows]}, indent=1)
+    content = {"title": TITLE, "device": "cpu", "environment": facts, "rows": [asdict(r) for r in rows]}
+    text = json.dumps(content, indent=1)
     (folder / "attention.json").write_text(text + "\n")
     with (folder / "attention.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, asdict(rows[0]).keys())

@@ -121,7 +121,9 @@ def read_results(folders: Iterable[Path]) -> list[Section]:
 def build(sections: Sequence[Section]) -> str:
     """The page."""
     links = "".join(
-        f'<li><a href="#{_text(s.anchor)}">{_text(s.title)}</a>{_incomplete(s.content)}</li>' for s in sections
+        f'<li><a href="#{_text(s.anchor)}">{_text(s.title)}</a> <span class="quiet">{_text(machine(s.content))}</span>'
+        f"{_incomplete(s.content)}</li>"
+        for s in sections
     )
     body = "".join(_section(section) for section in sections)
     return (
@@ -166,7 +168,7 @@ def _speedups(content: Json) -> list[list[str]]:
         way = row.get("variant") or name.partition(", ")[2]
         mine = best.setdefault(way, {})
         mine[row["workload"]] = max(mine.get(row["workload"], 0.0), ratio)
-    peer = "the faster of cuDNN and FlashAttention, FP16" if content.get("device") == "cuda" else "torch float32"
+    peer = "FP16 (cuDNN or FlashAttention)" if content.get("device") == "cuda" else "torch float32"
     lines = []
     for way, found in best.items():
         values = sorted(found.values())
@@ -180,7 +182,7 @@ def machine(content: Json) -> str:
     facts = content.get("environment", {})
     on_gpu = content.get("device") == "cuda" and facts.get("gpu")
     sets = facts.get("instruction_sets") or ()
-    return str(facts["gpu"] if on_gpu else facts.get("cpu") or "unknown machine") + (f" ({sets[0]})" if sets else "")
+    return str(facts["gpu"] if on_gpu else facts.get("cpu") or "") + (f" ({sets[0]})" if sets else "")
 
 
 def _incomplete(content: Json) -> str:
