@@ -6,7 +6,7 @@ WORKERS ?= $(shell nproc)
 
 .PHONY: demo report-gpu test test-full test-sanitize lint clean
 
-NATIVE := CMakeLists.txt $(wildcard src/intflash/backends/cpu/native/*)
+NATIVE := CMakeLists.txt $(wildcard csrc/*/*.* csrc/*/*/*.*)
 
 $(VENV)/ready: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

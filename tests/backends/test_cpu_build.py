@@ -21,7 +21,7 @@ def test_built_where_it_can_be():
 
 
 CMAKE = Path(__file__).parents[2] / "CMakeLists.txt"
-NATIVE = CMAKE.parent / "src/intflash/backends/cpu/native"
+SOURCES = CMAKE.parent / "csrc"
 
 
 def units():
@@ -33,12 +33,13 @@ def units():
     own = "-march" if platform.machine() in ("aarch64", "arm64") else "-mavx"
     sets = {name: value.split() for name, value in flags.items() if value.startswith(own)}
     definitions = [f"-DINTFLASH_{name.upper()}" for name in sets]
-    return {"dispatch": definitions, "pool": [], "isa_generic": []} | {f"isa_{n}": f for n, f in sets.items()}
+    units = {"cpu/dispatch": definitions, "cpu/thread_pool": [], "cpu/isa/generic": []}
+    return units | {f"cpu/isa/{name}": flags for name, flags in sets.items()}
 
 
 @pytest.mark.skipif(not shutil.which("clang++"), reason="no clang++")
 @pytest.mark.parametrize("unit", units())
 def test_clang_takes_it_without_a_warning(unit):
-    command = ["clang++", "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", *units()[unit]]
-    run = subprocess.run([*command, NATIVE / f"{unit}.cpp"], capture_output=True, text=True)
+    command = ["clang++", "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-I", SOURCES, *units()[unit]]
+    run = subprocess.run([*command, SOURCES / f"{unit}.cpp"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
