@@ -6,91 +6,31 @@
 #include <stdexcept>
 #include <thread>
 
+#include "cpu/features.h"
 #include "cpu/thread_pool.h"
-
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-#if defined(__linux__)
-#include <sys/auxv.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#elif defined(__APPLE__)
-#include <sys/sysctl.h>
-#endif
 
 namespace intflash {
 namespace {
 
-#if defined(__x86_64__)
-unsigned leaf7(unsigned subleaf, int reg) {
-  unsigned r[4] = {0, 0, 0, 0};
-  __get_cpuid_count(7, subleaf, &r[0], &r[1], &r[2], &r[3]);
-  return r[reg];
-}
-
-[[maybe_unused]] bool has_f16c() {  // older Clangs do not know its name
-  unsigned a, b, c = 0, d;
-  return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
-}
-
-[[maybe_unused]] bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
-
-[[maybe_unused]] bool has_avx_vnni() { return has_avx2() && (leaf7(1, 0) >> 4 & 1); }
-
-[[maybe_unused]] bool has_avx512_vnni() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vnni");
-}
-
-// The tiles' state must be asked for, once per process (Linux 5.16).
-[[maybe_unused]] bool has_amx_int8() {
-#if defined(__linux__)
-  constexpr int kRequest = 0x1023, kTileData = 18;
-  return has_avx512_vnni() && (leaf7(0, 3) >> 24 & 3) == 3 && __builtin_cpu_supports("avx512vbmi") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-#endif
-
-#if defined(__aarch64__)
-#if defined(__APPLE__)
-bool has_feature(const char* name) {
-  int32_t value = 0;
-  size_t size = sizeof(value);
-  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
-}
-[[maybe_unused]] bool has_dot_product() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
-[[maybe_unused]] bool has_i8mm() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
-#elif defined(__linux__)
-[[maybe_unused]] bool has_dot_product() { return getauxval(AT_HWCAP) >> 20 & 1; }  // HWCAP_ASIMDDP
-[[maybe_unused]] bool has_i8mm() { return has_dot_product() && (getauxval(AT_HWCAP2) >> 13 & 1); }  // HWCAP2_I8MM
-#else
-[[maybe_unused]] bool has_dot_product() { return false; }
-[[maybe_unused]] bool has_i8mm() { return false; }
-#endif
-#endif
-
 std::vector<const Kernels*> find_kernels() {
   std::vector<const Kernels*> found;
 #ifdef INTFLASH_AMX
-  if (has_amx_int8()) found.push_back(&kAmxKernels);
+  if (has_amx()) found.push_back(&kAmxKernels);
 #endif
 #ifdef INTFLASH_AVX512VNNI
-  if (has_avx512_vnni()) found.push_back(&kAvx512VnniKernels);
+  if (has_avx512vnni()) found.push_back(&kAvx512VnniKernels);
 #endif
 #ifdef INTFLASH_AVXVNNI
-  if (has_avx_vnni()) found.push_back(&kAvxVnniKernels);
+  if (has_avxvnni()) found.push_back(&kAvxVnniKernels);
 #endif
 #ifdef INTFLASH_AVX2
   if (has_avx2()) found.push_back(&kAvx2Kernels);
 #endif
 #ifdef INTFLASH_NEONI8MM
-  if (has_i8mm()) found.push_back(&kNeonI8mmKernels);
+  if (has_neoni8mm()) found.push_back(&kNeonI8mmKernels);
 #endif
 #ifdef INTFLASH_NEON
-  if (has_dot_product()) found.push_back(&kNeonKernels);
+  if (has_neon()) found.push_back(&kNeonKernels);
 #endif
   found.push_back(&kGenericKernels);
   return found;

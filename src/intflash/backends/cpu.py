@@ -1,7 +1,7 @@
 """The native CPU backend: C++ kernels per instruction set, chosen once by what the processor has.
 
-`csrc/cpu` holds the kernels; this module turns a `Problem` into their call. Where the module was not built
-(no compiler at install) the backend is unavailable and says so.
+`csrc/cpu` holds the kernels; this module turns a `Problem` into their call. Where intflash was installed without a
+compiler, and so without the native module, the backend is unavailable and says so.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ try:
     from intflash import _native
 except ImportError as error:
     _native = None
-    _broken = "" if "cannot import name" in str(error) else f" or does not load ({error})"
-    _missing = f"its native module was not built{_broken}; install with a C++ compiler to have it"
+    if "cannot import name" in str(error):
+        _missing = (
+            "intflash was installed without its native module, because there was no C++ compiler or the build was told "
+            "to leave it out; install GCC or Clang and Python's headers, then intflash again"
+        )
+    else:
+        _missing = f"its native module does not load ({error}); install intflash again"
 else:
     _native.use_exchange(getattr(Tensor, "__dlpack_c_exchange_api__", None))
     _native.use_torch(torch.empty_like, empty_output)
