@@ -10,14 +10,16 @@ from typer.testing import CliRunner
 from intflash import BackendError, InputError, cli
 from intflash.bench.demo import DemoResult, MethodResult
 from intflash.bench.experiments import Experiment, Row
-from intflash.tables import demo_table
+from intflash.cli import bench as cli_bench
+from intflash.cli.console import console
+from intflash.cli.tables import demo_table
 
 runner = CliRunner()
 
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch):
-    monkeypatch.setattr(cli.console, "_width", 160)
+    monkeypatch.setattr(console, "_width", 160)
 
 
 def run(*arguments, code=0):
@@ -173,7 +175,7 @@ def test_a_failed_experiment_is_told_and_kept(tmp_path, monkeypatch):
         raise RuntimeError("no luck")
         yield
 
-    monkeypatch.setattr(cli, "_all_experiments", lambda: (Experiment("toy", "Toy", "nowhere", measure),))
+    monkeypatch.setattr(cli_bench, "_all_experiments", lambda: (Experiment("toy", "Toy", "nowhere", measure),))
     assert "toy did not finish: RuntimeError: no luck" in run("bench", "run", "--out", tmp_path, code=1)
     assert json.loads((tmp_path / "toy.json").read_text())["error"] == "RuntimeError: no luck"
 
@@ -182,7 +184,7 @@ def test_an_experiment_asked_for_by_name_must_give_a_number(tmp_path, monkeypatc
     def measure(setting):
         yield Row("a", "b", "us", None, paper=3.0, note="no device of that kind")
 
-    monkeypatch.setattr(cli, "_all_experiments", lambda: (Experiment("toy", "Toy", "nowhere", measure),))
+    monkeypatch.setattr(cli_bench, "_all_experiments", lambda: (Experiment("toy", "Toy", "nowhere", measure),))
     said = run("bench", "run", "-e", "toy", "--out", tmp_path, code=1)
     assert said.splitlines()[-1] == "toy gave no number: no device of that kind"
     assert "refused" in run("bench", "run", "--out", tmp_path)
@@ -190,7 +192,7 @@ def test_an_experiment_asked_for_by_name_must_give_a_number(tmp_path, monkeypatc
 
 def test_a_rehearsal_needs_no_number(tmp_path, monkeypatch):
     toy = Experiment("toy", "Toy", "nowhere", lambda setting: iter(()))
-    monkeypatch.setattr(cli, "_all_experiments", lambda: (toy,))
+    monkeypatch.setattr(cli_bench, "_all_experiments", lambda: (toy,))
     assert "gave no number" not in run("bench", "run", "-e", "toy", "--rehearse", "--out", tmp_path / "none")
     assert not (tmp_path / "none").exists()
 

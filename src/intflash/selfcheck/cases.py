@@ -77,6 +77,7 @@ class Case:
         packed: how many sequences `cu_seqlens` has, or None.
         fault: what is wrong with the call (`FAULTS`), or None.
         compiled, graphed: whether the call is also compiled, and captured in a CUDA graph where there is a GPU.
+        threads: torch's threads on the CPU, which divide the native kernels' work.
         turns: which of the value sets are called, in order.
         moved: the last turn's tensors are contiguous, whatever the layouts are.
     """
@@ -116,6 +117,7 @@ class Case:
     fault: str | None = None
     compiled: bool = False
     graphed: bool = True
+    threads: int = 1
     turns: tuple[int, ...] = (0, 1, 2, 3)
     moved: bool = True
 
@@ -198,7 +200,8 @@ def generate(seed: int, index: int, methods: Sequence[str] | None = None) -> Cas
     fields |= _output(r, fields)
     fields["check_finite"] = r.choice((None, None, True, False))
     fields["gqa_flag"] = fields["hq"] != fields["hk"] or r.random() < 0.3
-    fields["compiled"] = r.random() < 0.25
+    fields["compiled"] = r.random() < 0.15
+    fields["threads"] = r.choice((1, 1, 2, 3))
     return Case(**fields)
 
 

@@ -87,7 +87,7 @@ def check(case: Case, place: Place, expected: Expected | None = None) -> Outcome
             return Outcome(Failure("call", "error", f"the reference raises {_words(want)}", turn))
         arguments = build(case, turn, place.device)
         before = [x.clone() for x in tensors(arguments)]
-        got = _called(arguments, place.backend)
+        got = _called(arguments, place.backend, case.threads if place.device == "cpu" else 1)
         if isinstance(got, BackendError):
             reason = str(got).partition(": ")[2] or str(got)
             if len(reason.split()) < WORDS:
@@ -112,14 +112,18 @@ def check(case: Case, place: Place, expected: Expected | None = None) -> Outcome
     return Outcome()
 
 
-def _called(arguments: dict[str, Any], backend: str) -> Any:
+def _called(arguments: dict[str, Any], backend: str, threads: int = 1) -> Any:
     """(output, lse or None), or the exception."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
         found = intflash.attention(**arguments, backend=backend)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     except Exception as error:  # what is not our own error is a finding
         return error
+    finally:
+        torch.set_num_threads(before)
     return found if isinstance(found, tuple) else (found, None)
 
 

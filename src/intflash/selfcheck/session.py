@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from intflash.selfcheck.cases import Case, generate
 from intflash.selfcheck.compare import Expected, Failure, check
 from intflash.selfcheck.shrink import shrink, size
@@ -114,6 +116,7 @@ def run(
     methods: list[str] | None = None,
     on_case: Callable[[int, Case, float], None] = lambda index, case, elapsed: None,
     on_finding: Callable[[Finding], None] = lambda finding: None,
+    on_shrink: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Check cases at places until the time is over, then shrink what failed.
 
@@ -125,7 +128,19 @@ def run(
         methods: those to draw from; None takes all.
         on_case: told the index, the case and the seconds so far, before each case.
         on_finding: told the first failure of each group.
+        on_shrink: told in words which failure is being shrunk.
     """
+    import torch._dynamo  # takes seconds, which are none of the run's
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for small operations; a case has its own count
+    try:
+        return _run(places, seed, seconds, only, methods, on_case, on_finding, on_shrink)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(places, seed, seconds, only, methods, on_case, on_finding, on_shrink) -> Report:
     report, start = Report(seed, methods), time.monotonic()
     groups: dict[tuple, Finding] = {}
     broken = False
@@ -158,7 +173,7 @@ def run(
     report.seconds = time.monotonic() - start
     report.findings = list(groups.values())
     if not broken:
-        _shrink_all(report.findings)
+        _shrink_all(report.findings, on_shrink)
     return report
 
 
@@ -195,8 +210,6 @@ def device_works(place: Place) -> bool:
     """Whether a failed call left the device usable: after an illegal access every CUDA call fails."""
     if place.device != "cuda":
         return True
-    import torch
-
     try:
         torch.ones(1, device="cuda").item()
     except RuntimeError:
@@ -204,13 +217,14 @@ def device_works(place: Place) -> bool:
     return True
 
 
-def _shrink_all(findings: list[Finding]) -> None:
+def _shrink_all(findings: list[Finding], tell: Callable[[str], None]) -> None:
     """Shrink the first findings, and repeat what each one's smallest case says."""
     end = time.monotonic() + MOST_SHRINK_SECONDS
     for finding in findings[:MOST_GROUPS]:
         left = min(SHRINK_SECONDS, end - time.monotonic())
         if left <= 0:
             return
+        tell(f"shrinking problem {finding.index}")
         finding.smallest = shrink(finding.case, _fails_like(finding), left)
         again = check(finding.smallest, finding.place).failure
         if again is not None:
@@ -247,6 +261,7 @@ def dimensions(case: Case) -> dict[str, str]:
             static=str(case.static[0]), bits=str(case.bits), smooth_k=str(case.smooth_k), rotate=str(case.rotate),
             rule=case.rule, out=case.out_dtype or "default", out_scale=str(case.out_scale), lse=str(case.lse),
             check_finite=str(case.check_finite), fault=str(case.fault), compiled=str(case.compiled),
+            threads=str(case.threads),
         )
     )  # fmt: skip
 
@@ -259,8 +274,6 @@ def _bucket(n: int) -> str:
 def environment() -> dict[str, str]:
     """The versions and the machine that a report is about."""
     import platform
-
-    import torch
 
     import intflash
 

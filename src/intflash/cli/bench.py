@@ -1,4 +1,4 @@
-"""The command `intflash`: demo, info, accuracy, bench, report. Heavy imports wait for their command."""
+"""The commands `accuracy` and `bench ...`: declared experiments, measured."""
 
 from __future__ import annotations
 
@@ -8,123 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from intflash.models import cli as models_cli
-from intflash.options import Backend, Commands, Device, Methods, one_of
-from intflash.outputs import check_file, check_folder
-from intflash.tables import demo_table, number
+from intflash.cli.console import console
+from intflash.cli.options import Backend, Commands, Device, Seed
+from intflash.cli.report import report
+from intflash.cli.tables import number, number_or_text, tables
+from intflash.outputs import check_folder
 
 if TYPE_CHECKING:
-    from intflash.bench.demo import MethodResult
     from intflash.bench.experiments import Experiment, Outcome, Row, Setting
 
-app = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, help="Integer and INT8 FlashAttention for inference."
-)
-bench_app = typer.Typer(no_args_is_help=True, help="Time and experiments of the papers.")
-app.add_typer(bench_app, name="bench")
-app.add_typer(models_cli.app)  # eval, calibrate
-console = Console()
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Time and experiments of the papers.")
 
 Quick = Annotated[bool, typer.Option("--quick", help="The small cases only.")]
-Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
 
 
-@app.command()
-def demo(
-    out: Annotated[Path, typer.Option(help="Where JSON and figure go.")] = Path("results/demo"),
-    model: Annotated[str, typer.Option(help="vit or swin.", callback=one_of("vit", "swin"))] = "vit",
-    method: Methods = None,
-    backend: Backend = None,
-    images: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many of the 599 images: fewer are quicker.")
-    ] = None,
-    device: Device = "cpu",
-) -> None:
-    """Classify handwritten digits with attention computed by every method."""
-    from intflash.bench.demo import QUERY_FACTOR, run_demo
-
-    check_folder(out)
-    methods = method or _methods_in_order()
-    columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("loading")
-        result = run_demo(
-            model, methods, backend, images, device,
-            on_total=lambda steps: progress.update(task, total=steps),
-            on_step=lambda name: progress.update(task, description=name, advance=1),
-            on_row=_tell,
-        )  # fmt: skip
-    console.print(demo_table(result, QUERY_FACTOR))
-    for row in result.rows:
-        if row.error:
-            console.print(f"[yellow]{row.method}[/]: {escape(row.error)}")
-    for path in result.save(out):
-        console.print(f"wrote {path}")
-
-
-def _tell(row: MethodResult) -> None:
-    """A line for a finished method where no progress bar shows that something happens."""
-    if not console.is_terminal:
-        found = "refused" if row.error else f"{row.top1:.2f} % Top-1, {number(row.ms_per_image, 'ms')} ms an image"
-        console.print(f"{row.method:16} {found}")
-
-
-def _methods_in_order() -> list[str]:
-    """Ours first, then the published integer methods, then mixed precision and floats."""
-    import intflash
-
-    methods = intflash.info()["methods"]
-    return sorted(methods, key=lambda name: (not name.startswith("intflash"), not methods[name]["integer_only"]))
-
-
-@app.command()
-def info() -> None:
-    """Methods and backends: what each serves on this machine, and why not."""
-    import torch
-
-    import intflash
-
-    found = intflash.info()
-    console.print(
-        f"intflash {intflash.__version__}, torch {torch.__version__}, "
-        + (torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device")
-    )
-    methods = _methods_in_order()
-    what = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("method", "integer", "what it is", "source"):
-        what.add_column(heading, no_wrap=heading == "method")
-    served = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("method", *found["backends"]):
-        served.add_column(heading, no_wrap=True)
-    for name in methods:
-        method = found["methods"][name]
-        what.add_row(name, "only" if method["integer_only"] else "", method["summary"], method["source"])
-        reasons = (backend["methods"][name] for backend in found["backends"].values())
-        served.add_row(name, *("[green]yes[/]" if reason is None else "[dim]no[/]" for reason in reasons))
-    console.print(what)
-    console.print(served)
-    for name, backend in found["backends"].items():
-        for reason, methods in _reasons(backend).items():
-            console.print(f"[bold]{name}[/] does not serve {methods}: {escape(reason)}")
-
-
-def _reasons(backend: dict) -> dict[str, str]:
-    """Reason -> the methods it holds for."""
-    if backend["available"] is not None:
-        return {backend["available"]: "any method"}
-    grouped: dict[str, list[str]] = {}
-    for method, reason in backend["methods"].items():
-        if reason is not None:
-            grouped.setdefault(reason, []).append(method)
-    return {reason: ", ".join(methods) for reason, methods in grouped.items()}
-
-
-@app.command()
 def accuracy(
     only: Annotated[
         list[str] | None, typer.Option("--experiment", "-e", help="Only this one; may be repeated.")
@@ -142,7 +42,7 @@ def accuracy(
     _run_experiments(collect("accuracy", "variant_accuracy"), only, setting, out)
 
 
-@bench_app.command("list")
+@app.command("list")
 def bench_list() -> None:
     """The declared experiments: one per table or figure of the papers."""
     table = Table("name", "what it shows", "source", "on", box=box.SIMPLE_HEAD)
@@ -151,7 +51,7 @@ def bench_list() -> None:
     console.print(table)
 
 
-@bench_app.command("run")
+@app.command("run")
 def bench_run(
     only: Annotated[
         list[str] | None, typer.Option("--experiment", "-e", help="Only this one; may be repeated.")
@@ -171,7 +71,7 @@ def bench_run(
     _run_experiments(_all_experiments(), only, setting, out)
 
 
-@bench_app.command("all")
+@app.command("all")
 def bench_all(
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Where results, logs and the page go.")] = Path("results/all"),
@@ -199,7 +99,7 @@ def bench_all(
         console.print("[yellow]not everything was measured: the page says what and why[/]")
 
 
-@bench_app.command("attention")
+@app.command("attention")
 def bench_attention(
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Where JSON, CSV and figure go.")] = Path("results/attention"),
@@ -221,15 +121,13 @@ def bench_attention(
             rows = run(out, quick)
     records = [asdict(row) | {"shape": None} for row in rows]
     columns = [name for name in records[0] if any(record[name] is not None for record in records)]
-    table = Table(*columns, box=box.SIMPLE_HEAD)
-    for record in records:
-        values = (record[name] for name in columns)
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v) for v in values))
-    console.print(table, soft_wrap=True)
+    cells = [["" if r[name] is None else escape(number_or_text(r[name])) for name in columns] for r in records]
+    for table in tables(columns, cells, console.width):
+        console.print(table)
     console.print(f"wrote {out}")
 
 
-@bench_app.command("vortex")
+@app.command("vortex")
 def bench_vortex(
     only: Annotated[
         list[str] | None, typer.Option("--experiment", "-e", help="Only this one; may be repeated.")
@@ -254,24 +152,6 @@ def _all_experiments() -> tuple[Experiment, ...]:
     from intflash.bench.experiments import collect
 
     return collect()
-
-
-@app.command()
-def report(
-    folders: Annotated[list[Path] | None, typer.Argument(help="Where results are (default: those there are).")] = None,
-    out: Annotated[Path, typer.Option(help="The page.")] = Path("results/report.html"),
-) -> None:
-    """Assemble everything measured into one static page."""
-    from intflash.bench.report import build, read_results
-
-    places = folders or [folder for folder in (Path("docs/benchmarks"), Path("results")) if folder.is_dir()]
-    sections = read_results(places)
-    if not sections:
-        searched = ", ".join(map(str, places)) or "docs/benchmarks and results, which do not exist"
-        raise typer.BadParameter(f"no results in {searched}; run intflash demo, accuracy or bench run first")
-    check_file(out)
-    out.write_text(build(sections), encoding="utf-8")
-    console.print(f"wrote {out}: {len(sections)} results, {out.stat().st_size / 1e6:.1f} MB")
 
 
 def _chosen(experiments: Iterable[Experiment], only: list[str] | None) -> list[Experiment]:
@@ -331,14 +211,13 @@ def _print_outcome(outcome: Outcome) -> None:
     console.rule(f"{experiment.title} ({experiment.source})", align="left")
     for metric in metrics:
         paper = any(row.paper is not None for row in rows if row.metric == metric)
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column(f"{metric} (paper's)" if paper else metric, no_wrap=True)
-        for column in columns:
-            table.add_column(column, justify="right")
+        headings = [escape(f"{metric} (paper's)" if paper else metric), *map(escape, columns)]
+        found = []
         for line in lines:
             keys = ((line, column) if lines is series else (column, line) for column in columns)
-            table.add_row(line, *(_cell(cells.get((*key, metric))) for key in keys))
-        console.print(table)
+            found.append([escape(line), *(_cell(cells.get((*key, metric))) for key in keys)])
+        for table in tables(headings, found, console.width):
+            console.print(table)
     for sentence in outcome.conclusions():
         console.print(escape(sentence))
     for reason in dict.fromkeys(f"{row.series} on {row.case}: {row.note}" for row in rows if row.note):
@@ -350,7 +229,3 @@ def _cell(row: Row | None) -> str:
         return ""
     value = "refused" if row.value is None else number(row.value, row.metric)
     return value if row.paper is None else f"{value} [dim]({number(row.paper, row.metric)})[/]"
-
-
-if __name__ == "__main__":
-    app()
