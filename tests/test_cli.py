@@ -11,14 +11,15 @@ from benchmarks import __main__ as benchmarks
 from intflash import BackendError, InputError, cli
 from intflash.bench.demo import DemoResult, MethodResult
 from intflash.bench.experiments import Experiment, Row
-from intflash.tables import demo_table
+from intflash.cli.console import console
+from intflash.cli.tables import demo_table
 
 runner = CliRunner()
 
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch):
-    monkeypatch.setattr(cli.console, "_width", 160)
+    monkeypatch.setattr(console, "_width", 160)
 
 
 def run(*arguments, code=0):

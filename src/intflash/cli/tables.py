@@ -2,16 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.cells import cell_len
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from intflash.bench.demo import DemoResult
 
 # Points of Top-1 below float32 from which the demo prints a number in red.
 TOP1_TOLERANCE, SCALED_TOLERANCE = 0.4, 10.0
+
+
+FIRST_WIDTH = 30  # of a first column, past which it wraps
+
+
+def tables(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int,
+    *,
+    title: str = "",
+    caption: str = "",
+    styles: Sequence[str | None] = (),
+    left: Sequence[str] = (),
+) -> Iterator[Table]:
+    """One table, or several with the same first column where one would be wider than `width`; no number is cut.
+
+    Args:
+        headings: of the columns; the first names the rows and may wrap.
+        rows: cells with rich's markup; a row that is short is filled up.
+        title, caption: above the first table and below the last.
+        styles: of the rows.
+        left: headings of columns that are text, aligned to the left.
+    """
+    full = [(*row, *("",) * (len(headings) - len(row))) for row in rows]
+    first = min(_width(headings[0], [row[0] for row in full]), FIRST_WIDTH)
+    groups, used = [[]], first
+    for i in range(1, len(headings)):
+        needed = _width(headings[i], [row[i] for row in full]) + 1
+        if groups[-1] and used + needed > width:
+            groups.append([])
+            used = first
+        groups[-1].append(i)
+        used += needed
+    for place, columns in enumerate(groups):
+        last = place == len(groups) - 1
+        table = Table(
+            title=title if place == 0 else None, title_justify="left", caption=caption if last else None,
+            caption_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
+        )  # fmt: skip
+        table.add_column(headings[0], max_width=FIRST_WIDTH, overflow="fold")
+        for i in columns:
+            table.add_column(headings[i], justify="left" if headings[i] in left else "right", no_wrap=True)
+        for n, row in enumerate(full):
+            table.add_row(row[0], *(row[i] for i in columns), style=styles[n] if styles else None)
+        yield table
+
+
+def _width(heading: str, cells: Sequence[str]) -> int:
+    lines = [line for text in (heading, *cells) for line in Text.from_markup(text).plain.split("\n")]
+    return max(map(cell_len, lines))
 
 
 def demo_table(result: DemoResult, factor: float) -> Table:
@@ -59,6 +113,10 @@ def demo_table(result: DemoResult, factor: float) -> Table:
             style="bold green" if row.method == "intflash" else None,
         )
     return table
+
+
+def number_or_text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def number(value: float, metric: str) -> str:

@@ -1,32 +1,29 @@
-"""The sub-commands `eval` and `calibrate`; heavy imports wait for their command."""
+"""The commands `eval` and `calibrate`."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
+from intflash.cli.console import console
+from intflash.cli.options import Backend, BestDevice, Method, Methods, one_of
+from intflash.cli.tables import tables
 from intflash.models.papers import QFLASH_MODELS, timm_name
-from intflash.options import Backend, BestDevice, Commands, Method, Methods, one_of
 from intflash.outputs import check_file
 from intflash.quant.calibrate import OBSERVERS
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from intflash.models.evaluate import Evaluation
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="Whole models: calibrate and evaluate.")
-console = Console()
-
-TABLE_WIDTH = 130  # of the evaluation's table, whose numbers would be cut in less
 DTYPES = ("float32", "float16", "bfloat16")
 _SEVEN = "; ".join(f"{short} = {name}" for name, short in QFLASH_MODELS.items())
 Model = Annotated[
@@ -47,7 +44,6 @@ Checkpoint = Annotated[
 BatchSize = Annotated[int, typer.Option(min=1, help="Images per batch.")]
 
 
-@app.command("eval")
 def evaluate_command(
     model: Model,
     data: Data,
@@ -100,7 +96,8 @@ def evaluate_command(
         )  # fmt: skip
     if main:
         result.save(out)
-        Console(width=max(console.width, TABLE_WIDTH)).print(evaluation_table(result))
+        for table in evaluation_tables(result, console.width):
+            console.print(table)
         for row in result.rows:
             if row.error:
                 console.print(f"[yellow]{escape(row.name)}[/]: {escape(row.error)}")
@@ -110,7 +107,6 @@ def evaluate_command(
     leave()
 
 
-@app.command("calibrate")
 def calibrate_command(
     model: Model,
     data: Data,
@@ -172,33 +168,27 @@ def _process_group(device: str) -> tuple[str, bool, Callable[[], None]]:
     return device, torch.distributed.get_rank() == 0, torch.distributed.destroy_process_group
 
 
-def evaluation_table(result: Evaluation) -> Table:
+def evaluation_tables(result: Evaluation, width: int) -> Iterator[Table]:
     """Ours beside QFlash Table 5; BOPs are counted as the paper counts them."""
-    table = Table(
-        title=f"{result.model}: {result.images} images of {result.data}",
-        title_justify="left",
-        caption="agrees: with the float model's classes. dB: SQNR of the logits. Layers: those replaced.",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
     counts = ("Top-1\n%", "paper's\nTop-1", "Top-5\n%", "agrees\n%", "logits\ndB")
     costs = ("GBOPs", "paper's\nGBOPs", "ms per\nimage", "layers")
-    table.add_column("method")  # the only one that wraps
-    for name in (*counts, "integer\nonly", "Q/K/V", *costs):
-        table.add_column(name, justify="right" if name in counts + costs else "left", no_wrap=True)
+    rows, styles = [], []
     for row in result.rows:
+        ours = "bold green" if row.name.startswith("intflash") else None
+        styles.append("yellow" if row.error else ours)
         if row.error:
-            table.add_row(escape(row.name), "not served", style="yellow")
+            rows.append([escape(row.name), "refused"])
             continue
         paper_top1 = "" if row.paper is None else f"{row.paper.top1:.2f}"
         paper_bops = "" if row.paper is None or row.paper.bops is None else f"{row.paper.bops:.1f}"
-        table.add_row(
+        rows.append([
             escape(row.name), f"{row.top1:.2f}", paper_top1, f"{row.top5:.2f}", f"{row.agreement:.2f}",
             "" if row.logits_sqnr is None else f"{row.logits_sqnr:.1f}", "yes" if row.integer_only else "",
             row.granularity, "" if row.gbops is None else f"{row.gbops:.1f}", paper_bops, f"{row.ms_per_image:.2f}",
-            str(row.replaced or ""), style="bold green" if row.name.startswith("intflash") else None,
-        )  # fmt: skip
-    return table
+            str(row.replaced or ""),
+        ])  # fmt: skip
+    return tables(
+        ("method", *counts, "integer\nonly", "Q/K/V", *costs), rows, width, styles=styles,
+        title=escape(f"{result.model}: {result.images} images of {result.data}"), left=("integer\nonly", "Q/K/V"),
+        caption="agrees: with the float model's classes. dB: SQNR of the logits. Layers: those replaced.",
+    )  # fmt: skip

@@ -10,6 +10,8 @@ from typer.core import TyperGroup
 
 from intflash.errors import BackendError, InputError
 
+MOST_SEED = (1 << 62) - 1  # torch takes 64 bits, and cases add small numbers
+
 
 class Commands(TyperGroup):
     """Commands that an InputError, BackendError or OSError ends with its sentence and exit code 2, no traceback."""
@@ -35,6 +37,14 @@ def one_of(*known: str) -> Callable[[str], str]:
     return check
 
 
+def methods_in_order() -> list[str]:
+    """Ours first, then the published integer methods, then mixed precision and floats."""
+    import intflash
+
+    methods = intflash.info()["methods"]
+    return sorted(methods, key=lambda name: (not name.startswith("intflash"), not methods[name]["integer_only"]))
+
+
 def _device(value: str | None) -> str:
     import torch
 
@@ -55,7 +65,8 @@ def _method(name: str) -> str:
     return _methods([name])[0]
 
 
-def _backend(name: str | None) -> str | None:
+def backend_name(name: str | None) -> str | None:
+    """The name of a backend that there is."""
     from intflash.backends import get_backend
 
     return name and get_backend(name).name
@@ -71,5 +82,6 @@ Methods = Annotated[
 ]
 Method = Annotated[str, typer.Option(help="The method that the scales are for.", callback=_method)]
 Backend = Annotated[
-    str | None, typer.Option(help="Compute on this backend only (default: the best available).", callback=_backend)
+    str | None, typer.Option(help="Compute on this backend only (default: the best available).", callback=backend_name)
 ]
+Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the random inputs.")]
