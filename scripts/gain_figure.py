@@ -1,6 +1,6 @@
 """The figure and the table of the README: what integer attention gains on one GPU, from `bench attention`'s CSV.
 
-    python scripts/gain_figure.py docs/benchmarks/gpu_attention.csv docs/images/gain.png
+    python scripts/gain_figure.py benchmarks/results/h200/attention.csv docs/images/gain.png
 
 It prints the table in Markdown. matplotlib is needed (the extra `demo`).
 """
