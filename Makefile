@@ -53,7 +53,7 @@ test-sanitize: $(VENV)/test-ready
 
 lint: $(VENV)/ready
 	$(BIN)/pip install --quiet ruff
-	$(BIN)/ruff check src tests benchmarks scripts
+	$(BIN)/ruff check src tests benchmarks scripts examples docs
 
 clean:
 	rm -rf $(VENV) build results

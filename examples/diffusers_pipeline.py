@@ -15,9 +15,10 @@ def tiny_pipeline() -> StableDiffusionPipeline:
         attention_head_dim=8,
     )  # fmt: skip
     vae = AutoencoderKL(block_out_channels=(16,), norm_num_groups=8, layers_per_block=1)
+    scheduler = DDIMScheduler(clip_sample=False, steps_offset=1)
     pipe = StableDiffusionPipeline(
-        vae=vae, text_encoder=None, tokenizer=None, unet=unet, scheduler=DDIMScheduler(clip_sample=False, steps_offset=1),
-        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+        vae=vae, text_encoder=None, tokenizer=None, unet=unet, scheduler=scheduler, safety_checker=None,
+        feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     return pipe
