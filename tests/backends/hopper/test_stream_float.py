@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from intflash.backends import select
+from intflash.backends.gpu import float_softmax
+from intflash.backends.gpu.tensors import Statistics
 from intflash.backends.hopper import BACKEND, stream_float
-from intflash.backends.triton import mixed
-from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem
 from intflash.quant import Recipe
 
 METHODS = tuple(stream_float.METHODS)
 KERNEL = SimpleNamespace(
-    unsupported=stream_float.kernel_unsupported, run=partial(mixed.run, launch=stream_float.float_launch)
+    unsupported=stream_float.kernel_unsupported, run=partial(float_softmax.run, launch=stream_float.float_launch)
 )
 KINDS = (("head", 128), ("block", 128), ("token", 128))  # of K's scales: KEY_SCALES 0, 1, 2
 
@@ -90,7 +90,7 @@ def _launch(method: str, d: int, k: str = "token", block: int = 128, causal: int
     recipe = Recipe(q="token", k=k, v="none", block_size=block)
     p = mc.problem(method, nq=300, nk=300, d=d, causal=causal, recipe=recipe, out_dtype=out).quantized()
     output = torch.empty(1, 2, 300, d, dtype=out)
-    return stream_float.float_launch(p, mixed.operands(p), output, Statistics(None, None))
+    return stream_float.float_launch(p, float_softmax.operands(p), output, Statistics(None, None))
 
 
 @pytest.mark.parametrize("k,block", KINDS)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from intflash.backends.gpu import float_softmax, integer
+from intflash.backends.gpu.constants import Constants
+from intflash.backends.gpu.integer import Kernels
+from intflash.backends.gpu.scales import Inputs
+from intflash.backends.gpu.tensors import Statistics, limits
 from intflash.backends.hopper import rows, stream, stream_float, windows
 from intflash.backends.hopper.parameters import FOUND
 from intflash.backends.hopper.program import CudaLaunch
-from intflash.backends.triton import backend as triton_backend
-from intflash.backends.triton import mixed, quantize
-from intflash.backends.triton.constants import Constants
-from intflash.backends.triton.launch import limits
-from intflash.backends.triton.streaming import Statistics
+from intflash.backends.triton import quantize
+from intflash.backends.triton.constants import constants_launch
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
 
@@ -89,7 +91,7 @@ def finds(problem: Problem) -> bool:
 
 
 def attention_launch(
-    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, inputs: quantize.Inputs | None = None
+    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, inputs: Inputs | None = None
 ) -> CudaLaunch:
     """The launch that computes the output; `inputs` where its kernel quantizes floats itself."""
     if inputs is not None and isinstance(problem.k, QTensor):
@@ -101,10 +103,12 @@ def attention_launch(
     return launch(problem, BITS[problem.method], constants, out, statistics, scales)
 
 
-KERNELS = triton_backend.Kernels(fuses, attention_launch, finds)
+KERNELS = Kernels(
+    fuses, attention_launch, quantize.amax_launches, quantize.quantize_launch, constants_launch, finds
+)
 
 
 def run(problem: Problem) -> Result:
     if problem.method in stream_float.METHODS:
-        return mixed.run(problem, stream_float.float_launch)
-    return triton_backend.run_integer(problem, KERNELS)
+        return float_softmax.run(problem, stream_float.float_launch)
+    return integer.run(problem, KERNELS)

@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from intflash.backends.triton.constants import Constants
-from intflash.backends.triton.streaming import Statistics
+from intflash.backends.gpu.constants import Constants
+from intflash.backends.gpu.tensors import Statistics
 from intflash.problem import Problem
 
 FOUND = ()  # for scales: the kernel finds each head's own, amax / 127

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from intflash.backends.gpu.constants import Constants
+from intflash.backends.gpu.tensors import GRID_LIMIT, Statistics, key_major
 from intflash.backends.hopper.parameters import FOUND, Params, has_row_scales, parameters
 from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.tensor_maps import TensorMaps, tensor_maps
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.hopper.wgmma import Product
-from intflash.backends.triton.constants import Constants
-from intflash.backends.triton.launch import GRID_LIMIT, key_major
-from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem
 
 MAX_KEYS = 224

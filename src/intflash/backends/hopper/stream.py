@@ -10,15 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from intflash.backends.gpu.constants import Constants
+from intflash.backends.gpu.tensors import Statistics, contiguous_keys
 from intflash.backends.hopper.parameters import Share, has_row_scales, parameters, quotient_reciprocal
 from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.rows import key_width
 from intflash.backends.hopper.tensor_maps import tensor_maps
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.hopper.wgmma import Product
-from intflash.backends.triton.constants import Constants
-from intflash.backends.triton.launch import contiguous_keys
-from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem
 
 METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": "Online"}

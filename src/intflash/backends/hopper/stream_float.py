@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from intflash.backends.gpu.constants import Constants
+from intflash.backends.gpu.float_softmax import Operand
+from intflash.backends.gpu.tensors import Statistics
 from intflash.backends.hopper import stream
 from intflash.backends.hopper.parameters import parameters
 from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.types import C_TYPES
 from intflash.backends.hopper.wgmma import Product
-from intflash.backends.triton.constants import Constants
-from intflash.backends.triton.mixed import Operand
-from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem
 
 METHODS = {"lite": torch.bfloat16, "int_flash_half": torch.float16}  # P's and V's type
@@ -39,7 +39,7 @@ def kernel_unsupported(problem: Problem) -> str | None:
 def float_launch(
     problem: Problem, parts: tuple[Operand, Operand, Operand], out: Tensor, statistics: Statistics,
 ) -> CudaLaunch:  # fmt: skip
-    """`parts` from `triton.mixed.operands`."""
+    """`parts` from `gpu.float_softmax.operands`."""
     q, k, v = parts
     d = q.data.shape[3]
     k_scale, per = _key_scales(k)

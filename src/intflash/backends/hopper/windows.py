@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from intflash.backends.gpu.constants import Constants
+from intflash.backends.gpu.tensors import Statistics, readable
 from intflash.backends.hopper.parameters import FOUND, has_row_scales, parameters
 from intflash.backends.hopper.program import CudaLaunch, Program
 from intflash.backends.hopper.types import C_TYPES
-from intflash.backends.triton.constants import Constants
-from intflash.backends.triton.launch import readable
-from intflash.backends.triton.streaming import Statistics
 from intflash.problem import Problem
 
 MOST = 64  # queries or keys
