@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from intflash.backends.cuda import rows, windows  # noqa: E402
 from intflash.backends.gpu import scales  # noqa: E402
 from intflash.backends.gpu.tensors import limits, readable  # noqa: E402
-from intflash.backends.hopper import rows, windows  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 from intflash.quant import QTensor  # noqa: E402
 
