@@ -94,6 +94,7 @@ def tile_loop(machine: Any) -> Sequence[Any]:
 def _sass(setting: Setting) -> Iterator[Row]:
     from benchmarks import conversion_kernels as conversion
     from benchmarks.sass import compile_launch
+    from intflash.backends.gpu.float_softmax import operands
     from intflash.backends.triton import mixed, mixed_steps
     from intflash.backends.triton.streaming import Statistics, Tile
     from intflash.methods import get_method
@@ -106,7 +107,7 @@ def _sass(setting: Setting) -> Iterator[Row]:
             problem = Problem("lite", x, x, x, d**-0.5, recipe=get_method("lite").recipe, out_dtype=torch.bfloat16)
             problem, out = problem.quantized(), x.bfloat16()
             none, tile = Statistics(None, None), Tile(64, 128, 4, 2)
-            parts = mixed.operands(problem)
+            parts = operands(problem)
             launches[f"kernel D{d}"] = mixed.mixed_launch(problem, parts, out, none, tile, mixed_steps.LITE[flow]), 64
         for case, (launch, scores) in launches.items():
             setting.log(f"{flow} {case}")

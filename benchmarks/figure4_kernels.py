@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from intflash.backends.gpu.tensors import contiguous_keys
 from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.launch import contiguous_keys
 from intflash.backends.triton.steps import add_row_sums, add_value_sums, granule, make_steps, offset_row, row_sum
 from intflash.backends.triton.streaming import Statistics, streaming_launch
 from intflash.bench.gpu_launches import Kernel, make_kernel, of_launch

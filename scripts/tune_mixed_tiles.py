@@ -16,6 +16,7 @@ import time
 
 import torch
 
+from intflash.backends.gpu.float_softmax import operands
 from intflash.backends.triton import mixed, mixed_steps
 from intflash.backends.triton.streaming import Statistics, Tile
 from intflash.methods import get_method
@@ -45,7 +46,7 @@ def prepared(method, d, n, batch=4):
     g = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.rand(batch, 32 if d == 64 else 16, n, d, generator=g, device="cuda") * 8 - 4 for _ in range(3))
     p = Problem(method, q, k, v, d**-0.5, recipe=get_method(method).recipe, out_dtype=torch.float16).quantized()
-    parts, out = mixed.operands(p), torch.empty_like(q, dtype=torch.float16)
+    parts, out = operands(p), torch.empty_like(q, dtype=torch.float16)
     return lambda flow, tile: mixed.mixed_launch(p, parts, out, NO_STATISTICS, tile, STEPS[method][flow])
 
 

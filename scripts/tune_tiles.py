@@ -18,10 +18,10 @@ import time
 
 import torch
 
+from intflash.backends.gpu.tensors import view
 from intflash.backends.triton import choices, rowwise, steps
 from intflash.backends.triton import streaming as stream
 from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.launch import view
 from intflash.backends.triton.quantize import Three
 from intflash.problem import Problem
 from intflash.quant import QTensor, quantize

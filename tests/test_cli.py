@@ -43,7 +43,7 @@ def test_demo_prints_and_writes(tmp_path, model):
 
 
 def test_demo_shows_a_refusal(tmp_path):
-    printed = run("demo", "--images", 5, "--out", tmp_path, "--method", "fp8", "--backend", "vortex")
+    printed = run("demo", "--images", 5, "--out", tmp_path, "--method", "fp8", "--backend", "vortex", code=1)
     assert "refused" in printed and "vortex" in printed
 
 

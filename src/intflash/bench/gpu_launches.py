@@ -18,9 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from intflash.backends import select
-from intflash.backends.hopper.program import CudaLaunch
+from intflash.backends.cuda.program import CudaLaunch
+from intflash.backends.gpu.float_softmax import operands
+from intflash.backends.gpu.tensors import contiguous_keys
 from intflash.backends.triton import mixed, mixed_steps, unfused
-from intflash.backends.triton.launch import Launch, contiguous_keys
+from intflash.backends.triton.launch import Launch
 from intflash.backends.triton.streaming import Statistics
 from intflash.bench.experiments import describe
 from intflash.methods import get_method
@@ -77,7 +79,7 @@ def make_kernel(
         out = torch.empty_like(q, dtype=dtype)
         nothing = Statistics(None, None)
         steps = FLOWS[name][flow]
-        return of_launch(mixed.mixed_launch(problem, mixed.operands(problem), out, nothing, steps=steps), out)
+        return of_launch(mixed.mixed_launch(problem, operands(problem), out, nothing, steps=steps), out)
     if method.integer_only and name not in unfused.METHODS and k.shape[2] > 64:
         # as the quantizer writes V; windows are turned in registers
         problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data, 128)))

@@ -48,8 +48,9 @@ def test_int_flash_meets_the_published_kernels():
 def _mixed_launch(method, head_dim, flow=None):
     import torch
 
+    from intflash.backends.gpu.float_softmax import operands
+    from intflash.backends.gpu.tensors import Statistics
     from intflash.backends.triton import mixed, mixed_steps
-    from intflash.backends.triton.streaming import Statistics
     from intflash.methods import get_method
     from intflash.problem import Problem
 
@@ -57,7 +58,7 @@ def _mixed_launch(method, head_dim, flow=None):
     problem = Problem(method, x, x, x, head_dim**-0.5, recipe=get_method(method).recipe, out_dtype=torch.float16)
     problem, out = problem.quantized(), x.half()
     steps = None if flow is None else mixed_steps.LITE[flow]
-    return mixed.mixed_launch(problem, mixed.operands(problem), out, Statistics(None, None), steps=steps)
+    return mixed.mixed_launch(problem, operands(problem), out, Statistics(None, None), steps=steps)
 
 
 def _check(machine):
