@@ -25,7 +25,7 @@ demo: $(VENV)/ready
 
 # Every experiment on this machine's GPU, and the page of them, in about five minutes.
 report-gpu: $(VENV)/ready
-	$(BIN)/intflash bench all --device cuda --out results/gpu
+	$(BIN)/python -m benchmarks all --device cuda --out results/gpu
 
 test: $(VENV)/test-ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not full'
@@ -39,7 +39,7 @@ test-sanitize: $(VENV)/test-ready
 
 lint: $(VENV)/ready
 	$(BIN)/pip install --quiet ruff
-	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff check src tests benchmarks scripts
 
 clean:
 	rm -rf $(VENV) build results

@@ -136,67 +136,11 @@ def accuracy(
     seed: Seed = 0,
 ) -> None:
     """SQNR, MSE, cosine and mean relative error of the methods, beside the papers' numbers."""
-    from intflash.bench.experiments import Setting, collect
-
-    setting = Setting(quick=quick, device=device, backend=backend, seed=seed)
-    _run_experiments(collect("accuracy", "variant_accuracy"), only, setting, out)
-
-
-@bench_app.command("list")
-def bench_list() -> None:
-    """The declared experiments: one per table or figure of the papers."""
-    table = Table("name", "what it shows", "source", "on", box=box.SIMPLE_HEAD)
-    for e in _all_experiments():
-        table.add_row(e.name, e.title, e.source, ", ".join(e.devices))
-    console.print(table)
-
-
-@bench_app.command("run")
-def bench_run(
-    only: Annotated[
-        list[str] | None, typer.Option("--experiment", "-e", help="Only this one; may be repeated.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Where JSON, CSV and figures go.")] = Path("results/bench"),
-    quick: Quick = False,
-    device: Device = "cpu",
-    backend: Backend = None,
-    seed: Seed = 0,
-    budget: Annotated[float, typer.Option(help="Seconds of timing per case, about, on the CPU.")] = 4.0,
-    rehearse: Annotated[bool, typer.Option(help="Only compile the kernels: time nothing, write nothing.")] = False,
-) -> None:
-    """Measure the declared experiments, each beside the paper's numbers."""
+    from intflash.bench.accuracy import EXPERIMENTS
     from intflash.bench.experiments import Setting
 
-    setting = Setting(quick=quick, device=device, backend=backend, seed=seed, budget_s=budget, rehearse=rehearse)
-    _run_experiments(_all_experiments(), only, setting, out)
-
-
-@bench_app.command("all")
-def bench_all(
-    device: Device = "cpu",
-    out: Annotated[Path, typer.Option(help="Where results, logs and the page go.")] = Path("results/all"),
-    seconds: Annotated[
-        float, typer.Option(help="What has not started by then is left out, and the page says so.")
-    ] = 480,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes at once while nothing is timed (default: cores).")
-    ] = None,
-    models: Annotated[bool, typer.Option("--models", help="Whole models too, which takes minutes more.")] = False,
-    quick: Quick = False,
-    seed: Seed = 0,
-) -> None:
-    """Measure everything there is on this machine, and assemble the page."""
-    import os
-
-    from intflash.bench import suite
-
-    check_folder(out)
-    count = jobs or os.cpu_count() or 1
-    chosen = suite.plan(out, device, quick=quick, seed=seed, jobs=count, models=models)
-    ended = suite.run_all(chosen, out, seconds=seconds, jobs=count, log=lambda line: console.print(escape(line)))
-    report([out], out / "report.html")
-    if any(end.reason for end in ended):
-        console.print("[yellow]not everything was measured: the page says what and why[/]")
+    setting = Setting(quick=quick, device=device, backend=backend, seed=seed)
+    _run_experiments(EXPERIMENTS, only, setting, out)
 
 
 @bench_app.command("attention")
@@ -250,12 +194,6 @@ def bench_vortex(
     _run_experiments(vortex.EXPERIMENTS, only, Setting(quick=quick, seed=seed), out)
 
 
-def _all_experiments() -> tuple[Experiment, ...]:
-    from intflash.bench.experiments import collect
-
-    return collect()
-
-
 @app.command()
 def report(
     folders: Annotated[list[Path] | None, typer.Argument(help="Where results are (default: those there are).")] = None,
@@ -264,11 +202,11 @@ def report(
     """Assemble everything measured into one static page."""
     from intflash.bench.report import build, read_results
 
-    places = folders or [folder for folder in (Path("docs/benchmarks"), Path("results")) if folder.is_dir()]
+    places = folders or [folder for folder in (Path("benchmarks/results"), Path("results")) if folder.is_dir()]
     sections = read_results(places)
     if not sections:
-        searched = ", ".join(map(str, places)) or "docs/benchmarks and results, which do not exist"
-        raise typer.BadParameter(f"no results in {searched}; run intflash demo, accuracy or bench run first")
+        searched = ", ".join(map(str, places)) or "benchmarks/results and results, which do not exist"
+        raise typer.BadParameter(f"no results in {searched}; run intflash demo, accuracy or bench attention first")
     check_file(out)
     out.write_text(build(sections), encoding="utf-8")
     console.print(f"wrote {out}: {len(sections)} results, {out.stat().st_size / 1e6:.1f} MB")
