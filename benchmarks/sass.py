@@ -119,12 +119,39 @@ def _cuobjdump(option: str, path: str) -> str:
 
 def compile_launch(launch: Any, arch: int) -> Machine:
     """Compile a `Launch` (backends.triton.launch) for an architecture, as the runtime would for its arguments."""
+    return disassemble(compiled(launch, arch), arch)
+
+
+def compiled(launch: Any, arch: int) -> Any:
+    """The `triton.compile` result of a `Launch`; its `asm` has every stage's text."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    source = ast_source(launch)
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    return disassemble(triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options), arch)
+    return triton.compile(ast_source(launch), target=GPUTarget("cuda", arch, 32), options=options)
+
+
+_PTX = re.compile(r"(?:@!?%\w+\s+)?(?P<opcode>[a-z][a-z0-9]*(?:[.:]+\w+)+)\s+(?P<operands>[^;]*);")
+_FLOAT_BITS = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
+
+
+def narrow_float_stores(ptx: str) -> list[str]:
+    """The stores of fewer bits than a float's register holds, as text: ptxas stores another value.
+
+    "st.b8 [a], %r" takes the low byte of %r. Where an instruction of a float type wrote %r, ptxas of CUDA 12.8 to 13.0
+    converts that float to an integer instead (F2I in the machine code).
+    """
+    bits: dict[str, int] = {}
+    stores = []
+    for found in _PTX.finditer(re.sub(r"//[^\n]*", "", ptx)):
+        name, *parts = re.split(r"[.:]+", found["opcode"])
+        registers = re.findall(r"%\w+", found["operands"])
+        if name == "st":
+            stores.append((int(re.sub(r"\D", "", parts[-1])), registers, found[0]))
+        elif registers and name != "setp":
+            kind = parts[-2] if name == "cvt" and len(parts) > 1 else parts[-1]
+            bits[registers[0]] = max(bits.get(registers[0], 0), _FLOAT_BITS.get(kind, 0))
+    return [text for width, registers, text in stores if any(width < bits.get(r, 0) for r in registers)]
 
 
 def ast_source(launch: Any) -> Any:
