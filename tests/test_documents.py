@@ -15,15 +15,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 PYTHON = [page for page in PAGES if blocks(page, "python") and "design" not in page.parts]
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 
-# Commands and messages of the branches gpu, api and models; a line goes when its branch is merged.
+# A command and messages of the branches gpu and api; a line goes when its branch is merged.
 COMING_COMMANDS = [["bench", "models"]]
 COMING_MESSAGES = (
     "must be a dense tensor, got", "must have values, got a tensor on device meta", "attn_mask is a CausalBias",
     "(2048 octaves), past which it would saturate", "holds saturated codes: quantize_bias takes magnitudes to",
-    "did not call scaled_dot_product_attention, which", "takes its dynamic scales over all tokens",
-    "was wrapped after patch", "the static scales are for … attention calls in a forward of this layer",
-    'cannot run with attn_implementation="intflash"', "unpatch takes an nn.Module", "calibrate takes an nn.Module",
-    "a patched nn.MultiheadAttention takes padded tensors and masks",
 )  # fmt: skip
 
 allow_torchvision()

@@ -133,7 +133,7 @@ def test_large_batches_do_not_spill(n, d):
 
 @pytest.mark.parametrize("n, d, words", ((96, 128, 0), (112, 112, 0), (80, 128, 20), (96, 112, 4)))
 def test_large_batches_of_wide_floats_spill_little(n, d, words):
-    """A few words cost less than a third program brings (docs/gpu.md)."""
+    """A few words cost less than a third program brings."""
     static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)
     for recipe in (static, Recipe()):
         launch = _launch("intflash_p8", n, d, torch.float16, torch.float16, batch=200, recipe=recipe)

@@ -64,7 +64,7 @@ def quantizes(problem: Problem) -> bool:
 
 def _codes_pay(problem: Problem) -> bool:
     """Whether every program can make the codes of its heads in less time than a pass over all of K and V takes, as
-    measured (docs/gpu.md)."""
+    measured."""
     batch, heads, nk, d = problem.k.shape
     _, share = share_of_heads(problem, True)
     each, tiles = share.rest_tiles, share.whole
@@ -239,7 +239,7 @@ def _fits(problem: Problem, stages: int) -> bool:
 
 
 def _pays(problem: Problem) -> bool:
-    """Whether that is faster (docs/gpu.md): for codes of Q, which are on their way under the output before; floats of Q
+    """Whether that is faster: for codes of Q, which are on their way under the output before; floats of Q
     are waited for, which takes more time than it gives where keys are two tiles."""
     return not isinstance(problem.q, Tensor) or problem.k.shape[2] > 2 * TILE
 

@@ -277,7 +277,7 @@ def rowwise_launch(
     (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
     tile = tile or default_tile(problem, bits, scales.q is not None)
     if scales.q is not None and _takes_warpgroups(tile):
-        raise ValueError(f"float inputs need tiles below a warpgroup's 64 rows and 4 warps (docs/gpu.md), got {tile}")
+        raise ValueError(f"float inputs need tiles below a warpgroup's 64 rows and 4 warps, got {tile}")
     programs = triton.cdiv(nq, tile.rows * tile.tiles + tile.tail)
     axes, batch_first = grid(batch, heads, programs, programs == 1)
     per_row = constants.score is not None and constants.score.ptr.shape[2] > 1
