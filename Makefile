@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc)
 
-.PHONY: demo report-gpu test test-full test-sanitize lint clean
+.PHONY: demo docs report-gpu test test-full test-sanitize lint clean
 
 NATIVE := CMakeLists.txt $(wildcard csrc/*/*.* csrc/*/*/*.*)
 # The compiler that CMake will find: $CXX, else the first of these on the PATH; empty where there is none.
@@ -32,9 +32,14 @@ demo: $(VENV)/ready
 	$(BIN)/intflash demo
 	$(BIN)/intflash report
 
+# The guide as a site in build/site; a broken link or an unknown name fails.
+docs: $(VENV)/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt 'intflash[docs]'
+	$(BIN)/mkdocs build --strict
+
 # Every experiment on this machine's GPU, and the page of them, in about five minutes.
 report-gpu: $(VENV)/ready
-	$(BIN)/intflash bench all --device cuda --out results/gpu
+	$(BIN)/python -m benchmarks all --device cuda --out results/gpu
 
 test: $(VENV)/test-ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not full'
@@ -48,7 +53,7 @@ test-sanitize: $(VENV)/test-ready
 
 lint: $(VENV)/ready
 	$(BIN)/pip install --quiet ruff
-	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff check src tests benchmarks scripts examples docs
 
 clean:
 	rm -rf $(VENV) build results
