@@ -8,7 +8,7 @@ WORKERS ?= $(shell nproc)
 
 NATIVE := CMakeLists.txt $(wildcard csrc/*/*.* csrc/*/*/*.*)
 # The compiler that CMake will find: $CXX, else the first of these on the PATH; empty where there is none.
-COMPILER := $(shell for name in "$$CXX" c++ g++ clang++ icpx; do command -v $$name && break; done)
+COMPILER := $(shell for name in "$${CXX:-c++}" c++ g++ clang++ icpx; do command -v "$$name" && break; done)
 
 # $(VENV)/ready names the compiler that the native module was built with, or says that there was none. Another compiler,
 # or one where there was none, builds anew.

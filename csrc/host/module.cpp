@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <optional>
 #include <stdexcept>
@@ -9,7 +10,7 @@
 #include <vector>
 
 #include "cpu/dispatch.h"
-#include "cpu/thread_pool.h"
+#include "cpu/quantize_inputs.h"
 #include "host/tensors.h"
 
 namespace nb = nanobind;
@@ -22,110 +23,6 @@ const Kernels& kernels_named(const char* name) {
     if (!*name || std::string_view(k->name) == name) return *k;
   throw std::invalid_argument("no such instruction set on this machine");
 }
-
-// A float tensor [batch, heads, tokens, channels] to be quantized into contiguous codes.
-struct FloatInput {
-  const char* data;
-  int64_t batch, heads, tokens, channels, stride[4], bytes;
-  FloatType type;
-  bool is_static, per_head;  // per_head: of a dynamic scale
-  int qmax;
-  std::vector<float> amax, scales;  // per piece; dynamic: one or [batch, heads]; a static number: one
-  View<float> scale;
-  int8_t* codes;
-
-  // What is measured and encoded at once: a head, or, where one scale serves all heads and a token's lie side by side, as
-  // many tokens of all heads, in memory's order.
-  struct Piece {
-    const char* data;
-    Rows rows;
-    int8_t* codes;
-  };
-  Piece piece(int64_t i) const {
-    const int64_t b = i / heads, h = i % heads;
-    const char* x = data + b * stride[0] * bytes;
-    if (heads_side_by_side()) {
-      const int64_t first = tokens * h / heads, last = tokens * (h + 1) / heads;
-      return {x + first * stride[2] * bytes, {last - first, channels, stride[2], heads, tokens * channels},
-              codes + (b * heads * tokens + first) * channels};
-    }
-    const Rows rows = stride[2] == channels ? Rows{1, tokens * channels, 0} : Rows{tokens, channels, stride[2]};
-    return {x + h * stride[1] * bytes, rows, codes + i * tokens * channels};
-  }
-  bool heads_side_by_side() const { return heads > 1 && stride[1] == channels && !per_head && scale.stride[0] == 0 && scale.stride[1] == 0; }
-  int64_t count() const { return batch * heads; }
-};
-
-constexpr float kTinyAmax = 7.888609052210118e-31f;  // 2^-100: below, a tensor counts as 0
-
-struct Quantization {
-  static constexpr int64_t kFew = 1 << 17, kShort = 1 << 19;  // values: some ten and forty microseconds in all
-  const Kernels& kernels;
-  FloatInput input[3];
-  bool look;           // for NaN and infinity, which order above all numbers
-  bool finite = true;  // what was found
-
-  void measure(FloatInput& x, int64_t i) const {
-    if (x.is_static && !look) return;
-    const FloatInput::Piece piece = x.piece(i);
-    x.amax[size_t(i)] = kernels.absolute_maximum(piece.data, x.type, piece.rows);
-  }
-  void choose_scales(FloatInput& x) {
-    for (float a : x.amax) finite = finite && (!look || std::isfinite(a));  // each: no comparison finds a NaN
-    if (x.is_static) return;
-    if (!x.per_head) x.amax[0] = *std::max_element(x.amax.begin(), x.amax.end());
-    for (size_t i = 0; i < x.scales.size(); ++i) x.scales[i] = x.amax[i] < kTinyAmax ? 1.0f : x.amax[i] / float(x.qmax);
-  }
-  void encode(FloatInput& x, int64_t i) const {
-    const float amax = x.is_static ? 1.0f : x.amax[x.per_head ? size_t(i) : 0];
-    const float inverse = amax < kTinyAmax ? 0.0f : 1.0f / *x.scale.at(i / x.heads, i % x.heads);
-    const FloatInput::Piece piece = x.piece(i);
-    kernels.quantize(piece.data, x.type, piece.rows, inverse, x.qmax, piece.codes);
-  }
-
-  // Tickets run over the pieces of all three tensors.
-  std::pair<FloatInput*, int64_t> find(int64_t ticket) {
-    for (FloatInput& x : input) {
-      if (ticket < x.count()) return {&x, ticket};
-      ticket -= x.count();
-    }
-    throw std::logic_error("ticket out of range");
-  }
-  template <void (Quantization::*Step)(FloatInput&, int64_t) const>
-  static void run_step(void* self, Tickets& tickets) {
-    auto& me = *static_cast<Quantization*>(self);
-    for (int64_t ticket, last; tickets.next(ticket, last);)
-      for (; ticket < last; ++ticket) {
-        auto [x, i] = me.find(ticket);
-        (me.*Step)(*x, i);
-      }
-  }
-
-  // False where it found what is not finite; the codes are then of no use.
-  bool run(int threads, const std::function<void()>& first) {
-    int64_t tickets = 0, values = 0;
-    for (const FloatInput& x : input) tickets += x.count(), values += x.count() * x.tokens * x.channels;
-    if (threads <= 1 || values < kFew) {
-      first();
-      return run_alone();
-    }
-    const bool is_short = values < kShort;
-    run_tickets(threads, {run_step<&Quantization::measure>, this, tickets, is_short}, first);
-    for (FloatInput& x : input) choose_scales(x);
-    if (finite) run_tickets(threads, {run_step<&Quantization::encode>, this, tickets, is_short}, [] {});
-    return finite;
-  }
-
-  // One tensor after the other, and the second time from its end: much of it is in the cache still.
-  bool run_alone() {
-    for (FloatInput& x : input) {
-      for (int64_t i = 0; i < x.count(); ++i) measure(x, i);
-      choose_scales(x);
-      for (int64_t i = x.count(); finite && i-- > 0;) encode(x, i);
-    }
-    return finite;
-  }
-};
 
 // how: (float type, per head, qmax, scale), scale: None, a float, or a tensor
 FloatInput float_input(const TensorView& tensor, nb::handle how) {
@@ -162,10 +59,10 @@ struct CodeBuffer {
   std::vector<int8_t> bytes;
   void divide(FloatInput (&x)[3]) {
     size_t total = 0;
-    for (FloatInput& t : x) total += size_t(t.count() * t.tokens * t.channels);
+    for (FloatInput& t : x) total += size_t(t.size());
     if (bytes.size() < total) bytes.resize(total);
     int8_t* p = bytes.data();
-    for (FloatInput& t : x) t.codes = p, p += t.count() * t.tokens * t.channels;
+    for (FloatInput& t : x) t.codes = p, p += t.size();
   }
 };
 
@@ -210,10 +107,40 @@ struct Outputs {
   }
 };
 
+// The identity of Python's main thread, which alone handles signals.
+unsigned long main_thread = 0;
+
+// Runs Python's signal handlers during a long call; returns what one of them has raised, as KeyboardInterrupt for Ctrl-C.
+std::exception_ptr check_signals() {
+  if (PyThread_get_thread_ident() != main_thread) return nullptr;
+  const nb::gil_scoped_acquire held;
+  if (PyErr_CheckSignals() == 0) return nullptr;
+  try {
+    nb::raise_python_error();
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+// A thread's call while it lasts. A signal handler that it runs must not begin another: the thread's scratch is in use.
+class RunningCall {
+ public:
+  RunningCall() {
+    if (is_running) throw std::runtime_error("attention was called by a signal handler that runs during another call of attention");
+    is_running = true;
+  }
+  ~RunningCall() { is_running = false; }
+
+ private:
+  static thread_local bool is_running;
+};
+thread_local bool RunningCall::is_running = false;
+
 // (out, its scale where it is integer); None where `look` asked for NaN and infinity in float q, k or v and there are some.
 nb::object attention(const char* isa, int threads, int method, int out_type, nb::handle out_dtype, bool same_dtype, double sm_scale, nb::handle q,
                      nb::handle k, nb::handle v, nb::tuple scales, nb::handle out_scale, nb::handle blocks, nb::handle causal,
                      nb::handle bias, nb::handle keep, nb::handle packed, nb::handle t_max, nb::handle l_sum, bool look) {
+  const RunningCall running;
   const Kernels& kernels = kernels_named(isa);
   const TensorView queries = read_tensor(q), keys = read_tensor(k), values = read_tensor(v);
   const TensorView biases = read_tensor(bias), kept = read_tensor(keep);
@@ -253,7 +180,7 @@ nb::object attention(const char* isa, int threads, int method, int out_type, nb:
       outputs.v_scale = how_v;
       call.out_scale.data = &outputs.scale;
     }
-    run_attention(kernels, call, threads, make_outputs);
+    run_attention(kernels, call, threads, make_outputs, check_signals);
     return outputs.take();
   }
   static thread_local CodeBuffer buffer;
@@ -261,8 +188,8 @@ nb::object attention(const char* isa, int threads, int method, int out_type, nb:
   buffer.divide(work.input);
   call.q = contiguous_codes(work.input[0]), call.k = contiguous_codes(work.input[1]), call.v = contiguous_codes(work.input[2]);
   call.q_scale = work.input[0].scale, call.k_scale = work.input[1].scale, call.v_scale = work.input[2].scale;
-  if (!work.run(threads, make_outputs)) return nb::none();
-  run_attention(kernels, call, threads, [] {});
+  if (!work.run(threads, make_outputs, check_signals)) return nb::none();
+  run_attention(kernels, call, threads, [] {}, check_signals);
   return outputs.take();
 }
 
@@ -276,6 +203,8 @@ NB_MODULE(_native, m) {
   }, "Names of the kernels this machine can run, best first.");
   m.def("use_exchange", use_exchange, nb::arg("capsule").none(),
         "Read tensors by torch.Tensor.__dlpack_c_exchange_api__; with None by their methods, as before the first call.");
+  m.def("set_main_thread", [](unsigned long ident) { main_thread = ident; }, nb::arg("ident"),
+        "The thread whose long calls look for signals: threading.main_thread().ident.");
   m.def("use_torch", use_torch, nb::arg("empty_like"), nb::arg("empty_output"), "How outputs are made.");
   m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"), nb::arg("out_dtype"),
         nb::arg("same_dtype"), nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(),

@@ -7,6 +7,7 @@ compiler, and so without the native module, the backend is unavailable and says 
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ except ImportError as error:
         _missing = f"its native module does not load ({error}); install intflash again"
 else:
     _native.use_exchange(getattr(Tensor, "__dlpack_c_exchange_api__", None))
+    _native.set_main_thread(threading.main_thread().ident)
     _native.use_torch(torch.empty_like, empty_output)
 
 # In the order of the native enumerations.
