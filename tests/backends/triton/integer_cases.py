@@ -16,7 +16,7 @@ import torch
 from mixed_cases import on_device
 
 from intflash.backends.reference import BACKEND as REFERENCE
-from intflash.backends.triton import BACKEND, launch
+from intflash.backends.triton import BACKEND
 from intflash.methods import get_method
 from intflash.problem import Problem
 from intflash.quant import Recipe, quantize
@@ -126,6 +126,8 @@ def complaint(p: Problem, device: str = "cpu") -> str | None:
 
 
 def report(methods: list[str]) -> dict[str, str | None]:
+    from intflash.backends.triton import launch
+
     torch.manual_seed(0)
     found = {f"{method}, {name}": complaint(p) for method in methods for name, p in cases(method)}
     launch.MOST_BATCHES = 0  # any batch is one that only a grid's first axis takes

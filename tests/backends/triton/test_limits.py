@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from intflash.backends.hopper import rows, windows  # noqa: E402
-from intflash.backends.triton import quantize  # noqa: E402
-from intflash.backends.triton.launch import limits, readable  # noqa: E402
+from intflash.backends.cuda import rows, windows  # noqa: E402
+from intflash.backends.gpu import scales  # noqa: E402
+from intflash.backends.gpu.tensors import limits, readable  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 from intflash.quant import QTensor  # noqa: E402
 
@@ -75,15 +75,15 @@ def test_what_a_graph_took_is_kept(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     for name in ("_memory", "_captured"):
-        monkeypatch.setattr(quantize, name, {})
+        monkeypatch.setattr(scales, name, {})
 
     def remembered(key: object) -> object:
-        return quantize.remember(key, torch.device("cuda"), object)
+        return scales.remember(key, torch.device("cuda"), object)
 
     before = remembered("scale")
     capturing = True
     assert remembered("scale") is before and remembered("new") is not remembered("new")
     capturing = False
-    for other in range(2 * quantize._MOST):
+    for other in range(2 * scales._MOST):
         remembered(other)
     assert remembered("scale") is before

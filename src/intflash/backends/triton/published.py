@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intflash.backends.triton.launch import Launch, data_view, grid, view
+from intflash.backends.gpu.tensors import Statistics, data_view, view
+from intflash.backends.triton.launch import Launch, grid
 from intflash.backends.triton.steps import Hooks, Steps, make_steps
-from intflash.backends.triton.streaming import Statistics, Tile, _streaming_kernel, block_dim
+from intflash.backends.triton.streaming import Tile, _streaming_kernel, block_dim
 from intflash.backends.triton.tiles import Masks, Periods, Place, head_base, natural_order, permuted_keys
 from intflash.methods import arrays, iflash, integers, qflash
 from intflash.numerics.exp import ABSENT, LOG2_E

@@ -14,10 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from intflash.backends.gpu.constants import Constants, float_bits, score_unit
+from intflash.backends.gpu.scales import Three
+from intflash.backends.gpu.tensors import Statistics, View, data_view, readable, view
 from intflash.backends.triton import choices
-from intflash.backends.triton.constants import Constants, float_bits, for_loops, pack_score, score_unit
-from intflash.backends.triton.launch import Launch, data_view, grid, readable, view
-from intflash.backends.triton.quantize import Three, head_inverse
+from intflash.backends.triton.constants import for_loops, pack_score
+from intflash.backends.triton.launch import Launch, grid
+from intflash.backends.triton.quantize import head_inverse
 from intflash.backends.triton.steps import (
     add_row_sums,
     add_value_sums,
@@ -29,7 +32,6 @@ from intflash.backends.triton.steps import (
     t_max,
 )
 from intflash.backends.triton.streaming import (
-    Statistics,
     block_dim,
     output_channels,
     score_constants,
@@ -41,7 +43,6 @@ from intflash.backends.triton.tiles import (
     Masks,
     Periods,
     Place,
-    View,
     head_base,
     load_rows,
     mask_tile,

@@ -10,6 +10,7 @@ import functools
 
 import torch
 
+from intflash.backends.gpu.integer import row_statistics
 from intflash.backends.triton import backend, choices, published
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.launch import Launch
@@ -33,7 +34,7 @@ def attention_launch(
         v = QTensor(rows[..., :nk].mT, v.scale, v.granularity)
     problem = Problem(method, q, k, v, d**-0.5, out_dtype=out_dtype, return_lse=lse, **options)
     out = torch.empty(batch, heads, nq, d, dtype=out_dtype, device=device)
-    statistics = backend.row_statistics(problem)
+    statistics = row_statistics(problem)
     if method in PUBLISHED:
         return published.published_launch(problem, published.constants(problem)[0], out, statistics)
     _, constants, _ = constants_launch(problem)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from intflash.backends.gpu.constants import Constants
+from intflash.backends.gpu.tensors import Statistics, View, data_view, readable, view
 from intflash.backends.triton import choices
-from intflash.backends.triton.constants import Constants, for_loops
-from intflash.backends.triton.launch import Launch, data_view, grid, readable, view
+from intflash.backends.triton.constants import for_loops
+from intflash.backends.triton.launch import Launch, grid
 from intflash.backends.triton.steps import P16, Steps
 from intflash.backends.triton.tiles import (
     Masks,
     Periods,
     Place,
-    View,
     find_place,
     head_base,
     load_rows,
@@ -28,13 +28,6 @@ from intflash.backends.triton.tiles import (
 )
 from intflash.numerics.triton import dequantize, requantize
 from intflash.problem import Problem
-
-
-class Statistics(NamedTuple):
-    """Where Tmax (int64) and l (int32) of every row go when log-sum-exp is wanted; None otherwise."""
-
-    t_max: object
-    l: object
 
 
 @triton.jit

@@ -14,16 +14,6 @@ import triton
 import triton.language as tl
 
 
-class View(NamedTuple):
-    """A 4-D tensor: pointer and strides of batch, head, token and channel (or of a mask's four axes)."""
-
-    ptr: object
-    b: object
-    h: object
-    n: object
-    d: object
-
-
 class Masks(NamedTuple):
     """What makes keys absent or moves scores, each in its own broadcast shape (stride 0 where it is 1).
 

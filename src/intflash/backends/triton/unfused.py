@@ -8,8 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
+from intflash.backends.gpu.tensors import data_view, view
 from intflash.backends.triton import unfused_steps as kernels
-from intflash.backends.triton.launch import Launch, data_view, view
+from intflash.backends.triton.launch import Launch
 from intflash.backends.triton.streaming import block_dim
 from intflash.backends.triton.tiles import Masks, Periods
 from intflash.backends.triton.unfused_steps import Scales

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from intflash.backends.triton.tiles import Masks, Place, View, head_base, load_rows, mask_tile, present_keys
+from intflash.backends.gpu.tensors import View
+from intflash.backends.triton.tiles import Masks, Place, head_base, load_rows, mask_tile, present_keys
 from intflash.numerics.triton import INT32_MIN, clz32, reciprocal_2_55
 
 INT32_MAX = tl.constexpr((1 << 31) - 1)
