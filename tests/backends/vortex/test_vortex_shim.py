@@ -36,8 +36,8 @@ def run(tmp_path, monkeypatch):
     def run(body: str, threads: int = 16):
         source = tmp_path / "kernel.cpp"
         source.write_text(KERNEL.format(body=body))
-        shim.load.cache_clear()
-        library = shim.load(source)
+        vortex_shim.load.cache_clear()
+        library = vortex_shim.load(source)
         out = (ctypes.c_uint32 * 16)()
         args = KernelArgs(o_addr=ctypes.addressof(out))
         args.grid_dim[:], args.block_dim[:] = (2, 1, 1), (threads, 1, 1)
