@@ -20,8 +20,8 @@ from intflash.quant import QTensor
 _UNITS = {exp.OCTAVES: "Octaves", exp.TABLE_STEPS: "TableSteps"}
 _TOKENS = 128  # of a CTA of quantize_inputs.cu
 _CHUNK_BYTES = 16  # of absmax.cu
-_CTA_CHUNKS = 1024  # that a CTA of absmax.cu loads at once
-_MOST_CTAS = 3 * 8 * 132  # of absmax.cu: more of them only add atomic operations
+_CTA_CHUNKS = 2048  # that a CTA of absmax.cu loads at once
+_MOST_CTAS = 3 * 4 * 132  # of absmax.cu: more of them only add atomic operations
 
 
 class Runs(ctypes.Structure):
@@ -82,7 +82,8 @@ def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[CudaLau
     ctas = min(-(-max(x.count for x in params.x) // _CTA_CHUNKS) * 3, _MOST_CTAS)
     places = _places(AbsmaxParams.x, Runs, tensors)
     places |= {AbsmaxParams.amax.offset: amax, AbsmaxParams.scales.offset: scales}
-    return (_launch("absmax.cu", ctas, 256, params, places, amax.device, IN=C_TYPES[tensors.q.dtype]),)
+    macros = dict(IN=C_TYPES[tensors.q.dtype], CTA_CHUNKS=_CTA_CHUNKS)
+    return (_launch("absmax.cu", ctas, 256, params, places, amax.device, **macros),)
 
 
 def runs(x: Tensor) -> Runs:
