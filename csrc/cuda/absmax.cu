@@ -1,16 +1,17 @@
 // The scales of float Q, K and V, one for each tensor: amax / 127, 1 where amax is below 2^-100 (docs/numerics.md).
 //
-// Defined when this is compiled: IN, the floats' type, CTA_CHUNKS, of 16 bytes that a CTA loads at once. The grid has three CTAs side by side for Q, K and V, so that what
-// is read last, and lies in L2 for the next kernel, is of the same heads of all three. The CTA that ends last turns the
-// maxima into scales.
+// Defined when this is compiled: IN, the floats' type, CTA_CHUNKS, of 16 bytes that a CTA loads at once. The grid has
+// three CTAs side by side for Q, K and V, so that what is read last, and lies in L2 for the next kernel, is of the same
+// heads of all three. The CTA that ends last turns the maxima into scales.
 #include "quantize.cuh"
 
-// AT_ONCE: loads of 16 bytes that a thread has in flight. CTAs of fewer loads would meet at the maxima's address more often.
+// AT_ONCE: loads of 16 bytes that a thread has in flight. CTAs of fewer loads would meet at the maxima's address more
+// often.
 constexpr u32 THREADS = 256, AT_ONCE = 8;
 static_assert(THREADS * AT_ONCE == CTA_CHUNKS);
 
-// The memory of a tensor, in chunks of 16 bytes: `count` chunks in runs of `run`, which lie along up to three axes. Axes
-// of stride 0 are left out, as their elements repeat. scales_and_codes.py fills it; reciprocals are `quotient`'s.
+// The memory of a tensor, in chunks of 16 bytes: `count` chunks in runs of `run`, which lie along up to three axes.
+// Axes of stride 0 are left out, as their elements repeat. scales_and_codes.py fills it; reciprocals are `quotient`'s.
 struct Runs {
     const u8* ptr;
     i64 strides[3];  // bytes, innermost first
@@ -29,7 +30,7 @@ struct Runs {
 
 struct AbsmaxParams {
     Runs x[3];
-    u32* amax;      // four zeros: the maxima's bits as float32, which order as the maxima do, and the CTAs that are done
+    u32* amax;  // four zeros: the maxima's bits as float32, which order as the maxima do, and the CTAs that are done
     float* scales;  // of Q, K, V
 };
 static_assert(sizeof(AbsmaxParams) == PARAMS_BYTES);
@@ -54,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) absmax(const __grid_consta
     const u32 which = blockIdx.x % 3, step = gridDim.x / 3 * CTA_CHUNKS;
     const u32 first = blockIdx.x / 3 * CTA_CHUNKS + threadIdx.x;
     const Runs& x = p.x[which];
-    await_previous();
-    let_next_start();
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     u32 most = x.run == x.count ? largest_of_thread<true>(x, first, step) : largest_of_thread<false>(x, first, step);
     most = __reduce_max_sync(~0u, most);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = most;

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from intflash.backends.cuda.parameters import View, data_view, quotient_reciprocal, view
-from intflash.backends.cuda.program import CudaLaunch, Program
-from intflash.backends.cuda.types import C_TYPES
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, Program
 from intflash.backends.gpu.constants import Constants, constant_buffers, score_unit
 from intflash.backends.gpu.scales import Inputs, Three, empty_codes, quantized_tensors
 from intflash.numerics import exp
@@ -127,7 +126,7 @@ def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[CudaLaunch, dic
     places |= _places(QuantizeParams.scales, View, scales)
     launch = _launch(
         "quantize_inputs.cu", len(wanted) * units, 128, params, places, x[0].device, IN=C_TYPES[x[0].dtype],
-        HEAD_DIM=x[0].shape[3], QUERY=int(query), WITHIN=int(inputs.dynamic),
+        HEAD_DIM=x[0].shape[3], QUERY=int(query), VALUES_IN_RANGE=int(inputs.dynamic),
     )  # fmt: skip
     return launch, quantized_tensors(inputs, codes)
 
