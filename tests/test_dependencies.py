@@ -18,7 +18,7 @@ LAYERS = {
     "methods": {"errors", "numerics", "quant", "problem"},
     "validate": {"errors", "quant", "problem", "methods"},
     "tape": {"quant"},
-    "backends": {"errors", "numerics", "quant", "problem", "methods", "tape", "validate"},
+    "backends": {"_native", "errors", "numerics", "quant", "problem", "methods", "tape", "validate"},
     "masks": {"errors"},
     "plans": {"quant", "tape"},
     "repeats": {"quant", "problem", "backends", "validate"},

@@ -114,6 +114,23 @@ def test_integer_output_of_a_float_v_compiles(method):
     assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs), call(*inputs))
 
 
+@pytest.mark.parametrize("granularity", ["token", "block"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_compiled_integer_output_has_the_scale_of_all_tokens(granularity, heads):
+    """Also where one key head serves several query heads: the form of the scale is part of what compiled code knows."""
+    q, k, v = randn(1, 4, 20, 16)
+    recipe = Recipe(k=granularity, v=granularity, block_size=7)
+    options = dict(method="fp16", out_dtype=torch.int16, recipe=recipe, enable_gqa=True)
+
+    def call(*x):
+        found = intflash.attention(*x, **options)
+        return found.data, found.scale
+
+    inputs = q, k[:, :heads], v[:, :heads]
+    compiled, eager = torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs), call(*inputs)
+    assert all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(compiled, eager, strict=True))
+
+
 def test_traced_code_computes():
     q, k, v = randn(1, 2, 20, 16)
     traced = torch.jit.trace(lambda *x: intflash.attention(*x), (q, k, v), check_trace=False)

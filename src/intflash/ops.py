@@ -92,6 +92,7 @@ def _attention_fake(q, k, v, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     if scale is None:
         v = problem.quantized().v
         scale = v.scale if isinstance(v, QTensor) else q.new_empty((1, 1, 1, 1), dtype=torch.float32)
+        scale = scale[:, :, :1]  # the largest of all tokens
     if scale.numel() != 1:
         scale = scale.new_empty((scale.shape[0], problem.q.shape[1], 1, scale.shape[3]))
     return codes, torch.empty_like(scale, memory_format=torch.contiguous_format), lse

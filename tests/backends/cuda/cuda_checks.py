@@ -13,12 +13,12 @@ sys.path.append(str(Path(__file__).parents[1] / "triton"))
 
 import integer_cases as ic  # noqa: E402
 
+from benchmarks import sass  # noqa: E402
 from intflash.backends.cuda import BACKEND, backend  # noqa: E402
 from intflash.backends.cuda.program import CudaLaunch, compile_program  # noqa: E402
 from intflash.backends.cuda.quantization import constants_launch  # noqa: E402
 from intflash.backends.gpu.tensors import Statistics  # noqa: E402
 from intflash.backends.reference import BACKEND as REFERENCE  # noqa: E402
-from intflash.bench import sass  # noqa: E402
 from intflash.numerics import exp  # noqa: E402
 from intflash.problem import Problem, Result  # noqa: E402
 from intflash.quant import QTensor, Recipe  # noqa: E402

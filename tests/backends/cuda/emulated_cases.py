@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parents[1] / "machines" / "ptx"), str(HERE.parent / "triton"), str(HERE.parents[1])]
+sys.path += map(str, (HERE.parents[1] / "machines" / "ptx", HERE.parent / "triton", HERE.parents[1], HERE.parents[2]))
 
 import torch  # noqa: E402
 

@@ -68,7 +68,7 @@ def _check(machine):
 
 @pytest.mark.parametrize("method", [m for m in FLOATS if m not in ("fp32", "fp8_head")])
 def test_compiles_for_hopper_without_spills(method):
-    from intflash.bench.sass import compile_launch
+    from benchmarks.sass import compile_launch
 
     _check(compile_launch(_mixed_launch(method, 128), 90))
 
@@ -78,7 +78,7 @@ def test_compiles_for_hopper_without_spills(method):
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("method", [m for m in FLOATS if m not in ("fp32", "fp8_head")])
 def test_compiles_everywhere(method, head_dim, arch):
-    from intflash.bench.sass import compile_launch
+    from benchmarks.sass import compile_launch
 
     if arch == 80 and method == "fp8":
         pytest.skip("sm_80 has no float8")
@@ -93,8 +93,8 @@ def test_compiles_everywhere(method, head_dim, arch):
 def test_unfused_operators_compile(method, arch):
     import torch
 
+    from benchmarks.sass import compile_launch
     from intflash.backends.triton import unfused
-    from intflash.bench.sass import compile_launch
     from intflash.methods import get_method
     from intflash.problem import Problem
 
@@ -109,8 +109,8 @@ def test_unfused_operators_compile(method, arch):
 
 def test_flows_of_lite_use_their_pipes():
     """I2F and float maximum, or integer addition and integer maximum: what the article shows in SASS."""
-    from intflash.bench.gpu_conversion import tile_loop
-    from intflash.bench.sass import compile_launch
+    from benchmarks.conversion import tile_loop
+    from benchmarks.sass import compile_launch
 
     def counts(flow):
         launch = _mixed_launch("lite", 64, flow)
