@@ -8,7 +8,7 @@ import torch
 
 from intflash.backends import backends, why_not
 from intflash.methods import METHODS
-from intflash.pipeline import prepare
+from intflash.call import prepare
 
 
 def info() -> dict[str, Any]:

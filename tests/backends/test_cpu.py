@@ -12,7 +12,7 @@ import intflash
 from intflash import Recipe
 from intflash.backends import cpu, reference
 from intflash.numerics.exp import ABSENT
-from intflash.pipeline import prepare
+from intflash.call import prepare
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native module was not built")
 

@@ -21,7 +21,7 @@ from intflash.backends.vortex.launch import KERNELS, KernelArgs
 from intflash.backends.vortex.toolchain import compile_kernel, find_install
 from intflash.errors import BackendError
 from intflash.numerics.exp import scalar_exponent_constants
-from intflash.pipeline import prepare
+from intflash.call import prepare
 from intflash.quant import Recipe
 
 
