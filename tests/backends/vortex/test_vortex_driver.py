@@ -19,10 +19,11 @@ from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.image import pack_image
 from intflash.backends.vortex.launch import KERNELS, KernelArgs
 from intflash.backends.vortex.toolchain import compile_kernel, find_install
+from intflash.call import prepare
 from intflash.errors import BackendError
 from intflash.numerics.exp import scalar_exponent_constants
-from intflash.pipeline import prepare
 from intflash.quant import Recipe
+from machines import riscv, vortex_shim
 
 
 def attention_launch() -> launch.Launch:

@@ -4,8 +4,8 @@ import ctypes
 
 import pytest
 
-from intflash.backends.vortex import shim
 from intflash.backends.vortex.launch import KernelArgs
+from machines import vortex_shim
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
 

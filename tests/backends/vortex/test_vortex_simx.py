@@ -9,6 +9,7 @@ import pytest
 from intflash.backends.vortex import launch
 from intflash.backends.vortex.device import VortexDevice
 from intflash.backends.vortex.toolchain import find_install
+from machines import vortex_shim
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("VORTEX_HOME"), reason="VORTEX_HOME is not set: no Vortex here"),

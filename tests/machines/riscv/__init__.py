@@ -17,8 +17,8 @@ import numpy as np
 
 from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.launch import KERNELS, Launch
-from machines.riscv.machine import Machine
 from intflash.backends.vortex.toolchain import CODE_FLAGS, RISCV_FLAGS, march_flags
+from machines.riscv.machine import Machine
 
 HERE = Path(__file__).parent
 SDK = HERE.parent / "vortex_sdk"
