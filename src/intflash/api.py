@@ -33,7 +33,7 @@ class Options(TypedDict, total=False):
     check_finite: bool | None
 
 
-# What type checkers know: the kind of output follows that of q unless out_dtype is given, and return_lse makes it a pair.
+# What type checkers know: the output is of q's kind unless out_dtype is given, and return_lse makes it a pair.
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
@@ -173,8 +173,9 @@ def sdpa(
     """`torch.nn.functional.scaled_dot_product_attention`'s signature, computed by `intflash`.
 
     Args and shapes as `attention`; float32, float16 and bfloat16, for inference (a backward pass raises). As in torch,
-    leading axes of 1 broadcast, autocast chooses the dtype, and `attn_mask` and `is_causal` exclude each other. An additive
-    `attn_mask` is refused past +-1419.57 where values are read, on a CPU; -inf or <= finfo.min / 2 makes a key absent.
+    leading axes of 1 broadcast, autocast chooses the dtype, and `attn_mask` and `is_causal` exclude each other. An
+    additive `attn_mask` is refused past +-1419.57 where values are read, on a CPU; -inf or <= finfo.min / 2 makes a key
+    absent.
 
     Returns:
         The output ``[..., Hq, Nq, Dv]`` in the inputs' dtype.

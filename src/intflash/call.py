@@ -1,7 +1,7 @@
 """One call of `attention`: the list of its arguments, and the straight way from them to a result.
 
-`ARGUMENTS` is the only list of them. The custom op, its fake kernel and the refused gradients (op.py) derive from it, and
-a test compares it with the signature of `intflash.attention`, which is spelled out for readers.
+`ARGUMENTS` is the only list of them. The custom op, its fake kernel and the refused gradients (op.py) derive from it,
+and a test compares it with the signature of `intflash.attention`, which is spelled out for readers.
 """
 
 from __future__ import annotations
@@ -155,8 +155,10 @@ def on_device(problem: Problem) -> AbstractContextManager:
 
 
 def _with_usable_scales(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an unchecked call, with 1 for each scale in CPU memory that a check would refuse: docs/numerics.md
-    section 1, "Unchecked calls"."""
+    """The arguments of an unchecked call, with 1 for each scale in CPU memory that a check would refuse.
+
+    docs/numerics.md, "Unchecked calls".
+    """
     changes: dict[str, Any] = {}
     for name in ("q", "k", "v"):
         x = arguments[name]
@@ -225,7 +227,8 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
     integer_bias, float_bias = _bias_of(chosen, additive)
     problem = Problem(
         method=chosen.name, q=q, k=k, v=v, sm_scale=sm_scale, recipe=recipe, bias=integer_bias, bias_float=float_bias,
-        keep=keep, causal=masks.causal_offset(a["is_causal"], a["causal_align"], nq, nk), causal_align=a["causal_align"],
+        keep=keep, causal_align=a["causal_align"],
+        causal=masks.causal_offset(a["is_causal"], a["causal_align"], nq, nk),
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, out_dtype=out_dtype,
         out_scale=_out_scale(out_scale, q, v, read), return_lse=return_lse, check_finite=look,
     )  # fmt: skip

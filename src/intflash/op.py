@@ -1,7 +1,8 @@
-"""`intflash::attention`, the torch custom op behind `attention` under torch.compile and export, and the refused gradients.
+"""`intflash::attention`, the torch custom op behind `attention` where torch traces, and the refused gradients.
 
-The op takes the arguments of `call.ARGUMENTS` with `QTensor` and `Recipe` laid out flat, and its kernel is `run`: one op
-serves every device, because the backend is chosen inside. Calls that no tracer or transform watches go to `run` directly.
+The op takes the arguments of `call.ARGUMENTS` with `QTensor` and `Recipe` laid out flat, and its kernel is `run`: one
+op serves every device, because the backend is chosen inside. Calls that no tracer or transform watches go to `run`
+directly.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def dispatches(arguments: dict[str, Any]) -> bool:
 
 
 def _is_memory(x: object) -> bool:
-    """Of a tensor, whether its values are what its memory holds; what is no tensor is refused elsewhere, or a number."""
+    """Of a tensor, whether its values are what its memory holds; anything else is refused elsewhere, or a number."""
     kind = type(x)
     if kind is QTensor:
         return _is_memory(x.data) and _is_memory(x.scale)
@@ -229,7 +230,8 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     if isinstance(out_scale, Real):
         out_scale = torch.full((1, 1, 1, 1), float(out_scale), device=tensors[0].device)
     flat = dict(
-        arguments, q=tensors[0], k=tensors[1], v=tensors[2], out_scale=None if dynamic else out_scale, dynamic_out=dynamic,
+        arguments, q=tensors[0], k=tensors[1], v=tensors[2],
+        out_scale=None if dynamic else out_scale, dynamic_out=dynamic,
         q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, block_sizes=blocks, bits=bits,
         quantized=quantized, smooth_k=not quantized and chosen.smooth_k, rotate=not quantized and chosen.rotate,
         granularities=",".join(granularities), rule="exact" if quantized else chosen.rule,

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from intflash.dense import check_dense
 from intflash.errors import InputError
 from intflash.methods.base import Method
 from intflash.numerics.exp import BIAS_BOUND, BIAS_LIMIT
 from intflash.quant import QTensor, Recipe
-from intflash.quant.qtensor import check_dense
 from intflash.quant.quantizers import FLOAT_DTYPES, LEAST_FLOAT, LEAST_SCALE, check_number
 
 Input = QTensor | Tensor
@@ -192,8 +192,8 @@ def _in_range(scale: Tensor, least: float) -> bool:
 
 
 def check_bias_values(bias: Tensor, name: str, *, bounded: bool) -> None:
-    """No NaN and no +inf in an additive mask (-inf makes a key absent), and where it is `bounded`, as an integer bias is,
-    nothing that would saturate. Reads values: on a GPU it waits for the device."""
+    """No NaN and no +inf in an additive mask (-inf makes a key absent), and where it is `bounded`, as an integer bias
+    is, nothing that would saturate. Reads values: on a GPU it waits for the device."""
     if not bias.is_floating_point():
         if bool((bias.abs() == BIAS_LIMIT).any()):  # of ABSENT, -2^31, it is itself
             raise InputError(f"{name} holds saturated codes: quantize_bias takes magnitudes to {BIAS_BOUND:.2f}")

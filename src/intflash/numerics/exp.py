@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from intflash.dense import check_dense
 from intflash.errors import InputError
-from intflash.quant.qtensor import check_dense
 
 LOG2_E = 1.4426950408889634
 
@@ -114,8 +114,8 @@ def quantize_bias(bias: Tensor) -> Tensor:
 
     Args:
         bias: floating point, of any shape that `attention` broadcasts; not changed. -inf or <= finfo(dtype).min / 2
-            makes its key absent. Values are not looked at: those past 2048 octaves (1419.57) saturate, which `attention`
-            refuses where it reads values, and NaN makes its key absent.
+            makes its key absent. Values are not looked at: those past 2048 octaves (1419.57) saturate, which
+            `attention` refuses where it reads values, and NaN makes its key absent.
 
     Returns:
         int32 of the same shape in 2^-20 octave, `ABSENT` (-2^31) for absent keys.

@@ -9,6 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from intflash.dense import check_dense
 from intflash.errors import InputError
 
 GRANULARITIES = ("tensor", "head", "token", "block", "channel")
@@ -18,14 +19,6 @@ _SCALE_DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
-
-
-def check_dense(x: Tensor, name: str) -> None:
-    """A tensor whose elements are its own: not nested, not sparse."""
-    if x.is_nested:
-        raise InputError(f"{name} must be a dense tensor, got a nested one: pack its sequences, with cu_seqlens")
-    if x.layout is not torch.strided:
-        raise InputError(f"{name} must be a dense tensor, got one of layout {x.layout}")
 
 
 def check_scale_tensor(scale: Tensor, name: str) -> None:
@@ -127,7 +120,7 @@ class QTensor:
     @classmethod
     def unchecked(cls, data: Tensor, scale: Tensor, granularity: str, bits: int) -> QTensor:
         """One of codes and a scale that the library itself has made, in a tenth of the time."""
-        if torch.compiler.is_compiling():  # not every torch traces __new__ of a frozen class, and tracing takes long anyway
+        if torch.compiler.is_compiling():  # not every torch traces __new__ of a frozen class
             return cls(data, scale, granularity, None, bits)
         x = cls.__new__(cls)
         x.__dict__.update(data=data, scale=scale, granularity=granularity, block_size=None, bits=bits)

@@ -15,6 +15,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from intflash.dense import check_dense
 from intflash.errors import InputError
 from intflash.quant.qtensor import (
     FLOAT32_MAX,
@@ -22,7 +23,6 @@ from intflash.quant.qtensor import (
     QTensor,
     _shown,
     check_block_size,
-    check_dense,
     check_scale_tensor,
 )
 
@@ -50,8 +50,8 @@ class Recipe:
         rule: "exact" or "divide", see the module's text.
 
     Raises:
-        InputError: an option is unknown, a scale that is a number is not finite and > 0, or one that is a tensor is empty
-            or not of real numbers.
+        InputError: an option is unknown, a scale that is a number is not finite and > 0, or one that is a tensor is
+            empty or not of real numbers.
 
     Example:
         >>> from intflash import Recipe

@@ -31,7 +31,7 @@ int main() {{
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Compiles a kernel body, runs two groups and returns (error or None, what the threads wrote)."""
-    monkeypatch.setattr(shim, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(vortex_shim, "_cache_folder", lambda: tmp_path)
 
     def run(body: str, threads: int = 16):
         source = tmp_path / "kernel.cpp"
