@@ -1,7 +1,8 @@
 """Throughput of whole models: timm's float model against the same model patched with static scales.
 
-``intflash bench models --device cuda`` measures everything on a GPU in minutes: one process per model and batch compiles while the others do, then they are timed one after the other. Variants
-of a model take turns, so that a slow spell of the machine hits all of them.
+`intflash bench models --device cuda` measures everything on a GPU in minutes: one process for each model and batch
+compiles while the others do, then they are timed one after the other. Variants of a model take turns, so that a slow
+spell of the machine hits all of them.
 """
 
 from __future__ import annotations
