@@ -1,16 +1,16 @@
 // intflash and intflash_p8 on AMX tiles, for calls without causal limits, packed sequences or scales per block of keys.
 //
 // While the vectors make P of one strip, the tile unit works on both neighbours: the scores of the next and P V of the
-// one before. Its instructions lie between the rows, no two that depend on one another side by side: they run beside the
-// vectors only within one reorder window.
+// one before. Its instructions lie between the rows, no two that depend on one another side by side: they run beside
+// the vectors only within one reorder window.
 #pragma once
 #include <type_traits>
 
 #include "cpu/arithmetic.hpp"
-#include "cpu/biased_tops.hpp"
+#include "cpu/bias_mask_avx512.hpp"
 #include "cpu/epilogue.hpp"
-#include "cpu/short_rows.hpp"
 #include "cpu/isa/amx.hpp"
+#include "cpu/short_rows.hpp"
 
 namespace intflash {
 namespace {
@@ -20,8 +20,9 @@ class Strips {
   using V = Amx;
   using Strip = StripOf<16, 64, 1024, 4 * 1024>;  // P in tiles
   using Rows = StripRows<V, P16, Strip>;
-  static constexpr int kRows = Strip::kRows, kPanel = Strip::kPanel, kChunk = Strip::kChunk, kMaxChunks = Strip::kMaxChunks, kTile = Strip::kPChunk;
-  static constexpr int kParts = 16;     // of a chunk's tile work, four to a panel of S
+  static constexpr int kRows = Strip::kRows, kPanel = Strip::kPanel, kChunk = Strip::kChunk,
+                       kMaxChunks = Strip::kMaxChunks, kTile = Strip::kPChunk;
+  static constexpr int kParts = 16;  // of a chunk's tile work, four to a panel of S
   // Tiles 0 to 3: sums of P V; 4 (and 5): P's digits; 6: K or V; 7: S; Q has one of its own where P has one digit.
   static constexpr int kScoreTile = 7, kQueryTile = P16 ? 4 : 5;
   static constexpr bool kKeepsQueries = !P16;
@@ -37,8 +38,8 @@ class Strips {
     const Strip* before;  // its P V, or null
     const int8_t* keys;   // the next panel of scores
     int32_t* scores;
-    int panels = 0;       // of scores in this chunk
-    int due = 0;          // quarters of a panel of P V
+    int panels = 0;  // of scores in this chunk
+    int due = 0;     // quarters of a panel of P V
     Place place = {};
   };
 
@@ -70,17 +71,32 @@ class Strips {
   const Units& units_;  // last: ahead of what the tile work reads it made all of that slower
 
   Strips(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch)
-      : call_(call), call_id_(call_id), scratch_(scratch), tile_rows_(ceil_div(call.nq, ceil_div(call.nq, kRows))),
-        strips_(ceil_div(call.nq, kRows)), slots_(strips_ > 1 && units.whole_heads ? 2 : 3), chunks_(ceil_div(call.nk, kChunk)),
-        key_steps_(ceil_div(call.head_dim, 4)), depths_(ceil_div(call.head_dim, 64)), panels_(ceil_div(call.value_dim, kPanel)),
-        acc_ld_(panels_ * kPanel), levels_ld_(chunks_ * kChunk + 8), epilogue_(call), units_(units) {
-    const int64_t key_bytes = round_up(call.nk, kPanel) * key_steps_ * 4 + kTile;  // a tile may reach past the last panel
+      : call_(call),
+        call_id_(call_id),
+        scratch_(scratch),
+        tile_rows_(ceil_div(call.nq, ceil_div(call.nq, kRows))),
+        strips_(ceil_div(call.nq, kRows)),
+        slots_(strips_ > 1 && units.whole_heads ? 2 : 3),
+        chunks_(ceil_div(call.nk, kChunk)),
+        key_steps_(ceil_div(call.head_dim, 4)),
+        depths_(ceil_div(call.head_dim, 64)),
+        panels_(ceil_div(call.value_dim, kPanel)),
+        acc_ld_(panels_ * kPanel),
+        levels_ld_(chunks_ * kChunk + 8),
+        epilogue_(call),
+        units_(units) {
+    const int64_t key_bytes =
+        round_up(call.nk, kPanel) * key_steps_ * 4 + kTile;  // a tile may reach past the last panel
     const int64_t value_bytes = int64_t(chunks_) * panels_ * kTile, acc_bytes = kDigits * kRows * acc_ld_ * 4;
-    const int64_t score_bytes = kRows * kScoreLd * 4, p_bytes = kDigits * kPlane, query_bytes = int64_t(depths_) * kTile;
+    const int64_t score_bytes = kRows * kScoreLd * 4, p_bytes = kDigits * kPlane,
+                  query_bytes = int64_t(depths_) * kTile;
     const int64_t level_bytes = call.bias.data || call.keep.data ? kRows * levels_ld_ * 8 : 0;
-    const int64_t total = slots_ * (key_bytes + value_bytes) + acc_bytes + 2 * (score_bytes + p_bytes) + query_bytes + level_bytes;
+    const int64_t total =
+        slots_ * (key_bytes + value_bytes) + acc_bytes + 2 * (score_bytes + p_bytes) + query_bytes + level_bytes;
     char* at = scratch.reserve(size_t(total));
-    const auto take = [&](auto*& p, int64_t bytes) { p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at), at += bytes; };
+    const auto take = [&](auto*& p, int64_t bytes) {
+      p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at), at += bytes;
+    };
     for (int i = 0; i < 2; ++i) take(scores_[i], score_bytes), take(p_[i], p_bytes);
     take(acc_, acc_bytes), take(queries_, query_bytes), take(levels_, level_bytes);
     for (int i = 0; i < slots_; ++i) take(keys_[i], key_bytes), take(values_[i], value_bytes);
@@ -142,7 +158,8 @@ class Strips {
         if (!scores) return;
         V::zero<kScoreTile>();
         load_depth(t.keys, 0);
-        if (!P16 && chunks_ > 1) V::expect_tile<true>(t.scores + kPanel, 4 * kScoreLd);  // two strips' scores, P, K and V do not fit L1
+        if (!P16 && chunks_ > 1)
+          V::expect_tile<true>(t.scores + kPanel, 4 * kScoreLd);  // two strips' scores, P, K and V do not fit L1
         return;
       case 1:
         if (!scores) return;
@@ -194,7 +211,8 @@ class Strips {
       for (int64_t d = 0; d < width; ++d) queries_[r * width + d] = d < call_.head_dim ? q[r * row_step + d * step] : 0;
   }
 
-  // Packs K and V of a head, or finds them packed: the strips in flight keep theirs: of two heads, or three where a head is one strip.
+  // Packs K and V of a head, or finds them packed: the strips in flight keep theirs: of two heads, or three where a
+  // head is one strip.
   void enter_head(Strip& s) {
     const int64_t id = s.b * call_.heads_k + s.hk;
     if (scratch_.call_id != call_id_ || scratch_.packed_head != id) {
@@ -209,15 +227,17 @@ class Strips {
     const int64_t n = call_.nk;
     const int8_t* k = call_.k.at(s.b, s.hk);
     for (int64_t key = 0; key < n; key += kPanel, keys += int64_t(key_steps_) * 64)
-      V::pack_key_panel<0>(k + key * call_.k.stride[2], call_.k.stride[2], call_.k.stride[3], smaller<int64_t>(kPanel, n - key),
-                       call_.head_dim, key_steps_, keys);
+      V::pack_key_panel<0>(k + key * call_.k.stride[2], call_.k.stride[2], call_.k.stride[3],
+                           smaller<int64_t>(kPanel, n - key), call_.head_dim, key_steps_, keys);
     const int8_t* v = call_.v.at(s.b, s.hk);
     const int64_t row_step = call_.v.stride[2], step = call_.v.stride[3];
     for (int64_t chunk = 0; chunk < n; chunk += kChunk, values += panels_ * kTile) {
       int64_t c = 0;
       if (step == 1)
-        for (; c + 2 * kPanel <= call_.value_dim; c += 2 * kPanel) pack_pair(v + chunk * row_step + c, row_step, n - chunk, values + c * kChunk);
-      for (; c < call_.value_dim; c += kPanel) pack_panel(v + chunk * row_step + c * step, row_step, step, n - chunk, c, values + c * kChunk);
+        for (; c + 2 * kPanel <= call_.value_dim; c += 2 * kPanel)
+          pack_pair(v + chunk * row_step + c, row_step, n - chunk, values + c * kChunk);
+      for (; c < call_.value_dim; c += kPanel)
+        pack_panel(v + chunk * row_step + c * step, row_step, step, n - chunk, c, values + c * kChunk);
     }
   }
 
@@ -326,7 +346,8 @@ class Strips {
     const uint32_t* l = s.l;
     const int64_t row = s.row0 + s.first;
     const int32_t* acc = acc_ + s.first * acc_ld_;
-    epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first, call_.out.offset(s.b, s.h, row), &ahead_);
+    epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first,
+                                 call_.out.offset(s.b, s.h, row), &ahead_);
     Rows::keep_sums(call_, s, last_);
   }
 };

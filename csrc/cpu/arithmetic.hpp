@@ -13,9 +13,13 @@ namespace {
 constexpr int64_t kNever = -(int64_t(1) << 62);  // below every score exponent: the maximum of no keys
 
 template <class T>
-inline T smaller(T a, T b) { return a < b ? a : b; }
+inline T smaller(T a, T b) {
+  return a < b ? a : b;
+}
 template <class T>
-inline T larger(T a, T b) { return a > b ? a : b; }
+inline T larger(T a, T b) {
+  return a > b ? a : b;
+}
 inline int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -64,14 +68,16 @@ struct LastExponent {
   }
 };
 
-// T with a bias, in 2^-24 octave of 32 bits: for a c without bits below that, and scores and biases no larger. An absent
-// key's is INT32_MIN, from which all others keep 16 octaves away, so that its p is 0.
+// T with a bias, in 2^-24 octave of 32 bits: for a c without bits below that, and scores and biases no larger. An
+// absent key's is INT32_MIN, from which all others keep 16 octaves away, so that its p is 0.
 constexpr int32_t kShortNever = INT32_MIN;
 inline bool has_24_fraction_bits(Exponent e) { return e.k == 0 && e.c % 256 == 0; }
 inline bool levels_stay_short(int32_t score, int32_t bias, uint32_t c24) {
   return int64_t(score) * c24 + int64_t(bias) * 16 <= (int64_t(1) << 31) - (int64_t(1) << 28);
 }
-inline int32_t short_level(int32_t score, int32_t bias, uint32_t c24) { return int32_t(uint32_t(score) * c24 + (uint32_t(bias) << 4)); }
+inline int32_t short_level(int32_t score, int32_t bias, uint32_t c24) {
+  return int32_t(uint32_t(score) * c24 + (uint32_t(bias) << 4));
+}
 
 // s_V / s_O = mr * 2^(e - 24), 2^23 <= mr <= 2^24
 struct OutputMultiplier {

@@ -6,23 +6,83 @@
 // scratch for both passes while they fit; else the second pass computes them again.
 #pragma once
 #include "cpu/arithmetic.hpp"
-#include "cpu/buffers.hpp"
+#include "cpu/bias_mask.hpp"
 #include "cpu/epilogue.hpp"
 #include "cpu/exp2.hpp"
-#include "cpu/qflash.hpp"
-#include "cpu/bias_mask.hpp"
 #include "cpu/long_rows.hpp"
 #include "cpu/pack.hpp"
-#include "cpu/row_blocks.hpp"
 #include "cpu/product.hpp"
+#include "cpu/qflash.hpp"
+#include "cpu/row_blocks.hpp"
 
 namespace intflash {
 namespace {
 
 template <bool P16>
 constexpr int64_t kLongRow = P16 ? 1024 : 257;  // keys from which LongRows gains
-constexpr int64_t kLongStages = 2048;     // keys from which 8 chunks of P16 a stage gain: sums are loaded less often, ends cost more
-constexpr int kFewRows = 8;               // of a unit, for whole tiles of vectors are made of them
+constexpr int64_t kLongStages =
+    2048;                    // keys from which 8 chunks of P16 a stage gain: sums are loaded less often, ends cost more
+constexpr int kFewRows = 8;  // of a unit, for whole tiles of vectors are made of them
+
+// What a thread keeps of a head and of a unit of rows, laid out in its scratch.
+constexpr int64_t kStageKeys = 512;      // keys whose P is held at a time
+constexpr int64_t kWideStageKeys = 256;  // 127 * 65,193 * 256 < 2^31
+
+template <class V>
+struct Buffers {
+  using Code = typename V::Code;
+  using PCode = typename V::PCode;
+  static constexpr int kRows = V::kMaxRows, kLanes = V::kLanes, kBlock = 4 * V::kLanes;
+  static constexpr int kKeyPad = kBlock < kFlashTile ? kFlashTile : kBlock;
+
+  Code *keys_, *values_, *queries_;
+  int32_t *scores_, *acc_, *acc_low_, *column_sums_, *stage_;
+  PCode *p_, *p_low_;
+  int64_t score_ld_, p_ld_, value_pad_, chunk_, stage_keys_;
+  int qk_steps_;
+
+  Buffers(const Call& call, Scratch& scratch) {
+    const int64_t key_pad = round_up(larger<int64_t>(call.nk, 1), kKeyPad);
+    value_pad_ = round_up(call.value_dim, kLanes);
+    qk_steps_ = V::depth_steps(call.head_dim);
+    chunk_ = smaller(key_pad, round_up(V::kScoreBytes / (4 * kRows), kStageKeys));
+    if (call.method == Method::kOnline) chunk_ = smaller<int64_t>(key_pad, kGranule);
+    if (call.method >= Method::kQFlash) chunk_ = smaller(key_pad, kStageKeys);
+    score_ld_ = chunk_ + 16;  // not a multiple of 4 KiB, whose rows would share a cache set
+    p_ld_ = smaller(chunk_, kStageKeys) + 64 / int64_t(sizeof(PCode));
+    const bool wide_p = V::kWideP && call.method == Method::kP16;
+    stage_keys_ = wide_p ? kWideStageKeys : kStageKeys;
+    int64_t size[10] = {
+        key_pad * qk_steps_ * V::kGroup * int64_t(sizeof(Code)),
+        key_pad * value_pad_ * int64_t(sizeof(Code)),
+        kRows * qk_steps_ * V::kGroup * int64_t(sizeof(Code)),
+        kRows * score_ld_ * 4,
+        kRows * value_pad_ * 4,
+        call.method == Method::kP8 ? 0 : kRows * value_pad_ * 4,
+        call.method >= Method::kQFlash || wide_p ? key_pad / kFlashTile * value_pad_ * 4 : 0,
+        call.method >= Method::kQFlash ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
+        call.method == Method::kP16 && !wide_p ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
+        wide_p ? kRows * value_pad_ * 4 : 0,
+    };
+    int64_t total = 0;
+    for (int64_t& bytes : size) {
+      const int64_t at = total;
+      total += round_up(bytes, 64) + 64;
+      bytes = at;
+    }
+    char* base = scratch.reserve(size_t(total));
+    keys_ = reinterpret_cast<Code*>(base + size[0]);
+    values_ = reinterpret_cast<Code*>(base + size[1]);
+    queries_ = reinterpret_cast<Code*>(base + size[2]);
+    scores_ = reinterpret_cast<int32_t*>(base + size[3]);
+    acc_ = reinterpret_cast<int32_t*>(base + size[4]);
+    acc_low_ = reinterpret_cast<int32_t*>(base + size[5]);
+    column_sums_ = reinterpret_cast<int32_t*>(base + size[6]);
+    p_ = reinterpret_cast<PCode*>(base + size[7]);
+    p_low_ = reinterpret_cast<PCode*>(base + size[8]);
+    stage_ = reinterpret_cast<int32_t*>(base + size[9]);
+  }
+};
 
 template <class V>
 class Attention : Buffers<V>, Place<V::kMaxRows, V::kMatrixUnit> {
@@ -30,8 +90,9 @@ class Attention : Buffers<V>, Place<V::kMaxRows, V::kMatrixUnit> {
   using PCode = typename V::PCode;
   using B = Buffers<V>;
   using P = Place<V::kMaxRows, V::kMatrixUnit>;
+  using B::keys_, B::values_, B::queries_, B::scores_, B::acc_, B::acc_low_, B::column_sums_, B::stage_, B::p_,
+      B::p_low_;
   using B::kRows, B::kLanes, B::kBlock, B::kKeyPad;
-  using B::keys_, B::values_, B::queries_, B::scores_, B::acc_, B::acc_low_, B::column_sums_, B::stage_, B::p_, B::p_low_;
   using B::score_ld_, B::p_ld_, B::value_pad_, B::chunk_, B::stage_keys_, B::qk_steps_;
   using P::call_, P::b_, P::h_, P::hk_, P::q0_, P::k0_, P::nk_, P::row0_, P::rows_, P::key_end_, P::masked_;
   using P::enter_block, P::causal_keys, P::mask_row, P::mark_absent, P::first_row;
@@ -77,7 +138,8 @@ class Attention : Buffers<V>, Place<V::kMaxRows, V::kMatrixUnit> {
     scratch_.call_id = call_id_;
     scratch_.packed_head = head;
     const int64_t pad = round_up(nk_, kKeyPad);
-    Pack<V>::keys(call_.k.at(b_, hk_, k0_), call_.k.stride[2], call_.k.stride[3], nk_, call_.head_dim, qk_steps_, keys_);
+    Pack<V>::keys(call_.k.at(b_, hk_, k0_), call_.k.stride[2], call_.k.stride[3], nk_, call_.head_dim, qk_steps_,
+                  keys_);
     const bool natural = call_.method >= Method::kQFlash;
     Pack<V>::values(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, pad, call_.value_dim, natural,
                     values_);
@@ -117,13 +179,14 @@ class Attention : Buffers<V>, Place<V::kMaxRows, V::kMatrixUnit> {
     const bool plain = !masked_ && !wide_ && call_.method < Method::kQFlash;
     const int whole = plain ? int(n / kLanes) : 0;
     for (int r = 0; r < rows_; ++r) max[r] = V::set1(kAbsent);
-    Product<V>::scores(queries_, keys_ + key * qk_steps_ * V::kGroup, qk_steps_, panels, rows_, query_offset_, scores_, score_ld_,
-                       max, whole);
+    Product<V>::scores(queries_, keys_ + key * qk_steps_ * V::kGroup, qk_steps_, panels, rows_, query_offset_, scores_,
+                       score_ld_, max, whole);
     const int64_t pad = round_up(n, kKeyPad);
     for (int r = 0; r < rows_; ++r) {
       int32_t* s = scores_ + r * score_ld_;
       const int64_t present = causal_keys(r, key, n);
-      for (int64_t j = present / kLanes * kLanes; j < pad; j += kLanes) V::store(s + j, V::first(V::load(s + j), larger<int64_t>(0, present - j)));
+      for (int64_t j = present / kLanes * kLanes; j < pad; j += kLanes)
+        V::store(s + j, V::first(V::load(s + j), larger<int64_t>(0, present - j)));
       if (call_.keep.data) mark_absent(call_.keep, call_.keep_batch, r, key, present, s, uint8_t(0));
       if (call_.bias.data) mark_absent(call_.bias, call_.bias_batch, r, key, present, s, kAbsent);
     }
@@ -180,7 +243,8 @@ class Attention : Buffers<V>, Place<V::kMaxRows, V::kMatrixUnit> {
   __attribute__((noinline)) bool short_levels(int64_t n) {
     bool fit = call_.bias.data && !call_.k_scale.stride[2];
     for (int r = 0; fit && r < rows_; ++r)
-      fit = has_24_fraction_bits(exponent_[r * row_step_]) && short_row(r, 0).level(scores_ + r * score_ld_, n, level_[r]);
+      fit = has_24_fraction_bits(exponent_[r * row_step_]) &&
+            short_row(r, 0).level(scores_ + r * score_ld_, n, level_[r]);
     for (int r = 0; !fit && r < rows_; ++r) level_[r] = kNever;
     return fit;
   }
@@ -220,7 +284,8 @@ class Attention : Buffers<V>, Place<V::kMaxRows, V::kMatrixUnit> {
     const RowLevels levels = {scale_, row_step_, top_, base};
     PCode* p = reinterpret_cast<PCode*>(scores_ + at);
     const int64_t p_ld = score_ld_ * int64_t(sizeof(int32_t) / sizeof(PCode));
-    Exp2<V>::template rows<P16, Online>(depth_, masked_, scores_ + at, score_ld_, n, levels, rows_, p, p_ld, p_low_, p_ld_, sums);
+    Exp2<V>::template rows<P16, Online>(depth_, masked_, scores_ + at, score_ld_, n, levels, rows_, p, p_ld, p_low_,
+                                        p_ld_, sums);
     uint32_t l[kRows];
     for (int r = 0; r < rows_; r += 16) V::reduce_add(sums + r, l + r);
     for (int r = 0; r < rows_; ++r) l_[r] += l[r];
@@ -233,7 +298,9 @@ class Attention : Buffers<V>, Place<V::kMaxRows, V::kMatrixUnit> {
       return add_stage(key + at, n, fresh);
     }
     Product<V>::values(p, p_ld, v, pad * kLanes, n, int(value_pad_ / kLanes), rows_, acc_, value_pad_, !fresh);
-    if (P16) Product<V>::values(p_low_, p_ld_, v, pad * kLanes, n, int(value_pad_ / kLanes), rows_, acc_low_, value_pad_, !fresh);
+    if (P16)
+      Product<V>::values(p_low_, p_ld_, v, pad * kLanes, n, int(value_pad_ / kLanes), rows_, acc_low_, value_pad_,
+                         !fresh);
   }
 
   // acc (+)= the P V of keys [key, key + n) from that of p - 32768.
@@ -302,8 +369,9 @@ class Attention : Buffers<V>, Place<V::kMaxRows, V::kMatrixUnit> {
   }
   template <bool P16, int Stage>
   void long_rows() {
-    LongRows<V, P16, Stage>::run({queries_, keys_, values_, round_up(nk_, kKeyPad) * kLanes, nk_, rows_, int(value_pad_ / kLanes), scale_[0], depth_,
-                           reinterpret_cast<char*>(scores_), top_, acc_, acc_low_, l_, value_pad_});
+    LongRows<V, P16, Stage>::run({queries_, keys_, values_, round_up(nk_, kKeyPad) * kLanes, nk_, rows_,
+                                  int(value_pad_ / kLanes), scale_[0], depth_, reinterpret_cast<char*>(scores_), top_,
+                                  acc_, acc_low_, l_, value_pad_});
     finish<P16>();
   }
 
@@ -346,12 +414,13 @@ class Attention : Buffers<V>, Place<V::kMaxRows, V::kMatrixUnit> {
           step.scores(s, bias, call_.bias.stride[3], smaller<int64_t>(kFlashTile, n - at));
           step.probabilities(s, m[r], l[r], acc_ + r * value_pad_, value_pad_, p_ + r * p_ld_);
         }
-        Product<V>::natural_values(p_, p_ld_, values_ + (key + at) * kLanes, round_up(nk_, kKeyPad) * kLanes, kFlashTile,
-                                   int(value_pad_ / kLanes), rows_, acc_low_, value_pad_);
+        Product<V>::natural_values(p_, p_ld_, values_ + (key + at) * kLanes, round_up(nk_, kKeyPad) * kLanes,
+                                   kFlashTile, int(value_pad_ / kLanes), rows_, acc_low_, value_pad_);
         const int32_t* sums = column_sums_ + (key + at) / kFlashTile * value_pad_;
         for (int r = 0; r < rows_; ++r)
           for (int64_t d = 0; d < value_pad_; ++d)  // p was stored as p + 128
-            acc_[r * value_pad_ + d] = wrapping_add(acc_[r * value_pad_ + d], acc_low_[r * value_pad_ + d] - 128 * sums[d]);
+            acc_[r * value_pad_ + d] =
+                wrapping_add(acc_[r * value_pad_ + d], acc_low_[r * value_pad_ + d] - 128 * sums[d]);
       }
     }
     epilogue_.enter_head(b_, h_, hk_);

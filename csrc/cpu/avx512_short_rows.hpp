@@ -1,15 +1,15 @@
 // intflash and intflash_p8 on 512-bit vectors for rows of up to 256 keys: what amx_short_rows.hpp does on tiles.
 //
-// A strip's scores and P stay in L1, the sums of both products of up to 7 rows by 4 panels in registers. P16's two digits
-// share theirs: 127 * 65,321 * 256 < 2^31.
+// A strip's scores and P stay in L1, the sums of both products of up to 7 rows by 4 panels in registers. P16's two
+// digits share theirs: 127 * 65,321 * 256 < 2^31.
 #pragma once
 #include <type_traits>
 
 #include "cpu/arithmetic.hpp"
-#include "cpu/biased_tops.hpp"
+#include "cpu/bias_mask_avx512.hpp"
 #include "cpu/epilogue.hpp"
-#include "cpu/short_rows.hpp"
 #include "cpu/isa/avx512.hpp"
+#include "cpu/short_rows.hpp"
 
 namespace intflash {
 namespace {
@@ -20,9 +20,10 @@ class VectorStrips {
   using Strip = StripOf<64, 256 + 64, 64, 64 * (256 + 64)>;  // P in rows that lie in all cache sets
   using Rows = StripRows<V, P16, Strip>;
   static constexpr int kRows = Strip::kRows, kPanel = Strip::kPanel, kChunk = Strip::kChunk;
-  // Of a tile of sums in registers. Scores are stored, and on Zen 5 a store holds up the products: the less, the fewer come at once.
+  // Of a tile of sums in registers. Scores are stored, and on Zen 5 a store holds up the products: the less, the fewer
+  // come at once.
   static constexpr int kTileRows = 7, kScorePanels = 2, kValuePanels = 4;
-  static constexpr int kScores = 4096;                  // of a strip: 16 KiB
+  static constexpr int kScores = 4096;  // of a strip: 16 KiB
   static constexpr int64_t kMaxDim = 256, kScoreLd = Strip::kScoreLd;
   static_assert(127 * 255 * kStripKeys <= 1 << 24);  // P8's sums of values are short for the epilogue
 
@@ -57,7 +58,7 @@ class VectorStrips {
   uint8_t* p_;
   Strip strip_;
   int64_t b_, h_;
-  int index_;  // of the next strip in its head
+  int index_;      // of the next strip in its head
   bool tile_out_;  // P V goes from registers to the output
   Epilogue<V> epilogue_;
   typename Epilogue<V>::Ahead ahead_[kRows / 16];
@@ -65,18 +66,34 @@ class VectorStrips {
   LastExponent last_;
   int16_t p_at_[kStripKeys / 4], key_at_[kStripKeys / 4];  // of each step of P V: where P's row has it, its first key
 
-  static int tile_rows(const Call& call) { return call.value_dim > 3 * kPanel ? kTileRows - 1 : kTileRows; }  // beside four panels of V
+  static int tile_rows(const Call& call) {
+    return call.value_dim > 3 * kPanel ? kTileRows - 1 : kTileRows;
+  }  // beside four panels of V
 
   VectorStrips(const Call& call, uint64_t call_id, Scratch& scratch)
-      : call_(call), call_id_(call_id), scratch_(scratch), strip_rows_(unit_rows(call)), strips_(ceil_div(call.nq, strip_rows_)),
-        chunks_(ceil_div(call.nk, kChunk)), key_panels_(ceil_div(call.nk, kPanel)), key_steps_(ceil_div(call.head_dim, 4)),
-        value_panels_(ceil_div(call.value_dim, kPanel)), acc_ld_(value_panels_ * kPanel), levels_ld_(chunks_ * kChunk + 8),
-        biased_(call.bias.data || call.keep.data), whole_scores_(biased_ || call.t_max), epilogue_(call) {
+      : call_(call),
+        call_id_(call_id),
+        scratch_(scratch),
+        strip_rows_(unit_rows(call)),
+        strips_(ceil_div(call.nq, strip_rows_)),
+        chunks_(ceil_div(call.nk, kChunk)),
+        key_panels_(ceil_div(call.nk, kPanel)),
+        key_steps_(ceil_div(call.head_dim, 4)),
+        value_panels_(ceil_div(call.value_dim, kPanel)),
+        acc_ld_(value_panels_ * kPanel),
+        levels_ld_(chunks_ * kChunk + 8),
+        biased_(call.bias.data || call.keep.data),
+        whole_scores_(biased_ || call.t_max),
+        epilogue_(call) {
     const int64_t key_bytes = int64_t(key_panels_) * key_steps_ * 64, value_bytes = int64_t(chunks_) * kChunk * acc_ld_;
-    const int64_t score_bytes = strip_rows_ * kScoreLd * 4, p_bytes = (P16 ? 2 : 1) * Strip::kPlane, acc_bytes = strip_rows_ * acc_ld_ * 4;
+    const int64_t score_bytes = strip_rows_ * kScoreLd * 4, p_bytes = (P16 ? 2 : 1) * Strip::kPlane,
+                  acc_bytes = strip_rows_ * acc_ld_ * 4;
     const int64_t query_bytes = strip_rows_ * kMaxDim, level_bytes = biased_ ? strip_rows_ * levels_ld_ * 8 : 0;
-    char* at = scratch.reserve(size_t(key_bytes + value_bytes + score_bytes + p_bytes + acc_bytes + query_bytes + level_bytes));
-    const auto take = [&](auto*& p, int64_t bytes) { p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at), at += bytes; };
+    char* at = scratch.reserve(
+        size_t(key_bytes + value_bytes + score_bytes + p_bytes + acc_bytes + query_bytes + level_bytes));
+    const auto take = [&](auto*& p, int64_t bytes) {
+      p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at), at += bytes;
+    };
     take(scores_, score_bytes), take(p_, p_bytes), take(acc_, acc_bytes), take(query_copies_, query_bytes);
     take(keys_, key_bytes), take(values_, value_bytes), take(levels_, level_bytes);
     strip_.first = 0, strip_.scores = scores_, strip_.p = p_, strip_.levels = levels_, strip_.levels_ld = levels_ld_;
@@ -116,15 +133,18 @@ class VectorStrips {
     scratch_.call_id = call_id_, scratch_.packed_head = id;
     const View<int8_t>& k = call_.k;
     for (int64_t c = 0; c < n; c += kPanel)
-      V::pack_key_panel<0x80>(k.at(s.b, s.hk, c), k.stride[2], k.stride[3], smaller<int64_t>(kPanel, n - c), call_.head_dim, key_steps_, keys_ + c * key_steps_ * 4);
+      V::pack_key_panel<0x80>(k.at(s.b, s.hk, c), k.stride[2], k.stride[3], smaller<int64_t>(kPanel, n - c),
+                              call_.head_dim, key_steps_, keys_ + c * key_steps_ * 4);
     const int8_t* v = call_.v.at(s.b, s.hk);
     const int64_t row_step = call_.v.stride[2];
     const bool pairs = call_.v.stride[3] == 1 && call_.value_dim == 2 * kPanel;
     int8_t* out = values_;
     for (int i = 0; i < value_steps_; ++i, out += 4 * acc_ld_) {
       const int64_t key = key_at_[i];
-      if (pairs && n - key >= 4) V::pack_value_pair(v + key * row_step, row_step, out, out + 64);
-      else pack_values(v + key * row_step, n - key, out);
+      if (pairs && n - key >= 4)
+        V::pack_value_pair(v + key * row_step, row_step, out, out + 64);
+      else
+        pack_values(v + key * row_step, n - key, out);
     }
   }
   // A step of P V, all panels.
@@ -148,7 +168,8 @@ class VectorStrips {
     const int64_t row_step = call_.q.stride[2], step = call_.q.stride[3], n = call_.head_dim;
     if (step == 1 && n % 4 == 0) return {q, row_step};
     for (int r = 0; r < s.rows; ++r)
-      for (int64_t d = 0; d < 4 * key_steps_; ++d) query_copies_[r * kMaxDim + d] = d < n ? q[r * row_step + d * step] : 0;
+      for (int64_t d = 0; d < 4 * key_steps_; ++d)
+        query_copies_[r * kMaxDim + d] = d < n ? q[r * row_step + d * step] : 0;
     return {query_copies_, kMaxDim};
   }
 
@@ -175,14 +196,17 @@ class VectorStrips {
     const Queries q = queries(s);
     in_parts<kTileRows>(s.rows, [&](int r, auto rows, int tiles) {
       in_parts<kScorePanels>(key_panels_, [&](int c, auto panels, int parts) {
-        score_tiles<rows, panels>(tiles, parts, q.rows + r * q.ld, q.ld, keys_ + int64_t(c) * key_steps_ * 64, key_steps_, s.scores + r * kScoreLd + c * kPanel, max + r, c == 0);
+        score_tiles<rows, panels>(tiles, parts, q.rows + r * q.ld, q.ld, keys_ + int64_t(c) * key_steps_ * 64,
+                                  key_steps_, s.scores + r * kScoreLd + c * kPanel, max + r, c == 0);
       });
     });
     for (int r = 0; r < s.rows; r += 16) V::reduce_max(max + r, smaller(16, s.rows - r), s.top + r);
-    for (int r = 0; whole_scores_ && r < s.rows; ++r) {  // the unsigned keys undone; else it cancels against the row's maximum
+    for (int r = 0; whole_scores_ && r < s.rows;
+         ++r) {  // the unsigned keys undone; else it cancels against the row's maximum
       const int32_t offset = -128 * V::code_sum(q.rows + r * q.ld, 4 * key_steps_);
       s.top[r] += offset;
-      for (int32_t *x = s.scores + r * kScoreLd, *end = x + key_panels_ * kPanel; x < end; x += kPanel) V::store(x, V::add(V::load(x), V::set1(offset)));
+      for (int32_t *x = s.scores + r * kScoreLd, *end = x + key_panels_ * kPanel; x < end; x += kPanel)
+        V::store(x, V::add(V::load(x), V::set1(offset)));
     }
   }
 
@@ -196,18 +220,22 @@ class VectorStrips {
   }
 
   template <int R, int C>
-  static __attribute__((noinline)) void score_tiles(int tiles, int parts, const int8_t* q, int64_t q_ld, const int8_t* k, int steps, int32_t* out, __m512i* max, bool first) {
+  static __attribute__((noinline)) void score_tiles(int tiles, int parts, const int8_t* q, int64_t q_ld,
+                                                    const int8_t* k, int steps, int32_t* out, __m512i* max,
+                                                    bool first) {
     for (int t = 0; t < tiles; ++t, q += R * q_ld, out += R * kScoreLd, max += R) {
       __m512i best[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) best[r] = first ? V::set1(INT32_MIN) : max[r];
-      for (int c = 0; c < parts; ++c) score_tile<R, C>(q, q_ld, k + int64_t(c) * C * steps * 64, steps, out + c * C * kPanel, best);
+      for (int c = 0; c < parts; ++c)
+        score_tile<R, C>(q, q_ld, k + int64_t(c) * C * steps * 64, steps, out + c * C * kPanel, best);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) max[r] = best[r];
     }
   }
   template <int R, int C>
-  static inline __attribute__((always_inline)) void score_tile(const int8_t* q, int64_t q_ld, const int8_t* k, int steps, int32_t* out, __m512i (&best)[R]) {
+  static inline __attribute__((always_inline)) void score_tile(const int8_t* q, int64_t q_ld, const int8_t* k,
+                                                               int steps, int32_t* out, __m512i (&best)[R]) {
     __m512i acc[R][C];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -249,7 +277,8 @@ class VectorStrips {
     const auto tiles = [&](int r, auto rows, int tiles) {
       in_parts<kValuePanels>(value_panels_, [&](int c, auto panels, int parts) {
         for (int i = 0; i < parts; ++i, c += panels)
-          value_tiles<rows, panels>(tiles, s.p + r * Strip::kPRow, values_ + c * 64, acc_ + r * acc_ld_ + c * kPanel, r, at + r * call_.out.row_step);
+          value_tiles<rows, panels>(tiles, s.p + r * Strip::kPRow, values_ + c * 64, acc_ + r * acc_ld_ + c * kPanel, r,
+                                    at + r * call_.out.row_step);
       });
     };
     if (tile_rows(call_) < kTileRows)
@@ -258,11 +287,15 @@ class VectorStrips {
       in_parts<kTileRows>(s.rows, tiles);
   }
   template <int R, int C>
-  __attribute__((noinline)) void value_tiles(int tiles, const uint8_t* p, const int8_t* v, int32_t* out, int row, int64_t at) const {
-    for (int t = 0; t < tiles; ++t) value_tile<R, C>(p + t * R * Strip::kPRow, v, out + t * R * acc_ld_, row + t * R, at + t * R * call_.out.row_step);
+  __attribute__((noinline)) void value_tiles(int tiles, const uint8_t* p, const int8_t* v, int32_t* out, int row,
+                                             int64_t at) const {
+    for (int t = 0; t < tiles; ++t)
+      value_tile<R, C>(p + t * R * Strip::kPRow, v, out + t * R * acc_ld_, row + t * R,
+                       at + t * R * call_.out.row_step);
   }
   template <int R, int C>
-  inline __attribute__((always_inline)) void value_tile(const uint8_t* p, const int8_t* v, int32_t* out, int row, int64_t at) const {
+  inline __attribute__((always_inline)) void value_tile(const uint8_t* p, const int8_t* v, int32_t* out, int row,
+                                                        int64_t at) const {
     __m512i acc[R][C];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -296,7 +329,8 @@ class VectorStrips {
   void finish(const Strip& s) {
     for (int r = 0; !tile_out_ && r < s.rows; r += 16) {
       const int32_t* acc = acc_ + r * acc_ld_;
-      epilogue_.template rows<false>(acc, acc, acc_ld_, s.l + r, smaller(16, s.rows - r), call_.out.offset(s.b, s.h, s.row0 + r), &ahead_[r / 16]);
+      epilogue_.template rows<false>(acc, acc, acc_ld_, s.l + r, smaller(16, s.rows - r),
+                                     call_.out.offset(s.b, s.h, s.row0 + r), &ahead_[r / 16]);
     }
     Rows::keep_sums(call_, s, last_);
   }

@@ -14,7 +14,8 @@ struct ShortRow {
   bool level(const int32_t* s, int64_t n, int64_t& level) const {
     int32_t top = kShortNever, score = 0, most = 0;
     each(n, [&](int64_t j, int32_t b) {
-      const int32_t present = -(s[j] != kAbsent), x = s[j] & present, y = b & present;  // no branches: gcc makes none a vector
+      const int32_t present = -(s[j] != kAbsent), x = s[j] & present,
+                    y = b & present;  // no branches: gcc makes none a vector
       score = larger(score, x < 0 ? -x : x), most = larger(most, y < 0 ? -y : y);
       top = larger(top, (short_level(x, y, c24) & present) | (kShortNever & ~present));
     });

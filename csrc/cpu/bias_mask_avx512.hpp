@@ -1,6 +1,6 @@
 // Rows of scores with a mask, whose absent keys are marked, or with a bias: T of docs/numerics.md, and depths below its
-// maximum. In 32-bit lanes where those hold it; else in 64-bit lanes: a row of T then has, for every 16 keys, eight values
-// of the even keys and eight of the odd ones.
+// maximum. In 32-bit lanes where those hold it; else in 64-bit lanes: a row of T then has, for every 16 keys, eight
+// values of the even keys and eight of the odd ones.
 #pragma once
 #include "cpu/arithmetic.hpp"
 #include "cpu/exp2.hpp"
@@ -41,7 +41,8 @@ struct Neighbours {
   __m512i bias(const RowBias& row, int64_t j, __mmask16 present) const {
     const __m512i absent = _mm512_set1_epi32(kAbsent);
     const __mmask16 mask = kept(row, j, present);
-    return HasBias ? _mm512_mask_loadu_epi32(absent, mask, row.bias + j) : _mm512_mask_mov_epi32(absent, mask, _mm512_setzero_si512());
+    return HasBias ? _mm512_mask_loadu_epi32(absent, mask, row.bias + j)
+                   : _mm512_mask_mov_epi32(absent, mask, _mm512_setzero_si512());
   }
 };
 struct Apart {
@@ -63,8 +64,10 @@ struct Biased {
 
   // T of keys [0, n) of a row of scores, kNever for absent keys and from n to the end of its 16; the lanes' maxima.
   template <class Reader>
-  static I64 row(const int32_t* s, int64_t n, const Reader& reader, const RowBias& add, const BiasedScale& scale, int64_t* t) {
-    const __m512i c = _mm512_set1_epi32(scale.c), unit = _mm512_set1_epi32(scale.bias_unit), absent = _mm512_set1_epi32(kAbsent);
+  static I64 row(const int32_t* s, int64_t n, const Reader& reader, const RowBias& add, const BiasedScale& scale,
+                 int64_t* t) {
+    const __m512i c = _mm512_set1_epi32(scale.c), unit = _mm512_set1_epi32(scale.bias_unit),
+                  absent = _mm512_set1_epi32(kAbsent);
     const __m512i never = _mm512_set1_epi64(kNever), absent_bias = _mm512_mul_epi32(absent, unit);
     __m512i max = never;
     for (int64_t j = 0; j < n; j += 16, t += 16) {
@@ -87,12 +90,16 @@ struct Biased {
   // The largest magnitudes of scores and biases, by lanes.
   struct Magnitudes {
     __m512i score = _mm512_setzero_si512(), bias = _mm512_setzero_si512();
-    bool fit(uint32_t c24) const { return levels_stay_short(_mm512_reduce_max_epi32(score), _mm512_reduce_max_epi32(bias), c24); }
+    bool fit(uint32_t c24) const {
+      return levels_stay_short(_mm512_reduce_max_epi32(score), _mm512_reduce_max_epi32(bias), c24);
+    }
   };
   // The same in 32-bit lanes, c in 2^-24 octave; `most` is raised.
   template <class Reader>
-  static __m512i short_row(const int32_t* s, int64_t n, const Reader& reader, const RowBias& add, uint32_t c24, int32_t* t, Magnitudes& most) {
-    const __m512i c = _mm512_set1_epi32(int32_t(c24)), absent = _mm512_set1_epi32(kAbsent), never = _mm512_set1_epi32(kShortNever);
+  static __m512i short_row(const int32_t* s, int64_t n, const Reader& reader, const RowBias& add, uint32_t c24,
+                           int32_t* t, Magnitudes& most) {
+    const __m512i c = _mm512_set1_epi32(int32_t(c24)), absent = _mm512_set1_epi32(kAbsent),
+                  never = _mm512_set1_epi32(kShortNever);
     __m512i max = never;
     for (int64_t j = 0; j < n; j += 16) {
       const __m512i b = reader.bias(add, j, Vec512::lanes(n - j)), x = Vec512::load(s + j);
@@ -105,7 +112,9 @@ struct Biased {
     }
     return max;
   }
-  static __m512i short_depth(const int32_t* t, __m512i top) { return _mm512_srli_epi32(_mm512_sub_epi32(top, Vec512::load(t)), 15); }
+  static __m512i short_depth(const int32_t* t, __m512i top) {
+    return _mm512_srli_epi32(_mm512_sub_epi32(top, Vec512::load(t)), 15);
+  }
 
   // Below every score, and its depth below their maximum fits a signed register.
   static constexpr int32_t kMarked = kAbsent / 2;
@@ -134,10 +143,13 @@ struct Biased {
   static void reduce_max(const I64* x, int64_t* out) {
     __m512i a[4], b[2];
     for (int i = 0; i < 4; ++i)
-      a[i] = _mm512_max_epi64(_mm512_unpacklo_epi64(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_epi64(x[2 * i], x[2 * i + 1]));
+      a[i] = _mm512_max_epi64(_mm512_unpacklo_epi64(x[2 * i], x[2 * i + 1]),
+                              _mm512_unpackhi_epi64(x[2 * i], x[2 * i + 1]));
     for (int i = 0; i < 2; ++i)
-      b[i] = _mm512_max_epi64(_mm512_shuffle_i64x2(a[2 * i], a[2 * i + 1], 0x88), _mm512_shuffle_i64x2(a[2 * i], a[2 * i + 1], 0xDD));
-    _mm512_storeu_si512(out, _mm512_max_epi64(_mm512_shuffle_i64x2(b[0], b[1], 0x88), _mm512_shuffle_i64x2(b[0], b[1], 0xDD)));
+      b[i] = _mm512_max_epi64(_mm512_shuffle_i64x2(a[2 * i], a[2 * i + 1], 0x88),
+                              _mm512_shuffle_i64x2(a[2 * i], a[2 * i + 1], 0xDD));
+    _mm512_storeu_si512(
+        out, _mm512_max_epi64(_mm512_shuffle_i64x2(b[0], b[1], 0x88), _mm512_shuffle_i64x2(b[0], b[1], 0xDD)));
   }
 
  private:
@@ -146,6 +158,84 @@ struct Biased {
     const __m512i d = _mm512_sub_epi64(top, _mm512_loadu_si512(t));
     if (Scaled) return d;
     return _mm512_slli_epi64(_mm512_min_epu64(d, _mm512_set1_epi64(int64_t(1) << 40)), 9);  // 256 octaves
+  }
+};
+
+// DeadTile: one whose sums nobody needs.
+template <class V, class Strip, int DeadTile>
+struct BiasedTops {
+  const Call& call;
+  Strip& s;
+
+  BiasedTops(const Call& call, Strip& s) : call(call), s(s) {}
+
+  __attribute__((noinline)) void find() const {
+    if (s.on_short_levels() && !short_tops()) s.from = s.from_long;
+    if (s.on_short_levels()) return;
+    if (s.on_levels()) return level_tops();
+    marked_tops();
+  }
+
+  // f(r, how to read, what row r adds to its scores) for the strip's rows.
+  template <class F>
+  void for_each_row(F f) const {
+    const int64_t bias_step = call.bias.stride[3], keep_step = call.keep.stride[3];
+    const bool bias = call.bias.data, keep = call.keep.data;
+    if ((bias && bias_step != 1) || (keep && keep_step != 1)) return for_each_row(Apart{bias_step, keep_step}, f);
+    if (!keep) return for_each_row(Neighbours<true, false>(), f);
+    if (!bias) return for_each_row(Neighbours<false, true>(), f);
+    for_each_row(Neighbours<true, true>(), f);
+  }
+  template <class Reader, class F>
+  void for_each_row(const Reader& reader, F f) const {
+    RowBias add = {nullptr, nullptr};
+    if (call.bias.data) add.bias = call.bias.at(s.b % call.bias_batch, s.h, s.row0 + s.first);
+    if (call.keep.data) add.keep = call.keep.at(s.b % call.keep_batch, s.h, s.row0 + s.first);
+    for (int r = s.first; r < s.rows; ++r, add.bias += call.bias.stride[2], add.keep += call.keep.stride[2]) {
+      f(r, reader, add);
+      if (r % 4 == 3) V::template stay_awake<DeadTile>();
+    }
+  }
+
+  // False where 32 bits do not hold T.
+  bool short_tops() const {
+    __m512i max[Strip::kRows];
+    Biased::Magnitudes most;
+    uint32_t largest = 0;
+    for (int r = 0; r < Strip::kRows; ++r) max[r] = V::zero16();
+    for_each_row([&](int r, const auto& reader, const RowBias& add) {
+      const uint32_t c = s.biased_scale[r * s.scale_step].c24;
+      max[r] = Biased::short_row(s.scores + r * Strip::kScoreLd, call.nk, reader, add, c, s.short_levels(r), most);
+      largest = larger(largest, c);
+    });
+    if (!most.fit(largest)) return false;
+    for (int r = 0; r < s.rows; r += 16) V::reduce_max(max + r, s.top + r);
+    for (int r = s.first; r < s.rows; ++r)
+      if (s.top[r] == kShortNever) s.top[r] = 0;  // without keys: any level far above
+    return true;
+  }
+
+  void level_tops() const {
+    __m512i max[Strip::kRows];
+    for (int r = 0; r < Strip::kRows; ++r) max[r] = V::zero16();
+    for_each_row([&](int r, const auto& reader, const RowBias& add) {
+      max[r] = Biased::row(s.scores + r * Strip::kScoreLd, call.nk, reader, add, s.biased_scale[r * s.scale_step],
+                           s.levels + r * s.levels_ld);
+    });
+    for (int r = 0; r < s.rows; r += 8) Biased::reduce_max(max + r, s.level + r);
+    for (int r = s.first; r < s.rows; ++r)
+      if (s.level[r] == kNever) s.level[r] = 0;  // without keys: any level far above
+  }
+
+  void marked_tops() const {
+    __m512i max[Strip::kRows];
+    for (int r = 0; r < Strip::kRows; ++r) max[r] = V::zero16();
+    for_each_row([&](int r, const auto& reader, const RowBias& add) {
+      max[r] = Biased::mark(s.scores + r * Strip::kScoreLd, call.nk, reader, add);
+    });
+    for (int r = 0; r < s.rows; r += 16) V::reduce_max(max + r, s.top + r);
+    for (int r = s.first; r < s.rows; ++r)
+      if (s.top[r] == Biased::kMarked) s.top[r] = 0;  // without keys: any level far above the marks
   }
 };
 

@@ -22,8 +22,8 @@ struct View {
   }
 };
 
-// The output [batch, heads_q, nq, value_dim], channels contiguous. Workers may begin before the caller has made it: what is
-// here counts once `get` has returned.
+// The output [batch, heads_q, nq, value_dim], channels contiguous. Workers may begin before the caller has made it:
+// what is here counts once `get` has returned.
 class Output {
  public:
   int64_t batch_step = 0, head_step = 0, row_step = 0;
@@ -49,11 +49,11 @@ struct Call {
   int64_t batch, heads_q, heads_k, nq, nk, head_dim, value_dim;
   View<int8_t> q, k, v;
   Output out;
-  View<int32_t> bias;      // intflash: 2^-20 octave; qflash, iflash: score units; batch index modulo bias_batch
+  View<int32_t> bias;  // intflash: 2^-20 octave; qflash, iflash: score units; batch index modulo bias_batch
   View<uint8_t> keep;
   int64_t bias_batch, keep_batch;
-  bool causal, bottom_right;  // bottom_right: each packed sequence has its own offset
-  int64_t causal_offset;      // key j is present for query i iff j <= i + causal_offset
+  bool causal, bottom_right;       // bottom_right: each packed sequence has its own offset
+  int64_t causal_offset;           // key j is present for query i iff j <= i + causal_offset
   const int32_t *ends_q, *ends_k;  // packed sequences: prefix sums, `sequences` + 1 of them; or null
   int64_t sequences;
   View<float> q_scale, k_scale, v_scale, out_scale;  // axes batch, head, block of tokens, channel
@@ -91,14 +91,16 @@ enum class FloatType : int32_t { kFloat32, kFloat16, kBFloat16 };
 // What one instruction set offers.
 struct Kernels {
   const char* name;
-  int64_t scores_per_thread;      // 15 to 35 microseconds of intflash_p8 at head_dim 64: another thread must be worth its waking
+  int64_t scores_per_thread;  // 15 to 35 microseconds of intflash_p8 at head_dim 64: another thread must be worth its
+                              // waking
   int (*unit_rows)(const Call&);  // query rows of a unit of work
   void (*attention)(const Call&, const Units&, uint64_t call_id, Scratch&);
   float (*absolute_maximum)(const void* x, FloatType, const Rows&);
   void (*quantize)(const void* x, FloatType, const Rows&, float inverse, int qmax, int8_t* codes);
 };
 
-extern const Kernels kGenericKernels, kAvx2Kernels, kAvxVnniKernels, kAvx512VnniKernels, kAmxKernels, kNeonKernels, kNeonI8mmKernels;
+extern const Kernels kGenericKernels, kAvx2Kernels, kAvxVnniKernels, kAvx512VnniKernels, kAmxKernels, kNeonKernels,
+    kNeonI8mmKernels;
 
 // Of one call: blocks of at most `rows` query rows of every head and sequence.
 int64_t unit_count(const Call& call, int rows);

@@ -4,7 +4,8 @@
 //   s  = z >> 8 = 14 - hi,  f = 255 - (z & 255),  u = 256 + f
 //   w  = u*u >> 2,  m = u*u + 132608,  m >> 2 = w + 33152,  h = m >> 3 = (w + 33152) >> 1
 //   p16 = ((m >> (1 + s)) + 1) >> 1
-//   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15 with h = m >> 4 = (u*u >> 4) + 8288,
+//   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15 with h = m >> 4 = (u*u >> 4) +
+//   8288,
 //         0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
 // intflash_online rounds the depth below its reference level to steps of 1/112 octave, 2^24 in T:
 //   x10 = (level - T + 2^23 + (67 << 24)) >> 22   4 (step + 67) and two bits below it, saturated at 65535
@@ -29,7 +30,7 @@ static_assert(steps_are_exact());
 
 // How a row's scores become depths: x = (((min(top - S, limit) << shift) * c) + base) >> 32.
 struct RowScale {
-  uint32_t c = 0;      // C << kDepthBits when that fits, else C, with shift = kDepthBits + k
+  uint32_t c = 0;  // C << kDepthBits when that fits, else C, with shift = kDepthBits + k
   int shift = 0;
   uint32_t limit = 0;  // far past the last live depth; keeps the shift inside 32 bits
 };
@@ -46,7 +47,8 @@ template <bool Online = false>
 inline RowScale row_scale(Exponent e) {
   constexpr int bits = kDepthBits<Online>;
   if (e.k == 0 && e.c < (1u << (32 - bits))) return {e.c << bits, 0, 0xFFFFFFFFu};
-  // Without a pre-shift c >= 2^-bits: the limit is 2^11 units or more. With one, c >= 2^(k-2): 2^19. A product is below 2^62.
+  // Without a pre-shift c >= 2^-bits: the limit is 2^11 units or more. With one, c >= 2^(k-2): 2^19. A product is below
+  // 2^62.
   return {e.c, bits + e.k, (1u << (31 - bits - e.k)) - 1};
 }
 
@@ -54,9 +56,9 @@ inline uint64_t scaled_base(int64_t above) {  // 32 units: all dead, and base >>
   return uint64_t(smaller(above, int64_t(1) << 37) + kStepOffset) << kDepthBits<true>;
 }
 
-// Differences of S may be 16-bit where those past 65535 give a p of 0: z is in octave 10 (P8) or 15 (P16) or deeper, or the step
-// is 1008 or more. c then has 24 fraction bits, so that the lower half of C << kDepthBits is zero and the depth is one 16-bit
-// product's high half.
+// Differences of S may be 16-bit where those past 65535 give a p of 0: z is in octave 10 (P8) or 15 (P16) or deeper, or
+// the step is 1008 or more. c then has 24 fraction bits, so that the lower half of C << kDepthBits is zero and the
+// depth is one 16-bit product's high half.
 template <bool P16, bool Online = false>
 inline bool fits_short(const RowScale& r) {
   constexpr uint32_t dead = Online ? 4 * 1008 : 2 * ((P16 ? 15 : 10) * 256 - 153);
@@ -95,7 +97,8 @@ struct Exp2 {
   template <Depth D, bool Online, bool Masked>
   static inline U16 depths(const int32_t* s, const RowScale& r, I32 top, uint64_t base) {
     if constexpr (D == Depth::kShort) {
-      const U16 d = V::pack(below<Masked>(s, top), below<Masked>(s + V::kLanes, top)), c = V::set16(uint16_t(r.c >> 16));
+      const U16 d = V::pack(below<Masked>(s, top), below<Masked>(s + V::kLanes, top)),
+                c = V::set16(uint16_t(r.c >> 16));
       return Online ? V::mul_high16(d, c, uint32_t(base >> 16)) : V::mul_high16(d, c);
     } else {
       return V::pack(depth<D, Online, Masked>(s, r, top, base), depth<D, Online, Masked>(s + V::kLanes, r, top, base));
@@ -120,7 +123,8 @@ struct Exp2 {
 
   // One block of kBlock keys; `sum` gathers P8, or P16 - 32768, or the high digits, and `sum_low` the low ones.
   template <bool P16, Depth D, bool Online, bool Masked, bool Half>
-  static inline void block(const int32_t* s, const RowScale& r, I32 top, uint64_t base, PCode* high, PCode* low, I32& sum, I32& sum_low) {
+  static inline void block(const int32_t* s, const RowScale& r, I32 top, uint64_t base, PCode* high, PCode* low,
+                           I32& sum, I32& sum_low) {
     const U16 x0 = depths<D, Online, Masked>(s, r, top, base);
     const U16 x1 = Half ? V::zero16() : depths<D, Online, Masked>(s + 2 * V::kLanes, r, top, base);
     if constexpr (P16 && V::kWideP) {
@@ -136,10 +140,12 @@ struct Exp2 {
 
   // P of keys [0, n) of a row.
   template <bool P16, Depth D, bool Online, bool Masked>
-  static inline I32 row(const int32_t* s, int64_t n, const RowScale& r, I32 top, uint64_t base, PCode* high, PCode* low) {
+  static inline I32 row(const int32_t* s, int64_t n, const RowScale& r, I32 top, uint64_t base, PCode* high,
+                        PCode* low) {
     I32 sum = V::set1(0), sum_low = V::set1(0);
     int64_t j = 0;
-    for (; j + kBlock <= n; j += kBlock) block<P16, D, Online, Masked, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+    for (; j + kBlock <= n; j += kBlock)
+      block<P16, D, Online, Masked, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
     if (n - j > kBlock / 2)
       block<P16, D, Online, true, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
     else if (n > j)
@@ -158,7 +164,8 @@ struct Exp2 {
       const I32 top = V::set1(levels.top[i]);
       const uint64_t base = Online ? levels.base[i] : 0;
       const bool is_short = D == Depth::kNarrow && fits_short<P16, Online>(r);
-      sums[i] = V::add(sums[i], is_short ? row<P16, D == Depth::kNarrow ? Depth::kShort : D, Online, Masked>(s, n, r, top, base, high, low)
+      sums[i] = V::add(sums[i], is_short ? row<P16, D == Depth::kNarrow ? Depth::kShort : D, Online, Masked>(
+                                               s, n, r, top, base, high, low)
                                          : row<P16, D, Online, Masked>(s, n, r, top, base, high, low));
     }
   }

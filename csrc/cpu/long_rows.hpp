@@ -1,8 +1,10 @@
-// intflash and intflash_p8 on AMX tiles for rows of any length whose scores are not kept: the exact maxima first, then the
-// scores again, 64 keys at a time in a ring that stays in L1, each chunk's P beside the tile instructions of its neighbours.
+// intflash and intflash_p8 on AMX tiles for rows of any length whose scores are not kept: the exact maxima first, then
+// the scores again, 64 keys at a time in a ring that stays in L1, each chunk's P beside the tile instructions of its
+// neighbours.
 //
-// Beside another hyperthread the core seems to have few spare tile registers: an instruction that writes a tile then stalls
-// the vectors too where others are in flight. So they are spread, one or two to a row of P, a load well before its product.
+// Beside another hyperthread the core seems to have few spare tile registers: an instruction that writes a tile then
+// stalls the vectors too where others are in flight. So they are spread, one or two to a row of P, a load well before
+// its product.
 #pragma once
 #include "cpu/arithmetic.hpp"
 #include "cpu/exp2.hpp"
@@ -17,8 +19,8 @@ class LongRows {
   using PCode = typename V::PCode;
   using E = Exp2<V>;
   static constexpr int kRows = 16, kPanel = 16, kChunk = 64, kTile = 1024, kScores = kRows * kChunk;
-  // P8's sums of up to 64 channels stay in tiles 0 to 3. P16 has twice as many: two panels of channels at a time over the
-  // P of a stage, then the other two.
+  // P8's sums of up to 64 channels stay in tiles 0 to 3. P16 has twice as many: two panels of channels at a time over
+  // the P of a stage, then the other two.
   static_assert(P16 ? kStage % 4 == 0 : kStage == 1);
   static constexpr int kDigits = P16 ? 2 : 1;
   static constexpr int kPChunk = kDigits * kTile, kPStage = kStage * kPChunk;
@@ -59,7 +61,9 @@ class LongRows {
   I32 max_[2 * kRows], sums_[kDigits][kRows];
 
   explicit LongRows(const Unit& unit)
-      : u_(unit), chunks_(int((unit.keys_end + kChunk - 1) / kChunk)), strips_((unit.rows + kRows - 1) / kRows),
+      : u_(unit),
+        chunks_(int((unit.keys_end + kChunk - 1) / kChunk)),
+        strips_((unit.rows + kRows - 1) / kRows),
         steps_(int(round_up(chunks_, kStage))) {
     for (int i = 0; i < 2; ++i) {
       scores_[i] = reinterpret_cast<int32_t*>(unit.buffer) + i * kScores;
@@ -79,8 +83,8 @@ class LongRows {
         V::store(scores + j, V::first(V::load(scores + j), larger<int64_t>(0, present - j)));
   }
 
-  // Tiles: 4 and 5 queries, 6 and 7 keys, two for each strip's scores. A panel is stored while the next is multiplied, over
-  // the one of the chunk before, whose rows have been looked at by then.
+  // Tiles: 4 and 5 queries, 6 and 7 keys, two for each strip's scores. A panel is stored while the next is multiplied,
+  // over the one of the chunk before, whose rows have been looked at by then.
   template <int Strips>
   void maxima() {
     for (int r = 0; r < 2 * kRows; ++r) max_[r] = V::set1(kAbsent);
@@ -150,7 +154,8 @@ class LongRows {
     V::stores_before_loads();  // the compiler keeps them where they stand
   }
 
-  // Each step makes P of a chunk beside the scores of the next and P V of a chunk, or a part of it, of the stage before.
+  // Each step makes P of a chunk beside the scores of the next and P V of a chunk, or a part of it, of the stage
+  // before.
   void products() {
     for (int t = -1; t < strips_ * steps_ + kStage; ++t) {
       // What there is not yet or no more is computed from the first chunk and not used: a step has no branches.
@@ -184,7 +189,8 @@ class LongRows {
     for (int d = 0; d < kDigits; ++d)
       for (int r = 0; r < kRows; ++r) sums_[d][r] = V::set1(0);
     if (P16)
-      for (int64_t i = strip * kRows * u_.acc_ld; i < (strip + 1) * kRows * u_.acc_ld; i += kPanel) V::store(u_.acc + i, V::set1(0)), V::store(u_.acc_low + i, V::set1(0));
+      for (int64_t i = strip * kRows * u_.acc_ld; i < (strip + 1) * kRows * u_.acc_ld; i += kPanel)
+        V::store(u_.acc + i, V::set1(0)), V::store(u_.acc_low + i, V::set1(0));
   }
 
   void end_sums(int strip) {
@@ -207,8 +213,8 @@ class LongRows {
       V::stores_before_loads();
       scores.before_row(r);
       values.before_row(r);
-      E::template block<P16, D, false, Masked, false>(s + r * kChunk, scale, V::set1(top[r]), 0, p + r * 64, p + kTile + r * 64, sums_[0][r],
-                                                      sums_[kDigits - 1][r]);
+      E::template block<P16, D, false, Masked, false>(s + r * kChunk, scale, V::set1(top[r]), 0, p + r * 64,
+                                                      p + kTile + r * 64, sums_[0][r], sums_[kDigits - 1][r]);
     }
     V::stores_before_loads();
     values.before_row(kRows);
@@ -242,10 +248,17 @@ class LongRows {
         case 1: V::template load_tile<6>(k + kTile, 64); break;
         case 2: V::template zero<7>(), V::template dot_signed_tile<7, 4, 5>(); break;
         case 3: V::template load_tile<5>(k + 2 * kTile, 64); break;
-        case 4: V::template store_tile<7>(out, line), V::template zero<7>(), V::template dot_signed_tile<7, 4, 6>(); break;
+        case 4:
+          V::template store_tile<7>(out, line), V::template zero<7>(), V::template dot_signed_tile<7, 4, 6>();
+          break;
         case 5: V::template load_tile<6>(k + 3 * kTile, 64); break;
-        case 6: V::template store_tile<7>(out + kPanel, line), V::template zero<7>(), V::template dot_signed_tile<7, 4, 5>(); break;
-        case 8: V::template store_tile<7>(out + 2 * kPanel, line), V::template zero<7>(), V::template dot_signed_tile<7, 4, 6>(); break;
+        case 6:
+          V::template store_tile<7>(out + kPanel, line), V::template zero<7>(), V::template dot_signed_tile<7, 4, 5>();
+          break;
+        case 8:
+          V::template store_tile<7>(out + 2 * kPanel, line), V::template zero<7>(),
+              V::template dot_signed_tile<7, 4, 6>();
+          break;
         case 10: V::template store_tile<7>(out + 3 * kPanel, line); break;
       }
     }
@@ -253,14 +266,15 @@ class LongRows {
 
   Scores scores_of(Place at, int t) const {
     const bool none = at.strip >= strips_ || at.chunk >= chunks_;
-    return {u_.queries + (none ? 0 : at.strip) * kTile, u_.keys + int64_t(none ? 0 : at.chunk) * 4 * kTile, scores_[~t & 1]};
+    return {u_.queries + (none ? 0 : at.strip) * kTile, u_.keys + int64_t(none ? 0 : at.chunk) * 4 * kTile,
+            scores_[~t & 1]};
   }
 
   // P V of a chunk and all panels (P8), or of two chunks and two panels (P16). A panel there is not repeats the last.
   struct Values {
     const PCode* p;
     const Code* v[4];  // of the panels; or two panels of the first chunk, then of the second
-    int32_t *acc[4];   // of the sums' tiles
+    int32_t* acc[4];   // of the sums' tiles
     int64_t line;
     bool entered, left;
 
@@ -289,7 +303,9 @@ class LongRows {
           case 13: V::template dot_tile<3, 5, 7>(), V::template load_tile<4>(p + kPChunk, 64); break;
           case 14: V::template load_tile<5>(p + kPChunk + kTile, 64), V::template load_tile<6>(v[2], 64); break;
           case 15: V::template dot_tile<0, 4, 6>(), V::template load_tile<7>(v[3], 64); break;
-          case 16: V::template dot_tile<1, 5, 6>(), V::template dot_tile<2, 4, 7>(), V::template dot_tile<3, 5, 7>(); break;
+          case 16:
+            V::template dot_tile<1, 5, 6>(), V::template dot_tile<2, 4, 7>(), V::template dot_tile<3, 5, 7>();
+            break;
         }
       } else {
         switch (r) {
@@ -308,20 +324,38 @@ class LongRows {
 
   Values values_of(Place at, int t) const {
     const int64_t line = 4 * u_.acc_ld;
-    const auto value = [&](int chunk, int panel) { return u_.values + smaller(panel, u_.panels - 1) * u_.value_ld + int64_t(smaller(chunk, chunks_ - 1)) * kTile; };
-    const auto sums = [&](int32_t* acc, int panel) { return acc + at.strip * kRows * u_.acc_ld + smaller(panel, u_.panels - 1) * kPanel; };
+    const auto value = [&](int chunk, int panel) {
+      return u_.values + smaller(panel, u_.panels - 1) * u_.value_ld + int64_t(smaller(chunk, chunks_ - 1)) * kTile;
+    };
+    const auto sums = [&](int32_t* acc, int panel) {
+      return acc + at.strip * kRows * u_.acc_ld + smaller(panel, u_.panels - 1) * kPanel;
+    };
     if constexpr (P16) {
       constexpr int kPairs = kStage / 2;  // of chunks
-      const int part = at.chunk % kStage, panel = part / kPairs * 2, pair = part % kPairs, chunk = at.chunk - part + 2 * pair;
+      const int part = at.chunk % kStage, panel = part / kPairs * 2, pair = part % kPairs,
+                chunk = at.chunk - part + 2 * pair;
       const bool first = pair == 0, last = pair == kPairs - 1;
       const PCode* p = p_[(t / kStage + 1) & 1] + 2 * pair * kPChunk;
       if (t < kStage || panel >= u_.panels)
-        return {p, {value(chunk, 0), value(chunk, 0), value(chunk, 0), value(chunk, 0)}, {dump_, dump_, dump_, dump_}, 64, first, last};
-      return {p, {value(chunk, panel), value(chunk, panel + 1), value(chunk + 1, panel), value(chunk + 1, panel + 1)},
-              {sums(u_.acc, panel), sums(u_.acc_low, panel), sums(u_.acc, panel + 1), sums(u_.acc_low, panel + 1)}, line, first, last};
+        return {p,
+                {value(chunk, 0), value(chunk, 0), value(chunk, 0), value(chunk, 0)},
+                {dump_, dump_, dump_, dump_},
+                64,
+                first,
+                last};
+      return {p,
+              {value(chunk, panel), value(chunk, panel + 1), value(chunk + 1, panel), value(chunk + 1, panel + 1)},
+              {sums(u_.acc, panel), sums(u_.acc_low, panel), sums(u_.acc, panel + 1), sums(u_.acc_low, panel + 1)},
+              line,
+              first,
+              last};
     } else {
-      return {p_[~t & 1], {value(at.chunk, 0), value(at.chunk, 1), value(at.chunk, 2), value(at.chunk, 3)},
-              {sums(u_.acc, 0), sums(u_.acc, 1), sums(u_.acc, 2), sums(u_.acc, 3)}, line, at.chunk == 0, at.chunk + 1 == chunks_};
+      return {p_[~t & 1],
+              {value(at.chunk, 0), value(at.chunk, 1), value(at.chunk, 2), value(at.chunk, 3)},
+              {sums(u_.acc, 0), sums(u_.acc, 1), sums(u_.acc, 2), sums(u_.acc, 3)},
+              line,
+              at.chunk == 0,
+              at.chunk + 1 == chunks_};
     }
   }
 };

@@ -12,7 +12,8 @@ struct Pack {
   static constexpr int kFlip = V::kUnsignedKeys ? 0x80 : 0;
 
   // Rows of `steps * kGroup` codes, zero past head_dim; offset[r] undoes the flip of the keys.
-  static void queries(const int8_t* q, int64_t row_step, int64_t step, int rows, int64_t dim, int steps, Code* out, int32_t* offset) {
+  static void queries(const int8_t* q, int64_t row_step, int64_t step, int rows, int64_t dim, int steps, Code* out,
+                      int32_t* offset) {
     const int64_t depth = int64_t(steps) * kGroup;
     for (int r = 0; r < rows; ++r, out += depth) {
       const int8_t* x = q + r * row_step;
@@ -30,7 +31,8 @@ struct Pack {
   static void keys(const int8_t* k, int64_t key_step, int64_t step, int64_t n, int64_t dim, int steps, Code* out) {
     for (int64_t key = 0; key < n; key += kLanes) {
       if constexpr (V::kFastPack) {
-        if (step == 1 && V::pack_keys(k + key * key_step, key_step, smaller<int64_t>(kLanes, n - key), dim, steps, out)) {
+        if (step == 1 &&
+            V::pack_keys(k + key * key_step, key_step, smaller<int64_t>(kLanes, n - key), dim, steps, out)) {
           out += int64_t(steps) * kGroup * kLanes;
           continue;
         }
@@ -48,7 +50,8 @@ struct Pack {
 
   // Panels of kLanes channels: [step][channel][group], keys in the order in which P is stored
   // (natural: in their own), zero past n and past dim.
-  static void values(const int8_t* v, int64_t key_step, int64_t step, int64_t n, int64_t pad, int64_t dim, bool natural, Code* out) {
+  static void values(const int8_t* v, int64_t key_step, int64_t step, int64_t n, int64_t pad, int64_t dim, bool natural,
+                     Code* out) {
     for (int64_t c = 0; c < dim; c += kLanes)
       for (int64_t at = 0; at < pad; at += kGroup, out += kGroup * kLanes) {
         const int64_t in_block = at % kBlock;
@@ -66,7 +69,8 @@ struct Pack {
 };
 
 // sums[tile][c] = sum of V over the keys of each tile of kFlashTile
-inline void column_sums(const int8_t* v, int64_t key_step, int64_t step, int64_t n, int64_t dim, int64_t dim_pad, int32_t* sums) {
+inline void column_sums(const int8_t* v, int64_t key_step, int64_t step, int64_t n, int64_t dim, int64_t dim_pad,
+                        int32_t* sums) {
   for (int64_t key = 0; key < n; key += kFlashTile, sums += dim_pad) {
     for (int64_t c = 0; c < dim_pad; ++c) sums[c] = 0;
     for (int64_t j = key; j < n && j < key + kFlashTile; ++j) {

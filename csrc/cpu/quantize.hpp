@@ -24,7 +24,8 @@ struct BFloat16 {
   static inline float value(uint16_t x) { return from_bfloat16(x); }
 };
 
-// How far ahead to fetch, some 512 values: past a page's end or in rows further on, where the processor does not by itself.
+// How far ahead to fetch, some 512 values: past a page's end or in rows further on, where the processor does not by
+// itself.
 [[maybe_unused]] inline int64_t fetched_ahead(const Rows& shape) {
   const int64_t columns = shape.runs * shape.columns;
   return shape.rows > 1 ? (511 + columns) / columns * shape.row_step : 512;

@@ -18,7 +18,8 @@ inline bool on_strips(const Call& call) {
 // PRow, PChunk: bytes from row to row of P, and from chunk to chunk; Plane: of a digit.
 template <int Rows, int PRow, int PChunk, int Plane>
 struct StripOf {
-  static constexpr int kRows = Rows, kPanel = 16, kChunk = 64, kMaxChunks = kStripKeys / kChunk, kPRow = PRow, kPChunk = PChunk;
+  static constexpr int kRows = Rows, kPanel = 16, kChunk = 64, kMaxChunks = kStripKeys / kChunk, kPRow = PRow,
+                       kPChunk = PChunk;
   static constexpr int64_t kScoreLd = kMaxChunks * kChunk + 16, kPlane = Plane;  // rows of scores lie in all cache sets
 
   // What its depths are made from.
@@ -56,9 +57,12 @@ template <class V>
 struct RowOps : V {
   using typename V::U16;
   const U16 depth_half = V::held(_mm512_set1_epi16(2 * 153));
-  const U16 high_bytes = V::held(_mm512_broadcast_i32x4(_mm_setr_epi8(1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15, -1)));
-  const U16 byte_order = V::held(_mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
-  const U16 plan = V::held(V::shift6_plan()), mask = V::held(_mm512_set1_epi16(255 << 6)), one = V::held(_mm512_set1_epi16(256 << 6));
+  const U16 high_bytes =
+      V::held(_mm512_broadcast_i32x4(_mm_setr_epi8(1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15, -1)));
+  const U16 byte_order =
+      V::held(_mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
+  const U16 plan = V::held(V::shift6_plan()), mask = V::held(_mm512_set1_epi16(255 << 6)),
+            one = V::held(_mm512_set1_epi16(256 << 6));
   const U16 square = V::held(_mm512_set1_epi16(8288)), powers = V::held(_mm512_set1_epi16(512));
 
   U16 low_then_high(U16 a) const { return _mm512_shuffle_epi8(a, byte_order); }  // bytes, in each 128 bits
@@ -66,8 +70,10 @@ struct RowOps : V {
   U16 average(U16 a, uint16_t b) const { return b == 2 * 153 ? _mm512_avg_epu16(a, depth_half) : V::average(a, b); }
   template <int Shift>
   U16 mantissa(U16 z) const {
-    if constexpr (Shift != 6) return V::template mantissa<Shift>(z);
-    else return _mm512_ternarylogic_epi32(V::shift6(z, plan), mask, one, 0xAE);
+    if constexpr (Shift != 6)
+      return V::template mantissa<Shift>(z);
+    else
+      return _mm512_ternarylogic_epi32(V::shift6(z, plan), mask, one, 0xAE);
   }
   U16 add16(U16 a, uint16_t) const { return _mm512_add_epi16(a, square); }
   U16 power(U16 z) const { return _mm512_srlv_epi16(powers, high_byte(z)); }
@@ -120,7 +126,8 @@ class StripRows {
   }
 
   // Up to 4 keys by 16 channels of a value panel, the rest zero.
-  static void pack_value_group(const int8_t* v, int64_t row_step, int64_t step, int64_t keys, int64_t channels, int8_t* out) {
+  static void pack_value_group(const int8_t* v, int64_t row_step, int64_t step, int64_t keys, int64_t channels,
+                               int8_t* out) {
     if (keys <= 0) return _mm512_storeu_si512(out, _mm512_setzero_si512());
     if (step == 1) return void(V::pack_values(v, row_step, keys, channels, out));
     for (int lane = 0; lane < 16; ++lane)
@@ -158,8 +165,10 @@ class StripRows {
   };
   template <From F>
   static inline Scale load_scale(const RowScale& r) {
-    if constexpr (F == From::kShortScores) return {V::set16(uint16_t(r.c >> 16)), V::zero16(), 0};
-    else return {V::set1(int32_t(r.c)), V::set1(int32_t(r.limit)), r.shift};
+    if constexpr (F == From::kShortScores)
+      return {V::set16(uint16_t(r.c >> 16)), V::zero16(), 0};
+    else
+      return {V::set1(int32_t(r.c)), V::set1(int32_t(r.limit)), r.shift};
   }
 
   template <From F, int Vectors, class Between>
@@ -177,7 +186,8 @@ class StripRows {
     __m512i* sums = s.sums;
     const bool first = j == 0;
     for (int r = s.first, end = s.rows; r < end; ++r) {
-      if constexpr (!P16 && V::kMatrixUnit) __builtin_prefetch(p + (r + 4) * Strip::kPRow, 1);  // L1 does not keep it from strip to strip
+      if constexpr (!P16 && V::kMatrixUnit)
+        __builtin_prefetch(p + (r + 4) * Strip::kPRow, 1);  // L1 does not keep it from strip to strip
       __m512i sum = first ? V::zero16() : sums[r];
       if constexpr (F == From::kShortLevels) {
         const int32_t* t = short_levels + r * 2 * levels_ld;
@@ -195,11 +205,15 @@ class StripRows {
         const int32_t* x = scores + r * Strip::kScoreLd;
         const __m512i top = V::set1(tops[r]);
         const auto below = [&](int i) { return Exp2<V>::template below<false>(x + i * Strip::kPanel, top); };
-        const auto shifted = [&](int i) { return F == From::kScores ? below(i) : V::shift_left(V::min_u(below(i), scale.limit), scale.shift); };
+        const auto shifted = [&](int i) {
+          return F == From::kScores ? below(i) : V::shift_left(V::min_u(below(i), scale.limit), scale.shift);
+        };
         const auto depth = [&](int i) { return V::mul_high(shifted(i), scale.c); };
         const auto depths = [&](int i) {
-          if constexpr (F == From::kShortScores) return V::mul_high16(pair(i, below), scale.c);
-          else return pair(i, depth);
+          if constexpr (F == From::kShortScores)
+            return V::mul_high16(pair(i, below), scale.c);
+          else
+            return pair(i, depth);
         };
         block<Vectors>(o, depths, ones, p + r * Strip::kPRow, sum);
       }
@@ -210,7 +224,8 @@ class StripRows {
 
   // P of up to 64 depths in two registers, given by `depths`, and its part of the row's sum.
   template <int Vectors, class Depths>
-  static inline __attribute__((always_inline)) void block(const RowOps<V>& o, Depths depths, __m512i ones, uint8_t* p, __m512i& sums) {
+  static inline __attribute__((always_inline)) void block(const RowOps<V>& o, Depths depths, __m512i ones, uint8_t* p,
+                                                          __m512i& sums) {
     using E = Exp2<V>;
     const __m512i low = depths(0), high = Vectors > 2 ? depths(2) : V::zero16();
     if constexpr (P16) {
@@ -219,7 +234,8 @@ class StripRows {
       sums = V::store_bytes(p, _mm512_unpackhi_epi64(x, y), sums, ones, 8);
       sums = V::store_bytes(p + Strip::kPlane, _mm512_unpacklo_epi64(x, y), sums, ones, 0);
     } else {
-      sums = V::store_bytes(p, _mm512_packus_epi16(E::p8(low, o), Vectors > 2 ? E::p8(high, o) : V::zero16()), sums, ones, 0);
+      sums = V::store_bytes(p, _mm512_packus_epi16(E::p8(low, o), Vectors > 2 ? E::p8(high, o) : V::zero16()), sums,
+                            ones, 0);
     }
   }
 };

@@ -1,8 +1,8 @@
 #include "cpu/isa/amx.hpp"
 
+#include "cpu/amx_short_rows.hpp"
 #include "cpu/attention.hpp"
 #include "cpu/quantize.hpp"
-#include "cpu/amx_short_rows.hpp"
 
 namespace intflash {
 namespace {

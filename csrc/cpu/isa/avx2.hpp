@@ -76,16 +76,20 @@ struct Vec256 {
   }
   static U16 add16(U16 a, uint16_t b) { return _mm256_add_epi16(a, _mm256_set1_epi16(int16_t(b))); }
   static U16 mul_round(U16 a, U16 b) { return _mm256_mulhrs_epi16(a, b); }
-  static U16 power(U16 z) {  // 2^(9 - s) by its two bytes: a shuffle gives 0 for indices from 128 on, which saturation makes of the others
-    const __m256i copies = _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15));
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, -128, 64, 32, 16, 8, 4, 2, 1));
+  static U16 power(U16 z) {  // 2^(9 - s) by its two bytes: a shuffle gives 0 for indices from 128 on, which saturation
+                             // makes of the others
+    const __m256i copies =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15));
+    const __m256i table =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, -128, 64, 32, 16, 8, 4, 2, 1));
     const __m256i s = _mm256_shuffle_epi8(z, copies);
     return _mm256_shuffle_epi8(table, _mm256_adds_epu8(s, _mm256_set1_epi16(126 << 8 | 118)));
   }
   static U16 mul_high16(U16 a, U16 b) { return _mm256_mulhi_epu16(a, b); }
   static U16 mul_high16(U16 a, U16 b, uint32_t base) {  // a product's high half is at most 65534: the carry fits
     const __m256i low = _mm256_xor_si256(_mm256_mullo_epi16(a, b), set16(0x8000));
-    const __m256i carried = _mm256_sub_epi16(mul_high16(a, b), _mm256_cmpgt_epi16(low, set16(uint16_t(~base) ^ 0x8000)));
+    const __m256i carried =
+        _mm256_sub_epi16(mul_high16(a, b), _mm256_cmpgt_epi16(low, set16(uint16_t(~base) ^ 0x8000)));
     return _mm256_adds_epu16(carried, set16(uint16_t(base >> 16)));
   }
   static U16 average(U16 a, uint16_t b) { return _mm256_avg_epu16(a, _mm256_set1_epi16(int16_t(b))); }
@@ -123,7 +127,8 @@ struct Vec256 {
   }
   // The first `count` of float16 as float32.
   static void widen_float16(const uint16_t* x, int64_t count, float* out) {
-    for (; count >= 8; count -= 8, x += 8, out += 8) _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+    for (; count >= 8; count -= 8, x += 8, out += 8)
+      _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
     for (; count > 0; --count) *out++ = _cvtsh_ss(*x++);
   }
   static __m256 scaled(I32 x, float scale) { return _mm256_mul_ps(_mm256_cvtepi32_ps(x), _mm256_set1_ps(scale)); }
@@ -160,7 +165,8 @@ struct Vec256 {
 // 16 codes of eight rows, rows past `count` repeating the first.
 inline void load_rows(const int8_t* x, int64_t row_step, int64_t count, __m128i r[8]) {
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) r[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + (i < count ? i : 0) * row_step));
+  for (int i = 0; i < 8; ++i)
+    r[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + (i < count ? i : 0) * row_step));
 }
 inline __m128i load_half(const int8_t* x) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)); }
 
@@ -182,7 +188,8 @@ struct Avx2 : Vec256 {
       __m128i r[8], t[8];
       load_rows(k + 2 * s, row_step, count, r);
 #pragma GCC unroll 4
-      for (int i = 0; i < 8; i += 2) t[i] = _mm_unpacklo_epi16(r[i], r[i + 1]), t[i + 1] = _mm_unpackhi_epi16(r[i], r[i + 1]);
+      for (int i = 0; i < 8; i += 2)
+        t[i] = _mm_unpacklo_epi16(r[i], r[i + 1]), t[i + 1] = _mm_unpackhi_epi16(r[i], r[i + 1]);
 #pragma GCC unroll 2
       for (int i = 0; i < 8; i += 4) {
         r[i] = _mm_unpacklo_epi32(t[i], t[i + 2]), r[i + 1] = _mm_unpackhi_epi32(t[i], t[i + 2]);
@@ -201,7 +208,9 @@ struct Avx2 : Vec256 {
     widen(_mm_unpacklo_epi8(load_half(v), load_half(v + row_step)), out);
     return true;
   }
-  static void widen(__m128i codes, Code* out) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_cvtepi8_epi16(codes)); }
+  static void widen(__m128i codes, Code* out) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_cvtepi8_epi16(codes));
+  }
 
   // p - 32768, and the sum of these
   static I32 store_p16(PCode* p, U16 a, U16 b, I32 sum) {
