@@ -16,36 +16,36 @@ namespace intflash {
 namespace {
 
 template <bool P16>
-class Strips {
+class AmxShortRows {
   using V = Amx;
-  using Strip = StripOf<16, 64, 1024, 4 * 1024>;  // P in tiles
-  using Rows = StripRows<V, P16, Strip>;
-  static constexpr int kRows = Strip::kRows, kPanel = Strip::kPanel, kChunk = Strip::kChunk,
-                       kMaxChunks = Strip::kMaxChunks, kTile = Strip::kPChunk;
+  using RowBlock = RowBlockOf<16, 64, 1024, 4 * 1024>;  // P in tiles
+  using Rows = ShortRowSoftmax<V, P16, RowBlock>;
+  static constexpr int kRows = RowBlock::kRows, kPanel = RowBlock::kPanel, kChunk = RowBlock::kChunk,
+                       kMaxChunks = RowBlock::kMaxChunks, kTile = RowBlock::kPChunk;
   static constexpr int kParts = 16;  // of a chunk's tile work, four to a panel of S
   // Tiles 0 to 3: sums of P V; 4 (and 5): P's digits; 6: K or V; 7: S; Q has one of its own where P has one digit.
   static constexpr int kScoreTile = 7, kQueryTile = P16 ? 4 : 5;
   static constexpr bool kKeepsQueries = !P16;
   static constexpr int kDigits = P16 ? 2 : 1, kPassPanels = 4 / kDigits;  // four accumulator tiles
-  static constexpr int64_t kScoreLd = Strip::kScoreLd, kPlane = Strip::kPlane;
+  static constexpr int64_t kScoreLd = RowBlock::kScoreLd, kPlane = RowBlock::kPlane;
 
   // Where P V of a strip stands: one panel of channels at a time.
-  struct Place {
+  struct ProductPosition {
     int pass = 0, chunk = 0, panel = 0;
   };
   // The tile work beside a strip's rows.
   struct Tiles {
-    const Strip* before;  // its P V, or null
-    const int8_t* keys;   // the next panel of scores
+    const RowBlock* before;  // its P V, or null
+    const int8_t* keys;      // the next panel of scores
     int32_t* scores;
     int panels = 0;  // of scores in this chunk
     int due = 0;     // quarters of a panel of P V
-    Place place = {};
+    ProductPosition position = {};
   };
 
  public:
   static void run(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch) {
-    Strips s(call, units, call_id, scratch);
+    AmxShortRows s(call, units, call_id, scratch);
     V::begin_rows(s.tile_rows_);
     s.pipeline();
     V::end();
@@ -55,28 +55,28 @@ class Strips {
   const Call& call_;
   const uint64_t call_id_;
   Scratch& scratch_;
-  const int tile_rows_, strips_, slots_, chunks_, key_steps_, depths_, panels_;
+  const int tile_rows_, blocks_, slots_, chunks_, key_steps_, depths_, panels_;
   const int64_t acc_ld_, levels_ld_;
   int8_t *keys_[3], *values_[3], *queries_;
   int64_t* levels_;
   int32_t *acc_, *scores_[2];
   uint8_t* p_[2];
-  Strip strip_[3];
+  RowBlock block_[3];
   Epilogue<V> epilogue_;
-  typename Epilogue<V>::Ahead ahead_;
-  __m512i tail_ones_;
-  LastExponent last_;
+  typename Epilogue<V>::Prepared prepared_;
+  __m512i last_chunk_ones_;
+  CachedExponent cached_exponent_;
   int64_t b_, h_, hk_, left_ = 0;  // of the next strip
-  int strip_index_, opened_ = 0;
+  int block_index_, opened_ = 0;
   const Units& units_;  // last: ahead of what the tile work reads it made all of that slower
 
-  Strips(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch)
+  AmxShortRows(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch)
       : call_(call),
         call_id_(call_id),
         scratch_(scratch),
         tile_rows_(ceil_div(call.nq, ceil_div(call.nq, kRows))),
-        strips_(ceil_div(call.nq, kRows)),
-        slots_(strips_ > 1 && units.whole_heads ? 2 : 3),
+        blocks_(ceil_div(call.nq, kRows)),
+        slots_(blocks_ > 1 && units.whole_heads ? 2 : 3),
         chunks_(ceil_div(call.nk, kChunk)),
         key_steps_(ceil_div(call.head_dim, 4)),
         depths_(ceil_div(call.head_dim, 64)),
@@ -100,42 +100,42 @@ class Strips {
     for (int i = 0; i < 2; ++i) take(scores_[i], score_bytes), take(p_[i], p_bytes);
     take(acc_, acc_bytes), take(queries_, query_bytes), take(levels_, level_bytes);
     for (int i = 0; i < slots_; ++i) take(keys_[i], key_bytes), take(values_[i], value_bytes);
-    tail_ones_ = Rows::tail_ones(call.nk - (chunks_ - 1) * kChunk);
+    last_chunk_ones_ = Rows::last_chunk_ones(call.nk - (chunks_ - 1) * kChunk);
   }
 
   int chunk_keys(int chunk) const { return int(smaller<int64_t>(kChunk, call_.nk - int64_t(chunk) * kChunk)); }
 
   void pipeline() {
-    if (!draw()) return;
-    Strip *before = nullptr, *now = nullptr, *next = open();
+    if (!next_range()) return;
+    RowBlock *before = nullptr, *now = nullptr, *next = open();
     step(before, now, next);
     while (now || next) {
-      before = now, now = next, next = left_ || draw() ? open() : nullptr;
+      before = now, now = next, next = left_ || next_range() ? open() : nullptr;
       step(before, now, next);
     }
   }
 
-  __attribute__((noinline)) bool draw() {
+  __attribute__((noinline)) bool next_range() {
     int64_t first, last;
     if (!units_.next(first, last)) return false;
-    enter(first / strips_, int(first % strips_));
+    enter(first / blocks_, int(first % blocks_));
     left_ = last - first;
     return true;
   }
 
   // The next strip is this one of a query head.
-  void enter(int64_t head, int strip) {
+  void enter(int64_t head, int block) {
     b_ = head / call_.heads_q, h_ = head % call_.heads_q, hk_ = h_ / (call_.heads_q / call_.heads_k);
-    strip_index_ = strip;
+    block_index_ = block;
   }
 
   // P of `now` beside S of `next` and P V of `before`; each may be missing.
-  void step(Strip* before, Strip* now, const Strip* next) {
-    if (now) tops(*now);
-    stay_awake();
-    if (before) weigh(*before);
-    stay_awake();
-    V::stores_before_loads();  // of queries, copied a while before: a tile's load waits for the stores to reach memory
+  void step(RowBlock* before, RowBlock* now, const RowBlock* next) {
+    if (now) row_maxima(*now);
+    keep_awake();
+    if (before) prepare_epilogue(*before);
+    keep_awake();
+    V::compiler_barrier();  // of queries, copied a while before: a tile's load waits for the stores to reach memory
     if (kKeepsQueries && depths_ == 1) V::load_tile<kQueryTile>(queries_, 64);
     Tiles tiles{before, next ? next->keys : nullptr, next ? next->scores : nullptr};
     for (int j = 0; j < chunks_; ++j) {
@@ -145,9 +145,9 @@ class Strips {
       else
         for (int part = 0; part < kParts; ++part) tile_work(tiles, part);
     }
-    stay_awake();
+    keep_awake();
     if (before) finish(*before);
-    stay_awake();
+    keep_awake();
   }
 
   // One part of a chunk's tile work. Past head_dim Q is zero, so that what K's tile holds there does not count.
@@ -159,7 +159,7 @@ class Strips {
         V::zero<kScoreTile>();
         load_depth(t.keys, 0);
         if (!P16 && chunks_ > 1)
-          V::expect_tile<true>(t.scores + kPanel, 4 * kScoreLd);  // two strips' scores, P, K and V do not fit L1
+          V::prefetch_tile<true>(t.scores + kPanel, 4 * kScoreLd);  // two strips' scores, P, K and V do not fit L1
         return;
       case 1:
         if (!scores) return;
@@ -168,7 +168,7 @@ class Strips {
         return;
       case 2:
         if (t.before)
-          for (t.due += panels_; t.due >= 4; t.due -= 4) product(*t.before, t.place);
+          for (t.due += panels_; t.due >= 4; t.due -= 4) product(*t.before, t.position);
         return;
       default:
         if (!scores) return;
@@ -183,24 +183,24 @@ class Strips {
   }
 
   // Where there is much between P V and the next scores; P8's strips come back in time.
-  static void stay_awake() {
-    if constexpr (P16) V::stay_awake<kScoreTile>();
+  static void keep_awake() {
+    if constexpr (P16) V::keep_awake<kScoreTile>();
   }
 
-  Strip* open() {
-    Strip& s = strip_[opened_ % 3];
+  RowBlock* open() {
+    RowBlock& s = block_[opened_ % 3];
     s.scores = scores_[opened_ & 1], s.p = p_[opened_ & 1], s.levels = levels_, s.levels_ld = levels_ld_;
     ++opened_;
-    const int64_t start = int64_t(strip_index_) * tile_rows_;
+    const int64_t start = int64_t(block_index_) * tile_rows_;
     s.row0 = smaller<int64_t>(start, call_.nq - tile_rows_);
     s.first = int(start - s.row0), s.rows = tile_rows_;
     s.b = b_, s.h = h_, s.hk = hk_;
-    if (++strip_index_ == strips_) enter(b_ * call_.heads_q + h_ + 1, 0);
+    if (++block_index_ == blocks_) enter(b_ * call_.heads_q + h_ + 1, 0);
     --left_;
     enter_head(s);
-    stay_awake();
+    keep_awake();
     copy_queries(call_.q.at(s.b, s.h, s.row0));
-    Rows::choose_scales(call_, s, last_);
+    Rows::choose_scales(call_, s, cached_exponent_);
     return &s;
   }
 
@@ -213,7 +213,7 @@ class Strips {
 
   // Packs K and V of a head, or finds them packed: the strips in flight keep theirs: of two heads, or three where a
   // head is one strip.
-  void enter_head(Strip& s) {
+  void enter_head(RowBlock& s) {
     const int64_t id = s.b * call_.heads_k + s.hk;
     if (scratch_.call_id != call_id_ || scratch_.packed_head != id) {
       scratch_.call_id = call_id_, scratch_.packed_head = id;
@@ -223,7 +223,7 @@ class Strips {
     s.keys = keys_[scratch_.slot], s.values = values_[scratch_.slot];
   }
 
-  void pack(const Strip& s, int8_t* keys, int8_t* values) const {
+  void pack(const RowBlock& s, int8_t* keys, int8_t* values) const {
     const int64_t n = call_.nk;
     const int8_t* k = call_.k.at(s.b, s.hk);
     for (int64_t key = 0; key < n; key += kPanel, keys += int64_t(key_steps_) * 64)
@@ -261,8 +261,8 @@ class Strips {
   }
 
   // Maxima of a strip.
-  void tops(Strip& s) const {
-    if (call_.bias.data || call_.keep.data) return BiasedTops<V, Strip, kScoreTile>(call_, s).find();
+  void row_maxima(RowBlock& s) const {
+    if (call_.bias.data || call_.keep.data) return BiasedMaxima<V, RowBlock, kScoreTile>(call_, s).find();
     // Columns past the last key repeat it; rows past the last are read and not used.
     __m512i max[kRows];
     const int panels = ceil_div(call_.nk, kPanel);
@@ -275,28 +275,28 @@ class Strips {
   }
 
   // P of a chunk, and between its rows the tile work.
-  void probabilities(Strip& s, int j, Tiles& tiles) {
+  void probabilities(RowBlock& s, int j, Tiles& tiles) {
     const int keys = chunk_keys(j);
-    const __m512i ones = keys < kChunk ? tail_ones_ : _mm512_set1_epi8(1);
-    Rows::chunk(s, j, ceil_div(keys, kPanel), ones, Between{*this, tiles, s.rows - s.first});
+    const __m512i ones = keys < kChunk ? last_chunk_ones_ : _mm512_set1_epi8(1);
+    Rows::chunk(s, j, ceil_div(keys, kPanel), ones, TileWork{*this, tiles, s.rows - s.first});
   }
-  struct Between {
-    Strips& strips;
+  struct TileWork {
+    AmxShortRows& kernel;
     Tiles& tiles;
     int rows, due = 0, part = 0;
     inline __attribute__((always_inline)) void operator()() {
-      for (due += kParts; due >= rows; due -= rows, ++part) strips.tile_work(tiles, part);
+      for (due += kParts; due >= rows; due -= rows, ++part) kernel.tile_work(tiles, part);
     }
   };
 
   // The next panel of P V, in passes of as many panels as have accumulators: panel i and digit d in tile
   // i * kDigits + d.
-  void product(const Strip& s, Place& at) const {
+  void product(const RowBlock& s, ProductPosition& at) const {
     const int panel = at.pass * kPassPanels, count = smaller(kPassPanels, panels_ - panel);
     int32_t* acc = acc_ + panel * kPanel;
     const uint8_t* p = s.p + at.chunk * kTile;
     const int8_t* v = s.values + (int64_t(at.chunk) * panels_ + panel) * kTile;
-    V::stores_before_loads();
+    V::compiler_barrier();
     if (!kKeepsQueries || at.panel == 0) V::load_tile<4>(p, 64);
     if (P16 && at.panel == 0) V::load_tile<5>(p + kPlane, 64);
     const bool enter = at.chunk == 0, leave = at.chunk + 1 == chunks_;
@@ -336,19 +336,19 @@ class Strips {
   }
 
   // What its output needs besides P V, long before that: a division and much that waits for it.
-  void weigh(Strip& s) {
+  void prepare_epilogue(RowBlock& s) {
     V::reduce_add(s.sums, s.l);
     epilogue_.enter_head(s.b, s.h, s.hk);
-    epilogue_.template look_ahead<P16>(s.l + s.first, s.rows - s.first, ahead_);
+    epilogue_.template prepare<P16>(s.l + s.first, s.rows - s.first, prepared_);
   }
 
-  void finish(const Strip& s) {
+  void finish(const RowBlock& s) {
     const uint32_t* l = s.l;
     const int64_t row = s.row0 + s.first;
     const int32_t* acc = acc_ + s.first * acc_ld_;
     epilogue_.template rows<P16>(acc, acc + kRows * acc_ld_, acc_ld_, l + s.first, s.rows - s.first,
-                                 call_.out.offset(s.b, s.h, row), &ahead_);
-    Rows::keep_sums(call_, s, last_);
+                                 call_.out.offset(s.b, s.h, row), &prepared_);
+    Rows::keep_sums(call_, s, cached_exponent_);
   }
 };
 

@@ -58,7 +58,7 @@ inline Exponent exponent_constants(float q_scale, float k_scale, double sm_scale
 }
 
 // The constants of two scales, made anew where those are not the last ones'.
-struct LastExponent {
+struct CachedExponent {
   ScoreUnit unit = kOctaves;
   float q_scale = 0, k_scale = 0;
   Exponent exponent;
@@ -70,12 +70,12 @@ struct LastExponent {
 
 // T with a bias, in 2^-24 octave of 32 bits: for a c without bits below that, and scores and biases no larger. An
 // absent key's is INT32_MIN, from which all others keep 16 octaves away, so that its p is 0.
-constexpr int32_t kShortNever = INT32_MIN;
+constexpr int32_t kAbsentLevel32 = INT32_MIN;
 inline bool has_24_fraction_bits(Exponent e) { return e.k == 0 && e.c % 256 == 0; }
-inline bool levels_stay_short(int32_t score, int32_t bias, uint32_t c24) {
+inline bool levels_fit_32_bits(int32_t score, int32_t bias, uint32_t c24) {
   return int64_t(score) * c24 + int64_t(bias) * 16 <= (int64_t(1) << 31) - (int64_t(1) << 28);
 }
-inline int32_t short_level(int32_t score, int32_t bias, uint32_t c24) {
+inline int32_t level32(int32_t score, int32_t bias, uint32_t c24) {
   return int32_t(uint32_t(score) * c24 + (uint32_t(bias) << 4));
 }
 

@@ -31,7 +31,7 @@ struct RowBias {
 
 // Reads it, 16 keys at a time, of those `present`. Neighbours in memory, or else strides apart.
 template <bool HasBias, bool HasKeep>
-struct Neighbours {
+struct ContiguousReader {
   __mmask16 kept(const RowBias& row, int64_t j, __mmask16 present) const {
     if (!HasKeep) return present;
     const __m128i bytes = _mm_maskz_loadu_epi8(present, row.keep + j);
@@ -45,7 +45,7 @@ struct Neighbours {
                    : _mm512_mask_mov_epi32(absent, mask, _mm512_setzero_si512());
   }
 };
-struct Apart {
+struct StridedReader {
   int64_t bias_step, keep_step;
   __attribute__((noinline)) __mmask16 kept(const RowBias& row, int64_t j, __mmask16 present) const {
     unsigned mask = 0;
@@ -91,15 +91,15 @@ struct Biased {
   struct Magnitudes {
     __m512i score = _mm512_setzero_si512(), bias = _mm512_setzero_si512();
     bool fit(uint32_t c24) const {
-      return levels_stay_short(_mm512_reduce_max_epi32(score), _mm512_reduce_max_epi32(bias), c24);
+      return levels_fit_32_bits(_mm512_reduce_max_epi32(score), _mm512_reduce_max_epi32(bias), c24);
     }
   };
   // The same in 32-bit lanes, c in 2^-24 octave; `most` is raised.
   template <class Reader>
-  static __m512i short_row(const int32_t* s, int64_t n, const Reader& reader, const RowBias& add, uint32_t c24,
-                           int32_t* t, Magnitudes& most) {
+  static __m512i level32_row(const int32_t* s, int64_t n, const Reader& reader, const RowBias& add, uint32_t c24,
+                             int32_t* t, Magnitudes& most) {
     const __m512i c = _mm512_set1_epi32(int32_t(c24)), absent = _mm512_set1_epi32(kAbsent),
-                  never = _mm512_set1_epi32(kShortNever);
+                  never = _mm512_set1_epi32(kAbsentLevel32);
     __m512i max = never;
     for (int64_t j = 0; j < n; j += 16) {
       const __m512i b = reader.bias(add, j, Vec512::lanes(n - j)), x = Vec512::load(s + j);
@@ -112,7 +112,7 @@ struct Biased {
     }
     return max;
   }
-  static __m512i short_depth(const int32_t* t, __m512i top) {
+  static __m512i depth32(const int32_t* t, __m512i top) {
     return _mm512_srli_epi32(_mm512_sub_epi32(top, Vec512::load(t)), 15);
   }
 
@@ -162,18 +162,18 @@ struct Biased {
 };
 
 // DeadTile: one whose sums nobody needs.
-template <class V, class Strip, int DeadTile>
-struct BiasedTops {
+template <class V, class RowBlock, int DeadTile>
+struct BiasedMaxima {
   const Call& call;
-  Strip& s;
+  RowBlock& s;
 
-  BiasedTops(const Call& call, Strip& s) : call(call), s(s) {}
+  BiasedMaxima(const Call& call, RowBlock& s) : call(call), s(s) {}
 
   __attribute__((noinline)) void find() const {
-    if (s.on_short_levels() && !short_tops()) s.from = s.from_long;
-    if (s.on_short_levels()) return;
-    if (s.on_levels()) return level_tops();
-    marked_tops();
+    if (s.on_levels32() && !levels32_maxima()) s.from = s.wider_from;
+    if (s.on_levels32()) return;
+    if (s.on_levels()) return level_maxima();
+    marked_maxima();
   }
 
   // f(r, how to read, what row r adds to its scores) for the strip's rows.
@@ -181,10 +181,11 @@ struct BiasedTops {
   void for_each_row(F f) const {
     const int64_t bias_step = call.bias.stride[3], keep_step = call.keep.stride[3];
     const bool bias = call.bias.data, keep = call.keep.data;
-    if ((bias && bias_step != 1) || (keep && keep_step != 1)) return for_each_row(Apart{bias_step, keep_step}, f);
-    if (!keep) return for_each_row(Neighbours<true, false>(), f);
-    if (!bias) return for_each_row(Neighbours<false, true>(), f);
-    for_each_row(Neighbours<true, true>(), f);
+    if ((bias && bias_step != 1) || (keep && keep_step != 1))
+      return for_each_row(StridedReader{bias_step, keep_step}, f);
+    if (!keep) return for_each_row(ContiguousReader<true, false>(), f);
+    if (!bias) return for_each_row(ContiguousReader<false, true>(), f);
+    for_each_row(ContiguousReader<true, true>(), f);
   }
   template <class Reader, class F>
   void for_each_row(const Reader& reader, F f) const {
@@ -193,33 +194,33 @@ struct BiasedTops {
     if (call.keep.data) add.keep = call.keep.at(s.b % call.keep_batch, s.h, s.row0 + s.first);
     for (int r = s.first; r < s.rows; ++r, add.bias += call.bias.stride[2], add.keep += call.keep.stride[2]) {
       f(r, reader, add);
-      if (r % 4 == 3) V::template stay_awake<DeadTile>();
+      if (r % 4 == 3) V::template keep_awake<DeadTile>();
     }
   }
 
   // False where 32 bits do not hold T.
-  bool short_tops() const {
-    __m512i max[Strip::kRows];
+  bool levels32_maxima() const {
+    __m512i max[RowBlock::kRows];
     Biased::Magnitudes most;
     uint32_t largest = 0;
-    for (int r = 0; r < Strip::kRows; ++r) max[r] = V::zero16();
+    for (int r = 0; r < RowBlock::kRows; ++r) max[r] = V::zero16();
     for_each_row([&](int r, const auto& reader, const RowBias& add) {
       const uint32_t c = s.biased_scale[r * s.scale_step].c24;
-      max[r] = Biased::short_row(s.scores + r * Strip::kScoreLd, call.nk, reader, add, c, s.short_levels(r), most);
+      max[r] = Biased::level32_row(s.scores + r * RowBlock::kScoreLd, call.nk, reader, add, c, s.levels32(r), most);
       largest = larger(largest, c);
     });
     if (!most.fit(largest)) return false;
     for (int r = 0; r < s.rows; r += 16) V::reduce_max(max + r, s.top + r);
     for (int r = s.first; r < s.rows; ++r)
-      if (s.top[r] == kShortNever) s.top[r] = 0;  // without keys: any level far above
+      if (s.top[r] == kAbsentLevel32) s.top[r] = 0;  // without keys: any level far above
     return true;
   }
 
-  void level_tops() const {
-    __m512i max[Strip::kRows];
-    for (int r = 0; r < Strip::kRows; ++r) max[r] = V::zero16();
+  void level_maxima() const {
+    __m512i max[RowBlock::kRows];
+    for (int r = 0; r < RowBlock::kRows; ++r) max[r] = V::zero16();
     for_each_row([&](int r, const auto& reader, const RowBias& add) {
-      max[r] = Biased::row(s.scores + r * Strip::kScoreLd, call.nk, reader, add, s.biased_scale[r * s.scale_step],
+      max[r] = Biased::row(s.scores + r * RowBlock::kScoreLd, call.nk, reader, add, s.biased_scale[r * s.scale_step],
                            s.levels + r * s.levels_ld);
     });
     for (int r = 0; r < s.rows; r += 8) Biased::reduce_max(max + r, s.level + r);
@@ -227,11 +228,11 @@ struct BiasedTops {
       if (s.level[r] == kNever) s.level[r] = 0;  // without keys: any level far above
   }
 
-  void marked_tops() const {
-    __m512i max[Strip::kRows];
-    for (int r = 0; r < Strip::kRows; ++r) max[r] = V::zero16();
+  void marked_maxima() const {
+    __m512i max[RowBlock::kRows];
+    for (int r = 0; r < RowBlock::kRows; ++r) max[r] = V::zero16();
     for_each_row([&](int r, const auto& reader, const RowBias& add) {
-      max[r] = Biased::mark(s.scores + r * Strip::kScoreLd, call.nk, reader, add);
+      max[r] = Biased::mark(s.scores + r * RowBlock::kScoreLd, call.nk, reader, add);
     });
     for (int r = 0; r < s.rows; r += 16) V::reduce_max(max + r, s.top + r);
     for (int r = s.first; r < s.rows; ++r)

@@ -10,7 +10,7 @@ enum class OutType : int32_t { kInt8, kInt16, kFloat16, kBFloat16, kFloat32 };
 
 constexpr int32_t kAbsent = INT32_MIN;  // in a score row or a bias: this key takes no part
 constexpr int kGranule = 128;           // keys per granule of intflash_online: semantics, not tuning
-constexpr int kFlashTile = 32;          // keys per tile of qflash and iflash: semantics, not tuning
+constexpr int kQFlashTile = 32;         // keys per tile of qflash and iflash: semantics, not tuning
 
 // A tensor of four axes; a broadcast axis has stride 0. Strides count elements.
 template <class T>
@@ -30,17 +30,17 @@ class Output {
   int64_t offset(int64_t b, int64_t h, int64_t row) const { return b * batch_step + h * head_step + row * row_step; }
 
   void set(void* data) { __atomic_store_n(&data_, data, __ATOMIC_RELEASE); }
-  void give_up() { __atomic_store_n(&given_up_, true, __ATOMIC_RELEASE); }
+  void fail() { __atomic_store_n(&failed_, true, __ATOMIC_RELEASE); }
   // Waits for it, or throws where it was given up.
   __attribute__((always_inline)) void* get() const {
     void* data = __atomic_load_n(&data_, __ATOMIC_ACQUIRE);
-    return data ? data : awaited();
+    return data ? data : wait();
   }
 
  private:
-  void* awaited() const;
+  void* wait() const;
   void* data_ = nullptr;
-  bool given_up_ = false;
+  bool failed_ = false;
 };
 
 struct Call {
@@ -65,10 +65,10 @@ struct Call {
 
 // Where a thread gets its units from: runs of them, until there are none.
 struct Units {
-  bool (*draw)(void* context, int64_t& first, int64_t& last);
+  bool (*next_range)(void* context, int64_t& first, int64_t& last);
   void* context;
   bool whole_heads;  // a run never ends within a head that another run goes on with
-  bool next(int64_t& first, int64_t& last) const { return draw(context, first, last); }
+  bool next(int64_t& first, int64_t& last) const { return next_range(context, first, last); }
 };
 
 // Grown on demand, one per thread; remembers whose K and V it holds packed.

@@ -95,10 +95,10 @@ char* Scratch::reserve(size_t bytes) {
   return data;
 }
 
-void* Output::awaited() const {
+void* Output::wait() const {
   for (;;) {
     if (void* data = __atomic_load_n(&data_, __ATOMIC_ACQUIRE)) return data;
-    if (__atomic_load_n(&given_up_, __ATOMIC_ACQUIRE)) throw std::runtime_error("the output could not be made");
+    if (__atomic_load_n(&failed_, __ATOMIC_ACQUIRE)) throw std::runtime_error("the output could not be made");
     std::this_thread::yield();
   }
 }
@@ -134,8 +134,8 @@ void run_attention(const Kernels& kernels, const Call& call, int threads, const 
     // that it meets. Heads of a longest range or more are divided, so that a range is never longer.
     const int64_t heads = call.batch * call.heads_q;
     const bool are_many = heads >= kManyHeads * threads, are_small = call.nq * call.nk < kSmallHead;
-    const bool are_long = is_interruptible && cost / heads > kLongestRange;
-    job.whole_heads = !call.ends_q && !are_long && (are_many || (heads % threads == 0 && are_small));
+    const bool are_long_rows = is_interruptible && cost / heads > kLongestRange;
+    job.whole_heads = !call.ends_q && !are_long_rows && (are_many || (heads % threads == 0 && are_small));
     if (job.whole_heads) job.grain = (call.nq + rows - 1) / rows;
   } else if (!is_interruptible) {
     job.grain = units;

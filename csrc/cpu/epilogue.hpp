@@ -29,19 +29,19 @@ class Epilogue {
   }
 
   // What up to 16 integer output rows need of their sums of p, for a caller that has these well before acc: a division.
-  struct Ahead {
+  struct Prepared {
     typename V::Factors factors;
     bool fits = false;
   };
   template <bool P16>
-  void look_ahead(const uint32_t* l, int rows, Ahead& out) const {
+  void prepare(const uint32_t* l, int rows, Prepared& out) const {
     out.fits = call_.out_scale.data && block_factors<P16>(l, rows, out.factors);
   }
 
   // `rows` output rows from the offset `at` on, from acc = 256 * high + low (P16) or high (P8), and the sums of p.
   template <bool P16>
   void rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t at,
-            const Ahead* ahead = nullptr) const {
+            const Prepared* ahead = nullptr) const {
     const int64_t out_ld = call_.out.row_step;
     const auto each = [&](auto* out, auto write) {
       for (int r = 0; r < rows; ++r, high += ld, low += ld) write(high, low, l[r], out + at + r * out_ld);
@@ -70,7 +70,7 @@ class Epilogue {
   }
 
   // Whether int8_tile can write these rows, of so many panels.
-  bool takes_tile(const Ahead& ahead, int panels) const {
+  bool takes_tile(const Prepared& ahead, int panels) const {
     return ahead.fits && call_.out_type == OutType::kInt8 && call_.value_dim == panels * V::kLanes &&
            (panels == 2 || panels == 4);
   }
@@ -78,15 +78,15 @@ class Epilogue {
   // R rows from sums in registers, the first with factor `row` of those in `ahead`, by sixteens; Short: sums of 24
   // bits.
   template <bool Short, int R, int C>
-  inline __attribute__((always_inline)) void int8_tile(const typename V::I32 (&acc)[R][C], const Ahead* ahead, int row,
-                                                       int64_t at) const {
+  inline __attribute__((always_inline)) void int8_tile(const typename V::I32 (&acc)[R][C], const Prepared* ahead,
+                                                       int row, int64_t at) const {
     const int64_t out_ld = call_.out.row_step;
     int8_t* out = static_cast<int8_t*>(out_) + at;
     const auto value = [&](int r, int c) {
       const unsigned i = unsigned(row + r);
       const typename V::Factors& factors = ahead[i / 16].factors;
       if constexpr (Short)
-        return V::rescaled_short(acc[r][c], factors, int(i % 16));
+        return V::rescaled_24_bits(acc[r][c], factors, int(i % 16));
       else
         return V::rescaled(acc[r][c], V::odd_lanes(acc[r][c]), factors, int(i % 16));
     };
@@ -142,14 +142,14 @@ class Epilogue {
   // Up to 16 rows of one scale at once, where the vector layer has that; false: not these.
   template <bool P16, int Limit, class Out>
   inline bool block_of_rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, Out* out,
-                            const Ahead* ahead) const {
-    if constexpr (V::kWholeRows) {
+                            const Prepared* ahead) const {
+    if constexpr (V::kRowOperations) {
       typename V::Factors own;
       if (!(ahead ? ahead->fits : block_factors<P16>(l, rows, own))) return false;
       const typename V::Factors& factors = ahead ? ahead->factors : own;
-      if (!P16 && factors.short_sums)
+      if (!P16 && factors.sums_fit_24_bits)
         write_rows<Limit>(out, rows, [&](int row, int64_t d) {
-          return V::rescaled_short(V::load(high + row * ld + d), factors, row);
+          return V::rescaled_24_bits(V::load(high + row * ld + d), factors, row);
         });
       else
         write_rows<Limit>(out, rows, [&](int row, int64_t d) {
@@ -220,7 +220,7 @@ class Epilogue {
   inline void store_row(Out* out, F value) const {
     const int64_t n = call_.value_dim;
     int64_t d = 0;
-    if constexpr (V::kWholeRows && Limit == 127)
+    if constexpr (V::kRowOperations && Limit == 127)
       for (; d + 32 <= n; d += 32) V::store_pair(out + d, value(d), value(d + 16));
     for (; d < n; d += V::kLanes) V::store_clamped(out + d, value(d), Limit, n - d);
   }

@@ -60,13 +60,13 @@ inline uint64_t scaled_base(int64_t above) {  // 32 units: all dead, and base >>
 // the step is 1008 or more. c then has 24 fraction bits, so that the lower half of C << kDepthBits is zero and the
 // depth is one 16-bit product's high half.
 template <bool P16, bool Online = false>
-inline bool fits_short(const RowScale& r) {
+inline bool fits_16_bits(const RowScale& r) {
   constexpr uint32_t dead = Online ? 4 * 1008 : 2 * ((P16 ? 15 : 10) * 256 - 153);
   return r.shift == 0 && r.c % 65536 == 0 && (uint64_t(65535) * r.c) >> 32 >= dead;
 }
 
 // Where the depth comes from: S with shift 0, of 32 or of 16 bits, S with a shift and a limit, or already in the row.
-enum class Depth { kNarrow, kShort, kShifted, kGiven };
+enum class Depth { k32Bit, k16Bit, kShifted, kGiven };
 
 template <class V>
 struct Exp2 {
@@ -84,7 +84,7 @@ struct Exp2 {
       I32 d = V::sub(top, score);
       if constexpr (D == Depth::kShifted) d = V::shift_left(V::min_u(d, V::set1(int32_t(r.limit))), r.shift);
       const I32 x = Online ? V::mul_high(d, V::set1(int32_t(r.c)), base) : V::mul_high(d, V::set1(int32_t(r.c)));
-      return Masked ? V::bury_absent(x, score) : x;
+      return Masked ? V::saturate_absent(x, score) : x;
     }
   }
 
@@ -96,7 +96,7 @@ struct Exp2 {
 
   template <Depth D, bool Online, bool Masked>
   static inline U16 depths(const int32_t* s, const RowScale& r, I32 top, uint64_t base) {
-    if constexpr (D == Depth::kShort) {
+    if constexpr (D == Depth::k16Bit) {
       const U16 d = V::pack(below<Masked>(s, top), below<Masked>(s + V::kLanes, top)),
                 c = V::set16(uint16_t(r.c >> 16));
       return Online ? V::mul_high16(d, c, uint32_t(base >> 16)) : V::mul_high16(d, c);
@@ -159,12 +159,12 @@ struct Exp2 {
                       int64_t high_ld, PCode* low, int64_t low_ld, I32* sums) {
     int64_t asleep = 0;
     for (int i = 0; i < rows; ++i, s += s_ld, high += high_ld, low += low_ld) {
-      if (asleep += n; asleep >= 1024) V::stay_awake(), asleep = 0;
+      if (asleep += n; asleep >= 1024) V::keep_awake(), asleep = 0;
       const RowScale r = levels.scale[i * levels.step];
       const I32 top = V::set1(levels.top[i]);
       const uint64_t base = Online ? levels.base[i] : 0;
-      const bool is_short = D == Depth::kNarrow && fits_short<P16, Online>(r);
-      sums[i] = V::add(sums[i], is_short ? row<P16, D == Depth::kNarrow ? Depth::kShort : D, Online, Masked>(
+      const bool is_short = D == Depth::k32Bit && fits_16_bits<P16, Online>(r);
+      sums[i] = V::add(sums[i], is_short ? row<P16, D == Depth::k32Bit ? Depth::k16Bit : D, Online, Masked>(
                                                s, n, r, top, base, high, low)
                                          : row<P16, D, Online, Masked>(s, n, r, top, base, high, low));
     }
@@ -174,8 +174,8 @@ struct Exp2 {
   static void rows(Depth depth, bool masked, Args... args) {
     if (depth == Depth::kGiven) return rows_of<P16, Depth::kGiven, Online, false>(args...);
     if (depth == Depth::kShifted) return rows_of<P16, Depth::kShifted, Online, true>(args...);
-    if (masked) return rows_of<P16, Depth::kNarrow, Online, true>(args...);
-    return rows_of<P16, Depth::kNarrow, Online, false>(args...);
+    if (masked) return rows_of<P16, Depth::k32Bit, Online, true>(args...);
+    return rows_of<P16, Depth::k32Bit, Online, false>(args...);
   }
 };
 

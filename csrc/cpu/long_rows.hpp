@@ -45,7 +45,7 @@ class LongRows {
 
   static void run(const Unit& unit) {
     LongRows rows(unit);
-    if (rows.strips_ == 2)
+    if (rows.row_tiles_ == 2)
       rows.template maxima<2>();
     else
       rows.template maxima<1>();
@@ -54,29 +54,29 @@ class LongRows {
 
  private:
   const Unit& u_;
-  const int chunks_, strips_, steps_;  // steps of a strip: chunks, to whole stages
+  const int chunks_, row_tiles_, steps_;  // steps of a strip: chunks, to whole stages
   int32_t* scores_[2];
   PCode* p_[2];
-  int32_t* dump_;  // for sums of channels there are not
+  int32_t* discarded_;  // for sums of channels there are not
   I32 max_[2 * kRows], sums_[kDigits][kRows];
 
   explicit LongRows(const Unit& unit)
       : u_(unit),
         chunks_(int((unit.keys_end + kChunk - 1) / kChunk)),
-        strips_((unit.rows + kRows - 1) / kRows),
+        row_tiles_((unit.rows + kRows - 1) / kRows),
         steps_(int(round_up(chunks_, kStage))) {
     for (int i = 0; i < 2; ++i) {
       scores_[i] = reinterpret_cast<int32_t*>(unit.buffer) + i * kScores;
       p_[i] = reinterpret_cast<PCode*>(unit.buffer + 8 * kScores) + i * kPStage;
     }
-    dump_ = reinterpret_cast<int32_t*>(p_[1] + kPStage);
+    discarded_ = reinterpret_cast<int32_t*>(p_[1] + kPStage);
   }
 
-  const Code* queries(int strip) const { return u_.queries + strip * kTile; }
+  const Code* queries(int row_tile) const { return u_.queries + row_tile * kTile; }
   const Code* keys(int chunk) const { return u_.keys + int64_t(chunk) * 4 * kTile; }
 
   // Marks the keys past the last in its chunk's scores.
-  void mark_tail(int32_t* scores) const {
+  void mark_past_end(int32_t* scores) const {
     const int64_t present = u_.keys_end % kChunk;
     for (int r = 0; r < kRows; ++r, scores += kChunk)
       for (int64_t j = present / kPanel * kPanel; j < kChunk; j += kPanel)
@@ -85,150 +85,151 @@ class LongRows {
 
   // Tiles: 4 and 5 queries, 6 and 7 keys, two for each strip's scores. A panel is stored while the next is multiplied,
   // over the one of the chunk before, whose rows have been looked at by then.
-  template <int Strips>
+  template <int RowTiles>
   void maxima() {
     for (int r = 0; r < 2 * kRows; ++r) max_[r] = V::set1(kAbsent);
-    V::stores_before_loads();
+    V::compiler_barrier();
     V::template load_tile<4>(queries(0), 64);
-    if (Strips == 2) V::template load_tile<5>(queries(1), 64);
+    if (RowTiles == 2) V::template load_tile<5>(queries(1), 64);
     const int whole = int(u_.keys_end / kChunk);
-    panels_of_scores<Strips, true>(keys(0));
-    store_panel<Strips, 3>();
-    raise_all<Strips>();
-    for (int j = 1; j < whole; ++j) panels_of_scores<Strips, false>(keys(j));
-    for (int s = 0; s < Strips; ++s) raise(s, 0);  // their last panel but four is still to be seen
-    store_panel<Strips, 3>();
-    raise_all<Strips>();
+    panels_of_scores<RowTiles, true>(keys(0));
+    store_panel<RowTiles, 3>();
+    update_all_max<RowTiles>();
+    for (int j = 1; j < whole; ++j) panels_of_scores<RowTiles, false>(keys(j));
+    for (int s = 0; s < RowTiles; ++s) update_max(s, 0);  // their last panel but four is still to be seen
+    store_panel<RowTiles, 3>();
+    update_all_max<RowTiles>();
     if (whole < chunks_) {
-      panels_of_scores<Strips, true>(keys(whole));
-      store_panel<Strips, 3>();
-      for (int s = 0; s < Strips; ++s) mark_tail(scores_[s]);
-      raise_all<Strips>();
+      panels_of_scores<RowTiles, true>(keys(whole));
+      store_panel<RowTiles, 3>();
+      for (int s = 0; s < RowTiles; ++s) mark_past_end(scores_[s]);
+      update_all_max<RowTiles>();
     }
-    for (int s = 0; s < Strips; ++s) V::reduce_max(max_ + s * kRows, u_.top + s * kRows);
+    for (int s = 0; s < RowTiles; ++s) V::reduce_max(max_ + s * kRows, u_.top + s * kRows);
   }
 
-  template <int Strips, bool First>
+  template <int RowTiles, bool First>
   void panels_of_scores(const Code* k) {
-    panel_of_scores<Strips, First, 0>(k);
-    panel_of_scores<Strips, First, 1>(k);
-    panel_of_scores<Strips, First, 2>(k);
-    panel_of_scores<Strips, First, 3>(k);
+    panel_of_scores<RowTiles, First, 0>(k);
+    panel_of_scores<RowTiles, First, 1>(k);
+    panel_of_scores<RowTiles, First, 2>(k);
+    panel_of_scores<RowTiles, First, 3>(k);
   }
 
-  template <int Strips, bool First, int I>
+  template <int RowTiles, bool First, int I>
   inline void panel_of_scores(const Code* k) {
     constexpr int sum = 2 * (I & 1), key = 6 + (I & 1), before = (I + 3) & 3;
     V::template load_tile<key>(k + I * kTile, 64);
-    V::template expect_tile<false>(k + (I + 2) * kTile, 64);  // little but loads is between this pass's products
+    V::template prefetch_tile<false>(k + (I + 2) * kTile, 64);  // little but loads is between this pass's products
     V::template zero<sum>();
-    if (Strips == 2) V::template zero<sum + 1>();
-    if (!First) raise(0, 4 * I);
+    if (RowTiles == 2) V::template zero<sum + 1>();
+    if (!First) update_max(0, 4 * I);
     V::template dot_signed_tile<sum, 4, key>();
     if (!First || I) V::template store_tile<2 - sum>(scores_[0] + before * kPanel, 4 * kChunk);
-    if (Strips == 1) return;
-    if (!First) raise(1, 4 * I);
+    if (RowTiles == 1) return;
+    if (!First) update_max(1, 4 * I);
     V::template dot_signed_tile<sum + 1, 5, key>();
     if (!First || I) V::template store_tile<3 - sum>(scores_[1] + before * kPanel, 4 * kChunk);
   }
 
-  template <int Strips, int I>
+  template <int RowTiles, int I>
   void store_panel() const {
     V::template store_tile<2 * (I & 1)>(scores_[0] + I * kPanel, 4 * kChunk);
-    if (Strips == 2) V::template store_tile<2 * (I & 1) + 1>(scores_[1] + I * kPanel, 4 * kChunk);
+    if (RowTiles == 2) V::template store_tile<2 * (I & 1) + 1>(scores_[1] + I * kPanel, 4 * kChunk);
   }
 
-  template <int Strips>
-  void raise_all() {
-    for (int s = 0; s < Strips; ++s)
-      for (int r = 0; r < kRows; r += 4) raise(s, r);
+  template <int RowTiles>
+  void update_all_max() {
+    for (int s = 0; s < RowTiles; ++s)
+      for (int r = 0; r < kRows; r += 4) update_max(s, r);
   }
 
   // By a chunk's scores, four rows of a strip.
-  inline void raise(int strip, int row) {
-    const int32_t* s = scores_[strip] + row * kChunk;
-    I32* max = max_ + strip * kRows + row;
+  inline void update_max(int row_tile, int row) {
+    const int32_t* s = scores_[row_tile] + row * kChunk;
+    I32* max = max_ + row_tile * kRows + row;
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r, s += kChunk)
       max[r] = V::max(V::max(max[r], V::max(V::load(s), V::load(s + 16))), V::max(V::load(s + 32), V::load(s + 48)));
-    V::stores_before_loads();  // the compiler keeps them where they stand
+    V::compiler_barrier();  // the compiler keeps them where they stand
   }
 
   // Each step makes P of a chunk beside the scores of the next and P V of a chunk, or a part of it, of the stage
   // before.
   void products() {
-    for (int t = -1; t < strips_ * steps_ + kStage; ++t) {
+    for (int t = -1; t < row_tiles_ * steps_ + kStage; ++t) {
       // What there is not yet or no more is computed from the first chunk and not used: a step has no branches.
-      const Place before = t < kStage ? Place{0, larger(t, 0)} : place(t - kStage), now = place(t), next = place(t + 1);
-      if (t < 0 || now.strip == strips_ || now.chunk >= chunks_) {
-        edge(before, next, t);
+      const ChunkPosition before = t < kStage ? ChunkPosition{0, larger(t, 0)} : position(t - kStage),
+                          now = position(t), next = position(t + 1);
+      if (t < 0 || now.row_tile == row_tiles_ || now.chunk >= chunks_) {
+        step_without_p(before, next, t);
         continue;
       }
-      if (now.chunk == 0) begin_sums(now.strip);
+      if (now.chunk == 0) begin_sums(now.row_tile);
       const bool tail = u_.keys_end < (int64_t(now.chunk) + 1) * kChunk;
-      if (tail) mark_tail(scores_[t & 1]);
+      if (tail) mark_past_end(scores_[t & 1]);
       if (u_.depth == Depth::kShifted)
         tail ? step<Depth::kShifted, true>(before, now, next, t) : step<Depth::kShifted, false>(before, now, next, t);
-      else if (fits_short<P16>(u_.scale))
-        tail ? step<Depth::kShort, true>(before, now, next, t) : step<Depth::kShort, false>(before, now, next, t);
+      else if (fits_16_bits<P16>(u_.scale))
+        tail ? step<Depth::k16Bit, true>(before, now, next, t) : step<Depth::k16Bit, false>(before, now, next, t);
       else
-        tail ? step<Depth::kNarrow, true>(before, now, next, t) : step<Depth::kNarrow, false>(before, now, next, t);
-      if (now.chunk + 1 == chunks_) end_sums(now.strip);
+        tail ? step<Depth::k32Bit, true>(before, now, next, t) : step<Depth::k32Bit, false>(before, now, next, t);
+      if (now.chunk + 1 == chunks_) end_sums(now.row_tile);
     }
   }
 
-  struct Place {
-    int strip, chunk;
+  struct ChunkPosition {
+    int row_tile, chunk;
   };
-  Place place(int t) const {
-    const int strip = t < 0 ? 0 : t / steps_;
-    return {strip, t - strip * steps_};
+  ChunkPosition position(int t) const {
+    const int row_tile = t < 0 ? 0 : t / steps_;
+    return {row_tile, t - row_tile * steps_};
   }
 
-  void begin_sums(int strip) {
+  void begin_sums(int row_tile) {
     for (int d = 0; d < kDigits; ++d)
       for (int r = 0; r < kRows; ++r) sums_[d][r] = V::set1(0);
     if (P16)
-      for (int64_t i = strip * kRows * u_.acc_ld; i < (strip + 1) * kRows * u_.acc_ld; i += kPanel)
+      for (int64_t i = row_tile * kRows * u_.acc_ld; i < (row_tile + 1) * kRows * u_.acc_ld; i += kPanel)
         V::store(u_.acc + i, V::set1(0)), V::store(u_.acc_low + i, V::set1(0));
   }
 
-  void end_sums(int strip) {
+  void end_sums(int row_tile) {
     if (P16)
       for (int r = 0; r < kRows; ++r) sums_[0][r] = V::add(V::shift_left(sums_[0][r], 8), sums_[kDigits - 1][r]);
-    V::reduce_add(sums_[0], u_.l + strip * kRows);
+    V::reduce_add(sums_[0], u_.l + row_tile * kRows);
   }
 
   // Tiles: 0 to 3 sums of P V; scores: 4 queries, 5 and 6 keys, 7 sums; then 4 (and 5) P, 5 to 7 values.
   template <Depth D, bool Masked>
-  __attribute__((noinline)) void step(Place before, Place now, Place next, int t) {
+  __attribute__((noinline)) void step(ChunkPosition before, ChunkPosition now, ChunkPosition next, int t) {
     const Scores scores = scores_of(next, t);
     const Values values = values_of(before, t);
     values.enter();
     const RowScale scale = u_.scale;
-    const int32_t *s = scores_[t & 1], *top = u_.top + now.strip * kRows;
+    const int32_t *s = scores_[t & 1], *top = u_.top + now.row_tile * kRows;
     PCode* p = p_of(t);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      V::stores_before_loads();
+      V::compiler_barrier();
       scores.before_row(r);
       values.before_row(r);
       E::template block<P16, D, false, Masked, false>(s + r * kChunk, scale, V::set1(top[r]), 0, p + r * 64,
                                                       p + kTile + r * 64, sums_[0][r], sums_[kDigits - 1][r]);
     }
-    V::stores_before_loads();
+    V::compiler_barrier();
     values.before_row(kRows);
     values.leave();
   }
 
   // No P to make: that of chunks past the last is zero.
-  void edge(Place before, Place next, int t) {
+  void step_without_p(ChunkPosition before, ChunkPosition next, int t) {
     if (t >= 0)
       for (int i = 0; i < kPChunk; i += 64) V::store(reinterpret_cast<int32_t*>(p_of(t) + i), V::set1(0));
     const Scores scores = scores_of(next, t);
     const Values values = values_of(before, larger(t, 0));
     values.enter();
-    V::stores_before_loads();
+    V::compiler_barrier();
 #pragma GCC unroll 17
     for (int r = 0; r <= kRows; ++r) scores.before_row(r), values.before_row(r);
     values.leave();
@@ -264,9 +265,9 @@ class LongRows {
     }
   };
 
-  Scores scores_of(Place at, int t) const {
-    const bool none = at.strip >= strips_ || at.chunk >= chunks_;
-    return {u_.queries + (none ? 0 : at.strip) * kTile, u_.keys + int64_t(none ? 0 : at.chunk) * 4 * kTile,
+  Scores scores_of(ChunkPosition at, int t) const {
+    const bool none = at.row_tile >= row_tiles_ || at.chunk >= chunks_;
+    return {u_.queries + (none ? 0 : at.row_tile) * kTile, u_.keys + int64_t(none ? 0 : at.chunk) * 4 * kTile,
             scores_[~t & 1]};
   }
 
@@ -322,13 +323,13 @@ class LongRows {
     }
   };
 
-  Values values_of(Place at, int t) const {
+  Values values_of(ChunkPosition at, int t) const {
     const int64_t line = 4 * u_.acc_ld;
     const auto value = [&](int chunk, int panel) {
       return u_.values + smaller(panel, u_.panels - 1) * u_.value_ld + int64_t(smaller(chunk, chunks_ - 1)) * kTile;
     };
     const auto sums = [&](int32_t* acc, int panel) {
-      return acc + at.strip * kRows * u_.acc_ld + smaller(panel, u_.panels - 1) * kPanel;
+      return acc + at.row_tile * kRows * u_.acc_ld + smaller(panel, u_.panels - 1) * kPanel;
     };
     if constexpr (P16) {
       constexpr int kPairs = kStage / 2;  // of chunks
@@ -339,7 +340,7 @@ class LongRows {
       if (t < kStage || panel >= u_.panels)
         return {p,
                 {value(chunk, 0), value(chunk, 0), value(chunk, 0), value(chunk, 0)},
-                {dump_, dump_, dump_, dump_},
+                {discarded_, discarded_, discarded_, discarded_},
                 64,
                 first,
                 last};

@@ -50,12 +50,13 @@ struct Pack {
 
   // Panels of kLanes channels: [step][channel][group], keys in the order in which P is stored
   // (natural: in their own), zero past n and past dim.
-  static void values(const int8_t* v, int64_t key_step, int64_t step, int64_t n, int64_t pad, int64_t dim, bool natural,
-                     Code* out) {
+  static void values(const int8_t* v, int64_t key_step, int64_t step, int64_t n, int64_t pad, int64_t dim,
+                     bool in_key_order, Code* out) {
     for (int64_t c = 0; c < dim; c += kLanes)
       for (int64_t at = 0; at < pad; at += kGroup, out += kGroup * kLanes) {
         const int64_t in_block = at % kBlock;
-        const int64_t first = natural ? at : at - in_block + V::key_at(int(in_block));  // a group is consecutive keys
+        const int64_t first =
+            in_key_order ? at : at - in_block + V::key_at(int(in_block));  // a group is consecutive keys
         if constexpr (V::kFastPack) {
           if (step == 1 && V::pack_values(v + first * key_step + c, key_step, n - first, dim - c, out)) continue;
         }
@@ -71,9 +72,9 @@ struct Pack {
 // sums[tile][c] = sum of V over the keys of each tile of kFlashTile
 inline void column_sums(const int8_t* v, int64_t key_step, int64_t step, int64_t n, int64_t dim, int64_t dim_pad,
                         int32_t* sums) {
-  for (int64_t key = 0; key < n; key += kFlashTile, sums += dim_pad) {
+  for (int64_t key = 0; key < n; key += kQFlashTile, sums += dim_pad) {
     for (int64_t c = 0; c < dim_pad; ++c) sums[c] = 0;
-    for (int64_t j = key; j < n && j < key + kFlashTile; ++j) {
+    for (int64_t j = key; j < n && j < key + kQFlashTile; ++j) {
       const int8_t* row = v + j * key_step;
       if (step == 1)
         for (int64_t c = 0; c < dim; ++c) sums[c] += row[c];

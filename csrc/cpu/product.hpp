@@ -43,8 +43,8 @@ struct Product {
       rows_of<false>(p, p_ld, v, v_ld, depth, panels, rows, nullptr, add, out, out_ld);
   }
   // The same with keys in their own order, n a multiple of kGroup.
-  static void natural_values(const PCode* p, int64_t p_ld, const Code* v, int64_t v_ld, int n, int panels, int rows,
-                             int32_t* out, int64_t out_ld) {
+  static void values_in_key_order(const PCode* p, int64_t p_ld, const Code* v, int64_t v_ld, int n, int panels,
+                                  int rows, int32_t* out, int64_t out_ld) {
     rows_of<false>(p, p_ld, v, v_ld, Depth{n / kGroup, 0, {}}, panels, rows, nullptr, false, out, out_ld);
   }
 

@@ -26,7 +26,7 @@ struct BFloat16 {
 
 // How far ahead to fetch, some 512 values: past a page's end or in rows further on, where the processor does not by
 // itself.
-[[maybe_unused]] inline int64_t fetched_ahead(const Rows& shape) {
+[[maybe_unused]] inline int64_t prefetch_distance(const Rows& shape) {
   const int64_t columns = shape.runs * shape.columns;
   return shape.rows > 1 ? (511 + columns) / columns * shape.row_step : 512;
 }
@@ -36,8 +36,8 @@ float absolute_maximum_of(const void* data, const Rows& shape) {
   using Bits = typename F::Bits;
   const auto* x = static_cast<const typename F::Type*>(data);
   Bits bits = 0;  // of non-negative floats of either size: ordered as integers, NaN above all
-  if constexpr (V::kWholeRows) {
-    bits = Bits(V::largest_magnitude(x, shape, fetched_ahead(shape)));
+  if constexpr (V::kRowOperations) {
+    bits = Bits(V::largest_magnitude(x, shape, prefetch_distance(shape)));
   } else {
     const int64_t columns = shape.runs * shape.columns;
     for (int64_t r = 0; r < shape.rows; ++r, x += shape.row_step)
@@ -83,8 +83,8 @@ inline int8_t code(float x, float inverse, int32_t limit) {
 template <class V, class F>
 void quantize_of(const void* data, const Rows& shape, float inverse, int qmax, int8_t* codes) {
   const auto* x = static_cast<const typename F::Type*>(data);
-  if constexpr (V::kWholeRows) {
-    V::template quantize<F::kType>(x, shape, inverse, qmax, codes, fetched_ahead(shape));
+  if constexpr (V::kRowOperations) {
+    V::template quantize<F::kType>(x, shape, inverse, qmax, codes, prefetch_distance(shape));
   } else {
     const Rows s = shape;  // codes are bytes and could alias anything not local
     for (int64_t r = 0; r < s.rows; ++r)

@@ -99,7 +99,7 @@ struct Outputs {
         *reinterpret_cast<float*>(read_tensor(out_scale).data) = scale;
       }
     } catch (...) {
-      call.out.give_up();
+      call.out.fail();
       throw;
     }
     released.emplace();
@@ -117,7 +117,7 @@ unsigned long main_thread = 0;
 // Ctrl-C.
 std::exception_ptr check_signals() {
   if (PyThread_get_thread_ident() != main_thread) return nullptr;
-  const nb::gil_scoped_acquire held;
+  const nb::gil_scoped_acquire in_register;
   if (PyErr_CheckSignals() == 0) return nullptr;
   try {
     nb::raise_python_error();

@@ -11,15 +11,15 @@ namespace {
 bool on_vectors(const Call& call) { return call.method >= Method::kQFlash; }
 
 int unit_rows(const Call& call) {
-  if (on_strips(call)) return 16;
+  if (are_short_rows(call)) return 16;
   return on_vectors(call) ? kAvx512VnniKernels.unit_rows(call) : Attention<Amx>::unit_rows(call);
 }
 
 void attention(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch) {
   if (on_vectors(call)) return kAvx512VnniKernels.attention(call, units, call_id, scratch);
-  if (on_strips(call)) {
-    if (call.method == Method::kP16) return Strips<true>::run(call, units, call_id, scratch);
-    return Strips<false>::run(call, units, call_id, scratch);
+  if (are_short_rows(call)) {
+    if (call.method == Method::kP16) return AmxShortRows<true>::run(call, units, call_id, scratch);
+    return AmxShortRows<false>::run(call, units, call_id, scratch);
   }
   Attention<Amx>::run(call, units, call_id, scratch);
 }

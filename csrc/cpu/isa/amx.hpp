@@ -43,7 +43,7 @@ struct Amx : Vec512 {
   }
   // Asks for the 16 lines of a tile that is to be loaded, or stored.
   template <bool Store>
-  static inline __attribute__((always_inline)) void expect_tile(const void* x, int64_t line) {
+  static inline __attribute__((always_inline)) void prefetch_tile(const void* x, int64_t line) {
 #pragma GCC unroll 16
     for (int r = 0; r < 16; ++r) __builtin_prefetch(static_cast<const char*>(x) + r * line, Store);
   }
@@ -59,7 +59,7 @@ struct Amx : Vec512 {
   // sum nobody reads keeps the unit awake. It goes to a tile that is dead then, as all are between the products of
   // block().
   template <int Dead = 0>
-  static void stay_awake() {
+  static void keep_awake() {
     dot_signed_tile<Dead, 4, 6>();
   }
   // One step of a value panel by one byte permutation of its four rows of 16.
@@ -112,15 +112,15 @@ struct Amx : Vec512 {
   // Also raises max[r] by the scores of the first `whole` panels, each pair while the next is computed.
   static void scores(const Code* q, const Code* k, int steps, int panels, int rows, int32_t* out, int64_t out_ld,
                      I32* max, int whole) {
-    const auto raise = [&](int32_t* s) {
+    const auto update_max = [&](int32_t* s) {
       for (int r = 0; r < rows; ++r, s += out_ld) max[r] = Vec512::max(max[r], Vec512::max(load(s), load(s + 16)));
     };
     int c = 0;
     for (; c + 2 <= whole; c += 2) {
       product<true>(q, 4 * steps, k + int64_t(c) * 64 * steps, 64 * steps, steps, 2, rows, out + 16 * c, out_ld, false);
-      if (c) raise(out + 16 * (c - 2));
+      if (c) update_max(out + 16 * (c - 2));
     }
-    if (c) raise(out + 16 * (c - 2));
+    if (c) update_max(out + 16 * (c - 2));
     if (c < panels)
       product<true>(q, 4 * steps, k + int64_t(c) * 64 * steps, 64 * steps, steps, panels - c, rows, out + 16 * c,
                     out_ld, false);

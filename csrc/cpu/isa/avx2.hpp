@@ -12,14 +12,14 @@ namespace {
 struct Vec256 {
   static constexpr int kLanes = 8;
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20;
-  static constexpr bool kMatrixUnit = false, kFastPack = true, kWholeRows = false, kFloat16 = true;
+  static constexpr bool kMatrixUnit = false, kFastPack = true, kRowOperations = false, kFloat16 = true;
   using I32 = __m256i;
   using U16 = __m256i;
   using Codes = __m256i;
 
   static void begin(int64_t) {}
   static void end() {}
-  static void stay_awake() {}
+  static void keep_awake() {}
 
   static I32 load(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static void store(int32_t* p, I32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
@@ -59,7 +59,7 @@ struct Vec256 {
     return high_halves(_mm256_add_epi64(_mm256_mul_epu32(a, c), b),
                        _mm256_add_epi64(_mm256_mul_epu32(_mm256_srli_epi64(a, 32), c), b));
   }
-  static I32 bury_absent(I32 x, I32 s) {
+  static I32 saturate_absent(I32 x, I32 s) {
     const __m256i absent = _mm256_cmpeq_epi32(s, _mm256_set1_epi32(INT32_MIN));
     return _mm256_blendv_epi8(x, _mm256_set1_epi32(65535), absent);
   }

@@ -11,7 +11,7 @@ namespace intflash {
 namespace {
 
 // Absolute maxima and codes of floats, as quantize.hpp defines them.
-struct Floats512 {
+struct Quantize512 {
   // Masks of the first `count` lanes or bytes.
   static __mmask16 lanes(int64_t count) { return count >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << count) - 1); }
   static __mmask64 bytes(int64_t count) {
@@ -92,18 +92,18 @@ struct Floats512 {
       return _mm512_sub_epi32(_mm512_min_epi32(_mm512_max_epi32(bits, low), high), zero);
     }
     template <class T>
-    __m512i thirty_two(const T* x) const {  // as int16, quarters of both sixteens in turn
+    __m512i words_of_32(const T* x) const {  // as int16, quarters of both sixteens in turn
       prefetch(x + ahead);
       if (sizeof(T) == 4) prefetch(x + 16 + ahead);
       return _mm512_packs_epi32(code(widened<F>(x)), code(widened<F>(x + 16)));
     }
     template <class T>
     __m512i codes(const T* x) const {
-      return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(thirty_two(x), thirty_two(x + 32)));
+      return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(words_of_32(x), words_of_32(x + 32)));
     }
     template <class T>
     __m256i half_codes(const T* x) const {
-      const __m512i words = thirty_two(x);
+      const __m512i words = words_of_32(x);
       return _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, _mm512_packs_epi16(words, words)));
     }
   };
@@ -136,7 +136,7 @@ struct Floats512 {
 };
 
 // Packing of K and V into panels.
-struct Pack512 : Floats512 {
+struct Pack512 : Quantize512 {
   using Code = int8_t;
 
   static __m512i broadcast(const void* p) {
@@ -278,7 +278,7 @@ struct Pack512 : Floats512 {
 // The lanes, the products and the output.
 struct Vec512 : Pack512 {
   static constexpr int kLanes = 16, kGroup = 4, kRows = 6, kCols = 4;
-  static constexpr bool kFastPack = true, kWholeRows = true, kFloat16 = true, kWideP = false;
+  static constexpr bool kFastPack = true, kRowOperations = true, kFloat16 = true, kWideP = false;
   using I32 = __m512i;
   using U16 = __m512i;
   using Codes = __m512i;
@@ -289,12 +289,12 @@ struct Vec512 : Pack512 {
   static void store(int32_t* p, I32 a) { _mm512_storeu_si512(p, a); }
   static I32 set1(int32_t v) { return _mm512_set1_epi32(v); }
   // x, of which the compiler does not know what it is or where else it could be.
-  static I32 held(I32 x) {
+  static I32 in_register(I32 x) {
     asm("" : "+v"(x));
     return x;
   }
   // For the compiler: gcc's tile loads do not say that they read memory.
-  static void stores_before_loads() { asm volatile("" : : : "memory"); }
+  static void compiler_barrier() { asm volatile("" : : : "memory"); }
   static I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
   static I32 sub(I32 a, I32 b) { return _mm512_sub_epi32(a, b); }
   static I32 max(I32 a, I32 b) { return _mm512_max_epi32(a, b); }
@@ -340,7 +340,7 @@ struct Vec512 : Pack512 {
     return high_halves(_mm512_add_epi64(_mm512_mul_epu32(a, c), b),
                        _mm512_add_epi64(_mm512_mul_epu32(odd_lanes(a), c), b));
   }
-  static I32 bury_absent(I32 x, I32 s) {
+  static I32 saturate_absent(I32 x, I32 s) {
     const __mmask16 absent = _mm512_cmpeq_epi32_mask(s, _mm512_set1_epi32(INT32_MIN));
     return _mm512_mask_mov_epi32(x, absent, _mm512_set1_epi32(65535));
   }
@@ -403,7 +403,7 @@ struct Vec512 : Pack512 {
   struct Factors {
     alignas(64) float scale[16];
     alignas(64) int32_t factor[16], half[16], shift[16];
-    bool short_sums;  // of 24 bits
+    bool sums_fit_24_bits;  // of 24 bits
   };
   // Of up to 16 rows, 0 where l is 0; false where a row's factor needs more than 32 bits, or l is 2^24 or more.
   // Quotient and product have 24 bits as integers: rounded down as floats they are these.
@@ -420,8 +420,9 @@ struct Vec512 : Pack512 {
     const __m512 product =
         _mm512_fmadd_round_ps(reciprocal, _mm512_set1_ps(float(mr) / (1 << 24)), _mm512_set1_ps(0.5f), kDown);
     const __m512 factor = _mm512_roundscale_ps(product, kDown);
-    out.short_sums = !P16 && _mm512_cmpgt_epu32_mask(given, set1((1 << 24) / 127)) == 0;  // sums are at most 127 l
-    if (out.short_sums) {
+    out.sums_fit_24_bits =
+        !P16 && _mm512_cmpgt_epu32_mask(given, set1((1 << 24) / 127)) == 0;  // sums are at most 127 l
+    if (out.sums_fit_24_bits) {
       _mm512_store_ps(out.scale, _mm512_maskz_scalef_ps(some, factor, _mm512_cvtepi32_ps(sub(lz, set1(55 - e)))));
       return true;
     }
@@ -445,7 +446,7 @@ struct Vec512 : Pack512 {
     return _mm512_srav_epi32(add(top, set1(all.half[row])), set1(all.shift[row]));
   }
   // Exact: both factors have 24 bits, the sum is rounded once, and down as its floor is.
-  static I32 rescaled_short(I32 x, const Factors& all, int row) {
+  static I32 rescaled_24_bits(I32 x, const Factors& all, int row) {
     return _mm512_cvt_roundps_epi32(
         _mm512_fmadd_round_ps(_mm512_cvtepi32_ps(x), _mm512_set1_ps(all.scale[row]), _mm512_set1_ps(0.5f), kDown),
         kDown);
@@ -538,7 +539,7 @@ struct Avx512Vnni : Vec512 {
   static void begin(int64_t) {}
   static void end() {}
   template <int = 0>
-  static void stay_awake() {}
+  static void keep_awake() {}
   static int depth_steps(int64_t head_dim) { return int((head_dim + 3) / 4); }
   static bool pack_keys(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
     pack_key_panel<0x80>(k, row_step, 1, count, dim, steps, out);

@@ -6,14 +6,14 @@
 namespace intflash {
 
 struct Generic {
-  static constexpr int kLanes = 4;             // int32 lanes
-  static constexpr int kGroup = 4;             // codes per lane and dot step
-  static constexpr int kRows = 4, kCols = 2;   // register tile
-  static constexpr int kMaxRows = 16;          // query rows of a unit of work
-  static constexpr int kScoreBytes = 1 << 20;  // of a unit's scores kept between the passes: half a typical L2
-  static constexpr bool kMatrixUnit = false;   // brings its own products (AMX)
-  static constexpr bool kFastPack = false;     // brings its own packing of contiguous rows
-  static constexpr bool kWholeRows = false;    // has operations on whole rows: output factors, quantization
+  static constexpr int kLanes = 4;               // int32 lanes
+  static constexpr int kGroup = 4;               // codes per lane and dot step
+  static constexpr int kRows = 4, kCols = 2;     // register tile
+  static constexpr int kMaxRows = 16;            // query rows of a unit of work
+  static constexpr int kScoreBytes = 1 << 20;    // of a unit's scores kept between the passes: half a typical L2
+  static constexpr bool kMatrixUnit = false;     // brings its own products (AMX)
+  static constexpr bool kFastPack = false;       // brings its own packing of contiguous rows
+  static constexpr bool kRowOperations = false;  // has operations on whole rows: output factors, quantization
   static constexpr bool kFloat16 =
       false;  // converts float16: store_float16, and widen_float16 where it has no whole rows
   static constexpr bool kWideP = false;         // P16 in one plane of int16, as p - 32768
@@ -38,7 +38,7 @@ struct Generic {
 
   static void begin(int64_t) {}  // head_dim; called before and after a thread's share of a call
   static void end() {}
-  static void stay_awake() {
+  static void keep_awake() {
   }  // called at least every thousand scores or so between products: AMX's unit sleeps otherwise
   static int depth_steps(int64_t head_dim) { return int((head_dim + kGroup - 1) / kGroup); }
 
@@ -91,7 +91,7 @@ struct Generic {
     return a;
   }
   // s == kAbsent ? 65535 : x
-  static I32 bury_absent(I32 x, I32 s) {
+  static I32 saturate_absent(I32 x, I32 s) {
     for (int i = 0; i < 4; ++i) x.x[i] = s.x[i] == INT32_MIN ? 65535 : x.x[i];
     return x;
   }

@@ -7,14 +7,14 @@ namespace {
 
 // Rows: of a unit at most. WholeTiles: units are cut from tiles of so many rows, else evenly.
 template <int Rows, bool WholeTiles>
-struct Place {
+struct BlockPosition {
   const Call& call_;
   int64_t b_, h_, hk_, q0_, k0_, nq_, nk_, causal_offset_;
   int64_t row0_, key_end_;  // keys from key_end_ on are absent for all rows
   int rows_;
   bool masked_;
 
-  explicit Place(const Call& call) : call_(call) {}
+  explicit BlockPosition(const Call& call) : call_(call) {}
 
   // Gives visit(head, block) each of the units [first, last). Their order: sequence, key head, query head of its group,
   // block of rows.
