@@ -1,8 +1,10 @@
-// intflash and intflash_p8 on AMX tiles, for calls without causal limits, packed sequences or scales per block of keys.
+// intflash and intflash_p8 on AMX tiles for short rows: up to 256 keys, whose scores stay in L1. Calls with causal
+// limits, packed sequences or scales per block of keys are not served here.
 //
-// While the vectors make P of one strip, the tile unit works on both neighbours: the scores of the next and P V of the
-// one before. Its instructions lie between the rows, no two that depend on one another side by side: they run beside
-// the vectors only within one reorder window.
+// The kernel is a software pipeline over blocks of 16 query rows. While the vector unit computes P of one block, the
+// tile unit computes the scores of the next block and P V of the previous one. The tile instructions are spread between
+// the rows of P, because they overlap with vector instructions only within one reorder window, and no two that depend
+// on one another are adjacent.
 #pragma once
 #include <type_traits>
 
@@ -22,24 +24,25 @@ class AmxShortRows {
   using Rows = ShortRowSoftmax<V, P16, RowBlock>;
   static constexpr int kRows = RowBlock::kRows, kPanel = RowBlock::kPanel, kChunk = RowBlock::kChunk,
                        kMaxChunks = RowBlock::kMaxChunks, kTile = RowBlock::kPChunk;
-  static constexpr int kParts = 16;  // of a chunk's tile work, four to a panel of S
-  // Tiles 0 to 3: sums of P V; 4 (and 5): P's digits; 6: K or V; 7: S; Q has one of its own where P has one digit.
+  static constexpr int kParts = 16;  // parts of the tile work beside one chunk, four to a panel of S
+  // Tiles 0 to 3 hold the sums of P V, 4 (and 5 for two digits) P, 6 K or V, 7 S. Q has tile 5 where P has one digit,
+  // and else shares tile 4.
   static constexpr int kScoreTile = 7, kQueryTile = P16 ? 4 : 5;
   static constexpr bool kKeepsQueries = !P16;
-  static constexpr int kDigits = P16 ? 2 : 1, kPassPanels = 4 / kDigits;  // four accumulator tiles
+  static constexpr int kDigits = P16 ? 2 : 1, kPassPanels = 4 / kDigits;  // there are four accumulator tiles
   static constexpr int64_t kScoreLd = RowBlock::kScoreLd, kPlane = RowBlock::kPlane;
 
-  // Where P V of a strip stands: one panel of channels at a time.
+  // The position of P V within a row block, which proceeds by one panel of channels at a time.
   struct ProductPosition {
     int pass = 0, chunk = 0, panel = 0;
   };
-  // The tile work beside a strip's rows.
+  // The tile work beside the rows of a block.
   struct Tiles {
-    const RowBlock* before;  // its P V, or null
-    const int8_t* keys;      // the next panel of scores
+    const RowBlock* before;  // the block whose P V is computed, or null
+    const int8_t* keys;      // K of the next panel of scores
     int32_t* scores;
-    int panels = 0;  // of scores in this chunk
-    int due = 0;     // quarters of a panel of P V
+    int panels = 0;  // panels of scores in this chunk
+    int due = 0;     // work of P V that is due, in quarters of a panel
     ProductPosition position = {};
   };
 
@@ -66,9 +69,9 @@ class AmxShortRows {
   typename Epilogue<V>::Prepared prepared_;
   __m512i last_chunk_ones_;
   CachedExponent cached_exponent_;
-  int64_t b_, h_, hk_, left_ = 0;  // of the next strip
+  int64_t b_, h_, hk_, left_ = 0;  // of the next row block
   int block_index_, opened_ = 0;
-  const Units& units_;  // last: ahead of what the tile work reads it made all of that slower
+  const Units& units_;  // the last member, because it slows the tile work down ahead of what that reads
 
   AmxShortRows(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch)
       : call_(call),
@@ -86,7 +89,7 @@ class AmxShortRows {
         epilogue_(call),
         units_(units) {
     const int64_t key_bytes =
-        round_up(call.nk, kPanel) * key_steps_ * 4 + kTile;  // a tile may reach past the last panel
+        round_up(call.nk, kPanel) * key_steps_ * 4 + kTile;  // a tile's load may reach past the last panel
     const int64_t value_bytes = int64_t(chunks_) * panels_ * kTile, acc_bytes = kDigits * kRows * acc_ld_ * 4;
     const int64_t score_bytes = kRows * kScoreLd * 4, p_bytes = kDigits * kPlane,
                   query_bytes = int64_t(depths_) * kTile;
@@ -123,19 +126,20 @@ class AmxShortRows {
     return true;
   }
 
-  // The next strip is this one of a query head.
+  // Makes this row block of a query head the next one.
   void enter(int64_t head, int block) {
     b_ = head / call_.heads_q, h_ = head % call_.heads_q, hk_ = h_ / (call_.heads_q / call_.heads_k);
     block_index_ = block;
   }
 
-  // P of `now` beside S of `next` and P V of `before`; each may be missing.
+  // Computes P of `now` beside S of `next` and P V of `before`. Each may be null.
   void step(RowBlock* before, RowBlock* now, const RowBlock* next) {
     if (now) row_maxima(*now);
     keep_awake();
     if (before) prepare_epilogue(*before);
     keep_awake();
-    V::compiler_barrier();  // of queries, copied a while before: a tile's load waits for the stores to reach memory
+    V::compiler_barrier();  // the queries were copied long ago, since a tile's load waits until their stores have
+                            // reached memory
     if (kKeepsQueries && depths_ == 1) V::load_tile<kQueryTile>(queries_, 64);
     Tiles tiles{before, next ? next->keys : nullptr, next ? next->scores : nullptr};
     for (int j = 0; j < chunks_; ++j) {
@@ -150,7 +154,7 @@ class AmxShortRows {
     keep_awake();
   }
 
-  // One part of a chunk's tile work. Past head_dim Q is zero, so that what K's tile holds there does not count.
+  // Issues one part of a chunk's tile work. Q is zero past head_dim, so that the values in K's tile there do not count.
   inline __attribute__((always_inline)) void tile_work(Tiles& t, int part) {
     const bool scores = part / 4 < t.panels;
     switch (part % 4) {
@@ -159,7 +163,8 @@ class AmxShortRows {
         V::zero<kScoreTile>();
         load_depth(t.keys, 0);
         if (!P16 && chunks_ > 1)
-          V::prefetch_tile<true>(t.scores + kPanel, 4 * kScoreLd);  // two strips' scores, P, K and V do not fit L1
+          V::prefetch_tile<true>(t.scores + kPanel,
+                                 4 * kScoreLd);  // the scores of two blocks, P, K and V do not fit L1
         return;
       case 1:
         if (!scores) return;
@@ -182,7 +187,7 @@ class AmxShortRows {
     V::load_tile<6>(keys + d * kTile, 64);
   }
 
-  // Where there is much between P V and the next scores; P8's strips come back in time.
+  // Needed for P16 only: with P8 the next tile product comes soon enough.
   static void keep_awake() {
     if constexpr (P16) V::keep_awake<kScoreTile>();
   }
@@ -211,8 +216,8 @@ class AmxShortRows {
       for (int64_t d = 0; d < width; ++d) queries_[r * width + d] = d < call_.head_dim ? q[r * row_step + d * step] : 0;
   }
 
-  // Packs K and V of a head, or finds them packed: the strips in flight keep theirs: of two heads, or three where a
-  // head is one strip.
+  // Packs K and V of a head unless they are packed already. The row blocks in flight keep theirs: these are of two
+  // heads, or of three where a head is one block.
   void enter_head(RowBlock& s) {
     const int64_t id = s.b * call_.heads_k + s.hk;
     if (scratch_.call_id != call_id_ || scratch_.packed_head != id) {
@@ -241,7 +246,7 @@ class AmxShortRows {
     }
   }
 
-  // A chunk of two whole panels of V.
+  // Packs a chunk of two whole panels of V.
   static void pack_pair(const int8_t* v, int64_t row_step, int64_t keys, int8_t* out) {
     for (int at = 0; at < kChunk; at += 4, out += 64) {
       const int key = V::key_at(at);
@@ -260,10 +265,10 @@ class AmxShortRows {
     }
   }
 
-  // Maxima of a strip.
+  // Finds the row maxima of a block.
   void row_maxima(RowBlock& s) const {
     if (call_.bias.data || call_.keep.data) return BiasedMaxima<V, RowBlock, kScoreTile>(call_, s).find();
-    // Columns past the last key repeat it; rows past the last are read and not used.
+    // Columns past the last key repeat that key. Rows past the last one are read and not used.
     __m512i max[kRows];
     const int panels = ceil_div(call_.nk, kPanel);
 #pragma GCC unroll 16
@@ -274,7 +279,7 @@ class AmxShortRows {
     V::reduce_max(max, s.top);
   }
 
-  // P of a chunk, and between its rows the tile work.
+  // Computes P of a chunk, with the tile work between its rows.
   void probabilities(RowBlock& s, int j, Tiles& tiles) {
     const int keys = chunk_keys(j);
     const __m512i ones = keys < kChunk ? last_chunk_ones_ : _mm512_set1_epi8(1);
@@ -289,8 +294,8 @@ class AmxShortRows {
     }
   };
 
-  // The next panel of P V, in passes of as many panels as have accumulators: panel i and digit d in tile
-  // i * kDigits + d.
+  // Computes the next panel of P V, in passes over as many panels as there are accumulators. Panel i and digit d have
+  // tile i * kDigits + d.
   void product(const RowBlock& s, ProductPosition& at) const {
     const int panel = at.pass * kPassPanels, count = smaller(kPassPanels, panels_ - panel);
     int32_t* acc = acc_ + panel * kPanel;
@@ -335,7 +340,7 @@ class AmxShortRows {
     }
   }
 
-  // What its output needs besides P V, long before that: a division and much that waits for it.
+  // Computes the output's factors from the sums of p long before P V is there, because a division takes long.
   void prepare_epilogue(RowBlock& s) {
     V::reduce_add(s.sums, s.l);
     epilogue_.enter_head(s.b, s.h, s.hk);

@@ -1,9 +1,9 @@
 // The attention kernel, written once over a vector layer V (isa/*.hpp) and compiled per instruction set.
 //
-// A unit of work is V::kUnitRows query rows of one head. K and V are packed once per head and thread
-// into panels of kLanes columns whose depth runs in steps of 32 bits, so that QK^T and PV are the same
-// product: out[r][c] = sum over steps of dot(a[r][step], panel[step][c]). A row's scores stay in the
-// scratch for both passes while they fit; else the second pass computes them again.
+// A unit of work is up to V::kMaxRows query rows of one head. K and V are packed once per head and thread into panels
+// of kLanes columns, whose depth runs in steps of 32 bits. So Q K^T and P V are the same product: out[r][c] = sum over
+// steps of dot(a[r][step], panel[step][c]). The first pass finds the row maxima, the second computes P and P V. The
+// scores stay in the scratch between the passes where they fit, else the second pass computes them again.
 #pragma once
 #include "cpu/arithmetic.hpp"
 #include "cpu/bias_mask.hpp"
@@ -19,14 +19,13 @@ namespace intflash {
 namespace {
 
 template <bool P16>
-constexpr int64_t kLongRow = P16 ? 1024 : 257;  // keys from which LongRows gains
-constexpr int64_t kLongStages =
-    2048;                    // keys from which 8 chunks of P16 a stage gain: sums are loaded less often, ends cost more
-constexpr int kFewRows = 8;  // of a unit, for whole tiles of vectors are made of them
+constexpr int64_t kLongRow = P16 ? 1024 : 257;  // LongRows is faster from so many keys on
+constexpr int64_t kLongStages = 2048;           // P16 is faster with 8 chunks a stage from so many keys on
+constexpr int kFewRows = 8;  // LongRows computes whole tiles of rows, so that fewer rows are left to this kernel
 
-// What a thread keeps of a head and of a unit of rows, laid out in its scratch.
-constexpr int64_t kStageKeys = 512;      // keys whose P is held at a time
-constexpr int64_t kWideStageKeys = 256;  // 127 * 65,193 * 256 < 2^31
+// Memory of a head and of a unit of rows in a thread's scratch.
+constexpr int64_t kStageKeys = 512;      // number of keys whose P is held at a time
+constexpr int64_t kWideStageKeys = 256;  // the same for P16 in one plane: 127 * 65,193 * 256 < 2^31
 
 template <class V>
 struct Buffers {
@@ -115,17 +114,18 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
  private:
   const uint64_t call_id_;
   Scratch& scratch_;
-  // Of the rows at hand.
+  // State of the unit's rows. Biased rows have a bias or K scales per block, so that T is computed for each key; the
+  // maximum of T of the other rows follows from that of their scores.
   bool biased_, by_levels32_;
-  int32_t query_offset_[kRows];  // starts each score: undoes V's unsigned keys
+  int32_t query_offset_[kRows];  // initial value of each score, which cancels the offset of unsigned keys
   Exponent exponent_[kRows];
   RowScale scale_[kRows];
-  int row_step_;  // 0: the rows share the first exponent and scale
+  int row_step_;  // 0 where the rows share the first exponent and scale
   Depth depth_;
-  CachedExponent cached_exponent_;  // its unit is the method's
+  CachedExponent cached_exponent_;  // in the method's unit
   Epilogue<V> epilogue_;
-  int64_t level_[kRows];    // wide rows: Tmax; intflash_online: the reference octave in T
-  int32_t row_max_[kRows];  // narrow rows: maximum of S
+  int64_t level_[kRows];    // biased rows: the maximum of T; intflash_online: the reference octave in T
+  int32_t row_max_[kRows];  // unbiased rows: the maximum of S
   uint32_t l_[kRows];
 
   Attention(const Call& call, uint64_t call_id, Scratch& scratch)
@@ -170,11 +170,11 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     return cached_exponent_.of(q, k, call_.sm_scale);
   }
 
-  // Scores of keys [key, key + n) with absent ones marked, padded with kAbsent to a block's end; raises
-  // top_ by them (narrow rows).
+  // Computes the scores of keys [key, key + n), marks absent keys and pads with kAbsent to the end of a block. Updates
+  // row_max_ of unbiased rows.
   void score_chunk(int64_t key, int64_t n) {
     const int panels = int((n + kLanes - 1) / kLanes);
-    // Masks come after the product: then its maxima are of no use.
+    // Where masks follow, the maxima that the product finds are of no use.
     typename V::I32 max[kRows];
     const bool plain = !masked_ && !biased_ && call_.method < Method::kQFlash;
     const int whole = plain ? int(n / kLanes) : 0;
@@ -199,7 +199,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     return score * (int64_t(1) << e.k) * e.c;
   }
 
-  // T of every key of a chunk's row, given to f(j, T), by the 64-bit formula; for a bias or per-block K scales.
+  // Calls f(j, T) for every key j of a row of the chunk at `key`, with T by the 64-bit formula.
   template <bool Online, class F>
   void for_each_exponent(int r, int64_t key, int64_t n, const int32_t* s, F f) {
     const int32_t* bias = call_.bias.data ? mask_row(call_.bias, call_.bias_batch, r, key) : nullptr;
@@ -213,13 +213,13 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       }
       const int64_t c = e.c, unit = int64_t(1) << e.k;
       if (!bias)
-        for (; j < end; ++j) f(j, wrapping_multiply(s[j] * unit, c));  // wraps for absent keys only
+        for (; j < end; ++j) f(j, wrapping_multiply(s[j] * unit, c));  // only the product of an absent key wraps
       else
         for (; j < end; ++j) f(j, wrapping_add(wrapping_multiply(s[j] * unit, c), bias[j * step] * bias_step));
     }
   }
 
-  // Raises top_ by `max` and the chunk's scores [from, n).
+  // Updates row_max_ with `max` and the chunk's scores [from, n).
   void update_row_max(typename V::I32* max, int64_t from, int64_t n) {
     for (int r = 0; r < rows_; ++r) {
       const int32_t* s = scores_ + r * score_ld_;
@@ -230,7 +230,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     for (int r = 0; r < rows_; ++r) row_max_[r] = larger(row_max_[r], top[r]);
   }
 
-  // Maximum of T over the chunk's keys (wide rows); kNever without keys.
+  // Returns the maximum of T over the chunk's keys of a biased row, kNever without keys.
   template <bool Online>
   int64_t biased_max(int r, int64_t key, int64_t n) {
     const int32_t* s = scores_ + r * score_ld_;
@@ -239,7 +239,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     return m;
   }
 
-  // Biased rows by 32-bit levels, where all of their keys [0, n) are here and those hold T: the rows' level_.
+  // Finds level_ of biased rows in 32 bits, where all of their keys [0, n) are in the chunk and 32 bits hold T.
   __attribute__((noinline)) bool levels32(int64_t n) {
     bool fit = call_.bias.data && !call_.k_scale.stride[2];
     for (int r = 0; fit && r < rows_; ++r)
@@ -254,7 +254,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
 
   int64_t unbiased_max(int r) const { return row_max_[r] == kAbsent ? kNever : exponent_of(r, row_max_[r]); }
 
-  // Overwrites scores [at, at + n) of a wide row, of the chunk at `key`, with their depths below level_.
+  // Overwrites scores [at, at + n) of a biased row of the chunk at `key` with their depths below level_.
   template <bool Online>
   __attribute__((noinline)) void depths_in_place(int r, int64_t key, int64_t at, int64_t n) {
     int32_t* s = scores_ + r * score_ld_ + at;
@@ -269,8 +269,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     for (int64_t j = n; j < round_up(n, kBlock); ++j) s[j] = 65535;
   }
 
-  // P of scores [at, at + n) of the chunk at `key`, their sum, and acc (+)= P V. P (its high digits) takes the
-  // place of the scores it was made from, which are in L1: a block's P is never longer than the scores read.
+  // Computes P of scores [at, at + n) of the chunk at `key` and adds its sum to l_ and P V to acc_ (a `fresh` acc_ is
+  // overwritten). P (its high digits) takes the place of the scores, which are in L1; it is never longer than they are.
   template <bool P16, bool Online>
   void accumulate(int64_t key, int64_t at, int64_t n, bool fresh) {
     typename V::I32 sums[kRows];
@@ -294,7 +294,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     const Code* v = values_ + (key + at) * kLanes;
     if constexpr (P16 && V::kWideP) {
       for (int r = 0; r < rows_; ++r) l_[r] += uint32_t(round_up(n, kBlock)) << 15;
-      const int64_t summed = key + at + n == nk_ ? n : round_up(n, kBlock);  // absent keys too, where V has them
+      const int64_t summed = key + at + n == nk_ ? n : round_up(n, kBlock);  // V has these absent keys too
       Product<V>::values(p, p_ld, v, pad * kLanes, summed, int(value_pad_ / kLanes), rows_, stage_, value_pad_, false);
       return add_stage(key + at, n, fresh);
     }
@@ -304,7 +304,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
                          !fresh);
   }
 
-  // acc (+)= the P V of keys [key, key + n) from that of p - 32768.
+  // Adds P V of keys [key, key + n), computed from p - 32768, to acc_.
   void add_stage(int64_t key, int64_t n, bool fresh) {
     int32_t whole[kMaxValueDim + kLanes];  // 32768 times V's column sums
     for (int64_t d = 0; d < value_pad_; ++d) whole[d] = 0;
@@ -350,7 +350,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     finish<P16>();
   }
 
-  // Rows that leave the scratch for scores to others.
+  // Whether LongRows serves these rows, in the memory of the scores.
   template <bool P16>
   bool are_long_rows() const {
     using Long = LongRows<V, P16, P16 ? 8 : 1>;
@@ -387,7 +387,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       for (int r = 0; r < rows_; ++r) {
         const int64_t m = biased_ ? biased_max<true>(r, key, n) : unbiased_max(r);
         const int64_t before = level_[r];
-        if (m <= before) continue;  // without keys too
+        if (m <= before) continue;  // also true of a granule without keys
         level_[r] = (m / octave + (m % octave > 0)) * octave;
         if (before == kNever) continue;
         const int64_t rise = smaller<int64_t>((level_[r] - before) / octave, 31);
@@ -399,7 +399,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     finish<false>();
   }
 
-  // qflash and iflash: docs/numerics.md section 3; registers of 32 bits wrap.
+  // Computes qflash and iflash: docs/numerics.md section 3. Integers of 32 bits wrap around.
   template <bool Divide>
   void flash() {
     const QFlashStep<Divide> step(call_, b_, h_, hk_);
@@ -453,7 +453,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     }
   }
 
-  // In 2^-32 octave.
+  // Returns the row's maximum of T in 2^-32 octave.
   int64_t t_max(int r) const {
     if (call_.method == Method::kOnline) return level_[r] == kNever ? kNever : level_[r] / kTableSteps.sixteenths * 16;
     return biased_ ? level_[r] : unbiased_max(r);

@@ -1,7 +1,9 @@
-// intflash and intflash_p8 on 512-bit vectors for rows of up to 256 keys: what amx_short_rows.hpp does on tiles.
+// intflash and intflash_p8 on AVX-512 VNNI for short rows: up to 256 keys. It serves the calls that amx_short_rows.hpp
+// serves on tiles.
 //
-// A strip's scores and P stay in L1, the sums of both products of up to 7 rows by 4 panels in registers. P16's two
-// digits share theirs: 127 * 65,321 * 256 < 2^31.
+// A row block goes through one phase after the other: scores, row maxima, P, P V, output. Its scores and P stay in L1,
+// and the sums of a product of up to 7 rows by 4 panels in registers. P16's two digits share the sums of P V, since 127
+// * 65,321 * 256 < 2^31.
 #pragma once
 #include <type_traits>
 
@@ -17,19 +19,19 @@ namespace {
 template <bool P16>
 class Avx512ShortRows {
   using V = Avx512Vnni;
-  using RowBlock = RowBlockOf<64, 256 + 64, 64, 64 * (256 + 64)>;  // P in rows that lie in all cache sets
+  using RowBlock = RowBlockOf<64, 256 + 64, 64, 64 * (256 + 64)>;  // the rows of P are spread over all cache sets
   using Rows = ShortRowSoftmax<V, P16, RowBlock>;
   static constexpr int kRows = RowBlock::kRows, kPanel = RowBlock::kPanel, kChunk = RowBlock::kChunk;
-  // Of a tile of sums in registers. Scores are stored, and on Zen 5 a store holds up the products: the less, the fewer
-  // come at once.
+  // Sizes of a tile of sums in registers. Scores have few panels, because on Zen 5 many stores at once hold up the
+  // products.
   static constexpr int kTileRows = 7, kScorePanels = 2, kValuePanels = 4;
-  static constexpr int kScores = 4096;  // of a strip: 16 KiB
+  static constexpr int kScores = 4096;  // of a row block: 16 KiB
   static constexpr int64_t kMaxDim = 256, kScoreLd = RowBlock::kScoreLd;
-  static_assert(127 * 255 * kShortRowKeys <= 1 << 24);  // P8's sums of values are short for the epilogue
+  static_assert(127 * 255 * kShortRowKeys <= 1 << 24);  // sums of P8 fit the 24 bits of the fast epilogue
 
  public:
   static bool takes(const Call& call) { return are_short_rows(call) && call.head_dim <= kMaxDim; }
-  // Even strips of whole tiles.
+  // The rows of a block: blocks of equal size, of whole tiles.
   static int unit_rows(const Call& call) {
     const int64_t tile = tile_rows(call), rows = kScores / round_up(larger<int64_t>(call.nk, 1), kPanel);
     const int64_t most = larger(tile, smaller<int64_t>(rows, kRows) / tile * tile);
@@ -58,18 +60,18 @@ class Avx512ShortRows {
   uint8_t* p_;
   RowBlock block_;
   int64_t b_, h_;
-  int index_;      // of the next strip in its head
-  bool tile_out_;  // P V goes from registers to the output
+  int index_;      // of the next row block in its head
+  bool tile_out_;  // P V is written from registers to the output
   Epilogue<V> epilogue_;
   typename Epilogue<V>::Prepared prepared_[kRows / 16];
   __m512i last_chunk_ones_;
   CachedExponent cached_exponent_;
   int16_t p_at_[kShortRowKeys / 4],
-      key_at_[kShortRowKeys / 4];  // of each step of P V: where P's row has it, its first key
+      key_at_[kShortRowKeys / 4];  // the position in a row of P and the first key of each step of P V
 
   static int tile_rows(const Call& call) {
     return call.value_dim > 3 * kPanel ? kTileRows - 1 : kTileRows;
-  }  // beside four panels of V
+  }  // one row less beside four panels of V
 
   Avx512ShortRows(const Call& call, uint64_t call_id, Scratch& scratch)
       : call_(call),
@@ -127,7 +129,7 @@ class Avx512ShortRows {
     finish(s);
   }
 
-  // Packs K and V of a head, or finds them packed.
+  // Packs K and V of a head unless they are packed already.
   void enter_head(const RowBlock& s) {
     const int64_t id = s.b * call_.heads_k + s.hk, n = call_.nk;
     if (scratch_.call_id == call_id_ && scratch_.packed_head == id) return;
@@ -148,7 +150,7 @@ class Avx512ShortRows {
         pack_values(v + key * row_step, n - key, out);
     }
   }
-  // A step of P V, all panels.
+  // Packs one step of P V of all panels.
   void pack_values(const int8_t* v, int64_t keys, int8_t* out) const {
     const int64_t row_step = call_.v.stride[2], step = call_.v.stride[3], n = call_.value_dim;
     int64_t c = 0;
@@ -163,7 +165,7 @@ class Avx512ShortRows {
     const int8_t* rows;
     int64_t ld;
   };
-  // Where they are, or copied in whole steps.
+  // Returns Q's rows in place, or copied where they are strided or no whole number of steps.
   Queries queries(const RowBlock& s) const {
     const int8_t* q = call_.q.at(s.b, s.h, s.row0);
     const int64_t row_step = call_.q.stride[2], step = call_.q.stride[3], n = call_.head_dim;
@@ -176,7 +178,7 @@ class Avx512ShortRows {
 
   template <int N>
   using Count = std::integral_constant<int, N>;
-  // f(n) with n, from 1 to Most, as a constant
+  // Calls f(n) with n, from 1 to Most, as a constant.
   template <int Most, class F>
   static inline __attribute__((always_inline)) void with_count(int n, F f) {
     if constexpr (Most > 1) {
@@ -184,7 +186,8 @@ class Avx512ShortRows {
     }
     f(Count<Most>{});
   }
-  // f(first, count, parts) for runs of equal parts of n, each of at most Most: even parts have one size or two
+  // Divides n into even parts of at most Most, which have one or two sizes, and calls f(first, count, parts) for each
+  // size.
   template <int Most, class F>
   static inline __attribute__((always_inline)) void in_parts(int n, F f) {
     const int parts = (n + Most - 1) / Most, size = n / parts, longer = n % parts;
@@ -203,7 +206,7 @@ class Avx512ShortRows {
     });
     for (int r = 0; r < s.rows; r += 16) V::reduce_max(max + r, smaller(16, s.rows - r), s.top + r);
     for (int r = 0; whole_scores_ && r < s.rows;
-         ++r) {  // the unsigned keys undone; else it cancels against the row's maximum
+         ++r) {  // cancels the offset of unsigned keys, which cancels by itself in differences from the row maximum
       const int32_t offset = -128 * V::code_sum(q.rows + r * q.ld, 4 * key_steps_);
       s.top[r] += offset;
       for (int32_t *x = s.scores + r * kScoreLd, *end = x + key_panels_ * kPanel; x < end; x += kPanel)
@@ -211,7 +214,7 @@ class Avx512ShortRows {
     }
   }
 
-  // The compiler keeps sums in the registers they are in.
+  // Stores a tile of sums; `in_register` keeps the compiler from moving them first.
   template <int R, int C>
   static inline void store(__m512i (&acc)[R][C], int32_t* out, int64_t ld) {
 #pragma GCC unroll 8
@@ -261,7 +264,7 @@ class Avx512ShortRows {
       for (int c = 0; c < C; ++c) best[r] = V::max(best[r], acc[r][c]);
   }
 
-  // What the output needs besides P V, before that: a division and much that waits for it.
+  // Computes the output's factors from the sums of p ahead of P V, because a division takes long.
   void prepare_epilogue(RowBlock& s) {
     epilogue_.enter_head(s.b, s.h, s.hk);
     tile_out_ = true;

@@ -1,4 +1,4 @@
-// A biased row's scores as 32-bit levels (arithmetic.hpp), in loops that compilers make vectors of.
+// T of a biased row in 32 bits (arithmetic.hpp), in loops that compilers vectorize.
 #pragma once
 #include "cpu/arithmetic.hpp"
 
@@ -10,12 +10,12 @@ struct Level32Row {
   int64_t step;
   uint32_t c24;
 
-  // The maximum of T over keys [0, n), kNever without keys; false where 32 bits do not hold T.
+  // Finds the maximum of T over keys [0, n), kNever without keys. Returns false where 32 bits do not hold T.
   bool level(const int32_t* s, int64_t n, int64_t& level) const {
     int32_t top = kAbsentLevel32, score = 0, most = 0;
     each(n, [&](int64_t j, int32_t b) {
       const int32_t present = -(s[j] != kAbsent), x = s[j] & present,
-                    y = b & present;  // no branches: gcc makes none a vector
+                    y = b & present;  // without branches, which gcc does not vectorize
       score = larger(score, x < 0 ? -x : x), most = larger(most, y < 0 ? -y : y);
       top = larger(top, (level32(x, y, c24) & present) | (kAbsentLevel32 & ~present));
     });

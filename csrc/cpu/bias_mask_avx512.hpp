@@ -1,6 +1,6 @@
-// Rows of scores with a mask, whose absent keys are marked, or with a bias: T of docs/numerics.md, and depths below its
-// maximum. In 32-bit lanes where those hold it; else in 64-bit lanes: a row of T then has, for every 16 keys, eight
-// values of the even keys and eight of the odd ones.
+// Biases and masks of short rows: T of docs/numerics.md and depths below its maximum. T is held in 32-bit lanes where
+// they suffice. In 64-bit lanes a row of T has, for every 16 keys, eight values of the even keys and then eight of the
+// odd ones. A mask alone only marks the scores of absent keys.
 #pragma once
 #include "cpu/arithmetic.hpp"
 #include "cpu/exp2.hpp"
@@ -9,8 +9,8 @@
 namespace intflash {
 namespace {
 
-// T * 2^9, so that the difference of two has its depth in the high half, where that fits: S * (c << 9) and the product
-// are then below 2^54. Else T itself, whose difference is shifted.
+// The multipliers of T in 64-bit lanes. Where S * (c << 9) and the product stay below 2^54 the lanes hold T * 2^9, so
+// that a difference of two has its depth in the high half; else they hold T, and the difference is shifted.
 struct BiasedScale {
   int32_t c = 0, bias_unit = 0;
   int k = 0, down = 0;  // T = t >> down
@@ -23,13 +23,13 @@ inline BiasedScale biased_scale(Exponent e, bool scaled) {
   return {int32_t(e.c), 1 << 12, e.k, 0, e.c >> 8};
 }
 
-// What a row adds to its scores; null where it has none.
+// The bias and the mask of a row; null where it has none.
 struct RowBias {
   const int32_t* bias;
   const uint8_t* keep;
 };
 
-// Reads it, 16 keys at a time, of those `present`. Neighbours in memory, or else strides apart.
+// Reads the bias and mask of 16 keys, of those `present`, from contiguous memory.
 template <bool HasBias, bool HasKeep>
 struct ContiguousReader {
   __mmask16 kept(const RowBias& row, int64_t j, __mmask16 present) const {
@@ -37,7 +37,7 @@ struct ContiguousReader {
     const __m128i bytes = _mm_maskz_loadu_epi8(present, row.keep + j);
     return _mm_test_epi8_mask(bytes, bytes);
   }
-  // kAbsent where a key takes no part.
+  // Returns the bias, kAbsent where a key takes no part.
   __m512i bias(const RowBias& row, int64_t j, __mmask16 present) const {
     const __m512i absent = _mm512_set1_epi32(kAbsent);
     const __mmask16 mask = kept(row, j, present);
@@ -62,7 +62,8 @@ struct StridedReader {
 struct Biased {
   using I64 = __m512i;
 
-  // T of keys [0, n) of a row of scores, kNever for absent keys and from n to the end of its 16; the lanes' maxima.
+  // Writes T of keys [0, n) of a row of scores, kNever for absent keys and up to a multiple of 16 keys. Returns the
+  // maxima of the lanes.
   template <class Reader>
   static I64 row(const int32_t* s, int64_t n, const Reader& reader, const RowBias& add, const BiasedScale& scale,
                  int64_t* t) {
@@ -87,14 +88,14 @@ struct Biased {
     return max;
   }
 
-  // The largest magnitudes of scores and biases, by lanes.
+  // The largest magnitudes of scores and biases in each lane.
   struct Magnitudes {
     __m512i score = _mm512_setzero_si512(), bias = _mm512_setzero_si512();
     bool fit(uint32_t c24) const {
       return levels_fit_32_bits(_mm512_reduce_max_epi32(score), _mm512_reduce_max_epi32(bias), c24);
     }
   };
-  // The same in 32-bit lanes, c in 2^-24 octave; `most` is raised.
+  // Does the same in 32-bit lanes, with c in 2^-24 octave, and updates `most`.
   template <class Reader>
   static __m512i level32_row(const int32_t* s, int64_t n, const Reader& reader, const RowBias& add, uint32_t c24,
                              int32_t* t, Magnitudes& most) {
@@ -104,7 +105,7 @@ struct Biased {
     for (int64_t j = 0; j < n; j += 16) {
       const __m512i b = reader.bias(add, j, Vec512::lanes(n - j)), x = Vec512::load(s + j);
       most.score = Vec512::max(most.score, _mm512_abs_epi32(x));
-      most.bias = Vec512::max(most.bias, _mm512_abs_epi32(b));  // an absent one's stays negative
+      most.bias = Vec512::max(most.bias, _mm512_abs_epi32(b));  // that of kAbsent stays negative
       const __m512i sum = _mm512_add_epi32(_mm512_mullo_epi32(x, c), _mm512_slli_epi32(b, 4));
       const __m512i level = _mm512_mask_mov_epi32(sum, _mm512_cmpeq_epi32_mask(b, absent), never);
       Vec512::store(t + j, level);
@@ -116,9 +117,9 @@ struct Biased {
     return _mm512_srli_epi32(_mm512_sub_epi32(top, Vec512::load(t)), 15);
   }
 
-  // Below every score, and its depth below their maximum fits a signed register.
+  // The score of a masked key: below every score, and its depth below their maximum fits a signed register.
   static constexpr int32_t kMarked = kAbsent / 2;
-  // Marks the absent ones of keys [0, n) and what follows them in their 16; the lanes' maxima.
+  // Marks absent keys of [0, n) and the keys from n up to a multiple of 16. Returns the maxima of the lanes.
   template <class Reader>
   static __m512i mark(int32_t* s, int64_t n, const Reader& reader, const RowBias& add) {
     const __m512i absent = _mm512_set1_epi32(kMarked);
@@ -130,16 +131,16 @@ struct Biased {
     }
     return max;
   }
-  // Whether that depth, 2^30 - 2^22 or more, gives a p of 0.
+  // Whether a marked key's depth, 2^30 - 2^22 or more, gives a p of 0.
   static bool marks_are_dead(const RowScale& scale) { return scale.shift || scale.c >= 1u << 18; }
 
-  // Depths of 16 keys, octaves in Q.9, below a maximum; those past 65535 are at least that as unsigned or signed words.
+  // Returns the depths of 16 keys below a maximum, octaves in Q.9. Depths past 65535 stay above it as signed words too.
   template <bool Scaled>
   static __m512i depth(const int64_t* t, I64 top) {
     return Vec512::high_halves(scaled_depth<Scaled>(t, top), scaled_depth<Scaled>(t + 8, top));
   }
 
-  // Maxima of eight rows' lanes, row r in out[r].
+  // Writes the maximum of the lanes of row r to out[r], for eight rows.
   static void reduce_max(const I64* x, int64_t* out) {
     __m512i a[4], b[2];
     for (int i = 0; i < 4; ++i)
@@ -161,7 +162,8 @@ struct Biased {
   }
 };
 
-// DeadTile: one whose sums nobody needs.
+// Finds the row maxima of a block with a bias or a mask: of its scores, or of T. DeadTile is a tile whose sums are not
+// used.
 template <class V, class RowBlock, int DeadTile>
 struct BiasedMaxima {
   const Call& call;
@@ -176,7 +178,7 @@ struct BiasedMaxima {
     marked_maxima();
   }
 
-  // f(r, how to read, what row r adds to its scores) for the strip's rows.
+  // Calls f(r, reader, bias and mask of row r) for the block's rows.
   template <class F>
   void for_each_row(F f) const {
     const int64_t bias_step = call.bias.stride[3], keep_step = call.keep.stride[3];
@@ -198,7 +200,7 @@ struct BiasedMaxima {
     }
   }
 
-  // False where 32 bits do not hold T.
+  // Returns false where 32 bits do not hold T.
   bool levels32_maxima() const {
     __m512i max[RowBlock::kRows];
     Biased::Magnitudes most;

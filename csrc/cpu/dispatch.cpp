@@ -130,8 +130,8 @@ void run_attention(const Kernels& kernels, const Call& call, int threads, const 
   const bool is_interruptible = cost >= kInterruptible;
   Job job{kernels, call, ++last_call, units, 1, true};
   if (threads > 1) {
-    // Whole heads where there are many of them, or small ones, as many for each thread: a thread packs each K and V
-    // that it meets. Heads of a longest range or more are divided, so that a range is never longer.
+    // Threads draw whole heads where each gets many of them, or as many small ones, since a thread packs every K and V
+    // that it meets. Heads that take longer than a longest range are divided.
     const int64_t heads = call.batch * call.heads_q;
     const bool are_many = heads >= kManyHeads * threads, are_small = call.nq * call.nk < kSmallHead;
     const bool are_long_rows = is_interruptible && cost / heads > kLongestRange;

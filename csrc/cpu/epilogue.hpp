@@ -1,4 +1,4 @@
-// From integer sums to the output: docs/numerics.md section 2, "The output".
+// Computes the output from integer sums: docs/numerics.md section 2, "The output".
 #pragma once
 #include "cpu/arithmetic.hpp"
 
@@ -28,7 +28,7 @@ class Epilogue {
     per_channel_ = per_channel;
   }
 
-  // What up to 16 integer output rows need of their sums of p, for a caller that has these well before acc: a division.
+  // The factors of up to 16 rows of integer output, for a caller that has the sums of p well before acc.
   struct Prepared {
     typename V::Factors factors;
     bool fits = false;
@@ -38,7 +38,8 @@ class Epilogue {
     out.fits = call_.out_scale.data && block_factors<P16>(l, rows, out.factors);
   }
 
-  // `rows` output rows from the offset `at` on, from acc = 256 * high + low (P16) or high (P8), and the sums of p.
+  // Writes `rows` output rows from the offset `at` on, from acc = 256 * high + low (P16) or high (P8) and the sums of
+  // p.
   template <bool P16>
   void rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t at,
             const Prepared* ahead = nullptr) const {
@@ -69,13 +70,13 @@ class Epilogue {
     }
   }
 
-  // Whether int8_tile can write these rows, of so many panels.
+  // Whether int8_tile can write these rows of so many panels.
   bool takes_tile(const Prepared& ahead, int panels) const {
     return ahead.fits && call_.out_type == OutType::kInt8 && call_.value_dim == panels * V::kLanes &&
            (panels == 2 || panels == 4);
   }
 
-  // R rows from sums in registers, the first with factor `row` of those in `ahead`, by sixteens; Short: sums of 24
+  // Writes R rows from sums in registers. Row r has factor (row + r) % 16 of ahead[(row + r) / 16]. Short: sums of 24
   // bits.
   template <bool Short, int R, int C>
   inline __attribute__((always_inline)) void int8_tile(const typename V::I32 (&acc)[R][C], const Prepared* ahead,
@@ -97,7 +98,7 @@ class Epilogue {
     }
   }
 
-  // The output row at an offset from int8 codes of V's own scale (qflash, iflash).
+  // Writes the output row at an offset from int8 codes of V's own scale (qflash, iflash).
   void codes_row(const int32_t* codes, int64_t at) const {
     switch (call_.out_type) {
       case OutType::kInt8:
@@ -139,7 +140,7 @@ class Epilogue {
            V::template factors<P16>(l, rows, multiplier_[0].mr, multiplier_[0].e, out);
   }
 
-  // Up to 16 rows of one scale at once, where the vector layer has that; false: not these.
+  // Writes up to 16 rows of one scale at once; returns false where the vector layer cannot.
   template <bool P16, int Limit, class Out>
   inline bool block_of_rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, Out* out,
                             const Prepared* ahead) const {
@@ -193,7 +194,7 @@ class Epilogue {
       const int64_t rounded = (sum<P16>(high, low, d) * f + (int64_t(1) << (shift - 1))) >> shift;
       out[d] = Out(rounded < -Limit ? -Limit : rounded > Limit ? Limit : rounded);
     };
-    const int64_t f = factor(multiplier_[0]);  // to 2^24
+    const int64_t f = factor(multiplier_[0]);  // at most 2^24
     const int shift = 55 - lz - multiplier_[0].e;
     if (per_channel_)
       for (int64_t d = 0; d < n; ++d) one(d, factor(multiplier_[d]), 55 - lz - multiplier_[d].e);
@@ -206,7 +207,7 @@ class Epilogue {
     }
   }
 
-  // Below this l, acc is an int32: it is at most 127 l.
+  // Where l is below this, acc fits an int32, because it is at most 127 l.
   template <bool P16>
   static constexpr uint32_t fits32() {
     return P16 ? 1u << 24 : 0xFFFFFFFFu;
@@ -242,7 +243,7 @@ class Epilogue {
       for (int64_t d = 0; d < n; ++d) out[d] = convert(float(sum<P16>(high, low, d)) * (v_scale_[d] / float(l)));
     } else {
       const float scale = v_scale_[0] / float(l);
-      // The compiler makes vectors of bfloat16's conversion itself.
+      // The compiler vectorizes the conversion to bfloat16 itself.
       if constexpr (F == FloatType::kFloat32 || (F == FloatType::kFloat16 && V::kFloat16))
         if (l < fits32<P16>()) {
           for (int64_t d = 0; d < n; d += V::kLanes) {

@@ -1,12 +1,11 @@
-// p of a row of scores in 16-bit lanes, the same bits as docs/numerics.md section 2 in fewer steps:
+// Computes p of a row of scores in 16-bit lanes. The bits are those of docs/numerics.md section 2, in fewer steps:
 //   x9 = (Tmax - T) >> 23          depth below the maximum, octaves in Q.9, saturated at 65535
 //   x  = (x9 + 1) >> 1             rounded to Q.8;  t = 3686 - x = 0xEFF - z with z = x + 153:
 //   s  = z >> 8 = 14 - hi,  f = 255 - (z & 255),  u = 256 + f
 //   w  = u*u >> 2,  m = u*u + 132608,  m >> 2 = w + 33152,  h = m >> 3 = (w + 33152) >> 1
 //   p16 = ((m >> (1 + s)) + 1) >> 1
-//   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15 with h = m >> 4 = (u*u >> 4) +
-//   8288,
-//         0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
+//   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15
+//         with h = m >> 4 = (u*u >> 4) + 8288, 0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
 // intflash_online rounds the depth below its reference level to steps of 1/112 octave, 2^24 in T:
 //   x10 = (level - T + 2^23 + (67 << 24)) >> 22   4 (step + 67) and two bits below it, saturated at 65535
 //   z = 153 + floor(16 step / 7) = (4 (step + 67) * 37449) >> 16; p8 is 0 from step 1008 on
@@ -16,7 +15,7 @@
 namespace intflash {
 namespace {
 
-// Bits of depth below T's unit in 16-bit lanes, and what intflash_online adds to its depths in T.
+// Fraction bits of a depth in 16-bit lanes, and what intflash_online adds to its depths in T.
 template <bool Online>
 constexpr int kDepthBits = Online ? 10 : 9;
 constexpr int64_t kStepOffset = (int64_t(67) << 24) + (1 << 23);
@@ -28,44 +27,45 @@ constexpr bool steps_are_exact() {
 }
 static_assert(steps_are_exact());
 
-// How a row's scores become depths: x = (((min(top - S, limit) << shift) * c) + base) >> 32.
+// The constants by which a row's scores become depths: x = (((min(top - S, limit) << shift) * c) + base) >> 32.
 struct RowScale {
   uint32_t c = 0;  // C << kDepthBits when that fits, else C, with shift = kDepthBits + k
   int shift = 0;
-  uint32_t limit = 0;  // far past the last live depth; keeps the shift inside 32 bits
+  uint32_t limit = 0;  // far past the last depth with a p above 0; keeps the shift inside 32 bits
 };
 
-// The rows of a unit: `step` is 0 where they share one scale.
+// The constants of the rows of a unit; `step` is 0 where they share one scale.
 struct RowLevels {
   const RowScale* scale;
   int step;
   const int32_t* top;    // the maximum of S
-  const uint64_t* base;  // intflash_online: scaled_base of its level's distance above that maximum
+  const uint64_t* base;  // intflash_online: scaled_base of the level's distance above that maximum
 };
 
 template <bool Online = false>
 inline RowScale row_scale(Exponent e) {
   constexpr int bits = kDepthBits<Online>;
   if (e.k == 0 && e.c < (1u << (32 - bits))) return {e.c << bits, 0, 0xFFFFFFFFu};
-  // Without a pre-shift c >= 2^-bits: the limit is 2^11 units or more. With one, c >= 2^(k-2): 2^19. A product is below
-  // 2^62.
+  // Without a pre-shift c >= 2^-bits, so that the limit is 2^11 units or more; with one c >= 2^(k-2), and it is 2^19.
+  // A product is below 2^62.
   return {e.c, bits + e.k, (1u << (31 - bits - e.k)) - 1};
 }
 
-inline uint64_t scaled_base(int64_t above) {  // 32 units: all dead, and base >> 16 fits 32 bits
+inline uint64_t scaled_base(int64_t above) {  // at 32 units every p is 0, and base >> 16 fits 32 bits
   return uint64_t(smaller(above, int64_t(1) << 37) + kStepOffset) << kDepthBits<true>;
 }
 
-// Differences of S may be 16-bit where those past 65535 give a p of 0: z is in octave 10 (P8) or 15 (P16) or deeper, or
-// the step is 1008 or more. c then has 24 fraction bits, so that the lower half of C << kDepthBits is zero and the
-// depth is one 16-bit product's high half.
+// Whether differences of S may have 16 bits: those past 65535 must give a p of 0, with z in octave 10 (P8) or 15 (P16)
+// or deeper, or a step of 1008 or more. Where c has 24 fraction bits the lower half of C << kDepthBits is zero, and the
+// depth is the high half of a 16-bit product.
 template <bool P16, bool Online = false>
 inline bool fits_16_bits(const RowScale& r) {
   constexpr uint32_t dead = Online ? 4 * 1008 : 2 * ((P16 ? 15 : 10) * 256 - 153);
   return r.shift == 0 && r.c % 65536 == 0 && (uint64_t(65535) * r.c) >> 32 >= dead;
 }
 
-// Where the depth comes from: S with shift 0, of 32 or of 16 bits, S with a shift and a limit, or already in the row.
+// What a depth is computed from: a difference of S of 32 or of 16 bits, one with a shift and a limit, or nothing where
+// the row holds depths already.
 enum class Depth { k32Bit, k16Bit, kShifted, kGiven };
 
 template <class V>
@@ -91,7 +91,8 @@ struct Exp2 {
   template <bool Masked>
   static inline I32 below(const int32_t* s, I32 top) {
     const I32 score = V::load(s);
-    return V::sub(top, Masked ? V::max(score, V::sub(top, V::set1(65536))) : score);  // absent keys would wrap
+    return V::sub(top, Masked ? V::max(score, V::sub(top, V::set1(65536)))
+                              : score);  // the difference of an absent key would wrap
   }
 
   template <Depth D, bool Online, bool Masked>
@@ -105,7 +106,7 @@ struct Exp2 {
     }
   }
 
-  // By the operations of V, or of an object that has them with their constants in registers.
+  // p from a depth, by the operations of V or of an object that keeps their constants in registers.
   template <bool Online = false, class O = V>
   static inline __attribute__((always_inline)) U16 p8(U16 x, const O& o = O()) {
     const U16 z = Online ? V::mul_high16(V::and16(x, 65532), V::set16(kStepFactor)) : o.average(x, 2 * 153);
@@ -121,7 +122,8 @@ struct Exp2 {
     return o.round16(w, o.high_byte(z));
   }
 
-  // One block of kBlock keys; `sum` gathers P8, or P16 - 32768, or the high digits, and `sum_low` the low ones.
+  // Computes P of one block of kBlock keys. `sum` accumulates P8, P16 - 32768 or the high digits, `sum_low` the low
+  // digits.
   template <bool P16, Depth D, bool Online, bool Masked, bool Half>
   static inline void block(const int32_t* s, const RowScale& r, I32 top, uint64_t base, PCode* high, PCode* low,
                            I32& sum, I32& sum_low) {
@@ -138,7 +140,7 @@ struct Exp2 {
     }
   }
 
-  // P of keys [0, n) of a row.
+  // Computes P of keys [0, n) of a row.
   template <bool P16, Depth D, bool Online, bool Masked>
   static inline I32 row(const int32_t* s, int64_t n, const RowScale& r, I32 top, uint64_t base, PCode* high,
                         PCode* low) {
@@ -153,7 +155,8 @@ struct Exp2 {
     return P16 && !V::kWideP ? V::add(V::shift_left(sum, 8), sum_low) : sum;
   }
 
-  // P of keys [0, n) of `rows` rows, whose scores are kAbsent from n to the block's end; sums[r] += their sum.
+  // Computes P of keys [0, n) of `rows` rows and adds its sum to sums[r]. Scores from n to the end of the block are
+  // kAbsent.
   template <bool P16, Depth D, bool Online, bool Masked>
   static void rows_of(const int32_t* s, int64_t s_ld, int64_t n, const RowLevels& levels, int rows, PCode* high,
                       int64_t high_ld, PCode* low, int64_t low_ld, I32* sums) {

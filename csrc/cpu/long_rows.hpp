@@ -1,10 +1,9 @@
-// intflash and intflash_p8 on AMX tiles for rows of any length whose scores are not kept: the exact maxima first, then
-// the scores again, 64 keys at a time in a ring that stays in L1, each chunk's P beside the tile instructions of its
-// neighbours.
+// intflash and intflash_p8 on AMX tiles for long rows, whose scores are not kept. A first pass finds the exact row
+// maxima. The second computes the scores again, a chunk of 64 keys at a time in a ring that stays in L1, with each
+// chunk's P beside the tile instructions of the chunks before and after it.
 //
-// Beside another hyperthread the core seems to have few spare tile registers: an instruction that writes a tile then
-// stalls the vectors too where others are in flight. So they are spread, one or two to a row of P, a load well before
-// its product.
+// Beside another hyperthread an instruction that writes a tile stalls the vectors too while other tile instructions are
+// in flight. They are therefore spread, one or two to a row of P, with each load well ahead of its product.
 #pragma once
 #include "cpu/arithmetic.hpp"
 #include "cpu/exp2.hpp"
@@ -12,32 +11,32 @@
 namespace intflash {
 namespace {
 
-template <class V, bool P16, int kStage>  // chunks of a stage
+template <class V, bool P16, int kStage>  // kStage: number of chunks in a stage
 class LongRows {
   using I32 = typename V::I32;
   using Code = typename V::Code;
   using PCode = typename V::PCode;
   using E = Exp2<V>;
   static constexpr int kRows = 16, kPanel = 16, kChunk = 64, kTile = 1024, kScores = kRows * kChunk;
-  // P8's sums of up to 64 channels stay in tiles 0 to 3. P16 has twice as many: two panels of channels at a time over
-  // the P of a stage, then the other two.
+  // P8's sums of up to 64 channels stay in tiles 0 to 3. P16 has twice as many sums: two panels of channels go over the
+  // P of a stage, then the other two.
   static_assert(P16 ? kStage % 4 == 0 : kStage == 1);
   static constexpr int kDigits = P16 ? 2 : 1;
   static constexpr int kPChunk = kDigits * kTile, kPStage = kStage * kPChunk;
 
  public:
-  static constexpr int kMaxChannels = 64;  // one tile's depth of Q and K, four tiles of sums
-  static constexpr int64_t kBytes = 2 * (4 * kScores + kPStage) + kTile;  // of `buffer`
+  static constexpr int kMaxChannels = 64;  // Q and K are one tile deep, and there are four tiles of sums
+  static constexpr int64_t kBytes = 2 * (4 * kScores + kPStage) + kTile;  // size of `buffer`
 
-  // Up to 32 rows of one head, of one scale.
+  // Up to 32 rows of one head that share one scale.
   struct Unit {
-    const Code *queries, *keys, *values;  // in tiles; panels of V lie `value_ld` apart
+    const Code *queries, *keys, *values;  // packed in tiles; panels of V lie `value_ld` apart
     int64_t value_ld, keys_end;
     int rows, panels;
     RowScale scale;
     Depth depth;
     char* buffer;
-    // out: maxima, sums of p and P V; room for whole strips
+    // outputs: maxima, sums of p and P V, with room for whole tiles of rows
     int32_t *top, *acc, *acc_low;
     uint32_t* l;
     int64_t acc_ld;
@@ -54,10 +53,10 @@ class LongRows {
 
  private:
   const Unit& u_;
-  const int chunks_, row_tiles_, steps_;  // steps of a strip: chunks, to whole stages
+  const int chunks_, row_tiles_, steps_;  // steps of a tile of rows: its chunks, rounded up to whole stages
   int32_t* scores_[2];
   PCode* p_[2];
-  int32_t* discarded_;  // for sums of channels there are not
+  int32_t* discarded_;  // takes the sums of channels past the last
   I32 max_[2 * kRows], sums_[kDigits][kRows];
 
   explicit LongRows(const Unit& unit)
@@ -75,7 +74,7 @@ class LongRows {
   const Code* queries(int row_tile) const { return u_.queries + row_tile * kTile; }
   const Code* keys(int chunk) const { return u_.keys + int64_t(chunk) * 4 * kTile; }
 
-  // Marks the keys past the last in its chunk's scores.
+  // Marks the scores of keys past the last one in its chunk.
   void mark_past_end(int32_t* scores) const {
     const int64_t present = u_.keys_end % kChunk;
     for (int r = 0; r < kRows; ++r, scores += kChunk)
@@ -83,8 +82,8 @@ class LongRows {
         V::store(scores + j, V::first(V::load(scores + j), larger<int64_t>(0, present - j)));
   }
 
-  // Tiles: 4 and 5 queries, 6 and 7 keys, two for each strip's scores. A panel is stored while the next is multiplied,
-  // over the one of the chunk before, whose rows have been looked at by then.
+  // Finds the row maxima. Tiles 4 and 5 hold queries, 6 and 7 keys, two more the scores of each tile of rows. A panel
+  // is stored while the next is multiplied, over the panel of the previous chunk, which the maxima include by then.
   template <int RowTiles>
   void maxima() {
     for (int r = 0; r < 2 * kRows; ++r) max_[r] = V::set1(kAbsent);
@@ -96,7 +95,7 @@ class LongRows {
     store_panel<RowTiles, 3>();
     update_all_max<RowTiles>();
     for (int j = 1; j < whole; ++j) panels_of_scores<RowTiles, false>(keys(j));
-    for (int s = 0; s < RowTiles; ++s) update_max(s, 0);  // their last panel but four is still to be seen
+    for (int s = 0; s < RowTiles; ++s) update_max(s, 0);  // the maxima do not include this panel yet
     store_panel<RowTiles, 3>();
     update_all_max<RowTiles>();
     if (whole < chunks_) {
@@ -120,7 +119,7 @@ class LongRows {
   inline void panel_of_scores(const Code* k) {
     constexpr int sum = 2 * (I & 1), key = 6 + (I & 1), before = (I + 3) & 3;
     V::template load_tile<key>(k + I * kTile, 64);
-    V::template prefetch_tile<false>(k + (I + 2) * kTile, 64);  // little but loads is between this pass's products
+    V::template prefetch_tile<false>(k + (I + 2) * kTile, 64);  // this pass has little but loads between its products
     V::template zero<sum>();
     if (RowTiles == 2) V::template zero<sum + 1>();
     if (!First) update_max(0, 4 * I);
@@ -144,21 +143,21 @@ class LongRows {
       for (int r = 0; r < kRows; r += 4) update_max(s, r);
   }
 
-  // By a chunk's scores, four rows of a strip.
+  // Updates the maxima of four rows of a tile by a chunk's scores.
   inline void update_max(int row_tile, int row) {
     const int32_t* s = scores_[row_tile] + row * kChunk;
     I32* max = max_ + row_tile * kRows + row;
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r, s += kChunk)
       max[r] = V::max(V::max(max[r], V::max(V::load(s), V::load(s + 16))), V::max(V::load(s + 32), V::load(s + 48)));
-    V::compiler_barrier();  // the compiler keeps them where they stand
+    V::compiler_barrier();  // keeps the loads where they stand
   }
 
-  // Each step makes P of a chunk beside the scores of the next and P V of a chunk, or a part of it, of the stage
-  // before.
+  // Each step computes P of a chunk, the scores of the next one and P V of a chunk, or a part of it, of the previous
+  // stage.
   void products() {
     for (int t = -1; t < row_tiles_ * steps_ + kStage; ++t) {
-      // What there is not yet or no more is computed from the first chunk and not used: a step has no branches.
+      // A step has no branches: where a chunk does not exist, the first one is computed and not used.
       const ChunkPosition before = t < kStage ? ChunkPosition{0, larger(t, 0)} : position(t - kStage),
                           now = position(t), next = position(t + 1);
       if (t < 0 || now.row_tile == row_tiles_ || now.chunk >= chunks_) {
@@ -200,7 +199,8 @@ class LongRows {
     V::reduce_add(sums_[0], u_.l + row_tile * kRows);
   }
 
-  // Tiles: 0 to 3 sums of P V; scores: 4 queries, 5 and 6 keys, 7 sums; then 4 (and 5) P, 5 to 7 values.
+  // Tiles 0 to 3 hold the sums of P V. For the scores, tile 4 holds queries, 5 and 6 keys, 7 sums; after that 4 (and 5)
+  // hold P, 5 to 7 values.
   template <Depth D, bool Masked>
   __attribute__((noinline)) void step(ChunkPosition before, ChunkPosition now, ChunkPosition next, int t) {
     const Scores scores = scores_of(next, t);
@@ -222,7 +222,7 @@ class LongRows {
     values.leave();
   }
 
-  // No P to make: that of chunks past the last is zero.
+  // A step without P. P of chunks past the last one is zero.
   void step_without_p(ChunkPosition before, ChunkPosition next, int t) {
     if (t >= 0)
       for (int i = 0; i < kPChunk; i += 64) V::store(reinterpret_cast<int32_t*>(p_of(t) + i), V::set1(0));
@@ -241,7 +241,7 @@ class LongRows {
     const Code *q, *k;
     int32_t* out;
 
-    // The tile instructions before row r of P.
+    // Issues the tile instructions ahead of row r of P.
     __attribute__((always_inline)) void before_row(int r) const {
       const int64_t line = 4 * kChunk;
       switch (r) {
@@ -271,11 +271,11 @@ class LongRows {
             scores_[~t & 1]};
   }
 
-  // P V of a chunk and all panels (P8), or of two chunks and two panels (P16). A panel there is not repeats the last.
+  // P V of a chunk and all panels (P8), or of two chunks and two panels (P16). Panels past the last one repeat it.
   struct Values {
     const PCode* p;
-    const Code* v[4];  // of the panels; or two panels of the first chunk, then of the second
-    int32_t* acc[4];   // of the sums' tiles
+    const Code* v[4];  // P8: the panels; P16: two panels of the first chunk, then of the second
+    int32_t* acc[4];   // where tiles 0 to 3 are stored
     int64_t line;
     bool entered, left;
 
@@ -332,7 +332,7 @@ class LongRows {
       return acc + at.row_tile * kRows * u_.acc_ld + smaller(panel, u_.panels - 1) * kPanel;
     };
     if constexpr (P16) {
-      constexpr int kPairs = kStage / 2;  // of chunks
+      constexpr int kPairs = kStage / 2;  // pairs of chunks in a stage
       const int part = at.chunk % kStage, panel = part / kPairs * 2, pair = part % kPairs,
                 chunk = at.chunk - part + 2 * pair;
       const bool first = pair == 0, last = pair == kPairs - 1;

@@ -1,4 +1,4 @@
-// Packing of Q rows, K and V codes from any strides into the panels that Product reads.
+// Packs Q, K and V codes of any strides into the panels that Product reads.
 #pragma once
 #include "cpu/arithmetic.hpp"
 
@@ -11,7 +11,7 @@ struct Pack {
   static constexpr int kLanes = V::kLanes, kGroup = V::kGroup, kBlock = 4 * V::kLanes;
   static constexpr int kFlip = V::kUnsignedKeys ? 0x80 : 0;
 
-  // Rows of `steps * kGroup` codes, zero past head_dim; offset[r] undoes the flip of the keys.
+  // Packs rows of `steps * kGroup` codes, zero past head_dim. offset[r] cancels the keys' offset of 128 (kFlip).
   static void queries(const int8_t* q, int64_t row_step, int64_t step, int rows, int64_t dim, int steps, Code* out,
                       int32_t* offset) {
     const int64_t depth = int64_t(steps) * kGroup;
@@ -27,7 +27,7 @@ struct Pack {
     }
   }
 
-  // Panels of kLanes keys: [step][key][group]; keys past n repeat key 0 and are masked as scores.
+  // Packs panels of kLanes keys: [step][key][group]. Keys past n repeat key 0, and their scores are masked.
   static void keys(const int8_t* k, int64_t key_step, int64_t step, int64_t n, int64_t dim, int steps, Code* out) {
     for (int64_t key = 0; key < n; key += kLanes) {
       if constexpr (V::kFastPack) {
@@ -48,8 +48,8 @@ struct Pack {
     }
   }
 
-  // Panels of kLanes channels: [step][channel][group], keys in the order in which P is stored
-  // (natural: in their own), zero past n and past dim.
+  // Packs panels of kLanes channels: [step][channel][group], zero past n and past dim. Keys are in the order in which P
+  // is stored, or with in_key_order in their own.
   static void values(const int8_t* v, int64_t key_step, int64_t step, int64_t n, int64_t pad, int64_t dim,
                      bool in_key_order, Code* out) {
     for (int64_t c = 0; c < dim; c += kLanes)
@@ -69,7 +69,7 @@ struct Pack {
   }
 };
 
-// sums[tile][c] = sum of V over the keys of each tile of kFlashTile
+// Writes the sum of V over each tile of kQFlashTile keys to sums[tile][channel].
 inline void column_sums(const int8_t* v, int64_t key_step, int64_t step, int64_t n, int64_t dim, int64_t dim_pad,
                         int32_t* sums) {
   for (int64_t key = 0; key < n; key += kQFlashTile, sums += dim_pad) {

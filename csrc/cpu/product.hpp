@@ -11,14 +11,14 @@ struct Product {
   using PCode = typename V::PCode;
   static constexpr int kLanes = V::kLanes, kGroup = V::kGroup, kBlock = 4 * V::kLanes;
 
-  // Steps of a product: the first ones, then those of a block of keys that is not full.
+  // The steps of a product: the first `steps` ones, then those listed of a block of keys that is not full.
   struct Depth {
     int steps, tails;
     int tail[kBlock / kGroup];
   };
 
-  // out[r][j] = start[r] + sum_d q[r][d] k[j][d] over `panels` panels of keys; raises max[r] by those of
-  // the first `whole` panels
+  // Computes out[r][j] = start[r] + sum_d q[r][d] k[j][d] over `panels` panels of keys, and updates max[r] with the
+  // scores of the first `whole` panels.
   static void scores(const Code* q, const Code* k, int steps, int panels, int rows, const int32_t* start, int32_t* out,
                      int64_t out_ld, typename V::I32* max, int whole) {
     if constexpr (V::kMatrixUnit) {
@@ -31,7 +31,7 @@ struct Product {
     }
   }
 
-  // out[r][c] (+)= sum_j p[r][j] v[j][c] over n keys; panels lie `v_ld` codes apart
+  // Computes out[r][c] = sum_j p[r][j] v[j][c] over n keys, or with `add` adds that. Panels lie `v_ld` codes apart.
   static void values(const PCode* p, int64_t p_ld, const Code* v, int64_t v_ld, int64_t n, int panels, int rows,
                      int32_t* out, int64_t out_ld, bool add) {
     Depth depth = {int(n / kBlock) * (kBlock / kGroup), 0, {}};
@@ -42,7 +42,7 @@ struct Product {
     else
       rows_of<false>(p, p_ld, v, v_ld, depth, panels, rows, nullptr, add, out, out_ld);
   }
-  // The same with keys in their own order, n a multiple of kGroup.
+  // Does the same with keys in their own order, n a multiple of kGroup.
   static void values_in_key_order(const PCode* p, int64_t p_ld, const Code* v, int64_t v_ld, int n, int panels,
                                   int rows, int32_t* out, int64_t out_ld) {
     rows_of<false>(p, p_ld, v, v_ld, Depth{n / kGroup, 0, {}}, panels, rows, nullptr, false, out, out_ld);
@@ -54,7 +54,7 @@ struct Product {
                       const int32_t* start, bool add, int32_t* out, int64_t out_ld) {
     const int tiles = (rows + V::kRows - 1) / V::kRows;
     for (int t = 0; t < tiles; ++t) {
-      const int r = t * rows / tiles, count = (t + 1) * rows / tiles - r;  // even tiles
+      const int r = t * rows / tiles, count = (t + 1) * rows / tiles - r;  // tiles of even size
       row_count<QK, V::kRows>(count, a + r * a_ld, a_ld, b, b_ld, depth, panels, start ? start + r : nullptr, add,
                               out + r * out_ld, out_ld);
     }
@@ -90,7 +90,7 @@ struct Product {
   template <bool QK, int R, int C, class A>
   static inline void tile(const A* a, int64_t a_ld, const Code* b, int64_t b_ld, const Depth& depth,
                           const int32_t* start, bool add, int32_t* out, int64_t out_ld) {
-    typename V::I32 acc[R][C];  // in registers: every loop over it is unrolled
+    typename V::I32 acc[R][C];  // stays in registers, because every loop over it is unrolled
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8

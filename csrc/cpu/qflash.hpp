@@ -7,7 +7,7 @@ namespace {
 
 constexpr int32_t kQFlashMasked = -(1 << 20);  // score of absent keys and of padding, and the first maximum
 
-template <bool Divide>  // iflash: the divisions left in
+template <bool Divide>  // Divide: iflash, which keeps the divisions
 class QFlashStep {
  public:
   QFlashStep(const Call& call, int64_t b, int64_t h, int64_t hk) {
@@ -20,7 +20,7 @@ class QFlashStep {
     rel_m_ = int32_t(std::nearbyint(1073741824.0 / rs));
   }
 
-  // In place: the bias added, absent keys at kFlashMasked.
+  // Adds the bias and sets absent keys to kQFlashMasked, in place.
   void scores(int32_t* s, const int32_t* bias, int64_t step, int64_t n) const {
     for (int64_t j = 0; j < kQFlashTile; ++j) {
       if (s[j] == kAbsent)
@@ -30,7 +30,7 @@ class QFlashStep {
     }
   }
 
-  // Raises m, releases l and acc to it, adds the tile's p to l and stores p + 128.
+  // Updates the row maximum m, rescales l and acc to it, adds the tile's p to l and stores p + 128.
   template <class PCode>
   void probabilities(const int32_t* s, int32_t& m, int32_t& l, int32_t* acc, int64_t dim, PCode* p) const {
     int32_t raised = m;

@@ -1,4 +1,4 @@
-// A strip: some query rows of one head and all its keys, and P of its rows.
+// A row block of short rows, which is some query rows of one head with all its keys, and P of its rows.
 #pragma once
 #include "cpu/arithmetic.hpp"
 #include "cpu/bias_mask_avx512.hpp"
@@ -9,50 +9,55 @@ namespace {
 
 constexpr int kShortRowKeys = 256;
 
-// Calls that strips serve: exact ones without causal limits, packed sequences or K scales per block.
+// Whether a call has short rows: at most 256 keys, an exact method, no causal limit, packed sequences or K scales per
+// block.
 inline bool are_short_rows(const Call& call) {
   const bool exact = call.method == Method::kP16 || call.method == Method::kP8;
   return exact && call.nk <= kShortRowKeys && !call.causal && !call.ends_q && !call.k_scale.stride[2];
 }
 
-// PRow, PChunk: bytes from row to row of P, and from chunk to chunk; Plane: of a digit.
+// PRow and PChunk are the bytes from row to row of P and from chunk to chunk, Plane those of one digit.
 template <int Rows, int PRow, int PChunk, int Plane>
 struct RowBlockOf {
   static constexpr int kRows = Rows, kPanel = 16, kChunk = 64, kMaxChunks = kShortRowKeys / kChunk, kPRow = PRow,
                        kPChunk = PChunk;
-  static constexpr int64_t kScoreLd = kMaxChunks * kChunk + 16, kPlane = Plane;  // rows of scores lie in all cache sets
+  static constexpr int64_t kScoreLd = kMaxChunks * kChunk + 16,
+                           kPlane = Plane;  // the rows of scores are spread over all cache sets
 
-  // What its depths are made from.
+  // What the depths are computed from: scores with differences of 16 or 32 bits, or shifted; or T in 32 or 64 bits.
   enum class From { kScores16, kScores, kShiftedScores, kLevels32, kLevels, kShiftedLevels };
   int64_t b, h, hk;
   const int8_t *keys, *values;
-  int64_t row0;     // of its tiles
-  int first, rows;  // rows [first, rows) of the tiles are its own; the ones before belong to the strip before
-  int scale_step;   // 0: one scale for all rows
+  int64_t row0;     // first row of the block's tiles
+  int first, rows;  // the block owns rows [first, rows) of its tiles; the previous block has the rows ahead of them
+  int scale_step;   // 0 where all rows share one scale
   From from;
   RowScale scale[kRows];
   BiasedScale biased_scale[kRows];
-  From wider_from;       // of a biased strip, should 32 bits not hold its T
-  int32_t top[kRows];    // maxima of S, or of T in 32 bits; or
-  int64_t level[kRows];  // of T as it is held
+  From wider_from;       // `from` of a biased block where 32 bits do not hold T
+  int32_t top[kRows];    // row maxima of S, or of T in 32 bits
+  int64_t level[kRows];  // row maxima of T in 64 bits, as BiasedScale holds it
   int32_t* scores;
-  int64_t* levels;  // of a biased strip: T, where its P is made
+  int64_t* levels;  // T of a biased block
   int64_t levels_ld;
   uint8_t* p;
   __m512i sums[kRows];
   uint32_t l[kRows];
 
-  int32_t* levels32(int r) const { return reinterpret_cast<int32_t*>(levels + r * levels_ld); }  // of a row
+  int32_t* levels32(int r) const {
+    return reinterpret_cast<int32_t*>(levels + r * levels_ld);
+  }  // T of row r in 32 bits
   bool on_levels32() const { return from == From::kLevels32; }
   bool on_levels() const { return from == From::kLevels || from == From::kShiftedLevels; }
-  // The maximum of T in row r, whose exponent is e.
+  // Returns the maximum of T in row r, whose exponent is e.
   int64_t t_max(int r, Exponent e) const {
     if (on_levels32()) return int64_t(top[r]) * 256;
     return on_levels() ? level[r] >> biased_scale[r * scale_step].down : top[r] * (int64_t(1) << e.k) * e.c;
   }
 };
 
-// Operations of P with their constants in registers: gcc would make some anew for each row, by the shuffles' port.
+// The operations of P with their constants in registers. gcc would compute some of these anew for each row, on the port
+// of the shuffles.
 template <class V>
 struct RowOps : V {
   using typename V::U16;
@@ -88,7 +93,7 @@ class ShortRowSoftmax {
     return last.of(*call.q_scale.at(s.b, s.h, (s.row0 + r) / call.q_block), *call.k_scale.at(s.b, s.hk), call.sm_scale);
   }
 
-  // How the depths of a strip's rows are made.
+  // Chooses how the depths of a block's rows are computed.
   static void choose_scales(const Call& call, RowBlock& s, CachedExponent& last) {
     s.scale_step = call.q_scale.stride[2] ? 1 : 0;
     const int scales = s.scale_step ? s.rows : 1;
@@ -109,7 +114,7 @@ class ShortRowSoftmax {
     }
   }
 
-  // For log-sum-exp, where it is asked for.
+  // Stores what log-sum-exp needs, where the call asks for it.
   static void keep_sums(const Call& call, const RowBlock& s, CachedExponent& last) {
     const int64_t index = (s.b * call.heads_q + s.h) * call.nq + s.row0;
     for (int r = s.first; call.t_max && r < s.rows; ++r) {
@@ -118,14 +123,14 @@ class ShortRowSoftmax {
     }
   }
 
-  // Of the last chunk of keys: 1 for those that there are, as P is stored.
+  // Returns 1 for the keys of the last chunk that exist and 0 for the others, in the order in which P is stored.
   static __m512i last_chunk_ones(int64_t keys) {
     alignas(64) int8_t ones[64];
     for (int i = 0; i < 64; ++i) ones[i] = V::key_at(i) < keys;
     return _mm512_load_si512(ones);
   }
 
-  // Up to 4 keys by 16 channels of a value panel, the rest zero.
+  // Packs up to 4 keys by 16 channels of a value panel; the rest is zero.
   static void pack_value_group(const int8_t* v, int64_t row_step, int64_t step, int64_t keys, int64_t channels,
                                int8_t* out) {
     if (keys <= 0) return _mm512_storeu_si512(out, _mm512_setzero_si512());
@@ -134,8 +139,8 @@ class ShortRowSoftmax {
       for (int e = 0; e < 4; ++e) out[lane * 4 + e] = e < keys && lane < channels ? v[e * row_step + lane * step] : 0;
   }
 
-  // P of chunk j of a strip's rows, in a tile for each digit, and its part of the row sums; between() after every row.
-  // `vectors` of 16 keys; `ones` has 0 for bytes of P that do not count.
+  // Computes P of chunk j of a block's rows, in a tile for each digit, and adds its sum to the row sums. Calls
+  // between() after every row. The chunk has `vectors` times 16 keys; `ones` has 0 for bytes of P that do not count.
   template <class Between>
   static void chunk(RowBlock& s, int j, int vectors, __m512i ones, Between between) {
     switch (s.from) {
@@ -174,10 +179,10 @@ class ShortRowSoftmax {
   template <From F, int Vectors, class Between>
   static void rows(RowBlock& s, int j, __m512i ones, Between between) {
     const RowOps<V> o;
-    // `of` a vector, of which a pair's second may be missing
+    // Packs two vectors given by `of`; the second may be past the last one.
     const auto pair = [](int i, auto of) { return V::pack(of(i), i + 1 < Vectors ? of(i + 1) : V::zero16()); };
     Scale scale = load_scale<F>(s.scale[0]);
-    // In locals, because tile instructions count as changing all memory.
+    // Local copies, because the compiler takes tile instructions to change all memory.
     const int32_t *scores = s.scores + j * RowBlock::kChunk, *row_maxima = s.top;
     const int64_t *levels = s.levels + j * RowBlock::kChunk, *level_maxima = s.level, levels_ld = s.levels_ld;
     const int32_t* levels32 = s.levels32(0) + j * RowBlock::kChunk;
@@ -187,7 +192,7 @@ class ShortRowSoftmax {
     const bool first = j == 0;
     for (int r = s.first, end = s.rows; r < end; ++r) {
       if constexpr (!P16 && V::kMatrixUnit)
-        __builtin_prefetch(p + (r + 4) * RowBlock::kPRow, 1);  // L1 does not keep it from strip to strip
+        __builtin_prefetch(p + (r + 4) * RowBlock::kPRow, 1);  // L1 does not keep it from block to block
       __m512i sum = first ? V::zero16() : sums[r];
       if constexpr (F == From::kLevels32) {
         const int32_t* t = levels32 + r * 2 * levels_ld;
@@ -195,7 +200,7 @@ class ShortRowSoftmax {
         const auto depth = [&](int i) { return Biased::depth32(t + i * RowBlock::kPanel, top); };
         block<Vectors>(o, [&](int i) { return pair(i, depth); }, ones, p + r * RowBlock::kPRow, sum);
       } else if constexpr (F == From::kLevels || F == From::kShiftedLevels) {
-        V::compiler_barrier();  // without it gcc 12 takes such rows for free of effects, and drops them
+        V::compiler_barrier();  // without it gcc 12 drops the row as if it had no effect
         const int64_t* t = levels + r * levels_ld;
         const __m512i level = _mm512_set1_epi64(level_maxima[r]);
         const auto depth = [&](int i) { return Biased::depth<F == From::kLevels>(t + i * RowBlock::kPanel, level); };
@@ -222,7 +227,7 @@ class ShortRowSoftmax {
     }
   }
 
-  // P of up to 64 depths in two registers, given by `depths`, and its part of the row's sum.
+  // Computes P of up to 64 depths, which `depths` gives in two registers, and adds its sum to the row's.
   template <int Vectors, class Depths>
   static inline __attribute__((always_inline)) void block(const RowOps<V>& o, Depths depths, __m512i ones, uint8_t* p,
                                                           __m512i& sums) {

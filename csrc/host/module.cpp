@@ -1,4 +1,4 @@
-// The Python module: torch's tensors in, results written in place.
+// The Python module intflash._native: reads torch's tensors, allocates the outputs and runs the kernels.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ const Kernels& kernels_named(const char* name) {
   throw std::invalid_argument("no such instruction set on this machine");
 }
 
-// how: (float type, per head, qmax, scale), scale: None, a float, or a tensor
+// Reads how a float tensor is quantized: (float type, per head, qmax, scale), where scale is None, a float or a tensor.
 FloatInput float_input(const TensorView& tensor, nb::handle how) {
   FloatInput x;
   x.data = tensor.data;
@@ -53,8 +53,8 @@ View<int8_t> contiguous_codes(const FloatInput& x) {
   return {x.codes, {x.heads * x.tokens * x.channels, x.tokens * x.channels, x.channels, 1}};
 }
 
-// Codes of the caller's thread between quantization and attention; kept, because fresh pages cost more
-// than the work on small calls.
+// The codes of a call on the calling thread. The memory is kept, because fresh pages cost more than the work of small
+// calls.
 struct CodeBuffer {
   std::vector<int8_t> bytes;
   void divide(FloatInput (&x)[3]) {
@@ -66,20 +66,21 @@ struct CodeBuffer {
   }
 };
 
-// torch.empty_like, which takes half the time, and problem.empty_output; never let go.
+// torch.empty_like, which takes half the time of the other, and problem.empty_output. Their references are never
+// released.
 PyObject *empty_like = nullptr, *empty_output = nullptr;
 
 void use_torch(nb::handle like, nb::handle output) {
   empty_like = like.inc_ref().ptr(), empty_output = output.inc_ref().ptr();
 }
 
-// Makes a call's output and, where that is integer and the call has none, its scale; then lets go of Python.
+// Allocates a call's output and, where it is integer and the call gives none, its scale; then releases the GIL.
 struct Outputs {
   Call& call;
   nb::handle q, dtype;
   bool like_q;
-  nb::object out_scale;  // the call's, or None
-  nb::handle v_scale{};  // the likeness of one to be made, or null
+  nb::object out_scale;  // the call's own, or None
+  nb::handle v_scale{};  // tensor that a scale to be allocated is like, or null
   float scale = 0.0f;
   nb::object out{};
   std::optional<nb::gil_scoped_release> released{};
@@ -126,7 +127,8 @@ std::exception_ptr check_signals() {
   }
 }
 
-// A thread's call while it lasts. A signal handler that it runs must not begin another: the thread's scratch is in use.
+// Marks a call of this thread as running. A signal handler must not begin another one, since the thread's scratch is in
+// use.
 class RunningCall {
  public:
   RunningCall() {
@@ -141,8 +143,8 @@ class RunningCall {
 };
 thread_local bool RunningCall::is_running = false;
 
-// (out, its scale where it is integer); None where `look` asked for NaN and infinity in float q, k or v and there are
-// some.
+// Returns (output, its scale where it is integer), or None where `look` asks for NaN and infinity in float q, k and v
+// and there are some.
 nb::object attention(const char* isa, int threads, int method, int out_type, nb::handle out_dtype, bool same_dtype,
                      double sm_scale, nb::handle q, nb::handle k, nb::handle v, nb::tuple scales, nb::handle out_scale,
                      nb::handle blocks, nb::handle causal, nb::handle bias, nb::handle keep, nb::handle packed,

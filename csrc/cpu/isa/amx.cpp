@@ -7,7 +7,7 @@
 namespace intflash {
 namespace {
 
-// A P tile is 64 keys deep, a tile of qflash and iflash 32 keys: those run on the 512-bit vectors.
+// qflash and iflash run on the 512-bit vectors, because their tiles are 32 keys deep and P's AMX tile 64 keys.
 bool on_vectors(const Call& call) { return call.method >= Method::kQFlash; }
 
 int unit_rows(const Call& call) {

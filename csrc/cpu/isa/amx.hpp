@@ -1,4 +1,4 @@
-// AMX int8 tiles for the two products; everything else is the 512-bit vector layer.
+// The vector layer with AMX int8 tiles for the two products. Everything else is the 512-bit vector layer.
 #pragma once
 #include "cpu/isa/avx512.hpp"
 
@@ -10,11 +10,11 @@ struct Amx : Vec512 {
   static constexpr int kScoreBytes = 1 << 20;
   static constexpr bool kUnsignedKeys = false, kMatrixUnit = true;
 
-  // A tile is 16 rows of 64 bytes: head_dim goes in depths of 16 steps.
+  // A tile is 16 rows of 64 bytes, so that head_dim is divided into depths of 16 steps.
   static int depth_steps(int64_t head_dim) { return int((head_dim + 63) / 64 * 16); }
 
   static void begin(int64_t) { begin_rows(16); }
-  static void begin_rows(int rows) {  // of all tiles but 6, which is whole
+  static void begin_rows(int rows) {  // sets the rows of all tiles but 6, which has 16
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -22,13 +22,13 @@ struct Amx : Vec512 {
     } config;
     for (int t = 0; t < 8; ++t)
       if (t != 6) config.rows[t] = uint8_t(rows);
-    // gcc's intrinsic claims to read 8 bytes of the 64: keep the stores of the others.
+    // gcc's intrinsic claims to read 8 bytes of the 64; this keeps the stores of the others.
     asm volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
   static void end() { _tile_release(); }
 
-  // By number: the intrinsics of gcc take literals only.
+  // Tile instructions with the tile as a template argument, because gcc's intrinsics take literals only.
   template <int Tile>
   static void zero() {
     asm volatile("tilezero %%tmm%c0" : : "i"(Tile));
@@ -41,7 +41,7 @@ struct Amx : Vec512 {
   static void store_tile(void* x, int64_t line) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(x), "r"(line), "i"(Tile) : "memory");
   }
-  // Asks for the 16 lines of a tile that is to be loaded, or stored.
+  // Prefetches the 16 lines of a tile that is to be loaded or stored.
   template <bool Store>
   static inline __attribute__((always_inline)) void prefetch_tile(const void* x, int64_t line) {
 #pragma GCC unroll 16
@@ -55,14 +55,14 @@ struct Amx : Vec512 {
   static void dot_signed_tile() {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(A), "i"(B));
   }
-  // After some 900 cycles (0.35 us) without a tile product the next one holds up the whole core for 0.3 us: one whose
-  // sum nobody reads keeps the unit awake. It goes to a tile that is dead then, as all are between the products of
-  // block().
+  // Keeps the tile unit awake by a product whose sum is not used, into a tile that is dead at that point. After about
+  // 900 cycles (0.35 us) without a tile product the next one holds up the whole core for 0.3 us. All tiles are dead
+  // between the products of block().
   template <int Dead = 0>
   static void keep_awake() {
     dot_signed_tile<Dead, 4, 6>();
   }
-  // One step of a value panel by one byte permutation of its four rows of 16.
+  // Packs one step of a value panel by one byte permutation of its four rows of 16.
   static bool pack_values(const int8_t* v, int64_t row_step, int64_t rows, int64_t columns, Code* out) {
     const __m512i by_column = _mm512_set_epi32(0x3F2F1F0F, 0x3E2E1E0E, 0x3D2D1D0D, 0x3C2C1C0C, 0x3B2B1B0B, 0x3A2A1A0A,
                                                0x39291909, 0x38281808, 0x37271707, 0x36261606, 0x35251505, 0x34241404,
@@ -82,7 +82,7 @@ struct Amx : Vec512 {
     return true;
   }
 
-  // Shifts on the shuffles' port: beside tile instructions the other one has the products too.
+  // Shifts by an instruction of the shuffles' port, because the other port has the products too.
   static U16 shift6_plan() { return _mm512_set1_epi64(0x322A221A120A023A); }
   static U16 shift6(U16 z, U16 plan) { return _mm512_multishift_epi64_epi8(plan, z); }
   template <int Shift>
@@ -96,7 +96,7 @@ struct Amx : Vec512 {
     return true;
   }
 
-  // Four rows of 32 channels into the same step of two panels.
+  // Packs four rows of 32 channels into the same step of two panels.
   static void pack_value_pair(const int8_t* v, int64_t row_step, Code* first, Code* second) {
     const auto row = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + i * row_step)); };
     const auto rows = [&](int i) { return _mm512_inserti64x4(_mm512_castsi256_si512(row(i)), row(i + 1), 1); };
@@ -109,7 +109,8 @@ struct Amx : Vec512 {
     _mm512_storeu_si512(first, _mm512_unpacklo_epi16(low, high));
     _mm512_storeu_si512(second, _mm512_unpackhi_epi16(low, high));
   }
-  // Also raises max[r] by the scores of the first `whole` panels, each pair while the next is computed.
+  // Computes the scores, and updates max[r] with those of the first `whole` panels, each pair while the next is
+  // computed.
   static void scores(const Code* q, const Code* k, int steps, int panels, int rows, int32_t* out, int64_t out_ld,
                      I32* max, int whole) {
     const auto update_max = [&](int32_t* s) {
@@ -134,7 +135,7 @@ struct Amx : Vec512 {
   }
 
  private:
-  // Two tiles of rows by two panels at a time: each tile of the panels is loaded once for 32 rows.
+  // Multiplies two tiles of rows by two panels at a time, so that each tile of a panel is loaded once for 32 rows.
   template <bool Signed>
   static void product(const void* a, int64_t a_ld, const Code* b, int64_t b_ld, int steps, int panels, int rows,
                       int32_t* out, int64_t out_ld, bool add) {
@@ -153,7 +154,7 @@ struct Amx : Vec512 {
       block<Signed, 1, 1>(a, a_ld, b, b_ld, steps, out, out_ld, add);
   }
 
-  // Tiles 0-3: sums, of rows r and panel c in tile 2 r + c; 4, 5: rows; 6, 7: panels.
+  // Tiles 0 to 3 hold sums, those of rows r and panel c in tile 2 r + c, tiles 4 and 5 rows, 6 and 7 panels.
   template <bool Signed, int R, int C>
   static inline void block(const void* rows, int64_t a_ld, const Code* b, int64_t b_ld, int steps, int32_t* out,
                            int64_t out_ld, bool add) {

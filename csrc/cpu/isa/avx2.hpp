@@ -76,8 +76,8 @@ struct Vec256 {
   }
   static U16 add16(U16 a, uint16_t b) { return _mm256_add_epi16(a, _mm256_set1_epi16(int16_t(b))); }
   static U16 mul_round(U16 a, U16 b) { return _mm256_mulhrs_epi16(a, b); }
-  static U16 power(U16 z) {  // 2^(9 - s) by its two bytes: a shuffle gives 0 for indices from 128 on, which saturation
-                             // makes of the others
+  static U16 power(U16 z) {  // 2^(9 - s) by its two bytes; past s = 9 saturation makes the index 128 or more, for which
+                             // a shuffle gives 0
     const __m256i copies =
         _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15));
     const __m256i table =
@@ -125,7 +125,7 @@ struct Vec256 {
     if (count >= 8) return _mm_storeu_si128(reinterpret_cast<__m128i*>(out), y);
     std::memcpy(out, &y, size_t(count) * 2);
   }
-  // The first `count` of float16 as float32.
+  // Converts the first `count` float16 values to float32.
   static void widen_float16(const uint16_t* x, int64_t count, float* out) {
     for (; count >= 8; count -= 8, x += 8, out += 8)
       _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
@@ -162,7 +162,7 @@ struct Vec256 {
   }
 };
 
-// 16 codes of eight rows, rows past `count` repeating the first.
+// Loads 16 codes of each of eight rows; rows past `count` repeat the first.
 inline void load_rows(const int8_t* x, int64_t row_step, int64_t count, __m128i r[8]) {
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i)
@@ -181,7 +181,7 @@ struct Avx2 : Vec256 {
   }
   static int depth_steps(int64_t head_dim) { return int((head_dim + 1) / 2); }
 
-  // Panels of whole 16 codes of eight keys: pairs of codes transposed, then widened.
+  // Packs panels of eight keys, 16 codes at a time: pairs of codes are transposed, then widened.
   static bool pack_keys(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
     if (dim % 16 || 2 * steps != dim) return false;
     for (int s = 0; s < steps; s += 8, out += 128) {
@@ -212,7 +212,7 @@ struct Avx2 : Vec256 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_cvtepi8_epi16(codes));
   }
 
-  // p - 32768, and the sum of these
+  // Stores p - 32768 and returns `sum` plus these.
   static I32 store_p16(PCode* p, U16 a, U16 b, I32 sum) {
     const __m256i flip = _mm256_set1_epi16(int16_t(0x8000)), one = _mm256_set1_epi16(1);
     a = _mm256_xor_si256(a, flip), b = _mm256_xor_si256(b, flip);
@@ -225,7 +225,7 @@ struct Avx2 : Vec256 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p) + 1, b);
     return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1)));
   }
-  // two vectors packed into one: 4 keys of the first, 4 of the second, in each 128-bit lane
+  // two vectors are packed into one: 4 keys of the first, then 4 of the second, in each 128-bit lane
   static constexpr int key_at(int at) {
     const int half = at / 16, lane = at / 8 % 2, vector = at / 4 % 2;
     return half * 16 + vector * 8 + lane * 4 + at % 4;
@@ -284,7 +284,7 @@ struct AvxVnni : Vec256 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes);
     return _mm256_dpbusd_avx_epi32(sum, bytes, _mm256_set1_epi8(1));
   }
-  // four vectors packed into one: 4 keys of each, in each 128-bit lane
+  // four vectors are packed into one: 4 keys of each in each 128-bit lane
   static constexpr int key_at(int at) { return at / 4 % 4 * 8 + at / 16 * 4 + at % 4; }
   static I32 dot_qk(I32 acc, Codes k, Codes q) { return _mm256_dpbusd_avx_epi32(acc, k, q); }
   static I32 dot_pv(I32 acc, Codes v, Codes p) { return _mm256_dpbusd_avx_epi32(acc, p, v); }

@@ -10,15 +10,15 @@
 namespace intflash {
 namespace {
 
-// Absolute maxima and codes of floats, as quantize.hpp defines them.
+// Quantization of floats, as quantize.hpp defines it.
 struct Quantize512 {
-  // Masks of the first `count` lanes or bytes.
+  // Return masks of the first `count` lanes or bytes.
   static __mmask16 lanes(int64_t count) { return count >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << count) - 1); }
   static __mmask64 bytes(int64_t count) {
     return count >= 64 ? ~__mmask64(0) : count <= 0 ? 0 : (__mmask64(1) << count) - 1;
   }
 
-  // 16 values, or those of a mask, as float32.
+  // Return 16 values, or those of a mask, as float32.
   template <FloatType F>
   static __m512 widened(const float* x) {
     return _mm512_loadu_ps(x);
@@ -45,7 +45,7 @@ struct Quantize512 {
     _mm_prefetch(reinterpret_cast<const char*>(x), _MM_HINT_T0);
   }
 
-  // Bits of the largest |x|: of floats of either size ordered as integers, NaN above all.
+  // Returns the bits of the largest |x|. Bits of |x| are ordered as integers, with NaN above all.
   template <class T>
   static uint32_t largest_magnitude(const T* x, const Rows& shape, int64_t ahead) {
     constexpr bool kWide = sizeof(T) == 4;
@@ -75,7 +75,7 @@ struct Quantize512 {
                        _mm512_max_epu32(_mm512_srli_epi32(all, 16), _mm512_and_si512(all, _mm512_set1_epi32(0xFFFF))));
   }
 
-  // quantize.hpp's code(), of vectors.
+  // quantize.hpp's code() for vectors.
   template <FloatType F>
   struct Encoder {
     __m512 inverse, magic = _mm512_set1_ps(12582912.0f);
@@ -92,7 +92,7 @@ struct Quantize512 {
       return _mm512_sub_epi32(_mm512_min_epi32(_mm512_max_epi32(bits, low), high), zero);
     }
     template <class T>
-    __m512i words_of_32(const T* x) const {  // as int16, quarters of both sixteens in turn
+    __m512i words_of_32(const T* x) const {  // 32 codes as int16: quarters of the first 16 and of the second 16 in turn
       prefetch(x + ahead);
       if (sizeof(T) == 4) prefetch(x + 16 + ahead);
       return _mm512_packs_epi32(code(widened<F>(x)), code(widened<F>(x + 16)));
@@ -144,7 +144,7 @@ struct Pack512 : Quantize512 {
     std::memcpy(&word, p, 4);
     return _mm512_set1_epi32(word);
   }
-  // 16 x 16 words transposed.
+  // Transposes 16 x 16 words.
   static void transpose(__m512i r[16]) {
     __m512i t[16];
 #pragma GCC unroll 16
@@ -175,7 +175,7 @@ struct Pack512 : Quantize512 {
     }
   }
 
-  // A panel of up to 16 key rows, missing ones repeating the last, every code ^ Flip.
+  // Packs a panel of up to 16 keys, of which missing ones repeat the last, with every code ^ Flip.
   template <int Flip>
   static void pack_key_panel(const int8_t* k, int64_t row_step, int64_t step, int64_t count, int64_t dim, int steps,
                              Code* out) {
@@ -205,7 +205,7 @@ struct Pack512 : Quantize512 {
     }
   }
 
-  // One step of a value panel: `rows` keys (of 4) by `columns` channels (of 16), the rest zero.
+  // Packs one step of a value panel: `rows` keys (of 4) by `columns` channels (of 16); the rest is zero.
   static bool pack_values(const int8_t* v, int64_t row_step, int64_t rows, int64_t columns, Code* out) {
     const __mmask16 mask = lanes(columns);
     __m128i r[4];
@@ -219,7 +219,7 @@ struct Pack512 : Quantize512 {
     _mm_storeu_si128(o + 3, _mm_unpackhi_epi16(b, d));
     return true;
   }
-  // The same step of two whole panels, or of four, side by side.
+  // Pack the same step of two, or of four, whole panels side by side.
   static inline __attribute__((always_inline)) void pack_value_pair(const int8_t* v, int64_t row_step, Code* first,
                                                                     Code* second) {
     const auto row = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + i * row_step)); };
@@ -246,7 +246,7 @@ struct Pack512 : Quantize512 {
     _mm512_storeu_si512(out + 192, _mm512_shuffle_i32x4(wx2, yz2, 0xDD));
   }
 
-  // Rows of 32 codes, two to a register: the lanes of rows i and i + 8 are transposed side by side.
+  // Packs rows of 32 codes, two to a register: the lanes of rows i and i + 8 are transposed side by side.
   template <int Flip, class Row>
   static void pack_half_rows(Row row, Code* out) {
     const __m512i flip = _mm512_set1_epi8(char(Flip));
@@ -288,12 +288,12 @@ struct Vec512 : Pack512 {
   static I32 load(const int32_t* p) { return _mm512_loadu_si512(p); }
   static void store(int32_t* p, I32 a) { _mm512_storeu_si512(p, a); }
   static I32 set1(int32_t v) { return _mm512_set1_epi32(v); }
-  // x, of which the compiler does not know what it is or where else it could be.
+  // Returns x as a value that the compiler cannot recompute or find elsewhere, so that it stays in its register.
   static I32 in_register(I32 x) {
     asm("" : "+v"(x));
     return x;
   }
-  // For the compiler: gcc's tile loads do not say that they read memory.
+  // A barrier for the compiler only: gcc's tile loads do not say that they read memory.
   static void compiler_barrier() { asm volatile("" : : : "memory"); }
   static I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
   static I32 sub(I32 a, I32 b) { return _mm512_sub_epi32(a, b); }
@@ -301,7 +301,7 @@ struct Vec512 : Pack512 {
   static I32 min_u(I32 a, I32 b) { return _mm512_min_epu32(a, b); }
   static I32 shift_left(I32 a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)); }
   static I32 first(I32 x, int64_t count) { return _mm512_mask_mov_epi32(set1(INT32_MIN), lanes(count), x); }
-  // Sixteen rows become one vector of their lanes' maxima or sums, row r in lane r.
+  // Returns a vector with the maximum or the sum of row r's lanes in lane r, for 16 rows.
   template <class Combine>
   static I32 reduce_rows(const I32* x, Combine combine) {
     I32 a[8], b[4], c[2];
@@ -323,7 +323,7 @@ struct Vec512 : Pack512 {
   static void reduce_add(const I32* x, uint32_t* out) {
     _mm512_storeu_si512(out, reduce_rows(x, [](I32 a, I32 b) { return _mm512_add_epi32(a, b); }));
   }
-  // Of so many rows: a window of 49 leaves one.
+  // The same for `rows` rows; a window of 49 queries leaves one row at its end.
   static void reduce_max(const I32* x, int rows, int32_t* out) {
     rows == 1 ? void(*out = _mm512_reduce_max_epi32(*x)) : reduce_max(x, out);
   }
@@ -331,7 +331,8 @@ struct Vec512 : Pack512 {
     rows == 1 ? void(*out = uint32_t(_mm512_reduce_add_epi32(*x))) : reduce_add(x, out);
   }
   static I32 high_halves(__m512i even, __m512i odd) {
-    return _mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_DDBB);  // even lanes: their product's high half
+    return _mm512_mask_shuffle_epi32(odd, 0x5555, even,
+                                     _MM_PERM_DDBB);  // even lanes take the high half of their product
   }
   static __m512i odd_lanes(I32 a) { return _mm512_srli_epi64(a, 32); }
   static I32 mul_high(I32 a, I32 c) { return high_halves(_mm512_mul_epu32(a, c), _mm512_mul_epu32(odd_lanes(a), c)); }
@@ -348,7 +349,7 @@ struct Vec512 : Pack512 {
   static U16 pack(I32 a, I32 b) { return _mm512_packus_epi32(a, b); }
   static U16 set16(uint16_t v) { return _mm512_set1_epi16(int16_t(v)); }
   static U16 zero16() { return _mm512_setzero_si512(); }
-  static U16 high_byte(U16 a) {  // a shuffle: the shifts' port has enough to do
+  static U16 high_byte(U16 a) {  // by a shuffle, because the port of the shifts is busy
     const __m512i order =
         _mm512_broadcast_i32x4(_mm_setr_epi8(1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15, -1));
     return _mm512_shuffle_epi8(a, order);
@@ -376,7 +377,7 @@ struct Vec512 : Pack512 {
   }
   static U16 average(U16 a, uint16_t b) { return _mm512_avg_epu16(a, _mm512_set1_epi16(int16_t(b))); }
   static U16 shift_right(U16 a, U16 n) { return _mm512_srlv_epi16(a, n); }
-  // (w + 33152 + 2^(s-1)) >> s: past s = 0 the sum and its first shift are an average
+  // (w + 33152 + 2^(s-1)) >> s: for s > 0 the sum and its first shift are an average
   static U16 round16(U16 w, U16 s) {
     const __m512i n = _mm512_sub_epi16(s, _mm512_set1_epi16(1)), half = _mm512_sllv_epi16(_mm512_set1_epi16(1), n);
     const __m512i average = _mm512_avg_epu16(w, _mm512_add_epi16(half, _mm512_set1_epi16(int16_t(33151))));
@@ -388,25 +389,26 @@ struct Vec512 : Pack512 {
     _mm512_storeu_si512(p, bytes);
     return _mm512_dpbusd_epi32(sum, bytes, _mm512_set1_epi8(1));
   }
-  // The same of bytes; `ones` has 0 for those that do not count, the sum is of bytes << left.
+  // Does the same for bytes. `ones` has 0 for bytes that do not count; the sum is of bytes << left.
   static I32 store_bytes(PCode* p, Codes bytes, I32 sum, Codes ones, int left) {
     _mm512_storeu_si512(p, bytes);
     if (left == 0) return _mm512_dpbusd_epi32(sum, bytes, ones);
     return _mm512_add_epi32(sum, _mm512_slli_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), bytes, ones), 8));
   }
-  // four vectors packed into one: 4 keys of each, in each 128-bit lane
+  // four vectors are packed into one: 4 keys of each in each 128-bit lane
   static constexpr int key_at(int at) { return at / 4 % 4 * 16 + at / 16 * 4 + at % 4; }
 
   static constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
-  // What rows of sums of p ask of the output's rounding: floor(sum * scale + 1/2) of short sums; else
-  // (sum * factor + half) >> shift in the product's high half.
+  // The constants of the output's rounding, for 16 rows: floor(sum * scale + 1/2) where the sums fit 24 bits, else
+  // (sum * factor + half) >> shift on the high half of the product.
   struct Factors {
     alignas(64) float scale[16];
     alignas(64) int32_t factor[16], half[16], shift[16];
-    bool sums_fit_24_bits;  // of 24 bits
+    bool sums_fit_24_bits;  // of P V
   };
-  // Of up to 16 rows, 0 where l is 0; false where a row's factor needs more than 32 bits, or l is 2^24 or more.
-  // Quotient and product have 24 bits as integers: rounded down as floats they are these.
+  // Computes the constants of up to 16 rows, which are 0 where l is 0. Returns false where a row's factor needs more
+  // than 32 bits, or l is 2^24 or more. Quotient and product have 24 bits as integers, so that floats rounded down are
+  // exact.
   template <bool P16>
   static bool factors(const uint32_t* l, int rows, int64_t mr, int e, Factors& out) {
     const __m512i given = _mm512_maskz_loadu_epi32(lanes(rows), l), lz = _mm512_lzcnt_epi32(given);
@@ -437,7 +439,8 @@ struct Vec512 : Pack512 {
   static I32 rescale(const int32_t* high, const int32_t* low, const Factors& all, int row) {
     const __m512i x = P16 ? add(shift_left(load(high), 8), load(low)) : load(high);
     const __m512i odd =
-        P16 ? odd_lanes(x) : _mm512_castps_si512(_mm512_movehdup_ps(_mm512_loadu_ps(high)));  // the load unit's shuffle
+        P16 ? odd_lanes(x)
+            : _mm512_castps_si512(_mm512_movehdup_ps(_mm512_loadu_ps(high)));  // a shuffle that the load unit does
     return rescaled(x, odd, all, row);
   }
   static I32 rescaled(I32 x, I32 odd, const Factors& all, int row) {
@@ -445,13 +448,13 @@ struct Vec512 : Pack512 {
     const __m512i top = high_halves(_mm512_mul_epi32(x, f), _mm512_mul_epi32(odd, f));
     return _mm512_srav_epi32(add(top, set1(all.half[row])), set1(all.shift[row]));
   }
-  // Exact: both factors have 24 bits, the sum is rounded once, and down as its floor is.
+  // This is exact: both factors have 24 bits, and the sum is rounded once, down as its floor is.
   static I32 rescaled_24_bits(I32 x, const Factors& all, int row) {
     return _mm512_cvt_roundps_epi32(
         _mm512_fmadd_round_ps(_mm512_cvtepi32_ps(x), _mm512_set1_ps(all.scale[row]), _mm512_set1_ps(0.5f), kDown),
         kDown);
   }
-  // 64 int8 codes, clamped to 127 by the saturating packs and to -127
+  // Stores 64 int8 codes. The saturating packs clamp to 127, the maximum to -127.
   static void store_quad(int8_t* out, I32 a, I32 b, I32 c, I32 d) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i codes = _mm512_packs_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
@@ -486,7 +489,7 @@ struct Vec512 : Pack512 {
     else
       _mm_mask_storeu_epi8(out, lanes(count), codes);
   }
-  // 32 int8 codes, at least -limit = -127 by the clamp that the saturating packs leave to do
+  // Stores 32 int8 codes in the same way.
   static void store_pair(int8_t* out, I32 a, I32 b) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 4, 8, 12, 1, 5, 9, 13);
     const __m512i words = _mm512_packs_epi32(a, b);
@@ -503,7 +506,8 @@ struct Vec512 : Pack512 {
       sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), _mm512_maskz_loadu_epi8(bytes(n - d), x + d));
     return _mm512_reduce_add_epi32(sum);
   }
-  // A whole or half register is the usual row.
+  // Copies rows of n codes, zeros up to `padded`. Rows of 64 and 32 codes, the usual ones, are whole and half
+  // registers.
   static void copy_rows(const int8_t* x, int64_t row_step, int rows, int64_t n, int64_t padded, Code* out) {
     if (n == 64 && padded == 64)
       for (int r = 0; r < rows; ++r) _mm512_storeu_si512(out + 64 * r, _mm512_loadu_si512(x + r * row_step));
@@ -519,7 +523,7 @@ struct Vec512 : Pack512 {
       const __m512i codes = _mm512_maskz_loadu_epi8(bytes(n - d), x + d);
       if (padded - d >= 64)
         _mm512_storeu_si512(out + d, codes);
-      else if (padded - d == 32)  // what a mask stores cannot be loaded before it is in the cache
+      else if (padded - d == 32)  // a masked store cannot be forwarded to a load
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + d), _mm512_castsi512_si256(codes));
       else
         _mm512_mask_storeu_epi8(out + d, bytes(padded - d), codes);
@@ -528,7 +532,7 @@ struct Vec512 : Pack512 {
 
   static Codes load_codes(const void* p) { return _mm512_loadu_si512(p); }
   static I32 dot_qk(I32 acc, Codes k, Codes q) { return _mm512_dpbusd_epi32(acc, k, q); }
-  // The sum stays in its register: gcc copies and spills the many of a tile.
+  // In assembly, so that the sum stays in its register; gcc copies and spills the many sums of a tile.
   static void dot_in_place(I32& acc, Codes u, Codes s) { asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s)); }
   static I32 dot_pv(I32 acc, Codes v, Codes p) { return _mm512_dpbusd_epi32(acc, p, v); }
 };

@@ -8,18 +8,18 @@ namespace intflash {
 struct Generic {
   static constexpr int kLanes = 4;               // int32 lanes
   static constexpr int kGroup = 4;               // codes per lane and dot step
-  static constexpr int kRows = 4, kCols = 2;     // register tile
-  static constexpr int kMaxRows = 16;            // query rows of a unit of work
-  static constexpr int kScoreBytes = 1 << 20;    // of a unit's scores kept between the passes: half a typical L2
-  static constexpr bool kMatrixUnit = false;     // brings its own products (AMX)
-  static constexpr bool kFastPack = false;       // brings its own packing of contiguous rows
+  static constexpr int kRows = 4, kCols = 2;     // the tile of sums in registers, in rows and vectors
+  static constexpr int kMaxRows = 16;            // query rows of a unit of work at most
+  static constexpr int kScoreBytes = 1 << 20;    // scores of a unit kept between the passes: half of a typical L2
+  static constexpr bool kMatrixUnit = false;     // has its own products (AMX)
+  static constexpr bool kFastPack = false;       // has its own packing of contiguous rows
   static constexpr bool kRowOperations = false;  // has operations on whole rows: output factors, quantization
   static constexpr bool kFloat16 =
-      false;  // converts float16: store_float16, and widen_float16 where it has no whole rows
-  static constexpr bool kWideP = false;         // P16 in one plane of int16, as p - 32768
-  static constexpr bool kUnsignedKeys = false;  // K packed as code ^ 0x80
-  using Code = int8_t;                          // of Q, K and V as packed
-  using PCode = uint8_t;                        // of P
+      false;  // converts float16: has store_float16, and widen_float16 without row operations
+  static constexpr bool kWideP = false;         // stores P16 in one plane of int16, as p - 32768
+  static constexpr bool kUnsignedKeys = false;  // packs K as code ^ 0x80
+  using Code = int8_t;                          // a packed code of Q, K and V
+  using PCode = uint8_t;                        // a stored digit of P
   struct I32 {
     int32_t x[4];
   };
@@ -30,16 +30,16 @@ struct Generic {
     uint16_t x[8];
   };
 
-  // n codes, then zeros up to `padded`.
+  // Copies n codes, then zeros up to `padded`.
   static void copy_codes(const int8_t* x, int64_t n, int64_t padded, Code* out) {
     for (int64_t d = 0; d < n; ++d) out[d] = x[d];
     for (int64_t d = n; d < padded; ++d) out[d] = 0;
   }
 
-  static void begin(int64_t) {}  // head_dim; called before and after a thread's share of a call
+  static void begin(int64_t) {}  // takes head_dim; called ahead of a thread's part of a call, as end() after it
   static void end() {}
   static void keep_awake() {
-  }  // called at least every thousand scores or so between products: AMX's unit sleeps otherwise
+  }  // called about every thousand scores between products, because AMX's unit sleeps otherwise
   static int depth_steps(int64_t head_dim) { return int((head_dim + kGroup - 1) / kGroup); }
 
   static I32 load(const int32_t* p) {
@@ -69,12 +69,12 @@ struct Generic {
     for (int i = 0; i < 4; ++i) a.x[i] = int32_t(uint32_t(a.x[i]) << n);
     return a;
   }
-  // The first `count` lanes of x, kAbsent in the others.
+  // Returns the first `count` lanes of x, kAbsent in the others.
   static I32 first(I32 x, int64_t count) {
     for (int i = 0; i < 4; ++i) x.x[i] = i < count ? x.x[i] : INT32_MIN;
     return x;
   }
-  // out[r] = the maximum, or the sum, over the lanes of x[r], for 16 rows
+  // Write the maximum, or the sum, of the lanes of x[r] to out[r], for 16 rows.
   static void reduce_max(const I32* x, int32_t* out) {
     for (int r = 0; r < 16; ++r) {
       out[r] = x[r].x[0];
@@ -107,8 +107,7 @@ struct Generic {
     for (auto& v : a.x) v = uint16_t(v >> 8);
     return a;
   }
-  // Q1.15 of 1 + f/256 with f = 255 - (z & 255)
-  // (511 - (z & 255)) << Shift
+  // Returns (511 - (z & 255)) << Shift: 1 + f / 256 with f = 255 - (z & 255) in fixed point.
   template <int Shift>
   static U16 mantissa(U16 z) {
     for (auto& v : z.x) v = uint16_t((511u - (v & 255u)) << Shift);
@@ -118,7 +117,7 @@ struct Generic {
     for (auto& v : a.x) v = uint16_t(v + b);
     return a;
   }
-  // signed, as all its operands here are positive in int16
+  // The instruction is signed; all operands here are positive as int16.
   static U16 mul_round(U16 a, U16 b) {
     for (int i = 0; i < 8; ++i) a.x[i] = uint16_t((uint32_t(a.x[i]) * b.x[i] + (1u << 14)) >> 15);
     return a;
@@ -171,7 +170,7 @@ struct Generic {
     }
     return sum;
   }
-  // The key that lands at position `at` of a block of 4 * kLanes: packing follows the vector's own order.
+  // Returns the key at position `at` of a packed block of 4 * kLanes keys, whose order is that of the vector's packs.
   static constexpr int key_at(int at) { return at; }
 
   // ((high << left) * factor + 2^(shift - 1)) >> shift, or with P16 of 256 * high + low; 32 <= shift < 63,
@@ -185,11 +184,11 @@ struct Generic {
     }
     return r;
   }
-  // The first `count` lanes as floats, times `scale`; each step rounded.
+  // Stores the first `count` lanes as floats times `scale`, each step rounded.
   static void store_scaled(float* out, I32 x, float scale, int64_t count) {
     for (int i = 0; i < 4 && i < count; ++i) out[i] = float(x.x[i]) * scale;
   }
-  // The first `count` lanes, clamped to [-limit, limit].
+  // Stores the first `count` lanes, clamped to [-limit, limit].
   template <class Out>
   static void store_clamped(Out* out, I32 x, int limit, int64_t count) {
     for (int i = 0; i < 4 && i < count; ++i) out[i] = Out(x.x[i] < -limit ? -limit : x.x[i] > limit ? limit : x.x[i]);
@@ -205,7 +204,7 @@ struct Generic {
     for (int i = 0; i < 16; i += 4) std::memcpy(r.x + i, p, 4);
     return r;
   }
-  // acc + sum over the group of k * q (signed or ^ 0x80 k, signed q), of v * p (signed v, unsigned p)
+  // Return acc plus the sum over the group of k * q (k signed or ^ 0x80, q signed), or of v * p (v signed, p unsigned).
   static I32 dot_qk(I32 acc, Codes k, Codes q) {
     for (int i = 0; i < 16; ++i) acc.x[i / 4] += int32_t(k.x[i]) * q.x[i];
     return acc;
