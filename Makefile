@@ -28,7 +28,11 @@ $(VENV)/test-ready: $(VENV)/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt 'intflash[test]'
 	touch $@
 
-demo: $(VENV)/ready
+$(VENV)/demo-ready: $(VENV)/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt 'intflash[demo]'
+	touch $@
+
+demo: $(VENV)/demo-ready
 	$(BIN)/intflash demo
 	$(BIN)/intflash report
 

@@ -12,7 +12,7 @@ from cpu_problems import ISAS, METHODS, assert_same_bits
 
 import intflash
 from intflash.backends import cpu, reference
-from intflash.pipeline import prepare
+from intflash.call import prepare
 from oracle import randn
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native module was not built")
@@ -98,7 +98,7 @@ def test_a_forked_child_computes():
     code = """
 import os, torch
 from intflash.backends import cpu
-from intflash.pipeline import prepare
+from intflash.call import prepare
 q = torch.randn(4, 8, 100, 32)
 problem = prepare(q, q, q)[0]
 a = cpu.run(problem, threads=2).out
@@ -113,7 +113,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 INTERRUPTED = """
 import signal, threading, time, os, torch
 from intflash.backends import cpu
-from intflash.pipeline import prepare
+from intflash.call import prepare
 
 q = torch.randn(1, 4, 16384, 64)
 long, short = (prepare(x, x, x, method="intflash_p8")[0] for x in (q, q[:, :, :300].contiguous()))
@@ -181,7 +181,7 @@ SHORT_OF = """
 import os, resource, sys, torch
 from intflash import QTensor
 from intflash.backends import cpu
-from intflash.pipeline import prepare
+from intflash.call import prepare
 torch.set_num_threads(1)
 
 def problem(keys, head_dim):

@@ -1,4 +1,4 @@
-"""kernels/stream_float.cu: near the reference on a GPU; without one, what its machine code is made of."""
+"""csrc/cuda/sm90/long_rows_float.cu: near the reference on a GPU; without one, what its machine code is made of."""
 
 from __future__ import annotations
 

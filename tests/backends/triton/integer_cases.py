@@ -68,6 +68,9 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         yield f"{nq} bias of rows", codes(method, batch=2, **_bias(method, (1, 2, nq, nk)), **shape)
         keep = torch.rand(2, 1, nq, nk) < 0.5
         yield f"{nq} keep", codes(method, batch=2, heads=1, keep=keep, return_lse=True, **shape)
+        yield f"{nq} keep causal", codes(method, batch=2, heads=1, keep=keep, causal=nk - nq, **shape)
+        masks = dict(keep=torch.rand(3, 1, 1, nk) < 0.5, **_bias(method, (2, 1, 1, nk)))
+        yield f"{nq} bias, keep, causal, fewer batches", codes(method, batch=6, heads=1, causal=3, **masks, **shape)
     if large:
         yield "bfloat16", codes(method, nq=300, nk=600, d=64, out_dtype=torch.bfloat16)
         yield "strides", _strided(method)

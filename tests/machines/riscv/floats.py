@@ -1,4 +1,4 @@
-"""The F extension for the lockstep interpreter. Fused products are formed in float64 and rounded once to float32."""
+"""The F extension for the RISC-V interpreter. Fused products are formed in float64 and rounded once to float32."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from intflash.backends.vortex.errors import VortexError
 
 if TYPE_CHECKING:
-    from intflash.backends.vortex.lockstep.decode import Step
-    from intflash.backends.vortex.lockstep.machine import Warp
+    from machines.riscv.decode import Step
+    from machines.riscv.machine import Warp
 
 Floats = np.ndarray  # float32, one per thread
 

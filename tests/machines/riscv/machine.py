@@ -11,7 +11,7 @@ import struct
 import numpy as np
 
 from intflash.backends.vortex.errors import VortexError
-from intflash.backends.vortex.lockstep.decode import Step, decode
+from machines.riscv.decode import Step, decode
 
 WARP = 8
 BASE = 0x80000000

@@ -10,7 +10,7 @@ import numpy as np
 from intflash.backends.vortex.errors import VortexError
 
 if TYPE_CHECKING:
-    from intflash.backends.vortex.lockstep.machine import Warp
+    from machines.riscv.machine import Warp
 
 Step = Callable[["Warp"], int | None]  # None: go on to the next word; else the next pc
 Lanes = np.ndarray  # uint32, one per thread
@@ -113,7 +113,7 @@ def decode(word: int, pc: int) -> Step:
     if opcode == 0x0F:
         return lambda warp: None
     if opcode in F_OPCODES:
-        from intflash.backends.vortex.lockstep.floats import decode_float
+        from machines.riscv.floats import decode_float
 
         return decode_float(word, pc)
     raise VortexError(f"no instruction of RV32IMF or Zicond at {pc:#x}: {word:#010x}")

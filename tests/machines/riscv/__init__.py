@@ -17,11 +17,11 @@ import numpy as np
 
 from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.launch import KERNELS, Launch
-from intflash.backends.vortex.lockstep.machine import Machine
 from intflash.backends.vortex.toolchain import CODE_FLAGS, RISCV_FLAGS, march_flags
+from machines.riscv.machine import Machine
 
 HERE = Path(__file__).parent
-STUB = HERE.parent / "sdk_stub"
+SDK = HERE.parent / "vortex_sdk"
 
 
 def riscv_clang() -> Path:
@@ -41,7 +41,7 @@ def compile_object(
     compiler: Path, source: Path, defines: dict[str, int], march: tuple[str, ...] | None = None
 ) -> bytes:
     """A kernel compiled for RV32 against our stand-in SDK headers; the object file's bytes."""
-    flags = [*RISCV_FLAGS, *(march or march_flags(compiler)), *CODE_FLAGS, f"-I{KERNELS}", f"-I{STUB}", "-std=c++17"]
+    flags = [*RISCV_FLAGS, *(march or march_flags(compiler)), *CODE_FLAGS, f"-I{KERNELS}", f"-I{SDK}", "-std=c++17"]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "kernel.o"
         _run([str(compiler), *flags, *_defines(defines), "-c", str(source), "-o", str(out)])
@@ -50,7 +50,7 @@ def compile_object(
 
 def link(compiler: Path, source: Path, defines: dict[str, int]) -> bytes:
     """A kernel linked with the interpreter's glue; the program's bytes."""
-    flags = [*RISCV_FLAGS, *march_flags(compiler), *CODE_FLAGS, f"-I{KERNELS}", f"-I{STUB}", "-std=c++17", "-Wno-main"]
+    flags = [*RISCV_FLAGS, *march_flags(compiler), *CODE_FLAGS, f"-I{KERNELS}", f"-I{SDK}", "-std=c++17", "-Wno-main"]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "kernel.elf"
         _run([str(compiler), *flags, *_defines(defines), str(source), str(HERE / "glue.cpp"), "-nostdlib", "-static",
@@ -59,7 +59,7 @@ def link(compiler: Path, source: Path, defines: dict[str, int]) -> bytes:
 
 
 @dataclass
-class Counter:
+class Interpreter:
     """Executor that interprets launches; `instructions` is the thread-instructions of the last one."""
 
     compiler: Path = field(default_factory=riscv_clang)
