@@ -14,8 +14,10 @@ from rich.table import Table
 from benchmarks import suite
 from benchmarks.registry import EXPERIMENTS
 from intflash.bench.experiments import Setting
-from intflash.cli import Quick, Seed, _run_experiments, console, report
-from intflash.options import Backend, Commands, Device
+from intflash.cli.bench import Quick, run_experiments
+from intflash.cli.console import console
+from intflash.cli.options import Backend, Commands, Device, Seed
+from intflash.cli.report import report
 from intflash.outputs import check_folder
 
 app = typer.Typer(
@@ -47,7 +49,7 @@ def run_some(
 ) -> None:
     """Measure the declared experiments, each beside the paper's numbers."""
     setting = Setting(quick=quick, device=device, backend=backend, seed=seed, budget_s=budget, rehearse=rehearse)
-    _run_experiments(EXPERIMENTS, only, setting, out)
+    run_experiments(EXPERIMENTS, only, setting, out)
 
 
 @app.command("all")

@@ -2,7 +2,7 @@
 
 Writes benchmarks/results/machine_code/integer_kernels.json.
 
-Triton's: all specializations for the first architecture given, the quick dozen for the others. The Hopper kernels:
+Triton's: all specializations for the first architecture given, the quick dozen for the others. The CUDA kernels:
 sm_90a. `--table` prints Markdown.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks import sass
-from intflash.backends.hopper import backend as hopper
-from intflash.backends.hopper.program import compile_program
+from intflash.backends.cuda import backend as cuda
+from intflash.backends.cuda.program import compile_program
 from intflash.backends.triton import shipped
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.streaming import Statistics
@@ -52,18 +52,18 @@ def row(name: str, arch: int) -> dict:
     )  # fmt: skip
 
 
-def hopper_rows() -> Iterator[dict]:
-    """The Hopper kernels for int8 in and out on ViT's, Swin's and long shapes."""
+def cuda_rows() -> Iterator[dict]:
+    """The CUDA kernels for int8 in and out on ViT's, Swin's and long shapes."""
     shapes = [(m, n, d) for m in shipped.OURS for n, d in ((49, 32), (64, 64), (197, 64), (1024, 64), (1024, 128))]
     for method, n, d in shapes:
         q, k, v = (shipped.codes((2, 2, n, d), "tensor", "cpu") for _ in "qkv")
         problem = Problem(method, q, k, v, d**-0.5, out_dtype=torch.int8)
         out = torch.empty(2, 2, n, d, dtype=torch.int8)
-        launch = hopper.attention_launch(problem, constants_launch(problem)[1], out, Statistics(None, None))
+        launch = cuda.attention_launch(problem, constants_launch(problem)[1], out, Statistics(None, None))
         cubin = compile_program(launch.program).cubin
         machine = sass.machine(cubin, launch.program.file, 90, launch.shared_bytes, launch.threads // 32)
         yield dict(
-            name=f"hopper {launch.program.file} {method} n{n} d{d}", arch=90, registers=machine.registers,
+            name=f"cuda {launch.program.file} {method} n{n} d{d}", arch=90, registers=machine.registers,
             spills=machine.spills, shared=machine.shared_bytes, warps=machine.warps,
             instructions=len(machine.instructions), floats=len(machine.float_instructions), loop={},
         )  # fmt: skip
@@ -80,7 +80,7 @@ def main() -> None:
             loop = f"{r['loop']['all']:.1f}" if r["loop"] else ""
             print(f"| {r['name']} | sm_{r['arch']} | {r['registers']} | {r['spills']} | {r['floats']} | {loop} |")
         return
-    rows = [*hopper_rows()]
+    rows = [*cuda_rows()]
     for i, arch in enumerate(options.arch):
         for name in options.names or shipped.names(quick=i > 0):
             rows.append(row(name, arch))

@@ -1,4 +1,4 @@
-"""The accuracy tables of docs/models.md: the digit models with static scales, full-size models with random weights.
+"""The accuracy tables of docs/guide/evaluate.md: digit models with static scales, full-size models with random weights.
 
 ``python -m benchmarks.model_accuracy benchmarks/results/accuracy`` takes about a minute on two cores and needs timm.
 """
@@ -71,7 +71,7 @@ EXPERIMENTS = (
     untimed(
         name="digits_static",
         title="Trained digit models with dynamic and static scales, method intflash",
-        source="docs/models.md",
+        source="docs/guide/evaluate.md",
         measure=digits,
         notes=f"The held-out third, 599 images in batches of {BATCH}, against float32. Static scales come from the "
         f"first {CALIBRATION_IMAGES} training images in one batch; dynamic ones are each batch's own.",
@@ -79,7 +79,7 @@ EXPERIMENTS = (
     untimed(
         name="full_size_random",
         title="Full-size models with random weights, dynamic scales",
-        source="docs/models.md",
+        source="docs/guide/evaluate.md",
         measure=full_size,
         notes=f"timm {version('timm')}'s initial weights with Q, K, V projections doubled and one normal image, "
         "torch.manual_seed(0), against float32.",

@@ -11,14 +11,15 @@ from benchmarks import __main__ as benchmarks
 from intflash import BackendError, InputError, cli
 from intflash.bench.demo import DemoResult, MethodResult
 from intflash.bench.experiments import Experiment, Row
-from intflash.tables import demo_table
+from intflash.cli.console import console
+from intflash.cli.tables import demo_table
 
 runner = CliRunner()
 
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch):
-    monkeypatch.setattr(cli.console, "_width", 160)
+    monkeypatch.setattr(console, "_width", 160)
 
 
 def run(*arguments, code=0):
@@ -42,7 +43,7 @@ def test_demo_prints_and_writes(tmp_path, model):
 
 
 def test_demo_shows_a_refusal(tmp_path):
-    printed = run("demo", "--images", 5, "--out", tmp_path, "--method", "fp8", "--backend", "vortex")
+    printed = run("demo", "--images", 5, "--out", tmp_path, "--method", "fp8", "--backend", "vortex", code=1)
     assert "refused" in printed and "vortex" in printed
 
 
@@ -245,3 +246,12 @@ def test_an_error_of_the_system_is_its_sentence(tmp_path, monkeypatch):
 
 def test_report_without_results(tmp_path):
     assert "no results in" in run("report", tmp_path, code=2)
+
+
+def test_a_missing_extra_is_named(tmp_path, monkeypatch):
+    def missing(*given, **options):
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+
+    monkeypatch.setattr("intflash.bench.cpu_attention.measure", missing)
+    said = run("bench", "attention", "--out", tmp_path, code=2)
+    assert said.splitlines()[-1] == "Error: this command needs matplotlib: pip install 'intflash[demo]'"

@@ -11,11 +11,12 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from intflash.cli import app
+from intflash.cli.models import evaluation_tables
 from intflash.digits import load_model, load_split
 from intflash.errors import InputError
 from intflash.methods import METHODS as METHODS_THERE_ARE
 from intflash.models import calibrate
-from intflash.models.cli import TABLE_WIDTH, app, evaluation_table
 from intflash.models.data import ImageFolder, load_classifier
 from intflash.models.evaluate import FLOAT, Evaluation, Row, Tally, Variant, _row, _weights_digest, batches, evaluate
 from intflash.models.papers import QFLASH_MODELS, paper_row
@@ -159,12 +160,12 @@ def test_an_interrupted_run_goes_on_with_the_same_weights_scales_and_backend_onl
 
 
 def test_a_resumed_run_still_knows_what_cannot_run(digits, tmp_path, save_always):
-    options = dict(state=tmp_path / "state", backend="hopper")
+    options = dict(state=tmp_path / "state", backend="cuda")
     with pytest.raises(KeyboardInterrupt):  # all images are done, the run is not
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("intflash.models.evaluate._sum_over_processes", raise_interrupt)
             evaluate(load_model("vit"), digits, METHODS[:1], batch_size=24, **options)
-    assert "hopper" in evaluate(load_model("vit"), digits, METHODS[:1], batch_size=24, **options).rows[1].error
+    assert "cuda" in evaluate(load_model("vit"), digits, METHODS[:1], batch_size=24, **options).rows[1].error
 
 
 def raise_interrupt(tallies):
@@ -295,10 +296,15 @@ def test_the_table_cuts_no_number():
     row = Row("", 9, 100.0, 100.0, 100.0, -12.3, 1234.5, True, "", 12, 17.2, paper)
     kinds = ["token/token/head", "tensor", "tensor/tensor/channel"]
     rows = [replace(row, name=name, granularity=kind) for name, kind in zip(names, kinds, strict=True)]
-    console = Console(width=TABLE_WIDTH, file=io.StringIO())
-    console.print(evaluation_table(Evaluation("deit-b", "imagenet/val", 9, rows)))
-    printed = console.file.getvalue()
-    assert "…" not in printed and all(kind in printed for kind in kinds) and "deit-small.json)" in printed
+    for width, count in ((80, 2), (200, 1)):
+        console = Console(width=width, file=io.StringIO())
+        found = list(evaluation_tables(Evaluation("deit-b", "imagenet/val", 9, rows), width))
+        for table in found:
+            console.print(table)
+        printed = console.file.getvalue()
+        assert len(found) == count and max(map(len, printed.splitlines())) <= width
+        assert "…" not in printed and all(kind in printed for kind in kinds) and "deit-small.json)" in printed
+        assert all(number in printed for number in ("100.00", "1234.50", "-12.3", "68.7"))
 
 
 def test_processes_share_the_images(tmp_path):

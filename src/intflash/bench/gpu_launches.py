@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from intflash.backends import select
+from intflash.backends.cuda.program import CudaLaunch
 from intflash.backends.gpu.float_softmax import operands
 from intflash.backends.gpu.tensors import contiguous_keys
-from intflash.backends.hopper.program import CudaLaunch
 from intflash.backends.triton import mixed, mixed_steps, unfused
 from intflash.backends.triton.launch import Launch
 from intflash.backends.triton.streaming import Statistics

@@ -18,7 +18,7 @@ from mixed_cases import on_device
 
 from intflash.backends.portable import BACKEND as TORCH
 from intflash.backends.reference import BACKEND as REFERENCE
-from intflash.backends.triton import BACKEND, launch
+from intflash.backends.triton import BACKEND
 from intflash.methods import get_method
 from intflash.numerics.exp import LOG2_E
 from intflash.problem import Problem
@@ -144,6 +144,8 @@ def unread_scales(method: str) -> dict[str, str | None]:
 
 
 def report(methods: list[str]) -> dict[str, str | None]:
+    from intflash.backends.triton import launch
+
     torch.manual_seed(0)
     found = {f"{method}, {name}": complaint(p) for method in methods for name, p in cases(method)}
     for method in set(methods) & set(PUBLISHED):

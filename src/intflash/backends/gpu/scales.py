@@ -33,6 +33,7 @@ class Inputs:
     tensors: Three
     scales: Three | None
     numbers: tuple[float, ...] | None = None  # the scales, where the recipe gave numbers
+    dynamic: bool = False  # the scales are those of the tensors' own maxima
 
     @property
     def granularities(self) -> Three:
@@ -66,7 +67,7 @@ def with_scales(
     scales = scales.view(torch.float32)[:3]
     for launch in amax_launches(tensors, amax, scales):
         launch.run()
-    return Inputs(tensors, Three(*(scales[i].view(1, 1, 1, 1) for i in range(3))))
+    return Inputs(tensors, Three(*(scales[i].view(1, 1, 1, 1) for i in range(3))), dynamic=True)
 
 
 def _static(scale: Tensor | float, x: Tensor) -> Tensor:

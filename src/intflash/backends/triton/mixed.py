@@ -55,7 +55,7 @@ def run(problem: Problem) -> Result:
 
 
 def default_tile(method: str, head_dim: int, nq: int, nk: int) -> Tile:
-    """The fastest of scripts/tune_mixed_tiles.py on an H200 (docs/mixed.md); 64 rows where rows are few."""
+    """The fastest of scripts/tune_mixed_tiles.py on an H200; 64 rows where rows are few."""
     if method == "fp32":
         return Tile(64, 32, 4, 2)
     if head_dim > 128:

@@ -1,0 +1,194 @@
+"""The commands `eval` and `calibrate`."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from intflash.cli.console import console
+from intflash.cli.options import Backend, BestDevice, Method, Methods, one_of
+from intflash.cli.tables import tables
+from intflash.models.papers import QFLASH_MODELS, timm_name
+from intflash.outputs import check_file
+from intflash.quant.calibrate import OBSERVERS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from intflash.models.evaluate import Evaluation
+
+DTYPES = ("float32", "float16", "bfloat16")
+_SEVEN = "; ".join(f"{short} = {name}" for name, short in QFLASH_MODELS.items())
+Model = Annotated[
+    str,
+    typer.Option("--model", callback=timm_name, help=f"A timm name, transformers:NAME, or one of QFlash's: {_SEVEN}."),
+]
+Data = Annotated[
+    Path,
+    typer.Option(
+        exists=True, file_okay=False, help="A folder with one folder of images per class (or its parent of val)."
+    ),
+]
+Dtype = Annotated[str, typer.Option(help="Dtype of the model: float32, float16 or bfloat16.", callback=one_of(*DTYPES))]
+Pretrained = Annotated[bool, typer.Option(help="Load the published weights (random ones otherwise).")]
+Checkpoint = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="A file of weights for a timm model.")
+]
+BatchSize = Annotated[int, typer.Option(min=1, help="Images per batch.")]
+
+
+def evaluate_command(
+    model: Model,
+    data: Data,
+    method: Methods = None,
+    scales: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="A scales file: one more row, static. May be repeated."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Where the JSON goes; sums of an interrupted run are kept beside it.")
+    ] = Path("results/eval.json"),
+    batch_size: BatchSize = 32,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 2,
+    backend: Backend = None,
+    device: BestDevice = None,
+    dtype: Dtype = "float32",
+    pretrained: Pretrained = True,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Top-1 and Top-5 of a classifier on a folder of images, attention by every method, in one pass.
+
+    Every scales file gives one more row, whatever methods are chosen.
+    An interrupted run goes on where it was. Under torchrun the processes share the images.
+    """
+    import torch
+
+    from intflash.methods import METHODS
+    from intflash.models.data import ImageFolder, load_classifier
+    from intflash.models.evaluate import Variant, check_variants, evaluate
+    from intflash.quant.calibrate import Scales
+
+    loaded = {path: Scales.load(path) for path in scales or ()}
+    variants = [Variant(name) for name in method or METHODS]
+    named = Counter(path.name for path in loaded)
+    for path, found in loaded.items():  # a file's name tells it from the others, but for two of one name
+        variants.append(Variant(found.method, found, path.name if named[path.name] == 1 else str(path)))
+    check_variants(variants)
+    check_file(out)
+    device, main, leave = _process_group(device)
+    network, transform = load_classifier(model, pretrained=pretrained, checkpoint=checkpoint)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not main) as progress:
+        task = progress.add_task("images")
+        result = evaluate(
+            network, ImageFolder(data, transform), variants, name=model, data=str(data), batch_size=batch_size,
+            workers=workers, limit=limit, device=device, dtype=getattr(torch, dtype), backend=backend,
+            state=out.with_suffix(".state"),
+            on_batch=lambda done, total: progress.update(task, completed=done, total=total),
+        )  # fmt: skip
+    if main:
+        result.save(out)
+        for table in evaluation_tables(result, console.width):
+            console.print(table)
+        for row in result.rows:
+            if row.error:
+                console.print(f"[yellow]{escape(row.name)}[/]: {escape(row.error)}")
+        for name, reason in result.left.items():
+            console.print(f"[dim]left {name}: {escape(reason)}[/]")
+        console.print(f"wrote {out}")
+    leave()
+
+
+def calibrate_command(
+    model: Model,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Where the scales go (JSON).")] = Path("results/scales.json"),
+    method: Method = "intflash",
+    observer: Annotated[str, typer.Option(help="absmax, percentile or mse.", callback=one_of(*OBSERVERS))] = "absmax",
+    granularity: Annotated[
+        list[str] | None, typer.Option(help="As q=head or v=channel; may be repeated (default: the method's).")
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="How many images, spread over the folder.")] = 128,
+    batch_size: BatchSize = 32,
+    device: BestDevice = None,
+    dtype: Dtype = "float32",
+    pretrained: Pretrained = True,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Observe Q, K, V and outputs of every attention layer, and write static scales."""
+    import torch
+
+    from intflash.models.calibration import calibrate, static_granularity
+    from intflash.models.data import ImageFolder, load_classifier
+    from intflash.models.evaluate import batches
+
+    chosen = dict(_pair(text) for text in granularity or ())
+    static_granularity(method, chosen)  # refuses before the model is loaded
+    check_file(out)
+    network, transform = load_classifier(model, pretrained=pretrained, checkpoint=checkpoint)
+    network = network.to(device=device, dtype=getattr(torch, dtype))
+    stream = batches(ImageFolder(data, transform), images, batch_size, device, getattr(torch, dtype))
+    with console.status(f"calibrating {model}"):
+        found = calibrate(network, stream, method, observer=observer, granularity=chosen, path=out)
+    console.print(
+        f"{len(found.layers)} layers of {found.model} from {found.images} images, {found.observer}, per "
+        + ", ".join(f"{name} {kind}" for name, kind in found.granularity.items())
+    )
+    console.print(f"wrote {out}")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """ "q=head" as ("q", "head")."""
+    name, found, kind = text.partition("=")
+    if not found:
+        raise typer.BadParameter(
+            f"expected a tensor and its granularity, as q=head, got {text!r}", param_hint="'--granularity'"
+        )
+    return name, kind
+
+
+def _process_group(device: str) -> tuple[str, bool, Callable[[], None]]:
+    """(device, is the first process, how to leave): joins torchrun's group where there is one."""
+    import torch
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # set by torchrun
+        return device, True, lambda: None
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    return device, torch.distributed.get_rank() == 0, torch.distributed.destroy_process_group
+
+
+def evaluation_tables(result: Evaluation, width: int) -> Iterator[Table]:
+    """Ours beside QFlash Table 5; BOPs are counted as the paper counts them."""
+    counts = ("Top-1\n%", "paper's\nTop-1", "Top-5\n%", "agrees\n%", "logits\ndB")
+    costs = ("GBOPs", "paper's\nGBOPs", "ms per\nimage", "layers")
+    rows, styles = [], []
+    for row in result.rows:
+        ours = "bold green" if row.name.startswith("intflash") else None
+        styles.append("yellow" if row.error else ours)
+        if row.error:
+            rows.append([escape(row.name), "refused"])
+            continue
+        paper_top1 = "" if row.paper is None else f"{row.paper.top1:.2f}"
+        paper_bops = "" if row.paper is None or row.paper.bops is None else f"{row.paper.bops:.1f}"
+        rows.append([
+            escape(row.name), f"{row.top1:.2f}", paper_top1, f"{row.top5:.2f}", f"{row.agreement:.2f}",
+            "" if row.logits_sqnr is None else f"{row.logits_sqnr:.1f}", "yes" if row.integer_only else "",
+            row.granularity, "" if row.gbops is None else f"{row.gbops:.1f}", paper_bops, f"{row.ms_per_image:.2f}",
+            str(row.replaced or ""),
+        ])  # fmt: skip
+    return tables(
+        ("method", *counts, "integer\nonly", "Q/K/V", *costs), rows, width, styles=styles,
+        title=escape(f"{result.model}: {result.images} images of {result.data}"), left=("integer\nonly", "Q/K/V"),
+        caption="agrees: with the float model's classes. dB: SQNR of the logits. Layers: those replaced.",
+    )  # fmt: skip
