@@ -4,8 +4,8 @@ import ctypes
 
 import pytest
 
-from intflash.backends.vortex import shim
 from intflash.backends.vortex.launch import KernelArgs
+from machines import vortex_shim
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
 
@@ -31,7 +31,7 @@ int main() {{
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Compiles a kernel body, runs two groups and returns (error or None, what the threads wrote)."""
-    monkeypatch.setattr(shim, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(vortex_shim, "_cache_folder", lambda: tmp_path)
 
     def run(body: str, threads: int = 16):
         source = tmp_path / "kernel.cpp"
