@@ -4,28 +4,46 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc)
 
-.PHONY: demo report-gpu test test-full test-sanitize lint clean
+.PHONY: demo docs report-gpu test test-full test-sanitize lint clean
 
-NATIVE := CMakeLists.txt $(wildcard src/intflash/backends/cpu/native/*)
+NATIVE := CMakeLists.txt $(wildcard csrc/*/*.* csrc/*/*/*.*)
+# The compiler that CMake will find: $CXX, else the first of these on the PATH; empty where there is none.
+COMPILER := $(shell for name in "$${CXX:-c++}" c++ g++ clang++ icpx; do command -v "$$name" && break; done)
 
+# $(VENV)/ready names the compiler that the native module was built with, or says that there was none. Another compiler,
+# or one where there was none, builds anew.
+ifneq ($(COMPILER),$(shell cat $(VENV)/ready 2>/dev/null))
+.PHONY: $(VENV)/ready
+endif
 $(VENV)/ready: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
-	touch $@
+	$(BIN)/pip install --quiet --constraint constraints.txt --config-settings=build-dir=$(abspath $(VENV))/build --editable .
+	@$(BIN)/python -c "from intflash.backends import cpu; print(cpu.BACKEND.unavailable() or 'native CPU kernels: ' + ', '.join(cpu.instruction_sets()))"
+	@test -z '$(COMPILER)' || $(BIN)/python -c "from intflash import _native"
+	@echo '$(COMPILER)' > $@
 
 $(VENV)/test-ready: $(VENV)/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt 'intflash[test]'
 	touch $@
 
-demo: $(VENV)/ready
+$(VENV)/demo-ready: $(VENV)/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt 'intflash[demo]'
+	touch $@
+
+demo: $(VENV)/demo-ready
 	$(BIN)/intflash demo
 	$(BIN)/intflash report
 
+# The guide as a site in build/site; a broken link or an unknown name fails.
+docs: $(VENV)/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt 'intflash[docs]'
+	$(BIN)/mkdocs build --strict
+
 # Every experiment on this machine's GPU, and the page of them, in about five minutes.
 report-gpu: $(VENV)/ready
-	$(BIN)/intflash bench all --device cuda --out results/gpu
+	$(BIN)/python -m benchmarks all --device cuda --out results/gpu
 
 test: $(VENV)/test-ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not full'
@@ -35,11 +53,11 @@ test-full: $(VENV)/test-ready
 
 # The CPU kernels under the address and undefined-behaviour sanitizers.
 test-sanitize: $(VENV)/test-ready
-	sh scripts/sanitize_cpu.sh $(BIN)/python
+	sh scripts/sanitize_cpu.sh $(BIN)/python $(VENV)/build-sanitize
 
 lint: $(VENV)/ready
 	$(BIN)/pip install --quiet ruff
-	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff check src tests benchmarks scripts examples docs
 
 clean:
 	rm -rf $(VENV) build results

@@ -9,6 +9,6 @@ build=results/build-cpu
 mkdir -p "$OUT"
 cmake -S . -B "$build" -Dnanobind_DIR="$PWD/$NANOBIND/cmake" -DPython_EXECUTABLE="$(command -v python3)" > "$OUT/build.log"
 cmake --build "$build" --parallel >> "$OUT/build.log" 2>&1
-cp "$build"/_native*.so src/intflash/backends/cpu/
+cp "$build"/_native*.so src/intflash/
 export PYTHONPATH="$PWD/src" PYTHONUNBUFFERED=1
 python3 -m intflash.cli bench attention --device cpu --out "$OUT" "$@"

@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/src:$PWD/scripts" PYTHONUNBUFFERED=1
 OUT="${OUT:-results/gpu}"
 mkdir -p "$OUT"
-python3 -m pytest tests/backends/triton tests/backends/hopper -m gpu -n "${WORKERS:-14}" -q -p no:cacheprovider 2>&1 | tee "$OUT/tests.log" | tail -n "${TAIL:-40}"
+python3 -m pytest tests/backends/triton tests/backends/cuda -m gpu -n "${WORKERS:-14}" -q -p no:cacheprovider 2>&1 | tee "$OUT/tests.log" | tail -n "${TAIL:-40}"
 status=$?
 if [ "${1:-}" != "tests" ]; then
     python3 -m intflash.bench.gpu_attention --out "$OUT" --jobs "${WORKERS:-14}" 2>&1 | tee "$OUT/bench.log" | tail -n 150 || status=1

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks import __main__ as benchmarks
 from intflash import BackendError, InputError, cli
 from intflash.bench.demo import DemoResult, MethodResult
 from intflash.bench.experiments import Experiment, Row
-from intflash.cli import bench as cli_bench
 from intflash.cli.console import console
 from intflash.cli.tables import demo_table
 
@@ -23,7 +23,8 @@ def wide_terminal(monkeypatch):
 
 
 def run(*arguments, code=0):
-    result = runner.invoke(cli.app, [str(a) for a in arguments])
+    app, arguments = (benchmarks.app, arguments[1:]) if arguments[0] == "benchmarks" else (cli.app, arguments)
+    result = runner.invoke(app, [str(a) for a in arguments])
     assert result.exit_code == code, result.output
     return result.output
 
@@ -42,7 +43,7 @@ def test_demo_prints_and_writes(tmp_path, model):
 
 
 def test_demo_shows_a_refusal(tmp_path):
-    printed = run("demo", "--images", 5, "--out", tmp_path, "--method", "fp8", "--backend", "vortex")
+    printed = run("demo", "--images", 5, "--out", tmp_path, "--method", "fp8", "--backend", "vortex", code=1)
     assert "refused" in printed and "vortex" in printed
 
 
@@ -73,8 +74,8 @@ REFUSED = {  # arguments -> what the sentence says
     "demo --method nope": "unknown method 'nope'; there are: fp32",
     "demo --backend nope": "unknown backend 'nope'; there are: cpu",
     "accuracy --backend nope": "unknown backend 'nope'; there are: cpu",
-    "bench run --device tpu": "expected cpu or cuda, got 'tpu'",
-    "bench all --device foo": "expected cpu or cuda, got 'foo'",
+    "benchmarks run --device tpu": "expected cpu or cuda, got 'tpu'",
+    "benchmarks all --device foo": "expected cpu or cuda, got 'foo'",
     "bench attention --device tpu": "expected cpu or cuda, got 'tpu'",
     "eval --model nope --data . --method nope": "unknown method 'nope'",
     "eval --model nope --data . --backend nope": "unknown backend 'nope'",
@@ -100,7 +101,7 @@ def test_bad_options_are_refused_in_a_sentence_before_any_work(tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["demo", "accuracy", "bench run", "bench all", "bench attention"])
+@pytest.mark.parametrize("command", ["demo", "accuracy", "benchmarks run", "benchmarks all", "bench attention"])
 def test_cuda_without_a_device_is_refused(tmp_path, monkeypatch, command):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "no CUDA device" in run(*command.split(), "--device", "cuda", "--out", tmp_path / "out", code=2)
@@ -141,21 +142,21 @@ def test_unknown_experiment_lists_those_there_are():
 
 
 def test_bench_list_has_every_figure():
-    printed = run("bench", "list")
+    printed = run("benchmarks", "list")
     for name in ("qflash_table4", "qflash_figure3_batch8", "qflash_figure5", "int_flash_table1", "iflash_figure2"):
         assert name in printed
 
 
 def test_bench_run_times_and_report_assembles(tmp_path):
     options = ("--quick", "--budget", 0.01, "--out", tmp_path / "bench")
-    printed = run("bench", "run", "-e", "qflash_figure6_cpu", "-e", "int_flash_figure2", *options, code=1)
+    printed = run("benchmarks", "run", "-e", "qflash_figure6_cpu", "-e", "int_flash_figure2", *options, code=1)
     assert "multiply and shift" in printed and "int_flash_figure2 needs cuda: left out" in printed
     assert "wrote" in run("report", tmp_path, "--out", tmp_path / "report.html")
     assert "Division by a constant" in (tmp_path / "report.html").read_text()
 
 
 def test_bench_all_measures_and_assembles(tmp_path, monkeypatch):
-    from intflash.bench import suite
+    from benchmarks import suite
 
     whole = suite.plan
 
@@ -164,7 +165,7 @@ def test_bench_all_measures_and_assembles(tmp_path, monkeypatch):
         return suite.Plan(found.together[:1], [job for job in found.alone if job.name == "matrix_peak"])
 
     monkeypatch.setattr(suite, "plan", small)
-    printed = run("bench", "all", "--quick", "--jobs", 1, "--out", tmp_path)
+    printed = run("benchmarks", "all", "--quick", "--jobs", 1, "--out", tmp_path)
     assert "together qflash_table4: done" in printed and "alone    matrix_peak: done" in printed
     page = (tmp_path / "report.html").read_text()
     assert "SQNR and MSE on A2 and A7" in page and "int8 beside float matrix products" in page
@@ -175,8 +176,8 @@ def test_a_failed_experiment_is_told_and_kept(tmp_path, monkeypatch):
         raise RuntimeError("no luck")
         yield
 
-    monkeypatch.setattr(cli_bench, "_all_experiments", lambda: (Experiment("toy", "Toy", "nowhere", measure),))
-    assert "toy did not finish: RuntimeError: no luck" in run("bench", "run", "--out", tmp_path, code=1)
+    monkeypatch.setattr(benchmarks, "EXPERIMENTS", (Experiment("toy", "Toy", "nowhere", measure),))
+    assert "toy did not finish: RuntimeError: no luck" in run("benchmarks", "run", "--out", tmp_path, code=1)
     assert json.loads((tmp_path / "toy.json").read_text())["error"] == "RuntimeError: no luck"
 
 
@@ -184,16 +185,16 @@ def test_an_experiment_asked_for_by_name_must_give_a_number(tmp_path, monkeypatc
     def measure(setting):
         yield Row("a", "b", "us", None, paper=3.0, note="no device of that kind")
 
-    monkeypatch.setattr(cli_bench, "_all_experiments", lambda: (Experiment("toy", "Toy", "nowhere", measure),))
-    said = run("bench", "run", "-e", "toy", "--out", tmp_path, code=1)
+    monkeypatch.setattr(benchmarks, "EXPERIMENTS", (Experiment("toy", "Toy", "nowhere", measure),))
+    said = run("benchmarks", "run", "-e", "toy", "--out", tmp_path, code=1)
     assert said.splitlines()[-1] == "toy gave no number: no device of that kind"
-    assert "refused" in run("bench", "run", "--out", tmp_path)
+    assert "refused" in run("benchmarks", "run", "--out", tmp_path)
 
 
 def test_a_rehearsal_needs_no_number(tmp_path, monkeypatch):
     toy = Experiment("toy", "Toy", "nowhere", lambda setting: iter(()))
-    monkeypatch.setattr(cli_bench, "_all_experiments", lambda: (toy,))
-    assert "gave no number" not in run("bench", "run", "-e", "toy", "--rehearse", "--out", tmp_path / "none")
+    monkeypatch.setattr(benchmarks, "EXPERIMENTS", (toy,))
+    assert "gave no number" not in run("benchmarks", "run", "-e", "toy", "--rehearse", "--out", tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
@@ -208,16 +209,16 @@ def test_vortex_asked_for_by_name_where_there_is_none(tmp_path, monkeypatch):
     [
         "demo --method intflash",
         "accuracy -e qflash_table4 --quick",
-        "bench run -e qflash_figure6_cpu",
-        "bench all",
+        "benchmarks run -e qflash_figure6_cpu",
+        "benchmarks all",
         "bench attention",
         "bench vortex",
     ],
 )
 def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch, command):
-    for work in ("bench.demo.run_demo", "bench.experiments.run_experiment", "bench.suite.plan"):
-        monkeypatch.setattr(f"intflash.{work}", None)
-    monkeypatch.setattr("intflash.bench.cpu_attention.measure", None)
+    work = ("demo.run_demo", "experiments.run_experiment", "cpu_attention.measure")
+    for name in (*(f"intflash.bench.{name}" for name in work), "benchmarks.suite.plan"):
+        monkeypatch.setattr(name, None)
     (tmp_path / "file").touch()
     for out, why in ((tmp_path / "file", "File exists"), ("/proc/x", "No such file or directory")):
         said = run(*command.split(), "--out", out, code=2)
@@ -245,3 +246,12 @@ def test_an_error_of_the_system_is_its_sentence(tmp_path, monkeypatch):
 
 def test_report_without_results(tmp_path):
     assert "no results in" in run("report", tmp_path, code=2)
+
+
+def test_a_missing_extra_is_named(tmp_path, monkeypatch):
+    def missing(*given, **options):
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+
+    monkeypatch.setattr("intflash.bench.cpu_attention.measure", missing)
+    said = run("bench", "attention", "--out", tmp_path, code=2)
+    assert said.splitlines()[-1] == "Error: this command needs matplotlib: pip install 'intflash[demo]'"

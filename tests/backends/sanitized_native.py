@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch  # noqa: F401 - its libraries before the sanitized one
 
-NAME = "intflash.backends.cpu._native"
+NAME = "intflash._native"
 path = next(Path(os.environ["INTFLASH_TEST_NATIVE"]).glob("_native*.so"))
 spec = importlib.util.spec_from_file_location(NAME, path)
 module = importlib.util.module_from_spec(spec)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import intflash
 from intflash import Recipe
 from intflash.backends import cpu, reference
+from intflash.call import prepare
 from intflash.numerics.exp import ABSENT
-from intflash.pipeline import prepare
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native module was not built")
 

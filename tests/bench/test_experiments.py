@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from benchmarks.registry import EXPERIMENTS  # raises if a name is there twice
 from intflash.bench.accuracy import TABLE4, Accuracy, Series, which_definition_fits
 from intflash.bench.experiments import (
     Experiment,
@@ -14,7 +15,6 @@ from intflash.bench.experiments import (
     Row,
     Setting,
     best_of_groups,
-    collect,
     run_experiment,
 )
 from intflash.bench.workloads import QFLASH, random_case, uniform, workload_case
@@ -41,9 +41,8 @@ def test_outcome_is_saved_whole(tmp_path, kind):
 
 
 def test_names_are_unique_and_papers_numbers_have_a_cell():
-    experiments = collect()  # raises if a name is there twice
-    assert {"qflash_table4", "qflash_figure5", "qflash_figure3_batch1"} <= {e.name for e in experiments}
-    for experiment in experiments:
+    assert {"qflash_table4", "qflash_figure5", "qflash_figure3_batch1"} <= {e.name for e in EXPERIMENTS}
+    for experiment in EXPERIMENTS:
         plan = experiment.measure
         if isinstance(plan, Accuracy):
             labels, cases = {s.label for s in plan.series}, {c.name for c in plan.cases}

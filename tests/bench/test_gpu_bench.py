@@ -1,6 +1,7 @@
 """What the GPU experiments are made of, as far as it goes without a GPU."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import types
 
 import pytest
 
+import benchmarks
 from intflash.bench import peers
 
 pytest.importorskip("triton")
@@ -16,8 +18,8 @@ KERNELS = """
 import json
 import interpreter  # before any kernel
 import torch
-from intflash.bench.gpu.figure4 import variants
-from intflash.bench.gpu.kernels import make_kernel
+from benchmarks.figure4_kernels import variants
+from intflash.bench.gpu_launches import make_kernel
 from intflash.bench.measure import exact_attention, sqnr
 torch.manual_seed(0)
 q, k, v = (torch.rand(1, 1, 80, 32) * 8 - 4 for _ in "qkv")
@@ -40,7 +42,8 @@ def test_recorded_launches_compute_the_output_again():
     """In Triton's interpreter, in a process of its own."""
     folder = pathlib.Path(__file__).parents[1] / "backends" / "triton"
     command = [sys.executable, "-W", "ignore", "-c", KERNELS]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(benchmarks.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     others = {name for name, (backend, *_) in found.items() if backend != "triton"}
@@ -57,7 +60,7 @@ NCU = """import 3.0
 
 
 def test_ncus_lines_are_told_apart_by_the_marker():
-    from intflash.bench.gpu import profile
+    from benchmarks import tensor_pipe as profile
 
     imma, hmma = profile.METRICS
     kernels = [("spin_kernel(long)", 0, 0), ("flash_fwd<64, 128>", 0, 17.32), ("spin_kernel(long)", 0, 0),
@@ -70,9 +73,9 @@ def test_ncus_lines_are_told_apart_by_the_marker():
 
 
 def test_without_ncu_the_table_says_so(monkeypatch):
+    from benchmarks import tensor_pipe as profile
+    from benchmarks.energy import UTILIZATION
     from intflash.bench.experiments import Setting, run_experiment
-    from intflash.bench.gpu import profile
-    from intflash.bench.gpu_meters import UTILIZATION
 
     monkeypatch.setattr(profile.shutil, "which", lambda name: None)
     outcome = run_experiment(UTILIZATION, Setting(device="cuda"))
@@ -80,9 +83,9 @@ def test_without_ncu_the_table_says_so(monkeypatch):
 
 
 def test_table2_puts_the_papers_units_beside_ours(monkeypatch):
+    from benchmarks import tensor_pipe as profile
+    from benchmarks.energy import UTILIZATION
     from intflash.bench.experiments import Setting, run_experiment
-    from intflash.bench.gpu import profile
-    from intflash.bench.gpu_meters import UTILIZATION
 
     readings = [
         ("qattn", "A2", profile.Reading("triton", (3.68, 7.37))),

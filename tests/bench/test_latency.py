@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from benchmarks.latency import CODE_CALL, EXPERIMENTS, FLOAT_CALL, KERNEL, Contender, Latency, speedup
 from intflash import QTensor, Recipe
-from intflash.bench.experiments import Setting, collect
-from intflash.bench.latency import CODE_CALL, FLOAT_CALL, KERNEL, Contender, Latency, speedup
+from intflash.bench.experiments import Setting
 from intflash.bench.workloads import Case, normal, random_case, uniform
 
 FAST = Setting(budget_s=0.01)
@@ -55,7 +55,7 @@ def test_quick_keeps_the_first_cases():
 
 
 def test_every_paper_speedup_has_a_cell():
-    for experiment in collect("latency"):
+    for experiment in EXPERIMENTS:
         plan = experiment.measure
         if isinstance(plan, Latency):
             labels, names = {c.label for c in plan.contenders}, {c.name for c in plan.cases}
@@ -81,7 +81,7 @@ class CaseHere(Case):
 
 
 def test_launches_alone_stand_beside_whole_calls_on_a_gpu(monkeypatch):
-    kernels = pytest.importorskip("intflash.bench.gpu.kernels")
+    kernels = pytest.importorskip("intflash.bench.gpu_launches")
     made = []
 
     def make_kernel(name, *inputs, backend, recipe):

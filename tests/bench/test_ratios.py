@@ -28,7 +28,7 @@ def test_static_scales_come_from_another_batch_than_the_timed_one(gpu_case):
 
 def test_on_a_gpu_the_faster_of_cudnn_and_flash_is_over_ours(gpu_case, monkeypatch):
     pytest.importorskip("triton")
-    from intflash.bench.gpu import timing
+    from intflash.bench import gpu_timing as timing
 
     times = {"SDPA cuDNN": 30e-6, "SDPA flash": 20e-6, "SDPA efficient": 5e-6, "intflash": 10e-6}
     contenders = [gpu_attention.Contender(name, gpu_attention.KERNEL, None) for name in times]

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from intflash import InputError
 from intflash.bench.experiments import Experiment, Figure, Row, Setting, run_experiment
 from intflash.bench.report import build, read_results
 
@@ -60,3 +61,42 @@ def test_whole_models_are_rows(tmp_path):
     page = build(read_results([tmp_path]))
     for text in ("Whole models", "vit batch 8", "intflash / fp16", "1.5", "its process ended with 1"):
         assert text in page
+
+
+def test_each_experiment_stands_once_for_each_machine_by_its_latest_run(tmp_path):
+    def save(folder, date, cpu, value):
+        facts = {"date": date, "cpu": cpu}
+        (tmp_path / folder).mkdir()
+        rows = [{"series": "intflash", "case": "A2", "metric": "us", "value": value}]
+        content = {"name": "toy", "title": "A toy", "environment": facts, "rows": rows}
+        (tmp_path / folder / "toy.json").write_text(json.dumps(content))
+
+    save("new", "2026-02-01", "one", 2.5)
+    save("old", "2026-01-01", "one", 1.5)
+    save("other", "2026-01-01", "two", 3.5)
+    kept = [section.content["rows"][0]["value"] for section in read_results([tmp_path])]
+    assert kept == [2.5, 3.5]
+
+
+def test_the_page_opens_with_what_was_found(tmp_path):
+    rows = [
+        {"workload": name, "threads": threads, "series": series, "ratio": ratio}
+        for name, threads, series, ratio in (
+            ("A1", 1, "torch float32 SDPA", 1.0), ("A1", 1, "intflash, int8 in and out", 2.0),
+            ("A1", 1, "intflash_p8, int8 in and out", 3.0), ("A2", 1, "intflash_p8, int8 in and out", 5.0),
+            ("A2", 2, "intflash_p8, int8 in and out", 9.0),
+        )
+    ]  # fmt: skip
+    facts = {"cpu": "Some CPU", "instruction_sets": ["avx2", "generic"]}
+    (tmp_path / "attention.json").write_text(json.dumps({"environment": facts, "rows": rows}))
+    page = build(read_results([tmp_path]))
+    cells = "<td>Some CPU (avx2)</td>"
+    cells += "<td>int8 in and out</td><td>torch float32</td><td>3.00</td><td>4.00</td><td>5.00</td>"
+    assert cells in page and page.index(cells) < page.index("<nav>")
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path):
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "broken.json").write_text(text)
+        with pytest.raises(InputError, match="expected JSON in .*broken.json"):
+            read_results([tmp_path])

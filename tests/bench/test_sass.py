@@ -1,6 +1,6 @@
 """Machine code as cuobjdump lists it: guards, constants that are moved, and which opcodes are floating point."""
 
-from intflash.bench import sass
+from benchmarks import sass
 
 LISTING = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;              /* 0x00000a00ff017b82 */

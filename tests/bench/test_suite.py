@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from intflash.bench import suite
-from intflash.bench.experiments import collect
+from benchmarks import suite
+from benchmarks.registry import EXPERIMENTS
+from benchmarks.suite import Job, Plan, plan, run_all
 from intflash.bench.report import build, read_results
-from intflash.bench.suite import Job, Plan, plan, run_all
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -17,8 +17,8 @@ def test_every_experiment_of_a_device_is_planned_once(tmp_path, device):
     found = plan(tmp_path, device, jobs=4)
     names = [job.name for job in (*found.together, *found.alone) if job.result is not None]
     assert len(names) == len(set(names))
-    assert set(names) == {e.name for e in collect() if device in e.devices} | {"attention", "demo-vit", "demo-swin"}
-    timed = {e.name for e in collect() if device in e.devices and e.timed}
+    assert set(names) == {e.name for e in EXPERIMENTS if device in e.devices} | {"attention", "demo-vit", "demo-swin"}
+    timed = {e.name for e in EXPERIMENTS if device in e.devices and e.timed}
     assert timed <= {job.name for job in found.alone}
 
 
@@ -100,14 +100,14 @@ def test_a_stopped_experiment_keeps_its_rows(tmp_path, scripts):
     out = tmp_path / "out"
     text = """
 import sys, time
-from intflash import cli
+from benchmarks import __main__ as cli
 from intflash.bench import experiments
 def measure(setting):
     yield experiments.Row("a", "b", "us", 1.0)
     time.sleep(60)
 slow = experiments.Experiment("slow", "Slow one", "nowhere", measure)
-cli._all_experiments = lambda: (slow,)
-sys.argv = ["intflash", "bench", "run", "-e", "slow", "--out", {out!r}]
+cli.EXPERIMENTS = (slow,)
+sys.argv = ["benchmarks", "run", "-e", "slow", "--out", {out!r}]
 cli.app()
 """
     scripts("slow", text.replace("{out!r}", repr(str(out))))

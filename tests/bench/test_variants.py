@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from intflash.bench import variants
+from benchmarks import variants
 from intflash.methods import get_method
 from intflash.problem import Problem
 from intflash.quant import Recipe

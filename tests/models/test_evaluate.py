@@ -160,12 +160,12 @@ def test_an_interrupted_run_goes_on_with_the_same_weights_scales_and_backend_onl
 
 
 def test_a_resumed_run_still_knows_what_cannot_run(digits, tmp_path, save_always):
-    options = dict(state=tmp_path / "state", backend="hopper")
+    options = dict(state=tmp_path / "state", backend="cuda")
     with pytest.raises(KeyboardInterrupt):  # all images are done, the run is not
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("intflash.models.evaluate._sum_over_processes", raise_interrupt)
             evaluate(load_model("vit"), digits, METHODS[:1], batch_size=24, **options)
-    assert "hopper" in evaluate(load_model("vit"), digits, METHODS[:1], batch_size=24, **options).rows[1].error
+    assert "cuda" in evaluate(load_model("vit"), digits, METHODS[:1], batch_size=24, **options).rows[1].error
 
 
 def raise_interrupt(tallies):

@@ -1,16 +1,18 @@
 """`patch` and `unpatch` themselves, on the digit models: what is refused, failures, and the cores."""
 
+import functools
 import pickle
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import intflash
 from intflash.digits import load_model
 from intflash.models.base import FloatCore, IntegerCore, _Redirect
 from intflash.models.patch import attach, layers_of
-from oracle import randn
+from oracle import randn, sqnr
 from sharp import run
 
 
@@ -25,6 +27,7 @@ def test_an_unknown_backend_is_refused_at_once():
         (dict(model="vit"), "takes an nn.Module and a Recipe, got str"),
         (dict(recipe={"q": "head"}), "takes an nn.Module and a Recipe, got DigitsViT, dict"),
         (dict(scales=3), "Scales or the path of their file, got int"),
+        (dict(scales="/nope.json"), "the scales file /nope.json cannot be read: No such file"),
     ],
 )
 def test_arguments_of_other_kinds_are_refused(arguments, message):
@@ -97,3 +100,165 @@ def test_patch_passes_its_options_to_every_layer():
             run(model, image * float("nan"))
     with intflash.patch(model, backend="vortex"), pytest.raises(intflash.BackendError, match="vortex"):
         run(model, image)
+
+
+def test_calibrate_and_unpatch_refuse_what_is_no_model():
+    with pytest.raises(intflash.InputError, match="unpatch takes an nn.Module, got NoneType"):
+        intflash.unpatch(None)
+    with pytest.raises(intflash.InputError, match="calibrate takes an nn.Module, got NoneType"):
+        intflash.calibrate(None, [torch.rand(1, 1, 8, 8)])
+
+
+class Direct(nn.Module):
+    """A layer of no library's: self-attention by torch's call, and for a second input one more with its keys."""
+
+    def __init__(self, is_causal=False):
+        super().__init__()
+        self.qkv, self.kv = nn.Linear(32, 96), nn.Linear(32, 64)
+        self.causal = is_causal
+
+    def forward(self, x, other=None):
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = self._attend(q, k, v)
+        if other is not None:
+            k, v = (z.unflatten(-1, (4, 8)).transpose(1, 2) for z in self.kv(other).chunk(2, -1))
+            y = y + F.scaled_dot_product_attention(q, k, 50 * v)
+        return y.transpose(1, 2).flatten(2)
+
+    def _attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+
+
+class Softmax(nn.Module):
+    """An attention layer that nothing can be put into."""
+
+    def forward(self, x):
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+class SelfAttention(Softmax):
+    pass
+
+
+def direct(**options) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleList([Direct(**options)]).eval()
+
+
+def test_a_layer_that_calls_sdpa_itself_is_served():
+    model, x = direct(), torch.randn(2, 9, 32)
+    reference = run(model[0], x)
+    with intflash.patch(model, "fp32") as report:
+        assert report.replaced == {"0": "Direct"}
+        assert sqnr(reference, run(model[0], x)) > 100
+    with intflash.patch(model):
+        assert 25 < sqnr(reference, run(model[0], x)) < 100
+        assert 25 < sqnr(reference, run(pickle.loads(pickle.dumps(model))[0], x)) < 100
+    assert torch.equal(run(model[0], x), reference) and type(model[0]) is Direct
+
+
+def test_a_layer_that_cannot_be_served_is_told_of_sdpa():
+    with pytest.raises(intflash.InputError, match=r"no adapter for .*SelfAttention(.|\n)*can call intflash.sdpa"):
+        intflash.patch(nn.Sequential(SelfAttention()))
+
+
+def test_each_call_in_a_forward_has_its_own_static_scales():
+    """The second call's values are 50 times larger: one scale for both would cost the first 34 dB."""
+    model, x, other = direct(), torch.randn(2, 9, 32), torch.randn(2, 5, 32)
+    alone = run(model[0], x)
+    reference = run(model[0], x, other)
+    scales = intflash.calibrate(model, [(x, other)], forward=lambda model, batch: model[0](*batch))
+    assert list(scales.layers) == ["0", "0#1"]
+    first, second = scales.layers["0"], scales.layers["0#1"]
+    assert first.q == second.q and second.v[0] > 20 * first.v[0]
+    core = None
+    with intflash.patch(model, scales=scales):
+        assert 30 < sqnr(reference, run(model[0], x, other)) < 100
+        core = model[0].intflash_attention
+        assert core.recipe.v_scale == first.v[0] and core.others[0].recipe.v_scale == second.v[0]
+        with pytest.raises(intflash.InputError, match="static scales are for 2 attention calls .* it made 1"):
+            run(model[0], x)
+    with intflash.patch(model):
+        assert 30 < sqnr(reference, run(model[0], x, other)) < 100 and 25 < sqnr(alone, run(model[0], x))
+    with pytest.raises(intflash.InputError, match="called attention 2 times in one forward and 1 times in another"):
+        intflash.calibrate(model, [(x, other), (x,)], forward=lambda model, batch: model[0](*batch))
+    with pytest.raises(intflash.InputError, match="called attention 1 times in one forward and 2 times in another"):
+        intflash.calibrate(model, [(x,), (x, other)], forward=lambda model, batch: model[0](*batch))
+
+
+def future(model, x, **options):
+    """The outputs of the first tokens with two endings, the second ten times larger."""
+    ending = x.clone()
+    ending[:, 6:] = 10 * torch.randn_like(ending[:, 6:])
+    return run(model, x, **options)[:, :6], run(model, ending, **options)[:, :6]
+
+
+def test_by_default_later_tokens_do_not_change_earlier_outputs():
+    model, x = direct(is_causal=True), torch.randn(2, 9, 32)
+    reference = run(model[0], x)
+    with intflash.patch(model):
+        a, b = future(model[0], x)
+        assert torch.equal(a, b) and 30 < sqnr(reference, run(model[0], x)) < 100
+    scales = intflash.calibrate(model, [x], forward=lambda model, batch: model[0](batch))
+    with intflash.patch(model, scales=scales):
+        a, b = future(model[0], x)
+        assert torch.equal(a, b)
+    with intflash.patch(model, recipe=intflash.Recipe()):  # asked for: the recipe is taken as it is
+        a, b = future(model[0], x)
+        assert not torch.equal(a, b)
+    with intflash.patch(model, "intflash"), pytest.raises(intflash.InputError, match="later tokens would change"):
+        run(model[0], x)
+
+
+@pytest.mark.parametrize("name", intflash.info()["methods"])
+def test_methods_are_refused_in_causal_layers_or_keep_them_causal(name):
+    model, x = direct(is_causal=True), torch.randn(2, 9, 32)
+    with intflash.patch(model, name):
+        try:
+            a, b = future(model[0], x)
+        except intflash.InputError as error:
+            assert "later tokens would change earlier outputs" in str(error)
+        else:
+            assert torch.equal(a, b)
+
+
+def wrap(module, skip=lambda: False):
+    """As accelerate and diffusers hook a layer: `forward` becomes an attribute that calls what it was."""
+    inner = module.forward
+
+    def forward(module, *args, **kwargs):
+        return args[0] * 0 if skip() else inner(*args, **kwargs)
+
+    module.forward = functools.update_wrapper(functools.partial(forward, module), inner)
+
+
+def test_a_layer_with_a_wrapped_forward_is_reached():
+    model, x = direct(), torch.randn(2, 9, 32)
+    reference, skipping = run(model[0], x), []
+    wrap(model[0], lambda: bool(skipping))
+    wrapper = model[0].forward
+    with intflash.patch(model) as report:
+        assert report.ran == [] and "not reached" not in str(report)
+        assert 25 < sqnr(reference, run(model[0], x)) < 100
+        assert report.ran == ["0"]
+        skipping.append(True)  # a cache that returns what it has
+        assert not run(model[0], x).any()
+    skipping.clear()
+    assert model[0].forward is wrapper and torch.equal(run(model[0], x), reference)
+
+
+def test_a_wrapper_that_came_after_patch_outlives_unpatch():
+    model, x = direct(), torch.randn(2, 9, 32)
+    reference = run(model[0], x)
+    intflash.patch(model)
+    wrap(model[0])
+    assert 25 < sqnr(reference, run(model[0], x)) < 100
+    intflash.unpatch(model)
+    assert torch.equal(run(model[0], x), reference)
+
+
+def test_the_report_says_which_layers_ran():
+    model = nn.ModuleList([Direct(), Direct()]).eval()
+    report = intflash.patch(model)
+    run(model[0], torch.randn(2, 9, 32))
+    assert report.ran == ["0"] and "not reached by any forward so far: 1" in str(report)

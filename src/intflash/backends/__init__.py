@@ -13,7 +13,7 @@ from intflash.problem import Problem
 
 logger = logging.getLogger("intflash")
 
-AUTOMATIC = {"cuda": ("hopper", "triton", "torch", "reference"), "cpu": ("cpu", "torch", "reference")}
+AUTOMATIC = {"cuda": ("cuda", "triton", "torch", "reference"), "cpu": ("cpu", "torch", "reference")}
 
 
 @functools.cache
@@ -29,6 +29,8 @@ def get_backend(name: str) -> Backend:
     Raises:
         InputError: there is none; the message lists those there are.
     """
+    if name == "hopper":
+        raise InputError("backend 'hopper' is named 'cuda': pass backend=\"cuda\"")
     try:
         return backends()[name]
     except (KeyError, TypeError):

@@ -30,7 +30,7 @@ import intflash
 from intflash.backends import cpu
 from intflash.bench.measure import environment, time_interleaved
 from intflash.bench.workloads import QFLASH, Workload
-from intflash.pipeline import prepare
+from intflash.call import prepare
 
 WORKLOADS = (
     *QFLASH.values(),
@@ -38,6 +38,7 @@ WORKLOADS = (
     Workload("N4096", "long", 1, 4096, 64),
 )
 SWIN = ("A4", "A5", "A6", "A7")
+TITLE = "Integer attention beside torch's on a CPU: int8 or float32 in and out"
 PEER = "torch float32 SDPA"
 METHODS = ("intflash_p8", "intflash", "intflash_online")
 SCALING = "intflash_p8 alone, int8 in and out"
@@ -64,13 +65,13 @@ class Row:
 
 
 def measure(
-    out: Path | str = "docs/benchmarks",
+    out: Path | str = "results/attention",
     *,
     threads: Sequence[int] = (1, 2),
     budget_s: float = 3.0,
     workloads: Sequence[Workload] = WORKLOADS,
 ) -> list[Row]:
-    """Time every workload and write ``cpu_attention.json``, ``.csv`` and ``.png`` into `out`.
+    """Time every workload and write ``attention.json``, ``.csv`` and ``.png`` into `out`.
 
     Args:
         out: an existing or new folder.
@@ -106,13 +107,14 @@ def measure(
     facts = environment() | {"instruction_sets": cpu.instruction_sets(), "amplitude": AMPLITUDE}
     if importlib.util.find_spec("onnxruntime"):
         facts["onnxruntime"] = importlib.metadata.version("onnxruntime")
-    text = json.dumps({"environment": facts, "rows": [asdict(r) for r in rows]}, indent=1)
-    (folder / "cpu_attention.json").write_text(text + "\n")
-    with (folder / "cpu_attention.csv").open("w", newline="") as file:
+    content = {"title": TITLE, "device": "cpu", "environment": facts, "rows": [asdict(r) for r in rows]}
+    text = json.dumps(content, indent=1)
+    (folder / "attention.json").write_text(text + "\n")
+    with (folder / "attention.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, asdict(rows[0]).keys())
         writer.writeheader()
         writer.writerows(asdict(r) for r in rows)
-    _figure(rows, folder / "cpu_attention.png")
+    _figure(rows, folder / "attention.png")
     return rows
 
 

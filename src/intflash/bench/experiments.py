@@ -1,23 +1,22 @@
 """An experiment is a value: what to measure, the paper's numbers, how to draw it. One runner for all.
 
-A new experiment is a new value in a module of `intflash.bench` that exports EXPERIMENTS.
+A new experiment is a new value in the EXPERIMENTS of a module: here what users run (`intflash accuracy`), in the
+checkout's `benchmarks` folder everything else.
 """
 
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import logging
 import math
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
-from intflash import bench
 from intflash.bench.measure import environment, time_interleaved
 
 logger = logging.getLogger("intflash")
@@ -80,7 +79,7 @@ class Setting:
             return [math.nan] * len(calls)
         if self.device == "cpu":
             return time_interleaved(calls, self.budget_s)
-        from intflash.bench.gpu import timing
+        from intflash.bench import gpu_timing as timing
 
         return timing.time_calls(calls, rounds, sample_s)
 
@@ -216,16 +215,15 @@ def best_of_groups(rows: Iterable[Row], metric: str, papers: Mapping[tuple[str, 
             yield replace(best, case=f"best of {cases}", paper=papers.get((cases, series)))
 
 
-def collect(*modules: str) -> tuple[Experiment, ...]:
-    """The EXPERIMENTS of these modules of `intflash.bench`, by default of all that export some.
+def collect(modules: Iterable[ModuleType]) -> tuple[Experiment, ...]:
+    """The EXPERIMENTS of these modules.
 
     Raises:
         RuntimeError: two experiments have one name.
     """
-    names = modules or tuple(m.name for m in pkgutil.iter_modules(bench.__path__))
     found: dict[str, Experiment] = {}
-    for name in names:
-        for experiment in getattr(importlib.import_module(f"{bench.__name__}.{name}"), "EXPERIMENTS", ()):
+    for module in modules:
+        for experiment in module.EXPERIMENTS:
             if experiment.name in found:
                 raise RuntimeError(f"experiment {experiment.name!r} is defined twice")
             found[experiment.name] = experiment

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 if TYPE_CHECKING:
     from intflash.bench.demo import DemoResult
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 OURS, OTHERS, PAPER = "#0b6e4f", "#9aa5b1", "#d1495b"
 COLORS = ("#0b6e4f", "#d1495b", "#2b59c3", "#e08e0b", "#6a4c93", "#17a2b8", "#7f5539", "#6c757d", "#ef6f6c", "#465775")
 DPI = 110
+PORTABLE = ("torch", "reference")  # backends of torch operations, not of native code
 FLOOR_DB = -20.0  # a broken method's SQNR is drawn no lower
 
 
@@ -24,7 +26,12 @@ def is_ours(series: str) -> bool:
 
 
 def demo(result: DemoResult, path: Path) -> None:
-    """Top-1 (plain and with scaled queries), worst and mean SQNR, and time, one row of bars per method."""
+    """Top-1 (plain and with scaled queries), worst and mean SQNR, and time, one row of bars per method.
+
+    Times of different backends differ by how the code is written: hatched bars are portable torch operations, to be
+    compared with the dotted line (float32 by the same backend), plain ones are native code, to be compared with the
+    dashed line (float32 by torch's own attention).
+    """
     rows = [row for row in result.rows if row.error is None][::-1]
     names = [row.method for row in rows]
     colors = [OURS if is_ours(name) else OTHERS for name in names]
@@ -40,7 +47,15 @@ def demo(result: DemoResult, path: Path) -> None:
     noise.scatter([_drawn(row.worst_sqnr) for row in rows], at, color="black", zorder=3, s=22, label="worst layer")
     noise.set(xlabel="SQNR of the layers, dB (bar: mean)", title="Attention error", xlim=(0, 80))
     noise.legend(loc="lower right", fontsize=8)
-    speed.barh(at, [row.ms_per_image for row in rows], color=colors, height=0.7)
+    bars = speed.barh(at, [row.ms_per_image for row in rows], color=colors, height=0.7)
+    for bar, row in zip(bars, rows, strict=True):
+        bar.set(hatch="///" if row.backend in PORTABLE else "", edgecolor="white", linewidth=0)
+    speed.axvline(result.float_ms_per_image, color="black", linewidth=0.8, linestyle="--", label="float32, torch SDPA")
+    for row in rows:
+        if row.method == "fp32" and row.backend in PORTABLE:
+            speed.axvline(row.ms_per_image, color="black", linewidth=0.8, linestyle=":", label="float32, portable")
+    speed.legend(handles=[*speed.get_legend_handles_labels()[0], Patch(facecolor=OTHERS, hatch="///",
+                 edgecolor="white", label="portable code")], loc="lower right", fontsize=8)  # fmt: skip
     for y, row in zip(at, rows, strict=True):
         near = dict(xytext=(3, 0), textcoords="offset points", va="center", size=7)
         speed.annotate(row.backend, (row.ms_per_image, y), **near)

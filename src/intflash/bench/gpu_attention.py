@@ -107,7 +107,7 @@ def _inputs(shape: tuple[int, ...], seed: int) -> tuple[Tensor, ...]:
 
 def _kernel(name: str, inputs: tuple[Tensor, ...]) -> tuple[str, Callable[[], Any], Callable[[], Tensor]]:
     """The attention launch alone on codes, int8 out; or torch's attention."""
-    from intflash.bench.gpu.kernels import make_kernel
+    from intflash.bench.gpu_launches import make_kernel
 
     kernel = make_kernel(name, *inputs)
     return kernel.backend, kernel.launch, kernel.read
@@ -182,7 +182,7 @@ def _shape(case: Case) -> str:
 
 def measure_case(case: Case, rounds: int = 9) -> list[Measured]:
     """Every contender of a case."""
-    from intflash.bench.gpu.timing import time_calls
+    from intflash.bench.gpu_timing import time_calls
 
     running, refused = _running(case)
     seconds = time_calls([call for _, _, call, _ in running], rounds=rounds)
@@ -226,7 +226,7 @@ def compile_all(jobs: int, quick: bool = False) -> None:
 
 
 def run(out: Path, quick: bool = False) -> list[Measured]:
-    """Measure all cases and write gpu_attention.{json,csv,png} under `out`.
+    """Measure all cases and write attention.{json,csv,png} under `out`.
 
     Raises:
         RuntimeError: there is no CUDA device.
@@ -247,12 +247,12 @@ def _save(rows: list[Measured], out: Path) -> None:
     records = [asdict(r) for r in rows]
     facts = {"title": TITLE, "notes": NOTES, "device": "cuda", "environment": environment(), "ceilings": H200}
     facts["rows"] = records
-    (out / "gpu_attention.json").write_text(json.dumps(facts, indent=1) + "\n")
-    with (out / "gpu_attention.csv").open("w", newline="") as file:
+    (out / "attention.json").write_text(json.dumps(facts, indent=1) + "\n")
+    with (out / "attention.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, records[0])
         writer.writeheader()
         writer.writerows(records)
-    _figure(rows, out / "gpu_attention.png")
+    _figure(rows, out / "attention.png")
 
 
 def _figure(rows: list[Measured], path: Path) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import base64
 import html
 import json
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from intflash.errors import InputError
 
 Json = dict[str, Any]
 
@@ -47,6 +50,12 @@ DEMO_COLUMNS = {
     "scaled_top1": "Top-1 %, queries scaled",
     "backend": "backend",
 }
+INTRODUCTION = """
+IntFlash computes a transformer's attention, softmax(QK<sup>T</sup>)V, on 8-bit integers. This page shows how accurate
+and how fast its methods (green, names that begin with intflash) are beside published integer methods and floating
+point. SQNR is the signal-to-noise ratio of the output in dB: 6 dB more halve the error. A speedup of 2 means half the
+time.
+"""
 PIVOT = {"series", "case", "metric"}
 CASE_COLUMNS = 10  # more cases than this stand as lines
 
@@ -63,6 +72,17 @@ class Section:
         return self.path.with_suffix("").as_posix().strip("./").replace("/", "-")
 
     @property
+    def what(self) -> tuple[str, str]:
+        """What was measured, and on which machine: results that agree in both are runs of one thing."""
+        facts = self.content.get("environment", {})
+        processor = f"{facts.get('cpu')}, {facts.get('cpu_cores')} cores, {facts.get('instruction_sets')}"
+        return self.content.get("name") or self.title, machine(self.content) if facts.get("gpu") else processor
+
+    @property
+    def date(self) -> str:
+        return self.content.get("environment", {}).get("date") or ""
+
+    @property
     def title(self) -> str:
         if is_demo(self.content):
             return f"{self.content['images']} handwritten digits, model {self.content['model']}, by every method"
@@ -76,22 +96,34 @@ def is_demo(content: Json) -> bool:
 def read_results(folders: Iterable[Path]) -> list[Section]:
     """Every result below the folders: a JSON object with "rows", or with the "error" why it has none.
 
-    Demos first, then in order of path.
+    Each experiment stands there once for each machine, by its latest run. Demos first, then in order of path.
+
+    Raises:
+        InputError: a file is not JSON.
     """
-    sections = []
+    sections: dict[tuple, Section] = {}
     for folder in folders:
         for path in sorted(folder.rglob("*.json")):
-            content = json.loads(path.read_text())
+            try:
+                content = json.loads(path.read_text())
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"expected JSON in {path}, got: {error}") from None
             rows = content.get("rows") if isinstance(content, dict) else None
-            if isinstance(rows, list) and (rows or content.get("error")):
-                sections.append(Section(path, content))
-    return sorted(sections, key=lambda section: not is_demo(section.content))
+            if not isinstance(rows, list) or not (rows or content.get("error")):
+                continue
+            section = Section(path, content)
+            known = sections.get(section.what)
+            if known is None or known.date <= section.date:
+                sections[section.what] = section
+    return sorted(sections.values(), key=lambda section: (not is_demo(section.content), section.path))
 
 
 def build(sections: Sequence[Section]) -> str:
     """The page."""
     links = "".join(
-        f'<li><a href="#{_text(s.anchor)}">{_text(s.title)}</a>{_incomplete(s.content)}</li>' for s in sections
+        f'<li><a href="#{_text(s.anchor)}">{_text(s.title)}</a> <span class="quiet">{_text(machine(s.content))}</span>'
+        f"{_incomplete(s.content)}</li>"
+        for s in sections
     )
     body = "".join(_section(section) for section in sections)
     return (
@@ -99,9 +131,58 @@ def build(sections: Sequence[Section]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>IntFlash: what was measured</title><style>{STYLE}</style></head><body>"
         "<h1>IntFlash: what was measured</h1>"
+        f"<p>{INTRODUCTION}</p>"
+        f"{_summary(sections)}"
         '<p class="quiet">Numbers in brackets are the papers\'. Each section names its machine and commit.</p>'
         f"<nav><ul>{links}</ul></nav>{body}</body></html>\n"
     )
+
+
+def _summary(sections: Sequence[Section]) -> str:
+    """What the demos and the comparisons with torch's attention found, from their own numbers."""
+    lines, speedups = [], []
+    for section in sections:
+        content = section.content
+        if is_demo(content):
+            ours = next((row for row in content["rows"] if row["method"] == "intflash" and row.get("top1")), None)
+            if ours:
+                lines.append(
+                    f"{content['images']} handwritten digits, model {content['model']}: {ours['top1']:.1f} % right "
+                    f"with attention by intflash, {content['float_top1']:.1f} % in float32."
+                )
+        elif section.path.stem == "attention":
+            speedups += _speedups(content)
+    said = "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in lines) + "</ul>" if lines else ""
+    caption = "Speedup of the best of our methods over torch's attention: least, median and largest of the workloads"
+    head = ("machine", "our inputs and outputs", "over", "least", "median", "largest", "workloads")
+    return said + (_table(caption, head, speedups) if speedups else "")
+
+
+def _speedups(content: Json) -> list[list[str]]:
+    """Cells of the summary's table: a line for each way to call our methods."""
+    best: dict[str, dict[str, float]] = {}
+    for row in content["rows"]:
+        name, ratio = row.get("method") or row.get("series") or "", row.get("ratio")
+        if not name.startswith("intflash") or not ratio or row.get("threads", 1) != 1:
+            continue
+        way = row.get("variant") or name.partition(", ")[2]
+        mine = best.setdefault(way, {})
+        mine[row["workload"]] = max(mine.get(row["workload"], 0.0), ratio)
+    peer = "FP16 (cuDNN or FlashAttention)" if content.get("device") == "cuda" else "torch float32"
+    lines = []
+    for way, found in best.items():
+        values = sorted(found.values())
+        numbers = (f"{x:.2f}" for x in (values[0], statistics.median(values), values[-1]))
+        lines.append([_text(machine(content)), _text(way or "attention"), _text(peer), *numbers, str(len(values))])
+    return lines
+
+
+def machine(content: Json) -> str:
+    """The GPU or processor that a result was measured on."""
+    facts = content.get("environment", {})
+    on_gpu = content.get("device") == "cuda" and facts.get("gpu")
+    sets = facts.get("instruction_sets") or ()
+    return str(facts["gpu"] if on_gpu else facts.get("cpu") or "") + (f" ({sets[0]})" if sets else "")
 
 
 def _incomplete(content: Json) -> str:
@@ -141,7 +222,7 @@ def _refusals(rows: Sequence[Json]) -> str:
 
 def _provenance(content: Json) -> list[str]:
     facts = content.get("environment", {})
-    found = [content.get("source"), facts.get("gpu") if content.get("device") == "cuda" else facts.get("cpu")]
+    found = [content.get("source"), machine(content) if facts else None]
     found += [f"commit {facts['commit']}" if facts.get("commit") else None, (facts.get("date") or "")[:10]]
     found.append("quick subset" if content.get("quick") else None)
     return [str(part) for part in found if part]

@@ -1,4 +1,4 @@
-"""The commands `accuracy` and `bench ...`: declared experiments, measured."""
+"""The commands `accuracy` and `bench attention`, `models` and `vortex`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from intflash.cli.console import console
-from intflash.cli.options import Backend, Commands, Device, Seed
-from intflash.cli.report import report
+from intflash.cli.options import Backend, BestDevice, Commands, Device, Seed
 from intflash.cli.tables import number, number_or_text, tables
-from intflash.outputs import check_folder
+from intflash.outputs import check_file, check_folder
 
 if TYPE_CHECKING:
     from intflash.bench.experiments import Experiment, Outcome, Row, Setting
@@ -36,67 +33,11 @@ def accuracy(
     seed: Seed = 0,
 ) -> None:
     """SQNR, MSE, cosine and mean relative error of the methods, beside the papers' numbers."""
-    from intflash.bench.experiments import Setting, collect
-
-    setting = Setting(quick=quick, device=device, backend=backend, seed=seed)
-    _run_experiments(collect("accuracy", "variant_accuracy"), only, setting, out)
-
-
-@app.command("list")
-def bench_list() -> None:
-    """The declared experiments: one per table or figure of the papers."""
-    table = Table("name", "what it shows", "source", "on", box=box.SIMPLE_HEAD)
-    for e in _all_experiments():
-        table.add_row(e.name, e.title, e.source, ", ".join(e.devices))
-    console.print(table)
-
-
-@app.command("run")
-def bench_run(
-    only: Annotated[
-        list[str] | None, typer.Option("--experiment", "-e", help="Only this one; may be repeated.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Where JSON, CSV and figures go.")] = Path("results/bench"),
-    quick: Quick = False,
-    device: Device = "cpu",
-    backend: Backend = None,
-    seed: Seed = 0,
-    budget: Annotated[float, typer.Option(help="Seconds of timing per case, about, on the CPU.")] = 4.0,
-    rehearse: Annotated[bool, typer.Option(help="Only compile the kernels: time nothing, write nothing.")] = False,
-) -> None:
-    """Measure the declared experiments, each beside the paper's numbers."""
+    from intflash.bench.accuracy import EXPERIMENTS
     from intflash.bench.experiments import Setting
 
-    setting = Setting(quick=quick, device=device, backend=backend, seed=seed, budget_s=budget, rehearse=rehearse)
-    _run_experiments(_all_experiments(), only, setting, out)
-
-
-@app.command("all")
-def bench_all(
-    device: Device = "cpu",
-    out: Annotated[Path, typer.Option(help="Where results, logs and the page go.")] = Path("results/all"),
-    seconds: Annotated[
-        float, typer.Option(help="What has not started by then is left out, and the page says so.")
-    ] = 480,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes at once while nothing is timed (default: cores).")
-    ] = None,
-    models: Annotated[bool, typer.Option("--models", help="Whole models too, which takes minutes more.")] = False,
-    quick: Quick = False,
-    seed: Seed = 0,
-) -> None:
-    """Measure everything there is on this machine, and assemble the page."""
-    import os
-
-    from intflash.bench import suite
-
-    check_folder(out)
-    count = jobs or os.cpu_count() or 1
-    chosen = suite.plan(out, device, quick=quick, seed=seed, jobs=count, models=models)
-    ended = suite.run_all(chosen, out, seconds=seconds, jobs=count, log=lambda line: console.print(escape(line)))
-    report([out], out / "report.html")
-    if any(end.reason for end in ended):
-        console.print("[yellow]not everything was measured: the page says what and why[/]")
+    setting = Setting(quick=quick, device=device, backend=backend, seed=seed)
+    run_experiments(EXPERIMENTS, only, setting, out)
 
 
 @app.command("attention")
@@ -127,6 +68,33 @@ def bench_attention(
     console.print(f"wrote {out}")
 
 
+@app.command("models")
+def bench_models(
+    device: BestDevice = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A timm name; may be repeated (default: ViT-B, DeiT-S and Swin-T).")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="A batch size; may be repeated.")] = None,
+    turns: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 30,
+    out: Annotated[Path, typer.Option(help="The results' path without suffix.")] = Path("results/models"),
+) -> None:
+    """Images per second of timm models, patched with static scales beside unpatched. Random weights; needs timm."""
+    from intflash.bench import models
+
+    models.check_models(model or models.MODELS)
+    for path in models.result_files(out):
+        check_file(path)
+    with console.status("measuring"):
+        outcomes = models.run_all(model or models.MODELS, batch or models.BATCHES[device], device, turns)
+    failed = [f"{o.model} batch {o.batch}" for o in outcomes if o.error]
+    if len(failed) < len(outcomes):
+        for path in models.save(outcomes, out):
+            console.print(f"wrote {path}")
+    if failed:
+        console.print(f"[red]not measured: {escape(', '.join(failed))}[/]")
+        raise typer.Exit(1)
+
+
 @app.command("vortex")
 def bench_vortex(
     only: Annotated[
@@ -145,13 +113,7 @@ def bench_vortex(
     from intflash.bench import vortex
     from intflash.bench.experiments import Setting
 
-    _run_experiments(vortex.EXPERIMENTS, only, Setting(quick=quick, seed=seed), out)
-
-
-def _all_experiments() -> tuple[Experiment, ...]:
-    from intflash.bench.experiments import collect
-
-    return collect()
+    run_experiments(vortex.EXPERIMENTS, only, Setting(quick=quick, seed=seed), out)
 
 
 def _chosen(experiments: Iterable[Experiment], only: list[str] | None) -> list[Experiment]:
@@ -162,7 +124,7 @@ def _chosen(experiments: Iterable[Experiment], only: list[str] | None) -> list[E
     return [known[name] for name in only or known]
 
 
-def _run_experiments(experiments: Iterable[Experiment], only: list[str] | None, setting: Setting, out: Path) -> None:
+def run_experiments(experiments: Iterable[Experiment], only: list[str] | None, setting: Setting, out: Path) -> None:
     """Measure and save them; one that stopped, or was asked for by name and gave no number, makes the exit code 1."""
     import signal
     from dataclasses import replace

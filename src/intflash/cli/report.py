@@ -18,11 +18,11 @@ def report(
     """Assemble everything measured into one static page."""
     from intflash.bench.report import build, read_results
 
-    places = folders or [folder for folder in (Path("docs/benchmarks"), Path("results")) if folder.is_dir()]
+    places = folders or [folder for folder in (Path("benchmarks/results"), Path("results")) if folder.is_dir()]
     sections = read_results(places)
     if not sections:
-        searched = ", ".join(map(str, places)) or "docs/benchmarks and results, which do not exist"
-        raise typer.BadParameter(f"no results in {searched}; run intflash demo, accuracy or bench run first")
+        searched = ", ".join(map(str, places)) or "benchmarks/results and results, which do not exist"
+        raise typer.BadParameter(f"no results in {searched}; run intflash demo, accuracy or bench attention first")
     check_file(out)
     out.write_text(build(sections), encoding="utf-8")
     console.print(f"wrote {out}: {len(sections)} results, {out.stat().st_size / 1e6:.1f} MB")

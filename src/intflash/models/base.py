@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +22,13 @@ from intflash.quant import Recipe
 
 CORE = "intflash_attention"  # the name of the core in each adapted module
 
+# The method of causal layers where the caller chose none: Q and K have a scale per token and V stays in floating
+# point, so that no number of one token depends on a later one.
+CAUSAL_METHOD = "int_flash_half"
+
+# The recipe of "intflash" where queries of one sequence, which may be causal, meet the keys of another.
+CROSS_RECIPE = Recipe(q="token")
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -30,10 +39,14 @@ class Adapter:
             forward calls ``self.intflash_attention(q, k, v, ...)``; its own class where the library
             itself will call the core; None: no layer of this adapter; a str: why it is left as it is.
         attributes: (module) -> what replaces attributes of the module's own while it is patched.
+        causal: (module) -> whether the module says that its tokens must not see later ones.
+        around: (module) -> what replaces attributes of a module that holds patched layers.
     """
 
     patched_class: Callable[[nn.Module, nn.Module | None], type[nn.Module] | str | None]
     attributes: Callable[[nn.Module], dict[str, Any]] = lambda module: {}
+    causal: Callable[[nn.Module], bool] = lambda module: bool(getattr(module, "is_causal", False))
+    around: Callable[[nn.Module], dict[str, Any]] = lambda module: {}
 
 
 class Core(nn.Module):
@@ -49,6 +62,15 @@ class Core(nn.Module):
         super().__init__()
         self.register_buffer("bias", None, persistent=False)
         self.register_buffer("keep", None, persistent=False)
+        self.causal = False  # the layer says so, and its calls may not
+        self.record = {"ran": False}  # a dict: an attribute of an nn.Module takes ten times as long to set
+
+    def at(self, call: int) -> Core:
+        """The core of the layer's n-th call of attention in one forward, counted from 0."""
+        return self
+
+    def check_calls(self, calls: int) -> None:
+        """Refuse a forward that made another number of calls than the core is for."""
 
     def hold(self, bias: Tensor | None = None, keep: Tensor | None = None) -> None:
         """Keep a float bias ``[1, H, N, N]`` and a bool mask ``[W, 1, N, N]`` for this layer's calls, where given."""
@@ -69,29 +91,82 @@ class Core(nn.Module):
         *,
         bias: Tensor | None = None,
         enable_gqa: bool = False,
+        causal: bool = False,
+        cross: bool = False,
     ) -> Tensor:
-        """``[B, H, N, Dv]`` as `intflash.attention`; the first axis of a mask may divide the batch."""
+        """``[B, H, N, Dv]`` as `intflash.attention`; the first axis of a mask may divide the batch.
+
+        `causal` says that later tokens must not change this output, where the mask and not `is_causal` hides them;
+        `cross` that the keys are another sequence's, so that only the scale of Q could join one token to others.
+        """
         raise NotImplementedError
 
 
 class IntegerCore(Core):
-    """Attention by an IntFlash method, with dynamic or static scales."""
+    """Attention by an IntFlash method, with dynamic or static scales.
+
+    Args:
+        method, recipe, backend, check_finite: as for `intflash.attention`.
+        causal_method: the method of causal calls; "" refuses them.
+        cross_recipe: the recipe of calls with another sequence's keys; None: `recipe`.
+        others: where a layer calls attention several times in one forward, the static recipes of its second and
+            further calls.
+    """
 
     def __init__(
-        self, method: str, recipe: Recipe | None, backend: str | None = None, check_finite: bool = False
+        self,
+        method: str,
+        recipe: Recipe | None,
+        backend: str | None = None,
+        check_finite: bool = False,
+        causal_method: str | None = None,
+        cross_recipe: Recipe | None = None,
+        others: Sequence[Recipe] = (),
     ) -> None:
         super().__init__()
         self.method, self.recipe, self.backend, self.check_finite = method, recipe, backend, check_finite
+        self.causal_method = method if causal_method is None else causal_method
+        self.cross_recipe = cross_recipe
         self.integer_bias = get_method(method).integer_bias
+        self.others = nn.ModuleList(IntegerCore(method, other, backend, check_finite) for other in others)
 
-    def forward(self, q, k, v, attn_mask=None, is_causal=False, scale=None, *, bias=None, enable_gqa=False):
+    @property
+    def static(self) -> bool:
+        return self.recipe is not None and any(scale is not None for scale in self.recipe.scales)
+
+    def at(self, call: int) -> Core:
+        if call == 0 or not self.static:
+            return self
+        if call > len(self.others):
+            self.check_calls(call + 1)
+        return self.others[call - 1]
+
+    def check_calls(self, calls: int) -> None:
+        if self.static and calls != 1 + len(self.others):
+            raise InputError(
+                f"the static scales are for {1 + len(self.others)} attention calls in a forward of this layer, it made "
+                f"{calls}: calibrate with the inputs and adapters that the model is used with"
+            )
+
+    def forward(
+        self, q, k, v, attn_mask=None, is_causal=False, scale=None, *, bias=None, enable_gqa=False,
+        causal=False, cross=False,
+    ):  # fmt: skip
         if self.training:
             raise InputError("IntFlash is for inference: call model.eval() before a patched model")
+        self.record["ran"] = True
+        method, recipe = self.method, self.recipe
+        if (is_causal or causal or self.causal) and self.causal_method != method:
+            if not self.causal_method:
+                raise InputError(causal_refusal(method))
+            method, recipe = self.causal_method, None
+        elif cross and self.cross_recipe is not None:
+            recipe = self.cross_recipe
         if q.dtype != v.dtype or k.dtype != v.dtype:
             # under autocast norms and logit scales leave q or k in float32, where torch's attention casts too
             q, k = q.to(v.dtype), k.to(v.dtype)
         return attention(
-            q, k, v, attn_mask, is_causal, scale, method=self.method, backend=self.backend, recipe=self.recipe,
+            q, k, v, attn_mask, is_causal, scale, method=method, backend=self.backend, recipe=recipe,
             bias=bias, enable_gqa=enable_gqa, check_finite=self.check_finite,
         )  # fmt: skip
 
@@ -121,10 +196,38 @@ def _on_device(recipe: Recipe, device: torch.device) -> Recipe:
     return replace(recipe, **{name: place(scale) for name, scale in given.items() if scale is not None})
 
 
+# Methods that take scales over all tokens within, whatever their recipe says.
+_SCALES_WITHIN = ("fp8", "fp8_head")
+
+
+def keeps_causality(method: str, recipe: Recipe) -> bool:
+    """Whether no code or scale of one token depends on another token, so that later ones change no earlier output."""
+
+    def of_one_token(name: str) -> bool:
+        granularity = getattr(recipe, name)
+        alone = granularity in ("token", "none") or (granularity == "block" and recipe.block_size == 1)
+        return alone or getattr(recipe, f"{name}_scale") is not None
+
+    return method not in _SCALES_WITHIN and not recipe.smooth_k and all(of_one_token(name) for name in "qkv")
+
+
+def causal_refusal(method: str) -> str:
+    """Why a causal layer does not get this method with dynamic scales."""
+    return (
+        f"method {method!r} takes its dynamic scales over all tokens, so that in a causal layer later tokens would "
+        f"change earlier outputs: give scales=intflash.calibrate(...), method={CAUSAL_METHOD!r} (scales per token), or "
+        "a recipe, which is taken as it is"
+    )
+
+
 class FloatCore(Core):
     """torch's scaled_dot_product_attention, for observing a layer as it is without IntFlash."""
 
-    def forward(self, q, k, v, attn_mask=None, is_causal=False, scale=None, *, bias=None, enable_gqa=False):
+    def forward(
+        self, q, k, v, attn_mask=None, is_causal=False, scale=None, *, bias=None, enable_gqa=False,
+        causal=False, cross=False,
+    ):  # fmt: skip
+        self.record["ran"] = True
         if attn_mask is not None and attn_mask.ndim == q.ndim and 1 < attn_mask.shape[0] < q.shape[0]:
             attn_mask = attn_mask.repeat(q.shape[0] // attn_mask.shape[0], 1, 1, 1)
         if bias is not None:
@@ -143,14 +246,15 @@ class FloatCore(Core):
 class _Redirect(TorchFunctionMode):
     """While entered, scaled_dot_product_attention calls go to a core."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, one_core: bool = False) -> None:
         super().__init__()
-        self.core, self.calls = core, 0
+        self.core, self.one_core, self.calls = core, one_core, 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
+            core = self.core if self.one_core else self.core.at(self.calls)
             self.calls += 1
-            return _sdpa(self.core, *args, **(kwargs or {}))
+            return _sdpa(core, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -164,37 +268,77 @@ def _sdpa(
     return core(query, key, value, attn_mask, is_causal, scale, enable_gqa=enable_gqa)
 
 
+def run_redirected(module: nn.Module, forward: Callable[..., Any], may_skip: bool, args: tuple, kwargs: dict) -> Any:
+    """A layer's forward with its scaled_dot_product_attention calls computed by the layer's core.
+
+    A layer may call it several times (text and image keys, an adapter's keys): each call has scales of its own where
+    they are static. `may_skip`: a wrapper may return what an earlier forward computed.
+    """
+    core = module._modules.get(CORE)
+    if core is None:  # a wrapper kept this forward beyond `unpatch`
+        return forward(*args, **kwargs)
+    one_core = module.intflash_one_core
+    with _Redirect(core, one_core) as redirect:
+        out = forward(*args, **kwargs)
+    if not torch.compiler.is_compiling():
+        if redirect.calls == 0 and not may_skip:
+            raise InputError(
+                f"the forward of {type(module).__bases__[0].__name__} did not call scaled_dot_product_attention, which "
+                "IntFlash replaces: choose the layer's 'sdpa' implementation, or unpatch the model"
+            )
+        if redirect.calls and not one_core:
+            core.check_calls(redirect.calls)
+    return out
+
+
 @functools.cache
-def redirected(cls: type[nn.Module]) -> type[nn.Module]:
+def redirected(cls: type[nn.Module], one_core: bool = False) -> type[nn.Module]:
     """A subclass of `cls` whose forward is the same, but for scaled_dot_product_attention.
 
-    For layers that call it exactly once; everything around it (norms, gates, rotary embedding) stays
-    the library's own code.
+    Everything around it (norms, gates, rotary embedding) stays the library's own code. `one_core`: the layer calls it
+    in a loop over its inputs, so that the calls share their scales.
     """
 
     def forward(self, *args, **kwargs):
-        with _Redirect(getattr(self, CORE)) as redirect:
-            out = cls.forward(self, *args, **kwargs)
-        if not torch.compiler.is_compiling() and redirect.calls != 1:
-            raise InputError(f"{cls.__name__} called scaled_dot_product_attention {redirect.calls} times, expected 1")
-        return out
+        return run_redirected(self, functools.partial(cls.forward, self), False, args, kwargs)
 
     body = {
         "forward": forward,
         "fused_attn": property(lambda self: True),
+        "intflash_one_core": one_core,
         "__module__": cls.__module__,
-        "__reduce_ex__": lambda self, protocol: (_blank, (cls,), vars(self)),  # pickle cannot find it by its name
+        "__reduce_ex__": lambda self, protocol: (_blank, (cls, one_core), vars(self)),  # its name is not importable
     }
     return type(f"IntFlash{cls.__name__}", (cls,), body)
 
 
-def _blank(cls: type[nn.Module]) -> nn.Module:
+def _blank(cls: type[nn.Module], one_core: bool = False) -> nn.Module:
     """A redirected module of `cls` without its state, for pickle and deepcopy."""
-    made = redirected(cls)
+    made = redirected(cls, one_core)
     return made.__new__(made)
+
+
+class WrappedForward:
+    """The forward of a redirected module that a wrapper (offloading, caching) has replaced in the instance."""
+
+    def __init__(self, module: nn.Module, wrapper: Callable[..., Any]) -> None:
+        self.module, self.wrapper = module, wrapper
+        functools.update_wrapper(self, wrapper, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return run_redirected(self.module, self.wrapper, True, args, kwargs)
 
 
 def calls_sdpa(cls: type[nn.Module]) -> bool:
     """Does the forward of `cls` itself call torch's scaled_dot_product_attention?"""
-    code = getattr(cls.forward, "__code__", None)
-    return code is not None and "scaled_dot_product_attention" in code.co_names
+    return uses_name(cls.forward, "scaled_dot_product_attention")
+
+
+def uses_name(function: object, name: str) -> bool:
+    """Whether the code of a Python function, or of one inside it, refers to a global or attribute of that name."""
+
+    def within(code: types.CodeType) -> bool:
+        return name in code.co_names or any(within(x) for x in code.co_consts if isinstance(x, types.CodeType))
+
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return code is not None and within(code)

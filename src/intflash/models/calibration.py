@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from intflash.errors import InputError
 from intflash.methods import get_method
 from intflash.models.base import FloatCore
-from intflash.models.patch import attach, describe_layers, libraries_of, unpatch
+from intflash.models.patch import attach, call_name, describe_layers, libraries_of, unpatch
 from intflash.outputs import check_file
 from intflash.quant.calibrate import (
     OBSERVERS,
@@ -31,8 +31,26 @@ class _Observed(FloatCore):
 
     def __init__(self, granularity: dict[str, str]) -> None:
         super().__init__()
+        self.granularity = granularity
         self.histograms = {name: Histogram(kind) for name, kind in granularity.items() if kind != "none"}
         self.sizes: tuple[int, int, int] | None = None
+        self.others = nn.ModuleList()  # of the second and further calls in one forward of the layer
+        self.calls: int | None = None  # in each forward so far
+
+    def at(self, call: int) -> _Observed:
+        if call > len(self.others):
+            if self.calls is not None:
+                self.check_calls(call + 1)
+            self.others.append(_Observed(self.granularity))
+        return self if call == 0 else self.others[call - 1]
+
+    def check_calls(self, calls: int) -> None:
+        if self.calls not in (None, calls):
+            raise InputError(
+                f"a layer called attention {self.calls} times in one forward and {calls} times in another: static "
+                "scales belong to one call, so this layer needs dynamic ones"
+            )
+        self.calls = calls
 
     def forward(self, q, k, v, *args: Any, **kwargs: Any) -> Tensor:
         out = super().forward(q, k, v, *args, **kwargs)
@@ -74,8 +92,8 @@ def calibrate(
         The `Scales` for ``patch(model, scales=...)``.
 
     Raises:
-        InputError: no batches, an unknown observer or granularity, a method that cannot have static scales, or a
-            path that cannot be written.
+        InputError: no model, no batches, an unknown observer or granularity, a method that cannot have static scales,
+            a layer whose number of attention calls differs between forwards, or a path that cannot be written.
 
     Example:
         >>> import torch, intflash
@@ -84,6 +102,8 @@ def calibrate(
         >>> len(scales.layers), scales.granularity["q"]
         (4, 'tensor')
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"calibrate takes an nn.Module, got {type(model).__name__}")
     if observer not in OBSERVERS:
         raise InputError(f"observer must be one of {tuple(OBSERVERS)}, got {observer!r}")
     if isinstance(batches, Tensor) or hasattr(batches, "keys"):  # its rows or names would be taken for batches
@@ -112,11 +132,11 @@ def calibrate(
         model=type(model).__name__, method=method, observer=observer, granularity=chosen, batches=count,
         images=images, versions=_versions(libraries),
         layers={
-            name: LayerScales(
+            call_name(name, call): LayerScales(
                 *core.sizes, layers[name]["weights"],
                 **{t: observed_scales(core.histograms[t], observer) if t in core.histograms else [] for t in TENSORS},
             )
-            for name, core in cores.items()
+            for name, first in cores.items() for call, core in enumerate((first, *first.others))
         },
     )  # fmt: skip
     if path is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any
 
 import torch
@@ -18,11 +19,25 @@ from torch.utils.hooks import RemovableHandle
 from intflash.backends import get_backend
 from intflash.errors import InputError
 from intflash.methods import get_method
-from intflash.models.base import CORE, Adapter, Core, IntegerCore
+from intflash.models.base import (
+    CAUSAL_METHOD,
+    CORE,
+    CROSS_RECIPE,
+    Adapter,
+    Core,
+    IntegerCore,
+    WrappedForward,
+    calls_sdpa,
+    causal_refusal,
+    keeps_causality,
+    redirected,
+    uses_name,
+)
 from intflash.quant import Recipe
 from intflash.quant.calibrate import Scales
 
 _ORIGINAL = "_intflash_original"  # the name of what a patched module was, in the module
+_AROUND = "_intflash_around"  # the name of replaced attributes, in a module that holds patched ones
 _LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 
 
@@ -34,6 +49,11 @@ class _Original:
     cls: type[nn.Module]
     attributes: dict[str, Any]
     hook: RemovableHandle
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether the module's forward was a wrapper's before the patch."""
+        return "forward" in self.attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In a process that loads a pickled model, the adapter registers what the library calls."""
@@ -51,6 +71,8 @@ class Patch:
         replaced: name of each replaced layer -> its original class.
         left: name of each attention-like module that was left as it is -> why.
         static: calibrated scales are in use.
+        causal: names of the replaced layers that say that they are causal.
+        causal_note: how the outputs of causal layers depend on later tokens.
     """
 
     model: nn.Module
@@ -58,6 +80,14 @@ class Patch:
     replaced: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     static: bool = False
+    causal: list[str] = field(default_factory=list)
+    causal_note: str = ""
+    _cores: dict[str, Core] = field(default_factory=dict, repr=False)
+
+    @property
+    def ran(self) -> list[str]:
+        """Names of the replaced layers whose attention IntFlash has computed since the patch, in the model's order."""
+        return [name for name, core in self._cores.items() if core.record["ran"]]
 
     def __enter__(self) -> Patch:
         return self
@@ -69,6 +99,12 @@ class Patch:
         kinds = sorted(set(self.replaced.values()))
         scales = "static" if self.static else "dynamic"
         lines = [f"{self.method} ({scales} scales) in {len(self.replaced)} layers of {', '.join(kinds)}"]
+        if self.causal and self.causal_note:
+            lines.append(f"{len(self.causal)} causal layers: {self.causal_note}")
+        ran = set(self.ran)
+        idle = [name for name in self.replaced if name not in ran] if ran else []
+        if idle:
+            lines.append(f"not reached by any forward so far: {', '.join(idle)}")
         return "\n".join(lines + [f"left {name}: {reason}" for name, reason in self.left.items()])
 
 
@@ -85,8 +121,10 @@ def patch(
 
     Args:
         model: a model whose attention layers come from timm, torchvision, transformers, diffusers or
-            `intflash.digits`; patch it after its weights are loaded and its input size is set.
-        method: a name from ``intflash.info()["methods"]``; default "intflash", or the scales file's.
+            `intflash.digits`, are `torch.nn.MultiheadAttention`, or call torch's scaled_dot_product_attention
+            themselves; patch it after its weights are loaded and its input size is set.
+        method: a name from ``intflash.info()["methods"]``; default: the scales file's, else "intflash", and
+            "int_flash_half" in causal layers, whose scales per token do not depend on later tokens.
         scales: a file written by `intflash.calibrate`, or its `Scales`: static scales, no reduction
             at run time. None: every call takes its own maxima.
         backend: a backend's name; None: the best that can serve.
@@ -98,8 +136,8 @@ def patch(
         A `Patch` that tells what was replaced and what was left, and can be used as a context manager.
 
     Raises:
-        InputError: no layer can be replaced, the model is patched already, or the scales do not fit
-            the model; the message shows the differences.
+        InputError: no layer can be replaced, the model is patched already, a layer is causal and the method takes
+            dynamic scales over all tokens, or the scales do not fit the model; the message shows the differences.
 
     Example:
         >>> import torch, intflash
@@ -119,9 +157,17 @@ def patch(
         raise InputError(f"scales must be Scales or the path of their file, got {type(scales).__name__}")
     if backend is not None:
         get_backend(backend)  # refuses a name that is none
+    causal_method = cross_recipe = None
     if method is None:
         method = scales.method if scales is not None else "intflash"
+        if scales is None and recipe is None:
+            causal_method, cross_recipe = CAUSAL_METHOD, CROSS_RECIPE
     chosen = get_method(method)
+    kept = scales is not None or keeps_causality(method, recipe or chosen.recipe)
+    if kept or recipe is not None:
+        causal_method = method
+    elif causal_method is None:
+        causal_method = ""  # a causal call is refused
     if scales is not None:
         _check_fit(model, scales)
         for name in "qkv":
@@ -132,11 +178,20 @@ def patch(
                 )
 
     def core(name: str) -> Core:
-        layer_recipe = recipe if scales is None else _static_recipe(chosen.recipe, scales, name)
-        return IntegerCore(method, layer_recipe, backend, check_finite)
+        own, *others = [recipe] if scales is None else _static_recipes(chosen.recipe, scales, name)
+        return IntegerCore(method, own, backend, check_finite, causal_method, cross_recipe, others)
 
-    report = attach(model, core)
+    def check(causal: list[str]) -> None:
+        if causal and not causal_method:
+            raise InputError(f"{causal[0]} is causal: {causal_refusal(method)}")
+
+    report = attach(model, core, check)
     report.method, report.static = method, scales is not None
+    report.causal_note = (
+        "scales over all tokens, as the recipe says: later tokens change earlier outputs slightly"
+        if not kept and recipe is not None
+        else f"{causal_method}, later tokens do not change earlier outputs"
+    )
     return report
 
 
@@ -145,6 +200,9 @@ def unpatch(model: nn.Module) -> None:
 
     Args:
         model: the model given to `patch`; it is changed in place.
+
+    Raises:
+        InputError: it is no model, or a wrapper added after `patch` holds a layer's patched forward.
 
     Example:
         >>> import intflash
@@ -156,16 +214,46 @@ def unpatch(model: nn.Module) -> None:
         >>> type(model.blocks[0]) is before
         True
     """
-    for module in layers_of(model).values():
+    if not isinstance(model, nn.Module):
+        raise InputError(f"unpatch takes an nn.Module, got {type(model).__name__}")
+    layers = layers_of(model)
+    for name, module in layers.items():
+        if _wrapped_later(module):
+            raise InputError(
+                f"the forward of {name or type(module).__name__} was wrapped after patch, and the wrapper holds the "
+                "patched forward: remove the wrapper first (offloading and caching hooks have a call for it)"
+            )
+    for module in layers.values():
         original = vars(module).pop(_ORIGINAL)
+        held = _bound(module, type(module).forward)
         module.__class__ = original.cls
+        vars(module).update({name: MethodType(original.cls.forward, module) for name in held})
         vars(module).update(original.attributes)
         original.hook.remove()
         module._modules.pop(CORE, None)  # not there yet where a patch failed
+    for module in model.modules():
+        vars(module).update(vars(module).pop(_AROUND, {}))
 
 
-def attach(model: nn.Module, make_core: Callable[[str], Core]) -> Patch:
-    """Give every layer that an adapter knows the core ``make_core(its name)``.
+def _wrapped_later(module: nn.Module) -> bool:
+    """Whether a wrapper that came after the patch would call the patched forward beyond `unpatch`."""
+    original = vars(module)[_ORIGINAL]
+    replaced = type(module) is not original.cls and not hasattr(type(module), "intflash_one_core")
+    return replaced and "forward" in vars(module) and not original.wrapped and not _bound(module, type(module).forward)
+
+
+def _bound(module: nn.Module, forward: Callable[..., Any]) -> list[str]:
+    """Names of a module's attributes that are this forward bound to it, as wrappers keep it."""
+    return [
+        name for name, x in vars(module).items()
+        if isinstance(x, MethodType) and x.__func__ is forward and x.__self__ is module
+    ]  # fmt: skip
+
+
+def attach(
+    model: nn.Module, make_core: Callable[[str], Core], check: Callable[[list[str]], None] = lambda causal: None
+) -> Patch:
+    """Give every layer that an adapter knows the core ``make_core(its name)``, after ``check(causal layers)``.
 
     Raises:
         InputError: the model is patched already, or no adapter knows any of its layers.
@@ -182,11 +270,21 @@ def attach(model: nn.Module, make_core: Callable[[str], Core]) -> Patch:
     left = {name: why for name, why in left.items() if not _related(name, targets)}
     if not targets:
         seen = "; ".join(f"{name}: {reason}" for name, reason in left.items()) or "it has none"
-        raise InputError(f"no attention layer of {type(model).__name__} can be replaced: {seen}")
+        raise InputError(
+            f"no attention layer of {type(model).__name__} can be replaced: {seen}. Code of your own can call "
+            "intflash.sdpa, which takes the arguments of torch's scaled_dot_product_attention"
+        )
     report = Patch(model, "", {name: type(target[0]).__name__ for name, target in targets.items()}, left)
+    report.causal = [
+        name for name, (module, _, _, library) in targets.items() if (_adapter(library) or _GENERIC).causal(module)
+    ]
+    check(report.causal)
     try:
         for name, target in targets.items():
-            _install(*target, make_core(name))
+            report._cores[name] = core = make_core(name)
+            core.causal = name in report.causal and target[2] is not type(target[0])  # else the library's calls say it
+            _install(*target, core)
+        _switch_around(model, targets)
     except BaseException:
         unpatch(model)
         raise
@@ -194,7 +292,13 @@ def attach(model: nn.Module, make_core: Callable[[str], Core]) -> Patch:
 
 
 def _install(module: nn.Module, parent: nn.Module | None, patched: type[nn.Module], library: str, core: Core) -> None:
-    attributes = _adapter(library).attributes(module)
+    attributes = (_adapter(library) or _GENERIC).attributes(module)
+    if "forward" in vars(module) and patched is not type(module):  # otherwise the library's own code calls the core
+        held = _bound(module, type(module).forward)
+        if held:  # a wrapper's reference to the original forward
+            attributes |= {name: MethodType(patched.forward, module) for name in held if name not in attributes}
+        else:
+            attributes["forward"] = WrappedForward(module, vars(module)["forward"])
     replaced = {name: vars(module)[name] for name in attributes}
     hook = module.register_load_state_dict_post_hook(_hold)
     vars(module)[_ORIGINAL] = _Original(library, type(module), replaced, hook)
@@ -203,8 +307,19 @@ def _install(module: nn.Module, parent: nn.Module | None, patched: type[nn.Modul
     setattr(module, CORE, core.train(module.training))
     _hold(module, parent=parent)
     parameter = next(module.parameters(), None)
-    if parameter is not None:
+    if parameter is not None and not parameter.is_meta:  # of an offloaded layer the inputs' device decides
         core.to(parameter.device)
+
+
+def _switch_around(model: nn.Module, targets: Iterable[str]) -> None:
+    """Replace the attributes by which a module that holds patched layers would go round them."""
+    holders = {name.rsplit(".", i)[0] for name in targets for i in range(1, name.count(".") + 1)} | {""}
+    for name, module in model.named_modules():
+        adapter = _adapter(_library(type(module))) if name in holders else None
+        attributes = adapter.around(module) if adapter is not None else {}
+        if attributes:
+            vars(module)[_AROUND] = {name: vars(module)[name] for name in attributes}
+            vars(module).update(attributes)
 
 
 def _hold(module: nn.Module, _keys: object = None, parent: nn.Module | None = None) -> None:
@@ -254,17 +369,28 @@ def _describe(module: nn.Module) -> dict[str, float | int | None]:
 
 
 def _check_fit(model: nn.Module, scales: Scales) -> None:
-    differences = scales.differences(type(model).__name__, describe_layers(model))
+    layers = describe_layers(model)
+    known = {name: layers[name.partition("#")[0]] for name in scales.layers if name.partition("#")[0] in layers}
+    differences = scales.differences(type(model).__name__, layers | known)
     if differences:
         shown = "\n  ".join(differences[:10]) + ("\n  ..." if len(differences) > 10 else "")
         count = "1 difference" if len(differences) == 1 else f"{len(differences)} differences"
         raise InputError(f"the scales do not fit the model ({count}):\n  {shown}")
 
 
-def _static_recipe(base: Recipe, scales: Scales, layer: str) -> Recipe:
-    given = {f"{name}_scale": scales.layers[layer].tensor(name, scales.granularity[name]) for name in "qkv"}
+def _static_recipes(base: Recipe, scales: Scales, layer: str) -> list[Recipe]:
+    """The recipes of a layer's attention calls, in the order in which its forward makes them."""
     granularity = {name: scales.granularity[name] for name in "qkv"}
-    return replace(base, smooth_k=False, rotate=False, **granularity, **given)
+    recipes = []
+    while (key := call_name(layer, len(recipes))) in scales.layers:
+        given = {f"{name}_scale": scales.layers[key].tensor(name, scales.granularity[name]) for name in "qkv"}
+        recipes.append(replace(base, smooth_k=False, rotate=False, **granularity, **given))
+    return recipes
+
+
+def call_name(layer: str, call: int) -> str:
+    """What a scales file calls the n-th attention call (from 0) in a forward of a layer."""
+    return layer if call == 0 else f"{layer}#{call}"
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
@@ -277,6 +403,22 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]
 
 def _target(module: nn.Module, parent: nn.Module | None) -> tuple[type[nn.Module] | str | None, str]:
     """(the class to give to a module, or why an attention-like module is left, or None; the adapter's name)."""
+    if isinstance(module, Core):
+        return None, ""
+    found, library = _adapted(module, parent)
+    if isinstance(found, type):
+        return _through_wrapper(module, found), library
+    if found is not None:
+        return found, library
+    if not _LOOKS_LIKE_ATTENTION.search(type(module).__name__):
+        return None, ""
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    known = _adapter(library) is not None
+    return (f"{kind} is not known to its adapter" if known else f"no adapter for {kind}"), ""
+
+
+def _adapted(module: nn.Module, parent: nn.Module | None) -> tuple[type[nn.Module] | str | None, str]:
+    """What the adapters say of a module, and the library whose adapter it is."""
     # torch's own layers belong to the library that holds them
     libraries = [_library(type(m)) for m in (module, parent) if m is not None]
     for library in libraries:
@@ -284,10 +426,32 @@ def _target(module: nn.Module, parent: nn.Module | None) -> tuple[type[nn.Module
         found = adapter.patched_class(module, parent) if adapter is not None else None
         if found is not None:
             return found, library
-    if isinstance(module, Core) or not _LOOKS_LIKE_ATTENTION.search(type(module).__name__):
-        return None, ""
-    kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    return (f"no adapter for {kind}" if _adapter(libraries[0]) is None else f"{kind} is not known to its adapter"), ""
+    own = libraries[0]
+    return (None if _adapter(own) is not None else _GENERIC.patched_class(module, parent)), own
+
+
+def _through_wrapper(module: nn.Module, patched: type[nn.Module]) -> type[nn.Module] | str:
+    """The class to give to a module whose forward a wrapper (offloading, caching) may have replaced."""
+    cls = type(module)
+    if "forward" not in vars(module) or patched is cls or hasattr(patched, "intflash_one_core"):
+        return patched
+    if hasattr(patched, "intflash_constants") and any(parameter.is_meta for parameter in module.parameters()):
+        return "its weights are offloaded, and its bias is computed from them: patch before offloading"
+    if _bound(module, cls.forward):
+        return patched
+    if calls_sdpa(cls):
+        return redirected(cls)
+    return "its forward was replaced by a wrapper, which calls the old one: patch before adding the wrapper"
+
+
+def _generic_class(module: nn.Module, parent: nn.Module | None) -> type[nn.Module] | None:
+    """Of a library without an adapter: classes that call torch's scaled_dot_product_attention themselves."""
+    cls = type(module)
+    own = (x for base in cls.__mro__ if _library(base) not in ("torch", "builtins") for x in vars(base).values())
+    return redirected(cls) if any(uses_name(x, "scaled_dot_product_attention") for x in own) else None
+
+
+_GENERIC = Adapter(_generic_class)
 
 
 def _related(name: str, targets: dict[str, object]) -> bool:
@@ -301,6 +465,7 @@ def _library(cls: type[nn.Module]) -> str:
     return parts[1] if parts[0] == "intflash" and len(parts) > 1 else parts[0]
 
 
+@functools.cache
 def _adapter(library: str) -> Adapter | None:
     """The adapter of a library: the module of that name in this package, if there is one."""
     if importlib.util.find_spec(f"{__package__}.{library}") is None:

@@ -1,4 +1,4 @@
-"""torchvision: the ViT's `nn.MultiheadAttention` and Swin v1 / v2's shifted windows."""
+"""torchvision: Swin v1's and v2's shifted windows; its ViT holds `nn.MultiheadAttention`, see `torch.py`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
-from torchvision.models.vision_transformer import EncoderBlock
 
-from intflash.errors import InputError
 from intflash.models.base import Adapter
-
-
-class _MultiheadAttention(nn.MultiheadAttention):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = True) -> tuple[Tensor, None]:
-        if need_weights or key is not query or value is not query:
-            raise InputError("a patched nn.MultiheadAttention is for self-attention with need_weights=False")
-        qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
-        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        y = self.intflash_attention(q, k, v)
-        return self.out_proj(y.transpose(1, 2).flatten(2)), None
 
 
 class _ShiftedWindowAttention(ShiftedWindowAttention):
@@ -102,8 +90,6 @@ def _neighbours(size: list[int], window: list[int], shift: list[int], device: to
 
 def _patched_class(module: nn.Module, parent: nn.Module | None) -> type[nn.Module] | str | None:
     cls = type(module)
-    if cls is nn.MultiheadAttention and isinstance(parent, EncoderBlock):
-        return _MultiheadAttention
     if cls is ShiftedWindowAttention:
         return _ShiftedWindowAttention
     if cls is ShiftedWindowAttentionV2:

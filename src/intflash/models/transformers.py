@@ -1,37 +1,44 @@
 """Hugging Face transformers: `attn_implementation="intflash"`, registered with its mask on import of this module.
 
 ``AutoModel.from_pretrained(..., attn_implementation="intflash")`` works after importing this module,
-with method "intflash" and dynamic scales; `intflash.patch(model)` serves a loaded model with any
-method and with static scales.
+with method "intflash" (in causal layers `CAUSAL_METHOD`) and dynamic scales; `intflash.patch(model)` serves a
+loaded model with any method and with static scales.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import inspect
+import math
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.models.swin.modeling_swin import SwinAttention
+from transformers.models.swinv2.modeling_swinv2 import Swinv2SelfAttention
 
 from intflash.api import attention
 from intflash.errors import InputError
-from intflash.models.base import CORE, Adapter
+from intflash.models.base import CAUSAL_METHOD, CORE, CROSS_RECIPE, Adapter, calls_sdpa, redirected, uses_name
 
 NAME = "intflash"
-# transformers takes every name that has "flash" in it for one of FlashAttention's packages, in dozens of
-# places. `patch` therefore switches a layer to this name, for which layers do as they do for "sdpa".
-PATCHED_NAME = "int_attention"
+# What configurations hold in its place: transformers takes every name that has "flash" in it for one of
+# FlashAttention's packages, in dozens of places, and then makes other masks or takes other attention.
+INNER_NAME = "int_attention"
 
 # Implementations whose masks are 4-D tensors, as ours are.
-_SAME_MASKS = (None, "eager", "sdpa", NAME)
+_SAME_MASKS = (None, "eager", "sdpa", INNER_NAME)
 
 # What other attention implementations do with these cannot be left out silently.
-_UNSERVED = ("softcap", "s_aux", "head_mask", "output_attentions", "cache", "indices")
+_UNSERVED = ("softcap", "head_mask", "output_attentions", "cache", "indices")
+
+_SOFTCAP = "it caps its scores by tanh, where an integer exponent is linear in the products of codes"
 
 
 def intflash_attention_forward(
@@ -49,30 +56,65 @@ def intflash_attention_forward(
     """transformers' attention signature: ``[B, H, N, D]`` tensors in, ``([B, N, H, Dv], None)`` out.
 
     As its "sdpa": without a mask a module is causal if it says so, for more than one query; KV heads
-    are not repeated.
+    are not repeated. Attention sinks (`s_aux`) are keys of 0 with a value of 0 and the sinks as their bias.
 
     Raises:
-        InputError: dropout, soft capping, attention sinks, a head mask or attention weights are asked for.
+        InputError: dropout, soft capping, a head mask or attention weights are asked for.
     """
     _refuse_unserved(dropout, kwargs)
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+    said = getattr(module, "is_causal", None) if is_causal is None else is_causal
     queries, keys = query.shape[2], key.shape[2]
-    is_causal = bool(is_causal) and queries > 1 and attention_mask is None
+    is_causal = (said is None or bool(said)) and queries > 1 and attention_mask is None
+    causal = bool(said) or is_causal  # the mask may hide later tokens too
     if is_causal and keys > queries:  # an empty static cache: the keys after the queries are not there yet
         key, value = key[:, :, :queries], value[:, :, :queries]
         position_bias = None if position_bias is None else position_bias[..., :queries]
     if position_bias is not None and attention_mask is not None and attention_mask.dtype != torch.bool:
         position_bias, attention_mask = position_bias + attention_mask, None
-    core = getattr(module, CORE, attention)
+    packed = attention_mask is None and kwargs.get("cu_seq_lens_q") is not None  # as FlashAttention gets them
+    if kwargs.get("s_aux") is not None:
+        if packed:
+            raise InputError("packed sequences (cu_seq_lens_q) with attention sinks (s_aux) are not served: pad them")
+        key, value, attention_mask, position_bias = _with_sinks(
+            query, key, value, attention_mask, position_bias, is_causal, kwargs["s_aux"]
+        )
+        is_causal = False
+    core = getattr(module, CORE, None)
     options = {"bias": position_bias, "enable_gqa": query.shape[1] != key.shape[1]}
-    if attention_mask is None and kwargs.get("cu_seq_lens_q") is not None:  # packed sequences, as FlashAttention
+    cross = not causal and (queries != keys or _holds_decoder(module))
+    if core is not None:
+        options |= {"causal": causal, "cross": cross}
+    else:
+        core = attention
+        options |= {"method": CAUSAL_METHOD if causal else NAME, "recipe": CROSS_RECIPE if cross else None}
+    if packed:
         if core is not attention:
             raise InputError("a patched model does not serve packed sequences (cu_seq_lens_q): load it with 'sdpa'")
-        packed = {"cu_seqlens_q": kwargs["cu_seq_lens_q"], "cu_seqlens_k": kwargs["cu_seq_lens_k"]}
-        options |= {name: ends.to(torch.int32) for name, ends in packed.items()}
+        ends = {"cu_seqlens_q": kwargs["cu_seq_lens_q"], "cu_seqlens_k": kwargs["cu_seq_lens_k"]}
+        options |= {name: x.to(torch.int32) for name, x in ends.items()}
     out = core(query, key, value, attention_mask, is_causal, scaling, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _holds_decoder(module: nn.Module) -> bool:
+    """Whether a layer's model has a causal decoder, whose queries may be this layer's."""
+    config = getattr(module, "config", None)
+    return any(getattr(config, name, False) for name in ("is_encoder_decoder", "is_decoder", "add_cross_attention"))
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, is_causal: bool, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Keys, values, mask and bias with one more key, whose score is the head's sink and whose value is 0."""
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is not None and mask.dtype != torch.bool:
+        bias, mask = mask if bias is None else bias + mask, None
+    if is_causal:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()[None, None]
+    row = F.pad(sinks.detach().float().reshape(1, -1, 1, 1), (keys, 0))
+    bias = row if bias is None else F.pad(bias.float(), (0, 1)) + row
+    mask = None if mask is None else F.pad(mask, (0, 1), value=True)
+    return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), mask, bias
 
 
 def _refuse_unserved(dropout: float, options: dict[str, Any]) -> None:
@@ -81,20 +123,143 @@ def _refuse_unserved(dropout: float, options: dict[str, Any]) -> None:
         raise InputError(f"attn_implementation 'intflash' does not serve {', '.join(asked) or f'dropout={dropout}'}")
 
 
-for _name in (NAME, PATCHED_NAME):
+for _name in (NAME, INNER_NAME):
     AttentionInterface.register(_name, intflash_attention_forward)
     AttentionMaskInterface.register(_name, sdpa_mask)
 
-_preload_flash = modeling_utils.lazy_import_flash_attention
+
+def _inner(value: Any) -> Any:
+    """The implementation asked for (a name, or a dict of one per sub-configuration) with our name as `INNER_NAME`."""
+    if isinstance(value, dict):
+        return {key: _inner(x) for key, x in value.items()}
+    return INNER_NAME if value == NAME else value
 
 
-@functools.wraps(_preload_flash)
-def _preload(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-    """Nothing to load for "intflash"; see `PATCHED_NAME`."""
-    return None if implementation == NAME else _preload_flash(implementation, *args, **kwargs)
+def _asked(value: Any) -> bool:
+    """Whether a value of attn_implementation asks for ours somewhere."""
+    return any(map(_asked, value.values())) if isinstance(value, dict) else value in (NAME, INNER_NAME)
 
 
-modeling_utils.lazy_import_flash_attention = _preload
+def _members(cls: type) -> list[Callable[..., Any]]:
+    """The functions of a class and of its bases outside torch."""
+    if issubclass(cls, PreTrainedModel):  # a model, whose base class speaks of all of these
+        return []
+    own = (base for base in cls.__mro__ if base is not object and not base.__module__.startswith("torch."))
+    return [x for base in own for x in vars(base).values() if callable(x)]
+
+
+@functools.cache
+def _uses_interface(cls: type[nn.Module]) -> bool:
+    return any(uses_name(x, "ALL_ATTENTION_FUNCTIONS") for x in _members(cls))
+
+
+@functools.cache
+def _own_attention(cls: type[nn.Module]) -> bool:
+    """Whether a class computes attention itself, so that attn_implementation does not reach it."""
+    names = ("softmax", "scaled_dot_product_attention", "logsumexp", "_flash_attention_forward")
+    return not _uses_interface(cls) and any(uses_name(x, name) for x in _members(cls) for name in names)
+
+
+def _load_refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
+    """Why a model class cannot run with attn_implementation="intflash", before it is built; None if it can."""
+    if _soft_capped(config):
+        return _SOFTCAP
+    names = vars(sys.modules[cls.__module__])
+    for name, choices in names.items():
+        chosen = isinstance(choices, dict) and "eager" in choices and INNER_NAME not in choices
+        if chosen and all(isinstance(x, type) and issubclass(x, nn.Module) for x in choices.values()):
+            return f"it chooses its attention from {name}"
+    interface = names.get("ALL_ATTENTION_FUNCTIONS")
+    if "sdpa" in getattr(interface, "_local_mapping", ()):
+        return "it has an 'sdpa' of its own"
+    layers = [
+        x for x in names.values()
+        if isinstance(x, type) and issubclass(x, nn.Module) and "attention" in x.__name__.lower()
+        and x.__module__ == cls.__module__
+    ]  # fmt: skip
+    own = [x.__name__ for x in layers if _own_attention(x)]
+    # where a model has both kinds, transformers says by this attribute that all of it takes the masks of "sdpa"
+    if own and not (cls._supports_sdpa and any(map(_uses_interface, layers))):
+        return f"its {own[0]} does not use transformers' AttentionInterface"
+    return None
+
+
+def _soft_capped(owner: object) -> bool:
+    """Whether a layer or configuration caps attention scores."""
+    return any(getattr(owner, name, None) for name in ("attn_logit_softcapping", "attention_logits_soft_cap"))
+
+
+def _refuse(cls: type, why: str) -> None:
+    raise InputError(
+        f'{cls.__name__} cannot run with attn_implementation="intflash": {why}. Load it with its own attention and try '
+        "intflash.patch(model), which replaces the layers that it can and names those that it cannot"
+    )
+
+
+def _check_reached(model: PreTrainedModel) -> None:
+    """Refuse a whole model of which no layer calls our attention."""
+    if not any(_uses_interface(type(module)) for module in model.modules()):
+        _refuse(type(model), "it has no attention layer that uses transformers' AttentionInterface")
+
+
+def _install_name() -> None:
+    """Let transformers know the name: configurations hold `INNER_NAME`, and models that it does not fit refuse it."""
+    implementation = PreTrainedConfig._attn_implementation
+    PreTrainedConfig._attn_implementation = property(
+        implementation.fget, lambda config, value: implementation.fset(config, _inner(value))
+    )
+    checked, changed = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation
+
+    @functools.wraps(checked)
+    def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
+        requested_attention = _inner(requested_attention)
+        if requested_attention == INNER_NAME:
+            why = _load_refusal(type(self), self.config)
+            if why is not None:
+                _refuse(type(self), why)
+        return checked(self, requested_attention, *args, **kwargs)
+
+    @functools.wraps(changed)
+    def set_attn_implementation(self, attn_implementation, *args, **kwargs):
+        if _asked(attn_implementation):
+            asked_of_all = not isinstance(attn_implementation, dict)
+            for module in self.modules() if asked_of_all else ():
+                why = _load_refusal(type(module), module.config) if isinstance(module, PreTrainedModel) else None
+                if why is not None:
+                    _refuse(type(module), why)
+            _check_reached(self)
+        return changed(self, _inner(attn_implementation), *args, **kwargs)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    PreTrainedModel.set_attn_implementation = set_attn_implementation
+    for name in ("from_pretrained", "_from_config"):
+        setattr(PreTrainedModel, name, _checking(vars(PreTrainedModel)[name]))
+
+
+_building = threading.local()  # how many models are under construction inside each other
+
+
+def _checking(method: classmethod) -> classmethod:
+    """A constructor that refuses a whole model, not the parts that it builds, of which no layer calls our attention."""
+    build = method.__func__
+
+    @functools.wraps(build)
+    def checked(cls, *args, **kwargs):
+        depth = getattr(_building, "depth", 0)
+        _building.depth = depth + 1
+        try:
+            made = build(cls, *args, **kwargs)
+        finally:
+            _building.depth = depth
+        model = made[0] if isinstance(made, tuple) else made  # with output_loading_info
+        if depth == 0 and isinstance(model, PreTrainedModel) and model.config._attn_implementation == INNER_NAME:
+            _check_reached(model)
+        return made
+
+    return classmethod(checked)
+
+
+_install_name()
 
 
 class _SwinAttention(SwinAttention):
@@ -117,27 +282,66 @@ class _SwinAttention(SwinAttention):
         return {"bias": module.relative_position_bias()}
 
 
-# Another version's layer goes through the interface.
-_SWIN = {SwinAttention: _SwinAttention} if "combined_mask" in SwinAttention.forward.__code__.co_varnames else {}
+class _Swinv2SelfAttention(Swinv2SelfAttention):
+    """Swin v2's cosine attention: normalized Q and K, with the logit scale in Q."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
+    ) -> tuple[Tensor]:
+        _refuse_unserved(0.0, {"output_attentions": output_attentions})
+        core = self.intflash_attention
+        q, k, v = (
+            projection(hidden_states).unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        q = F.normalize(q, dim=-1) * self.logit_scale.clamp(max=math.log(100.0)).exp()
+        keep = None if attention_mask is None else (attention_mask == 0).unsqueeze(1)
+        out = core(q, F.normalize(k, dim=-1), v, keep, scale=1.0, bias=core.bias)
+        return (out.transpose(1, 2).flatten(2),)
+
+    @staticmethod
+    def intflash_constants(module: Swinv2SelfAttention, parent: nn.Module | None) -> dict[str, Tensor]:
+        tokens = module.window_size[0] * module.window_size[1]
+        table = module.continuous_position_bias_mlp(module.relative_coords_table).view(-1, module.num_attention_heads)
+        bias = table[module.relative_position_index.view(-1)].view(1, tokens, tokens, -1).permute(0, 3, 1, 2)
+        return {"bias": 16 * torch.sigmoid(bias)}
+
+
+# Another version's layer goes through the interface, or is left.
+_REPLACED: dict[type[nn.Module], type[nn.Module]] = {}
+if "combined_mask" in SwinAttention.forward.__code__.co_varnames:
+    _REPLACED[SwinAttention] = _SwinAttention
+if {"query_layer", "relative_position_bias_table"} <= set(Swinv2SelfAttention.forward.__code__.co_varnames):
+    _REPLACED[Swinv2SelfAttention] = _Swinv2SelfAttention
 
 
 def _patched_class(module: nn.Module, parent: nn.Module | None) -> type[nn.Module] | str | None:
     cls = type(module)
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names or "config" not in vars(module):
+    if cls in _REPLACED and "config" not in vars(module):
+        return _REPLACED[cls]
+    if not _uses_interface(cls):
+        if calls_sdpa(cls):
+            return redirected(cls)
+        own = "attention" in cls.__name__.lower() and _own_attention(cls)
+        return "it computes attention itself, not by transformers' AttentionInterface" if own else None
+    if "config" not in vars(module):
         return None
     implementation = module.config._attn_implementation
     if implementation not in _SAME_MASKS:
         return f"its attn_implementation is {implementation!r}, whose masks differ: set 'sdpa' before patch"
     if getattr(module.config, "output_attentions", False):
         return "its configuration asks for attention weights (output_attentions), which are never there"
-    return _SWIN.get(cls, cls)  # transformers itself calls the registered function for its own classes
+    if _soft_capped(module):
+        return _SOFTCAP
+    return _REPLACED.get(cls, cls)  # transformers itself calls the registered function for its own classes
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """A configuration of the layer's own, switched to us: the model's own may serve other layers and models."""
+    if not _uses_interface(type(module)):
+        return {}
     config = copy.deepcopy(module.config)
-    config._attn_implementation = PATCHED_NAME
+    config._attn_implementation = INNER_NAME
     return {"config": config}
 
 

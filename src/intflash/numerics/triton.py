@@ -18,6 +18,7 @@ K0 = tl.constexpr(exp.K0)
 QUADRATIC_OFFSET = tl.constexpr(exp.QUADRATIC_OFFSET)
 ABSENT = tl.constexpr(exp.ABSENT)
 INT32_MIN = tl.constexpr(-(1 << 31))
+ROUND_BITS = tl.constexpr(0x4B400000)  # of the float32 1.5 * 2^23
 INT64_MIN = tl.constexpr(-(1 << 63))
 # Of `intflash_online`: with e octaves TABLE_K0 - e * TABLE_OCTAVE makes (T + B) >> 24 the height 1613 - step, and the
 # octaves and 8 fraction bits of p are 3686 - 16 * step // 7 = 16 * height // 7 = (height * 37450) >> 14.
@@ -262,12 +263,12 @@ def quantize(x, inv):
     """Codes of floats by the library's rule: the exact product x * inv rounded once, half to even, clamped.
 
     1.5 * 2^23 (1.5 * 2^52) puts the rounded integer into the low bits of the float; clamping before they are taken
-    saturates values past a static scale's range.
+    saturates values past a static scale's range. On a GPU the bits are clamped as integers, which order as the floats
+    do: ptxas 12.8 to 13.0 stores the low byte of a float's register as the float converted to an integer.
     """
     if PTX:
-        y = tl.fma(x.to(tl.float32), inv, tl.full(x.shape, 12582912.0, tl.float32))
-        y = tl.minimum(tl.maximum(y, 12582912.0 - 127.0), 12582912.0 + 127.0)
-        return y.to(tl.int32, bitcast=True).to(tl.int8)
+        y = tl.fma(x.to(tl.float32), inv, tl.full(x.shape, 12582912.0, tl.float32)).to(tl.int32, bitcast=True)
+        return tl.minimum(tl.maximum(y, ROUND_BITS - 127), ROUND_BITS + 127).to(tl.int8)
     else:  # the interpreter's fma rounds twice; 24 x 24 bits are exact in float64
         y = x.to(tl.float64) * inv.to(tl.float64)
         y = tl.minimum(tl.maximum(y, -127.0), 127.0) + 6755399441055744.0

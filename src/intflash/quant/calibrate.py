@@ -202,16 +202,22 @@ class Scales:
         """Read what `save` wrote.
 
         Raises:
-            InputError: the file is of another format, or holds what cannot be scales.
+            InputError: there is no such file, it is of another format, or holds what cannot be scales.
         """
         try:
-            content: dict[str, Any] = json.loads(Path(path).read_text())
+            text = Path(path).read_text()
+        except OSError as error:
+            raise InputError(f"the scales file {path} cannot be read: {error.strerror}") from None
+        except ValueError as error:  # of UTF-8
+            raise InputError(f"{path} is not a valid scales file: {error}") from None
+        try:
+            content: dict[str, Any] = json.loads(text)
             found = content.pop("format", None) if isinstance(content, dict) else None
             if found != FORMAT:
                 raise InputError(f"it has format {found!r}, expected {FORMAT!r}")
             layers = {name: LayerScales(**layer) for name, layer in content.pop("layers", {}).items()}
             return cls(layers=layers, **content)
-        except (ValueError, TypeError, AttributeError) as error:  # of JSON, UTF-8 and our own
+        except (ValueError, TypeError, AttributeError) as error:  # of JSON and our own
             raise InputError(f"{path} is not a valid scales file: {error}") from None
 
     def differences(self, model: str, layers: dict[str, dict[str, Any]]) -> list[str]:

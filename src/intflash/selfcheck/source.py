@@ -257,7 +257,7 @@ class Place:
         return self.backend if (self.backend, self.device) in _USUAL else f"{self.backend} on {self.device}"
 
 
-_USUAL = {("cpu", "cpu"), ("triton", "cuda"), ("torch", "cpu"), ("hopper", "cuda"), ("cuda", "cuda"), ("vortex", "cpu")}
+_USUAL = {("cpu", "cpu"), ("triton", "cuda"), ("torch", "cpu"), ("cuda", "cuda"), ("vortex", "cpu")}
 
 
 _CALLS = {

@@ -5,7 +5,7 @@ import pytest
 from intflash.backends import get_backend
 
 
-@pytest.fixture(params=["triton", "hopper"])
+@pytest.fixture(params=["triton", "cuda"])
 def backend(request):
     reason = get_backend(request.param).unavailable()
     if reason:

@@ -16,7 +16,7 @@ import torch
 from mixed_cases import on_device
 
 from intflash.backends.reference import BACKEND as REFERENCE
-from intflash.backends.triton import BACKEND, launch
+from intflash.backends.triton import BACKEND
 from intflash.methods import get_method
 from intflash.problem import Problem
 from intflash.quant import Recipe, quantize
@@ -68,6 +68,9 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         yield f"{nq} bias of rows", codes(method, batch=2, **_bias(method, (1, 2, nq, nk)), **shape)
         keep = torch.rand(2, 1, nq, nk) < 0.5
         yield f"{nq} keep", codes(method, batch=2, heads=1, keep=keep, return_lse=True, **shape)
+        yield f"{nq} keep causal", codes(method, batch=2, heads=1, keep=keep, causal=nk - nq, **shape)
+        masks = dict(keep=torch.rand(3, 1, 1, nk) < 0.5, **_bias(method, (2, 1, 1, nk)))
+        yield f"{nq} bias, keep, causal, fewer batches", codes(method, batch=6, heads=1, causal=3, **masks, **shape)
     if large:
         yield "bfloat16", codes(method, nq=300, nk=600, d=64, out_dtype=torch.bfloat16)
         yield "strides", _strided(method)
@@ -126,6 +129,8 @@ def complaint(p: Problem, device: str = "cpu") -> str | None:
 
 
 def report(methods: list[str]) -> dict[str, str | None]:
+    from intflash.backends.triton import launch
+
     torch.manual_seed(0)
     found = {f"{method}, {name}": complaint(p) for method in methods for name, p in cases(method)}
     launch.MOST_BATCHES = 0  # any batch is one that only a grid's first axis takes

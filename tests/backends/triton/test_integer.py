@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from benchmarks import sass  # noqa: E402
 from intflash.backends.triton import shipped  # noqa: E402
-from intflash.bench import sass  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 METHODS = ("intflash", "intflash_p8", "intflash_online", "qflash", "iflash")

@@ -65,9 +65,9 @@ def _table_tiles() -> list[tuple]:
 @pytest.mark.parametrize("name, bits, fused, tile", _table_tiles(), ids=lambda x: str(x))
 def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
     """Every whole-row tile that ships, on a shape of its class."""
+    from intflash.backends.gpu.tensors import view
     from intflash.backends.triton import quantize, rowwise
     from intflash.backends.triton.constants import constants_launch
-    from intflash.backends.triton.launch import view
     from intflash.backends.triton.streaming import Statistics
 
     torch.manual_seed(2)

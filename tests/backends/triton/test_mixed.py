@@ -48,8 +48,9 @@ def test_int_flash_meets_the_published_kernels():
 def _mixed_launch(method, head_dim, flow=None):
     import torch
 
+    from intflash.backends.gpu.float_softmax import operands
+    from intflash.backends.gpu.tensors import Statistics
     from intflash.backends.triton import mixed, mixed_steps
-    from intflash.backends.triton.streaming import Statistics
     from intflash.methods import get_method
     from intflash.problem import Problem
 
@@ -57,7 +58,7 @@ def _mixed_launch(method, head_dim, flow=None):
     problem = Problem(method, x, x, x, head_dim**-0.5, recipe=get_method(method).recipe, out_dtype=torch.float16)
     problem, out = problem.quantized(), x.half()
     steps = None if flow is None else mixed_steps.LITE[flow]
-    return mixed.mixed_launch(problem, mixed.operands(problem), out, Statistics(None, None), steps=steps)
+    return mixed.mixed_launch(problem, operands(problem), out, Statistics(None, None), steps=steps)
 
 
 def _check(machine):
@@ -67,7 +68,7 @@ def _check(machine):
 
 @pytest.mark.parametrize("method", [m for m in FLOATS if m not in ("fp32", "fp8_head")])
 def test_compiles_for_hopper_without_spills(method):
-    from intflash.bench.sass import compile_launch
+    from benchmarks.sass import compile_launch
 
     _check(compile_launch(_mixed_launch(method, 128), 90))
 
@@ -77,7 +78,7 @@ def test_compiles_for_hopper_without_spills(method):
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("method", [m for m in FLOATS if m not in ("fp32", "fp8_head")])
 def test_compiles_everywhere(method, head_dim, arch):
-    from intflash.bench.sass import compile_launch
+    from benchmarks.sass import compile_launch
 
     if arch == 80 and method == "fp8":
         pytest.skip("sm_80 has no float8")
@@ -92,8 +93,8 @@ def test_compiles_everywhere(method, head_dim, arch):
 def test_unfused_operators_compile(method, arch):
     import torch
 
+    from benchmarks.sass import compile_launch
     from intflash.backends.triton import unfused
-    from intflash.bench.sass import compile_launch
     from intflash.methods import get_method
     from intflash.problem import Problem
 
@@ -108,8 +109,8 @@ def test_unfused_operators_compile(method, arch):
 
 def test_flows_of_lite_use_their_pipes():
     """I2F and float maximum, or integer addition and integer maximum: what the article shows in SASS."""
-    from intflash.bench.gpu_conversion import tile_loop
-    from intflash.bench.sass import compile_launch
+    from benchmarks.conversion import tile_loop
+    from benchmarks.sass import compile_launch
 
     def counts(flow):
         launch = _mixed_launch("lite", 64, flow)

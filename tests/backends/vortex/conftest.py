@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from intflash.backends.vortex import shim, toolchain
+from intflash.backends.vortex import toolchain
 from intflash.backends.vortex.errors import VortexError
+from machines import riscv, vortex_shim
 
 HERE = Path(__file__).parent
-STUB = Path(toolchain.__file__).parent / "sdk_stub"
 
 
 @pytest.fixture(scope="session")
 def host_compiler() -> str:
-    compiler = shim.host_compiler()
+    compiler = vortex_shim.host_compiler()
     if compiler is None:
         pytest.skip("no host C++ compiler ($CXX, g++ or clang++)")
     return compiler
@@ -63,7 +63,7 @@ def fake_install(tmp_path, host_compiler) -> FakeInstall:
     for folder in ("hw", "kernel", "runtime"):
         (build / folder).mkdir(parents=True)
     bin_.mkdir()
-    for header in STUB.glob("*.h"):
+    for header in riscv.SDK.glob("*.h"):
         shutil.copy(header, home / "kernel/include")
     (home / "kernel/scripts/link32.ld").write_text("ENTRY(_start)\n")
     (home / "runtime/include/vortex.h").write_text(

@@ -13,16 +13,17 @@ import torch
 
 import intflash
 from intflash.backends.reference import BACKEND as REFERENCE
-from intflash.backends.vortex import backend, launch, shim
+from intflash.backends.vortex import backend, launch
 from intflash.backends.vortex.device import Counters, VortexDevice
 from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.image import pack_image
 from intflash.backends.vortex.launch import KERNELS, KernelArgs
 from intflash.backends.vortex.toolchain import compile_kernel, find_install
+from intflash.call import prepare
 from intflash.errors import BackendError
 from intflash.numerics.exp import scalar_exponent_constants
-from intflash.pipeline import prepare
 from intflash.quant import Recipe
+from machines import riscv, vortex_shim
 
 
 def attention_launch() -> launch.Launch:
@@ -121,9 +122,7 @@ def test_image_of_something_else(elf, message):
 def test_image_equals_objcopy(riscv_compiler, tmp_path):
     if shutil.which("llvm-objcopy") is None:
         pytest.skip("no llvm-objcopy (Debian: apt-get install llvm)")
-    from intflash.backends.vortex import lockstep
-
-    elf = lockstep.link(riscv_compiler, KERNELS / "flash_f32.cpp", {"HEAD_DIM": 8})
+    elf = riscv.link(riscv_compiler, KERNELS / "flash_f32.cpp", {"HEAD_DIM": 8})
     (tmp_path / "kernel.elf").write_bytes(elf)
     binary = tmp_path / "kernel.bin"
     subprocess.run(["llvm-objcopy", "-O", "binary", str(tmp_path / "kernel.elf"), str(binary)], check=True)
@@ -272,7 +271,7 @@ def native(monkeypatch):
 
     def native(run: launch.Launch) -> launch.Launch:
         defines = tuple(f"-D{name}={value}" for name, value in sorted(run.defines.items()))
-        monkeypatch.setenv("FAKE_VORTEX_KERNEL", shim.load(run.program.path, defines)._name)
+        monkeypatch.setenv("FAKE_VORTEX_KERNEL", vortex_shim.load(run.program.path, defines)._name)
         return run
 
     return native
@@ -281,7 +280,7 @@ def native(monkeypatch):
 def test_job_runs_and_counts(install, native, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_VORTEX_LOG", str(tmp_path / "calls"))
     expected = attention_launch()
-    shim.run(expected)
+    vortex_shim.run(expected)
     run = native(attention_launch())
     counters = VortexDevice(install)(run)
     assert np.array_equal(run.buffers["o_addr"], expected.buffers["o_addr"])
@@ -359,7 +358,7 @@ def test_attention_through_the_whole_driver(install, monkeypatch, method):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 20, 16, generator=generator) for _ in range(3))
     defines = ("-DHEAD_DIM=16", "-DLANES=1", "-DOUT_BITS=8", f"-DP_BITS={16 if method == 'intflash' else 8}")
-    library = shim.load(KERNELS / "intflash_split.cpp", (*defines[:3], "-DOUT_WIDE=0", defines[3], "-DWIDE=0"))
+    library = vortex_shim.load(KERNELS / "intflash_split.cpp", (*defines[:3], "-DOUT_WIDE=0", defines[3], "-DWIDE=0"))
     monkeypatch.setenv("FAKE_VORTEX_KERNEL", library._name)
     ours = intflash.attention(q, k, v, method=method, backend="vortex", out_dtype=torch.int8)
     expected = intflash.attention(q, k, v, method=method, backend="reference", out_dtype=torch.int8)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from intflash.backends.reference import BACKEND as REFERENCE
-from intflash.backends.vortex import backend, launch, shim
-from intflash.pipeline import prepare
+from intflash.backends.vortex import backend, launch
+from intflash.call import prepare
 from intflash.quant import QTensor, Recipe
+from machines import vortex_shim
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
 
@@ -47,7 +48,7 @@ def integer_case(name, p_bits, q, k, v, score_unit, out_bits=8, v_scales=None):
         name, q.numpy(), k.numpy(), v.numpy(),
         p_bits=p_bits, exponent=(int(C), int(shift)), multipliers=columns, out_bits=out_bits,
     )  # fmt: skip
-    shim.run(run)
+    vortex_shim.run(run)
     return launch.integer_output(run, q.shape[0], v.shape[1])[0], expected
 
 
@@ -65,7 +66,7 @@ def test_float_kernels_meet_float64(name, tolerance, n, d):
     rng = np.random.default_rng(0)
     q, k, v = rng.normal(size=(3, n, d))
     run = launch.float_launch(name, q, k, v, 1 / math.sqrt(d))
-    shim.run(run)
+    vortex_shim.run(run)
     s = q @ k.T / math.sqrt(d)
     p = np.exp(s - s.max(1, keepdims=True))
     assert np.abs(launch.float_output(run, n, d) - p @ v / p.sum(1, keepdims=True)).max() < tolerance
@@ -83,7 +84,7 @@ def test_any_shape_float(name, tolerance):
     rng = np.random.default_rng(1)
     q, k, v = rng.normal(size=(5, 24)), rng.normal(size=(33, 24)), rng.normal(size=(33, 17))
     run = launch.float_launch(name, q, k, v, 0.2)
-    shim.run(run)
+    vortex_shim.run(run)
     p = np.exp(q @ k.T * 0.2)
     assert np.abs(launch.float_output(run, 5, 17) - p @ v / p.sum(1, keepdims=True)).max() < tolerance
 
@@ -139,7 +140,7 @@ def test_backend_in_the_shim_equals_the_reference(method, out_dtype):
             q, k, v, method=method, enable_gqa=True, recipe=recipe, out_dtype=out_dtype, return_lse=True
         )
         assert backend.BACKEND.unsupported(problem) is None
-        ours, expected = backend.run(problem, shim.run), REFERENCE.run(problem)
+        ours, expected = backend.run(problem, vortex_shim.run), REFERENCE.run(problem)
         assert torch.equal(ours.out, expected.out)
         assert torch.equal(ours.lse, expected.lse)
         assert (ours.out_scale is None) == (expected.out_scale is None)
@@ -147,7 +148,7 @@ def test_backend_in_the_shim_equals_the_reference(method, out_dtype):
 
 def test_float_method_in_the_shim():
     problem, *_ = prepare(*(torch.randn(1, 2, 20, d) for d in (24, 24, 24)), method="fp32")
-    assert (backend.run(problem, shim.run).out - REFERENCE.run(problem).out).abs().max() < 2e-6
+    assert (backend.run(problem, vortex_shim.run).out - REFERENCE.run(problem).out).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize(("name", "p_bits"), [("intflash_row", 16), ("intflash_split", 16), ("intflash_p8_tensor", 8)])

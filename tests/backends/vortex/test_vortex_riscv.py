@@ -6,11 +6,12 @@ import copy
 import numpy as np
 import pytest
 
-from intflash.backends.vortex import launch, lockstep, shim
+from intflash.backends.vortex import launch
 from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.launch import KERNELS, PROGRAMS
-from intflash.backends.vortex.lockstep.decode import F_OPCODES
-from intflash.backends.vortex.lockstep.machine import executable_words, undefined_symbols
+from machines import riscv, vortex_shim
+from machines.riscv.decode import F_OPCODES
+from machines.riscv.machine import executable_words, undefined_symbols
 
 FLOAT_CSRS = (1, 2, 3)  # fflags, frm, fcsr
 SDK = {"vx_spawn_threads", "vx_barrier", "vx_stub_csr_read", "blockIdx", "threadIdx", "__local_group_id"}
@@ -36,32 +37,32 @@ def variants(name: str) -> list[dict[str, int]]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_compiles_and_needs_nothing_but_the_sdk(riscv_compiler, name):
     for defines in variants(name)[:: 4 if PROGRAMS[name].integer else 1]:
-        elf = lockstep.compile_object(riscv_compiler, PROGRAMS[name].path, defines)
+        elf = riscv.compile_object(riscv_compiler, PROGRAMS[name].path, defines)
         assert undefined_symbols(elf) <= SDK  # no soft float, no 64-bit divide or shift helper, no memset
 
 
 @pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.integer])
 def test_integer_kernels_hold_no_float_instruction(riscv_compiler, name):
     for defines in variants(name):
-        elf = lockstep.compile_object(riscv_compiler, PROGRAMS[name].path, defines)
+        elf = riscv.compile_object(riscv_compiler, PROGRAMS[name].path, defines)
         assert float_instructions(elf) == 0, defines
 
 
 @pytest.mark.parametrize("name", ["flash_f32", "attention_f32", "flash_f16_tensor"])
 def test_the_search_finds_float_instructions(riscv_compiler, name):
-    elf = lockstep.compile_object(riscv_compiler, PROGRAMS[name].path, {"HEAD_DIM": 8, "LANES": 1})
+    elf = riscv.compile_object(riscv_compiler, PROGRAMS[name].path, {"HEAD_DIM": 8, "LANES": 1})
     assert float_instructions(elf) > 20
 
 
 @pytest.mark.parametrize("name", ["intflash_row", "intflash_split"])
 def test_integer_kernels_compile_where_there_is_no_float_unit(riscv_compiler, name):
     defines = {"HEAD_DIM": 24, "LANES": launch.head_lanes(24), "OUT_BITS": 8, "P_BITS": 16}
-    elf = lockstep.compile_object(riscv_compiler, PROGRAMS[name].path, defines, ("-march=rv32im", "-mabi=ilp32"))
+    elf = riscv.compile_object(riscv_compiler, PROGRAMS[name].path, defines, ("-march=rv32im", "-mabi=ilp32"))
     assert undefined_symbols(elf) <= SDK
 
 
 def test_runtime_compiles(riscv_compiler):
-    elf = lockstep.compile_object(riscv_compiler, KERNELS / "runtime.c", {})
+    elf = riscv.compile_object(riscv_compiler, KERNELS / "runtime.c", {})
     assert float_instructions(elf) == 0
 
 
@@ -82,8 +83,8 @@ def integer(name: str, n: int, d: int, p_bits: int, out_bits: int = 8, exponent=
 def test_riscv_code_has_the_bits_of_the_shim(riscv_compiler, name, p_bits, n, d):
     native = integer(name, n, d, p_bits)
     compiled = copy.deepcopy(native)
-    shim.run(native)
-    assert lockstep.Counter(riscv_compiler)(compiled) > 0
+    vortex_shim.run(native)
+    assert riscv.Interpreter(riscv_compiler)(compiled) > 0
     assert np.array_equal(native.buffers["o_addr"], compiled.buffers["o_addr"])
 
 
@@ -92,8 +93,8 @@ def test_riscv_code_has_the_bits_of_the_shim(riscv_compiler, name, p_bits, n, d)
 def test_riscv_code_of_the_variants(riscv_compiler, options):
     native = integer("intflash_split", 20, 16, 16, **options)
     compiled = copy.deepcopy(native)
-    shim.run(native)
-    lockstep.Counter(riscv_compiler)(compiled)
+    vortex_shim.run(native)
+    riscv.Interpreter(riscv_compiler)(compiled)
     for name in native.outputs:
         assert np.array_equal(native.buffers[name], compiled.buffers[name])
 
@@ -104,14 +105,14 @@ def test_riscv_float_code_meets_the_shim(riscv_compiler, name):
     q, k, v = np.random.default_rng(3).normal(size=(3, 37, 24))
     native = launch.float_launch(name, q, k, v, 0.2)
     compiled = copy.deepcopy(native)
-    shim.run(native)
-    lockstep.Counter(riscv_compiler)(compiled)
+    vortex_shim.run(native)
+    riscv.Interpreter(riscv_compiler)(compiled)
     assert np.abs(native.buffers["o_addr"] - compiled.buffers["o_addr"]).max() < 2e-6
 
 
 @pytest.mark.usefixtures("riscv_linker")
 def test_integer_flash_executes_fewer_instructions_than_standard_attention(riscv_compiler):
-    count = lockstep.Counter(riscv_compiler)
+    count = riscv.Interpreter(riscv_compiler)
     q, k, v = np.random.default_rng(0).normal(size=(3, 64, 8))
     attention = count(launch.float_launch("attention_f32", q, k, v, 0.35))
     assert count(integer("intflash_row", 64, 8, 16)) < attention
@@ -126,9 +127,9 @@ def test_interpreter_refuses_a_branch_that_splits_a_warp(riscv_compiler, tmp_pat
     run = launch.float_launch("flash_f32", *np.zeros((3, 16, 8)), 1.0)
     run.program = launch.Program("broken", str(tmp_path / "broken.cpp"), integer=False)
     with pytest.raises(VortexError, match="splits a warp"):
-        lockstep.Counter(riscv_compiler)(run)
+        riscv.Interpreter(riscv_compiler)(run)
 
 
 def test_interpreter_has_no_tensor_unit(riscv_compiler, riscv_linker):
     with pytest.raises(VortexError, match="no tensor unit"):
-        lockstep.Counter(riscv_compiler)(launch.float_launch("flash_f16_tensor", *np.zeros((3, 16, 8)), 1.0))
+        riscv.Interpreter(riscv_compiler)(launch.float_launch("flash_f16_tensor", *np.zeros((3, 16, 8)), 1.0))

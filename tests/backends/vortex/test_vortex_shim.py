@@ -4,8 +4,8 @@ import ctypes
 
 import pytest
 
-from intflash.backends.vortex import shim
 from intflash.backends.vortex.launch import KernelArgs
+from machines import vortex_shim
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
 
@@ -31,13 +31,13 @@ int main() {{
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Compiles a kernel body, runs two groups and returns (error or None, what the threads wrote)."""
-    monkeypatch.setattr(shim, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(vortex_shim, "_cache_folder", lambda: tmp_path)
 
     def run(body: str, threads: int = 16):
         source = tmp_path / "kernel.cpp"
         source.write_text(KERNEL.format(body=body))
-        shim.load.cache_clear()
-        library = shim.load(source)
+        vortex_shim.load.cache_clear()
+        library = vortex_shim.load(source)
         out = (ctypes.c_uint32 * 16)()
         args = KernelArgs(o_addr=ctypes.addressof(out))
         args.grid_dim[:], args.block_dim[:] = (2, 1, 1), (threads, 1, 1)

@@ -6,9 +6,10 @@ import os
 import numpy as np
 import pytest
 
-from intflash.backends.vortex import launch, shim
+from intflash.backends.vortex import launch
 from intflash.backends.vortex.device import VortexDevice
 from intflash.backends.vortex.toolchain import find_install
+from machines import vortex_shim
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("VORTEX_HOME"), reason="VORTEX_HOME is not set: no Vortex here"),
@@ -44,7 +45,7 @@ def test_integer_kernels_have_the_bits_of_the_shim(vortex, name, p_bits, n, d):
     columns["multiplier"], columns["exponent"] = 1 << 23, 1
     native = launch.integer_launch(name, q, k, v, p_bits=p_bits, exponent=(768551, 0), multipliers=columns, out_bits=8)
     simulated = copy.deepcopy(native)
-    shim.run(native)
+    vortex_shim.run(native)
     counters = vortex(simulated)
     assert np.array_equal(native.buffers["o_addr"], simulated.buffers["o_addr"])
     assert counters.cycles > 0 and counters.instructions > n * n * d
@@ -55,7 +56,7 @@ def test_integer_kernels_have_the_bits_of_the_shim(vortex, name, p_bits, n, d):
 def test_float_kernels_meet_the_shim(vortex, name, tolerance, n, d):
     native = launch.float_launch(name, *np.random.default_rng(n + d).normal(size=(3, n, d)), d**-0.5)
     simulated = copy.deepcopy(native)
-    shim.run(native)
+    vortex_shim.run(native)
     vortex(simulated)
     assert np.abs(native.buffers["o_addr"] - simulated.buffers["o_addr"]).max() < tolerance
 

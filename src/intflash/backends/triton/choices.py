@@ -1,4 +1,4 @@
-"""Tile choices: a small measured table per architecture and shape class (scripts/gpu_sweep.py --write).
+"""Tile choices: a small measured table per architecture and shape class (scripts/tune_tiles.py --write).
 
 No tuning at a first call: an architecture without an entry of its own takes that of sm_90; the entries of those that
 nobody measured are there because sm_90's tile would spill. Tiles never change a bit; masks and wide heads take tiles

@@ -6,16 +6,15 @@ operations, the same saturations. A pair of 32-bit constants is packed in one in
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from intflash.backends.triton.launch import Launch, apart, view
-from intflash.backends.triton.tiles import View
+from intflash.backends.gpu.constants import Constants, Shape, constant_buffers, float_bits, score_unit
+from intflash.backends.gpu.tensors import View, view
+from intflash.backends.triton.launch import Launch
 from intflash.numerics import exp
 from intflash.problem import Problem
 
@@ -28,25 +27,13 @@ MOST_E = tl.constexpr(exp.OUTPUT_EXPONENTS[1])
 _BLOCK = 128
 
 
-class Constants(NamedTuple):
-    """What the attention kernels read: packed score and output constants, or s_V for float output."""
+class KernelConstants(NamedTuple):
+    """`Constants` as Triton kernels take them; `end` as in `tiles.Masks`."""
 
-    score: View | None  # int64 [B|1, Hq|1, Nq|1, key blocks|1]: k << 32 | C; None: the kernel has the scales
-    output: View | None  # int64 [B|1, Hq|1, 1, Dv|1]: e << 32 | Mr; None for float output
-    v_scale: View | None  # float32 [B|1, Hk|1, 1, Dv|1]; None for integer output
-
-
-def for_loops(constants: Constants) -> Constants:
-    """With s_V as a Triton kernel can read it inside a loop."""
-    v_scale = constants.v_scale
-    return constants if v_scale is None else constants._replace(v_scale=view(apart(v_scale.ptr)))
-
-
-class Shape(NamedTuple):
-    b: int
-    h: int
-    n: int
-    d: int
+    score: View | None
+    output: View | None
+    v_scale: View | None
+    end: None = None
 
 
 @triton.jit
@@ -132,57 +119,18 @@ def _constants_kernel(
         tl.store(output + i, pack_output(s_v, s_o), mask=inside)
 
 
-def score_unit(method: str) -> exp.ScoreUnit:
-    """What a method's T counts."""
-    return exp.TABLE_STEPS if method == "intflash_online" else exp.OCTAVES
-
-
-def _broadcast(*shapes: tuple[int, ...]) -> Shape:
-    return Shape(*torch.broadcast_shapes(*shapes))
-
-
 def constants_launch(
     problem: Problem, scales: tuple[Tensor, Tensor, Tensor] | None = None
 ) -> tuple[Launch, Constants, Tensor | None]:
-    """The launch that fills a problem's constants, the constants, and the output's scale.
-
-    `scales`: of Q (its block axis spread over tokens), K and V where the problem's tensors are floats.
-    """
-    device, qmax = problem.q.device, output_limit(problem.out_dtype)
-    heads, group = problem.q.shape[1], problem.group
-    if scales is None:
-        scales = problem.q.token_scale(), problem.k.scale, problem.v.scale
-    q_scale, k_scale, v_scale = scales
-    per_head = [s[:1] + (heads if s[1] > 1 else 1,) + s[2:] for s in (k_scale.shape, v_scale.shape)]
-    score_shape = _broadcast(q_scale.shape, (*per_head[0][:2], 1, per_head[0][2]))
-    score = torch.empty(score_shape, dtype=torch.int64, device=device)
-    output = out_scale = None
-    output_shape = Shape(1, 1, 1, 1)
-    if qmax:
-        out_scale = problem.out_scale
-        output_shape = _broadcast(per_head[1], (1, 1, 1, 1) if out_scale is None else out_scale.shape)
-        output = torch.empty(output_shape, dtype=torch.int64, device=device)
-        if out_scale is None:
-            out_scale = torch.empty(output_shape, dtype=torch.float32, device=device)
+    """The launch that fills a problem's constants, the constants, and the output's scale; see `constant_buffers`."""
+    x = constant_buffers(problem, scales)
+    score_count, output_count = x.counts
     arguments = dict(
-        q_scale=view(q_scale), k_scale=view(k_scale), v_scale=view(v_scale),
-        given=View(None, 0, 0, 0, 0) if problem.out_scale is None or not qmax else view(problem.out_scale),
-        score=score, output=output, out_scale=out_scale, score_shape=score_shape, output_shape=output_shape,
-        score_count=score.numel(), output_count=0 if output is None else output.numel(),
-        sm_bits=float_bits(problem.sm_scale),
-        UNIT=score_unit(problem.method), GROUP=group, QMAX=qmax, BLOCK=_BLOCK,
+        q_scale=view(x.q_scale), k_scale=view(x.k_scale), v_scale=view(x.v_scale),
+        given=View(None, 0, 0, 0, 0) if x.given is None else view(x.given),
+        score=x.score, output=x.output, out_scale=x.out_scale, score_shape=x.score_shape, output_shape=x.output_shape,
+        score_count=score_count, output_count=output_count, sm_bits=float_bits(problem.sm_scale),
+        UNIT=score_unit(problem.method), GROUP=problem.group, QMAX=x.qmax, BLOCK=_BLOCK,
     )  # fmt: skip
-    count = max(arguments["score_count"], arguments["output_count"])
-    launch = Launch(_constants_kernel, (triton.cdiv(count, _BLOCK),), arguments)
-    constants = Constants(view(score), None if output is None else view(output), None if qmax else view(v_scale))
-    return launch, constants, out_scale
-
-
-def float_bits(x: float) -> int:
-    """The bits of a float64: what a kernel gets, since Triton would round a float argument to float32."""
-    return struct.unpack("<q", struct.pack("<d", x))[0]
-
-
-def output_limit(dtype: torch.dtype) -> int:
-    """The largest code of an integer output; 0 for a float one."""
-    return {torch.int8: 127, torch.int16: 32767}.get(dtype, 0)
+    programs = triton.cdiv(max(score_count, output_count), _BLOCK)
+    return Launch(_constants_kernel, (programs,), arguments), x.constants, x.out_scale

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 import triton
 from torch import Tensor
 
+from intflash.backends.gpu import float_softmax
+from intflash.backends.gpu.float_softmax import FP8_DIMS, Operand
+from intflash.backends.gpu.tensors import Statistics, data_view, view
 from intflash.backends.triton import mixed_steps
-from intflash.backends.triton.launch import Launch, contiguous_keys, data_view, grid, view
+from intflash.backends.triton.launch import Launch, grid
 from intflash.backends.triton.mixed_steps import Kinds, MixedConstants
 from intflash.backends.triton.steps import Steps
-from intflash.backends.triton.streaming import Statistics, Tile, _streaming_kernel, block_dim
-from intflash.backends.triton.tiles import Masks, Periods
+from intflash.backends.triton.streaming import Tile, _streaming_kernel, block_dim
+from intflash.backends.triton.tiles import Periods, make_masks
 from intflash.numerics.exp import ABSENT, LOG2_E
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
-from intflash.quant.quantizers import TINY_AMAX
 
 STEPS: dict[str, Steps] = {
     "int_flash_full": mixed_steps.FULL,
@@ -33,25 +32,11 @@ STEPS: dict[str, Steps] = {
     "fp8": mixed_steps.FP8,
     "fp8_head": mixed_steps.FP8,
 }
-_V_DTYPE = {"int_flash_half": torch.float16, "lite": torch.bfloat16}  # codes of V are dequantized before the launch
-_FLOAT_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_FP8_DIMS = {"fp8": (0, 1, 2, 3), "fp8_head": (2, 3)}
-_E4M3_MAX = 448.0
 _LEAST_KEYS = 32  # of a tile: int8 products take 32 keys at once
 
 
-@dataclass(frozen=True)
-class Operand:
-    """Codes or floats with the scale they are worth, float32 4-D, None for 1."""
-
-    data: Tensor
-    scale: Tensor | None = None
-    granularity: str = "none"
-    block_size: int = 1
-
-
 def unsupported(problem: Problem) -> str | None:
-    if problem.method in _FP8_DIMS and problem.cu_seqlens_q is not None:
+    if problem.method in FP8_DIMS and problem.cu_seqlens_q is not None:
         return f"{problem.method} on Triton takes no packed sequences: each would have a scale of its own"
     if problem.method != "int_flash_full":
         return None
@@ -65,72 +50,17 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-def run(problem: Problem, launch: Callable[..., Any] | None = None) -> Result:
-    """launch: makes the attention kernel's launch, of another backend than this one (as `mixed_launch`)."""
-    problem = problem.quantized()
-    batch, heads, nq, _ = problem.q.shape
-    out = torch.empty(batch, heads, nq, problem.v.shape[3], dtype=problem.out_dtype, device=problem.device)
-    statistics = Statistics(None, None)
-    if problem.return_lse:
-        statistics = Statistics(*(torch.empty(batch, heads, nq, device=problem.device) for _ in range(2)))
-    if not problem.out_dtype.is_floating_point and problem.out_scale is None:
-        problem = replace(problem, out_scale=_default_out_scale(problem))
-    (launch or mixed_launch)(problem, operands(problem), out, statistics).run()
-    lse = None
-    if problem.return_lse:
-        lse = (statistics.t_max + torch.log2(statistics.l)) * math.log(2.0)
-    return Result(out, None if problem.out_dtype.is_floating_point else problem.out_scale, lse)
-
-
-def operands(problem: Problem) -> tuple[Operand, Operand, Operand]:
-    """Q, K and V of a quantized problem as the kernel reads them; V of one byte with its keys contiguous."""
-    method = problem.method
-    if method in _FP8_DIMS:
-        q, k, v = (_e4m3(_values(x, torch.float32), _FP8_DIMS[method]) for x in (problem.q, problem.k, problem.v))
-        return q, k, replace(v, data=contiguous_keys(v.data))
-    if method in _FLOAT_DTYPE:
-        return tuple(Operand(_values(x, _FLOAT_DTYPE[method])) for x in (problem.q, problem.k, problem.v))
-    q = Operand(problem.q.data, problem.q.token_scale(), problem.q.granularity)
-    k = Operand(problem.k.data, problem.k.scale, problem.k.granularity, problem.k.block_size or 1)
-    if method in _V_DTYPE:
-        return q, k, Operand(_values(problem.v, _V_DTYPE[method]))
-    v = Operand(problem.v.data, problem.v.scale, problem.v.granularity, problem.v.block_size or 1)
-    return q, k, v if method == "qattn" else replace(v, data=contiguous_keys(v.data))
-
-
-def _values(x: QTensor | Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if isinstance(x, Tensor) else x.dequantize(dtype)
-
-
-def _e4m3(x: Tensor, dims: tuple[int, ...]) -> Operand:
-    """x with its maximum over `dims` scaled to e4m3's largest value."""
-    amax = x.abs().amax(dim=dims, keepdim=True)
-    scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / _E4M3_MAX)
-    codes = (x / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.int8)
-    return Operand(codes, scale, "tensor" if len(dims) == 4 else "head")
-
-
-def _default_out_scale(problem: Problem) -> Tensor:
-    """The scale at which max|V|, which no output exceeds, is the largest code."""
-    qmax = torch.iinfo(problem.out_dtype).max
-    if isinstance(problem.v, Tensor):
-        amax = problem.v.float().abs().amax().reshape(1, 1, 1, 1)
-        return torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / qmax)
-    scale = problem.v.scale
-    if problem.v.granularity in ("token", "block"):
-        scale = scale.amax(dim=2, keepdim=True)
-    if scale.shape[1] > 1:
-        scale = scale.repeat_interleave(problem.group, dim=1)
-    return scale * ((1 << (problem.v.bits - 1)) - 1) / qmax
+def run(problem: Problem) -> Result:
+    return float_softmax.run(problem, mixed_launch)
 
 
 def default_tile(method: str, head_dim: int, nq: int, nk: int) -> Tile:
-    """The fastest of scripts/gpu_mixed.py on an H200 (docs/mixed.md); 64 rows where rows are few."""
+    """The fastest of scripts/tune_mixed_tiles.py on an H200; 64 rows where rows are few."""
     if method == "fp32":
         return Tile(64, 32, 4, 2)
     if head_dim > 128:
         return Tile(64, 64, 4, 2)
-    if method in _FP8_DIMS and nk > 64:
+    if method in FP8_DIMS and nk > 64:
         return Tile(64, 128, 4, 3) if head_dim <= 64 or nq <= 1024 else Tile(128, 128, 8, 3)
     if head_dim > 64 and nq > 1024 and method in ("int_flash_half", "lite", "qattn"):
         return Tile(128, 64, 4, 3)
@@ -141,7 +71,7 @@ def mixed_launch(
     problem: Problem, parts: tuple[Operand, Operand, Operand], out: Tensor, statistics: Statistics,
     tile: Tile | None = None, steps: Steps | None = None,
 ) -> Launch:  # fmt: skip
-    """The tile loop's launch; `parts` from `operands`, `steps` for another flow than the method's own."""
+    """The tile loop's launch. parts: from `float_softmax.operands`; steps: for another flow than the method's own."""
     q, k, v = parts
     (batch, heads, nq, d), (nk, dv) = q.data.shape, v.data.shape[2:]
     steps = steps or STEPS[problem.method]
@@ -165,7 +95,6 @@ def mixed_launch(
     causal = ""
     if problem.causal is not None:
         causal = "bottom_right" if packed and problem.causal_align == "bottom_right" else "offset"
-    bias, keep = _octaves(problem.bias_float), problem.keep
     programs, batch_first = grid(batch, heads, triton.cdiv(nq, tile.rows) + (sequences or 0))
     arguments = dict(
         q=data_view(q.data), k=data_view(k.data), v=data_view(v.data), out=data_view(out),
@@ -173,17 +102,14 @@ def mixed_launch(
             *scales, view(problem.out_scale) if integer_out else None, lifts, float(problem.sm_scale * LOG2_E)
         ),
         statistics=statistics,
-        masks=Masks(
-            None if bias is None else view(bias),
-            None if keep is None else view(keep.view(torch.uint8)),
-            problem.causal if causal == "offset" else None,
+        masks=make_masks(
+            _octaves(problem.bias_float), problem.keep, problem.causal if causal == "offset" else None, batch
         ),
         cu_q=problem.cu_seqlens_q, cu_k=problem.cu_seqlens_k, sequences=sequences, nq=nq, nk=nk,
         STEPS=steps, KIND=kinds, CAUSAL=causal, PLAIN=kinds, D=d, DV=dv,
         BM=tile.rows, BN=tile.keys, BD=block_dim(d, 32), BDV=block_dim(dv, 16),
         PERIODS=Periods(
-            1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group, 1, 1,
-            even=not packed and problem.causal is None and nk % tile.keys == 0,
+            problem.group, 1, 1, even=not packed and problem.causal is None and nk % tile.keys == 0
         ),
         BATCH_FIRST=batch_first,
     )  # fmt: skip

@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intflash.backends.triton.launch import Launch, data_view, grid, view
+from intflash.backends.gpu.tensors import Statistics, data_view, view
+from intflash.backends.triton.launch import Launch, grid
 from intflash.backends.triton.steps import Hooks, Steps, make_steps
-from intflash.backends.triton.streaming import Statistics, Tile, _streaming_kernel, block_dim
-from intflash.backends.triton.tiles import Masks, Periods, Place, head_base, natural_order, permuted_keys
+from intflash.backends.triton.streaming import Tile, _streaming_kernel, block_dim
+from intflash.backends.triton.tiles import Periods, Place, head_base, make_masks, natural_order, permuted_keys
 from intflash.methods import arrays, iflash, integers, qflash
 from intflash.numerics.exp import ABSENT, LOG2_E
 from intflash.numerics.triton import clz32, reciprocal_2_55
@@ -33,6 +34,7 @@ class Published(NamedTuple):
 
     packed: object
     v_scale: object
+    end: None = None  # as in `tiles.Masks`
 
 
 @triton.jit
@@ -251,24 +253,19 @@ def published_launch(
     causal = ""
     if problem.causal is not None:
         causal = "bottom_right" if packed and problem.causal_align == "bottom_right" else "offset"
-    bias, keep = _unit_bias(problem), problem.keep
     floats = problem.out_dtype.is_floating_point
     programs, batch_first = grid(batch, heads, triton.cdiv(nq, tile.rows) + (sequences or 0))
     arguments = dict(
         q=data_view(problem.q.data), k=data_view(problem.k.data), v=data_view(problem.v.data), out=data_view(out),
         constants=Published(view(values)._replace(d=1), view(problem.v.scale) if floats else None),
         statistics=statistics,
-        masks=Masks(
-            None if bias is None else view(bias), None if keep is None else view(keep.view(torch.uint8)),
-            problem.causal if causal == "offset" else None,
+        masks=make_masks(
+            _unit_bias(problem), problem.keep, problem.causal if causal == "offset" else None, batch
         ),
         cu_q=problem.cu_seqlens_q, cu_k=problem.cu_seqlens_k, sequences=sequences, nq=nq, nk=nk,
         STEPS=steps, KIND="head", CAUSAL=causal, PLAIN=True, D=d, DV=dv,
         BM=tile.rows, BN=tile.keys, BD=block_dim(d, 32), BDV=block_dim(dv, 16),
-        PERIODS=Periods(
-            1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group, 1, 1,
-            even=not packed and not causal and nk % tile.keys == 0,
-        ),
+        PERIODS=Periods(problem.group, 1, 1, even=not packed and not causal and nk % tile.keys == 0),
         BATCH_FIRST=batch_first,
     )  # fmt: skip
     return Launch(_streaming_kernel, programs, arguments, tile.warps, tile.stages)

@@ -5,34 +5,23 @@ The same bits as `quant.quantizers.quantize`: one rounding of the exact product 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from intflash.backends.triton.launch import Launch, data_view, grid, view
-from intflash.backends.triton.tiles import View, find_place, head_base, load_rows
+from intflash.backends.gpu import scales
+from intflash.backends.gpu.scales import KEY_PADDING, Inputs, Three, empty_codes, quantized_tensors
+from intflash.backends.gpu.tensors import View, data_view, view, without_holes
+from intflash.backends.triton.launch import Launch, grid
+from intflash.backends.triton.tiles import Views, find_place, head_base, load_rows
 from intflash.numerics.triton import quantize
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import TINY_AMAX
 
 TINY = tl.constexpr(TINY_AMAX)
-_ROWS = 128
+_ROWS = KEY_PADDING
 _FEW = 1 << 22  # elements of a tensor
 _BLOCK, _LARGE_BLOCK = (8192, 4), (32768, 8)  # elements of a program and its warps: below _FEW, where bandwidth counts
-
-
-class Three(NamedTuple):
-    """The same thing of Q, K and V."""
-
-    q: object
-    k: object
-    v: object
 
 
 @triton.jit
@@ -114,7 +103,7 @@ def _quantize_tile(
 
 @triton.jit
 def _quantize_kernel(
-    x: Three, codes: Three, scales: Three, nq, nk, hq, hk,
+    x: Views, codes: Views, scales: Views, nq, nk, hq, hk,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
     BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -129,87 +118,15 @@ def _quantize_kernel(
         _quantize_tile(x.v, codes.v, scales.v, place, nk, DV, BDV, ROWS, True)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Float Q, K, V with a float32 4-D scale of each (tensor or head); None where the kernel finds each head's own."""
-
-    tensors: Three
-    scales: Three | None
-    numbers: tuple[float, ...] | None = None  # the scales, where the recipe gave numbers
-
-    @property
-    def granularities(self) -> Three:
-        return Three(*("tensor" if s.numel() == 1 else "head" for s in self.scales))
-
-
-def serves(recipe: Recipe) -> bool:
-    """Whether these kernels quantize as the recipe says: all static per tensor or head, or all dynamic per tensor."""
-    kinds = (recipe.q, recipe.k, recipe.v)
-    given = [s is not None for s in recipe.scales]
-    if recipe.bits != 8 or recipe.rule != "exact":
-        return False
-    return all(given) and set(kinds) <= {"tensor", "head"} or not any(given) and set(kinds) == {"tensor"}
-
-
 def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> Inputs:
     """The inputs with their static scales, or with those of their absolute maxima: two small launches."""
-    tensors = Three(q, k, v)
-    if recipe.q_scale is not None:
-        given = recipe.scales
-        numbers = None if any(isinstance(s, Tensor) for s in given) else tuple(map(float, given))
-        return Inputs(tensors, Three(*(_static(s, x) for s, x in zip(given, tensors, strict=True))), numbers)
-    amax, scales = torch.zeros(2, 4, dtype=torch.int32, device=q.device).unbind()
-    scales = scales.view(torch.float32)[:3]
-    for launch in amax_launches(tensors, amax, scales):
-        launch.run()
-    return Inputs(tensors, Three(*(scales[i].view(1, 1, 1, 1) for i in range(3))))
-
-
-def _static(scale: Tensor | float, x: Tensor) -> Tensor:
-    if not isinstance(scale, Tensor):
-        return _constant(float(scale), x.device)
-    scale = scale.to(device=x.device, dtype=torch.float32)
-    if scale.numel() == 1:
-        return scale.reshape(1, 1, 1, 1)
-    return QTensor(torch.empty((*x.shape[:3], 1), dtype=torch.int8, device=x.device), scale, "head").scale
-
-
-def _constant(value: float, device: torch.device) -> Tensor:
-    make = functools.partial(torch.full, (1, 1, 1, 1), value, dtype=torch.float32, device=device)
-    return remember(("scale", value), device, make)
-
-
-_memory: dict[Hashable, Any] = {}
-_captured: dict[Hashable, Any] = {}  # what graphs have the addresses of: never let go
-_MOST = 256
-
-
-def remember(key: Hashable, device: torch.device, make: Callable[[], Any]) -> Any:
-    """What `make` puts on the device, made once for each stream.
-
-    Not while a graph is being captured (nothing runs then, and a replay would own the result), and not across
-    streams (another one could read before the first has written). What a graph took is kept for as long as it may run.
-    """
-    if device.type != "cuda":
-        return make()
-    place = (key, device, torch.cuda.current_stream(device).cuda_stream)
-    capturing = torch.cuda.is_current_stream_capturing()
-    if place not in _memory:
-        if capturing:
-            return make()
-        if len(_memory) >= _MOST:
-            _memory.clear()
-        kept = _captured.get(place)
-        _memory[place] = make() if kept is None else kept
-    if capturing:
-        _captured[place] = _memory[place]
-    return _memory[place]
+    return scales.with_scales(q, k, v, recipe, amax_launches)
 
 
 def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[Launch, Launch]:
     (batch, hq, nq, d), (hk, nk, dv) = tensors.q.shape, tensors.v.shape[1:]
     scale = Launch(_scales_kernel, (1,), dict(amax=amax, scales=scales, COUNT=3))
-    if all(map(_without_holes, tensors)):
+    if all(map(without_holes, tensors)):
         counts = [x.numel() for x in tensors]
         block, warps = _BLOCK if max(counts) < _FEW else _LARGE_BLOCK
         arguments = dict(**tensors._asdict(), amax=amax, q_count=counts[0], kv_counts=tuple(counts[1:]), BLOCK=block)
@@ -223,35 +140,18 @@ def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[Launch,
     return Launch(_amax_kernel, programs, arguments), scale
 
 
-def _without_holes(x: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory from data_ptr on."""
-    axes = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
-    filled = 1
-    for stride, size in axes:
-        if stride != filled:
-            return False
-        filled *= size
-    return True
-
-
 def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[Launch, dict[str, QTensor]]:
     """The launch that writes the codes of K, V and, if `query`, Q, and what it fills, by name; V with contiguous keys,
     rows padded with zeros to _ROWS."""
     q, k, v = inputs.tensors
     (batch, hq, nq, d), (hk, nk, dv) = q.shape, v.shape[1:]
-    stored = torch.empty(batch, hk, dv, triton.cdiv(nk, _ROWS) * _ROWS, dtype=torch.int8, device=q.device)[..., :nk].mT
-    codes = Three(
-        torch.empty(q.shape, dtype=torch.int8, device=q.device) if query else None,
-        torch.empty(k.shape, dtype=torch.int8, device=q.device),
-        stored,
-    )
+    codes = empty_codes(inputs, query)
     tokens, heads = (max(nq, nk), max(hq, hk)) if query else (nk, hk)
     programs, batch_first = grid(batch, heads, triton.cdiv(tokens, _ROWS))
     arguments = dict(
-        x=Three(*map(data_view, inputs.tensors)), codes=Three(*(None if x is None else data_view(x) for x in codes)),
-        scales=Three(*map(view, inputs.scales)), nq=nq, nk=nk, hq=hq, hk=hk,
+        x=Views(*map(data_view, inputs.tensors)), codes=Views(*(None if x is None else data_view(x) for x in codes)),
+        scales=Views(*map(view, inputs.scales)), nq=nq, nk=nk, hq=hq, hk=hk,
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
         BATCH_FIRST=batch_first,
     )  # fmt: skip
-    made = zip("qkv", codes, inputs.scales, inputs.granularities, strict=True)
-    return Launch(_quantize_kernel, programs, arguments), {name: QTensor(*x) for name, *x in made if x[0] is not None}
+    return Launch(_quantize_kernel, programs, arguments), quantized_tensors(inputs, codes)

@@ -8,10 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
+from intflash.backends.gpu.tensors import data_view, view
 from intflash.backends.triton import unfused_steps as kernels
-from intflash.backends.triton.launch import Launch, data_view, view
+from intflash.backends.triton.launch import Launch
 from intflash.backends.triton.streaming import block_dim
-from intflash.backends.triton.tiles import Masks, Periods
+from intflash.backends.triton.tiles import Periods, make_masks
 from intflash.backends.triton.unfused_steps import Scales
 from intflash.numerics.exp import ABSENT, output_multiplier
 from intflash.problem import Problem, Result
@@ -64,12 +65,9 @@ def unfused_launches(
     weights = torch.empty(batch, heads, nq, stride, dtype=_P_DTYPE[method], device=device)
     by_codes = method != "ibert"
     amax = torch.ones(1, dtype=torch.int32, device=device) if by_codes else None
-    bias, keep = _bias_units(problem), problem.keep
     key_tiles = triton.cdiv(nk, _KEYS)
-    periods = Periods(1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group, 1, 1)
-    masks = Masks(
-        None if bias is None else view(bias), None if keep is None else view(keep.view(torch.uint8)), problem.causal
-    )
+    periods = Periods(problem.group, 1, 1)
+    masks = make_masks(_bias_units(problem), problem.keep, problem.causal, batch)
     output, out_scale = _output_constants(problem)
     scales = Scales(
         view(problem.q.scale), view(problem.k.scale), view(problem.v.scale), None,

@@ -1,0 +1,19 @@
+// Long rows of the integer methods: METHOD is ExactP8, ExactP16 or Online. TMA is 1 where TMA loads K and V.
+#include "sm90/integer_softmax.cuh"
+#if FLOAT_KV
+#include "sm90/long_rows_quantize.cuh"
+typedef QuantizingLoader Loader;
+#else
+typedef CpAsyncLoader Loader;
+#endif
+
+#if TMA
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
+    attend<METHOD>(p, TmaLoader{maps});
+}
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Params p) {
+    attend<METHOD>(p, Loader());
+}
+#endif

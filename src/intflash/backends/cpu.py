@@ -1,0 +1,211 @@
+"""The native CPU backend: C++ kernels per instruction set, chosen once by what the processor has.
+
+`csrc/cpu` holds the kernels; this module turns a `Problem` into their call. Where intflash was installed without a
+compiler, and so without the native module, the backend is unavailable and says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import torch
+from torch import Tensor
+
+from intflash import validate
+from intflash.backends.base import Backend
+from intflash.errors import InputError
+from intflash.numerics.exp import LOG2_E, P8_MAX, P16_MAX, log_sum_exp
+from intflash.problem import Problem, Result, empty_output
+from intflash.quant import QTensor
+
+try:
+    from intflash import _native
+except ImportError as error:
+    _native = None
+    if "cannot import name" in str(error):
+        _missing = (
+            "intflash was installed without its native module, because there was no C++ compiler or the build was told "
+            "to leave it out; install GCC or Clang and Python's headers, then intflash again"
+        )
+    else:
+        _missing = f"its native module does not load ({error}); install intflash again"
+else:
+    _native.use_exchange(getattr(Tensor, "__dlpack_c_exchange_api__", None))
+    _native.set_main_thread(threading.main_thread().ident)
+    _native.use_torch(torch.empty_like, empty_output)
+
+# In the order of the native enumerations.
+METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "qflash": 3, "iflash": 4}
+OUT_TYPES = {torch.int8: 0, torch.int16: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
+FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+FLASH = ("qflash", "iflash")
+P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX}
+MAX_VALUE_DIM = 256  # the epilogue keeps one multiplier per channel
+BIAS_LIMIT = 1 << 30  # of a bias in score units, so that bias + score stays inside int32
+ABSENT = -(1 << 31)
+
+
+def instruction_sets() -> list[str]:
+    """Names of the kernels that run on this machine, best first; empty without the native module.
+
+    Example:
+        >>> from intflash.backends.cpu import instruction_sets
+        >>> instruction_sets()[-1:] in (["generic"], [])
+        True
+    """
+    return [] if _native is None else list(_native.instruction_sets())
+
+
+def run(problem: Problem, *, isa: str | None = None, threads: int | None = None) -> Result:
+    """Compute a supported problem.
+
+    Args:
+        problem: see `unsupported`.
+        isa: one of `instruction_sets()`; None takes the first. The bits do not depend on it.
+        threads: at most so many, the caller among them; None takes `torch.get_num_threads()`.
+
+    Returns:
+        Output, its scale where it is integer, log-sum-exp where the problem asks for it.
+
+    Raises:
+        InputError: `isa` is none that runs here, scales of qflash and iflash leave its score unit, or there are values
+            that are not finite where the problem asks for them.
+    """
+    # Small calls take as long as this function: each line is here to be quick.
+    q, k, v, method = problem.q, problem.k, problem.v, problem.method
+    bias, keep, scales = problem.bias, problem.keep, None
+    out_scale = blocks = causal = packed = t_max = l_sum = None
+    out_dtype = problem.out_dtype
+    out_type = OUT_TYPES[out_dtype]
+    if not isinstance(q, QTensor):
+        scales = _float_scales(problem)
+        if scales is None:
+            if problem.check_finite:
+                validate.check_finite(q, k, v)
+            problem = problem.quantized()
+            q, k, v = problem.q, problem.k, problem.v
+    if scales is None:
+        scales = (q.scale, k.scale, v.scale)
+        if q.block_size or k.block_size:
+            blocks = (q.block_size or 1, k.block_size or 1)
+        if out_type <= OUT_TYPES[torch.int16]:
+            if problem.out_scale is not None or method in FLASH or v.scale.numel() > 1:
+                out_scale = _out_scale(problem)  # else the kernels choose it
+        if method in FLASH:
+            _check_score_unit(problem)
+            if problem.bias_float is not None:
+                bias = _score_bias(problem)
+        q, k, v = q.data, k.data, v.data
+    if problem.causal is not None:
+        causal = (problem.causal, problem.causal_align == "bottom_right")
+    if problem.cu_seqlens_q is not None:
+        cu_q, cu_k = problem.cu_seqlens_q.contiguous(), problem.cu_seqlens_k.contiguous()
+        for cu, x, name in ((cu_q, q, "cu_seqlens_q"), (cu_k, k, "cu_seqlens_k")):
+            validate.check_cu_seqlens(cu, x.shape[2], name, read=True)  # the kernels follow them into memory
+        packed = (cu_q, cu_k)
+    if problem.return_lse:
+        t_max, l_sum = torch.empty((2, *q.shape[:3]), dtype=torch.int64, device="cpu")
+    outputs = _native.attention(
+        isa or "", threads or torch.get_num_threads(), METHODS[method], out_type, out_dtype, out_dtype is q.dtype,
+        problem.sm_scale, q, k, v, scales, out_scale, blocks, causal, bias, keep, packed, t_max, l_sum,
+        problem.check_finite,
+    )  # fmt: skip
+    if outputs is None:
+        validate.check_finite(q, k, v)
+    out, out_scale = outputs
+    lse = None if t_max is None else log_sum_exp(t_max, l_sum, P_MAX[method])
+    return Result(out, out_scale, lse)
+
+
+def _check_score_unit(problem: Problem) -> None:
+    """qflash and iflash divide by round(1 / octaves per score unit), an int32."""
+    octaves = problem.q.scale.double() * _repeated(problem.k.scale, problem).double() * problem.sm_scale * LOG2_E
+    rs = torch.round(1 / octaves)
+    if bool(((rs < 1) | (rs >= 2.0**31)).any()):
+        raise InputError(
+            f"{problem.method} needs round(1 / (s_Q * s_K * scale * log2(e))) in [1, 2^31), "
+            f"got s_Q * s_K * scale * log2(e) from {octaves.min():.3g} to {octaves.max():.3g}"
+        )
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Why these kernels cannot serve a problem, or None."""
+    if problem.method not in METHODS:
+        return f"it has the methods {', '.join(METHODS)}"
+    if problem.device.type != "cpu":
+        return f"it takes CPU tensors, got {problem.device}"
+    if problem.v.shape[3] > MAX_VALUE_DIM:
+        return f"it takes value head dims to {MAX_VALUE_DIM}, got {problem.v.shape[3]}"
+    if problem.method in FLASH:
+        if problem.return_lse:
+            return f"it has no log-sum-exp of {problem.method}"
+        if problem.q.shape[3] > MAX_VALUE_DIM:
+            return f"it takes head dims to {MAX_VALUE_DIM}, got {problem.q.shape[3]}"
+    return None
+
+
+def _repeated(scale: Tensor, problem: Problem) -> Tensor:
+    """A key head's scale for the query heads of its group."""
+    return scale if scale.shape[1] == 1 or problem.group == 1 else scale.repeat_interleave(problem.group, dim=1)
+
+
+def _out_scale(problem: Problem) -> Tensor:
+    """The scale of integer output, but for the one value that the kernels choose themselves."""
+    if problem.out_scale is not None:
+        return problem.out_scale
+    s_v = _repeated(problem.v.scale, problem)
+    return s_v if problem.method in FLASH else s_v * 127 / torch.iinfo(problem.out_dtype).max
+
+
+def _score_bias(problem: Problem) -> Tensor:
+    """The bias of qflash and iflash in score units, int32, `ABSENT` where it makes a key absent."""
+    bias = problem.bias_float
+    k_scale = _repeated(problem.k.scale.double(), problem)
+    unit = (problem.q.scale.double() * k_scale) * problem.sm_scale
+    if bias.shape[0] != problem.q.shape[0] and unit.shape[0] > 1:
+        bias = bias.repeat(problem.q.shape[0] // bias.shape[0], 1, 1, 1)
+    rounded = torch.round(bias.double() / unit).clamp(-BIAS_LIMIT, BIAS_LIMIT)
+    absent = bias <= torch.finfo(bias.dtype).min / 2
+    return torch.where(absent, float(ABSENT), rounded).to(torch.int32)
+
+
+def _float_scales(problem: Problem) -> tuple[tuple, ...] | None:
+    """How the kernels quantize each of float q, k, v; None where they do not: other rules, integer output.
+
+    Each as (float type, per head, qmax, scale: None where it is the call's own, a number, or a tensor).
+    """
+    recipe, q, k, v = problem.recipe, problem.q, problem.k, problem.v
+    if recipe.rule != "exact" or problem.method in FLASH or not problem.out_dtype.is_floating_point:
+        return None
+    float_type, qmax = FLOAT_TYPES[q.dtype], (1 << (recipe.bits - 1)) - 1
+    found = []
+    given = (q, recipe.q, recipe.q_scale), (k, recipe.k, recipe.k_scale), (v, recipe.v, recipe.v_scale)
+    for x, granularity, scale in given:
+        per_head = granularity == "head"
+        if not (per_head or granularity == "tensor") or x.stride(3) != 1:
+            return None
+        if scale is not None and not _is_taken(scale, x, per_head):
+            return None
+        found.append((float_type, per_head, qmax, scale))
+    return tuple(found)
+
+
+def _is_taken(scale: Tensor | float, x: Tensor, per_head: bool) -> bool:
+    """Whether the kernels take a static scale as it is."""
+    if not isinstance(scale, Tensor):
+        return True
+    if scale.dtype != torch.float32 or scale.device != x.device:
+        return False
+    heads = x.shape[1]
+    return scale.shape in ((heads,), (1, heads, 1, 1), (x.shape[0], heads, 1, 1)) if per_head else scale.numel() == 1
+
+
+BACKEND = Backend(
+    name="cpu",
+    unavailable=functools.partial(lambda reason: reason, None if _native is not None else _missing),
+    unsupported=unsupported,
+    run=run,
+    native=lambda: True,
+    looks=True,
+)

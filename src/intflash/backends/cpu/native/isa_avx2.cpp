@@ -1,8 +1,0 @@
-#include "vec_avx2.hpp"
-
-#include "attention.hpp"
-#include "quantize.hpp"
-
-namespace intflash {
-const Kernels kAvx2Kernels = {"avx2", 12500, Attention<Avx2>::unit_rows, Attention<Avx2>::run, absolute_maximum<Avx2>, quantize<Avx2>};
-}

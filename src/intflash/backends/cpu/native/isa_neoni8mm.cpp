@@ -1,8 +1,0 @@
-#include "vec_neon.hpp"
-
-#include "attention.hpp"
-#include "quantize.hpp"
-
-namespace intflash {
-const Kernels kNeonI8mmKernels = {"neoni8mm", 25000, Attention<NeonI8mm>::unit_rows, Attention<NeonI8mm>::run, absolute_maximum<NeonI8mm>, quantize<NeonI8mm>};
-}

@@ -1,0 +1,42 @@
+"""Attention for Hopper GPUs (sm_90a) in CUDA C++: the same bits as the reference, and the speed that Triton's kernels
+leave there. It needs no Triton.
+
+CUDA's Python bindings are imported at the first question about the backend, and where they are missing the answer
+says so.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from intflash.backends.base import Backend
+from intflash.problem import Problem, Result
+
+
+def _on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def _unavailable() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if not _on_hopper():
+        return f"its kernels are for compute capability 9.0, this GPU has {torch.cuda.get_device_capability()}"
+    from intflash.backends.cuda import program
+
+    return program.unavailable()
+
+
+def _unsupported(problem: Problem) -> str | None:
+    from intflash.backends.cuda import backend
+
+    return backend.unsupported(problem)
+
+
+def _run(problem: Problem) -> Result:
+    from intflash.backends.cuda import backend
+
+    return backend.run(problem)
+
+
+BACKEND = Backend("cuda", _unavailable, _unsupported, _run, native=_on_hopper)

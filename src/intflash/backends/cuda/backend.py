@@ -1,0 +1,114 @@
+"""Which kernel serves a problem, and its launch; the way from a problem to launches is `backends.gpu`'s."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from intflash.backends.cuda import long_rows, long_rows_float, short_rows, window
+from intflash.backends.cuda.parameters import HEAD_AMAX_IN_KERNEL
+from intflash.backends.cuda.program import CudaLaunch
+from intflash.backends.cuda.quantization import amax_launches, constants_launch, quantize_launch
+from intflash.backends.gpu import float_softmax, integer
+from intflash.backends.gpu.constants import Constants
+from intflash.backends.gpu.integer import Kernels
+from intflash.backends.gpu.scales import Inputs
+from intflash.backends.gpu.tensors import Statistics, limits
+from intflash.problem import Problem, Result
+from intflash.quant import QTensor
+
+BITS = {"intflash": 16, "intflash_p8": 8}
+
+
+def unsupported(problem: Problem) -> str | None:
+    if problem.method not in long_rows.METHODS and problem.method not in long_rows_float.METHODS:
+        return f"method {problem.method!r} has no CUDA kernel"
+    if problem.device.type != "cuda":
+        return f"tensors are on {problem.device}, the CUDA backend needs a CUDA device"
+    if problem.cu_seqlens_q is not None:
+        return "its kernels take no packed sequences"
+    if reason := limits(problem):
+        return reason
+    if problem.method in long_rows_float.METHODS:
+        return _alignment(problem) or long_rows_float.unsupported(problem)
+    reason = _alignment(problem) or _scales(problem)
+    return reason or (_short_rows_unsupported(problem) and long_rows.unsupported(problem))
+
+
+def _short_rows_unsupported(problem: Problem) -> str | None:
+    """Why no kernel for short rows or windows, which quantize floats themselves, takes the problem."""
+    if problem.method not in BITS:
+        return f"method {problem.method!r} has kernels for long rows only"
+    return window.unsupported(problem) and _rows_unsupported(problem)
+
+
+def _rows_unsupported(problem: Problem) -> str | None:
+    for what in ("bias", "keep", "causal"):
+        if getattr(problem, what) is not None:
+            return f"short rows take no {what}"
+    return short_rows.unsupported(problem)
+
+
+def _scales(problem: Problem) -> str | None:
+    """Per channel of V and per block of K are the Triton kernels'."""
+    quantized = not isinstance(problem.q, Tensor)
+    kinds = (problem.k.granularity, problem.v.granularity) if quantized else (problem.recipe.k, problem.recipe.v)
+    if not set(kinds) <= {"tensor", "head"}:
+        return f"K and V need one scale per tensor or head, got {kinds[0]!r} and {kinds[1]!r}"
+    if problem.out_scale is not None and problem.out_scale.shape[3] > 1:
+        return "out_scale may not differ between channels"
+    return None
+
+
+def _alignment(problem: Problem) -> str | None:
+    for name in "qkv":
+        x = getattr(problem, name)
+        x = x if isinstance(x, Tensor) else x.data
+        strides = [s * x.element_size() for s, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
+        if name == "v" and x.element_size() == 1 and x.stride(2) == 1:
+            continue  # contiguous keys
+        if x.stride(3) != 1 or x.data_ptr() % 16 or any(s % 16 for s in strides):
+            return f"{name} needs contiguous channels and tokens at multiples of 16 bytes, got strides {x.stride()}"
+    return None
+
+
+def fuses(problem: Problem) -> str:
+    """Which floats the attention kernel quantizes itself: of long rows only Q, which is read once, unless K and V are
+    resident in shared memory."""
+    return "q" if _short_rows_unsupported(problem) and not long_rows.quantizes(problem) else "qkv"
+
+
+def head_amax_in_kernel(problem: Problem) -> bool:
+    """Whether the attention kernel finds the scales of floats itself: one of each head, for float output."""
+    recipe = problem.recipe
+    return (
+        {recipe.q, recipe.k, recipe.v} == {"head"}
+        and recipe.q_scale is recipe.k_scale is recipe.v_scale is None
+        and recipe.bits == 8
+        and recipe.rule == "exact"
+        and problem.out_dtype.is_floating_point
+        and _short_rows_unsupported(problem) is None
+    )
+
+
+def attention_launch(
+    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, inputs: Inputs | None = None
+) -> CudaLaunch:
+    """The launch that computes the output; `inputs` where its kernel quantizes floats itself."""
+    if inputs is not None and isinstance(problem.k, QTensor):
+        return long_rows.long_rows_launch(problem, constants, out, statistics, (inputs.scales.q, None, None))
+    scales = None if inputs is None else HEAD_AMAX_IN_KERNEL if inputs.scales is None else tuple(inputs.scales)
+    if _short_rows_unsupported(problem):
+        return long_rows.long_rows_launch(problem, constants, out, statistics, scales)
+    launch = short_rows.short_rows_launch if window.unsupported(problem) else window.window_launch
+    return launch(problem, BITS[problem.method], constants, out, statistics, scales)
+
+
+KERNELS = Kernels(
+    fuses, attention_launch, amax_launches, quantize_launch, constants_launch, head_amax_in_kernel
+)
+
+
+def run(problem: Problem) -> Result:
+    if problem.method in long_rows_float.METHODS:
+        return float_softmax.run(problem, long_rows_float.float_launch)
+    return integer.run(problem, KERNELS)

@@ -1,0 +1,257 @@
+"""Compiles the CUDA C++ of csrc/cuda to machine code for sm_90a by NVRTC, keeps it on disk, and launches it.
+
+NVRTC and its Python bindings come with torch on CUDA machines. Compiling needs no GPU, so the proof that the
+kernels are integer-only runs anywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from intflash import tape
+from intflash.backends.cache import cache_folder
+from intflash.backends.cuda import wgmma
+
+
+def _source_folder() -> Path:
+    """csrc/cuda: inside an installed package, or at the root of a checkout whose src is on the path."""
+    package = Path(__file__).parents[2]
+    installed = package / "csrc" / "cuda"
+    return installed if installed.is_dir() else package.parents[1] / "csrc" / "cuda"
+
+
+SOURCES = _source_folder()
+ARCHITECTURE = "sm_90a"
+C_TYPES = {  # the names of dtypes in csrc/cuda
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.float16: "half_t",
+    torch.bfloat16: "bfloat_t",
+    torch.float32: "float",
+}
+_OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A file of csrc/cuda with its macros: what is compiled once.
+
+    Attributes:
+        file: its path from csrc/cuda.
+        macros: (name, value) pairs.
+        products: the warpgroup products that it uses.
+        entry: the kernel's name.
+    """
+
+    file: str
+    macros: tuple[tuple[str, str], ...]
+    products: tuple[wgmma.Product, ...] = ()
+    entry: str = "attention"
+
+    @classmethod
+    def of(
+        cls, file: str, products: Iterable[wgmma.Product] = (), entry: str = "attention", **macros: object
+    ) -> Program:
+        return cls(file, tuple((name, str(value)) for name, value in macros.items()), tuple(products), entry)
+
+    def sources(self) -> dict[str, str]:
+        """The text of every header by its path from csrc/cuda, as `#include` names it."""
+        return _headers() | {"sm90/wgmma.cuh": wgmma.header(self.products)}
+
+    def text(self) -> str:
+        return (SOURCES / self.file).read_text()
+
+    def options(self) -> tuple[str, ...]:
+        return (*_OPTIONS, *(f"-D{name}={value}" for name, value in self.macros))
+
+
+@functools.cache
+def _headers() -> dict[str, str]:
+    return {path.relative_to(SOURCES).as_posix(): path.read_text() for path in sorted(SOURCES.rglob("*.cuh"))}
+
+
+def unavailable() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    if not SOURCES.is_dir():
+        return f"the CUDA sources are not installed: {SOURCES} does not exist"
+    try:
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+    except ImportError as error:
+        return f"needs NVRTC through the package cuda-bindings (pip install 'intflash[cuda]'): {error}"
+    return None
+
+
+def checked(result: tuple, what: str) -> Any:
+    """The values of a CUDA call.
+
+    Raises:
+        RuntimeError: the call failed.
+    """
+    code, *values = result
+    if int(code) != 0:
+        raise RuntimeError(f"{what} failed: {code!r}")
+    return values[0] if len(values) == 1 else values
+
+
+@functools.cache
+def machine_code(program: Program) -> bytes:
+    """The cubin of a program, from the disk where it has been compiled before.
+
+    Raises:
+        RuntimeError: NVRTC refused it; the message holds its log.
+    """
+    from cuda.bindings import nvrtc
+
+    headers = program.sources()
+    version = checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
+    key = repr((program.text(), sorted(headers.items()), program.options(), version))
+    path = cache_folder(f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin")
+    if path.exists():
+        return path.read_bytes()
+    code = compile_program(program).cubin
+    _keep(path, code)
+    return code
+
+
+def _keep(path: Path, code: bytes) -> None:
+    """Write whole or not at all; a directory that cannot be written only costs the next process its time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, path)
+    except OSError:
+        pass
+
+
+class Compiled(NamedTuple):
+    """What NVRTC makes of a program; `log` is ptxas's."""
+
+    cubin: bytes
+    ptx: bytes
+    log: str
+
+
+def compile_program(program: Program) -> Compiled:
+    """A program's machine code and what it was made from.
+
+    Raises:
+        RuntimeError: NVRTC refused it; the message holds its log.
+    """
+    from cuda.bindings import nvrtc
+
+    headers = program.sources()
+    handle = checked(
+        nvrtc.nvrtcCreateProgram(
+            program.text().encode(), program.file.encode(), len(headers),
+            [text.encode() for text in headers.values()], [name.encode() for name in headers],
+        ),
+        "nvrtcCreateProgram",
+    )  # fmt: skip
+    options = [option.encode() for option in (*program.options(), "--ptxas-options=-v")]
+    (code,) = nvrtc.nvrtcCompileProgram(handle, len(options), options)
+    log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(handle), "nvrtcGetProgramLogSize")
+    checked(nvrtc.nvrtcGetProgramLog(handle, log), "nvrtcGetProgramLog")
+    if int(code) != 0:
+        raise RuntimeError(f"{program.file} with {dict(program.macros)}: {code!r}\n{log.decode()}")
+    cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(handle), "nvrtcGetCUBINSize")
+    checked(nvrtc.nvrtcGetCUBIN(handle, cubin), "nvrtcGetCUBIN")
+    ptx = b" " * checked(nvrtc.nvrtcGetPTXSize(handle), "nvrtcGetPTXSize")
+    checked(nvrtc.nvrtcGetPTX(handle, ptx), "nvrtcGetPTX")
+    checked(nvrtc.nvrtcDestroyProgram(handle), "nvrtcDestroyProgram")
+    return Compiled(cubin, ptx, log.decode())
+
+
+@functools.cache
+def _function(program: Program, device: int, shared_bytes: int) -> Any:
+    """The loaded kernel, with as much dynamic shared memory allowed."""
+    from cuda.bindings import driver
+
+    library = checked(driver.cuLibraryLoadData(machine_code(program), [], [], 0, [], [], 0), "cuLibraryLoadData")
+    kernel = checked(driver.cuLibraryGetKernel(library, program.entry.encode()), "cuLibraryGetKernel")
+    function = checked(driver.cuKernelGetFunction(kernel), "cuKernelGetFunction")
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes), "cuFuncSetAttribute")
+    return function
+
+
+@dataclass(frozen=True)
+class CudaLaunch:
+    """One launch: it can be run, or its program compiled where there is no GPU.
+
+    Attributes:
+        parameters: of the kernel, with the addresses of `tensors` in it.
+        tensors: byte in the parameters -> what lies at the address there; it is kept while the launch is.
+        overlaps: it may start before the kernel ahead of it has ended, since its code waits for that
+            (griddepcontrol) before it reads or writes memory: a launch's latency less in a chain of kernels.
+        more: makes the kernel's second parameter, which needs a driver, from the parameters.
+    """
+
+    program: Program
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    parameters: ctypes.Structure
+    device: torch.device
+    tensors: Mapping[int, Tensor]
+    overlaps: bool = False
+    more: Callable[[ctypes.Structure], ctypes.Structure] | None = None
+
+    def run(self) -> None:
+        with torch.cuda.device(self.device):
+            launch = self._prepared()
+            launch(self.parameters)
+        tape.note(lambda: (list(self.tensors.values()), self._again(launch)))
+
+    def _prepared(self) -> Callable[[ctypes.Structure], None]:
+        """What launches with any parameters on the current stream."""
+        from cuda.bindings import driver
+
+        config, stream = driver.CUlaunchConfig(), torch.cuda.current_stream().cuda_stream
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes, config.hStream = self.shared_bytes, driver.CUstream(stream)
+        config.attrs, config.numAttrs = ([_overlap()], 1) if self.overlaps else ([], 0)
+        function, more = _function(self.program, torch.cuda.current_device(), self.shared_bytes), self.more
+
+        pointers_of = ctypes.c_void_p * (1 if more is None else 2)
+
+        def launch(parameters: ctypes.Structure) -> None:
+            structs = (parameters,) if more is None else (parameters, more(parameters))
+            pointers = pointers_of(*map(ctypes.addressof, structs))
+            checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0), "cuLaunchKernelEx")
+
+        return launch
+
+    def _again(self, launch: Callable[[ctypes.Structure], None]) -> tape.Again:
+        kind, template, places = type(self.parameters), bytes(self.parameters), [byte // 8 for byte in self.tensors]
+        words_of = ctypes.c_uint64 * (len(template) // 8)
+
+        def again(addresses: Sequence[int]) -> None:
+            words = words_of.from_buffer_copy(template)  # of its own for each call and thread
+            for place, address in zip(places, addresses, strict=True):
+                words[place] = address
+            launch(kind.from_buffer(words))
+
+        return again
+
+
+@functools.cache
+def _overlap() -> Any:
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute

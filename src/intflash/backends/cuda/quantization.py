@@ -1,0 +1,157 @@
+"""The launches of absmax.cu, quantize_inputs.cu and constants.cu: what is computed ahead of the attention kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from intflash.backends.cuda.parameters import View, data_view, quotient_reciprocal, view
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, Program
+from intflash.backends.gpu.constants import Constants, constant_buffers, score_unit
+from intflash.backends.gpu.scales import Inputs, Three, empty_codes, quantized_tensors
+from intflash.numerics import exp
+from intflash.problem import Problem
+from intflash.quant import QTensor
+
+_UNITS = {exp.OCTAVES: "Octaves", exp.TABLE_STEPS: "TableSteps"}
+_TOKENS = 128  # of a CTA of quantize_inputs.cu
+_CHUNK_BYTES = 16  # of absmax.cu
+_CTA_CHUNKS = 2048  # that a CTA of absmax.cu loads at once
+_MOST_CTAS = 3 * 4 * 132  # of absmax.cu: more of them only add atomic operations
+
+
+class Runs(ctypes.Structure):
+    """`struct Runs` of absmax.cu."""
+
+    _fields_ = [
+        ("ptr", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3), ("count", ctypes.c_uint32), ("run", ctypes.c_uint32),
+        ("sizes", ctypes.c_uint32 * 2), ("run_reciprocal", ctypes.c_uint32), ("size_reciprocals", ctypes.c_uint32 * 2),
+        ("padding", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
+class AbsmaxParams(ctypes.Structure):
+    """`struct AbsmaxParams` of absmax.cu."""
+
+    _fields_ = [("x", Runs * 3), ("amax", ctypes.c_void_p), ("scales", ctypes.c_void_p)]
+
+
+class QuantizeParams(ctypes.Structure):
+    """`struct QuantizeParams` of quantize_inputs.cu: tensors in the order K, V, Q."""
+
+    _fields_ = [
+        ("x", View * 3), ("codes", View * 3), ("scales", View * 3), ("tokens", ctypes.c_uint32 * 3),
+        ("heads", ctypes.c_uint32 * 3), ("batches", ctypes.c_uint32), ("padding", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
+class ConstantsParams(ctypes.Structure):
+    """`struct ConstantsParams` of constants.cu."""
+
+    _views = ("q_scale", "k_scale", "v_scale", "given")
+    _fields_ = [
+        *((name, View) for name in _views),
+        *((name, ctypes.c_void_p) for name in ("score", "output", "out_scale")),
+        ("sm_scale", ctypes.c_double), ("score_shape", ctypes.c_uint32 * 4), ("output_shape", ctypes.c_uint32 * 4),
+        *((name, ctypes.c_uint32) for name in ("score_count", "output_count", "group", "padding")),
+    ]  # fmt: skip
+
+
+def _launch(
+    file: str, ctas: int, threads: int, params: ctypes.Structure, tensors: Mapping[int, Tensor | None],
+    device: torch.device, **macros: object,
+) -> CudaLaunch:  # fmt: skip
+    """tensors: byte in `params` -> what lies at the address there, or None."""
+    program = Program.of(file, entry=file.removesuffix(".cu"), PARAMS_BYTES=ctypes.sizeof(params), **macros)
+    there = {offset: x for offset, x in tensors.items() if x is not None}
+    return CudaLaunch(program, (ctas, 1, 1), threads, 0, params, device, there, overlaps=True)
+
+
+def _places(array: ctypes._CField, item: type[ctypes.Structure], tensors: tuple[Tensor | None, ...]) -> dict:
+    """The byte of each pointer in an array of structs that begin with one."""
+    return {array.offset + i * ctypes.sizeof(item): x for i, x in enumerate(tensors)}
+
+
+def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[CudaLaunch]:
+    """The launch that fills the scales of Q, K and V; amax: four zeros, int32."""
+    params = AbsmaxParams((Runs * 3)(*map(runs, tensors)), amax.data_ptr(), scales.data_ptr())
+    ctas = min(-(-max(x.count for x in params.x) // _CTA_CHUNKS) * 3, _MOST_CTAS)
+    places = _places(AbsmaxParams.x, Runs, tensors)
+    places |= {AbsmaxParams.amax.offset: amax, AbsmaxParams.scales.offset: scales}
+    macros = dict(IN=C_TYPES[tensors.q.dtype], CTA_CHUNKS=_CTA_CHUNKS)
+    return (_launch("absmax.cu", ctas, 256, params, places, amax.device, **macros),)
+
+
+def runs(x: Tensor) -> Runs:
+    """The memory of a 4-D tensor with contiguous channels, each element once: axes that continue each other are joined,
+    and those of stride 0 left out."""
+    run, axes = x.shape[3], []
+    for stride, size in sorted(zip(x.stride()[:3], x.shape[:3], strict=True)):
+        if size == 1 or stride == 0:
+            continue
+        if not axes and stride == run:
+            run *= size
+        elif axes and stride == axes[-1][0] * axes[-1][1]:
+            axes[-1] = axes[-1][0], axes[-1][1] * size
+        else:
+            axes.append((stride, size))
+    axes += [(0, 1)] * (3 - len(axes))
+    chunks = run * x.element_size() // _CHUNK_BYTES
+    sizes = [size for _, size in axes]
+    return Runs(
+        x.data_ptr(), (ctypes.c_int64 * 3)(*(stride * x.element_size() for stride, _ in axes)),
+        chunks * sizes[0] * sizes[1] * sizes[2], chunks, (ctypes.c_uint32 * 2)(*sizes[:2]), quotient_reciprocal(chunks),
+        (ctypes.c_uint32 * 2)(*map(quotient_reciprocal, sizes[:2])), 0,
+    )  # fmt: skip
+
+
+def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[CudaLaunch, dict[str, QTensor]]:
+    """The launch that writes the codes of K, V and, if `query`, Q, and these by name.
+
+    Floats whose scales are the recipe's numbers may be past them; those of the tensors' own maxima are not.
+    """
+    codes = empty_codes(inputs, query)
+    x, to, scales = ((three.k, three.v, three.q) for three in (inputs.tensors, codes, inputs.scales))
+    params = QuantizeParams(
+        (View * 3)(*map(data_view, x)), (View * 3)(*(view(None) if c is None else data_view(c) for c in to)),
+        (View * 3)(*map(view, scales)), (ctypes.c_uint32 * 3)(*(t.shape[2] for t in x)),
+        (ctypes.c_uint32 * 3)(*(t.shape[1] for t in x)), x[0].shape[0], 0,
+    )  # fmt: skip
+    wanted = x if query else x[:2]
+    units = max(t.shape[0] * t.shape[1] * -(-t.shape[2] // _TOKENS) for t in wanted)
+    places = _places(QuantizeParams.x, View, x) | _places(QuantizeParams.codes, View, to)
+    places |= _places(QuantizeParams.scales, View, scales)
+    launch = _launch(
+        "quantize_inputs.cu", len(wanted) * units, 128, params, places, x[0].device, IN=C_TYPES[x[0].dtype],
+        HEAD_DIM=x[0].shape[3], QUERY=int(query), VALUES_IN_RANGE=int(inputs.dynamic),
+    )  # fmt: skip
+    return launch, quantized_tensors(inputs, codes)
+
+
+def constants_launch(
+    problem: Problem, scales: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[CudaLaunch, Constants, Tensor | None]:
+    """The launch that fills a problem's constants, the constants, and the output's scale; see `constant_buffers`."""
+    x = constant_buffers(problem, scales)
+    score_count, output_count = x.counts
+    pointers = dict(
+        q_scale=x.q_scale, k_scale=x.k_scale, v_scale=x.v_scale, given=x.given, score=x.score, output=x.output,
+        out_scale=x.out_scale if x.given is None else None,
+    )  # fmt: skip
+    addresses = {name: None if t is None else t.data_ptr() for name, t in pointers.items()}
+    params = ConstantsParams(
+        **{name: view(pointers[name]) for name in ConstantsParams._views},
+        **{name: addresses[name] for name in ("score", "output", "out_scale")},
+        sm_scale=problem.sm_scale, score_shape=(ctypes.c_uint32 * 4)(*x.score_shape),
+        output_shape=(ctypes.c_uint32 * 4)(*x.output_shape), score_count=score_count, output_count=output_count,
+        group=problem.group,
+    )  # fmt: skip
+    places = {getattr(ConstantsParams, name).offset: t for name, t in pointers.items()}
+    launch = _launch(
+        "constants.cu", -(-max(score_count, output_count) // 128), 128, params, places, x.score.device,
+        UNIT=_UNITS[score_unit(problem.method)], QMAX=x.qmax, GIVEN=int(x.given is not None),
+    )  # fmt: skip
+    return launch, x.constants, x.out_scale

@@ -1,0 +1,118 @@
+"""The tensor maps by which TMA loads K and V^T: `struct TensorMaps` of csrc/cuda/sm90/tma.cuh.
+
+A map lists the dimensions of a box in the order in which shared memory has them, so rows arrive permuted: those of K as
+`score_row` orders the keys of 16, those of V^T as `value_row` orders the channels (csrc/cuda/sm90/wgmma_layout.cuh).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from intflash.backends.cuda.parameters import Params
+from intflash.backends.cuda.program import checked
+
+
+class TensorMaps(ctypes.Structure):
+    _fields_ = [
+        ("k", ctypes.c_uint64 * 16), ("v", ctypes.c_uint64 * 16),
+        *((name, ctypes.c_int32) for name in ("k_batch", "k_head", "v_batch", "v_head")),
+        ("padding", ctypes.c_uint64 * 6),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """One map but for its address.
+
+    Attributes:
+        sizes: of its five dimensions, innermost first.
+        strides: bytes between neighbours along all but the innermost.
+        box: what one copy takes.
+        swizzle: bytes of a row in shared memory: 32, 64 or 128.
+        batch, head: how far the next batch and head are: in rows of K, in matrices of V^T.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+    batch: int
+    head: int
+
+    def encoded(self, address: int) -> ctypes.Array:
+        """The driver's 128 bytes.
+
+        Raises:
+            RuntimeError: the driver refused them.
+        """
+        from cuda.bindings import driver
+
+        swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{self.swizzle}B")
+        made = checked(
+            driver.cuTensorMapEncodeTiled(
+                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, address,
+                [driver.cuuint64_t(x) for x in self.sizes], [driver.cuuint64_t(x) for x in self.strides],
+                [driver.cuuint32_t(x) for x in self.box], [driver.cuuint32_t(1)] * 5,
+                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            ),
+            "cuTensorMapEncodeTiled",
+        )  # fmt: skip
+        return (ctypes.c_uint64 * 16).from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
+
+
+@functools.lru_cache(maxsize=1024)  # an allocator gives out the same addresses again
+def _encoded(tensor_map: TensorMap, address: int) -> ctypes.Array:
+    return tensor_map.encoded(address)
+
+
+def tensor_maps(k: Tensor, v: Tensor, groups: int, width: int) -> Callable[[Params], TensorMaps] | None:
+    """What makes the maps of K and V from the parameters that point to them; None where TMA cannot take
+    them. groups, width: see `key_map`; of V 128 keys in a copy."""
+    key, value = key_map(k, groups, width), value_map(v, 128)
+    return None if key is None or value is None else functools.partial(_of_parameters, key, value)
+
+
+def _of_parameters(k: TensorMap, v: TensorMap, parameters: Params) -> TensorMaps:
+    encoded = _encoded(k, parameters.k.ptr), _encoded(v, parameters.v.ptr)
+    return TensorMaps(*encoded, k.batch, k.head, v.batch, v.head)
+
+
+def key_map(k: Tensor, groups: int, width: int) -> TensorMap | None:
+    """Of K ``[B, H, N, D]``, int8, `groups` of 16 keys a copy, `width` bytes a row; None where strides are irregular.
+
+    The second coordinate is the row at which a head begins, so heads may have any number of keys; those past the last
+    whole group come as zeros.
+    """
+    (batches, heads, n, d), (b, h, row, channel) = k.shape, k.stride()
+    b, h = (stride if size > 1 else 0 for size, stride in ((batches, b), (heads, h)))
+    if channel != 1 or row % 16 or n < 16 or row == 0 or b % row or h % row:
+        return None
+    batch, head = b // row, h // row
+    rows = (batches - 1) * batch + (heads - 1) * head + 2
+    if rows >= 1 << 31:
+        return None
+    return TensorMap(
+        (d, rows, 4, 2, n // 16), (row, 4 * row, 2 * row, 16 * row), (width, 2, 4, 2, groups), width, batch, head
+    )
+
+
+def value_map(v: Tensor, keys: int) -> TensorMap | None:
+    """Of V ``[B, H, N, D]``, int8 with contiguous keys, `keys` in a copy; None where its strides are irregular."""
+    (batches, heads, n, d), (b, h, key, channel) = v.shape, v.stride()
+    b, h = (stride if size > 1 else 0 for size, stride in ((batches, b), (heads, h)))
+    matrix = h or b or d * channel
+    if key != 1 or channel % 16 or b % matrix or matrix % 16:
+        return None
+    batch, head = b // matrix, h // matrix
+    matrices = (batches - 1) * batch + (heads - 1) * head + 1
+    return TensorMap(
+        (n, 2, 4, d // 8, matrices), (channel, d // 4 * channel, 2 * channel, matrix),
+        (keys, 2, 4, d // 8, 1), 128, batch, head,
+    )  # fmt: skip

@@ -1,0 +1,109 @@
+"""The launch constants: where each pair of score and output constants lies, and from which scales it is computed.
+
+A pair of 32-bit constants is packed in one int64 (high << 32 | low). The kernels that compute them are each backend's
+own; they follow `numerics.exp.exponent_constants` and `output_multiplier` operation by operation.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from intflash.backends.gpu.tensors import View, view
+from intflash.numerics import exp
+from intflash.problem import Problem
+
+
+class Constants(NamedTuple):
+    """What the attention kernels read: packed score and output constants, or s_V for float output."""
+
+    score: View | None  # int64 [B|1, Hq|1, Nq|1, key blocks|1]: k << 32 | C; None: the kernel has the scales
+    output: View | None  # int64 [B|1, Hq|1, 1, Dv|1]: e << 32 | Mr; None for float output
+    v_scale: View | None  # float32 [B|1, Hk|1, 1, Dv|1]; None for integer output
+
+
+class Shape(NamedTuple):
+    b: int
+    h: int
+    n: int
+    d: int
+
+
+class ConstantBuffers(NamedTuple):
+    """The tensors that a constants kernel reads and writes.
+
+    Attributes:
+        q_scale, k_scale, v_scale: float32, 4-D; Q's block axis spread over tokens.
+        given: the caller's output scale, or None where the default is used or the output is float.
+        score, output: int64, uninitialized, of `Constants`; output is None for float output.
+        out_scale: float32, the output's scale: the caller's, or uninitialized for the default; None for float output.
+        qmax: the largest code of the output; 0 for float output.
+    """
+
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    given: Tensor | None
+    score: Tensor
+    output: Tensor | None
+    out_scale: Tensor | None
+    qmax: int
+
+    @property
+    def constants(self) -> Constants:
+        """What the attention kernel gets once the buffers are filled."""
+        output = None if self.output is None else view(self.output)
+        return Constants(view(self.score), output, None if self.qmax else view(self.v_scale))
+
+    @property
+    def score_shape(self) -> Shape:
+        return Shape(*self.score.shape)
+
+    @property
+    def output_shape(self) -> Shape:
+        return Shape(1, 1, 1, 1) if self.output is None else Shape(*self.output.shape)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many score and output constants there are."""
+        return self.score.numel(), 0 if self.output is None else self.output.numel()
+
+
+def constant_buffers(problem: Problem, scales: tuple[Tensor, Tensor, Tensor] | None = None) -> ConstantBuffers:
+    """The buffers of a problem's constants.
+
+    `scales`: of Q (its block axis spread over tokens), K and V where the problem's tensors are floats.
+    """
+    device, qmax = problem.q.device, output_limit(problem.out_dtype)
+    heads = problem.q.shape[1]
+    if scales is None:
+        scales = problem.q.token_scale(), problem.k.scale, problem.v.scale
+    q_scale, k_scale, v_scale = scales
+    per_head = [s[:1] + (heads if s[1] > 1 else 1,) + s[2:] for s in (k_scale.shape, v_scale.shape)]
+    score_shape = torch.broadcast_shapes(q_scale.shape, (*per_head[0][:2], 1, per_head[0][2]))
+    score = torch.empty(score_shape, dtype=torch.int64, device=device)
+    if not qmax:
+        return ConstantBuffers(q_scale, k_scale, v_scale, None, score, None, None, 0)
+    given = problem.out_scale
+    output_shape = torch.broadcast_shapes(per_head[1], (1, 1, 1, 1) if given is None else given.shape)
+    output = torch.empty(output_shape, dtype=torch.int64, device=device)
+    out_scale = torch.empty(output_shape, dtype=torch.float32, device=device) if given is None else given
+    return ConstantBuffers(q_scale, k_scale, v_scale, given, score, output, out_scale, qmax)
+
+
+def score_unit(method: str) -> exp.ScoreUnit:
+    """What a method's T counts."""
+    return exp.TABLE_STEPS if method == "intflash_online" else exp.OCTAVES
+
+
+def float_bits(x: float) -> int:
+    """The bits of a float64: what a kernel gets, since Triton would round a float argument to float32."""
+    return struct.unpack("<q", struct.pack("<d", x))[0]
+
+
+def output_limit(dtype: torch.dtype) -> int:
+    """The largest code of an integer output; 0 for a float one."""
+    return {torch.int8: 127, torch.int16: 32767}.get(dtype, 0)

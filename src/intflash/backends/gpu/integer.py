@@ -1,0 +1,96 @@
+"""From a validated problem of an integer method to launches: scales, launch constants, codes, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from intflash.backends.gpu import scales
+from intflash.backends.gpu.constants import Constants, output_limit, score_unit
+from intflash.backends.gpu.scales import Inputs, Three
+from intflash.backends.gpu.tensors import Statistics, view
+from intflash.numerics import exp
+from intflash.problem import Problem, Result, empty_output
+from intflash.quant import QTensor
+
+_P_MAX = {"intflash": exp.P16_MAX, "intflash_p8": exp.P8_MAX, "intflash_online": exp.P8_MAX}
+
+
+class Kernels(NamedTuple):
+    """The launches of a backend; a launch is a value with a method `run`.
+
+    Attributes:
+        fuses(problem): which of the problem's float q, k and v the attention kernel quantizes itself, "", "q" or "qkv".
+        attention(problem, constants, out, statistics, inputs): computes the output; inputs where floats are fused.
+        amax(tensors, amax, scales): those that find the scales of floats; `amax` holds four zeros.
+        quantize(inputs, query): the one that writes the codes of K, V and, if `query`, Q, and these by name.
+        constants(problem, scales): the one that fills the launch constants, these, and the output's scale.
+        head_amax_in_kernel(problem): whether the attention kernel finds the scales itself, one of each head.
+    """
+
+    fuses: Callable[[Problem], str]
+    attention: Callable[..., Any]
+    amax: Callable[[Three, Tensor, Tensor], Iterable[Any]]
+    quantize: Callable[[Inputs, bool], tuple[Any, dict[str, QTensor]]]
+    constants: Callable[[Problem, Three | None], tuple[Any, Constants, Tensor | None]]
+    head_amax_in_kernel: Callable[[Problem], bool] = lambda problem: False
+
+
+def run(problem: Problem, kernels: Kernels) -> Result:
+    """Computes scales, constants, codes where the attention kernel wants them, and the output."""
+    q = problem.q if isinstance(problem.q, Tensor) else problem.q.data
+    out = empty_output(q, (*q.shape[:3], problem.v.shape[3]), problem.out_dtype)
+    statistics = row_statistics(problem)
+    inputs = None
+    if isinstance(problem.q, Tensor):
+        if kernels.head_amax_in_kernel(problem):
+            inputs = Inputs(Three(problem.q, problem.k, problem.v), None)
+        elif scales.serves(problem.recipe):
+            inputs = scales.with_scales(problem.q, problem.k, problem.v, problem.recipe, kernels.amax)
+        else:
+            problem = problem.quantized()
+    fused = "" if inputs is None else kernels.fuses(problem)
+    constants, out_scale = _constants(problem, inputs, fused == "qkv", kernels)
+    if inputs is not None and fused != "qkv":
+        launch, codes = kernels.quantize(inputs, not fused)
+        launch.run()
+        problem, inputs = replace(problem, **codes), inputs if fused else None
+    kernels.attention(problem, constants, out, statistics, inputs).run()
+    return Result(out, out_scale, _log_sum_exp(problem, statistics))
+
+
+def _constants(
+    problem: Problem, inputs: Inputs | None, fused: bool, kernels: Kernels
+) -> tuple[Constants, Tensor | None]:
+    """The launch constants and the output's scale; those that depend on numbers alone are computed once."""
+
+    def fill() -> tuple[Constants, Tensor | None]:
+        launch, constants, out_scale = kernels.constants(problem, None if inputs is None else inputs.scales)
+        launch.run()
+        return constants, out_scale
+
+    if fused and not output_limit(problem.out_dtype):
+        return Constants(None, None, inputs.scales and view(inputs.scales.v)), None  # the kernel makes them itself
+    if inputs is None or inputs.numbers is None or problem.out_scale is not None:
+        return fill()
+    key = inputs.numbers, problem.sm_scale, problem.out_dtype, score_unit(problem.method)
+    return scales.remember(key, problem.q.device, fill)
+
+
+def row_statistics(problem: Problem) -> Statistics:
+    """Room for every row's Tmax and l where the problem returns log-sum-exp."""
+    if not problem.return_lse:
+        return Statistics(None, None)
+    shape = problem.q.shape[:3]
+    return Statistics(*(torch.empty(shape, dtype=dtype, device=problem.device) for dtype in (torch.int64, torch.int32)))
+
+
+def _log_sum_exp(problem: Problem, statistics: Statistics) -> Tensor | None:
+    if statistics.l is None:
+        return None
+    l = statistics.l.to(torch.int64) & 0xFFFFFFFF  # a uint32 in int32
+    return exp.log_sum_exp(statistics.t_max, l, _P_MAX[problem.method])

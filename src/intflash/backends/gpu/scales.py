@@ -1,0 +1,130 @@
+"""The scales of float Q, K and V on the device, and the buffers of their codes.
+
+The bits are those of `quant.quantizers.quantize`; the kernels that compute them are each backend's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from intflash.quant import QTensor, Recipe
+
+KEY_PADDING = 128  # rows of V's codes are padded with zeros to a multiple of as many keys
+
+
+class Three(NamedTuple):
+    """The same thing of Q, K and V."""
+
+    q: object
+    k: object
+    v: object
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Float Q, K, V with a float32 4-D scale of each (tensor or head); None where the kernel finds each head's own."""
+
+    tensors: Three
+    scales: Three | None
+    numbers: tuple[float, ...] | None = None  # the scales, where the recipe gave numbers
+    dynamic: bool = False  # the scales are those of the tensors' own maxima
+
+    @property
+    def granularities(self) -> Three:
+        return Three(*("tensor" if s.numel() == 1 else "head" for s in self.scales))
+
+
+def serves(recipe: Recipe) -> bool:
+    """Whether the GPU backends' kernels quantize as the recipe says: all static per tensor or head, or all dynamic per
+    tensor."""
+    kinds = (recipe.q, recipe.k, recipe.v)
+    given = [s is not None for s in recipe.scales]
+    if recipe.bits != 8 or recipe.rule != "exact":
+        return False
+    return all(given) and set(kinds) <= {"tensor", "head"} or not any(given) and set(kinds) == {"tensor"}
+
+
+def with_scales(
+    q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, amax_launches: Callable[[Three, Tensor, Tensor], Iterable[Any]]
+) -> Inputs:
+    """The inputs with their static scales, or with those of their absolute maxima.
+
+    amax_launches(tensors, amax, scales): the launches that fill the float32 `scales` of Q, K and V; `amax` is int32
+    scratch memory of four zeros.
+    """
+    tensors = Three(q, k, v)
+    if recipe.q_scale is not None:
+        given = recipe.scales
+        numbers = None if any(isinstance(s, Tensor) for s in given) else tuple(map(float, given))
+        return Inputs(tensors, Three(*(_static(s, x) for s, x in zip(given, tensors, strict=True))), numbers)
+    amax, scales = torch.zeros(2, 4, dtype=torch.int32, device=q.device).unbind()
+    scales = scales.view(torch.float32)[:3]
+    for launch in amax_launches(tensors, amax, scales):
+        launch.run()
+    return Inputs(tensors, Three(*(scales[i].view(1, 1, 1, 1) for i in range(3))), dynamic=True)
+
+
+def _static(scale: Tensor | float, x: Tensor) -> Tensor:
+    if not isinstance(scale, Tensor):
+        return _constant(float(scale), x.device)
+    scale = scale.to(device=x.device, dtype=torch.float32)
+    if scale.numel() == 1:
+        return scale.reshape(1, 1, 1, 1)
+    return QTensor(torch.empty((*x.shape[:3], 1), dtype=torch.int8, device=x.device), scale, "head").scale
+
+
+def _constant(value: float, device: torch.device) -> Tensor:
+    make = functools.partial(torch.full, (1, 1, 1, 1), value, dtype=torch.float32, device=device)
+    return remember(("scale", value), device, make)
+
+
+def empty_codes(inputs: Inputs, query: bool) -> Three:
+    """Uninitialized int8 codes of K, V and, if `query`, Q. V is stored with its keys contiguous, rows padded to
+    KEY_PADDING."""
+    q, k, v = inputs.tensors
+    (batch, heads, nk, d), device = v.shape, q.device
+    padded = -(-nk // KEY_PADDING) * KEY_PADDING
+    return Three(
+        torch.empty(q.shape, dtype=torch.int8, device=device) if query else None,
+        torch.empty(k.shape, dtype=torch.int8, device=device),
+        torch.empty(batch, heads, d, padded, dtype=torch.int8, device=device)[..., :nk].mT,
+    )
+
+
+def quantized_tensors(inputs: Inputs, codes: Three) -> dict[str, QTensor]:
+    """The codes with their scales, by name; without those that are None."""
+    made = zip("qkv", codes, inputs.scales, inputs.granularities, strict=True)
+    return {name: QTensor(*x) for name, *x in made if x[0] is not None}
+
+
+_memory: dict[Hashable, Any] = {}
+_captured: dict[Hashable, Any] = {}  # what graphs have the addresses of: never let go
+_MOST = 256
+
+
+def remember(key: Hashable, device: torch.device, make: Callable[[], Any]) -> Any:
+    """What `make` puts on the device, made once for each stream.
+
+    Not while a graph is being captured (nothing runs then, and a replay would own the result), and not across
+    streams (another one could read before the first has written). What a graph took is kept for as long as it may run.
+    """
+    if device.type != "cuda":
+        return make()
+    place = (key, device, torch.cuda.current_stream(device).cuda_stream)
+    capturing = torch.cuda.is_current_stream_capturing()
+    if place not in _memory:
+        if capturing:
+            return make()
+        if len(_memory) >= _MOST:
+            _memory.clear()
+        kept = _captured.get(place)
+        _memory[place] = make() if kept is None else kept
+    if capturing:
+        _captured[place] = _memory[place]
+    return _memory[place]

@@ -1,6 +1,0 @@
-// Rows of any length, of lite (VALUE bfloat_t) and int_flash_half (half_t).
-#include "stream_float.cuh"
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Params p) {
-    attend<Softmax>(p, ThreadLoads());
-}

@@ -1,0 +1,123 @@
+"""What the tests of every CUDA kernel do: compare with the reference, compile without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "triton"))
+
+import integer_cases as ic  # noqa: E402
+
+from benchmarks import sass  # noqa: E402
+from intflash.backends.cuda import BACKEND, backend  # noqa: E402
+from intflash.backends.cuda.program import CudaLaunch, compile_program  # noqa: E402
+from intflash.backends.cuda.quantization import constants_launch  # noqa: E402
+from intflash.backends.gpu.tensors import Statistics  # noqa: E402
+from intflash.backends.reference import BACKEND as REFERENCE  # noqa: E402
+from intflash.numerics import exp  # noqa: E402
+from intflash.problem import Problem, Result  # noqa: E402
+from intflash.quant import QTensor, Recipe  # noqa: E402
+
+needs_device = pytest.mark.skipif(BACKEND.unavailable() is not None, reason=str(BACKEND.unavailable()))
+BITS = {"intflash_p8": 8, "intflash": 16}
+OF_HEADS = Recipe(q="head", k="head", v="head")  # dynamic: found by the kernel
+
+
+def differences(cases: Iterable[tuple[str, Problem]], kernel) -> dict[str, str]:
+    """What differs from the reference, by case; every case must be one that `kernel` (a module) takes."""
+    wrong = {}
+    for name, p in cases:
+        there = ic.on_device(p, "cuda")
+        assert kernel.unsupported(there) is None and BACKEND.unsupported(there) is None, name
+        assert backend.head_amax_in_kernel(there) == (p.recipe == OF_HEADS and isinstance(p.q, torch.Tensor)), name
+        if found := complaint(p, BACKEND.run(there)):
+            wrong[name] = found
+    return wrong
+
+
+def complaint(p: Problem, got: Result) -> str | None:
+    """What differs from the reference's result."""
+    want = REFERENCE.run(p.quantized())
+    if not torch.equal(want.out, got.out.cpu()):
+        return f"{(want.out != got.out.cpu()).double().mean():.5f} of the outputs differ"
+    if want.lse is not None and not torch.allclose(want.lse, got.lse.cpu(), rtol=1e-6, atol=1e-6):
+        return "log-sum-exp differs"
+    return None
+
+
+def floats(
+    method: str, batch: int, n: int, d: int, dtype: torch.dtype, recipe: Recipe, spread: float = 1.0, **more
+) -> Problem:
+    """Four query heads on two key heads; some values far out of a static scale's range, one subnormal."""
+    q, k, v = (torch.randn(batch, h, n, d) * spread for h in (4, 2, 2))
+    for x in (q, k, v):
+        x[0, 1, 3, 5], x[1, 0, 7, 2], x[1, 1, 0, 0] = 60000, -60000, 2**-24
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    return Problem(method, q, k, v, d**-0.5, recipe=recipe, **(dict(out_dtype=dtype) | more))
+
+
+def rising(method: str, nq: int, nk: int, d: int) -> Iterator[tuple[str, Problem]]:
+    """Scores that rise from tile to tile: by hundreds of octaves, by some, or by parts of one, with score units from
+    tiny ones to some that are octaves; a third of the rows meets all scores up to its maximum."""
+    q = torch.randint(1, 3, (1, 2, nq, d)) * torch.randint(0, 2, (1, 2, nq, d))
+    q[:, :, ::3] *= 63
+    q[:, :, 1::3] *= 4
+    q[:, :, 2::3] = torch.arange(d) == 0
+    k = (torch.arange(nk) * 127 // nk)[:, None] - (torch.rand(nk, d) < 0.3).int()
+    k = torch.where(torch.rand(nk, 1) < 0.5, k, (k * torch.rand(nk, 1)).int()).expand(1, 2, nk, d)
+    q, k, v = (x.to(torch.int8) for x in (q, k, torch.randint(-127, 128, (1, 2, nk, d))))
+    q, k, v = (QTensor(x, torch.full((1, 1, 1, 1), s), "tensor") for x, s in ((q, 1.0), (k, 1.0), (v, 0.02)))
+    for unit in (1e-7, 3e-6, 3e-5, 5e-5, 3e-4, 2.4e-3, 9e-3, 0.05, 0.08, 0.11, 0.17, 0.23, 0.3, 0.37, 2.0, 80.0):
+        yield f"rising {unit} {d}", Problem(method, q, k, v, unit / exp.LOG2_E, out_dtype=torch.int8, return_lse=True)
+
+
+def spans(method: str, nq: int, nk: int, d: int) -> Iterator[tuple[str, Problem]]:
+    """Keys up to 150 to 300 octaves below a row's maximum, where 32 bits stop to hold T + B and where they wrap.
+
+    Some rows see the farthest scores that there are, some only small ones; some queries have small codes.
+    """
+    q = torch.randint(0, 2, (1, 2, nq, d)) * 254 - 127
+    q[:, :, 16:32] = torch.randint(-9, 10, (1, 2, min(nq, 32) - 16, d))
+    k = torch.randint(-127, 128, (1, 2, nk, d))
+    k[:, :, nk // 2], k[:, :, nk - 3] = q[:, :, 0], -q[:, :, 0]
+    q, k, v = (x.to(torch.int8) for x in (q, k, torch.randint(-127, 128, (1, 2, nk, d))))
+    one = torch.ones(1, 1, 1, 1)
+    q, k, v = (QTensor(x, s, "tensor") for x, s in ((q, one), (k, one), (v, one * 0.02)))
+    for octaves in (150.0, 222.5, *range(224, 246), 256.0, 270.3, 300.0):
+        unit = octaves / (2 * 127 * 127 * d)
+        yield f"span {octaves} {d}", Problem(method, q, k, v, unit / exp.LOG2_E, out_dtype=torch.int8, return_lse=True)
+
+
+# Each is compiled; float16 in every test run.
+COMPILED_FLOATS = (torch.float16, *(pytest.param(x, marks=pytest.mark.full) for x in (torch.bfloat16, torch.float32)))
+
+
+def empty_problem(
+    method: str, n: int, d: int, dtype=torch.int8, out=torch.int8, key_major=False, batch=2, **more
+) -> tuple[Problem, tuple]:
+    """A problem without data on the CPU, and the rest of a launch's arguments: what a kernel is compiled for."""
+    shape = (batch, 2, n, d)
+    scales = None
+    if dtype == torch.int8:
+        q = k = v = QTensor(torch.zeros(shape, dtype=dtype), torch.ones(1, 1, 1, 1), "tensor")
+        if key_major:
+            rows = torch.zeros(batch, 2, d, -(-n // 128) * 128, dtype=dtype)
+            v = QTensor(rows[..., :n].mT, v.scale, "tensor")
+    else:
+        q = k = v = torch.zeros(shape, dtype=dtype)
+        scales = (torch.ones(1, 1, 1, 1),) * 3
+    p = Problem(method, q, k, v, d**-0.5, out_dtype=out, **more)
+    return p, (constants_launch(p, scales)[1], torch.empty(shape, dtype=out), Statistics(None, None), scales)
+
+
+def machine(launch: CudaLaunch) -> sass.Machine:
+    """Its machine code; the test is skipped where there is no NVRTC."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    pytest.importorskip("triton", reason="cuobjdump comes with Triton")
+    code = compile_program(launch.program).cubin
+    return sass.machine(code, launch.program.file, 90, launch.shared_bytes, launch.threads // 32)

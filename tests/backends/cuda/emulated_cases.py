@@ -1,0 +1,36 @@
+"""The CUDA kernels' cases on this machine's processor, in the PTX emulator.
+
+`python emulated_cases.py KERNEL METHOD [NAME...]` prints what is wrong with each case as JSON; without names all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path += map(str, (HERE.parents[1] / "machines" / "ptx", HERE.parent / "triton", HERE.parents[1], HERE.parents[2]))
+
+import torch  # noqa: E402
+
+if __name__ == "__main__":
+    import cuda_checks as checks
+    import emulate
+    import translate
+
+    from intflash.backends.cuda import backend, program
+
+    program.CudaLaunch.run = emulate.run
+    kernel, method, *names = sys.argv[1:]
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    wrong = {}
+    for name, p in importlib.import_module(f"test_{kernel}").cases(method):
+        if not names or name in names:
+            try:
+                wrong[name] = checks.complaint(p, backend.run(p))
+            except (emulate.EmulationError, translate.Untranslated) as error:
+                wrong[name] = str(error)
+    print(json.dumps(wrong))

@@ -1,0 +1,100 @@
+"""The CUDA kernels' bits where there is no GPU: some cases of each in the emulator of this folder, `full` for all."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path += [str(Path(__file__).parents[2] / "machines" / "ptx")]
+
+import emulate  # noqa: E402
+
+CASES = {  # a case is half a minute of one core, most of it compiling
+    ("window", "intflash"): ("49 49 bias and keep",),
+    ("window", "intflash_p8"): ("dynamic of heads 49 32",),
+    ("short_rows", "intflash"): ("197 197 64",),
+    ("short_rows", "intflash_p8"): ("66 197 64", "contiguous keys, many heads", "below zero 40"),
+    ("long_rows", "intflash"): ("torch.float16 64", "torch.float16 64 causal"),
+    ("long_rows", "intflash_p8"): ("heads 64",),
+    ("long_rows", "intflash_online"): (
+        "copies 128 0", "rest 5 450 64", "heads 128", "pieces", "amax 1e-06 64", "amax 400.0 64 causal", "span 245 64",
+        "rising 0.0024 64",
+    ),
+}
+pytestmark = pytest.mark.skipif(emulate.unavailable() is not None, reason=str(emulate.unavailable()))
+
+
+def wrong(kernel: str, method: str, *names: str) -> dict[str, str]:
+    """What a kernel's cases complain of, run in a process of its own: the emulator replaces launches there."""
+    script = Path(__file__).parent / "emulated_cases.py"
+    command = [sys.executable, "-W", "ignore", str(script), kernel, method, *names]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found and set(names) <= set(found)
+    return {name: complaint for name, complaint in found.items() if complaint}
+
+
+@pytest.mark.parametrize("kernel, method, name", [(*key, name) for key, names in CASES.items() for name in names])
+def test_bits(kernel, method, name):
+    assert wrong(kernel, method, name) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernel, method", CASES)
+def test_bits_of_all_cases(kernel, method):
+    assert wrong(kernel, method) == {}
+
+
+PTX = """
+.extern .shared .align 16 .b8 memory[];
+.visible .entry attention(.param .align 8 .b8 attention_param_0[16]) {{
+  .reg .pred %p<2>; .reg .b32 %r<8>; .reg .b64 %rd<4>;
+  ld.param.u64 %rd1, [attention_param_0];
+  ld.param.u64 %rd2, [attention_param_0+8];
+  mov.u32 %r1, %tid.x;
+  mov.u32 %r2, memory;
+  shl.b32 %r3, %r1, 4;
+  add.s32 %r2, %r2, %r3;
+  cvt.u64.u32 %rd3, %r3;
+  add.s64 %rd1, %rd1, %rd3;
+  add.s64 %rd2, %rd2, %rd3;
+  setp.eq.s32 %p1, %r1, 0;
+  {body}
+  ret;
+}}"""
+LOAD = "cp.async.cg.shared.global [%r2], [%rd1], 16;"
+STORE = "ld.shared.u32 %r4, [%r2]; st.global.u32 [%rd2], %r4;"
+
+
+class Pointers(ctypes.Structure):
+    _fields_ = [("source", ctypes.c_uint64), ("out", ctypes.c_uint64)]
+
+
+def ran(body: str, shared_bytes: int = 512, overlaps: bool = False) -> bool:
+    """Whether a warp that is to copy 16 bytes a thread through shared memory did."""
+    source, out = torch.arange(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    pointers = Pointers(source.data_ptr(), out.data_ptr())
+    emulate.run_ptx(PTX.format(body=body), (1, 1, 1), 32, shared_bytes, [pointers], [source, out], overlaps)
+    return torch.equal(source[::4], out[::4])
+
+
+def test_what_a_kernel_may_not_do_is_seen():
+    assert ran(f"{LOAD} cp.async.wait_all; {STORE}")
+    assert not ran(f"{LOAD} {STORE}")  # nothing waited for the copies
+    assert ran(f"griddepcontrol.wait; {LOAD} cp.async.wait_all; {STORE}", overlaps=True)
+    for body, message, options in (
+        (f"{LOAD} cp.async.wait_all; {STORE}", "496 of 496 of shared memory", dict(shared_bytes=496)),
+        (f"{LOAD} cp.async.wait_all; {STORE}", "before griddepcontrol.wait", dict(overlaps=True)),
+        ("@!%p1 bar.sync 0;", "deadlock: 31 threads", {}),
+        ("st.global.u32 [%rd2+-4], %r1;", "outside of every tensor", {}),
+        ("ld.global.u32 %r4, [%rd1+2];", "is no multiple of 4", {}),
+    ):
+        with pytest.raises(emulate.EmulationError, match=message):
+            ran(body, **options)

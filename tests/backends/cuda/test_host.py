@@ -1,0 +1,81 @@
+"""What the CUDA backend decides on the host: whom it serves, its numbers for the kernels, what it keeps on disk."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from intflash.backends.cuda import backend, program, short_rows
+from intflash.backends.cuda.parameters import _reciprocal
+from intflash.backends.cuda.tensor_maps import key_map
+from intflash.problem import Problem
+from intflash.quant import Recipe
+
+HEADS = dict(q="head", k="head", v="head")
+
+
+def problem(shift: int = 0, **changes) -> Problem:
+    """Of float16, `shift` elements from the start of their memory."""
+    x = torch.zeros(25_600 + 64, dtype=torch.float16)[shift : shift + 25_600].view(2, 2, 100, 64)
+    return Problem("intflash", x, x, x, 0.125, **(dict(recipe=Recipe(**HEADS), out_dtype=torch.float16) | changes))
+
+
+def test_tensors_off_16_bytes_are_left_to_triton():
+    assert backend._alignment(problem()) is None
+    assert "multiples of 16 bytes" in backend._alignment(problem(shift=4))
+
+
+@pytest.mark.parametrize("change", [dict(bits=4), dict(rule="divide"), dict(k_scale=0.5), dict(q="tensor")], ids=str)
+def test_scales_are_found_in_the_kernel_for_one_recipe_only(change):
+    assert backend.head_amax_in_kernel(problem()) and not backend.head_amax_in_kernel(problem(out_dtype=torch.int8))
+    assert not backend.head_amax_in_kernel(problem(recipe=Recipe(**(HEADS | change))))
+
+
+@pytest.mark.parametrize("by", [2, 3, 5, 6, 7, 12, 48, 100, 1000])
+def test_reciprocals_divide_small_numbers(by):
+    reciprocal = _reciprocal(by)
+    assert all(x * reciprocal >> 32 == x // by for x in range(20_000))
+
+
+def test_key_maps_take_keys_in_their_order():
+    """Row 16 g + 8 b + 2 q + i of a box is key 16 g + 4 q + 2 b + i of the head, whatever number of keys it has."""
+    k = torch.empty(2, 3, 37, 64, dtype=torch.int8)
+    m = key_map(k, 2, 64)
+    assert m.sizes[-1] == 2 and m.box == (64, 2, 4, 2, 2)
+    for batch, head, g, b, q, i in itertools.product(range(2), range(3), range(2), range(2), range(4), range(2)):
+        at = (batch * m.batch + head * m.head + i, q, b, g)
+        assert all(x < size for x, size in zip(at, m.sizes[1:], strict=True))
+        address = sum(x * stride for x, stride in zip(at, m.strides, strict=True))
+        assert address == k[batch, head, 16 * g + 4 * q + 2 * b + i].storage_offset()
+    assert key_map(k[:, :, :15], 1, 64) is None
+
+
+def test_remainder_rows_are_few():
+    assert [short_rows.has_remainder_rows(n, 64) for n in (64, 65, 72, 73, 197)] == [False, True, True, False, True]
+
+
+def test_values_lie_within_2_gib():
+    one = torch.empty(1, 1, 100, 64, dtype=torch.float16, device="meta")
+    far = one.as_strided((1, 1, 100, 64), (0, 0, 11_000_000, 1))
+    assert short_rows.unsupported(replace(problem(), q=one, k=one, v=one)) is None
+    assert "2 GiB" in short_rows.unsupported(replace(problem(), q=far, k=far, v=far))
+
+
+def test_programs_with_other_macros_are_kept_apart(tmp_path, monkeypatch):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.setattr(program, "cache_folder", lambda name: tmp_path / name)
+    compiled = []
+
+    def compile_program(p):
+        compiled.append(p)
+        return SimpleNamespace(cubin=repr(p.macros).encode())
+
+    monkeypatch.setattr(program, "compile_program", compile_program)
+    programs = [program.Program.of("sm90/short_rows.cu", (), BITS=bits) for bits in (8, 16)]
+    for _ in range(2):
+        assert [program.machine_code.__wrapped__(p) for p in programs] == [repr(p.macros).encode() for p in programs]
+    assert compiled == programs

@@ -1,0 +1,355 @@
+"""csrc/cuda/sm90/long_rows.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import cuda_checks as checks
+import integer_cases as ic
+import pytest
+import torch
+
+from intflash.backends.cuda import backend, long_rows
+from intflash.backends.cuda.parameters import Share, quotient_reciprocal
+from intflash.problem import Problem
+from intflash.quant import QTensor, Recipe
+
+METHODS = tuple(long_rows.METHODS)
+FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _viewed(p: Problem, names: str, view: Callable[[torch.Tensor], torch.Tensor]) -> Problem:
+    tensors = {name: getattr(p, name) for name in names}
+    return replace(p, **{name: replace(x, data=view(x.data)) for name, x in tensors.items()})
+
+
+def cases(method: str) -> Iterator[tuple[str, Problem]]:
+    for n, d in [
+        (257, 64), (300, 16), (300, 96), (300, 112), (512, 128), (640, 80), (1000, 64), (1024, 128), (1000, 48),
+    ]:  # fmt: skip
+        yield f"{n} {d}", ic.codes(method, nq=n, nk=n, d=d, return_lse=True)
+    for nq, nk in ((1, 700), (50, 300), (300, 520), (700, 333)):
+        for causal in (0, nk - nq, -130, 40):
+            for d in (64, 128):
+                yield (
+                    f"causal {nq} {nk} {d} {causal}",
+                    ic.codes(method, nq=nq, nk=nk, d=d, causal=causal, return_lse=True),
+                )
+    for batch, nq in ((3, 200), (5, 450), (1, 1000)):  # rest rows of several batches in a slice of the grid
+        for d in (64, 128):
+            yield f"rest {batch} {nq} {d}", ic.codes(method, batch=batch, heads=2, nq=nq, nk=140, d=d, return_lse=True)
+    for d in (64, 128):  # programs that take several heads and parts of heads
+        yield f"heads {d}", ic.codes(method, batch=20, heads=12, key_heads=4, nq=70, nk=250, d=d, return_lse=True)
+    yield "pieces", ic.codes(method, batch=10, heads=7, nq=200, nk=800, d=128, return_lse=True)  # too many keys to stay
+    yield "groups", ic.codes(method, batch=2, heads=6, key_heads=2, nq=200, nk=400, d=64, return_lse=True)
+    for d in (64, 128):
+        tokens = ic.codes(method, heads=4, key_heads=2, nq=300, nk=300, d=d, kinds=("token", "head", "head"))
+        yield f"tokens {d}", replace(tokens, return_lse=True)
+        yield f"tokens causal {d}", replace(tokens, causal=0, return_lse=True)
+        for amax in (1e-6, 0.5, 400.0, 50000.0):
+            p = ic.codes(method, nq=200, nk=900, d=d, amax=amax, return_lse=True)
+            yield f"amax {amax} {d}", p
+            yield f"amax {amax} {d} causal", replace(p, causal=300)
+        for dtype in (torch.int16, *FLOAT_KV):
+            yield f"out {dtype} {d}", ic.codes(method, nq=130, nk=300, d=d, out_dtype=dtype)
+    yield from checks.spans(method, 200, 400, 64)
+    yield from checks.spans(method, 70, 330, 48)
+    yield from checks.rising(method, 100, 1500, 64)
+    yield from checks.rising(method, 70, 400, 128)
+    for d in (16, 32, 64, 80, 128):  # what TMA can load, and all but
+        for causal in (None, 0, 100):
+            shape = dict(batch=2, heads=4, key_heads=2, nq=140, nk=400, d=d)
+            yield f"copies {d} {causal}", ic.codes(method, causal=causal, **shape)
+        p = ic.codes(method, batch=2, heads=3, nq=70, nk=320, d=d)
+        yield f"tokens first {d}", _viewed(p, "qkv", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))
+        yield f"cut {d}", _viewed(p, "kv", lambda x: x[:, :, 16:272])
+    packed = torch.randint(-127, 128, (2, 300, 3, 3, 64), dtype=torch.int8)
+    q, k, v = (QTensor(x.transpose(1, 2), torch.full((1, 1, 1, 1), 0.02), "tensor") for x in packed.unbind(2))
+    yield "packed", Problem(method, q, k, v, 0.125, out_dtype=torch.int8)
+    for padded, first in ((304, 0), (512, 16), (301, 0)):  # contiguous keys; the last ones are copied
+        rows = torch.randint(-127, 128, (2, 3, 64, padded), dtype=torch.int8)[..., first : first + 300]
+        yield (
+            f"key-major {padded}",
+            Problem(method, q, k, QTensor(rows.mT, v.scale, "tensor"), 0.125, out_dtype=torch.int8),
+        )
+    heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
+    scales = dict(q_scale=torch.tensor([0.02, 0.03, 0.015, 0.05]), k_scale=torch.tensor([0.02, 0.015]))
+    own = replace(checks.OF_HEADS, **scales, v_scale=torch.tensor([0.02, 0.03]))
+    for dtype in FLOAT_KV:
+        for name, recipe in (
+            ("static", Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)),
+            ("heads", heads),
+            ("dynamic", Recipe()),
+        ):
+            yield f"{dtype} {name}", ic.floats(method, 300, dtype, recipe, return_lse=True)
+        for d in (16, 64, 80, 128):  # Q's codes are made by the kernel; values far out of a scale's range
+            static = Recipe(q_scale=2**-18, k_scale=0.02, v_scale=0.02)
+            yield f"{dtype} {d}", checks.floats(method, 2, 330, d, dtype, static, return_lse=True)
+            p = checks.floats(method, 2, 330, d, dtype, own)
+            yield f"{dtype} {d} causal", replace(p, causal=10, out_dtype=torch.int8)
+            p = replace(p, q=p.q.transpose(1, 2).contiguous().transpose(1, 2)[:, :, 3:200])
+            yield f"{dtype} {d} tokens first", p
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("resident", (False, True))
+@pytest.mark.parametrize("method", METHODS)
+def test_bits(method, resident, monkeypatch):
+    """resident: whether heads stay in shared memory where they fit, codes made of their floats there, or nowhere."""
+    monkeypatch.setattr(long_rows, "_resident_is_faster", lambda _: resident)
+    monkeypatch.setattr(long_rows, "_quantizing_is_faster", lambda _: resident)
+    torch.manual_seed(0)
+    assert checks.differences(cases(method), long_rows) == {}
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("method", METHODS)
+def test_bits_at_the_bound_of_keys(method):
+    """As many keys as l and the digit sums hold, uniform attention."""
+    torch.manual_seed(0)
+    shape = dict(heads=1, nq=3, nk=65_536, amax=1e-6)
+    found = [(str(d), ic.codes(method, d=d, return_lse=True, **shape)) for d in (16, 128)]
+    assert checks.differences(found, long_rows) == {}
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("method", METHODS)
+def test_bits_of_every_share(method, monkeypatch):
+    """Programs that take several pieces, whole ones and smaller ones, from any program on."""
+    monkeypatch.setattr(long_rows, "_resident_is_faster", lambda _: False)
+    torch.manual_seed(0)
+    for processors, split in itertools.product((1, 5, 132), ((1, 1, 0), (1, 2, 3), (2, 1, 4), (0, 2, 0))):
+        split = long_rows.RangeSplit(*split)._replace(first=min(split[2], processors - 1))
+        monkeypatch.setattr(long_rows, "_multiprocessors", lambda _, processors=processors: processors)
+        monkeypatch.setattr(long_rows, "_split", lambda *_, split=split: split)
+        for batch, nq, d in ((1, 700, 128), (5, 650, 64), (3, 800, 112)):
+            p = ic.codes(method, batch=batch, heads=2, nq=nq, nk=300, d=d, return_lse=True)
+            assert checks.differences([(f"{processors} {split} {batch} {nq} {d}", p)], long_rows) == {}
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("method", METHODS)
+def test_bits_of_resident_heads(method, monkeypatch):
+    """Programs that take parts of heads, one head or several; as many keys as fit."""
+    monkeypatch.setattr(long_rows, "_resident_is_faster", lambda _: True)
+    torch.manual_seed(0)
+    for processors in (1, 5, 132):
+        monkeypatch.setattr(long_rows, "_multiprocessors", lambda _, processors=processors: processors)
+        for batch, nq, nk, d in ((1, 700, 577, 128), (5, 650, 300, 64), (7, 50, 1664, 64), (3, 200, 130, 112)):
+            p = ic.codes(method, batch=batch, heads=4, key_heads=2, nq=nq, nk=nk, d=d, return_lse=True)
+            assert checks.differences([(f"{processors} {batch} {nq} {nk}", p)], long_rows) == {}
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("method", METHODS)
+def test_bits_of_resident_floats(method, monkeypatch):
+    """Every head_dim, many heads and few for the programs there are, as many keys as fit, values far out of range."""
+    monkeypatch.setattr(long_rows, "_quantizing_is_faster", lambda _: True)
+    torch.manual_seed(0)
+    static = Recipe(q_scale=0.02, k_scale=2**-18, v_scale=2**-9)
+    for processors, recipe, dtype in itertools.product((1, 5, 132), (static, Recipe()), FLOAT_KV[:2]):
+        monkeypatch.setattr(long_rows, "_multiprocessors", lambda _, processors=processors: processors)
+        most = (384, 1152) if method == "intflash_online" else (512, 1408)  # the table of its P takes room
+        shapes = [(2, 260, d) for d in range(32, 129, 16)] + [(3, most[0] - 4, 112), (2, most[1], 64), (40, 257, 64)]
+        for batch, n, d in shapes:
+            p = checks.floats(method, batch, n, d, dtype, recipe)
+            assert backend.fuses(ic.on_device(p, "cuda")) == "qkv"
+            assert checks.differences([(f"{processors} {dtype} {batch} {n} {d}", p)], long_rows) == {}
+
+
+def _turns(share: Share, programs: int, program: int) -> Iterator[int]:
+    """`RangeScheduler` of tile_scheduler.cuh."""
+    yield from range(program, share.whole_of_all, programs)
+    if program >= share.first:
+        yield from range(share.whole_of_all + program - share.first, share.pieces, programs - share.first)
+
+
+@pytest.mark.parametrize("causal", (None, 0))
+def test_rows_are_taken_once(causal):
+    """The pieces as `WorkTile` of tile_scheduler.cuh reads them, each taken by one program, the smaller ones last."""
+    for batch, nq, consumers in itertools.product((1, 2, 5, 40), (1, 191, 192, 193, 400, 1000, 4096), (2, 3)):
+        p, _ = checks.empty_problem("intflash_online", nq, 16, causal=causal)
+        p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
+        programs, share = long_rows.schedule_ranges(p, consumers)
+        rows, heads = 64 * consumers, batch * p.q.shape[1]
+        turns = [list(_turns(share, programs, i)) for i in range(programs)]
+        assert sorted(itertools.chain(*turns)) == list(range(share.pieces)) and all(turns)
+        assert all(turn == sorted(turn) for turn in turns) and share.rest_tiles <= consumers
+        taken = [[] for _ in range(heads)]
+        for i in range(share.pieces):
+            if i < share.whole_of_all:
+                head, piece = divmod(i, share.whole)
+                taken[head].append((piece * rows, piece * rows + rows))
+            else:
+                head, piece = divmod(i - share.whole_of_all, share.rest)
+                first = share.whole * rows + piece * 64 * share.rest_tiles
+                taken[head].append((first, first + 64 * share.rest_tiles))
+        for parts in taken:
+            parts = sorted(parts)
+            assert [first for first, _ in parts] == [0, *(end for _, end in parts[:-1])]
+            assert parts[-1][0] < nq <= parts[-1][1]
+
+
+def test_rows_of_resident_heads_are_taken_once():
+    """The tiles of 64 rows as `ResidentScheduler` of tile_scheduler.cuh reads them."""
+    for batch, nq in itertools.product((1, 2, 5, 400), (1, 64, 65, 197, 577)):
+        p, _ = checks.empty_problem("intflash_online", nq, 16)
+        p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
+        programs, share = long_rows.schedule_resident_heads(p)
+        assert share.whole == -(-nq // 64)
+        first = [i * share.rest_tiles + min(i, share.first) for i in range(programs + 1)]
+        ends = [first[i] + share.rest_tiles + (i < share.first) for i in range(programs)]
+        assert first[0] == 0 and first[1:] == ends and ends[-1] == batch * p.q.shape[1] * share.whole
+        assert all(a < b for a, b in itertools.pairwise(first))
+
+
+def test_rows_of_resident_floats_are_taken_once():
+    """Programs of few heads take tiles of one each."""
+    for batch, nq in itertools.product((1, 2, 5, 33, 66, 400), (1, 64, 65, 197, 577, 1370)):
+        p, _ = checks.empty_problem("intflash_online", nq, 16)
+        p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
+        programs, share = long_rows.schedule_resident_heads(p, True)
+        tiles, taken = -(-nq // 64), []
+        for i in range(programs):
+            first = i * share.rest_tiles + min(i, share.first)
+            run = range(first, first + share.rest_tiles + (i < share.first))
+            places = [divmod(tile, share.whole) for tile in run]
+            taken += [(head, tile) for head, tile in places if tile < tiles]
+            assert places[0][1] < tiles and (share.whole == tiles or len({head for head, _ in places}) == 1)
+        assert sorted(taken) == list(itertools.product(range(batch * p.q.shape[1]), range(tiles)))
+    assert long_rows.schedule_resident_heads(replace(p, q=replace(p.q, data=p.q.data[:8])), True)[0] <= 132
+
+
+def test_rings_fit():
+    """Two tiles of keys and more; a multiprocessor has 227 KB."""
+    for d, consumers, method in itertools.product(range(16, 129, 16), (2, 3), METHODS):
+        beside = long_rows._beside(checks.empty_problem(method, 300, d)[0], consumers, False)
+        stages = long_rows._most_stages(d, consumers, beside)
+        sizes = [long_rows.shared_bytes(d, consumers, 128 * d, 0, n, beside) for n in (stages, stages + 1)]
+        assert stages >= long_rows.STAGES and sizes[0] <= 227 * 1024 < sizes[1]
+
+
+def test_which_heads_stay():
+    codes = [checks.empty_problem("intflash_online", n, 64, batch=1)[0] for n in (197, 256, 577, 1700)]
+    floats = [replace(p, q=p.q.data.half()) for p in codes]
+    assert [long_rows._fits(p, 13) and long_rows._resident_is_faster(p) for p in codes] == [True, True, True, False]
+    assert [long_rows._fits(p, 13) and long_rows._resident_is_faster(p) for p in floats] == [False, False, True, False]
+    assert not long_rows._fits(replace(codes[0], causal=0), 13)
+
+
+def test_whose_codes_the_kernel_makes():
+    """As measured: not where a program would load a long head for one tile of rows, nor from float32."""
+    for batch, n, d, quantizes in (
+        (1, 257, 64, True), (32, 577, 64, True), (16, 1370, 64, True), (256, 1408, 64, True), (256, 1409, 64, False),
+        (1, 1370, 64, False), (24, 785, 64, False), (256, 640, 128, True), (256, 641, 128, False),
+    ):  # fmt: skip
+        p, _ = checks.empty_problem("intflash_p8", n, d, torch.float16, torch.float16, batch=batch)
+        assert long_rows.quantizes(p) == quantizes, (batch, n, d)
+    for n, d, quantizes in ((1152, 64, True), (1153, 64, False), (384, 128, True), (385, 128, False)):  # beside a table
+        p, _ = checks.empty_problem("intflash_online", n, d, torch.float16, torch.float16, batch=256)
+        assert long_rows.quantizes(p) == quantizes, (n, d)
+    p, _ = checks.empty_problem("intflash_online", 577, 64, torch.float32, torch.float32)
+    assert not long_rows.quantizes(p)
+    p, _ = checks.empty_problem("intflash_online", 577, 64, torch.float16, torch.float16)
+    assert not long_rows.quantizes(replace(p, causal=0))
+    far = torch.empty(p.k.shape, dtype=p.k.dtype, device="meta").as_strided(p.k.shape, (0, 0, 1 << 21, 1))
+    assert not long_rows.quantizes(replace(p, k=far))
+
+
+def test_quotients():
+    """`quotient` of params.cuh: floor((2^32 - 1) / by) divides by it with one correction."""
+    for by in (1, 2, 3, 5, 7, 21, 132, 341, 65_535, 2**31 - 1):
+        reciprocal = quotient_reciprocal(by)
+        for x in {0, 1, by - 1, by, by + 1, 12_345_678, 2**31 - 1, 2**32 - 1 - (2**32 - 1) % by, 2**32 - 2, 2**32 - 1}:
+            q = x * reciprocal >> 32
+            assert q + (x - q * by >= by) == x // by
+
+
+def test_splits_end_early():
+    """4096 rows of 64 heads: 10.3 pieces of 192 for each of 132 multiprocessors would take 11 turns."""
+    assert long_rows._split(4096, 64, 3, 132) == (20, 2, 0)
+    assert long_rows._split(4096, 128, 3, 132) == (21, 3, 48)  # those that take 21 whole pieces take no smaller one
+    assert long_rows._split(4224, 60, 3, 132) == (22, 3, 0)
+
+
+def test_splits_of_many_heads_share_the_rest_with_all():
+    """What is left of each of 3000 heads and more is half of the work."""
+    assert long_rows._split(197, 6144, 3, 132) == (1, 3, 0)  # five rows
+    assert long_rows._split(256, 3072, 3, 132) == (0, 2, 0)
+    assert long_rows._split(320, 6144, 3, 132) == (1, 3, 0)
+    assert long_rows._split(577, 3072, 3, 132) == (3, 3, 0)
+
+
+def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None, resident=False):
+    p, (constants, output, statistics, _) = checks.empty_problem(method, 300, d, out=out, causal=causal)
+    if rows:
+        p = replace(p, q=QTensor(p.q.data, torch.ones(1, 2, 300, 1), "token"))
+        constants = checks.constants_launch(p)[1]
+    if query is not None:
+        p = replace(p, q=p.q.data.to(query))
+        scales = (torch.ones(1, 1, 1, 1), None, None)
+        return long_rows.long_rows_launch(p, constants, output, statistics, scales, resident=resident)
+    return long_rows.long_rows_launch(p, constants, output, statistics, resident=resident)
+
+
+@pytest.mark.parametrize("d", (16, 64, 80, 128))
+@pytest.mark.parametrize("method", METHODS)
+def test_integer_only(method, d):
+    """No floating-point opcode between int8 and integers, nothing in local memory."""
+    for out, causal, rows, resident in (
+        (torch.int8, None, False, False), (torch.int16, 0, True, False), (torch.int8, None, False, True),
+    ):  # fmt: skip
+        machine = checks.machine(_launch(method, d, out, causal, rows, resident=resident))
+        assert machine.float_instructions == []
+        assert machine.spills == 0 and machine.stack_bytes == 0
+        assert machine.opcodes["IGMMA"] > 0
+
+
+@pytest.mark.parametrize("query", checks.COMPILED_FLOATS, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_float_queries_do_not_spill(method, query):
+    for d, resident in itertools.product((64, 128), (False, True)):
+        assert checks.machine(_launch(method, d, query, query=query, resident=resident)).spills == 0
+
+
+@pytest.mark.parametrize("recipe", (Recipe(), Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1)), ids=("dynamic", "static"))
+@pytest.mark.parametrize("method", METHODS)
+def test_floats_do_not_spill(method, recipe):
+    for d, dtype in itertools.product((64, 80), (torch.float16, torch.bfloat16)):
+        assert checks.machine(_float_launch(method, d, dtype, recipe)).spills == 0
+
+
+def _float_launch(method, d, dtype, recipe):
+    p, arguments = checks.empty_problem(method, 300, d, dtype, dtype)
+    return long_rows.long_rows_launch(replace(p, recipe=recipe), *arguments)
+
+
+def test_float_output_is_seen():
+    """The control: its scaling has floating-point opcodes."""
+    assert checks.machine(_launch("intflash_online", 64, torch.float16)).float_instructions
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("causal, resident", ((None, False), (0, False), (None, True)))
+@pytest.mark.parametrize("d", range(16, 129, 16))
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_spills(method, d, causal, resident):
+    for out in (torch.int8, torch.float32):
+        for rows in (False, True):
+            assert checks.machine(_launch(method, d, out, causal, rows, resident=resident)).spills == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("d", range(32, 129, 16))
+@pytest.mark.parametrize("method", METHODS)
+def test_no_floats_spill(method, d):
+    static = Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1)
+    for dtype, recipe in itertools.product((torch.float16, torch.bfloat16), (Recipe(), static)):
+        assert checks.machine(_float_launch(method, d, dtype, recipe)).spills == 0

@@ -1,0 +1,175 @@
+"""csrc/cuda/sm90/short_rows.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import cuda_checks as checks
+import integer_cases as ic
+import pytest
+import torch
+from cuda_checks import BITS
+
+from intflash.backends.cuda import short_rows
+from intflash.problem import Problem
+from intflash.quant import QTensor, Recipe
+
+FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
+# One warpgroup and several, one tile a program and several, warpgroups without a tile.
+SPLITS = tuple(short_rows.RowSplit(*x) for x in ((1, 1, 2), (1, 4, 2), (2, 2, 1), (2, 1, 1), (2, 3, 1)))
+
+
+def contiguous_keys(p: Problem) -> Problem:
+    """V as the quantizer writes it, its rows padded with what must not be used."""
+    (b, h, n, d), keys = p.v.data.shape, -(-p.v.data.shape[2] // 16) * 16
+    v = torch.full((b, h, d, keys), 99, dtype=torch.int8)[..., :n].copy_(p.v.data.mT).mT
+    assert short_rows.key_major(v, keys)
+    return replace(p, v=replace(p.v, data=v))
+
+
+def cases(method: str) -> Iterator[tuple[str, Problem]]:
+    for nq, nk, d in [
+        *((n, n, 64) for n in (65, 80, 100, 128, 129, 193, 197, 208, 224)), *((150, 150, d) for d in (16, 32, 48, 80)),
+        (100, 100, 96), (300, 97, 64), (66, 197, 64), (1, 197, 64), (197, 70, 32), (136, 70, 64),
+        (65, 70, 128), (8, 16, 64),
+    ]:  # fmt: skip
+        yield f"{nq} {nk} {d}", ic.codes(method, batch=2, nq=nq, nk=nk, d=d, return_lse=True)
+    vit = dict(batch=2, heads=3, nq=197, nk=197, d=64)
+    for dtype in (torch.int16, *FLOAT_KV):
+        yield f"out {dtype}", ic.codes(method, out_dtype=dtype, **vit)
+    for amax in (1e-6, 400.0, 50000.0):
+        yield f"amax {amax}", ic.codes(method, amax=amax, return_lse=True, **vit)
+    yield "scales", ic.codes(method, heads=4, key_heads=2, nq=150, nk=150, d=64, kinds=("token", "head", "head"))
+    for scale in (1e-2, 1e-3, 1e-9):  # s_V / s_O past 1, 2^5 and 2^23
+        yield f"out scale {scale}", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), scale), **vit)
+    yield from checks.spans(method, 197, 197, 64)
+    yield from checks.spans(method, 66, 100, 32)
+    for nk in (16, 40, 100):  # all scores below 0, each times 2^k: some of the last rows' warps have no keys of 16
+        x = ic.codes(method, batch=2, nq=66, nk=nk, d=64, amax=400.0, return_lse=True)
+        below = (replace(y, data=sign * y.data.abs().clamp_min(1)) for y, sign in ((x.q, 1), (x.k, -1)))
+        yield f"below zero {nk}", replace(x, **dict(zip("qk", below, strict=True)))
+    packed = torch.randint(-127, 128, (2, 197, 3, 3, 64), dtype=torch.int8)
+    p = ic.codes(method, **vit)
+    q, k, v = (QTensor(x.transpose(1, 2), p.q.scale, "tensor") for x in packed.unbind(2))
+    yield "packed", Problem(method, q, k, v, 0.125, out_dtype=torch.int8)
+    for n, d in ((70, 64), (130, 64), (197, 64), (208, 64), (224, 64), (70, 128), (150, 32)):
+        p = ic.codes(method, heads=4, key_heads=2, batch=2, nq=n, nk=n, d=d, return_lse=True)
+        yield f"contiguous keys {n} {d}", contiguous_keys(p)
+    yield "contiguous keys 130 197", contiguous_keys(ic.codes(method, batch=3, nq=130, nk=197, d=64))
+    yield "contiguous keys, many heads", contiguous_keys(ic.codes(method, batch=45, heads=3, nq=65, nk=65, d=64))
+    for n, d in ((197, 64), (65, 80), (224, 64), (16, 128)):
+        yield f"dynamic of heads {n} {d}", checks.floats(method, 2, n, d, torch.float16, checks.OF_HEADS)
+    views = torch.randn(2, 197, 3, 3, 64).half()
+    views[:, :, 1, 2], views[:, :, 2, 0] = 0, 1e-7  # maxima of 0 and of a subnormal number
+    views = [x.transpose(1, 2) for x in views.unbind(2)]
+    yield "dynamic of heads, views", Problem(method, *views, 0.125, recipe=checks.OF_HEADS, out_dtype=torch.float16)
+    for n, d in ((197, 64), (100, 96), (70, 32)):
+        yield f"dynamic {n} {d}", checks.floats(method, 40, n, d, torch.float16, Recipe(), out_dtype=torch.int8)
+    yield "dynamic, views", Problem(method, *views, 0.125, recipe=Recipe(), out_dtype=torch.float16)
+    for dtype in FLOAT_KV:  # the largest codes there are, and ties
+        halves = ((torch.randint(-254, 255, (2, 3, 197, 64)) / 2 * unit).to(dtype) for unit in (1.0, 2**-9, 2**-20))
+        yield f"dynamic ties {dtype}", Problem(method, *halves, 0.125, recipe=Recipe(), out_dtype=torch.int8)
+    for dtype in FLOAT_KV:
+        for scale in (1e-12, 1e-7, 1e-4, 0.02, 1000.0):
+            static = Recipe(q_scale=scale, k_scale=scale, v_scale=scale)
+            yield f"{dtype} static {scale}", checks.floats(method, 2, 150, 64, dtype, static, out_dtype=torch.int8)
+        heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
+        yield f"{dtype} heads", checks.floats(method, 2, 150, 64, dtype, heads)
+        yield f"{dtype} dynamic", checks.floats(method, 2, 150, 64, dtype, Recipe(), 1e-3)
+        yield f"{dtype} dynamic of heads", checks.floats(method, 2, 150, 64, dtype, checks.OF_HEADS, return_lse=True)
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("split", (None, *SPLITS), ids=str)
+@pytest.mark.parametrize("method", BITS)
+def test_bits(method, split, monkeypatch):
+    torch.manual_seed(0)
+    if split is not None:
+        monkeypatch.setattr(short_rows, "choose_split", lambda *_: split)
+        monkeypatch.setattr(short_rows, "uses_exp_32bit", lambda _: True)
+    assert checks.differences(cases(method), short_rows) == {}
+
+
+def _launch(method: str, n: int, d: int, *args, split=None, **more):
+    p, rest = checks.empty_problem(method, n, d, *args, **more)
+    assert short_rows.unsupported(p) is None
+    constants, out, statistics, scales = rest
+    return short_rows.short_rows_launch(p, BITS[method], constants, out, statistics, scales, split)
+
+
+@pytest.mark.parametrize("method", BITS)
+def test_integer_only(method):
+    """Between int8 input and integer output no floating-point opcode; integer tensor-core products; no spills."""
+    outs, batches = (torch.int8, torch.int16), (2, 80)
+    for (n, d), out, major, batch in itertools.product(((197, 64), (130, 32)), outs, (False, True), batches):
+        launch = _launch(method, n, d, torch.int8, out, major, batch=batch)
+        assert dict(launch.program.macros)["TMA"] == str(int(major and batch == 80))
+        machine = checks.machine(launch)
+        assert machine.float_instructions == [], (n, d, out, major, batch)
+        assert machine.spills == 0, (n, d, out, major, batch, machine.registers)
+        assert machine.opcodes["IGMMA"] > 0
+
+
+@pytest.mark.parametrize("method", BITS)
+@pytest.mark.parametrize("dtype", checks.COMPILED_FLOATS, ids=str)
+def test_floats_do_not_spill(method, dtype):
+    static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)
+    shapes, splits = ((197, 64), (80, 96)), (None, short_rows.RowSplit(2, 4, 1))
+    for (n, d), split, recipe in itertools.product(shapes, splits, (Recipe(), static)):
+        batch = 2 if split else 80
+        launch = _launch(method, n, d, dtype, dtype, split=split, batch=batch, recipe=recipe)
+        assert checks.machine(launch).spills == 0, (n, d, split, recipe)
+
+
+@pytest.mark.parametrize("n, d", ((128, 128), (96, 96), (224, 64)))
+def test_large_batches_do_not_spill(n, d):
+    launch = _launch("intflash_p8", n, d, torch.int8, torch.int8, True, batch=200)
+    assert dict(launch.program.macros)["EXP_32BIT"] == "1"
+    assert checks.machine(launch).spills == 0
+
+
+@pytest.mark.parametrize("n, d, words", ((96, 128, 0), (112, 112, 0), (80, 128, 20), (96, 112, 4)))
+def test_large_batches_of_wide_floats_spill_little(n, d, words):
+    """A few words cost less than a third program brings."""
+    static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)
+    for recipe in (static, Recipe()):
+        launch = _launch("intflash_p8", n, d, torch.float16, torch.float16, batch=200, recipe=recipe)
+        assert checks.machine(launch).spills <= words
+
+
+def test_what_tma_takes():
+    """Rows of K whose heads begin at whole rows; not a head within a row, nor a lone group of keys."""
+    packed = torch.zeros(2, 197, 3, 3, 64, dtype=torch.int8).transpose(1, 3)
+    apart, within = (torch.zeros(2, 3, 197, 64, dtype=torch.int8), packed[:, :, 1])
+    v = torch.zeros(2, 3, 64, 208, dtype=torch.int8)[..., :197].mT
+    assert short_rows._maps(apart, v) and short_rows._maps(apart[:, :1].expand(2, 3, 197, 64), v)
+    for k, values in ((within, v), (apart[:, :, :16], v[:, :, :16]), (apart, apart)):
+        assert short_rows._maps(k, values) is None
+
+
+def test_more_batches_than_an_axis_has_lie_along_the_first(monkeypatch):
+    launches = []
+    for limit in (4, 3):
+        monkeypatch.setattr(short_rows, "GRID_LIMIT", limit)
+        launches.append(_launch("intflash_p8", 100, 64, torch.int8, torch.int8, batch=4))
+    heads = launches[0].grid[0]
+    assert [x.grid for x in launches] == [(heads, 4, 2), (4, heads, 2)] and heads != 4
+    assert [dict(x.program.macros)["HEADS_FIRST"] for x in launches] == ["1", "0"]
+
+
+def test_float_output_is_seen():
+    """The control: with float output the same harness finds float instructions."""
+    assert checks.machine(_launch("intflash_p8", 197, 64, torch.int8, torch.float16)).float_instructions
+
+
+def test_too_wide_rows_are_refused():
+    p, _ = checks.empty_problem("intflash", 224, 128)
+    assert "registers" in short_rows.unsupported(p)
+    p, _ = checks.empty_problem("intflash", 225, 64)
+    assert "at most 224 keys" in short_rows.unsupported(p)
+    p, _ = checks.empty_problem("intflash", 100, 64)
+    odd = torch.zeros(2, 2, 64, 100, dtype=torch.int8).mT
+    assert "multiples of 16 bytes" in short_rows.unsupported(replace(p, v=replace(p.v, data=odd)))

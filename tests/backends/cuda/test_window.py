@@ -1,0 +1,165 @@
+"""csrc/cuda/window_attention.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import cuda_checks as checks
+import integer_cases as ic
+import pytest
+import torch
+from cuda_checks import BITS
+
+from intflash.backends.cuda import window
+from intflash.backends.cuda.quantization import constants_launch
+from intflash.backends.gpu.tensors import Statistics
+from intflash.problem import Problem
+from intflash.quant import QTensor, Recipe
+
+_SPLITS = {}, dict(parts=4), dict(parts=8, rows=8), dict(parts=2), dict(windows=3)
+SPLITS = tuple(window.WindowSplit(**x) for x in _SPLITS)
+FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _masks(nq: int, nk: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:
+    bias = torch.randint(-(1 << 22), 1 << 22, (1, heads, nq, nk), dtype=torch.int32)
+    keep = torch.rand(4, 1, nq, nk) < 0.5
+    keep[1] = False
+    keep[:, :, nq // 2] = False
+    return {
+        "bias": dict(bias=bias),
+        "absent keys": dict(bias=bias.masked_fill(torch.rand(bias.shape) < 0.3, ic.ABSENT)),
+        "bias of windows": dict(bias=bias[:, :1].repeat(4, 1, 1, 1)),
+        "bias and keep": dict(bias=bias, keep=keep),
+        "bias of keys": dict(bias=bias[:, :, :1]),
+        "bias of rows": dict(bias=bias[..., :1]),
+        "keep": dict(keep=keep),
+        "keep of keys": dict(keep=keep[:1, :, :1]),
+    }
+
+
+def cases(method: str) -> Iterator[tuple[str, Problem]]:
+    sizes = [(n, n, d) for n in (1, 16, 17, 49, 64) for d in (16, 32, 48, 64)]
+    for nq, nk, d in [*sizes, (37, 59, 32), (1, 50, 32), (49, 1, 32), (64, 52, 32), (33, 64, 64)]:
+        yield f"{nq} {nk} {d}", ic.codes(method, batch=3, nq=nq, nk=nk, d=d, return_lse=True)
+    window = dict(batch=8, heads=3, nq=49, nk=49)
+    for dtype in (torch.int16, *FLOAT_KV):
+        yield f"out {dtype}", ic.codes(method, out_dtype=dtype, **window)
+    for amax in (1e-6, 400.0, 50000.0):
+        yield f"amax {amax}", ic.codes(method, amax=amax, return_lse=True, **window)
+        yield f"amax {amax} bias", ic.codes(method, amax=amax, **window, **_masks(49, 49, 3)["bias"])
+    yield "scales", ic.codes(method, heads=4, key_heads=2, nq=49, nk=49, kinds=("token", "head", "head"))
+    yield "out scale", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), 0.001), **window)
+    for nq, nk in ((49, 49), (17, 50), (64, 64)):
+        for name, masks in _masks(nq, nk, 3).items():
+            yield f"{nq} {nk} {name}", ic.codes(method, batch=8, heads=3, nq=nq, nk=nk, return_lse=True, **masks)
+    packed = torch.randint(-127, 128, (5, 49, 3, 3, 32), dtype=torch.int8)
+    p = ic.codes(method, **window)
+    q, k, v = (QTensor(x.transpose(1, 2), p.q.scale, "tensor") for x in packed.unbind(2))
+    yield "packed", Problem(method, q, k, v, 0.2, out_dtype=torch.int8)
+    for nq, d in ((49, 32), (64, 64), (16, 16)):
+        masks = _masks(nq, nq, 4)["bias and keep"]
+        yield f"dynamic of heads {nq} {d}", checks.floats(method, 4, nq, d, torch.float16, checks.OF_HEADS, **masks)
+    for dtype in FLOAT_KV:
+        for scale in (1e-12, 1e-4, 0.02, 1000.0):
+            static = Recipe(q_scale=scale, k_scale=scale, v_scale=scale)
+            yield f"{dtype} static {scale}", checks.floats(method, 4, 49, 32, dtype, static, out_dtype=torch.int8)
+        heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
+        yield f"{dtype} heads", checks.floats(method, 4, 49, 32, dtype, heads)
+        yield f"{dtype} dynamic", checks.floats(method, 4, 49, 32, dtype, Recipe(), 1e-3)
+        yield f"{dtype} dynamic of heads", checks.floats(method, 4, 49, 32, dtype, checks.OF_HEADS, return_lse=True)
+        yield f"{dtype} masked", checks.floats(method, 4, 49, 32, dtype, heads, **_masks(49, 49, 4)["bias and keep"])
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("method", BITS)
+def test_bits(method, split, monkeypatch):
+    """Every case that the kernel takes; one test, so that few processes compile."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(window, "choose_split", lambda count: split)
+    assert checks.differences(cases(method), window) == {}
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("method", BITS)
+def test_bits_of_contiguous_keys(method):
+    p = ic.on_device(ic.codes(method, batch=8, heads=3, nq=49, nk=49), "cuda")
+    padded = torch.full((8, 3, 32, 128), 99, dtype=torch.int8, device="cuda")[..., :49].copy_(p.v.data.mT).mT
+    there = replace(p, v=replace(p.v, data=padded))
+    assert window.unsupported(there) is None
+    assert torch.equal(checks.BACKEND.run(there).out, checks.BACKEND.run(p).out)
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("count", (8, 64, 4096))
+def test_chain(split, count):
+    """Launches overlap, yet each sees all that the one before wrote and overwrites nothing that it still reads."""
+    torch.manual_seed(1)
+    first = torch.randint(-127, 128, (count, 3, 49, 32), dtype=torch.int8, device="cuda")
+    results = []
+    for waits in (True, False):
+        buffers = first.clone(), torch.empty_like(first)
+        scale = torch.full((1, 1, 1, 1), 0.02, device="cuda")
+        codes = [QTensor(b, scale, "tensor") for b in buffers]
+        problems = [Problem("intflash_p8", x, x, x, 0.3, out_dtype=torch.int8) for x in codes]
+        fill, constants, _ = constants_launch(problems[0])
+        fill.run()
+        for i in range(20):
+            nothing = Statistics(None, None)
+            window.window_launch(problems[i % 2], 8, constants, buffers[1 - i % 2], nothing, None, split).run()
+            if waits:
+                torch.cuda.synchronize()
+        results.append(buffers[0].cpu())
+    assert torch.equal(*results)
+
+
+def _launch(bits: int, split: window.WindowSplit, n: int = 49, d: int = 32, dtype=torch.int8, out=torch.int8, **masks):
+    shape = (8, 3, n, d)
+    if dtype == torch.int8:
+        q = k = v = QTensor(torch.zeros(shape, dtype=torch.int8), torch.ones(1, 1, 1, 1), "tensor")
+        scales = None
+    else:
+        q = k = v = torch.zeros(shape, dtype=dtype)
+        scales = (torch.ones(1, 1, 1, 1),) * 3
+    p = Problem("intflash" if bits == 16 else "intflash_p8", q, k, v, d**-0.5, out_dtype=out, **masks)
+    constants = constants_launch(p, scales)[1]
+    output, nothing = torch.empty(shape, dtype=out), Statistics(None, None)
+    return window.window_launch(p, bits, constants, output, nothing, scales, split)
+
+
+SOME = [pytest.param(s, id=str(s), marks=[pytest.mark.full] if i > 1 else []) for i, s in enumerate(SPLITS[:4])]
+
+
+@pytest.mark.parametrize("split", SOME)
+@pytest.mark.parametrize("bits", (8, 16))
+def test_integer_only(bits, split):
+    """Between int8 input and integer output no floating-point opcode; integer tensor-core products; no spills."""
+    sizes, dtypes = ((49, 32), (64, 64)), (torch.int8, torch.int16)
+    for (n, d), out, name in itertools.product(sizes, dtypes, (None, "bias and keep")):
+        machine = checks.machine(_launch(bits, split, n, d, out=out, **(_masks(n, n, 3)[name] if name else {})))
+        assert machine.float_instructions == [], (n, d, out, name)
+        assert machine.spills == 0, (n, d, out, name, machine.registers)
+        assert machine.opcodes["IMMA"] > 0
+
+
+@pytest.mark.parametrize("split", SOME)
+@pytest.mark.parametrize("bits", (8, 16))
+def test_floats_do_not_spill(bits, split):
+    for (n, d), (dtype, name) in itertools.product(
+        ((49, 32), (64, 64)), ((torch.float16, None), (torch.float16, "bias and keep"), (torch.bfloat16, None))
+    ):
+        launch = _launch(bits, split, n, d, dtype, dtype, **(_masks(n, n, 3)[name] if name else {}))
+        machine = checks.machine(launch)
+        assert machine.spills == 0, (dtype, d, name, machine.registers)
+
+
+def test_float_output_is_seen():
+    """The control: with float output the same harness finds float instructions."""
+    assert checks.machine(_launch(8, window.WindowSplit(), out=torch.float16)).float_instructions

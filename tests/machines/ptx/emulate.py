@@ -1,0 +1,123 @@
+"""Runs launches of the CUDA kernels on this machine's processor: CUDA C++ to PTX by NVRTC, PTX to C++, that by g++.
+
+What it computes is what the GPU would, bit for bit, for the integer kernels; times mean nothing. Beyond that it finds
+accesses outside of tensors and of shared memory, misaligned ones, deadlocks, missing waits for copies, operands
+overwritten under a product, and memory touched before the kernel ahead has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import ptx
+import translate
+from torch import Tensor
+
+from intflash.backends.cache import cache_folder
+from intflash.backends.cuda import program, tensor_maps
+
+HERE = Path(__file__).parent
+_CXX = "-std=c++17 -O1 -shared -fPIC -fwrapv -ffp-contract=off -fno-math-errno -U_FORTIFY_SOURCE -w".split()
+
+
+class EmulationError(RuntimeError):
+    """What a kernel did that it may not."""
+
+
+def unavailable() -> str | None:
+    """Why nothing can be emulated here, or None."""
+    if shutil.which("g++") is None:
+        return "no g++"
+    return program.unavailable()
+
+
+@functools.cache
+def ptx_of(kernel: program.Program) -> str:
+    return program.compile_program(kernel).ptx.decode().rstrip("\0")
+
+
+@functools.cache
+def _library(text: str) -> tuple[ctypes.CDLL, int]:
+    """PTX as a library, and its bytes of static shared memory."""
+    parsed = ptx.parse(text)
+    source = translate.cpp(parsed)
+    machine = "".join(path.read_text() for path in sorted(HERE.glob("*.hpp")))
+    path = cache_folder(f"emulated-{hashlib.sha256((source + machine).encode()).hexdigest()[:32]}.so")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}.so")
+        subprocess.run(["g++", *_CXX, f"-I{HERE}", "-x", "c++", "-", "-o", own], input=source, text=True, check=True)
+        own.replace(path)
+    library = ctypes.CDLL(str(path))
+    library.launch.restype = ctypes.c_char_p
+    return library, parsed.shared_bytes
+
+
+def run(launch: program.CudaLaunch, seed: int = 0) -> None:
+    """The launch on tensors of the CPU. seed: of the order in which threads run.
+
+    Raises:
+        EmulationError: the kernel did what it may not.
+    """
+    structs = [launch.parameters]
+    if launch.more is not None:
+        structs.append(_with_plain_maps(launch))
+    tensors = launch.tensors.values()
+    text, shared = ptx_of(launch.program), launch.shared_bytes
+    run_ptx(text, launch.grid, launch.threads, shared, structs, tensors, launch.overlaps, seed)
+
+
+def run_ptx(
+    text: str, grid: tuple[int, int, int], threads: int, shared_bytes: int,
+    structs: Sequence[ctypes.Structure | ctypes.Array], tensors: Iterable[Tensor], overlaps: bool = False,
+    seed: int = 0,
+) -> None:  # fmt: skip
+    """The kernel `attention` of a module, which may access these tensors. structs: its parameters."""
+    library, static = _library(text)
+    pointers = (ctypes.c_void_p * 4)(*map(ctypes.addressof, structs))
+    bounds = [bound for x in tensors for bound in _bounds(x)]
+    failed = library.launch(
+        (ctypes.c_uint32 * 3)(*grid), threads, shared_bytes + static, pointers,
+        (ctypes.c_uint64 * len(bounds))(*bounds), len(bounds) // 2, overlaps, ctypes.c_uint64(seed),
+    )  # fmt: skip
+    if failed:
+        raise EmulationError(failed.decode())
+
+
+def run_source(source: str, grid: int, threads: int, tensors: Sequence[Tensor], **macros: object) -> None:
+    """CUDA C++ that may include the kernels' headers; its `attention` takes a struct of the tensors' addresses."""
+
+    class Source(program.Program):
+        def text(self) -> str:
+            return source
+
+    addresses = (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+    run_ptx(ptx_of(Source.of("source.cu", (), **macros)), (grid, 1, 1), threads, 0, [addresses], tensors)
+
+
+def _bounds(x: Tensor) -> tuple[int, int]:
+    """Of its storage: padding may be read."""
+    storage = x.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _with_plain_maps(launch: program.CudaLaunch) -> ctypes.Structure:
+    """The second parameter, with maps as machine.hpp reads them instead of the driver's."""
+    encoded = tensor_maps._encoded
+    tensor_maps._encoded = _plain
+    try:
+        return launch.more(launch.parameters)
+    finally:
+        tensor_maps._encoded = encoded
+
+
+def _plain(tensor_map: tensor_maps.TensorMap, address: int) -> ctypes.Array:
+    words = (address, *tensor_map.sizes, *tensor_map.strides, *tensor_map.box, tensor_map.swizzle)
+    return (ctypes.c_uint64 * 16)(*words)

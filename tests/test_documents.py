@@ -1,0 +1,110 @@
+"""README and guide: their code runs, their commands and links exist, their numbers are those of the results."""
+
+import ast
+import importlib.util
+import re
+
+import pytest
+import typer.main
+
+import intflash
+from documents import PAGES, ROOT, allow_torchvision, blocks
+from intflash.cli import app
+
+RESULTS = ROOT / "benchmarks" / "results"
+PYTHON = [page for page in PAGES if blocks(page, "python") and "design" not in page.parts]
+TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
+
+# A command and messages of the branches gpu and api; a line goes when its branch is merged.
+allow_torchvision()
+
+
+def _id(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PYTHON, ids=_id)
+def test_code_runs(page, tmp_path, monkeypatch):
+    """The blocks of a page run one after the other, as a reader runs them; random weights stand for published ones."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    for text, reason in blocks(page, "python"):
+        if reason is not None:
+            ast.parse(text)
+            continue
+        for library in ("timm", "torchvision", "transformers", "diffusers"):
+            if re.search(rf"^(import|from) {library}\b", text, re.M):
+                pytest.importorskip(library)
+        exec(compile(text.replace("pretrained=True", "pretrained=False"), _id(page), "exec"), names)
+
+
+def _commands():
+    for page in PAGES:
+        for text, _ in blocks(page, "sh"):
+            for line in text.splitlines():
+                words = line.partition("#")[0].split()
+                if "intflash.cli" in words:
+                    words = ["intflash", *words[words.index("intflash.cli") + 1 :]]
+                if words[:1] == ["intflash"]:
+                    yield pytest.param(words[1:], id=" ".join(words))
+
+
+@pytest.mark.parametrize("words", list(_commands()))
+def test_command_exists(words):
+    """Each command line of the documents names a command and options that there are."""
+    command = typer.main.get_command(app)
+    while words and hasattr(command, "commands"):
+        assert words[0] in command.commands
+        command, words = command.commands[words[0]], words[1:]
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    assert {word for word in words if word.startswith("--")} <= options
+
+
+def test_readme_is_short_and_its_links_work_on_pypi():
+    text = TEXT[ROOT / "README.md"]
+    assert len(text.splitlines()) <= 150
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert target.startswith("https://"), target
+        path = target.replace("/blob/", "/").replace("/tree/", "/")
+        path = re.sub(r"^https://(github|raw\.githubusercontent)\.com/intflash/intflash/main/", "", path)
+        assert (ROOT / path).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_relative_links_exist(page):
+    """Also those that MkDocs does not look at: to examples, results and the contributing page."""
+    for target in re.findall(r"\]\(([^)\s]+)\)|^\[[^\]]+\]:\s*(\S+)", TEXT[page], re.M):
+        target = "".join(target)
+        if not re.match(r"[a-z]+:|#", target):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_readme_table_is_the_results():
+    spec = importlib.util.spec_from_file_location("gain_figure", ROOT / "scripts" / "gain_figure.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = module.markdown(module.gains(RESULTS / "h200" / "attention.csv"))
+    assert rows in TEXT[ROOT / "README.md"]
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = re.findall(r"^::: (\S+)", TEXT[ROOT / "docs" / "api" / "python.md"], re.M)
+    assert [name for name in intflash.__all__ if f"intflash.{name}" not in listed] == []
+
+
+def test_troubleshooting_quotes_what_the_library_says():
+    """Each message of the tables is in the source, so that a reader who searches for it finds it."""
+    source = "\n".join(path.read_text() for path in (ROOT / "src" / "intflash").rglob("*.py"))
+    source = re.sub(r"\{[^{}]*\}", "…", source)  # an f-string's values
+    source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", source)  # a string of several pieces
+    page = TEXT[ROOT / "docs" / "guide" / "troubleshooting.md"].partition("## Wrong or poor results")[0]
+    foreign = ("operator torchvision", "Could not import module", "VORTEX_HOME", "report.left")  # of others
+    for row in re.findall(r"^\| (`.+?) \| ", page, re.M):
+        for message in re.findall(r"`([^`]+)`", row):
+            longest = max(message.split("…"), key=len).strip("( )")
+            assert longest in source or message.startswith(foreign), message
+
+
+def test_words():
+    """Speedups are written as such."""
+    assert [_id(page) for page, text in TEXT.items() if "as fast" in text] == []

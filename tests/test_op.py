@@ -1,0 +1,230 @@
+"""The custom op: torch.library's own checks, and whole graphs under torch.compile."""
+
+import pytest
+import torch
+
+import intflash
+from intflash import QTensor, Recipe, plans
+from intflash.op import _attention
+from oracle import randn
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    """Else a call of another test's code is compiled for a changed option, or after eight of them not at all."""
+    torch._dynamo.reset()
+
+
+def flat(q, k, v, **changes):
+    names = [a.name for a in _attention._opoverload._schema.arguments]
+    arguments = dict.fromkeys(names) | dict(
+        q=q, k=k, v=v, number_scales=[0.0] * 3, block_sizes=[16] * 3, bits=[8] * 3, quantized=False, is_causal=False,
+        enable_gqa=False, smooth_k=False, rotate=False, dynamic_out=False, return_lse=False, method="intflash",
+        causal_align="top_left", granularities="tensor,tensor,tensor", rule="exact",
+    )  # fmt: skip
+    return tuple((arguments | changes).values())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"return_lse": True, "is_causal": True},
+        {"out_dtype": torch.int8, "granularities": "token,block,channel"},
+        {"out_dtype": torch.int16, "dynamic_out": True},
+        {"method": "intflash_online", "number_scales": [0.03, 0.03, 0.03]},
+        {"smooth_k": True, "rotate": True, "return_lse": True},
+    ],
+    ids=lambda c: "-".join(map(str, c)) or "plain",
+)
+def test_opcheck(changes):
+    torch.library.opcheck(_attention, flat(*randn(1, 2, 20, 16), **changes))
+
+
+def test_opcheck_quantized():
+    q, k, v = (intflash.quantize(x, "head") for x in randn(1, 2, 20, 16))
+    torch.library.opcheck(
+        _attention,
+        flat(q.data, k.data, v.data, q_scale=q.scale, k_scale=k.scale, v_scale=v.scale, quantized=True,
+             granularities="head,head,head", block_sizes=[0] * 3, out_dtype=torch.int8),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", [None, Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)], ids=["dynamic", "static"])
+def test_compiles_to_one_graph(recipe):
+    def layer(q, k, v, mask):
+        out, lse = intflash.attention(q * 2, k, v, mask, recipe=recipe, return_lse=True)
+        return out + 1, lse
+
+    arguments = (*randn(2, 2, 20, 16), torch.rand(2, 1, 20, 20) > 0.2)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
+    for got, expected in zip(compiled, layer(*arguments), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_compiles_quantized_tensors_in_and_out():
+    def layer(q, k, v):
+        q, k, v = (intflash.quantize(x) for x in (q, k, v))
+        return intflash.attention(q, k, v, out_dtype=torch.int16, out_scale=0.02).dequantize()
+
+    arguments = randn(1, 2, 20, 16)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments), layer(*arguments))
+
+
+def test_sdpa_under_compile_and_a_dynamic_shape():
+    compiled = torch.compile(intflash.sdpa, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (7, 20, 33):
+        q, k, v = randn(1, 2, n, 16)
+        assert torch.equal(compiled(q, k, v), intflash.sdpa(q, k, v))
+
+
+def test_compiled_calls_refuse_what_eager_ones_do():
+    def layer(q, k, v):
+        return intflash.attention(q, k, v, out_dtype=torch.int8, out_scale="auto").data
+
+    for call in (layer, torch.compile(layer, backend="aot_eager")):
+        with pytest.raises(Exception, match="or 'dynamic', got 'auto'"):
+            call(*randn(1, 2, 8, 16))
+
+
+def test_op_does_not_alias_a_given_out_scale():
+    q, k, v = randn(1, 2, 8, 16)
+    scale = torch.full((1, 1, 1, 1), 0.05)
+    out = torch.ops.intflash.attention(*flat(q, k, v, out_scale=scale, out_dtype=torch.int8))
+    assert torch.equal(out[1], scale) and out[1].data_ptr() != scale.data_ptr()
+    assert isinstance(intflash.attention(q, k, v, out_dtype=torch.int8, out_scale=scale), QTensor)
+
+
+def test_compiled_code_takes_tensors_that_want_gradients_and_refuses_the_backward_pass():
+    q, k, v = randn(1, 2, 20, 16)
+    compiled = torch.compile(lambda *x: intflash.attention(*x) * 2, fullgraph=True, backend="aot_eager")
+    out = compiled(q.clone().requires_grad_(), k, v)
+    assert torch.equal(out, intflash.attention(q, k, v) * 2)
+    with pytest.raises(RuntimeError, match="for inference and has no gradients"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("method", ["lite", "fp32"])
+def test_integer_output_of_a_float_v_compiles(method):
+    inputs = randn(1, 2, 20, 16)
+
+    def call(*x):
+        return intflash.attention(*x, method=method, out_dtype=torch.int8).dequantize()
+
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs), call(*inputs))
+
+
+@pytest.mark.parametrize("granularity", ["token", "block"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_compiled_integer_output_has_the_scale_of_all_tokens(granularity, heads):
+    """Also where one key head serves several query heads: the form of the scale is part of what compiled code knows."""
+    q, k, v = randn(1, 4, 20, 16)
+    recipe = Recipe(k=granularity, v=granularity, block_size=7)
+    options = dict(method="fp16", out_dtype=torch.int16, recipe=recipe, enable_gqa=True)
+
+    def call(*x):
+        found = intflash.attention(*x, **options)
+        return found.data, found.scale
+
+    inputs = q, k[:, :heads], v[:, :heads]
+    compiled, eager = torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs), call(*inputs)
+    assert all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(compiled, eager, strict=True))
+
+
+def test_traced_code_computes():
+    q, k, v = randn(1, 2, 20, 16)
+    traced = torch.jit.trace(lambda *x: intflash.attention(*x), (q, k, v), check_trace=False)
+    assert torch.equal(traced(k, v, q), intflash.attention(k, v, q))
+
+
+def test_the_op_gives_every_argument_that_a_signature_asks_for(monkeypatch):
+    seen = []
+
+    def signed(call, arguments):
+        seen.append(plans.signature(arguments))
+        return call(arguments)
+
+    monkeypatch.setattr(plans, "run", signed)
+    inputs = randn(1, 2, 20, 16)
+    intflash.attention(*inputs)
+    torch.compile(lambda *x: intflash.attention(*x), fullgraph=True, backend="aot_eager")(*inputs)
+    assert len(seen) == 2 and [len(tensors) for _, tensors in seen] == [3, 3]
+
+
+ENDS = [torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 20], [0, 12, 20])]
+OPTIONS = {
+    "causal": dict(is_causal=True, causal_align="bottom_right"),
+    "scale": dict(scale=0.7),
+    "bias": dict(bias=torch.randn(1, 2, 20, 20, generator=torch.Generator().manual_seed(0))),
+    "smooth, rotate": dict(recipe=Recipe(smooth_k=True, rotate=True), return_lse=True),
+    "block": dict(recipe=Recipe(q="block", k="block", block_size=7)),
+    "four bits": dict(recipe=Recipe(bits=4)),
+    "packed": dict(cu_seqlens_q=ENDS[0], cu_seqlens_k=ENDS[1]),
+    "dynamic": dict(out_dtype=torch.int8, out_scale="dynamic"),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_compiled_calls_have_the_bits_of_eager_ones(options):
+    q, k, v = randn(1, 2, 20, 16)
+    if options.get("is_causal"):
+        q = q[:, :, :18]
+
+    def call(q, k, v):
+        found = intflash.attention(q, k, v, **options)
+        found = found if isinstance(found, tuple) else (found,)
+        return [x.dequantize() if isinstance(x, QTensor) else x for x in found]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert all(torch.equal(x, y) for x, y in zip(compiled, call(q, k, v), strict=True))
+
+
+@pytest.mark.parametrize("granularity, bits", [("tensor", 4), ("block", 8)])
+def test_compiled_calls_of_codes(granularity, bits):
+    granularities = granularity, granularity, "tensor"
+    codes = zip(randn(1, 2, 20, 16), granularities, strict=True)
+    q, k, v = (intflash.quantize(x, g, bits=bits, block_size=7) for x, g in codes)
+
+    def call(q, k, v):
+        return intflash.attention(q, k, v, out_dtype=torch.int16).dequantize()
+
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v), call(q, k, v))
+
+
+def test_compiled_calls_keep_the_rule():
+    q = (torch.arange(640).view(1, 2, 20, 16) % 254 - 126.5) * 0.03  # ties
+    _, k, v = randn(1, 2, 20, 16)
+    recipes = [Recipe(rule=rule, q_scale=0.03) for rule in ("exact", "divide")]
+    assert not torch.equal(*(recipe.quantize("q", q).data for recipe in recipes))
+
+    def call(recipe):
+        return intflash.attention(q, k, v, recipe=recipe)
+
+    for recipe in recipes:
+        assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(recipe), call(recipe))
+
+
+def test_one_compiled_call_takes_recipes_that_differ():
+    """Torch makes a number that changes a symbol."""
+    q, k, v = randn(1, 2, 20, 16)
+
+    def call(recipe):
+        return intflash.attention(q, k, v, recipe=recipe)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for size, bits, scale in ((7, 8, 0.02), (9, 4, 0.03), (5, 8, 0.04)):
+        recipe = Recipe(q="block", k="block", block_size=size, bits=bits, v_scale=scale)
+        assert torch.equal(compiled(recipe), call(recipe))
+
+
+def test_compiled_calls_keep_the_backend_and_the_checks():
+    q, k, v = randn(1, 2, 20, 16)
+    for arguments, options, said in (
+        ((q, k[:, :1], v[:, :1]), {}, "enable_gqa=True"),
+        ((q, k, v), dict(method="ivit", backend="cpu"), "cpu"),
+    ):
+        with pytest.raises(Exception, match=said):
+            torch.compile(lambda *x: intflash.attention(*x, **options), backend="aot_eager")(*arguments)  # noqa: B023
+    q[0, 0, 0, 0] = float("nan")
+    unchecked = torch.compile(lambda *x: intflash.attention(*x, check_finite=False), backend="aot_eager")
+    assert unchecked(q, k, v).shape == q.shape
