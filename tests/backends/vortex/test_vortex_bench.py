@@ -1,10 +1,10 @@
 """The report's table and the sweep: what they measure, and what they say where there is no Vortex."""
 
 import pytest
+from intflash.backends.vortex.lockstep import Counter
 
 from intflash.backends.vortex.device import Counters, VortexDevice
 from intflash.backends.vortex.errors import VortexError
-from intflash.backends.vortex.lockstep import Counter
 from intflash.backends.vortex.simulator import build_simulator
 from intflash.backends.vortex.toolchain import find_install
 from intflash.bench import vortex
