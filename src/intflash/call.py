@@ -171,6 +171,7 @@ def _with_usable_scales(arguments: dict[str, Any]) -> dict[str, Any]:
         if any(x is not scales[name] for name, x in usable.items()):
             changes["recipe"] = replace(recipe, **usable)
     if isinstance(out_scale, Tensor):
+        check_number(out_scale, "out_scale")
         changes["out_scale"] = validate.usable_scale(out_scale)
     return arguments | changes if changes else arguments
 
@@ -202,6 +203,9 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
     check = a["check_finite"]
     values = values and q.device.type != "meta"
     read = values and (q.device.type == "cpu" if check is None else check)
+    for name, x in zip("qkv", recipe.scales, strict=True):
+        if isinstance(x, Tensor):
+            validate.check_movable(x, f"{name}'s scale", q.device)
     if read:
         validate.check_scales(q, k, v, recipe)
     batch = tuple(q.shape[:-3]) or (1,)
