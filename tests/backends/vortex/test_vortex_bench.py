@@ -1,7 +1,6 @@
 """The report's table and the sweep: what they measure, and what they say where there is no Vortex."""
 
 import pytest
-from intflash.backends.vortex.lockstep import Counter
 
 from intflash.backends.vortex.device import Counters, VortexDevice
 from intflash.backends.vortex.errors import VortexError
