@@ -323,7 +323,7 @@ def test_the_table_cuts_no_number():
     row = Row("", 9, 100.0, 100.0, 100.0, -12.3, 1234.5, True, "", 12, 17.2, paper)
     kinds = ["token/token/head", "tensor", "tensor/tensor/channel"]
     rows = [replace(row, name=name, granularity=kind) for name, kind in zip(names, kinds, strict=True)]
-    for width, count in ((80, 2), (200, 1)):
+    for width, count in ((80, 3), (200, 1)):
         console = Console(width=width, file=io.StringIO())
         found = list(evaluation_tables(Evaluation("deit-b", "imagenet/val", 9, rows), width))
         for table in found:
