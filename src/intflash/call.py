@@ -231,6 +231,7 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
         causal=masks.causal_offset(a["is_causal"], a["causal_align"], nq, nk),
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, out_dtype=out_dtype,
         out_scale=_out_scale(out_scale, q, v, read), return_lse=return_lse, check_finite=look,
+        read=bool(read),
     )  # fmt: skip
     if chosen.check is not None:
         chosen.check(problem)

@@ -95,7 +95,8 @@ def keep(key: tuple, arguments: dict[str, Any], problem: Problem, backend: Backe
     given = isinstance(problem.q, QTensor) or any(isinstance(x, Tensor) for x in recipe.scales)
     scales = given and (check is None or bool(check))
     default = recipe if arguments["recipe"] is None else None
-    _known[key] = problem.method, problem.sm_scale, default, (*rest, problem.check_finite), scales, backend
+    rest = (*rest, problem.check_finite, problem.read)
+    _known[key] = problem.method, problem.sm_scale, default, rest, scales, backend
 
 
 def _same(held: Tensor | None, given: Tensor | None) -> bool:
