@@ -49,7 +49,7 @@ def run(problem: Problem) -> Result:
     for launch in launches:
         launch.run()
     unit = _unit(problem)[..., 0] * (1.0 if amax is None else amax.double() / 127)
-    if problem.read and bool((unit < MIN_UNIT).any()):
+    if problem.check_finite and bool((unit < MIN_UNIT).any()):
         raise InputError(f"{problem.method} needs a score unit of at least 2^-30, got {unit.min():.3g}")
     lse = None
     if problem.return_lse:
