@@ -208,6 +208,8 @@ def left_out(case: Case, place: Place) -> str | None:
         return "too large for Triton's interpreter"
     if case.out_dtype == "bfloat16" or case.out_dtype is None and case.inputs == "bfloat16":
         return "Triton's interpreter truncates to bfloat16 where hardware rounds"
+    if case.method.startswith("fp8"):
+        return "Triton's interpreter rounds some carries of e4m3 wrongly"
     return None
 
 

@@ -157,7 +157,7 @@ def _polynomial(depth, unit):
     """I-BERT's exp(-depth * unit), at most 40 bits, and its value at 0: 0.3585 (x + 1.353)^2 + 0.344 over ln 2."""
     ln2 = _ceil(0.6931471805599453 / unit)
     b = _floor(1.353 / unit)
-    c = _floor(0.344 / (0.3585 * (unit * unit)))
+    c = tl.maximum(_floor(0.344 / (0.3585 * (unit * unit))), 1)
     whole = b * b + c
     spare = tl.maximum(_bit_length(whole) - IBERT_BITS, 0).to(tl.int64)
     depth = tl.minimum(depth, IBERT_OCTAVES * ln2)
