@@ -1,7 +1,7 @@
 """Every argument of the public functions x every kind of bad value: an InputError that names the argument.
 
-Tensors of other kinds (meta, sparse, nested, complex, float8) reach every backend by every route to it, and none of them
-may end in an error of torch's own.
+Tensors of other kinds (meta, sparse, nested, complex, float8) go to every backend by every route, and none may end in
+an error of torch's own.
 """
 
 from __future__ import annotations
@@ -129,7 +129,10 @@ def test_scales_of_another_kind(name):
 
 BAD = {
     "no query": (lambda: intflash.attention(None, K, V), "q, k and v"),
-    "no query, dynamic": (lambda: intflash.attention(None, K, V, out_dtype=torch.int8, out_scale="dynamic"), "q, k and"),
+    "no query, dynamic": (
+        lambda: intflash.attention(None, K, V, out_dtype=torch.int8, out_scale="dynamic"),
+        "q, k and",
+    ),
     "codes past float32": (lambda: QTensor(torch.ones(1, 1, 2, 2, dtype=torch.int8), 1e39), "scale .*1e.39"),
     "codes past float64": (lambda: QTensor(torch.ones(1, 1, 2, 2, dtype=torch.int8), 10**400), "scale .*of 401 digits"),
     "recipe past float64": (lambda: Recipe(v_scale=10**400), "v_scale .*of 401 digits"),
@@ -175,7 +178,9 @@ def test_flags_of_other_kinds_mean_what_they_say():
     assert len(intflash.attention(Q, K, V, return_lse=torch.tensor(True))) == 2
 
 
-@pytest.mark.parametrize("options", [{}, dict(return_lse=True), dict(out_dtype=torch.int8, out_scale="dynamic")], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(return_lse=True), dict(out_dtype=torch.int8, out_scale="dynamic")], ids=str
+)
 def test_meta_tensors_give_shapes(options):
     """As torch's own attention: tensors without values have an output without values."""
     q, k, v = (x.to("meta") for x in (Q, K, V))
@@ -192,5 +197,3 @@ def test_huge_numbers_are_shown_short():
     with pytest.raises(InputError) as found:
         intflash.attention(Q, K, V, out_dtype=torch.int8, out_scale=10**4000)
     assert len(str(found.value)) < 200
-
-
