@@ -56,8 +56,9 @@ test-sanitize: $(VENV)/test-ready
 	sh scripts/sanitize_cpu.sh $(BIN)/python $(VENV)/build-sanitize
 
 lint: $(VENV)/ready
-	$(BIN)/pip install --quiet ruff
+	$(BIN)/pip install --quiet --constraint constraints.txt ruff clang-format
 	$(BIN)/ruff check src tests benchmarks scripts examples docs
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/cpu/*.* csrc/cpu/isa/*.* csrc/host/*.*)
 
 clean:
 	rm -rf $(VENV) build results

@@ -41,7 +41,7 @@ constexpr int64_t kSmallHead = 75000;  // a head up to here goes to one thread w
 constexpr int64_t kManyHeads = 16;     // from so many heads for each thread they go to threads whole
 
 // Amounts of work, in multiples of the scores for which another thread is worth waking (15 to 35 microseconds).
-constexpr int64_t kShort = 8;           // shorter work may be done before sleeping workers are awake
+constexpr int64_t kShort = 8;             // shorter work may be done before sleeping workers are awake
 constexpr int64_t kInterruptible = 2000;  // about 50 ms: from here on work looks for interrupts
 constexpr int64_t kLongestRange = 400;    // about 10 ms: then the work that looks for them is in ranges of at most this
 
@@ -95,10 +95,10 @@ char* Scratch::reserve(size_t bytes) {
   return data;
 }
 
-void* Output::awaited() const {
+void* Output::wait() const {
   for (;;) {
     if (void* data = __atomic_load_n(&data_, __ATOMIC_ACQUIRE)) return data;
-    if (__atomic_load_n(&given_up_, __ATOMIC_ACQUIRE)) throw std::runtime_error("the output could not be made");
+    if (__atomic_load_n(&failed_, __ATOMIC_ACQUIRE)) throw std::runtime_error("the output could not be made");
     std::this_thread::yield();
   }
 }
@@ -106,7 +106,8 @@ void* Output::awaited() const {
 int64_t unit_count(const Call& call, int rows) {
   int64_t blocks = 0;
   if (!call.ends_q) blocks = call.batch * ((call.nq + rows - 1) / rows);
-  for (int64_t s = 0; call.ends_q && s < call.sequences; ++s) blocks += (call.ends_q[s + 1] - call.ends_q[s] + rows - 1) / rows;
+  for (int64_t s = 0; call.ends_q && s < call.sequences; ++s)
+    blocks += (call.ends_q[s + 1] - call.ends_q[s] + rows - 1) / rows;
   return blocks * call.heads_q;
 }
 
@@ -129,12 +130,12 @@ void run_attention(const Kernels& kernels, const Call& call, int threads, const 
   const bool is_interruptible = cost >= kInterruptible;
   Job job{kernels, call, ++last_call, units, 1, true};
   if (threads > 1) {
-    // Whole heads where there are many of them, or small ones, as many for each thread: a thread packs each K and V that
-    // it meets. Heads of a longest range or more are divided, so that a range is never longer.
+    // Threads draw whole heads where each gets many of them, or as many small ones, since a thread packs every K and V
+    // that it meets. Heads that take longer than a longest range are divided.
     const int64_t heads = call.batch * call.heads_q;
     const bool are_many = heads >= kManyHeads * threads, are_small = call.nq * call.nk < kSmallHead;
-    const bool are_long = is_interruptible && cost / heads > kLongestRange;
-    job.whole_heads = !call.ends_q && !are_long && (are_many || (heads % threads == 0 && are_small));
+    const bool are_long_rows = is_interruptible && cost / heads > kLongestRange;
+    job.whole_heads = !call.ends_q && !are_long_rows && (are_many || (heads % threads == 0 && are_small));
     if (job.whole_heads) job.grain = (call.nq + rows - 1) / rows;
   } else if (!is_interruptible) {
     job.grain = units;

@@ -15,8 +15,8 @@ struct FloatInput {
   const char* data;
   int64_t batch, heads, tokens, channels, stride[4], bytes;
   FloatType type;
-  bool is_static;             // the scale is given
-  bool per_head;              // of a scale that is not given
+  bool is_static;  // the scale is given
+  bool per_head;   // of a scale that is not given
   int qmax;
   std::vector<float> amax;    // per piece
   std::vector<float> scales;  // not given: one, or [batch, heads]; a given number: one

@@ -18,9 +18,9 @@
 namespace intflash {
 namespace {
 
-constexpr int kRangePart = 4;      // a thread draws a quarter of what its range, or the one it steals from, has left
+constexpr int kRangePart = 4;  // a thread draws a quarter of what its range, or the one it steals from, has left
 constexpr int kSpinsPerYield = 16;
-constexpr int kSpins = 2000;       // pauses before a waiting thread sleeps: some tens of microseconds
+constexpr int kSpins = 2000;  // pauses before a waiting thread sleeps: some tens of microseconds
 
 inline void pause() {
 #if defined(__x86_64__)

@@ -34,8 +34,8 @@ class InterruptPoll {
 
 class WorkStealingRanges;
 
-// What one thread draws ranges [first, last) of items from: the range that the call gave it, from its beginning, so that
-// the thread meets the same part of its inputs in every call; then the ends of the other threads' ranges.
+// What one thread draws ranges [first, last) of items from: the range that the call gave it, from its beginning, so
+// that the thread meets the same part of its inputs in every call; then the ends of the other threads' ranges.
 class ThreadRanges {
  public:
   // False where there are none left, or the work has been interrupted.

@@ -1,4 +1,4 @@
-// The Python module: torch's tensors in, results written in place.
+// The Python module intflash._native: reads torch's tensors, allocates the outputs and runs the kernels.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ const Kernels& kernels_named(const char* name) {
   throw std::invalid_argument("no such instruction set on this machine");
 }
 
-// how: (float type, per head, qmax, scale), scale: None, a float, or a tensor
+// Reads how a float tensor is quantized: (float type, per head, qmax, scale), where scale is None, a float or a tensor.
 FloatInput float_input(const TensorView& tensor, nb::handle how) {
   FloatInput x;
   x.data = tensor.data;
@@ -53,8 +53,8 @@ View<int8_t> contiguous_codes(const FloatInput& x) {
   return {x.codes, {x.heads * x.tokens * x.channels, x.tokens * x.channels, x.channels, 1}};
 }
 
-// Codes of the caller's thread between quantization and attention; kept, because fresh pages cost more
-// than the work on small calls.
+// The codes of a call on the calling thread. The memory is kept, because fresh pages cost more than the work of small
+// calls.
 struct CodeBuffer {
   std::vector<int8_t> bytes;
   void divide(FloatInput (&x)[3]) {
@@ -66,20 +66,21 @@ struct CodeBuffer {
   }
 };
 
-// torch.empty_like, which takes half the time, and problem.empty_output; never let go.
+// torch.empty_like, which takes half the time of the other, and problem.empty_output. Their references are never
+// released.
 PyObject *empty_like = nullptr, *empty_output = nullptr;
 
 void use_torch(nb::handle like, nb::handle output) {
   empty_like = like.inc_ref().ptr(), empty_output = output.inc_ref().ptr();
 }
 
-// Makes a call's output and, where that is integer and the call has none, its scale; then lets go of Python.
+// Allocates a call's output and, where it is integer and the call gives none, its scale; then releases the GIL.
 struct Outputs {
   Call& call;
   nb::handle q, dtype;
   bool like_q;
-  nb::object out_scale;  // the call's, or None
-  nb::handle v_scale{};  // the likeness of one to be made, or null
+  nb::object out_scale;  // the call's own, or None
+  nb::handle v_scale{};  // tensor that a scale to be allocated is like, or null
   float scale = 0.0f;
   nb::object out{};
   std::optional<nb::gil_scoped_release> released{};
@@ -87,7 +88,10 @@ struct Outputs {
   void make() {
     try {
       const auto size = [](int64_t n) { return nb::int_(n); };
-      out = like_q ? nb::handle(empty_like)(q) : nb::handle(empty_output)(q, nb::make_tuple(size(call.batch), size(call.heads_q), size(call.nq), size(call.value_dim)), dtype);
+      out = like_q ? nb::handle(empty_like)(q)
+                   : nb::handle(empty_output)(
+                         q, nb::make_tuple(size(call.batch), size(call.heads_q), size(call.nq), size(call.value_dim)),
+                         dtype);
       const TensorView view = read_tensor(out);
       call.out.batch_step = view.stride[0], call.out.head_step = view.stride[1], call.out.row_step = view.stride[2];
       call.out.set(view.data);
@@ -96,7 +100,7 @@ struct Outputs {
         *reinterpret_cast<float*>(read_tensor(out_scale).data) = scale;
       }
     } catch (...) {
-      call.out.give_up();
+      call.out.fail();
       throw;
     }
     released.emplace();
@@ -110,10 +114,11 @@ struct Outputs {
 // The identity of Python's main thread, which alone handles signals.
 unsigned long main_thread = 0;
 
-// Runs Python's signal handlers during a long call; returns what one of them has raised, as KeyboardInterrupt for Ctrl-C.
+// Runs Python's signal handlers during a long call; returns what one of them has raised, as KeyboardInterrupt for
+// Ctrl-C.
 std::exception_ptr check_signals() {
   if (PyThread_get_thread_ident() != main_thread) return nullptr;
-  const nb::gil_scoped_acquire held;
+  const nb::gil_scoped_acquire in_register;
   if (PyErr_CheckSignals() == 0) return nullptr;
   try {
     nb::raise_python_error();
@@ -122,11 +127,13 @@ std::exception_ptr check_signals() {
   }
 }
 
-// A thread's call while it lasts. A signal handler that it runs must not begin another: the thread's scratch is in use.
+// Marks a call of this thread as running. A signal handler must not begin another one, since the thread's scratch is in
+// use.
 class RunningCall {
  public:
   RunningCall() {
-    if (is_running) throw std::runtime_error("attention was called by a signal handler that runs during another call of attention");
+    if (is_running)
+      throw std::runtime_error("attention was called by a signal handler that runs during another call of attention");
     is_running = true;
   }
   ~RunningCall() { is_running = false; }
@@ -136,10 +143,12 @@ class RunningCall {
 };
 thread_local bool RunningCall::is_running = false;
 
-// (out, its scale where it is integer); None where `look` asked for NaN and infinity in float q, k or v and there are some.
-nb::object attention(const char* isa, int threads, int method, int out_type, nb::handle out_dtype, bool same_dtype, double sm_scale, nb::handle q,
-                     nb::handle k, nb::handle v, nb::tuple scales, nb::handle out_scale, nb::handle blocks, nb::handle causal,
-                     nb::handle bias, nb::handle keep, nb::handle packed, nb::handle t_max, nb::handle l_sum, bool look) {
+// Returns (output, its scale where it is integer), or None where `look` asks for NaN and infinity in float q, k and v
+// and there are some.
+nb::object attention(const char* isa, int threads, int method, int out_type, nb::handle out_dtype, bool same_dtype,
+                     double sm_scale, nb::handle q, nb::handle k, nb::handle v, nb::tuple scales, nb::handle out_scale,
+                     nb::handle blocks, nb::handle causal, nb::handle bias, nb::handle keep, nb::handle packed,
+                     nb::handle t_max, nb::handle l_sum, bool look) {
   const RunningCall running;
   const Kernels& kernels = kernels_named(isa);
   const TensorView queries = read_tensor(q), keys = read_tensor(k), values = read_tensor(v);
@@ -148,7 +157,8 @@ nb::object attention(const char* isa, int threads, int method, int out_type, nb:
   call.method = Method(method);
   call.out_type = OutType(out_type);
   call.sm_scale = sm_scale;
-  call.batch = queries.shape[0], call.heads_q = queries.shape[1], call.nq = queries.shape[2], call.head_dim = queries.shape[3];
+  call.batch = queries.shape[0], call.heads_q = queries.shape[1], call.nq = queries.shape[2],
+  call.head_dim = queries.shape[3];
   call.heads_k = keys.shape[1], call.nk = keys.shape[2], call.value_dim = values.shape[3];
   call.q_block = call.k_block = 1;
   if (!blocks.is_none()) call.q_block = item(blocks, 0), call.k_block = item(blocks, 1);
@@ -169,11 +179,13 @@ nb::object attention(const char* isa, int threads, int method, int out_type, nb:
   call.l_sum = reinterpret_cast<int64_t*>(read_tensor(l_sum).data);
 
   const nb::handle how_q = element(scales, 0), how_k = element(scales, 1), how_v = element(scales, 2);
-  Outputs outputs{call, q, out_dtype, same_dtype && queries.shape[3] == values.shape[3] && queries.is_contiguous(), nb::borrow(out_scale)};
+  Outputs outputs{call, q, out_dtype, same_dtype && queries.shape[3] == values.shape[3] && queries.is_contiguous(),
+                  nb::borrow(out_scale)};
   const std::function<void()> make_outputs = [&] { outputs.make(); };
   if (!PyTuple_Check(how_q.ptr())) {
     call.q = queries.as<int8_t>(), call.k = keys.as<int8_t>(), call.v = values.as<int8_t>();
-    call.q_scale = read_tensor(how_q).as<float>(), call.k_scale = read_tensor(how_k).as<float>(), call.v_scale = read_tensor(how_v).as<float>();
+    call.q_scale = read_tensor(how_q).as<float>(), call.k_scale = read_tensor(how_k).as<float>(),
+    call.v_scale = read_tensor(how_v).as<float>();
     const bool is_integer = call.out_type == OutType::kInt8 || call.out_type == OutType::kInt16;
     if (is_integer && out_scale.is_none()) {  // s_V * 127 / qmax: |O| <= max|V|
       outputs.scale = *call.v_scale.data * 127.0f / (call.out_type == OutType::kInt8 ? 127.0f : 32767.0f);
@@ -186,7 +198,8 @@ nb::object attention(const char* isa, int threads, int method, int out_type, nb:
   static thread_local CodeBuffer buffer;
   Quantization work{kernels, {float_input(queries, how_q), float_input(keys, how_k), float_input(values, how_v)}, look};
   buffer.divide(work.input);
-  call.q = contiguous_codes(work.input[0]), call.k = contiguous_codes(work.input[1]), call.v = contiguous_codes(work.input[2]);
+  call.q = contiguous_codes(work.input[0]), call.k = contiguous_codes(work.input[1]),
+  call.v = contiguous_codes(work.input[2]);
   call.q_scale = work.input[0].scale, call.k_scale = work.input[1].scale, call.v_scale = work.input[2].scale;
   if (!work.run(threads, make_outputs, check_signals)) return nb::none();
   run_attention(kernels, call, threads, [] {}, check_signals);
@@ -196,19 +209,24 @@ nb::object attention(const char* isa, int threads, int method, int out_type, nb:
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.def("instruction_sets", [] {
-    nb::list names;
-    for (const Kernels* k : supported_kernels()) names.append(k->name);
-    return names;
-  }, "Names of the kernels this machine can run, best first.");
-  m.def("use_exchange", use_exchange, nb::arg("capsule").none(),
-        "Read tensors by torch.Tensor.__dlpack_c_exchange_api__; with None by their methods, as before the first call.");
-  m.def("set_main_thread", [](unsigned long ident) { main_thread = ident; }, nb::arg("ident"),
-        "The thread whose long calls look for signals: threading.main_thread().ident.");
+  m.def(
+      "instruction_sets",
+      [] {
+        nb::list names;
+        for (const Kernels* k : supported_kernels()) names.append(k->name);
+        return names;
+      },
+      "Names of the kernels this machine can run, best first.");
+  m.def(
+      "use_exchange", use_exchange, nb::arg("capsule").none(),
+      "Read tensors by torch.Tensor.__dlpack_c_exchange_api__; with None by their methods, as before the first call.");
+  m.def(
+      "set_main_thread", [](unsigned long ident) { main_thread = ident; }, nb::arg("ident"),
+      "The thread whose long calls look for signals: threading.main_thread().ident.");
   m.def("use_torch", use_torch, nb::arg("empty_like"), nb::arg("empty_output"), "How outputs are made.");
-  m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"), nb::arg("out_dtype"),
-        nb::arg("same_dtype"), nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(),
-        nb::arg("blocks").none(), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(),
-        nb::arg("packed").none(), nb::arg("t_max").none(), nb::arg("l_sum").none(), nb::arg("look"),
-        "Attention of one validated problem, see intflash/backends/cpu.py.");
+  m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"),
+        nb::arg("out_dtype"), nb::arg("same_dtype"), nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
+        nb::arg("scales"), nb::arg("out_scale").none(), nb::arg("blocks").none(), nb::arg("causal").none(),
+        nb::arg("bias").none(), nb::arg("keep").none(), nb::arg("packed").none(), nb::arg("t_max").none(),
+        nb::arg("l_sum").none(), nb::arg("look"), "Attention of one validated problem, see intflash/backends/cpu.py.");
 }

@@ -143,7 +143,7 @@ def _decide(arguments: dict[str, Any]) -> tuple[Problem, Tensor | None, Backend]
 
 def _run(problem: Problem, backend: Backend) -> Result:
     with on_device(problem):
-        if problem.check_finite and not backend.looks:
+        if problem.check_finite and not backend.looks and isinstance(problem.q, Tensor):
             validate.check_finite(problem.q, problem.k, problem.v)
         return backend.run(problem)
 
@@ -221,10 +221,8 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
     if cu_seqlens_q is not None:
         _check_packed((q, k, v), cu_seqlens_q, cu_seqlens_k, recipe, values and (read or cu_seqlens_q.is_cpu))
     lse_shift = None
-    look = read and not quantized
-    if look and (recipe.rotate or recipe.smooth_k or recipe.bits != 8):  # changed or quantized here
+    if read and not quantized and (recipe.rotate or recipe.smooth_k or recipe.bits != 8):  # changed or quantized here
         validate.check_finite(q, k, v)
-        look = False
     if not quantized and (recipe.rotate or recipe.smooth_k):
         q, k, lse_shift = _rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
         v = v.float()  # a problem's tensors share one dtype
@@ -234,7 +232,7 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
         keep=keep, causal_align=a["causal_align"],
         causal=masks.causal_offset(a["is_causal"], a["causal_align"], nq, nk),
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, out_dtype=out_dtype,
-        out_scale=_out_scale(out_scale, q, v, read), return_lse=return_lse, check_finite=look,
+        out_scale=_out_scale(out_scale, q, v, read), return_lse=return_lse, check_finite=read,
     )  # fmt: skip
     if chosen.check is not None:
         chosen.check(problem)

@@ -1,7 +1,6 @@
 """The Vortex report's table with our programs beside it, and the sweep that finds where FlashAttention begins to win.
 
-On the user's Vortex: instructions, cycles, IPC and memory latency by its counters. Without it: the thread-instructions
-inside the kernels, counted by the lockstep interpreter where clang is installed; nothing that needs a clock.
+On the user's Vortex: instructions, cycles, IPC and memory latency by its counters.
 """
 
 from __future__ import annotations
@@ -16,17 +15,15 @@ from intflash.backends.vortex import launch as launches
 from intflash.backends.vortex.device import Counters, VortexDevice
 from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.launch import PROGRAMS, Launch
-from intflash.backends.vortex.lockstep import Counter
 from intflash.backends.vortex.simulator import build_simulator
 from intflash.backends.vortex.toolchain import find_install
 from intflash.bench.experiments import Figure, Row, Setting, untimed
 from intflash.numerics.exp import scalar_exponent_constants
 
 INSTRUCTIONS, CYCLES, IPC, LATENCY = "instructions", "cycles", "IPC", "latency"
-INSIDE = "thread-instructions"  # inside the kernels, counted by the interpreter
 COLUMNS = (INSTRUCTIONS, CYCLES, IPC, LATENCY)
 MEMORY_CLOCK_RATIOS = (1, 4)
-HEAD_DIMS = (8, 32, 64)
+HEAD_DIMS = (8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,7 @@ class Entry:
     label: str
     program: str
     report: tuple[int, int, float, int] | None = None  # instructions, cycles, IPC, memory latency
+    p_bits: int = 16
 
 
 ENTRIES = (
@@ -43,13 +41,13 @@ ENTRIES = (
     Entry("flash", "flash_f32", (634145, 3693943, 0.172, 988)),
     Entry("flash, split row", "flash_f32_split"),
     Entry("flash f16, TCU", "flash_f16_tensor", (2120872, 4794023, 0.442, 767)),
-    Entry("intflash", "intflash_row"),
-    Entry("intflash, split row", "intflash_split"),
-    Entry("intflash_p8, TCU", "intflash_p8_tensor"),
+    Entry("intflash", "intflash_simt"),
+    Entry("intflash, TCU", "intflash_tensor"),
+    Entry("intflash_p8, TCU", "intflash_tensor", p_bits=8),
 )
 
 
-def make_launch(program: str, n: int, d: int, seed: int = 0) -> Launch:
+def make_launch(program: str, n: int, d: int, seed: int = 0, p_bits: int = 16) -> Launch:
     """A program on one head of normal inputs, N = n queries and keys; integer programs on their int8 codes.
 
     Args:
@@ -57,6 +55,7 @@ def make_launch(program: str, n: int, d: int, seed: int = 0) -> Launch:
         n: queries and keys.
         d: head_dim, 8 to 64.
         seed: of the inputs, the same for every program.
+        p_bits: of an integer program: 16 for `intflash`, 8 for `intflash_p8`.
     """
     q, k, v = np.random.default_rng(seed).normal(size=(3, n, d)).astype(np.float32)
     if not PROGRAMS[program].integer:
@@ -64,27 +63,19 @@ def make_launch(program: str, n: int, d: int, seed: int = 0) -> Launch:
     (q, s_q), (k, s_k), (v, _) = (_quantize(x) for x in (q, k, v))
     columns = np.zeros(d, launches.MULTIPLIER)
     columns["multiplier"], columns["exponent"] = 1 << 23, 1  # s_O = s_V
-    p_bits = 8 if PROGRAMS[program].tensor_unit else 16
     exponent = scalar_exponent_constants(s_q, s_k, 1 / math.sqrt(d))
     return launches.integer_launch(program, q, k, v, p_bits=p_bits, exponent=exponent, multipliers=columns, out_bits=8)
 
 
-def measure_program(program: str, n: int, d: int, device: VortexDevice, seed: int = 0) -> Counters:
+def measure_program(
+    program: str, n: int, d: int, device: VortexDevice, seed: int = 0, p_bits: int = 16
+) -> Counters:
     """Vortex's counters for one program, summed over its kernels.
 
     Raises:
         VortexError: a part of Vortex is missing, or the run failed.
     """
-    return device(make_launch(program, n, d, seed))
-
-
-def count_instructions(program: str, n: int, d: int, counter: Counter, seed: int = 0) -> int:
-    """Thread-instructions inside the program's kernels, by the lockstep interpreter: no Vortex needed.
-
-    Raises:
-        VortexError: clang or lld is missing, or the program uses the tensor unit.
-    """
-    return counter(make_launch(program, n, d, seed))
+    return device(make_launch(program, n, d, seed, p_bits))
 
 
 def simulators(ratios: Sequence[int] = MEMORY_CLOCK_RATIOS) -> dict[int, VortexDevice]:
@@ -111,7 +102,7 @@ def _report_table(setting: Setting) -> Iterator[Row]:
             if device is not None:
                 setting.log(f"{entry.label} on simx, memory clock ratio {ratio}")
                 try:
-                    counters = measure_program(entry.program, n, d, device, setting.seed)
+                    counters = measure_program(entry.program, n, d, device, setting.seed, entry.p_bits)
                 except VortexError as error:
                     note = str(error)
             report = dict(zip(COLUMNS, entry.report or (), strict=False)) if ratio == 4 else {}
@@ -131,8 +122,9 @@ def _columns(counters: Counters | None) -> dict[str, float | None]:
 
 
 def _entries(d: int) -> list[Entry]:
-    """The lines for a head_dim: a row is split among threads only where that takes more than one."""
-    return [e for e in ENTRIES if not PROGRAMS[e.program].split or launches.head_lanes(d) > 1]
+    """The lines for a head_dim: of float FlashAttention, the program that the backend runs."""
+    flash = launches.float_program(d)
+    return [e for e in ENTRIES if e.program not in launches.FLASH_PROGRAMS or e.program == flash]
 
 
 def _sizes(setting: Setting) -> list[tuple[int, int]]:
@@ -149,27 +141,10 @@ def _sweep(setting: Setting) -> Iterator[Row]:
         for entry in _entries(d):
             setting.log(f"{entry.label} on simx, N = {n}, d = {d}")
             try:
-                cycles, note = measure_program(entry.program, n, d, device, setting.seed).cycles, None
+                cycles, note = measure_program(entry.program, n, d, device, setting.seed, entry.p_bits).cycles, None
             except VortexError as error:
                 cycles, note = None, str(error)
             yield Row(entry.label, f"N = {n}", f"{CYCLES}, d = {d}", cycles, x=n, backend="vortex", note=note)
-
-
-def _instructions(setting: Setting) -> Iterator[Row]:
-    """The interpreter's counts; one empty row that says why where there is no clang."""
-    try:
-        counter = Counter()
-    except VortexError as error:
-        yield Row(ENTRIES[0].label, "any N", f"{INSIDE}, d = 8", None, note=str(error))
-        return
-    for n, d in _sizes(setting):
-        for entry in _entries(d):
-            if PROGRAMS[entry.program].tensor_unit:
-                continue
-            setting.log(f"{entry.label} in the interpreter, N = {n}, d = {d}")
-            count = count_instructions(entry.program, n, d, counter, setting.seed)
-            metric = f"{INSIDE}, d = {d}"
-            yield Row(entry.label, f"N = {n}", metric, count, x=n, backend="lockstep interpreter")
 
 
 def _winners(rows: Sequence[Row]) -> list[str]:
@@ -208,11 +183,6 @@ _ON_SIMX = (
     "simx with 4 cores, 2 warps a core, 8 threads a warp; instructions are thread-instructions over all cores, cycles "
     "those of the slowest core, latency the mean cycles of a memory read."
 )
-_IN_INTERPRETER = (
-    "Thread-instructions between a kernel's entry and its return, in RV32 code by this machine's clang, counted by our "
-    "lockstep interpreter: no clock, and without the instructions of Vortex's scheduler. The tensor-unit programs are "
-    "left out: their fragment code belongs to Vortex's SDK."
-)
 
 EXPERIMENTS = (
     untimed(
@@ -232,16 +202,6 @@ EXPERIMENTS = (
         figures=tuple(Figure(f"{CYCLES}, d = {d}", "lines", "N") for d in HEAD_DIMS),
         conclude=_winners,
         notes=_ON_SIMX + " Memory clock ratio 4.",
-        devices=("cpu",),
-    ),
-    untimed(
-        name="vortex_instructions",
-        title="Attention kernels for Vortex: instructions that RV32 code executes",
-        source="docs/vortex.md",
-        measure=_instructions,
-        figures=tuple(Figure(f"{INSIDE}, d = {d}", "lines", "N") for d in HEAD_DIMS),
-        conclude=_winners,
-        notes=_IN_INTERPRETER,
         devices=("cpu",),
     ),
 )

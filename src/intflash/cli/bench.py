@@ -106,9 +106,10 @@ def bench_vortex(
 ) -> None:
     """The Vortex report's table with our programs beside it, on your Vortex (VORTEX_HOME, VORTEX_BUILD).
 
-    -e chooses vortex_table, vortex_sweep or vortex_instructions. The last
-    needs clang, no Vortex: our kernels in the lockstep interpreter, which
-    takes about two minutes (20 s with --quick).
+    -e chooses vortex_table (N = 64, head_dim 8, about a minute) or
+    vortex_sweep (N = 16 to 128, head_dim 8 to 64, about ten minutes; only
+    head_dim 8 with --quick). Without Vortex the table holds the report's
+    numbers.
     """
     from intflash.bench import vortex
     from intflash.bench.experiments import Setting

@@ -203,15 +203,15 @@ def _absolute_maximum(x: Tensor, granularity: str, block_size: int) -> Tensor:
 def key_mean(k: Tensor) -> Tensor:
     """Mean of K over its tokens, float32 ``[B, H, 1, D]``, summed in one fixed order on every device.
 
-    The order is a balanced tree over the tokens padded with zeros to a power of two, elementwise
-    float32 additions only, so that the bits do not depend on a device's reduction.
+    The order (docs/numerics.md section 1) is a balanced tree over the tokens padded with zeros to a power of two, in
+    elementwise float32 additions, so that the bits do not depend on a device's reduction.
     """
     n = k.shape[2]
     total = torch.nn.functional.pad(k.float(), (0, 0, 0, (1 << (n - 1).bit_length()) - n))
     while total.shape[2] > 1:
         half = total.shape[2] // 2
         total = total[:, :, :half] + total[:, :, half:]
-    return total / n
+    return total / torch.full_like(total, n)  # a tensor: CUDA multiplies by a Python number's reciprocal
 
 
 def hadamard_rotate(x: Tensor) -> Tensor:

@@ -28,6 +28,10 @@ int vx_dev_close(void* device) {
 }
 int vx_dev_caps(void* device, uint32_t id, uint64_t* value) {
   const char* threads = getenv("FAKE_VORTEX_THREADS");
+  const char* tensor_unit = getenv("FAKE_VORTEX_TENSOR_UNIT");
+  const char* file = getenv("FAKE_VORTEX_WRITES");
+  if (file) fclose(fopen(file, "w"));
+  if (id == 7) return *value = (uint64_t)(tensor_unit && atoi(tensor_unit)) << 38, fails("vx_dev_caps");
   *value = id == 1 ? (threads ? atoi(threads) : 8) : id == 2 ? 2 : 4;
   return fails("vx_dev_caps");
 }

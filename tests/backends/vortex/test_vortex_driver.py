@@ -17,7 +17,7 @@ from intflash.backends.vortex import backend, launch
 from intflash.backends.vortex.device import Counters, VortexDevice
 from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.image import pack_image
-from intflash.backends.vortex.launch import KERNELS, KernelArgs
+from intflash.backends.vortex.launch import KERNELS, PROGRAMS, KernelArgs
 from intflash.backends.vortex.toolchain import compile_kernel, find_install
 from intflash.call import prepare
 from intflash.errors import BackendError
@@ -68,11 +68,6 @@ def test_depth_constants_are_exact(seed):
 def test_head_dim_past_the_kernels():
     with pytest.raises(ValueError, match="head_dim 65"):
         launch.float_launch("flash_f32", *np.zeros((3, 4, 65)), 1.0)
-    with pytest.raises(ValueError, match="intflash_p8 only"):
-        codes = np.zeros((4, 8), np.int8)
-        launch.integer_launch(
-            "intflash_p8_tensor", codes, codes, codes, p_bits=16, exponent=(1, 0), multipliers=None, out_bits=64
-        )
 
 
 # --- image packer
@@ -240,7 +235,8 @@ def test_real_compiler_and_linker(fake_install, riscv_compiler, tmp_path, monkey
     archiver = shutil.which("ar") or shutil.which("llvm-ar")
     if archiver is None:
         pytest.skip("no ar")
-    names = ["vx_spawn_threads", "vx_barrier", "vx_stub_csr_read", "vx_stub_fill", "vx_stub_load", "vx_stub_mma"]
+    names = ["vx_hart_id", "vx_core_id", "vx_num_warps"]
+    names += ["vx_spawn_threads", "vx_barrier", "vx_stub_csr_read", "vx_stub_fill", "vx_stub_load", "vx_stub_mma"]
     source = "".join(f"void {name}(void) {{}}\n" for name in [*names, "vx_stub_store", "_Exit"])
     source += "__thread int blockIdx[3], threadIdx[3], __local_group_id; int __warps_per_group;\n"
     source += "int main(void); void exit(int); void _start(void) { exit(main()); }\n"
@@ -315,8 +311,34 @@ def test_simulator_that_aborts(install, native, monkeypatch):
 
 def test_device_of_another_shape(install, native, monkeypatch):
     monkeypatch.setenv("FAKE_VORTEX_THREADS", "4")
-    with pytest.raises(VortexError, match="2 warps of 4 threads a core; the kernels need warps of 8"):
+    with pytest.raises(VortexError, match="2 warps of 4 threads a core; the kernels need 16 threads a core"):
         VortexDevice(install)(native(attention_launch()))
+    tensor = launch.float_launch("flash_f16_tensor", *np.zeros((3, 16, 8)), 1.0)
+    monkeypatch.setenv("FAKE_VORTEX_THREADS", "16")
+    with pytest.raises(VortexError, match="2 warps of 16 threads a core; tensor-unit kernels need warps of exactly 8"):
+        VortexDevice(install)(native(tensor))
+    VortexDevice(install)(native(attention_launch()))  # wider warps are nothing to a SIMT kernel
+
+
+def test_a_job_runs_in_a_folder_of_its_own(install, native, fake_install, tmp_path, monkeypatch):
+    """simx writes trace/ and ramulator.stats.log into its working folder; relative variables are resolved first."""
+    monkeypatch.chdir(tmp_path)
+    env = fake_install.env | {"VORTEX_HOME": "home", "VORTEX_BUILD": "build"}
+    monkeypatch.setenv("FAKE_VORTEX_WRITES", "ramulator.stats.log")
+    VortexDevice(find_install(env))(native(attention_launch()))
+    assert not (tmp_path / "ramulator.stats.log").exists()
+
+
+def test_flags_of_older_and_newer_trees(install, fake_install):
+    assert install.defines == ("-DXLEN_32",)
+    (fake_install.home / "sw").mkdir()
+    assert set(find_install(fake_install.env).defines) >= {"-DVX_CFG_XLEN_32", "-D__VORTEX__"}
+
+
+def test_tensor_unit_programs_say_what_headers_they_need(install):
+    install.compiler.write_text("#!/bin/sh\ncase \"$*\" in *-fsyntax-only*) echo 'no array' >&2; exit 1;; esac\n")
+    with pytest.raises(VortexError, match="(?s)libc.*picolibc.*no array"):
+        compile_kernel(install, PROGRAMS["intflash_tensor"], {"HEAD_DIM": 8})
 
 
 def test_library_that_does_not_load_or_lacks_a_call(install, native, fake_install, host_compiler, tmp_path):
@@ -352,13 +374,18 @@ def test_counters_add_up():
     assert Counters(0, 0, 0, 0).ipc == Counters(0, 0, 0, 0).memory_latency == 0
 
 
+@pytest.mark.parametrize("tensor_unit", [False, True])
 @pytest.mark.parametrize("method", ["intflash", "intflash_p8"])
-def test_attention_through_the_whole_driver(install, monkeypatch, method):
+def test_attention_through_the_whole_driver(install, monkeypatch, method, tensor_unit):
     """intflash.attention(backend="vortex") with only the device itself made up."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 20, 16, generator=generator) for _ in range(3))
-    defines = ("-DHEAD_DIM=16", "-DLANES=1", "-DOUT_BITS=8", f"-DP_BITS={16 if method == 'intflash' else 8}")
-    library = vortex_shim.load(KERNELS / "intflash_split.cpp", (*defines[:3], "-DOUT_WIDE=0", defines[3], "-DWIDE=0"))
+    program, option = ("intflash_tensor", "1") if tensor_unit else ("intflash_simt", "0")
+    monkeypatch.setenv("FAKE_VORTEX_TENSOR_UNIT", option)
+    p_bits = 16 if method == "intflash" else 8
+    defines = {"HEAD_DIM": 16, "LONG": 0, "OUT_BITS": 8, "OUT_WIDE": 0, "P_BITS": p_bits, "WIDE": 0}
+    flags = tuple(f"-D{name}={value}" for name, value in defines.items())
+    library = vortex_shim.load(PROGRAMS[program].path, flags)
     monkeypatch.setenv("FAKE_VORTEX_KERNEL", library._name)
     ours = intflash.attention(q, k, v, method=method, backend="vortex", out_dtype=torch.int8)
     expected = intflash.attention(q, k, v, method=method, backend="reference", out_dtype=torch.int8)

@@ -15,8 +15,7 @@ from machines import vortex_shim
 pytestmark = pytest.mark.usefixtures("host_compiler")
 
 SIZES = [(n, d) for n in (16, 64, 197) for d in (8, 32, 64)]
-SIMT = [("intflash_row", 16), ("intflash_split", 16), ("intflash_row", 8), ("intflash_split", 8)]
-INTEGER = [*SIMT, ("intflash_p8_tensor", 8)]
+INTEGER = [(name, p_bits) for name in ("intflash_simt", "intflash_tensor") for p_bits in (16, 8)]
 # float32: sums of up to 197 terms near 1; half: inputs and p rounded to 11 bits
 FLOAT = [("attention_f32", 2e-6), ("flash_f32", 2e-6), ("flash_f32_split", 2e-6), ("flash_f16_tensor", 3e-3)]
 
@@ -73,7 +72,7 @@ def test_float_kernels_meet_float64(name, tolerance, n, d):
 
 
 @pytest.mark.parametrize(("n_q", "n_k", "d", "d_v"), [(1, 1, 8, 8), (5, 33, 17, 9), (9, 300, 24, 40), (2, 31, 1, 1)])
-@pytest.mark.parametrize(("name", "p_bits"), [("intflash_row", 16), ("intflash_split", 16), ("intflash_p8_tensor", 8)])
+@pytest.mark.parametrize(("name", "p_bits"), INTEGER)
 def test_any_shape(name, p_bits, n_q, n_k, d, d_v):
     ours, expected = integer_case(name, p_bits, codes(n_q, d, 1), codes(n_k, d, 2), codes(n_k, d_v, 3), 1e-3)
     assert np.array_equal(ours, expected)
@@ -93,7 +92,7 @@ def test_any_shape_float(name, tolerance):
 @pytest.mark.parametrize(
     "score_unit", [1e-14, 1e-9, 1e-4, 1.9e-3, 0.25, 0.49, 0.6, 1.3, 3.0, 4.0, 7.9, 8.1, 15.9, 16, 40, 64]
 )
-@pytest.mark.parametrize(("name", "p_bits"), [("intflash_row", 16), ("intflash_split", 16), ("intflash_p8_tensor", 8)])
+@pytest.mark.parametrize(("name", "p_bits"), INTEGER)
 def test_every_size_of_the_exponent_constant(name, p_bits, score_unit):
     generator = torch.Generator().manual_seed(5)
     q = torch.randint(-2, 3, (16, 8), dtype=torch.int8, generator=generator)
@@ -103,7 +102,7 @@ def test_every_size_of_the_exponent_constant(name, p_bits, score_unit):
     assert np.array_equal(ours, expected)
 
 
-@pytest.mark.parametrize(("name", "p_bits"), [("intflash_row", 16), ("intflash_split", 16), ("intflash_p8_tensor", 8)])
+@pytest.mark.parametrize(("name", "p_bits"), INTEGER)
 def test_extreme_codes_at_full_width(name, p_bits):
     q = torch.full((16, 64), 127, dtype=torch.int8)
     k = torch.full((30, 64), 127, dtype=torch.int8)
@@ -116,7 +115,7 @@ def test_extreme_codes_at_full_width(name, p_bits):
 
 def test_sums_past_one_flush_of_256_keys():
     v = torch.full((600, 8), 127, dtype=torch.int8)  # 65193 * 127 * 600 needs more than 32 bits
-    for name in ("intflash_row", "intflash_split"):
+    for name in ("intflash_simt", "intflash_tensor"):
         ours, expected = integer_case(name, 16, codes(3, 8, 1), codes(600, 8, 2), v, 1e-14, out_bits=16)
         assert np.array_equal(ours, expected)
 
@@ -125,22 +124,23 @@ def test_output_scale_per_column_and_saturation():
     scales = torch.logspace(-4, 0.5, 24)
     for out_bits in (8, 16):
         ours, expected = integer_case(
-            "intflash_split", 16, codes(16, 24, 1), codes(40, 24, 2), codes(40, 24, 3), 1e-3, out_bits, scales
+            "intflash_simt", 16, codes(16, 24, 1), codes(40, 24, 2), codes(40, 24, 3), 1e-3, out_bits, scales
         )
         assert np.array_equal(ours, expected)
         assert ours.max() == (1 << (out_bits - 1)) - 1  # some columns saturate
 
 
+@pytest.mark.parametrize("tensor_unit", [False, True])
 @pytest.mark.parametrize("method", ["intflash", "intflash_p8"])
 @pytest.mark.parametrize("out_dtype", [torch.int8, torch.int16, torch.float32, torch.float16])
-def test_backend_in_the_shim_equals_the_reference(method, out_dtype):
+def test_backend_in_the_shim_equals_the_reference(method, out_dtype, tensor_unit):
     q, k, v = torch.randn(2, 4, 20, 24), torch.randn(2, 2, 33, 24), torch.randn(2, 2, 33, 16)
     for recipe in (Recipe(), Recipe(q="head", k="head", v="channel")):
         problem, *_ = prepare(
             q, k, v, method=method, enable_gqa=True, recipe=recipe, out_dtype=out_dtype, return_lse=True
         )
         assert backend.BACKEND.unsupported(problem) is None
-        ours, expected = backend.run(problem, vortex_shim.run), REFERENCE.run(problem)
+        ours, expected = backend.run(problem, vortex_shim.run, tensor_unit=tensor_unit), REFERENCE.run(problem)
         assert torch.equal(ours.out, expected.out)
         assert torch.equal(ours.lse, expected.lse)
         assert (ours.out_scale is None) == (expected.out_scale is None)
@@ -148,10 +148,11 @@ def test_backend_in_the_shim_equals_the_reference(method, out_dtype):
 
 def test_float_method_in_the_shim():
     problem, *_ = prepare(*(torch.randn(1, 2, 20, d) for d in (24, 24, 24)), method="fp32")
-    assert (backend.run(problem, vortex_shim.run).out - REFERENCE.run(problem).out).abs().max() < 2e-6
+    difference = backend.run(problem, vortex_shim.run, tensor_unit=False).out - REFERENCE.run(problem).out
+    assert difference.abs().max() < 2e-6
 
 
-@pytest.mark.parametrize(("name", "p_bits"), [("intflash_row", 16), ("intflash_split", 16), ("intflash_p8_tensor", 8)])
+@pytest.mark.parametrize(("name", "p_bits"), INTEGER)
 def test_the_most_keys_there_may_be(name, p_bits):
     """65,536 keys of the largest code: l and acc at their bounds."""
     ones = torch.ones((1, 8), dtype=torch.int8)

@@ -9,6 +9,7 @@ import pytest
 from intflash.backends.vortex import launch
 from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.launch import KERNELS, PROGRAMS
+from intflash.bench import vortex as bench
 from machines import riscv, vortex_shim
 from machines.riscv.decode import F_OPCODES
 from machines.riscv.machine import executable_words, undefined_symbols
@@ -16,6 +17,7 @@ from machines.riscv.machine import executable_words, undefined_symbols
 FLOAT_CSRS = (1, 2, 3)  # fflags, frm, fcsr
 SDK = {"vx_spawn_threads", "vx_barrier", "vx_stub_csr_read", "blockIdx", "threadIdx", "__local_group_id"}
 SDK |= {"__warps_per_group", "vx_stub_fill", "vx_stub_load", "vx_stub_store", "vx_stub_mma"}
+SDK |= {"vx_hart_id", "vx_core_id", "vx_num_warps"}
 
 
 def float_instructions(elf: bytes) -> int:
@@ -28,9 +30,9 @@ def float_instructions(elf: bytes) -> int:
 def variants(name: str) -> list[dict[str, int]]:
     defines = [{"HEAD_DIM": d, "LANES": launch.head_lanes(d)} for d in (8, 24, 64)]
     if PROGRAMS[name].integer:
-        p_bits = (8,) if PROGRAMS[name].tensor_unit else (8, 16)
         options = [dict(OUT_BITS=8), dict(OUT_BITS=16, OUT_WIDE=1, WIDE=1), dict(OUT_BITS=64)]
-        defines = [d | o | ({"P_BITS": p} if len(p_bits) > 1 else {}) for d in defines for o in options for p in p_bits]
+        p = [dict(P_BITS=8), dict(P_BITS=16), dict(P_BITS=16, LONG=1)]
+        defines = [d | o | bits for d in defines for o in options for bits in p]
     return defines
 
 
@@ -54,7 +56,7 @@ def test_the_search_finds_float_instructions(riscv_compiler, name):
     assert float_instructions(elf) > 20
 
 
-@pytest.mark.parametrize("name", ["intflash_row", "intflash_split"])
+@pytest.mark.parametrize("name", ["intflash_simt"])
 def test_integer_kernels_compile_where_there_is_no_float_unit(riscv_compiler, name):
     defines = {"HEAD_DIM": 24, "LANES": launch.head_lanes(24), "OUT_BITS": 8, "P_BITS": 16}
     elf = riscv.compile_object(riscv_compiler, PROGRAMS[name].path, defines, ("-march=rv32im", "-mabi=ilp32"))
@@ -79,7 +81,7 @@ def integer(name: str, n: int, d: int, p_bits: int, out_bits: int = 8, exponent=
 
 @pytest.mark.usefixtures("host_compiler", "riscv_linker")
 @pytest.mark.parametrize(("n", "d"), [(64, 8), (37, 16), (20, 40), (17, 64)])
-@pytest.mark.parametrize(("name", "p_bits"), [("intflash_row", 16), ("intflash_split", 16), ("intflash_split", 8)])
+@pytest.mark.parametrize(("name", "p_bits"), [("intflash_simt", 16), ("intflash_simt", 8)])
 def test_riscv_code_has_the_bits_of_the_shim(riscv_compiler, name, p_bits, n, d):
     native = integer(name, n, d, p_bits)
     compiled = copy.deepcopy(native)
@@ -90,8 +92,9 @@ def test_riscv_code_has_the_bits_of_the_shim(riscv_compiler, name, p_bits, n, d)
 
 @pytest.mark.usefixtures("host_compiler", "riscv_linker")
 @pytest.mark.parametrize("options", [{"out_bits": 16}, {"out_bits": 64}, {"exponent": (1 << 30, 5)}])
-def test_riscv_code_of_the_variants(riscv_compiler, options):
-    native = integer("intflash_split", 20, 16, 16, **options)
+@pytest.mark.parametrize("n", [20, 270])  # 270: past one flush
+def test_riscv_code_of_the_variants(riscv_compiler, n, options):
+    native = integer("intflash_simt", n, 16, 16, **options)
     compiled = copy.deepcopy(native)
     vortex_shim.run(native)
     riscv.Interpreter(riscv_compiler)(compiled)
@@ -111,11 +114,11 @@ def test_riscv_float_code_meets_the_shim(riscv_compiler, name):
 
 
 @pytest.mark.usefixtures("riscv_linker")
-def test_integer_flash_executes_fewer_instructions_than_standard_attention(riscv_compiler):
+@pytest.mark.parametrize("d", [8, 32, *(pytest.param(d, marks=pytest.mark.full) for d in (16, 64))])
+def test_integer_flash_executes_fewer_instructions_than_standard_attention(riscv_compiler, d):
     count = riscv.Interpreter(riscv_compiler)
-    q, k, v = np.random.default_rng(0).normal(size=(3, 64, 8))
-    attention = count(launch.float_launch("attention_f32", q, k, v, 0.35))
-    assert count(integer("intflash_row", 64, 8, 16)) < attention
+    attention = count(bench.make_launch("attention_f32", 64, d))
+    assert count(bench.make_launch("intflash_simt", 64, d)) < attention
 
 
 @pytest.mark.usefixtures("riscv_linker")

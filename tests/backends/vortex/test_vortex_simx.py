@@ -9,6 +9,7 @@ import pytest
 from intflash.backends.vortex import launch
 from intflash.backends.vortex.device import VortexDevice
 from intflash.backends.vortex.toolchain import find_install
+from intflash.bench import vortex as bench
 from machines import vortex_shim
 
 pytestmark = [
@@ -16,13 +17,13 @@ pytestmark = [
     pytest.mark.usefixtures("host_compiler"),
 ]
 
-SHAPES = [(16, 8), (64, 8), (20, 24), (64, 64)]
+SHAPES = [(16, 8), (64, 8), (20, 24), (64, 64), (300, 16)]
 tensor_unit = pytest.mark.skipif(not os.environ.get("VORTEX_TCU"), reason="VORTEX_TCU is not set: built without TCU")
 INTEGER = [
-    ("intflash_row", 16),
-    ("intflash_split", 16),
-    ("intflash_split", 8),
-    pytest.param("intflash_p8_tensor", 8, marks=tensor_unit),
+    ("intflash_simt", 16),
+    ("intflash_simt", 8),
+    pytest.param("intflash_tensor", 16, marks=tensor_unit),
+    pytest.param("intflash_tensor", 8, marks=tensor_unit),
 ]
 FLOAT = [
     ("attention_f32", 2e-6),
@@ -61,14 +62,20 @@ def test_float_kernels_meet_the_shim(vortex, name, tolerance, n, d):
     assert np.abs(native.buffers["o_addr"] - simulated.buffers["o_addr"]).max() < tolerance
 
 
-def test_integer_kernel_needs_fewer_cycles_than_standard_attention(vortex):
+@pytest.mark.parametrize("d", [8, 16, 32, 64])
+@pytest.mark.parametrize("name", ["intflash_simt", pytest.param("intflash_tensor", marks=tensor_unit)])
+def test_integer_kernels_need_fewer_cycles_than_standard_attention(vortex, name, d):
     """What the report's FlashAttention did not reach at N = 64, d = 8."""
-    q, k, v = np.random.default_rng(0).normal(size=(3, 64, 8))
-    attention = vortex(launch.float_launch("attention_f32", q, k, v, 8**-0.5))
-    codes = np.clip(np.rint(np.stack([q, k, v]) * 32), -127, 127).astype(np.int8)
-    columns = np.zeros(8, launch.MULTIPLIER)
-    columns["multiplier"], columns["exponent"] = 1 << 23, 1
-    ours = vortex(
-        launch.integer_launch("intflash_row", *codes, p_bits=16, exponent=(2139095, 0), multipliers=columns, out_bits=8)
-    )
-    assert ours.cycles < attention.cycles
+    attention = bench.measure_program("attention_f32", 64, d, vortex)
+    assert bench.measure_program(name, 64, d, vortex).cycles < attention.cycles
+
+
+@tensor_unit
+def test_the_tensor_unit_is_found(vortex):
+    assert vortex.has_tensor_unit()
+
+
+def test_a_run_leaves_nothing_in_the_working_folder(vortex, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bench.measure_program("intflash_simt", 16, 8, vortex)
+    assert not list(tmp_path.iterdir())

@@ -17,11 +17,12 @@ import numpy as np
 
 from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.launch import KERNELS, Launch
-from intflash.backends.vortex.toolchain import CODE_FLAGS, RISCV_FLAGS, march_flags
+from intflash.backends.vortex.toolchain import CODE_FLAGS, RISCV_FLAGS, SIMT_FLAGS, march_flags
 from machines.riscv.machine import Machine
 
 HERE = Path(__file__).parent
 SDK = HERE.parent / "vortex_sdk"
+INCLUDES = (*CODE_FLAGS, *SIMT_FLAGS, f"-I{KERNELS}", f"-I{SDK}", "-std=c++17")
 
 
 def riscv_clang() -> Path:
@@ -41,7 +42,7 @@ def compile_object(
     compiler: Path, source: Path, defines: dict[str, int], march: tuple[str, ...] | None = None
 ) -> bytes:
     """A kernel compiled for RV32 against our stand-in SDK headers; the object file's bytes."""
-    flags = [*RISCV_FLAGS, *(march or march_flags(compiler)), *CODE_FLAGS, f"-I{KERNELS}", f"-I{SDK}", "-std=c++17"]
+    flags = [*RISCV_FLAGS, *(march or march_flags(compiler)), *INCLUDES]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "kernel.o"
         _run([str(compiler), *flags, *_defines(defines), "-c", str(source), "-o", str(out)])
@@ -50,7 +51,7 @@ def compile_object(
 
 def link(compiler: Path, source: Path, defines: dict[str, int]) -> bytes:
     """A kernel linked with the interpreter's glue; the program's bytes."""
-    flags = [*RISCV_FLAGS, *march_flags(compiler), *CODE_FLAGS, f"-I{KERNELS}", f"-I{SDK}", "-std=c++17", "-Wno-main"]
+    flags = [*RISCV_FLAGS, *march_flags(compiler), *INCLUDES, "-Wno-main"]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "kernel.elf"
         _run([str(compiler), *flags, *_defines(defines), str(source), str(HERE / "glue.cpp"), "-nostdlib", "-static",
@@ -74,12 +75,14 @@ class Interpreter:
         if launch.program.tensor_unit:
             raise VortexError("the interpreter has no tensor unit: its fragment code belongs to Vortex's SDK")
         elf = link(self.compiler, launch.program.path, launch.defines)
-        size = sum(buffer.nbytes + 64 for buffer in launch.buffers.values())
+        size = sum(buffer.nbytes + 64 for buffer in launch.buffers.values()) + launch.group_scratch
         machine = Machine(elf, (size + (1 << 20)) // 4096 * 4096)
         addresses = {}
         for name, buffer in launch.buffers.items():
             addresses[name] = machine.memory.allocate(buffer.nbytes)
             machine.memory.place(buffer, addresses[name])
+        if launch.group_scratch:
+            addresses["scratch_addr"] = machine.memory.allocate(launch.group_scratch)
         self.instructions = 0
         for stage in range(launch.program.stages):
             block = bytes(launch.arguments(stage, addresses))

@@ -7,7 +7,7 @@ extern "C" {
 __thread dim3_t blockIdx, threadIdx;
 __thread uint32_t __local_group_id;
 dim3_t gridDim, blockDim;
-uint32_t __warps_per_group;
+uint32_t __warps_per_group = 2;
 
 static inline uint32_t call(uint32_t number, uint32_t a0 = 0, uint32_t a1 = 0) {
   register uint32_t r0 __asm__("a0") = a0;
@@ -17,6 +17,9 @@ static inline uint32_t call(uint32_t number, uint32_t a0 = 0, uint32_t a1 = 0) {
   return r0;
 }
 
+int vx_hart_id() { return call(INDEX, 1, 0); }
+int vx_core_id() { return 0; }
+int vx_num_warps() { return 2; }
 size_t vx_stub_csr_read(int csr) { return call(CSR_READ, csr); }
 void vx_barrier(int, int) { call(BARRIER); }
 int vx_spawn_threads(uint32_t, const uint32_t*, const uint32_t*, vx_kernel_func_cb kernel, const void* arg) {

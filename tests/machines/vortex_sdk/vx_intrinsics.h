@@ -10,5 +10,8 @@ extern "C" {
 size_t vx_stub_csr_read(int csr);
 void vx_barrier(int barrier_id, int num_warps);
 int vx_thread_id();
+int vx_hart_id();
+int vx_core_id();
+int vx_num_warps();
 }
 #define csr_read(csr) vx_stub_csr_read(csr)

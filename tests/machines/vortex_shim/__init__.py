@@ -14,6 +14,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from intflash.backends.cache import cache_folder
 from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.launch import KERNELS, Launch
@@ -38,6 +40,9 @@ def run(launch: Launch) -> None:
     defines = tuple(f"-D{name}={value}" for name, value in sorted(launch.defines.items()))
     library = load(launch.program.path, defines)
     addresses = {name: buffer.ctypes.data for name, buffer in launch.buffers.items()}
+    scratch = np.zeros(launch.group_scratch, np.uint8)
+    if scratch.size:
+        addresses["scratch_addr"] = scratch.ctypes.data
     for stage in range(launch.program.stages):
         error = library.vx_shim_run(ctypes.byref(launch.arguments(stage, addresses)))
         if error is not None:

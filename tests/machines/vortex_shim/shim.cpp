@@ -129,9 +129,13 @@ extern "C" {
 
 dim3_t blockIdx, threadIdx, gridDim, blockDim;
 uint32_t vx_shim_group = 2;
+uint32_t __warps_per_group = 2, __local_group_id = 0;     // groups run one after another: all are the first of core 0
 
 size_t vx_shim_arguments() { return reinterpret_cast<size_t>(arguments); }
 int vx_thread_id() { return current % WARP_THREADS; }
+int vx_hart_id() { return current; }
+int vx_core_id() { return 0; }
+int vx_num_warps() { return CORE_WARPS; }
 void vx_shim_barrier(int line) { meet(State::at_barrier, line); }
 void vx_shim_warp(int call) { meet(State::at_warp, call); }
 

@@ -10,6 +10,9 @@ size_t vx_shim_arguments();   // address of the argument block
 void vx_shim_barrier(int line);
 int vx_shim_main();            // the kernel's main()
 int vx_thread_id();
+int vx_hart_id();
+int vx_core_id();
+int vx_num_warps();
 }
 #define csr_read(csr) vx_shim_arguments()
 #define main vx_shim_main

@@ -10,6 +10,8 @@ void vx_shim_store_tile(void* to, const void* from, uint32_t rows, uint32_t colu
 float vx_shim_half(uint16_t bits);
 }
 
+#define WARP_SYNC() vx_shim_warp(4)   // fibers do not run in lockstep
+
 namespace vortex {
 namespace tensor {
 

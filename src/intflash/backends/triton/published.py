@@ -199,6 +199,8 @@ def run(problem: Problem) -> Result:
     if problem.return_lse:
         pair = (torch.empty(batch, heads, nq, dtype=t, device=problem.device) for t in (torch.int64, torch.int32))
         statistics = Statistics(*pair)
+    if problem.check_finite:
+        qflash.constants(problem)  # raises for scales that the method refuses
     values, unit = constants(problem)
     published_launch(problem, values, out, statistics).run()
     lse = None
@@ -210,13 +212,20 @@ def run(problem: Problem) -> Result:
 
 
 def constants(problem: Problem) -> tuple[Tensor, Tensor]:
-    """`methods.qflash.constants` without reading a value back: rs saturates at [1, 2^31) instead of raising."""
-    unit = integers.score_unit(problem)
+    """`methods.qflash.constants` of the score unit that is served, and this unit: no value is read back."""
+    unit = _served_unit(problem)
     sm_scale = unit * LOG2_E
-    rs = torch.round(1 / sm_scale).clamp(1, _RS_MAX)
+    rs = torch.round(1 / sm_scale)
     whole = [rs, torch.round(-sm_scale * 65536), torch.round(sm_scale * 127 * 65536), torch.round(2.0**30 / rs)]
     values = torch.cat([x.to(torch.int64) for x in whole], dim=3)
     return torch.cat([values, (2**63 - 1) // values[..., :1]], dim=3), unit
+
+
+def _served_unit(problem: Problem) -> Tensor:
+    """The score unit, float64; where rs leaves [1, 2^31), the nearest of 1 and 1 / (2^31 - 1) octaves, 1 for a NaN."""
+    unit = integers.score_unit(problem)
+    rs = torch.round(1 / (unit * LOG2_E))
+    return unit.masked_fill(~(rs >= 1), 1 / LOG2_E).masked_fill(rs > _RS_MAX, 1 / (_RS_MAX * LOG2_E))
 
 
 def _unit_bias(problem: Problem) -> Tensor | None:
@@ -224,7 +233,7 @@ def _unit_bias(problem: Problem) -> Tensor | None:
     bias = problem.bias_float
     if bias is None:
         return None
-    unit = integers.score_unit(problem)
+    unit = _served_unit(problem)
     absent = bias <= torch.finfo(bias.dtype).min / 2
     if unit.shape[0] > 1:
         bias, absent = (x.repeat(problem.q.shape[0] // x.shape[0], 1, 1, 1) for x in (bias, absent))

@@ -264,10 +264,6 @@ def default_tile(problem: Problem, bits: int, fused: bool) -> RowTile:
     return RowTile(*choices.choose(problem.q.device, name, (32, 1, 4) if fused else (64, 1, 4)))
 
 
-def _takes_warpgroups(tile: RowTile) -> bool:
-    return tile.warps % 4 == 0 and tile.rows % 64 == 0
-
-
 def rowwise_launch(
     problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics, scales: Three = NO_SCALES,
     tile: RowTile | None = None,
@@ -276,8 +272,6 @@ def rowwise_launch(
     q, k, v = (x.data if scales.q is None else x for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
     tile = tile or default_tile(problem, bits, scales.q is not None)
-    if scales.q is not None and _takes_warpgroups(tile):
-        raise ValueError(f"float inputs need tiles below a warpgroup's 64 rows and 4 warps, got {tile}")
     programs = triton.cdiv(nq, tile.rows * tile.tiles + tile.tail)
     axes, batch_first = grid(batch, heads, programs, programs == 1)
     per_row = constants.score is not None and constants.score.ptr.shape[2] > 1

@@ -48,17 +48,24 @@ def _limits(problem: Problem) -> str | None:
 
 
 def _run(problem: Problem) -> Result:
-    return run(problem, VortexDevice(find_install()))
+    device = VortexDevice(find_install())
+    return run(problem, device, tensor_unit=problem.method in P_BITS and device.has_tensor_unit())
 
 
-def run(problem: Problem, execute: Executor) -> Result:
-    """Computes the problem head by head; `execute` runs a launch (on Vortex, or in the shim)."""
+def run(problem: Problem, execute: Executor, *, tensor_unit: bool) -> Result:
+    """Computes the problem head by head.
+
+    Args:
+        problem: one that the backend supports.
+        execute: runs a launch (on Vortex, or in a test's machine).
+        tensor_unit: the integer methods run on the tensor unit. The bits are the same.
+    """
     if problem.method in FLOAT_METHODS:
         return _run_float(problem, execute)
-    return _run_integer(problem.quantized(), execute)
+    return _run_integer(problem.quantized(), execute, "intflash_tensor" if tensor_unit else "intflash_simt")
 
 
-def _run_integer(problem: Problem, execute: Executor) -> Result:
+def _run_integer(problem: Problem, execute: Executor, program: str) -> Result:
     q, k, v = problem.q, problem.k, problem.v
     batch, heads, n_q, _ = q.shape
     d_v = v.shape[3]
@@ -70,7 +77,7 @@ def _run_integer(problem: Problem, execute: Executor) -> Result:
     def attend(b: int, h: int, out_bits: int, columns: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
         key_head = h // problem.group
         launch = launches.integer_launch(
-            "intflash_row" if max(q.shape[3], d_v) <= 8 else "intflash_split",
+            program,
             q.data[b, h].numpy(),
             k.data[b, key_head].numpy(),
             v.data[b, key_head].numpy(),
@@ -112,7 +119,7 @@ def _run_float(problem: Problem, execute: Executor) -> Result:
     q, k, v = problem.q, problem.k, problem.v
     batch, heads, n_q, _ = q.shape
     out = torch.empty(batch, heads, n_q, v.shape[3])
-    name = "flash_f32" if max(q.shape[3], v.shape[3]) <= 8 else "flash_f32_split"
+    name = launches.float_program(max(q.shape[3], v.shape[3]))
     for b in range(batch):
         for h in range(heads):
             key_head = h // problem.group

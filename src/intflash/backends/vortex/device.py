@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.launch import KernelArgs, Launch
 from intflash.backends.vortex.toolchain import Install, compile_kernel
 
-THREADS_PER_WARP = 8  # the tensor tile's shape and the groups of the kernels are made for it
+TENSOR_THREADS = 8  # threads a warp that the tensor tile's shape of the kernels is made for
 TIMEOUT_S = 3600
 
 # Counters by name; the addresses of the tree's own headers replace these where found.
@@ -100,6 +101,14 @@ class VortexDevice:
         stages = [_counters(stage) for stage in result["counters"]]
         return sum(stages[1:], start=stages[0])
 
+    def has_tensor_unit(self) -> bool:
+        """Whether the device has a tensor unit whose tiles are those of the kernels; asked once per install.
+
+        Raises:
+            VortexError: the library or the driver did not start.
+        """
+        return _has_tensor_unit(self)
+
     def _write_job(self, folder: Path, launch: Launch, image: Path, headers: _Headers) -> None:
         offsets = {field: getattr(KernelArgs, field).offset for field in launch.buffers}
         stages = [bytes(launch.arguments(stage, {})).hex() for stage in range(launch.program.stages)]
@@ -108,11 +117,13 @@ class VortexDevice:
             "classed_counters": headers.classed,
             "counters": headers.counters,
             "image": str(image),
-            "threads_per_warp": THREADS_PER_WARP,
+            "threads_per_warp": TENSOR_THREADS if launch.program.tensor_unit else None,
             "group_threads": launch.threads,
             "buffers": {field: buffer.nbytes for field, buffer in launch.buffers.items()},
             "address_fields": offsets,
             "outputs": launch.outputs,
+            "group_scratch": launch.group_scratch,
+            "scratch_field": KernelArgs.scratch_addr.offset,
             "stages": stages,
             "timeout_ms": TIMEOUT_S * 1000,
         }
@@ -128,9 +139,12 @@ class VortexDevice:
             "VORTEX_DRIVER": self.install.driver,
             "VORTEX_PROFILING": str(memory_class),  # which counters share the CSR addresses: those of the memory
         }
-        command = [sys.executable, runtime.__file__, str(folder)]
+        command = [sys.executable, str(Path(runtime.__file__).resolve()), str(folder)]
         try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S + 60)
+            # simx writes traces and statistics into its working folder
+            done = subprocess.run(
+                command, env=env, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S + 60
+            )
         except subprocess.TimeoutExpired:
             raise VortexError(f"{program} did not end on {self.install.driver} within {TIMEOUT_S} s") from None
         if done.returncode < 0:
@@ -140,6 +154,18 @@ class VortexDevice:
             )
         if done.returncode != 0:
             raise VortexError(f"{program} on {self.install.driver}: {done.stderr.strip()[-2000:]}")
+
+
+@cache
+def _has_tensor_unit(device: VortexDevice) -> bool:
+    headers = _read_headers(device.install)
+    with tempfile.TemporaryDirectory(prefix="intflash-vortex-") as name:
+        folder = Path(name)
+        job = {"library": str(device.install.runtime / "libvortex.so"), "classed_counters": headers.classed}
+        (folder / "job.json").write_text(json.dumps(job))
+        device._run_process(folder, "the query of the device", headers.memory_class)
+        caps = json.loads((folder / "result.json").read_text())["caps"]
+    return bool(caps["isa"] >> (32 + headers.tensor_unit_bit) & 1) and caps["threads"] == TENSOR_THREADS
 
 
 def _counters(stage: dict[str, list[int]]) -> Counters:
@@ -159,10 +185,12 @@ class _Headers:
     counters: dict[str, tuple[int, int]]
     memory_class: int
     classed: bool  # queries name the class
+    tensor_unit_bit: int  # of the upper word of VX_CAPS_ISA_FLAGS
 
 
 def _read_headers(install: Install) -> _Headers:
-    types = (install.build / "hw/VX_types.h", install.home / "hw/rtl/VX_types.vh", install.build / "sw/VX_types.h")
+    names = ("hw/VX_config.h", "sw/VX_config.h", "hw/VX_types.h", "sw/VX_types.h")
+    types = [*(install.build / name for name in names), install.home / "hw/rtl/VX_types.vh"]
     text = "".join(path.read_text(errors="replace") for path in types if path.exists())
 
     def value(name: str, default: int) -> int:
@@ -176,4 +204,5 @@ def _read_headers(install: Install) -> _Headers:
         name: (memory_class if name.startswith("memory") else 0, value(macro, default))
         for name, (macro, default) in _COUNTERS.items()
     }
-    return _Headers(counters, memory_class, bool(prototype and "mpm_class" in prototype[1]))
+    classed = bool(prototype and "mpm_class" in prototype[1])
+    return _Headers(counters, memory_class, classed, value("(?:VX_CFG_)?ISA_EXT_TCU", 6))

@@ -12,6 +12,7 @@ import numpy as np
 KERNELS = Path(__file__).parent / "kernels"
 
 GROUP_THREADS = 16  # simt.h
+FLUSH_KEYS = 256  # intflash.h: keys whose sum of p * V fits 32 bits for 16-bit p
 KEY_TILE = 64  # keys are padded to the largest tile of any kernel
 WARP_ROWS = 8  # query rows of a tensor-unit group
 TENSOR_COLUMNS = 32  # output columns of a tensor-unit group
@@ -70,9 +71,8 @@ PROGRAMS = {
         Program("flash_f32", "flash_f32.cpp", integer=False),
         Program("flash_f32_split", "flash_f32_split.cpp", integer=False, split=True),
         Program("flash_f16_tensor", "flash_f16_tensor.cpp", integer=False, tensor_unit=True),
-        Program("intflash_row", "intflash_row.cpp", integer=True),
-        Program("intflash_split", "intflash_split.cpp", integer=True, split=True),
-        Program("intflash_p8_tensor", "intflash_p8_tensor.cpp", integer=True, tensor_unit=True),
+        Program("intflash_simt", "intflash_simt.cpp", integer=True),
+        Program("intflash_tensor", "intflash_tensor.cpp", integer=True, tensor_unit=True),
     )
 }
 
@@ -81,6 +81,7 @@ PROGRAMS = {
 class Launch:
     """One program run: buffers by the name of their address field, and the grid of each stage.
 
+    `group_scratch` is the bytes of scratch memory that every group running at once needs to itself, at `scratch_addr`.
     Executors (the shim, or Vortex) write the results into `buffers` in place.
     """
 
@@ -91,6 +92,7 @@ class Launch:
     grids: tuple[tuple[int, int, int], ...]
     threads: int
     scalars: dict[str, int | float] = field(default_factory=dict)
+    group_scratch: int = 0
 
     def arguments(self, stage: int, addresses: dict[str, int]) -> KernelArgs:
         """The argument block of one stage; `addresses` holds the device address of each buffer."""
@@ -114,6 +116,14 @@ def head_lanes(head_dim: int) -> int:
     [1, 1, 2, 4]
     """
     return next(lanes for lanes in (1, 2, 4) if head_dim <= 16 * lanes)
+
+
+FLASH_PROGRAMS = ("flash_f32", "flash_f32_split")
+
+
+def float_program(head_dim: int) -> str:
+    """Float FlashAttention: a row per thread while query and sums fit its registers, else a row split among threads."""
+    return FLASH_PROGRAMS[head_dim > 8]
 
 
 def depth_constants(multiplier: int, shift: int) -> tuple[int, int]:
@@ -197,7 +207,7 @@ def integer_launch(
     """An integer program on one head of int8 codes, head_dim up to 64, any N.
 
     Args:
-        name: "intflash_row", "intflash_split" or "intflash_p8_tensor".
+        name: "intflash_simt" or "intflash_tensor".
         p_bits: 16 for `intflash`, 8 for `intflash_p8`.
         exponent: (C, k) of `intflash.numerics.exp`.
         multipliers: `MULTIPLIER` array of head_dim columns, s_V / s_O; None with ``out_bits=64``.
@@ -207,23 +217,21 @@ def integer_launch(
         The launch; `integer_output` reads its result.
     """
     program = PROGRAMS[name]
-    if program.tensor_unit and p_bits != 8:
-        raise ValueError("the integer tensor-unit kernel computes intflash_p8 only: its P has 8 bits")
     d = _head_dim(q, v)
     depth_multiplier, depth_shift = depth_constants(*exponent)
     if program.tensor_unit:
         launch = _tensor_launch(program, q, k, v, d, round_up(d, 32))
-        # P enters the tensor unit as p - 128; 128 * sum_j V_j puts the difference back
-        colsum = 128 * v.astype(np.int64).sum(0)
-        launch.buffers["colsum_addr"] = _padded(colsum[None].astype(np.int32), 1, d)
+        launch.defines |= {"P_BITS": p_bits, "LONG": int(p_bits == 16 and k.shape[0] > FLUSH_KEYS)}
+        launch.group_scratch = launch.defines["LONG"] * TENSOR_COLUMNS * WARP_ROWS * 8  # an int64 sum of each column
+        launch.buffers["colsum_addr"] = _padded(v.sum(0, dtype=np.int32)[None], 1, d)
         rows = launch.buffers["q_addr"].shape[0]
     else:
-        lanes = head_lanes(d) if program.split else 1
-        rows, keys = round_up(q.shape[0], GROUP_THREADS), round_up(k.shape[0], KEY_TILE)
+        rows, keys = round_up(q.shape[0], GROUP_THREADS), k.shape[0]
         buffers = {"q_addr": _padded(q, rows, d), "k_addr": _padded(k, keys, d), "v_addr": _padded(v, keys, d)}
-        defines = {"HEAD_DIM": d, "P_BITS": p_bits} | ({"LANES": lanes} if program.split else {})
-        grids = ((rows * lanes // GROUP_THREADS, 1, 1),)
+        defines = {"HEAD_DIM": d, "P_BITS": p_bits, "LONG": int(p_bits == 16 and keys > FLUSH_KEYS)}
+        grids = ((rows // GROUP_THREADS, 1, 1),)
         launch = Launch(program, defines, buffers, (), grids, GROUP_THREADS, {"k_stride": keys})
+        launch.group_scratch = keys * GROUP_THREADS * 4  # a score of each row and key
     launch.defines |= {"OUT_BITS": out_bits, "WIDE": int(depth_shift > 11)}
     out_dtype = {8: np.int8, 16: np.int16, 64: np.int64}[out_bits]
     launch.buffers["o_addr"] = np.zeros((rows, d), out_dtype)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 MEM_READ, MEM_WRITE, MEM_READ_WRITE = 1, 2, 3  # VX_MEM_*: the device's view
-CAPS = {"threads": 1, "warps": 2, "cores": 3}  # VX_CAPS_NUM_*
+CAPS = {"threads": 1, "warps": 2, "cores": 3, "isa": 7}  # VX_CAPS_NUM_*, VX_CAPS_ISA_FLAGS
 
 _U32, _U64, _HANDLE = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 _POINTER = ctypes.POINTER
@@ -74,7 +74,7 @@ class Device:
             raise DeviceError(f"{name} failed with code {code}")
 
     def caps(self) -> dict[str, int]:
-        """Threads a warp, warps a core, cores."""
+        """Threads a warp, warps a core, cores, and the flags of the instruction set."""
         value = _U64()
         found = {}
         for name, index in CAPS.items():
@@ -119,26 +119,47 @@ class Device:
         return handle
 
 
+def check_shape(caps: dict[str, int], threads_per_warp: int | None, group_threads: int) -> None:
+    """Refuses a device whose cores cannot hold a kernel's group, or whose warps are not those of its tensor tile.
+
+    Raises:
+        DeviceError: the message says what the device has and what the kernel needs.
+    """
+    has = f"the device has {caps['warps']} warps of {caps['threads']} threads a core"
+    if threads_per_warp is not None and caps["threads"] != threads_per_warp:
+        raise DeviceError(f"{has}; tensor-unit kernels need warps of exactly {threads_per_warp}: NUM_THREADS")
+    if caps["threads"] * caps["warps"] < group_threads:
+        raise DeviceError(f"{has}; the kernels need {group_threads} threads a core: NUM_WARPS times NUM_THREADS")
+
+
 def run_job(folder: Path) -> None:
-    """Runs job.json of `folder` (written by device.py): buffers in, stages, counters and buffers out."""
+    """Runs job.json of `folder` (written by device.py): buffers in, stages, counters and buffers out.
+
+    A job without an image only asks what the device is.
+    """
     job = json.loads((folder / "job.json").read_text())
     with Device(job["library"], job["classed_counters"]) as device:
         caps = device.caps()
-        if caps["threads"] != job["threads_per_warp"] or caps["threads"] * caps["warps"] < job["group_threads"]:
-            raise DeviceError(
-                f"the device has {caps['warps']} warps of {caps['threads']} threads a core; the kernels need warps of "
-                f"{job['threads_per_warp']} and {job['group_threads']} threads a core: rebuild Vortex so"
-            )
+        if "image" not in job:
+            (folder / "result.json").write_text(json.dumps({"caps": caps}))
+            return
+        check_shape(caps, job["threads_per_warp"], job["group_threads"])
         buffers, addresses = {}, {}
         for name, size in job["buffers"].items():
             data = (folder / name).read_bytes()
             assert len(data) == size
             buffers[name], addresses[name] = device.buffer(size, MEM_READ_WRITE, data)
+        fields = dict(job["address_fields"])
+        if job["group_scratch"]:
+            warps_per_group = -(-job["group_threads"] // caps["threads"])
+            groups = caps["cores"] * (caps["warps"] // warps_per_group)
+            _, addresses["scratch"] = device.buffer(groups * job["group_scratch"], MEM_READ_WRITE)
+            fields["scratch"] = job["scratch_field"]
         kernel = device.upload_kernel(Path(job["image"]).read_bytes())
         counters = []
         for stage in job["stages"]:
             block = bytearray.fromhex(stage)
-            for name, offset in job["address_fields"].items():
+            for name, offset in fields.items():
                 struct.pack_into("<Q", block, offset, addresses[name])
             device.run(kernel, bytes(block), job["timeout_ms"])
             counters.append(

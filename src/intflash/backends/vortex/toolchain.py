@@ -31,8 +31,13 @@ STARTUP_ADDRESS = 0x80000000
 RISCV_FLAGS = ("--target=riscv32-unknown-elf", "-mabi=ilp32f", "-mcmodel=medany")
 CODE_FLAGS = (
     "-O3", "-fno-builtin", "-fno-exceptions", "-fno-rtti", "-fdata-sections", "-ffunction-sections",
-    "-fno-strict-aliasing", "-ftls-model=local-exec", "-DNDEBUG", "-DXLEN_32",
+    "-fno-strict-aliasing", "-ftls-model=local-exec", "-DNDEBUG",
 )  # fmt: skip
+# The SDK's names of the 32-bit device: older trees, and trees that keep their software under sw/.
+OLDER_SDK = ("-DXLEN_32",)
+NEWER_SDK = ("-DVX_CFG_XLEN=32", "-DVX_CFG_XLEN_32", "-D__VORTEX__")
+# The SIMT programs need no C++ library; libc++ beside clang would refuse a target without threads.
+SIMT_FLAGS = ("-nostdinc++",)
 # Zicond makes selects of ternaries; its name changed while it was experimental. The last always compiles.
 MARCH = (
     ("-march=rv32imaf_zicond",),
@@ -48,6 +53,7 @@ class Install:
     home: Path
     build: Path
     compiler: Path
+    defines: tuple[str, ...]
     includes: tuple[Path, ...]
     kernel_library: Path
     linker_script: Path
@@ -98,6 +104,7 @@ def find_install(environment: Mapping[str, str] | None = None) -> Install:
         home=home,
         build=build,
         compiler=_compiler(env, tools),
+        defines=NEWER_SDK if (home / "sw").is_dir() else OLDER_SDK,
         includes=tuple(folder for folder in includes if folder.is_dir()),
         kernel_library=library,
         linker_script=script,
@@ -116,6 +123,7 @@ def compile_kernel(install: Install, program: Program, defines: Mapping[str, int
     """
     command = [
         str(install.compiler), *RISCV_FLAGS, *march_flags(install.compiler), *install.toolchain_flags, *CODE_FLAGS,
+        *install.defines, *(library_flags(install) if program.tensor_unit else SIMT_FLAGS),
         *(f"-D{name}={value}" for name, value in sorted(defines.items())),
         *(f"-I{folder}" for folder in (KERNELS, *install.includes)),
     ]  # fmt: skip
@@ -148,6 +156,40 @@ def compile_kernel(install: Install, program: Program, defines: Mapping[str, int
             packed.write_bytes(pack_image(linked.read_bytes()))
             os.replace(packed, image)
     return image
+
+
+@cache
+def library_flags(install: Install) -> tuple[str, ...]:
+    """Flags that give the tensor-unit programs the C++ headers of the SDK's <vx_tensor.h>.
+
+    Empty where the compiler finds them by itself (Vortex's toolchain); else libc++ beside the compiler, without
+    threads and clocks, over picolibc's C headers.
+
+    Raises:
+        VortexError: neither is there; the message says what to install.
+    """
+    c_library = Path("/usr/lib/picolibc/riscv64-unknown-elf/include")
+    root = install.compiler.resolve().parent.parent
+    found = [
+        ("-D_LIBCPP_HAS_NO_THREADS", "-D_LIBCPP_HAS_NO_MONOTONIC_CLOCK", f"-stdlib++-isystem{folder}",
+         "-idirafter", str(c_library))
+        for folder in (root / "include/c++/v1", Path("/usr/include/c++/v1")) if folder.is_dir()
+    ]  # fmt: skip
+    output = ""
+    for flags in ((), *found):
+        command = [str(install.compiler), *RISCV_FLAGS, *march_flags(install.compiler), *install.toolchain_flags]
+        command += [*flags, "-std=c++17", "-x", "c++", "-fsyntax-only", "-"]
+        names = ("algorithm", "array", "cassert", "type_traits", "utility")
+        headers = "".join(f"#include <{name}>\n" for name in names)
+        done = subprocess.run(command, input=headers, capture_output=True, text=True)
+        if done.returncode == 0:
+            return flags
+        output = done.stderr
+    raise VortexError(
+        "the tensor-unit programs include <array>: the compiler needs a C++ library's headers for RISC-V. Use "
+        "Vortex's toolchain, or install libc++ for this clang and picolibc (Debian: libc++-19-dev and "
+        f"picolibc-riscv64-unknown-elf), or name them in VORTEX_CXXFLAGS: {output.strip()[-500:]}"
+    )
 
 
 @cache
@@ -189,7 +231,7 @@ def _folder(env: Mapping[str, str], variable: str, meaning: str) -> Path:
         raise VortexError(f"{variable} is not set: it names {meaning}. Vortex's install guide: {INSTALL_GUIDE}")
     if not Path(value).is_dir():
         raise VortexError(f"{variable}={value} is not a folder: it names {meaning}")
-    return Path(value)
+    return Path(value).resolve()  # a job runs in a working folder of its own
 
 
 def _part(root: Path, candidates: tuple[str, ...], variable: str, remedy: str | None = None) -> Path:

@@ -20,7 +20,7 @@ struct Local {
 };
 static_assert(sizeof(Local) < LOCAL_LIMIT, "local memory of a group");
 
-static void attend(kernel_args_t* arg) {
+static KERNEL void attend(kernel_args_t* arg) {
   const uint32_t r = threadIdx.x, row = blockIdx.x * 8 + r;
   const uint32_t first_column = blockIdx.y * O_COLUMNS;
   const uint32_t columns = uniform_min(O_COLUMNS, D - first_column);
@@ -49,7 +49,7 @@ static void attend(kernel_args_t* arg) {
       }
       ctx::store_matrix_sync(local->s + tile, acc, S_STRIDE);
     }
-    SYNC();
+    WARP_SYNC();
     const uint32_t present = uniform_min(S_KEYS, n_k - j);
     float m_new = m;
     for (uint32_t c = 0; c < present; ++c) {
@@ -67,7 +67,7 @@ static void attend(kernel_args_t* arg) {
       p_row[c] = half_of_unit(p);
     }
     for (uint32_t c = present; c < S_KEYS; ++c) p_row[c] = 0;
-    SYNC();
+    WARP_SYNC();
     ctx::load_matrix_sync(a, local->p, P_STRIDE);
     for (uint32_t c = 0; c < columns; c += 8) {
       ctx::load_matrix_sync(acc, local->o + c, O_STRIDE);
@@ -75,14 +75,11 @@ static void attend(kernel_args_t* arg) {
       ctx::mma_sync(acc, a, b, acc);
       ctx::store_matrix_sync(local->o + c, acc, O_STRIDE);
     }
-    SYNC();
+    WARP_SYNC();
   }
   const float inverse = 1.0f / l;
   float* o_global = pointer<float>(arg->o_addr) + row * D + first_column;
   for (uint32_t c = 0; c < columns; ++c) o_global[c] = o_row[c] * inverse;
 }
 
-int main() {
-  kernel_args_t* arg = reinterpret_cast<kernel_args_t*>(csr_read(VX_CSR_MSCRATCH));
-  return vx_spawn_threads(2, arg->grid_dim, arg->block_dim, reinterpret_cast<vx_kernel_func_cb>(attend), arg);
-}
+SPAWN(2, attend)

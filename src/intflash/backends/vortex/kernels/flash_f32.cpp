@@ -7,7 +7,7 @@ static constexpr uint32_t D = HEAD_DIM;
 static constexpr uint32_t TILE_KEYS = D <= 8 ? 16 : D <= 16 ? 8 : D <= 32 ? 4 : 2;   // K and V: at most 512 bytes each
 static constexpr uint32_t TILE_WORDS = TILE_KEYS * D;
 
-static void attend(kernel_args_t* arg) {
+static KERNEL void attend(kernel_args_t* arg) {
   const uint32_t thread = threadIdx.x, row = blockIdx.x * GROUP_THREADS + thread, n_k = arg->n_k;
   const float* k_global = pointer<const float>(arg->k_addr);
   const float* v_global = pointer<const float>(arg->v_addr);
@@ -49,7 +49,4 @@ static void attend(kernel_args_t* arg) {
   for (uint32_t i = 0; i < D; ++i) o_global[i] = o[i] * inverse;
 }
 
-int main() {
-  kernel_args_t* arg = reinterpret_cast<kernel_args_t*>(csr_read(VX_CSR_MSCRATCH));
-  return vx_spawn_threads(1, arg->grid_dim, arg->block_dim, reinterpret_cast<vx_kernel_func_cb>(attend), arg);
-}
+SPAWN(1, attend)

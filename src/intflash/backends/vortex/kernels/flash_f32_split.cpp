@@ -17,7 +17,7 @@ struct Local {
 };
 static_assert(sizeof(Local) < LOCAL_LIMIT, "local memory of a group");
 
-static void attend(kernel_args_t* arg) {
+static KERNEL void attend(kernel_args_t* arg) {
   const uint32_t thread = threadIdx.x, lane = thread % LANES, team = thread / LANES;
   const uint32_t row = blockIdx.x * ROWS + team, n_k = arg->n_k;
   const float scale = arg->score_scale;
@@ -75,7 +75,4 @@ static void attend(kernel_args_t* arg) {
   for (uint32_t i = 0; i < COLUMNS; ++i) o_global[i] = o[i] * inverse;
 }
 
-int main() {
-  kernel_args_t* arg = reinterpret_cast<kernel_args_t*>(csr_read(VX_CSR_MSCRATCH));
-  return vx_spawn_threads(1, arg->grid_dim, arg->block_dim, reinterpret_cast<vx_kernel_func_cb>(attend), arg);
-}
+SPAWN(1, attend)

@@ -13,6 +13,9 @@
 #ifndef WIDE
 #define WIDE 0          // 1: depth_shift is 12 or 13, more than a pre-shifted query may carry
 #endif
+#ifndef LONG
+#define LONG 0          // 1: sums of p * V may pass 32 bits: intflash with more than FLUSH_KEYS keys
+#endif
 #ifndef OUT_WIDE
 #define OUT_WIDE 0      // 1: some column's s_V / s_O is 2^22 or more, its shift below 33
 #endif
@@ -141,23 +144,38 @@ static inline int32_t scaled_output(int64_t acc, RowScale row, output_multiplier
   return imax(imin(rounded, q_max), -q_max);
 }
 
-// Writes COUNT columns of one row from `column` on; `acc` counts V's codes, not yet divided by l.
-template <uint32_t HEAD, typename Acc>
-static inline void store_row(const kernel_args_t* arg, uint32_t row, uint32_t column, uint32_t count, const Acc* acc,
-                             uint32_t l, int32_t s_max) {
+// Writes `count` columns of one row from `column` on, four int8 codes a word; acc[i * STRIDE] counts V's codes in
+// column + i, not yet divided by l. A loop with its sums in memory: unrolled, its code would not pay its way into the cache.
+template <uint32_t HEAD, uint32_t STRIDE, typename Acc>
+static inline void store_columns(const kernel_args_t* arg, uint32_t row, uint32_t column, uint32_t count, const Acc* acc,
+                                 uint32_t l) {
 #if OUT_BITS == 64
   int64_t* out = pointer<int64_t>(arg->o_addr) + row * HEAD + column;
-  for (uint32_t c = 0; c < count; ++c) out[c] = acc[c];
-  pointer<row_stats_t>(arg->stats_addr)[row] = {l, s_max >> Depth(arg).query_shift()};
+  for (uint32_t c = 0; c < count; ++c) out[c] = acc[c * STRIDE];
 #else
   const output_multiplier_t* columns = pointer<const output_multiplier_t>(arg->multiplier_addr) + column;
-#if OUT_BITS == 16
-  int16_t* out = pointer<int16_t>(arg->o_addr) + row * HEAD + column;
-#else
-  int8_t* out = pointer<int8_t>(arg->o_addr) + row * HEAD + column;
-#endif
+  uint32_t* out = pointer<uint32_t>(arg->o_addr) + (row * HEAD + column) * OUT_BITS / 32;
   const RowScale scale = row_scale(l);
+  const int32_t q_max = arg->q_max;
 #pragma GCC unroll 1
-  for (uint32_t c = 0; c < count; ++c) out[c] = scaled_output(acc[c], scale, columns[c], arg->q_max);
+  for (uint32_t c = 0; c < count; c += 32 / OUT_BITS) {
+    uint32_t word = 0;
+#pragma GCC unroll 1
+    for (uint32_t i = 0; i < 32; i += OUT_BITS) {
+      const int32_t code = scaled_output(*acc, scale, *columns, q_max);
+      word |= (static_cast<uint32_t>(code) & ((1u << OUT_BITS) - 1)) << i;
+      acc += STRIDE;
+      ++columns;
+    }
+    *out++ = word;
+  }
+#endif
+}
+
+static inline void store_stats(const kernel_args_t* arg, uint32_t row, uint32_t l, int32_t s_max) {
+#if OUT_BITS == 64
+  pointer<row_stats_t>(arg->stats_addr)[row] = {l, s_max >> Depth(arg).query_shift()};
+#else
+  (void)arg, (void)row, (void)l, (void)s_max;
 #endif
 }

@@ -2,6 +2,7 @@
 // so control flow depends on uniform values only and everything per thread is a select.
 #pragma once
 #include <stdint.h>
+#include "kernel_args.h"
 #include <vx_intrinsics.h>
 #include <vx_spawn.h>
 
@@ -57,6 +58,30 @@ static inline void stage_words(void* local, const void* global, uint32_t thread)
   uint32_t* to = static_cast<uint32_t*>(local) + thread;
   const uint32_t* from = static_cast<const uint32_t*>(global) + thread;
   for (uint32_t i = 0; i < WORDS; i += THREADS) to[i] = from[i];
+}
+
+// A kernel starts with its stack moved down by a distance of the thread's own. Stacks lie 8 KB apart, so that a frame
+// of one layout would put the same word of all threads into one set of the data cache, which holds four of them.
+static constexpr uint32_t STACK_COLOURS = 16, COLOUR_BYTES = 256;
+#define KERNEL __attribute__((noinline))       // its frame must lie below what the caller skips
+
+template <void (*FUNCTION)(kernel_args_t*)>
+static void on_own_cache_lines(void* arg) {
+  void* skipped = __builtin_alloca(vx_hart_id() % STACK_COLOURS * COLOUR_BYTES + 1);
+  __asm__ volatile("" : : "r"(skipped) : "memory");
+  FUNCTION(static_cast<kernel_args_t*>(arg));
+}
+
+// The program's main: runs `function` on a grid of DIMENSIONS dimensions.
+#define SPAWN(DIMENSIONS, function)                                                                       \
+  int main() {                                                                                            \
+    kernel_args_t* arg = reinterpret_cast<kernel_args_t*>(csr_read(VX_CSR_MSCRATCH));                      \
+    return vx_spawn_threads(DIMENSIONS, arg->grid_dim, arg->block_dim, on_own_cache_lines<function>, arg); \
+  }
+
+// Number of the group among those that the device runs at once, for scratch memory that it has to itself.
+static inline uint32_t resident_group() {
+  return vx_core_id() * (vx_num_warps() / __warps_per_group) + __local_group_id;
 }
 
 static constexpr uint32_t GROUP_THREADS = 16;   // two warps of eight: one group fills a core of the report's machine
