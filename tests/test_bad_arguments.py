@@ -1,7 +1,7 @@
 """Every argument of the public functions x every kind of bad value: an InputError that names the argument.
 
-Tensors of other kinds (meta, sparse, nested, complex, float8) reach every backend by every route to it, and none of
-them may end in an error of torch's own.
+Tensors of other kinds (meta, sparse, nested, complex, float8) go to every backend by every route, and none may end in
+an error of torch's own.
 """
 
 from __future__ import annotations

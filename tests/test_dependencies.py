@@ -31,7 +31,7 @@ LAYERS = {
 
 # What each of `backends`' rooms may import of the others: the CUDA kernels run without Triton.
 ROOMS = {"cuda": {"gpu"}, "triton": {"gpu"}} | dict.fromkeys(("cpu", "gpu", "portable", "vortex", "reference"), set())
-SHARED = {"base", "cache"}
+SHARED = {"base", "cache", "features"}
 
 
 def imports(path: pathlib.Path) -> set[str]:

@@ -1,5 +1,7 @@
 // Computes the absolute maximum and the int8 codes of rows of floats: docs/numerics.md section 1.
 #pragma once
+#include <cmath>
+
 #include "cpu/arithmetic.hpp"
 
 namespace intflash {
@@ -62,7 +64,12 @@ float absolute_maximum(const void* x, FloatType type, const Rows& shape) {
   }
 }
 
+<<<<<<< HEAD
+// The exact product x * inverse rounded once, half to even, and clamped to [-limit, limit]; of a NaN that end which its sign
+// says.
+=======
 // Returns the exact product x * inverse rounded once, half to even, and clamped to [-limit, limit].
+>>>>>>> main
 inline int8_t code(float x, float inverse, int32_t limit) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
   constexpr float magic = 12582912.0f;  // 1.5 * 2^23: the low bits of the sum are the integer
@@ -74,6 +81,7 @@ inline int8_t code(float x, float inverse, int32_t limit) {
 #else
   constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52; the product of two floats is exact
   double y = double(x) * double(inverse);
+  if (y != y) return int8_t(std::signbit(x) ? -limit : limit);
   y = y < -limit ? -limit : y;
   y = y > limit ? limit : y;
   return int8_t(int32_t((y + magic) - magic));

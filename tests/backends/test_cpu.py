@@ -122,7 +122,7 @@ def test_long_rows(method, nk):
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_biases_and_masks_of_every_kind(isa, data):
-    """Broadcast, strided, largest and absent ones, rows without keys, scales from dead to saturated."""
+    """Broadcast, strided, saturated and absent ones, rows without keys, scales from dead to saturated."""
     pick = data.draw
     method = pick(st.sampled_from(list(cpu.P_MAX)))
     nq, nk, d = pick(st.integers(1, 60)), pick(st.integers(1, 270)), pick(st.sampled_from([1, 32, 64, 70]))
@@ -140,7 +140,6 @@ def test_biases_and_masks_of_every_kind(isa, data):
 
     if pick(st.booleans()):
         bias = torch.randn(2, 2, nq, nk, generator=g) * pick(st.sampled_from([1.0, 100.0, 1e6]))
-        bias = bias.clamp(-1419, 1419)  # larger ones are refused
         if pick(st.booleans()):
             bias[torch.rand(bias.shape, generator=g) > 0.7] = float("-inf")
         options["bias"] = broadcast(bias)
@@ -148,7 +147,7 @@ def test_biases_and_masks_of_every_kind(isa, data):
         options["attn_mask"] = broadcast(
             torch.rand(2, 2, nq, nk, generator=g) > pick(st.sampled_from([0.1, 0.5, 0.99]))
         )
-    problem = prepare(*tensors, method=method, out_dtype=torch.int8, return_lse=True, **options)[0]
+    problem = prepare(*tensors, method=method, out_dtype=torch.int8, return_lse=True, check_finite=False, **options)[0]
     assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
 
 
@@ -167,12 +166,13 @@ def test_biased_scores_at_the_edge_of_32_bits(isa, method, sign):
     v = torch.randint(-127, 128, (1, 1, 60, 16), generator=torch.Generator().manual_seed(1))
     tensors = [intflash.QTensor(x.to(torch.int8), s) for x, s in ((q, 1.0), (k, 1.0), (v, 0.02))]
     scale = 2.0**-12 / 1.4426950408889634
-    for beyond in (-1, 0, 1, 2**24, 2**26, 2**31 - 2 - edge):
+    for beyond in (-1, 0, 1, 2**24, 2**26, 2**31 - 1 - edge):
         for direction, options in itertools.product((1, -1), ({}, {"attn_mask": keep})):
             bias = torch.full((1, 1, 1, 60), direction * (edge + beyond)).to(torch.int32)
             bias[..., 5::7] += -direction * torch.arange(8, dtype=torch.int32) * 2**19
             bias[..., ::9] = ABSENT
-            problem = prepare(*tensors, method=method, scale=scale, bias=bias, return_lse=True, **options)[0]
+            options = options | dict(scale=scale, bias=bias, return_lse=True, check_finite=False)  # saturated ones too
+            problem = prepare(*tensors, method=method, **options)[0]
             assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
 
 

@@ -245,14 +245,14 @@ def test_flash_score_units_past_int32_are_refused(method, scale):
 
 def test_reasons():
     def reason(**options):
-        return cpu.unsupported(prepare(*(torch.randn(1, 1, 4, 4) for _ in range(3)), **options)[0])
+        return cpu.BACKEND.unsupported(prepare(*(torch.randn(1, 1, 4, 4) for _ in range(3)), **options)[0])
 
     assert reason() is None
     assert "log-sum-exp" in reason(method="qflash", return_lse=True)
     assert "methods" in reason(method="fp32")
     x = torch.randn(1, 1, 4, 257)
-    assert cpu.unsupported(prepare(x[..., :4], x[..., :4], x[..., :256])[0]) is None
-    assert "to 256, got 257" in cpu.unsupported(prepare(x[..., :4], x[..., :4], x)[0])
+    assert cpu.BACKEND.unsupported(prepare(x[..., :4], x[..., :4], x[..., :256])[0]) is None
+    assert "to 256, got 257" in cpu.BACKEND.unsupported(prepare(x[..., :4], x[..., :4], x)[0])
 
 
 def test_unsupported_shapes_go_to_another_backend():
