@@ -235,7 +235,7 @@ def test_real_compiler_and_linker(fake_install, riscv_compiler, tmp_path, monkey
     archiver = shutil.which("ar") or shutil.which("llvm-ar")
     if archiver is None:
         pytest.skip("no ar")
-    names = ["vx_hart_id", "vx_core_id", "vx_num_warps"]
+    names = ["vx_hart_id", "vx_num_cores", "vx_num_warps", "vx_num_threads"]
     names += ["vx_spawn_threads", "vx_barrier", "vx_stub_csr_read", "vx_stub_fill", "vx_stub_load", "vx_stub_mma"]
     source = "".join(f"void {name}(void) {{}}\n" for name in [*names, "vx_stub_store", "_Exit"])
     source += "__thread int blockIdx[3], threadIdx[3], __local_group_id; int __warps_per_group;\n"

@@ -17,7 +17,7 @@ from machines.riscv.machine import executable_words, undefined_symbols
 FLOAT_CSRS = (1, 2, 3)  # fflags, frm, fcsr
 SDK = {"vx_spawn_threads", "vx_barrier", "vx_stub_csr_read", "blockIdx", "threadIdx", "__local_group_id"}
 SDK |= {"__warps_per_group", "vx_stub_fill", "vx_stub_load", "vx_stub_store", "vx_stub_mma"}
-SDK |= {"vx_hart_id", "vx_core_id", "vx_num_warps"}
+SDK |= {"gridDim", "vx_hart_id", "vx_num_cores", "vx_num_warps", "vx_num_threads"}
 
 
 def float_instructions(elf: bytes) -> int:

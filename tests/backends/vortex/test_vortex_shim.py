@@ -33,14 +33,14 @@ def run(tmp_path, monkeypatch):
     """Compiles a kernel body, runs two groups and returns (error or None, what the threads wrote)."""
     monkeypatch.setattr(vortex_shim, "_cache_folder", lambda: tmp_path)
 
-    def run(body: str, threads: int = 16):
+    def run(body: str, threads: int = 16, groups: int = 2):
         source = tmp_path / "kernel.cpp"
         source.write_text(KERNEL.format(body=body))
         vortex_shim.load.cache_clear()
         library = vortex_shim.load(source)
         out = (ctypes.c_uint32 * 16)()
         args = KernelArgs(o_addr=ctypes.addressof(out))
-        args.grid_dim[:], args.block_dim[:] = (2, 1, 1), (threads, 1, 1)
+        args.grid_dim[:], args.block_dim[:] = (groups, 1, 1), (threads, 1, 1)
         error = library.vx_shim_run(ctypes.byref(args))
         return error and error.decode(), list(out)
 
@@ -113,6 +113,11 @@ def test_write_past_what_was_asked_for(run):
 def test_local_mem_without_parentheses(run):
     error, _ = run("out[thread] = *static_cast<uint32_t*>(__local_mem(32 + 32));")
     assert "parentheses" in error
+
+
+def test_grid_that_the_cores_cannot_share(run):
+    assert "leaves groups out: 2 of 3 cores" in run("out[thread] = 0;", groups=5)[0]
+    assert run("out[thread] = 0;", groups=4)[0] is None
 
 
 def test_group_that_does_not_fit_a_core(run):

@@ -89,7 +89,7 @@ class Interpreter:
             at = machine.memory.allocate(len(block))
             machine.memory.place(block, at)
             with np.errstate(all="ignore"):  # wrapping is what registers do
-                self.instructions += machine.run(at, launch.grids[stage], launch.threads)
+                self.instructions += machine.run(at, launch.threads)
         for name in launch.outputs:
             buffer = launch.buffers[name]
             start = addresses[name] - 0x80000000

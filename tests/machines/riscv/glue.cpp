@@ -18,8 +18,9 @@ static inline uint32_t call(uint32_t number, uint32_t a0 = 0, uint32_t a1 = 0) {
 }
 
 int vx_hart_id() { return call(INDEX, 1, 0); }
-int vx_core_id() { return 0; }
+int vx_num_cores() { return 1; }
 int vx_num_warps() { return 2; }
+int vx_num_threads() { return 8; }
 size_t vx_stub_csr_read(int csr) { return call(CSR_READ, csr); }
 void vx_barrier(int, int) { call(BARRIER); }
 int vx_spawn_threads(uint32_t, const uint32_t*, const uint32_t*, vx_kernel_func_cb kernel, const void* arg) {

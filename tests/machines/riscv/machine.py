@@ -125,8 +125,8 @@ class Machine:
     def decode(self, pc: int) -> Step:
         return decode(int(self.memory.view(np.int32)[(pc - BASE) // 4]) & 0xFFFFFFFF, pc)
 
-    def run(self, arguments: int, grid: tuple[int, int, int], threads: int) -> int:
-        """Runs main() and the grid that it spawns, the argument block at an address.
+    def run(self, arguments: int, threads: int) -> int:
+        """Runs main() and the one group that it spawns on a core of 16 threads, the argument block at an address.
 
         Returns:
             Thread-instructions between the kernel's entry and its return, over all threads.
@@ -140,13 +140,7 @@ class Machine:
         if main.waiting != SPAWN:
             raise VortexError("the kernel's main() spawned nothing")
         kernel, argument = main.x[A0].copy(), main.x[A1].copy()
-        total = 0
-        for z in range(grid[2]):
-            for y in range(grid[1]):
-                for x in range(grid[0]):
-                    self.block = [x, y, z]
-                    total += self._run_group(kernel, argument, threads)
-        return total
+        return self._run_group(kernel, argument, threads)
 
     def _run_group(self, kernel: np.ndarray, argument: np.ndarray, threads: int) -> int:
         warps = [self._warp(self.thread_entry, w) for w in range(threads // WARP)]

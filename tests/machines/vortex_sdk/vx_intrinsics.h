@@ -11,7 +11,8 @@ size_t vx_stub_csr_read(int csr);
 void vx_barrier(int barrier_id, int num_warps);
 int vx_thread_id();
 int vx_hart_id();
-int vx_core_id();
+int vx_num_cores();
 int vx_num_warps();
+int vx_num_threads();
 }
 #define csr_read(csr) vx_stub_csr_read(csr)

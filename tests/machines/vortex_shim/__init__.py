@@ -21,6 +21,7 @@ from intflash.backends.vortex.errors import VortexError
 from intflash.backends.vortex.launch import KERNELS, Launch
 
 SHIM = Path(__file__).parent
+GROUPS = 6  # at most that many run at once: CORES * CORE_WARPS of shim.cpp
 FLAGS = ["-std=c++17", "-O2", "-g0", "-fPIC", "-fno-strict-aliasing", "-fvisibility=default", "-fno-gnu-unique"]
 TRACE = "-fsanitize-coverage=trace-pc"  # lets the shim compare the branches of a warp's threads
 
@@ -40,7 +41,7 @@ def run(launch: Launch) -> None:
     defines = tuple(f"-D{name}={value}" for name, value in sorted(launch.defines.items()))
     library = load(launch.program.path, defines)
     addresses = {name: buffer.ctypes.data for name, buffer in launch.buffers.items()}
-    scratch = np.zeros(launch.group_scratch, np.uint8)
+    scratch = np.zeros(GROUPS * launch.group_scratch, np.uint8)
     if scratch.size:
         addresses["scratch_addr"] = scratch.ctypes.data
     for stage in range(launch.program.stages):

@@ -2,6 +2,7 @@
 //   - on a barrier or tensor-unit call that not all threads reach, or that they reach in different places;
 //   - on a branch that splits a warp (kernels are compiled with -fsanitize-coverage=trace-pc: the threads of a warp must
 //     have run the same basic blocks between two meeting points);
+//   - on a grid that vx_spawn_threads spreads over cores wrongly;
 //   - on local memory past the limits, on writes past what was asked for, and on __local_mem's missing parentheses.
 #include <stdarg.h>
 #include <stdio.h>
@@ -15,7 +16,8 @@
 
 namespace {
 
-constexpr uint32_t WARP_THREADS = 8, CORE_WARPS = 2;               // the report's machine
+constexpr uint32_t WARP_THREADS = 8, CORE_WARPS = 2;               // the report's machine,
+constexpr uint32_t CORES = 3;                                      // with cores that rarely divide a grid
 constexpr uint64_t GROUP_BYTES = 2048, CORE_BYTES = 4096, CANARY_BYTES = 4096;
 constexpr unsigned char CANARY = 0xA5;
 constexpr size_t STACK_BYTES = 256 << 10;
@@ -129,13 +131,13 @@ extern "C" {
 
 dim3_t blockIdx, threadIdx, gridDim, blockDim;
 uint32_t vx_shim_group = 2;
-uint32_t __warps_per_group = 2, __local_group_id = 0;     // groups run one after another: all are the first of core 0
 
 size_t vx_shim_arguments() { return reinterpret_cast<size_t>(arguments); }
 int vx_thread_id() { return current % WARP_THREADS; }
 int vx_hart_id() { return current; }
-int vx_core_id() { return 0; }
+int vx_num_cores() { return CORES; }
 int vx_num_warps() { return CORE_WARPS; }
+int vx_num_threads() { return WARP_THREADS; }
 void vx_shim_barrier(int line) { meet(State::at_barrier, line); }
 void vx_shim_warp(int call) { meet(State::at_warp, call); }
 
@@ -176,11 +178,15 @@ int vx_spawn_threads(uint32_t dimension, const uint32_t* grid_dim, const uint32_
   }
   const uint32_t threads = blockDim.x * blockDim.y * blockDim.z;
   if (threads == 0 || threads > WARP_THREADS * CORE_WARPS) return fail("a group of %u threads does not fit a core", threads), -1;
+  const uint32_t groups = gridDim.x * gridDim.y * gridDim.z, warps = (threads + WARP_THREADS - 1) / WARP_THREADS;
+  const uint32_t needed = (groups * warps + CORE_WARPS - 1) / CORE_WARPS, active = needed < CORES ? needed : CORES;
+  if (groups % active > 1)                                          // its offsets then skip a group per core
+    return fail("vx_spawn_threads leaves groups out: %u of %u cores have one more", groups % active, active), -1;
   kernel = callback;
   kernel_argument = arg;
   fibers.resize(threads);
   for (Fiber& f : fibers) f.stack.resize(STACK_BYTES);
-  for (uint32_t g = 0; g < gridDim.x * gridDim.y * gridDim.z && !failed; ++g) {
+  for (uint32_t g = 0; g < groups && !failed; ++g) {
     blockIdx.x = g % gridDim.x, blockIdx.y = g / gridDim.x % gridDim.y, blockIdx.z = g / gridDim.x / gridDim.y;
     run_group(threads);
   }

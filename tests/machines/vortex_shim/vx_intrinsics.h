@@ -11,8 +11,9 @@ void vx_shim_barrier(int line);
 int vx_shim_main();            // the kernel's main()
 int vx_thread_id();
 int vx_hart_id();
-int vx_core_id();
+int vx_num_cores();
 int vx_num_warps();
+int vx_num_threads();
 }
 #define csr_read(csr) vx_shim_arguments()
 #define main vx_shim_main

@@ -12,7 +12,6 @@ typedef union {
 } dim3_t;
 
 extern dim3_t blockIdx, threadIdx, gridDim, blockDim;
-extern uint32_t __warps_per_group, __local_group_id;
 extern uint32_t vx_shim_group;                                    // 2, so that a missing parenthesis shows
 void* vx_shim_local_mem(uint64_t bytes, uint64_t offset);
 

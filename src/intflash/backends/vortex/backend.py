@@ -58,11 +58,12 @@ def run(problem: Problem, execute: Executor, *, tensor_unit: bool) -> Result:
     Args:
         problem: one that the backend supports.
         execute: runs a launch (on Vortex, or in a test's machine).
-        tensor_unit: the integer methods run on the tensor unit. The bits are the same.
+        tensor_unit: the device has one. The bits do not depend on it.
     """
     if problem.method in FLOAT_METHODS:
         return _run_float(problem, execute)
-    return _run_integer(problem.quantized(), execute, "intflash_tensor" if tensor_unit else "intflash_simt")
+    d = max(problem.q.shape[3], problem.v.shape[3])
+    return _run_integer(problem.quantized(), execute, launches.integer_program(d, tensor_unit))
 
 
 def _run_integer(problem: Problem, execute: Executor, program: str) -> Result:

@@ -126,6 +126,11 @@ def float_program(head_dim: int) -> str:
     return FLASH_PROGRAMS[head_dim > 8]
 
 
+def integer_program(head_dim: int, tensor_unit: bool) -> str:
+    """The faster of the two on simx: at head_dim 8 the tensor unit's inner size of 32 would be filled to a quarter."""
+    return "intflash_tensor" if tensor_unit and head_dim > 8 else "intflash_simt"
+
+
 def depth_constants(multiplier: int, shift: int) -> tuple[int, int]:
     """The kernel's form of C and k: ``(d << k) * C >> 23 == mulhu(d << a, M)`` for a score difference d.
 
@@ -222,7 +227,9 @@ def integer_launch(
     if program.tensor_unit:
         launch = _tensor_launch(program, q, k, v, d, round_up(d, 32))
         launch.defines |= {"P_BITS": p_bits, "LONG": int(p_bits == 16 and k.shape[0] > FLUSH_KEYS)}
-        launch.group_scratch = launch.defines["LONG"] * TENSOR_COLUMNS * WARP_ROWS * 8  # an int64 sum of each column
+        # a score of each row and key, then an int64 sum of each row and column
+        launch.group_scratch = launch.scalars["k_stride"] * WARP_ROWS * 4
+        launch.group_scratch += launch.defines["LONG"] * TENSOR_COLUMNS * WARP_ROWS * 8
         launch.buffers["colsum_addr"] = _padded(v.sum(0, dtype=np.int32)[None], 1, d)
         rows = launch.buffers["q_addr"].shape[0]
     else:

@@ -130,6 +130,9 @@ def check_shape(caps: dict[str, int], threads_per_warp: int | None, group_thread
         raise DeviceError(f"{has}; tensor-unit kernels need warps of exactly {threads_per_warp}: NUM_THREADS")
     if caps["threads"] * caps["warps"] < group_threads:
         raise DeviceError(f"{has}; the kernels need {group_threads} threads a core: NUM_WARPS times NUM_THREADS")
+    warps_per_group = -(-group_threads // caps["threads"])
+    if caps["warps"] % warps_per_group:
+        raise DeviceError(f"{has}; the kernels need a multiple of {warps_per_group} warps: NUM_WARPS")
 
 
 def run_job(folder: Path) -> None:

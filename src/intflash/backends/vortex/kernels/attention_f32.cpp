@@ -5,8 +5,8 @@
 
 static constexpr uint32_t D = HEAD_DIM;
 
-static void scores(kernel_args_t* arg) {
-  const uint32_t key = blockIdx.x * GROUP_THREADS + threadIdx.x, row = blockIdx.y;
+static void scores(kernel_args_t* arg, uint32_t block, uint32_t row) {
+  const uint32_t key = block * GROUP_THREADS + threadIdx.x;
   const float* q = pointer<const float>(arg->q_addr) + row * D;
   const float* k = pointer<const float>(arg->k_addr) + key * D;
   float s = 0;
@@ -14,8 +14,8 @@ static void scores(kernel_args_t* arg) {
   pointer<float>(arg->scratch_addr)[row * arg->k_stride + key] = s * arg->score_scale;
 }
 
-static void softmax(kernel_args_t* arg) {
-  const uint32_t row = blockIdx.x * GROUP_THREADS + threadIdx.x, n_k = arg->n_k;
+static void softmax(kernel_args_t* arg, uint32_t block) {
+  const uint32_t row = block * GROUP_THREADS + threadIdx.x, n_k = arg->n_k;
   float* s = pointer<float>(arg->scratch_addr) + row * arg->k_stride;
   float s_max = s[0];
   for (uint32_t j = 1; j < n_k; ++j) s_max = fmax2(s_max, s[j]);
@@ -29,8 +29,8 @@ static void softmax(kernel_args_t* arg) {
   for (uint32_t j = 0; j < n_k; ++j) s[j] *= inverse;
 }
 
-static void output(kernel_args_t* arg) {
-  const uint32_t index = blockIdx.x * GROUP_THREADS + threadIdx.x, n_k = arg->n_k;
+static void output(kernel_args_t* arg, uint32_t block) {
+  const uint32_t index = block * GROUP_THREADS + threadIdx.x, n_k = arg->n_k;
   const uint32_t row = index / D, column = index % D;
   const float* p = pointer<const float>(arg->scratch_addr) + row * arg->k_stride;
   const float* v = pointer<const float>(arg->v_addr) + column;
@@ -39,9 +39,13 @@ static void output(kernel_args_t* arg) {
   pointer<float>(arg->o_addr)[index] = o;
 }
 
-// Without stack colours: these kernels keep nothing on the stack, and start once for each of very many small groups.
-int main() {
-  kernel_args_t* arg = reinterpret_cast<kernel_args_t*>(csr_read(VX_CSR_MSCRATCH));
-  void (*const stages[])(kernel_args_t*) = {scores, softmax, output};
-  return vx_spawn_threads(2, arg->grid_dim, arg->block_dim, reinterpret_cast<vx_kernel_func_cb>(stages[arg->stage]), arg);
+KERNEL stage(kernel_args_t* arg, uint32_t x, uint32_t y) {
+  if (arg->stage == 0)
+    scores(arg, x, y);
+  else if (arg->stage == 1)
+    softmax(arg, x);
+  else
+    output(arg, x);
 }
+
+SPAWN(stage)

@@ -20,13 +20,13 @@ struct Local {
 };
 static_assert(sizeof(Local) < LOCAL_LIMIT, "local memory of a group");
 
-static KERNEL void attend(kernel_args_t* arg) {
-  const uint32_t r = threadIdx.x, row = blockIdx.x * 8 + r;
-  const uint32_t first_column = blockIdx.y * O_COLUMNS;
+KERNEL attend(kernel_args_t* arg, uint32_t block, uint32_t column_block) {
+  const uint32_t r = threadIdx.x, row = block * 8 + r;
+  const uint32_t first_column = column_block * O_COLUMNS;
   const uint32_t columns = uniform_min(O_COLUMNS, D - first_column);
   const uint32_t n_k = arg->n_k, k_stride = arg->k_stride;
   const float scale = arg->score_scale;
-  const uint16_t* q = pointer<const uint16_t>(arg->q_addr) + blockIdx.x * 8 * DEPTH;
+  const uint16_t* q = pointer<const uint16_t>(arg->q_addr) + block * 8 * DEPTH;
   const uint16_t* k = pointer<const uint16_t>(arg->k_addr);
   const uint16_t* v = pointer<const uint16_t>(arg->v_addr) + first_column * k_stride;
   Local* local = static_cast<Local*>(__local_mem((sizeof(Local))));
@@ -82,4 +82,4 @@ static KERNEL void attend(kernel_args_t* arg) {
   for (uint32_t c = 0; c < columns; ++c) o_global[c] = o_row[c] * inverse;
 }
 
-SPAWN(2, attend)
+SPAWN(attend)

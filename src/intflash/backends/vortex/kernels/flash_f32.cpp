@@ -7,8 +7,8 @@ static constexpr uint32_t D = HEAD_DIM;
 static constexpr uint32_t TILE_KEYS = D <= 8 ? 16 : D <= 16 ? 8 : D <= 32 ? 4 : 2;   // K and V: at most 512 bytes each
 static constexpr uint32_t TILE_WORDS = TILE_KEYS * D;
 
-static KERNEL void attend(kernel_args_t* arg) {
-  const uint32_t thread = threadIdx.x, row = blockIdx.x * GROUP_THREADS + thread, n_k = arg->n_k;
+KERNEL attend(kernel_args_t* arg, uint32_t block, uint32_t) {
+  const uint32_t thread = threadIdx.x, row = block * GROUP_THREADS + thread, n_k = arg->n_k;
   const float* k_global = pointer<const float>(arg->k_addr);
   const float* v_global = pointer<const float>(arg->v_addr);
   const float* q_global = pointer<const float>(arg->q_addr) + row * D;
@@ -49,4 +49,4 @@ static KERNEL void attend(kernel_args_t* arg) {
   for (uint32_t i = 0; i < D; ++i) o_global[i] = o[i] * inverse;
 }
 
-SPAWN(1, attend)
+SPAWN(attend)

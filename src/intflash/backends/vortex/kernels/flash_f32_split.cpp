@@ -17,9 +17,9 @@ struct Local {
 };
 static_assert(sizeof(Local) < LOCAL_LIMIT, "local memory of a group");
 
-static KERNEL void attend(kernel_args_t* arg) {
+KERNEL attend(kernel_args_t* arg, uint32_t block, uint32_t) {
   const uint32_t thread = threadIdx.x, lane = thread % LANES, team = thread / LANES;
-  const uint32_t row = blockIdx.x * ROWS + team, n_k = arg->n_k;
+  const uint32_t row = block * ROWS + team, n_k = arg->n_k;
   const float scale = arg->score_scale;
   const float* q = pointer<const float>(arg->q_addr) + row * D;
   const float* k = pointer<const float>(arg->k_addr);
@@ -70,9 +70,10 @@ static KERNEL void attend(kernel_args_t* arg) {
   SYNC();
   l = 0;
   for (uint32_t i = 0; i < LANES; ++i) l += local->exchange[team * LANES + i];
+  SYNC();                                               // the next block of rows writes there
   const float inverse = 1.0f / l;
   float* o_global = pointer<float>(arg->o_addr) + row * D + lane * COLUMNS;
   for (uint32_t i = 0; i < COLUMNS; ++i) o_global[i] = o[i] * inverse;
 }
 
-SPAWN(1, attend)
+SPAWN(attend)

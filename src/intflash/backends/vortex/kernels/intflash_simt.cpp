@@ -61,15 +61,15 @@ static inline __attribute__((always_inline)) void partial_scores(int32_t* sums, 
   for (; sums != end; sums += GROUP_THREADS, k += D) *sums = FIRST ? dot(q, k) : *sums + dot(q, k);
 }
 
-static KERNEL void attend(kernel_args_t* arg) {
+KERNEL attend(kernel_args_t* arg, uint32_t block, uint32_t) {
   const uint32_t thread = threadIdx.x;
-  const uint32_t row = blockIdx.x * GROUP_THREADS + thread;
+  const uint32_t row = block * GROUP_THREADS + thread;
   const uint32_t n_k = arg->n_k;
   const int8_t* k_global = pointer<const int8_t>(arg->k_addr);
   const int8_t* v_global = pointer<const int8_t>(arg->v_addr);
   const int8_t* q_row = pointer<const int8_t>(arg->q_addr) + row * D;
   int32_t* local = static_cast<int32_t*>(__local_mem((LOCAL_WORDS * 4))) + thread;
-  int32_t* scores = pointer<int32_t>(arg->scratch_addr) + resident_group() * (n_k * GROUP_THREADS) + thread;
+  int32_t* scores = pointer<int32_t>(arg->scratch_addr) + blockIdx.x * (n_k * GROUP_THREADS) + thread;
   int32_t* const scores_end = scores + n_k * GROUP_THREADS;
   const Depth depth(arg);
 
@@ -149,4 +149,4 @@ static KERNEL void attend(kernel_args_t* arg) {
   store_stats(arg, row, l, s_max);
 }
 
-SPAWN(1, attend)
+SPAWN(attend)

@@ -8,7 +8,7 @@ typedef struct {
   uint64_t v_addr;           // [keys, head_dim]; tensor unit: [head_dim, k_stride], transposed
   uint64_t o_addr;
   uint64_t scratch_addr;     // standard attention: scores, then probabilities, float [rows, k_stride]; integer: memory
-                             // of its own for each group that runs at once, see resident_group()
+                             // of its own for each group that runs at once, see run_blocks()
   uint64_t multiplier_addr;  // integer: output_multiplier_t [head_dim]
   uint64_t colsum_addr;      // integer tensor unit: column sums of V, int32 [head_dim]
   uint64_t stats_addr;       // integer, raw output: row_stats_t [rows]

@@ -60,29 +60,44 @@ static inline void stage_words(void* local, const void* global, uint32_t thread)
   for (uint32_t i = 0; i < WORDS; i += THREADS) to[i] = from[i];
 }
 
-// A kernel starts with its stack moved down by a distance of the thread's own. Stacks lie 8 KB apart, so that a frame
-// of one layout would put the same word of all threads into one set of the data cache, which holds four of them.
-static constexpr uint32_t STACK_COLOURS = 16, COLOUR_BYTES = 256;
-#define KERNEL __attribute__((noinline))       // its frame must lie below what the caller skips
+// Groups that the device runs at once.
+static inline uint32_t resident_groups(const kernel_args_t* arg) {
+  const uint32_t threads = vx_num_threads();
+  return vx_num_cores() * (vx_num_warps() / ((arg->block_dim[0] + threads - 1) / threads));
+}
 
-template <void (*FUNCTION)(kernel_args_t*)>
+// Runs FUNCTION(arg, x, y) for the blocks of a group: number blockIdx.x of those that run at once, and every so many on.
+// The grid that is spawned has one group for each: vx_spawn_threads leaves blocks out when two or more cores have one
+// more than the others. A group's scratch memory is its own as long as it runs.
+template <void (*FUNCTION)(kernel_args_t*, uint32_t, uint32_t)>
+static __attribute__((noinline)) void run_blocks(kernel_args_t* arg) {
+  const uint32_t width = arg->grid_dim[0], stride = resident_groups(arg);
+  uint32_t x = blockIdx.x;
+#pragma GCC unroll 1
+  for (uint32_t y = 0; y < arg->grid_dim[1]; ++y, x -= width) {
+#pragma GCC unroll 1
+    for (; x < width; x += stride) FUNCTION(arg, x, y);
+  }
+}
+
+// Moves the stack down by a distance of the thread's own. Stacks lie 8 KB apart, so that a frame of one layout would put
+// the same word of all threads into one set of the data cache, which holds four of them.
+static constexpr uint32_t STACK_COLOURS = 16, COLOUR_BYTES = 256;
+template <void (*FUNCTION)(kernel_args_t*, uint32_t, uint32_t)>
 static void on_own_cache_lines(void* arg) {
   void* skipped = __builtin_alloca(vx_hart_id() % STACK_COLOURS * COLOUR_BYTES + 1);
   __asm__ volatile("" : : "r"(skipped) : "memory");
-  FUNCTION(static_cast<kernel_args_t*>(arg));
+  run_blocks<FUNCTION>(static_cast<kernel_args_t*>(arg));
 }
 
-// The program's main: runs `function` on a grid of DIMENSIONS dimensions.
-#define SPAWN(DIMENSIONS, function)                                                                       \
-  int main() {                                                                                            \
-    kernel_args_t* arg = reinterpret_cast<kernel_args_t*>(csr_read(VX_CSR_MSCRATCH));                      \
-    return vx_spawn_threads(DIMENSIONS, arg->grid_dim, arg->block_dim, on_own_cache_lines<function>, arg); \
+// The program's main().
+#define KERNEL static inline __attribute__((always_inline)) void
+#define SPAWN(function)                                                                  \
+  int main() {                                                                           \
+    kernel_args_t* arg = reinterpret_cast<kernel_args_t*>(csr_read(VX_CSR_MSCRATCH));     \
+    const uint32_t grid[] = {resident_groups(arg)};                                      \
+    return vx_spawn_threads(1, grid, arg->block_dim, on_own_cache_lines<function>, arg); \
   }
-
-// Number of the group among those that the device runs at once, for scratch memory that it has to itself.
-static inline uint32_t resident_group() {
-  return vx_core_id() * (vx_num_warps() / __warps_per_group) + __local_group_id;
-}
 
 static constexpr uint32_t GROUP_THREADS = 16;   // two warps of eight: one group fills a core of the report's machine
 static constexpr uint32_t LOCAL_LIMIT = 2048;   // bytes a group; above that local memory aliases on simx
