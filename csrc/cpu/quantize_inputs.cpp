@@ -37,16 +37,17 @@ void Quantization::measure(FloatInput& x, int64_t i) const {
 }
 
 void Quantization::choose_scales(FloatInput& x) {
-<<<<<<< HEAD
-  for (float& a : x.amax)
-    if (!std::isfinite(a)) a = INFINITY, is_finite = is_finite && !look_for_nonfinite;  // no comparison finds a NaN
-=======
-  for (float a : x.amax)
-    is_finite = is_finite && (!look_for_nonfinite || std::isfinite(a));  // a comparison finds no NaN
->>>>>>> main
+  for (float& a : x.amax) {
+    if (std::isfinite(a)) continue;
+    a = INFINITY;  // comparisons below would lose a NaN
+    is_finite = is_finite && !look_for_nonfinite;
+  }
   if (x.is_static) return;
   if (!x.per_head) x.amax[0] = *std::max_element(x.amax.begin(), x.amax.end());
-  for (size_t i = 0; i < x.scales.size(); ++i) x.scales[i] = x.amax[i] < kTinyAmax || x.amax[i] == INFINITY ? 1.0f : x.amax[i] / float(x.qmax);
+  for (size_t i = 0; i < x.scales.size(); ++i) {
+    const bool has_scale = x.amax[i] >= kTinyAmax && x.amax[i] < INFINITY;  // docs/numerics.md, "Unchecked calls"
+    x.scales[i] = has_scale ? x.amax[i] / float(x.qmax) : 1.0f;
+  }
 }
 
 void Quantization::encode(FloatInput& x, int64_t i) const {
