@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 import intflash
 from intflash import cli, repeats, selfcheck
 from intflash.backends import backends
-from intflash.backends.base import Backend
 from intflash.methods import METHODS
 from intflash.quant import QTensor
 from intflash.selfcheck import cases, compare, session, shrink, source
@@ -33,7 +32,7 @@ def broken(monkeypatch):
         repeats._known.clear()
         known = dict(backends())
         whole = known["torch"]
-        known["torch"] = Backend("torch", whole.unavailable, unsupported or whole.unsupported, run or whole.run)
+        known["torch"] = replace(whole, limits=unsupported or whole.limits, run=run or whole.run)
         monkeypatch.setattr("intflash.backends.backends", lambda: known)
         return whole
 

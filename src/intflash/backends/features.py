@@ -44,24 +44,22 @@ def features(problem: Problem) -> set[str]:
     K smoothing and rotation are done before a backend sees the tensors, and `check_finite` is for `call.py` where the
     backend does not look: none of them is a feature.
     """
-    q, recipe = problem.q, problem.recipe
-    found = {f"{_name(problem.out_dtype)} output"}
-    found.update(_unknown(problem, _PROBLEM))
-    if isinstance(q, Tensor):
-        found.add(f"{_name(q.dtype)} inputs")
-        found.update(_unknown(recipe, _RECIPE))
+    recipe, tensors = problem.recipe, (problem.q, problem.k, problem.v)
+    found = {f"{_name(problem.out_dtype)} output", *_unknown(problem, _PROBLEM)}
+    for x in tensors:  # beside codes of q and k, v may be in floating point: its recipe says "none"
+        if isinstance(x, Tensor):
+            found.add(f"{_name(x.dtype)} inputs")
+        else:
+            found.update((f"{_name(x.data.dtype)} codes", f"{x.bits}-bit codes", *_unknown(x, _QTENSOR)))
+    if isinstance(problem.q, Tensor):
         kinds = recipe.q, recipe.k, recipe.v
+        found.update(_unknown(recipe, _RECIPE))
         if kinds != ("none", "none", "none"):
             found.update((f"{recipe.bits}-bit codes", f"rule {recipe.rule!r}"))
         if not recipe.q_scale is recipe.k_scale is recipe.v_scale is None:
             found.add("static scales")
     else:
-        tensors = q, problem.k, problem.v
-        found.add(f"{_name(q.data.dtype)} codes")
-        found.update(f"{x.bits}-bit codes" for x in tensors)
-        for x in tensors:
-            found.update(_unknown(x, _QTENSOR))
-        kinds = tuple(x.granularity for x in tensors)
+        kinds = tuple("none" if isinstance(x, Tensor) else x.granularity for x in tensors)
     found.update((f"q per {kinds[0]}", f"k per {kinds[1]}", f"v per {kinds[2]}"))
     if problem.q.shape[1] != problem.k.shape[1]:
         found.add("grouped heads")
