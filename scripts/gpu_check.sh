@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
-# The whole GPU test set, then the measurement, on the machine with the GPU: results under $OUT (default results/gpu).
+# On the machine with the GPU: every GPU test, five minutes of random problems (intflash selfcheck), and the measurement.
+# Results under $OUT (default results/gpu). `gpu_check.sh tests` leaves the measurement out; SECONDS_OF_SELFCHECK=0 the
+# random problems.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH="$PWD/src:$PWD/scripts" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD/src:$PWD" PYTHONUNBUFFERED=1
 OUT="${OUT:-results/gpu}"
 mkdir -p "$OUT"
-python3 -m pytest tests/backends/triton tests/backends/cuda -m gpu -n "${WORKERS:-14}" -q -p no:cacheprovider 2>&1 | tee "$OUT/tests.log" | tail -n "${TAIL:-40}"
-status=$?
+status=0
+python3 -m pytest tests -m gpu -n "${WORKERS:-14}" -q -p no:cacheprovider 2>&1 | tee "$OUT/tests.log" | tail -n "${TAIL:-40}" || status=1
+seconds="${SECONDS_OF_SELFCHECK:-300}"
+if [ "$seconds" != 0 ]; then
+    python3 -m intflash.cli selfcheck --seconds "$seconds" --out "$OUT/selfcheck" 2>&1 | tee "$OUT/selfcheck.log" | tail -n 60 || status=1
+fi
 if [ "${1:-}" != "tests" ]; then
     python3 -m intflash.bench.gpu_attention --out "$OUT" --jobs "${WORKERS:-14}" 2>&1 | tee "$OUT/bench.log" | tail -n 150 || status=1
 fi
