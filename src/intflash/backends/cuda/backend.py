@@ -103,9 +103,7 @@ def attention_launch(
     return launch(problem, BITS[problem.method], constants, out, statistics, scales)
 
 
-KERNELS = Kernels(
-    fuses, attention_launch, amax_launches, quantize_launch, constants_launch, head_amax_in_kernel
-)
+KERNELS = Kernels(fuses, attention_launch, amax_launches, quantize_launch, constants_launch, head_amax_in_kernel)
 
 
 def run(problem: Problem) -> Result:
