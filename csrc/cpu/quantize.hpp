@@ -64,8 +64,8 @@ float absolute_maximum(const void* x, FloatType type, const Rows& shape) {
   }
 }
 
-// Returns the exact product x * inverse rounded once, half to even, and clamped to [-limit, limit]. A NaN gives limit, or
-// -limit where its sign bit is set.
+// Returns the exact product x * inverse rounded once, half to even, and clamped to [-limit, limit]. A NaN gives limit,
+// or -limit where its sign bit is set.
 inline int8_t code(float x, float inverse, int32_t limit) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
   constexpr float magic = 12582912.0f;  // 1.5 * 2^23: the low bits of the sum are the integer
