@@ -26,7 +26,7 @@ SIZES = (
     (r".*heads|n_head|num_attention_heads_per_layer", 4),
     (r"num_hidden_groups", 1),
     (r".*_layers|n_layers?|depth|num_blocks|encoder_depth|num_layers_.*", 2),
-    (r"hidden_size|d_model|n_embd|embed_dim|.*_hidden_size|embedding_size|dim|hidden_dim|d_embed|n_embed|.*_embed_dim", 64),
+    (r"(.*_)?hidden_size|d_model|n_embd|(.*_)?embed_dim|embedding_size|dim|hidden_dim|d_embed|n_embed", 64),
     (r"projection_dim|.*projection_size|.*_proj_dim|output_dim|pooler_.*size", 64),
     (r"intermediate_size|ffn_dim|d_ff|.*_ffn_dim|.*intermediate_size|d_inner|n_inner|ff_dim|dim_ff", 96),
     (r"head_dim|d_kv|d_head|attention_head_size|.*_head_dim", 16),
@@ -193,3 +193,117 @@ def quiet() -> None:
 
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
+
+
+class ByName(nn.Module):
+    """A model whose only input is called `x`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x)
+
+
+def timm_families() -> list[str]:
+    """timm's modules."""
+    import timm
+
+    return [name for name in timm.list_modules() if timm.list_models(module=name)]
+
+
+def timm_model(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The smallest of a few models of a module, at its own image size."""
+    import timm
+
+    names = timm.list_models(module=family)
+    small = [name for name in names if re.search(r"tiny|small|nano|mini|micro|atto|femto|pico|xx?s|_s\b", name)]
+    sizes = {}
+    for name in (small + names)[:6]:
+        with torch.device("meta"):
+            try:
+                model = timm.create_model(name)
+            except Exception:  # it computes with values while it is built
+                continue
+        sizes[name] = parameters(model) * model.default_cfg["input_size"][-1] ** 2
+    if not sizes:
+        raise Unbuildable("none can be built without memory")
+    name = min(sizes, key=sizes.get)
+    if sizes[name] > 100_000_000 * 224**2:
+        raise Unbuildable(f"{name} is large")
+    torch.manual_seed(0)
+    model = sharpen(timm.create_model(name))
+    image = torch.randn(1, *model.default_cfg["input_size"])
+    return ByName(model).eval(), {"x": image}
+
+
+# diffusers: sizes by name of the constructor's argument, and inputs by name of the forward's.
+DIFFUSERS = dict(
+    num_layers=2, num_single_layers=1, num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4,
+    joint_attention_dim=32, caption_projection_dim=32, pooled_projection_dim=32, cross_attention_dim=32,
+    caption_channels=32, sample_size=8, patch_size=2, text_dim=32, freq_dim=16, ffn_dim=32, text_embed_dim=32,
+    time_embed_dim=32,
+)  # fmt: skip
+
+
+def diffusers_families() -> list[str]:
+    """diffusers' denoising networks."""
+    import diffusers
+
+    return [
+        name
+        for name in diffusers._import_structure["models"]
+        if re.search(r"Transformer\w*Model|DiT\w*Model|UNet", name)
+    ]
+
+
+def diffusers_model(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    import diffusers
+
+    try:
+        cls = getattr(diffusers, family)
+        takes = inspect.signature(cls.__init__).parameters
+        given = {
+            name: size for name, size in DIFFUSERS.items() if name in takes and isinstance(takes[name].default, int)
+        }
+        with torch.device("meta"):
+            size = parameters(cls(**given))
+        if size > LARGEST:
+            raise Unbuildable(f"{size} parameters")
+        torch.manual_seed(0)
+        model = sharpen(cls(**given))
+        inputs = _diffusers_inputs(model)
+        with torch.no_grad():
+            first = values(model(**inputs))
+        if not first.isfinite().all():
+            raise Unbuildable("its output is not finite")
+        return model, inputs
+    except Exception as error:
+        raise Unbuildable(f"{type(error).__name__}: {error}"[:200]) from error
+
+
+def _diffusers_inputs(model: nn.Module) -> dict[str, Tensor]:
+    takes = inspect.signature(model.forward).parameters
+    config = model.config
+    channels = config.get("in_channels", 4)
+    text = next(
+        (
+            config[x]
+            for x in ("cross_attention_dim", "joint_attention_dim", "text_dim", "text_embed_dim", "caption_channels")
+            if isinstance(config.get(x), int)
+        ),
+        32,
+    )
+    frames = "3D" in type(model).__name__
+    latents = torch.randn(1, channels, 2, 8, 8) if frames else torch.randn(1, channels, 8, 8)
+    if "img_ids" in takes:
+        latents = torch.randn(1, 16, channels)
+    found = {
+        "hidden_states": latents, "sample": latents, "timestep": torch.tensor([10]),
+        "encoder_hidden_states": torch.randn(1, 7, text), "pooled_projections": torch.randn(1, 32),
+        "encoder_attention_mask": torch.ones(1, 7, dtype=torch.bool), "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(7, 3), "class_labels": torch.tensor([1]),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }  # fmt: skip
+    return {name: x for name, x in found.items() if name in takes}
