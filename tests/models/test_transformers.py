@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+import zoo
 from torch.nn import functional as F
 
 import intflash
@@ -239,3 +240,219 @@ def test_an_implementation_with_other_masks_is_left():
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(intflash.InputError, match="'flash_attention_2', whose masks differ"):
         intflash.patch(model)
+
+
+TINY = dict(vocab_size=100, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+ENCODER = TINY | dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64)
+
+# Models that do not use transformers' AttentionInterface; later tokens leaked, masks were lost, or nothing was called.
+NOT_OF_THE_INTERFACE = {
+    "Bloom": TINY | dict(hidden_size=32, n_layer=1, n_head=4),
+    "XGLM": TINY | dict(d_model=32, num_layers=1, attention_heads=4, ffn_dim=64),
+    "MPNet": ENCODER,
+    "Longformer": ENCODER | dict(attention_window=[4]),
+    "DebertaV2": ENCODER,
+    "XLNet": TINY | dict(d_model=32, n_layer=1, n_head=4, d_inner=64),
+    "OpenAIGPT": dict(vocab_size=100, n_embd=32, n_layer=1, n_head=4),
+    "Falcon": ENCODER,
+    "GPTNeo": TINY | dict(hidden_size=32, num_layers=1, num_heads=4, attention_types=[[["global"], 1]]),
+    "Mpt": TINY | dict(d_model=32, n_layers=1, n_heads=4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_OF_THE_INTERFACE)
+def test_a_model_that_does_not_use_the_interface_is_refused_by_name(name, tmp_path):
+    """However it is loaded or switched; its own attention still works."""
+    message = rf'{name}Model cannot run with attn_implementation="intflash"(.|\n)*intflash.patch\(model\)'
+    cls, config = (getattr(transformers, name + kind) for kind in ("Model", "Config"))
+    torch.manual_seed(0)
+    model = cls(config(**NOT_OF_THE_INTERFACE[name])).eval()
+    ids = torch.randint(3, 100, (1, 8))
+    with torch.no_grad():
+        before = model(ids)[0]
+    with pytest.raises(intflash.InputError, match=message):
+        model.set_attn_implementation("intflash")
+    with torch.no_grad():
+        assert torch.equal(model(ids)[0], before)
+    model.save_pretrained(tmp_path)
+    for make in (
+        lambda: cls.from_pretrained(tmp_path, attn_implementation="intflash"),
+        lambda: transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="intflash"),
+        lambda: transformers.AutoModel.from_config(model.config, attn_implementation="intflash"),
+    ):
+        with pytest.raises(intflash.InputError, match=message):
+            make()
+
+
+def load(model, route):
+    """The model patched, or another of its weights that is loaded by name."""
+    if route == "patch":
+        intflash.patch(model)
+        return model
+    named = type(model)._from_config(type(model.config).from_dict(model.config.to_dict()), attn_implementation=NAME)
+    named.load_state_dict(model.state_dict())
+    return named.eval()
+
+
+NAME = "intflash"
+ROUTES = pytest.mark.parametrize("route", ["patch", "name"])
+
+
+def first_tensor(model, **inputs):
+    with torch.no_grad():
+        return model(**inputs)[0]
+
+
+@ROUTES
+@pytest.mark.parametrize("padded", [False, True])
+def test_by_default_later_tokens_change_no_earlier_logit(route, padded):
+    reference = decoder()
+    ids = torch.randint(0, 100, (2, 12))
+    mask = attention_mask(ids, padded)
+    before = run(reference, ids, attention_mask=mask)
+    model = load(reference, route)
+    for _ in range(4):
+        later = torch.cat((ids[:, :8], torch.randint(0, 100, (2, 4))), dim=1)
+        out, changed = (run(model, x, attention_mask=mask) for x in (ids, later))
+        assert torch.equal(out[:, :8], changed[:, :8]) and not torch.equal(out[:, 8:], changed[:, 8:])
+    assert 30 < sqnr(before[mask.bool()], out[mask.bool()]) < 100
+
+
+@ROUTES
+def test_by_default_later_target_tokens_change_no_earlier_output(route):
+    """Of an encoder and decoder: the largest query of the cross attention may be a later token's."""
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        **TINY, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=64, decoder_ffn_dim=64, forced_eos_token_id=None,
+    )  # fmt: skip
+    model = load(sharpen(transformers.BartModel(config), gain=6.0), route)
+    source, target = torch.randint(3, 100, (1, 9)), torch.randint(3, 100, (1, 9))
+    out = first_tensor(model, input_ids=source, decoder_input_ids=target)
+    for _ in range(8):
+        later = torch.cat((target[:, :5], torch.randint(3, 100, (1, 4))), dim=1)
+        changed = first_tensor(model, input_ids=source, decoder_input_ids=later)
+        assert torch.equal(out[:, :5], changed[:, :5])
+
+
+def test_swin_v2():
+    torch.manual_seed(0)
+    sizes = dict(image_size=56, patch_size=4, embed_dim=24, depths=[2, 2], num_heads=[2, 4], window_size=7)
+    model = sharpen(transformers.Swinv2Model(transformers.Swinv2Config(**sizes)))
+    pixels = torch.randn(2, 3, 56, 56)
+    reference = first_tensor(model, pixel_values=pixels)
+    with intflash.patch(model, "fp32") as report:
+        assert sqnr(reference, first_tensor(model, pixel_values=pixels)) > 100
+        assert len(report.ran) == 4 and set(report.replaced.values()) == {"Swinv2SelfAttention"}
+    with intflash.patch(model):
+        assert 25 < sqnr(reference, first_tensor(model, pixel_values=pixels)) < 100
+    assert torch.equal(first_tensor(model, pixel_values=pixels), reference)
+
+
+def test_sam():
+    """Its image encoder computes attention with a relative-position bias, its decoder in layers of its own."""
+    torch.manual_seed(0)
+    vision = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=64, patch_size=8, window_size=4,
+        global_attn_indexes=[1], output_channels=32, mlp_dim=64,
+        num_pos_feats=16,
+    )  # fmt: skip
+    prompt = dict(hidden_size=32, image_size=64, patch_size=8, image_embedding_size=8, mask_input_channels=4)
+    masks = dict(hidden_size=32, num_attention_heads=4, mlp_dim=64, iou_head_hidden_dim=32, num_hidden_layers=1)
+    model = sharpen(
+        transformers.SamModel(
+            transformers.SamConfig(vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=masks)
+        )
+    )
+    inputs = dict(pixel_values=torch.randn(1, 3, 64, 64), input_points=torch.tensor([[[[20.0, 30.0]]]]))
+    with torch.no_grad():
+        reference = model(**inputs).pred_masks
+        with intflash.patch(model, "fp32") as report:
+            assert sqnr(reference, model(**inputs).pred_masks) > 100
+            assert len(report.ran) == len(report.replaced) and "SamVisionSdpaAttention" in report.replaced.values()
+        with intflash.patch(model):
+            assert 20 < sqnr(reference, model(**inputs).pred_masks) < 100
+
+
+def test_a_soft_cap_is_refused_and_says_why():
+    def config(**options):
+        return transformers.Gemma2Config(**DECODER, head_dim=16, **options)
+
+    with pytest.raises(intflash.InputError, match="caps its scores by tanh"):
+        transformers.AutoModel.from_config(config(), attn_implementation="intflash")
+    with pytest.raises(intflash.InputError, match="caps its scores by tanh"):
+        intflash.patch(transformers.Gemma2Model(config()).eval())
+    assert len(intflash.patch(transformers.Gemma2Model(config(attn_logit_softcapping=None)).eval()).replaced) == 3
+
+
+def test_a_layer_that_does_not_say_is_causal():
+    """As for transformers' "sdpa". Doge's layers do not, and add what they learn to the causal mask."""
+    torch.manual_seed(0)
+    model, ids = sharpen(transformers.DogeModel(transformers.DogeConfig(**DECODER))), torch.randint(0, 100, (2, 12))
+    assert not hasattr(model.layers[0].self_attn, "is_causal")
+    later = torch.cat((ids[:, :8], (ids[:, 8:] + 7) % 100), dim=1)
+    for route in ("name", "patch"):
+        loaded = load(model, route)
+        a, b = (first_tensor(loaded, input_ids=x) for x in (ids, later))
+        assert torch.equal(a[:, :8], b[:, :8])
+
+
+@ROUTES
+def test_a_model_without_sdpa_gets_its_own_kind_of_mask(route):
+    """DeepSeek V4 appends what it adds to the scores to its mask, which a bool mask would not hold."""
+    torch.manual_seed(0)
+    model, inputs = zoo.transformers_model("deepseek_v4")
+    reference = first_tensor(model, **inputs)
+    assert 35 < sqnr(reference, first_tensor(load(model, route), **inputs)) < 100
+
+
+@pytest.mark.parametrize("kind", ["of each query", "unknown"])
+def test_an_argument_of_the_models_own_attention_is_served_or_refused(kind, monkeypatch):
+    """Inkling 2 calls its attention with sinks of each query; what ours does not know is not left out silently."""
+    model, inputs = zoo.transformers_model("inkling2_text")
+    reference = first_tensor(model, **inputs)
+    if kind == "of each query":
+        with intflash.patch(model, "fp32"):
+            assert sqnr(reference, first_tensor(model, **inputs)) > 100
+        return
+    monkeypatch.setattr(adapter, "_own_arguments", lambda cls: ("sinks",))
+    with intflash.patch(model, "fp32"), pytest.raises(intflash.InputError, match="does not serve sinks"):
+        first_tensor(model, **inputs)
+
+
+@ROUTES
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_sinks(route, padded):
+    """A head's sink is one more key without a value."""
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        **DECODER, head_dim=16, num_local_experts=1, num_experts_per_tok=1, sliding_window=4,
+        layer_types=["full_attention", "sliding_attention", "full_attention"], attn_implementation="eager",
+    )  # fmt: skip
+    model = sharpen(transformers.GptOssModel(config))
+    for layer in model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, mean=1.0)
+    ids = torch.randint(0, 100, (2, 12))
+    inputs = dict(input_ids=ids, attention_mask=attention_mask(ids, padded))
+    real = inputs["attention_mask"].bool()
+    reference = first_tensor(model, **inputs)[real]
+    if route == "patch":
+        with intflash.patch(model, "fp32"):
+            assert sqnr(reference, first_tensor(model, **inputs)[real]) > 100
+    model = load(model, route)
+    out = first_tensor(model, **inputs)
+    assert 25 < sqnr(reference, out[real]) < 100
+    later = dict(inputs, input_ids=torch.cat((ids[:, :8], (ids[:, 8:] + 7) % 100), dim=1))
+    assert torch.equal(first_tensor(model, **later)[:, :8], out[:, :8])
+
+
+def test_cpu_offload():
+    """accelerate's hooks hold each layer's forward and bring its weights when it runs."""
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = bert(), torch.randint(3, 100, (2, 9))
+    reference = run(model, ids)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with intflash.patch(model) as report:
+        assert 15 < sqnr(reference, run(model, ids)) < 100
+        assert report.ran == list(report.replaced) and len(report.ran) == 2
+    assert torch.equal(run(model, ids), reference)

@@ -162,6 +162,8 @@ class IntegerCore(Core):
             method, recipe = self.causal_method, None
         elif cross and self.cross_recipe is not None:
             recipe = self.cross_recipe
+        if k.shape[-2] == 0:
+            return without_keys(q, v)
         if q.dtype != v.dtype or k.dtype != v.dtype:
             # under autocast norms and logit scales leave q or k in float32, where torch's attention casts too
             q, k = q.to(v.dtype), k.to(v.dtype)
@@ -176,6 +178,11 @@ class IntegerCore(Core):
         if self.recipe is not None:
             self.recipe = _on_device(self.recipe, fn(torch.zeros(1)).device)
         return self
+
+
+def without_keys(q: Tensor, v: Tensor) -> Tensor:
+    """Attention over no keys, as torch computes it: zeros."""
+    return v.new_zeros(*q.shape[:-1], v.shape[-1])
 
 
 def _on_device(recipe: Recipe, device: torch.device) -> Recipe:

@@ -54,6 +54,8 @@ class _Observed(FloatCore):
 
     def forward(self, q, k, v, *args: Any, **kwargs: Any) -> Tensor:
         out = super().forward(q, k, v, *args, **kwargs)
+        if k.shape[2] == 0:  # without keys there is nothing that a scale could be for
+            return out
         sizes = (q.shape[1], k.shape[1], q.shape[3])
         if self.sizes not in (None, sizes):
             raise InputError(f"a layer was called with heads, KV heads, head_dim {self.sizes} and {sizes}")
@@ -125,7 +127,10 @@ def calibrate(
         unpatch(model)
     if count == 0:
         raise InputError("calibration needs batches of images: no images were given")
-    unused = [name for name, core in cores.items() if core.sizes is None]
+    unused = [
+        call_name(name, call)
+        for name, first in cores.items() for call, core in enumerate((first, *first.others)) if core.sizes is None
+    ]  # fmt: skip
     if unused:
         raise InputError(f"calibration ran {count} batches and never reached {', '.join(unused[:4])}")
     scales = Scales(

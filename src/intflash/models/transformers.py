@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 import sys
 import threading
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.models.swin.modeling_swin import SwinAttention
 from transformers.models.swinv2.modeling_swinv2 import Swinv2SelfAttention
 
@@ -31,9 +32,12 @@ NAME = "intflash"
 # What configurations hold in its place: transformers takes every name that has "flash" in it for one of
 # FlashAttention's packages, in dozens of places, and then makes other masks or takes other attention.
 INNER_NAME = "int_attention"
+# The same for models that have no "sdpa": they add to their masks and append to them, as "eager" makes masks.
+ADDED_NAME = "int_attention_added"
+_OURS = (NAME, INNER_NAME, ADDED_NAME)
 
 # Implementations whose masks are 4-D tensors, as ours are.
-_SAME_MASKS = (None, "eager", "sdpa", INNER_NAME)
+_SAME_MASKS = (None, "eager", "sdpa", INNER_NAME, ADDED_NAME)
 
 # What other attention implementations do with these cannot be left out silently.
 _UNSERVED = ("softcap", "head_mask", "output_attentions", "cache", "indices")
@@ -55,28 +59,30 @@ def intflash_attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: ``[B, H, N, D]`` tensors in, ``([B, N, H, Dv], None)`` out.
 
-    As its "sdpa": without a mask a module is causal if it says so, for more than one query; KV heads
-    are not repeated. Attention sinks (`s_aux`) are keys of 0 with a value of 0 and the sinks as their bias.
+    As its "sdpa": a module is causal unless it says otherwise, by itself for more than one query without a mask; KV
+    heads are not repeated. Attention sinks (`s_aux` of each head, `sinks` of each query) are keys of 0 with a value
+    of 0 and the sinks as their bias.
 
     Raises:
-        InputError: dropout, soft capping, a head mask or attention weights are asked for.
+        InputError: dropout, soft capping, a head mask, attention weights or an argument that only the module's own
+            attention function knows.
     """
-    _refuse_unserved(dropout, kwargs)
-    said = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    _refuse_unserved(dropout, kwargs, _own_arguments(type(module)))
+    causal = _says_causal(module) if is_causal is None else bool(is_causal)  # a mask may hide later tokens too
     queries, keys = query.shape[2], key.shape[2]
-    is_causal = (said is None or bool(said)) and queries > 1 and attention_mask is None
-    causal = bool(said) or is_causal  # the mask may hide later tokens too
+    is_causal = causal and queries > 1 and attention_mask is None
+    sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     if is_causal and keys > queries:  # an empty static cache: the keys after the queries are not there yet
         key, value = key[:, :, :queries], value[:, :, :queries]
         position_bias = None if position_bias is None else position_bias[..., :queries]
     if position_bias is not None and attention_mask is not None and attention_mask.dtype != torch.bool:
         position_bias, attention_mask = position_bias + attention_mask, None
     packed = attention_mask is None and kwargs.get("cu_seq_lens_q") is not None  # as FlashAttention gets them
-    if kwargs.get("s_aux") is not None:
+    if sinks is not None:
         if packed:
-            raise InputError("packed sequences (cu_seq_lens_q) with attention sinks (s_aux) are not served: pad them")
+            raise InputError("packed sequences (cu_seq_lens_q) with attention sinks are not served: pad them")
         key, value, attention_mask, position_bias = _with_sinks(
-            query, key, value, attention_mask, position_bias, is_causal, kwargs["s_aux"]
+            query, key, value, attention_mask, position_bias, is_causal, sinks
         )
         is_causal = False
     core = getattr(module, CORE, None)
@@ -105,27 +111,48 @@ def _holds_decoder(module: nn.Module) -> bool:
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, is_causal: bool, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Keys, values, mask and bias with one more key, whose score is the head's sink and whose value is 0."""
+    """Keys, values, mask and bias with one more key, whose score is the sink and whose value is 0.
+
+    `sinks` has a number for each head, or is ``[B, H, queries, 1]``.
+    """
     queries, keys = query.shape[2], key.shape[2]
     if mask is not None and mask.dtype != torch.bool:
         bias, mask = mask if bias is None else bias + mask, None
     if is_causal:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()[None, None]
-    row = F.pad(sinks.detach().float().reshape(1, -1, 1, 1), (keys, 0))
+    sinks = sinks.detach().float()
+    row = F.pad(sinks if sinks.ndim == 4 else sinks.reshape(1, -1, 1, 1), (keys, 0))
     bias = row if bias is None else F.pad(bias.float(), (0, 1)) + row
     mask = None if mask is None else F.pad(mask, (0, 1), value=True)
     return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), mask, bias
 
 
-def _refuse_unserved(dropout: float, options: dict[str, Any]) -> None:
-    asked = [name for name in _UNSERVED if options.get(name) is not None and options[name] is not False]
+# Arguments of an attention function that ours serves, or that its mask holds already.
+_SERVED = frozenset(inspect.signature(intflash_attention_forward).parameters) | {"s_aux", "sinks", "sliding_window"}
+
+
+@functools.cache
+def _own_arguments(cls: type[nn.Module]) -> tuple[str, ...]:
+    """What the eager attention function beside a layer's class takes and ours does not know."""
+    own = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+    return tuple(name for name in inspect.signature(own).parameters if name not in _SERVED) if own else ()
+
+
+def _says_causal(module: nn.Module) -> bool:
+    """Whether a layer of the interface is causal; as for transformers' "sdpa", one that does not say is."""
+    return bool(getattr(module, "is_causal", True))
+
+
+def _refuse_unserved(dropout: float, options: dict[str, Any], own: tuple[str, ...] = ()) -> None:
+    asked = [name for name in (*_UNSERVED, *own) if options.get(name) is not None and options[name] is not False]
+    asked = list(dict.fromkeys(asked))
     if dropout != 0.0 or asked:
         raise InputError(f"attn_implementation 'intflash' does not serve {', '.join(asked) or f'dropout={dropout}'}")
 
 
-for _name in (NAME, INNER_NAME):
+for _name in _OURS:
     AttentionInterface.register(_name, intflash_attention_forward)
-    AttentionMaskInterface.register(_name, sdpa_mask)
+    AttentionMaskInterface.register(_name, eager_mask if _name == ADDED_NAME else sdpa_mask)
 
 
 def _inner(value: Any) -> Any:
@@ -137,7 +164,7 @@ def _inner(value: Any) -> Any:
 
 def _asked(value: Any) -> bool:
     """Whether a value of attn_implementation asks for ours somewhere."""
-    return any(map(_asked, value.values())) if isinstance(value, dict) else value in (NAME, INNER_NAME)
+    return any(map(_asked, value.values())) if isinstance(value, dict) else value in _OURS
 
 
 def _members(cls: type) -> list[Callable[..., Any]]:
@@ -213,10 +240,11 @@ def _install_name() -> None:
     @functools.wraps(checked)
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
         requested_attention = _inner(requested_attention)
-        if requested_attention == INNER_NAME:
+        if requested_attention in _OURS:
             why = _load_refusal(type(self), self.config)
             if why is not None:
                 _refuse(type(self), why)
+            requested_attention = INNER_NAME if self._supports_sdpa else ADDED_NAME
         return checked(self, requested_attention, *args, **kwargs)
 
     @functools.wraps(changed)
@@ -252,7 +280,7 @@ def _checking(method: classmethod) -> classmethod:
         finally:
             _building.depth = depth
         model = made[0] if isinstance(made, tuple) else made  # with output_loading_info
-        if depth == 0 and isinstance(model, PreTrainedModel) and model.config._attn_implementation == INNER_NAME:
+        if depth == 0 and isinstance(model, PreTrainedModel) and model.config._attn_implementation in _OURS:
             _check_reached(model)
         return made
 
@@ -345,4 +373,8 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {"config": config}
 
 
-ADAPTER = Adapter(_patched_class, _attributes)
+def _causal(module: nn.Module) -> bool:
+    return _says_causal(module) if _uses_interface(type(module)) else bool(getattr(module, "is_causal", False))
+
+
+ADAPTER = Adapter(_patched_class, _attributes, _causal)
