@@ -8,7 +8,7 @@ WORKERS ?= $(shell nproc)
 
 NATIVE := CMakeLists.txt $(wildcard csrc/*/*.* csrc/*/*/*.*)
 # The compiler that CMake will find: $CXX, else the first of these on the PATH; empty where there is none.
-COMPILER := $(shell for name in "$$CXX" c++ g++ clang++ icpx; do command -v $$name && break; done)
+COMPILER := $(shell for name in "$${CXX:-c++}" c++ g++ clang++ icpx; do command -v "$$name" && break; done)
 
 # $(VENV)/ready names the compiler that the native module was built with, or says that there was none. Another compiler,
 # or one where there was none, builds anew.
@@ -28,7 +28,11 @@ $(VENV)/test-ready: $(VENV)/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt 'intflash[test]'
 	touch $@
 
-demo: $(VENV)/ready
+$(VENV)/demo-ready: $(VENV)/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt 'intflash[demo]'
+	touch $@
+
+demo: $(VENV)/demo-ready
 	$(BIN)/intflash demo
 	$(BIN)/intflash report
 
@@ -52,8 +56,10 @@ test-sanitize: $(VENV)/test-ready
 	sh scripts/sanitize_cpu.sh $(BIN)/python $(VENV)/build-sanitize
 
 lint: $(VENV)/ready
-	$(BIN)/pip install --quiet ruff
+	$(BIN)/pip install --quiet --constraint constraints.txt ruff clang-format
 	$(BIN)/ruff check src tests benchmarks scripts examples docs
+	$(BIN)/ruff format --check src tests benchmarks scripts examples
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/cpu/*.* csrc/cpu/isa/*.* csrc/host/*.*)
 
 clean:
 	rm -rf $(VENV) build results

@@ -1,4 +1,4 @@
-"""The accuracy tables of docs/guide/evaluate.md: the digit models with static scales, full-size models with random weights.
+"""The accuracy tables of docs/guide/evaluate.md: digit models with static scales, full-size models with random weights.
 
 ``python -m benchmarks.model_accuracy benchmarks/results/accuracy`` takes about a minute on two cores and needs timm.
 """

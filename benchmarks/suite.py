@@ -83,7 +83,7 @@ def plan(out: Path, device: str, *, quick: bool = False, seed: int = 0, jobs: in
     alone += [Job("attention", arguments, 150, out / "attention.json", "Attention beside torch's"), *demos]
     if models:
         path = out / f"models-{device}.json"
-        arguments = ("intflash.bench.models", "--device", device, "--out", str(path.with_suffix("")))
+        arguments = ("intflash.cli", "bench", "models", "--device", device, "--out", str(path.with_suffix("")))
         alone.append(Job("models", arguments, 240, path, "Whole models, patched beside unpatched"))
     return Plan((*rehearsals, *together), alone)
 

@@ -1,7 +1,7 @@
 """From calibration to deployment: observe a model, save scales and weights, load both in another process, and run.
 
-    python examples/calibrate_and_deploy.py            # calibrates, then starts itself as the deployment
-    python examples/calibrate_and_deploy.py FOLDER     # the deployment: loads what the calibration saved
+python examples/calibrate_and_deploy.py            # calibrates, then starts itself as the deployment
+python examples/calibrate_and_deploy.py FOLDER     # the deployment: loads what the calibration saved
 """
 
 import subprocess

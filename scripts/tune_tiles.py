@@ -145,7 +145,7 @@ def _workloads(name):
             tiles = ROW_N197 if shape[2] == 197 else ROW_N49
             for method in ("intflash_p8", "intflash") if name != "fused" else ():
                 yield w, shape, method, "row", tiles
-            yield w, shape, "intflash_p8", "fused", [t for t in tiles if t[0] % 64 or t[2] % 4]  # docs/gpu.md says why
+            yield w, shape, "intflash_p8", "fused", [t for t in tiles if t[0] % 64 or t[2] % 4]
     if name in ("all", "stream"):
         for w, shape in long.items():
             if name == "all" and "16k" in w:

@@ -246,3 +246,12 @@ def test_an_error_of_the_system_is_its_sentence(tmp_path, monkeypatch):
 
 def test_report_without_results(tmp_path):
     assert "no results in" in run("report", tmp_path, code=2)
+
+
+def test_a_missing_extra_is_named(tmp_path, monkeypatch):
+    def missing(*given, **options):
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+
+    monkeypatch.setattr("intflash.bench.cpu_attention.measure", missing)
+    said = run("bench", "attention", "--out", tmp_path, code=2)
+    assert said.splitlines()[-1] == "Error: this command needs matplotlib: pip install 'intflash[demo]'"

@@ -12,45 +12,62 @@ ROOT = pathlib.Path(__file__).parents[1] / "src" / "intflash"
 # What each layer may import of the package; later layers may import earlier ones.
 LAYERS = {
     "errors": set(),
-    "numerics": {"errors"},
-    "quant": {"errors", "numerics"},
+    "dense": {"errors"},
+    "numerics": {"errors", "dense"},
+    "quant": {"errors", "dense", "numerics"},
     "problem": {"quant"},
     "methods": {"errors", "numerics", "quant", "problem"},
-    "validate": {"errors", "quant", "problem", "methods"},
+    "validate": {"errors", "dense", "numerics", "quant", "methods"},
     "tape": {"quant"},
     "backends": {"_native", "errors", "numerics", "quant", "problem", "methods", "tape", "validate"},
-    "masks": {"errors"},
+    "masks": {"errors", "numerics"},
     "plans": {"quant", "tape"},
     "repeats": {"quant", "problem", "backends", "validate"},
-    "gradients": {"quant"},
-    "pipeline": {
-        "errors",
-        "numerics",
-        "quant",
-        "problem",
-        "methods",
-        "backends",
-        "masks",
-        "validate",
-        "plans",
-        "repeats",
-        "gradients",
-    },
-    "ops": {"pipeline", "quant", "methods", "problem", "gradients"},
-    "api": {"errors", "quant", "backends", "pipeline", "ops"},
-    "inventory": {"backends", "methods", "pipeline"},
+    "call": {"errors", "numerics", "quant", "problem", "methods", "backends", "masks", "validate", "repeats"},
+    "op": {"call", "plans", "validate", "methods", "problem", "quant"},
+    "api": {"errors", "quant", "backends", "call", "op"},
+    "inventory": {"backends", "methods", "call"},
 }
+
+# What each of `backends`' rooms may import of the others: the CUDA kernels run without Triton.
+ROOMS = {"cuda": {"gpu"}, "triton": {"gpu"}} | dict.fromkeys(("cpu", "gpu", "portable", "vortex", "reference"), set())
+SHARED = {"base", "cache", "features"}
 
 
 def imports(path: pathlib.Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("intflash"):
-            parts = node.module.split(".")
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("intflash")):
+            parts = absolute(node, path).split(".")
             found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("intflash.")}
     return found
+
+
+def absolute(node: ast.ImportFrom, path: pathlib.Path) -> str:
+    """The module that a statement of this file imports from, by its whole name."""
+    if not node.level:
+        return node.module
+    package = (ROOT.name, *path.relative_to(ROOT).parts[:-1])
+    return ".".join((*package[: len(package) - node.level + 1], *filter(None, (node.module,))))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_backends_do_not_reach_into_each_other(room):
+    place = ROOT / "backends" / room
+    for path in place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and absolute(node, path).startswith("intflash.backends"):
+                parts = absolute(node, path).split(".")
+                found = {parts[2]} if len(parts) > 2 else {alias.name for alias in node.names}
+                beyond = found - ROOMS[room] - SHARED - {room}
+                assert not beyond, f"{path.relative_to(ROOT)} imports {sorted(beyond)}"
+
+
+def test_relative_imports_are_read():
+    node = ast.parse("from ..triton import steps").body[0]
+    assert absolute(node, ROOT / "backends" / "cuda" / "x.py") == "intflash.backends.triton"
 
 
 @pytest.mark.parametrize("layer", LAYERS)

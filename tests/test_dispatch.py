@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.attention.bias
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -131,3 +132,65 @@ def test_wrong_types_are_named():
             call()
     with pytest.raises(TypeError, match="k came by position and by name"):
         intflash.which_backend(X, X, X, k=X)
+
+
+@pytest.mark.parametrize("queries, keys", [(20, 20), (12, 20), (20, 12)])
+@pytest.mark.parametrize("variant, align", [("causal_upper_left", "top_left"), ("causal_lower_right", "bottom_right")])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_causal_biases_of_torch_are_causality(variant, align, queries, keys):
+    q, k = X[:, :, :queries], X[:, :, :keys]
+    mask = getattr(torch.nn.attention.bias, variant)(queries, keys)
+    for options in ({}, dict(bias=torch.randn(queries, keys)), dict(method="fp32"), dict(backend="torch")):
+        expected = intflash.attention(q, k, k, is_causal=True, causal_align=align, **options)
+        assert torch.equal(intflash.attention(q, k, k, mask, **options), expected)
+    assert torch.equal(intflash.sdpa(q, k, k, mask), intflash.attention(q, k, k, None, True, causal_align=align))
+    assert intflash.which_backend(q, k, k, mask) == intflash.which_backend(q, k, k, None, True, causal_align=align)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask)
+    rows = exact.isfinite().all(-1)  # torch gives NaN where a query has no key
+    assert torch.allclose(intflash.attention(q, k, k, mask, method="fp32")[rows], exact[rows], atol=1e-5)
+
+
+def test_causal_biases_that_do_not_fit():
+    square = torch.nn.attention.bias.causal_upper_left(20, 20)
+    for message, k, options in (
+        (r"CausalBias of \[20, 20\] queries and keys, the call has \[20, 12\]", X[:, :, :12], {}),
+        ("give one of them", X, dict(is_causal=True)),
+        ("packed sequences", X, dict(cu_seqlens_q=torch.tensor([0, 20], dtype=torch.int32))),
+    ):
+        with pytest.raises(intflash.InputError, match=message):
+            intflash.attention(X, k, k, square, **options)
+
+
+class Doubled(torch.Tensor):
+    """A tensor that stands for twice what its memory holds."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        def value(x):
+            return x.as_subclass(torch.Tensor) * 2 if isinstance(x, Doubled) else x
+
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*map(value, args), **{name: value(x) for name, x in (kwargs or {}).items()})
+
+
+def test_subclasses_with_a_meaning_of_their_own_are_asked():
+    assert torch.equal(intflash.attention(X.as_subclass(Doubled), X, X), intflash.attention(X * 2, X, X))
+    mask = torch.randn(20, 20)
+    found = intflash.attention(X, X, X, mask.as_subclass(Doubled), method="fp32")
+    assert torch.equal(found, intflash.attention(X, X, X, mask * 2, method="fp32"))
+
+
+@pytest.mark.parametrize("transform", [torch.func.jvp, torch.func.jacfwd], ids=["jvp", "jacfwd"])
+@pytest.mark.parametrize("name", ["q", "attn_mask", "bias", "q_scale"])
+def test_forward_derivatives_are_refused(transform, name):
+    x = {"q": X[:1, :1, :3, :4], "q_scale": torch.tensor(0.03)}.get(name, torch.randn(20, 20))
+
+    def attend(x):
+        if name == "q":
+            return intflash.attention(x, x, x)
+        if name == "q_scale":
+            return intflash.attention(X, X, X, recipe=Recipe(q_scale=x))
+        return intflash.attention(X, X, X, **{name: x})
+
+    with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+        transform(attend, (x,), (torch.ones_like(x),)) if transform is torch.func.jvp else transform(attend)(x)

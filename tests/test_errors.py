@@ -13,6 +13,7 @@ NAN[0, 0, 0, 0] = float("nan")
 BAD = {
     "unknown method": (dict(method="softmax"), "unknown method 'softmax'; there are: .*intflash"),
     "unknown backend": (dict(backend="tpu"), "unknown backend 'tpu'; there are: .*reference"),
+    "renamed backend": (dict(backend="hopper"), "'hopper' is named 'cuda': pass backend=\"cuda\""),
     "mixed kinds": (dict(q=intflash.quantize(Q)), "all QTensors or all float"),
     "mixed dtypes": (dict(k=K.half()), "share one dtype.*float16"),
     "float64": (dict(q=Q.double(), k=K.double(), v=V.double()), "share one dtype"),

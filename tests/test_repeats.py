@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import intflash
-from intflash import Recipe, pipeline, repeats
+from intflash import Recipe, call, repeats
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +18,8 @@ def forgotten():
 def prepared(monkeypatch):
     """How often a call was prepared."""
     calls = []
-    real = pipeline.prepare
-    monkeypatch.setattr(pipeline, "prepare", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    real = call.prepare_call
+    monkeypatch.setattr(call, "prepare_call", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
     return calls
 
 

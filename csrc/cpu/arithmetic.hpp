@@ -1,5 +1,5 @@
-// Scalar arithmetic of the per-ISA units: constants of a call, output rounding. Internal linkage
-// throughout, because the same text is compiled for several instruction sets.
+// Scalar arithmetic of the kernels: constants of a call, rounding of the output, conversion of floats. Everything has
+// internal linkage, because the same text is compiled for several instruction sets.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -10,12 +10,16 @@
 namespace intflash {
 namespace {
 
-constexpr int64_t kNever = -(int64_t(1) << 62);  // below every score exponent: the maximum of no keys
+constexpr int64_t kNever = -(int64_t(1) << 62);  // below every T: the maximum of a row without keys
 
 template <class T>
-inline T smaller(T a, T b) { return a < b ? a : b; }
+inline T smaller(T a, T b) {
+  return a < b ? a : b;
+}
 template <class T>
-inline T larger(T a, T b) { return a > b ? a : b; }
+inline T larger(T a, T b) {
+  return a > b ? a : b;
+}
 inline int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -24,16 +28,16 @@ inline int64_t wrapping_add(int64_t a, int64_t b) { return int64_t(uint64_t(a) +
 inline int32_t wrapping_multiply(int32_t a, int32_t b) { return int32_t(uint32_t(a) * uint32_t(b)); }
 inline int64_t wrapping_multiply(int64_t a, int64_t b) { return int64_t(uint64_t(a) * uint64_t(b)); }
 
-// What a method's T counts, in 2^-32 of it, and how many fraction bits a score's units keep.
+// The unit of a method's T, which counts 2^-32 of it, and how many fraction bits a score's multiplier keeps.
 struct ScoreUnit {
-  int sixteenths;       // units in 16 octaves
-  double least_coarse;  // 24 fraction bits are kept from here on
-  int fraction_bits;    // below it
+  int sixteenths;       // number of units in 16 octaves
+  double least_coarse;  // multipliers from here on keep 24 fraction bits
+  int fraction_bits;    // smaller multipliers keep so many
   constexpr int64_t octave() const { return int64_t(sixteenths) << 28; }
-  constexpr int64_t bias_step() const { return sixteenths << 8; }  // 2^-20 octave
+  constexpr int64_t bias_step() const { return sixteenths << 8; }  // 2^-20 octave in units of T
 };
 constexpr ScoreUnit kOctaves = {16, 0x1p-14, 32};
-constexpr ScoreUnit kTableSteps = {7, 0x1p-16, 30};  // of intflash_online: 256 steps of 1/112 octave
+constexpr ScoreUnit kTableSteps = {7, 0x1p-16, 30};  // intflash_online: 256 steps of 1/112 octave
 
 // T = (S << k) * c in 2^-32 of the method's unit, docs/numerics.md section 2; 0 <= c < 2^31, 0 <= k <= 8.
 struct Exponent {
@@ -47,14 +51,14 @@ inline Exponent exponent_constants(float q_scale, float k_scale, double sm_scale
   const double units = octaves * (unit.sixteenths / 16.0);
   Exponent e;
   if (units >= 0.5) std::frexp(units, &e.k), ++e.k;
-  const int zeros = units < unit.least_coarse ? 32 - unit.fraction_bits : 8;  // fraction bits that are not kept
+  const int zeros = units < unit.least_coarse ? 32 - unit.fraction_bits : 8;  // fraction bits that are dropped
   const uint32_t c = uint32_t(std::nearbyint(std::ldexp(units, 32 - zeros))) << (zeros - e.k);  // half to even
   e.c = c > 0x7FFFFF00u ? 0x7FFFFF00u : c;
   return e;
 }
 
-// The constants of two scales, made anew where those are not the last ones'.
-struct LastExponent {
+// The constants of the last pair of scales, computed anew for another pair.
+struct CachedExponent {
   ScoreUnit unit = kOctaves;
   float q_scale = 0, k_scale = 0;
   Exponent exponent;
@@ -64,14 +68,16 @@ struct LastExponent {
   }
 };
 
-// T with a bias, in 2^-24 octave of 32 bits: for a c without bits below that, and scores and biases no larger. An absent
-// key's is INT32_MIN, from which all others keep 16 octaves away, so that its p is 0.
-constexpr int32_t kShortNever = INT32_MIN;
+// T with a bias in 32 bits, units of 2^-24 octave, where c has no bits below that and scores and biases are small
+// enough. An absent key has INT32_MIN. All other keys stay 16 octaves above that, so that its p is 0.
+constexpr int32_t kAbsentLevel32 = INT32_MIN;
 inline bool has_24_fraction_bits(Exponent e) { return e.k == 0 && e.c % 256 == 0; }
-inline bool levels_stay_short(int32_t score, int32_t bias, uint32_t c24) {
+inline bool levels_fit_32_bits(int32_t score, int32_t bias, uint32_t c24) {
   return int64_t(score) * c24 + int64_t(bias) * 16 <= (int64_t(1) << 31) - (int64_t(1) << 28);
 }
-inline int32_t short_level(int32_t score, int32_t bias, uint32_t c24) { return int32_t(uint32_t(score) * c24 + (uint32_t(bias) << 4)); }
+inline int32_t level32(int32_t score, int32_t bias, uint32_t c24) {
+  return int32_t(uint32_t(score) * c24 + (uint32_t(bias) << 4));
+}
 
 // s_V / s_O = mr * 2^(e - 24), 2^23 <= mr <= 2^24
 struct OutputMultiplier {

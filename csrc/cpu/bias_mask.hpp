@@ -1,25 +1,26 @@
-// A biased row's scores as 32-bit levels (arithmetic.hpp), in loops that compilers make vectors of.
+// T of a biased row in 32 bits (arithmetic.hpp), in loops that compilers vectorize.
 #pragma once
 #include "cpu/arithmetic.hpp"
 
 namespace intflash {
 namespace {
 
-struct ShortRow {
+struct Level32Row {
   const int32_t* bias;
   int64_t step;
   uint32_t c24;
 
-  // The maximum of T over keys [0, n), kNever without keys; false where 32 bits do not hold T.
+  // Finds the maximum of T over keys [0, n), kNever without keys. Returns false where 32 bits do not hold T.
   bool level(const int32_t* s, int64_t n, int64_t& level) const {
-    int32_t top = kShortNever, score = 0, most = 0;
+    int32_t top = kAbsentLevel32, score = 0, most = 0;
     each(n, [&](int64_t j, int32_t b) {
-      const int32_t present = -(s[j] != kAbsent), x = s[j] & present, y = b & present;  // no branches: gcc makes none a vector
+      const int32_t present = -(s[j] != kAbsent), x = s[j] & present,
+                    y = b & present;  // without branches, which gcc does not vectorize
       score = larger(score, x < 0 ? -x : x), most = larger(most, y < 0 ? -y : y);
-      top = larger(top, (short_level(x, y, c24) & present) | (kShortNever & ~present));
+      top = larger(top, (level32(x, y, c24) & present) | (kAbsentLevel32 & ~present));
     });
-    if (!levels_stay_short(score, most, c24)) return false;
-    level = top == kShortNever ? kNever : int64_t(top) * 256;
+    if (!levels_fit_32_bits(score, most, c24)) return false;
+    level = top == kAbsentLevel32 ? kNever : int64_t(top) * 256;
     return true;
   }
 
@@ -27,7 +28,7 @@ struct ShortRow {
   void depths(int32_t* s, int64_t n, int64_t level) const {
     const uint32_t top = uint32_t(level >> 8);
     each(n, [&](int64_t j, int32_t b) {
-      const uint32_t depth = (top - uint32_t(short_level(s[j], b, c24))) >> 15;
+      const uint32_t depth = (top - uint32_t(level32(s[j], b, c24))) >> 15;
       s[j] = int32_t(s[j] == kAbsent ? 65535 : smaller<uint32_t>(depth, 65535));
     });
   }

@@ -36,9 +36,14 @@ std::vector<const Kernels*> find_kernels() {
   return found;
 }
 
-constexpr int64_t kSmallHead = 75000;  // scores of a head that goes to a thread whole
-constexpr int64_t kManyHeads = 16;     // for each thread
-constexpr int64_t kShort = 8;          // times the scores that are worth a thread: some 80 microseconds on one
+// Amounts of work, in scores.
+constexpr int64_t kSmallHead = 75000;  // a head up to here goes to one thread whole
+constexpr int64_t kManyHeads = 16;     // from so many heads for each thread they go to threads whole
+
+// Amounts of work, in multiples of the scores for which another thread is worth waking (15 to 35 microseconds).
+constexpr int64_t kShort = 8;             // shorter work may be done before sleeping workers are awake
+constexpr int64_t kInterruptible = 2000;  // about 50 ms: from here on work looks for interrupts
+constexpr int64_t kLongestRange = 400;    // about 10 ms: then the work that looks for them is in ranges of at most this
 
 struct ThreadScratch : Scratch {
   ~ThreadScratch() { std::free(data); }
@@ -55,23 +60,23 @@ struct Job {
 // A thread's part of a job.
 struct Part {
   const Job& job;
-  Tickets& tickets;
+  ThreadRanges& ranges;
 };
 
-bool draw_units(void* context, int64_t& first, int64_t& last) {
+bool next_units(void* context, int64_t& first, int64_t& last) {
   const Part& part = *static_cast<const Part*>(context);
-  if (!part.tickets.next(first, last)) return false;
+  if (!part.ranges.next(first, last)) return false;
   const int64_t grain = part.job.grain, units = part.job.units;
   first *= grain;
   last = last * grain < units ? last * grain : units;
   return true;
 }
 
-void run_part(void* context, Tickets& tickets) {
+void run_part(void* context, ThreadRanges& ranges) {
   static thread_local ThreadScratch scratch;
   const Job& job = *static_cast<const Job*>(context);
-  Part part{job, tickets};
-  job.kernels.attention(job.call, {draw_units, &part, job.whole_heads}, job.call_id, scratch);
+  Part part{job, ranges};
+  job.kernels.attention(job.call, {next_units, &part, job.whole_heads}, job.call_id, scratch);
 }
 
 }  // namespace
@@ -90,10 +95,10 @@ char* Scratch::reserve(size_t bytes) {
   return data;
 }
 
-void* Output::awaited() const {
+void* Output::wait() const {
   for (;;) {
     if (void* data = __atomic_load_n(&data_, __ATOMIC_ACQUIRE)) return data;
-    if (__atomic_load_n(&given_up_, __ATOMIC_ACQUIRE)) throw std::runtime_error("the output could not be made");
+    if (__atomic_load_n(&failed_, __ATOMIC_ACQUIRE)) throw std::runtime_error("the output could not be made");
     std::this_thread::yield();
   }
 }
@@ -101,7 +106,8 @@ void* Output::awaited() const {
 int64_t unit_count(const Call& call, int rows) {
   int64_t blocks = 0;
   if (!call.ends_q) blocks = call.batch * ((call.nq + rows - 1) / rows);
-  for (int64_t s = 0; call.ends_q && s < call.sequences; ++s) blocks += (call.ends_q[s + 1] - call.ends_q[s] + rows - 1) / rows;
+  for (int64_t s = 0; call.ends_q && s < call.sequences; ++s)
+    blocks += (call.ends_q[s + 1] - call.ends_q[s] + rows - 1) / rows;
   return blocks * call.heads_q;
 }
 
@@ -110,22 +116,37 @@ const std::vector<const Kernels*>& supported_kernels() {
   return found;
 }
 
-void run_attention(const Kernels& kernels, const Call& call, int threads, const std::function<void()>& first) {
+void run_attention(const Kernels& kernels, const Call& call, int threads, const std::function<void()>& first,
+                   InterruptCheck check) {
   static std::atomic<uint64_t> last_call{0};
   const int rows = kernels.unit_rows(call);
   const int64_t units = unit_count(call, rows);
   if (units == 0) return first();
-  // Another thread must be worth its waking, and more: beside a busy process it may wait for a core.
+  // Another thread must be worth more than its waking: beside a busy process it may wait for a core.
   const int64_t worth = call.batch * call.heads_q * call.nq * call.nk / kernels.scores_per_thread;
   if (worth < threads) threads = worth < 1 ? 1 : int(worth);
-  Job job{kernels, call, ++last_call, units, units, true};
+  const int64_t depth = call.head_dim + call.value_dim;
+  const int64_t cost = depth > 128 ? worth * depth / 128 : worth;  // `worth` is of 64 channels
+  const bool is_interruptible = cost >= kInterruptible;
+  Job job{kernels, call, ++last_call, units, 1, true};
   if (threads > 1) {
-    // Whole heads where there are many, or small ones, as many for each: each thread packs the K and V it meets.
+    // Threads draw whole heads where each gets many of them, or as many small ones, since a thread packs every K and V
+    // that it meets. Heads that take longer than a longest range are divided.
     const int64_t heads = call.batch * call.heads_q;
-    job.whole_heads = !call.ends_q && (heads >= kManyHeads * threads || (heads % threads == 0 && call.nq * call.nk < kSmallHead));
-    job.grain = job.whole_heads ? (call.nq + rows - 1) / rows : 1;
+    const bool are_many = heads >= kManyHeads * threads, are_small = call.nq * call.nk < kSmallHead;
+    const bool are_long_rows = is_interruptible && cost / heads > kLongestRange;
+    job.whole_heads = !call.ends_q && !are_long_rows && (are_many || (heads % threads == 0 && are_small));
+    if (job.whole_heads) job.grain = (call.nq + rows - 1) / rows;
+  } else if (!is_interruptible) {
+    job.grain = units;
   }
-  run_tickets(threads, {run_part, &job, (units + job.grain - 1) / job.grain, worth < kShort}, first);
+  Work work{run_part, &job, (units + job.grain - 1) / job.grain, worth < kShort, units, nullptr};
+  if (is_interruptible) {
+    const int64_t range = kLongestRange * work.items / cost;
+    work.longest_range = range < 1 ? 1 : range;
+    work.check = check;
+  }
+  run_in_parallel(threads, work, first);
 }
 
 }  // namespace intflash

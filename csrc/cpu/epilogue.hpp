@@ -1,4 +1,4 @@
-// From integer sums to the output: docs/numerics.md section 2, "The output".
+// Computes the output from integer sums: docs/numerics.md section 2, "The output".
 #pragma once
 #include "cpu/arithmetic.hpp"
 
@@ -28,19 +28,21 @@ class Epilogue {
     per_channel_ = per_channel;
   }
 
-  // What up to 16 integer output rows need of their sums of p, for a caller that has these well before acc: a division.
-  struct Ahead {
+  // The factors of up to 16 rows of integer output, for a caller that has the sums of p well before acc.
+  struct Prepared {
     typename V::Factors factors;
     bool fits = false;
   };
   template <bool P16>
-  void look_ahead(const uint32_t* l, int rows, Ahead& out) const {
+  void prepare(const uint32_t* l, int rows, Prepared& out) const {
     out.fits = call_.out_scale.data && block_factors<P16>(l, rows, out.factors);
   }
 
-  // `rows` output rows from the offset `at` on, from acc = 256 * high + low (P16) or high (P8), and the sums of p.
+  // Writes `rows` output rows from the offset `at` on, from acc = 256 * high + low (P16) or high (P8) and the sums of
+  // p.
   template <bool P16>
-  void rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t at, const Ahead* ahead = nullptr) const {
+  void rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t at,
+            const Prepared* ahead = nullptr) const {
     const int64_t out_ld = call_.out.row_step;
     const auto each = [&](auto* out, auto write) {
       for (int r = 0; r < rows; ++r, high += ld, low += ld) write(high, low, l[r], out + at + r * out_ld);
@@ -51,7 +53,8 @@ class Epilogue {
       for (int r = 0; r < rows;) {
         const int block = smaller(rows - r, 16);
         if (!block_of_rows<P16, kLimit>(high, low, ld, l + r, block, out, ahead))
-          for (int i = 0; i < block; ++i) integer_row<P16, kLimit>(high + i * ld, low + i * ld, l[r + i], out + i * out_ld);
+          for (int i = 0; i < block; ++i)
+            integer_row<P16, kLimit>(high + i * ld, low + i * ld, l[r + i], out + i * out_ld);
         r += block, high += block * ld, low += block * ld, out += block * out_ld;
       }
     };
@@ -67,21 +70,26 @@ class Epilogue {
     }
   }
 
-  // Whether int8_tile can write these rows, of so many panels.
-  bool takes_tile(const Ahead& ahead, int panels) const {
-    return ahead.fits && call_.out_type == OutType::kInt8 && call_.value_dim == panels * V::kLanes && (panels == 2 || panels == 4);
+  // Whether int8_tile can write these rows of so many panels.
+  bool takes_tile(const Prepared& ahead, int panels) const {
+    return ahead.fits && call_.out_type == OutType::kInt8 && call_.value_dim == panels * V::kLanes &&
+           (panels == 2 || panels == 4);
   }
 
-  // R rows from sums in registers, the first with factor `row` of those in `ahead`, by sixteens; Short: sums of 24 bits.
+  // Writes R rows from sums in registers. Row r has factor (row + r) % 16 of ahead[(row + r) / 16]. Short: sums of 24
+  // bits.
   template <bool Short, int R, int C>
-  inline __attribute__((always_inline)) void int8_tile(const typename V::I32 (&acc)[R][C], const Ahead* ahead, int row, int64_t at) const {
+  inline __attribute__((always_inline)) void int8_tile(const typename V::I32 (&acc)[R][C], const Prepared* ahead,
+                                                       int row, int64_t at) const {
     const int64_t out_ld = call_.out.row_step;
     int8_t* out = static_cast<int8_t*>(out_) + at;
     const auto value = [&](int r, int c) {
       const unsigned i = unsigned(row + r);
       const typename V::Factors& factors = ahead[i / 16].factors;
-      if constexpr (Short) return V::rescaled_short(acc[r][c], factors, int(i % 16));
-      else return V::rescaled(acc[r][c], V::odd_lanes(acc[r][c]), factors, int(i % 16));
+      if constexpr (Short)
+        return V::rescaled_24_bits(acc[r][c], factors, int(i % 16));
+      else
+        return V::rescaled(acc[r][c], V::odd_lanes(acc[r][c]), factors, int(i % 16));
     };
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r, out += out_ld) {
@@ -90,14 +98,21 @@ class Epilogue {
     }
   }
 
-  // The output row at an offset from int8 codes of V's own scale (qflash, iflash).
+  // Writes the output row at an offset from int8 codes of V's own scale (qflash, iflash).
   void codes_row(const int32_t* codes, int64_t at) const {
     switch (call_.out_type) {
-      case OutType::kInt8: return copy_codes(codes, static_cast<int8_t*>(out_) + at, [](int32_t c) { return int8_t(c); });
-      case OutType::kInt16: return copy_codes(codes, static_cast<int16_t*>(out_) + at, [](int32_t c) { return int16_t(c); });
-      case OutType::kFloat16: return copy_codes(codes, static_cast<uint16_t*>(out_) + at, [&](int32_t c) { return to_float16(float(c) * v_scale_[0]); });
-      case OutType::kBFloat16: return copy_codes(codes, static_cast<uint16_t*>(out_) + at, [&](int32_t c) { return to_bfloat16(float(c) * v_scale_[0]); });
-      case OutType::kFloat32: return copy_codes(codes, static_cast<float*>(out_) + at, [&](int32_t c) { return float(c) * v_scale_[0]; });
+      case OutType::kInt8:
+        return copy_codes(codes, static_cast<int8_t*>(out_) + at, [](int32_t c) { return int8_t(c); });
+      case OutType::kInt16:
+        return copy_codes(codes, static_cast<int16_t*>(out_) + at, [](int32_t c) { return int16_t(c); });
+      case OutType::kFloat16:
+        return copy_codes(codes, static_cast<uint16_t*>(out_) + at,
+                          [&](int32_t c) { return to_float16(float(c) * v_scale_[0]); });
+      case OutType::kBFloat16:
+        return copy_codes(codes, static_cast<uint16_t*>(out_) + at,
+                          [&](int32_t c) { return to_bfloat16(float(c) * v_scale_[0]); });
+      case OutType::kFloat32:
+        return copy_codes(codes, static_cast<float*>(out_) + at, [&](int32_t c) { return float(c) * v_scale_[0]; });
     }
   }
 
@@ -115,24 +130,32 @@ class Epilogue {
   OutputMultiplier multiplier_[kMaxValueDim];
 
   template <int N>
-  struct Limit { static constexpr int value = N; };
+  struct Limit {
+    static constexpr int value = N;
+  };
 
   template <bool P16, class Factors>
   inline bool block_factors(const uint32_t* l, int rows, Factors& out) const {
-    return !per_channel_ && multiplier_[0].e <= 15 && V::template factors<P16>(l, rows, multiplier_[0].mr, multiplier_[0].e, out);
+    return !per_channel_ && multiplier_[0].e <= 15 &&
+           V::template factors<P16>(l, rows, multiplier_[0].mr, multiplier_[0].e, out);
   }
 
-  // Up to 16 rows of one scale at once, where the vector layer has that; false: not these.
+  // Writes up to 16 rows of one scale at once; returns false where the vector layer cannot.
   template <bool P16, int Limit, class Out>
-  inline bool block_of_rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, Out* out, const Ahead* ahead) const {
-    if constexpr (V::kWholeRows) {
+  inline bool block_of_rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, Out* out,
+                            const Prepared* ahead) const {
+    if constexpr (V::kRowOperations) {
       typename V::Factors own;
       if (!(ahead ? ahead->fits : block_factors<P16>(l, rows, own))) return false;
       const typename V::Factors& factors = ahead ? ahead->factors : own;
-      if (!P16 && factors.short_sums)
-        write_rows<Limit>(out, rows, [&](int row, int64_t d) { return V::rescaled_short(V::load(high + row * ld + d), factors, row); });
+      if (!P16 && factors.sums_fit_24_bits)
+        write_rows<Limit>(out, rows, [&](int row, int64_t d) {
+          return V::rescaled_24_bits(V::load(high + row * ld + d), factors, row);
+        });
       else
-        write_rows<Limit>(out, rows, [&](int row, int64_t d) { return V::template rescale<P16>(high + row * ld + d, low + row * ld + d, factors, row); });
+        write_rows<Limit>(out, rows, [&](int row, int64_t d) {
+          return V::template rescale<P16>(high + row * ld + d, low + row * ld + d, factors, row);
+        });
       return true;
     } else {
       return false;
@@ -146,7 +169,8 @@ class Epilogue {
     if constexpr (Limit == 127) {
       for (; n == 32 && out_ld == 32 && r + 2 <= rows; r += 2, out += 64)
         V::store_quad(out, value(r, 0), value(r, 16), value(r + 1, 0), value(r + 1, 16));
-      for (; n == 64 && r < rows; ++r, out += out_ld) V::store_quad(out, value(r, 0), value(r, 16), value(r, 32), value(r, 48));
+      for (; n == 64 && r < rows; ++r, out += out_ld)
+        V::store_quad(out, value(r, 0), value(r, 16), value(r, 32), value(r, 48));
     }
     for (; r < rows; ++r, out += out_ld) store_row<Limit>(out, [&](int64_t d) { return value(r, d); });
   }
@@ -170,7 +194,7 @@ class Epilogue {
       const int64_t rounded = (sum<P16>(high, low, d) * f + (int64_t(1) << (shift - 1))) >> shift;
       out[d] = Out(rounded < -Limit ? -Limit : rounded > Limit ? Limit : rounded);
     };
-    const int64_t f = factor(multiplier_[0]);  // to 2^24
+    const int64_t f = factor(multiplier_[0]);  // at most 2^24
     const int shift = 55 - lz - multiplier_[0].e;
     if (per_channel_)
       for (int64_t d = 0; d < n; ++d) one(d, factor(multiplier_[d]), 55 - lz - multiplier_[d].e);
@@ -178,13 +202,16 @@ class Epilogue {
       for (int64_t d = 0; d < n; ++d) one(d, f, shift);
     else {  // |acc| <= 127 l, so that acc << left < 2^(16 + e) and the quotient fits 32 bits
       const int left = larger(0, 32 - shift);
-      store_row<Limit>(out, [&](int64_t d) { return V::template rescale<P16>(high + d, low + d, int32_t(f), left, shift + left); });
+      store_row<Limit>(
+          out, [&](int64_t d) { return V::template rescale<P16>(high + d, low + d, int32_t(f), left, shift + left); });
     }
   }
 
-  // Below this l, acc is an int32: it is at most 127 l.
+  // Where l is below this, acc fits an int32, because it is at most 127 l.
   template <bool P16>
-  static constexpr uint32_t fits32() { return P16 ? 1u << 24 : 0xFFFFFFFFu; }
+  static constexpr uint32_t fits32() {
+    return P16 ? 1u << 24 : 0xFFFFFFFFu;
+  }
   template <bool P16>
   static inline typename V::I32 sum32(const int32_t* high, const int32_t* low) {
     return P16 ? V::add(V::shift_left(V::load(high), 8), V::load(low)) : V::load(high);
@@ -194,7 +221,7 @@ class Epilogue {
   inline void store_row(Out* out, F value) const {
     const int64_t n = call_.value_dim;
     int64_t d = 0;
-    if constexpr (V::kWholeRows && Limit == 127)
+    if constexpr (V::kRowOperations && Limit == 127)
       for (; d + 32 <= n; d += 32) V::store_pair(out + d, value(d), value(d + 16));
     for (; d < n; d += V::kLanes) V::store_clamped(out + d, value(d), Limit, n - d);
   }
@@ -202,9 +229,12 @@ class Epilogue {
   template <bool P16, FloatType F, class Out>
   void float_row(const int32_t* high, const int32_t* low, uint32_t l, Out* out) const {
     const auto convert = [](float x) {
-      if constexpr (F == FloatType::kFloat16) return to_float16(x);
-      else if constexpr (F == FloatType::kBFloat16) return to_bfloat16(x);
-      else return x;
+      if constexpr (F == FloatType::kFloat16)
+        return to_float16(x);
+      else if constexpr (F == FloatType::kBFloat16)
+        return to_bfloat16(x);
+      else
+        return x;
     };
     const int64_t n = call_.value_dim;
     if (l == 0) {
@@ -213,13 +243,15 @@ class Epilogue {
       for (int64_t d = 0; d < n; ++d) out[d] = convert(float(sum<P16>(high, low, d)) * (v_scale_[d] / float(l)));
     } else {
       const float scale = v_scale_[0] / float(l);
-      // The compiler makes vectors of bfloat16's conversion itself.
+      // The compiler vectorizes the conversion to bfloat16 itself.
       if constexpr (F == FloatType::kFloat32 || (F == FloatType::kFloat16 && V::kFloat16))
         if (l < fits32<P16>()) {
           for (int64_t d = 0; d < n; d += V::kLanes) {
             const auto acc = sum32<P16>(high + d, low + d);
-            if constexpr (F == FloatType::kFloat32) V::store_scaled(out + d, acc, scale, n - d);
-            else V::store_float16(out + d, acc, scale, n - d);
+            if constexpr (F == FloatType::kFloat32)
+              V::store_scaled(out + d, acc, scale, n - d);
+            else
+              V::store_float16(out + d, acc, scale, n - d);
           }
           return;
         }

@@ -1,11 +1,11 @@
-// p of a row of scores in 16-bit lanes, the same bits as docs/numerics.md section 2 in fewer steps:
+// Computes p of a row of scores in 16-bit lanes. The bits are those of docs/numerics.md section 2, in fewer steps:
 //   x9 = (Tmax - T) >> 23          depth below the maximum, octaves in Q.9, saturated at 65535
 //   x  = (x9 + 1) >> 1             rounded to Q.8;  t = 3686 - x = 0xEFF - z with z = x + 153:
 //   s  = z >> 8 = 14 - hi,  f = 255 - (z & 255),  u = 256 + f
 //   w  = u*u >> 2,  m = u*u + 132608,  m >> 2 = w + 33152,  h = m >> 3 = (w + 33152) >> 1
 //   p16 = ((m >> (1 + s)) + 1) >> 1
-//   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15 with h = m >> 4 = (u*u >> 4) + 8288,
-//         0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
+//   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15
+//         with h = m >> 4 = (u*u >> 4) + 8288, 0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
 // intflash_online rounds the depth below its reference level to steps of 1/112 octave, 2^24 in T:
 //   x10 = (level - T + 2^23 + (67 << 24)) >> 22   4 (step + 67) and two bits below it, saturated at 65535
 //   z = 153 + floor(16 step / 7) = (4 (step + 67) * 37449) >> 16; p8 is 0 from step 1008 on
@@ -15,7 +15,7 @@
 namespace intflash {
 namespace {
 
-// Bits of depth below T's unit in 16-bit lanes, and what intflash_online adds to its depths in T.
+// Fraction bits of a depth in 16-bit lanes, and what intflash_online adds to its depths in T.
 template <bool Online>
 constexpr int kDepthBits = Online ? 10 : 9;
 constexpr int64_t kStepOffset = (int64_t(67) << 24) + (1 << 23);
@@ -27,44 +27,46 @@ constexpr bool steps_are_exact() {
 }
 static_assert(steps_are_exact());
 
-// How a row's scores become depths: x = (((min(top - S, limit) << shift) * c) + base) >> 32.
+// The constants by which a row's scores become depths: x = (((min(top - S, limit) << shift) * c) + base) >> 32.
 struct RowScale {
-  uint32_t c = 0;      // C << kDepthBits when that fits, else C, with shift = kDepthBits + k
+  uint32_t c = 0;  // C << kDepthBits when that fits, else C, with shift = kDepthBits + k
   int shift = 0;
-  uint32_t limit = 0;  // far past the last live depth; keeps the shift inside 32 bits
+  uint32_t limit = 0;  // far past the last depth with a p above 0; keeps the shift inside 32 bits
 };
 
-// The rows of a unit: `step` is 0 where they share one scale.
+// The constants of the rows of a unit; `step` is 0 where they share one scale.
 struct RowLevels {
   const RowScale* scale;
   int step;
   const int32_t* top;    // the maximum of S
-  const uint64_t* base;  // intflash_online: scaled_base of its level's distance above that maximum
+  const uint64_t* base;  // intflash_online: scaled_base of the level's distance above that maximum
 };
 
 template <bool Online = false>
 inline RowScale row_scale(Exponent e) {
   constexpr int bits = kDepthBits<Online>;
   if (e.k == 0 && e.c < (1u << (32 - bits))) return {e.c << bits, 0, 0xFFFFFFFFu};
-  // Without a pre-shift c >= 2^-bits: the limit is 2^11 units or more. With one, c >= 2^(k-2): 2^19. A product is below 2^62.
+  // Without a pre-shift c >= 2^-bits, so that the limit is 2^11 units or more; with one c >= 2^(k-2), and it is 2^19.
+  // A product is below 2^62.
   return {e.c, bits + e.k, (1u << (31 - bits - e.k)) - 1};
 }
 
-inline uint64_t scaled_base(int64_t above) {  // 32 units: all dead, and base >> 16 fits 32 bits
+inline uint64_t scaled_base(int64_t above) {  // at 32 units every p is 0, and base >> 16 fits 32 bits
   return uint64_t(smaller(above, int64_t(1) << 37) + kStepOffset) << kDepthBits<true>;
 }
 
-// Differences of S may be 16-bit where those past 65535 give a p of 0: z is in octave 10 (P8) or 15 (P16) or deeper, or the step
-// is 1008 or more. c then has 24 fraction bits, so that the lower half of C << kDepthBits is zero and the depth is one 16-bit
-// product's high half.
+// Whether differences of S may have 16 bits: those past 65535 must give a p of 0, with z in octave 10 (P8) or 15 (P16)
+// or deeper, or a step of 1008 or more. Where c has 24 fraction bits the lower half of C << kDepthBits is zero, and the
+// depth is the high half of a 16-bit product.
 template <bool P16, bool Online = false>
-inline bool fits_short(const RowScale& r) {
+inline bool fits_16_bits(const RowScale& r) {
   constexpr uint32_t dead = Online ? 4 * 1008 : 2 * ((P16 ? 15 : 10) * 256 - 153);
   return r.shift == 0 && r.c % 65536 == 0 && (uint64_t(65535) * r.c) >> 32 >= dead;
 }
 
-// Where the depth comes from: S with shift 0, of 32 or of 16 bits, S with a shift and a limit, or already in the row.
-enum class Depth { kNarrow, kShort, kShifted, kGiven };
+// What a depth is computed from: a difference of S of 32 or of 16 bits, one with a shift and a limit, or nothing where
+// the row holds depths already.
+enum class Depth { k32Bit, k16Bit, kShifted, kGiven };
 
 template <class V>
 struct Exp2 {
@@ -82,27 +84,29 @@ struct Exp2 {
       I32 d = V::sub(top, score);
       if constexpr (D == Depth::kShifted) d = V::shift_left(V::min_u(d, V::set1(int32_t(r.limit))), r.shift);
       const I32 x = Online ? V::mul_high(d, V::set1(int32_t(r.c)), base) : V::mul_high(d, V::set1(int32_t(r.c)));
-      return Masked ? V::bury_absent(x, score) : x;
+      return Masked ? V::saturate_absent(x, score) : x;
     }
   }
 
   template <bool Masked>
   static inline I32 below(const int32_t* s, I32 top) {
     const I32 score = V::load(s);
-    return V::sub(top, Masked ? V::max(score, V::sub(top, V::set1(65536))) : score);  // absent keys would wrap
+    return V::sub(top, Masked ? V::max(score, V::sub(top, V::set1(65536)))
+                              : score);  // the difference of an absent key would wrap
   }
 
   template <Depth D, bool Online, bool Masked>
   static inline U16 depths(const int32_t* s, const RowScale& r, I32 top, uint64_t base) {
-    if constexpr (D == Depth::kShort) {
-      const U16 d = V::pack(below<Masked>(s, top), below<Masked>(s + V::kLanes, top)), c = V::set16(uint16_t(r.c >> 16));
+    if constexpr (D == Depth::k16Bit) {
+      const U16 d = V::pack(below<Masked>(s, top), below<Masked>(s + V::kLanes, top)),
+                c = V::set16(uint16_t(r.c >> 16));
       return Online ? V::mul_high16(d, c, uint32_t(base >> 16)) : V::mul_high16(d, c);
     } else {
       return V::pack(depth<D, Online, Masked>(s, r, top, base), depth<D, Online, Masked>(s + V::kLanes, r, top, base));
     }
   }
 
-  // By the operations of V, or of an object that has them with their constants in registers.
+  // p from a depth, by the operations of V or of an object that keeps their constants in registers.
   template <bool Online = false, class O = V>
   static inline __attribute__((always_inline)) U16 p8(U16 x, const O& o = O()) {
     const U16 z = Online ? V::mul_high16(V::and16(x, 65532), V::set16(kStepFactor)) : o.average(x, 2 * 153);
@@ -118,9 +122,11 @@ struct Exp2 {
     return o.round16(w, o.high_byte(z));
   }
 
-  // One block of kBlock keys; `sum` gathers P8, or P16 - 32768, or the high digits, and `sum_low` the low ones.
+  // Computes P of one block of kBlock keys. `sum` accumulates P8, P16 - 32768 or the high digits, `sum_low` the low
+  // digits.
   template <bool P16, Depth D, bool Online, bool Masked, bool Half>
-  static inline void block(const int32_t* s, const RowScale& r, I32 top, uint64_t base, PCode* high, PCode* low, I32& sum, I32& sum_low) {
+  static inline void block(const int32_t* s, const RowScale& r, I32 top, uint64_t base, PCode* high, PCode* low,
+                           I32& sum, I32& sum_low) {
     const U16 x0 = depths<D, Online, Masked>(s, r, top, base);
     const U16 x1 = Half ? V::zero16() : depths<D, Online, Masked>(s + 2 * V::kLanes, r, top, base);
     if constexpr (P16 && V::kWideP) {
@@ -134,12 +140,14 @@ struct Exp2 {
     }
   }
 
-  // P of keys [0, n) of a row.
+  // Computes P of keys [0, n) of a row.
   template <bool P16, Depth D, bool Online, bool Masked>
-  static inline I32 row(const int32_t* s, int64_t n, const RowScale& r, I32 top, uint64_t base, PCode* high, PCode* low) {
+  static inline I32 row(const int32_t* s, int64_t n, const RowScale& r, I32 top, uint64_t base, PCode* high,
+                        PCode* low) {
     I32 sum = V::set1(0), sum_low = V::set1(0);
     int64_t j = 0;
-    for (; j + kBlock <= n; j += kBlock) block<P16, D, Online, Masked, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+    for (; j + kBlock <= n; j += kBlock)
+      block<P16, D, Online, Masked, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
     if (n - j > kBlock / 2)
       block<P16, D, Online, true, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
     else if (n > j)
@@ -147,18 +155,20 @@ struct Exp2 {
     return P16 && !V::kWideP ? V::add(V::shift_left(sum, 8), sum_low) : sum;
   }
 
-  // P of keys [0, n) of `rows` rows, whose scores are kAbsent from n to the block's end; sums[r] += their sum.
+  // Computes P of keys [0, n) of `rows` rows and adds its sum to sums[r]. Scores from n to the end of the block are
+  // kAbsent.
   template <bool P16, Depth D, bool Online, bool Masked>
   static void rows_of(const int32_t* s, int64_t s_ld, int64_t n, const RowLevels& levels, int rows, PCode* high,
                       int64_t high_ld, PCode* low, int64_t low_ld, I32* sums) {
     int64_t asleep = 0;
     for (int i = 0; i < rows; ++i, s += s_ld, high += high_ld, low += low_ld) {
-      if (asleep += n; asleep >= 1024) V::stay_awake(), asleep = 0;
+      if (asleep += n; asleep >= 1024) V::keep_awake(), asleep = 0;
       const RowScale r = levels.scale[i * levels.step];
       const I32 top = V::set1(levels.top[i]);
       const uint64_t base = Online ? levels.base[i] : 0;
-      const bool is_short = D == Depth::kNarrow && fits_short<P16, Online>(r);
-      sums[i] = V::add(sums[i], is_short ? row<P16, D == Depth::kNarrow ? Depth::kShort : D, Online, Masked>(s, n, r, top, base, high, low)
+      const bool is_short = D == Depth::k32Bit && fits_16_bits<P16, Online>(r);
+      sums[i] = V::add(sums[i], is_short ? row<P16, D == Depth::k32Bit ? Depth::k16Bit : D, Online, Masked>(
+                                               s, n, r, top, base, high, low)
                                          : row<P16, D, Online, Masked>(s, n, r, top, base, high, low));
     }
   }
@@ -167,8 +177,8 @@ struct Exp2 {
   static void rows(Depth depth, bool masked, Args... args) {
     if (depth == Depth::kGiven) return rows_of<P16, Depth::kGiven, Online, false>(args...);
     if (depth == Depth::kShifted) return rows_of<P16, Depth::kShifted, Online, true>(args...);
-    if (masked) return rows_of<P16, Depth::kNarrow, Online, true>(args...);
-    return rows_of<P16, Depth::kNarrow, Online, false>(args...);
+    if (masked) return rows_of<P16, Depth::k32Bit, Online, true>(args...);
+    return rows_of<P16, Depth::k32Bit, Online, false>(args...);
   }
 };
 

@@ -59,7 +59,7 @@ inline bool has_feature(const char* name) {
 inline bool has_neon() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
 inline bool has_neoni8mm() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
 #elif defined(__linux__)
-inline bool has_neon() { return getauxval(AT_HWCAP) >> 20 & 1; }                         // HWCAP_ASIMDDP
+inline bool has_neon() { return getauxval(AT_HWCAP) >> 20 & 1; }                       // HWCAP_ASIMDDP
 inline bool has_neoni8mm() { return has_neon() && (getauxval(AT_HWCAP2) >> 13 & 1); }  // HWCAP2_I8MM
 #else
 inline bool has_neon() { return false; }

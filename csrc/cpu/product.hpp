@@ -11,28 +11,29 @@ struct Product {
   using PCode = typename V::PCode;
   static constexpr int kLanes = V::kLanes, kGroup = V::kGroup, kBlock = 4 * V::kLanes;
 
-  // Steps of a product: the first ones, then those of a block of keys that is not full.
+  // The steps of a product: the first `steps` ones, then those listed of a block of keys that is not full.
   struct Depth {
     int steps, tails;
     int tail[kBlock / kGroup];
   };
 
-  // out[r][j] = start[r] + sum_d q[r][d] k[j][d] over `panels` panels of keys; raises max[r] by those of
-  // the first `whole` panels
+  // Computes out[r][j] = start[r] + sum_d q[r][d] k[j][d] over `panels` panels of keys, and updates max[r] with the
+  // scores of the first `whole` panels.
   static void scores(const Code* q, const Code* k, int steps, int panels, int rows, const int32_t* start, int32_t* out,
                      int64_t out_ld, typename V::I32* max, int whole) {
     if constexpr (V::kMatrixUnit) {
       V::scores(q, k, steps, panels, rows, out, out_ld, max, whole);
     } else {
-      rows_of<true>(q, int64_t(steps) * kGroup, k, int64_t(steps) * kGroup * kLanes, Depth{steps, 0, {}}, panels, rows, start, false, out, out_ld);
+      rows_of<true>(q, int64_t(steps) * kGroup, k, int64_t(steps) * kGroup * kLanes, Depth{steps, 0, {}}, panels, rows,
+                    start, false, out, out_ld);
       for (int r = 0; r < rows; ++r)
         for (int c = 0; c < whole; ++c) max[r] = V::max(max[r], V::load(out + r * out_ld + c * kLanes));
     }
   }
 
-  // out[r][c] (+)= sum_j p[r][j] v[j][c] over n keys; panels lie `v_ld` codes apart
-  static void values(const PCode* p, int64_t p_ld, const Code* v, int64_t v_ld, int64_t n, int panels, int rows, int32_t* out,
-                     int64_t out_ld, bool add) {
+  // Computes out[r][c] = sum_j p[r][j] v[j][c] over n keys, or with `add` adds that. Panels lie `v_ld` codes apart.
+  static void values(const PCode* p, int64_t p_ld, const Code* v, int64_t v_ld, int64_t n, int panels, int rows,
+                     int32_t* out, int64_t out_ld, bool add) {
     Depth depth = {int(n / kBlock) * (kBlock / kGroup), 0, {}};
     for (int step = 0; n % kBlock && step < kBlock / kGroup; ++step)
       if (V::key_at(step * kGroup) < n % kBlock) depth.tail[depth.tails++] = depth.steps + step;
@@ -41,18 +42,19 @@ struct Product {
     else
       rows_of<false>(p, p_ld, v, v_ld, depth, panels, rows, nullptr, add, out, out_ld);
   }
-  // The same with keys in their own order, n a multiple of kGroup.
-  static void natural_values(const PCode* p, int64_t p_ld, const Code* v, int64_t v_ld, int n, int panels, int rows, int32_t* out, int64_t out_ld) {
+  // Does the same with keys in their own order, n a multiple of kGroup.
+  static void values_in_key_order(const PCode* p, int64_t p_ld, const Code* v, int64_t v_ld, int n, int panels,
+                                  int rows, int32_t* out, int64_t out_ld) {
     rows_of<false>(p, p_ld, v, v_ld, Depth{n / kGroup, 0, {}}, panels, rows, nullptr, false, out, out_ld);
   }
 
  private:
   template <bool QK, class A>
-  static void rows_of(const A* a, int64_t a_ld, const Code* b, int64_t b_ld, const Depth& depth, int panels, int rows, const int32_t* start,
-                      bool add, int32_t* out, int64_t out_ld) {
+  static void rows_of(const A* a, int64_t a_ld, const Code* b, int64_t b_ld, const Depth& depth, int panels, int rows,
+                      const int32_t* start, bool add, int32_t* out, int64_t out_ld) {
     const int tiles = (rows + V::kRows - 1) / V::kRows;
     for (int t = 0; t < tiles; ++t) {
-      const int r = t * rows / tiles, count = (t + 1) * rows / tiles - r;  // even tiles
+      const int r = t * rows / tiles, count = (t + 1) * rows / tiles - r;  // tiles of even size
       row_count<QK, V::kRows>(count, a + r * a_ld, a_ld, b, b_ld, depth, panels, start ? start + r : nullptr, add,
                               out + r * out_ld, out_ld);
     }
@@ -67,12 +69,14 @@ struct Product {
   }
 
   template <bool QK, int R, class A>
-  static void columns(const A* a, int64_t a_ld, const Code* b, int64_t b_ld, const Depth& depth, int panels, const int32_t* start, bool add,
-                      int32_t* out, int64_t out_ld) {
+  static void columns(const A* a, int64_t a_ld, const Code* b, int64_t b_ld, const Depth& depth, int panels,
+                      const int32_t* start, bool add, int32_t* out, int64_t out_ld) {
     int c = 0;
     for (; c + V::kCols <= panels; c += V::kCols)
       tile<QK, R, V::kCols>(a, a_ld, b + c * b_ld, b_ld, depth, start, add, out + c * kLanes, out_ld);
-    if (c < panels) column_count<QK, R, V::kCols - 1>(panels - c, a, a_ld, b + c * b_ld, b_ld, depth, start, add, out + c * kLanes, out_ld);
+    if (c < panels)
+      column_count<QK, R, V::kCols - 1>(panels - c, a, a_ld, b + c * b_ld, b_ld, depth, start, add, out + c * kLanes,
+                                        out_ld);
   }
 
   template <bool QK, int R, int C, class... Args>
@@ -84,13 +88,14 @@ struct Product {
   }
 
   template <bool QK, int R, int C, class A>
-  static inline void tile(const A* a, int64_t a_ld, const Code* b, int64_t b_ld, const Depth& depth, const int32_t* start, bool add, int32_t* out,
-                          int64_t out_ld) {
-    typename V::I32 acc[R][C];  // in registers: every loop over it is unrolled
+  static inline void tile(const A* a, int64_t a_ld, const Code* b, int64_t b_ld, const Depth& depth,
+                          const int32_t* start, bool add, int32_t* out, int64_t out_ld) {
+    typename V::I32 acc[R][C];  // stays in registers, because every loop over it is unrolled
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) acc[r][c] = add ? V::load(out + r * out_ld + c * kLanes) : V::set1(start ? start[r] : 0);
+      for (int c = 0; c < C; ++c)
+        acc[r][c] = add ? V::load(out + r * out_ld + c * kLanes) : V::set1(start ? start[r] : 0);
     const auto step = [&](int s) __attribute__((always_inline)) {
       typename V::Codes column[C];
 #pragma GCC unroll 8
@@ -99,7 +104,8 @@ struct Product {
       for (int r = 0; r < R; ++r) {
         const typename V::Codes x = V::broadcast(a + r * a_ld + s * kGroup);
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) acc[r][c] = QK ? V::dot_qk(acc[r][c], column[c], x) : V::dot_pv(acc[r][c], column[c], x);
+        for (int c = 0; c < C; ++c)
+          acc[r][c] = QK ? V::dot_qk(acc[r][c], column[c], x) : V::dot_pv(acc[r][c], column[c], x);
       }
     };
     for (int s = 0; s < depth.steps; ++s) step(s);

@@ -5,12 +5,12 @@
 namespace intflash {
 namespace {
 
-constexpr int32_t kFlashMasked = -(1 << 20);  // score of absent keys and of padding, and the first maximum
+constexpr int32_t kQFlashMasked = -(1 << 20);  // score of absent keys and of padding, and the first maximum
 
-template <bool Divide>  // iflash: the divisions left in
-class FlashStep {
+template <bool Divide>  // Divide: iflash, which keeps the divisions
+class QFlashStep {
  public:
-  FlashStep(const Call& call, int64_t b, int64_t h, int64_t hk) {
+  QFlashStep(const Call& call, int64_t b, int64_t h, int64_t hk) {
     const double scale = double(*call.q_scale.at(b, h)) * double(*call.k_scale.at(b, hk)) * call.sm_scale;
     const double sm_scale = scale * 1.4426950408889634;
     const double rs = std::nearbyint(1.0 / sm_scale);
@@ -20,25 +20,25 @@ class FlashStep {
     rel_m_ = int32_t(std::nearbyint(1073741824.0 / rs));
   }
 
-  // In place: the bias added, absent keys at kFlashMasked.
+  // Adds the bias and sets absent keys to kQFlashMasked, in place.
   void scores(int32_t* s, const int32_t* bias, int64_t step, int64_t n) const {
-    for (int64_t j = 0; j < kFlashTile; ++j) {
+    for (int64_t j = 0; j < kQFlashTile; ++j) {
       if (s[j] == kAbsent)
-        s[j] = kFlashMasked;
+        s[j] = kQFlashMasked;
       else if (bias && j < n)
         s[j] = wrapping_add(s[j], bias[j * step]);
     }
   }
 
-  // Raises m, releases l and acc to it, adds the tile's p to l and stores p + 128.
+  // Updates the row maximum m, rescales l and acc to it, adds the tile's p to l and stores p + 128.
   template <class PCode>
   void probabilities(const int32_t* s, int32_t& m, int32_t& l, int32_t* acc, int64_t dim, PCode* p) const {
     int32_t raised = m;
-    for (int j = 0; j < kFlashTile; ++j) raised = larger(raised, s[j]);
+    for (int j = 0; j < kQFlashTile; ++j) raised = larger(raised, s[j]);
     const int32_t alpha = exp2(int64_t(m) - raised);
     l = release(l, alpha);
     for (int64_t d = 0; d < dim; ++d) acc[d] = release(acc[d], alpha);
-    for (int j = 0; j < kFlashTile; ++j) {
+    for (int j = 0; j < kQFlashTile; ++j) {
       const int8_t y = requantize(exp2(int64_t(s[j]) - raised));
       l = wrapping_add(l, y);
       p[j] = PCode(y + 128);

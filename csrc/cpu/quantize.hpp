@@ -1,5 +1,7 @@
-// Absolute maximum and int8 codes of rows of floats: docs/numerics.md section 1.
+// Computes the absolute maximum and the int8 codes of rows of floats: docs/numerics.md section 1.
 #pragma once
+#include <cmath>
+
 #include "cpu/arithmetic.hpp"
 
 namespace intflash {
@@ -24,8 +26,9 @@ struct BFloat16 {
   static inline float value(uint16_t x) { return from_bfloat16(x); }
 };
 
-// How far ahead to fetch, some 512 values: past a page's end or in rows further on, where the processor does not by itself.
-[[maybe_unused]] inline int64_t fetched_ahead(const Rows& shape) {
+// The distance of software prefetches, about 512 values: past the end of a page or in later rows, where the hardware
+// prefetcher does not reach.
+[[maybe_unused]] inline int64_t prefetch_distance(const Rows& shape) {
   const int64_t columns = shape.runs * shape.columns;
   return shape.rows > 1 ? (511 + columns) / columns * shape.row_step : 512;
 }
@@ -34,9 +37,9 @@ template <class V, class F>
 float absolute_maximum_of(const void* data, const Rows& shape) {
   using Bits = typename F::Bits;
   const auto* x = static_cast<const typename F::Type*>(data);
-  Bits bits = 0;  // of non-negative floats of either size: ordered as integers, NaN above all
-  if constexpr (V::kWholeRows) {
-    bits = Bits(V::largest_magnitude(x, shape, fetched_ahead(shape)));
+  Bits bits = 0;  // the bits of non-negative floats are ordered as integers, with NaN above all
+  if constexpr (V::kRowOperations) {
+    bits = Bits(V::largest_magnitude(x, shape, prefetch_distance(shape)));
   } else {
     const int64_t columns = shape.runs * shape.columns;
     for (int64_t r = 0; r < shape.rows; ++r, x += shape.row_step)
@@ -61,10 +64,11 @@ float absolute_maximum(const void* x, FloatType type, const Rows& shape) {
   }
 }
 
-// The exact product x * inverse rounded once, half to even, and clamped to [-limit, limit].
+// Returns the exact product x * inverse rounded once, half to even, and clamped to [-limit, limit]. A NaN gives limit, or
+// -limit where its sign bit is set.
 inline int8_t code(float x, float inverse, int32_t limit) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-  constexpr float magic = 12582912.0f;  // 1.5 * 2^23: the integer stands in the low bits
+  constexpr float magic = 12582912.0f;  // 1.5 * 2^23: the low bits of the sum are the integer
   constexpr int32_t magic_bits = 0x4B400000;
   const float y = __builtin_fmaf(x, inverse, magic);
   int32_t bits;  // ordered as y is, where y is not negative; a negative y has negative bits
@@ -73,6 +77,7 @@ inline int8_t code(float x, float inverse, int32_t limit) {
 #else
   constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52; the product of two floats is exact
   double y = double(x) * double(inverse);
+  if (y != y) return int8_t(std::signbit(x) ? -limit : limit);
   y = y < -limit ? -limit : y;
   y = y > limit ? limit : y;
   return int8_t(int32_t((y + magic) - magic));
@@ -82,10 +87,10 @@ inline int8_t code(float x, float inverse, int32_t limit) {
 template <class V, class F>
 void quantize_of(const void* data, const Rows& shape, float inverse, int qmax, int8_t* codes) {
   const auto* x = static_cast<const typename F::Type*>(data);
-  if constexpr (V::kWholeRows) {
-    V::template quantize<F::kType>(x, shape, inverse, qmax, codes, fetched_ahead(shape));
+  if constexpr (V::kRowOperations) {
+    V::template quantize<F::kType>(x, shape, inverse, qmax, codes, prefetch_distance(shape));
   } else {
-    const Rows s = shape;  // codes are bytes and could alias anything not local
+    const Rows s = shape;  // a local copy, because the codes are bytes, which may alias everything else
     for (int64_t r = 0; r < s.rows; ++r)
       for (int64_t run = 0; run < s.runs; ++run) {
         const auto* from = x + r * s.row_step + run * s.columns;

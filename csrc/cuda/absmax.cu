@@ -1,14 +1,17 @@
 // The scales of float Q, K and V, one for each tensor: amax / 127, 1 where amax is below 2^-100 (docs/numerics.md).
 //
-// Defined when this is compiled: IN, the floats' type. The grid has three CTAs side by side for Q, K and V, so that what
-// is read last, and lies in L2 for the next kernel, is of the same heads of all three. The CTA that ends last turns the
-// maxima into scales.
+// Defined when this is compiled: IN, the floats' type, CTA_CHUNKS, of 16 bytes that a CTA loads at once. The grid has
+// three CTAs side by side for Q, K and V, so that what is read last, and lies in L2 for the next kernel, is of the same
+// heads of all three. The CTA that ends last turns the maxima into scales.
 #include "quantize.cuh"
 
-constexpr int THREADS = 256, AT_ONCE = 4;  // loads of 16 bytes that a thread has in flight
+// AT_ONCE: loads of 16 bytes that a thread has in flight. CTAs of fewer loads would meet at the maxima's address more
+// often.
+constexpr u32 THREADS = 256, AT_ONCE = 8;
+static_assert(THREADS * AT_ONCE == CTA_CHUNKS);
 
-// The memory of a tensor, in chunks of 16 bytes: `count` chunks in runs of `run`, which lie along up to three axes. Axes
-// of stride 0 are left out, as their elements repeat. scales_and_codes.py fills it; reciprocals are `quotient`'s.
+// The memory of a tensor, in chunks of 16 bytes: `count` chunks in runs of `run`, which lie along up to three axes.
+// Axes of stride 0 are left out, as their elements repeat. scales_and_codes.py fills it; reciprocals are `quotient`'s.
 struct Runs {
     const u8* ptr;
     i64 strides[3];  // bytes, innermost first
@@ -16,7 +19,8 @@ struct Runs {
     u32 sizes[2];    // of the two inner axes
     u32 run_reciprocal, size_reciprocals[2], padding;
 
-    DEVICE const u8* chunk(u32 i) const {
+    template <bool IN_ONE_RUN> DEVICE const u8* chunk(u32 i) const {
+        if (IN_ONE_RUN) return ptr + (u64)i * 16;
         const u32 first = quotient(i, run, run_reciprocal), second = quotient(first, sizes[0], size_reciprocals[0]);
         const u32 third = quotient(second, sizes[1], size_reciprocals[1]);
         return ptr + (u64)(i - first * run) * 16 + (first - second * sizes[0]) * strides[0] +
@@ -26,31 +30,39 @@ struct Runs {
 
 struct AbsmaxParams {
     Runs x[3];
-    u32* amax;      // four zeros: the maxima's bits as float32, which order as the maxima do, and the CTAs that are done
+    u32* amax;  // four zeros: the maxima's bits as float32, which order as the maxima do, and the CTAs that are done
     float* scales;  // of Q, K, V
 };
 static_assert(sizeof(AbsmaxParams) == PARAMS_BYTES);
 
-extern "C" __global__ void __launch_bounds__(THREADS) absmax(const __grid_constant__ AbsmaxParams p) {
-    __shared__ u32 of_warps[THREADS / 32];
-    const u32 which = blockIdx.x % 3, step = gridDim.x / 3 * (THREADS * AT_ONCE);
-    const Runs& x = p.x[which];
-    await_previous();
-    let_next_start();
+// The bits of this thread's largest magnitude; first: its first chunk, step: from that to the next of all CTAs.
+template <bool IN_ONE_RUN> DEVICE u32 largest_of_thread(const Runs& x, u32 first, u32 step) {
     u32 most = 0;
 #pragma unroll 1
-    for (u32 first = blockIdx.x / 3 * (THREADS * AT_ONCE) + threadIdx.x; first < x.count; first += step) {
+    for (; first < x.count; first += step) {
         u32 words[AT_ONCE][4];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) load_words(x.chunk(min(first + i * THREADS, x.count - 1)), words[i]);
+        for (u32 i = 0; i < AT_ONCE; ++i)
+            load_words(x.chunk<IN_ONE_RUN>(min(first + i * THREADS, x.count - 1)), words[i]);
 #pragma unroll
-        for (int i = 0; i < 4 * AT_ONCE; ++i) most = larger_magnitudes(most, words[i / 4][i % 4], IN{});
+        for (u32 i = 0; i < 4 * AT_ONCE; ++i) most = larger_magnitudes(most, words[i / 4][i % 4], IN{});
     }
-    most = __reduce_max_sync(~0u, one_magnitude(most, IN{}));
+    return one_magnitude(most, IN{});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) absmax(const __grid_constant__ AbsmaxParams p) {
+    __shared__ u32 of_warps[THREADS / 32];
+    const u32 which = blockIdx.x % 3, step = gridDim.x / 3 * CTA_CHUNKS;
+    const u32 first = blockIdx.x / 3 * CTA_CHUNKS + threadIdx.x;
+    const Runs& x = p.x[which];
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    u32 most = x.run == x.count ? largest_of_thread<true>(x, first, step) : largest_of_thread<false>(x, first, step);
+    most = __reduce_max_sync(~0u, most);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = most;
     __syncthreads();
     if (threadIdx.x != 0) return;
-    for (int i = 1; i < THREADS / 32; ++i) most = max(most, of_warps[i]);
+    for (u32 i = 1; i < THREADS / 32; ++i) most = max(most, of_warps[i]);
     atomicMax(p.amax + which, __float_as_uint(magnitude(most, IN{})));
     __threadfence();
     if (atomicAdd(p.amax + 3, 1u) != gridDim.x - 1) return;

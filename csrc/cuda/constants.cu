@@ -1,8 +1,8 @@
 // The launch constants, from scales that may be known only on the device: `numerics.exp.exponent_constants` and
 // `output_multiplier`, float64 in their order of operations, with their saturations. A thread computes one of each.
 //
-// Defined when this is compiled: UNIT (Octaves or TableSteps, what T counts), QMAX (the largest code of the output; 0 for
-// float output, which has no constants), GIVEN (1: the caller gave the output's scale).
+// Defined when this is compiled: UNIT (Octaves or TableSteps, what T counts), QMAX (the largest code of the output; 0
+// for float output, which has no constants), GIVEN (1: the caller gave the output's scale).
 #include "exp2.cuh"
 
 constexpr i32 THREADS = 128;
@@ -44,8 +44,8 @@ DEVICE i64 pack_output(float v_scale, float out_scale) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) constants(const __grid_constant__ ConstantsParams p) {
     const u32 i = blockIdx.x * THREADS + threadIdx.x;
-    await_previous();
-    let_next_start();
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     if (i < p.score_count) {
         const Index at(i, p.score_shape);
         const float q_scale = scale_at(p.q_scale, at.b, at.h, at.n, 0);

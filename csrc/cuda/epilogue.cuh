@@ -1,11 +1,11 @@
-// From accumulators to the output: acc / l * s_V / s_O in integers, or acc * (s_V / l) in float32.
+// The epilogue: from accumulators to the output, acc / l * s_V / s_O in integers or acc * (s_V / l) in float32.
 #pragma once
 #include "params.cuh"
 #include "quantize.cuh"
 
-// 64 floor(2^55 / d) for d in [2^31, 2^32): a line and Newton's steps end at most 5 below 2^61 / d and never above, then the
-// remainder decides the last unit. What they add in the lowest word saves clearing it. SMALL: the lowest 8 bits of d are 0,
-// and 32 bits hold the remainder.
+// 64 floor(2^55 / d) for d in [2^31, 2^32): a line and Newton's steps end at most 5 below 2^61 / d and never above,
+// then the remainder decides the last unit. What they add in the lowest word saves clearing it. SMALL: the lowest 8
+// bits of d are 0, and 32 bits hold the remainder.
 template <bool SMALL> DEVICE i32 reciprocal_2_61(u32 d) {
     i32 r = 1515870810 - (i32)__umulhi(d, 1010580540u);
 #pragma unroll
@@ -103,7 +103,7 @@ template <typename T> struct IsInteger { static constexpr bool value = false; };
 template <> struct IsInteger<i8> { static constexpr bool value = true; };
 template <> struct IsInteger<i16> { static constexpr bool value = true; };
 
-// Output constants of a head, read once by a program.
+// The output constants of a head, read once by a CTA.
 struct Scaling {
     i64 packed;
     float v_scale;
@@ -177,7 +177,8 @@ template <typename TO, typename ACC, int COUNT> struct Outputs {
             const Normalizer& n = rows[i / COUNT].n;
             const ACC& x = acc[i / COUNT][i % COUNT];
             i32& out = o[i / COUNT][i % COUNT];
-            if constexpr (FORM == HIGH_WORD) lowest = min(lowest, out = scaled_aligned(x, n));  // the pack saturates above
+            if constexpr (FORM == HIGH_WORD)
+                lowest = min(lowest, out = scaled_aligned(x, n));  // the pack saturates above
             else if constexpr (FORM == NARROW) out = clamped<QMAX>((i32)scaled(x, n));
             else out = clamped<QMAX>(scaled(x, n));
         }

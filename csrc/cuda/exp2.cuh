@@ -1,4 +1,4 @@
-// The exponential of docs/numerics.md, section 2, and the constants of a call.
+// The exponential of docs/numerics.md, section 2, and the constants that scale scores to exponents.
 #pragma once
 #include "ptx.cuh"
 #include "params.cuh"
@@ -33,7 +33,7 @@ template <bool DOT> DEVICE Power power(u32 t) {
 
 // The largest octave of a row's maximum, rounded up, at which 32 bits hold T + B: C has no bits below 2^-24 octave and
 // no key can lie 238 octaves below the maximum. magnitude: the sum of |q| of the row's codes.
-DEVICE i32 short_limit(i32 C, i32 k, u32 magnitude) {
+DEVICE i32 exp_32bit_limit(i32 C, i32 k, u32 magnitude) {
     const i64 below = (i64)(128 * magnitude) * (C >> 8);  // a key's codes are at most 128
     return k == 0 && (C & 255) == 0 ? (i32)(((238ll << 24) - below) >> 24) : NO_SCORE;
 }

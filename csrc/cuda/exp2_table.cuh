@@ -1,5 +1,6 @@
-// P of intflash_online from a table in shared memory: p8 at 1,024 depths, 1/112 octave apart (docs/numerics.md, "P by a
-// table"). Every lane has its own copy, in its own bank: entry i is byte i / 256 of word i % 256, words 32 lanes apart.
+// P of intflash_online by a table in shared memory: p8 at 1,024 depths, 1/112 octave apart (docs/numerics.md, "P by a
+// table"). Every lane has a copy of its own, in a bank of its own: entry i is byte i / 256 of word i % 256, and the
+// words of a lane are 32 words apart.
 #pragma once
 #include "epilogue.cuh"
 #include "exp2.cuh"
@@ -16,7 +17,7 @@ DEVICE u32 table_entry(u32 i) {
     return (((u * u + QUADRATIC_OFFSET) << (x >> 8)) + (1 << 23)) >> 24;
 }
 
-// By all threads of a program.
+// Called by all threads of a CTA.
 DEVICE void fill_table(u32 table) {
     for (u32 i = threadIdx.x; i < 256; i += blockDim.x) {
         const u32 word = table_entry(i) | table_entry(256 + i) << 8 | table_entry(512 + i) << 16 |
@@ -48,7 +49,7 @@ struct TableUnit {
     static constexpr u32 STEP_OCTAVE = 112 << 16, ZEROS = 16 << 16;  // 16 entries are 0
     u32 unit, inverse;  // a score's part of x; 2^32 over it
     u32 octave;         // units that hold an octave, and one or two more
-    u32 far;            // TableRow::climb serves up to S + below = far
+    u32 reach;            // TableRow::climb serves up to S + below = reach
     i32 drop;           // fraction bits of x but 16
 
     TableUnit() = default;
@@ -57,8 +58,9 @@ struct TableUnit {
         unit = (u32)(((i64)score.C << score.k) >> (8 - drop));
         inverse = reciprocal(divisor());
         octave = __umulhi(STEP_OCTAVE, inverse) + 2;
-        // x < 2^31; base, which gains 2 units an octave, stays below ZEROS: far unit / STEP_OCTAVE * 2 unit < ZEROS / 2
-        far = clamps() ? min(inverse >> 2, __umulhi(inverse, inverse) << 8) : 0;
+        // x < 2^31; base, which gains 2 units an octave, stays below ZEROS: reach unit / STEP_OCTAVE * 2 unit < ZEROS /
+        // 2
+        reach = clamps() ? min(inverse >> 2, __umulhi(inverse, inverse) << 8) : 0;
     }
     // Whether a score with x < 0 may be raised to one with x < ZEROS, whose p is 0 too.
     DEVICE bool clamps() const { return drop == 0 && unit <= ZEROS / 4; }
@@ -82,12 +84,12 @@ struct TableRow {
     DEVICE i32 octave(const TableUnit& by) const {
         return (i32)(by.top() - base - (i64)below * by.unit >> (20 + by.drop)) / 7;
     }
-    // Whether a highest score so far needs `leap`.
-    DEVICE bool leaps(i32 score, const TableUnit& by) const {
-        return (score > limit) & ((u32)(score + below) > by.far | base > by.ZEROS / 2);  // no branches
+    // Whether a highest score so far needs `raise_64bit`.
+    DEVICE bool needs_64_bits(i32 score, const TableUnit& by) const {
+        return (score > limit) & ((u32)(score + below) > by.reach | base > by.ZEROS / 2);  // no branches
     }
     // Raises e to hold it. By how many octaves, at most 31.
-    DEVICE i32 leap(i32 score, const TableUnit& by) {
+    DEVICE i32 raise_64bit(i32 score, const TableUnit& by) {
         if (score <= limit) return 0;
         const i64 t = ((i64)score * by.unit) << (8 - by.drop);
         const i32 before = limit == NO_SCORE ? NO_OCTAVE : octave(by), after = max(before, octave_of_steps(t));
@@ -99,7 +101,7 @@ struct TableRow {
         return min(after - before, 31);
     }
     // The same by few octaves, in products of 32 bits; also of scores that raise it by none.
-    DEVICE i32 climb(i32 score, const TableUnit& by) {
+    DEVICE i32 raise_32bit(i32 score, const TableUnit& by) {
         const i32 over = (i32)((u32)(max(score, limit) + below) * by.unit + base - by.top());
         const i32 octaves = (max(over, 0) + by.STEP_OCTAVE - 1 >> 20) * 9363 >> 16;  // / 7, of less than 2^12
         below -= octaves * by.octave, limit += octaves * (by.octave - 2);

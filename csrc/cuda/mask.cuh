@@ -1,4 +1,5 @@
-// Weights of keys: scores, or with a bias or a mask 64-bit T. Compile-time constants: see windows.cu.
+// Bias and mask of a window's rows, and the exponent of a key: its score, or with a bias or a mask its 64-bit T.
+// Macros: see window_attention.cu.
 #pragma once
 #include "exp2.cuh"
 #include "params.cuh"

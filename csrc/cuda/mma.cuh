@@ -1,14 +1,14 @@
-// A warp's integer products: 16 x 8 accumulators, 32 codes deep.
+// Integer products of a warp (mma.sync): 16 x 8 accumulators, 32 codes deep.
 #pragma once
 #include "ptx.cuh"
 
 // Lane (g, q) = (lane / 4, lane % 4) holds of A rows g and g + 8 (words 0, 1: codes 4q.., words 2, 3: codes 16 + 4q..),
 // of B column g (codes 4q.., 16 + 4q..), of D rows g (0, 1) and g + 8 (2, 3) in columns 2q, 2q + 1.
-struct Left { u32 word[4]; };
-struct Right { u32 word[2]; };
+struct OperandA { u32 word[4]; };
+struct OperandB { u32 word[2]; };
 
 #define INTFLASH_MMA(NAME, TYPES)                                                                             \
-    DEVICE void NAME(i32 (&d)[4], const Left& a, const Right& b) {                                            \
+    DEVICE void NAME(i32 (&d)[4], const OperandA& a, const OperandB& b) {                                            \
         asm("mma.sync.aligned.m16n8k32.row.col.s32." TYPES ".s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
             "{%0, %1, %2, %3};"                                                                               \
             : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])                                                  \

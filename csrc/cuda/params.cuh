@@ -10,13 +10,14 @@ struct View {
     i64 b, h, n, d;
 };
 
-// How long rows are shared out (stream_work.cuh); reciprocals are `quotient`'s. Where heads stay in shared memory, pieces
-// are tiles of 64 rows, all whole, and each program takes `rest_tiles` neighbours, those before `first` one more.
+// What the tile scheduler of long rows hands out (sm90/tile_scheduler.cuh); reciprocals are `quotient`'s. With K/V
+// resident in shared memory a piece is a tile of 64 rows, all are whole, and each CTA takes `rest_tiles` neighbours,
+// the CTAs before `first` one more.
 struct Share {
-    i32 whole, rest;           // pieces of a head: those of a program's full number of rows, and smaller ones
+    i32 whole, rest;           // pieces of a head: of a CTA's full number of rows, and smaller ones
     i32 rest_tiles;            // of 64 rows in a smaller one
     u32 whole_of_all, pieces;  // of all heads: whole ones; both
-    u32 first;                 // programs from this one on take the smaller ones
+    u32 first;                 // the CTAs from this one on take the smaller pieces
     u32 whole_reciprocal, rest_reciprocal, heads_reciprocal;
 };
 
@@ -36,8 +37,8 @@ struct Params {
     i32 nq, nk;
     i32 bias_batches, keep_batches;  // a mask's batch axis repeats
     i32 causal;             // key j is present for row i iff j <= i + causal
-    i32 tiles;              // row tiles (or windows) of a program
-    i32 count;              // of all windows, where a program takes several
+    i32 tiles;              // row tiles (or windows) of a CTA
+    i32 count;              // of all windows, where a CTA takes several
     i32 heads;              // of Q
     u32 head_reciprocal;    // ceil(2^32 / heads); 0 for one
     u32 bias_reciprocal, keep_reciprocal;  // ceil(2^32 / batches); 0 for one, and for as many as Q has

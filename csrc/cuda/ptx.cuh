@@ -12,30 +12,30 @@ typedef unsigned long long u64;
 
 #define DEVICE __device__ __forceinline__
 
-// What is computed before a loop stays so: the compiler would do it again in every turn.
-DEVICE void once(u32& x) { asm volatile("" : "+r"(x)); }
-DEVICE void once(i32& x) { asm volatile("" : "+r"(x)); }
-DEVICE void once(u8*& x) { asm volatile("" : "+l"(x)); }
+// Keeps a value that was computed before a loop in its register: the compiler would compute it in every iteration.
+DEVICE void keep_in_register(u32& x) { asm volatile("" : "+r"(x)); }
+DEVICE void keep_in_register(i32& x) { asm volatile("" : "+r"(x)); }
+DEVICE void keep_in_register(u8*& x) { asm volatile("" : "+l"(x)); }
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-DEVICE void copy_16(u32 to, const void* from) {
+DEVICE void cp_async_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Ordinary stores to shared memory become visible to wgmma.
-DEVICE void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes ordinary stores to shared memory visible to wgmma and TMA (the async proxy).
+DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A kernel launched with `overlaps` may start while the one before runs: it reads and writes nothing before
-// `await_previous`, and has no read-only loads, which could be moved before it.
-DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// `wait_for_previous_kernel`, and has no read-only loads, which could be moved before it.
+DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The same once `known` (not 0, as addresses are) has been computed, which ptxas would leave for later.
-DEVICE void await_previous(u64 known) {
+DEVICE void wait_for_previous_kernel(u64 known) {
     asm volatile("{.reg .pred p; setp.ne.u64 p, %0, 0; @p griddepcontrol.wait;}" ::"l"(known) : "memory");
 }
-DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 DEVICE u32 permute(u32 a, u32 b, u32 selector) {
     u32 r;

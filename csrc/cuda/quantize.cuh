@@ -1,5 +1,5 @@
-// Codes of 16 neighbouring elements, from int8 (as they are) or by the library's rule from floats:
-// the exact product x * inv rounded once, half to even, clamped to +-127 (docs/numerics.md, section 1).
+// Codes of floats by the library's rule: the exact product x * inv is rounded once, half to even, and clamped to +-127
+// (docs/numerics.md, section 1). int8 inputs pass as they are. Also the scale of a head from its absolute maximum.
 #pragma once
 #include "params.cuh"
 
@@ -23,12 +23,13 @@ DEVICE float low_half(u32 pair, bfloat_t) { return __uint_as_float(pair << 16); 
 DEVICE float high_half(u32 pair, bfloat_t) { return __uint_as_float(pair & 0xFFFF0000u); }
 
 // Codes are a type's `Codes`: Raw, the bytes of 4 * COUNT elements, so that loads can be issued early; codes(), four in
-// a word; turned(), of four rows, a word for each element. Before that `bring_near` where a value may be `far` for an
-// inverse scale, which `usable` has bounded. OWN: the scale is the values' own, none is clamped.
+// a word; turned(), of four rows, a word for each element. Before that `clamp_far_values` where a value may be
+// `has_far_values` for an inverse scale, which `usable_inverse` has bounded. OWN: the scale is the values' own, none is
+// clamped.
 struct NoBounds {
-    static DEVICE float usable(float inv) { return inv; }
-    static DEVICE bool far(float) { return false; }
-    template <typename RAW> static DEVICE void bring_near(RAW&, float) {}
+    static DEVICE float usable_inverse(float inv) { return inv; }
+    static DEVICE bool has_far_values(float) { return false; }
+    template <typename RAW> static DEVICE void clamp_far_values(RAW&, float) {}
 };
 template <typename T, bool OWN = false> struct Codes;
 
@@ -38,7 +39,7 @@ template <bool OWN> struct Codes<i8, OWN> : NoBounds {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) w[i] = raw.word[i];
     }
-    template <int COUNT> static DEVICE void turned(const Raw<COUNT> (&rows)[4], float, u32 (&w)[4 * COUNT]) {
+    template <int COUNT> static DEVICE void transposed(const Raw<COUNT> (&rows)[4], float, u32 (&w)[4 * COUNT]) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
             transpose_bytes(rows[0].word[i], rows[1].word[i], rows[2].word[i], rows[3].word[i], (u32 (&)[4])w[4 * i]);
@@ -54,10 +55,11 @@ template <typename T, class RULE> struct FloatCodes : RULE {
             w[i] = RULE::pack(code(raw, 4 * i, inv), code(raw, 4 * i + 1, inv), code(raw, 4 * i + 2, inv),
                               code(raw, 4 * i + 3, inv));
     }
-    template <int COUNT> static DEVICE void turned(const Raw<COUNT> (&rows)[4], float inv, u32 (&w)[4 * COUNT]) {
+    template <int COUNT> static DEVICE void transposed(const Raw<COUNT> (&rows)[4], float inv, u32 (&w)[4 * COUNT]) {
 #pragma unroll
         for (int i = 0; i < 4 * COUNT; ++i)
-            w[i] = RULE::pack(code(rows[0], i, inv), code(rows[1], i, inv), code(rows[2], i, inv), code(rows[3], i, inv));
+            w[i] =
+                RULE::pack(code(rows[0], i, inv), code(rows[1], i, inv), code(rows[2], i, inv), code(rows[3], i, inv));
     }
     template <int COUNT> static DEVICE i32 code(const Raw<COUNT>& raw, int i, float inv) {
         return RULE::code(RULE::value(raw.word, i), inv);
@@ -76,15 +78,15 @@ struct FloatRule : NoBounds {
     }
     static DEVICE u32 pack(i32 a, i32 b, i32 c, i32 d) { return low_bytes(a, b, c, d); }
 };
-// |x| is at most amax and inv within 2^-22 of 127 / amax (or 0, or less by `usable`): the codes are in range.
-template <class RULE> struct WithinRule : NoBounds {
-    static DEVICE float usable(float inv) { return RULE::usable(inv); }
+// |x| is at most amax and inv within 2^-22 of 127 / amax (or 0, or less by `usable_inverse`): the codes are in range.
+template <class RULE> struct InRangeRule : NoBounds {
+    static DEVICE float usable_inverse(float inv) { return RULE::usable_inverse(inv); }
     static DEVICE float value(const u32* words, int i) { return RULE::value(words, i); }
     static DEVICE i32 code(float x, float inv) { return __float_as_int(__fmaf_rn(x, inv, MAGIC)); }
     static DEVICE u32 pack(i32 a, i32 b, i32 c, i32 d) { return low_bytes(a, b, c, d); }
 };
 template <> struct Codes<float, false> : FloatCodes<float, FloatRule> {};
-template <> struct Codes<float, true> : FloatCodes<float, WithinRule<FloatRule>> {};
+template <> struct Codes<float, true> : FloatCodes<float, InRangeRule<FloatRule>> {};
 
 DEVICE u32 larger_pair(u32 a, u32 b, half_t) {
     asm("max.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
@@ -109,9 +111,9 @@ template <> struct IsHalf<half_t> { static constexpr bool value = true; };
 // around: where a value may come so far, values are first brought near.
 template <typename T> struct SixteenBitRule {
     // No float16 but 0 is below 2^-24: past 2^46 all of them saturate alike.
-    static DEVICE float usable(float inv) { return IsHalf<T>::value ? fminf(inv, 0x1p46f) : inv; }
-    static DEVICE bool far(float inv) { return inv > (IsHalf<T>::value ? 190.0f : 3e-32f); }
-    template <typename RAW> static DEVICE void bring_near(RAW& raw, float inv) {
+    static DEVICE float usable_inverse(float inv) { return IsHalf<T>::value ? fminf(inv, 0x1p46f) : inv; }
+    static DEVICE bool has_far_values(float inv) { return inv > (IsHalf<T>::value ? 190.0f : 3e-32f); }
+    template <typename RAW> static DEVICE void clamp_far_values(RAW& raw, float inv) {
         const u32 least = (far_bound((i32)(__float_as_uint(inv) >> 23), T{}) | 0x8000) * 0x10001;
 #pragma unroll
         for (u32& word : raw.word) word = larger_pair(word, least, T{});
@@ -125,9 +127,9 @@ template <typename T> struct SixteenBitRule {
     static DEVICE u32 pack(i32 a, i32 b, i32 c, i32 d) { return pack_bytes(a, b, c, d); }
 };
 template <> struct Codes<half_t, false> : FloatCodes<half_t, SixteenBitRule<half_t>> {};
-template <> struct Codes<half_t, true> : FloatCodes<half_t, WithinRule<SixteenBitRule<half_t>>> {};
+template <> struct Codes<half_t, true> : FloatCodes<half_t, InRangeRule<SixteenBitRule<half_t>>> {};
 template <> struct Codes<bfloat_t, false> : FloatCodes<bfloat_t, SixteenBitRule<bfloat_t>> {};
-template <> struct Codes<bfloat_t, true> : FloatCodes<bfloat_t, WithinRule<SixteenBitRule<bfloat_t>>> {};
+template <> struct Codes<bfloat_t, true> : FloatCodes<bfloat_t, InRangeRule<SixteenBitRule<bfloat_t>>> {};
 
 // Volatile: of a kernel that overlaps the one before it, not moved before it waits, as read-only loads may be.
 DEVICE uint4 load_late(const uint4* from) {
@@ -189,7 +191,7 @@ template <typename T, bool OWN> struct Scales {
     DEVICE void divide() {
         if constexpr (SIZE<T> == 1) return;
         const u32 which = threadIdx.x % 4;
-        const float inverse = Codes<T>::usable(__frcp_rn(which == 0 ? q : which == 1 ? k : v));
+        const float inverse = Codes<T>::usable_inverse(__frcp_rn(which == 0 ? q : which == 1 ? k : v));
         q_inverse = __shfl_sync(~0u, inverse, 0), k_inverse = __shfl_sync(~0u, inverse, 1);
         v_inverse = __shfl_sync(~0u, inverse, 2);
     }

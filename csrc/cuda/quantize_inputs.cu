@@ -1,16 +1,16 @@
-// Codes of float K and V and, where QUERY is 1, of Q, by the scales of tensors or heads. V's codes are stored with their
-// keys contiguous, as 8-bit tensor cores read them, each row padded with zeros to a multiple of 128 keys.
+// Codes of float K and V and, where QUERY is 1, of Q, by the scales of tensors or heads. V's codes are stored with
+// their keys contiguous, as 8-bit tensor cores read them, each row padded with zeros to a multiple of 128 keys.
 //
-// Defined when this is compiled: IN, the floats' type, HEAD_DIM (a multiple of 16), QUERY, WITHIN (1: no float is past
-// its scale's range). A CTA makes the codes of 128 tokens of a head of one tensor. The last heads come first: they are
-// what a pass for the maxima, or what made the floats, has left in L2, where the first heads' codes then stay.
+// Defined when this is compiled: IN, the floats' type, HEAD_DIM (a multiple of 16), QUERY, VALUES_IN_RANGE (1: no float
+// is past its scale's range). A CTA makes the codes of 128 tokens of a head of one tensor. The last heads come first:
+// they are what a pass for the maxima, or what made the floats, has left in L2, where the first heads' codes then stay.
 #include "quantize.cuh"
 
 constexpr int THREADS = 128, TOKENS = 128;
 constexpr int CHUNKS = HEAD_DIM / 8;  // of 8 channels: what a thread loads of a token at once
 constexpr int KEY_WORDS = TOKENS / 4;  // of four keys of a channel
 constexpr int TENSORS = QUERY ? 3 : 2;
-typedef Codes<IN, WITHIN> In;
+typedef Codes<IN, VALUES_IN_RANGE> In;
 
 struct QuantizeParams {
     View x[3], codes[3], scales[3];  // of K, V, Q
@@ -30,7 +30,7 @@ struct TokenTile {
         const u32 tiles = (p.tokens[which] + TOKENS - 1) / TOKENS, of = i / tiles;
         batch = of / p.heads[which], head = of - batch * p.heads[which];
         first = (i - of * tiles) * TOKENS, count = p.tokens[which] - first;
-        inverse = In::usable(__frcp_rn(*head_element<float>(p.scales[which], batch, head)));
+        inverse = In::usable_inverse(__frcp_rn(*head_element<float>(p.scales[which], batch, head)));
         const View& x = p.x[which];
         stride = x.n * SIZE<IN>;
         from = x.ptr + head_offset(x, batch, head) * SIZE<IN> + first * stride;
@@ -39,7 +39,7 @@ struct TokenTile {
         load_words(from + token * stride + channel * SIZE<IN>, raw.word);
     }
     template <int COUNT> DEVICE void clamp(In::Raw<COUNT>& raw) const {
-        if (In::far(inverse)) In::bring_near(raw, inverse);
+        if (In::has_far_values(inverse)) In::clamp_far_values(raw, inverse);
     }
 };
 
@@ -89,7 +89,7 @@ DEVICE void quantize_values(const TokenTile& tile, const View& codes) {
         u32 w[8];
 #pragma unroll
         for (int i = 0; i < 4; ++i) tile.clamp(raw[i]);
-        In::turned(raw, tile.inverse, w);
+        In::transposed(raw, tile.inverse, w);
 #pragma unroll
         for (int i = 0; i < 8; ++i) transposed[word_place(chunk * 8 + i, key / 4)] = w[i] & present;
     }
@@ -105,8 +105,8 @@ DEVICE void quantize_values(const TokenTile& tile, const View& codes) {
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_inputs(const __grid_constant__ QuantizeParams p) {
     const u32 which = blockIdx.x % TENSORS, i = blockIdx.x / TENSORS;
     const u32 count = p.batches * p.heads[which] * ((p.tokens[which] + TOKENS - 1) / TOKENS);
-    await_previous();
-    let_next_start();
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     if (i >= count) return;
     const TokenTile tile(p, which, count - 1 - i);
     if (which == 1) quantize_values(tile, p.codes[1]);

@@ -1,11 +1,21 @@
-// Few queries and keys (Swin's windows): one warp takes a head of a window, or while there are few of them a tile of
-// its rows. Q, K, V, P and the output stay in registers; only warps that share a window's floats exchange their codes.
+// The window attention kernel, for at most 64 queries and keys (Swin's windows). One warp takes a head of a window, or,
+// while there are few windows, some tiles of its rows. Q, K, V, P and the output stay in registers; only warps that
+// share the floats of a window exchange their codes.
 //
-// Defined when this is compiled: NQ and NK (1..64), HEAD_DIM (16, 32, 48, 64), BITS of p, IN and OUT types, KEY_MAJOR
-// (V has contiguous keys), PACKED (Q, K, V and the output have rows of HEAD_DIM elements), ROW_SCALES (Q has a scale
-// per token), FOUND (floats whose scales are their head's own maxima's), BIAS and KEEP (0: none, 1: contiguous keys,
-// 2: one for all keys), PARTS of a window, each a warp, ROWS of a tile (16, or 8: less to do for each of many parts),
-// WINDOWS of a program (1 with PARTS > 1), RESIDENT programs of a multiprocessor, which bound the registers.
+// Macros:
+//   NQ, NK               queries and keys, 1 to 64
+//   HEAD_DIM             16, 32, 48 or 64
+//   BITS                 of p, 8 or 16
+//   IN, OUT              the types of Q, K, V and of the output
+//   KEY_MAJOR            1: V has contiguous keys
+//   PACKED               1: Q, K, V and the output have rows of HEAD_DIM elements
+//   ROW_SCALES           1: Q has a scale for each token
+//   HEAD_AMAX_IN_KERNEL  1: the kernel finds the scales of floats, from each head's own maxima
+//   BIAS, KEEP           0: none, 1: with contiguous keys, 2: one value for all keys
+//   WARPS_PER_WINDOW     warps that share a window
+//   TILE_ROWS            rows of a warp's tile: 16, or 8, so that each of many warps has less to do
+//   WINDOWS_PER_CTA      windows of a CTA; 1 where WARPS_PER_WINDOW > 1
+//   CTAS_PER_SM          CTAs of a multiprocessor, which bound the registers of a thread
 #include "epilogue.cuh"
 #include "exp2.cuh"
 #include "mask.cuh"
@@ -24,13 +34,14 @@ constexpr int KEY_TILES = 2 * GROUPS - ODD_TILES;  // of Q K^T: 8 keys
 constexpr int WORDS = HEAD_DIM / 16;          // of four codes: channels of a row of Q or K in one lane of a quad
 constexpr int BLOCKS = (HEAD_DIM + 31) / 32;  // of 32 channels of V: four for each lane's g
 constexpr int DIGITS = BITS / 8;
-// The one row of a last tile, as 49 = 3 * 16 + 1 has it, is computed by other products (`tail`), by the last part.
-constexpr bool TAIL = NQ % 16 == 1;
-constexpr int HALVES = ROWS / 8;
-constexpr int ROW_TILES = (NQ - TAIL + ROWS - 1) / ROWS;
-constexpr int ROW_PARTS = PARTS > ROW_TILES ? PARTS - TAIL : PARTS;  // the tail may be a part of its own
+// The one row of a last tile, as 49 = 3 * 16 + 1 has it, is computed by other products (`remainder`), by the last part.
+constexpr bool REMAINDER_ROWS = NQ % 16 == 1;
+constexpr int HALVES = TILE_ROWS / 8;
+constexpr int ROW_TILES = (NQ - REMAINDER_ROWS + TILE_ROWS - 1) / TILE_ROWS;
+constexpr int ROW_PARTS = WARPS_PER_WINDOW > ROW_TILES ? WARPS_PER_WINDOW - REMAINDER_ROWS
+                                                       : WARPS_PER_WINDOW;      // the remainder row may have a warp
 constexpr int TILES = ROW_PARTS ? (ROW_TILES + ROW_PARTS - 1) / ROW_PARTS : 0;  // of a part
-constexpr bool SHARED = PARTS > 1 && SIZE<IN> > 1;  // floats: each warp makes the codes of some keys for all
+constexpr bool SHARED = WARPS_PER_WINDOW > 1 && SIZE<IN> > 1;  // floats: each warp makes the codes of some keys for all
 
 // Slots (bytes of a word) of a group in which some lane has a key.
 DEVICE constexpr int live(int group) { return group < GROUPS - 1 || LAST > 4 ? 4 : LAST; }
@@ -81,7 +92,7 @@ struct Square {
     }
     // Word j: the keys of channel j. What the bytes of missing slots hold is multiplied by 0. (In::turned, without the
     // transposition, was slower here where the scales are the heads' own.)
-    DEVICE void turn(int group, float inv, u32 (&w)[4]) const {
+    DEVICE void transpose(int group, float inv, u32 (&w)[4]) const {
         u32 x[4][1];
 #pragma unroll
         for (int i = 0; i < 4; ++i) In::codes(raw[i < slots(group) ? i : 0], inv, x[i]);
@@ -99,16 +110,16 @@ struct KeysValues {
     u32 k[KEY_TILES][WORDS], v[GROUPS * BLOCKS][4];
 
     // Words 2i and 2i + 1 of a tile; channels that do not exist are 0.
-    DEVICE Right keys(int tile, int i) const { return {k[tile][2 * i], 2 * i + 1 < WORDS ? k[tile][2 * i + 1] : 0}; }
+    DEVICE OperandB keys(int tile, int i) const { return {k[tile][2 * i], 2 * i + 1 < WORDS ? k[tile][2 * i + 1] : 0}; }
     DEVICE u32 at(int group, int block, int j) const { return group < GROUPS ? v[group * BLOCKS + block][j] : 0; }
-    DEVICE Right values(int step, int b, int j) const { return {at(2 * step, b, j), at(2 * step + 1, b, j)}; }
-    DEVICE Left channels(int step, int b, int j) const {  // channels of j and j + 1 as rows
+    DEVICE OperandB values(int step, int b, int j) const { return {at(2 * step, b, j), at(2 * step + 1, b, j)}; }
+    DEVICE OperandA channels(int step, int b, int j) const {  // channels of j and j + 1 as rows
         return {at(2 * step, b, j), at(2 * step, b, j + 1), at(2 * step + 1, b, j), at(2 * step + 1, b, j + 1)};
     }
 };
 
 // What one of SHARES warps loads and makes codes of: every SHARES-th tile of K and square of V.
-template <int SHARES> struct Loader {
+template <int SHARES> struct WindowLoader {
     static constexpr int K_MOST = (KEY_TILES + SHARES - 1) / SHARES, V_MOST = (GROUPS * BLOCKS + SHARES - 1) / SHARES;
     Row row[K_MOST];
     Square square[V_MOST];
@@ -138,7 +149,7 @@ template <int SHARES> struct Loader {
         for (int i = 0; i < KEY_TILES; ++i) In::codes(row[i].raw, k_inverse, to.k[i]);
 #pragma unroll
         for (int i = 0; i < GROUPS * BLOCKS; ++i)
-            if (!KEY_MAJOR) square[i].turn(i / BLOCKS, v_inverse, to.v[i]);
+            if (!KEY_MAJOR) square[i].transpose(i / BLOCKS, v_inverse, to.v[i]);
     }
     // Where row 8 t + lane / 4 of K belongs: 32 times the tile of its scores, and the lane of its column there.
     static DEVICE u32 tile_place(u32 t, u32 lane) {
@@ -146,16 +157,16 @@ template <int SHARES> struct Loader {
         if (ODD_TILES && t == KEY_TILES - 1) return 32 * t + lane;
         return 32 * (t / 2 * 2 + g / 2 % 2) + 4 * (t % 2 * 4 + g / 4 * 2 + g % 2) + lane % 4;
     }
-    DEVICE void bring_near(float k_inverse, float v_inverse) {
-        if (In::far(k_inverse)) {
+    DEVICE void clamp_far_values(float k_inverse, float v_inverse) {
+        if (In::has_far_values(k_inverse)) {
 #pragma unroll
-            for (Row& x : row) In::bring_near(x.raw, k_inverse);
+            for (Row& x : row) In::clamp_far_values(x.raw, k_inverse);
         }
-        if (In::far(v_inverse)) {
+        if (In::has_far_values(v_inverse)) {
 #pragma unroll
             for (Square& x : square)
 #pragma unroll
-                for (auto& raw : x.raw) In::bring_near(raw, v_inverse);
+                for (auto& raw : x.raw) In::clamp_far_values(raw, v_inverse);
         }
     }
     DEVICE void exchange(float k_inverse, float v_inverse, u32 share, KeysValues& to) const {
@@ -171,7 +182,7 @@ template <int SHARES> struct Loader {
 #pragma unroll
         for (int i = 0; i < V_MOST; ++i) {
             Words<4> w;
-            square[i].turn(block(share, i) / BLOCKS, v_inverse, w.word);
+            square[i].transpose(block(share, i) / BLOCKS, v_inverse, w.word);
             if (has_block(share, i)) v[block(share, i)][lane] = w;
         }
         __syncthreads();
@@ -222,7 +233,8 @@ DEVICE void store_window(u8* to, const i32 (&acc)[COUNT], const RowScale<TO, i32
             for (int i = 0; i < COUNT; ++i) o[i] = clamped<QMAX>(scaled(acc[i], row.n));
         }
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) o[i] = sizeof(TO) == 1 ? max(o[i], -QMAX) : clamped<QMAX>(o[i]);  // pack_bytes saturates
+        for (int i = 0; i < COUNT; ++i)
+            o[i] = sizeof(TO) == 1 ? max(o[i], -QMAX) : clamped<QMAX>(o[i]);  // pack_bytes saturates
         u32 w[COUNT * sizeof(TO) / 4];
         Outputs<TO, i32, COUNT>::pack(o, w);
         store_words(to, w);
@@ -245,12 +257,12 @@ template <int LIVE> DEVICE void p_words(const Weight (&x)[4], i32 C, i64 B, u32 
 struct Window {
     const Params& p;
     u32 batch, head, kv_head, g, quarter;
-    Scales<IN, FOUND> scales;
+    Scales<IN, HEAD_AMAX_IN_KERNEL> scales;
     KeysValues kv;
     Scaling scaling;
     Score score;
 
-#if FOUND
+#if HEAD_AMAX_IN_KERNEL
     // The head's own; of several warps each finds them.
     DEVICE void find_scales() {
         const u32 most[3] = {largest<NQ>(p.q, head), largest<NK>(p.k, kv_head), largest<NK>(p.v, kv_head)};
@@ -275,9 +287,9 @@ struct Window {
     // Row `row` of this lane, and row + 8 where a tile has 16.
     DEVICE void tile(Row (&q)[HALVES], u32 row) const {
         u32 codes[2][WORDS] = {};
-        if (In::far(scales.q_inverse)) {
+        if (In::has_far_values(scales.q_inverse)) {
 #pragma unroll
-            for (Row& x : q) In::bring_near(x.raw, scales.q_inverse);
+            for (Row& x : q) In::clamp_far_values(x.raw, scales.q_inverse);
         }
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) In::codes(q[h].raw, scales.q_inverse, codes[h]);
@@ -286,11 +298,11 @@ struct Window {
         for (int i = 0; i < (WORDS + 1) / 2; ++i) {
             const bool both = 2 * i + 1 < WORDS;
             const u32 upper[2] = {both ? codes[0][2 * i + 1] : 0, both ? codes[1][2 * i + 1] : 0};
-            const Left a = {codes[0][2 * i], codes[1][2 * i], upper[0], upper[1]};
+            const OperandA a = {codes[0][2 * i], codes[1][2 * i], upper[0], upper[1]};
 #pragma unroll
             for (int t = 0; t < KEY_TILES; ++t) mma_s8_s8(s[t], a, kv.keys(t, i));
         }
-        Left steps[DIGITS][STEPS] = {};
+        OperandA steps[DIGITS][STEPS] = {};
         i64 top[HALVES];
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
@@ -323,7 +335,7 @@ struct Window {
                         t < GROUPS - 1 || LAST == 16 ? w[digit] : w[digit] & present_bytes(quarter);
             }
         }
-        let_next_start();  // earlier was slower
+        let_next_kernel_start();  // earlier was slower
         i32 sums[DIGITS][4] = {};
 #pragma unroll
         for (int i = 0; i < STEPS; ++i)
@@ -351,7 +363,7 @@ struct Window {
         row_scales(l[makes_second() ? HALVES - 1 : 0], scaling, scale);
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
-            if (row + 8 * h >= NQ - TAIL) continue;
+            if (row + 8 * h >= NQ - REMAINDER_ROWS) continue;
 #pragma unroll
             for (int b = 0; b < BLOCKS; ++b)
                 if (HEAD_DIM % 32 == 0 || 32 * b + 8 * quarter < HEAD_DIM)
@@ -378,10 +390,10 @@ struct Window {
 
     // The last row alone. K and V are left operands here, so that the row's keys are spread over all lanes: lane
     // (g, q) has the keys of column g in both tiles of group q; then channels 4 g + 0..3 of each block.
-    DEVICE void tail(Row& q) const {
+    DEVICE void remainder(Row& q) const {
         constexpr u32 row = NQ - 1;
         u32 codes[WORDS];
-        if (In::far(scales.q_inverse)) In::bring_near(q.raw, scales.q_inverse);
+        if (In::has_far_values(scales.q_inverse)) In::clamp_far_values(q.raw, scales.q_inverse);
         In::codes(q.raw, scales.q_inverse, codes);
         i32 x[2];
 #pragma unroll
@@ -389,8 +401,8 @@ struct Window {
             i32 s[4] = {};
 #pragma unroll
             for (int i = 0; i < (WORDS + 1) / 2; ++i) {
-                const Right even = kv.keys(2 * t, i), odd = kv.keys(min(2 * t + 1, KEY_TILES - 1), i);
-                const Right query = {codes[2 * i], 2 * i + 1 < WORDS ? codes[2 * i + 1] : 0};
+                const OperandB even = kv.keys(2 * t, i), odd = kv.keys(min(2 * t + 1, KEY_TILES - 1), i);
+                const OperandB query = {codes[2 * i], 2 * i + 1 < WORDS ? codes[2 * i + 1] : 0};
                 mma_s8_s8(s, {even.word[0], odd.word[0], even.word[1], odd.word[1]}, query);
             }
             if (t == 0 || quarter >= t) x[0] = s[0], x[1] = s[2];
@@ -423,7 +435,7 @@ struct Window {
             for (int t = 0; t < GROUPS; ++t) groups[digit][t] = __shfl_sync(~0u, w[digit], 8 * quarter + t);
         }
         l = __reduce_add_sync(~0u, l);
-        let_next_start();
+        let_next_kernel_start();
         const RowScale<OUT, i32> scale(l, scaling);
 #pragma unroll
         for (int b = 0; b < BLOCKS; ++b) {
@@ -446,30 +458,32 @@ struct Window {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * PARTS * WINDOWS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(32 * WARPS_PER_WINDOW * WINDOWS_PER_CTA, CTAS_PER_SM)
 attention(const __grid_constant__ Params p) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 part = PARTS > 1 ? warp : 0, place = PARTS > 1 ? blockIdx.x : blockIdx.x * WINDOWS + warp;
-    if (WINDOWS > 1 && place >= p.count) return;
+    const u32 part = WARPS_PER_WINDOW > 1 ? warp : 0,
+              place = WARPS_PER_WINDOW > 1 ? blockIdx.x : blockIdx.x * WINDOWS_PER_CTA + warp;
+    if (WINDOWS_PER_CTA > 1 && place >= p.count) return;
     const u32 batch = p.head_reciprocal ? __umulhi(place, p.head_reciprocal) : place, head = place - batch * p.heads;
     const u32 kv_head = key_head(p, head), g = lane / 4, quarter = lane % 4;
     Window w = {p, batch, head, kv_head, g, quarter, {p, batch, head, kv_head}};
-    await_previous();
+    wait_for_previous_kernel();
     const u32 share = SHARED ? part : 0;
-    Loader<SHARED ? PARTS : 1> loader;
+    WindowLoader<SHARED ? WARPS_PER_WINDOW : 1> loader;
     loader.load_keys(head_base(p.k, batch, kv_head), row_stride(p.k), g, share);
-#if FOUND
+#if HEAD_AMAX_IN_KERNEL
     w.find_scales();
 #endif
     w.scales.load();
     const u8 *q_base = head_base(p.q, batch, head), *v_base = head_base(p.v, batch, kv_head);
     const u32 q_stride = row_stride(p.q);
-    const bool has_tail = TAIL && part == PARTS - 1;
-    u32 row = part * TILES * ROWS + g;
+    const bool has_remainder = REMAINDER_ROWS && part == WARPS_PER_WINDOW - 1;
+    u32 row = part * TILES * TILE_ROWS + g;
     Row q[HALVES];
     const auto load_queries = [&] {
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) q[h].load(q_base, q_stride, min(row + 8 * h, NQ - 1));  // at last the tail's
+        for (int h = 0; h < HALVES; ++h)
+            q[h].load(q_base, q_stride, min(row + 8 * h, NQ - 1));  // after the last tile the remainder row
     };
     load_queries();
 #if KEY_MAJOR
@@ -483,7 +497,7 @@ attention(const __grid_constant__ Params p) {
         w.scaling.packed = ((const i64*)p.output.ptr)[head_offset(p.output, batch, head)];
     else
         w.scaling.v_scale = SIZE<IN> == 1 ? *w.scales.v_at : w.scales.v;
-    loader.bring_near(w.scales.k_inverse, w.scales.v_inverse);
+    loader.clamp_far_values(w.scales.k_inverse, w.scales.v_inverse);
     if constexpr (SHARED) loader.exchange(w.scales.k_inverse, w.scales.v_inverse, share, w.kv);
     else loader.codes(w.scales.k_inverse, w.scales.v_inverse, w.kv);
 
@@ -493,9 +507,9 @@ attention(const __grid_constant__ Params p) {
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) now[h] = q[h];
         const u32 first = row;
-        row += ROWS;
-        if (i + 1 < TILES || TAIL && ROW_PARTS == PARTS) load_queries();
+        row += TILE_ROWS;
+        if (i + 1 < TILES || REMAINDER_ROWS && ROW_PARTS == WARPS_PER_WINDOW) load_queries();
         w.tile(now, first);
     }
-    if (has_tail) w.tail(q[0]);
+    if (has_remainder) w.remainder(q[0]);
 }

@@ -1,5 +1,5 @@
-// How the module reads torch's tensors: by DLPack's C exchange, which newer torch has and which takes 0.05 us a tensor, else
-// by their Python methods, which take 0.4 us.
+// Reads torch's tensors by DLPack's C exchange, which newer versions of torch have and which takes 0.05 us a tensor,
+// else by their Python methods, which take 0.4 us.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -11,15 +11,17 @@
 
 namespace intflash {
 
-// Elements of tuples (a torch.Size is one), without a Python object for the index.
-inline nanobind::handle element(nanobind::handle tuple, size_t i) { return PyTuple_GetItem(tuple.ptr(), Py_ssize_t(i)); }
+// Return elements of tuples (a torch.Size is one) without a Python object for the index.
+inline nanobind::handle element(nanobind::handle tuple, size_t i) {
+  return PyTuple_GetItem(tuple.ptr(), Py_ssize_t(i));
+}
 inline int64_t item(nanobind::handle tuple, size_t i) {
   const int64_t value = PyLong_AsLongLong(element(tuple, i).ptr());
   if (value == -1 && PyErr_Occurred()) nanobind::raise_python_error();
   return value;
 }
 
-// dlpack.h's DLPackExchangeAPI of version 1, as far as it is used here.
+// The part of dlpack.h's DLPackExchangeAPI, version 1, that is used here.
 struct DlpackExchange {
   uint32_t major, minor;
   DlpackExchange* older;
@@ -27,7 +29,8 @@ struct DlpackExchange {
   int (*read)(void* object, nanobind::dlpack::dltensor* out);
 };
 
-// Batch, heads, tokens, channels, of a tensor the first ones it has; its only one is heads. An axis of size 1 is a broadcast one.
+// A tensor's memory, sizes and strides along batch, heads, tokens and channels. Missing axes are of size 1; the only
+// axis of a vector is heads. An axis of size 1 is broadcast with stride 0.
 struct TensorView {
   char* data = nullptr;
   int64_t shape[4] = {1, 1, 1, 1}, stride[4] = {0, 0, 0, 0};
@@ -47,7 +50,7 @@ struct TensorView {
   }
 };
 
-inline const DlpackExchange* dlpack_exchange = nullptr;  // torch's, or null
+inline const DlpackExchange* dlpack_exchange = nullptr;  // torch's exchange, or null
 
 inline void use_exchange(nanobind::handle capsule) {
   dlpack_exchange = nullptr;
@@ -78,8 +81,9 @@ inline TensorView read_tensor(nanobind::handle tensor) {
     const nanobind::object shape = tensor.attr("shape"), stride = tensor.attr("stride")();
     place(nanobind::len(shape), [&](size_t i) { return item(shape, i); }, [&](size_t i) { return item(stride, i); });
   }
-  // Fake, functional and wrapped tensors.
-  if (!v.data) throw std::invalid_argument("a tensor has no memory of its own here: it is a fake, functional or wrapped one");
+  // These are fake, functional and wrapped tensors.
+  if (!v.data)
+    throw std::invalid_argument("a tensor has no memory of its own here: it is a fake, functional or wrapped one");
   return v;
 }
 

@@ -2,19 +2,78 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from intflash import ops, pipeline
+from intflash import call, op
 from intflash.backends import select
+from intflash.call import Output
 from intflash.errors import InputError
-from intflash.pipeline import Output
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import FLOAT_DTYPES
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+class Options(TypedDict, total=False):
+    """The arguments by name of `attention` on which the type of its result does not depend."""
+
+    method: str
+    backend: str | None
+    enable_gqa: bool
+    bias: Tensor | None
+    causal_align: str
+    recipe: Recipe | None
+    out_scale: Tensor | float | str | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    check_finite: bool | None
+
+
+# What type checkers know: the output is of q's kind unless out_dtype is given, and return_lse makes it a pair.
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, *, out_dtype: None = None, return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, *, out_dtype: None = None, return_lse: Literal[True], **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: QTensor, k: QTensor, v: QTensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, *, out_dtype: None = None, return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> QTensor: ...  # fmt: skip
+@overload
+def attention(
+    q: QTensor, k: QTensor, v: QTensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, *, out_dtype: None = None, return_lse: Literal[True], **options: Unpack[Options],
+) -> tuple[QTensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor | QTensor, k: Tensor | QTensor, v: Tensor | QTensor, attn_mask: Tensor | None = None,
+    is_causal: bool = False, scale: float | None = None, *, out_dtype: torch.dtype | None = None,
+    return_lse: Literal[False] = False, **options: Unpack[Options],
+) -> Output: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor | QTensor, k: Tensor | QTensor, v: Tensor | QTensor, attn_mask: Tensor | None = None,
+    is_causal: bool = False, scale: float | None = None, *, out_dtype: torch.dtype | None = None,
+    return_lse: Literal[True], **options: Unpack[Options],
+) -> tuple[Output, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor | QTensor, k: Tensor | QTensor, v: Tensor | QTensor, attn_mask: Tensor | None = None,
+    is_causal: bool = False, scale: float | None = None, *, out_dtype: torch.dtype | None = None,
+    return_lse: bool = False, **options: Unpack[Options],
+) -> Output | tuple[Output, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor | QTensor,
     k: Tensor | QTensor,
@@ -45,7 +104,9 @@ def attention(
             ``[..., Hk, Nk, Dv]`` with any strides, or int8 `QTensor`s of four axes. Never changed.
         attn_mask: bool (False: the key takes no part) or additive float, broadcastable to
             ``[..., Hq, Nq, Nk]``; the first axis of a 4-D mask may also be a divisor of the batch and
-            repeats over it (Swin windows). -inf or <= finfo.min / 2 makes a key absent.
+            repeats over it (Swin windows). -inf or <= finfo.min / 2 makes a key absent. Methods with an integer bias
+            (``intflash...``) refuse other values past +-1419.57 where they are read (`check_finite`), and saturate
+            them where not. Torch's `CausalBias` is taken as the causality it stands for.
         is_causal: hide keys after the query's position.
         scale: softmax scale, > 0; default 1 / sqrt(D).
         method: a name from ``intflash.info()["methods"]``.
@@ -53,7 +114,7 @@ def attention(
             (`which_backend` tells which).
         enable_gqa: allow Hq to be a multiple of Hk.
         bias: additive float bias beside a bool `attn_mask` (relative-position bias), or int32 from
-            `quantize_bias`; broadcast like `attn_mask` and never expanded. Past 2048 octaves (1419) it saturates.
+            `quantize_bias`; broadcast like `attn_mask`, with the same bound of +-1419.57, and never expanded.
         causal_align: "top_left" as torch's SDPA (key j <= query i), or "bottom_right" as
             FlashAttention (j <= i + Nk - Nq).
         recipe: how float tensors are quantized (granularity, static scales, smoothing, rotation);
@@ -65,8 +126,9 @@ def attention(
         return_lse: also return log-sum-exp of the scores, float32 ``[..., Hq, Nq]``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]``: q, k, v are sequences packed along N
             with a batch of one, each attending to itself only.
-        check_finite: look for NaN, infinity and scales <= 0. Default: on a CPU yes; on a GPU no,
-            where looking would wait for the device.
+        check_finite: read values, and refuse NaN, infinity, scales <= 0 and additive masks that would saturate.
+            Default: on a CPU yes; on a GPU no, where reading would wait for the device. Unread ones give the result
+            that docs/numerics.md section 1 defines. `cu_seqlens` in CPU memory are always read.
 
     Returns:
         The output ``[..., Hq, Nq, Dv]``, or with `return_lse` the pair (output, lse). A `QTensor` has four axes, the
@@ -94,8 +156,8 @@ def attention(
         "out_dtype": out_dtype, "out_scale": out_scale, "return_lse": return_lse, "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k, "check_finite": check_finite,
     }  # dict(q=q, ...) takes twice as long  # fmt: skip
-    out, lse = ops.attention(**arguments) if ops.dispatches(arguments) else pipeline.run(arguments)
-    return (out, lse) if return_lse else out
+    out, lse = op.attention(arguments)
+    return out if lse is None else (out, lse)
 
 
 def sdpa(
@@ -111,7 +173,9 @@ def sdpa(
     """`torch.nn.functional.scaled_dot_product_attention`'s signature, computed by `intflash`.
 
     Args and shapes as `attention`; float32, float16 and bfloat16, for inference (a backward pass raises). As in torch,
-    leading axes of 1 broadcast, autocast chooses the dtype, and `attn_mask` and `is_causal` exclude each other.
+    leading axes of 1 broadcast, autocast chooses the dtype, and `attn_mask` and `is_causal` exclude each other. An
+    additive `attn_mask` is refused past +-1419.57 where values are read, on a CPU; -inf or <= finfo.min / 2 makes a key
+    absent.
 
     Returns:
         The output ``[..., Hq, Nq, Dv]`` in the inputs' dtype.
@@ -126,7 +190,7 @@ def sdpa(
         >>> intflash.sdpa(q, q, q).shape
         torch.Size([2, 3, 49, 32])
     """
-    if dropout_p != 0.0:
+    if not isinstance(dropout_p, (int, float)) or dropout_p != 0.0:
         raise InputError(f"dropout_p must be 0, IntFlash is for inference; got {dropout_p}")
     if attn_mask is not None and is_causal:
         raise InputError("attn_mask and is_causal exclude each other in sdpa; use intflash.attention for both")
@@ -136,7 +200,7 @@ def sdpa(
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """In autocast's dtype where that is on, as torch's own attention casts."""
-    if not isinstance(tensors[0], Tensor) or not pipeline.under_autocast(tensors[0]):
+    if not isinstance(tensors[0], Tensor) or not op.under_autocast(tensors[0]):
         return tensors
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in FLOAT_DTYPES else x for x in tensors)
@@ -174,16 +238,9 @@ def which_backend(*args: Any, **kwargs: Any) -> str:
         >>> intflash.which_backend(q, q, q, backend="reference")
         'reference'
     """
-    names = ("q", "k", "v", "attn_mask", "is_causal", "scale")
-    if len(args) > len(names):
-        raise TypeError(f"at most {len(names)} arguments by position, {', '.join(names)}; got {len(args)}")
-    options = dict(zip(names, args, strict=False))
-    if twice := options.keys() & kwargs.keys():
-        raise TypeError(f"{', '.join(sorted(twice))} came by position and by name")
-    options |= kwargs
-    backend = options.pop("backend", None)
-    if pipeline.is_dynamic(options.get("out_scale")):
-        options["out_scale"] = None
-    problem, _ = pipeline.prepare(**options)
-    with pipeline.on_device(problem):
-        return select(problem, backend).name
+    arguments = call.normalize(call.complete(args, kwargs))
+    if call.is_dynamic(arguments["out_scale"]):
+        arguments["out_scale"] = None
+    problem, _ = call.prepare_call(arguments)
+    with call.on_device(problem):
+        return select(problem, arguments["backend"]).name

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from intflash.backends import backends, why_not
+from intflash.call import prepare
 from intflash.methods import METHODS
-from intflash.pipeline import prepare
 
 
 def info() -> dict[str, Any]:

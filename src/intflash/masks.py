@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from intflash.errors import InputError
+from intflash.numerics.exp import BIAS_DTYPES
 
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
+
+
+def is_causal_bias(mask: object) -> bool:
+    """Whether this is torch's `CausalBias`, by its name: importing its module takes more than a second."""
+    kind = type(mask)
+    return kind.__name__ == "CausalBias" and kind.__module__ == "torch.nn.attention.bias"
+
+
+def causality(arguments: dict[str, Any]) -> dict[str, Any]:
+    """`is_causal` and `causal_align` in place of a `CausalBias`, whose own memory holds no mask.
+
+    Raises:
+        InputError: its sizes are not those of the call, or it comes beside is_causal or packed sequences.
+    """
+    mask, q, k = (arguments[name] for name in ("attn_mask", "q", "k"))
+    if arguments["is_causal"]:
+        raise InputError("attn_mask is a CausalBias, which says what is_causal says: give one of them")
+    if arguments["cu_seqlens_q"] is not None or arguments["cu_seqlens_k"] is not None:
+        raise InputError("packed sequences take is_causal with causal_align in place of a CausalBias")
+    sizes, found = [mask.seq_len_q, mask.seq_len_kv], [x.shape[-2] for x in (q, k) if len(getattr(x, "shape", ())) > 1]
+    if len(found) == 2 and sizes != found:  # what else is wrong with q and k is refused later
+        raise InputError(f"attn_mask is a CausalBias of {sizes} queries and keys, the call has {found}")
+    align = "top_left" if mask.variant.name == "UPPER_LEFT" else "bottom_right"
+    return dict(attn_mask=None, is_causal=True, causal_align=align)
 
 
 def normalize_mask(mask: Tensor, batch: tuple[int, ...], heads: int, nq: int, nk: int, name: str) -> Tensor:
@@ -53,10 +79,13 @@ def causal_offset(is_causal: bool, align: str, nq: int, nk: int) -> int | None:
 
 def check_bias(bias: Tensor, name: str) -> None:
     """An additive mask is floating point, a bias also int32 from `quantize_bias`; NaN is refused by value checks."""
-    if name == "attn_mask" and not bias.is_floating_point():
-        raise InputError(f"attn_mask must be bool or floating point, got {bias.dtype} (quantize_bias's is a bias)")
-    if not (bias.is_floating_point() or bias.dtype == torch.int32):
-        raise InputError(f"{name} must be floating point, or int32 from quantize_bias, got {bias.dtype}")
+    dtype, served = bias.dtype, bias.dtype in BIAS_DTYPES
+    widths = " (of 16, 32 or 64 bits)" if dtype.is_floating_point else ""
+    if name == "attn_mask" and not served:
+        hint = " (quantize_bias's is a bias)" if dtype == torch.int32 else ""
+        raise InputError(f"attn_mask must be bool or floating point, got {dtype}{widths}{hint}")
+    if not served and dtype != torch.int32:
+        raise InputError(f"{name} must be floating point, or int32 from quantize_bias, got {dtype}{widths}")
 
 
 def _shape_error(mask: Tensor, full: tuple[int, ...], name: str) -> InputError:

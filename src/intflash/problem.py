@@ -31,7 +31,8 @@ class Problem:
         out_dtype: int8, int16, float16, bfloat16 or float32.
         out_scale: float32 ``[B|1, H|1, 1, Dv|1]`` for integer output; None: s_V * 127 / qmax.
         return_lse: also return log-sum-exp, float32 ``[B, Hq, Nq]``.
-        check_finite: nobody has looked for NaN and infinity in float q, k, v yet, and the caller wants to know.
+        check_finite: the caller lets values be read: float q, k, v have not been searched for NaN and infinity yet, and
+            a backend refuses scales that its method cannot compute with.
     """
 
     method: str

@@ -58,7 +58,10 @@ def signature(arguments: dict[str, Any]) -> tuple | None:
             x = x.data
         if type(x) is not Tensor and type(x) is not nn.Parameter or not x.is_cpu:
             return None
-        key += x.dtype, x.shape
+        try:
+            key += x.dtype, x.shape
+        except RuntimeError:  # of a nested tensor, which is refused elsewhere
+            return None
     return tuple(key)
 
 
@@ -66,7 +69,7 @@ def find(key: tuple, arguments: dict[str, Any]) -> tuple[Problem, None, Backend]
     """What is decided for a call whose signature came before: its problem, no shift of its log-sum-exp, its backend.
 
     Raises:
-        InputError: a scale is not finite or not > 0.
+        InputError: a scale is not finite or not > 0, or the codes of a bias are saturated.
     """
     known = _known.get(key)
     if known is None:
@@ -76,6 +79,8 @@ def find(key: tuple, arguments: dict[str, Any]) -> tuple[Problem, None, Backend]
     recipe = default or arguments["recipe"]
     if scales:
         validate.check_scales(q, k, v, recipe)
+    if bias is not None and arguments["check_finite"] is not False:
+        validate.check_bias_values(bias, "bias", bounded=True)
     return Problem(method, q, k, v, sm_scale, recipe, bias, None, mask, *rest), None, backend
 
 

@@ -3,25 +3,57 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from intflash.dense import check_dense
 from intflash.errors import InputError
 from intflash.methods.base import Method
+from intflash.numerics.exp import BIAS_BOUND, BIAS_LIMIT
 from intflash.quant import QTensor, Recipe
-from intflash.quant.quantizers import FLOAT_DTYPES, LEAST_SCALE
+from intflash.quant.quantizers import FLOAT_DTYPES, LEAST_FLOAT, LEAST_SCALE, check_number
 
 Input = QTensor | Tensor
+
+
+def flag(x: object, name: str) -> bool | None:
+    """A flag given as bool, None, number or tensor of one element, as a bool (None stays)."""
+    if x is None or isinstance(x, bool):
+        return x
+    one = isinstance(x, Tensor) and not (x.is_nested or x.is_meta) and x.layout is torch.strided and x.numel() == 1
+    if not (one or isinstance(x, (Integral, torch.SymBool)) or type(x).__name__ in ("bool", "bool_")):  # NumPy's
+        got = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) and not x.is_nested else repr(x)
+        raise InputError(f"{name} must be True or False, got {got}")
+    return bool(x)
+
+
+def check_dispatched(a: dict[str, Any]) -> None:
+    """What torch's dispatcher would refuse by an error of its own, in a call that goes through the custom op."""
+    q, k, v, recipe = a["q"], a["k"], a["v"], a["recipe"]
+    _check_kinds(q, k, v)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise InputError(f"recipe must be a Recipe, got {type(recipe).__name__}")
+    if recipe is not None and isinstance(q, QTensor):
+        raise InputError("a recipe says how floats are quantized; q, k, v are QTensors, quantized already")
+    for name in ("attn_mask", "bias", "cu_seqlens_q", "cu_seqlens_k"):
+        if a[name] is not None:
+            check_tensor(a[name], name)
+    if not isinstance(a["scale"], (float, int, torch.SymFloat, type(None))):
+        a["scale"] = softmax_scale(a["scale"], 1)
+    check_number(a["out_scale"] if not isinstance(a["out_scale"], str) else None, "out_scale")
+    for name in ("method", "backend", "causal_align"):
+        if not isinstance(a[name], (str, type(None))):
+            raise InputError(f"{name} must be a name, got {type(a[name]).__name__}")
+    check_dtype(a["out_dtype"])
 
 
 def check_inputs(q: Input, k: Input, v: Input, enable_gqa: bool) -> None:
     """Types, dtypes, devices and shapes of q, k and v that no backend could serve otherwise."""
     quantized = isinstance(q, QTensor)
-    kind = QTensor if quantized else Tensor
-    if not (isinstance(q, kind) and isinstance(k, kind) and isinstance(v, kind)):
-        got = ", ".join(type(x).__name__ for x in (q, k, v))
-        raise InputError(f"q, k and v must be all QTensors or all float tensors, got {got}")
+    _check_kinds(q, k, v)
     dtypes = [x.data.dtype for x in (q, k, v)] if quantized else [q.dtype, k.dtype, v.dtype]
     if quantized and dtypes != [torch.int8] * 3:
         raise InputError(f"q, k, v codes must be int8, got {dtypes}")
@@ -34,6 +66,16 @@ def check_inputs(q: Input, k: Input, v: Input, enable_gqa: bool) -> None:
     problem = _shape_problem(q.shape, k.shape, v.shape, enable_gqa)
     if problem is not None:
         raise InputError(f"{problem}; got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
+
+
+def _check_kinds(q: Input, k: Input, v: Input) -> None:
+    """All tensors or all QTensors, and dense."""
+    kind = QTensor if isinstance(q, QTensor) else Tensor
+    if not (isinstance(q, kind) and isinstance(k, kind) and isinstance(v, kind)):
+        got = ", ".join(type(x).__name__ for x in (q, k, v))
+        raise InputError(f"q, k and v must be all QTensors or all float tensors, got {got}")
+    if kind is Tensor:  # a QTensor has looked at its own
+        check_dense(q, "q"), check_dense(k, "k"), check_dense(v, "v")
 
 
 def _shape_problem(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gqa: bool) -> str | None:
@@ -63,10 +105,11 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     try:
         found = float(scale)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of a tensor with two values or none
         found = math.nan
     if not 0 < found < math.inf:
-        raise InputError(f"scale must be finite and > 0, got {scale!r}")
+        got = f"a {type(scale).__name__}" if isinstance(scale, Tensor) else repr(scale)
+        raise InputError(f"scale must be finite and > 0, got {got}")
     return found
 
 
@@ -79,25 +122,38 @@ def check_granularities(method: Method, q: Input, k: Input, v: Input, recipe: Re
             raise InputError(f"method {method.name!r} takes {name} with granularity {allowed}, got {got!r}")
 
 
+def check_dtype(out_dtype: object) -> None:
+    if not isinstance(out_dtype, (torch.dtype, type(None))):
+        raise InputError(f"out_dtype must be a torch.dtype, got {type(out_dtype).__name__}")
+
+
 def check_out_dtype(method: Method, out_dtype: torch.dtype, out_scale: object) -> None:
+    check_dtype(out_dtype)
     if out_dtype not in method.out_dtypes:
         raise InputError(f"method {method.name!r} gives {method.out_dtypes}, not out_dtype={out_dtype}")
     if out_scale is not None and out_dtype.is_floating_point:
         raise InputError(f"out_scale goes with an int8 or int16 out_dtype, got {out_dtype}")
 
 
-def check_tensor(x: object, name: str, device: torch.device) -> None:
-    """A tensor on the device of q."""
+def check_tensor(x: object, name: str, device: torch.device | None = None) -> None:
+    """A dense tensor, on the device of q where that is given."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.device != device:
+    check_dense(x, name)
+    if device is not None and x.device != device:
         raise InputError(f"{name} must be on the device of q, {device}, got {x.device}")
+
+
+def check_movable(scale: Tensor, name: str, device: torch.device) -> None:
+    """A scale may come from another device, but not from none."""
+    if scale.is_meta and device.type != "meta":
+        raise InputError(f"{name} must have values, got a tensor on device meta")
 
 
 def check_scales(q: Input, k: Input, v: Input, recipe: Recipe) -> None:
     """Positive finite scales of codes, or those that a recipe gives. Reads values: on a GPU it waits for the device."""
     if isinstance(q, QTensor):
-        of, least = (q.scale, k.scale, v.scale), 2.0**-149  # the smallest float32
+        of, least = (q.scale, k.scale, v.scale), LEAST_FLOAT
     else:
         of, least = recipe.scales, LEAST_SCALE
     for name, scale in zip("qkv", of, strict=True):
@@ -117,20 +173,50 @@ def check_finite(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_scale(scale: Tensor, name: str, least: float = LEAST_SCALE) -> None:
     """Finite values of at least `least` > 0, by default those whose reciprocals are finite."""
-    low, high = (scale.item(),) * 2 if scale.numel() == 1 else (x.item() for x in scale.aminmax())
-    if not (least <= low and high < math.inf):  # with a NaN both are
+    if not _in_range(scale, least):
         normal = " (as normal float32)" if least == LEAST_SCALE else ""
         raise InputError(f"{name} must be finite and > 0, got {scale.flatten()[:4].tolist()} ...{normal}")
 
 
-def check_bias_values(bias: Tensor, name: str) -> None:
-    """No NaN and no +inf in an additive mask (-inf makes a key absent)."""
-    if bias.is_floating_point() and bool((bias.isnan() | (bias == math.inf)).any()):
+def usable_scale(scale: Tensor, least: float = LEAST_SCALE) -> Tensor:
+    """A scale in CPU memory with 1 for the values that `check_scale` refuses; itself where it refuses none."""
+    if not scale.is_cpu or _in_range(scale, least):
+        return scale
+    return torch.where((scale >= least) & (scale < math.inf), scale, torch.ones_like(scale))
+
+
+def _in_range(scale: Tensor, least: float) -> bool:
+    low, high = (scale.item(),) * 2 if scale.numel() == 1 else (x.item() for x in scale.aminmax())
+    return least <= low and high < math.inf  # with a NaN both are
+
+
+def check_bias_values(bias: Tensor, name: str, *, bounded: bool) -> None:
+    """No NaN and no +inf in an additive mask (-inf makes a key absent), and where it is `bounded`, as an integer bias
+    is, nothing that would saturate. Reads values: on a GPU it waits for the device."""
+    if not bias.is_floating_point():
+        if bool((bias.abs() == BIAS_LIMIT).any()):  # of ABSENT, -2^31, it is itself
+            raise InputError(f"{name} holds saturated codes: quantize_bias takes magnitudes to {BIAS_BOUND:.2f}")
+        return
+    least = torch.finfo(bias.dtype).min / 2
+    high = bias.amax().item()  # with a NaN it is
+    if not high < math.inf:
         raise InputError(f"{name} must not hold NaN or +inf")
+    if not bounded:
+        return
+    low = bias.amin().item()
+    if low <= least:
+        low = bias.masked_fill(bias <= least, 0).amin().item()
+    if high > BIAS_BOUND or low < -BIAS_BOUND:
+        raise InputError(
+            f"{name} must lie within +-{BIAS_BOUND:.2f} (2048 octaves), past which it would saturate, got values from "
+            f"{low:.6g} to {high:.6g}; -inf, or finfo.min, makes a key absent"
+        )
 
 
 def check_cu_seqlens(cu: Tensor, total: int, name: str, *, read: bool) -> None:
     """Packed sequence offsets: int32 ``[sequences + 1]``; their values are looked at where `read`."""
+    if isinstance(cu, Tensor):
+        check_dense(cu, name)
     if not isinstance(cu, Tensor) or cu.ndim != 1 or cu.numel() < 2 or cu.dtype != torch.int32:
         got = f"{cu.dtype} {list(cu.shape)}" if isinstance(cu, Tensor) else type(cu).__name__
         raise InputError(f"{name} must be an int32 tensor [sequences + 1], got {got}")

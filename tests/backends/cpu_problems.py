@@ -4,7 +4,7 @@ import torch
 
 from intflash import Recipe
 from intflash.backends import cpu
-from intflash.pipeline import prepare
+from intflash.call import prepare
 from pairwise import pairwise
 
 ISAS = cpu.instruction_sets()

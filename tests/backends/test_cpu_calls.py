@@ -12,7 +12,7 @@ from cpu_problems import ISAS, METHODS, assert_same_bits
 
 import intflash
 from intflash.backends import cpu, reference
-from intflash.pipeline import prepare
+from intflash.call import prepare
 from oracle import randn
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native module was not built")
@@ -98,7 +98,7 @@ def test_a_forked_child_computes():
     code = """
 import os, torch
 from intflash.backends import cpu
-from intflash.pipeline import prepare
+from intflash.call import prepare
 q = torch.randn(4, 8, 100, 32)
 problem = prepare(q, q, q)[0]
 a = cpu.run(problem, threads=2).out
@@ -110,11 +110,78 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+INTERRUPTED = """
+import signal, threading, time, os, torch
+from intflash.backends import cpu
+from intflash.call import prepare
+
+q = torch.randn(1, 4, 16384, 64)
+long, short = (prepare(x, x, x, method="intflash_p8")[0] for x in (q, q[:, :, :300].contiguous()))
+expected = cpu.run(short, isa="generic", threads=1).out
+sent = 0.0
+
+def interrupt():
+    global sent
+    time.sleep(0.3)
+    sent = time.monotonic()
+    os.kill(os.getpid(), signal.SIGINT)
+
+def again(number, frame):
+    try:
+        cpu.run(short, threads=1)
+    except RuntimeError as error:
+        refused.append(str(error))
+    raise TimeoutError("told to stop")
+
+refused = []
+for problem in (long, long.quantized()):
+    for threads in (1, 2):
+        for handler, error in ((signal.default_int_handler, KeyboardInterrupt), (again, TimeoutError)):
+            signal.signal(signal.SIGINT, handler)
+            sender = threading.Thread(target=interrupt)
+            sender.start()
+            try:
+                cpu.run(problem, isa="generic", threads=threads)
+            except error:
+                waited = time.monotonic() - sent
+            sender.join()
+            print(f"{waited:.3f} s")
+            assert waited < 1.0, waited
+            del waited
+            assert torch.equal(cpu.run(short, isa="generic", threads=threads).out, expected)
+assert len(refused) == 4 and all("signal handler" in message for message in refused), refused
+"""
+
+
+def test_ctrl_c_ends_a_long_call():
+    """A fraction of a second ends what takes ten; the next call is right; a handler cannot begin another one."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("shape, keys", [((1, 2, 9000, 16), 9000), ((1, 72, 1024, 64), 4096)], ids=str)
+def test_long_calls_have_the_bits_of_their_heads(shape, keys):
+    """A long call is divided into ranges of some milliseconds, a call of a part of its rows is not."""
+    isa = ISAS[0]
+    q, (k, v) = randn(*shape)[0], randn(*shape[:2], keys, shape[3])[:2]
+    problem = prepare(q, k, v, method="intflash_p8")[0].quantized()
+    whole = cpu.run(problem, isa=isa, threads=3).out
+    assert torch.equal(cpu.run(problem, isa=isa, threads=1).out, whole)
+    for head in (0, shape[1] - 1):
+        for first in (0, shape[2] - 100):
+            rows = intflash.QTensor(
+                problem.q.data[:, head : head + 1, first : first + 100].contiguous(), problem.q.scale
+            )
+            other = (intflash.QTensor(x.data[:, head : head + 1].contiguous(), x.scale) for x in (problem.k, problem.v))
+            part = prepare(rows, *other, method="intflash_p8", scale=problem.sm_scale, out_dtype=whole.dtype)[0]
+            assert torch.equal(cpu.run(part, isa=isa, threads=1).out, whole[:, head : head + 1, first : first + 100])
+
+
 SHORT_OF = """
 import os, resource, sys, torch
 from intflash import QTensor
 from intflash.backends import cpu
-from intflash.pipeline import prepare
+from intflash.call import prepare
 torch.set_num_threads(1)
 
 def problem(keys, head_dim):
@@ -178,14 +245,14 @@ def test_flash_score_units_past_int32_are_refused(method, scale):
 
 def test_reasons():
     def reason(**options):
-        return cpu.unsupported(prepare(*(torch.randn(1, 1, 4, 4) for _ in range(3)), **options)[0])
+        return cpu.BACKEND.unsupported(prepare(*(torch.randn(1, 1, 4, 4) for _ in range(3)), **options)[0])
 
     assert reason() is None
     assert "log-sum-exp" in reason(method="qflash", return_lse=True)
     assert "methods" in reason(method="fp32")
     x = torch.randn(1, 1, 4, 257)
-    assert cpu.unsupported(prepare(x[..., :4], x[..., :4], x[..., :256])[0]) is None
-    assert "to 256, got 257" in cpu.unsupported(prepare(x[..., :4], x[..., :4], x)[0])
+    assert cpu.BACKEND.unsupported(prepare(x[..., :4], x[..., :4], x[..., :256])[0]) is None
+    assert "to 256, got 257" in cpu.BACKEND.unsupported(prepare(x[..., :4], x[..., :4], x)[0])
 
 
 def test_unsupported_shapes_go_to_another_backend():

@@ -7,7 +7,7 @@ from cpu_problems import CASES, ISAS, METHODS, assert_same_bits, name_of, proble
 import intflash
 from intflash import Recipe
 from intflash.backends import cpu, reference
-from intflash.pipeline import prepare
+from intflash.call import prepare
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native module was not built")
 

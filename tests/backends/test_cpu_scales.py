@@ -5,7 +5,7 @@ import torch
 
 from intflash import InputError, QTensor, Recipe
 from intflash.backends import cpu, reference
-from intflash.pipeline import prepare
+from intflash.call import prepare
 from oracle import randn
 
 ISAS = cpu.instruction_sets()

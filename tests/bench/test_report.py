@@ -100,3 +100,21 @@ def test_a_file_that_is_no_json_is_named(tmp_path):
         (tmp_path / "broken.json").write_text(text)
         with pytest.raises(InputError, match="expected JSON in .*broken.json"):
             read_results([tmp_path])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"rows": [1]},
+        {"rows": ["a"]},
+        {"rows": [{"a": 1}], "environment": 3},
+        {"rows": [{"method": "a"}], "float_top1": 1.0},
+        {"rows": [{"series": "a", "case": [], "metric": "dB"}]},
+        {"rows": [{"a": 1}], "name": ["a"]},
+    ],
+    ids=str,
+)
+def test_a_result_of_another_form_is_refused_by_name(tmp_path, content):
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match="expected a result as intflash writes it in .*other.json"):
+        build(read_results([tmp_path]))

@@ -258,6 +258,33 @@ def test_models_that_cannot_be_made_are_refused():
         load_classifier("transformers:nope", checkpoint="weights.pt")
 
 
+class RunsCode:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_checkpoint_is_loaded_as_weights_only(tmp_path, monkeypatch):
+    """A pickled call is refused, also by versions of timm whose loader runs it unless told otherwise."""
+    timm = pytest.importorskip("timm")
+    load = timm.models._helpers.load_checkpoint
+
+    def load_as_in_1_0_15(model, checkpoint_path, *args, weights_only=False, **kwargs):
+        return load(model, checkpoint_path, *args, weights_only=weights_only, **kwargs)
+
+    monkeypatch.setattr(timm.models._factory, "load_checkpoint", load_as_in_1_0_15)
+    monkeypatch.setattr(timm.models, "load_checkpoint", load_as_in_1_0_15)
+    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    torch.save(timm.create_model(name).state_dict(), tmp_path / "good.pt")
+    torch.save({"state_dict": RunsCode(tmp_path / "ran")}, tmp_path / "bad.pt")
+    load_classifier(name, checkpoint=tmp_path / "good.pt")
+    with pytest.raises(InputError, match="timm cannot make 'vit_tiny"):
+        load_classifier(name, checkpoint=tmp_path / "bad.pt")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_missing_library_is_named_with_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(InputError, match=r"timm cannot be imported .*pip install '\.\[models\]' in a clone"):
@@ -296,7 +323,7 @@ def test_the_table_cuts_no_number():
     row = Row("", 9, 100.0, 100.0, 100.0, -12.3, 1234.5, True, "", 12, 17.2, paper)
     kinds = ["token/token/head", "tensor", "tensor/tensor/channel"]
     rows = [replace(row, name=name, granularity=kind) for name, kind in zip(names, kinds, strict=True)]
-    for width, count in ((80, 2), (200, 1)):
+    for width, count in ((80, 3), (200, 1)):
         console = Console(width=width, file=io.StringIO())
         found = list(evaluation_tables(Evaluation("deit-b", "imagenet/val", 9, rows), width))
         for table in found:

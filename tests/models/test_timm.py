@@ -4,13 +4,14 @@ import copy
 import json
 import pickle
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import intflash
+from intflash import cli
 from intflash.bench import models as bench
 from intflash.errors import InputError
 from intflash.models.patch import layers_of
@@ -268,13 +269,12 @@ def test_half_precision_and_copies_keep_float32_scales():
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    """Runs the throughput command in an empty folder; what its workers would measure is given."""
+    """Runs `intflash bench models` in an empty folder; what its workers would measure is given."""
     monkeypatch.chdir(tmp_path)
 
     def run_command(*arguments, outcomes=()):
         monkeypatch.setattr(bench, "run_all", lambda *given: list(outcomes))
-        monkeypatch.setattr(sys, "argv", ["models.py", "--device", "cpu", *arguments])
-        bench.main()
+        return CliRunner().invoke(cli.app, ["bench", "models", "--device", "cpu", *arguments])
 
     return run_command
 
@@ -287,22 +287,21 @@ def measured(tmp_path, monkeypatch):
         ("--out /proc/x/models", "expected a file that can be written, got /proc/x/models.json"),
     ],
 )
-def test_throughput_refuses_in_a_sentence_before_any_worker(tmp_path, monkeypatch, capfd, measured, arguments, said):
+def test_throughput_refuses_in_a_sentence_before_any_worker(tmp_path, monkeypatch, measured, arguments, said):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        measured(*arguments.split(), outcomes=[None])
-    assert ended.value.code == 2 and re.search(said, capfd.readouterr().err)
+    ended = measured(*arguments.split(), outcomes=[None])
+    assert ended.exit_code == 2 and re.search(said, " ".join(ended.output.split(" ")))
     assert not list(tmp_path.iterdir())
 
 
 def test_throughput_writes_what_was_measured_and_tells_what_was_not(tmp_path, measured):
     good = bench.Outcome("vit", 1, [bench.Timing("fp32", 1.0, 1.0, 1.0)], {}, 12, 30.0)
     bad = bench.Outcome("swin", 8, [], {}, 0, 0.0, error="its process ended with 1")
-    with pytest.raises(SystemExit, match="not measured: swin batch 8"):
-        measured(outcomes=[bad])
+    ended = measured(outcomes=[bad])
+    assert ended.exit_code == 1 and "not measured: swin batch 8" in ended.output
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    with pytest.raises(SystemExit, match="not measured: swin batch 8"):
-        measured(outcomes=[good, bad])
-    assert len(json.loads((tmp_path / "results" / "models-cpu.json").read_text())["outcomes"]) == 2
-    measured("--out", "there/models", outcomes=[good])
+    ended = measured(outcomes=[good, bad])
+    assert ended.exit_code == 1 and "not measured: swin batch 8" in ended.output
+    assert len(json.loads((tmp_path / "results" / "models.json").read_text())["outcomes"]) == 2
+    assert measured("--out", "there/models", outcomes=[good]).exit_code == 0
     assert (tmp_path / "there" / "models.md").read_text().startswith("# Whole models")

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import intflash
-from intflash.models.base import IntegerCore
+from intflash.models.base import CROSS_RECIPE, IntegerCore
 from oracle import sqnr
 from sharp import run, sharpen
 
@@ -123,7 +123,12 @@ def test_packed_sequences_as_flash_attention_gets_them():
         torch.nn.Module(), q, k, k, None, is_causal=False, max_length_q=7, **packed
     )
     want = intflash.attention(
-        q, k, k, enable_gqa=True, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), (x.int() for x in ends), strict=True))
+        q,
+        k,
+        k,
+        enable_gqa=True,
+        recipe=CROSS_RECIPE,  # other queries than keys
+        **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), (x.int() for x in ends), strict=True)),
     )
     assert out.shape == (1, 11, 4, 16) and torch.equal(out.transpose(1, 2), want)
 
@@ -149,9 +154,7 @@ def test_the_interface_computes_what_sdpas_does():
         assert torch.allclose(got, want, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "option", [{"softcap": 30.0}, {"indices": torch.zeros(4)}, {"dropout": 0.1}]
-)
+@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"indices": torch.zeros(4)}, {"dropout": 0.1}])
 def test_what_is_not_served_is_refused(option):
     q = torch.randn(1, 4, 5, 16)
     with pytest.raises(intflash.InputError, match="does not serve"):

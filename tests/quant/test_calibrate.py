@@ -32,17 +32,41 @@ def layer(name, value):
     "change, message",
     [
         (layer("q", [0.1]), r"layer b: q has 1 scales, expected 2 \(per head, 2 heads\)"),
-        (layer("v", [0.1] * 3 + [0.0]), "layer b: v has the scale 0.0, expected finite and > 0"),
+        (layer("v", [0.1] * 3 + [0.0]), "layer b: v has the scale 0.0, expected a number that is finite and > 0"),
         (layer("k", [float("nan")]), "layer b: k has the scale nan"),
         (layer("k", []), "layer b: k has 0 scales, expected 1"),
         (layer("out", [0.1]), "layer b: out has 1 scales, expected 0"),
-        (layer("heads", 0), "layer b: heads is 0, expected an integer > 0"),
+        (layer("heads", 0), "layer b: heads is 0, expected an integer from 1 to"),
+        (layer("heads", True), "layer b: heads is True, expected an integer from 1 to"),
+        (layer("kv_heads", 10**400), r"layer b: kv_heads is 10+\.\.\.0+, expected an integer from 1 to"),
+        (layer("head_dim", 10**400), r"layer b: head_dim is 10+\.\.\.0+, expected an integer from 1 to"),
+        (layer("head_dim", 4.0), "layer b: head_dim is 4.0, expected an integer from 1 to"),
+        (layer("k", [10**400]), r"layer b: k has the scale 10+\.\.\.0+, expected a number that is finite"),
+        (layer("k", [1e39]), r"layer b: k has the scale 1e\+39, expected a number that is finite"),
+        (layer("k", [1e-45]), "layer b: k has the scale 1e-45, expected a number that is finite"),
+        (layer("k", [True]), "layer b: k has the scale True, expected a number"),
+        (layer("k", 0.1), "layer b: k is 0.1, expected a list of scales"),
+        (layer("k", {"0": 0.1}), "layer b: k is {'0': 0.1}, expected a list of scales"),
+        (layer("weights", 10**400), r"layer b: weights is 10+\.\.\.0+, expected a finite number"),
+        (layer("weights", "0.1"), "layer b: weights is '0.1', expected a finite number"),
+        (layer("bias", 1), "layer b has unknown 'bias'; its fields are heads, kv_heads,"),
+        (lambda content: content["layers"]["b"].pop("q"), "layer b misses 'q'; its fields are heads"),
+        (
+            lambda content: content["layers"].update(b=3),
+            "layer b is 3, expected an object with the fields of LayerScales",
+        ),
+        (lambda content: content.pop("layers"), "the file misses 'layers'; its fields are model"),
+        (lambda content: content.update(model=["Net"]), r"model is \['Net'\], expected a string"),
+        (lambda content: content.update(images=-1), "images is -1, expected an integer of at least 0"),
+        (lambda content: content.update(versions=[]), r"versions is \[\], expected an object of named values"),
+        (lambda content: content.update(granularity=[["q"]]), r"granularity is \[\['q'\]\], expected an object"),
+        (lambda content: content["granularity"].update(q=["head"]), "granularity must give each of"),
         (layer("weights", float("nan")), "layer b: weights is nan"),
-        (layer("q", "many"), "q has 4 scales"),
-        (layer("q", [None, None]), "must be real number"),
+        (layer("q", "many"), "layer b: q is 'many', expected a list of scales"),
+        (layer("q", [None, None]), "layer b: q has the scale None, expected a number"),
         (lambda content: content["granularity"].pop("q"), "granularity must give each of"),
         (lambda content: content["granularity"].update(q="block"), "granularity must give each of"),
-        (lambda content: content.update(layers=[]), "no attribute 'items'"),
+        (lambda content: content.update(layers=[]), r"layers is \[\], expected an object of named values"),
         (lambda content: content.update(format="intflash-scales/0"), "has format 'intflash-scales/0', expected"),
     ],
 )
@@ -64,7 +88,9 @@ def test_other_weights_are_told_at_the_tolerance(moved, told):
     assert len(found) == (2 if told else 0) and all("other weights" in line for line in found)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00\x81", b"{", b"[1]"])
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x00\x81", b"{", b"[1]", b"[" * 100_000, b'{"layers": ' * 100_000, b"1" * 10_000]
+)
 def test_a_file_that_is_no_json_object_is_refused(tmp_path, content):
     path = tmp_path / "scales.json"
     path.write_bytes(content)

@@ -1,7 +1,9 @@
 """Quantizers: one rounding, the papers' rule, every granularity, smoothing and rotation."""
 
+import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -89,15 +91,75 @@ def test_rotation_refuses_an_odd_head_dim():
         hadamard_rotate(torch.ones(1, 1, 1, 17))
 
 
-@pytest.mark.parametrize("n", [1, 5, 64, 197])
-def test_key_mean_is_a_fixed_tree(n):
-    k = torch.randn(1, 2, n, 8)
-    assert torch.allclose(key_mean(k), k.mean(2, keepdim=True), atol=1e-5)
-    if n == 5:
-        a, b, c, d, e = k.unbind(2)
-        assert torch.equal(key_mean(k)[:, :, 0], ((a + e + c) + (b + d)) / 5) or torch.equal(
-            key_mean(k)[:, :, 0], (((a + e) + c) + (b + d)) / 5
-        )
+def smoothed_by_the_text(k):
+    """K smoothing as docs/numerics.md writes it down, in scalar steps of NumPy."""
+    b, h, tokens, d = k.shape
+    out = k.copy()
+    for index in np.ndindex(b, h, d):
+        column = (index[0], index[1], slice(None), index[2])
+        x, n = list(k[column]), 1
+        while n < tokens:
+            n *= 2
+        x += [np.float32(0)] * (n - tokens)
+        while n > 1:
+            n //= 2
+            for j in range(n):
+                x[j] = x[j] + x[j + n]
+        out[column] = k[column] - x[0] / np.float32(tokens)
+    return out
+
+
+def rotated_by_the_text(x):
+    """The Hadamard rotation as docs/numerics.md writes it down."""
+    d, size = x.shape[-1], 1
+    while d % (2 * size) == 0:
+        size *= 2
+    out = x.copy()
+    for run in range(0, d, size):
+        step = 1
+        while step < size:
+            for c in range(size):
+                if c & step == 0:
+                    a, b = out[..., run + c].copy(), out[..., run + c + step].copy()
+                    out[..., run + c], out[..., run + c + step] = a + b, a - b
+            step *= 2
+    return out * np.float32(1 / math.sqrt(size))
+
+
+def spread(*shape, seed=0):
+    """Float32 values of very different magnitudes, so that each order of additions has bits of its own."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=g) * torch.exp(4 * torch.randn(shape, generator=g))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 64, 197])
+def test_the_text_of_k_smoothing_gives_its_bits(n):
+    k = spread(2, 2, n, 3)
+    smoothed = k - key_mean(k)
+    assert smoothed.numpy().tobytes() == smoothed_by_the_text(k.numpy()).tobytes()
+    assert torch.allclose(key_mean(k), k.mean(2, keepdim=True), rtol=1e-4, atol=1e-4 * k.abs().max().item())
+
+
+@pytest.mark.parametrize("d", [2, 6, 24, 64, 128])
+def test_the_text_of_the_rotation_gives_its_bits(d):
+    x = spread(1, 2, 5, d)
+    assert hadamard_rotate(x).numpy().tobytes() == rotated_by_the_text(x.numpy()).tobytes()
+
+
+def test_a_call_rotates_ahead_of_smoothing():
+    q, k, v = (spread(1, 2, 9, 12, seed=i) for i in range(3))
+    changed = [torch.from_numpy(x) for x in (rotated_by_the_text(q.numpy()), rotated_by_the_text(k.numpy()))]
+    changed[1] = torch.from_numpy(smoothed_by_the_text(changed[1].numpy()))
+    whole = intflash.attention(q, k, v, recipe=Recipe(smooth_k=True, rotate=True))
+    assert torch.equal(whole, intflash.attention(*changed, v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [5, 197])
+def test_smoothing_and_rotation_have_the_same_bits_on_a_gpu(n):
+    k = spread(2, 2, n, 24)
+    assert torch.equal(key_mean(k.cuda()).cpu(), key_mean(k))
+    assert torch.equal(hadamard_rotate(k.cuda()).cpu(), hadamard_rotate(k))
 
 
 @pytest.mark.parametrize(

@@ -4,5 +4,6 @@
 #include "cpu/quantize.hpp"
 
 namespace intflash {
-const Kernels kAvx2Kernels = {"avx2", 12500, Attention<Avx2>::unit_rows, Attention<Avx2>::run, absolute_maximum<Avx2>, quantize<Avx2>};
+const Kernels kAvx2Kernels = {
+    "avx2", 12500, Attention<Avx2>::unit_rows, Attention<Avx2>::run, absolute_maximum<Avx2>, quantize<Avx2>};
 }

@@ -12,14 +12,14 @@ namespace {
 struct Vec256 {
   static constexpr int kLanes = 8;
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20;
-  static constexpr bool kMatrixUnit = false, kFastPack = true, kWholeRows = false, kFloat16 = true;
+  static constexpr bool kMatrixUnit = false, kFastPack = true, kRowOperations = false, kFloat16 = true;
   using I32 = __m256i;
   using U16 = __m256i;
   using Codes = __m256i;
 
   static void begin(int64_t) {}
   static void end() {}
-  static void stay_awake() {}
+  static void keep_awake() {}
 
   static I32 load(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static void store(int32_t* p, I32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
@@ -59,7 +59,7 @@ struct Vec256 {
     return high_halves(_mm256_add_epi64(_mm256_mul_epu32(a, c), b),
                        _mm256_add_epi64(_mm256_mul_epu32(_mm256_srli_epi64(a, 32), c), b));
   }
-  static I32 bury_absent(I32 x, I32 s) {
+  static I32 saturate_absent(I32 x, I32 s) {
     const __m256i absent = _mm256_cmpeq_epi32(s, _mm256_set1_epi32(INT32_MIN));
     return _mm256_blendv_epi8(x, _mm256_set1_epi32(65535), absent);
   }
@@ -76,16 +76,20 @@ struct Vec256 {
   }
   static U16 add16(U16 a, uint16_t b) { return _mm256_add_epi16(a, _mm256_set1_epi16(int16_t(b))); }
   static U16 mul_round(U16 a, U16 b) { return _mm256_mulhrs_epi16(a, b); }
-  static U16 power(U16 z) {  // 2^(9 - s) by its two bytes: a shuffle gives 0 for indices from 128 on, which saturation makes of the others
-    const __m256i copies = _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15));
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, -128, 64, 32, 16, 8, 4, 2, 1));
+  static U16 power(U16 z) {  // 2^(9 - s) by its two bytes; past s = 9 saturation makes the index 128 or more, for which
+                             // a shuffle gives 0
+    const __m256i copies =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15));
+    const __m256i table =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, -128, 64, 32, 16, 8, 4, 2, 1));
     const __m256i s = _mm256_shuffle_epi8(z, copies);
     return _mm256_shuffle_epi8(table, _mm256_adds_epu8(s, _mm256_set1_epi16(126 << 8 | 118)));
   }
   static U16 mul_high16(U16 a, U16 b) { return _mm256_mulhi_epu16(a, b); }
   static U16 mul_high16(U16 a, U16 b, uint32_t base) {  // a product's high half is at most 65534: the carry fits
     const __m256i low = _mm256_xor_si256(_mm256_mullo_epi16(a, b), set16(0x8000));
-    const __m256i carried = _mm256_sub_epi16(mul_high16(a, b), _mm256_cmpgt_epi16(low, set16(uint16_t(~base) ^ 0x8000)));
+    const __m256i carried =
+        _mm256_sub_epi16(mul_high16(a, b), _mm256_cmpgt_epi16(low, set16(uint16_t(~base) ^ 0x8000)));
     return _mm256_adds_epu16(carried, set16(uint16_t(base >> 16)));
   }
   static U16 average(U16 a, uint16_t b) { return _mm256_avg_epu16(a, _mm256_set1_epi16(int16_t(b))); }
@@ -121,9 +125,10 @@ struct Vec256 {
     if (count >= 8) return _mm_storeu_si128(reinterpret_cast<__m128i*>(out), y);
     std::memcpy(out, &y, size_t(count) * 2);
   }
-  // The first `count` of float16 as float32.
+  // Converts the first `count` float16 values to float32.
   static void widen_float16(const uint16_t* x, int64_t count, float* out) {
-    for (; count >= 8; count -= 8, x += 8, out += 8) _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+    for (; count >= 8; count -= 8, x += 8, out += 8)
+      _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
     for (; count > 0; --count) *out++ = _cvtsh_ss(*x++);
   }
   static __m256 scaled(I32 x, float scale) { return _mm256_mul_ps(_mm256_cvtepi32_ps(x), _mm256_set1_ps(scale)); }
@@ -157,10 +162,11 @@ struct Vec256 {
   }
 };
 
-// 16 codes of eight rows, rows past `count` repeating the first.
+// Loads 16 codes of each of eight rows; rows past `count` repeat the first.
 inline void load_rows(const int8_t* x, int64_t row_step, int64_t count, __m128i r[8]) {
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) r[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + (i < count ? i : 0) * row_step));
+  for (int i = 0; i < 8; ++i)
+    r[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + (i < count ? i : 0) * row_step));
 }
 inline __m128i load_half(const int8_t* x) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)); }
 
@@ -175,14 +181,15 @@ struct Avx2 : Vec256 {
   }
   static int depth_steps(int64_t head_dim) { return int((head_dim + 1) / 2); }
 
-  // Panels of whole 16 codes of eight keys: pairs of codes transposed, then widened.
+  // Packs panels of eight keys, 16 codes at a time: pairs of codes are transposed, then widened.
   static bool pack_keys(const int8_t* k, int64_t row_step, int64_t count, int64_t dim, int steps, Code* out) {
     if (dim % 16 || 2 * steps != dim) return false;
     for (int s = 0; s < steps; s += 8, out += 128) {
       __m128i r[8], t[8];
       load_rows(k + 2 * s, row_step, count, r);
 #pragma GCC unroll 4
-      for (int i = 0; i < 8; i += 2) t[i] = _mm_unpacklo_epi16(r[i], r[i + 1]), t[i + 1] = _mm_unpackhi_epi16(r[i], r[i + 1]);
+      for (int i = 0; i < 8; i += 2)
+        t[i] = _mm_unpacklo_epi16(r[i], r[i + 1]), t[i + 1] = _mm_unpackhi_epi16(r[i], r[i + 1]);
 #pragma GCC unroll 2
       for (int i = 0; i < 8; i += 4) {
         r[i] = _mm_unpacklo_epi32(t[i], t[i + 2]), r[i + 1] = _mm_unpackhi_epi32(t[i], t[i + 2]);
@@ -201,9 +208,11 @@ struct Avx2 : Vec256 {
     widen(_mm_unpacklo_epi8(load_half(v), load_half(v + row_step)), out);
     return true;
   }
-  static void widen(__m128i codes, Code* out) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_cvtepi8_epi16(codes)); }
+  static void widen(__m128i codes, Code* out) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_cvtepi8_epi16(codes));
+  }
 
-  // p - 32768, and the sum of these
+  // Stores p - 32768 and returns `sum` plus these.
   static I32 store_p16(PCode* p, U16 a, U16 b, I32 sum) {
     const __m256i flip = _mm256_set1_epi16(int16_t(0x8000)), one = _mm256_set1_epi16(1);
     a = _mm256_xor_si256(a, flip), b = _mm256_xor_si256(b, flip);
@@ -216,7 +225,7 @@ struct Avx2 : Vec256 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p) + 1, b);
     return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1)));
   }
-  // two vectors packed into one: 4 keys of the first, 4 of the second, in each 128-bit lane
+  // two vectors are packed into one: 4 keys of the first, then 4 of the second, in each 128-bit lane
   static constexpr int key_at(int at) {
     const int half = at / 16, lane = at / 8 % 2, vector = at / 4 % 2;
     return half * 16 + vector * 8 + lane * 4 + at % 4;
@@ -275,7 +284,7 @@ struct AvxVnni : Vec256 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes);
     return _mm256_dpbusd_avx_epi32(sum, bytes, _mm256_set1_epi8(1));
   }
-  // four vectors packed into one: 4 keys of each, in each 128-bit lane
+  // four vectors are packed into one: 4 keys of each in each 128-bit lane
   static constexpr int key_at(int at) { return at / 4 % 4 * 8 + at / 16 * 4 + at % 4; }
   static I32 dot_qk(I32 acc, Codes k, Codes q) { return _mm256_dpbusd_avx_epi32(acc, k, q); }
   static I32 dot_pv(I32 acc, Codes v, Codes p) { return _mm256_dpbusd_avx_epi32(acc, p, v); }

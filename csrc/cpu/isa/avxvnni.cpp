@@ -4,5 +4,7 @@
 #include "cpu/quantize.hpp"
 
 namespace intflash {
-const Kernels kAvxVnniKernels = {"avxvnni", 25000, Attention<AvxVnni>::unit_rows, Attention<AvxVnni>::run, absolute_maximum<AvxVnni>, quantize<AvxVnni>};
+const Kernels kAvxVnniKernels = {
+    "avxvnni",        25000, Attention<AvxVnni>::unit_rows, Attention<AvxVnni>::run, absolute_maximum<AvxVnni>,
+    quantize<AvxVnni>};
 }

@@ -4,5 +4,7 @@
 #include "cpu/quantize.hpp"
 
 namespace intflash {
-const Kernels kGenericKernels = {"generic", 4000, Attention<Generic>::unit_rows, Attention<Generic>::run, absolute_maximum<Generic>, quantize<Generic>};
+const Kernels kGenericKernels = {
+    "generic",        4000, Attention<Generic>::unit_rows, Attention<Generic>::run, absolute_maximum<Generic>,
+    quantize<Generic>};
 }

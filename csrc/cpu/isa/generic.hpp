@@ -6,45 +6,75 @@
 namespace intflash {
 
 struct Generic {
-  static constexpr int kLanes = 4;         // int32 lanes
-  static constexpr int kGroup = 4;         // codes per lane and dot step
-  static constexpr int kRows = 4, kCols = 2;  // register tile
-  static constexpr int kMaxRows = 16;         // query rows of a unit of work
-  static constexpr int kScoreBytes = 1 << 20;  // of a unit's scores kept between the passes: half a typical L2
-  static constexpr bool kMatrixUnit = false;  // brings its own products (AMX)
-  static constexpr bool kFastPack = false;    // brings its own packing of contiguous rows
-  static constexpr bool kWholeRows = false;   // has operations on whole rows: output factors, quantization
-  static constexpr bool kFloat16 = false;     // converts float16: store_float16, and widen_float16 where it has no whole rows
-  static constexpr bool kWideP = false;       // P16 in one plane of int16, as p - 32768
-  static constexpr bool kUnsignedKeys = false;  // K packed as code ^ 0x80
-  using Code = int8_t;    // of Q, K and V as packed
-  using PCode = uint8_t;  // of P
-  struct I32 { int32_t x[4]; };
-  struct Codes { int8_t x[16]; };  // kGroup codes per lane
-  struct U16 { uint16_t x[8]; };
+  static constexpr int kLanes = 4;               // int32 lanes
+  static constexpr int kGroup = 4;               // codes per lane and dot step
+  static constexpr int kRows = 4, kCols = 2;     // the tile of sums in registers, in rows and vectors
+  static constexpr int kMaxRows = 16;            // query rows of a unit of work at most
+  static constexpr int kScoreBytes = 1 << 20;    // scores of a unit kept between the passes: half of a typical L2
+  static constexpr bool kMatrixUnit = false;     // has its own products (AMX)
+  static constexpr bool kFastPack = false;       // has its own packing of contiguous rows
+  static constexpr bool kRowOperations = false;  // has operations on whole rows: output factors, quantization
+  static constexpr bool kFloat16 =
+      false;  // converts float16: has store_float16, and widen_float16 without row operations
+  static constexpr bool kWideP = false;         // stores P16 in one plane of int16, as p - 32768
+  static constexpr bool kUnsignedKeys = false;  // packs K as code ^ 0x80
+  using Code = int8_t;                          // a packed code of Q, K and V
+  using PCode = uint8_t;                        // a stored digit of P
+  struct I32 {
+    int32_t x[4];
+  };
+  struct Codes {
+    int8_t x[16];
+  };  // kGroup codes per lane
+  struct U16 {
+    uint16_t x[8];
+  };
 
-  // n codes, then zeros up to `padded`.
+  // Copies n codes, then zeros up to `padded`.
   static void copy_codes(const int8_t* x, int64_t n, int64_t padded, Code* out) {
     for (int64_t d = 0; d < n; ++d) out[d] = x[d];
     for (int64_t d = n; d < padded; ++d) out[d] = 0;
   }
 
-  static void begin(int64_t) {}  // head_dim; called before and after a thread's share of a call
+  static void begin(int64_t) {}  // takes head_dim; called ahead of a thread's part of a call, as end() after it
   static void end() {}
-  static void stay_awake() {}  // called at least every thousand scores or so between products: AMX's unit sleeps otherwise
+  static void keep_awake() {
+  }  // called about every thousand scores between products, because AMX's unit sleeps otherwise
   static int depth_steps(int64_t head_dim) { return int((head_dim + kGroup - 1) / kGroup); }
 
-  static I32 load(const int32_t* p) { I32 r; std::memcpy(&r, p, sizeof r); return r; }
+  static I32 load(const int32_t* p) {
+    I32 r;
+    std::memcpy(&r, p, sizeof r);
+    return r;
+  }
   static void store(int32_t* p, I32 a) { std::memcpy(p, &a, sizeof a); }
   static I32 set1(int32_t v) { return {{v, v, v, v}}; }
-  static I32 add(I32 a, I32 b) { for (int i = 0; i < 4; ++i) a.x[i] = int32_t(uint32_t(a.x[i]) + uint32_t(b.x[i])); return a; }
-  static I32 sub(I32 a, I32 b) { for (int i = 0; i < 4; ++i) a.x[i] = int32_t(uint32_t(a.x[i]) - uint32_t(b.x[i])); return a; }
-  static I32 max(I32 a, I32 b) { for (int i = 0; i < 4; ++i) a.x[i] = a.x[i] > b.x[i] ? a.x[i] : b.x[i]; return a; }
-  static I32 min_u(I32 a, I32 b) { for (int i = 0; i < 4; ++i) a.x[i] = uint32_t(a.x[i]) < uint32_t(b.x[i]) ? a.x[i] : b.x[i]; return a; }
-  static I32 shift_left(I32 a, int n) { for (int i = 0; i < 4; ++i) a.x[i] = int32_t(uint32_t(a.x[i]) << n); return a; }
-  // The first `count` lanes of x, kAbsent in the others.
-  static I32 first(I32 x, int64_t count) { for (int i = 0; i < 4; ++i) x.x[i] = i < count ? x.x[i] : INT32_MIN; return x; }
-  // out[r] = the maximum, or the sum, over the lanes of x[r], for 16 rows
+  static I32 add(I32 a, I32 b) {
+    for (int i = 0; i < 4; ++i) a.x[i] = int32_t(uint32_t(a.x[i]) + uint32_t(b.x[i]));
+    return a;
+  }
+  static I32 sub(I32 a, I32 b) {
+    for (int i = 0; i < 4; ++i) a.x[i] = int32_t(uint32_t(a.x[i]) - uint32_t(b.x[i]));
+    return a;
+  }
+  static I32 max(I32 a, I32 b) {
+    for (int i = 0; i < 4; ++i) a.x[i] = a.x[i] > b.x[i] ? a.x[i] : b.x[i];
+    return a;
+  }
+  static I32 min_u(I32 a, I32 b) {
+    for (int i = 0; i < 4; ++i) a.x[i] = uint32_t(a.x[i]) < uint32_t(b.x[i]) ? a.x[i] : b.x[i];
+    return a;
+  }
+  static I32 shift_left(I32 a, int n) {
+    for (int i = 0; i < 4; ++i) a.x[i] = int32_t(uint32_t(a.x[i]) << n);
+    return a;
+  }
+  // Returns the first `count` lanes of x, kAbsent in the others.
+  static I32 first(I32 x, int64_t count) {
+    for (int i = 0; i < 4; ++i) x.x[i] = i < count ? x.x[i] : INT32_MIN;
+    return x;
+  }
+  // Write the maximum, or the sum, of the lanes of x[r] to out[r], for 16 rows.
   static void reduce_max(const I32* x, int32_t* out) {
     for (int r = 0; r < 16; ++r) {
       out[r] = x[r].x[0];
@@ -52,7 +82,8 @@ struct Generic {
     }
   }
   static void reduce_add(const I32* x, uint32_t* out) {
-    for (int r = 0; r < 16; ++r) out[r] = uint32_t(x[r].x[0]) + uint32_t(x[r].x[1]) + uint32_t(x[r].x[2]) + uint32_t(x[r].x[3]);
+    for (int r = 0; r < 16; ++r)
+      out[r] = uint32_t(x[r].x[0]) + uint32_t(x[r].x[1]) + uint32_t(x[r].x[2]) + uint32_t(x[r].x[3]);
   }
   // (a * c + base) >> 32, unsigned
   static I32 mul_high(I32 a, I32 c, uint64_t base = 0) {
@@ -60,25 +91,46 @@ struct Generic {
     return a;
   }
   // s == kAbsent ? 65535 : x
-  static I32 bury_absent(I32 x, I32 s) { for (int i = 0; i < 4; ++i) x.x[i] = s.x[i] == INT32_MIN ? 65535 : x.x[i]; return x; }
+  static I32 saturate_absent(I32 x, I32 s) {
+    for (int i = 0; i < 4; ++i) x.x[i] = s.x[i] == INT32_MIN ? 65535 : x.x[i];
+    return x;
+  }
   static U16 pack(I32 a, I32 b) {  // saturating, from non-negative int32
     U16 r;
-    for (int i = 0; i < 4; ++i) r.x[i] = uint16_t(a.x[i] > 65535 ? 65535 : a.x[i]), r.x[4 + i] = uint16_t(b.x[i] > 65535 ? 65535 : b.x[i]);
+    for (int i = 0; i < 4; ++i)
+      r.x[i] = uint16_t(a.x[i] > 65535 ? 65535 : a.x[i]), r.x[4 + i] = uint16_t(b.x[i] > 65535 ? 65535 : b.x[i]);
     return r;
   }
   static U16 set16(uint16_t v) { return {{v, v, v, v, v, v, v, v}}; }
   static U16 zero16() { return {{0, 0, 0, 0, 0, 0, 0, 0}}; }
-  static U16 high_byte(U16 a) { for (auto& v : a.x) v = uint16_t(v >> 8); return a; }
-  // Q1.15 of 1 + f/256 with f = 255 - (z & 255)
-  // (511 - (z & 255)) << Shift
+  static U16 high_byte(U16 a) {
+    for (auto& v : a.x) v = uint16_t(v >> 8);
+    return a;
+  }
+  // Returns (511 - (z & 255)) << Shift: 1 + f / 256 with f = 255 - (z & 255) in fixed point.
   template <int Shift>
-  static U16 mantissa(U16 z) { for (auto& v : z.x) v = uint16_t((511u - (v & 255u)) << Shift); return z; }
-  static U16 add16(U16 a, uint16_t b) { for (auto& v : a.x) v = uint16_t(v + b); return a; }
-  // signed, as all its operands here are positive in int16
-  static U16 mul_round(U16 a, U16 b) { for (int i = 0; i < 8; ++i) a.x[i] = uint16_t((uint32_t(a.x[i]) * b.x[i] + (1u << 14)) >> 15); return a; }
+  static U16 mantissa(U16 z) {
+    for (auto& v : z.x) v = uint16_t((511u - (v & 255u)) << Shift);
+    return z;
+  }
+  static U16 add16(U16 a, uint16_t b) {
+    for (auto& v : a.x) v = uint16_t(v + b);
+    return a;
+  }
+  // The instruction is signed; all operands here are positive as int16.
+  static U16 mul_round(U16 a, U16 b) {
+    for (int i = 0; i < 8; ++i) a.x[i] = uint16_t((uint32_t(a.x[i]) * b.x[i] + (1u << 14)) >> 15);
+    return a;
+  }
   // 2^(9 - (z >> 8)), 0 where that is below 1
-  static U16 power(U16 z) { for (auto& v : z.x) v = v >> 8 > 9 ? 0 : uint16_t(512u >> (v >> 8)); return z; }
-  static U16 mul_high16(U16 a, U16 b) { for (int i = 0; i < 8; ++i) a.x[i] = uint16_t((uint32_t(a.x[i]) * b.x[i]) >> 16); return a; }
+  static U16 power(U16 z) {
+    for (auto& v : z.x) v = v >> 8 > 9 ? 0 : uint16_t(512u >> (v >> 8));
+    return z;
+  }
+  static U16 mul_high16(U16 a, U16 b) {
+    for (int i = 0; i < 8; ++i) a.x[i] = uint16_t((uint32_t(a.x[i]) * b.x[i]) >> 16);
+    return a;
+  }
   // (a * b + base) >> 16, saturating
   static U16 mul_high16(U16 a, U16 b, uint32_t base) {
     for (int i = 0; i < 8; ++i) {
@@ -87,17 +139,29 @@ struct Generic {
     }
     return a;
   }
-  static U16 average(U16 a, uint16_t b) { for (auto& v : a.x) v = uint16_t((unsigned(v) + b + 1) >> 1); return a; }
-  static U16 shift_right(U16 a, U16 n) { for (int i = 0; i < 8; ++i) a.x[i] = n.x[i] > 15 ? 0 : uint16_t(a.x[i] >> n.x[i]); return a; }
+  static U16 average(U16 a, uint16_t b) {
+    for (auto& v : a.x) v = uint16_t((unsigned(v) + b + 1) >> 1);
+    return a;
+  }
+  static U16 shift_right(U16 a, U16 n) {
+    for (int i = 0; i < 8; ++i) a.x[i] = n.x[i] > 15 ? 0 : uint16_t(a.x[i] >> n.x[i]);
+    return a;
+  }
   // ((m >> (1 + s)) + 1) >> 1 from w = (m >> 2) - 33152 and h = m >> 3, where m mod 4 < 2:
   // m >> 2 = h + g for s = 0, g = (w + 33153) >> 1 for s = 1, else from h alone; 0 for s > 14 (hi < 0)
   static U16 round16(U16 w, U16 s) {
     const U16 h = average(w, 33151), g = average(w, 33152);
     for (int i = 0; i < 8; ++i)
-      w.x[i] = s.x[i] == 0 ? uint16_t(h.x[i] + g.x[i]) : s.x[i] == 1 ? g.x[i] : s.x[i] > 14 ? 0 : uint16_t(((h.x[i] >> (s.x[i] - 2)) + 1) >> 1);
+      w.x[i] = s.x[i] == 0   ? uint16_t(h.x[i] + g.x[i])
+               : s.x[i] == 1 ? g.x[i]
+               : s.x[i] > 14 ? 0
+                             : uint16_t(((h.x[i] >> (s.x[i] - 2)) + 1) >> 1);
     return w;
   }
-  static U16 and16(U16 a, uint16_t b) { for (auto& v : a.x) v &= b; return a; }
+  static U16 and16(U16 a, uint16_t b) {
+    for (auto& v : a.x) v &= b;
+    return a;
+  }
   // Stores values <= 255 and returns `sum` plus them, spread over lanes.
   static I32 store_p(PCode* p, U16 a, U16 b, I32 sum) {
     for (int i = 0; i < 8; ++i) {
@@ -106,7 +170,7 @@ struct Generic {
     }
     return sum;
   }
-  // The key that lands at position `at` of a block of 4 * kLanes: packing follows the vector's own order.
+  // Returns the key at position `at` of a packed block of 4 * kLanes keys, whose order is that of the vector's packs.
   static constexpr int key_at(int at) { return at; }
 
   // ((high << left) * factor + 2^(shift - 1)) >> shift, or with P16 of 256 * high + low; 32 <= shift < 63,
@@ -120,19 +184,27 @@ struct Generic {
     }
     return r;
   }
-  // The first `count` lanes as floats, times `scale`; each step rounded.
+  // Stores the first `count` lanes as floats times `scale`, each step rounded.
   static void store_scaled(float* out, I32 x, float scale, int64_t count) {
     for (int i = 0; i < 4 && i < count; ++i) out[i] = float(x.x[i]) * scale;
   }
-  // The first `count` lanes, clamped to [-limit, limit].
+  // Stores the first `count` lanes, clamped to [-limit, limit].
   template <class Out>
   static void store_clamped(Out* out, I32 x, int limit, int64_t count) {
     for (int i = 0; i < 4 && i < count; ++i) out[i] = Out(x.x[i] < -limit ? -limit : x.x[i] > limit ? limit : x.x[i]);
   }
 
-  static Codes load_codes(const void* p) { Codes r; std::memcpy(&r, p, sizeof r); return r; }
-  static Codes broadcast(const void* p) { Codes r; for (int i = 0; i < 16; i += 4) std::memcpy(r.x + i, p, 4); return r; }
-  // acc + sum over the group of k * q (signed or ^ 0x80 k, signed q), of v * p (signed v, unsigned p)
+  static Codes load_codes(const void* p) {
+    Codes r;
+    std::memcpy(&r, p, sizeof r);
+    return r;
+  }
+  static Codes broadcast(const void* p) {
+    Codes r;
+    for (int i = 0; i < 16; i += 4) std::memcpy(r.x + i, p, 4);
+    return r;
+  }
+  // Return acc plus the sum over the group of k * q (k signed or ^ 0x80, q signed), or of v * p (v signed, p unsigned).
   static I32 dot_qk(I32 acc, Codes k, Codes q) {
     for (int i = 0; i < 16; ++i) acc.x[i / 4] += int32_t(k.x[i]) * q.x[i];
     return acc;

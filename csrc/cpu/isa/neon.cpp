@@ -4,5 +4,6 @@
 #include "cpu/quantize.hpp"
 
 namespace intflash {
-const Kernels kNeonKernels = {"neon", 25000, Attention<Neon>::unit_rows, Attention<Neon>::run, absolute_maximum<Neon>, quantize<Neon>};
+const Kernels kNeonKernels = {
+    "neon", 25000, Attention<Neon>::unit_rows, Attention<Neon>::run, absolute_maximum<Neon>, quantize<Neon>};
 }

@@ -12,7 +12,8 @@ namespace {
 struct Neon {
   static constexpr int kLanes = 4, kGroup = 4, kRows = 4, kCols = 4;
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 19;
-  static constexpr bool kWholeRows = false, kFloat16 = false, kWideP = false, kMatrixUnit = false, kFastPack = false, kUnsignedKeys = false;
+  static constexpr bool kRowOperations = false, kFloat16 = false, kWideP = false, kMatrixUnit = false,
+                        kFastPack = false, kUnsignedKeys = false;
   using Code = int8_t;
   using PCode = uint8_t;
   using I32 = int32x4_t;
@@ -21,7 +22,7 @@ struct Neon {
 
   static void begin(int64_t) {}
   static void end() {}
-  static void stay_awake() {}
+  static void keep_awake() {}
   static int depth_steps(int64_t head_dim) { return int((head_dim + 3) / 4); }
   static void copy_codes(const int8_t* x, int64_t n, int64_t padded, Code* out) {
     for (int64_t d = 0; d < n; ++d) out[d] = x[d];
@@ -55,7 +56,9 @@ struct Neon {
     const uint64x2_t low = vmlal_u32(b, vget_low_u32(x), vget_low_u32(y)), high = vmlal_high_u32(b, x, y);
     return vreinterpretq_s32_u32(vcombine_u32(vshrn_n_u64(low, 32), vshrn_n_u64(high, 32)));
   }
-  static I32 bury_absent(I32 x, I32 s) { return vbslq_s32(vceqq_s32(s, vdupq_n_s32(INT32_MIN)), vdupq_n_s32(65535), x); }
+  static I32 saturate_absent(I32 x, I32 s) {
+    return vbslq_s32(vceqq_s32(s, vdupq_n_s32(INT32_MIN)), vdupq_n_s32(65535), x);
+  }
 
   static U16 pack(I32 a, I32 b) { return vcombine_u16(vqmovun_s32(a), vqmovun_s32(b)); }
   static U16 set16(uint16_t v) { return vdupq_n_u16(v); }
@@ -64,7 +67,8 @@ struct Neon {
   static U16 and16(U16 a, uint16_t b) { return vandq_u16(a, vdupq_n_u16(b)); }
   template <int Shift>
   static U16 mantissa(U16 z) {
-    return vorrq_u16(vbicq_u16(vdupq_n_u16(uint16_t(255 << Shift)), vshlq_n_u16(z, Shift)), vdupq_n_u16(uint16_t(256 << Shift)));
+    return vorrq_u16(vbicq_u16(vdupq_n_u16(uint16_t(255 << Shift)), vshlq_n_u16(z, Shift)),
+                     vdupq_n_u16(uint16_t(256 << Shift)));
   }
   static U16 add16(U16 a, uint16_t b) { return vaddq_u16(a, vdupq_n_u16(b)); }
   static U16 mul_round(U16 a, U16 b) {  // (2ab + 2^15) >> 16

@@ -4,5 +4,7 @@
 #include "cpu/quantize.hpp"
 
 namespace intflash {
-const Kernels kNeonI8mmKernels = {"neoni8mm", 25000, Attention<NeonI8mm>::unit_rows, Attention<NeonI8mm>::run, absolute_maximum<NeonI8mm>, quantize<NeonI8mm>};
+const Kernels kNeonI8mmKernels = {
+    "neoni8mm",        25000, Attention<NeonI8mm>::unit_rows, Attention<NeonI8mm>::run, absolute_maximum<NeonI8mm>,
+    quantize<NeonI8mm>};
 }

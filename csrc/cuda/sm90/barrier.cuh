@@ -1,4 +1,5 @@
-// Barriers in shared memory between the warps that load and those that compute, and their shares of registers.
+// Shared-memory barriers (mbarrier) between producer and consumer warps, and setmaxnreg, which moves registers between
+// them.
 #pragma once
 #include "ptx.cuh"
 
@@ -60,16 +61,22 @@ template <int SIZE> struct Ring {
     }
 };
 
-template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> DEVICE void release_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> DEVICE void acquire_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 // 16 bytes, or zeros.
-DEVICE void copy_16_or_zeros(u32 to, const void* from, bool present) {
+DEVICE void cp_async_16_or_zeros(u32 to, const void* from, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0)
                  : "memory");
 }
-DEVICE void copy_4_or_zero(u32 to, const void* from, bool present) {
+DEVICE void cp_async_4_or_zero(u32 to, const void* from, bool present) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(present ? 4 : 0) : "memory");
 }
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DEVICE void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}

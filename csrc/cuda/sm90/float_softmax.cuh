@@ -1,4 +1,5 @@
-// The steps of lite and int_flash_half in stream.cuh's loop: int8 Q K^T, float32 softmax in octaves, 16-bit P and V.
+// The softmax of lite and int_flash_half in the mainloop of long rows: int8 Q K^T, a float32 softmax in octaves, P and
+// V of 16 bits.
 #pragma once
 #include "sm90/long_rows_mainloop.cuh"
 
@@ -36,7 +37,7 @@ DEVICE float largest_scale(u32 from) {
 struct Softmax {
     // With one buffer registers are left for a third warpgroup; at 48 and 64 channels there are enough for two.
     static constexpr int PASSES = 1, BUFFERS = HEAD_DIM == 48 || HEAD_DIM == 64 ? 2 : 1, IN_FLIGHT = 0;
-    static constexpr bool SETTLES = true, WHOLE_TILES = false;
+    static constexpr bool RESCALES = true, WHOLE_TILES = false;
     static constexpr int UNROLL = 1;
     struct P {  // of 64 keys: left operands of four products of 16 keys
         u32 word[4][4];
@@ -47,7 +48,7 @@ struct Softmax {
     static constexpr i32 LEAST_PEAK = KEY_SCALES == 2 ? 0 : NO_SCORE;
     i32 peak[2];  // of scores
 
-    DEVICE void start(const Params& p, const Place& at, const Shared&) {
+    DEVICE void start(const Params& p, const ThreadRows& at, const SharedLayout&) {
         const float octaves = (float)(p.sm_scale * 1.4426950408889634);
         const float* q_scale = (const float*)p.q_scale.ptr + head_offset(p.q_scale, at.batch, at.head);
         const float* k_scale = (const float*)p.k_scale.ptr + head_offset(p.k_scale, at.batch, at.kv_head);
@@ -62,15 +63,17 @@ struct Softmax {
         for (int i = 0; i < HEAD_DIM / 2; ++i) acc[i] = 0.0f;
         wgmma_hold(acc);  // before any product
     }
-    DEVICE void look(const Scores& s, bool partial, const Left& left) { raise_peaks(peak, s, partial, left); }
+    DEVICE void update_row_max(const Scores& s, bool partial, const VisibleKeys& visible) {
+        take_maxima(peak, s, partial, visible);
+    }
     // The tile's scale, or the largest of its keys'.
     DEVICE float tile_scale(u32 scales) const {
         if constexpr (KEY_SCALES == 2) return largest_scale(scales);
         if constexpr (KEY_SCALES == 1) return load_shared_float(scales);
         return 1.0f;
     }
-    template <int HALVES>
-    DEVICE void settle(const Scores (&s)[HALVES], bool partial, const Left (&left)[HALVES], u32 scales, float scale) {
+    template <int HALVES> DEVICE void rescale_acc(const Scores (&s)[HALVES], bool partial,
+                                                  const VisibleKeys (&visible)[HALVES], u32 scales, float scale) {
         if constexpr (KEY_SCALES == 1) unit[0] = row_unit[0] * scale, unit[1] = row_unit[1] * scale;
         float top[2];
         bool above = false;
@@ -83,7 +86,7 @@ struct Softmax {
             if constexpr (KEY_SCALES == 2) {
                 top[0] = top[1] = (float)NO_SCORE;
 #pragma unroll
-                for (int i = 0; i < HALVES; ++i) maxima(s[i], partial, left[i], scales + i * (SCALE_BYTES / 2), top);
+                for (int i = 0; i < HALVES; ++i) maxima(s[i], partial, visible[i], scales + i * (SCALE_BYTES / 2), top);
             }
             raise(top);
         }
@@ -94,14 +97,14 @@ struct Softmax {
         if constexpr (KEY_SCALES == 2) return load_shared_pair(scales + threadIdx.x % 4 * 8 + 4 * key_of_score(i));
         return {1.0f, 1.0f};
     }
-    static DEVICE void maxima(const Scores& s, bool partial, const Left& left, u32 scales, float (&top)[2]) {
+    static DEVICE void maxima(const Scores& s, bool partial, const VisibleKeys& visible, u32 scales, float (&top)[2]) {
 #pragma unroll
         for (int i = 0; i < HALF / 2; i += 4) {
             const float2 scale = key_scales(i, scales);
 #pragma unroll
             for (int j = i; j < i + 4; ++j) {
                 const float x = __int2float_rn(s[j]) * (j % 2 ? scale.y : scale.x);
-                if (!partial || left.has(j)) top[j / 2 % 2] = fmaxf(top[j / 2 % 2], x);
+                if (!partial || visible.has(j)) top[j / 2 % 2] = fmaxf(top[j / 2 % 2], x);
             }
         }
     }
@@ -119,7 +122,7 @@ struct Softmax {
         for (int i = 0; i < HEAD_DIM / 2; ++i) acc[i] *= by[i / 2 % 2];
         wgmma_hold(acc);  // before the next product
     }
-    template <bool PARTIAL> DEVICE void exponentials(const Scores& s, const Left& left, u32 scales, P& p) {
+    template <bool PARTIAL> DEVICE void exponentials(const Scores& s, const VisibleKeys& visible, u32 scales, P& p) {
 #pragma unroll
         for (int i = 0; i < HALF / 2; i += 4) {
             const float2 scale = key_scales(i, scales);
@@ -128,16 +131,16 @@ struct Softmax {
             for (int j = 0; j < 4; ++j) {
                 const float x = __int2float_rn(s[i + j]) * (j % 2 ? scale.y : scale.x);
                 e[j] = exp2_approx(__fmaf_rn(x, unit[j / 2], -reference[j / 2]));
-                if (PARTIAL && !left.has(i + j)) e[j] = 0.0f;
+                if (PARTIAL && !visible.has(i + j)) e[j] = 0.0f;
                 sum[j / 2] += e[j];
             }
             p.word[i / 8][i / 2 % 4] = pack_pair(e[0], e[1], VALUE{});
             p.word[i / 8][i / 2 % 4 + 1] = pack_pair(e[2], e[3], VALUE{});
         }
     }
-    DEVICE void exponentials(const Scores& s, bool partial, const Left& left, u32 scales, P& p) {
-        if (partial) exponentials<true>(s, left, scales, p);
-        else exponentials<false>(s, left, scales, p);
+    DEVICE void exponentials(const Scores& s, bool partial, const VisibleKeys& visible, u32 scales, P& p) {
+        if (partial) exponentials<true>(s, visible, scales, p);
+        else exponentials<false>(s, visible, scales, p);
     }
     DEVICE void keep(const P&, int) const {}  // in registers
     DEVICE void products(const P& p, int, u64 v) {
@@ -149,7 +152,7 @@ struct Softmax {
     DEVICE void wait() { wgmma_wait(acc); }
 
     // A thread's channels are 2q, 2q + 1 of every eight.
-    DEVICE void store(const Params& p, const Place& at) {
+    DEVICE void store(const Params& p, const ThreadRows& at) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float l = sum[h];

@@ -1,5 +1,5 @@
-// The steps of intflash, intflash_p8 and intflash_online in stream.cuh's loop. Also defined when this is compiled:
-// METHOD, and ROW_SCALES (0: one score constant serves all rows of a head).
+// The softmax of intflash, intflash_p8 and intflash_online in the mainloop of long rows. Further macros: METHOD, and
+// ROW_SCALES (0: one score constant serves all rows of a head).
 #pragma once
 #include "exp2.cuh"
 #include "sm90/long_rows_mainloop.cuh"
@@ -35,13 +35,13 @@ struct SharedCodes {
                          : "memory");
     }
     DEVICE static void publish() {
-        publish_shared();
+        fence_async_proxy();
         __syncwarp();
     }
 };
 
 // The magnitudes of a thread's two rows' codes, added by its quad: both sums in one word.
-DEVICE u32 row_magnitudes(const Shared& shared) {
+DEVICE u32 row_magnitudes(const SharedLayout& shared) {
     const u32 warp = threadIdx.x / 32 - 4, row = warp * 16 + threadIdx.x % 32 / 4;
     u32 sum[2] = {0, 0};
 #pragma unroll
@@ -53,10 +53,10 @@ DEVICE u32 row_magnitudes(const Shared& shared) {
 }
 
 // Bytes of p of the keys that a row sees; `word` holds keys 4q .. 4q + 3 of 16.
-DEVICE u32 seen_bytes(const Left& left, int step, int word) {
+DEVICE u32 seen_bytes(const VisibleKeys& visible, int step, int word) {
     const i32 key = step * 32 + word / 2 * 16;
     u32 beyond;
-    asm("shl.b32 %0, -1, %1;" : "=r"(beyond) : "r"(8 * max(left.keys[word % 2] - key, 0)));
+    asm("shl.b32 %0, -1, %1;" : "=r"(beyond) : "r"(8 * max(visible.keys[word % 2] - key, 0)));
     return ~beyond;
 }
 
@@ -65,7 +65,9 @@ struct Peaks {
     i32 C[2], shift[2], peak[2];
     bool fits;  // whether the shorter form of the exponential serves the warp's rows
 
-    DEVICE void look(const Scores& s, bool partial, const Left& left) { raise_peaks(peak, s, partial, left); }
+    DEVICE void update_row_max(const Scores& s, bool partial, const VisibleKeys& visible) {
+        take_maxima(peak, s, partial, visible);
+    }
     DEVICE i64 exponent(int h, i32 score) const { return (i64)(score << shift[h]) * C[h]; }
 };
 
@@ -87,7 +89,7 @@ template <int DIGITS, class Unit = Octaves> struct Digits : Peaks {
     u32 sums[DIGITS][2];  // of this thread's P
     SharedCodes kept;     // where P_SHARED
 
-    DEVICE void start(const Params& p, const Place& at, const Shared& shared) {
+    DEVICE void start(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
         if (P_SHARED) kept = SharedCodes(shared.codes);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -106,8 +108,8 @@ template <int DIGITS, class Unit = Octaves> struct Digits : Peaks {
 #pragma unroll
         for (int digit = 0; digit < DIGITS; ++digit) wgmma_hold(acc[digit]);  // before any product
     }
-    DEVICE static Score score_of(const Params& p, const Place& at, int h) {
-        if (FLOATS)
+    DEVICE static Score score_of(const Params& p, const ThreadRows& at, int h) {
+        if (FLOAT_KV)
             return score_constants<Unit>(*head_element<float>(p.q_scale, at.batch, at.head),
                                          *head_element<float>(p.k_scale, at.batch, at.kv_head), p.sm_scale);
         const i64 row = head_offset(p.score, at.batch, at.head) + min(at.row + 8 * h, p.nq - 1) * p.score.n;
@@ -120,10 +122,10 @@ template <int DIGITS, class Unit = Octaves> struct Digits : Peaks {
             for (int digit = 0; digit < DIGITS; ++digit)
                 sums[digit][i % 2] = add_bytes(p.digit[digit].word[i / 4][i % 4], sums[digit][i % 2]);
     }
-    DEVICE void hide(P& p, const Left& left) {
+    DEVICE void mask_p(P& p, const VisibleKeys& visible) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const u32 bytes = seen_bytes(left, i / 4, i % 4);
+            const u32 bytes = seen_bytes(visible, i / 4, i % 4);
 #pragma unroll
             for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] &= bytes;
         }
@@ -157,7 +159,7 @@ template <int DIGITS, class Unit = Octaves> struct Digits : Peaks {
         if constexpr (DIGITS == 1) return acc[0][i];
         else return {acc[0][i], acc[1][i]};
     }
-    DEVICE void store(const Params& p, const Place& at, const i64 (&t_max)[2]) const {
+    DEVICE void store(const Params& p, const ThreadRows& at, const i64 (&t_max)[2]) const {
         const Scaling scaling = output_scaling<OUT>(p, at.batch, at.head, at.kv_head);
         const u32 l[2] = {this->l(0), this->l(1)};
         RowScale<OUT, Accumulator> scales[2];
@@ -187,17 +189,17 @@ template <int DIGITS> struct Exact : Digits<DIGITS> {
     typedef typename Digits<DIGITS>::P P;
     static constexpr int PASSES = 2, IN_FLIGHT = ROW_SCALES ? 0 : 1;  // 1 would spill
     static constexpr int BUFFERS = DIGITS * HEAD_DIM / 2 > (CONSUMERS == 3 ? 48 : 64) ? 1 : 2;
-    static constexpr bool SETTLES = false, WHOLE_TILES = false;  // a row's maximum is known
+    static constexpr bool RESCALES = false, WHOLE_TILES = false;  // a row's maximum is known
     static constexpr int UNROLL = 1, DOTS = DIGITS == 2 ? 0 : 2;  // DOTS: see four_p
     i64 B[2];
 
     // The largest octave of either row at which 32 bits hold T + B of both.
-    DEVICE i32 limit(const Shared& shared) const {
+    DEVICE i32 limit(const SharedLayout& shared) const {
         const u32 magnitudes = row_magnitudes(shared), a = magnitudes & 0xFFFF, b = magnitudes >> 16;
-        if (!ROW_SCALES) return short_limit(this->C[0], this->shift[0], max(a, b));
-        return min(short_limit(this->C[0], this->shift[0], a), short_limit(this->C[1], this->shift[1], b));
+        if (!ROW_SCALES) return exp_32bit_limit(this->C[0], this->shift[0], max(a, b));
+        return min(exp_32bit_limit(this->C[0], this->shift[0], a), exp_32bit_limit(this->C[1], this->shift[1], b));
     }
-    DEVICE void between(const Shared& shared) {
+    DEVICE void between(const SharedLayout& shared) {
         const i32 limit = this->limit(shared);
         bool fits = true;
 #pragma unroll
@@ -208,26 +210,26 @@ template <int DIGITS> struct Exact : Digits<DIGITS> {
         }
         this->fits = __all_sync(~0u, fits);
     }
-    template <bool SHORT> DEVICE void powers(const Scores& s, P& p) const {
+    template <bool EXP_32BIT> DEVICE void powers(const Scores& s, P& p) const {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const i32* x = scores_of_word(s, i);
-            const int h = i % 2, by = SHORT ? 0 : this->shift[h];
+            const int h = i % 2, by = EXP_32BIT ? 0 : this->shift[h];
             const i32 a = x[0] << by, b = x[1] << by, c = x[4] << by, d = x[5] << by;
             u32 four[DIGITS];
-            if constexpr (SHORT) four_p<DOTS>(a, b, c, d, this->C[h] >> 8, (u32)(B[h] >> 8), four);
+            if constexpr (EXP_32BIT) four_p<DOTS>(a, b, c, d, this->C[h] >> 8, (u32)(B[h] >> 8), four);
             else four_p(a, b, c, d, this->C[h], B[h], four);
 #pragma unroll
             for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] = four[digit];
         }
     }
-    DEVICE void exponentials(const Scores& s, bool partial, const Left& left, u32, P& p) {
+    DEVICE void exponentials(const Scores& s, bool partial, const VisibleKeys& visible, u32, P& p) {
         if (this->fits) powers<true>(s, p);
         else powers<false>(s, p);
-        if (partial) this->hide(p, left);
+        if (partial) this->mask_p(p, visible);
         this->add(p);
     }
-    DEVICE void store(const Params& p, const Place& at) const {
+    DEVICE void store(const Params& p, const ThreadRows& at) const {
         Digits<DIGITS>::store(p, at, {K0 - B[0], K0 - B[1]});
     }
 };
@@ -238,7 +240,7 @@ typedef Exact<2> ExactP16;
 // Granules of 128 keys; a row's accumulators are shifted when a granule raises its octave. P is looked up.
 struct Online : Digits<1, TableSteps> {
     static constexpr int PASSES = 1, BUFFERS = 2;
-    static constexpr bool SETTLES = true, WHOLE_TILES = true;
+    static constexpr bool RESCALES = true, WHOLE_TILES = true;
     static constexpr int UNROLL = P_SHARED || ROW_SCALES || HEAD_DIM <= 32 ? 1 : 2;  // 2 would spill there
     TableUnit units[ROW_SCALES ? 2 : 1];
     TableRow rows[2];
@@ -247,7 +249,7 @@ struct Online : Digits<1, TableSteps> {
     bool rises[2];  // whether one of the warp does
 
     DEVICE const TableUnit& unit(int h) const { return units[ROW_SCALES ? h : 0]; }
-    DEVICE void start(const Params& p, const Place& at, const Shared& shared) {
+    DEVICE void start(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
         Digits::start(p, at, shared);
         lane = shared.table + threadIdx.x % 32 * 4;
         units[0] = TableUnit({C[0], shift[0]});
@@ -259,7 +261,7 @@ struct Online : Digits<1, TableSteps> {
     }
     // Both halves at once: scores of the second are on their way to entries while bytes of the first are loaded.
     template <bool CLAMPS>
-    DEVICE void exponentials(const Scores (&s)[2], bool partial, const Left (&left)[2], P (&p)[2]) {
+    DEVICE void exponentials(const Scores (&s)[2], bool partial, const VisibleKeys (&visible)[2], P (&p)[2]) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             const i32* x = scores_of_word(s[i / 8], i % 8);
@@ -267,10 +269,10 @@ struct Online : Digits<1, TableSteps> {
             u32& word = p[i / 8].digit[0].word[i % 8 / 4][i % 4];
             word = pack_unsigned_bytes(p_of(x[0]), p_of(x[1]), p_of(x[4]), p_of(x[5]));
         }
-        if (partial) hide(p[0], left[0]), hide(p[1], left[1]);
+        if (partial) mask_p(p[0], visible[0]), mask_p(p[1], visible[1]);
     }
     // What the next tile's scores mean for the sums. The accumulators follow once their products are done (settle).
-    DEVICE void decide() {
+    DEVICE void raise_row_octaves() {
 #pragma unroll
         for (int h = 0; h < 2; ++h) rises[h] = __any_sync(~0u, peak[h] > rows[h].limit);
 #pragma unroll
@@ -281,13 +283,13 @@ struct Online : Digits<1, TableSteps> {
     }
     DEVICE void raise(int h) {
         TableRow& row = rows[h];
-        const bool leaps = __any_sync(~0u, row.leaps(peak[h], unit(h)));
+        const bool needs_64_bits = __any_sync(~0u, row.needs_64_bits(peak[h], unit(h)));
         const i32 score = quad_max(peak[h]);
         const u32 l = quad_sum(sums[0][h]);
-        by[h] = leaps ? row.leap(score, unit(h)) : row.climb(score, unit(h));
+        by[h] = needs_64_bits ? row.raise_64bit(score, unit(h)) : row.raise_32bit(score, unit(h));
         sums[0][h] = threadIdx.x % 4 ? 0 : l >> by[h];  // a sum of the quad's is shifted, not its parts
     }
-    DEVICE void settle(const Scores (&)[2], bool, const Left (&)[2], u32, float) {
+    DEVICE void rescale_acc(const Scores (&)[2], bool, const VisibleKeys (&)[2], u32, float) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             if (rises[h])
@@ -295,7 +297,7 @@ struct Online : Digits<1, TableSteps> {
                 for (int i = 0; i < HEAD_DIM / 4; ++i) acc[0][4 * (i / 2) + 2 * h + i % 2] >>= by[h];
         wgmma_hold(acc[0]);  // before the next product
     }
-    DEVICE void store(const Params& p, const Place& at) const {
+    DEVICE void store(const Params& p, const ThreadRows& at) const {
         Digits::store(p, at, {(i64)rows[0].octave(unit(0)) << 32, (i64)rows[1].octave(unit(1)) << 32});
     }
 };

@@ -1,19 +1,19 @@
-// Rows of any length, of the integer methods: METHOD is ExactP8, ExactP16 or Online; COPIES: the copy engine loads.
+// Long rows of the integer methods: METHOD is ExactP8, ExactP16 or Online. TMA is 1 where TMA loads K and V.
 #include "sm90/integer_softmax.cuh"
-#if FLOATS
+#if FLOAT_KV
 #include "sm90/long_rows_quantize.cuh"
-typedef FloatLoads Loads;
+typedef QuantizingLoader Loader;
 #else
-typedef ThreadLoads Loads;
+typedef CpAsyncLoader Loader;
 #endif
 
-#if COPIES
+#if TMA
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
-    attend<METHOD>(p, EngineLoads{maps});
+    attend<METHOD>(p, TmaLoader{maps});
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Params p) {
-    attend<METHOD>(p, Loads());
+    attend<METHOD>(p, Loader());
 }
 #endif

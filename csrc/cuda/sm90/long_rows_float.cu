@@ -1,6 +1,6 @@
-// Rows of any length, of lite (VALUE bfloat_t) and int_flash_half (half_t).
+// Long rows of lite (VALUE bfloat_t) and int_flash_half (half_t).
 #include "sm90/float_softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Params p) {
-    attend<Softmax>(p, ThreadLoads());
+    attend<Softmax>(p, CpAsyncLoader());
 }

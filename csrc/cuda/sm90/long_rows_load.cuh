@@ -1,4 +1,5 @@
-// Long rows: tiles of 128 keys in a ring in shared memory, and the warpgroup that loads them. Macros: see stream.cuh.
+// The shared memory of long rows, a ring buffer of tiles of 128 keys, and its producers: cp.async by a warpgroup, or
+// TMA. Macros: see long_rows_mainloop.cuh.
 #pragma once
 #include "params.cuh"
 #include "quantize.cuh"
@@ -7,7 +8,7 @@
 
 constexpr int GROUP = 128;  // threads of a warpgroup
 constexpr int THREADS = (CONSUMERS + 1) * GROUP;
-constexpr int ROWS = 64 * CONSUMERS;
+constexpr int CTA_ROWS = 64 * CONSUMERS;
 constexpr int TILE = 128, HALF = 64;  // keys
 constexpr int D_CHUNKS = HEAD_DIM / 16, D_STEPS = (HEAD_DIM + 31) / 32;
 constexpr int K_WIDTH = HEAD_DIM <= 32 ? 32 : HEAD_DIM <= 64 ? 64 : 128;  // bytes of a row of K in shared memory
@@ -18,18 +19,23 @@ constexpr int K_BYTES = TILE * K_WIDTH, V_BYTES = FLOAT_VALUES ? V_BLOCKS * V_BL
 constexpr int V_HALF = (FLOAT_VALUES ? HALF * 128 : HALF) >> 4;  // from a descriptor to that of the next 64 keys
 constexpr int STAGE_BYTES = (K_BYTES + V_BYTES + 1023) / 1024 * 1024;
 constexpr int SCALE_BYTES = KEY_SCALES == 2 ? 4 * TILE : KEY_SCALES == 1 ? 16 : 0;  // of a tile
-constexpr int CODES_BYTES = P_SHARED ? ROWS * TILE : 0;  // P, where it does not stay in registers
-constexpr int SLOTS = FLOATS ? 2 : 0, SLOT_BYTES = 16 * 1024;  // of floats on their way to codes (stream_floats.cuh)
+constexpr int CODES_BYTES = P_SHARED ? CTA_ROWS * TILE : 0;  // P, where it does not stay in registers
+constexpr int SLOTS = FLOAT_KV ? 2 : 0, SLOT_BYTES = 16 * 1024;  // of floats on their way to codes (stream_floats.cuh)
 constexpr int TABLE_BYTES = P_TABLE ? 32 * 1024 : 0;  // of table.cuh
 constexpr int LAG = 2;
 
 typedef Ring<STAGES> Stage;
 
-struct Shared {
+struct SharedLayout {
     u32 table, tiles, query, codes, floats, scales, full, empty;
-    DEVICE Shared(u32 base)
-        : table(base), tiles(base + TABLE_BYTES), query(tiles + STAGES * STAGE_BYTES), codes(query + ROWS * K_WIDTH),
-          floats(codes + CODES_BYTES), scales(floats + SLOTS * SLOT_BYTES), full(scales + STAGES * SCALE_BYTES),
+    DEVICE SharedLayout(u32 base)
+        : table(base),
+          tiles(base + TABLE_BYTES),
+          query(tiles + STAGES * STAGE_BYTES),
+          codes(query + CTA_ROWS * K_WIDTH),
+          floats(codes + CODES_BYTES),
+          scales(floats + SLOTS * SLOT_BYTES),
+          full(scales + STAGES * SCALE_BYTES),
           empty(full + 8 * STAGES) {}
     DEVICE u32 k_tile(u32 stage) const { return tiles + stage * STAGE_BYTES; }
     DEVICE u32 query_rows(u32 group) const { return query + group * 64 * K_WIDTH; }
@@ -39,13 +45,13 @@ struct Shared {
     DEVICE void wait_empty(const Stage& s) const { barrier_wait(empty + 8 * s.stage, s.parity ^ 1); }
     DEVICE bool is_empty(const Stage& s) const { return barrier_test(empty + 8 * s.stage, s.parity ^ 1); }
     // The tile `ago` tiles before the one that goes to s.
-    DEVICE void announce(const Stage& s, u32 ago) const {
-        publish_shared();
+    DEVICE void signal_full(const Stage& s, u32 ago) const {
+        fence_async_proxy();
         barrier_arrive(full + 8 * ((s.stage + STAGES - ago) % STAGES));
     }
-    DEVICE void announce_all(const Stage& s, u32& in_flight) const {
-        copies_wait<0>();
-        for (; in_flight; --in_flight) announce(s, in_flight);
+    DEVICE void signal_all_full(const Stage& s, u32& in_flight) const {
+        cp_async_wait<0>();
+        for (; in_flight; --in_flight) signal_full(s, in_flight);
     }
     DEVICE void release(u32 stage) const { barrier_arrive_if(empty + 8 * stage, threadIdx.x % 32 == 0); }
 };
@@ -56,70 +62,70 @@ template <int D> DEVICE u32 channel_of_row(u32 row) { return row / 2 % 4 * (D / 
 
 // What a thread copies, one 16-byte chunk of each of several rows in shared memory: between them the addresses differ
 // by constants there and by a multiple of a stride in memory.
-struct KeyLoader {
+struct KeyTileLoader {
     static constexpr u32 WIDE = K_WIDTH / 16, AT_ONCE = GROUP / WIDE;
     const u8* from;
     i64 step;  // between the rows that a thread copies
     u32 to;
-    i32 left;  // keys from this thread's first one on
+    i32 visible;  // keys from this thread's first one on
 
     // Products of 8-bit P want the keys in the order of score_row.
-    DEVICE KeyLoader(const Params& p, const Shared& shared, const u8* base) {
+    DEVICE KeyTileLoader(const Params& p, const SharedLayout& shared, const u8* base) {
         const u32 thread = threadIdx.x % GROUP, row = thread / WIDE, chunk = thread % WIDE;
         const u32 key = FLOAT_VALUES ? row : key_of_row(row);
         from = base + key * p.k.n + chunk * 16;
         step = AT_ONCE * p.k.n;
         to = shared.k_tile(0) + swizzled<K_WIDTH>(row, chunk);
-        left = chunk < D_CHUNKS ? p.nk - key : 0;
+        visible = chunk < D_CHUNKS ? p.nk - key : 0;
     }
     DEVICE void load(u32 stage, i32 first) {
         const u8* at = from;
 #pragma unroll
         for (u32 i = 0; i < TILE; i += AT_ONCE) {
-            copy_16_or_zeros(to + stage * STAGE_BYTES + i * K_WIDTH, at, first + (i32)i < left);
+            cp_async_16_or_zeros(to + stage * STAGE_BYTES + i * K_WIDTH, at, first + (i32)i < visible);
             at += step;
         }
         from = at;
     }
 };
 
-template <bool> struct ValueLoader {  // V^T
+template <bool> struct ValueTileLoader {  // V^T
     static constexpr u32 AT_ONCE = GROUP / 8;
     const u8* from;
     i64 step;
     u32 to;
-    i32 left;
+    i32 visible;
 
-    DEVICE ValueLoader(const Params& p, const Shared& shared, const u8* base) {
+    DEVICE ValueTileLoader(const Params& p, const SharedLayout& shared, const u8* base) {
         const u32 thread = threadIdx.x % GROUP, keys = thread % 8 * 16;
         from = base + channel_of_row<HEAD_DIM>(thread / 8) * p.v.d + keys;
         step = AT_ONCE / 4 * p.v.d;
         to = shared.v_tile(0) + swizzled<128>(thread / 8, thread % 8);
-        left = p.nk - keys;
+        visible = p.nk - keys;
     }
     DEVICE void load(u32 stage, i32 first) const {
         const u8* at = from + first;
 #pragma unroll
         for (u32 i = 0; i < HEAD_DIM; i += AT_ONCE) {
-            copy_16_or_zeros(to + stage * STAGE_BYTES + i * 128, at, first < left);
+            cp_async_16_or_zeros(to + stage * STAGE_BYTES + i * 128, at, first < visible);
             at += step;
         }
     }
 };
 
-template <> struct ValueLoader<true> {
+template <> struct ValueTileLoader<true> {
     static constexpr u32 AT_ONCE = GROUP / 8;  // keys
     const u8* from;
     i64 step;
     u32 to;
-    i32 left;
+    i32 visible;
 
-    DEVICE ValueLoader(const Params& p, const Shared& shared, const u8* base) {
+    DEVICE ValueTileLoader(const Params& p, const SharedLayout& shared, const u8* base) {
         const u32 thread = threadIdx.x % GROUP, key = thread / 8, chunk = thread % 8;
         from = base + key * p.v.n * SIZE<VALUE> + chunk * 16;
         step = AT_ONCE * p.v.n * SIZE<VALUE>;
         to = shared.v_tile(0) + swizzled<128>(key, chunk);
-        left = p.nk - key;
+        visible = p.nk - key;
     }
     // A last block of fewer channels ends within V.
     DEVICE void load(u32 stage, i32 first) {
@@ -130,8 +136,8 @@ template <> struct ValueLoader<true> {
 #pragma unroll
             for (u32 block = 0; block < V_BLOCKS; ++block)
                 if (block * 64 + 64 <= HEAD_DIM || block * 64 + chunk * 8 < HEAD_DIM)
-                    copy_16_or_zeros(to + stage * STAGE_BYTES + block * V_BLOCK + i * 128, at + block * 128,
-                                     first + (i32)i < left);
+                    cp_async_16_or_zeros(to + stage * STAGE_BYTES + block * V_BLOCK + i * 128, at + block * 128,
+                                     first + (i32)i < visible);
             at += step;
         }
         from = at;
@@ -141,20 +147,20 @@ template <> struct ValueLoader<true> {
 // K's scales of a tile: of its keys, or its own.
 DEVICE void load_scales(const Params& p, u32 to, const float* base, i32 first) {
     const i32 thread = threadIdx.x % GROUP;
-    if (KEY_SCALES == 2) copy_4_or_zero(to + thread * 4, base + first + thread, first + thread < p.nk);
-    else if (thread == 0) copy_4_or_zero(to, base + first / TILE, true);
+    if (KEY_SCALES == 2) cp_async_4_or_zero(to + thread * 4, base + first + thread, first + thread < p.nk);
+    else if (thread == 0) cp_async_4_or_zero(to, base + first / TILE, true);
 }
 
 // All threads of the warpgroup copy, from any strides. The values are those of the last pass. Up to LAG tiles' copies
-// are in flight behind the one that is announced; none that has been issued waits for a buffer to be free, or the
-// warpgroups could not drift apart.
-struct ThreadLoads {
+// are in flight behind the one whose full barrier was signalled. Copies are signalled before the producer blocks on a
+// full ring: otherwise the warpgroups could not drift apart.
+struct CpAsyncLoader {
     static constexpr u32 ARRIVALS = GROUP;  // that announce a tile
 
     template <int PASSES>
-    DEVICE void run(const Params& p, const Shared& shared, u32 batch, u32 kv_head, i32 tiles, Stage& at) const {
-        KeyLoader keys(p, shared, p.k.ptr + head_offset(p.k, batch, kv_head));
-        ValueLoader<FLOAT_VALUES> values(p, shared, p.v.ptr + head_offset(p.v, batch, kv_head) * SIZE<VALUE>);
+    DEVICE void run(const Params& p, const SharedLayout& shared, u32 batch, u32 kv_head, i32 tiles, Stage& at) const {
+        KeyTileLoader keys(p, shared, p.k.ptr + head_offset(p.k, batch, kv_head));
+        ValueTileLoader<FLOAT_VALUES> values(p, shared, p.v.ptr + head_offset(p.v, batch, kv_head) * SIZE<VALUE>);
         const float* scales = (const float*)p.k_scale.ptr + head_offset(p.k_scale, batch, kv_head);
         u32 in_flight = 0;
 #pragma unroll 1
@@ -163,33 +169,33 @@ struct ThreadLoads {
 #pragma unroll 1
             for (i32 j = 0; j < tiles; ++j) {
                 if (!shared.is_empty(at)) {
-                    shared.announce_all(at, in_flight);
+                    shared.signal_all_full(at, in_flight);
                     shared.wait_empty(at);
                 }
                 keys.load(at.stage, j * TILE);
                 if (pass == PASSES) values.load(at.stage, j * TILE);
                 if (KEY_SCALES) load_scales(p, shared.k_scales(at.stage), scales, j * TILE);
-                copies_commit();
+                cp_async_commit();
                 at.next();
                 if (++in_flight > LAG) {
-                    copies_wait<LAG>();
-                    shared.announce(at, in_flight--);
+                    cp_async_wait<LAG>();
+                    shared.signal_full(at, in_flight--);
                 }
             }
         }
-        shared.announce_all(at, in_flight);
+        shared.signal_all_full(at, in_flight);
     }
-    DEVICE void help(const Params&, const Shared&) const {}
+    DEVICE void assist(const Params&, const SharedLayout&) const {}
 };
 
-// The loads of stream.cuh by one thread and the copy engine. It needs regular strides (tensor_maps.py says which);
-// stream_loads.cuh takes any.
-struct EngineLoads {
+// The producer by TMA: one thread issues the loads. It needs regular strides (tensor_maps.py says which); CpAsyncLoader
+// takes any.
+struct TmaLoader {
     static constexpr u32 ARRIVALS = 1;
     const TensorMaps& maps;
 
     template <int PASSES>
-    DEVICE void run(const Params&, const Shared& shared, u32 batch, u32 kv_head, i32 tiles, Stage& at) const {
+    DEVICE void run(const Params&, const SharedLayout& shared, u32 batch, u32 kv_head, i32 tiles, Stage& at) const {
         if (threadIdx.x != 0) return;
         const i32 row = maps.row(batch, kv_head), matrix = maps.matrix(batch, kv_head);
 #pragma unroll 1
@@ -199,10 +205,10 @@ struct EngineLoads {
                 const u32 full = shared.full + 8 * at.stage;
                 shared.wait_empty(at);
                 barrier_expect(full, pass == PASSES ? K_BYTES + V_BYTES : K_BYTES);
-                copy_keys(shared.k_tile(at.stage), maps, row, j * (TILE / 16), full);
-                if (pass == PASSES) copy_values(shared.v_tile(at.stage), maps, matrix, j * TILE, full);
+                tma_load_keys(shared.k_tile(at.stage), maps, row, j * (TILE / 16), full);
+                if (pass == PASSES) tma_load_values(shared.v_tile(at.stage), maps, matrix, j * TILE, full);
             }
         }
     }
-    DEVICE void help(const Params&, const Shared&) const {}
+    DEVICE void assist(const Params&, const SharedLayout&) const {}
 };

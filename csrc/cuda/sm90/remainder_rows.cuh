@@ -1,6 +1,6 @@
-// At most 8 last rows of a head (197 = 3 * 64 + 5), of which a tile of 64 would take the time of a whole one: the warps
-// of a warpgroup share the keys of their scores and exponentials, then the channels of P V, by mma.sync from the same
-// K and V^T in shared memory. HEAD_DIM is 64 or 128.
+// The remainder rows of a head, at most 8 (197 = 3 * 64 + 5), for which a tile of 64 rows would take as long as for 64.
+// The four warps of a warpgroup share the keys of their scores and exponentials, then the channels of P V, by mma.sync
+// from the same K and V^T in shared memory. HEAD_DIM is 64 or 128.
 #pragma once
 #include "mma.cuh"
 #include "sm90/short_rows_mainloop.cuh"
@@ -11,19 +11,19 @@ DEVICE void load_matrices(u32 at, u32 (&w)[4]) {
                  : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(at) : "memory");
 }
 
-struct Tail {
+struct RemainderRows {
     static constexpr int SHARE = (KEY_CHUNKS + 3) / 4;  // chunks of 16 keys of a warp: every fourth
     static constexpr int STEPS = (KEYS + 31) / 32;
     static constexpr int BLOCKS = HEAD_DIM / 32;   // of 8 channels, of a warp
     struct Shared {
         i32 peak[8][4];
-        // A step's left operand as a lane loads it. Every second word is of rows 8 to 15, which are of no use, and never
-        // written; a row's length lets no bank meet another.
+        // A step's left operand as a lane loads it. Every second word is of rows 8 to 15, which are of no use, and
+        // never written; a row's length lets no bank meet another.
         u32 p[DIGITS][8][STEPS | 1][4][4];
     };
     static constexpr int DIGIT = sizeof(Shared::p) / DIGITS / 4;  // words
 
-    const Tile& tile;
+    const RowTile& tile;
     const u32 k_tile, v_tile, lane, warp, g, quarter;
     Shared& shared;
     i32 peak;
@@ -31,7 +31,7 @@ struct Tail {
     RowScale<OUT, Accumulator> scale;
     i32 acc[2][DIGITS][BLOCKS][4];  // of even and odd steps: a shorter chain of products
 
-    DEVICE Tail(const Tile& tile, u32 k_tile, u32 v_tile, u8* shared)
+    DEVICE RemainderRows(const RowTile& tile, u32 k_tile, u32 v_tile, u8* shared)
         : tile(tile), k_tile(k_tile), v_tile(v_tile), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4), g(lane / 4),
           quarter(lane % 4), shared(*(Shared*)shared) {}
 
@@ -49,7 +49,7 @@ struct Tail {
         for (int i = 0; i < D_STEPS; ++i) {
             u32 w[4];
             load_matrices((first ^ 32 * i) + share * 64 * K_WIDTH, w);
-            const Left q = {tile.q[i][0], tile.q[i][1], tile.q[i][2], tile.q[i][3]};
+            const OperandA q = {tile.q[i][0], tile.q[i][1], tile.q[i][2], tile.q[i][3]};
             mma_s8_s8(even, q, {w[0], w[1]});
             mma_s8_s8(odd, q, {w[2], w[3]});
         }
@@ -104,7 +104,8 @@ struct Tail {
         for (int pair = 0; pair < (STEPS + 1) / 2; ++pair) {  // of steps of 32 keys
             u32 v[BLOCKS][4];
 #pragma unroll
-            for (int b = 0; b < BLOCKS; ++b) load_matrices((first ^ pair % 2 * 64) + pair / 2 * V_BLOCK + b * 1024, v[b]);
+            for (int b = 0; b < BLOCKS; ++b)
+                load_matrices((first ^ pair % 2 * 64) + pair / 2 * V_BLOCK + b * 1024, v[b]);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int step = 2 * pair + i;

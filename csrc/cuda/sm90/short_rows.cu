@@ -1,7 +1,8 @@
-// Programs of WARPGROUPS that load a head together and then walk over its tiles of rows, RESIDENT programs of a
-// multiprocessor at a time. See rows.cuh for the other macros.
+// Short rows: a whole row of scores lies in registers. A CTA of WARPGROUPS loads K and V of a head together and then
+// walks over the head's tiles of rows; CTAS_PER_SM CTAs share a multiprocessor. The other macros:
+// short_rows_mainloop.cuh.
 #include "sm90/short_rows_mainloop.cuh"
-#if TAIL
+#if REMAINDER_ROWS
 #include "sm90/remainder_rows.cuh"
 #endif
 
@@ -9,27 +10,28 @@ constexpr int THREADS = 128 * WARPGROUPS;
 constexpr bool AHEAD = SIZE<IN> < 4;  // Q of the next tile is loaded under this one where registers allow
 
 // Rows `row` and row + 8 of a thread, as the left operand of Q K^T.
-struct Query {
+struct QueryRows {
     const Tokens tokens;
     const u8* from[2];
-    i32 to_tail;  // rows from a thread's in a last whole tile to its in the tail
+    i32 to_remainder;  // rows from a thread's in a last whole tile to its in the remainder rows
     In::Raw<1> raw[D_STEPS][4];
 
-    DEVICE Query(const Params& p, u32 batch, u32 head) : tokens(p.q, batch, head) {
-        if (!AHEAD || !TAIL) return;  // nobody goes on
+    DEVICE QueryRows(const Params& p, u32 batch, u32 head) : tokens(p.q, batch, head) {
+        if (!AHEAD || !REMAINDER_ROWS) return;  // nobody goes on
         const i32 warp = threadIdx.x / 32 % 4, row_of_warp = threadIdx.x % 32 / 4;
-        to_tail = min(0, (p.nq & 63) - 1 - row_of_warp) + 64 * WARPGROUPS - 16 * warp;
-        once(to_tail);
+        to_remainder = min(0, (p.nq & 63) - 1 - row_of_warp) + 64 * WARPGROUPS - 16 * warp;
+        keep_in_register(to_remainder);
     }
     DEVICE void begin(i32 row, i32 last) {
         from[0] = tokens.at(min(row, last), threadIdx.x % 4 * 4);
         from[1] = tokens.at(min(row + 8, last), threadIdx.x % 4 * 4);
         load();
     }
-    // To the next tile's rows. With a tail, all others are whole; a thread's second row of a tail is of no use.
-    DEVICE void go_on(bool tail) {
-        from[0] = (const u8*)multiply_add(tail ? to_tail : 64 * WARPGROUPS, tokens.stride, (i64)from[0]);
-        from[1] = (const u8*)multiply_add(tail ? 0 : 8, tokens.stride, (i64)from[0]);
+    // Goes to the next tile's rows. With remainder rows all other tiles are whole; a thread's second remainder row is
+    // not used.
+    DEVICE void go_on(bool remainder) {
+        from[0] = (const u8*)multiply_add(remainder ? to_remainder : 64 * WARPGROUPS, tokens.stride, (i64)from[0]);
+        from[1] = (const u8*)multiply_add(remainder ? 0 : 8, tokens.stride, (i64)from[0]);
     }
     DEVICE void load() {
 #pragma unroll
@@ -38,7 +40,7 @@ struct Query {
     }
     DEVICE void codes(float inverse, u32 (&w)[D_STEPS][4]) {
 #pragma unroll
-        for (auto& step : raw) bring_near(step, inverse);
+        for (auto& step : raw) clamp_far_values(step, inverse);
 #pragma unroll
         for (int i = 0; i < D_STEPS; ++i)
 #pragma unroll
@@ -50,10 +52,10 @@ struct Query {
     }
 };
 
-#if FOUND
+#if HEAD_AMAX_IN_KERNEL
 // The head's own scales; each warp's maxima meet in shared memory that is not used yet.
 DEVICE void find_scales(const Params& p, const Tokens& q, const Tokens& k, const Tokens& v, u32* exchange,
-                        Scales<IN, FOUND>& scales) {
+                        Scales<IN, HEAD_AMAX_IN_KERNEL>& scales) {
     constexpr int WARPS = THREADS / 32, ROUNDS = (KEYS * HEAD_DIM * SIZE<IN> / 16 + THREADS - 1) / THREADS;
     constexpr int AT_ONCE = ROUNDS < 13 ? ROUNDS : 13;
     const i32 thread = threadIdx.x;
@@ -76,8 +78,8 @@ DEVICE void find_scales(const Params& p, const Tokens& q, const Tokens& k, const
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-#if COPIES
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+#if TMA
     attention(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
 #else
     attention(const __grid_constant__ Params p) {
@@ -91,21 +93,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     }
     const u32 kv_head = key_head(p, head);
     const i32 warp = threadIdx.x / 32 % 4, row_of_warp = threadIdx.x % 32 / 4, row_of_thread = warp * 16 + row_of_warp;
-    const i32 warpgroup = WARPGROUPS == 1 ? 0 : threadIdx.x / 128;  // all lanes of one alone are known to have the same rows
+    const i32 warpgroup =
+        WARPGROUPS == 1 ? 0 : threadIdx.x / 128;  // all lanes of one alone are known to have the same rows
     i32 row = ((ALL_ROWS ? 0 : blockIdx.z * p.tiles) + warpgroup) * 64;
     const i32 stop = ALL_ROWS ? p.nq : min((i32)(blockIdx.z + 1) * p.tiles * 64, p.nq);
-    const i32 whole = TAIL ? min(stop, p.nq & ~63) : stop;  // rows up to here are tiles
+    const i32 whole = REMAINDER_ROWS ? min(stop, p.nq & ~63) : stop;  // rows up to here are tiles
     const i32 first = row + (row < whole ? row_of_thread : row_of_warp);
 
-#if COPIES
-    const EngineLoader<THREADS> loader(p, maps, k_tile, v_tile, v_tile + V_BYTES, batch, kv_head);
+#if TMA
+    const TmaHeadLoader<THREADS> loader(p, maps, k_tile, v_tile, v_tile + V_BYTES, batch, kv_head);
 #else
     HeadLoader<THREADS> loader(p, k_tile, v_tile, batch, kv_head, threadIdx.x);
 #endif
-    Query query(p, batch, head);
+    QueryRows query(p, batch, head);
     HeadConstants constants(p, batch, head, kv_head);
-    await_previous(constants.known() | loader.known() | (u64)query.tokens.base);
-#if FOUND
+    wait_for_previous_kernel(constants.known() | loader.known() | (u64)query.tokens.base);
+#if HEAD_AMAX_IN_KERNEL
     find_scales(p, query.tokens, loader.keys.tokens, loader.values.tokens, (u32*)shared, constants.scales);
 #endif
     if (SIZE<IN> > 1) constants.load();  // codes are made with them
@@ -113,14 +116,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (AHEAD) query.begin(first, p.nq - 1);
     loader.begin_values(p, batch, kv_head);
     if (SIZE<IN> == 1) constants.load();
-    Tile tile;
+    RowTile tile;
     tile.score[0] = tile.score[1] = constants.of_scores(p);
     constants.scales.divide();
     loader.finish(constants.scales.k_inverse, constants.scales.v_inverse);
     __syncthreads();
     loader.wait();
     if (!ROW_SCALES) tile.set_limits();
-    let_next_start();
+    let_next_kernel_start();
     tile.prepare(k_tile, v_tile, p.nk);
     if (AHEAD) query.codes(constants.scales.q_inverse, tile.q);
     const i32 out_stride = (i32)p.out.n * SIZE<OUT>;
@@ -140,30 +143,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             tile.set_limits();
         }
     };
-    if (AHEAD && TAIL) query.go_on(row + 64 * WARPGROUPS >= whole);
+    if (AHEAD && REMAINDER_ROWS) query.go_on(row + 64 * WARPGROUPS >= whole);
     for (; row < whole; row += 64 * WARPGROUPS) {
         const i32 r = row + row_of_thread, next = row + 64 * WARPGROUPS;
         begin_rows(r);
-        tile.active = row + (TAIL ? 0 : warp * 16) < p.nq;  // with a tail all warps, though the compiler cannot know
+        tile.active = row + (REMAINDER_ROWS ? 0 : warp * 16) < p.nq;  // with remainder rows true for all warps
         tile.scores();
         if (AHEAD && next < stop) {
-            if (TAIL) query.load();
+            if (REMAINDER_ROWS) query.load();
             else query.begin(next + row_of_thread, p.nq - 1);
         }
-        tile.weigh();
+        tile.exponentials_and_products();
         // Under the products, as what follows. Codes are copied without asking, in fewer instructions.
         if (AHEAD && (SIZE<IN> == 1 || next < stop)) query.codes(constants.scales.q_inverse, tile.q);
-        if (AHEAD && TAIL) query.go_on(next + 64 * WARPGROUPS >= whole);
+        if (AHEAD && REMAINDER_ROWS) query.go_on(next + 64 * WARPGROUPS >= whole);
         tile.store(p, out, batch, head, r, constants.scaling);
         out = (u8*)multiply_add(64 * WARPGROUPS, out_stride, (i64)out);
     }
-#if TAIL
+#if REMAINDER_ROWS
     if (row < stop) {
         begin_rows(row + row_of_warp);
-        Tail tail(tile, k_tile, v_tile, shared + K_BYTES + V_BYTES + BARRIER_BYTES);
-        tail.run(constants.scaling);
+        RemainderRows remainder(tile, k_tile, v_tile, shared + K_BYTES + V_BYTES + BARRIER_BYTES);
+        remainder.run(constants.scaling);
         out = (u8*)multiply_add(first < whole ? -16 * warp : 0, out_stride, (i64)out);
-        tail.store(p, out, batch, head, row + row_of_warp, constants.scaling);
+        remainder.store(p, out, batch, head, row + row_of_warp, constants.scaling);
     }
 #endif
 }

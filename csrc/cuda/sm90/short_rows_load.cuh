@@ -1,4 +1,5 @@
-// A head of whole rows in shared memory: K, V^T and what else is read of it. Macros: see rows.cuh.
+// The prologue of short rows: K, V^T and the constants of a head on their way to shared memory, by loads, cp.async or
+// TMA. Macros: see short_rows_mainloop.cuh.
 #pragma once
 #include "epilogue.cuh"
 #include "exp2.cuh"
@@ -12,12 +13,12 @@ constexpr int D_CHUNKS = HEAD_DIM / 16, D_STEPS = (HEAD_DIM + 31) / 32;
 constexpr int KEY_CHUNKS = KEYS / 16;
 constexpr int V_BLOCK = HEAD_DIM * 128;  // bytes of 128 keys of V^T
 constexpr int K_BYTES = (KEYS * K_WIDTH + 1023) / 1024 * 1024, V_BYTES = (KEYS + 127) / 128 * V_BLOCK;
-constexpr int BARRIER_BYTES = 16 * COPIES;
+constexpr int BARRIER_BYTES = 16 * TMA;
 constexpr int CHANNELS = HEAD_DIM / 4;  // of a thread
 
-typedef Codes<IN, WITHIN> In;
+typedef Codes<IN, VALUES_IN_RANGE> In;
 
-// Where token `i` of a tensor begins, from its first one; strides of 32 bits (rows.py checks).
+// Where token `i` of a tensor begins, from its first one; strides of 32 bits (short_rows.py checks).
 struct Tokens {
     const u8* base;
     i32 stride;  // bytes
@@ -29,10 +30,10 @@ struct Tokens {
     }
 };
 
-template <typename RAW, int COUNT> DEVICE void bring_near(RAW (&raw)[COUNT], float inv) {
-    if (!In::far(inv)) return;
+template <typename RAW, int COUNT> DEVICE void clamp_far_values(RAW (&raw)[COUNT], float inv) {
+    if (!In::has_far_values(inv)) return;
 #pragma unroll
-    for (RAW& x : raw) In::bring_near(x, inv);
+    for (RAW& x : raw) In::clamp_far_values(x, inv);
 }
 
 // Rows of 16-channel chunks in K's place, by THREADS threads in rounds: a thread keeps its chunk and its rows lie
@@ -62,7 +63,7 @@ template <int THREADS, bool PERMUTED> struct RowLoader {
             if (has(first + j)) load_words(from(first + j), raw[j].word);
     }
     DEVICE void store(u32 tile, float inv, int first) {
-        bring_near(raw, inv);
+        clamp_far_values(raw, inv);
 #pragma unroll
         for (int j = 0; j < GROUP; ++j) {
             if (!has(first + j)) continue;
@@ -74,7 +75,7 @@ template <int THREADS, bool PERMUTED> struct RowLoader {
     DEVICE void copy(u32 tile) const {
 #pragma unroll
         for (int j = 0; j < ROUNDS; ++j)
-            if (has(j)) copy_16(to(tile, j), from(j));
+            if (has(j)) cp_async_16(to(tile, j), from(j));
     }
 };
 
@@ -108,24 +109,24 @@ template <int THREADS> struct ValueLoader {
     }
     DEVICE void store(u32 tile, float inv, int first) {
 #pragma unroll
-        for (auto& block : raw) bring_near(block, inv);
+        for (auto& block : raw) clamp_far_values(block, inv);
 #pragma unroll
         for (int j = 0; j < GROUP; ++j) {
             if (!has(first + j)) continue;
-            u32 turned[16];
-            In::turned(raw[j], inv, turned);
+            u32 transposed[16];
+            In::transposed(raw[j], inv, transposed);
 #pragma unroll
             for (int channel = 0; channel < 16; ++channel) {  // addresses differ by constants
                 const int same = channel / LANE_CHANNELS * LANE_CHANNELS + channel % 2;
                 const u32 row = value_row<HEAD_DIM>(chunk(first + j) * 16 + same);
-                store_shared(value_address(tile, row, key(first + j)) + 512 * (channel - same), turned[channel]);
+                store_shared(value_address(tile, row, key(first + j)) + 512 * (channel - same), transposed[channel]);
             }
         }
     }
 };
 
 // V^T as it lies, keys contiguous: neighbouring threads copy neighbouring chunks of a row.
-template <int THREADS> DEVICE void copy_values(u32 tile, const View& v, u32 batch, u32 head, i32 thread) {
+template <int THREADS> DEVICE void cp_async_values(u32 tile, const View& v, u32 batch, u32 head, i32 thread) {
     constexpr int LANES = KEY_CHUNKS <= 4 ? 4 : KEY_CHUNKS <= 8 ? 8 : 16, ROWS = THREADS / LANES;
     const u8* base = v.ptr + head_offset(v, batch, head);
     const i32 chunk = thread % LANES, row = thread / LANES;
@@ -139,7 +140,7 @@ template <int THREADS> DEVICE void copy_values(u32 tile, const View& v, u32 batc
         if (REGULAR) to = (first ^ value_row<HEAD_DIM>(i * ROWS) % 8 * 16) + value_row<HEAD_DIM>(i * ROWS) * 128;
         else to = value_address(tile, value_row<HEAD_DIM>(d), chunk * 16);
         if ((i + 1) * ROWS <= HEAD_DIM || d < HEAD_DIM)
-            copy_16(to, (const u8*)multiply_add(d, (i32)v.d, (i64)(base + chunk * 16)));
+            cp_async_16(to, (const u8*)multiply_add(d, (i32)v.d, (i64)(base + chunk * 16)));
     }
 }
 
@@ -154,7 +155,7 @@ template <int THREADS> DEVICE void zero_channels(u32 k_tile, i32 thread) {
 
 // What is read of a head besides Q, K and V. What is computed from it would delay loads if it came before them.
 struct HeadConstants {
-    Scales<IN, FOUND> scales;
+    Scales<IN, HEAD_AMAX_IN_KERNEL> scales;
     const i64 *score_at, *output_at;
     i64 score;
     Scaling scaling;
@@ -196,7 +197,7 @@ template <int THREADS> struct HeadLoader {
         else keys.load(0);
     }
     DEVICE void begin_values(const Params& p, u32 batch, u32 head) {
-        if constexpr (KEY_MAJOR) copy_values<THREADS>(v_tile, p.v, batch, head, values.thread);
+        if constexpr (KEY_MAJOR) cp_async_values<THREADS>(v_tile, p.v, batch, head, values.thread);
         else if constexpr (EARLY) values.load(0);
     }
     // All of the head is in this thread's part of shared memory.
@@ -215,16 +216,16 @@ template <int THREADS> struct HeadLoader {
                 values.store(v_tile, v_inverse, first);
             }
         }
-        copies_done();
-        publish_shared();
+        cp_async_wait_all();
+        fence_async_proxy();
     }
     DEVICE void wait() const {}  // for what no thread copies
 };
 
-#if COPIES
-// A head's codes by the copy engine, begun by one thread: where strides are regular (tensor_maps.py) and V has contiguous
-// keys. The last keys are copied by threads, as those that are absent are copies of the last one.
-template <int THREADS> struct EngineLoader {
+#if TMA
+// TMA loads of a head's codes, issued by one thread: where strides are regular (tensor_maps.py) and V has contiguous
+// keys. Threads copy the last 16 keys, as absent keys are copies of the last one.
+template <int THREADS> struct TmaHeadLoader {
     static constexpr i32 LAST = KEYS - 16;  // from this key on by threads
     static_assert(K_WIDTH == HEAD_DIM && 16 * D_CHUNKS <= THREADS);
     const TensorMaps& maps;
@@ -232,7 +233,7 @@ template <int THREADS> struct EngineLoader {
     const i32 row, matrix, last;
     const Tokens tokens;
 
-    DEVICE EngineLoader(const Params& p, const TensorMaps& maps, u32 k_tile, u32 v_tile, u32 barrier, u32 batch,
+    DEVICE TmaHeadLoader(const Params& p, const TensorMaps& maps, u32 k_tile, u32 v_tile, u32 barrier, u32 batch,
                         u32 head)
         : maps(maps), k_tile(k_tile), v_tile(v_tile), barrier(barrier), row(maps.row(batch, head)),
           matrix(maps.matrix(batch, head)), last(p.nk - 1), tokens(p.k, batch, head) {}
@@ -241,23 +242,24 @@ template <int THREADS> struct EngineLoader {
     DEVICE void begin_keys() const {
         if (threadIdx.x == 0) {
             barrier_init(barrier, 1);
-            publish_shared();
+            fence_async_proxy();
             barrier_expect(barrier, LAST * K_WIDTH + V_BYTES);
-            copy_keys(k_tile, maps, row, 0, barrier);
+            tma_load_keys(k_tile, maps, row, 0, barrier);
 #pragma unroll
-            for (int i = 0; i < V_BYTES / V_BLOCK; ++i) copy_values(v_tile + i * V_BLOCK, maps, matrix, 128 * i, barrier);
+            for (int i = 0; i < V_BYTES / V_BLOCK; ++i)
+                tma_load_values(v_tile + i * V_BLOCK, maps, matrix, 128 * i, barrier);
         }
         const i32 key = threadIdx.x / D_CHUNKS, chunk = threadIdx.x % D_CHUNKS;
         if (copies_last())
-            copy_16(k_tile + LAST * K_WIDTH + swizzled<K_WIDTH>(score_row(key), chunk),
+            cp_async_16(k_tile + LAST * K_WIDTH + swizzled<K_WIDTH>(score_row(key), chunk),
                     tokens.at(min(LAST + key, last), chunk * 16));
     }
     DEVICE bool copies_last() const { return threadIdx.x < 16 * D_CHUNKS; }
     DEVICE void begin_values(const Params&, u32, u32) const {}  // they are on their way
     DEVICE void finish(float, float) const {
         if (!copies_last()) return;
-        copies_done();
-        publish_shared();
+        cp_async_wait_all();
+        fence_async_proxy();
     }
     DEVICE void wait() const { barrier_wait(barrier, 0); }  // where another has met those of all threads
 };

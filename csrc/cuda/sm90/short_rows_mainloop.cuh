@@ -1,12 +1,24 @@
-// Whole rows on chip, at most 224 keys: products, exponentials, output. K and V^T of a head lie in shared memory
-// (rows_loads.cuh), a warpgroup computes tiles of 64 rows whose scores stay in registers: one pass over K, the exact
-// maximum, no rescale.
+// The mainloop of short rows, of at most 224 keys: products, exponentials and epilogue of a tile of 64 rows.
 //
-// Defined when this is compiled: KEYS (padded to 16), HEAD_DIM (a multiple of 16), BITS of p, IN and OUT types,
-// SHORT (T + B in 32 bits where it fits), KEY_MAJOR (V has contiguous keys), ROW_SCALES (Q has a scale per token),
-// FOUND (floats whose scales are the head's own maxima's), WITHIN (or of the tensor's: quantize.cuh), COPIES
-// (rows_copies.cuh), TAIL (rows_tail.cuh), STATISTICS (p.t_max and p.l are wanted), HEADS_FIRST (of the grid's axes, as
-// heads mostly lie in memory), LAST_FIRST (from the last head on), ALL_ROWS (a program takes all rows of its head).
+// K and V^T of a head lie in shared memory (short_rows_load.cuh). The scores of a row stay in registers, so that one
+// pass over K gives the exact maximum and nothing is rescaled.
+//
+// Macros:
+//   KEYS                 the number of keys, padded to 16
+//   HEAD_DIM             a multiple of 16
+//   BITS                 of p, 8 or 16
+//   IN, OUT              the types of Q, K, V and of the output
+//   EXP_32BIT            1: T + B is computed in 32 bits where it fits
+//   KEY_MAJOR            1: V has contiguous keys
+//   ROW_SCALES           1: Q has a scale for each token
+//   HEAD_AMAX_IN_KERNEL  1: the kernel finds the scales of floats, from each head's own maxima
+//   VALUES_IN_RANGE      1: no float is past its scale's range (quantize.cuh)
+//   TMA                  1: TMA loads K and V
+//   REMAINDER_ROWS       1: the last rows of a head have a code path of their own (remainder_rows.cuh)
+//   STATISTICS           1: p.t_max and p.l are wanted
+//   HEADS_FIRST          1: heads lie along the grid's first axis, as they mostly lie in memory; 0: batches
+//   LAST_FIRST           1: CTAs take the heads from the last one on
+//   ALL_ROWS             1: a CTA takes all rows of its head
 #pragma once
 #include "sm90/short_rows_load.cuh"
 #include "sm90/wgmma.cuh"
@@ -27,12 +39,12 @@ constexpr int FIRST = KEYS < 64 ? 0 : KEYS / 64 * 32, REST = KEYS - FIRST;
 DEVICE u32 joined(const u32 (&sums)[DIGITS]) { return DIGITS == 1 ? sums[0] : (sums[0] << 8) + sums[DIGITS - 1]; }
 
 // Left operands of P V, a step of 32 keys each, one for each digit.
-template <int KEY_COUNT> struct Weights {
+template <int KEY_COUNT> struct POperands {
     u32 step[KEY_COUNT ? (KEY_COUNT + 31) / 32 : 1][DIGITS][4];
 };
 
 // A tile of 64 rows; a thread has rows h = 0, 1.
-struct Tile {
+struct RowTile {
     u32 q[D_STEPS][4];  // the rows' codes, left operand of Q K^T
     Score score[2];
     i32 limit[2];  // short_limit, by the largest codes there are
@@ -46,20 +58,20 @@ struct Tile {
     u32 own_sum;  // which half of both rows' sums is of the row whose scale this lane makes
     u32 present;  // bytes of the thread's last four keys that exist
     bool active;  // whether the warp has rows: some of a head's last tile may not
-    bool fits;    // whether 32 bits hold every T + B of the warp: exponent.cuh, short_limit
+    bool fits;    // whether 32 bits hold every T + B of the warp: exp2.cuh, short_limit
 
-    // `active`, known where it always is: with a tail, all other tiles are whole. P16 without SHORT would spill, as no branch
-    // would be left between the parts' exponentials.
-    DEVICE bool works() const { return (TAIL && (SHORT || BITS == 8)) || active; }
+    // Constant true when remainder rows have their own code path, as all tiles are then whole. P16 without EXP_32BIT
+    // would spill, as no branch would be left between the parts' exponentials.
+    DEVICE bool has_rows() const { return (REMAINDER_ROWS && (EXP_32BIT || BITS == 8)) || active; }
     DEVICE void prepare(u32 k_tile, u32 v_tile, i32 nk) {
         k_operand = descriptor<K_WIDTH>(k_tile), v_operand = descriptor<128>(v_tile);
         own_sum = makes_second() ? 0x4432 : 0x4410;
-        once(own_sum);
+        keep_in_register(own_sum);
         present = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             if (KEYS - 16 + 4 * (i32)(threadIdx.x % 4) + i < nk) present |= 0xFFu << (8 * i);
-        once(present);
+        keep_in_register(present);
     }
 
     template <int COUNT> DEVICE void issue_scores(i32 (&s)[COUNT], int first) {
@@ -88,14 +100,14 @@ struct Tile {
 
     DEVICE void set_limits() {
         constexpr i32 USUAL = 48;  // octaves that a maximum seldom reaches
-        if (!SHORT) return;
+        if (!EXP_32BIT) return;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) limit[h] = short_limit(score[h].C, score[h].k, 128 * HEAD_DIM);
-        if (!ROW_SCALES) once(limit[0]), limit[1] = limit[0];
+        for (int h = 0; h < 2; ++h) limit[h] = exp_32bit_limit(score[h].C, score[h].k, 128 * HEAD_DIM);
+        if (!ROW_SCALES) keep_in_register(limit[0]), limit[1] = limit[0];
         usual = __all_sync(~0u, min(limit[0], limit[1]) >= USUAL);
     }
     // Of both rows, by their own codes where most maxima could be past the usual limit.
-    DEVICE i32 short_limits() const {
+    DEVICE i32 exp_32bit_limits() const {
         if (usual) return min(limit[0], limit[1]);
         i32 own[2];
 #pragma unroll
@@ -103,7 +115,7 @@ struct Tile {
             u32 sum = 0;
 #pragma unroll
             for (int i = 0; i < D_STEPS; ++i) sum = add_magnitudes(q[i][h], add_magnitudes(q[i][2 + h], sum));
-            own[h] = short_limit(score[h].C, score[h].k, quad_sum(sum));
+            own[h] = exp_32bit_limit(score[h].C, score[h].k, quad_sum(sum));
         }
         return min(own[0], own[1]);
     }
@@ -115,13 +127,13 @@ struct Tile {
     DEVICE i64 top(int h) const { return multiply_add(peak[h] << score[h].k, score[h].C, 0); }
 
     template <bool LAST, int COUNT, int KEY_COUNT>
-    DEVICE void exponentials(i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
-        if (SHORT && fits) exponentials<LAST, true>(s, p);
+    DEVICE void exponentials(i32 (&s)[COUNT], POperands<KEY_COUNT>& p) {
+        if (EXP_32BIT && fits) exponentials<LAST, true>(s, p);
         else exponentials<LAST, false>(s, p);
     }
-    template <bool LAST, bool IN_SHORT, int COUNT, int KEY_COUNT>
-    DEVICE void exponentials(i32 (&s)[COUNT], Weights<KEY_COUNT>& p) {
-        if (!IN_SHORT && score[0].k | score[1].k) {
+    template <bool LAST, bool IN_32BIT, int COUNT, int KEY_COUNT>
+    DEVICE void exponentials(i32 (&s)[COUNT], POperands<KEY_COUNT>& p) {
+        if (!IN_32BIT && score[0].k | score[1].k) {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) s[i] <<= score[i / 2 % 2].k;
         }
@@ -134,7 +146,7 @@ struct Tile {
                 const i32* x = &s[8 * group + 2 * h];
                 u32 four[DIGITS];
                 const i32 C = score[h].C;
-                if constexpr (IN_SHORT) four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], C >> 8, 0u - minus_B[h], four);
+                if constexpr (IN_32BIT) four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], C >> 8, 0u - minus_B[h], four);
                 else four_p(x[0], x[1], x[4], x[5], C, K0 - top(h), four);
 #pragma unroll
                 for (int digit = 0; digit < DIGITS; ++digit) {
@@ -145,7 +157,7 @@ struct Tile {
             }
     }
 
-    template <int KEY_COUNT> DEVICE void issue_values(Weights<KEY_COUNT>& p, int first) {
+    template <int KEY_COUNT> DEVICE void issue_values(POperands<KEY_COUNT>& p, int first) {
         wgmma_order();
 #pragma unroll
         for (int i = 0; i < (KEY_COUNT + 31) / 32; ++i)
@@ -166,17 +178,17 @@ struct Tile {
         if constexpr (FIRST > 0) {
             issue_scores(a, 0);
             issue_scores(b, FIRST);
-            if (SHORT) own = short_limits();  // under the products
+            if (EXP_32BIT) own = exp_32bit_limits();  // under the products
             wgmma_wait<1>(a);
             if (active) maximum<true>(a);  // a branch, so that it stays under the second part's products
         } else {
             issue_scores(b, 0);
-            if (SHORT) own = short_limits();
+            if (EXP_32BIT) own = exp_32bit_limits();
         }
         wgmma_wait(b);
-        if (works()) {
+        if (has_rows()) {
             maximum<FIRST == 0>(b);
-            fits = SHORT && __all_sync(~0u, highest_octave() <= own);  // each lane asks of its own keys
+            fits = EXP_32BIT && __all_sync(~0u, highest_octave() <= own);  // each lane asks of its own keys
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 peak[h] = quad_max(peak[h]);
@@ -186,16 +198,16 @@ struct Tile {
     }
 
     // To the last product, which is on its way.
-    DEVICE void weigh() {
-        Weights<FIRST> pa = {};
-        Weights<REST> pb = {};
+    DEVICE void exponentials_and_products() {
+        POperands<FIRST> pa = {};
+        POperands<REST> pb = {};
 #pragma unroll
         for (int i = 0; i < 2 * DIGITS; ++i) sums[i / DIGITS][i % DIGITS] = 0;
         if constexpr (FIRST > 0) {
-            if (works()) exponentials<false>(a, pa);
+            if (has_rows()) exponentials<false>(a, pa);
             issue_values(pa, 0);
         }
-        if (works()) exponentials<true>(b, pb);
+        if (has_rows()) exponentials<true>(b, pb);
         issue_values(pb, FIRST);
     }
 
@@ -217,7 +229,7 @@ struct Tile {
         u32 l[2];
         RowScale<OUT, Accumulator> scales[2];
         i64 to[2];
-        if (works()) {
+        if (has_rows()) {
             row_scales(row_sums(l), scaling, scales);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -227,7 +239,7 @@ struct Tile {
         }
 #pragma unroll
         for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]);
-        if (!works()) return;
+        if (!has_rows()) return;
         Accumulator mine[2][CHANNELS];
 #pragma unroll
         for (int i = 0; i < 2 * CHANNELS; ++i) {
@@ -240,7 +252,9 @@ struct Tile {
         }
         u32 words[2][CHANNELS * SIZE<OUT> / 4];
         output_words<OUT>(mine, scales, scaling, words);
-        const auto has = [&](int h) { return TAIL || row + 8 * h < p.nq; };  // with a tail, all other tiles are whole
+        const auto has = [&](int h) {
+            return REMAINDER_ROWS || row + 8 * h < p.nq;
+        };  // with remainder rows all tiles are whole
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             if (has(h)) store_words((u8*)to[h], words[h]);

@@ -1,43 +1,43 @@
-// Long rows: which rows a multiprocessor's program computes, one piece of work after another (stream.py,
-// `share`, `share_of_heads`).
+// The tile scheduler of long rows: which rows a persistent CTA computes, one work tile after another. The host fills
+// p.share in long_rows.py (`schedule_ranges`, `schedule_resident_heads`).
 #pragma once
 #include "sm90/long_rows_load.cuh"
 
-// A thread's rows are `row` and row + 8; those from `end` on are not the program's.
-struct Place {
+// The rows of a thread are `row` and row + 8; those from `end` on are not the CTA's.
+struct ThreadRows {
     u32 batch, head, kv_head;
     i32 row, end;
 };
 
 // threadIdx.x, read again: no register holds what follows from it meanwhile.
-DEVICE u32 thread_anew() {
+DEVICE u32 reread_thread_index() {
     u32 x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
 }
 
 // Rows [row, end) of a head.
-struct Work {
+struct WorkTile {
     u32 batch, head, kv_head;
     i32 row, end;
 
-    DEVICE Work(const Params& p, u32 of, i32 row, i32 rows) : row(row), end(min(row + rows, p.nq)) {
+    DEVICE WorkTile(const Params& p, u32 of, i32 row, i32 rows) : row(row), end(min(row + rows, p.nq)) {
         batch = quotient(of, p.heads, p.share.heads_reciprocal);
         head = of - batch * p.heads;
         kv_head = key_head(p, head);
     }
     DEVICE i32 tiles() const { return (end - row + 63) / 64; }
     // Of the thread's rows of a tile.
-    DEVICE Place place(u32 thread, i32 tile) const {
+    DEVICE ThreadRows place(u32 thread, i32 tile) const {
         return {batch, head, kv_head, row + tile * 64 + (i32)(thread % GROUP / 32 * 16 + thread % 32 / 4), end};
     }
 };
 
-// The program's pieces: whole ones in turn with all other programs; the rest in turn from program `first` on.
-struct Pieces {
+// Hands out pieces round robin: whole ones to all CTAs, then the smaller ones to the CTAs from `first` on.
+struct RangeScheduler {
     u32 i;
 
-    DEVICE Pieces(const Params& p) : i(blockIdx.x) {
+    DEVICE RangeScheduler(const Params& p) : i(blockIdx.x) {
         if (i >= p.share.whole_of_all) begin_rest(p.share);
     }
     DEVICE bool done(const Params& p) const { return i >= p.share.pieces; }
@@ -49,37 +49,38 @@ struct Pieces {
     DEVICE void begin_rest(const Share& share) {
         i = blockIdx.x < share.first ? share.pieces : share.whole_of_all + blockIdx.x - share.first;
     }
-    // Whole pieces of all heads come first, then what they leave of each.
-    DEVICE Work work(const Params& p) const {
+    // The whole pieces of all heads come first, then what they leave of each head.
+    DEVICE WorkTile work(const Params& p) const {
         const Share& share = p.share;
         if (i < share.whole_of_all) {
             const u32 of = quotient(i, share.whole, share.whole_reciprocal);
             const i32 piece = i - of * share.whole;  // the last rows see most keys: first
-            return Work(p, of, (CAUSAL ? share.whole - 1 - piece : piece) * ROWS, ROWS);
+            return WorkTile(p, of, (CAUSAL ? share.whole - 1 - piece : piece) * CTA_ROWS, CTA_ROWS);
         }
         const u32 rest = i - share.whole_of_all, of = quotient(rest, share.rest, share.rest_reciprocal);
         const i32 rows = 64 * share.rest_tiles;
-        return Work(p, of, share.whole * ROWS + (rest - of * share.rest) * rows, rows);
+        return WorkTile(p, of, share.whole * CTA_ROWS + (rest - of * share.rest) * rows, rows);
     }
 };
 
-// RESIDENT: the program's tiles of 64 rows are neighbours, from i to end; a turn is those of one head.
-struct Heads {
+// For K/V resident in shared memory: the CTA's tiles of 64 rows are neighbours, from i to end; a work tile is those of
+// one head.
+struct ResidentScheduler {
     u32 i, end;
 
-    DEVICE Heads(const Params& p) {
+    DEVICE ResidentScheduler(const Params& p) {
         i = blockIdx.x * p.share.rest_tiles + min(blockIdx.x, p.share.first);
         end = i + p.share.rest_tiles + (blockIdx.x < p.share.first);
     }
     DEVICE bool done(const Params&) const { return i >= end; }
     DEVICE void next(const Params& p) { i = (head(p) + 1) * p.share.whole; }
     DEVICE u32 head(const Params& p) const { return quotient(i, p.share.whole, p.share.whole_reciprocal); }
-    DEVICE Work work(const Params& p) const {
+    DEVICE WorkTile work(const Params& p) const {
         const u32 of = head(p);
-        return Work(p, of, 64 * (i - of * p.share.whole), 64 * (end - i));
+        return WorkTile(p, of, 64 * (i - of * p.share.whole), 64 * (end - i));
     }
 };
 
-template <bool> struct TurnsOf { typedef Pieces Type; };
-template <> struct TurnsOf<true> { typedef Heads Type; };
-typedef TurnsOf<RESIDENT>::Type Turns;
+template <bool> struct TileSchedulerOf { typedef RangeScheduler Type; };
+template <> struct TileSchedulerOf<true> { typedef ResidentScheduler Type; };
+typedef TileSchedulerOf<KV_RESIDENT>::Type TileScheduler;

@@ -1,4 +1,4 @@
-// Boxes of K and V^T by the copy engine, which finds their addresses, permutes their rows and swizzles them.
+// TMA loads of K and V^T: TMA finds the addresses of a box, permutes its rows and swizzles them.
 #pragma once
 #include "sm90/barrier.cuh"
 
@@ -15,7 +15,7 @@ struct TensorMaps {
     DEVICE i32 matrix(u32 batch, u32 head) const { return batch * v_batch + head * v_head; }
 };
 
-DEVICE void copy_box(u32 to, const TensorMap& map, i32 first, i32 second, i32 last, u32 barrier) {
+DEVICE void tma_load_box(u32 to, const TensorMap& map, i32 first, i32 second, i32 last, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%2, %3, %5, %5, %4}], [%6];" ::"r"(to), "l"(&map), "r"(first), "r"(second), "r"(last), "r"(0),
@@ -23,10 +23,10 @@ DEVICE void copy_box(u32 to, const TensorMap& map, i32 first, i32 second, i32 la
 }
 
 // Keys of a head from group `group` of 16 on, as many as the map's box has.
-DEVICE void copy_keys(u32 to, const TensorMaps& maps, i32 row, i32 group, u32 barrier) {
-    copy_box(to, maps.k, 0, row, group, barrier);
+DEVICE void tma_load_keys(u32 to, const TensorMaps& maps, i32 row, i32 group, u32 barrier) {
+    tma_load_box(to, maps.k, 0, row, group, barrier);
 }
 // Values of 128 keys.
-DEVICE void copy_values(u32 to, const TensorMaps& maps, i32 matrix, i32 key, u32 barrier) {
-    copy_box(to, maps.v, key, 0, matrix, barrier);
+DEVICE void tma_load_values(u32 to, const TensorMaps& maps, i32 matrix, i32 key, u32 barrier) {
+    tma_load_box(to, maps.v, key, 0, matrix, barrier);
 }

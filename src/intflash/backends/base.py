@@ -1,10 +1,11 @@
-"""What a backend is: a value with three functions. Reasons are sentences; None means it can."""
+"""What a backend is: its lists of what it serves, and its functions. Reasons are sentences; None means it can."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from intflash.backends.features import unserved
 from intflash.problem import Problem, Result
 
 
@@ -15,7 +16,8 @@ class Backend:
     Attributes:
         name: the value of ``backend=``.
         unavailable: why it cannot run on this machine at all, or None.
-        unsupported: why it cannot serve this problem, or None.
+        serves: method -> the features of problems that it serves (backends/features.py). All others are refused.
+        limits: why it cannot serve a problem of these features: its shape, its device, or a combination of features.
         run: the computation; the problem is supported and its tensors are not changed.
         looks: whether `run` itself raises InputError for NaN and infinity where the problem says `check_finite`.
         native(): whether its absence on this machine is worth a warning when another backend serves instead.
@@ -23,7 +25,12 @@ class Backend:
 
     name: str
     unavailable: Callable[[], str | None]
-    unsupported: Callable[[Problem], str | None]
+    serves: Mapping[str, frozenset[str]]
+    limits: Callable[[Problem], str | None]
     run: Callable[[Problem], Result]
     native: Callable[[], bool] = lambda: False
     looks: bool = False
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """Why it cannot serve this problem, or None."""
+        return unserved(problem, self.serves) or self.limits(problem)

@@ -7,12 +7,22 @@ compiler, and so without the native module, the backend is unavailable and says 
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 from torch import Tensor
 
 from intflash import validate
 from intflash.backends.base import Backend
+from intflash.backends.features import (
+    CODES,
+    FLOAT_INPUTS,
+    FLOAT_OUTPUT,
+    INTEGER_OUTPUT,
+    MASKS,
+    QUANTIZATION,
+    per,
+)  # fmt: skip
 from intflash.errors import InputError
 from intflash.numerics.exp import LOG2_E, P8_MAX, P16_MAX, log_sum_exp
 from intflash.problem import Problem, Result, empty_output
@@ -31,6 +41,7 @@ except ImportError as error:
         _missing = f"its native module does not load ({error}); install intflash again"
 else:
     _native.use_exchange(getattr(Tensor, "__dlpack_c_exchange_api__", None))
+    _native.set_main_thread(threading.main_thread().ident)
     _native.use_torch(torch.empty_like, empty_output)
 
 # In the order of the native enumerations.
@@ -59,7 +70,7 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     """Compute a supported problem.
 
     Args:
-        problem: see `unsupported`.
+        problem: see `SERVES` and `limits`.
         isa: one of `instruction_sets()`; None takes the first. The bits do not depend on it.
         threads: at most so many, the caller among them; None takes `torch.get_num_threads()`.
 
@@ -127,19 +138,23 @@ def _check_score_unit(problem: Problem) -> None:
         )
 
 
-def unsupported(problem: Problem) -> str | None:
-    """Why these kernels cannot serve a problem, or None."""
-    if problem.method not in METHODS:
-        return f"it has the methods {', '.join(METHODS)}"
+# Scales of q, k and v of all methods; those of single tokens and blocks of `intflash...`.
+_SERVED = frozenset.union(
+    FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS,
+    per("tensor head", "tensor head", "tensor head"), {"grouped heads", "packed sequences"},
+)  # fmt: skip
+_INTFLASH = _SERVED | per("token block", "block", "channel") | {"out_scale per channel", "log-sum-exp"}
+SERVES = {method: _SERVED if method in FLASH else _INTFLASH for method in METHODS}
+
+
+def limits(problem: Problem) -> str | None:
+    """Why these kernels cannot serve a problem of features that they serve, or None."""
     if problem.device.type != "cpu":
         return f"it takes CPU tensors, got {problem.device}"
     if problem.v.shape[3] > MAX_VALUE_DIM:
         return f"it takes value head dims to {MAX_VALUE_DIM}, got {problem.v.shape[3]}"
-    if problem.method in FLASH:
-        if problem.return_lse:
-            return f"it has no log-sum-exp of {problem.method}"
-        if problem.q.shape[3] > MAX_VALUE_DIM:
-            return f"it takes head dims to {MAX_VALUE_DIM}, got {problem.q.shape[3]}"
+    if problem.method in FLASH and problem.q.shape[3] > MAX_VALUE_DIM:
+        return f"it takes head dims to {MAX_VALUE_DIM}, got {problem.q.shape[3]}"
     return None
 
 
@@ -202,7 +217,8 @@ def _is_taken(scale: Tensor | float, x: Tensor, per_head: bool) -> bool:
 BACKEND = Backend(
     name="cpu",
     unavailable=functools.partial(lambda reason: reason, None if _native is not None else _missing),
-    unsupported=unsupported,
+    serves=SERVES,
+    limits=limits,
     run=run,
     native=lambda: True,
     looks=True,

@@ -7,8 +7,22 @@ from dataclasses import replace
 import torch
 
 from intflash.backends.base import Backend
-from intflash.methods import arrays, get_method
+from intflash.backends.features import (
+    ANY_GRANULARITY,
+    CODES,
+    FLOAT_INPUTS,
+    FLOAT_OUTPUT,
+    INTEGER_OUTPUT,
+    MASKS,
+    QUANTIZATION,
+)  # fmt: skip
+from intflash.methods import METHODS, arrays, get_method
 from intflash.problem import Problem, Result
+
+_SERVED = frozenset.union(
+    FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS, ANY_GRANULARITY,
+    {"out_scale per channel", "grouped heads", "packed sequences", "log-sum-exp"},
+)  # fmt: skip
 
 
 def _run(problem: Problem) -> Result:
@@ -29,6 +43,7 @@ def _run(problem: Problem) -> Result:
 BACKEND = Backend(
     name="reference",
     unavailable=lambda: None,
-    unsupported=lambda problem: None,
+    serves=dict.fromkeys(METHODS, _SERVED),
+    limits=lambda problem: None,
     run=_run,
 )

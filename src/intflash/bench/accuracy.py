@@ -15,7 +15,7 @@ from intflash import Recipe
 from intflash.bench.experiments import Experiment, Figure, Row, Setting, describe, untimed
 from intflash.bench.measure import METRICS, MRE_DEFINITIONS, exact_attention
 from intflash.bench.workloads import COLUMNS, HARD, IFLASH, QFLASH, Case, normal, random_case, uniform, workload_case
-from intflash.pipeline import prepare
+from intflash.call import prepare
 from intflash.problem import Problem
 from intflash.quant import hadamard_rotate, key_mean
 

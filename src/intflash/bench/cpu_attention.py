@@ -30,7 +30,7 @@ import intflash
 from intflash.backends import cpu
 from intflash.bench.measure import environment, time_interleaved
 from intflash.bench.workloads import QFLASH, Workload
-from intflash.pipeline import prepare
+from intflash.call import prepare
 
 WORKLOADS = (
     *QFLASH.values(),

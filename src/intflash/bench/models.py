@@ -1,8 +1,8 @@
 """Throughput of whole models: timm's float model against the same model patched with static scales.
 
-``python -m intflash.bench.models --device cuda`` measures everything on a GPU in minutes, into results/: one
-process per model and batch compiles while the others do, then they are timed one after the other. Variants
-of a model take turns, so that a slow spell of the machine hits all of them.
+`intflash bench models --device cuda` measures everything on a GPU in minutes: one process for each model and batch
+compiles while the others do, then they are timed one after the other. Variants of a model take turns, so that a slow
+spell of the machine hits all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from intflash.bench.measure import environment, sqnr
 from intflash.errors import InputError
 from intflash.models.data import import_timm
-from intflash.outputs import check_file
 
 logger = logging.getLogger("intflash")
 
@@ -238,7 +237,7 @@ def check_models(names: Iterable[str]) -> None:
 def run_all(models: Iterable[str], batches: Iterable[int], device: str, turns: int) -> list[Outcome]:
     """Measure each model and batch in a process of its own; on a GPU all compile at once, timed one by one."""
     jobs = [(m, b) for m in models for b in batches]
-    command = [sys.executable, "-m", __spec__.name, "--worker", "--device", device, "--turns", str(turns)]
+    command = [sys.executable, "-m", __name__, "--device", device, "--turns", str(turns)]
     outcomes = []
     together = len(jobs) if device == "cuda" else 1
     for first in range(0, len(jobs), together):
@@ -322,34 +321,13 @@ def save(outcomes: list[Outcome], out: Path) -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=tuple(BATCHES), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--model", action="append", help=f"default: {', '.join(MODELS)}")
-    parser.add_argument("--batch", action="append", type=int)
-    parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--out", type=Path, help="the results' path without suffix (default: results/models-DEVICE)")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        _work(given)
-        return
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if given.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device here; there is: cpu")
-    models, out = given.model or MODELS, given.out or Path("results") / f"models-{given.device}"
-    try:
-        check_models(models)
-        for path in result_files(out):
-            check_file(path)
-    except InputError as error:
-        parser.error(str(error))
-    outcomes = run_all(models, given.batch or BATCHES[given.device], given.device, given.turns)
-    failed = [f"{o.model} batch {o.batch}" for o in outcomes if o.error]
-    if len(failed) < len(outcomes):
-        for path in save(outcomes, out):
-            logger.info("wrote %s", path)
-    if failed:
-        sys.exit(f"not measured: {', '.join(failed)}")
+    """The worker that `run_all` starts: one model and batch."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--device", choices=tuple(BATCHES), required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--turns", type=int, required=True)
+    _work(parser.parse_args())
 
 
 def _work(given: argparse.Namespace) -> None:
@@ -360,7 +338,7 @@ def _work(given: argparse.Namespace) -> None:
         sys.stdout.flush()
         sys.stdin.readline()
 
-    outcome = measure(given.model[0], given.batch[0], given.device, given.turns, ready)
+    outcome = measure(given.model, given.batch, given.device, given.turns, ready)
     sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
 
 

@@ -7,10 +7,11 @@ itself, so that the page opens from a file, without a server or a network.
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,20 +113,35 @@ def read_results(folders: Iterable[Path]) -> list[Section]:
             if not isinstance(rows, list) or not (rows or content.get("error")):
                 continue
             section = Section(path, content)
-            known = sections.get(section.what)
-            if known is None or known.date <= section.date:
-                sections[section.what] = section
+            with _as_written_by_us(path):
+                known = sections.get(section.what)
+                if known is None or known.date <= section.date:
+                    sections[section.what] = section
     return sorted(sections.values(), key=lambda section: (not is_demo(section.content), section.path))
 
 
+@contextlib.contextmanager
+def _as_written_by_us(path: Path) -> Iterator[None]:
+    """Errors of reading a result that has other fields or types than ours as an InputError that names the file."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"expected a result as intflash writes it in {path}, got {error!r}") from None
+
+
 def build(sections: Sequence[Section]) -> str:
-    """The page."""
-    links = "".join(
-        f'<li><a href="#{_text(s.anchor)}">{_text(s.title)}</a> <span class="quiet">{_text(machine(s.content))}</span>'
-        f"{_incomplete(s.content)}</li>"
-        for s in sections
-    )
-    body = "".join(_section(section) for section in sections)
+    """The page.
+
+    Raises:
+        InputError: a result has other fields or types than the ones that intflash writes.
+    """
+    links = body = ""
+    for s in sections:
+        with _as_written_by_us(s.path):
+            links += f'<li><a href="#{_text(s.anchor)}">{_text(s.title)}</a> '
+            links += f'<span class="quiet">{_text(machine(s.content))}</span>{_incomplete(s.content)}</li>'
+            body += _section(s)
+            _summary([s])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -67,9 +67,7 @@ def make_launch(program: str, n: int, d: int, seed: int = 0, p_bits: int = 16) -
     return launches.integer_launch(program, q, k, v, p_bits=p_bits, exponent=exponent, multipliers=columns, out_bits=8)
 
 
-def measure_program(
-    program: str, n: int, d: int, device: VortexDevice, seed: int = 0, p_bits: int = 16
-) -> Counters:
+def measure_program(program: str, n: int, d: int, device: VortexDevice, seed: int = 0, p_bits: int = 16) -> Counters:
     """Vortex's counters for one program, summed over its kernels.
 
     Raises:

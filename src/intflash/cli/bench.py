@@ -1,4 +1,4 @@
-"""The commands `accuracy`, `bench attention` and `bench vortex`."""
+"""The commands `accuracy` and `bench attention`, `models` and `vortex`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import typer
 from rich.markup import escape
 
 from intflash.cli.console import console
-from intflash.cli.options import Backend, Commands, Device, Seed
+from intflash.cli.options import Backend, BestDevice, Commands, Device, Seed
 from intflash.cli.tables import number, number_or_text, tables
-from intflash.outputs import check_folder
+from intflash.outputs import check_file, check_folder
 
 if TYPE_CHECKING:
     from intflash.bench.experiments import Experiment, Outcome, Row, Setting
@@ -66,6 +66,33 @@ def bench_attention(
     for table in tables(columns, cells, console.width):
         console.print(table)
     console.print(f"wrote {out}")
+
+
+@app.command("models")
+def bench_models(
+    device: BestDevice = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A timm name; may be repeated (default: ViT-B, DeiT-S and Swin-T).")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="A batch size; may be repeated.")] = None,
+    turns: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 30,
+    out: Annotated[Path, typer.Option(help="The results' path without suffix.")] = Path("results/models"),
+) -> None:
+    """Images per second of timm models, patched with static scales beside unpatched. Random weights; needs timm."""
+    from intflash.bench import models
+
+    models.check_models(model or models.MODELS)
+    for path in models.result_files(out):
+        check_file(path)
+    with console.status("measuring"):
+        outcomes = models.run_all(model or models.MODELS, batch or models.BATCHES[device], device, turns)
+    failed = [f"{o.model} batch {o.batch}" for o in outcomes if o.error]
+    if len(failed) < len(outcomes):
+        for path in models.save(outcomes, out):
+            console.print(f"wrote {path}")
+    if failed:
+        console.print(f"[red]not measured: {escape(', '.join(failed))}[/]")
+        raise typer.Exit(1)
 
 
 @app.command("vortex")

@@ -21,6 +21,11 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:  # who read the output has gone: click ends quietly
             raise
+        except ModuleNotFoundError as error:
+            if error.name not in ("matplotlib", "sklearn"):
+                raise
+            typer.echo(f"Error: this command needs {error.name}: pip install 'intflash[demo]'", err=True)
+            raise typer.Exit(2) from None
         except (InputError, BackendError, OSError) as error:
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(2) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -83,10 +84,11 @@ def load_classifier(
     timm = import_timm()
     from timm.data import create_transform, resolve_model_data_config
 
-    weights = str(checkpoint or "")
     try:
-        model = timm.create_model(name, pretrained=pretrained and not weights, checkpoint_path=weights)
-    except (RuntimeError, ValueError, OSError) as error:
+        model = timm.create_model(name, pretrained=pretrained and checkpoint is None)
+        if checkpoint is not None:  # create_model's own loading runs pickled code in some versions
+            timm.models.load_checkpoint(model, str(checkpoint), weights_only=True)
+    except (RuntimeError, ValueError, OSError, pickle.UnpicklingError) as error:
         raise InputError(f"timm cannot make {name!r}: {error}") from None
     return model.eval(), create_transform(**resolve_model_data_config(model), is_training=False)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from intflash.dense import check_dense
 from intflash.errors import InputError
 
 LOG2_E = 1.4426950408889634
@@ -29,6 +30,8 @@ C_MAX = (1 << 31) - (1 << 8)
 MAX_OCTAVES_PER_UNIT = 64.0  # larger: every key but the largest is 0 anyway
 BIAS_FRACTION_BITS = 20  # Q11.20: 2048 octaves
 BIAS_LIMIT = (1 << 31) - 1
+BIAS_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+BIAS_BOUND = BIAS_LIMIT / (1 << BIAS_FRACTION_BITS) / LOG2_E  # 1419.57: a larger additive mask saturates
 
 OUTPUT_EXPONENTS = (-7, 29)  # frexp exponents of s_V / s_O
 
@@ -111,7 +114,8 @@ def quantize_bias(bias: Tensor) -> Tensor:
 
     Args:
         bias: floating point, of any shape that `attention` broadcasts; not changed. -inf or <= finfo(dtype).min / 2
-            makes its key absent; values past 2048 octaves (1419) saturate, NaN and +inf are not looked for.
+            makes its key absent. Values are not looked at: those past 2048 octaves (1419.57) saturate, which
+            `attention` refuses where it reads values, and NaN makes its key absent.
 
     Returns:
         int32 of the same shape in 2^-20 octave, `ABSENT` (-2^31) for absent keys.
@@ -126,13 +130,20 @@ def quantize_bias(bias: Tensor) -> Tensor:
         >>> intflash.quantize_bias(torch.tensor([1.0, float("-inf")])).tolist()
         [1512775, -2147483648]
     """
-    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+    if isinstance(bias, Tensor):
+        check_dense(bias, "bias")
+    if not isinstance(bias, Tensor) or bias.dtype not in BIAS_DTYPES:
         got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise InputError(f"quantize_bias takes a floating-point tensor, got {got}")
-    absent = bias <= torch.finfo(bias.dtype).min / 2
+    return bias_codes(bias)
+
+
+def bias_codes(bias: Tensor) -> Tensor:
+    """`quantize_bias` of a floating-point tensor: saturated at +-(2^31 - 1), `ABSENT` for NaN as for -inf."""
+    present = bias > torch.finfo(bias.dtype).min / 2
     octaves = bias.double() * LOG2_E
     q = torch.round(octaves * (1 << BIAS_FRACTION_BITS)).clamp(-BIAS_LIMIT, BIAS_LIMIT)
-    return torch.where(absent, float(ABSENT), q).to(torch.int32)
+    return torch.where(present, q, float(ABSENT)).to(torch.int32)
 
 
 def dequantize_bias(bias: Tensor) -> Tensor:

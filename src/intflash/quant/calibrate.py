@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ import torch
 from torch import Tensor
 
 from intflash.errors import InputError
-from intflash.quant.quantizers import TINY_AMAX
+from intflash.quant.quantizers import LEAST_SCALE, TINY_AMAX
 
 FORMAT = "intflash-scales/1"
 TENSORS = ("q", "k", "v", "out")
 STATIC_GRANULARITIES = ("tensor", "head", "channel")
 QMAX = 127
 PERCENTILE = 99.99
+MOST_CHANNELS = 1 << 20  # of heads, and of channels per head, in a file
 WEIGHTS_TOLERANCE = 5e-3  # of a fingerprint in [-0.5, 0.5]: bfloat16 rounding moves it by 1e-3 at most
 
 
@@ -139,21 +141,30 @@ class LayerScales:
     out: list[float]
 
     def check(self, granularity: dict[str, str]) -> None:
-        """Refuse sizes and scales that are no positive numbers, or another count than the granularity says."""
+        """Refuse sizes and scales that cannot be ones, or another number of scales than the granularity says.
+
+        Raises:
+            InputError: names the field, what is expected and what it holds.
+        """
         for name in ("heads", "kv_heads", "head_dim"):
             size = getattr(self, name)
-            if not (isinstance(size, int) and size > 0):
-                raise InputError(f"{name} is {size!r}, expected an integer > 0")
-        if not math.isfinite(self.weights):
-            raise InputError(f"weights is {self.weights!r}, expected a finite fingerprint")
+            if not (_is_integer(size) and 1 <= size <= MOST_CHANNELS):
+                raise InputError(f"{name} is {_shown(size)}, expected an integer from 1 to {MOST_CHANNELS}")
+        if not _is_number(self.weights):
+            raise InputError(f"weights is {_shown(self.weights)}, expected a finite number, the fingerprint")
         for name in TENSORS:
             values, kind, heads = getattr(self, name), granularity[name], self._heads(name)
+            if not isinstance(values, list):
+                raise InputError(f"{name} is {_shown(values)}, expected a list of scales")
             count = {"none": 0, "tensor": 1, "head": heads, "channel": max(len(values) // heads, 1) * heads}[kind]
             if len(values) != count:
                 raise InputError(f"{name} has {len(values)} scales, expected {count} (per {kind}, {heads} heads)")
-            wrong = [s for s in values if not (math.isfinite(s) and s > 0)]
-            if wrong:
-                raise InputError(f"{name} has the scale {wrong[0]}, expected finite and > 0")
+            for scale in values:
+                if not (_is_number(scale) and LEAST_SCALE <= scale <= torch.finfo(torch.float32).max):
+                    raise InputError(
+                        f"{name} has the scale {_shown(scale)}, expected a number that is finite and > 0 "
+                        "as a normal float32"
+                    )
 
     def _heads(self, name: str) -> int:
         return self.kv_heads if name in ("k", "v") else self.heads
@@ -182,9 +193,18 @@ class Scales:
     layers: dict[str, LayerScales]
 
     def __post_init__(self) -> None:
+        for name in ("model", "method", "observer"):
+            if not isinstance(getattr(self, name), str):
+                raise InputError(f"{name} is {_shown(getattr(self, name))}, expected a string")
+        for name in ("batches", "images"):
+            if not (_is_integer(getattr(self, name)) and getattr(self, name) >= 0):
+                raise InputError(f"{name} is {_shown(getattr(self, name))}, expected an integer of at least 0")
+        for name in ("granularity", "versions", "layers"):
+            if not isinstance(getattr(self, name), dict):
+                raise InputError(f"{name} is {_shown(getattr(self, name))}, expected an object of named values")
         kinds = (*STATIC_GRANULARITIES, "none")
         if self.granularity.keys() != set(TENSORS) or any(kind not in kinds for kind in self.granularity.values()):
-            raise InputError(f"granularity must give each of {TENSORS} one of {kinds}, got {self.granularity}")
+            raise InputError(f"granularity must give each of {TENSORS} one of {kinds}, got {_shown(self.granularity)}")
         for name, layer in self.layers.items():
             try:
                 layer.check(self.granularity)
@@ -211,13 +231,17 @@ class Scales:
         except ValueError as error:  # of UTF-8
             raise InputError(f"{path} is not a valid scales file: {error}") from None
         try:
-            content: dict[str, Any] = json.loads(text)
+            content = json.loads(text)
             found = content.pop("format", None) if isinstance(content, dict) else None
             if found != FORMAT:
-                raise InputError(f"it has format {found!r}, expected {FORMAT!r}")
-            layers = {name: LayerScales(**layer) for name, layer in content.pop("layers", {}).items()}
-            return cls(layers=layers, **content)
-        except (ValueError, TypeError, AttributeError) as error:  # of JSON and our own
+                raise InputError(f"it has format {_shown(found)}, expected {FORMAT!r}")
+            layers = content.get("layers")
+            if isinstance(layers, dict):
+                content["layers"] = {name: _made(LayerScales, layer, f"layer {name}") for name, layer in layers.items()}
+            return _made(cls, content, "the file")
+        except RecursionError:
+            raise InputError(f"{path} is not a valid scales file: it is nested too deeply") from None
+        except ValueError as error:  # of JSON and our own
             raise InputError(f"{path} is not a valid scales file: {error}") from None
 
     def differences(self, model: str, layers: dict[str, dict[str, Any]]) -> list[str]:
@@ -245,6 +269,39 @@ class Scales:
                     f"{here['weights']:+.4f} in the model)"
                 )
         return found
+
+
+def _made(kind: type, content: Any, what: str) -> Any:
+    """An instance of a dataclass from a JSON object with exactly its fields."""
+    if not isinstance(content, dict):
+        raise InputError(f"{what} is {_shown(content)}, expected an object with the fields of {kind.__name__}")
+    names = [field.name for field in fields(kind)]
+    missing, unknown = [n for n in names if n not in content], [n for n in content if n not in names]
+    if missing or unknown:
+        listed = "; ".join(
+            f"{word} {', '.join(map(repr, found))}"
+            for word, found in (("misses", missing), ("has unknown", unknown))
+            if found
+        )
+        raise InputError(f"{what} {listed}; its fields are {', '.join(names)}")
+    return kind(**content)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number that is finite as a float; an integer of a file may be larger than any float."""
+    try:
+        return (_is_integer(value) or isinstance(value, float)) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _shown(value: Any) -> str:
+    """The value as a message shows it, its middle left out where it is long."""
+    return reprlib.Repr().repr(value)
 
 
 def _one_line_lists(text: str) -> str:

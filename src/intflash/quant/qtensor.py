@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from numbers import Real
 
 import torch
 from torch import Tensor
 
+from intflash.dense import check_dense
 from intflash.errors import InputError
 
 GRANULARITIES = ("tensor", "head", "token", "block", "channel")
+LARGEST_BLOCK = (1 << 31) - 1
+FLOAT32_MAX = torch.finfo(torch.float32).max
+_SCALE_DTYPES = (
+    torch.float32, torch.float16, torch.bfloat16, torch.float64,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+
+
+def check_scale_tensor(scale: Tensor, name: str) -> None:
+    """A dense tensor of real numbers."""
+    check_dense(scale, name)
+    if scale.dtype not in _SCALE_DTYPES:
+        raise InputError(f"{name} must be of real numbers, such as float32, got {scale.dtype}")
+
+
+def check_block_size(size: object, name: str) -> None:
+    if not (isinstance(size, (int, torch.SymInt)) and size >= 1):
+        raise InputError(f"{name} must be an integer of at least 1, got {size!r}")
+    if size > LARGEST_BLOCK:
+        raise InputError(f"{name} must be an integer below 2^31, got {size!r}")
+
+
+def _shown(number: Real) -> str:
+    """Of a number that may have hundreds of digits."""
+    text = str(number)
+    return text if len(text) <= 24 else f"{text[:8]}... of {len(text)} digits"
 
 
 @dataclass(frozen=True)
@@ -47,6 +75,7 @@ class QTensor:
         if not isinstance(self.data, Tensor) or self.data.dtype not in (torch.int8, torch.int16):
             got = self.data.dtype if isinstance(self.data, Tensor) else type(self.data).__name__
             raise InputError(f"QTensor data must be an int8 or int16 tensor, got {got}")
+        check_dense(self.data, "QTensor data")
         if self.data.ndim != 4:
             raise InputError(f"QTensor data must be [B, H, N, D], got shape {tuple(self.data.shape)}")
         if self.granularity not in GRANULARITIES:
@@ -55,11 +84,17 @@ class QTensor:
             raise InputError(f"bits must be 4, 8 or 16, got {self.bits}")
         if (self.block_size is not None) != (self.granularity == "block"):
             raise InputError(f"block_size goes with granularity 'block', got {self.granularity!r}, {self.block_size}")
-        size = self.block_size
-        if size is not None and not (isinstance(size, int | torch.SymInt) and size >= 1):
-            raise InputError(f"block_size must be an integer of at least 1, got {size!r}")
-        if not isinstance(self.scale, Tensor | Real | torch.SymFloat):
-            raise InputError(f"a QTensor's scale must be a number or a tensor, got {type(self.scale).__name__}")
+        if self.block_size is not None:
+            check_block_size(self.block_size, "block_size")
+        scale = self.scale
+        if isinstance(scale, Tensor):
+            check_scale_tensor(scale, "a QTensor's scale")
+            if scale.is_meta and not self.data.is_meta:
+                raise InputError("a QTensor's scale must have values, got a tensor on device meta")
+        elif not isinstance(scale, (Real, torch.SymFloat)):
+            raise InputError(f"a QTensor's scale must be a number or a tensor, got {type(scale).__name__}")
+        elif isinstance(scale, Real) and FLOAT32_MAX < abs(scale) < math.inf:
+            raise InputError(f"a QTensor's scale must be a float32, at most {FLOAT32_MAX:.6g}, got {_shown(scale)}")
         object.__setattr__(self, "scale", self._normal_scale())
 
     def _normal_scale(self) -> Tensor:
@@ -85,6 +120,8 @@ class QTensor:
     @classmethod
     def unchecked(cls, data: Tensor, scale: Tensor, granularity: str, bits: int) -> QTensor:
         """One of codes and a scale that the library itself has made, in a tenth of the time."""
+        if torch.compiler.is_compiling():  # not every torch traces __new__ of a frozen class
+            return cls(data, scale, granularity, None, bits)
         x = cls.__new__(cls)
         x.__dict__.update(data=data, scale=scale, granularity=granularity, block_size=None, bits=bits)
         return x
@@ -101,7 +138,8 @@ class QTensor:
         """The scale with its block axis spread over the tokens: ``[B|1, H|1, N|1, 1|D]``."""
         if self.granularity != "block":
             return self.scale
-        return self.scale.repeat_interleave(self.block_size, dim=2)[:, :, : self.data.shape[2]]
+        n = self.data.shape[2]
+        return self.scale.repeat_interleave(min(self.block_size, n), dim=2)[:, :, :n]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """data * scale in float32, then `dtype`; shape ``[B, H, N, D]``."""

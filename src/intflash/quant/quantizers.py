@@ -15,9 +15,18 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from intflash.dense import check_dense
 from intflash.errors import InputError
-from intflash.quant.qtensor import GRANULARITIES, QTensor
+from intflash.quant.qtensor import (
+    FLOAT32_MAX,
+    GRANULARITIES,
+    QTensor,
+    _shown,
+    check_block_size,
+    check_scale_tensor,
+)
 
+LEAST_FLOAT = 2.0**-149  # the smallest float32
 LEAST_SCALE = 2.0**-126  # a float is quantized by the reciprocal, which is finite from here on
 TINY_AMAX = 2.0**-100
 RULES = ("exact", "divide")
@@ -41,7 +50,8 @@ class Recipe:
         rule: "exact" or "divide", see the module's text.
 
     Raises:
-        InputError: an option is unknown, or a scale that is a number is not finite and > 0.
+        InputError: an option is unknown, a scale that is a number is not finite and > 0, or one that is a tensor is
+            empty or not of real numbers.
 
     Example:
         >>> from intflash import Recipe
@@ -94,20 +104,24 @@ def _check_granularity(granularity: str, known: tuple[str, ...], name: str) -> N
 def _check_options(bits: int, block_size: int, rule: str, of: str = "") -> None:
     if bits not in (4, 8):
         raise InputError(f"{of}bits must be 4 or 8, got {bits}")
-    if not (isinstance(block_size, int | torch.SymInt) and block_size >= 1):
-        raise InputError(f"{of}block_size must be an integer of at least 1, got {block_size!r}")
+    check_block_size(block_size, f"{of}block_size")
     if rule not in RULES:
         raise InputError(f"{of}rule must be one of {RULES}, got {rule!r}")
 
 
 def check_number(scale: Tensor | float | None, name: str) -> None:
-    """A scale is a tensor, or a number that is a normal float32: finite and > 0, as its reciprocal is then."""
-    if scale is None or isinstance(scale, Tensor | torch.SymFloat):
+    """A scale is a tensor of real numbers, or a number that is a normal float32: finite and > 0, as its reciprocal is
+    then."""
+    if isinstance(scale, Tensor):
+        check_scale_tensor(scale, name)
+        if scale.numel() == 0:
+            raise InputError(f"{name} must not be empty, got shape {list(scale.shape)}")
+    if scale is None or isinstance(scale, (Tensor, torch.SymFloat)):
         return
     if not isinstance(scale, Real):
         raise InputError(f"{name} must be a number or a tensor, got {type(scale).__name__}")
-    if not LEAST_SCALE <= scale <= torch.finfo(torch.float32).max:
-        raise InputError(f"{name} must be finite and > 0, got {scale} (as a normal float32)")
+    if not LEAST_SCALE <= scale <= FLOAT32_MAX:
+        raise InputError(f"{name} must be finite and > 0, got {_shown(scale)} (as a normal float32)")
 
 
 def quantize(
@@ -143,6 +157,8 @@ def quantize(
     """
     _check_granularity(granularity, GRANULARITIES, "granularity")
     _check_options(bits, block_size, rule)
+    if isinstance(x, Tensor):
+        check_dense(x, "x")
     if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES or x.ndim != 4 or 0 in x.shape:
         got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"quantize takes [B, H, N, D] of {FLOAT_DTYPES}, none of them 0, got {got}")
@@ -151,7 +167,8 @@ def quantize(
     xf = x.detach().float()
     block = block_size if granularity == "block" else None
     if scale is None:
-        amax = _absolute_maximum(xf, granularity, block_size)
+        # docs/numerics.md, "Unchecked calls": without a finite maximum there is no scale, as without values
+        amax = _absolute_maximum(xf, granularity, block_size).nan_to_num(nan=0.0, posinf=0.0)
         # divided by a tensor: CUDA multiplies by a Python number's reciprocal, which is another rounding
         quotient = amax / torch.full_like(amax, qmax)
         scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), quotient)  # 1: every code is 0
@@ -161,7 +178,10 @@ def quantize(
         codes = torch.round(xf / s)
     else:  # 24 x 24 bit product: exact in float64, so this is one rounding
         codes = torch.round(xf.double() * (1.0 / s).double())
-    return QTensor(codes.clamp(-qmax, qmax).to(torch.int8), holder.scale, granularity, block, bits)
+    codes = codes.clamp(-qmax, qmax)
+    if x.device.type == "cpu":  # converting NaN to an integer gives what the processor likes
+        codes = torch.where(codes.isnan(), torch.copysign(torch.full_like(codes, qmax), xf), codes)
+    return QTensor(codes.to(torch.int8), holder.scale, granularity, block, bits)
 
 
 def _absolute_maximum(x: Tensor, granularity: str, block_size: int) -> Tensor:
@@ -175,22 +195,23 @@ def _absolute_maximum(x: Tensor, granularity: str, block_size: int) -> Tensor:
     if granularity == "channel":
         return magnitude.amax(dim=2, keepdim=True)
     n = x.shape[2]
-    padded = torch.nn.functional.pad(magnitude.amax(dim=3), (0, -n % block_size))
-    return padded.unflatten(2, (-1, block_size)).amax(dim=3)[..., None]
+    size = min(block_size, n)
+    padded = torch.nn.functional.pad(magnitude.amax(dim=3), (0, -n % size))
+    return padded.unflatten(2, (-1, size)).amax(dim=3)[..., None]
 
 
 def key_mean(k: Tensor) -> Tensor:
     """Mean of K over its tokens, float32 ``[B, H, 1, D]``, summed in one fixed order on every device.
 
-    The order is a balanced tree over the tokens padded with zeros to a power of two, elementwise
-    float32 additions only, so that the bits do not depend on a device's reduction.
+    The order (docs/numerics.md section 1) is a balanced tree over the tokens padded with zeros to a power of two, in
+    elementwise float32 additions, so that the bits do not depend on a device's reduction.
     """
     n = k.shape[2]
     total = torch.nn.functional.pad(k.float(), (0, 0, 0, (1 << (n - 1).bit_length()) - n))
     while total.shape[2] > 1:
         half = total.shape[2] // 2
         total = total[:, :, :half] + total[:, :, half:]
-    return total / n
+    return total / torch.full_like(total, n)  # a tensor: CUDA multiplies by a Python number's reciprocal
 
 
 def hadamard_rotate(x: Tensor) -> Tensor:

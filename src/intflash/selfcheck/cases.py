@@ -32,6 +32,8 @@ OUT_SCALES = ("number", "dynamic", "tensor", "head", "batch_head", "channel")
 TURNS = 4  # calls of one case, each with other values
 MOST_SCORES = 200_000  # of a case: the reference takes tens of milliseconds
 MOST_PRODUCTS = 20_000_000
+SMALL_SCORES = 3_000  # of a small case: Triton's interpreter takes tenths of a second
+SMALL_PRODUCTS = 100_000
 
 # What makes a call wrong; `source.FAULTS` holds the code of each.
 FAULTS = (
@@ -118,7 +120,7 @@ class Case:
     compiled: bool = False
     graphed: bool = True
     threads: int = 1
-    turns: tuple[int, ...] = (0, 1, 2, 3)
+    turns: tuple[int, ...] = tuple(range(TURNS))
     moved: bool = True
 
     @property
@@ -167,12 +169,13 @@ class Case:
         return cls(**fixed)
 
 
-def generate(seed: int, index: int, methods: Sequence[str] | None = None) -> Case:
+def generate(seed: int, index: int, methods: Sequence[str] | None = None, small: bool = False) -> Case:
     """The case of that index: the same on every machine.
 
     Args:
         seed, index: any integers.
         methods: those to draw from; None takes all.
+        small: only problems that an interpreter can run, called twice.
 
     Example:
         >>> from intflash.selfcheck import generate
@@ -185,7 +188,7 @@ def generate(seed: int, index: int, methods: Sequence[str] | None = None) -> Cas
     fields: dict[str, Any] = dict(values_seed=r.randrange(1 << 30), method=method)
     fields["fault"] = r.choice(FAULTS) if r.random() < 0.04 else None
     fields["inputs"] = r.choices((*FLOATS, "codes"), (4, 4, 2, 4))[0]
-    fields |= _shape(r, fields["inputs"])
+    fields |= _shape(r, fields["inputs"], small)
     fields |= _quantization(r, fields)
     fields["layouts"] = _three(r, LAYOUTS, 0.5, "contiguous")
     fields["offsets"] = tuple(r.choice((0, 0, 1, 2, 3, 4, 5, 8, 13, 16)) for _ in "qkv")
@@ -202,10 +205,12 @@ def generate(seed: int, index: int, methods: Sequence[str] | None = None) -> Cas
     fields["gqa_flag"] = fields["hq"] != fields["hk"] or r.random() < 0.3
     fields["compiled"] = r.random() < 0.15
     fields["threads"] = r.choice((1, 1, 2, 3))
+    if small:
+        fields["turns"] = (0, TURNS - 1)
     return Case(**fields)
 
 
-def _shape(r: random.Random, inputs: str) -> dict[str, Any]:
+def _shape(r: random.Random, inputs: str, small: bool) -> dict[str, Any]:
     """Batch, heads, tokens and head dims within the bounds of the reference's time."""
     axes = 4 if inputs == "codes" else r.choices((2, 3, 4, 5), (1, 2, 8, 1))[0]
     batch = {2: (), 3: (), 4: (r.choice((1, 1, 2, 3, 4, 6)),), 5: (r.randint(1, 3), r.randint(1, 3))}[axes]
@@ -225,9 +230,10 @@ def _shape(r: random.Random, inputs: str) -> dict[str, Any]:
         nq, nk = r.randint(1, 40), r.randint(301, 2000)
     if r.random() < 0.02:  # many queries and few keys
         nq, nk = r.randint(301, 2000), r.randint(1, 40)
+    most = (SMALL_SCORES, SMALL_PRODUCTS) if small else (MOST_SCORES, MOST_PRODUCTS)
     while True:
         scores = math.prod(batch) * hq * nq * nk
-        if scores <= MOST_SCORES and scores * max(d, dv) <= MOST_PRODUCTS:
+        if scores <= most[0] and scores * max(d, dv) <= most[1]:
             break
         if math.prod(batch) > 1:
             batch = tuple(max(n // 2, 1) for n in batch)

@@ -34,7 +34,7 @@ def differences(cases: Iterable[tuple[str, Problem]], kernel) -> dict[str, str]:
     for name, p in cases:
         there = ic.on_device(p, "cuda")
         assert kernel.unsupported(there) is None and BACKEND.unsupported(there) is None, name
-        assert backend.finds(there) == (p.recipe == OF_HEADS and isinstance(p.q, torch.Tensor)), name
+        assert backend.head_amax_in_kernel(there) == (p.recipe == OF_HEADS and isinstance(p.q, torch.Tensor)), name
         if found := complaint(p, BACKEND.run(there)):
             wrong[name] = found
     return wrong

@@ -23,7 +23,13 @@ CASES = {  # a case is half a minute of one core, most of it compiling
     ("long_rows", "intflash"): ("torch.float16 64", "torch.float16 64 causal"),
     ("long_rows", "intflash_p8"): ("heads 64",),
     ("long_rows", "intflash_online"): (
-        "copies 128 0", "rest 5 450 64", "heads 128", "pieces", "amax 1e-06 64", "amax 400.0 64 causal", "span 245 64",
+        "copies 128 0",
+        "rest 5 450 64",
+        "heads 128",
+        "pieces",
+        "amax 1e-06 64",
+        "amax 400.0 64 causal",
+        "span 245 64",
         "rising 0.0024 64",
     ),
 }

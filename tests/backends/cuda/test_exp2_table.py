@@ -28,7 +28,7 @@ extern "C" __global__ void attention(Pointers p) {
     i32* found = p.found + i * STEPS * (3 + 2 * PROBES);
     for (int step = i * STEPS; step < (i + 1) * STEPS; ++step) {
         const i32 s = p.scores[step];
-        *found++ = row.leaps(s, unit) ? row.leap(s, unit) : row.climb(s, unit);
+        *found++ = row.needs_64_bits(s, unit) ? row.raise_64bit(s, unit) : row.raise_32bit(s, unit);
         *found++ = row.octave(unit);
         *found++ = row.limit;
         for (int j = 0; j < PROBES; ++j) {

@@ -31,8 +31,8 @@ def test_tensors_off_16_bytes_are_left_to_triton():
 
 @pytest.mark.parametrize("change", [dict(bits=4), dict(rule="divide"), dict(k_scale=0.5), dict(q="tensor")], ids=str)
 def test_scales_are_found_in_the_kernel_for_one_recipe_only(change):
-    assert backend.finds(problem()) and not backend.finds(problem(out_dtype=torch.int8))
-    assert not backend.finds(problem(recipe=Recipe(**(HEADS | change))))
+    assert backend.head_amax_in_kernel(problem()) and not backend.head_amax_in_kernel(problem(out_dtype=torch.int8))
+    assert not backend.head_amax_in_kernel(problem(recipe=Recipe(**(HEADS | change))))
 
 
 @pytest.mark.parametrize("by", [2, 3, 5, 6, 7, 12, 48, 100, 1000])
@@ -54,8 +54,8 @@ def test_key_maps_take_keys_in_their_order():
     assert key_map(k[:, :, :15], 1, 64) is None
 
 
-def test_a_tail_needs_rows():
-    assert [short_rows.has_tail(n, 64) for n in (64, 65, 72, 73, 197)] == [False, True, True, False, True]
+def test_remainder_rows_are_few():
+    assert [short_rows.has_remainder_rows(n, 64) for n in (64, 65, 72, 73, 197)] == [False, True, True, False, True]
 
 
 def test_values_lie_within_2_gib():

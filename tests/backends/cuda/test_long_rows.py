@@ -1,4 +1,4 @@
-"""kernels/stream.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
+"""csrc/cuda/sm90/long_rows.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
 METHODS = tuple(long_rows.METHODS)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _viewed(p: Problem, names: str, view: Callable[[torch.Tensor], torch.Tensor]) -> Problem:
@@ -52,13 +52,13 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             p = ic.codes(method, nq=200, nk=900, d=d, amax=amax, return_lse=True)
             yield f"amax {amax} {d}", p
             yield f"amax {amax} {d} causal", replace(p, causal=300)
-        for dtype in (torch.int16, *FLOATS):
+        for dtype in (torch.int16, *FLOAT_KV):
             yield f"out {dtype} {d}", ic.codes(method, nq=130, nk=300, d=d, out_dtype=dtype)
     yield from checks.spans(method, 200, 400, 64)
     yield from checks.spans(method, 70, 330, 48)
     yield from checks.rising(method, 100, 1500, 64)
     yield from checks.rising(method, 70, 400, 128)
-    for d in (16, 32, 64, 80, 128):  # what the copy engine can load, and all but
+    for d in (16, 32, 64, 80, 128):  # what TMA can load, and all but
         for causal in (None, 0, 100):
             shape = dict(batch=2, heads=4, key_heads=2, nq=140, nk=400, d=d)
             yield f"copies {d} {causal}", ic.codes(method, causal=causal, **shape)
@@ -77,7 +77,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
     scales = dict(q_scale=torch.tensor([0.02, 0.03, 0.015, 0.05]), k_scale=torch.tensor([0.02, 0.015]))
     own = replace(checks.OF_HEADS, **scales, v_scale=torch.tensor([0.02, 0.03]))
-    for dtype in FLOATS:
+    for dtype in FLOAT_KV:
         for name, recipe in (
             ("static", Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)),
             ("heads", heads),
@@ -99,8 +99,8 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
 @pytest.mark.parametrize("method", METHODS)
 def test_bits(method, resident, monkeypatch):
     """resident: whether heads stay in shared memory where they fit, codes made of their floats there, or nowhere."""
-    monkeypatch.setattr(long_rows, "_pays", lambda _: resident)
-    monkeypatch.setattr(long_rows, "_codes_pay", lambda _: resident)
+    monkeypatch.setattr(long_rows, "_resident_is_faster", lambda _: resident)
+    monkeypatch.setattr(long_rows, "_quantizing_is_faster", lambda _: resident)
     torch.manual_seed(0)
     assert checks.differences(cases(method), long_rows) == {}
 
@@ -121,10 +121,10 @@ def test_bits_at_the_bound_of_keys(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_bits_of_every_share(method, monkeypatch):
     """Programs that take several pieces, whole ones and smaller ones, from any program on."""
-    monkeypatch.setattr(long_rows, "_pays", lambda _: False)
+    monkeypatch.setattr(long_rows, "_resident_is_faster", lambda _: False)
     torch.manual_seed(0)
     for processors, split in itertools.product((1, 5, 132), ((1, 1, 0), (1, 2, 3), (2, 1, 4), (0, 2, 0))):
-        split = long_rows.Split(*split)._replace(first=min(split[2], processors - 1))
+        split = long_rows.RangeSplit(*split)._replace(first=min(split[2], processors - 1))
         monkeypatch.setattr(long_rows, "_multiprocessors", lambda _, processors=processors: processors)
         monkeypatch.setattr(long_rows, "_split", lambda *_, split=split: split)
         for batch, nq, d in ((1, 700, 128), (5, 650, 64), (3, 800, 112)):
@@ -137,7 +137,7 @@ def test_bits_of_every_share(method, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 def test_bits_of_resident_heads(method, monkeypatch):
     """Programs that take parts of heads, one head or several; as many keys as fit."""
-    monkeypatch.setattr(long_rows, "_pays", lambda _: True)
+    monkeypatch.setattr(long_rows, "_resident_is_faster", lambda _: True)
     torch.manual_seed(0)
     for processors in (1, 5, 132):
         monkeypatch.setattr(long_rows, "_multiprocessors", lambda _, processors=processors: processors)
@@ -151,10 +151,10 @@ def test_bits_of_resident_heads(method, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 def test_bits_of_resident_floats(method, monkeypatch):
     """Every head_dim, many heads and few for the programs there are, as many keys as fit, values far out of range."""
-    monkeypatch.setattr(long_rows, "_codes_pay", lambda _: True)
+    monkeypatch.setattr(long_rows, "_quantizing_is_faster", lambda _: True)
     torch.manual_seed(0)
     static = Recipe(q_scale=0.02, k_scale=2**-18, v_scale=2**-9)
-    for processors, recipe, dtype in itertools.product((1, 5, 132), (static, Recipe()), FLOATS[:2]):
+    for processors, recipe, dtype in itertools.product((1, 5, 132), (static, Recipe()), FLOAT_KV[:2]):
         monkeypatch.setattr(long_rows, "_multiprocessors", lambda _, processors=processors: processors)
         most = (384, 1152) if method == "intflash_online" else (512, 1408)  # the table of its P takes room
         shapes = [(2, 260, d) for d in range(32, 129, 16)] + [(3, most[0] - 4, 112), (2, most[1], 64), (40, 257, 64)]
@@ -165,7 +165,7 @@ def test_bits_of_resident_floats(method, monkeypatch):
 
 
 def _turns(share: Share, programs: int, program: int) -> Iterator[int]:
-    """`Turns` of stream_work.cuh."""
+    """`RangeScheduler` of tile_scheduler.cuh."""
     yield from range(program, share.whole_of_all, programs)
     if program >= share.first:
         yield from range(share.whole_of_all + program - share.first, share.pieces, programs - share.first)
@@ -173,11 +173,11 @@ def _turns(share: Share, programs: int, program: int) -> Iterator[int]:
 
 @pytest.mark.parametrize("causal", (None, 0))
 def test_rows_are_taken_once(causal):
-    """The pieces as `Work` of stream_work.cuh reads them, each taken by one program, the smaller ones last."""
+    """The pieces as `WorkTile` of tile_scheduler.cuh reads them, each taken by one program, the smaller ones last."""
     for batch, nq, consumers in itertools.product((1, 2, 5, 40), (1, 191, 192, 193, 400, 1000, 4096), (2, 3)):
         p, _ = checks.empty_problem("intflash_online", nq, 16, causal=causal)
         p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
-        programs, share = long_rows.share(p, consumers)
+        programs, share = long_rows.schedule_ranges(p, consumers)
         rows, heads = 64 * consumers, batch * p.q.shape[1]
         turns = [list(_turns(share, programs, i)) for i in range(programs)]
         assert sorted(itertools.chain(*turns)) == list(range(share.pieces)) and all(turns)
@@ -198,11 +198,11 @@ def test_rows_are_taken_once(causal):
 
 
 def test_rows_of_resident_heads_are_taken_once():
-    """The tiles of 64 rows as `Heads` of stream_work.cuh reads them."""
+    """The tiles of 64 rows as `ResidentScheduler` of tile_scheduler.cuh reads them."""
     for batch, nq in itertools.product((1, 2, 5, 400), (1, 64, 65, 197, 577)):
         p, _ = checks.empty_problem("intflash_online", nq, 16)
         p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
-        programs, share = long_rows.share_of_heads(p)
+        programs, share = long_rows.schedule_resident_heads(p)
         assert share.whole == -(-nq // 64)
         first = [i * share.rest_tiles + min(i, share.first) for i in range(programs + 1)]
         ends = [first[i] + share.rest_tiles + (i < share.first) for i in range(programs)]
@@ -215,7 +215,7 @@ def test_rows_of_resident_floats_are_taken_once():
     for batch, nq in itertools.product((1, 2, 5, 33, 66, 400), (1, 64, 65, 197, 577, 1370)):
         p, _ = checks.empty_problem("intflash_online", nq, 16)
         p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
-        programs, share = long_rows.share_of_heads(p, True)
+        programs, share = long_rows.schedule_resident_heads(p, True)
         tiles, taken = -(-nq // 64), []
         for i in range(programs):
             first = i * share.rest_tiles + min(i, share.first)
@@ -224,7 +224,7 @@ def test_rows_of_resident_floats_are_taken_once():
             taken += [(head, tile) for head, tile in places if tile < tiles]
             assert places[0][1] < tiles and (share.whole == tiles or len({head for head, _ in places}) == 1)
         assert sorted(taken) == list(itertools.product(range(batch * p.q.shape[1]), range(tiles)))
-    assert long_rows.share_of_heads(replace(p, q=replace(p.q, data=p.q.data[:8])), True)[0] <= 132
+    assert long_rows.schedule_resident_heads(replace(p, q=replace(p.q, data=p.q.data[:8])), True)[0] <= 132
 
 
 def test_rings_fit():
@@ -239,8 +239,8 @@ def test_rings_fit():
 def test_which_heads_stay():
     codes = [checks.empty_problem("intflash_online", n, 64, batch=1)[0] for n in (197, 256, 577, 1700)]
     floats = [replace(p, q=p.q.data.half()) for p in codes]
-    assert [long_rows._fits(p, 13) and long_rows._pays(p) for p in codes] == [True, True, True, False]
-    assert [long_rows._fits(p, 13) and long_rows._pays(p) for p in floats] == [False, False, True, False]
+    assert [long_rows._fits(p, 13) and long_rows._resident_is_faster(p) for p in codes] == [True, True, True, False]
+    assert [long_rows._fits(p, 13) and long_rows._resident_is_faster(p) for p in floats] == [False, False, True, False]
     assert not long_rows._fits(replace(codes[0], causal=0), 13)
 
 
@@ -264,7 +264,7 @@ def test_whose_codes_the_kernel_makes():
 
 
 def test_quotients():
-    """`quotient` of base.cuh: floor((2^32 - 1) / by) divides by it with one correction."""
+    """`quotient` of params.cuh: floor((2^32 - 1) / by) divides by it with one correction."""
     for by in (1, 2, 3, 5, 7, 21, 132, 341, 65_535, 2**31 - 1):
         reciprocal = quotient_reciprocal(by)
         for x in {0, 1, by - 1, by, by + 1, 12_345_678, 2**31 - 1, 2**32 - 1 - (2**32 - 1) % by, 2**32 - 2, 2**32 - 1}:
@@ -295,8 +295,8 @@ def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=
     if query is not None:
         p = replace(p, q=p.q.data.to(query))
         scales = (torch.ones(1, 1, 1, 1), None, None)
-        return long_rows.stream_launch(p, constants, output, statistics, scales, resident=resident)
-    return long_rows.stream_launch(p, constants, output, statistics, resident=resident)
+        return long_rows.long_rows_launch(p, constants, output, statistics, scales, resident=resident)
+    return long_rows.long_rows_launch(p, constants, output, statistics, resident=resident)
 
 
 @pytest.mark.parametrize("d", (16, 64, 80, 128))
@@ -328,7 +328,7 @@ def test_floats_do_not_spill(method, recipe):
 
 def _float_launch(method, d, dtype, recipe):
     p, arguments = checks.empty_problem(method, 300, d, dtype, dtype)
-    return long_rows.stream_launch(replace(p, recipe=recipe), *arguments)
+    return long_rows.long_rows_launch(replace(p, recipe=recipe), *arguments)
 
 
 def test_float_output_is_seen():

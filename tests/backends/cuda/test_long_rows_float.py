@@ -1,4 +1,4 @@
-"""kernels/stream_float.cu: near the reference on a GPU; without one, what its machine code is made of."""
+"""csrc/cuda/sm90/long_rows_float.cu: near the reference on a GPU; without one, what its machine code is made of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from intflash.quant import Recipe
 
 METHODS = tuple(long_rows_float.METHODS)
 KERNEL = SimpleNamespace(
-    unsupported=long_rows_float.kernel_unsupported, run=partial(float_softmax.run, launch=long_rows_float.float_launch)
+    limits=long_rows_float.kernel_unsupported, run=partial(float_softmax.run, launch=long_rows_float.float_launch)
 )
 KINDS = (("head", 128), ("block", 128), ("token", 128))  # of K's scales: KEY_SCALES 0, 1, 2
 

@@ -21,7 +21,7 @@ from intflash.numerics import exp  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 from intflash.quant import QTensor, Recipe, quantize  # noqa: E402
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _unless(reason: str | None) -> pytest.MarkDecorator:
@@ -56,7 +56,7 @@ def layouts(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Three]]:
 
 
 @on_each_device
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOAT_KV, ids=str)
 def test_scales_of_maxima(dtype, device):
     """The largest value may be any element: here one of the tensors' corners, and the last CTA's."""
     for name, tensors in layouts(dtype, device):
@@ -89,7 +89,7 @@ def test_runs_hold_each_element_once():
 
 
 @on_each_device
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOAT_KV, ids=str)
 def test_codes(dtype, device):
     """Dynamic scales, and static ones of heads that some values are far past; V's padding holds zeros."""
     for name, tensors in layouts(dtype, device):

@@ -1,4 +1,4 @@
-"""kernels/rows.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
+"""csrc/cuda/sm90/short_rows.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from intflash.backends.cuda import short_rows
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
 # One warpgroup and several, one tile a program and several, warpgroups without a tile.
-SPLITS = tuple(short_rows.Split(*x) for x in ((1, 1, 2), (1, 4, 2), (2, 2, 1), (2, 1, 1), (2, 3, 1)))
+SPLITS = tuple(short_rows.RowSplit(*x) for x in ((1, 1, 2), (1, 4, 2), (2, 2, 1), (2, 1, 1), (2, 3, 1)))
 
 
 def contiguous_keys(p: Problem) -> Problem:
@@ -37,7 +37,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     ]:  # fmt: skip
         yield f"{nq} {nk} {d}", ic.codes(method, batch=2, nq=nq, nk=nk, d=d, return_lse=True)
     vit = dict(batch=2, heads=3, nq=197, nk=197, d=64)
-    for dtype in (torch.int16, *FLOATS):
+    for dtype in (torch.int16, *FLOAT_KV):
         yield f"out {dtype}", ic.codes(method, out_dtype=dtype, **vit)
     for amax in (1e-6, 400.0, 50000.0):
         yield f"amax {amax}", ic.codes(method, amax=amax, return_lse=True, **vit)
@@ -68,10 +68,10 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     for n, d in ((197, 64), (100, 96), (70, 32)):
         yield f"dynamic {n} {d}", checks.floats(method, 40, n, d, torch.float16, Recipe(), out_dtype=torch.int8)
     yield "dynamic, views", Problem(method, *views, 0.125, recipe=Recipe(), out_dtype=torch.float16)
-    for dtype in FLOATS:  # the largest codes there are, and ties
+    for dtype in FLOAT_KV:  # the largest codes there are, and ties
         halves = ((torch.randint(-254, 255, (2, 3, 197, 64)) / 2 * unit).to(dtype) for unit in (1.0, 2**-9, 2**-20))
         yield f"dynamic ties {dtype}", Problem(method, *halves, 0.125, recipe=Recipe(), out_dtype=torch.int8)
-    for dtype in FLOATS:
+    for dtype in FLOAT_KV:
         for scale in (1e-12, 1e-7, 1e-4, 0.02, 1000.0):
             static = Recipe(q_scale=scale, k_scale=scale, v_scale=scale)
             yield f"{dtype} static {scale}", checks.floats(method, 2, 150, 64, dtype, static, out_dtype=torch.int8)
@@ -88,8 +88,8 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
 def test_bits(method, split, monkeypatch):
     torch.manual_seed(0)
     if split is not None:
-        monkeypatch.setattr(short_rows, "choose", lambda *_: split)
-        monkeypatch.setattr(short_rows, "has_short", lambda _: True)
+        monkeypatch.setattr(short_rows, "choose_split", lambda *_: split)
+        monkeypatch.setattr(short_rows, "uses_exp_32bit", lambda _: True)
     assert checks.differences(cases(method), short_rows) == {}
 
 
@@ -97,7 +97,7 @@ def _launch(method: str, n: int, d: int, *args, split=None, **more):
     p, rest = checks.empty_problem(method, n, d, *args, **more)
     assert short_rows.unsupported(p) is None
     constants, out, statistics, scales = rest
-    return short_rows.rows_launch(p, BITS[method], constants, out, statistics, scales, split)
+    return short_rows.short_rows_launch(p, BITS[method], constants, out, statistics, scales, split)
 
 
 @pytest.mark.parametrize("method", BITS)
@@ -106,7 +106,7 @@ def test_integer_only(method):
     outs, batches = (torch.int8, torch.int16), (2, 80)
     for (n, d), out, major, batch in itertools.product(((197, 64), (130, 32)), outs, (False, True), batches):
         launch = _launch(method, n, d, torch.int8, out, major, batch=batch)
-        assert dict(launch.program.macros)["COPIES"] == str(int(major and batch == 80))
+        assert dict(launch.program.macros)["TMA"] == str(int(major and batch == 80))
         machine = checks.machine(launch)
         assert machine.float_instructions == [], (n, d, out, major, batch)
         assert machine.spills == 0, (n, d, out, major, batch, machine.registers)
@@ -117,7 +117,7 @@ def test_integer_only(method):
 @pytest.mark.parametrize("dtype", checks.COMPILED_FLOATS, ids=str)
 def test_floats_do_not_spill(method, dtype):
     static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)
-    shapes, splits = ((197, 64), (80, 96)), (None, short_rows.Split(2, 4, 1))
+    shapes, splits = ((197, 64), (80, 96)), (None, short_rows.RowSplit(2, 4, 1))
     for (n, d), split, recipe in itertools.product(shapes, splits, (Recipe(), static)):
         batch = 2 if split else 80
         launch = _launch(method, n, d, dtype, dtype, split=split, batch=batch, recipe=recipe)
@@ -127,20 +127,20 @@ def test_floats_do_not_spill(method, dtype):
 @pytest.mark.parametrize("n, d", ((128, 128), (96, 96), (224, 64)))
 def test_large_batches_do_not_spill(n, d):
     launch = _launch("intflash_p8", n, d, torch.int8, torch.int8, True, batch=200)
-    assert dict(launch.program.macros)["SHORT"] == "1"
+    assert dict(launch.program.macros)["EXP_32BIT"] == "1"
     assert checks.machine(launch).spills == 0
 
 
 @pytest.mark.parametrize("n, d, words", ((96, 128, 0), (112, 112, 0), (80, 128, 20), (96, 112, 4)))
 def test_large_batches_of_wide_floats_spill_little(n, d, words):
-    """A few words cost less than a third program brings (docs/gpu.md)."""
+    """A few words cost less than a third program brings."""
     static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)
     for recipe in (static, Recipe()):
         launch = _launch("intflash_p8", n, d, torch.float16, torch.float16, batch=200, recipe=recipe)
         assert checks.machine(launch).spills <= words
 
 
-def test_what_the_copy_engine_takes():
+def test_what_tma_takes():
     """Rows of K whose heads begin at whole rows; not a head within a row, nor a lone group of keys."""
     packed = torch.zeros(2, 197, 3, 3, 64, dtype=torch.int8).transpose(1, 3)
     apart, within = (torch.zeros(2, 3, 197, 64, dtype=torch.int8), packed[:, :, 1])

@@ -1,4 +1,4 @@
-"""kernels/windows.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
+"""csrc/cuda/window_attention.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from intflash.backends.gpu.tensors import Statistics
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
-SPLITS = (window.Split(), window.Split(4), window.Split(8, rows=8), window.Split(2), window.Split(windows=3))
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_SPLITS = {}, dict(parts=4), dict(parts=8, rows=8), dict(parts=2), dict(windows=3)
+SPLITS = tuple(window.WindowSplit(**x) for x in _SPLITS)
+FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _masks(nq: int, nk: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -44,7 +45,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     for nq, nk, d in [*sizes, (37, 59, 32), (1, 50, 32), (49, 1, 32), (64, 52, 32), (33, 64, 64)]:
         yield f"{nq} {nk} {d}", ic.codes(method, batch=3, nq=nq, nk=nk, d=d, return_lse=True)
     window = dict(batch=8, heads=3, nq=49, nk=49)
-    for dtype in (torch.int16, *FLOATS):
+    for dtype in (torch.int16, *FLOAT_KV):
         yield f"out {dtype}", ic.codes(method, out_dtype=dtype, **window)
     for amax in (1e-6, 400.0, 50000.0):
         yield f"amax {amax}", ic.codes(method, amax=amax, return_lse=True, **window)
@@ -61,7 +62,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     for nq, d in ((49, 32), (64, 64), (16, 16)):
         masks = _masks(nq, nq, 4)["bias and keep"]
         yield f"dynamic of heads {nq} {d}", checks.floats(method, 4, nq, d, torch.float16, checks.OF_HEADS, **masks)
-    for dtype in FLOATS:
+    for dtype in FLOAT_KV:
         for scale in (1e-12, 1e-4, 0.02, 1000.0):
             static = Recipe(q_scale=scale, k_scale=scale, v_scale=scale)
             yield f"{dtype} static {scale}", checks.floats(method, 4, 49, 32, dtype, static, out_dtype=torch.int8)
@@ -79,7 +80,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
 def test_bits(method, split, monkeypatch):
     """Every case that the kernel takes; one test, so that few processes compile."""
     torch.manual_seed(0)
-    monkeypatch.setattr(window, "choose", lambda count: split)
+    monkeypatch.setattr(window, "choose_split", lambda count: split)
     assert checks.differences(cases(method), window) == {}
 
 
@@ -112,14 +113,14 @@ def test_chain(split, count):
         fill.run()
         for i in range(20):
             nothing = Statistics(None, None)
-            window.windows_launch(problems[i % 2], 8, constants, buffers[1 - i % 2], nothing, None, split).run()
+            window.window_launch(problems[i % 2], 8, constants, buffers[1 - i % 2], nothing, None, split).run()
             if waits:
                 torch.cuda.synchronize()
         results.append(buffers[0].cpu())
     assert torch.equal(*results)
 
 
-def _launch(bits: int, split: window.Split, n: int = 49, d: int = 32, dtype=torch.int8, out=torch.int8, **masks):
+def _launch(bits: int, split: window.WindowSplit, n: int = 49, d: int = 32, dtype=torch.int8, out=torch.int8, **masks):
     shape = (8, 3, n, d)
     if dtype == torch.int8:
         q = k = v = QTensor(torch.zeros(shape, dtype=torch.int8), torch.ones(1, 1, 1, 1), "tensor")
@@ -130,7 +131,7 @@ def _launch(bits: int, split: window.Split, n: int = 49, d: int = 32, dtype=torc
     p = Problem("intflash" if bits == 16 else "intflash_p8", q, k, v, d**-0.5, out_dtype=out, **masks)
     constants = constants_launch(p, scales)[1]
     output, nothing = torch.empty(shape, dtype=out), Statistics(None, None)
-    return window.windows_launch(p, bits, constants, output, nothing, scales, split)
+    return window.window_launch(p, bits, constants, output, nothing, scales, split)
 
 
 SOME = [pytest.param(s, id=str(s), marks=[pytest.mark.full] if i > 1 else []) for i, s in enumerate(SPLITS[:4])]
@@ -161,4 +162,4 @@ def test_floats_do_not_spill(bits, split):
 
 def test_float_output_is_seen():
     """The control: with float output the same harness finds float instructions."""
-    assert checks.machine(_launch(8, window.Split(), out=torch.float16)).float_instructions
+    assert checks.machine(_launch(8, window.WindowSplit(), out=torch.float16)).float_instructions

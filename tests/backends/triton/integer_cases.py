@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 if __name__ == "__main__":
     import interpreter  # noqa: F401  sets TRITON_INTERPRET before Triton is imported
@@ -15,11 +16,13 @@ if __name__ == "__main__":
 import torch
 from mixed_cases import on_device
 
+from intflash.backends.portable import BACKEND as TORCH
 from intflash.backends.reference import BACKEND as REFERENCE
 from intflash.backends.triton import BACKEND
 from intflash.methods import get_method
+from intflash.numerics.exp import LOG2_E
 from intflash.problem import Problem
-from intflash.quant import Recipe, quantize
+from intflash.quant import QTensor, Recipe, quantize
 
 OURS = ("intflash", "intflash_p8", "intflash_online")
 PUBLISHED = ("qflash", "iflash")
@@ -68,6 +71,9 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         yield f"{nq} bias of rows", codes(method, batch=2, **_bias(method, (1, 2, nq, nk)), **shape)
         keep = torch.rand(2, 1, nq, nk) < 0.5
         yield f"{nq} keep", codes(method, batch=2, heads=1, keep=keep, return_lse=True, **shape)
+        yield f"{nq} keep causal", codes(method, batch=2, heads=1, keep=keep, causal=nk - nq, **shape)
+        masks = dict(keep=torch.rand(3, 1, 1, nk) < 0.5, **_bias(method, (2, 1, 1, nk)))
+        yield f"{nq} bias, keep, causal, fewer batches", codes(method, batch=6, heads=1, causal=3, **masks, **shape)
     if large:
         yield "bfloat16", codes(method, nq=300, nk=600, d=64, out_dtype=torch.bfloat16)
         yield "strides", _strided(method)
@@ -125,11 +131,25 @@ def complaint(p: Problem, device: str = "cpu") -> str | None:
     return None
 
 
+def unread_scales(method: str) -> dict[str, str | None]:
+    """Scales that a published method cannot divide by, where no value is read: what differs from the torch backend."""
+    found = {}
+    for octaves in (2.01, torch.inf, 2.0**-32, 0.0, -0.5, torch.nan):
+        p = codes(method, nq=9, nk=40, d=16)
+        scale = torch.full((1, 1, 1, 1), octaves / (p.k.scale.item() * p.sm_scale * LOG2_E))
+        p = replace(p, q=QTensor.unchecked(p.q.data, scale, "tensor", 8))
+        same = torch.equal(TORCH.run(p).out, BACKEND.run(p).out)
+        found[f"{method}, {octaves} octaves"] = None if same else "the outputs differ"
+    return found
+
+
 def report(methods: list[str]) -> dict[str, str | None]:
     from intflash.backends.triton import launch
 
     torch.manual_seed(0)
     found = {f"{method}, {name}": complaint(p) for method in methods for name, p in cases(method)}
+    for method in set(methods) & set(PUBLISHED):
+        found |= unread_scales(method)
     launch.MOST_BATCHES = 0  # any batch is one that only a grid's first axis takes
     again = ("n17 d17", "floats 60 dynamic", "floats 300 dynamic", "50 gqa")
     return found | {

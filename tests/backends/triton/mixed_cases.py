@@ -54,6 +54,9 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
     bias = torch.randn(2, 1, 1, 150).masked_fill(torch.rand(150) < 0.2, -torch.inf)
     yield "bias", problem(method, batch=4, heads=1, nq=20, bias_float=bias)
     yield "keep", problem(method, batch=2, heads=1, keep=torch.rand(2, 1, 70, 150) < 0.5)
+    yield "keep causal", problem(method, batch=2, heads=1, keep=torch.rand(2, 1, 70, 150) < 0.5, causal=80)
+    masks = dict(keep=torch.rand(3, 1, 1, 150) < 0.5, bias_float=bias)
+    yield "bias, keep, causal, fewer batches", problem(method, batch=6, heads=1, nq=20, causal=140, **masks)
     yield "int8 out", problem(method, out_dtype=torch.int8)
     half = torch.bfloat16 if large or method not in UNFUSED else torch.float16  # the interpreter truncates to bfloat16
     yield f"{half} out", problem(method, out_dtype=half)

@@ -58,7 +58,7 @@ def _table_tiles() -> list[tuple]:
 
     rows = {n: tuple(t) for n, t in choices.table()["90"].items() if "row" in n}
     found = {(n, 16 if "p16" in n else 8, "float" in n, t) for n, t in rows.items()}
-    more = ((32, 1, 4), (32, 1, 8), (64, 1, 2), (16, 1, 4))
+    more = ((32, 1, 4), (32, 1, 8), (64, 1, 2), (16, 1, 4), (64, 1, 4), (128, 1, 8))  # the last two: by warpgroups
     return sorted(found | {(f"row keys{w}", 8, True, t) for t in more for w in (64, 256)})
 
 

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from intflash.backends.cuda import rows, windows  # noqa: E402
+from intflash.backends.cuda import short_rows, window  # noqa: E402
 from intflash.backends.gpu import scales  # noqa: E402
 from intflash.backends.gpu.tensors import limits, readable  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
@@ -32,8 +32,8 @@ def test_heads_past_a_grid_s_second_axis():
 def test_queries_past_a_grid_s_third_axis():
     p = problem((1, 1, 100, 64))
     long = QTensor(torch.empty(1, 1, 64 * 65_535 + 1, 64, dtype=torch.int8, device="meta"), p.q.scale, "tensor")
-    assert rows.unsupported(p) is None
-    assert "queries" in rows.unsupported(replace(p, q=long))
+    assert short_rows.unsupported(p) is None
+    assert "queries" in short_rows.unsupported(replace(p, q=long))
 
 
 @pytest.mark.parametrize("tokens, reason", [(58_254, None), (58_255, "rows of k must lie within 2^31 elements")])
@@ -59,15 +59,15 @@ def test_masks_that_repeat_past_32_bits():
         (131_072, 65_536, False),
     ):
         keep = torch.empty(batches, 1, 1, 49, dtype=torch.bool, device="meta")
-        found = windows.unsupported(problem((batch, 1, 49, 32), keep=keep))
+        found = window.unsupported(problem((batch, 1, 49, 32), keep=keep))
         assert found is None if takes else "repeats over at most 2^32" in found
 
 
 def test_windows_of_key_major_values_off_their_words():
     stored = torch.zeros(33, 4, 1, 49, dtype=torch.int8)[:32].permute(1, 2, 3, 0)  # a batch of 49 bytes
-    assert "multiples of 4 bytes" in windows.unsupported(problem((4, 1, 49, 32), v=stored))
+    assert "multiples of 4 bytes" in window.unsupported(problem((4, 1, 49, 32), v=stored))
     stored = torch.zeros(33, 4, 1, 64, dtype=torch.int8)[:32, ..., :49].permute(1, 2, 3, 0)
-    assert windows.unsupported(problem((4, 1, 49, 32), v=stored)) is None
+    assert window.unsupported(problem((4, 1, 49, 32), v=stored)) is None
 
 
 def test_what_a_graph_took_is_kept(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 
 from intflash.backends.reference import BACKEND as REFERENCE
 from intflash.backends.vortex import backend, launch
-from intflash.pipeline import prepare
+from intflash.call import prepare
 from intflash.quant import QTensor, Recipe
 from machines import vortex_shim
 

@@ -54,7 +54,7 @@ struct Groups {
 struct Copy {  // to shared memory
   u32 to, bytes, present;
   const u8* from;
-  const u64* map;  // of the copy engine, or null
+  const u64* map;  // of TMA, or null
   s32 at[5];
 };
 

@@ -52,7 +52,7 @@ static void perform(const Copy& copy, int line) {
     return;
   }
   const u64 *size = copy.map + 1, *stride = copy.map + 6, *box = copy.map + 10;
-  if (copy.to % 128) fail(line, "the copy engine writes to shared address %u", copy.to);
+  if (copy.to % 128) fail(line, "TMA writes to shared address %u", copy.to);
   for (u32 i = 0; i < box_bytes(copy.map); ++i) {
     u64 rest = i, from = copy.map[0];
     bool inside = true;

@@ -10,6 +10,15 @@ from __future__ import annotations
 import torch
 
 from intflash.backends.base import Backend
+from intflash.backends.features import (
+    ANY_GRANULARITY,
+    CODES,
+    FLOAT_INPUTS,
+    FLOAT_OUTPUT,
+    INTEGER_OUTPUT,
+    QUANTIZATION,
+    per,
+)  # fmt: skip
 from intflash.problem import Problem, Result
 
 
@@ -27,7 +36,7 @@ def _unavailable() -> str | None:
     return program.unavailable()
 
 
-def _unsupported(problem: Problem) -> str | None:
+def _limits(problem: Problem) -> str | None:
     from intflash.backends.cuda import backend
 
     return backend.unsupported(problem)
@@ -39,4 +48,17 @@ def _run(problem: Problem) -> Result:
     return backend.run(problem)
 
 
-BACKEND = Backend("cuda", _unavailable, _unsupported, _run, native=_on_hopper)
+# Which kernel takes which of these, and of what shape, is in backend.py.
+_SERVED = frozenset.union(
+    FLOAT_INPUTS, CODES, QUANTIZATION, FLOAT_OUTPUT, {"causal mask", "grouped heads", "log-sum-exp"}
+)
+_INTFLASH = _SERVED | INTEGER_OUTPUT | per("tensor head token block", "tensor head", "tensor head")
+_WINDOWS = {"integer bias", "bool mask"}
+SERVES = {
+    "intflash": _INTFLASH | _WINDOWS,
+    "intflash_p8": _INTFLASH | _WINDOWS,
+    "intflash_online": _INTFLASH,
+    "lite": _SERVED | ANY_GRANULARITY,
+    "int_flash_half": _SERVED | ANY_GRANULARITY,
+}
+BACKEND = Backend("cuda", _unavailable, SERVES, _limits, _run, native=_on_hopper)

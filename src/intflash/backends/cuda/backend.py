@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from intflash.backends.cuda import long_rows, long_rows_float, short_rows, window
-from intflash.backends.cuda.parameters import FOUND
+from intflash.backends.cuda.parameters import HEAD_AMAX_IN_KERNEL
 from intflash.backends.cuda.program import CudaLaunch
 from intflash.backends.cuda.quantization import amax_launches, constants_launch, quantize_launch
 from intflash.backends.gpu import float_softmax, integer
@@ -21,29 +21,30 @@ BITS = {"intflash": 16, "intflash_p8": 8}
 
 def unsupported(problem: Problem) -> str | None:
     if problem.method not in long_rows.METHODS and problem.method not in long_rows_float.METHODS:
-        return f"method {problem.method!r} has no Hopper kernel"
+        return f"method {problem.method!r} has no CUDA kernel"
     if problem.device.type != "cuda":
-        return f"tensors are on {problem.device}, the Hopper backend needs a CUDA device"
+        return f"tensors are on {problem.device}, the CUDA backend needs a CUDA device"
     if problem.cu_seqlens_q is not None:
         return "its kernels take no packed sequences"
     if reason := limits(problem):
         return reason
     if problem.method in long_rows_float.METHODS:
         return _alignment(problem) or long_rows_float.unsupported(problem)
-    return _alignment(problem) or _scales(problem) or (_whole_unsupported(problem) and long_rows.unsupported(problem))
+    reason = _alignment(problem) or _scales(problem)
+    return reason or (_short_rows_unsupported(problem) and long_rows.unsupported(problem))
 
 
-def _whole_unsupported(problem: Problem) -> str | None:
-    """Why no kernel with whole rows on chip, which quantize floats themselves, takes the problem."""
+def _short_rows_unsupported(problem: Problem) -> str | None:
+    """Why no kernel for short rows or windows, which quantize floats themselves, takes the problem."""
     if problem.method not in BITS:
-        return f"method {problem.method!r} is one for long rows"
+        return f"method {problem.method!r} has kernels for long rows only"
     return window.unsupported(problem) and _rows_unsupported(problem)
 
 
 def _rows_unsupported(problem: Problem) -> str | None:
     for what in ("bias", "keep", "causal"):
         if getattr(problem, what) is not None:
-            return f"whole rows take no {what}"
+            return f"short rows take no {what}"
     return short_rows.unsupported(problem)
 
 
@@ -71,12 +72,12 @@ def _alignment(problem: Problem) -> str | None:
 
 
 def fuses(problem: Problem) -> str:
-    """Which floats the attention kernel quantizes itself: of long rows only Q is read once, but for heads whose K and V
-    stay in shared memory."""
-    return "q" if _whole_unsupported(problem) and not long_rows.quantizes(problem) else "qkv"
+    """Which floats the attention kernel quantizes itself: of long rows only Q, which is read once, unless K and V are
+    resident in shared memory."""
+    return "q" if _short_rows_unsupported(problem) and not long_rows.quantizes(problem) else "qkv"
 
 
-def finds(problem: Problem) -> bool:
+def head_amax_in_kernel(problem: Problem) -> bool:
     """Whether the attention kernel finds the scales of floats itself: one of each head, for float output."""
     recipe = problem.recipe
     return (
@@ -85,7 +86,7 @@ def finds(problem: Problem) -> bool:
         and recipe.bits == 8
         and recipe.rule == "exact"
         and problem.out_dtype.is_floating_point
-        and _whole_unsupported(problem) is None
+        and _short_rows_unsupported(problem) is None
     )
 
 
@@ -94,17 +95,15 @@ def attention_launch(
 ) -> CudaLaunch:
     """The launch that computes the output; `inputs` where its kernel quantizes floats itself."""
     if inputs is not None and isinstance(problem.k, QTensor):
-        return long_rows.stream_launch(problem, constants, out, statistics, (inputs.scales.q, None, None))
-    scales = None if inputs is None else FOUND if inputs.scales is None else tuple(inputs.scales)
-    if _whole_unsupported(problem):
-        return long_rows.stream_launch(problem, constants, out, statistics, scales)
-    launch = short_rows.rows_launch if window.unsupported(problem) else window.windows_launch
+        return long_rows.long_rows_launch(problem, constants, out, statistics, (inputs.scales.q, None, None))
+    scales = None if inputs is None else HEAD_AMAX_IN_KERNEL if inputs.scales is None else tuple(inputs.scales)
+    if _short_rows_unsupported(problem):
+        return long_rows.long_rows_launch(problem, constants, out, statistics, scales)
+    launch = short_rows.short_rows_launch if window.unsupported(problem) else window.window_launch
     return launch(problem, BITS[problem.method], constants, out, statistics, scales)
 
 
-KERNELS = Kernels(
-    fuses, attention_launch, amax_launches, quantize_launch, constants_launch, finds
-)
+KERNELS = Kernels(fuses, attention_launch, amax_launches, quantize_launch, constants_launch, head_amax_in_kernel)
 
 
 def run(problem: Problem) -> Result:

@@ -1,4 +1,4 @@
-"""The launch of kernels/stream_float.cu: int8 Q Kᵀ, a float32 softmax, P and V of 16 bits."""
+"""The launch of csrc/cuda/sm90/long_rows_float.cu: int8 Q Kᵀ, a float32 softmax, P and V of 16 bits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from torch import Tensor
 
 from intflash.backends.cuda import long_rows
 from intflash.backends.cuda.parameters import parameters
-from intflash.backends.cuda.program import CudaLaunch, Program
-from intflash.backends.cuda.types import C_TYPES
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, Program
 from intflash.backends.cuda.wgmma import Product
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.float_softmax import Operand
@@ -47,13 +46,13 @@ def float_launch(
     program = Program.of(
         "sm90/long_rows_float.cu", products, HEAD_DIM=d, CONSUMERS=_CONSUMERS, CAUSAL=int(problem.causal is not None),
         KEY_SCALES=per, P_SHARED=0, P_TABLE=0, QUERY="i8", VALUE=C_TYPES[v.data.dtype], OUT=C_TYPES[out.dtype],
-        STAGES=long_rows.STAGES, RESIDENT=0, FLOATS=0, WITHIN=0,
+        STAGES=long_rows.STAGES, KV_RESIDENT=0, FLOAT_KV=0, VALUES_IN_RANGE=0,
     )  # fmt: skip
     scales = (q.scale, k_scale, None)
-    programs, pieces = long_rows.share(problem, _CONSUMERS)
+    ctas, pieces = long_rows.schedule_ranges(problem, _CONSUMERS)
     params, keeps = parameters(problem, (q.data, k.data, v.data), scales, _NO_CONSTANTS, out, statistics, share=pieces)
     shared = long_rows.shared_bytes(d, _CONSUMERS, 128 * -(-d // 64) * 128, (0, 16, 512)[per])
-    return CudaLaunch(program, (programs, 1, 1), 128 * (_CONSUMERS + 1), shared, params, q.data.device, keeps, True)
+    return CudaLaunch(program, (ctas, 1, 1), 128 * (_CONSUMERS + 1), shared, params, q.data.device, keeps, True)
 
 
 def _key_scales(k: Operand) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""`struct Params` of kernels/base.cuh, filled from a problem."""
+"""`struct Params` of csrc/cuda/params.cuh, filled from a problem."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.tensors import Statistics
 from intflash.problem import Problem
 
-FOUND = ()  # for scales: the kernel finds each head's own, amax / 127
+HEAD_AMAX_IN_KERNEL = ()  # for scales: the kernel finds each head's own, amax / 127
 
 
 class View(ctypes.Structure):
@@ -19,7 +19,7 @@ class View(ctypes.Structure):
 
 
 class Share(ctypes.Structure):
-    """How long rows are shared out; `long_rows.share` fills it."""
+    """How long rows are shared out; `long_rows.schedule_ranges` fills it."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("whole", "rest", "rest_tiles")),
@@ -58,7 +58,7 @@ def parameters(
 ) -> tuple[Params, dict[int, Tensor]]:  # fmt: skip
     """The struct, and the tensors that it points into by the byte at which it does.
 
-    tensors: codes, or floats with their `scales` or FOUND.
+    tensors: codes, or floats with their `scales` or HEAD_AMAX_IN_KERNEL.
     """
     q, k, v = tensors
     q_scale, k_scale, v_scale = scales or (None, None, None)

@@ -33,6 +33,13 @@ def _source_folder() -> Path:
 
 SOURCES = _source_folder()
 ARCHITECTURE = "sm_90a"
+C_TYPES = {  # the names of dtypes in csrc/cuda
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.float16: "half_t",
+    torch.bfloat16: "bfloat_t",
+    torch.float32: "float",
+}
 _OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17")
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from intflash.backends.cuda.parameters import View, data_view, quotient_reciprocal, view
-from intflash.backends.cuda.program import CudaLaunch, Program
-from intflash.backends.cuda.types import C_TYPES
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, Program
 from intflash.backends.gpu.constants import Constants, constant_buffers, score_unit
 from intflash.backends.gpu.scales import Inputs, Three, empty_codes, quantized_tensors
 from intflash.numerics import exp
@@ -20,8 +19,8 @@ from intflash.quant import QTensor
 _UNITS = {exp.OCTAVES: "Octaves", exp.TABLE_STEPS: "TableSteps"}
 _TOKENS = 128  # of a CTA of quantize_inputs.cu
 _CHUNK_BYTES = 16  # of absmax.cu
-_CTA_CHUNKS = 1024  # that a CTA of absmax.cu loads at once
-_MOST_CTAS = 3 * 8 * 132  # of absmax.cu: more of them only add atomic operations
+_CTA_CHUNKS = 2048  # that a CTA of absmax.cu loads at once
+_MOST_CTAS = 3 * 4 * 132  # of absmax.cu: more of them only add atomic operations
 
 
 class Runs(ctypes.Structure):
@@ -82,7 +81,8 @@ def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[CudaLau
     ctas = min(-(-max(x.count for x in params.x) // _CTA_CHUNKS) * 3, _MOST_CTAS)
     places = _places(AbsmaxParams.x, Runs, tensors)
     places |= {AbsmaxParams.amax.offset: amax, AbsmaxParams.scales.offset: scales}
-    return (_launch("absmax.cu", ctas, 256, params, places, amax.device, IN=C_TYPES[tensors.q.dtype]),)
+    macros = dict(IN=C_TYPES[tensors.q.dtype], CTA_CHUNKS=_CTA_CHUNKS)
+    return (_launch("absmax.cu", ctas, 256, params, places, amax.device, **macros),)
 
 
 def runs(x: Tensor) -> Runs:
@@ -126,7 +126,7 @@ def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[CudaLaunch, dic
     places |= _places(QuantizeParams.scales, View, scales)
     launch = _launch(
         "quantize_inputs.cu", len(wanted) * units, 128, params, places, x[0].device, IN=C_TYPES[x[0].dtype],
-        HEAD_DIM=x[0].shape[3], QUERY=int(query), WITHIN=int(inputs.dynamic),
+        HEAD_DIM=x[0].shape[3], QUERY=int(query), VALUES_IN_RANGE=int(inputs.dynamic),
     )  # fmt: skip
     return launch, quantized_tensors(inputs, codes)
 

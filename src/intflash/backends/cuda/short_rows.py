@@ -1,4 +1,4 @@
-"""The launch of kernels/rows.cu: at most 224 keys, whole rows on chip."""
+"""The launch of csrc/cuda/sm90/short_rows.cu: at most 224 keys, whole rows of scores in registers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from intflash.backends.cuda.parameters import FOUND, Params, has_row_scales, parameters
-from intflash.backends.cuda.program import CudaLaunch, Program
+from intflash.backends.cuda.parameters import HEAD_AMAX_IN_KERNEL, Params, has_row_scales, parameters
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, Program
 from intflash.backends.cuda.tensor_maps import TensorMaps, tensor_maps
-from intflash.backends.cuda.types import C_TYPES
 from intflash.backends.cuda.wgmma import Product
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.tensors import GRID_LIMIT, Statistics, key_major
@@ -25,7 +24,7 @@ def unsupported(problem: Problem) -> str | None:
     """Why the kernel cannot take the problem, or None."""
     (d, dv), nk = (problem.q.shape[3], problem.v.shape[3]), problem.k.shape[2]
     if nk > MAX_KEYS:
-        return f"whole rows hold at most {MAX_KEYS} keys, got {nk}"
+        return f"short rows hold at most {MAX_KEYS} keys, got {nk}"
     if problem.q.shape[2] > 64 * GRID_LIMIT:
         return f"takes at most {64 * GRID_LIMIT} queries, got {problem.q.shape[2]}"
     for name in "qkv":
@@ -34,7 +33,7 @@ def unsupported(problem: Problem) -> str | None:
         if x.shape[2] * x.stride(2) * x.element_size() >= 1 << 31:
             return f"tokens of {name} must lie within 2 GiB, got strides {x.stride()}"
     bits, itemsize = (16 if problem.method == "intflash" else 8), problem.q.data.element_size()
-    if resident(-(-nk // 16) * 16, d, bits, itemsize) == 0:
+    if ctas_per_sm(-(-nk // 16) * 16, d, bits, itemsize) == 0:
         return f"the registers do not hold rows of {nk} keys with {bits}-bit p and head_dim {d}"
     v = problem.v if isinstance(problem.v, Tensor) else problem.v.data
     if v.stride(3) != 1 and not key_major(v, -(-nk // 16) * 16):
@@ -45,45 +44,47 @@ def unsupported(problem: Problem) -> str | None:
 
 
 @dataclass(frozen=True)
-class Split:
-    """How the work is shared out: warpgroups of a program, its tiles of 64 rows, programs of a multiprocessor."""
+class RowSplit:
+    """How the work is split: warpgroups of a CTA, its tiles of 64 rows, CTAs of a multiprocessor."""
 
     warpgroups: int
     tiles: int
-    resident: int
+    ctas_per_sm: int
 
 
-def rows_launch(
+def short_rows_launch(
     problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics,
-    scales: tuple[Tensor, ...] | None, split: Split | None = None,
+    scales: tuple[Tensor, ...] | None, split: RowSplit | None = None,
 ) -> CudaLaunch:  # fmt: skip
-    """For a problem of int8 codes, or of floats with the scales of Q, K and V or FOUND."""
+    """For a problem of int8 codes, or of floats with the scales of Q, K and V or HEAD_AMAX_IN_KERNEL."""
     q, k, v = (x.data if scales is None else x for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), nk = q.shape, k.shape[2]
     keys = -(-nk // 16) * 16
     row_tiles = -(-nq // 64)
-    most = resident(keys, d, bits, q.element_size())
-    split = split or choose(batch * heads, row_tiles, most, q.dtype == torch.int8)
+    most = ctas_per_sm(keys, d, bits, q.element_size())
+    split = split or choose_split(batch * heads, row_tiles, most, q.dtype == torch.int8)
     products = (*(Product(n, "s8") for n in sorted(parts(keys))), Product(d, "u8"))
-    short, tail, heads_first = has_short(batch * heads * row_tiles), has_tail(nq, d), batch <= GRID_LIMIT
-    maps = _maps(k, v) if short and scales is None else None
+    exp_32bit, remainder = uses_exp_32bit(batch * heads * row_tiles), has_remainder_rows(nq, d)
+    heads_first, in_kernel = batch <= GRID_LIMIT, scales == HEAD_AMAX_IN_KERNEL
+    maps = _maps(k, v) if exp_32bit and scales is None else None
     dynamic = scales is not None and problem.recipe.q_scale is None  # of the values' own maxima
     program = Program.of(
         "sm90/short_rows.cu", products, KEYS=keys, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
-        KEY_MAJOR=int(scales is None and key_major(v, keys)), SHORT=int(short),
-        ROW_SCALES=int(has_row_scales(constants, scales)), FOUND=int(scales == FOUND), WITHIN=int(dynamic),
-        COPIES=int(maps is not None), TAIL=int(tail), STATISTICS=int(statistics.l is not None),
-        HEADS_FIRST=int(heads_first), LAST_FIRST=int(dynamic and scales != FOUND),
-        ALL_ROWS=int(split.tiles >= row_tiles), WARPGROUPS=split.warpgroups, RESIDENT=split.resident,
+        KEY_MAJOR=int(scales is None and key_major(v, keys)), EXP_32BIT=int(exp_32bit),
+        ROW_SCALES=int(has_row_scales(constants, scales)), HEAD_AMAX_IN_KERNEL=int(in_kernel),
+        VALUES_IN_RANGE=int(dynamic), TMA=int(maps is not None), REMAINDER_ROWS=int(remainder),
+        STATISTICS=int(statistics.l is not None),
+        HEADS_FIRST=int(heads_first), LAST_FIRST=int(dynamic and not in_kernel),
+        ALL_ROWS=int(split.tiles >= row_tiles), WARPGROUPS=split.warpgroups, CTAS_PER_SM=split.ctas_per_sm,
     )  # fmt: skip
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)
     grid = (*((heads, batch) if heads_first else (batch, heads)), -(-row_tiles // split.tiles))
-    shared = sum(head_bytes(keys, d)) + 16 * (maps is not None) + tail * tail_bytes(keys, bits)
+    shared = sum(head_bytes(keys, d)) + 16 * (maps is not None) + remainder * remainder_bytes(keys, bits)
     return CudaLaunch(program, grid, 128 * split.warpgroups, shared, params, q.device, keeps, True, maps)
 
 
 def _maps(k: Tensor, v: Tensor) -> Callable[[Params], TensorMaps] | None:
-    """Of K but for its last 16 keys, and of V, where the copy engine can take them: kernels/rows_copies.cuh."""
+    """Of K but for its last 16 keys, and of V, where TMA can take them."""
     nk, d = k.shape[2:]
     if nk <= 16 or key_width(d) != d or not key_major(v, -(-nk // 16) * 16):
         return None
@@ -100,17 +101,17 @@ def head_bytes(keys: int, d: int) -> tuple[int, int]:
     return -(-keys * key_width(d) // 1024) * 1024, -(-keys // 128) * d * 128
 
 
-def has_tail(nq: int, d: int) -> bool:
-    """Whether the last rows are so few that kernels/rows_tail.cuh computes them, and D one that it takes."""
+def has_remainder_rows(nq: int, d: int) -> bool:
+    """Whether the last rows are so few that remainder_rows.cuh computes them, and D one that it takes."""
     return 1 <= nq % 64 <= 8 and d in (64, 128)
 
 
-def has_short(tiles: int) -> bool:
+def uses_exp_32bit(tiles: int) -> bool:
     """Whether T + B in 32 bits pays for the instructions to be fetched: 0.5 us in small batches."""
     return tiles > _FEW_TILES
 
 
-def tail_bytes(keys: int, bits: int) -> int:
+def remainder_bytes(keys: int, bits: int) -> int:
     """Of maxima and p of 8 rows in shared memory: Tail::Shared."""
     return 128 + 8 * (-(-keys // 32) | 1) * 64 * bits // 8
 
@@ -121,7 +122,7 @@ def parts(keys: int) -> set[int]:
     return {first, keys - first} - {0}
 
 
-def resident(keys: int, d: int, bits: int, itemsize: int) -> int:
+def ctas_per_sm(keys: int, d: int, bits: int, itemsize: int) -> int:
     """Warpgroups of a multiprocessor at which scores, accumulators and Q still fit the registers; 0: none do.
 
     Three leave 168 registers a thread, and ptxas needs more than the sum where widths are odd for it.
@@ -136,17 +137,17 @@ def resident(keys: int, d: int, bits: int, itemsize: int) -> int:
     return 2 if registers <= 232 else 0
 
 
-def choose(heads: int, row_tiles: int, most: int, codes: bool) -> Split:
-    """By measurements on an H200 (132 multiprocessors), N = 197; most: see `resident`.
+def choose_split(heads: int, row_tiles: int, most: int, codes: bool) -> RowSplit:
+    """By measurements on an H200 (132 multiprocessors), N = 197; most: see `ctas_per_sm`.
 
-    While there are few tiles, a program of one tile each, and for floats with warpgroups that only help to quantize;
+    While there are few tiles, a CTA of one tile each, and for floats with warpgroups that only help to quantize;
     then K and V are loaded for several tiles.
     """
     tiles = heads * row_tiles
     if tiles <= 132:
-        return Split(1, 1, most) if codes else Split(min(most, 3), 1, 1)
+        return RowSplit(1, 1, most) if codes else RowSplit(min(most, 3), 1, 1)
     if tiles <= _FEW_TILES:
-        return Split(2 if codes else min(most, 3), 2, 1)
+        return RowSplit(2 if codes else min(most, 3), 2, 1)
     if heads <= 132:
-        return Split(1, 1, most) if codes else Split(2, row_tiles, 1)
-    return Split(1, row_tiles, most)
+        return RowSplit(1, 1, most) if codes else RowSplit(2, row_tiles, 1)
+    return RowSplit(1, row_tiles, most)

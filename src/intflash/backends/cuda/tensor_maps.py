@@ -1,7 +1,7 @@
-"""What the copy engine is told of K and V^T: `struct TensorMaps` of kernels/copies.cuh.
+"""The tensor maps by which TMA loads K and V^T: `struct TensorMaps` of csrc/cuda/sm90/tma.cuh.
 
 A map lists the dimensions of a box in the order in which shared memory has them, so rows arrive permuted: those of K as
-`score_row` orders the keys of 16, those of V^T as `value_row` orders the channels (kernels/base.cuh).
+`score_row` orders the keys of 16, those of V^T as `value_row` orders the channels (csrc/cuda/sm90/wgmma_layout.cuh).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _encoded(tensor_map: TensorMap, address: int) -> ctypes.Array:
 
 
 def tensor_maps(k: Tensor, v: Tensor, groups: int, width: int) -> Callable[[Params], TensorMaps] | None:
-    """What makes the maps of K and V from the parameters that point to them; None where the copy engine cannot take
+    """What makes the maps of K and V from the parameters that point to them; None where TMA cannot take
     them. groups, width: see `key_map`; of V 128 keys in a copy."""
     key, value = key_map(k, groups, width), value_map(v, 128)
     return None if key is None or value is None else functools.partial(_of_parameters, key, value)

@@ -1,4 +1,4 @@
-"""The launch of kernels/windows.cu: at most 64 queries and keys (Swin's windows), a warp for each window and head."""
+"""The launch of csrc/cuda/window_attention.cu: at most 64 queries and keys, a warp for each window and head."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from intflash.backends.cuda.parameters import FOUND, has_row_scales, parameters
-from intflash.backends.cuda.program import CudaLaunch, Program
-from intflash.backends.cuda.types import C_TYPES
+from intflash.backends.cuda.parameters import HEAD_AMAX_IN_KERNEL, has_row_scales, parameters
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, Program
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.tensors import Statistics, readable
 from intflash.problem import Problem
@@ -59,8 +58,8 @@ def _key_major(v: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Split:
-    """How windows are shared out: warps for each, rows of a warp's tiles (8 or 16), windows of a program."""
+class WindowSplit:
+    """How windows are split: warps for each, rows of a warp's tiles (8 or 16), windows of a CTA."""
 
     parts: int = 1
     rows: int = 16
@@ -68,18 +67,18 @@ class Split:
 
     def warps(self, nq: int) -> int:
         """Warps of a window that have something to do; a last single row is nearly a tile's work."""
-        tail = nq % 16 == 1
-        return min(self.parts, -(-(nq - tail) // self.rows) + tail)
+        remainder = nq % 16 == 1
+        return min(self.parts, -(-(nq - remainder) // self.rows) + remainder)
 
 
-def windows_launch(
+def window_launch(
     problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics,
-    scales: tuple[Tensor, ...] | None, split: Split | None = None,
+    scales: tuple[Tensor, ...] | None, split: WindowSplit | None = None,
 ) -> CudaLaunch:  # fmt: skip
-    """For a problem of int8 codes, or of floats with the scales of Q, K and V or FOUND."""
+    """For a problem of int8 codes, or of floats with the scales of Q, K and V or HEAD_AMAX_IN_KERNEL."""
     q, k, v = (x.data if scales is None else x for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), nk = q.shape, k.shape[2]
-    split = split or choose(batch * heads)
+    split = split or choose_split(batch * heads)
     parts = split.warps(nq)
     warps = parts * split.windows
     resident = resident_warps(nk, d, q.element_size(), problem.bias is not None or problem.keep is not None)
@@ -88,9 +87,10 @@ def windows_launch(
     program = Program.of(
         "window_attention.cu", (), NQ=nq, NK=nk, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
         KEY_MAJOR=int(key_major), PACKED=int(all(x.stride(2) == d or x.shape[2] == 1 for x in rows)),
-        ROW_SCALES=int(has_row_scales(constants, scales)), FOUND=int(scales == FOUND),
+        ROW_SCALES=int(has_row_scales(constants, scales)), HEAD_AMAX_IN_KERNEL=int(scales == HEAD_AMAX_IN_KERNEL),
         BIAS=_mask_kind(problem.bias), KEEP=_mask_kind(problem.keep),
-        PARTS=parts, ROWS=split.rows, WINDOWS=split.windows, RESIDENT=max(1, resident // warps),
+        WARPS_PER_WINDOW=parts, TILE_ROWS=split.rows, WINDOWS_PER_CTA=split.windows,
+        CTAS_PER_SM=max(1, resident // warps),
     )  # fmt: skip
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics)
     grid = (-(-batch * heads // split.windows), 1, 1)
@@ -109,8 +109,8 @@ def resident_warps(nk: int, d: int, itemsize: int, masked: bool) -> int:
     return 16 if registers <= 128 else 12 if registers <= 168 else 8
 
 
-def choose(count: int) -> Split:
+def choose_split(count: int) -> WindowSplit:
     """Few windows are shared by several warps, so that each has less to do."""
     if count > 8 * 132:
-        return Split()
-    return Split(parts=4) if count > 66 else Split(parts=8, rows=8)
+        return WindowSplit()
+    return WindowSplit(parts=4) if count > 66 else WindowSplit(parts=8, rows=8)

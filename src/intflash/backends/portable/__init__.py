@@ -13,6 +13,15 @@ from functools import partial
 import torch
 
 from intflash.backends.base import Backend
+from intflash.backends.features import (
+    ANY_GRANULARITY,
+    CODES,
+    FLOAT_INPUTS,
+    FLOAT_OUTPUT,
+    INTEGER_OUTPUT,
+    MASKS,
+    QUANTIZATION,
+)  # fmt: skip
 from intflash.backends.portable import floats, intflash, published, unfused
 from intflash.backends.portable.operands import default_out_scale
 from intflash.problem import Problem, Result
@@ -41,10 +50,10 @@ _KERNELS: dict[str, Callable[[Problem], Result]] = {
 _FIXED_SCALE = ("intflash", "intflash_p8", "intflash_online", "qflash", "iflash")
 
 
-def _unsupported(problem: Problem) -> str | None:
-    if problem.method not in _KERNELS:
-        return f"method {problem.method!r} has no portable kernel; there are: {', '.join(_KERNELS)}"
-    return None
+_SERVED = frozenset.union(
+    FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS, ANY_GRANULARITY,
+    {"out_scale per channel", "grouped heads", "packed sequences", "log-sum-exp"},
+)  # fmt: skip
 
 
 def _run(problem: Problem) -> Result:
@@ -60,4 +69,10 @@ def _run(problem: Problem) -> Result:
     return Result(torch.cat([r.out for r in results], dim=2), results[0].out_scale, lse)
 
 
-BACKEND = Backend(name="torch", unavailable=lambda: None, unsupported=_unsupported, run=_run)
+BACKEND = Backend(
+    name="torch",
+    unavailable=lambda: None,
+    serves=dict.fromkeys(_KERNELS, _SERVED),
+    limits=lambda problem: None,
+    run=_run,
+)

@@ -27,14 +27,9 @@ class _Steps:
 
     dtype = torch.int32
 
-    def __init__(self, unit: Tensor, method: str) -> None:
+    def __init__(self, unit: Tensor) -> None:
         octave = unit * LOG2_E
         rs = torch.round(1 / octave)
-        if bool((rs < 1).any()) or bool((rs >= 2.0**31).any()):
-            raise InputError(
-                f"{method} needs round(1 / (s_Q * s_K * scale * log2(e))) in [1, 2^31), "
-                f"got s_Q * s_K * scale * log2(e) from {octave.min():.3g} to {octave.max():.3g}"
-            )
         self.rs = rs.to(self.dtype)
         self.exp_m = torch.round(octave * -(2.0**16)).to(self.dtype)
         self.req_m = torch.round(octave * 127 * 2.0**16).to(self.dtype)
@@ -78,6 +73,23 @@ class _Divisions(_Steps):
         return torch.div(x.to(torch.int64) * alpha, self.rs, rounding_mode="trunc").to(torch.int32)
 
 
+def _served_unit(unit: Tensor, problem: Problem) -> Tensor:
+    """The score unit, float64: where round(1 / octaves) leaves [1, 2^31), the nearest octaves of 1 and 1 / (2^31 - 1).
+
+    Raises:
+        InputError: it leaves that range and values may be read.
+    """
+    octaves = unit * LOG2_E
+    rs = torch.round(1 / octaves)
+    coarse, fine = ~(rs >= 1), rs >= 2.0**31  # a NaN is coarse
+    if problem.check_finite and bool((coarse | fine).any()):
+        raise InputError(
+            f"{problem.method} needs round(1 / (s_Q * s_K * scale * log2(e))) in [1, 2^31), "
+            f"got s_Q * s_K * scale * log2(e) from {octaves.min():.3g} to {octaves.max():.3g}"
+        )
+    return unit.masked_fill(coarse, 1 / LOG2_E).masked_fill(fine, 1 / ((2**31 - 1) * LOG2_E))
+
+
 def qflash(problem: Problem, tiling: Tiling | None = None) -> Result:
     return _run(problem, _Steps, tiling)
 
@@ -89,7 +101,8 @@ def iflash(problem: Problem, tiling: Tiling | None = None) -> Result:
 def _run(problem: Problem, steps: type[_Steps], tiling: Tiling | None) -> Result:
     tiling = replace(tiling or Tiling.on(problem.device), keys=TILE, steps=None)
     scores = IntegerScores(problem)
-    constants = steps(scores.unit, problem.method)
+    scores.unit = _served_unit(scores.unit, problem)
+    constants = steps(scores.unit)
     v = problem.v.data.float()  # |p| <= 128, so 32 products stay below 2^24
     b, h, nq, _ = problem.q.shape
     codes = torch.empty(b, h, nq, v.shape[3], dtype=torch.int8, device=problem.device)

@@ -9,6 +9,16 @@ import importlib.util
 from types import ModuleType
 
 from intflash.backends.base import Backend
+from intflash.backends.features import (
+    ANY_GRANULARITY,
+    CODES,
+    FLOAT_INPUTS,
+    FLOAT_OUTPUT,
+    INTEGER_OUTPUT,
+    MASKS,
+    QUANTIZATION,
+    per,
+)  # fmt: skip
 from intflash.problem import Problem, Result
 
 
@@ -25,7 +35,7 @@ def _unavailable() -> str | None:
     return _module().unavailable()
 
 
-def _unsupported(problem: Problem) -> str | None:
+def _limits(problem: Problem) -> str | None:
     return _module().unsupported(problem)
 
 
@@ -33,4 +43,18 @@ def _run(problem: Problem) -> Result:
     return _module().run(problem)
 
 
-BACKEND = Backend("triton", _unavailable, _unsupported, _run, native=lambda: True)
+_SERVED = frozenset.union(
+    FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS,
+    per("tensor head", "tensor head", "tensor head"), {"grouped heads", "log-sum-exp"},
+)  # fmt: skip
+_PACKED = _SERVED | {"packed sequences"}
+_INTFLASH = _PACKED | per("token block", "block", "channel") | {"out_scale per channel"}
+_FLOAT = _PACKED | ANY_GRANULARITY | {"out_scale per channel"}
+SERVES = (
+    dict.fromkeys(("intflash", "intflash_p8", "intflash_online"), _INTFLASH)
+    | dict.fromkeys(("qflash", "iflash"), _PACKED)
+    | dict.fromkeys(("ivit", "ibert", "fqvit"), _SERVED | per(v="channel") | {"out_scale per channel"})
+    | dict.fromkeys(("int_flash_full", "int_flash_half", "lite", "qattn", "fp16", "bf16", "fp32"), _FLOAT)
+    | dict.fromkeys(("fp8", "fp8_head"), _FLOAT - {"packed sequences"})
+)
+BACKEND = Backend("triton", _unavailable, SERVES, _limits, _run, native=lambda: True)

@@ -6,13 +6,15 @@ operations, the same saturations. A pair of 32-bit constants is packed in one in
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from intflash.backends.gpu.constants import Constants, Shape, constant_buffers, float_bits, score_unit
 from intflash.backends.gpu.tensors import View, view
-from intflash.backends.triton.launch import Launch, apart
+from intflash.backends.triton.launch import Launch
 from intflash.numerics import exp
 from intflash.problem import Problem
 
@@ -25,10 +27,13 @@ MOST_E = tl.constexpr(exp.OUTPUT_EXPONENTS[1])
 _BLOCK = 128
 
 
-def for_loops(constants: Constants) -> Constants:
-    """With s_V as a Triton kernel can read it inside a loop."""
-    v_scale = constants.v_scale
-    return constants if v_scale is None else constants._replace(v_scale=view(apart(v_scale.ptr)))
+class KernelConstants(NamedTuple):
+    """`Constants` as Triton kernels take them; `end` as in `tiles.Masks`."""
+
+    score: View | None
+    output: View | None
+    v_scale: View | None
+    end: None = None
 
 
 @triton.jit

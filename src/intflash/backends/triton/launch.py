@@ -48,11 +48,3 @@ def grid(batch: int, heads: int, tiles: int, batch_first: bool = False) -> tuple
     """The grid that `tiles.find_place` reads, and whether it is BATCH_FIRST: asked for, or as there are so many."""
     batch_first = batch_first or batch > MOST_BATCHES
     return ((batch, heads, tiles) if batch_first else (tiles, heads, batch)), batch_first
-
-
-def apart(x: Tensor) -> Tensor:
-    """Constants of batches, heads or channels as kernels read them inside a loop: channels contiguous, no other stride
-    of 1. Triton 3.6 loses such a stride inside a View that a loop closes over.
-    """
-    x = x.contiguous()
-    return x.repeat(1, 1, 1, 2)[..., :1] if x.shape[3] == 1 and x.numel() > 1 else x

@@ -16,7 +16,7 @@ from intflash.backends.triton.launch import Launch, grid
 from intflash.backends.triton.mixed_steps import Kinds, MixedConstants
 from intflash.backends.triton.steps import Steps
 from intflash.backends.triton.streaming import Tile, _streaming_kernel, block_dim
-from intflash.backends.triton.tiles import Masks, Periods
+from intflash.backends.triton.tiles import Periods, make_masks
 from intflash.numerics.exp import ABSENT, LOG2_E
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
@@ -55,7 +55,7 @@ def run(problem: Problem) -> Result:
 
 
 def default_tile(method: str, head_dim: int, nq: int, nk: int) -> Tile:
-    """The fastest of scripts/tune_mixed_tiles.py on an H200 (docs/mixed.md); 64 rows where rows are few."""
+    """The fastest of scripts/tune_mixed_tiles.py on an H200; 64 rows where rows are few."""
     if method == "fp32":
         return Tile(64, 32, 4, 2)
     if head_dim > 128:
@@ -95,7 +95,6 @@ def mixed_launch(
     causal = ""
     if problem.causal is not None:
         causal = "bottom_right" if packed and problem.causal_align == "bottom_right" else "offset"
-    bias, keep = _octaves(problem.bias_float), problem.keep
     programs, batch_first = grid(batch, heads, triton.cdiv(nq, tile.rows) + (sequences or 0))
     arguments = dict(
         q=data_view(q.data), k=data_view(k.data), v=data_view(v.data), out=data_view(out),
@@ -103,17 +102,14 @@ def mixed_launch(
             *scales, view(problem.out_scale) if integer_out else None, lifts, float(problem.sm_scale * LOG2_E)
         ),
         statistics=statistics,
-        masks=Masks(
-            None if bias is None else view(bias),
-            None if keep is None else view(keep.view(torch.uint8)),
-            problem.causal if causal == "offset" else None,
+        masks=make_masks(
+            _octaves(problem.bias_float), problem.keep, problem.causal if causal == "offset" else None, batch
         ),
         cu_q=problem.cu_seqlens_q, cu_k=problem.cu_seqlens_k, sequences=sequences, nq=nq, nk=nk,
         STEPS=steps, KIND=kinds, CAUSAL=causal, PLAIN=kinds, D=d, DV=dv,
         BM=tile.rows, BN=tile.keys, BD=block_dim(d, 32), BDV=block_dim(dv, 16),
         PERIODS=Periods(
-            1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group, 1, 1,
-            even=not packed and problem.causal is None and nk % tile.keys == 0,
+            problem.group, 1, 1, even=not packed and problem.causal is None and nk % tile.keys == 0
         ),
         BATCH_FIRST=batch_first,
     )  # fmt: skip

@@ -42,6 +42,7 @@ class MixedConstants(NamedTuple):
     out_scale: object
     lifts: object
     octaves: object
+    end: None = None  # as in `tiles.Masks`
 
 
 class Kinds(NamedTuple):

@@ -19,7 +19,7 @@ from intflash.backends.gpu.tensors import Statistics, data_view, view
 from intflash.backends.triton.launch import Launch, grid
 from intflash.backends.triton.steps import Hooks, Steps, make_steps
 from intflash.backends.triton.streaming import Tile, _streaming_kernel, block_dim
-from intflash.backends.triton.tiles import Masks, Periods, Place, head_base, natural_order, permuted_keys
+from intflash.backends.triton.tiles import Periods, Place, head_base, make_masks, natural_order, permuted_keys
 from intflash.methods import arrays, iflash, integers, qflash
 from intflash.numerics.exp import ABSENT, LOG2_E
 from intflash.numerics.triton import clz32, reciprocal_2_55
@@ -34,6 +34,7 @@ class Published(NamedTuple):
 
     packed: object
     v_scale: object
+    end: None = None  # as in `tiles.Masks`
 
 
 @triton.jit
@@ -198,6 +199,8 @@ def run(problem: Problem) -> Result:
     if problem.return_lse:
         pair = (torch.empty(batch, heads, nq, dtype=t, device=problem.device) for t in (torch.int64, torch.int32))
         statistics = Statistics(*pair)
+    if problem.check_finite:
+        qflash.constants(problem)  # raises for scales that the method refuses
     values, unit = constants(problem)
     published_launch(problem, values, out, statistics).run()
     lse = None
@@ -209,13 +212,20 @@ def run(problem: Problem) -> Result:
 
 
 def constants(problem: Problem) -> tuple[Tensor, Tensor]:
-    """`methods.qflash.constants` without reading a value back: rs saturates at [1, 2^31) instead of raising."""
-    unit = integers.score_unit(problem)
+    """`methods.qflash.constants` of the score unit that is served, and this unit: no value is read back."""
+    unit = _served_unit(problem)
     sm_scale = unit * LOG2_E
-    rs = torch.round(1 / sm_scale).clamp(1, _RS_MAX)
+    rs = torch.round(1 / sm_scale)
     whole = [rs, torch.round(-sm_scale * 65536), torch.round(sm_scale * 127 * 65536), torch.round(2.0**30 / rs)]
     values = torch.cat([x.to(torch.int64) for x in whole], dim=3)
     return torch.cat([values, (2**63 - 1) // values[..., :1]], dim=3), unit
+
+
+def _served_unit(problem: Problem) -> Tensor:
+    """The score unit, float64; where rs leaves [1, 2^31), the nearest of 1 and 1 / (2^31 - 1) octaves, 1 for a NaN."""
+    unit = integers.score_unit(problem)
+    rs = torch.round(1 / (unit * LOG2_E))
+    return unit.masked_fill(~(rs >= 1), 1 / LOG2_E).masked_fill(rs > _RS_MAX, 1 / (_RS_MAX * LOG2_E))
 
 
 def _unit_bias(problem: Problem) -> Tensor | None:
@@ -223,7 +233,7 @@ def _unit_bias(problem: Problem) -> Tensor | None:
     bias = problem.bias_float
     if bias is None:
         return None
-    unit = integers.score_unit(problem)
+    unit = _served_unit(problem)
     absent = bias <= torch.finfo(bias.dtype).min / 2
     if unit.shape[0] > 1:
         bias, absent = (x.repeat(problem.q.shape[0] // x.shape[0], 1, 1, 1) for x in (bias, absent))
@@ -252,24 +262,19 @@ def published_launch(
     causal = ""
     if problem.causal is not None:
         causal = "bottom_right" if packed and problem.causal_align == "bottom_right" else "offset"
-    bias, keep = _unit_bias(problem), problem.keep
     floats = problem.out_dtype.is_floating_point
     programs, batch_first = grid(batch, heads, triton.cdiv(nq, tile.rows) + (sequences or 0))
     arguments = dict(
         q=data_view(problem.q.data), k=data_view(problem.k.data), v=data_view(problem.v.data), out=data_view(out),
         constants=Published(view(values)._replace(d=1), view(problem.v.scale) if floats else None),
         statistics=statistics,
-        masks=Masks(
-            None if bias is None else view(bias), None if keep is None else view(keep.view(torch.uint8)),
-            problem.causal if causal == "offset" else None,
+        masks=make_masks(
+            _unit_bias(problem), problem.keep, problem.causal if causal == "offset" else None, batch
         ),
         cu_q=problem.cu_seqlens_q, cu_k=problem.cu_seqlens_k, sequences=sequences, nq=nq, nk=nk,
         STEPS=steps, KIND="head", CAUSAL=causal, PLAIN=True, D=d, DV=dv,
         BM=tile.rows, BN=tile.keys, BD=block_dim(d, 32), BDV=block_dim(dv, 16),
-        PERIODS=Periods(
-            1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group, 1, 1,
-            even=not packed and not causal and nk % tile.keys == 0,
-        ),
+        PERIODS=Periods(problem.group, 1, 1, even=not packed and not causal and nk % tile.keys == 0),
         BATCH_FIRST=batch_first,
     )  # fmt: skip
     return Launch(_streaming_kernel, programs, arguments, tile.warps, tile.stages)

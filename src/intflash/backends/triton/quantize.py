@@ -13,7 +13,7 @@ from intflash.backends.gpu import scales
 from intflash.backends.gpu.scales import KEY_PADDING, Inputs, Three, empty_codes, quantized_tensors
 from intflash.backends.gpu.tensors import View, data_view, view, without_holes
 from intflash.backends.triton.launch import Launch, grid
-from intflash.backends.triton.tiles import find_place, head_base, load_rows
+from intflash.backends.triton.tiles import Views, find_place, head_base, load_rows
 from intflash.numerics.triton import quantize
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import TINY_AMAX
@@ -103,7 +103,7 @@ def _quantize_tile(
 
 @triton.jit
 def _quantize_kernel(
-    x: Three, codes: Three, scales: Three, nq, nk, hq, hk,
+    x: Views, codes: Views, scales: Views, nq, nk, hq, hk,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
     BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -149,8 +149,8 @@ def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[Launch, dict[st
     tokens, heads = (max(nq, nk), max(hq, hk)) if query else (nk, hk)
     programs, batch_first = grid(batch, heads, triton.cdiv(tokens, _ROWS))
     arguments = dict(
-        x=Three(*map(data_view, inputs.tensors)), codes=Three(*(None if x is None else data_view(x) for x in codes)),
-        scales=Three(*map(view, inputs.scales)), nq=nq, nk=nk, hq=hq, hk=hk,
+        x=Views(*map(data_view, inputs.tensors)), codes=Views(*(None if x is None else data_view(x) for x in codes)),
+        scales=Views(*map(view, inputs.scales)), nq=nq, nk=nk, hq=hq, hk=hk,
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
         BATCH_FIRST=batch_first,
     )  # fmt: skip

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from intflash.backends.gpu.constants import Constants, float_bits, score_unit
 from intflash.backends.gpu.scales import Three
-from intflash.backends.gpu.tensors import Statistics, View, data_view, readable, view
+from intflash.backends.gpu.tensors import Statistics, View, data_view, readable
 from intflash.backends.triton import choices
-from intflash.backends.triton.constants import for_loops, pack_score
+from intflash.backends.triton.constants import KernelConstants, pack_score
 from intflash.backends.triton.launch import Launch, grid
 from intflash.backends.triton.quantize import head_inverse
 from intflash.backends.triton.steps import (
@@ -43,9 +42,11 @@ from intflash.backends.triton.tiles import (
     Masks,
     Periods,
     Place,
+    Views,
+    bias_tile,
     head_base,
     load_rows,
-    mask_tile,
+    make_masks,
     natural_order,
     permuted_keys,
     present_keys,
@@ -72,14 +73,6 @@ def _keys(FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _bias(masks: Masks, place: Place, rows, keys, PERIODS: tl.constexpr, BOUNDED: tl.constexpr):
-    bias = None
-    if masks.bias is not None:
-        bias = mask_tile(masks.bias, PERIODS.bias, place, rows, keys, BOUNDED, 0)
-    return bias
-
-
-@triton.jit
 def _row_tile(
     q_tile, ks, vs, offset, masks: Masks, place: Place, rows, causal, C, shift,
     PIECES: tl.constexpr, PERIODS: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr, BITS: tl.constexpr,
@@ -97,8 +90,8 @@ def _row_tile(
     for i in tl.static_range(len(PIECES)):
         keys = _keys(PIECES[i][0], PIECES[i][1])
         s = shift_scores(tl.dot(q_tile, tl.trans(ks[i]), out_dtype=tl.int32), shift)
-        bias = _bias(masks, place, rows, keys, PERIODS, not PIECES[i][2])
-        present = present_keys(masks, place, rows, keys, bias, causal, PERIODS, not PIECES[i][2], CAUSAL)
+        bias = bias_tile(masks, place, rows, keys, not PIECES[i][2])
+        present = present_keys(masks, place, rows, keys, bias, causal, not PIECES[i][2], CAUSAL)
         peak, s_peak = peaks(peak, s_peak, s, C, bias, present, PLAIN)
         scores = scores + (s,)
     top = t_max(peak, s_peak, C, PLAIN)
@@ -114,8 +107,8 @@ def _row_tile(
             counted = PIECES[i][1] if PIECES[i][2] else place.k_count - PIECES[i][0]
         else:
             keys = _keys(PIECES[i][0], PIECES[i][1])
-            bias = _bias(masks, place, rows, keys, PERIODS, not PIECES[i][2])
-            present = present_keys(masks, place, rows, keys, bias, causal, PERIODS, not PIECES[i][2], CAUSAL)
+            bias = bias_tile(masks, place, rows, keys, not PIECES[i][2])
+            present = present_keys(masks, place, rows, keys, bias, causal, not PIECES[i][2], CAUSAL)
             b = offsets(base, bias, present)
             count = None
             counted = PIECES[i][1]
@@ -137,7 +130,7 @@ def _row_tile(
 
 
 @triton.jit
-def _score_scalars(scales: Three, place: Place, key_head, sm_bits, UNIT: tl.constexpr):
+def _score_scalars(scales: Views, place: Place, key_head, sm_bits, UNIT: tl.constexpr):
     """(C, k) from the scales of float inputs: a few scalar operations here instead of a launch of their own."""
     s_q = tl.load(scales.q.ptr + place.b.to(tl.int64) * scales.q.b + place.h.to(tl.int64) * scales.q.h)
     s_k = tl.load(scales.k.ptr + place.b.to(tl.int64) * scales.k.b + key_head.to(tl.int64) * scales.k.h)
@@ -146,7 +139,7 @@ def _score_scalars(scales: Three, place: Place, key_head, sm_bits, UNIT: tl.cons
 
 @triton.jit
 def _rows(
-    q, ks, vs, offset, out, constants: Constants, masks: Masks, statistics: Statistics, scales: Three,
+    q, ks, vs, offset, out, constants: Constants, masks: Masks, statistics: Statistics, scales: Views,
     place: Place, first_row, sm_bits,
     UNIT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
@@ -186,7 +179,7 @@ def _rows(
 @triton.jit
 def _rowwise_kernel(
     q: View, k: View, v: View, out: View, constants: Constants, masks: Masks, statistics: Statistics,
-    scales: Three, nq, nk, sm_bits,
+    scales: Views, nq, nk, sm_bits,
     UNIT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, TAIL: tl.constexpr,
     PIECES: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, PERIODS: tl.constexpr, BATCH_FIRST: tl.constexpr,
@@ -271,10 +264,6 @@ def default_tile(problem: Problem, bits: int, fused: bool) -> RowTile:
     return RowTile(*choices.choose(problem.q.device, name, (32, 1, 4) if fused else (64, 1, 4)))
 
 
-def _takes_warpgroups(tile: RowTile) -> bool:
-    return tile.warps % 4 == 0 and tile.rows % 64 == 0
-
-
 def rowwise_launch(
     problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics, scales: Three = NO_SCALES,
     tile: RowTile | None = None,
@@ -283,27 +272,18 @@ def rowwise_launch(
     q, k, v = (x.data if scales.q is None else x for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
     tile = tile or default_tile(problem, bits, scales.q is not None)
-    if scales.q is not None and _takes_warpgroups(tile):
-        raise ValueError(f"float inputs need tiles below a warpgroup's 64 rows and 4 warps (docs/gpu.md), got {tile}")
     programs = triton.cdiv(nq, tile.rows * tile.tiles + tile.tail)
     axes, batch_first = grid(batch, heads, programs, programs == 1)
-    bias, keep = problem.bias, problem.keep
     per_row = constants.score is not None and constants.score.ptr.shape[2] > 1
     arguments = dict(
-        q=data_view(q), k=data_view(k), v=data_view(v), out=data_view(out), constants=for_loops(constants),
-        masks=Masks(
-            None if bias is None else view(bias), None if keep is None else view(keep.view(torch.uint8)),
-            problem.causal,
-        ),
-        statistics=statistics, scales=scales, nq=nq, nk=nk, sm_bits=float_bits(problem.sm_scale),
+        q=data_view(q), k=data_view(k), v=data_view(v), out=data_view(out), constants=KernelConstants(*constants),
+        masks=make_masks(problem.bias, problem.keep, problem.causal, batch),
+        statistics=statistics, scales=Views(*scales), nq=nq, nk=nk, sm_bits=float_bits(problem.sm_scale),
         UNIT=score_unit(problem.method), BITS=bits, KIND="row" if per_row else "head",
-        CAUSAL=problem.causal is not None, PLAIN=bias is None,
+        CAUSAL=problem.causal is not None, PLAIN=problem.bias is None,
         D=d, DV=dv, BM=tile.rows, TILES=tile.tiles, TAIL=tile.tail, PIECES=pieces(nk),
         BD=block_dim(d, 32), BDV=block_dim(dv, 16),
-        PERIODS=Periods(
-            1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], heads // k.shape[1], 1,
-            output_channels(constants),
-        ),
+        PERIODS=Periods(heads // k.shape[1], 1, output_channels(constants)),
         BATCH_FIRST=batch_first,
         V_PADDED=scales.q is None and readable(v, pieces(nk)[-1][0] + pieces(nk)[-1][1]),
     )  # fmt: skip

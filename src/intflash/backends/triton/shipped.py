@@ -63,6 +63,8 @@ def _variants() -> dict[str, dict]:
         "n49 bias": dict(nq=49, nk=49, d=32, bias=bias),
         "n49 keep": dict(nq=49, nk=49, d=32, keep=keep),
         "n49 bias keep": dict(nq=49, nk=49, d=32, bias=bias, keep=keep),
+        "n49 keep causal": dict(nq=49, nk=49, d=32, keep=keep, causal=0),
+        "n49 bias keep of fewer batches": dict(nq=49, nk=49, d=32, batch=6, bias=bias, keep=keep),
         "n197 causal lse": dict(nq=197, nk=197, d=64, causal=0, lse=True),
         "n197 token head channel": dict(nq=197, nk=197, d=64, kinds=("token", "head", "channel")),
         "n197 gqa": dict(nq=197, nk=197, d=64, heads=4, group=2),
@@ -77,6 +79,10 @@ def _variants() -> dict[str, dict]:
         "n4096 causal lse": dict(nq=4096, nk=4096, d=64, causal=0, lse=True),
         "n1000 bias keep": dict(nq=49, nk=1000, d=64, bias=torch.zeros(1, 1, 1, 1000, dtype=torch.int32),
                                 keep=torch.ones(1, 1, 1, 1000, dtype=torch.bool)),
+        "n1000 keep causal": dict(nq=49, nk=1000, d=64, keep=torch.ones(2, 1, 49, 1000, dtype=torch.bool), causal=951),
+        "n1000 bias keep of fewer batches": dict(nq=49, nk=1000, d=64, batch=6,
+                                                 bias=torch.zeros(2, 1, 1, 1000, dtype=torch.int32),
+                                                 keep=torch.ones(3, 1, 1, 1000, dtype=torch.bool)),
         "n4096 token head channel": dict(nq=4096, nk=4096, d=64, kinds=("token", "head", "channel")),
         "n4096 token block": dict(nq=4096, nk=4096, d=64, kinds=("token", "block", "tensor")),
         "packed causal": dict(nq=2048, nk=2048, d=64, batch=1, causal=0, causal_align="bottom_right",
@@ -92,6 +98,8 @@ def _variants() -> dict[str, dict]:
         found[f"{method} n197 d64"] = dict(method=method, nq=197, nk=197, d=64)
         found[f"{method} n4096 d128"] = dict(method=method, nq=4096, nk=4096, d=128)
         found[f"{method} n1000 causal"] = dict(method=method, nq=1000, nk=1000, d=64, causal=0)
+        keep = torch.ones(2, 1, 49, 1000, dtype=torch.bool)
+        found[f"{method} n1000 keep causal"] = dict(method=method, nq=49, nk=1000, d=64, batch=6, keep=keep, causal=951)
     return found
 
 
@@ -100,7 +108,10 @@ QUICK = (
     "intflash_p8 row n197 d64", "intflash_p8 row n49 d32 key-major", "intflash_p8 stream n4096 d128",
     "intflash_p8 stream n4096 token block", "intflash_online stream n4096 d64",
     "intflash_online stream n1000 d64 natural", "intflash_online stream packed causal",
-    "qflash n197 d64", "iflash n197 d64",
+    "qflash n197 d64", "iflash n197 d64", "intflash_p8 row n49 keep causal",
+    "intflash row n49 bias keep of fewer batches",
+    "intflash_online stream n1000 keep causal", "intflash_p8 stream n1000 bias keep of fewer batches",
+    "qflash n1000 keep causal",
 )  # fmt: skip
 
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from intflash.backends.gpu.constants import Constants
-from intflash.backends.gpu.tensors import Statistics, View, data_view, readable, view
+from intflash.backends.gpu.tensors import Statistics, View, data_view, readable
 from intflash.backends.triton import choices
-from intflash.backends.triton.constants import for_loops
+from intflash.backends.triton.constants import KernelConstants
 from intflash.backends.triton.launch import Launch, grid
 from intflash.backends.triton.steps import P16, Steps
 from intflash.backends.triton.tiles import (
     Masks,
     Periods,
     Place,
+    bias_tile,
     find_place,
     head_base,
     load_rows,
-    mask_tile,
+    make_masks,
     permuted_keys,
     present_keys,
 )
@@ -73,10 +73,8 @@ def walk(
         keys = first + (permuted_keys(BN) if STEPS.hooks is None else STEPS.hooks.order(BN))
         k_tile = load_rows(k, k_base, keys, place.k_count, D, BD, BOUNDED)
         s = tl.dot(q, tl.trans(k_tile), out_dtype=tl.int32) if STEPS.hooks is None else STEPS.hooks.scores(q, k_tile)
-        bias = None
-        if masks.bias is not None:
-            bias = mask_tile(masks.bias, PERIODS.bias, place, rows, keys, BOUNDED, 0)
-        present = present_keys(masks, place, rows, keys, bias, causal, PERIODS, BOUNDED, CAUSAL)
+        bias = bias_tile(masks, place, rows, keys, BOUNDED)
+        present = present_keys(masks, place, rows, keys, bias, causal, BOUNDED, CAUSAL)
         unit, by = C, shift
         if STEPS.hooks is not None:
             unit = STEPS.hooks.key_units(C, constants, place, first, keys, PERIODS, KIND, BOUNDED)
@@ -114,10 +112,7 @@ def passes(
 def store_output(
     out, place: Place, rows, acc, l, constants: Constants, PERIODS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr
 ):
-    """Normalizes acc by l and writes rows < q_count.
-
-    Constants of channels are contiguous (`launch.apart`).
-    """
+    """Normalizes acc by l and writes rows < q_count."""
     channels = tl.arange(0, BDV)
     inside = channels[None, :] < DV
     ptrs = head_base(out, place.b, place.h, place.q_start) + rows[:, None] * out.n + channels[None, :] * out.d
@@ -135,7 +130,7 @@ def store_output(
                 o = requantize(acc, l, Mr, e, QMAX, True)
                 tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
         else:
-            Mr, e = unpack(tl.load(base + channels[None, :], mask=inside, other=1 << 23))
+            Mr, e = unpack(tl.load(base + channels[None, :] * x.d, mask=inside, other=1 << 23))
             o = requantize(acc, l, Mr, e, QMAX, True)
             tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
     else:
@@ -144,7 +139,7 @@ def store_output(
         if PERIODS.channels == 1:
             o = dequantize(acc, l, tl.load(base))
         else:
-            o = dequantize(acc, l, tl.load(base + channels[None, :], mask=inside, other=0.0))
+            o = dequantize(acc, l, tl.load(base + channels[None, :] * x.d, mask=inside, other=0.0))
         tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
 
 
@@ -244,21 +239,15 @@ def streaming_launch(
         causal = "bottom_right" if packed and problem.causal_align == "bottom_right" else "offset"
     score = constants.score.ptr.shape
     kind = "block" if score[3] > 1 else "row" if score[2] > 1 else "head"
-    bias, keep = problem.bias, problem.keep
     arguments = dict(
         q=data_view(problem.q.data), k=data_view(problem.k.data), v=data_view(problem.v.data), out=data_view(out),
-        constants=for_loops(constants), statistics=statistics,
-        masks=Masks(
-            None if bias is None else view(bias),
-            None if keep is None else view(keep.view(torch.uint8)),
-            problem.causal if causal == "offset" else None,
-        ),
+        constants=KernelConstants(*constants), statistics=statistics,
+        masks=make_masks(problem.bias, problem.keep, problem.causal if causal == "offset" else None, batch),
         cu_q=problem.cu_seqlens_q, cu_k=problem.cu_seqlens_k, sequences=sequences, nq=nq, nk=nk,
-        STEPS=steps, KIND=kind, CAUSAL=causal, PLAIN=bias is None and kind != "block", D=d, DV=dv,
+        STEPS=steps, KIND=kind, CAUSAL=causal, PLAIN=problem.bias is None and kind != "block", D=d, DV=dv,
         BM=tile.rows, BN=tile.keys, BD=block_dim(d, 32), BDV=block_dim(dv, 16),
         PERIODS=Periods(
-            1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group,
-            problem.k.block_size or 1, output_channels(constants),
+            problem.group, problem.k.block_size or 1, output_channels(constants),
             not packed and not causal and nk % tile.keys == 0,
             not packed and readable(problem.v.data, triton.cdiv(nk, tile.keys) * tile.keys),
         ),

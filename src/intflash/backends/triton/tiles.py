@@ -10,29 +10,67 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from intflash.backends.gpu.tensors import view
 
 
 class Masks(NamedTuple):
     """What makes keys absent or moves scores, each in its own broadcast shape (stride 0 where it is 1).
 
-    bias: int32 View or None; keep: uint8 View or None; causal: key j is present for row i iff
-    j <= i + causal (used where the kernel's CAUSAL says "offset").
+    Attributes:
+        bias: int32 View or None.
+        keep: uint8 View or None.
+        causal: key j is present for row i iff j <= i + causal (used where the kernel's CAUSAL says "offset").
+        bias_period, bias_inverse, keep_period, keep_inverse: where the mask repeats over the batch, the two numbers of
+            `repeat_period`; None where it has one row or the batch's own.
+        end: None. Triton 3.6 drops the constants inside a tuple's tuples, such as a stride of 1, once the tuple is
+            passed to a function that branches, unless a constant of the tuple's own comes last. Every tuple of views
+            that a kernel takes ends so.
     """
 
     bias: object
     keep: object
     causal: object
+    bias_period: object = None
+    bias_inverse: object = None
+    keep_period: object = None
+    keep_inverse: object = None
+    end: None = None
+
+
+class Views(NamedTuple):
+    """Views of Q, K and V, or None; `end` as in `Masks`."""
+
+    q: object
+    k: object
+    v: object
+    end: None = None
+
+
+def make_masks(bias: Tensor | None, keep: Tensor | None, causal: int | None, batch: int) -> Masks:
+    """The masks of a problem of `batch` batches as kernels take them; bias ``[period, ...]``, keep bool."""
+    views = (None if x is None else view(x) for x in (bias, None if keep is None else keep.view(torch.uint8)))
+    periods = (repeat_period(1 if x is None else x.shape[0], batch) for x in (bias, keep))
+    return Masks(*views, causal, *(number for pair in periods for number in pair))
+
+
+def repeat_period(period: int, batch: int) -> tuple[int | None, int | None]:
+    """2 * period + 1 and floor((2^63 - 1) / period), made odd, with which `repeated` divides; None where batch b reads
+    row b, or the only one. Odd, since Triton compiles a kernel again for a multiple of 16."""
+    if period in (1, batch):
+        return None, None
+    return 2 * period + 1, ((1 << 63) - 1) // period | 1
 
 
 class Periods(NamedTuple):
-    """What a launch knows at compile time. Divisors of an index (compiled to multiplications): rows of the masks'
-    batch axes, query heads per key head, keys per score constant; the number of a head's output constants; whether
-    every tile of keys is complete and seen by every row; whether V may be read past its last key."""
+    """What a launch knows at compile time. Divisors of an index (compiled to multiplications): query heads per key
+    head, keys per score constant; the number of a head's output constants; whether every tile of keys is complete and
+    seen by every row; whether V may be read past its last key."""
 
-    bias: int
-    keep: int
     group: int
     block: int
     channels: int
@@ -92,23 +130,45 @@ def head_base(x, b, h, start):
 
 
 @triton.jit
-def mask_tile(mask, BATCHES: tl.constexpr, place: Place, rows, keys, BOUNDED: tl.constexpr, other):
-    """A tile of a bias or keep mask; rows and keys past their counts read `other`."""
-    base = mask.ptr + (place.b % BATCHES).to(tl.int64) * mask.b + place.h.to(tl.int64) * mask.h
+def repeated(b, period, inverse):
+    """b modulo the period of `repeat_period`, int64, without a division instruction (a GPU divides through floats).
+
+    The product with the inverse is the quotient or one less for b < 2^31.
+    """
+    b = b.to(tl.int64)
+    if period is None:
+        return b
+    else:
+        rows = (period >> 1).to(tl.int64)
+        rest = b - tl.umulhi((2 * b).to(tl.uint64), inverse.to(tl.uint64)).to(tl.int64) * rows
+        return tl.where(rest >= rows, rest - rows, rest)
+
+
+@triton.jit
+def bias_tile(masks: Masks, place: Place, rows, keys, BOUNDED: tl.constexpr):
+    """A tile of the bias, or None where there is none."""
+    bias = None
+    if masks.bias is not None:
+        batch = repeated(place.b, masks.bias_period, masks.bias_inverse)
+        bias = mask_tile(masks.bias, batch, place, rows, keys, BOUNDED)
+    return bias
+
+
+@triton.jit
+def mask_tile(mask, batch, place: Place, rows, keys, BOUNDED: tl.constexpr):
+    """A tile of a bias or keep mask, of its row `batch` (int64); rows and keys past their counts read 0."""
+    base = mask.ptr + batch * mask.b + place.h.to(tl.int64) * mask.h
     base += place.q_start.to(tl.int64) * mask.n + place.k_start.to(tl.int64) * mask.d
     ptrs = base + rows[:, None] * mask.n + keys[None, :] * mask.d
     if BOUNDED:
         inside = (rows[:, None] < place.q_count) & (keys[None, :] < place.k_count)
     else:
         inside = (rows[:, None] < place.q_count) & (keys[None, :] >= 0)
-    return tl.load(ptrs, mask=inside, other=other)
+    return tl.load(ptrs, mask=inside, other=0)
 
 
 @triton.jit
-def present_keys(
-    masks: Masks, place: Place, rows, keys, bias, causal, PERIODS: tl.constexpr, BOUNDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):  # fmt: skip
+def present_keys(masks: Masks, place: Place, rows, keys, bias, causal, BOUNDED: tl.constexpr, CAUSAL: tl.constexpr):
     """bool [rows, keys], or None where the tile has every key: only what can be absent is tested."""
     present = None
     if BOUNDED:
@@ -117,7 +177,8 @@ def present_keys(
         seen = keys[None, :] <= rows[:, None] + causal
         present = seen if present is None else present & seen
     if masks.keep is not None:
-        kept = mask_tile(masks.keep, PERIODS.keep, place, rows, keys, BOUNDED, 0) != 0
+        batch = repeated(place.b, masks.keep_period, masks.keep_inverse)
+        kept = mask_tile(masks.keep, batch, place, rows, keys, BOUNDED) != 0
         present = kept if present is None else present & kept
     if bias is not None:
         there = bias != -2147483648

@@ -12,12 +12,14 @@ from intflash.backends.gpu.tensors import data_view, view
 from intflash.backends.triton import unfused_steps as kernels
 from intflash.backends.triton.launch import Launch
 from intflash.backends.triton.streaming import block_dim
-from intflash.backends.triton.tiles import Masks, Periods
+from intflash.backends.triton.tiles import Periods, make_masks
 from intflash.backends.triton.unfused_steps import Scales
+from intflash.errors import InputError
 from intflash.numerics.exp import ABSENT, output_multiplier
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
 
+MIN_UNIT = 2.0**-30  # of a score: below it the exponentials leave int64
 MAX_KEYS = 8192  # a row of scores stays in one program's registers
 METHODS = ("ivit", "ibert", "fqvit")
 _P_DTYPE = {"ivit": torch.int8, "ibert": torch.uint8, "fqvit": torch.int16}
@@ -46,10 +48,12 @@ def run(problem: Problem) -> Result:
     launches, amax, out_scale = unfused_launches(problem, out, statistics)
     for launch in launches:
         launch.run()
+    unit = _unit(problem)[..., 0] * (1.0 if amax is None else amax.double() / 127)
+    if problem.check_finite and bool((unit < MIN_UNIT).any()):
+        raise InputError(f"{problem.method} needs a score unit of at least 2^-30, got {unit.min():.3g}")
     lse = None
     if problem.return_lse:
         top, normalizer, first = (x.double() for x in statistics)
-        unit = _unit(problem)[..., 0] * (1.0 if amax is None else amax.double() / 127)
         lse = (top * unit + torch.log(normalizer) - torch.log(first)).float()
     return Result(out, out_scale, lse)
 
@@ -65,12 +69,9 @@ def unfused_launches(
     weights = torch.empty(batch, heads, nq, stride, dtype=_P_DTYPE[method], device=device)
     by_codes = method != "ibert"
     amax = torch.ones(1, dtype=torch.int32, device=device) if by_codes else None
-    bias, keep = _bias_units(problem), problem.keep
     key_tiles = triton.cdiv(nk, _KEYS)
-    periods = Periods(1 if bias is None else bias.shape[0], 1 if keep is None else keep.shape[0], problem.group, 1, 1)
-    masks = Masks(
-        None if bias is None else view(bias), None if keep is None else view(keep.view(torch.uint8)), problem.causal
-    )
+    periods = Periods(problem.group, 1, 1)
+    masks = make_masks(_bias_units(problem), problem.keep, problem.causal, batch)
     output, out_scale = _output_constants(problem)
     scales = Scales(
         view(problem.q.scale), view(problem.k.scale), view(problem.v.scale), None,

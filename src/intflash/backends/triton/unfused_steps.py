@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from intflash.backends.gpu.tensors import View
-from intflash.backends.triton.tiles import Masks, Place, head_base, load_rows, mask_tile, present_keys
+from intflash.backends.triton.tiles import Masks, Place, bias_tile, head_base, load_rows, present_keys
 from intflash.numerics.triton import INT32_MIN, clz32, reciprocal_2_55
 
 INT32_MAX = tl.constexpr((1 << 31) - 1)
@@ -38,6 +38,7 @@ class Scales(NamedTuple):
     v: object
     out: object
     sm_bits: object
+    end: None = None  # as in `tiles.Masks`
 
 
 # --- integer quotients
@@ -124,11 +125,10 @@ def _scores_kernel(
     q_tile = load_rows(q, head_base(q, batch, head, zero), rows, nq, D, BD, True)
     k_tile = load_rows(k, head_base(k, batch, head // PERIODS.group, zero), keys, nk, D, BD, True)
     score = tl.dot(q_tile, tl.trans(k_tile), out_dtype=tl.int32)
-    bias = None
-    if masks.bias is not None:
-        bias = mask_tile(masks.bias, PERIODS.bias, place, rows, keys, True, 0)
+    bias = bias_tile(masks, place, rows, keys, True)
+    if bias is not None:
         score += bias
-    present = present_keys(masks, place, rows, keys, bias, masks.causal, PERIODS, True, CAUSAL)
+    present = present_keys(masks, place, rows, keys, bias, masks.causal, True, CAUSAL)
     inside = present & (rows < nq)[:, None]
     if amax is not None:
         largest = tl.max(tl.max(tl.where(inside, tl.abs(score), 0), 1), 0)
@@ -157,7 +157,7 @@ def _polynomial(depth, unit):
     """I-BERT's exp(-depth * unit), at most 40 bits, and its value at 0: 0.3585 (x + 1.353)^2 + 0.344 over ln 2."""
     ln2 = _ceil(0.6931471805599453 / unit)
     b = _floor(1.353 / unit)
-    c = _floor(0.344 / (0.3585 * (unit * unit)))
+    c = tl.maximum(_floor(0.344 / (0.3585 * (unit * unit))), 1)
     whole = b * b + c
     spare = tl.maximum(_bit_length(whole) - IBERT_BITS, 0).to(tl.int64)
     depth = tl.minimum(depth, IBERT_OCTAVES * ln2)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from intflash.backends.base import Backend
+from intflash.backends.features import CODES, FLOAT_INPUTS, FLOAT_OUTPUT, INTEGER_OUTPUT, QUANTIZATION, per
 from intflash.backends.vortex import launch as launches
 from intflash.backends.vortex.device import VortexDevice
 from intflash.backends.vortex.errors import VortexError
@@ -17,7 +18,6 @@ from intflash.problem import Problem, Result
 
 P_BITS = {"intflash": 16, "intflash_p8": 8}
 FLOAT_METHODS = ("fp32",)
-_GRANULARITIES = {"q": ("tensor", "head"), "k": ("tensor", "head"), "v": ("tensor", "head", "channel")}
 
 
 def _unavailable() -> str | None:
@@ -28,34 +28,22 @@ def _unavailable() -> str | None:
     return None
 
 
-def _unsupported(problem: Problem) -> str | None:
-    if problem.method not in P_BITS and problem.method not in FLOAT_METHODS:
-        return f"the Vortex kernels compute {', '.join((*P_BITS, *FLOAT_METHODS))}"
+_INTEGER = frozenset.union(
+    FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT,
+    per("tensor head", "tensor head", "tensor head channel"), {"out_scale per channel", "grouped heads", "log-sum-exp"},
+)  # fmt: skip
+_FLOAT = frozenset.union(FLOAT_INPUTS, FLOAT_OUTPUT, per("none", "none", "none"), {"grouped heads"})
+SERVES = dict.fromkeys(P_BITS, _INTEGER) | dict.fromkeys(FLOAT_METHODS, _FLOAT)
+
+
+def _limits(problem: Problem) -> str | None:
     if problem.device.type != "cpu":
         return f"tensors are copied to Vortex from host memory, got device {problem.device}"
-    extras = {
-        "a bias": problem.bias is not None or problem.bias_float is not None,
-        "a mask": problem.keep is not None,
-        "is_causal": problem.causal is not None,
-        "cu_seqlens": problem.cu_seqlens_q is not None,
-    }
-    for name, given in extras.items():
-        if given:
-            return f"the Vortex kernels take no {name.removeprefix('a ')}"
     d = max(problem.q.shape[3], problem.v.shape[3])
     if d > launches.MAX_HEAD_DIM:
         return f"head_dim {d} is past the kernels' {launches.MAX_HEAD_DIM}"
     if min(problem.q.shape[2], problem.k.shape[2]) == 0:
         return "no queries or no keys"
-    if problem.method in FLOAT_METHODS:
-        if problem.return_lse:
-            return "the float kernels return no log-sum-exp"
-        return None if isinstance(problem.q, Tensor) else f"{problem.method} takes float tensors here, got codes"
-    for name, allowed in _GRANULARITIES.items():
-        tensor = getattr(problem, name)
-        granularity = tensor.granularity if not isinstance(tensor, Tensor) else getattr(problem.recipe, name)
-        if granularity not in allowed:
-            return f"{name} must be quantized per {' or '.join(allowed)}, got {granularity!r}"
     return None
 
 
@@ -147,4 +135,4 @@ def _per_query_head(scale: Tensor, heads: int, group: int) -> Tensor:
     return scale if scale.shape[1] in (1, heads) else scale.repeat_interleave(group, dim=1)
 
 
-BACKEND = Backend(name="vortex", unavailable=_unavailable, unsupported=_unsupported, run=_run)
+BACKEND = Backend(name="vortex", unavailable=_unavailable, serves=SERVES, limits=_limits, run=_run)

@@ -143,9 +143,7 @@ class VortexDevice:
         command = [sys.executable, str(Path(runtime.__file__).resolve()), str(folder)]
         try:
             # simx writes traces and statistics into its working folder
-            done = subprocess.run(
-                command, env=env, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S + 60
-            )
+            done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S + 60)
         except subprocess.TimeoutExpired:
             raise VortexError(f"{program} did not end on {self.install.driver} within {TIMEOUT_S} s") from None
         if done.returncode < 0:

@@ -1,27 +1,27 @@
-// Where in a call the rows at hand lie: their sequence, head and block of query rows, and which keys they have.
+// The position of a unit of work in a call: its sequence, head and query rows, and which keys are present for them.
 #pragma once
 #include "cpu/arithmetic.hpp"
 
 namespace intflash {
 namespace {
 
-// Rows: of a unit at most. WholeTiles: units are cut from tiles of so many rows, else evenly.
+// A unit has at most Rows rows. With WholeTiles all units but the last have as many, else they are of even size.
 template <int Rows, bool WholeTiles>
-struct Place {
+struct BlockPosition {
   const Call& call_;
   int64_t b_, h_, hk_, q0_, k0_, nq_, nk_, causal_offset_;
-  int64_t row0_, key_end_;  // keys from key_end_ on are absent for all rows
+  int64_t row0_, key_end_;  // keys from key_end_ on are absent for all of the unit's rows
   int rows_;
   bool masked_;
 
-  explicit Place(const Call& call) : call_(call) {}
+  explicit BlockPosition(const Call& call) : call_(call) {}
 
-  // Gives visit(head, block) each of the units [first, last). Their order: sequence, key head, query head of its group,
-  // block of rows.
+  // Calls visit(head, block) for each of the units [first, last), in the order of sequence, key head, query head of its
+  // group and block of rows.
   template <class F>
   void walk(int64_t first, int64_t last, F visit) {
     const int64_t sequences = call_.ends_q ? call_.sequences : call_.batch;
-    int64_t unit = 0;  // the first of the sequence at hand
+    int64_t unit = 0;  // the first unit of sequence s
     int64_t s = 0;
     if (!call_.ends_q) {
       const int64_t each = call_.heads_q * row_blocks(call_.nq);
@@ -53,14 +53,14 @@ struct Place {
     masked_ = call_.bias.data || call_.keep.data;
     key_end_ = nk_;
     if (call_.causal && call_.method >= Method::kQFlash) {
-      masked_ = true;  // their absent keys have a score, and enter l
+      masked_ = true;  // absent keys of qflash and iflash have a score and enter l
     } else if (call_.causal) {
       key_end_ = larger<int64_t>(0, smaller(nk_, row0_ + rows_ + causal_offset_));
       masked_ = masked_ || row0_ + 1 + causal_offset_ < key_end_;
     }
   }
 
-  // Of keys [key, key + n), how many row r may see.
+  // Returns how many of keys [key, key + n) the causal limit leaves to row r.
   int64_t causal_keys(int r, int64_t key, int64_t n) const {
     return call_.causal ? larger<int64_t>(0, smaller(n, row0_ + r + causal_offset_ + 1 - key)) : n;
   }

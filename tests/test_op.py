@@ -5,7 +5,7 @@ import torch
 
 import intflash
 from intflash import QTensor, Recipe, plans
-from intflash.ops import _attention
+from intflash.op import _attention
 from oracle import randn
 
 

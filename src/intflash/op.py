@@ -1,0 +1,265 @@
+"""`intflash::attention`, the torch custom op behind `attention` where torch traces, and the refused gradients.
+
+The op takes the arguments of `call.ARGUMENTS` with `QTensor` and `Recipe` laid out flat, and its kernel is `run`: one
+op serves every device, because the backend is chosen inside. Calls that no tracer or transform watches go to `run`
+directly.
+"""
+
+from __future__ import annotations
+
+from numbers import Real
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _disabled_torch_function_impl, _is_tracing, _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack as _peek_transforms
+from torch.autograd import forward_ad
+
+from intflash import call, plans, validate
+from intflash.call import ARGUMENTS, Output
+from intflash.methods import get_method
+from intflash.problem import empty_output
+from intflash.quant import QTensor, Recipe
+
+REASON = "IntFlash is for inference and has no gradients: call it under torch.no_grad() or torch.inference_mode()"
+FORWARD_REASON = "IntFlash is for inference and has no forward-mode derivatives: give it tensors without tangents"
+
+_NAMES = ("q", "k", "v")
+# QTensors and a recipe, laid out flat; an out_scale that is a word.
+_QUANTIZATION = (
+    "Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, float[] number_scales, SymInt[] block_sizes, SymInt[] bits, "
+    "bool quantized, bool smooth_k, bool rotate, str granularities, str rule, bool dynamic_out"
+)
+_FLAT = tuple(a for a in ARGUMENTS if a.schema != "Recipe?")
+_FLAT_NAMES = tuple(a.name for a in _FLAT) + tuple(x.split()[1] for x in _QUANTIZATION.split(", "))
+_SCHEMA = f"({', '.join(f'{a.schema} {a.name}' for a in _FLAT)}, {_QUANTIZATION}) -> (Tensor, Tensor, Tensor)"
+
+_tensors_of = itemgetter(*call.TENSORS)
+_differentiable_of = itemgetter(*(a.name for a in ARGUMENTS if a.differentiable and a.name in call.TENSORS))
+
+
+def attention(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
+    """Output and log-sum-exp of a call with all arguments of `attention`: by torch's dispatcher where it must see the
+    call, else at once."""
+    arguments = call.normalize(arguments)
+    return _through_torch(arguments) if dispatches(arguments) else run(arguments)
+
+
+def run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
+    """`call.compute` outside of autocast, by its plan once it repeats, with a backward pass that is refused."""
+    q = arguments["q"]
+    if under_autocast(q):  # exact products are not for it to round
+        with torch.autocast(q.device.type, enabled=False):
+            return run(arguments)
+    wanting = gradients_wanted(arguments)
+    if not wanting:
+        return plans.run(call.compute, arguments)
+    with torch.no_grad():
+        out, lse = plans.run(call.compute, arguments)
+    return _refuse_backward(out, wanting), _refuse_backward(lse, wanting)
+
+
+def under_autocast(q: object) -> bool:
+    """Whether autocast is on for the device of q."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
+    device = q.device.type if isinstance(q, (Tensor, QTensor)) else "cpu"
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def gradients_wanted(arguments: dict[str, Any]) -> list[Tensor]:
+    """The tensors of a call that autograd follows.
+
+    Raises:
+        RuntimeError: forward-mode differentiation follows one.
+    """
+    forward, backward = forward_ad._current_level >= 0, torch.is_grad_enabled()
+    if not (forward or backward):
+        return []
+    tensors = []
+    for x in _differentiable_of(arguments):  # each call asks: to be quick
+        if isinstance(x, Tensor):
+            tensors.append(x)
+        elif isinstance(x, QTensor):
+            tensors.append(x.scale)
+    recipe = arguments["recipe"]
+    if isinstance(recipe, Recipe):
+        tensors += [x for x in recipe.scales if isinstance(x, Tensor)]
+    if forward and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(FORWARD_REASON)
+    return [x for x in tensors if x.requires_grad] if backward else []
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *wanting: Tensor) -> Tensor:
+        return out.new_empty(0).set_(out)  # of its own, not a view: the caller may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise RuntimeError(REASON)
+
+
+def _refuse_backward(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor | QTensor | None:
+    """`out`, whose backward pass raises RuntimeError."""
+    return _Refused.apply(out, *of) if isinstance(out, Tensor) else out
+
+
+@torch.library.custom_op("intflash::attention", mutates_args=(), schema=_SCHEMA)
+def _attention(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = run(_gather(q, k, v, *flat))
+    if lse is None:
+        lse = q.new_empty(0, dtype=torch.float32)
+    if isinstance(out, QTensor):
+        return _laid_out(out.data, q), out.scale.clone(), lse
+    return _laid_out(out, q), q.new_empty(0, dtype=torch.float32), lse
+
+
+def _laid_out(out: Tensor, q: Tensor) -> Tensor:
+    """`out` in the memory layout that the fake kernel promises, whatever the backend gave."""
+    want = empty_output(q, tuple(out.shape), out.dtype)
+    pairs = zip(out.shape, out.stride(), want.stride(), strict=True)
+    if all(size == 1 or have == promised for size, have, promised in pairs):
+        return out.as_strided(want.shape, want.stride())  # an axis of length 1 may have any stride
+    return want.copy_(out)
+
+
+@_attention.register_fake
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+    arguments = _gather(q, k, v, *flat)
+    dynamic = call.is_dynamic(arguments["out_scale"])
+    if dynamic:
+        arguments["out_scale"] = None
+    problem, _ = call.prepare_call(arguments, values=False)
+    lead = q.shape[:-1]
+    lse = q.new_empty(lead if arguments["return_lse"] else 0, dtype=torch.float32)
+    if problem.out_dtype.is_floating_point:
+        return empty_output(q, (*lead, v.shape[-1]), problem.out_dtype), q.new_empty(0, dtype=torch.float32), lse
+    codes = empty_output(q, (*problem.q.shape[:-1], v.shape[-1]), problem.out_dtype)
+    if dynamic:
+        return codes, q.new_empty((1, 1, 1, 1), dtype=torch.float32), lse
+    scale = problem.out_scale
+    if scale is None:
+        v = problem.quantized().v
+        scale = v.scale if isinstance(v, QTensor) else q.new_empty((1, 1, 1, 1), dtype=torch.float32)
+        scale = scale[:, :, :1]  # the largest of all tokens
+    if scale.numel() != 1:
+        scale = scale.new_empty((scale.shape[0], problem.q.shape[1], 1, scale.shape[3]))
+    return codes, torch.empty_like(scale, memory_format=torch.contiguous_format), lse
+
+
+@torch.library.custom_op("intflash::no_gradient", mutates_args=())
+def _no_gradient(gradient: Tensor, of: Tensor) -> Tensor:
+    """Where compiled code would have a gradient; takes the output's, or it would run in the forward pass."""
+    raise RuntimeError(REASON)
+
+
+@_no_gradient.register_fake
+def _no_gradient_fake(gradient: Tensor, of: Tensor) -> Tensor:
+    return torch.empty_like(of)
+
+
+def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
+    return tuple(None if x is None else _no_gradient(gradient, x) for x in ctx.saved_tensors)
+
+
+def _save_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) and x.requires_grad else None for x in inputs))
+
+
+_attention.register_autograd(_backward, setup_context=_save_inputs)
+
+
+_PLAIN = Tensor.__torch_dispatch__
+_PLAIN_FUNCTIONS = (Tensor.__torch_function__.__func__, _disabled_torch_function_impl)
+_memory_kinds: dict[type, bool] = {Tensor: True, nn.Parameter: True}
+
+
+def dispatches(arguments: dict[str, Any]) -> bool:
+    """Whether torch's dispatcher must see the call: where it is traced or transformed, and for tensors that are not
+    memory alone (wrapped, fake, meta, negated, sparse ones). Each call asks: each line is here to be quick."""
+    if torch.compiler.is_compiling() or _is_tracing() or _len_torch_dispatch_stack() or _peek_transforms() is not None:
+        return True
+    for x in _tensors_of(arguments):
+        if x is not None and not _is_memory(x):
+            return True
+    recipe = arguments["recipe"]
+    return isinstance(recipe, Recipe) and not all(map(_is_memory, recipe.scales))
+
+
+def _is_memory(x: object) -> bool:
+    """Of a tensor, whether its values are what its memory holds; anything else is refused elsewhere, or a number."""
+    kind = type(x)
+    if kind is QTensor:
+        return _is_memory(x.data) and _is_memory(x.scale)
+    if kind is not Tensor:
+        if not isinstance(x, Tensor):
+            return True
+        if kind not in _memory_kinds:
+            function = kind.__torch_function__
+            plain = getattr(function, "__func__", function) in _PLAIN_FUNCTIONS
+            _memory_kinds[kind] = plain and kind.__torch_dispatch__ is _PLAIN
+        if not _memory_kinds[kind]:
+            return False
+    return x.layout is torch.strided and not x.is_neg() and not x.is_meta
+
+
+def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
+    """The call through the custom op."""
+    if forward_ad._current_level >= 0:
+        gradients_wanted(arguments)  # refuses tangents, for which torch would give zeros
+    q, k, v, recipe, out_scale = (arguments[name] for name in ("q", "k", "v", "recipe", "out_scale"))
+    validate.check_dispatched(arguments)
+    quantized = isinstance(q, QTensor)
+    tensors = (q, k, v)
+    if quantized:
+        scales, numbers = [x.scale for x in tensors], [0.0] * 3
+        granularities, blocks = [x.granularity for x in tensors], [x.block_size or 0 for x in tensors]
+        bits = [x.bits for x in tensors]
+        tensors = tuple(x.data for x in tensors)
+    else:
+        chosen = recipe if recipe is not None else get_method(arguments["method"]).recipe
+        given = [getattr(chosen, f"{name}_scale") for name in _NAMES]
+        scales = [x if isinstance(x, Tensor) else None for x in given]
+        numbers = [0.0 if x is None or isinstance(x, Tensor) else float(x) for x in given]
+        granularities, blocks = [getattr(chosen, name) for name in _NAMES], [chosen.block_size] * 3
+        bits = [chosen.bits] * 3
+    dynamic = call.is_dynamic(out_scale)
+    if isinstance(out_scale, Real):
+        out_scale = torch.full((1, 1, 1, 1), float(out_scale), device=tensors[0].device)
+    flat = dict(
+        arguments, q=tensors[0], k=tensors[1], v=tensors[2],
+        out_scale=None if dynamic else out_scale, dynamic_out=dynamic,
+        q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, block_sizes=blocks, bits=bits,
+        quantized=quantized, smooth_k=not quantized and chosen.smooth_k, rotate=not quantized and chosen.rotate,
+        granularities=",".join(granularities), rule="exact" if quantized else chosen.rule,
+    )  # fmt: skip
+    out, scale, lse = _attention(*[flat[name] for name in _FLAT_NAMES])
+    if not out.dtype.is_floating_point:
+        out = call.integer_output(out, scale)
+    return out, lse if arguments["return_lse"] else None
+
+
+def _gather(*values: Any) -> dict[str, Any]:
+    """The arguments of `attention` from those of the op."""
+    flat = dict(zip(_FLAT_NAMES, values, strict=True))
+    kinds = flat.pop("granularities").split(",")
+    blocks, bits, numbers = (flat.pop(name) for name in ("block_sizes", "bits", "number_scales"))
+    scales = [flat.pop(f"{name}_scale") for name in _NAMES]
+    smooth_k, rotate, rule = flat.pop("smooth_k"), flat.pop("rotate"), flat.pop("rule")
+    flat["recipe"] = None
+    if flat.pop("quantized"):
+        for i, name in enumerate(_NAMES):
+            flat[name] = QTensor(flat[name], scales[i], kinds[i], blocks[i] or None, bits[i])
+    else:
+        given = {
+            f"{name}_scale": scales[i] if scales[i] is not None else numbers[i] or None for i, name in enumerate(_NAMES)
+        }
+        flat["recipe"] = Recipe(
+            *kinds, bits=bits[0], block_size=blocks[0], smooth_k=smooth_k, rotate=rotate, rule=rule, **given
+        )
+    if flat.pop("dynamic_out"):
+        flat["out_scale"] = "dynamic"
+    return flat

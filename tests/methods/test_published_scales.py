@@ -1,0 +1,74 @@
+"""`qflash` and `iflash` with scales that they cannot divide by: refused where values are read, defined where not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import intflash
+from intflash.backends.portable import BACKEND as TORCH
+from intflash.methods import get_method
+from intflash.numerics.exp import LOG2_E
+from intflash.problem import Problem
+from intflash.quant import QTensor, Recipe
+
+METHODS = ("qflash", "iflash")
+OUTSIDE = (2.01, 1e6, float("inf"), 2.0**-32, 0.0, -0.5, float("nan"))  # octaves per score unit
+
+
+def problem(method: str, octaves: float, bias: bool = False, sm_scale: float = 1.0, **more) -> Problem:
+    """octaves: per score unit, by Q's scale, times `sm_scale`."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randint(-127, 128, (1, 2, n, 16), generator=g, dtype=torch.int8) for n in (9, 40, 40))
+    scale = torch.full((1, 1, 1, 1), octaves / LOG2_E)
+    q, k, v = QTensor.unchecked(q, scale, "tensor", 8), QTensor(k, 1.0), QTensor(v, 0.01)
+    bias = torch.randn(1, 2, 9, 40, generator=g) if bias else None
+    return Problem(method, q, k, v, sm_scale, bias_float=bias, out_dtype=torch.int8, return_lse=True, **more)
+
+
+@pytest.mark.parametrize("octaves", OUTSIDE)
+@pytest.mark.parametrize("method", METHODS)
+def test_read_values_are_refused(method, octaves):
+    with pytest.raises(intflash.InputError, match=r"round\(1 / "):
+        TORCH.run(problem(method, octaves, check_finite=True))
+
+
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("octaves", OUTSIDE)
+@pytest.mark.parametrize("method", METHODS)
+def test_unread_ones_count_as_the_nearest_served(method, octaves, bias):
+    """Those of 1 and 1 / (2^31 - 1) octaves a score unit, as the reference computes with them."""
+    nearest = 1 / (2**31 - 1) if 0 <= octaves < 1 else 1.0
+    want = get_method(method).reference(problem(method, LOG2_E, bias, sm_scale=nearest / LOG2_E))
+    found = TORCH.run(problem(method, octaves, bias))
+    assert torch.equal(want.out, found.out)
+    assert torch.allclose(want.lse, found.lse, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ("torch", "reference"))
+@pytest.mark.parametrize("method", METHODS)
+def test_calls_say_what_came(method, backend):
+    """Floats whose scales are found on the way, static scales, and codes; a call that comes again too."""
+    x = torch.randn(1, 2, 9, 16) * 1e4
+    static = Recipe(rule="divide", q_scale=100.0, k_scale=100.0, v_scale=1.0)
+    codes = QTensor(torch.ones(1, 2, 9, 16, dtype=torch.int8), 100.0)
+    for tensors, recipe in (((x, x, x), None), ((x, x, x), static), ((codes,) * 3, None)):
+        for _ in range(4):
+            with pytest.raises(intflash.InputError, match=r"round\(1 / "):
+                intflash.attention(*tensors, method=method, recipe=recipe, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("method", METHODS)
+def test_triton_on_a_gpu(method):
+    """As the torch backend computes on a CPU where nothing is read, as it refuses where values are."""
+    for octaves in OUTSIDE:
+        p = problem(method, octaves)
+        there = [QTensor.unchecked(x.data.cuda(), x.scale.cuda(), "tensor", 8) for x in (p.q, p.k, p.v)]
+        options = dict(method=method, backend="triton", scale=1.0, out_dtype=torch.int8)
+        for _ in range(4):
+            out = intflash.attention(*there, **options)
+            assert torch.equal(out.data.cpu(), TORCH.run(p).out), octaves
+            with pytest.raises(intflash.InputError, match="must be|round"):
+                intflash.attention(*there, **options, check_finite=True)
