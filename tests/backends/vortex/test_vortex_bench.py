@@ -96,3 +96,10 @@ def test_measuring_goes_through_the_device(install, monkeypatch):
     monkeypatch.setattr(VortexDevice, "__call__", lambda self, launch: seen.append(launch) or Counters(1, 2, 3, 4))
     assert vortex.measure_program("attention_f32", 16, 8, VortexDevice(install)).cycles == 2
     assert seen[0].program.stages == 3
+
+
+def test_sweep_begins_where_only_launches_cost(monkeypatch):
+    monkeypatch.setattr(vortex, "simulators", lambda ratios: {4: "device"})
+    monkeypatch.setattr(vortex, "measure_program", lambda program, n, *_: Counters(1, n, 1, 1))
+    rows = list(vortex._sweep(Setting(quick=True)))
+    assert [row.value for row in rows if row.series == "attention"] == [1, 16, 32, 64, 128]
