@@ -24,6 +24,7 @@ INSTRUCTIONS, CYCLES, IPC, LATENCY = "instructions", "cycles", "IPC", "latency"
 COLUMNS = (INSTRUCTIONS, CYCLES, IPC, LATENCY)
 MEMORY_CLOCK_RATIOS = (1, 4)
 HEAD_DIMS = (8, 16, 32, 64)
+SWEEP_SIZES = (1, 16, 32, 64, 128)  # one query and key: what launches cost
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _entries(d: int) -> list[Entry]:
 
 
 def _sizes(setting: Setting) -> list[tuple[int, int]]:
-    return [(n, d) for d in (HEAD_DIMS[:1] if setting.quick else HEAD_DIMS) for n in (16, 32, 64, 128)]
+    return [(n, d) for d in (HEAD_DIMS[:1] if setting.quick else HEAD_DIMS) for n in SWEEP_SIZES]
 
 
 def _sweep(setting: Setting) -> Iterator[Row]:

@@ -32,7 +32,9 @@ int vx_dev_caps(void* device, uint32_t id, uint64_t* value) {
   const char* file = getenv("FAKE_VORTEX_WRITES");
   if (file) fclose(fopen(file, "w"));
   if (id == 7) return *value = (uint64_t)(tensor_unit && atoi(tensor_unit)) << 38, fails("vx_dev_caps");
-  *value = id == 1 ? (threads ? atoi(threads) : 8) : id == 2 ? 2 : 4;
+  if (id == 6) return *value = 16384, fails("vx_dev_caps");
+  const char* warps = getenv("FAKE_VORTEX_WARPS");
+  *value = id == 1 ? (threads ? atoi(threads) : 8) : id == 2 ? (warps ? atoi(warps) : 2) : 4;
   return fails("vx_dev_caps");
 }
 int vx_mem_alloc(void* device, uint64_t size, int flags, void** buffer) {

@@ -1,5 +1,9 @@
 """The report's table and the sweep: what they measure, and what they say where there is no Vortex."""
 
+import csv
+import re
+from pathlib import Path
+
 import pytest
 
 from intflash.backends.vortex.device import Counters, VortexDevice
@@ -96,3 +100,27 @@ def test_measuring_goes_through_the_device(install, monkeypatch):
     monkeypatch.setattr(VortexDevice, "__call__", lambda self, launch: seen.append(launch) or Counters(1, 2, 3, 4))
     assert vortex.measure_program("attention_f32", 16, 8, VortexDevice(install)).cycles == 2
     assert seen[0].program.stages == 3
+
+
+def test_sweep_begins_where_only_launches_cost(monkeypatch):
+    monkeypatch.setattr(vortex, "simulators", lambda ratios: {4: "device"})
+    monkeypatch.setattr(vortex, "measure_program", lambda program, n, *_: Counters(1, n, 1, 1))
+    rows = list(vortex._sweep(Setting(quick=True)))
+    assert [row.value for row in rows if row.series == "attention"] == [1, 16, 32, 64, 128]
+
+
+def test_the_guides_cycles_are_the_results():
+    root = Path(__file__).parents[3]
+    rows = []
+    for name in ("table", "sweep"):
+        with (root / f"benchmarks/results/vortex/vortex_{name}.csv").open() as file:
+            rows += csv.DictReader(file)
+    values = {(r["series"], r["case"], r["metric"]): r["value"] for r in rows}
+    series = {"standard attention, float32": "attention", "`intflash`, SIMT": "intflash"}
+    series |= {"`intflash`, tensor unit": "intflash, TCU", "`intflash_p8`, tensor unit": "intflash_p8, TCU"}
+    page = (root / "docs/guide/vortex.md").read_text(encoding="utf-8")
+    for title, label in series.items():
+        cells = re.search(rf"^\| {title} \|(.*)\|$", page, re.M)[1].replace(",", "").split("|")
+        at_8 = [values[label, case, "memory 1:4"] for case in ("instructions", "cycles")]
+        others = [values[label, "N = 64", f"cycles, d = {d}"] for d in (16, 32, 64)]
+        assert [cells[i].strip() for i in (0, 3, 5, 6, 7)] == [*at_8, *others]

@@ -317,6 +317,10 @@ def test_device_of_another_shape(install, native, monkeypatch):
     monkeypatch.setenv("FAKE_VORTEX_THREADS", "16")
     with pytest.raises(VortexError, match="2 warps of 16 threads a core; tensor-unit kernels need warps of exactly 8"):
         VortexDevice(install)(native(tensor))
+    monkeypatch.setenv("FAKE_VORTEX_WARPS", "3")
+    with pytest.raises(VortexError, match="3 warps of 16 threads a core.*at most 2 warps"):
+        VortexDevice(install)(native(attention_launch()))
+    monkeypatch.setenv("FAKE_VORTEX_WARPS", "2")
     VortexDevice(install)(native(attention_launch()))  # wider warps are nothing to a SIMT kernel
 
 

@@ -5,7 +5,9 @@ import os
 
 import numpy as np
 import pytest
+import torch
 
+import intflash
 from intflash.backends.vortex import launch
 from intflash.backends.vortex.device import VortexDevice
 from intflash.backends.vortex.toolchain import find_install
@@ -79,3 +81,20 @@ def test_a_run_leaves_nothing_in_the_working_folder(vortex, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     bench.measure_program("intflash_simt", 16, 8, vortex)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("d", [8, 24])
+@pytest.mark.parametrize("method", ["intflash", "intflash_p8"])
+def test_attention_has_the_bits_of_the_reference(method, d):
+    """Through the public function, with the program that the backend takes on this device."""
+    torch.manual_seed(d)
+    q, k, v = torch.randn(1, 2, 20, d), torch.randn(1, 1, 33, d), torch.randn(1, 1, 33, d)
+    for out_dtype in (torch.int8, torch.float32):
+        options = {"method": method, "out_dtype": out_dtype, "return_lse": True, "enable_gqa": True}
+        (out, lse), (expected, expected_lse) = (
+            intflash.attention(q, k, v, backend=backend, **options) for backend in ("vortex", "reference")
+        )
+        if out_dtype == torch.int8:
+            assert torch.equal(out.scale, expected.scale)
+            out, expected = out.data, expected.data
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)

@@ -1,4 +1,4 @@
-"""Attention kernels for the Vortex GPGPU, and the driver that compiles and runs them (docs/vortex.md)."""
+"""Attention kernels for the Vortex GPGPU, and the driver that compiles and runs them (docs/design/vortex.md)."""
 
 from intflash.backends.vortex.backend import BACKEND
 

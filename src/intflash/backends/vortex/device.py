@@ -16,7 +16,7 @@ import numpy as np
 
 from intflash.backends.vortex import runtime
 from intflash.backends.vortex.errors import VortexError
-from intflash.backends.vortex.launch import KernelArgs, Launch
+from intflash.backends.vortex.launch import WARP_ROWS, KernelArgs, Launch
 from intflash.backends.vortex.toolchain import Install, compile_kernel
 
 TENSOR_THREADS = 8  # threads a warp that the tensor tile's shape of the kernels is made for
@@ -102,7 +102,7 @@ class VortexDevice:
         return sum(stages[1:], start=stages[0])
 
     def has_tensor_unit(self) -> bool:
-        """Whether the device has a tensor unit whose tiles are those of the kernels; asked once per install.
+        """Whether the device has a tensor unit and the shape that its kernels need; asked once per install.
 
         Raises:
             VortexError: the library or the driver did not start.
@@ -117,6 +117,7 @@ class VortexDevice:
             "classed_counters": headers.classed,
             "counters": headers.counters,
             "image": str(image),
+            "driver": self.install.driver,
             "threads_per_warp": TENSOR_THREADS if launch.program.tensor_unit else None,
             "group_threads": launch.threads,
             "buffers": {field: buffer.nbytes for field, buffer in launch.buffers.items()},
@@ -163,7 +164,13 @@ def _has_tensor_unit(device: VortexDevice) -> bool:
         (folder / "job.json").write_text(json.dumps(job))
         device._run_process(folder, "the query of the device", headers.memory_class)
         caps = json.loads((folder / "result.json").read_text())["caps"]
-    return bool(caps["isa"] >> (32 + headers.tensor_unit_bit) & 1) and caps["threads"] == TENSOR_THREADS
+    if not caps["isa"] >> (32 + headers.tensor_unit_bit) & 1:
+        return False
+    try:
+        runtime.check_shape(caps, device.install.driver, TENSOR_THREADS, WARP_ROWS)
+    except runtime.DeviceError:
+        return False
+    return True
 
 
 def _counters(stage: dict[str, list[int]]) -> Counters:

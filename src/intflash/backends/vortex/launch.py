@@ -127,7 +127,11 @@ def float_program(head_dim: int) -> str:
 
 
 def integer_program(head_dim: int, tensor_unit: bool) -> str:
-    """The faster of the two on simx: at head_dim 8 the tensor unit's inner size of 32 would be filled to a quarter."""
+    """The program for a device, by simx's cycles.
+
+    At head_dim 8 the tensor unit's inner size of 32 would be filled to a quarter, and the SIMT program is faster. Above
+    8 it is faster for few keys only, where starting the kernel takes most of the time.
+    """
     return "intflash_tensor" if tensor_unit and head_dim > 8 else "intflash_simt"
 
 

@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 
 MEM_READ, MEM_WRITE, MEM_READ_WRITE = 1, 2, 3  # VX_MEM_*: the device's view
-CAPS = {"threads": 1, "warps": 2, "cores": 3, "isa": 7}  # VX_CAPS_NUM_*, VX_CAPS_ISA_FLAGS
+CAPS = {"threads": 1, "warps": 2, "cores": 3, "local_memory": 6, "isa": 7}  # VX_CAPS_*
+
+GROUP_LOCAL_BYTES = 2048  # LOCAL_LIMIT of simt.h
 
 _U32, _U64, _HANDLE = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 _POINTER = ctypes.POINTER
@@ -74,7 +76,7 @@ class Device:
             raise DeviceError(f"{name} failed with code {code}")
 
     def caps(self) -> dict[str, int]:
-        """Threads a warp, warps a core, cores, and the flags of the instruction set."""
+        """Threads a warp, warps a core, cores, bytes of local memory a core, flags of the instruction set."""
         value = _U64()
         found = {}
         for name, index in CAPS.items():
@@ -119,12 +121,14 @@ class Device:
         return handle
 
 
-def check_shape(caps: dict[str, int], threads_per_warp: int | None, group_threads: int) -> None:
-    """Refuses a device whose cores cannot hold a kernel's group, or whose warps are not those of its tensor tile.
+def check_shape(caps: dict[str, int], driver: str, threads_per_warp: int | None, group_threads: int) -> None:
+    """Refuses a device whose cores cannot hold a kernel's groups, or whose warps are not those of its tensor tile.
 
     Raises:
         DeviceError: the message says what the device has and what the kernel needs.
     """
+    # simx takes addresses of local memory modulo a quarter of its size: the number of its words, as if of its bytes
+    usable = caps["local_memory"] // (4 if driver == "simx" else 1)
     has = f"the device has {caps['warps']} warps of {caps['threads']} threads a core"
     if threads_per_warp is not None and caps["threads"] != threads_per_warp:
         raise DeviceError(f"{has}; tensor-unit kernels need warps of exactly {threads_per_warp}: NUM_THREADS")
@@ -133,6 +137,12 @@ def check_shape(caps: dict[str, int], threads_per_warp: int | None, group_thread
     warps_per_group = -(-group_threads // caps["threads"])
     if caps["warps"] % warps_per_group:
         raise DeviceError(f"{has}; the kernels need a multiple of {warps_per_group} warps: NUM_WARPS")
+    groups, fit = caps["warps"] // warps_per_group, usable // GROUP_LOCAL_BYTES
+    if groups > fit:
+        raise DeviceError(
+            f"{has}, which run {groups} groups of {group_threads} threads at once; the {usable} bytes of local memory "
+            f"that a core can use hold {fit}: at most {fit * warps_per_group} warps, NUM_WARPS"
+        )
 
 
 def run_job(folder: Path) -> None:
@@ -146,7 +156,7 @@ def run_job(folder: Path) -> None:
         if "image" not in job:
             (folder / "result.json").write_text(json.dumps({"caps": caps}))
             return
-        check_shape(caps, job["threads_per_warp"], job["group_threads"])
+        check_shape(caps, job["driver"], job["threads_per_warp"], job["group_threads"])
         buffers, addresses = {}, {}
         for name, size in job["buffers"].items():
             data = (folder / name).read_bytes()
