@@ -50,7 +50,7 @@ VALUES = {
     "enable_gqa": NOT_TENSORS | TWO,
     "return_lse": NOT_TENSORS | TWO,
     "check_finite": NOT_TENSORS | TWO,
-    "scale": NOT_TENSORS | TWO | {"meta": torch.ones((), device="meta"), "big": 10**400, "zero": 0},
+    "scale": NOT_TENSORS | TWO | {"meta": torch.ones((), device="meta"), "big": 10**400, "zero": 0, "digits": "0.1"},
     "method": NOT_TENSORS | TWO | {"None": None},
     "backend": NOT_TENSORS | TWO,
     "causal_align": NOT_TENSORS | TWO | {"None": None},

@@ -161,6 +161,15 @@ def test_causal_biases_that_do_not_fit():
             intflash.attention(X, k, k, square, **options)
 
 
+def test_a_causal_bias_is_no_bias():
+    """Its memory holds no mask: it was read as one."""
+    mask = torch.nn.attention.bias.causal_upper_left(20, 20)
+    for options in ({}, dict(method="fp32"), dict(check_finite=False), dict(backend="torch")):
+        for function in (intflash.attention, intflash.which_backend):
+            with pytest.raises(intflash.InputError, match="bias is a CausalBias, .* as attn_mask"):
+                function(X, X, X, bias=mask, **options)
+
+
 class Doubled(torch.Tensor):
     """A tensor that stands for twice what its memory holds."""
 
@@ -194,3 +203,27 @@ def test_forward_derivatives_are_refused(transform, name):
 
     with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
         transform(attend, (x,), (torch.ones_like(x),)) if transform is torch.func.jvp else transform(attend)(x)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev", "hessian"])
+def test_reverse_derivatives_by_transforms_are_refused(transform):
+    """As a backward pass is, and not by torch's error about autograd.Function."""
+    x = X[:, :1, :3, :4]
+
+    def loss(x):
+        return intflash.attention(x, x, x).sum()
+
+    attempts = {
+        "grad": lambda: torch.func.grad(loss)(x),
+        "vjp": lambda: torch.func.vjp(loss, x)[1](torch.ones(())),
+        "jacrev": lambda: torch.func.jacrev(loss)(x),
+        "hessian": lambda: torch.func.hessian(loss)(x),
+    }
+    with pytest.raises(RuntimeError, match="IntFlash is for inference"):
+        attempts[transform]()
+
+
+def test_transforms_of_other_tensors_take_attention_as_a_constant():
+    x, attended = X[:1, :1], intflash.attention(X, X, X)[:1, :1]
+    found = torch.func.grad(lambda x: (x * intflash.attention(X, X, X)[:1, :1]).sum())(x)
+    assert torch.equal(found, attended)

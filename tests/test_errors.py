@@ -1,10 +1,13 @@
 """A clear error for every wrong argument of the public functions, before any work."""
 
+import importlib.util
+
 import pytest
 import torch
 
 import intflash
 from intflash import InputError, QTensor, Recipe
+from intflash.backends import triton as triton_backend
 from small_call import K, Q, V, attend, codes
 
 NAN = Q.clone()
@@ -143,3 +146,22 @@ def test_one_bad_value_is_found_wherever_it_is(value, recipe, layout):
 def test_finite_inputs_whose_sum_overflows_are_taken():
     big = torch.full((1, 1, 64, 64), 3e38)
     assert attend(q=big, k=big, v=big).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "version, refused", [("3.3.1", True), ("3.5.1", True), ("3.6.0", False), ("3.10.0+git1", False)]
+)
+def test_an_old_triton_is_refused_without_importing_its_kernels(monkeypatch, version, refused):
+    """torch 2.7 brings Triton 3.3, in which they cannot be imported: `intflash.info()` ended in an AttributeError."""
+    monkeypatch.setattr("importlib.metadata.version", lambda package: version)
+    too_old = triton_backend._too_old.__wrapped__
+    reason = f"it needs Triton 3.6 or newer, which torch 2.11 brings; Triton {version} is installed"
+    assert too_old() == (reason if refused else None)
+    monkeypatch.setattr(triton_backend, "_too_old", too_old)
+    monkeypatch.setattr(triton_backend, "_module", lambda: pytest.fail("imported") if refused else Served)
+    if importlib.util.find_spec("triton") is not None:
+        assert triton_backend.BACKEND.unavailable() == (reason if refused else None)
+
+
+class Served:
+    unavailable = staticmethod(lambda: None)

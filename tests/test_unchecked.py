@@ -34,17 +34,12 @@ METHODS = ("intflash", "intflash_p8", "intflash_online", "qflash", "iflash")
 
 
 def outcome(backend: str, **call):
-    """The bits of a call, or its error's text: the error of a method's own bound is the same everywhere too."""
-    try:
-        out = attend(backend=backend, check_finite=False, **call)
-    except InputError as error:
-        return str(error).partition(",")[0]
+    """The bits of an unchecked call."""
+    out = attend(backend=backend, check_finite=False, **call)
     return (out.data, out.scale) if isinstance(out, QTensor) else (out,)
 
 
 def same(a, b) -> bool:
-    if isinstance(a, str) or isinstance(b, str):
-        return isinstance(a, str) and isinstance(b, str)
     return all(
         torch.equal(x.nan_to_num(7), y.nan_to_num(7)) and torch.equal(x.isnan(), y.isnan())
         for x, y in zip(a, b, strict=True)

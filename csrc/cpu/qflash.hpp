@@ -12,8 +12,11 @@ class QFlashStep {
  public:
   QFlashStep(const Call& call, int64_t b, int64_t h, int64_t hk) {
     const double scale = double(*call.q_scale.at(b, h)) * double(*call.k_scale.at(b, hk)) * call.sm_scale;
-    const double sm_scale = scale * 1.4426950408889634;
-    const double rs = std::nearbyint(1.0 / sm_scale);
+    double sm_scale = scale * 1.4426950408889634;
+    double rs = std::nearbyint(1.0 / sm_scale);
+    // Unchecked calls only: the nearest scale that is served, docs/numerics.md section 3. A NaN counts as 1.
+    if (!(rs >= 1.0)) sm_scale = rs = 1.0;
+    if (rs > 2147483647.0) rs = 2147483647.0, sm_scale = 1.0 / rs;
     rs_ = int32_t(rs);
     exp_m_ = int32_t(std::nearbyint(-sm_scale * 65536));
     req_m_ = int32_t(std::nearbyint(sm_scale * 127 * 65536));

@@ -106,6 +106,9 @@ def normalize(arguments: dict[str, Any]) -> dict[str, Any]:
     mask = arguments["attn_mask"]
     if mask is not None and type(mask) is not Tensor and masks.is_causal_bias(mask):
         arguments = {**arguments, **masks.causality(arguments)}
+    bias = arguments["bias"]
+    if bias is not None and type(bias) is not Tensor and masks.is_causal_bias(bias):
+        raise InputError("bias is a CausalBias, whose memory holds no mask: give it as attn_mask")
     return arguments
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import _disabled_torch_function_impl, _is_tracing, _len_torch_dispatch_stack
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._C._functorch import peek_interpreter_stack as _peek_transforms
 from torch.autograd import forward_ad
 
@@ -206,10 +207,17 @@ def _is_memory(x: object) -> bool:
     return x.layout is torch.strided and not x.is_neg() and not x.is_meta
 
 
+def _under_grad() -> bool:
+    """Whether `torch.func.grad`, `vjp` or what is made of them is being computed."""
+    return any(x.key() == TransformType.Grad for x in get_interpreter_stack() or ())
+
+
 def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     """The call through the custom op."""
     if forward_ad._current_level >= 0:
         gradients_wanted(arguments)  # refuses tangents, for which torch would give zeros
+    if not torch.compiler.is_compiling() and _under_grad() and gradients_wanted(arguments):
+        raise RuntimeError(REASON)  # torch's transform would end in an error about autograd.Function
     q, k, v, recipe, out_scale = (arguments[name] for name in ("q", "k", "v", "recipe", "out_scale"))
     validate.check_dispatched(arguments)
     quantized = isinstance(q, QTensor)

@@ -104,7 +104,7 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     try:
-        found = float(scale)
+        found = math.nan if isinstance(scale, (str, bytes, bytearray)) else float(scale)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of a tensor with two values or none
         found = math.nan
     if not 0 < found < math.inf:

@@ -151,7 +151,9 @@ def test_a_wheel_without_a_compiler_has_no_native_module(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     (built,) = tmp_path.glob("out/*.whl")
     names = zipfile.ZipFile(built).namelist()
-    assert "intflash/backends/cpu.py" in names and not [name for name in names if "_native" in name]
+    assert {"intflash/backends/cpu.py", "intflash/py.typed"} <= set(names) and not [
+        name for name in names if "_native" in name
+    ]
 
 
 def test_builds_share_no_folder():

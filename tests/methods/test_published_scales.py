@@ -1,4 +1,8 @@
-"""`qflash` and `iflash` with scales that they cannot divide by: refused where values are read, defined where not."""
+"""Scales that a published method cannot compute with: refused where values are read, defined where not.
+
+`qflash` and `iflash` divide by round(1 / octaves per score unit); the exponentials of `ivit`, `ibert` and `fqvit` need
+a unit of at least 2^-30.
+"""
 
 from __future__ import annotations
 
@@ -6,46 +10,93 @@ import pytest
 import torch
 
 import intflash
+from intflash.backends.cpu import BACKEND as CPU
 from intflash.backends.portable import BACKEND as TORCH
+from intflash.backends.reference import BACKEND as REFERENCE
 from intflash.methods import get_method
 from intflash.numerics.exp import LOG2_E
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
 METHODS = ("qflash", "iflash")
+UNFUSED = ("ivit", "ibert", "fqvit")
+BACKENDS = {
+    x.name: pytest.param(x, marks=pytest.mark.skipif(x.unavailable() is not None, reason=f"no backend {x.name}"))
+    for x in (CPU, TORCH, REFERENCE)
+}
 OUTSIDE = (2.01, 1e6, float("inf"), 2.0**-32, 0.0, -0.5, float("nan"))  # octaves per score unit
 
 
-def problem(method: str, octaves: float, bias: bool = False, sm_scale: float = 1.0, **more) -> Problem:
+def problem(
+    method: str, octaves: float, bias: bool = False, sm_scale: float = 1.0, lse: bool = True, **more
+) -> Problem:
     """octaves: per score unit, by Q's scale, times `sm_scale`."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randint(-127, 128, (1, 2, n, 16), generator=g, dtype=torch.int8) for n in (9, 40, 40))
     scale = torch.full((1, 1, 1, 1), octaves / LOG2_E)
     q, k, v = QTensor.unchecked(q, scale, "tensor", 8), QTensor(k, 1.0), QTensor(v, 0.01)
     bias = torch.randn(1, 2, 9, 40, generator=g) if bias else None
-    return Problem(method, q, k, v, sm_scale, bias_float=bias, out_dtype=torch.int8, return_lse=True, **more)
+    return Problem(method, q, k, v, sm_scale, bias_float=bias, out_dtype=torch.int8, return_lse=lse, **more)
 
 
 @pytest.mark.parametrize("octaves", OUTSIDE)
 @pytest.mark.parametrize("method", METHODS)
-def test_read_values_are_refused(method, octaves):
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_read_values_are_refused(backend, method, octaves):
     with pytest.raises(intflash.InputError, match=r"round\(1 / "):
-        TORCH.run(problem(method, octaves, check_finite=True))
+        backend.run(problem(method, octaves, lse=False, check_finite=True))
 
 
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("octaves", OUTSIDE)
 @pytest.mark.parametrize("method", METHODS)
-def test_unread_ones_count_as_the_nearest_served(method, octaves, bias):
-    """Those of 1 and 1 / (2^31 - 1) octaves a score unit, as the reference computes with them."""
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_unread_ones_count_as_the_nearest_served(backend, method, octaves, bias):
+    """Those of 1 and 1 / (2^31 - 1) octaves a score unit, as the reference computes with them in a checked call."""
+    lse = backend is not CPU
     nearest = 1 / (2**31 - 1) if 0 <= octaves < 1 else 1.0
-    want = get_method(method).reference(problem(method, LOG2_E, bias, sm_scale=nearest / LOG2_E))
-    found = TORCH.run(problem(method, octaves, bias))
+    served = problem(method, LOG2_E, bias, sm_scale=nearest / LOG2_E, check_finite=True)
+    want = get_method(method).reference(served)
+    found = backend.run(problem(method, octaves, bias, lse=lse))
     assert torch.equal(want.out, found.out)
-    assert torch.allclose(want.lse, found.lse, rtol=1e-6, atol=1e-6, equal_nan=True)
+    if lse:
+        assert torch.allclose(want.lse, found.lse, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("backend", ("torch", "reference"))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_a_head_with_such_a_scale_leaves_the_others_as_they_are(backend, method):
+    """Heads of 0.01, 4 and 2^-40 octaves; the last two alone count as the nearest served."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randint(-127, 128, (1, 3, n, 16), generator=g, dtype=torch.int8) for n in (9, 40, 40))
+
+    def run(backend, octaves):
+        scale = torch.tensor(octaves, dtype=torch.float64) / LOG2_E
+        tensors = QTensor(q, scale.float(), "head"), QTensor(k, 1.0), QTensor(v, 0.01)
+        return backend.run(Problem(method, *tensors, 1.0, out_dtype=torch.int8)).out
+
+    found = run(backend, [0.01, 4.0, 2.0**-40])
+    assert torch.equal(found[:, :2], run(REFERENCE, [0.01, 1.0, 0.01])[:, :2])
+    assert torch.equal(found, run(REFERENCE, [0.01, 4.0, 2.0**-40]))
+
+
+@pytest.mark.parametrize("method", UNFUSED)
+def test_exponentials_of_tiny_units(method):
+    """Refused where values are read; where not, the exponential takes 2^-30: keys weigh alike, but for ivit, whose sum
+    of p saturates there."""
+    for backend in (TORCH, REFERENCE):
+        with pytest.raises(intflash.InputError, match="needs a score unit of at least 2\\^-30"):
+            backend.run(problem(method, 1e-20, check_finite=True))
+    reference, found = (x.run(problem(method, 1e-20)) for x in (REFERENCE, TORCH))
+    assert torch.equal(found.out, reference.out) and torch.equal(found.out_scale, reference.out_scale)
+    assert torch.allclose(found.lse, reference.lse, rtol=1e-6) and found.lse.isfinite().all()
+    if method == "ivit":
+        return
+    mean = problem(method, 1.0).v.dequantize().mean(2, keepdim=True)
+    assert (found.out.float() * found.out_scale - mean).abs().max() < 0.15
+
+
+@pytest.mark.parametrize("backend", ("cpu", "torch", "reference"))
 @pytest.mark.parametrize("method", METHODS)
 def test_calls_say_what_came(method, backend):
     """Floats whose scales are found on the way, static scales, and codes; a call that comes again too."""

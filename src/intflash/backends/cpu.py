@@ -102,9 +102,9 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
             if problem.out_scale is not None or method in FLASH or v.scale.numel() > 1:
                 out_scale = _out_scale(problem)  # else the kernels choose it
         if method in FLASH:
-            _check_score_unit(problem)
+            unit = _served_unit(problem)
             if problem.bias_float is not None:
-                bias = _score_bias(problem)
+                bias = _score_bias(problem, unit)
         q, k, v = q.data, k.data, v.data
     if problem.causal is not None:
         causal = (problem.causal, problem.causal_align == "bottom_right")
@@ -127,15 +127,26 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     return Result(out, out_scale, lse)
 
 
-def _check_score_unit(problem: Problem) -> None:
-    """qflash and iflash divide by round(1 / octaves per score unit), an int32."""
-    octaves = problem.q.scale.double() * _repeated(problem.k.scale, problem).double() * problem.sm_scale * LOG2_E
+def _served_unit(problem: Problem) -> Tensor:
+    """The score unit of qflash and iflash, float64: they divide by round(1 / octaves per score unit), an int32.
+
+    In an unchecked call the nearest one for which that is in [1, 2^31), as the kernels take it.
+
+    Raises:
+        InputError: it leaves this range and values may be read.
+    """
+    unit = (problem.q.scale.double() * _repeated(problem.k.scale, problem).double()) * problem.sm_scale
+    octaves = unit * LOG2_E
     rs = torch.round(1 / octaves)
-    if bool(((rs < 1) | (rs >= 2.0**31)).any()):
+    coarse, fine = ~(rs >= 1), rs >= 2.0**31
+    if not bool((coarse | fine).any()):
+        return unit
+    if problem.check_finite:
         raise InputError(
             f"{problem.method} needs round(1 / (s_Q * s_K * scale * log2(e))) in [1, 2^31), "
             f"got s_Q * s_K * scale * log2(e) from {octaves.min():.3g} to {octaves.max():.3g}"
         )
+    return unit.masked_fill(coarse, 1 / LOG2_E).masked_fill(fine, 1 / ((2**31 - 1) * LOG2_E))
 
 
 # Scales of q, k and v of all methods; those of single tokens and blocks of `intflash...`.
@@ -171,11 +182,9 @@ def _out_scale(problem: Problem) -> Tensor:
     return s_v if problem.method in FLASH else s_v * 127 / torch.iinfo(problem.out_dtype).max
 
 
-def _score_bias(problem: Problem) -> Tensor:
+def _score_bias(problem: Problem, unit: Tensor) -> Tensor:
     """The bias of qflash and iflash in score units, int32, `ABSENT` where it makes a key absent."""
     bias = problem.bias_float
-    k_scale = _repeated(problem.k.scale.double(), problem)
-    unit = (problem.q.scale.double() * k_scale) * problem.sm_scale
     if bias.shape[0] != problem.q.shape[0] and unit.shape[0] > 1:
         bias = bias.repeat(problem.q.shape[0] // bias.shape[0], 1, 1, 1)
     rounded = torch.round(bias.double() / unit).clamp(-BIAS_LIMIT, BIAS_LIMIT)

@@ -17,7 +17,8 @@ LEVELS = 15  # P is 2^0 ... 2^-15, or 0 below
 def _reference(problem: Problem) -> Result:
     scores, scale, present = integers.int8_scores(problem)
     x, m = integers.depth(scores, present)
-    exp, one = i_exp(x, scale, "fqvit")
+    scale = integers.served_unit(problem, scale)
+    exp, one = i_exp(x, scale)
     exp = torch.where(present, exp, 0)
     l = exp.sum(-1, keepdim=True)
     divisor = exp.clamp(min=1)

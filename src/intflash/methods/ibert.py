@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from intflash.errors import InputError
 from intflash.methods import arrays, integers
 from intflash.methods.base import Method
 from intflash.numerics.fixed_point import bit_length, floor_div
@@ -16,22 +15,17 @@ from intflash.quant import Recipe
 
 A, B, C = 0.3585, 1.353, 0.344  # exp(x) ~ A (x + B)^2 + C on (-ln 2, 0]
 MAX_OCTAVES = 30
-MIN_UNIT = 2.0**-30  # (B / unit)^2 + C / (A unit^2) < 2^62
 EXP_BITS = 40  # sums of 65,536 stay far inside int64
 INT16_MAX = 32767
 
 
-def i_exp(x: Tensor, unit: Tensor, method: str) -> tuple[Tensor, Tensor]:
+def i_exp(x: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
     """exp(x * unit) for integers x <= 0 by I-EXP, and the value at x = 0; at most 40 bits (Algorithms 1, 2).
 
     ln 2 is rounded up to units as the published programs do, so that it is at least 1; C too is at least one
-    unit: where a unit is worth more than the whole polynomial the largest key takes all.
-
-    Raises:
-        InputError: unit is below 2^-30.
+    unit: where a unit is worth more than the whole polynomial the largest key takes all. With units from 2^-30 on
+    (B / unit)^2 + C / (A unit^2) stays below 2^62.
     """
-    if bool((unit < MIN_UNIT).any()):
-        raise InputError(f"{method} needs a score unit s_Q * s_K * scale of at least 2^-30, got {unit.min():.3g}")
     ln2 = torch.ceil(math.log(2.0) / unit).to(torch.int64)
     b = torch.floor(B / unit).to(torch.int64)
     c = torch.floor(C / (A * unit**2)).clamp(min=1).to(torch.int64)
@@ -45,8 +39,8 @@ def i_exp(x: Tensor, unit: Tensor, method: str) -> tuple[Tensor, Tensor]:
 def _reference(problem: Problem) -> Result:
     S, present = integers.biased_scores(problem)
     x, m = integers.depth(S, present)
-    unit = integers.score_unit(problem)
-    exp, one = i_exp(x, unit, "ibert")
+    unit = integers.served_unit(problem, integers.score_unit(problem))
+    exp, one = i_exp(x, unit)
     p16 = torch.where(present, floor_div(2 * INT16_MAX * exp + one, 2 * one), 0)  # requantized to 16 bits, half up
     l = arrays.within(p16, 16, "exponential").sum(-1, keepdim=True)
     factor = floor_div(torch.full_like(l, 1 << 32), l.clamp(min=1))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from intflash.errors import InputError
 from intflash.methods import arrays
 from intflash.numerics.exp import output_multiplier
 from intflash.numerics.fixed_point import floor_div, rounding_rshift, saturate
 from intflash.problem import Problem, Result
 
 BIAS_LIMIT = 1 << 30  # a bias saturates here, so that bias + score stays inside int32
+MIN_UNIT = 2.0**-30  # of the exponentials of ivit, ibert and fqvit: below it they leave int64
 NO_SCORE = -(1 << 40)  # below every score: the maximum of no keys
 
 
@@ -20,14 +22,14 @@ def score_unit(problem: Problem) -> Tensor:
     return (q_scale * k_scale) * problem.sm_scale
 
 
-def biased_scores(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The int32 scores with the bias rounded to their unit, and which keys are present."""
+def biased_scores(problem: Problem, unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The int32 scores with the bias rounded to their unit (default: `score_unit`), and which keys are present."""
     S = arrays.scores(problem)
     bias, absent = arrays.split_bias(problem)
     if bias is not None:
         # equals round(bias * log2(e) / sm_scale): log2(e) is in both
-        unit = torch.round(bias.double() / score_unit(problem)).clamp(-BIAS_LIMIT, BIAS_LIMIT)
-        S = arrays.within(S + unit.to(torch.int64), 32, "biased score")
+        codes = torch.round(bias.double() / (score_unit(problem) if unit is None else unit))
+        S = arrays.within(S + codes.clamp(-BIAS_LIMIT, BIAS_LIMIT).to(torch.int64), 32, "biased score")
     return S, arrays.present_keys(problem, absent).expand(S.shape)
 
 
@@ -42,6 +44,17 @@ def int8_scores(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     amax = S.abs().amax().clamp(min=1) if S.numel() else S.new_ones(())
     codes = floor_div(2 * 127 * S + amax, 2 * amax)  # 127 S / amax, half up
     return codes, score_unit(problem) * amax / 127, present
+
+
+def served_unit(problem: Problem, unit: Tensor) -> Tensor:
+    """The unit that an exponential of ivit, ibert and fqvit takes; in an unchecked call at least `MIN_UNIT`.
+
+    Raises:
+        InputError: it is below that and values may be read.
+    """
+    if problem.check_finite and bool((unit < MIN_UNIT).any()):
+        raise InputError(f"{problem.method} needs a score unit of at least 2^-30, got {unit.min():.3g}")
+    return unit.clamp(min=MIN_UNIT)
 
 
 def depth(scores: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:

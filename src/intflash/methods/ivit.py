@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from intflash.errors import InputError
 from intflash.methods import arrays, integers
 from intflash.methods.base import Method
 from intflash.numerics.fixed_point import floor_div
@@ -18,13 +17,11 @@ from intflash.quant import Recipe
 
 FRACTION_BITS = 15  # n of ShiftExp: also the octaves after which p is 0
 INT32_MAX = (1 << 31) - 1
-MIN_UNIT = 2.0**-30  # keeps p below 2^45
 
 
 def _reference(problem: Problem) -> Result:
     scores, scale, present = integers.int8_scores(problem)
-    if bool((scale < MIN_UNIT).any()):
-        raise InputError(f"ivit needs an int8 score's unit of at least 2^-30, got {scale.min():.3g}")
+    scale = integers.served_unit(problem, scale)  # keeps p below 2^45
     x, m = integers.depth(scores, present)
     x = x + (x >> 1) - (x >> 4)  # times 1.4375, about log2(e)
     one = torch.round(1 / scale).clamp(min=1).to(torch.int64)

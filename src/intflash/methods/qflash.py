@@ -24,6 +24,7 @@ from intflash.quant import Recipe
 
 TILE = 32  # keys per tile: the rescaling rounds, so the tile is part of the result
 MASKED = -(1 << 20)  # score of an absent key, and the first maximum
+RS_MAX = (1 << 31) - 1
 MAX_PRODUCT_TERMS = (1 << 31) // 127**2  # 133,144: head_dim and keys, so that int8 products sum in int32
 
 
@@ -37,19 +38,28 @@ class Constants(NamedTuple):
     rel_m: Tensor  # round(2^30 / rs)
 
 
-def constants(problem: Problem) -> Constants:
-    """The constants of the published program.
+def served_unit(problem: Problem) -> Tensor:
+    """The score unit; in an unchecked call the nearest one whose rs is in [1, 2^31), for a NaN that of rs = 1.
 
     Raises:
-        InputError: the scales leave the range in which they fit int32 and rs > 0.
+        InputError: rs leaves this range and values may be read.
     """
-    sm_scale = integers.score_unit(problem) * LOG2_E
+    unit = integers.score_unit(problem)
+    sm_scale = unit * LOG2_E
     rs = torch.round(1 / sm_scale)
-    if bool((rs < 1).any()) or bool((rs >= 2.0**31).any()):
+    coarse, fine = ~(rs >= 1), rs > RS_MAX
+    if problem.check_finite and bool((coarse | fine).any()):
         raise InputError(
-            f"{problem.method} divides by round(1 / sm_scale), which must be in [1, 2^31), "
-            f"got sm_scale = s_Q * s_K * scale * log2(e) from {sm_scale.min():.3g} to {sm_scale.max():.3g}"
+            f"{problem.method} needs round(1 / (s_Q * s_K * scale * log2(e))) in [1, 2^31), "
+            f"got s_Q * s_K * scale * log2(e) from {sm_scale.min():.3g} to {sm_scale.max():.3g}"
         )
+    return unit.masked_fill(coarse, 1 / LOG2_E).masked_fill(fine, 1 / (RS_MAX * LOG2_E))
+
+
+def constants(problem: Problem) -> Constants:
+    """The constants of the published program, from `served_unit`."""
+    sm_scale = served_unit(problem) * LOG2_E
+    rs = torch.round(1 / sm_scale)
     integer = (rs, *map(torch.round, (-sm_scale * 65536, sm_scale * 127 * 65536, 2.0**30 / rs)))
     return Constants(sm_scale, *(x.to(torch.int64) for x in integer))
 
@@ -95,7 +105,7 @@ PUBLISHED = Pipeline()
 def accumulate(problem: Problem, pipeline: Pipeline) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 1 over tiles of keys: acc ``[B, Hq, Nq, Dv]``, l and m ``[B, Hq, Nq, 1]``."""
     c = constants(problem)
-    S, present = integers.biased_scores(problem)
+    S, present = integers.biased_scores(problem, served_unit(problem))
     _, v = arrays.key_codes(problem)
     pad = -S.shape[3] % pipeline.tile
     S = torch.nn.functional.pad(torch.where(present, S, MASKED), (0, pad), value=MASKED)

@@ -83,6 +83,8 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
     if method in PUBLISHED:
         yield "heads", codes(method, kinds=("head", "head", "head"))
         yield "tiny scale", codes(method, amax=0.05, causal=3)
+        for amax in (1e-6, 5000.0):  # round(1 / sm_scale) past 2^31 and below 1, in unchecked calls
+            yield f"amax {amax}", codes(method, amax=amax, return_lse=True, **_bias(method, (1, 1, 50, 150)))
         return
     for amax in (1e-6, 500.0, 50000.0):  # uniform attention; one key only; k = 8
         yield f"amax {amax}", codes(method, amax=amax)

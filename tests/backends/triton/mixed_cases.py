@@ -60,6 +60,9 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
     yield "int8 out", problem(method, out_dtype=torch.int8)
     half = torch.bfloat16 if large or method not in UNFUSED else torch.float16  # the interpreter truncates to bfloat16
     yield f"{half} out", problem(method, out_dtype=half)
+    if method in UNFUSED:
+        tiny = Recipe(rule="divide", q_scale=1e-20, k_scale=0.03, v_scale=0.03)
+        yield "unchecked unit below 2^-30", problem(method, nq=20, recipe=tiny)
     if method in ("int_flash_full", "int_flash_half", "lite"):
         v = "head" if method == "int_flash_full" else "none"
         for k in ("tensor", "head", "token", "block"):

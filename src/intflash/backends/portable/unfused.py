@@ -19,6 +19,7 @@ from intflash.numerics.exp import output_multiplier
 from intflash.problem import Problem, Result
 
 NO_SCORE = -(1 << 40)  # below every score
+MIN_UNIT = 2.0**-30  # below it the exponentials leave int64
 INT16_MAX, INT32_MAX = (1 << 15) - 1, (1 << 31) - 1
 IVIT_OCTAVES = 15
 IBERT_OCTAVES = 30
@@ -99,10 +100,15 @@ def _by_codes(amax: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda score: (254 * score + amax) // (2 * amax)
 
 
-def _refuse_tiny(unit: Tensor, method: str) -> None:
-    """Below this unit the exponentials leave int64."""
-    if bool((unit < 2.0**-30).any()):
-        raise InputError(f"{method} needs a score unit of at least 2^-30, got {unit.min():.3g}")
+def _served_unit(unit: Tensor, problem: Problem) -> Tensor:
+    """The unit that an exponential takes; in an unchecked call at least 2^-30.
+
+    Raises:
+        InputError: it is below that and values may be read.
+    """
+    if problem.check_finite and bool((unit < MIN_UNIT).any()):
+        raise InputError(f"{problem.method} needs a score unit of at least 2^-30, got {unit.min():.3g}")
+    return unit.clamp_min(MIN_UNIT)
 
 
 def _look_up(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
@@ -113,8 +119,7 @@ def _look_up(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
 def ivit(problem: Problem, tiling: Tiling | None = None) -> Result:
     rows = _Rows(problem, tiling)
     amax = rows.absolute_maximum()
-    unit = rows.scores.unit * amax / 127
-    _refuse_tiny(unit, "ivit")
+    unit = _served_unit(rows.scores.unit * amax / 127, problem)
     one = torch.round(1 / unit).clamp_min(1).to(torch.int64)
     x = -torch.arange(255, device=problem.device)  # int8 codes are at most 254 apart
     x = (x + (x >> 1) - (x >> 4)).maximum(-IVIT_OCTAVES * one.view(1))  # log2(e) as 1.0111 in binary
@@ -134,8 +139,7 @@ def ivit(problem: Problem, tiling: Tiling | None = None) -> Result:
 class _Polynomial:
     """I-BERT's exponential 0.3585 (x + 1.353)^2 + 0.344 over ln 2, in integers of a score unit."""
 
-    def __init__(self, unit: Tensor, method: str) -> None:
-        _refuse_tiny(unit, method)
+    def __init__(self, unit: Tensor) -> None:
         self.ln2 = torch.ceil(math.log(2.0) / unit).to(torch.int64)
         self.b = torch.floor(1.353 / unit).to(torch.int64)
         self.c = torch.floor(0.344 / (0.3585 * unit**2)).clamp_min(1).to(torch.int64)
@@ -155,7 +159,8 @@ class _Polynomial:
 
 def ibert(problem: Problem, tiling: Tiling | None = None) -> Result:
     rows = _Rows(problem, tiling)
-    polynomial = _Polynomial(rows.scores.unit, "ibert")
+    unit = _served_unit(rows.scores.unit, problem)
+    polynomial = _Polynomial(unit)
 
     def softmax(tile: Tile, depth: Tensor, absent: Tensor | None) -> tuple[Tensor, Tensor]:
         one = tile.of(polynomial.one)
@@ -166,15 +171,15 @@ def ibert(problem: Problem, tiling: Tiling | None = None) -> Result:
         p *= (1 << 32) // l.clamp_min(1)
         return p >> 24, l
 
-    one = torch.full_like(rows.scores.unit, INT16_MAX)
-    return rows.attend(lambda score: score, softmax, 256, 8, one, rows.scores.unit)
+    one = torch.full_like(unit, INT16_MAX)
+    return rows.attend(lambda score: score, softmax, 256, 8, one, unit)
 
 
 def fqvit(problem: Problem, tiling: Tiling | None = None) -> Result:
     rows = _Rows(problem, tiling)
     amax = rows.absolute_maximum()
-    unit = rows.scores.unit * amax / 127
-    polynomial = _Polynomial(unit, "fqvit")
+    unit = _served_unit(rows.scores.unit * amax / 127, problem)
+    polynomial = _Polynomial(unit)
     table = polynomial.exp(torch.arange(255, device=problem.device), lambda x: x.view(1))
 
     def softmax(tile: Tile, depth: Tensor, absent: Tensor | None) -> tuple[Tensor, Tensor]:

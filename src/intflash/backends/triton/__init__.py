@@ -5,7 +5,10 @@ Triton is imported at the first question about the backend, and where it is not 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import re
+from importlib import metadata
 from types import ModuleType
 
 from intflash.backends.base import Backend
@@ -21,6 +24,8 @@ from intflash.backends.features import (
 )  # fmt: skip
 from intflash.problem import Problem, Result
 
+OLDEST = (3, 6)  # the oldest Triton that the kernels are tested with
+
 
 def _module() -> ModuleType:
     from intflash.backends.triton import backend
@@ -32,7 +37,20 @@ def _unavailable() -> str | None:
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:  # a mere folder of that name has no origin
         return "triton is not installed"
-    return _module().unavailable()
+    return _too_old() or _module().unavailable()
+
+
+@functools.cache
+def _too_old() -> str | None:
+    """Why the installed Triton cannot compile the kernels, or None. A build without metadata is taken as new enough."""
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or tuple(map(int, numbers.groups())) >= OLDEST:
+        return None
+    return f"it needs Triton {OLDEST[0]}.{OLDEST[1]} or newer, which torch 2.11 brings; Triton {version} is installed"
 
 
 def _limits(problem: Problem) -> str | None:

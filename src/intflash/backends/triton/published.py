@@ -26,7 +26,6 @@ from intflash.numerics.triton import clz32, reciprocal_2_55
 from intflash.problem import Problem, Result
 
 MASKED = tl.constexpr(qflash.MASKED)
-_RS_MAX = (1 << 31) - 1
 
 
 class Published(NamedTuple):
@@ -199,8 +198,6 @@ def run(problem: Problem) -> Result:
     if problem.return_lse:
         pair = (torch.empty(batch, heads, nq, dtype=t, device=problem.device) for t in (torch.int64, torch.int32))
         statistics = Statistics(*pair)
-    if problem.check_finite:
-        qflash.constants(problem)  # raises for scales that the method refuses
     values, unit = constants(problem)
     published_launch(problem, values, out, statistics).run()
     lse = None
@@ -213,7 +210,7 @@ def run(problem: Problem) -> Result:
 
 def constants(problem: Problem) -> tuple[Tensor, Tensor]:
     """`methods.qflash.constants` of the score unit that is served, and this unit: no value is read back."""
-    unit = _served_unit(problem)
+    unit = qflash.served_unit(problem)
     sm_scale = unit * LOG2_E
     rs = torch.round(1 / sm_scale)
     whole = [rs, torch.round(-sm_scale * 65536), torch.round(sm_scale * 127 * 65536), torch.round(2.0**30 / rs)]
@@ -221,19 +218,12 @@ def constants(problem: Problem) -> tuple[Tensor, Tensor]:
     return torch.cat([values, (2**63 - 1) // values[..., :1]], dim=3), unit
 
 
-def _served_unit(problem: Problem) -> Tensor:
-    """The score unit, float64; where rs leaves [1, 2^31), the nearest of 1 and 1 / (2^31 - 1) octaves, 1 for a NaN."""
-    unit = integers.score_unit(problem)
-    rs = torch.round(1 / (unit * LOG2_E))
-    return unit.masked_fill(~(rs >= 1), 1 / LOG2_E).masked_fill(rs > _RS_MAX, 1 / (_RS_MAX * LOG2_E))
-
-
 def _unit_bias(problem: Problem) -> Tensor | None:
     """The bias in score units, int32, in its broadcast shape (times that of the scales); ABSENT where it says so."""
     bias = problem.bias_float
     if bias is None:
         return None
-    unit = _served_unit(problem)
+    unit = qflash.served_unit(problem)
     absent = bias <= torch.finfo(bias.dtype).min / 2
     if unit.shape[0] > 1:
         bias, absent = (x.repeat(problem.q.shape[0] // x.shape[0], 1, 1, 1) for x in (bias, absent))

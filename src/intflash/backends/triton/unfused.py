@@ -54,7 +54,7 @@ def run(problem: Problem) -> Result:
     lse = None
     if problem.return_lse:
         top, normalizer, first = (x.double() for x in statistics)
-        lse = (top * unit + torch.log(normalizer) - torch.log(first)).float()
+        lse = (top * unit.clamp(min=MIN_UNIT) + torch.log(normalizer) - torch.log(first)).float()
     return Result(out, out_scale, lse)
 
 

@@ -28,6 +28,7 @@ IBERT_OCTAVES = tl.constexpr(30)
 IBERT_BITS = tl.constexpr(40)
 INT16_MAX = tl.constexpr(32767)
 LEVELS = tl.constexpr(15)
+MIN_UNIT = tl.constexpr(2.0**-30)  # of an exponential: below it they leave int64
 
 
 class Scales(NamedTuple):
@@ -232,6 +233,7 @@ def _softmax_kernel(
     unit = tl.full([1, 1], 1.0, tl.float64) * _unit(scales, batch, head, GROUP)
     if METHOD != "ibert":
         unit = unit * tl.load(amax).to(tl.float64) / 127.0
+    unit = tl.maximum(unit, MIN_UNIT)  # unchecked calls; others are refused
     if METHOD == "ivit":
         weights, l, one = _ivit_p(depth, present, unit)
     elif METHOD == "ibert":
