@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc)
 
-.PHONY: demo docs report-gpu test test-full test-sanitize lint clean
+.PHONY: demo docs report-gpu test test-full test-sanitize test-sanitize-smoke lint clean
 
 NATIVE := CMakeLists.txt $(wildcard csrc/*/*.* csrc/*/*/*.*)
 # The compiler that CMake will find: $CXX, else the first of these on the PATH; empty where there is none.
@@ -48,10 +48,15 @@ report-gpu: $(VENV)/ready
 test: $(VENV)/test-ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not full'
 
+# Also the exhaustive grids and all sanitizer runs: hours on two cores.
 test-full: $(VENV)/test-ready
 	$(BIN)/python -m pytest -n $(WORKERS)
+	$(MAKE) test-sanitize
 
-# The CPU kernels under the address and undefined-behaviour sanitizers.
+# The CPU kernels under the address and undefined-behaviour sanitizers: a part of a few minutes, and all of it.
+test-sanitize-smoke: $(VENV)/test-ready
+	sh scripts/sanitize_cpu.sh $(BIN)/python $(VENV)/build-sanitize-smoke smoke
+
 test-sanitize: $(VENV)/test-ready
 	sh scripts/sanitize_cpu.sh $(BIN)/python $(VENV)/build-sanitize
 
