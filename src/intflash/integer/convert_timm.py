@@ -1,4 +1,4 @@
-"""timm: `VisionTransformer` and DeiT, with class, distillation and register tokens, and every plain pooling; Swin v1."""
+"""timm: Swin v1, and `VisionTransformer` and DeiT with class, distillation and register tokens and plain pooling."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def window_attention(
     if size[0] % window[0] or size[1] % window[1]:
         refuse(
             name, module,
-            f"windows of {window[0]} x {window[1]} do not divide {size[0]} x {size[1]} tokens, and padding is not served",
+            f"windows of {window[0]} x {window[1]} do not divide {size[0]} x {size[1]} tokens; padding is not served",
         )  # fmt: skip
     for part in ("qkv", "proj"):
         expect(getattr(module, part), f"{name}.{part}", nn.Linear)
