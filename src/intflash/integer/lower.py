@@ -117,6 +117,7 @@ class Lowering:
         self.units: dict[str, Tensor] = {}  # linear -> scale of each output's weights
         self.biases: dict[str, Tensor] = {}  # linear -> its bias, of codes * scale
         self.needs = _needs(graph)
+        self.accumulators = graph.accumulators()
         self.stream_scale = self._stream_scales()
 
     def program(self) -> Program:
@@ -128,7 +129,7 @@ class Lowering:
             steps[type(layer)](layer)
         outputs = []
         for name, (value, shape) in self.graph.results.items():
-            accumulated = value in self.units  # a linear's value has its name
+            accumulated = value in self.accumulators
             scale = self.units[value] if accumulated else self.stream_scale[value].view(1)
             key = self._keep(f"{name}.scale", scale.float())
             outputs.append(Output(name, value if accumulated else self._stream(value), key, shape))
@@ -258,7 +259,7 @@ class Lowering:
         made = _Product(self, layer, codes, bias, units)
         if len(layer.out) > 1:
             made.heads()
-        elif layer.out[0] in {value for value, _ in self.graph.results.values()}:
+        elif layer.out[0] in self.accumulators:
             made.accumulator()
         elif layer.activation is not None:
             made.table()
@@ -475,6 +476,10 @@ class _Product:
 def _needs(graph: Graph) -> dict[str, set[str]]:
     """What each value is read as: "codes" by products and attention, "stream" by LayerNorms, sums and as a result."""
     needs: dict[str, set[str]] = {name: set() for name in graph.shapes}
+    accumulators = graph.accumulators()
+    for value, _ in graph.results.values():
+        if value not in accumulators:
+            needs[value].add("stream")
     for layer in graph.layers[::-1]:
         match layer:
             case Dense():
@@ -492,10 +497,6 @@ def _needs(graph: Graph) -> dict[str, set[str]]:
                 if not needs[layer.out]:
                     needs[layer.out].add("stream")
                 needs[layer.x] |= needs[layer.out]
-        if not isinstance(layer, Dense | PatchRows):
-            for value, _ in graph.results.values():
-                if value == layer.out:
-                    needs[value].add("stream")
     for layer in graph.layers:
         outs = layer.out if isinstance(layer, Dense) else (layer.out,)
         for name in outs:
