@@ -99,6 +99,12 @@ class IntegerModel(nn.Module):
         self._program = replace(self._program, tensors=moved)
         return self
 
+    def digest(self) -> str:
+        """Of the program and its constants, as its file has it."""
+        from intflash.integer.file import digest
+
+        return digest(self._program)
+
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, which `intflash.integer.load` reads without the float model."""
         from intflash.integer.file import save
