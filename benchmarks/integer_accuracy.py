@@ -118,7 +118,7 @@ class PaperFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.layer_norm:
-            x, _, weight, bias = args[:4]
+            x, weight, bias = args[0], kwargs["weight"], kwargs["bias"]
             return self.norm(torch.round(x / next(self.streams))) * weight + bias
         if func in (F.gelu, torch._C._nn.gelu) and args[0].ndim == 3:  # the others make a table
             return self.gelu(args[0], next(self.steps))
