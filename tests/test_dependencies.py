@@ -27,6 +27,18 @@ LAYERS = {
     "op": {"call", "plans", "validate", "methods", "problem", "quant"},
     "api": {"errors", "quant", "backends", "call", "op"},
     "inventory": {"backends", "methods", "call"},
+    "distributed": {
+        "errors",
+        "quant",
+        "problem",
+        "backends",
+        "masks",
+        "validate",
+        "call",
+        "op",
+        "api",
+        "models",
+    },
 }
 
 # What each of `backends`' rooms may import of the others: the CUDA kernels run without Triton.

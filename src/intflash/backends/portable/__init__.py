@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from intflash.backends.base import Backend
+from intflash.backends.base import Backend, Partial
 from intflash.backends.features import (
     ANY_GRANULARITY,
     CODES,
@@ -22,7 +22,7 @@ from intflash.backends.features import (
     MASKS,
     QUANTIZATION,
 )  # fmt: skip
-from intflash.backends.portable import floats, intflash, published, unfused
+from intflash.backends.portable import floats, intflash, partial_sums, published, unfused
 from intflash.backends.portable.operands import default_out_scale
 from intflash.problem import Problem, Result
 
@@ -75,4 +75,5 @@ BACKEND = Backend(
     serves=dict.fromkeys(_KERNELS, _SERVED),
     limits=lambda problem: None,
     run=_run,
+    partial=Partial(tuple(partial_sums.BITS), partial_sums.maxima, partial_sums.sums, partial_sums.finish),
 )
