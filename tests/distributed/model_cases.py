@@ -13,6 +13,21 @@ from intflash.digits import load_model
 from intflash.distributed import context_parallel, unshard
 
 allow_torchvision()
+
+from diffusers import FluxTransformer2DModel, UNet2DConditionModel, WanTransformer3DModel  # noqa: E402
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralModel,
+    T5Config,
+    T5EncoderModel,
+    ViTConfig,
+    ViTModel,
+)
+
 RECIPE = intflash.Recipe(q="head", k="head", v="head")
 
 
@@ -22,24 +37,18 @@ def _same(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def llama(**changes: Any) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=64, **changes)).eval()
 
 
 def bert() -> torch.nn.Module:
-    from transformers import BertConfig, BertModel
-
     torch.manual_seed(0)
     sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
     return BertModel(BertConfig(**sizes)).eval()
 
 
 def wan(**changes: Any) -> tuple[torch.nn.Module, dict]:
-    from diffusers import WanTransformer3DModel
-
     torch.manual_seed(0)
     sizes = dict(num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=32, freq_dim=16)
     model = WanTransformer3DModel(**sizes, ffn_dim=32, num_layers=2, **changes).eval()
@@ -53,8 +62,6 @@ def wan(**changes: Any) -> tuple[torch.nn.Module, dict]:
 
 
 def flux() -> tuple[torch.nn.Module, dict]:
-    from diffusers import FluxTransformer2DModel
-
     torch.manual_seed(0)
     model = FluxTransformer2DModel(
         patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
@@ -69,7 +76,7 @@ def flux() -> tuple[torch.nn.Module, dict]:
 
 
 @torch.no_grad()
-def transformers(rank: int) -> dict[str, float]:
+def transformers_models(rank: int) -> dict[str, float]:
     """Differences from one process."""
     found = {}
     ids, mask = torch.randint(0, 64, (2, 37)), torch.ones(2, 37, dtype=torch.long)
@@ -96,7 +103,7 @@ def transformers(rank: int) -> dict[str, float]:
 
 
 @torch.no_grad()
-def diffusers(rank: int) -> dict[str, float]:
+def diffusers_models(rank: int) -> dict[str, float]:
     found = {}
     models = {"wan": wan(), "wan image": wan(image_dim=24, added_kv_proj_dim=32), "flux": flux()}
     world = dist.get_world_size()
@@ -116,9 +123,6 @@ def diffusers(rank: int) -> dict[str, float]:
 
 def refusals(rank: int) -> dict[str, str]:
     """What context_parallel refuses."""
-    from diffusers import UNet2DConditionModel
-    from transformers import MistralConfig, MistralModel, T5Config, T5EncoderModel, ViTConfig, ViTModel
-
     found = {"no model": refused(context_parallel, "llama"), "not patched": refused(context_parallel, llama())}
     small = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     window = MistralConfig(**small, num_key_value_heads=2, sliding_window=8, vocab_size=64)
@@ -159,5 +163,5 @@ def refusals(rank: int) -> dict[str, str]:
     return found
 
 
-def all_of(rank: int) -> tuple[dict, dict, dict]:
-    return transformers(rank), diffusers(rank), refusals(rank)
+def all_models(rank: int) -> tuple[dict, dict, dict]:
+    return transformers_models(rank), diffusers_models(rank), refusals(rank)

@@ -1,48 +1,61 @@
 """Runs a function on several gloo processes of this machine and gives back what each returned or raised."""
 
+import importlib
 import multiprocessing
 import os
 import pathlib
 import tempfile
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")  # imports torch once, and forks before it has threads
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "intflash", "intflash.distributed", "intflash.selfcheck"]
-)
-GLOO_S = 60.0
+# A clean process imports what the ranks need, and forks them before it has any thread.
+_clean = multiprocessing.get_context("forkserver")
+_clean.set_forkserver_preload(["torch", "torch.distributed", "intflash", "intflash.distributed"])
+_fork = multiprocessing.get_context("fork")
 
 
-def run(world: int, function: Any, *args: Any, timeout_s: float = GLOO_S, wait_s: float = 240) -> list[Any]:
-    """What `function(rank, *args)` returned on each rank; an exception that it raised; None of a rank that ended."""
+def run(world: int, function: str, *args: Any, timeout_s: float = 60, wait_s: float = 240) -> list[Any]:
+    """What `function` ("module:name"), called with the rank and args, returned on each rank; the exception that it
+    raised; None of a rank that was killed. timeout_s: of the process group; wait_s: for all answers."""
     os.environ["OMP_NUM_THREADS"] = "1"  # processes get it from the fork server
+    reader, writer = _clean.Pipe(duplex=False)
+    leader = _clean.Process(target=_lead, args=(writer, world, function, args, timeout_s, wait_s))
+    leader.start()
+    writer.close()
+    try:
+        return reader.recv() if reader.poll(wait_s + 30) else [TimeoutError("no answer")] * world
+    finally:
+        leader.join(5)
+        if leader.is_alive():
+            leader.kill()
+
+
+def _lead(to: Connection, world: int, function: str, args: tuple, timeout_s: float, wait_s: float) -> None:
+    module, _, name = function.partition(":")
+    function = getattr(importlib.import_module(module), name)
     with tempfile.TemporaryDirectory() as folder:
-        store = pathlib.Path(folder) / "store"
-        pipes = [_context.Pipe(duplex=False) for _ in range(world)]
-        processes = [
-            _context.Process(target=_work, args=(rank, world, str(store), timeout_s, pipes[rank][1], function, args))
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-        for _, writer in pipes:
+        store, pipes, ranks = pathlib.Path(folder) / "store", [], []
+        for rank in range(world):
+            reader, writer = _fork.Pipe(duplex=False)
+            ranks.append(_fork.Process(target=_work, args=(rank, world, str(store), timeout_s, writer, function, args)))
+            ranks[-1].start()
             writer.close()
+            pipes.append(reader)
         found: list[Any] = []
-        for reader, _ in pipes:
+        for reader in pipes:
             try:
                 found.append(reader.recv() if reader.poll(wait_s) else TimeoutError(f"no answer in {wait_s} s"))
             except EOFError:
                 found.append(None)
-        for process in processes:
+        for process in ranks:
             process.join(10)
-            if process.is_alive():
-                process.kill()
-        return found
+            process.kill()
+    to.send(found)
 
 
-def _work(rank: int, world: int, store: str, timeout_s: float, pipe: Any, function: Any, args: tuple) -> None:
+def _work(rank: int, world: int, store: str, timeout_s: float, pipe: Connection, function: Any, args: tuple) -> None:
     import torch
     import torch.distributed as dist
 

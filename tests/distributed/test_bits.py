@@ -2,10 +2,9 @@
 
 import pytest
 
-from distributed.cases import CASES, run_cases
 from distributed.processes import answers, run
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_every_rank_has_the_bits_of_one_process(world):
-    assert answers(run(world, run_cases, list(CASES))) == [{}] * world
+    assert answers(run(world, "distributed.cases:run_cases")) == [{}] * world

@@ -3,10 +3,10 @@
 import re
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import intflash
-from distributed import faults
 from distributed.processes import answers, run
 from intflash.distributed import attention
 
@@ -51,7 +51,7 @@ NOT_SERVED = {
 
 
 def test_what_differs_between_ranks_is_found_on_every_rank():
-    found = answers(run(3, faults.disagreements))
+    found = answers(run(3, "distributed.faults:disagreements"))
     for rank, seen in enumerate(found):
         assert seen.pop("scheme") == "no error", rank  # the one that is taken by default: equal in effect
         assert seen.keys() == DISAGREEMENTS.keys()
@@ -62,7 +62,7 @@ def test_what_differs_between_ranks_is_found_on_every_rank():
 
 
 def test_a_killed_rank_is_named_by_the_others():
-    *found, last = run(3, faults.killed)
+    *found, last = run(3, "distributed.faults:killed")
     assert last is None
     for first, second, seconds in answers(found):
         assert re.search(r"DistributedError: all_reduce failed on rank [01] .*ranks \[2\] have ended", first), first
@@ -71,14 +71,14 @@ def test_a_killed_rank_is_named_by_the_others():
 
 
 def test_a_stuck_rank_ends_the_others_at_the_timeout():
-    *found, last = run(3, faults.stuck, timeout_s=2)
+    *found, last = run(3, "distributed.faults:stuck", timeout_s=2)
     for message, seconds in answers(found):
         assert re.search(r"all_reduce failed on rank [01] .*ranks \[2\] have ended or do not answer", message), message
         assert 1 < seconds < 20
 
 
 def test_what_is_not_served_is_refused_with_a_reason():
-    for seen in answers(run(2, faults.not_served)):
+    for seen in answers(run(2, "distributed.faults:not_served")):
         for name, pattern in NOT_SERVED.items():
             assert re.search(pattern, seen[name]), f"{name}: {seen[name]}"
 
@@ -86,4 +86,4 @@ def test_what_is_not_served_is_refused_with_a_reason():
 def test_without_torch_distributed():
     assert not dist.is_initialized()
     with pytest.raises(intflash.InputError, match="torch.distributed is not initialized"):
-        attention(*faults.tensors())
+        attention(*(torch.randn(1, 1, 4, 16) for _ in range(3)))

@@ -74,8 +74,8 @@ def _cut(given: dict[str, Any], signature: inspect.Signature, context: Context) 
     for name in _CACHES:
         if given.get(name) is not None:
             raise InputError(
-                f"a KV cache ({name}) is not served by context_parallel: give all tokens at once, or attend to a sharded "
-                "cache by intflash.distributed.attention(..., queries='replicated')"
+                f"a KV cache ({name}) is not served by context_parallel: give all tokens, or attend to a sharded cache "
+                "by intflash.distributed.attention(..., queries='replicated')"
             )
     ids, embeds, mask = given.get("input_ids"), given.get("inputs_embeds"), given.get("attention_mask")
     first = ids if ids is not None else embeds
