@@ -284,7 +284,7 @@ def _facts(a: dict[str, Any], placement: Placement, problem: Problem, scheme: st
         if a[name] is not None:
             shape = (1,) * (4 - a[name].ndim) + tuple(a[name].shape)
             facts[name] = f"{a[name].dtype} {[*shape[:2], min(shape[2], 2), shape[3]]}"  # rows: one, or of each query
-    facts["recipe"] = str(_key(problem.recipe))
+    facts |= {"recipe": str(_key(problem.recipe)), "scale": str(problem.sm_scale), "out_dtype": str(problem.out_dtype)}
     facts |= {f.name: str(getattr(placement, f.name)) for f in fields(placement)}
     facts["scheme"], facts["ranks"] = scheme, f"{sizes.across} x {sizes.along}"
     facts["device"] = a["q"].device.type
