@@ -45,8 +45,11 @@ def test_script(name, monkeypatch, capfd):
 
 @pytest.mark.full
 def test_context_parallel_under_torchrun():
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLES / "context_parallel.py"]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+    script = EXAMPLES / "context_parallel.py"
+    code = f"from documents import *; allow_torchvision(); run_script(Path({str(script)!r}))"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command = [sys.executable, *torchrun, sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "tests", timeout=300)
     assert "2 processes, the bits of one: True" in done.stdout, done.stderr[-2000:]
 
 
