@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from benchmarks import context_parallel_model
 from benchmarks.context_parallel import WORKLOADS, overlap
 from documents import ROOT
 
@@ -54,3 +55,9 @@ def test_the_script_measures_everything(tmp_path):
 def test_a_fault_ends_the_run(fault, said):
     done = _torchrun("--fault", fault)
     assert done.returncode != 0 and said in done.stderr and "was not seen" not in done.stderr
+
+
+def test_the_tables_of_the_design_page_are_the_models():
+    page = (ROOT / "docs" / "design" / "distributed.md").read_text()
+    for work in context_parallel_model.WORKLOADS:
+        assert work.name in page and "\n".join(context_parallel_model.table(work)) in page
