@@ -1,4 +1,4 @@
-"""Runs a function on several gloo processes of this machine and gives back what each returned or raised."""
+"""Runs a function on several processes of this machine and gives back what each returned or raised."""
 
 import importlib
 import multiprocessing
@@ -16,12 +16,14 @@ _clean.set_forkserver_preload(["torch", "torch.distributed", "intflash", "intfla
 _fork = multiprocessing.get_context("fork")
 
 
-def run(world: int, function: str, *args: Any, timeout_s: float = 60, wait_s: float = 240) -> list[Any]:
+def run(
+    world: int, function: str, *args: Any, backend: str = "gloo", timeout_s: float = 60, wait_s: float = 240
+) -> list[Any]:
     """What `function` ("module:name"), called with the rank and args, returned on each rank; the exception that it
     raised; None of a rank that was killed. timeout_s: of the process group; wait_s: for all answers."""
     os.environ["OMP_NUM_THREADS"] = "1"  # processes get it from the fork server
     reader, writer = _clean.Pipe(duplex=False)
-    leader = _clean.Process(target=_lead, args=(writer, world, function, args, timeout_s, wait_s))
+    leader = _clean.Process(target=_lead, args=(writer, world, function, args, backend, timeout_s, wait_s))
     leader.start()
     writer.close()
     try:
@@ -32,14 +34,17 @@ def run(world: int, function: str, *args: Any, timeout_s: float = 60, wait_s: fl
             leader.kill()
 
 
-def _lead(to: Connection, world: int, function: str, args: tuple, timeout_s: float, wait_s: float) -> None:
+def _lead(
+    to: Connection, world: int, function: str, args: tuple, backend: str, timeout_s: float, wait_s: float
+) -> None:
     module, _, name = function.partition(":")
     function = getattr(importlib.import_module(module), name)
     with tempfile.TemporaryDirectory() as folder:
         store, pipes, ranks = pathlib.Path(folder) / "store", [], []
         for rank in range(world):
             reader, writer = _fork.Pipe(duplex=False)
-            ranks.append(_fork.Process(target=_work, args=(rank, world, str(store), timeout_s, writer, function, args)))
+            work = rank, world, backend, str(store), timeout_s, writer, function, args
+            ranks.append(_fork.Process(target=_work, args=work))
             ranks[-1].start()
             writer.close()
             pipes.append(reader)
@@ -55,13 +60,18 @@ def _lead(to: Connection, world: int, function: str, args: tuple, timeout_s: flo
     to.send(found)
 
 
-def _work(rank: int, world: int, store: str, timeout_s: float, pipe: Connection, function: Any, args: tuple) -> None:
+def _work(
+    rank: int, world: int, backend: str, store: str, timeout_s: float, pipe: Connection, function: Any, args: tuple
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast, which a shared host may not have
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
     )
     try:
         answer = function(rank, *args)

@@ -29,7 +29,13 @@ from intflash.quant.quantizers import absolute_maximum
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from intflash.api import Options
+
+class Options(api.Options, total=False):
+    """The arguments by name of `intflash.attention`."""
+
+    out_dtype: torch.dtype | None
+    return_lse: bool
+
 
 Three = tuple[Operand, Operand, Operand]
 
