@@ -15,7 +15,7 @@ for requirement in "torch==$oldest.*" torch; do
   own=$("$venv/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
   echo "import site; site.addsitedir('$packages')" > "$own/intflash.pth"
   "$venv/bin/python" -c "import torch; print('torch', torch.__version__)"
-  "$venv/bin/python" -m pytest -n "$(nproc)" -q -m 'not full' tests/test_*.py tests/quant tests/backends/test_portable.py \
+  "$venv/bin/python" -m pytest -n "$(nproc)" -m 'not full' tests/test_*.py tests/quant tests/backends/test_portable.py \
     --deselect tests/test_examples.py --deselect tests/test_documents.py --deselect tests/test_cli.py || failed="$failed $requirement"
 done
 test -z "$failed" || { echo "tests failed with:$failed"; exit 1; }
