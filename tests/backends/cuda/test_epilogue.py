@@ -61,7 +61,7 @@ def test_reciprocal():
             assert torch.equal(found[part].long(), 64 * reciprocal(x[part]))
 
 
-@pytest.mark.parametrize("acc, bits, least", (("i32", 24, 33), ("Wide", 32, 40)))
+@pytest.mark.parametrize("acc, bits, least", (("i32", 24, 33), ("P16Accumulator", 32, 40)))
 def test_normalizer(acc, bits, least):
     """docs/numerics.md, "The output": RR and sh, both larger by as many bits where that lets a low word go."""
     torch.manual_seed(0)

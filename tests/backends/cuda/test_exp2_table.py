@@ -24,7 +24,7 @@ extern "C" __global__ void attention(Pointers p) {
     if (i < 1024) p.table[i] = table_entry(i);
     const TableUnit unit(unpack_score(p.score[i]));
     TableRow row;
-    row.start();
+    row.init();
     i32* found = p.found + i * STEPS * (3 + 2 * PROBES);
     for (int step = i * STEPS; step < (i + 1) * STEPS; ++step) {
         const i32 s = p.scores[step];

@@ -74,7 +74,7 @@ def short_rows_launch(
         ROW_SCALES=int(has_row_scales(constants, scales)), HEAD_AMAX_IN_KERNEL=int(in_kernel),
         VALUES_IN_RANGE=int(dynamic), TMA=int(maps is not None), REMAINDER_ROWS=int(remainder),
         STATISTICS=int(statistics.l is not None),
-        HEADS_FIRST=int(heads_first), LAST_FIRST=int(dynamic and not in_kernel),
+        HEADS_FIRST=int(heads_first), REVERSE_HEADS=int(dynamic and not in_kernel),
         ALL_ROWS=int(split.tiles >= row_tiles), WARPGROUPS=split.warpgroups, CTAS_PER_SM=split.ctas_per_sm,
     )  # fmt: skip
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)
