@@ -28,7 +28,7 @@ from intflash.backends.cuda import long_rows_float, quantization
 from intflash.backends.cuda.program import CudaLaunch, compile_program
 from intflash.backends.gpu import float_softmax
 from intflash.backends.gpu.constants import Constants
-from intflash.backends.gpu.scales import Inputs, Three
+from intflash.backends.gpu.scales import FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, view
 from intflash.backends.triton import mixed, quantize, rowwise, shipped, unfused
 from intflash.backends.triton.constants import constants_launch
@@ -80,14 +80,14 @@ def triton_launches(quick: bool) -> Iterator[tuple[str, Launch]]:
     for d, dtype in itertools.product((64, 72), _FLOAT_TYPES):
         x = torch.zeros(2, 3, 50, d, dtype=dtype)
         for query in (False, True):
-            inputs = Inputs(Three(x, x, x), Three(_ones(), _ones(), _ones()))
+            inputs = FloatInputs(Qkv(x, x, x), Qkv(_ones(), _ones(), _ones()))
             yield f"quantize {dtype} {d} {query}", quantize.quantize_launch(inputs, query)[0]
         scales = torch.zeros(3)
-        for i, launch in enumerate(quantize.amax_launches(Three(x, x, x), torch.zeros(4, dtype=torch.int32), scales)):
+        for i, launch in enumerate(quantize.amax_launches(Qkv(x, x, x), torch.zeros(4, dtype=torch.int32), scales)):
             yield f"amax {dtype} {d} {i}", launch
         for method, bits in (("intflash", 16), ("intflash_p8", 8)):
             problem = Problem(method, x, x, x, d**-0.5, recipe=get_method(method).recipe, out_dtype=dtype)
-            views = Three(*(view(_ones()) for _ in range(3)))
+            views = Qkv(*(view(_ones()) for _ in range(3)))
             arguments = Constants(None, None, views.v), torch.empty_like(x), Statistics(None, None), views
             yield f"floats {method} {dtype} {d}", rowwise.rowwise_launch(problem, bits, *arguments)
 
@@ -142,9 +142,9 @@ def cuda_launches(quick: bool) -> Iterator[tuple[str, CudaLaunch]]:
     for dtype in _FLOAT_TYPES:
         x = torch.zeros(2, 3, 64, 64, dtype=dtype)
         amax, scales = torch.zeros(4, dtype=torch.int32), torch.zeros(3)
-        for i, launch in enumerate(quantization.amax_launches(Three(x, x, x), amax, scales)):
+        for i, launch in enumerate(quantization.amax_launches(Qkv(x, x, x), amax, scales)):
             yield f"cuda amax {dtype} {i}", launch
-        inputs = Inputs(Three(x, x, x), Three(_ones(), _ones(), _ones()), dynamic=True)
+        inputs = FloatInputs(Qkv(x, x, x), Qkv(_ones(), _ones(), _ones()), dynamic=True)
         yield f"cuda quantize {dtype}", quantization.quantize_launch(inputs, True)[0]
     for method in shipped.OURS:
         yield f"cuda constants {method}", quantization.constants_launch(_codes(method, 49, 32))[0]
@@ -160,8 +160,8 @@ def _cuda_launch(problem: Problem) -> CudaLaunch:
     q = problem.q if isinstance(problem.q, torch.Tensor) else problem.q.data
     out, inputs = torch.empty(q.shape, dtype=problem.out_dtype), None
     if isinstance(problem.q, torch.Tensor):
-        inputs = Inputs(Three(problem.q, problem.k, problem.v), Three(_ones(), _ones(), _ones()))
-        if cuda.fuses(problem) == "q":
+        inputs = FloatInputs(Qkv(problem.q, problem.k, problem.v), Qkv(_ones(), _ones(), _ones()))
+        if cuda.fused_inputs(problem) == "q":
             k, v = (shipped.codes(tuple(x.shape), "tensor", "cpu") for x in (problem.k, problem.v))
             problem = replace(problem, k=k, v=v)
     scales = None if inputs is None else inputs.scales

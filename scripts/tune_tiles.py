@@ -22,7 +22,7 @@ from intflash.backends.gpu.tensors import view
 from intflash.backends.triton import choices, rowwise, steps
 from intflash.backends.triton import streaming as stream
 from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.quantize import Three
+from intflash.backends.triton.quantize import Qkv
 from intflash.problem import Problem
 from intflash.quant import QTensor, quantize
 
@@ -53,7 +53,7 @@ def build(shape, method, kind, tile):
         return stream.streaming_launch(problem, STEPS[method], constants, out, none, stream.Tile(*tile))
     scales = rowwise.NO_SCALES
     if kind == "fused":
-        scales = Three(*(view(x.scale) for x in (q, k, v)))
+        scales = Qkv(*(view(x.scale) for x in (q, k, v)))
         problem = dataclasses.replace(problem, **dict(zip("qkv", (x.half() for x in floats), strict=True)))
     return rowwise.rowwise_launch(problem, BITS[method], constants, out, none, scales, rowwise.RowTile(*tile))
 

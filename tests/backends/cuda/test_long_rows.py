@@ -126,7 +126,7 @@ def test_bits_of_every_share(method, monkeypatch):
     for processors, split in itertools.product((1, 5, 132), ((1, 1, 0), (1, 2, 3), (2, 1, 4), (0, 2, 0))):
         split = long_rows.RangeSplit(*split)._replace(first=min(split[2], processors - 1))
         monkeypatch.setattr(long_rows, "_multiprocessors", lambda _, processors=processors: processors)
-        monkeypatch.setattr(long_rows, "_split", lambda *_, split=split: split)
+        monkeypatch.setattr(long_rows, "_choose_range_split", lambda *_, split=split: split)
         for batch, nq, d in ((1, 700, 128), (5, 650, 64), (3, 800, 112)):
             p = ic.codes(method, batch=batch, heads=2, nq=nq, nk=300, d=d, return_lse=True)
             assert checks.differences([(f"{processors} {split} {batch} {nq} {d}", p)], long_rows) == {}
@@ -160,7 +160,7 @@ def test_bits_of_resident_floats(method, monkeypatch):
         shapes = [(2, 260, d) for d in range(32, 129, 16)] + [(3, most[0] - 4, 112), (2, most[1], 64), (40, 257, 64)]
         for batch, n, d in shapes:
             p = checks.floats(method, batch, n, d, dtype, recipe)
-            assert backend.fuses(ic.on_device(p, "cuda")) == "qkv"
+            assert backend.fused_inputs(ic.on_device(p, "cuda")) == "qkv"
             assert checks.differences([(f"{processors} {dtype} {batch} {n} {d}", p)], long_rows) == {}
 
 
@@ -230,37 +230,52 @@ def test_rows_of_resident_floats_are_taken_once():
 def test_rings_fit():
     """Two tiles of keys and more; a multiprocessor has 227 KB."""
     for d, consumers, method in itertools.product(range(16, 129, 16), (2, 3), METHODS):
-        beside = long_rows._beside(checks.empty_problem(method, 300, d)[0], consumers, False)
-        stages = long_rows._most_stages(d, consumers, beside)
-        sizes = [long_rows.shared_bytes(d, consumers, 128 * d, 0, n, beside) for n in (stages, stages + 1)]
+        extra = long_rows._extra_shared_bytes(checks.empty_problem(method, 300, d)[0], consumers, False)
+        stages = long_rows._max_stages(d, consumers, extra)
+        sizes = [long_rows.shared_bytes(d, consumers, 128 * d, 0, n, extra) for n in (stages, stages + 1)]
         assert stages >= long_rows.STAGES and sizes[0] <= 227 * 1024 < sizes[1]
 
 
 def test_which_heads_stay():
     codes = [checks.empty_problem("intflash_online", n, 64, batch=1)[0] for n in (197, 256, 577, 1700)]
     floats = [replace(p, q=p.q.data.half()) for p in codes]
-    assert [long_rows._fits(p, 13) and long_rows._resident_is_faster(p) for p in codes] == [True, True, True, False]
-    assert [long_rows._fits(p, 13) and long_rows._resident_is_faster(p) for p in floats] == [False, False, True, False]
-    assert not long_rows._fits(replace(codes[0], causal=0), 13)
+    assert [long_rows._fits_resident(p, 13) and long_rows._resident_is_faster(p) for p in codes] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert [long_rows._fits_resident(p, 13) and long_rows._resident_is_faster(p) for p in floats] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert not long_rows._fits_resident(replace(codes[0], causal=0), 13)
 
 
 def test_whose_codes_the_kernel_makes():
     """As measured: not where a program would load a long head for one tile of rows, nor from float32."""
-    for batch, n, d, quantizes in (
+    for batch, n, d, quantizes_kv in (
         (1, 257, 64, True), (32, 577, 64, True), (16, 1370, 64, True), (256, 1408, 64, True), (256, 1409, 64, False),
         (1, 1370, 64, False), (24, 785, 64, False), (256, 640, 128, True), (256, 641, 128, False),
     ):  # fmt: skip
         p, _ = checks.empty_problem("intflash_p8", n, d, torch.float16, torch.float16, batch=batch)
-        assert long_rows.quantizes(p) == quantizes, (batch, n, d)
-    for n, d, quantizes in ((1152, 64, True), (1153, 64, False), (384, 128, True), (385, 128, False)):  # beside a table
+        assert long_rows.quantizes_kv(p) == quantizes_kv, (batch, n, d)
+    for n, d, quantizes_kv in (
+        (1152, 64, True),
+        (1153, 64, False),
+        (384, 128, True),
+        (385, 128, False),
+    ):  # extra a table
         p, _ = checks.empty_problem("intflash_online", n, d, torch.float16, torch.float16, batch=256)
-        assert long_rows.quantizes(p) == quantizes, (n, d)
+        assert long_rows.quantizes_kv(p) == quantizes_kv, (n, d)
     p, _ = checks.empty_problem("intflash_online", 577, 64, torch.float32, torch.float32)
-    assert not long_rows.quantizes(p)
+    assert not long_rows.quantizes_kv(p)
     p, _ = checks.empty_problem("intflash_online", 577, 64, torch.float16, torch.float16)
-    assert not long_rows.quantizes(replace(p, causal=0))
+    assert not long_rows.quantizes_kv(replace(p, causal=0))
     far = torch.empty(p.k.shape, dtype=p.k.dtype, device="meta").as_strided(p.k.shape, (0, 0, 1 << 21, 1))
-    assert not long_rows.quantizes(replace(p, k=far))
+    assert not long_rows.quantizes_kv(replace(p, k=far))
 
 
 def test_quotients():
@@ -274,17 +289,21 @@ def test_quotients():
 
 def test_splits_end_early():
     """4096 rows of 64 heads: 10.3 pieces of 192 for each of 132 multiprocessors would take 11 turns."""
-    assert long_rows._split(4096, 64, 3, 132) == (20, 2, 0)
-    assert long_rows._split(4096, 128, 3, 132) == (21, 3, 48)  # those that take 21 whole pieces take no smaller one
-    assert long_rows._split(4224, 60, 3, 132) == (22, 3, 0)
+    assert long_rows._choose_range_split(4096, 64, 3, 132) == (20, 2, 0)
+    assert long_rows._choose_range_split(4096, 128, 3, 132) == (
+        21,
+        3,
+        48,
+    )  # those that take 21 whole pieces take no smaller one
+    assert long_rows._choose_range_split(4224, 60, 3, 132) == (22, 3, 0)
 
 
 def test_splits_of_many_heads_share_the_rest_with_all():
     """What is left of each of 3000 heads and more is half of the work."""
-    assert long_rows._split(197, 6144, 3, 132) == (1, 3, 0)  # five rows
-    assert long_rows._split(256, 3072, 3, 132) == (0, 2, 0)
-    assert long_rows._split(320, 6144, 3, 132) == (1, 3, 0)
-    assert long_rows._split(577, 3072, 3, 132) == (3, 3, 0)
+    assert long_rows._choose_range_split(197, 6144, 3, 132) == (1, 3, 0)  # five rows
+    assert long_rows._choose_range_split(256, 3072, 3, 132) == (0, 2, 0)
+    assert long_rows._choose_range_split(320, 6144, 3, 132) == (1, 3, 0)
+    assert long_rows._choose_range_split(577, 3072, 3, 132) == (3, 3, 0)
 
 
 def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None, resident=False):

@@ -16,7 +16,7 @@ import emulate  # noqa: E402
 
 from intflash.backends.cuda import BACKEND, quantization  # noqa: E402
 from intflash.backends.gpu import scales as gpu_scales  # noqa: E402
-from intflash.backends.gpu.scales import Inputs, Three  # noqa: E402
+from intflash.backends.gpu.scales import FloatInputs, Qkv  # noqa: E402
 from intflash.numerics import exp  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 from intflash.quant import QTensor, Recipe, quantize  # noqa: E402
@@ -42,17 +42,17 @@ def emulated(monkeypatch, request):
         monkeypatch.setattr(quantization.CudaLaunch, "run", emulate.run)
 
 
-def layouts(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Three]]:
+def layouts(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Qkv]]:
     """Q, K and V as callers have them: apart, views of one projection, tokens before heads, shared by all batches."""
 
     def made(shape: tuple[int, ...]) -> torch.Tensor:
         return (torch.randn(shape) * 3).to(device=device, dtype=dtype)
 
-    yield "apart", Three(made((2, 4, 70, 64)), made((2, 2, 133, 64)), made((2, 2, 133, 64)))
-    yield "one projection", Three(*(x.transpose(1, 2) for x in made((2, 77, 3, 3, 48)).unbind(2)))
-    yield "tokens first", Three(*(made((1, 130, 2, 16)).transpose(1, 2) for _ in "qkv"))
-    yield "cut", Three(*(made((2, 3, 300, 32))[:, 1:, 16:145] for _ in "qkv"))
-    yield "one head", Three(made((3, 4, 5, 128)), *(made((3, 1, 257, 128)).expand(3, 2, 257, 128) for _ in "kv"))
+    yield "apart", Qkv(made((2, 4, 70, 64)), made((2, 2, 133, 64)), made((2, 2, 133, 64)))
+    yield "one projection", Qkv(*(x.transpose(1, 2) for x in made((2, 77, 3, 3, 48)).unbind(2)))
+    yield "tokens first", Qkv(*(made((1, 130, 2, 16)).transpose(1, 2) for _ in "qkv"))
+    yield "cut", Qkv(*(made((2, 3, 300, 32))[:, 1:, 16:145] for _ in "qkv"))
+    yield "one head", Qkv(made((3, 4, 5, 128)), *(made((3, 1, 257, 128)).expand(3, 2, 257, 128) for _ in "kv"))
 
 
 @on_each_device
@@ -69,7 +69,7 @@ def test_scales_of_maxima(dtype, device):
 @on_each_device
 def test_scales_of_small_maxima(device):
     """A maximum below 2^-100 counts as 0; one of several CTAs is the last."""
-    tensors = Three(*(torch.full((1, 2, 700, 64), value, device=device) for value in (0.0, 2.0**-101, 2.0**-100)))
+    tensors = Qkv(*(torch.full((1, 2, 700, 64), value, device=device) for value in (0.0, 2.0**-101, 2.0**-100)))
     found = gpu_scales.with_scales(*tensors, Recipe(), quantization.amax_launches).scales
     assert [s.item() for s in found] == [1.0, 1.0, (torch.tensor(2.0**-100) / 127).item()]
 
@@ -98,7 +98,7 @@ def test_codes(dtype, device):
             for x in tensors:
                 heads = torch.linspace(1, 2, x.shape[0] * x.shape[1]).view(x.shape[0], x.shape[1], 1, 1)
                 scales.append(quantize(x.cpu()).scale if dynamic else heads * scale)
-            inputs = Inputs(tensors, Three(*(s.to(device) for s in scales)), dynamic=dynamic)
+            inputs = FloatInputs(tensors, Qkv(*(s.to(device) for s in scales)), dynamic=dynamic)
             launch, codes = quantization.quantize_launch(inputs, query)
             assert list(codes) == list("qkv" if query else "kv")
             stored = codes["v"].data.mT

@@ -17,7 +17,7 @@ import integer_cases as ic  # noqa: E402
 
 from benchmarks import sass  # noqa: E402
 from intflash.backends.gpu.constants import Constants  # noqa: E402
-from intflash.backends.gpu.scales import Inputs, Three  # noqa: E402
+from intflash.backends.gpu.scales import FloatInputs, Qkv  # noqa: E402
 from intflash.backends.gpu.tensors import Statistics, view  # noqa: E402
 from intflash.backends.triton import quantize, rowwise  # noqa: E402
 from intflash.backends.triton.launch import Launch  # noqa: E402
@@ -42,10 +42,10 @@ def floats(method: str, d: int, nk: int, elements: int = 0, **more) -> Problem:
 def launches(method: str, d: int, nk: int, elements: int):
     """What a call launches on floats: the attention kernel that quantizes, and the kernel that writes codes."""
     problem = floats(method, d, nk, elements)
-    scales, out = Three(view(ONE), view(ONE), view(ONE)), torch.empty_like(problem.q)
+    scales, out = Qkv(view(ONE), view(ONE), view(ONE)), torch.empty_like(problem.q)
     constants, statistics = Constants(None, None, scales.v), Statistics(None, None)
     yield rowwise.rowwise_launch(problem, METHODS[method], constants, out, statistics, scales)
-    inputs = Inputs(Three(problem.q, problem.k, problem.v), Three(ONE, ONE, ONE))
+    inputs = FloatInputs(Qkv(problem.q, problem.k, problem.v), Qkv(ONE, ONE, ONE))
     yield quantize.quantize_launch(inputs)[0]
 
 

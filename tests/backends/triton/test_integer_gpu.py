@@ -82,7 +82,7 @@ def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
     scales, inputs = rowwise.NO_SCALES, None
     if fused:
         inputs = quantize.with_scales(there.q, there.k, there.v, there.recipe).scales
-        scales = quantize.Three(*map(view, inputs))
+        scales = quantize.Qkv(*map(view, inputs))
     launch, constants, _ = constants_launch(there, inputs)
     launch.run()
     want = REFERENCE.run(p.quantized()).out

@@ -16,7 +16,7 @@ import mixed_cases as mc  # noqa: E402
 import intflash  # noqa: E402
 from benchmarks import sass  # noqa: E402
 from intflash.backends.gpu import float_softmax  # noqa: E402
-from intflash.backends.gpu.scales import Inputs, Three  # noqa: E402
+from intflash.backends.gpu.scales import FloatInputs, Qkv  # noqa: E402
 from intflash.backends.gpu.tensors import Statistics  # noqa: E402
 from intflash.backends.triton import mixed, quantize, shipped, tiles, unfused  # noqa: E402
 from intflash.backends.triton.launch import Launch  # noqa: E402
@@ -61,7 +61,7 @@ def every_launch() -> Iterator[tuple[str, Launch]]:
             yield method, launch
     x, one = torch.zeros(1, 2, 70, 64), torch.ones(1, 1, 1, 1)
     for query in (False, True):
-        yield "codes of floats", quantize.quantize_launch(Inputs(Three(x, x, x), Three(one, one, one)), query)[0]
+        yield "codes of floats", quantize.quantize_launch(FloatInputs(Qkv(x, x, x), Qkv(one, one, one)), query)[0]
 
 
 def test_tuples_of_views_end_in_a_constant():

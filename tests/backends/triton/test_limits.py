@@ -78,7 +78,7 @@ def test_what_a_graph_took_is_kept(monkeypatch):
         monkeypatch.setattr(scales, name, {})
 
     def remembered(key: object) -> object:
-        return scales.remember(key, torch.device("cuda"), object)
+        return scales.cache_per_stream(key, torch.device("cuda"), object)
 
     before = remembered("scale")
     capturing = True

@@ -8,7 +8,7 @@ import triton
 from intflash.backends.gpu import integer
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.integer import Kernels
-from intflash.backends.gpu.scales import Inputs, Three
+from intflash.backends.gpu.scales import FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, limits, view
 from intflash.backends.triton import mixed, published, quantize, rowwise, steps, unfused
 from intflash.backends.triton.constants import constants_launch
@@ -56,17 +56,17 @@ def _whole_row(problem: Problem) -> bool:
 
 
 def attention_launch(
-    problem: Problem, constants: Constants, out: torch.Tensor, statistics: Statistics, inputs: Inputs | None = None
+    problem: Problem, constants: Constants, out: torch.Tensor, statistics: Statistics, inputs: FloatInputs | None = None
 ) -> Launch:
     """The launch that computes the output; `inputs` where its kernel quantizes floats itself."""
     if not _whole_row(problem):
         return streaming_launch(problem, STEPS[problem.method], constants, out, statistics)
-    scales = rowwise.NO_SCALES if inputs is None else Three(*map(view, inputs.scales))
+    scales = rowwise.NO_SCALES if inputs is None else Qkv(*map(view, inputs.scales))
     return rowwise.rowwise_launch(problem, _ROW_BITS[problem.method], constants, out, statistics, scales)
 
 
 _KERNELS = Kernels(
-    fuses=lambda problem: "qkv" if _whole_row(problem) else "",
+    fused_inputs=lambda problem: "qkv" if _whole_row(problem) else "",
     attention=attention_launch,
     amax=quantize.amax_launches,
     quantize=quantize.quantize_launch,

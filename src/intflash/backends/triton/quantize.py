@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from intflash.backends.gpu import scales
-from intflash.backends.gpu.scales import KEY_PADDING, Inputs, Three, empty_codes, quantized_tensors
-from intflash.backends.gpu.tensors import View, data_view, view, without_holes
+from intflash.backends.gpu.scales import KEY_PADDING, FloatInputs, Qkv, empty_codes, quantized_tensors
+from intflash.backends.gpu.tensors import View, data_view, is_dense, view
 from intflash.backends.triton.launch import Launch, grid
 from intflash.backends.triton.tiles import Views, find_place, head_base, load_rows
 from intflash.numerics.triton import quantize
@@ -118,15 +118,15 @@ def _quantize_kernel(
         _quantize_tile(x.v, codes.v, scales.v, place, nk, DV, BDV, ROWS, True)
 
 
-def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> Inputs:
+def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> FloatInputs:
     """The inputs with their static scales, or with those of their absolute maxima: two small launches."""
     return scales.with_scales(q, k, v, recipe, amax_launches)
 
 
-def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[Launch, Launch]:
+def amax_launches(tensors: Qkv, amax: Tensor, scales: Tensor) -> tuple[Launch, Launch]:
     (batch, hq, nq, d), (hk, nk, dv) = tensors.q.shape, tensors.v.shape[1:]
     scale = Launch(_scales_kernel, (1,), dict(amax=amax, scales=scales, COUNT=3))
-    if all(map(without_holes, tensors)):
+    if all(map(is_dense, tensors)):
         counts = [x.numel() for x in tensors]
         block, warps = _BLOCK if max(counts) < _FEW else _LARGE_BLOCK
         arguments = dict(**tensors._asdict(), amax=amax, q_count=counts[0], kv_counts=tuple(counts[1:]), BLOCK=block)
@@ -140,7 +140,7 @@ def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[Launch,
     return Launch(_amax_kernel, programs, arguments), scale
 
 
-def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[Launch, dict[str, QTensor]]:
+def quantize_launch(inputs: FloatInputs, query: bool = True) -> tuple[Launch, dict[str, QTensor]]:
     """The launch that writes the codes of K, V and, if `query`, Q, and what it fills, by name; V with contiguous keys,
     rows padded with zeros to _ROWS."""
     q, k, v = inputs.tensors

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from intflash.backends.gpu.constants import Constants, float_bits, score_unit
-from intflash.backends.gpu.scales import Three
+from intflash.backends.gpu.scales import Qkv
 from intflash.backends.gpu.tensors import Statistics, View, data_view, readable
 from intflash.backends.triton import choices
 from intflash.backends.triton.constants import KernelConstants, pack_score
@@ -55,7 +55,7 @@ from intflash.numerics.triton import INT32_MIN, K0, NEVER, exp_p8, exp_p16, quan
 from intflash.problem import Problem
 
 MAX_KEYS = 256
-NO_SCALES = Three(None, None, None)
+NO_SCALES = Qkv(None, None, None)
 
 
 @triton.jit
@@ -265,7 +265,7 @@ def default_tile(problem: Problem, bits: int, fused: bool) -> RowTile:
 
 
 def rowwise_launch(
-    problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics, scales: Three = NO_SCALES,
+    problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics, scales: Qkv = NO_SCALES,
     tile: RowTile | None = None,
 ) -> Launch:  # fmt: skip
     """The whole-row kernel's launch for a problem of int8 codes, or of floats with their `scales`."""
