@@ -95,8 +95,8 @@ def _sass(setting: Setting) -> Iterator[Row]:
     from benchmarks import conversion_kernels as conversion
     from benchmarks.sass import compile_launch
     from intflash.backends.gpu.float_softmax import operands
-    from intflash.backends.triton import mixed, mixed_steps
-    from intflash.backends.triton.streaming import Statistics, Tile
+    from intflash.backends.triton import mixed_precision, mixed_precision_steps
+    from intflash.backends.triton.tile_loop import Statistics, Tile
     from intflash.methods import get_method
     from intflash.problem import Problem
 
@@ -108,7 +108,10 @@ def _sass(setting: Setting) -> Iterator[Row]:
             problem, out = problem.quantized(), x.bfloat16()
             none, tile = Statistics(None, None), Tile(64, 128, 4, 2)
             parts = operands(problem)
-            launches[f"kernel D{d}"] = mixed.mixed_launch(problem, parts, out, none, tile, mixed_steps.LITE[flow]), 64
+            launches[f"kernel D{d}"] = (
+                mixed_precision.mixed_launch(problem, parts, out, none, tile, mixed_precision_steps.LITE[flow]),
+                64,
+            )
         for case, (launch, scores) in launches.items():
             setting.log(f"{flow} {case}")
             body = tile_loop(compile_launch(launch, 90))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from intflash.backends.triton.launch import Launch
-from intflash.backends.triton.mixed_flows import MAGIC, MAGIC_BITS
+from intflash.backends.triton.online_softmax import MAGIC, MAGIC_BITS
 
 FLOWS = ("none", "convert", "magic", "dual", "integer")
 DIVISIONS = ("none", "integer division", "multiply and shift", "float division")

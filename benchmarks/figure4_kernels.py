@@ -16,8 +16,15 @@ from torch import Tensor
 
 from intflash.backends.gpu.tensors import contiguous_keys
 from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.steps import add_row_sums, add_value_sums, granule, make_steps, offset_row, row_sum
-from intflash.backends.triton.streaming import Statistics, streaming_launch
+from intflash.backends.triton.intflash_steps import (
+    add_row_sums,
+    add_value_sums,
+    granule,
+    make_steps,
+    offset_row,
+    row_sum,
+)
+from intflash.backends.triton.tile_loop import Statistics, tile_loop_launch
 from intflash.bench.gpu_launches import Kernel, make_kernel, of_launch
 from intflash.numerics.triton import NO_OCTAVE
 from intflash.problem import Problem
@@ -84,4 +91,4 @@ def _v3_kernel(q: Tensor, k: Tensor, v: Tensor) -> Kernel:
     fill, constants, _ = constants_launch(problem)
     fill.run()
     out = torch.empty_like(q)
-    return of_launch(streaming_launch(problem, V3, constants, out, Statistics(None, None)), out)
+    return of_launch(tile_loop_launch(problem, V3, constants, out, Statistics(None, None)), out)

@@ -30,7 +30,7 @@ from intflash.backends.gpu import float_softmax
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.scales import FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, view
-from intflash.backends.triton import mixed, quantize, rowwise, shipped, unfused
+from intflash.backends.triton import mixed_precision, quantize, short_rows, specializations, unfused
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.launch import Launch
 from intflash.methods import get_method
@@ -64,18 +64,18 @@ def _ones() -> torch.Tensor:
 
 def triton_launches(quick: bool) -> Iterator[tuple[str, Launch]]:
     """The integer kernels, the float-softmax and the unfused ones, and those that quantize."""
-    for name in shipped.names(quick):
-        yield name, shipped.launch(name, ARCH)
+    for name in specializations.names(quick):
+        yield name, specializations.launch(name, ARCH)
     masks = dict(
         plain={},
         causal=dict(causal=80),
         masks=dict(keep=torch.ones(3, 1, 70, 150, dtype=torch.bool), bias_float=torch.zeros(3, 1, 1, 150), causal=0),
     )
-    for method, (mask, options) in itertools.product((*mixed.STEPS, *unfused.METHODS), masks.items()):
+    for method, (mask, options) in itertools.product((*mixed_precision.STEPS, *unfused.METHODS), masks.items()):
         if not quick or mask == "masks":
             for i, launch in enumerate(_float_launches(method, **options)):
                 yield f"{method} {mask} {i}", launch
-    for method in shipped.OURS:
+    for method in specializations.OURS:
         yield f"constants {method}", constants_launch(_codes(method, 49, 32))[0]
     for d, dtype in itertools.product((64, 72), _FLOAT_TYPES):
         x = torch.zeros(2, 3, 50, d, dtype=dtype)
@@ -89,7 +89,7 @@ def triton_launches(quick: bool) -> Iterator[tuple[str, Launch]]:
             problem = Problem(method, x, x, x, d**-0.5, recipe=get_method(method).recipe, out_dtype=dtype)
             views = Qkv(*(view(_ones()) for _ in range(3)))
             arguments = Constants(None, None, views.v), torch.empty_like(x), Statistics(None, None), views
-            yield f"floats {method} {dtype} {d}", rowwise.rowwise_launch(problem, bits, *arguments)
+            yield f"floats {method} {dtype} {d}", short_rows.short_rows_launch(problem, bits, *arguments)
 
 
 def _float_launches(method: str, **options: Any) -> Iterator[Launch]:
@@ -99,11 +99,11 @@ def _float_launches(method: str, **options: Any) -> Iterator[Launch]:
     if method in unfused.METHODS:
         yield from unfused.unfused_launches(problem, out, [None] * 3)[0]
     else:
-        yield mixed.mixed_launch(problem, float_softmax.operands(problem), out, Statistics(None, None))
+        yield mixed_precision.mixed_launch(problem, float_softmax.operands(problem), out, Statistics(None, None))
 
 
 def _codes(method: str, n: int, d: int, kinds: tuple[str, str, str] = ("tensor",) * 3, **options: Any) -> Problem:
-    q, k, v = (shipped.codes((2, 2, n, d), kind, "cpu") for kind in kinds)
+    q, k, v = (specializations.codes((2, 2, n, d), kind, "cpu") for kind in kinds)
     return Problem(method, q, k, v, d**-0.5, **dict(out_dtype=torch.int8) | options)
 
 
@@ -112,7 +112,7 @@ def cuda_launches(quick: bool) -> Iterator[tuple[str, CudaLaunch]]:
     shapes = ((49, 32), (64, 64), (197, 64), (300, 128)) if quick else (
         (16, 16), (49, 32), (64, 64), (100, 128), (197, 64), (224, 80), (300, 16), (577, 64), (1024, 64), (1024, 128),
     )  # fmt: skip
-    for method, (n, d) in itertools.product(shipped.OURS, shapes):
+    for method, (n, d) in itertools.product(specializations.OURS, shapes):
         problems = {"codes": _codes(method, n, d)}
         problems["causal token int16"] = _codes(
             method, n, d, ("token", "head", "head"), causal=0, out_dtype=torch.int16, return_lse=True
@@ -146,13 +146,13 @@ def cuda_launches(quick: bool) -> Iterator[tuple[str, CudaLaunch]]:
             yield f"cuda amax {dtype} {i}", launch
         inputs = FloatInputs(Qkv(x, x, x), Qkv(_ones(), _ones(), _ones()), dynamic=True)
         yield f"cuda quantize {dtype}", quantization.quantize_launch(inputs, True)[0]
-    for method in shipped.OURS:
+    for method in specializations.OURS:
         yield f"cuda constants {method}", quantization.constants_launch(_codes(method, 49, 32))[0]
 
 
 def _with_keys(problem: Problem, kind: str) -> Problem:
     k = problem.k
-    return replace(problem, k=QTensor(k.data, shipped.codes(tuple(k.data.shape), kind, "cpu").scale, kind))
+    return replace(problem, k=QTensor(k.data, specializations.codes(tuple(k.data.shape), kind, "cpu").scale, kind))
 
 
 def _cuda_launch(problem: Problem) -> CudaLaunch:
@@ -162,7 +162,7 @@ def _cuda_launch(problem: Problem) -> CudaLaunch:
     if isinstance(problem.q, torch.Tensor):
         inputs = FloatInputs(Qkv(problem.q, problem.k, problem.v), Qkv(_ones(), _ones(), _ones()))
         if cuda.fused_inputs(problem) == "q":
-            k, v = (shipped.codes(tuple(x.shape), "tensor", "cpu") for x in (problem.k, problem.v))
+            k, v = (specializations.codes(tuple(x.shape), "tensor", "cpu") for x in (problem.k, problem.v))
             problem = replace(problem, k=k, v=v)
     scales = None if inputs is None else inputs.scales
     constants = quantization.constants_launch(problem, scales)[1]

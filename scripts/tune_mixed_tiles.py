@@ -17,8 +17,8 @@ import time
 import torch
 
 from intflash.backends.gpu.float_softmax import operands
-from intflash.backends.triton import mixed, mixed_steps
-from intflash.backends.triton.streaming import Statistics, Tile
+from intflash.backends.triton import mixed_precision, mixed_precision_steps
+from intflash.backends.triton.tile_loop import Statistics, Tile
 from intflash.methods import get_method
 from intflash.problem import Problem
 
@@ -31,9 +31,9 @@ TILES = [
     )
 ]  # fmt: skip
 STEPS = {
-    "int_flash_half": {"": mixed_steps.HALF, "raised": mixed_steps.HALF_RAISED},
-    "int_flash_full": {"": mixed_steps.FULL},
-    "lite": mixed_steps.LITE,
+    "int_flash_half": {"": mixed_precision_steps.HALF, "raised": mixed_precision_steps.HALF_BIASED},
+    "int_flash_full": {"": mixed_precision_steps.FULL},
+    "lite": mixed_precision_steps.LITE,
     "fp16": {"": None},
     "fp8": {"": None},
 }
@@ -47,7 +47,7 @@ def prepared(method, d, n, batch=4):
     q, k, v = (torch.rand(batch, 32 if d == 64 else 16, n, d, generator=g, device="cuda") * 8 - 4 for _ in range(3))
     p = Problem(method, q, k, v, d**-0.5, recipe=get_method(method).recipe, out_dtype=torch.float16).quantized()
     parts, out = operands(p), torch.empty_like(q, dtype=torch.float16)
-    return lambda flow, tile: mixed.mixed_launch(p, parts, out, NO_STATISTICS, tile, STEPS[method][flow])
+    return lambda flow, tile: mixed_precision.mixed_launch(p, parts, out, NO_STATISTICS, tile, STEPS[method][flow])
 
 
 def jobs(methods):

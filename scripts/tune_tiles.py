@@ -1,7 +1,7 @@
 """Time tile choices of the Triton kernels on this GPU and print the best of each workload.
 
 Kernel time from CUDA-graph replays, the candidates of a workload interleaved, medians. `--write` stores the tile
-table that `intflash.backends.triton.choices` reads. Compilation runs in parallel processes first.
+table that `intflash.backends.triton.tile_sizes` reads. Compilation runs in parallel processes first.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import time
 import torch
 
 from intflash.backends.gpu.tensors import view
-from intflash.backends.triton import choices, rowwise, steps
-from intflash.backends.triton import streaming as stream
+from intflash.backends.triton import intflash_steps, short_rows, tile_sizes
+from intflash.backends.triton import tile_loop as stream
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.quantize import Qkv
 from intflash.problem import Problem
 from intflash.quant import QTensor, quantize
 
-STEPS = {"intflash": steps.P16, "intflash_p8": steps.P8, "intflash_online": steps.ONLINE}
+STEPS = {"intflash": intflash_steps.P16, "intflash_p8": intflash_steps.P8, "intflash_online": intflash_steps.ONLINE}
 BITS = {"intflash": 16, "intflash_p8": 8}
 
 
@@ -50,12 +50,12 @@ def build(shape, method, kind, tile):
     out = torch.empty(shape, dtype=out_dtype, device="cuda")
     none = stream.Statistics(None, None)
     if kind == "stream":
-        return stream.streaming_launch(problem, STEPS[method], constants, out, none, stream.Tile(*tile))
-    scales = rowwise.NO_SCALES
+        return stream.tile_loop_launch(problem, STEPS[method], constants, out, none, stream.Tile(*tile))
+    scales = short_rows.NO_SCALES
     if kind == "fused":
         scales = Qkv(*(view(x.scale) for x in (q, k, v)))
         problem = dataclasses.replace(problem, **dict(zip("qkv", (x.half() for x in floats), strict=True)))
-    return rowwise.rowwise_launch(problem, BITS[method], constants, out, none, scales, rowwise.RowTile(*tile))
+    return short_rows.short_rows_launch(problem, BITS[method], constants, out, none, scales, short_rows.RowTile(*tile))
 
 
 def compile_one(job):
@@ -197,9 +197,9 @@ def main():
         del calls
         torch.cuda.empty_cache()
         if shape[2] <= 256:
-            key = choices.row_class(b * h, n, n, d, BITS[method], kind == "fused")
+            key = tile_sizes.short_rows_class(b * h, n, n, d, BITS[method], kind == "fused")
         else:
-            key = choices.stream_class(STEPS[method].keys, d, BITS.get(method, 8))
+            key = tile_sizes.tile_loop_class(STEPS[method].keys, d, BITS.get(method, 8))
         table[key] = list(min((x for x in times if isinstance(x, tuple)), key=times.get))
     with open(os.path.join(options.out, f"tiles_{options.what}.json"), "w") as file:
         json.dump(table, file, indent=1)

@@ -21,9 +21,9 @@ from intflash.backends import select
 from intflash.backends.cuda.program import CudaLaunch
 from intflash.backends.gpu.float_softmax import operands
 from intflash.backends.gpu.tensors import contiguous_keys
-from intflash.backends.triton import mixed, mixed_steps, unfused
+from intflash.backends.triton import mixed_precision, mixed_precision_steps, unfused
 from intflash.backends.triton.launch import Launch
-from intflash.backends.triton.streaming import Statistics
+from intflash.backends.triton.tile_loop import Statistics
 from intflash.bench.experiments import describe
 from intflash.methods import get_method
 from intflash.problem import Problem
@@ -35,8 +35,11 @@ TORCH = {
     "efficient fp16": SDPBackend.EFFICIENT_ATTENTION,
 }
 FLOWS = {
-    "lite": mixed_steps.LITE,
-    "int_flash_half": {"float maximum": mixed_steps.HALF, "integer maximum": mixed_steps.HALF_RAISED},
+    "lite": mixed_precision_steps.LITE,
+    "int_flash_half": {
+        "float maximum": mixed_precision_steps.HALF,
+        "integer maximum": mixed_precision_steps.HALF_BIASED,
+    },
 }
 _INPUTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Call = Callable[[], Any]
@@ -79,7 +82,7 @@ def make_kernel(
         out = torch.empty_like(q, dtype=dtype)
         nothing = Statistics(None, None)
         steps = FLOWS[name][flow]
-        return of_launch(mixed.mixed_launch(problem, operands(problem), out, nothing, steps=steps), out)
+        return of_launch(mixed_precision.mixed_launch(problem, operands(problem), out, nothing, steps=steps), out)
     if method.integer_only and name not in unfused.METHODS and k.shape[2] > 64:
         # as the quantizer writes V; windows are turned in registers
         problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data, 128)))

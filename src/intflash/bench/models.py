@@ -38,7 +38,8 @@ CALIBRATION_IMAGES = 32
 BLOCK_SECONDS = {"cuda": 0.02, "cpu": 0.2}  # of one turn of one variant
 CATEGORIES = {  # of kernels, by what their names contain; the first that fits
     "attention": (
-        "rowwise", "streaming", "_constants_kernel", "_quantize_kernel", "_amax", "attention", "flash", "fmha", "sdpa",
+        "_short_rows_kernel", "_tile_loop_kernel", "_constants_kernel", "_quantize_kernel", "_amax", "attention",
+        "flash", "fmha", "sdpa",
     ),
     "convolution": ("conv", "implicit", "fprop", "winograd"),
     "matrix products": ("gemm", "cutlass", "nvjet", "cublas", "sm90_xmma", "splitk"),

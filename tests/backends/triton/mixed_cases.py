@@ -136,9 +136,9 @@ def golden_db(
 
 def raised_report() -> dict[str, str | None]:
     """`int_flash_half` with the integer maximum, which the benchmark times."""
-    from intflash.backends.triton import mixed, mixed_steps
+    from intflash.backends.triton import mixed_precision, mixed_precision_steps
 
-    mixed.STEPS["int_flash_half"] = mixed_steps.HALF_RAISED
+    mixed_precision.STEPS["int_flash_half"] = mixed_precision_steps.HALF_BIASED
     return report(["int_flash_half"])
 
 

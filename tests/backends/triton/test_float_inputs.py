@@ -19,7 +19,7 @@ from benchmarks import sass  # noqa: E402
 from intflash.backends.gpu.constants import Constants  # noqa: E402
 from intflash.backends.gpu.scales import FloatInputs, Qkv  # noqa: E402
 from intflash.backends.gpu.tensors import Statistics, view  # noqa: E402
-from intflash.backends.triton import quantize, rowwise  # noqa: E402
+from intflash.backends.triton import quantize, short_rows  # noqa: E402
 from intflash.backends.triton.launch import Launch  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 from intflash.quant import Recipe  # noqa: E402
@@ -44,7 +44,7 @@ def launches(method: str, d: int, nk: int, elements: int):
     problem = floats(method, d, nk, elements)
     scales, out = Qkv(view(ONE), view(ONE), view(ONE)), torch.empty_like(problem.q)
     constants, statistics = Constants(None, None, scales.v), Statistics(None, None)
-    yield rowwise.rowwise_launch(problem, METHODS[method], constants, out, statistics, scales)
+    yield short_rows.short_rows_launch(problem, METHODS[method], constants, out, statistics, scales)
     inputs = FloatInputs(Qkv(problem.q, problem.k, problem.v), Qkv(ONE, ONE, ONE))
     yield quantize.quantize_launch(inputs)[0]
 

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import sass  # noqa: E402
-from intflash.backends.triton import shipped  # noqa: E402
+from intflash.backends.triton import specializations  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 METHODS = ("intflash", "intflash_p8", "intflash_online", "qflash", "iflash")
@@ -31,14 +31,14 @@ def test_bits_in_the_interpreter(method):
 
 
 def _check(name: str, arch: int) -> None:
-    machine = sass.compile_launch(shipped.launch(name, arch), arch)
+    machine = sass.compile_launch(specializations.launch(name, arch), arch)
     assert machine.float_instructions == []
     assert machine.spills == 0, f"{machine.registers} registers, {machine.spills} local loads and stores"
     products = sum(machine.opcodes[x] for x in ("IMMA", "IGMMA", "UTCIMMA"))
     assert products > 0, "no integer tensor-core product"
 
 
-@pytest.mark.parametrize("name", shipped.names(quick=True))
+@pytest.mark.parametrize("name", specializations.names(quick=True))
 def test_integer_only(name):
     """Between int8 input and integer output there is no floating-point opcode, and nothing spills (sm_90)."""
     _check(name, 90)
@@ -46,7 +46,7 @@ def test_integer_only(name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("arch", sass.ARCHITECTURES)
-@pytest.mark.parametrize("name", shipped.names())
+@pytest.mark.parametrize("name", specializations.names())
 def test_integer_only_everywhere(name, arch):
     """The same of every specialization that ships, for every architecture."""
     _check(name, arch)
@@ -64,12 +64,12 @@ def test_integer_only_of_other_architectures(arch):
 def test_float_output_with_scales_of_heads_and_channels_compiles(keys, kinds):
     """Triton's interpreter does not lose constants in tuples, its compiler does (`launch.apart`)."""
     more = dict(kinds=kinds, out_dtype=torch.float32)
-    assert sass.compile_launch(shipped.attention_launch("intflash", keys, keys, 64, **more), 90).spills == 0
+    assert sass.compile_launch(specializations.attention_launch("intflash", keys, keys, 64, **more), 90).spills == 0
 
 
 def test_a_float_kernel_fails():
     """The negative control: with float output the same kernel has float instructions, and the harness sees them."""
-    launch = shipped.attention_launch("intflash_p8", 64, 64, 32, out_dtype=torch.float16)
+    launch = specializations.attention_launch("intflash_p8", 64, 64, 32, out_dtype=torch.float16)
     found = sass.compile_launch(launch, 90).float_instructions
     assert any(text.startswith("FMUL") for text in found)
     assert any(text.startswith(("I2F", "MUFU")) for text in found)

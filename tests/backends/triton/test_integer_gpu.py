@@ -36,7 +36,7 @@ def test_bits(method, name):
     "rows, keys, warps, stages", [(64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 3), (16, 32, 4, 1)]
 )
 def test_bits_of_any_streaming_tile(method, rows, keys, warps, stages):
-    from intflash.backends.triton import backend, streaming
+    from intflash.backends.triton import backend, tile_loop
     from intflash.backends.triton.constants import constants_launch
 
     torch.manual_seed(1)
@@ -48,15 +48,15 @@ def test_bits_of_any_streaming_tile(method, rows, keys, warps, stages):
     launch, constants, _ = constants_launch(there)
     launch.run()
     out = torch.full((1, 2, 300, 64), 99, dtype=torch.int8, device="cuda")
-    tile = streaming.Tile(rows, keys, warps, stages)
-    streaming.streaming_launch(there, steps, constants, out, streaming.Statistics(None, None), tile).run()
+    tile = tile_loop.Tile(rows, keys, warps, stages)
+    tile_loop.tile_loop_launch(there, steps, constants, out, tile_loop.Statistics(None, None), tile).run()
     assert torch.equal(REFERENCE.run(p).out, out.cpu())
 
 
 def _table_tiles() -> list[tuple]:
-    from intflash.backends.triton import choices
+    from intflash.backends.triton import tile_sizes
 
-    rows = {n: tuple(t) for n, t in choices.table()["90"].items() if "row" in n}
+    rows = {n: tuple(t) for n, t in tile_sizes.table()["90"].items() if "row" in n}
     found = {(n, 16 if "p16" in n else 8, "float" in n, t) for n, t in rows.items()}
     more = ((32, 1, 4), (32, 1, 8), (64, 1, 2), (16, 1, 4), (64, 1, 4), (128, 1, 8))  # the last two: by warpgroups
     return sorted(found | {(f"row keys{w}", 8, True, t) for t in more for w in (64, 256)})
@@ -66,9 +66,9 @@ def _table_tiles() -> list[tuple]:
 def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
     """Every whole-row tile that ships, on a shape of its class."""
     from intflash.backends.gpu.tensors import view
-    from intflash.backends.triton import quantize, rowwise
+    from intflash.backends.triton import quantize, short_rows
     from intflash.backends.triton.constants import constants_launch
-    from intflash.backends.triton.streaming import Statistics
+    from intflash.backends.triton.tile_loop import Statistics
 
     torch.manual_seed(2)
     n, d = (49, 32) if "keys64" in name else (197, 64)
@@ -79,7 +79,7 @@ def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
         else ic.codes(method, batch=3, nq=n, nk=n, d=d)
     )
     there = ic.on_device(p, "cuda")
-    scales, inputs = rowwise.NO_SCALES, None
+    scales, inputs = short_rows.NO_SCALES, None
     if fused:
         inputs = quantize.with_scales(there.q, there.k, there.v, there.recipe).scales
         scales = quantize.Qkv(*map(view, inputs))
@@ -87,9 +87,9 @@ def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
     launch.run()
     want = REFERENCE.run(p.quantized()).out
     out = torch.full(want.shape, 99, dtype=want.dtype, device="cuda")
-    args = there, bits, constants, out, Statistics(None, None), scales, rowwise.RowTile(*tile)
+    args = there, bits, constants, out, Statistics(None, None), scales, short_rows.RowTile(*tile)
     for _ in range(3):
-        rowwise.rowwise_launch(*args).run()
+        short_rows.short_rows_launch(*args).run()
         assert torch.equal(want, out.cpu())
 
 

@@ -50,15 +50,15 @@ def _mixed_launch(method, head_dim, flow=None):
 
     from intflash.backends.gpu.float_softmax import operands
     from intflash.backends.gpu.tensors import Statistics
-    from intflash.backends.triton import mixed, mixed_steps
+    from intflash.backends.triton import mixed_precision, mixed_precision_steps
     from intflash.methods import get_method
     from intflash.problem import Problem
 
     x = torch.zeros(1, 1, 2048, head_dim)
     problem = Problem(method, x, x, x, head_dim**-0.5, recipe=get_method(method).recipe, out_dtype=torch.float16)
     problem, out = problem.quantized(), x.half()
-    steps = None if flow is None else mixed_steps.LITE[flow]
-    return mixed.mixed_launch(problem, operands(problem), out, Statistics(None, None), steps=steps)
+    steps = None if flow is None else mixed_precision_steps.LITE[flow]
+    return mixed_precision.mixed_launch(problem, operands(problem), out, Statistics(None, None), steps=steps)
 
 
 def _check(machine):
