@@ -194,7 +194,7 @@ STEPS: dict[str, Steps] = {
 }
 
 
-_PIPELINES = {"qflash": qflash.PUBLISHED, "iflash": iflash.PIPELINE}
+_PIPELINES = {"qflash": qflash.PIPELINE, "iflash": iflash.PIPELINE}
 
 
 def unsupported(problem: Problem) -> str | None:
