@@ -1,7 +1,7 @@
-"""QFlash Figure 4: attention made integer one operation at a time, V0 to V4, each a kernel of the same tile loop.
+"""QFlash Figure 4: attention made integer one operation at a time, V0 to V4, each as a kernel of the same tile loop.
 
-V0 float16. V1 int8 Q K. V2 int8 Q K and P V. V3 with the integer exponential, accumulators still float32, rescaled by
-a float power of two. V4 with integer accumulation: `intflash_online`.
+V0 is float16. V1 has int8 Q K. V2 has int8 Q K and P V. V3 has the integer exponential, but float32 accumulators, which
+are rescaled by a float power of two. V4 accumulates integers: `intflash_online`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _initial(BM: tl.constexpr, BDV: tl.constexpr):
 
 @triton.jit
 def _step(state, s, C, bias, present, v, PLAIN: tl.constexpr):
-    """`intflash_online`'s step with float32 l and acc: 8-bit P of the raised octave."""
+    """`intflash_online`'s step with float32 l and acc, and the 8-bit P of the new octave."""
     octave, acc, l = state
     raised, p = granule(octave, s, C, bias, present, PLAIN)
     alpha = tl.exp2(tl.maximum(octave - raised, -126).to(tl.float32))
@@ -68,8 +68,8 @@ V3 = make_steps(_initial, None, None, _step, _result, 128)
 
 
 def variants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Kernel]:
-    """The kernels of V0 to V4 in the Triton backend's tile loop, float16 out; then, by the variant's and the method's
-    name, what the API takes for a method where that is another backend.
+    """Returns the kernels of V0 to V4 in the Triton backend's tile loop with float16 output, and, by the variant's
+    and the method's name, the kernel that the API uses for a method where that is another backend.
     """
     inputs = [x.half() for x in (q, k, v)]
     found, others = {}, {}

@@ -1,8 +1,8 @@
-"""Compile every shipped integer kernel without a GPU and count registers, spills and float instructions.
+"""Compile every integer kernel without a GPU and count registers, spills and float instructions.
 
 Writes benchmarks/results/machine_code/integer_kernels.json.
 
-Triton's: all specializations for the first architecture given, the quick dozen for the others. The CUDA kernels:
+Triton kernels: all specializations for the first architecture given, the quick dozen for the others. CUDA kernels:
 sm_90a. `--table` prints Markdown.
 """
 
@@ -28,7 +28,9 @@ OUT = pathlib.Path(__file__).parent / "results" / "machine_code" / "integer_kern
 
 
 def per_score(launch, machine) -> dict[str, float]:
-    """Instructions per score of the leanest loop with a product and an exponential: its scores are known."""
+    """Returns instructions per score of the shortest loop with a product and an exponential, whose number of scores
+    is known.
+    """
     arguments = launch.arguments
     if "BN" not in arguments:
         return {}
@@ -53,7 +55,7 @@ def row(name: str, arch: int) -> dict:
 
 
 def cuda_rows() -> Iterator[dict]:
-    """The CUDA kernels for int8 in and out on ViT's, Swin's and long shapes."""
+    """Yields rows of the CUDA kernels for int8 input and output on ViT's, Swin's and long shapes."""
     shapes = [
         (m, n, d) for m in specializations.OURS for n, d in ((49, 32), (64, 64), (197, 64), (1024, 64), (1024, 128))
     ]

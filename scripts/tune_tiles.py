@@ -1,7 +1,7 @@
-"""Time tile choices of the Triton kernels on this GPU and print the best of each workload.
+"""Time tiles of the Triton kernels on this GPU and print the best of each workload.
 
-Kernel time from CUDA-graph replays, the candidates of a workload interleaved, medians. `--write` stores the tile
-table that `intflash.backends.triton.tile_sizes` reads. Compilation runs in parallel processes first.
+Kernel time from CUDA-graph replays, the candidates of a workload interleaved, medians. `--write` stores the table that
+`intflash.backends.triton.tile_sizes` reads. Compilation runs first, in parallel processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BITS = {"intflash": 16, "intflash_p8": 8}
 
 
 def k_major(x: QTensor) -> QTensor:
-    """The same codes, stored with the tokens contiguous (rows padded to 16 bytes)."""
+    """Returns the same codes, stored with contiguous tokens (rows padded to 16 bytes)."""
     b, h, n, d = x.shape
     store = torch.zeros(b, h, d, (n + 127) // 128 * 128, dtype=torch.int8, device=x.device)[..., :n]
     store.copy_(x.data.transpose(2, 3))
@@ -39,7 +39,7 @@ def k_major(x: QTensor) -> QTensor:
 
 
 def build(shape, method, kind, tile):
-    """A launch: kind "row" or "stream" on int8 codes with V K-major, "fused" on float16 with static scales."""
+    """Builds a launch: kind "row" or "stream" on int8 codes with K-major V, "fused" on float16 with static scales."""
     generator = torch.Generator("cuda").manual_seed(0)
     floats = [torch.rand(shape, generator=generator, device="cuda") * 8 - 4 for _ in range(3)]
     q, k, v = (quantize(x) for x in floats)
@@ -64,7 +64,7 @@ def compile_one(job):
         build((min(2, small[0]), *small[1:]), *job[1:]).run()
         torch.cuda.synchronize()
         return None
-    except Exception as error:  # a tile that does not fit is a result
+    except Exception as error:  # a tile that does not fit is a result too
         return f"{type(error).__name__}: {str(error)[:200]}"
 
 
@@ -82,7 +82,7 @@ def graph_of(run, repeats):
 
 
 def time_graphs(calls: dict, rounds=15) -> dict:
-    """Median microseconds of each call, all taking turns."""
+    """Returns the median microseconds of each call. The calls take turns."""
     graphs = {}
     for name, run in calls.items():
         try:

@@ -24,14 +24,14 @@ QFLASH_METHODS = ("qflash", "iflash")
 
 def attention_launch(
     method: str, nq: int, nk: int, d: int, *, batch: int = 2, heads: int = 2, group: int = 1, key_major: bool = False,
-    scale_kinds: tuple[str, str, str] = ("tensor",) * 3, out_dtype: torch.dtype = torch.int8, lse: bool = False,
+    kinds: tuple[str, str, str] = ("tensor",) * 3, out_dtype: torch.dtype = torch.int8, lse: bool = False,
     device: str = "cpu", **options: object,
 ) -> Launch:  # fmt: skip
     """Returns the attention launch that `backend.run` would make for such codes, without the launch of its
     constants.
     """
-    q = codes((batch, heads, nq, d), scale_kinds[0], device)
-    k, v = (codes((batch, heads // group, nk, d), kind, device) for kind in scale_kinds[1:])
+    q = codes((batch, heads, nq, d), kinds[0], device)
+    k, v = (codes((batch, heads // group, nk, d), kind, device) for kind in kinds[1:])
     if key_major:
         rows = torch.zeros(batch, heads // group, d, -(-nk // 128) * 128, dtype=torch.int8, device=device)
         v = QTensor(rows[..., :nk].mT, v.scale, v.granularity)
@@ -69,7 +69,7 @@ def _variants() -> dict[str, dict]:
         "n49 keep causal": dict(nq=49, nk=49, d=32, keep=keep, causal=0),
         "n49 bias keep of fewer batches": dict(nq=49, nk=49, d=32, batch=6, bias=bias, keep=keep),
         "n197 causal lse": dict(nq=197, nk=197, d=64, causal=0, lse=True),
-        "n197 token head channel": dict(nq=197, nk=197, d=64, scale_kinds=("token", "head", "channel")),
+        "n197 token head channel": dict(nq=197, nk=197, d=64, kinds=("token", "head", "channel")),
         "n197 gqa": dict(nq=197, nk=197, d=64, heads=4, group=2),
     }
     stream = {
@@ -86,8 +86,8 @@ def _variants() -> dict[str, dict]:
         "n1000 bias keep of fewer batches": dict(nq=49, nk=1000, d=64, batch=6,
                                                  bias=torch.zeros(2, 1, 1, 1000, dtype=torch.int32),
                                                  keep=torch.ones(3, 1, 1, 1000, dtype=torch.bool)),
-        "n4096 token head channel": dict(nq=4096, nk=4096, d=64, scale_kinds=("token", "head", "channel")),
-        "n4096 token block": dict(nq=4096, nk=4096, d=64, scale_kinds=("token", "block", "tensor")),
+        "n4096 token head channel": dict(nq=4096, nk=4096, d=64, kinds=("token", "head", "channel")),
+        "n4096 token block": dict(nq=4096, nk=4096, d=64, kinds=("token", "block", "tensor")),
         "packed causal": dict(nq=2048, nk=2048, d=64, batch=1, causal=0, causal_align="bottom_right",
                               cu_seqlens_q=ends, cu_seqlens_k=ends),
     }  # fmt: skip
