@@ -32,11 +32,11 @@ def requantize_as_printed(y: Tensor, c: qflash.Constants) -> Tensor:
 
 
 QFLASH_PIPELINES: dict[str, qflash.Pipeline] = {
-    "as published": qflash.PUBLISHED,
+    "as published": qflash.PIPELINE,
     "as printed": qflash.Pipeline(requantize=requantize_as_printed, m_start=-(1 << 21), l_start=0),
-    "quotient divided": replace(qflash.PUBLISHED, quotient=iflash.divide_quotient),
-    "requantization divided": replace(qflash.PUBLISHED, requantize=iflash.requantize_by_division),
-    "release divided": replace(qflash.PUBLISHED, release=iflash.release_by_division),
+    "quotient divided": replace(qflash.PIPELINE, quotient=iflash.divide_quotient),
+    "requantization divided": replace(qflash.PIPELINE, requantize=iflash.requantize_by_division),
+    "release divided": replace(qflash.PIPELINE, release=iflash.release_by_division),
     "all divided (iflash)": iflash.PIPELINE,
 }
 
@@ -53,7 +53,7 @@ def qflash_variant(pipeline: qflash.Pipeline) -> Variant:
 
 def scale_release(problem: Problem, tile: int = qflash.TILE) -> Tensor:
     """QFlash Eq. 14: every tile divides alpha's scale out again, so that acc keeps one scale."""
-    return qflash_variant(replace(qflash.PUBLISHED, tile=tile))(problem)
+    return qflash_variant(replace(qflash.PIPELINE, tile=tile))(problem)
 
 
 def scale_accumulation(problem: Problem, tile: int = qflash.TILE, bits: int = 32) -> Tensor:

@@ -80,7 +80,7 @@ def _like(x, **changes):
     return copy
 
 
-def test_the_choice_names_what_is_missing():
+def test_the_error_names_the_missing_features():
     problem = newer(prepare(X, X, X)[0], window=3)
     with pytest.raises(
         BackendError, match="backend 'torch' cannot serve method 'intflash': it has no NewerProblem.window"
@@ -93,7 +93,7 @@ def test_the_choice_names_what_is_missing():
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
-def test_every_list_names_features_that_there_are(backend):
+def test_every_served_feature_exists(backend):
     for method, served in backend.serves.items():
         assert served <= features.EVERY, f"{backend.name} {method} names {sorted(served - features.EVERY)}"
     assert backend.serves.keys() <= METHODS.keys()

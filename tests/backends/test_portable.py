@@ -24,8 +24,8 @@ from intflash.quant import QTensor
 from oracle import sqnr
 
 TORCH = portable.BACKEND
-FAMILY = [m.name for m in METHODS.values() if m.integer_bias]
-PUBLISHED = [m.name for m in METHODS.values() if m.integer_only and not m.integer_bias]
+INTFLASH = [m.name for m in METHODS.values() if m.integer_bias]
+OTHER_INTEGER = [m.name for m in METHODS.values() if m.integer_only and not m.integer_bias]
 FLOAT = [m.name for m in METHODS.values() if not m.integer_only]
 MANY = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -69,23 +69,23 @@ def test_serves_every_method():
     assert "no kernel of method 'another'; it has the methods intflash" in reason
 
 
-@pytest.mark.parametrize("method", FAMILY)
+@pytest.mark.parametrize("method", INTFLASH)
 @MANY
 @given(data=st.data())
-def test_own_methods_bit_for_bit(method, data):
+def test_intflash_methods_bit_for_bit(method, data):
     assert_same(data.draw(problems(method)))
 
 
-@pytest.mark.parametrize("method", PUBLISHED)
+@pytest.mark.parametrize("method", OTHER_INTEGER)
 @settings(MANY, max_examples=25)
 @given(data=st.data())
-def test_published_methods_bit_for_bit(method, data):
+def test_other_integer_methods_bit_for_bit(method, data):
     assert_same(data.draw(problems(method)))
 
 
-@pytest.mark.parametrize("method", FAMILY)
+@pytest.mark.parametrize("method", INTFLASH)
 @pytest.mark.parametrize("shape", [(1, 2, 1024, 64), (1, 1, 1500, 17)], ids=str)
-def test_several_steps_of_keys(method, shape):
+def test_several_key_steps(method, shape):
     g = torch.Generator().manual_seed(3)
     x = [QTensor(torch.randint(-127, 128, shape, generator=g, dtype=torch.int8), 0.02) for _ in range(3)]
     for options in (dict(out_dtype=torch.int16), dict(causal=5), dict(bias=bias_row(shape[2], g))):
@@ -98,7 +98,7 @@ def bias_row(n, g):
     return bias
 
 
-@pytest.mark.parametrize("method", FAMILY)
+@pytest.mark.parametrize("method", INTFLASH)
 def test_every_depth(method):
     """Two keys whose distance is each step of p, one unit of the bias below, at and above where it rounds."""
     unit, steps = (TABLE_STEPS, 1030) if method == "intflash_online" else (OCTAVES, 3700)
@@ -112,7 +112,7 @@ def test_every_depth(method):
     assert_same(Problem(method, q, k, v, 1.0, bias=bias, return_lse=True))
 
 
-@pytest.mark.parametrize("method", FAMILY)
+@pytest.mark.parametrize("method", INTFLASH)
 @pytest.mark.parametrize("sm_scale", [2.0**-40, 2.0**-22, 0.3465, 0.3467, 44.0, 1e30])
 @pytest.mark.parametrize("biased", [False, True])
 def test_largest_products(method, sm_scale, biased):
@@ -155,10 +155,10 @@ def test_float_methods_within_rounding(method, options, keys):
     assert torch.equal(a.out_scale, b.out_scale) and (a.out.int() - b.out.int()).abs().max() <= 40
 
 
-def test_from_floats_too():
+def test_float_inputs():
     g = torch.Generator().manual_seed(6)
     q, k, v = (torch.randn(2, 3, 49, 32, generator=g) for _ in range(3))
-    for method in FAMILY + PUBLISHED:
+    for method in INTFLASH + OTHER_INTEGER:
         assert_same(Problem(method, q, k, v, 0.2, METHODS[method].recipe))
 
 
@@ -168,7 +168,7 @@ def test_through_the_api():
     assert torch.equal(a, b)
 
 
-def test_products_are_of_a_float_that_holds_them():
+def test_float_types_hold_products_exactly():
     assert exact_dtype((1 << 24) - 1) == torch.float32 and exact_dtype(1 << 24) == torch.float64
     torch.set_float32_matmul_precision("medium")  # TF32 or bfloat16 for float32
     try:
@@ -189,7 +189,7 @@ def on_cuda(x):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("method", FAMILY + PUBLISHED)
+@pytest.mark.parametrize("method", INTFLASH + OTHER_INTEGER)
 @settings(MANY, max_examples=25)
 @given(data=st.data())
 def test_cuda_equals_the_reference_on_the_cpu(method, data):
@@ -201,7 +201,7 @@ def test_cuda_equals_the_reference_on_the_cpu(method, data):
     assert torch.equal(got.out.cpu(), expected.out)
 
 
-def test_shares_constants_only():
+def test_is_independent_of_the_reference():
     """Its steps are written apart from the methods': one misreading cannot pass both."""
     for path in pathlib.Path(portable.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -65,7 +65,7 @@ def splits(draw):
 @pytest.mark.parametrize("biased", [False, True])
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(steps=splits(), elements=st.sampled_from((1, 100, 5000, 1 << 20)), causal=st.sampled_from((None, 0, 120)))
-def test_sizes_orders_and_splits_change_nothing(method, kind, biased, steps, elements, causal):
+def test_key_steps_change_no_bit(method, kind, biased, steps, elements, causal):
     g = torch.Generator().manual_seed(1)
     (q, k, v), keep = data(kind, g)
     bias = torch.randint(-(1 << 22), 1 << 22, (1, 4, 21, NK), generator=g, dtype=torch.int32) if biased else None
@@ -77,7 +77,7 @@ def test_sizes_orders_and_splits_change_nothing(method, kind, biased, steps, ele
 
 @pytest.mark.parametrize("method", INTEGER)
 @pytest.mark.parametrize("elements", [1, 700, 20_000])
-def test_tiles_of_rows_heads_and_batches_change_nothing(method, elements):
+def test_tiles_change_no_bit(method, elements):
     g = torch.Generator().manual_seed(2)
     (q, k, v), keep = data("random", g)
     problem = Problem(method, q, k, v, 0.25, keep=keep, causal=2, out_dtype=torch.int8)
@@ -87,7 +87,7 @@ def test_tiles_of_rows_heads_and_batches_change_nothing(method, elements):
 
 
 @pytest.mark.parametrize("keys", [512, 2048])
-def test_longest_step_of_largest_values(keys):
+def test_longest_step_with_largest_values(keys):
     """255 * 127 * 512 is float32's last exact sum; longer steps take float64."""
     q, k = (QTensor(torch.zeros(1, 1, n, 4, dtype=torch.int8), 1.0) for n in (2, 2048))
     v = QTensor(torch.full((1, 1, 2048, 3), 127, dtype=torch.int8), 1.0)

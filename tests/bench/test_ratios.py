@@ -26,7 +26,7 @@ def test_static_scales_come_from_another_batch_than_the_timed_one(gpu_case):
     assert recipe.q_scale == pytest.approx(2 / 127) and inputs[0].max() == 1
 
 
-def test_on_a_gpu_the_faster_of_cudnn_and_flash_is_over_ours(gpu_case, monkeypatch):
+def test_gpu_ratios_use_the_faster_of_cudnn_and_flash(gpu_case, monkeypatch):
     pytest.importorskip("triton")
     from intflash.bench import gpu_timing as timing
 
@@ -43,7 +43,7 @@ def test_on_a_gpu_the_faster_of_cudnn_and_flash_is_over_ours(gpu_case, monkeypat
 
 
 @pytest.mark.skipif(not cpu_attention.cpu.instruction_sets(), reason="the native module was not built")
-def test_on_a_cpu_torchs_time_is_over_ours_masked_over_masked(monkeypatch):
+def test_cpu_ratios_compare_masked_with_masked(monkeypatch):
     def times(calls, *given, **how):
         return [1.0 + i for i in range(len(calls))]
 
@@ -72,7 +72,7 @@ def test_models_are_calibrated_on_other_images_than_the_timed_ones(monkeypatch):
     assert torch.equal(stopped.value.args[0], other)
 
 
-def test_of_models_the_float_ones_time_is_over_ours(monkeypatch):
+def test_model_ratios_divide_the_float_models_time_by_ours(monkeypatch):
     calls = dict.fromkeys(("fp32", "intflash static"), lambda: torch.ones(1))
     monkeypatch.setattr(whole_models, "build_variants", lambda *given: (calls, 3))
     samples = {"fp32": [3.0, 3.0], "intflash static": [1.5, 1.5]}

@@ -65,7 +65,7 @@ def test_scale_release_holds_where_scale_accumulation_collapses(inputs):
         assert all((abs(x - release[t]) < 0.2) if t in serves else (x < 1) for t, x in accumulated.items())
 
 
-def test_summing_the_quantized_p_costs_int_flash_a_decibel(inputs):
+def test_summing_the_quantized_p_costs_int_flash_one_decibel(inputs):
     """numerics.md: the paper's line 12 is 1 dB worse than its published program."""
     tensors, exact = inputs
     problem = quantized(tensors, "int_flash_full")

@@ -5,7 +5,7 @@ import torch
 
 import intflash
 from oracle import sqnr
-from sharp import run
+from peaked_models import run
 
 diffusers = pytest.importorskip("diffusers")
 

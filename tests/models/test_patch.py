@@ -13,7 +13,7 @@ from intflash.digits import load_model
 from intflash.models.base import FloatCore, IntegerCore, _Redirect
 from intflash.models.patch import attach, layers_of
 from oracle import randn, sqnr
-from sharp import run
+from peaked_models import run
 
 
 def test_an_unknown_backend_is_refused_at_once():

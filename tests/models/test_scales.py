@@ -18,7 +18,7 @@ from intflash.quant.calibrate import (
     percentile_clip,
 )
 from oracle import randn, sqnr
-from sharp import run
+from peaked_models import run
 
 LAYERS = 4
 FEW = 48  # images, where accuracy is not the question

@@ -8,8 +8,8 @@ import contextlib
 import signal
 
 import pytest
+import small_models
 import torch
-import zoo
 
 import intflash
 from oracle import sqnr
@@ -63,7 +63,7 @@ def families(library, names, quick):
 def output(model, inputs):
     torch.manual_seed(3)  # some models draw at random
     with torch.no_grad():
-        return zoo.values(model(**inputs))
+        return small_models.values(model(**inputs))
 
 
 def other(inputs, name, rows):
@@ -114,10 +114,10 @@ class Expected:
 
 
 def expected(make, *args):
-    zoo.quiet()
+    small_models.quiet()
     try:
         return Expected(*make(*args))
-    except zoo.Unbuildable as why:
+    except small_models.Unbuildable as why:
         pytest.skip(f"no small model: {why}")
 
 
@@ -141,14 +141,14 @@ def check_patch(known, family):
     assert sqnr(known.out, output(known.model, known.inputs)) > AGREE  # patch leaves nothing behind
 
 
-@pytest.mark.parametrize("family", families("transformers", zoo.transformers_families, QUICK_TRANSFORMERS))
+@pytest.mark.parametrize("family", families("transformers", small_models.transformers_families, QUICK_TRANSFORMERS))
 def test_transformers(family, monkeypatch):
     import intflash.models.transformers as adapter
 
-    known = expected(zoo.transformers_model, family)
+    known = expected(small_models.transformers_model, family)
     check_patch(known, family)
     with refused_unless_served(family):
-        named = zoo.rebuilt(known.model, "intflash")
+        named = small_models.rebuilt(known.model, "intflash")
         if known.causal:
             assert torch.equal(*known.endings(named))
         served = adapter.attention
@@ -158,11 +158,11 @@ def test_transformers(family, monkeypatch):
         known.check(named)
 
 
-@pytest.mark.parametrize("family", families("timm", zoo.timm_families, QUICK_TIMM))
+@pytest.mark.parametrize("family", families("timm", small_models.timm_families, QUICK_TIMM))
 def test_timm(family):
-    check_patch(expected(zoo.timm_model, family), family)
+    check_patch(expected(small_models.timm_model, family), family)
 
 
-@pytest.mark.parametrize("family", families("diffusers", zoo.diffusers_families, ()))
+@pytest.mark.parametrize("family", families("diffusers", small_models.diffusers_families, ()))
 def test_diffusers(family):
-    check_patch(expected(zoo.diffusers_model, family), family)
+    check_patch(expected(small_models.diffusers_model, family), family)

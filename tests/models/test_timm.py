@@ -16,7 +16,7 @@ from intflash.bench import models as bench
 from intflash.errors import InputError
 from intflash.models.patch import layers_of
 from oracle import sqnr
-from sharp import run, sharpen
+from peaked_models import run, sharpen
 
 timm = pytest.importorskip("timm")
 import intflash.models.timm as adapter  # noqa: E402

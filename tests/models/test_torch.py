@@ -6,7 +6,7 @@ from torch import nn
 
 import intflash
 from oracle import sqnr
-from sharp import run, sharpen
+from peaked_models import run, sharpen
 
 
 def attention(**options) -> nn.MultiheadAttention:

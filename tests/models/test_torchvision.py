@@ -5,7 +5,7 @@ import torch
 
 import intflash
 from oracle import sqnr
-from sharp import run, sharpen
+from peaked_models import run, sharpen
 
 pytest.importorskip("torchvision")
 from torchvision.models.swin_transformer import (  # noqa: E402

@@ -3,14 +3,14 @@
 import pickle
 
 import pytest
+import small_models
 import torch
-import zoo
 from torch.nn import functional as F
 
 import intflash
 from intflash.models.base import CROSS_RECIPE, IntegerCore
 from oracle import sqnr
-from sharp import run, sharpen
+from peaked_models import run, sharpen
 
 transformers = pytest.importorskip("transformers")
 import intflash.models.transformers as adapter  # noqa: E402
@@ -401,7 +401,7 @@ def test_a_layer_that_does_not_say_is_causal():
 def test_a_model_without_sdpa_gets_its_own_kind_of_mask(route):
     """DeepSeek V4 appends what it adds to the scores to its mask, which a bool mask would not hold."""
     torch.manual_seed(0)
-    model, inputs = zoo.transformers_model("deepseek_v4")
+    model, inputs = small_models.transformers_model("deepseek_v4")
     reference = first_tensor(model, **inputs)
     assert 35 < sqnr(reference, first_tensor(load(model, route), **inputs)) < 100
 
@@ -409,7 +409,7 @@ def test_a_model_without_sdpa_gets_its_own_kind_of_mask(route):
 @pytest.mark.parametrize("kind", ["of each query", "unknown"])
 def test_an_argument_of_the_models_own_attention_is_served_or_refused(kind, monkeypatch):
     """Inkling 2 calls its attention with sinks of each query; what ours does not know is not left out silently."""
-    model, inputs = zoo.transformers_model("inkling2_text")
+    model, inputs = small_models.transformers_model("inkling2_text")
     reference = first_tensor(model, **inputs)
     if kind == "of each query":
         with intflash.patch(model, "fp32"):

@@ -1,4 +1,6 @@
-"""On a GPU (`scripts/gpu_check.sh`): the reference's bits for every method, shape, mask and tile; graphs; compile."""
+"""On a GPU (`scripts/gpu_check.sh`): the reference's bits for every method, shape, mask and tile; CUDA graphs;
+torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def _names(method: str) -> list[str]:
     return [name for name, _ in ic.cases(method, large=True)]
 
 
-@pytest.mark.parametrize("method, name", [(m, n) for m in (*ic.OURS, *ic.PUBLISHED) for n in _names(m)])
+@pytest.mark.parametrize("method, name", [(m, n) for m in (*ic.OURS, *ic.QFLASH_METHODS) for n in _names(m)])
 def test_bits(method, name):
     torch.manual_seed(0)
     found = dict(ic.cases(method, large=True))
@@ -35,7 +37,7 @@ def test_bits(method, name):
 @pytest.mark.parametrize(
     "rows, keys, warps, stages", [(64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 3), (16, 32, 4, 1)]
 )
-def test_bits_of_any_streaming_tile(method, rows, keys, warps, stages):
+def test_bits_of_tile_loop_tiles(method, rows, keys, warps, stages):
     from intflash.backends.triton import backend, tile_loop
     from intflash.backends.triton.constants import constants_launch
 
@@ -58,13 +60,13 @@ def _table_tiles() -> list[tuple]:
 
     rows = {n: tuple(t) for n, t in tile_sizes.table()["90"].items() if "row" in n}
     found = {(n, 16 if "p16" in n else 8, "float" in n, t) for n, t in rows.items()}
-    more = ((32, 1, 4), (32, 1, 8), (64, 1, 2), (16, 1, 4), (64, 1, 4), (128, 1, 8))  # the last two: by warpgroups
+    more = ((32, 1, 4), (32, 1, 8), (64, 1, 2), (16, 1, 4), (64, 1, 4), (128, 1, 8))  # the last two by warpgroups
     return sorted(found | {(f"row keys{w}", 8, True, t) for t in more for w in (64, 256)})
 
 
 @pytest.mark.parametrize("name, bits, fused, tile", _table_tiles(), ids=lambda x: str(x))
-def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
-    """Every whole-row tile that ships, on a shape of its class."""
+def test_bits_of_short_rows_tiles(name, bits, fused, tile):
+    """Every short-rows tile of the table, on a shape of its class."""
     from intflash.backends.gpu.tensors import view
     from intflash.backends.triton import quantize, short_rows
     from intflash.backends.triton.constants import constants_launch
@@ -132,7 +134,7 @@ def test_no_synchronization(method, backend):
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), OF_HEADS], ids=["dynamic", "dynamic of heads"])
-def test_compiled_whole(recipe, backend):
+def test_torch_compile_fullgraph(recipe, backend):
     q, k, v = (torch.randn(1, 2, 197, 64, device="cuda", dtype=torch.float16) for _ in range(3))
 
     def call(q, k, v):
@@ -143,14 +145,14 @@ def test_compiled_whole(recipe, backend):
 
 @pytest.mark.parametrize("method", ("intflash", "intflash_p8"))
 @pytest.mark.parametrize("keys", [65_536])
-def test_bits_at_the_bound_of_keys(method, keys):
+def test_bits_at_the_largest_number_of_keys(method, keys):
     """As many keys as l and the digit sums hold."""
     p = ic.codes(method, heads=1, nq=3, nk=keys, d=16, amax=1e-6)
     assert ic.complaint(p, "cuda") is None
 
 
 def test_scales_of_large_tensors():
-    """Past 2^22 elements a program takes more of them; the largest value lies in the last one, or the first."""
+    """Above 2^22 elements a program takes more of them. The largest value is in the last program, or the first."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, 4099, 80, device="cuda").half() for h in (8, 2, 2))
     q[1, 7, 4098, 79], k[0, 0, 0, 0], v[1, 1, 4098, 79] = -300, 200, 100

@@ -97,7 +97,7 @@ def test_qflash_breaks_when_p_wraps():
     qflash_collapses(q, k, v, -10, scale=4e-6 / unit / 1.4426950408889634)
 
 
-def test_qflash_lets_padding_into_l():
+def test_qflash_counts_padding_in_l():
     q, k, v = uniform(0.5, 1, 1, 197, 64)
     qflash_collapses(q, k, v + 1, 22)
     assert decibels("qflash", *(torch.cat([x, x[:, :, :27]], 2) for x in (q, k, v + 1))) > 35  # 224 = 7 tiles

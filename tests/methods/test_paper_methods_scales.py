@@ -42,7 +42,7 @@ def problem(
 @pytest.mark.parametrize("octaves", OUTSIDE)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_read_values_are_refused(backend, method, octaves):
+def test_checked_calls_refuse_scales_outside_the_range(backend, method, octaves):
     with pytest.raises(intflash.InputError, match=r"round\(1 / "):
         backend.run(problem(method, octaves, lse=False, check_finite=True))
 
@@ -51,7 +51,7 @@ def test_read_values_are_refused(backend, method, octaves):
 @pytest.mark.parametrize("octaves", OUTSIDE)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_unread_ones_count_as_the_nearest_served(backend, method, octaves, bias):
+def test_unchecked_calls_use_the_nearest_supported_scale(backend, method, octaves, bias):
     """Those of 1 and 1 / (2^31 - 1) octaves a score unit, as the reference computes with them in a checked call."""
     lse = backend is not CPU
     nearest = 1 / (2**31 - 1) if 0 <= octaves < 1 else 1.0
@@ -65,7 +65,7 @@ def test_unread_ones_count_as_the_nearest_served(backend, method, octaves, bias)
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_a_head_with_such_a_scale_leaves_the_others_as_they_are(backend, method):
+def test_a_bad_scale_changes_its_own_head_only(backend, method):
     """Heads of 0.01, 4 and 2^-40 octaves; the last two alone count as the nearest served."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randint(-127, 128, (1, 3, n, 16), generator=g, dtype=torch.int8) for n in (9, 40, 40))
@@ -98,7 +98,7 @@ def test_exponentials_of_tiny_units(method):
 
 @pytest.mark.parametrize("backend", ("cpu", "torch", "reference"))
 @pytest.mark.parametrize("method", METHODS)
-def test_calls_say_what_came(method, backend):
+def test_errors_show_the_value(method, backend):
     """Floats whose scales are found on the way, static scales, and codes; a call that comes again too."""
     x = torch.randn(1, 2, 9, 16) * 1e4
     static = Recipe(rule="divide", q_scale=100.0, k_scale=100.0, v_scale=1.0)
