@@ -1,4 +1,4 @@
-"""Where compiled things are kept."""
+"""The folder of compiled files."""
 
 from intflash.backends.cache import cache_folder
 

@@ -1,4 +1,4 @@
-"""The portable backend against the golden reference: bits for integer methods, a tolerance for float ones."""
+"""The portable backend against the reference: the same bits for integer methods, a tolerance for float ones."""
 
 import ast
 import dataclasses
@@ -32,7 +32,7 @@ MANY = settings(max_examples=40, deadline=None, derandomize=True, suppress_healt
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Small operations, beside other test processes."""
+    """One thread, because the operations are small and other test processes run beside."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +40,7 @@ def one_thread():
 
 
 def run(backend, problem):
-    """The result, or the class of the error."""
+    """Returns the result, or the class of the error."""
     try:
         return backend.run(problem)
     except InputError:
@@ -48,7 +48,7 @@ def run(backend, problem):
 
 
 def assert_same(problem):
-    """The same result, or both refuse."""
+    """The results are equal, or both backends refuse."""
     expected, got = run(REFERENCE, problem), run(TORCH, problem)
     if InputError in (expected, got):
         assert got is expected
@@ -100,7 +100,7 @@ def bias_row(n, g):
 
 @pytest.mark.parametrize("method", INTFLASH)
 def test_every_depth(method):
-    """Two keys whose distance is each step of p, one unit of the bias below, at and above where it rounds."""
+    """Two keys whose distance is each step of p, with a bias one unit below, at and above the rounding point."""
     unit, steps = (TABLE_STEPS, 1030) if method == "intflash_online" else (OCTAVES, 3700)
     step = torch.arange(steps)[:, None] << 24
     half = -(-(step + (1 << 23)) // unit.bias_step)
@@ -116,7 +116,7 @@ def test_every_depth(method):
 @pytest.mark.parametrize("sm_scale", [2.0**-40, 2.0**-22, 0.3465, 0.3467, 44.0, 1e30])
 @pytest.mark.parametrize("biased", [False, True])
 def test_largest_products(method, sm_scale, biased):
-    """|S| up to 256 * 127^2 times C up to 2^31, with the largest biases: the edge of what float64 holds."""
+    """|S| up to 256 * 127^2 times C up to 2^31, with the largest biases: the limit of float64."""
     g = torch.Generator().manual_seed(4)
     q, k = (
         torch.full((1, 1, n, 256), 127, dtype=torch.int8) - (torch.rand(1, 1, n, 256, generator=g) < 0.01).char()
@@ -135,7 +135,9 @@ def test_largest_products(method, sm_scale, biased):
 @pytest.mark.parametrize("options", [{}, {"causal": 3}, {"keep": True}, {"bias_float": True}], ids=str)
 @pytest.mark.parametrize("keys", [512, 40])
 def test_float_methods_within_rounding(method, options, keys):
-    """Sums over keys in another order: float32 rounding, and a unit of P's format where that tips a rounding."""
+    """Sums over keys in another order differ by float32 rounding, and by a unit of P's format where that changes a
+    rounding.
+    """
     g = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, h, n, 64, generator=g) for h, n in ((4, 60), (2, 130), (2, 130)))
     if "keep" in options:
@@ -178,7 +180,7 @@ def test_float_types_hold_products_exactly():
 
 
 def on_cuda(x):
-    """A tensor, QTensor or Problem on the GPU."""
+    """Moves a tensor, QTensor or Problem to the GPU."""
     if isinstance(x, QTensor):
         return replace(x, data=x.data.cuda(), scale=x.scale.cuda())
     if isinstance(x, Problem):
@@ -202,7 +204,7 @@ def test_cuda_equals_the_reference_on_the_cpu(method, data):
 
 
 def test_is_independent_of_the_reference():
-    """Its steps are written apart from the methods': one misreading cannot pass both."""
+    """The two are written independently, so that one misreading cannot pass in both."""
     for path in pathlib.Path(portable.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module.startswith("intflash"):

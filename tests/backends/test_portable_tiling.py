@@ -1,4 +1,4 @@
-"""The portable backend's pieces: no choice of them changes a bit, and none of them is larger than it should be."""
+"""The portable backend's tiles and steps: no choice of them changes a bit, and none is larger than allowed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INTEGER = [m.name for m in METHODS.values() if m.integer_only]
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Small operations, beside other test processes."""
+    """One thread, because the operations are small and other test processes run beside."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -55,7 +55,7 @@ def data(kind, g):
 
 @st.composite
 def splits(draw):
-    """The keys cut anywhere, in any order."""
+    """Splits the keys at any position, in any order."""
     cuts = sorted({0, NK, *draw(st.lists(st.integers(1, NK - 1), max_size=6))})
     return tuple(draw(st.permutations(list(zip(cuts, cuts[1:], strict=False)))))
 
@@ -88,7 +88,7 @@ def test_tiles_change_no_bit(method, elements):
 
 @pytest.mark.parametrize("keys", [512, 2048])
 def test_longest_step_with_largest_values(keys):
-    """255 * 127 * 512 is float32's last exact sum; longer steps take float64."""
+    """255 * 127 * 512 is float32's last exact sum. Longer steps use float64."""
     q, k = (QTensor(torch.zeros(1, 1, n, 4, dtype=torch.int8), 1.0) for n in (2, 2048))
     v = QTensor(torch.full((1, 1, 2048, 3), 127, dtype=torch.int8), 1.0)
     v.data[..., 1::2, 1] = 126
@@ -98,7 +98,7 @@ def test_longest_step_with_largest_values(keys):
 
 
 class PeakMemory(TorchDispatchMode):
-    """Bytes of the tensors that operations make, at their peak."""
+    """Measures the bytes of the tensors that operations make, at their peak."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,9 @@ def peak(problem, tiling=SMALL):
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_masks_are_never_expanded(method):
-    """A mask of one row per key, one of a window's keys: both cost a tile's share, not batch x heads."""
+    """A mask with one row per key, and one of a window's keys: both use memory for a tile only, not for batch x
+    heads.
+    """
     b, h, n = 4, 8, 128
     codes = torch.ones(b, h, n, 8, dtype=torch.int8)
     x = [QTensor(codes, 0.1) for _ in range(3)]

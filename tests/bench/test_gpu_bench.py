@@ -1,4 +1,4 @@
-"""What the GPU experiments are made of, as far as it goes without a GPU."""
+"""The parts of the GPU experiments that can be tested without a GPU."""
 
 import json
 import os
@@ -39,7 +39,7 @@ print(json.dumps(found))
 
 
 def test_recorded_launches_compute_the_output_again():
-    """In Triton's interpreter, in a process of its own."""
+    """In Triton's interpreter, in a separate process."""
     folder = pathlib.Path(__file__).parents[1] / "backends" / "triton"
     command = [sys.executable, "-W", "ignore", "-c", KERNELS]
     environment = os.environ | {"PYTHONPATH": str(pathlib.Path(benchmarks.__file__).parents[1])}

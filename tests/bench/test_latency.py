@@ -1,4 +1,4 @@
-"""Latency experiments: what is timed, beside what, and what a refusal looks like."""
+"""Latency experiments: what is timed, what it is compared with, and how a refusal is shown."""
 
 from dataclasses import dataclass
 
@@ -65,7 +65,7 @@ def test_every_paper_speedup_has_a_cell():
 
 
 class Here:
-    """Stands for a tensor that stays on the CPU wherever it is sent."""
+    """A tensor that stays on the CPU wherever it is sent."""
 
     def __init__(self, x):
         self.x = x

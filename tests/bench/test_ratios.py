@@ -1,4 +1,6 @@
-"""What the benchmarks divide by what, and where their static scales come from: times are given, nothing is timed."""
+"""The quotients that the benchmarks report, and the source of their static scales. Times are given, nothing is
+measured.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from intflash.bench.workloads import Workload
 
 @pytest.fixture
 def gpu_case(monkeypatch):
-    """Whose inputs are `1 + seed` everywhere."""
+    """A case whose inputs are `1 + seed` everywhere."""
     x = torch.ones(1, 1, 4, 16)
     monkeypatch.setattr(gpu_attention, "_inputs", lambda shape, seed: (x * (1 + seed),) * 3)
     return gpu_attention.Case("tiny", x.shape, ("intflash",), (9.0, 8.0, 7.0))

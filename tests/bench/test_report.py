@@ -1,4 +1,4 @@
-"""The page: whole, self-contained, and safe to open."""
+"""The report page: complete, self-contained, and safe to open."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`intflash bench all`: what it plans, what becomes of jobs that fail or outlast their time, and the page."""
+"""`python -m benchmarks all`: its plan, jobs that fail or exceed their time, and the page."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_models_run_only_on_request(tmp_path):
 
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
-    """Modules that can be run with ``python -m``, by name and text."""
+    """Modules that can be run with ``python -m``, by name and source text."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
     def make(name, text):

@@ -1,4 +1,4 @@
-"""The published kernels' own outputs, recorded on an H200 (tests/golden)."""
+"""The outputs of the papers' own kernels, recorded on an H200 (tests/golden)."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_qflash_constants(case):
 
 @pytest.mark.parametrize("case", QFLASH_CASES)
 def test_qflash_equals_the_authors_kernel(case):
-    """Bit for bit, save where acc is a multiple of l: its approximate division may truncate one nearer zero."""
+    """Bit for bit, except where acc is a multiple of l: the kernel's approximate division may truncate to one less."""
     problem, g = qflash_problem(case)
     acc, l, _ = qflash.accumulate(problem, qflash.PIPELINE)
     out = get_method("qflash").reference(problem).out
