@@ -15,7 +15,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 PYTHON = [page for page in PAGES if blocks(page, "python") and "design" not in page.parts]
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 
-# A command and messages of the branches gpu and api; a line goes when its branch is merged.
 allow_torchvision()
 
 

@@ -30,15 +30,6 @@ FLOAT = [m.name for m in METHODS.values() if not m.integer_only]
 MANY = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """One thread, because the operations are small and other test processes run beside."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run(backend, problem):
     """Returns the result, or the class of the error."""
     try:

@@ -27,15 +27,6 @@ INVARIANT = ("intflash", "intflash_p8")
 INTEGER = [m.name for m in METHODS.values() if m.integer_only]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """One thread, because the operations are small and other test processes run beside."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def data(kind, g):
     q, k, v = (
         torch.randint(-127, 128, (2, h, n, 17), generator=g, dtype=torch.int8) for h, n in ((4, 21), (2, NK), (2, NK))

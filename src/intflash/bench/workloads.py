@@ -163,16 +163,20 @@ def _sink(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> Inputs
 # that) of the qflash authors' program is then 0, and its P overflows int8.
 TINY_SCALE = 5.88e-4
 
-# The columns of the table in docs/numerics.md, section 2.
-COLUMNS = (
-    workload_case(QFLASH["A2"]),
-    workload_case(QFLASH["A7"]),
+_NORMAL_AND_UNIFORM = (
     random_case("randn 197", 197, normal()),
     random_case("randn 1k", 1024, normal()),
     random_case("randn 4k", 4096, normal()),
     random_case("randn 16k", 16384, normal()),
     random_case("U(.5) 1k", 1024, uniform(-0.5, 0.5)),
     random_case("U(.5) 4k", 4096, uniform(-0.5, 0.5)),
+)
+
+# The columns of the table in docs/numerics.md, section 2.
+COLUMNS = (
+    workload_case(QFLASH["A2"]),
+    workload_case(QFLASH["A7"]),
+    *_NORMAL_AND_UNIFORM,
     random_case("outlier K", 1024, normal(), change=_outlier_key_channel),
     random_case("D128 corr", 1024, normal(), head_dim=128, change=_correlated, sm_scale=TINY_SCALE),
     random_case("x.02", 1024, normal(), change=_scaled(0.02)),
@@ -181,12 +185,7 @@ COLUMNS = (
 
 # docs/numerics.md, section 3: inputs on which qflash breaks.
 HARD = (
-    random_case("randn 197", 197, normal()),
-    random_case("randn 1k", 1024, normal()),
-    random_case("randn 4k", 4096, normal()),
-    random_case("randn 16k", 16384, normal()),
-    random_case("U(.5) 1k", 1024, uniform(-0.5, 0.5)),
-    random_case("U(.5) 4k", 4096, uniform(-0.5, 0.5)),
+    *_NORMAL_AND_UNIFORM,
     random_case("U(.5) 16k", 16384, uniform(-0.5, 0.5)),
     random_case("D128 corr", 1024, normal(), head_dim=128, change=_correlated, sm_scale=TINY_SCALE),
     random_case("V + 1, N 197", 197, uniform(-0.5, 0.5), change=_value_offset),
