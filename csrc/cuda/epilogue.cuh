@@ -1,4 +1,6 @@
 // The epilogue: converts accumulators to the output, acc / l * s_V / s_O in integers or acc * (s_V / l) in float32.
+// A kernel loads OutputConstants, computes a RowScale for each row from its row sum (`row_scales`), and packs its
+// accumulators with `output_words` or `store_outputs`.
 #pragma once
 #include "params.cuh"
 #include "quantize.cuh"

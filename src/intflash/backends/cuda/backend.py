@@ -25,7 +25,7 @@ def unsupported(problem: Problem) -> str | None:
     if problem.device.type != "cuda":
         return f"tensors are on {problem.device}, the CUDA backend needs a CUDA device"
     if problem.cu_seqlens_q is not None:
-        return "its kernels take no packed sequences"
+        return "its kernels do not support packed sequences"
     if reason := limits(problem):
         return reason
     if problem.method in long_rows_float.METHODS:
@@ -46,7 +46,7 @@ def _short_rows_unsupported(problem: Problem) -> str | None:
 def _rows_unsupported(problem: Problem) -> str | None:
     for what in ("bias", "keep", "causal"):
         if getattr(problem, what) is not None:
-            return f"short rows take no {what}"
+            return f"short rows do not support {what}"
     return short_rows.unsupported(problem)
 
 
@@ -57,7 +57,7 @@ def _scales(problem: Problem) -> str | None:
     if not set(kinds) <= {"tensor", "head"}:
         return f"K and V need one scale per tensor or head, got {kinds[0]!r} and {kinds[1]!r}"
     if problem.out_scale is not None and problem.out_scale.shape[3] > 1:
-        return "out_scale may not differ between channels"
+        return "out_scale must not differ between channels"
     return None
 
 

@@ -51,7 +51,7 @@ def shape_unsupported(problem: Problem) -> str | None:
         return f"needs one head_dim, a multiple of 16 up to 128, got {d} and {dv}"
     for what in ("bias", "keep", "cu_seqlens_q"):
         if getattr(problem, what) is not None:
-            return f"long rows take no {what}"
+            return f"long rows do not support {what}"
     return None
 
 

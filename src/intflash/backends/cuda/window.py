@@ -19,7 +19,7 @@ METHODS = ("intflash", "intflash_p8")
 def unsupported(problem: Problem) -> str | None:
     """Returns why the kernel cannot serve the problem, or None."""
     if problem.method not in METHODS:
-        return f"windows are for {' and '.join(METHODS)}"
+        return f"windows support the methods {' and '.join(METHODS)}"
     q, k, v = (x if isinstance(x, Tensor) else x.data for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
     if max(nq, nk) > MAX_WINDOW:
@@ -27,11 +27,11 @@ def unsupported(problem: Problem) -> str | None:
     if d != dv or d % 16 or d > 64:
         return f"needs one head_dim, a multiple of 16 up to 64, got {d} and {dv}"
     if problem.causal is not None:
-        return "windows are not causal"
+        return "windows do not support a causal mask"
     if batch * heads * heads >= 1 << 32:
         return f"indexes at most 2^32 / heads windows and heads, got {batch * heads}"
     if any(_span_bytes(x) >= 1 << 31 for x in (q, k, v)):
-        return "rows of a window lie too far apart"
+        return "tokens of a window must lie within 2 GiB"
     if _key_major(v):
         apart = [s for s, n in zip(v.stride(), v.shape, strict=True) if n > 1 and s != 1]
         if any(s % 4 for s in apart) or v.data_ptr() % 4 or not readable(v, -(-nk // 16) * 16):

@@ -46,7 +46,7 @@ def limits(problem: Problem) -> str | None:
     """Returns why no kernel serves this many heads or rows this far apart, or None."""
     heads = problem.q.shape[1]
     if heads > GRID_LIMIT:
-        return f"takes at most {GRID_LIMIT} heads, got {heads}: independent ones may lie along the batch axis"
+        return f"takes at most {GRID_LIMIT} heads, got {heads}: move independent heads to the batch axis"
     for name in ("q", "k", "v", "bias", "bias_float", "keep"):
         x = getattr(problem, name)
         x = x.data if isinstance(x, QTensor) else x

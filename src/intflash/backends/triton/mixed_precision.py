@@ -37,7 +37,7 @@ _LEAST_KEYS = 32  # keys of a tile: int8 products take 32 keys at once
 
 def unsupported(problem: Problem) -> str | None:
     if problem.method in FP8_DIMS and problem.cu_seqlens_q is not None:
-        return f"{problem.method} on Triton takes no packed sequences: each would have a scale of its own"
+        return f"{problem.method} on Triton does not support packed sequences, because each would have its own scale"
     if problem.method != "int_flash_full":
         return None
     quantized = isinstance(problem.v, QTensor)

@@ -31,7 +31,7 @@ _ELEMENTS = 2048  # rows of a softmax program
 
 def unsupported(problem: Problem) -> str | None:
     if problem.cu_seqlens_q is not None:
-        return f"{problem.method} on Triton takes no packed sequences"
+        return f"{problem.method} on Triton does not support packed sequences"
     if problem.k.shape[2] > MAX_KEYS:
         return f"{problem.method} on Triton needs at most {MAX_KEYS} keys, got {problem.k.shape[2]}"
     return None
