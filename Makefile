@@ -65,7 +65,7 @@ lint: $(VENV)/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt ruff clang-format
 	$(BIN)/ruff check src tests benchmarks scripts examples docs
 	$(BIN)/ruff format --check src tests benchmarks scripts examples
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/cpu/*.* csrc/cpu/isa/*.* csrc/host/*.*)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*/*.* csrc/*/*/*.*)
 
 clean:
 	rm -rf $(VENV) build results

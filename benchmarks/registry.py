@@ -1,4 +1,4 @@
-"""Every experiment: those of this folder, and those that the `intflash` command runs as well."""
+"""Lists every experiment: those of this folder, and those that the `intflash` command also runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every example runs as printed; those of public names as in a fresh interpreter, with their own imports."""
+"""Every example in a docstring runs as printed. Examples of public names run in a fresh interpreter, with their own
+imports.
+"""
 
 import doctest
 import importlib

@@ -1,4 +1,4 @@
-"""The custom op: torch.library's own checks, and whole graphs under torch.compile."""
+"""The custom op: torch.library's own checks, and full graphs under torch.compile."""
 
 import pytest
 import torch
@@ -11,7 +11,9 @@ from oracle import randn
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_before():
-    """Else a call of another test's code is compiled for a changed option, or after eight of them not at all."""
+    """Resets torch.compile. Otherwise code of another test is recompiled for a changed option, or after eight
+    recompilations not at all.
+    """
     torch._dynamo.reset()
 
 
@@ -95,7 +97,7 @@ def test_op_does_not_alias_a_given_out_scale():
     assert isinstance(intflash.attention(q, k, v, out_dtype=torch.int8, out_scale=scale), QTensor)
 
 
-def test_compiled_code_takes_tensors_that_want_gradients_and_refuses_the_backward_pass():
+def test_compiled_code_refuses_the_backward_pass_only():
     q, k, v = randn(1, 2, 20, 16)
     compiled = torch.compile(lambda *x: intflash.attention(*x) * 2, fullgraph=True, backend="aot_eager")
     out = compiled(q.clone().requires_grad_(), k, v)
@@ -117,7 +119,7 @@ def test_integer_output_of_a_float_v_compiles(method):
 @pytest.mark.parametrize("granularity", ["token", "block"])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_compiled_integer_output_has_the_scale_of_all_tokens(granularity, heads):
-    """Also where one key head serves several query heads: the form of the scale is part of what compiled code knows."""
+    """Also where one key head serves several query heads, because compiled code depends on the shape of the scale."""
     q, k, v = randn(1, 4, 20, 16)
     recipe = Recipe(k=granularity, v=granularity, block_size=7)
     options = dict(method="fp16", out_dtype=torch.int16, recipe=recipe, enable_gqa=True)
@@ -137,7 +139,7 @@ def test_traced_code_computes():
     assert torch.equal(traced(k, v, q), intflash.attention(k, v, q))
 
 
-def test_the_op_gives_every_argument_that_a_signature_asks_for(monkeypatch):
+def test_the_op_passes_every_argument(monkeypatch):
     seen = []
 
     def signed(call, arguments):
@@ -204,8 +206,8 @@ def test_compiled_calls_keep_the_rule():
         assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(recipe), call(recipe))
 
 
-def test_one_compiled_call_takes_recipes_that_differ():
-    """Torch makes a number that changes a symbol."""
+def test_one_compiled_call_with_different_recipes():
+    """torch makes a number that changes between calls a symbol."""
     q, k, v = randn(1, 2, 20, 16)
 
     def call(recipe):

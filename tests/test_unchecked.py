@@ -135,7 +135,7 @@ def test_biases_saturate_and_nan_is_absent(value, code):
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("method", ["intflash", "intflash_p8", "intflash_online"])
 def test_masks_that_would_saturate_are_refused_with_the_bound(method, sign):
-    """ALiBi of 4096 tokens fell to 5 dB, and a constant that softmax ignores to 3 dB, without a word."""
+    """ALiBi over 4,096 tokens, and a constant that does not change a softmax, would saturate and lose accuracy."""
     past, at = (torch.full((20, 20), sign * x) for x in (1419.6, 1419.5))
     for name in ("attn_mask", "bias"):
         for backend in (None, "reference", "torch", "cpu"):

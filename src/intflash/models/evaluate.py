@@ -1,4 +1,6 @@
-"""`evaluate`: Top-1 and Top-5 of a classifier with its attention by every method, in one pass over the images."""
+"""`evaluate`: Top-1 and Top-5 of a classifier with its attention computed by every method, in one pass over the
+images.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from intflash.models.papers import PAPER_BITS_PER_MAC, PaperRow, paper_row
 from intflash.models.patch import attach, patch, unpatch
 from intflash.quant.calibrate import Scales
 
-FLOAT = "float"  # the model as it is, without a patch
+FLOAT = "float"  # the model without a patch
 SAVE_SECONDS = 20.0
 
 
@@ -34,7 +36,7 @@ class Variant:
 
     method: str
     scales: Scales | None = None
-    file: str = ""  # of the scales
+    file: str = ""  # granularity of the scales
 
     @property
     def name(self) -> str:
@@ -45,7 +47,7 @@ class Variant:
 
 @dataclass
 class Tally:
-    """Sums over images: counts, and squared logits of the float model with the squared differences."""
+    """Sums over images: counts, and the squared logits of the float model and of the differences."""
 
     images: int = 0
     top1: int = 0
@@ -69,7 +71,7 @@ class Tally:
 
 @dataclass
 class Row:
-    """What the table shows of one variant; percentages, dB and milliseconds."""
+    """One variant's row of the table: percentages, dB and milliseconds."""
 
     name: str
     images: int
@@ -88,7 +90,7 @@ class Row:
 
 @dataclass
 class Evaluation:
-    """The outcome: rows, the layers that were left as they are, and what was evaluated."""
+    """The result: rows, the layers that were not patched, and what was evaluated."""
 
     model: str
     data: str
@@ -174,7 +176,7 @@ def evaluate(
                 tallies[variant.name].add(out, logits, labels, seconds)
             progress.advance(len(labels))
             on_batch(progress.done, len(mine))
-    progress.save()  # another process may still be interrupted
+    progress.save()  # another process may have been interrupted
     counts = counts or _count(model, dataset[0][0][None].to(device=device, dtype=dtype))
     tallies = _sum_over_processes(tallies)
     progress.forget()
@@ -184,10 +186,10 @@ def evaluate(
 
 
 def check_variants(variants: Sequence[Variant]) -> None:
-    """Refuse variants of no known method, and two of one name.
+    """Refuses variants of unknown methods, and two variants of one name.
 
     Raises:
-        InputError: as said.
+        InputError: names the variant.
     """
     for variant in variants:
         get_method(variant.method)
@@ -197,7 +199,7 @@ def check_variants(variants: Sequence[Variant]) -> None:
 
 
 def _weights_digest(model: nn.Module) -> str:
-    """Names, shapes and values of a model's parameters and buffers, in 16 digits."""
+    """Returns a digest of 16 digits of the names, shapes and values of a model's parameters and buffers."""
     digest = hashlib.sha256()
     for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
         digest.update(f"{name} {tuple(x.shape)}".encode())
@@ -227,7 +229,9 @@ class _Counting(FloatCore):
 
 
 def _count(model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Attention's multiply-accumulates per image, the number of layers replaced, and what was left."""
+    """Returns attention's multiply-accumulates per image, the number of layers replaced, and the layers that were
+    not.
+    """
     cores: list[_Counting] = []
 
     def make(_name: str) -> _Counting:
@@ -267,7 +271,7 @@ def _row(
 
 
 def _granularity(variant: Variant | None) -> str:
-    """Granularities of Q, K and V, as "token/token/head", or "tensor" where all are."""
+    """Returns the granularities of Q, K and V, as "token/token/head", or "tensor" where all are."""
     if variant is None:
         return ""
     recipe = get_method(variant.method).recipe
@@ -277,7 +281,7 @@ def _granularity(variant: Variant | None) -> str:
 
 
 def _gbops(variant: Variant | None, macs: list[int]) -> float | None:
-    """Giga bit operations per image as QFlash Table 5 counts them; None for float attention."""
+    """Returns giga bit operations per image as QFlash's Table 5 counts them; None for float attention."""
     if variant is None:
         return None
     recipe = get_method(variant.method).recipe
@@ -288,7 +292,7 @@ def _gbops(variant: Variant | None, macs: list[int]) -> float | None:
 
 
 class _Progress:
-    """The sums of an evaluation, with `resume` also on disk until it is finished: one file per process."""
+    """The sums of an evaluation. With `resume` they are also on disk until it is finished, one file per process."""
 
     def __init__(self, names: list[str]) -> None:
         self.path: Path | None = None
@@ -298,7 +302,7 @@ class _Progress:
         self.errors: dict[str, str] = {}  # variant -> why it cannot run
 
     def resume(self, path: Path, key: dict[str, Any]) -> None:
-        """Keep the sums in a file, and go on from those that are there; those of another evaluation are refused."""
+        """Keeps the sums in a file, and continues from the sums in it. Those of another evaluation are refused."""
         self.path, self.key = path, key
         if not path.exists():
             return
@@ -328,13 +332,13 @@ class _Progress:
         self.saved = time.monotonic()
 
     def forget(self) -> None:
-        """The evaluation is finished: the next one starts anew."""
+        """Deletes the file of a finished evaluation."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
 
 def _group() -> tuple[int, int]:
-    """(rank, world size) of the standard process group; (0, 1) without one."""
+    """Returns (rank, world size) of the default process group; (0, 1) without one."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0, 1
@@ -358,7 +362,7 @@ def _sum_over_processes(tallies: dict[str, Tally]) -> dict[str, Tally]:
 def batches(
     dataset: torch.utils.data.Dataset, images: int, batch_size: int, device: str, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """The images of calibration: `images` of them, spread evenly over the dataset."""
+    """Yields batches of `images` images for calibration, spread evenly over the dataset."""
     count = min(images, len(dataset))
     chosen = [i * len(dataset) // count for i in range(count)]
     loader = torch.utils.data.DataLoader(torch.utils.data.Subset(dataset, chosen), batch_size=batch_size)

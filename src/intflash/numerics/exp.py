@@ -24,10 +24,10 @@ K0 = (14 << 32) + (102 << 24) + (1 << 23) - 1
 QUADRATIC_OFFSET = 132608  # m = u*u + 132608 ~ 3.02 * 2^16 * 2^f with u = 256 + 256 f; rms 0.12 %
 P16_MAX = 65193  # p of the maximum itself, 16 bits
 P8_MAX = 255  # the same, 8 bits
-ABSENT = -(1 << 31)  # in an int32 bias: this key takes no part
+ABSENT = -(1 << 31)  # in an int32 bias: this key is absent
 
 C_MAX = (1 << 31) - (1 << 8)
-MAX_OCTAVES_PER_UNIT = 64.0  # larger: every key but the largest is 0 anyway
+MAX_OCTAVES_PER_UNIT = 64.0  # with more, every key but the largest has p = 0 anyway
 BIAS_FRACTION_BITS = 20  # Q11.20: 2048 octaves
 BIAS_LIMIT = (1 << 31) - 1
 BIAS_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -35,16 +35,16 @@ BIAS_BOUND = BIAS_LIMIT / (1 << BIAS_FRACTION_BITS) / LOG2_E  # 1419.57: a large
 
 OUTPUT_EXPONENTS = (-7, 29)  # frexp exponents of s_V / s_O
 
-# The P of `intflash_online`: 1/112 octave a step, 1024 of them, the last 16 of which are 0.
+# P of `intflash_online` has 1,024 entries, 1/112 octave apart. The last 16 are 0.
 LAST_STEP = 1023
 
 
 class ScoreUnit(NamedTuple):
-    """What a method's T counts, in 2^-32 of it, and how many fraction bits c keeps in it.
+    """The unit in which a method's T counts, in multiples of 2^-32, and how many fraction bits of c are kept in it.
 
     Attributes:
         sixteenths: units in 16 octaves.
-        least_coarse: the c from which 24 fraction bits are kept: T also fits a product of 32 bits in 2^-24 unit.
+        least_coarse: the c from which 24 fraction bits are kept. T then also fits a 32-bit product in 2^-24 unit.
         fraction_bits: of a smaller c.
     """
 

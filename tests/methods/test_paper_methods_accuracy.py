@@ -1,4 +1,4 @@
-"""Accuracy of the published methods: the specification's emulated numbers, and where qflash breaks."""
+"""Accuracy of the methods of other papers: the specification's numbers, and inputs on which qflash breaks."""
 
 import math
 
@@ -37,13 +37,13 @@ def decibels(method, q, k, v, scale=None, **options):
 @pytest.mark.parametrize("method", EMULATED)
 @pytest.mark.parametrize("column, shape", [(0, A2), (1, A7)], ids=["A2", "A7"])
 def test_emulated_sqnr(method, column, shape):
-    """Within 0.5 dB: seeds move a figure by 0.2, and the maxima that set the scales with them."""
+    """Within 0.5 dB: seeds change a value by 0.2 dB, because they change the maxima that set the scales."""
     assert decibels(method, *uniform(4, *shape)) == pytest.approx(EMULATED[method][column], abs=0.5)
 
 
 @pytest.mark.parametrize("shape", [A2, A7], ids=["A2", "A7"])
 def test_ivit_sqnr_depends_on_how_its_unit_rounds(shape):
-    """QFlash's table has 25.8 and 25.2 dB; the method's own spread over seeds is 22.7 to 28.4."""
+    """QFlash's table has 25.8 and 25.2 dB. The method's own range over seeds is 22.7 to 28.4 dB."""
     assert all(22 < decibels("ivit", *uniform(4, *shape, seed=s)) < 29 for s in range(3))
 
 
@@ -54,7 +54,7 @@ def test_fp32_is_float32():
 @pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int8])
 def test_integer_output(method, dtype):
-    """Codes add the rounding noise of their step, which fills max|V|, and nothing else."""
+    """Integer output adds only the rounding noise of its step, whose largest code is max|V|."""
     q, k, v = uniform(4, *A7)
     exact = float64_attention(q, k, v)
     step = v.abs().max().double() / torch.iinfo(dtype).max
@@ -70,7 +70,7 @@ def test_integer_output(method, dtype):
 
 def qflash_collapses(q, k, v, below, scale=None):
     assert decibels("qflash", q, k, v, scale) < below
-    # it is the method that breaks, not the codes: 16-bit P stays near what they allow
+    # the method breaks and not the codes: 16-bit P is near the ceiling
     exact = float64_attention(q, k, v, scale)
     assert decibels("intflash", q, k, v, scale) > sqnr(exact, ceiling(q, k, v, scale=scale)) - 1
 
@@ -88,7 +88,7 @@ def test_qflash_breaks_on_small_uniform_inputs(n, below):
 
 
 def test_qflash_breaks_when_p_wraps():
-    """sm_scale 4e-6 in all: exp_M = 0, and P leaves int8 where correlated scores spread over millions."""
+    """sm_scale 4e-6: exp_M = 0, and P overflows int8 where correlated scores spread over millions."""
     g = torch.Generator().manual_seed(0)
     direction = torch.randn(1, 1, 1, 128, generator=g).sign()
     q, k, v = randn(1, 1, 256, 128, seed=1)
@@ -97,7 +97,7 @@ def test_qflash_breaks_when_p_wraps():
     qflash_collapses(q, k, v, -10, scale=4e-6 / unit / 1.4426950408889634)
 
 
-def test_qflash_lets_padding_into_l():
+def test_qflash_counts_padding_in_l():
     q, k, v = uniform(0.5, 1, 1, 197, 64)
     qflash_collapses(q, k, v + 1, 22)
     assert decibels("qflash", *(torch.cat([x, x[:, :, :27]], 2) for x in (q, k, v + 1))) > 35  # 224 = 7 tiles

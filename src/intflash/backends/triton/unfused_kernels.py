@@ -1,12 +1,12 @@
-"""Device code of `ivit`, `ibert` and `fqvit`: one kernel per operator, scores and P in memory, as those works run.
+"""The kernels of `ivit`, `ibert` and `fqvit`: one per operator, with scores and P in memory, as those papers compute.
 
     _scores_kernel      Q K^T (+ bias) int32, and its absolute maximum over present keys
     _requantize_kernel  int32 scores to int8 codes by that maximum (ivit, fqvit)
     _softmax_kernel     a row at a time: P as int8 (ivit), uint8 (ibert) or int16 powers of two (fqvit)
     _values_kernel      P V in int32, the output by one fixed-point multiplication
 
-An absent key's score is INT32_MIN, its code -128. Quotients by a constant of the call go through an integer
-reciprocal and a correction by the remainder; a division per row is the machine's own (float inside).
+The score of an absent key is INT32_MIN, its code -128. Quotients by constants of a call use an integer reciprocal and a
+correction by the remainder. The division per row is the GPU's own, which computes through floats.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from intflash.backends.gpu.tensors import View
-from intflash.backends.triton.tiles import Masks, Place, bias_tile, head_base, load_rows, present_keys
+from intflash.backends.triton.device_functions import Masks, Position, bias_tile, head_base, load_rows, present_keys
 from intflash.numerics.triton import INT32_MIN, clz32, reciprocal_2_55
 
 INT32_MAX = tl.constexpr((1 << 31) - 1)
@@ -28,7 +28,7 @@ IBERT_OCTAVES = tl.constexpr(30)
 IBERT_BITS = tl.constexpr(40)
 INT16_MAX = tl.constexpr(32767)
 LEVELS = tl.constexpr(15)
-MIN_UNIT = tl.constexpr(2.0**-30)  # of an exponential: below it they leave int64
+MIN_UNIT = tl.constexpr(2.0**-30)  # the least unit of an exponential: with a smaller one they exceed int64
 
 
 class Scales(NamedTuple):
@@ -39,7 +39,7 @@ class Scales(NamedTuple):
     v: object
     out: object
     sm_bits: object
-    end: None = None  # as in `tiles.Masks`
+    end: None = None  # see `Masks`
 
 
 # --- integer quotients
@@ -47,7 +47,7 @@ class Scales(NamedTuple):
 
 @triton.jit
 def _bit_length(x):
-    """Bits of an int64 0 <= x < 2^63."""
+    """Returns the number of bits of an int64 0 <= x < 2^63."""
     high = (x >> 32).to(tl.uint32)
     low = x.to(tl.uint32)
     top = tl.where(high != 0, high, low)
@@ -57,31 +57,33 @@ def _bit_length(x):
 
 @triton.jit
 def _shift(x, by):
-    """x << by, x >> -by for negative by; int64."""
+    """Returns x << by, or x >> -by for negative by; int64."""
     return tl.where(by >= 0, x << tl.maximum(by, 0).to(tl.int64), x >> tl.maximum(-by, 0).to(tl.int64))
 
 
 @triton.jit
 def _reciprocal(divisor):
-    """(2^55 / divisor normalized to 32 bits, the shift that normalizes it) of an int64 divisor >= 1."""
+    """Returns (2^55 / divisor normalized to 32 bits, the shift that normalizes it) for an int64 divisor >= 1."""
     by = 32 - _bit_length(divisor)
     return reciprocal_2_55(_shift(divisor, by).to(tl.uint32)).to(tl.int64), by
 
 
 @triton.jit
 def _quotient(x, divisor, reciprocal, by):
-    """floor(x / divisor) of int64 x >= 0 with a quotient below 2^16: 24-bit estimate, within 1, then the remainder."""
+    """Returns floor(x / divisor) for int64 x >= 0 with a quotient below 2^16: a 24-bit estimate within 1, corrected
+    by the remainder.
+    """
     q = ((_shift(x, by) >> 16) * reciprocal) >> 39
     rest = x - q * divisor
     return tl.where(rest < 0, q - 1, tl.where(rest >= divisor, q + 1, q))
 
 
-# --- constants of the call, in float64
+# --- constants of a call, in float64
 
 
 @triton.jit
 def _unit(scales: Scales, b, h, GROUP: tl.constexpr):
-    """s_Q * s_K * scale of a head, float64."""
+    """Returns s_Q * s_K * scale of a head, float64."""
     q, k = scales.q, scales.k
     s_q = tl.load(q.ptr + b * q.b + h * q.h).to(tl.float64)
     s_k = tl.load(k.ptr + b * k.b + (h // GROUP) * k.h).to(tl.float64)
@@ -90,7 +92,7 @@ def _unit(scales: Scales, b, h, GROUP: tl.constexpr):
 
 @triton.jit
 def _floor(x):
-    """A float64 in [0, 2^62) rounded down to int64."""
+    """Rounds a float64 in [0, 2^62) down to int64."""
     return x.to(tl.int64)
 
 
@@ -102,7 +104,7 @@ def _ceil(x):
 
 @triton.jit
 def _round(x):
-    """A float64 in [0, 2^62) rounded half to even."""
+    """Rounds a float64 in [0, 2^62) half to even."""
     floor = x.to(tl.int64)
     rest = x - floor.to(tl.float64)
     return floor + tl.where((rest > 0.5) | ((rest == 0.5) & (floor % 2 == 1)), 1, 0)
@@ -115,21 +117,23 @@ def _round(x):
 def _scores_kernel(
     q: View, k: View, s: View, amax, masks: Masks, bias_units, nq, nk,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEY_TILES: tl.constexpr,
-    CAUSAL: tl.constexpr, PERIODS: tl.constexpr,
+    CAUSAL: tl.constexpr, CONSTS: tl.constexpr,
 ):  # fmt: skip
-    """int32 scores of a tile; masks.bias: int32 in score units, with ABSENT; amax: int32, raised to the largest |S|."""
+    """Computes int32 scores of a tile. masks.bias: int32 in score units, with ABSENT. amax: int32, raised to the
+    largest |S|.
+    """
     batch, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     zero = head * 0
     row, first = (tile // KEY_TILES) * BM, (tile % KEY_TILES) * BN
-    place = Place(batch, head, row, zero, zero + nq, zero, zero + nk)
+    pos = Position(batch, head, row, zero, zero + nq, zero, zero + nk)
     rows, keys = row + tl.arange(0, BM), first + tl.arange(0, BN)
     q_tile = load_rows(q, head_base(q, batch, head, zero), rows, nq, D, BD, True)
-    k_tile = load_rows(k, head_base(k, batch, head // PERIODS.group, zero), keys, nk, D, BD, True)
+    k_tile = load_rows(k, head_base(k, batch, head // CONSTS.group, zero), keys, nk, D, BD, True)
     score = tl.dot(q_tile, tl.trans(k_tile), out_dtype=tl.int32)
-    bias = bias_tile(masks, place, rows, keys, True)
+    bias = bias_tile(masks, pos, rows, keys, True)
     if bias is not None:
         score += bias
-    present = present_keys(masks, place, rows, keys, bias, masks.causal, True, CAUSAL)
+    present = present_keys(masks, pos, rows, keys, bias, masks.causal, True, CAUSAL)
     inside = present & (rows < nq)[:, None]
     if amax is not None:
         largest = tl.max(tl.max(tl.where(inside, tl.abs(score), 0), 1), 0)
@@ -141,7 +145,7 @@ def _scores_kernel(
 
 @triton.jit
 def _requantize_kernel(s, codes, amax, count, BLOCK: tl.constexpr):
-    """127 S / amax rounded half up, as int8; -128 for absent keys."""
+    """Computes 127 S / amax rounded half up, as int8, and -128 for absent keys."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(s + i, mask=i < count, other=0)
     divisor = 2 * tl.load(amax).to(tl.int64)
@@ -155,7 +159,9 @@ def _requantize_kernel(s, codes, amax, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _polynomial(depth, unit):
-    """I-BERT's exp(-depth * unit), at most 40 bits, and its value at 0: 0.3585 (x + 1.353)^2 + 0.344 over ln 2."""
+    """Returns I-BERT's exp(-depth * unit) in at most 40 bits, and its value at 0. The polynomial is 0.3585 (x +
+    1.353)^2 + 0.344 within an octave of ln 2.
+    """
     ln2 = _ceil(0.6931471805599453 / unit)
     b = _floor(1.353 / unit)
     c = tl.maximum(_floor(0.344 / (0.3585 * (unit * unit))), 1)
@@ -170,12 +176,12 @@ def _polynomial(depth, unit):
 
 @triton.jit
 def _ivit_p(depth, present, unit):
-    """Shiftmax to 7 bits; (P, l, one)."""
+    """Computes Shiftmax to 7 bits. Returns (P, l, one)."""
     x = -depth
-    x = x + (x >> 1) - (x >> 4)  # times 1.4375, about log2(e)
+    x = x + (x >> 1) - (x >> 4)  # times 1.4375, which is about log2(e)
     one = tl.maximum(_round(1.0 / unit), 1)
     x = tl.maximum(x, -IVIT_OCTAVES * one)
-    divisor = tl.minimum(one, INT32_MAX)  # depths are below 366: a larger one gives 0 too
+    divisor = tl.minimum(one, INT32_MAX)  # depths are below 366, so a larger unit gives 0 as well
     reciprocal, by = _reciprocal(divisor)
     octaves = _quotient(-x, divisor, reciprocal, by)
     rest = x + octaves * one
@@ -187,7 +193,7 @@ def _ivit_p(depth, present, unit):
 
 @triton.jit
 def _ibert_p(depth, present, unit):
-    """i-exp to 16 bits, P to 8 bits; (P, l, one)."""
+    """Computes i-exp to 16 bits and P to 8 bits. Returns (P, l, one)."""
     exp, one = _polynomial(depth, unit)
     reciprocal, by = _reciprocal(2 * one)
     p16 = tl.where(present, _quotient(2 * INT16_MAX * exp + one, 2 * one, reciprocal, by), 0)
@@ -198,7 +204,9 @@ def _ibert_p(depth, present, unit):
 
 @triton.jit
 def _fqvit_p(depth, present, unit):
-    """P to the nearest power of two, 2^(15 - level), by comparing 2 l with exp * (2 threshold - 1); (P, l, one)."""
+    """Rounds P to the nearest power of two, 2^(15 - level), by comparing 2 l with exp * (2 threshold - 1). Returns
+    (P, l, one).
+    """
     exp, one = _polynomial(depth, unit)
     exp = tl.where(present, exp, 0)
     l = tl.sum(exp, 1)
@@ -207,7 +215,7 @@ def _fqvit_p(depth, present, unit):
     level = tl.zeros(exp.shape, tl.int64)
     for i in tl.static_range(4):
         higher = level + (8 >> i)
-        # 1 / P rounds to level k from 3 * 2^(k - 2) on; to 1 from 2
+        # 1 / P rounds to level k from 3 * 2^(k - 2) on, and to level 1 from 2 on
         threshold = tl.where(higher == 1, 3, (tl.full(exp.shape, 3, tl.int64) << (higher - 1)) - 1)
         level = tl.where(twice >= divisor * threshold, higher, level)
     dead = (exp == 0) | (twice >= divisor * 98303)  # level 16 begins at 3 * 2^14
@@ -219,7 +227,9 @@ def _softmax_kernel(
     s, p, amax, scales: Scales, top, normalizer, first_value, nq, nk, stride,
     METHOD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of P; `stride` elements a row. top, normalizer, first_value: int64 [B, H, Nq] for lse, or None."""
+    """Computes ROWS rows of P, `stride` elements per row. top, normalizer, first_value: int64 [B, H, Nq] for
+    log-sum-exp, or None.
+    """
     batch, head = tl.program_id(0), tl.program_id(1)
     rows, keys = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
     first_row = (batch.to(tl.int64) * tl.num_programs(1) + head) * nq
@@ -233,7 +243,7 @@ def _softmax_kernel(
     unit = tl.full([1, 1], 1.0, tl.float64) * _unit(scales, batch, head, GROUP)
     if METHOD != "ibert":
         unit = unit * tl.load(amax).to(tl.float64) / 127.0
-    unit = tl.maximum(unit, MIN_UNIT)  # unchecked calls; others are refused
+    unit = tl.maximum(unit, MIN_UNIT)  # only unchecked calls get here with less; others are refused
     if METHOD == "ivit":
         weights, l, one = _ivit_p(depth, present, unit)
     elif METHOD == "ibert":
@@ -253,7 +263,7 @@ def _values_kernel(
     DIGITS: tl.constexpr, FRACTION: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr,
     BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """P V of BM rows. Two DIGITS: -P (up to 2^15) as 256 * high + low, both signed bytes."""
+    """Computes P V of BM rows. With two DIGITS, -P (up to 2^15) is 256 * high + low, both signed bytes."""
     batch, head = tl.program_id(0), tl.program_id(1)
     zero = head * 0
     rows, channels = tl.program_id(2) * BM + tl.arange(0, BM), tl.arange(0, BDV)
@@ -276,7 +286,7 @@ def _values_kernel(
     if DIGITS == 2:
         total = -((total << 8) + low_acc.to(tl.int64))
     seen = channels[None, :] < DV
-    if output is not None:  # int64 pairs: the multiplier, 24 + FRACTION - exponent
+    if output is not None:  # int64 pairs: the multiplier, and 24 + FRACTION - exponent
         x = output
         at = x.ptr + batch.to(tl.int64) * x.b + head.to(tl.int64) * x.h + channels[None, :] * x.d
         packed = tl.load(at, mask=seen, other=1)

@@ -1,4 +1,4 @@
-"""The published kernels' own outputs, recorded on an H200 (tests/golden)."""
+"""The outputs of the papers' own kernels, recorded on an H200 (tests/golden)."""
 
 from pathlib import Path
 
@@ -41,10 +41,10 @@ def test_qflash_constants(case):
 
 
 @pytest.mark.parametrize("case", QFLASH_CASES)
-def test_qflash_equals_the_published_kernel(case):
-    """Bit for bit, save where acc is a multiple of l: its approximate division may truncate one nearer zero."""
+def test_qflash_equals_the_authors_kernel(case):
+    """Bit for bit, except where acc is a multiple of l: the kernel's approximate division may truncate to one less."""
     problem, g = qflash_problem(case)
-    acc, l, _ = qflash.accumulate(problem, qflash.PUBLISHED)
+    acc, l, _ = qflash.accumulate(problem, qflash.PIPELINE)
     out = get_method("qflash").reference(problem).out
     differ = out != g["o"]
     assert int(differ.sum()) == QFLASH_CASES[case]
@@ -74,7 +74,7 @@ def int_flash_problem(case: str, method: str) -> tuple[Problem, dict[str, Tensor
     "case, method",
     [("n256", "full"), ("u256", "full"), ("n256", "half"), ("u256", "half"), ("c128", "half")],
 )
-def test_int_flash_meets_the_published_kernel(case, method):
+def test_int_flash_agrees_with_the_authors_kernel(case, method):
     """Within one unit of the float16 output, or one step of a P that the GPU's exp2 rounded the other way.
 
     The output is stored as float16: half a unit, 2^-11 relative, from the exact value. The GPU's exp2 is
@@ -92,7 +92,7 @@ def test_int_flash_meets_the_published_kernel(case, method):
     assert float(20 * torch.log10(g[method].float().norm() / error.norm())) > 72.5
 
 
-def test_the_tile_of_int_flash_matters():
+def test_int_flash_depends_on_keys_per_tile():
     """Another number of keys per tile rounds P against other maxima: full loses 20 dB of agreement."""
     problem, g = int_flash_problem("n256", "int_flash_full")
     other = int_flash.online(problem, int_flash.quantized_p, problem.v.dequantize(), 32).out

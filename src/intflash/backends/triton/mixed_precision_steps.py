@@ -1,9 +1,9 @@
 """The steps of the methods with a float32 softmax: int_flash, lite, qattn and the float baselines.
 
-Their scores are int32 (or float32 from float inputs), their exponentials are taken in octaves, x = s * unit, against
-the maximum so far. `unit` of a tile is (row, key, value, lift): row [BM] what a score is worth, key [1, BN] and lift
-(see `mixed_flows.raised`) where KIND.k is "key", value the scale of the tile's V where KIND.v is "tile". The state is
-(m, l, acc), m in octaves, l the sum of the exact p.
+Scores are int32, or float32 for float inputs. Exponentials are computed in octaves, x = s * unit, against the running
+maximum. `unit` of a tile is (row, key, value, score_bound): row [BM] is the value of a score; key [1, BN] and
+score_bound are used where KIND.k is "key"; value is the scale of the tile's V where KIND.v is "tile". The state is (m,
+l, acc), with m in octaves and l the sum of the exact p.
 
     int_flash_half   P float16              int_flash_full   P int8, R = 127, int32 products
     lite, qattn      P bfloat16             fp16, bf16, fp32, fp8    P of the inputs' type
@@ -17,36 +17,38 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from intflash.backends.triton.mixed_flows import flow, general, raised
-from intflash.backends.triton.steps import Hooks, Steps, make_steps
-from intflash.backends.triton.tiles import Place, head_base, natural_order, permuted_keys
+from intflash.backends.triton.device_functions import Position, head_base, natural_order, permuted_keys
+from intflash.backends.triton.intflash_steps import Hooks, Steps, make_steps
+from intflash.backends.triton.online_softmax import biased, general, online_softmax
 from intflash.numerics.triton import PTX
 
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added, it leaves the rounded integer in the low bits
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the rounded integer in the low bits
 R = tl.constexpr(127.0)
 LOG2_R = tl.constexpr(math.log2(127.0))
-FP8_OCTAVES = tl.constexpr(8.0)  # P in (0, 256] keeps its tail out of e4m3's subnormals
+FP8_OCTAVES = tl.constexpr(8.0)  # P in (0, 256] keeps small values out of e4m3's subnormals
 
 
 class MixedConstants(NamedTuple):
     """Scales as float32 Views; None where there is none.
 
     q_scale [B|1, Hq|1, Nq|1, 1], k_scale [B|1, Hk|1, keys or blocks or 1, 1], v_scale [B|1, Hk|1, 1, Dv|1] or per
-    block, out_scale [B|1, Hq|1, 1, Dv|1] of integer output, lifts [B|1, Hk|1, tiles of keys, 1] where K has a scale for
-    each key: more than any score of the tile times its scale. octaves is sm_scale * log2(e).
+    block, out_scale [B|1, Hq|1, 1, Dv|1] for integer output, score_bounds [B|1, Hk|1, tiles of keys, 1] where K has a
+    scale for each key: above every |score * scale| of the tile. octaves is sm_scale * log2(e).
     """
 
     q_scale: object
     k_scale: object
     v_scale: object
     out_scale: object
-    lifts: object
+    score_bounds: object
     octaves: object
-    end: None = None  # as in `tiles.Masks`
+    end: None = None  # see `Masks`
 
 
-class Kinds(NamedTuple):
-    """Where scales enter: K's "none", "head", "tile" (one per tile of keys) or "key"; V's "none", "end" or "tile"."""
+class ScaleKinds(NamedTuple):
+    """Where scales are applied: K's "none", "head", "tile" (one per tile of keys) or "key"; V's "none", "end" or
+    "tile".
+    """
 
     k: str
     v: str
@@ -71,7 +73,7 @@ def _integer_scores(q, k):
 
 @triton.jit
 def _exact(x):
-    """x as the operand of a product: the interpreter would multiply the bits of bfloat16."""
+    """Returns x as the operand of a product. The interpreter would otherwise multiply the bits of bfloat16."""
     if PTX:
         return x
     else:
@@ -85,7 +87,7 @@ def _float_scores(q, k):
 
 @triton.jit
 def _e4m3(x):
-    """e4m3 values that travel as int8 bits (loads, masks and pointers know no 8-bit float)."""
+    """Reinterprets int8 bits as e4m3, because loads, masks and pointers support no 8-bit floats."""
     return x.to(tl.float8e4nv, bitcast=True)
 
 
@@ -95,74 +97,77 @@ def _e4m3_scores(q, k):
 
 
 @triton.jit
-def _scale_base(x, place: Place, head):
-    return x.ptr + place.b.to(tl.int64) * x.b + head.to(tl.int64) * x.h
+def _scale_base(x, pos: Position, head):
+    return x.ptr + pos.b.to(tl.int64) * x.b + head.to(tl.int64) * x.h
 
 
 @triton.jit
-def _row_units(constants: MixedConstants, place: Place, rows, PERIODS: tl.constexpr, KIND: tl.constexpr):
-    """(octaves per score unit [BM], the head's K scales, V scales and lifts), pointers where KIND reads them by tile.
+def _row_units(constants: MixedConstants, pos: Position, rows, CONSTS: tl.constexpr, KIND: tl.constexpr):
+    """Returns (octaves per score unit [BM], the head's K scales, V scales and score bounds), as pointers where KIND
+    reads them per tile.
 
-    The loop reads no View: Triton 3.6 loses the constants inside a tuple that crosses a loop (a stride of 1).
+    The loop reads no View: Triton 3.6 loses the constants inside a tuple that crosses a loop, such as a stride of 1.
     """
     unit = tl.full(rows.shape, 1.0, tl.float32) * constants.octaves
-    key_head = place.h // PERIODS.group
-    k_scales, v_scales, lifts = place.h, place.h, place.h
+    key_head = pos.h // CONSTS.group
+    k_scales, v_scales, score_bounds = pos.h, pos.h, pos.h
     if constants.q_scale is not None:
         x = constants.q_scale
-        base = _scale_base(x, place, place.h)
-        unit *= tl.load(base + (place.q_start + rows) * x.n, mask=rows < place.q_count, other=1.0)
+        base = _scale_base(x, pos, pos.h)
+        unit *= tl.load(base + (pos.q_start + rows) * x.n, mask=rows < pos.q_count, other=1.0)
     if KIND.k == "head":
-        unit *= tl.load(_scale_base(constants.k_scale, place, key_head))
+        unit *= tl.load(_scale_base(constants.k_scale, pos, key_head))
     elif KIND.k != "none":
-        k_scales = _scale_base(constants.k_scale, place, key_head)
+        k_scales = _scale_base(constants.k_scale, pos, key_head)
     if KIND.k == "key":
-        lifts = _scale_base(constants.lifts, place, key_head)
+        score_bounds = _scale_base(constants.score_bounds, pos, key_head)
     if KIND.v == "tile":
-        v_scales = _scale_base(constants.v_scale, place, key_head)
-    return unit, k_scales, v_scales, lifts
+        v_scales = _scale_base(constants.v_scale, pos, key_head)
+    return unit, k_scales, v_scales, score_bounds
 
 
 @triton.jit
 def _permuted(x):
-    """Values of keys in the order of `permuted_keys`: loaded contiguously, moved in registers."""
+    """Returns values of keys in the order of `permuted_keys`. They are loaded contiguously and permuted in
+    registers.
+    """
     BN: tl.constexpr = x.shape[0]
     return tl.reshape(tl.permute(tl.reshape(x, [BN // 16, 4, 2, 2]), [0, 2, 1, 3]), [BN])
 
 
 @triton.jit
 def _key_units(
-    C, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr,
+    C, constants: MixedConstants, pos: Position, first, keys, CONSTS: tl.constexpr, KIND: tl.constexpr,
     BOUNDED: tl.constexpr, PERMUTED: tl.constexpr = False,
 ):  # fmt: skip
-    """(row, key, value, lift) of a tile of keys; scales of keys and blocks are contiguous."""
-    row, k_scales, v_scales, lifts = C
-    key, value, lift = 1.0, 1.0, 0.0
+    """Returns (row, key, value, score_bound) of a tile of keys. Scales of keys and blocks are contiguous."""
+    row, k_scales, v_scales, score_bounds = C
+    key, value, score_bound = 1.0, 1.0, 0.0
     if KIND.k == "tile":
         row = row * tl.load(k_scales + first // KIND.k_block)
     elif KIND.k == "key":
         natural = first + tl.arange(0, keys.shape[0])
-        ptrs = k_scales + (place.k_start + natural) // KIND.k_block
+        ptrs = k_scales + (pos.k_start + natural) // KIND.k_block
         if BOUNDED:
-            key = tl.load(ptrs, mask=natural < place.k_count, other=0.0)
+            key = tl.load(ptrs, mask=natural < pos.k_count, other=0.0)
         else:
             key = tl.load(ptrs)
         if PERMUTED:
             key = _permuted(key)
         key = key[None, :]
         if not BOUNDED:
-            lift = tl.load(lifts + first // keys.shape[0])
+            score_bound = tl.load(score_bounds + first // keys.shape[0])
     if KIND.v == "tile":
         value = tl.load(v_scales + first // KIND.v_block)
-    return row, key, value, lift
+    return row, key, value, score_bound
 
 
 @triton.jit
 def _permuted_key_units(
-    C, constants: MixedConstants, place: Place, first, keys, PERIODS: tl.constexpr, KIND: tl.constexpr,
+    C, constants: MixedConstants, pos: Position, first, keys, CONSTS: tl.constexpr, KIND: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    return _key_units(C, constants, place, first, keys, PERIODS, KIND, BOUNDED, True)
+    return _key_units(C, constants, pos, first, keys, CONSTS, KIND, BOUNDED, True)
 
 
 @triton.jit
@@ -175,23 +180,23 @@ def _head_scale(x, base, CHANNELS: tl.constexpr, channels, inside):
 
 @triton.jit
 def _store(
-    out, place: Place, rows, acc, l, constants: MixedConstants, PERIODS: tl.constexpr, KIND: tl.constexpr,
+    out, pos: Position, rows, acc, l, constants: MixedConstants, CONSTS: tl.constexpr, KIND: tl.constexpr,
     DV: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
-    """acc / l * s_V as floats, or as codes of out_scale rounded half to even; rows without keys give 0."""
+    """Stores acc / l * s_V as floats, or as codes of out_scale rounded half to even. Rows without keys give 0."""
     channels = tl.arange(0, BDV)
     inside = channels[None, :] < DV
     o = acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
     if KIND.v == "end":
         x = constants.v_scale
-        o *= _head_scale(x, _scale_base(x, place, place.h // PERIODS.group), KIND.v_channels, channels, inside)
+        o *= _head_scale(x, _scale_base(x, pos, pos.h // CONSTS.group), KIND.v_channels, channels, inside)
     if constants.out_scale is not None:
         x = constants.out_scale
-        o = o / _head_scale(x, _scale_base(x, place, place.h), KIND.out_channels, channels, inside)
+        o = o / _head_scale(x, _scale_base(x, pos, pos.h), KIND.out_channels, channels, inside)
         QMAX: tl.constexpr = 127.0 if out.ptr.dtype.element_ty == tl.int8 else 32767.0
         o = (tl.minimum(tl.maximum(o, -QMAX), QMAX) + ROUND) - ROUND
-    ptrs = head_base(out, place.b, place.h, place.q_start) + rows[:, None] * out.n + channels[None, :] * out.d
-    tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=(rows[:, None] < place.q_count) & inside)
+    ptrs = head_base(out, pos.b, pos.h, pos.q_start) + rows[:, None] * out.n + channels[None, :] * out.d
+    tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=(rows[:, None] < pos.q_count) & inside)
 
 
 # --- softmax
@@ -213,10 +218,10 @@ def _result(state):
 
 @triton.jit
 def _accumulate(m, alpha, p, l, acc, v, DTYPE: tl.constexpr):
-    """l and acc with p rounded to DTYPE times v."""
+    """Updates l and acc with p, rounded to DTYPE, times v."""
     l = l * alpha + tl.sum(p, 1)
     if v.dtype == tl.int8:
-        v = v.to(tl.float32)  # exact in any DTYPE
+        v = v.to(tl.float32)  # int8 is exact in any DTYPE
     acc = tl.dot(_exact(p.to(DTYPE)), _exact(v.to(DTYPE)), acc * alpha[:, None], input_precision="ieee")
     return m, l, acc
 
@@ -224,51 +229,51 @@ def _accumulate(m, alpha, p, l, acc, v, DTYPE: tl.constexpr):
 @triton.jit
 def _step_half(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
-    m, alpha, p = flow(m, s, unit, bias, present, KIND, "integer")
+    m, alpha, p = online_softmax(m, s, unit, bias, present, KIND, "integer")
     return _accumulate(m, alpha, p, l, acc, v, tl.float16)
 
 
 @triton.jit
-def _step_half_raised(state, s, unit, bias, present, v, KIND: tl.constexpr):
+def _step_half_biased(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
     if KIND.k == "key" and bias is None and present is None:
-        m, alpha, p = raised(m, s, unit)
+        m, alpha, p = biased(m, s, unit)
     else:
-        m, alpha, p = flow(m, s, unit, bias, present, KIND, "integer")
+        m, alpha, p = online_softmax(m, s, unit, bias, present, KIND, "integer")
     return _accumulate(m, alpha, p, l, acc, v, tl.float16)
 
 
 @triton.jit
 def _step_lite_convert(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
-    m, alpha, p = flow(m, s, unit, bias, present, KIND, "convert")
+    m, alpha, p = online_softmax(m, s, unit, bias, present, KIND, "convert")
     return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
 
 
 @triton.jit
 def _step_lite_magic(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
-    m, alpha, p = flow(m, s, unit, bias, present, KIND, "magic")
+    m, alpha, p = online_softmax(m, s, unit, bias, present, KIND, "magic")
     return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
 
 
 @triton.jit
 def _step_lite_dual(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
-    m, alpha, p = flow(m, s, unit, bias, present, KIND, "dual")
+    m, alpha, p = online_softmax(m, s, unit, bias, present, KIND, "dual")
     return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
 
 
 @triton.jit
 def _step_lite_integer(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
-    m, alpha, p = flow(m, s, unit, bias, present, KIND, "integer")
+    m, alpha, p = online_softmax(m, s, unit, bias, present, KIND, "integer")
     return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
 
 
 @triton.jit
 def _step_float(state, s, unit, bias, present, v, KIND: tl.constexpr):
-    """P of V's own type: fp16, bf16, fp32."""
+    """P in V's own type: fp16, bf16, fp32."""
     m, l, acc = state
     m, alpha, p = general(m, s, unit, bias, present, KIND, 0.0)
     return _accumulate(m, alpha, p, l, acc, v, v.dtype)
@@ -276,7 +281,9 @@ def _step_float(state, s, unit, bias, present, v, KIND: tl.constexpr):
 
 @triton.jit
 def _step_fp8(state, s, unit, bias, present, v, KIND: tl.constexpr):
-    """P * 256 in e4m3; each tile's product is added in float32 (the tensor core's own sum keeps 14 bits)."""
+    """P * 256 in e4m3. Each tile's product is added in float32, because the tensor core's own sum keeps 14 bits
+    only.
+    """
     m, l, acc = state
     m, alpha, p = general(m, s, unit, bias, present, KIND, FP8_OCTAVES)
     product = tl.dot(natural_order(p.to(tl.float8e4nv)), _e4m3(v), out_dtype=tl.float32)
@@ -291,7 +298,7 @@ def _result_fp8(state):
 
 @triton.jit
 def _step_full(state, s, unit, bias, present, v, KIND: tl.constexpr):
-    """P * 127 rounded to int8; the tile's product is exact in int32."""
+    """P * 127 rounded to int8. The tile's product is exact in int32."""
     m, l, acc = state
     m, alpha, p = general(m, s, unit, bias, present, KIND, LOG2_R)
     codes = (p + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
@@ -310,7 +317,7 @@ def _result_full(state):
 _INTEGER_QK = Hooks(_natural_keys, _integer_scores, _row_units, _key_units, _store)
 _INTEGER_P = _INTEGER_QK._replace(
     order=permuted_keys, key_units=_permuted_key_units
-)  # int8 P: tiles.natural_order puts its columns back
+)  # for int8 P, natural_order restores the order of columns
 _FLOAT_QK = _INTEGER_QK._replace(scores=_float_scores)
 _E4M3_QK = _INTEGER_P._replace(scores=_e4m3_scores)
 
@@ -320,14 +327,14 @@ def _steps(step, hooks: Hooks, result=_result, keys: int | None = None) -> Steps
 
 
 HALF = _steps(_step_half, _INTEGER_QK)
-HALF_RAISED = _steps(_step_half_raised, _INTEGER_QK)
-FULL = _steps(_step_full, _INTEGER_P, _result_full, keys=64)  # P's step is 1 / 127 of the maximum so far
+HALF_BIASED = _steps(_step_half_biased, _INTEGER_QK)
+FULL = _steps(_step_full, _INTEGER_P, _result_full, keys=64)  # P counts in 1 / 127 of the running maximum
 LITE = {
     "convert": _steps(_step_lite_convert, _INTEGER_QK),
     "magic": _steps(_step_lite_magic, _INTEGER_QK),
     "dual": _steps(_step_lite_dual, _INTEGER_QK),
     "integer": _steps(_step_lite_integer, _INTEGER_QK),
 }
-QATTN = LITE["convert"]  # bfloat16 P and V, as described
+QATTN = LITE["convert"]  # bfloat16 P and V, as the paper describes
 FLOAT = _steps(_step_float, _FLOAT_QK)
 FP8 = _steps(_step_fp8, _E4M3_QK, _result_fp8)

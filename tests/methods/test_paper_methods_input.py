@@ -1,4 +1,4 @@
-"""Bounds of the published methods: errors that name them, at the edge and one past it."""
+"""Bounds of the methods of other papers: errors that name them, at the edge and one beyond."""
 
 import pytest
 import torch

@@ -30,7 +30,7 @@ OUTSIDE = (2.01, 1e6, float("inf"), 2.0**-32, 0.0, -0.5, float("nan"))  # octave
 def problem(
     method: str, octaves: float, bias: bool = False, sm_scale: float = 1.0, lse: bool = True, **more
 ) -> Problem:
-    """octaves: per score unit, by Q's scale, times `sm_scale`."""
+    """octaves: per score unit, set by Q's scale, times `sm_scale`."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randint(-127, 128, (1, 2, n, 16), generator=g, dtype=torch.int8) for n in (9, 40, 40))
     scale = torch.full((1, 1, 1, 1), octaves / LOG2_E)
@@ -42,7 +42,7 @@ def problem(
 @pytest.mark.parametrize("octaves", OUTSIDE)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_read_values_are_refused(backend, method, octaves):
+def test_checked_calls_refuse_scales_outside_the_range(backend, method, octaves):
     with pytest.raises(intflash.InputError, match=r"round\(1 / "):
         backend.run(problem(method, octaves, lse=False, check_finite=True))
 
@@ -51,8 +51,10 @@ def test_read_values_are_refused(backend, method, octaves):
 @pytest.mark.parametrize("octaves", OUTSIDE)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_unread_ones_count_as_the_nearest_served(backend, method, octaves, bias):
-    """Those of 1 and 1 / (2^31 - 1) octaves a score unit, as the reference computes with them in a checked call."""
+def test_unchecked_calls_use_the_nearest_supported_scale(backend, method, octaves, bias):
+    """The nearest are those of 1 and 1 / (2^31 - 1) octaves per score unit, as the reference computes them in a
+    checked call.
+    """
     lse = backend is not CPU
     nearest = 1 / (2**31 - 1) if 0 <= octaves < 1 else 1.0
     served = problem(method, LOG2_E, bias, sm_scale=nearest / LOG2_E, check_finite=True)
@@ -65,8 +67,8 @@ def test_unread_ones_count_as_the_nearest_served(backend, method, octaves, bias)
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_a_head_with_such_a_scale_leaves_the_others_as_they_are(backend, method):
-    """Heads of 0.01, 4 and 2^-40 octaves; the last two alone count as the nearest served."""
+def test_a_bad_scale_changes_its_own_head_only(backend, method):
+    """Heads of 0.01, 4 and 2^-40 octaves. Only the last two use the nearest supported scale."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randint(-127, 128, (1, 3, n, 16), generator=g, dtype=torch.int8) for n in (9, 40, 40))
 
@@ -82,8 +84,9 @@ def test_a_head_with_such_a_scale_leaves_the_others_as_they_are(backend, method)
 
 @pytest.mark.parametrize("method", UNFUSED)
 def test_exponentials_of_tiny_units(method):
-    """Refused where values are read; where not, the exponential takes 2^-30: keys weigh alike, but for ivit, whose sum
-    of p saturates there."""
+    """A checked call refuses them. In an unchecked call the exponential uses a unit of 2^-30: all keys have equal
+    weights, except for ivit, whose sum of p saturates there.
+    """
     for backend in (TORCH, REFERENCE):
         with pytest.raises(intflash.InputError, match="needs a score unit of at least 2\\^-30"):
             backend.run(problem(method, 1e-20, check_finite=True))
@@ -98,8 +101,8 @@ def test_exponentials_of_tiny_units(method):
 
 @pytest.mark.parametrize("backend", ("cpu", "torch", "reference"))
 @pytest.mark.parametrize("method", METHODS)
-def test_calls_say_what_came(method, backend):
-    """Floats whose scales are found on the way, static scales, and codes; a call that comes again too."""
+def test_errors_show_the_value(method, backend):
+    """Floats whose scales are computed in the call, static scales, and codes; also in a repeated call."""
     x = torch.randn(1, 2, 9, 16) * 1e4
     static = Recipe(rule="divide", q_scale=100.0, k_scale=100.0, v_scale=1.0)
     codes = QTensor(torch.ones(1, 2, 9, 16, dtype=torch.int8), 100.0)
@@ -113,7 +116,7 @@ def test_calls_say_what_came(method, backend):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("method", METHODS)
 def test_triton_on_a_gpu(method):
-    """As the torch backend computes on a CPU where nothing is read, as it refuses where values are."""
+    """As the torch backend computes on a CPU in unchecked calls, and as it refuses in checked ones."""
     for octaves in OUTSIDE:
         p = problem(method, octaves)
         there = [QTensor.unchecked(x.data.cuda(), x.scale.cuda(), "tensor", 8) for x in (p.q, p.k, p.v)]

@@ -1,4 +1,4 @@
-"""Random models whose attention matters, for tests without pretrained weights."""
+"""Random models with an attention that is not flat, for tests without pretrained weights."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ PROJECTIONS = ("qkv", "in_proj", "q_proj", "k_proj", "v_proj", "to_q", "to_k", "
 
 
 def sharpen(model: nn.Module, gain: float = 2.0) -> nn.Module:
-    """Larger Q, K, V projections (a softmax that is not flat), no head of zeros, no layer scale or norm of 0."""
+    """Enlarges the Q, K, V projections and replaces heads of zeros and layer scales or norms of 0."""
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -21,7 +21,7 @@ def sharpen(model: nn.Module, gain: float = 2.0) -> nn.Module:
 
 
 def run(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
-    """The model's tensor output, logits where it has several."""
+    """Returns the model's tensor output, the logits where it has several outputs."""
     with torch.no_grad():
         out = model(*args, **kwargs)
     if isinstance(out, Tensor):

@@ -1,7 +1,8 @@
-"""The specializations that ship: launches on small tensors without data, for the proof that they are integer-only.
+"""The specializations of the integer kernels that calls use, as launches on small tensors without data. Tests compile
+them and check that they are integer-only.
 
-A kernel's machine code depends on the dtypes, alignments and constexprs of its launch, not on the sizes of the batch;
-the grid of methods, widths, masks and granularities below is what `backend.run` chooses from.
+A kernel's machine code depends on the dtypes, alignments and constexprs of its launch, not on batch sizes.
+`backend.run` chooses from the grid of methods, widths, masks and granularities below.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import functools
 import torch
 
 from intflash.backends.gpu.integer import row_statistics
-from intflash.backends.triton import backend, choices, published
+from intflash.backends.triton import backend, qflash, tile_sizes
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.launch import Launch
 from intflash.problem import Problem
 from intflash.quant import QTensor
 
 OURS = ("intflash", "intflash_p8", "intflash_online")
-PUBLISHED = ("qflash", "iflash")
+QFLASH_METHODS = ("qflash", "iflash")
 
 
 def attention_launch(
@@ -26,7 +27,9 @@ def attention_launch(
     kinds: tuple[str, str, str] = ("tensor",) * 3, out_dtype: torch.dtype = torch.int8, lse: bool = False,
     device: str = "cpu", **options: object,
 ) -> Launch:  # fmt: skip
-    """The attention launch that `backend.run` would make for such codes (without its constants' launch)."""
+    """Returns the attention launch that `backend.run` would make for such codes, without the launch of its
+    constants.
+    """
     q = codes((batch, heads, nq, d), kinds[0], device)
     k, v = (codes((batch, heads // group, nk, d), kind, device) for kind in kinds[1:])
     if key_major:
@@ -35,14 +38,14 @@ def attention_launch(
     problem = Problem(method, q, k, v, d**-0.5, out_dtype=out_dtype, return_lse=lse, **options)
     out = torch.empty(batch, heads, nq, d, dtype=out_dtype, device=device)
     statistics = row_statistics(problem)
-    if method in PUBLISHED:
-        return published.published_launch(problem, published.constants(problem)[0], out, statistics)
+    if method in QFLASH_METHODS:
+        return qflash.qflash_launch(problem, qflash.constants(problem)[0], out, statistics)
     _, constants, _ = constants_launch(problem)
     return backend.attention_launch(problem, constants, out, statistics)
 
 
 def codes(shape: tuple[int, ...], kind: str, device: str) -> QTensor:
-    """Codes without data, with scales of a granularity."""
+    """Returns codes without data, with scales of a granularity."""
     b, h, n, d = shape
     scales = {"tensor": (1, 1, 1, 1), "head": (b, h, 1, 1), "token": (b, h, n, 1), "channel": (b, h, 1, d)}
     block = 128 if kind == "block" else None
@@ -92,9 +95,9 @@ def _variants() -> dict[str, dict]:
     for method in OURS:
         for schedule, options in (("row", row), ("stream", stream)):
             if schedule == "row" and method == "intflash_online":
-                continue  # its whole rows go through the tile loop
+                continue  # it has no short-rows kernel
             found |= {f"{method} {schedule} {name}": dict(method=method, **more) for name, more in options.items()}
-    for method in PUBLISHED:
+    for method in QFLASH_METHODS:
         found[f"{method} n197 d64"] = dict(method=method, nq=197, nk=197, d=64)
         found[f"{method} n4096 d128"] = dict(method=method, nq=4096, nk=4096, d=128)
         found[f"{method} n1000 causal"] = dict(method=method, nq=1000, nk=1000, d=64, causal=0)
@@ -121,11 +124,11 @@ def _found() -> dict[str, dict]:
 
 
 def names(quick: bool = False) -> tuple[str, ...]:
-    """Names of the shipped integer specializations; `quick` for a dozen of them that differ most."""
+    """Names of the specializations; `quick` for the dozen that differ most."""
     return QUICK if quick else tuple(_found())
 
 
 def launch(name: str, arch: int = 90) -> Launch:
-    """The launch of a name, with the tiles of an architecture."""
-    with choices.compiling_for(arch):
+    """Returns the launch of a name, with the tiles of an architecture."""
+    with tile_sizes.compiling_for(arch):
         return attention_launch(**_found()[name])

@@ -1,7 +1,7 @@
-"""The float-softmax methods in tiles: `int_flash_*`, `lite`, `qattn` and the float baselines.
+"""The methods with a float softmax, in tiles: `int_flash_*`, `lite`, `qattn` and the float baselines.
 
-Integer products are exact; the softmax is float32. Sums over keys are taken step by step, so results
-agree with the reference within float32 rounding, not bit for bit.
+Integer products are exact and the softmax is float32. Sums over keys are accumulated tile by tile, so that results
+agree with the reference within float32 rounding and not bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from intflash.quant import QTensor
 from intflash.quant.quantizers import TINY_AMAX
 
 E4M3_MAX = 448.0
-FP8_P_SCALE = 256.0  # P times 2^8 stays clear of e4m3's subnormals
+FP8_P_SCALE = 256.0  # P times 2^8 stays above e4m3's subnormals
 ONLINE_KEYS = {"int_flash_full": 64, "int_flash_half": 32}  # keys per tile, by definition
 
 Rounding = Callable[[Tensor], Tensor]
@@ -40,12 +40,12 @@ class _Operands:
     q: Tensor
     k: Tensor
     v: Tensor
-    q_scale: Tensor | None = None  # [B|1, Hq|1, Nq|1, 1]; None: values, nothing to scale
+    q_scale: Tensor | None = None  # [B|1, Hq|1, Nq|1, 1]; None for values, which need no scale
     k_scale: Tensor | None = None  # [B|1, Hq|1, 1, Nk|1]
-    v_scale: Tensor | None = None  # of the output, where V is codes
+    v_scale: Tensor | None = None  # of the output, where V is given as codes
 
     def step(self, tile: Tile, keys: slice, absent: Tensor | None) -> Tensor:
-        """Float32 scores ``[b, h, rows, keys]``, -inf where absent."""
+        """Returns float32 scores ``[b, h, rows, keys]``, -inf where absent."""
         q = tile.rows_of(self.q, self.problem.group)
         score = tile.unfold(torch.bmm(q, tile.keys_of(self.k, keys).mT)).float()
         if self.q_scale is not None:
@@ -67,7 +67,7 @@ def _coded(problem: Problem, v: Tensor, v_scale: Tensor | None = None) -> _Opera
 
 
 class _Output:
-    """Divides tiles by l into the output; rows without keys give 0 and a log-sum-exp of -inf."""
+    """Divides tiles by l and stores them. Rows without keys give 0 and a log-sum-exp of -inf."""
 
     def __init__(self, problem: Problem, v: Tensor, v_scale: Tensor | None) -> None:
         b, h, nq, _ = problem.q.shape
@@ -95,7 +95,7 @@ class _Output:
 def _exact_maximum(
     x: _Operands, round_p: Callable[[Tensor], Tensor], tiling: Tiling | None, scale: float = 1
 ) -> Result:
-    """P = round_p(exp(score - maximum) * scale), which V weighs; l sums the exponentials unrounded."""
+    """Computes with P = round_p(exp(score - maximum) * scale). l sums the exponentials before rounding."""
     problem = x.problem
     output = _Output(problem, x.v, x.v_scale)
     for tile, top, steps in two_passes(problem, tiling or Tiling.on(problem.device), x.step, -math.inf):
@@ -111,7 +111,7 @@ def _exact_maximum(
 
 
 def _online(x: _Operands, round_p: Rounding, tiling: Tiling | None) -> Result:
-    """P is rounded against the maximum so far, in tiles of keys that are part of the method."""
+    """Computes with P rounded against the running maximum, in tiles of keys that are part of the method."""
     problem = x.problem
     tiling = replace(tiling or Tiling.on(problem.device), keys=ONLINE_KEYS[problem.method], steps=None)
     output = _Output(problem, x.v, x.v_scale)
@@ -121,13 +121,13 @@ def _online(x: _Operands, round_p: Rounding, tiling: Tiling | None) -> Result:
         acc = tile.full(x.v.shape[3], 0, torch.float32, problem.device)
         for keys in tiling.key_steps(problem.k.shape[2], keys_in_sight(problem, tile)):
             score = x.step(tile, keys, absent_keys(problem, tile, keys))
-            raised = torch.maximum(m, score.amax(dim=-1, keepdim=True))
-            base = raised.masked_fill(raised == -math.inf, 0.0)  # no key so far: p = 0, not NaN
+            m_new = torch.maximum(m, score.amax(dim=-1, keepdim=True))
+            base = m_new.masked_fill(m_new == -math.inf, 0.0)  # no key so far: p = 0, not NaN
             alpha = torch.exp(m - base)
             p = score.sub_(base).exp_()
             l = l * alpha + p.sum(dim=-1, keepdim=True)
             acc = acc * alpha + weighted_sum(tile, round_p(p), x.v, keys, problem.group)
-            m = raised
+            m = m_new
         output.write(tile, acc, l, m)
     return output.result()
 
@@ -158,7 +158,7 @@ def rounded(problem: Problem, tiling: Tiling | None = None, *, dtype: torch.dtyp
 
 
 def fp8(problem: Problem, tiling: Tiling | None = None, *, dims: tuple[int, ...]) -> Result:
-    """e4m3 inputs, a scale for each maximum over `dims`, and e4m3 P."""
+    """e4m3 inputs, with one scale for each maximum over `dims`, and e4m3 P."""
     x = _Operands(problem, *(_e4m3(t, dims) for t in (problem.q, problem.k, problem.v)))
     return _exact_maximum(x, lambda p: p.to(torch.float8_e4m3fn).float(), tiling, FP8_P_SCALE)
 

@@ -1,7 +1,7 @@
-"""`qflash` and `iflash`: the published integer online softmax over tiles of 32 keys (docs/numerics.md, section 3).
+"""`qflash` and `iflash`: the papers' integer online softmax over tiles of 32 keys (docs/numerics.md, section 3).
 
-Registers are int32 and wrap. qflash runs on int32 tensors, whose products and sums wrap by themselves;
-iflash divides, which is exact in int64. Every key enters, masked and padding ones with the score -2^20.
+Registers are int32 and wrap. qflash runs on int32 tensors, whose products and sums wrap in the same way. iflash
+divides, which is exact in int64. Every key takes part; masked and padding keys have the score -2^20.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from intflash.numerics.exp import LOG2_E
 from intflash.problem import Problem, Result
 
 TILE = 32  # keys, by definition
-MASKED = -(1 << 20)  # score of a masked or padding key, and the maximum that a row starts with
+MASKED = -(1 << 20)  # score of a masked or padding key, and the initial maximum of a row
 
 
-class _Steps:
-    """The steps by multiplication and shift (`qflash`); int32 tensors."""
+class _ShiftSteps:
+    """The steps of `qflash`, by multiplication and shift, on int32 tensors."""
 
     dtype = torch.int32
 
@@ -35,8 +35,8 @@ class _Steps:
         self.req_m = torch.round(octave * 127 * 2.0**16).to(self.dtype)
         self.rel_m = torch.round(2.0**30 / rs).to(torch.int64)
 
-    def of(self, tile: Tile) -> _Steps:
-        """The constants of a tile's heads."""
+    def of(self, tile: Tile) -> _ShiftSteps:
+        """Returns the constants of a tile's heads."""
         part = object.__new__(type(self))
         part.__dict__ = {name: tile.of(x) for name, x in self.__dict__.items()}
         return part
@@ -45,7 +45,7 @@ class _Steps:
         return (x * self.exp_m) >> 16
 
     def exp2(self, x: Tensor) -> Tensor:
-        """2^(x octave) in units of 1 / rs (ShiftExp2)."""
+        """Returns 2^(x octave) in units of 1 / rs (ShiftExp2)."""
         q = self.quotient(x)
         r = x + q * self.rs
         y = (r >> 1) + self.rs
@@ -58,8 +58,8 @@ class _Steps:
         return ((x.to(torch.int64) * alpha * self.rel_m + (1 << 29)) >> 30).to(torch.int32)
 
 
-class _Divisions(_Steps):
-    """The steps with their divisions (`iflash`); int64 tensors."""
+class _DivisionSteps(_ShiftSteps):
+    """The steps of `iflash`, with divisions, on int64 tensors."""
 
     dtype = torch.int64
 
@@ -74,14 +74,15 @@ class _Divisions(_Steps):
 
 
 def _served_unit(unit: Tensor, problem: Problem) -> Tensor:
-    """The score unit, float64: where round(1 / octaves) leaves [1, 2^31), the nearest octaves of 1 and 1 / (2^31 - 1).
+    """Returns the score unit, float64. Where round(1 / octaves) leaves [1, 2^31), it is the unit of octaves = 1 or 1 /
+    (2^31 - 1), whichever is nearer.
 
     Raises:
         InputError: it leaves that range and values may be read.
     """
     octaves = unit * LOG2_E
     rs = torch.round(1 / octaves)
-    coarse, fine = ~(rs >= 1), rs >= 2.0**31  # a NaN is coarse
+    coarse, fine = ~(rs >= 1), rs >= 2.0**31  # a NaN counts as coarse
     if problem.check_finite and bool((coarse | fine).any()):
         raise InputError(
             f"{problem.method} needs round(1 / (s_Q * s_K * scale * log2(e))) in [1, 2^31), "
@@ -91,14 +92,14 @@ def _served_unit(unit: Tensor, problem: Problem) -> Tensor:
 
 
 def qflash(problem: Problem, tiling: Tiling | None = None) -> Result:
-    return _run(problem, _Steps, tiling)
+    return _run(problem, _ShiftSteps, tiling)
 
 
 def iflash(problem: Problem, tiling: Tiling | None = None) -> Result:
-    return _run(problem, _Divisions, tiling)
+    return _run(problem, _DivisionSteps, tiling)
 
 
-def _run(problem: Problem, steps: type[_Steps], tiling: Tiling | None) -> Result:
+def _run(problem: Problem, steps: type[_ShiftSteps], tiling: Tiling | None) -> Result:
     tiling = replace(tiling or Tiling.on(problem.device), keys=TILE, steps=None)
     scores = IntegerScores(problem)
     scores.unit = _served_unit(scores.unit, problem)
@@ -117,14 +118,14 @@ def _run(problem: Problem, steps: type[_Steps], tiling: Tiling | None) -> Result
             absent = absent_keys(problem, tile, keys)
             if absent is not None:
                 s.masked_fill_(absent, MASKED)
-            raised = torch.maximum(m, s.amax(dim=-1, keepdim=True))
-            alpha = c.exp2(m - raised)
-            p = c.requantize(c.exp2(s - raised))
+            m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
+            alpha = c.exp2(m - m_new)
+            p = c.requantize(c.exp2(s - m_new))
             padding = TILE - (keys.stop - keys.start)
-            pad = padding * c.requantize(c.exp2(MASKED - raised)).to(torch.int32) if padding else 0
+            pad = padding * c.requantize(c.exp2(MASKED - m_new)).to(torch.int32) if padding else 0
             l = c.release(l, alpha) + p.sum(dim=-1, keepdim=True, dtype=torch.int32) + pad
             acc = c.release(acc, alpha) + weighted_sum(tile, p.float(), v, keys, problem.group).to(torch.int32)
-            m = raised
+            m = m_new
         where = (tile.batches, tile.heads, tile.rows)
         codes[where] = torch.div(acc, l.masked_fill(l == 0, 1), rounding_mode="trunc").masked_fill_(l == 0, 0)
         if lse is not None:

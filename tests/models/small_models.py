@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sharp import sharpen
+from peaked_models import sharpen
 
 LARGEST = 40_000_000  # parameters of a model that is still small
 VOCABULARY = 256
 TOKENS = 12
 
-# Integers of a transformers configuration by name: the first pattern that fits decides.
+# Integers of a transformers configuration by name: the first matching pattern decides.
 SIZES = (
     (r"vocab_size|vocab_size_.*|.*_vocab_size", VOCABULARY),
     (r".*(key_value_heads|kv_heads)|multi_query_group_num", 2),
@@ -36,12 +36,12 @@ SIZES = (
     (r"patch_size", 8),
     (r"max_position_embeddings|n_positions|max_sequence_length", 128),
 )  # fmt: skip
-# Tried from the smallest on: which patterns of SIZES apply.
+# Which patterns of SIZES apply, tried from the smallest on.
 LEVELS = (range(len(SIZES)), (0, 1, 2, 3, 4), (0, 3, 4), (4,))
 
 
 class Unbuildable(Exception):
-    """No small model of this family, and why."""
+    """There is no small model of this family; the message says why."""
 
 
 def _size(name: str, value: Any, level: Any) -> Any:
@@ -77,7 +77,7 @@ def _small_config(cls: type, level: Any) -> Any:
 
 
 def transformers_families() -> list[str]:
-    """The model types that AutoModel builds."""
+    """Returns the model types that AutoModel builds."""
     from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
     known = {config.model_type for config in MODEL_MAPPING}
@@ -97,7 +97,7 @@ def _class_of(family: str) -> tuple[type, type]:
 
 
 def transformers_model(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """(model with "sdpa" or, where it has none, its own attention; inputs)."""
+    """Returns (the model with "sdpa" or, where it has none, its own attention; inputs)."""
     try:
         config_class, model_class = _class_of(family)
     except Exception as error:
@@ -125,7 +125,7 @@ def transformers_model(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def rebuilt(model: nn.Module, implementation: str) -> nn.Module:
-    """The same model with another attention implementation, as loading does it."""
+    """Returns the same model with another attention implementation, as loading would build it."""
     config = type(model.config).from_dict(model.config.to_dict())
     twin = type(model)._from_config(config, attn_implementation=implementation)
     twin.load_state_dict(model.state_dict())
@@ -178,7 +178,7 @@ def _both(model: nn.Module) -> bool:
 
 
 def values(out: Any) -> Tensor:
-    """The first floating tensor of an output."""
+    """Returns the first floating-point tensor of an output."""
     if isinstance(out, Tensor):
         return out
     for x in out.values() if hasattr(out, "values") else out:
@@ -207,14 +207,14 @@ class ByName(nn.Module):
 
 
 def timm_families() -> list[str]:
-    """timm's modules."""
+    """Returns timm's modules."""
     import timm
 
     return [name for name in timm.list_modules() if timm.list_models(module=name)]
 
 
 def timm_model(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The smallest of a few models of a module, at its own image size."""
+    """Returns the smallest of a few models of a module, at its own image size."""
     import timm
 
     names = timm.list_models(module=family)
@@ -248,7 +248,7 @@ DIFFUSERS = dict(
 
 
 def diffusers_families() -> list[str]:
-    """diffusers' denoising networks."""
+    """Returns diffusers' denoising networks."""
     import diffusers
 
     return [
