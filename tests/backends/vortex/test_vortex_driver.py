@@ -314,6 +314,12 @@ def test_simulator_that_aborts(install, native, monkeypatch):
         VortexDevice(install)(native(attention_launch()))
 
 
+def test_program_that_ends_before_its_counters_are_written(install, native, monkeypatch):
+    monkeypatch.setenv("FAKE_VORTEX_UNWRITTEN", "1")
+    with pytest.raises(VortexError, match="ended before it wrote its counters.*GCC"):
+        VortexDevice(install)(native(attention_launch()))
+
+
 def test_device_of_another_shape(install, native, monkeypatch):
     monkeypatch.setenv("FAKE_VORTEX_THREADS", "4")
     with pytest.raises(VortexError, match="2 warps of 4 threads a core; the kernels need 16 threads a core"):
