@@ -146,8 +146,8 @@ def test_the_op_gives_every_argument_that_a_signature_asks_for(monkeypatch):
 
     monkeypatch.setattr(plans, "run", signed)
     inputs = randn(1, 2, 20, 16)
-    intflash.attention(*inputs)
-    torch.compile(lambda *x: intflash.attention(*x), fullgraph=True, backend="aot_eager")(*inputs)
+    intflash.attention(*inputs, backend="torch")
+    torch.compile(lambda *x: intflash.attention(*x, backend="torch"), fullgraph=True, backend="aot_eager")(*inputs)
     assert len(seen) == 2 and [len(tensors) for _, tensors in seen] == [3, 3]
 
 

@@ -1,0 +1,487 @@
+#include "host/attend.h"
+
+#include <cmath>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "host/run_call.h"
+
+// Every check here accepts what it knows and declines everything else: `attend` then returns None, and Python serves
+// the call in general or says what is wrong with it. So there is one place for error messages, and an argument, a field
+// of a recipe or a kind of tensor that this file has never heard of is not ignored.
+namespace intflash {
+namespace {
+
+enum class Granularity { kTensor, kHead, kToken, kBlock, kChannel, kOther };
+
+// How floats become codes, read from a Recipe.
+struct RecipeFields {
+  bool is_served = false;
+  Granularity granularity[3];
+  int bits = 8;
+  nb::object scale[3];  // None, a float or a tensor
+};
+
+struct ServedMethod {
+  PyObject* name;  // interned
+  Method method;
+  PyObject* default_recipe;
+  RecipeFields default_fields;
+};
+
+// What Python tells of itself at import. All references are kept for as long as the process runs.
+struct Python {
+  PyObject *tensor, *parameter, *qtensor, *recipe;  // classes
+  PyObject *is_grad_enabled, *get_num_threads;      // functions
+  PyObject* forward_ad;                             // the module that knows the level of forward-mode derivatives
+  std::vector<PyObject*> watchers;                  // functions: true where torch must see the call
+  std::vector<ServedMethod> methods;
+  int64_t most_keys, most_head_dim, most_value_dim;
+  float least_recipe_scale, least_scale;
+  int32_t bias_limit;
+};
+Python python;
+bool is_ready = false;
+
+// Interned names.
+#define INTFLASH_NAMES(X)                                                                                         \
+  X(data)                                                                                                         \
+  X(scale)                                                                                                        \
+  X(granularity)                                                                                                  \
+  X(block_size) X(bits) X(q) X(k) X(v) X(q_scale) X(k_scale) X(v_scale) X(smooth_k) X(rotate) X(rule) X(tensor)   \
+      X(head) X(token) X(block) X(channel) X(exact) X(cpu) X(top_left) X(bottom_right) X(is_neg) X(requires_grad) \
+          X(_current_level)
+struct Names {
+#define X(name) PyObject* name = PyUnicode_InternFromString(#name);
+  INTFLASH_NAMES(X)
+#undef X
+};
+const Names& names() {
+  static const Names found;
+  return found;
+}
+
+// The arguments of `attention`, in their order in call.ARGUMENTS. A test compares the two.
+#define INTFLASH_ARGUMENTS(X)                                                                                          \
+  X(q)                                                                                                                 \
+  X(k)                                                                                                                 \
+  X(v)                                                                                                                 \
+  X(attn_mask) X(is_causal) X(scale) X(method) X(backend) X(enable_gqa) X(bias) X(causal_align) X(recipe) X(out_dtype) \
+      X(out_scale) X(return_lse) X(cu_seqlens_q) X(cu_seqlens_k) X(check_finite)
+struct Arguments {
+#define X(name) PyObject* name;
+  INTFLASH_ARGUMENTS(X)
+#undef X
+};
+constexpr size_t kArguments = sizeof(Arguments) / sizeof(PyObject*);
+
+// Thrown where Python must serve the call.
+struct Declined {};
+
+void require(bool served) {
+  if (!served) throw Declined{};
+}
+
+bool is_type(PyObject* x, PyObject* type) { return reinterpret_cast<PyObject*>(Py_TYPE(x)) == type; }
+
+// Whether a string is this interned one; anything that is no str is not.
+bool is_name(PyObject* x, PyObject* name) {
+  if (x == name) return true;
+  return PyUnicode_CheckExact(x) && PyUnicode_Compare(x, name) == 0;
+}
+
+nb::object attribute(PyObject* x, PyObject* name) {
+  PyObject* found = PyObject_GetAttr(x, name);
+  if (!found) nb::raise_python_error();
+  return nb::steal(found);
+}
+
+bool flag(PyObject* x) {
+  require(x == Py_True || x == Py_False);
+  return x == Py_True;
+}
+
+bool truth_of_call(PyObject* function) {
+  PyObject* found = PyObject_CallNoArgs(function);
+  if (!found) nb::raise_python_error();
+  const int truth = PyObject_IsTrue(found);
+  Py_DECREF(found);
+  if (truth < 0) nb::raise_python_error();
+  return truth != 0;
+}
+
+int64_t integer(PyObject* x) {
+  const int64_t value = PyLong_AsLongLong(x);
+  if (value == -1 && PyErr_Occurred()) nb::raise_python_error();
+  return value;
+}
+
+Granularity granularity_of(PyObject* x) {
+  const Names& n = names();
+  const std::pair<PyObject*, Granularity> known[] = {{n.tensor, Granularity::kTensor},
+                                                     {n.head, Granularity::kHead},
+                                                     {n.token, Granularity::kToken},
+                                                     {n.block, Granularity::kBlock},
+                                                     {n.channel, Granularity::kChannel}};
+  for (const auto& [name, granularity] : known)
+    if (x == name) return granularity;
+  for (const auto& [name, granularity] : known)
+    if (is_name(x, name)) return granularity;
+  return Granularity::kOther;
+}
+
+RecipeFields read_recipe(PyObject* recipe) {
+  const Names& n = names();
+  RecipeFields r;
+  PyObject* const kinds[3] = {n.q, n.k, n.v};
+  PyObject* const scales[3] = {n.q_scale, n.k_scale, n.v_scale};
+  for (int i = 0; i < 3; ++i) {
+    r.granularity[i] = granularity_of(attribute(recipe, kinds[i]).ptr());
+    if (r.granularity[i] != Granularity::kTensor && r.granularity[i] != Granularity::kHead) return r;
+    r.scale[i] = attribute(recipe, scales[i]);
+  }
+  r.bits = int(integer(attribute(recipe, n.bits).ptr()));
+  r.is_served = attribute(recipe, n.smooth_k).ptr() == Py_False && attribute(recipe, n.rotate).ptr() == Py_False &&
+                is_name(attribute(recipe, n.rule).ptr(), n.exact);
+  return r;
+}
+
+// Reads tensors that are memory in a CPU and nothing else.
+class Reader {
+ public:
+  Reader() : wants_gradients_(truth_of_call(python.is_grad_enabled)) {}
+
+  TorchTensor operator()(PyObject* x) const {
+    require(is_type(x, python.tensor) || is_type(x, python.parameter));
+    TorchTensor t;
+    require(torch_library.read(x, t) && t.is_cpu);
+    PyObject* negated = call_method(x, names().is_neg);
+    require(negated == Py_False);
+    require(!wants_gradients_ || attribute(x, names().requires_grad).ptr() == Py_False);
+    return t;
+  }
+
+ private:
+  static PyObject* call_method(PyObject* x, PyObject* name) {
+    PyObject* found = PyObject_CallMethodObjArgs(x, name, nullptr);
+    if (!found) nb::raise_python_error();
+    Py_DECREF(found);  // a bool
+    return found;
+  }
+  bool wants_gradients_;
+};
+
+// The last axes of a tensor as those of a view; the leading ones that it lacks are of size 1.
+TensorView view_of(const TorchTensor& t) {
+  require(t.axes <= 4);
+  TensorView v;
+  v.data = t.data;
+  for (int64_t i = 0; i < t.axes; ++i) {
+    const int64_t axis = 4 - t.axes + i;
+    require(t.shape[i] > 0);
+    if (t.shape[i] != 1) v.shape[axis] = t.shape[i], v.stride[axis] = t.stride[i];
+  }
+  return v;
+}
+
+// Whether all values of a scale are in [least, infinity).
+bool are_in_range(const TensorView& scale, float least) {
+  const View<float> view = scale.as<float>();
+  for (int64_t a = 0; a < scale.shape[0]; ++a)
+    for (int64_t b = 0; b < scale.shape[1]; ++b)
+      for (int64_t c = 0; c < scale.shape[2]; ++c)
+        for (int64_t d = 0; d < scale.shape[3]; ++d) {
+          const float value = *view.at(a, b, c, d);
+          if (!(value >= least && value < INFINITY)) return false;
+        }
+  return true;
+}
+
+// Whether an int32 bias has codes at its limit, which stand for values past it. Absent keys are no such codes.
+bool is_saturated(const TensorView& bias) {
+  const View<int32_t> view = bias.as<int32_t>();
+  bool found = false;
+  for (int64_t a = 0; a < bias.shape[0]; ++a)
+    for (int64_t b = 0; b < bias.shape[1]; ++b)
+      for (int64_t c = 0; c < bias.shape[2]; ++c) {
+        const int32_t* row = view.at(a, b, c);
+        const int64_t step = view.stride[3];
+        for (int64_t d = 0; d < bias.shape[3]; ++d) {
+          const int32_t value = row[d * step];
+          found |= value == python.bias_limit || value == -python.bias_limit;
+        }
+      }
+  return found;
+}
+
+// Sizes of q, k and v that a call can have, as validate.check_inputs: those of missing axes are 1.
+void check_shapes(const TorchTensor (&t)[3], const TensorView& q, const TensorView& k, const TensorView& v, bool gqa) {
+  require(t[0].axes >= 2 && t[1].axes == t[0].axes && t[2].axes == t[0].axes);
+  require(q.shape[3] == k.shape[3] && k.shape[2] == v.shape[2] && k.shape[1] == v.shape[1]);
+  require(q.shape[0] == k.shape[0] && k.shape[0] == v.shape[0]);
+  require(q.shape[1] == k.shape[1] || (gqa && q.shape[1] % k.shape[1] == 0));
+  require(k.shape[2] <= python.most_keys && q.shape[3] <= python.most_head_dim && v.shape[3] <= python.most_value_dim);
+}
+
+// A mask that broadcasts to the scores of a call, as masks.normalize_mask.
+TensorView read_mask(const Reader& read, PyObject* mask, int32_t dtype, const Call& call) {
+  const TorchTensor t = read(mask);
+  require(t.dtype == dtype);
+  const TensorView m = view_of(t);
+  require(call.batch % m.shape[0] == 0 && (m.shape[1] == 1 || m.shape[1] == call.heads_q) &&
+          (m.shape[2] == 1 || m.shape[2] == call.nq) && (m.shape[3] == 1 || m.shape[3] == call.nk));
+  return m;
+}
+
+// A float tensor as its recipe quantizes it.
+FloatInput read_float(const Reader& read, const TensorView& x, FloatType type, const RecipeFields& recipe, int i) {
+  const bool per_head = recipe.granularity[i] == Granularity::kHead;
+  FloatInput input = float_input(x, type, per_head, (1 << (recipe.bits - 1)) - 1);
+  PyObject* const scale = recipe.scale[i].ptr();
+  if (scale == Py_None) return input;
+  if (PyFloat_CheckExact(scale)) {  // the recipe has checked it
+    set_scale(input, float(PyFloat_AsDouble(scale)));
+    return input;
+  }
+  const TorchTensor t = read(scale);
+  require(t.dtype == torch_library.dtype.float32 && t.axes <= 4);
+  TensorView view;
+  view.place(size_t(t.axes), [&](size_t a) { return t.shape[a]; }, [&](size_t a) { return t.stride[a]; });
+  view.data = t.data;
+  const int64_t batch = view.shape[0], heads = view.shape[1];
+  require(view.shape[2] == 1 && view.shape[3] == 1);
+  if (per_head) {
+    require((t.axes == 1 || t.axes == 4) && heads == x.shape[1] && (batch == 1 || batch == x.shape[0]));
+  } else {
+    require(batch == 1 && heads == 1);
+  }
+  require(are_in_range(view, python.least_recipe_scale));
+  set_scale(input, view.as<float>());
+  return input;
+}
+
+// The codes and the scale of a QTensor.
+struct Codes {
+  nb::object tensors[2];  // keep the memory
+  TorchTensor data;
+  TensorView scale;
+  Granularity granularity;
+  int64_t block = 1;  // tokens per scale
+  int bits;
+};
+
+Codes read_codes(const Reader& read, PyObject* x) {
+  const Names& n = names();
+  Codes c;
+  c.tensors[0] = attribute(x, n.data), c.tensors[1] = attribute(x, n.scale);
+  c.data = read(c.tensors[0].ptr());
+  require(c.data.dtype == torch_library.dtype.int8 && c.data.axes == 4);
+  const TorchTensor scale = read(c.tensors[1].ptr());
+  require(scale.dtype == torch_library.dtype.float32 && scale.axes == 4);
+  c.scale = view_of(scale);
+  c.granularity = granularity_of(attribute(x, n.granularity).ptr());
+  const nb::object block = attribute(x, n.block_size);
+  if (!block.is_none()) c.block = integer(block.ptr());
+  c.bits = int(integer(attribute(x, n.bits).ptr()));
+  const int64_t *size = c.data.shape, *of = c.scale.shape;
+  const bool heads = of[1] == size[1] && (of[0] == 1 || of[0] == size[0]);
+  switch (c.granularity) {
+    case Granularity::kTensor: require(of[0] == 1 && of[1] == 1 && of[2] == 1 && of[3] == 1); break;
+    case Granularity::kHead: require(heads && of[2] == 1 && of[3] == 1); break;
+    case Granularity::kToken: require(heads && of[2] == size[2] && of[3] == 1); break;
+    case Granularity::kBlock:
+      require(heads && c.block > 0 && of[2] == (size[2] - 1) / c.block + 1 && of[3] == 1);
+      break;
+    case Granularity::kChannel: require(heads && of[2] == 1 && of[3] == size[3]); break;
+    case Granularity::kOther: require(false);
+  }
+  require(are_in_range(c.scale, python.least_scale));
+  return c;
+}
+
+const ServedMethod& method_named(PyObject* name) {
+  for (const ServedMethod& m : python.methods)
+    if (name == m.name) return m;
+  for (const ServedMethod& m : python.methods)
+    if (is_name(name, m.name)) return m;
+  throw Declined{};
+}
+
+// Returns whether out_dtype is one of an output, and which.
+bool find_out_type(PyObject* dtype, OutType& type) {
+  for (int i = 0; i < 5; ++i)
+    if (dtype == out_dtypes[i]) return type = OutType(i), true;
+  return false;
+}
+
+int64_t* empty_statistics(const TorchTensor& q, nb::object& tensor) {
+  int64_t stride[4], step = 1;
+  for (int64_t i = q.axes - 1; i-- > 0; step *= q.shape[i]) stride[i] = step;
+  char* data = nullptr;
+  tensor = torch_library.empty(q.axes - 1, q.shape, stride, torch_library.dtype.int64, int64_dtype, data);
+  return reinterpret_cast<int64_t*>(data);
+}
+
+nb::object serve(const Arguments& a) {
+  const Names& n = names();
+  require(a.out_scale == Py_None && a.cu_seqlens_q == Py_None && a.cu_seqlens_k == Py_None);
+  require(a.backend == Py_None || is_name(a.backend, n.cpu));
+  const ServedMethod& method = method_named(a.method);
+  const bool is_codes = is_type(a.q, python.qtensor);
+  PyObject* const inputs[3] = {a.q, a.k, a.v};
+  for (PyObject* x : inputs) require(!is_codes || is_type(x, python.qtensor));
+  for (PyObject* watcher : python.watchers) require(!truth_of_call(watcher));
+  require(integer(attribute(python.forward_ad, n._current_level).ptr()) < 0);
+  const Reader read;
+
+  TorchTensor t[3];
+  Codes codes[3];
+  for (int i = 0; i < 3; ++i) {
+    if (is_codes) codes[i] = read_codes(read, inputs[i]), t[i] = codes[i].data;
+    if (!is_codes) t[i] = read(inputs[i]);
+  }
+  const TensorView q = view_of(t[0]), k = view_of(t[1]), v = view_of(t[2]);
+  check_shapes(t, q, k, v, flag(a.enable_gqa));
+
+  Call call{};
+  call.method = method.method;
+  call.batch = q.shape[0], call.heads_q = q.shape[1], call.nq = q.shape[2], call.head_dim = q.shape[3];
+  call.heads_k = k.shape[1], call.nk = k.shape[2], call.value_dim = v.shape[3];
+  call.q_block = call.k_block = 1;
+  call.sm_scale = 1.0 / std::sqrt(double(call.head_dim));
+  if (a.scale != Py_None) {
+    require(PyFloat_CheckExact(a.scale) || PyLong_CheckExact(a.scale));
+    call.sm_scale = PyFloat_AsDouble(a.scale);
+    if (PyErr_Occurred()) PyErr_Clear(), throw Declined{};  // an int that is too large
+    require(call.sm_scale > 0 && call.sm_scale < INFINITY);
+  }
+  const bool bottom_right = is_name(a.causal_align, n.bottom_right);
+  require(bottom_right || is_name(a.causal_align, n.top_left));
+  call.causal = flag(a.is_causal);
+  if (call.causal) call.bottom_right = bottom_right, call.causal_offset = bottom_right ? call.nk - call.nq : 0;
+  const bool look = a.check_finite == Py_None || flag(a.check_finite);
+  if (a.attn_mask != Py_None) {
+    const TensorView keep = read_mask(read, a.attn_mask, torch_library.dtype.boolean, call);
+    call.keep = keep.as<uint8_t>(), call.keep_batch = keep.shape[0];
+  }
+  if (a.bias != Py_None) {
+    const TensorView bias = read_mask(read, a.bias, torch_library.dtype.int32, call);
+    require(!look || !is_saturated(bias));
+    call.bias = bias.as<int32_t>(), call.bias_batch = bias.shape[0];
+  }
+  const bool has_type = a.out_dtype != Py_None;
+  require(!has_type || find_out_type(a.out_dtype, call.out_type));
+  const bool wants_lse = flag(a.return_lse);
+
+  const nb::object number_of_threads = nb::steal(PyObject_CallNoArgs(python.get_num_threads));
+  if (!number_of_threads.is_valid()) nb::raise_python_error();
+  const int threads = int(integer(number_of_threads.ptr()));
+  const Kernels& kernels = *supported_kernels().front();
+  const int64_t* const q_step = t[0].stride + t[0].axes - 3;
+  const bool tokens_first = t[0].axes > 2 && q_step[0] < q_step[1];
+  nb::object out, out_scale = nb::none(), t_max = nb::none(), l_sum = nb::none();
+  const auto make_statistics = [&] {
+    if (wants_lse) call.t_max = empty_statistics(t[0], t_max), call.l_sum = empty_statistics(t[0], l_sum);
+  };
+  if (is_codes) {
+    require(a.recipe == Py_None);
+    require(codes[1].granularity != Granularity::kToken && codes[2].granularity != Granularity::kToken);
+    require(codes[2].granularity != Granularity::kBlock);
+    require(codes[0].granularity != Granularity::kChannel && codes[1].granularity != Granularity::kChannel);
+    if (!has_type) call.out_type = OutType::kInt8;
+    require(!is_integer(call.out_type) || codes[2].bits == 8);
+    call.q = q.as<int8_t>(), call.k = k.as<int8_t>(), call.v = v.as<int8_t>();
+    call.q_scale = codes[0].scale.as<float>(), call.k_scale = codes[1].scale.as<float>();
+    call.v_scale = codes[2].scale.as<float>();
+    call.q_block = codes[0].block, call.k_block = codes[1].block;
+    const RunningCall running;
+    if (is_integer(call.out_type)) out_scale = set_default_out_scale(call, codes[2].scale);
+    make_statistics();
+    out = CallRun(kernels, call, threads, 4, tokens_first).run();
+  } else {
+    const TorchDtypes& d = torch_library.dtype;
+    require(t[1].dtype == t[0].dtype && t[2].dtype == t[0].dtype);
+    require(t[0].dtype == d.float32 || t[0].dtype == d.float16 || t[0].dtype == d.bfloat16);
+    const FloatType type = t[0].dtype == d.float32   ? FloatType::kFloat32
+                           : t[0].dtype == d.float16 ? FloatType::kFloat16
+                                                     : FloatType::kBFloat16;
+    constexpr OutType same[] = {OutType::kFloat32, OutType::kFloat16, OutType::kBFloat16};
+    if (!has_type) call.out_type = same[int(type)];
+    require(!is_integer(call.out_type));
+    for (const TorchTensor& x : t) require(x.stride[x.axes - 1] == 1);
+    require(a.recipe == Py_None || is_type(a.recipe, python.recipe));
+    const RecipeFields recipe = a.recipe == Py_None ? method.default_fields : read_recipe(a.recipe);
+    require(recipe.is_served);
+    const RunningCall running;
+    Quantization work{kernels,
+                      {read_float(read, q, type, recipe, 0), read_float(read, k, type, recipe, 1),
+                       read_float(read, v, type, recipe, 2)},
+                      look};
+    make_statistics();
+    out = CallRun(kernels, call, threads, t[0].axes, tokens_first).run(work);
+    if (!out.is_valid()) return nb::none();  // Python says which of them is not finite
+  }
+  if (out_scale.is_none() && !wants_lse) return out;
+  return nb::make_tuple(out, out_scale, t_max, l_sum);
+}
+
+nb::object attend(nb::args given) {
+  if (!is_ready) return nb::none();
+  Arguments arguments;
+  if (given.size() != kArguments) throw std::invalid_argument("attend takes all arguments of attention by position");
+  PyObject** const to = reinterpret_cast<PyObject**>(&arguments);
+  for (size_t i = 0; i < kArguments; ++i) to[i] = PyTuple_GetItem(given.ptr(), Py_ssize_t(i));
+  TorchTensor q;  // a call on a GPU leaves at once
+  if (is_type(arguments.q, python.tensor) && torch_library.read(arguments.q, q) && !q.is_cpu) return nb::none();
+  try {
+    return serve(arguments);
+  } catch (const Declined&) {
+    return nb::none();
+  }
+}
+
+PyObject* kept(nb::handle x) { return x.inc_ref().ptr(); }
+
+void use_calls(nb::tuple classes, nb::tuple functions, nb::handle forward_ad, nb::tuple watchers, nb::tuple methods,
+               nb::tuple limits) {
+  python.tensor = kept(classes[0]), python.parameter = kept(classes[1]), python.qtensor = kept(classes[2]),
+  python.recipe = kept(classes[3]);
+  python.is_grad_enabled = kept(functions[0]), python.get_num_threads = kept(functions[1]);
+  python.forward_ad = kept(forward_ad);
+  python.watchers.clear(), python.methods.clear();
+  for (nb::handle watcher : watchers) python.watchers.push_back(kept(watcher));
+  for (nb::handle entry : methods) {  // (name, number, default recipe)
+    ServedMethod m{};
+    m.name = kept(entry[0]);
+    PyUnicode_InternInPlace(&m.name);
+    m.method = Method(nb::cast<int>(entry[1]));
+    m.default_recipe = kept(entry[2]);
+    m.default_fields = read_recipe(m.default_recipe);
+    python.methods.push_back(m);
+  }
+  python.most_keys = nb::cast<int64_t>(limits[0]), python.most_head_dim = nb::cast<int64_t>(limits[1]);
+  python.most_value_dim = nb::cast<int64_t>(limits[2]);
+  python.least_recipe_scale = nb::cast<float>(limits[3]), python.least_scale = nb::cast<float>(limits[4]);
+  python.bias_limit = nb::cast<int32_t>(limits[5]);
+  is_ready = torch_library.is_found();
+}
+
+}  // namespace
+
+void bind_attend(nb::module_& m) {
+  m.def("use_calls", use_calls, nb::arg("classes"), nb::arg("functions"), nb::arg("forward_ad"), nb::arg("watchers"),
+        nb::arg("methods"), nb::arg("limits"), "What `attend` needs of Python, see intflash/backends/cpu.py.");
+  m.def("attend", attend,
+        "The call of `attention` with all its arguments by position. Returns the output; or (output, its scale, Tmax, "
+        "l), where these are wanted; or None where Python must serve the call.");
+#define X(name) #name,
+  m.attr("ARGUMENTS") = [] {
+    nb::list list;
+    for (const char* name : {INTFLASH_ARGUMENTS(X)}) list.append(name);
+    return nb::tuple(list);
+  }();
+#undef X
+}
+
+}  // namespace intflash
