@@ -45,13 +45,13 @@ Python python;
 bool is_ready = false;
 
 // Interned names.
-#define INTFLASH_NAMES(X)                                                                                         \
-  X(data)                                                                                                         \
-  X(scale)                                                                                                        \
-  X(granularity)                                                                                                  \
-  X(block_size) X(bits) X(q) X(k) X(v) X(q_scale) X(k_scale) X(v_scale) X(smooth_k) X(rotate) X(rule) X(tensor)   \
-      X(head) X(token) X(block) X(channel) X(exact) X(cpu) X(top_left) X(bottom_right) X(is_neg) X(requires_grad) \
-          X(_current_level)
+#define INTFLASH_NAMES(X)                                                                                          \
+  X(data)                                                                                                          \
+  X(scale)                                                                                                         \
+  X(granularity)                                                                                                   \
+  X(block_size)                                                                                                    \
+  X(bits) X(q) X(k) X(v) X(q_scale) X(k_scale) X(v_scale) X(smooth_k) X(rotate) X(rule) X(tensor) X(head) X(token) \
+      X(block) X(channel) X(exact) X(cpu) X(top_left) X(bottom_right) X(is_neg) X(requires_grad) X(_current_level)
 struct Names {
 #define X(name) PyObject* name = PyUnicode_InternFromString(#name);
   INTFLASH_NAMES(X)
@@ -67,8 +67,9 @@ const Names& names() {
   X(q)                                                                                                                 \
   X(k)                                                                                                                 \
   X(v)                                                                                                                 \
-  X(attn_mask) X(is_causal) X(scale) X(method) X(backend) X(enable_gqa) X(bias) X(causal_align) X(recipe) X(out_dtype) \
-      X(out_scale) X(return_lse) X(cu_seqlens_q) X(cu_seqlens_k) X(check_finite)
+  X(attn_mask)                                                                                                         \
+  X(is_causal) X(scale) X(method) X(backend) X(enable_gqa) X(bias) X(causal_align) X(recipe) X(out_dtype) X(out_scale) \
+      X(return_lse) X(cu_seqlens_q) X(cu_seqlens_k) X(check_finite)
 struct Arguments {
 #define X(name) PyObject* name;
   INTFLASH_ARGUMENTS(X)
