@@ -1,7 +1,7 @@
 #include "host/attend.h"
 
 #include <cmath>
-#include <cstring>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -45,37 +45,49 @@ Python python;
 bool is_ready = false;
 
 // Interned names.
-#define INTFLASH_NAMES(X)                                                                                          \
-  X(data)                                                                                                          \
-  X(scale)                                                                                                         \
-  X(granularity)                                                                                                   \
-  X(block_size)                                                                                                    \
-  X(bits) X(q) X(k) X(v) X(q_scale) X(k_scale) X(v_scale) X(smooth_k) X(rotate) X(rule) X(tensor) X(head) X(token) \
-      X(block) X(channel) X(exact) X(cpu) X(top_left) X(bottom_right) X(is_neg) X(requires_grad) X(_current_level)
 struct Names {
-#define X(name) PyObject* name = PyUnicode_InternFromString(#name);
-  INTFLASH_NAMES(X)
-#undef X
+  PyObject* data = PyUnicode_InternFromString("data");
+  PyObject* scale = PyUnicode_InternFromString("scale");
+  PyObject* granularity = PyUnicode_InternFromString("granularity");
+  PyObject* block_size = PyUnicode_InternFromString("block_size");
+  PyObject* bits = PyUnicode_InternFromString("bits");
+  PyObject* q = PyUnicode_InternFromString("q");
+  PyObject* k = PyUnicode_InternFromString("k");
+  PyObject* v = PyUnicode_InternFromString("v");
+  PyObject* q_scale = PyUnicode_InternFromString("q_scale");
+  PyObject* k_scale = PyUnicode_InternFromString("k_scale");
+  PyObject* v_scale = PyUnicode_InternFromString("v_scale");
+  PyObject* smooth_k = PyUnicode_InternFromString("smooth_k");
+  PyObject* rotate = PyUnicode_InternFromString("rotate");
+  PyObject* rule = PyUnicode_InternFromString("rule");
+  PyObject* tensor = PyUnicode_InternFromString("tensor");
+  PyObject* head = PyUnicode_InternFromString("head");
+  PyObject* token = PyUnicode_InternFromString("token");
+  PyObject* block = PyUnicode_InternFromString("block");
+  PyObject* channel = PyUnicode_InternFromString("channel");
+  PyObject* exact = PyUnicode_InternFromString("exact");
+  PyObject* cpu = PyUnicode_InternFromString("cpu");
+  PyObject* top_left = PyUnicode_InternFromString("top_left");
+  PyObject* bottom_right = PyUnicode_InternFromString("bottom_right");
+  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+  PyObject* _current_level = PyUnicode_InternFromString("_current_level");
 };
 const Names& names() {
   static const Names found;
   return found;
 }
 
-// The arguments of `attention`, in their order in call.ARGUMENTS. A test compares the two.
-#define INTFLASH_ARGUMENTS(X)                                                                                          \
-  X(q)                                                                                                                 \
-  X(k)                                                                                                                 \
-  X(v)                                                                                                                 \
-  X(attn_mask)                                                                                                         \
-  X(is_causal) X(scale) X(method) X(backend) X(enable_gqa) X(bias) X(causal_align) X(recipe) X(out_dtype) X(out_scale) \
-      X(return_lse) X(cu_seqlens_q) X(cu_seqlens_k) X(check_finite)
+// The arguments of `attention`, in their order in call.ARGUMENTS: a test compares the two.
+constexpr const char* kArguments[] = {
+    "q",         "k",         "v",          "attn_mask",    "is_causal",    "scale",
+    "method",    "backend",   "enable_gqa", "bias",         "causal_align", "recipe",
+    "out_dtype", "out_scale", "return_lse", "cu_seqlens_q", "cu_seqlens_k", "check_finite"};
 struct Arguments {
-#define X(name) PyObject* name;
-  INTFLASH_ARGUMENTS(X)
-#undef X
+  PyObject *q, *k, *v, *attn_mask, *is_causal, *scale, *method, *backend, *enable_gqa, *bias, *causal_align, *recipe,
+      *out_dtype, *out_scale, *return_lse, *cu_seqlens_q, *cu_seqlens_k, *check_finite;
 };
-constexpr size_t kArguments = sizeof(Arguments) / sizeof(PyObject*);
+static_assert(sizeof(Arguments) == std::size(kArguments) * sizeof(PyObject*));
 
 // Thrown where Python must serve the call.
 struct Declined {};
@@ -430,9 +442,10 @@ nb::object serve(const Arguments& a) {
 nb::object attend(nb::args given) {
   if (!is_ready) return nb::none();
   Arguments arguments;
-  if (given.size() != kArguments) throw std::invalid_argument("attend takes all arguments of attention by position");
+  if (given.size() != std::size(kArguments))
+    throw std::invalid_argument("attend takes all arguments of attention by position");
   PyObject** const to = reinterpret_cast<PyObject**>(&arguments);
-  for (size_t i = 0; i < kArguments; ++i) to[i] = PyTuple_GetItem(given.ptr(), Py_ssize_t(i));
+  for (size_t i = 0; i < std::size(kArguments); ++i) to[i] = PyTuple_GetItem(given.ptr(), Py_ssize_t(i));
   TorchTensor q;  // a call on a GPU leaves at once
   if (is_type(arguments.q, python.tensor) && torch_library.read(arguments.q, q) && !q.is_cpu) return nb::none();
   try {
@@ -476,13 +489,9 @@ void bind_attend(nb::module_& m) {
   m.def("attend", attend,
         "The call of `attention` with all its arguments by position. Returns the output; or (output, its scale, Tmax, "
         "l), where these are wanted; or None where Python must serve the call.");
-#define X(name) #name,
-  m.attr("ARGUMENTS") = [] {
-    nb::list list;
-    for (const char* name : {INTFLASH_ARGUMENTS(X)}) list.append(name);
-    return nb::tuple(list);
-  }();
-#undef X
+  nb::list arguments;
+  for (const char* name : kArguments) arguments.append(name);
+  m.attr("ARGUMENTS") = nb::tuple(arguments);
 }
 
 }  // namespace intflash
