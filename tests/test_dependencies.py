@@ -23,7 +23,7 @@ LAYERS = {
     "masks": {"errors", "numerics"},
     "plans": {"quant", "tape"},
     "call": {"errors", "numerics", "quant", "problem", "methods", "backends", "masks", "validate"},
-    "op": {"call", "plans", "validate", "methods", "problem", "quant"},
+    "op": {"call", "plans", "validate", "methods", "problem", "quant", "backends", "numerics"},
     "api": {"errors", "quant", "backends", "call", "op"},
     "inventory": {"backends", "methods", "call"},
 }

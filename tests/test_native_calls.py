@@ -204,6 +204,7 @@ def test_saturated_biases_are_looked_at():
 
 def test_the_arguments_are_those_of_attention():
     assert cpu._native.ARGUMENTS == call.NAMES
+    assert cpu._native.FLAT == op.FLAT
 
 
 def test_what_it_reads_of_recipes_and_codes():

@@ -16,11 +16,9 @@ def nothing_compiled_before():
 
 
 def flat(q, k, v, **changes):
-    names = [a.name for a in _attention._opoverload._schema.arguments]
+    names = [a.name for a in _attention._schema.arguments]
     arguments = dict.fromkeys(names) | dict(
-        q=q, k=k, v=v, number_scales=[0.0] * 3, block_sizes=[16] * 3, bits=[8] * 3, quantized=False, is_causal=False,
-        enable_gqa=False, smooth_k=False, rotate=False, dynamic_out=False, return_lse=False, method="intflash",
-        causal_align="top_left", granularities="tensor,tensor,tensor", rule="exact",
+        q=q, k=k, v=v, number_scales=[0.0] * 3, sizes=[16] * 3 + [8] * 3, options="",
     )  # fmt: skip
     return tuple((arguments | changes).values())
 
@@ -29,11 +27,11 @@ def flat(q, k, v, **changes):
     "changes",
     [
         {},
-        {"return_lse": True, "is_causal": True},
-        {"out_dtype": torch.int8, "granularities": "token,block,channel"},
-        {"out_dtype": torch.int16, "dynamic_out": True},
-        {"method": "intflash_online", "number_scales": [0.03, 0.03, 0.03]},
-        {"smooth_k": True, "rotate": True, "return_lse": True},
+        {"options": "return_lse=True is_causal=True"},
+        {"out_dtype": torch.int8, "options": "q_granularity=token k_granularity=block v_granularity=channel"},
+        {"out_dtype": torch.int16, "options": "dynamic_out=True"},
+        {"options": "method=intflash_online", "number_scales": [0.03, 0.03, 0.03]},
+        {"options": "smooth_k=True rotate=True return_lse=True"},
     ],
     ids=lambda c: "-".join(map(str, c)) or "plain",
 )
@@ -45,8 +43,9 @@ def test_opcheck_quantized():
     q, k, v = (intflash.quantize(x, "head") for x in randn(1, 2, 20, 16))
     torch.library.opcheck(
         _attention,
-        flat(q.data, k.data, v.data, q_scale=q.scale, k_scale=k.scale, v_scale=v.scale, quantized=True,
-             granularities="head,head,head", block_sizes=[0] * 3, out_dtype=torch.int8),
+        flat(q.data, k.data, v.data, q_scale=q.scale, k_scale=k.scale, v_scale=v.scale, out_dtype=torch.int8,
+             options="quantized=True q_granularity=head k_granularity=head v_granularity=head",
+             sizes=[0] * 3 + [8] * 3),
     )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 #include "host/attend.h"
 
+#include <algorithm>
 #include <cmath>
-#include <iterator>
+#include <cstring>
+#include <initializer_list>
 #include <utility>
 #include <vector>
 
@@ -15,19 +17,18 @@ namespace {
 
 enum class Granularity { kTensor, kHead, kToken, kBlock, kChannel, kOther };
 
-// How floats become codes, read from a Recipe.
-struct RecipeFields {
-  bool is_served = false;
-  Granularity granularity[3];
+// The scales of one of q, k, v: those that its codes have, or how floats become codes.
+struct Scaling {
+  Granularity granularity = Granularity::kTensor;
   int bits = 8;
-  nb::object scale[3];  // None, a float or a tensor
+  int64_t block = 1;  // tokens per scale
+  nb::object scale;   // a tensor; of floats also a float, or None where it is the call's own
 };
 
 struct ServedMethod {
   PyObject* name;  // interned
   Method method;
-  PyObject* default_recipe;
-  RecipeFields default_fields;
+  Scaling floats[3];  // by the method's own recipe
 };
 
 // What Python tells of itself at import. All references are kept for as long as the process runs.
@@ -41,7 +42,7 @@ struct Python {
   float least_recipe_scale, least_scale;
   int32_t bias_limit;
 };
-Python python;
+Python& python = *new Python;  // not destroyed: the interpreter ends before the process
 bool is_ready = false;
 
 // Interned names.
@@ -87,7 +88,56 @@ struct Arguments {
   PyObject *q, *k, *v, *attn_mask, *is_causal, *scale, *method, *backend, *enable_gqa, *bias, *causal_align, *recipe,
       *out_dtype, *out_scale, *return_lse, *cu_seqlens_q, *cu_seqlens_k, *check_finite;
 };
-static_assert(sizeof(Arguments) == std::size(kArguments) * sizeof(PyObject*));
+
+// Those of the custom op, as op.FLAT: QTensors and the recipe are laid out.
+constexpr const char* kFlat[] = {"q",
+                                 "k",
+                                 "v",
+                                 "attn_mask",
+                                 "scale",
+                                 "bias",
+                                 "out_dtype",
+                                 "out_scale",
+                                 "cu_seqlens_q",
+                                 "cu_seqlens_k",
+                                 "q_scale",
+                                 "k_scale",
+                                 "v_scale",
+                                 "number_scales",
+                                 "sizes",
+                                 "is_causal",
+                                 "method",
+                                 "backend",
+                                 "enable_gqa",
+                                 "causal_align",
+                                 "return_lse",
+                                 "check_finite",
+                                 "quantized",
+                                 "smooth_k",
+                                 "rotate",
+                                 "q_granularity",
+                                 "k_granularity",
+                                 "v_granularity",
+                                 "rule",
+                                 "dynamic_out"};
+struct Flat {
+  PyObject *q, *k, *v, *attn_mask, *scale, *bias, *out_dtype, *out_scale, *cu_seqlens_q, *cu_seqlens_k, *q_scale,
+      *k_scale, *v_scale, *number_scales, *sizes, *is_causal, *method, *backend, *enable_gqa, *causal_align,
+      *return_lse, *check_finite, *quantized, *smooth_k, *rotate, *q_granularity, *k_granularity, *v_granularity, *rule,
+      *dynamic_out;
+};
+
+// Fills a struct of PyObject* with arguments by position.
+template <class To, size_t N>
+To by_position(nb::args given, const char* const (&)[N]) {
+  static_assert(sizeof(To) == N * sizeof(PyObject*));
+  if (given.size() != N) throw std::invalid_argument("all arguments are needed, by position");
+  PyObject* all[N];
+  for (size_t i = 0; i < N; ++i) all[i] = PyTuple_GetItem(given.ptr(), Py_ssize_t(i));
+  To to;
+  std::memcpy(&to, all, sizeof to);
+  return to;
+}
 
 // Thrown where Python must serve the call.
 struct Declined {};
@@ -144,36 +194,36 @@ Granularity granularity_of(PyObject* x) {
   return Granularity::kOther;
 }
 
-RecipeFields read_recipe(PyObject* recipe) {
+// Reads a Recipe.
+void read_recipe(PyObject* recipe, Scaling (&floats)[3]) {
   const Names& n = names();
-  RecipeFields r;
   PyObject* const kinds[3] = {n.q, n.k, n.v};
   PyObject* const scales[3] = {n.q_scale, n.k_scale, n.v_scale};
-  for (int i = 0; i < 3; ++i) {
-    r.granularity[i] = granularity_of(attribute(recipe, kinds[i]).ptr());
-    if (r.granularity[i] != Granularity::kTensor && r.granularity[i] != Granularity::kHead) return r;
-    r.scale[i] = attribute(recipe, scales[i]);
-  }
-  r.bits = int(integer(attribute(recipe, n.bits).ptr()));
-  r.is_served = attribute(recipe, n.smooth_k).ptr() == Py_False && attribute(recipe, n.rotate).ptr() == Py_False &&
-                is_name(attribute(recipe, n.rule).ptr(), n.exact);
-  return r;
+  require(attribute(recipe, n.smooth_k).ptr() == Py_False && attribute(recipe, n.rotate).ptr() == Py_False);
+  require(is_name(attribute(recipe, n.rule).ptr(), n.exact));
+  const int bits = int(integer(attribute(recipe, n.bits).ptr()));
+  for (int i = 0; i < 3; ++i)
+    floats[i] = {granularity_of(attribute(recipe, kinds[i]).ptr()), bits, 1, attribute(recipe, scales[i])};
 }
 
 // Reads tensors that are memory in a CPU and nothing else.
 class Reader {
  public:
-  Reader() : wants_gradients_(truth_of_call(python.is_grad_enabled)) {}
+  // `dispatched`: torch's dispatcher has seen to gradients and negated tensors.
+  explicit Reader(bool dispatched)
+      : dispatched_(dispatched), wants_gradients_(!dispatched && truth_of_call(python.is_grad_enabled)) {}
 
   TorchTensor operator()(PyObject* x) const {
     require(is_type(x, python.tensor) || is_type(x, python.parameter));
     TorchTensor t;
     require(torch_library.read(x, t) && t.is_cpu);
+    if (dispatched_) return t;
     PyObject* negated = call_method(x, names().is_neg);
     require(negated == Py_False);
     require(!wants_gradients_ || attribute(x, names().requires_grad).ptr() == Py_False);
     return t;
   }
+  bool is_dispatched() const { return dispatched_; }
 
  private:
   static PyObject* call_method(PyObject* x, PyObject* name) {
@@ -182,7 +232,7 @@ class Reader {
     Py_DECREF(found);  // a bool
     return found;
   }
-  bool wants_gradients_;
+  const bool dispatched_, wants_gradients_;
 };
 
 // The last axes of a tensor as those of a view; the leading ones that it lacks are of size 1.
@@ -248,10 +298,11 @@ TensorView read_mask(const Reader& read, PyObject* mask, int32_t dtype, const Ca
 }
 
 // A float tensor as its recipe quantizes it.
-FloatInput read_float(const Reader& read, const TensorView& x, FloatType type, const RecipeFields& recipe, int i) {
-  const bool per_head = recipe.granularity[i] == Granularity::kHead;
-  FloatInput input = float_input(x, type, per_head, (1 << (recipe.bits - 1)) - 1);
-  PyObject* const scale = recipe.scale[i].ptr();
+FloatInput read_float(const Reader& read, const TensorView& x, FloatType type, const Scaling& how) {
+  const bool per_head = how.granularity == Granularity::kHead;
+  require(per_head || how.granularity == Granularity::kTensor);
+  FloatInput input = float_input(x, type, per_head, (1 << (how.bits - 1)) - 1);
+  PyObject* const scale = how.scale.ptr();
   if (scale == Py_None) return input;
   if (PyFloat_CheckExact(scale)) {  // the recipe has checked it
     set_scale(input, float(PyFloat_AsDouble(scale)));
@@ -274,43 +325,26 @@ FloatInput read_float(const Reader& read, const TensorView& x, FloatType type, c
   return input;
 }
 
-// The codes and the scale of a QTensor.
-struct Codes {
-  nb::object tensors[2];  // keep the memory
-  TorchTensor data;
-  TensorView scale;
-  Granularity granularity;
-  int64_t block = 1;  // tokens per scale
-  int bits;
-};
-
-Codes read_codes(const Reader& read, PyObject* x) {
-  const Names& n = names();
-  Codes c;
-  c.tensors[0] = attribute(x, n.data), c.tensors[1] = attribute(x, n.scale);
-  c.data = read(c.tensors[0].ptr());
-  require(c.data.dtype == torch_library.dtype.int8 && c.data.axes == 4);
-  const TorchTensor scale = read(c.tensors[1].ptr());
-  require(scale.dtype == torch_library.dtype.float32 && scale.axes == 4);
-  c.scale = view_of(scale);
-  c.granularity = granularity_of(attribute(x, n.granularity).ptr());
-  const nb::object block = attribute(x, n.block_size);
-  if (!block.is_none()) c.block = integer(block.ptr());
-  c.bits = int(integer(attribute(x, n.bits).ptr()));
-  const int64_t *size = c.data.shape, *of = c.scale.shape;
+// The scale of int8 codes of four axes.
+TensorView read_scale(const Reader& read, const TorchTensor& codes, const Scaling& how) {
+  require(codes.dtype == torch_library.dtype.int8 && codes.axes == 4);
+  const TorchTensor t = read(how.scale.ptr());
+  require(t.dtype == torch_library.dtype.float32 && t.axes == 4);
+  const int64_t *size = codes.shape, *of = t.shape;
   const bool heads = of[1] == size[1] && (of[0] == 1 || of[0] == size[0]);
-  switch (c.granularity) {
+  switch (how.granularity) {
     case Granularity::kTensor: require(of[0] == 1 && of[1] == 1 && of[2] == 1 && of[3] == 1); break;
     case Granularity::kHead: require(heads && of[2] == 1 && of[3] == 1); break;
     case Granularity::kToken: require(heads && of[2] == size[2] && of[3] == 1); break;
     case Granularity::kBlock:
-      require(heads && c.block > 0 && of[2] == (size[2] - 1) / c.block + 1 && of[3] == 1);
+      require(heads && how.block > 0 && of[2] == (size[2] - 1) / how.block + 1 && of[3] == 1);
       break;
     case Granularity::kChannel: require(heads && of[2] == 1 && of[3] == size[3]); break;
     case Granularity::kOther: require(false);
   }
-  require(are_in_range(c.scale, python.least_scale));
-  return c;
+  const TensorView view = view_of(t);
+  require(are_in_range(view, python.least_scale));
+  return view;
 }
 
 const ServedMethod& method_named(PyObject* name) {
@@ -336,56 +370,118 @@ int64_t* empty_statistics(const TorchTensor& q, nb::object& tensor) {
   return reinterpret_cast<int64_t*>(data);
 }
 
-nb::object serve(const Arguments& a) {
+// A call as either way brings it.
+struct Request {
+  const ServedMethod* method = nullptr;
+  bool is_codes = false;
+  nb::object tensor[3];  // of q, k, v: codes or floats
+  Scaling scaling[3];
+  PyObject *attn_mask, *bias, *scale, *out_dtype;  // each may be None
+  bool is_causal, bottom_right, enable_gqa, return_lse, look;
+};
+
+// What a call gives.
+struct Response {
+  nb::object out, out_scale, t_max, l_sum;  // those that are not wanted are null
+};
+
+bool is_bottom_right(PyObject* align) {
+  if (is_name(align, names().bottom_right)) return true;
+  require(is_name(align, names().top_left));
+  return false;
+}
+
+Request request_of(const Arguments& a) {
   const Names& n = names();
   require(a.out_scale == Py_None && a.cu_seqlens_q == Py_None && a.cu_seqlens_k == Py_None);
   require(a.backend == Py_None || is_name(a.backend, n.cpu));
-  const ServedMethod& method = method_named(a.method);
-  const bool is_codes = is_type(a.q, python.qtensor);
+  Request r;
+  r.method = &method_named(a.method);
+  r.is_codes = is_type(a.q, python.qtensor);
   PyObject* const inputs[3] = {a.q, a.k, a.v};
-  for (PyObject* x : inputs) require(!is_codes || is_type(x, python.qtensor));
-  for (PyObject* watcher : python.watchers) require(!truth_of_call(watcher));
-  require(integer(attribute(python.forward_ad, n._current_level).ptr()) < 0);
-  const Reader read;
-
-  TorchTensor t[3];
-  Codes codes[3];
+  require(!r.is_codes || a.recipe == Py_None);
+  require(a.recipe == Py_None || is_type(a.recipe, python.recipe));
+  if (a.recipe != Py_None) read_recipe(a.recipe, r.scaling);
   for (int i = 0; i < 3; ++i) {
-    if (is_codes) codes[i] = read_codes(read, inputs[i]), t[i] = codes[i].data;
-    if (!is_codes) t[i] = read(inputs[i]);
+    PyObject* const x = inputs[i];
+    if (!r.is_codes) {
+      r.tensor[i] = nb::borrow(x);
+      if (a.recipe == Py_None) r.scaling[i] = r.method->floats[i];
+      continue;
+    }
+    require(is_type(x, python.qtensor));
+    r.tensor[i] = attribute(x, n.data);
+    const nb::object block = attribute(x, n.block_size);
+    r.scaling[i] = {granularity_of(attribute(x, n.granularity).ptr()), int(integer(attribute(x, n.bits).ptr())),
+                    block.is_none() ? 1 : integer(block.ptr()), attribute(x, n.scale)};
   }
+  r.attn_mask = a.attn_mask, r.bias = a.bias, r.scale = a.scale, r.out_dtype = a.out_dtype;
+  r.is_causal = flag(a.is_causal), r.bottom_right = is_bottom_right(a.causal_align);
+  r.enable_gqa = flag(a.enable_gqa), r.return_lse = flag(a.return_lse);
+  r.look = a.check_finite == Py_None || flag(a.check_finite);
+  return r;
+}
+
+Request request_of(const Flat& a) {
+  const Names& n = names();
+  require(a.out_scale == Py_None && a.cu_seqlens_q == Py_None && a.cu_seqlens_k == Py_None);
+  require(a.backend == Py_None || is_name(a.backend, n.cpu));
+  require(!flag(a.smooth_k) && !flag(a.rotate) && !flag(a.dynamic_out) && is_name(a.rule, n.exact));
+  Request r;
+  r.method = &method_named(a.method);
+  r.is_codes = flag(a.quantized);
+  PyObject* const inputs[3] = {a.q, a.k, a.v};
+  PyObject* const scales[3] = {a.q_scale, a.k_scale, a.v_scale};
+  PyObject* const granularities[3] = {a.q_granularity, a.k_granularity, a.v_granularity};
+  for (int i = 0; i < 3; ++i) {
+    r.tensor[i] = nb::borrow(inputs[i]);
+    Scaling& s = r.scaling[i];
+    s.granularity = granularity_of(granularities[i]);
+    s.block = std::max<int64_t>(1, integer(PyList_GetItem(a.sizes, i)));
+    s.bits = int(integer(PyList_GetItem(a.sizes, 3 + i)));
+    s.scale = nb::borrow(scales[i]);
+    PyObject* const number = PyList_GetItem(a.number_scales, i);  // 0: none
+    if (!r.is_codes && s.scale.is_none() && PyFloat_AsDouble(number) != 0) s.scale = nb::borrow(number);
+  }
+  r.attn_mask = a.attn_mask, r.bias = a.bias, r.scale = a.scale, r.out_dtype = a.out_dtype;
+  r.is_causal = flag(a.is_causal), r.bottom_right = is_bottom_right(a.causal_align);
+  r.enable_gqa = flag(a.enable_gqa), r.return_lse = flag(a.return_lse);
+  r.look = a.check_finite == Py_None || flag(a.check_finite);
+  return r;
+}
+
+Response serve(const Request& r, const Reader& read) {
+  TorchTensor t[3];
+  for (int i = 0; i < 3; ++i) t[i] = read(r.tensor[i].ptr());
   const TensorView q = view_of(t[0]), k = view_of(t[1]), v = view_of(t[2]);
-  check_shapes(t, q, k, v, flag(a.enable_gqa));
+  check_shapes(t, q, k, v, r.enable_gqa);
 
   Call call{};
-  call.method = method.method;
+  call.method = r.method->method;
   call.batch = q.shape[0], call.heads_q = q.shape[1], call.nq = q.shape[2], call.head_dim = q.shape[3];
   call.heads_k = k.shape[1], call.nk = k.shape[2], call.value_dim = v.shape[3];
   call.q_block = call.k_block = 1;
   call.sm_scale = 1.0 / std::sqrt(double(call.head_dim));
-  if (a.scale != Py_None) {
-    require(PyFloat_CheckExact(a.scale) || PyLong_CheckExact(a.scale));
-    call.sm_scale = PyFloat_AsDouble(a.scale);
+  if (r.scale != Py_None) {
+    require(PyFloat_CheckExact(r.scale) || PyLong_CheckExact(r.scale));
+    call.sm_scale = PyFloat_AsDouble(r.scale);
     if (PyErr_Occurred()) PyErr_Clear(), throw Declined{};  // an int that is too large
     require(call.sm_scale > 0 && call.sm_scale < INFINITY);
   }
-  const bool bottom_right = is_name(a.causal_align, n.bottom_right);
-  require(bottom_right || is_name(a.causal_align, n.top_left));
-  call.causal = flag(a.is_causal);
-  if (call.causal) call.bottom_right = bottom_right, call.causal_offset = bottom_right ? call.nk - call.nq : 0;
-  const bool look = a.check_finite == Py_None || flag(a.check_finite);
-  if (a.attn_mask != Py_None) {
-    const TensorView keep = read_mask(read, a.attn_mask, torch_library.dtype.boolean, call);
+  call.causal = r.is_causal;
+  call.bottom_right = r.is_causal && r.bottom_right;
+  if (call.bottom_right) call.causal_offset = call.nk - call.nq;
+  if (r.attn_mask != Py_None) {
+    const TensorView keep = read_mask(read, r.attn_mask, torch_library.dtype.boolean, call);
     call.keep = keep.as<uint8_t>(), call.keep_batch = keep.shape[0];
   }
-  if (a.bias != Py_None) {
-    const TensorView bias = read_mask(read, a.bias, torch_library.dtype.int32, call);
-    require(!look || !is_saturated(bias));
+  if (r.bias != Py_None) {
+    const TensorView bias = read_mask(read, r.bias, torch_library.dtype.int32, call);
+    require(!r.look || !is_saturated(bias));
     call.bias = bias.as<int32_t>(), call.bias_batch = bias.shape[0];
   }
-  const bool has_type = a.out_dtype != Py_None;
-  require(!has_type || find_out_type(a.out_dtype, call.out_type));
-  const bool wants_lse = flag(a.return_lse);
+  const bool has_type = r.out_dtype != Py_None;
+  require(!has_type || find_out_type(r.out_dtype, call.out_type));
 
   const nb::object number_of_threads = nb::steal(PyObject_CallNoArgs(python.get_num_threads));
   if (!number_of_threads.is_valid()) nb::raise_python_error();
@@ -393,63 +489,90 @@ nb::object serve(const Arguments& a) {
   const Kernels& kernels = *supported_kernels().front();
   const int64_t* const q_step = t[0].stride + t[0].axes - 3;
   const bool tokens_first = t[0].axes > 2 && q_step[0] < q_step[1];
-  nb::object out, out_scale = nb::none(), t_max = nb::none(), l_sum = nb::none();
+  require(!read.is_dispatched() || t[0].axes == 4 || !tokens_first);  // the op promises contiguous memory then
+  CallRun run(kernels, call, threads, t[0].axes, tokens_first);
+  Response found;
   const auto make_statistics = [&] {
-    if (wants_lse) call.t_max = empty_statistics(t[0], t_max), call.l_sum = empty_statistics(t[0], l_sum);
+    if (!r.return_lse) return;
+    call.t_max = empty_statistics(t[0], found.t_max), call.l_sum = empty_statistics(t[0], found.l_sum);
   };
-  if (is_codes) {
-    require(a.recipe == Py_None);
-    require(codes[1].granularity != Granularity::kToken && codes[2].granularity != Granularity::kToken);
-    require(codes[2].granularity != Granularity::kBlock);
-    require(codes[0].granularity != Granularity::kChannel && codes[1].granularity != Granularity::kChannel);
+  if (r.is_codes) {
+    const auto one_of = [](const Scaling& s, std::initializer_list<Granularity> kinds) {
+      require(std::find(kinds.begin(), kinds.end(), s.granularity) != kinds.end());
+    };
+    using G = Granularity;
+    one_of(r.scaling[0], {G::kTensor, G::kHead, G::kToken, G::kBlock});
+    one_of(r.scaling[1], {G::kTensor, G::kHead, G::kBlock});
+    one_of(r.scaling[2], {G::kTensor, G::kHead, G::kChannel});
     if (!has_type) call.out_type = OutType::kInt8;
-    require(!is_integer(call.out_type) || codes[2].bits == 8);
+    require(!is_integer(call.out_type) || r.scaling[2].bits == 8);
+    const TensorView v_scale = read_scale(read, t[2], r.scaling[2]);
     call.q = q.as<int8_t>(), call.k = k.as<int8_t>(), call.v = v.as<int8_t>();
-    call.q_scale = codes[0].scale.as<float>(), call.k_scale = codes[1].scale.as<float>();
-    call.v_scale = codes[2].scale.as<float>();
-    call.q_block = codes[0].block, call.k_block = codes[1].block;
+    call.q_scale = read_scale(read, t[0], r.scaling[0]).as<float>();
+    call.k_scale = read_scale(read, t[1], r.scaling[1]).as<float>();
+    call.v_scale = v_scale.as<float>();
+    call.q_block = r.scaling[0].block, call.k_block = r.scaling[1].block;
     const RunningCall running;
-    if (is_integer(call.out_type)) out_scale = set_default_out_scale(call, codes[2].scale);
+    if (is_integer(call.out_type)) found.out_scale = set_default_out_scale(call, v_scale);
     make_statistics();
-    out = CallRun(kernels, call, threads, 4, tokens_first).run();
-  } else {
-    const TorchDtypes& d = torch_library.dtype;
-    require(t[1].dtype == t[0].dtype && t[2].dtype == t[0].dtype);
-    require(t[0].dtype == d.float32 || t[0].dtype == d.float16 || t[0].dtype == d.bfloat16);
-    const FloatType type = t[0].dtype == d.float32   ? FloatType::kFloat32
-                           : t[0].dtype == d.float16 ? FloatType::kFloat16
-                                                     : FloatType::kBFloat16;
-    constexpr OutType same[] = {OutType::kFloat32, OutType::kFloat16, OutType::kBFloat16};
-    if (!has_type) call.out_type = same[int(type)];
-    require(!is_integer(call.out_type));
-    for (const TorchTensor& x : t) require(x.stride[x.axes - 1] == 1);
-    require(a.recipe == Py_None || is_type(a.recipe, python.recipe));
-    const RecipeFields recipe = a.recipe == Py_None ? method.default_fields : read_recipe(a.recipe);
-    require(recipe.is_served);
-    const RunningCall running;
-    Quantization work{kernels,
-                      {read_float(read, q, type, recipe, 0), read_float(read, k, type, recipe, 1),
-                       read_float(read, v, type, recipe, 2)},
-                      look};
-    make_statistics();
-    out = CallRun(kernels, call, threads, t[0].axes, tokens_first).run(work);
-    if (!out.is_valid()) return nb::none();  // Python says which of them is not finite
+    found.out = run.run();
+    return found;
   }
-  if (out_scale.is_none() && !wants_lse) return out;
-  return nb::make_tuple(out, out_scale, t_max, l_sum);
+  const TorchDtypes& d = torch_library.dtype;
+  require(t[1].dtype == t[0].dtype && t[2].dtype == t[0].dtype);
+  require(t[0].dtype == d.float32 || t[0].dtype == d.float16 || t[0].dtype == d.bfloat16);
+  const FloatType type = t[0].dtype == d.float32   ? FloatType::kFloat32
+                         : t[0].dtype == d.float16 ? FloatType::kFloat16
+                                                   : FloatType::kBFloat16;
+  constexpr OutType same[] = {OutType::kFloat32, OutType::kFloat16, OutType::kBFloat16};
+  if (!has_type) call.out_type = same[int(type)];
+  require(!is_integer(call.out_type));
+  for (const TorchTensor& x : t) require(x.stride[x.axes - 1] == 1);
+  const RunningCall running;
+  Quantization work{kernels,
+                    {read_float(read, q, type, r.scaling[0]), read_float(read, k, type, r.scaling[1]),
+                     read_float(read, v, type, r.scaling[2])},
+                    r.look};
+  make_statistics();
+  found.out = run.run(work);
+  require(found.out.is_valid());  // Python says which of them is not finite
+  return found;
 }
+
+nb::object or_none(const nb::object& x) { return x.is_valid() ? x : nb::object(nb::none()); }
 
 nb::object attend(nb::args given) {
   if (!is_ready) return nb::none();
-  Arguments arguments;
-  if (given.size() != std::size(kArguments))
-    throw std::invalid_argument("attend takes all arguments of attention by position");
-  PyObject** const to = reinterpret_cast<PyObject**>(&arguments);
-  for (size_t i = 0; i < std::size(kArguments); ++i) to[i] = PyTuple_GetItem(given.ptr(), Py_ssize_t(i));
+  const auto arguments = by_position<Arguments>(given, kArguments);
   TorchTensor q;  // a call on a GPU leaves at once
   if (is_type(arguments.q, python.tensor) && torch_library.read(arguments.q, q) && !q.is_cpu) return nb::none();
   try {
-    return serve(arguments);
+    const Request request = request_of(arguments);
+    for (PyObject* watcher : python.watchers) require(!truth_of_call(watcher));
+    require(integer(attribute(python.forward_ad, names()._current_level).ptr()) < 0);
+    const Response found = serve(request, Reader(false));
+    if (!found.out_scale.is_valid() && !found.t_max.is_valid()) return found.out;
+    return nb::make_tuple(found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
+  } catch (const Declined&) {
+    return nb::none();
+  }
+}
+
+// The same for the custom op, whose results are always tensors.
+nb::object attend_flat(nb::args given) {
+  if (!is_ready) return nb::none();
+  const auto arguments = by_position<Flat>(given, kFlat);
+  const auto or_empty = [](const nb::object& x) {
+    constexpr int64_t none = 0, one = 1;
+    char* data = nullptr;
+    return x.is_valid() ? x
+                        : torch_library.empty(1, &none, &one, torch_library.dtype.float32,
+                                              out_dtypes[int(OutType::kFloat32)], data);
+  };
+  try {
+    const Response found = serve(request_of(arguments), Reader(true));
+    if (found.t_max.is_valid()) return nb::make_tuple(found.out, or_empty(found.out_scale), found.t_max, found.l_sum);
+    return nb::make_tuple(found.out, or_empty(found.out_scale), or_empty({}));
   } catch (const Declined&) {
     return nb::none();
   }
@@ -470,9 +593,8 @@ void use_calls(nb::tuple classes, nb::tuple functions, nb::handle forward_ad, nb
     m.name = kept(entry[0]);
     PyUnicode_InternInPlace(&m.name);
     m.method = Method(nb::cast<int>(entry[1]));
-    m.default_recipe = kept(entry[2]);
-    m.default_fields = read_recipe(m.default_recipe);
-    python.methods.push_back(m);
+    read_recipe(entry[2].ptr(), m.floats);
+    python.methods.push_back(std::move(m));
   }
   python.most_keys = nb::cast<int64_t>(limits[0]), python.most_head_dim = nb::cast<int64_t>(limits[1]);
   python.most_value_dim = nb::cast<int64_t>(limits[2]);
@@ -489,9 +611,17 @@ void bind_attend(nb::module_& m) {
   m.def("attend", attend,
         "The call of `attention` with all its arguments by position. Returns the output; or (output, its scale, Tmax, "
         "l), where these are wanted; or None where Python must serve the call.");
-  nb::list arguments;
-  for (const char* name : kArguments) arguments.append(name);
-  m.attr("ARGUMENTS") = nb::tuple(arguments);
+  m.def(
+      "attend_flat", attend_flat,
+      "The call of the custom op with all its arguments by position. Returns (output, its scale or an empty tensor, an "
+      "empty tensor), or with log-sum-exp (output, its scale or an empty tensor, Tmax, l); or None as `attend`.");
+  const auto names_of = [](const auto& list) {
+    nb::list names;
+    for (const char* name : list) names.append(name);
+    return nb::tuple(names);
+  };
+  m.attr("ARGUMENTS") = names_of(kArguments);
+  m.attr("FLAT") = names_of(kFlat);
 }
 
 }  // namespace intflash

@@ -1,12 +1,13 @@
 """`intflash::attention`, the torch custom op behind `attention` where torch traces, and the refused gradients.
 
-The op takes the arguments of `call.ARGUMENTS` with `QTensor` and `Recipe` laid out flat, and its kernel is `run`: one
-op serves every device, because the backend is chosen inside. Calls that no tracer or transform watches go to `run`
-directly.
+The op takes the arguments of `call.ARGUMENTS` with `QTensor` and `Recipe` laid out flat, and flags and names in one
+string. On a CPU its kernel is the native call path; `run` serves what that declines, and every other device, because
+the backend is chosen inside. Calls that no tracer or transform watches go to `run` directly.
 """
 
 from __future__ import annotations
 
+import functools
 from numbers import Real
 from operator import itemgetter
 from typing import Any
@@ -19,8 +20,10 @@ from torch._C._functorch import peek_interpreter_stack as _peek_transforms
 from torch.autograd import forward_ad
 
 from intflash import call, plans, validate
+from intflash.backends import cpu
 from intflash.call import ARGUMENTS, Output
 from intflash.methods import get_method
+from intflash.numerics.exp import log_sum_exp
 from intflash.problem import empty_output
 from intflash.quant import QTensor, Recipe
 
@@ -28,14 +31,21 @@ REASON = "IntFlash is for inference and has no gradients: call it under torch.no
 FORWARD_REASON = "IntFlash is for inference and has no forward-mode derivatives: give it tensors without tangents"
 
 _NAMES = ("q", "k", "v")
-# QTensors and a recipe, laid out flat; an out_scale that is a word.
+# What is a flag or a name travels in one string, since every argument of an op costs a call time.
+_IS_WORD = ("bool", "bool?", "str", "str?")
+# QTensors and a recipe, laid out flat: static scales that are numbers (0: none), block sizes and bits of q, k and v.
 _QUANTIZATION = (
-    "Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, float[] number_scales, SymInt[] block_sizes, SymInt[] bits, "
-    "bool quantized, bool smooth_k, bool rotate, str granularities, str rule, bool dynamic_out"
-)
-_FLAT = tuple(a for a in ARGUMENTS if a.schema != "Recipe?")
-_FLAT_NAMES = tuple(a.name for a in _FLAT) + tuple(x.split()[1] for x in _QUANTIZATION.split(", "))
-_SCHEMA = f"({', '.join(f'{a.schema} {a.name}' for a in _FLAT)}, {_QUANTIZATION}) -> (Tensor, Tensor, Tensor)"
+    ("Tensor?", "q_scale"), ("Tensor?", "k_scale"), ("Tensor?", "v_scale"), ("float[]", "number_scales"),
+    ("SymInt[]", "sizes"),
+)  # fmt: skip
+_FLAT = (*((a.schema, a.name) for a in ARGUMENTS if a.schema not in (*_IS_WORD, "Recipe?")), *_QUANTIZATION)
+_FLAT_NAMES = tuple(name for _, name in _FLAT)
+_WORDS = {a.name: a.default for a in ARGUMENTS if a.schema in _IS_WORD} | dict(
+    quantized=False, smooth_k=False, rotate=False, q_granularity="tensor", k_granularity="tensor",
+    v_granularity="tensor", rule="exact", dynamic_out=False,
+)  # fmt: skip
+FLAT = (*_FLAT_NAMES, *_WORDS)
+_SCHEMA = f"({', '.join(' '.join(x) for x in _FLAT)}, str options) -> (Tensor, Tensor, Tensor)"
 
 _tensors_of = itemgetter(*call.TENSORS)
 _differentiable_of = itemgetter(*(a.name for a in ARGUMENTS if a.differentiable and a.name in call.TENSORS))
@@ -108,14 +118,43 @@ def _refuse_backward(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor |
     return _Refused.apply(out, *of) if isinstance(out, Tensor) else out
 
 
-@torch.library.custom_op("intflash::attention", mutates_args=(), schema=_SCHEMA)
-def _attention(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = run(_gather(q, k, v, *flat))
+_library = torch.library.Library("intflash", "DEF")
+_library.define("attention" + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+_attention = torch.ops.intflash.attention.default
+
+
+@functools.lru_cache(1024)
+def _words(options: str) -> tuple[Any, ...]:
+    """The values of `_WORDS`, from a string that names those that are not the defaults."""
+    constants = {"None": None, "True": True, "False": False}
+    given = dict(word.split("=") for word in options.split())
+    return tuple({**_WORDS, **{name: constants.get(x, x) for name, x in given.items()}}.values())
+
+
+def _kernel(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q = flat[0]
+    out, lse = run(_gather(*flat))
     if lse is None:
         lse = q.new_empty(0, dtype=torch.float32)
     if isinstance(out, QTensor):
         return _laid_out(out.data, q), out.scale.clone(), lse
     return _laid_out(out, q), q.new_empty(0, dtype=torch.float32), lse
+
+
+def _cpu_kernel(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+    words = _words(flat[-1])
+    found = cpu.attend_flat(*flat[:-1], *words)
+    if found is None:
+        return _kernel(*flat)
+    if len(found) == 3:
+        return found
+    out, scale, t_max, l_sum = found
+    return out, scale, log_sum_exp(t_max, l_sum, cpu.P_MAX[words[_METHOD]])
+
+
+_METHOD = list(_WORDS).index("method")
+_library.impl("attention", _kernel, "CompositeExplicitAutograd")
+_library.impl("attention", _cpu_kernel, "CPU")
 
 
 def _laid_out(out: Tensor, q: Tensor) -> Tensor:
@@ -127,7 +166,7 @@ def _laid_out(out: Tensor, q: Tensor) -> Tensor:
     return want.copy_(out)
 
 
-@_attention.register_fake
+@torch.library.register_fake("intflash::attention", lib=_library)
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     arguments = _gather(q, k, v, *flat)
     dynamic = call.is_dynamic(arguments["out_scale"])
@@ -162,15 +201,27 @@ def _no_gradient_fake(gradient: Tensor, of: Tensor) -> Tensor:
     return torch.empty_like(of)
 
 
-def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
-    return tuple(None if x is None else _no_gradient(gradient, x) for x in ctx.saved_tensors)
+class _Differentiable(torch.autograd.Function):
+    """The op below autograd, with a backward pass that is refused where it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, *flat: Any) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) and x.requires_grad else None for x in flat))
+        with torch._C._AutoDispatchBelowAutograd():
+            return _attention.redispatch(keys & torch._C._after_autograd_keyset, *flat)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
+        return None, *(None if x is None else _no_gradient(gradient, x) for x in ctx.saved_tensors)
 
 
-def _save_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) and x.requires_grad else None for x in inputs))
+def _autograd_kernel(keys: Any, *flat: Any) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat):
+        return _Differentiable.apply(keys, *flat)
+    return _attention.redispatch(keys & torch._C._after_autograd_keyset, *flat)
 
 
-_attention.register_autograd(_backward, setup_context=_save_inputs)
+_library.impl("attention", _autograd_kernel, "Autograd", with_keyset=True)
 
 
 _PLAIN = Tensor.__torch_dispatch__
@@ -224,27 +275,29 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     tensors = (q, k, v)
     if quantized:
         scales, numbers = [x.scale for x in tensors], [0.0] * 3
-        granularities, blocks = [x.granularity for x in tensors], [x.block_size or 0 for x in tensors]
-        bits = [x.bits for x in tensors]
+        kinds = [x.granularity for x in tensors]
+        sizes = [x.block_size or 0 for x in tensors] + [x.bits for x in tensors]
         tensors = tuple(x.data for x in tensors)
     else:
         chosen = recipe if recipe is not None else get_method(arguments["method"]).recipe
         given = [getattr(chosen, f"{name}_scale") for name in _NAMES]
         scales = [x if isinstance(x, Tensor) else None for x in given]
         numbers = [0.0 if x is None or isinstance(x, Tensor) else float(x) for x in given]
-        granularities, blocks = [getattr(chosen, name) for name in _NAMES], [chosen.block_size] * 3
-        bits = [chosen.bits] * 3
+        kinds = [getattr(chosen, name) for name in _NAMES]
+        sizes = [chosen.block_size] * 3 + [chosen.bits] * 3
     dynamic = call.is_dynamic(out_scale)
     if isinstance(out_scale, Real):
         out_scale = torch.full((1, 1, 1, 1), float(out_scale), device=tensors[0].device)
     flat = dict(
         arguments, q=tensors[0], k=tensors[1], v=tensors[2],
         out_scale=None if dynamic else out_scale, dynamic_out=dynamic,
-        q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, block_sizes=blocks, bits=bits,
+        q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, sizes=sizes,
         quantized=quantized, smooth_k=not quantized and chosen.smooth_k, rotate=not quantized and chosen.rotate,
-        granularities=",".join(granularities), rule="exact" if quantized else chosen.rule,
+        q_granularity=kinds[0], k_granularity=kinds[1], v_granularity=kinds[2],
+        rule="exact" if quantized else chosen.rule,
     )  # fmt: skip
-    out, scale, lse = _attention(*[flat[name] for name in _FLAT_NAMES])
+    options = " ".join([f"{name}={flat[name]}" for name, default in _WORDS.items() if flat[name] != default])
+    out, scale, lse = _attention(*[flat[name] for name in _FLAT_NAMES], options)
     if not out.dtype.is_floating_point:
         out = call.integer_output(out, scale)
     return out, lse if arguments["return_lse"] else None
@@ -252,9 +305,10 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
 
 def _gather(*values: Any) -> dict[str, Any]:
     """The arguments of `attention` from those of the op."""
-    flat = dict(zip(_FLAT_NAMES, values, strict=True))
-    kinds = flat.pop("granularities").split(",")
-    blocks, bits, numbers = (flat.pop(name) for name in ("block_sizes", "bits", "number_scales"))
+    flat = dict(zip(FLAT, (*values[:-1], *_words(values[-1])), strict=True))
+    kinds = [flat.pop(f"{name}_granularity") for name in _NAMES]
+    sizes, numbers = flat.pop("sizes"), flat.pop("number_scales")
+    blocks, bits = sizes[:3], sizes[3:]
     scales = [flat.pop(f"{name}_scale") for name in _NAMES]
     smooth_k, rotate, rule = flat.pop("smooth_k"), flat.pop("rotate"), flat.pop("rule")
     flat["recipe"] = None

@@ -18,4 +18,4 @@ from intflash.backends import cpu  # noqa: E402
 
 cpu._native = module
 cpu.use_native(module)
-cpu.attend = module.attend
+cpu.attend, cpu.attend_flat = module.attend, module.attend_flat

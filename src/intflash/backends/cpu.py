@@ -81,6 +81,8 @@ if _native is not None:
 # its scale or None, Tmax or None, l or None) where these are wanted; None where the call is wrong or has anything that
 # the native way does not know: the general way then says why, or serves it.
 attend: Callable[..., Any] = (lambda *arguments: None) if _native is None else _native.attend
+# The same for the custom op: op.py.
+attend_flat: Callable[..., Any] = (lambda *arguments: None) if _native is None else _native.attend_flat
 
 
 def instruction_sets() -> list[str]:
