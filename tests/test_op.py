@@ -16,11 +16,8 @@ def nothing_compiled_before():
 
 
 def flat(q, k, v, **changes):
-    names = [a.name for a in _attention._schema.arguments]
-    arguments = dict.fromkeys(names) | dict(
-        q=q, k=k, v=v, number_scales=[0.0] * 3, sizes=[16] * 3 + [8] * 3, options="",
-    )  # fmt: skip
-    return tuple((arguments | changes).values())
+    defaults = {a.name: a.default_value if a.has_default_value() else None for a in _attention._schema.arguments}
+    return tuple((defaults | dict(q=q, k=k, v=v) | changes).values())
 
 
 @pytest.mark.parametrize(
@@ -45,7 +42,7 @@ def test_opcheck_quantized():
         _attention,
         flat(q.data, k.data, v.data, q_scale=q.scale, k_scale=k.scale, v_scale=v.scale, out_dtype=torch.int8,
              options="quantized=True q_granularity=head k_granularity=head v_granularity=head",
-             sizes=[0] * 3 + [8] * 3),
+             sizes=[128] * 3 + [8] * 3),
     )  # fmt: skip
 
 

@@ -93,6 +93,11 @@ struct Arguments {
 constexpr const char* kFlat[] = {"q",
                                  "k",
                                  "v",
+                                 "number_scales",
+                                 "q_scale",
+                                 "k_scale",
+                                 "v_scale",
+                                 "sizes",
                                  "attn_mask",
                                  "scale",
                                  "bias",
@@ -100,11 +105,6 @@ constexpr const char* kFlat[] = {"q",
                                  "out_scale",
                                  "cu_seqlens_q",
                                  "cu_seqlens_k",
-                                 "q_scale",
-                                 "k_scale",
-                                 "v_scale",
-                                 "number_scales",
-                                 "sizes",
                                  "is_causal",
                                  "method",
                                  "backend",
@@ -121,9 +121,9 @@ constexpr const char* kFlat[] = {"q",
                                  "rule",
                                  "dynamic_out"};
 struct Flat {
-  PyObject *q, *k, *v, *attn_mask, *scale, *bias, *out_dtype, *out_scale, *cu_seqlens_q, *cu_seqlens_k, *q_scale,
-      *k_scale, *v_scale, *number_scales, *sizes, *is_causal, *method, *backend, *enable_gqa, *causal_align,
-      *return_lse, *check_finite, *quantized, *smooth_k, *rotate, *q_granularity, *k_granularity, *v_granularity, *rule,
+  PyObject *q, *k, *v, *number_scales, *q_scale, *k_scale, *v_scale, *sizes, *attn_mask, *scale, *bias, *out_dtype,
+      *out_scale, *cu_seqlens_q, *cu_seqlens_k, *is_causal, *method, *backend, *enable_gqa, *causal_align, *return_lse,
+      *check_finite, *quantized, *smooth_k, *rotate, *q_granularity, *k_granularity, *v_granularity, *rule,
       *dynamic_out;
 };
 
@@ -437,7 +437,7 @@ Request request_of(const Flat& a) {
     r.tensor[i] = nb::borrow(inputs[i]);
     Scaling& s = r.scaling[i];
     s.granularity = granularity_of(granularities[i]);
-    s.block = std::max<int64_t>(1, integer(PyList_GetItem(a.sizes, i)));
+    if (s.granularity == Granularity::kBlock) s.block = integer(PyList_GetItem(a.sizes, i));
     s.bits = int(integer(PyList_GetItem(a.sizes, 3 + i)));
     s.scale = nb::borrow(scales[i]);
     PyObject* const number = PyList_GetItem(a.number_scales, i);  // 0: none

@@ -8,6 +8,7 @@ the backend is chosen inside. Calls that no tracer or transform watches go to `r
 from __future__ import annotations
 
 import functools
+from dataclasses import fields
 from numbers import Real
 from operator import itemgetter
 from typing import Any
@@ -31,21 +32,26 @@ REASON = "IntFlash is for inference and has no gradients: call it under torch.no
 FORWARD_REASON = "IntFlash is for inference and has no forward-mode derivatives: give it tensors without tangents"
 
 _NAMES = ("q", "k", "v")
-# What is a flag or a name travels in one string, since every argument of an op costs a call time.
+# Every argument of an op costs a call time, unless it is a last one with its default: what is seldom given comes last,
+# and flags and names travel in one string.
 _IS_WORD = ("bool", "bool?", "str", "str?")
-# QTensors and a recipe, laid out flat: static scales that are numbers (0: none), block sizes and bits of q, k and v.
-_QUANTIZATION = (
-    ("Tensor?", "q_scale"), ("Tensor?", "k_scale"), ("Tensor?", "v_scale"), ("float[]", "number_scales"),
-    ("SymInt[]", "sizes"),
-)  # fmt: skip
-_FLAT = (*((a.schema, a.name) for a in ARGUMENTS if a.schema not in (*_IS_WORD, "Recipe?")), *_QUANTIZATION)
-_FLAT_NAMES = tuple(name for _, name in _FLAT)
 _WORDS = {a.name: a.default for a in ARGUMENTS if a.schema in _IS_WORD} | dict(
     quantized=False, smooth_k=False, rotate=False, q_granularity="tensor", k_granularity="tensor",
     v_granularity="tensor", rule="exact", dynamic_out=False,
 )  # fmt: skip
-FLAT = (*_FLAT_NAMES, *_WORDS)
-_SCHEMA = f"({', '.join(' '.join(x) for x in _FLAT)}, str options) -> (Tensor, Tensor, Tensor)"
+# QTensors and a recipe, laid out flat: static scales that are numbers (0: none), block sizes and bits of q, k and v.
+_QUANTIZATION = (
+    ("float[]", "number_scales", []), ("Tensor?", "q_scale", None), ("Tensor?", "k_scale", None),
+    ("Tensor?", "v_scale", None), ("SymInt[]", "sizes", []),
+)  # fmt: skip
+_USUAL_SIZES = [128, 128, 128, 8, 8, 8]  # for an empty list, as three zeros are for empty number_scales
+_GIVEN = tuple((a.schema, a.name, None) for a in ARGUMENTS[3:] if a.schema not in (*_IS_WORD, "Recipe?"))
+_FLAT = (*((a.schema, a.name, call.REQUIRED) for a in ARGUMENTS[:3]), ("str", "options", ""), *_QUANTIZATION, *_GIVEN)
+_LAST = tuple(default for *_, default in _FLAT)
+FLAT = (*(name for _, name, _ in _FLAT if name != "options"), *_WORDS)
+_SCHEMA = ", ".join(
+    f"{schema} {name}" + ("" if default is call.REQUIRED else f"={default!r}") for schema, name, default in _FLAT
+).replace("''", '""')
 
 _tensors_of = itemgetter(*call.TENSORS)
 _differentiable_of = itemgetter(*(a.name for a in ARGUMENTS if a.differentiable and a.name in call.TENSORS))
@@ -119,7 +125,7 @@ def _refuse_backward(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor |
 
 
 _library = torch.library.Library("intflash", "DEF")
-_library.define("attention" + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(f"attention({_SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _attention = torch.ops.intflash.attention.default
 
 
@@ -129,6 +135,13 @@ def _words(options: str) -> tuple[Any, ...]:
     constants = {"None": None, "True": True, "False": False}
     given = dict(word.split("=") for word in options.split())
     return tuple({**_WORDS, **{name: constants.get(x, x) for name, x in given.items()}}.values())
+
+
+def _all(flat: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values of `FLAT`, from the op's arguments without last ones that are the defaults."""
+    q, k, v, options, numbers, *scales, sizes = (*flat, *_LAST[len(flat) :])[:9]
+    rest = (*flat[9:], *_LAST[max(9, len(flat)) :])
+    return q, k, v, numbers or [0.0] * 3, *scales, sizes or _USUAL_SIZES, *rest, *_words(options)
 
 
 def _kernel(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,17 +155,17 @@ def _kernel(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cpu_kernel(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    words = _words(flat[-1])
-    found = cpu.attend_flat(*flat[:-1], *words)
+    values = _all(flat)
+    found = cpu.attend_flat(*values)
     if found is None:
         return _kernel(*flat)
     if len(found) == 3:
         return found
     out, scale, t_max, l_sum = found
-    return out, scale, log_sum_exp(t_max, l_sum, cpu.P_MAX[words[_METHOD]])
+    return out, scale, log_sum_exp(t_max, l_sum, cpu.P_MAX[values[_METHOD]])
 
 
-_METHOD = list(_WORDS).index("method")
+_METHOD = FLAT.index("method")
 _library.impl("attention", _kernel, "CompositeExplicitAutograd")
 _library.impl("attention", _cpu_kernel, "CPU")
 
@@ -218,9 +231,15 @@ class _Differentiable(torch.autograd.Function):
 def _autograd_kernel(keys: Any, *flat: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat):
         return _Differentiable.apply(keys, *flat)
-    return _attention.redispatch(keys & torch._C._after_autograd_keyset, *flat)
+    below = keys & torch._C._after_autograd_keyset
+    if below.raw_repr() == _PLAIN_CPU:  # nothing else wants to see the call
+        return _cpu_kernel(*flat)
+    return _attention.redispatch(below, *flat)
 
 
+_PLAIN_CPU = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+).raw_repr()
 _library.impl("attention", _autograd_kernel, "Autograd", with_keyset=True)
 
 
@@ -269,43 +288,63 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
         gradients_wanted(arguments)  # refuses tangents, for which torch would give zeros
     if not torch.compiler.is_compiling() and _under_grad() and gradients_wanted(arguments):
         raise RuntimeError(REASON)  # torch's transform would end in an error about autograd.Function
-    q, k, v, recipe, out_scale = (arguments[name] for name in ("q", "k", "v", "recipe", "out_scale"))
     validate.check_dispatched(arguments)
-    quantized = isinstance(q, QTensor)
-    tensors = (q, k, v)
-    if quantized:
-        scales, numbers = [x.scale for x in tensors], [0.0] * 3
-        kinds = [x.granularity for x in tensors]
-        sizes = [x.block_size or 0 for x in tensors] + [x.bits for x in tensors]
-        tensors = tuple(x.data for x in tensors)
-    else:
-        chosen = recipe if recipe is not None else get_method(arguments["method"]).recipe
-        given = [getattr(chosen, f"{name}_scale") for name in _NAMES]
-        scales = [x if isinstance(x, Tensor) else None for x in given]
-        numbers = [0.0 if x is None or isinstance(x, Tensor) else float(x) for x in given]
-        kinds = [getattr(chosen, name) for name in _NAMES]
-        sizes = [chosen.block_size] * 3 + [chosen.bits] * 3
-    dynamic = call.is_dynamic(out_scale)
-    if isinstance(out_scale, Real):
-        out_scale = torch.full((1, 1, 1, 1), float(out_scale), device=tensors[0].device)
-    flat = dict(
-        arguments, q=tensors[0], k=tensors[1], v=tensors[2],
-        out_scale=None if dynamic else out_scale, dynamic_out=dynamic,
-        q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, sizes=sizes,
-        quantized=quantized, smooth_k=not quantized and chosen.smooth_k, rotate=not quantized and chosen.rotate,
-        q_granularity=kinds[0], k_granularity=kinds[1], v_granularity=kinds[2],
-        rule="exact" if quantized else chosen.rule,
-    )  # fmt: skip
-    options = " ".join([f"{name}={flat[name]}" for name, default in _WORDS.items() if flat[name] != default])
-    out, scale, lse = _attention(*[flat[name] for name in _FLAT_NAMES], options)
+    given = dict(arguments)
+    recipe = given.pop("recipe")
+    codes: list = []
+    if isinstance(given["q"], QTensor):
+        codes = [(x.scale, x.granularity, x.block_size, x.bits) for x in (given["q"], given["k"], given["v"])]
+        for name in ("q", "k", "v"):
+            given[name] = given[name].data
+    recipe_fields = None
+    if recipe is not None:
+        recipe_fields = (recipe.q, recipe.k, recipe.v, recipe.bits, recipe.block_size, recipe.q_scale, recipe.k_scale,
+                  recipe.v_scale, recipe.smooth_k, recipe.rotate, recipe.rule)  # fmt: skip
+    call.is_dynamic(arguments["out_scale"])  # refuses other words
+    out, scale, lse = _call_op(codes, recipe_fields, given)
     if not out.dtype.is_floating_point:
         out = call.integer_output(out, scale)
     return out, lse if arguments["return_lse"] else None
 
 
+@torch.compiler.allow_in_graph  # dynamo would guard every name that it reads here
+def _call_op(codes: list[tuple], recipe: tuple | None, flat: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The op's results. `codes`: of QTensors (scale, granularity, block size, bits); `recipe`: the fields of one."""
+    if codes:
+        scales, kinds = [x[0] for x in codes], [x[1] for x in codes]
+        numbers, sizes = [], [x[2] or 128 for x in codes] + [x[3] for x in codes]
+        smooth_k, rotate, rule = False, False, "exact"
+    else:
+        if recipe is None:
+            chosen = get_method(flat["method"]).recipe
+            recipe = tuple(getattr(chosen, f.name) for f in fields(Recipe))
+        *kinds, bits, block, q_scale, k_scale, v_scale, smooth_k, rotate, rule = recipe
+        given = (q_scale, k_scale, v_scale)
+        scales = [x if isinstance(x, Tensor) else None for x in given]
+        numbers = [0.0 if x is None or isinstance(x, Tensor) else x for x in given]
+        sizes = [block] * 3 + [bits] * 3
+    out_scale = flat["out_scale"]
+    dynamic = isinstance(out_scale, str)
+    if isinstance(out_scale, Real):
+        out_scale = torch.full((1, 1, 1, 1), float(out_scale), device=flat["q"].device)
+    flat = dict(
+        flat, out_scale=None if dynamic else out_scale, dynamic_out=dynamic, quantized=bool(codes),
+        q_scale=scales[0], k_scale=scales[1], v_scale=scales[2],
+        number_scales=numbers if any(not isinstance(x, float) or x for x in numbers) else [],
+        sizes=[] if all(type(x) is int for x in sizes) and sizes == _USUAL_SIZES else sizes,
+        smooth_k=smooth_k, rotate=rotate, rule=rule,
+        q_granularity=kinds[0], k_granularity=kinds[1], v_granularity=kinds[2],
+    )  # fmt: skip
+    flat["options"] = " ".join(f"{name}={flat[name]}" for name, default in _WORDS.items() if flat[name] != default)
+    values = [flat[name] for _, name, _ in _FLAT]
+    while values[-1] is None or isinstance(values[-1], (str, list)) and not values[-1]:
+        values.pop()
+    return _attention(*values)
+
+
 def _gather(*values: Any) -> dict[str, Any]:
     """The arguments of `attention` from those of the op."""
-    flat = dict(zip(FLAT, (*values[:-1], *_words(values[-1])), strict=True))
+    flat = dict(zip(FLAT, _all(values), strict=True))
     kinds = [flat.pop(f"{name}_granularity") for name in _NAMES]
     sizes, numbers = flat.pop("sizes"), flat.pop("number_scales")
     blocks, bits = sizes[:3], sizes[3:]
@@ -314,7 +353,7 @@ def _gather(*values: Any) -> dict[str, Any]:
     flat["recipe"] = None
     if flat.pop("quantized"):
         for i, name in enumerate(_NAMES):
-            flat[name] = QTensor(flat[name], scales[i], kinds[i], blocks[i] or None, bits[i])
+            flat[name] = QTensor(flat[name], scales[i], kinds[i], blocks[i] if kinds[i] == "block" else None, bits[i])
     else:
         given = {
             f"{name}_scale": scales[i] if scales[i] is not None else numbers[i] or None for i, name in enumerate(_NAMES)
