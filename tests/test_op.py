@@ -5,7 +5,7 @@ import torch
 
 import intflash
 from intflash import QTensor, Recipe, plans
-from intflash.op import _attention
+from intflash.op import _general, _simple
 from oracle import randn
 
 
@@ -16,8 +16,14 @@ def nothing_compiled_before():
 
 
 def flat(q, k, v, **changes):
-    defaults = {a.name: a.default_value if a.has_default_value() else None for a in _attention._schema.arguments}
-    return tuple((defaults | dict(q=q, k=k, v=v) | changes).values())
+    arguments = dict.fromkeys(a.name for a in _general._schema.arguments)
+    arguments |= dict(q=q, k=k, v=v, number_scales=[0.0] * 3, sizes=[128] * 3 + [8] * 3, options="")
+    return tuple((arguments | changes).values())
+
+
+@pytest.mark.parametrize("options", ["", "is_causal=True method=intflash_p8"])
+def test_opcheck_of_the_simple_overload(options):
+    torch.library.opcheck(_simple, (*randn(1, 2, 20, 16), torch.rand(20, 20) > 0.2, None, options))
 
 
 @pytest.mark.parametrize(
@@ -33,13 +39,13 @@ def flat(q, k, v, **changes):
     ids=lambda c: "-".join(map(str, c)) or "plain",
 )
 def test_opcheck(changes):
-    torch.library.opcheck(_attention, flat(*randn(1, 2, 20, 16), **changes))
+    torch.library.opcheck(_general, flat(*randn(1, 2, 20, 16), **changes))
 
 
 def test_opcheck_quantized():
     q, k, v = (intflash.quantize(x, "head") for x in randn(1, 2, 20, 16))
     torch.library.opcheck(
-        _attention,
+        _general,
         flat(q.data, k.data, v.data, q_scale=q.scale, k_scale=k.scale, v_scale=v.scale, out_dtype=torch.int8,
              options="quantized=True q_granularity=head k_granularity=head v_granularity=head",
              sizes=[128] * 3 + [8] * 3),
@@ -86,7 +92,7 @@ def test_compiled_calls_refuse_what_eager_ones_do():
 def test_op_does_not_alias_a_given_out_scale():
     q, k, v = randn(1, 2, 8, 16)
     scale = torch.full((1, 1, 1, 1), 0.05)
-    out = torch.ops.intflash.attention(*flat(q, k, v, out_scale=scale, out_dtype=torch.int8))
+    out = torch.ops.intflash.attention.general(*flat(q, k, v, out_scale=scale, out_dtype=torch.int8))
     assert torch.equal(out[1], scale) and out[1].data_ptr() != scale.data_ptr()
     assert isinstance(intflash.attention(q, k, v, out_dtype=torch.int8, out_scale=scale), QTensor)
 

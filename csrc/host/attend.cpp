@@ -93,18 +93,18 @@ struct Arguments {
 constexpr const char* kFlat[] = {"q",
                                  "k",
                                  "v",
-                                 "number_scales",
-                                 "q_scale",
-                                 "k_scale",
-                                 "v_scale",
-                                 "sizes",
                                  "attn_mask",
-                                 "scale",
                                  "bias",
-                                 "out_dtype",
                                  "out_scale",
                                  "cu_seqlens_q",
                                  "cu_seqlens_k",
+                                 "q_scale",
+                                 "k_scale",
+                                 "v_scale",
+                                 "scale",
+                                 "out_dtype",
+                                 "number_scales",
+                                 "sizes",
                                  "is_causal",
                                  "method",
                                  "backend",
@@ -121,9 +121,9 @@ constexpr const char* kFlat[] = {"q",
                                  "rule",
                                  "dynamic_out"};
 struct Flat {
-  PyObject *q, *k, *v, *number_scales, *q_scale, *k_scale, *v_scale, *sizes, *attn_mask, *scale, *bias, *out_dtype,
-      *out_scale, *cu_seqlens_q, *cu_seqlens_k, *is_causal, *method, *backend, *enable_gqa, *causal_align, *return_lse,
-      *check_finite, *quantized, *smooth_k, *rotate, *q_granularity, *k_granularity, *v_granularity, *rule,
+  PyObject *q, *k, *v, *attn_mask, *bias, *out_scale, *cu_seqlens_q, *cu_seqlens_k, *q_scale, *k_scale, *v_scale,
+      *scale, *out_dtype, *number_scales, *sizes, *is_causal, *method, *backend, *enable_gqa, *causal_align,
+      *return_lse, *check_finite, *quantized, *smooth_k, *rotate, *q_granularity, *k_granularity, *v_granularity, *rule,
       *dynamic_out;
 };
 
@@ -558,21 +558,12 @@ nb::object attend(nb::args given) {
   }
 }
 
-// The same for the custom op, whose results are always tensors.
+// The same for the custom op, which torch's dispatcher has called.
 nb::object attend_flat(nb::args given) {
   if (!is_ready) return nb::none();
-  const auto arguments = by_position<Flat>(given, kFlat);
-  const auto or_empty = [](const nb::object& x) {
-    constexpr int64_t none = 0, one = 1;
-    char* data = nullptr;
-    return x.is_valid() ? x
-                        : torch_library.empty(1, &none, &one, torch_library.dtype.float32,
-                                              out_dtypes[int(OutType::kFloat32)], data);
-  };
   try {
-    const Response found = serve(request_of(arguments), Reader(true));
-    if (found.t_max.is_valid()) return nb::make_tuple(found.out, or_empty(found.out_scale), found.t_max, found.l_sum);
-    return nb::make_tuple(found.out, or_empty(found.out_scale), or_empty({}));
+    const Response found = serve(request_of(by_position<Flat>(given, kFlat)), Reader(true));
+    return nb::make_tuple(found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
   } catch (const Declined&) {
     return nb::none();
   }
@@ -611,10 +602,9 @@ void bind_attend(nb::module_& m) {
   m.def("attend", attend,
         "The call of `attention` with all its arguments by position. Returns the output; or (output, its scale, Tmax, "
         "l), where these are wanted; or None where Python must serve the call.");
-  m.def(
-      "attend_flat", attend_flat,
-      "The call of the custom op with all its arguments by position. Returns (output, its scale or an empty tensor, an "
-      "empty tensor), or with log-sum-exp (output, its scale or an empty tensor, Tmax, l); or None as `attend`.");
+  m.def("attend_flat", attend_flat,
+        "The call of the custom op with all values of op.FLAT by position. Returns (output, its scale or None, Tmax or "
+        "None, l or None); or None as `attend`.");
   const auto names_of = [](const auto& list) {
     nb::list names;
     for (const char* name : list) names.append(name);

@@ -1,13 +1,16 @@
 """`intflash::attention`, the torch custom op behind `attention` where torch traces, and the refused gradients.
 
 The op takes the arguments of `call.ARGUMENTS` with `QTensor` and `Recipe` laid out flat, and flags and names in one
-string. On a CPU its kernel is the native call path; `run` serves what that declines, and every other device, because
-the backend is chosen inside. Calls that no tracer or transform watches go to `run` directly.
+string. Since each argument and each result of an op costs every call time, it has two overloads: `general` has them
+all, the default one those of most calls. On a CPU the kernel is the native call path; `run` serves what that declines,
+and every other device, because the backend is chosen inside. Calls that no tracer or transform watches go to `run`
+directly.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import fields
 from numbers import Real
 from operator import itemgetter
@@ -32,26 +35,22 @@ REASON = "IntFlash is for inference and has no gradients: call it under torch.no
 FORWARD_REASON = "IntFlash is for inference and has no forward-mode derivatives: give it tensors without tangents"
 
 _NAMES = ("q", "k", "v")
-# Every argument of an op costs a call time, unless it is a last one with its default: what is seldom given comes last,
-# and flags and names travel in one string.
 _IS_WORD = ("bool", "bool?", "str", "str?")
 _WORDS = {a.name: a.default for a in ARGUMENTS if a.schema in _IS_WORD} | dict(
     quantized=False, smooth_k=False, rotate=False, q_granularity="tensor", k_granularity="tensor",
     v_granularity="tensor", rule="exact", dynamic_out=False,
 )  # fmt: skip
-# QTensors and a recipe, laid out flat: static scales that are numbers (0: none), block sizes and bits of q, k and v.
-_QUANTIZATION = (
-    ("float[]", "number_scales", []), ("Tensor?", "q_scale", None), ("Tensor?", "k_scale", None),
-    ("Tensor?", "v_scale", None), ("SymInt[]", "sizes", []),
+_SIMPLE = (("Tensor", "q"), ("Tensor", "k"), ("Tensor", "v"), ("Tensor?", "attn_mask"), ("Tensor?", "bias"))
+# The other arguments, and QTensors and a recipe: scales that are tensors; those that are numbers (0: none), block sizes
+# and bits of q, k and v.
+_OTHERS = (
+    *((a.schema, a.name) for a in ARGUMENTS if (a.schema, a.name) not in _SIMPLE and a.schema.startswith("Tensor")),
+    ("Tensor?", "q_scale"), ("Tensor?", "k_scale"), ("Tensor?", "v_scale"), ("float?", "scale"),
+    ("ScalarType?", "out_dtype"), ("float[]", "number_scales"), ("SymInt[]", "sizes"),
 )  # fmt: skip
-_USUAL_SIZES = [128, 128, 128, 8, 8, 8]  # for an empty list, as three zeros are for empty number_scales
-_GIVEN = tuple((a.schema, a.name, None) for a in ARGUMENTS[3:] if a.schema not in (*_IS_WORD, "Recipe?"))
-_FLAT = (*((a.schema, a.name, call.REQUIRED) for a in ARGUMENTS[:3]), ("str", "options", ""), *_QUANTIZATION, *_GIVEN)
-_LAST = tuple(default for *_, default in _FLAT)
-FLAT = (*(name for _, name, _ in _FLAT if name != "options"), *_WORDS)
-_SCHEMA = ", ".join(
-    f"{schema} {name}" + ("" if default is call.REQUIRED else f"={default!r}") for schema, name, default in _FLAT
-).replace("''", '""')
+# What they are where they are not given.
+_UNGIVEN = (None,) * (len(_OTHERS) - 2) + ([0.0] * 3, [128] * 3 + [8] * 3)
+FLAT = (*(name for _, name in _SIMPLE + _OTHERS), *_WORDS)
 
 _tensors_of = itemgetter(*call.TENSORS)
 _differentiable_of = itemgetter(*(a.name for a in ARGUMENTS if a.differentiable and a.name in call.TENSORS))
@@ -124,9 +123,7 @@ def _refuse_backward(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor |
     return _Refused.apply(out, *of) if isinstance(out, Tensor) else out
 
 
-_library = torch.library.Library("intflash", "DEF")
-_library.define(f"attention({_SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-_attention = torch.ops.intflash.attention.default
+Results = tuple[Tensor, Tensor | None, Tensor | None]  # output, its scale where it is integer, log-sum-exp
 
 
 @functools.lru_cache(1024)
@@ -137,37 +134,22 @@ def _words(options: str) -> tuple[Any, ...]:
     return tuple({**_WORDS, **{name: constants.get(x, x) for name, x in given.items()}}.values())
 
 
-def _all(flat: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values of `FLAT`, from the op's arguments without last ones that are the defaults."""
-    q, k, v, options, numbers, *scales, sizes = (*flat, *_LAST[len(flat) :])[:9]
-    rest = (*flat[9:], *_LAST[max(9, len(flat)) :])
-    return q, k, v, numbers or [0.0] * 3, *scales, sizes or _USUAL_SIZES, *rest, *_words(options)
-
-
-def _kernel(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    q = flat[0]
+def _compute(*flat: Any) -> Results:
     out, lse = run(_gather(*flat))
-    if lse is None:
-        lse = q.new_empty(0, dtype=torch.float32)
     if isinstance(out, QTensor):
-        return _laid_out(out.data, q), out.scale.clone(), lse
-    return _laid_out(out, q), q.new_empty(0, dtype=torch.float32), lse
-
-
-def _cpu_kernel(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    values = _all(flat)
-    found = cpu.attend_flat(*values)
-    if found is None:
-        return _kernel(*flat)
-    if len(found) == 3:
-        return found
-    out, scale, t_max, l_sum = found
-    return out, scale, log_sum_exp(t_max, l_sum, cpu.P_MAX[values[_METHOD]])
+        return _laid_out(out.data, flat[0]), out.scale.clone(), lse
+    return _laid_out(out, flat[0]), None, lse
 
 
 _METHOD = FLAT.index("method")
-_library.impl("attention", _kernel, "CompositeExplicitAutograd")
-_library.impl("attention", _cpu_kernel, "CPU")
+
+
+def _compute_on_cpu(*flat: Any) -> Results:
+    found = cpu.attend_flat(*flat)
+    if found is None:
+        return _compute(*flat)
+    out, scale, t_max, l_sum = found
+    return out, scale, None if t_max is None else log_sum_exp(t_max, l_sum, cpu.P_MAX[flat[_METHOD]])
 
 
 def _laid_out(out: Tensor, q: Tensor) -> Tensor:
@@ -179,17 +161,16 @@ def _laid_out(out: Tensor, q: Tensor) -> Tensor:
     return want.copy_(out)
 
 
-@torch.library.register_fake("intflash::attention", lib=_library)
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    arguments = _gather(q, k, v, *flat)
+def _compute_fake(*flat: Any) -> Results:
+    arguments, q, v = _gather(*flat), flat[0], flat[2]
     dynamic = call.is_dynamic(arguments["out_scale"])
     if dynamic:
         arguments["out_scale"] = None
     problem, _ = call.prepare_call(arguments, values=False)
     lead = q.shape[:-1]
-    lse = q.new_empty(lead if arguments["return_lse"] else 0, dtype=torch.float32)
+    lse = q.new_empty(lead, dtype=torch.float32) if arguments["return_lse"] else None
     if problem.out_dtype.is_floating_point:
-        return empty_output(q, (*lead, v.shape[-1]), problem.out_dtype), q.new_empty(0, dtype=torch.float32), lse
+        return empty_output(q, (*lead, v.shape[-1]), problem.out_dtype), None, lse
     codes = empty_output(q, (*problem.q.shape[:-1], v.shape[-1]), problem.out_dtype)
     if dynamic:
         return codes, q.new_empty((1, 1, 1, 1), dtype=torch.float32), lse
@@ -215,32 +196,78 @@ def _no_gradient_fake(gradient: Tensor, of: Tensor) -> Tensor:
 
 
 class _Differentiable(torch.autograd.Function):
-    """The op below autograd, with a backward pass that is refused where it runs."""
+    """An op below autograd, with a backward pass that is refused where it runs."""
 
     @staticmethod
-    def forward(ctx: Any, keys: Any, *flat: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, op: Any, keys: Any, *flat: Any) -> Any:
         ctx.save_for_backward(*(x if isinstance(x, Tensor) and x.requires_grad else None for x in flat))
         with torch._C._AutoDispatchBelowAutograd():
-            return _attention.redispatch(keys & torch._C._after_autograd_keyset, *flat)
+            return op.redispatch(keys, *flat)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
-        return None, *(None if x is None else _no_gradient(gradient, x) for x in ctx.saved_tensors)
+        return None, None, *(None if x is None else _no_gradient(gradient, x) for x in ctx.saved_tensors)
 
 
-def _autograd_kernel(keys: Any, *flat: Any) -> tuple[Tensor, ...]:
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat):
-        return _Differentiable.apply(keys, *flat)
-    below = keys & torch._C._after_autograd_keyset
-    if below.raw_repr() == _PLAIN_CPU:  # nothing else wants to see the call
-        return _cpu_kernel(*flat)
-    return _attention.redispatch(below, *flat)
-
-
+_library = torch.library.Library("intflash", "DEF")
+_below: dict[int, int] = {}  # a dispatch key set without autograd's and higher ones, by the whole one
 _PLAIN_CPU = (
     torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 ).raw_repr()
-_library.impl("attention", _autograd_kernel, "Autograd", with_keyset=True)
+
+
+def _is_plain_cpu(keys: Any) -> bool:
+    """Whether only a CPU's kernel is left to see the call: redispatching to it takes 2 us."""
+    whole = keys.raw_repr()
+    if whole not in _below:
+        _below[whole] = (keys & torch._C._after_autograd_keyset).raw_repr()
+    return _below[whole] == _PLAIN_CPU
+
+
+def _define(schema: str, kernel_of: Callable[[Callable[..., Results]], Callable[..., Any]]) -> Any:
+    """An overload of the op; `kernel_of` makes a kernel from what computes the results from the values of `FLAT`."""
+    name = schema[: schema.index("(")]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    op = functools.reduce(getattr, f"intflash.{name}".split("."), torch.ops)
+    op = op.default if "." not in name else op
+    on_cpu = kernel_of(_compute_on_cpu)
+
+    def autograd(keys: Any, *flat: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat):
+            return _Differentiable.apply(op, keys & torch._C._after_autograd_keyset, *flat)
+        if _is_plain_cpu(keys):
+            return on_cpu(*flat)
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *flat)
+
+    _library.impl(name, kernel_of(_compute), "CompositeExplicitAutograd")
+    _library.impl(name, on_cpu, "CPU")
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(f"intflash::{name}", kernel_of(_compute_fake), lib=_library)
+    return op
+
+
+def _simple_kernel(compute: Callable[..., Results]) -> Callable[..., Tensor]:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, bias: Tensor | None, options: str) -> Tensor:
+        return compute(q, k, v, attn_mask, bias, *_UNGIVEN, *_words(options))[0]
+
+    return kernel
+
+
+def _general_kernel(compute: Callable[..., Results]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def kernel(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *values, options = flat
+        found = compute(*values, *_words(options))
+        return tuple(flat[0].new_empty(0, dtype=torch.float32) if x is None else x for x in found)
+
+    return kernel
+
+
+def _schema(arguments: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(" ".join(x) for x in (*arguments, ("str", "options")))
+
+
+_simple = _define(f"attention({_schema(_SIMPLE)}) -> Tensor", _simple_kernel)
+_general = _define(f"attention.general({_schema(_SIMPLE + _OTHERS)}) -> (Tensor, Tensor, Tensor)", _general_kernel)
 
 
 _PLAIN = Tensor.__torch_dispatch__
@@ -308,11 +335,11 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
 
 
 @torch.compiler.allow_in_graph  # dynamo would guard every name that it reads here
-def _call_op(codes: list[tuple], recipe: tuple | None, flat: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _call_op(codes: list[tuple], recipe: tuple | None, flat: dict[str, Any]) -> Results:
     """The op's results. `codes`: of QTensors (scale, granularity, block size, bits); `recipe`: the fields of one."""
     if codes:
         scales, kinds = [x[0] for x in codes], [x[1] for x in codes]
-        numbers, sizes = [], [x[2] or 128 for x in codes] + [x[3] for x in codes]
+        numbers, sizes = [0.0] * 3, [x[2] or 128 for x in codes] + [x[3] for x in codes]
         smooth_k, rotate, rule = False, False, "exact"
     else:
         if recipe is None:
@@ -329,22 +356,26 @@ def _call_op(codes: list[tuple], recipe: tuple | None, flat: dict[str, Any]) -> 
         out_scale = torch.full((1, 1, 1, 1), float(out_scale), device=flat["q"].device)
     flat = dict(
         flat, out_scale=None if dynamic else out_scale, dynamic_out=dynamic, quantized=bool(codes),
-        q_scale=scales[0], k_scale=scales[1], v_scale=scales[2],
-        number_scales=numbers if any(not isinstance(x, float) or x for x in numbers) else [],
-        sizes=[] if all(type(x) is int for x in sizes) and sizes == _USUAL_SIZES else sizes,
+        q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, sizes=sizes,
         smooth_k=smooth_k, rotate=rotate, rule=rule,
         q_granularity=kinds[0], k_granularity=kinds[1], v_granularity=kinds[2],
     )  # fmt: skip
-    flat["options"] = " ".join(f"{name}={flat[name]}" for name, default in _WORDS.items() if flat[name] != default)
-    values = [flat[name] for _, name, _ in _FLAT]
-    while values[-1] is None or isinstance(values[-1], (str, list)) and not values[-1]:
-        values.pop()
-    return _attention(*values)
+    options = " ".join(f"{name}={flat[name]}" for name, default in _WORDS.items() if flat[name] != default)
+    first, others = [flat[name] for _, name in _SIMPLE], [flat[name] for _, name in _OTHERS]
+    if _are_ungiven(others) and not (flat["return_lse"] or codes):
+        return _simple(*first, options), None, None
+    return _general(*first, *others, options)
+
+
+def _are_ungiven(others: list[Any]) -> bool:
+    plain = all(isinstance(x, (type(None), list)) for x in others)
+    numbers = [x for values in others[-2:] for x in values] if plain else []
+    return plain and all(type(x) in (int, float) for x in numbers) and tuple(others) == _UNGIVEN
 
 
 def _gather(*values: Any) -> dict[str, Any]:
-    """The arguments of `attention` from those of the op."""
-    flat = dict(zip(FLAT, _all(values), strict=True))
+    """The arguments of `attention` from the values of `FLAT`."""
+    flat = dict(zip(FLAT, values, strict=True))
     kinds = [flat.pop(f"{name}_granularity") for name in _NAMES]
     sizes, numbers = flat.pop("sizes"), flat.pop("number_scales")
     blocks, bits = sizes[:3], sizes[3:]
