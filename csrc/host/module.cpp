@@ -2,7 +2,6 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
-#include <exception>
 #include <functional>
 #include <optional>
 #include <stdexcept>
@@ -11,18 +10,20 @@
 
 #include "cpu/dispatch.h"
 #include "cpu/quantize_inputs.h"
+#include "host/module.h"
+#include "host/signals.h"
 #include "host/tensors.h"
 
 namespace nb = nanobind;
 using namespace intflash;
 
-namespace {
-
-const Kernels& kernels_named(const char* name) {
+const Kernels& intflash::kernels_named(const char* name) {
   for (const Kernels* k : supported_kernels())
     if (!*name || std::string_view(k->name) == name) return *k;
   throw std::invalid_argument("no such instruction set on this machine");
 }
+
+namespace {
 
 // Reads how a float tensor is quantized: (float type, per head, qmax, scale), where scale is None, a float or a tensor.
 FloatInput float_input(const TensorView& tensor, nb::handle how) {
@@ -111,38 +112,6 @@ struct Outputs {
   }
 };
 
-// The identity of Python's main thread, which alone handles signals.
-unsigned long main_thread = 0;
-
-// Runs Python's signal handlers during a long call; returns what one of them has raised, as KeyboardInterrupt for
-// Ctrl-C.
-std::exception_ptr check_signals() {
-  if (PyThread_get_thread_ident() != main_thread) return nullptr;
-  const nb::gil_scoped_acquire in_register;
-  if (PyErr_CheckSignals() == 0) return nullptr;
-  try {
-    nb::raise_python_error();
-  } catch (...) {
-    return std::current_exception();
-  }
-}
-
-// Marks a call of this thread as running. A signal handler must not begin another one, since the thread's scratch is in
-// use.
-class RunningCall {
- public:
-  RunningCall() {
-    if (is_running)
-      throw std::runtime_error("attention was called by a signal handler that runs during another call of attention");
-    is_running = true;
-  }
-  ~RunningCall() { is_running = false; }
-
- private:
-  static thread_local bool is_running;
-};
-thread_local bool RunningCall::is_running = false;
-
 // Returns (output, its scale where it is integer), or None where `look` asks for NaN and infinity in float q, k and v
 // and there are some.
 nb::object attention(const char* isa, int threads, int method, int out_type, nb::handle out_dtype, bool same_dtype,
@@ -229,4 +198,5 @@ NB_MODULE(_native, m) {
         nb::arg("scales"), nb::arg("out_scale").none(), nb::arg("blocks").none(), nb::arg("causal").none(),
         nb::arg("bias").none(), nb::arg("keep").none(), nb::arg("packed").none(), nb::arg("t_max").none(),
         nb::arg("l_sum").none(), nb::arg("look"), "Attention of one validated problem, see intflash/backends/cpu.py.");
+  add_programs(m);
 }

@@ -535,10 +535,34 @@ struct Vec512 : Pack512 {
   // In assembly, so that the sum stays in its register; gcc copies and spills the many sums of a tile.
   static void dot_in_place(I32& acc, Codes u, Codes s) { asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s)); }
   static I32 dot_pv(I32 acc, Codes v, Codes p) { return _mm512_dpbusd_epi32(acc, p, v); }
+
+  static constexpr int kWeightGroup = 4;
+  static Codes load_weights(const int8_t* p) { return load_codes(p); }
+  static void dot_wx(I32& acc, Codes w, Codes x) { acc = _mm512_dpbusd_epi32(acc, x, w); }
+  static I32 min(I32 a, I32 b) { return _mm512_min_epi32(a, b); }
+  static I32 mul_high_signed(I32 a, I32 c) {
+    return high_halves(_mm512_mul_epi32(a, c), _mm512_mul_epi32(odd_lanes(a), odd_lanes(c)));
+  }
+  static I32 shift_right_signed(I32 a, int n) { return _mm512_sra_epi32(a, _mm_cvtsi32_si128(n)); }
+  static I32 load_widened(const int16_t* p) {
+    return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static I32 load_widened(const int8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_saturated(int8_t* out, I32 x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtsepi32_epi8(x));
+  }
+  static void store_saturated(int16_t* out, I32 x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtsepi32_epi16(x));
+  }
 };
 
 struct Avx512Vnni : Vec512 {
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20;
+  static constexpr bool kOwnLinear = false;
+  static constexpr int kXOffset = 128;
+  using XCode = uint8_t;
   static constexpr bool kUnsignedKeys = true, kMatrixUnit = false;
   static void begin(int64_t) {}
   static void end() {}
