@@ -220,7 +220,9 @@ def _checked(i: Input, x: Any) -> Tensor:
     if not isinstance(x, Tensor):
         raise InputError(f"{i.name}: expected a tensor, got {type(x).__name__}")
     if x.ndim != 1 + len(i.shape) or tuple(x.shape[1:]) != i.shape or len(x) == 0:
-        raise InputError(f"{i.name}: expected a batch of shape [B, {', '.join(map(str, i.shape))}], got {list(x.shape)}")
+        raise InputError(
+            f"{i.name}: expected a batch of shape [B, {', '.join(map(str, i.shape))}], got {list(x.shape)}"
+        )
     fits = {
         "float": x.dtype in (torch.float32, torch.float16, torch.bfloat16),
         "uint8": x.dtype == torch.uint8,

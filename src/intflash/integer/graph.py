@@ -192,9 +192,7 @@ class Graph:
             )
         )  # fmt: skip
 
-    def layer_norm(
-        self, name: str, x: str, norm: torch.nn.LayerNorm, load_rows: Tensor | None = None
-    ) -> str:
+    def layer_norm(self, name: str, x: str, norm: torch.nn.LayerNorm, load_rows: Tensor | None = None) -> str:
         """LayerNorm of x, or of its rows that `load_rows` ``[R, parts]`` concatenates. An `nn.LayerNorm` over the
         channels, with or without weight and bias."""
         rows, channels = self.shapes[x]

@@ -139,7 +139,11 @@ class _Lowering:
         channels = given.shape[0]
         for name in ("mean", "std"):
             values = getattr(self.options, name)
-            if len(values) != channels or not all(math.isfinite(x) for x in values) or (name == "std" and min(values) <= 0):
+            if (
+                len(values) != channels
+                or not all(math.isfinite(x) for x in values)
+                or (name == "std" and min(values) <= 0)
+            ):
                 raise InputError(f"{name} must be {channels} numbers (std > 0), one for each channel, got {values}")
         return replace(given, kind="uint8")
 
@@ -206,7 +210,10 @@ class _Lowering:
         self._buffer(layer.out, 8)
         pixels = layer.patch[0] * layer.patch[1]
         if given.kind == "uint8":
-            mean, std = (torch.tensor(x, dtype=torch.float64).repeat_interleave(pixels) for x in (self.options.mean, self.options.std))
+            mean, std = (
+                torch.tensor(x, dtype=torch.float64).repeat_interleave(pixels)
+                for x in (self.options.mean, self.options.std)
+            )
             self.codes[layer.out] = Format(1 / (255 * std), (128 / 255 - mean) / std)
             self._add(Patches(layer.name, layer.image, layer.out, layer.patch))
             return
@@ -312,14 +319,20 @@ class _Lowering:
         v_range = torch.maximum(v_high, -v_low)
         zero = torch.zeros(heads * d, dtype=torch.float64)
         if not self.options.fold:
-            ranges = (shared(_usable(x / 127, n)) for x, n in ((q_range, attend.q), (k_range, attend.k), (v_range, attend.v)))
+            ranges = (
+                shared(_usable(x / 127, n)) for x, n in ((q_range, attend.q), (k_range, attend.k), (v_range, attend.v))
+            )
             return tuple(Format(x, zero) for x in ranges)
         # a constant in all keys changes no softmax, one in all values moves the output by itself
         k_offset, v_offset = (k_high + k_low) / 2, (v_high + v_low) / 2
         k_range, v_range = (k_high - k_low) / 2, (v_high - v_low) / 2
         ratio = torch.sqrt(_usable(k_range, attend.k) / _usable(q_range, attend.q))
         both = shared(torch.maximum(q_range * ratio, k_range / ratio)) / 127
-        return Format(both / ratio, zero), Format(both * ratio, k_offset), Format(_usable(v_range / 127, attend.v), v_offset)
+        return (
+            Format(both / ratio, zero),
+            Format(both * ratio, k_offset),
+            Format(_usable(v_range / 127, attend.v), v_offset),
+        )
 
     def _attend(self, layer: Attend) -> None:
         _, heads, _, d = self.graph.shapes[layer.q]
@@ -371,7 +384,9 @@ class _Product:
     def _add(self, out: tuple[str, ...], epilogue: str, bias: Tensor, factors: Tensor | None = None, **options) -> None:
         codes = torch.round(bias / self.units)
         if float(codes.abs().max()) >= 1 << 31:
-            raise InputError(f"{self.name}: the bias leaves int32: {float(codes.abs().max()):.4g} in units of the products")
+            raise InputError(
+                f"{self.name}: the bias leaves int32: {float(codes.abs().max()):.4g} in units of the products"
+            )
         if factors is not None:
             multiplier, shift = fixed_point(factors, self.name)
             options |= {"multiplier": self.into._keep(f"{self.name}.multiplier", multiplier), "shift": shift}

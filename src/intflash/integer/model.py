@@ -29,7 +29,9 @@ class IntegerModel(nn.Module):
         InputError: there is no such backend.
     """
 
-    def __init__(self, program: Program, provenance: dict[str, Any] | None = None, *, backend: str | None = None) -> None:
+    def __init__(
+        self, program: Program, provenance: dict[str, Any] | None = None, *, backend: str | None = None
+    ) -> None:
         super().__init__()
         self._program = program
         self.provenance = provenance or {}

@@ -453,9 +453,7 @@ def _check_pool(program: Program, op: Pool) -> None:
     rows, channels = _matrix(x, op.name)
     _expect(0 <= op.first < op.stop <= rows, op.name, f"rows within {rows}", (op.first, op.stop))
     summed = op.stop - op.first
-    _expect(
-        summed << (x.bits - 1) < 1 << 31, op.name, "rows * 2^(bits - 1) < 2^31", f"{summed} rows of {x.bits} bits"
-    )
+    _expect(summed << (x.bits - 1) < 1 << 31, op.name, "rows * 2^(bits - 1) < 2^31", f"{summed} rows of {x.bits} bits")
     _expect(out.shape == (1, channels) and out.bits != 32, op.name, f"an output of 1 x {channels}", out)
     _expect(_is_int(op.multiplier) and 0 <= op.multiplier < 1 << 31, op.name, "a multiplier < 2^31", op.multiplier)
     _expect(_is_int(op.shift) and 1 <= op.shift <= MAX_SHIFT, op.name, f"a shift in [1, {MAX_SHIFT}]", op.shift)
@@ -489,12 +487,16 @@ def _expect_codes(program: Program, name: str, of: str, shape: tuple[int, ...]) 
 
 
 def _expect_rows(at: Tensor, rows: int, of: str) -> None:
-    _expect(int(at.min()) >= 0 and int(at.max()) < rows, of, f"a map of rows below {rows}", (int(at.min()), int(at.max())))
+    _expect(
+        int(at.min()) >= 0 and int(at.max()) < rows, of, f"a map of rows below {rows}", (int(at.min()), int(at.max()))
+    )
 
 
 def _expect_within(x: Tensor, buffer: Buffer, of: str, name: str | None) -> None:
     low, high = buffer.limits
-    _expect(int(x.min()) >= low and int(x.max()) <= high, of, f"{name} in [{low}, {high}]", (int(x.min()), int(x.max())))
+    _expect(
+        int(x.min()) >= low and int(x.max()) <= high, of, f"{name} in [{low}, {high}]", (int(x.min()), int(x.max()))
+    )
 
 
 def _is_scale(x: object) -> bool:
