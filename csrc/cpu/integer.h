@@ -61,8 +61,9 @@ struct LayerNormCall {
   const void* x = nullptr;  // [images, in_rows, channels / parts]
   Width in = Width::kInt16, width = Width::kInt8;
   int64_t in_rows = 0, out_rows = 0, channels = 0, parts = 1;
-  const int32_t* load_rows = nullptr;                    // [out_rows, parts], or null for the same rows
-  const int32_t *multiplier = nullptr, *bias = nullptr;  // [channels], padded with zeros to a multiple of 16
+  const int32_t* load_rows = nullptr;  // [out_rows, parts], or null for the same rows
+  const int32_t *multiplier = nullptr,
+                *bias = nullptr;  // [channels]; a vector can be read from each, and one value more
   int shift = 0;
   int64_t eps = 0;
   Limits limits;

@@ -1,6 +1,7 @@
 // Loads and stores of up to a vector of int8, int16 or int32 values.
 #pragma once
 #include "cpu/arithmetic.hpp"
+#include "cpu/integer.h"
 
 namespace intflash {
 namespace {
@@ -24,7 +25,16 @@ struct Lanes {
     return load(lanes);
   }
 
-  // Stores lanes in T's range.
+  // Stores the first `count` values of vectors, clamped to limits in T's range.
+  template <class T, int N>
+  static void store_clamped(T* out, I32 (&x)[N], const Limits& limits, int64_t count) {
+    if constexpr (V::kRowOperations && N == 4 && sizeof(T) < 4)
+      if (count >= N * kLanes) return V::store_block(out, x, limits.low, limits.high);
+    const I32 low = V::set1(limits.low), high = V::set1(limits.high);
+    for (int i = 0; i < N; ++i, out += kLanes, count -= kLanes) store(out, V::min(V::max(x[i], low), high), count);
+  }
+
+ private:
   template <class T>
   static void store(T* out, I32 x) {
     V::store_saturated(out, x);

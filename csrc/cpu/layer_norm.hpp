@@ -60,8 +60,10 @@ struct LayerNorm {
     for (int64_t p = 0; p < call.parts; ++p, row += part) {
       const int64_t from = call.load_rows ? call.load_rows[at * call.parts + p] : at;
       const T* x = static_cast<const T*>(call.x) + (image * call.in_rows + from) * part;
+      int64_t c = 0;
+      if constexpr (V::kRowOperations) c = V::widen_and_sum(x, part, row, sums.of_x, sums.of_squares);
       int64_t sum = 0, squares = 0;
-      for (int64_t c = 0; c < part; ++c) {
+      for (; c < part; ++c) {
         const int32_t value = x[c];
         row[c] = value;
         sum += value;
@@ -82,13 +84,22 @@ struct LayerNorm {
     const uint32_t n = uint32_t(h >= 16 ? e << (2 * h - 32) : e >> (32 - 2 * h));
     const int f = h - 1;
     const I32 mean = V::set1(int32_t(q)), part = V::set1(int32_t((rest << f) / channels));
-    const I32 root = V::set1(reciprocal_root(n)), low = V::set1(call.limits.low), high = V::set1(call.limits.high);
+    const I32 root = V::set1(reciprocal_root(n));
     T* out = static_cast<T*>(call.out) + r * channels;
-    for (int64_t c = 0; c < channels; c += kLanes) {
+    const auto normalized = [&](int64_t c) __attribute__((always_inline)) {
       const I32 t = V::sub(V::shift_left(V::sub(V::load(row + c), mean), f), part);
       const I32 z = V::mul_high_signed(t, root);
-      const I32 y = V::add(V::mul_high_signed(z, V::load(call.multiplier + c)), V::load(call.bias + c));
-      Lanes<V>::store(out + c, V::min(V::max(V::shift_right_signed(y, call.shift), low), high), channels - c);
+      const I32 y = V::add(V::mul_high_signed(z, call.multiplier + c), V::load(call.bias + c));
+      return V::shift_right_signed(y, call.shift);
+    };
+    int64_t c = 0;
+    for (; c + 4 * kLanes <= channels; c += 4 * kLanes) {
+      I32 y[4] = {normalized(c), normalized(c + kLanes), normalized(c + 2 * kLanes), normalized(c + 3 * kLanes)};
+      Lanes<V>::store_clamped(out + c, y, call.limits, 4 * kLanes);
+    }
+    for (; c < channels; c += kLanes) {
+      I32 y[1] = {normalized(c)};
+      Lanes<V>::store_clamped(out + c, y, call.limits, channels - c);
     }
   }
 };

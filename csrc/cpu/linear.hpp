@@ -33,7 +33,7 @@ struct Linear {
     layer.panels = ceil_div(out, kLanes);
     layer.weights = AlignedBytes(size_t(layer.panels * kLanes * layer.steps * kGroup));
     layer.bias.assign(size_t(layer.panels * kLanes), 0);
-    layer.multiplier.assign(size_t(layer.panels * kLanes), 0);
+    layer.multiplier.assign(size_t(layer.panels * kLanes) + 1, 0);  // the last vector's odd lanes are read one further
     int8_t* to = reinterpret_cast<int8_t*>(layer.weights.data());
     for (int64_t panel = 0; panel < layer.panels; panel += kCols) {
       const int64_t columns = smaller<int64_t>(kCols, layer.panels - panel) * kLanes;
@@ -142,57 +142,69 @@ struct Linear {
   // Stores the sums of rows [first, first + rows) of the block, channels [n, n + panels * kLanes).
   template <class T>
   void epilogue(int64_t first, int rows, int64_t n, int panels) {
-    T* const out = static_cast<T*>(call_.out);
-    const auto row = [&](int r) { return out + out_at_[first + r]; };
+    const int64_t *out_at = out_at_ + first, *residual_at = residual_at_ + first;
+    T* const out = static_cast<T*>(call_.out) + n;
     const int64_t channels = smaller<int64_t>(panels * kLanes, layer_.out_features - n);
-    const I32 low = V::set1(call_.limits.low), high = V::set1(call_.limits.high);
+    const Limits limits = call_.limits;
     switch (call_.output) {
       case LinearOutput::kCodes:
-        return requantize(rows, n, panels, [&](int r, int64_t c, int64_t count, I32 y) {
-          Lanes<V>::store(row(r) + c, V::min(V::max(y, low), high), count);
+        return requantize(rows, n, panels, [&](int r, int64_t c, auto& y) {
+          Lanes<V>::store_clamped(out + out_at[r] + c, y, limits, channels - c);
         });
       case LinearOutput::kResidual: {
-        const T* const residual = static_cast<const T*>(call_.residual);
-        const I32 most = V::set1(1 << 30), least = V::set1(-(1 << 30));  // past them any sum is clamped
-        return requantize(rows, n, panels, [&](int r, int64_t c, int64_t count, I32 y) {
-          y = V::add(Lanes<V>::load(residual + residual_at_[first + r] + c, count), V::min(V::max(y, least), most));
-          Lanes<V>::store(row(r) + c, V::min(V::max(y, low), high), count);
+        const T* const residual = static_cast<const T*>(call_.residual) + n;
+        return requantize(rows, n, panels, [&](int r, int64_t c, auto& y) {
+          const T* x = residual + residual_at[r] + c;
+          for (I32& v : y) v = V::add(v, Lanes<V>::load(x, channels - c)), x += kLanes, c += kLanes;
+          c -= int64_t(sizeof(y) / sizeof(I32)) * kLanes;
+          Lanes<V>::store_clamped(out + out_at[r] + c, y, limits, channels - c);
         });
       }
       case LinearOutput::kTable: {
         const int32_t half = 1 << (call_.table_bits - 1);
-        const I32 least = V::set1(-half), most = V::set1(half - 1), offset = V::set1(half);
-        requantize(rows, n, panels, [&](int r, int64_t c, int64_t, I32 y) {
-          V::store_saturated(index_ + r * kColumns + (c - n), V::add(V::min(V::max(y, least), most), offset));
+        requantize(rows, n, panels, [&](int r, int64_t c, auto& y) {
+          Lanes<V>::store_clamped(index_ + r * kColumns + c, y, {-half, half - 1}, kColumns);
         });
-        for (int r = 0; r < rows; ++r) look_up(index_ + r * kColumns, channels, row(r) + n);
+        const T* const middle = static_cast<const T*>(call_.table) + half;
+        for (int r = 0; r < rows; ++r) look_up(middle, index_ + r * kColumns, channels, out + out_at[r]);
         return;
       }
       case LinearOutput::kAccumulator:
         for (int r = 0; r < rows; ++r)
           for (int64_t c = 0; c < channels; ++c)
-            row(r)[n + c] = T(wrapping_add(acc_[r * kColumns + c], layer_.bias[size_t(n + c)]));
+            out[out_at[r] + c] = T(wrapping_add(acc_[r * kColumns + c], layer_.bias[size_t(n + c)]));
         return;
     }
   }
 
-  // Calls f(row, channel, number of channels, y) for each vector of sums. y is saturated to int32.
+  // Calls f(row, channel from n on, vectors of y) for all sums, of kCols vectors at once where there are so many. y is
+  // clamped to [-2^30, 2^30], past which every sum with a residual is clamped.
   template <class F>
   void requantize(int rows, int64_t n, int panels, const F& f) {
-    const int shift = layer_.shift - 32;
-    for (int p = 0; p < panels; ++p) {
-      const int64_t c = n + p * kLanes, count = smaller<int64_t>(kLanes, layer_.out_features - c);
-      const int32_t* acc = acc_ + p * kLanes;
-      if (shift < 1) {
-        for (int r = 0; r < rows; ++r, acc += kColumns) f(r, c, count, requantize_wide(acc, c));
-        continue;
-      }
-      const I32 bias = V::load(layer_.bias.data() + c), multiplier = V::load(layer_.multiplier.data() + c);
-      const I32 half = V::set1(1 << (shift - 1));
+    if (panels == kCols) return requantize_panels<kCols>(rows, n, 0, f);
+    for (int p = 0; p < panels; ++p) requantize_panels<1>(rows, n, p, f);
+  }
+  template <int Panels, class F>
+  void requantize_panels(int rows, int64_t n, int first, const F& f) {
+    const int64_t c = first * kLanes;
+    const int32_t *bias = layer_.bias.data() + n + c, *multiplier = layer_.multiplier.data() + n + c, *acc = acc_ + c;
+    I32 y[Panels];
+    if (layer_.shift < 33) {
       for (int r = 0; r < rows; ++r, acc += kColumns) {
-        const I32 sum = V::mul_high_signed(V::add(V::load(acc), bias), multiplier);  // |sum| < 2^30
-        f(r, c, count, V::shift_right_signed(V::add(sum, half), shift));
+        for (int p = 0; p < Panels; ++p) y[p] = requantize_wide(acc + p * kLanes, n + c + p * kLanes);
+        f(r, c, y);
       }
+      return;
+    }
+    const int shift = layer_.shift - 32;
+    const I32 half = V::set1(1 << (shift - 1));
+    for (int r = 0; r < rows; ++r, acc += kColumns) {
+#pragma GCC unroll 4
+      for (int p = 0; p < Panels; ++p) {  // the upper half of a product is below 2^30
+        const I32 sum = V::add(V::load(acc + p * kLanes), V::load(bias + p * kLanes));
+        y[p] = V::shift_right_signed(V::add(V::mul_high_signed(sum, multiplier + p * kLanes), half), shift);
+      }
+      f(r, c, y);
     }
   }
   // The same where y may leave int32.
@@ -202,15 +214,17 @@ struct Linear {
       const size_t n = size_t(c + i);
       const int64_t product = int64_t(wrapping_add(acc[i], layer_.bias[n])) * layer_.multiplier[n];
       const int64_t floor = (product + (int64_t(1) << (layer_.shift - 1))) >> layer_.shift;
-      y[i] = int32_t(larger<int64_t>(smaller<int64_t>(floor, INT32_MAX), INT32_MIN));
+      y[i] = int32_t(larger<int64_t>(smaller<int64_t>(floor, 1 << 30), -(1 << 30)));
     }
     return V::load(y);
   }
 
+  // out[c] = middle[index[c]], from the middle of the table on
   template <class T>
-  void look_up(const int16_t* index, int64_t count, T* out) const {
-    const T* table = static_cast<const T*>(call_.table);
-    for (int64_t c = 0; c < count; ++c) out[c] = table[index[c]];
+  void look_up(const T* middle, const int16_t* index, int64_t count, T* out) const {
+    if constexpr (V::kRowOperations && sizeof(T) == 1)
+      if (V::look_up(middle, call_.table_bits, index, count, out)) return;
+    for (int64_t c = 0; c < count; ++c) out[c] = middle[index[c]];
   }
 };
 

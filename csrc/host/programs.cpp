@@ -63,7 +63,7 @@ void add_linear(Program& p, nb::handle x, nb::handle out, nb::handle weight, nb:
 void add_layer_norm(Program& p, nb::handle x, nb::handle out, nb::handle multiplier, nb::handle bias, int shift,
                     int64_t eps, int in, int width, nb::handle clamp, int64_t in_rows, int64_t out_rows,
                     int64_t channels, nb::handle load_rows) {
-  constexpr int64_t kPadding = 64;  // a vector
+  constexpr int64_t kPadding = 68;  // a vector and one value
   LayerNormCall call;
   const Constant m = constant(multiplier), b = constant(bias), map = constant(load_rows);
   call.in = Width(in), call.width = Width(width), call.limits = limits(clamp);

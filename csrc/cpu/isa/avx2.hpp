@@ -158,6 +158,9 @@ struct Vec256 {
   static I32 mul_high_signed(I32 a, I32 c) {
     return high_halves(_mm256_mul_epi32(a, c), _mm256_mul_epi32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(c, 32)));
   }
+  static I32 mul_high_signed(I32 a, const int32_t* c) {
+    return high_halves(_mm256_mul_epi32(a, load(c)), _mm256_mul_epi32(_mm256_srli_epi64(a, 32), load(c + 1)));
+  }
   static I32 shift_right_signed(I32 a, int n) { return _mm256_sra_epi32(a, _mm_cvtsi32_si128(n)); }
   static I32 load_widened(const int16_t* p) {
     return _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

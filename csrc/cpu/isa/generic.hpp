@@ -226,11 +226,12 @@ struct Generic {
     for (int i = 0; i < 4; ++i) a.x[i] = a.x[i] < b.x[i] ? a.x[i] : b.x[i];
     return a;
   }
-  // (a * c) >> 32, signed
+  // (a * c) >> 32, signed. Factors in memory have one more value behind them.
   static I32 mul_high_signed(I32 a, I32 c) {
     for (int i = 0; i < 4; ++i) a.x[i] = int32_t((int64_t(a.x[i]) * c.x[i]) >> 32);
     return a;
   }
+  static I32 mul_high_signed(I32 a, const int32_t* c) { return mul_high_signed(a, load(c)); }
   static I32 shift_right_signed(I32 a, int n) {
     for (int i = 0; i < 4; ++i) a.x[i] >>= n;
     return a;

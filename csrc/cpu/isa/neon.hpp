@@ -152,6 +152,7 @@ struct Neon {
     return vcombine_s32(vshrn_n_s64(vmull_s32(vget_low_s32(a), vget_low_s32(c)), 32),
                         vshrn_n_s64(vmull_high_s32(a, c), 32));
   }
+  static I32 mul_high_signed(I32 a, const int32_t* c) { return mul_high_signed(a, load(c)); }
   static I32 shift_right_signed(I32 a, int n) { return vshlq_s32(a, vdupq_n_s32(-n)); }
   static I32 load_widened(const int16_t* p) { return vmovl_s16(vld1_s16(p)); }
   static I32 load_widened(const int8_t* p) {
