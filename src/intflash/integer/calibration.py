@@ -27,6 +27,8 @@ class Ranges:
 
     def __init__(self, per_channel: bool) -> None:
         self.per_channel = per_channel
+        self.rows = 0
+        self.total: Tensor | None = None  # of each channel, float64
         self.histogram = Histogram("channel", CHANNEL_BINS) if per_channel else Histogram("head")
 
     def observe(self, x: Tensor) -> None:
@@ -37,11 +39,19 @@ class Ranges:
         """
         sides = torch.stack((x, -x))[None].clamp(min=0)  # [1, 2, rows, channels]
         self.histogram.observe(sides)
+        self.rows += len(x)
+        total = x.sum(0, dtype=torch.float64).cpu()
+        self.total = total if self.total is None else self.total + total
 
     def clips(self, observer: str) -> tuple[Tensor, Tensor]:
         """(low <= 0, high >= 0) that the observer chooses, float64 ``[channels]``, or ``[1]``."""
         high, low = OBSERVERS[observer](self.histogram).view(2, -1)
         return -low, high
+
+    @property
+    def mean(self) -> Tensor:
+        """Of each channel, float64."""
+        return self.total / self.rows
 
     @property
     def amax(self) -> float:

@@ -249,6 +249,10 @@ class Graph:
         self.shapes[name] = tuple(int(n) for n in shape)
         return name
 
+    def reads_codes(self, mean: Mean) -> bool:
+        """Whether a mean is of codes, for a linear; else it is of a stream, for a LayerNorm or as a result."""
+        return any(isinstance(x, Dense) and x.x == mean.out for x in self.layers)
+
     def check(self) -> Graph:
         """This graph, after refusing weights that are not finite.
 
@@ -270,17 +274,22 @@ class Graph:
         inputs: Mapping[str, Tensor],
         dtype: torch.dtype = torch.float32,
         seen: Callable[[str, Tensor], None] = lambda name, x: None,
+        read: Callable[[str, str, Tensor], Tensor] = lambda name, kind, x: x,
     ) -> dict[str, Tensor]:
-        """The results ``[B, *shape]`` in floating point; `seen` is shown each value."""
-        values: dict[str, Tensor] = {}
+        """The results ``[B, *shape]`` in floating point.
 
-        def keep(name: str, x: Tensor) -> None:
-            values[name] = x.reshape(-1, *self.shapes[name])
-            seen(name, values[name])
-
+        Args:
+            seen: is shown each value.
+            read: (value, "codes" or "stream", what it is) -> what a layer, or the result, reads in its place.
+        """
+        run = _Run(self, inputs, dtype, seen, read)
         for layer in self.layers:
-            _RUN[type(layer)](self, layer, values, inputs, dtype, keep)
-        return {name: values[value].reshape(-1, *shape) for name, (value, shape) in self.results.items()}
+            run.layer(layer)
+        accumulated = {x.out[0] for x in self.layers if isinstance(x, Dense)}
+        return {
+            name: (run.values[value] if value in accumulated else run.stream(value)).reshape(-1, *shape)
+            for name, (value, shape) in self.results.items()
+        }
 
 
 def _real(x: Tensor) -> Tensor:
@@ -306,70 +315,83 @@ def _digest(layer: Layer) -> str:
     return digest.hexdigest()[:16]
 
 
-def _run_patches(graph, layer: PatchRows, values, inputs, dtype, keep) -> None:
-    x = inputs[layer.image].to(dtype)
-    keep(layer.out, F.unfold(x, layer.patch, stride=layer.patch).transpose(1, 2))
+class _Run:
+    """One computation of a graph: its values so far, and what each layer adds to them."""
 
+    def __init__(self, graph: Graph, inputs: Mapping[str, Tensor], dtype: torch.dtype, seen, read) -> None:
+        self.graph, self.inputs, self.dtype, self.seen, self.read = graph, inputs, dtype, seen, read
+        self.values: dict[str, Tensor] = {}
 
-def _run_lookup(graph, layer: Lookup, values, inputs, dtype, keep) -> None:
-    total = sum(F.embedding(inputs[i], table.to(dtype)) for i, table in zip(layer.indices, layer.tables, strict=True))
-    keep(layer.out, total if layer.rows is None else total + layer.rows.to(dtype))
+    def codes(self, name: str) -> Tensor:
+        return self.read(name, "codes", self.values[name])
 
+    def stream(self, name: str) -> Tensor:
+        return self.read(name, "stream", self.values[name])
 
-def _run_dense(graph, layer: Dense, values, inputs, dtype, keep) -> None:
-    x = values[layer.x]
-    weight, bias = layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype)
-    y = F.linear(x.reshape(len(x), -1, weight.shape[1]), weight, bias)
-    if layer.activation is not None:
-        keep(layer.out[0] + Graph.PRE, y)
-        y = layer.activation(y)
-    if layer.residual is not None:
-        constant = isinstance(layer.residual, Tensor)
-        shape = (len(x), *graph.shapes[layer.out[0]])
-        base = layer.residual.to(dtype).expand(shape) if constant else values[layer.residual]
-        if layer.store_rows is None:
-            y = base + y.reshape(shape)
-        else:
-            y = base.index_add(1, layer.store_rows.to(y.device), y)
-    if len(layer.out) == 1:
-        keep(layer.out[0], y)
-        return
-    s, heads, n, d = graph.shapes[layer.out[0]]
-    y = y.reshape(len(x), s, n, len(layer.out), heads, d).permute(3, 0, 1, 4, 2, 5)
-    for name, part in zip(layer.out, y, strict=True):
-        keep(name, part)
+    def keep(self, name: str, x: Tensor) -> None:
+        self.values[name] = x.reshape(-1, *self.graph.shapes[name])
+        self.seen(name, self.values[name])
 
+    def layer(self, layer: Layer) -> None:
+        {
+            PatchRows: self._patches, Lookup: self._lookup, Dense: self._dense, Norm: self._norm,
+            Attend: self._attend, Mean: self._mean,
+        }[type(layer)](layer)  # fmt: skip
 
-def _run_norm(graph, layer: Norm, values, inputs, dtype, keep) -> None:
-    x = values[layer.x]
-    if layer.load_rows is not None:
-        x = x[:, layer.load_rows.to(x.device)].flatten(2)
-    keep(layer.out, F.layer_norm(x, x.shape[-1:], layer.weight.to(dtype), layer.bias.to(dtype), layer.eps))
+    def _patches(self, layer: PatchRows) -> None:
+        x = self.inputs[layer.image].to(self.dtype)
+        self.keep(layer.out, F.unfold(x, layer.patch, stride=layer.patch).transpose(1, 2))
 
+    def _lookup(self, layer: Lookup) -> None:
+        pairs = zip(layer.indices, layer.tables, strict=True)
+        total = sum(F.embedding(self.inputs[index], table.to(self.dtype)) for index, table in pairs)
+        self.keep(layer.out, total if layer.rows is None else total + layer.rows.to(self.dtype))
 
-def _run_attend(graph, layer: Attend, values, inputs, dtype, keep) -> None:
-    q, k, v = (values[name].flatten(0, 1) for name in (layer.q, layer.k, layer.v))
-    mask = None if layer.bias is None else layer.bias.to(dtype)
-    if layer.mask is not None:
-        if isinstance(layer.mask, Tensor):
-            present = layer.mask.to(q.device).repeat(len(q) // len(layer.mask), 1, 1, 1)
-        else:
-            present = inputs[layer.mask][:, None, None, :]
-        hidden = torch.zeros(present.shape, dtype=dtype, device=q.device).masked_fill(~present, float("-inf"))
-        mask = hidden if mask is None else mask + hidden
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scale)
-    keep(layer.out, y.transpose(1, 2))
+    def _dense(self, layer: Dense) -> None:
+        x = self.codes(layer.x)
+        weight = layer.weight.to(self.dtype)
+        bias = None if layer.bias is None else layer.bias.to(self.dtype)
+        y = F.linear(x.reshape(len(x), -1, weight.shape[1]), weight, bias)
+        if layer.activation is not None:
+            before = layer.out[0] + Graph.PRE
+            self.keep(before, y)
+            y = layer.activation(self.codes(before))
+        if layer.residual is not None:
+            shape = (len(x), *self.graph.shapes[layer.out[0]])
+            constant = isinstance(layer.residual, Tensor)
+            base = layer.residual.to(self.dtype).expand(shape) if constant else self.stream(layer.residual)
+            if layer.store_rows is None:
+                y = base + y.reshape(shape)
+            else:
+                y = base.index_add(1, layer.store_rows.to(y.device), y)
+        if len(layer.out) == 1:
+            self.keep(layer.out[0], y)
+            return
+        s, heads, n, d = self.graph.shapes[layer.out[0]]
+        y = y.reshape(len(x), s, n, len(layer.out), heads, d).permute(3, 0, 1, 4, 2, 5)
+        for name, part in zip(layer.out, y, strict=True):
+            self.keep(name, part)
 
+    def _norm(self, layer: Norm) -> None:
+        x = self.stream(layer.x)
+        if layer.load_rows is not None:
+            x = x[:, layer.load_rows.to(x.device)].flatten(2)
+        weight, bias = layer.weight.to(self.dtype), layer.bias.to(self.dtype)
+        self.keep(layer.out, F.layer_norm(x, x.shape[-1:], weight, bias, layer.eps))
 
-def _run_mean(graph, layer: Mean, values, inputs, dtype, keep) -> None:
-    keep(layer.out, values[layer.x][:, layer.first : layer.stop].mean(1, keepdim=True))
+    def _attend(self, layer: Attend) -> None:
+        q, k, v = (self.codes(name).flatten(0, 1) for name in (layer.q, layer.k, layer.v))
+        mask = None if layer.bias is None else layer.bias.to(self.dtype)
+        if layer.mask is not None:
+            if isinstance(layer.mask, Tensor):
+                present = layer.mask.to(q.device).repeat(len(q) // len(layer.mask), 1, 1, 1)
+            else:
+                present = self.inputs[layer.mask][:, None, None, :]
+            hidden = q.new_zeros(present.shape).masked_fill(~present, float("-inf"))
+            mask = hidden if mask is None else mask + hidden
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scale)
+        self.keep(layer.out, y.transpose(1, 2))
 
-
-_RUN = {
-    PatchRows: _run_patches,
-    Lookup: _run_lookup,
-    Dense: _run_dense,
-    Norm: _run_norm,
-    Attend: _run_attend,
-    Mean: _run_mean,
-}
+    def _mean(self, layer: Mean) -> None:
+        kind = self.codes if self.graph.reads_codes(layer) else self.stream
+        self.keep(layer.out, kind(layer.x)[:, layer.first : layer.stop].mean(1, keepdim=True))

@@ -42,6 +42,8 @@ SCALES = ("tensor", "head")
 IMAGES = ("float", "uint8")
 HEADROOM = 1.25  # of a stream over what was seen: a saturated outlier token would cost more than a quarter of a bit
 LEAST_RATIO = 2.0**-12  # of a channel's scale to the largest: smaller ones would take bits from the others' multipliers
+NORMAL_REACH = 4.5  # standard deviations that a channel's range should cover
+LEAST_REACH = 1 / 32  # of a channel's range to the largest magnitude of all: few images show little of it
 BIAS_LIMIT = 1 << 30  # of a linear's bias: K * 128 * 127 has the rest of int32
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -99,10 +101,10 @@ def lower(graph: Graph, calibration: Calibration, options: Options) -> Program:
     Raises:
         InputError: a layer would leave a declared width, or has a range of zero; the message names it.
     """
-    return _Lowering(graph, calibration, options).program()
+    return Lowering(graph, calibration, options).program()
 
 
-class _Lowering:
+class Lowering:
     def __init__(self, graph: Graph, calibration: Calibration, options: Options) -> None:
         self.graph, self.options = graph, options
         self.ranges = calibration.ranges
@@ -112,7 +114,8 @@ class _Lowering:
         self.tensors: dict[str, Tensor] = {}
         self.operations: list[Operation] = []
         self.codes: dict[str, Format] = {}  # of values that are read as codes
-        self.accumulated: dict[str, Tensor] = {}  # result -> scales of its accumulators
+        self.units: dict[str, Tensor] = {}  # linear -> scale of each output's weights
+        self.biases: dict[str, Tensor] = {}  # linear -> its bias, of codes * scale
         self.needs = _needs(graph)
         self.stream_scale = self._stream_scales()
 
@@ -125,8 +128,8 @@ class _Lowering:
             steps[type(layer)](layer)
         outputs = []
         for name, (value, shape) in self.graph.results.items():
-            accumulated = value in self.accumulated
-            scale = self.accumulated[value] if accumulated else self.stream_scale[value].view(1)
+            accumulated = value in self.units  # a linear's value has its name
+            scale = self.units[value] if accumulated else self.stream_scale[value].view(1)
             key = self._keep(f"{name}.scale", scale.float())
             outputs.append(Output(name, value if accumulated else self._stream(value), key, shape))
         return Program(
@@ -170,10 +173,19 @@ class _Lowering:
         }  # fmt: skip
 
     def _clips(self, name: str) -> tuple[Tensor, Tensor]:
-        """(low, high) of a value by the chosen observer, per channel or in all; of all alike without folding."""
-        low, high = self.ranges[name].clips(self.options.observer)
+        """(low, high) of a value by the chosen observer, per channel or in all; of all alike without folding.
+
+        The ranges of channels are widened where few rows were seen, and have a least width.
+        """
+        ranges = self.ranges[name]
+        low, high = ranges.clips(self.options.observer)
         if not self.options.fold:
             low, high = low.min().view(1), high.max().view(1)
+        elif ranges.per_channel:
+            reach = math.sqrt(2 * math.log(max(ranges.rows, 2)))  # of the largest of so many normal values
+            half = (high - low) / 2 * max(1.0, NORMAL_REACH / reach)
+            half = half.clamp(min=ranges.amax * LEAST_REACH)
+            low, high = (high + low) / 2 - half, (high + low) / 2 + half
         return low, high
 
     def _keep(self, name: str, x: Tensor) -> str:
@@ -233,17 +245,20 @@ class _Lowering:
         x = self.codes[layer.x]
         weight = layer.weight.double().cpu()
         n, k = weight.shape
-        scale, offset = (self._columns(y, k) for y in (x.scale, x.offset))
+        scale, offset = (self.columns(y, k) for y in (x.scale, x.offset))
         bias = weight @ offset
         if layer.bias is not None:
             bias = bias + layer.bias.double().cpu()
         weight = weight * scale
-        units = _weight_units(weight, bias)
-        made = _Product(self, layer, torch.round(weight / units[:, None]).clamp(-127, 127), bias, units)
+        units = self.units[layer.name] = _weight_units(weight, bias)
+        codes = torch.round(weight / units[:, None]).clamp(-127, 127)
+        # what rounding the weights adds on average, by the mean of each column's codes
+        mean = (self.columns(self.ranges[layer.x].mean, k) - offset) / scale
+        bias = self.biases[layer.name] = bias + (weight - codes * units[:, None]) @ mean
+        made = _Product(self, layer, codes, bias, units)
         if len(layer.out) > 1:
             made.heads()
         elif layer.out[0] in {value for value, _ in self.graph.results.values()}:
-            self.accumulated[layer.out[0]] = units
             made.accumulator()
         elif layer.activation is not None:
             made.table()
@@ -253,7 +268,7 @@ class _Lowering:
             made.codes()
 
     @staticmethod
-    def _columns(x: Tensor, k: int) -> Tensor:
+    def columns(x: Tensor, k: int) -> Tensor:
         """A value for each of K columns: of one number, or of channels whose rows a linear reads together."""
         return x.expand(k) if x.numel() == 1 else x.repeat(k // x.numel())
 
@@ -376,7 +391,7 @@ class _Lowering:
 class _Product:
     """The Linear of one Dense layer: its epilogues decide what the accumulators become."""
 
-    def __init__(self, into: _Lowering, layer: Dense, codes: Tensor, bias: Tensor, units: Tensor) -> None:
+    def __init__(self, into: Lowering, layer: Dense, codes: Tensor, bias: Tensor, units: Tensor) -> None:
         self.into, self.layer, self.bias, self.units = into, layer, bias, units
         self.name = layer.name
         self.weight = into._keep(f"{self.name}.weight", codes.to(torch.int8))
@@ -426,6 +441,7 @@ class _Product:
         half = 1 << (bits - 1)
         step = (high - low) / (2 * half - 1)
         offset = low + half * step  # index -half is `low`
+        into.codes[value + Graph.PRE] = Format(torch.tensor(step), torch.tensor(offset))
         index = torch.arange(-half, half, dtype=torch.float64)
         limits = into.buffers[out].limits
         entries = torch.round(layer.activation(index * step + offset) / scale) + zero
