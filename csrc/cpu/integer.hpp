@@ -41,7 +41,7 @@ inline int8_t image_code(float x, float inverse, int32_t zero_point) {
 #endif
 }
 
-void patches(const PatchesCall& call, int64_t first, int64_t last) {
+inline void patches(const PatchesCall& call, int64_t first, int64_t last) {
   const int64_t columns = call.width / call.patch_width, plane = call.height * call.width;
   int8_t* out = call.out + first * call.channels * call.patch_height * call.patch_width;
   for (int64_t r = first; r < last; ++r) {
@@ -61,7 +61,7 @@ void patches(const PatchesCall& call, int64_t first, int64_t last) {
   }
 }
 
-void embedding(const EmbeddingCall& call, int64_t first, int64_t last) {
+inline void embedding(const EmbeddingCall& call, int64_t first, int64_t last) {
   with_type(call.width, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     for (int64_t r = first; r < last; ++r) {
@@ -80,7 +80,7 @@ void embedding(const EmbeddingCall& call, int64_t first, int64_t last) {
   });
 }
 
-void pool(const PoolCall& call, int64_t first, int64_t last) {
+inline void pool(const PoolCall& call, int64_t first, int64_t last) {
   with_type(call.in, [&](auto* in) {
     with_type(call.width, [&](auto* type) {
       using In = std::remove_pointer_t<decltype(in)>;
