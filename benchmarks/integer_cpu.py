@@ -6,7 +6,6 @@ The two runtimes are optional packages: `pip install openvino nncf onnxruntime o
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from intflash.bench.measure import time_interleaved
 
 MODELS = ("vit_base_patch16_224", "deit_small_patch16_224", "swin_tiny_patch4_window7_224")
 BATCHES = (1, 4, 16)
+THREADS = (1, 2)
 CALIBRATION = 8  # images of random values: the speed does not depend on them
 OURS = "intflash"
 PEERS = ("OpenVINO INT8", "ONNX Runtime INT8")
@@ -124,13 +124,12 @@ def measure(setting: Setting) -> Iterator[Row]:
     """
     import timm
 
-    names = os.environ.get("INTFLASH_BENCH_MODELS", ",".join(MODELS)).split(",")
-    for name in names[: 1 if setting.quick else None]:
+    for name in MODELS[: 1 if setting.quick else None]:
         torch.manual_seed(setting.seed)
         module = timm.create_model(name, pretrained=False).eval()
         images = torch.randn(CALIBRATION, *module.pretrained_cfg["input_size"])
         with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-            for threads in (1,) if setting.quick or os.cpu_count() == 1 else (1, 2):
+            for threads in THREADS[: 1 if setting.quick else None]:
                 yield from _measure_model(Model(name, module, images, Path(folder)), threads, setting)
 
 
