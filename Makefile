@@ -48,10 +48,11 @@ report-gpu: $(VENV)/ready
 test: $(VENV)/test-ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not full'
 
-# Also the exhaustive grids and all sanitizer runs: hours on two cores.
+# Also the exhaustive grids, all sanitizer runs, the oldest and the newest torch: hours on two cores.
 test-full: $(VENV)/test-ready
 	$(BIN)/python -m pytest -n $(WORKERS)
 	$(MAKE) test-sanitize
+	sh scripts/torch_versions.sh $(BIN)/python $(VENV)/torch-versions
 
 # The CPU kernels under the address and undefined-behaviour sanitizers: a part of a few minutes, and all of it.
 test-sanitize-smoke: $(VENV)/test-ready

@@ -47,6 +47,7 @@ class Contender:
             found = "torch SDPA", partial(F.scaled_dot_product_attention, *inputs)
             return dict.fromkeys((FLOAT_CALL, KERNEL) if kernels else (FLOAT_CALL,), found)
         options = dict(method=self.method, backend=setting.backend)
+        intflash.attention(*inputs, recipe=self.recipe, check_finite=True, **options)  # refuses what is timed unchecked
         run, where = partial(intflash.attention, check_finite=False, **options), intflash.which_backend
         floats = where(*inputs, recipe=self.recipe, **options)
         calls = {FLOAT_CALL: (floats, partial(run, *inputs, recipe=self.recipe))}

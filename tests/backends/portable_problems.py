@@ -62,7 +62,9 @@ def problems(draw: st.DrawFn, method: str) -> Problem:
         tensors[name] = qtensor(
             draw(st.sampled_from(CODES)), draw(st.sampled_from(kinds)), draw(st.sampled_from(SCALES)), shape, g
         )
-    options = dict(out_dtype=draw(st.sampled_from(METHODS[method].out_dtypes)), return_lse=True)
+    options = dict(
+        out_dtype=draw(st.sampled_from(METHODS[method].out_dtypes)), return_lse=True, check_finite=draw(st.booleans())
+    )
     mask_shape = (
         draw(st.sampled_from([p for p in (1, 2, 4) if batch % p == 0])),
         draw(st.sampled_from((1, hk * group))),

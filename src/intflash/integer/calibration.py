@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from intflash.errors import InputError
 from intflash.integer.graph import Attend, Dense, Graph, Mean, Norm
@@ -19,6 +20,7 @@ from intflash.quant.calibrate import OBSERVERS, Histogram
 from intflash.quant.quantizers import TINY_AMAX
 
 CHANNEL_BINS = 256  # of a histogram with a group for each channel
+SAMPLE = 1 << 20  # values of a batch that are counted; every value widens the range
 AGREEMENT = 2e-2  # largest difference of graph and model, of the largest output: float16 models are within it
 
 
@@ -37,8 +39,10 @@ class Ranges:
         Raises:
             InputError: one is NaN or infinite.
         """
-        sides = torch.stack((x, -x))[None].clamp(min=0)  # [1, 2, rows, channels]
-        self.histogram.observe(sides)
+        extremes = torch.stack((x.amax(0), x.amin(0)))
+        every = max(1, x.numel() // SAMPLE)
+        kept = torch.cat((extremes, x[::every])) if every > 1 else x  # shapes need no more values, ranges all
+        self.histogram.observe(torch.stack((kept, -kept))[None].clamp(min=0))  # [1, 2, rows, channels]
         self.rows += len(x)
         total = x.sum(0, dtype=torch.float64).cpu()
         self.total = total if self.total is None else self.total + total
@@ -65,6 +69,7 @@ class Calibration:
     Attributes:
         model: the model's class.
         images: how many images (sequences) were seen.
+        size: what the integer model takes: channels, height and width of its images, or the most tokens of a sequence.
         fingerprints: layer -> digest of its weights.
         ranges: value -> its ranges.
         versions: of the libraries.
@@ -72,6 +77,7 @@ class Calibration:
 
     model: str
     images: int
+    size: tuple[int, ...]
     fingerprints: dict[str, str]
     ranges: dict[str, Ranges] = field(repr=False)
     versions: dict[str, str]
@@ -103,7 +109,8 @@ def calibrate(
     """Observe every value that an integer model needs, in one pass.
 
     The model runs as its translation to a graph, in float32 on the model's device; the first batch's outputs are
-    compared with the model's own.
+    compared with the model's own. Sequences may have several lengths: the longest is the most that the integer model
+    will take. Padding, where the batch's mask is 0, is not observed.
 
     Args:
         model: a classifier or encoder that `convert` knows, in evaluation mode; not changed.
@@ -131,20 +138,32 @@ def calibrate(
     if isinstance(batches, Tensor) or hasattr(batches, "keys"):  # its rows or names would be taken for batches
         raise InputError(f"batches must be an iterable of inputs, got one {type(batches).__name__}: pass [x] for one x")
     graph = translate(model).check()
+    graphs = {graph.inputs[0].shape: graph}
+    sizes: set[tuple[int, ...]] = set()
     observed = _observed(graph)
     device = next((x.device for x in model.parameters()), torch.device("cpu"))
+    present: Tensor | None = None  # which of the batch's tokens are no padding
 
     def seen(name: str, x: Tensor) -> None:
         if name in observed:
+            rows = _matrix(x)
             try:
-                observed[name].observe(_matrix(x))
+                observed[name].observe(rows[present] if present is not None and len(rows) == len(present) else rows)
             except InputError as error:
                 raise InputError(f"{name}: {error}") from None
 
     count = 0
     with torch.no_grad(), _shown(progress, images) as show:
         for batch in batches:
+            size = _size(graph, batch)
+            if size not in graphs:
+                graphs[size] = translate(model, size)
+            graph = graphs[size]
+            sizes.add(graph.inputs[0].shape)
+            if len(size) > 1 and len(sizes) > 1:
+                raise InputError(f"expected calibration images of one size, got {sorted(sizes)}")
             inputs = bind(graph.inputs, batch, device)
+            present = next((inputs[i.name].flatten() for i in graph.inputs if i.kind == "mask"), None)
             found = graph.run(inputs, seen=seen)
             if count == 0:
                 _compare(graph, found, _call(model, batch))
@@ -157,13 +176,21 @@ def calibrate(
     for name, ranges in observed.items():
         if ranges.amax < TINY_AMAX:
             raise InputError(f"{name}: its calibrated range is zero, so that no scale can be chosen")
-    return Calibration(type(model).__name__, count, graph.fingerprints(), observed, _versions(model))
+    size = max(sizes)
+    return Calibration(type(model).__name__, count, size, graphs[size].fingerprints(), observed, _versions(model))
+
+
+def _size(graph: Graph, batch: Any) -> tuple[int, ...]:
+    """The shape of a batch's first input, without the batch axis; the graph's where it is no such tensor."""
+    own = graph.inputs[0]
+    x = named(graph.inputs, batch).get(own.name)
+    return tuple(x.shape[1:]) if isinstance(x, Tensor) and x.ndim == 1 + len(own.shape) else own.shape
 
 
 def _observed(graph: Graph) -> dict[str, Ranges]:
     """The values to observe: per channel where a scale of a channel can be folded into the next weights."""
     found: dict[str, Ranges] = {}
-    results = {value for value, _ in graph.results.values()}
+    accumulators = graph.accumulators()
     for layer in graph.layers:
         match layer:
             case Norm() | Mean():
@@ -171,7 +198,7 @@ def _observed(graph: Graph) -> dict[str, Ranges]:
             case Attend():
                 found |= {name: Ranges(per_channel=True) for name in (layer.q, layer.k, layer.v, layer.out)}
             case Dense(activation=None):
-                if len(layer.out) == 1 and layer.out[0] not in results:  # results stay accumulators
+                if len(layer.out) == 1 and layer.out[0] not in accumulators:
                     found[layer.out[0]] = Ranges(per_channel=False)
             case Dense():
                 found[layer.out[0] + Graph.PRE] = Ranges(per_channel=False)
@@ -188,50 +215,65 @@ def _matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def bind(wanted: list[Input] | tuple[Input, ...], batch: Any, device: torch.device) -> dict[str, Tensor]:
+Inputs = list[Input] | tuple[Input, ...]
+
+
+def named(wanted: Inputs, batch: Any) -> dict[str, Any]:
+    """The inputs of a call by name: of a tensor, a tuple or a mapping."""
+    if isinstance(batch, Tensor):
+        batch = (batch,)
+    if hasattr(batch, "keys"):
+        return dict(batch)
+    if len(batch) > len(wanted):
+        raise InputError(f"expected at most {len(wanted)} inputs, got {len(batch)}")
+    return {i.name: x for i, x in zip(wanted, batch, strict=False)}
+
+
+def bind(wanted: Inputs, batch: Any, device: torch.device) -> dict[str, Tensor]:
     """The inputs of a call by name, as `Input` says, on the device: those of a tensor, a tuple or a mapping.
+
+    Sequences that are shorter than the inputs are padded, where a mask can say so: with index 0 and mask False.
 
     Raises:
         InputError: one is missing, unknown, or of another shape, type or range.
     """
-    if isinstance(batch, Tensor):
-        batch = (batch,)
-    if hasattr(batch, "keys"):
-        given = dict(batch)
-    else:
-        if len(batch) > len(wanted):
-            raise InputError(f"expected at most {len(wanted)} inputs, got {len(batch)}")
-        given = {i.name: x for i, x in zip(wanted, batch, strict=False)}
+    given = named(wanted, batch)
     unknown = given.keys() - {i.name for i in wanted}
     if unknown:
         raise InputError(f"unknown inputs {sorted(unknown)}; the model takes {[i.name for i in wanted]}")
     found: dict[str, Tensor] = {}
     size = None
+    padded = any(i.kind == "mask" for i in wanted)
     for i in wanted:
         x = given.get(i.name)
         if x is None:
             if not i.optional:
                 raise InputError(f"expected the input {i.name!r}")
             continue
-        found[i.name] = _checked(i, x).to(device)
-        if size not in (None, len(x)):
-            raise InputError(f"inputs of different batches: {size} and {len(x)} ({i.name})")
-        size = len(x)
+        found[i.name] = _checked(i, x, padded).to(device)
+        shape = tuple(x.shape) if padded else (len(x),)
+        if size not in (None, shape):
+            raise InputError(f"inputs of different batches: {list(size)} and {list(shape)} ({i.name})")
+        size = shape
     for i in wanted:
         if i.name not in found:
-            shape = (size, *i.shape)
+            shape = size if padded else (*size, *i.shape)
             full = torch.ones(shape, dtype=torch.bool) if i.kind == "mask" else torch.zeros(shape, dtype=torch.int64)
             found[i.name] = full.to(device)
+    if padded:
+        found = {i.name: F.pad(found[i.name], (0, i.shape[0] - size[1])) for i in wanted}
     return {i.name: found[i.name] for i in wanted}
 
 
-def _checked(i: Input, x: Any) -> Tensor:
+def _checked(i: Input, x: Any, padded: bool) -> Tensor:
     """One input, after refusing what is not as `Input` says; values are read where they are in CPU memory."""
     if not isinstance(x, Tensor):
         raise InputError(f"{i.name}: expected a tensor, got {type(x).__name__}")
-    if x.ndim != 1 + len(i.shape) or tuple(x.shape[1:]) != i.shape or len(x) == 0:
+    shorter = padded and x.ndim == 2 and 0 < x.shape[1] <= i.shape[0]
+    if x.ndim != 1 + len(i.shape) or not (shorter or tuple(x.shape[1:]) == i.shape) or len(x) == 0:
+        most = "at most " if padded else ""
         raise InputError(
-            f"{i.name}: expected a batch of shape [B, {', '.join(map(str, i.shape))}], got {list(x.shape)}"
+            f"{i.name}: expected a batch of shape [B, {most}{', '.join(map(str, i.shape))}], got {list(x.shape)}"
         )
     fits = {
         "float": x.dtype in (torch.float32, torch.float16, torch.bfloat16),
@@ -265,8 +307,8 @@ def _compare(graph: Graph, found: Mapping[str, Tensor], result: Any) -> None:
         apart, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
         if not apart <= AGREEMENT * largest:
             raise InputError(
-                f"the model's {name} differ from those of its translation by {apart:.3g} (the largest is {largest:.3g}): "
-                "it holds hooks or changed modules that have no integer form"
+                f"the model's {name} differ from those of its translation by {apart:.3g} (the largest is "
+                f"{largest:.3g}): it holds hooks or changed modules that have no integer form"
             )
 
 

@@ -48,7 +48,7 @@ def convert(model: nn.Module, calibration: Calibration, *, backend: str | None =
     except TypeError:
         known = ", ".join(asdict(Options()))
         raise InputError(f"options of convert are {known}, backend; got {', '.join(options)}") from None
-    graph = translate(model).check()
+    graph = translate(model, calibration.size).check()
     calibration.check(model, graph)
     program = lower(graph, calibration, chosen)
     provenance = {

@@ -7,15 +7,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from intflash.digits.layers import Block
+from intflash.digits.swin import WINDOW, DigitsSwin, WindowBlock
 from intflash.digits.vit import DigitsViT
 from intflash.integer.graph import Graph
 from intflash.integer.registry import Converter, activation, expect
+from intflash.integer.windows import ROW_MAJOR, merged, window_attention
 
 PIXELS = 8  # a side of a digit
 
 
 def _translate(model: nn.Module) -> Graph | None:
-    return vit(model) if type(model) is DigitsViT else None
+    if type(model) is DigitsViT:
+        return vit(model)
+    return swin(model) if type(model) is DigitsSwin else None
 
 
 def vit(model: DigitsViT) -> Graph:
@@ -41,6 +45,36 @@ def vit(model: DigitsViT) -> Graph:
     return graph
 
 
+def swin(model: DigitsSwin) -> Graph:
+    """The graph of the digit Swin."""
+    graph = Graph()
+    weight, bias = stem(model.patches, model.SIZE)
+    tokens, dim = bias.shape
+    image = graph.patches("pixels", graph.image("images", (1, PIXELS, PIXELS)), (PIXELS, PIXELS))
+    x = graph.linear("patches", image, weight.flatten(0, 1), bias.flatten(), view=(tokens, dim))
+    side = model.SIZE // 2
+    for i, block in enumerate(model.stage1):
+        x = _window_block(graph, f"stage1.{i}", x, block)
+    norm, reduction = model.merge
+    x = merged(graph, "merge", x, norm, reduction, (side, side), ROW_MAJOR, names=("0", "1"))
+    for i, block in enumerate(model.stage2):
+        x = _window_block(graph, f"stage2.{i}", x, block)
+    x = graph.mean("pool", graph.layer_norm("norm", x, model.norm))
+    x = graph.linear("head", x, model.head.weight, model.head.bias)
+    graph.output("logits", x, (model.head.out_features,))
+    return graph
+
+
+def _window_block(graph: Graph, name: str, x: str, block: nn.Module) -> str:
+    expect(block, name, WindowBlock)
+    bias = block.bias_table.detach()[block.index].permute(2, 0, 1)[None]
+    x = window_attention(
+        graph, name, x, f"{name}.norm1", block.norm1, block, heads=block.heads, size=(block.size, block.size),
+        window=(WINDOW, WINDOW), shift=(block.shift, block.shift), bias=bias,
+    )  # fmt: skip
+    return mlp(graph, f"{name}.norm2", f"{name}.mlp", x, block.norm2, block.mlp)
+
+
 def mlp(graph: Graph, norm_name: str, name: str, x: str, norm: nn.LayerNorm, layers: nn.Sequential) -> str:
     """x + mlp(norm(x)) of a digit model's block."""
     fc1, act, fc2 = layers
@@ -63,4 +97,4 @@ def stem(patches: nn.Conv2d, size: int) -> tuple[Tensor, Tensor]:
     return (tokens(pixels) - bias).permute(1, 2, 0).float(), bias[0].float()
 
 
-CONVERTER = Converter(("DigitsViT",), _translate)
+CONVERTER = Converter(("DigitsViT", "DigitsSwin"), _translate)

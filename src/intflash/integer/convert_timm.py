@@ -1,24 +1,32 @@
-"""timm: `VisionTransformer` and DeiT, with class, distillation and register tokens, and every plain pooling."""
+"""timm: Swin v1, and `VisionTransformer` and DeiT with class, distillation and register tokens and plain pooling."""
 
 from __future__ import annotations
 
 import torch
-from timm.layers import LayerNorm, Mlp, PatchDropout, PatchEmbed
+from timm.layers import ClassifierHead, DropPath, LayerNorm, Mlp, PatchDropout, PatchEmbed
 from timm.models.deit import VisionTransformerDistilled
+from timm.models.swin_transformer import (
+    PatchMerging,
+    SwinTransformer,
+    SwinTransformerBlock,
+    SwinTransformerStage,
+    WindowAttention,
+)
 from timm.models.vision_transformer import Attention, Block, LayerScale, VisionTransformer
 from torch import Tensor, nn
 
 from intflash.integer.graph import Graph
 from intflash.integer.registry import Converter, activation, expect, refuse
+from intflash.integer.windows import merged, window_attention
 
 NORMS = (nn.LayerNorm, LayerNorm)
-PASS = (nn.Identity, nn.Dropout, PatchDropout)  # in evaluation mode
+PASS = (nn.Identity, nn.Dropout, PatchDropout, DropPath)  # in evaluation mode
 
 
 def _translate(model: nn.Module) -> Graph | None:
     if type(model) in (VisionTransformer, VisionTransformerDistilled):
         return vision_transformer(model)
-    return None
+    return swin(model) if type(model) is SwinTransformer else None
 
 
 def vision_transformer(model: VisionTransformer) -> Graph:
@@ -148,4 +156,61 @@ def _head(graph: Graph, model: VisionTransformer, x: str) -> None:
     graph.output("logits", x, (model.num_classes,))
 
 
-CONVERTER = Converter(("VisionTransformer", "VisionTransformerDistilled"), _translate)
+def swin(model: SwinTransformer) -> Graph:
+    """The graph of a timm Swin v1.
+
+    Raises:
+        InputError: a module has no integer form; the message names it.
+    """
+    if model.dynamic_img_size or model.patch_embed.dynamic_img_pad:
+        refuse("", model, "dynamic_img_size: an integer model is made for one image size")
+    expect(model.patch_embed, "patch_embed", PatchEmbed)
+    projection, (height, width) = model.patch_embed.proj, model.patch_embed.img_size
+    expect(projection, "patch_embed.proj", nn.Conv2d)
+    graph = Graph()
+    rows = graph.patches("patch_embed", graph.image("x", (projection.in_channels, height, width)), projection.stride)
+    x = graph.linear("patch_embed.proj", rows, projection.weight.flatten(1), projection.bias)
+    if type(model.patch_embed.norm) is not nn.Identity:
+        x = _norm(graph, "patch_embed.norm", x, model.patch_embed.norm)
+    for i, stage in enumerate(model.layers):
+        expect(stage, f"layers.{i}", SwinTransformerStage)
+        if type(stage.downsample) is not nn.Identity:
+            x = _merge(graph, f"layers.{i}.downsample", x, stage)
+        for j, block in enumerate(stage.blocks):
+            x = _window_block(graph, f"layers.{i}.blocks.{j}", x, block)
+    head = model.head
+    expect(head, "head", ClassifierHead)
+    expect(head.drop, "head.drop", *PASS)
+    if head.global_pool.pool_type != "avg" or head.use_conv:
+        refuse("head.global_pool", head.global_pool, f"pooling {head.global_pool.pool_type!r}, expected 'avg'")
+    x = graph.mean("head.global_pool", _norm(graph, "norm", x, model.norm))
+    if type(head.fc) is not nn.Identity:
+        expect(head.fc, "head.fc", nn.Linear)
+        x = graph.linear("head.fc", x, head.fc.weight, head.fc.bias)
+    graph.output("logits", x, (graph.shapes[x][1],))
+    return graph
+
+
+def _merge(graph: Graph, name: str, x: str, stage: SwinTransformerStage) -> str:
+    expect(stage.downsample, name, PatchMerging)
+    expect(stage.downsample.norm, f"{name}.norm", *NORMS)
+    return merged(graph, name, x, stage.downsample.norm, stage.downsample.reduction, stage.input_resolution)
+
+
+def _window_block(graph: Graph, name: str, x: str, block: nn.Module) -> str:
+    expect(block, name, SwinTransformerBlock)
+    attn = block.attn
+    expect(attn, f"{name}.attn", WindowAttention)
+    for part in ("drop_path1", "drop_path2"):
+        expect(getattr(block, part), f"{name}.{part}", *PASS)
+    expect(block.norm1, f"{name}.norm1", *NORMS)
+    x = window_attention(
+        graph, f"{name}.attn", x, f"{name}.norm1", block.norm1, attn, heads=attn.num_heads,
+        size=block.input_resolution, window=block.window_size, shift=block.shift_size,
+        bias=attn._get_rel_pos_bias().detach(), scale=attn.scale,
+    )  # fmt: skip
+    y = _norm(graph, f"{name}.norm2", x, block.norm2)
+    return mlp(graph, f"{name}.mlp", y, block.mlp, nn.Identity(), "", x)
+
+
+CONVERTER = Converter(("VisionTransformer", "VisionTransformerDistilled", "SwinTransformer"), _translate)

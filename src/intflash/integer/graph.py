@@ -98,6 +98,8 @@ class Graph:
         results: names of results -> (value, shape per image).
         read: from what the model returns to the tensors of `results`; by default the tensor itself.
         result: as `Program.result`.
+        resized: the first input's shape -> the graph of the same model for inputs of that shape, where the model takes
+            several: sequences of tokens, images of several sizes.
     """
 
     PRE = ".pre"
@@ -108,6 +110,7 @@ class Graph:
     results: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     read: Callable[[Any], Mapping[str, Tensor]] = lambda result: {"logits": result}
     result: str = "tensor"
+    resized: Callable[[tuple[int, ...]], Graph] | None = None
 
     def image(self, name: str, shape: tuple[int, int, int]) -> str:
         """A float image input ``[channels, H, W]``."""
@@ -240,7 +243,8 @@ class Graph:
         return name
 
     def output(self, name: str, value: str, shape: tuple[int, ...]) -> None:
-        """A result of the model: a value in this shape, without the batch axis."""
+        """A result of the model: a value in this shape, without the batch axis. Of a sequence, two axes are tokens and
+        channels."""
         self.results[name] = (value, shape)
 
     def _value(self, name: str, shape: tuple[int, ...]) -> str:
@@ -248,6 +252,12 @@ class Graph:
             raise InputError(f"two values are named {name!r}")
         self.shapes[name] = tuple(int(n) for n in shape)
         return name
+
+    def accumulators(self) -> set[str]:
+        """The results that stay a linear's accumulators; the others are streams."""
+        results = {value for value, _ in self.results.values()}
+        plain = (x for x in self.layers if isinstance(x, Dense) and x.activation is None and x.residual is None)
+        return {x.out[0] for x in plain} & results
 
     def reads_codes(self, mean: Mean) -> bool:
         """Whether a mean is of codes, for a linear; else it is of a stream, for a LayerNorm or as a result."""
@@ -285,7 +295,7 @@ class Graph:
         run = _Run(self, inputs, dtype, seen, read)
         for layer in self.layers:
             run.layer(layer)
-        accumulated = {x.out[0] for x in self.layers if isinstance(x, Dense)}
+        accumulated = self.accumulators()
         return {
             name: (run.values[value] if value in accumulated else run.stream(value)).reshape(-1, *shape)
             for name, (value, shape) in self.results.items()

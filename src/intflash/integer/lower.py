@@ -117,6 +117,7 @@ class Lowering:
         self.units: dict[str, Tensor] = {}  # linear -> scale of each output's weights
         self.biases: dict[str, Tensor] = {}  # linear -> its bias, of codes * scale
         self.needs = _needs(graph)
+        self.accumulators = graph.accumulators()
         self.stream_scale = self._stream_scales()
 
     def program(self) -> Program:
@@ -128,7 +129,7 @@ class Lowering:
             steps[type(layer)](layer)
         outputs = []
         for name, (value, shape) in self.graph.results.items():
-            accumulated = value in self.units  # a linear's value has its name
+            accumulated = value in self.accumulators
             scale = self.units[value] if accumulated else self.stream_scale[value].view(1)
             key = self._keep(f"{name}.scale", scale.float())
             outputs.append(Output(name, value if accumulated else self._stream(value), key, shape))
@@ -258,7 +259,7 @@ class Lowering:
         made = _Product(self, layer, codes, bias, units)
         if len(layer.out) > 1:
             made.heads()
-        elif layer.out[0] in {value for value, _ in self.graph.results.values()}:
+        elif layer.out[0] in self.accumulators:
             made.accumulator()
         elif layer.activation is not None:
             made.table()
@@ -306,9 +307,9 @@ class Lowering:
             shift -= 1
         if shift < 1:
             raise InputError(
-                f"{name}: gamma and beta leave the widths of an integer LayerNorm (|m| < 2^31, |b| < 2^30): the output's "
-                f"scale is {float(scale.min()):.3g}, the largest gamma {float(gamma.abs().max()):.3g}, the largest beta "
-                f"{float(beta.abs().max()):.3g}"
+                f"{name}: gamma and beta leave the widths of an integer LayerNorm (|m| < 2^31, |b| < 2^30): the least "
+                f"scale of its output is {float(scale.min()):.3g}, the largest gamma {float(gamma.abs().max()):.3g}, "
+                f"the largest beta {float(beta.abs().max()):.3g}"
             )
         multiplier = torch.round(m * 2**shift).to(torch.int32)
         bias = (torch.round(b * 2**shift) + 2 ** (shift - 1)).to(torch.int32)
@@ -338,9 +339,9 @@ class Lowering:
                 shared(_usable(x / 127, n)) for x, n in ((q_range, attend.q), (k_range, attend.k), (v_range, attend.v))
             )
             return tuple(Format(x, zero) for x in ranges)
-        # a constant in all keys changes no softmax, one in all values moves the output by itself
-        k_offset, v_offset = (k_high + k_low) / 2, (v_high + v_low) / 2
-        k_range, v_range = (k_high - k_low) / 2, (v_high - v_low) / 2
+        # a constant in all keys changes no softmax, one in all values moves the output, an average of them, by itself
+        k_offset, v_offset = (k_high + k_low) / 2, self.ranges[attend.v].mean
+        k_range, v_range = (k_high - k_low) / 2, torch.maximum(v_high - v_offset, v_offset - v_low)
         ratio = torch.sqrt(_usable(k_range, attend.k) / _usable(q_range, attend.q))
         both = shared(torch.maximum(q_range * ratio, k_range / ratio)) / 127
         return (
@@ -475,6 +476,10 @@ class _Product:
 def _needs(graph: Graph) -> dict[str, set[str]]:
     """What each value is read as: "codes" by products and attention, "stream" by LayerNorms, sums and as a result."""
     needs: dict[str, set[str]] = {name: set() for name in graph.shapes}
+    accumulators = graph.accumulators()
+    for value, _ in graph.results.values():
+        if value not in accumulators:
+            needs[value].add("stream")
     for layer in graph.layers[::-1]:
         match layer:
             case Dense():
@@ -492,10 +497,6 @@ def _needs(graph: Graph) -> dict[str, set[str]]:
                 if not needs[layer.out]:
                     needs[layer.out].add("stream")
                 needs[layer.x] |= needs[layer.out]
-        if not isinstance(layer, Dense | PatchRows):
-            for value, _ in graph.results.values():
-                if value == layer.out:
-                    needs[value].add("stream")
     for layer in graph.layers:
         outs = layer.out if isinstance(layer, Dense) else (layer.out,)
         for name in outs:

@@ -10,8 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from intflash.integer import executors
-from intflash.integer.calibration import bind
+from intflash.integer.calibration import bind, named
 from intflash.integer.program import Attention, Embedding, LayerNorm, Linear, Operation, Patches, Pool, Program
+
+
+class Results(dict):
+    """Several results of a model by name, also as attributes and by position, as those of transformers."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the model's results are {', '.join(self)}; got {name!r}") from None
+
+    def __getitem__(self, key: str | int) -> Tensor:
+        return tuple(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
 
 
 class IntegerModel(nn.Module):
@@ -52,19 +65,27 @@ class IntegerModel(nn.Module):
         """The name of the backend that runs this model on its device."""
         return executors.choose(self.asked_backend, self._program, self.device)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor | dict[str, Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | Results:
         """The float model's results: each output's last integers times one scale, float32.
+
+        Sequences may be shorter than the program's: they are padded, and a result of a row for each token is cut to
+        their length. Padding changes no bit of the other tokens.
 
         Raises:
             InputError: an input has another shape, dtype or range than the program's, or, in CPU memory, NaN.
         """
         batch = kwargs if not args else (args if not kwargs else self._mixed(args, kwargs))
+        batch = named(self._program.inputs, batch)
         inputs = bind(self._program.inputs, batch, self.device)
         found = executors.EXECUTORS[self.backend].run(self._program, inputs)
-        results = {}
+        first = self._program.inputs[0]
+        results = Results()
         for output in self._program.outputs:
             x = found[output.buffer]
-            results[output.name] = x.reshape(len(x), *output.shape).float() * self._program.tensors[output.scale]
+            x = x.reshape(len(x), *output.shape)
+            if first.kind == "index" and len(output.shape) == 2:
+                x = x[:, : batch[first.name].shape[1]]
+            results[output.name] = x.float() * self._program.tensors[output.scale]
         return next(iter(results.values())) if self._program.result == "tensor" else results
 
     def _mixed(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -77,6 +98,12 @@ class IntegerModel(nn.Module):
         moved = {name: x.to(device) for name, x in self._program.tensors.items()}
         self._program = replace(self._program, tensors=moved)
         return self
+
+    def digest(self) -> str:
+        """Of the program and its constants, as its file has it."""
+        from intflash.integer.file import digest
+
+        return digest(self._program)
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, which `intflash.integer.load` reads without the float model."""

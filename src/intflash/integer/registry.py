@@ -31,8 +31,11 @@ class Converter:
 LIBRARIES = ("digits", "timm", "torchvision", "transformers")
 
 
-def translate(model: nn.Module) -> Graph:
+def translate(model: nn.Module, size: tuple[int, ...] | None = None) -> Graph:
     """The graph of a model.
+
+    Args:
+        size: the shape of its first input, where it takes several; None: the model's own.
 
     Raises:
         InputError: there is no converter for it, it is in training mode, or a module of it has no integer form.
@@ -46,7 +49,8 @@ def translate(model: nn.Module) -> Graph:
             converter = _converter(library)
             graph = converter and converter.translate(model)
             if graph is not None:
-                return graph
+                other = size is not None and size != graph.inputs[0].shape and graph.resized is not None
+                return graph.resized(size) if other else graph
     known = "; ".join(f"{name}: {', '.join(c.models)}" for name in LIBRARIES if (c := _converter(name)))
     raise InputError(f"{type(model).__name__} has no converter to an integer model; there are ({known})")
 

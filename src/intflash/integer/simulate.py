@@ -24,7 +24,7 @@ def simulate(model: nn.Module, calibration: Calibration, options: Options, input
     Args:
         inputs: by name, as `bind` gives them, on the CPU.
     """
-    graph = translate(model)
+    graph = translate(model, calibration.size)
     lowering = Lowering(graph, calibration, options)
     program = lowering.program()
     symmetric = {name for x in graph.layers if isinstance(x, Attend) for name in (x.q, x.k, x.v, x.out)}
