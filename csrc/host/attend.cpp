@@ -1,4 +1,4 @@
-#include "host/attend.h"
+#include "host/module.h"
 
 #include <algorithm>
 #include <cmath>

@@ -4,18 +4,18 @@
 #include <stdexcept>
 #include <string_view>
 
-#include "host/attend.h"
+#include "host/module.h"
 #include "host/run_call.h"
 
 using namespace intflash;
 
-namespace {
-
-const Kernels& kernels_named(const char* name) {
+const Kernels& intflash::kernels_named(const char* name) {
   for (const Kernels* k : supported_kernels())
     if (!*name || std::string_view(k->name) == name) return *k;
   throw std::invalid_argument("no such instruction set on this machine");
 }
+
+namespace {
 
 void use_torch(nb::handle empty_strided, nb::tuple dtypes, nb::handle int64, bool find) {
   for (size_t i = 0; i < 5; ++i) out_dtypes[i] = element(dtypes, i).inc_ref().ptr();
@@ -112,4 +112,5 @@ NB_MODULE(_native, m) {
         nb::arg("packed").none(), nb::arg("t_max").none(), nb::arg("l_sum").none(), nb::arg("look"),
         "Attention of one validated problem, see intflash/backends/cpu.py.");
   bind_attend(m);
+  bind_programs(m);
 }

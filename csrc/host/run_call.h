@@ -2,14 +2,13 @@
 #pragma once
 #include <nanobind/nanobind.h>
 
-#include <exception>
 #include <functional>
 #include <optional>
-#include <stdexcept>
 #include <vector>
 
 #include "cpu/dispatch.h"
 #include "cpu/quantize_inputs.h"
+#include "host/signals.h"
 #include "host/tensors.h"
 
 namespace intflash {
@@ -27,37 +26,6 @@ inline int32_t number_of(OutType type) {
 }
 
 inline bool is_integer(OutType type) { return type == OutType::kInt8 || type == OutType::kInt16; }
-
-// The identity of Python's main thread, which alone handles signals.
-inline unsigned long main_thread = 0;
-
-// Runs Python's signal handlers during a long call; returns what one of them has raised, as KeyboardInterrupt for
-// Ctrl-C.
-inline std::exception_ptr check_signals() {
-  if (PyThread_get_thread_ident() != main_thread) return nullptr;
-  const nb::gil_scoped_acquire in_register;
-  if (PyErr_CheckSignals() == 0) return nullptr;
-  try {
-    nb::raise_python_error();
-  } catch (...) {
-    return std::current_exception();
-  }
-}
-
-// Marks a call of this thread as running. A signal handler must not begin another one, since the thread's scratch is in
-// use.
-class RunningCall {
- public:
-  RunningCall() {
-    if (is_running)
-      throw std::runtime_error("attention was called by a signal handler that runs during another call of attention");
-    is_running = true;
-  }
-  ~RunningCall() { is_running = false; }
-
- private:
-  static inline thread_local bool is_running = false;
-};
 
 // The codes of a call on the calling thread. The memory is kept, because fresh pages cost more than the work of small
 // calls.

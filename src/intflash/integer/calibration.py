@@ -20,6 +20,7 @@ from intflash.quant.calibrate import OBSERVERS, Histogram
 from intflash.quant.quantizers import TINY_AMAX
 
 CHANNEL_BINS = 256  # of a histogram with a group for each channel
+SAMPLE = 1 << 20  # values of a batch that are counted; every value widens the range
 AGREEMENT = 2e-2  # largest difference of graph and model, of the largest output: float16 models are within it
 
 
@@ -38,8 +39,10 @@ class Ranges:
         Raises:
             InputError: one is NaN or infinite.
         """
-        sides = torch.stack((x, -x))[None].clamp(min=0)  # [1, 2, rows, channels]
-        self.histogram.observe(sides)
+        extremes = torch.stack((x.amax(0), x.amin(0)))
+        every = max(1, x.numel() // SAMPLE)
+        kept = torch.cat((extremes, x[::every])) if every > 1 else x  # shapes need no more values, ranges all
+        self.histogram.observe(torch.stack((kept, -kept))[None].clamp(min=0))  # [1, 2, rows, channels]
         self.rows += len(x)
         total = x.sum(0, dtype=torch.float64).cpu()
         self.total = total if self.total is None else self.total + total
@@ -304,8 +307,8 @@ def _compare(graph: Graph, found: Mapping[str, Tensor], result: Any) -> None:
         apart, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
         if not apart <= AGREEMENT * largest:
             raise InputError(
-                f"the model's {name} differ from those of its translation by {apart:.3g} (the largest is {largest:.3g}): "
-                "it holds hooks or changed modules that have no integer form"
+                f"the model's {name} differ from those of its translation by {apart:.3g} (the largest is "
+                f"{largest:.3g}): it holds hooks or changed modules that have no integer form"
             )
 
 

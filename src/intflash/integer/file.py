@@ -86,6 +86,11 @@ def load(path: str | Path, *, backend: str | None = None) -> IntegerModel:
     return IntegerModel(program, provenance, backend=backend)
 
 
+def digest(program: Program) -> str:
+    """Of the program and its constants, in hexadecimal digits."""
+    return _digest(json.dumps(_described(program)), {name: x.cpu() for name, x in program.tensors.items()})
+
+
 def _described(program: Program) -> dict[str, Any]:
     """The program without its tensors, as JSON holds it."""
     return {

@@ -307,9 +307,9 @@ class Lowering:
             shift -= 1
         if shift < 1:
             raise InputError(
-                f"{name}: gamma and beta leave the widths of an integer LayerNorm (|m| < 2^31, |b| < 2^30): the output's "
-                f"scale is {float(scale.min()):.3g}, the largest gamma {float(gamma.abs().max()):.3g}, the largest beta "
-                f"{float(beta.abs().max()):.3g}"
+                f"{name}: gamma and beta leave the widths of an integer LayerNorm (|m| < 2^31, |b| < 2^30): the least "
+                f"scale of its output is {float(scale.min()):.3g}, the largest gamma {float(gamma.abs().max()):.3g}, "
+                f"the largest beta {float(beta.abs().max()):.3g}"
             )
         multiplier = torch.round(m * 2**shift).to(torch.int32)
         bias = (torch.round(b * 2**shift) + 2 ** (shift - 1)).to(torch.int32)
@@ -339,9 +339,9 @@ class Lowering:
                 shared(_usable(x / 127, n)) for x, n in ((q_range, attend.q), (k_range, attend.k), (v_range, attend.v))
             )
             return tuple(Format(x, zero) for x in ranges)
-        # a constant in all keys changes no softmax, one in all values moves the output by itself
-        k_offset, v_offset = (k_high + k_low) / 2, (v_high + v_low) / 2
-        k_range, v_range = (k_high - k_low) / 2, (v_high - v_low) / 2
+        # a constant in all keys changes no softmax, one in all values moves the output, an average of them, by itself
+        k_offset, v_offset = (k_high + k_low) / 2, self.ranges[attend.v].mean
+        k_range, v_range = (k_high - k_low) / 2, torch.maximum(v_high - v_offset, v_offset - v_low)
         ratio = torch.sqrt(_usable(k_range, attend.k) / _usable(q_range, attend.q))
         both = shared(torch.maximum(q_range * ratio, k_range / ratio)) / 127
         return (

@@ -36,7 +36,7 @@ class IntegerModel(nn.Module):
     Args:
         program: a checked `Program`.
         provenance: what the program was made of, kept in its file.
-        backend: "torch" or "reference"; None: the best that can run it.
+        backend: "cpu", "torch" or "reference"; None: the best that can run it.
 
     Raises:
         InputError: there is no such backend.
@@ -98,6 +98,12 @@ class IntegerModel(nn.Module):
         moved = {name: x.to(device) for name, x in self._program.tensors.items()}
         self._program = replace(self._program, tensors=moved)
         return self
+
+    def digest(self) -> str:
+        """Of the program and its constants, as its file has it."""
+        from intflash.integer.file import digest
+
+        return digest(self._program)
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, which `intflash.integer.load` reads without the float model."""
