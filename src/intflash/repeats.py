@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from intflash import validate
 from intflash.backends.base import Backend
+from intflash.numerics.exp import BIAS_FRACTION_BITS
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
@@ -80,7 +81,7 @@ def find(key: tuple, arguments: dict[str, Any]) -> tuple[Problem, None, Backend]
     if scales:
         validate.check_scales(q, k, v, recipe)
     if bias is not None and arguments["check_finite"] is not False:
-        validate.check_bias_values(bias, "bias", bounded=True)
+        validate.check_bias_values(bias, "bias", BIAS_FRACTION_BITS)
     return Problem(method, q, k, v, sm_scale, recipe, bias, None, mask, *rest), None, backend
 
 

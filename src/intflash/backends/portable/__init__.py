@@ -22,7 +22,7 @@ from intflash.backends.features import (
     MASKS,
     QUANTIZATION,
 )  # fmt: skip
-from intflash.backends.portable import floats, intflash, published, unfused
+from intflash.backends.portable import block_float, floats, intflash, published, unfused
 from intflash.backends.portable.operands import default_out_scale
 from intflash.problem import Problem, Result
 
@@ -30,6 +30,7 @@ _KERNELS: dict[str, Callable[[Problem], Result]] = {
     "intflash": partial(intflash.exact_maximum, bits=16),
     "intflash_p8": partial(intflash.exact_maximum, bits=8),
     "intflash_online": intflash.online,
+    "intflash_bfp": block_float.block_float,
     "qflash": published.qflash,
     "iflash": published.iflash,
     "ivit": unfused.ivit,
@@ -47,7 +48,7 @@ _KERNELS: dict[str, Callable[[Problem], Result]] = {
 }
 
 # Their output scale follows from V's alone, as they define it.
-_FIXED_SCALE = ("intflash", "intflash_p8", "intflash_online", "qflash", "iflash")
+_FIXED_SCALE = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp", "qflash", "iflash")
 
 
 _SERVED = frozenset.union(

@@ -78,15 +78,18 @@ def _look_up(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
     return table.index_select(0, steps.view(-1)).view(steps.shape)
 
 
-class _Scores:
+class Scores:
     """Scores of key steps, and what one unit of them is worth.
 
     They are S itself where one C serves a row and no bias is added (`plain`), else T.
     """
 
-    def __init__(self, problem: Problem, plain: bool, unit: ScoreUnit = OCTAVES) -> None:
+    def __init__(
+        self, problem: Problem, plain: bool, unit: ScoreUnit = OCTAVES, bias_step: int | None = None
+    ) -> None:
         self.problem = problem
         self.unit = unit
+        self.bias_step = bias_step or unit.bias_step
         self.plain = plain and problem.bias is None and problem.k.granularity != "block"
         self.q, self.k = code_operands(problem)
         self.q_scale = problem.q.token_scale()
@@ -111,7 +114,7 @@ class _Scores:
         if not self.plain:
             score = score.double().mul_(self._factor_of_keys(tile, keys))
             if self.problem.bias is not None:
-                score += tile.of(self.problem.bias, keys).double() * self.unit.bias_step
+                score += tile.of(self.problem.bias, keys).double() * self.bias_step
         return score if absent is None else score.masked_fill_(absent, NO_SCORE)
 
     def _factor_of_keys(self, tile: Tile, keys: slice) -> Tensor:
@@ -175,7 +178,7 @@ def exact_maximum(problem: Problem, tiling: Tiling | None = None, *, bits: int) 
     # p V of a step: 255 * 127 * 512 < 2^24 is exact in float32; 65,193 * 127 * 65,536 < 2^53 in float64
     dtype = exact_dtype(p_max * 127 * longest)
     table = _table(bits, dtype, problem.device)
-    scores, output = _Scores(problem, plain=True), _Output(problem, p_max)
+    scores, output = Scores(problem, plain=True), _Output(problem, p_max)
     v = problem.v.data.to(dtype)
     for tile, top, steps in two_passes(problem, tiling, scores.step, NO_SCORE):
         factor = scores.factor(tile) if scores.plain else torch.ones_like(top)
@@ -194,7 +197,7 @@ def online(problem: Problem, tiling: Tiling | None = None) -> Result:
     """`intflash_online`: one pass in granules of 128 keys, the octave e of a row rising with its maximum."""
     tiling = replace(tiling or Tiling.on(problem.device), keys=GRANULE, steps=None)
     table = _step_table(problem.device)
-    scores, output = _Scores(problem, plain=False, unit=TABLE_STEPS), _Output(problem, P8_MAX)
+    scores, output = Scores(problem, plain=False, unit=TABLE_STEPS), _Output(problem, P8_MAX)
     v, octave = problem.v.data.float(), float(TABLE_STEPS.octave)
     for tile in tiles(problem, tiling):
         e = tile.full(1, NO_SCORE / octave, torch.float64, problem.device)
