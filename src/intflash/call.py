@@ -277,7 +277,7 @@ def _masks(
         masks.check_bias(bias, name)
         additive = masks.normalize_mask(bias, batch, hq, nq, nk, name)
     if additive is not None and read:
-        validate.check_bias_values(additive, name, bounded=method.integer_bias)
+        validate.check_bias_values(additive, name, method.bias_fraction_bits)
     return keep, additive
 
 
@@ -285,8 +285,8 @@ def _bias_of(method: Method, additive: Tensor | None) -> tuple[Tensor | None, Te
     """(integer, float) bias, the one that the method computes with."""
     if additive is None:
         return None, None
-    if method.integer_bias:
-        return (additive if additive.dtype == torch.int32 else bias_codes(additive)), None
+    if method.bias_fraction_bits is not None:
+        return bias_codes(additive, method.bias_fraction_bits), None
     return None, (dequantize_bias(additive) if additive.dtype == torch.int32 else additive)
 
 

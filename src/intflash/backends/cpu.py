@@ -49,11 +49,11 @@ else:
     _missing = None
 
 # In the order of the native enumerations.
-METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "qflash": 3, "iflash": 4}
+METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "intflash_bfp": 3, "qflash": 4, "iflash": 5}
 OUT_TYPES = {torch.int8: 0, torch.int16: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 FLASH = ("qflash", "iflash")
-P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX}
+P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX, "intflash_bfp": P16_MAX}
 MAX_VALUE_DIM = 256  # the epilogue keeps one multiplier per channel
 BIAS_LIMIT = 1 << 30  # of a bias in score units, so that bias + score stays inside int32
 ABSENT = -(1 << 31)

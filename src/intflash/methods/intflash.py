@@ -16,6 +16,7 @@ from intflash.methods import arrays
 from intflash.methods.base import Method
 from intflash.numerics.exp import (
     ABSENT,
+    BIAS_FRACTION_BITS,
     K0,
     LAST_STEP,
     MAX_HEAD_DIM,
@@ -176,7 +177,7 @@ def _method(name: str, summary: str, reference) -> Method:
         reference=reference,
         integer_only=True,
         granularities=_GRANULARITIES,
-        integer_bias=True,
+        bias_fraction_bits=BIAS_FRACTION_BITS,
         check=_check_bounds,
     )
 

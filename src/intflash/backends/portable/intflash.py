@@ -58,7 +58,7 @@ def _p(depth: int, bits: int) -> int:
 
 
 @functools.cache
-def _table(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def p_table(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor([_p(depth, bits) for depth in range(ZERO_DEPTH + 1)], dtype=dtype, device=device)
 
 
@@ -69,7 +69,7 @@ def _step_table(device: torch.device) -> Tensor:
     return torch.tensor([_p(depth, bits=8) for depth in depths], dtype=torch.float32, device=device)
 
 
-def _lookup(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
+def lookup(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
     """Returns p of depths in the table's steps (float64, >= 0, overwritten): 0 from the last entry on, and 0 where
     absent.
     """
@@ -80,15 +80,16 @@ def _lookup(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
     return table.index_select(0, steps.view(-1)).view(steps.shape)
 
 
-class _Scores:
+class Scores:
     """Scores of tiles of keys, and the value of one unit of them.
 
     Scores are S itself where one C serves a row and there is no bias (`plain`), else T.
     """
 
-    def __init__(self, problem: Problem, plain: bool, unit: ScoreUnit = OCTAVES) -> None:
+    def __init__(self, problem: Problem, plain: bool, unit: ScoreUnit = OCTAVES, bias_step: int | None = None) -> None:
         self.problem = problem
         self.unit = unit
+        self.bias_step = bias_step or unit.bias_step
         self.plain = plain and problem.bias is None and problem.k.granularity != "block"
         self.q, self.k = code_operands(problem)
         self.q_scale = problem.q.token_scale()
@@ -113,7 +114,7 @@ class _Scores:
         if not self.plain:
             score = score.double().mul_(self._factor_of_keys(tile, keys))
             if self.problem.bias is not None:
-                score += tile.of(self.problem.bias, keys).double() * self.unit.bias_step
+                score += tile.of(self.problem.bias, keys).double() * self.bias_step
         return score if absent is None else score.masked_fill_(absent, NO_SCORE)
 
     def _factor_of_keys(self, tile: Tile, keys: slice) -> Tensor:
@@ -127,7 +128,7 @@ class _Scores:
         return factor[..., torch.arange(keys.start, keys.stop, device=factor.device) // size - first]
 
 
-class _Output:
+class Output:
     """Normalizes tiles into the output, and computes log-sum-exp."""
 
     def __init__(self, problem: Problem, p_max: int) -> None:
@@ -178,8 +179,8 @@ def exact_maximum(problem: Problem, tiling: Tiling | None = None, *, bits: int) 
     longest = max((s.stop - s.start for s in tiling.key_steps(problem.k.shape[2])), default=0)
     # p V of a step: 255 * 127 * 512 < 2^24 is exact in float32; 65,193 * 127 * 65,536 < 2^53 in float64
     dtype = exact_dtype(p_max * 127 * longest)
-    table = _table(bits, dtype, problem.device)
-    scores, output = _Scores(problem, plain=True), _Output(problem, p_max)
+    table = p_table(bits, dtype, problem.device)
+    scores, output = Scores(problem, plain=True), Output(problem, p_max)
     v = problem.v.data.to(dtype)
     for tile, top, steps in two_passes(problem, tiling, scores.step, NO_SCORE):
         factor = scores.factor(tile) if scores.plain else torch.ones_like(top)
@@ -187,7 +188,7 @@ def exact_maximum(problem: Problem, tiling: Tiling | None = None, *, bits: int) 
         acc = tile.full(v.shape[3], 0, torch.float64, top.device)
         for keys, absent, score in steps:
             depth = torch.sub(top, score, out=score).double().mul_(factor / STEP)
-            p = _lookup(table, depth, absent)
+            p = lookup(table, depth, absent)
             l += p.sum(dim=-1, keepdim=True)
             acc += weighted_sum(tile, p, v, keys, problem.group)
         output.write(tile, acc, l, top.double() * factor)
@@ -200,7 +201,7 @@ def online(problem: Problem, tiling: Tiling | None = None) -> Result:
     """
     tiling = replace(tiling or Tiling.on(problem.device), keys=GRANULE, steps=None)
     table = _step_table(problem.device)
-    scores, output = _Scores(problem, plain=False, unit=TABLE_STEPS), _Output(problem, P8_MAX)
+    scores, output = Scores(problem, plain=False, unit=TABLE_STEPS), Output(problem, P8_MAX)
     v, octave = problem.v.data.float(), float(TABLE_STEPS.octave)
     for tile in tiles(problem, tiling):
         e = tile.full(1, NO_SCORE / octave, torch.float64, problem.device)
@@ -215,7 +216,7 @@ def online(problem: Problem, tiling: Tiling | None = None) -> Result:
             acc >>= fall  # rounds towards minus infinity
             e = new_octave
             depth = torch.sub(e * octave, score, out=score).div_(STEP)
-            p = _lookup(table, depth, absent)
+            p = lookup(table, depth, absent)
             l += p.sum(dim=-1, keepdim=True).to(torch.int32)
             acc += weighted_sum(tile, p, v, keys, problem.group).to(torch.int32)
         output.write(tile, acc, l, e * 2.0**32)
