@@ -1,4 +1,4 @@
-"""Latency experiments of the papers, on whatever backend is the best here."""
+"""The latency experiments of the papers, on the best backend of the machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COMPARED = {FLOAT_CALL: "", KERNEL: ", launches alone"}
 
 @dataclass(frozen=True)
 class Contender:
-    """One line of a latency table: a method, or with `method` None torch's own attention in `dtype`."""
+    """One line of a latency table: a method, or torch's own attention in `dtype` where `method` is None."""
 
     label: str
     method: str | None = None
@@ -33,10 +33,10 @@ class Contender:
     dtype: torch.dtype = torch.float32
 
     def calls(self, case: Case, setting: Setting, kernels: bool) -> dict[str, tuple[str, Callable[[], Any]]]:
-        """Metric -> backend and a call without arguments; what the method cannot do is left out.
+        """Returns metric -> backend and a call without arguments. What the method does not support is left out.
 
         Args:
-            kernels: the attention launch alone too, on a GPU.
+            kernels: also the attention launch alone, on a GPU.
 
         Raises:
             InputError, BackendError: the method cannot serve the case at all.
@@ -47,6 +47,8 @@ class Contender:
             found = "torch SDPA", partial(F.scaled_dot_product_attention, *inputs)
             return dict.fromkeys((FLOAT_CALL, KERNEL) if kernels else (FLOAT_CALL,), found)
         options = dict(method=self.method, backend=setting.backend)
+        # refuses inputs that would be timed unchecked
+        intflash.attention(*inputs, recipe=self.recipe, check_finite=True, **options)
         run, where = partial(intflash.attention, check_finite=False, **options), intflash.which_backend
         floats = where(*inputs, recipe=self.recipe, **options)
         calls = {FLOAT_CALL: (floats, partial(run, *inputs, recipe=self.recipe))}
@@ -61,7 +63,7 @@ class Contender:
         return calls
 
     def _codes(self, *inputs: Tensor) -> list[QTensor] | None:
-        """q, k, v as the method's recipe quantizes them; None if it keeps one in floating point."""
+        """Returns q, k, v quantized as the method's recipe says; None if it keeps one in floating point."""
         method = intflash.info()["methods"][self.method]
         if not method["integer_only"] or "int8" not in method["out_dtypes"]:
             return None
@@ -71,14 +73,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class Latency:
-    """Every contender on every case, their calls taking turns.
+    """Times every contender on every case. Their calls take turns.
 
     Attributes:
         contenders, cases: what to time.
         baselines: labels whose times the speedup rows divide.
-        quick: how many of the cases `--quick` keeps.
+        quick: the number of cases that `--quick` keeps.
         paper: (contender label, case name, baseline) -> the paper's speedup.
-        kernels: on a GPU the attention launches alone too.
+        kernels: on a GPU also the attention launches alone.
         best: (cases, contender label) -> the paper's best speedup over the first baseline (`best_of_groups`).
     """
 
@@ -106,7 +108,7 @@ class Latency:
                     mine = contender.calls(case, setting, self.kernels)
                     for _, call in mine.values():
                         call()
-                except Exception as error:  # whatever stops a contender is a result
+                except Exception as error:  # a failure of a contender is a result too
                     refused[contender.label] = describe(error)
                     continue
                 for metric, (backend, call) in mine.items():
@@ -176,7 +178,7 @@ IFLASH_FIGURE2 = Experiment(
 )
 
 _LENGTHS = (1024, 2048, 4096, 8192, 16384)
-# Inference time smaller by 31, 52, 66, 72, 73 %: a speedup of 1 / (1 - that).
+# An inference time smaller by 31, 52, 66, 72 and 73 % is a speedup of 1 / (1 - that).
 _FIGURE2 = dict(zip(_LENGTHS, (1 / 0.69, 1 / 0.48, 1 / 0.34, 1 / 0.28, 1 / 0.27), strict=True))
 
 
@@ -234,7 +236,7 @@ GRANULARITY_LATENCY = Experiment(
 
 
 def _division_rows(setting: Setting) -> Iterator[Row]:
-    """QFlash Figure 6: floor division by a constant, three ways, on arrays that stay in the cache."""
+    """QFlash Figure 6: floor division by a constant in three ways, on arrays that fit the cache."""
     n = 1 << 15
     x = torch.randint(-(1 << 15), 0, (n,), dtype=torch.int32)
     xf = x.float()
@@ -266,7 +268,7 @@ FIGURE6 = Experiment(
 
 
 def _peak_rows(setting: Setting) -> Iterator[Row]:
-    """QFlash section 2.3: the matrix unit's int8 rate beside its float rates."""
+    """QFlash section 2.3: the matrix unit's int8 rate and its float rates."""
     n = 1024 if setting.device == "cpu" else 8192
     half = torch.float32 if setting.device == "cpu" else torch.float16
     a8, b8 = (torch.randint(-127, 128, (n, n), dtype=torch.int8, device=setting.device) for _ in range(2))

@@ -1,4 +1,6 @@
-"""Accuracy of the algorithmic variants that the papers study: QFlash Figure 5, and printed beside published."""
+"""Accuracy of the algorithmic variants that the papers study: QFlash's Figure 5, and formulas as printed beside the
+authors' programs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ TILES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 
 
 def _collapses(rows: Sequence[Row]) -> list[str]:
-    """The first number of tiles at which a series stands 3 dB or more below scale release."""
+    """Returns the first number of tiles at which a series is at least 3 dB below scale release."""
     release = {row.x: row.value for row in rows if row.series == "scale release"}
     sentences = []
     for label in dict.fromkeys(row.series for row in rows):

@@ -1,4 +1,4 @@
-"""README and guide: their code runs, their commands and links exist, their numbers are those of the results."""
+"""README and guide: their code runs, their commands and links exist, and their numbers are those of the results."""
 
 import ast
 import importlib.util
@@ -8,15 +8,12 @@ import pytest
 import typer.main
 
 import intflash
-from documents import PAGES, ROOT, allow_torchvision, blocks
+from documents import PAGES, ROOT, blocks
 from intflash.cli import app
 
 RESULTS = ROOT / "benchmarks" / "results"
 PYTHON = [page for page in PAGES if blocks(page, "python") and "design" not in page.parts]
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
-
-# A command and messages of the branches gpu and api; a line goes when its branch is merged.
-allow_torchvision()
 
 
 def _id(page):
@@ -25,7 +22,7 @@ def _id(page):
 
 @pytest.mark.parametrize("page", PYTHON, ids=_id)
 def test_code_runs(page, tmp_path, monkeypatch):
-    """The blocks of a page run one after the other, as a reader runs them; random weights stand for published ones."""
+    """Runs the code blocks of a page in order, as a reader would. Random weights stand for pretrained ones."""
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
     for text, reason in blocks(page, "python"):
@@ -51,7 +48,7 @@ def _commands():
 
 @pytest.mark.parametrize("words", list(_commands()))
 def test_command_exists(words):
-    """Each command line of the documents names a command and options that there are."""
+    """Each command line of the documents uses an existing command and existing options."""
     command = typer.main.get_command(app)
     while words and hasattr(command, "commands"):
         assert words[0] in command.commands
@@ -72,7 +69,7 @@ def test_readme_is_short_and_its_links_work_on_pypi():
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_relative_links_exist(page):
-    """Also those that MkDocs does not look at: to examples, results and the contributing page."""
+    """Also links that MkDocs does not check: to examples, results and the contributing page."""
     for target in re.findall(r"\]\(([^)\s]+)\)|^\[[^\]]+\]:\s*(\S+)", TEXT[page], re.M):
         target = "".join(target)
         if not re.match(r"[a-z]+:|#", target):
@@ -93,7 +90,7 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_troubleshooting_quotes_what_the_library_says():
-    """Each message of the tables is in the source, so that a reader who searches for it finds it."""
+    """Each message in the tables occurs in the source, so that a reader who searches for it finds it."""
     source = "\n".join(path.read_text() for path in (ROOT / "src" / "intflash").rglob("*.py"))
     source = re.sub(r"\{[^{}]*\}", "…", source)  # an f-string's values
     source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", source)  # a string of several pieces
@@ -106,5 +103,5 @@ def test_troubleshooting_quotes_what_the_library_says():
 
 
 def test_words():
-    """Speedups are written as such."""
+    """Speedups are written in one form."""
     assert [_id(page) for page, text in TEXT.items() if "as fast" in text] == []

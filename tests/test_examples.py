@@ -1,4 +1,4 @@
-"""Every example runs as it is, and says what it promises."""
+"""Every example runs unchanged and prints what it promises."""
 
 import ast
 import json
@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from documents import ROOT, allow_torchvision, run_script
+from documents import ROOT, run_script
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
-# script -> what it needs, and words of its output that hold only if it did its work
+# script -> packages that it needs, and text of its output that appears only after it has done its work
 NEEDS = {
     "calibrate_and_deploy.py": ("torch", "gets the same class: True"),
     "context_parallel.py": ("transformers", "processes, the bits of one: True"),
@@ -23,8 +23,6 @@ NEEDS = {
     "transformers_llama_generate.py": ("transformers", "(static scales) in 2 layers of LlamaAttention"),
 }
 SLOW = {"calibrate_and_deploy.py", "diffusers_pipeline.py", "timm_swin.py"}
-
-allow_torchvision()
 
 
 def test_every_example_is_listed():
@@ -68,7 +66,8 @@ def test_notebook(capsys, monkeypatch):
         ast.parse(cell)
         exec(compile(cell, "accuracy_of_methods.ipynb", "exec"), names)
     results = names["results"]
-    # 16-bit P reaches the ceiling where there is no sink, and 8-bit P does not hold a sink of half the weight.
+    # 16-bit P reaches the ceiling without a sink, and 8-bit P cannot represent the keys beside a sink of half the
+    # weight.
     assert abs(results["intflash"][0] - results["exact softmax on int8 inputs"][0]) < 0.5
     half = names["SINKS"].index(0.5)
     assert results["intflash_p8"][half] < results["intflash"][half] - 10

@@ -1,4 +1,4 @@
-"""Random problems at the level a backend sees them, with adversarial codes, scales and masks."""
+"""Random problems as a backend receives them, with adversarial codes, scales and masks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def codes(kind: str, shape: tuple[int, ...], g: torch.Generator) -> Tensor:
 
 
 def qtensor(kind: str, granularity: str, scale: float, shape: tuple[int, ...], g: torch.Generator) -> QTensor:
-    """Codes in [B, N, H, D] memory, as a projection leaves them, with scales around `scale`."""
+    """Returns codes in [B, N, H, D] memory, as a projection writes them, with scales around `scale`."""
     b, h, n, d = shape
     block = 32 if granularity == "block" else None
     tail = {"tensor": (1, 1), "head": (1, 1), "token": (n, 1), "block": (-(-n // 32), 1), "channel": (1, d)}
@@ -62,7 +62,9 @@ def problems(draw: st.DrawFn, method: str) -> Problem:
         tensors[name] = qtensor(
             draw(st.sampled_from(CODES)), draw(st.sampled_from(kinds)), draw(st.sampled_from(SCALES)), shape, g
         )
-    options = dict(out_dtype=draw(st.sampled_from(METHODS[method].out_dtypes)), return_lse=True)
+    options = dict(
+        out_dtype=draw(st.sampled_from(METHODS[method].out_dtypes)), return_lse=True, check_finite=draw(st.booleans())
+    )
     mask_shape = (
         draw(st.sampled_from([p for p in (1, 2, 4) if batch % p == 0])),
         draw(st.sampled_from((1, hk * group))),

@@ -1,4 +1,4 @@
-"""Latency experiments: what is timed, beside what, and what a refusal looks like."""
+"""Latency experiments: what is timed, what it is compared with, and how a refusal is shown."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ def test_rows_are_times_and_speedups_over_the_baseline():
     assert ("half", CODE_CALL) not in rows  # it keeps V in floating point
 
 
-def test_calls_of_floats_get_floats_and_calls_of_codes_codes():
+def test_float_calls_get_floats_and_code_calls_get_codes():
     calls = Contender("ours", "intflash").calls(random_case("tiny", 16, normal()), Setting(), False)
     assert all(isinstance(x, QTensor) for x in calls[CODE_CALL][1].args)
     assert all(isinstance(x, torch.Tensor) for x in calls[FLOAT_CALL][1].args)
@@ -42,7 +42,7 @@ def test_speedups_compare_the_same_kind_of_call(monkeypatch):
     assert rows["ours", speedup("torch")] == 2 and rows["ours", speedup("torch", KERNEL)] == 3
 
 
-def test_a_contender_that_cannot_is_a_row_with_a_reason():
+def test_an_unsupported_contender_is_a_row_with_a_reason():
     case = random_case("wide", 16, uniform(-500, 500))
     rows = list(Latency([Contender("torch"), Contender("qflash", "qflash")], [case], ("torch",))(FAST))
     assert [row.series for row in rows if row.value is None] == ["qflash"]
@@ -65,7 +65,7 @@ def test_every_paper_speedup_has_a_cell():
 
 
 class Here:
-    """Stands for a tensor that stays on the CPU wherever it is sent."""
+    """A tensor that stays on the CPU wherever it is sent."""
 
     def __init__(self, x):
         self.x = x
@@ -80,7 +80,7 @@ class CaseHere(Case):
         return tuple(map(Here, super().inputs(seed)))
 
 
-def test_launches_alone_stand_beside_whole_calls_on_a_gpu(monkeypatch):
+def test_launches_are_timed_beside_whole_calls_on_a_gpu(monkeypatch):
     kernels = pytest.importorskip("intflash.bench.gpu_launches")
     made = []
 

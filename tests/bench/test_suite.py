@@ -1,4 +1,4 @@
-"""`intflash bench all`: what it plans, what becomes of jobs that fail or outlast their time, and the page."""
+"""`python -m benchmarks all`: its plan, jobs that fail or exceed their time, and the page."""
 
 import json
 import os
@@ -22,20 +22,20 @@ def test_every_experiment_of_a_device_is_planned_once(tmp_path, device):
     assert timed <= {job.name for job in found.alone}
 
 
-def test_what_is_timed_on_a_gpu_is_compiled_before(tmp_path):
+def test_rehearsals_compile_what_is_timed_on_a_gpu(tmp_path):
     found = plan(tmp_path, "cuda", quick=True, jobs=4)
     rehearsed = {job.name.removeprefix("rehearsal of ") for job in found.together if job.result is None}
     assert rehearsed == {job.name for job in found.alone}
     assert not any(str(tmp_path) in job.arguments for job in found.together if "demo" in job.name)
 
 
-def test_models_are_asked_for(tmp_path):
+def test_models_run_only_on_request(tmp_path):
     assert [job.name for job in plan(tmp_path, "cuda", models=True).alone][-1] == "models"
 
 
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
-    """Modules that can be run with ``python -m``, by name and text."""
+    """Modules that can be run with ``python -m``, by name and source text."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
     def make(name, text):
@@ -68,7 +68,7 @@ def test_jobs_that_end_badly_are_results_with_the_reason(tmp_path, scripts, monk
     assert "How this page was made" in page
 
 
-def test_results_of_an_earlier_run_do_not_stand_for_this_one(tmp_path, scripts):
+def test_results_of_an_earlier_run_are_removed(tmp_path, scripts):
     out = tmp_path / "out"
     out.mkdir()
     stale = out / "bad.json"
@@ -79,7 +79,7 @@ def test_results_of_an_earlier_run_do_not_stand_for_this_one(tmp_path, scripts):
     assert content["rows"] == [] and content["error"] == "ended with 3: without a word"
 
 
-def test_half_a_result_gets_the_reason(tmp_path, scripts):
+def test_an_incomplete_result_gets_the_reason(tmp_path, scripts):
     half = tmp_path / "out" / "half.json"
     text = json.dumps({"title": "Half", "rows": [{"a": 1}]})
     scripts("half", f"open({str(half)!r}, 'w').write({text!r})\nraise SystemExit('enough')")
@@ -88,7 +88,7 @@ def test_half_a_result_gets_the_reason(tmp_path, scripts):
     assert content["rows"] == [{"a": 1}] and content["error"] == "ended with 1: enough"
 
 
-def test_a_result_that_says_why_it_has_no_number_is_left_as_it_is(tmp_path, scripts):
+def test_a_result_with_a_reason_is_kept(tmp_path, scripts):
     told = tmp_path / "out" / "told.json"
     text = json.dumps({"title": "Told", "rows": [{"series": "a", "note": "no device"}]})
     scripts("told", f"open({str(told)!r}, 'w').write({text!r})\nraise SystemExit(1)")

@@ -2,23 +2,7 @@
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-
-
-def _skip_torchvision_operators() -> None:
-    """With a CPU build of torch, importing torchvision fails at the fake kernels of its C++ operators."""
-    register = torch.library.register_fake
-
-    def register_fake(op, *args, **kwargs):
-        if isinstance(op, str) and op.startswith("torchvision::"):
-            return lambda function: function
-        return register(op, *args, **kwargs)
-
-    torch.library.register_fake = register_fake
-
-
-_skip_torchvision_operators()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from intflash import integer
 from intflash.cli import app
 from intflash.cli.models import evaluation_tables
 from intflash.digits import load_model, load_split
@@ -48,7 +49,7 @@ def test_counts_and_sqnr(digits):
 
 
 def test_a_tally_on_a_worked_example():
-    """The first image's float logits are twice as large, the second's in the other order."""
+    """The first image's float logits are twice as large; the second's are in the opposite order."""
     logits = torch.arange(6.0, 0.0, -1.0).repeat(4, 1)
     floats = logits.clone()
     floats[0] *= 2
@@ -68,12 +69,12 @@ def test_rows_are_percentages_milliseconds_and_bit_operations():
     assert row.logits_sqnr == pytest.approx(20) and half.gbops == qattn.gbops == 2 * row.gbops
 
 
-def test_some_images_are_spread_over_the_data():
+def test_batches_are_spread_over_the_dataset():
     data = torch.utils.data.TensorDataset(torch.arange(100.0), torch.zeros(100))
     assert torch.cat(list(batches(data, 4, 3, "cpu", torch.float32))).tolist() == [0, 25, 50, 75]
 
 
-def test_digests_of_weights_know_names_shapes_and_buffers():
+def test_weight_digests_depend_on_names_shapes_and_buffers():
     def digest(buffer, **parameters):
         module = torch.nn.Module()
         for name, x in parameters.items():
@@ -92,7 +93,7 @@ def test_a_variant_that_cannot_run_is_a_row_with_its_reason(digits):
 
 
 def interrupted(model, digits, variants, state, **options):
-    """Evaluate until 16 of the 24 images are done, every batch's sums kept."""
+    """Evaluates until 16 of the 24 images are done, with the sums saved after every batch."""
 
     class Stopped(Exception):
         pass
@@ -127,8 +128,8 @@ def test_resuming_gives_the_same_sums(digits, tmp_path, save_always):
         same(a, b)
 
 
-def test_a_finished_run_is_not_taken_for_the_next(digits, tmp_path):
-    """Other weights and other scales under the same names: other results, and nothing is left beside them."""
+def test_a_finished_run_is_not_reused(digits, tmp_path):
+    """Other weights and other scales under the same names give other results, and no file is left."""
     images, state = digits.tensors[0], tmp_path / "state"
     model, other = load_model("vit"), load_model("vit")
     with torch.no_grad():
@@ -141,7 +142,7 @@ def test_a_finished_run_is_not_taken_for_the_next(digits, tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_run_goes_on_with_the_same_weights_scales_and_backend_only(digits, tmp_path, save_always):
+def test_an_interrupted_run_resumes_with_the_same_weights_scales_and_backend_only(digits, tmp_path, save_always):
     images, state = digits.tensors[0], tmp_path / "state"
     model, other = load_model("vit"), load_model("vit")
     with torch.no_grad():
@@ -219,7 +220,7 @@ def test_commands(image_folder, tmp_path):
     assert rows["intflash"]["gbops"] == pytest.approx(17.2, abs=0.05)  # as the paper prints for DeiT-T
 
 
-def test_scales_come_in_addition_to_every_method(image_folder, tmp_path, monkeypatch):
+def test_scales_add_variants_to_every_method(image_folder, tmp_path, monkeypatch):
     scales, seen = tmp_path / "scales.json", []
     calibrate(load_model("vit"), [torch.rand(4, 1, 8, 8)], path=scales)
 
@@ -267,7 +268,7 @@ class RunsCode:
 
 
 def test_a_checkpoint_is_loaded_as_weights_only(tmp_path, monkeypatch):
-    """A pickled call is refused, also by versions of timm whose loader runs it unless told otherwise."""
+    """A pickled call is refused, also by versions of timm whose loader would run it by default."""
     timm = pytest.importorskip("timm")
     load = timm.models._helpers.load_checkpoint
 
@@ -317,7 +318,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_the_table_cuts_no_number():
+def test_the_table_truncates_no_number():
     names = ["int_flash_full", "intflash_online", "intflash (static, percentile, deit-small.json)"]
     paper = paper_row("deit_base_patch16_224", "qflash")
     row = Row("", 9, 100.0, 100.0, 100.0, -12.3, 1234.5, True, "", 12, 17.2, paper)
@@ -344,3 +345,42 @@ def test_processes_share_the_images(tmp_path):
     alone = evaluate(load_model("vit"), data, [Variant("intflash")], batch_size=3)
     for a, b in zip(shared, alone.rows, strict=True):
         assert (a["images"], a["top1"], a["agreement"]) == (11, b.top1, b.agreement)
+
+
+def test_integer_models_of_the_digits(tmp_path):
+    """`convert` and `eval --integer`, with the digits' own images: a row beside float and attention alone."""
+    runner, file, out = CliRunner(), tmp_path / "digits.safetensors", tmp_path / "eval.json"
+    model = ["--model", "digits:vit", "--device", "cpu"]
+    done = runner.invoke(app, ["convert", *model, "--images", "32", "--scales", "tensor", "--out", str(file)])
+    assert done.exit_code == 0 and "DigitsViT in 32 integer operations" in done.output
+    arguments = ["--method", "intflash", "--integer", str(file), "--limit", "64", "--workers", "0", "--out", str(out)]
+    done = runner.invoke(app, ["eval", *model, *arguments], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    row = rows["integer model (intflash, digits.safetensors)"]
+    assert list(rows)[:2] == [FLOAT, "intflash"] and len(rows) == 3
+    assert row["top1"] >= rows[FLOAT]["top1"] - 2 and row["agreement"] >= 96 and row["logits_sqnr"] > 35
+    assert row["integer_only"] and row["replaced"] == 32 and row["granularity"] == "tensor" and row["paper"] is None
+    done = runner.invoke(app, ["eval", *model, "--integer", str(out), "--out", str(out)])
+    assert done.exit_code == 2 and "cannot be read" in done.output
+    for more, message in (
+        (["--data", str(tmp_path)], "have data of their own"),
+        (["--no-pretrained"], "come with their weights"),
+        (["--image", "uint8"], "need the mean and std"),
+        (["--activation-bits", "9"], "activation_bits must be one of"),
+    ):
+        done = runner.invoke(app, ["convert", *model, *more, "--out", str(file)])
+        assert done.exit_code == 2 and message in done.output, done.output
+    done = runner.invoke(app, ["convert", "--model", "resnet18", "--no-pretrained", "--out", str(file)])
+    assert done.exit_code == 2 and "ResNet has no converter" in done.output
+
+
+def test_convert_raw_images(image_folder, tmp_path):
+    pytest.importorskip("timm")
+    file = tmp_path / "deit.safetensors"
+    arguments = ["--model", "deit-t", "--no-pretrained", "--data", str(image_folder), "--device", "cpu"]
+    done = CliRunner().invoke(app, ["convert", *arguments, "--images", "4", "--image", "uint8", "--out", str(file)])
+    assert done.exit_code == 0, done.output
+    made = integer.load(file)
+    assert made.provenance["options"]["mean"] == pytest.approx([0.485, 0.456, 0.406])
+    assert made(torch.zeros(1, 3, 224, 224, dtype=torch.uint8)).shape == (1, 1000)

@@ -22,10 +22,10 @@ from intflash.quant import hadamard_rotate, key_mean
 
 @dataclass(frozen=True)
 class Series:
-    """A method with its options as one line of a table.
+    """One line of a table: a method with its options.
 
-    `method` None is the ceiling: float64 softmax on the same quantized inputs. A `variant` of
-    `bench/variants.py` computes instead of the method, on the method's quantized problem.
+    With `method` None it is the ceiling: float64 softmax on the same quantized inputs. A `variant`
+    (`benchmarks/variants.py`) computes in place of the method, on the method's quantized problem.
     """
 
     label: str
@@ -35,7 +35,7 @@ class Series:
     variant: Callable[[Problem], Tensor] | None = None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: str | None) -> tuple[Tensor, str]:
-        """The output as floats, and the backend that computed it."""
+        """Returns the output as floats, and the name of the backend that computed it."""
         if self.method is None:
             return ceiling(q, k, v, scale, self.recipe or Recipe()), "float64"
         options = dict(scale=scale, method=self.method, recipe=self.recipe, out_dtype=self.out_dtype)
@@ -48,7 +48,9 @@ class Series:
 
 
 def ceiling(q: Tensor, k: Tensor, v: Tensor, scale: float | None, recipe: Recipe) -> Tensor:
-    """Exact attention on inputs quantized by `recipe`: what no method on these codes can beat."""
+    """Returns exact attention on inputs quantized by `recipe`, which no method on these codes can exceed in
+    accuracy.
+    """
     if recipe.rotate:
         q, k = hadamard_rotate(q), hadamard_rotate(k)
     if recipe.smooth_k:
@@ -60,11 +62,11 @@ def ceiling(q: Tensor, k: Tensor, v: Tensor, scale: float | None, recipe: Recipe
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Every series on every case: yields one row per metric.
+    """Measures every series on every case. Yields one row per metric.
 
     Attributes:
         series, cases, metrics: what to measure.
-        quick: how many of the cases `--quick` keeps.
+        quick: the number of cases that `--quick` keeps.
         paper: (series label, case name, metric) -> the paper's number.
     """
 
@@ -89,7 +91,7 @@ class Accuracy:
         out = backend = note = None
         try:
             out, backend = series.run(*inputs, case.sm_scale, setting.backend)
-        except Exception as error:  # whatever stops a series is a result
+        except Exception as error:  # a failure of a series is a result too
             note = describe(error)
         for metric in self.metrics:
             yield Row(
@@ -191,7 +193,7 @@ MRE_SERIES = (
 
 
 def which_definition_fits(rows: Sequence[Row]) -> list[str]:
-    """How far each definition is from the paper's numbers: the median factor per series and over all."""
+    """Returns how far each definition is from the paper's numbers: the median factor per series and over all."""
     sentences, distance = [], {}
     for metric in MRE_DEFINITIONS:
         factors: dict[str, list[float]] = {}
@@ -332,7 +334,7 @@ HARD_INPUTS = untimed(
 
 
 def below_ceiling(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
-    """How far the named series stay below the ceiling at worst."""
+    """Returns by how much the named series stay below the ceiling in the worst case."""
     top = {row.case: row.value for row in rows if row.series == CEILING.label}
     sentences = []
     for label in labels:

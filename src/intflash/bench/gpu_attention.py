@@ -36,11 +36,11 @@ log = logging.getLogger("intflash")
 TITLE = "Integer attention beside torch's: kernel only, and from float16 with static and dynamic scales"
 NOTES = "Ratio: the faster of cuDNN's and flash's float16 time over this one, in the same run. Floors: int8 operations \
 at the datasheet's peak, bytes at the measured copy bandwidth; the fraction is the larger over the time."
-H200 = {"int8 operations/s": 1979e12, "bytes/s": 4.3e12}  # datasheet peak; measured device copy
+H200 = {"int8 operations/s": 1979e12, "bytes/s": 4.3e12}  # peak of the datasheet; measured device copy
 SDPA = {f"SDPA {name}": f"{name} fp16" for name in ("cuDNN", "flash", "efficient")}
 FASTER_OF = ("SDPA cuDNN", "SDPA flash")
 KERNEL, STATIC, DYNAMIC = "kernel only", "float16, static scales", "float16, dynamic scales"
-HEADS = "float16, dynamic, of each head"  # found by the kernel itself where rows are whole on chip
+HEADS = "float16, dynamic, of each head"  # computed by the kernel itself for short rows
 OF_HEADS = Recipe(q="head", k="head", v="head")
 
 
@@ -49,12 +49,13 @@ class Case:
     name: str
     shape: tuple[int, int, int, int]
     methods: tuple[str, ...]
-    targets: tuple[float | None, float | None, float | None] = (None, None, None)  # kernel, static, dynamic
+    # kernel alone, static scales, dynamic scales
+    targets: tuple[float | None, float | None, float | None] = (None, None, None)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One contender on one workload; times in microseconds. Where it did not run, `note` says why."""
+    """The result of one contender on one workload, in microseconds. `note` says why it did not run."""
 
     workload: str
     shape: str
@@ -62,7 +63,7 @@ class Measured:
     backend: str | None
     variant: str
     us: float | None = None
-    ratio: float | None = None  # the faster of cuDNN's and flash's float16 time over this one
+    ratio: float | None = None  # float16 time of cuDNN or flash, whichever is faster, over this time
     target: float | None = None
     tops: float | None = None
     gb_s: float | None = None
@@ -77,7 +78,7 @@ EXACT = ("intflash_p8", "intflash")
 
 
 def cases(quick: bool = False) -> list[Case]:
-    """The rows of the target table, then batches and lengths around them."""
+    """Returns the rows of the target table, then batch sizes and lengths around them."""
     found = []
     for name, w in QFLASH.items():
         vit = w.n == 197
@@ -100,13 +101,13 @@ def cases(quick: bool = False) -> list[Case]:
 
 
 def _inputs(shape: tuple[int, ...], seed: int) -> tuple[Tensor, ...]:
-    """Uniform in [-4, 4], the QFlash benchmark's distribution, float16."""
+    """Returns inputs uniform in [-4, 4], as in the QFlash benchmark, in float16."""
     g = torch.Generator("cuda").manual_seed(seed)
     return tuple((torch.rand(shape, generator=g, device="cuda") * 8 - 4).half() for _ in range(3))
 
 
 def _kernel(name: str, inputs: tuple[Tensor, ...]) -> tuple[str, Callable[[], Any], Callable[[], Tensor]]:
-    """The attention launch alone on codes, int8 out; or torch's attention."""
+    """Times the attention launch alone, on codes with int8 output, or torch's attention."""
     from intflash.bench.gpu_launches import make_kernel
 
     kernel = make_kernel(name, *inputs)
@@ -119,7 +120,7 @@ def _peer(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[
 
 
 def _whole(method: str, recipe: Recipe, inputs: tuple[Tensor, ...]) -> tuple[str, Callable[[], Any], Any]:
-    """float16 in and out, quantization inside, through the backend that the API would take."""
+    """Times a call with float16 input and output and quantization inside, on the backend that the API would choose."""
     problem = Problem(method, *inputs, inputs[0].shape[3] ** -0.5, recipe=recipe, out_dtype=torch.float16)
     backend = select(problem, None)
 
@@ -130,14 +131,14 @@ def _whole(method: str, recipe: Recipe, inputs: tuple[Tensor, ...]) -> tuple[str
 
 
 def _static_recipe(shape: tuple[int, ...]) -> Recipe:
-    """Scales calibrated on another batch of the same distribution."""
+    """Returns scales calibrated on another batch of the same distribution."""
     scales = [(x.float().abs().amax() / 127).item() for x in _inputs(shape, 1)]
     return Recipe(q_scale=scales[0], k_scale=scales[1], v_scale=scales[2])
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Who is timed; `make` gives its backend, its call and what reads its output as floats."""
+    """What is timed. `make` returns its backend, its call, and a function that reads its output as floats."""
 
     method: str
     variant: str
@@ -162,7 +163,7 @@ def _contenders(case: Case) -> Iterator[Contender]:
 
 
 def _running(case: Case) -> tuple[list[tuple[Contender, str, Callable[[], Any], Callable[[], Tensor]]], list[Measured]]:
-    """The contenders that run, each run once, and rows of those that do not."""
+    """Returns the contenders that run, after one run each, and rows of those that do not."""
     running, refused = [], []
     for c in _contenders(case):
         try:
@@ -170,7 +171,7 @@ def _running(case: Case) -> tuple[list[tuple[Contender, str, Callable[[], Any], 
             call()
             torch.cuda.synchronize()
             running.append((c, backend, call, read))
-        except Exception as error:  # whatever stops a contender is a result
+        except Exception as error:  # a failure of a contender is a result too
             log.warning("%s: %s %s: %s", case.name, c.method, c.variant, describe(error))
             refused.append(Measured(case.name, _shape(case), c.method, None, c.variant, note=describe(error)))
     return running, refused
@@ -181,7 +182,7 @@ def _shape(case: Case) -> str:
 
 
 def measure_case(case: Case, rounds: int = 9) -> list[Measured]:
-    """Every contender of a case."""
+    """Measures every contender of a case."""
     from intflash.bench.gpu_timing import time_calls
 
     running, refused = _running(case)
@@ -219,14 +220,14 @@ def _rehearse(case: Case) -> None:
 
 
 def compile_all(jobs: int, quick: bool = False) -> None:
-    """Compile what `run` will time into the caches on disk, in `jobs` processes."""
+    """Compiles what `run` will time into the caches on disk, in `jobs` processes."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
         list(pool.map(_rehearse, sorted(cases(quick), key=lambda c: -c.shape[3])))
 
 
 def run(out: Path, quick: bool = False) -> list[Measured]:
-    """Measure all cases and write attention.{json,csv,png} under `out`.
+    """Measures all cases and writes attention.{json,csv,png} under `out`.
 
     Raises:
         RuntimeError: there is no CUDA device.
@@ -256,7 +257,9 @@ def _save(rows: list[Measured], out: Path) -> None:
 
 
 def _figure(rows: list[Measured], path: Path) -> None:
-    """Ratio to the faster SDPA by workload: the best exact or online method of each variant, and the target."""
+    """Draws the ratio to the faster SDPA by workload: the best exact or online method of each variant, and the
+    target.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -282,7 +285,7 @@ def _figure(rows: list[Measured], path: Path) -> None:
 
 
 def table(rows: list[Measured]) -> str:
-    """Ours against SDPA as lines of text."""
+    """Returns our times relative to SDPA as lines of text."""
     lines = []
     for r in rows:
         if r.us is None:

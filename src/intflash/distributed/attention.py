@@ -23,6 +23,7 @@ from intflash.distributed.overlap import Lane
 from intflash.distributed.plan import Placement, Plan, plan_of
 from intflash.distributed.traffic import apart_maxima
 from intflash.errors import InputError
+from intflash.methods import get_method
 from intflash.quant import QTensor, key_mean
 from intflash.quant.quantizers import absolute_maximum
 
@@ -175,7 +176,7 @@ def _check_values(a: dict[str, Any], plan: Plan) -> None:
         validate.check_finite(q, k, v)
     for name in ("attn_mask", "bias"):
         if a[name] is not None and a[name].dtype != torch.bool:
-            validate.check_bias_values(a[name], name, bounded=True)
+            validate.check_bias_values(a[name], name, get_method(plan.problem.method).bias_fraction_bits)
     if isinstance(a["out_scale"], Tensor):
         validate.check_scale(a["out_scale"], "out_scale")
 

@@ -16,6 +16,7 @@ from intflash.methods import arrays
 from intflash.methods.base import Method
 from intflash.numerics.exp import (
     ABSENT,
+    BIAS_FRACTION_BITS,
     K0,
     LAST_STEP,
     MAX_HEAD_DIM,
@@ -34,11 +35,11 @@ from intflash.numerics.fixed_point import clz32, floor_div, rounding_rshift, sat
 from intflash.problem import Problem, Result
 
 GRANULE = 128  # keys per granule of `intflash_online`: semantics, not tuning
-NEVER = -(1 << 62)  # below every score exponent: the maximum of no keys
+NEVER = -(1 << 62)  # below every score exponent: the maximum of a row without keys
 
 
 def _score_exponent(problem: Problem, unit: ScoreUnit = OCTAVES) -> tuple[Tensor, Tensor]:
-    """T (int64, 2^-32 unit) of every score, and which keys are present."""
+    """Returns T (int64, 2^-32 unit) of every score, and which keys are present."""
     S = arrays.scores(problem)
     C, k = exponent_constants(problem.q.token_scale(), arrays.key_scale_row(problem), problem.sm_scale, unit)
     T = arrays.within(S << k, 32, "shifted score") * C
@@ -70,7 +71,7 @@ def _p8(x: Tensor, present: Tensor) -> Tensor:
 
 
 def _p8_of_table(depth: Tensor, present: Tensor) -> Tensor:
-    """p8 of depths >= 0 in 2^-24 step, rounded half up to one of 1,024 steps of 1/112 octave."""
+    """Returns p8 of depths >= 0 in 2^-24 step, rounded half up to one of 1,024 steps of 1/112 octave."""
     step = ((depth + (1 << 23)) >> 24).clamp(max=LAST_STEP)
     return _p8(K0 - ((16 * step // 7) << 24), present)  # in 2^-8 octave, floored
 
@@ -80,7 +81,7 @@ def _row_max(T: Tensor, present: Tensor) -> Tensor:
 
 
 def finish(problem: Problem, acc: Tensor, l: Tensor, t_max: Tensor, p_max: int) -> Result:
-    """Normalize acc (int64 ``[B, Hq, Nq, Dv]``) by l (``[B, Hq, Nq, 1]``); rows without keys give 0."""
+    """Normalizes acc (int64 ``[B, Hq, Nq, Dv]``) by l (``[B, Hq, Nq, 1]``). Rows without keys give 0."""
     s_v = arrays.value_scale(problem)
     empty = l == 0
     divisor = torch.where(empty, 1, l)
@@ -176,7 +177,7 @@ def _method(name: str, summary: str, reference) -> Method:
         reference=reference,
         integer_only=True,
         granularities=_GRANULARITIES,
-        integer_bias=True,
+        bias_fraction_bits=BIAS_FRACTION_BITS,
         check=_check_bounds,
     )
 

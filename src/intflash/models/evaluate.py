@@ -1,4 +1,6 @@
-"""`evaluate`: Top-1 and Top-5 of a classifier with its attention by every method, in one pass over the images."""
+"""`evaluate`: Top-1 and Top-5 of a classifier with its attention computed by every method, in one pass over the
+images.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,30 @@ from torch import Tensor, nn
 
 from intflash.backends import get_backend
 from intflash.errors import BackendError, InputError
+from intflash.integer import IntegerModel
 from intflash.methods import get_method
 from intflash.models.base import FloatCore
 from intflash.models.papers import PAPER_BITS_PER_MAC, PaperRow, paper_row
 from intflash.models.patch import attach, patch, unpatch
 from intflash.quant.calibrate import Scales
 
-FLOAT = "float"  # the model as it is, without a patch
+FLOAT = "float"  # the model without a patch
 SAVE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table: a method with dynamic scales, or with the scales of a file."""
+    """One row of the table: a method with dynamic scales, or with the scales of a file, or an integer model."""
 
     method: str
     scales: Scales | None = None
-    file: str = ""  # of the scales
+    file: str = ""  # granularity of the scales, or the integer model's file
+    integer: IntegerModel | None = None  # in place of the model; `method` is that of its attention
 
     @property
     def name(self) -> str:
+        if self.integer is not None:
+            return f"integer model ({', '.join(part for part in (self.method, self.file) if part)})"
         if self.scales is None:
             return self.method
         return f"{self.method} (static, {', '.join(part for part in (self.scales.observer, self.file) if part)})"
@@ -45,7 +51,7 @@ class Variant:
 
 @dataclass
 class Tally:
-    """Sums over images: counts, and squared logits of the float model with the squared differences."""
+    """Sums over images: counts, and the squared logits of the float model and of the differences."""
 
     images: int = 0
     top1: int = 0
@@ -69,7 +75,7 @@ class Tally:
 
 @dataclass
 class Row:
-    """What the table shows of one variant; percentages, dB and milliseconds."""
+    """One variant's row of the table: percentages, dB and milliseconds."""
 
     name: str
     images: int
@@ -88,7 +94,7 @@ class Row:
 
 @dataclass
 class Evaluation:
-    """The outcome: rows, the layers that were left as they are, and what was evaluated."""
+    """The result: rows, the layers that were not patched, and what was evaluated."""
 
     model: str
     data: str
@@ -148,7 +154,7 @@ def evaluate(
     if state is not None:
         key = {"model": name, "data": data, "total": total, "world": world, "dtype": str(dtype), "batch": batch_size,
                "device": torch.device(device).type, "backend": backend, "weights": _weights_digest(model),
-               "variants": {v.name: _scales_digest(v.scales) for v in variants}}  # fmt: skip
+               "variants": {v.name: _digest(v) for v in variants}}  # fmt: skip
         progress.resume(Path(f"{state}.{rank}"), key)
     tallies, errors = progress.tallies, progress.errors
     counts: dict[str, Any] = {}
@@ -166,15 +172,14 @@ def evaluate(
                 if variant.name in errors:
                     continue
                 try:
-                    with patch(model, variant.method, variant.scales, backend=backend):
-                        out, seconds = _timed(model, images)
+                    out, seconds = _variant_logits(model, variant, images, backend)
                 except (InputError, BackendError) as error:
                     errors[variant.name] = str(error)
                     continue
                 tallies[variant.name].add(out, logits, labels, seconds)
             progress.advance(len(labels))
             on_batch(progress.done, len(mine))
-    progress.save()  # another process may still be interrupted
+    progress.save()  # another process may have been interrupted
     counts = counts or _count(model, dataset[0][0][None].to(device=device, dtype=dtype))
     tallies = _sum_over_processes(tallies)
     progress.forget()
@@ -184,10 +189,10 @@ def evaluate(
 
 
 def check_variants(variants: Sequence[Variant]) -> None:
-    """Refuse variants of no known method, and two of one name.
+    """Refuses variants of unknown methods, and two variants of one name.
 
     Raises:
-        InputError: as said.
+        InputError: names the variant.
     """
     for variant in variants:
         get_method(variant.method)
@@ -197,7 +202,7 @@ def check_variants(variants: Sequence[Variant]) -> None:
 
 
 def _weights_digest(model: nn.Module) -> str:
-    """Names, shapes and values of a model's parameters and buffers, in 16 digits."""
+    """Returns a digest of 16 digits of the names, shapes and values of a model's parameters and buffers."""
     digest = hashlib.sha256()
     for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
         digest.update(f"{name} {tuple(x.shape)}".encode())
@@ -205,8 +210,18 @@ def _weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def _scales_digest(scales: Scales | None) -> str | None:
-    return scales and hashlib.sha256(json.dumps(asdict(scales)).encode()).hexdigest()[:16]
+def _digest(variant: Variant) -> str | None:
+    if variant.integer is not None:
+        return variant.integer.digest()[:16]
+    return variant.scales and hashlib.sha256(json.dumps(asdict(variant.scales)).encode()).hexdigest()[:16]
+
+
+def _variant_logits(model: nn.Module, variant: Variant, images: Tensor, backend: str | None) -> tuple[Tensor, float]:
+    """The logits of the patched model or of the integer model, and their seconds."""
+    if variant.integer is not None:
+        return _timed(variant.integer.to(images.device), images)
+    with patch(model, variant.method, variant.scales, backend=backend):
+        return _timed(model, images)
 
 
 def _timed(model: nn.Module, images: Tensor) -> tuple[Tensor, float]:
@@ -227,7 +242,9 @@ class _Counting(FloatCore):
 
 
 def _count(model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Attention's multiply-accumulates per image, the number of layers replaced, and what was left."""
+    """Returns attention's multiply-accumulates per image, the number of layers replaced, and the layers that were
+    not.
+    """
     cores: list[_Counting] = []
 
     def make(_name: str) -> _Counting:
@@ -261,15 +278,29 @@ def _row(
         name=name, images=tally.images, top1=100 * tally.top1 / n, top5=100 * tally.top5 / n,
         agreement=100 * tally.agree / n, logits_sqnr=sqnr, ms_per_image=1e3 * tally.seconds / n,
         integer_only=method is not None and method.integer_only, granularity=_granularity(variant),
-        replaced=0 if variant is None else counts["replaced"], gbops=_gbops(variant, counts["macs"]),
-        paper=paper_row(model, "fp32" if variant is None else variant.method), error=error,
+        replaced=_replaced(variant, counts["replaced"]), gbops=_gbops(variant, counts["macs"]),
+        paper=None if _is_integer(variant) else paper_row(model, "fp32" if variant is None else variant.method),
+        error=error,
     )  # fmt: skip
 
 
+def _is_integer(variant: Variant | None) -> bool:
+    return variant is not None and variant.integer is not None
+
+
+def _replaced(variant: Variant | None, layers: int) -> int:
+    """How many attention layers, or operations of an integer model, took the place of the model's."""
+    if variant is None:
+        return 0
+    return layers if variant.integer is None else len(variant.integer.program.operations)
+
+
 def _granularity(variant: Variant | None) -> str:
-    """Granularities of Q, K and V, as "token/token/head", or "tensor" where all are."""
+    """Returns the granularities of Q, K and V, as "token/token/head", or "tensor" where all are."""
     if variant is None:
         return ""
+    if variant.integer is not None:
+        return variant.integer.provenance.get("options", {}).get("scales", "")
     recipe = get_method(variant.method).recipe
     of = {name: getattr(recipe, name) for name in "qkv"} if variant.scales is None else variant.scales.granularity
     kinds = [of[name] for name in "qkv"]
@@ -277,8 +308,8 @@ def _granularity(variant: Variant | None) -> str:
 
 
 def _gbops(variant: Variant | None, macs: list[int]) -> float | None:
-    """Giga bit operations per image as QFlash Table 5 counts them; None for float attention."""
-    if variant is None:
+    """Returns giga bit operations per image as QFlash's Table 5 counts them; None for float and integer models."""
+    if variant is None or variant.integer is not None:
         return None
     recipe = get_method(variant.method).recipe
     if recipe.q == "none":
@@ -288,7 +319,7 @@ def _gbops(variant: Variant | None, macs: list[int]) -> float | None:
 
 
 class _Progress:
-    """The sums of an evaluation, with `resume` also on disk until it is finished: one file per process."""
+    """The sums of an evaluation. With `resume` they are also on disk until it is finished, one file per process."""
 
     def __init__(self, names: list[str]) -> None:
         self.path: Path | None = None
@@ -298,7 +329,7 @@ class _Progress:
         self.errors: dict[str, str] = {}  # variant -> why it cannot run
 
     def resume(self, path: Path, key: dict[str, Any]) -> None:
-        """Keep the sums in a file, and go on from those that are there; those of another evaluation are refused."""
+        """Keeps the sums in a file, and continues from the sums in it. Those of another evaluation are refused."""
         self.path, self.key = path, key
         if not path.exists():
             return
@@ -328,13 +359,13 @@ class _Progress:
         self.saved = time.monotonic()
 
     def forget(self) -> None:
-        """The evaluation is finished: the next one starts anew."""
+        """Deletes the file of a finished evaluation."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
 
 def _group() -> tuple[int, int]:
-    """(rank, world size) of the standard process group; (0, 1) without one."""
+    """Returns (rank, world size) of the default process group; (0, 1) without one."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0, 1
@@ -358,7 +389,7 @@ def _sum_over_processes(tallies: dict[str, Tally]) -> dict[str, Tally]:
 def batches(
     dataset: torch.utils.data.Dataset, images: int, batch_size: int, device: str, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """The images of calibration: `images` of them, spread evenly over the dataset."""
+    """Yields batches of `images` images for calibration, spread evenly over the dataset."""
     count = min(images, len(dataset))
     chosen = [i * len(dataset) // count for i in range(count)]
     loader = torch.utils.data.DataLoader(torch.utils.data.Subset(dataset, chosen), batch_size=batch_size)

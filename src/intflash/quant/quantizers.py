@@ -27,7 +27,7 @@ from intflash.quant.qtensor import (
 )
 
 LEAST_FLOAT = 2.0**-149  # the smallest float32
-LEAST_SCALE = 2.0**-126  # a float is quantized by the reciprocal, which is finite from here on
+LEAST_SCALE = 2.0**-126  # the reciprocal, by which floats are quantized, is finite from here on
 TINY_AMAX = 2.0**-100
 RULES = ("exact", "divide")
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -188,7 +188,7 @@ def codes_of(x: Tensor, scale: Tensor, bits: int, rule: str) -> Tensor:
     else:  # 24 x 24 bit product: exact in float64, so this is one rounding
         codes = torch.round(x.double() * (1.0 / scale).double())
     codes = codes.clamp(-qmax, qmax)
-    if x.device.type == "cpu":  # converting NaN to an integer gives what the processor likes
+    if x.device.type == "cpu":  # the code of a converted NaN depends on the processor
         codes = torch.where(codes.isnan(), torch.copysign(torch.full_like(codes, qmax), x), codes)
     return codes.to(torch.int8)
 

@@ -67,7 +67,7 @@ def run(launch: program.CudaLaunch, seed: int = 0) -> None:
         EmulationError: the kernel did what it may not.
     """
     structs = [launch.parameters]
-    if launch.more is not None:
+    if launch.tensor_maps is not None:
         structs.append(_with_plain_maps(launch))
     tensors = launch.tensors.values()
     text, shared = ptx_of(launch.program), launch.shared_bytes
@@ -113,7 +113,7 @@ def _with_plain_maps(launch: program.CudaLaunch) -> ctypes.Structure:
     encoded = tensor_maps._encoded
     tensor_maps._encoded = _plain
     try:
-        return launch.more(launch.parameters)
+        return launch.tensor_maps(launch.parameters)
     finally:
         tensor_maps._encoded = encoded
 
