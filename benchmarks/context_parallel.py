@@ -32,7 +32,7 @@ import intflash
 from intflash.bench.measure import environment
 from intflash.distributed import attention, bytes_sent, context_parallel, counting, shard
 
-METHODS = ("intflash", "intflash_p8")
+METHODS = ("intflash", "intflash_p8", "intflash_bfp")
 
 
 @dataclass(frozen=True)
