@@ -107,7 +107,11 @@ def diffusers_models(rank: int) -> dict[str, float]:
     found = {}
     models = {"wan": wan(), "wan image": wan(image_dim=24, added_kv_proj_dim=32), "flux": flux()}
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world // 2, 2)) if world > 2 and world % 2 == 0 else None
+    mesh = (
+        init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("gather", "ulysses"))
+        if world > 2 and world % 2 == 0
+        else None
+    )
     for name, (model, inputs) in models.items():
         with intflash.patch(model, "intflash"):
             want = model(**inputs, return_dict=False)[0]

@@ -74,6 +74,10 @@ def _cut(model: nn.Module, plan: Any, context: Context, undo: list[Callable[[], 
         group = dist.group.WORLD if mesh is None else mesh
         mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
     elif mesh.ndim == 2:
+        if mesh.mesh_dim_names is None:
+            raise InputError(
+                "a mesh of two axes needs names for diffusers' hooks: init_device_mesh(mesh_dim_names=...)"
+            )
         mesh = mesh._flatten()
     config = ContextParallelConfig(ring_degree=mesh.size())
     config._flattened_mesh = mesh  # all that the hooks read; diffusers' own attention is not used
