@@ -30,6 +30,7 @@ LAYERS = {
         "errors",
         "quant",
         "problem",
+        "methods",
         "backends",
         "masks",
         "validate",
