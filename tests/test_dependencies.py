@@ -28,6 +28,7 @@ LAYERS = {
     "inventory": {"backends", "methods", "call"},
     "distributed": {
         "errors",
+        "numerics",
         "quant",
         "problem",
         "methods",
@@ -38,7 +39,7 @@ LAYERS = {
         "op",
         "api",
         "models",
-    },
+    },  # fmt: skip
 }
 
 # Which other backends each folder of `backends` may import. The CUDA kernels run without Triton.

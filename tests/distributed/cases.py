@@ -14,6 +14,7 @@ from intflash.distributed import attention, counting, shard
 from intflash.distributed.groups import ranks_of
 from intflash.distributed.plan import Placement, plan_of
 from intflash.distributed.traffic import control_bytes, data_bytes
+from intflash.numerics import block
 
 HEADS = 8  # divisible among 1, 2, 4, 8 ranks
 TOKENS = 48  # among 1, 2, 3, 4, 8 ranks, in zigzag too
@@ -33,6 +34,7 @@ class Case:
     codes: bool = False
     mesh: bool = False  # of two axes
     worlds: tuple[int, ...] = (1, 2, 3, 4, 8)
+    many_keys: int | None = None  # from which `intflash_bfp` has other fraction bits, in place of 65,536
 
 
 ULYSSES = (1, 2, 4, 8)
@@ -43,10 +45,18 @@ CASES = {
     "float16": Case(dtype=torch.float16),
     "bfloat16, p8": Case({"method": "intflash_p8"}, dtype=torch.bfloat16),
     "online": Case({"method": "intflash_online"}),
+    "bfp": Case({"method": "intflash_bfp", "return_lse": True}, mask="bias of rows", queries=160, keys=304),
+    "bfp causal zigzag": Case(
+        {"method": "intflash_bfp", "is_causal": True}, {"layout": "zigzag", "chunks": 2}, queries=160, keys=160
+    ),
     "batch and Dv": Case(shape=(2, HEADS, HEADS, 16, 24)),
     "chunks": Case(place={"scheme": "gather", "chunks": 3}, shape=(2, HEADS, HEADS, 16, 24)),
     "uneven": Case(place={"scheme": "gather"}, queries=ODD, keys=ODD),
     "one head": Case(shape=(1, 1, 1, 16, 16)),
+    "bfp, many keys": Case(
+        {"method": "intflash_bfp", "is_causal": True, "backend": "torch"}, {"layout": "zigzag"}, queries=160, keys=160,
+        many_keys=100,
+    ),
     "grouped heads": Case({"enable_gqa": True}, shape=(1, HEADS, 2, 16, 16)),
     "cross": Case(place={"scheme": "gather"}, keys=2 * TOKENS),
     "causal": Case({"is_causal": True}, {"scheme": "gather"}),
@@ -142,6 +152,7 @@ def check(case: Case, mesh: object) -> None:
     """Compare one case on this rank; raises AssertionError."""
     torch.manual_seed(7)
     (b, hq, hk, d, dv), nq, nk = case.shape, case.queries, case.keys
+    block._MANY_KEYS = case.many_keys or 1 << 16
     shapes = (b, hq, nq, d), (b, hk, nk, d), (b, hk, nk, dv)
     whole = [torch.randn(s).to(case.dtype) for s in shapes]
     whole[1] += 2  # a mean for K smoothing

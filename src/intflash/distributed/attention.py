@@ -7,6 +7,7 @@ on whole sequences of keys. So neither the number of ranks nor the scheme change
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from intflash import api, call, op, validate
+from intflash.backends import select
 from intflash.distributed import merge
 from intflash.distributed.agreement import ERROR, agree
 from intflash.distributed.codes import Operand, bits_of, shared_mean
@@ -24,6 +26,7 @@ from intflash.distributed.plan import Placement, Plan, plan_of
 from intflash.distributed.traffic import apart_maxima
 from intflash.errors import InputError
 from intflash.methods import get_method
+from intflash.numerics.block import fraction_bits
 from intflash.quant import QTensor, key_mean
 from intflash.quant.quantizers import absolute_maximum
 
@@ -85,9 +88,9 @@ def attention(
             rank's keys); default: the one that sends least.
         chunks: groups of heads that are exchanged and computed one after the other, so that on a GPU one group's
             communication overlaps with the computation of the one before; default: up to 4 where heads are large.
-        options: the other arguments of `intflash.attention` by name: method ("intflash", "intflash_p8" or
-            "intflash_online"), backend, enable_gqa, bias, causal_align, recipe, out_dtype, out_scale, return_lse,
-            check_finite.
+        options: the other arguments of `intflash.attention` by name: method ("intflash", "intflash_p8",
+            "intflash_online" or "intflash_bfp"), backend, enable_gqa, bias, causal_align, recipe, out_dtype,
+            out_scale, return_lse, check_finite.
 
     Returns:
         As `intflash.attention`, for this rank's queries: the output ``[B, Hq, n, Dv]``, or with `return_lse` the pair
@@ -266,29 +269,50 @@ def _rows(
     own = share(plan, chunk, a["q"].shape[1])
     heads = own.heads(plan.ranks.along.rank if own.columns > 1 else 0)
     first, found = 0, []
-    for count, seen, align in _segments(plan, own.columns > 1, q.shape[2], k.shape[2], a):
+    for count, seen, causal in _segments(plan, own.columns > 1, q.shape[2], k.shape[2]):
         rows = slice(first, first + count)
         first = rows.stop
-        out = api.attention(
-            _rows_of(q, rows), _keys_of(k, seen), _keys_of(v, seen), _part(a["attn_mask"], heads, rows, seen),
-            plan.problem.causal is not None, plan.problem.sm_scale, method=a["method"], backend=a["backend"],
-            enable_gqa=True, bias=_part(a["bias"], heads, rows, seen), causal_align=align,
-            out_dtype=plan.problem.out_dtype, out_scale=_part(out_scale, heads), return_lse=bool(a["return_lse"]),
-            check_finite=a["check_finite"],
+        out = _one_process(
+            dict(
+                q=_rows_of(q, rows), k=_keys_of(k, seen), v=_keys_of(v, seen),
+                attn_mask=_part(a["attn_mask"], heads, rows, seen), bias=_part(a["bias"], heads, rows, seen),
+                scale=plan.problem.sm_scale, method=a["method"], backend=a["backend"], enable_gqa=True,
+                out_dtype=plan.problem.out_dtype, out_scale=_part(out_scale, heads), return_lse=bool(a["return_lse"]),
+                check_finite=a["check_finite"],
+            ),
+            causal,
         )  # fmt: skip
-        out, *lse = out if a["return_lse"] else (out,)
-        found.append([out.data if isinstance(out, QTensor) else out, *(x[..., None] for x in lse)])
+        found.append([x for x in out if x is not None])
     return [torch.cat(parts, dim=2) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True)]
 
 
-def _segments(plan: Plan, of_row: bool, rows: int, keys: int, a: dict[str, Any]) -> list[tuple[int, int, str]]:
-    """Queries that lie together: how many, how many keys from the first on they may see, and how causality is aligned
-    to these. Of causal ones each segment sees the keys up to its own last."""
-    if plan.problem.causal is None or plan.q_shards is None:
-        return [(rows, keys, a["causal_align"])]
-    rank = plan.ranks.rank
-    joined = plan.q_shards.union(plan.ranks.row if of_row else range(rank, rank + 1))
-    return [(s.stop - s.start, s.stop, "bottom_right") for s in joined]
+def _segments(plan: Plan, of_row: bool, rows: int, keys: int) -> list[tuple[int, int, int | None]]:
+    """Queries that lie together: how many, how many keys from the first on they are given, and o with "key j is present
+    for query i iff j <= i + o". Of causal queries a segment is given the keys up to its own last."""
+    offset = plan.problem.causal
+    if offset is None or plan.q_shards is None:
+        return [(rows, keys, offset)]
+    rank, found = plan.ranks.rank, []
+    for s in plan.q_shards.union(plan.ranks.row if of_row else range(rank, rank + 1)):
+        # a method may count how many keys there are in all
+        alike = plan.problem.method != "intflash_bfp" or fraction_bits(s.stop) == fraction_bits(keys)
+        found.append((s.stop - s.start, s.stop if alike else keys, s.start))
+    return found
+
+
+def _one_process(given: dict[str, Any], causal: int | None) -> tuple[Tensor, Tensor | None]:
+    """Output and log-sum-exp ``[..., 1]`` of codes in one process."""
+    aligned = {None: {}, 0: dict(is_causal=True)}
+    aligned[given["k"].shape[2] - given["q"].shape[2]] = dict(is_causal=True, causal_align="bottom_right")
+    if causal in aligned:
+        out, lse = op.attention(call.complete((), given | aligned[causal]))
+        out = out.data if isinstance(out, QTensor) else out
+    else:
+        problem, _ = call.prepare_call(call.complete((), given))
+        problem = replace(problem, causal=causal)
+        result = select(problem, given["backend"]).run(problem)
+        out, lse = result.out, result.lse
+    return out, None if lse is None else lse[..., None]
 
 
 def _rows_of(q: QTensor, rows: slice) -> QTensor:

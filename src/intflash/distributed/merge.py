@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from intflash import call
-from intflash.backends import get_backend
+from intflash.backends import select
 from intflash.distributed.codes import Operand
 from intflash.distributed.plan import Plan
 
@@ -35,7 +35,7 @@ def attend(
         rows = torch.arange(q.shape[2], device=q.device)[:, None]
         seen = (here <= rows + plan.problem.causal)[None, None]
         problem = replace(problem, keep=seen if problem.keep is None else problem.keep & seen)
-    partial = get_backend(a["backend"] or "torch").partial
+    partial = select(problem, a["backend"] or "torch").partial  # refused where it does not serve all of the problem
     t_max = plan.ranks.reduce(partial.maxima(problem), dist.ReduceOp.MAX)
     total = plan.ranks.reduce(partial.sums(problem, t_max), dist.ReduceOp.SUM)
     result = partial.finish(problem, t_max, total)

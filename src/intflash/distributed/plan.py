@@ -16,7 +16,7 @@ from intflash.errors import InputError
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
-METHODS = ("intflash", "intflash_p8", "intflash_online")
+METHODS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
 PLACES = ("sharded", "replicated")
 _CHUNKS = 4  # groups of heads whose messages overlap with the computation of the group before
 _CHUNK_SCORES = 1 << 27  # that a group has at least: below it launches count
