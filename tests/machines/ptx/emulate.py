@@ -39,7 +39,7 @@ def unavailable() -> str | None:
 
 
 @functools.cache
-def ptx_of(kernel: program.Program) -> str:
+def ptx_of(kernel: program.CudaProgram) -> str:
     return program.compile_program(kernel).ptx.decode().rstrip("\0")
 
 
@@ -94,7 +94,7 @@ def run_ptx(
 def run_source(source: str, grid: int, threads: int, tensors: Sequence[Tensor], **macros: object) -> None:
     """CUDA C++ that may include the kernels' headers; its `attention` takes a struct of the tensors' addresses."""
 
-    class Source(program.Program):
+    class Source(program.CudaProgram):
         def text(self) -> str:
             return source
 
