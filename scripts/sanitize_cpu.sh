@@ -8,7 +8,7 @@ python=${1:-python3}
 root=$(cd "$(dirname "$0")/.." && pwd)
 build=${2:-$root/build/sanitize}
 
-tests="$root/tests/backends/test_cpu_inputs.py $root/tests/backends/test_cpu_calls.py"
+tests="$root/tests/backends/test_cpu_inputs.py $root/tests/backends/test_cpu_calls.py $root/tests/integer/test_integer_cpu.py"
 sets=native
 if [ "${3:-}" = smoke ]; then
     sets=$("$python" -c "from intflash.backends import cpu; print(cpu.instruction_sets()[0])")

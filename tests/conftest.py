@@ -7,7 +7,10 @@ import collections
 import pytest
 import torch
 
+from documents import allow_torchvision
+
 torch.set_num_threads(1)
+allow_torchvision()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,9 +22,8 @@ LAYERS = {
     "backends": {"_native", "errors", "numerics", "quant", "problem", "methods", "tape", "validate"},
     "masks": {"errors", "numerics"},
     "plans": {"quant", "tape"},
-    "repeats": {"quant", "problem", "backends", "validate"},
-    "call": {"errors", "numerics", "quant", "problem", "methods", "backends", "masks", "validate", "repeats"},
-    "op": {"call", "plans", "validate", "methods", "problem", "quant"},
+    "call": {"errors", "numerics", "quant", "problem", "methods", "backends", "masks", "validate"},
+    "op": {"call", "plans", "validate", "methods", "problem", "quant", "backends", "numerics"},
     "api": {"errors", "quant", "backends", "call", "op"},
     "inventory": {"backends", "methods", "call"},
 }

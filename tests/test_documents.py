@@ -8,14 +8,12 @@ import pytest
 import typer.main
 
 import intflash
-from documents import PAGES, ROOT, allow_torchvision, blocks
+from documents import PAGES, ROOT, blocks
 from intflash.cli import app
 
 RESULTS = ROOT / "benchmarks" / "results"
 PYTHON = [page for page in PAGES if blocks(page, "python") and "design" not in page.parts]
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
-
-allow_torchvision()
 
 
 def _id(page):

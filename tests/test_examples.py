@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from documents import ROOT, allow_torchvision, run_script
+from documents import ROOT, run_script
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
@@ -20,8 +20,6 @@ NEEDS = {
     "transformers_llama_generate.py": ("transformers", "(static scales) in 2 layers of LlamaAttention"),
 }
 SLOW = {"calibrate_and_deploy.py", "diffusers_pipeline.py", "timm_swin.py"}
-
-allow_torchvision()
 
 
 def test_every_example_is_listed():

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import intflash
-from intflash import cli, repeats, selfcheck
+from intflash import cli, selfcheck
 from intflash.backends import backends
 from intflash.methods import METHODS
 from intflash.quant import QTensor
@@ -26,10 +26,7 @@ DRAWN = [generate(0, i) for i in range(4000)]
 def broken(monkeypatch):
     """Replaces the torch backend's computation, or the reason why it cannot serve a problem."""
 
-    monkeypatch.setattr("intflash.repeats._known", {})  # it remembers the backend of a signature
-
     def replace_backend(run=None, unsupported=None):
-        repeats._known.clear()
         known = dict(backends())
         whole = known["torch"]
         known["torch"] = replace(whole, limits=unsupported or whole.limits, run=run or whole.run)

@@ -89,6 +89,8 @@ struct Rows {
 
 enum class FloatType : int32_t { kFloat32, kFloat16, kBFloat16 };
 
+struct IntegerKernels;  // of integer models, integer.h
+
 // The kernels of one instruction set.
 struct Kernels {
   const char* name;
@@ -98,6 +100,7 @@ struct Kernels {
   void (*attention)(const Call&, const Units&, uint64_t call_id, Scratch&);
   float (*absolute_maximum)(const void* x, FloatType, const Rows&);
   void (*quantize)(const void* x, FloatType, const Rows&, float inverse, int qmax, int8_t* codes);
+  const IntegerKernels* integer;
 };
 
 extern const Kernels kGenericKernels, kAvx2Kernels, kAvxVnniKernels, kAvx512VnniKernels, kAmxKernels, kNeonKernels,

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from intflash import masks, repeats, validate
-from intflash.backends import select
+from intflash import masks, validate
+from intflash.backends import cpu, select
 from intflash.backends.base import Backend
 from intflash.errors import InputError
 from intflash.methods import get_method
 from intflash.methods.base import Method
-from intflash.numerics.exp import bias_codes, dequantize_bias
+from intflash.numerics.exp import bias_codes, dequantize_bias, log_sum_exp
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor, Recipe, hadamard_rotate, key_mean, quantize
 from intflash.quant.quantizers import LEAST_FLOAT, check_number
@@ -128,19 +128,22 @@ def compute(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     return out, lse
 
 
+def finish(method: str, found: Any) -> tuple[Output, Tensor | None]:
+    """Output and log-sum-exp of what the native call path returned: the output, or (output, its scale, Tmax, l)."""
+    if isinstance(found, Tensor):
+        return found, None
+    out, scale, t_max, l_sum = found
+    lse = None if t_max is None else log_sum_exp(t_max, l_sum, cpu.P_MAX[method])
+    return (out if scale is None else integer_output(out, scale)), lse
+
+
 def _decide(arguments: dict[str, Any]) -> tuple[Problem, Tensor | None, Backend]:
     """The problem of a call, what to add to its log-sum-exp, and its backend."""
     if arguments["check_finite"] is False:
         arguments = _with_usable_scales(arguments)
-    key = repeats.signature(arguments)
-    known = None if key is None else repeats.find(key, arguments)
-    if known is not None:
-        return known
     problem, lse_shift = prepare_call(arguments)
     with on_device(problem):
         backend = select(problem, arguments["backend"])
-    if key is not None and lse_shift is None:
-        repeats.keep(key, arguments, problem, backend)
     return problem, lse_shift, backend
 
 

@@ -1,12 +1,17 @@
 """`intflash::attention`, the torch custom op behind `attention` where torch traces, and the refused gradients.
 
-The op takes the arguments of `call.ARGUMENTS` with `QTensor` and `Recipe` laid out flat, and its kernel is `run`: one
-op serves every device, because the backend is chosen inside. Calls that no tracer or transform watches go to `run`
+The op takes the arguments of `call.ARGUMENTS` with `QTensor` and `Recipe` laid out flat, and flags and names in one
+string. Since each argument and each result of an op costs every call time, it has two overloads: `general` has them
+all, the default one those of most calls. On a CPU the kernel is the native call path; `run` serves what that declines,
+and every other device, because the backend is chosen inside. Calls that no tracer or transform watches go to `run`
 directly.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import fields
 from numbers import Real
 from operator import itemgetter
 from typing import Any
@@ -19,8 +24,10 @@ from torch._C._functorch import peek_interpreter_stack as _peek_transforms
 from torch.autograd import forward_ad
 
 from intflash import call, plans, validate
+from intflash.backends import cpu
 from intflash.call import ARGUMENTS, Output
 from intflash.methods import get_method
+from intflash.numerics.exp import log_sum_exp
 from intflash.problem import empty_output
 from intflash.quant import QTensor, Recipe
 
@@ -28,14 +35,22 @@ REASON = "IntFlash is for inference and has no gradients: call it under torch.no
 FORWARD_REASON = "IntFlash is for inference and has no forward-mode derivatives: give it tensors without tangents"
 
 _NAMES = ("q", "k", "v")
-# QTensors and a recipe, laid out flat; an out_scale that is a word.
-_QUANTIZATION = (
-    "Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, float[] number_scales, SymInt[] block_sizes, SymInt[] bits, "
-    "bool quantized, bool smooth_k, bool rotate, str granularities, str rule, bool dynamic_out"
-)
-_FLAT = tuple(a for a in ARGUMENTS if a.schema != "Recipe?")
-_FLAT_NAMES = tuple(a.name for a in _FLAT) + tuple(x.split()[1] for x in _QUANTIZATION.split(", "))
-_SCHEMA = f"({', '.join(f'{a.schema} {a.name}' for a in _FLAT)}, {_QUANTIZATION}) -> (Tensor, Tensor, Tensor)"
+_IS_WORD = ("bool", "bool?", "str", "str?")
+_WORDS = {a.name: a.default for a in ARGUMENTS if a.schema in _IS_WORD} | dict(
+    quantized=False, smooth_k=False, rotate=False, q_granularity="tensor", k_granularity="tensor",
+    v_granularity="tensor", rule="exact", dynamic_out=False,
+)  # fmt: skip
+_SIMPLE = (("Tensor", "q"), ("Tensor", "k"), ("Tensor", "v"), ("Tensor?", "attn_mask"), ("Tensor?", "bias"))
+# The other arguments, and QTensors and a recipe: scales that are tensors; those that are numbers (0: none), block sizes
+# and bits of q, k and v.
+_OTHERS = (
+    *((a.schema, a.name) for a in ARGUMENTS if (a.schema, a.name) not in _SIMPLE and a.schema.startswith("Tensor")),
+    ("Tensor?", "q_scale"), ("Tensor?", "k_scale"), ("Tensor?", "v_scale"), ("float?", "scale"),
+    ("ScalarType?", "out_dtype"), ("float[]", "number_scales"), ("SymInt[]", "sizes"),
+)  # fmt: skip
+# What they are where they are not given.
+_UNGIVEN = (None,) * (len(_OTHERS) - 2) + ([0.0] * 3, [128] * 3 + [8] * 3)
+FLAT = (*(name for _, name in _SIMPLE + _OTHERS), *_WORDS)
 
 _tensors_of = itemgetter(*call.TENSORS)
 _differentiable_of = itemgetter(*(a.name for a in ARGUMENTS if a.differentiable and a.name in call.TENSORS))
@@ -108,14 +123,33 @@ def _refuse_backward(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor |
     return _Refused.apply(out, *of) if isinstance(out, Tensor) else out
 
 
-@torch.library.custom_op("intflash::attention", mutates_args=(), schema=_SCHEMA)
-def _attention(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = run(_gather(q, k, v, *flat))
-    if lse is None:
-        lse = q.new_empty(0, dtype=torch.float32)
+Results = tuple[Tensor, Tensor | None, Tensor | None]  # output, its scale where it is integer, log-sum-exp
+
+
+@functools.lru_cache(1024)
+def _words(options: str) -> tuple[Any, ...]:
+    """The values of `_WORDS`, from a string that names those that are not the defaults."""
+    constants = {"None": None, "True": True, "False": False}
+    given = dict(word.split("=") for word in options.split())
+    return tuple({**_WORDS, **{name: constants.get(x, x) for name, x in given.items()}}.values())
+
+
+def _compute(*flat: Any) -> Results:
+    out, lse = run(_gather(*flat))
     if isinstance(out, QTensor):
-        return _laid_out(out.data, q), out.scale.clone(), lse
-    return _laid_out(out, q), q.new_empty(0, dtype=torch.float32), lse
+        return _laid_out(out.data, flat[0]), out.scale.clone(), lse
+    return _laid_out(out, flat[0]), None, lse
+
+
+_METHOD = FLAT.index("method")
+
+
+def _compute_on_cpu(*flat: Any) -> Results:
+    found = cpu.attend_flat(*flat)
+    if found is None:
+        return _compute(*flat)
+    out, scale, t_max, l_sum = found
+    return out, scale, None if t_max is None else log_sum_exp(t_max, l_sum, cpu.P_MAX[flat[_METHOD]])
 
 
 def _laid_out(out: Tensor, q: Tensor) -> Tensor:
@@ -127,17 +161,16 @@ def _laid_out(out: Tensor, q: Tensor) -> Tensor:
     return want.copy_(out)
 
 
-@_attention.register_fake
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    arguments = _gather(q, k, v, *flat)
+def _compute_fake(*flat: Any) -> Results:
+    arguments, q, v = _gather(*flat), flat[0], flat[2]
     dynamic = call.is_dynamic(arguments["out_scale"])
     if dynamic:
         arguments["out_scale"] = None
     problem, _ = call.prepare_call(arguments, values=False)
     lead = q.shape[:-1]
-    lse = q.new_empty(lead if arguments["return_lse"] else 0, dtype=torch.float32)
+    lse = q.new_empty(lead, dtype=torch.float32) if arguments["return_lse"] else None
     if problem.out_dtype.is_floating_point:
-        return empty_output(q, (*lead, v.shape[-1]), problem.out_dtype), q.new_empty(0, dtype=torch.float32), lse
+        return empty_output(q, (*lead, v.shape[-1]), problem.out_dtype), None, lse
     codes = empty_output(q, (*problem.q.shape[:-1], v.shape[-1]), problem.out_dtype)
     if dynamic:
         return codes, q.new_empty((1, 1, 1, 1), dtype=torch.float32), lse
@@ -162,15 +195,79 @@ def _no_gradient_fake(gradient: Tensor, of: Tensor) -> Tensor:
     return torch.empty_like(of)
 
 
-def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
-    return tuple(None if x is None else _no_gradient(gradient, x) for x in ctx.saved_tensors)
+class _Differentiable(torch.autograd.Function):
+    """An op below autograd, with a backward pass that is refused where it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, keys: Any, *flat: Any) -> Any:
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) and x.requires_grad else None for x in flat))
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keys, *flat)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
+        return None, None, *(None if x is None else _no_gradient(gradient, x) for x in ctx.saved_tensors)
 
 
-def _save_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) and x.requires_grad else None for x in inputs))
+_library = torch.library.Library("intflash", "DEF")
+_below: dict[int, int] = {}  # a dispatch key set without autograd's and higher ones, by the whole one
+_PLAIN_CPU = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+).raw_repr()
 
 
-_attention.register_autograd(_backward, setup_context=_save_inputs)
+def _is_plain_cpu(keys: Any) -> bool:
+    """Whether only a CPU's kernel is left to see the call: redispatching to it takes 2 us."""
+    whole = keys.raw_repr()
+    if whole not in _below:
+        _below[whole] = (keys & torch._C._after_autograd_keyset).raw_repr()
+    return _below[whole] == _PLAIN_CPU
+
+
+def _define(schema: str, kernel_of: Callable[[Callable[..., Results]], Callable[..., Any]]) -> Any:
+    """An overload of the op; `kernel_of` makes a kernel from what computes the results from the values of `FLAT`."""
+    name = schema[: schema.index("(")]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    op = functools.reduce(getattr, f"intflash.{name}".split("."), torch.ops)
+    op = op.default if "." not in name else op
+    on_cpu = kernel_of(_compute_on_cpu)
+
+    def autograd(keys: Any, *flat: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat):
+            return _Differentiable.apply(op, keys & torch._C._after_autograd_keyset, *flat)
+        if _is_plain_cpu(keys):
+            return on_cpu(*flat)
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *flat)
+
+    _library.impl(name, kernel_of(_compute), "CompositeExplicitAutograd")
+    _library.impl(name, on_cpu, "CPU")
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(f"intflash::{name}", kernel_of(_compute_fake), lib=_library)
+    return op
+
+
+def _simple_kernel(compute: Callable[..., Results]) -> Callable[..., Tensor]:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, bias: Tensor | None, options: str) -> Tensor:
+        return compute(q, k, v, attn_mask, bias, *_UNGIVEN, *_words(options))[0]
+
+    return kernel
+
+
+def _general_kernel(compute: Callable[..., Results]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def kernel(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *values, options = flat
+        found = compute(*values, *_words(options))
+        return tuple(flat[0].new_empty(0, dtype=torch.float32) if x is None else x for x in found)
+
+    return kernel
+
+
+def _schema(arguments: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(" ".join(x) for x in (*arguments, ("str", "options")))
+
+
+_simple = _define(f"attention({_schema(_SIMPLE)}) -> Tensor", _simple_kernel)
+_general = _define(f"attention.general({_schema(_SIMPLE + _OTHERS)}) -> (Tensor, Tensor, Tensor)", _general_kernel)
 
 
 _PLAIN = Tensor.__torch_dispatch__
@@ -218,49 +315,76 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
         gradients_wanted(arguments)  # refuses tangents, for which torch would give zeros
     if not torch.compiler.is_compiling() and _under_grad() and gradients_wanted(arguments):
         raise RuntimeError(REASON)  # torch's transform would end in an error about autograd.Function
-    q, k, v, recipe, out_scale = (arguments[name] for name in ("q", "k", "v", "recipe", "out_scale"))
     validate.check_dispatched(arguments)
-    quantized = isinstance(q, QTensor)
-    tensors = (q, k, v)
-    if quantized:
-        scales, numbers = [x.scale for x in tensors], [0.0] * 3
-        granularities, blocks = [x.granularity for x in tensors], [x.block_size or 0 for x in tensors]
-        bits = [x.bits for x in tensors]
-        tensors = tuple(x.data for x in tensors)
-    else:
-        chosen = recipe if recipe is not None else get_method(arguments["method"]).recipe
-        given = [getattr(chosen, f"{name}_scale") for name in _NAMES]
-        scales = [x if isinstance(x, Tensor) else None for x in given]
-        numbers = [0.0 if x is None or isinstance(x, Tensor) else float(x) for x in given]
-        granularities, blocks = [getattr(chosen, name) for name in _NAMES], [chosen.block_size] * 3
-        bits = [chosen.bits] * 3
-    dynamic = call.is_dynamic(out_scale)
-    if isinstance(out_scale, Real):
-        out_scale = torch.full((1, 1, 1, 1), float(out_scale), device=tensors[0].device)
-    flat = dict(
-        arguments, q=tensors[0], k=tensors[1], v=tensors[2],
-        out_scale=None if dynamic else out_scale, dynamic_out=dynamic,
-        q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, block_sizes=blocks, bits=bits,
-        quantized=quantized, smooth_k=not quantized and chosen.smooth_k, rotate=not quantized and chosen.rotate,
-        granularities=",".join(granularities), rule="exact" if quantized else chosen.rule,
-    )  # fmt: skip
-    out, scale, lse = _attention(*[flat[name] for name in _FLAT_NAMES])
+    given = dict(arguments)
+    recipe = given.pop("recipe")
+    codes: list = []
+    if isinstance(given["q"], QTensor):
+        codes = [(x.scale, x.granularity, x.block_size, x.bits) for x in (given["q"], given["k"], given["v"])]
+        for name in ("q", "k", "v"):
+            given[name] = given[name].data
+    recipe_fields = None
+    if recipe is not None:
+        recipe_fields = (recipe.q, recipe.k, recipe.v, recipe.bits, recipe.block_size, recipe.q_scale, recipe.k_scale,
+                  recipe.v_scale, recipe.smooth_k, recipe.rotate, recipe.rule)  # fmt: skip
+    call.is_dynamic(arguments["out_scale"])  # refuses other words
+    out, scale, lse = _call_op(codes, recipe_fields, given)
     if not out.dtype.is_floating_point:
         out = call.integer_output(out, scale)
     return out, lse if arguments["return_lse"] else None
 
 
+@torch.compiler.allow_in_graph  # dynamo would guard every name that it reads here
+def _call_op(codes: list[tuple], recipe: tuple | None, flat: dict[str, Any]) -> Results:
+    """The op's results. `codes`: of QTensors (scale, granularity, block size, bits); `recipe`: the fields of one."""
+    if codes:
+        scales, kinds = [x[0] for x in codes], [x[1] for x in codes]
+        numbers, sizes = [0.0] * 3, [x[2] or 128 for x in codes] + [x[3] for x in codes]
+        smooth_k, rotate, rule = False, False, "exact"
+    else:
+        if recipe is None:
+            chosen = get_method(flat["method"]).recipe
+            recipe = tuple(getattr(chosen, f.name) for f in fields(Recipe))
+        *kinds, bits, block, q_scale, k_scale, v_scale, smooth_k, rotate, rule = recipe
+        given = (q_scale, k_scale, v_scale)
+        scales = [x if isinstance(x, Tensor) else None for x in given]
+        numbers = [0.0 if x is None or isinstance(x, Tensor) else x for x in given]
+        sizes = [block] * 3 + [bits] * 3
+    out_scale = flat["out_scale"]
+    dynamic = isinstance(out_scale, str)
+    if isinstance(out_scale, Real):
+        out_scale = torch.full((1, 1, 1, 1), float(out_scale), device=flat["q"].device)
+    flat = dict(
+        flat, out_scale=None if dynamic else out_scale, dynamic_out=dynamic, quantized=bool(codes),
+        q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, sizes=sizes,
+        smooth_k=smooth_k, rotate=rotate, rule=rule,
+        q_granularity=kinds[0], k_granularity=kinds[1], v_granularity=kinds[2],
+    )  # fmt: skip
+    options = " ".join(f"{name}={flat[name]}" for name, default in _WORDS.items() if flat[name] != default)
+    first, others = [flat[name] for _, name in _SIMPLE], [flat[name] for _, name in _OTHERS]
+    if _are_ungiven(others) and not (flat["return_lse"] or codes):
+        return _simple(*first, options), None, None
+    return _general(*first, *others, options)
+
+
+def _are_ungiven(others: list[Any]) -> bool:
+    plain = all(isinstance(x, (type(None), list)) for x in others)
+    numbers = [x for values in others[-2:] for x in values] if plain else []
+    return plain and all(type(x) in (int, float) for x in numbers) and tuple(others) == _UNGIVEN
+
+
 def _gather(*values: Any) -> dict[str, Any]:
-    """The arguments of `attention` from those of the op."""
-    flat = dict(zip(_FLAT_NAMES, values, strict=True))
-    kinds = flat.pop("granularities").split(",")
-    blocks, bits, numbers = (flat.pop(name) for name in ("block_sizes", "bits", "number_scales"))
+    """The arguments of `attention` from the values of `FLAT`."""
+    flat = dict(zip(FLAT, values, strict=True))
+    kinds = [flat.pop(f"{name}_granularity") for name in _NAMES]
+    sizes, numbers = flat.pop("sizes"), flat.pop("number_scales")
+    blocks, bits = sizes[:3], sizes[3:]
     scales = [flat.pop(f"{name}_scale") for name in _NAMES]
     smooth_k, rotate, rule = flat.pop("smooth_k"), flat.pop("rotate"), flat.pop("rule")
     flat["recipe"] = None
     if flat.pop("quantized"):
         for i, name in enumerate(_NAMES):
-            flat[name] = QTensor(flat[name], scales[i], kinds[i], blocks[i] or None, bits[i])
+            flat[name] = QTensor(flat[name], scales[i], kinds[i], blocks[i] if kinds[i] == "block" else None, bits[i])
     else:
         given = {
             f"{name}_scale": scales[i] if scales[i] is not None else numbers[i] or None for i, name in enumerate(_NAMES)

@@ -47,6 +47,8 @@ def check_dispatched(a: dict[str, Any]) -> None:
     for name in ("method", "backend", "causal_align"):
         if not isinstance(a[name], (str, type(None))):
             raise InputError(f"{name} must be a name, got {type(a[name]).__name__}")
+        if a[name] is not None and not a[name].isidentifier():  # they travel to the op in one string
+            raise InputError(f"{name} must be a name of letters, digits and _, got {a[name]!r}")
     check_dtype(a["out_dtype"])
 
 

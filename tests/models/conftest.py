@@ -4,10 +4,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from documents import allow_torchvision
-
-allow_torchvision()
-
 
 @pytest.fixture
 def image_folder(tmp_path):

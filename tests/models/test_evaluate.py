@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from intflash import integer
 from intflash.cli import app
 from intflash.cli.models import evaluation_tables
 from intflash.digits import load_model, load_split
@@ -354,3 +355,42 @@ def test_processes_share_the_images(tmp_path):
     alone = evaluate(load_model("vit"), data, [Variant("intflash")], batch_size=3)
     for a, b in zip(shared, alone.rows, strict=True):
         assert (a["images"], a["top1"], a["agreement"]) == (11, b.top1, b.agreement)
+
+
+def test_integer_models_of_the_digits(tmp_path):
+    """`convert` and `eval --integer`, with the digits' own images: a row beside float and attention alone."""
+    runner, file, out = CliRunner(), tmp_path / "digits.safetensors", tmp_path / "eval.json"
+    model = ["--model", "digits:vit", "--device", "cpu"]
+    done = runner.invoke(app, ["convert", *model, "--images", "32", "--scales", "tensor", "--out", str(file)])
+    assert done.exit_code == 0 and "DigitsViT in 32 integer operations" in done.output
+    arguments = ["--method", "intflash", "--integer", str(file), "--limit", "64", "--workers", "0", "--out", str(out)]
+    done = runner.invoke(app, ["eval", *model, *arguments], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    row = rows["integer model (intflash, digits.safetensors)"]
+    assert list(rows)[:2] == [FLOAT, "intflash"] and len(rows) == 3
+    assert row["top1"] >= rows[FLOAT]["top1"] - 2 and row["agreement"] >= 96 and row["logits_sqnr"] > 35
+    assert row["integer_only"] and row["replaced"] == 32 and row["granularity"] == "tensor" and row["paper"] is None
+    done = runner.invoke(app, ["eval", *model, "--integer", str(out), "--out", str(out)])
+    assert done.exit_code == 2 and "cannot be read" in done.output
+    for more, message in (
+        (["--data", str(tmp_path)], "have data of their own"),
+        (["--no-pretrained"], "come with their weights"),
+        (["--image", "uint8"], "need the mean and std"),
+        (["--activation-bits", "9"], "activation_bits must be one of"),
+    ):
+        done = runner.invoke(app, ["convert", *model, *more, "--out", str(file)])
+        assert done.exit_code == 2 and message in done.output, done.output
+    done = runner.invoke(app, ["convert", "--model", "resnet18", "--no-pretrained", "--out", str(file)])
+    assert done.exit_code == 2 and "ResNet has no converter" in done.output
+
+
+def test_convert_raw_images(image_folder, tmp_path):
+    pytest.importorskip("timm")
+    file = tmp_path / "deit.safetensors"
+    arguments = ["--model", "deit-t", "--no-pretrained", "--data", str(image_folder), "--device", "cpu"]
+    done = CliRunner().invoke(app, ["convert", *arguments, "--images", "4", "--image", "uint8", "--out", str(file)])
+    assert done.exit_code == 0, done.output
+    made = integer.load(file)
+    assert made.provenance["options"]["mean"] == pytest.approx([0.485, 0.456, 0.406])
+    assert made(torch.zeros(1, 3, 224, 224, dtype=torch.uint8)).shape == (1, 1000)

@@ -43,6 +43,7 @@ ENTRIES = (
     Entry("flash, split row", "flash_f32_split"),
     Entry("flash f16, TCU", "flash_f16_tensor", (2120872, 4794023, 0.442, 767)),
     Entry("intflash", "intflash_simt"),
+    Entry("intflash_p8", "intflash_simt", p_bits=8),
     Entry("intflash, TCU", "intflash_tensor"),
     Entry("intflash_p8, TCU", "intflash_tensor", p_bits=8),
 )
@@ -126,6 +127,12 @@ def _entries(d: int) -> list[Entry]:
     return [e for e in ENTRIES if e.program not in launches.FLASH_PROGRAMS or e.program == flash]
 
 
+def _taken(entry: Entry, d: int) -> bool:
+    """Whether the backend takes an integer program on some device; standard attention and float ones are compared."""
+    programs = [launches.integer_program(d, entry.p_bits, tensor_unit) for tensor_unit in (False, True)]
+    return entry.program in programs or not PROGRAMS[entry.program].integer
+
+
 def _sizes(setting: Setting) -> list[tuple[int, int]]:
     return [(n, d) for d in (HEAD_DIMS[:1] if setting.quick else HEAD_DIMS) for n in SWEEP_SIZES]
 
@@ -137,7 +144,7 @@ def _sweep(setting: Setting) -> Iterator[Row]:
         yield Row(ENTRIES[0].label, "any N", f"{CYCLES}, d = 8", None, note=str(error))
         return
     for n, d in _sizes(setting):
-        for entry in _entries(d):
+        for entry in (e for e in _entries(d) if _taken(e, d)):
             setting.log(f"{entry.label} on simx, N = {n}, d = {d}")
             try:
                 cycles, note = measure_program(entry.program, n, d, device, setting.seed, entry.p_bits).cycles, None

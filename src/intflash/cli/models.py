@@ -1,4 +1,4 @@
-"""The commands `eval` and `calibrate`."""
+"""The commands `eval`, `calibrate` and `convert`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ DTYPES = ("float32", "float16", "bfloat16")
 _SEVEN = "; ".join(f"{short} = {name}" for name, short in QFLASH_MODELS.items())
 Model = Annotated[
     str,
-    typer.Option("--model", callback=timm_name, help=f"A timm name, transformers:NAME, or one of QFlash's: {_SEVEN}."),
+    typer.Option(
+        "--model",
+        callback=timm_name,
+        help=f"A timm name, transformers:NAME, digits:vit, digits:swin, or one of QFlash's: {_SEVEN}.",
+    ),  # fmt: skip
 ]
 Data = Annotated[
-    Path,
+    Path | None,
     typer.Option(
-        exists=True, file_okay=False, help="A folder with one folder of images per class (or its parent of val)."
+        exists=True, file_okay=False,
+        help="A folder with one folder of images per class (or its parent of val); none for the digit models.",
     ),
-]
+]  # fmt: skip
 Dtype = Annotated[str, typer.Option(help="Dtype of the model: float32, float16 or bfloat16.", callback=one_of(*DTYPES))]
 Pretrained = Annotated[bool, typer.Option(help="Load the published weights (random ones otherwise).")]
 Checkpoint = Annotated[
@@ -46,11 +51,15 @@ BatchSize = Annotated[int, typer.Option(min=1, help="Images per batch.")]
 
 def evaluate_command(
     model: Model,
-    data: Data,
+    data: Data = None,
     method: Methods = None,
     scales: Annotated[
         list[Path] | None,
         typer.Option(exists=True, dir_okay=False, help="A scales file: one more row, static. May be repeated."),
+    ] = None,
+    integer: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="A file of `intflash convert`: one more row. May be repeated."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
     out: Annotated[
@@ -66,13 +75,14 @@ def evaluate_command(
 ) -> None:
     """Top-1 and Top-5 of a classifier on a folder of images, attention by every method, in one pass.
 
-    Every scales file gives one more row, whatever methods are chosen.
+    Every scales file and every integer model gives one more row, whatever methods are chosen.
     An interrupted run goes on where it was. Under torchrun the processes share the images.
     """
     import torch
 
+    from intflash.integer import load
     from intflash.methods import METHODS
-    from intflash.models.data import ImageFolder, load_classifier
+    from intflash.models.data import load_classifier, load_images
     from intflash.models.evaluate import Variant, check_variants, evaluate
     from intflash.quant.calibrate import Scales
 
@@ -81,6 +91,10 @@ def evaluate_command(
     named = Counter(path.name for path in loaded)
     for path, found in loaded.items():  # a file's name tells it from the others, but for two of one name
         variants.append(Variant(found.method, found, path.name if named[path.name] == 1 else str(path)))
+    for path in integer or ():
+        made = load(path)
+        attention = made.provenance.get("options", {}).get("method", "")
+        variants.append(Variant(attention or "intflash", file=path.name, integer=made))
     check_variants(variants)
     check_file(out)
     device, main, leave = _process_group(device)
@@ -89,7 +103,8 @@ def evaluate_command(
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not main) as progress:
         task = progress.add_task("images")
         result = evaluate(
-            network, ImageFolder(data, transform), variants, name=model, data=str(data), batch_size=batch_size,
+            network, load_images(model, data, transform), variants, name=model, data=str(data or "its own data"),
+            batch_size=batch_size,
             workers=workers, limit=limit, device=device, dtype=getattr(torch, dtype), backend=backend,
             state=out.with_suffix(".state"),
             on_batch=lambda done, total: progress.update(task, completed=done, total=total),
@@ -109,7 +124,7 @@ def evaluate_command(
 
 def calibrate_command(
     model: Model,
-    data: Data,
+    data: Data = None,
     out: Annotated[Path, typer.Option(help="Where the scales go (JSON).")] = Path("results/scales.json"),
     method: Method = "intflash",
     observer: Annotated[str, typer.Option(help="absmax, percentile or mse.", callback=one_of(*OBSERVERS))] = "absmax",
@@ -127,7 +142,7 @@ def calibrate_command(
     import torch
 
     from intflash.models.calibration import calibrate, static_granularity
-    from intflash.models.data import ImageFolder, load_classifier
+    from intflash.models.data import load_classifier, load_images
     from intflash.models.evaluate import batches
 
     chosen = dict(_pair(text) for text in granularity or ())
@@ -135,7 +150,7 @@ def calibrate_command(
     check_file(out)
     network, transform = load_classifier(model, pretrained=pretrained, checkpoint=checkpoint)
     network = network.to(device=device, dtype=getattr(torch, dtype))
-    stream = batches(ImageFolder(data, transform), images, batch_size, device, getattr(torch, dtype))
+    stream = batches(load_images(model, data, transform, train=True), images, batch_size, device, getattr(torch, dtype))
     with console.status(f"calibrating {model}"):
         found = calibrate(network, stream, method, observer=observer, granularity=chosen, path=out)
     console.print(
@@ -143,6 +158,57 @@ def calibrate_command(
         + ", ".join(f"{name} {kind}" for name, kind in found.granularity.items())
     )
     console.print(f"wrote {out}")
+
+
+def convert_command(
+    model: Model,
+    data: Data = None,
+    out: Annotated[Path, typer.Option(help="Where the integer model goes (safetensors).")] = Path(
+        "results/integer.safetensors"
+    ),
+    method: Annotated[
+        str, typer.Option(help="Attention: intflash or intflash_p8.", callback=one_of("intflash", "intflash_p8"))
+    ] = "intflash",
+    observer: Annotated[str, typer.Option(help="absmax, percentile or mse.", callback=one_of(*OBSERVERS))] = "absmax",
+    residual_bits: Annotated[int, typer.Option(help="Of the residual stream: 16 or 32.")] = 16,
+    activation_bits: Annotated[int, typer.Option(help="Of the index of activation tables: 8, 10 or 12.")] = 10,
+    fold: Annotated[bool, typer.Option(help="Fold scales of channels into the next weights.")] = True,
+    scales: Annotated[
+        str, typer.Option(help="Of attention: tensor or head.", callback=one_of("tensor", "head"))
+    ] = "head",
+    image: Annotated[
+        str, typer.Option(help="float (normalized) or uint8 (raw) images.", callback=one_of("float", "uint8"))
+    ] = "float",
+    images: Annotated[int, typer.Option(min=1, help="How many images to calibrate on, spread over the folder.")] = 128,
+    batch_size: BatchSize = 32,
+    device: BestDevice = None,
+    pretrained: Pretrained = True,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Make a model whose every operation is on integers, calibrated on images, and write it to one file."""
+    import torch
+
+    from intflash import integer
+    from intflash.integer.registry import translate
+    from intflash.models.data import load_classifier, load_images, normalization
+    from intflash.models.evaluate import batches
+
+    options = dict(
+        method=method, observer=observer, residual_bits=residual_bits, activation_bits=activation_bits, fold=fold,
+        scales=scales, image=image,
+    )  # fmt: skip
+    integer.Options(**options)  # refuses before the model is loaded
+    check_file(out)
+    network, transform = load_classifier(model, pretrained=pretrained, checkpoint=checkpoint)
+    translate(network)
+    if image == "uint8":
+        options["mean"], options["std"] = normalization(transform)
+    network = network.to(device=device, dtype=torch.float32)
+    stream = batches(load_images(model, data, transform, train=True), images, batch_size, device, torch.float32)
+    made = integer.convert(network, integer.calibrate(network, stream, images=images), **options)
+    made.save(out)
+    console.print(escape(f"{made.provenance['model']} in {len(made.program.operations)} integer operations"))
+    console.print(escape(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)"))
 
 
 def _pair(text: str) -> tuple[str, str]:

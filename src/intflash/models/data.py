@@ -15,6 +15,7 @@ from intflash.errors import InputError
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"}
 HF_PREFIX = "transformers:"
+DIGITS_PREFIX = "digits:"
 
 
 class ImageFolder(torch.utils.data.Dataset):
@@ -69,14 +70,16 @@ def load_classifier(
     """Returns a classifier in evaluation mode and its transform from a PIL image.
 
     Args:
-        name: a timm name, or "transformers:" with a hub name or a folder.
-        pretrained: load the pretrained weights; False: random ones, seeded.
-        checkpoint: a file of weights for a timm model, instead of the pretrained ones.
+        name: a timm name, "transformers:" with a hub name or a folder, "digits:vit" or "digits:swin".
+        pretrained: load the published weights; False: random ones, seeded.
+        checkpoint: a file of weights for a timm model, instead of the published ones.
 
     Raises:
         InputError: the library is missing, has no such model or finds no weights for it.
     """
     torch.manual_seed(0)
+    if name.startswith(DIGITS_PREFIX):
+        return _load_digits(name.removeprefix(DIGITS_PREFIX), pretrained, checkpoint)
     if name.startswith(HF_PREFIX):
         if checkpoint is not None:
             raise InputError(f"a checkpoint is for a timm model, got {name!r}: give the folder of its weights there")
@@ -91,6 +94,51 @@ def load_classifier(
     except (RuntimeError, ValueError, OSError, pickle.UnpicklingError) as error:
         raise InputError(f"timm cannot make {name!r}: {error}") from None
     return model.eval(), create_transform(**resolve_model_data_config(model), is_training=False)
+
+
+def _load_digits(name: str, pretrained: bool, checkpoint: str | Path | None) -> tuple[nn.Module, Callable[[Any], Any]]:
+    from intflash.digits import load_model
+
+    if checkpoint is not None or not pretrained:
+        raise InputError(f"the digit models come with their weights, got {name!r} with others")
+    return load_model(name), lambda image: image
+
+
+def load_images(
+    name: str, folder: str | Path | None, transform: Callable[[Any], Tensor], *, train: bool = False
+) -> torch.utils.data.Dataset:
+    """``(image, label)`` items for a classifier of `load_classifier`: of a folder, or the digits' own.
+
+    Args:
+        name: of the classifier.
+        folder: as for `ImageFolder`; None for the digit models.
+        train: the digits to calibrate on, not the held-out ones.
+
+    Raises:
+        InputError: the folder is missing, or one was given for the digits.
+    """
+    if name.startswith(DIGITS_PREFIX):
+        if folder is not None:
+            raise InputError(f"the digit models have data of their own, got the folder {folder}")
+        from intflash.digits import load_split
+
+        chosen = load_split()[0 if train else 1]
+        return torch.utils.data.TensorDataset(chosen.images, chosen.labels)
+    if folder is None:
+        raise InputError(f"--data is needed: a folder of images for {name!r}")
+    return ImageFolder(folder, transform)
+
+
+def normalization(transform: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(mean, std) of a transform that ends with one normalization of an image in [0, 1].
+
+    Raises:
+        InputError: there is none in it.
+    """
+    last = list(getattr(transform, "transforms", []))[-1:]
+    if not last or not all(hasattr(last[0], x) for x in ("mean", "std")):
+        raise InputError("raw uint8 images need the mean and std of the model's normalization, which it does not say")
+    return tuple(tuple(float(x) for x in torch.as_tensor(getattr(last[0], y)).flatten()) for y in ("mean", "std"))
 
 
 def import_timm() -> ModuleType:

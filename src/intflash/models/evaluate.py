@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from intflash.backends import get_backend
 from intflash.errors import BackendError, InputError
+from intflash.integer import IntegerModel
 from intflash.methods import get_method
 from intflash.models.base import FloatCore
 from intflash.models.papers import PAPER_BITS_PER_MAC, PaperRow, paper_row
@@ -32,14 +33,17 @@ SAVE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table: a method with dynamic scales, or with the scales of a file."""
+    """One row of the table: a method with dynamic scales, or with the scales of a file, or an integer model."""
 
     method: str
     scales: Scales | None = None
-    file: str = ""  # granularity of the scales
+    file: str = ""  # granularity of the scales, or the integer model's file
+    integer: IntegerModel | None = None  # in place of the model; `method` is that of its attention
 
     @property
     def name(self) -> str:
+        if self.integer is not None:
+            return f"integer model ({', '.join(part for part in (self.method, self.file) if part)})"
         if self.scales is None:
             return self.method
         return f"{self.method} (static, {', '.join(part for part in (self.scales.observer, self.file) if part)})"
@@ -150,7 +154,7 @@ def evaluate(
     if state is not None:
         key = {"model": name, "data": data, "total": total, "world": world, "dtype": str(dtype), "batch": batch_size,
                "device": torch.device(device).type, "backend": backend, "weights": _weights_digest(model),
-               "variants": {v.name: _scales_digest(v.scales) for v in variants}}  # fmt: skip
+               "variants": {v.name: _digest(v) for v in variants}}  # fmt: skip
         progress.resume(Path(f"{state}.{rank}"), key)
     tallies, errors = progress.tallies, progress.errors
     counts: dict[str, Any] = {}
@@ -168,8 +172,7 @@ def evaluate(
                 if variant.name in errors:
                     continue
                 try:
-                    with patch(model, variant.method, variant.scales, backend=backend):
-                        out, seconds = _timed(model, images)
+                    out, seconds = _variant_logits(model, variant, images, backend)
                 except (InputError, BackendError) as error:
                     errors[variant.name] = str(error)
                     continue
@@ -207,8 +210,18 @@ def _weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def _scales_digest(scales: Scales | None) -> str | None:
-    return scales and hashlib.sha256(json.dumps(asdict(scales)).encode()).hexdigest()[:16]
+def _digest(variant: Variant) -> str | None:
+    if variant.integer is not None:
+        return variant.integer.digest()[:16]
+    return variant.scales and hashlib.sha256(json.dumps(asdict(variant.scales)).encode()).hexdigest()[:16]
+
+
+def _variant_logits(model: nn.Module, variant: Variant, images: Tensor, backend: str | None) -> tuple[Tensor, float]:
+    """The logits of the patched model or of the integer model, and their seconds."""
+    if variant.integer is not None:
+        return _timed(variant.integer.to(images.device), images)
+    with patch(model, variant.method, variant.scales, backend=backend):
+        return _timed(model, images)
 
 
 def _timed(model: nn.Module, images: Tensor) -> tuple[Tensor, float]:
@@ -265,15 +278,29 @@ def _row(
         name=name, images=tally.images, top1=100 * tally.top1 / n, top5=100 * tally.top5 / n,
         agreement=100 * tally.agree / n, logits_sqnr=sqnr, ms_per_image=1e3 * tally.seconds / n,
         integer_only=method is not None and method.integer_only, granularity=_granularity(variant),
-        replaced=0 if variant is None else counts["replaced"], gbops=_gbops(variant, counts["macs"]),
-        paper=paper_row(model, "fp32" if variant is None else variant.method), error=error,
+        replaced=_replaced(variant, counts["replaced"]), gbops=_gbops(variant, counts["macs"]),
+        paper=None if _is_integer(variant) else paper_row(model, "fp32" if variant is None else variant.method),
+        error=error,
     )  # fmt: skip
+
+
+def _is_integer(variant: Variant | None) -> bool:
+    return variant is not None and variant.integer is not None
+
+
+def _replaced(variant: Variant | None, layers: int) -> int:
+    """How many attention layers, or operations of an integer model, took the place of the model's."""
+    if variant is None:
+        return 0
+    return layers if variant.integer is None else len(variant.integer.program.operations)
 
 
 def _granularity(variant: Variant | None) -> str:
     """Returns the granularities of Q, K and V, as "token/token/head", or "tensor" where all are."""
     if variant is None:
         return ""
+    if variant.integer is not None:
+        return variant.integer.provenance.get("options", {}).get("scales", "")
     recipe = get_method(variant.method).recipe
     of = {name: getattr(recipe, name) for name in "qkv"} if variant.scales is None else variant.scales.granularity
     kinds = [of[name] for name in "qkv"]
@@ -281,8 +308,8 @@ def _granularity(variant: Variant | None) -> str:
 
 
 def _gbops(variant: Variant | None, macs: list[int]) -> float | None:
-    """Returns giga bit operations per image as QFlash's Table 5 counts them; None for float attention."""
-    if variant is None:
+    """Returns giga bit operations per image as QFlash's Table 5 counts them; None for float and integer models."""
+    if variant is None or variant.integer is not None:
         return None
     recipe = get_method(variant.method).recipe
     if recipe.q == "none":

@@ -35,15 +35,16 @@ class Histogram:
     Args:
         granularity: "tensor" (one group), "head" (H groups) or "channel" (H * D groups) of
             tensors ``[B, H, N, D]``.
+        bins: how many; None: `BINS` of the granularity.
     """
 
     BINS = {"tensor": 4096, "head": 4096, "channel": 1024}
 
-    def __init__(self, granularity: str) -> None:
+    def __init__(self, granularity: str, bins: int | None = None) -> None:
         if granularity not in STATIC_GRANULARITIES:
             raise InputError(f"static scales are per {STATIC_GRANULARITIES}, got {granularity!r}")
         self.granularity = granularity
-        self.bins = self.BINS[granularity]
+        self.bins = bins or self.BINS[granularity]
         self.counts: Tensor | None = None  # int64 [groups, bins]
         self.amax: Tensor | None = None  # float32 [groups]
         self.limit = 0.0

@@ -1,0 +1,49 @@
+"""Which executors there are, and the choice among them. All give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from intflash.errors import InputError
+from intflash.integer import cpu, portable, reference
+from intflash.integer.program import Program
+
+
+@dataclass(frozen=True)
+class Executor:
+    """What runs a program.
+
+    Attributes:
+        run: (program, inputs by name) -> the buffers of its outputs, by name.
+        refused: (program, device) -> why it cannot run that, or None.
+    """
+
+    run: Callable[[Program, Mapping[str, Tensor]], dict[str, Tensor]]
+    refused: Callable[[Program, torch.device], str | None] = lambda program, device: None
+
+
+EXECUTORS = {  # in the order of the choice
+    "cpu": Executor(cpu.run, cpu.refused),
+    "torch": Executor(portable.run),
+    "reference": Executor(reference.run),
+}
+
+
+def choose(name: str | None, program: Program, device: torch.device) -> str:
+    """The name asked for, or with None that of the first that can run the program.
+
+    Raises:
+        InputError: there is none of that name, or it cannot run this program.
+    """
+    if name is None:
+        return next(known for known, executor in EXECUTORS.items() if executor.refused(program, device) is None)
+    if name not in EXECUTORS:
+        raise InputError(f"backend of an integer model must be one of {tuple(EXECUTORS)}, got {name!r}")
+    reason = EXECUTORS[name].refused(program, device)
+    if reason is not None:
+        raise InputError(f"backend {name!r} cannot run this integer model: {reason}")
+    return name
