@@ -26,6 +26,18 @@ LAYERS = {
     "op": {"call", "plans", "validate", "methods", "problem", "quant", "backends", "numerics"},
     "api": {"errors", "quant", "backends", "call", "op"},
     "inventory": {"backends", "methods", "call"},
+    "distributed": {
+        "errors",
+        "quant",
+        "problem",
+        "backends",
+        "masks",
+        "validate",
+        "call",
+        "op",
+        "api",
+        "models",
+    },
 }
 
 # Which other backends each folder of `backends` may import. The CUDA kernels run without Triton.

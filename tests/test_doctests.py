@@ -16,6 +16,7 @@ WITH_EXAMPLES = sorted(path for path in ROOT.rglob("*.py") if ">>>" in path.read
 PUBLIC = {  # where a name is imported from -> names; None: all of `__all__`
     "intflash": None,
     "intflash.digits": None,
+    "intflash.distributed": None,
     "intflash.backends.cpu": ("instruction_sets",),
     "intflash.bench.demo": ("run_demo",),
 }

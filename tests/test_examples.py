@@ -2,6 +2,8 @@
 
 import ast
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -12,6 +14,7 @@ SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 # script -> packages that it needs, and text of its output that appears only after it has done its work
 NEEDS = {
     "calibrate_and_deploy.py": ("torch", "gets the same class: True"),
+    "context_parallel.py": ("transformers", "processes, the bits of one: True"),
     "diffusers_pipeline.py": ("diffusers", "in 8 layers of Attention"),
     "own_module.py": ("torch", "torch.Size([3, 4, 50, 32]) on backend"),
     "timm_swin.py": ("timm", "4 window attention layers, static scales"),
@@ -36,6 +39,16 @@ def test_script(name, monkeypatch, capfd):
     monkeypatch.setattr("sys.argv", [str(EXAMPLES / name)])
     run_script(EXAMPLES / name)
     assert said in capfd.readouterr().out
+
+
+@pytest.mark.full
+def test_context_parallel_under_torchrun():
+    script = EXAMPLES / "context_parallel.py"
+    code = f"from documents import *; allow_torchvision(); run_script(Path({str(script)!r}))"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command = [sys.executable, *torchrun, sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "tests", timeout=300)
+    assert "2 processes, the bits of one: True" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -6,6 +6,7 @@ and a test compares it with the signature of `intflash.attention`, which is spel
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from inspect import Parameter
@@ -140,7 +141,7 @@ def finish(method: str, found: Any) -> tuple[Output, Tensor | None]:
 def _decide(arguments: dict[str, Any]) -> tuple[Problem, Tensor | None, Backend]:
     """The problem of a call, what to add to its log-sum-exp, and its backend."""
     if arguments["check_finite"] is False:
-        arguments = _with_usable_scales(arguments)
+        arguments = with_usable_scales(arguments)
     problem, lse_shift = prepare_call(arguments)
     with on_device(problem):
         backend = select(problem, arguments["backend"])
@@ -160,7 +161,7 @@ def on_device(problem: Problem) -> AbstractContextManager:
     return torch.cuda.device(q.device) if q.is_cuda else _NO_GPU
 
 
-def _with_usable_scales(arguments: dict[str, Any]) -> dict[str, Any]:
+def with_usable_scales(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of an unchecked call, with 1 for each scale in CPU memory that a check would refuse.
 
     docs/numerics.md, "Unchecked calls".
@@ -230,7 +231,7 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
     if read and not quantized and (recipe.rotate or recipe.smooth_k or recipe.bits != 8):  # changed or quantized here
         validate.check_finite(q, k, v)
     if not quantized and (recipe.rotate or recipe.smooth_k):
-        q, k, lse_shift = _rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
+        q, k, lse_shift = rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
         v = v.float()  # a problem's tensors share one dtype
     integer_bias, float_bias = _bias_of(chosen, additive)
     problem = Problem(
@@ -304,15 +305,15 @@ def _check_packed(
         raise InputError("packed sequences cannot have 'block' scales: blocks would straddle sequences")
 
 
-def _rotate_and_smooth(
-    q: Tensor, k: Tensor, recipe: Recipe, sm_scale: float | None
+def rotate_and_smooth(
+    q: Tensor, k: Tensor, recipe: Recipe, sm_scale: float | None, mean_of: Callable[[Tensor], Tensor] = key_mean
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """float32 Q and K rotated and K centred as the recipe asks; the lse shift where `sm_scale` is given."""
     if recipe.rotate:
         q, k = hadamard_rotate(q), hadamard_rotate(k)
     if not recipe.smooth_k:
         return q, k, None
-    mean = key_mean(k)
+    mean = mean_of(k)
     shift = None
     if sm_scale is not None:
         per_head = mean.repeat_interleave(q.shape[1] // k.shape[1], dim=1)

@@ -74,7 +74,7 @@ def run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
         return plans.run(call.compute, arguments)
     with torch.no_grad():
         out, lse = plans.run(call.compute, arguments)
-    return _refuse_backward(out, wanting), _refuse_backward(lse, wanting)
+    return refuse_backward(out, wanting), refuse_backward(lse, wanting)
 
 
 def under_autocast(q: object) -> bool:
@@ -118,7 +118,7 @@ class _Refused(torch.autograd.Function):
         raise RuntimeError(REASON)
 
 
-def _refuse_backward(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor | QTensor | None:
+def refuse_backward(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor | QTensor | None:
     """`out`, whose backward pass raises RuntimeError."""
     return _Refused.apply(out, *of) if isinstance(out, Tensor) else out
 

@@ -103,24 +103,34 @@ def finish(problem: Problem, acc: Tensor, l: Tensor, t_max: Tensor, p_max: int) 
     return Result(out, out_scale, lse)
 
 
-def _reference_p16(problem: Problem) -> Result:
-    T, present = _score_exponent(problem)
-    t_max = _row_max(T, present)
-    p = _p16(T + (K0 - t_max), present)
-    l = arrays.within(p.sum(-1, keepdim=True), 32, "l", signed=False)
-    _, v = arrays.key_codes(problem)
-    acc_high = arrays.matmul(p >> 8, v, "accH")
-    acc_low = arrays.matmul(p & 255, v, "accL")
-    return finish(problem, 256 * acc_high + acc_low, l, t_max, P16_MAX)
+def partial_maxima(problem: Problem) -> Tensor:
+    """Tmax of each row over the problem's keys, which may be some of all; `NEVER` without keys."""
+    return _row_max(*_score_exponent(problem))
 
 
-def _reference_p8(problem: Problem) -> Result:
+def partial_sums(problem: Problem, t_max: Tensor) -> Tensor:
+    """acc and l (last) of the problem's keys below a maximum over these keys and others, ``[B, Hq, Nq, Dv + 1]``."""
     T, present = _score_exponent(problem)
-    t_max = _row_max(T, present)
-    p = _p8(T + (K0 - t_max), present)
-    l = arrays.within(p.sum(-1, keepdim=True), 32, "l", signed=False)
+    x = T + (K0 - t_max)
     _, v = arrays.key_codes(problem)
-    return finish(problem, arrays.matmul(p, v, "acc"), l, t_max, P8_MAX)
+    if problem.method == "intflash":
+        p = _p16(x, present)
+        acc = 256 * arrays.matmul(p >> 8, v, "accH") + arrays.matmul(p & 255, v, "accL")
+    else:
+        p = _p8(x, present)
+        acc = arrays.matmul(p, v, "acc")
+    return torch.cat((acc, p.sum(-1, keepdim=True)), dim=-1)
+
+
+def finish_sums(problem: Problem, t_max: Tensor, sums: Tensor) -> Result:
+    """The result of the maxima and sums over all keys."""
+    l = arrays.within(sums[..., -1:], 32, "l", signed=False)
+    return finish(problem, sums[..., :-1], l, t_max, P16_MAX if problem.method == "intflash" else P8_MAX)
+
+
+def _reference_exact(problem: Problem) -> Result:
+    t_max = partial_maxima(problem)
+    return finish_sums(problem, t_max, partial_sums(problem, t_max))
 
 
 def _reference_online(problem: Problem) -> Result:
@@ -172,7 +182,7 @@ def _method(name: str, summary: str, reference) -> Method:
 
 
 METHODS = (
-    _method("intflash", "integer-only, exact maximum, 16-bit P", _reference_p16),
-    _method("intflash_p8", "integer-only, exact maximum, 8-bit P", _reference_p8),
+    _method("intflash", "integer-only, exact maximum, 16-bit P", _reference_exact),
+    _method("intflash_p8", "integer-only, exact maximum, 8-bit P", _reference_exact),
     _method("intflash_online", "integer-only, one pass in granules of 128 keys, 8-bit P", _reference_online),
 )

@@ -167,10 +167,19 @@ class IntegerCore(Core):
         if q.dtype != v.dtype or k.dtype != v.dtype:
             # under autocast, norms and logit scales leave q or k in float32; torch's attention casts them too
             q, k = q.to(v.dtype), k.to(v.dtype)
-        return attention(
-            q, k, v, attn_mask, is_causal, scale, method=method, backend=self.backend, recipe=recipe,
-            bias=bias, enable_gqa=enable_gqa, check_finite=self.check_finite,
+        return self.attend(
+            q, k, v, attn_mask, is_causal, scale, causal=is_causal or causal or self.causal, method=method,
+            recipe=recipe, bias=bias, enable_gqa=enable_gqa,
         )  # fmt: skip
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, *,
+        causal: bool, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        """The attention of a call, in one process; `causal`: later tokens are hidden, be it by the mask."""
+        return attention(
+            q, k, v, attn_mask, is_causal, scale, backend=self.backend, check_finite=self.check_finite, **options
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Keeps static scales in float32 when the dtype of the layer changes; they follow the model's device."""

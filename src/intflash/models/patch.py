@@ -346,6 +346,11 @@ def libraries_of(model: nn.Module) -> set[str]:
     return {vars(module)[_ORIGINAL].library for module in layers_of(model).values()}
 
 
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a patched layer had."""
+    return vars(module)[_ORIGINAL].cls
+
+
 def describe_layers(model: nn.Module) -> dict[str, dict[str, float | int | None]]:
     """Returns name -> heads, kv_heads, head_dim (None where the module does not say) and weight fingerprint."""
     names = [name for name, module, parent in _walk(model) if isinstance(_target(module, parent)[0], type)]

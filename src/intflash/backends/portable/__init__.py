@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from intflash.backends.base import Backend
+from intflash.backends.base import Backend, Partial
 from intflash.backends.features import (
     ANY_GRANULARITY,
     CODES,
@@ -22,7 +22,7 @@ from intflash.backends.features import (
     MASKS,
     QUANTIZATION,
 )  # fmt: skip
-from intflash.backends.portable import float_softmax, intflash, qflash, unfused
+from intflash.backends.portable import float_softmax, intflash, partial_sums, qflash, unfused
 from intflash.backends.portable.operands import default_out_scale
 from intflash.problem import Problem, Result
 
@@ -76,4 +76,5 @@ BACKEND = Backend(
     serves=dict.fromkeys(_KERNELS, _SERVED),
     limits=lambda problem: None,
     run=_run,
+    partial=Partial(tuple(partial_sums.BITS), partial_sums.maxima, partial_sums.sums, partial_sums.finish),
 )

@@ -112,7 +112,7 @@ def _quantize_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
     BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Writes the codes of K, V and, where `codes` has a pos for them, of Q, in the layout of each View. Programs
+    """Writes the codes of K, V and, where `codes` has room for them, of Q, in the layout of each View. Programs
     take the last heads first, because the previous kernel has left those in L2; the codes of the first heads,
     written last, then stay there.
     """
@@ -123,6 +123,39 @@ def _quantize_kernel(
     if (pos.h < hk) & (pos.row < nk):
         _quantize_tile(x.k, codes.k, scales.k, pos, nk, D, BD, ROWS, False)
         _quantize_tile(x.v, codes.v, scales.v, pos, nk, DV, BDV, ROWS, True)
+
+
+@triton.jit
+def _codes_kernel(
+    x: View, codes: View, scale: View, count,
+    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, BATCH_FIRST: tl.constexpr, PER_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Codes of one tensor in any layout; its scale differs between channels, or between batches, heads and tokens."""
+    pos = program_position(None, None, None, count, count, ROWS, BATCH_FIRST)
+    rows, channels = pos.row + tl.arange(0, ROWS), tl.arange(0, BD)
+    base = scale.ptr + pos.b.to(tl.int64) * scale.b + pos.h.to(tl.int64) * scale.h
+    if PER_CHANNEL:
+        s = tl.load(base + channels * scale.d, mask=channels < D, other=1.0)[None, :]
+    else:
+        s = tl.load(base + rows * scale.n, mask=rows < count, other=1.0)[:, None]
+    inverse = tl.broadcast_to(tl.div_rn(s * 0 + 1.0, s), [ROWS, BD])
+    tile = load_rows(x, head_base(x, pos.b, pos.h, pos.q_start), rows, count, D, BD, True)
+    ptrs = head_base(codes, pos.b, pos.h, pos.q_start) + rows[:, None] * codes.n + channels[None, :] * codes.d
+    tl.store(ptrs, quantize(tile, inverse), mask=(rows[:, None] < count) & (channels[None, :] < D))
+
+
+def codes_launch(x: Tensor, scale: Tensor, codes: Tensor) -> Launch:
+    """The launch that writes the int8 codes of floats ``[B, H, N, D]`` by rule "exact", 8 bits.
+
+    scale: float32, broadcasts to x, and does not differ between channels and tokens at once; codes: int8 of x's shape.
+    """
+    batch, heads, count, d = x.shape
+    programs, batch_first = grid(batch, heads, triton.cdiv(count, _ROWS))
+    arguments = dict(
+        x=data_view(x), codes=data_view(codes), scale=view(scale), count=count, D=d, BD=triton.next_power_of_2(d),
+        ROWS=_ROWS, BATCH_FIRST=batch_first, PER_CHANNEL=scale.shape[3] > 1,
+    )  # fmt: skip
+    return Launch(_codes_kernel, programs, arguments)
 
 
 def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> FloatInputs:
