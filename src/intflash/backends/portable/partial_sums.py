@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from intflash.backends.portable.intflash import NO_SCORE, STEP, _look_up, _Output, _Scores, _table
+from intflash.backends.portable.intflash import NO_SCORE, STEP, _lookup, _Output, _Scores, _table
 from intflash.backends.portable.operands import weighted_sum
 from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, tiles
 from intflash.numerics.exp import P8_MAX, P16_MAX
@@ -38,7 +38,7 @@ def sums(problem: Problem, t_max: Tensor) -> Tensor:
         for keys in tiling.key_steps(problem.k.shape[2]):
             absent = absent_keys(problem, tile, keys)
             depth = top[where].sub(scores.step(tile, keys, absent)).div_(STEP)
-            p = _look_up(table, depth, absent)
+            p = _lookup(table, depth, absent)
             out[where][..., -1:] += p.sum(dim=-1, keepdim=True)
             out[where][..., :-1] += weighted_sum(tile, p, v, keys, problem.group)
     return out.to(torch.int64)

@@ -144,7 +144,7 @@ def _codes_kernel(
     tl.store(ptrs, quantize(tile, inverse), mask=(rows[:, None] < count) & (channels[None, :] < D))
 
 
-def codes_launch(x: Tensor, scale: Tensor, codes: Tensor) -> Launch:
+def codes_launch(x: Tensor, scale: Tensor, codes: Tensor) -> TritonLaunch:
     """The launch that writes the int8 codes of floats ``[B, H, N, D]`` by rule "exact", 8 bits.
 
     scale: float32, broadcasts to x, and does not differ between channels and tokens at once; codes: int8 of x's shape.
@@ -155,7 +155,7 @@ def codes_launch(x: Tensor, scale: Tensor, codes: Tensor) -> Launch:
         x=data_view(x), codes=data_view(codes), scale=view(scale), count=count, D=d, BD=triton.next_power_of_2(d),
         ROWS=_ROWS, BATCH_FIRST=batch_first, PER_CHANNEL=scale.shape[3] > 1,
     )  # fmt: skip
-    return Launch(_codes_kernel, programs, arguments)
+    return TritonLaunch(_codes_kernel, programs, arguments)
 
 
 def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> FloatInputs:
