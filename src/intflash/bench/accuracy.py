@@ -14,7 +14,17 @@ import intflash
 from intflash import Recipe
 from intflash.bench.experiments import Experiment, Figure, Row, Setting, describe, untimed
 from intflash.bench.measure import METRICS, MRE_DEFINITIONS, exact_attention
-from intflash.bench.workloads import COLUMNS, HARD, IFLASH, QFLASH, Case, normal, random_case, uniform, workload_case
+from intflash.bench.workloads import (
+    COLUMNS,
+    HARD,
+    IFLASH,
+    QFLASH,
+    InputCase,
+    normal,
+    random_case,
+    uniform,
+    workload_case,
+)
 from intflash.call import prepare
 from intflash.problem import Problem
 from intflash.quant import hadamard_rotate, key_mean
@@ -71,7 +81,7 @@ class Accuracy:
     """
 
     series: Sequence[Series]
-    cases: Sequence[Case]
+    cases: Sequence[InputCase]
     metrics: Sequence[str] = ("SQNR dB", "MSE", "cosine", "MRE of means %")
     quick: int = 2
     paper: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
@@ -86,7 +96,7 @@ class Accuracy:
                 yield from self._rows(series, case, ref, (q, k, v), setting)
 
     def _rows(
-        self, series: Series, case: Case, ref: Tensor, inputs: Sequence[Tensor], setting: Setting
+        self, series: Series, case: InputCase, ref: Tensor, inputs: Sequence[Tensor], setting: Setting
     ) -> Iterator[Row]:
         out = backend = note = None
         try:

@@ -77,7 +77,7 @@ def normal(scale: float = 1.0) -> Callable[[tuple[int, ...], torch.Generator], T
 
 
 @dataclass(frozen=True)
-class Case:
+class InputCase:
     """Named inputs: one draw for each of q, k, v, then what `change` makes of them.
 
     Attributes:
@@ -113,13 +113,13 @@ def _keep_rows(q: Tensor, rows: int) -> Tensor:
     return torch.cat([q.gather(2, largest), q[:, :, 1:rows]], dim=2) if rows < q.shape[2] else q
 
 
-def workload_case(workload: Workload, draw=None) -> Case:
+def workload_case(workload: Workload, draw=None) -> InputCase:
     """Returns the QFlash benchmark's inputs, uniform in [-4, 4], for a workload."""
-    return Case(workload.name, workload.shape, draw or uniform(-4, 4))
+    return InputCase(workload.name, workload.shape, draw or uniform(-4, 4))
 
 
-def random_case(name: str, n: int, draw, head_dim: int = 64, heads: int = 2, rows: int = 1024, **options) -> Case:
-    return Case(name, (1, heads, n, head_dim), draw, rows=rows, value=n, **options)
+def random_case(name: str, n: int, draw, head_dim: int = 64, heads: int = 2, rows: int = 1024, **options) -> InputCase:
+    return InputCase(name, (1, heads, n, head_dim), draw, rows=rows, value=n, **options)
 
 
 def _value_offset(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> Inputs:
