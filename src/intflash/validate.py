@@ -209,8 +209,8 @@ def check_bias_values(bias: Tensor, name: str, fraction_bits: int | None) -> Non
         low = bias.masked_fill(bias <= least, 0).amin().item()
     if high > bound or low < -bound:
         raise InputError(
-            f"{name} must lie within +-{bound:.2f} ({1 << (31 - fraction_bits)} octaves), past which it would saturate, "
-            f"got values from {low:.6g} to {high:.6g}; -inf, or finfo.min, makes a key absent"
+            f"{name} must lie within +-{bound:.2f} ({1 << (31 - fraction_bits)} octaves), or it would saturate, got "
+            f"values from {low:.6g} to {high:.6g}; -inf, or finfo.min, makes a key absent"
         )
 
 

@@ -142,7 +142,7 @@ class Output:
             self.out_scale = self.v_scale * 127 / self.qmax if problem.out_scale is None else problem.out_scale
 
     def write(self, tile: Tile, acc: Tensor, l: Tensor, t_max: Tensor, gap: Tensor | None = None) -> None:
-        """acc ``[b, h, rows, Dv]`` and l, t_max, gap ``[b, h, rows, 1]`` hold integers; l counts 2^gap of acc's unit."""
+        """acc ``[b, h, rows, Dv]``, l, t_max, gap ``[b, h, rows, 1]`` hold integers; l counts 2^gap of acc's unit."""
         where = (tile.batches, tile.heads, tile.rows)
         if self.lse is not None:
             self.lse[where] = log_sum_exp(t_max, l, self.p_max)[..., 0]
