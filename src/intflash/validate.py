@@ -208,8 +208,9 @@ def check_bias_values(bias: Tensor, name: str, fraction_bits: int | None) -> Non
     if low <= least:
         low = bias.masked_fill(bias <= least, 0).amin().item()
     if high > bound or low < -bound:
+        octaves = 1 << (31 - fraction_bits)
         raise InputError(
-            f"{name} must lie within +-{bound:.2f} ({1 << (31 - fraction_bits)} octaves), or it would saturate, got "
+            f"{name} must lie within +-{bound:.2f} ({octaves} octaves), past which it would saturate, got "
             f"values from {low:.6g} to {high:.6g}; -inf, or finfo.min, makes a key absent"
         )
 
