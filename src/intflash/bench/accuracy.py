@@ -19,6 +19,7 @@ from intflash.bench.workloads import (
     HARD,
     IFLASH,
     QFLASH,
+    SINKS,
     InputCase,
     normal,
     random_case,
@@ -343,6 +344,28 @@ HARD_INPUTS = untimed(
 )
 
 
+ATTENTION_SINKS = untimed(
+    name="sinks",
+    title="Attention sinks: SQNR over the sink's share of the weight",
+    source="docs/numerics.md, section 2",
+    measure=Accuracy(
+        series=(  # drawn over each other in this order
+            CEILING,
+            *(s for s in (*FLOATS, *PUBLISHED) if s.label not in ("bf16", "fp8_head", "iflash", "ivit", "ibert")),
+            *OURS,
+            Series("intflash_bfp", "intflash_bfp"),
+        ),
+        cases=SINKS,
+        metrics=("SQNR dB",),
+        quick=3,
+    ),
+    figures=(Figure("SQNR dB", "lines", "share of the sink, %"),),
+    conclude=lambda rows: below_ceiling(rows, ("intflash_bfp", "intflash", "intflash_p8")),
+    notes="N = 1024, head_dim 64, 256 queries, 2 heads; float output. One key has the share of the mean row and the "
+    "value 0; the other scores have a standard deviation of 0.87.",
+)
+
+
 def below_ceiling(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     """Returns by how much the named series stay below the ceiling in the worst case."""
     top = {row.case: row.value for row in rows if row.series == CEILING.label}
@@ -355,5 +378,5 @@ def below_ceiling(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
 
 
 EXPERIMENTS: tuple[Experiment, ...] = (
-    TABLE4, IFLASH_SQNR, TABLE1, TABLE2, INT4, GRANULARITY, SPEC_TABLE, HARD_INPUTS,
+    TABLE4, IFLASH_SQNR, TABLE1, TABLE2, INT4, GRANULARITY, SPEC_TABLE, HARD_INPUTS, ATTENTION_SINKS,
 )  # fmt: skip
