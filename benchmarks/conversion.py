@@ -100,7 +100,7 @@ def _sass(setting: Setting) -> Iterator[Row]:
     from benchmarks.sass import compile_launch
     from intflash.backends.gpu.float_softmax import operands
     from intflash.backends.triton import mixed_precision, mixed_precision_steps
-    from intflash.backends.triton.tile_loop import Statistics, Tile
+    from intflash.backends.triton.tile_loop import Statistics, TileShape
     from intflash.methods import get_method
     from intflash.problem import Problem
 
@@ -110,7 +110,7 @@ def _sass(setting: Setting) -> Iterator[Row]:
             x = torch.zeros(1, 1, 1024, d)
             problem = Problem("lite", x, x, x, d**-0.5, recipe=get_method("lite").recipe, out_dtype=torch.bfloat16)
             problem, out = problem.quantized(), x.bfloat16()
-            none, tile = Statistics(None, None), Tile(64, 128, 4, 2)
+            none, tile = Statistics(None, None), TileShape(64, 128, 4, 2)
             parts = operands(problem)
             launches[f"kernel D{d}"] = (
                 mixed_precision.mixed_launch(problem, parts, out, none, tile, mixed_precision_steps.LITE[form]),

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from intflash.backends.triton.launch import Launch
+from intflash.backends.triton.launch import TritonLaunch
 from intflash.backends.triton.online_softmax import MAGIC, MAGIC_BITS
 
 CONVERSIONS = ("none", "convert", "magic", "dual", "integer")
@@ -82,14 +82,14 @@ def _division_kernel(x, out, rs, multiplier, rounds, WHICH: tl.constexpr, BLOCK:
     tl.store(out + tl.program_id(0) * BLOCK + i, total)
 
 
-def conversion_launch(form: str, device: str = "cpu") -> Launch:
+def conversion_launch(form: str, device: str = "cpu") -> TritonLaunch:
     x = torch.randint(-127, 128, (COLUMNS, 32), dtype=torch.int8, device=device)
     out = torch.empty(PROGRAMS * ROWS, device=device)
     arguments = dict(x=x, out=out, unit=1.25e-4, rounds=ROUNDS, CONVERSION=form, BM=ROWS, BN=COLUMNS)
-    return Launch(_conversion_kernel, (PROGRAMS,), arguments, 4, 1)
+    return TritonLaunch(_conversion_kernel, (PROGRAMS,), arguments, 4, 1)
 
 
-def division_launch(which: str, device: str = "cpu") -> Launch:
+def division_launch(which: str, device: str = "cpu") -> TritonLaunch:
     block = 2048
     x = torch.randint(0, 1 << 15, (block,), dtype=torch.int32, device=device)
     if which == "float division":
@@ -97,14 +97,14 @@ def division_launch(which: str, device: str = "cpu") -> Launch:
     out = torch.empty(PROGRAMS * block, dtype=torch.int32, device=device)
     rs = 771
     arguments = dict(x=x, out=out, rs=rs, multiplier=round(65536 / rs), rounds=ROUNDS, WHICH=which, BLOCK=block)
-    return Launch(_division_kernel, (PROGRAMS,), arguments, 4, 1)
+    return TritonLaunch(_division_kernel, (PROGRAMS,), arguments, 4, 1)
 
 
-def elements(launch: Launch) -> int:
+def elements(launch: TritonLaunch) -> int:
     """Returns the number of operations of one launch."""
     a = launch.arguments
     return PROGRAMS * ROUNDS * (a["BLOCK"] if "BLOCK" in a else ROWS * COLUMNS)
 
 
-def calls(names: tuple[str, ...], launch: Callable[[str, str], Launch]) -> dict[str, Callable[[], None]]:
-    return {name: partial(Launch.run, launch(name, "cuda")) for name in names}
+def calls(names: tuple[str, ...], launch: Callable[[str, str], TritonLaunch]) -> dict[str, Callable[[], None]]:
+    return {name: partial(TritonLaunch.run, launch(name, "cuda")) for name in names}

@@ -32,7 +32,7 @@ from intflash.backends.gpu.scales import FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, view
 from intflash.backends.triton import mixed_precision, quantize, short_rows, specializations, unfused
 from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.launch import Launch
+from intflash.backends.triton.launch import TritonLaunch
 from intflash.methods import get_method
 from intflash.problem import Problem
 from intflash.quant import QTensor
@@ -62,7 +62,7 @@ def _ones() -> torch.Tensor:
     return torch.ones(1, 1, 1, 1)
 
 
-def triton_launches(quick: bool) -> Iterator[tuple[str, Launch]]:
+def triton_launches(quick: bool) -> Iterator[tuple[str, TritonLaunch]]:
     """The integer kernels, the float-softmax and the unfused ones, and those that quantize."""
     for name in specializations.names(quick):
         yield name, specializations.launch(name, ARCH)
@@ -92,7 +92,7 @@ def triton_launches(quick: bool) -> Iterator[tuple[str, Launch]]:
             yield f"floats {method} {dtype} {d}", short_rows.short_rows_launch(problem, bits, *arguments)
 
 
-def _float_launches(method: str, **options: Any) -> Iterator[Launch]:
+def _float_launches(method: str, **options: Any) -> Iterator[TritonLaunch]:
     q, k = torch.zeros(6, 2, 70, 64), torch.zeros(6, 2, 150, 64)
     problem = Problem(method, q, k, k, 0.125, recipe=get_method(method).recipe, out_dtype=torch.float16, **options)
     problem, out = problem.quantized(), torch.empty(6, 2, 70, 64, dtype=torch.float16)

@@ -15,7 +15,7 @@ import intflash
 from intflash import QTensor, Recipe
 from intflash.bench.accuracy import FINE
 from intflash.bench.experiments import Experiment, Figure, Row, Setting, best_of_groups, describe
-from intflash.bench.workloads import IFLASH, QFLASH, QFLASH_SPEEDUPS, Case, normal, random_case, workload_case
+from intflash.bench.workloads import IFLASH, QFLASH, QFLASH_SPEEDUPS, InputCase, normal, random_case, workload_case
 
 FLOAT_CALL = "us, quantization included"
 CODE_CALL = "us, int8 in and out"
@@ -24,7 +24,7 @@ _COMPARED = {FLOAT_CALL: "", KERNEL: ", launches alone"}
 
 
 @dataclass(frozen=True)
-class Contender:
+class LatencyContender:
     """One line of a latency table: a method, or torch's own attention in `dtype` where `method` is None."""
 
     label: str
@@ -32,7 +32,7 @@ class Contender:
     recipe: Recipe | None = None
     dtype: torch.dtype = torch.float32
 
-    def calls(self, case: Case, setting: Setting, kernels: bool) -> dict[str, tuple[str, Callable[[], Any]]]:
+    def calls(self, case: InputCase, setting: Setting, kernels: bool) -> dict[str, tuple[str, Callable[[], Any]]]:
         """Returns metric -> backend and a call without arguments. What the method does not support is left out.
 
         Args:
@@ -84,8 +84,8 @@ class Latency:
         best: (cases, contender label) -> the paper's best speedup over the first baseline (`best_of_groups`).
     """
 
-    contenders: Sequence[Contender]
-    cases: Sequence[Case]
+    contenders: Sequence[LatencyContender]
+    cases: Sequence[InputCase]
     baselines: Sequence[str]
     quick: int = 2
     paper: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
@@ -130,12 +130,12 @@ def speedup(baseline: str, metric: str = FLOAT_CALL) -> str:
     return f"speedup over {baseline}{_COMPARED[metric]}"
 
 
-def _methods(*names: str) -> tuple[Contender, ...]:
-    return tuple(Contender(name, name) for name in names)
+def _methods(*names: str) -> tuple[LatencyContender, ...]:
+    return tuple(LatencyContender(name, name) for name in names)
 
 
-SDPA = Contender("torch SDPA float32")
-SDPA_HALF = Contender("torch SDPA float16", dtype=torch.float16)
+SDPA = LatencyContender("torch SDPA float32")
+SDPA_HALF = LatencyContender("torch SDPA float16", dtype=torch.float16)
 PUBLISHED = _methods("ivit", "qattn", "int_flash_half", "int_flash_full", "qflash", "ibert", "fqvit")
 OURS = _methods("intflash", "intflash_p8", "intflash_online")
 
@@ -182,11 +182,11 @@ _LENGTHS = (1024, 2048, 4096, 8192, 16384)
 _FIGURE2 = dict(zip(_LENGTHS, (1 / 0.69, 1 / 0.48, 1 / 0.34, 1 / 0.28, 1 / 0.27), strict=True))
 
 
-def _length_case(n: int) -> Case:
+def _length_case(n: int) -> InputCase:
     return random_case(f"{n // 1024}k", n, normal(), heads=1, rows=None)
 
 
-def _int_flash_figure2(name: str, lengths: Sequence[int], device: str, *baselines: Contender) -> Experiment:
+def _int_flash_figure2(name: str, lengths: Sequence[int], device: str, *baselines: LatencyContender) -> Experiment:
     labels = [base.label for base in baselines]
     return Experiment(
         name=name,
@@ -211,7 +211,7 @@ def _int_flash_figure2(name: str, lengths: Sequence[int], device: str, *baseline
 
 INT_FLASH_FIGURE2 = (
     _int_flash_figure2("int_flash_figure2_cpu", _LENGTHS[:3], "cpu", SDPA),
-    _int_flash_figure2("int_flash_figure2", _LENGTHS, "cuda", SDPA_HALF, Contender("fp16", "fp16")),
+    _int_flash_figure2("int_flash_figure2", _LENGTHS, "cuda", SDPA_HALF, LatencyContender("fp16", "fp16")),
 )
 
 GRANULARITY_LATENCY = Experiment(
@@ -220,11 +220,11 @@ GRANULARITY_LATENCY = Experiment(
     source="QFlash, Figures 7 and 8, which are drawings",
     measure=Latency(
         contenders=(
-            Contender("per tensor", "intflash"),
-            Contender("per head", "intflash", Recipe(q="head", k="head", v="head")),
-            Contender("token, head, head", "intflash", Recipe(q="token", k="head", v="head")),
-            Contender("token, block, channel", "intflash", Recipe(q="token", k="block", v="channel")),
-            Contender("fine", "intflash", FINE),
+            LatencyContender("per tensor", "intflash"),
+            LatencyContender("per head", "intflash", Recipe(q="head", k="head", v="head")),
+            LatencyContender("token, head, head", "intflash", Recipe(q="token", k="head", v="head")),
+            LatencyContender("token, block, channel", "intflash", Recipe(q="token", k="block", v="channel")),
+            LatencyContender("fine", "intflash", FINE),
         ),
         cases=[workload_case(QFLASH[name].batched(8)) for name in ("A2", "A7")],
         baselines=("per tensor",),

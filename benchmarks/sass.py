@@ -118,12 +118,14 @@ def _cuobjdump(option: str, path: str) -> str:
 
 
 def compile_launch(launch: Any, arch: int) -> Machine:
-    """Compiles a `Launch` (backends.triton.launch) for an architecture, as the runtime would for its arguments."""
+    """Compiles a `TritonLaunch` (backends.triton.launch) for an architecture, as the runtime would for its
+    arguments.
+    """
     return disassemble(compiled(launch, arch), arch)
 
 
 def compiled(launch: Any, arch: int) -> Any:
-    """Returns the `triton.compile` result of a `Launch`; its `asm` has every stage's text."""
+    """Returns the `triton.compile` result of a `TritonLaunch`; its `asm` has every stage's text."""
     import triton
     from triton.backends.compiler import GPUTarget
 

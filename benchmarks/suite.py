@@ -48,7 +48,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """Jobs that run beside others, and jobs that run alone after them."""
 
     together: Sequence[Job]
@@ -65,7 +65,7 @@ class Ended:
     reason: str | None = None
 
 
-def plan(out: Path, device: str, *, quick: bool = False, seed: int = 0, jobs: int = 1, models: bool = False) -> Plan:
+def plan(out: Path, device: str, *, quick: bool = False, seed: int = 0, jobs: int = 1, models: bool = False) -> JobPlan:
     """Returns the jobs for a device. Rehearsals compile a GPU's kernels, with at most `jobs` processes each."""
     few = ("--quick",) if quick else ()
     experiments = [e for e in EXPERIMENTS if device in e.devices]
@@ -85,7 +85,7 @@ def plan(out: Path, device: str, *, quick: bool = False, seed: int = 0, jobs: in
         path = out / f"models-{device}.json"
         arguments = ("intflash.cli", "bench", "models", "--device", device, "--out", str(path.with_suffix("")))
         alone.append(Job("models", arguments, 240, path, "Whole models, patched beside unpatched"))
-    return Plan((*rehearsals, *together), alone)
+    return JobPlan((*rehearsals, *together), alone)
 
 
 def _experiment(e: Experiment, out: Path, device: str, seed: int, few: tuple[str, ...]) -> Job:
@@ -104,7 +104,7 @@ def _rehearsal(name: str, arguments: tuple[str, ...]) -> Job:
 
 
 def run_all(
-    plan: Plan, out: Path, *, seconds: float, jobs: int, log: Callable[[str], None] = lambda text: None
+    plan: JobPlan, out: Path, *, seconds: float, jobs: int, log: Callable[[str], None] = lambda text: None
 ) -> list[Ended]:
     """Runs a plan's jobs within about `seconds` and writes every result, and run.json, to `out`."""
     (out / "logs").mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from benchmarks import variants
 from intflash import Recipe
 from intflash.bench.accuracy import CEILING, Accuracy, Series
 from intflash.bench.experiments import Figure, Row, untimed
-from intflash.bench.workloads import COLUMNS, Case, uniform
+from intflash.bench.workloads import COLUMNS, InputCase, uniform
 from intflash.methods.qflash import TILE
 
 TILES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
@@ -39,7 +39,7 @@ FIGURE5 = untimed(
             Series("scale accumulation, 64 bits", "qflash", variant=partial(variants.scale_accumulation, bits=64)),
             Series("intflash", "intflash"),
         ),
-        cases=[Case(f"{t} tiles", (1, 6, t * TILE, 64), uniform(-4, 4), rows=197, value=t) for t in TILES],
+        cases=[InputCase(f"{t} tiles", (1, 6, t * TILE, 64), uniform(-4, 4), rows=197, value=t) for t in TILES],
         metrics=("SQNR dB",),
         quick=4,
     ),

@@ -19,7 +19,7 @@ from intflash.quant import Recipe
 Variant = Callable[[Problem], Tensor]
 
 
-def requantize_as_printed(y: Tensor, c: qflash.Constants) -> Tensor:
+def requantize_as_printed(y: Tensor, c: qflash.PipelineConstants) -> Tensor:
     """QFlash Eq. 9 and 10: a normalized multiplier, round(sX / sY * 2^r) in [2^8, 2^9], and a flooring shift.
 
     It keeps bits where the program's 2^16 leaves none (randn x 0.01), but it floors: an exponential that the inexact

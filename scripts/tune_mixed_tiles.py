@@ -18,13 +18,13 @@ import torch
 
 from intflash.backends.gpu.float_softmax import operands
 from intflash.backends.triton import mixed_precision, mixed_precision_steps
-from intflash.backends.triton.tile_loop import Statistics, Tile
+from intflash.backends.triton.tile_loop import Statistics, TileShape
 from intflash.methods import get_method
 from intflash.problem import Problem
 
 WORKERS = 14
 TILES = [
-    Tile(*x)
+    TileShape(*x)
     for x in (
         (64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3),
         (128, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 2), (128, 32, 4, 3), (128, 64, 4, 4), (128, 128, 4, 2),
@@ -64,7 +64,7 @@ def compile_share(worker, methods):
     for i, (method, form, d, tile) in enumerate(jobs(methods)):
         if i % WORKERS == worker:
             try:
-                prepared(method, d, 4096, 1)(form, Tile(*tile)).run()
+                prepared(method, d, 4096, 1)(form, TileShape(*tile)).run()
                 torch.cuda.synchronize()
             except Exception as error:
                 failed.append(((method, form, d, tile), str(error).splitlines()[0][:80]))
@@ -84,7 +84,7 @@ def sweep(methods):
         mine = [j for j in jobs(methods) if j[0] == method and j[2] == d and j not in failed]
         if n > 4096:  # the best tiles of 4096
             mine = [job for _, job in found[:4]]
-        times = time_calls([launch(form, Tile(*tile)).run for _, form, _, tile in mine], rounds=5, sample_s=2e-3)
+        times = time_calls([launch(form, TileShape(*tile)).run for _, form, _, tile in mine], rounds=5, sample_s=2e-3)
         operations = 4 * 4 * (32 if d == 64 else 16) * n * n * d
         found = sorted(((operations / s / 1e12, job) for s, job in zip(times, mine, strict=True)), reverse=True)
         results += [(n, *job, round(tops, 1)) for tops, job in found]

@@ -50,7 +50,7 @@ def build(shape, method, kind, tile):
     out = torch.empty(shape, dtype=out_dtype, device="cuda")
     none = stream.Statistics(None, None)
     if kind == "stream":
-        return stream.tile_loop_launch(problem, STEPS[method], constants, out, none, stream.Tile(*tile))
+        return stream.tile_loop_launch(problem, STEPS[method], constants, out, none, stream.TileShape(*tile))
     scales = short_rows.NO_SCALES
     if kind == "fused":
         scales = Qkv(*(view(x.scale) for x in (q, k, v)))

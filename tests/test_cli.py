@@ -162,7 +162,7 @@ def test_bench_all_measures_and_assembles(tmp_path, monkeypatch):
 
     def small(*given, **options):
         found = whole(*given, **options)
-        return suite.Plan(found.together[:1], [job for job in found.alone if job.name == "matrix_peak"])
+        return suite.JobPlan(found.together[:1], [job for job in found.alone if job.name == "matrix_peak"])
 
     monkeypatch.setattr(suite, "plan", small)
     printed = run("benchmarks", "all", "--quick", "--jobs", 1, "--out", tmp_path)

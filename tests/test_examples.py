@@ -16,6 +16,8 @@ NEEDS = {
     "calibrate_and_deploy.py": ("torch", "gets the same class: True"),
     "context_parallel.py": ("transformers", "processes, the bits of one: True"),
     "diffusers_pipeline.py": ("diffusers", "in 8 layers of Attention"),
+    "integer_timm_vit.py": ("timm", "one image alone has the same bits: True"),
+    "integer_transformers_bert.py": ("transformers", "padding changes them: False"),
     "own_module.py": ("torch", "torch.Size([3, 4, 50, 32]) on backend"),
     "timm_swin.py": ("timm", "4 window attention layers, static scales"),
     "timm_vit.py": ("timm", "same classes: True"),

@@ -306,7 +306,7 @@ def test_modes_see_the_call(general):
     assert len(general) == 3
 
 
-def test_transforms_see_the_call(general):
+def test_transforms_see_the_call():
     x = torch.stack([square(0)[0], square(1)[0]])
     expected = torch.stack([intflash.attention(*(y[None],) * 3)[0] for y in x])
     assert torch.equal(torch.func.vmap(lambda y: intflash.attention(y, y, y))(x), expected)

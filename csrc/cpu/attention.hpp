@@ -140,6 +140,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   int32_t row_max_[kRows];  // unbiased rows: the maximum of S
   uint32_t l_[kRows];
   BlockFloatRow block_float_[kRows];
+  int gap_[kRows];
 
   Attention(const Call& call, uint64_t call_id, Scratch& scratch)
       : B(call, scratch), P(call), call_id_(call_id), scratch_(scratch), epilogue_(call) {
@@ -433,31 +434,44 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     finish<false>();
   }
 
-  // Computes intflash_bfp in one pass, in which a row's octaves rise. A row that spans more octaves than its sums have
-  // fraction bits has lost some, so that the block of rows is computed again, from the octaves found.
+  // Computes intflash_bfp in one pass, in which a row's octaves rise. Where a row spans more octaves than its sums have
+  // fraction bits, the block of rows is computed again from the octaves found, and each block of keys is merged alone.
   void block_float() {
     for (int r = 0; r < rows_; ++r) block_float_[r] = BlockFloatRow(nk_);
-    while (true) {
-      for (int64_t i = 0; i < rows_ * value_pad_; ++i) wide_acc_[i] = 0;
+    const auto pass = [&](bool alone) {
+      clear(acc_, rows_ * value_pad_), clear(acc_low_, rows_ * value_pad_);
       for (int64_t key = 0; key < key_end_; key += kGranule)
-        block_of_keys(key, smaller<int64_t>(kGranule, key_end_ - key));
-      bool exact = true;
-      for (int r = 0; r < rows_; ++r) exact = exact && block_float_[r].is_exact();
-      if (exact) break;
+        block_of_keys(key, smaller<int64_t>(kGranule, key_end_ - key), alone);
+    };
+    pass(false);
+    bool exact = true;
+    for (int r = 0; r < rows_; ++r) exact = exact && block_float_[r].is_exact();
+    if (!exact) {
       for (int r = 0; r < rows_; ++r) block_float_[r].begin_again();
+      pass(true);
     }
-    V::keep_awake();
-    epilogue_.enter_head(b_, h_, hk_);
-    epilogue_.block_float_rows(wide_acc_, value_pad_, block_float_, rows_, call_.out.offset(b_, h_, q0_ + row0_));
-    V::keep_awake();
-    const int64_t first = first_row();
-    for (int r = 0; call_.t_max && r < rows_; ++r) {
-      call_.t_max[first + r] = block_float_[r].log_sum_level();
-      call_.l_sum[first + r] = block_float_[r].l;
+    bool gaps = false;
+    for (int r = 0; r < rows_; ++r) {
+      BlockFloatRow& row = block_float_[r];
+      // Sums of one octave in up to 2^16 keys are those that the output is made of.
+      if (row.pending != kNoOctave && (row.has_wide || row.value_top > row.pending || row.fraction != kOutputShift))
+        merge_pending(r, row.pending);
+      row.value_top = row.largest_of_value();
+      if (row.has_wide)
+        rounded_acc(wide_acc_ + r * value_pad_, value_pad_, acc_ + r * value_pad_, acc_low_ + r * value_pad_);
+      l_[r] = row.rounded_l(), gap_[r] = row.gap(), gaps = gaps || gap_[r];
     }
+    finish<true>(gaps ? gap_ : nullptr);
   }
 
-  void block_of_keys(int64_t key, int64_t n) {
+  void merge_pending(int r, int octave) {
+    int32_t *high = acc_ + r * value_pad_, *low = acc_low_ + r * value_pad_;
+    block_float_[r].merge(octave, high, low, wide_acc_ + r * value_pad_, value_pad_);
+    clear(high, value_pad_), clear(low, value_pad_);
+  }
+
+  // alone: sums of a block are never added to those of another in 32 bits.
+  void block_of_keys(int64_t key, int64_t n, bool alone) {
     for (int r = 0; r < rows_; ++r) row_max_[r] = kAbsent;
     const bool was_masked = masked_, split = has_valueless(valueless_ + key, n);
     masked_ = masked_ || split;
@@ -466,28 +480,30 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     int octave[kRows];
     uint32_t l[kRows];
     if (enter_group(key, n, octave)) {
-      for (int r = 0; r < rows_; ++r)
-        if (octave[r] != kNoOctave) block_float_[r].raise(octave[r], wide_acc_ + r * value_pad_, value_pad_);
-      weights<true, Level::kBlockOctave>(key, 0, n, l);
-      products<true>(key, 0, n, true);
       for (int r = 0; r < rows_; ++r) {
-        if (octave[r] == kNoOctave) continue;
-        block_float_[r].add_l(octave[r], l[r]);
-        block_float_[r].add_acc(octave[r], acc_ + r * value_pad_, acc_low_ + r * value_pad_, wide_acc_ + r * value_pad_,
-                                value_pad_);
+        BlockFloatRow& row = block_float_[r];
+        if (octave[r] == kNoOctave || (octave[r] == row.pending && !alone && key % kMostShared != 0)) continue;
+        if (row.pending != kNoOctave) merge_pending(r, larger(row.pending, row.value_top));
+        row.pending = octave[r], row.value_lowest = smaller(row.value_lowest, octave[r]);
       }
+      weights<true, Level::kBlockOctave>(key, 0, n, l);
+      products<true>(key, 0, n, false);
+      add_l(octave, l);
     }
     if (split) {
       std::swap(scores_, other_scores_);
       find_group_maxima(n);
       if (enter_group(key, n, octave)) {
         weights<true, Level::kBlockOctave>(key, 0, n, l);
-        for (int r = 0; r < rows_; ++r)
-          if (octave[r] != kNoOctave) block_float_[r].add_l(octave[r], l[r]);
+        add_l(octave, l);
       }
       std::swap(scores_, other_scores_);
     }
     masked_ = was_masked;
+  }
+  void add_l(const int* octave, const uint32_t* l) {
+    for (int r = 0; r < rows_; ++r)
+      if (octave[r] != kNoOctave) block_float_[r].add_l(octave[r], l[r]);
   }
 
   // Leaves the keys with a value in scores_ and moves the others to other_scores_, kAbsent in the place of each.
@@ -558,14 +574,16 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     for (int64_t i = 0; i < n; ++i) x[i] = 0;
   }
 
+  // gaps: octaves by which a row's l counts from above its acc, or null.
   template <bool P16>
-  void finish() {
+  void finish(const int* gaps = nullptr) {
     const int64_t first = first_row();
     V::keep_awake();
     if (key_end_ == 0) clear(acc_, rows_ * value_pad_);
     if (key_end_ == 0 && P16) clear(acc_low_, rows_ * value_pad_);
     epilogue_.enter_head(b_, h_, hk_);
-    epilogue_.template rows<P16>(acc_, acc_low_, value_pad_, l_, rows_, call_.out.offset(b_, h_, q0_ + row0_));
+    epilogue_.template rows<P16>(acc_, acc_low_, value_pad_, l_, rows_, call_.out.offset(b_, h_, q0_ + row0_), nullptr,
+                                 gaps);
     V::keep_awake();
     for (int r = 0; call_.t_max && r < rows_; ++r) {
       call_.t_max[first + r] = t_max(r);
@@ -575,6 +593,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
 
   // Returns the row's maximum of T in 2^-32 octave.
   int64_t t_max(int r) const {
+    if (call_.method == Method::kBlockFloat) return block_float_[r].log_sum_level();
     if (call_.method == Method::kOnline) return level_[r] == kNever ? kNever : level_[r] / kTableSteps.sixteenths * 16;
     return biased_ ? level_[r] : unbiased_max(r);
   }

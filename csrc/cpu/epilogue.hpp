@@ -1,7 +1,6 @@
 // Computes the output from integer sums: docs/numerics.md section 2, "The output".
 #pragma once
 #include "cpu/arithmetic.hpp"
-#include "cpu/block_float.hpp"
 
 namespace intflash {
 namespace {
@@ -11,7 +10,7 @@ constexpr int kMaxValueDim = 256;
 template <class V>
 class Epilogue {
  public:
-  explicit Epilogue(const Call& call) : call_(call), most_e_(call.method == Method::kBlockFloat ? 127 : 29) {}
+  explicit Epilogue(const Call& call) : call_(call) {}
 
   void enter_head(int64_t b, int64_t h, int64_t hk) {
     out_ = call_.out.get();
@@ -23,7 +22,7 @@ class Epilogue {
       const float o = integer ? *call_.out_scale.at(b, h, 0, d) : 0.0f;
       if (known_ > d && v_scale_[d] == v && out_scale_[d] == o) continue;
       v_scale_[d] = v, out_scale_[d] = o;
-      if (integer) multiplier_[d] = output_multiplier(v, o, most_e_);
+      if (integer) multiplier_[d] = output_multiplier(v, o);
     }
     known_ = larger(known_, channels);
     per_channel_ = per_channel;
@@ -40,10 +39,11 @@ class Epilogue {
   }
 
   // Writes `rows` output rows from the offset `at` on, from acc = 256 * high + low (P16) or high (P8) and the sums of
-  // p.
+  // p. gaps: octaves by which a row's l counts from above its acc, or null where none does.
   template <bool P16>
   void rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t at,
-            const Prepared* ahead = nullptr) const {
+            const Prepared* ahead = nullptr, const int* gaps = nullptr) const {
+    if (gaps) return rows_with_gaps<P16>(high, low, ld, l, rows, at, gaps);
     const int64_t out_ld = call_.out.row_step;
     const auto each = [&](auto* out, auto write) {
       for (int r = 0; r < rows; ++r, high += ld, low += ld) write(high, low, l[r], out + at + r * out_ld);
@@ -99,23 +99,6 @@ class Epilogue {
     }
   }
 
-  // Writes `rows` output rows of intflash_bfp from the offset `at` on.
-  void block_float_rows(const int64_t* acc, int64_t ld, const BlockFloatRow* rows, int count, int64_t at) const {
-    for (int r = 0; r < count; ++r, acc += ld, at += call_.out.row_step) {
-      switch (call_.out_type) {
-        case OutType::kInt8: block_float_codes<127>(acc, rows[r], static_cast<int8_t*>(out_) + at); break;
-        case OutType::kInt16: block_float_codes<32767>(acc, rows[r], static_cast<int16_t*>(out_) + at); break;
-        case OutType::kFloat16: block_float_floats(acc, rows[r], static_cast<uint16_t*>(out_) + at, to_float16); break;
-        case OutType::kBFloat16:
-          block_float_floats(acc, rows[r], static_cast<uint16_t*>(out_) + at, to_bfloat16);
-          break;
-        case OutType::kFloat32:
-          block_float_floats(acc, rows[r], static_cast<float*>(out_) + at, [](float x) { return x; });
-          break;
-      }
-    }
-  }
-
   // Writes the output row at an offset from int8 codes of V's own scale (qflash, iflash).
   void codes_row(const int32_t* codes, int64_t at) const {
     switch (call_.out_type) {
@@ -135,13 +118,42 @@ class Epilogue {
   }
 
  private:
+  // Does the same for rows that may have gaps, one value at a time.
+  template <bool P16>
+  void rows_with_gaps(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t at,
+                      const int* gaps) const {
+    for (int r = 0; r < rows; ++r, high += ld, low += ld, at += call_.out.row_step)
+      for (int64_t d = 0; d < call_.value_dim; ++d) {
+        const float v_scale = v_scale_[per_channel_ ? d : 0];
+        const int64_t acc = sum<P16>(high, low, d);
+        const auto real = [&] {
+          return l[r] ? float(acc) * (v_scale / float(l[r]) * std::ldexp(1.0f, -gaps[r])) : 0.0f;
+        };
+        const auto code = [&](int limit) {
+          if (l[r] == 0) return 0;
+          const OutputMultiplier m = output_multiplier(v_scale, out_scale_[per_channel_ ? d : 0], gaps[r]);
+          const int lz = __builtin_clz(l[r]);
+          const int64_t reciprocal = int64_t((uint64_t(1) << 55) / (uint64_t(l[r]) << lz));
+          const int64_t product = acc * ((reciprocal * m.mr + (1 << 23)) >> 24);
+          const int64_t rounded = ((product >> smaller(54 - lz - m.e + gaps[r], 63)) + 1) >> 1;
+          return int(rounded < -limit ? -limit : rounded > limit ? limit : rounded);
+        };
+        switch (call_.out_type) {
+          case OutType::kInt8: static_cast<int8_t*>(out_)[at + d] = int8_t(code(127)); break;
+          case OutType::kInt16: static_cast<int16_t*>(out_)[at + d] = int16_t(code(32767)); break;
+          case OutType::kFloat16: static_cast<uint16_t*>(out_)[at + d] = to_float16(real()); break;
+          case OutType::kBFloat16: static_cast<uint16_t*>(out_)[at + d] = to_bfloat16(real()); break;
+          case OutType::kFloat32: static_cast<float*>(out_)[at + d] = real(); break;
+        }
+      }
+  }
+
   template <class Out, class Convert>
   void copy_codes(const int32_t* codes, Out* out, Convert convert) const {
     for (int64_t d = 0; d < call_.value_dim; ++d) out[d] = convert(codes[d]);
   }
 
   const Call& call_;
-  const int most_e_;  // of s_V / s_O
   void* out_ = nullptr;
   int64_t known_ = 0;
   bool per_channel_ = false;
@@ -152,39 +164,6 @@ class Epilogue {
   struct Limit {
     static constexpr int value = N;
   };
-
-  template <class Out, class Convert>
-  void block_float_floats(const int64_t* acc, const BlockFloatRow& row, Out* out, Convert convert) const {
-    const float unit = std::ldexp(1.0f, -row.fraction - row.gap());  // a power of two: that product is exact
-    const float l = float(row.l ? row.l : 1) * std::ldexp(1.0f, -row.fraction), scale = v_scale_[0] / l;
-    if (per_channel_)
-      for (int64_t d = 0; d < call_.value_dim; ++d) out[d] = convert(float(acc[d]) * unit * (v_scale_[d] / l));
-    else
-      for (int64_t d = 0; d < call_.value_dim; ++d) out[d] = convert(float(acc[d]) * unit * scale);
-  }
-
-  template <int Limit, class Out>
-  void block_float_codes(const int64_t* acc, const BlockFloatRow& row, Out* out) const {
-    const int64_t n = call_.value_dim;
-    if (row.l == 0) {
-      for (int64_t d = 0; d < n; ++d) out[d] = 0;
-      return;
-    }
-    const int length = 64 - __builtin_clzll(uint64_t(row.l));  // 35 to 57
-    const int64_t reciprocal = (int64_t(1) << 55) / (row.l >> (length - 32));
-    const auto factor = [&](const OutputMultiplier& m) { return (reciprocal * m.mr + (1 << 23)) >> 24; };
-    const auto shift = [&](const OutputMultiplier& m) {
-      return smaller(larger(length - 3 - m.e + row.gap(), 0), 63);  // one less than the definition's
-    };
-    const auto one = [&](int64_t d, int64_t f, int by) {
-      const int64_t rounded = ((((acc[d] + (1 << 24)) >> 25) * f >> by) + 1) >> 1;
-      out[d] = Out(rounded < -Limit ? -Limit : rounded > Limit ? Limit : rounded);
-    };
-    const int64_t f = factor(multiplier_[0]);
-    const int by = shift(multiplier_[0]);
-    for (int64_t d = 0; d < n; ++d)
-      per_channel_ ? one(d, factor(multiplier_[d]), shift(multiplier_[d])) : one(d, f, by);
-  }
 
   template <bool P16, class Factors>
   inline bool block_factors(const uint32_t* l, int rows, Factors& out) const {

@@ -2,12 +2,30 @@
 
 #include <algorithm>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace intflash {
 namespace {
 
 constexpr int64_t kRowsAtOnce = 16;         // rows of an operation on rows that a thread draws
 constexpr int64_t kProductsPerScore = 128;  // of attention at head_dim 64: Kernels::scores_per_thread counts these
 constexpr int64_t kProductsPerValue = 100;  // as long as an operation on rows takes for a value
+
+// Lets the system take back the pages of weights that have been packed: those of a mapped file are read again should
+// anyone need them.
+void page_out(const void* data, size_t bytes) {
+#if defined(__linux__)
+  constexpr int kPageOut = 21;  // MADV_PAGEOUT of Linux 5.4; others refuse it, which does no harm
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, kPageOut);
+#else
+  (void)data, (void)bytes;
+#endif
+}
 
 View<float> scales(const float* scale, bool per_head) { return {scale, {0, per_head ? 1 : 0, 0, 0}}; }
 
@@ -34,6 +52,7 @@ PackedLinear* Program::pack(const int8_t* weight, const int32_t* bias, const int
   PackedLinear& layer = layers_.emplace_back();
   layer.in_features = in_features, layer.out_features = out_features, layer.shift = shift;
   kernels_.integer->pack(weight, bias, multiplier, layer);
+  page_out(weight, size_t(out_features * in_features));
   return &layer;
 }
 

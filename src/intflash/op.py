@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import fields
 from numbers import Real
 from operator import itemgetter
 from typing import Any
@@ -48,9 +47,8 @@ _OTHERS = (
     ("Tensor?", "q_scale"), ("Tensor?", "k_scale"), ("Tensor?", "v_scale"), ("float?", "scale"),
     ("ScalarType?", "out_dtype"), ("float[]", "number_scales"), ("SymInt[]", "sizes"),
 )  # fmt: skip
-# What they are where they are not given.
-_UNGIVEN = (None,) * (len(_OTHERS) - 2) + ([0.0] * 3, [128] * 3 + [8] * 3)
-FLAT = (*(name for _, name in _SIMPLE + _OTHERS), *_WORDS)
+_NAMES_OF_TENSORS = tuple(name for _, name in _SIMPLE + _OTHERS)
+FLAT = (*_NAMES_OF_TENSORS, *_WORDS)
 
 _tensors_of = itemgetter(*call.TENSORS)
 _differentiable_of = itemgetter(*(a.name for a in ARGUMENTS if a.differentiable and a.name in call.TENSORS))
@@ -128,10 +126,20 @@ Results = tuple[Tensor, Tensor | None, Tensor | None]  # output, its scale where
 
 @functools.lru_cache(1024)
 def _words(options: str) -> tuple[Any, ...]:
-    """The values of `_WORDS`, from a string that names those that are not the defaults."""
-    constants = {"None": None, "True": True, "False": False}
+    """The values of `_WORDS`, from a string that names some: the others are the defaults."""
+    constants = {"True": True, "False": False}
     given = dict(word.split("=") for word in options.split())
     return tuple({**_WORDS, **{name: constants.get(x, x) for name, x in given.items()}}.values())
+
+
+@functools.lru_cache(1024)
+def _simple_rest(options: str) -> tuple[Any, ...]:
+    """The values of `FLAT` that the simple overload does not have as arguments: no others are given, and floats are
+    quantized as the method says."""
+    recipe = get_method(_words(options)[FLAT.index("method") - len(_NAMES_OF_TENSORS)]).recipe
+    quantization = f" q_granularity={recipe.q} k_granularity={recipe.k} v_granularity={recipe.v} rule={recipe.rule}"
+    sizes = [recipe.block_size] * 3 + [recipe.bits] * 3
+    return *(None,) * (len(_OTHERS) - 2), [0.0] * 3, sizes, *_words(options + quantization)
 
 
 def _compute(*flat: Any) -> Results:
@@ -210,18 +218,9 @@ class _Differentiable(torch.autograd.Function):
 
 
 _library = torch.library.Library("intflash", "DEF")
-_below: dict[int, int] = {}  # a dispatch key set without autograd's and higher ones, by the whole one
 _PLAIN_CPU = (
     torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 ).raw_repr()
-
-
-def _is_plain_cpu(keys: Any) -> bool:
-    """Whether only a CPU's kernel is left to see the call: redispatching to it takes 2 us."""
-    whole = keys.raw_repr()
-    if whole not in _below:
-        _below[whole] = (keys & torch._C._after_autograd_keyset).raw_repr()
-    return _below[whole] == _PLAIN_CPU
 
 
 def _define(schema: str, kernel_of: Callable[[Callable[..., Results]], Callable[..., Any]]) -> Any:
@@ -233,11 +232,12 @@ def _define(schema: str, kernel_of: Callable[[Callable[..., Results]], Callable[
     on_cpu = kernel_of(_compute_on_cpu)
 
     def autograd(keys: Any, *flat: Any) -> Any:
+        below = keys & torch._C._after_autograd_keyset
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat):
-            return _Differentiable.apply(op, keys & torch._C._after_autograd_keyset, *flat)
-        if _is_plain_cpu(keys):
+            return _Differentiable.apply(op, below, *flat)
+        if below.raw_repr() == _PLAIN_CPU:  # nothing else wants to see the call: redispatching takes 2 us
             return on_cpu(*flat)
-        return op.redispatch(keys & torch._C._after_autograd_keyset, *flat)
+        return op.redispatch(below, *flat)
 
     _library.impl(name, kernel_of(_compute), "CompositeExplicitAutograd")
     _library.impl(name, on_cpu, "CPU")
@@ -248,7 +248,7 @@ def _define(schema: str, kernel_of: Callable[[Callable[..., Results]], Callable[
 
 def _simple_kernel(compute: Callable[..., Results]) -> Callable[..., Tensor]:
     def kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, bias: Tensor | None, options: str) -> Tensor:
-        return compute(q, k, v, attn_mask, bias, *_UNGIVEN, *_words(options))[0]
+        return compute(q, k, v, attn_mask, bias, *_simple_rest(options))[0]
 
     return kernel
 
@@ -316,61 +316,38 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     if not torch.compiler.is_compiling() and _under_grad() and gradients_wanted(arguments):
         raise RuntimeError(REASON)  # torch's transform would end in an error about autograd.Function
     validate.check_dispatched(arguments)
-    given = dict(arguments)
-    recipe = given.pop("recipe")
-    codes: list = []
-    if isinstance(given["q"], QTensor):
-        codes = [(x.scale, x.granularity, x.block_size, x.bits) for x in (given["q"], given["k"], given["v"])]
-        for name in ("q", "k", "v"):
-            given[name] = given[name].data
-    recipe_fields = None
-    if recipe is not None:
-        recipe_fields = (recipe.q, recipe.k, recipe.v, recipe.bits, recipe.block_size, recipe.q_scale, recipe.k_scale,
-                  recipe.v_scale, recipe.smooth_k, recipe.rotate, recipe.rule)  # fmt: skip
-    call.is_dynamic(arguments["out_scale"])  # refuses other words
-    out, scale, lse = _call_op(codes, recipe_fields, given)
+    dynamic = call.is_dynamic(arguments["out_scale"])
+    q, recipe = arguments["q"], arguments["recipe"]
+    # Compiled code guards each global that is read from here on, at every call: most calls read few.
+    words = [f"{name}={x}" for name, x in arguments.items() if isinstance(x, (bool, str)) and name != "out_scale"]
+    if recipe is None and not isinstance(q, QTensor) and not arguments["return_lse"]:
+        others = ("scale", "out_dtype", "out_scale", "cu_seqlens_q", "cu_seqlens_k")
+        if all([arguments[name] is None for name in others]):
+            k, v, attn_mask, bias = (arguments[name] for name in ("k", "v", "attn_mask", "bias"))
+            return _simple(q, k, v, attn_mask, bias, " ".join(words)), None
+    flat = dict(arguments, out_scale=None) if dynamic else dict(arguments)
+    if isinstance(q, QTensor):
+        codes = [arguments[name] for name in _NAMES]
+        scales, kinds, numbers = [x.scale for x in codes], [x.granularity for x in codes], [0.0] * 3
+        sizes = [x.block_size or 0 for x in codes] + [x.bits for x in codes]
+        flat.update(q=codes[0].data, k=codes[1].data, v=codes[2].data)
+        words.append("quantized=True")
+    else:
+        chosen = recipe if recipe is not None else get_method(arguments["method"]).recipe
+        given = [chosen.q_scale, chosen.k_scale, chosen.v_scale]
+        scales = [x if isinstance(x, Tensor) else None for x in given]
+        numbers = [0.0 if x is None or isinstance(x, Tensor) else float(x) for x in given]
+        kinds, sizes = [chosen.q, chosen.k, chosen.v], [chosen.block_size] * 3 + [chosen.bits] * 3
+        words += [f"smooth_k={chosen.smooth_k}", f"rotate={chosen.rotate}", f"rule={chosen.rule}"]
+    words += [f"q_granularity={kinds[0]}", f"k_granularity={kinds[1]}", f"v_granularity={kinds[2]}"]
+    words.append(f"dynamic_out={dynamic}")
+    if isinstance(flat["out_scale"], Real):
+        flat["out_scale"] = torch.full((1, 1, 1, 1), float(flat["out_scale"]), device=q.device)
+    flat.update(q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, sizes=sizes)
+    out, scale, lse = _general(*[flat[name] for name in _NAMES_OF_TENSORS], " ".join(words))
     if not out.dtype.is_floating_point:
         out = call.integer_output(out, scale)
     return out, lse if arguments["return_lse"] else None
-
-
-@torch.compiler.allow_in_graph  # dynamo would guard every name that it reads here
-def _call_op(codes: list[tuple], recipe: tuple | None, flat: dict[str, Any]) -> Results:
-    """The op's results. `codes`: of QTensors (scale, granularity, block size, bits); `recipe`: the fields of one."""
-    if codes:
-        scales, kinds = [x[0] for x in codes], [x[1] for x in codes]
-        numbers, sizes = [0.0] * 3, [x[2] or 128 for x in codes] + [x[3] for x in codes]
-        smooth_k, rotate, rule = False, False, "exact"
-    else:
-        if recipe is None:
-            chosen = get_method(flat["method"]).recipe
-            recipe = tuple(getattr(chosen, f.name) for f in fields(Recipe))
-        *kinds, bits, block, q_scale, k_scale, v_scale, smooth_k, rotate, rule = recipe
-        given = (q_scale, k_scale, v_scale)
-        scales = [x if isinstance(x, Tensor) else None for x in given]
-        numbers = [0.0 if x is None or isinstance(x, Tensor) else x for x in given]
-        sizes = [block] * 3 + [bits] * 3
-    out_scale = flat["out_scale"]
-    dynamic = isinstance(out_scale, str)
-    if isinstance(out_scale, Real):
-        out_scale = torch.full((1, 1, 1, 1), float(out_scale), device=flat["q"].device)
-    flat = dict(
-        flat, out_scale=None if dynamic else out_scale, dynamic_out=dynamic, quantized=bool(codes),
-        q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, sizes=sizes,
-        smooth_k=smooth_k, rotate=rotate, rule=rule,
-        q_granularity=kinds[0], k_granularity=kinds[1], v_granularity=kinds[2],
-    )  # fmt: skip
-    options = " ".join(f"{name}={flat[name]}" for name, default in _WORDS.items() if flat[name] != default)
-    first, others = [flat[name] for _, name in _SIMPLE], [flat[name] for _, name in _OTHERS]
-    if _are_ungiven(others) and not (flat["return_lse"] or codes):
-        return _simple(*first, options), None, None
-    return _general(*first, *others, options)
-
-
-def _are_ungiven(others: list[Any]) -> bool:
-    plain = all(isinstance(x, (type(None), list)) for x in others)
-    numbers = [x for values in others[-2:] for x in values] if plain else []
-    return plain and all(type(x) in (int, float) for x in numbers) and tuple(others) == _UNGIVEN
 
 
 def _gather(*values: Any) -> dict[str, Any]:

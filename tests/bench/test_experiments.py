@@ -10,8 +10,8 @@ from benchmarks.registry import EXPERIMENTS  # raises if a name is there twice
 from intflash.bench.accuracy import TABLE4, Accuracy, Series, which_definition_fits
 from intflash.bench.experiments import (
     Experiment,
+    ExperimentOutcome,
     Figure,
-    Outcome,
     Row,
     Setting,
     best_of_groups,
@@ -79,7 +79,7 @@ def test_the_closest_definition_is_named():
 
 
 def test_conclusions_need_rows():
-    assert Outcome(TABLE4, Setting(), []).conclusions() == []
+    assert ExperimentOutcome(TABLE4, Setting(), []).conclusions() == []
 
 
 def test_an_error_is_part_of_the_outcome(tmp_path):

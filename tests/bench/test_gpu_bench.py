@@ -121,7 +121,7 @@ def test_a_peer_is_a_contender_of_the_attention_benchmark(monkeypatch):
     monkeypatch.setitem(sys.modules, "sageattention", fake)
     x = torch.zeros(1, 1, 4, 16)
     monkeypatch.setattr(gpu_attention, "_inputs", lambda shape, seed: (x, x, x))
-    case = gpu_attention.Case("tiny", x.shape, ("intflash",))
+    case = gpu_attention.GpuCase("tiny", x.shape, ("intflash",))
     peer = next(c for c in gpu_attention._contenders(case) if c.method == "sageattention")
     backend, call, read = peer.make()
     assert (backend, peer.variant) == ("peer", "float16") and torch.equal(read(), x + 1) and torch.equal(call(), x + 1)

@@ -19,7 +19,7 @@ def gpu_case(monkeypatch):
     """A case whose inputs are `1 + seed` everywhere."""
     x = torch.ones(1, 1, 4, 16)
     monkeypatch.setattr(gpu_attention, "_inputs", lambda shape, seed: (x * (1 + seed),) * 3)
-    return gpu_attention.Case("tiny", x.shape, ("intflash",), (9.0, 8.0, 7.0))
+    return gpu_attention.GpuCase("tiny", x.shape, ("intflash",), (9.0, 8.0, 7.0))
 
 
 def test_static_scales_come_from_another_batch_than_the_timed_one(gpu_case):
@@ -33,7 +33,7 @@ def test_gpu_ratios_use_the_faster_of_cudnn_and_flash(gpu_case, monkeypatch):
     from intflash.bench import gpu_timing as timing
 
     times = {"SDPA cuDNN": 30e-6, "SDPA flash": 20e-6, "SDPA efficient": 5e-6, "intflash": 10e-6}
-    contenders = [gpu_attention.Contender(name, gpu_attention.KERNEL, None) for name in times]
+    contenders = [gpu_attention.GpuContender(name, gpu_attention.KERNEL, None) for name in times]
     running = [(c, "a backend", lambda: None, lambda: torch.ones(gpu_case.shape)) for c in contenders]
     monkeypatch.setattr(gpu_attention, "_running", lambda case: (running, []))
     monkeypatch.setattr(timing, "time_calls", lambda calls, rounds: list(times.values()))

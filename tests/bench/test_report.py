@@ -52,12 +52,14 @@ def test_text_is_escaped(page):
 
 
 def test_whole_models_are_rows(tmp_path):
-    from intflash.bench.models import Outcome, Timing, save
+    from intflash.bench.models import ModelOutcome, Timing, save
 
-    timed = Outcome(
+    timed = ModelOutcome(
         "vit_patch16", 8, [Timing("fp16", 100.0, 99.0, 101.0)], {"intflash / fp16": (1.5, 1.4, 1.6)}, 12, 30
     )
-    save([timed, Outcome("swin", 8, [], {}, 0, float("nan"), error="its process ended with 1")], tmp_path / "models")
+    save(
+        [timed, ModelOutcome("swin", 8, [], {}, 0, float("nan"), error="its process ended with 1")], tmp_path / "models"
+    )
     page = build(read_results([tmp_path]))
     for text in ("Whole models", "vit batch 8", "intflash / fp16", "1.5", "its process ended with 1"):
         assert text in page

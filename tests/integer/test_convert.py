@@ -142,9 +142,9 @@ def test_report_shows_every_operation(digits):
 
 
 def test_calibration_refuses(digits):
-    model, _, images, _ = digits
-    with pytest.raises(InputError, match="asked for 100 images, 96 came"):
-        integer.calibrate(model, [images], images=100)
+    model, images = digits[0], digits[2][:4]
+    with pytest.raises(InputError, match="asked for 5 images, 4 came"):
+        integer.calibrate(model, [images], images=5)
     with pytest.raises(InputError, match="none were given"):
         integer.calibrate(model, [])
     with pytest.raises(InputError, match=r"pass \[x\]"):
@@ -158,7 +158,7 @@ def test_calibration_refuses(digits):
 
 
 def test_nan_and_changes_are_named(digits):
-    model, calibration, images, _ = digits
+    model, calibration, images = digits[0], digits[1], digits[2][:4]
     broken = copy.deepcopy(model)
     broken.blocks[2].mlp[0].weight[3, 1] = float("nan")
     with pytest.raises(InputError, match="blocks.2.mlp.0: expected a finite weight"):
@@ -180,7 +180,7 @@ def test_nan_and_changes_are_named(digits):
 
 def test_what_the_graph_does_not_see_is_found(digits):
     """A hook changes what the model computes, but not its modules."""
-    model, _, images, _ = digits
+    model, images = digits[0], digits[2][:4]
     hooked = copy.deepcopy(model)
     hooked.blocks[1].mlp.register_forward_hook(lambda module, args, out: 2 * out)
     with pytest.raises(InputError, match="logits differ from those of its translation"):

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from sharp import run, sharpen
 from torch import nn
 
 from intflash import InputError, integer
 from intflash.integer.registry import translate
 from intflash.integer.simulate import simulate
 from oracle import sqnr
+from peaked_models import run, sharpen
 
 timm = pytest.importorskip("timm")
 

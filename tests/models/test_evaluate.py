@@ -19,7 +19,17 @@ from intflash.errors import InputError
 from intflash.methods import METHODS as METHODS_THERE_ARE
 from intflash.models import calibrate
 from intflash.models.data import ImageFolder, load_classifier
-from intflash.models.evaluate import FLOAT, Evaluation, Row, Tally, Variant, _row, _weights_digest, batches, evaluate
+from intflash.models.evaluate import (
+    FLOAT,
+    Evaluation,
+    Tally,
+    Variant,
+    VariantRow,
+    _row,
+    _weights_digest,
+    batches,
+    evaluate,
+)
 from intflash.models.papers import QFLASH_MODELS, paper_row
 from intflash.quant.calibrate import Scales
 
@@ -321,7 +331,7 @@ torch.distributed.destroy_process_group()
 def test_the_table_truncates_no_number():
     names = ["int_flash_full", "intflash_online", "intflash (static, percentile, deit-small.json)"]
     paper = paper_row("deit_base_patch16_224", "qflash")
-    row = Row("", 9, 100.0, 100.0, 100.0, -12.3, 1234.5, True, "", 12, 17.2, paper)
+    row = VariantRow("", 9, 100.0, 100.0, 100.0, -12.3, 1234.5, True, "", 12, 17.2, paper)
     kinds = ["token/token/head", "tensor", "tensor/tensor/channel"]
     rows = [replace(row, name=name, granularity=kind) for name, kind in zip(names, kinds, strict=True)]
     for width, count in ((80, 3), (200, 1)):

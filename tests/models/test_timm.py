@@ -295,8 +295,8 @@ def test_throughput_refuses_before_any_worker_starts(tmp_path, monkeypatch, meas
 
 
 def test_throughput_writes_results_and_reports_failures(tmp_path, measured):
-    good = bench.Outcome("vit", 1, [bench.Timing("fp32", 1.0, 1.0, 1.0)], {}, 12, 30.0)
-    bad = bench.Outcome("swin", 8, [], {}, 0, 0.0, error="its process ended with 1")
+    good = bench.ModelOutcome("vit", 1, [bench.Timing("fp32", 1.0, 1.0, 1.0)], {}, 12, 30.0)
+    bad = bench.ModelOutcome("swin", 8, [], {}, 0, 0.0, error="its process ended with 1")
     ended = measured(outcomes=[bad])
     assert ended.exit_code == 1 and "not measured: swin batch 8" in ended.output
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -14,7 +14,18 @@ import intflash
 from intflash import Recipe
 from intflash.bench.experiments import Experiment, Figure, Row, Setting, describe, untimed
 from intflash.bench.measure import METRICS, MRE_DEFINITIONS, exact_attention
-from intflash.bench.workloads import COLUMNS, HARD, IFLASH, QFLASH, Case, normal, random_case, uniform, workload_case
+from intflash.bench.workloads import (
+    COLUMNS,
+    HARD,
+    IFLASH,
+    QFLASH,
+    SINKS,
+    InputCase,
+    normal,
+    random_case,
+    uniform,
+    workload_case,
+)
 from intflash.call import prepare
 from intflash.problem import Problem
 from intflash.quant import hadamard_rotate, key_mean
@@ -71,7 +82,7 @@ class Accuracy:
     """
 
     series: Sequence[Series]
-    cases: Sequence[Case]
+    cases: Sequence[InputCase]
     metrics: Sequence[str] = ("SQNR dB", "MSE", "cosine", "MRE of means %")
     quick: int = 2
     paper: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
@@ -86,7 +97,7 @@ class Accuracy:
                 yield from self._rows(series, case, ref, (q, k, v), setting)
 
     def _rows(
-        self, series: Series, case: Case, ref: Tensor, inputs: Sequence[Tensor], setting: Setting
+        self, series: Series, case: InputCase, ref: Tensor, inputs: Sequence[Tensor], setting: Setting
     ) -> Iterator[Row]:
         out = backend = note = None
         try:
@@ -333,6 +344,28 @@ HARD_INPUTS = untimed(
 )
 
 
+ATTENTION_SINKS = untimed(
+    name="sinks",
+    title="Attention sinks: SQNR over the sink's share of the weight",
+    source="docs/numerics.md, section 2",
+    measure=Accuracy(
+        series=(  # drawn over each other in this order
+            CEILING,
+            *(s for s in (*FLOATS, *PUBLISHED) if s.label not in ("bf16", "fp8_head", "iflash", "ivit", "ibert")),
+            *OURS,
+            Series("intflash_bfp", "intflash_bfp"),
+        ),
+        cases=SINKS,
+        metrics=("SQNR dB",),
+        quick=3,
+    ),
+    figures=(Figure("SQNR dB", "lines", "share of the sink, %"),),
+    conclude=lambda rows: below_ceiling(rows, ("intflash_bfp", "intflash", "intflash_p8")),
+    notes="N = 1024, head_dim 64, 256 queries, 2 heads; float output. One key has the share of the mean row and the "
+    "value 0; the other scores have a standard deviation of 0.87.",
+)
+
+
 def below_ceiling(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     """Returns by how much the named series stay below the ceiling in the worst case."""
     top = {row.case: row.value for row in rows if row.series == CEILING.label}
@@ -345,5 +378,5 @@ def below_ceiling(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
 
 
 EXPERIMENTS: tuple[Experiment, ...] = (
-    TABLE4, IFLASH_SQNR, TABLE1, TABLE2, INT4, GRANULARITY, SPEC_TABLE, HARD_INPUTS,
+    TABLE4, IFLASH_SQNR, TABLE1, TABLE2, INT4, GRANULARITY, SPEC_TABLE, HARD_INPUTS, ATTENTION_SINKS,
 )  # fmt: skip

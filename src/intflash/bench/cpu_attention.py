@@ -53,7 +53,7 @@ REST_S = 5e-3  # between turns of several threads
 
 
 @dataclass(frozen=True)
-class Row:
+class CpuRow:
     """The result of one series on one workload."""
 
     workload: str
@@ -74,7 +74,7 @@ def measure(
     threads: Sequence[int] = (1, 2),
     budget_s: float = 3.0,
     workloads: Sequence[Workload] = WORKLOADS,
-) -> list[Row]:
+) -> list[CpuRow]:
     """Time every workload and write ``attention.json``, ``.csv`` and ``.png`` into `out`.
 
     Args:
@@ -90,7 +90,7 @@ def measure(
     if not cpu.instruction_sets():
         raise RuntimeError("the native CPU kernels were not built: nothing to measure")
     before = torch.get_num_threads()
-    rows: list[Row] = []
+    rows: list[CpuRow] = []
     try:
         for count in threads:
             for workload in workloads:
@@ -127,7 +127,7 @@ def _inputs(workload: Workload) -> list[Tensor]:
     return [(torch.rand(workload.shape, generator=generator) * 2 - 1) * AMPLITUDE for _ in "qkv"]
 
 
-def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequence[str]) -> list[Row]:
+def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequence[str]) -> list[CpuRow]:
     torch.set_num_threads(threads)
     q, k, v = _inputs(workload)
     low = [x.to(torch.bfloat16) for x in (q, k, v)]
@@ -164,11 +164,13 @@ def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequen
     rows = []
     for (series, isa), t in seconds.items():
         peer = seconds[f"{PEER}, {MASKED}" if series.endswith(MASKED) else PEER, ""]
-        rows.append(Row(workload.name, shape, threads, series, isa, round(1e6 * t, 2), round(peer / t, 2)))
+        rows.append(CpuRow(workload.name, shape, threads, series, isa, round(1e6 * t, 2), round(peer / t, 2)))
     return rows
 
 
-def _scaling(threads: int, budget_s: float, workloads: Sequence[Workload], busy_neighbour: bool = False) -> list[Row]:
+def _scaling(
+    threads: int, budget_s: float, workloads: Sequence[Workload], busy_neighbour: bool = False
+) -> list[CpuRow]:
     """Measures our scaling: one thread against several, and against as many calls at once."""
     torch.set_num_threads(1)
     rows = []
@@ -182,7 +184,7 @@ def _scaling(threads: int, budget_s: float, workloads: Sequence[Workload], busy_
             shape, isa = "x".join(map(str, workload.shape)), cpu.instruction_sets()[0]
             for n, series, t in zip((1, threads, threads), (SCALING, SCALING, AT_ONCE), times, strict=True):
                 ratio = round(times[0] / t, 2)
-                rows.append(Row(workload.name, shape, n, series, isa, round(1e6 * t, 2), ratio, busy_neighbour))
+                rows.append(CpuRow(workload.name, shape, n, series, isa, round(1e6 * t, 2), ratio, busy_neighbour))
     return rows
 
 
@@ -225,7 +227,7 @@ def _onnx_session(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Callable[[],
     return partial(session.run, None, packed)
 
 
-def _figure(rows: Sequence[Row], path: Path) -> None:
+def _figure(rows: Sequence[CpuRow], path: Path) -> None:
     """Draws the ratios of the best kernels on the smallest number of threads."""
     import matplotlib
     from matplotlib.figure import Figure

@@ -132,7 +132,7 @@ untimed = partial(Experiment, timed=False)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExperimentOutcome:
     """An experiment's rows with the machine they were measured on. `error`: why rows are missing."""
 
     experiment: Experiment
@@ -184,7 +184,7 @@ class Outcome:
         return [data, table, *drawn]
 
 
-def run_experiment(experiment: Experiment, setting: Setting) -> Outcome:
+def run_experiment(experiment: Experiment, setting: Setting) -> ExperimentOutcome:
     """Measures every row of an experiment. An error that stops it becomes part of the outcome, beside the rows
     measured so far.
     """
@@ -195,7 +195,7 @@ def run_experiment(experiment: Experiment, setting: Setting) -> Outcome:
     except Exception as raised:
         logger.exception("%s stopped", experiment.name)
         error = describe(raised)
-    return Outcome(experiment, setting, rows, error)
+    return ExperimentOutcome(experiment, setting, rows, error)
 
 
 def describe(error: Exception) -> str:

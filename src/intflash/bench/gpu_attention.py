@@ -45,7 +45,7 @@ OF_HEADS = Recipe(q="head", k="head", v="head")
 
 
 @dataclass(frozen=True)
-class Case:
+class GpuCase:
     name: str
     shape: tuple[int, int, int, int]
     methods: tuple[str, ...]
@@ -77,26 +77,26 @@ class Measured:
 EXACT = ("intflash_p8", "intflash")
 
 
-def cases(quick: bool = False) -> list[Case]:
+def cases(quick: bool = False) -> list[GpuCase]:
     """Returns the rows of the target table, then batch sizes and lengths around them."""
     found = []
     for name, w in QFLASH.items():
         vit = w.n == 197
         for batch in (1, 8):
             targets = (1.6, 1.3, None) if vit else ((1.8, 1.8, None) if batch == 1 else (2.0, 2.0, None))
-            found.append(Case(f"{name} batch {batch}", w.batched(batch).shape, (*EXACT, "qflash"), targets))
-    found.append(Case("A2 batch 1024", QFLASH["A2"].batched(1024).shape, EXACT, (2.0, 1.3, 1.0)))
-    found.append(Case("A4 batch 128", QFLASH["A4"].batched(128).shape, EXACT, (5.0, 4.0, 2.0)))
+            found.append(GpuCase(f"{name} batch {batch}", w.batched(batch).shape, (*EXACT, "qflash"), targets))
+    found.append(GpuCase("A2 batch 1024", QFLASH["A2"].batched(1024).shape, EXACT, (2.0, 1.3, 1.0)))
+    found.append(GpuCase("A4 batch 128", QFLASH["A4"].batched(128).shape, EXACT, (5.0, 4.0, 2.0)))
     for d, heads, targets in ((64, 32, (1.35, 1.25, 1.2)), (128, 16, (1.3, 1.2, 1.15))):
         for n in (1024, 4096, 16384):
             goal = targets if n > 1024 else (None,) * 3
             shape = (4 if n < 16384 else 1, heads, n, d)
-            found.append(Case(f"D{d} N{n}", shape, ("intflash_online", "intflash_p8", "intflash"), goal))
+            found.append(GpuCase(f"D{d} N{n}", shape, ("intflash_online", "intflash_p8", "intflash"), goal))
     if quick:
         return [c for c in found if c.name in ("A2 batch 8", "A4 batch 8", "D64 N4096")]
     for batch in (64, 256):
-        found += [Case(f"{n} batch {batch}", QFLASH[n].batched(batch).shape, EXACT) for n in ("A2", "A4", "A7")]
-    found.append(Case("D80 N4096", (4, 16, 4096, 80), ("intflash_online",)))
+        found += [GpuCase(f"{n} batch {batch}", QFLASH[n].batched(batch).shape, EXACT) for n in ("A2", "A4", "A7")]
+    found.append(GpuCase("D80 N4096", (4, 16, 4096, 80), ("intflash_online",)))
     return found
 
 
@@ -137,7 +137,7 @@ def _static_recipe(shape: tuple[int, ...]) -> Recipe:
 
 
 @dataclass(frozen=True)
-class Contender:
+class GpuContender:
     """What is timed. `make` returns its backend, its call, and a function that reads its output as floats."""
 
     method: str
@@ -145,24 +145,26 @@ class Contender:
     make: Callable[[], tuple[str, Callable[[], Any], Callable[[], Tensor]]]
 
 
-def _contenders(case: Case) -> Iterator[Contender]:
+def _contenders(case: GpuCase) -> Iterator[GpuContender]:
     inputs = _inputs(case.shape, 0)
     for name, kernel in SDPA.items():
-        yield Contender(name, "float16", partial(_kernel, kernel, inputs))
+        yield GpuContender(name, "float16", partial(_kernel, kernel, inputs))
     for name, function in peers.installed():
-        yield Contender(name, "float16", partial(_peer, function, inputs))
+        yield GpuContender(name, "float16", partial(_peer, function, inputs))
     recipe = _static_recipe(case.shape)
     for method in case.methods:
-        yield Contender(method, KERNEL, partial(_kernel, method, inputs))
+        yield GpuContender(method, KERNEL, partial(_kernel, method, inputs))
         if method != "qflash":
             variants = {STATIC: recipe, DYNAMIC: Recipe()}
             if case.shape[2] <= 224:
                 variants[HEADS] = OF_HEADS
             for variant, chosen in variants.items():
-                yield Contender(method, variant, partial(_whole, method, chosen, inputs))
+                yield GpuContender(method, variant, partial(_whole, method, chosen, inputs))
 
 
-def _running(case: Case) -> tuple[list[tuple[Contender, str, Callable[[], Any], Callable[[], Tensor]]], list[Measured]]:
+def _running(
+    case: GpuCase,
+) -> tuple[list[tuple[GpuContender, str, Callable[[], Any], Callable[[], Tensor]]], list[Measured]]:
     """Returns the contenders that run, after one run each, and rows of those that do not."""
     running, refused = [], []
     for c in _contenders(case):
@@ -177,11 +179,11 @@ def _running(case: Case) -> tuple[list[tuple[Contender, str, Callable[[], Any], 
     return running, refused
 
 
-def _shape(case: Case) -> str:
+def _shape(case: GpuCase) -> str:
     return "x".join(map(str, case.shape))
 
 
-def measure_case(case: Case, rounds: int = 9) -> list[Measured]:
+def measure_case(case: GpuCase, rounds: int = 9) -> list[Measured]:
     """Measures every contender of a case."""
     from intflash.bench.gpu_timing import time_calls
 
@@ -215,7 +217,7 @@ def measure_case(case: Case, rounds: int = 9) -> list[Measured]:
     return rows + refused
 
 
-def _rehearse(case: Case) -> None:
+def _rehearse(case: GpuCase) -> None:
     _running(case)
 
 

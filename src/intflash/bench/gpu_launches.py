@@ -22,7 +22,7 @@ from intflash.backends.cuda.program import CudaLaunch
 from intflash.backends.gpu.float_softmax import operands
 from intflash.backends.gpu.tensors import contiguous_keys
 from intflash.backends.triton import mixed_precision, mixed_precision_steps, unfused
-from intflash.backends.triton.launch import Launch
+from intflash.backends.triton.launch import TritonLaunch
 from intflash.backends.triton.tile_loop import Statistics
 from intflash.bench.experiments import describe
 from intflash.methods import get_method
@@ -99,7 +99,7 @@ def make_kernel(
     return Kernel(chosen.name, partial(_run_all, launches) if launches else whole, whole, read)
 
 
-def of_launch(launch: Launch, out: Tensor) -> Kernel:
+def of_launch(launch: TritonLaunch, out: Tensor) -> Kernel:
     """Wraps a launch of the Triton backend that fills `out` with floats. It is run once."""
     launch.run()
     return Kernel("triton", launch.run, launch.run, lambda: out)
@@ -134,7 +134,7 @@ def uniform_inputs(shape: Sequence[int], seed: int) -> tuple[Tensor, Tensor, Ten
 def recorded() -> Iterator[list[Any]]:
     """Records the attention backends' launches inside the context, in order."""
     made: list[Any] = []
-    kinds = (Launch, CudaLaunch)
+    kinds = (TritonLaunch, CudaLaunch)
     originals = [kind.run for kind in kinds]
 
     def recording(original: Callable[[Any], None]) -> Callable[[Any], None]:

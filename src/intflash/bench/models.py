@@ -59,7 +59,7 @@ class Timing:
 
 
 @dataclass
-class Outcome:
+class ModelOutcome:
     """One model and batch: timings, our speed relative to each float variant, and supporting data."""
 
     model: str
@@ -150,7 +150,7 @@ def _other_attention(model: nn.Module, images: Tensor) -> dict[str, Callable[[],
     return {"fp16 compiled, cuDNN": call}
 
 
-def measure(name: str, batch: int, device: str, turns: int, ready: Callable[[], None]) -> Outcome:
+def measure(name: str, batch: int, device: str, turns: int, ready: Callable[[], None]) -> ModelOutcome:
     """Builds, compiles and warms up every variant. After `ready` returns, times them in turns."""
     torch.manual_seed(1)
     dtype = torch.float16 if device == "cuda" else torch.float32
@@ -171,7 +171,7 @@ def measure(name: str, batch: int, device: str, turns: int, ready: Callable[[], 
         for b in samples
         if a.startswith(OURS) and not b.startswith(OURS) and ("eager" in a) == ("eager" in b)
     }
-    return Outcome(name, batch, timings, ratios, replaced, sqnr(reference, ours), kernels)
+    return ModelOutcome(name, batch, timings, ratios, replaced, sqnr(reference, ours), kernels)
 
 
 def _warm(call: Callable[[], Tensor]) -> Tensor:
@@ -237,7 +237,7 @@ def check_models(names: Iterable[str]) -> None:
         raise InputError(f"expected models of timm.list_models(), as {known}, got {', '.join(unknown)}")
 
 
-def run_all(models: Iterable[str], batches: Iterable[int], device: str, turns: int) -> list[Outcome]:
+def run_all(models: Iterable[str], batches: Iterable[int], device: str, turns: int) -> list[ModelOutcome]:
     """Measures each model and batch in its own process. On a GPU all compile at once and are timed one by one."""
     jobs = [(m, b) for m in models for b in batches]
     command = [sys.executable, "-m", __name__, "--device", device, "--turns", str(turns)]
@@ -254,16 +254,16 @@ def run_all(models: Iterable[str], batches: Iterable[int], device: str, turns: i
             text = line if line.strip() != "ready" else worker.communicate("go\n")[0]
             worker.wait()
             try:
-                outcome = Outcome(**json.loads(text.strip().splitlines()[-1]))
+                outcome = ModelOutcome(**json.loads(text.strip().splitlines()[-1]))
                 outcome.timings = [Timing(**t) for t in outcome.timings]
             except (IndexError, json.JSONDecodeError):
-                outcome = Outcome(m, b, [], {}, 0, math.nan, error=f"its process ended with {worker.returncode}")
+                outcome = ModelOutcome(m, b, [], {}, 0, math.nan, error=f"its process ended with {worker.returncode}")
             logger.info("%s batch %d: %s", m, b, outcome.error or outcome.ratios)
             outcomes.append(outcome)
     return outcomes
 
 
-def markdown(outcomes: list[Outcome], facts: dict[str, Any]) -> str:
+def markdown(outcomes: list[ModelOutcome], facts: dict[str, Any]) -> str:
     """Returns the table of the documentation."""
     lines = [f"# Whole models on {facts.get('gpu', facts['cpu'])}", ""]
     lines += [f"{facts['date']}, commit {facts['commit']}, {facts['versions']}. Images/s, medians over turns with the "
@@ -294,7 +294,7 @@ def markdown(outcomes: list[Outcome], facts: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def rows(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+def rows(outcomes: list[ModelOutcome]) -> list[dict[str, Any]]:
     """Returns what the report shows: series, case, metric and value, as an experiment's rows."""
     found = []
     for o in outcomes:
@@ -312,7 +312,7 @@ def result_files(out: Path) -> list[Path]:
     return [out.with_suffix(".json"), out.with_suffix(".md")]
 
 
-def save(outcomes: list[Outcome], out: Path) -> list[Path]:
+def save(outcomes: list[ModelOutcome], out: Path) -> list[Path]:
     """Writes ``out`` as JSON and as Markdown."""
     facts = environment()
     paths = result_files(out)

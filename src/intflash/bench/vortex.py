@@ -6,7 +6,9 @@ On the user's Vortex: instructions, cycles, IPC and memory latency by its counte
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,13 +145,18 @@ def _sweep(setting: Setting) -> Iterator[Row]:
     except VortexError as error:
         yield Row(ENTRIES[0].label, "any N", f"{CYCLES}, d = 8", None, note=str(error))
         return
-    for n, d in _sizes(setting):
-        for entry in (e for e in _entries(d) if _taken(e, d)):
-            setting.log(f"{entry.label} on simx, N = {n}, d = {d}")
-            try:
-                cycles, note = measure_program(entry.program, n, d, device, setting.seed, entry.p_bits).cycles, None
-            except VortexError as error:
-                cycles, note = None, str(error)
+    points = [(n, d, entry) for n, d in _sizes(setting) for entry in _entries(d) if _taken(entry, d)]
+
+    def measure(point: tuple[int, int, Entry]) -> tuple[int | None, str | None]:
+        n, d, entry = point
+        setting.log(f"{entry.label} on simx, N = {n}, d = {d}")
+        try:
+            return measure_program(entry.program, n, d, device, setting.seed, entry.p_bits).cycles, None
+        except VortexError as error:
+            return None, str(error)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # simx takes one core; what it counts does not depend on time
+        for (n, d, entry), (cycles, note) in zip(points, pool.map(measure, points), strict=True):
             yield Row(entry.label, f"N = {n}", f"{CYCLES}, d = {d}", cycles, x=n, backend="vortex", note=note)
 
 

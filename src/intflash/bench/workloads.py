@@ -77,7 +77,7 @@ def normal(scale: float = 1.0) -> Callable[[tuple[int, ...], torch.Generator], T
 
 
 @dataclass(frozen=True)
-class Case:
+class InputCase:
     """Named inputs: one draw for each of q, k, v, then what `change` makes of them.
 
     Attributes:
@@ -113,13 +113,13 @@ def _keep_rows(q: Tensor, rows: int) -> Tensor:
     return torch.cat([q.gather(2, largest), q[:, :, 1:rows]], dim=2) if rows < q.shape[2] else q
 
 
-def workload_case(workload: Workload, draw=None) -> Case:
+def workload_case(workload: Workload, draw=None) -> InputCase:
     """Returns the QFlash benchmark's inputs, uniform in [-4, 4], for a workload."""
-    return Case(workload.name, workload.shape, draw or uniform(-4, 4))
+    return InputCase(workload.name, workload.shape, draw or uniform(-4, 4))
 
 
-def random_case(name: str, n: int, draw, head_dim: int = 64, heads: int = 2, rows: int = 1024, **options) -> Case:
-    return Case(name, (1, heads, n, head_dim), draw, rows=rows, value=n, **options)
+def random_case(name: str, n: int, draw, head_dim: int = 64, heads: int = 2, rows: int = 1024, **options) -> InputCase:
+    return InputCase(name, (1, heads, n, head_dim), draw, rows=rows, value=n, **options)
 
 
 def _value_offset(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> Inputs:
@@ -159,6 +159,23 @@ def _sink(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> Inputs
     return q, k, v
 
 
+def _sink_of(share: float):
+    """Key 0 has that share of the mean row's weight and the value 0, as an attention sink's.
+
+    Queries share a direction of 16 channels, in which only key 0 is not 0, so that it is no outlier among K's codes.
+    """
+
+    def change(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> Inputs:
+        q, k, v = q.clone(), k.clone(), v.clone()
+        q[..., :16], k[..., :16], k[:, :, 0], v[:, :, 0] = 2.0, 0.0, 0.0, 0.0
+        rest = (q[:, :, :256] @ k[:, :, 1:].mT * q.shape[3] ** -0.5).logsumexp(-1).mean().item()
+        score = rest + math.log(share / (1 - share)) if share else 0.0
+        k[:, :, 0, :16] = score * q.shape[3] ** 0.5 / (16 * 2.0)
+        return q, k, v
+
+    return change
+
+
 # Correlated queries and keys of head_dim 128 at this scale have 4.3e-6 octaves per score unit. exp_M = round(2^16 *
 # that) of the qflash authors' program is then 0, and its P overflows int8.
 TINY_SCALE = 5.88e-4
@@ -181,6 +198,12 @@ COLUMNS = (
     random_case("D128 corr", 1024, normal(), head_dim=128, change=_correlated, sm_scale=TINY_SCALE),
     random_case("x.02", 1024, normal(), change=_scaled(0.02)),
     random_case("sink 4k", 4096, normal(), change=_sink),
+)
+
+# The share in percent is the place on the x axis.
+SINKS = tuple(
+    InputCase(f"{share:g} %", (1, 2, 1024, 64), normal(), _sink_of(share / 100), rows=256, value=share)
+    for share in (0, 1, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 99.9)
 )
 
 # docs/numerics.md, section 3: inputs on which qflash breaks.

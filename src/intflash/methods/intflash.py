@@ -80,8 +80,11 @@ def _row_max(T: Tensor, present: Tensor) -> Tensor:
     return arrays.row_max(torch.where(present, T, NEVER), NEVER)
 
 
-def finish(problem: Problem, acc: Tensor, l: Tensor, t_max: Tensor, p_max: int) -> Result:
-    """Normalizes acc (int64 ``[B, Hq, Nq, Dv]``) by l (``[B, Hq, Nq, 1]``). Rows without keys give 0."""
+def finish(problem: Problem, acc: Tensor, l: Tensor, t_max: Tensor, p_max: int, gap: Tensor | None = None) -> Result:
+    """Normalizes acc (int64 ``[B, Hq, Nq, Dv]``) by l (``[B, Hq, Nq, 1]``). Rows without keys give 0.
+
+    gap: octaves, 0 to 96, by which the unit of l is above that of acc.
+    """
     s_v = arrays.value_scale(problem)
     empty = l == 0
     divisor = torch.where(empty, 1, l)
@@ -91,14 +94,16 @@ def finish(problem: Problem, acc: Tensor, l: Tensor, t_max: Tensor, p_max: int) 
         out_scale = problem.out_scale
         if out_scale is None:
             out_scale = s_v * 127 / ((1 << (bits - 1)) - 1)
-        multiplier, exponent = output_multiplier(s_v, out_scale)
+        gap = torch.zeros_like(l) if gap is None else gap
+        multiplier, exponent = output_multiplier(s_v, out_scale, gap)
         lz = clz32(divisor)
         reciprocal = floor_div(torch.full_like(divisor, 1 << 55), divisor << lz)  # (2^23, 2^24]
         factor = arrays.within(rounding_rshift(reciprocal * multiplier, 24), 25, "factor", signed=False)
-        shift = 55 - lz - exponent
-        out = saturate(rounding_rshift(acc * factor, shift), bits)
+        shift = (55 - lz - exponent + gap).clamp(max=64)  # from 64 on the output is 0
+        out = saturate(((acc * factor >> (shift - 1)) + 1) >> 1, bits)  # rounded half up
     else:
-        out = acc.float() * (s_v / divisor.float())
+        scale = s_v / divisor.float()
+        out = acc.float() * (scale if gap is None else scale * torch.exp2(-gap.float()))
     out = torch.where(empty, 0, out).to(problem.out_dtype)
     lse = log_sum_exp(t_max, l, p_max)[..., 0] if problem.return_lse else None
     return Result(out, out_scale, lse)

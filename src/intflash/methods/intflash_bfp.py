@@ -16,6 +16,7 @@ from torch import Tensor
 from intflash.errors import InputError
 from intflash.methods import arrays
 from intflash.methods.base import Method
+from intflash.methods.intflash import finish
 from intflash.numerics import exp
 from intflash.numerics.block import (
     BIAS_FRACTION_BITS,
@@ -24,11 +25,11 @@ from intflash.numerics.block import (
     LEAST_HI,
     MAX_GAP,
     MAX_KEYS,
-    OUTPUT_EXPONENTS,
+    OUTPUT_SHIFT,
     UNSET,
     fraction_bits,
 )
-from intflash.numerics.fixed_point import bit_length, floor_div, rounding_rshift, saturate
+from intflash.numerics.fixed_point import rounding_rshift
 from intflash.problem import Problem, Result
 
 NEVER = -(1 << 62)  # below every score exponent: the maximum of no keys
@@ -95,35 +96,9 @@ def _reference(problem: Problem) -> Result:
             acc_group = arrays.matmul(p, v[:, :, keys], "acc of a block", 31)
             acc = arrays.within(acc + _merged(acc_group, value_top - e, fraction), 64, "acc")
     gap = torch.where(value_top == UNSET, 0, top - value_top).clamp(max=MAX_GAP)
-    return _finish(problem, acc, l, gap, top, fraction)
-
-
-def _finish(problem: Problem, acc: Tensor, l: Tensor, gap: Tensor, top: Tensor, fraction: int) -> Result:
-    """acc / (l 2^gap) in V's scale; rows without keys give 0. acc and l have `fraction` fraction bits."""
-    s_v = arrays.value_scale(problem)
-    empty = l == 0
-    l = torch.where(empty, 1 << 32, l)  # of others it is at least 32,597 * 2^20
-    out_scale = None
-    if problem.out_dtype.is_floating_point:
-        unit = 2.0**-fraction
-        out = (acc.float() * unit * torch.exp2(-gap.double()).float()) * (s_v / (l.float() * unit))
-    else:
-        bits = torch.iinfo(problem.out_dtype).bits
-        out_scale = problem.out_scale
-        if out_scale is None:
-            out_scale = s_v * 127 / ((1 << (bits - 1)) - 1)
-        multiplier, exponent = exp.output_multiplier(s_v, out_scale, OUTPUT_EXPONENTS)
-        length = bit_length(l >> 32) + 32  # 36 to 57
-        reciprocal = floor_div(torch.full_like(l, 1 << 55), l >> (length - 32))  # (2^23, 2^24]
-        factor = arrays.within(rounding_rshift(reciprocal * multiplier, 24), 25, "factor", signed=False)
-        product = arrays.within(rounding_rshift(acc, 25), 39, "rounded acc") * factor
-        shift = (length - 2 - exponent + gap).clamp(1, 64)  # below 1 every product but 0 saturates, from 64 on it is 0
-        out = saturate(((product >> (shift - 1)) + 1) >> 1, bits)
-    out = torch.where(empty, 0, out).to(problem.out_dtype)
-    lse = None
-    if problem.return_lse:
-        lse = exp.log_sum_exp((top - fraction) << 32, torch.where(empty, 0, l), exp.P16_MAX)[..., 0]
-    return Result(out, out_scale, lse)
+    acc = arrays.within(rounding_rshift(acc, OUTPUT_SHIFT), 40, "rounded acc")
+    l = arrays.within(rounding_rshift(l, OUTPUT_SHIFT), 32, "rounded l", signed=False)
+    return finish(problem, acc, l, (top + OUTPUT_SHIFT - fraction) << 32, exp.P16_MAX, gap)
 
 
 def _check_bounds(problem: Problem) -> None:

@@ -29,7 +29,7 @@ RS_MAX = (1 << 31) - 1
 MAX_PRODUCT_TERMS = (1 << 31) // 127**2
 
 
-class Constants(NamedTuple):
+class PipelineConstants(NamedTuple):
     """The constants of a call, computed from the float32 scales in float64: int64 tensors ``[B|1, Hq|1, 1, 1]``."""
 
     sm_scale: Tensor  # octaves per score unit, float64
@@ -58,20 +58,22 @@ def served_unit(problem: Problem) -> Tensor:
     return unit.masked_fill(coarse, 1 / LOG2_E).masked_fill(fine, 1 / (RS_MAX * LOG2_E))
 
 
-def constants(problem: Problem) -> Constants:
+def constants(problem: Problem) -> PipelineConstants:
     """Returns the constants of the authors' program, from `served_unit`."""
     sm_scale = served_unit(problem) * LOG2_E
     rs = torch.round(1 / sm_scale)
     integer = (rs, *map(torch.round, (-sm_scale * 65536, sm_scale * 127 * 65536, 2.0**30 / rs)))
-    return Constants(sm_scale, *(x.to(torch.int64) for x in integer))
+    return PipelineConstants(sm_scale, *(x.to(torch.int64) for x in integer))
 
 
-def shift_quotient(x: Tensor, c: Constants) -> Tensor:
+def shift_quotient(x: Tensor, c: PipelineConstants) -> Tensor:
     """Returns the octaves below 1, about -x * sm_scale, by multiplication and shift (Eq. 16)."""
     return wrap_int32(x * c.exp_m) >> 16
 
 
-def shift_exp2(x: Tensor, c: Constants, quotient: Callable[[Tensor, Constants], Tensor] = shift_quotient) -> Tensor:
+def shift_exp2(
+    x: Tensor, c: PipelineConstants, quotient: Callable[[Tensor, PipelineConstants], Tensor] = shift_quotient
+) -> Tensor:
     """Returns 2^(x * sm_scale) in units of 1 / rs for x <= 0 (Algorithm 2), in wrapping int32."""
     q = quotient(x, c)
     r = wrap_int32(x + wrap_int32(q * c.rs))
@@ -79,12 +81,12 @@ def shift_exp2(x: Tensor, c: Constants, quotient: Callable[[Tensor, Constants], 
     return wrap_int32((r >> 1) + c.rs) >> shift
 
 
-def requantize_by_shift(y: Tensor, c: Constants) -> Tensor:
+def requantize_by_shift(y: Tensor, c: PipelineConstants) -> Tensor:
     """Returns the exponential in units of 1 / 127, int8."""
     return wrap_int8(wrap_int32(wrap_int32(y * c.req_m) + (1 << 15)) >> 16)
 
 
-def release_by_shift(x: Tensor, alpha: Tensor, c: Constants) -> Tensor:
+def release_by_shift(x: Tensor, alpha: Tensor, c: PipelineConstants) -> Tensor:
     """Returns x * alpha / rs in int64 (ScaleRelease, Eq. 14)."""
     return wrap_int32(rounding_rshift(x * alpha * c.rel_m, 30))
 
@@ -93,9 +95,9 @@ def release_by_shift(x: Tensor, alpha: Tensor, c: Constants) -> Tensor:
 class Pipeline:
     """The steps in which the methods of the QFlash family differ."""
 
-    quotient: Callable[[Tensor, Constants], Tensor] = shift_quotient
-    requantize: Callable[[Tensor, Constants], Tensor] = requantize_by_shift
-    release: Callable[[Tensor, Tensor, Constants], Tensor] = release_by_shift
+    quotient: Callable[[Tensor, PipelineConstants], Tensor] = shift_quotient
+    requantize: Callable[[Tensor, PipelineConstants], Tensor] = requantize_by_shift
+    release: Callable[[Tensor, Tensor, PipelineConstants], Tensor] = release_by_shift
     m_start: int = MASKED
     l_start: int = 1
     tile: int = TILE

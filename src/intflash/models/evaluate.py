@@ -74,7 +74,7 @@ class Tally:
 
 
 @dataclass
-class Row:
+class VariantRow:
     """One variant's row of the table: percentages, dB and milliseconds."""
 
     name: str
@@ -99,7 +99,7 @@ class Evaluation:
     model: str
     data: str
     images: int
-    rows: list[Row]
+    rows: list[VariantRow]
     left: dict[str, str] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
@@ -270,11 +270,11 @@ def _check_labels(model: nn.Module, images: Tensor, dataset: Any) -> None:
 
 def _row(
     name: str, variant: Variant | None, tally: Tally, counts: dict[str, Any], model: str, error: str | None = None
-) -> Row:
+) -> VariantRow:
     n = max(tally.images, 1)
     method = None if variant is None else get_method(variant.method)
     sqnr = 10 * math.log10(tally.signal / tally.noise) if tally.noise > 0 and tally.signal > 0 else None
-    return Row(
+    return VariantRow(
         name=name, images=tally.images, top1=100 * tally.top1 / n, top5=100 * tally.top5 / n,
         agreement=100 * tally.agree / n, logits_sqnr=sqnr, ms_per_image=1e3 * tally.seconds / n,
         integer_only=method is not None and method.integer_only, granularity=_granularity(variant),

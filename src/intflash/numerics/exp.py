@@ -166,15 +166,15 @@ def dequantize_bias(bias: Tensor) -> Tensor:
     return torch.where(bias == ABSENT, float("-inf"), octaves / LOG2_E).float()
 
 
-def output_multiplier(
-    v_scale: Tensor, out_scale: Tensor, exponents: tuple[int, int] = OUTPUT_EXPONENTS
-) -> tuple[Tensor, Tensor]:
+def output_multiplier(v_scale: Tensor, out_scale: Tensor, gap: Tensor | int = 0) -> tuple[Tensor, Tensor]:
     """(Mr, e) with s_V / s_O = Mr * 2^(e - 24): Mr int64 in [2^23, 2^24], e the frexp exponent.
 
-    e saturates at `exponents`: at [-7, 29] the shift of an epilogue of 32-bit l stays inside 0 < sh < 63.
+    e saturates at [-7, 29 + gap], where the epilogue's shift is above 0 for every l, and without a gap below 63.
     """
     f, e = torch.frexp(v_scale.double() / out_scale.double())
-    return torch.round(f * (1 << 24)).to(torch.int64), e.to(torch.int64).clamp(*exponents)
+    low, high = OUTPUT_EXPONENTS
+    most = torch.as_tensor(gap + high, device=e.device)
+    return torch.round(f * (1 << 24)).to(torch.int64), e.to(torch.int64).clamp_min(low).minimum(most)
 
 
 def log_sum_exp(t_max: Tensor, l: Tensor, p_max: int) -> Tensor:

@@ -75,7 +75,7 @@ def test_programs_with_different_macros_are_cached_separately(tmp_path, monkeypa
         return SimpleNamespace(cubin=repr(p.macros).encode())
 
     monkeypatch.setattr(program, "compile_program", compile_program)
-    programs = [program.Program.of("sm90/short_rows.cu", (), BITS=bits) for bits in (8, 16)]
+    programs = [program.CudaProgram.of("sm90/short_rows.cu", (), BITS=bits) for bits in (8, 16)]
     for _ in range(2):
         assert [program.machine_code.__wrapped__(p) for p in programs] == [repr(p.macros).encode() for p in programs]
     assert compiled == programs

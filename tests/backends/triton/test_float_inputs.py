@@ -21,7 +21,7 @@ from intflash.backends.gpu.constants import Constants  # noqa: E402
 from intflash.backends.gpu.scales import FloatInputs, Qkv  # noqa: E402
 from intflash.backends.gpu.tensors import Statistics, view  # noqa: E402
 from intflash.backends.triton import quantize, short_rows  # noqa: E402
-from intflash.backends.triton.launch import Launch  # noqa: E402
+from intflash.backends.triton.launch import TritonLaunch  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 from intflash.quant import Recipe  # noqa: E402
 
@@ -52,7 +52,7 @@ def launches(method: str, d: int, nk: int, elements: int):
     yield quantize.quantize_launch(inputs)[0]
 
 
-def check(launch: Launch, arch: int) -> None:
+def check(launch: TritonLaunch, arch: int) -> None:
     kernel = sass.compiled(launch, arch)
     assert sass.narrow_float_stores(kernel.asm["ptx"]) == []
     conversions = [i.text for i in sass.disassemble(kernel, arch).instructions if i.opcode in ("F2I", "F2IP")]

@@ -80,14 +80,14 @@ def test_integer_division_has_float_instructions():
     import triton
     import triton.language as tl
 
-    from intflash.backends.triton.launch import Launch
+    from intflash.backends.triton.launch import TritonLaunch
 
     @triton.jit
     def _divide_kernel(x, n):
         i = tl.arange(0, 32)
         tl.store(x + i, tl.load(x + i) // n)
 
-    launch = Launch(_divide_kernel, (1,), dict(x=torch.zeros(32, dtype=torch.int32), n=7), 1, 1)
+    launch = TritonLaunch(_divide_kernel, (1,), dict(x=torch.zeros(32, dtype=torch.int32), n=7), 1, 1)
     assert sass.compile_launch(launch, 90).float_instructions
 
 

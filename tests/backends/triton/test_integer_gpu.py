@@ -50,7 +50,7 @@ def test_bits_of_tile_loop_tiles(method, rows, keys, warps, stages):
     launch, constants, _ = constants_launch(there)
     launch.run()
     out = torch.full((1, 2, 300, 64), 99, dtype=torch.int8, device="cuda")
-    tile = tile_loop.Tile(rows, keys, warps, stages)
+    tile = tile_loop.TileShape(rows, keys, warps, stages)
     tile_loop.tile_loop_launch(there, steps, constants, out, tile_loop.Statistics(None, None), tile).run()
     assert torch.equal(REFERENCE.run(p).out, out.cpu())
 

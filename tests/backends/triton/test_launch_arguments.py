@@ -19,14 +19,14 @@ from intflash.backends.gpu import float_softmax  # noqa: E402
 from intflash.backends.gpu.scales import FloatInputs, Qkv  # noqa: E402
 from intflash.backends.gpu.tensors import Statistics  # noqa: E402
 from intflash.backends.triton import device_functions, mixed_precision, quantize, specializations, unfused  # noqa: E402
-from intflash.backends.triton.launch import Launch  # noqa: E402
+from intflash.backends.triton.launch import TritonLaunch  # noqa: E402
 from intflash.methods import get_method  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 
 OURS = ("intflash", "intflash_p8", "intflash_online")
 
 
-def float_launches(method: str, batch: int = 2, nk: int = 150, **options: Any) -> Iterator[Launch]:
+def float_launches(method: str, batch: int = 2, nk: int = 150, **options: Any) -> Iterator[TritonLaunch]:
     """Yields the launches of a method with a float softmax, or of an unfused method."""
     x = torch.zeros(batch, 2, 70, 64), torch.zeros(batch, 2, nk, 64)
     recipe = get_method(method).recipe
@@ -53,7 +53,7 @@ def nested(value: Any) -> Iterator[tuple]:
             yield from nested(x)
 
 
-def every_launch() -> Iterator[tuple[str, Launch]]:
+def every_launch() -> Iterator[tuple[str, TritonLaunch]]:
     for name in specializations.names():
         yield name, specializations.launch(name)
     for method in (*mixed_precision.STEPS, *unfused.METHODS):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from intflash.backends.cuda.parameters import Share, has_row_scales, parameters, quotient_reciprocal
-from intflash.backends.cuda.program import C_TYPES, CudaLaunch, Program
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
 from intflash.backends.cuda.short_rows import key_width
 from intflash.backends.cuda.tensor_maps import tensor_maps
 from intflash.backends.cuda.wgmma import Product
@@ -114,7 +114,7 @@ def long_rows_launch(
         resident = floats or _fits_resident(problem, most) and _resident_is_faster(problem)
     stages = most if resident else STAGES
     products = tuple(Product(*x) for x in ((64, "s8"), (128, "s8"), (d, "u8")))
-    program = Program.of(
+    program = CudaProgram.of(
         "sm90/long_rows.cu", products, METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers,
         CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0, QUERY=C_TYPES[q.dtype],
         VALUE="i8", OUT=C_TYPES[out.dtype], TMA=int(maps is not None),

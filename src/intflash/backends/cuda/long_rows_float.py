@@ -7,7 +7,7 @@ from torch import Tensor
 
 from intflash.backends.cuda import long_rows
 from intflash.backends.cuda.parameters import parameters
-from intflash.backends.cuda.program import C_TYPES, CudaLaunch, Program
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
 from intflash.backends.cuda.wgmma import Product
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.float_softmax import Operand
@@ -43,7 +43,7 @@ def float_launch(
     d = q.data.shape[3]
     k_scale, per = _key_scales(k)
     products = (Product(64, "s8"), Product(128, "s8"), Product(d, _PRODUCTS[v.data.dtype]))
-    program = Program.of(
+    program = CudaProgram.of(
         "sm90/long_rows_float.cu", products, HEAD_DIM=d, CONSUMERS=_CONSUMERS, CAUSAL=int(problem.causal is not None),
         KEY_SCALES=per, P_SHARED=0, P_TABLE=0, QUERY="i8", VALUE=C_TYPES[v.data.dtype], OUT=C_TYPES[out.dtype],
         STAGES=long_rows.STAGES, KV_RESIDENT=0, FLOAT_KV=0, VALUES_IN_RANGE=0,

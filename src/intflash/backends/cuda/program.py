@@ -44,7 +44,7 @@ _OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17")
 
 
 @dataclass(frozen=True)
-class Program:
+class CudaProgram:
     """A file of csrc/cuda with values of its macros, which is compiled once.
 
     Attributes:
@@ -62,7 +62,7 @@ class Program:
     @classmethod
     def of(
         cls, file: str, products: Iterable[wgmma.Product] = (), entry: str = "attention", **macros: object
-    ) -> Program:
+    ) -> CudaProgram:
         return cls(file, tuple((name, str(value)) for name, value in macros.items()), tuple(products), entry)
 
     def sources(self) -> dict[str, str]:
@@ -105,7 +105,7 @@ def checked(result: tuple, what: str) -> Any:
 
 
 @functools.cache
-def machine_code(program: Program) -> bytes:
+def machine_code(program: CudaProgram) -> bytes:
     """Returns the cubin of a program, from the cache on disk where it has been compiled before.
 
     Raises:
@@ -143,7 +143,7 @@ class Compiled(NamedTuple):
     log: str
 
 
-def compile_program(program: Program) -> Compiled:
+def compile_program(program: CudaProgram) -> Compiled:
     """Compiles a program, without the cache.
 
     Raises:
@@ -174,7 +174,7 @@ def compile_program(program: Program) -> Compiled:
 
 
 @functools.cache
-def _function(program: Program, device: int, shared_bytes: int) -> Any:
+def _function(program: CudaProgram, device: int, shared_bytes: int) -> Any:
     """Returns the loaded kernel, with this much dynamic shared memory allowed."""
     from cuda.bindings import driver
 
@@ -198,7 +198,7 @@ class CudaLaunch:
         tensor_maps: makes the kernel's second parameter from the first. This needs a driver.
     """
 
-    program: Program
+    program: CudaProgram
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from intflash.backends.cuda.parameters import View, data_view, quotient_reciprocal, view
-from intflash.backends.cuda.program import C_TYPES, CudaLaunch, Program
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
 from intflash.backends.gpu.constants import Constants, constant_buffers, score_unit
 from intflash.backends.gpu.scales import FloatInputs, Qkv, empty_codes, quantized_tensors
 from intflash.numerics import exp
@@ -65,7 +65,7 @@ def _launch(
     device: torch.device, **macros: object,
 ) -> CudaLaunch:  # fmt: skip
     """Returns a launch. tensors: offset in `params` -> the tensor whose address is there, or None."""
-    program = Program.of(file, entry=file.removesuffix(".cu"), PARAMS_BYTES=ctypes.sizeof(params), **macros)
+    program = CudaProgram.of(file, entry=file.removesuffix(".cu"), PARAMS_BYTES=ctypes.sizeof(params), **macros)
     there = {offset: x for offset, x in tensors.items() if x is not None}
     return CudaLaunch(program, (ctas, 1, 1), threads, 0, params, device, there, overlaps=True)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from intflash.backends.cuda.parameters import HEAD_AMAX_IN_KERNEL, Params, has_row_scales, parameters
-from intflash.backends.cuda.program import C_TYPES, CudaLaunch, Program
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
 from intflash.backends.cuda.tensor_maps import TensorMaps, tensor_maps
 from intflash.backends.cuda.wgmma import Product
 from intflash.backends.gpu.constants import Constants
@@ -70,7 +70,7 @@ def short_rows_launch(
     heads_first, in_kernel = batch <= GRID_LIMIT, scales == HEAD_AMAX_IN_KERNEL
     maps = _maps(k, v) if exp_32bit and scales is None else None
     dynamic = scales is not None and problem.recipe.q_scale is None  # scales of the values' own maxima
-    program = Program.of(
+    program = CudaProgram.of(
         "sm90/short_rows.cu", products, KEYS=keys, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
         KEY_MAJOR=int(scales is None and key_major(v, keys)), EXP_32BIT=int(exp_32bit),
         ROW_SCALES=int(has_row_scales(constants, scales)), HEAD_AMAX_IN_KERNEL=int(in_kernel),

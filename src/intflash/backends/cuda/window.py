@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from intflash.backends.cuda.parameters import HEAD_AMAX_IN_KERNEL, has_row_scales, parameters
-from intflash.backends.cuda.program import C_TYPES, CudaLaunch, Program
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.tensors import Statistics, readable
 from intflash.problem import Problem
@@ -87,7 +87,7 @@ def window_launch(
     resident = resident_warps(nk, d, q.element_size(), problem.bias is not None or problem.keep is not None)
     key_major = scales is None and _key_major(v)
     rows = (q, k, out) if key_major else (q, k, v, out)
-    program = Program.of(
+    program = CudaProgram.of(
         "window_attention.cu", (), NQ=nq, NK=nk, HEAD_DIM=d, BITS=bits, IN=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
         KEY_MAJOR=int(key_major), PACKED=int(all(x.stride(2) == d or x.shape[2] == 1 for x in rows)),
         ROW_SCALES=int(has_row_scales(constants, scales)), HEAD_AMAX_IN_KERNEL=int(scales == HEAD_AMAX_IN_KERNEL),

@@ -13,18 +13,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from intflash.backends.portable.intflash import NO_SCORE, Scores
-from intflash.backends.portable.operands import spread_heads, value_scale, weighted_sum
+from intflash.backends.portable.intflash import NO_SCORE, Output, Scores
+from intflash.backends.portable.operands import spread_heads, weighted_sum
 from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, keys_in_sight, tiles
 from intflash.numerics.block import (
     BIAS_FRACTION_BITS,
     BLOCK,
     FAR,
     MAX_GAP,
-    OUTPUT_EXPONENTS,
+    OUTPUT_SHIFT,
     fraction_bits,
 )
-from intflash.numerics.exp import P16_MAX, log_sum_exp, output_multiplier
+from intflash.numerics.exp import P16_MAX
 from intflash.problem import Problem, Result
 
 OCTAVE = 2.0**32
@@ -65,7 +65,7 @@ def block_float(problem: Problem, tiling: Tiling | None = None) -> Result:
     tiling = replace(tiling or Tiling.on(problem.device), keys=BLOCK, steps=None)
     nk = problem.k.shape[2]
     scores = Scores(problem, plain=False, bias_step=1 << (32 - BIAS_FRACTION_BITS))
-    output = _Output(problem, fraction_bits(nk))
+    output = Output(problem, P16_MAX)
     valueless, v = _valueless(problem), problem.v.data.double()
     for tile in tiles(problem, tiling, passes=2):
         blocks = []  # (keys, scores of keys with a value, scores of the others)
@@ -87,7 +87,7 @@ def block_float(problem: Problem, tiling: Tiling | None = None) -> Result:
             sums.add_acc(e, weighted_sum(tile, p, v, keys, problem.group))
             if others is not None:
                 sums.add_l(*_weights(others))
-        output.write(tile, sums)
+        output.write(tile, *sums.rounded())
     return output.result()
 
 
@@ -116,45 +116,8 @@ class _Sums:
         by = self.fraction - depth.clamp(0, FAR)  # octaves, exact: x is below 2^30
         return torch.floor(x * torch.exp2(by)).masked_fill_(depth >= FAR, 0).to(torch.int64)
 
-    def gap(self) -> Tensor:
-        gap = (self.top - self.value_top).clamp_max(MAX_GAP)
-        return gap.masked_fill_(self.value_top == UNSET, 0)
-
-
-class _Output:
-    """Normalizes tiles into the output, and log-sum-exp beside it."""
-
-    def __init__(self, problem: Problem, fraction: int) -> None:
-        b, h, nq, _ = problem.q.shape
-        self.fraction = fraction
-        self.out = torch.empty(b, h, nq, problem.v.shape[3], dtype=problem.out_dtype, device=problem.device)
-        self.lse = torch.empty(b, h, nq, dtype=torch.float32, device=problem.device) if problem.return_lse else None
-        self.v_scale = value_scale(problem)
-        self.out_scale = None
-        if not problem.out_dtype.is_floating_point:
-            self.qmax = torch.iinfo(problem.out_dtype).max
-            self.out_scale = self.v_scale * 127 / self.qmax if problem.out_scale is None else problem.out_scale
-            self.multiplier, self.exponent = output_multiplier(self.v_scale, self.out_scale, OUTPUT_EXPONENTS)
-
-    def write(self, tile: Tile, sums: _Sums) -> None:
-        where = (tile.batches, tile.heads, tile.rows)
-        if self.lse is not None:
-            self.lse[where] = log_sum_exp((sums.top - self.fraction) * OCTAVE, sums.l, P16_MAX)[..., 0]
-        l, gap = sums.l.masked_fill(sums.l == 0, 1 << 32), sums.gap()  # a row without keys has acc = 0
-        if self.out_scale is None:
-            down = 2.0**-self.fraction
-            numerator = sums.acc.float() * down * torch.exp2(-gap).float()
-            self.out[where] = numerator * (tile.of(self.v_scale) / (l.float() * down))
-        else:
-            self.out[where] = self._integer(tile, sums.acc, l, gap.to(torch.int64)).to(self.out.dtype)
-
-    def _integer(self, tile: Tile, acc: Tensor, l: Tensor, gap: Tensor) -> Tensor:
-        """acc / l * s_V / s_O, rounded, ties towards plus infinity: |acc| / 2^25 * factor < 2^63."""
-        bits = torch.frexp((l >> 30).double()).exponent.to(torch.int64) + 30  # of l, 33 to 57
-        reciprocal = (1 << 55) // (l >> (bits - 32))
-        factor = (reciprocal * tile.of(self.multiplier) + (1 << 23)) >> 24
-        halves = ((acc >> 24) + 1 >> 1) * factor >> (bits - 3 - tile.of(self.exponent) + gap).clamp_(0, 63)
-        return (halves + 1 >> 1).clamp_(-self.qmax, self.qmax)
-
-    def result(self) -> Result:
-        return Result(self.out, self.out_scale, self.lse)
+    def rounded(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """acc, l, the level of l's unit in T, and the octaves from acc's unit to it."""
+        acc, l = ((x + (1 << (OUTPUT_SHIFT - 1))) >> OUTPUT_SHIFT for x in (self.acc, self.l))
+        gap = (self.top - self.value_top).clamp_max(MAX_GAP).masked_fill_(self.value_top == UNSET, 0)
+        return acc, l, (self.top + (OUTPUT_SHIFT - self.fraction)) * OCTAVE, gap

@@ -66,7 +66,7 @@ def _coded(problem: Problem, v: Tensor, v_scale: Tensor | None = None) -> _Opera
     return _Operands(problem, q, k, v, problem.q.token_scale(), k_scale, v_scale)
 
 
-class _Output:
+class _FloatOutput:
     """Divides tiles by l and stores them. Rows without keys give 0 and a log-sum-exp of -inf."""
 
     def __init__(self, problem: Problem, v: Tensor, v_scale: Tensor | None) -> None:
@@ -97,7 +97,7 @@ def _exact_maximum(
 ) -> Result:
     """Computes with P = round_p(exp(score - maximum) * scale). l sums the exponentials before rounding."""
     problem = x.problem
-    output = _Output(problem, x.v, x.v_scale)
+    output = _FloatOutput(problem, x.v, x.v_scale)
     for tile, top, steps in two_passes(problem, tiling or Tiling.on(problem.device), x.step, -math.inf):
         top = top.float().masked_fill_(top == -math.inf, 0.0)
         l = tile.full(1, 0, torch.float32, top.device)
@@ -114,7 +114,7 @@ def _online(x: _Operands, round_p: Rounding, tiling: Tiling | None) -> Result:
     """Computes with P rounded against the running maximum, in tiles of keys that are part of the method."""
     problem = x.problem
     tiling = replace(tiling or Tiling.on(problem.device), keys=ONLINE_KEYS[problem.method], steps=None)
-    output = _Output(problem, x.v, x.v_scale)
+    output = _FloatOutput(problem, x.v, x.v_scale)
     for tile in tiles(problem, tiling):
         m = tile.full(1, -math.inf, torch.float32, problem.device)
         l = tile.full(1, 0, torch.float32, problem.device)

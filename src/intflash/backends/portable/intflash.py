@@ -142,29 +142,28 @@ class Output:
         if not problem.out_dtype.is_floating_point:
             self.qmax = torch.iinfo(problem.out_dtype).max
             self.out_scale = self.v_scale * 127 / self.qmax if problem.out_scale is None else problem.out_scale
-            self.multiplier, self.exponent = output_multiplier(self.v_scale, self.out_scale)
 
-    def write(self, tile: Tile, acc: Tensor, l: Tensor, t_max: Tensor) -> None:
-        """acc ``[b, h, rows, Dv]`` and l, t_max ``[b, h, rows, 1]`` hold integers."""
+    def write(self, tile: Tile, acc: Tensor, l: Tensor, t_max: Tensor, gap: Tensor | None = None) -> None:
+        """acc ``[b, h, rows, Dv]``, l, t_max, gap ``[b, h, rows, 1]`` hold integers; l counts 2^gap of acc's unit."""
         where = (tile.batches, tile.heads, tile.rows)
         if self.lse is not None:
             self.lse[where] = log_sum_exp(t_max, l, self.p_max)[..., 0]
         l = l.clamp_min(1)  # a row without keys has acc = 0
+        if gap is None:
+            gap = torch.zeros_like(t_max)
         if self.out_scale is None:
-            self.out[where] = acc.float() * (tile.of(self.v_scale) / l.float())
+            self.out[where] = acc.float() * ((tile.of(self.v_scale) / l.float()) * torch.exp2(-gap).float())
         else:
-            self.out[where] = self._integer(tile, acc.to(torch.int64), l.to(torch.int64))
+            self.out[where] = self._integer(tile, acc.to(torch.int64), l.to(torch.int64), gap.to(torch.int64))
 
-    def _integer(self, tile: Tile, acc: Tensor, l: Tensor) -> Tensor:
+    def _integer(self, tile: Tile, acc: Tensor, l: Tensor, gap: Tensor) -> Tensor:
         """acc / l * s_V / s_O, rounded, ties towards plus infinity: |acc| * factor < 2^63."""
         bits = torch.frexp(l.double()).exponent.to(torch.int64)  # 2^(bits-1) <= l < 2^bits, bits <= 32
         reciprocal = (1 << 55) // (l << (32 - bits))  # of l's leading 32 bits: (2^23, 2^24]
-        factor = (reciprocal * tile.of(self.multiplier) + (1 << 23)) >> 24
-        shift = 23 + bits - tile.of(self.exponent)
-        acc = acc * factor
-        acc += torch.ones_like(shift) << (shift - 1)
-        acc >>= shift
-        return acc.clamp_(-self.qmax, self.qmax)
+        multiplier, exponent = output_multiplier(tile.of(self.v_scale), tile.of(self.out_scale), gap)
+        factor = (reciprocal * multiplier + (1 << 23)) >> 24
+        halves = acc * factor >> (22 + bits - exponent + gap).clamp_(max=63)
+        return (halves + 1 >> 1).clamp_(-self.qmax, self.qmax)
 
     def result(self) -> Result:
         return Result(self.out, self.out_scale, self.lse)

@@ -116,7 +116,7 @@ def _served_unit(unit: Tensor, problem: Problem) -> Tensor:
     return unit.clamp_min(MIN_UNIT)
 
 
-def _look_up(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
+def _lookup(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
     found = table.index_select(0, depth.view(-1)).view(depth.shape)
     return found if absent is None else found.masked_fill_(absent, 0)
 
@@ -133,7 +133,7 @@ def ivit(problem: Problem, tiling: Tiling | None = None) -> Result:
     table = (remainder + 2 * one.view(1)) * (1 << (IVIT_OCTAVES - octaves)) // 2
 
     def softmax(tile: Tile, depth: Tensor, absent: Tensor | None) -> tuple[Tensor, Tensor]:
-        p = _look_up(table, depth, absent)
+        p = _lookup(table, depth, absent)
         l = p.sum(dim=-1, keepdim=True)
         p *= INT32_MAX // l.clamp(1, INT32_MAX)
         return (p >> 24).clamp_max_(127), l
@@ -188,7 +188,7 @@ def fqvit(problem: Problem, tiling: Tiling | None = None) -> Result:
     table = polynomial.exp(torch.arange(255, device=problem.device), lambda x: x.view(1))
 
     def softmax(tile: Tile, depth: Tensor, absent: Tensor | None) -> tuple[Tensor, Tensor]:
-        exp = _look_up(table, depth, absent)
+        exp = _lookup(table, depth, absent)
         l = exp.sum(dim=-1, keepdim=True)
         divisor = exp.clamp_min(1)
         inverse = ((2 * l + divisor) // (2 * divisor)).clamp_min(1)  # 1 / P, half up

@@ -12,7 +12,7 @@ from intflash.backends.gpu.scales import FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, limits, view
 from intflash.backends.triton import intflash_steps, mixed_precision, qflash, quantize, short_rows, unfused
 from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.launch import Launch
+from intflash.backends.triton.launch import TritonLaunch
 from intflash.backends.triton.tile_loop import tile_loop_launch
 from intflash.problem import Problem, Result
 
@@ -57,7 +57,7 @@ def _is_short_rows(problem: Problem) -> bool:
 
 def attention_launch(
     problem: Problem, constants: Constants, out: torch.Tensor, statistics: Statistics, inputs: FloatInputs | None = None
-) -> Launch:
+) -> TritonLaunch:
     """Returns the attention launch. `inputs` is given where the kernel quantizes floats itself."""
     if not _is_short_rows(problem):
         return tile_loop_launch(problem, STEPS[problem.method], constants, out, statistics)

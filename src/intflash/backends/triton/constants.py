@@ -14,7 +14,7 @@ from torch import Tensor
 
 from intflash.backends.gpu.constants import Constants, Shape, constant_buffers, float_bits, score_unit
 from intflash.backends.gpu.tensors import View, view
-from intflash.backends.triton.launch import Launch
+from intflash.backends.triton.launch import TritonLaunch
 from intflash.numerics import exp
 from intflash.problem import Problem
 
@@ -123,7 +123,7 @@ def _constants_kernel(
 
 def constants_launch(
     problem: Problem, scales: tuple[Tensor, Tensor, Tensor] | None = None
-) -> tuple[Launch, Constants, Tensor | None]:
+) -> tuple[TritonLaunch, Constants, Tensor | None]:
     """Returns the launch that fills a problem's constants, the constants, and the output's scale; see
     `constant_buffers`.
     """
@@ -137,4 +137,4 @@ def constants_launch(
         UNIT=score_unit(problem.method), GROUP=problem.group, QMAX=x.qmax, BLOCK=_BLOCK,
     )  # fmt: skip
     programs = triton.cdiv(max(score_count, output_count), _BLOCK)
-    return Launch(_constants_kernel, (programs,), arguments), x.constants, x.out_scale
+    return TritonLaunch(_constants_kernel, (programs,), arguments), x.constants, x.out_scale

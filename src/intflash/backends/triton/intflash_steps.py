@@ -44,7 +44,7 @@ TABLE_BIAS_STEP = tl.constexpr(exp.TABLE_STEPS.bias_step)
 
 class Hooks(NamedTuple):
     """The device functions of methods whose scores, units or output differ from intflash's (mixed_precision_steps.py,
-    qflash_iflash.py).
+    qflash.py).
 
         order(BN)                                        -> key of each column of a score tile
         scores(q, k_tile)                                -> s, int32 or float32

@@ -13,7 +13,7 @@ from intflash.backends.gpu.tensors import GRID_LIMIT
 
 
 @dataclass(frozen=True)
-class Launch:
+class TritonLaunch:
     """One launch of a Triton kernel.
 
     Attributes:

@@ -14,9 +14,9 @@ from intflash.backends.gpu.tensors import Statistics, data_view, view
 from intflash.backends.triton import mixed_precision_steps
 from intflash.backends.triton.device_functions import LaunchConstants, make_masks
 from intflash.backends.triton.intflash_steps import Steps
-from intflash.backends.triton.launch import Launch, grid
+from intflash.backends.triton.launch import TritonLaunch, grid
 from intflash.backends.triton.mixed_precision_steps import MixedConstants, ScaleKinds
-from intflash.backends.triton.tile_loop import Tile, _tile_loop_kernel, block_dim
+from intflash.backends.triton.tile_loop import TileShape, _tile_loop_kernel, block_dim
 from intflash.numerics.exp import ABSENT, LOG2_E
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
@@ -54,23 +54,23 @@ def run(problem: Problem) -> Result:
     return float_softmax.run(problem, mixed_launch)
 
 
-def default_tile(method: str, head_dim: int, nq: int, nk: int) -> Tile:
+def default_tile(method: str, head_dim: int, nq: int, nk: int) -> TileShape:
     """Returns the fastest tile of scripts/tune_mixed_tiles.py on an H200; 64 rows where there are few rows."""
     if method == "fp32":
-        return Tile(64, 32, 4, 2)
+        return TileShape(64, 32, 4, 2)
     if head_dim > 128:
-        return Tile(64, 64, 4, 2)
+        return TileShape(64, 64, 4, 2)
     if method in FP8_DIMS and nk > 64:
-        return Tile(64, 128, 4, 3) if head_dim <= 64 or nq <= 1024 else Tile(128, 128, 8, 3)
+        return TileShape(64, 128, 4, 3) if head_dim <= 64 or nq <= 1024 else TileShape(128, 128, 8, 3)
     if head_dim > 64 and nq > 1024 and method in ("int_flash_half", "lite", "qattn"):
-        return Tile(128, 64, 4, 3)
-    return Tile(64, 64, 4, 3)
+        return TileShape(128, 64, 4, 3)
+    return TileShape(64, 64, 4, 3)
 
 
 def mixed_launch(
     problem: Problem, parts: tuple[Operand, Operand, Operand], out: Tensor, statistics: Statistics,
-    tile: Tile | None = None, steps: Steps | None = None,
-) -> Launch:  # fmt: skip
+    tile: TileShape | None = None, steps: Steps | None = None,
+) -> TritonLaunch:  # fmt: skip
     """Returns the launch. operands: from `float_softmax.operands`. steps: the method's own by default."""
     q, k, v = parts
     (batch, heads, nq, d), (nk, dv) = q.data.shape, v.data.shape[2:]
@@ -115,7 +115,7 @@ def mixed_launch(
         ),
         BATCH_FIRST=batch_first,
     )  # fmt: skip
-    return Launch(_tile_loop_kernel, programs, arguments, tile.warps, tile.stages)
+    return TritonLaunch(_tile_loop_kernel, programs, arguments, tile.warps, tile.stages)
 
 
 def _score_bounds(scale: Tensor, block_size: int, nk: int, keys: int, head_dim: int) -> Tensor:

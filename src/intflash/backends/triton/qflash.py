@@ -25,8 +25,8 @@ from intflash.backends.triton.device_functions import (
     permuted_keys,
 )
 from intflash.backends.triton.intflash_steps import Hooks, Steps, make_steps
-from intflash.backends.triton.launch import Launch, grid
-from intflash.backends.triton.tile_loop import Tile, _tile_loop_kernel, block_dim
+from intflash.backends.triton.launch import TritonLaunch, grid
+from intflash.backends.triton.tile_loop import TileShape, _tile_loop_kernel, block_dim
 from intflash.methods import arrays, iflash, integers, qflash
 from intflash.numerics.exp import ABSENT, LOG2_E
 from intflash.numerics.triton import clz32, reciprocal_2_55
@@ -214,7 +214,7 @@ def run(problem: Problem) -> Result:
     lse = None
     if problem.return_lse:
         m, l = (x.to(torch.int64)[..., None] for x in statistics)
-        c = qflash.Constants(unit * LOG2_E, *(values[..., i : i + 1] for i in range(4)))
+        c = qflash.PipelineConstants(unit * LOG2_E, *(values[..., i : i + 1] for i in range(4)))
         lse = integers.log_sum_exp(m, l, _PIPELINES[problem.method].requantize(c.rs, c), c.sm_scale / LOG2_E)
     return Result(out, None if problem.out_dtype.is_floating_point else arrays.value_scale(problem), lse)
 
@@ -247,17 +247,17 @@ def _unit_bias(problem: Problem) -> Tensor | None:
     return torch.where(absent, ABSENT, scaled.to(torch.int64)).to(torch.int32)
 
 
-def _default_tile(method: str, head_dim: int) -> Tile:
+def _default_tile(method: str, head_dim: int) -> TileShape:
     """Chooses more warps and fewer stages where registers would spill on any architecture."""
     rows = 64 if head_dim <= 128 else 32
     if method == "iflash":
-        return Tile(rows, qflash.TILE, 8, 1)
-    return Tile(rows, qflash.TILE, 4 if head_dim <= 64 else 8, 2)
+        return TileShape(rows, qflash.TILE, 8, 1)
+    return TileShape(rows, qflash.TILE, 4 if head_dim <= 64 else 8, 2)
 
 
 def qflash_launch(
-    problem: Problem, values: Tensor, out: Tensor, statistics: Statistics, tile: Tile | None = None
-) -> Launch:
+    problem: Problem, values: Tensor, out: Tensor, statistics: Statistics, tile: TileShape | None = None
+) -> TritonLaunch:
     """Returns the tile loop's launch for a quantized problem of these methods."""
     (batch, heads, nq, d), (nk, dv) = problem.q.shape, problem.v.shape[2:]
     steps = STEPS[problem.method]
@@ -282,4 +282,4 @@ def qflash_launch(
         CONSTS=LaunchConstants(problem.group, 1, 1, all_visible=not packed and not causal and nk % tile.keys == 0),
         BATCH_FIRST=batch_first,
     )  # fmt: skip
-    return Launch(_tile_loop_kernel, programs, arguments, tile.warps, tile.stages)
+    return TritonLaunch(_tile_loop_kernel, programs, arguments, tile.warps, tile.stages)

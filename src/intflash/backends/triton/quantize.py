@@ -13,7 +13,7 @@ from intflash.backends.gpu import scales
 from intflash.backends.gpu.scales import KEY_PADDING, FloatInputs, Qkv, empty_codes, quantized_tensors
 from intflash.backends.gpu.tensors import View, data_view, is_dense, view
 from intflash.backends.triton.device_functions import Views, head_base, load_rows, program_position
-from intflash.backends.triton.launch import Launch, grid
+from intflash.backends.triton.launch import TritonLaunch, grid
 from intflash.numerics.triton import quantize
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import TINY_AMAX
@@ -144,7 +144,7 @@ def _codes_kernel(
     tl.store(ptrs, quantize(tile, inverse), mask=(rows[:, None] < count) & (channels[None, :] < D))
 
 
-def codes_launch(x: Tensor, scale: Tensor, codes: Tensor) -> Launch:
+def codes_launch(x: Tensor, scale: Tensor, codes: Tensor) -> TritonLaunch:
     """The launch that writes the int8 codes of floats ``[B, H, N, D]`` by rule "exact", 8 bits.
 
     scale: float32, broadcasts to x, and does not differ between channels and tokens at once; codes: int8 of x's shape.
@@ -155,7 +155,7 @@ def codes_launch(x: Tensor, scale: Tensor, codes: Tensor) -> Launch:
         x=data_view(x), codes=data_view(codes), scale=view(scale), count=count, D=d, BD=triton.next_power_of_2(d),
         ROWS=_ROWS, BATCH_FIRST=batch_first, PER_CHANNEL=scale.shape[3] > 1,
     )  # fmt: skip
-    return Launch(_codes_kernel, programs, arguments)
+    return TritonLaunch(_codes_kernel, programs, arguments)
 
 
 def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> FloatInputs:
@@ -165,24 +165,24 @@ def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> FloatInputs:
     return scales.with_scales(q, k, v, recipe, amax_launches)
 
 
-def amax_launches(tensors: Qkv, amax: Tensor, scales: Tensor) -> tuple[Launch, Launch]:
+def amax_launches(tensors: Qkv, amax: Tensor, scales: Tensor) -> tuple[TritonLaunch, TritonLaunch]:
     (batch, hq, nq, d), (hk, nk, dv) = tensors.q.shape, tensors.v.shape[1:]
-    scale = Launch(_scales_kernel, (1,), dict(amax=amax, scales=scales, COUNT=3))
+    scale = TritonLaunch(_scales_kernel, (1,), dict(amax=amax, scales=scales, COUNT=3))
     if all(map(is_dense, tensors)):
         counts = [x.numel() for x in tensors]
         block, warps = _BLOCK if max(counts) < _FEW else _LARGE_BLOCK
         arguments = dict(**tensors._asdict(), amax=amax, q_count=counts[0], kv_counts=tuple(counts[1:]), BLOCK=block)
-        return Launch(_flat_amax_kernel, (3 * triton.cdiv(max(counts), block),), arguments, warps), scale
+        return TritonLaunch(_flat_amax_kernel, (3 * triton.cdiv(max(counts), block),), arguments, warps), scale
     programs, batch_first = grid(batch, max(hq, hk), triton.cdiv(max(nq, nk), _ROWS))
     arguments = dict(
         **{name: data_view(x) for name, x in zip("qkv", tensors, strict=True)}, amax=amax, nq=nq, nk=nk, hq=hq, hk=hk,
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
         BATCH_FIRST=batch_first,
     )  # fmt: skip
-    return Launch(_amax_kernel, programs, arguments), scale
+    return TritonLaunch(_amax_kernel, programs, arguments), scale
 
 
-def quantize_launch(inputs: FloatInputs, query: bool = True) -> tuple[Launch, dict[str, QTensor]]:
+def quantize_launch(inputs: FloatInputs, query: bool = True) -> tuple[TritonLaunch, dict[str, QTensor]]:
     """Returns the launch that writes the codes of K, V and, if `query`, Q, and the quantized tensors by name. V has
     contiguous keys, in rows padded with zeros to _ROWS.
     """
@@ -197,4 +197,4 @@ def quantize_launch(inputs: FloatInputs, query: bool = True) -> tuple[Launch, di
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
         BATCH_FIRST=batch_first,
     )  # fmt: skip
-    return Launch(_quantize_kernel, programs, arguments), quantized_tensors(inputs, codes)
+    return TritonLaunch(_quantize_kernel, programs, arguments), quantized_tensors(inputs, codes)

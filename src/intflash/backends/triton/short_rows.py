@@ -42,7 +42,7 @@ from intflash.backends.triton.intflash_steps import (
     t_max,
     update_row_max,
 )
-from intflash.backends.triton.launch import Launch, grid
+from intflash.backends.triton.launch import TritonLaunch, grid
 from intflash.backends.triton.quantize import head_inverse
 from intflash.backends.triton.tile_loop import (
     block_dim,
@@ -269,7 +269,7 @@ def default_tile(problem: Problem, bits: int, fused: bool) -> RowTile:
 def short_rows_launch(
     problem: Problem, bits: int, constants: Constants, out: Tensor, statistics: Statistics, scales: Qkv = NO_SCALES,
     tile: RowTile | None = None,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     """Returns the launch for a problem of int8 codes, or of floats with their `scales`."""
     q, k, v = (x.data if scales.q is None else x for x in (problem.q, problem.k, problem.v))
     (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
@@ -289,4 +289,4 @@ def short_rows_launch(
         BATCH_FIRST=batch_first,
         V_PADDED=scales.q is None and readable(v, key_blocks(nk)[-1][0] + key_blocks(nk)[-1][1]),
     )  # fmt: skip
-    return Launch(_short_rows_kernel, axes, arguments, tile.warps, 1)
+    return TritonLaunch(_short_rows_kernel, axes, arguments, tile.warps, 1)

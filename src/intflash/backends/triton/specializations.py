@@ -14,7 +14,7 @@ import torch
 from intflash.backends.gpu.integer import row_statistics
 from intflash.backends.triton import backend, qflash, tile_sizes
 from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.launch import Launch
+from intflash.backends.triton.launch import TritonLaunch
 from intflash.problem import Problem
 from intflash.quant import QTensor
 
@@ -26,7 +26,7 @@ def attention_launch(
     method: str, nq: int, nk: int, d: int, *, batch: int = 2, heads: int = 2, group: int = 1, key_major: bool = False,
     kinds: tuple[str, str, str] = ("tensor",) * 3, out_dtype: torch.dtype = torch.int8, lse: bool = False,
     device: str = "cpu", **options: object,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     """Returns the attention launch that `backend.run` would make for such codes, without the launch of its
     constants.
     """
@@ -128,7 +128,7 @@ def names(quick: bool = False) -> tuple[str, ...]:
     return QUICK if quick else tuple(_found())
 
 
-def launch(name: str, arch: int = 90) -> Launch:
+def launch(name: str, arch: int = 90) -> TritonLaunch:
     """Returns the launch of a name, with the tiles of an architecture."""
     with tile_sizes.compiling_for(arch):
         return attention_launch(**_found()[name])

@@ -27,7 +27,7 @@ from intflash.backends.triton.device_functions import (
     program_position,
 )
 from intflash.backends.triton.intflash_steps import P16, Steps
-from intflash.backends.triton.launch import Launch, grid
+from intflash.backends.triton.launch import TritonLaunch, grid
 from intflash.numerics.triton import dequantize, requantize
 from intflash.problem import Problem
 
@@ -201,7 +201,7 @@ def _tile_loop_kernel(
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileShape:
     """Rows and keys of a tile, warps and pipeline stages."""
 
     rows: int
@@ -210,7 +210,7 @@ class Tile:
     stages: int
 
 
-def default_tile(problem: Problem, steps: Steps) -> Tile:
+def default_tile(problem: Problem, steps: Steps) -> TileShape:
     """Returns the tile from the measured table. Masks, partial tiles and large head_dim take eight warps, because
     registers would spill.
     """
@@ -218,21 +218,26 @@ def default_tile(problem: Problem, steps: Steps) -> Tile:
     wide = max(d, problem.v.shape[3]) > 128
     read = problem.bias is not None or problem.keep is not None
     if steps.keys is not None and (wide or read):
-        return Tile(32, steps.keys, 8, 1)
+        return TileShape(32, steps.keys, 8, 1)
     if wide:
-        return Tile(64, 32 if bits == 16 else 64, 8, 1)
+        return TileShape(64, 32 if bits == 16 else 64, 8, 1)
     packed, blocks = problem.cu_seqlens_q is not None, problem.k.granularity == "block"
     if read or packed or blocks or problem.causal is not None or problem.k.shape[2] % 128:
         name = "rows of a masked online stream" if steps.keys else "rows of a masked stream"
         rows = tile_sizes.choose(problem.device, name, (64,))[0]
-        return Tile(rows, steps.keys or 64, 8, 2)
+        return TileShape(rows, steps.keys or 64, 8, 2)
     name = tile_sizes.tile_loop_class(steps.keys, d, bits)
-    return Tile(*tile_sizes.choose(problem.device, name, (64, steps.keys or 64, 4, 2)))
+    return TileShape(*tile_sizes.choose(problem.device, name, (64, steps.keys or 64, 4, 2)))
 
 
 def tile_loop_launch(
-    problem: Problem, steps: Steps, constants: Constants, out: Tensor, statistics: Statistics, tile: Tile | None = None
-) -> Launch:
+    problem: Problem,
+    steps: Steps,
+    constants: Constants,
+    out: Tensor,
+    statistics: Statistics,
+    tile: TileShape | None = None,
+) -> TritonLaunch:
     """Returns the tile loop's launch for a quantized problem."""
     (batch, heads, nq, d), (nk, dv) = problem.q.shape, problem.v.shape[2:]
     tile = tile or default_tile(problem, steps)
@@ -259,7 +264,7 @@ def tile_loop_launch(
         ),
         BATCH_FIRST=batch_first,
     )  # fmt: skip
-    return Launch(_tile_loop_kernel, programs, arguments, tile.warps, tile.stages)
+    return TritonLaunch(_tile_loop_kernel, programs, arguments, tile.warps, tile.stages)
 
 
 def output_channels(constants: Constants) -> int:

@@ -1,8 +1,8 @@
 """Chooses tile sizes from a small measured table per architecture and class of shapes (scripts/tune_tiles.py --write).
 
 Nothing is tuned at a first call. An architecture without its own entry uses that of sm_90; architectures that were not
-measured have entries only where sm_90's tile would spill. Tile sizes never change a bit. Masks and large head_dim use
-tiles that leave registers for them.
+measured have entries only where sm_90's tile would spill. Tile sizes never change a bit. Masks and large head_dim
+use tiles that leave registers for them.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from torch import Tensor
 from intflash.backends.gpu.tensors import data_view, view
 from intflash.backends.triton import unfused_kernels as kernels
 from intflash.backends.triton.device_functions import LaunchConstants, make_masks
-from intflash.backends.triton.launch import Launch
+from intflash.backends.triton.launch import TritonLaunch
 from intflash.backends.triton.tile_loop import block_dim
-from intflash.backends.triton.unfused_kernels import Scales
+from intflash.backends.triton.unfused_kernels import UnfusedScales
 from intflash.errors import InputError
 from intflash.numerics.exp import ABSENT, output_multiplier
 from intflash.problem import Problem, Result
@@ -60,7 +60,7 @@ def run(problem: Problem) -> Result:
 
 def unfused_launches(
     problem: Problem, out: Tensor, statistics: list[Tensor | None]
-) -> tuple[list[Launch], Tensor | None, Tensor | None]:
+) -> tuple[list[TritonLaunch], Tensor | None, Tensor | None]:
     """Returns the operators' launches of a quantized problem, the scores' maximum (on the device) and the output's
     scale.
     """
@@ -75,12 +75,12 @@ def unfused_launches(
     periods = LaunchConstants(problem.group, 1, 1)
     masks = make_masks(_bias_units(problem), problem.keep, problem.causal, batch)
     output, out_scale = _output_constants(problem)
-    scales = Scales(
+    scales = UnfusedScales(
         view(problem.q.scale), view(problem.k.scale), view(problem.v.scale), None,
         struct.unpack("<q", struct.pack("<d", problem.sm_scale))[0],
     )  # fmt: skip
     launches = [
-        Launch(
+        TritonLaunch(
             kernels._scores_kernel,
             (batch, heads, triton.cdiv(nq, _ROW) * key_tiles),
             dict(
@@ -94,7 +94,7 @@ def unfused_launches(
     if by_codes:
         source = torch.empty(scores.shape, dtype=torch.int8, device=device)
         launches.append(
-            Launch(
+            TritonLaunch(
                 kernels._requantize_kernel,
                 (triton.cdiv(scores.numel(), 1024),),
                 dict(s=scores, codes=source, amax=amax, count=scores.numel(), BLOCK=1024),
@@ -104,7 +104,7 @@ def unfused_launches(
     rows = max(1, _ELEMENTS // columns)
     top, normalizer, first = statistics
     launches.append(
-        Launch(
+        TritonLaunch(
             kernels._softmax_kernel,
             (batch, heads, triton.cdiv(nq, rows)),
             dict(
@@ -115,7 +115,7 @@ def unfused_launches(
         )
     )  # fmt: skip
     launches.append(
-        Launch(
+        TritonLaunch(
             kernels._values_kernel,
             (batch, heads, triton.cdiv(nq, _ROW)),
             dict(

@@ -31,7 +31,7 @@ LEVELS = tl.constexpr(15)
 MIN_UNIT = tl.constexpr(2.0**-30)  # the least unit of an exponential: with a smaller one they exceed int64
 
 
-class Scales(NamedTuple):
+class UnfusedScales(NamedTuple):
     """float32 Views of the scales, and the bits of the float64 softmax scale."""
 
     q: object
@@ -82,7 +82,7 @@ def _quotient(x, divisor, reciprocal, by):
 
 
 @triton.jit
-def _unit(scales: Scales, b, h, GROUP: tl.constexpr):
+def _unit(scales: UnfusedScales, b, h, GROUP: tl.constexpr):
     """Returns s_Q * s_K * scale of a head, float64."""
     q, k = scales.q, scales.k
     s_q = tl.load(q.ptr + b * q.b + h * q.h).to(tl.float64)
@@ -224,7 +224,7 @@ def _fqvit_p(depth, present, unit):
 
 @triton.jit
 def _softmax_kernel(
-    s, p, amax, scales: Scales, top, normalizer, first_value, nq, nk, stride,
+    s, p, amax, scales: UnfusedScales, top, normalizer, first_value, nq, nk, stride,
     METHOD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Computes ROWS rows of P, `stride` elements per row. top, normalizer, first_value: int64 [B, H, Nq] for
@@ -259,7 +259,7 @@ def _softmax_kernel(
 
 @triton.jit
 def _values_kernel(
-    p: View, v: View, out: View, scales: Scales, output, nq, nk,
+    p: View, v: View, out: View, scales: UnfusedScales, output, nq, nk,
     DIGITS: tl.constexpr, FRACTION: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr,
     BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
