@@ -5,22 +5,10 @@ import collections
 import pytest
 import torch
 
+from documents import allow_torchvision
+
 torch.set_num_threads(1)
-
-
-def _skip_torchvision_operators() -> None:
-    """With a CPU build of torch, importing torchvision fails at the fake kernels of its C++ operators."""
-    register = torch.library.register_fake
-
-    def register_fake(op, *args, **kwargs):
-        if isinstance(op, str) and op.startswith("torchvision::"):
-            return lambda function: function
-        return register(op, *args, **kwargs)
-
-    torch.library.register_fake = register_fake
-
-
-_skip_torchvision_operators()
+allow_torchvision()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

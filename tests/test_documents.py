@@ -1,6 +1,7 @@
 """README and guide: their code runs, their commands and links exist, their numbers are those of the results."""
 
 import ast
+import csv
 import importlib.util
 import re
 
@@ -8,15 +9,12 @@ import pytest
 import typer.main
 
 import intflash
-from documents import PAGES, ROOT, allow_torchvision, blocks
+from documents import PAGES, ROOT, blocks
 from intflash.cli import app
 
 RESULTS = ROOT / "benchmarks" / "results"
 PYTHON = [page for page in PAGES if blocks(page, "python") and "design" not in page.parts]
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
-
-# A command and messages of the branches gpu and api; a line goes when its branch is merged.
-allow_torchvision()
 
 
 def _id(page):
@@ -85,6 +83,18 @@ def test_readme_table_is_the_results():
     spec.loader.exec_module(module)
     rows = module.markdown(module.gains(RESULTS / "h200" / "attention.csv"))
     assert rows in TEXT[ROOT / "README.md"]
+
+
+def test_integer_models_table_is_the_results():
+    with (RESULTS / "accuracy" / "integer_digits.csv").open(newline="") as file:
+        rows = {(r["series"], r["case"], r["metric"]): float(r["value"]) for r in csv.DictReader(file)}
+    page = TEXT[ROOT / "docs" / "guide" / "integer-models.md"]
+    for series in dict.fromkeys(series for series, _, _ in rows):
+        cells = []
+        for case in ("vit", "swin"):
+            sqnr = rows.get((series, case, "SQNR of the logits, dB"))
+            cells += [f"{rows[series, case, 'Top-1, %']:.2f}", "" if sqnr is None else f"{sqnr:.1f}"]
+        assert f"| {series} | {' | '.join(cells)} |" in page
 
 
 def test_every_public_name_is_in_the_reference():

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from documents import ROOT, allow_torchvision, run_script
+from documents import ROOT, run_script
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
@@ -13,6 +13,8 @@ SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 NEEDS = {
     "calibrate_and_deploy.py": ("torch", "gets the same class: True"),
     "diffusers_pipeline.py": ("diffusers", "in 8 layers of Attention"),
+    "integer_timm_vit.py": ("timm", "one image alone has the same bits: True"),
+    "integer_transformers_bert.py": ("transformers", "padding changes them: False"),
     "own_module.py": ("torch", "torch.Size([3, 4, 50, 32]) on backend"),
     "timm_swin.py": ("timm", "4 window attention layers, static scales"),
     "timm_vit.py": ("timm", "same classes: True"),
@@ -20,8 +22,6 @@ NEEDS = {
     "transformers_llama_generate.py": ("transformers", "(static scales) in 2 layers of LlamaAttention"),
 }
 SLOW = {"calibrate_and_deploy.py", "diffusers_pipeline.py", "timm_swin.py"}
-
-allow_torchvision()
 
 
 def test_every_example_is_listed():

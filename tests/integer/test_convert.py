@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -131,6 +132,34 @@ def test_call_is_the_models(digits):
         made()
 
 
+def test_torchs_modes_change_no_bit(digits):
+    """Autocast, other precisions of float32 products, another dtype of the module, compilation around it, pickle."""
+    model, calibration, images = digits[0], digits[1], digits[2][:4]
+    made = integer.convert(model, calibration)
+    expected = made(images)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(made(images), expected)
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert torch.equal(made(images), expected)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert torch.equal(torch.compile(lambda x: 2 * made(x), backend="eager")(images), 2 * expected)
+    assert torch.equal(pickle.loads(pickle.dumps(made))(images), expected)
+    assert torch.equal(copy.deepcopy(made).half()(images), expected)
+    assert not made(images.clone().requires_grad_()).requires_grad
+    assert made(images.half()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_models(digits, dtype):
+    images, logits = digits[2][:32], digits[3][:32]
+    model = copy.deepcopy(digits[0]).to(dtype)
+    made = integer.convert(model, integer.calibrate(model, [images.to(dtype)]))
+    assert (made(images.to(dtype)).argmax(1) == logits.argmax(1)).sum() >= 31
+
+
 def test_report_shows_every_operation(digits):
     model, calibration, _, _ = digits
     made = integer.convert(model, calibration, backend="reference")
@@ -142,9 +171,9 @@ def test_report_shows_every_operation(digits):
 
 
 def test_calibration_refuses(digits):
-    model, _, images, _ = digits
-    with pytest.raises(InputError, match="asked for 100 images, 96 came"):
-        integer.calibrate(model, [images], images=100)
+    model, images = digits[0], digits[2][:4]
+    with pytest.raises(InputError, match="asked for 5 images, 4 came"):
+        integer.calibrate(model, [images], images=5)
     with pytest.raises(InputError, match="none were given"):
         integer.calibrate(model, [])
     with pytest.raises(InputError, match=r"pass \[x\]"):
@@ -158,7 +187,7 @@ def test_calibration_refuses(digits):
 
 
 def test_nan_and_changes_are_named(digits):
-    model, calibration, images, _ = digits
+    model, calibration, images = digits[0], digits[1], digits[2][:4]
     broken = copy.deepcopy(model)
     broken.blocks[2].mlp[0].weight[3, 1] = float("nan")
     with pytest.raises(InputError, match="blocks.2.mlp.0: expected a finite weight"):
@@ -180,7 +209,7 @@ def test_nan_and_changes_are_named(digits):
 
 def test_what_the_graph_does_not_see_is_found(digits):
     """A hook changes what the model computes, but not its modules."""
-    model, _, images, _ = digits
+    model, images = digits[0], digits[2][:4]
     hooked = copy.deepcopy(model)
     hooked.blocks[1].mlp.register_forward_hook(lambda module, args, out: 2 * out)
     with pytest.raises(InputError, match="logits differ from those of its translation"):

@@ -109,8 +109,8 @@ def calibrate(
     """Observe every value that an integer model needs, in one pass.
 
     The model runs as its translation to a graph, in float32 on the model's device; the first batch's outputs are
-    compared with the model's own. Sequences may have several lengths: the longest is the most that the integer model
-    will take. Padding, where the batch's mask is 0, is not observed.
+    compared with the model's own. Sequences may have several lengths: the longest, padding included, is the most that
+    the integer model will take. Padding, where the batch's mask is 0, is not observed.
 
     Args:
         model: a classifier or encoder that `convert` knows, in evaluation mode; not changed.

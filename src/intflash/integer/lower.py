@@ -174,20 +174,23 @@ class Lowering:
         }  # fmt: skip
 
     def _clips(self, name: str) -> tuple[Tensor, Tensor]:
-        """(low, high) of a value by the chosen observer, per channel or in all; of all alike without folding.
+        """(low, high) of a value by the chosen observer: per channel where that is folded, else in all."""
+        low, high = self._channel_clips(name)
+        return (low, high) if self.options.fold else (low.min().view(1), high.max().view(1))
+
+    def _channel_clips(self, name: str) -> tuple[Tensor, Tensor]:
+        """(low, high) of a value, per channel where it was observed so.
 
         The ranges of channels are widened where few rows were seen, and have a least width.
         """
         ranges = self.ranges[name]
         low, high = ranges.clips(self.options.observer)
-        if not self.options.fold:
-            low, high = low.min().view(1), high.max().view(1)
-        elif ranges.per_channel:
-            reach = math.sqrt(2 * math.log(max(ranges.rows, 2)))  # of the largest of so many normal values
-            half = (high - low) / 2 * max(1.0, NORMAL_REACH / reach)
-            half = half.clamp(min=ranges.amax * LEAST_REACH)
-            low, high = (high + low) / 2 - half, (high + low) / 2 + half
-        return low, high
+        if not ranges.per_channel:
+            return low, high
+        reach = math.sqrt(2 * math.log(max(ranges.rows, 2)))  # of the largest of so many normal values
+        half = (high - low) / 2 * max(1.0, NORMAL_REACH / reach)
+        half = half.clamp(min=ranges.amax * LEAST_REACH)
+        return (high + low) / 2 - half, (high + low) / 2 + half
 
     def _keep(self, name: str, x: Tensor) -> str:
         self.tensors[name] = x.contiguous().cpu()
@@ -330,7 +333,9 @@ class Lowering:
             x = x.amax(1, keepdim=True) if self.options.scales == "head" else x.amax()
             return x.expand(heads, d).flatten()
 
-        (q_low, q_high), (k_low, k_high), (v_low, v_high) = (self._clips(x) for x in (attend.q, attend.k, attend.v))
+        (q_low, q_high), (k_low, k_high), (v_low, v_high) = (
+            self._channel_clips(x) for x in (attend.q, attend.k, attend.v)
+        )
         q_range, k_range = torch.maximum(q_high, -q_low), torch.maximum(k_high, -k_low)
         v_range = torch.maximum(v_high, -v_low)
         zero = torch.zeros(heads * d, dtype=torch.float64)
@@ -353,7 +358,7 @@ class Lowering:
     def _attend(self, layer: Attend) -> None:
         _, heads, _, d = self.graph.shapes[layer.q]
         q, k, v = (self.codes[name] for name in (layer.q, layer.k, layer.v))
-        low, high = self._clips(layer.out)
+        low, high = self._channel_clips(layer.out)
         out_range = torch.maximum(high - v.offset, v.offset - low).clamp(min=0)
         part = (out_range / 127 / v.scale).reshape(heads, d).amax(1)  # of V's scale, that the output needs
         part = part.clamp(LEAST_RATIO, 1.0)

@@ -1,5 +1,0 @@
-"""timm is imported on a CPU build of torch, too."""
-
-from documents import allow_torchvision
-
-allow_torchvision()
