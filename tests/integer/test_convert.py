@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -129,6 +130,34 @@ def test_call_is_the_models(digits):
         made(pixels=images)
     with pytest.raises(InputError, match="expected the input 'images'"):
         made()
+
+
+def test_torchs_modes_change_no_bit(digits):
+    """Autocast, other precisions of float32 products, another dtype of the module, compilation around it, pickle."""
+    model, calibration, images = digits[0], digits[1], digits[2][:4]
+    made = integer.convert(model, calibration)
+    expected = made(images)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(made(images), expected)
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert torch.equal(made(images), expected)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert torch.equal(torch.compile(lambda x: 2 * made(x), backend="eager")(images), 2 * expected)
+    assert torch.equal(pickle.loads(pickle.dumps(made))(images), expected)
+    assert torch.equal(copy.deepcopy(made).half()(images), expected)
+    assert not made(images.clone().requires_grad_()).requires_grad
+    assert made(images.half()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_models(digits, dtype):
+    images, logits = digits[2][:32], digits[3][:32]
+    model = copy.deepcopy(digits[0]).to(dtype)
+    made = integer.convert(model, integer.calibrate(model, [images.to(dtype)]))
+    assert (made(images.to(dtype)).argmax(1) == logits.argmax(1)).sum() >= 31
 
 
 def test_report_shows_every_operation(digits):

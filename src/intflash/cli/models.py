@@ -92,7 +92,7 @@ def evaluate_command(
     for path, found in loaded.items():  # a file's name tells it from the others, but for two of one name
         variants.append(Variant(found.method, found, path.name if named[path.name] == 1 else str(path)))
     for path in integer or ():
-        made = load(path)
+        made = load(path, backend=backend)
         attention = made.provenance.get("options", {}).get("method", "")
         variants.append(Variant(attention or "intflash", file=path.name, integer=made))
     check_variants(variants)

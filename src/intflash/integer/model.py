@@ -65,6 +65,7 @@ class IntegerModel(nn.Module):
         """The name of the backend that runs this model on its device."""
         return executors.choose(self.asked_backend, self._program, self.device)
 
+    @torch.compiler.disable  # it runs as it is, also inside of a compiled model
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | Results:
         """The float model's results: each output's last integers times one scale, float32.
 
@@ -77,7 +78,9 @@ class IntegerModel(nn.Module):
         batch = kwargs if not args else (args if not kwargs else self._mixed(args, kwargs))
         batch = named(self._program.inputs, batch)
         inputs = bind(self._program.inputs, batch, self.device)
-        found = executors.EXECUTORS[self.backend].run(self._program, inputs)
+        # exact products are not for autocast to round
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            found = executors.EXECUTORS[self.backend].run(self._program, inputs)
         first = self._program.inputs[0]
         results = Results()
         for output in self._program.outputs:

@@ -1,22 +1,39 @@
 // Compares the products and LayerNorms of one vector layer with plain C++, on processors or emulators that need not
-// have all of it: -DLAYER=amx emulates AMX tiles on AVX-512, -DLAYER=avxvnni AVX-VNNI by AVX-512 VNNI.
-// tests/integer/test_vector_layers.py builds it.
-#define AMX 1
-#define AVXVNNI 2
-#define NEON 3
-#define NEONI8MM 4
-#if LAYER == AMX
+// have all of it: AMX's tiles are emulated on AVX-512, AVX-VNNI by AVX-512 VNNI. tests/integer/test_vector_layers.py
+// and scripts/sanitize_cpu.sh build it with -DLAYER=..., the name of the layer's class.
+#define Amx 1
+#define AvxVnni 2
+#define Avx512Vnni 3
+#define Avx2 4
+#define Generic 5
+#define Neon 6
+#define NeonI8mm 7
+#if LAYER == Amx
+#define INTFLASH_HEADER "cpu/isa/amx.hpp"
 #include "machines/cpu/amx_tiles.h"
-
-#include "cpu/isa/amx.hpp"
-#elif LAYER == AVXVNNI
+#elif LAYER == Avx512Vnni
+#define INTFLASH_HEADER "cpu/isa/avx512.hpp"
+#elif LAYER == AvxVnni
 #include <immintrin.h>
 #define __AVXVNNI__
 #define _mm256_dpbusd_avx_epi32 _mm256_dpbusd_epi32
-#include "cpu/isa/avx2.hpp"
+#define INTFLASH_HEADER "cpu/isa/avx2.hpp"
+#elif LAYER == Avx2
+#define INTFLASH_HEADER "cpu/isa/avx2.hpp"
+#elif LAYER == Generic
+#define INTFLASH_HEADER "cpu/isa/generic.hpp"
 #else
-#include "cpu/isa/neon.hpp"
+#define INTFLASH_HEADER "cpu/isa/neon.hpp"
 #endif
+#undef Amx
+#undef AvxVnni
+#undef Avx512Vnni
+#undef Avx2
+#undef Generic
+#undef Neon
+#undef NeonI8mm
+#include INTFLASH_HEADER
+
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -38,15 +55,7 @@ char* Scratch::reserve(size_t bytes) {
 
 namespace {
 
-#if LAYER == AMX
-using V = Amx;
-#elif LAYER == AVXVNNI
-using V = AvxVnni;
-#elif LAYER == NEON
-using V = Neon;
-#else
-using V = NeonI8mm;
-#endif
+using V = LAYER;
 
 std::mt19937_64 generator(1);
 int64_t between(int64_t low, int64_t high) { return low + int64_t(generator() % uint64_t(high - low + 1)); }
