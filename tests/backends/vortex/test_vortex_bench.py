@@ -129,12 +129,14 @@ def test_the_guides_cycles_are_the_results():
             rows += csv.DictReader(file)
     values = {(r["series"], r["case"], r["metric"]): r["value"] for r in rows}
     series = {"standard attention, float32": "attention", "`intflash`, SIMT": "intflash"}
-    series |= {"`intflash`, tensor unit": "intflash, TCU"}
+    series |= {"`intflash_p8`, SIMT": "intflash_p8", "`intflash`, tensor unit": "intflash, TCU"}
     series |= {"`intflash_p8`, tensor unit": "intflash_p8, TCU"}
     series |= {"FlashAttention, float16, tensor unit": "flash f16, TCU"}
     page = (root / "docs/guide/vortex.md").read_text(encoding="utf-8")
     for title, label in series.items():
         cells = re.search(rf"^\| {title} \|(.*)\|$", page, re.M)[1].replace(",", "").split("|")
         at_8 = [values[label, case, "memory 1:4"] for case in ("instructions", "cycles")]
+        ratios = [float(values[label, case, "memory 1:4"]) for case in ("IPC", "latency")]
         others = [values[label, "N = 64", f"cycles, d = {d}"] for d in (16, 32, 64)]
         assert [cells[i].strip() for i in (0, 3, 5, 6, 7)] == [*at_8, *others]
+        assert [cells[1].strip(), cells[2].strip()] == [f"{ratios[0]:.2f}", f"{ratios[1]:.0f}"]

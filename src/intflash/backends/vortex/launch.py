@@ -129,8 +129,8 @@ def float_program(head_dim: int) -> str:
 def integer_program(head_dim: int, p_bits: int, tensor_unit: bool) -> str:
     """The program for a device, by simx's cycles.
 
-    Two digits of p fill the tensor unit's inner size of 32 to a quarter at head_dim 8, and the SIMT program is faster.
-    Everywhere else the tensor unit is, but for few keys, where starting the kernel takes most of the time.
+    At head_dim 8 the tensor unit's inner size of 32 is filled to a quarter: with two digits of p the SIMT program is
+    faster. Else it is faster for few keys only, where starting the kernel takes most of the time.
 
     >>> integer_program(8, 16, tensor_unit=True), integer_program(8, 8, tensor_unit=True)
     ('intflash_simt', 'intflash_tensor')
