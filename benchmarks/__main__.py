@@ -27,7 +27,7 @@ app = typer.Typer(
 
 @app.command("list")
 def list_experiments() -> None:
-    """The declared experiments: one per table or figure of the papers."""
+    """Lists the declared experiments: one per table or figure of the papers."""
     table = Table("name", "what it shows", "source", "on", box=box.SIMPLE_HEAD)
     for e in EXPERIMENTS:
         table.add_row(e.name, e.title, e.source, ", ".join(e.devices))
@@ -47,7 +47,7 @@ def run_some(
     budget: Annotated[float, typer.Option(help="Seconds of timing per case, about, on the CPU.")] = 4.0,
     rehearse: Annotated[bool, typer.Option(help="Only compile the kernels: time nothing, write nothing.")] = False,
 ) -> None:
-    """Measure the declared experiments, each beside the paper's numbers."""
+    """Measures the declared experiments, beside the paper's numbers."""
     setting = Setting(quick=quick, device=device, backend=backend, seed=seed, budget_s=budget, rehearse=rehearse)
     run_experiments(EXPERIMENTS, only, setting, out)
 
@@ -66,7 +66,7 @@ def run_all(
     quick: Quick = False,
     seed: Seed = 0,
 ) -> None:
-    """Measure everything there is on this machine, and assemble the page."""
+    """Measures everything that this machine can run, and writes the report page."""
     check_folder(out)
     count = jobs or os.cpu_count() or 1
     chosen = suite.plan(out, device, quick=quick, seed=seed, jobs=count, models=models)

@@ -1,7 +1,7 @@
-"""What a call costs the host on a GPU, without torch.compile: `python3 -m benchmarks.call_cost OUT.json [LABEL]`.
+"""Host time of a call on a GPU, without torch.compile: `python3 -m benchmarks.call_cost OUT.json [LABEL]`.
 
 Microseconds of Python until the work is queued, the fastest of several runs of 300 calls, beside torch's SDPA. The
-first call of a signature, which compiles, and the second, which is noted, are not in it.
+first call of a signature, which compiles, and the second, which records the launches, are not included.
 """
 
 from __future__ import annotations

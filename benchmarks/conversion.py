@@ -1,4 +1,6 @@
-"""Arithmetic alone on a GPU: lite's conversion with its machine code, and division by a call's constant."""
+"""Arithmetic alone on a GPU: lite's int32 -> float32 conversion with its machine code, and division by a constant of
+the call.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,13 @@ FIGURE6 = Experiment(
 def _conversion(setting: Setting) -> Iterator[Row]:
     from benchmarks import conversion_kernels as conversion
 
-    calls = conversion.calls(conversion.FLOWS, conversion.conversion_launch)
+    calls = conversion.calls(conversion.CONVERSIONS, conversion.conversion_launch)
     count = conversion.elements(conversion.conversion_launch("none"))
     seconds = setting.times(calls)
-    for name in conversion.FLOWS[1:]:
+    for name in conversion.CONVERSIONS[1:]:
         place = dict(series=name, case="conversion and maximum alone", backend="triton")
         yield Row(metric="G scores/s", value=count / seconds[name] / 1e9, **place)
-        own = {flow: seconds[flow] - seconds["none"] for flow in conversion.FLOWS[1:]}
+        own = {form: seconds[form] - seconds["none"] for form in conversion.CONVERSIONS[1:]}
         yield Row(metric="speedup over convert", value=seconds["convert"] / seconds[name], **place)
         paper = 2.0 if name == "dual" else None
         yield Row(
@@ -58,8 +60,8 @@ def _conversion(setting: Setting) -> Iterator[Row]:
 
     for d, n in ((128, 4096),) if setting.quick else ((64, 4096), (128, 4096), (128, 16384)):
         inputs = uniform_inputs((4, 32 if d == 64 else 16, n, d), setting.seed)
-        times = setting.time([make_kernel(f"lite, {flow}", *inputs).launch for flow in conversion.FLOWS[1:]])
-        for name, time in zip(conversion.FLOWS[1:], times, strict=True):
+        times = setting.time([make_kernel(f"lite, {form}", *inputs).launch for form in conversion.CONVERSIONS[1:]])
+        for name, time in zip(conversion.CONVERSIONS[1:], times, strict=True):
             place = dict(series=name, case=f"lite kernel D{d} {n // 1024}k", backend="triton")
             paper = 1.035 if name == "dual" else None
             yield Row(metric="speedup over convert", value=times[0] / time, paper=paper, **place)
@@ -85,7 +87,9 @@ _OPCODES = {
 
 
 def tile_loop(machine: Any) -> Sequence[Any]:
-    """The smallest loop with a tensor product, or the longest loop: the one over complete tiles of keys."""
+    """Returns the smallest loop with a tensor product, or the longest loop, which is the one over complete tiles of
+    keys.
+    """
     loops = list(machine.loops())
     products = [body for body in loops if any("MMA" in i.opcode for i in body)]
     return min(products, key=len) if products else max(loops, key=len)
@@ -95,26 +99,29 @@ def _sass(setting: Setting) -> Iterator[Row]:
     from benchmarks import conversion_kernels as conversion
     from benchmarks.sass import compile_launch
     from intflash.backends.gpu.float_softmax import operands
-    from intflash.backends.triton import mixed, mixed_steps
-    from intflash.backends.triton.streaming import Statistics, Tile
+    from intflash.backends.triton import mixed_precision, mixed_precision_steps
+    from intflash.backends.triton.tile_loop import Statistics, TileShape
     from intflash.methods import get_method
     from intflash.problem import Problem
 
-    for flow in conversion.FLOWS[1:]:
-        launches = {"alone": (conversion.conversion_launch(flow), 64)}
+    for form in conversion.CONVERSIONS[1:]:
+        launches = {"alone": (conversion.conversion_launch(form), 64)}
         for d in (64,) if setting.quick else (64, 128):
             x = torch.zeros(1, 1, 1024, d)
             problem = Problem("lite", x, x, x, d**-0.5, recipe=get_method("lite").recipe, out_dtype=torch.bfloat16)
             problem, out = problem.quantized(), x.bfloat16()
-            none, tile = Statistics(None, None), Tile(64, 128, 4, 2)
+            none, tile = Statistics(None, None), TileShape(64, 128, 4, 2)
             parts = operands(problem)
-            launches[f"kernel D{d}"] = mixed.mixed_launch(problem, parts, out, none, tile, mixed_steps.LITE[flow]), 64
+            launches[f"kernel D{d}"] = (
+                mixed_precision.mixed_launch(problem, parts, out, none, tile, mixed_precision_steps.LITE[form]),
+                64,
+            )
         for case, (launch, scores) in launches.items():
-            setting.log(f"{flow} {case}")
+            setting.log(f"{form} {case}")
             body = tile_loop(compile_launch(launch, 90))
             for label, count in _count(body).items():
-                yield Row(flow, f"{case}: {label}", "sm_90 instructions per score", count / scores, backend="triton")
-            yield Row(flow, f"{case}: all", "sm_90 instructions per score", len(body) / scores, backend="triton")
+                yield Row(form, f"{case}: {label}", "sm_90 instructions per score", count / scores, backend="triton")
+            yield Row(form, f"{case}: all", "sm_90 instructions per score", len(body) / scores, backend="triton")
 
 
 def _count(body: Sequence[Any]) -> dict[str, int]:
@@ -126,7 +133,7 @@ def _count(body: Sequence[Any]) -> dict[str, int]:
 
 SASS = untimed(
     name="lite_sass",
-    title="The flows of the conversion in machine code",
+    title="The forms of the conversion in machine code",
     source="LiteAttention v0.4, note 4 (the SASS reflects the two flows)",
     measure=_sass,
     notes="Compiled for sm_90, counted in the loop over complete tiles; no GPU is needed.",

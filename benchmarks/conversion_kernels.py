@@ -1,7 +1,8 @@
-"""Microbenchmarks in registers: lite's int32 -> float32 flows with their row maximum, and QFlash's three divisions.
+"""Microbenchmarks in registers: lite's int32 -> float32 conversions with their row maximum, and QFlash's three
+divisions.
 
-A program keeps a tile of numbers in registers and repeats one operation ROUNDS times, so that memory plays no part.
-Every round also changes the numbers and uses the result (one addition, one FMA): the flow "none" does only that.
+A program keeps a tile of numbers in registers and repeats one operation ROUNDS times, so that memory does not matter.
+Every round also changes the numbers and uses the result (one addition, one FMA). The conversion "none" does only that.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ import torch
 import triton
 import triton.language as tl
 
-from intflash.backends.triton.launch import Launch
-from intflash.backends.triton.mixed_flows import MAGIC, MAGIC_BITS
+from intflash.backends.triton.launch import TritonLaunch
+from intflash.backends.triton.online_softmax import MAGIC, MAGIC_BITS
 
-FLOWS = ("none", "convert", "magic", "dual", "integer")
+CONVERSIONS = ("none", "convert", "magic", "dual", "integer")
 DIVISIONS = ("none", "integer division", "multiply and shift", "float division")
-ROWS, COLUMNS = 64, 128  # a score tile: 64 elements a thread
+ROWS, COLUMNS = 64, 128  # a score tile: 64 elements per thread
 ROUNDS = 512
 PROGRAMS = 132 * 3 * 4
 
 
 @triton.jit
-def _conversion_kernel(x, out, unit, rounds, FLOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Row maxima and a sum of `rounds` tiles of int32 scores |s| < 2^22, converted as FLOW says.
+def _conversion_kernel(x, out, unit, rounds, CONVERSION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Computes row maxima and a sum of `rounds` tiles of int32 scores |s| < 2^22, converted as CONVERSION says.
 
-    The first tile is an int8 product: it lies in the registers as the attention kernel's scores do.
+    The first tile is an int8 product, so that it has the register layout of the attention kernel's scores.
     """
     channels = tl.arange(0, 32)
     q = tl.load(x + tl.arange(0, BM)[:, None] * 32 + channels[None, :])
@@ -37,17 +38,17 @@ def _conversion_kernel(x, out, unit, rounds, FLOW: tl.constexpr, BM: tl.constexp
     used = tl.zeros([BM, BN], tl.float32)
     for i in range(rounds):
         s = s ^ (i & 255)
-        if FLOW == "none":
+        if CONVERSION == "none":
             used = s.to(tl.float32, bitcast=True) * unit + used
-        elif FLOW == "convert":
+        elif CONVERSION == "convert":
             y = s.to(tl.float32)
             top = tl.maximum(top, tl.max(y, 1))
             used = y * unit + used
-        elif FLOW == "magic":
+        elif CONVERSION == "magic":
             y = (s + MAGIC_BITS).to(tl.float32, bitcast=True)
             top = tl.maximum(top, tl.max(y, 1) - MAGIC)
             used = y * unit + used
-        elif FLOW == "dual":
+        elif CONVERSION == "dual":
             even, odd = tl.split(tl.reshape(s, [BM, BN // 2, 2]))
             a = even.to(tl.float32)
             b = odd + MAGIC_BITS
@@ -63,7 +64,7 @@ def _conversion_kernel(x, out, unit, rounds, FLOW: tl.constexpr, BM: tl.constexp
 
 @triton.jit
 def _division_kernel(x, out, rs, multiplier, rounds, WHICH: tl.constexpr, BLOCK: tl.constexpr):
-    """`rounds` quotients by the call's constant rs of every element; multiplier = round(2^16 / rs)."""
+    """Computes `rounds` quotients of every element by the constant rs. multiplier = round(2^16 / rs)."""
     i = tl.arange(0, BLOCK)
     value = tl.load(x + i)
     total = value
@@ -81,14 +82,14 @@ def _division_kernel(x, out, rs, multiplier, rounds, WHICH: tl.constexpr, BLOCK:
     tl.store(out + tl.program_id(0) * BLOCK + i, total)
 
 
-def conversion_launch(flow: str, device: str = "cpu") -> Launch:
+def conversion_launch(form: str, device: str = "cpu") -> TritonLaunch:
     x = torch.randint(-127, 128, (COLUMNS, 32), dtype=torch.int8, device=device)
     out = torch.empty(PROGRAMS * ROWS, device=device)
-    arguments = dict(x=x, out=out, unit=1.25e-4, rounds=ROUNDS, FLOW=flow, BM=ROWS, BN=COLUMNS)
-    return Launch(_conversion_kernel, (PROGRAMS,), arguments, 4, 1)
+    arguments = dict(x=x, out=out, unit=1.25e-4, rounds=ROUNDS, CONVERSION=form, BM=ROWS, BN=COLUMNS)
+    return TritonLaunch(_conversion_kernel, (PROGRAMS,), arguments, 4, 1)
 
 
-def division_launch(which: str, device: str = "cpu") -> Launch:
+def division_launch(which: str, device: str = "cpu") -> TritonLaunch:
     block = 2048
     x = torch.randint(0, 1 << 15, (block,), dtype=torch.int32, device=device)
     if which == "float division":
@@ -96,14 +97,14 @@ def division_launch(which: str, device: str = "cpu") -> Launch:
     out = torch.empty(PROGRAMS * block, dtype=torch.int32, device=device)
     rs = 771
     arguments = dict(x=x, out=out, rs=rs, multiplier=round(65536 / rs), rounds=ROUNDS, WHICH=which, BLOCK=block)
-    return Launch(_division_kernel, (PROGRAMS,), arguments, 4, 1)
+    return TritonLaunch(_division_kernel, (PROGRAMS,), arguments, 4, 1)
 
 
-def elements(launch: Launch) -> int:
-    """Operations of one launch."""
+def elements(launch: TritonLaunch) -> int:
+    """Returns the number of operations of one launch."""
     a = launch.arguments
     return PROGRAMS * ROUNDS * (a["BLOCK"] if "BLOCK" in a else ROWS * COLUMNS)
 
 
-def calls(names: tuple[str, ...], launch: Callable[[str, str], Launch]) -> dict[str, Callable[[], None]]:
-    return {name: partial(Launch.run, launch(name, "cuda")) for name in names}
+def calls(names: tuple[str, ...], launch: Callable[[str, str], TritonLaunch]) -> dict[str, Callable[[], None]]:
+    return {name: partial(TritonLaunch.run, launch(name, "cuda")) for name in names}

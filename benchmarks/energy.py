@@ -1,4 +1,4 @@
-"""QFlash's tables that a meter of the GPU reads: energy by NVML, tensor-core utilization by Nsight Compute."""
+"""The tables of QFlash that need the GPU's counters: energy by NVML, tensor-core utilization by Nsight Compute."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ENERGY = Experiment(
     devices=("cuda",),
 )
 
-# QFlash Table 2: (method, workload) -> IMMA, HMMA in percent of their peak.
+# QFlash Table 2: (method, workload) -> IMMA and HMMA in percent of their peak.
 _UTILIZATION = {
     ("flash fp16", "A2"): (None, 13.08), ("flash fp16", "A7"): (None, 4.69),
     ("qattn", "A2"): (3.75, 7.51), ("qattn", "A7"): (1.25, 2.51),

@@ -41,7 +41,7 @@ static inline V p16(V z) {
 }
 """
 
-# z of 32 scores from two vectors of them. OFFSET is 153 for p16 and 153 + 6 * 256 for p8.
+# z of 32 scores from two vectors. OFFSET is 153 for p16 and 153 + 6 * 256 for p8.
 FORMS = {
     "a: 64-bit product": r"""
 static inline V depth(V s, V top, V c) {
@@ -107,7 +107,7 @@ V row(const int32_t* s, int64_t n, V top, V c, __m128i j, uint8_t* high, uint8_t
 
 
 def loop_body(assembly: str) -> list[str]:
-    """Mnemonics between the target of the function's backward jump and the jump."""
+    """Returns the mnemonics between the target of the function's backward jump and the jump."""
     lines = re.findall(r"^\s*([0-9a-f]+):\s+(\S+)\s*([^\n]*)$", assembly, re.M)
     for address, mnemonic, operands in lines:
         target = re.match(r"([0-9a-f]+)", operands)

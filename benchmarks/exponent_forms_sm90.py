@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from benchmarks import sass
-from intflash.backends.triton.launch import Launch
+from intflash.backends.triton.launch import TritonLaunch
 
 OUT = pathlib.Path(__file__).parent / "results" / "machine_code" / "exponent_forms_sm90.json"
 SHIFT = "add.u32 u, u, 256; mad.lo.u32 m, u, u, 132608; shl.b32 h, 1, h; mad.lo.u32 t{i}, m, h, 0x80800000;"
@@ -61,7 +61,7 @@ def count(form: str) -> Counter[str]:
         s_ptr=torch.zeros(1, dtype=torch.int32), c_ptr=torch.zeros(1, dtype=torch.int32),
         b_ptr=torch.zeros(1, dtype=torch.int64), p_ptr=torch.zeros(1, dtype=torch.int8),
     )  # fmt: skip
-    machine = sass.compile_launch(Launch(_form_kernel, (1,), tensors | dict(ASM=ptx(form)), 4, 1), 90)
+    machine = sass.compile_launch(TritonLaunch(_form_kernel, (1,), tensors | dict(ASM=ptx(form)), 4, 1), 90)
     found = Counter("IMAD.WIDE" if i.text.startswith("IMAD.WIDE") else i.opcode for i in machine.instructions)
     found.pop("NOP", None)
     return found

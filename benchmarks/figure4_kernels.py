@@ -1,7 +1,7 @@
-"""QFlash Figure 4: attention made integer one operation at a time, V0 to V4, each a kernel of the same tile loop.
+"""QFlash Figure 4: attention made integer one operation at a time, V0 to V4, each as a kernel of the same tile loop.
 
-V0 float16. V1 int8 Q K. V2 int8 Q K and P V. V3 with the integer exponential, accumulators still float32, rescaled by
-a float power of two. V4 with integer accumulation: `intflash_online`.
+V0 is float16. V1 has int8 Q K. V2 has int8 Q K and P V. V3 has the integer exponential, but float32 accumulators, which
+are rescaled by a float power of two. V4 accumulates integers: `intflash_online`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ from torch import Tensor
 
 from intflash.backends.gpu.tensors import contiguous_keys
 from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.steps import add_row_sums, add_value_sums, granule, make_steps, offset_row, row_sum
-from intflash.backends.triton.streaming import Statistics, streaming_launch
+from intflash.backends.triton.intflash_steps import (
+    add_row_sums,
+    add_value_sums,
+    granule,
+    make_steps,
+    offset_row,
+    row_sum,
+)
+from intflash.backends.triton.tile_loop import Statistics, tile_loop_launch
 from intflash.bench.gpu_launches import Kernel, make_kernel, of_launch
 from intflash.numerics.triton import NO_OCTAVE
 from intflash.problem import Problem
@@ -40,7 +47,7 @@ def _initial(BM: tl.constexpr, BDV: tl.constexpr):
 
 @triton.jit
 def _step(state, s, C, bias, present, v, PLAIN: tl.constexpr):
-    """`intflash_online`'s step with float32 l and acc: 8-bit P of the raised octave."""
+    """`intflash_online`'s step with float32 l and acc, and the 8-bit P of the new octave."""
     octave, acc, l = state
     raised, p = granule(octave, s, C, bias, present, PLAIN)
     alpha = tl.exp2(tl.maximum(octave - raised, -126).to(tl.float32))
@@ -61,8 +68,8 @@ V3 = make_steps(_initial, None, None, _step, _result, 128)
 
 
 def variants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Kernel]:
-    """The kernels of V0 to V4 in the Triton backend's tile loop, float16 out; then, by the variant's and the method's
-    name, what the API takes for a method where that is another backend.
+    """Returns the kernels of V0 to V4 in the Triton backend's tile loop with float16 output, and, by the variant's
+    and the method's name, the kernel that the API uses for a method where that is another backend.
     """
     inputs = [x.half() for x in (q, k, v)]
     found, others = {}, {}
@@ -84,4 +91,4 @@ def _v3_kernel(q: Tensor, k: Tensor, v: Tensor) -> Kernel:
     fill, constants, _ = constants_launch(problem)
     fill.run()
     out = torch.empty_like(q)
-    return of_launch(streaming_launch(problem, V3, constants, out, Statistics(None, None)), out)
+    return of_launch(tile_loop_launch(problem, V3, constants, out, Statistics(None, None)), out)

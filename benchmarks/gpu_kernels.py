@@ -1,4 +1,4 @@
-"""Kernels alone on a GPU: over sequence length, on A1-A7, and QFlash's ladder from float16 to integers."""
+"""Kernels alone on a GPU: over sequence length, on A1-A7, and QFlash's Figure 4 from float16 to integers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOW = (
     "turns, medians. "
 )
 
-# The published kernels' own programs on an H200 (torch 2.11, triton 3.6), T operations/s by (head_dim, N).
+# The papers' own programs on an H200 (torch 2.11, triton 3.6): T operations/s by (head_dim, N).
 _SIZES = tuple((d, n) for d in (64, 128) for n in (1024, 4096, 16384))
 PUBLISHED = {
     "int_flash_full": dict(zip(_SIZES, (171, 211, 225, 168, 197, 208), strict=True)),

@@ -1,4 +1,4 @@
-"""Latency experiments of the papers, on whatever backend is the best here."""
+"""The latency experiments of the papers, on the best backend of the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import intflash
 from intflash import QTensor, Recipe
 from intflash.bench.accuracy import FINE
 from intflash.bench.experiments import Experiment, Figure, Row, Setting, best_of_groups, describe
-from intflash.bench.workloads import IFLASH, QFLASH, QFLASH_SPEEDUPS, Case, normal, random_case, workload_case
+from intflash.bench.workloads import IFLASH, QFLASH, QFLASH_SPEEDUPS, InputCase, normal, random_case, workload_case
 
 FLOAT_CALL = "us, quantization included"
 CODE_CALL = "us, int8 in and out"
@@ -24,19 +24,19 @@ _COMPARED = {FLOAT_CALL: "", KERNEL: ", launches alone"}
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One line of a latency table: a method, or with `method` None torch's own attention in `dtype`."""
+class LatencyContender:
+    """One line of a latency table: a method, or torch's own attention in `dtype` where `method` is None."""
 
     label: str
     method: str | None = None
     recipe: Recipe | None = None
     dtype: torch.dtype = torch.float32
 
-    def calls(self, case: Case, setting: Setting, kernels: bool) -> dict[str, tuple[str, Callable[[], Any]]]:
-        """Metric -> backend and a call without arguments; what the method cannot do is left out.
+    def calls(self, case: InputCase, setting: Setting, kernels: bool) -> dict[str, tuple[str, Callable[[], Any]]]:
+        """Returns metric -> backend and a call without arguments. What the method does not support is left out.
 
         Args:
-            kernels: the attention launch alone too, on a GPU.
+            kernels: also the attention launch alone, on a GPU.
 
         Raises:
             InputError, BackendError: the method cannot serve the case at all.
@@ -47,7 +47,8 @@ class Contender:
             found = "torch SDPA", partial(F.scaled_dot_product_attention, *inputs)
             return dict.fromkeys((FLOAT_CALL, KERNEL) if kernels else (FLOAT_CALL,), found)
         options = dict(method=self.method, backend=setting.backend)
-        intflash.attention(*inputs, recipe=self.recipe, check_finite=True, **options)  # refuses what is timed unchecked
+        # refuses inputs that would be timed unchecked
+        intflash.attention(*inputs, recipe=self.recipe, check_finite=True, **options)
         run, where = partial(intflash.attention, check_finite=False, **options), intflash.which_backend
         floats = where(*inputs, recipe=self.recipe, **options)
         calls = {FLOAT_CALL: (floats, partial(run, *inputs, recipe=self.recipe))}
@@ -62,7 +63,7 @@ class Contender:
         return calls
 
     def _codes(self, *inputs: Tensor) -> list[QTensor] | None:
-        """q, k, v as the method's recipe quantizes them; None if it keeps one in floating point."""
+        """Returns q, k, v quantized as the method's recipe says; None if it keeps one in floating point."""
         method = intflash.info()["methods"][self.method]
         if not method["integer_only"] or "int8" not in method["out_dtypes"]:
             return None
@@ -72,19 +73,19 @@ class Contender:
 
 @dataclass(frozen=True)
 class Latency:
-    """Every contender on every case, their calls taking turns.
+    """Times every contender on every case. Their calls take turns.
 
     Attributes:
         contenders, cases: what to time.
         baselines: labels whose times the speedup rows divide.
-        quick: how many of the cases `--quick` keeps.
+        quick: the number of cases that `--quick` keeps.
         paper: (contender label, case name, baseline) -> the paper's speedup.
-        kernels: on a GPU the attention launches alone too.
+        kernels: on a GPU also the attention launches alone.
         best: (cases, contender label) -> the paper's best speedup over the first baseline (`best_of_groups`).
     """
 
-    contenders: Sequence[Contender]
-    cases: Sequence[Case]
+    contenders: Sequence[LatencyContender]
+    cases: Sequence[InputCase]
     baselines: Sequence[str]
     quick: int = 2
     paper: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
@@ -107,7 +108,7 @@ class Latency:
                     mine = contender.calls(case, setting, self.kernels)
                     for _, call in mine.values():
                         call()
-                except Exception as error:  # whatever stops a contender is a result
+                except Exception as error:  # a failure of a contender is a result too
                     refused[contender.label] = describe(error)
                     continue
                 for metric, (backend, call) in mine.items():
@@ -129,12 +130,12 @@ def speedup(baseline: str, metric: str = FLOAT_CALL) -> str:
     return f"speedup over {baseline}{_COMPARED[metric]}"
 
 
-def _methods(*names: str) -> tuple[Contender, ...]:
-    return tuple(Contender(name, name) for name in names)
+def _methods(*names: str) -> tuple[LatencyContender, ...]:
+    return tuple(LatencyContender(name, name) for name in names)
 
 
-SDPA = Contender("torch SDPA float32")
-SDPA_HALF = Contender("torch SDPA float16", dtype=torch.float16)
+SDPA = LatencyContender("torch SDPA float32")
+SDPA_HALF = LatencyContender("torch SDPA float16", dtype=torch.float16)
 PUBLISHED = _methods("ivit", "qattn", "int_flash_half", "int_flash_full", "qflash", "ibert", "fqvit")
 OURS = _methods("intflash", "intflash_p8", "intflash_online")
 
@@ -177,15 +178,15 @@ IFLASH_FIGURE2 = Experiment(
 )
 
 _LENGTHS = (1024, 2048, 4096, 8192, 16384)
-# Inference time smaller by 31, 52, 66, 72, 73 %: a speedup of 1 / (1 - that).
+# An inference time smaller by 31, 52, 66, 72 and 73 % is a speedup of 1 / (1 - that).
 _FIGURE2 = dict(zip(_LENGTHS, (1 / 0.69, 1 / 0.48, 1 / 0.34, 1 / 0.28, 1 / 0.27), strict=True))
 
 
-def _length_case(n: int) -> Case:
+def _length_case(n: int) -> InputCase:
     return random_case(f"{n // 1024}k", n, normal(), heads=1, rows=None)
 
 
-def _int_flash_figure2(name: str, lengths: Sequence[int], device: str, *baselines: Contender) -> Experiment:
+def _int_flash_figure2(name: str, lengths: Sequence[int], device: str, *baselines: LatencyContender) -> Experiment:
     labels = [base.label for base in baselines]
     return Experiment(
         name=name,
@@ -210,7 +211,7 @@ def _int_flash_figure2(name: str, lengths: Sequence[int], device: str, *baseline
 
 INT_FLASH_FIGURE2 = (
     _int_flash_figure2("int_flash_figure2_cpu", _LENGTHS[:3], "cpu", SDPA),
-    _int_flash_figure2("int_flash_figure2", _LENGTHS, "cuda", SDPA_HALF, Contender("fp16", "fp16")),
+    _int_flash_figure2("int_flash_figure2", _LENGTHS, "cuda", SDPA_HALF, LatencyContender("fp16", "fp16")),
 )
 
 GRANULARITY_LATENCY = Experiment(
@@ -219,11 +220,11 @@ GRANULARITY_LATENCY = Experiment(
     source="QFlash, Figures 7 and 8, which are drawings",
     measure=Latency(
         contenders=(
-            Contender("per tensor", "intflash"),
-            Contender("per head", "intflash", Recipe(q="head", k="head", v="head")),
-            Contender("token, head, head", "intflash", Recipe(q="token", k="head", v="head")),
-            Contender("token, block, channel", "intflash", Recipe(q="token", k="block", v="channel")),
-            Contender("fine", "intflash", FINE),
+            LatencyContender("per tensor", "intflash"),
+            LatencyContender("per head", "intflash", Recipe(q="head", k="head", v="head")),
+            LatencyContender("token, head, head", "intflash", Recipe(q="token", k="head", v="head")),
+            LatencyContender("token, block, channel", "intflash", Recipe(q="token", k="block", v="channel")),
+            LatencyContender("fine", "intflash", FINE),
         ),
         cases=[workload_case(QFLASH[name].batched(8)) for name in ("A2", "A7")],
         baselines=("per tensor",),
@@ -235,7 +236,7 @@ GRANULARITY_LATENCY = Experiment(
 
 
 def _division_rows(setting: Setting) -> Iterator[Row]:
-    """QFlash Figure 6: floor division by a constant, three ways, on arrays that stay in the cache."""
+    """QFlash Figure 6: floor division by a constant in three ways, on arrays that fit the cache."""
     n = 1 << 15
     x = torch.randint(-(1 << 15), 0, (n,), dtype=torch.int32)
     xf = x.float()
@@ -267,7 +268,7 @@ FIGURE6 = Experiment(
 
 
 def _peak_rows(setting: Setting) -> Iterator[Row]:
-    """QFlash section 2.3: the matrix unit's int8 rate beside its float rates."""
+    """QFlash section 2.3: the matrix unit's int8 rate and its float rates."""
     n = 1024 if setting.device == "cpu" else 8192
     half = torch.float32 if setting.device == "cpu" else torch.float16
     a8, b8 = (torch.randint(-127, 128, (n, n), dtype=torch.int8, device=setting.device) for _ in range(2))

@@ -1,8 +1,8 @@
-"""Compile every shipped integer kernel without a GPU and count registers, spills and float instructions.
+"""Compile every integer kernel without a GPU and count registers, spills and float instructions.
 
 Writes benchmarks/results/machine_code/integer_kernels.json.
 
-Triton's: all specializations for the first architecture given, the quick dozen for the others. The CUDA kernels:
+Triton kernels: all specializations for the first architecture given, the quick dozen for the others. CUDA kernels:
 sm_90a. `--table` prints Markdown.
 """
 
@@ -19,16 +19,18 @@ import torch
 from benchmarks import sass
 from intflash.backends.cuda import backend as cuda
 from intflash.backends.cuda.program import compile_program
-from intflash.backends.triton import shipped
+from intflash.backends.triton import specializations
 from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.streaming import Statistics
+from intflash.backends.triton.tile_loop import Statistics
 from intflash.problem import Problem
 
 OUT = pathlib.Path(__file__).parent / "results" / "machine_code" / "integer_kernels.json"
 
 
 def per_score(launch, machine) -> dict[str, float]:
-    """Instructions per score of the leanest loop with a product and an exponential: its scores are known."""
+    """Returns instructions per score of the shortest loop with a product and an exponential, whose number of scores
+    is known.
+    """
     arguments = launch.arguments
     if "BN" not in arguments:
         return {}
@@ -43,7 +45,7 @@ def per_score(launch, machine) -> dict[str, float]:
 
 
 def row(name: str, arch: int) -> dict:
-    launch = shipped.launch(name, arch)
+    launch = specializations.launch(name, arch)
     machine = sass.compile_launch(launch, arch)
     return dict(
         name=name, arch=arch, registers=machine.registers, spills=machine.spills, shared=machine.shared_bytes,
@@ -53,10 +55,12 @@ def row(name: str, arch: int) -> dict:
 
 
 def cuda_rows() -> Iterator[dict]:
-    """The CUDA kernels for int8 in and out on ViT's, Swin's and long shapes."""
-    shapes = [(m, n, d) for m in shipped.OURS for n, d in ((49, 32), (64, 64), (197, 64), (1024, 64), (1024, 128))]
+    """Yields rows of the CUDA kernels for int8 input and output on ViT's, Swin's and long shapes."""
+    shapes = [
+        (m, n, d) for m in specializations.OURS for n, d in ((49, 32), (64, 64), (197, 64), (1024, 64), (1024, 128))
+    ]
     for method, n, d in shapes:
-        q, k, v = (shipped.codes((2, 2, n, d), "tensor", "cpu") for _ in "qkv")
+        q, k, v = (specializations.codes((2, 2, n, d), "tensor", "cpu") for _ in "qkv")
         problem = Problem(method, q, k, v, d**-0.5, out_dtype=torch.int8)
         out = torch.empty(2, 2, n, d, dtype=torch.int8)
         launch = cuda.attention_launch(problem, constants_launch(problem)[1], out, Statistics(None, None))
@@ -82,7 +86,7 @@ def main() -> None:
         return
     rows = [*cuda_rows()]
     for i, arch in enumerate(options.arch):
-        for name in options.names or shipped.names(quick=i > 0):
+        for name in options.names or specializations.names(quick=i > 0):
             rows.append(row(name, arch))
             if rows[-1]["spills"] or rows[-1]["floats"]:
                 print({k: v for k, v in rows[-1].items() if k != "loop"}, flush=True)

@@ -46,7 +46,7 @@ def digits(setting: Setting) -> Iterator[Row]:
 
 
 def sharpened(name: str, seed: int) -> nn.Module:
-    """Random weights with Q, K, V projections doubled: a softmax that is not flat."""
+    """Doubles the random weights of the Q, K, V projections, so that the softmax is not flat."""
     import timm
 
     torch.manual_seed(seed)

@@ -1,11 +1,11 @@
-"""Every experiment: those of this folder, and those that the `intflash` command runs as well."""
+"""Lists every experiment: those of this folder, and those that the `intflash` command also runs."""
 
 from __future__ import annotations
 
-from benchmarks import conversion, energy, gpu_kernels, latency, variant_accuracy
+from benchmarks import conversion, energy, gpu_kernels, integer_cpu, latency, variant_accuracy
 from intflash.bench import accuracy, vortex
 from intflash.bench.experiments import Experiment, collect
 
 EXPERIMENTS: tuple[Experiment, ...] = collect(
-    (accuracy, variant_accuracy, latency, gpu_kernels, conversion, energy, vortex)
+    (accuracy, variant_accuracy, latency, gpu_kernels, conversion, energy, integer_cpu, vortex)
 )

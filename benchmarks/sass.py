@@ -1,7 +1,7 @@
-"""What a compiled kernel really executes: machine instructions, registers, spills, per-score counts.
+"""The machine code of a compiled kernel: instructions, registers, spills, instructions per score.
 
-Kernels compile for any NVIDIA GPU with none present; `cuobjdump` comes with Triton. The integer-only claim
-is checked here: between int8 inputs and integer output no opcode of `FLOAT_OPCODES` may appear.
+Kernels compile for any NVIDIA GPU without one present; `cuobjdump` comes with Triton. Tests use this module to check
+the integer-only claim: between int8 inputs and integer output no opcode of `FLOAT_OPCODES` may appear.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ class Machine:
     def float_instructions(self) -> list[str]:
         """The floating-point instructions, as text; empty for an integer-only kernel.
 
-        HFMA2 with -RZ factors is how ptxas moves a constant ("HFMA2.MMA R1, -RZ, RZ, 0, 0"): a move, not
-        arithmetic on data, and not counted.
+        HFMA2 with -RZ factors ("HFMA2.MMA R1, -RZ, RZ, 0, 0") is how ptxas moves a constant. It computes nothing and is
+        not counted.
         """
         return [i.text for i in self.instructions if i.opcode in FLOAT_OPCODES and not _moves_constant(i)]
 
     @property
     def spills(self) -> int:
-        """Loads and stores of local memory."""
+        """The number of loads and stores of local memory."""
         return sum(self.opcodes[name] for name in ("LDL", "STL"))
 
     def loops(self) -> Iterator[tuple[Instruction, ...]]:
-        """Bodies of the innermost loops (backward branches without another inside)."""
+        """Yields the bodies of the innermost loops, which are backward branches without another inside."""
         spans = []
         for i in self.instructions:
             target = re.search(r"0x([0-9a-f]+)\s*$", i.text.rstrip(" ;"))
@@ -90,13 +90,13 @@ def _moves_constant(instruction: Instruction) -> bool:
 
 
 def disassemble(kernel: Any, arch: int) -> Machine:
-    """The machine code of a `triton.compile` result."""
+    """Returns the machine code of a `triton.compile` result."""
     metadata = kernel.metadata
     return machine(kernel.asm["cubin"], metadata.name, arch, metadata.shared, metadata.num_warps)
 
 
 def machine(cubin: bytes, name: str, arch: int, shared_bytes: int, warps: int) -> Machine:
-    """The machine code of a cubin with one kernel."""
+    """Returns the machine code of a cubin with one kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -118,12 +118,14 @@ def _cuobjdump(option: str, path: str) -> str:
 
 
 def compile_launch(launch: Any, arch: int) -> Machine:
-    """Compile a `Launch` (backends.triton.launch) for an architecture, as the runtime would for its arguments."""
+    """Compiles a `TritonLaunch` (backends.triton.launch) for an architecture, as the runtime would for its
+    arguments.
+    """
     return disassemble(compiled(launch, arch), arch)
 
 
 def compiled(launch: Any, arch: int) -> Any:
-    """The `triton.compile` result of a `Launch`; its `asm` has every stage's text."""
+    """Returns the `triton.compile` result of a `TritonLaunch`; its `asm` has every stage's text."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -136,9 +138,9 @@ _FLOAT_BITS = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
 
 
 def narrow_float_stores(ptx: str) -> list[str]:
-    """The stores of fewer bits than a float's register holds, as text: ptxas stores another value.
+    """Returns, as text, the stores of fewer bits than a float's register holds, for which ptxas stores another value.
 
-    "st.b8 [a], %r" takes the low byte of %r. Where an instruction of a float type wrote %r, ptxas of CUDA 12.8 to 13.0
+    "st.b8 [a], %r" stores the low byte of %r. Where an instruction of a float type wrote %r, ptxas of CUDA 12.8 to 13.0
     converts that float to an integer instead (F2I in the machine code).
     """
     bits: dict[str, int] = {}
@@ -155,7 +157,7 @@ def narrow_float_stores(ptx: str) -> list[str]:
 
 
 def ast_source(launch: Any) -> Any:
-    """Signature, constants and attributes of a launch: what Triton's runtime derives from the arguments."""
+    """Returns signature, constants and attributes of a launch, as Triton's runtime derives them from the arguments."""
     from triton.compiler import ASTSource
 
     constants: dict[tuple[int, ...], Any] = {}

@@ -1,8 +1,8 @@
-"""Everything there is to measure on this machine, in one command, into one page: `python -m benchmarks all`.
+"""Runs everything that this machine can measure and writes one page: `python -m benchmarks all`.
 
-First what a busy machine does not change, several at once, together with rehearsals of the rest, which compile its
-kernels; then what is timed, one at a time. Each job is a process of its own, and one that fails, outlasts its limit or
-finds no time left is a result with the reason.
+Experiments that do not depend on timing run first, several at once, together with rehearsals of the others, which
+compile their kernels. The timed ones then run one at a time. Each job is a process of its own. A job that fails,
+exceeds its limit or finds no time left becomes a result with the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from intflash.bench.experiments import Experiment
 from intflash.bench.measure import environment
 
 DEMOS = ("vit", "swin")
-GRACE_S = 8.0  # for a job that was told to stop, to save what it has
+GRACE_S = 8.0  # time in which a job that was told to stop may save its results
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Job:
         name: of its log.
         arguments: after ``python -m``.
         limit_s: when it is stopped.
-        result: the JSON file that it leaves; None for a rehearsal.
+        result: the JSON file that it writes; None for a rehearsal.
         title, source: of the page's section.
     """
 
@@ -48,7 +48,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """Jobs that run beside others, and jobs that run alone after them."""
 
     together: Sequence[Job]
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a job; `reason` where it did not end well."""
+    """The end of a job; `reason` where it failed."""
 
     job: Job
     stage: str
@@ -65,8 +65,8 @@ class Ended:
     reason: str | None = None
 
 
-def plan(out: Path, device: str, *, quick: bool = False, seed: int = 0, jobs: int = 1, models: bool = False) -> Plan:
-    """What makes sense on a device. A GPU's kernels are compiled by rehearsals, `jobs` processes of one job at most."""
+def plan(out: Path, device: str, *, quick: bool = False, seed: int = 0, jobs: int = 1, models: bool = False) -> JobPlan:
+    """Returns the jobs for a device. Rehearsals compile a GPU's kernels, with at most `jobs` processes each."""
     few = ("--quick",) if quick else ()
     experiments = [e for e in EXPERIMENTS if device in e.devices]
     together = [_experiment(e, out, device, seed, few) for e in experiments if not e.timed]
@@ -85,7 +85,7 @@ def plan(out: Path, device: str, *, quick: bool = False, seed: int = 0, jobs: in
         path = out / f"models-{device}.json"
         arguments = ("intflash.cli", "bench", "models", "--device", device, "--out", str(path.with_suffix("")))
         alone.append(Job("models", arguments, 240, path, "Whole models, patched beside unpatched"))
-    return Plan((*rehearsals, *together), alone)
+    return JobPlan((*rehearsals, *together), alone)
 
 
 def _experiment(e: Experiment, out: Path, device: str, seed: int, few: tuple[str, ...]) -> Job:
@@ -104,9 +104,9 @@ def _rehearsal(name: str, arguments: tuple[str, ...]) -> Job:
 
 
 def run_all(
-    plan: Plan, out: Path, *, seconds: float, jobs: int, log: Callable[[str], None] = lambda text: None
+    plan: JobPlan, out: Path, *, seconds: float, jobs: int, log: Callable[[str], None] = lambda text: None
 ) -> list[Ended]:
-    """Run a plan's jobs within about `seconds`; every result lies in `out` then, and so does run.json."""
+    """Runs a plan's jobs within about `seconds` and writes every result, and run.json, to `out`."""
     (out / "logs").mkdir(parents=True, exist_ok=True)
     for job in (*plan.together, *plan.alone):
         if job.result is not None:
@@ -158,7 +158,7 @@ def _run(job: Job, stage: str, logs: Path, stop: float, threads: int | None = No
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """Let it save what it has, then end it with all that it started."""
+    """Lets the job save its results, then ends it with all processes that it started."""
     process.terminate()
     try:
         process.wait(GRACE_S)
@@ -172,7 +172,7 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def _save_failure(end: Ended) -> None:
-    """Put the reason into the job's result, which may have been half written or not at all."""
+    """Writes the reason into the job's result, which may be incomplete or missing."""
     job = end.job
     if job.result.exists():
         content = json.loads(job.result.read_text())
@@ -187,7 +187,7 @@ def _save_failure(end: Ended) -> None:
 
 
 def _says_why(content: dict[str, Any]) -> bool:
-    """An experiment that was stopped, or could measure nothing here, has given the reason itself."""
+    """Whether an experiment that was stopped, or could not measure anything here, has given the reason itself."""
     rows = content["rows"]
     nothing = all(row.get("value") is None and row.get("us") is None for row in rows)
     return bool(content.get("error")) or (nothing and any(row.get("note") for row in rows))

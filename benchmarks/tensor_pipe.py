@@ -1,8 +1,8 @@
 """Tensor-pipe cycles by Nsight Compute: all methods in one process, each kernel profiled once.
 
-The parent starts `ncu python -m benchmarks.tensor_pipe`; the child runs every kernel once beforehand, so that only
-finished kernels run under the profiler, and puts a torch kernel of a known name before each, by which the parent tells
-them apart.
+The parent starts `ncu python -m benchmarks.tensor_pipe`. The child first runs every kernel once, so that only compiled
+kernels run under the profiler. It starts a torch kernel of a known name before each, so that the parent can separate
+them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ LIMIT_S = 75
 
 @dataclass(frozen=True)
 class Reading:
-    """Percent of the active cycles for each of UNITS, of a call's busiest kernel."""
+    """UNITS in percent of the active cycles, of the busiest kernel of a call."""
 
     backend: str
     percent: tuple[float, ...]
 
 
 def run(methods: Sequence[str], workloads: Sequence[str], seed: int) -> Iterator[tuple[str, str, Reading | str]]:
-    """(method, workload, its reading or why there is none).
+    """Yields (method, workload, its reading or the reason why there is none).
 
     Raises:
-        RuntimeError: ncu is not installed, or gave nothing.
+        RuntimeError: ncu is not installed, or gave no output.
     """
     ncu = shutil.which("ncu")
     if ncu is None:
@@ -62,7 +62,9 @@ def run(methods: Sequence[str], workloads: Sequence[str], seed: int) -> Iterator
 
 
 def parse(text: str) -> list[tuple[float, ...]]:
-    """What ncu's CSV says of each call: of its kernels the one with the busiest tensor pipe; 0 where no counter ran."""
+    """Returns what ncu's CSV says about each call: its kernel with the busiest tensor pipe, or 0 where no counter
+    ran.
+    """
     lines = [line for line in text.splitlines() if line.startswith('"')]
     calls: list[dict[str, dict[str, float]]] = []
     for row in csv.DictReader(lines):
@@ -77,7 +79,7 @@ def parse(text: str) -> list[tuple[float, ...]]:
 
 
 def _child(path: Path) -> None:
-    """Run the plan's kernels under the profiler, and write what ran into the plan."""
+    """Runs the plan's kernels under the profiler, and writes into the plan what ran."""
     import torch
 
     from intflash.bench.gpu_launches import make_kernels, uniform_inputs

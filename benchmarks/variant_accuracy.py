@@ -1,4 +1,6 @@
-"""Accuracy of the algorithmic variants that the papers study: QFlash Figure 5, and printed beside published."""
+"""Accuracy of the algorithmic variants that the papers study: QFlash's Figure 5, and formulas as printed beside the
+authors' programs.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from benchmarks import variants
 from intflash import Recipe
 from intflash.bench.accuracy import CEILING, Accuracy, Series
 from intflash.bench.experiments import Figure, Row, untimed
-from intflash.bench.workloads import COLUMNS, Case, uniform
+from intflash.bench.workloads import COLUMNS, InputCase, uniform
 from intflash.methods.qflash import TILE
 
 TILES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 
 
 def _collapses(rows: Sequence[Row]) -> list[str]:
-    """The first number of tiles at which a series stands 3 dB or more below scale release."""
+    """Returns the first number of tiles at which a series is at least 3 dB below scale release."""
     release = {row.x: row.value for row in rows if row.series == "scale release"}
     sentences = []
     for label in dict.fromkeys(row.series for row in rows):
@@ -37,7 +39,7 @@ FIGURE5 = untimed(
             Series("scale accumulation, 64 bits", "qflash", variant=partial(variants.scale_accumulation, bits=64)),
             Series("intflash", "intflash"),
         ),
-        cases=[Case(f"{t} tiles", (1, 6, t * TILE, 64), uniform(-4, 4), rows=197, value=t) for t in TILES],
+        cases=[InputCase(f"{t} tiles", (1, 6, t * TILE, 64), uniform(-4, 4), rows=197, value=t) for t in TILES],
         metrics=("SQNR dB",),
         quick=4,
     ),

@@ -1,4 +1,4 @@
-"""The algorithmic variants that the papers study, beside the published methods: experiments, not methods.
+"""The algorithmic variants that the papers study, for experiments. They are not methods of the library.
 
 Each is a plain function from a quantized problem to float outputs ``[B, Hq, Nq, Dv]``.
 """
@@ -19,24 +19,24 @@ from intflash.quant import Recipe
 Variant = Callable[[Problem], Tensor]
 
 
-def requantize_as_printed(y: Tensor, c: qflash.Constants) -> Tensor:
+def requantize_as_printed(y: Tensor, c: qflash.PipelineConstants) -> Tensor:
     """QFlash Eq. 9 and 10: a normalized multiplier, round(sX / sY * 2^r) in [2^8, 2^9], and a flooring shift.
 
-    It keeps its bits where the program's 2^16 leaves none (randn x 0.01), but floors: an exponential that the
-    inexact quotient shifted to -1 becomes p = -1, which is what padded keys give on some scales.
+    It keeps bits where the program's 2^16 leaves none (randn x 0.01), but it floors: an exponential that the inexact
+    quotient shifted to -1 becomes p = -1, which padded keys get on some scales.
     """
-    ratio = 127 * c.sm_scale  # s_X / s_Y: one unit of y in units of 1 / 127
+    ratio = 127 * c.sm_scale  # s_X / s_Y: the value of y = 1 in units of 1 / 127
     r = 8 - torch.floor(torch.log2(ratio)).to(torch.int64)
     multiplier = torch.round(torch.ldexp(ratio, r)).to(torch.int64)
     return wrap_int8(wrap_int32(y * multiplier) >> r)
 
 
 QFLASH_PIPELINES: dict[str, qflash.Pipeline] = {
-    "as published": qflash.PUBLISHED,
+    "as published": qflash.PIPELINE,
     "as printed": qflash.Pipeline(requantize=requantize_as_printed, m_start=-(1 << 21), l_start=0),
-    "quotient divided": replace(qflash.PUBLISHED, quotient=iflash.divide_quotient),
-    "requantization divided": replace(qflash.PUBLISHED, requantize=iflash.requantize_by_division),
-    "release divided": replace(qflash.PUBLISHED, release=iflash.release_by_division),
+    "quotient divided": replace(qflash.PIPELINE, quotient=iflash.divide_quotient),
+    "requantization divided": replace(qflash.PIPELINE, requantize=iflash.requantize_by_division),
+    "release divided": replace(qflash.PIPELINE, release=iflash.release_by_division),
     "all divided (iflash)": iflash.PIPELINE,
 }
 
@@ -47,21 +47,21 @@ GRANULARITIES: dict[str, Recipe] = {
 
 
 def qflash_variant(pipeline: qflash.Pipeline) -> Variant:
-    """QFlash with other steps."""
+    """Computes QFlash with other steps."""
     return lambda problem: qflash.run(replace(problem, out_dtype=torch.float32), pipeline).out
 
 
 def scale_release(problem: Problem, tile: int = qflash.TILE) -> Tensor:
     """QFlash Eq. 14: every tile divides alpha's scale out again, so that acc keeps one scale."""
-    return qflash_variant(replace(qflash.PUBLISHED, tile=tile))(problem)
+    return qflash_variant(replace(qflash.PIPELINE, tile=tile))(problem)
 
 
 def scale_accumulation(problem: Problem, tile: int = qflash.TILE, bits: int = 32) -> Tensor:
-    """QFlash Eq. 13: acc takes on alpha's scale 1 / rs with every tile, and l likewise, in `bits` wrapping bits.
+    """QFlash Eq. 13: acc takes alpha's scale 1 / rs with every tile, and so does l, in `bits` wrapping bits.
 
-    Tile j adds p V rs^j, so acc needs log2(rs) more bits per tile (12.4 on A2): 32 bits serve two tiles, 64 four.
+    Tile j adds p V rs^j, so that acc needs log2(rs) more bits per tile (12.4 on A2): 32 bits serve two tiles, 64 four.
     """
-    wrap = {32: wrap_int32, 64: lambda x: x}[bits]  # int64 tensors wrap by themselves
+    wrap = {32: wrap_int32, 64: lambda x: x}[bits]  # int64 tensors wrap
     c = qflash.constants(problem)
     S, present = integers.biased_scores(problem)
     _, v = arrays.key_codes(problem)
@@ -81,9 +81,9 @@ def scale_accumulation(problem: Problem, tile: int = qflash.TILE, bits: int = 32
 
 
 def iflash_as_printed(problem: Problem) -> Tensor:
-    """I-FlashAttention Algorithm 2: key by key, then a second pass to a normalized int8 P; O = P V / 127.
+    """I-FlashAttention Algorithm 2: key by key, then a second pass to a normalized int8 P, and O = P V / 127.
 
-    m starts at the first score, since the printed -2^31 overflows int32 in the first difference; d at 1.
+    m starts at the first score, because the printed -2^31 overflows int32 in the first difference. d starts at 1.
     """
     c = qflash.constants(problem)
     S, present = integers.biased_scores(problem)
@@ -100,7 +100,7 @@ def iflash_as_printed(problem: Problem) -> Tensor:
 
 
 def int_flash_as_printed(problem: Problem) -> Tensor:
-    """INT-FlashAttention Algorithm 1: P rounded half to even in float32, l sums the quantized P (line 12)."""
+    """INT-FlashAttention Algorithm 1: P is rounded half to even in float32, and l sums the quantized P (line 12)."""
 
     def codes(p: Tensor) -> Tensor:
         return torch.round(p * int_flash.R) / int_flash.R

@@ -40,6 +40,6 @@ for cpu in cortex-a72:generic neoverse-n1:neon max:neoni8mm; do
     found=$("${run[@]}" -c "import backends.sanitized_native; from intflash.backends import cpu; print(cpu.instruction_sets()[0])")
     echo "${cpu%:*}: $found"
     [ "$found" = "${cpu#*:}" ]
-    "${run[@]}" -m pytest -p no:cacheprovider -p backends.sanitized_native tests/backends/test_cpu{,_inputs,_calls}.py \
+    "${run[@]}" -m pytest -p no:cacheprovider -p backends.sanitized_native tests/backends/test_cpu{,_inputs,_calls}.py tests/integer/test_integer_cpu.py \
         -k "not forked and not short_of" "$@"
 done

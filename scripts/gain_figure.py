@@ -1,8 +1,9 @@
-"""The figure and the table of the README: what integer attention gains on one GPU, from `bench attention`'s CSV.
+"""Draws the README's figure and prints its table: the speedup of integer attention on one GPU, from `bench attention`'s
+CSV.
 
     python scripts/gain_figure.py benchmarks/results/h200/attention.csv docs/images/gain.png
 
-It prints the table in Markdown. matplotlib is needed (the extra `demo`).
+The table is Markdown. matplotlib is needed (the extra `demo`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import csv
 import sys
 from pathlib import Path
 
-# label -> (workload of the CSV, method): the best of our methods for that shape
+# label -> (workload of the CSV, method): the best of our methods for the shape
 ROWS = {
     "ViT-S, 1 image": ("A2 batch 1", "intflash_p8"),
     "ViT-S, 8 images": ("A2 batch 8", "intflash_p8"),
@@ -26,7 +27,9 @@ STATIC, DYNAMIC, PER_HEAD = "float16, static scales", "float16, dynamic scales",
 
 
 def gains(path: Path) -> dict[str, tuple[str, float, float, float]]:
-    """Label -> (method, speedup with static scales, with scales found in the call, of the call without options)."""
+    """Returns label -> (method, speedup with static scales, with scales computed in the call, of the call without
+    options).
+    """
     with path.open(newline="") as file:
         found = {(row["workload"], row["method"], row["variant"]): float(row["ratio"]) for row in csv.DictReader(file)}
     table = {}
@@ -39,7 +42,7 @@ def gains(path: Path) -> dict[str, tuple[str, float, float, float]]:
 
 
 def markdown(table: dict[str, tuple[str, float, float, float]]) -> str:
-    """The table's rows."""
+    """Returns the table's rows."""
     lines = (
         f"| {label} | `{method}` | {static:.2f}x | {dynamic:.2f}x | {default:.2f}x |"
         for label, (method, static, dynamic, default) in table.items()
@@ -48,7 +51,7 @@ def markdown(table: dict[str, tuple[str, float, float, float]]) -> str:
 
 
 def draw(table: dict[str, tuple[str, float, float, float]], path: Path) -> None:
-    """Horizontal bars of the three speedups, and a line where both take the same time."""
+    """Draws horizontal bars of the three speedups, and a line where both take the same time."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The CPU kernels' tests under the address and undefined-behaviour sanitizers: a build of its own beside the
+# The CPU kernels' tests under the address, undefined-behaviour and thread sanitizers: a build of its own beside the
 # installed package, loaded in its place. Called with the interpreter to use, the folder to build in, and `smoke` for a
 # few minutes' part: the best instruction set of this machine and the generic one, inputs and calls. Otherwise all sets
 # that this machine runs, and all tests of the kernels.
@@ -8,7 +8,7 @@ python=${1:-python3}
 root=$(cd "$(dirname "$0")/.." && pwd)
 build=${2:-$root/build/sanitize}
 
-tests="$root/tests/backends/test_cpu_inputs.py $root/tests/backends/test_cpu_calls.py"
+tests="$root/tests/backends/test_cpu_inputs.py $root/tests/backends/test_cpu_calls.py $root/tests/integer/test_integer_cpu.py"
 sets=native
 if [ "${3:-}" = smoke ]; then
     sets=$("$python" -c "from intflash.backends import cpu; print(cpu.instruction_sets()[0])")
@@ -28,3 +28,9 @@ LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.
 ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 INTFLASH_TEST_NATIVE="$build" PYTHONPATH="$root/src:$root/tests" \
     "$python" -m pytest -n "$(nproc)" -p backends.sanitized_native $tests -k "not forked and not short_of"
+
+# The thread sanitizer cannot see into Python, so that a program of its own runs integer models from several threads.
+g++ -std=c++17 -O1 -g1 -ffp-contract=off -pthread -fsanitize=thread "-I$root/csrc" \
+    "$root"/csrc/cpu/dispatch.cpp "$root"/csrc/cpu/program.cpp "$root"/csrc/cpu/thread_pool.cpp \
+    "$root"/csrc/cpu/isa/generic.cpp "$root/tests/machines/cpu/program_threads.cpp" -o "$build/program_threads"
+"$build/program_threads"

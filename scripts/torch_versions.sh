@@ -4,7 +4,7 @@
 # whose native module and other packages they use. On x86-64 each torch is a download of gigabytes.
 set -eu
 cd "$(dirname "$0")/.."
-python=$1 folder=$2
+python=$1 folder=$2 failed=
 packages=$("$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 oldest=$(sed -n 's/^ *"torch>=\([0-9.]*\)",$/\1/p' pyproject.toml)
 for requirement in "torch==$oldest.*" torch; do
@@ -15,6 +15,7 @@ for requirement in "torch==$oldest.*" torch; do
   own=$("$venv/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
   echo "import site; site.addsitedir('$packages')" > "$own/intflash.pth"
   "$venv/bin/python" -c "import torch; print('torch', torch.__version__)"
-  "$venv/bin/python" -m pytest -n "$(nproc)" -q -m 'not full' tests/test_*.py tests/quant tests/backends/test_portable.py \
-    --deselect tests/test_examples.py --deselect tests/test_documents.py --deselect tests/test_cli.py
+  "$venv/bin/python" -m pytest -n "$(nproc)" -m 'not full' tests/test_*.py tests/quant tests/backends/test_portable.py \
+    --deselect tests/test_examples.py --deselect tests/test_documents.py --deselect tests/test_cli.py || failed="$failed $requirement"
 done
+test -z "$failed" || { echo "tests failed with:$failed"; exit 1; }

@@ -3,7 +3,7 @@
     python scripts/train_digits.py vit        # some minutes on two cores
     python scripts/train_digits.py swin
 
-The last epoch's weights are kept: the held-out third is never used to choose anything.
+The last epoch's weights are kept. The held-out third is never used to choose anything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WEIGHTS = Path(__file__).resolve().parents[1] / "src/intflash/digits/weights"
 
 
 def augment(images: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Upscale 8x8 images to `size` under a random rotation, scale, shear and shift."""
+    """Upscales 8x8 images to `size` under a random rotation, scale, shear and shift."""
     n = len(images)
 
     def uniform(limit: float) -> Tensor:
@@ -40,7 +40,7 @@ def augment(images: Tensor, size: int, generator: torch.Generator) -> Tensor:
 
 
 def train(name: str, epochs: int, batch: int, peak_lr: float, seed: int, folder: Path) -> Path:
-    """Train from scratch, print the held-out Top-1 and write <name>.safetensors into `folder`."""
+    """Trains from scratch, prints the held-out Top-1 and writes <name>.safetensors into `folder`."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     data, held_out = load_split()

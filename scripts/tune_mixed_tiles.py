@@ -17,57 +17,57 @@ import time
 import torch
 
 from intflash.backends.gpu.float_softmax import operands
-from intflash.backends.triton import mixed, mixed_steps
-from intflash.backends.triton.streaming import Statistics, Tile
+from intflash.backends.triton import mixed_precision, mixed_precision_steps
+from intflash.backends.triton.tile_loop import Statistics, TileShape
 from intflash.methods import get_method
 from intflash.problem import Problem
 
 WORKERS = 14
 TILES = [
-    Tile(*x)
+    TileShape(*x)
     for x in (
         (64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3),
         (128, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 2), (128, 32, 4, 3), (128, 64, 4, 4), (128, 128, 4, 2),
     )
 ]  # fmt: skip
 STEPS = {
-    "int_flash_half": {"": mixed_steps.HALF, "raised": mixed_steps.HALF_RAISED},
-    "int_flash_full": {"": mixed_steps.FULL},
-    "lite": mixed_steps.LITE,
+    "int_flash_half": {"": mixed_precision_steps.HALF, "raised": mixed_precision_steps.HALF_BIASED},
+    "int_flash_full": {"": mixed_precision_steps.FULL},
+    "lite": mixed_precision_steps.LITE,
     "fp16": {"": None},
     "fp8": {"": None},
 }
-FEW = ("", "integer", "raised")  # flows that try every tile
+FEW = ("", "integer", "raised")  # methods for which every tile is tried
 NO_STATISTICS = Statistics(None, None)
 
 
 def prepared(method, d, n, batch=4):
-    """Launch maker of a method on uniform inputs, and its number of operations."""
+    """Returns a function that makes launches of a method on uniform inputs, and the number of operations."""
     g = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.rand(batch, 32 if d == 64 else 16, n, d, generator=g, device="cuda") * 8 - 4 for _ in range(3))
     p = Problem(method, q, k, v, d**-0.5, recipe=get_method(method).recipe, out_dtype=torch.float16).quantized()
     parts, out = operands(p), torch.empty_like(q, dtype=torch.float16)
-    return lambda flow, tile: mixed.mixed_launch(p, parts, out, NO_STATISTICS, tile, STEPS[method][flow])
+    return lambda form, tile: mixed_precision.mixed_launch(p, parts, out, NO_STATISTICS, tile, STEPS[method][form])
 
 
 def jobs(methods):
-    for method, flows in ((m, STEPS[m]) for m in methods):
-        for flow in flows:
+    for method, forms in ((m, STEPS[m]) for m in methods):
+        for form in forms:
             for d in (64, 128):
                 for tile in TILES:
-                    if not (tile.keys == 256 and d == 128 or flow not in FEW and tile != TILES[0]):
-                        yield method, flow, d, dataclasses.astuple(tile)
+                    if not (tile.keys == 256 and d == 128 or form not in FEW and tile != TILES[0]):
+                        yield method, form, d, dataclasses.astuple(tile)
 
 
 def compile_share(worker, methods):
     failed = []
-    for i, (method, flow, d, tile) in enumerate(jobs(methods)):
+    for i, (method, form, d, tile) in enumerate(jobs(methods)):
         if i % WORKERS == worker:
             try:
-                prepared(method, d, 4096, 1)(flow, Tile(*tile)).run()
+                prepared(method, d, 4096, 1)(form, TileShape(*tile)).run()
                 torch.cuda.synchronize()
             except Exception as error:
-                failed.append(((method, flow, d, tile), str(error).splitlines()[0][:80]))
+                failed.append(((method, form, d, tile), str(error).splitlines()[0][:80]))
     return failed
 
 
@@ -82,13 +82,13 @@ def sweep(methods):
     for method, d, n in ((m, d, n) for m in methods for d in (64, 128) for n in (4096, 16384)):
         launch = prepared(method, d, n)
         mine = [j for j in jobs(methods) if j[0] == method and j[2] == d and j not in failed]
-        if n > 4096:  # the best of 4096 once more
+        if n > 4096:  # the best tiles of 4096
             mine = [job for _, job in found[:4]]
-        times = time_calls([launch(flow, Tile(*tile)).run for _, flow, _, tile in mine], rounds=5, sample_s=2e-3)
+        times = time_calls([launch(form, TileShape(*tile)).run for _, form, _, tile in mine], rounds=5, sample_s=2e-3)
         operations = 4 * 4 * (32 if d == 64 else 16) * n * n * d
         found = sorted(((operations / s / 1e12, job) for s, job in zip(times, mine, strict=True)), reverse=True)
         results += [(n, *job, round(tops, 1)) for tops, job in found]
-        best = "  ".join(f"{flow}{tile}={tops:.0f}" for tops, (_, flow, _, tile) in found[:9])
+        best = "  ".join(f"{form}{tile}={tops:.0f}" for tops, (_, form, _, tile) in found[:9])
         print(f"{method} D{d} N{n}: {best}", flush=True)
     path = pathlib.Path(os.environ.get("OUT", ".")) / "mixed_sweep.json"
     path.write_text(json.dumps({"tops": results, "failed": [[*job, why] for job, why in failed.items()]}))

@@ -1,7 +1,7 @@
-"""Time tile choices of the Triton kernels on this GPU and print the best of each workload.
+"""Time tiles of the Triton kernels on this GPU and print the best of each workload.
 
-Kernel time from CUDA-graph replays, the candidates of a workload interleaved, medians. `--write` stores the tile
-table that `intflash.backends.triton.choices` reads. Compilation runs in parallel processes first.
+Kernel time from CUDA-graph replays, the candidates of a workload interleaved, medians. `--write` stores the table that
+`intflash.backends.triton.tile_sizes` reads. Compilation runs first, in parallel processes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import time
 import torch
 
 from intflash.backends.gpu.tensors import view
-from intflash.backends.triton import choices, rowwise, steps
-from intflash.backends.triton import streaming as stream
+from intflash.backends.triton import intflash_steps, short_rows, tile_sizes
+from intflash.backends.triton import tile_loop as stream
 from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.quantize import Three
+from intflash.backends.triton.quantize import Qkv
 from intflash.problem import Problem
 from intflash.quant import QTensor, quantize
 
-STEPS = {"intflash": steps.P16, "intflash_p8": steps.P8, "intflash_online": steps.ONLINE}
+STEPS = {"intflash": intflash_steps.P16, "intflash_p8": intflash_steps.P8, "intflash_online": intflash_steps.ONLINE}
 BITS = {"intflash": 16, "intflash_p8": 8}
 
 
 def k_major(x: QTensor) -> QTensor:
-    """The same codes, stored with the tokens contiguous (rows padded to 16 bytes)."""
+    """Returns the same codes, stored with contiguous tokens (rows padded to 16 bytes)."""
     b, h, n, d = x.shape
     store = torch.zeros(b, h, d, (n + 127) // 128 * 128, dtype=torch.int8, device=x.device)[..., :n]
     store.copy_(x.data.transpose(2, 3))
@@ -39,7 +39,7 @@ def k_major(x: QTensor) -> QTensor:
 
 
 def build(shape, method, kind, tile):
-    """A launch: kind "row" or "stream" on int8 codes with V K-major, "fused" on float16 with static scales."""
+    """Builds a launch: kind "row" or "stream" on int8 codes with K-major V, "fused" on float16 with static scales."""
     generator = torch.Generator("cuda").manual_seed(0)
     floats = [torch.rand(shape, generator=generator, device="cuda") * 8 - 4 for _ in range(3)]
     q, k, v = (quantize(x) for x in floats)
@@ -50,12 +50,12 @@ def build(shape, method, kind, tile):
     out = torch.empty(shape, dtype=out_dtype, device="cuda")
     none = stream.Statistics(None, None)
     if kind == "stream":
-        return stream.streaming_launch(problem, STEPS[method], constants, out, none, stream.Tile(*tile))
-    scales = rowwise.NO_SCALES
+        return stream.tile_loop_launch(problem, STEPS[method], constants, out, none, stream.TileShape(*tile))
+    scales = short_rows.NO_SCALES
     if kind == "fused":
-        scales = Three(*(view(x.scale) for x in (q, k, v)))
+        scales = Qkv(*(view(x.scale) for x in (q, k, v)))
         problem = dataclasses.replace(problem, **dict(zip("qkv", (x.half() for x in floats), strict=True)))
-    return rowwise.rowwise_launch(problem, BITS[method], constants, out, none, scales, rowwise.RowTile(*tile))
+    return short_rows.short_rows_launch(problem, BITS[method], constants, out, none, scales, short_rows.RowTile(*tile))
 
 
 def compile_one(job):
@@ -64,7 +64,7 @@ def compile_one(job):
         build((min(2, small[0]), *small[1:]), *job[1:]).run()
         torch.cuda.synchronize()
         return None
-    except Exception as error:  # a tile that does not fit is a result
+    except Exception as error:  # a tile that does not fit is a result too
         return f"{type(error).__name__}: {str(error)[:200]}"
 
 
@@ -82,7 +82,7 @@ def graph_of(run, repeats):
 
 
 def time_graphs(calls: dict, rounds=15) -> dict:
-    """Median microseconds of each call, all taking turns."""
+    """Returns the median microseconds of each call. The calls take turns."""
     graphs = {}
     for name, run in calls.items():
         try:
@@ -197,9 +197,9 @@ def main():
         del calls
         torch.cuda.empty_cache()
         if shape[2] <= 256:
-            key = choices.row_class(b * h, n, n, d, BITS[method], kind == "fused")
+            key = tile_sizes.short_rows_class(b * h, n, n, d, BITS[method], kind == "fused")
         else:
-            key = choices.stream_class(STEPS[method].keys, d, BITS.get(method, 8))
+            key = tile_sizes.tile_loop_class(STEPS[method].keys, d, BITS.get(method, 8))
         table[key] = list(min((x for x in times if isinstance(x, tuple)), key=times.get))
     with open(os.path.join(options.out, f"tiles_{options.what}.json"), "w") as file:
         json.dump(table, file, indent=1)

@@ -1,4 +1,6 @@
-"""Settings of every test: one torch thread for each worker, and what becomes of GPU tests without a GPU."""
+"""Settings of every test: one torch thread per worker, and one skipped entry for each GPU test where there is no
+GPU.
+"""
 
 import collections
 
@@ -12,7 +14,7 @@ allow_torchvision()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a CUDA device each `gpu` test stands once, skipped, with the number of its cases."""
+    """Without a CUDA device, keeps one skipped item of each `gpu` test, with the number of its cases."""
     if torch.cuda.is_available():
         return
     cases = collections.defaultdict(list)

@@ -1,4 +1,4 @@
-"""What the tests of README, guide and examples share: the repository's root, code blocks, and running code in place."""
+"""What the tests of README, guide and examples share: the repository's root, code blocks, and running code."""
 
 import re
 import runpy
@@ -14,13 +14,15 @@ _FENCE = re.compile(
 
 
 def blocks(page: Path, language: str) -> list[tuple[str, str | None]]:
-    """(text, why it is not run or None) of each fenced block of that language."""
+    """Yields (text, the reason why it is not run or None) of each fenced block of a language."""
     found = _FENCE.finditer(page.read_text(encoding="utf-8"))
     return [(match["text"], match["reason"]) for match in found if match["language"] == language]
 
 
 def allow_torchvision() -> None:
-    """With a CPU build of torch, importing torchvision fails at the fake kernels of its C++ operators."""
+    """Lets torchvision be imported with a CPU build of torch, where the fake kernels of its C++ operators would
+    fail.
+    """
     register = torch.library.register_fake
 
     def register_fake(op, *args, **kwargs):
@@ -32,5 +34,5 @@ def allow_torchvision() -> None:
 
 
 def run_script(path: Path) -> None:
-    """A script as `python PATH` runs it, in this process, so that libraries are imported once."""
+    """Runs a script as `python PATH` does, but in this process, so that libraries are imported once."""
     runpy.run_path(str(path), run_name="__main__")

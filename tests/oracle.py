@@ -1,4 +1,4 @@
-"""What the tests compare with: float64 attention and its signal-to-noise ratio, written apart from the library."""
+"""What tests compare with: float64 attention and the signal-to-noise ratio, written independently of the library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def float64_attention(q, k, v, scale=None, bias=None, keep=None) -> Tensor:
-    """softmax(scale q k^T + bias) v in float64; rows without keys give 0; key heads repeat for query heads."""
+    """Returns softmax(scale q k^T + bias) v in float64. Rows without keys give 0; key heads repeat for query heads."""
     q, k, v = (x.double() for x in (q, k, v))
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -20,19 +20,19 @@ def float64_attention(q, k, v, scale=None, bias=None, keep=None) -> Tensor:
 
 
 def sqnr(reference: Tensor, out: Tensor) -> float:
-    """20 log10(||ref|| / ||out - ref||) in dB; infinite for equal tensors."""
+    """Returns 20 log10(||ref|| / ||out - ref||) in dB; infinite for equal tensors."""
     noise = (out.double() - reference.double()).norm()
     return float("inf") if noise == 0 else float(20 * torch.log10(reference.double().norm() / noise))
 
 
 def fake_quantize(x: Tensor) -> Tensor:
-    """x through per-tensor int8 and back, in float64: what the ceiling of int8 inputs sees."""
+    """Returns x quantized to per-tensor int8 and dequantized, in float64."""
     scale = x.abs().max().float() / 127
     return torch.round(x.double() / scale.double()).clamp(-127, 127) * scale.double()
 
 
 def ceiling(q, k, v, **options) -> Tensor:
-    """Exact softmax attention on the same int8 inputs: as good as any int8 method can be."""
+    """Returns exact softmax attention on the same int8 inputs, which no int8 method can exceed in accuracy."""
     return float64_attention(*(fake_quantize(x) for x in (q, k, v)), **options)
 
 

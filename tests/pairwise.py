@@ -1,4 +1,4 @@
-"""All-pairs test cases: every pair of values of any two factors occurs in some case, if it is possible at all."""
+"""All-pairs test cases: every possible pair of values of any two factors occurs in some case."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 def pairwise(
     factors: dict[str, list[Any]], possible: Callable[[dict[str, Any]], bool] = lambda case: True
 ) -> list[dict[str, Any]]:
-    """A small set of possible cases that covers all pairs that one can have; greedy and deterministic.
+    """Returns a small set of possible cases that covers all possible pairs. Greedy and deterministic.
 
     Args:
-        possible: whether a case, of which some factors may not be chosen yet, can be one.
+        possible: whether a case, in which some factors may not be chosen yet, is possible.
     """
     names = list(factors)
     indices = {n: range(len(factors[n])) for n in names}
@@ -24,7 +24,9 @@ def pairwise(
         return {n: factors[n][case[n]] for n in names if n in case}
 
     def completed(case: dict[str, int]) -> dict[str, int] | None:
-        """With the values that cover the most, as far as the case stays possible; None if it cannot be."""
+        """Completes a case with the values that cover most pairs, while it stays possible; None if it cannot be
+        completed.
+        """
         if not possible(values(case)):
             return None
         name = next((n for n in names if n not in case), None)
@@ -45,7 +47,7 @@ def pairwise(
 
 
 def _covered(case: dict[str, int], name: str, wanted: set, names: list[str]) -> int:
-    """How many wanted pairs the value of `name` adds to a case."""
+    """Returns how many uncovered pairs the value of `name` adds to a case."""
     others = [(other, value) for other, value in case.items() if other != name]
     pairs = (sorted([(name, case[name]), other], key=lambda p: names.index(p[0])) for other in others)
     return sum(tuple(pair) in wanted for pair in pairs)

@@ -1,4 +1,4 @@
-"""One small call of `attention`, with changes."""
+"""One small call of `attention`, with options that tests change."""
 
 import intflash
 from oracle import randn

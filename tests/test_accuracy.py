@@ -29,13 +29,13 @@ def outlier_key():
 
 
 def correlated(size):
-    """Keys that resemble their query; size 0.18 makes the score unit about 4e-6 octaves."""
+    """Keys that resemble their query. With size 0.18 the score unit is about 4e-6 octaves."""
     q, k, v = randn(2, 4, 512, 128, seed=4)
     return q * size, (q + k) * size, v
 
 
 def sink():
-    """One key whose p is 2^10 times the others': 8-bit p lose the 4,095 others."""
+    """One key whose p is 2^10 times the others'. 8-bit p loses the other 4,095."""
     q, k, v = randn(1, 4, 4096, 64, seed=5)
     q[..., 0], k[..., 0], k[:, :, 0] = 4.0, 0.0, 0.0
     k[:, :, 0, 0] = 10 * math.log(2) * 8 / 4.0
@@ -93,7 +93,7 @@ def test_intflash_is_at_the_ceiling(name, out_dtype):
 
 @pytest.mark.parametrize("out_dtype, out_scale", [(torch.float32, None), (torch.int16, "dynamic")], ids=str)
 @pytest.mark.parametrize("name", [n for n in HARD if n not in COLUMNS])
-def test_intflash_takes_the_inputs_that_break_published_methods(name, out_dtype, out_scale):
+def test_intflash_computes_inputs_that_break_other_methods(name, out_dtype, out_scale):
     assert measured(name, "intflash", out_dtype, out_scale) > case(name)[2] - HARD[name][1]
 
 
@@ -103,7 +103,7 @@ def test_online_is_within_1_db_of_p8(name):
 
 
 @pytest.mark.parametrize("name, decibels", [("A2", 37.4), ("A7", 38.2)])
-def test_the_two_figures_of_the_specification(name, decibels):
+def test_the_two_numbers_of_the_specification(name, decibels):
     assert abs(measured(name, "intflash", torch.int16) - decibels) < 0.3  # another seed moves it by 0.2
 
 

@@ -1,4 +1,4 @@
-"""The public functions: SDPA's meaning, outputs, backends."""
+"""The public functions: the meaning of SDPA's arguments, outputs, choice of backends."""
 
 import itertools
 from dataclasses import replace
@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import intflash
-from intflash import BackendError, InputError, QTensor, Recipe, plans, repeats
-from intflash.backends import backends
+from intflash import BackendError, InputError, QTensor, Recipe
+from intflash.backends import backends, cpu
 from intflash.methods import get_method
 from intflash.numerics.exp import ABSENT
 from oracle import float64_attention, randn, sqnr
@@ -96,7 +96,7 @@ def test_static_scales_of_the_same_tensor_give_the_same_bits():
     assert torch.equal(attend(recipe=Recipe(**numbers)), attend())
 
 
-def test_integer_bias_is_taken_as_it_is():
+def test_integer_bias_is_used_unchanged():
     bias = torch.randn(1, 4, 20, 20)
     bias[..., 3] = float("-inf")
     quantized = intflash.quantize_bias(bias)
@@ -118,7 +118,7 @@ def test_a_row_without_keys_gives_zero():
     assert not out[:, :, 4].any() and (lse[:, :, 4] == float("-inf")).all() and out[:, :, 5].any()
 
 
-def test_backend_by_name_and_the_one_that_serves():
+def test_backend_by_name_and_by_default():
     assert intflash.which_backend(Q, K, V, backend="reference", return_lse=True) == "reference"
     assert intflash.which_backend(Q, K, V, out_dtype=torch.int8, out_scale="dynamic") in intflash.info()["backends"]
     if intflash.info()["backends"].get("triton", {}).get("available"):
@@ -126,7 +126,7 @@ def test_backend_by_name_and_the_one_that_serves():
             attend(backend="triton")
 
 
-def test_info_lists_what_there_is():
+def test_info_lists_methods_and_backends():
     info = intflash.info()
     assert {"intflash", "intflash_p8", "intflash_online"} <= set(info["methods"])
     assert info["methods"]["intflash"]["integer_only"]
@@ -137,8 +137,7 @@ def test_info_lists_what_there_is():
 def test_without_the_native_module_another_backend_serves_and_says_so_once(monkeypatch, caplog):
     missing = replace(backends()["cpu"], unavailable=lambda: "it was not built here")
     monkeypatch.setitem(backends(), "cpu", missing)
-    monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(cpu, "attend", lambda *arguments: None)  # as it is there
     with caplog.at_level("WARNING", "intflash"):
         assert torch.equal(attend(), attend(backend="torch"))
         attend()
@@ -149,17 +148,16 @@ def test_without_the_native_module_another_backend_serves_and_says_so_once(monke
         attend(backend="cpu")
 
 
-def test_a_fast_backend_of_another_machine_goes_without_a_word(monkeypatch, caplog):
+def test_a_backend_of_another_machine_is_skipped_silently(monkeypatch, caplog):
     missing = replace(backends()["cpu"], unavailable=lambda: "of another machine", native=lambda: False)
     monkeypatch.setitem(backends(), "cpu", missing)
-    monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(cpu, "attend", lambda *arguments: None)  # as it is there
     with caplog.at_level("WARNING", "intflash"):
         assert torch.equal(attend(), attend(backend="torch"))
     assert not caplog.records
 
 
-def test_which_backend_answers_for_the_call():
+def test_which_backend_names_the_serving_backend():
     assert intflash.which_backend(Q, K, V, method="qflash", return_lse=True) == "torch"
     with pytest.raises(BackendError, match="no log-sum-exp"):
         intflash.which_backend(Q, K, V, method="qflash", return_lse=True, backend="cpu")
@@ -177,7 +175,7 @@ def test_autocast_changes_no_bit(method, backend):
     assert torch.equal(found, attend(method=method, backend=backend))
 
 
-def test_sdpa_takes_what_torchs_takes_under_autocast():
+def test_sdpa_accepts_what_torchs_does_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = intflash.sdpa(Q, K, V.bfloat16())
         with pytest.raises(InputError, match="all float tensors, got Tensor, NoneType, Tensor"):
@@ -231,7 +229,7 @@ def test_a_backward_pass_is_refused(method):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_output_of_tensors_that_want_gradients_is_the_callers_to_change(backend):
+def test_output_of_tensors_that_require_gradients_can_be_changed(backend):
     q = Q.transpose(1, 2).clone().transpose(1, 2).requires_grad_()
     out, lse = attend(q=q, backend=backend, return_lse=True)
     want = attend(backend=backend, q=q.detach())
@@ -270,7 +268,7 @@ def test_scales_and_biases_have_no_gradients_either(options, backend):
         attend(**options, backend=backend).sum().backward()
 
 
-def test_other_devices_reach_the_backends_that_take_any():
+def test_other_devices_use_the_backends_that_support_them():
     q, k, v = (x.to("meta") for x in (Q, K, V))
     assert attend(q=q, k=k, v=v, backend="torch", check_finite=False).shape == Q.shape
 
@@ -301,7 +299,7 @@ def test_packed_integer_output_has_one_scale(method, ends):
 
 
 @pytest.mark.parametrize("method", intflash.info()["methods"])
-def test_integer_output_is_a_tensor_as_its_constructor_makes_it(method):
+def test_integer_output_is_a_valid_qtensor(method):
     qkv, made = [torch.randn(2, 3, 20, 16) for _ in range(3)], 0
     kinds = ("head", "head", "head"), ("token", "tensor", "tensor"), ("tensor", "tensor", "channel")
     recipes = None, *(Recipe(*x) for x in kinds)

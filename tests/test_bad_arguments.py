@@ -34,7 +34,7 @@ CU = torch.tensor([0, 20], dtype=torch.int32)
 ONE = torch.full((1, 1, 1, 1), 0.05)
 MASK = torch.zeros(20, 20)
 
-# Argument -> a good value that is made bad, what else its call needs, and the name that the error must have.
+# Argument -> a good value that the test makes bad, the other arguments that its call needs, and the name in the error.
 TENSORS = {
     "q": (Q, {}, "q"),
     "k": (K, {}, "k"),
@@ -92,7 +92,7 @@ def test_values_of_another_kind_are_refused_by_name(argument, value):
 
 
 def lazily_negated(x: torch.Tensor) -> torch.Tensor:
-    """A tensor that is not memory alone: its calls go through torch's dispatcher."""
+    """A tensor whose value differs from its memory. Its calls go through torch's dispatcher."""
     return torch._neg_view(x)
 
 
@@ -100,8 +100,8 @@ OF_CODES = {*TENSORS, *VALUES} - {"q", "k", "v", "recipe", "cu_seqlens_q", "cu_s
 
 
 @pytest.mark.parametrize("argument", sorted({*TENSORS, *VALUES}))
-def test_the_way_through_the_custom_op_refuses_the_same(argument):
-    """Not by the dispatcher's errors about a schema."""
+def test_the_custom_op_refuses_the_same(argument):
+    """The error comes from us, and not from the dispatcher's check of a schema."""
     options = TENSORS.get(argument, (0, dict(out_dtype=torch.int8) if argument == "out_scale" else {}))[1]
     name = "q, k and v" if argument in "qkv" else argument
     with pytest.raises(InputError, match=name):
@@ -162,7 +162,7 @@ def test_other_functions(attempt, message):
         attempt()
 
 
-def test_huge_blocks_allocate_for_the_tokens_there_are():
+def test_huge_blocks_allocate_for_existing_tokens_only():
     recipe, fits = (Recipe(q="block", k="block", block_size=size) for size in (10**9, 20))
     x = [torch.randn(1, 1, 20, 16) for _ in range(3)]
     for backend in ("reference", "torch", "cpu"):
@@ -171,7 +171,7 @@ def test_huge_blocks_allocate_for_the_tokens_there_are():
     assert intflash.quantize(x[0], "block", block_size=10**9).token_scale().shape == (1, 1, 20, 1)
 
 
-def test_flags_of_other_kinds_mean_what_they_say():
+def test_flags_of_other_types_keep_their_meaning():
     expected = intflash.attention(Q, K, V, None, True)
     for flag in (torch.tensor(True), torch.ones(1), 1):
         assert torch.equal(intflash.attention(Q, K, V, None, flag), expected)
@@ -182,7 +182,7 @@ def test_flags_of_other_kinds_mean_what_they_say():
     "options", [{}, dict(return_lse=True), dict(out_dtype=torch.int8, out_scale="dynamic")], ids=str
 )
 def test_meta_tensors_give_shapes(options):
-    """As torch's own attention: tensors without values have an output without values."""
+    """As with torch's own attention, tensors without values have an output without values."""
     q, k, v = (x.to("meta") for x in (Q, K, V))
     for backend in (None, "cpu", "torch", "reference"):
         for check in (None, True, False):

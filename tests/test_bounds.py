@@ -1,4 +1,4 @@
-"""Every bound of docs/numerics.md at its edge and one past it, on every backend."""
+"""Every bound of docs/numerics.md, at its edge and one beyond, on every backend."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def run(method, backend, *tensors, **options):
 @pytest.mark.parametrize("method", METHOD_NAMES)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_most_keys_with_the_largest_sums(method, backend, sign):
-    """l and acc reach 65,536 times their largest addend and still fit; the mean of equal values is the value."""
+    """l and acc reach 65,536 times their largest addend and still fit. The mean of equal values is the value."""
     q, k = constant(0, 1, 1, 2, 8), constant(0, 1, 1, 65_536, 8)
     out = run(method, backend, q, k, constant(127 * sign, 1, 1, 65_536, 8))
     assert (out.data == sign * 32767).all()
@@ -46,7 +46,7 @@ def test_one_key_too_many_is_refused(method, backend):
 @pytest.mark.parametrize("backend", sorted(backends()))
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_largest_head_dim_with_the_largest_scores(method, backend):
-    """S = +-256 * 127^2; the present key with the largest score takes all."""
+    """S = +-256 * 127^2. The present key with the largest score gets all the weight."""
     k = torch.full((1, 1, 3, 256), -127, dtype=torch.int8)
     k[:, :, 1] = 127
     v = torch.arange(3, dtype=torch.int8).reshape(1, 1, 3, 1).expand(1, 1, 3, 256)
@@ -64,8 +64,10 @@ def test_one_head_dim_too_many_is_refused(method):
 @pytest.mark.parametrize("backend", sorted(backends()))
 @pytest.mark.parametrize("method", METHOD_NAMES)
 @pytest.mark.parametrize("sm_scale", [1e-30, 1e-9, 0.346, 0.347, 1.0, 44.3, 44.4, 1e30])
-def test_exponent_scale_from_nothing_to_hard_maximum(method, backend, sm_scale):
-    """C = 0 is uniform attention; past 64 octaves a unit the largest key takes all; between, the reference's bits."""
+def test_exponent_scale_from_uniform_to_hard_maximum(method, backend, sm_scale):
+    """C = 0 is uniform attention. Above 64 octaves per unit the largest key gets all the weight. In between, the
+    reference's bits.
+    """
     g = torch.Generator().manual_seed(1)
     q, k, v = (QTensor(torch.randint(-127, 128, (1, 2, 40, 8), generator=g, dtype=torch.int8), 1.0) for _ in range(3))
     out = run(method, backend, q, k, v, scale=sm_scale)
@@ -79,7 +81,7 @@ def test_exponent_scale_from_nothing_to_hard_maximum(method, backend, sm_scale):
 @pytest.mark.parametrize("backend", sorted(backends()))
 @pytest.mark.parametrize("method", METHOD_NAMES)
 @pytest.mark.parametrize("ratio", [2.0**-20, 2.0**-8, 2.0**-7, 1.0, 2.0**28, 2.0**29, 2.0**40])
-def test_output_scale_saturates_alike(method, backend, ratio):
+def test_output_scale_saturates_on_every_backend(method, backend, ratio):
     g = torch.Generator().manual_seed(2)
     q, k, v = (QTensor(torch.randint(-127, 128, (1, 1, 20, 8), generator=g, dtype=torch.int8), 0.02) for _ in range(3))
     scale = 0.02 / ratio

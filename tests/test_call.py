@@ -1,4 +1,4 @@
-"""What happens to a call's tensors before and after a backend: checks, smoothing, rotation, output scales."""
+"""The processing of a call's tensors before and after a backend: checks, smoothing, rotation, output scales."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_output_scales_of_four_bit_values_are_those_of_their_group():
     assert torch.allclose(out.scale, v.abs().amax((2, 3), keepdim=True).repeat_interleave(2, dim=1) / 127)
 
 
-def test_a_given_output_scale_stands_with_four_bit_values():
+def test_a_given_output_scale_is_kept_with_four_bit_values():
     out = intflash.attention(Q, K, V, recipe=Recipe(bits=4), out_dtype=torch.int8, out_scale=0.05)
     assert out.scale.item() == pytest.approx(0.05)
 
@@ -70,7 +70,7 @@ def test_integer_output_of_values_with_scales_along_the_tokens(granularity):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "attn_mask", "bias", "out_scale"])
-def test_every_tensor_of_a_call_is_looked_at_for_gradients(name):
+def test_every_tensor_of_a_call_is_checked_for_gradients(name):
     x = torch.ones(1, 1, 1, 1, requires_grad=True)
     wanting = op.gradients_wanted(dict.fromkeys(plans.NAMES) | dict(q=Q, k=K, v=V) | {name: x})
     assert len(wanting) == 1 and wanting[0] is x

@@ -1,4 +1,4 @@
-"""The `intflash` command: what it prints, what it writes, and how it says no."""
+"""The `intflash` command: its output, its files, and its error messages."""
 
 import io
 import json
@@ -47,13 +47,13 @@ def test_demo_shows_a_refusal(tmp_path):
     assert "refused" in printed and "vortex" in printed
 
 
-def test_demo_tells_each_method_that_is_done_where_there_is_no_terminal(tmp_path):
+def test_demo_prints_progress_without_a_terminal(tmp_path):
     printed = run("demo", "--images", 5, "--out", tmp_path, "--method", "intflash", "--method", "qflash")
     told = [line.split()[0] for line in printed.splitlines() if "ms an image" in line]
     assert told == ["intflash", "qflash"] and printed.index("ms an image") < printed.index("held-out")
 
 
-def test_demo_says_how_to_be_quicker(monkeypatch):
+def test_demo_suggests_faster_options(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert "fewer are quicker" in run("demo", "--help")
 
@@ -109,7 +109,7 @@ def test_cuda_without_a_device_is_refused(tmp_path, monkeypatch, command):
 
 
 @pytest.mark.parametrize("error", [InputError, BackendError])
-def test_an_error_inside_a_command_is_its_sentence(tmp_path, monkeypatch, error):
+def test_an_error_inside_a_command_prints_its_message(tmp_path, monkeypatch, error):
     def measure(*given, **options):
         raise error("expected this, got [that]")
 
@@ -162,7 +162,7 @@ def test_bench_all_measures_and_assembles(tmp_path, monkeypatch):
 
     def small(*given, **options):
         found = whole(*given, **options)
-        return suite.Plan(found.together[:1], [job for job in found.alone if job.name == "matrix_peak"])
+        return suite.JobPlan(found.together[:1], [job for job in found.alone if job.name == "matrix_peak"])
 
     monkeypatch.setattr(suite, "plan", small)
     printed = run("benchmarks", "all", "--quick", "--jobs", 1, "--out", tmp_path)
@@ -171,7 +171,7 @@ def test_bench_all_measures_and_assembles(tmp_path, monkeypatch):
     assert "SQNR and MSE on A2 and A7" in page and "int8 beside float matrix products" in page
 
 
-def test_a_failed_experiment_is_told_and_kept(tmp_path, monkeypatch):
+def test_a_failed_experiment_is_reported_and_saved(tmp_path, monkeypatch):
     def measure(setting):
         raise RuntimeError("no luck")
         yield
@@ -198,7 +198,7 @@ def test_a_rehearsal_needs_no_number(tmp_path, monkeypatch):
     assert not (tmp_path / "none").exists()
 
 
-def test_vortex_asked_for_by_name_where_there_is_none(tmp_path, monkeypatch):
+def test_vortex_by_name_without_vortex(tmp_path, monkeypatch):
     monkeypatch.delenv("VORTEX_HOME", raising=False)
     said = run("bench", "vortex", "-e", "vortex_table", "--out", tmp_path, code=1)
     assert "vortex_table gave no number" in said and "VORTEX_HOME" in said
@@ -215,7 +215,7 @@ def test_vortex_asked_for_by_name_where_there_is_none(tmp_path, monkeypatch):
         "bench vortex",
     ],
 )
-def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch, command):
+def test_an_unwritable_folder_is_reported_before_the_work(tmp_path, monkeypatch, command):
     work = ("demo.run_demo", "experiments.run_experiment", "cpu_attention.measure")
     for name in (*(f"intflash.bench.{name}" for name in work), "benchmarks.suite.plan"):
         monkeypatch.setattr(name, None)
@@ -226,7 +226,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path, monke
 
 
 @pytest.mark.parametrize("command", ["report folder", "calibrate --model any --data .", "eval --model any --data ."])
-def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch, command):
+def test_an_unwritable_file_is_reported_before_the_work(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("intflash.bench.report.read_results", lambda places: [None])
     (tmp_path / "folder").mkdir()
@@ -235,7 +235,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeyp
         assert said == f"Error: expected a file that can be written, got {out}: {why}\n"
 
 
-def test_an_error_of_the_system_is_its_sentence(tmp_path, monkeypatch):
+def test_a_system_error_prints_its_message(tmp_path, monkeypatch):
     def full(*given, **options):
         raise OSError(28, "No space left on device", "results.json")
 

@@ -1,4 +1,4 @@
-"""Imports point one way, and `import intflash` stays light."""
+"""Imports go in one direction, and `import intflash` stays light."""
 
 import ast
 import pathlib
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1] / "src" / "intflash"
 
-# What each layer may import of the package; later layers may import earlier ones.
+# What each layer of the package may import. Later layers may import earlier ones.
 LAYERS = {
     "errors": set(),
     "dense": {"errors"},
@@ -22,14 +22,27 @@ LAYERS = {
     "backends": {"_native", "errors", "numerics", "quant", "problem", "methods", "tape", "validate"},
     "masks": {"errors", "numerics"},
     "plans": {"quant", "tape"},
-    "repeats": {"quant", "problem", "backends", "validate"},
-    "call": {"errors", "numerics", "quant", "problem", "methods", "backends", "masks", "validate", "repeats"},
-    "op": {"call", "plans", "validate", "methods", "problem", "quant"},
+    "call": {"errors", "numerics", "quant", "problem", "methods", "backends", "masks", "validate"},
+    "op": {"call", "plans", "validate", "methods", "problem", "quant", "backends", "numerics"},
     "api": {"errors", "quant", "backends", "call", "op"},
     "inventory": {"backends", "methods", "call"},
+    "distributed": {
+        "errors",
+        "numerics",
+        "quant",
+        "problem",
+        "methods",
+        "backends",
+        "masks",
+        "validate",
+        "call",
+        "op",
+        "api",
+        "models",
+    },  # fmt: skip
 }
 
-# What each of `backends`' rooms may import of the others: the CUDA kernels run without Triton.
+# Which other backends each folder of `backends` may import. The CUDA kernels run without Triton.
 ROOMS = {"cuda": {"gpu"}, "triton": {"gpu"}} | dict.fromkeys(("cpu", "gpu", "portable", "vortex", "reference"), set())
 SHARED = {"base", "cache", "features"}
 
@@ -46,7 +59,7 @@ def imports(path: pathlib.Path) -> set[str]:
 
 
 def absolute(node: ast.ImportFrom, path: pathlib.Path) -> str:
-    """The module that a statement of this file imports from, by its whole name."""
+    """Returns the full name of the module that a statement of this file imports from."""
     if not node.level:
         return node.module
     package = (ROOT.name, *path.relative_to(ROOT).parts[:-1])
@@ -54,7 +67,7 @@ def absolute(node: ast.ImportFrom, path: pathlib.Path) -> str:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_backends_do_not_reach_into_each_other(room):
+def test_backends_do_not_import_each_other(room):
     place = ROOT / "backends" / room
     for path in place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -71,14 +84,14 @@ def test_relative_imports_are_read():
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_imports_point_one_way(layer):
+def test_imports_go_in_one_direction(layer):
     files = [ROOT / f"{layer}.py"] if (ROOT / f"{layer}.py").exists() else (ROOT / layer).rglob("*.py")
     for path in files:
         beyond = imports(path) - LAYERS[layer] - {layer}
         assert not beyond, f"{path.relative_to(ROOT)} imports {sorted(beyond)}"
 
 
-def test_reference_steps_serve_no_other_backend():
+def test_only_the_reference_imports_the_methods_steps():
     for path in (ROOT / "backends").rglob("*.py"):
         if path.name != "reference.py":
             assert "intflash.methods.arrays" not in path.read_text(), path

@@ -1,4 +1,4 @@
-"""The digit models: data split, shipped weights, windows, and what the demo promises about Top-1."""
+"""The digit models: data split, shipped weights, windows, and the Top-1 that the demo shows."""
 
 import runpy
 from pathlib import Path
@@ -76,8 +76,8 @@ def test_intflash_keeps_top1(name, held_out):
     assert abs(top1(model, held_out) - top1(model, held_out, method_attention("intflash"))) <= 0.4
 
 
-def test_scaled_queries_break_published_qflash_only(held_out):
-    """Queries 64 times larger: exp_M * x leaves int32 in the published program, Top-1 collapses."""
+def test_scaled_queries_break_qflash_only(held_out):
+    """With queries 64 times larger, exp_M * x of the qflash authors' program overflows int32, and Top-1 collapses."""
     data, model = held_out.take(300), load_model("vit")
 
     def scaled_float(q, k, v, *, bias=None, keep=None):

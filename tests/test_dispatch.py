@@ -1,4 +1,6 @@
-"""Tensors that are more than memory, and torch's modes and transforms: served through the custom op, never misread."""
+"""Tensors whose value is not their memory, and torch's modes and transforms: served through the custom op, never
+misread.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,7 @@ def test_a_number_is_a_scale_of_any_granularity(granularity):
 
 
 @pytest.mark.parametrize("scale", [np.float32(-0.03), np.float32("nan"), "x", [0.1], 1e39, 1e-50, 2.0**-127])
-def test_numbers_that_are_no_scale(scale):
+def test_invalid_scales(scale):
     with pytest.raises(intflash.InputError, match="q_scale must be"):
         Recipe(q_scale=scale)
     with pytest.raises(intflash.InputError, match="out_scale must be"):
@@ -112,7 +114,7 @@ def test_a_static_scale_without_a_finite_reciprocal():
     assert intflash.attention(codes, codes, tiny, out_dtype=torch.float32).isfinite().all()
 
 
-def test_a_recipe_is_not_dropped():
+def test_a_recipe_is_not_ignored():
     codes = intflash.quantize(X)
     with pytest.raises(intflash.InputError, match="quantized already"):
         intflash.attention(codes, codes, codes, recipe=Recipe(q="token"))
@@ -137,7 +139,7 @@ def test_wrong_types_are_named():
 @pytest.mark.parametrize("queries, keys", [(20, 20), (12, 20), (20, 12)])
 @pytest.mark.parametrize("variant, align", [("causal_upper_left", "top_left"), ("causal_lower_right", "bottom_right")])
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
-def test_causal_biases_of_torch_are_causality(variant, align, queries, keys):
+def test_torchs_causal_bias_becomes_is_causal(variant, align, queries, keys):
     q, k = X[:, :, :queries], X[:, :, :keys]
     mask = getattr(torch.nn.attention.bias, variant)(queries, keys)
     for options in ({}, dict(bias=torch.randn(queries, keys)), dict(method="fp32"), dict(backend="torch")):
@@ -161,8 +163,8 @@ def test_causal_biases_that_do_not_fit():
             intflash.attention(X, k, k, square, **options)
 
 
-def test_a_causal_bias_is_no_bias():
-    """Its memory holds no mask: it was read as one."""
+def test_a_causal_bias_is_not_read_as_a_bias():
+    """torch's CausalBias has memory that holds no mask, so it must not be read as a bias."""
     mask = torch.nn.attention.bias.causal_upper_left(20, 20)
     for options in ({}, dict(method="fp32"), dict(check_finite=False), dict(backend="torch")):
         for function in (intflash.attention, intflash.which_backend):
@@ -182,7 +184,7 @@ class Doubled(torch.Tensor):
             return function(*map(value, args), **{name: value(x) for name, x in (kwargs or {}).items()})
 
 
-def test_subclasses_with_a_meaning_of_their_own_are_asked():
+def test_tensor_subclasses_handle_the_call():
     assert torch.equal(intflash.attention(X.as_subclass(Doubled), X, X), intflash.attention(X * 2, X, X))
     mask = torch.randn(20, 20)
     found = intflash.attention(X, X, X, mask.as_subclass(Doubled), method="fp32")
@@ -207,7 +209,7 @@ def test_forward_derivatives_are_refused(transform, name):
 
 @pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev", "hessian"])
 def test_reverse_derivatives_by_transforms_are_refused(transform):
-    """As a backward pass is, and not by torch's error about autograd.Function."""
+    """The refusal is that of a backward pass, and not torch's error about autograd.Function."""
     x = X[:, :1, :3, :4]
 
     def loss(x):

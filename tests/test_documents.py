@@ -1,4 +1,4 @@
-"""README and guide: their code runs, their commands and links exist, their numbers are those of the results."""
+"""README and guide: their code runs, their commands and links exist, and their numbers are those of the results."""
 
 import ast
 import csv
@@ -23,7 +23,7 @@ def _id(page):
 
 @pytest.mark.parametrize("page", PYTHON, ids=_id)
 def test_code_runs(page, tmp_path, monkeypatch):
-    """The blocks of a page run one after the other, as a reader runs them; random weights stand for published ones."""
+    """Runs the code blocks of a page in order, as a reader would. Random weights stand for pretrained ones."""
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
     for text, reason in blocks(page, "python"):
@@ -49,7 +49,7 @@ def _commands():
 
 @pytest.mark.parametrize("words", list(_commands()))
 def test_command_exists(words):
-    """Each command line of the documents names a command and options that there are."""
+    """Each command line of the documents uses an existing command and existing options."""
     command = typer.main.get_command(app)
     while words and hasattr(command, "commands"):
         assert words[0] in command.commands
@@ -70,7 +70,7 @@ def test_readme_is_short_and_its_links_work_on_pypi():
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_relative_links_exist(page):
-    """Also those that MkDocs does not look at: to examples, results and the contributing page."""
+    """Also links that MkDocs does not check: to examples, results and the contributing page."""
     for target in re.findall(r"\]\(([^)\s]+)\)|^\[[^\]]+\]:\s*(\S+)", TEXT[page], re.M):
         target = "".join(target)
         if not re.match(r"[a-z]+:|#", target):
@@ -103,7 +103,7 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_troubleshooting_quotes_what_the_library_says():
-    """Each message of the tables is in the source, so that a reader who searches for it finds it."""
+    """Each message in the tables occurs in the source, so that a reader who searches for it finds it."""
     source = "\n".join(path.read_text() for path in (ROOT / "src" / "intflash").rglob("*.py"))
     source = re.sub(r"\{[^{}]*\}", "…", source)  # an f-string's values
     source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", source)  # a string of several pieces
@@ -116,5 +116,5 @@ def test_troubleshooting_quotes_what_the_library_says():
 
 
 def test_words():
-    """Speedups are written as such."""
+    """Speedups are written in one form."""
     assert [_id(page) for page, text in TEXT.items() if "as fast" in text] == []

@@ -78,7 +78,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("arguments, message", BAD.values(), ids=BAD.keys())
-def test_bad_input_is_refused_with_what_came(arguments, message):
+def test_bad_input_is_refused_with_its_value(arguments, message):
     with pytest.raises(InputError, match=message):
         attend(**arguments)
 
@@ -118,7 +118,7 @@ def test_offsets_past_the_end_never_reach_memory(end):
             attend(q=Q[:1], k=K[:1], v=V[:1], check_finite=False, backend=None, **packed)
 
 
-def test_values_are_looked_at_on_request():
+def test_values_are_checked_on_request():
     assert not attend(q=NAN, check_finite=False).isnan().all()
     with pytest.raises(InputError, match="q must be finite"):
         attend(q=NAN, check_finite=True)
@@ -129,7 +129,7 @@ def test_values_are_looked_at_on_request():
     "recipe", [None, Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1), Recipe(q="head", k="head", v="head")]
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_one_bad_value_is_found_wherever_it_is(value, recipe, layout):
+def test_one_bad_value_is_found_at_any_position(value, recipe, layout):
     for name, dtype in zip("qkv", (torch.float32, torch.float16, torch.bfloat16), strict=True):
         for place in ((0, 0, 0, 0), (0, 3, 19, 15), (1, 1, 7, 5), (1, 3, 19, 15)):
             inputs = {n: x.to(dtype) for n, x in (("q", Q), ("k", K), ("v", V))}
@@ -143,7 +143,7 @@ def test_one_bad_value_is_found_wherever_it_is(value, recipe, layout):
                 attend(**(inputs | {name: bad}), recipe=recipe)
 
 
-def test_finite_inputs_whose_sum_overflows_are_taken():
+def test_finite_inputs_whose_sum_overflows_are_accepted():
     big = torch.full((1, 1, 64, 64), 3e38)
     assert attend(q=big, k=big, v=big).isfinite().all()
 
@@ -152,7 +152,7 @@ def test_finite_inputs_whose_sum_overflows_are_taken():
     "version, refused", [("3.3.1", True), ("3.5.1", True), ("3.6.0", False), ("3.10.0+git1", False)]
 )
 def test_an_old_triton_is_refused_without_importing_its_kernels(monkeypatch, version, refused):
-    """torch 2.7 brings Triton 3.3, in which they cannot be imported: `intflash.info()` ended in an AttributeError."""
+    """torch 2.7 brings Triton 3.3, in which the kernels cannot be imported."""
     monkeypatch.setattr("importlib.metadata.version", lambda package: version)
     too_old = triton_backend._too_old.__wrapped__
     reason = f"it needs Triton 3.6 or newer, which torch 2.11 brings; Triton {version} is installed"

@@ -1,7 +1,9 @@
-"""Every example runs as it is, and says what it promises."""
+"""Every example runs unchanged and prints what it promises."""
 
 import ast
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -9,9 +11,10 @@ from documents import ROOT, run_script
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
-# script -> what it needs, and words of its output that hold only if it did its work
+# script -> packages that it needs, and text of its output that appears only after it has done its work
 NEEDS = {
     "calibrate_and_deploy.py": ("torch", "gets the same class: True"),
+    "context_parallel.py": ("transformers", "processes, the bits of one: True"),
     "diffusers_pipeline.py": ("diffusers", "in 8 layers of Attention"),
     "integer_timm_vit.py": ("timm", "one image alone has the same bits: True"),
     "integer_transformers_bert.py": ("transformers", "padding changes them: False"),
@@ -40,6 +43,16 @@ def test_script(name, monkeypatch, capfd):
     assert said in capfd.readouterr().out
 
 
+@pytest.mark.full
+def test_context_parallel_under_torchrun():
+    script = EXAMPLES / "context_parallel.py"
+    code = f"from documents import *; allow_torchvision(); run_script(Path({str(script)!r}))"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command = [sys.executable, *torchrun, sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "tests", timeout=300)
+    assert "2 processes, the bits of one: True" in done.stdout, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_is_short(name):
     assert len((EXAMPLES / name).read_text().splitlines()) < 60
@@ -55,7 +68,8 @@ def test_notebook(capsys, monkeypatch):
         ast.parse(cell)
         exec(compile(cell, "accuracy_of_methods.ipynb", "exec"), names)
     results = names["results"]
-    # 16-bit P reaches the ceiling where there is no sink, and 8-bit P does not hold a sink of half the weight.
+    # 16-bit P reaches the ceiling without a sink, and 8-bit P cannot represent the keys beside a sink of half the
+    # weight.
     assert abs(results["intflash"][0] - results["exact softmax on int8 inputs"][0]) < 0.5
     half = names["SINKS"].index(0.5)
     assert results["intflash_p8"][half] < results["intflash"][half] - 10

@@ -1,4 +1,4 @@
-"""Pairwise grid over a call's options: each backend equals the reference, the reference meets float64."""
+"""Pairwise grid over a call's options: each backend equals the reference, and the reference agrees with float64."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ FACTORS = {
 
 
 def possible(case):
-    """Of a case that may not be whole yet."""
+    """Whether a case, which may be incomplete, is possible."""
     packed_blocks = case.get("packed") and "block" in case.get("granularity", ())
     return not (packed_blocks or (case.get("mask") == "float" and case.get("bias", "none") != "none"))
 
@@ -37,7 +37,7 @@ OTHERS = sorted(set(backends()) - {"reference"})
 
 
 def call(case, seed=0):
-    """The arguments of `attention` for a case, and what float64 attention needs beside q, k, v."""
+    """Returns the arguments of `attention` for a case, and what float64 attention needs besides q, k, v."""
     g = torch.Generator().manual_seed(seed)
     (hq, hk), (nq, nk), d = case["heads"], case["tokens"], case["head_dim"]
     batch = 1 if case["packed"] else 4

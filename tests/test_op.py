@@ -1,52 +1,56 @@
-"""The custom op: torch.library's own checks, and whole graphs under torch.compile."""
+"""The custom op: torch.library's own checks, and full graphs under torch.compile."""
 
 import pytest
 import torch
 
 import intflash
 from intflash import QTensor, Recipe, plans
-from intflash.op import _attention
+from intflash.op import _general, _simple
 from oracle import randn
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_before():
-    """Else a call of another test's code is compiled for a changed option, or after eight of them not at all."""
+    """Resets torch.compile. Otherwise code of another test is recompiled for a changed option, or after eight
+    recompilations not at all.
+    """
     torch._dynamo.reset()
 
 
 def flat(q, k, v, **changes):
-    names = [a.name for a in _attention._opoverload._schema.arguments]
-    arguments = dict.fromkeys(names) | dict(
-        q=q, k=k, v=v, number_scales=[0.0] * 3, block_sizes=[16] * 3, bits=[8] * 3, quantized=False, is_causal=False,
-        enable_gqa=False, smooth_k=False, rotate=False, dynamic_out=False, return_lse=False, method="intflash",
-        causal_align="top_left", granularities="tensor,tensor,tensor", rule="exact",
-    )  # fmt: skip
+    arguments = dict.fromkeys(a.name for a in _general._schema.arguments)
+    arguments |= dict(q=q, k=k, v=v, number_scales=[0.0] * 3, sizes=[128] * 3 + [8] * 3, options="")
     return tuple((arguments | changes).values())
+
+
+@pytest.mark.parametrize("options", ["", "is_causal=True method=intflash_p8"])
+def test_opcheck_of_the_simple_overload(options):
+    torch.library.opcheck(_simple, (*randn(1, 2, 20, 16), torch.rand(20, 20) > 0.2, None, options))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"return_lse": True, "is_causal": True},
-        {"out_dtype": torch.int8, "granularities": "token,block,channel"},
-        {"out_dtype": torch.int16, "dynamic_out": True},
-        {"method": "intflash_online", "number_scales": [0.03, 0.03, 0.03]},
-        {"smooth_k": True, "rotate": True, "return_lse": True},
+        {"options": "return_lse=True is_causal=True"},
+        {"out_dtype": torch.int8, "options": "q_granularity=token k_granularity=block v_granularity=channel"},
+        {"out_dtype": torch.int16, "options": "dynamic_out=True"},
+        {"options": "method=intflash_online", "number_scales": [0.03, 0.03, 0.03]},
+        {"options": "smooth_k=True rotate=True return_lse=True"},
     ],
     ids=lambda c: "-".join(map(str, c)) or "plain",
 )
 def test_opcheck(changes):
-    torch.library.opcheck(_attention, flat(*randn(1, 2, 20, 16), **changes))
+    torch.library.opcheck(_general, flat(*randn(1, 2, 20, 16), **changes))
 
 
 def test_opcheck_quantized():
     q, k, v = (intflash.quantize(x, "head") for x in randn(1, 2, 20, 16))
     torch.library.opcheck(
-        _attention,
-        flat(q.data, k.data, v.data, q_scale=q.scale, k_scale=k.scale, v_scale=v.scale, quantized=True,
-             granularities="head,head,head", block_sizes=[0] * 3, out_dtype=torch.int8),
+        _general,
+        flat(q.data, k.data, v.data, q_scale=q.scale, k_scale=k.scale, v_scale=v.scale, out_dtype=torch.int8,
+             options="quantized=True q_granularity=head k_granularity=head v_granularity=head",
+             sizes=[128] * 3 + [8] * 3),
     )  # fmt: skip
 
 
@@ -90,12 +94,12 @@ def test_compiled_calls_refuse_what_eager_ones_do():
 def test_op_does_not_alias_a_given_out_scale():
     q, k, v = randn(1, 2, 8, 16)
     scale = torch.full((1, 1, 1, 1), 0.05)
-    out = torch.ops.intflash.attention(*flat(q, k, v, out_scale=scale, out_dtype=torch.int8))
+    out = torch.ops.intflash.attention.general(*flat(q, k, v, out_scale=scale, out_dtype=torch.int8))
     assert torch.equal(out[1], scale) and out[1].data_ptr() != scale.data_ptr()
     assert isinstance(intflash.attention(q, k, v, out_dtype=torch.int8, out_scale=scale), QTensor)
 
 
-def test_compiled_code_takes_tensors_that_want_gradients_and_refuses_the_backward_pass():
+def test_compiled_code_refuses_the_backward_pass_only():
     q, k, v = randn(1, 2, 20, 16)
     compiled = torch.compile(lambda *x: intflash.attention(*x) * 2, fullgraph=True, backend="aot_eager")
     out = compiled(q.clone().requires_grad_(), k, v)
@@ -117,7 +121,7 @@ def test_integer_output_of_a_float_v_compiles(method):
 @pytest.mark.parametrize("granularity", ["token", "block"])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_compiled_integer_output_has_the_scale_of_all_tokens(granularity, heads):
-    """Also where one key head serves several query heads: the form of the scale is part of what compiled code knows."""
+    """Also where one key head serves several query heads, because compiled code depends on the shape of the scale."""
     q, k, v = randn(1, 4, 20, 16)
     recipe = Recipe(k=granularity, v=granularity, block_size=7)
     options = dict(method="fp16", out_dtype=torch.int16, recipe=recipe, enable_gqa=True)
@@ -137,7 +141,7 @@ def test_traced_code_computes():
     assert torch.equal(traced(k, v, q), intflash.attention(k, v, q))
 
 
-def test_the_op_gives_every_argument_that_a_signature_asks_for(monkeypatch):
+def test_the_op_passes_every_argument(monkeypatch):
     seen = []
 
     def signed(call, arguments):
@@ -146,8 +150,8 @@ def test_the_op_gives_every_argument_that_a_signature_asks_for(monkeypatch):
 
     monkeypatch.setattr(plans, "run", signed)
     inputs = randn(1, 2, 20, 16)
-    intflash.attention(*inputs)
-    torch.compile(lambda *x: intflash.attention(*x), fullgraph=True, backend="aot_eager")(*inputs)
+    intflash.attention(*inputs, backend="torch")
+    torch.compile(lambda *x: intflash.attention(*x, backend="torch"), fullgraph=True, backend="aot_eager")(*inputs)
     assert len(seen) == 2 and [len(tensors) for _, tensors in seen] == [3, 3]
 
 
@@ -204,8 +208,8 @@ def test_compiled_calls_keep_the_rule():
         assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(recipe), call(recipe))
 
 
-def test_one_compiled_call_takes_recipes_that_differ():
-    """Torch makes a number that changes a symbol."""
+def test_one_compiled_call_with_different_recipes():
+    """torch makes a number that changes between calls a symbol."""
     q, k, v = randn(1, 2, 20, 16)
 
     def call(recipe):

@@ -1,4 +1,4 @@
-"""Torch's own samples of scaled_dot_product_attention through `intflash.sdpa`: accurate, or refused in our words."""
+"""torch's own samples of scaled_dot_product_attention through `intflash.sdpa`: accurate, or refused by our error."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def samples(dtype):
 
 
 def check(sample):
-    """Raises an AssertionError for an output that is far from torch's; returns the refusal, or None."""
+    """Raises an AssertionError if the output is far from torch's. Returns the refusal, or None."""
     inputs, options = (sample.input, *sample.args), dict(sample.kwargs)
     try:
         got = intflash.sdpa(*inputs, **options)
@@ -50,7 +50,7 @@ def test_torchs_half_precision_samples(dtype):
 
 @pytest.mark.full
 def test_torchs_samples_with_each_option():
-    """The samples again with scale and GQA, masks of each kind, and strides; several seeds."""
+    """The samples again with scale and GQA, masks of each kind, and strides, for several seeds."""
     options = itertools.product((None, 0.3), ("none", "bool", "float"), (False, True), range(5))
     for scale, mask, strided, seed in options:
         torch.manual_seed(seed)
@@ -70,6 +70,6 @@ def test_torchs_samples_with_each_option():
 
 
 @pytest.mark.full
-def test_torchs_float64_samples_are_refused_in_words():
+def test_torchs_float64_samples_are_refused_by_our_error():
     for sample in samples(torch.float64):
         assert "dtype" in check(sample) or "dropout_p" in check(sample)

@@ -1,4 +1,4 @@
-"""`intflash selfcheck`: what it draws, what it catches, and what it says about it."""
+"""`intflash selfcheck`: what it draws, what it finds, and what it reports."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import intflash
-from intflash import cli, repeats, selfcheck
+from intflash import cli, selfcheck
 from intflash.backends import backends
 from intflash.methods import METHODS
 from intflash.quant import QTensor
@@ -24,12 +24,9 @@ DRAWN = [generate(0, i) for i in range(4000)]
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Replaces what the torch backend computes, or what it says it cannot serve."""
-
-    monkeypatch.setattr("intflash.repeats._known", {})  # it remembers the backend of a signature
+    """Replaces the torch backend's computation, or the reason why it cannot serve a problem."""
 
     def replace_backend(run=None, unsupported=None):
-        repeats._known.clear()
         known = dict(backends())
         whole = known["torch"]
         known["torch"] = replace(whole, limits=unsupported or whole.limits, run=run or whole.run)
@@ -39,7 +36,7 @@ def broken(monkeypatch):
     return replace_backend
 
 
-def test_a_case_follows_from_seed_and_index():
+def test_a_case_depends_on_seed_and_index_only():
     assert DRAWN[:50] == [generate(0, i) for i in range(50)]
     assert DRAWN[:50] != [generate(1, i) for i in range(50)]
     assert len(set(DRAWN)) == len(DRAWN)
@@ -48,7 +45,7 @@ def test_a_case_follows_from_seed_and_index():
 
 
 def test_the_first_case_stays_as_it_is():
-    """A reported index must mean the same problem on another machine, which has this Python's random numbers."""
+    """A reported index must mean the same problem on another machine with the same random numbers of Python."""
     first = generate(0, 0)
     assert (first.values_seed, first.nq, first.nk, first.d) == (generate(0, 0).values_seed, first.nq, first.nk, first.d)
     code = "from intflash.selfcheck import generate; print(generate(5, 11))"
@@ -56,7 +53,7 @@ def test_the_first_case_stays_as_it_is():
     assert printed.strip() == str(generate(5, 11))
 
 
-def test_values_of_a_turn_are_the_same_again_and_differ_between_turns():
+def test_values_repeat_per_call_and_differ_between_calls():
     case = replace(DRAWN[0], fault=None)
     once, again, other = (compare.tensors(source.build(case, turn)) for turn in (0, 0, 1))
     assert all(map(compare._same, once, again)) and not all(map(compare._same, once, other))
@@ -99,7 +96,7 @@ WANTED = {  # dimension -> values that must occur
 
 
 @pytest.mark.parametrize("dimension", WANTED)
-def test_every_value_of_the_surface_is_drawn(dimension):
+def test_every_option_value_is_drawn(dimension):
     seen = {session.dimensions(case)[dimension] for case in DRAWN}
     assert set(WANTED[dimension]) <= seen, set(WANTED[dimension]) - seen
 
@@ -145,7 +142,7 @@ def test_backends_of_this_machine_equal_the_reference_on_many(first):
 
 
 def test_every_fault_is_refused_by_the_reference():
-    """A call that is wrong in form or values; those of values are of cases that have the tensors for it."""
+    """A call with a wrong form or wrong values. Wrong values are drawn only for cases that have the tensors for it."""
     case = Case(0, "intflash", nq=3, nk=4, d=8, dv=8, hq=2, hk=1, gqa_flag=True, batch=(2,))
     for fault in cases.FAULTS:
         with pytest.raises(intflash.InputError):
@@ -187,7 +184,7 @@ def test_shrinking_keeps_what_the_failure_needs(broken):
     assert smallest.mask.axes == ("one",)
 
 
-def test_a_fault_of_repeated_calls_is_caught_and_keeps_its_turns(broken):
+def test_a_fault_of_repeated_calls_is_found_and_keeps_its_calls(broken):
     whole, seen = backends()["torch"], []
 
     def stale(problem):  # as a cache that is too coarse: the first result of a shape is given again
@@ -202,7 +199,7 @@ def test_a_fault_of_repeated_calls_is_caught_and_keeps_its_turns(broken):
     assert failure.kind == "bits" and failure.turn == 1
 
 
-def test_a_float_method_has_a_tolerance_and_one_wrong_row_is_past_it(broken):
+def test_one_wrong_row_exceeds_the_tolerance_of_float_methods(broken):
     whole = backends()["torch"]
     case = Case(2, "fp16", nq=100, nk=120, d=32, dv=32)
     assert selfcheck.check(case, TORCH).failure is None
@@ -225,7 +222,7 @@ def test_errors_that_are_not_ours_are_failures(broken):
     assert failure.kind == "error" and failure.said == "raises IndexError: out of range"
 
 
-def test_a_refusal_is_counted_and_needs_words(broken):
+def test_a_refusal_is_counted_and_needs_a_reason(broken):
     broken(unsupported=lambda problem: f"it takes at most 3 heads, got {problem.q.shape[1]}")
     assert selfcheck.check(CASE, TORCH).refusal == "it takes at most N heads, got N"
     broken(unsupported=lambda problem: "no")
@@ -303,7 +300,7 @@ def test_the_command_ends_at_its_time(tmp_path):
     assert found["cases"] >= 1 and {row["method"] for row in found["covered"]} == {"intflash_p8"}
 
 
-def test_a_failure_is_told_with_exit_code_1_and_its_program_runs(broken, tmp_path):
+def test_a_failure_exits_with_1_and_prints_a_program_that_runs(broken, tmp_path):
     whole = backends()["torch"]
     broken(off_by_one(whole, lambda p: p.k.shape[2] > 4))
     given = ("--backend", "torch", "--method", "intflash", "--out", tmp_path)
@@ -321,7 +318,7 @@ def test_a_failure_is_told_with_exit_code_1_and_its_program_runs(broken, tmp_pat
 
 
 def test_a_reproducer_of_every_kind_of_case_runs():
-    """The text is what was run; with its imports it must stand alone."""
+    """The printed program is what was run, and runs alone with its imports."""
     kinds = [CASE, *(c for c in DRAWN[:60] if c.compiled or c.packed or c.bias)][:12]
     for case in kinds:
         for stage in ("call", "compiled", "graph"):

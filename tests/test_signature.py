@@ -33,8 +33,8 @@ def test_the_docstring_explains_each_argument_once_and_in_order():
     assert named == list(call.NAMES)
 
 
-def test_annotations_say_what_the_list_says():
-    """A type of the list as the annotation that Python readers see; scalars and words beside tensors are op.py's."""
+def test_annotations_agree_with_the_list():
+    """A type of the list is the annotation that Python readers see. Scalars and strings beside tensors are op.py's."""
     python = {
         "Tensor": "Tensor | QTensor", "Tensor?": "Tensor | None", "bool": "bool", "bool?": "bool | None",
         "float?": "float | None", "str": "str", "str?": "str | None", "Recipe?": "Recipe | None",
@@ -82,7 +82,7 @@ intflash.attention(x, x)  # error: call-overload
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 def test_type_checkers_know_what_attention_returns(tmp_path):
-    """What mypy says of each line of a user's program."""
+    """Checks what mypy reports for each line of a user's program."""
     program = tmp_path / "program.py"
     program.write_text(REVEALED)
     options = ["--no-incremental", "--follow-imports=silent", "--show-error-codes", "--hide-error-context"]

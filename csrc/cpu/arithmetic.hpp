@@ -85,11 +85,12 @@ struct OutputMultiplier {
   int e;
 };
 
-inline OutputMultiplier output_multiplier(float v_scale, float out_scale) {
+// e saturates at [-7, 29 + gap].
+inline OutputMultiplier output_multiplier(float v_scale, float out_scale, int gap = 0) {
   OutputMultiplier m;
   const double f = std::frexp(double(v_scale) / double(out_scale), &m.e);
   m.mr = int64_t(std::nearbyint(f * 16777216.0));
-  m.e = m.e < -7 ? -7 : m.e > 29 ? 29 : m.e;
+  m.e = m.e < -7 ? -7 : m.e > 29 + gap ? 29 + gap : m.e;
   return m;
 }
 

@@ -5,8 +5,11 @@
 // steps of dot(a[r][step], panel[step][c]). The first pass finds the row maxima, the second computes P and P V. The
 // scores stay in the scratch between the passes where they fit, else the second pass computes them again.
 #pragma once
+#include <utility>
+
 #include "cpu/arithmetic.hpp"
 #include "cpu/bias_mask.hpp"
+#include "cpu/block_float.hpp"
 #include "cpu/block_position.hpp"
 #include "cpu/epilogue.hpp"
 #include "cpu/exp2.hpp"
@@ -35,7 +38,9 @@ struct Buffers {
   static constexpr int kKeyPad = kBlock < kQFlashTile ? kQFlashTile : kBlock;
 
   Code *keys_, *values_, *queries_;
-  int32_t *scores_, *acc_, *acc_low_, *column_sums_, *stage_;
+  int32_t *scores_, *acc_, *acc_low_, *column_sums_, *stage_, *other_scores_;
+  int64_t* wide_acc_;
+  uint8_t* valueless_;
   PCode *p_, *p_low_;
   int64_t score_ld_, p_ld_, value_pad_, chunk_, stage_keys_;
   int qk_steps_;
@@ -45,13 +50,14 @@ struct Buffers {
     value_pad_ = round_up(call.value_dim, kLanes);
     qk_steps_ = V::depth_steps(call.head_dim);
     chunk_ = smaller(key_pad, round_up(V::kScoreBytes / (4 * kRows), kStageKeys));
-    if (call.method == Method::kOnline) chunk_ = smaller<int64_t>(key_pad, kGranule);
+    const bool block_float = call.method == Method::kBlockFloat, p16 = block_float || call.method == Method::kP16;
+    if (call.method == Method::kOnline || block_float) chunk_ = smaller<int64_t>(key_pad, kGranule);
     if (call.method >= Method::kQFlash) chunk_ = smaller(key_pad, kStageKeys);
     score_ld_ = chunk_ + 16;  // not a multiple of 4 KiB, whose rows would share a cache set
     p_ld_ = smaller(chunk_, kStageKeys) + 64 / int64_t(sizeof(PCode));
-    const bool wide_p = V::kWideP && call.method == Method::kP16;
+    const bool wide_p = V::kWideP && p16;
     stage_keys_ = wide_p ? kWideStageKeys : kStageKeys;
-    int64_t size[10] = {
+    int64_t size[13] = {
         key_pad * qk_steps_ * V::kGroup * int64_t(sizeof(Code)),
         key_pad * value_pad_ * int64_t(sizeof(Code)),
         kRows * qk_steps_ * V::kGroup * int64_t(sizeof(Code)),
@@ -60,8 +66,11 @@ struct Buffers {
         call.method == Method::kP8 ? 0 : kRows * value_pad_ * 4,
         call.method >= Method::kQFlash || wide_p ? key_pad / kQFlashTile * value_pad_ * 4 : 0,
         call.method >= Method::kQFlash ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
-        call.method == Method::kP16 && !wide_p ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
+        p16 && !wide_p ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
         wide_p ? kRows * value_pad_ * 4 : 0,
+        block_float ? kRows * score_ld_ * 4 : 0,
+        block_float ? kRows * value_pad_ * 8 : 0,
+        block_float ? key_pad : 0,
     };
     int64_t total = 0;
     for (int64_t& bytes : size) {
@@ -80,6 +89,9 @@ struct Buffers {
     p_ = reinterpret_cast<PCode*>(base + size[7]);
     p_low_ = reinterpret_cast<PCode*>(base + size[8]);
     stage_ = reinterpret_cast<int32_t*>(base + size[9]);
+    other_scores_ = reinterpret_cast<int32_t*>(base + size[10]);
+    wide_acc_ = reinterpret_cast<int64_t*>(base + size[11]);
+    valueless_ = reinterpret_cast<uint8_t*>(base + size[12]);
   }
 };
 
@@ -90,7 +102,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   using B = Buffers<V>;
   using P = BlockPosition<V::kMaxRows, V::kMatrixUnit>;
   using B::keys_, B::values_, B::queries_, B::scores_, B::acc_, B::acc_low_, B::column_sums_, B::stage_, B::p_,
-      B::p_low_;
+      B::p_low_, B::other_scores_, B::wide_acc_, B::valueless_;
   using B::kRows, B::kLanes, B::kBlock, B::kKeyPad;
   using B::score_ld_, B::p_ld_, B::value_pad_, B::chunk_, B::stage_keys_, B::qk_steps_;
   using P::call_, P::b_, P::h_, P::hk_, P::q0_, P::k0_, P::nk_, P::row0_, P::rows_, P::key_end_, P::masked_;
@@ -124,9 +136,11 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   Depth depth_;
   CachedExponent cached_exponent_;  // in the method's unit
   Epilogue<V> epilogue_;
-  int64_t level_[kRows];    // biased rows: the maximum of T; intflash_online: the reference octave in T
+  int64_t level_[kRows];    // biased rows: the maximum of T; intflash_online, intflash_bfp: the octave in T
   int32_t row_max_[kRows];  // unbiased rows: the maximum of S
   uint32_t l_[kRows];
+  BlockFloatRow block_float_[kRows];
+  int gap_[kRows];
 
   Attention(const Call& call, uint64_t call_id, Scratch& scratch)
       : B(call, scratch), P(call), call_id_(call_id), scratch_(scratch), epilogue_(call) {
@@ -143,7 +157,9 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     const bool in_key_order = call_.method >= Method::kQFlash;
     Pack<V>::values(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, pad, call_.value_dim,
                     in_key_order, values_);
-    if (in_key_order || (V::kWideP && call_.method == Method::kP16))
+    if (call_.method == Method::kBlockFloat)
+      find_valueless(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, call_.value_dim, valueless_);
+    if (in_key_order || (V::kWideP && (call_.method == Method::kP16 || call_.method == Method::kBlockFloat)))
       column_sums(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, call_.value_dim, value_pad_,
                   column_sums_);
   }
@@ -158,7 +174,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     row_step_ = call_.q_scale.stride[2] ? 1 : 0;
     for (int r = 0; r < (row_step_ ? rows_ : 1); ++r) {
       exponent_[r] = exponent_at(r, 0);
-      scale_[r] = call_.method == Method::kOnline ? row_scale<true>(exponent_[r]) : row_scale(exponent_[r]);
+      scale_[r] =
+          call_.method == Method::kOnline ? row_scale<Level::kTableOctave>(exponent_[r]) : row_scale(exponent_[r]);
       if (scale_[r].shift && !biased_) depth_ = Depth::kShifted;
     }
     for (int r = 0; r < rows_; ++r) level_[r] = kNever, row_max_[r] = kAbsent, l_[r] = 0;
@@ -200,10 +217,13 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   }
 
   // Calls f(j, T) for every key j of a row of the chunk at `key`, with T by the 64-bit formula.
-  template <bool Online, class F>
+  template <Level L, class F>
   void for_each_exponent(int r, int64_t key, int64_t n, const int32_t* s, F f) {
     const int32_t* bias = call_.bias.data ? mask_row(call_.bias, call_.bias_batch, r, key) : nullptr;
-    const int64_t step = call_.bias.stride[3], bias_step = (Online ? kTableSteps : kOctaves).bias_step();
+    constexpr int64_t bias_step = L == Level::kBlockOctave   ? kBlockFloatBiasStep
+                                  : L == Level::kTableOctave ? kTableSteps.bias_step()
+                                                             : kOctaves.bias_step();
+    const int64_t step = call_.bias.stride[3];
     for (int64_t j = 0; j < n;) {
       int64_t end = n;
       Exponent e = exponent_[r * row_step_];
@@ -231,11 +251,11 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   }
 
   // Returns the maximum of T over the chunk's keys of a biased row, kNever without keys.
-  template <bool Online>
+  template <Level L>
   int64_t biased_max(int r, int64_t key, int64_t n) {
     const int32_t* s = scores_ + r * score_ld_;
     int64_t m = kNever;
-    for_each_exponent<Online>(r, key, n, s, [&](int64_t j, int64_t t) { m = larger(m, s[j] == kAbsent ? kNever : t); });
+    for_each_exponent<L>(r, key, n, s, [&](int64_t j, int64_t t) { m = larger(m, s[j] == kAbsent ? kNever : t); });
     return m;
   }
 
@@ -255,53 +275,67 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   int64_t unbiased_max(int r) const { return row_max_[r] == kAbsent ? kNever : exponent_of(r, row_max_[r]); }
 
   // Overwrites scores [at, at + n) of a biased row of the chunk at `key` with their depths below level_.
-  template <bool Online>
+  template <Level L>
   __attribute__((noinline)) void depths_in_place(int r, int64_t key, int64_t at, int64_t n) {
     int32_t* s = scores_ + r * score_ld_ + at;
-    const int64_t level = level_[r] + (Online ? kStepOffset : 0);
-    if (!Online && by_levels32_)
+    const int64_t level = level_[r] + (L == Level::kTableOctave ? kStepOffset : 0);
+    if (L == Level::kMaximum && by_levels32_)
       level32_row(r, at).depths(s, n, level);
     else
-      for_each_exponent<Online>(r, key + at, n, s, [&](int64_t j, int64_t t) {
-        const int64_t x = smaller<int64_t>(int64_t(uint64_t(level) - uint64_t(t)) >> (32 - kDepthBits<Online>), 65535);
+      for_each_exponent<L>(r, key + at, n, s, [&](int64_t j, int64_t t) {
+        const int64_t x = smaller<int64_t>(int64_t(uint64_t(level) - uint64_t(t)) >> (32 - kDepthBits<L>), 65535);
         s[j] = s[j] == kAbsent ? 65535 : int32_t(x);
       });
     for (int64_t j = n; j < round_up(n, kBlock); ++j) s[j] = 65535;
   }
 
-  // Computes P of scores [at, at + n) of the chunk at `key` and adds its sum to l_ and P V to acc_ (a `fresh` acc_ is
-  // overwritten). P (its high digits) takes the place of the scores, which are in L1; it is never longer than they are.
-  template <bool P16, bool Online>
-  void accumulate(int64_t key, int64_t at, int64_t n, bool fresh) {
+  // Computes P of scores [at, at + n) of the chunk at `key` and its sums. P (its high digits) takes the place of the
+  // scores, which are in L1; it is never longer than they are.
+  template <bool P16, Level L>
+  void weights(int64_t key, int64_t at, int64_t n, uint32_t* l) {
     typename V::I32 sums[kRows];
     uint64_t base[kRows];
     for (int r = 0; r < rows_; ++r) {
       sums[r] = V::set1(0);
-      if (Online && !biased_)
-        base[r] = scaled_base(row_max_[r] == kAbsent ? 0 : level_[r] - exponent_of(r, row_max_[r]));
-      if (biased_) depths_in_place<Online>(r, key, at, n);
+      if (L != Level::kMaximum && !biased_)
+        base[r] = scaled_base<L>(row_max_[r] == kAbsent ? 0 : level_[r] - exponent_of(r, row_max_[r]));
+      if (biased_) depths_in_place<L>(r, key, at, n);
     }
     V::keep_awake();
     const RowLevels levels = {scale_, row_step_, row_max_, base};
-    PCode* p = reinterpret_cast<PCode*>(scores_ + at);
-    const int64_t p_ld = score_ld_ * int64_t(sizeof(int32_t) / sizeof(PCode));
-    Exp2<V>::template rows<P16, Online>(depth_, masked_, scores_ + at, score_ld_, n, levels, rows_, p, p_ld, p_low_,
-                                        p_ld_, sums);
-    uint32_t l[kRows];
+    Exp2<V>::template rows<P16, L>(depth_, masked_, scores_ + at, score_ld_, n, levels, rows_, p_of(at), p_ld_of_rows(),
+                                   p_low_, p_ld_, sums);
     for (int r = 0; r < rows_; r += 16) V::reduce_add(sums + r, l + r);
+    if (P16 && V::kWideP)
+      for (int r = 0; r < rows_; ++r) l[r] += uint32_t(round_up(n, kBlock)) << 15;
+  }
+  PCode* p_of(int64_t at) const { return reinterpret_cast<PCode*>(scores_ + at); }
+  int64_t p_ld_of_rows() const { return score_ld_ * int64_t(sizeof(int32_t) / sizeof(PCode)); }
+
+  // Computes P of scores [at, at + n) of the chunk at `key` and adds its sum to l_ and P V to acc_ (a `fresh` acc_ is
+  // overwritten).
+  template <bool P16, Level L>
+  void accumulate(int64_t key, int64_t at, int64_t n, bool fresh) {
+    uint32_t l[kRows];
+    weights<P16, L>(key, at, n, l);
     for (int r = 0; r < rows_; ++r) l_[r] += l[r];
-    const int64_t pad = round_up(nk_, kKeyPad);
-    const Code* v = values_ + (key + at) * kLanes;
+    products<P16>(key + at, at, n, fresh);
+  }
+
+  // Adds P V of keys [key, key + n), whose P is that of the scores from `at` on, to acc_.
+  template <bool P16>
+  void products(int64_t key, int64_t at, int64_t n, bool fresh) {
+    const PCode* p = p_of(at);
+    const Code* v = values_ + key * kLanes;
+    const int64_t p_ld = p_ld_of_rows(), v_ld = round_up(nk_, kKeyPad) * kLanes;
+    const int panels = int(value_pad_ / kLanes);
     if constexpr (P16 && V::kWideP) {
-      for (int r = 0; r < rows_; ++r) l_[r] += uint32_t(round_up(n, kBlock)) << 15;
-      const int64_t summed = key + at + n == nk_ ? n : round_up(n, kBlock);  // V has these absent keys too
-      Product<V>::values(p, p_ld, v, pad * kLanes, summed, int(value_pad_ / kLanes), rows_, stage_, value_pad_, false);
-      return add_stage(key + at, n, fresh);
+      const int64_t summed = key + n == nk_ ? n : round_up(n, kBlock);  // V has these absent keys too
+      Product<V>::values(p, p_ld, v, v_ld, summed, panels, rows_, stage_, value_pad_, false);
+      return add_stage(key, n, fresh);
     }
-    Product<V>::values(p, p_ld, v, pad * kLanes, n, int(value_pad_ / kLanes), rows_, acc_, value_pad_, !fresh);
-    if (P16)
-      Product<V>::values(p_low_, p_ld_, v, pad * kLanes, n, int(value_pad_ / kLanes), rows_, acc_low_, value_pad_,
-                         !fresh);
+    Product<V>::values(p, p_ld, v, v_ld, n, panels, rows_, acc_, value_pad_, !fresh);
+    if (P16) Product<V>::values(p_low_, p_ld_, v, v_ld, n, panels, rows_, acc_low_, value_pad_, !fresh);
   }
 
   // Adds P V of keys [key, key + n), computed from p - 32768, to acc_.
@@ -324,6 +358,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       case Method::kP16: exact<true>(); break;
       case Method::kP8: exact<false>(); break;
       case Method::kOnline: online(); break;
+      case Method::kBlockFloat: block_float(); break;
       case Method::kQFlash: flash<false>(); break;
       case Method::kIFlash: flash<true>(); break;
     }
@@ -339,13 +374,13 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       score_chunk(key, n);
       by_levels32_ = biased_ && resident && levels32(n);
       for (int r = 0; biased_ && !by_levels32_ && r < rows_; ++r)
-        level_[r] = larger(level_[r], biased_max<false>(r, key, n));
+        level_[r] = larger(level_[r], biased_max<Level::kMaximum>(r, key, n));
     }
     for (int64_t key = 0; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
       if (!resident) score_chunk(key, n);
       for (int64_t at = 0; at < n; at += stage_keys_)
-        accumulate<P16, false>(key, at, smaller(stage_keys_, n - at), key + at == 0);
+        accumulate<P16, Level::kMaximum>(key, at, smaller(stage_keys_, n - at), key + at == 0);
     }
     finish<P16>();
   }
@@ -385,7 +420,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       for (int r = 0; r < rows_; ++r) row_max_[r] = kAbsent;
       score_chunk(key, n);
       for (int r = 0; r < rows_; ++r) {
-        const int64_t m = biased_ ? biased_max<true>(r, key, n) : unbiased_max(r);
+        const int64_t m = biased_ ? biased_max<Level::kTableOctave>(r, key, n) : unbiased_max(r);
         const int64_t before = level_[r];
         if (m <= before) continue;  // also true of a granule without keys
         level_[r] = (m / octave + (m % octave > 0)) * octave;
@@ -394,9 +429,110 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
         l_[r] >>= rise;
         for (int64_t d = 0; d < value_pad_; ++d) acc_[r * value_pad_ + d] >>= rise;
       }
-      accumulate<false, true>(key, 0, n, false);
+      accumulate<false, Level::kTableOctave>(key, 0, n, false);
     }
     finish<false>();
+  }
+
+  // Computes intflash_bfp in one pass, in which a row's octaves rise. Where a row spans more octaves than its sums have
+  // fraction bits, the block of rows is computed again from the octaves found, and each block of keys is merged alone.
+  void block_float() {
+    for (int r = 0; r < rows_; ++r) block_float_[r] = BlockFloatRow(nk_);
+    const auto pass = [&](bool alone) {
+      clear(acc_, rows_ * value_pad_), clear(acc_low_, rows_ * value_pad_);
+      for (int64_t key = 0; key < key_end_; key += kGranule)
+        block_of_keys(key, smaller<int64_t>(kGranule, key_end_ - key), alone);
+    };
+    pass(false);
+    bool exact = true;
+    for (int r = 0; r < rows_; ++r) exact = exact && block_float_[r].is_exact();
+    if (!exact) {
+      for (int r = 0; r < rows_; ++r) block_float_[r].begin_again();
+      pass(true);
+    }
+    bool gaps = false;
+    for (int r = 0; r < rows_; ++r) {
+      BlockFloatRow& row = block_float_[r];
+      // Sums of one octave in up to 2^16 keys are those that the output is made of.
+      if (row.pending != kNoOctave && (row.has_wide || row.value_top > row.pending || row.fraction != kOutputShift))
+        merge_pending(r, row.pending);
+      row.value_top = row.largest_of_value();
+      if (row.has_wide)
+        rounded_acc(wide_acc_ + r * value_pad_, value_pad_, acc_ + r * value_pad_, acc_low_ + r * value_pad_);
+      l_[r] = row.rounded_l(), gap_[r] = row.gap(), gaps = gaps || gap_[r];
+    }
+    finish<true>(gaps ? gap_ : nullptr);
+  }
+
+  void merge_pending(int r, int octave) {
+    int32_t *high = acc_ + r * value_pad_, *low = acc_low_ + r * value_pad_;
+    block_float_[r].merge(octave, high, low, wide_acc_ + r * value_pad_, value_pad_);
+    clear(high, value_pad_), clear(low, value_pad_);
+  }
+
+  // alone: sums of a block are never added to those of another in 32 bits.
+  void block_of_keys(int64_t key, int64_t n, bool alone) {
+    for (int r = 0; r < rows_; ++r) row_max_[r] = kAbsent;
+    const bool was_masked = masked_, split = has_valueless(valueless_ + key, n);
+    masked_ = masked_ || split;
+    score_chunk(key, n);
+    if (split) split_valueless(key, n);
+    int octave[kRows];
+    uint32_t l[kRows];
+    if (enter_group(key, n, octave)) {
+      for (int r = 0; r < rows_; ++r) {
+        BlockFloatRow& row = block_float_[r];
+        if (octave[r] == kNoOctave || (octave[r] == row.pending && !alone && key % kMostShared != 0)) continue;
+        if (row.pending != kNoOctave) merge_pending(r, larger(row.pending, row.value_top));
+        row.pending = octave[r], row.value_lowest = smaller(row.value_lowest, octave[r]);
+      }
+      weights<true, Level::kBlockOctave>(key, 0, n, l);
+      products<true>(key, 0, n, false);
+      add_l(octave, l);
+    }
+    if (split) {
+      std::swap(scores_, other_scores_);
+      find_group_maxima(n);
+      if (enter_group(key, n, octave)) {
+        weights<true, Level::kBlockOctave>(key, 0, n, l);
+        add_l(octave, l);
+      }
+      std::swap(scores_, other_scores_);
+    }
+    masked_ = was_masked;
+  }
+  void add_l(const int* octave, const uint32_t* l) {
+    for (int r = 0; r < rows_; ++r)
+      if (octave[r] != kNoOctave) block_float_[r].add_l(octave[r], l[r]);
+  }
+
+  // Leaves the keys with a value in scores_ and moves the others to other_scores_, kAbsent in the place of each.
+  void split_valueless(int64_t key, int64_t n) {
+    const uint8_t* valueless = valueless_ + key;
+    for (int r = 0; r < rows_; ++r) {
+      int32_t *s = scores_ + r * score_ld_, *other = other_scores_ + r * score_ld_;
+      for (int64_t j = 0; j < n; ++j) other[j] = valueless[j] ? s[j] : kAbsent, s[j] = valueless[j] ? kAbsent : s[j];
+      for (int64_t j = n; j < round_up(n, kKeyPad); ++j) other[j] = kAbsent;
+    }
+    find_group_maxima(n);
+  }
+  void find_group_maxima(int64_t n) {
+    typename V::I32 max[kRows];
+    for (int r = 0; r < rows_; ++r) max[r] = V::set1(kAbsent), row_max_[r] = kAbsent;
+    if (!biased_) update_row_max(max, 0, n);
+  }
+
+  // Finds the octave of each row's largest weight in scores_ (kNoOctave without keys) and its T, level_. Returns
+  // whether there are keys.
+  bool enter_group(int64_t key, int64_t n, int* octave) {
+    bool some = false;
+    for (int r = 0; r < rows_; ++r) {
+      const int64_t m = biased_ ? biased_max<Level::kBlockOctave>(r, key, n) : unbiased_max(r);
+      octave[r] = m == kNever ? kNoOctave : int((m + 0xFFFFFFFF) >> 32);
+      level_[r] = m == kNever ? 0 : int64_t(octave[r]) * (int64_t(1) << 32);
+      some = some || m != kNever;
+    }
+    return some;
   }
 
   // Computes qflash and iflash: docs/numerics.md section 3. Integers of 32 bits wrap around.
@@ -438,14 +574,16 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     for (int64_t i = 0; i < n; ++i) x[i] = 0;
   }
 
+  // gaps: octaves by which a row's l counts from above its acc, or null.
   template <bool P16>
-  void finish() {
+  void finish(const int* gaps = nullptr) {
     const int64_t first = first_row();
     V::keep_awake();
     if (key_end_ == 0) clear(acc_, rows_ * value_pad_);
     if (key_end_ == 0 && P16) clear(acc_low_, rows_ * value_pad_);
     epilogue_.enter_head(b_, h_, hk_);
-    epilogue_.template rows<P16>(acc_, acc_low_, value_pad_, l_, rows_, call_.out.offset(b_, h_, q0_ + row0_));
+    epilogue_.template rows<P16>(acc_, acc_low_, value_pad_, l_, rows_, call_.out.offset(b_, h_, q0_ + row0_), nullptr,
+                                 gaps);
     V::keep_awake();
     for (int r = 0; call_.t_max && r < rows_; ++r) {
       call_.t_max[first + r] = t_max(r);
@@ -455,6 +593,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
 
   // Returns the row's maximum of T in 2^-32 octave.
   int64_t t_max(int r) const {
+    if (call_.method == Method::kBlockFloat) return block_float_[r].log_sum_level();
     if (call_.method == Method::kOnline) return level_[r] == kNever ? kNever : level_[r] / kTableSteps.sixteenths * 16;
     return biased_ ? level_[r] : unbiased_max(r);
   }

@@ -5,11 +5,11 @@
 
 namespace intflash {
 
-enum class Method : int32_t { kP16, kP8, kOnline, kQFlash, kIFlash };
+enum class Method : int32_t { kP16, kP8, kOnline, kBlockFloat, kQFlash, kIFlash };
 enum class OutType : int32_t { kInt8, kInt16, kFloat16, kBFloat16, kFloat32 };
 
 constexpr int32_t kAbsent = INT32_MIN;  // in a row of scores or a bias: the key takes no part
-constexpr int kGranule = 128;           // keys per granule of intflash_online: semantics, not tuning
+constexpr int kGranule = 128;           // keys per granule of intflash_online, per block of intflash_bfp: semantics
 constexpr int kQFlashTile = 32;         // keys per tile of qflash and iflash: semantics, not tuning
 
 // A tensor of four axes; a broadcast axis has stride 0. Strides count elements.
@@ -49,7 +49,8 @@ struct Call {
   int64_t batch, heads_q, heads_k, nq, nk, head_dim, value_dim;
   View<int8_t> q, k, v;
   Output out;
-  View<int32_t> bias;  // intflash: 2^-20 octave; qflash, iflash: score units; batch index modulo bias_batch
+  View<int32_t> bias;  // intflash: 2^-20 octave (intflash_bfp: 2^-12); qflash, iflash: score units; batch index modulo
+                       // bias_batch
   View<uint8_t> keep;
   int64_t bias_batch, keep_batch;
   bool causal, bottom_right;       // bottom_right: each packed sequence has its own offset
@@ -89,6 +90,8 @@ struct Rows {
 
 enum class FloatType : int32_t { kFloat32, kFloat16, kBFloat16 };
 
+struct IntegerKernels;  // of integer models, integer.h
+
 // The kernels of one instruction set.
 struct Kernels {
   const char* name;
@@ -98,6 +101,7 @@ struct Kernels {
   void (*attention)(const Call&, const Units&, uint64_t call_id, Scratch&);
   float (*absolute_maximum)(const void* x, FloatType, const Rows&);
   void (*quantize)(const void* x, FloatType, const Rows&, float inverse, int qmax, int8_t* codes);
+  const IntegerKernels* integer;
 };
 
 extern const Kernels kGenericKernels, kAvx2Kernels, kAvxVnniKernels, kAvx512VnniKernels, kAmxKernels, kNeonKernels,

@@ -73,10 +73,17 @@ bool next_units(void* context, int64_t& first, int64_t& last) {
 }
 
 void run_part(void* context, ThreadRanges& ranges) {
-  static thread_local ThreadScratch scratch;
   const Job& job = *static_cast<const Job*>(context);
   Part part{job, ranges};
-  job.kernels.attention(job.call, {next_units, &part, job.whole_heads}, job.call_id, scratch);
+  job.kernels.attention(job.call, {next_units, &part, job.whole_heads}, job.call_id, thread_scratch());
+}
+
+// Lets the work end early between ranges of some 10 ms.
+void make_interruptible(Work& work, int64_t cost, InterruptCheck check) {
+  if (cost < kInterruptible) return;
+  const int64_t range = kLongestRange * work.items / cost;
+  work.longest_range = range < 1 ? 1 : range;
+  work.check = check;
 }
 
 }  // namespace
@@ -93,6 +100,16 @@ char* Scratch::reserve(size_t bytes) {
     }
   }
   return data;
+}
+
+Scratch& thread_scratch() {
+  static thread_local ThreadScratch scratch;
+  return scratch;
+}
+
+uint64_t next_call_id() {
+  static std::atomic<uint64_t> last_call{0};
+  return ++last_call;
 }
 
 void* Output::wait() const {
@@ -118,7 +135,6 @@ const std::vector<const Kernels*>& supported_kernels() {
 
 void run_attention(const Kernels& kernels, const Call& call, int threads, const std::function<void()>& first,
                    InterruptCheck check) {
-  static std::atomic<uint64_t> last_call{0};
   const int rows = kernels.unit_rows(call);
   const int64_t units = unit_count(call, rows);
   if (units == 0) return first();
@@ -128,7 +144,7 @@ void run_attention(const Kernels& kernels, const Call& call, int threads, const 
   const int64_t depth = call.head_dim + call.value_dim;
   const int64_t cost = depth > 128 ? worth * depth / 128 : worth;  // `worth` is of 64 channels
   const bool is_interruptible = cost >= kInterruptible;
-  Job job{kernels, call, ++last_call, units, 1, true};
+  Job job{kernels, call, next_call_id(), units, 1, true};
   if (threads > 1) {
     // Threads draw whole heads where each gets many of them, or as many small ones, since a thread packs every K and V
     // that it meets. Heads that take longer than a longest range are divided.
@@ -141,12 +157,24 @@ void run_attention(const Kernels& kernels, const Call& call, int threads, const 
     job.grain = units;
   }
   Work work{run_part, &job, (units + job.grain - 1) / job.grain, worth < kShort, units, nullptr};
-  if (is_interruptible) {
-    const int64_t range = kLongestRange * work.items / cost;
-    work.longest_range = range < 1 ? 1 : range;
-    work.check = check;
-  }
+  make_interruptible(work, cost, check);
   run_in_parallel(threads, work, first);
+}
+
+void run_items(int threads, int64_t items, int64_t cost, const std::function<void(const Units&, Scratch&)>& function,
+               InterruptCheck check) {
+  if (items == 0) return;
+  if (cost < threads) threads = cost < 1 ? 1 : int(cost);
+  const RangeFunction part = [](void* context, ThreadRanges& ranges) {
+    const auto next = [](void* drawn, int64_t& first, int64_t& last) {
+      return static_cast<ThreadRanges*>(drawn)->next(first, last);
+    };
+    (*static_cast<const std::function<void(const Units&, Scratch&)>*>(context))({next, &ranges, false},
+                                                                                thread_scratch());
+  };
+  Work work{part, const_cast<void*>(static_cast<const void*>(&function)), items, false, items, nullptr};
+  make_interruptible(work, cost, check);
+  run_in_parallel(threads, work, [] {});
 }
 
 }  // namespace intflash

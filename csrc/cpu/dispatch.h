@@ -16,4 +16,13 @@ const std::vector<const Kernels*>& supported_kernels();
 void run_attention(const Kernels& kernels, const Call& call, int threads, const std::function<void()>& first,
                    InterruptCheck check);
 
+// The calling thread's scratch, and a number that no other call has for it.
+Scratch& thread_scratch();
+uint64_t next_call_id();
+
+// Runs `function` on up to `threads` threads, which draw the items from their Units. `cost` is that of all items, in
+// multiples of the work for which another thread is worth waking.
+void run_items(int threads, int64_t items, int64_t cost, const std::function<void(const Units&, Scratch&)>& function,
+               InterruptCheck check);
+
 }  // namespace intflash

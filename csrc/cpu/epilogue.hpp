@@ -39,10 +39,11 @@ class Epilogue {
   }
 
   // Writes `rows` output rows from the offset `at` on, from acc = 256 * high + low (P16) or high (P8) and the sums of
-  // p.
+  // p. gaps: octaves by which a row's l counts from above its acc, or null where none does.
   template <bool P16>
   void rows(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t at,
-            const Prepared* ahead = nullptr) const {
+            const Prepared* ahead = nullptr, const int* gaps = nullptr) const {
+    if (gaps) return rows_with_gaps<P16>(high, low, ld, l, rows, at, gaps);
     const int64_t out_ld = call_.out.row_step;
     const auto each = [&](auto* out, auto write) {
       for (int r = 0; r < rows; ++r, high += ld, low += ld) write(high, low, l[r], out + at + r * out_ld);
@@ -117,6 +118,36 @@ class Epilogue {
   }
 
  private:
+  // Does the same for rows that may have gaps, one value at a time.
+  template <bool P16>
+  void rows_with_gaps(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t at,
+                      const int* gaps) const {
+    for (int r = 0; r < rows; ++r, high += ld, low += ld, at += call_.out.row_step)
+      for (int64_t d = 0; d < call_.value_dim; ++d) {
+        const float v_scale = v_scale_[per_channel_ ? d : 0];
+        const int64_t acc = sum<P16>(high, low, d);
+        const auto real = [&] {
+          return l[r] ? float(acc) * (v_scale / float(l[r]) * std::ldexp(1.0f, -gaps[r])) : 0.0f;
+        };
+        const auto code = [&](int limit) {
+          if (l[r] == 0) return 0;
+          const OutputMultiplier m = output_multiplier(v_scale, out_scale_[per_channel_ ? d : 0], gaps[r]);
+          const int lz = __builtin_clz(l[r]);
+          const int64_t reciprocal = int64_t((uint64_t(1) << 55) / (uint64_t(l[r]) << lz));
+          const int64_t product = acc * ((reciprocal * m.mr + (1 << 23)) >> 24);
+          const int64_t rounded = ((product >> smaller(54 - lz - m.e + gaps[r], 63)) + 1) >> 1;
+          return int(rounded < -limit ? -limit : rounded > limit ? limit : rounded);
+        };
+        switch (call_.out_type) {
+          case OutType::kInt8: static_cast<int8_t*>(out_)[at + d] = int8_t(code(127)); break;
+          case OutType::kInt16: static_cast<int16_t*>(out_)[at + d] = int16_t(code(32767)); break;
+          case OutType::kFloat16: static_cast<uint16_t*>(out_)[at + d] = to_float16(real()); break;
+          case OutType::kBFloat16: static_cast<uint16_t*>(out_)[at + d] = to_bfloat16(real()); break;
+          case OutType::kFloat32: static_cast<float*>(out_)[at + d] = real(); break;
+        }
+      }
+  }
+
   template <class Out, class Convert>
   void copy_codes(const int32_t* codes, Out* out, Convert convert) const {
     for (int64_t d = 0; d < call_.value_dim; ++d) out[d] = convert(codes[d]);

@@ -6,6 +6,7 @@
 //   p16 = ((m >> (1 + s)) + 1) >> 1
 //   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15
 //         with h = m >> 4 = (u*u >> 4) + 8288, 0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
+// intflash_bfp counts the depth from its block's octave, and its p16 has three octaves more: s is 17 at most, not 14.
 // intflash_online rounds the depth below its reference level to steps of 1/112 octave, 2^24 in T:
 //   x10 = (level - T + 2^23 + (67 << 24)) >> 22   4 (step + 67) and two bits below it, saturated at 65535
 //   z = 153 + floor(16 step / 7) = (4 (step + 67) * 37449) >> 16; p8 is 0 from step 1008 on
@@ -15,9 +16,13 @@
 namespace intflash {
 namespace {
 
+// What the depths of a row's keys are counted from: the maximum of their T, the octave of a block of keys above that
+// (intflash_bfp), or the octave in the unit of intflash_online's table.
+enum class Level { kMaximum, kBlockOctave, kTableOctave };
+
 // Fraction bits of a depth in 16-bit lanes, and what intflash_online adds to its depths in T.
-template <bool Online>
-constexpr int kDepthBits = Online ? 10 : 9;
+template <Level L>
+constexpr int kDepthBits = L == Level::kTableOctave ? 10 : 9;
 constexpr int64_t kStepOffset = (int64_t(67) << 24) + (1 << 23);
 constexpr uint16_t kStepFactor = 37449;
 constexpr bool steps_are_exact() {
@@ -39,28 +44,31 @@ struct RowLevels {
   const RowScale* scale;
   int step;
   const int32_t* top;    // the maximum of S
-  const uint64_t* base;  // intflash_online: scaled_base of the level's distance above that maximum
+  const uint64_t* base;  // scaled_base of the level's distance above that maximum, where it is above
 };
 
-template <bool Online = false>
+template <Level L = Level::kMaximum>
 inline RowScale row_scale(Exponent e) {
-  constexpr int bits = kDepthBits<Online>;
+  constexpr int bits = kDepthBits<L>;
   if (e.k == 0 && e.c < (1u << (32 - bits))) return {e.c << bits, 0, 0xFFFFFFFFu};
   // Without a pre-shift c >= 2^-bits, so that the limit is 2^11 units or more; with one c >= 2^(k-2), and it is 2^19.
   // A product is below 2^62.
   return {e.c, bits + e.k, (1u << (31 - bits - e.k)) - 1};
 }
 
+template <Level L>
 inline uint64_t scaled_base(int64_t above) {  // at 32 units every p is 0, and base >> 16 fits 32 bits
-  return uint64_t(smaller(above, int64_t(1) << 37) + kStepOffset) << kDepthBits<true>;
+  constexpr int64_t offset = L == Level::kTableOctave ? kStepOffset : 0;
+  return uint64_t(smaller(above, int64_t(1) << 37) + offset) << kDepthBits<L>;
 }
 
-// Whether differences of S may have 16 bits: those past 65535 must give a p of 0, with z in octave 10 (P8) or 15 (P16)
-// or deeper, or a step of 1008 or more. Where c has 24 fraction bits the lower half of C << kDepthBits is zero, and the
-// depth is the high half of a 16-bit product.
-template <bool P16, bool Online = false>
+// Whether differences of S may have 16 bits: those past 65535 must give a p of 0, with z in octave 10 (P8), 15 (P16) or
+// 18 (intflash_bfp) or deeper, or a step of 1008 or more. Where c has 24 fraction bits the lower half of C <<
+// kDepthBits is zero, and the depth is the high half of a 16-bit product.
+template <bool P16, Level L = Level::kMaximum>
 inline bool fits_16_bits(const RowScale& r) {
-  constexpr uint32_t dead = Online ? 4 * 1008 : 2 * ((P16 ? 15 : 10) * 256 - 153);
+  constexpr int octave = L == Level::kBlockOctave ? 18 : P16 ? 15 : 10;
+  constexpr uint32_t dead = L == Level::kTableOctave ? 4 * 1008 : 2 * (octave * 256 - 153);
   return r.shift == 0 && r.c % 65536 == 0 && (uint64_t(65535) * r.c) >> 32 >= dead;
 }
 
@@ -74,8 +82,10 @@ struct Exp2 {
   using U16 = typename V::U16;
   using PCode = typename V::PCode;
   static constexpr int kBlock = 4 * V::kLanes;
+  template <Level L>
+  static constexpr bool kTable = L == Level::kTableOctave;
 
-  template <Depth D, bool Online, bool Masked>
+  template <Depth D, Level L, bool Masked>
   static inline I32 depth(const int32_t* s, const RowScale& r, I32 top, uint64_t base) {
     const I32 score = V::load(s);
     if constexpr (D == Depth::kGiven) {
@@ -83,7 +93,7 @@ struct Exp2 {
     } else {
       I32 d = V::sub(top, score);
       if constexpr (D == Depth::kShifted) d = V::shift_left(V::min_u(d, V::set1(int32_t(r.limit))), r.shift);
-      const I32 x = Online ? V::mul_high(d, V::set1(int32_t(r.c)), base) : V::mul_high(d, V::set1(int32_t(r.c)));
+      const I32 c = V::set1(int32_t(r.c)), x = L != Level::kMaximum ? V::mul_high(d, c, base) : V::mul_high(d, c);
       return Masked ? V::saturate_absent(x, score) : x;
     }
   }
@@ -95,14 +105,14 @@ struct Exp2 {
                               : score);  // the difference of an absent key would wrap
   }
 
-  template <Depth D, bool Online, bool Masked>
+  template <Depth D, Level L, bool Masked>
   static inline U16 depths(const int32_t* s, const RowScale& r, I32 top, uint64_t base) {
     if constexpr (D == Depth::k16Bit) {
       const U16 d = V::pack(below<Masked>(s, top), below<Masked>(s + V::kLanes, top)),
                 c = V::set16(uint16_t(r.c >> 16));
-      return Online ? V::mul_high16(d, c, uint32_t(base >> 16)) : V::mul_high16(d, c);
+      return L != Level::kMaximum ? V::mul_high16(d, c, uint32_t(base >> 16)) : V::mul_high16(d, c);
     } else {
-      return V::pack(depth<D, Online, Masked>(s, r, top, base), depth<D, Online, Masked>(s + V::kLanes, r, top, base));
+      return V::pack(depth<D, L, Masked>(s, r, top, base), depth<D, L, Masked>(s + V::kLanes, r, top, base));
     }
   }
 
@@ -114,50 +124,50 @@ struct Exp2 {
     return V::mul_round(o.add16(V::mul_high16(v, v), 8288), o.power(z));
   }
 
-  template <class O = V>
+  template <Level L = Level::kMaximum, class O = V>
   static inline __attribute__((always_inline)) U16 p16(U16 x9, const O& o = O()) {
     const U16 z = o.average(x9, 2 * 153);
     const U16 v = o.template mantissa<7>(z);
     const U16 w = V::mul_high16(v, v);
-    return o.round16(w, o.high_byte(z));
+    return o.template round16<L == Level::kBlockOctave>(w, o.high_byte(z));
   }
 
   // Computes P of one block of kBlock keys. `sum` accumulates P8, P16 - 32768 or the high digits, `sum_low` the low
   // digits.
-  template <bool P16, Depth D, bool Online, bool Masked, bool Half>
+  template <bool P16, Depth D, Level L, bool Masked, bool Half>
   static inline void block(const int32_t* s, const RowScale& r, I32 top, uint64_t base, PCode* high, PCode* low,
                            I32& sum, I32& sum_low) {
-    const U16 x0 = depths<D, Online, Masked>(s, r, top, base);
-    const U16 x1 = Half ? V::zero16() : depths<D, Online, Masked>(s + 2 * V::kLanes, r, top, base);
+    const U16 x0 = depths<D, L, Masked>(s, r, top, base);
+    const U16 x1 = Half ? V::zero16() : depths<D, L, Masked>(s + 2 * V::kLanes, r, top, base);
     if constexpr (P16 && V::kWideP) {
-      sum = V::store_p16(high, p16(x0), Half ? V::zero16() : p16(x1), sum);
+      sum = V::store_p16(high, p16<L>(x0), Half ? V::zero16() : p16<L>(x1), sum);
     } else if constexpr (P16) {
-      const U16 a = p16(x0), b = Half ? V::zero16() : p16(x1);
+      const U16 a = p16<L>(x0), b = Half ? V::zero16() : p16<L>(x1);
       sum = V::store_p(high, V::high_byte(a), V::high_byte(b), sum);
       sum_low = V::store_p(low, V::and16(a, 255), V::and16(b, 255), sum_low);
     } else {
-      sum = V::store_p(high, p8<Online>(x0), Half ? V::zero16() : p8<Online>(x1), sum);
+      sum = V::store_p(high, p8<kTable<L>>(x0), Half ? V::zero16() : p8<kTable<L>>(x1), sum);
     }
   }
 
   // Computes P of keys [0, n) of a row.
-  template <bool P16, Depth D, bool Online, bool Masked>
+  template <bool P16, Depth D, Level L, bool Masked>
   static inline I32 row(const int32_t* s, int64_t n, const RowScale& r, I32 top, uint64_t base, PCode* high,
                         PCode* low) {
     I32 sum = V::set1(0), sum_low = V::set1(0);
     int64_t j = 0;
     for (; j + kBlock <= n; j += kBlock)
-      block<P16, D, Online, Masked, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+      block<P16, D, L, Masked, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
     if (n - j > kBlock / 2)
-      block<P16, D, Online, true, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+      block<P16, D, L, true, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
     else if (n > j)
-      block<P16, D, Online, true, true>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+      block<P16, D, L, true, true>(s + j, r, top, base, high + j, low + j, sum, sum_low);
     return P16 && !V::kWideP ? V::add(V::shift_left(sum, 8), sum_low) : sum;
   }
 
   // Computes P of keys [0, n) of `rows` rows and adds its sum to sums[r]. Scores from n to the end of the block are
   // kAbsent.
-  template <bool P16, Depth D, bool Online, bool Masked>
+  template <bool P16, Depth D, Level L, bool Masked>
   static void rows_of(const int32_t* s, int64_t s_ld, int64_t n, const RowLevels& levels, int rows, PCode* high,
                       int64_t high_ld, PCode* low, int64_t low_ld, I32* sums) {
     int64_t asleep = 0;
@@ -165,20 +175,20 @@ struct Exp2 {
       if (asleep += n; asleep >= 1024) V::keep_awake(), asleep = 0;
       const RowScale r = levels.scale[i * levels.step];
       const I32 top = V::set1(levels.top[i]);
-      const uint64_t base = Online ? levels.base[i] : 0;
-      const bool is_short = D == Depth::k32Bit && fits_16_bits<P16, Online>(r);
-      sums[i] = V::add(sums[i], is_short ? row<P16, D == Depth::k32Bit ? Depth::k16Bit : D, Online, Masked>(
-                                               s, n, r, top, base, high, low)
-                                         : row<P16, D, Online, Masked>(s, n, r, top, base, high, low));
+      const uint64_t base = L != Level::kMaximum ? levels.base[i] : 0;
+      const bool is_short = D == Depth::k32Bit && fits_16_bits<P16, L>(r);
+      sums[i] = V::add(
+          sums[i], is_short ? row<P16, D == Depth::k32Bit ? Depth::k16Bit : D, L, Masked>(s, n, r, top, base, high, low)
+                            : row<P16, D, L, Masked>(s, n, r, top, base, high, low));
     }
   }
 
-  template <bool P16, bool Online, class... Args>
+  template <bool P16, Level L, class... Args>
   static void rows(Depth depth, bool masked, Args... args) {
-    if (depth == Depth::kGiven) return rows_of<P16, Depth::kGiven, Online, false>(args...);
-    if (depth == Depth::kShifted) return rows_of<P16, Depth::kShifted, Online, true>(args...);
-    if (masked) return rows_of<P16, Depth::k32Bit, Online, true>(args...);
-    return rows_of<P16, Depth::k32Bit, Online, false>(args...);
+    if (depth == Depth::kGiven) return rows_of<P16, Depth::kGiven, L, false>(args...);
+    if (depth == Depth::kShifted) return rows_of<P16, Depth::kShifted, L, true>(args...);
+    if (masked) return rows_of<P16, Depth::k32Bit, L, true>(args...);
+    return rows_of<P16, Depth::k32Bit, L, false>(args...);
   }
 };
 

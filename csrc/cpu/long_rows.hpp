@@ -214,8 +214,8 @@ class LongRows {
       V::compiler_barrier();
       scores.before_row(r);
       values.before_row(r);
-      E::template block<P16, D, false, Masked, false>(s + r * kChunk, scale, V::set1(top[r]), 0, p + r * 64,
-                                                      p + kTile + r * 64, sums_[0][r], sums_[kDigits - 1][r]);
+      E::template block<P16, D, Level::kMaximum, Masked, false>(s + r * kChunk, scale, V::set1(top[r]), 0, p + r * 64,
+                                                                p + kTile + r * 64, sums_[0][r], sums_[kDigits - 1][r]);
     }
     V::compiler_barrier();
     values.before_row(kRows);

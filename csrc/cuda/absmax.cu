@@ -1,71 +1,76 @@
-// The scales of float Q, K and V, one for each tensor: amax / 127, 1 where amax is below 2^-100 (docs/numerics.md).
+// Computes the scales of float Q, K and V, one per tensor: amax / 127, and 1 where amax is below 2^-100
+// (docs/numerics.md).
 //
-// Defined when this is compiled: IN, the floats' type, CTA_CHUNKS, of 16 bytes that a CTA loads at once. The grid has
-// three CTAs side by side for Q, K and V, so that what is read last, and lies in L2 for the next kernel, is of the same
-// heads of all three. The CTA that ends last turns the maxima into scales.
+// Macros: IN, the floats' type; CTA_CHUNKS, how many chunks of 16 bytes a CTA loads at once. Three adjacent CTAs of the
+// grid take Q, K and V, so that the data that was read last, and is in L2 for the next kernel, belongs to the same
+// heads of all three tensors. The last CTA to finish converts the maxima to scales.
 #include "quantize.cuh"
 
-// AT_ONCE: loads of 16 bytes that a thread has in flight. CTAs of fewer loads would meet at the maxima's address more
-// often.
+// AT_ONCE: loads of 16 bytes that a thread has in flight. With fewer loads per CTA, more CTAs would contend for the
+// address of the maximum.
 constexpr u32 THREADS = 256, AT_ONCE = 8;
 static_assert(THREADS * AT_ONCE == CTA_CHUNKS);
 
-// The memory of a tensor, in chunks of 16 bytes: `count` chunks in runs of `run`, which lie along up to three axes.
-// Axes of stride 0 are left out, as their elements repeat. scales_and_codes.py fills it; reciprocals are `quotient`'s.
+// The memory of a tensor in chunks of 16 bytes: `count` chunks in contiguous runs of `run` chunks, which lie along up
+// to three axes. Axes of stride 0 are left out, because their elements repeat. quantization.py fills this struct, with
+// reciprocals for `quotient`.
 struct Runs {
-    const u8* ptr;
-    i64 strides[3];  // bytes, innermost first
-    u32 count, run;
-    u32 sizes[2];    // of the two inner axes
-    u32 run_reciprocal, size_reciprocals[2], padding;
+  const u8* ptr;
+  i64 strides[3];  // in bytes, innermost axis first
+  u32 count, run;
+  u32 sizes[2];  // of the two inner axes
+  u32 run_reciprocal, size_reciprocals[2], padding;
 
-    template <bool IN_ONE_RUN> DEVICE const u8* chunk(u32 i) const {
-        if (IN_ONE_RUN) return ptr + (u64)i * 16;
-        const u32 first = quotient(i, run, run_reciprocal), second = quotient(first, sizes[0], size_reciprocals[0]);
-        const u32 third = quotient(second, sizes[1], size_reciprocals[1]);
-        return ptr + (u64)(i - first * run) * 16 + (first - second * sizes[0]) * strides[0] +
-               (second - third * sizes[1]) * strides[1] + third * strides[2];
-    }
+  template <bool IN_ONE_RUN>
+  DEVICE const u8* chunk(u32 i) const {
+    if (IN_ONE_RUN) return ptr + (u64)i * 16;
+    const u32 first = quotient(i, run, run_reciprocal), second = quotient(first, sizes[0], size_reciprocals[0]);
+    const u32 third = quotient(second, sizes[1], size_reciprocals[1]);
+    return ptr + (u64)(i - first * run) * 16 + (first - second * sizes[0]) * strides[0] +
+           (second - third * sizes[1]) * strides[1] + third * strides[2];
+  }
 };
 
 struct AbsmaxParams {
-    Runs x[3];
-    u32* amax;  // four zeros: the maxima's bits as float32, which order as the maxima do, and the CTAs that are done
-    float* scales;  // of Q, K, V
+  Runs x[3];
+  // zeros at launch: three maxima as bits of float32, which are ordered as the maxima are, and the number of finished
+  // CTAs
+  u32* amax;
+  float* scales;  // of Q, K and V
 };
 static_assert(sizeof(AbsmaxParams) == PARAMS_BYTES);
 
-// The bits of this thread's largest magnitude; first: its first chunk, step: from that to the next of all CTAs.
-template <bool IN_ONE_RUN> DEVICE u32 largest_of_thread(const Runs& x, u32 first, u32 step) {
-    u32 most = 0;
+// Returns the bits of this thread's largest magnitude. first: its first chunk; step: the distance to its next chunk.
+template <bool IN_ONE_RUN>
+DEVICE u32 largest_of_thread(const Runs& x, u32 first, u32 step) {
+  u32 most = 0;
 #pragma unroll 1
-    for (; first < x.count; first += step) {
-        u32 words[AT_ONCE][4];
+  for (; first < x.count; first += step) {
+    u32 words[AT_ONCE][4];
 #pragma unroll
-        for (u32 i = 0; i < AT_ONCE; ++i)
-            load_words(x.chunk<IN_ONE_RUN>(min(first + i * THREADS, x.count - 1)), words[i]);
+    for (u32 i = 0; i < AT_ONCE; ++i) load_words(x.chunk<IN_ONE_RUN>(min(first + i * THREADS, x.count - 1)), words[i]);
 #pragma unroll
-        for (u32 i = 0; i < 4 * AT_ONCE; ++i) most = larger_magnitudes(most, words[i / 4][i % 4], IN{});
-    }
-    return one_magnitude(most, IN{});
+    for (u32 i = 0; i < 4 * AT_ONCE; ++i) most = max_magnitudes(most, words[i / 4][i % 4], IN{});
+  }
+  return max_of_pair(most, IN{});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) absmax(const __grid_constant__ AbsmaxParams p) {
-    __shared__ u32 of_warps[THREADS / 32];
-    const u32 which = blockIdx.x % 3, step = gridDim.x / 3 * CTA_CHUNKS;
-    const u32 first = blockIdx.x / 3 * CTA_CHUNKS + threadIdx.x;
-    const Runs& x = p.x[which];
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    u32 most = x.run == x.count ? largest_of_thread<true>(x, first, step) : largest_of_thread<false>(x, first, step);
-    most = __reduce_max_sync(~0u, most);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = most;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    for (u32 i = 1; i < THREADS / 32; ++i) most = max(most, of_warps[i]);
-    atomicMax(p.amax + which, __float_as_uint(magnitude(most, IN{})));
-    __threadfence();
-    if (atomicAdd(p.amax + 3, 1u) != gridDim.x - 1) return;
-    __threadfence();
-    for (int i = 0; i < 3; ++i) p.scales[i] = scale_of_amax(__uint_as_float(atomicMax(p.amax + i, 0u)));
+  __shared__ u32 of_warps[THREADS / 32];
+  const u32 which = blockIdx.x % 3, step = gridDim.x / 3 * CTA_CHUNKS;
+  const u32 first = blockIdx.x / 3 * CTA_CHUNKS + threadIdx.x;
+  const Runs& x = p.x[which];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  u32 most = x.run == x.count ? largest_of_thread<true>(x, first, step) : largest_of_thread<false>(x, first, step);
+  most = __reduce_max_sync(~0u, most);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = most;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (u32 i = 1; i < THREADS / 32; ++i) most = max(most, of_warps[i]);
+  atomicMax(p.amax + which, __float_as_uint(magnitude(most, IN{})));
+  __threadfence();
+  if (atomicAdd(p.amax + 3, 1u) != gridDim.x - 1) return;
+  __threadfence();
+  for (int i = 0; i < 3; ++i) p.scales[i] = scale_of_amax(__uint_as_float(atomicMax(p.amax + i, 0u)));
 }

@@ -1,64 +1,67 @@
-// The launch constants, from scales that may be known only on the device: `numerics.exp.exponent_constants` and
-// `output_multiplier`, float64 in their order of operations, with their saturations. A thread computes one of each.
+// Computes the launch constants on the device, where scales may be known only there: `numerics.exp.exponent_constants`
+// and `output_multiplier` in float64, with the same order of operations and the same saturations. A thread computes one
+// constant of each kind.
 //
-// Defined when this is compiled: UNIT (Octaves or TableSteps, what T counts), QMAX (the largest code of the output; 0
-// for float output, which has no constants), GIVEN (1: the caller gave the output's scale).
+// Macros: UNIT (Octaves or TableSteps, the unit of T); QMAX (the largest code of the output; 0 for float output, which
+// has no output constants); GIVEN (1: the caller gave the output's scale).
 #include "exp2.cuh"
 
 constexpr i32 THREADS = 128;
 constexpr i32 LEAST_E = -7, MOST_E = 29;  // numerics.exp.OUTPUT_EXPONENTS
 
 struct ConstantsParams {
-    View q_scale, k_scale, v_scale, given;
-    i64* score;          // k << 32 | C
-    i64* output;         // e << 32 | Mr
-    float* out_scale;    // s_V * 127 / QMAX, where the caller gave none
-    double sm_scale;
-    u32 score_shape[4], output_shape[4];
-    u32 score_count, output_count;
-    u32 group, padding;  // query heads per key head
+  View q_scale, k_scale, v_scale, given;
+  i64* score;        // k << 32 | C
+  i64* output;       // e << 32 | Mr
+  float* out_scale;  // s_V * 127 / QMAX, written where the caller gave no scale
+  double sm_scale;
+  u32 score_shape[4], output_shape[4];
+  u32 score_count, output_count;
+  u32 group, padding;  // query heads per key head
 };
 static_assert(sizeof(ConstantsParams) == PARAMS_BYTES);
 
-// The place of a constant: batch, head, token and channel (or block of keys).
+// The index of a constant: batch, head, token, and channel or block of keys.
 struct Index {
-    u32 b, h, n, d;
-    DEVICE Index(u32 i, const u32 (&shape)[4]) {
-        d = i % shape[3], i /= shape[3];
-        n = i % shape[2], i /= shape[2];
-        h = i % shape[1], b = i / shape[1];
-    }
+  u32 b, h, n, d;
+  DEVICE Index(u32 i, const u32 (&shape)[4]) {
+    d = i % shape[3], i /= shape[3];
+    n = i % shape[2], i /= shape[2];
+    h = i % shape[1], b = i / shape[1];
+  }
 };
 
 DEVICE float scale_at(const View& x, i64 b, i64 h, i64 n, i64 d) {
-    return ((const float*)x.ptr)[b * x.b + h * x.h + n * x.n + d * x.d];
+  return ((const float*)x.ptr)[b * x.b + h * x.h + n * x.n + d * x.d];
 }
 
-// rho = s_V / s_O as Mr * 2^(e - 24), both rounded once, e saturated.
+// Packs rho = s_V / s_O = Mr * 2^(e - 24). The quotient and Mr are each rounded once, and e saturates.
 DEVICE i64 pack_output(float v_scale, float out_scale) {
-    const double rho = __ddiv_rn((double)v_scale, (double)out_scale);
-    const i32 e = (i32)((__double_as_longlong(rho) >> 52) & 2047) - 1022;  // frexp's
-    const u32 Mr = (u32)__double2ll_rn(__dmul_rn(rho, __longlong_as_double((i64)(24 - e + 1023) << 52)));
-    return (i64)min(max(e, LEAST_E), MOST_E) << 32 | Mr;
+  const double rho = __ddiv_rn((double)v_scale, (double)out_scale);
+  const i32 e = (i32)((__double_as_longlong(rho) >> 52) & 2047) - 1022;  // the exponent of frexp
+  const u32 Mr = (u32)__double2ll_rn(__dmul_rn(rho, __longlong_as_double((i64)(24 - e + 1023) << 52)));
+  return (i64)min(max(e, LEAST_E), MOST_E) << 32 | Mr;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) constants(const __grid_constant__ ConstantsParams p) {
-    const u32 i = blockIdx.x * THREADS + threadIdx.x;
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    if (i < p.score_count) {
-        const Index at(i, p.score_shape);
-        const float q_scale = scale_at(p.q_scale, at.b, at.h, at.n, 0);
-        const float k_scale = scale_at(p.k_scale, at.b, at.h / p.group, at.d, 0);
-        const Score score = score_constants<UNIT>(q_scale, k_scale, p.sm_scale);
-        p.score[i] = (i64)score.k << 32 | (u32)score.C;
-    }
-    if (QMAX && i < p.output_count) {
-        const Index at(i, p.output_shape);
-        const float v_scale = scale_at(p.v_scale, at.b, at.h / p.group, 0, at.d);
-        float out_scale;
-        if (GIVEN) out_scale = scale_at(p.given, at.b, at.h, 0, at.d);
-        else p.out_scale[i] = out_scale = __fdiv_rn(__fmul_rn(v_scale, 127.0f), (float)QMAX);
-        p.output[i] = pack_output(v_scale, out_scale);
-    }
+  const u32 i = blockIdx.x * THREADS + threadIdx.x;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (i < p.score_count) {
+    const Index at(i, p.score_shape);
+    const float q_scale = scale_at(p.q_scale, at.b, at.h, at.n, 0);
+    const float k_scale = scale_at(p.k_scale, at.b, at.h / p.group, at.d, 0);
+    const Score score = score_constants<UNIT>(q_scale, k_scale, p.sm_scale);
+    p.score[i] = (i64)score.k << 32 | (u32)score.C;
+  }
+  if (QMAX && i < p.output_count) {
+    const Index at(i, p.output_shape);
+    const float v_scale = scale_at(p.v_scale, at.b, at.h / p.group, 0, at.d);
+    float out_scale;
+    if (GIVEN)
+      out_scale = scale_at(p.given, at.b, at.h, 0, at.d);
+    else
+      p.out_scale[i] = out_scale = __fdiv_rn(__fmul_rn(v_scale, 127.0f), (float)QMAX);
+    p.output[i] = pack_output(v_scale, out_scale);
+  }
 }

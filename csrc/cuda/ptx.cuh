@@ -1,4 +1,5 @@
-// Integer types and the PTX instructions that the kernels write themselves: copies, byte permutations, reductions.
+// Integer types, and wrappers of the PTX instructions that the kernels write themselves: copies, byte permutations,
+// reductions.
 #pragma once
 
 typedef signed char i8;
@@ -12,7 +13,8 @@ typedef unsigned long long u64;
 
 #define DEVICE __device__ __forceinline__
 
-// Keeps a value that was computed before a loop in its register: the compiler would compute it in every iteration.
+// Keeps a value that was computed before a loop in its register. Without this the compiler computes it again in every
+// iteration.
 DEVICE void keep_in_register(u32& x) { asm volatile("" : "+r"(x)); }
 DEVICE void keep_in_register(i32& x) { asm volatile("" : "+r"(x)); }
 DEVICE void keep_in_register(u8*& x) { asm volatile("" : "+l"(x)); }
@@ -20,7 +22,7 @@ DEVICE void keep_in_register(u8*& x) { asm volatile("" : "+l"(x)); }
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 DEVICE void cp_async_16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -28,95 +30,104 @@ DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"
 // Makes ordinary stores to shared memory visible to wgmma and TMA (the async proxy).
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A kernel launched with `overlaps` may start while the one before runs: it reads and writes nothing before
-// `wait_for_previous_kernel`, and has no read-only loads, which could be moved before it.
+// A kernel that is launched with `overlaps` may start while the previous one still runs. It must not read or write
+// memory before `wait_for_previous_kernel`, and it must not use read-only loads, which the compiler could move ahead of
+// the wait.
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The same once `known` (not 0, as addresses are) has been computed, which ptxas would leave for later.
+// Waits after `known` has been computed, which ptxas would otherwise move behind the wait. `known` must not be 0;
+// addresses never are.
 DEVICE void wait_for_previous_kernel(u64 known) {
-    asm volatile("{.reg .pred p; setp.ne.u64 p, %0, 0; @p griddepcontrol.wait;}" ::"l"(known) : "memory");
+  asm volatile("{.reg .pred p; setp.ne.u64 p, %0, 0; @p griddepcontrol.wait;}" ::"l"(known) : "memory");
 }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 DEVICE u32 permute(u32 a, u32 b, u32 selector) {
-    u32 r;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
-    return r;
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
 }
 
-// x << by; 0 for by < 0 and by > 31: PTX's shl clamps.
+// Returns x << by, and 0 for by < 0 and by > 31, because PTX's shl clamps.
 DEVICE u32 shift_left(u32 x, i32 by) {
-    u32 r;
-    asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(by));
-    return r;
+  u32 r;
+  asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(by));
+  return r;
 }
 
-// Four numbers, saturated, as the bytes of a word.
+// Saturates four integers to int8 and packs them into the bytes of a word.
 DEVICE u32 pack_bytes(i32 a, i32 b, i32 c, i32 d) {
-    u32 w;
-    asm("{.reg .b32 t; cvt.pack.sat.s8.s32.b32 t, %4, %3, 0; cvt.pack.sat.s8.s32.b32 %0, %2, %1, t;}"
-        : "=r"(w) : "r"(a), "r"(b), "r"(c), "r"(d));
-    return w;
+  u32 w;
+  asm("{.reg .b32 t; cvt.pack.sat.s8.s32.b32 t, %4, %3, 0; cvt.pack.sat.s8.s32.b32 %0, %2, %1, t;}"
+      : "=r"(w)
+      : "r"(a), "r"(b), "r"(c), "r"(d));
+  return w;
 }
 
-// The same of numbers from 0 to 255.
+// Saturates four integers to uint8 and packs them into the bytes of a word.
 DEVICE u32 pack_unsigned_bytes(u32 a, u32 b, u32 c, u32 d) {
-    u32 w;
-    asm("{.reg .b32 t; cvt.pack.sat.u8.s32.b32 t, %4, %3, 0; cvt.pack.sat.u8.s32.b32 %0, %2, %1, t;}"
-        : "=r"(w) : "r"(a), "r"(b), "r"(c), "r"(d));
-    return w;
+  u32 w;
+  asm("{.reg .b32 t; cvt.pack.sat.u8.s32.b32 t, %4, %3, 0; cvt.pack.sat.u8.s32.b32 %0, %2, %1, t;}"
+      : "=r"(w)
+      : "r"(a), "r"(b), "r"(c), "r"(d));
+  return w;
 }
 
-// 4 x 4 bytes: word i of `r` holds byte i of a, b, c, d.
+// Transposes 4 x 4 bytes: word i of `r` holds byte i of a, b, c and d.
 DEVICE void transpose_bytes(u32 a, u32 b, u32 c, u32 d, u32 (&r)[4]) {
-    u32 ab = permute(a, b, 0x5140), cd = permute(c, d, 0x5140);
-    r[0] = permute(ab, cd, 0x5410);
-    r[1] = permute(ab, cd, 0x7632);
-    ab = permute(a, b, 0x7362), cd = permute(c, d, 0x7362);
-    r[2] = permute(ab, cd, 0x5410);
-    r[3] = permute(ab, cd, 0x7632);
+  u32 ab = permute(a, b, 0x5140), cd = permute(c, d, 0x5140);
+  r[0] = permute(ab, cd, 0x5410);
+  r[1] = permute(ab, cd, 0x7632);
+  ab = permute(a, b, 0x7362), cd = permute(c, d, 0x7362);
+  r[2] = permute(ab, cd, 0x5410);
+  r[3] = permute(ab, cd, 0x7632);
 }
 
 DEVICE void store_shared(u32 to, u32 word) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory"); }
 
 DEVICE u32 load_shared(u32 from) {
-    u32 word;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
-    return word;
+  u32 word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+  return word;
 }
 
 DEVICE void load_shared(u32 from, u32 (&w)[2]) {
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(from) : "memory");
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(from) : "memory");
 }
 DEVICE void load_shared(u32 from, u32 (&w)[4]) {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(from) : "memory");
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(from)
+               : "memory");
 }
 
 DEVICE void store_shared(u32 to, const u32 (&w)[2]) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(w[0]), "r"(w[1]) : "memory");
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(w[0]), "r"(w[1]) : "memory");
 }
 DEVICE void store_shared(u32 to, const u32 (&w)[4]) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
-                 : "memory");
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+               : "memory");
 }
 
-template <typename T> DEVICE T quad_max(T x) {
-    T y = __shfl_xor_sync(~0u, x, 1);
-    x = x > y ? x : y;
-    y = __shfl_xor_sync(~0u, x, 2);
-    return x > y ? x : y;
+template <typename T>
+DEVICE T quad_max(T x) {
+  T y = __shfl_xor_sync(~0u, x, 1);
+  x = x > y ? x : y;
+  y = __shfl_xor_sync(~0u, x, 2);
+  return x > y ? x : y;
 }
 
 DEVICE u32 quad_sum(u32 x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// One IMAD.WIDE: of the spellings tried, this pair alone is fused into it (C++ widens first, mad.wide adds apart).
+// Returns a * b + c as one IMAD.WIDE. ptxas fuses only this pair of instructions: C++ widens the operands first, and
+// mad.wide is compiled to a product and a separate addition.
 DEVICE i64 multiply_add(i32 a, i32 b, i64 c) {
-    i64 d;
-    asm("{.reg .u32 l, h; mov.b64 {l, h}, %3; mad.lo.cc.s32 l, %1, %2, l; madc.hi.s32 h, %1, %2, h;\n"
-        "mov.b64 %0, {l, h};}"
-        : "=l"(d) : "r"(a), "r"(b), "l"(c));
-    return d;
+  i64 d;
+  asm("{.reg .u32 l, h; mov.b64 {l, h}, %3; mad.lo.cc.s32 l, %1, %2, l; madc.hi.s32 h, %1, %2, h;\n"
+      "mov.b64 %0, {l, h};}"
+      : "=l"(d)
+      : "r"(a), "r"(b), "l"(c));
+  return d;
 }

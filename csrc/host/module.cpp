@@ -1,154 +1,46 @@
-// The Python module intflash._native: reads torch's tensors, allocates the outputs and runs the kernels.
+// The Python module intflash._native.
 #include <nanobind/nanobind.h>
 
-#include <algorithm>
-#include <exception>
-#include <functional>
-#include <optional>
 #include <stdexcept>
 #include <string_view>
-#include <vector>
 
-#include "cpu/dispatch.h"
-#include "cpu/quantize_inputs.h"
-#include "host/tensors.h"
+#include "host/module.h"
+#include "host/run_call.h"
 
-namespace nb = nanobind;
 using namespace intflash;
 
-namespace {
-
-const Kernels& kernels_named(const char* name) {
+const Kernels& intflash::kernels_named(const char* name) {
   for (const Kernels* k : supported_kernels())
     if (!*name || std::string_view(k->name) == name) return *k;
   throw std::invalid_argument("no such instruction set on this machine");
 }
 
+namespace {
+
+void use_torch(nb::handle empty_strided, nb::tuple dtypes, nb::handle int64, bool find) {
+  for (size_t i = 0; i < 5; ++i) out_dtypes[i] = element(dtypes, i).inc_ref().ptr();
+  int64_dtype = int64.inc_ref().ptr();
+  torch_library.load(empty_strided, find);
+}
+
 // Reads how a float tensor is quantized: (float type, per head, qmax, scale), where scale is None, a float or a tensor.
-FloatInput float_input(const TensorView& tensor, nb::handle how) {
-  FloatInput x;
-  x.data = tensor.data;
-  x.batch = tensor.shape[0], x.heads = tensor.shape[1], x.tokens = tensor.shape[2], x.channels = tensor.shape[3];
-  std::copy_n(tensor.stride, 4, x.stride);
+FloatInput read_float_input(const TensorView& tensor, nb::handle how) {
+  FloatInput x = float_input(tensor, FloatType(item(how, 0)), item(how, 1), int(item(how, 2)));
   const nb::handle scale = element(how, 3);
-  const bool is_number = nb::isinstance<nb::float_>(scale);
-  x.type = FloatType(item(how, 0));
-  x.bytes = x.type == FloatType::kFloat32 ? 4 : 2;
-  x.qmax = int(item(how, 2));
-  x.is_static = !scale.is_none();
-  x.per_head = !x.is_static && item(how, 1);
-  x.amax.resize(size_t(x.count()));
-  if (x.is_static && !is_number) {
-    x.scale = read_tensor(scale).as<float>();
-    return x;
+  if (nb::isinstance<nb::float_>(scale)) {
+    set_scale(x, nb::cast<float>(scale));
+  } else if (!scale.is_none()) {
+    set_scale(x, read_tensor(scale).as<float>());
   }
-  x.scales.resize(x.per_head ? size_t(x.count()) : 1);
-  if (is_number) x.scales[0] = nb::cast<float>(scale);
-  x.scale.data = x.scales.data();
-  if (x.per_head) x.scale.stride[0] = x.heads, x.scale.stride[1] = 1;
   return x;
 }
 
-View<int8_t> contiguous_codes(const FloatInput& x) {
-  return {x.codes, {x.heads * x.tokens * x.channels, x.tokens * x.channels, x.channels, 1}};
-}
-
-// The codes of a call on the calling thread. The memory is kept, because fresh pages cost more than the work of small
-// calls.
-struct CodeBuffer {
-  std::vector<int8_t> bytes;
-  void divide(FloatInput (&x)[3]) {
-    size_t total = 0;
-    for (FloatInput& t : x) total += size_t(t.size());
-    if (bytes.size() < total) bytes.resize(total);
-    int8_t* p = bytes.data();
-    for (FloatInput& t : x) t.codes = p, p += t.size();
-  }
-};
-
-// torch.empty_like, which takes half the time of the other, and problem.empty_output. Their references are never
-// released.
-PyObject *empty_like = nullptr, *empty_output = nullptr;
-
-void use_torch(nb::handle like, nb::handle output) {
-  empty_like = like.inc_ref().ptr(), empty_output = output.inc_ref().ptr();
-}
-
-// Allocates a call's output and, where it is integer and the call gives none, its scale; then releases the GIL.
-struct Outputs {
-  Call& call;
-  nb::handle q, dtype;
-  bool like_q;
-  nb::object out_scale;  // the call's own, or None
-  nb::handle v_scale{};  // tensor that a scale to be allocated is like, or null
-  float scale = 0.0f;
-  nb::object out{};
-  std::optional<nb::gil_scoped_release> released{};
-
-  void make() {
-    try {
-      const auto size = [](int64_t n) { return nb::int_(n); };
-      out = like_q ? nb::handle(empty_like)(q)
-                   : nb::handle(empty_output)(
-                         q, nb::make_tuple(size(call.batch), size(call.heads_q), size(call.nq), size(call.value_dim)),
-                         dtype);
-      const TensorView view = read_tensor(out);
-      call.out.batch_step = view.stride[0], call.out.head_step = view.stride[1], call.out.row_step = view.stride[2];
-      call.out.set(view.data);
-      if (v_scale.is_valid()) {
-        out_scale = nb::handle(empty_like)(v_scale);
-        *reinterpret_cast<float*>(read_tensor(out_scale).data) = scale;
-      }
-    } catch (...) {
-      call.out.fail();
-      throw;
-    }
-    released.emplace();
-  }
-  nb::object take() {
-    released.reset();
-    return nb::make_tuple(out, out_scale);
-  }
-};
-
-// The identity of Python's main thread, which alone handles signals.
-unsigned long main_thread = 0;
-
-// Runs Python's signal handlers during a long call; returns what one of them has raised, as KeyboardInterrupt for
-// Ctrl-C.
-std::exception_ptr check_signals() {
-  if (PyThread_get_thread_ident() != main_thread) return nullptr;
-  const nb::gil_scoped_acquire in_register;
-  if (PyErr_CheckSignals() == 0) return nullptr;
-  try {
-    nb::raise_python_error();
-  } catch (...) {
-    return std::current_exception();
-  }
-}
-
-// Marks a call of this thread as running. A signal handler must not begin another one, since the thread's scratch is in
-// use.
-class RunningCall {
- public:
-  RunningCall() {
-    if (is_running)
-      throw std::runtime_error("attention was called by a signal handler that runs during another call of attention");
-    is_running = true;
-  }
-  ~RunningCall() { is_running = false; }
-
- private:
-  static thread_local bool is_running;
-};
-thread_local bool RunningCall::is_running = false;
-
 // Returns (output, its scale where it is integer), or None where `look` asks for NaN and infinity in float q, k and v
 // and there are some.
-nb::object attention(const char* isa, int threads, int method, int out_type, nb::handle out_dtype, bool same_dtype,
-                     double sm_scale, nb::handle q, nb::handle k, nb::handle v, nb::tuple scales, nb::handle out_scale,
-                     nb::handle blocks, nb::handle causal, nb::handle bias, nb::handle keep, nb::handle packed,
-                     nb::handle t_max, nb::handle l_sum, bool look) {
+nb::object attention(const char* isa, int threads, int method, int out_type, double sm_scale, nb::handle q,
+                     nb::handle k, nb::handle v, nb::tuple scales, nb::object out_scale, nb::handle blocks,
+                     nb::handle causal, nb::handle bias, nb::handle keep, nb::handle packed, nb::handle t_max,
+                     nb::handle l_sum, bool look) {
   const RunningCall running;
   const Kernels& kernels = kernels_named(isa);
   const TensorView queries = read_tensor(q), keys = read_tensor(k), values = read_tensor(v);
@@ -179,31 +71,21 @@ nb::object attention(const char* isa, int threads, int method, int out_type, nb:
   call.l_sum = reinterpret_cast<int64_t*>(read_tensor(l_sum).data);
 
   const nb::handle how_q = element(scales, 0), how_k = element(scales, 1), how_v = element(scales, 2);
-  Outputs outputs{call, q, out_dtype, same_dtype && queries.shape[3] == values.shape[3] && queries.is_contiguous(),
-                  nb::borrow(out_scale)};
-  const std::function<void()> make_outputs = [&] { outputs.make(); };
-  if (!PyTuple_Check(how_q.ptr())) {
-    call.q = queries.as<int8_t>(), call.k = keys.as<int8_t>(), call.v = values.as<int8_t>();
-    call.q_scale = read_tensor(how_q).as<float>(), call.k_scale = read_tensor(how_k).as<float>(),
-    call.v_scale = read_tensor(how_v).as<float>();
-    const bool is_integer = call.out_type == OutType::kInt8 || call.out_type == OutType::kInt16;
-    if (is_integer && out_scale.is_none()) {  // s_V * 127 / qmax: |O| <= max|V|
-      outputs.scale = *call.v_scale.data * 127.0f / (call.out_type == OutType::kInt8 ? 127.0f : 32767.0f);
-      outputs.v_scale = how_v;
-      call.out_scale.data = &outputs.scale;
-    }
-    run_attention(kernels, call, threads, make_outputs, check_signals);
-    return outputs.take();
+  CallRun run(kernels, call, threads, 4, queries.tokens_first);
+  if (PyTuple_Check(how_q.ptr())) {
+    Quantization work{
+        kernels,
+        {read_float_input(queries, how_q), read_float_input(keys, how_k), read_float_input(values, how_v)},
+        look};
+    const nb::object out = run.run(work);
+    return out.is_valid() ? nb::object(nb::make_tuple(out, nb::none())) : nb::object(nb::none());
   }
-  static thread_local CodeBuffer buffer;
-  Quantization work{kernels, {float_input(queries, how_q), float_input(keys, how_k), float_input(values, how_v)}, look};
-  buffer.divide(work.input);
-  call.q = contiguous_codes(work.input[0]), call.k = contiguous_codes(work.input[1]),
-  call.v = contiguous_codes(work.input[2]);
-  call.q_scale = work.input[0].scale, call.k_scale = work.input[1].scale, call.v_scale = work.input[2].scale;
-  if (!work.run(threads, make_outputs, check_signals)) return nb::none();
-  run_attention(kernels, call, threads, [] {}, check_signals);
-  return outputs.take();
+  call.q = queries.as<int8_t>(), call.k = keys.as<int8_t>(), call.v = values.as<int8_t>();
+  const TensorView v_scale = read_tensor(how_v);
+  call.q_scale = read_tensor(how_q).as<float>(), call.k_scale = read_tensor(how_k).as<float>(),
+  call.v_scale = v_scale.as<float>();
+  if (is_integer(call.out_type) && out_scale.is_none()) out_scale = set_default_out_scale(call, v_scale);
+  return nb::make_tuple(run.run(), out_scale);
 }
 
 }  // namespace
@@ -218,15 +100,17 @@ NB_MODULE(_native, m) {
       },
       "Names of the kernels this machine can run, best first.");
   m.def(
-      "use_exchange", use_exchange, nb::arg("capsule").none(),
-      "Read tensors by torch.Tensor.__dlpack_c_exchange_api__; with None by their methods, as before the first call.");
-  m.def(
       "set_main_thread", [](unsigned long ident) { main_thread = ident; }, nb::arg("ident"),
       "The thread whose long calls look for signals: threading.main_thread().ident.");
-  m.def("use_torch", use_torch, nb::arg("empty_like"), nb::arg("empty_output"), "How outputs are made.");
+  m.def(
+      "use_torch", use_torch, nb::arg("empty_strided"), nb::arg("out_dtypes"), nb::arg("int64"), nb::arg("find") = true,
+      "Tell of torch: torch.empty_strided, its dtypes in the order of OutType, int64. Without `find` tensors are read "
+      "and made by Python methods.");
   m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"),
-        nb::arg("out_dtype"), nb::arg("same_dtype"), nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
-        nb::arg("scales"), nb::arg("out_scale").none(), nb::arg("blocks").none(), nb::arg("causal").none(),
-        nb::arg("bias").none(), nb::arg("keep").none(), nb::arg("packed").none(), nb::arg("t_max").none(),
-        nb::arg("l_sum").none(), nb::arg("look"), "Attention of one validated problem, see intflash/backends/cpu.py.");
+        nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(),
+        nb::arg("blocks").none(), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(),
+        nb::arg("packed").none(), nb::arg("t_max").none(), nb::arg("l_sum").none(), nb::arg("look"),
+        "Attention of one validated problem, see intflash/backends/cpu.py.");
+  bind_attend(m);
+  bind_programs(m);
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from intflash import call, op
-from intflash.backends import select
+from intflash.backends import cpu, select
 from intflash.call import Output
 from intflash.errors import InputError
 from intflash.quant import QTensor, Recipe
@@ -150,6 +150,16 @@ def attention(
         >>> intflash.attention(q, k, v, out_dtype=torch.int16).data.dtype
         torch.int16
     """
+    if not torch.compiler.is_compiling():
+        found = cpu.attend(
+            q, k, v, attn_mask, is_causal, scale, method, backend, enable_gqa, bias, causal_align, recipe, out_dtype,
+            out_scale, return_lse, cu_seqlens_q, cu_seqlens_k, check_finite,
+        )  # fmt: skip
+        if found is not None:
+            if type(found) is Tensor:
+                return found
+            out, lse = call.finish(method, found)
+            return out if lse is None else (out, lse)
     arguments = {
         "q": q, "k": k, "v": v, "attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "method": method,
         "backend": backend, "enable_gqa": enable_gqa, "bias": bias, "causal_align": causal_align, "recipe": recipe,
@@ -194,6 +204,13 @@ def sdpa(
         raise InputError(f"dropout_p must be 0, IntFlash is for inference; got {dropout_p}")
     if attn_mask is not None and is_causal:
         raise InputError("attn_mask and is_causal exclude each other in sdpa; use intflash.attention for both")
+    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+        found = cpu.attend(
+            query, key, value, attn_mask, is_causal, scale, "intflash", None, enable_gqa, None, "top_left", None, None,
+            None, False, None, None, None,
+        )  # fmt: skip
+        if found is not None:
+            return found
     query, key, value = _broadcast(*_autocast(query, key, value), axes=3 if enable_gqa else 2)
     return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa=enable_gqa)
 

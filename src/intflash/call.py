@@ -6,6 +6,7 @@ and a test compares it with the signature of `intflash.attention`, which is spel
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from inspect import Parameter
@@ -15,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from intflash import masks, repeats, validate
-from intflash.backends import select
+from intflash import masks, validate
+from intflash.backends import cpu, select
 from intflash.backends.base import Backend
 from intflash.errors import InputError
 from intflash.methods import get_method
 from intflash.methods.base import Method
-from intflash.numerics.exp import bias_codes, dequantize_bias
+from intflash.numerics.exp import bias_codes, dequantize_bias, log_sum_exp
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor, Recipe, hadamard_rotate, key_mean, quantize
 from intflash.quant.quantizers import LEAST_FLOAT, check_number
@@ -128,19 +129,22 @@ def compute(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     return out, lse
 
 
+def finish(method: str, found: Any) -> tuple[Output, Tensor | None]:
+    """Output and log-sum-exp of what the native call path returned: the output, or (output, its scale, Tmax, l)."""
+    if isinstance(found, Tensor):
+        return found, None
+    out, scale, t_max, l_sum = found
+    lse = None if t_max is None else log_sum_exp(t_max, l_sum, cpu.P_MAX[method])
+    return (out if scale is None else integer_output(out, scale)), lse
+
+
 def _decide(arguments: dict[str, Any]) -> tuple[Problem, Tensor | None, Backend]:
     """The problem of a call, what to add to its log-sum-exp, and its backend."""
     if arguments["check_finite"] is False:
-        arguments = _with_usable_scales(arguments)
-    key = repeats.signature(arguments)
-    known = None if key is None else repeats.find(key, arguments)
-    if known is not None:
-        return known
+        arguments = with_usable_scales(arguments)
     problem, lse_shift = prepare_call(arguments)
     with on_device(problem):
         backend = select(problem, arguments["backend"])
-    if key is not None and lse_shift is None:
-        repeats.keep(key, arguments, problem, backend)
     return problem, lse_shift, backend
 
 
@@ -157,7 +161,7 @@ def on_device(problem: Problem) -> AbstractContextManager:
     return torch.cuda.device(q.device) if q.is_cuda else _NO_GPU
 
 
-def _with_usable_scales(arguments: dict[str, Any]) -> dict[str, Any]:
+def with_usable_scales(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of an unchecked call, with 1 for each scale in CPU memory that a check would refuse.
 
     docs/numerics.md, "Unchecked calls".
@@ -227,7 +231,7 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
     if read and not quantized and (recipe.rotate or recipe.smooth_k or recipe.bits != 8):  # changed or quantized here
         validate.check_finite(q, k, v)
     if not quantized and (recipe.rotate or recipe.smooth_k):
-        q, k, lse_shift = _rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
+        q, k, lse_shift = rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
         v = v.float()  # a problem's tensors share one dtype
     integer_bias, float_bias = _bias_of(chosen, additive)
     problem = Problem(
@@ -273,7 +277,7 @@ def _masks(
         masks.check_bias(bias, name)
         additive = masks.normalize_mask(bias, batch, hq, nq, nk, name)
     if additive is not None and read:
-        validate.check_bias_values(additive, name, bounded=method.integer_bias)
+        validate.check_bias_values(additive, name, method.bias_fraction_bits)
     return keep, additive
 
 
@@ -281,8 +285,8 @@ def _bias_of(method: Method, additive: Tensor | None) -> tuple[Tensor | None, Te
     """(integer, float) bias, the one that the method computes with."""
     if additive is None:
         return None, None
-    if method.integer_bias:
-        return (additive if additive.dtype == torch.int32 else bias_codes(additive)), None
+    if method.bias_fraction_bits is not None:
+        return bias_codes(additive, method.bias_fraction_bits), None
     return None, (dequantize_bias(additive) if additive.dtype == torch.int32 else additive)
 
 
@@ -301,15 +305,15 @@ def _check_packed(
         raise InputError("packed sequences cannot have 'block' scales: blocks would straddle sequences")
 
 
-def _rotate_and_smooth(
-    q: Tensor, k: Tensor, recipe: Recipe, sm_scale: float | None
+def rotate_and_smooth(
+    q: Tensor, k: Tensor, recipe: Recipe, sm_scale: float | None, mean_of: Callable[[Tensor], Tensor] = key_mean
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """float32 Q and K rotated and K centred as the recipe asks; the lse shift where `sm_scale` is given."""
     if recipe.rotate:
         q, k = hadamard_rotate(q), hadamard_rotate(k)
     if not recipe.smooth_k:
         return q, k, None
-    mean = key_mean(k)
+    mean = mean_of(k)
     shift = None
     if sm_scale is not None:
         per_head = mean.repeat_interleave(q.shape[1] // k.shape[1], dim=1)

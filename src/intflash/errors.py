@@ -9,3 +9,7 @@ class InputError(ValueError):
 
 class BackendError(RuntimeError):
     """The backend asked for, or with None every backend, cannot serve this call; the message says why."""
+
+
+class DistributedError(RuntimeError):
+    """A collective failed: a rank has ended, is stuck, or the network is gone; the message names the rank and what."""

@@ -1,12 +1,16 @@
 """`intflash::attention`, the torch custom op behind `attention` where torch traces, and the refused gradients.
 
-The op takes the arguments of `call.ARGUMENTS` with `QTensor` and `Recipe` laid out flat, and its kernel is `run`: one
-op serves every device, because the backend is chosen inside. Calls that no tracer or transform watches go to `run`
+The op takes the arguments of `call.ARGUMENTS` with `QTensor` and `Recipe` laid out flat, and flags and names in one
+string. Since each argument and each result of an op costs every call time, it has two overloads: `general` has them
+all, the default one those of most calls. On a CPU the kernel is the native call path; `run` serves what that declines,
+and every other device, because the backend is chosen inside. Calls that no tracer or transform watches go to `run`
 directly.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from numbers import Real
 from operator import itemgetter
 from typing import Any
@@ -19,8 +23,10 @@ from torch._C._functorch import peek_interpreter_stack as _peek_transforms
 from torch.autograd import forward_ad
 
 from intflash import call, plans, validate
+from intflash.backends import cpu
 from intflash.call import ARGUMENTS, Output
 from intflash.methods import get_method
+from intflash.numerics.exp import log_sum_exp
 from intflash.problem import empty_output
 from intflash.quant import QTensor, Recipe
 
@@ -28,14 +34,21 @@ REASON = "IntFlash is for inference and has no gradients: call it under torch.no
 FORWARD_REASON = "IntFlash is for inference and has no forward-mode derivatives: give it tensors without tangents"
 
 _NAMES = ("q", "k", "v")
-# QTensors and a recipe, laid out flat; an out_scale that is a word.
-_QUANTIZATION = (
-    "Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, float[] number_scales, SymInt[] block_sizes, SymInt[] bits, "
-    "bool quantized, bool smooth_k, bool rotate, str granularities, str rule, bool dynamic_out"
-)
-_FLAT = tuple(a for a in ARGUMENTS if a.schema != "Recipe?")
-_FLAT_NAMES = tuple(a.name for a in _FLAT) + tuple(x.split()[1] for x in _QUANTIZATION.split(", "))
-_SCHEMA = f"({', '.join(f'{a.schema} {a.name}' for a in _FLAT)}, {_QUANTIZATION}) -> (Tensor, Tensor, Tensor)"
+_IS_WORD = ("bool", "bool?", "str", "str?")
+_WORDS = {a.name: a.default for a in ARGUMENTS if a.schema in _IS_WORD} | dict(
+    quantized=False, smooth_k=False, rotate=False, q_granularity="tensor", k_granularity="tensor",
+    v_granularity="tensor", rule="exact", dynamic_out=False,
+)  # fmt: skip
+_SIMPLE = (("Tensor", "q"), ("Tensor", "k"), ("Tensor", "v"), ("Tensor?", "attn_mask"), ("Tensor?", "bias"))
+# The other arguments, and QTensors and a recipe: scales that are tensors; those that are numbers (0: none), block sizes
+# and bits of q, k and v.
+_OTHERS = (
+    *((a.schema, a.name) for a in ARGUMENTS if (a.schema, a.name) not in _SIMPLE and a.schema.startswith("Tensor")),
+    ("Tensor?", "q_scale"), ("Tensor?", "k_scale"), ("Tensor?", "v_scale"), ("float?", "scale"),
+    ("ScalarType?", "out_dtype"), ("float[]", "number_scales"), ("SymInt[]", "sizes"),
+)  # fmt: skip
+_NAMES_OF_TENSORS = tuple(name for _, name in _SIMPLE + _OTHERS)
+FLAT = (*_NAMES_OF_TENSORS, *_WORDS)
 
 _tensors_of = itemgetter(*call.TENSORS)
 _differentiable_of = itemgetter(*(a.name for a in ARGUMENTS if a.differentiable and a.name in call.TENSORS))
@@ -59,7 +72,7 @@ def run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
         return plans.run(call.compute, arguments)
     with torch.no_grad():
         out, lse = plans.run(call.compute, arguments)
-    return _refuse_backward(out, wanting), _refuse_backward(lse, wanting)
+    return refuse_backward(out, wanting), refuse_backward(lse, wanting)
 
 
 def under_autocast(q: object) -> bool:
@@ -103,19 +116,48 @@ class _Refused(torch.autograd.Function):
         raise RuntimeError(REASON)
 
 
-def _refuse_backward(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor | QTensor | None:
+def refuse_backward(out: Tensor | QTensor | None, of: list[Tensor]) -> Tensor | QTensor | None:
     """`out`, whose backward pass raises RuntimeError."""
     return _Refused.apply(out, *of) if isinstance(out, Tensor) else out
 
 
-@torch.library.custom_op("intflash::attention", mutates_args=(), schema=_SCHEMA)
-def _attention(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = run(_gather(q, k, v, *flat))
-    if lse is None:
-        lse = q.new_empty(0, dtype=torch.float32)
+Results = tuple[Tensor, Tensor | None, Tensor | None]  # output, its scale where it is integer, log-sum-exp
+
+
+@functools.lru_cache(1024)
+def _words(options: str) -> tuple[Any, ...]:
+    """The values of `_WORDS`, from a string that names some: the others are the defaults."""
+    constants = {"True": True, "False": False}
+    given = dict(word.split("=") for word in options.split())
+    return tuple({**_WORDS, **{name: constants.get(x, x) for name, x in given.items()}}.values())
+
+
+@functools.lru_cache(1024)
+def _simple_rest(options: str) -> tuple[Any, ...]:
+    """The values of `FLAT` that the simple overload does not have as arguments: no others are given, and floats are
+    quantized as the method says."""
+    recipe = get_method(_words(options)[FLAT.index("method") - len(_NAMES_OF_TENSORS)]).recipe
+    quantization = f" q_granularity={recipe.q} k_granularity={recipe.k} v_granularity={recipe.v} rule={recipe.rule}"
+    sizes = [recipe.block_size] * 3 + [recipe.bits] * 3
+    return *(None,) * (len(_OTHERS) - 2), [0.0] * 3, sizes, *_words(options + quantization)
+
+
+def _compute(*flat: Any) -> Results:
+    out, lse = run(_gather(*flat))
     if isinstance(out, QTensor):
-        return _laid_out(out.data, q), out.scale.clone(), lse
-    return _laid_out(out, q), q.new_empty(0, dtype=torch.float32), lse
+        return _laid_out(out.data, flat[0]), out.scale.clone(), lse
+    return _laid_out(out, flat[0]), None, lse
+
+
+_METHOD = FLAT.index("method")
+
+
+def _compute_on_cpu(*flat: Any) -> Results:
+    found = cpu.attend_flat(*flat)
+    if found is None:
+        return _compute(*flat)
+    out, scale, t_max, l_sum = found
+    return out, scale, None if t_max is None else log_sum_exp(t_max, l_sum, cpu.P_MAX[flat[_METHOD]])
 
 
 def _laid_out(out: Tensor, q: Tensor) -> Tensor:
@@ -127,17 +169,16 @@ def _laid_out(out: Tensor, q: Tensor) -> Tensor:
     return want.copy_(out)
 
 
-@_attention.register_fake
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    arguments = _gather(q, k, v, *flat)
+def _compute_fake(*flat: Any) -> Results:
+    arguments, q, v = _gather(*flat), flat[0], flat[2]
     dynamic = call.is_dynamic(arguments["out_scale"])
     if dynamic:
         arguments["out_scale"] = None
     problem, _ = call.prepare_call(arguments, values=False)
     lead = q.shape[:-1]
-    lse = q.new_empty(lead if arguments["return_lse"] else 0, dtype=torch.float32)
+    lse = q.new_empty(lead, dtype=torch.float32) if arguments["return_lse"] else None
     if problem.out_dtype.is_floating_point:
-        return empty_output(q, (*lead, v.shape[-1]), problem.out_dtype), q.new_empty(0, dtype=torch.float32), lse
+        return empty_output(q, (*lead, v.shape[-1]), problem.out_dtype), None, lse
     codes = empty_output(q, (*problem.q.shape[:-1], v.shape[-1]), problem.out_dtype)
     if dynamic:
         return codes, q.new_empty((1, 1, 1, 1), dtype=torch.float32), lse
@@ -162,15 +203,71 @@ def _no_gradient_fake(gradient: Tensor, of: Tensor) -> Tensor:
     return torch.empty_like(of)
 
 
-def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
-    return tuple(None if x is None else _no_gradient(gradient, x) for x in ctx.saved_tensors)
+class _Differentiable(torch.autograd.Function):
+    """An op below autograd, with a backward pass that is refused where it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, keys: Any, *flat: Any) -> Any:
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) and x.requires_grad else None for x in flat))
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keys, *flat)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
+        return None, None, *(None if x is None else _no_gradient(gradient, x) for x in ctx.saved_tensors)
 
 
-def _save_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) and x.requires_grad else None for x in inputs))
+_library = torch.library.Library("intflash", "DEF")
+_PLAIN_CPU = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+).raw_repr()
 
 
-_attention.register_autograd(_backward, setup_context=_save_inputs)
+def _define(schema: str, kernel_of: Callable[[Callable[..., Results]], Callable[..., Any]]) -> Any:
+    """An overload of the op; `kernel_of` makes a kernel from what computes the results from the values of `FLAT`."""
+    name = schema[: schema.index("(")]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    op = functools.reduce(getattr, f"intflash.{name}".split("."), torch.ops)
+    op = op.default if "." not in name else op
+    on_cpu = kernel_of(_compute_on_cpu)
+
+    def autograd(keys: Any, *flat: Any) -> Any:
+        below = keys & torch._C._after_autograd_keyset
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat):
+            return _Differentiable.apply(op, below, *flat)
+        if below.raw_repr() == _PLAIN_CPU:  # nothing else wants to see the call: redispatching takes 2 us
+            return on_cpu(*flat)
+        return op.redispatch(below, *flat)
+
+    _library.impl(name, kernel_of(_compute), "CompositeExplicitAutograd")
+    _library.impl(name, on_cpu, "CPU")
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(f"intflash::{name}", kernel_of(_compute_fake), lib=_library)
+    return op
+
+
+def _simple_kernel(compute: Callable[..., Results]) -> Callable[..., Tensor]:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, bias: Tensor | None, options: str) -> Tensor:
+        return compute(q, k, v, attn_mask, bias, *_simple_rest(options))[0]
+
+    return kernel
+
+
+def _general_kernel(compute: Callable[..., Results]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def kernel(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *values, options = flat
+        found = compute(*values, *_words(options))
+        return tuple(flat[0].new_empty(0, dtype=torch.float32) if x is None else x for x in found)
+
+    return kernel
+
+
+def _schema(arguments: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(" ".join(x) for x in (*arguments, ("str", "options")))
+
+
+_simple = _define(f"attention({_schema(_SIMPLE)}) -> Tensor", _simple_kernel)
+_general = _define(f"attention.general({_schema(_SIMPLE + _OTHERS)}) -> (Tensor, Tensor, Tensor)", _general_kernel)
 
 
 _PLAIN = Tensor.__torch_dispatch__
@@ -218,49 +315,53 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
         gradients_wanted(arguments)  # refuses tangents, for which torch would give zeros
     if not torch.compiler.is_compiling() and _under_grad() and gradients_wanted(arguments):
         raise RuntimeError(REASON)  # torch's transform would end in an error about autograd.Function
-    q, k, v, recipe, out_scale = (arguments[name] for name in ("q", "k", "v", "recipe", "out_scale"))
     validate.check_dispatched(arguments)
-    quantized = isinstance(q, QTensor)
-    tensors = (q, k, v)
-    if quantized:
-        scales, numbers = [x.scale for x in tensors], [0.0] * 3
-        granularities, blocks = [x.granularity for x in tensors], [x.block_size or 0 for x in tensors]
-        bits = [x.bits for x in tensors]
-        tensors = tuple(x.data for x in tensors)
+    dynamic = call.is_dynamic(arguments["out_scale"])
+    q, recipe = arguments["q"], arguments["recipe"]
+    # Compiled code guards each global that is read from here on, at every call: most calls read few.
+    words = [f"{name}={x}" for name, x in arguments.items() if isinstance(x, (bool, str)) and name != "out_scale"]
+    if recipe is None and not isinstance(q, QTensor) and not arguments["return_lse"]:
+        others = ("scale", "out_dtype", "out_scale", "cu_seqlens_q", "cu_seqlens_k")
+        if all([arguments[name] is None for name in others]):
+            k, v, attn_mask, bias = (arguments[name] for name in ("k", "v", "attn_mask", "bias"))
+            return _simple(q, k, v, attn_mask, bias, " ".join(words)), None
+    flat = dict(arguments, out_scale=None) if dynamic else dict(arguments)
+    if isinstance(q, QTensor):
+        codes = [arguments[name] for name in _NAMES]
+        scales, kinds, numbers = [x.scale for x in codes], [x.granularity for x in codes], [0.0] * 3
+        sizes = [x.block_size or 0 for x in codes] + [x.bits for x in codes]
+        flat.update(q=codes[0].data, k=codes[1].data, v=codes[2].data)
+        words.append("quantized=True")
     else:
         chosen = recipe if recipe is not None else get_method(arguments["method"]).recipe
-        given = [getattr(chosen, f"{name}_scale") for name in _NAMES]
+        given = [chosen.q_scale, chosen.k_scale, chosen.v_scale]
         scales = [x if isinstance(x, Tensor) else None for x in given]
         numbers = [0.0 if x is None or isinstance(x, Tensor) else float(x) for x in given]
-        granularities, blocks = [getattr(chosen, name) for name in _NAMES], [chosen.block_size] * 3
-        bits = [chosen.bits] * 3
-    dynamic = call.is_dynamic(out_scale)
-    if isinstance(out_scale, Real):
-        out_scale = torch.full((1, 1, 1, 1), float(out_scale), device=tensors[0].device)
-    flat = dict(
-        arguments, q=tensors[0], k=tensors[1], v=tensors[2],
-        out_scale=None if dynamic else out_scale, dynamic_out=dynamic,
-        q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, block_sizes=blocks, bits=bits,
-        quantized=quantized, smooth_k=not quantized and chosen.smooth_k, rotate=not quantized and chosen.rotate,
-        granularities=",".join(granularities), rule="exact" if quantized else chosen.rule,
-    )  # fmt: skip
-    out, scale, lse = _attention(*[flat[name] for name in _FLAT_NAMES])
+        kinds, sizes = [chosen.q, chosen.k, chosen.v], [chosen.block_size] * 3 + [chosen.bits] * 3
+        words += [f"smooth_k={chosen.smooth_k}", f"rotate={chosen.rotate}", f"rule={chosen.rule}"]
+    words += [f"q_granularity={kinds[0]}", f"k_granularity={kinds[1]}", f"v_granularity={kinds[2]}"]
+    words.append(f"dynamic_out={dynamic}")
+    if isinstance(flat["out_scale"], Real):
+        flat["out_scale"] = torch.full((1, 1, 1, 1), float(flat["out_scale"]), device=q.device)
+    flat.update(q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, sizes=sizes)
+    out, scale, lse = _general(*[flat[name] for name in _NAMES_OF_TENSORS], " ".join(words))
     if not out.dtype.is_floating_point:
         out = call.integer_output(out, scale)
     return out, lse if arguments["return_lse"] else None
 
 
 def _gather(*values: Any) -> dict[str, Any]:
-    """The arguments of `attention` from those of the op."""
-    flat = dict(zip(_FLAT_NAMES, values, strict=True))
-    kinds = flat.pop("granularities").split(",")
-    blocks, bits, numbers = (flat.pop(name) for name in ("block_sizes", "bits", "number_scales"))
+    """The arguments of `attention` from the values of `FLAT`."""
+    flat = dict(zip(FLAT, values, strict=True))
+    kinds = [flat.pop(f"{name}_granularity") for name in _NAMES]
+    sizes, numbers = flat.pop("sizes"), flat.pop("number_scales")
+    blocks, bits = sizes[:3], sizes[3:]
     scales = [flat.pop(f"{name}_scale") for name in _NAMES]
     smooth_k, rotate, rule = flat.pop("smooth_k"), flat.pop("rotate"), flat.pop("rule")
     flat["recipe"] = None
     if flat.pop("quantized"):
         for i, name in enumerate(_NAMES):
-            flat[name] = QTensor(flat[name], scales[i], kinds[i], blocks[i] or None, bits[i])
+            flat[name] = QTensor(flat[name], scales[i], kinds[i], blocks[i] if kinds[i] == "block" else None, bits[i])
     else:
         given = {
             f"{name}_scale": scales[i] if scales[i] is not None else numbers[i] or None for i, name in enumerate(_NAMES)

@@ -12,7 +12,7 @@ from torch import Tensor
 from intflash.dense import check_dense
 from intflash.errors import InputError
 from intflash.methods.base import Method
-from intflash.numerics.exp import BIAS_BOUND, BIAS_LIMIT
+from intflash.numerics.exp import BIAS_LIMIT, bias_bound
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import FLOAT_DTYPES, LEAST_FLOAT, LEAST_SCALE, check_number
 
@@ -47,6 +47,8 @@ def check_dispatched(a: dict[str, Any]) -> None:
     for name in ("method", "backend", "causal_align"):
         if not isinstance(a[name], (str, type(None))):
             raise InputError(f"{name} must be a name, got {type(a[name]).__name__}")
+        if a[name] is not None and not a[name].isidentifier():  # they travel to the op in one string
+            raise InputError(f"{name} must be a name of letters, digits and _, got {a[name]!r}")
     check_dtype(a["out_dtype"])
 
 
@@ -190,26 +192,27 @@ def _in_range(scale: Tensor, least: float) -> bool:
     return least <= low and high < math.inf  # with a NaN both are
 
 
-def check_bias_values(bias: Tensor, name: str, *, bounded: bool) -> None:
-    """No NaN and no +inf in an additive mask (-inf makes a key absent), and where it is `bounded`, as an integer bias
-    is, nothing that would saturate. Reads values: on a GPU it waits for the device."""
+def check_bias_values(bias: Tensor, name: str, fraction_bits: int | None) -> None:
+    """No NaN and no +inf in an additive mask (-inf makes a key absent), and nothing that would saturate in a method's
+    integer bias of so many fraction bits (None: it takes floats). Reads values: on a GPU it waits for the device."""
     if not bias.is_floating_point():
         if bool((bias.abs() == BIAS_LIMIT).any()):  # of ABSENT, -2^31, it is itself
-            raise InputError(f"{name} holds saturated codes: quantize_bias takes magnitudes to {BIAS_BOUND:.2f}")
+            raise InputError(f"{name} holds saturated codes: quantize_bias takes magnitudes to {bias_bound():.2f}")
         return
     least = torch.finfo(bias.dtype).min / 2
     high = bias.amax().item()  # with a NaN it is
     if not high < math.inf:
         raise InputError(f"{name} must not hold NaN or +inf")
-    if not bounded:
+    if fraction_bits is None:
         return
+    bound, octaves = bias_bound(fraction_bits), 1 << (31 - fraction_bits)
     low = bias.amin().item()
     if low <= least:
         low = bias.masked_fill(bias <= least, 0).amin().item()
-    if high > BIAS_BOUND or low < -BIAS_BOUND:
+    if high > bound or low < -bound:
         raise InputError(
-            f"{name} must lie within +-{BIAS_BOUND:.2f} (2048 octaves), past which it would saturate, got values from "
-            f"{low:.6g} to {high:.6g}; -inf, or finfo.min, makes a key absent"
+            f"{name} must lie within +-{bound:.2f} ({octaves} octaves), past which it would saturate, "
+            f"got values from {low:.6g} to {high:.6g}; -inf, or finfo.min, makes a key absent"
         )
 
 

@@ -1,4 +1,4 @@
-"""Random problems at the level a backend sees them, with adversarial codes, scales and masks."""
+"""Random problems as a backend receives them, with adversarial codes, scales and masks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def codes(kind: str, shape: tuple[int, ...], g: torch.Generator) -> Tensor:
 
 
 def qtensor(kind: str, granularity: str, scale: float, shape: tuple[int, ...], g: torch.Generator) -> QTensor:
-    """Codes in [B, N, H, D] memory, as a projection leaves them, with scales around `scale`."""
+    """Returns codes in [B, N, H, D] memory, as a projection writes them, with scales around `scale`."""
     b, h, n, d = shape
     block = 32 if granularity == "block" else None
     tail = {"tensor": (1, 1), "head": (1, 1), "token": (n, 1), "block": (-(-n // 32), 1), "channel": (1, d)}

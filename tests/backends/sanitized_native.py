@@ -17,3 +17,5 @@ spec.loader.exec_module(module)
 from intflash.backends import cpu  # noqa: E402
 
 cpu._native = module
+cpu.use_native(module)
+cpu.attend, cpu.attend_flat = module.attend, module.attend_flat

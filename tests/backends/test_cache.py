@@ -1,4 +1,4 @@
-"""Where compiled things are kept."""
+"""The folder of compiled files."""
 
 from intflash.backends.cache import cache_folder
 
@@ -7,7 +7,7 @@ def no_home():
     raise RuntimeError("Could not determine home directory.")
 
 
-def test_the_folder_is_of_the_environment_or_the_home(monkeypatch, tmp_path):
+def test_the_cache_folder_comes_from_the_environment_or_the_home(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert cache_folder("a", "b") == tmp_path / "cache" / "intflash" / "a" / "b"
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -15,7 +15,7 @@ def test_the_folder_is_of_the_environment_or_the_home(monkeypatch, tmp_path):
     assert cache_folder("a") == tmp_path / ".cache" / "intflash" / "a"
 
 
-def test_a_user_without_a_home_has_a_private_folder(monkeypatch):
+def test_a_user_without_a_home_gets_a_private_folder(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("pathlib.Path.home", no_home)
     folder = cache_folder("a")

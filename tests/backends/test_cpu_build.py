@@ -45,6 +45,7 @@ def units():
     definitions = [f"-DINTFLASH_{name.upper()}" for name in sets]
     units = {
         "cpu/dispatch": definitions,
+        "cpu/program": [],
         "cpu/quantize_inputs": [],
         "cpu/thread_pool": [],
         "cpu/print_instruction_sets": [],

@@ -34,20 +34,20 @@ def test_native_quantization_has_the_library_s_codes(isa, dtype, kind):
 
 
 @pytest.fixture
-def without_exchange():
-    cpu._native.use_exchange(None)
+def without_functions():
+    cpu.use_native(cpu._native, find_torch=False)
     yield
-    cpu._native.use_exchange(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+    cpu.use_native(cpu._native)
 
 
 @pytest.mark.parametrize("case", CASES[::6], ids=name_of)
-def test_tensors_read_by_their_methods(case, without_exchange):
-    """As with a torch that has no DLPack exchange."""
+def test_tensors_read_by_their_methods(case, without_functions):
+    """As with a torch whose C functions are not found."""
     problem = problem_of(case)
     assert_same_bits(cpu.run(problem), reference.BACKEND.run(problem))
 
 
-def test_scales_read_by_their_methods(without_exchange):
+def test_scales_read_by_their_methods(without_functions):
     x, heads = torch.randn(2, 3, 77, 40), torch.tensor([0.01, 0.5, 0.2])
     recipe = Recipe(
         "head", "tensor", "head", q_scale=heads, k_scale=torch.tensor([[0.02]]), v_scale=heads[None, :, None, None]
@@ -59,14 +59,6 @@ def test_scales_read_by_their_methods(without_exchange):
     empty.data.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="no memory of its own"):
         intflash.attention(empty, empty, empty, backend="cpu")
-
-
-@pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no DLPack exchange")
-def test_another_exchange_is_refused():
-    with pytest.raises(ValueError, match="incorrect name"):
-        cpu._native.use_exchange(torch.utils.dlpack.to_dlpack(torch.ones(1)))
-    x = torch.randn(1, 2, 20, 16)
-    assert torch.equal(intflash.attention(x, x, x, backend="cpu"), intflash.attention(x, x, x, backend="reference"))
 
 
 def test_parameters():

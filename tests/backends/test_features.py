@@ -1,4 +1,4 @@
-"""A backend serves the features that it names, and refuses every other: also those that do not exist yet."""
+"""A backend serves the features that it names and refuses every other, including features that do not exist yet."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def test_new_values_of_known_fields_are_refused_by_every_backend(backend):
 
 
 def _like(x, **changes):
-    """A frozen value with fields that its checks refuse today."""
+    """A frozen value with fields that today's checks refuse."""
     copy = object.__new__(type(x))
     copy.__dict__.update(x.__dict__ | changes)
     return copy
 
 
-def test_the_choice_names_what_is_missing():
+def test_the_error_names_the_missing_features():
     problem = newer(prepare(X, X, X)[0], window=3)
     with pytest.raises(
         BackendError, match="backend 'torch' cannot serve method 'intflash': it has no NewerProblem.window"
@@ -93,7 +93,7 @@ def test_the_choice_names_what_is_missing():
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
-def test_every_list_names_features_that_there_are(backend):
+def test_every_served_feature_exists(backend):
     for method, served in backend.serves.items():
         assert served <= features.EVERY, f"{backend.name} {method} names {sorted(served - features.EVERY)}"
     assert backend.serves.keys() <= METHODS.keys()
@@ -106,7 +106,7 @@ def test_the_reference_and_torch_serve_every_feature_of_every_method():
 
 
 def test_every_field_is_known():
-    """A new one has to be named in `features`, or refused with every value but its default."""
+    """A new field must be named in `features`, or be refused with every value but its default."""
     assert features._PROBLEM == {f.name for f in fields(Problem)}
     assert features._RECIPE == {f.name for f in fields(Recipe)}
     assert features._QTENSOR == {f.name for f in fields(QTensor)}
@@ -114,7 +114,7 @@ def test_every_field_is_known():
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
 def test_granularities_of_a_method_are_served_by_the_backends_that_have_it(backend):
-    """Vortex has kernels for fewer; CUDA's are for one scale of a tensor's or a head's K and V."""
+    """Vortex has kernels for fewer granularities. CUDA's need one scale of K and V per tensor or head."""
     for method, served in backend.serves.items():
         missing = {
             f"{name} per {kind}"

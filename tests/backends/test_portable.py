@@ -1,4 +1,4 @@
-"""The portable backend against the golden reference: bits for integer methods, a tolerance for float ones."""
+"""The portable backend against the reference: the same bits for integer methods, a tolerance for float ones."""
 
 import ast
 import dataclasses
@@ -24,23 +24,14 @@ from intflash.quant import QTensor
 from oracle import sqnr
 
 TORCH = portable.BACKEND
-FAMILY = [m.name for m in METHODS.values() if m.integer_bias]
-PUBLISHED = [m.name for m in METHODS.values() if m.integer_only and not m.integer_bias]
+INTFLASH = [m.name for m in METHODS.values() if m.integer_bias]
+OTHER_INTEGER = [m.name for m in METHODS.values() if m.integer_only and not m.integer_bias]
 FLOAT = [m.name for m in METHODS.values() if not m.integer_only]
 MANY = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small operations, beside other test processes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run(backend, problem):
-    """The result, or the class of the error."""
+    """Returns the result, or the class of the error."""
     try:
         return backend.run(problem)
     except InputError:
@@ -48,7 +39,7 @@ def run(backend, problem):
 
 
 def assert_same(problem):
-    """The same result, or both refuse."""
+    """The results are equal, or both backends refuse."""
     expected, got = run(REFERENCE, problem), run(TORCH, problem)
     if InputError in (expected, got):
         assert got is expected
@@ -69,23 +60,23 @@ def test_serves_every_method():
     assert "no kernel of method 'another'; it has the methods intflash" in reason
 
 
-@pytest.mark.parametrize("method", FAMILY)
+@pytest.mark.parametrize("method", INTFLASH)
 @MANY
 @given(data=st.data())
-def test_own_methods_bit_for_bit(method, data):
+def test_intflash_methods_bit_for_bit(method, data):
     assert_same(data.draw(problems(method)))
 
 
-@pytest.mark.parametrize("method", PUBLISHED)
+@pytest.mark.parametrize("method", OTHER_INTEGER)
 @settings(MANY, max_examples=25)
 @given(data=st.data())
-def test_published_methods_bit_for_bit(method, data):
+def test_other_integer_methods_bit_for_bit(method, data):
     assert_same(data.draw(problems(method)))
 
 
-@pytest.mark.parametrize("method", FAMILY)
+@pytest.mark.parametrize("method", INTFLASH)
 @pytest.mark.parametrize("shape", [(1, 2, 1024, 64), (1, 1, 1500, 17)], ids=str)
-def test_several_steps_of_keys(method, shape):
+def test_several_key_steps(method, shape):
     g = torch.Generator().manual_seed(3)
     x = [QTensor(torch.randint(-127, 128, shape, generator=g, dtype=torch.int8), 0.02) for _ in range(3)]
     for options in (dict(out_dtype=torch.int16), dict(causal=5), dict(bias=bias_row(shape[2], g))):
@@ -98,9 +89,9 @@ def bias_row(n, g):
     return bias
 
 
-@pytest.mark.parametrize("method", FAMILY)
+@pytest.mark.parametrize("method", INTFLASH)
 def test_every_depth(method):
-    """Two keys whose distance is each step of p, one unit of the bias below, at and above where it rounds."""
+    """Two keys whose distance is each step of p, with a bias one unit below, at and above the rounding point."""
     unit, steps = (TABLE_STEPS, 1030) if method == "intflash_online" else (OCTAVES, 3700)
     step = torch.arange(steps)[:, None] << 24
     half = -(-(step + (1 << 23)) // unit.bias_step)
@@ -112,11 +103,11 @@ def test_every_depth(method):
     assert_same(Problem(method, q, k, v, 1.0, bias=bias, return_lse=True))
 
 
-@pytest.mark.parametrize("method", FAMILY)
+@pytest.mark.parametrize("method", INTFLASH)
 @pytest.mark.parametrize("sm_scale", [2.0**-40, 2.0**-22, 0.3465, 0.3467, 44.0, 1e30])
 @pytest.mark.parametrize("biased", [False, True])
 def test_largest_products(method, sm_scale, biased):
-    """|S| up to 256 * 127^2 times C up to 2^31, with the largest biases: the edge of what float64 holds."""
+    """|S| up to 256 * 127^2 times C up to 2^31, with the largest biases: the limit of float64."""
     g = torch.Generator().manual_seed(4)
     q, k = (
         torch.full((1, 1, n, 256), 127, dtype=torch.int8) - (torch.rand(1, 1, n, 256, generator=g) < 0.01).char()
@@ -135,7 +126,9 @@ def test_largest_products(method, sm_scale, biased):
 @pytest.mark.parametrize("options", [{}, {"causal": 3}, {"keep": True}, {"bias_float": True}], ids=str)
 @pytest.mark.parametrize("keys", [512, 40])
 def test_float_methods_within_rounding(method, options, keys):
-    """Sums over keys in another order: float32 rounding, and a unit of P's format where that tips a rounding."""
+    """Sums over keys in another order differ by float32 rounding, and by a unit of P's format where that changes a
+    rounding.
+    """
     g = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, h, n, 64, generator=g) for h, n in ((4, 60), (2, 130), (2, 130)))
     if "keep" in options:
@@ -155,10 +148,10 @@ def test_float_methods_within_rounding(method, options, keys):
     assert torch.equal(a.out_scale, b.out_scale) and (a.out.int() - b.out.int()).abs().max() <= 40
 
 
-def test_from_floats_too():
+def test_float_inputs():
     g = torch.Generator().manual_seed(6)
     q, k, v = (torch.randn(2, 3, 49, 32, generator=g) for _ in range(3))
-    for method in FAMILY + PUBLISHED:
+    for method in INTFLASH + OTHER_INTEGER:
         assert_same(Problem(method, q, k, v, 0.2, METHODS[method].recipe))
 
 
@@ -168,7 +161,7 @@ def test_through_the_api():
     assert torch.equal(a, b)
 
 
-def test_products_are_of_a_float_that_holds_them():
+def test_float_types_hold_products_exactly():
     assert exact_dtype((1 << 24) - 1) == torch.float32 and exact_dtype(1 << 24) == torch.float64
     torch.set_float32_matmul_precision("medium")  # TF32 or bfloat16 for float32
     try:
@@ -178,7 +171,7 @@ def test_products_are_of_a_float_that_holds_them():
 
 
 def on_cuda(x):
-    """A tensor, QTensor or Problem on the GPU."""
+    """Moves a tensor, QTensor or Problem to the GPU."""
     if isinstance(x, QTensor):
         return replace(x, data=x.data.cuda(), scale=x.scale.cuda())
     if isinstance(x, Problem):
@@ -189,7 +182,7 @@ def on_cuda(x):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("method", FAMILY + PUBLISHED)
+@pytest.mark.parametrize("method", INTFLASH + OTHER_INTEGER)
 @settings(MANY, max_examples=25)
 @given(data=st.data())
 def test_cuda_equals_the_reference_on_the_cpu(method, data):
@@ -201,8 +194,8 @@ def test_cuda_equals_the_reference_on_the_cpu(method, data):
     assert torch.equal(got.out.cpu(), expected.out)
 
 
-def test_shares_constants_only():
-    """Its steps are written apart from the methods': one misreading cannot pass both."""
+def test_is_independent_of_the_reference():
+    """The two are written independently, so that one misreading cannot pass in both."""
     for path in pathlib.Path(portable.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module.startswith("intflash"):

@@ -1,4 +1,4 @@
-"""The portable backend's pieces: no choice of them changes a bit, and none of them is larger than it should be."""
+"""The portable backend's tiles and steps: no choice of them changes a bit, and none is larger than allowed."""
 
 from __future__ import annotations
 
@@ -27,15 +27,6 @@ INVARIANT = ("intflash", "intflash_p8")
 INTEGER = [m.name for m in METHODS.values() if m.integer_only]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small operations, beside other test processes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def data(kind, g):
     q, k, v = (
         torch.randint(-127, 128, (2, h, n, 17), generator=g, dtype=torch.int8) for h, n in ((4, 21), (2, NK), (2, NK))
@@ -55,7 +46,7 @@ def data(kind, g):
 
 @st.composite
 def splits(draw):
-    """The keys cut anywhere, in any order."""
+    """Splits the keys at any position, in any order."""
     cuts = sorted({0, NK, *draw(st.lists(st.integers(1, NK - 1), max_size=6))})
     return tuple(draw(st.permutations(list(zip(cuts, cuts[1:], strict=False)))))
 
@@ -65,7 +56,7 @@ def splits(draw):
 @pytest.mark.parametrize("biased", [False, True])
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(steps=splits(), elements=st.sampled_from((1, 100, 5000, 1 << 20)), causal=st.sampled_from((None, 0, 120)))
-def test_sizes_orders_and_splits_change_nothing(method, kind, biased, steps, elements, causal):
+def test_key_steps_change_no_bit(method, kind, biased, steps, elements, causal):
     g = torch.Generator().manual_seed(1)
     (q, k, v), keep = data(kind, g)
     bias = torch.randint(-(1 << 22), 1 << 22, (1, 4, 21, NK), generator=g, dtype=torch.int32) if biased else None
@@ -77,7 +68,7 @@ def test_sizes_orders_and_splits_change_nothing(method, kind, biased, steps, ele
 
 @pytest.mark.parametrize("method", INTEGER)
 @pytest.mark.parametrize("elements", [1, 700, 20_000])
-def test_tiles_of_rows_heads_and_batches_change_nothing(method, elements):
+def test_tiles_change_no_bit(method, elements):
     g = torch.Generator().manual_seed(2)
     (q, k, v), keep = data("random", g)
     problem = Problem(method, q, k, v, 0.25, keep=keep, causal=2, out_dtype=torch.int8)
@@ -87,8 +78,8 @@ def test_tiles_of_rows_heads_and_batches_change_nothing(method, elements):
 
 
 @pytest.mark.parametrize("keys", [512, 2048])
-def test_longest_step_of_largest_values(keys):
-    """255 * 127 * 512 is float32's last exact sum; longer steps take float64."""
+def test_longest_step_with_largest_values(keys):
+    """255 * 127 * 512 is float32's last exact sum. Longer steps use float64."""
     q, k = (QTensor(torch.zeros(1, 1, n, 4, dtype=torch.int8), 1.0) for n in (2, 2048))
     v = QTensor(torch.full((1, 1, 2048, 3), 127, dtype=torch.int8), 1.0)
     v.data[..., 1::2, 1] = 126
@@ -98,7 +89,7 @@ def test_longest_step_of_largest_values(keys):
 
 
 class PeakMemory(TorchDispatchMode):
-    """Bytes of the tensors that operations make, at their peak."""
+    """Measures the bytes of the tensors that operations make, at their peak."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +120,9 @@ def peak(problem, tiling=SMALL):
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_masks_are_never_expanded(method):
-    """A mask of one row per key, one of a window's keys: both cost a tile's share, not batch x heads."""
+    """A mask with one row per key, and one of a window's keys: both use memory for a tile only, not for batch x
+    heads.
+    """
     b, h, n = 4, 8, 128
     codes = torch.ones(b, h, n, 8, dtype=torch.int8)
     x = [QTensor(codes, 0.1) for _ in range(3)]

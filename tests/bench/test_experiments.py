@@ -10,8 +10,8 @@ from benchmarks.registry import EXPERIMENTS  # raises if a name is there twice
 from intflash.bench.accuracy import TABLE4, Accuracy, Series, which_definition_fits
 from intflash.bench.experiments import (
     Experiment,
+    ExperimentOutcome,
     Figure,
-    Outcome,
     Row,
     Setting,
     best_of_groups,
@@ -28,7 +28,7 @@ def two_rows(setting):
 
 
 @pytest.mark.parametrize("kind", ["bars", "lines"])
-def test_outcome_is_saved_whole(tmp_path, kind):
+def test_outcomes_are_saved_completely(tmp_path, kind):
     experiment = Experiment("toy", "Toy", "nowhere", two_rows, (Figure("SQNR dB", kind, "N"),), lambda rows: ["done"])
     data, table, picture = run_experiment(experiment, Setting(seed=3)).save(tmp_path)
     content = json.loads(data.read_text())
@@ -70,7 +70,7 @@ def test_table4_within_half_a_decibel_where_reproducible():
     assert rows["ceiling"].value - rows["intflash"].value <= 0.2
 
 
-def test_the_fitting_definition_is_named():
+def test_the_closest_definition_is_named():
     rows = [
         Row("m", "1k", "MRE of means %", 2.0, paper=4.0),
         Row("m", "1k", "MRE elementwise %", 4.1, paper=4.0),
@@ -79,10 +79,10 @@ def test_the_fitting_definition_is_named():
 
 
 def test_conclusions_need_rows():
-    assert Outcome(TABLE4, Setting(), []).conclusions() == []
+    assert ExperimentOutcome(TABLE4, Setting(), []).conclusions() == []
 
 
-def test_what_stops_an_experiment_is_in_its_outcome(tmp_path):
+def test_an_error_is_part_of_the_outcome(tmp_path):
     def measure(setting):
         yield Row("a", "N = 1", "us", 1.0)
         raise ZeroDivisionError("by nothing")
@@ -93,7 +93,7 @@ def test_what_stops_an_experiment_is_in_its_outcome(tmp_path):
     assert len(content["rows"]) == 1 and content["conclusions"] == []
 
 
-def test_a_rehearsal_runs_every_call_once_and_times_none():
+def test_a_rehearsal_runs_every_call_once_without_timing():
     ran = []
     seconds = Setting(rehearse=True).time([lambda: ran.append("a"), lambda: ran.append("b")])
     assert ran == ["a", "b"] and all(map(math.isnan, seconds))

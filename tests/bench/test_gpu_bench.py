@@ -1,4 +1,4 @@
-"""What the GPU experiments are made of, as far as it goes without a GPU."""
+"""The parts of the GPU experiments that can be tested without a GPU."""
 
 import json
 import os
@@ -39,7 +39,7 @@ print(json.dumps(found))
 
 
 def test_recorded_launches_compute_the_output_again():
-    """In Triton's interpreter, in a process of its own."""
+    """In Triton's interpreter, in a separate process."""
     folder = pathlib.Path(__file__).parents[1] / "backends" / "triton"
     command = [sys.executable, "-W", "ignore", "-c", KERNELS]
     environment = os.environ | {"PYTHONPATH": str(pathlib.Path(benchmarks.__file__).parents[1])}
@@ -59,7 +59,7 @@ NCU = """import 3.0
 """
 
 
-def test_ncus_lines_are_told_apart_by_the_marker():
+def test_marker_kernels_separate_ncu_lines():
     from benchmarks import tensor_pipe as profile
 
     imma, hmma = profile.METRICS
@@ -72,7 +72,7 @@ def test_ncus_lines_are_told_apart_by_the_marker():
     assert profile.parse("==ERROR== no permission\n") == []
 
 
-def test_without_ncu_the_table_says_so(monkeypatch):
+def test_missing_ncu_is_reported(monkeypatch):
     from benchmarks import tensor_pipe as profile
     from benchmarks.energy import UTILIZATION
     from intflash.bench.experiments import Setting, run_experiment
@@ -82,7 +82,7 @@ def test_without_ncu_the_table_says_so(monkeypatch):
     assert outcome.rows == [] and "ncu (Nsight Compute) is not installed" in outcome.error
 
 
-def test_table2_puts_the_papers_units_beside_ours(monkeypatch):
+def test_table2_shows_the_papers_numbers_beside_ours(monkeypatch):
     from benchmarks import tensor_pipe as profile
     from benchmarks.energy import UTILIZATION
     from intflash.bench.experiments import Setting, run_experiment
@@ -121,7 +121,7 @@ def test_a_peer_is_a_contender_of_the_attention_benchmark(monkeypatch):
     monkeypatch.setitem(sys.modules, "sageattention", fake)
     x = torch.zeros(1, 1, 4, 16)
     monkeypatch.setattr(gpu_attention, "_inputs", lambda shape, seed: (x, x, x))
-    case = gpu_attention.Case("tiny", x.shape, ("intflash",))
+    case = gpu_attention.GpuCase("tiny", x.shape, ("intflash",))
     peer = next(c for c in gpu_attention._contenders(case) if c.method == "sageattention")
     backend, call, read = peer.make()
     assert (backend, peer.variant) == ("peer", "float16") and torch.equal(read(), x + 1) and torch.equal(call(), x + 1)

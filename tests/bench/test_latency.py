@@ -1,20 +1,24 @@
-"""Latency experiments: what is timed, beside what, and what a refusal looks like."""
+"""Latency experiments: what is timed, what it is compared with, and how a refusal is shown."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from benchmarks.latency import CODE_CALL, EXPERIMENTS, FLOAT_CALL, KERNEL, Contender, Latency, speedup
+from benchmarks.latency import CODE_CALL, EXPERIMENTS, FLOAT_CALL, KERNEL, Latency, LatencyContender, speedup
 from intflash import QTensor, Recipe
 from intflash.bench.experiments import Setting
-from intflash.bench.workloads import Case, normal, random_case, uniform
+from intflash.bench.workloads import InputCase, normal, random_case, uniform
 
 FAST = Setting(budget_s=0.01)
 
 
 def test_rows_are_times_and_speedups_over_the_baseline():
-    contenders = [Contender("torch"), Contender("ours", "intflash"), Contender("half", "int_flash_half")]
+    contenders = [
+        LatencyContender("torch"),
+        LatencyContender("ours", "intflash"),
+        LatencyContender("half", "int_flash_half"),
+    ]
     plan = Latency(contenders, [random_case("tiny", 16, normal())], ("torch",), paper={("ours", "tiny", "torch"): 2.0})
     rows = {(row.series, row.metric): row for row in plan(FAST)}
     assert rows["torch", "speedup over torch"].value == 1
@@ -25,8 +29,8 @@ def test_rows_are_times_and_speedups_over_the_baseline():
     assert ("half", CODE_CALL) not in rows  # it keeps V in floating point
 
 
-def test_calls_of_floats_get_floats_and_calls_of_codes_codes():
-    calls = Contender("ours", "intflash").calls(random_case("tiny", 16, normal()), Setting(), False)
+def test_float_calls_get_floats_and_code_calls_get_codes():
+    calls = LatencyContender("ours", "intflash").calls(random_case("tiny", 16, normal()), Setting(), False)
     assert all(isinstance(x, QTensor) for x in calls[CODE_CALL][1].args)
     assert all(isinstance(x, torch.Tensor) for x in calls[FLOAT_CALL][1].args)
 
@@ -34,23 +38,23 @@ def test_calls_of_floats_get_floats_and_calls_of_codes_codes():
 def test_speedups_compare_the_same_kind_of_call(monkeypatch):
     seconds = {("torch", FLOAT_CALL): 8.0, ("torch", KERNEL): 6.0, ("ours", FLOAT_CALL): 4.0, ("ours", KERNEL): 2.0}
     made = dict.fromkeys((FLOAT_CALL, KERNEL), ("a backend", lambda: None))
-    monkeypatch.setattr(Contender, "calls", lambda self, *given: made)
+    monkeypatch.setattr(LatencyContender, "calls", lambda self, *given: made)
     monkeypatch.setattr(Setting, "times", lambda self, calls: seconds)
-    contenders = [Contender("torch"), Contender("ours", "intflash")]
+    contenders = [LatencyContender("torch"), LatencyContender("ours", "intflash")]
     plan = Latency(contenders, [random_case("tiny", 16, normal())], ("torch",))
     rows = {(row.series, row.metric): row.value for row in plan(Setting())}
     assert rows["ours", speedup("torch")] == 2 and rows["ours", speedup("torch", KERNEL)] == 3
 
 
-def test_a_contender_that_cannot_is_a_row_with_a_reason():
+def test_an_unsupported_contender_is_a_row_with_a_reason():
     case = random_case("wide", 16, uniform(-500, 500))
-    rows = list(Latency([Contender("torch"), Contender("qflash", "qflash")], [case], ("torch",))(FAST))
+    rows = list(Latency([LatencyContender("torch"), LatencyContender("qflash", "qflash")], [case], ("torch",))(FAST))
     assert [row.series for row in rows if row.value is None] == ["qflash"]
 
 
 def test_quick_keeps_the_first_cases():
     cases = [random_case(f"n{n}", n, normal()) for n in (4, 8, 16)]
-    rows = list(Latency([Contender("torch")], cases, ("torch",), quick=1)(Setting(quick=True, budget_s=0.01)))
+    rows = list(Latency([LatencyContender("torch")], cases, ("torch",), quick=1)(Setting(quick=True, budget_s=0.01)))
     assert {row.case for row in rows} == {"n4"}
 
 
@@ -65,7 +69,7 @@ def test_every_paper_speedup_has_a_cell():
 
 
 class Here:
-    """Stands for a tensor that stays on the CPU wherever it is sent."""
+    """A tensor that stays on the CPU wherever it is sent."""
 
     def __init__(self, x):
         self.x = x
@@ -75,12 +79,12 @@ class Here:
 
 
 @dataclass(frozen=True)
-class CaseHere(Case):
+class CaseHere(InputCase):
     def inputs(self, seed=0):
         return tuple(map(Here, super().inputs(seed)))
 
 
-def test_launches_alone_stand_beside_whole_calls_on_a_gpu(monkeypatch):
+def test_launches_are_timed_beside_whole_calls_on_a_gpu(monkeypatch):
     kernels = pytest.importorskip("intflash.bench.gpu_launches")
     made = []
 
@@ -90,7 +94,7 @@ def test_launches_alone_stand_beside_whole_calls_on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(kernels, "make_kernel", make_kernel)
     recipe = Recipe(q="token", k="head", v="head")
-    contenders = [Contender("torch"), Contender("ours", "intflash", recipe)]
+    contenders = [LatencyContender("torch"), LatencyContender("ours", "intflash", recipe)]
     papers = {("ours", "tiny", "torch"): 2.0}
     plan = Latency(contenders, [CaseHere("tiny", (1, 1, 16, 8), normal())], ("torch",), paper=papers, kernels=True)
     rows = {(row.series, row.metric): row for row in plan(Setting(device="cuda", rehearse=True))}

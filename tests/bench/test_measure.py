@@ -43,7 +43,7 @@ def test_time_interleaved_orders_calls():
     assert 0 < short < long
 
 
-def test_a_turn_repeats_a_short_call_until_it_lasts():
+def test_a_turn_repeats_a_short_call():
     made = []
     time_interleaved([lambda: made.append(1)], budget_s=0.0, rounds=1, turn_s=0.0)
     assert len(made) == 3  # two before

@@ -1,4 +1,6 @@
-"""What the benchmarks divide by what, and where their static scales come from: times are given, nothing is timed."""
+"""The quotients that the benchmarks report, and the source of their static scales. Times are given, nothing is
+measured.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -14,10 +16,10 @@ from intflash.bench.workloads import Workload
 
 @pytest.fixture
 def gpu_case(monkeypatch):
-    """Whose inputs are `1 + seed` everywhere."""
+    """A case whose inputs are `1 + seed` everywhere."""
     x = torch.ones(1, 1, 4, 16)
     monkeypatch.setattr(gpu_attention, "_inputs", lambda shape, seed: (x * (1 + seed),) * 3)
-    return gpu_attention.Case("tiny", x.shape, ("intflash",), (9.0, 8.0, 7.0))
+    return gpu_attention.GpuCase("tiny", x.shape, ("intflash",), (9.0, 8.0, 7.0))
 
 
 def test_static_scales_come_from_another_batch_than_the_timed_one(gpu_case):
@@ -26,12 +28,12 @@ def test_static_scales_come_from_another_batch_than_the_timed_one(gpu_case):
     assert recipe.q_scale == pytest.approx(2 / 127) and inputs[0].max() == 1
 
 
-def test_on_a_gpu_the_faster_of_cudnn_and_flash_is_over_ours(gpu_case, monkeypatch):
+def test_gpu_ratios_use_the_faster_of_cudnn_and_flash(gpu_case, monkeypatch):
     pytest.importorskip("triton")
     from intflash.bench import gpu_timing as timing
 
     times = {"SDPA cuDNN": 30e-6, "SDPA flash": 20e-6, "SDPA efficient": 5e-6, "intflash": 10e-6}
-    contenders = [gpu_attention.Contender(name, gpu_attention.KERNEL, None) for name in times]
+    contenders = [gpu_attention.GpuContender(name, gpu_attention.KERNEL, None) for name in times]
     running = [(c, "a backend", lambda: None, lambda: torch.ones(gpu_case.shape)) for c in contenders]
     monkeypatch.setattr(gpu_attention, "_running", lambda case: (running, []))
     monkeypatch.setattr(timing, "time_calls", lambda calls, rounds: list(times.values()))
@@ -43,7 +45,7 @@ def test_on_a_gpu_the_faster_of_cudnn_and_flash_is_over_ours(gpu_case, monkeypat
 
 
 @pytest.mark.skipif(not cpu_attention.cpu.instruction_sets(), reason="the native module was not built")
-def test_on_a_cpu_torchs_time_is_over_ours_masked_over_masked(monkeypatch):
+def test_cpu_ratios_compare_masked_with_masked(monkeypatch):
     def times(calls, *given, **how):
         return [1.0 + i for i in range(len(calls))]
 
@@ -72,7 +74,7 @@ def test_models_are_calibrated_on_other_images_than_the_timed_ones(monkeypatch):
     assert torch.equal(stopped.value.args[0], other)
 
 
-def test_of_models_the_float_ones_time_is_over_ours(monkeypatch):
+def test_model_ratios_divide_the_float_models_time_by_ours(monkeypatch):
     calls = dict.fromkeys(("fp32", "intflash static"), lambda: torch.ones(1))
     monkeypatch.setattr(whole_models, "build_variants", lambda *given: (calls, 3))
     samples = {"fp32": [3.0, 3.0], "intflash static": [1.5, 1.5]}

@@ -1,4 +1,4 @@
-"""The page: whole, self-contained, and safe to open."""
+"""The report page: complete, self-contained, and safe to open."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def test_page_needs_no_network_and_fits_a_phone(page):
     assert not re.search(r'(src|href)="(?!data:|#)', page) and "<script" not in page
 
 
-def test_reasons_are_told_in_words(page, tmp_path):
+def test_reasons_are_shown_as_text(page, tmp_path):
     assert "&lt;b&gt;other&lt;/b&gt; on A2: 5 &lt; 6" in page
     (tmp_path / "failed.json").write_text(json.dumps({"title": "No luck", "error": "too <slow>", "rows": []}))
     page = build(read_results([tmp_path]))
@@ -52,18 +52,20 @@ def test_text_is_escaped(page):
 
 
 def test_whole_models_are_rows(tmp_path):
-    from intflash.bench.models import Outcome, Timing, save
+    from intflash.bench.models import ModelOutcome, Timing, save
 
-    timed = Outcome(
+    timed = ModelOutcome(
         "vit_patch16", 8, [Timing("fp16", 100.0, 99.0, 101.0)], {"intflash / fp16": (1.5, 1.4, 1.6)}, 12, 30
     )
-    save([timed, Outcome("swin", 8, [], {}, 0, float("nan"), error="its process ended with 1")], tmp_path / "models")
+    save(
+        [timed, ModelOutcome("swin", 8, [], {}, 0, float("nan"), error="its process ended with 1")], tmp_path / "models"
+    )
     page = build(read_results([tmp_path]))
     for text in ("Whole models", "vit batch 8", "intflash / fp16", "1.5", "its process ended with 1"):
         assert text in page
 
 
-def test_each_experiment_stands_once_for_each_machine_by_its_latest_run(tmp_path):
+def test_each_experiment_appears_once_per_machine_by_its_latest_run(tmp_path):
     def save(folder, date, cpu, value):
         facts = {"date": date, "cpu": cpu}
         (tmp_path / folder).mkdir()
@@ -78,7 +80,7 @@ def test_each_experiment_stands_once_for_each_machine_by_its_latest_run(tmp_path
     assert kept == [2.5, 3.5]
 
 
-def test_the_page_opens_with_what_was_found(tmp_path):
+def test_the_page_opens_with_a_summary(tmp_path):
     rows = [
         {"workload": name, "threads": threads, "series": series, "ratio": ratio}
         for name, threads, series, ratio in (
@@ -95,7 +97,7 @@ def test_the_page_opens_with_what_was_found(tmp_path):
     assert cells in page and page.index(cells) < page.index("<nav>")
 
 
-def test_a_file_that_is_no_json_is_named(tmp_path):
+def test_a_file_that_is_not_json_is_named(tmp_path):
     for text in ("{", "[" * 100_000):
         (tmp_path / "broken.json").write_text(text)
         with pytest.raises(InputError, match="expected JSON in .*broken.json"):

@@ -1,4 +1,4 @@
-"""Machine code as cuobjdump lists it: guards, constants that are moved, and which opcodes are floating point."""
+"""Machine code as cuobjdump lists it: guards, moved constants, and which opcodes are floating point."""
 
 from benchmarks import sass
 

@@ -1,4 +1,4 @@
-"""`intflash bench all`: what it plans, what becomes of jobs that fail or outlast their time, and the page."""
+"""`python -m benchmarks all`: its plan, jobs that fail or exceed their time, and the page."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import suite
 from benchmarks.registry import EXPERIMENTS
-from benchmarks.suite import Job, Plan, plan, run_all
+from benchmarks.suite import Job, JobPlan, plan, run_all
 from intflash.bench.report import build, read_results
 
 
@@ -22,20 +22,20 @@ def test_every_experiment_of_a_device_is_planned_once(tmp_path, device):
     assert timed <= {job.name for job in found.alone}
 
 
-def test_what_is_timed_on_a_gpu_is_compiled_before(tmp_path):
+def test_rehearsals_compile_what_is_timed_on_a_gpu(tmp_path):
     found = plan(tmp_path, "cuda", quick=True, jobs=4)
     rehearsed = {job.name.removeprefix("rehearsal of ") for job in found.together if job.result is None}
     assert rehearsed == {job.name for job in found.alone}
     assert not any(str(tmp_path) in job.arguments for job in found.together if "demo" in job.name)
 
 
-def test_models_are_asked_for(tmp_path):
+def test_models_run_only_on_request(tmp_path):
     assert [job.name for job in plan(tmp_path, "cuda", models=True).alone][-1] == "models"
 
 
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
-    """Modules that can be run with ``python -m``, by name and text."""
+    """Modules that can be run with ``python -m``, by name and source text."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
     def make(name, text):
@@ -56,11 +56,11 @@ def test_jobs_that_end_badly_are_results_with_the_reason(tmp_path, scripts, monk
     together = [Job("slow", ("slow",), 2.0, slow, "Slow one"), Job("bad", ("bad",), 30.0, bad, "Bad one")]
     alone = [Job("good", ("good",), 30.0, good), Job("late", ("good",), 30.0, out / "late.json", "Late one")]
     start = time.monotonic()
-    ended = run_all(Plan(together, alone[:1]), out, seconds=60, jobs=2)
+    ended = run_all(JobPlan(together, alone[:1]), out, seconds=60, jobs=2)
     assert time.monotonic() - start < 30
     reasons = {end.job.name: end.reason for end in ended}
     assert reasons["good"] is None and "stopped after 2 s" in reasons["slow"] and "no such thing" in reasons["bad"]
-    run_all(Plan([], alone[1:]), out, seconds=0, jobs=1)
+    run_all(JobPlan([], alone[1:]), out, seconds=0, jobs=1)
     page = build(read_results([out]))
     for text in ("Slow one", "stopped after 2 s", "Bad one", "ended with 1: ValueError: no such thing", "Good"):
         assert text in page
@@ -68,31 +68,31 @@ def test_jobs_that_end_badly_are_results_with_the_reason(tmp_path, scripts, monk
     assert "How this page was made" in page
 
 
-def test_results_of_an_earlier_run_do_not_stand_for_this_one(tmp_path, scripts):
+def test_results_of_an_earlier_run_are_removed(tmp_path, scripts):
     out = tmp_path / "out"
     out.mkdir()
     stale = out / "bad.json"
     stale.write_text(json.dumps({"title": "Bad", "rows": [{"a": 1}]}))
     scripts("bad", "raise SystemExit(3)")
-    run_all(Plan([], [Job("bad", ("bad",), 30.0, stale, "Bad one")]), out, seconds=60, jobs=1)
+    run_all(JobPlan([], [Job("bad", ("bad",), 30.0, stale, "Bad one")]), out, seconds=60, jobs=1)
     content = json.loads(stale.read_text())
     assert content["rows"] == [] and content["error"] == "ended with 3: without a word"
 
 
-def test_half_a_result_gets_the_reason(tmp_path, scripts):
+def test_an_incomplete_result_gets_the_reason(tmp_path, scripts):
     half = tmp_path / "out" / "half.json"
     text = json.dumps({"title": "Half", "rows": [{"a": 1}]})
     scripts("half", f"open({str(half)!r}, 'w').write({text!r})\nraise SystemExit('enough')")
-    run_all(Plan([], [Job("half", ("half",), 30.0, half)]), half.parent, seconds=60, jobs=1)
+    run_all(JobPlan([], [Job("half", ("half",), 30.0, half)]), half.parent, seconds=60, jobs=1)
     content = json.loads(half.read_text())
     assert content["rows"] == [{"a": 1}] and content["error"] == "ended with 1: enough"
 
 
-def test_a_result_that_says_why_it_has_no_number_is_left_as_it_is(tmp_path, scripts):
+def test_a_result_with_a_reason_is_kept(tmp_path, scripts):
     told = tmp_path / "out" / "told.json"
     text = json.dumps({"title": "Told", "rows": [{"series": "a", "note": "no device"}]})
     scripts("told", f"open({str(told)!r}, 'w').write({text!r})\nraise SystemExit(1)")
-    (end,) = run_all(Plan([], [Job("told", ("told",), 30.0, told)]), told.parent, seconds=60, jobs=1)
+    (end,) = run_all(JobPlan([], [Job("told", ("told",), 30.0, told)]), told.parent, seconds=60, jobs=1)
     assert end.reason.startswith("ended with 1") and told.read_text() == text
 
 
@@ -112,7 +112,7 @@ cli.app()
 """
     scripts("slow", text.replace("{out!r}", repr(str(out))))
     job = Job("slow", ("slow",), 12.0, out / "slow.json", "Slow one")
-    (end,) = run_all(Plan([], [job]), out, seconds=60, jobs=1)
+    (end,) = run_all(JobPlan([], [job]), out, seconds=60, jobs=1)
     content = json.loads(job.result.read_text())
     assert "stopped after 12 s" in end.reason and "stopped before its end" in content["error"]
     assert [row["value"] for row in content["rows"]] == [1.0]

@@ -43,7 +43,7 @@ def test_per_head_scales_work_as_per_tensor_ones(inputs):
 
 
 def test_the_printed_requantization_survives_a_small_scale():
-    """randn x 0.01: req_M = 0 in the program; Eq. 9's normalized multiplier keeps its bits."""
+    """randn x 0.01: req_M of the authors' program is 0; Eq. 9's normalized multiplier keeps its bits."""
     q, k, v = randn(1, 1, 192, 64)
     problem, exact = quantized([q * 0.01, k * 0.01, v]), float64_attention(q * 0.01, k * 0.01, v)
     published, printed = (sqnr(exact, variants.QFLASH_VARIANTS[n](problem)) for n in ("as published", "as printed"))
@@ -65,8 +65,8 @@ def test_scale_release_holds_where_scale_accumulation_collapses(inputs):
         assert all((abs(x - release[t]) < 0.2) if t in serves else (x < 1) for t, x in accumulated.items())
 
 
-def test_summing_the_quantized_p_costs_int_flash_a_decibel(inputs):
-    """numerics.md: the paper's line 12 is 1 dB worse than its published program."""
+def test_summing_the_quantized_p_costs_int_flash_one_decibel(inputs):
+    """numerics.md: the paper's line 12 is 1 dB worse than the authors' program."""
     tensors, exact = inputs
     problem = quantized(tensors, "int_flash_full")
     printed = sqnr(exact, variants.int_flash_as_printed(problem))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from intflash.bench.workloads import COLUMNS, HARD, QFLASH, Case, normal, random_case
+from intflash.bench.workloads import COLUMNS, HARD, QFLASH, InputCase, normal, random_case
 
 
 def test_qflash_table_1():
@@ -25,7 +25,7 @@ def test_inputs_follow_the_seed(case):
 
 def test_kept_rows_include_the_largest_query():
     few = random_case("few", 512, normal(), rows=16)
-    every = Case("all", few.shape, few.draw)
+    every = InputCase("all", few.shape, few.draw)
     q, q_all = few.inputs(0)[0], every.inputs(0)[0]
     assert q.shape[2] == 16 and q.abs().max() == q_all.abs().max()
 

@@ -10,7 +10,7 @@ from intflash import InputError, integer
 from intflash.integer.registry import translate
 from intflash.integer.simulate import simulate
 from oracle import sqnr
-from sharp import run, sharpen
+from peaked_models import run, sharpen
 
 timm = pytest.importorskip("timm")
 

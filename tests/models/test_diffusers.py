@@ -5,7 +5,7 @@ import torch
 
 import intflash
 from oracle import sqnr
-from sharp import run
+from peaked_models import run
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -90,7 +90,7 @@ def unet(processor=None) -> tuple[torch.nn.Module, dict]:
 
 
 def ip_adapter() -> tuple[torch.nn.Module, dict]:
-    """Every cross attention has text keys and an image prompt's keys."""
+    """Every cross attention has text keys and the keys of an image prompt."""
     from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 
     model, inputs = unet()
@@ -103,7 +103,7 @@ def ip_adapter() -> tuple[torch.nn.Module, dict]:
 
 
 class ImagePrompt(torch.nn.Module):
-    """The image prompt's keys as they are."""
+    """Returns the image prompt's keys unchanged."""
 
     def forward(self, embeds):
         return embeds
@@ -119,7 +119,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_processors(name):
-    """Several attention calls in a forward, a call for each sample, and a softmax that diffusers writes out."""
+    """Several attention calls in one forward, one call per sample, and a softmax that diffusers computes itself."""
     make, layers, calls = MODELS[name]
     model, inputs = make()
     reference = run(model, **inputs)
@@ -135,7 +135,7 @@ def test_processors(name):
 
 
 def test_a_call_without_keys():
-    """Without an image the first call of each cross attention has no keys, and is 0 as in torch."""
+    """Without an image the first call of each cross attention has no keys, and its result is 0 as in torch."""
     model, inputs = wan()
     inputs["encoder_hidden_states_image"] = None
     reference = run(model, **inputs)

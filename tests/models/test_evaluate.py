@@ -19,7 +19,17 @@ from intflash.errors import InputError
 from intflash.methods import METHODS as METHODS_THERE_ARE
 from intflash.models import calibrate
 from intflash.models.data import ImageFolder, load_classifier
-from intflash.models.evaluate import FLOAT, Evaluation, Row, Tally, Variant, _row, _weights_digest, batches, evaluate
+from intflash.models.evaluate import (
+    FLOAT,
+    Evaluation,
+    Tally,
+    Variant,
+    VariantRow,
+    _row,
+    _weights_digest,
+    batches,
+    evaluate,
+)
 from intflash.models.papers import QFLASH_MODELS, paper_row
 from intflash.quant.calibrate import Scales
 
@@ -49,7 +59,7 @@ def test_counts_and_sqnr(digits):
 
 
 def test_a_tally_on_a_worked_example():
-    """The first image's float logits are twice as large, the second's in the other order."""
+    """The first image's float logits are twice as large; the second's are in the opposite order."""
     logits = torch.arange(6.0, 0.0, -1.0).repeat(4, 1)
     floats = logits.clone()
     floats[0] *= 2
@@ -69,12 +79,12 @@ def test_rows_are_percentages_milliseconds_and_bit_operations():
     assert row.logits_sqnr == pytest.approx(20) and half.gbops == qattn.gbops == 2 * row.gbops
 
 
-def test_some_images_are_spread_over_the_data():
+def test_batches_are_spread_over_the_dataset():
     data = torch.utils.data.TensorDataset(torch.arange(100.0), torch.zeros(100))
     assert torch.cat(list(batches(data, 4, 3, "cpu", torch.float32))).tolist() == [0, 25, 50, 75]
 
 
-def test_digests_of_weights_know_names_shapes_and_buffers():
+def test_weight_digests_depend_on_names_shapes_and_buffers():
     def digest(buffer, **parameters):
         module = torch.nn.Module()
         for name, x in parameters.items():
@@ -93,7 +103,7 @@ def test_a_variant_that_cannot_run_is_a_row_with_its_reason(digits):
 
 
 def interrupted(model, digits, variants, state, **options):
-    """Evaluate until 16 of the 24 images are done, every batch's sums kept."""
+    """Evaluates until 16 of the 24 images are done, with the sums saved after every batch."""
 
     class Stopped(Exception):
         pass
@@ -128,8 +138,8 @@ def test_resuming_gives_the_same_sums(digits, tmp_path, save_always):
         same(a, b)
 
 
-def test_a_finished_run_is_not_taken_for_the_next(digits, tmp_path):
-    """Other weights and other scales under the same names: other results, and nothing is left beside them."""
+def test_a_finished_run_is_not_reused(digits, tmp_path):
+    """Other weights and other scales under the same names give other results, and no file is left."""
     images, state = digits.tensors[0], tmp_path / "state"
     model, other = load_model("vit"), load_model("vit")
     with torch.no_grad():
@@ -142,7 +152,7 @@ def test_a_finished_run_is_not_taken_for_the_next(digits, tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_run_goes_on_with_the_same_weights_scales_and_backend_only(digits, tmp_path, save_always):
+def test_an_interrupted_run_resumes_with_the_same_weights_scales_and_backend_only(digits, tmp_path, save_always):
     images, state = digits.tensors[0], tmp_path / "state"
     model, other = load_model("vit"), load_model("vit")
     with torch.no_grad():
@@ -220,7 +230,7 @@ def test_commands(image_folder, tmp_path):
     assert rows["intflash"]["gbops"] == pytest.approx(17.2, abs=0.05)  # as the paper prints for DeiT-T
 
 
-def test_scales_come_in_addition_to_every_method(image_folder, tmp_path, monkeypatch):
+def test_scales_add_variants_to_every_method(image_folder, tmp_path, monkeypatch):
     scales, seen = tmp_path / "scales.json", []
     calibrate(load_model("vit"), [torch.rand(4, 1, 8, 8)], path=scales)
 
@@ -268,7 +278,7 @@ class RunsCode:
 
 
 def test_a_checkpoint_is_loaded_as_weights_only(tmp_path, monkeypatch):
-    """A pickled call is refused, also by versions of timm whose loader runs it unless told otherwise."""
+    """A pickled call is refused, also by versions of timm whose loader would run it by default."""
     timm = pytest.importorskip("timm")
     load = timm.models._helpers.load_checkpoint
 
@@ -318,10 +328,10 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_the_table_cuts_no_number():
+def test_the_table_truncates_no_number():
     names = ["int_flash_full", "intflash_online", "intflash (static, percentile, deit-small.json)"]
     paper = paper_row("deit_base_patch16_224", "qflash")
-    row = Row("", 9, 100.0, 100.0, 100.0, -12.3, 1234.5, True, "", 12, 17.2, paper)
+    row = VariantRow("", 9, 100.0, 100.0, 100.0, -12.3, 1234.5, True, "", 12, 17.2, paper)
     kinds = ["token/token/head", "tensor", "tensor/tensor/channel"]
     rows = [replace(row, name=name, granularity=kind) for name, kind in zip(names, kinds, strict=True)]
     for width, count in ((80, 3), (200, 1)):

@@ -1,4 +1,4 @@
-"""`patch` and `unpatch` themselves, on the digit models: what is refused, failures, and the cores."""
+"""`patch` and `unpatch` on the digit models: refusals, failures, and the cores."""
 
 import functools
 import pickle
@@ -13,7 +13,7 @@ from intflash.digits import load_model
 from intflash.models.base import FloatCore, IntegerCore, _Redirect
 from intflash.models.patch import attach, layers_of
 from oracle import randn, sqnr
-from sharp import run
+from peaked_models import run
 
 
 def test_an_unknown_backend_is_refused_at_once():
@@ -52,7 +52,7 @@ def test_a_patch_that_fails_midway_changes_nothing():
 
 
 @pytest.mark.parametrize("name", ["vit", "swin"])
-def test_a_pickled_model_is_patched_still(name):
+def test_a_pickled_model_stays_patched(name):
     model, image = load_model(name), torch.rand(2, 1, 8, 8)
     reference = run(model, image)
     intflash.patch(model)
@@ -102,7 +102,7 @@ def test_patch_passes_its_options_to_every_layer():
         run(model, image)
 
 
-def test_calibrate_and_unpatch_refuse_what_is_no_model():
+def test_calibrate_and_unpatch_refuse_other_objects():
     with pytest.raises(intflash.InputError, match="unpatch takes an nn.Module, got NoneType"):
         intflash.unpatch(None)
     with pytest.raises(intflash.InputError, match="calibrate takes an nn.Module, got NoneType"):
@@ -110,7 +110,9 @@ def test_calibrate_and_unpatch_refuse_what_is_no_model():
 
 
 class Direct(nn.Module):
-    """A layer of no library's: self-attention by torch's call, and for a second input one more with its keys."""
+    """A layer of no known library: self-attention by torch's call, and one more call with the keys of a second
+    input.
+    """
 
     def __init__(self, is_causal=False):
         super().__init__()
@@ -130,7 +132,7 @@ class Direct(nn.Module):
 
 
 class Softmax(nn.Module):
-    """An attention layer that nothing can be put into."""
+    """An attention layer that cannot be patched."""
 
     def forward(self, x):
         return torch.softmax(x @ x.mT, -1) @ x
@@ -157,13 +159,13 @@ def test_a_layer_that_calls_sdpa_itself_is_served():
     assert torch.equal(run(model[0], x), reference) and type(model[0]) is Direct
 
 
-def test_a_layer_that_cannot_be_served_is_told_of_sdpa():
+def test_a_layer_that_cannot_be_served_is_pointed_to_sdpa():
     with pytest.raises(intflash.InputError, match=r"no adapter for .*SelfAttention(.|\n)*can call intflash.sdpa"):
         intflash.patch(nn.Sequential(SelfAttention()))
 
 
 def test_each_call_in_a_forward_has_its_own_static_scales():
-    """The second call's values are 50 times larger: one scale for both would cost the first 34 dB."""
+    """The second call's values are 50 times larger. One scale for both would cost the first call 34 dB."""
     model, x, other = direct(), torch.randn(2, 9, 32), torch.randn(2, 5, 32)
     alone = run(model[0], x)
     reference = run(model[0], x, other)
@@ -187,7 +189,7 @@ def test_each_call_in_a_forward_has_its_own_static_scales():
 
 
 def future(model, x, **options):
-    """The outputs of the first tokens with two endings, the second ten times larger."""
+    """Returns the outputs of the first tokens with two endings, of which the second is ten times larger."""
     ending = x.clone()
     ending[:, 6:] = 10 * torch.randn_like(ending[:, 6:])
     return run(model, x, **options)[:, :6], run(model, ending, **options)[:, :6]
@@ -223,7 +225,7 @@ def test_methods_are_refused_in_causal_layers_or_keep_them_causal(name):
 
 
 def wrap(module, skip=lambda: False):
-    """As accelerate and diffusers hook a layer: `forward` becomes an attribute that calls what it was."""
+    """Wraps a layer as accelerate and diffusers do: `forward` becomes an attribute that calls the original."""
     inner = module.forward
 
     def forward(module, *args, **kwargs):
@@ -247,7 +249,7 @@ def test_a_layer_with_a_wrapped_forward_is_reached():
     assert model[0].forward is wrapper and torch.equal(run(model[0], x), reference)
 
 
-def test_a_wrapper_that_came_after_patch_outlives_unpatch():
+def test_a_wrapper_added_after_patch_survives_unpatch():
     model, x = direct(), torch.randn(2, 9, 32)
     reference = run(model[0], x)
     intflash.patch(model)

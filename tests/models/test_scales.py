@@ -18,7 +18,7 @@ from intflash.quant.calibrate import (
     percentile_clip,
 )
 from oracle import randn, sqnr
-from sharp import run
+from peaked_models import run
 
 LAYERS = 4
 FEW = 48  # images, where accuracy is not the question
@@ -31,7 +31,7 @@ def digits():
 
 @pytest.fixture(scope="module", params=["vit", "swin"])
 def trained(request, digits):
-    """(model, held-out images, labels, float logits, training images)."""
+    """Returns (model, held-out images, labels, float logits, training images)."""
     model = load_model(request.param)
     train, held_out = digits
     return model, held_out.images, held_out.labels, run(model, held_out.images), train.images[:192]
@@ -43,7 +43,7 @@ def top1(logits, labels):
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_digits_keep_their_accuracy(trained, static):
-    """The whole held-out third: within 0.4 points of float32."""
+    """On the whole held-out third, Top-1 stays within 0.4 points of float32."""
     model, images, labels, reference, calibration = trained
     scales = intflash.calibrate(model, [calibration]) if static else None
     with intflash.patch(model, scales=scales) as report:
@@ -55,7 +55,7 @@ def test_digits_keep_their_accuracy(trained, static):
 
 @pytest.mark.parametrize("observer", OBSERVERS)
 @pytest.mark.parametrize("method", ["intflash_p8", "intflash_online"])
-def test_every_observer_serves(trained, observer, method):
+def test_every_observer(trained, observer, method):
     model, images, _, reference, calibration = trained
     scales = intflash.calibrate(model, [calibration], method, observer=observer)
     with intflash.patch(model, method, scales) as report:
@@ -90,7 +90,7 @@ def test_file_is_readable_and_round_trips(tmp_path):
         assert torch.equal(run(model, image), given) and report.static and report.method == "intflash"
 
 
-def test_a_file_that_does_not_fit_is_refused_with_the_difference(tmp_path):
+def test_a_file_of_another_model_is_refused_with_the_difference(tmp_path):
     path = tmp_path / "scales.json"
     intflash.calibrate(load_model("vit"), [torch.rand(4, 1, 8, 8)], path=path)
     with pytest.raises(InputError, match=r"model: the file is for DigitsViT, this is DigitsSwin(.|\n)*not in the file"):
@@ -112,7 +112,7 @@ def test_a_file_that_does_not_fit_is_refused_with_the_difference(tmp_path):
         intflash.patch(load_model("vit"), scales=path)
 
 
-def test_differences_stand_in_the_models_order():
+def test_differences_are_in_the_models_order():
     scales = intflash.calibrate(load_model("vit"), [torch.rand(4, 1, 8, 8)])
     other = load_model("vit")
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_any_batch(tmp_path):
     assert Scales.load(tmp_path / "new" / "s.json").batches == 1
 
 
-def test_half_precision_of_the_same_weights_fits(tmp_path):
+def test_half_precision_of_the_same_weights_matches(tmp_path):
     scales = intflash.calibrate(load_model("vit"), [torch.rand(4, 1, 8, 8)])
     intflash.patch(load_model("vit").to(torch.bfloat16), scales=scales)
 
@@ -173,7 +173,7 @@ def test_methods_without_static_scales_are_refused():
 
 @pytest.mark.parametrize("granularity, groups", [("tensor", 1), ("head", 2), ("channel", 6)])
 def test_observers_on_known_data(granularity, groups):
-    """An outlier beyond 5 sigma: absmax takes it, percentile and mse clip it; batches add up."""
+    """An outlier beyond 5 sigma: absmax includes it, percentile and mse clip it. Batches add up."""
     torch.manual_seed(0)
     x = torch.randn(4, 2, 2000, 3)
     x[0, 0, 0, 0] = 40.0
@@ -193,7 +193,7 @@ def test_observers_on_known_data(granularity, groups):
         assert torch.allclose(clips, torch.ones(groups), rtol=0.1)
 
 
-def test_mse_clip_is_better_than_its_neighbours():
+def test_mse_clip_is_a_minimum():
     torch.manual_seed(0)
     x = torch.distributions.StudentT(3.0).sample((1, 1, 1, 20000))
     histogram = Histogram("tensor")

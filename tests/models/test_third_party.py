@@ -8,8 +8,8 @@ import contextlib
 import signal
 
 import pytest
+import small_models
 import torch
-import zoo
 
 import intflash
 from oracle import sqnr
@@ -22,7 +22,7 @@ QUICK_TRANSFORMERS = (
     "openai-gpt", "siglip_vision_model", "t5", "vit", "xglm",
 )  # fmt: skip
 QUICK_TIMM = ("swin_transformer",)
-# Of which none may be refused, lest a refusal of everything passes.
+# Families of which none may be refused, so that a test in which everything is refused fails.
 SERVED = (
     "bart",
     "bert",
@@ -39,7 +39,7 @@ SERVED = (
 
 @pytest.fixture(autouse=True)
 def within_two_minutes():
-    """A model that takes longer is skipped."""
+    """Skips a model that takes longer."""
 
     def late(number, frame):
         pytest.skip("it takes more than two minutes")
@@ -52,7 +52,7 @@ def within_two_minutes():
 
 
 def families(library, names, quick):
-    """Parameters that skip where the library is not installed."""
+    """Returns parameters that skip where the library is not installed."""
     try:
         found = names()
     except ImportError:
@@ -63,18 +63,18 @@ def families(library, names, quick):
 def output(model, inputs):
     torch.manual_seed(3)  # some models draw at random
     with torch.no_grad():
-        return zoo.values(model(**inputs))
+        return small_models.values(model(**inputs))
 
 
 def other(inputs, name, rows):
-    """The inputs with other tokens after the kept ones in these rows."""
+    """Returns the inputs with other tokens after the kept ones in these rows."""
     ids = inputs[name].clone()
     ids[rows, KEPT:] = (7 * ids[rows, KEPT:] + 11) % 97 + 3
     return inputs | {name: ids}
 
 
 class Expected:
-    """A model's own outputs, and what they do not depend on."""
+    """A model's own outputs, and the tokens on which they do not depend."""
 
     def __init__(self, model, inputs):
         self.model, self.inputs = model, inputs
@@ -92,19 +92,19 @@ class Expected:
             self.padded = sqnr(self.short_out, self.noisy(model)) > AGREE
 
     def endings(self, model):
-        """The outputs of the kept tokens with two endings."""
+        """Returns the outputs of the kept tokens with two endings."""
         changed = other(self.inputs, self.target, slice(None))
         return output(model, self.inputs)[:, :KEPT], output(model, changed)[:, :KEPT]
 
     def real(self, out):
-        """Without the outputs of padded tokens, which are those of the second sequence past the kept ones."""
+        """Removes the outputs of padded tokens, which are those of the second sequence after the kept ones."""
         return out if self.target != "input_ids" else torch.cat((out[0], out[1, :KEPT]))
 
     def noisy(self, model):
         return self.real(output(model, other(self.short, "input_ids", slice(1, None))))
 
     def check(self, model):
-        """What a model with method "fp32" must agree in."""
+        """Checks in what a model with method "fp32" must agree."""
         assert sqnr(self.out, output(model, self.inputs)) > AGREE
         if self.causal:
             assert torch.equal(*self.endings(model))
@@ -114,16 +114,16 @@ class Expected:
 
 
 def expected(make, *args):
-    zoo.quiet()
+    small_models.quiet()
     try:
         return Expected(*make(*args))
-    except zoo.Unbuildable as why:
+    except small_models.Unbuildable as why:
         pytest.skip(f"no small model: {why}")
 
 
 @contextlib.contextmanager
 def refused_unless_served(family):
-    """A model may be refused with our error."""
+    """Allows a model to be refused with our error."""
     try:
         yield
     except intflash.InputError:
@@ -141,14 +141,14 @@ def check_patch(known, family):
     assert sqnr(known.out, output(known.model, known.inputs)) > AGREE  # patch leaves nothing behind
 
 
-@pytest.mark.parametrize("family", families("transformers", zoo.transformers_families, QUICK_TRANSFORMERS))
+@pytest.mark.parametrize("family", families("transformers", small_models.transformers_families, QUICK_TRANSFORMERS))
 def test_transformers(family, monkeypatch):
     import intflash.models.transformers as adapter
 
-    known = expected(zoo.transformers_model, family)
+    known = expected(small_models.transformers_model, family)
     check_patch(known, family)
     with refused_unless_served(family):
-        named = zoo.rebuilt(known.model, "intflash")
+        named = small_models.rebuilt(known.model, "intflash")
         if known.causal:
             assert torch.equal(*known.endings(named))
         served = adapter.attention
@@ -158,11 +158,11 @@ def test_transformers(family, monkeypatch):
         known.check(named)
 
 
-@pytest.mark.parametrize("family", families("timm", zoo.timm_families, QUICK_TIMM))
+@pytest.mark.parametrize("family", families("timm", small_models.timm_families, QUICK_TIMM))
 def test_timm(family):
-    check_patch(expected(zoo.timm_model, family), family)
+    check_patch(expected(small_models.timm_model, family), family)
 
 
-@pytest.mark.parametrize("family", families("diffusers", zoo.diffusers_families, ()))
+@pytest.mark.parametrize("family", families("diffusers", small_models.diffusers_families, ()))
 def test_diffusers(family):
-    check_patch(expected(zoo.diffusers_model, family), family)
+    check_patch(expected(small_models.diffusers_model, family), family)

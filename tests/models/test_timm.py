@@ -1,4 +1,4 @@
-"""timm models: what is replaced, how close the logits are, that nothing else changes."""
+"""timm models: which layers are replaced, how close the logits are, and that nothing else changes."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from intflash.bench import models as bench
 from intflash.errors import InputError
 from intflash.models.patch import layers_of
 from oracle import sqnr
-from sharp import run, sharpen
+from peaked_models import run, sharpen
 
 timm = pytest.importorskip("timm")
 import intflash.models.timm as adapter  # noqa: E402
@@ -33,7 +33,7 @@ LAYERS = {"swin_small_patch4_window7_224": 24}  # others: 12
 
 @pytest.fixture(scope="module", params=FULL_SIZE + [pytest.param(name, marks=pytest.mark.full) for name in OTHER_SIZES])
 def full_size(request):
-    """(name, model, image, float logits, calibrated scales)."""
+    """Returns (name, model, image, float logits, calibrated scales)."""
     torch.manual_seed(0)
     model = sharpen(timm.create_model(request.param))
     image = torch.randn(1, 3, 224, 224)
@@ -116,7 +116,7 @@ def test_attention_of_a_timm_without_output_norm():
 
 
 def test_swin_v2_under_autocast():
-    """Its logit scale is float32: Q is, where K and V are not."""
+    """The logit scale is float32, so that Q is float32 where K and V are not."""
     torch.manual_seed(0)
     layer = timm.models.swin_transformer_v2.WindowAttention(32, (4, 4), num_heads=2).eval()
     x = torch.randn(3, 16, 32)
@@ -155,7 +155,7 @@ def test_a_model_patched_in_inference_mode_holds_ordinary_tensors():
 
 
 def test_multi_query_attention():
-    """It gives torch one K/V head for all, which torch broadcasts."""
+    """The layer gives torch one K/V head for all query heads, which torch broadcasts."""
     from timm.layers import MultiQueryAttention2d
 
     torch.manual_seed(0)
@@ -206,7 +206,7 @@ def test_bias_follows_loaded_weights():
 
 
 @pytest.mark.parametrize("name, size", [("swin_tiny_patch4_window7_224", 56), ("eva02_tiny_patch14_224", 28)])
-def test_pickled_models_are_patched_still(name, size):
+def test_pickled_models_stay_patched(name, size):
     options = {"depths": (2,), "num_heads": (3,)} if "swin" in name else {"depth": 1}
     model = sharpen(timm.create_model(name, img_size=size, num_classes=10, **options))
     image = torch.randn(1, 3, size, size)
@@ -269,7 +269,7 @@ def test_half_precision_and_copies_keep_float32_scales():
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    """Runs `intflash bench models` in an empty folder; what its workers would measure is given."""
+    """Runs `intflash bench models` in an empty folder, with given results of its workers."""
     monkeypatch.chdir(tmp_path)
 
     def run_command(*arguments, outcomes=()):
@@ -287,16 +287,16 @@ def measured(tmp_path, monkeypatch):
         ("--out /proc/x/models", "expected a file that can be written, got /proc/x/models.json"),
     ],
 )
-def test_throughput_refuses_in_a_sentence_before_any_worker(tmp_path, monkeypatch, measured, arguments, said):
+def test_throughput_refuses_before_any_worker_starts(tmp_path, monkeypatch, measured, arguments, said):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     ended = measured(*arguments.split(), outcomes=[None])
     assert ended.exit_code == 2 and re.search(said, " ".join(ended.output.split(" ")))
     assert not list(tmp_path.iterdir())
 
 
-def test_throughput_writes_what_was_measured_and_tells_what_was_not(tmp_path, measured):
-    good = bench.Outcome("vit", 1, [bench.Timing("fp32", 1.0, 1.0, 1.0)], {}, 12, 30.0)
-    bad = bench.Outcome("swin", 8, [], {}, 0, 0.0, error="its process ended with 1")
+def test_throughput_writes_results_and_reports_failures(tmp_path, measured):
+    good = bench.ModelOutcome("vit", 1, [bench.Timing("fp32", 1.0, 1.0, 1.0)], {}, 12, 30.0)
+    bad = bench.ModelOutcome("swin", 8, [], {}, 0, 0.0, error="its process ended with 1")
     ended = measured(outcomes=[bad])
     assert ended.exit_code == 1 and "not measured: swin batch 8" in ended.output
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

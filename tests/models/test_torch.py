@@ -1,4 +1,4 @@
-"""torch's nn.MultiheadAttention and the layers that hold it, beside their own computation."""
+"""torch's nn.MultiheadAttention and the layers that contain it, compared with their own computation."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 import intflash
 from oracle import sqnr
-from sharp import run, sharpen
+from peaked_models import run, sharpen
 
 
 def attention(**options) -> nn.MultiheadAttention:
@@ -15,7 +15,7 @@ def attention(**options) -> nn.MultiheadAttention:
 
 
 def compare(model, *args, **kwargs):
-    """Its output and, computed as torch does but by our function (method "fp32"), the patched one."""
+    """Compares the layer's output with the patched one, which computes as torch does with method "fp32"."""
     with torch.no_grad():
         want = model(*args, **kwargs)[0]
         with intflash.patch(model, "fp32"):
@@ -64,7 +64,7 @@ def test_masks(name):
     assert sqnr(want, got) > 100
 
 
-def test_what_it_cannot_do_is_refused_or_left():
+def test_unsupported_calls_are_refused_or_left():
     model, x = attention(batch_first=True), torch.randn(2, 5, 32)
     with intflash.patch(model, "fp32"):
         with pytest.raises(intflash.InputError, match="give the mask too"):
@@ -78,7 +78,7 @@ def test_what_it_cannot_do_is_refused_or_left():
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_an_encoder_is_reached_and_not_computed_by_torchs_fast_path(norm_first):
+def test_an_encoder_does_not_use_torchs_fast_path(norm_first):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first)
     model = sharpen(nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first))

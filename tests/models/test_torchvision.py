@@ -5,7 +5,7 @@ import torch
 
 import intflash
 from oracle import sqnr
-from sharp import run, sharpen
+from peaked_models import run, sharpen
 
 pytest.importorskip("torchvision")
 from torchvision.models.swin_transformer import (  # noqa: E402
@@ -54,7 +54,7 @@ def test_torchvision_models(name):
 
 
 def test_swin_v2_under_autocast():
-    """Its logit scale is float32: Q is, where K and V are not."""
+    """The logit scale is float32, so that Q is float32 where K and V are not."""
     torch.manual_seed(0)
     model, image = sharpen(swin_v2(8)), torch.randn(1, 3, 64, 64)
     with torch.autocast("cpu", torch.bfloat16):

@@ -3,14 +3,14 @@
 import pickle
 
 import pytest
+import small_models
 import torch
-import zoo
 from torch.nn import functional as F
 
 import intflash
 from intflash.models.base import CROSS_RECIPE, IntegerCore
 from oracle import sqnr
-from sharp import run, sharpen
+from peaked_models import run, sharpen
 
 transformers = pytest.importorskip("transformers")
 import intflash.models.transformers as adapter  # noqa: E402
@@ -60,7 +60,7 @@ def test_vision_models(name, layers):
 
 
 def attention_mask(ids, padded):
-    """The first of two sequences begins with five tokens of padding."""
+    """The first of two sequences begins with five padding tokens."""
     mask = torch.ones_like(ids)
     if padded:
         mask[0, :5] = 0
@@ -81,7 +81,7 @@ def test_decoder_with_grouped_heads_and_causal_mask(padded):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_causality_with_static_scales(padded):
-    """With static scales a later token cannot change an earlier output by a single bit."""
+    """With static scales a later token changes no bit of an earlier output."""
     model, ids = decoder(), torch.randint(0, 100, (2, 12))
     mask = attention_mask(ids, padded)
     scales = intflash.calibrate(model, [ids])
@@ -156,14 +156,14 @@ def test_the_interface_computes_what_sdpas_does():
 
 
 @pytest.mark.parametrize("option", [{"softcap": 30.0}, {"indices": torch.zeros(4)}, {"dropout": 0.1}])
-def test_what_is_not_served_is_refused(option):
+def test_unsupported_arguments_are_refused(option):
     q = torch.randn(1, 4, 5, 16)
     with pytest.raises(intflash.InputError, match="does not serve"):
         adapter.intflash_attention_forward(torch.nn.Module(), q, q, q, None, is_causal=False, **option)
 
 
 def test_masks_reach_the_attention():
-    """The name is registered for masks too: without, transformers passes none."""
+    """The name is registered for masks too. Otherwise transformers passes no mask."""
     model, ids = decoder(), torch.randint(0, 100, (2, 9))
     mask = torch.ones_like(ids)
     mask[:, :4] = 0
@@ -215,7 +215,7 @@ def test_a_model_of_the_same_configuration_is_not_touched(implementation):
     assert torch.equal(run(a, pixels), before) and a.layers[0].attention.config is a.config
 
 
-def test_a_pickled_model_is_patched_still():
+def test_a_pickled_model_stays_patched():
     model, ids = bert(), torch.randint(0, 100, (2, 9))
     reference = run(model, ids)
     intflash.patch(model)
@@ -245,7 +245,7 @@ def test_an_implementation_with_other_masks_is_left():
 TINY = dict(vocab_size=100, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 ENCODER = TINY | dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64)
 
-# Models that do not use transformers' AttentionInterface; later tokens leaked, masks were lost, or nothing was called.
+# Models that do not use transformers' AttentionInterface, or lose masks or causality with it.
 NOT_OF_THE_INTERFACE = {
     "Bloom": TINY | dict(hidden_size=32, n_layer=1, n_head=4),
     "XGLM": TINY | dict(d_model=32, num_layers=1, attention_heads=4, ffn_dim=64),
@@ -262,7 +262,7 @@ NOT_OF_THE_INTERFACE = {
 
 @pytest.mark.parametrize("name", NOT_OF_THE_INTERFACE)
 def test_a_model_that_does_not_use_the_interface_is_refused_by_name(name, tmp_path):
-    """However it is loaded or switched; its own attention still works."""
+    """However it is loaded or switched. Its own attention still works."""
     message = rf'{name}Model cannot run with attn_implementation="intflash"(.|\n)*intflash.patch\(model\)'
     cls, config = (getattr(transformers, name + kind) for kind in ("Model", "Config"))
     torch.manual_seed(0)
@@ -285,7 +285,7 @@ def test_a_model_that_does_not_use_the_interface_is_refused_by_name(name, tmp_pa
 
 
 def load(model, route):
-    """The model patched, or another of its weights that is loaded by name."""
+    """Returns the model patched, or another one with its weights that is loaded by name."""
     if route == "patch":
         intflash.patch(model)
         return model
@@ -320,7 +320,7 @@ def test_by_default_later_tokens_change_no_earlier_logit(route, padded):
 
 @ROUTES
 def test_by_default_later_target_tokens_change_no_earlier_output(route):
-    """Of an encoder and decoder: the largest query of the cross attention may be a later token's."""
+    """In an encoder and decoder, the largest query of the cross attention may be a later token's."""
     torch.manual_seed(0)
     config = transformers.BartConfig(
         **TINY, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
@@ -374,7 +374,7 @@ def test_sam():
             assert 20 < sqnr(reference, model(**inputs).pred_masks) < 100
 
 
-def test_a_soft_cap_is_refused_and_says_why():
+def test_a_soft_cap_is_refused_with_the_reason():
     def config(**options):
         return transformers.Gemma2Config(**DECODER, head_dim=16, **options)
 
@@ -386,7 +386,7 @@ def test_a_soft_cap_is_refused_and_says_why():
 
 
 def test_a_layer_that_does_not_say_is_causal():
-    """As for transformers' "sdpa". Doge's layers do not, and add what they learn to the causal mask."""
+    """As for transformers' "sdpa". Doge's layers do not say it, and add a learned term to the causal mask."""
     torch.manual_seed(0)
     model, ids = sharpen(transformers.DogeModel(transformers.DogeConfig(**DECODER))), torch.randint(0, 100, (2, 12))
     assert not hasattr(model.layers[0].self_attn, "is_causal")
@@ -399,17 +399,17 @@ def test_a_layer_that_does_not_say_is_causal():
 
 @ROUTES
 def test_a_model_without_sdpa_gets_its_own_kind_of_mask(route):
-    """DeepSeek V4 appends what it adds to the scores to its mask, which a bool mask would not hold."""
+    """DeepSeek V4 appends the terms of its scores to its mask, which a bool mask could not hold."""
     torch.manual_seed(0)
-    model, inputs = zoo.transformers_model("deepseek_v4")
+    model, inputs = small_models.transformers_model("deepseek_v4")
     reference = first_tensor(model, **inputs)
     assert 35 < sqnr(reference, first_tensor(load(model, route), **inputs)) < 100
 
 
 @pytest.mark.parametrize("kind", ["of each query", "unknown"])
 def test_an_argument_of_the_models_own_attention_is_served_or_refused(kind, monkeypatch):
-    """Inkling 2 calls its attention with sinks of each query; what ours does not know is not left out silently."""
-    model, inputs = zoo.transformers_model("inkling2_text")
+    """Inkling 2 calls its attention with sinks of each query. Arguments that ours does not support are not ignored."""
+    model, inputs = small_models.transformers_model("inkling2_text")
     reference = first_tensor(model, **inputs)
     if kind == "of each query":
         with intflash.patch(model, "fp32"):
@@ -423,7 +423,7 @@ def test_an_argument_of_the_models_own_attention_is_served_or_refused(kind, monk
 @ROUTES
 @pytest.mark.parametrize("padded", [False, True])
 def test_attention_sinks(route, padded):
-    """A head's sink is one more key without a value."""
+    """The sink of a head is one more key with a value of 0."""
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
         **DECODER, head_dim=16, num_local_experts=1, num_experts_per_tok=1, sliding_window=4,
@@ -447,7 +447,7 @@ def test_attention_sinks(route, padded):
 
 
 def test_cpu_offload():
-    """accelerate's hooks hold each layer's forward and bring its weights when it runs."""
+    """accelerate's hooks hold each layer's forward and load its weights when it runs."""
     accelerate = pytest.importorskip("accelerate")
     model, ids = bert(), torch.randint(3, 100, (2, 9))
     reference = run(model, ids)

@@ -26,7 +26,7 @@ def constant(q_scale: float, k_scale: float, sm_scale: float, unit: exp.ScoreUni
 
 
 def largest_below(c: float, unit: exp.ScoreUnit) -> float:
-    """The largest sm_scale of scales 1 whose units per score are below c."""
+    """Returns the largest sm_scale, for scales of 1, whose units per score are below c."""
     sm_scale = math.nextafter(c / PER_OCTAVE[unit] / LOG2_E, math.inf)
     while sm_scale * LOG2_E * PER_OCTAVE[unit] >= c:
         sm_scale = math.nextafter(sm_scale, 0)
@@ -60,7 +60,7 @@ def test_products_of_32_bits_hold_all_but_small_constants(unit, c):
 
 @UNITS
 def test_fraction_bits_fall_to_24_at_the_threshold(unit):
-    """The 25th fraction bit, which is c's last: kept below the threshold, rounded away above it."""
+    """c's 25th fraction bit is kept below the threshold and rounded away above it."""
     least, last = LEAST_COARSE[unit], 2.0**-25
     for c, kept in ((least - last, least - last), (least + last, least)):
         assert constant(1.0, 1.0, largest_below(math.nextafter(c, 1), unit), unit) == (kept * 2**32, 0)
@@ -93,14 +93,16 @@ def test_larger_than_64_octaves_is_64(unit):
 
 
 def test_units_of_t():
-    """256 steps of the table, of which an octave has 112, are 16/7 octaves; a bias counts 2^-20 octave."""
+    """256 steps of the table, of which an octave has 112, are 16/7 octaves. A bias counts in 2^-20 octave."""
     assert exp.OCTAVES.octave == 1 << 32 and exp.OCTAVES.bias_step == 1 << 12
     assert exp.TABLE_STEPS.octave == 7 << 28 == 112 << 24 and exp.TABLE_STEPS.bias_step == 1792
     assert all(unit.bias_step << 20 == unit.octave for unit in PER_OCTAVE)
 
 
 def test_p8_of_the_table():
-    """1,024 steps, each at the 1/256 octave that it is in; T rounds to the nearest of them, halves to the deeper."""
+    """1,024 steps, each with the p8 of the 1/256 octave that contains it. T rounds to the nearest step, halves to
+    the deeper one.
+    """
     step = torch.arange(exp.LAST_STEP + 1)
     assert torch.equal((step * 37450) >> 14, 16 * step // 7)
     assert torch.equal(3686 - 16 * step // 7, 16 * (1613 - step) // 7)  # what a GPU computes

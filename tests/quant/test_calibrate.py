@@ -1,4 +1,6 @@
-"""Histograms and scales files: what cannot give or be a scale is refused. Accuracy: tests/models/test_scales.py."""
+"""Histograms and scales files: values that cannot be or give a scale are refused. Accuracy:
+tests/models/test_scales.py.
+"""
 
 import json
 
@@ -70,7 +72,7 @@ def layer(name, value):
         (lambda content: content.update(format="intflash-scales/0"), "has format 'intflash-scales/0', expected"),
     ],
 )
-def test_a_file_that_is_wrong_is_refused_with_what_is_wrong(tmp_path, change, message):
+def test_an_invalid_file_is_refused_with_the_reason(tmp_path, change, message):
     path = tmp_path / "scales.json"
     SCALES.save(path)
     assert Scales.load(path) == SCALES
@@ -82,7 +84,7 @@ def test_a_file_that_is_wrong_is_refused_with_what_is_wrong(tmp_path, change, me
 
 
 @pytest.mark.parametrize("moved, told", [(0.004, False), (0.006, True), (-0.006, True)])
-def test_other_weights_are_told_at_the_tolerance(moved, told):
+def test_other_weights_are_detected_at_the_tolerance(moved, told):
     here = dict(heads=2, kv_heads=1, head_dim=4, weights=0.1 + moved)
     found = SCALES.differences("Net", {"a": here, "b": here})
     assert len(found) == (2 if told else 0) and all("other weights" in line for line in found)
@@ -91,7 +93,7 @@ def test_other_weights_are_told_at_the_tolerance(moved, told):
 @pytest.mark.parametrize(
     "content", [b"\xff\xfe\x00\x81", b"{", b"[1]", b"[" * 100_000, b'{"layers": ' * 100_000, b"1" * 10_000]
 )
-def test_a_file_that_is_no_json_object_is_refused(tmp_path, content):
+def test_a_file_without_a_json_object_is_refused(tmp_path, content):
     path = tmp_path / "scales.json"
     path.write_bytes(content)
     with pytest.raises(InputError, match="scales.json is not a valid scales file"):

@@ -92,7 +92,7 @@ def test_rotation_refuses_an_odd_head_dim():
 
 
 def smoothed_by_the_text(k):
-    """K smoothing as docs/numerics.md writes it down, in scalar steps of NumPy."""
+    """K smoothing as docs/numerics.md defines it, in scalar steps of NumPy."""
     b, h, tokens, d = k.shape
     out = k.copy()
     for index in np.ndindex(b, h, d):
@@ -110,7 +110,7 @@ def smoothed_by_the_text(k):
 
 
 def rotated_by_the_text(x):
-    """The Hadamard rotation as docs/numerics.md writes it down."""
+    """The Hadamard rotation as docs/numerics.md defines it."""
     d, size = x.shape[-1], 1
     while d % (2 * size) == 0:
         size *= 2
@@ -127,13 +127,13 @@ def rotated_by_the_text(x):
 
 
 def spread(*shape, seed=0):
-    """Float32 values of very different magnitudes, so that each order of additions has bits of its own."""
+    """Returns float32 values of very different magnitudes, so that each order of additions has different bits."""
     g = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=g) * torch.exp(4 * torch.randn(shape, generator=g))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 64, 197])
-def test_the_text_of_k_smoothing_gives_its_bits(n):
+def test_k_smoothing_has_the_bits_of_the_specification(n):
     k = spread(2, 2, n, 3)
     smoothed = k - key_mean(k)
     assert smoothed.numpy().tobytes() == smoothed_by_the_text(k.numpy()).tobytes()
@@ -141,12 +141,12 @@ def test_the_text_of_k_smoothing_gives_its_bits(n):
 
 
 @pytest.mark.parametrize("d", [2, 6, 24, 64, 128])
-def test_the_text_of_the_rotation_gives_its_bits(d):
+def test_rotation_has_the_bits_of_the_specification(d):
     x = spread(1, 2, 5, d)
     assert hadamard_rotate(x).numpy().tobytes() == rotated_by_the_text(x.numpy()).tobytes()
 
 
-def test_a_call_rotates_ahead_of_smoothing():
+def test_a_call_rotates_before_smoothing():
     q, k, v = (spread(1, 2, 9, 12, seed=i) for i in range(3))
     changed = [torch.from_numpy(x) for x in (rotated_by_the_text(q.numpy()), rotated_by_the_text(k.numpy()))]
     changed[1] = torch.from_numpy(smoothed_by_the_text(changed[1].numpy()))
@@ -194,7 +194,7 @@ def test_bad_input_is_named(make, message):
         make()
 
 
-def test_the_least_amax_that_counts():
+def test_the_smallest_nonzero_amax():
     least = torch.tensor([[[[0.0, 2.0**-100]]]])
     assert quantize(least).scale.item() == pytest.approx(2.0**-100 / 127) and quantize(least).data.max() == 127
     below = torch.nextafter(least, torch.zeros(()))
@@ -202,7 +202,7 @@ def test_the_least_amax_that_counts():
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_the_least_amax_on_every_backend(backend):
+def test_the_smallest_nonzero_amax_on_every_backend(backend):
     q, k, v = torch.randn(3, 1, 2, 20, 16)
     v = v / v.abs().max() * 2.0**-100  # exactly its largest
     out = intflash.attention(q, k, v, backend=backend)

@@ -2,6 +2,7 @@
 
 #include "cpu/amx_short_rows.hpp"
 #include "cpu/attention.hpp"
+#include "cpu/integer.hpp"
 #include "cpu/quantize.hpp"
 
 namespace intflash {
@@ -26,5 +27,6 @@ void attention(const Call& call, const Units& units, uint64_t call_id, Scratch& 
 
 }  // namespace
 
-const Kernels kAmxKernels = {"amx", 25000, unit_rows, attention, absolute_maximum<Amx>, quantize<Amx>};
+const Kernels kAmxKernels = {
+    "amx", 25000, unit_rows, attention, absolute_maximum<Amx>, quantize<Amx>, &kIntegerKernels<Amx>};
 }  // namespace intflash

@@ -8,7 +8,9 @@ namespace {
 struct Amx : Vec512 {
   static constexpr int kMaxRows = 32;
   static constexpr int kScoreBytes = 1 << 20;
-  static constexpr bool kUnsignedKeys = false, kMatrixUnit = true;
+  static constexpr bool kUnsignedKeys = false, kMatrixUnit = true, kOwnLinear = true;
+  static constexpr int kXOffset = 0;
+  using XCode = int8_t;
 
   // A tile is 16 rows of 64 bytes, so that head_dim is divided into depths of 16 steps.
   static int depth_steps(int64_t head_dim) { return int((head_dim + 63) / 64 * 16); }
@@ -118,12 +120,13 @@ struct Amx : Vec512 {
     };
     int c = 0;
     for (; c + 2 <= whole; c += 2) {
-      product<true>(q, 4 * steps, k + int64_t(c) * 64 * steps, 64 * steps, steps, 2, rows, out + 16 * c, out_ld, false);
+      product<true>(q, 4 * steps, k + int64_t(c) * 64 * steps, 64 * steps, 64, steps, 2, rows, out + 16 * c, out_ld,
+                    false);
       if (c) update_max(out + 16 * (c - 2));
     }
     if (c) update_max(out + 16 * (c - 2));
     if (c < panels)
-      product<true>(q, 4 * steps, k + int64_t(c) * 64 * steps, 64 * steps, steps, panels - c, rows, out + 16 * c,
+      product<true>(q, 4 * steps, k + int64_t(c) * 64 * steps, 64 * steps, 64, steps, panels - c, rows, out + 16 * c,
                     out_ld, false);
     for (int32_t* s = out + 16 * c; c < whole; ++c, s += 16)
       for (int r = 0; r < rows; ++r) max[r] = Vec512::max(max[r], load(s + r * out_ld));
@@ -131,33 +134,40 @@ struct Amx : Vec512 {
 
   static void values(const PCode* p, int64_t p_ld, const Code* v, int64_t v_ld, int steps, int panels, int rows,
                      int32_t* out, int64_t out_ld, bool add) {
-    product<false>(p, p_ld, v, v_ld, steps, panels, rows, out, out_ld, add);
+    product<false>(p, p_ld, v, v_ld, 64, steps, panels, rows, out, out_ld, add);
+  }
+  // Reads and writes whole tiles of 16 rows.
+  static void linear(const XCode* x, int64_t x_ld, const int8_t* w, int steps, int panels, int rows, int32_t* out,
+                     int64_t out_ld) {
+    for (; rows > 0; rows -= 32, x += 32 * x_ld, out += 32 * out_ld)
+      product<true>(x, x_ld, w, 64, 64 * panels, steps, panels, rows, out, out_ld, false);
   }
 
  private:
   // Multiplies two tiles of rows by two panels at a time, so that each tile of a panel is loaded once for 32 rows.
+  // Panels lie b_ld codes apart, their steps b_line.
   template <bool Signed>
-  static void product(const void* a, int64_t a_ld, const Code* b, int64_t b_ld, int steps, int panels, int rows,
-                      int32_t* out, int64_t out_ld, bool add) {
+  static void product(const void* a, int64_t a_ld, const Code* b, int64_t b_ld, int64_t b_line, int steps, int panels,
+                      int rows, int32_t* out, int64_t out_ld, bool add) {
     const bool two_rows = rows > 16;
     int c = 0;
     for (; c + 2 <= panels; c += 2, b += 2 * b_ld, out += 32) {
       if (two_rows)
-        block<Signed, 2, 2>(a, a_ld, b, b_ld, steps, out, out_ld, add);
+        block<Signed, 2, 2>(a, a_ld, b, b_ld, b_line, steps, out, out_ld, add);
       else
-        block<Signed, 1, 2>(a, a_ld, b, b_ld, steps, out, out_ld, add);
+        block<Signed, 1, 2>(a, a_ld, b, b_ld, b_line, steps, out, out_ld, add);
     }
     if (c == panels) return;
     if (two_rows)
-      block<Signed, 2, 1>(a, a_ld, b, b_ld, steps, out, out_ld, add);
+      block<Signed, 2, 1>(a, a_ld, b, b_ld, b_line, steps, out, out_ld, add);
     else
-      block<Signed, 1, 1>(a, a_ld, b, b_ld, steps, out, out_ld, add);
+      block<Signed, 1, 1>(a, a_ld, b, b_ld, b_line, steps, out, out_ld, add);
   }
 
   // Tiles 0 to 3 hold sums, those of rows r and panel c in tile 2 r + c, tiles 4 and 5 rows, 6 and 7 panels.
   template <bool Signed, int R, int C>
-  static inline void block(const void* rows, int64_t a_ld, const Code* b, int64_t b_ld, int steps, int32_t* out,
-                           int64_t out_ld, bool add) {
+  static inline void block(const void* rows, int64_t a_ld, const Code* b, int64_t b_ld, int64_t b_line, int steps,
+                           int32_t* out, int64_t out_ld, bool add) {
     const Code* a = static_cast<const Code*>(rows);
     const int64_t line = 4 * out_ld;
     int32_t* below = out + 16 * out_ld;
@@ -174,8 +184,8 @@ struct Amx : Vec512 {
     }
     for (int s = 0; s < steps; s += 16) {
       _tile_loadd(4, a + 4 * s, a_ld);
-      _tile_loadd(6, b + 64 * s, 64);
-      if constexpr (C == 2) _tile_loadd(7, b + b_ld + 64 * s, 64);
+      _tile_loadd(6, b + b_line * s, b_line);
+      if constexpr (C == 2) _tile_loadd(7, b + b_ld + b_line * s, b_line);
       if constexpr (R == 2) _tile_loadd(5, a + 16 * a_ld + 4 * s, a_ld);
       if constexpr (Signed) {
         _tile_dpbssd(0, 4, 6);

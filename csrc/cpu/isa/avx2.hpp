@@ -99,10 +99,12 @@ struct Vec256 {
     const __m256i odd = _mm256_srlv_epi32(a, _mm256_srli_epi32(n, 16));
     return _mm256_blend_epi16(even, odd, 0xAA);
   }
+  template <bool Deep>
   static U16 round16(U16 w, U16 s) {
     const __m256i h = average(w, 33151), n = _mm256_sub_epi16(s, _mm256_set1_epi16(2));
     const __m256i alive = _mm256_cmpgt_epi16(_mm256_set1_epi16(15), s);
-    const __m256i far = _mm256_and_si256(average(shift_right(h, n), 0), alive), near = average(w, 33152);
+    const __m256i deep = average(shift_right(h, n), 0), near = average(w, 33152);
+    const __m256i far = Deep ? deep : _mm256_and_si256(deep, alive);
     const __m256i first = _mm256_and_si256(h, _mm256_cmpeq_epi16(s, _mm256_setzero_si256()));
     return _mm256_add_epi16(_mm256_blendv_epi8(far, near, _mm256_srai_epi16(n, 15)), first);
   }
@@ -154,6 +156,26 @@ struct Vec256 {
     for (int i = 0; i < 8 && i < count; ++i) out[i] = Out(lanes[i]);
   }
 
+  static I32 min(I32 a, I32 b) { return _mm256_min_epi32(a, b); }
+  static I32 mul_high_signed(I32 a, I32 c) {
+    return high_halves(_mm256_mul_epi32(a, c), _mm256_mul_epi32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(c, 32)));
+  }
+  static I32 mul_high_signed(I32 a, const int32_t* c) {
+    return high_halves(_mm256_mul_epi32(a, load(c)), _mm256_mul_epi32(_mm256_srli_epi64(a, 32), load(c + 1)));
+  }
+  static I32 shift_right_signed(I32 a, int n) { return _mm256_sra_epi32(a, _mm_cvtsi32_si128(n)); }
+  static I32 load_widened(const int16_t* p) {
+    return _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I32 load_widened(const int8_t* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static __m128i words(I32 x) { return _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)); }
+  static void store_saturated(int8_t* out, I32 x) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packs_epi16(words(x), words(x)));
+  }
+  static void store_saturated(int16_t* out, I32 x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(out), words(x)); }
+
   static Codes load_codes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static Codes broadcast(const void* p) {
     int32_t word;
@@ -172,6 +194,13 @@ inline __m128i load_half(const int8_t* x) { return _mm_loadl_epi64(reinterpret_c
 
 struct Avx2 : Vec256 {
   static constexpr int kGroup = 2, kRows = 6, kCols = 2;
+  static constexpr bool kOwnLinear = false;
+  static constexpr int kWeightGroup = 2, kXOffset = 0;
+  using XCode = int16_t;
+  static Codes load_weights(const int8_t* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void dot_wx(I32& acc, Codes w, Codes x) { acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w, x)); }
   static constexpr bool kUnsignedKeys = false, kWideP = true;
   using Code = int16_t;
   using PCode = int16_t;
@@ -237,6 +266,11 @@ struct Avx2 : Vec256 {
 #ifdef __AVXVNNI__
 struct AvxVnni : Vec256 {
   static constexpr int kGroup = 4, kRows = 6, kCols = 2;
+  static constexpr bool kOwnLinear = false;
+  static constexpr int kWeightGroup = 4, kXOffset = 128;
+  using XCode = uint8_t;
+  static Codes load_weights(const int8_t* p) { return load_codes(p); }
+  static void dot_wx(I32& acc, Codes w, Codes x) { acc = _mm256_dpbusd_avx_epi32(acc, x, w); }
   static constexpr bool kUnsignedKeys = true, kWideP = false;
   using Code = int8_t;
   using PCode = uint8_t;

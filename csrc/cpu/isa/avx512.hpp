@@ -377,8 +377,15 @@ struct Vec512 : Pack512 {
   }
   static U16 average(U16 a, uint16_t b) { return _mm512_avg_epu16(a, _mm512_set1_epi16(int16_t(b))); }
   static U16 shift_right(U16 a, U16 n) { return _mm512_srlv_epi16(a, n); }
-  // (w + 33152 + 2^(s-1)) >> s: for s > 0 the sum and its first shift are an average
+  // (w + 33152 + 2^(s-1)) >> s: for s > 0 the sum and its first shift are an average. Where 16 bits do not hold
+  // 2^(s-1), Deep, it is as generic.hpp has it.
+  template <bool Deep>
   static U16 round16(U16 w, U16 s) {
+    if constexpr (Deep) {
+      const __m512i far = average(_mm512_srlv_epi16(average(w, 33151), _mm512_sub_epi16(s, set16(2))), 0);
+      const __m512i p = _mm512_mask_avg_epu16(far, _mm512_cmplt_epu16_mask(s, set16(2)), w, set16(33152));
+      return _mm512_mask_add_epi16(p, _mm512_testn_epi16_mask(s, s), w, set16(33152));
+    }
     const __m512i n = _mm512_sub_epi16(s, _mm512_set1_epi16(1)), half = _mm512_sllv_epi16(_mm512_set1_epi16(1), n);
     const __m512i average = _mm512_avg_epu16(w, _mm512_add_epi16(half, _mm512_set1_epi16(int16_t(33151))));
     const __m512i far = _mm512_maskz_srlv_epi16(_mm512_cmplt_epu16_mask(s, _mm512_set1_epi16(15)), average, n);
@@ -535,10 +542,127 @@ struct Vec512 : Pack512 {
   // In assembly, so that the sum stays in its register; gcc copies and spills the many sums of a tile.
   static void dot_in_place(I32& acc, Codes u, Codes s) { asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s)); }
   static I32 dot_pv(I32 acc, Codes v, Codes p) { return _mm512_dpbusd_epi32(acc, p, v); }
+
+  static constexpr int kWeightGroup = 4;
+  static Codes load_weights(const int8_t* p) { return load_codes(p); }
+  static void dot_wx(I32& acc, Codes w, Codes x) { acc = _mm512_dpbusd_epi32(acc, x, w); }
+  static I32 min(I32 a, I32 b) { return _mm512_min_epi32(a, b); }
+  static I32 mul_high_signed(I32 a, I32 c) {
+    return high_halves(_mm512_mul_epi32(a, c), _mm512_mul_epi32(odd_lanes(a), odd_lanes(c)));
+  }
+  static I32 mul_high_signed(I32 a, const int32_t* c) {
+    return high_halves(_mm512_mul_epi32(a, load(c)), _mm512_mul_epi32(odd_lanes(a), load(c + 1)));
+  }
+  static I32 shift_right_signed(I32 a, int n) { return _mm512_sra_epi32(a, _mm_cvtsi32_si128(n)); }
+  static I32 load_widened(const int16_t* p) {
+    return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static I32 load_widened(const int8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_saturated(int8_t* out, I32 x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtsepi32_epi8(x));
+  }
+  static void store_saturated(int16_t* out, I32 x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtsepi32_epi16(x));
+  }
+  // Store 64 values, clamped.
+  static void store_block(int8_t* out, const I32 (&x)[4], int low, int high) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i codes = _mm512_packs_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3]));
+    const __m512i clamped =
+        _mm512_min_epi8(_mm512_max_epi8(codes, _mm512_set1_epi8(char(low))), _mm512_set1_epi8(char(high)));
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, clamped));
+  }
+  static void store_block(int16_t* out, const I32 (&x)[4], int low, int high) {
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+#pragma GCC unroll 2
+    for (int i = 0; i < 4; i += 2) {
+      const __m512i words = _mm512_packs_epi32(x[i], x[i + 1]);
+      const __m512i clamped =
+          _mm512_min_epi16(_mm512_max_epi16(words, _mm512_set1_epi16(int16_t(low))), _mm512_set1_epi16(int16_t(high)));
+      _mm512_storeu_si512(out + 16 * i, _mm512_permutexvar_epi64(order, clamped));
+    }
+  }
+
+  // Widens the values of whole vectors to `out`, adds them and their squares to the sums, and returns how many they
+  // are, at most 2^14.
+  template <class T>
+  static int64_t widen_and_sum(const T* x, int64_t n, int32_t* out, int64_t& sum, int64_t& squares) {
+    __m512i sums[2] = {}, square_sums[2] = {};
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+      const __m512i v = widened_or_same(x + i), odd = odd_lanes(v);
+      store(out + i, v);
+      if constexpr (sizeof(T) == 4) {
+        sums[0] = _mm512_add_epi64(sums[0], _mm512_cvtepi32_epi64(_mm512_castsi512_si256(v)));
+        sums[1] = _mm512_add_epi64(sums[1], _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(v, 1)));
+      } else {
+        sums[0] = _mm512_add_epi32(sums[0], v);  // 2^10 values of 2^15
+      }
+      square_sums[0] = _mm512_add_epi64(square_sums[0], _mm512_mul_epi32(v, v));
+      square_sums[1] = _mm512_add_epi64(square_sums[1], _mm512_mul_epi32(odd, odd));
+    }
+    sum += sizeof(T) == 4 ? _mm512_reduce_add_epi64(_mm512_add_epi64(sums[0], sums[1]))
+                          : int64_t(_mm512_reduce_add_epi32(sums[0]));
+    squares += _mm512_reduce_add_epi64(_mm512_add_epi64(square_sums[0], square_sums[1]));
+    return i;
+  }
+  template <class T>
+  static I32 widened_or_same(const T* x) {
+    if constexpr (sizeof(T) == 4)
+      return load(x);
+    else
+      return load_widened(x);
+  }
+
+  // out[i] = middle[index[i]] of tables of 8 or 10 bits by byte permutations. Returns false where there are none on
+  // this processor, or the table is larger.
+  static bool look_up(const int8_t* middle, int bits, const int16_t* index, int64_t count, int8_t* out) {
+    static const bool has_permutations = __builtin_cpu_supports("avx512vbmi");
+    if (!has_permutations || bits > 10) return false;
+    bits == 8 ? look_up_permuted<1>(middle - 128, index, count, out)
+              : look_up_permuted<4>(middle - 512, index, count, out);
+    return true;
+  }
+  // For a table of Parts * 256 entries. Each pair of registers holds 128 of them.
+  template <int Parts>
+  __attribute__((target("avx512vbmi"))) static void look_up_permuted(const int8_t* table, const int16_t* index,
+                                                                     int64_t count, int8_t* out) {
+    __m512i entries[4 * Parts];
+#pragma GCC unroll 16
+    for (int i = 0; i < 4 * Parts; ++i) entries[i] = _mm512_loadu_si512(table + 64 * i);
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), bias = _mm512_set1_epi16(128 * Parts);
+    for (int64_t i = 0; i < count; i += 64) {
+      const __mmask32 first = count - i >= 32 ? ~0u : (1u << (count - i)) - 1;
+      const __mmask32 second = count - i >= 64 ? ~0u : count - i <= 32 ? 0 : (1u << (count - i - 32)) - 1;
+      const __m512i a = _mm512_add_epi16(_mm512_maskz_loadu_epi16(first, index + i), bias);
+      const __m512i b = _mm512_add_epi16(_mm512_maskz_loadu_epi16(second, index + i + 32), bias);
+      const __m512i low_bits = _mm512_set1_epi16(127);
+      const __m512i low = _mm512_packus_epi16(_mm512_and_si512(a, low_bits), _mm512_and_si512(b, low_bits));
+      const __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(a, 7), _mm512_srli_epi16(b, 7));
+      const __mmask64 bit0 = _mm512_test_epi8_mask(high, _mm512_set1_epi8(1));
+      __m512i found[2 * Parts];
+#pragma GCC unroll 8
+      for (int p = 0; p < 2 * Parts; ++p) found[p] = _mm512_permutex2var_epi8(entries[2 * p], low, entries[2 * p + 1]);
+#pragma GCC unroll 8
+      for (int p = 0; p < Parts; ++p) found[p] = _mm512_mask_mov_epi8(found[2 * p], bit0, found[2 * p + 1]);
+      if constexpr (Parts == 4) {
+        const __mmask64 bit1 = _mm512_test_epi8_mask(high, _mm512_set1_epi8(2)),
+                        bit2 = _mm512_test_epi8_mask(high, _mm512_set1_epi8(4));
+        found[0] = _mm512_mask_mov_epi8(_mm512_mask_mov_epi8(found[0], bit1, found[1]), bit2,
+                                        _mm512_mask_mov_epi8(found[2], bit1, found[3]));
+      }
+      _mm512_mask_storeu_epi8(out + i, bytes(count - i), _mm512_permutexvar_epi64(order, found[0]));
+    }
+  }
 };
 
 struct Avx512Vnni : Vec512 {
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20;
+  static constexpr bool kOwnLinear = false;
+  static constexpr int kXOffset = 128;
+  using XCode = uint8_t;
   static constexpr bool kUnsignedKeys = true, kMatrixUnit = false;
   static void begin(int64_t) {}
   static void end() {}

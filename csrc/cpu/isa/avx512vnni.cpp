@@ -2,6 +2,7 @@
 
 #include "cpu/attention.hpp"
 #include "cpu/avx512_short_rows.hpp"
+#include "cpu/integer.hpp"
 #include "cpu/quantize.hpp"
 
 namespace intflash {
@@ -20,6 +21,11 @@ void attention(const Call& call, const Units& units, uint64_t call_id, Scratch& 
 
 }  // namespace
 
-const Kernels kAvx512VnniKernels = {"avx512vnni",        25000, unit_rows, attention, absolute_maximum<Avx512Vnni>,
-                                    quantize<Avx512Vnni>};
+const Kernels kAvx512VnniKernels = {"avx512vnni",
+                                    25000,
+                                    unit_rows,
+                                    attention,
+                                    absolute_maximum<Avx512Vnni>,
+                                    quantize<Avx512Vnni>,
+                                    &kIntegerKernels<Avx512Vnni>};
 }  // namespace intflash

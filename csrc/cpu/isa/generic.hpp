@@ -148,14 +148,15 @@ struct Generic {
     return a;
   }
   // ((m >> (1 + s)) + 1) >> 1 from w = (m >> 2) - 33152 and h = m >> 3, where m mod 4 < 2:
-  // m >> 2 = h + g for s = 0, g = (w + 33153) >> 1 for s = 1, else from h alone; 0 for s > 14 (hi < 0)
+  // m >> 2 = h + g for s = 0, g = (w + 33153) >> 1 for s = 1, else from h alone; unless Deep 0 for s > 14 (hi < 0)
+  template <bool Deep>
   static U16 round16(U16 w, U16 s) {
     const U16 h = average(w, 33151), g = average(w, 33152);
     for (int i = 0; i < 8; ++i)
-      w.x[i] = s.x[i] == 0   ? uint16_t(h.x[i] + g.x[i])
-               : s.x[i] == 1 ? g.x[i]
-               : s.x[i] > 14 ? 0
-                             : uint16_t(((h.x[i] >> (s.x[i] - 2)) + 1) >> 1);
+      w.x[i] = s.x[i] == 0                 ? uint16_t(h.x[i] + g.x[i])
+               : s.x[i] == 1               ? g.x[i]
+               : s.x[i] > (Deep ? 17 : 14) ? 0
+                                           : uint16_t(((h.x[i] >> (s.x[i] - 2)) + 1) >> 1);
     return w;
   }
   static U16 and16(U16 a, uint16_t b) {
@@ -212,6 +213,41 @@ struct Generic {
   static I32 dot_pv(I32 acc, Codes v, Codes p) {
     for (int i = 0; i < 16; ++i) acc.x[i / 4] += int32_t(v.x[i]) * uint8_t(p.x[i]);
     return acc;
+  }
+
+  // Linear layers. Activations are multiplied as x + kXOffset; the bias of a packed layer takes the offset back.
+  static constexpr bool kOwnLinear = false;    // has its own product (linear)
+  static constexpr int kWeightGroup = kGroup;  // weights of a channel side by side
+  static constexpr int kXOffset = 0;
+  using XCode = int8_t;
+  static Codes load_weights(const int8_t* p) { return load_codes(p); }
+  static void dot_wx(I32& acc, Codes w, Codes x) { acc = dot_qk(acc, w, x); }
+
+  static I32 min(I32 a, I32 b) {
+    for (int i = 0; i < 4; ++i) a.x[i] = a.x[i] < b.x[i] ? a.x[i] : b.x[i];
+    return a;
+  }
+  // (a * c) >> 32, signed. Factors in memory have one more value behind them.
+  static I32 mul_high_signed(I32 a, I32 c) {
+    for (int i = 0; i < 4; ++i) a.x[i] = int32_t((int64_t(a.x[i]) * c.x[i]) >> 32);
+    return a;
+  }
+  static I32 mul_high_signed(I32 a, const int32_t* c) { return mul_high_signed(a, load(c)); }
+  static I32 shift_right_signed(I32 a, int n) {
+    for (int i = 0; i < 4; ++i) a.x[i] >>= n;
+    return a;
+  }
+  template <class In>
+  static I32 load_widened(const In* p) {
+    I32 r;
+    for (int i = 0; i < 4; ++i) r.x[i] = p[i];
+    return r;
+  }
+  // Stores the lanes, saturated to Out.
+  template <class Out>
+  static void store_saturated(Out* out, I32 x) {
+    constexpr int32_t high = (1 << (8 * sizeof(Out) - 1)) - 1;
+    for (int i = 0; i < 4; ++i) out[i] = Out(x.x[i] < -high - 1 ? -high - 1 : x.x[i] > high ? high : x.x[i]);
   }
 };
 

@@ -90,10 +90,11 @@ struct Neon {
   static U16 shift_right(U16 a, U16 n) {  // by a negative left shift, whose amount is a signed byte
     return vshlq_u16(a, vnegq_s16(vreinterpretq_s16_u16(vminq_u16(n, vdupq_n_u16(16)))));
   }
+  template <bool Deep>
   static U16 round16(U16 w, U16 s) {
     const U16 h = average(w, 33151), near = average(w, 33152);
     const U16 far = average(shift_right(h, vsubq_u16(s, vdupq_n_u16(2))), 0);
-    const U16 alive = vandq_u16(far, vcltq_u16(s, vdupq_n_u16(15)));
+    const U16 alive = Deep ? far : vandq_u16(far, vcltq_u16(s, vdupq_n_u16(15)));
     const U16 p = vbslq_u16(vcltq_u16(s, vdupq_n_u16(2)), near, alive);
     return vaddq_u16(p, vandq_u16(h, vceqq_u16(s, vdupq_n_u16(0))));
   }
@@ -141,11 +142,86 @@ struct Neon {
     const Codes half = vdupq_n_s8(64);  // p = (p ^ 0x80) + 64 + 64 in signed codes
     return vdotq_s32(vdotq_s32(vdotq_s32(acc, v, veorq_s8(p, vdupq_n_s8(-128))), v, half), v, half);
   }
+
+  static constexpr bool kOwnLinear = false;
+  static constexpr int kWeightGroup = 4, kXOffset = 0;
+  using XCode = int8_t;
+  static Codes load_weights(const int8_t* p) { return load_codes(p); }
+  static void dot_wx(I32& acc, Codes w, Codes x) { acc = vdotq_s32(acc, w, x); }
+  static I32 min(I32 a, I32 b) { return vminq_s32(a, b); }
+  static I32 mul_high_signed(I32 a, I32 c) {
+    return vcombine_s32(vshrn_n_s64(vmull_s32(vget_low_s32(a), vget_low_s32(c)), 32),
+                        vshrn_n_s64(vmull_high_s32(a, c), 32));
+  }
+  static I32 mul_high_signed(I32 a, const int32_t* c) { return mul_high_signed(a, load(c)); }
+  static I32 shift_right_signed(I32 a, int n) { return vshlq_s32(a, vdupq_n_s32(-n)); }
+  static I32 load_widened(const int16_t* p) { return vmovl_s16(vld1_s16(p)); }
+  static I32 load_widened(const int8_t* p) {
+    int32_t word;
+    std::memcpy(&word, p, 4);
+    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(word)))));
+  }
+  static void store_saturated(int16_t* out, I32 x) { vst1_s16(out, vqmovn_s32(x)); }
+  static void store_saturated(int8_t* out, I32 x) {
+    const int16x4_t words = vqmovn_s32(x);
+    const int32_t codes = vget_lane_s32(vreinterpret_s32_s8(vqmovn_s16(vcombine_s16(words, words))), 0);
+    std::memcpy(out, &codes, 4);
+  }
 };
 
 #ifdef __ARM_FEATURE_MATMUL_INT8
 struct NeonI8mm : Neon {
   static I32 dot_pv(I32 acc, Codes v, Codes p) { return vusdotq_s32(acc, vreinterpretq_u8_s8(p), v); }
+
+  // The product of two rows of eight codes by two channels is one instruction (smmla). Reads and writes whole pairs of
+  // rows.
+  static constexpr bool kOwnLinear = true;
+  static constexpr int kWeightGroup = 8;
+  static void linear(const XCode* x, int64_t x_ld, const int8_t* w, int steps, int panels, int rows, int32_t* out,
+                     int64_t out_ld) {
+    for (; rows > 0; rows -= 8, x += 8 * x_ld, out += 8 * out_ld)
+      pairs<4>((rows + 1) / 2, x, x_ld, w, steps, panels, out, out_ld);
+  }
+
+ private:
+  template <int Pairs>
+  static void pairs(int count, const XCode* x, int64_t x_ld, const int8_t* w, int steps, int panels, int32_t* out,
+                    int64_t out_ld) {
+    if constexpr (Pairs > 1) {
+      if (count < Pairs) return pairs<Pairs - 1>(count, x, x_ld, w, steps, panels, out, out_ld);
+    }
+    int c = 0;
+    for (; c + 2 <= panels; c += 2) tile<Pairs, 2>(x, x_ld, w + 32 * c, 32 * panels, steps, out + 4 * c, out_ld);
+    if (c < panels) tile<Pairs, 1>(x, x_ld, w + 32 * c, 32 * panels, steps, out + 4 * c, out_ld);
+  }
+  template <int Pairs, int Panels>
+  static void tile(const XCode* x, int64_t x_ld, const int8_t* w, int64_t w_step, int steps, int32_t* out,
+                   int64_t out_ld) {
+    int32x4_t acc[Pairs][2 * Panels];
+#pragma GCC unroll 4
+    for (int r = 0; r < Pairs; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < 2 * Panels; ++c) acc[r][c] = vdupq_n_s32(0);
+    for (int s = 0; s < steps; ++s, w += w_step, x += 8) {
+      int8x16_t channels[2 * Panels];
+#pragma GCC unroll 4
+      for (int c = 0; c < 2 * Panels; ++c) channels[c] = vld1q_s8(w + 16 * c);
+#pragma GCC unroll 4
+      for (int r = 0; r < Pairs; ++r) {
+        const int8x16_t two = vcombine_s8(vld1_s8(x + 2 * r * x_ld), vld1_s8(x + (2 * r + 1) * x_ld));
+#pragma GCC unroll 4
+        for (int c = 0; c < 2 * Panels; ++c) acc[r][c] = vmmlaq_s32(acc[r][c], two, channels[c]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < Pairs; ++r)
+#pragma GCC unroll 2
+      for (int c = 0; c < Panels; ++c) {
+        const int32x4_t a = acc[r][2 * c], b = acc[r][2 * c + 1];
+        vst1q_s32(out + 2 * r * out_ld + 4 * c, vcombine_s32(vget_low_s32(a), vget_low_s32(b)));
+        vst1q_s32(out + (2 * r + 1) * out_ld + 4 * c, vcombine_s32(vget_high_s32(a), vget_high_s32(b)));
+      }
+  }
 };
 #endif
 

@@ -1,82 +1,88 @@
-// Shared-memory barriers (mbarrier) between producer and consumer warps, and setmaxnreg, which moves registers between
-// them.
+// Shared-memory barriers (mbarrier) between producer and consumer warps, setmaxnreg, which moves registers between
+// them, and cp.async.
 #pragma once
 #include "ptx.cuh"
 
 DEVICE void barrier_init(u32 at, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
 }
 
 DEVICE void barrier_arrive(u32 at, u32 count = 1) {
-    asm volatile("{.reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [%0], %1;}" ::"r"(at), "r"(count) : "memory");
+  asm volatile("{.reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [%0], %1;}" ::"r"(at), "r"(count) : "memory");
 }
 
-// Without a branch.
+// Arrives if `arrives`, without a branch.
 DEVICE void barrier_arrive_if(u32 at, bool arrives) {
-    asm volatile(
-        "{.reg .pred p; .reg .b64 t; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 t, [%0];}" ::"r"(at),
-        "r"((u32)arrives)
-        : "memory");
+  asm volatile(
+      "{.reg .pred p; .reg .b64 t; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 t, [%0];}" ::"r"(at),
+      "r"((u32)arrives)
+      : "memory");
 }
 
-// Arrives, and holds the phase until as many bytes have been copied.
+// Arrives, and keeps the phase incomplete until `bytes` bytes have been copied.
 DEVICE void barrier_expect(u32 at, u32 bytes) {
-    asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [%0], %1;}" ::"r"(at), "r"(bytes)
-                 : "memory");
+  asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [%0], %1;}" ::"r"(at), "r"(bytes)
+               : "memory");
 }
 
 DEVICE void barrier_wait(u32 at, u32 parity) {
-    asm volatile(
-        "{.reg .pred p;\n"
-        "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@!p bra AGAIN;}" ::"r"(at), "r"(parity)
-        : "memory");
+  asm volatile(
+      "{.reg .pred p;\n"
+      "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra AGAIN;}" ::"r"(at),
+      "r"(parity)
+      : "memory");
 }
 
-// Whether a wait would return at once.
+// Returns whether `barrier_wait` would return at once.
 DEVICE bool barrier_test(u32 at, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{.reg .pred p;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(at), "r"(parity)
-        : "memory");
-    return done;
+  u32 done;
+  asm volatile(
+      "{.reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;}"
+      : "=r"(done)
+      : "r"(at), "r"(parity)
+      : "memory");
+  return done;
 }
 
-// Where a walk over a ring of SIZE buffers stands; the parity flips with every round.
-template <int SIZE> struct Ring {
-    u32 stage = 0, parity = 0;
-    DEVICE void next() {
-        if (++stage == SIZE) stage = 0, parity ^= 1;
-    }
-    // By at most SIZE.
-    DEVICE void forward(u32 count) {
-        stage += count;
-        if (stage >= SIZE) stage -= SIZE, parity ^= 1;
-    }
-    DEVICE void back(u32 count) {
-        if (stage < count) stage += SIZE, parity ^= 1;
-        stage -= count;
-    }
+// The position in a ring buffer of SIZE stages. The parity flips in every round.
+template <int SIZE>
+struct RingPosition {
+  u32 stage = 0, parity = 0;
+  DEVICE void next() {
+    if (++stage == SIZE) stage = 0, parity ^= 1;
+  }
+  // Advances by at most SIZE stages.
+  DEVICE void advance(u32 count) {
+    stage += count;
+    if (stage >= SIZE) stage -= SIZE, parity ^= 1;
+  }
+  DEVICE void rewind(u32 count) {
+    if (stage < count) stage += SIZE, parity ^= 1;
+    stage -= count;
+  }
 };
 
-template <int COUNT> DEVICE void release_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+template <int COUNT>
+DEVICE void release_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
-template <int COUNT> DEVICE void acquire_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+template <int COUNT>
+DEVICE void acquire_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// 16 bytes, or zeros.
+// Copies 16 bytes, or writes zeros where the source does not exist.
 DEVICE void cp_async_16_or_zeros(u32 to, const void* from, bool present) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0)
-                 : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
 }
 DEVICE void cp_async_4_or_zero(u32 to, const void* from, bool present) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(present ? 4 : 0) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(present ? 4 : 0) : "memory");
 }
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> DEVICE void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+template <int PENDING>
+DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }

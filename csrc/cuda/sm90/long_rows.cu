@@ -1,4 +1,5 @@
-// Long rows of the integer methods: METHOD is ExactP8, ExactP16 or Online. TMA is 1 where TMA loads K and V.
+// The kernel of long rows for the integer methods. METHOD is ExactP8, ExactP16 or Online. TMA is 1 where TMA loads K
+// and V.
 #include "sm90/integer_softmax.cuh"
 #if FLOAT_KV
 #include "sm90/long_rows_quantize.cuh"
@@ -10,10 +11,10 @@ typedef CpAsyncLoader Loader;
 #if TMA
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
-    attend<METHOD>(p, TmaLoader{maps});
+  attend<METHOD>(p, TmaLoader{maps});
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Params p) {
-    attend<METHOD>(p, Loader());
+  attend<METHOD>(p, Loader());
 }
 #endif

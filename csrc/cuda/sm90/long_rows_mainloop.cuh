@@ -1,28 +1,28 @@
-// Long rows: streams tiles of 128 keys through a ring buffer in shared memory (KV streaming).
+// The kernel of long rows: streams tiles of 128 keys through a ring buffer in shared memory.
 //
-// One producer warpgroup loads the tiles (long_rows_load.cuh), CONSUMERS warpgroups of 64 rows each compute on them,
-// for one work tile of the tile scheduler after another; a warpgroup without rows left goes on to the next work tile. A
-// method is a struct (integer_softmax.cuh, float_softmax.cuh); barriers, products and masks are here.
+// One producer warpgroup loads the tiles (long_rows_load.cuh). CONSUMERS warpgroups compute 64 rows each, for one work
+// tile of the tile scheduler after another. A warpgroup that has no rows left goes on to the next work tile. This file
+// holds barriers, products and masks; a method is a struct with its softmax (integer_softmax.cuh, float_softmax.cuh).
 //
 // Macros:
 //   HEAD_DIM         a multiple of 16
-//   CONSUMERS        warpgroups that compute
+//   CONSUMERS        number of consumer warpgroups
 //   CAUSAL           0 or 1
-//   KEY_SCALES       K's scales: 0 one for a head, 1 one for each tile of 128 keys, 2 one for each key
-//   P_SHARED         1: P goes to the products through shared memory, as there are no registers left for it
-//   P_TABLE          1: P is looked up in shared memory (exp2_table.cuh)
+//   KEY_SCALES       K's scales: 0 one per head, 1 one per tile of 128 keys, 2 one per key
+//   P_SHARED         1: P goes to the products through shared memory, because registers do not suffice
+//   P_TABLE          1: P comes from a table in shared memory (exp2_table.cuh)
 //   STAGES           stages of the ring buffer
-//   KV_RESIDENT      1: the ring holds all K/V tiles of a head until every row of it has been computed
+//   KV_RESIDENT      1: the ring holds all K/V tiles of a head until all rows of the head are computed
 //   QUERY            the type of Q: i8, or a float type with p.q_scale
 //   FLOAT_KV         1: K and V are floats as Q is, with p.k_scale and p.v_scale (long_rows_quantize.cuh)
-//   VALUES_IN_RANGE  1: no float is past its scale's range
+//   VALUES_IN_RANGE  1: no float is outside its scale's range
 //   VALUE            the type of V in the products: i8, half_t or bfloat_t
 //   OUT              the type of the output
 //
-// The exponentials of a tile are computed in two halves of 64 keys, or at once (WHOLE_TILES) in one of two forms; their
-// sums and the rows' references then follow in `add` and `raise_row_octaves`. With registers for the scores of both
-// halves (BUFFERS 2) one product gives both: Q K^T of tile j + 1 and P V of tile j run while other warpgroups compute.
-// With registers for one, the scores of a half take the place of the other's.
+// The exponentials of a tile are computed in two halves of 64 keys, or at once where the method sets WHOLE_TILES;
+// `add_row_sums` and `raise_row_octaves` then update the row sums and octaves. With BUFFERS = 2 there are registers for
+// the scores of both halves, and one product computes both: Q K^T of tile j + 1 and P V of tile j run while other
+// warpgroups compute. With BUFFERS = 1 the scores of one half overwrite those of the other.
 #pragma once
 #include "epilogue.cuh"
 #include "exp2_table.cuh"
@@ -30,378 +30,394 @@
 #include "sm90/wgmma.cuh"
 
 typedef i32 Scores[HALF / 2];
-// Of a thread; 65,536 in all.
+// Registers per thread. A multiprocessor has 65,536.
 constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 
-// Tiles of keys that rows [first, end) see, and how many of them are seen whole by every row.
+// The number of key tiles that rows [first, end) see, and how many of them all rows see whole.
 struct KeyTileRange {
-    i32 count, whole;
-    DEVICE KeyTileRange(const Params& p, i32 first, i32 end) {
-        i32 keys = CAUSAL ? min(p.nk, end + p.causal) : p.nk;
-        i32 seen = CAUSAL ? min(p.nk, first + p.causal + 1) : p.nk;
-        count = keys > 0 ? (keys + TILE - 1) / TILE : 0;
-        whole = seen > 0 ? seen / TILE : 0;
-    }
+  i32 count, whole;
+  DEVICE KeyTileRange(const Params& p, i32 first, i32 end) {
+    i32 keys = CAUSAL ? min(p.nk, end + p.causal) : p.nk;
+    i32 seen = CAUSAL ? min(p.nk, first + p.causal + 1) : p.nk;
+    count = keys > 0 ? (keys + TILE - 1) / TILE : 0;
+    whole = seen > 0 ? seen / TILE : 0;
+  }
 };
 
-// The tiles of keys that are loaded for a work tile.
+// Returns the number of key tiles that are loaded for a work tile.
 DEVICE i32 tiles_of(const Params& p, const WorkTile& work) { return KeyTileRange(p, work.row, work.end).count; }
 
 // --- a warpgroup's rows
 
-// Codes of 64 rows. A warp loads the 16 that its products read, so it waits for no other warp. Copies of codes begin
-// before the rows are computed; codes of floats are made when they are.
+// Loads the codes of 64 rows of Q. A warp loads the 16 rows that its own products read, so that it waits for no other
+// warp. int8 codes are copied ahead of time; floats are prefetched to L2 and quantized just before use.
 struct QueryLoader {
-    typedef Codes<QUERY, VALUES_IN_RANGE> In;
-    static constexpr u32 WIDE = K_WIDTH / 16, AT_ONCE = 32 / WIDE, ROUNDS = 16 / AT_ONCE;
-    const Params& p;
-    const SharedLayout& shared;
+  typedef Codes<QUERY, VALUES_IN_RANGE> In;
+  static constexpr u32 WIDE = K_WIDTH / 16, AT_ONCE = 32 / WIDE, ROUNDS = 16 / AT_ONCE;
+  const Params& p;
+  const SharedLayout& shared;
 
-    // What a thread loads: one chunk of 16 channels of each of several rows.
-    struct Chunks {
-        const u8* base;
-        u32 to, row, chunk;
-        i32 first, last;
-        i64 stride;
+  // The part of Q that a thread loads: one chunk of 16 channels of each of several rows.
+  struct Chunks {
+    const u8* base;
+    u32 to, row, chunk;
+    i32 first, last;
+    i64 stride;
 
-        DEVICE Chunks(const QueryLoader& query, const WorkTile& work, i32 tile) {
-            const Params& p = query.p;
-            const u32 thread = reread_thread_index();
-            to = query.shared.query_rows(thread / GROUP - 1);
-            row = thread % GROUP / 32 * 16 + thread % 32 / WIDE, chunk = thread % WIDE;
-            first = work.row + tile * 64 + row, last = p.nq - 1, stride = p.q.n * SIZE<QUERY>;
-            base = p.q.ptr + (head_offset(p.q, work.batch, work.head) + (exists() ? chunk * 16 : 0)) * SIZE<QUERY>;
-        }
-        DEVICE bool exists() const { return chunk < D_CHUNKS; }
-        DEVICE const u8* from(u32 i) const { return base + min(first + (i32)(i * AT_ONCE), last) * stride; }
-        DEVICE u32 place(u32 i) const { return to + swizzled<K_WIDTH>(row + i * AT_ONCE, chunk); }
-    };
-
-    DEVICE void begin(const WorkTile& work, i32 tile) const {
-        const Chunks chunks(*this, work, tile);
-#pragma unroll
-        for (u32 i = 0; i < ROUNDS; ++i) {
-            if constexpr (SIZE<QUERY> == 1) cp_async_16_or_zeros(chunks.place(i), chunks.from(i), chunks.exists());
-            else asm volatile("prefetch.global.L2 [%0];" ::"l"(chunks.from(i)));
-        }
+    DEVICE Chunks(const QueryLoader& query, const WorkTile& work, i32 tile) {
+      const Params& p = query.p;
+      const u32 thread = reread_thread_index();
+      to = query.shared.query_rows(thread / GROUP - 1);
+      row = thread % GROUP / 32 * 16 + thread % 32 / WIDE, chunk = thread % WIDE;
+      first = work.row + tile * 64 + row, last = p.nq - 1, stride = p.q.n * SIZE<QUERY>;
+      base = p.q.ptr + (head_offset(p.q, work.batch, work.head) + (exists() ? chunk * 16 : 0)) * SIZE<QUERY>;
     }
-    DEVICE void end(const WorkTile& work, i32 tile) const {
-        if constexpr (SIZE<QUERY> == 1) {
-            cp_async_wait_all();
-        } else {
-            const Chunks chunks(*this, work, tile);
-            const float scale = *head_element<float>(p.q_scale, work.batch, work.head);
-            In::Raw<4> raw[ROUNDS];
+    DEVICE bool exists() const { return chunk < D_CHUNKS; }
+    DEVICE const u8* from(u32 i) const { return base + min(first + (i32)(i * AT_ONCE), last) * stride; }
+    DEVICE u32 place(u32 i) const { return to + swizzled<K_WIDTH>(row + i * AT_ONCE, chunk); }
+  };
+
+  DEVICE void begin_load(const WorkTile& work, i32 tile) const {
+    const Chunks chunks(*this, work, tile);
 #pragma unroll
-            for (u32 i = 0; i < ROUNDS; ++i) load_words(chunks.from(i), raw[i].word);
-            const float inverse = In::usable_inverse(__frcp_rn(scale));
-#pragma unroll
-            for (u32 i = 0; i < ROUNDS; ++i) {
-                if (In::has_far_values(inverse)) In::clamp_far_values(raw[i], inverse);
-                u32 w[4];
-                In::codes(raw[i], inverse, w);
-#pragma unroll
-                for (u32& word : w) word = chunks.exists() ? word : 0;
-                store_shared(chunks.place(i), w);
-            }
-        }
-        fence_async_proxy();
-        __syncwarp();
+    for (u32 i = 0; i < ROUNDS; ++i) {
+      if constexpr (SIZE<QUERY> == 1)
+        cp_async_16_or_zeros(chunks.place(i), chunks.from(i), chunks.exists());
+      else
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(chunks.from(i)));
     }
-};
-
-// The key of a thread's score i, as the products of P want it, from the thread's first one of a half on.
-constexpr int LANE_KEYS = FLOAT_VALUES ? 2 : 4;  // neighbouring keys of a thread
-DEVICE constexpr int key_of_score(int i) {
-    return FLOAT_VALUES ? i / 4 * 8 + i % 2 : i / 8 * 16 + i / 4 % 2 * 2 + i % 2;
-}
-
-// Keys that a thread's two rows see, from the thread's first one of a half on; may be below 0.
-struct VisibleKeys {
-    i32 keys[2];
-    DEVICE bool has(int i) const { return key_of_score(i) < keys[i / 2 % 2]; }
-};
-
-// The largest scores of the two rows.
-DEVICE void take_maxima(i32 (&peak)[2], const Scores& s, bool partial, const VisibleKeys& visible) {
-    if (partial) {
-#pragma unroll
-        for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], visible.has(i) ? s[i] : NO_SCORE);
+  }
+  DEVICE void finish_load(const WorkTile& work, i32 tile) const {
+    if constexpr (SIZE<QUERY> == 1) {
+      cp_async_wait_all();
     } else {
+      const Chunks chunks(*this, work, tile);
+      const float scale = *head_element<float>(p.q_scale, work.batch, work.head);
+      In::Raw<4> raw[ROUNDS];
 #pragma unroll
-        for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
-    }
-}
-
-// How often the keys of a work tile are loaded.
-template <class Method> constexpr int KEY_PASSES = KV_RESIDENT ? 1 : Method::PASSES;
-
-template <class Method> struct Consumer {
-    static constexpr int BUFFERS = Method::BUFFERS;  // of scores of 64 keys
-    const Params& p;
-    const SharedLayout& shared;
-    Method method;
-    Scores s[BUFFERS];
-    const QueryLoader query;
-    u64 q;
-    i32 seen[2];
-    bool releases_tiles;  // of tiles that it has walked over: no later walk needs them
-
-    DEVICE Consumer(const Params& p, const SharedLayout& shared) : p(p), shared(shared), query{p, shared} {}
-
-    // Broadcast, so that the compiler knows it as uniform and keeps addresses of tiles in uniform registers.
-    DEVICE static u32 group() { return __shfl_sync(~0u, threadIdx.x / GROUP, 0) - 1; }
-
-    DEVICE void release(u32 stage) const {
-        if (!KV_RESIDENT || releases_tiles) shared.release(stage);
-    }
-
-    // Of a tile, or of one of its halves where they share a buffer. One product writes all buffers: of two that write
-    // them apart, here or there, ptxas waits for each.
-    DEVICE void issue_scores(int half, u32 stage) {
-        const u64 k = descriptor<K_WIDTH>(shared.k_tile(stage)) + half * (HALF * K_WIDTH >> 4);
-        wgmma_order();
-        wgmma_s8_new(scores(), q, k);
+      for (u32 i = 0; i < ROUNDS; ++i) load_words(chunks.from(i), raw[i].word);
+      const float inverse = In::usable_inverse(__frcp_rn(scale));
 #pragma unroll
-        for (int i = 1; i < D_STEPS; ++i) wgmma_s8(scores(), q + 2 * i, k + 2 * i);
-        wgmma_commit();
-    }
-    typedef i32 Buffers[BUFFERS * HALF / 2];
-    DEVICE Buffers& scores() { return *(Buffers*)s; }
-
-    // Scores in flight are written by products only, or the compiler waits for each product: masks do not change them.
-    DEVICE void update_row_max(int half, bool partial, i32 key) {
-        method.update_row_max(s[half % BUFFERS], partial, visible_keys(half, key));
-    }
-    DEVICE void update_row_max_of_tile(bool partial, i32 j) {
-        update_row_max(0, partial, j * TILE);
-        update_row_max(1, partial, j * TILE);
-    }
-    // Of the halves from `half` on that lie in buffers.
-    DEVICE void rescale_acc(int half, bool partial, i32 key, u32 stage, float scale) {
-        VisibleKeys visible[BUFFERS];
+      for (u32 i = 0; i < ROUNDS; ++i) {
+        if (In::has_far_values(inverse)) In::clamp_far_values(raw[i], inverse);
+        u32 w[4];
+        In::codes(raw[i], inverse, w);
 #pragma unroll
-        for (int i = 0; i < BUFFERS; ++i) visible[i] = visible_keys(half + i, key);
-        method.rescale_acc(s, partial, visible, shared.k_scales(stage) + half * (SCALE_BYTES / 2), scale);
+        for (u32& word : w) word = chunks.exists() ? word : 0;
+        store_shared(chunks.place(i), w);
+      }
     }
-    DEVICE void exponentials(int half, bool partial, i32 key, u32 stage, typename Method::P& codes) {
-        const u32 scales = shared.k_scales(stage) + half * (SCALE_BYTES / 2);
-        method.exponentials(s[half % BUFFERS], partial, visible_keys(half, key), scales, codes);
-    }
-    DEVICE VisibleKeys visible_keys(int half, i32 key) const {
-        const i32 first = key + half * HALF + threadIdx.x % 4 * LANE_KEYS;
-        return {seen[0] - first, seen[1] - first};
-    }
-
-    DEVICE void first_scores(const Stage& at) {
-        shared.wait_full(at);
-        issue_scores(0, at.stage);
-        wgmma_wait(scores());
-    }
-
-    // Pass 1: the scores' maxima.
-    DEVICE void first_pass(i32 tiles, i32 whole, Stage& at) {
-        first_scores(at);
-#pragma unroll 1
-        for (i32 j = 0; j + 1 < tiles; ++j) {
-            const bool partial = CAUSAL && j >= whole;
-            if constexpr (BUFFERS == 1) {
-                update_row_max(0, partial, j * TILE);
-                issue_scores(1, at.stage);
-                wgmma_wait(scores());
-            }
-            release(at.stage);
-            at.next();
-            shared.wait_full(at);
-            if constexpr (BUFFERS == 2) update_row_max(0, partial, j * TILE);
-            update_row_max(1, partial, j * TILE);
-            issue_scores(0, at.stage);
-            wgmma_wait(scores());
-        }
-        const bool partial = tiles > whole;
-        update_row_max(0, partial, (tiles - 1) * TILE);
-        if constexpr (BUFFERS == 1) {
-            issue_scores(1, at.stage);
-            wgmma_wait(scores());
-        }
-        update_row_max(1, partial, (tiles - 1) * TILE);
-        release(at.stage);
-        at.next();
-    }
-
-    // Exponentials and products of tile j, whose scores are there (two buffers: with row maxima and rescaling done);
-    // scores of the tile after it, of which rows see all keys unless EDGE says that they may not. FITS: of WHOLE_TILES,
-    // the form.
-    template <bool LAST, bool EDGE, bool FITS> DEVICE void tile(i32 j, i32 whole, Stage& at) {
-        Stage next = at;
-        next.next();
-        if (!LAST) shared.wait_full(next);
-        // of the tile whose accumulators are rescaled here
-        const float scale = method.tile_scale(shared.k_scales(BUFFERS == 2 && !LAST ? next.stage : at.stage));
-        const u32 values = shared.v_tile(at.stage);
-        const u64 v = FLOAT_VALUES ? columns_descriptor<V_BLOCK>(values) : descriptor<128>(values);
-        const bool partial = (LAST || CAUSAL) && j >= whole;
-        typename Method::P codes[2];
-        if constexpr (BUFFERS == 2) {
-            if constexpr (Method::WHOLE_TILES) {
-                const VisibleKeys visible[2] = {visible_keys(0, j * TILE), visible_keys(1, j * TILE)};
-                method.template exponentials<FITS>(s, partial, visible, codes);
-            }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                if constexpr (!Method::WHOLE_TILES) exponentials(half, partial, j * TILE, at.stage, codes[half]);
-                method.keep(codes[half], half);
-            }
-            if (!LAST) issue_scores(0, next.stage);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) method.products(codes[half], half, v + half * V_HALF);
-            if constexpr (Method::WHOLE_TILES) method.add(codes[0]), method.add(codes[1]);  // while they run
-            if constexpr (!LAST) {
-                // in flight: scores, products, products. All are waited for in the iteration that issued them: a
-                // partial wait for what an earlier one issued makes ptxas wait after every product
-                wgmma_wait<2>(scores());
-                if constexpr (Method::RESCALES) update_row_max_of_tile(EDGE && j + 1 >= whole, j + 1);
-                if constexpr (Method::WHOLE_TILES) method.raise_row_octaves();
-            }
-            method.wait();
-            if constexpr (Method::RESCALES && !LAST)
-                rescale_acc(0, EDGE && j + 1 >= whole, (j + 1) * TILE, next.stage, scale);
-        } else {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                if constexpr (Method::RESCALES) {
-                    update_row_max(half, partial, j * TILE);
-                    rescale_acc(half, partial, j * TILE, at.stage, scale);
-                }
-                exponentials(half, partial, j * TILE, at.stage, codes[half]);
-                if (half == 0) issue_scores(1, at.stage);
-                else if (!LAST) issue_scores(0, next.stage);
-                method.products(codes[half], half, v + half * V_HALF);
-                if (!(LAST && half == 1)) wgmma_wait<Method::IN_FLIGHT>(scores());
-            }
-            method.wait();
-        }
-        release(at.stage);
-        at = next;
-    }
-
-    DEVICE void run_mainloop(i32 tiles, i32 whole, Stage& at) {
-        if constexpr (Method::WHOLE_TILES)
-            if (!method.fits) return run_mainloop_as<false>(tiles, whole, at);
-        run_mainloop_as<true>(tiles, whole, at);
-    }
-    template <bool FITS> DEVICE void run_mainloop_as(i32 tiles, i32 whole, Stage& at) {
-        first_scores(at);
-        if constexpr (Method::RESCALES && BUFFERS == 2) {
-            update_row_max_of_tile(0 >= whole, 0);
-            if constexpr (Method::WHOLE_TILES) method.raise_row_octaves();
-            rescale_acc(0, 0 >= whole, 0, at.stage, method.tile_scale(shared.k_scales(at.stage)));
-        }
-        i32 j = 0;
-        // Where tiles are short, masks in the loop cost: instructions are fetched past them.
-        constexpr bool EDGE = CAUSAL || !FITS || !Method::WHOLE_TILES;
-#pragma unroll(FITS ? Method::UNROLL : 1)
-        for (; j + 1 + !EDGE < tiles; ++j) tile<false, EDGE, FITS>(j, whole, at);
-        if (!EDGE && j + 1 < tiles) tile<false, true, FITS>(j++, whole, at);
-        tile<true, true, FITS>(j, whole, at);
-    }
-
-    // Passes over tiles that only other warpgroups need.
-    DEVICE void skip_tiles(i32 tiles, Stage& at) {
-#pragma unroll 1
-        for (; tiles > 0; --tiles, at.next()) {
-            shared.wait_full(at);
-            __syncwarp();  // a lane far behind could find the ring full again
-            shared.release(at.stage);
-        }
-    }
-
-    // Computes 64 rows but for their output. last: this warpgroup has no later rows in the work tile.
-    DEVICE void attend(const WorkTile& work, i32 tile, bool last, Stage& at) {
-        const i32 first = work.row + tile * 64, tiles = tiles_of(p, work);
-        const KeyTileRange mine(p, first, min(first + 64, work.end));
-        const ThreadRows place = work.place(threadIdx.x, tile);
-        q = descriptor<K_WIDTH>(shared.query_rows(group()));
-        query.end(work, tile);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) seen[h] = CAUSAL ? min(p.nk, place.row + 8 * h + p.causal + 1) : p.nk;
-        if (CAUSAL) wgmma_hold(seen);  // or it would be computed anew in every tile
-        method.start(p, place, shared);
-        if constexpr (Method::PASSES == 2) {
-            releases_tiles = false;
-            if (mine.count) first_pass(mine.count, mine.whole, at);
-            if (KV_RESIDENT) at.back(tiles);
-            else skip_tiles(tiles - mine.count, at);
-            method.between(shared);
-        }
-        releases_tiles = last;
-        if (mine.count) run_mainloop(mine.count, mine.whole, at);
-        if (!KV_RESIDENT) skip_tiles(tiles - mine.count, at);
-        else if (!last) at.back(tiles);
-    }
-
-    // Computes the CTA's tiles of 64 rows, alternating with the other warpgroups. `tile` counts from the start of a
-    // work tile.
-    DEVICE void run() {
-        Stage at;
-        TileScheduler scheduler(p), next = scheduler;
-        i32 tile = group();
-        WorkTile work = find_tile(next, tile);
-        while (true) {
-#pragma unroll 1
-            for (; scheduler.i != next.i; scheduler.next(p))
-                skip_tiles(KEY_PASSES<Method> * tiles_of(p, scheduler.work(p)), at);
-            if (scheduler.done(p)) break;
-            attend(work, tile, tile + CONSUMERS >= work.tiles(), at);
-            const WorkTile from = work;
-            const i32 done = tile;
-            tile += CONSUMERS;
-            if (!CAUSAL) work = find_tile(next, tile);
-            method.store(p, from.place(reread_thread_index(), done));
-            if (CAUSAL) break;  // a CTA has one work tile
-            if (scheduler.i != next.i) scheduler.next(p);
-        }
-    }
-    // Advances the scheduler to the work tile that holds a tile, and begins to load its Q.
-    DEVICE WorkTile find_tile(TileScheduler& scheduler, i32& tile) const {
-        WorkTile work = scheduler.work(p);
-#pragma unroll 1
-        while (!scheduler.done(p) && tile >= work.tiles()) {
-            tile -= work.tiles();
-            scheduler.next(p);
-            work = scheduler.work(p);
-        }
-        if (!scheduler.done(p)) query.begin(work, tile);
-        return work;
-    }
-};
-
-template <class Method, class Loader> DEVICE void attend(const Params& p, Loader loader) {
-    extern __shared__ __align__(1024) u8 memory[];
-    const SharedLayout shared(shared_address(memory));
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared.full + 8 * i, Loader::ARRIVALS);
-            barrier_init(shared.empty + 8 * i, 4 * CONSUMERS);
-        }
-    }
-    static_assert(!P_TABLE || TABLE_BYTES == 256 * WORD_BYTES);
-    if constexpr (P_TABLE) fill_table(shared.table);
     fence_async_proxy();
-    __syncthreads();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    if (threadIdx.x < GROUP) {
-        release_registers<LOADER_REGISTERS>();
-        Stage at;
+    __syncwarp();
+  }
+};
+
+// Returns the key of a thread's score i, relative to the thread's first key of a half, in the order that the products
+// with P need.
+constexpr int LANE_KEYS = FLOAT_VALUES ? 2 : 4;  // adjacent keys per thread
+DEVICE constexpr int key_of_score(int i) {
+  return FLOAT_VALUES ? i / 4 * 8 + i % 2 : i / 8 * 16 + i / 4 % 2 * 2 + i % 2;
+}
+
+// The number of keys that each of a thread's two rows sees, from the thread's first key of a half on. May be negative.
+struct VisibleKeys {
+  i32 keys[2];
+  DEVICE bool has(int i) const { return key_of_score(i) < keys[i / 2 % 2]; }
+};
+
+// Updates the running maxima of the two rows.
+DEVICE void update_maxima(i32 (&peak)[2], const Scores& s, bool partial, const VisibleKeys& visible) {
+  if (partial) {
+#pragma unroll
+    for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], visible.has(i) ? s[i] : NO_SCORE);
+  } else {
+#pragma unroll
+    for (int i = 0; i < HALF / 2; ++i) peak[i / 2 % 2] = max(peak[i / 2 % 2], s[i]);
+  }
+}
+
+// How many times the keys of a work tile are loaded.
+template <class Method>
+constexpr int KEY_PASSES = KV_RESIDENT ? 1 : Method::PASSES;
+
+template <class Method>
+struct Consumer {
+  static constexpr int BUFFERS = Method::BUFFERS;  // buffers for the scores of 64 keys
+  const Params& p;
+  const SharedLayout& shared;
+  Method method;
+  Scores s[BUFFERS];
+  const QueryLoader query;
+  u64 q;
+  i32 seen[2];
+  bool releases_tiles;  // whether tiles may be released after use, because no later pass needs them
+
+  DEVICE Consumer(const Params& p, const SharedLayout& shared) : p(p), shared(shared), query{p, shared} {}
+
+  // Returns the index of the consumer warpgroup. The broadcast makes it uniform for the compiler, which then keeps tile
+  // addresses in uniform registers.
+  DEVICE static u32 group() { return __shfl_sync(~0u, threadIdx.x / GROUP, 0) - 1; }
+
+  DEVICE void release(u32 stage) const {
+    if (!KV_RESIDENT || releases_tiles) shared.release(stage);
+  }
+
+  // Issues Q K^T of a tile, or of one half where the halves share a buffer. One product writes all buffers. With two
+  // products that write them separately, ptxas would wait for each product.
+  DEVICE void issue_scores(int half, u32 stage) {
+    const u64 k = descriptor<K_WIDTH>(shared.k_tile(stage)) + half * (HALF * K_WIDTH >> 4);
+    wgmma_order();
+    wgmma_s8_new(scores(), q, k);
+#pragma unroll
+    for (int i = 1; i < D_STEPS; ++i) wgmma_s8(scores(), q + 2 * i, k + 2 * i);
+    wgmma_commit();
+  }
+  typedef i32 Buffers[BUFFERS * HALF / 2];
+  DEVICE Buffers& scores() { return *(Buffers*)s; }
+
+  // Only products write scores that are in flight, so masks must not modify them. Otherwise the compiler waits for each
+  // product.
+  DEVICE void update_row_max(int half, bool partial, i32 key) {
+    method.update_row_max(s[half % BUFFERS], partial, visible_keys(half, key));
+  }
+  DEVICE void update_row_max_of_tile(bool partial, i32 j) {
+    update_row_max(0, partial, j * TILE);
+    update_row_max(1, partial, j * TILE);
+  }
+  // Rescales for the halves from `half` on that are in buffers.
+  DEVICE void rescale_acc(int half, bool partial, i32 key, u32 stage, float scale) {
+    VisibleKeys visible[BUFFERS];
+#pragma unroll
+    for (int i = 0; i < BUFFERS; ++i) visible[i] = visible_keys(half + i, key);
+    method.rescale_acc(s, partial, visible, shared.k_scales(stage) + half * (SCALE_BYTES / 2), scale);
+  }
+  DEVICE void exponentials(int half, bool partial, i32 key, u32 stage, typename Method::P& codes) {
+    const u32 scales = shared.k_scales(stage) + half * (SCALE_BYTES / 2);
+    method.exponentials(s[half % BUFFERS], partial, visible_keys(half, key), scales, codes);
+  }
+  DEVICE VisibleKeys visible_keys(int half, i32 key) const {
+    const i32 first = key + half * HALF + threadIdx.x % 4 * LANE_KEYS;
+    return {seen[0] - first, seen[1] - first};
+  }
+
+  DEVICE void first_scores(const Stage& at) {
+    shared.wait_full(at);
+    issue_scores(0, at.stage);
+    wgmma_wait(scores());
+  }
+
+  // The first pass, which computes the row maxima.
+  DEVICE void first_pass(i32 tiles, i32 whole, Stage& at) {
+    first_scores(at);
 #pragma unroll 1
-        for (TileScheduler scheduler(p); !scheduler.done(p); scheduler.next(p)) {
-            const WorkTile work = scheduler.work(p);
-            loader.template run<KEY_PASSES<Method>>(p, shared, work.batch, work.kv_head, tiles_of(p, work), at);
-        }
-    } else {
-        acquire_registers<CONSUMER_REGISTERS>();
-        loader.assist(p, shared);
-        Consumer<Method>(p, shared).run();
+    for (i32 j = 0; j + 1 < tiles; ++j) {
+      const bool partial = CAUSAL && j >= whole;
+      if constexpr (BUFFERS == 1) {
+        update_row_max(0, partial, j * TILE);
+        issue_scores(1, at.stage);
+        wgmma_wait(scores());
+      }
+      release(at.stage);
+      at.next();
+      shared.wait_full(at);
+      if constexpr (BUFFERS == 2) update_row_max(0, partial, j * TILE);
+      update_row_max(1, partial, j * TILE);
+      issue_scores(0, at.stage);
+      wgmma_wait(scores());
     }
+    const bool partial = tiles > whole;
+    update_row_max(0, partial, (tiles - 1) * TILE);
+    if constexpr (BUFFERS == 1) {
+      issue_scores(1, at.stage);
+      wgmma_wait(scores());
+    }
+    update_row_max(1, partial, (tiles - 1) * TILE);
+    release(at.stage);
+    at.next();
+  }
+
+  // Computes exponentials and P V of tile j, whose scores are available (with two buffers, their row maxima and
+  // rescaling are done as well), and issues Q K^T of the next tile. MAY_MASK: a row may not see all keys of the next
+  // tile. FAST_EXP: the form of the exponential for WHOLE_TILES.
+  template <bool LAST, bool MAY_MASK, bool FAST_EXP>
+  DEVICE void tile(i32 j, i32 whole, Stage& at) {
+    Stage next = at;
+    next.next();
+    if (!LAST) shared.wait_full(next);
+    // of the tile for which the accumulators are rescaled here
+    const float scale = method.tile_scale(shared.k_scales(BUFFERS == 2 && !LAST ? next.stage : at.stage));
+    const u32 values = shared.v_tile(at.stage);
+    const u64 v = FLOAT_VALUES ? columns_descriptor<V_BLOCK>(values) : descriptor<128>(values);
+    const bool partial = (LAST || CAUSAL) && j >= whole;
+    typename Method::P codes[2];
+    if constexpr (BUFFERS == 2) {
+      if constexpr (Method::WHOLE_TILES) {
+        const VisibleKeys visible[2] = {visible_keys(0, j * TILE), visible_keys(1, j * TILE)};
+        method.template exponentials<FAST_EXP>(s, partial, visible, codes);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (!Method::WHOLE_TILES) exponentials(half, partial, j * TILE, at.stage, codes[half]);
+        method.store_p(codes[half], half);
+      }
+      if (!LAST) issue_scores(0, next.stage);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) method.issue_pv(codes[half], half, v + half * V_HALF);
+      if constexpr (Method::WHOLE_TILES)
+        method.add_row_sums(codes[0]), method.add_row_sums(codes[1]);  // while the products run
+      if constexpr (!LAST) {
+        // In flight are Q K^T and two P V. All of them are waited for in the iteration that issued them. A partial wait
+        // for products of an earlier iteration would make ptxas wait after every product.
+        wgmma_wait<2>(scores());
+        if constexpr (Method::RESCALES) update_row_max_of_tile(MAY_MASK && j + 1 >= whole, j + 1);
+        if constexpr (Method::WHOLE_TILES) method.raise_row_octaves();
+      }
+      method.wait();
+      if constexpr (Method::RESCALES && !LAST)
+        rescale_acc(0, MAY_MASK && j + 1 >= whole, (j + 1) * TILE, next.stage, scale);
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (Method::RESCALES) {
+          update_row_max(half, partial, j * TILE);
+          rescale_acc(half, partial, j * TILE, at.stage, scale);
+        }
+        exponentials(half, partial, j * TILE, at.stage, codes[half]);
+        if (half == 0)
+          issue_scores(1, at.stage);
+        else if (!LAST)
+          issue_scores(0, next.stage);
+        method.issue_pv(codes[half], half, v + half * V_HALF);
+        if (!(LAST && half == 1)) wgmma_wait<Method::IN_FLIGHT>(scores());
+      }
+      method.wait();
+    }
+    release(at.stage);
+    at = next;
+  }
+
+  DEVICE void run_mainloop(i32 tiles, i32 whole, Stage& at) {
+    if constexpr (Method::WHOLE_TILES)
+      if (!method.fast_exp) return run_mainloop_as<false>(tiles, whole, at);
+    run_mainloop_as<true>(tiles, whole, at);
+  }
+  template <bool FAST_EXP>
+  DEVICE void run_mainloop_as(i32 tiles, i32 whole, Stage& at) {
+    first_scores(at);
+    if constexpr (Method::RESCALES && BUFFERS == 2) {
+      update_row_max_of_tile(0 >= whole, 0);
+      if constexpr (Method::WHOLE_TILES) method.raise_row_octaves();
+      rescale_acc(0, 0 >= whole, 0, at.stage, method.tile_scale(shared.k_scales(at.stage)));
+    }
+    i32 j = 0;
+    // For methods with short tiles, mask code in the loop costs time, because instructions are fetched past it.
+    constexpr bool MAY_MASK = CAUSAL || !FAST_EXP || !Method::WHOLE_TILES;
+#pragma unroll(FAST_EXP ? Method::UNROLL : 1)
+    for (; j + 1 + !MAY_MASK < tiles; ++j) tile<false, MAY_MASK, FAST_EXP>(j, whole, at);
+    if (!MAY_MASK && j + 1 < tiles) tile<false, true, FAST_EXP>(j++, whole, at);
+    tile<true, true, FAST_EXP>(j, whole, at);
+  }
+
+  // Skips tiles that only other warpgroups need.
+  DEVICE void skip_tiles(i32 tiles, Stage& at) {
+#pragma unroll 1
+    for (; tiles > 0; --tiles, at.next()) {
+      shared.wait_full(at);
+      __syncwarp();  // a lane that is far behind could otherwise find the ring full again
+      shared.release(at.stage);
+    }
+  }
+
+  // Computes 64 rows up to their output. last: this warpgroup has no later rows in the work tile.
+  DEVICE void attend(const WorkTile& work, i32 tile, bool last, Stage& at) {
+    const i32 first = work.row + tile * 64, tiles = tiles_of(p, work);
+    const KeyTileRange mine(p, first, min(first + 64, work.end));
+    const ThreadRows place = work.place(threadIdx.x, tile);
+    q = descriptor<K_WIDTH>(shared.query_rows(group()));
+    query.finish_load(work, tile);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) seen[h] = CAUSAL ? min(p.nk, place.row + 8 * h + p.causal + 1) : p.nk;
+    if (CAUSAL) wgmma_hold(seen);  // otherwise the compiler recomputes it in every tile
+    method.init(p, place, shared);
+    if constexpr (Method::PASSES == 2) {
+      releases_tiles = false;
+      if (mine.count) first_pass(mine.count, mine.whole, at);
+      if (KV_RESIDENT)
+        at.rewind(tiles);
+      else
+        skip_tiles(tiles - mine.count, at);
+      method.finish_first_pass(shared);
+    }
+    releases_tiles = last;
+    if (mine.count) run_mainloop(mine.count, mine.whole, at);
+    if (!KV_RESIDENT)
+      skip_tiles(tiles - mine.count, at);
+    else if (!last)
+      at.rewind(tiles);
+  }
+
+  // Computes the CTA's tiles of 64 rows in turn with the other warpgroups. `tile` counts from the start of a work tile.
+  DEVICE void run() {
+    Stage at;
+    TileScheduler scheduler(p), next = scheduler;
+    i32 tile = group();
+    WorkTile work = find_tile(next, tile);
+    while (true) {
+#pragma unroll 1
+      for (; scheduler.i != next.i; scheduler.next(p))
+        skip_tiles(KEY_PASSES<Method> * tiles_of(p, scheduler.work(p)), at);
+      if (scheduler.done(p)) break;
+      attend(work, tile, tile + CONSUMERS >= work.tiles(), at);
+      const WorkTile from = work;
+      const i32 done = tile;
+      tile += CONSUMERS;
+      if (!CAUSAL) work = find_tile(next, tile);
+      method.store(p, from.place(reread_thread_index(), done));
+      if (CAUSAL) break;  // with CAUSAL, a CTA has one work tile
+      if (scheduler.i != next.i) scheduler.next(p);
+    }
+  }
+  // Advances the scheduler to the work tile that contains row tile `tile`, and begins to load its Q.
+  DEVICE WorkTile find_tile(TileScheduler& scheduler, i32& tile) const {
+    WorkTile work = scheduler.work(p);
+#pragma unroll 1
+    while (!scheduler.done(p) && tile >= work.tiles()) {
+      tile -= work.tiles();
+      scheduler.next(p);
+      work = scheduler.work(p);
+    }
+    if (!scheduler.done(p)) query.begin_load(work, tile);
+    return work;
+  }
+};
+
+template <class Method, class Loader>
+DEVICE void attend(const Params& p, Loader loader) {
+  extern __shared__ __align__(1024) u8 memory[];
+  const SharedLayout shared(shared_address(memory));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(shared.full + 8 * i, Loader::ARRIVALS);
+      barrier_init(shared.empty + 8 * i, 4 * CONSUMERS);
+    }
+  }
+  static_assert(!P_TABLE || TABLE_BYTES == 256 * WORD_BYTES);
+  if constexpr (P_TABLE) fill_table(shared.table);
+  fence_async_proxy();
+  __syncthreads();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (threadIdx.x < GROUP) {
+    release_registers<LOADER_REGISTERS>();
+    Stage at;
+#pragma unroll 1
+    for (TileScheduler scheduler(p); !scheduler.done(p); scheduler.next(p)) {
+      const WorkTile work = scheduler.work(p);
+      loader.template run<KEY_PASSES<Method>>(p, shared, work.batch, work.kv_head, tiles_of(p, work), at);
+    }
+  } else {
+    acquire_registers<CONSUMER_REGISTERS>();
+    loader.load_first_head(p, shared);
+    Consumer<Method>(p, shared).run();
+  }
 }

@@ -1,188 +1,198 @@
-// The producer of long_rows.cu for float K and V: it makes their codes on the way into shared memory. Only for K/V
-// resident in shared memory, as a CTA then loads each head once. Macros: see long_rows_mainloop.cuh.
+// The producer of long_rows.cu for float K and V: it quantizes them on the way into shared memory. It serves K/V
+// resident in shared memory only, where a CTA loads each head once. Macros: see long_rows_mainloop.cuh.
 #pragma once
 #include "sm90/tile_scheduler.cuh"
 
-// Steps of KEYS keys. The loading warpgroup's threads copy their own chunks of 8 channels into slots that only they
-// read, up to SLOTS steps ahead, and make codes of them when they are there: no thread waits for another, and few
-// registers are held. A CTA's first head is loaded by all warpgroups, as none can compute yet.
+// Works in steps of KEYS keys. Each thread of the producer warpgroup copies its own chunks of 8 channels into staging
+// slots that only it reads, up to STAGING_SLOTS steps ahead, and quantizes them once they have arrived. No thread waits
+// for another, and few registers are used. All warpgroups load the CTA's first head, because none can compute before it
+// is there.
 struct QuantizingLoader {
-    typedef Codes<QUERY, VALUES_IN_RANGE> In;
-    typedef In::Raw<2> Chunk;
-    static constexpr u32 LANES = K_WIDTH / 8, CHUNKS = HEAD_DIM / 8;  // threads on a row, and those that have channels
-    static constexpr u32 KEYS = 4 * GROUP / LANES, STEPS = TILE / KEYS, ROUND = KEYS / 4;
-    static constexpr u32 ARRIVALS = STEPS * GROUP;
-    static_assert(KV_RESIDENT && SIZE<QUERY> == 2 && SLOT_BYTES == 8 * 16 * GROUP);
+  typedef Codes<QUERY, VALUES_IN_RANGE> In;
+  typedef In::Raw<2> Chunk;
+  // threads per row, and how many of them have channels
+  static constexpr u32 LANES = K_WIDTH / 8, CHUNKS = HEAD_DIM / 8;
+  static constexpr u32 KEYS = 4 * GROUP / LANES, STEPS = TILE / KEYS, ROUND = KEYS / 4;
+  static constexpr u32 ARRIVALS = STEPS * GROUP;
+  static_assert(KV_RESIDENT && SIZE<QUERY> == 2 && STAGING_SLOT_BYTES == 8 * 16 * GROUP);
 
-    // A thread's chunks of a step: 4 of K, of keys ROUND apart, then 4 of V, of neighbouring keys.
-    struct Thread {
-        const Params& p;
-        const SharedLayout& shared;
-        const u8 *k, *v;
-        u32 k_to, v_to;  // in a tile, before the step's part of it
-        float k_inverse, v_inverse;
+  // A thread's chunks of a step: 4 of K, of keys ROUND apart, then 4 of V, of adjacent keys.
+  struct ThreadChunks {
+    const Params& p;
+    const SharedLayout& shared;
+    const u8 *k, *v;
+    u32 k_to, v_to;  // offsets in a tile, without the step's part
+    float k_inverse, v_inverse;
 
-        DEVICE Thread(const Params& p, const SharedLayout& shared, u32 batch, u32 head) : p(p), shared(shared) {
-            const u32 row = threadIdx.x % GROUP / LANES, chunk = threadIdx.x % LANES;
-            const u32 channel = has_channels(chunk) ? chunk * 8 : 0;
-            k = p.k.ptr + (head_offset(p.k, batch, head) + row * p.k.n + channel) * SIZE<QUERY>;
-            v = p.v.ptr + (head_offset(p.v, batch, head) + 4 * row * p.v.n + channel) * SIZE<QUERY>;
-            k_to = swizzled<K_WIDTH>(score_row(row), chunk / 2) + chunk % 2 * 8;
-            v_to = value_place(row, channel);
-            k_inverse = In::usable_inverse(__frcp_rn(*head_element<float>(p.k_scale, batch, head)));
-            v_inverse = In::usable_inverse(__frcp_rn(*head_element<float>(p.v_scale, batch, head)));
-        }
-        DEVICE static bool has_channels(u32 thread) { return CHUNKS == LANES || thread % LANES < CHUNKS; }
-        DEVICE static u32 value_place(u32 row, u32 channel) {
-            return swizzled<128>(value_row<HEAD_DIM>(channel), row / 4) + row % 4 * 4;
-        }
-        // Chunk i of a step, and whether it exists. Strides of 32 bits (long_rows.py checks).
-        DEVICE const u8* from(u32 step, u32 i) const {
-            const i32 stride = (i32)(i < 4 ? p.k.n : p.v.n) * SIZE<QUERY>;
-            return (const u8*)multiply_add(key(step, i), stride, (i64)(i < 4 ? k : v));
-        }
-        DEVICE bool exists(u32 step, u32 i) const {
-            const u32 thread = reread_thread_index();  // no register is left to hold what follows from it
-            const i32 row = thread % GROUP / LANES;
-            return has_channels(thread) && key(step, i) + (i < 4 ? row : 4 * row) < p.nk;
-        }
-        DEVICE static i32 key(u32 step, u32 i) { return step * KEYS + (i < 4 ? i * ROUND : i - 4); }
-
-        // Lanes without channels make zeros of K: the last product of 32 channels may have 16 that do not exist. Keys
-        // 16 apart are as many rows apart, keys 8 apart 4 rows, which flips a bit of the swizzle.
-        template <class FROM> DEVICE void finish_keys(u32 step, u32 tile, const FROM& chunks) const {
-            const u32 to = tile + step % STEPS * (KEYS * K_WIDTH) + k_to;
-#pragma unroll
-            for (u32 pair = 0; pair < 4; pair += 2) {
-                Chunk raw[2];
-#pragma unroll
-                for (u32 i = 0; i < 2; ++i) raw[i] = chunks.whole(pair + i);
-#pragma unroll
-                for (u32 i = 0; i < 2; ++i) {
-                    if (In::has_far_values(k_inverse)) In::clamp_far_values(raw[i], k_inverse);
-                    u32 w[2];
-                    In::codes(raw[i], k_inverse, w);
-                    store_shared(ROUND % 16 ? (i ? (to ^ 64) + 4 * K_WIDTH : to) + pair * ROUND * K_WIDTH
-                                            : to + (pair + i) * ROUND * K_WIDTH, w);
-                }
-            }
-        }
-        template <class FROM> DEVICE void finish_values(u32 step, u32 tile, const FROM& chunks) const {
-            if (!has_channels(threadIdx.x)) return;
-#pragma unroll
-            for (u32 half = 0; half < 2; ++half) {
-                In::Raw<1> raw[4];
-#pragma unroll
-                for (u32 i = 0; i < 4; ++i) raw[i] = chunks.half(4 + i, half);
-#pragma unroll
-                for (u32 i = 0; i < 4; ++i)
-                    if (In::has_far_values(v_inverse)) In::clamp_far_values(raw[i], v_inverse);
-                u32 transposed[4];
-                In::transposed(raw, v_inverse, transposed);
-                u32 place = v_to + half * 2048;  // channels 2 apart are 8 rows apart where one lane gets both
-                if (HEAD_DIM / 4 % 8 && half) {
-                    const u32 thread = reread_thread_index();
-                    place = value_place(thread % GROUP / LANES, thread % LANES * 8 + 4);
-                }
-                // the step's keys and the other of two neighbouring rows flip bits of the swizzle
-                const u32 even = tile + (place ^ step % STEPS * KEYS), odd = tile + (place ^ step % STEPS * KEYS ^ 144);
-                store_shared(even, transposed[0]);
-                store_shared(odd, transposed[1]);
-                store_shared(even + 1024, transposed[2]);
-                store_shared(odd + 1024, transposed[3]);
-            }
-        }
-        template <class FROM> DEVICE void finish(u32 step, u32 stage, const FROM& chunks) const {
-            finish_keys(step, shared.k_tile(stage), chunks);
-            finish_values(step, shared.v_tile(stage), chunks);
-        }
-        DEVICE void signal_full(u32 stage, u32 steps) const {
-            fence_async_proxy();
-            barrier_arrive(shared.full + 8 * stage, steps);
-        }
-    };
-
-    struct Slot {  // of shared memory
-        u32 at;
-        DEVICE Slot(const SharedLayout& shared, u32 step)
-            : at(shared.floats + step % SLOTS * SLOT_BYTES + threadIdx.x % GROUP * 16) {}
-        DEVICE u32 chunk(u32 i) const { return at + i * (16 * GROUP); }
-        DEVICE void begin(const Thread& mine, u32 step) const {
-#pragma unroll
-            for (u32 i = 0; i < 8; ++i) cp_async_16_or_zeros(chunk(i), mine.from(step, i), mine.exists(step, i));
-        }
-        DEVICE Chunk whole(u32 i) const {
-            Chunk x;
-            load_shared(chunk(i), x.word);
-            return x;
-        }
-        DEVICE In::Raw<1> half(u32 i, u32 half) const {
-            In::Raw<1> x;
-            load_shared(chunk(i) + half * 8, x.word);
-            return x;
-        }
-    };
-    struct Held {  // in registers
-        Chunk chunks[8];
-        DEVICE void begin(const Thread& mine, u32 step) {
-#pragma unroll
-            for (u32 i = 0; i < 8; ++i) {
-                const bool exists = mine.exists(step, i);
-                if (exists) load_words(mine.from(step, i), chunks[i].word);
-#pragma unroll
-                for (u32& word : chunks[i].word) word = exists ? word : 0;
-            }
-        }
-        DEVICE Chunk whole(u32 i) const { return chunks[i]; }
-        DEVICE In::Raw<1> half(u32 i, u32 half) const {
-            return {chunks[i].word[2 * half], chunks[i].word[2 * half + 1]};
-        }
-    };
-
-    u32 every = CONSUMERS + 1;  // this warpgroup takes the steps that it divides
-
-    template <int PASSES>
-    DEVICE void run(const Params& p, const SharedLayout& shared, u32 batch, u32 kv_head, i32 tiles, Stage& at) {
-        const Thread mine(p, shared, batch, kv_head);
-        const u32 steps = tiles * STEPS;
-#pragma unroll
-        for (u32 i = 0; i < SLOTS; ++i) {
-            if (i * every < steps) Slot(shared, i).begin(mine, i * every);
-            cp_async_commit();
-        }
-#pragma unroll 1
-        for (u32 step = 0, i = 0; step < steps; step += every, ++i) {
-            Stage to = at;
-            to.forward(step / STEPS);
-            shared.wait_empty(to);
-            cp_async_wait<SLOTS - 1>();
-            const Slot slot(shared, i);
-            mine.finish(step, to.stage, slot);
-            if (every > 1) mine.signal_full(to.stage, 1);
-            else if (step % STEPS == STEPS - 1) mine.signal_full(to.stage, STEPS);
-            if (step + SLOTS * every < steps) slot.begin(mine, step + SLOTS * every);
-            cp_async_commit();
-        }
-        at.forward(tiles);
-        cp_async_wait<0>();
-        every = 1;
+    DEVICE ThreadChunks(const Params& p, const SharedLayout& shared, u32 batch, u32 head) : p(p), shared(shared) {
+      const u32 row = threadIdx.x % GROUP / LANES, chunk = threadIdx.x % LANES;
+      const u32 channel = has_channels(chunk) ? chunk * 8 : 0;
+      k = p.k.ptr + (head_offset(p.k, batch, head) + row * p.k.n + channel) * SIZE<QUERY>;
+      v = p.v.ptr + (head_offset(p.v, batch, head) + 4 * row * p.v.n + channel) * SIZE<QUERY>;
+      k_to = swizzled<K_WIDTH>(score_row(row), chunk / 2) + chunk % 2 * 8;
+      v_to = value_place(row, channel);
+      k_inverse = In::usable_inverse(__frcp_rn(*head_element<float>(p.k_scale, batch, head)));
+      v_inverse = In::usable_inverse(__frcp_rn(*head_element<float>(p.v_scale, batch, head)));
     }
-    // The steps of a consumer warpgroup in loading the CTA's first head.
-    DEVICE void assist(const Params& p, const SharedLayout& shared) const {
-        const TileScheduler scheduler(p);
-        const WorkTile work = scheduler.work(p);
-        const Thread mine(p, shared, work.batch, work.kv_head);
-        const u32 steps = (p.nk + TILE - 1) / TILE * STEPS;
-        Held held;
-        u32 step = threadIdx.x / GROUP;
-        held.begin(mine, step);
-#pragma unroll 1
-        while (step < steps) {
-            const Held now = held;
-            const u32 at = step;
-            held.begin(mine, step += every);
-            mine.finish(at, at / STEPS, now);
-            mine.signal_full(at / STEPS, 1);
-        }
+    DEVICE static bool has_channels(u32 thread) { return CHUNKS == LANES || thread % LANES < CHUNKS; }
+    DEVICE static u32 value_place(u32 row, u32 channel) {
+      return swizzled<128>(value_row<HEAD_DIM>(channel), row / 4) + row % 4 * 4;
     }
+    // The address of chunk i of a step, and whether the chunk exists. Strides fit in 32 bits (long_rows.py checks
+    // this).
+    DEVICE const u8* from(u32 step, u32 i) const {
+      const i32 stride = (i32)(i < 4 ? p.k.n : p.v.n) * SIZE<QUERY>;
+      return (const u8*)multiply_add(key(step, i), stride, (i64)(i < 4 ? k : v));
+    }
+    DEVICE bool exists(u32 step, u32 i) const {
+      const u32 thread = reread_thread_index();  // rereading saves the register of the thread index
+      const i32 row = thread % GROUP / LANES;
+      return has_channels(thread) && key(step, i) + (i < 4 ? row : 4 * row) < p.nk;
+    }
+    DEVICE static i32 key(u32 step, u32 i) { return step * KEYS + (i < 4 ? i * ROUND : i - 4); }
+
+    // Lanes without channels write zeros to K, because the last product of 32 channels may have 16 that do not exist.
+    // Keys 16 apart are 16 rows apart in shared memory; keys 8 apart are 4 rows apart, which flips a bit of the
+    // swizzle.
+    template <class FROM>
+    DEVICE void quantize_keys(u32 step, u32 tile, const FROM& chunks) const {
+      const u32 to = tile + step % STEPS * (KEYS * K_WIDTH) + k_to;
+#pragma unroll
+      for (u32 pair = 0; pair < 4; pair += 2) {
+        Chunk raw[2];
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) raw[i] = chunks.chunk_of(pair + i);
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+          if (In::has_far_values(k_inverse)) In::clamp_far_values(raw[i], k_inverse);
+          u32 w[2];
+          In::codes(raw[i], k_inverse, w);
+          store_shared(ROUND % 16 ? (i ? (to ^ 64) + 4 * K_WIDTH : to) + pair * ROUND * K_WIDTH
+                                  : to + (pair + i) * ROUND * K_WIDTH,
+                       w);
+        }
+      }
+    }
+    template <class FROM>
+    DEVICE void quantize_values(u32 step, u32 tile, const FROM& chunks) const {
+      if (!has_channels(threadIdx.x)) return;
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) {
+        In::Raw<1> raw[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) raw[i] = chunks.half_chunk(4 + i, half);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i)
+          if (In::has_far_values(v_inverse)) In::clamp_far_values(raw[i], v_inverse);
+        u32 transposed[4];
+        In::transposed(raw, v_inverse, transposed);
+        u32 place = v_to + half * 2048;  // where one lane gets both, channels 2 apart are 8 rows apart
+        if (HEAD_DIM / 4 % 8 && half) {
+          const u32 thread = reread_thread_index();
+          place = value_place(thread % GROUP / LANES, thread % LANES * 8 + 4);
+        }
+        // the step's keys, and the second of two adjacent rows, flip bits of the swizzle
+        const u32 even = tile + (place ^ step % STEPS * KEYS), odd = tile + (place ^ step % STEPS * KEYS ^ 144);
+        store_shared(even, transposed[0]);
+        store_shared(odd, transposed[1]);
+        store_shared(even + 1024, transposed[2]);
+        store_shared(odd + 1024, transposed[3]);
+      }
+    }
+    template <class FROM>
+    DEVICE void quantize(u32 step, u32 stage, const FROM& chunks) const {
+      quantize_keys(step, shared.k_tile(stage), chunks);
+      quantize_values(step, shared.v_tile(stage), chunks);
+    }
+    DEVICE void signal_full(u32 stage, u32 steps) const {
+      fence_async_proxy();
+      barrier_arrive(shared.full + 8 * stage, steps);
+    }
+  };
+
+  struct StagingSlot {  // a staging slot in shared memory
+    u32 at;
+    DEVICE StagingSlot(const SharedLayout& shared, u32 step)
+        : at(shared.floats + step % STAGING_SLOTS * STAGING_SLOT_BYTES + threadIdx.x % GROUP * 16) {}
+    DEVICE u32 chunk(u32 i) const { return at + i * (16 * GROUP); }
+    DEVICE void begin_load(const ThreadChunks& mine, u32 step) const {
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) cp_async_16_or_zeros(chunk(i), mine.from(step, i), mine.exists(step, i));
+    }
+    DEVICE Chunk chunk_of(u32 i) const {
+      Chunk x;
+      load_shared(chunk(i), x.word);
+      return x;
+    }
+    DEVICE In::Raw<1> half_chunk(u32 i, u32 half) const {
+      In::Raw<1> x;
+      load_shared(chunk(i) + half * 8, x.word);
+      return x;
+    }
+  };
+  struct RegisterChunks {  // chunks in registers
+    Chunk chunks[8];
+    DEVICE void begin_load(const ThreadChunks& mine, u32 step) {
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) {
+        const bool exists = mine.exists(step, i);
+        if (exists) load_words(mine.from(step, i), chunks[i].word);
+#pragma unroll
+        for (u32& word : chunks[i].word) word = exists ? word : 0;
+      }
+    }
+    DEVICE Chunk chunk_of(u32 i) const { return chunks[i]; }
+    DEVICE In::Raw<1> half_chunk(u32 i, u32 half) const {
+      return {chunks[i].word[2 * half], chunks[i].word[2 * half + 1]};
+    }
+  };
+
+  u32 every = CONSUMERS + 1;  // this warpgroup takes every `every`-th step
+
+  template <int PASSES>
+  DEVICE void run(const Params& p, const SharedLayout& shared, u32 batch, u32 kv_head, i32 tiles, Stage& at) {
+    const ThreadChunks mine(p, shared, batch, kv_head);
+    const u32 steps = tiles * STEPS;
+#pragma unroll
+    for (u32 i = 0; i < STAGING_SLOTS; ++i) {
+      if (i * every < steps) StagingSlot(shared, i).begin_load(mine, i * every);
+      cp_async_commit();
+    }
+#pragma unroll 1
+    for (u32 step = 0, i = 0; step < steps; step += every, ++i) {
+      Stage to = at;
+      to.advance(step / STEPS);
+      shared.wait_empty(to);
+      cp_async_wait<STAGING_SLOTS - 1>();
+      const StagingSlot slot(shared, i);
+      mine.quantize(step, to.stage, slot);
+      if (every > 1)
+        mine.signal_full(to.stage, 1);
+      else if (step % STEPS == STEPS - 1)
+        mine.signal_full(to.stage, STEPS);
+      if (step + STAGING_SLOTS * every < steps) slot.begin_load(mine, step + STAGING_SLOTS * every);
+      cp_async_commit();
+    }
+    at.advance(tiles);
+    cp_async_wait<0>();
+    every = 1;
+  }
+  // Loads the steps of the CTA's first head that belong to a consumer warpgroup.
+  DEVICE void load_first_head(const Params& p, const SharedLayout& shared) const {
+    const TileScheduler scheduler(p);
+    const WorkTile work = scheduler.work(p);
+    const ThreadChunks mine(p, shared, work.batch, work.kv_head);
+    const u32 steps = (p.nk + TILE - 1) / TILE * STEPS;
+    RegisterChunks held;
+    u32 step = threadIdx.x / GROUP;
+    held.begin_load(mine, step);
+#pragma unroll 1
+    while (step < steps) {
+      const RegisterChunks now = held;
+      const u32 at = step;
+      held.begin_load(mine, step += every);
+      mine.quantize(at, at / STEPS, now);
+      mine.signal_full(at / STEPS, 1);
+    }
+  }
 };

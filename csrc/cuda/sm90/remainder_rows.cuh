@@ -1,148 +1,160 @@
-// The remainder rows of a head, at most 8 (197 = 3 * 64 + 5), for which a tile of 64 rows would take as long as for 64.
-// The four warps of a warpgroup share the keys of their scores and exponentials, then the channels of P V, by mma.sync
-// from the same K and V^T in shared memory. HEAD_DIM is 64 or 128.
+// The remainder rows of a head, at most 8 (197 = 3 * 64 + 5). A tile of 64 rows would take as long for them as for 64
+// rows. The four warps of a warpgroup share the keys for the scores and exponentials, and then the channels for P V, by
+// mma.sync on the same K and V^T in shared memory. HEAD_DIM is 64 or 128.
 #pragma once
 #include "mma.cuh"
 #include "sm90/short_rows_mainloop.cuh"
 
-// Four 8 x 16 byte matrices, whose rows lie where lanes 8 i + 0..7 say: operands' words in lane order.
+// Loads four matrices of 8 x 16 bytes into the words of an operand, in lane order. Lanes 8 i + 0..7 give the addresses
+// of matrix i's rows.
 DEVICE void load_matrices(u32 at, u32 (&w)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(at) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(at)
+               : "memory");
 }
 
 struct RemainderRows {
-    static constexpr int SHARE = (KEY_CHUNKS + 3) / 4;  // chunks of 16 keys of a warp: every fourth
-    static constexpr int STEPS = (KEYS + 31) / 32;
-    static constexpr int BLOCKS = HEAD_DIM / 32;   // of 8 channels, of a warp
-    struct Shared {
-        i32 peak[8][4];
-        // A step's left operand as a lane loads it. Every second word is of rows 8 to 15, which are of no use, and
-        // never written; a row's length lets no bank meet another.
-        u32 p[DIGITS][8][STEPS | 1][4][4];
-    };
-    static constexpr int DIGIT = sizeof(Shared::p) / DIGITS / 4;  // words
+  static constexpr int SHARE = (KEY_CHUNKS + 3) / 4;  // chunks of 16 keys per warp, which takes every fourth
+  static constexpr int STEPS = (KEYS + 31) / 32;
+  static constexpr int BLOCKS = HEAD_DIM / 32;  // blocks of 8 channels per warp
+  struct Shared {
+    i32 peak[8][4];
+    // The left operand of a step as a lane loads it. Every second word belongs to rows 8 to 15, which are unused and
+    // never written. The row length avoids bank conflicts.
+    u32 p[DIGITS][8][STEPS | 1][4][4];
+  };
+  static constexpr int DIGIT = sizeof(Shared::p) / DIGITS / 4;  // in words
 
-    const RowTile& tile;
-    const u32 k_tile, v_tile, lane, warp, g, quarter;
-    Shared& shared;
-    i32 peak;
-    u32 l;
-    RowScale<OUT, Accumulator> scale;
-    i32 acc[2][DIGITS][BLOCKS][4];  // of even and odd steps: a shorter chain of products
+  const RowTile& tile;
+  const u32 k_tile, v_tile, lane, warp, g, quarter;
+  Shared& shared;
+  i32 peak;
+  u32 l;
+  RowScale<OUT, Accumulator> scale;
+  i32 acc[2][DIGITS][BLOCKS][4];  // separate accumulators of even and odd steps shorten the dependent chain of products
 
-    DEVICE RemainderRows(const RowTile& tile, u32 k_tile, u32 v_tile, u8* shared)
-        : tile(tile), k_tile(k_tile), v_tile(v_tile), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4), g(lane / 4),
-          quarter(lane % 4), shared(*(Shared*)shared) {}
+  DEVICE RemainderRows(const RowTile& tile, u32 k_tile, u32 v_tile, u8* shared)
+      : tile(tile),
+        k_tile(k_tile),
+        v_tile(v_tile),
+        lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32 % 4),
+        g(lane / 4),
+        quarter(lane % 4),
+        shared(*(Shared*)shared) {}
 
-    DEVICE void meet() const {
-        asm volatile("bar.sync %0, 128;" ::"r"(WARPGROUPS == 1 ? 1 : 1 + threadIdx.x / 128) : "memory");
+  DEVICE void sync_warpgroup() const {
+    asm volatile("bar.sync %0, 128;" ::"r"(WARPGROUPS == 1 ? 1 : 1 + threadIdx.x / 128) : "memory");
+  }
+  DEVICE u32 chunk(int i) const { return 4 * i + warp; }
+  DEVICE bool has(int i) const { return 4 * i + 3 < KEY_CHUNKS || chunk(i) < KEY_CHUNKS; }
+
+  // Computes row g's scores with keys 16 chunk(share) + 4 quarter + 0..3.
+  DEVICE void scores(int share, i32 (&s)[4]) {
+    const u32 first = k_tile + warp * 16 * K_WIDTH + swizzled<K_WIDTH>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    i32 even[4] = {}, odd[4] = {};
+#pragma unroll
+    for (int i = 0; i < D_STEPS; ++i) {
+      u32 w[4];
+      load_matrices((first ^ 32 * i) + share * 64 * K_WIDTH, w);
+      const OperandA q = {tile.q[i][0], tile.q[i][1], tile.q[i][2], tile.q[i][3]};
+      mma_s8_s8(even, q, {w[0], w[1]});
+      mma_s8_s8(odd, q, {w[2], w[3]});
     }
-    DEVICE u32 chunk(int i) const { return 4 * i + warp; }
-    DEVICE bool has(int i) const { return 4 * i + 3 < KEY_CHUNKS || chunk(i) < KEY_CHUNKS; }
+    s[0] = even[0], s[1] = even[1], s[2] = odd[0], s[3] = odd[1];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) peak = max(peak, s[j]);
+  }
 
-    // Row g's scores with keys 16 chunk(share) + 4 quarter + 0..3.
-    DEVICE void scores(int share, i32 (&s)[4]) {
-        const u32 first = k_tile + warp * 16 * K_WIDTH + swizzled<K_WIDTH>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-        i32 even[4] = {}, odd[4] = {};
+  DEVICE void run(const OutputConstants& output_constants) {
+    const Score score = tile.score[0];
+    i32 s[SHARE][4];
+    peak = NO_SCORE;
 #pragma unroll
-        for (int i = 0; i < D_STEPS; ++i) {
-            u32 w[4];
-            load_matrices((first ^ 32 * i) + share * 64 * K_WIDTH, w);
-            const OperandA q = {tile.q[i][0], tile.q[i][1], tile.q[i][2], tile.q[i][3]};
-            mma_s8_s8(even, q, {w[0], w[1]});
-            mma_s8_s8(odd, q, {w[2], w[3]});
-        }
-        s[0] = even[0], s[1] = even[1], s[2] = odd[0], s[3] = odd[1];
+    for (int i = 0; i < SHARE; ++i)
+      if (has(i)) scores(i, s[i]);
+    if (score.k) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) peak = max(peak, s[j]);
+      for (int i = 0; i < SHARE * 4; ++i) s[i / 4][i % 4] <<= score.k;
     }
-
-    DEVICE void run(const Scaling& scaling) {
-        const Score score = tile.score[0];
-        i32 s[SHARE][4];
-        peak = NO_SCORE;
+    peak = quad_max(peak);
+    if (quarter == 0) shared.peak[g][warp] = peak;
+    sync_warpgroup();
+    const int4 peaks = *(const int4*)shared.peak[g];
+    // shifted here, because a warp may have no keys
+    peak = max(max(peaks.x, peaks.y), max(peaks.z, peaks.w)) << score.k;
+    const i64 B = K0 - multiply_add(peak, score.C, 0);
+    u32* to = &shared.p[0][g][warp / 2][quarter][warp % 2 * 2];
 #pragma unroll
-        for (int i = 0; i < SHARE; ++i)
-            if (has(i)) scores(i, s[i]);
-        if (score.k) {
+    for (int i = 0; i < SHARE; ++i) {
+      u32 p[DIGITS] = {};
+      if (has(i))
+        four_p(s[i][0], s[i][1], s[i][2], s[i][3], score.C, B, p);
+      else if (KEY_CHUNKS % 2 == 0 || chunk(i) > KEY_CHUNKS)
+        continue;  // the step of an odd last chunk has a second, empty chunk
 #pragma unroll
-            for (int i = 0; i < SHARE * 4; ++i) s[i / 4][i % 4] <<= score.k;
-        }
-        peak = quad_max(peak);
-        if (quarter == 0) shared.peak[g][warp] = peak;
-        meet();
-        const int4 peaks = *(const int4*)shared.peak[g];
-        peak = max(max(peaks.x, peaks.y), max(peaks.z, peaks.w)) << score.k;  // a warp may have had no keys
-        const i64 B = K0 - multiply_add(peak, score.C, 0);
-        u32* to = &shared.p[0][g][warp / 2][quarter][warp % 2 * 2];
-#pragma unroll
-        for (int i = 0; i < SHARE; ++i) {
-            u32 p[DIGITS] = {};
-            if (has(i)) four_p(s[i][0], s[i][1], s[i][2], s[i][3], score.C, B, p);
-            else if (KEY_CHUNKS % 2 == 0 || chunk(i) > KEY_CHUNKS) continue;  // an odd last chunk's step has one more
-#pragma unroll
-            for (int digit = 0; digit < DIGITS; ++digit) {
-                if (i == SHARE - 1 && chunk(i) == KEY_CHUNKS - 1) p[digit] &= tile.present;
-                to[digit * DIGIT + i * 32] = p[digit];
-            }
-        }
-        meet();
-        values(scaling);
+      for (int digit = 0; digit < DIGITS; ++digit) {
+        if (i == SHARE - 1 && chunk(i) == KEY_CHUNKS - 1) p[digit] &= tile.present;
+        to[digit * DIGIT + i * 32] = p[digit];
+      }
     }
+    sync_warpgroup();
+    values(output_constants);
+  }
 
-    DEVICE void values(const Scaling& scaling) {
-        const u32 first = value_address(v_tile, 8 * BLOCKS * warp + lane % 8, lane / 8 * 16);
-        u32 sums[DIGITS] = {};
+  DEVICE void values(const OutputConstants& output_constants) {
+    const u32 first = value_address(v_tile, 8 * BLOCKS * warp + lane % 8, lane / 8 * 16);
+    u32 sums[DIGITS] = {};
 #pragma unroll
-        for (int parity = 0; parity < 2; ++parity)
+    for (int parity = 0; parity < 2; ++parity)
 #pragma unroll
-            for (int digit = 0; digit < DIGITS; ++digit)
+      for (int digit = 0; digit < DIGITS; ++digit)
 #pragma unroll
-                for (int i = 0; i < BLOCKS * 4; ++i) acc[parity][digit][i / 4][i % 4] = 0;
+        for (int i = 0; i < BLOCKS * 4; ++i) acc[parity][digit][i / 4][i % 4] = 0;
 #pragma unroll
-        for (int pair = 0; pair < (STEPS + 1) / 2; ++pair) {  // of steps of 32 keys
-            u32 v[BLOCKS][4];
+    for (int pair = 0; pair < (STEPS + 1) / 2; ++pair) {  // pairs of steps of 32 keys
+      u32 v[BLOCKS][4];
 #pragma unroll
-            for (int b = 0; b < BLOCKS; ++b)
-                load_matrices((first ^ pair % 2 * 64) + pair / 2 * V_BLOCK + b * 1024, v[b]);
+      for (int b = 0; b < BLOCKS; ++b) load_matrices((first ^ pair % 2 * 64) + pair / 2 * V_BLOCK + b * 1024, v[b]);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int step = 2 * pair + i;
-                if (step >= STEPS) continue;
+      for (int i = 0; i < 2; ++i) {
+        const int step = 2 * pair + i;
+        if (step >= STEPS) continue;
 #pragma unroll
-                for (int digit = 0; digit < DIGITS; ++digit) {
-                    const uint4 p = *(const uint4*)shared.p[digit][g][step][quarter];
-                    sums[digit] = add_bytes(p.z, add_bytes(p.x, sums[digit]));
+        for (int digit = 0; digit < DIGITS; ++digit) {
+          const uint4 p = *(const uint4*)shared.p[digit][g][step][quarter];
+          sums[digit] = add_bytes(p.z, add_bytes(p.x, sums[digit]));
 #pragma unroll
-                    for (int b = 0; b < BLOCKS; ++b)
-                        mma_u8_s8(acc[i][digit][b], {p.x, p.y, p.z, p.w}, {v[b][2 * i], v[b][2 * i + 1]});
-                }
-            }
+          for (int b = 0; b < BLOCKS; ++b)
+            mma_u8_s8(acc[i][digit][b], {p.x, p.y, p.z, p.w}, {v[b][2 * i], v[b][2 * i + 1]});
         }
-        l = quad_sum(joined(sums));
-        scale = RowScale<OUT, Accumulator>(l, scaling);
+      }
     }
+    l = quad_sum(combine_digits(sums));
+    scale = RowScale<OUT, Accumulator>(l, output_constants);
+  }
 
-    DEVICE i32 sum(int digit, int i) const { return acc[0][digit][i / 2][i % 2] + acc[1][digit][i / 2][i % 2]; }
+  DEVICE i32 sum(int digit, int i) const { return acc[0][digit][i / 2][i % 2] + acc[1][digit][i / 2][i % 2]; }
 
-    // `row` is row g; lanes of a quad have neighbouring channels as Tile's do, warps parts of theirs.
-    DEVICE void store(const Params& p, u8* out, u32 batch, u32 head, i32 row, const Scaling& scaling) const {
-        if (row >= p.nq) return;
-        Accumulator mine[2 * BLOCKS];
+  // `row` is row g. Lanes of a quad store adjacent channels as in RowTile, and each warp stores its own channels.
+  DEVICE void store(const Params& p, u8* out, u32 batch, u32 head, i32 row,
+                    const OutputConstants& output_constants) const {
+    if (row >= p.nq) return;
+    Accumulator mine[2 * BLOCKS];
 #pragma unroll
-        for (int i = 0; i < 2 * BLOCKS; ++i) {
+    for (int i = 0; i < 2 * BLOCKS; ++i) {
 #if BITS == 8
-            mine[i] = sum(0, i);
+      mine[i] = sum(0, i);
 #else
-            mine[i] = {sum(0, i), sum(1, i)};
+      mine[i] = {sum(0, i), sum(1, i)};
 #endif
-        }
-        store_outputs<OUT>(out + warp * 2 * BLOCKS * SIZE<OUT>, mine, scale, scaling);
-        if (STATISTICS && warp == 0 && quarter == 0) {
-            const i64 at = ((i64)batch * p.heads + head) * p.nq + row;
-            p.t_max[at] = multiply_add(peak, tile.score[0].C, 0);
-            p.l[at] = l;
-        }
     }
+    store_outputs<OUT>(out + warp * 2 * BLOCKS * SIZE<OUT>, mine, scale, output_constants);
+    if (STATISTICS && warp == 0 && quarter == 0) {
+      const i64 at = ((i64)batch * p.heads + head) * p.nq + row;
+      p.t_max[at] = multiply_add(peak, tile.score[0].C, 0);
+      p.l[at] = l;
+    }
+  }
 };

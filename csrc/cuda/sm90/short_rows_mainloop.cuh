@@ -1,6 +1,6 @@
 // The mainloop of short rows, of at most 224 keys: products, exponentials and epilogue of a tile of 64 rows.
 //
-// K and V^T of a head lie in shared memory (short_rows_load.cuh). The scores of a row stay in registers, so that one
+// K and V^T of a head are in shared memory (short_rows_load.cuh). The scores of a row stay in registers, so that one
 // pass over K gives the exact maximum and nothing is rescaled.
 //
 // Macros:
@@ -11,13 +11,13 @@
 //   EXP_32BIT            1: T + B is computed in 32 bits where it fits
 //   KEY_MAJOR            1: V has contiguous keys
 //   ROW_SCALES           1: Q has a scale for each token
-//   HEAD_AMAX_IN_KERNEL  1: the kernel finds the scales of floats, from each head's own maxima
-//   VALUES_IN_RANGE      1: no float is past its scale's range (quantize.cuh)
+//   HEAD_AMAX_IN_KERNEL  1: the kernel computes the scales of floats from each head's own maxima
+//   VALUES_IN_RANGE      1: no float is outside its scale's range (quantize.cuh)
 //   TMA                  1: TMA loads K and V
 //   REMAINDER_ROWS       1: the last rows of a head have a code path of their own (remainder_rows.cuh)
-//   STATISTICS           1: p.t_max and p.l are wanted
-//   HEADS_FIRST          1: heads lie along the grid's first axis, as they mostly lie in memory; 0: batches
-//   LAST_FIRST           1: CTAs take the heads from the last one on
+//   STATISTICS           1: the caller wants p.t_max and p.l
+//   HEADS_FIRST          1: heads are the grid's first axis, as they usually are in memory; 0: batches are
+//   REVERSE_HEADS        1: CTAs take the last heads first
 //   ALL_ROWS             1: a CTA takes all rows of its head
 #pragma once
 #include "sm90/short_rows_load.cuh"
@@ -27,245 +27,262 @@
 typedef i32 Accumulator;
 constexpr int DIGITS = 1;
 #else
-typedef Wide Accumulator;
+typedef P16Accumulator Accumulator;
 constexpr int DIGITS = 2;
 #endif
 
-// The row's keys in two parts (one where there are few): the second's scores are computed under the first's maximum,
-// P V of the first under the exponentials of the second.
+// The row's keys are split in two parts (one where there are few). The second part's scores are computed during the
+// maximum of the first, and P V of the first during the exponentials of the second.
 constexpr int FIRST = KEYS < 64 ? 0 : KEYS / 64 * 32, REST = KEYS - FIRST;
 
-// A sum of p from those of its digits.
-DEVICE u32 joined(const u32 (&sums)[DIGITS]) { return DIGITS == 1 ? sums[0] : (sums[0] << 8) + sums[DIGITS - 1]; }
+// Combines the sums of p's digits.
+DEVICE u32 combine_digits(const u32 (&sums)[DIGITS]) {
+  return DIGITS == 1 ? sums[0] : (sums[0] << 8) + sums[DIGITS - 1];
+}
 
-// Left operands of P V, a step of 32 keys each, one for each digit.
-template <int KEY_COUNT> struct POperands {
-    u32 step[KEY_COUNT ? (KEY_COUNT + 31) / 32 : 1][DIGITS][4];
+// The left operands of P V: steps of 32 keys, one operand for each digit.
+template <int KEY_COUNT>
+struct POperands {
+  u32 step[KEY_COUNT ? (KEY_COUNT + 31) / 32 : 1][DIGITS][4];
 };
 
-// A tile of 64 rows; a thread has rows h = 0, 1.
+// A tile of 64 rows. A thread has two of them, h = 0 and 1.
 struct RowTile {
-    u32 q[D_STEPS][4];  // the rows' codes, left operand of Q K^T
-    Score score[2];
-    i32 limit[2];  // short_limit, by the largest codes there are
-    bool usual;    // of all the warp's rows: few maxima are past it
-    i32 peak[2];   // of S
-    i32 a[FIRST ? FIRST / 2 : 1], b[REST / 2];  // scores
-    u32 minus_B[2];  // of the short form, which has no k; products subtract as they add
-    u32 sums[2][DIGITS];
-    i32 acc[DIGITS][HEAD_DIM / 2];
-    u64 k_operand, v_operand;
-    u32 own_sum;  // which half of both rows' sums is of the row whose scale this lane makes
-    u32 present;  // bytes of the thread's last four keys that exist
-    bool active;  // whether the warp has rows: some of a head's last tile may not
-    bool fits;    // whether 32 bits hold every T + B of the warp: exp2.cuh, short_limit
+  u32 q[D_STEPS][4];  // the rows' codes, left operand of Q K^T
+  Score score[2];
+  i32 limit[2];                               // exp_32bit_limit for the largest possible codes
+  bool rarely_exceeded;                       // whether few maxima of the warp's rows exceed `limit`
+  i32 peak[2];                                // of S
+  i32 a[FIRST ? FIRST / 2 : 1], b[REST / 2];  // scores of the first and the second part of the keys
+  u32 minus_B[2];  // for the 32-bit exponential, which has no k; a subtraction costs as much as an addition
+  u32 sums[2][DIGITS];
+  i32 acc[DIGITS][HEAD_DIM / 2];
+  u64 k_operand, v_operand;
+  u32 sum_selector;  // permute selector for the row sum whose scale this lane computes
+  u32 present;       // mask of the bytes of the thread's last four keys that exist
+  bool active;       // whether the warp has rows; in the last tile of a head it may have none
+  bool fits;         // whether 32 bits hold every T + B of the warp: exp2.cuh, exp_32bit_limit
 
-    // Constant true when remainder rows have their own code path, as all tiles are then whole. P16 without EXP_32BIT
-    // would spill, as no branch would be left between the parts' exponentials.
-    DEVICE bool has_rows() const { return (REMAINDER_ROWS && (EXP_32BIT || BITS == 8)) || active; }
-    DEVICE void prepare(u32 k_tile, u32 v_tile, i32 nk) {
-        k_operand = descriptor<K_WIDTH>(k_tile), v_operand = descriptor<128>(v_tile);
-        own_sum = makes_second() ? 0x4432 : 0x4410;
-        keep_in_register(own_sum);
-        present = 0;
+  // Constant true where remainder rows have their own code path, because all tiles are then whole. P16 without
+  // EXP_32BIT would spill, because no branch would separate the exponentials of the two parts.
+  DEVICE bool has_rows() const { return (REMAINDER_ROWS && (EXP_32BIT || BITS == 8)) || active; }
+  DEVICE void prepare(u32 k_tile, u32 v_tile, i32 nk) {
+    k_operand = descriptor<K_WIDTH>(k_tile), v_operand = descriptor<128>(v_tile);
+    sum_selector = computes_second_row() ? 0x4432 : 0x4410;
+    keep_in_register(sum_selector);
+    present = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (KEYS - 16 + 4 * (i32)(threadIdx.x % 4) + i < nk) present |= 0xFFu << (8 * i);
-        keep_in_register(present);
+    for (int i = 0; i < 4; ++i)
+      if (KEYS - 16 + 4 * (i32)(threadIdx.x % 4) + i < nk) present |= 0xFFu << (8 * i);
+    keep_in_register(present);
+  }
+
+  template <int COUNT>
+  DEVICE void issue_scores(i32 (&s)[COUNT], int first) {
+    wgmma_order();
+#pragma unroll
+    for (int i = 0; i < D_STEPS; ++i) {
+      const u64 k = k_operand + (first * K_WIDTH >> 4) + 2 * i;
+      if (i == 0)
+        wgmma_s8_new(s, q[i], k);
+      else
+        wgmma_s8(s, q[i], k);
     }
+    wgmma_commit();
+  }
 
-    template <int COUNT> DEVICE void issue_scores(i32 (&s)[COUNT], int first) {
-        wgmma_order();
+  // Updates the rows' maxima of S, in two independent chains each. Absent keys are copies of the last key and do not
+  // change them.
+  template <bool BEGINS, int COUNT>
+  DEVICE void maximum(const i32 (&s)[COUNT]) {
+    if (BEGINS) peak[0] = peak[1] = NO_SCORE;
+    i32 other[2] = {NO_SCORE, NO_SCORE};
 #pragma unroll
-        for (int i = 0; i < D_STEPS; ++i) {
-            const u64 k = k_operand + (first * K_WIDTH >> 4) + 2 * i;
-            if (i == 0) wgmma_s8_new(s, q[i], k);
-            else wgmma_s8(s, q[i], k);
+    for (int i = 0; i < COUNT; ++i) {
+      i32& to = i < COUNT / 2 ? peak[i / 2 % 2] : other[i / 2 % 2];
+      to = max(to, s[i]);
+    }
+    asm("" : "+r"(other[0]), "+r"(other[1]));
+    peak[0] = max(peak[0], other[0]), peak[1] = max(peak[1], other[1]);
+  }
+
+  DEVICE void set_limits() {
+    constexpr i32 RARE_OCTAVES = 48;  // octaves that a maximum rarely reaches
+    if (!EXP_32BIT) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) limit[h] = exp_32bit_limit(score[h].C, score[h].k, 128 * HEAD_DIM);
+    if (!ROW_SCALES) keep_in_register(limit[0]), limit[1] = limit[0];
+    rarely_exceeded = __all_sync(~0u, min(limit[0], limit[1]) >= RARE_OCTAVES);
+  }
+  // Returns the limit for both rows. Where many maxima could exceed the general limit, it is computed from the rows'
+  // own codes.
+  DEVICE i32 exp_32bit_limits() const {
+    if (rarely_exceeded) return min(limit[0], limit[1]);
+    i32 own[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      u32 sum = 0;
+#pragma unroll
+      for (int i = 0; i < D_STEPS; ++i) sum = add_magnitudes(q[i][h], add_magnitudes(q[i][2 + h], sum));
+      own[h] = exp_32bit_limit(score[h].C, score[h].k, quad_sum(sum));
+    }
+    return min(own[0], own[1]);
+  }
+  DEVICE i32 highest_octave() const {
+    if (ROW_SCALES) return max(octave_above(peak[0], score[0].C), octave_above(peak[1], score[1].C));
+    return octave_above(max(peak[0], peak[1]), score[0].C);
+  }
+  // Returns Tmax in 2^-32 octave.
+  DEVICE i64 top(int h) const { return multiply_add(peak[h] << score[h].k, score[h].C, 0); }
+
+  template <bool LAST, int COUNT, int KEY_COUNT>
+  DEVICE void exponentials(i32 (&s)[COUNT], POperands<KEY_COUNT>& p) {
+    if (EXP_32BIT && fits)
+      exponentials<LAST, true>(s, p);
+    else
+      exponentials<LAST, false>(s, p);
+  }
+  template <bool LAST, bool IN_32BIT, int COUNT, int KEY_COUNT>
+  DEVICE void exponentials(i32 (&s)[COUNT], POperands<KEY_COUNT>& p) {
+    if (!IN_32BIT && score[0].k | score[1].k) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) s[i] <<= score[i / 2 % 2].k;
+    }
+#pragma unroll
+    for (int group = 0; group < KEY_COUNT / 16; ++group)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        u32(&to)[DIGITS][4] = p.step[group / 2];
+        const int j = group % 2 * 2 + h;
+        const i32* x = &s[8 * group + 2 * h];
+        u32 four[DIGITS];
+        const i32 C = score[h].C;
+        if constexpr (IN_32BIT)
+          four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], C >> 8, 0u - minus_B[h], four);
+        else
+          four_p(x[0], x[1], x[4], x[5], C, K0 - top(h), four);
+#pragma unroll
+        for (int digit = 0; digit < DIGITS; ++digit) {
+          to[digit][j] = four[digit];
+          if (LAST && group == KEY_COUNT / 16 - 1) to[digit][j] &= present;
+          sums[h][digit] = add_bytes(to[digit][j], sums[h][digit]);
         }
-        wgmma_commit();
-    }
+      }
+  }
 
-    // The rows' maxima of S, each in two chains. Absent keys, copies of the last one, do not change them.
-    template <bool BEGINS, int COUNT> DEVICE void maximum(const i32 (&s)[COUNT]) {
-        if (BEGINS) peak[0] = peak[1] = NO_SCORE;
-        i32 other[2] = {NO_SCORE, NO_SCORE};
+  template <int KEY_COUNT>
+  DEVICE void issue_pv(POperands<KEY_COUNT>& p, int first) {
+    wgmma_order();
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            i32& to = i < COUNT / 2 ? peak[i / 2 % 2] : other[i / 2 % 2];
-            to = max(to, s[i]);
-        }
-        asm("" : "+r"(other[0]), "+r"(other[1]));
-        peak[0] = max(peak[0], other[0]), peak[1] = max(peak[1], other[1]);
-    }
+    for (int i = 0; i < (KEY_COUNT + 31) / 32; ++i)
+#pragma unroll
+      for (int digit = 0; digit < DIGITS; ++digit) {
+        const int step = first / 32 + i;
+        const u64 v = v_operand + step / 4 * (V_BLOCK >> 4) + step % 4 * 2;
+        if (step == 0)
+          wgmma_u8_new(acc[digit], p.step[i][digit], v);
+        else
+          wgmma_u8(acc[digit], p.step[i][digit], v);
+      }
+    wgmma_commit();
+  }
 
-    DEVICE void set_limits() {
-        constexpr i32 USUAL = 48;  // octaves that a maximum seldom reaches
-        if (!EXP_32BIT) return;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) limit[h] = exp_32bit_limit(score[h].C, score[h].k, 128 * HEAD_DIM);
-        if (!ROW_SCALES) keep_in_register(limit[0]), limit[1] = limit[0];
-        usual = __all_sync(~0u, min(limit[0], limit[1]) >= USUAL);
+  // Computes the scores and the rows' maxima. Q is not needed afterwards.
+  DEVICE void scores() {
+    asm volatile("" : "=r"(peak[0]), "=r"(peak[1]));  // any value: only active warps read them
+    i32 own;
+    if constexpr (FIRST > 0) {
+      issue_scores(a, 0);
+      issue_scores(b, FIRST);
+      if (EXP_32BIT) own = exp_32bit_limits();  // while the products run
+      wgmma_wait<1>(a);
+      if (active) maximum<true>(a);  // the branch keeps this before the wait for the second part's products
+    } else {
+      issue_scores(b, 0);
+      if (EXP_32BIT) own = exp_32bit_limits();
     }
-    // Of both rows, by their own codes where most maxima could be past the usual limit.
-    DEVICE i32 exp_32bit_limits() const {
-        if (usual) return min(limit[0], limit[1]);
-        i32 own[2];
+    wgmma_wait(b);
+    if (has_rows()) {
+      maximum<FIRST == 0>(b);
+      fits = EXP_32BIT && __all_sync(~0u, highest_octave() <= own);  // each lane tests its own keys
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            u32 sum = 0;
-#pragma unroll
-            for (int i = 0; i < D_STEPS; ++i) sum = add_magnitudes(q[i][h], add_magnitudes(q[i][2 + h], sum));
-            own[h] = exp_32bit_limit(score[h].C, score[h].k, quad_sum(sum));
-        }
-        return min(own[0], own[1]);
+      for (int h = 0; h < 2; ++h) {
+        peak[h] = quad_max(peak[h]);
+        minus_B[h] = (u32)peak[h] * (score[h].C >> 8) - (u32)(K0 >> 8);
+      }
     }
-    DEVICE i32 highest_octave() const {
-        if (ROW_SCALES) return max(octave_above(peak[0], score[0].C), octave_above(peak[1], score[1].C));
-        return octave_above(max(peak[0], peak[1]), score[0].C);
-    }
-    // In 2^-32 octave.
-    DEVICE i64 top(int h) const { return multiply_add(peak[h] << score[h].k, score[h].C, 0); }
+  }
 
-    template <bool LAST, int COUNT, int KEY_COUNT>
-    DEVICE void exponentials(i32 (&s)[COUNT], POperands<KEY_COUNT>& p) {
-        if (EXP_32BIT && fits) exponentials<LAST, true>(s, p);
-        else exponentials<LAST, false>(s, p);
+  // Computes the exponentials and issues P V. The last product is still in flight on return.
+  DEVICE void exponentials_and_products() {
+    POperands<FIRST> pa = {};
+    POperands<REST> pb = {};
+#pragma unroll
+    for (int i = 0; i < 2 * DIGITS; ++i) sums[i / DIGITS][i % DIGITS] = 0;
+    if constexpr (FIRST > 0) {
+      if (has_rows()) exponentials<false>(a, pa);
+      issue_pv(pa, 0);
     }
-    template <bool LAST, bool IN_32BIT, int COUNT, int KEY_COUNT>
-    DEVICE void exponentials(i32 (&s)[COUNT], POperands<KEY_COUNT>& p) {
-        if (!IN_32BIT && score[0].k | score[1].k) {
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) s[i] <<= score[i / 2 % 2].k;
-        }
-#pragma unroll
-        for (int group = 0; group < KEY_COUNT / 16; ++group)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                u32(&to)[DIGITS][4] = p.step[group / 2];
-                const int j = group % 2 * 2 + h;
-                const i32* x = &s[8 * group + 2 * h];
-                u32 four[DIGITS];
-                const i32 C = score[h].C;
-                if constexpr (IN_32BIT) four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], C >> 8, 0u - minus_B[h], four);
-                else four_p(x[0], x[1], x[4], x[5], C, K0 - top(h), four);
-#pragma unroll
-                for (int digit = 0; digit < DIGITS; ++digit) {
-                    to[digit][j] = four[digit];
-                    if (LAST && group == KEY_COUNT / 16 - 1) to[digit][j] &= present;
-                    sums[h][digit] = add_bytes(to[digit][j], sums[h][digit]);
-                }
-            }
-    }
+    if (has_rows()) exponentials<true>(b, pb);
+    issue_pv(pb, FIRST);
+  }
 
-    template <int KEY_COUNT> DEVICE void issue_values(POperands<KEY_COUNT>& p, int first) {
-        wgmma_order();
+  // Returns the row sum whose scale this lane computes; `l` receives the quad's sums of both rows.
+  DEVICE u32 row_sums(u32 (&l)[2]) const {
+    if constexpr (DIGITS == 1) {  // below 2^16 each
+      const u32 both = quad_sum((sums[1][0] << 16) + sums[0][0]);
+      l[0] = both & 0xFFFF, l[1] = both >> 16;
+      return permute(both, 0, sum_selector);
+    } else {
 #pragma unroll
-        for (int i = 0; i < (KEY_COUNT + 31) / 32; ++i)
-#pragma unroll
-            for (int digit = 0; digit < DIGITS; ++digit) {
-                const int step = first / 32 + i;
-                const u64 v = v_operand + step / 4 * (V_BLOCK >> 4) + step % 4 * 2;
-                if (step == 0) wgmma_u8_new(acc[digit], p.step[i][digit], v);
-                else wgmma_u8(acc[digit], p.step[i][digit], v);
-            }
-        wgmma_commit();
+      for (int h = 0; h < 2; ++h) l[h] = quad_sum(combine_digits(sums[h]));
+      return computes_second_row() ? l[1] : l[0];
     }
+  }
 
-    // Scores and the rows' maxima; Q is not needed any more.
-    DEVICE void scores() {
-        asm volatile("" : "=r"(peak[0]), "=r"(peak[1]));  // anything: only active warps read them
-        i32 own;
-        if constexpr (FIRST > 0) {
-            issue_scores(a, 0);
-            issue_scores(b, FIRST);
-            if (EXP_32BIT) own = exp_32bit_limits();  // under the products
-            wgmma_wait<1>(a);
-            if (active) maximum<true>(a);  // a branch, so that it stays under the second part's products
-        } else {
-            issue_scores(b, 0);
-            if (EXP_32BIT) own = exp_32bit_limits();
-        }
-        wgmma_wait(b);
-        if (has_rows()) {
-            maximum<FIRST == 0>(b);
-            fits = EXP_32BIT && __all_sync(~0u, highest_octave() <= own);  // each lane asks of its own keys
+  // Stores the output of both rows; `row` is the thread's first. Everything that does not depend on the last products
+  // is computed while they run.
+  DEVICE void store(const Params& p, u8* out, u32 batch, u32 head, i32 row, const OutputConstants& output_constants) {
+    u32 l[2];
+    RowScale<OUT, Accumulator> scales[2];
+    i64 to[2];
+    if (has_rows()) {
+      row_scales(row_sums(l), output_constants, scales);
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                peak[h] = quad_max(peak[h]);
-                minus_B[h] = (u32)peak[h] * (score[h].C >> 8) - (u32)(K0 >> 8);
-            }
-        }
+      for (int h = 0; h < 2; ++h) {
+        to[h] = h ? multiply_add(8, (i32)p.out.n * SIZE<OUT>, to[0]) : (i64)out;
+        asm volatile("" : "+l"(to[h]));  // keeps the computation before the wait
+      }
     }
-
-    // To the last product, which is on its way.
-    DEVICE void exponentials_and_products() {
-        POperands<FIRST> pa = {};
-        POperands<REST> pb = {};
 #pragma unroll
-        for (int i = 0; i < 2 * DIGITS; ++i) sums[i / DIGITS][i % DIGITS] = 0;
-        if constexpr (FIRST > 0) {
-            if (has_rows()) exponentials<false>(a, pa);
-            issue_values(pa, 0);
-        }
-        if (has_rows()) exponentials<true>(b, pb);
-        issue_values(pb, FIRST);
-    }
-
-    // The quad's sums of both rows, and that of the row whose scale this lane makes.
-    DEVICE u32 row_sums(u32 (&l)[2]) const {
-        if constexpr (DIGITS == 1) {  // below 2^16 each
-            const u32 both = quad_sum((sums[1][0] << 16) + sums[0][0]);
-            l[0] = both & 0xFFFF, l[1] = both >> 16;
-            return permute(both, 0, own_sum);
-        } else {
+    for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]);
+    if (!has_rows()) return;
+    Accumulator mine[2][CHANNELS];
 #pragma unroll
-            for (int h = 0; h < 2; ++h) l[h] = quad_sum(joined(sums[h]));
-            return makes_second() ? l[1] : l[0];
-        }
-    }
-
-    // Both rows' outputs; `row` is the thread's first. All that needs no product is computed under the last ones.
-    DEVICE void store(const Params& p, u8* out, u32 batch, u32 head, i32 row, const Scaling& scaling) {
-        u32 l[2];
-        RowScale<OUT, Accumulator> scales[2];
-        i64 to[2];
-        if (has_rows()) {
-            row_scales(row_sums(l), scaling, scales);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                to[h] = h ? multiply_add(8, (i32)p.out.n * SIZE<OUT>, to[0]) : (i64)out;
-                asm volatile("" : "+l"(to[h]));  // not after the wait
-            }
-        }
-#pragma unroll
-        for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]);
-        if (!has_rows()) return;
-        Accumulator mine[2][CHANNELS];
-#pragma unroll
-        for (int i = 0; i < 2 * CHANNELS; ++i) {
-            Accumulator& to = mine[i / 2 % 2][i / 4 * 2 + i % 2];
+    for (int i = 0; i < 2 * CHANNELS; ++i) {
+      Accumulator& to = mine[i / 2 % 2][i / 4 * 2 + i % 2];
 #if BITS == 8
-            to = acc[0][i];
+      to = acc[0][i];
 #else
-            to = {acc[0][i], acc[1][i]};
+      to = {acc[0][i], acc[1][i]};
 #endif
-        }
-        u32 words[2][CHANNELS * SIZE<OUT> / 4];
-        output_words<OUT>(mine, scales, scaling, words);
-        const auto has = [&](int h) {
-            return REMAINDER_ROWS || row + 8 * h < p.nq;
-        };  // with remainder rows all tiles are whole
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-            if (has(h)) store_words((u8*)to[h], words[h]);
-        if (STATISTICS && threadIdx.x % 4 == 0) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const i64 at = ((i64)batch * p.heads + head) * p.nq + row + 8 * h;
-                if (!has(h)) continue;
-                p.t_max[at] = top(h);
-                p.l[at] = l[h];
-            }
-        }
     }
+    u32 words[2][CHANNELS * SIZE<OUT> / 4];
+    output_words<OUT>(mine, scales, output_constants, words);
+    const auto has = [&](int h) {
+      return REMAINDER_ROWS || row + 8 * h < p.nq;
+    };  // with remainder rows all tiles are whole
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (has(h)) store_words((u8*)to[h], words[h]);
+    if (STATISTICS && threadIdx.x % 4 == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const i64 at = ((i64)batch * p.heads + head) * p.nq + row + 8 * h;
+        if (!has(h)) continue;
+        p.t_max[at] = top(h);
+        p.l[at] = l[h];
+      }
+    }
+  }
 };

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from intflash import validate
 from intflash.backends.base import Backend
@@ -24,9 +27,12 @@ from intflash.backends.features import (
     per,
 )  # fmt: skip
 from intflash.errors import InputError
-from intflash.numerics.exp import LOG2_E, P8_MAX, P16_MAX, log_sum_exp
-from intflash.problem import Problem, Result, empty_output
-from intflash.quant import QTensor
+from intflash.methods import get_method
+from intflash.numerics.exp import BIAS_LIMIT as BIAS_CODE_LIMIT
+from intflash.numerics.exp import LOG2_E, MAX_HEAD_DIM, MAX_KEYS, P8_MAX, P16_MAX, log_sum_exp
+from intflash.problem import Problem, Result
+from intflash.quant import QTensor, Recipe
+from intflash.quant.quantizers import LEAST_FLOAT, LEAST_SCALE
 
 try:
     from intflash import _native
@@ -40,19 +46,43 @@ except ImportError as error:
     else:
         _missing = f"its native module does not load ({error}); install intflash again"
 else:
-    _native.use_exchange(getattr(Tensor, "__dlpack_c_exchange_api__", None))
-    _native.set_main_thread(threading.main_thread().ident)
-    _native.use_torch(torch.empty_like, empty_output)
+    _missing = None
 
 # In the order of the native enumerations.
-METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "qflash": 3, "iflash": 4}
+METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "intflash_bfp": 3, "qflash": 4, "iflash": 5}
 OUT_TYPES = {torch.int8: 0, torch.int16: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 FLASH = ("qflash", "iflash")
-P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX}
+P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX, "intflash_bfp": P16_MAX}
 MAX_VALUE_DIM = 256  # the epilogue keeps one multiplier per channel
 BIAS_LIMIT = 1 << 30  # of a bias in score units, so that bias + score stays inside int32
 ABSENT = -(1 << 31)
+
+
+def use_native(module: Any, *, find_torch: bool = True) -> None:
+    """Tell a native module of Python and torch. Without `find_torch` it uses tensors by their Python methods only."""
+    module.set_main_thread(threading.main_thread().ident)
+    module.use_torch(torch.empty_strided, tuple(OUT_TYPES), torch.int64, find_torch)
+    module.use_calls(
+        (Tensor, nn.Parameter, QTensor, Recipe),
+        (torch.is_grad_enabled, torch.get_num_threads),
+        forward_ad,
+        (torch._C._is_tracing, torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack,
+         torch._C._functorch.peek_interpreter_stack),
+        tuple((name, METHODS[name], get_method(name).recipe) for name in METHODS if name not in FLASH),
+        (MAX_KEYS, MAX_HEAD_DIM, MAX_VALUE_DIM, LEAST_SCALE, LEAST_FLOAT, BIAS_CODE_LIMIT),
+    )  # fmt: skip
+
+
+if _native is not None:
+    use_native(_native)
+
+# The call of `attention` with all its arguments by position, straight to the kernels. It returns the output; (output,
+# its scale or None, Tmax or None, l or None) where these are wanted; None where the call is wrong or has anything that
+# the native way does not know: the general way then says why, or serves it.
+attend: Callable[..., Any] = (lambda *arguments: None) if _native is None else _native.attend
+# The same for the custom op: op.py.
+attend_flat: Callable[..., Any] = (lambda *arguments: None) if _native is None else _native.attend_flat
 
 
 def instruction_sets() -> list[str]:
@@ -81,12 +111,9 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         InputError: `isa` is none that runs here, scales of qflash and iflash leave its score unit, or there are values
             that are not finite where the problem asks for them.
     """
-    # Small calls take as long as this function: each line is here to be quick.
     q, k, v, method = problem.q, problem.k, problem.v, problem.method
     bias, keep, scales = problem.bias, problem.keep, None
     out_scale = blocks = causal = packed = t_max = l_sum = None
-    out_dtype = problem.out_dtype
-    out_type = OUT_TYPES[out_dtype]
     if not isinstance(q, QTensor):
         scales = _float_scales(problem)
         if scales is None:
@@ -98,9 +125,9 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         scales = (q.scale, k.scale, v.scale)
         if q.block_size or k.block_size:
             blocks = (q.block_size or 1, k.block_size or 1)
-        if out_type <= OUT_TYPES[torch.int16]:
-            if problem.out_scale is not None or method in FLASH or v.scale.numel() > 1:
-                out_scale = _out_scale(problem)  # else the kernels choose it
+        out_scale = problem.out_scale
+        if out_scale is None and method in FLASH and not problem.out_dtype.is_floating_point:
+            out_scale = _repeated(v.scale, problem)  # intflash...: the native module takes s_V * 127 / qmax
         if method in FLASH:
             unit = _served_unit(problem)
             if problem.bias_float is not None:
@@ -116,7 +143,7 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
     if problem.return_lse:
         t_max, l_sum = torch.empty((2, *q.shape[:3]), dtype=torch.int64, device="cpu")
     outputs = _native.attention(
-        isa or "", threads or torch.get_num_threads(), METHODS[method], out_type, out_dtype, out_dtype is q.dtype,
+        isa or "", threads or torch.get_num_threads(), METHODS[method], OUT_TYPES[problem.out_dtype],
         problem.sm_scale, q, k, v, scales, out_scale, blocks, causal, bias, keep, packed, t_max, l_sum,
         problem.check_finite,
     )  # fmt: skip
@@ -172,14 +199,6 @@ def limits(problem: Problem) -> str | None:
 def _repeated(scale: Tensor, problem: Problem) -> Tensor:
     """A key head's scale for the query heads of its group."""
     return scale if scale.shape[1] == 1 or problem.group == 1 else scale.repeat_interleave(problem.group, dim=1)
-
-
-def _out_scale(problem: Problem) -> Tensor:
-    """The scale of integer output, but for the one value that the kernels choose themselves."""
-    if problem.out_scale is not None:
-        return problem.out_scale
-    s_v = _repeated(problem.v.scale, problem)
-    return s_v if problem.method in FLASH else s_v * 127 / torch.iinfo(problem.out_dtype).max
 
 
 def _score_bias(problem: Problem, unit: Tensor) -> Tensor:

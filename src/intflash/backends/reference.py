@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from intflash.backends.base import Backend
+from intflash.backends.base import Backend, Partial
 from intflash.backends.features import (
     ANY_GRANULARITY,
     CODES,
@@ -16,7 +16,7 @@ from intflash.backends.features import (
     MASKS,
     QUANTIZATION,
 )  # fmt: skip
-from intflash.methods import METHODS, arrays, get_method
+from intflash.methods import METHODS, arrays, get_method, intflash
 from intflash.problem import Problem, Result
 
 _SERVED = frozenset.union(
@@ -46,4 +46,5 @@ BACKEND = Backend(
     serves=dict.fromkeys(METHODS, _SERVED),
     limits=lambda problem: None,
     run=_run,
+    partial=Partial(("intflash", "intflash_p8"), intflash.partial_maxima, intflash.partial_sums, intflash.finish_sums),
 )

@@ -14,7 +14,18 @@ import intflash
 from intflash import Recipe
 from intflash.bench.experiments import Experiment, Figure, Row, Setting, describe, untimed
 from intflash.bench.measure import METRICS, MRE_DEFINITIONS, exact_attention
-from intflash.bench.workloads import COLUMNS, HARD, IFLASH, QFLASH, Case, normal, random_case, uniform, workload_case
+from intflash.bench.workloads import (
+    COLUMNS,
+    HARD,
+    IFLASH,
+    QFLASH,
+    SINKS,
+    InputCase,
+    normal,
+    random_case,
+    uniform,
+    workload_case,
+)
 from intflash.call import prepare
 from intflash.problem import Problem
 from intflash.quant import hadamard_rotate, key_mean
@@ -22,10 +33,10 @@ from intflash.quant import hadamard_rotate, key_mean
 
 @dataclass(frozen=True)
 class Series:
-    """A method with its options as one line of a table.
+    """One line of a table: a method with its options.
 
-    `method` None is the ceiling: float64 softmax on the same quantized inputs. A `variant` of
-    `bench/variants.py` computes instead of the method, on the method's quantized problem.
+    With `method` None it is the ceiling: float64 softmax on the same quantized inputs. A `variant`
+    (`benchmarks/variants.py`) computes in place of the method, on the method's quantized problem.
     """
 
     label: str
@@ -35,7 +46,7 @@ class Series:
     variant: Callable[[Problem], Tensor] | None = None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: str | None) -> tuple[Tensor, str]:
-        """The output as floats, and the backend that computed it."""
+        """Returns the output as floats, and the name of the backend that computed it."""
         if self.method is None:
             return ceiling(q, k, v, scale, self.recipe or Recipe()), "float64"
         options = dict(scale=scale, method=self.method, recipe=self.recipe, out_dtype=self.out_dtype)
@@ -48,7 +59,9 @@ class Series:
 
 
 def ceiling(q: Tensor, k: Tensor, v: Tensor, scale: float | None, recipe: Recipe) -> Tensor:
-    """Exact attention on inputs quantized by `recipe`: what no method on these codes can beat."""
+    """Returns exact attention on inputs quantized by `recipe`, which no method on these codes can exceed in
+    accuracy.
+    """
     if recipe.rotate:
         q, k = hadamard_rotate(q), hadamard_rotate(k)
     if recipe.smooth_k:
@@ -60,16 +73,16 @@ def ceiling(q: Tensor, k: Tensor, v: Tensor, scale: float | None, recipe: Recipe
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Every series on every case: yields one row per metric.
+    """Measures every series on every case. Yields one row per metric.
 
     Attributes:
         series, cases, metrics: what to measure.
-        quick: how many of the cases `--quick` keeps.
+        quick: the number of cases that `--quick` keeps.
         paper: (series label, case name, metric) -> the paper's number.
     """
 
     series: Sequence[Series]
-    cases: Sequence[Case]
+    cases: Sequence[InputCase]
     metrics: Sequence[str] = ("SQNR dB", "MSE", "cosine", "MRE of means %")
     quick: int = 2
     paper: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
@@ -84,12 +97,12 @@ class Accuracy:
                 yield from self._rows(series, case, ref, (q, k, v), setting)
 
     def _rows(
-        self, series: Series, case: Case, ref: Tensor, inputs: Sequence[Tensor], setting: Setting
+        self, series: Series, case: InputCase, ref: Tensor, inputs: Sequence[Tensor], setting: Setting
     ) -> Iterator[Row]:
         out = backend = note = None
         try:
             out, backend = series.run(*inputs, case.sm_scale, setting.backend)
-        except Exception as error:  # whatever stops a series is a result
+        except Exception as error:  # a failure of a series is a result too
             note = describe(error)
         for metric in self.metrics:
             yield Row(
@@ -191,7 +204,7 @@ MRE_SERIES = (
 
 
 def which_definition_fits(rows: Sequence[Row]) -> list[str]:
-    """How far each definition is from the paper's numbers: the median factor per series and over all."""
+    """Returns how far each definition is from the paper's numbers: the median factor per series and over all."""
     sentences, distance = [], {}
     for metric in MRE_DEFINITIONS:
         factors: dict[str, list[float]] = {}
@@ -331,8 +344,30 @@ HARD_INPUTS = untimed(
 )
 
 
+ATTENTION_SINKS = untimed(
+    name="sinks",
+    title="Attention sinks: SQNR over the sink's share of the weight",
+    source="docs/numerics.md, section 2",
+    measure=Accuracy(
+        series=(  # drawn over each other in this order
+            CEILING,
+            *(s for s in (*FLOATS, *PUBLISHED) if s.label not in ("bf16", "fp8_head", "iflash", "ivit", "ibert")),
+            *OURS,
+            Series("intflash_bfp", "intflash_bfp"),
+        ),
+        cases=SINKS,
+        metrics=("SQNR dB",),
+        quick=3,
+    ),
+    figures=(Figure("SQNR dB", "lines", "share of the sink, %"),),
+    conclude=lambda rows: below_ceiling(rows, ("intflash_bfp", "intflash", "intflash_p8")),
+    notes="N = 1024, head_dim 64, 256 queries, 2 heads; float output. One key has the share of the mean row and the "
+    "value 0; the other scores have a standard deviation of 0.87.",
+)
+
+
 def below_ceiling(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
-    """How far the named series stay below the ceiling at worst."""
+    """Returns by how much the named series stay below the ceiling in the worst case."""
     top = {row.case: row.value for row in rows if row.series == CEILING.label}
     sentences = []
     for label in labels:
@@ -343,5 +378,5 @@ def below_ceiling(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
 
 
 EXPERIMENTS: tuple[Experiment, ...] = (
-    TABLE4, IFLASH_SQNR, TABLE1, TABLE2, INT4, GRANULARITY, SPEC_TABLE, HARD_INPUTS,
+    TABLE4, IFLASH_SQNR, TABLE1, TABLE2, INT4, GRANULARITY, SPEC_TABLE, HARD_INPUTS, ATTENTION_SINKS,
 )  # fmt: skip

@@ -42,17 +42,19 @@ TITLE = "Integer attention beside torch's on a CPU: int8 or float32 in and out"
 PEER = "torch float32 SDPA"
 METHODS = ("intflash_p8", "intflash", "intflash_online")
 SCALING = "intflash_p8 alone, int8 in and out"
-AT_ONCE = "the same, a call of one thread in each"  # what the machine gives: its cores may share units
-CALLS_AT_ONCE = 8  # of each, so that handing them out does not count
+AT_ONCE = "the same, a call of one thread in each"  # as offered by the machine, whose cores may share units
+CALLS_AT_ONCE = 8  # per workload, so that handing them out does not count
 MASKED = "with bias and mask"  # of Swin's workloads: a bias per head, a mask per window
-AMPLITUDE = 4.0  # inputs uniform in [-4, 4], as in QFlash Table 4
-TURN_S = 10e-3  # of a series; in turns of 2 ms the first calls, slow in others' caches, are a tenth of the time
+AMPLITUDE = 4.0  # inputs are uniform in [-4, 4], as in QFlash's Table 4
+# per series and turn; in turns of 2 ms the first calls, slow because of others' data in the caches, are a tenth of the
+# time
+TURN_S = 10e-3
 REST_S = 5e-3  # between turns of several threads
 
 
 @dataclass(frozen=True)
-class Row:
-    """One series on one workload."""
+class CpuRow:
+    """The result of one series on one workload."""
 
     workload: str
     shape: str
@@ -60,8 +62,10 @@ class Row:
     series: str
     kernels: str
     microseconds: float
-    ratio: float  # PEER's time (of MASKED: its time so; of SCALING and AT_ONCE: our one thread's) over this, same run
-    busy_neighbour: bool = False  # another process held a core
+    # PEER's time over this one in the same run (MASKED: PEER's time with masks; SCALING, AT_ONCE: our time on one
+    # thread)
+    ratio: float
+    busy_neighbour: bool = False  # another process used a core
 
 
 def measure(
@@ -70,7 +74,7 @@ def measure(
     threads: Sequence[int] = (1, 2),
     budget_s: float = 3.0,
     workloads: Sequence[Workload] = WORKLOADS,
-) -> list[Row]:
+) -> list[CpuRow]:
     """Time every workload and write ``attention.json``, ``.csv`` and ``.png`` into `out`.
 
     Args:
@@ -86,7 +90,7 @@ def measure(
     if not cpu.instruction_sets():
         raise RuntimeError("the native CPU kernels were not built: nothing to measure")
     before = torch.get_num_threads()
-    rows: list[Row] = []
+    rows: list[CpuRow] = []
     try:
         for count in threads:
             for workload in workloads:
@@ -123,7 +127,7 @@ def _inputs(workload: Workload) -> list[Tensor]:
     return [(torch.rand(workload.shape, generator=generator) * 2 - 1) * AMPLITUDE for _ in "qkv"]
 
 
-def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequence[str]) -> list[Row]:
+def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequence[str]) -> list[CpuRow]:
     torch.set_num_threads(threads)
     q, k, v = _inputs(workload)
     low = [x.to(torch.bfloat16) for x in (q, k, v)]
@@ -160,12 +164,14 @@ def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequen
     rows = []
     for (series, isa), t in seconds.items():
         peer = seconds[f"{PEER}, {MASKED}" if series.endswith(MASKED) else PEER, ""]
-        rows.append(Row(workload.name, shape, threads, series, isa, round(1e6 * t, 2), round(peer / t, 2)))
+        rows.append(CpuRow(workload.name, shape, threads, series, isa, round(1e6 * t, 2), round(peer / t, 2)))
     return rows
 
 
-def _scaling(threads: int, budget_s: float, workloads: Sequence[Workload], busy_neighbour: bool = False) -> list[Row]:
-    """One thread against several, ours alone, and against as many calls at once."""
+def _scaling(
+    threads: int, budget_s: float, workloads: Sequence[Workload], busy_neighbour: bool = False
+) -> list[CpuRow]:
+    """Measures our scaling: one thread against several, and against as many calls at once."""
     torch.set_num_threads(1)
     rows = []
     with ThreadPoolExecutor(threads) as callers:
@@ -178,7 +184,7 @@ def _scaling(threads: int, budget_s: float, workloads: Sequence[Workload], busy_
             shape, isa = "x".join(map(str, workload.shape)), cpu.instruction_sets()[0]
             for n, series, t in zip((1, threads, threads), (SCALING, SCALING, AT_ONCE), times, strict=True):
                 ratio = round(times[0] / t, 2)
-                rows.append(Row(workload.name, shape, n, series, isa, round(1e6 * t, 2), ratio, busy_neighbour))
+                rows.append(CpuRow(workload.name, shape, n, series, isa, round(1e6 * t, 2), ratio, busy_neighbour))
     return rows
 
 
@@ -194,7 +200,7 @@ def _spin() -> None:
 
 
 def _onnx_session(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Callable[[], Any] | None:
-    """onnxruntime's MultiHeadAttention on the same inputs, where onnxruntime and onnx are installed."""
+    """Returns onnxruntime's MultiHeadAttention on the same inputs, where onnxruntime and onnx are installed."""
     try:
         import onnx
         import onnxruntime
@@ -216,13 +222,13 @@ def _onnx_session(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Callable[[],
     )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # or they keep the next series' cores
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # otherwise they occupy the next series' cores
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return partial(session.run, None, packed)
 
 
-def _figure(rows: Sequence[Row], path: Path) -> None:
-    """Ratios on the fewest threads, of the best kernels."""
+def _figure(rows: Sequence[CpuRow], path: Path) -> None:
+    """Draws the ratios of the best kernels on the smallest number of threads."""
     import matplotlib
     from matplotlib.figure import Figure
 

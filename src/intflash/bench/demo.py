@@ -1,4 +1,4 @@
-"""The main job: classify the held-out digits with attention computed by every method."""
+"""The demo: classifies the held-out digits with attention computed by every method."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from intflash.bench.measure import environment, exact_attention, sqnr
 from intflash.digits import Split, float_attention, load_model, load_split
 
 BATCH = 100
-WARM_UP = 10  # images before the clock starts
-# Queries times 64: float32 keeps most of its Top-1, the published qflash leaves int32.
+WARM_UP = 10  # images before the time measurement starts
+# Queries are multiplied by 64: float32 keeps most of its Top-1, while qflash overflows int32.
 QUERY_FACTOR = 64.0
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """One row of the demo's table; SQNR in dB against float64 attention on the same inputs."""
+    """One row of the demo's table. SQNR is in dB against float64 attention on the same inputs."""
 
     method: str
     top1: float = math.nan
@@ -40,7 +40,7 @@ class MethodResult:
 
 
 class MethodAttention:
-    """A method as a digit model's attention; measures the SQNR of every layer beside it.
+    """A method as a digit model's attention, which also measures the SQNR of every layer.
 
     Args:
         method, backend: as in `intflash.attention`.
@@ -53,7 +53,7 @@ class MethodAttention:
         self.used_backend = ""
         self.overhead_s = 0.0
         self._layer = 0
-        self._squares: list[list[float]] = []  # per layer: signal, noise
+        self._squares: list[list[float]] = []  # per layer: power of the signal and of the noise
 
     def start_batch(self) -> None:
         self._layer = 0
@@ -82,12 +82,12 @@ class MethodAttention:
         self._layer += 1
 
     def layer_sqnr(self) -> list[float]:
-        """SQNR of each layer over all images so far, dB."""
+        """Returns the SQNR of each layer over all images so far, in dB."""
         return [10 * math.log10(s / n) if s > 0 and 0 < n < math.inf else -math.inf for s, n in self._squares]
 
 
 def _now(data: Split) -> float:
-    """Seconds, after the device has done what it was given."""
+    """Returns the time in seconds, after the device has finished its work."""
     if data.images.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -111,7 +111,7 @@ def _top1(logits: Tensor, data: Split) -> float:
 def run_method(
     method: str, backend: str | None, model: nn.Module, data: Split, expected: Tensor, advance: Callable[[], None]
 ) -> MethodResult:
-    """Measure one method; `expected` are the float32 logits. Calls `advance` 2 x batches times."""
+    """Measures one method. `expected` are the float32 logits. Calls `advance` 2 x batches times."""
     attention = MethodAttention(method, backend, measured=True)
     warm_up = MethodAttention(method, backend)
     scaled = MethodAttention(method, backend, QUERY_FACTOR)
@@ -139,7 +139,7 @@ def run_method(
 
 @dataclass(frozen=True)
 class DemoResult:
-    """All rows, with float32's own Top-1 and what they were measured on."""
+    """All rows, float32's own Top-1, and the machine."""
 
     model: str
     images: int
@@ -149,7 +149,7 @@ class DemoResult:
     rows: list[MethodResult]
 
     def save(self, folder: Path) -> list[Path]:
-        """Write demo-<model>.json and .png into `folder`."""
+        """Writes demo-<model>.json and .png into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         data = folder / f"demo-{self.model}.json"
         content = asdict(self) | {"query_factor": QUERY_FACTOR, "environment": environment()}
@@ -160,7 +160,7 @@ class DemoResult:
 
 
 def finite(value):
-    """JSON has no NaN or infinity: those become None and text."""
+    """Replaces NaN and infinity, which JSON does not have, by None and text."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

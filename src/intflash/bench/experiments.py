@@ -1,7 +1,7 @@
-"""An experiment is a value: what to measure, the paper's numbers, how to draw it. One runner for all.
+"""An experiment is a value: what to measure, the paper's numbers, and how to draw it. One runner serves all of them.
 
-A new experiment is a new value in the EXPERIMENTS of a module: here what users run (`intflash accuracy`), in the
-checkout's `benchmarks` folder everything else.
+A new experiment is a new value in the EXPERIMENTS of a module. Experiments that users run (`intflash accuracy`) are in
+this package, all others in the checkout's `benchmarks` folder.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Setting:
     log: Callable[[str], None] = lambda text: None
 
     def time(self, calls: Sequence[Callable[[], Any]], rounds: int = 9, sample_s: float = 3e-3) -> list[float]:
-        """Median seconds of each call, all taking turns; on a GPU by CUDA-graph replays, without launch overhead."""
+        """Returns the median seconds of each call. The calls take turns. On a GPU CUDA graphs are replayed, without
+        launch overhead.
+        """
         if self.rehearse:
             for call in calls:
                 call()
@@ -130,8 +132,8 @@ untimed = partial(Experiment, timed=False)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """An experiment's rows with what they were measured on; `error`: why there are no more of them."""
+class ExperimentOutcome:
+    """An experiment's rows with the machine they were measured on. `error`: why rows are missing."""
 
     experiment: Experiment
     setting: Setting
@@ -144,7 +146,7 @@ class Outcome:
         return self.experiment.conclude(self.rows) if self.experiment.conclude and whole else []
 
     def save(self, folder: Path) -> list[Path]:
-        """Write <name>.json, <name>.csv and the figures' PNGs into `folder`; returns their paths."""
+        """Writes <name>.json, <name>.csv and the figures' PNGs into `folder`. Returns their paths."""
         from intflash.bench import figures
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,8 +184,10 @@ class Outcome:
         return [data, table, *drawn]
 
 
-def run_experiment(experiment: Experiment, setting: Setting) -> Outcome:
-    """Measure every row of an experiment; what stops it is in the outcome, beside the rows that there are."""
+def run_experiment(experiment: Experiment, setting: Setting) -> ExperimentOutcome:
+    """Measures every row of an experiment. An error that stops it becomes part of the outcome, beside the rows
+    measured so far.
+    """
     rows, error = [], None
     try:
         for row in experiment.measure(setting):
@@ -191,11 +195,11 @@ def run_experiment(experiment: Experiment, setting: Setting) -> Outcome:
     except Exception as raised:
         logger.exception("%s stopped", experiment.name)
         error = describe(raised)
-    return Outcome(experiment, setting, rows, error)
+    return ExperimentOutcome(experiment, setting, rows, error)
 
 
 def describe(error: Exception) -> str:
-    """An exception in one line."""
+    """Returns an exception as one line."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
 
@@ -216,7 +220,7 @@ def best_of_groups(rows: Iterable[Row], metric: str, papers: Mapping[tuple[str, 
 
 
 def collect(modules: Iterable[ModuleType]) -> tuple[Experiment, ...]:
-    """The EXPERIMENTS of these modules.
+    """Returns the EXPERIMENTS of these modules.
 
     Raises:
         RuntimeError: two experiments have one name.
@@ -231,5 +235,5 @@ def collect(modules: Iterable[ModuleType]) -> tuple[Experiment, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinities: they become text, as float() reads them."""
+    """Replaces infinities, which JSON does not have, by text that float() reads."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Figures of the demo and of experiments, PNG; matplotlib without a display."""
+"""Figures of the demo and of experiments as PNG, drawn by matplotlib without a display."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 OURS, OTHERS, PAPER = "#0b6e4f", "#9aa5b1", "#d1495b"
 COLORS = ("#0b6e4f", "#d1495b", "#2b59c3", "#e08e0b", "#6a4c93", "#17a2b8", "#7f5539", "#6c757d", "#ef6f6c", "#465775")
 DPI = 110
-PORTABLE = ("torch", "reference")  # backends of torch operations, not of native code
-FLOOR_DB = -20.0  # a broken method's SQNR is drawn no lower
+PORTABLE = ("torch", "reference")  # backends of torch operations, without native code
+FLOOR_DB = -20.0  # the least SQNR drawn, for methods that fail
 
 
 def is_ours(series: str) -> bool:
@@ -66,7 +66,7 @@ def demo(result: DemoResult, path: Path) -> None:
 
 
 def bars(rows: Sequence[Row], metric: str, title: str, path: Path) -> None:
-    """One group of bars per case, one bar per series; the paper's numbers as dashes."""
+    """Draws one group of bars per case and one bar per series, with the paper's numbers as dashes."""
     rows = [row for row in rows if row.metric == metric and row.value not in (None, math.inf)]
     cases, series = _unique(row.case for row in rows), _unique(row.series for row in rows)
     inches = min(15.0, max(7.0, 1.4 + 0.2 * len(cases) * (len(series) + 1)))
@@ -94,7 +94,7 @@ def bars(rows: Sequence[Row], metric: str, title: str, path: Path) -> None:
 
 
 def lines(rows: Sequence[Row], metric: str, title: str, path: Path, xlabel: str) -> None:
-    """One line per series over the cases' values; the paper's numbers as crosses."""
+    """Draws one line per series over the cases' values, with the paper's numbers as crosses."""
     rows = [row for row in rows if row.metric == metric and row.value not in (None, math.inf) and row.x is not None]
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()

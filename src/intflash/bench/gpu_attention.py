@@ -36,25 +36,26 @@ log = logging.getLogger("intflash")
 TITLE = "Integer attention beside torch's: kernel only, and from float16 with static and dynamic scales"
 NOTES = "Ratio: the faster of cuDNN's and flash's float16 time over this one, in the same run. Floors: int8 operations \
 at the datasheet's peak, bytes at the measured copy bandwidth; the fraction is the larger over the time."
-H200 = {"int8 operations/s": 1979e12, "bytes/s": 4.3e12}  # datasheet peak; measured device copy
+H200 = {"int8 operations/s": 1979e12, "bytes/s": 4.3e12}  # peak of the datasheet; measured device copy
 SDPA = {f"SDPA {name}": f"{name} fp16" for name in ("cuDNN", "flash", "efficient")}
 FASTER_OF = ("SDPA cuDNN", "SDPA flash")
 KERNEL, STATIC, DYNAMIC = "kernel only", "float16, static scales", "float16, dynamic scales"
-HEADS = "float16, dynamic, of each head"  # found by the kernel itself where rows are whole on chip
+HEADS = "float16, dynamic, of each head"  # computed by the kernel itself for short rows
 OF_HEADS = Recipe(q="head", k="head", v="head")
 
 
 @dataclass(frozen=True)
-class Case:
+class GpuCase:
     name: str
     shape: tuple[int, int, int, int]
     methods: tuple[str, ...]
-    targets: tuple[float | None, float | None, float | None] = (None, None, None)  # kernel, static, dynamic
+    # kernel alone, static scales, dynamic scales
+    targets: tuple[float | None, float | None, float | None] = (None, None, None)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One contender on one workload; times in microseconds. Where it did not run, `note` says why."""
+    """The result of one contender on one workload, in microseconds. `note` says why it did not run."""
 
     workload: str
     shape: str
@@ -62,7 +63,7 @@ class Measured:
     backend: str | None
     variant: str
     us: float | None = None
-    ratio: float | None = None  # the faster of cuDNN's and flash's float16 time over this one
+    ratio: float | None = None  # float16 time of cuDNN or flash, whichever is faster, over this time
     target: float | None = None
     tops: float | None = None
     gb_s: float | None = None
@@ -76,37 +77,37 @@ class Measured:
 EXACT = ("intflash_p8", "intflash")
 
 
-def cases(quick: bool = False) -> list[Case]:
-    """The rows of the target table, then batches and lengths around them."""
+def cases(quick: bool = False) -> list[GpuCase]:
+    """Returns the rows of the target table, then batch sizes and lengths around them."""
     found = []
     for name, w in QFLASH.items():
         vit = w.n == 197
         for batch in (1, 8):
             targets = (1.6, 1.3, None) if vit else ((1.8, 1.8, None) if batch == 1 else (2.0, 2.0, None))
-            found.append(Case(f"{name} batch {batch}", w.batched(batch).shape, (*EXACT, "qflash"), targets))
-    found.append(Case("A2 batch 1024", QFLASH["A2"].batched(1024).shape, EXACT, (2.0, 1.3, 1.0)))
-    found.append(Case("A4 batch 128", QFLASH["A4"].batched(128).shape, EXACT, (5.0, 4.0, 2.0)))
+            found.append(GpuCase(f"{name} batch {batch}", w.batched(batch).shape, (*EXACT, "qflash"), targets))
+    found.append(GpuCase("A2 batch 1024", QFLASH["A2"].batched(1024).shape, EXACT, (2.0, 1.3, 1.0)))
+    found.append(GpuCase("A4 batch 128", QFLASH["A4"].batched(128).shape, EXACT, (5.0, 4.0, 2.0)))
     for d, heads, targets in ((64, 32, (1.35, 1.25, 1.2)), (128, 16, (1.3, 1.2, 1.15))):
         for n in (1024, 4096, 16384):
             goal = targets if n > 1024 else (None,) * 3
             shape = (4 if n < 16384 else 1, heads, n, d)
-            found.append(Case(f"D{d} N{n}", shape, ("intflash_online", "intflash_p8", "intflash"), goal))
+            found.append(GpuCase(f"D{d} N{n}", shape, ("intflash_online", "intflash_p8", "intflash"), goal))
     if quick:
         return [c for c in found if c.name in ("A2 batch 8", "A4 batch 8", "D64 N4096")]
     for batch in (64, 256):
-        found += [Case(f"{n} batch {batch}", QFLASH[n].batched(batch).shape, EXACT) for n in ("A2", "A4", "A7")]
-    found.append(Case("D80 N4096", (4, 16, 4096, 80), ("intflash_online",)))
+        found += [GpuCase(f"{n} batch {batch}", QFLASH[n].batched(batch).shape, EXACT) for n in ("A2", "A4", "A7")]
+    found.append(GpuCase("D80 N4096", (4, 16, 4096, 80), ("intflash_online",)))
     return found
 
 
 def _inputs(shape: tuple[int, ...], seed: int) -> tuple[Tensor, ...]:
-    """Uniform in [-4, 4], the QFlash benchmark's distribution, float16."""
+    """Returns inputs uniform in [-4, 4], as in the QFlash benchmark, in float16."""
     g = torch.Generator("cuda").manual_seed(seed)
     return tuple((torch.rand(shape, generator=g, device="cuda") * 8 - 4).half() for _ in range(3))
 
 
 def _kernel(name: str, inputs: tuple[Tensor, ...]) -> tuple[str, Callable[[], Any], Callable[[], Tensor]]:
-    """The attention launch alone on codes, int8 out; or torch's attention."""
+    """Times the attention launch alone, on codes with int8 output, or torch's attention."""
     from intflash.bench.gpu_launches import make_kernel
 
     kernel = make_kernel(name, *inputs)
@@ -119,7 +120,7 @@ def _peer(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[
 
 
 def _whole(method: str, recipe: Recipe, inputs: tuple[Tensor, ...]) -> tuple[str, Callable[[], Any], Any]:
-    """float16 in and out, quantization inside, through the backend that the API would take."""
+    """Times a call with float16 input and output and quantization inside, on the backend that the API would choose."""
     problem = Problem(method, *inputs, inputs[0].shape[3] ** -0.5, recipe=recipe, out_dtype=torch.float16)
     backend = select(problem, None)
 
@@ -130,39 +131,41 @@ def _whole(method: str, recipe: Recipe, inputs: tuple[Tensor, ...]) -> tuple[str
 
 
 def _static_recipe(shape: tuple[int, ...]) -> Recipe:
-    """Scales calibrated on another batch of the same distribution."""
+    """Returns scales calibrated on another batch of the same distribution."""
     scales = [(x.float().abs().amax() / 127).item() for x in _inputs(shape, 1)]
     return Recipe(q_scale=scales[0], k_scale=scales[1], v_scale=scales[2])
 
 
 @dataclass(frozen=True)
-class Contender:
-    """Who is timed; `make` gives its backend, its call and what reads its output as floats."""
+class GpuContender:
+    """What is timed. `make` returns its backend, its call, and a function that reads its output as floats."""
 
     method: str
     variant: str
     make: Callable[[], tuple[str, Callable[[], Any], Callable[[], Tensor]]]
 
 
-def _contenders(case: Case) -> Iterator[Contender]:
+def _contenders(case: GpuCase) -> Iterator[GpuContender]:
     inputs = _inputs(case.shape, 0)
     for name, kernel in SDPA.items():
-        yield Contender(name, "float16", partial(_kernel, kernel, inputs))
+        yield GpuContender(name, "float16", partial(_kernel, kernel, inputs))
     for name, function in peers.installed():
-        yield Contender(name, "float16", partial(_peer, function, inputs))
+        yield GpuContender(name, "float16", partial(_peer, function, inputs))
     recipe = _static_recipe(case.shape)
     for method in case.methods:
-        yield Contender(method, KERNEL, partial(_kernel, method, inputs))
+        yield GpuContender(method, KERNEL, partial(_kernel, method, inputs))
         if method != "qflash":
             variants = {STATIC: recipe, DYNAMIC: Recipe()}
             if case.shape[2] <= 224:
                 variants[HEADS] = OF_HEADS
             for variant, chosen in variants.items():
-                yield Contender(method, variant, partial(_whole, method, chosen, inputs))
+                yield GpuContender(method, variant, partial(_whole, method, chosen, inputs))
 
 
-def _running(case: Case) -> tuple[list[tuple[Contender, str, Callable[[], Any], Callable[[], Tensor]]], list[Measured]]:
-    """The contenders that run, each run once, and rows of those that do not."""
+def _running(
+    case: GpuCase,
+) -> tuple[list[tuple[GpuContender, str, Callable[[], Any], Callable[[], Tensor]]], list[Measured]]:
+    """Returns the contenders that run, after one run each, and rows of those that do not."""
     running, refused = [], []
     for c in _contenders(case):
         try:
@@ -170,18 +173,18 @@ def _running(case: Case) -> tuple[list[tuple[Contender, str, Callable[[], Any], 
             call()
             torch.cuda.synchronize()
             running.append((c, backend, call, read))
-        except Exception as error:  # whatever stops a contender is a result
+        except Exception as error:  # a failure of a contender is a result too
             log.warning("%s: %s %s: %s", case.name, c.method, c.variant, describe(error))
             refused.append(Measured(case.name, _shape(case), c.method, None, c.variant, note=describe(error)))
     return running, refused
 
 
-def _shape(case: Case) -> str:
+def _shape(case: GpuCase) -> str:
     return "x".join(map(str, case.shape))
 
 
-def measure_case(case: Case, rounds: int = 9) -> list[Measured]:
-    """Every contender of a case."""
+def measure_case(case: GpuCase, rounds: int = 9) -> list[Measured]:
+    """Measures every contender of a case."""
     from intflash.bench.gpu_timing import time_calls
 
     running, refused = _running(case)
@@ -214,19 +217,19 @@ def measure_case(case: Case, rounds: int = 9) -> list[Measured]:
     return rows + refused
 
 
-def _rehearse(case: Case) -> None:
+def _rehearse(case: GpuCase) -> None:
     _running(case)
 
 
 def compile_all(jobs: int, quick: bool = False) -> None:
-    """Compile what `run` will time into the caches on disk, in `jobs` processes."""
+    """Compiles what `run` will time into the caches on disk, in `jobs` processes."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
         list(pool.map(_rehearse, sorted(cases(quick), key=lambda c: -c.shape[3])))
 
 
 def run(out: Path, quick: bool = False) -> list[Measured]:
-    """Measure all cases and write attention.{json,csv,png} under `out`.
+    """Measures all cases and writes attention.{json,csv,png} under `out`.
 
     Raises:
         RuntimeError: there is no CUDA device.
@@ -256,7 +259,9 @@ def _save(rows: list[Measured], out: Path) -> None:
 
 
 def _figure(rows: list[Measured], path: Path) -> None:
-    """Ratio to the faster SDPA by workload: the best exact or online method of each variant, and the target."""
+    """Draws the ratio to the faster SDPA by workload: the best exact or online method of each variant, and the
+    target.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -282,7 +287,7 @@ def _figure(rows: list[Measured], path: Path) -> None:
 
 
 def table(rows: list[Measured]) -> str:
-    """Ours against SDPA as lines of text."""
+    """Returns our times relative to SDPA as lines of text."""
     lines = []
     for r in rows:
         if r.us is None:

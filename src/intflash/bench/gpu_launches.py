@@ -1,7 +1,7 @@
-"""Attention kernels on inputs that are ready, for timing: as launches alone, and as calls of the backend.
+"""Attention kernels on prepared inputs, for timing: as launches alone, and as calls of the backend.
 
-What a backend launches is recorded while it serves a call. The attention launch (of the unfused methods: all of them)
-keeps its tensors, so it can be run again alone: nothing is quantized, allocated or filled, whichever backend it is of.
+The launches of a backend are recorded while it serves a call. The attention launch (for unfused methods: all launches)
+keeps its tensors, so that it can run again alone, without quantization, allocation or constants.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from intflash.backends import select
 from intflash.backends.cuda.program import CudaLaunch
 from intflash.backends.gpu.float_softmax import operands
 from intflash.backends.gpu.tensors import contiguous_keys
-from intflash.backends.triton import mixed, mixed_steps, unfused
-from intflash.backends.triton.launch import Launch
-from intflash.backends.triton.streaming import Statistics
+from intflash.backends.triton import mixed_precision, mixed_precision_steps, unfused
+from intflash.backends.triton.launch import TritonLaunch
+from intflash.backends.triton.tile_loop import Statistics
 from intflash.bench.experiments import describe
 from intflash.methods import get_method
 from intflash.problem import Problem
@@ -34,9 +34,12 @@ TORCH = {
     "flash fp16": SDPBackend.FLASH_ATTENTION,
     "efficient fp16": SDPBackend.EFFICIENT_ATTENTION,
 }
-FLOWS = {
-    "lite": mixed_steps.LITE,
-    "int_flash_half": {"float maximum": mixed_steps.HALF, "integer maximum": mixed_steps.HALF_RAISED},
+CONVERSIONS = {
+    "lite": mixed_precision_steps.LITE,
+    "int_flash_half": {
+        "float maximum": mixed_precision_steps.HALF,
+        "integer maximum": mixed_precision_steps.HALF_BIASED,
+    },
 }
 _INPUTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Call = Callable[[], Any]
@@ -47,10 +50,10 @@ class Kernel:
     """One contender.
 
     Attributes:
-        backend: what runs it.
+        backend: the backend that runs it.
         launch: the attention kernel alone; for torch its call.
         whole: the backend's call on the same inputs, with constants and allocation.
-        read: the output of the last run as floats; there has been one.
+        read: returns the output of the last run as floats.
     """
 
     backend: str
@@ -63,11 +66,12 @@ def make_kernel(
     name: str, q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, recipe: Recipe | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Kernel:  # fmt: skip
-    """A method's kernel, of the backend that `backend=None` of the API takes, or one of TORCH; on float tensors.
+    """Returns a method's kernel, of the backend that `backend=None` chooses, or one of TORCH on float tensors.
 
-    Integer methods write int8, the others float16. "method, flow" takes one of FLOWS in the Triton backend's tile loop.
+    Integer methods write int8, the others float16. "method, conversion" selects one of CONVERSIONS in the Triton
+    backend's tile loop.
     """
-    name, _, flow = name.partition(", ")
+    name, _, form = name.partition(", ")
     if name in TORCH:
         call = partial(torch_attention, TORCH[name], *(x.half() for x in (q, k, v)))
         return Kernel("torch", call, call, call)
@@ -75,13 +79,13 @@ def make_kernel(
     dtype = out_dtype or (torch.int8 if method.integer_only else torch.float16)
     q, k, v = (x.to(_INPUTS.get(name, x.dtype)) for x in (q, k, v))
     problem = Problem(name, q, k, v, q.shape[3] ** -0.5, recipe=recipe or method.recipe, out_dtype=dtype).quantized()
-    if flow:
+    if form:
         out = torch.empty_like(q, dtype=dtype)
         nothing = Statistics(None, None)
-        steps = FLOWS[name][flow]
-        return of_launch(mixed.mixed_launch(problem, operands(problem), out, nothing, steps=steps), out)
+        steps = CONVERSIONS[name][form]
+        return of_launch(mixed_precision.mixed_launch(problem, operands(problem), out, nothing, steps=steps), out)
     if method.integer_only and name not in unfused.METHODS and k.shape[2] > 64:
-        # as the quantizer writes V; windows are turned in registers
+        # as the quantizer writes V; the window kernel transposes it in registers
         problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data, 128)))
     chosen = select(problem, backend)
     with recorded() as launches:
@@ -95,14 +99,14 @@ def make_kernel(
     return Kernel(chosen.name, partial(_run_all, launches) if launches else whole, whole, read)
 
 
-def of_launch(launch: Launch, out: Tensor) -> Kernel:
-    """A launch of the Triton backend that fills `out` with floats; it is run once."""
+def of_launch(launch: TritonLaunch, out: Tensor) -> Kernel:
+    """Wraps a launch of the Triton backend that fills `out` with floats. It is run once."""
     launch.run()
     return Kernel("triton", launch.run, launch.run, lambda: out)
 
 
 def make_kernels(names: Sequence[str], inputs: Sequence[Tensor]) -> tuple[dict[str, Kernel], dict[str, str]]:
-    """The kernels that run, each run once, and for the others why not."""
+    """Returns the kernels that run, after one run each, and for the others the reason."""
     found, refused = {}, {}
     for name in names:
         try:
@@ -110,7 +114,7 @@ def make_kernels(names: Sequence[str], inputs: Sequence[Tensor]) -> tuple[dict[s
             kernel.launch()
             torch.cuda.synchronize()
             found[name] = kernel
-        except Exception as error:  # whatever stops a contender is a result
+        except Exception as error:  # a failure of a contender is a result too
             refused[name] = describe(error)
     return found, refused
 
@@ -121,16 +125,16 @@ def torch_attention(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Ten
 
 
 def uniform_inputs(shape: Sequence[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Uniform in [-4, 4], the QFlash benchmark's distribution, drawn on the GPU."""
+    """Returns inputs uniform in [-4, 4], as in the QFlash benchmark, drawn on the GPU."""
     g = torch.Generator("cuda").manual_seed(seed)
     return tuple(torch.rand(tuple(shape), generator=g, device="cuda") * 8 - 4 for _ in range(3))
 
 
 @contextmanager
 def recorded() -> Iterator[list[Any]]:
-    """The attention backends' launches that run inside, in their order."""
+    """Records the attention backends' launches inside the context, in order."""
     made: list[Any] = []
-    kinds = (Launch, CudaLaunch)
+    kinds = (TritonLaunch, CudaLaunch)
     originals = [kind.run for kind in kinds]
 
     def recording(original: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -1,4 +1,4 @@
-"""Time and energy of GPU work: CUDA graphs, so that Python's launch time is outside, the contenders taking turns."""
+"""Time and energy of GPU work by CUDA graphs, which exclude Python's launch time. The contenders take turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_REPEATS = 200  # calls in one graph
 
 
 def capture(call: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
-    """A graph of `repeats` calls; the call has run before, on a side stream, as capture wants."""
+    """Returns a graph of `repeats` calls. The call runs once before on a side stream, as capture requires."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()
@@ -27,7 +27,7 @@ def capture(call: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
 
 
 def seconds_once(run: Callable[[], Any]) -> float:
-    """Device seconds of one run, by events."""
+    """Returns the device seconds of one run, measured by events."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
@@ -37,8 +37,9 @@ def seconds_once(run: Callable[[], Any]) -> float:
 
 
 def time_calls(calls: Sequence[Callable[[], Any]], rounds: int = 9, sample_s: float = 3e-3) -> list[float]:
-    """Median seconds of each call: graphs of about `sample_s`, one sample of every call in each round, each round in an
-    order of its own: what runs after a kernel that heats the chip is a few percent slower."""
+    """Returns the median seconds of each call, from graphs of about `sample_s`. Each round has one sample of every
+    call, in an order of its own, because a kernel that follows one that heats the chip is a few percent slower.
+    """
     graphs = []
     for call in calls:
         call()
@@ -56,7 +57,7 @@ def time_calls(calls: Sequence[Callable[[], Any]], rounds: int = 9, sample_s: fl
 
 
 def joules(call: Callable[[], Any], seconds: float = 2.0) -> tuple[float, float]:
-    """(joules, seconds) of one call, by NVML's energy counter over graph replays of about `seconds`.
+    """Returns (joules, seconds) of one call, by NVML's energy counter over graph replays of about `seconds`.
 
     Raises:
         ImportError: nvidia-ml-py is not installed.
@@ -70,7 +71,7 @@ def joules(call: Callable[[], Any], seconds: float = 2.0) -> tuple[float, float]
     repeats = max(1, min(MAX_REPEATS, round(5e-3 / once)))
     graph = capture(call, repeats)
     replays = max(1, round(seconds / max(seconds_once(graph.replay), 1e-6)))
-    for _ in range(max(1, replays // 10)):  # clocks and power settle
+    for _ in range(max(1, replays // 10)):  # until clocks and power settle
         graph.replay()
     torch.cuda.synchronize()
     before, start = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter()

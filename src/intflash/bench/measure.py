@@ -1,4 +1,4 @@
-"""Measuring: error against float64, time, and the machine that a number belongs to."""
+"""Measurement: error against float64, time, and the machine on which a number was measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def exact_attention(
     bias: Tensor | None = None,
     keep: Tensor | None = None,
 ) -> Tensor:
-    """softmax(sm_scale * q k^T + bias) v in float64, in blocks of rows; ``[B, H, Nq, Dv]``.
+    """Returns softmax(sm_scale * q k^T + bias) v in float64, computed in blocks of rows; ``[B, H, Nq, Dv]``.
 
     `bias` is ``[1, H, Nq, Nk]``, `keep` bool ``[W, 1, Nq, Nk]`` where batch b uses row ``b % W``.
     """
@@ -65,18 +65,18 @@ def mse(ref: Tensor, out: Tensor) -> float:
 
 
 def cosine(ref: Tensor, out: Tensor) -> float:
-    """Cosine similarity of the whole tensors."""
+    """Returns the cosine similarity of the whole tensors."""
     return torch.nn.functional.cosine_similarity(ref.double().flatten(), out.double().flatten(), dim=0).item()
 
 
-# INT-FlashAttention does not define its mean relative error; these are four usual readings, in percent.
+# INT-FlashAttention does not define its mean relative error. These are four usual definitions, in percent.
 def mre_of_means(ref: Tensor, out: Tensor) -> float:
     """mean|out - ref| / mean|ref|."""
     return 100 * ((out.double() - ref).abs().mean() / ref.abs().mean()).item()
 
 
 def mre_elementwise(ref: Tensor, out: Tensor) -> float:
-    """mean(|out - ref| / |ref|): dominated by the elements near 0."""
+    """mean(|out - ref| / |ref|), which elements near 0 dominate."""
     return 100 * ((out.double() - ref).abs() / ref.abs()).mean().item()
 
 
@@ -142,7 +142,7 @@ def time_interleaved(
 
 
 def environment() -> dict[str, Any]:
-    """Machine, versions, commit and time, as they are stored beside every result."""
+    """Returns machine, versions, commit and time, which are stored with every result."""
     import intflash
 
     versions = {"intflash": intflash.__version__, "python": platform.python_version(), "torch": torch.__version__}
@@ -182,9 +182,9 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree that runs, with "+" where tracked files differ; None outside a checkout.
+    """Returns the commit of the running source tree, with "+" where tracked files differ; None outside a checkout.
 
-    GIT_COMMIT, if set, says it for a copy of a tree.
+    The variable GIT_COMMIT, if set, gives it for a copy of a tree.
     """
     if "GIT_COMMIT" in os.environ:
         return os.environ["GIT_COMMIT"]

@@ -1,8 +1,8 @@
 """Throughput of whole models: timm's float model against the same model patched with static scales.
 
-`intflash bench models --device cuda` measures everything on a GPU in minutes: one process for each model and batch
-compiles while the others do, then they are timed one after the other. Variants of a model take turns, so that a slow
-spell of the machine hits all of them.
+`intflash bench models --device cuda` measures everything on a GPU in minutes. The processes, one for each model and
+batch, compile at the same time and are then timed one after the other. Variants of a model take turns, so that a slow
+phase of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ BATCHES = {"cuda": (1, 8, 64, 256), "cpu": (1, 4, 16)}
 BASELINE, OURS = "fp", "intflash"  # prefixes of the variants' names
 CALIBRATION_IMAGES = 32
 BLOCK_SECONDS = {"cuda": 0.02, "cpu": 0.2}  # of one turn of one variant
-CATEGORIES = {  # of kernels, by what their names contain; the first that fits
+CATEGORIES = {  # of kernels, by parts of their names; the first match counts
     "attention": (
-        "rowwise", "streaming", "_constants_kernel", "_quantize_kernel", "_amax", "attention", "flash", "fmha", "sdpa",
+        "_short_rows_kernel", "_tile_loop_kernel", "_constants_kernel", "_quantize_kernel", "_amax", "attention",
+        "flash", "fmha", "sdpa",
     ),
     "convolution": ("conv", "implicit", "fprop", "winograd"),
     "matrix products": ("gemm", "cutlass", "nvjet", "cublas", "sm90_xmma", "splitk"),
@@ -49,7 +50,7 @@ CATEGORIES = {  # of kernels, by what their names contain; the first that fits
 
 @dataclass
 class Timing:
-    """One variant: images per second, median over turns with the 95 % interval of the median."""
+    """One variant: images per second, the median over turns with the 95 % interval of the median."""
 
     variant: str
     images_per_s: float
@@ -58,8 +59,8 @@ class Timing:
 
 
 @dataclass
-class Outcome:
-    """One model and batch: timings, our speed relative to each float variant, and what backs them."""
+class ModelOutcome:
+    """One model and batch: timings, our speed relative to each float variant, and supporting data."""
 
     model: str
     batch: int
@@ -72,7 +73,7 @@ class Outcome:
 
 
 def interval_of_median(samples: list[float]) -> tuple[float, float, float]:
-    """Median and its 95 % bootstrap interval.
+    """Returns the median and its 95 % bootstrap interval.
 
     Example:
         >>> interval_of_median([2.0, 2.0, 2.0])
@@ -84,9 +85,9 @@ def interval_of_median(samples: list[float]) -> tuple[float, float, float]:
 
 
 def build_variants(name: str, images: Tensor, other: Tensor) -> tuple[dict[str, Callable[[], Tensor]], int]:
-    """Name -> call of each variant of a model on these images, and the layers replaced.
+    """Returns name -> call of each variant of a model on these images, and the layers replaced.
 
-    `other` are the images that the static scales come from.
+    `other` are the images from which the static scales are calibrated.
     """
     import timm
 
@@ -129,7 +130,9 @@ def _compile(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _other_attention(model: nn.Module, images: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """The float model with the attention it does not take by default: cuDNN's, or fused in Swin."""
+    """Returns the float model with the attention that it does not use by default: cuDNN's, or fused attention in
+    Swin.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     twin = copy.deepcopy(model)
@@ -147,8 +150,8 @@ def _other_attention(model: nn.Module, images: Tensor) -> dict[str, Callable[[],
     return {"fp16 compiled, cuDNN": call}
 
 
-def measure(name: str, batch: int, device: str, turns: int, ready: Callable[[], None]) -> Outcome:
-    """Build, compile and warm every variant; after `ready` returns, time them in turns."""
+def measure(name: str, batch: int, device: str, turns: int, ready: Callable[[], None]) -> ModelOutcome:
+    """Builds, compiles and warms up every variant. After `ready` returns, times them in turns."""
     torch.manual_seed(1)
     dtype = torch.float16 if device == "cuda" else torch.float32
     images = torch.randn(batch, 3, 224, 224, device=device, dtype=dtype)
@@ -168,7 +171,7 @@ def measure(name: str, batch: int, device: str, turns: int, ready: Callable[[], 
         for b in samples
         if a.startswith(OURS) and not b.startswith(OURS) and ("eager" in a) == ("eager" in b)
     }
-    return Outcome(name, batch, timings, ratios, replaced, sqnr(reference, ours), kernels)
+    return ModelOutcome(name, batch, timings, ratios, replaced, sqnr(reference, ours), kernels)
 
 
 def _warm(call: Callable[[], Tensor]) -> Tensor:
@@ -181,7 +184,7 @@ def _warm(call: Callable[[], Tensor]) -> Tensor:
 
 
 def _take_turns(calls: dict[str, Callable[[], Tensor]], device: str, turns: int) -> dict[str, list[float]]:
-    """Seconds per call of each variant, one sample per turn."""
+    """Returns the seconds per call of each variant, one sample per turn."""
     counts = {}
     for variant, call in calls.items():
         seconds = min(_block(call, 1, device) for _ in range(3))
@@ -203,7 +206,7 @@ def _block(call: Callable[[], Tensor], count: int, device: str) -> float:
 
 
 def kernel_times(call: Callable[[], Tensor], calls: int = 3) -> dict[str, float]:
-    """Microseconds of GPU kernels per call by category, and the ten longest kernels by name."""
+    """Returns the microseconds of GPU kernels per call by category, and the ten longest kernels by name."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(calls):
@@ -222,10 +225,10 @@ def kernel_times(call: Callable[[], Tensor], calls: int = 3) -> dict[str, float]
 
 
 def check_models(names: Iterable[str]) -> None:
-    """Refuse names that timm does not know.
+    """Refuses names that timm does not know.
 
     Raises:
-        InputError: as said, or timm cannot be imported.
+        InputError: a name is unknown, or timm cannot be imported.
     """
     timm = import_timm()
     unknown = [name for name in names if not timm.is_model(name)]
@@ -234,8 +237,8 @@ def check_models(names: Iterable[str]) -> None:
         raise InputError(f"expected models of timm.list_models(), as {known}, got {', '.join(unknown)}")
 
 
-def run_all(models: Iterable[str], batches: Iterable[int], device: str, turns: int) -> list[Outcome]:
-    """Measure each model and batch in a process of its own; on a GPU all compile at once, timed one by one."""
+def run_all(models: Iterable[str], batches: Iterable[int], device: str, turns: int) -> list[ModelOutcome]:
+    """Measures each model and batch in its own process. On a GPU all compile at once and are timed one by one."""
     jobs = [(m, b) for m in models for b in batches]
     command = [sys.executable, "-m", __name__, "--device", device, "--turns", str(turns)]
     outcomes = []
@@ -251,17 +254,17 @@ def run_all(models: Iterable[str], batches: Iterable[int], device: str, turns: i
             text = line if line.strip() != "ready" else worker.communicate("go\n")[0]
             worker.wait()
             try:
-                outcome = Outcome(**json.loads(text.strip().splitlines()[-1]))
+                outcome = ModelOutcome(**json.loads(text.strip().splitlines()[-1]))
                 outcome.timings = [Timing(**t) for t in outcome.timings]
             except (IndexError, json.JSONDecodeError):
-                outcome = Outcome(m, b, [], {}, 0, math.nan, error=f"its process ended with {worker.returncode}")
+                outcome = ModelOutcome(m, b, [], {}, 0, math.nan, error=f"its process ended with {worker.returncode}")
             logger.info("%s batch %d: %s", m, b, outcome.error or outcome.ratios)
             outcomes.append(outcome)
     return outcomes
 
 
-def markdown(outcomes: list[Outcome], facts: dict[str, Any]) -> str:
-    """The table of the docs."""
+def markdown(outcomes: list[ModelOutcome], facts: dict[str, Any]) -> str:
+    """Returns the table of the documentation."""
     lines = [f"# Whole models on {facts.get('gpu', facts['cpu'])}", ""]
     lines += [f"{facts['date']}, commit {facts['commit']}, {facts['versions']}. Images/s, medians over turns with the "
               "95 % interval of the median; random weights, static scales from other images.", ""]  # fmt: skip
@@ -291,8 +294,8 @@ def markdown(outcomes: list[Outcome], facts: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def rows(outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """What the report shows: series, case, metric, value, as an experiment's rows."""
+def rows(outcomes: list[ModelOutcome]) -> list[dict[str, Any]]:
+    """Returns what the report shows: series, case, metric and value, as an experiment's rows."""
     found = []
     for o in outcomes:
         case = f"{o.model.partition('_patch')[0]} batch {o.batch}"
@@ -309,8 +312,8 @@ def result_files(out: Path) -> list[Path]:
     return [out.with_suffix(".json"), out.with_suffix(".md")]
 
 
-def save(outcomes: list[Outcome], out: Path) -> list[Path]:
-    """Write ``out`` as JSON and Markdown beside each other."""
+def save(outcomes: list[ModelOutcome], out: Path) -> list[Path]:
+    """Writes ``out`` as JSON and as Markdown."""
     facts = environment()
     paths = result_files(out)
     content = {"title": "Whole models, patched beside unpatched", "device": "cuda" if "gpu" in facts else "cpu"}
@@ -321,7 +324,7 @@ def save(outcomes: list[Outcome], out: Path) -> list[Path]:
 
 
 def main() -> None:
-    """The worker that `run_all` starts: one model and batch."""
+    """The worker that `run_all` starts for one model and batch."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--device", choices=tuple(BATCHES), required=True)
     parser.add_argument("--model", required=True)
@@ -331,7 +334,7 @@ def main() -> None:
 
 
 def _work(given: argparse.Namespace) -> None:
-    """One model and batch; speaks lines with `run_all`: "ready", waits for a line, then the outcome."""
+    """Measures one model and batch. It writes lines to `run_all`: "ready", waits for a line, then the outcome."""
 
     def ready() -> None:
         sys.stdout.write("ready\n")

@@ -1,4 +1,4 @@
-"""Other projects' attention, timed beside ours where it is installed."""
+"""Attention of other projects, which is timed where it is installed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 logger = logging.getLogger("intflash")
 
-# module -> its function of float16 (q, k, v), each [B, H, N, D], quantization inside
+# module -> its function of float16 (q, k, v), each [B, H, N, D], with quantization inside
 PEERS = {"sageattention": "sageattn", "comfy_kitchen": "int8_attention"}
 
 
 def installed() -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]]:
-    """(name, function) of the peers that can be imported here."""
+    """Returns (name, function) of the peers that can be imported here."""
     for module, function in PEERS.items():
         try:
             yield module, getattr(importlib.import_module(module), function)

@@ -1,7 +1,7 @@
 """One static page of everything that was measured: tables, figures, machine, versions, commit.
 
-It reads the JSON files that the demo and the experiments write and puts their figures into the page
-itself, so that the page opens from a file, without a server or a network.
+It reads the JSON files of the demo and the experiments and embeds their figures, so that the page opens from a file,
+without a server or a network.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ point. SQNR is the signal-to-noise ratio of the output in dB: 6 dB more halve th
 time.
 """
 PIVOT = {"series", "case", "metric"}
-CASE_COLUMNS = 10  # more cases than this stand as lines
+CASE_COLUMNS = 10  # with more cases than this, cases are lines
 
 
 @dataclass(frozen=True)
 class Section:
-    """One measured file and the folder that its figures are in."""
+    """One results file and the folder of its figures."""
 
     path: Path
     content: Json
@@ -74,7 +74,7 @@ class Section:
 
     @property
     def what(self) -> tuple[str, str]:
-        """What was measured, and on which machine: results that agree in both are runs of one thing."""
+        """What was measured, and on which machine. Results that agree in both are runs of the same experiment."""
         facts = self.content.get("environment", {})
         processor = f"{facts.get('cpu')}, {facts.get('cpu_cores')} cores, {facts.get('instruction_sets')}"
         return self.content.get("name") or self.title, machine(self.content) if facts.get("gpu") else processor
@@ -95,9 +95,10 @@ def is_demo(content: Json) -> bool:
 
 
 def read_results(folders: Iterable[Path]) -> list[Section]:
-    """Every result below the folders: a JSON object with "rows", or with the "error" why it has none.
+    """Reads every result below the folders: a JSON object with "rows", or with the "error" that prevented them.
 
-    Each experiment stands there once for each machine, by its latest run. Demos first, then in order of path.
+    Each experiment appears once for each machine, by its latest run. Demos come first, then the others in order of
+    path.
 
     Raises:
         InputError: a file is not JSON.
@@ -122,7 +123,7 @@ def read_results(folders: Iterable[Path]) -> list[Section]:
 
 @contextlib.contextmanager
 def _as_written_by_us(path: Path) -> Iterator[None]:
-    """Errors of reading a result that has other fields or types than ours as an InputError that names the file."""
+    """Converts errors of a result with other fields or types than ours to an InputError that names the file."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -130,10 +131,10 @@ def _as_written_by_us(path: Path) -> Iterator[None]:
 
 
 def build(sections: Sequence[Section]) -> str:
-    """The page.
+    """Returns the page.
 
     Raises:
-        InputError: a result has other fields or types than the ones that intflash writes.
+        InputError: a result has other fields or types than intflash writes.
     """
     links = body = ""
     for s in sections:
@@ -155,7 +156,7 @@ def build(sections: Sequence[Section]) -> str:
 
 
 def _summary(sections: Sequence[Section]) -> str:
-    """What the demos and the comparisons with torch's attention found, from their own numbers."""
+    """Summarizes the demos and the comparisons with torch's attention."""
     lines, speedups = [], []
     for section in sections:
         content = section.content
@@ -175,7 +176,7 @@ def _summary(sections: Sequence[Section]) -> str:
 
 
 def _speedups(content: Json) -> list[list[str]]:
-    """Cells of the summary's table: a line for each way to call our methods."""
+    """Returns the cells of the summary's table: a line for each way to call our methods."""
     best: dict[str, dict[str, float]] = {}
     for row in content["rows"]:
         name, ratio = row.get("method") or row.get("series") or "", row.get("ratio")
@@ -194,7 +195,7 @@ def _speedups(content: Json) -> list[list[str]]:
 
 
 def machine(content: Json) -> str:
-    """The GPU or processor that a result was measured on."""
+    """Returns the GPU or processor on which a result was measured."""
     facts = content.get("environment", {})
     on_gpu = content.get("device") == "cuda" and facts.get("gpu")
     sets = facts.get("instruction_sets") or ()
@@ -226,7 +227,7 @@ def _section(section: Section) -> str:
 
 
 def _refusals(rows: Sequence[Json]) -> str:
-    """Why cells are empty, each reason once with the cells it holds for: a phone shows no tooltip."""
+    """Lists why cells are empty, each reason once with its cells, because phones show no tooltips."""
     where: dict[str, list[str]] = {}
     for row in rows:
         if row.get("note") and row.get("value") is None and row.get("us") is None:
@@ -299,7 +300,7 @@ def _cell(row: Json | None) -> str:
 
 
 def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """`lines` are HTML already, `caption` and `head` are not."""
+    """Returns a table. `lines` are HTML already, `caption` and `head` are not."""
     top = "".join(f"<th>{_text(name)}</th>" for name in head)
     body = "".join(f"<tr{_ours(line[0])}>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in lines)
     title = f"<caption>{_text(caption)}</caption>" if caption else ""

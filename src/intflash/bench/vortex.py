@@ -6,7 +6,9 @@ On the user's Vortex: instructions, cycles, IPC and memory latency by its counte
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +45,7 @@ ENTRIES = (
     Entry("flash, split row", "flash_f32_split"),
     Entry("flash f16, TCU", "flash_f16_tensor", (2120872, 4794023, 0.442, 767)),
     Entry("intflash", "intflash_simt"),
+    Entry("intflash_p8", "intflash_simt", p_bits=8),
     Entry("intflash, TCU", "intflash_tensor"),
     Entry("intflash_p8, TCU", "intflash_tensor", p_bits=8),
 )
@@ -126,6 +129,12 @@ def _entries(d: int) -> list[Entry]:
     return [e for e in ENTRIES if e.program not in launches.FLASH_PROGRAMS or e.program == flash]
 
 
+def _taken(entry: Entry, d: int) -> bool:
+    """Whether the backend takes an integer program on some device; standard attention and float ones are compared."""
+    programs = [launches.integer_program(d, entry.p_bits, tensor_unit) for tensor_unit in (False, True)]
+    return entry.program in programs or not PROGRAMS[entry.program].integer
+
+
 def _sizes(setting: Setting) -> list[tuple[int, int]]:
     return [(n, d) for d in (HEAD_DIMS[:1] if setting.quick else HEAD_DIMS) for n in SWEEP_SIZES]
 
@@ -136,13 +145,18 @@ def _sweep(setting: Setting) -> Iterator[Row]:
     except VortexError as error:
         yield Row(ENTRIES[0].label, "any N", f"{CYCLES}, d = 8", None, note=str(error))
         return
-    for n, d in _sizes(setting):
-        for entry in _entries(d):
-            setting.log(f"{entry.label} on simx, N = {n}, d = {d}")
-            try:
-                cycles, note = measure_program(entry.program, n, d, device, setting.seed, entry.p_bits).cycles, None
-            except VortexError as error:
-                cycles, note = None, str(error)
+    points = [(n, d, entry) for n, d in _sizes(setting) for entry in _entries(d) if _taken(entry, d)]
+
+    def measure(point: tuple[int, int, Entry]) -> tuple[int | None, str | None]:
+        n, d, entry = point
+        setting.log(f"{entry.label} on simx, N = {n}, d = {d}")
+        try:
+            return measure_program(entry.program, n, d, device, setting.seed, entry.p_bits).cycles, None
+        except VortexError as error:
+            return None, str(error)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # simx takes one core; what it counts does not depend on time
+        for (n, d, entry), (cycles, note) in zip(points, pool.map(measure, points), strict=True):
             yield Row(entry.label, f"N = {n}", f"{CYCLES}, d = {d}", cycles, x=n, backend="vortex", note=note)
 
 

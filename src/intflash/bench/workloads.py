@@ -1,4 +1,4 @@
-"""What is measured on: the papers' attention shapes and named inputs, made from a seed."""
+"""The inputs of measurements: the papers' attention shapes, and named inputs made from a seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """One attention shape; `windows` multiplies the batch (Swin)."""
+    """One attention shape. `windows` multiplies the batch (Swin)."""
 
     name: str
     source: str
@@ -30,7 +30,7 @@ class Workload:
 
     @property
     def operations(self) -> int:
-        """Multiply and add counted apart: 4 B H N^2 D, both products."""
+        """Counts a multiplication and an addition as two operations: 4 B H N^2 D for both products."""
         b, h, n, d = self.shape
         return 4 * b * h * n * n * d
 
@@ -77,7 +77,7 @@ def normal(scale: float = 1.0) -> Callable[[tuple[int, ...], torch.Generator], T
 
 
 @dataclass(frozen=True)
-class Case:
+class InputCase:
     """Named inputs: one draw for each of q, k, v, then what `change` makes of them.
 
     Attributes:
@@ -100,7 +100,7 @@ class Case:
     value: float | None = None
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """q ``[B, H, rows, D]``, k and v ``[B, H, N, D]``, float32; the same for the same seed."""
+        """Returns q ``[B, H, rows, D]``, k and v ``[B, H, N, D]``, float32, the same for the same seed."""
         generator = torch.Generator().manual_seed(seed)
         q, k, v = (self.draw(self.shape, generator) for _ in range(3))
         if self.change is not None:
@@ -113,13 +113,13 @@ def _keep_rows(q: Tensor, rows: int) -> Tensor:
     return torch.cat([q.gather(2, largest), q[:, :, 1:rows]], dim=2) if rows < q.shape[2] else q
 
 
-def workload_case(workload: Workload, draw=None) -> Case:
-    """The QFlash benchmark's inputs, uniform in [-4, 4], on a workload."""
-    return Case(workload.name, workload.shape, draw or uniform(-4, 4))
+def workload_case(workload: Workload, draw=None) -> InputCase:
+    """Returns the QFlash benchmark's inputs, uniform in [-4, 4], for a workload."""
+    return InputCase(workload.name, workload.shape, draw or uniform(-4, 4))
 
 
-def random_case(name: str, n: int, draw, head_dim: int = 64, heads: int = 2, rows: int = 1024, **options) -> Case:
-    return Case(name, (1, heads, n, head_dim), draw, rows=rows, value=n, **options)
+def random_case(name: str, n: int, draw, head_dim: int = 64, heads: int = 2, rows: int = 1024, **options) -> InputCase:
+    return InputCase(name, (1, heads, n, head_dim), draw, rows=rows, value=n, **options)
 
 
 def _value_offset(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> Inputs:
@@ -131,7 +131,7 @@ def _scaled(factor: float):
 
 
 def _outlier_key_channel(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> Inputs:
-    """One channel of K is 20 times larger and shifted, as in language models; it is common to all keys."""
+    """Makes one channel of K 20 times larger and shifts it for all keys, as in language models."""
     k = k.clone()
     k[..., 5] = 0.05 * k[..., 5] + 20
     q = q.clone()
@@ -140,13 +140,13 @@ def _outlier_key_channel(q: Tensor, k: Tensor, v: Tensor, generator: torch.Gener
 
 
 def _correlated(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> Inputs:
-    """Queries and keys that share a strong common direction."""
+    """Makes queries and keys that share a strong common direction."""
     common = torch.randn((1, q.shape[1], 1, q.shape[3]), generator=generator)
     return q + 2 * common, k + 2 * common, v
 
 
 def _sink(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> Inputs:
-    """Key 0 weighs 2^10 of an average key and its value is 0, as an attention sink's.
+    """Gives key 0 2^10 times the weight of an average key and a value of 0, as an attention sink has.
 
     Queries share one direction, in which only key 0 is not 0: q . k_0 / sqrt(D) = 10 ln 2.
     """
@@ -159,34 +159,56 @@ def _sink(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> Inputs
     return q, k, v
 
 
-# Correlated queries and keys of head_dim 128 at this scale have 4.3e-6 octaves per score unit: the published
-# program's exp_M = round(2^16 * that) is 0 and its P leaves int8.
+def _sink_of(share: float):
+    """Key 0 has that share of the mean row's weight and the value 0, as an attention sink's.
+
+    Queries share a direction of 16 channels, in which only key 0 is not 0, so that it is no outlier among K's codes.
+    """
+
+    def change(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> Inputs:
+        q, k, v = q.clone(), k.clone(), v.clone()
+        q[..., :16], k[..., :16], k[:, :, 0], v[:, :, 0] = 2.0, 0.0, 0.0, 0.0
+        rest = (q[:, :, :256] @ k[:, :, 1:].mT * q.shape[3] ** -0.5).logsumexp(-1).mean().item()
+        score = rest + math.log(share / (1 - share)) if share else 0.0
+        k[:, :, 0, :16] = score * q.shape[3] ** 0.5 / (16 * 2.0)
+        return q, k, v
+
+    return change
+
+
+# Correlated queries and keys of head_dim 128 at this scale have 4.3e-6 octaves per score unit. exp_M = round(2^16 *
+# that) of the qflash authors' program is then 0, and its P overflows int8.
 TINY_SCALE = 5.88e-4
 
-# docs/numerics.md section 2's table of columns.
-COLUMNS = (
-    workload_case(QFLASH["A2"]),
-    workload_case(QFLASH["A7"]),
+_NORMAL_AND_UNIFORM = (
     random_case("randn 197", 197, normal()),
     random_case("randn 1k", 1024, normal()),
     random_case("randn 4k", 4096, normal()),
     random_case("randn 16k", 16384, normal()),
     random_case("U(.5) 1k", 1024, uniform(-0.5, 0.5)),
     random_case("U(.5) 4k", 4096, uniform(-0.5, 0.5)),
+)
+
+# The columns of the table in docs/numerics.md, section 2.
+COLUMNS = (
+    workload_case(QFLASH["A2"]),
+    workload_case(QFLASH["A7"]),
+    *_NORMAL_AND_UNIFORM,
     random_case("outlier K", 1024, normal(), change=_outlier_key_channel),
     random_case("D128 corr", 1024, normal(), head_dim=128, change=_correlated, sm_scale=TINY_SCALE),
     random_case("x.02", 1024, normal(), change=_scaled(0.02)),
     random_case("sink 4k", 4096, normal(), change=_sink),
 )
 
-# docs/numerics.md section 3: where the published integer method breaks.
+# The share in percent is the place on the x axis.
+SINKS = tuple(
+    InputCase(f"{share:g} %", (1, 2, 1024, 64), normal(), _sink_of(share / 100), rows=256, value=share)
+    for share in (0, 1, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 99.9)
+)
+
+# docs/numerics.md, section 3: inputs on which qflash breaks.
 HARD = (
-    random_case("randn 197", 197, normal()),
-    random_case("randn 1k", 1024, normal()),
-    random_case("randn 4k", 4096, normal()),
-    random_case("randn 16k", 16384, normal()),
-    random_case("U(.5) 1k", 1024, uniform(-0.5, 0.5)),
-    random_case("U(.5) 4k", 4096, uniform(-0.5, 0.5)),
+    *_NORMAL_AND_UNIFORM,
     random_case("U(.5) 16k", 16384, uniform(-0.5, 0.5)),
     random_case("D128 corr", 1024, normal(), head_dim=128, change=_correlated, sm_scale=TINY_SCALE),
     random_case("V + 1, N 197", 197, uniform(-0.5, 0.5), change=_value_offset),

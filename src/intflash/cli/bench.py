@@ -15,7 +15,7 @@ from intflash.cli.tables import number, number_or_text, tables
 from intflash.outputs import check_file, check_folder
 
 if TYPE_CHECKING:
-    from intflash.bench.experiments import Experiment, Outcome, Row, Setting
+    from intflash.bench.experiments import Experiment, ExperimentOutcome, Row, Setting
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Time and experiments of the papers.")
 
@@ -163,7 +163,7 @@ def _told_to_stop(number: int, frame: object) -> None:
     raise TimeoutError("stopped before its end")
 
 
-def _print_outcome(outcome: Outcome) -> None:
+def _print_outcome(outcome: ExperimentOutcome) -> None:
     """A table per metric: series by cases, or cases by series where there are more cases."""
     experiment, rows = outcome.experiment, outcome.rows
     cases, series, metrics = (

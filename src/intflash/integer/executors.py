@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from intflash.errors import InputError
-from intflash.integer import portable, reference
+from intflash.integer import cpu, portable, reference
 from intflash.integer.program import Program
 
 
@@ -26,7 +26,11 @@ class Executor:
     refused: Callable[[Program, torch.device], str | None] = lambda program, device: None
 
 
-EXECUTORS = {"torch": Executor(portable.run), "reference": Executor(reference.run)}  # in the order of the choice
+EXECUTORS = {  # in the order of the choice
+    "cpu": Executor(cpu.run, cpu.refused),
+    "torch": Executor(portable.run),
+    "reference": Executor(reference.run),
+}
 
 
 def choose(name: str | None, program: Program, device: torch.device) -> str:

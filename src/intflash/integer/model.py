@@ -36,7 +36,7 @@ class IntegerModel(nn.Module):
     Args:
         program: a checked `Program`.
         provenance: what the program was made of, kept in its file.
-        backend: "torch" or "reference"; None: the best that can run it.
+        backend: "cpu", "torch" or "reference"; None: the best that can run it.
 
     Raises:
         InputError: there is no such backend.

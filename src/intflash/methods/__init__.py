@@ -23,10 +23,10 @@ METHODS: dict[str, Method] = _collect()
 
 
 def get_method(name: str) -> Method:
-    """The method of that name.
+    """Returns the method of that name.
 
     Raises:
-        InputError: there is none; the message lists those there are.
+        InputError: there is no such method; the message lists all methods.
     """
     try:
         return METHODS[name]

@@ -27,7 +27,8 @@ class Method:
         recipe: how float inputs are quantized when the caller gives no recipe.
         granularities: what each of q, k, v may be.
         out_dtypes: what may come out.
-        integer_bias: an additive mask arrives as `Problem.bias` (2^-20 octave) rather than `bias_float`.
+        bias_fraction_bits: an additive mask arrives as `Problem.bias`, in octaves of so many fraction bits, rather than
+            as `bias_float`; None: as that.
         check: raises InputError for a bound of the method's own.
     """
 
@@ -39,5 +40,9 @@ class Method:
     recipe: Recipe = field(default_factory=Recipe)
     granularities: dict[str, tuple[str, ...]] = field(default_factory=dict)
     out_dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES + INTEGER_DTYPES
-    integer_bias: bool = False
+    bias_fraction_bits: int | None = None
     check: Callable[[Problem], None] | None = None
+
+    @property
+    def integer_bias(self) -> bool:
+        return self.bias_fraction_bits is not None

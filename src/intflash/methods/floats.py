@@ -1,4 +1,4 @@
-"""What the float-softmax methods share: masked float32 scores, their exponentials, the output."""
+"""What the methods with a float softmax share: masked float32 scores, their exponentials, the output."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ ANY_GRANULARITY = ("none", "tensor", "head", "token", "block", "channel")
 
 
 def values(x: QTensor | Tensor, dtype: torch.dtype) -> Tensor:
-    """x in `dtype`: floats are cast, codes are dequantized."""
+    """Returns x in `dtype`: floats are cast, codes are dequantized."""
     return x.to(dtype) if isinstance(x, Tensor) else x.dequantize(dtype)
 
 
 def dequantized_scores(problem: Problem, S: Tensor) -> Tensor:
-    """Float32 scores from the integer ones, Q's scale per row and K's per key, bias and mask applied."""
+    """Returns float32 scores from the integer ones, with Q's scale per row, K's per key, bias and mask applied."""
     unit = problem.q.token_scale() * arrays.key_scale_row(problem)
     return masked(problem, S.float() * unit * problem.sm_scale)
 
 
 def masked(problem: Problem, scores: Tensor) -> Tensor:
-    """scores + bias, -inf for absent keys, float32 ``[B, Hq, Nq, Nk]``."""
+    """Returns scores + bias, -inf for absent keys, float32 ``[B, Hq, Nq, Nk]``."""
     bias, absent = arrays.split_bias(problem)
     if bias is not None:
         scores = scores + bias.float()
@@ -34,14 +34,16 @@ def masked(problem: Problem, scores: Tensor) -> Tensor:
 
 
 def exponentials(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(score - m) and the row maximum m, ``[B, Hq, Nq, 1]``; p = 0 and m = 0 in a row without keys."""
+    """Returns exp(score - m) and the row maximum m, ``[B, Hq, Nq, 1]``. In a row without keys p = 0 and m = 0."""
     m = arrays.row_max(scores, -math.inf)
     m = torch.where(m == -math.inf, 0.0, m)
     return torch.exp(scores - m), m
 
 
 def finish(problem: Problem, acc: Tensor, l: Tensor, m: Tensor) -> Result:
-    """acc / l in the output's dtype, integer output rounded half to even; rows without keys give 0, lse -inf."""
+    """Returns acc / l in the output's dtype, with integer output rounded half to even. Rows without keys give 0 and
+    lse -inf.
+    """
     out = torch.where(l > 0, acc / l, 0.0)
     lse = (m + torch.log(l))[..., 0] if problem.return_lse else None
     if problem.out_dtype.is_floating_point:

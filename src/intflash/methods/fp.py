@@ -1,6 +1,6 @@
 """Floating-point baselines: `fp32`, `fp16`, `bf16`, and `fp8`, `fp8_head` (e4m3).
 
-Inputs and P are rounded to the format, products are summed in float32 and so is the softmax.
+Inputs and P are rounded to the format. Products and the softmax are computed in float32.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from intflash.quant import QTensor, Recipe
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-E4M3_P_SCALE = 256.0  # P in (0, 256]: keeps its tail out of e4m3's subnormals (FlashAttention-3's offset of 8 octaves)
+# P in (0, 256] keeps small values out of e4m3's subnormals (FlashAttention-3 uses the same 8 octaves)
+E4M3_P_SCALE = 256.0
 
 
 def _attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor, round_p, p_scale: float = 1.0) -> Result:
-    """Attention of float32 tensors that hold rounded values; `round_p` rounds p * p_scale to the format."""
+    """Computes attention of float32 tensors that hold rounded values. `round_p` rounds p * p_scale to the format."""
     k, v = arrays.per_query_head(k, problem), arrays.per_query_head(v, problem)
     scores = floats.masked(problem, (q @ k.transpose(-1, -2)) * problem.sm_scale)
     p, m = floats.exponentials(scores)
@@ -34,7 +35,7 @@ def _reference(problem: Problem, dtype: torch.dtype) -> Result:
 
 
 def _e4m3(x: QTensor | Tensor, dims: tuple[int, ...]) -> Tensor:
-    """x rounded to e4m3 after scaling its maximum over `dims` to 448, float32."""
+    """Returns x rounded to e4m3 after scaling its maximum over `dims` to 448, as float32."""
     x = floats.values(x, torch.float32)
     scale = arrays.scale_of_maximum(x, dims, E4M3_MAX)
     return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).float() * scale

@@ -24,7 +24,7 @@ def _reference(problem: Problem) -> Result:
     divisor = exp.clamp(min=1)
     inverse = floor_div(2 * l + divisor, 2 * divisor).clamp(min=1)  # 1 / P to the nearest integer
     log2 = bit_length(inverse) - 1
-    log2 = log2 + (2 * inverse >= 3 << log2)  # up from 1.5 * 2^log2
+    log2 = log2 + (2 * inverse >= 3 << log2)  # rounds up from 1.5 * 2^log2 on
     alive = (exp > 0) & (log2 <= LEVELS)
     p = torch.where(alive, 1 << (LEVELS - log2).clamp(min=0), 0)
     _, v = arrays.key_codes(problem)

@@ -15,16 +15,16 @@ from intflash.quant import Recipe
 
 A, B, C = 0.3585, 1.353, 0.344  # exp(x) ~ A (x + B)^2 + C on (-ln 2, 0]
 MAX_OCTAVES = 30
-EXP_BITS = 40  # sums of 65,536 stay far inside int64
+EXP_BITS = 40  # so that sums over 65,536 keys stay far inside int64
 INT16_MAX = 32767
 
 
 def i_exp(x: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(x * unit) for integers x <= 0 by I-EXP, and the value at x = 0; at most 40 bits (Algorithms 1, 2).
+    """Returns exp(x * unit) for integers x <= 0 by I-EXP, in at most 40 bits, and its value at x = 0 (Algorithms 1, 2).
 
-    ln 2 is rounded up to units as the published programs do, so that it is at least 1; C too is at least one
-    unit: where a unit is worth more than the whole polynomial the largest key takes all. With units from 2^-30 on
-    (B / unit)^2 + C / (A unit^2) stays below 2^62.
+    ln 2 is rounded up to units, as the paper's program does, so that it is at least 1. C is also at least one unit:
+    where a unit exceeds the whole polynomial, the largest key gets all the weight. With units from 2^-30 on, (B /
+    unit)^2 + C / (A unit^2) stays below 2^62.
     """
     ln2 = torch.ceil(math.log(2.0) / unit).to(torch.int64)
     b = torch.floor(B / unit).to(torch.int64)

@@ -1,4 +1,4 @@
-"""I-FlashAttention (Oh et al., CASES 2025): QFlash's pipeline with the divisions left in."""
+"""I-FlashAttention (Oh et al., CASES 2025): QFlash's pipeline with divisions instead of multiplications and shifts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from intflash.methods.base import Method
 from intflash.numerics.fixed_point import floor_div, trunc_div, wrap_int8, wrap_int32
 
 
-def divide_quotient(x: Tensor, c: qflash.Constants) -> Tensor:
-    """Octaves below 1 for x <= 0: floor(x / -rs)."""
+def divide_quotient(x: Tensor, c: qflash.PipelineConstants) -> Tensor:
+    """Returns the octaves below 1 for x <= 0: floor(x / -rs)."""
     return floor_div(-x, c.rs)
 
 
-def requantize_by_division(y: Tensor, c: qflash.Constants) -> Tensor:
-    """The exponential in units of 1 / 127, int8: round(127 y / rs)."""
+def requantize_by_division(y: Tensor, c: qflash.PipelineConstants) -> Tensor:
+    """Returns the exponential in units of 1 / 127, int8: round(127 y / rs)."""
     return wrap_int8(floor_div(127 * y + (c.rs >> 1), c.rs))
 
 
-def release_by_division(x: Tensor, alpha: Tensor, c: qflash.Constants) -> Tensor:
-    """x * alpha / rs truncated towards zero, in int64 (Algorithm 2, line 5)."""
+def release_by_division(x: Tensor, alpha: Tensor, c: qflash.PipelineConstants) -> Tensor:
+    """Returns x * alpha / rs truncated towards zero, in int64 (Algorithm 2, line 5)."""
     return wrap_int32(trunc_div(x * alpha, c.rs))
 
 

@@ -1,8 +1,8 @@
 """INT-FlashAttention (Chen et al. 2024, arXiv 2409.16997): integer matrix products, float32 online softmax.
 
-The paper prints `l` as the sum of the quantized P (line 12); its published program sums the exact one,
-which is 1 dB better and what its numbers show. P is rounded against the maximum so far, so the keys per
-tile are part of the result: 64 (full) and 32 (half) reproduce the published outputs.
+The paper defines `l` as the sum of the quantized P (line 12). The authors' program sums the exact P, which is 1 dB
+better and agrees with their numbers, so this file does too. P is rounded against the running maximum, so that the
+number of keys per tile is part of the result: 64 (full) and 32 (half) reproduce the outputs of the authors' program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ TILE_HALF = 32
 
 
 def quantized_p(p: Tensor) -> Tensor:
-    """P as int8 codes / 127: float16 P times 127 in float16, half up. Float32 values."""
+    """Returns P as int8 codes / 127, computed from float16 P times 127 in float16, rounded half up. The values are
+    float32.
+    """
     return torch.floor(p.half() * R + 0.5).float() / R
 
 
@@ -36,10 +38,11 @@ def half_p(p: Tensor) -> Tensor:
 def online(
     problem: Problem, round_p: Callable[[Tensor], Tensor], v: Tensor, tile: int, *, sum_rounded: bool = False
 ) -> Result:
-    """Algorithm 1 over tiles of keys; v holds float32 values ``[B, Hk, Nk, Dv]``, l sums the exact P or the rounded.
+    """Computes Algorithm 1 over tiles of keys. v holds float32 values ``[B, Hk, Nk, Dv]``; l sums the exact or the
+    rounded P.
 
-    In the full method the published program multiplies int8 codes and scales the int32 sum; here V is
-    scaled first. The two differ by float32 rounding only, and this serves every granularity of V.
+    In the full method the authors' program multiplies int8 codes and scales the int32 sum, while this function scales V
+    first. The two differ by float32 rounding only, and this form serves every granularity of V.
     """
     scores = floats.dequantized_scores(problem, arrays.scores(problem))
     v = arrays.per_query_head(v, problem)

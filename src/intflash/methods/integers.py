@@ -1,4 +1,4 @@
-"""What the published integer methods share: scores with their bias in integer units, fixed-point output."""
+"""What the integer methods of other papers share: scores with their bias in integer units, and fixed-point output."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from intflash.numerics.exp import output_multiplier
 from intflash.numerics.fixed_point import floor_div, rounding_rshift, saturate
 from intflash.problem import Problem, Result
 
-BIAS_LIMIT = 1 << 30  # a bias saturates here, so that bias + score stays inside int32
-MIN_UNIT = 2.0**-30  # of the exponentials of ivit, ibert and fqvit: below it they leave int64
-NO_SCORE = -(1 << 40)  # below every score: the maximum of no keys
+BIAS_LIMIT = 1 << 30  # bias values are clamped to this, so that bias + score fits int32
+MIN_UNIT = 2.0**-30  # of the exponentials of ivit, ibert and fqvit: with a smaller unit they exceed int64
+NO_SCORE = -(1 << 40)  # below every score: the maximum of a row without keys
 
 
 def score_unit(problem: Problem) -> Tensor:
-    """What one unit of the integer score means: s_Q * s_K * scale, float64 ``[B|1, Hq|1, 1, 1]``."""
+    """Returns the value of an integer score of 1: s_Q * s_K * scale, float64 ``[B|1, Hq|1, 1, 1]``."""
     q_scale, k_scale = problem.q.scale.double(), arrays.per_query_head(problem.k.scale.double(), problem)
     return (q_scale * k_scale) * problem.sm_scale
 
 
 def biased_scores(problem: Problem, unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The int32 scores with the bias rounded to their unit (default: `score_unit`), and which keys are present."""
+    """Returns the int32 scores with the bias rounded to their unit (default: `score_unit`), and which keys are
+    present.
+    """
     S = arrays.scores(problem)
     bias, absent = arrays.split_bias(problem)
     if bias is not None:
@@ -34,7 +36,7 @@ def biased_scores(problem: Problem, unit: Tensor | None = None) -> tuple[Tensor,
 
 
 def int8_scores(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """The scores requantized to int8 by their own maximum, as the unfused methods store them.
+    """Returns the scores requantized to int8 by their own maximum, as the unfused methods store them.
 
     Returns:
         codes ``[B, Hq, Nq, Nk]``, their scale (float64, one per tensor) and which keys are present.
@@ -47,7 +49,7 @@ def int8_scores(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def served_unit(problem: Problem, unit: Tensor) -> Tensor:
-    """The unit that an exponential of ivit, ibert and fqvit takes; in an unchecked call at least `MIN_UNIT`.
+    """Returns the unit of the exponentials of ivit, ibert and fqvit. In an unchecked call it is at least `MIN_UNIT`.
 
     Raises:
         InputError: it is below that and values may be read.
@@ -58,21 +60,21 @@ def served_unit(problem: Problem, unit: Tensor) -> Tensor:
 
 
 def depth(scores: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """score - m <= 0 of the present keys (0 of the others) and m, the maximum of the row's present keys."""
+    """Returns score - m <= 0 of the present keys (0 for the others) and m, the maximum of the row's present keys."""
     m = arrays.row_max(torch.where(present, scores, NO_SCORE), NO_SCORE)
     return torch.where(present, scores - m, 0), m
 
 
 def log_sum_exp(m: Tensor, l: Tensor, p_max: Tensor, unit: Tensor) -> Tensor:
-    """ln(sum exp(score)): the maximum m in score units, the sum of p over the p of the maximum.
+    """Returns ln(sum exp(score)) from the maximum m in score units and the sum of p relative to the p of the maximum.
 
-    -inf where l = 0 (no keys), NaN where a method's l has wrapped below 0. Float32 ``[B, Hq, Nq]``.
+    It is -inf where l = 0 (no keys) and NaN where a method's l has wrapped below 0. Float32 ``[B, Hq, Nq]``.
     """
     return (m * unit + torch.log(l.double()) - torch.log(p_max.double())).float()[..., 0]
 
 
 def fixed_point_output(problem: Problem, acc: Tensor, fraction_bits: int, lse: Tensor) -> Result:
-    """acc * s_V / 2^fraction_bits as floats, or as codes by one fixed-point multiplication."""
+    """Returns acc * s_V / 2^fraction_bits as floats, or as codes by one fixed-point multiplication."""
     s_v = arrays.value_scale(problem)
     lse = lse if problem.return_lse else None
     if problem.out_dtype.is_floating_point:

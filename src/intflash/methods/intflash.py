@@ -16,6 +16,7 @@ from intflash.methods import arrays
 from intflash.methods.base import Method
 from intflash.numerics.exp import (
     ABSENT,
+    BIAS_FRACTION_BITS,
     K0,
     LAST_STEP,
     MAX_HEAD_DIM,
@@ -34,11 +35,11 @@ from intflash.numerics.fixed_point import clz32, floor_div, rounding_rshift, sat
 from intflash.problem import Problem, Result
 
 GRANULE = 128  # keys per granule of `intflash_online`: semantics, not tuning
-NEVER = -(1 << 62)  # below every score exponent: the maximum of no keys
+NEVER = -(1 << 62)  # below every score exponent: the maximum of a row without keys
 
 
 def _score_exponent(problem: Problem, unit: ScoreUnit = OCTAVES) -> tuple[Tensor, Tensor]:
-    """T (int64, 2^-32 unit) of every score, and which keys are present."""
+    """Returns T (int64, 2^-32 unit) of every score, and which keys are present."""
     S = arrays.scores(problem)
     C, k = exponent_constants(problem.q.token_scale(), arrays.key_scale_row(problem), problem.sm_scale, unit)
     T = arrays.within(S << k, 32, "shifted score") * C
@@ -70,7 +71,7 @@ def _p8(x: Tensor, present: Tensor) -> Tensor:
 
 
 def _p8_of_table(depth: Tensor, present: Tensor) -> Tensor:
-    """p8 of depths >= 0 in 2^-24 step, rounded half up to one of 1,024 steps of 1/112 octave."""
+    """Returns p8 of depths >= 0 in 2^-24 step, rounded half up to one of 1,024 steps of 1/112 octave."""
     step = ((depth + (1 << 23)) >> 24).clamp(max=LAST_STEP)
     return _p8(K0 - ((16 * step // 7) << 24), present)  # in 2^-8 octave, floored
 
@@ -79,8 +80,11 @@ def _row_max(T: Tensor, present: Tensor) -> Tensor:
     return arrays.row_max(torch.where(present, T, NEVER), NEVER)
 
 
-def finish(problem: Problem, acc: Tensor, l: Tensor, t_max: Tensor, p_max: int) -> Result:
-    """Normalize acc (int64 ``[B, Hq, Nq, Dv]``) by l (``[B, Hq, Nq, 1]``); rows without keys give 0."""
+def finish(problem: Problem, acc: Tensor, l: Tensor, t_max: Tensor, p_max: int, gap: Tensor | None = None) -> Result:
+    """Normalizes acc (int64 ``[B, Hq, Nq, Dv]``) by l (``[B, Hq, Nq, 1]``). Rows without keys give 0.
+
+    gap: octaves, 0 to 96, by which the unit of l is above that of acc.
+    """
     s_v = arrays.value_scale(problem)
     empty = l == 0
     divisor = torch.where(empty, 1, l)
@@ -90,37 +94,49 @@ def finish(problem: Problem, acc: Tensor, l: Tensor, t_max: Tensor, p_max: int) 
         out_scale = problem.out_scale
         if out_scale is None:
             out_scale = s_v * 127 / ((1 << (bits - 1)) - 1)
-        multiplier, exponent = output_multiplier(s_v, out_scale)
+        gap = torch.zeros_like(l) if gap is None else gap
+        multiplier, exponent = output_multiplier(s_v, out_scale, gap)
         lz = clz32(divisor)
         reciprocal = floor_div(torch.full_like(divisor, 1 << 55), divisor << lz)  # (2^23, 2^24]
         factor = arrays.within(rounding_rshift(reciprocal * multiplier, 24), 25, "factor", signed=False)
-        shift = 55 - lz - exponent
-        out = saturate(rounding_rshift(acc * factor, shift), bits)
+        shift = (55 - lz - exponent + gap).clamp(max=64)  # from 64 on the output is 0
+        out = saturate(((acc * factor >> (shift - 1)) + 1) >> 1, bits)  # rounded half up
     else:
-        out = acc.float() * (s_v / divisor.float())
+        scale = s_v / divisor.float()
+        out = acc.float() * (scale if gap is None else scale * torch.exp2(-gap.float()))
     out = torch.where(empty, 0, out).to(problem.out_dtype)
     lse = log_sum_exp(t_max, l, p_max)[..., 0] if problem.return_lse else None
     return Result(out, out_scale, lse)
 
 
-def _reference_p16(problem: Problem) -> Result:
-    T, present = _score_exponent(problem)
-    t_max = _row_max(T, present)
-    p = _p16(T + (K0 - t_max), present)
-    l = arrays.within(p.sum(-1, keepdim=True), 32, "l", signed=False)
-    _, v = arrays.key_codes(problem)
-    acc_high = arrays.matmul(p >> 8, v, "accH")
-    acc_low = arrays.matmul(p & 255, v, "accL")
-    return finish(problem, 256 * acc_high + acc_low, l, t_max, P16_MAX)
+def partial_maxima(problem: Problem) -> Tensor:
+    """Tmax of each row over the problem's keys, which may be some of all; `NEVER` without keys."""
+    return _row_max(*_score_exponent(problem))
 
 
-def _reference_p8(problem: Problem) -> Result:
+def partial_sums(problem: Problem, t_max: Tensor) -> Tensor:
+    """acc and l (last) of the problem's keys below a maximum over these keys and others, ``[B, Hq, Nq, Dv + 1]``."""
     T, present = _score_exponent(problem)
-    t_max = _row_max(T, present)
-    p = _p8(T + (K0 - t_max), present)
-    l = arrays.within(p.sum(-1, keepdim=True), 32, "l", signed=False)
+    x = T + (K0 - t_max)
     _, v = arrays.key_codes(problem)
-    return finish(problem, arrays.matmul(p, v, "acc"), l, t_max, P8_MAX)
+    if problem.method == "intflash":
+        p = _p16(x, present)
+        acc = 256 * arrays.matmul(p >> 8, v, "accH") + arrays.matmul(p & 255, v, "accL")
+    else:
+        p = _p8(x, present)
+        acc = arrays.matmul(p, v, "acc")
+    return torch.cat((acc, p.sum(-1, keepdim=True)), dim=-1)
+
+
+def finish_sums(problem: Problem, t_max: Tensor, sums: Tensor) -> Result:
+    """The result of the maxima and sums over all keys."""
+    l = arrays.within(sums[..., -1:], 32, "l", signed=False)
+    return finish(problem, sums[..., :-1], l, t_max, P16_MAX if problem.method == "intflash" else P8_MAX)
+
+
+def _reference_exact(problem: Problem) -> Result:
+    t_max = partial_maxima(problem)
+    return finish_sums(problem, t_max, partial_sums(problem, t_max))
 
 
 def _reference_online(problem: Problem) -> Result:
@@ -166,13 +182,13 @@ def _method(name: str, summary: str, reference) -> Method:
         reference=reference,
         integer_only=True,
         granularities=_GRANULARITIES,
-        integer_bias=True,
+        bias_fraction_bits=BIAS_FRACTION_BITS,
         check=_check_bounds,
     )
 
 
 METHODS = (
-    _method("intflash", "integer-only, exact maximum, 16-bit P", _reference_p16),
-    _method("intflash_p8", "integer-only, exact maximum, 8-bit P", _reference_p8),
+    _method("intflash", "integer-only, exact maximum, 16-bit P", _reference_exact),
+    _method("intflash_p8", "integer-only, exact maximum, 8-bit P", _reference_exact),
     _method("intflash_online", "integer-only, one pass in granules of 128 keys, 8-bit P", _reference_online),
 )

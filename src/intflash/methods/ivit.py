@@ -1,8 +1,8 @@
 """I-ViT (Li and Gu, ICCV 2023): unfused, int8 scores, Shiftmax, int8 P.
 
-1 / s_score is a handful of units and becomes an integer, so its rounding decides the result: to nearest
-it gives 23 to 28 dB on A2 and A7 (QFlash's table: 25.8 and 25.2), rounded up, as the published program
-does with floor(-1 / s), 17 dB wherever it lies just above an integer. Here: to nearest.
+1 / s_score is only a few units and becomes an integer, so that its rounding decides the accuracy. Rounded to nearest it
+gives 23 to 28 dB on A2 and A7 (QFlash's table: 25.8 and 25.2). The authors' program rounds up by floor(-1 / s), which
+gives 17 dB wherever 1 / s lies just above an integer. This file rounds to nearest.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ SCORE_LIMIT = 1 << 22
 
 
 def int_to_float(s: Tensor) -> Tensor:
-    """int32 -> float32 without a conversion: the bits of float(s + MAGIC), less MAGIC; exact for |s| < 2^22."""
+    """Converts int32 to float32 without a conversion instruction: the bits of float(s + MAGIC), minus MAGIC. Exact
+    for |s| < 2^22.
+    """
     return (s.to(torch.int32) + MAGIC_BITS).view(torch.float32) - MAGIC
 
 

@@ -1,8 +1,8 @@
-"""QFlash (Oh et al. 2026, arXiv 2604.25306): integer online softmax with shifts, as its program computes it.
+"""QFlash (Oh et al. 2026, arXiv 2604.25306): integer online softmax with shifts, as the authors' program computes it.
 
-int32 registers wrap around, the rescaling goes through int64. Absent keys and the padding of the last
-tile keep the score -2^20 as published: no minus infinity, so with a tiny score scale they enter l, and a
-row without keys averages its masked ones. docs/numerics.md, section 3, lists where the method breaks.
+int32 registers wrap around, and rescaling uses int64. Absent keys and the padding of the last tile have the score
+-2^20, as in the authors' program, and not minus infinity. So with a tiny score scale they contribute to l, and a row
+without keys averages its masked ones. docs/numerics.md, section 3, lists where the method breaks.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from intflash.problem import Problem, Result
 from intflash.quant import Recipe
 
 TILE = 32  # keys per tile: the rescaling rounds, so the tile is part of the result
-MASKED = -(1 << 20)  # score of an absent key, and the first maximum
+MASKED = -(1 << 20)  # score of an absent key, and the initial maximum
 RS_MAX = (1 << 31) - 1
-MAX_PRODUCT_TERMS = (1 << 31) // 127**2  # 133,144: head_dim and keys, so that int8 products sum in int32
+# 133,144: the bound of head_dim and of the number of keys for which int8 products sum in int32
+MAX_PRODUCT_TERMS = (1 << 31) // 127**2
 
 
-class Constants(NamedTuple):
-    """Per call, from the float32 scales in float64; int64 tensors ``[B|1, Hq|1, 1, 1]``."""
+class PipelineConstants(NamedTuple):
+    """The constants of a call, computed from the float32 scales in float64: int64 tensors ``[B|1, Hq|1, 1, 1]``."""
 
     sm_scale: Tensor  # octaves per score unit, float64
-    rs: Tensor  # 1 in the exponential's fixed point: round(1 / sm_scale)
+    rs: Tensor  # the value of 1 in the exponential's fixed point: round(1 / sm_scale)
     exp_m: Tensor  # round(-sm_scale * 2^16)
     req_m: Tensor  # round(127 * sm_scale * 2^16)
     rel_m: Tensor  # round(2^30 / rs)
 
 
 def served_unit(problem: Problem) -> Tensor:
-    """The score unit; in an unchecked call the nearest one whose rs is in [1, 2^31), for a NaN that of rs = 1.
+    """Returns the score unit. In an unchecked call it is the nearest one whose rs is in [1, 2^31), and for a NaN that
+    of rs = 1.
 
     Raises:
         InputError: rs leaves this range and values may be read.
@@ -56,54 +58,56 @@ def served_unit(problem: Problem) -> Tensor:
     return unit.masked_fill(coarse, 1 / LOG2_E).masked_fill(fine, 1 / (RS_MAX * LOG2_E))
 
 
-def constants(problem: Problem) -> Constants:
-    """The constants of the published program, from `served_unit`."""
+def constants(problem: Problem) -> PipelineConstants:
+    """Returns the constants of the authors' program, from `served_unit`."""
     sm_scale = served_unit(problem) * LOG2_E
     rs = torch.round(1 / sm_scale)
     integer = (rs, *map(torch.round, (-sm_scale * 65536, sm_scale * 127 * 65536, 2.0**30 / rs)))
-    return Constants(sm_scale, *(x.to(torch.int64) for x in integer))
+    return PipelineConstants(sm_scale, *(x.to(torch.int64) for x in integer))
 
 
-def shift_quotient(x: Tensor, c: Constants) -> Tensor:
-    """Octaves below 1, about -x * sm_scale, by multiplication and shift (Eq. 16)."""
+def shift_quotient(x: Tensor, c: PipelineConstants) -> Tensor:
+    """Returns the octaves below 1, about -x * sm_scale, by multiplication and shift (Eq. 16)."""
     return wrap_int32(x * c.exp_m) >> 16
 
 
-def shift_exp2(x: Tensor, c: Constants, quotient: Callable[[Tensor, Constants], Tensor] = shift_quotient) -> Tensor:
-    """2^(x * sm_scale) in units of 1 / rs for x <= 0 (Algorithm 2), in wrapping int32."""
+def shift_exp2(
+    x: Tensor, c: PipelineConstants, quotient: Callable[[Tensor, PipelineConstants], Tensor] = shift_quotient
+) -> Tensor:
+    """Returns 2^(x * sm_scale) in units of 1 / rs for x <= 0 (Algorithm 2), in wrapping int32."""
     q = quotient(x, c)
     r = wrap_int32(x + wrap_int32(q * c.rs))
     shift = torch.where((q < 0) | (q > 31), 31, q)  # a GPU's shift clamps its unsigned amount
     return wrap_int32((r >> 1) + c.rs) >> shift
 
 
-def requantize_by_shift(y: Tensor, c: Constants) -> Tensor:
-    """The exponential in units of 1 / 127, int8."""
+def requantize_by_shift(y: Tensor, c: PipelineConstants) -> Tensor:
+    """Returns the exponential in units of 1 / 127, int8."""
     return wrap_int8(wrap_int32(wrap_int32(y * c.req_m) + (1 << 15)) >> 16)
 
 
-def release_by_shift(x: Tensor, alpha: Tensor, c: Constants) -> Tensor:
-    """ScaleRelease (Eq. 14): x * alpha / rs in int64."""
+def release_by_shift(x: Tensor, alpha: Tensor, c: PipelineConstants) -> Tensor:
+    """Returns x * alpha / rs in int64 (ScaleRelease, Eq. 14)."""
     return wrap_int32(rounding_rshift(x * alpha * c.rel_m, 30))
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The steps in which the QFlash family differs."""
+    """The steps in which the methods of the QFlash family differ."""
 
-    quotient: Callable[[Tensor, Constants], Tensor] = shift_quotient
-    requantize: Callable[[Tensor, Constants], Tensor] = requantize_by_shift
-    release: Callable[[Tensor, Tensor, Constants], Tensor] = release_by_shift
+    quotient: Callable[[Tensor, PipelineConstants], Tensor] = shift_quotient
+    requantize: Callable[[Tensor, PipelineConstants], Tensor] = requantize_by_shift
+    release: Callable[[Tensor, Tensor, PipelineConstants], Tensor] = release_by_shift
     m_start: int = MASKED
     l_start: int = 1
     tile: int = TILE
 
 
-PUBLISHED = Pipeline()
+PIPELINE = Pipeline()
 
 
 def accumulate(problem: Problem, pipeline: Pipeline) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 1 over tiles of keys: acc ``[B, Hq, Nq, Dv]``, l and m ``[B, Hq, Nq, 1]``."""
+    """Computes Algorithm 1 over tiles of keys: acc ``[B, Hq, Nq, Dv]``, l and m ``[B, Hq, Nq, 1]``."""
     c = constants(problem)
     S, present = integers.biased_scores(problem, served_unit(problem))
     _, v = arrays.key_codes(problem)
@@ -126,8 +130,8 @@ def accumulate(problem: Problem, pipeline: Pipeline) -> tuple[Tensor, Tensor, Te
     return acc, l, m
 
 
-def run(problem: Problem, pipeline: Pipeline = PUBLISHED) -> Result:
-    """Accumulate, then acc / l truncated to int8 codes of scale s_V."""
+def run(problem: Problem, pipeline: Pipeline = PIPELINE) -> Result:
+    """Computes a problem: accumulates, then truncates acc / l to int8 codes of scale s_V."""
     acc, l, m = accumulate(problem, pipeline)
     c = constants(problem)
     lse = integers.log_sum_exp(m, l, pipeline.requantize(c.rs, c), c.sm_scale / LOG2_E)
@@ -135,7 +139,9 @@ def run(problem: Problem, pipeline: Pipeline = PUBLISHED) -> Result:
 
 
 def finish(problem: Problem, acc: Tensor, l: Tensor, lse: Tensor) -> Result:
-    """acc / l truncated to int8 codes of scale s_V; int16 holds the same codes, floats the values."""
+    """Returns acc / l truncated to int8 codes of scale s_V. int16 output holds the same codes, float output their
+    values.
+    """
     quotient = trunc_div(acc, torch.where(l == 0, 1, l))
     codes = wrap_int8(torch.where(l == 0, 0, quotient))
     s_v = arrays.value_scale(problem)
@@ -146,7 +152,7 @@ def finish(problem: Problem, acc: Tensor, l: Tensor, lse: Tensor) -> Result:
 
 
 def check_bounds(problem: Problem) -> None:
-    """The int32 products, and the output scale that the method fixes."""
+    """Checks the bounds of the int32 products, and the output scale, which the method fixes."""
     for what, size in (("head_dim", problem.q.shape[3]), ("number of keys", problem.k.shape[2])):
         if size > MAX_PRODUCT_TERMS:
             raise InputError(

@@ -1,4 +1,4 @@
-"""What an adapter is, and the module that every adapted attention layer calls for its attention."""
+"""What an adapter is, and the module that computes the attention of every patched layer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from intflash.methods import get_method
 from intflash.numerics.exp import quantize_bias
 from intflash.quant import Recipe
 
-CORE = "intflash_attention"  # the name of the core in each adapted module
+CORE = "intflash_attention"  # the name of the core in each patched module
 
-# The method of causal layers where the caller chose none: Q and K have a scale per token and V stays in floating
-# point, so that no number of one token depends on a later one.
+# The method of causal layers where the caller chose none. Q and K have a scale per token and V stays in floating point,
+# so that no value of one token depends on a later token.
 CAUSAL_METHOD = "int_flash_half"
 
-# The recipe of "intflash" where queries of one sequence, which may be causal, meet the keys of another.
+# The recipe of "intflash" where the queries of a sequence, which may be causal, attend to the keys of another sequence.
 CROSS_RECIPE = Recipe(q="token")
 
 
@@ -62,18 +62,18 @@ class Core(nn.Module):
         super().__init__()
         self.register_buffer("bias", None, persistent=False)
         self.register_buffer("keep", None, persistent=False)
-        self.causal = False  # the layer says so, and its calls may not
-        self.record = {"ran": False}  # a dict: an attribute of an nn.Module takes ten times as long to set
+        self.causal = False  # the layer declares it, but its calls may not say so
+        self.record = {"ran": False}  # a dict, because setting an attribute of an nn.Module takes ten times as long
 
     def at(self, call: int) -> Core:
-        """The core of the layer's n-th call of attention in one forward, counted from 0."""
+        """Returns the core of the layer's n-th call of attention in one forward, counted from 0."""
         return self
 
     def check_calls(self, calls: int) -> None:
-        """Refuse a forward that made another number of calls than the core is for."""
+        """Refuses a forward that made another number of calls than the core expects."""
 
     def hold(self, bias: Tensor | None = None, keep: Tensor | None = None) -> None:
-        """Keep a float bias ``[1, H, N, N]`` and a bool mask ``[W, 1, N, N]`` for this layer's calls, where given."""
+        """Stores a float bias ``[1, H, N, N]`` and a bool mask ``[W, 1, N, N]`` for this layer's calls, where given."""
         if bias is not None:
             bias = bias.detach()
             self.bias = quantize_bias(bias) if self.integer_bias else bias.clone()
@@ -94,10 +94,10 @@ class Core(nn.Module):
         causal: bool = False,
         cross: bool = False,
     ) -> Tensor:
-        """``[B, H, N, Dv]`` as `intflash.attention`; the first axis of a mask may divide the batch.
+        """Returns ``[B, H, N, Dv]`` as `intflash.attention` does. The first axis of a mask may divide the batch.
 
-        `causal` says that later tokens must not change this output, where the mask and not `is_causal` hides them;
-        `cross` that the keys are another sequence's, so that only the scale of Q could join one token to others.
+        `causal`: later tokens must not change this output, although a mask hides them and not `is_causal`. `cross`: the
+        keys belong to another sequence, so that only the scale of Q could make one token depend on others.
         """
         raise NotImplementedError
 
@@ -165,15 +165,24 @@ class IntegerCore(Core):
         if k.shape[-2] == 0:
             return without_keys(q, v)
         if q.dtype != v.dtype or k.dtype != v.dtype:
-            # under autocast norms and logit scales leave q or k in float32, where torch's attention casts too
+            # under autocast, norms and logit scales leave q or k in float32; torch's attention casts them too
             q, k = q.to(v.dtype), k.to(v.dtype)
-        return attention(
-            q, k, v, attn_mask, is_causal, scale, method=method, backend=self.backend, recipe=recipe,
-            bias=bias, enable_gqa=enable_gqa, check_finite=self.check_finite,
+        return self.attend(
+            q, k, v, attn_mask, is_causal, scale, causal=is_causal or causal or self.causal, method=method,
+            recipe=recipe, bias=bias, enable_gqa=enable_gqa,
         )  # fmt: skip
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, *,
+        causal: bool, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        """The attention of a call, in one process; `causal`: later tokens are hidden, be it by the mask."""
+        return attention(
+            q, k, v, attn_mask, is_causal, scale, backend=self.backend, check_finite=self.check_finite, **options
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Static scales follow the model's device, but stay float32 whatever its dtype becomes."""
+        """Keeps static scales in float32 when the dtype of the layer changes; they follow the model's device."""
         super()._apply(fn, recurse)
         if self.recipe is not None:
             self.recipe = _on_device(self.recipe, fn(torch.zeros(1)).device)
@@ -181,13 +190,13 @@ class IntegerCore(Core):
 
 
 def without_keys(q: Tensor, v: Tensor) -> Tensor:
-    """Attention over no keys, as torch computes it: zeros."""
+    """Computes attention over no keys, as torch does: zeros."""
     return v.new_zeros(*q.shape[:-1], v.shape[-1])
 
 
 def _on_device(recipe: Recipe, device: torch.device) -> Recipe:
-    """Static scales where a backend wants them: on a GPU tensors with a fixed address (CUDA graphs read them
-    without a copy), on a CPU numbers where there is one.
+    """Converts static scales to what a backend prefers: on a GPU tensors with a fixed address, which CUDA graphs
+    read without a copy; on a CPU numbers, where there is a single scale.
     """
 
     def place(scale: Tensor | float) -> Tensor | float:
@@ -203,12 +212,12 @@ def _on_device(recipe: Recipe, device: torch.device) -> Recipe:
     return replace(recipe, **{name: place(scale) for name, scale in given.items() if scale is not None})
 
 
-# Methods that take scales over all tokens within, whatever their recipe says.
+# Methods that compute scales over all tokens internally, whatever their recipe says.
 _SCALES_WITHIN = ("fp8", "fp8_head")
 
 
 def keeps_causality(method: str, recipe: Recipe) -> bool:
-    """Whether no code or scale of one token depends on another token, so that later ones change no earlier output."""
+    """Whether no code or scale of one token depends on another token, so that later tokens change no earlier output."""
 
     def of_one_token(name: str) -> bool:
         granularity = getattr(recipe, name)
@@ -219,7 +228,7 @@ def keeps_causality(method: str, recipe: Recipe) -> bool:
 
 
 def causal_refusal(method: str) -> str:
-    """Why a causal layer does not get this method with dynamic scales."""
+    """Returns why a causal layer must not use this method with dynamic scales."""
     return (
         f"method {method!r} takes its dynamic scales over all tokens, so that in a causal layer later tokens would "
         f"change earlier outputs: give scales=intflash.calibrate(...), method={CAUSAL_METHOD!r} (scales per token), or "
@@ -228,7 +237,7 @@ def causal_refusal(method: str) -> str:
 
 
 class FloatCore(Core):
-    """torch's scaled_dot_product_attention, for observing a layer as it is without IntFlash."""
+    """torch's scaled_dot_product_attention, to observe a layer as it is without IntFlash."""
 
     def forward(
         self, q, k, v, attn_mask=None, is_causal=False, scale=None, *, bias=None, enable_gqa=False,
@@ -251,7 +260,7 @@ class FloatCore(Core):
 
 
 class _Redirect(TorchFunctionMode):
-    """While entered, scaled_dot_product_attention calls go to a core."""
+    """A context in which calls of scaled_dot_product_attention go to a core."""
 
     def __init__(self, core: Core, one_core: bool = False) -> None:
         super().__init__()
@@ -268,21 +277,21 @@ class _Redirect(TorchFunctionMode):
 def _sdpa(
     core: Core, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> Tensor:
-    """torch's signature of scaled_dot_product_attention, computed by a core."""
+    """scaled_dot_product_attention with torch's signature, computed by a core."""
     if dropout_p != 0.0:
         raise InputError(f"dropout_p must be 0, IntFlash is for inference; got {dropout_p}")
-    enable_gqa = enable_gqa or key.shape[-3] == 1 < query.shape[-3]  # torch broadcasts one KV head unasked
+    enable_gqa = enable_gqa or key.shape[-3] == 1 < query.shape[-3]  # torch broadcasts a single KV head
     return core(query, key, value, attn_mask, is_causal, scale, enable_gqa=enable_gqa)
 
 
 def run_redirected(module: nn.Module, forward: Callable[..., Any], may_skip: bool, args: tuple, kwargs: dict) -> Any:
-    """A layer's forward with its scaled_dot_product_attention calls computed by the layer's core.
+    """Runs a layer's forward with its scaled_dot_product_attention calls computed by the layer's core.
 
-    A layer may call it several times (text and image keys, an adapter's keys): each call has scales of its own where
-    they are static. `may_skip`: a wrapper may return what an earlier forward computed.
+    A layer may call it several times (text and image keys, an adapter's keys). Each call has its own static scales.
+    `may_skip`: a wrapper may return what an earlier forward computed.
     """
     core = module._modules.get(CORE)
-    if core is None:  # a wrapper kept this forward beyond `unpatch`
+    if core is None:  # a wrapper kept this forward after `unpatch`
         return forward(*args, **kwargs)
     one_core = module.intflash_one_core
     with _Redirect(core, one_core) as redirect:
@@ -300,7 +309,7 @@ def run_redirected(module: nn.Module, forward: Callable[..., Any], may_skip: boo
 
 @functools.cache
 def redirected(cls: type[nn.Module], one_core: bool = False) -> type[nn.Module]:
-    """A subclass of `cls` whose forward is the same, but for scaled_dot_product_attention.
+    """Returns a subclass of `cls` with the same forward, except for scaled_dot_product_attention.
 
     Everything around it (norms, gates, rotary embedding) stays the library's own code. `one_core`: the layer calls it
     in a loop over its inputs, so that the calls share their scales.
@@ -314,13 +323,14 @@ def redirected(cls: type[nn.Module], one_core: bool = False) -> type[nn.Module]:
         "fused_attn": property(lambda self: True),
         "intflash_one_core": one_core,
         "__module__": cls.__module__,
-        "__reduce_ex__": lambda self, protocol: (_blank, (cls, one_core), vars(self)),  # its name is not importable
+        # because its name cannot be imported
+        "__reduce_ex__": lambda self, protocol: (_blank, (cls, one_core), vars(self)),
     }
     return type(f"IntFlash{cls.__name__}", (cls,), body)
 
 
 def _blank(cls: type[nn.Module], one_core: bool = False) -> nn.Module:
-    """A redirected module of `cls` without its state, for pickle and deepcopy."""
+    """Returns a redirected module of `cls` without its state, for pickle and deepcopy."""
     made = redirected(cls, one_core)
     return made.__new__(made)
 
@@ -337,12 +347,12 @@ class WrappedForward:
 
 
 def calls_sdpa(cls: type[nn.Module]) -> bool:
-    """Does the forward of `cls` itself call torch's scaled_dot_product_attention?"""
+    """Whether the forward of `cls` itself calls torch's scaled_dot_product_attention."""
     return uses_name(cls.forward, "scaled_dot_product_attention")
 
 
 def uses_name(function: object, name: str) -> bool:
-    """Whether the code of a Python function, or of one inside it, refers to a global or attribute of that name."""
+    """Whether a Python function, or a function inside it, refers to a global or attribute of that name."""
 
     def within(code: types.CodeType) -> bool:
         return name in code.co_names or any(within(x) for x in code.co_consts if isinstance(x, types.CodeType))

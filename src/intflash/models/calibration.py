@@ -27,15 +27,15 @@ from intflash.quant.calibrate import (
 
 
 class _Observed(FloatCore):
-    """A layer's own float attention that counts what goes in and comes out."""
+    """A layer's own float attention that also counts the values of its inputs and outputs."""
 
     def __init__(self, granularity: dict[str, str]) -> None:
         super().__init__()
         self.granularity = granularity
         self.histograms = {name: Histogram(kind) for name, kind in granularity.items() if kind != "none"}
         self.sizes: tuple[int, int, int] | None = None
-        self.others = nn.ModuleList()  # of the second and further calls in one forward of the layer
-        self.calls: int | None = None  # in each forward so far
+        self.others = nn.ModuleList()  # one for each further call in one forward of the layer
+        self.calls: int | None = None  # number of calls in each forward so far
 
     def at(self, call: int) -> _Observed:
         if call > len(self.others):
@@ -54,7 +54,7 @@ class _Observed(FloatCore):
 
     def forward(self, q, k, v, *args: Any, **kwargs: Any) -> Tensor:
         out = super().forward(q, k, v, *args, **kwargs)
-        if k.shape[2] == 0:  # without keys there is nothing that a scale could be for
+        if k.shape[2] == 0:  # without keys there is nothing to scale
             return out
         sizes = (q.shape[1], k.shape[1], q.shape[3])
         if self.sizes not in (None, sizes):
@@ -108,7 +108,7 @@ def calibrate(
         raise InputError(f"calibrate takes an nn.Module, got {type(model).__name__}")
     if observer not in OBSERVERS:
         raise InputError(f"observer must be one of {tuple(OBSERVERS)}, got {observer!r}")
-    if isinstance(batches, Tensor) or hasattr(batches, "keys"):  # its rows or names would be taken for batches
+    if isinstance(batches, Tensor) or hasattr(batches, "keys"):  # its rows or names would be mistaken for batches
         raise InputError(f"batches must be an iterable of inputs, got one {type(batches).__name__}: pass [x] for one x")
     chosen = static_granularity(method, granularity or {})
     if path is not None:
@@ -150,7 +150,7 @@ def calibrate(
 
 
 def static_granularity(method: str, asked: dict[str, str]) -> dict[str, str]:
-    """The granularity of each of q, k, v and out: what is asked for, else what suits the method.
+    """Returns the granularity of each of q, k, v and out: as asked for, or what suits the method.
 
     Raises:
         InputError: the method cannot have such static scales, or there is no such tensor.
@@ -162,7 +162,7 @@ def static_granularity(method: str, asked: dict[str, str]) -> dict[str, str]:
     for name in ("q", "k", "v"):
         default = getattr(chosen.recipe, name)
         if default == "none" and name not in asked:
-            found[name] = default  # the method keeps this one in floating point
+            found[name] = default  # the method keeps this tensor in floating point
             continue
         possible = [g for g in STATIC_GRANULARITIES if g in chosen.granularities.get(name, ())]
         if not possible:

@@ -1,4 +1,4 @@
-"""Classifiers by name with their preprocessing, and ImageNet-style image folders."""
+"""Image classifiers by name with their preprocessing, and folders of images in ImageNet's layout."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DIGITS_PREFIX = "digits:"
 
 
 class ImageFolder(torch.utils.data.Dataset):
-    """``(image, label)`` of ``root/class/*.jpg``; labels count the class folders in sorted order.
+    """``(image, label)`` of ``root/class/*.jpg``. Labels number the class folders in sorted order.
 
     Args:
-        root: the folder of classes, or one that holds it as "val".
+        root: the folder of classes, or a folder that contains it as "val".
         transform: from a PIL image to a tensor ``[3, H, W]``.
     """
 
@@ -54,7 +54,7 @@ class ImageFolder(torch.utils.data.Dataset):
 
 
 class Logits(nn.Module):
-    """A transformers classifier that takes pixel values and returns logits, as timm's do."""
+    """A transformers classifier that takes pixel values and returns logits, as timm's classifiers do."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Logits(nn.Module):
 def load_classifier(
     name: str, *, pretrained: bool = True, checkpoint: str | Path | None = None
 ) -> tuple[nn.Module, Callable[[Any], Tensor]]:
-    """A classifier in evaluation mode and its transform from a PIL image.
+    """Returns a classifier in evaluation mode and its transform from a PIL image.
 
     Args:
         name: a timm name, "transformers:" with a hub name or a folder, "digits:vit" or "digits:swin".
@@ -75,7 +75,7 @@ def load_classifier(
         checkpoint: a file of weights for a timm model, instead of the published ones.
 
     Raises:
-        InputError: the library is missing, knows no such model or finds no weights for it.
+        InputError: the library is missing, has no such model or finds no weights for it.
     """
     torch.manual_seed(0)
     if name.startswith(DIGITS_PREFIX):
@@ -89,7 +89,7 @@ def load_classifier(
 
     try:
         model = timm.create_model(name, pretrained=pretrained and checkpoint is None)
-        if checkpoint is not None:  # create_model's own loading runs pickled code in some versions
+        if checkpoint is not None:  # in some versions, create_model's own loading runs pickled code
             timm.models.load_checkpoint(model, str(checkpoint), weights_only=True)
     except (RuntimeError, ValueError, OSError, pickle.UnpicklingError) as error:
         raise InputError(f"timm cannot make {name!r}: {error}") from None
@@ -142,10 +142,10 @@ def normalization(transform: Any) -> tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def import_timm() -> ModuleType:
-    """timm.
+    """Imports timm.
 
     Raises:
-        InputError: it is missing, or its torchvision does not fit torch.
+        InputError: it is missing, or its torchvision does not match torch.
     """
     try:
         import timm
@@ -155,7 +155,7 @@ def import_timm() -> ModuleType:
 
 
 def _not_importable(library: str, error: Exception) -> InputError:
-    """A RuntimeError says that torchvision's operators do not fit this torch."""
+    """Explains a failed import. A RuntimeError means that torchvision's operators do not match this torch."""
     needed = "pip install '.[models]' in a clone of IntFlash, and a torchvision built for this torch"
     return InputError(f"{library} cannot be imported ({error}); it needs: {needed}")
 

@@ -18,13 +18,13 @@ from intflash.models.base import Adapter, calls_sdpa, redirected, uses_name
 
 _NATIVE = (None, "native")
 
-# Processors that compute softmax by themselves -> the same computation by scaled_dot_product_attention.
+# Processors that compute the softmax themselves -> the same computation by scaled_dot_product_attention.
 _FUSED = {
     attention_processor.AttnProcessor: attention_processor.AttnProcessor2_0,
     attention_processor.AttnAddedKVProcessor: attention_processor.AttnAddedKVProcessor2_0,
 }
 
-# Processors that call it once for each sample of the batch.
+# Processors that call scaled_dot_product_attention once for each sample of the batch.
 _LOOPS = ("MochiAttnProcessor2_0",)
 
 

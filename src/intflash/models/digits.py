@@ -1,4 +1,4 @@
-"""The digit models: their blocks take attention as an argument; a patched block brings its own."""
+"""The digit models. Their blocks take the attention function as an argument, and a patched block passes IntFlash's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`evaluate`: Top-1 and Top-5 of a classifier with its attention by every method, in one pass over the images."""
+"""`evaluate`: Top-1 and Top-5 of a classifier with its attention computed by every method, in one pass over the
+images.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from intflash.models.papers import PAPER_BITS_PER_MAC, PaperRow, paper_row
 from intflash.models.patch import attach, patch, unpatch
 from intflash.quant.calibrate import Scales
 
-FLOAT = "float"  # the model as it is, without a patch
+FLOAT = "float"  # the model without a patch
 SAVE_SECONDS = 20.0
 
 
@@ -35,7 +37,7 @@ class Variant:
 
     method: str
     scales: Scales | None = None
-    file: str = ""  # of the scales, or of the integer model
+    file: str = ""  # granularity of the scales, or the integer model's file
     integer: IntegerModel | None = None  # in place of the model; `method` is that of its attention
 
     @property
@@ -49,7 +51,7 @@ class Variant:
 
 @dataclass
 class Tally:
-    """Sums over images: counts, and squared logits of the float model with the squared differences."""
+    """Sums over images: counts, and the squared logits of the float model and of the differences."""
 
     images: int = 0
     top1: int = 0
@@ -72,8 +74,8 @@ class Tally:
 
 
 @dataclass
-class Row:
-    """What the table shows of one variant; percentages, dB and milliseconds."""
+class VariantRow:
+    """One variant's row of the table: percentages, dB and milliseconds."""
 
     name: str
     images: int
@@ -92,12 +94,12 @@ class Row:
 
 @dataclass
 class Evaluation:
-    """The outcome: rows, the layers that were left as they are, and what was evaluated."""
+    """The result: rows, the layers that were not patched, and what was evaluated."""
 
     model: str
     data: str
     images: int
-    rows: list[Row]
+    rows: list[VariantRow]
     left: dict[str, str] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
@@ -177,7 +179,7 @@ def evaluate(
                 tallies[variant.name].add(out, logits, labels, seconds)
             progress.advance(len(labels))
             on_batch(progress.done, len(mine))
-    progress.save()  # another process may still be interrupted
+    progress.save()  # another process may have been interrupted
     counts = counts or _count(model, dataset[0][0][None].to(device=device, dtype=dtype))
     tallies = _sum_over_processes(tallies)
     progress.forget()
@@ -187,10 +189,10 @@ def evaluate(
 
 
 def check_variants(variants: Sequence[Variant]) -> None:
-    """Refuse variants of no known method, and two of one name.
+    """Refuses variants of unknown methods, and two variants of one name.
 
     Raises:
-        InputError: as said.
+        InputError: names the variant.
     """
     for variant in variants:
         get_method(variant.method)
@@ -200,7 +202,7 @@ def check_variants(variants: Sequence[Variant]) -> None:
 
 
 def _weights_digest(model: nn.Module) -> str:
-    """Names, shapes and values of a model's parameters and buffers, in 16 digits."""
+    """Returns a digest of 16 digits of the names, shapes and values of a model's parameters and buffers."""
     digest = hashlib.sha256()
     for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
         digest.update(f"{name} {tuple(x.shape)}".encode())
@@ -240,7 +242,9 @@ class _Counting(FloatCore):
 
 
 def _count(model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Attention's multiply-accumulates per image, the number of layers replaced, and what was left."""
+    """Returns attention's multiply-accumulates per image, the number of layers replaced, and the layers that were
+    not.
+    """
     cores: list[_Counting] = []
 
     def make(_name: str) -> _Counting:
@@ -266,11 +270,11 @@ def _check_labels(model: nn.Module, images: Tensor, dataset: Any) -> None:
 
 def _row(
     name: str, variant: Variant | None, tally: Tally, counts: dict[str, Any], model: str, error: str | None = None
-) -> Row:
+) -> VariantRow:
     n = max(tally.images, 1)
     method = None if variant is None else get_method(variant.method)
     sqnr = 10 * math.log10(tally.signal / tally.noise) if tally.noise > 0 and tally.signal > 0 else None
-    return Row(
+    return VariantRow(
         name=name, images=tally.images, top1=100 * tally.top1 / n, top5=100 * tally.top5 / n,
         agreement=100 * tally.agree / n, logits_sqnr=sqnr, ms_per_image=1e3 * tally.seconds / n,
         integer_only=method is not None and method.integer_only, granularity=_granularity(variant),
@@ -292,7 +296,7 @@ def _replaced(variant: Variant | None, layers: int) -> int:
 
 
 def _granularity(variant: Variant | None) -> str:
-    """Granularities of Q, K and V, as "token/token/head", or "tensor" where all are."""
+    """Returns the granularities of Q, K and V, as "token/token/head", or "tensor" where all are."""
     if variant is None:
         return ""
     if variant.integer is not None:
@@ -304,7 +308,7 @@ def _granularity(variant: Variant | None) -> str:
 
 
 def _gbops(variant: Variant | None, macs: list[int]) -> float | None:
-    """Giga bit operations per image as QFlash Table 5 counts them; None for float attention and integer models."""
+    """Returns giga bit operations per image as QFlash's Table 5 counts them; None for float and integer models."""
     if variant is None or variant.integer is not None:
         return None
     recipe = get_method(variant.method).recipe
@@ -315,7 +319,7 @@ def _gbops(variant: Variant | None, macs: list[int]) -> float | None:
 
 
 class _Progress:
-    """The sums of an evaluation, with `resume` also on disk until it is finished: one file per process."""
+    """The sums of an evaluation. With `resume` they are also on disk until it is finished, one file per process."""
 
     def __init__(self, names: list[str]) -> None:
         self.path: Path | None = None
@@ -325,7 +329,7 @@ class _Progress:
         self.errors: dict[str, str] = {}  # variant -> why it cannot run
 
     def resume(self, path: Path, key: dict[str, Any]) -> None:
-        """Keep the sums in a file, and go on from those that are there; those of another evaluation are refused."""
+        """Keeps the sums in a file, and continues from the sums in it. Those of another evaluation are refused."""
         self.path, self.key = path, key
         if not path.exists():
             return
@@ -355,13 +359,13 @@ class _Progress:
         self.saved = time.monotonic()
 
     def forget(self) -> None:
-        """The evaluation is finished: the next one starts anew."""
+        """Deletes the file of a finished evaluation."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
 
 def _group() -> tuple[int, int]:
-    """(rank, world size) of the standard process group; (0, 1) without one."""
+    """Returns (rank, world size) of the default process group; (0, 1) without one."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0, 1
@@ -385,7 +389,7 @@ def _sum_over_processes(tallies: dict[str, Tally]) -> dict[str, Tally]:
 def batches(
     dataset: torch.utils.data.Dataset, images: int, batch_size: int, device: str, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """The images of calibration: `images` of them, spread evenly over the dataset."""
+    """Yields batches of `images` images for calibration, spread evenly over the dataset."""
     count = min(images, len(dataset))
     chosen = [i * len(dataset) // count for i in range(count)]
     loader = torch.utils.data.DataLoader(torch.utils.data.Subset(dataset, chosen), batch_size=batch_size)

@@ -1,10 +1,10 @@
-"""What the papers print for whole models, to stand beside ours: QFlash, Table 5 (ImageNet-1k Top-1, %)."""
+"""The results that papers print for whole models, to compare with ours: QFlash, Table 5 (ImageNet-1k Top-1, %)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# timm names of the weights whose float32 Top-1 the paper's matches best
+# timm names of the weights whose float32 Top-1 is nearest to the paper's
 QFLASH_MODELS = {
     "vit_small_patch16_224.augreg_in21k_ft_in1k": "ViT-S",
     "vit_base_patch16_224.augreg2_in21k_ft_in1k": "ViT-B",
@@ -25,7 +25,7 @@ _TOP1 = {
     "Swin-T": (81.35, 80.06, 80.83, 81.11, 80.90, 80.04, 80.05, 80.13),
     "Swin-S": (83.20, 81.86, 82.81, 83.09, 83.15, 82.11, 83.20, 82.24),
 }
-# Giga bit operations of the int8 methods as printed; those with P V in 16 bits print twice as many.
+# Giga bit operations of the int8 methods as printed. Methods with P V in 16 bits have twice as many.
 _BOPS = {"ViT-S": 17.2, "ViT-B": 34.3, "DeiT-T": 17.2, "DeiT-S": 34.3, "DeiT-B": 68.7, "Swin-T": 13.5, "Swin-S": 22.0}
 _HALF = ("int_flash_half", "qattn")
 # The printed numbers are 192 (384 with 16-bit P V) bit operations per multiply-accumulate of one product,
@@ -34,20 +34,20 @@ PAPER_BITS_PER_MAC = 192
 
 
 def timm_name(model: str) -> str:
-    """The timm name of a model of the paper, as "DeiT-T"; others stay as they are."""
+    """Returns the timm name of a model of the paper, such as "DeiT-T". Other names are returned unchanged."""
     return next((full for full, short in QFLASH_MODELS.items() if short.lower() == model.lower()), model)
 
 
 @dataclass(frozen=True)
 class PaperRow:
-    """One cell group of QFlash Table 5."""
+    """One group of cells of QFlash's Table 5."""
 
     top1: float
     bops: float | None
 
 
 def paper_row(model: str, method: str) -> PaperRow | None:
-    """The paper's numbers for a timm model and a method, or None."""
+    """Returns the paper's numbers for a timm model and a method, or None."""
     stem = model.partition(".")[0]
     name = next(
         (short for full, short in QFLASH_MODELS.items() if full in (model,) or full.startswith(stem + ".")), None

@@ -1,4 +1,6 @@
-"""`patch` a model's attention layers to IntFlash and `unpatch` them; what was replaced and left is reported."""
+"""`patch` replaces a model's attention layers by IntFlash, `unpatch` restores them, and a report says what was
+replaced and what was not.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,14 @@ from intflash.models.base import (
 from intflash.quant import Recipe
 from intflash.quant.calibrate import Scales
 
-_ORIGINAL = "_intflash_original"  # the name of what a patched module was, in the module
-_AROUND = "_intflash_around"  # the name of replaced attributes, in a module that holds patched ones
+_ORIGINAL = "_intflash_original"  # the attribute of a patched module that holds what it was
+_AROUND = "_intflash_around"  # the attribute that holds replaced attributes, in a module that contains patched ones
 _LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 
 
 @dataclass
 class _Original:
-    """What a patched module was: its class, the attributes that were replaced; and what it got besides."""
+    """What a patched module was before: its class and the attributes that were replaced; and what was added to it."""
 
     library: str
     cls: type[nn.Module]
@@ -52,11 +54,11 @@ class _Original:
 
     @property
     def wrapped(self) -> bool:
-        """Whether the module's forward was a wrapper's before the patch."""
+        """Whether a wrapper had replaced the module's forward before the patch."""
         return "forward" in self.attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a process that loads a pickled model, the adapter registers what the library calls."""
+        """Registers, through the adapter, what the library calls, in a process that loads a pickled model."""
         self.__dict__.update(state)
         _adapter(self.library)
 
@@ -86,7 +88,9 @@ class Patch:
 
     @property
     def ran(self) -> list[str]:
-        """Names of the replaced layers whose attention IntFlash has computed since the patch, in the model's order."""
+        """Returns the names of the replaced layers whose attention IntFlash has computed since the patch, in the
+        model's order.
+        """
         return [name for name, core in self._cores.items() if core.record["ran"]]
 
     def __enter__(self) -> Patch:
@@ -156,7 +160,7 @@ def patch(
     if not isinstance(scales, Scales | None):
         raise InputError(f"scales must be Scales or the path of their file, got {type(scales).__name__}")
     if backend is not None:
-        get_backend(backend)  # refuses a name that is none
+        get_backend(backend)  # refuses an unknown name
     causal_method = cross_recipe = None
     if method is None:
         method = scales.method if scales is not None else "intflash"
@@ -230,20 +234,20 @@ def unpatch(model: nn.Module) -> None:
         vars(module).update({name: MethodType(original.cls.forward, module) for name in held})
         vars(module).update(original.attributes)
         original.hook.remove()
-        module._modules.pop(CORE, None)  # not there yet where a patch failed
+        module._modules.pop(CORE, None)  # absent where a patch failed
     for module in model.modules():
         vars(module).update(vars(module).pop(_AROUND, {}))
 
 
 def _wrapped_later(module: nn.Module) -> bool:
-    """Whether a wrapper that came after the patch would call the patched forward beyond `unpatch`."""
+    """Whether a wrapper that was added after the patch would call the patched forward after `unpatch`."""
     original = vars(module)[_ORIGINAL]
     replaced = type(module) is not original.cls and not hasattr(type(module), "intflash_one_core")
     return replaced and "forward" in vars(module) and not original.wrapped and not _bound(module, type(module).forward)
 
 
 def _bound(module: nn.Module, forward: Callable[..., Any]) -> list[str]:
-    """Names of a module's attributes that are this forward bound to it, as wrappers keep it."""
+    """Returns the names of a module's attributes that hold this forward bound to it, as wrappers do."""
     return [
         name for name, x in vars(module).items()
         if isinstance(x, MethodType) and x.__func__ is forward and x.__self__ is module
@@ -253,7 +257,7 @@ def _bound(module: nn.Module, forward: Callable[..., Any]) -> list[str]:
 def attach(
     model: nn.Module, make_core: Callable[[str], Core], check: Callable[[list[str]], None] = lambda causal: None
 ) -> Patch:
-    """Give every layer that an adapter knows the core ``make_core(its name)``, after ``check(causal layers)``.
+    """Gives every layer that an adapter knows the core ``make_core(its name)``, after ``check(causal layers)``.
 
     Raises:
         InputError: the model is patched already, or no adapter knows any of its layers.
@@ -282,7 +286,8 @@ def attach(
     try:
         for name, target in targets.items():
             report._cores[name] = core = make_core(name)
-            core.causal = name in report.causal and target[2] is not type(target[0])  # else the library's calls say it
+            # otherwise the library's calls say it
+            core.causal = name in report.causal and target[2] is not type(target[0])
             _install(*target, core)
         _switch_around(model, targets)
     except BaseException:
@@ -307,12 +312,12 @@ def _install(module: nn.Module, parent: nn.Module | None, patched: type[nn.Modul
     setattr(module, CORE, core.train(module.training))
     _hold(module, parent=parent)
     parameter = next(module.parameters(), None)
-    if parameter is not None and not parameter.is_meta:  # of an offloaded layer the inputs' device decides
+    if parameter is not None and not parameter.is_meta:  # for an offloaded layer the inputs' device decides
         core.to(parameter.device)
 
 
 def _switch_around(model: nn.Module, targets: Iterable[str]) -> None:
-    """Replace the attributes by which a module that holds patched layers would go round them."""
+    """Replaces the attributes by which a module that contains patched layers would bypass them."""
     holders = {name.rsplit(".", i)[0] for name in targets for i in range(1, name.count(".") + 1)} | {""}
     for name, module in model.named_modules():
         adapter = _adapter(_library(type(module))) if name in holders else None
@@ -323,30 +328,37 @@ def _switch_around(model: nn.Module, targets: Iterable[str]) -> None:
 
 
 def _hold(module: nn.Module, _keys: object = None, parent: nn.Module | None = None) -> None:
-    """Give the core what is constant in its layer (a bias table, a shift mask): now, and its own after loading."""
+    """Gives the core what is constant in its layer (a bias table, a shift mask): now, and again after the layer
+    loads a state.
+    """
     constants = getattr(type(module), "intflash_constants", lambda module, parent: {})
     with torch.inference_mode(False), torch.no_grad():
         getattr(module, CORE).hold(**constants(module, parent))
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> module of the layers that have a core."""
+    """Returns name -> module of the layers that have a core."""
     return {name: module for name, module in model.named_modules() if _ORIGINAL in vars(module)}
 
 
 def libraries_of(model: nn.Module) -> set[str]:
-    """The libraries whose adapters serve a patched model."""
+    """Returns the libraries whose adapters serve a patched model."""
     return {vars(module)[_ORIGINAL].library for module in layers_of(model).values()}
 
 
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a patched layer had."""
+    return vars(module)[_ORIGINAL].cls
+
+
 def describe_layers(model: nn.Module) -> dict[str, dict[str, float | int | None]]:
-    """Name -> heads, kv_heads, head_dim (None where the module does not say) and weight fingerprint."""
+    """Returns name -> heads, kv_heads, head_dim (None where the module does not say) and weight fingerprint."""
     names = [name for name, module, parent in _walk(model) if isinstance(_target(module, parent)[0], type)]
     return {name: _describe(model.get_submodule(name)) for name in names or layers_of(model)}
 
 
 def fingerprint(module: nn.Module) -> float:
-    """The cosine-like projection of a module's weights on a fixed sequence: other weights, other number."""
+    """Returns a normalized projection of a module's weights on a fixed sequence, which differs for other weights."""
     total, norm = 0.0, 0.0
     for parameter in module.parameters():
         w = parameter.detach().flatten()[:4096].double().cpu()
@@ -379,7 +391,7 @@ def _check_fit(model: nn.Module, scales: Scales) -> None:
 
 
 def _static_recipes(base: Recipe, scales: Scales, layer: str) -> list[Recipe]:
-    """The recipes of a layer's attention calls, in the order in which its forward makes them."""
+    """Returns the recipes of a layer's attention calls, in the order in which its forward makes them."""
     granularity = {name: scales.granularity[name] for name in "qkv"}
     recipes = []
     while (key := call_name(layer, len(recipes))) in scales.layers:
@@ -389,12 +401,12 @@ def _static_recipes(base: Recipe, scales: Scales, layer: str) -> list[Recipe]:
 
 
 def call_name(layer: str, call: int) -> str:
-    """What a scales file calls the n-th attention call (from 0) in a forward of a layer."""
+    """Returns the name in a scales file of the n-th attention call (from 0) in a forward of a layer."""
     return layer if call == 0 else f"{layer}#{call}"
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-    """(name, module, parent) of every module, each once."""
+    """Yields (name, module, parent) of every module, each once."""
     parents: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         parents[name] = module
@@ -402,7 +414,7 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]
 
 
 def _target(module: nn.Module, parent: nn.Module | None) -> tuple[type[nn.Module] | str | None, str]:
-    """(the class to give to a module, or why an attention-like module is left, or None; the adapter's name)."""
+    """Returns (the class to give to a module, or why an attention-like module is left, or None; the adapter's name)."""
     if isinstance(module, Core):
         return None, ""
     found, library = _adapted(module, parent)
@@ -418,8 +430,8 @@ def _target(module: nn.Module, parent: nn.Module | None) -> tuple[type[nn.Module
 
 
 def _adapted(module: nn.Module, parent: nn.Module | None) -> tuple[type[nn.Module] | str | None, str]:
-    """What the adapters say of a module, and the library whose adapter it is."""
-    # torch's own layers belong to the library that holds them
+    """Returns what the adapters say about a module, and the library whose adapter it is."""
+    # torch's own layers belong to the library that contains them
     libraries = [_library(type(m)) for m in (module, parent) if m is not None]
     for library in libraries:
         adapter = _adapter(library)
@@ -431,7 +443,7 @@ def _adapted(module: nn.Module, parent: nn.Module | None) -> tuple[type[nn.Modul
 
 
 def _through_wrapper(module: nn.Module, patched: type[nn.Module]) -> type[nn.Module] | str:
-    """The class to give to a module whose forward a wrapper (offloading, caching) may have replaced."""
+    """Returns the class to give to a module whose forward a wrapper (offloading, caching) may have replaced."""
     cls = type(module)
     if "forward" not in vars(module) or patched is cls or hasattr(patched, "intflash_one_core"):
         return patched
@@ -445,7 +457,7 @@ def _through_wrapper(module: nn.Module, patched: type[nn.Module]) -> type[nn.Mod
 
 
 def _generic_class(module: nn.Module, parent: nn.Module | None) -> type[nn.Module] | None:
-    """Of a library without an adapter: classes that call torch's scaled_dot_product_attention themselves."""
+    """Serves libraries without an adapter: classes that call torch's scaled_dot_product_attention themselves."""
     cls = type(module)
     own = (x for base in cls.__mro__ if _library(base) not in ("torch", "builtins") for x in vars(base).values())
     return redirected(cls) if any(uses_name(x, "scaled_dot_product_attention") for x in own) else None
@@ -455,19 +467,19 @@ _GENERIC = Adapter(_generic_class)
 
 
 def _related(name: str, targets: dict[str, object]) -> bool:
-    """Is a module inside a replaced layer, or does it only hold one?"""
+    """Whether a module is inside a replaced layer, or only contains one."""
     return any(name.startswith(t + ".") or t.startswith(name + ".") for t in targets)
 
 
 def _library(cls: type[nn.Module]) -> str:
-    """The library a class comes from; our own packages count as libraries."""
+    """Returns the library that a class comes from. Our own packages count as libraries."""
     parts = cls.__module__.split(".")
     return parts[1] if parts[0] == "intflash" and len(parts) > 1 else parts[0]
 
 
 @functools.cache
 def _adapter(library: str) -> Adapter | None:
-    """The adapter of a library: the module of that name in this package, if there is one."""
+    """Returns the adapter of a library: the module of that name in this package, if there is one."""
     if importlib.util.find_spec(f"{__package__}.{library}") is None:
         return None
     return getattr(importlib.import_module(f"{__package__}.{library}"), "ADAPTER", None)

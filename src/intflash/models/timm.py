@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from intflash.models.base import Adapter, Core, calls_sdpa, redirected
 
-# Attention over channels: its "head_dim" is the number of tokens.
+# Attention over channels, whose "head_dim" is the number of tokens.
 _UNFIT = ("ChannelAttention", "ChannelAttentionV2", "XCA")
 
 
@@ -27,7 +27,7 @@ class _Attention(Attention):
         q, k = self.q_norm(q), self.k_norm(k)
         y = self.intflash_attention(q, k, v, attn_mask, is_causal, self.scale)
         y = y.transpose(1, 2).flatten(2)
-        if hasattr(self, "norm"):  # as the gate, not in every version
+        if hasattr(self, "norm"):  # like the gate, not in every version
             y = self.norm(y)
         if gate is not None:
             y = y * gate(x).sigmoid()
@@ -36,7 +36,7 @@ class _Attention(Attention):
 
 class _WindowAttention(WindowAttention):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``x`` ``[windows * B, N, C]``; `mask` ``[windows, N, N]`` is 0 between tokens that see each other."""
+        """``x`` ``[windows * B, N, C]``. `mask` ``[windows, N, N]`` is 0 between tokens that see each other."""
         core = self.intflash_attention
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         y = core(q, k, v, _window_mask(core, mask), scale=self.scale, bias=core.bias)
@@ -48,7 +48,7 @@ class _WindowAttention(WindowAttention):
 
 
 class _WindowAttentionV2(WindowAttentionV2):
-    """Cosine attention: normalized Q and K, with the logit scale in Q."""
+    """Cosine attention: normalized Q and K, with the logit scale multiplied into Q."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         core = self.intflash_attention
@@ -68,13 +68,13 @@ class _WindowAttentionV2(WindowAttentionV2):
 
 
 def _shift_mask(block: nn.Module | None) -> Tensor | None:
-    """A block's mask of its shifted windows as bool ``[windows, 1, N, N]``, if it is known beforehand."""
+    """Returns a block's mask of its shifted windows as bool ``[windows, 1, N, N]``, if it is known beforehand."""
     known = isinstance(block, SwinTransformerBlock | SwinTransformerV2Block)
     return (block.attn_mask == 0).unsqueeze(1) if known and block.attn_mask is not None else None
 
 
 def _window_mask(core: Core, mask: Tensor | None) -> Tensor | None:
-    """The mask of this call: what the core holds, unless the block made another (its dynamic_mask)."""
+    """Returns the mask of this call: the one that the core holds, unless the block made another (its dynamic_mask)."""
     if mask is None or (core.keep is not None and core.keep.shape[0] == mask.shape[0]):
         return None if mask is None else core.keep
     return (mask == 0).unsqueeze(1)

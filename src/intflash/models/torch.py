@@ -24,7 +24,7 @@ class _MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """As `nn.MultiheadAttention`; the attention weights are never computed, None stands in their place."""
+        """As `nn.MultiheadAttention`, but returns None in place of the attention weights, which are never computed."""
         if query.is_nested or key.is_nested or value.is_nested:
             raise InputError("a patched nn.MultiheadAttention takes padded tensors and masks, got nested tensors")
         batched = query.ndim == 3
@@ -37,7 +37,7 @@ class _MultiheadAttention(nn.MultiheadAttention):
         keep, bias = self._masks(query.shape[:2], key.shape[1], key_padding_mask, attn_mask, is_causal)
         projected = self._projected(query, key, value, same)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected)
-        # with the hint the mask is the causal one, which need not be read
+        # with this hint the mask is the causal one and need not be read
         hidden = is_causal and key_padding_mask is None
         y = self.intflash_attention(q, k, v, keep, hidden, bias=bias, causal=is_causal, cross=crossed)
         y = F.linear(y.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
@@ -58,7 +58,9 @@ class _MultiheadAttention(nn.MultiheadAttention):
     def _masks(
         self, queries: torch.Size, keys: int, padding: Tensor | None, attn_mask: Tensor | None, is_causal: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The bool mask (True: takes part) and the additive one, each of four axes; torch's bool masks hide."""
+        """Returns the bool mask (True: takes part) and the additive mask, each of four axes. In torch's bool masks
+        True hides.
+        """
         if is_causal and attn_mask is None:
             raise InputError("is_causal is a hint about attn_mask, as in torch: give the mask too")
         if is_causal and padding is None:
@@ -89,12 +91,14 @@ def _patched_class(module: nn.Module, parent: nn.Module | None) -> type[nn.Modul
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """An `nn.TransformerEncoderLayer` computes attention itself unless its `self_attn` says that this is False."""
+    """Attributes that make an `nn.TransformerEncoderLayer` call its `self_attn` instead of computing attention
+    itself.
+    """
     return {"_qkv_same_embed_dim": False}
 
 
 def _around(module: nn.Module) -> dict[str, Any]:
-    """An `nn.TransformerEncoder` packs padded sequences into nested tensors for that computation of its own."""
+    """Attributes that stop an `nn.TransformerEncoder` from packing padded sequences into nested tensors."""
     return {"use_nested_tensor": False} if isinstance(module, nn.TransformerEncoder) else {}
 
 

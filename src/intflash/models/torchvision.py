@@ -1,4 +1,4 @@
-"""torchvision: Swin v1's and v2's shifted windows; its ViT holds `nn.MultiheadAttention`, see `torch.py`."""
+"""torchvision: the shifted windows of Swin v1 and v2. Its ViT contains `nn.MultiheadAttention`, see `torch.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from intflash.models.base import Adapter
 
 class _ShiftedWindowAttention(ShiftedWindowAttention):
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, H, W, C]``; v2's cosine attention arrives as normalized Q and K with Q times its logit scale."""
+        """``[B, H, W, C]``. v2's cosine attention is computed from normalized Q and K, with Q times the logit scale."""
         size = x.shape[1:3]
         padded = [-(-n // w) * w for n, w in zip(size, self.window_size, strict=True)]
         # a window as large as the feature map is not shifted
@@ -65,19 +65,19 @@ class _ShiftedWindowAttentionV2(_ShiftedWindowAttention, ShiftedWindowAttentionV
 
 
 def _to_windows(x: Tensor, window: list[int]) -> Tensor:
-    """``[B, H, W, C]`` as ``[B * windows, N, C]``."""
+    """Splits ``[B, H, W, C]`` into windows ``[B * windows, N, C]``."""
     x = x.unflatten(1, (-1, window[0])).unflatten(3, (-1, window[1]))
     return x.permute(0, 1, 3, 2, 4, 5).flatten(3, 4).flatten(0, 2)
 
 
 def _from_windows(x: Tensor, size: list[int], window: list[int]) -> Tensor:
-    """The inverse of `_to_windows` for a map of this size."""
+    """Inverts `_to_windows` for a map of this size."""
     x = x.unflatten(1, tuple(window)).unflatten(0, (-1, size[0] // window[0], size[1] // window[1]))
     return x.permute(0, 1, 3, 2, 4, 5).flatten(3, 4).flatten(1, 2)
 
 
 def _neighbours(size: list[int], window: list[int], shift: list[int], device: torch.device) -> Tensor:
-    """Which tokens of a shifted window came from the same region, bool ``[windows, 1, N, N]``."""
+    """Returns which tokens of a shifted window come from the same region, bool ``[windows, 1, N, N]``."""
 
     def region(n: int, w: int, s: int) -> Tensor:
         at = torch.arange(n, device=device)

@@ -29,17 +29,17 @@ from intflash.errors import InputError
 from intflash.models.base import CAUSAL_METHOD, CORE, CROSS_RECIPE, Adapter, calls_sdpa, redirected, uses_name
 
 NAME = "intflash"
-# What configurations hold in its place: transformers takes every name that has "flash" in it for one of
-# FlashAttention's packages, in dozens of places, and then makes other masks or takes other attention.
+# The name that configurations hold instead of ours. In dozens of places transformers takes every name with "flash" in
+# it for one of FlashAttention's packages, and then makes other masks or uses other attention.
 INNER_NAME = "int_attention"
-# The same for models that have no "sdpa": they add to their masks and append to them, as "eager" makes masks.
+# The name for models without "sdpa". They add to their masks or append to them, as "eager" makes masks.
 ADDED_NAME = "int_attention_added"
 _OURS = (NAME, INNER_NAME, ADDED_NAME)
 
 # Implementations whose masks are 4-D tensors, as ours are.
 _SAME_MASKS = (None, "eager", "sdpa", INNER_NAME, ADDED_NAME)
 
-# What other attention implementations do with these cannot be left out silently.
+# Arguments of other attention implementations that cannot be ignored silently.
 _UNSERVED = ("softcap", "head_mask", "output_attentions", "cache", "indices")
 
 _SOFTCAP = "it caps its scores by tanh, where an integer exponent is linear in the products of codes"
@@ -111,9 +111,9 @@ def _holds_decoder(module: nn.Module) -> bool:
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, is_causal: bool, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Keys, values, mask and bias with one more key, whose score is the sink and whose value is 0.
+    """Returns keys, values, mask and bias with one more key, whose score is the sink and whose value is 0.
 
-    `sinks` has a number for each head, or is ``[B, H, queries, 1]``.
+    `sinks` has one number per head, or is ``[B, H, queries, 1]``.
     """
     queries, keys = query.shape[2], key.shape[2]
     if mask is not None and mask.dtype != torch.bool:
@@ -127,19 +127,21 @@ def _with_sinks(
     return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), mask, bias
 
 
-# Arguments of an attention function that ours serves, or that its mask holds already.
+# Arguments of an attention function that ours supports, or whose effect its mask includes already.
 _SERVED = frozenset(inspect.signature(intflash_attention_forward).parameters) | {"s_aux", "sinks", "sliding_window"}
 
 
 @functools.cache
 def _own_arguments(cls: type[nn.Module]) -> tuple[str, ...]:
-    """What the eager attention function beside a layer's class takes and ours does not know."""
+    """Returns the arguments that the eager attention function beside a layer's class takes and ours does not
+    support.
+    """
     own = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
     return tuple(name for name in inspect.signature(own).parameters if name not in _SERVED) if own else ()
 
 
 def _says_causal(module: nn.Module) -> bool:
-    """Whether a layer of the interface is causal; as for transformers' "sdpa", one that does not say is."""
+    """Whether a layer of the interface is causal. As with transformers' "sdpa", a layer that does not say is."""
     return bool(getattr(module, "is_causal", True))
 
 
@@ -156,20 +158,22 @@ for _name in _OURS:
 
 
 def _inner(value: Any) -> Any:
-    """The implementation asked for (a name, or a dict of one per sub-configuration) with our name as `INNER_NAME`."""
+    """Returns the implementation asked for (a name, or a dict of one per sub-configuration) with our name as
+    `INNER_NAME`.
+    """
     if isinstance(value, dict):
         return {key: _inner(x) for key, x in value.items()}
     return INNER_NAME if value == NAME else value
 
 
 def _asked(value: Any) -> bool:
-    """Whether a value of attn_implementation asks for ours somewhere."""
+    """Whether a value of attn_implementation asks for ours anywhere."""
     return any(map(_asked, value.values())) if isinstance(value, dict) else value in _OURS
 
 
 def _members(cls: type) -> list[Callable[..., Any]]:
-    """The functions of a class and of its bases outside torch."""
-    if issubclass(cls, PreTrainedModel):  # a model, whose base class speaks of all of these
+    """Yields the functions of a class and of its bases outside torch."""
+    if issubclass(cls, PreTrainedModel):  # a model, whose base class mentions all of these
         return []
     own = (base for base in cls.__mro__ if base is not object and not base.__module__.startswith("torch."))
     return [x for base in own for x in vars(base).values() if callable(x)]
@@ -188,7 +192,7 @@ def _own_attention(cls: type[nn.Module]) -> bool:
 
 
 def _load_refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
-    """Why a model class cannot run with attn_implementation="intflash", before it is built; None if it can."""
+    """Returns why a model class cannot run with attn_implementation="intflash", before it is built; None if it can."""
     if _soft_capped(config):
         return _SOFTCAP
     names = vars(sys.modules[cls.__module__])
@@ -205,7 +209,7 @@ def _load_refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str |
         and x.__module__ == cls.__module__
     ]  # fmt: skip
     own = [x.__name__ for x in layers if _own_attention(x)]
-    # where a model has both kinds, transformers says by this attribute that all of it takes the masks of "sdpa"
+    # where a model has both kinds, this attribute of transformers says that all of it takes the masks of "sdpa"
     if own and not (cls._supports_sdpa and any(map(_uses_interface, layers))):
         return f"its {own[0]} does not use transformers' AttentionInterface"
     return None
@@ -224,13 +228,15 @@ def _refuse(cls: type, why: str) -> None:
 
 
 def _check_reached(model: PreTrainedModel) -> None:
-    """Refuse a whole model of which no layer calls our attention."""
+    """Refuses a whole model in which no layer calls our attention."""
     if not any(_uses_interface(type(module)) for module in model.modules()):
         _refuse(type(model), "it has no attention layer that uses transformers' AttentionInterface")
 
 
 def _install_name() -> None:
-    """Let transformers know the name: configurations hold `INNER_NAME`, and models that it does not fit refuse it."""
+    """Registers the name in transformers: configurations hold `INNER_NAME`, and models that do not support it refuse
+    it.
+    """
     implementation = PreTrainedConfig._attn_implementation
     PreTrainedConfig._attn_implementation = property(
         implementation.fget, lambda config, value: implementation.fset(config, _inner(value))
@@ -264,11 +270,13 @@ def _install_name() -> None:
         setattr(PreTrainedModel, name, _checking(vars(PreTrainedModel)[name]))
 
 
-_building = threading.local()  # how many models are under construction inside each other
+_building = threading.local()  # number of models under construction inside each other
 
 
 def _checking(method: classmethod) -> classmethod:
-    """A constructor that refuses a whole model, not the parts that it builds, of which no layer calls our attention."""
+    """Wraps a constructor so that it refuses a whole model in which no layer calls our attention, but not the parts
+    that it builds.
+    """
     build = method.__func__
 
     @functools.wraps(build)
@@ -291,7 +299,7 @@ _install_name()
 
 
 class _SwinAttention(SwinAttention):
-    """Swin's layer with its bias and shift mask apart, which transformers expands over the batch."""
+    """Swin's layer with its bias and its shift mask kept apart, which transformers would expand over the batch."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any):
         _refuse_unserved(0.0, kwargs)
@@ -311,7 +319,7 @@ class _SwinAttention(SwinAttention):
 
 
 class _Swinv2SelfAttention(Swinv2SelfAttention):
-    """Swin v2's cosine attention: normalized Q and K, with the logit scale in Q."""
+    """Swin v2's cosine attention: normalized Q and K, with the logit scale multiplied into Q."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
@@ -335,7 +343,7 @@ class _Swinv2SelfAttention(Swinv2SelfAttention):
         return {"bias": 16 * torch.sigmoid(bias)}
 
 
-# Another version's layer goes through the interface, or is left.
+# Layers of other versions use the interface, or are left.
 _REPLACED: dict[type[nn.Module], type[nn.Module]] = {}
 if "combined_mask" in SwinAttention.forward.__code__.co_varnames:
     _REPLACED[SwinAttention] = _SwinAttention
@@ -365,7 +373,9 @@ def _patched_class(module: nn.Module, parent: nn.Module | None) -> type[nn.Modul
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """A configuration of the layer's own, switched to us: the model's own may serve other layers and models."""
+    """A configuration of the layer's own that selects our attention, because the model's may serve other layers and
+    models.
+    """
     if not _uses_interface(type(module)):
         return {}
     config = copy.deepcopy(module.config)

@@ -24,27 +24,32 @@ K0 = (14 << 32) + (102 << 24) + (1 << 23) - 1
 QUADRATIC_OFFSET = 132608  # m = u*u + 132608 ~ 3.02 * 2^16 * 2^f with u = 256 + 256 f; rms 0.12 %
 P16_MAX = 65193  # p of the maximum itself, 16 bits
 P8_MAX = 255  # the same, 8 bits
-ABSENT = -(1 << 31)  # in an int32 bias: this key takes no part
+ABSENT = -(1 << 31)  # in an int32 bias: this key is absent
 
 C_MAX = (1 << 31) - (1 << 8)
-MAX_OCTAVES_PER_UNIT = 64.0  # larger: every key but the largest is 0 anyway
+MAX_OCTAVES_PER_UNIT = 64.0  # with more, every key but the largest has p = 0 anyway
 BIAS_FRACTION_BITS = 20  # Q11.20: 2048 octaves
 BIAS_LIMIT = (1 << 31) - 1
 BIAS_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-BIAS_BOUND = BIAS_LIMIT / (1 << BIAS_FRACTION_BITS) / LOG2_E  # 1419.57: a larger additive mask saturates
+
+
+def bias_bound(fraction_bits: int = BIAS_FRACTION_BITS) -> float:
+    """The largest additive mask that an integer bias of so many fraction bits holds: a larger one saturates."""
+    return BIAS_LIMIT / (1 << fraction_bits) / LOG2_E
+
 
 OUTPUT_EXPONENTS = (-7, 29)  # frexp exponents of s_V / s_O
 
-# The P of `intflash_online`: 1/112 octave a step, 1024 of them, the last 16 of which are 0.
+# P of `intflash_online` has 1,024 entries, 1/112 octave apart. The last 16 are 0.
 LAST_STEP = 1023
 
 
 class ScoreUnit(NamedTuple):
-    """What a method's T counts, in 2^-32 of it, and how many fraction bits c keeps in it.
+    """The unit in which a method's T counts, in multiples of 2^-32, and how many fraction bits of c are kept in it.
 
     Attributes:
         sixteenths: units in 16 octaves.
-        least_coarse: the c from which 24 fraction bits are kept: T also fits a product of 32 bits in 2^-24 unit.
+        least_coarse: the c from which 24 fraction bits are kept. T then also fits a 32-bit product in 2^-24 unit.
         fraction_bits: of a smaller c.
     """
 
@@ -138,11 +143,20 @@ def quantize_bias(bias: Tensor) -> Tensor:
     return bias_codes(bias)
 
 
-def bias_codes(bias: Tensor) -> Tensor:
-    """`quantize_bias` of a floating-point tensor: saturated at +-(2^31 - 1), `ABSENT` for NaN as for -inf."""
+def bias_codes(bias: Tensor, fraction_bits: int = BIAS_FRACTION_BITS) -> Tensor:
+    """An additive mask in octaves of so many fraction bits: saturated at +-(2^31 - 1), `ABSENT` for NaN as for -inf.
+
+    An int32 one is `quantize_bias`'s.
+    """
+    if bias.dtype == torch.int32:
+        fewer = BIAS_FRACTION_BITS - fraction_bits
+        if fewer == 0:
+            return bias
+        rounded = ((bias.to(torch.int64) + (1 << (fewer - 1))) >> fewer).to(torch.int32)
+        return torch.where(bias == ABSENT, bias, rounded)
     present = bias > torch.finfo(bias.dtype).min / 2
     octaves = bias.double() * LOG2_E
-    q = torch.round(octaves * (1 << BIAS_FRACTION_BITS)).clamp(-BIAS_LIMIT, BIAS_LIMIT)
+    q = torch.round(octaves * (1 << fraction_bits)).clamp(-BIAS_LIMIT, BIAS_LIMIT)
     return torch.where(present, q, float(ABSENT)).to(torch.int32)
 
 
@@ -152,13 +166,15 @@ def dequantize_bias(bias: Tensor) -> Tensor:
     return torch.where(bias == ABSENT, float("-inf"), octaves / LOG2_E).float()
 
 
-def output_multiplier(v_scale: Tensor, out_scale: Tensor) -> tuple[Tensor, Tensor]:
+def output_multiplier(v_scale: Tensor, out_scale: Tensor, gap: Tensor | int = 0) -> tuple[Tensor, Tensor]:
     """(Mr, e) with s_V / s_O = Mr * 2^(e - 24): Mr int64 in [2^23, 2^24], e the frexp exponent.
 
-    e saturates at [-7, 29], where the epilogue's shift stays inside 0 < sh < 63 for every l.
+    e saturates at [-7, 29 + gap], where the epilogue's shift is above 0 for every l, and without a gap below 63.
     """
     f, e = torch.frexp(v_scale.double() / out_scale.double())
-    return torch.round(f * (1 << 24)).to(torch.int64), e.to(torch.int64).clamp(*OUTPUT_EXPONENTS)
+    low, high = OUTPUT_EXPONENTS
+    most = torch.as_tensor(gap + high, device=e.device)
+    return torch.round(f * (1 << 24)).to(torch.int64), e.to(torch.int64).clamp_min(low).minimum(most)
 
 
 def log_sum_exp(t_max: Tensor, l: Tensor, p_max: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""The integer arithmetic of `intflash.numerics` as Triton device functions, under the same names.
+"""The integer arithmetic of `intflash.numerics` as Triton device functions of the same names.
 
-Every function has one definition of its bits. Where plain Triton compiles to more instructions than
-the chip needs, the same arithmetic is also written as one inline-PTX block of four or two scores; Triton's
-interpreter runs the plain form, a GPU the PTX form, and tests compare both with the reference.
+Every function has one definition of its bits. Where plain Triton compiles to more instructions than the GPU needs, the
+same arithmetic is also written as one inline-PTX block of four or two scores. Triton's interpreter runs the plain form
+and a GPU the PTX form. Tests compare both with the reference.
 
 Scores are int32; T = (S << k) * C is int64 in 2^-32 of the method's unit, an octave or 256 steps of a table.
 """
@@ -18,22 +18,22 @@ K0 = tl.constexpr(exp.K0)
 QUADRATIC_OFFSET = tl.constexpr(exp.QUADRATIC_OFFSET)
 ABSENT = tl.constexpr(exp.ABSENT)
 INT32_MIN = tl.constexpr(-(1 << 31))
-ROUND_BITS = tl.constexpr(0x4B400000)  # of the float32 1.5 * 2^23
+ROUND_BITS = tl.constexpr(0x4B400000)  # the bits of the float32 1.5 * 2^23
 INT64_MIN = tl.constexpr(-(1 << 63))
-# Of `intflash_online`: with e octaves TABLE_K0 - e * TABLE_OCTAVE makes (T + B) >> 24 the height 1613 - step, and the
+# For `intflash_online`: with TABLE_K0 - e * TABLE_OCTAVE for e octaves, (T + B) >> 24 is the height 1613 - step. The
 # octaves and 8 fraction bits of p are 3686 - 16 * step // 7 = 16 * height // 7 = (height * 37450) >> 14.
 TABLE_K0 = tl.constexpr((1613 << 24) + (1 << 23) - 1)
 TABLE_OCTAVE = tl.constexpr(exp.TABLE_STEPS.octave)
 SIXTEEN_SEVENTHS = tl.constexpr(37450)  # in 2^-14, rounded up: exact for heights below 4000
-NO_OCTAVE = tl.constexpr(-(1 << 30))  # below every other
-# Added to an absent key's product |S << k| * C < 2^61 it leaves a negative octave, so its p is 0.
+NO_OCTAVE = tl.constexpr(-(1 << 30))  # below every other octave
+# Added to an absent key's product |S << k| * C < 2^61, this gives a negative octave, and so p = 0.
 NEVER = tl.constexpr(-(1 << 62))
 
 PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def _product_ptx(i: int, lo: str, hi: str) -> str:
-    """PTX of score i's T + B; `mad.lo.cc` + `madc.hi` is the spelling that ptxas fuses into one IMAD.WIDE."""
+    """PTX of score i's T + B. ptxas fuses the pair `mad.lo.cc` and `madc.hi`, and no other form, into one IMAD.WIDE."""
     return f"mov.b64 {{bl, bh}}, $B{i}; mad.lo.cc.s32 {lo}, $S{i}, $C{i}, bl; madc.hi.s32 {hi}, $S{i}, $C{i}, bh;\n"
 
 
@@ -48,10 +48,10 @@ def _exponent_ptx(result: str) -> str:
 
 
 def _table_ptx() -> str:
-    """PTX of two scores: t as in `_EXP_P8`, by heights of 16 bits.
+    """PTX of two scores: t as in `_EXP_P8`, from heights of 16 bits.
 
-    The heights' high bytes, at most 6, are saturated together: what lies below 0, absent keys too, comes out below 256,
-    and p is 0 below 606.
+    The high bytes of the two heights, at most 6, are saturated together. Negative heights, those of absent keys
+    included, become less than 256, and p is 0 for heights below 606.
     """
     text = _product_ptx(0, "lo", "h") + _product_ptx(1, "t1", "t0") + "cvt.pack.sat.u8.s32.b32 a, t0, h, 0;\n"
     for i, lo in enumerate(("lo", "t1")):
@@ -71,7 +71,7 @@ def _number_operands(text: str, outputs: int, scores: int = 4) -> str:
 
 
 _REGISTERS = ".reg .u32 h, lo, u, m, bl, bh, t0, t1, t2, t3, a, b;"
-# 2^23 rounds the top byte; 2^31 flips its sign bit: the byte is p8 - 128 as a signed code.
+# Adding 2^23 rounds the top byte, and adding 2^31 flips its sign bit, so that the byte is p8 - 128 as a signed code.
 _EXP_P8 = tl.constexpr(
     _number_operands(
         "{" + _REGISTERS
@@ -80,14 +80,15 @@ _EXP_P8 = tl.constexpr(
         outputs=1,
     )
 )  # fmt: skip
-# Two scores: of four, two lie in another row, and their bytes would be packed here and again for the product.
+# Two scores and not four, because two of four would be in another row, and their bytes would be packed a second time
+# for the product.
 _TABLE_P8 = tl.constexpr(
     _number_operands(
         "{" + _REGISTERS + _table_ptx() + "prmt.b32 a, lo, t1, 0x0073; cvt.u16.u32 $0, a;}", outputs=1, scores=2
     )
 )
-# p16 in two signed digits, 256 * (high + 128) + low: 2^15 rounds p16, 2^23 carries into the high digit when the low
-# one is negative, 2^31 takes 128 off the high digit; the low digit's sign bit is flipped back.
+# p16 in two signed digits, 256 * (high + 128) + low. Adding 2^15 rounds p16, 2^23 carries into the high digit where the
+# low one is negative, and 2^31 subtracts 128 from the high digit. The xor flips the low digit's sign bit back.
 _EXP_P16 = tl.constexpr(
     _number_operands(
         "{" + _REGISTERS
@@ -150,7 +151,9 @@ def exp_p16(s, C, B):
 
 @triton.jit
 def table_p8(s, C, B):
-    """P8 of a tile in the steps of `intflash_online`: as `exp_p8`, but B: TABLE_K0 - e * TABLE_OCTAVE (bias added)."""
+    """P8 of a tile in the steps of `intflash_online`. As `exp_p8`, but with B = TABLE_K0 - e * TABLE_OCTAVE (bias
+    added).
+    """
     if PTX:
         s, C = tl.broadcast(s, C)
         s, B = tl.broadcast(s, B)
@@ -227,11 +230,11 @@ def _scaled(acc, factor, half, sh):
 
 @triton.jit
 def requantize(acc, l, Mr, e, QMAX: tl.constexpr, WIDE: tl.constexpr):
-    """clamp(round(acc / l * s_V / s_O), -QMAX, QMAX): acc [rows, channels], l [rows]; 0 where l is 0.
+    """Returns clamp(round(acc / l * s_V / s_O), -QMAX, QMAX) for acc [rows, channels] and l [rows]; 0 where l is 0.
 
-    (Mr, e): s_V / s_O = Mr * 2^(e - 24), scalars or [1, channels]. R = floor(2^55 / (l << lz)); |acc| <= 127 l,
-    so that |acc * RR| < 2^62 (docs/numerics.md, "The output"). A row without keys has acc = 0.
-    WIDE: e may be above 23, where 127 * 2^e leaves 32 bits before the clamp.
+    (Mr, e): s_V / s_O = Mr * 2^(e - 24), scalars or [1, channels]. R = floor(2^55 / (l << lz)). |acc| <= 127 l, so that
+    |acc * RR| < 2^62 (docs/numerics.md, "The output"). A row without keys has acc = 0. WIDE: e may be above 23, where
+    127 * 2^e exceeds 32 bits before the clamp.
     """
     l = tl.where(l == 0, 1, l).to(tl.uint32)
     lz = clz32(l)
@@ -249,7 +252,8 @@ def requantize(acc, l, Mr, e, QMAX: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def dequantize(acc, l, v_scale):
     """float32(acc) * (s_V / float32(l)), each step rounded once; v_scale a scalar or [1, channels]."""
-    l = tl.where(l == 0, 1, l).to(tl.uint32).to(tl.int64).to(tl.float32)  # by int64: a uint32, rounded once
+    # by way of int64, because l is a uint32, and rounded once
+    l = tl.where(l == 0, 1, l).to(tl.uint32).to(tl.int64).to(tl.float32)
     if v_scale.shape == []:
         factor = tl.div_rn(tl.full(l.shape, 1.0, tl.float32) * v_scale, l)[:, None]
     else:
@@ -260,11 +264,12 @@ def dequantize(acc, l, v_scale):
 
 @triton.jit
 def quantize(x, inv):
-    """Codes of floats by the library's rule: the exact product x * inv rounded once, half to even, clamped.
+    """Quantizes floats: the exact product x * inv is rounded once, half to even, and clamped to +-127.
 
-    1.5 * 2^23 (1.5 * 2^52) puts the rounded integer into the low bits of the float; clamping before they are taken
-    saturates values past a static scale's range. On a GPU the bits are clamped as integers, which order as the floats
-    do: ptxas 12.8 to 13.0 stores the low byte of a float's register as the float converted to an integer.
+    Adding 1.5 * 2^23 (1.5 * 2^52) moves the rounded integer into the low bits of the float. The clamp comes before
+    these bits are taken, so that values outside a static scale's range saturate. On a GPU the bits are clamped as
+    integers, which are ordered as the floats are, because ptxas 12.8 to 13.0 converts a float to an integer where PTX
+    stores the low byte of its register.
     """
     if PTX:
         y = tl.fma(x.to(tl.float32), inv, tl.full(x.shape, 12582912.0, tl.float32)).to(tl.int32, bitcast=True)

@@ -1,7 +1,7 @@
-"""Calibration: observers that choose a clipping value, and the readable file their scales are kept in.
+"""Calibration: observers that choose a clipping value, and the readable file that holds their scales.
 
-A scale is clip / 127. `absmax` clips at the largest magnitude seen, `percentile` at the magnitude
-that 99.99 % of the values stay below, `mse` where the int8 codes have the least squared error.
+A scale is clip / 127. `absmax` clips at the largest magnitude, `percentile` at the magnitude that 99.99 % of the values
+do not exceed, and `mse` where the int8 codes have the least squared error.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ STATIC_GRANULARITIES = ("tensor", "head", "channel")
 QMAX = 127
 PERCENTILE = 99.99
 MOST_CHANNELS = 1 << 20  # of heads, and of channels per head, in a file
-WEIGHTS_TOLERANCE = 5e-3  # of a fingerprint in [-0.5, 0.5]: bfloat16 rounding moves it by 1e-3 at most
+WEIGHTS_TOLERANCE = 5e-3  # tolerance of a fingerprint in [-0.5, 0.5]: bfloat16 rounding moves it by at most 1e-3
 
 
 class Histogram:
-    """Counts of |x| per group in equal bins over [0, limit); the limit doubles when a value needs it.
+    """Counts of |x| per group in equal bins over [0, limit). The limit doubles when a value exceeds it.
 
     Args:
         granularity: "tensor" (one group), "head" (H groups) or "channel" (H * D groups) of
@@ -50,7 +50,7 @@ class Histogram:
         self.limit = 0.0
 
     def observe(self, x: Tensor) -> None:
-        """Count the values of ``x`` ``[B, H, N, D]``.
+        """Counts the values of ``x`` ``[B, H, N, D]``.
 
         Raises:
             InputError: a value is NaN or infinite, for which there is no scale.
@@ -84,12 +84,12 @@ class Histogram:
 
 
 def absmax_clip(h: Histogram) -> Tensor:
-    """The largest magnitude seen, per group."""
+    """Returns the largest magnitude per group."""
     return h.amax.double()
 
 
 def percentile_clip(h: Histogram, percent: float = PERCENTILE) -> Tensor:
-    """The upper edge of the bin below which `percent` of the values lie, at most the largest magnitude."""
+    """Returns the upper edge of the bin below which `percent` of the values lie, but at most the largest magnitude."""
     below = h.counts.cumsum(1).double() / h.counts.sum(1, keepdim=True)
     index = (below < percent / 100).sum(1)
     edge = (index + 1).double() * (h.limit / h.bins)
@@ -97,7 +97,7 @@ def percentile_clip(h: Histogram, percent: float = PERCENTILE) -> Tensor:
 
 
 def mse_clip(h: Histogram, candidates: int = 100) -> Tensor:
-    """The clip in (0, amax] with the least squared error of int8 codes, among equal steps."""
+    """Returns the clip in (0, amax] with the least squared error of int8 codes, among equal steps."""
     amax, centers = absmax_clip(h), h.centers
     best = torch.full_like(amax, float("inf"))
     clip = amax.clone()
@@ -119,15 +119,17 @@ OBSERVERS: dict[str, Callable[[Histogram], Tensor]] = {
 
 
 def observed_scales(h: Histogram, observer: str) -> list[float]:
-    """One scale per group: float32 clip / 127, in the 9 digits that tell float32 values apart; 1 for all zeros."""
+    """Returns one scale per group: float32 clip / 127 in the 9 digits that distinguish float32 values, and 1 for all
+    zeros.
+    """
     clip = OBSERVERS[observer](h).float()
     return [float(f"{s:.9g}") for s in torch.where(clip < TINY_AMAX, 1.0, clip / QMAX).tolist()]
 
 
 @dataclass(frozen=True)
 class LayerScales:
-    """The scales of one attention layer: one value, H values (head), H * D values (channel)
-    or none (not quantized) each.
+    """The scales of one attention layer: for each of q, k, v and out one value, H values (head), H * D values
+    (channel), or none (not quantized).
 
     `weights` tells this layer's weights from others of the same shapes.
     """
@@ -142,7 +144,7 @@ class LayerScales:
     out: list[float]
 
     def check(self, granularity: dict[str, str]) -> None:
-        """Refuse sizes and scales that cannot be ones, or another number of scales than the granularity says.
+        """Refuses sizes and scales that are invalid, and a number of scales that does not match the granularity.
 
         Raises:
             InputError: names the field, what is expected and what it holds.
@@ -171,7 +173,7 @@ class LayerScales:
         return self.kv_heads if name in ("k", "v") else self.heads
 
     def tensor(self, name: str, granularity: str) -> float | Tensor | None:
-        """The scale of q, k, v or out as a recipe takes it: a float, or float32 ``[1, H, 1, 1|D]``."""
+        """Returns the scale of q, k, v or out as a recipe takes it: a float, or float32 ``[1, H, 1, 1|D]``."""
         values = getattr(self, name)
         if granularity == "none":
             return None
@@ -213,23 +215,23 @@ class Scales:
                 raise InputError(f"layer {name}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write readable JSON, one line per list of scales."""
+        """Writes readable JSON, with one line per list of scales."""
         content = {"format": FORMAT} | asdict(self)
         text = json.dumps(content, indent=1)
         Path(path).write_text(_one_line_lists(text) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Scales:
-        """Read what `save` wrote.
+        """Reads what `save` wrote.
 
         Raises:
-            InputError: there is no such file, it is of another format, or holds what cannot be scales.
+            InputError: there is no such file, it has another format, or it holds invalid scales.
         """
         try:
             text = Path(path).read_text()
         except OSError as error:
             raise InputError(f"the scales file {path} cannot be read: {error.strerror}") from None
-        except ValueError as error:  # of UTF-8
+        except ValueError as error:  # from UTF-8
             raise InputError(f"{path} is not a valid scales file: {error}") from None
         try:
             content = json.loads(text)
@@ -242,11 +244,11 @@ class Scales:
             return _made(cls, content, "the file")
         except RecursionError:
             raise InputError(f"{path} is not a valid scales file: it is nested too deeply") from None
-        except ValueError as error:  # of JSON and our own
+        except ValueError as error:  # from JSON or a check of this module
             raise InputError(f"{path} is not a valid scales file: {error}") from None
 
     def differences(self, model: str, layers: dict[str, dict[str, Any]]) -> list[str]:
-        """What a model has otherwise than this file; empty if the file fits.
+        """Returns the differences between a model and this file; empty if the file fits.
 
         Args:
             model: the model's class.
@@ -273,7 +275,7 @@ class Scales:
 
 
 def _made(kind: type, content: Any, what: str) -> Any:
-    """An instance of a dataclass from a JSON object with exactly its fields."""
+    """Makes an instance of a dataclass from a JSON object with exactly its fields."""
     if not isinstance(content, dict):
         raise InputError(f"{what} is {_shown(content)}, expected an object with the fields of {kind.__name__}")
     names = [field.name for field in fields(kind)]
@@ -293,7 +295,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number that is finite as a float; an integer of a file may be larger than any float."""
+    """Whether x is a number that is finite as a float. An integer of a file may exceed every float."""
     try:
         return (_is_integer(value) or isinstance(value, float)) and math.isfinite(value)
     except OverflowError:
@@ -301,12 +303,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """The value as a message shows it, its middle left out where it is long."""
+    """Returns the value as a message shows it, without its middle where it is long."""
     return reprlib.Repr().repr(value)
 
 
 def _one_line_lists(text: str) -> str:
-    """JSON of indent 1 with each list of numbers on one line."""
+    """Returns JSON with an indent of 1 and each list of numbers on one line."""
     lines, joined = text.split("\n"), []
     inside: list[str] | None = None
     for line in lines:

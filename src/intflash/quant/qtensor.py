@@ -1,4 +1,4 @@
-"""A quantized tensor: integer codes with the scale that gives them meaning."""
+"""A quantized tensor: integer codes with their scale."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_block_size(size: object, name: str) -> None:
 
 
 def _shown(number: Real) -> str:
-    """Of a number that may have hundreds of digits."""
+    """Returns the text of a number that may have hundreds of digits."""
     text = str(number)
     return text if len(text) <= 24 else f"{text[:8]}... of {len(text)} digits"
 
@@ -119,7 +119,9 @@ class QTensor:
 
     @classmethod
     def unchecked(cls, data: Tensor, scale: Tensor, granularity: str, bits: int) -> QTensor:
-        """One of codes and a scale that the library itself has made, in a tenth of the time."""
+        """Returns a QTensor of codes and a scale that the library itself has made, in a tenth of the time of the
+        checks.
+        """
         if torch.compiler.is_compiling():  # not every torch traces __new__ of a frozen class
             return cls(data, scale, granularity, None, bits)
         x = cls.__new__(cls)
@@ -135,7 +137,7 @@ class QTensor:
         return self.data.device
 
     def token_scale(self) -> Tensor:
-        """The scale with its block axis spread over the tokens: ``[B|1, H|1, N|1, 1|D]``."""
+        """The scale with its block axis expanded to tokens: ``[B|1, H|1, N|1, 1|D]``."""
         if self.granularity != "block":
             return self.scale
         n = self.data.shape[2]

@@ -27,7 +27,7 @@ from intflash.quant.qtensor import (
 )
 
 LEAST_FLOAT = 2.0**-149  # the smallest float32
-LEAST_SCALE = 2.0**-126  # a float is quantized by the reciprocal, which is finite from here on
+LEAST_SCALE = 2.0**-126  # the reciprocal, by which floats are quantized, is finite from here on
 TINY_AMAX = 2.0**-100
 RULES = ("exact", "divide")
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -163,28 +163,38 @@ def quantize(
         got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"quantize takes [B, H, N, D] of {FLOAT_DTYPES}, none of them 0, got {got}")
     check_number(scale, "scale")
-    qmax = (1 << (bits - 1)) - 1
     xf = x.detach().float()
     block = block_size if granularity == "block" else None
     if scale is None:
-        # docs/numerics.md, "Unchecked calls": without a finite maximum there is no scale, as without values
-        amax = _absolute_maximum(xf, granularity, block_size).nan_to_num(nan=0.0, posinf=0.0)
-        # divided by a tensor: CUDA multiplies by a Python number's reciprocal, which is another rounding
-        quotient = amax / torch.full_like(amax, qmax)
-        scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), quotient)  # 1: every code is 0
+        scale = scale_of_maximum(absolute_maximum(xf, granularity, block_size), bits)
     holder = QTensor(torch.empty_like(xf, dtype=torch.int8), scale, granularity, block, bits)  # checks the scale
-    s = holder.token_scale()
+    return QTensor(codes_of(xf, holder.token_scale(), bits, rule), holder.scale, granularity, block, bits)
+
+
+def scale_of_maximum(amax: Tensor, bits: int) -> Tensor:
+    """The dynamic scale of float32 absolute maxima."""
+    # docs/numerics.md, "Unchecked calls": without a finite maximum there is no scale, as without values
+    amax = amax.nan_to_num(nan=0.0, posinf=0.0)
+    # divided by a tensor: CUDA multiplies by a Python number's reciprocal, which is another rounding
+    quotient = amax / torch.full_like(amax, (1 << (bits - 1)) - 1)
+    return torch.where(amax < TINY_AMAX, torch.ones_like(amax), quotient)  # 1: every code is 0
+
+
+def codes_of(x: Tensor, scale: Tensor, bits: int, rule: str) -> Tensor:
+    """The int8 codes of float32 x at a float32 scale that broadcasts to it."""
+    qmax = (1 << (bits - 1)) - 1
     if rule == "divide":
-        codes = torch.round(xf / s)
+        codes = torch.round(x / scale)
     else:  # 24 x 24 bit product: exact in float64, so this is one rounding
-        codes = torch.round(xf.double() * (1.0 / s).double())
+        codes = torch.round(x.double() * (1.0 / scale).double())
     codes = codes.clamp(-qmax, qmax)
-    if x.device.type == "cpu":  # converting NaN to an integer gives what the processor likes
-        codes = torch.where(codes.isnan(), torch.copysign(torch.full_like(codes, qmax), xf), codes)
-    return QTensor(codes.to(torch.int8), holder.scale, granularity, block, bits)
+    if x.device.type == "cpu":  # the code of a converted NaN depends on the processor
+        codes = torch.where(codes.isnan(), torch.copysign(torch.full_like(codes, qmax), x), codes)
+    return codes.to(torch.int8)
 
 
-def _absolute_maximum(x: Tensor, granularity: str, block_size: int) -> Tensor:
+def absolute_maximum(x: Tensor, granularity: str, block_size: int) -> Tensor:
+    """max|x| of each group that shares a scale, in the shape of that scale."""
     magnitude = x.abs()
     if granularity == "tensor":
         return magnitude.amax().reshape(1, 1, 1, 1)

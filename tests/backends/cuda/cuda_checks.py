@@ -1,4 +1,4 @@
-"""What the tests of every CUDA kernel do: compare with the reference, compile without a GPU."""
+"""What the tests of the CUDA kernels share: comparison with the reference, and compilation without a GPU."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from intflash.quant import QTensor, Recipe  # noqa: E402
 
 needs_device = pytest.mark.skipif(BACKEND.unavailable() is not None, reason=str(BACKEND.unavailable()))
 BITS = {"intflash_p8": 8, "intflash": 16}
-OF_HEADS = Recipe(q="head", k="head", v="head")  # dynamic: found by the kernel
+OF_HEADS = Recipe(q="head", k="head", v="head")  # dynamic scales, computed by the kernel
 
 
 def differences(cases: Iterable[tuple[str, Problem]], kernel) -> dict[str, str]:
-    """What differs from the reference, by case; every case must be one that `kernel` (a module) takes."""
+    """Returns the differences from the reference, by case. `kernel` (a module) must support every case."""
     wrong = {}
     for name, p in cases:
         there = ic.on_device(p, "cuda")
@@ -41,7 +41,7 @@ def differences(cases: Iterable[tuple[str, Problem]], kernel) -> dict[str, str]:
 
 
 def complaint(p: Problem, got: Result) -> str | None:
-    """What differs from the reference's result."""
+    """Returns how a result differs from the reference's, or None."""
     want = REFERENCE.run(p.quantized())
     if not torch.equal(want.out, got.out.cpu()):
         return f"{(want.out != got.out.cpu()).double().mean():.5f} of the outputs differ"
@@ -53,7 +53,9 @@ def complaint(p: Problem, got: Result) -> str | None:
 def floats(
     method: str, batch: int, n: int, d: int, dtype: torch.dtype, recipe: Recipe, spread: float = 1.0, **more
 ) -> Problem:
-    """Four query heads on two key heads; some values far out of a static scale's range, one subnormal."""
+    """Makes four query heads on two key heads, with some values far outside a static scale's range and one subnormal
+    value.
+    """
     q, k, v = (torch.randn(batch, h, n, d) * spread for h in (4, 2, 2))
     for x in (q, k, v):
         x[0, 1, 3, 5], x[1, 0, 7, 2], x[1, 1, 0, 0] = 60000, -60000, 2**-24
@@ -62,8 +64,9 @@ def floats(
 
 
 def rising(method: str, nq: int, nk: int, d: int) -> Iterator[tuple[str, Problem]]:
-    """Scores that rise from tile to tile: by hundreds of octaves, by some, or by parts of one, with score units from
-    tiny ones to some that are octaves; a third of the rows meets all scores up to its maximum."""
+    """Yields problems whose scores rise from tile to tile, by hundreds of octaves, by some, or by parts of one, with
+    score units from tiny ones to several octaves. In a third of the rows all score magnitudes occur.
+    """
     q = torch.randint(1, 3, (1, 2, nq, d)) * torch.randint(0, 2, (1, 2, nq, d))
     q[:, :, ::3] *= 63
     q[:, :, 1::3] *= 4
@@ -77,9 +80,10 @@ def rising(method: str, nq: int, nk: int, d: int) -> Iterator[tuple[str, Problem
 
 
 def spans(method: str, nq: int, nk: int, d: int) -> Iterator[tuple[str, Problem]]:
-    """Keys up to 150 to 300 octaves below a row's maximum, where 32 bits stop to hold T + B and where they wrap.
+    """Yields problems with keys up to 150 to 300 octaves below a row's maximum, where 32 bits stop to hold T + B and
+    where they wrap.
 
-    Some rows see the farthest scores that there are, some only small ones; some queries have small codes.
+    Some rows have the largest possible score differences, some only small scores; some queries have small codes.
     """
     q = torch.randint(0, 2, (1, 2, nq, d)) * 254 - 127
     q[:, :, 16:32] = torch.randint(-9, 10, (1, 2, min(nq, 32) - 16, d))
@@ -93,14 +97,14 @@ def spans(method: str, nq: int, nk: int, d: int) -> Iterator[tuple[str, Problem]
         yield f"span {octaves} {d}", Problem(method, q, k, v, unit / exp.LOG2_E, out_dtype=torch.int8, return_lse=True)
 
 
-# Each is compiled; float16 in every test run.
+# Types for which each kernel is compiled; float16 in every test run.
 COMPILED_FLOATS = (torch.float16, *(pytest.param(x, marks=pytest.mark.full) for x in (torch.bfloat16, torch.float32)))
 
 
 def empty_problem(
     method: str, n: int, d: int, dtype=torch.int8, out=torch.int8, key_major=False, batch=2, **more
 ) -> tuple[Problem, tuple]:
-    """A problem without data on the CPU, and the rest of a launch's arguments: what a kernel is compiled for."""
+    """Returns a problem without data on the CPU, and the remaining arguments of its launch, to compile a kernel."""
     shape = (batch, 2, n, d)
     scales = None
     if dtype == torch.int8:
@@ -116,7 +120,7 @@ def empty_problem(
 
 
 def machine(launch: CudaLaunch) -> sass.Machine:
-    """Its machine code; the test is skipped where there is no NVRTC."""
+    """Returns the launch's machine code. The test is skipped where there is no NVRTC."""
     pytest.importorskip("cuda.bindings.nvrtc")
     pytest.importorskip("triton", reason="cuobjdump comes with Triton")
     code = compile_program(launch.program).cubin

@@ -1,6 +1,7 @@
-"""The CUDA kernels' cases on this machine's processor, in the PTX emulator.
+"""Runs cases of the CUDA kernels on the CPU, in the PTX emulator.
 
-`python emulated_cases.py KERNEL METHOD [NAME...]` prints what is wrong with each case as JSON; without names all.
+`python emulated_cases.py KERNEL METHOD [NAME...]` prints the failures of each case as JSON; without names, of all
+cases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CUDA kernels' bits where there is no GPU: some cases of each in the emulator of this folder, `full` for all."""
+"""The CUDA kernels' bits without a GPU, in the PTX emulator: some cases of each kernel, and all of them with `full`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path += [str(Path(__file__).parents[2] / "machines" / "ptx")]
 
 import emulate  # noqa: E402
 
-CASES = {  # a case is half a minute of one core, most of it compiling
+CASES = {  # a case takes half a minute on one core, mostly to compile
     ("window", "intflash"): ("49 49 bias and keep",),
     ("window", "intflash_p8"): ("dynamic of heads 49 32",),
     ("short_rows", "intflash"): ("197 197 64",),
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(emulate.unavailable() is not None, reason=str(em
 
 
 def wrong(kernel: str, method: str, *names: str) -> dict[str, str]:
-    """What a kernel's cases complain of, run in a process of its own: the emulator replaces launches there."""
+    """Returns the failures of a kernel's cases, run in a separate process in which the emulator replaces launches."""
     script = Path(__file__).parent / "emulated_cases.py"
     command = [sys.executable, "-W", "ignore", str(script), kernel, method, *names]
     done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent)
@@ -84,16 +84,16 @@ class Pointers(ctypes.Structure):
 
 
 def ran(body: str, shared_bytes: int = 512, overlaps: bool = False) -> bool:
-    """Whether a warp that is to copy 16 bytes a thread through shared memory did."""
+    """Whether a warp copied 16 bytes per thread through shared memory correctly."""
     source, out = torch.arange(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
     pointers = Pointers(source.data_ptr(), out.data_ptr())
     emulate.run_ptx(PTX.format(body=body), (1, 1, 1), 32, shared_bytes, [pointers], [source, out], overlaps)
     return torch.equal(source[::4], out[::4])
 
 
-def test_what_a_kernel_may_not_do_is_seen():
+def test_the_emulator_finds_forbidden_accesses_and_deadlocks():
     assert ran(f"{LOAD} cp.async.wait_all; {STORE}")
-    assert not ran(f"{LOAD} {STORE}")  # nothing waited for the copies
+    assert not ran(f"{LOAD} {STORE}")  # no wait for the copies
     assert ran(f"griddepcontrol.wait; {LOAD} cp.async.wait_all; {STORE}", overlaps=True)
     for body, message, options in (
         (f"{LOAD} cp.async.wait_all; {STORE}", "496 of 496 of shared memory", dict(shared_bytes=496)),

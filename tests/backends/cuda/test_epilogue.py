@@ -1,4 +1,4 @@
-"""csrc/cuda/epilogue.cuh, emulated: the reciprocal of a row's sum and what the integer output is multiplied by."""
+"""csrc/cuda/epilogue.cuh in the emulator: the reciprocal of a row sum, and the factors of integer output."""
 
 from __future__ import annotations
 
@@ -45,13 +45,15 @@ def reciprocal(x: torch.Tensor) -> torch.Tensor:
 
 
 def sums(bits: int, count: int) -> torch.Tensor:
-    """Row sums of up to `bits` bits, each length alike, with the ends of every length."""
+    """Returns row sums of up to `bits` bits, equally many of each length, with the least and the largest of every
+    length.
+    """
     ends = torch.tensor([(1 << b) + i for b in range(bits + 1) for i in (-1, 0, 1) if 0 < (1 << b) + i < 1 << bits])
     return torch.cat([ends, torch.exp2(torch.rand(count, dtype=torch.float64) * bits).long().clamp(1, (1 << bits) - 1)])
 
 
 def test_reciprocal():
-    """Of every sum of P8, and of sums of any size."""
+    """Covers every row sum of P8, and sums of any size."""
     torch.manual_seed(0)
     for case, x in ((0, torch.arange(1, 1 << 24)), (1, sums(32, 1 << 20))):
         found = torch.zeros(x.numel(), dtype=torch.int32)
@@ -61,11 +63,13 @@ def test_reciprocal():
             assert torch.equal(found[part].long(), 64 * reciprocal(x[part]))
 
 
-@pytest.mark.parametrize("acc, bits, least", (("i32", 24, 33), ("Wide", 32, 40)))
+@pytest.mark.parametrize("acc, bits, least", (("i32", 24, 33), ("P16Accumulator", 32, 40)))
 def test_normalizer(acc, bits, least):
-    """docs/numerics.md, "The output": RR and sh, both larger by as many bits where that lets a low word go."""
+    """docs/numerics.md, "The output": RR and sh. Both are larger by the same number of bits where the high word
+    suffices.
+    """
     torch.manual_seed(0)
-    fewest = 127 if acc == "i32" else 65193  # the smallest sum of a row that has keys
+    fewest = 127 if acc == "i32" else 65193  # the smallest sum of a row with keys
     l = sums(bits, 1 << 16).clamp(min=fewest)
     Mr, e = torch.randint(1 << 23, (1 << 24) + 1, l.shape), torch.randint(-7, 30, l.shape)
     Mr[::5], Mr[1::5] = 1 << 23, 1 << 24
@@ -84,4 +88,4 @@ def test_a_row_without_keys_is_zero():
     e = torch.arange(-7, 30)
     found = torch.zeros(e.numel(), 2, dtype=torch.int32)
     run(2, "i32", torch.zeros_like(e), e << 32 | 1 << 23, found)
-    assert ((found[:, 1] > 0) & (found[:, 1] < 64)).all()  # acc = 0 and 2^(shift - 1), shifted, give 0
+    assert ((found[:, 1] > 0) & (found[:, 1] < 64)).all()  # acc = 0 plus 2^(shift - 1), shifted, is 0

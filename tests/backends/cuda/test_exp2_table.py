@@ -1,4 +1,4 @@
-"""csrc/cuda/exp2_table.cuh, emulated: the table, and a row's way from scores to entries beside Python's integers."""
+"""csrc/cuda/exp2_table.cuh in the emulator: the table, and the entries of scores, compared with Python integers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import emulate  # noqa: E402
 
 from intflash.numerics import exp  # noqa: E402
 
-ROWS, STEPS, PROBES = 4096, 24, 16  # a row's tiles' highest scores, and scores looked up after each
+ROWS, STEPS, PROBES = 4096, 24, 16  # the maxima of a row's tiles, and scores looked up after each tile
 OCTAVE, TOP = exp.TABLE_STEPS.octave, (1023 << 24) + (1 << 23) - 1
 KERNEL = """
 #include "exp2_table.cuh"
@@ -24,7 +24,7 @@ extern "C" __global__ void attention(Pointers p) {
     if (i < 1024) p.table[i] = table_entry(i);
     const TableUnit unit(unpack_score(p.score[i]));
     TableRow row;
-    row.start();
+    row.init();
     i32* found = p.found + i * STEPS * (3 + 2 * PROBES);
     for (int step = i * STEPS; step < (i + 1) * STEPS; ++step) {
         const i32 s = p.scores[step];
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(emulate.unavailable() is not None, reason=str(em
 
 
 def p8(step: torch.Tensor) -> torch.Tensor:
-    """By the words of docs/numerics.md."""
+    """Returns p8 by the text of docs/numerics.md."""
     x = 3686 - 16 * step // 7
     u = 256 + x % 256
     return (((u * u + exp.QUADRATIC_OFFSET) << x // 256) + (1 << 23)) >> 24
@@ -59,7 +59,7 @@ def test_rows_and_table():
     scales = (c / exp.LOG2_E).float().view(1, 1, ROWS, 1), torch.ones(1, 1, 1, 1)
     C, k = (x.flatten() for x in exp.exponent_constants(*scales, 1.0, exp.TABLE_STEPS))
     unit = C << k
-    # rises of a fraction of an octave up to hundreds of them, in a row alike, as far as scores go
+    # rises from a fraction of an octave to hundreds, similar within a row, up to the largest scores
     rise = (2.0 ** torch.empty(ROWS, 1).uniform_(-3, 9) / c[:, None]).clamp(1, 1 << 21)
     steps = (rise * torch.rand(ROWS, STEPS)).long().cumsum(1)
     highest = (torch.randint(-(1 << 20), 1 << 20, (ROWS, 1)) + steps).clamp(max=1 << 21)
@@ -67,7 +67,7 @@ def test_rows_and_table():
     scores = torch.where(lower, highest - torch.randint(0, 1 << 20, highest.shape), highest).clamp(min=-(1 << 21))
     highest = scores.cummax(1).values
     e = -((-(highest * unit[:, None])) // OCTAVE)
-    deepest = -(-(e * OCTAVE - TOP) // unit[:, None].clamp(min=1))  # the lowest score with x >= 0
+    deepest = -(-(e * OCTAVE - TOP) // unit[:, None].clamp(min=1))  # the least score with x >= 0
     near = torch.stack([deepest + i for i in range(-4, 8)] + [highest, highest - 1], -1)
     far = highest[..., None] - torch.randint(0, 1 << 22, (ROWS, STEPS, PROBES - near.shape[-1]))
     probes = torch.minimum(torch.cat([near, far], -1).clamp(min=-(1 << 21)), highest[..., None])

@@ -1,4 +1,4 @@
-"""What the CUDA backend decides on the host: whom it serves, its numbers for the kernels, what it keeps on disk."""
+"""The host side of the CUDA backend: which problems it serves, its parameters for the kernels, its cache on disk."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ HEADS = dict(q="head", k="head", v="head")
 
 
 def problem(shift: int = 0, **changes) -> Problem:
-    """Of float16, `shift` elements from the start of their memory."""
+    """Makes a float16 problem whose tensors begin `shift` elements after the start of their memory."""
     x = torch.zeros(25_600 + 64, dtype=torch.float16)[shift : shift + 25_600].view(2, 2, 100, 64)
     return Problem("intflash", x, x, x, 0.125, **(dict(recipe=Recipe(**HEADS), out_dtype=torch.float16) | changes))
 
 
-def test_tensors_off_16_bytes_are_left_to_triton():
+def test_unaligned_tensors_are_unsupported():
     assert backend._alignment(problem()) is None
     assert "multiples of 16 bytes" in backend._alignment(problem(shift=4))
 
 
 @pytest.mark.parametrize("change", [dict(bits=4), dict(rule="divide"), dict(k_scale=0.5), dict(q="tensor")], ids=str)
-def test_scales_are_found_in_the_kernel_for_one_recipe_only(change):
+def test_head_amax_in_kernel_serves_one_recipe(change):
     assert backend.head_amax_in_kernel(problem()) and not backend.head_amax_in_kernel(problem(out_dtype=torch.int8))
     assert not backend.head_amax_in_kernel(problem(recipe=Recipe(**(HEADS | change))))
 
@@ -41,7 +41,7 @@ def test_reciprocals_divide_small_numbers(by):
     assert all(x * reciprocal >> 32 == x // by for x in range(20_000))
 
 
-def test_key_maps_take_keys_in_their_order():
+def test_key_map_permutes_rows_as_score_row():
     """Row 16 g + 8 b + 2 q + i of a box is key 16 g + 4 q + 2 b + i of the head, whatever number of keys it has."""
     k = torch.empty(2, 3, 37, 64, dtype=torch.int8)
     m = key_map(k, 2, 64)
@@ -58,14 +58,14 @@ def test_remainder_rows_are_few():
     assert [short_rows.has_remainder_rows(n, 64) for n in (64, 65, 72, 73, 197)] == [False, True, True, False, True]
 
 
-def test_values_lie_within_2_gib():
+def test_tokens_beyond_2_gib_are_unsupported():
     one = torch.empty(1, 1, 100, 64, dtype=torch.float16, device="meta")
     far = one.as_strided((1, 1, 100, 64), (0, 0, 11_000_000, 1))
     assert short_rows.unsupported(replace(problem(), q=one, k=one, v=one)) is None
     assert "2 GiB" in short_rows.unsupported(replace(problem(), q=far, k=far, v=far))
 
 
-def test_programs_with_other_macros_are_kept_apart(tmp_path, monkeypatch):
+def test_programs_with_different_macros_are_cached_separately(tmp_path, monkeypatch):
     pytest.importorskip("cuda.bindings.nvrtc")
     monkeypatch.setattr(program, "cache_folder", lambda name: tmp_path / name)
     compiled = []
@@ -75,7 +75,7 @@ def test_programs_with_other_macros_are_kept_apart(tmp_path, monkeypatch):
         return SimpleNamespace(cubin=repr(p.macros).encode())
 
     monkeypatch.setattr(program, "compile_program", compile_program)
-    programs = [program.Program.of("sm90/short_rows.cu", (), BITS=bits) for bits in (8, 16)]
+    programs = [program.CudaProgram.of("sm90/short_rows.cu", (), BITS=bits) for bits in (8, 16)]
     for _ in range(2):
         assert [program.machine_code.__wrapped__(p) for p in programs] == [repr(p.macros).encode() for p in programs]
     assert compiled == programs

@@ -1,4 +1,4 @@
-"""csrc/cuda/sm90/long_rows.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
+"""csrc/cuda/sm90/long_rows.cu: the reference's bits on a GPU; without a GPU, that its machine code is integer-only."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
                     f"causal {nq} {nk} {d} {causal}",
                     ic.codes(method, nq=nq, nk=nk, d=d, causal=causal, return_lse=True),
                 )
-    for batch, nq in ((3, 200), (5, 450), (1, 1000)):  # rest rows of several batches in a slice of the grid
+    for batch, nq in ((3, 200), (5, 450), (1, 1000)):  # remainder rows of several batches in one part of the grid
         for d in (64, 128):
             yield f"rest {batch} {nq} {d}", ic.codes(method, batch=batch, heads=2, nq=nq, nk=140, d=d, return_lse=True)
-    for d in (64, 128):  # programs that take several heads and parts of heads
+    for d in (64, 128):  # CTAs that take several heads and parts of heads
         yield f"heads {d}", ic.codes(method, batch=20, heads=12, key_heads=4, nq=70, nk=250, d=d, return_lse=True)
-    yield "pieces", ic.codes(method, batch=10, heads=7, nq=200, nk=800, d=128, return_lse=True)  # too many keys to stay
+    # too many keys to be resident
+    yield "pieces", ic.codes(method, batch=10, heads=7, nq=200, nk=800, d=128, return_lse=True)
     yield "groups", ic.codes(method, batch=2, heads=6, key_heads=2, nq=200, nk=400, d=64, return_lse=True)
     for d in (64, 128):
         tokens = ic.codes(method, heads=4, key_heads=2, nq=300, nk=300, d=d, kinds=("token", "head", "head"))
@@ -58,7 +59,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     yield from checks.spans(method, 70, 330, 48)
     yield from checks.rising(method, 100, 1500, 64)
     yield from checks.rising(method, 70, 400, 128)
-    for d in (16, 32, 64, 80, 128):  # what TMA can load, and all but
+    for d in (16, 32, 64, 80, 128):  # with and without TMA
         for causal in (None, 0, 100):
             shape = dict(batch=2, heads=4, key_heads=2, nq=140, nk=400, d=d)
             yield f"copies {d} {causal}", ic.codes(method, causal=causal, **shape)
@@ -84,7 +85,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             ("dynamic", Recipe()),
         ):
             yield f"{dtype} {name}", ic.floats(method, 300, dtype, recipe, return_lse=True)
-        for d in (16, 64, 80, 128):  # Q's codes are made by the kernel; values far out of a scale's range
+        for d in (16, 64, 80, 128):  # the kernel quantizes Q; values far outside a scale's range
             static = Recipe(q_scale=2**-18, k_scale=0.02, v_scale=0.02)
             yield f"{dtype} {d}", checks.floats(method, 2, 330, d, dtype, static, return_lse=True)
             p = checks.floats(method, 2, 330, d, dtype, own)
@@ -98,7 +99,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
 @pytest.mark.parametrize("resident", (False, True))
 @pytest.mark.parametrize("method", METHODS)
 def test_bits(method, resident, monkeypatch):
-    """resident: whether heads stay in shared memory where they fit, codes made of their floats there, or nowhere."""
+    """resident: K/V resident in shared memory where they fit, also from floats, or nowhere."""
     monkeypatch.setattr(long_rows, "_resident_is_faster", lambda _: resident)
     monkeypatch.setattr(long_rows, "_quantizing_is_faster", lambda _: resident)
     torch.manual_seed(0)
@@ -108,8 +109,8 @@ def test_bits(method, resident, monkeypatch):
 @pytest.mark.gpu
 @checks.needs_device
 @pytest.mark.parametrize("method", METHODS)
-def test_bits_at_the_bound_of_keys(method):
-    """As many keys as l and the digit sums hold, uniform attention."""
+def test_bits_at_the_largest_number_of_keys(method):
+    """As many keys as l and the digit sums hold, with uniform attention."""
     torch.manual_seed(0)
     shape = dict(heads=1, nq=3, nk=65_536, amax=1e-6)
     found = [(str(d), ic.codes(method, d=d, return_lse=True, **shape)) for d in (16, 128)]
@@ -119,14 +120,14 @@ def test_bits_at_the_bound_of_keys(method):
 @pytest.mark.gpu
 @checks.needs_device
 @pytest.mark.parametrize("method", METHODS)
-def test_bits_of_every_share(method, monkeypatch):
-    """Programs that take several pieces, whole ones and smaller ones, from any program on."""
+def test_bits_of_every_range_split(method, monkeypatch):
+    """CTAs that take several ranges, whole and smaller ones, with the smaller ones from any CTA on."""
     monkeypatch.setattr(long_rows, "_resident_is_faster", lambda _: False)
     torch.manual_seed(0)
     for processors, split in itertools.product((1, 5, 132), ((1, 1, 0), (1, 2, 3), (2, 1, 4), (0, 2, 0))):
         split = long_rows.RangeSplit(*split)._replace(first=min(split[2], processors - 1))
         monkeypatch.setattr(long_rows, "_multiprocessors", lambda _, processors=processors: processors)
-        monkeypatch.setattr(long_rows, "_split", lambda *_, split=split: split)
+        monkeypatch.setattr(long_rows, "_choose_range_split", lambda *_, split=split: split)
         for batch, nq, d in ((1, 700, 128), (5, 650, 64), (3, 800, 112)):
             p = ic.codes(method, batch=batch, heads=2, nq=nq, nk=300, d=d, return_lse=True)
             assert checks.differences([(f"{processors} {split} {batch} {nq} {d}", p)], long_rows) == {}
@@ -136,7 +137,7 @@ def test_bits_of_every_share(method, monkeypatch):
 @checks.needs_device
 @pytest.mark.parametrize("method", METHODS)
 def test_bits_of_resident_heads(method, monkeypatch):
-    """Programs that take parts of heads, one head or several; as many keys as fit."""
+    """CTAs that take parts of heads, one head or several, with as many keys as fit."""
     monkeypatch.setattr(long_rows, "_resident_is_faster", lambda _: True)
     torch.manual_seed(0)
     for processors in (1, 5, 132):
@@ -150,38 +151,38 @@ def test_bits_of_resident_heads(method, monkeypatch):
 @checks.needs_device
 @pytest.mark.parametrize("method", METHODS)
 def test_bits_of_resident_floats(method, monkeypatch):
-    """Every head_dim, many heads and few for the programs there are, as many keys as fit, values far out of range."""
+    """Every head_dim, many and few heads per CTA, as many keys as fit, values far outside a scale's range."""
     monkeypatch.setattr(long_rows, "_quantizing_is_faster", lambda _: True)
     torch.manual_seed(0)
     static = Recipe(q_scale=0.02, k_scale=2**-18, v_scale=2**-9)
     for processors, recipe, dtype in itertools.product((1, 5, 132), (static, Recipe()), FLOAT_KV[:2]):
         monkeypatch.setattr(long_rows, "_multiprocessors", lambda _, processors=processors: processors)
-        most = (384, 1152) if method == "intflash_online" else (512, 1408)  # the table of its P takes room
+        most = (384, 1152) if method == "intflash_online" else (512, 1408)  # the table of P takes space
         shapes = [(2, 260, d) for d in range(32, 129, 16)] + [(3, most[0] - 4, 112), (2, most[1], 64), (40, 257, 64)]
         for batch, n, d in shapes:
             p = checks.floats(method, batch, n, d, dtype, recipe)
-            assert backend.fuses(ic.on_device(p, "cuda")) == "qkv"
+            assert backend.fused_inputs(ic.on_device(p, "cuda")) == "qkv"
             assert checks.differences([(f"{processors} {dtype} {batch} {n} {d}", p)], long_rows) == {}
 
 
-def _turns(share: Share, programs: int, program: int) -> Iterator[int]:
-    """`RangeScheduler` of tile_scheduler.cuh."""
-    yield from range(program, share.whole_of_all, programs)
-    if program >= share.first:
-        yield from range(share.whole_of_all + program - share.first, share.pieces, programs - share.first)
+def _ranges_of_cta(share: Share, ctas: int, cta: int) -> Iterator[int]:
+    """Mirrors `RangeScheduler` of tile_scheduler.cuh."""
+    yield from range(cta, share.whole_of_all, ctas)
+    if cta >= share.first:
+        yield from range(share.whole_of_all + cta - share.first, share.pieces, ctas - share.first)
 
 
 @pytest.mark.parametrize("causal", (None, 0))
-def test_rows_are_taken_once(causal):
-    """The pieces as `WorkTile` of tile_scheduler.cuh reads them, each taken by one program, the smaller ones last."""
+def test_ranges_cover_each_row_once(causal):
+    """Each range, as `WorkTile` of tile_scheduler.cuh reads it, is taken by one CTA, the smaller ones last."""
     for batch, nq, consumers in itertools.product((1, 2, 5, 40), (1, 191, 192, 193, 400, 1000, 4096), (2, 3)):
         p, _ = checks.empty_problem("intflash_online", nq, 16, causal=causal)
         p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
-        programs, share = long_rows.schedule_ranges(p, consumers)
+        ctas, share = long_rows.schedule_ranges(p, consumers)
         rows, heads = 64 * consumers, batch * p.q.shape[1]
-        turns = [list(_turns(share, programs, i)) for i in range(programs)]
-        assert sorted(itertools.chain(*turns)) == list(range(share.pieces)) and all(turns)
-        assert all(turn == sorted(turn) for turn in turns) and share.rest_tiles <= consumers
+        ranges = [list(_ranges_of_cta(share, ctas, i)) for i in range(ctas)]
+        assert sorted(itertools.chain(*ranges)) == list(range(share.pieces)) and all(ranges)
+        assert all(taken_ranges == sorted(taken_ranges) for taken_ranges in ranges) and share.rest_tiles <= consumers
         taken = [[] for _ in range(heads)]
         for i in range(share.pieces):
             if i < share.whole_of_all:
@@ -197,27 +198,27 @@ def test_rows_are_taken_once(causal):
             assert parts[-1][0] < nq <= parts[-1][1]
 
 
-def test_rows_of_resident_heads_are_taken_once():
-    """The tiles of 64 rows as `ResidentScheduler` of tile_scheduler.cuh reads them."""
+def test_resident_tiles_cover_each_row_once():
+    """Each tile of 64 rows, as `ResidentScheduler` of tile_scheduler.cuh reads it, is taken once."""
     for batch, nq in itertools.product((1, 2, 5, 400), (1, 64, 65, 197, 577)):
         p, _ = checks.empty_problem("intflash_online", nq, 16)
         p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
-        programs, share = long_rows.schedule_resident_heads(p)
+        ctas, share = long_rows.schedule_resident_heads(p)
         assert share.whole == -(-nq // 64)
-        first = [i * share.rest_tiles + min(i, share.first) for i in range(programs + 1)]
-        ends = [first[i] + share.rest_tiles + (i < share.first) for i in range(programs)]
+        first = [i * share.rest_tiles + min(i, share.first) for i in range(ctas + 1)]
+        ends = [first[i] + share.rest_tiles + (i < share.first) for i in range(ctas)]
         assert first[0] == 0 and first[1:] == ends and ends[-1] == batch * p.q.shape[1] * share.whole
         assert all(a < b for a, b in itertools.pairwise(first))
 
 
-def test_rows_of_resident_floats_are_taken_once():
-    """Programs of few heads take tiles of one each."""
+def test_resident_tiles_of_floats_cover_each_row_once():
+    """With few heads, a CTA takes tiles of one head."""
     for batch, nq in itertools.product((1, 2, 5, 33, 66, 400), (1, 64, 65, 197, 577, 1370)):
         p, _ = checks.empty_problem("intflash_online", nq, 16)
         p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
-        programs, share = long_rows.schedule_resident_heads(p, True)
+        ctas, share = long_rows.schedule_resident_heads(p, True)
         tiles, taken = -(-nq // 64), []
-        for i in range(programs):
+        for i in range(ctas):
             first = i * share.rest_tiles + min(i, share.first)
             run = range(first, first + share.rest_tiles + (i < share.first))
             places = [divmod(tile, share.whole) for tile in run]
@@ -227,44 +228,59 @@ def test_rows_of_resident_floats_are_taken_once():
     assert long_rows.schedule_resident_heads(replace(p, q=replace(p.q, data=p.q.data[:8])), True)[0] <= 132
 
 
-def test_rings_fit():
-    """Two tiles of keys and more; a multiprocessor has 227 KB."""
+def test_ring_buffers_fit_shared_memory():
+    """At least two tiles of keys fit the 227 KB of a multiprocessor."""
     for d, consumers, method in itertools.product(range(16, 129, 16), (2, 3), METHODS):
-        beside = long_rows._beside(checks.empty_problem(method, 300, d)[0], consumers, False)
-        stages = long_rows._most_stages(d, consumers, beside)
-        sizes = [long_rows.shared_bytes(d, consumers, 128 * d, 0, n, beside) for n in (stages, stages + 1)]
+        extra = long_rows._extra_shared_bytes(checks.empty_problem(method, 300, d)[0], consumers, False)
+        stages = long_rows._max_stages(d, consumers, extra)
+        sizes = [long_rows.shared_bytes(d, consumers, 128 * d, 0, n, extra) for n in (stages, stages + 1)]
         assert stages >= long_rows.STAGES and sizes[0] <= 227 * 1024 < sizes[1]
 
 
-def test_which_heads_stay():
+def test_when_kv_is_resident():
     codes = [checks.empty_problem("intflash_online", n, 64, batch=1)[0] for n in (197, 256, 577, 1700)]
     floats = [replace(p, q=p.q.data.half()) for p in codes]
-    assert [long_rows._fits(p, 13) and long_rows._resident_is_faster(p) for p in codes] == [True, True, True, False]
-    assert [long_rows._fits(p, 13) and long_rows._resident_is_faster(p) for p in floats] == [False, False, True, False]
-    assert not long_rows._fits(replace(codes[0], causal=0), 13)
+    assert [long_rows._fits_resident(p, 13) and long_rows._resident_is_faster(p) for p in codes] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert [long_rows._fits_resident(p, 13) and long_rows._resident_is_faster(p) for p in floats] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert not long_rows._fits_resident(replace(codes[0], causal=0), 13)
 
 
-def test_whose_codes_the_kernel_makes():
-    """As measured: not where a program would load a long head for one tile of rows, nor from float32."""
-    for batch, n, d, quantizes in (
+def test_when_the_kernel_quantizes_kv():
+    """As measured: not where a CTA would load a long head for one tile of rows, and not from float32."""
+    for batch, n, d, quantizes_kv in (
         (1, 257, 64, True), (32, 577, 64, True), (16, 1370, 64, True), (256, 1408, 64, True), (256, 1409, 64, False),
         (1, 1370, 64, False), (24, 785, 64, False), (256, 640, 128, True), (256, 641, 128, False),
     ):  # fmt: skip
         p, _ = checks.empty_problem("intflash_p8", n, d, torch.float16, torch.float16, batch=batch)
-        assert long_rows.quantizes(p) == quantizes, (batch, n, d)
-    for n, d, quantizes in ((1152, 64, True), (1153, 64, False), (384, 128, True), (385, 128, False)):  # beside a table
+        assert long_rows.quantizes_kv(p) == quantizes_kv, (batch, n, d)
+    for n, d, quantizes_kv in (
+        (1152, 64, True),
+        (1153, 64, False),
+        (384, 128, True),
+        (385, 128, False),
+    ):  # beside a table
         p, _ = checks.empty_problem("intflash_online", n, d, torch.float16, torch.float16, batch=256)
-        assert long_rows.quantizes(p) == quantizes, (n, d)
+        assert long_rows.quantizes_kv(p) == quantizes_kv, (n, d)
     p, _ = checks.empty_problem("intflash_online", 577, 64, torch.float32, torch.float32)
-    assert not long_rows.quantizes(p)
+    assert not long_rows.quantizes_kv(p)
     p, _ = checks.empty_problem("intflash_online", 577, 64, torch.float16, torch.float16)
-    assert not long_rows.quantizes(replace(p, causal=0))
+    assert not long_rows.quantizes_kv(replace(p, causal=0))
     far = torch.empty(p.k.shape, dtype=p.k.dtype, device="meta").as_strided(p.k.shape, (0, 0, 1 << 21, 1))
-    assert not long_rows.quantizes(replace(p, k=far))
+    assert not long_rows.quantizes_kv(replace(p, k=far))
 
 
-def test_quotients():
-    """`quotient` of params.cuh: floor((2^32 - 1) / by) divides by it with one correction."""
+def test_quotient_by_reciprocal():
+    """`quotient` of params.cuh divides by floor((2^32 - 1) / by) with one correction."""
     for by in (1, 2, 3, 5, 7, 21, 132, 341, 65_535, 2**31 - 1):
         reciprocal = quotient_reciprocal(by)
         for x in {0, 1, by - 1, by, by + 1, 12_345_678, 2**31 - 1, 2**32 - 1 - (2**32 - 1) % by, 2**32 - 2, 2**32 - 1}:
@@ -272,19 +288,23 @@ def test_quotients():
             assert q + (x - q * by >= by) == x // by
 
 
-def test_splits_end_early():
-    """4096 rows of 64 heads: 10.3 pieces of 192 for each of 132 multiprocessors would take 11 turns."""
-    assert long_rows._split(4096, 64, 3, 132) == (20, 2, 0)
-    assert long_rows._split(4096, 128, 3, 132) == (21, 3, 48)  # those that take 21 whole pieces take no smaller one
-    assert long_rows._split(4224, 60, 3, 132) == (22, 3, 0)
+def test_range_splits_of_few_heads():
+    """4096 rows of 64 heads are 10.3 ranges of 192 rows for each of 132 multiprocessors and would take 11 rounds."""
+    assert long_rows._choose_range_split(4096, 64, 3, 132) == (20, 2, 0)
+    assert long_rows._choose_range_split(4096, 128, 3, 132) == (
+        21,
+        3,
+        48,
+    )  # those that take 21 whole ranges take no smaller one
+    assert long_rows._choose_range_split(4224, 60, 3, 132) == (22, 3, 0)
 
 
-def test_splits_of_many_heads_share_the_rest_with_all():
-    """What is left of each of 3000 heads and more is half of the work."""
-    assert long_rows._split(197, 6144, 3, 132) == (1, 3, 0)  # five rows
-    assert long_rows._split(256, 3072, 3, 132) == (0, 2, 0)
-    assert long_rows._split(320, 6144, 3, 132) == (1, 3, 0)
-    assert long_rows._split(577, 3072, 3, 132) == (3, 3, 0)
+def test_range_splits_of_many_heads():
+    """With 3000 heads and more, the remaining rows are half of the work."""
+    assert long_rows._choose_range_split(197, 6144, 3, 132) == (1, 3, 0)  # five rows
+    assert long_rows._choose_range_split(256, 3072, 3, 132) == (0, 2, 0)
+    assert long_rows._choose_range_split(320, 6144, 3, 132) == (1, 3, 0)
+    assert long_rows._choose_range_split(577, 3072, 3, 132) == (3, 3, 0)
 
 
 def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None, resident=False):
@@ -302,7 +322,7 @@ def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=
 @pytest.mark.parametrize("d", (16, 64, 80, 128))
 @pytest.mark.parametrize("method", METHODS)
 def test_integer_only(method, d):
-    """No floating-point opcode between int8 and integers, nothing in local memory."""
+    """No floating-point opcode between int8 and integers, and no local memory."""
     for out, causal, rows, resident in (
         (torch.int8, None, False, False), (torch.int16, 0, True, False), (torch.int8, None, False, True),
     ):  # fmt: skip
@@ -331,8 +351,8 @@ def _float_launch(method, d, dtype, recipe):
     return long_rows.long_rows_launch(replace(p, recipe=recipe), *arguments)
 
 
-def test_float_output_is_seen():
-    """The control: its scaling has floating-point opcodes."""
+def test_float_output_has_float_instructions():
+    """The negative control: with float output the same check finds floating-point opcodes."""
     assert checks.machine(_launch("intflash_online", 64, torch.float16)).float_instructions
 
 
@@ -340,7 +360,7 @@ def test_float_output_is_seen():
 @pytest.mark.parametrize("causal, resident", ((None, False), (0, False), (None, True)))
 @pytest.mark.parametrize("d", range(16, 129, 16))
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_spills(method, d, causal, resident):
+def test_codes_do_not_spill_anywhere(method, d, causal, resident):
     for out in (torch.int8, torch.float32):
         for rows in (False, True):
             assert checks.machine(_launch(method, d, out, causal, rows, resident=resident)).spills == 0
@@ -349,7 +369,7 @@ def test_nothing_spills(method, d, causal, resident):
 @pytest.mark.full
 @pytest.mark.parametrize("d", range(32, 129, 16))
 @pytest.mark.parametrize("method", METHODS)
-def test_no_floats_spill(method, d):
+def test_floats_do_not_spill_anywhere(method, d):
     static = Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1)
     for dtype, recipe in itertools.product((torch.float16, torch.bfloat16), (Recipe(), static)):
         assert checks.machine(_float_launch(method, d, dtype, recipe)).spills == 0

@@ -1,4 +1,6 @@
-"""csrc/cuda/sm90/long_rows_float.cu: near the reference on a GPU; without one, what its machine code is made of."""
+"""csrc/cuda/sm90/long_rows_float.cu: near the reference on a GPU; without a GPU, the composition of its machine
+code.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     yield "gqa", mc.problem(method, heads=4, key_heads=2, nq=20)
     for dtype in (torch.bfloat16, torch.float16):
         yield f"{dtype} out", mc.problem(method, out_dtype=dtype)
-    peaked = mc.problem(method, nq=200, nk=700, d=64)  # the reference is raised in most tiles
+    peaked = mc.problem(method, nq=200, nk=700, d=64)  # the row reference rises in most tiles
     yield "rising", _replaced(peaked, k=peaked.k * torch.linspace(0.1, 8, 700)[:, None])
     outlier = 1 + 60 * (torch.arange(700) == 333)[:, None]
     yield "an outlier among the keys' scales", _replaced(peaked, k=peaked.k * outlier)
@@ -52,7 +54,7 @@ def _replaced(p: Problem, **tensors: torch.Tensor) -> Problem:
 @pytest.mark.gpu
 @checks.needs_device
 @pytest.mark.parametrize("method", METHODS)
-def test_near_the_reference(method):
+def test_agrees_with_the_reference(method):
     torch.manual_seed(0)
     complaints = {name: mc.complaint(p, "cuda", KERNEL) for name, p in cases(method)}
     assert {name: text for name, text in complaints.items() if text} == {}
@@ -60,12 +62,12 @@ def test_near_the_reference(method):
 
 @pytest.mark.gpu
 @checks.needs_device
-def test_the_published_outputs():
+def test_agrees_with_the_authors_outputs():
     for name, db in mc.golden_db("cuda", KERNEL, ("half",)).items():
         assert db > 70, name
 
 
-def test_what_it_leaves_to_triton():
+def test_unsupported_problems():
     for problem, what in (
         (mc.problem("lite", out_dtype=torch.int8), "float output"),
         (mc.problem("lite", d=40), "multiple of 16"),
@@ -78,7 +80,7 @@ def test_what_it_leaves_to_triton():
 @pytest.mark.gpu
 @checks.needs_device
 @pytest.mark.parametrize("method", METHODS)
-def test_long_rows_are_its_own(method):
+def test_long_rows_select_this_backend(method):
     torch.manual_seed(0)
     p = mc.problem(method, nq=70, nk=2048, d=64)
     assert mc.complaint(p, "cuda", BACKEND) is None
@@ -95,12 +97,12 @@ def _launch(method: str, d: int, k: str = "token", block: int = 128, causal: int
 
 @pytest.mark.parametrize("k,block", KINDS)
 @pytest.mark.parametrize("d", (16, 64, 128))
-def test_machine_code(d, k, block):
-    """Integer products for the scores, float ones for the values, nothing in local memory."""
+def test_tensor_core_instructions_and_spills(d, k, block):
+    """Integer products for the scores, float products for P V, and no local memory."""
     for causal in (None, 0):
         machine = checks.machine(_launch("lite", d, k, block, causal))
         assert machine.opcodes["IGMMA"] > 0 and machine.opcodes["HGMMA"] > 0
-        assert machine.spills <= (12 if (d, k) == (128, "token") else 0)  # a register or two, over half a tile
+        assert machine.spills <= (12 if (d, k) == (128, "token") else 0)  # one or two registers, over half a tile
 
 
 @pytest.mark.full

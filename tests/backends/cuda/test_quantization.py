@@ -1,4 +1,4 @@
-"""absmax.cu, quantize_inputs.cu and constants.cu compute the reference's bits, emulated and on a GPU."""
+"""absmax.cu, quantize_inputs.cu and constants.cu compute the reference's bits, in the emulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import emulate  # noqa: E402
 
 from intflash.backends.cuda import BACKEND, quantization  # noqa: E402
 from intflash.backends.gpu import scales as gpu_scales  # noqa: E402
-from intflash.backends.gpu.scales import Inputs, Three  # noqa: E402
+from intflash.backends.gpu.scales import FloatInputs, Qkv  # noqa: E402
 from intflash.numerics import exp  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 from intflash.quant import QTensor, Recipe, quantize  # noqa: E402
@@ -42,23 +42,25 @@ def emulated(monkeypatch, request):
         monkeypatch.setattr(quantization.CudaLaunch, "run", emulate.run)
 
 
-def layouts(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Three]]:
-    """Q, K and V as callers have them: apart, views of one projection, tokens before heads, shared by all batches."""
+def layouts(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Qkv]]:
+    """Yields Q, K and V in callers' layouts: separate tensors, views of one projection, tokens before heads, shared
+    by all batches.
+    """
 
     def made(shape: tuple[int, ...]) -> torch.Tensor:
         return (torch.randn(shape) * 3).to(device=device, dtype=dtype)
 
-    yield "apart", Three(made((2, 4, 70, 64)), made((2, 2, 133, 64)), made((2, 2, 133, 64)))
-    yield "one projection", Three(*(x.transpose(1, 2) for x in made((2, 77, 3, 3, 48)).unbind(2)))
-    yield "tokens first", Three(*(made((1, 130, 2, 16)).transpose(1, 2) for _ in "qkv"))
-    yield "cut", Three(*(made((2, 3, 300, 32))[:, 1:, 16:145] for _ in "qkv"))
-    yield "one head", Three(made((3, 4, 5, 128)), *(made((3, 1, 257, 128)).expand(3, 2, 257, 128) for _ in "kv"))
+    yield "apart", Qkv(made((2, 4, 70, 64)), made((2, 2, 133, 64)), made((2, 2, 133, 64)))
+    yield "one projection", Qkv(*(x.transpose(1, 2) for x in made((2, 77, 3, 3, 48)).unbind(2)))
+    yield "tokens first", Qkv(*(made((1, 130, 2, 16)).transpose(1, 2) for _ in "qkv"))
+    yield "cut", Qkv(*(made((2, 3, 300, 32))[:, 1:, 16:145] for _ in "qkv"))
+    yield "one head", Qkv(made((3, 4, 5, 128)), *(made((3, 1, 257, 128)).expand(3, 2, 257, 128) for _ in "kv"))
 
 
 @on_each_device
 @pytest.mark.parametrize("dtype", FLOAT_KV, ids=str)
-def test_scales_of_maxima(dtype, device):
-    """The largest value may be any element: here one of the tensors' corners, and the last CTA's."""
+def test_absmax_scales(dtype, device):
+    """The largest value may be any element: here a corner of a tensor, and an element of the last CTA."""
     for name, tensors in layouts(dtype, device):
         for x, at, value in zip(tensors, (0, -1, 7), (-300.0, 200.0, 100.0), strict=True):
             x[at % x.shape[0], at % x.shape[1], at % x.shape[2], at % x.shape[3]] = value
@@ -67,14 +69,14 @@ def test_scales_of_maxima(dtype, device):
 
 
 @on_each_device
-def test_scales_of_small_maxima(device):
-    """A maximum below 2^-100 counts as 0; one of several CTAs is the last."""
-    tensors = Three(*(torch.full((1, 2, 700, 64), value, device=device) for value in (0.0, 2.0**-101, 2.0**-100)))
+def test_absmax_scales_of_small_maxima(device):
+    """A maximum below 2^-100 counts as 0. Several CTAs run, and one is the last."""
+    tensors = Qkv(*(torch.full((1, 2, 700, 64), value, device=device) for value in (0.0, 2.0**-101, 2.0**-100)))
     found = gpu_scales.with_scales(*tensors, Recipe(), quantization.amax_launches).scales
     assert [s.item() for s in found] == [1.0, 1.0, (torch.tensor(2.0**-100) / 127).item()]
 
 
-def test_runs_hold_each_element_once():
+def test_runs_cover_each_element_once():
     for name, x in ((name, x) for name, tensors in layouts(torch.float16, "cpu") for x in tensors):
         r, found = quantization.runs(x), []
         for i in range(r.count):
@@ -90,15 +92,15 @@ def test_runs_hold_each_element_once():
 
 @on_each_device
 @pytest.mark.parametrize("dtype", FLOAT_KV, ids=str)
-def test_codes(dtype, device):
-    """Dynamic scales, and static ones of heads that some values are far past; V's padding holds zeros."""
+def test_quantize_inputs(dtype, device):
+    """Dynamic scales, and static scales of heads that some values far exceed. V's padding holds zeros."""
     for name, tensors in layouts(dtype, device):
         for scale, dynamic, query in ((None, True, True), (2.0**-9, False, True), (2.0**-9, False, False)):
             scales = []
             for x in tensors:
                 heads = torch.linspace(1, 2, x.shape[0] * x.shape[1]).view(x.shape[0], x.shape[1], 1, 1)
                 scales.append(quantize(x.cpu()).scale if dynamic else heads * scale)
-            inputs = Inputs(tensors, Three(*(s.to(device) for s in scales)), dynamic=dynamic)
+            inputs = FloatInputs(tensors, Qkv(*(s.to(device) for s in scales)), dynamic=dynamic)
             launch, codes = quantization.quantize_launch(inputs, query)
             assert list(codes) == list("qkv" if query else "kv")
             stored = codes["v"].data.mT
@@ -120,15 +122,15 @@ def _codes(b: int, h: int, n: int, kind: str) -> QTensor:
 
 
 def _of_query_heads(scale: torch.Tensor) -> torch.Tensor:
-    """Of two query heads for each key head."""
+    """Returns scales of two query heads for each key head."""
     return scale if scale.shape[1] == 1 else scale.repeat_interleave(2, dim=1)
 
 
 @on_each_device
 @pytest.mark.parametrize("out", (torch.int8, torch.int16, torch.float16), ids=str)
 @pytest.mark.parametrize("method", ("intflash_p8", "intflash_online"))
-def test_constants(method, out, device):
-    """Scales over the whole range, so that C, k, e and the scale's default all meet their saturations."""
+def test_constants_kernel(method, out, device):
+    """Scales over the whole range, so that C, k, e and the default scale all saturate."""
     unit = quantization.score_unit(method)
     for kinds in (("tensor",) * 3, ("token", "head", "head"), ("head", "tensor", "head")):
         for given in (None, (1, 1, 1, 1), (3, 4, 1, 1)):
@@ -153,7 +155,7 @@ def test_constants(method, out, device):
 
 
 def test_no_module_of_the_backend_imports_triton():
-    """With Triton hidden, as on a machine without it."""
+    """Triton is hidden, as on a machine without it."""
     code = """if True:
         import importlib, pkgutil, sys
         sys.modules["triton"] = None

@@ -1,4 +1,4 @@
-"""csrc/cuda/sm90/short_rows.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
+"""csrc/cuda/sm90/short_rows.cu: the reference's bits on a GPU; without a GPU, that its machine code is integer-only."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
 FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
-# One warpgroup and several, one tile a program and several, warpgroups without a tile.
+# One warpgroup and several, one tile per CTA and several, warpgroups without a tile.
 SPLITS = tuple(short_rows.RowSplit(*x) for x in ((1, 1, 2), (1, 4, 2), (2, 2, 1), (2, 1, 1), (2, 3, 1)))
 
 
 def contiguous_keys(p: Problem) -> Problem:
-    """V as the quantizer writes it, its rows padded with what must not be used."""
+    """Returns V as the quantizer writes it, with rows padded by values that must not be used."""
     (b, h, n, d), keys = p.v.data.shape, -(-p.v.data.shape[2] // 16) * 16
     v = torch.full((b, h, d, keys), 99, dtype=torch.int8)[..., :n].copy_(p.v.data.mT).mT
     assert short_rows.key_major(v, keys)
@@ -42,11 +42,12 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     for amax in (1e-6, 400.0, 50000.0):
         yield f"amax {amax}", ic.codes(method, amax=amax, return_lse=True, **vit)
     yield "scales", ic.codes(method, heads=4, key_heads=2, nq=150, nk=150, d=64, kinds=("token", "head", "head"))
-    for scale in (1e-2, 1e-3, 1e-9):  # s_V / s_O past 1, 2^5 and 2^23
+    for scale in (1e-2, 1e-3, 1e-9):  # s_V / s_O above 1, 2^5 and 2^23
         yield f"out scale {scale}", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), scale), **vit)
     yield from checks.spans(method, 197, 197, 64)
     yield from checks.spans(method, 66, 100, 32)
-    for nk in (16, 40, 100):  # all scores below 0, each times 2^k: some of the last rows' warps have no keys of 16
+    # all scores below 0, each times 2^k: some warps of the remainder rows have no chunk of 16 keys
+    for nk in (16, 40, 100):
         x = ic.codes(method, batch=2, nq=66, nk=nk, d=64, amax=400.0, return_lse=True)
         below = (replace(y, data=sign * y.data.abs().clamp_min(1)) for y, sign in ((x.q, 1), (x.k, -1)))
         yield f"below zero {nk}", replace(x, **dict(zip("qk", below, strict=True)))
@@ -68,7 +69,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     for n, d in ((197, 64), (100, 96), (70, 32)):
         yield f"dynamic {n} {d}", checks.floats(method, 40, n, d, torch.float16, Recipe(), out_dtype=torch.int8)
     yield "dynamic, views", Problem(method, *views, 0.125, recipe=Recipe(), out_dtype=torch.float16)
-    for dtype in FLOAT_KV:  # the largest codes there are, and ties
+    for dtype in FLOAT_KV:  # the largest possible codes, and ties
         halves = ((torch.randint(-254, 255, (2, 3, 197, 64)) / 2 * unit).to(dtype) for unit in (1.0, 2**-9, 2**-20))
         yield f"dynamic ties {dtype}", Problem(method, *halves, 0.125, recipe=Recipe(), out_dtype=torch.int8)
     for dtype in FLOAT_KV:
@@ -102,7 +103,7 @@ def _launch(method: str, n: int, d: int, *args, split=None, **more):
 
 @pytest.mark.parametrize("method", BITS)
 def test_integer_only(method):
-    """Between int8 input and integer output no floating-point opcode; integer tensor-core products; no spills."""
+    """No floating-point opcode between int8 input and integer output; integer tensor-core products; no spills."""
     outs, batches = (torch.int8, torch.int16), (2, 80)
     for (n, d), out, major, batch in itertools.product(((197, 64), (130, 32)), outs, (False, True), batches):
         launch = _launch(method, n, d, torch.int8, out, major, batch=batch)
@@ -132,16 +133,16 @@ def test_large_batches_do_not_spill(n, d):
 
 
 @pytest.mark.parametrize("n, d, words", ((96, 128, 0), (112, 112, 0), (80, 128, 20), (96, 112, 4)))
-def test_large_batches_of_wide_floats_spill_little(n, d, words):
-    """A few words cost less than a third program brings."""
+def test_large_batches_of_wide_floats_spill_few_words(n, d, words):
+    """A few words cost less than a third CTA gains."""
     static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)
     for recipe in (static, Recipe()):
         launch = _launch("intflash_p8", n, d, torch.float16, torch.float16, batch=200, recipe=recipe)
         assert checks.machine(launch).spills <= words
 
 
-def test_what_tma_takes():
-    """Rows of K whose heads begin at whole rows; not a head within a row, nor a lone group of keys."""
+def test_when_tma_loads_keys():
+    """Rows of K whose heads begin at whole rows; not a head within a row, and not a single group of keys."""
     packed = torch.zeros(2, 197, 3, 3, 64, dtype=torch.int8).transpose(1, 3)
     apart, within = (torch.zeros(2, 3, 197, 64, dtype=torch.int8), packed[:, :, 1])
     v = torch.zeros(2, 3, 64, 208, dtype=torch.int8)[..., :197].mT
@@ -150,7 +151,7 @@ def test_what_tma_takes():
         assert short_rows._maps(k, values) is None
 
 
-def test_more_batches_than_an_axis_has_lie_along_the_first(monkeypatch):
+def test_many_batches_use_the_first_grid_axis(monkeypatch):
     launches = []
     for limit in (4, 3):
         monkeypatch.setattr(short_rows, "GRID_LIMIT", limit)
@@ -160,12 +161,12 @@ def test_more_batches_than_an_axis_has_lie_along_the_first(monkeypatch):
     assert [dict(x.program.macros)["HEADS_FIRST"] for x in launches] == ["1", "0"]
 
 
-def test_float_output_is_seen():
-    """The control: with float output the same harness finds float instructions."""
+def test_float_output_has_float_instructions():
+    """The negative control: with float output the same check finds float instructions."""
     assert checks.machine(_launch("intflash_p8", 197, 64, torch.int8, torch.float16)).float_instructions
 
 
-def test_too_wide_rows_are_refused():
+def test_rows_that_exceed_the_registers_are_unsupported():
     p, _ = checks.empty_problem("intflash", 224, 128)
     assert "registers" in short_rows.unsupported(p)
     p, _ = checks.empty_problem("intflash", 225, 64)

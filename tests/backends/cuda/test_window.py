@@ -1,4 +1,6 @@
-"""csrc/cuda/window_attention.cu: the reference's bits on a GPU; without one, that its machine code is integer-only."""
+"""csrc/cuda/window_attention.cu: the reference's bits on a GPU; without a GPU, that its machine code is
+integer-only.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("method", BITS)
 def test_bits(method, split, monkeypatch):
-    """Every case that the kernel takes; one test, so that few processes compile."""
+    """All supported cases in one test, so that few processes compile."""
     torch.manual_seed(0)
     monkeypatch.setattr(window, "choose_split", lambda count: split)
     assert checks.differences(cases(method), window) == {}
@@ -99,8 +101,8 @@ def test_bits_of_contiguous_keys(method):
 @checks.needs_device
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("count", (8, 64, 4096))
-def test_chain(split, count):
-    """Launches overlap, yet each sees all that the one before wrote and overwrites nothing that it still reads."""
+def test_overlapping_launches(split, count):
+    """Launches overlap, but each sees all that the previous one wrote, and overwrites nothing that it still reads."""
     torch.manual_seed(1)
     first = torch.randint(-127, 128, (count, 3, 49, 32), dtype=torch.int8, device="cuda")
     results = []
@@ -140,7 +142,7 @@ SOME = [pytest.param(s, id=str(s), marks=[pytest.mark.full] if i > 1 else []) fo
 @pytest.mark.parametrize("split", SOME)
 @pytest.mark.parametrize("bits", (8, 16))
 def test_integer_only(bits, split):
-    """Between int8 input and integer output no floating-point opcode; integer tensor-core products; no spills."""
+    """No floating-point opcode between int8 input and integer output; integer tensor-core products; no spills."""
     sizes, dtypes = ((49, 32), (64, 64)), (torch.int8, torch.int16)
     for (n, d), out, name in itertools.product(sizes, dtypes, (None, "bias and keep")):
         machine = checks.machine(_launch(bits, split, n, d, out=out, **(_masks(n, n, 3)[name] if name else {})))
@@ -160,6 +162,6 @@ def test_floats_do_not_spill(bits, split):
         assert machine.spills == 0, (dtype, d, name, machine.registers)
 
 
-def test_float_output_is_seen():
-    """The control: with float output the same harness finds float instructions."""
+def test_float_output_has_float_instructions():
+    """The negative control: with float output the same check finds float instructions."""
     assert checks.machine(_launch(8, window.WindowSplit(), out=torch.float16)).float_instructions

@@ -1,4 +1,4 @@
-"""The GPU backends, one after the other."""
+"""Runs tests on each of the two GPU backends."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """Problems for the integer-only Triton kernels, whose results must equal the reference's bit for bit.
 
-As a program, in Triton's interpreter: `python integer_cases.py METHOD...` prints what differs as JSON.
+`python integer_cases.py METHOD...` runs them in Triton's interpreter and prints the differences as JSON.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe, quantize
 
 OURS = ("intflash", "intflash_p8", "intflash_online")
-PUBLISHED = ("qflash", "iflash")
+QFLASH_METHODS = ("qflash", "iflash")
 ABSENT = -(1 << 31)
 
 
 def codes(
     method, batch=1, heads=2, nq=50, nk=150, d=32, dv=None, key_heads=None, amax=4.0, kinds=("tensor",) * 3, **more
 ) -> Problem:  # fmt: skip
-    """A problem of int8 codes, int8 out."""
+    """Makes a problem of int8 codes with int8 output."""
     key_heads = key_heads or heads
     shapes = (batch, heads, nq, d), (batch, key_heads, nk, d), (batch, key_heads, nk, dv or d)
     q, k, v = (quantize((torch.rand(s) * 2 - 1) * amax, g, block_size=32) for s, g in zip(shapes, kinds, strict=True))
@@ -46,9 +46,9 @@ def floats(method, nk=150, dtype=torch.float16, recipe=None, **more) -> Problem:
 
 
 def _bias(method, shape) -> dict[str, torch.Tensor]:
-    """A bias in the method's own kind, a fifth of it absent."""
+    """Makes a bias of the method's own kind, in which a fifth of the keys is absent."""
     gone = torch.rand(shape) < 0.2
-    if method in PUBLISHED:
+    if method in QFLASH_METHODS:
         return {"bias_float": torch.randn(shape).masked_fill(gone, -torch.inf)}
     return {"bias": torch.randint(-(1 << 22), 1 << 22, shape, dtype=torch.int32).masked_fill(gone, ABSENT)}
 
@@ -80,13 +80,13 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
     ends = [torch.tensor(x, dtype=torch.int32) for x in ((0, 20, 20, 50), (0, 33, 100, 150))]
     packed = dict(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
     yield "packed", codes(method, causal=0, causal_align="bottom_right", return_lse=True, **packed)
-    if method in PUBLISHED:
+    if method in QFLASH_METHODS:
         yield "heads", codes(method, kinds=("head", "head", "head"))
         yield "tiny scale", codes(method, amax=0.05, causal=3)
-        for amax in (1e-6, 5000.0):  # round(1 / sm_scale) past 2^31 and below 1, in unchecked calls
+        for amax in (1e-6, 5000.0):  # round(1 / sm_scale) above 2^31 and below 1, in unchecked calls
             yield f"amax {amax}", codes(method, amax=amax, return_lse=True, **_bias(method, (1, 1, 50, 150)))
         return
-    for amax in (1e-6, 500.0, 50000.0):  # uniform attention; one key only; k = 8
+    for amax in (1e-6, 500.0, 50000.0):  # uniform attention; a single key; k = 8
         yield f"amax {amax}", codes(method, amax=amax)
     channels = dict(kinds=("token", "head", "channel"))
     yield "token, head, channel", codes(method, **channels)
@@ -107,7 +107,7 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
 
 
 def _strided(method: str) -> Problem:
-    """Q, K and V as slices of one [B, N, 3, H, D] tensor."""
+    """Makes Q, K and V as slices of one [B, N, 3, H, D] tensor."""
     packed = torch.randint(-127, 128, (2, 197, 3, 3, 64), dtype=torch.int8)
     q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
     p = codes(method)
@@ -116,7 +116,7 @@ def _strided(method: str) -> Problem:
 
 
 def complaint(p: Problem, device: str = "cpu") -> str | None:
-    """What differs between the Triton backend's result and the reference's on the CPU, or None."""
+    """Returns how the Triton backend's result differs from the reference's on the CPU, or None."""
     there = on_device(p, device)
     reason = BACKEND.unsupported(there)
     if reason:
@@ -127,14 +127,14 @@ def complaint(p: Problem, device: str = "cpu") -> str | None:
         return f"{(want.out != out).double().mean():.5f} of the outputs differ"
     if want.out_scale is not None and not torch.equal(want.out_scale, got.out_scale.cpu().expand_as(want.out_scale)):
         return "the output's scale differs"
-    # float64 logarithms of two devices may differ by a unit in the last place
+    # float64 logarithms of two devices may differ by one unit in the last place
     if want.lse is not None and not torch.allclose(want.lse, got.lse.cpu(), rtol=1e-6, atol=1e-6, equal_nan=True):
         return f"log-sum-exp off by {(want.lse - got.lse.cpu()).abs().max():.2g}"
     return None
 
 
 def unread_scales(method: str) -> dict[str, str | None]:
-    """Scales that a published method cannot divide by, where no value is read: what differs from the torch backend."""
+    """Returns the differences from the torch backend for scales outside a method's range in unchecked calls."""
     found = {}
     for octaves in (2.01, torch.inf, 2.0**-32, 0.0, -0.5, torch.nan):
         p = codes(method, nq=9, nk=40, d=16)
@@ -150,9 +150,9 @@ def report(methods: list[str]) -> dict[str, str | None]:
 
     torch.manual_seed(0)
     found = {f"{method}, {name}": complaint(p) for method in methods for name, p in cases(method)}
-    for method in set(methods) & set(PUBLISHED):
+    for method in set(methods) & set(QFLASH_METHODS):
         found |= unread_scales(method)
-    launch.MOST_BATCHES = 0  # any batch is one that only a grid's first axis takes
+    launch.MOST_BATCHES = 0  # any batch stands for one that only the first axis of a grid holds
     again = ("n17 d17", "floats 60 dynamic", "floats 300 dynamic", "50 gqa")
     return found | {
         f"{method}, {name}, batch first": complaint(p)

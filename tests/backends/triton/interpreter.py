@@ -1,4 +1,4 @@
-"""Triton's interpreter for tests: import this before `intflash`, in a process of its own kind (see conftest)."""
+"""Triton's interpreter for tests. Import this before `intflash`, in a separate process (see conftest)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _patch = interpreter._patch_lang_tensor
 
 
 def _patch_lang_tensor(tensor, scope) -> None:
-    """Triton 3.6 converts a one-element array by `int`, which NumPy 2.4 refuses."""
+    """Replaces the conversion of a one-element array by `int`, which Triton 3.6 does and NumPy 2.4 refuses."""
     _patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

@@ -1,7 +1,7 @@
-"""Small problems for the float-softmax and unfused methods, and how far their Triton kernels may be off the reference.
+"""Small problems for the float-softmax and unfused methods, and tolerances of their Triton kernels.
 
-As a program, in Triton's interpreter: `python mixed_cases.py METHOD...` prints a report as JSON, `golden` the
-distance from the published programs' outputs.
+`python mixed_cases.py METHOD...` runs them in Triton's interpreter and prints a report as JSON. `golden` reports the
+distance from the outputs of the authors' programs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from intflash.methods import get_method
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
-# SQNR against the reference, dB: what is left to another order of float sums, P rounded against the tile's maximum
-# (int8, e4m3) and roundings that fall the other way (bfloat16). The interpreter's e4m3 rounds some carries wrongly.
+# SQNR against the reference in dB. The differences are the order of float sums, P rounded against the tile's maximum
+# (int8, e4m3), and roundings that fall the other way (bfloat16). The interpreter's e4m3 rounds some carries wrongly.
 LEAST_DB = {
     "int_flash_full": 45, "int_flash_half": 70, "lite": 50, "qattn": 50, "fp16": 60, "bf16": 50, "fp32": 90,
     "fp8": 28, "fp8_head": 28,
 }  # fmt: skip
-UNFUSED = ("ivit", "ibert", "fqvit")  # bit for bit
+UNFUSED = ("ivit", "ibert", "fqvit")  # compared bit for bit
 METHODS = (*LEAST_DB, *UNFUSED)
 
 
@@ -76,7 +76,7 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
 
 
 def _moved(x: torch.Tensor, device: str) -> torch.Tensor:
-    """With its strides and what lies between its elements, which `to` drops."""
+    """Moves a tensor with its strides and the memory between its elements, which `to` drops."""
     whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
     return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 
@@ -91,7 +91,7 @@ def on_device(p: Problem, device: str) -> Problem:
 
 
 def complaint(p: Problem, device: str = "cpu", backend: Backend = BACKEND) -> str | None:
-    """What is wrong with the backend's result, or None."""
+    """Returns how the backend's result fails, or None."""
     there = on_device(p, device)
     reason = backend.unsupported(there)
     if reason:
@@ -115,7 +115,9 @@ def complaint(p: Problem, device: str = "cpu", backend: Backend = BACKEND) -> st
 def golden_db(
     device: str = "cpu", backend: Backend = BACKEND, kinds: tuple[str, ...] = ("half", "full")
 ) -> dict[str, float]:
-    """SQNR of the int_flash kernels against the published kernels' outputs on an H200 (tests/golden), dB."""
+    """Returns the SQNR of the int_flash kernels against outputs of the authors' kernels on an H200 (tests/golden),
+    in dB.
+    """
     found = {}
     z = np.load(pathlib.Path(__file__).parents[2] / "golden" / "intflash_published.npz")
     for case, causal in (("n256", None), ("u256", None), ("c128", 0)):
@@ -124,7 +126,7 @@ def golden_db(
         values = {"half": vf, "full": QTensor(v, vs.float(), "head")}
         for kind in kinds:
             value = values[kind]
-            if kind == "half" or causal is None:  # the published full kernel is wrong under causal masking
+            if kind == "half" or causal is None:  # the authors' full kernel is wrong under causal masking
                 p = Problem(
                     f"int_flash_{kind}", q, k, value, q.shape[3] ** -0.5, causal=causal, out_dtype=torch.float16
                 )
@@ -135,10 +137,10 @@ def golden_db(
 
 
 def raised_report() -> dict[str, str | None]:
-    """`int_flash_half` with the integer maximum, which the benchmark times."""
-    from intflash.backends.triton import mixed, mixed_steps
+    """Reports `int_flash_half` with the integer maximum, which the benchmark times."""
+    from intflash.backends.triton import mixed_precision, mixed_precision_steps
 
-    mixed.STEPS["int_flash_half"] = mixed_steps.HALF_RAISED
+    mixed_precision.STEPS["int_flash_half"] = mixed_precision_steps.HALF_BIASED
     return report(["int_flash_half"])
 
 

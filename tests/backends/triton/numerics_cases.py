@@ -1,4 +1,6 @@
-"""The device functions of `numerics.triton` in the interpreter, against Python integers: prints what differs (JSON)."""
+"""Compares the device functions of `numerics.triton` in the interpreter with Python integers and prints the number
+of differences as JSON.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def reciprocals() -> int:
 
 
 def exponentials() -> int:
-    """Every depth from 0 to past the last living one, in steps of 1/512 octave, and far below."""
+    """Every depth from 0 to beyond the last one with p > 0, in steps of 1/512 octave, and far below."""
     c = 1 << 23
     s = -torch.arange(SIZE, dtype=torch.int32)
     s[-2:] = torch.tensor([-(1 << 22), -(1 << 23)], dtype=torch.int32)
@@ -80,7 +82,7 @@ def exponentials() -> int:
 
 
 def tables() -> int:
-    """T at each border of the table's steps below an octave near 0 or far from it, and far below; absent keys."""
+    """T at each border of the table's steps, below octaves near 0 and far from it, and far below; absent keys."""
     octave, c = exp.TABLE_STEPS.octave, (1 << 31) - (1 << 8)
     steps = torch.arange(1025)[:, None] << 24
     depth = torch.cat((steps, steps + 2**23 - 1, steps + 2**23, steps + 2**24 - 1), dim=1).flatten()

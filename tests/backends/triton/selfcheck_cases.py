@@ -1,5 +1,5 @@
-"""The self-check in Triton's interpreter. As a program: `python selfcheck_cases.py` prints what fails of the cases that
-once failed, as JSON; with arguments it is `intflash selfcheck` of the Triton backend.
+"""The self-check in Triton's interpreter. `python selfcheck_cases.py` prints the failures among earlier failing
+cases as JSON; with arguments it is `intflash selfcheck` of the Triton backend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFUSED = [name for name in CASES if "scales past" in name or "codes past" in na
 
 
 def report() -> dict[str, str | None]:
-    """What is wrong with each case, or None."""
+    """Returns the failure of each case, or None."""
     found = {}
     for name, case in CASES.items():
         outcome = check(case, Place("triton", "cpu"))

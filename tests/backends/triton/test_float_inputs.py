@@ -1,7 +1,8 @@
 """Float inputs of any head_dim and alignment on the short-rows kernel, which quantizes them itself.
 
-ptxas converts a float to an integer where PTX stores the low byte of its register (`sass.narrow_float_stores`).
-Bytes are stored one by one where loads are: at head_dims off a multiple of 16 and for tensors off 16 bytes.
+ptxas converts a float to an integer where PTX stores the low byte of its register (`sass.narrow_float_stores`). The
+kernel stores single bytes where it loads single elements: at a head_dim that is no multiple of 16, and for tensors that
+are not aligned to 16 bytes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import integer_cases as ic  # noqa: E402
 
 from benchmarks import sass  # noqa: E402
 from intflash.backends.gpu.constants import Constants  # noqa: E402
-from intflash.backends.gpu.scales import Inputs, Three  # noqa: E402
+from intflash.backends.gpu.scales import FloatInputs, Qkv  # noqa: E402
 from intflash.backends.gpu.tensors import Statistics, view  # noqa: E402
-from intflash.backends.triton import quantize, rowwise  # noqa: E402
-from intflash.backends.triton.launch import Launch  # noqa: E402
+from intflash.backends.triton import quantize, short_rows  # noqa: E402
+from intflash.backends.triton.launch import TritonLaunch  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 from intflash.quant import Recipe  # noqa: E402
 
@@ -29,7 +30,7 @@ ONE = torch.ones(1, 1, 1, 1)
 
 
 def shifted(n: int, d: int, elements: int, dtype: torch.dtype = torch.float16, device: str = "cpu") -> torch.Tensor:
-    """Random floats ``[2, 3, n, d]`` that begin so many elements after a 16-byte boundary."""
+    """Returns random floats ``[2, 3, n, d]`` that begin `elements` elements after a 16-byte boundary."""
     whole = torch.randn(6 * n * d + elements).to(device, dtype)
     return whole[elements:].view(2, 3, n, d)
 
@@ -40,16 +41,18 @@ def floats(method: str, d: int, nk: int, elements: int = 0, **more) -> Problem:
 
 
 def launches(method: str, d: int, nk: int, elements: int):
-    """What a call launches on floats: the attention kernel that quantizes, and the kernel that writes codes."""
+    """Yields the launches of a call on floats: the attention kernel that quantizes, and the kernel that writes
+    codes.
+    """
     problem = floats(method, d, nk, elements)
-    scales, out = Three(view(ONE), view(ONE), view(ONE)), torch.empty_like(problem.q)
+    scales, out = Qkv(view(ONE), view(ONE), view(ONE)), torch.empty_like(problem.q)
     constants, statistics = Constants(None, None, scales.v), Statistics(None, None)
-    yield rowwise.rowwise_launch(problem, METHODS[method], constants, out, statistics, scales)
-    inputs = Inputs(Three(problem.q, problem.k, problem.v), Three(ONE, ONE, ONE))
+    yield short_rows.short_rows_launch(problem, METHODS[method], constants, out, statistics, scales)
+    inputs = FloatInputs(Qkv(problem.q, problem.k, problem.v), Qkv(ONE, ONE, ONE))
     yield quantize.quantize_launch(inputs)[0]
 
 
-def check(launch: Launch, arch: int) -> None:
+def check(launch: TritonLaunch, arch: int) -> None:
     kernel = sass.compiled(launch, arch)
     assert sass.narrow_float_stores(kernel.asm["ptx"]) == []
     conversions = [i.text for i in sass.disassemble(kernel, arch).instructions if i.opcode in ("F2I", "F2IP")]
@@ -68,7 +71,7 @@ def test_codes_are_stored_as_bits(method, d, nk, elements):
 @pytest.mark.parametrize("arch", sass.ARCHITECTURES)
 @pytest.mark.parametrize("d, elements", [(1, 0), (8, 0), (17, 0), (24, 0), (72, 0), (136, 0), (64, 0), (64, 1)])
 @pytest.mark.parametrize("method", METHODS)
-def test_codes_are_stored_as_bits_everywhere(method, d, elements, arch):
+def test_codes_are_stored_as_bits_on_every_architecture(method, d, elements, arch):
     for nk in (9, 77, 197):
         for launch in launches(method, d, nk, elements):
             check(launch, arch)
@@ -91,8 +94,8 @@ PTX = """
 
 
 @pytest.mark.parametrize("kind, stored_as_bits", (("f32", False), ("s32", True)))
-def test_the_low_byte_of_a_float_is_seen(kind, stored_as_bits, tmp_path):
-    """The control: ptxas converts what an instruction of a float type wrote, and both checks see it."""
+def test_float_byte_stores_are_found(kind, stored_as_bits, tmp_path):
+    """The negative control: ptxas converts what an instruction of a float type wrote, and both checks find it."""
     text = PTX.format(kind=kind).replace("0x4B", "0f4B" if kind == "f32" else "0x4B")
     source, cubin = tmp_path / "x.ptx", tmp_path / "x.cubin"
     source.write_text(text)

@@ -1,4 +1,6 @@
-"""On a GPU (`scripts/gpu_check.sh`): the reference's bits for every method, shape, mask and tile; graphs; compile."""
+"""On a GPU (`scripts/gpu_check.sh`): the reference's bits for every method, shape, mask and tile; CUDA graphs;
+torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def _names(method: str) -> list[str]:
     return [name for name, _ in ic.cases(method, large=True)]
 
 
-@pytest.mark.parametrize("method, name", [(m, n) for m in (*ic.OURS, *ic.PUBLISHED) for n in _names(m)])
+@pytest.mark.parametrize("method, name", [(m, n) for m in (*ic.OURS, *ic.QFLASH_METHODS) for n in _names(m)])
 def test_bits(method, name):
     torch.manual_seed(0)
     found = dict(ic.cases(method, large=True))
@@ -35,8 +37,8 @@ def test_bits(method, name):
 @pytest.mark.parametrize(
     "rows, keys, warps, stages", [(64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 3), (16, 32, 4, 1)]
 )
-def test_bits_of_any_streaming_tile(method, rows, keys, warps, stages):
-    from intflash.backends.triton import backend, streaming
+def test_bits_of_tile_loop_tiles(method, rows, keys, warps, stages):
+    from intflash.backends.triton import backend, tile_loop
     from intflash.backends.triton.constants import constants_launch
 
     torch.manual_seed(1)
@@ -48,27 +50,27 @@ def test_bits_of_any_streaming_tile(method, rows, keys, warps, stages):
     launch, constants, _ = constants_launch(there)
     launch.run()
     out = torch.full((1, 2, 300, 64), 99, dtype=torch.int8, device="cuda")
-    tile = streaming.Tile(rows, keys, warps, stages)
-    streaming.streaming_launch(there, steps, constants, out, streaming.Statistics(None, None), tile).run()
+    tile = tile_loop.TileShape(rows, keys, warps, stages)
+    tile_loop.tile_loop_launch(there, steps, constants, out, tile_loop.Statistics(None, None), tile).run()
     assert torch.equal(REFERENCE.run(p).out, out.cpu())
 
 
 def _table_tiles() -> list[tuple]:
-    from intflash.backends.triton import choices
+    from intflash.backends.triton import tile_sizes
 
-    rows = {n: tuple(t) for n, t in choices.table()["90"].items() if "row" in n}
+    rows = {n: tuple(t) for n, t in tile_sizes.table()["90"].items() if "row" in n}
     found = {(n, 16 if "p16" in n else 8, "float" in n, t) for n, t in rows.items()}
-    more = ((32, 1, 4), (32, 1, 8), (64, 1, 2), (16, 1, 4), (64, 1, 4), (128, 1, 8))  # the last two: by warpgroups
+    more = ((32, 1, 4), (32, 1, 8), (64, 1, 2), (16, 1, 4), (64, 1, 4), (128, 1, 8))  # the last two by warpgroups
     return sorted(found | {(f"row keys{w}", 8, True, t) for t in more for w in (64, 256)})
 
 
 @pytest.mark.parametrize("name, bits, fused, tile", _table_tiles(), ids=lambda x: str(x))
-def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
-    """Every whole-row tile that ships, on a shape of its class."""
+def test_bits_of_short_rows_tiles(name, bits, fused, tile):
+    """Every short-rows tile of the table, on a shape of its class."""
     from intflash.backends.gpu.tensors import view
-    from intflash.backends.triton import quantize, rowwise
+    from intflash.backends.triton import quantize, short_rows
     from intflash.backends.triton.constants import constants_launch
-    from intflash.backends.triton.streaming import Statistics
+    from intflash.backends.triton.tile_loop import Statistics
 
     torch.manual_seed(2)
     n, d = (49, 32) if "keys64" in name else (197, 64)
@@ -79,17 +81,17 @@ def test_bits_of_the_table_of_row_tiles(name, bits, fused, tile):
         else ic.codes(method, batch=3, nq=n, nk=n, d=d)
     )
     there = ic.on_device(p, "cuda")
-    scales, inputs = rowwise.NO_SCALES, None
+    scales, inputs = short_rows.NO_SCALES, None
     if fused:
         inputs = quantize.with_scales(there.q, there.k, there.v, there.recipe).scales
-        scales = quantize.Three(*map(view, inputs))
+        scales = quantize.Qkv(*map(view, inputs))
     launch, constants, _ = constants_launch(there, inputs)
     launch.run()
     want = REFERENCE.run(p.quantized()).out
     out = torch.full(want.shape, 99, dtype=want.dtype, device="cuda")
-    args = there, bits, constants, out, Statistics(None, None), scales, rowwise.RowTile(*tile)
+    args = there, bits, constants, out, Statistics(None, None), scales, short_rows.RowTile(*tile)
     for _ in range(3):
-        rowwise.rowwise_launch(*args).run()
+        short_rows.short_rows_launch(*args).run()
         assert torch.equal(want, out.cpu())
 
 
@@ -132,7 +134,7 @@ def test_no_synchronization(method, backend):
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), OF_HEADS], ids=["dynamic", "dynamic of heads"])
-def test_compiled_whole(recipe, backend):
+def test_torch_compile_fullgraph(recipe, backend):
     q, k, v = (torch.randn(1, 2, 197, 64, device="cuda", dtype=torch.float16) for _ in range(3))
 
     def call(q, k, v):
@@ -143,14 +145,14 @@ def test_compiled_whole(recipe, backend):
 
 @pytest.mark.parametrize("method", ("intflash", "intflash_p8"))
 @pytest.mark.parametrize("keys", [65_536])
-def test_bits_at_the_bound_of_keys(method, keys):
+def test_bits_at_the_largest_number_of_keys(method, keys):
     """As many keys as l and the digit sums hold."""
     p = ic.codes(method, heads=1, nq=3, nk=keys, d=16, amax=1e-6)
     assert ic.complaint(p, "cuda") is None
 
 
 def test_scales_of_large_tensors():
-    """Past 2^22 elements a program takes more of them; the largest value lies in the last one, or the first."""
+    """Above 2^22 elements a program takes more of them. The largest value is in the last program, or the first."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, 4099, 80, device="cuda").half() for h in (8, 2, 2))
     q[1, 7, 4098, 79], k[0, 0, 0, 0], v[1, 1, 4098, 79] = -300, 200, 100

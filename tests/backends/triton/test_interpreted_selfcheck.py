@@ -13,14 +13,16 @@ HERE = pathlib.Path(__file__).parent
 
 
 def interpreted(*arguments, code=0):
-    """The output of `selfcheck_cases.py`, in a process of its own: Triton decides at import whether it interprets."""
+    """Returns the output of `selfcheck_cases.py`, run in a separate process, because Triton decides at import
+    whether it interprets.
+    """
     command = [sys.executable, "-W", "ignore", str(HERE / "selfcheck_cases.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
     assert done.returncode == code, done.stdout + done.stderr[-2000:]
     return done.stdout
 
 
-def test_cases_that_once_failed():
+def test_regressions():
     found = json.loads(interpreted().splitlines()[-1])
     assert len(found) >= 9 and {name: said for name, said in found.items() if said} == {}
 

@@ -1,4 +1,6 @@
-"""The float-softmax and unfused Triton kernels: beside the reference in the interpreter, and compiled without a GPU."""
+"""The float-softmax and unfused Triton kernels: compared with the reference in the interpreter, and compiled without
+a GPU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ UNFUSED = ("ivit", "ibert", "fqvit")
 
 
 def interpreted(argument: str) -> dict:
-    """What `mixed_cases.py` reports, in a process of its own: Triton decides at import whether it interprets."""
+    """Returns the report of `mixed_cases.py`, run in a separate process, because Triton decides at import whether it
+    interprets.
+    """
     command = [sys.executable, "-W", "ignore", str(HERE / "mixed_cases.py"), argument]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -32,13 +36,13 @@ def test_kernel_matches_reference(method):
 
 
 def test_integer_maximum_of_key_scaled_scores():
-    """`int_flash_half`'s form for long rows of wide heads, on short ones."""
+    """The form of `int_flash_half` for long rows and large head_dim, on short rows."""
     found = interpreted("int_flash_half, integer maximum")
     assert found and {name: text for name, text in found.items() if text} == {}
 
 
-def test_int_flash_meets_the_published_kernels():
-    """Outputs of the published programs on an H200: half to float16's rounding, full but for single codes of P."""
+def test_int_flash_agrees_with_the_authors_kernels():
+    """Outputs of the authors' programs on an H200: half up to float16's rounding, full up to single codes of P."""
     found = interpreted("golden")
     assert len(found) == 5
     assert min(db for case, db in found.items() if case.endswith("half")) > 70
@@ -50,15 +54,15 @@ def _mixed_launch(method, head_dim, flow=None):
 
     from intflash.backends.gpu.float_softmax import operands
     from intflash.backends.gpu.tensors import Statistics
-    from intflash.backends.triton import mixed, mixed_steps
+    from intflash.backends.triton import mixed_precision, mixed_precision_steps
     from intflash.methods import get_method
     from intflash.problem import Problem
 
     x = torch.zeros(1, 1, 2048, head_dim)
     problem = Problem(method, x, x, x, head_dim**-0.5, recipe=get_method(method).recipe, out_dtype=torch.float16)
     problem, out = problem.quantized(), x.half()
-    steps = None if flow is None else mixed_steps.LITE[flow]
-    return mixed.mixed_launch(problem, operands(problem), out, Statistics(None, None), steps=steps)
+    steps = None if flow is None else mixed_precision_steps.LITE[flow]
+    return mixed_precision.mixed_launch(problem, operands(problem), out, Statistics(None, None), steps=steps)
 
 
 def _check(machine):
@@ -77,7 +81,7 @@ def test_compiles_for_hopper_without_spills(method):
 @pytest.mark.parametrize("arch", (80, 89, 90, 100, 120))
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("method", [m for m in FLOATS if m not in ("fp32", "fp8_head")])
-def test_compiles_everywhere(method, head_dim, arch):
+def test_compiles_for_every_architecture(method, head_dim, arch):
     from benchmarks.sass import compile_launch
 
     if arch == 80 and method == "fp8":
@@ -107,15 +111,15 @@ def test_unfused_operators_compile(method, arch):
         assert machine.spills == 0 or arch == 120  # sm_120: two accesses to 8 bytes of stack in the scores' maximum
 
 
-def test_flows_of_lite_use_their_pipes():
-    """I2F and float maximum, or integer addition and integer maximum: what the article shows in SASS."""
+def test_conversions_of_lite_use_their_instructions():
+    """I2F and float maximum, or integer addition and integer maximum, as LiteAttention's article shows in SASS."""
     from benchmarks.conversion import tile_loop
     from benchmarks.sass import compile_launch
 
     def counts(flow):
         launch = _mixed_launch("lite", 64, flow)
         names = [i.opcode for i in tile_loop(compile_launch(launch, 90))]
-        scores = launch.arguments["BM"] * launch.arguments["BN"] / (32 * launch.warps)  # a thread's
+        scores = launch.arguments["BM"] * launch.arguments["BN"] / (32 * launch.warps)  # per thread
         conversions = sum(n in ("I2F", "I2FP") for n in names) / scores
         float_maxima = names.count("FMNMX") / scores
         integer_maxima = sum(n.startswith("VIMNMX") for n in names) / scores

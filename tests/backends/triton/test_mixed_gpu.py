@@ -1,4 +1,4 @@
-"""The float-softmax and unfused Triton kernels on a GPU: every case beside the reference, large ones too."""
+"""The float-softmax and unfused Triton kernels on a GPU: every case compared with the reference, large ones too."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_kernel_matches_reference(method, share):
     assert mine and {name: text for name, text in complaints.items() if text} == {}
 
 
-def test_int_flash_meets_the_published_kernels():
+def test_int_flash_agrees_with_the_authors_kernels():
     for case, db in mc.golden_db("cuda").items():
         assert db > (70 if case.endswith("half") else 48), case

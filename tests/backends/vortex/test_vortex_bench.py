@@ -109,6 +109,18 @@ def test_sweep_begins_where_only_launches_cost(monkeypatch):
     assert [row.value for row in rows if row.series == "attention"] == [1, 16, 32, 64, 128]
 
 
+@pytest.mark.parametrize("d", vortex.HEAD_DIMS)
+def test_sweep_takes_the_programs_that_the_backend_takes(monkeypatch, d):
+    monkeypatch.setattr(vortex, "simulators", lambda ratios: {4: "device"})
+    monkeypatch.setattr(vortex, "measure_program", lambda *_: Counters(1, 1, 1, 1))
+    rows = [row for row in vortex._sweep(Setting()) if row.metric == f"cycles, d = {d}"]
+    assert {row.x for row in rows} == set(vortex.SWEEP_SIZES)
+    assert {row.series for row in rows} == {
+        "attention", "flash" if d == 8 else "flash, split row", "flash f16, TCU",
+        "intflash", "intflash_p8", "intflash_p8, TCU", *(["intflash, TCU"] if d > 8 else []),
+    }  # fmt: skip
+
+
 def test_the_guides_cycles_are_the_results():
     root = Path(__file__).parents[3]
     rows = []
@@ -117,10 +129,14 @@ def test_the_guides_cycles_are_the_results():
             rows += csv.DictReader(file)
     values = {(r["series"], r["case"], r["metric"]): r["value"] for r in rows}
     series = {"standard attention, float32": "attention", "`intflash`, SIMT": "intflash"}
-    series |= {"`intflash`, tensor unit": "intflash, TCU", "`intflash_p8`, tensor unit": "intflash_p8, TCU"}
+    series |= {"`intflash_p8`, SIMT": "intflash_p8", "`intflash`, tensor unit": "intflash, TCU"}
+    series |= {"`intflash_p8`, tensor unit": "intflash_p8, TCU"}
+    series |= {"FlashAttention, float16, tensor unit": "flash f16, TCU"}
     page = (root / "docs/guide/vortex.md").read_text(encoding="utf-8")
     for title, label in series.items():
         cells = re.search(rf"^\| {title} \|(.*)\|$", page, re.M)[1].replace(",", "").split("|")
         at_8 = [values[label, case, "memory 1:4"] for case in ("instructions", "cycles")]
+        ratios = [float(values[label, case, "memory 1:4"]) for case in ("IPC", "latency")]
         others = [values[label, "N = 64", f"cycles, d = {d}"] for d in (16, 32, 64)]
         assert [cells[i].strip() for i in (0, 3, 5, 6, 7)] == [*at_8, *others]
+        assert [cells[1].strip(), cells[2].strip()] == [f"{ratios[0]:.2f}", f"{ratios[1]:.0f}"]

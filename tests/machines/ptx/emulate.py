@@ -1,8 +1,9 @@
-"""Runs launches of the CUDA kernels on this machine's processor: CUDA C++ to PTX by NVRTC, PTX to C++, that by g++.
+"""Runs launches of the CUDA kernels on the CPU: NVRTC compiles CUDA C++ to PTX, translate.py converts PTX to C++, and
+g++ compiles that.
 
-What it computes is what the GPU would, bit for bit, for the integer kernels; times mean nothing. Beyond that it finds
-accesses outside of tensors and of shared memory, misaligned ones, deadlocks, missing waits for copies, operands
-overwritten under a product, and memory touched before the kernel ahead has ended.
+For the integer kernels the results have the GPU's bits; times mean nothing. The emulator also finds accesses outside of
+tensors and of shared memory, misaligned accesses, deadlocks, missing waits for copies, operands that are overwritten
+during a product, and memory accesses before the previous kernel has ended.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ _CXX = "-std=c++17 -O1 -shared -fPIC -fwrapv -ffp-contract=off -fno-math-errno -
 
 
 class EmulationError(RuntimeError):
-    """What a kernel did that it may not."""
+    """What a kernel did that is forbidden."""
 
 
 def unavailable() -> str | None:
-    """Why nothing can be emulated here, or None."""
+    """Returns why nothing can be emulated here, or None."""
     if shutil.which("g++") is None:
         return "no g++"
     return program.unavailable()
 
 
 @functools.cache
-def ptx_of(kernel: program.Program) -> str:
+def ptx_of(kernel: program.CudaProgram) -> str:
     return program.compile_program(kernel).ptx.decode().rstrip("\0")
 
 
 @functools.cache
 def _library(text: str) -> tuple[ctypes.CDLL, int]:
-    """PTX as a library, and its bytes of static shared memory."""
+    """Compiles PTX to a library. Returns it and the bytes of static shared memory."""
     parsed = ptx.parse(text)
     source = translate.cpp(parsed)
     machine = "".join(path.read_text() for path in sorted(HERE.glob("*.hpp")))
@@ -61,13 +62,13 @@ def _library(text: str) -> tuple[ctypes.CDLL, int]:
 
 
 def run(launch: program.CudaLaunch, seed: int = 0) -> None:
-    """The launch on tensors of the CPU. seed: of the order in which threads run.
+    """Runs a launch on tensors of the CPU. seed: of the order in which threads run.
 
     Raises:
-        EmulationError: the kernel did what it may not.
+        EmulationError: the kernel did something forbidden.
     """
     structs = [launch.parameters]
-    if launch.more is not None:
+    if launch.tensor_maps is not None:
         structs.append(_with_plain_maps(launch))
     tensors = launch.tensors.values()
     text, shared = ptx_of(launch.program), launch.shared_bytes
@@ -79,7 +80,7 @@ def run_ptx(
     structs: Sequence[ctypes.Structure | ctypes.Array], tensors: Iterable[Tensor], overlaps: bool = False,
     seed: int = 0,
 ) -> None:  # fmt: skip
-    """The kernel `attention` of a module, which may access these tensors. structs: its parameters."""
+    """Runs the kernel `attention` of a module, which may access these tensors. structs: its parameters."""
     library, static = _library(text)
     pointers = (ctypes.c_void_p * 4)(*map(ctypes.addressof, structs))
     bounds = [bound for x in tensors for bound in _bounds(x)]
@@ -92,9 +93,9 @@ def run_ptx(
 
 
 def run_source(source: str, grid: int, threads: int, tensors: Sequence[Tensor], **macros: object) -> None:
-    """CUDA C++ that may include the kernels' headers; its `attention` takes a struct of the tensors' addresses."""
+    """Runs CUDA C++ that may include the kernels' headers. Its `attention` takes a struct of the tensors' addresses."""
 
-    class Source(program.Program):
+    class Source(program.CudaProgram):
         def text(self) -> str:
             return source
 
@@ -103,17 +104,17 @@ def run_source(source: str, grid: int, threads: int, tensors: Sequence[Tensor], 
 
 
 def _bounds(x: Tensor) -> tuple[int, int]:
-    """Of its storage: padding may be read."""
+    """Returns the bounds of a tensor's storage, because kernels may read padding."""
     storage = x.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def _with_plain_maps(launch: program.CudaLaunch) -> ctypes.Structure:
-    """The second parameter, with maps as machine.hpp reads them instead of the driver's."""
+    """Returns the second parameter, with tensor maps in the form that machine.hpp reads instead of the driver's."""
     encoded = tensor_maps._encoded
     tensor_maps._encoded = _plain
     try:
-        return launch.more(launch.parameters)
+        return launch.tensor_maps(launch.parameters)
     finally:
         tensor_maps._encoded = encoded
 

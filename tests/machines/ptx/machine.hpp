@@ -1,8 +1,8 @@
-// A block of CUDA threads on one host thread: each is a fiber that runs until it has to wait. Included after
-// `struct Registers`, by what translate.py makes of a kernel.
+// A block of CUDA threads on one host thread: each is a fiber that runs until it has to wait. The C++ that translate.py
+// makes of a kernel includes this file after `struct Registers`.
 //
-// Everything asynchronous is as late as it may be: copies land when they are waited for, and what a warpgroup's
-// product reads in shared memory must still be there when it is waited for.
+// Everything asynchronous happens as late as allowed: copies take effect when they are waited for, and what a
+// warpgroup's product reads in shared memory must still be there when the product is waited for.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -32,7 +32,7 @@ struct Barrier {
   u64 generation = 0;
 };
 
-// What goes on beside the threads: begun, and in groups closed by a commit.
+// Asynchronous operations: pending ones, and groups closed by a commit.
 template <class T>
 struct Groups {
   std::vector<T> open;
@@ -65,7 +65,7 @@ struct TransferBarrier {
   std::vector<Copy> copies;
 };
 
-struct Operand {  // of a product that has not been waited for: where it lies, and what it was
+struct Operand {  // an operand of a product that has not been waited for: its address and its content
   u64 descriptor;
   int rows;
   std::vector<s8> codes;
@@ -86,7 +86,7 @@ struct Warpgroup {
 struct Thread {
   u32 tid;
   bool started = false, done = false;
-  u32 meetings = 0, products = 0;  // of its warp and warpgroup: what two in a row exchange lies apart
+  u32 meetings = 0, products = 0;  // of the thread's warp and warpgroup; two exchanges in a row use different memory
   Groups<Copy> copies;
   jmp_buf context;
   ucontext_t first;
@@ -129,7 +129,7 @@ static void yield() {
   if (!_setjmp(self->context)) _longjmp(scheduler, 1);
 }
 
-// What the last one does before the others go on.
+// What the last arriving thread does before the others continue.
 template <class Last>
 static void meet(Barrier& barrier, int count, Last last) {
   const u64 generation = barrier.generation;
@@ -165,7 +165,7 @@ static void run_block(u64& random) {
   }
   for (u32 left = threads; left;) {
     const u64 before = progress;
-    for (u32 i = threads; i > 1; --i) {  // another order each time
+    for (u32 i = threads; i > 1; --i) {  // a different order each time
       random = random * 6364136223846793005ull + 1442695040888963407ull;
       std::swap(order[i - 1], order[(random >> 33) % i]);
     }

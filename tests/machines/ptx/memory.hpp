@@ -33,7 +33,7 @@ static T read(const u8* from) {
 template <class T>
 static void write(u8* to, T x) { memcpy(to, &x, sizeof x); }
 
-// Copies that land when they are waited for.
+// Copies that take effect when they are waited for.
 
 static u32 swizzled(u32 address, int width) {
   if (width == 128) return address ^ (address >> 3 & 0x70);
@@ -41,7 +41,7 @@ static u32 swizzled(u32 address, int width) {
   return address ^ (address >> 3 & 0x10);
 }
 
-// The map's words: address, 5 sizes, 4 strides in bytes, 5 of the box, the swizzle's width (emulate.py).
+// The words of a tensor map: address, 5 sizes, 4 strides in bytes, 5 box sizes, the swizzle's width (emulate.py).
 static u32 box_bytes(const u64* map) { return u32(map[10] * map[11] * map[12] * map[13] * map[14]); }
 
 static void perform(const Copy& copy, int line) {

@@ -1,4 +1,4 @@
-"""PTX text as NVRTC writes it: the statements of the one kernel in it."""
+"""Parses PTX text as NVRTC writes it: the statements of its one kernel."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _SPACE, _LABEL = re.compile(r"\s*"), re.compile(r"([$\w]+):")
 
 
 def parse(text: str) -> Kernel:
-    """The one entry of a module.
+    """Parses the one entry of a module.
 
     Raises:
-        ValueError: a statement that this reader does not know.
+        ValueError: a statement that this parser does not know.
     """
     text = re.sub(r"//[^\n]*", "", text)
     head = re.search(r"\.entry \w+\((.*?)\)([^{]*)\{", text, re.DOTALL)
@@ -103,7 +103,7 @@ def _statement(kernel: Kernel, scopes: list[dict[str, str]], text: str, line: in
 
 
 def _operands(text: str) -> tuple[str | tuple[str, ...], ...]:
-    """Separated by commas outside of braces and brackets."""
+    """Splits operands at commas outside of braces and brackets."""
     parts, depth = [""], 0
     for c in text.strip():
         depth += (c in "{[") - (c in "}]")

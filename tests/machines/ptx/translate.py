@@ -1,4 +1,6 @@
-"""A PTX kernel as C++ for machine.hpp: one statement for one instruction, a thread's registers in a struct."""
+"""Translates a PTX kernel to C++ for machine.hpp: one statement for each instruction, with a thread's registers in a
+struct.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from ptx import Instruction, Kernel, Label
 _BINARY = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _COMPARE |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}  # of unsigned words
-_OR_UNORDERED = {"leu": ">", "ltu": ">=", "geu": "<", "gtu": "<=", "neu": "=="}  # the opposite, which a NaN fails
+# the opposite comparison, which fails for a NaN
+_OR_UNORDERED = {"leu": ">", "ltu": ">=", "geu": "<", "gtu": "<=", "neu": "=="}
 _NUMBERS = ("f32", "f64", "u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 _TYPES = {"b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64"}
 _WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
@@ -21,7 +24,7 @@ _NOTHING = {
 
 
 class Untranslated(ValueError):
-    """An instruction that has no C++ here."""
+    """An instruction without a translation."""
 
 
 def _c_type(name: str) -> str:
@@ -29,7 +32,7 @@ def _c_type(name: str) -> str:
 
 
 def cpp(kernel: Kernel) -> str:
-    """A source file that includes machine.hpp.
+    """Returns a source file that includes machine.hpp.
 
     Raises:
         Untranslated: an instruction is not known.
@@ -68,7 +71,7 @@ def _label(name: str) -> str:
 
 
 class _Translator:
-    """Of one instruction. Its methods are named after the first part of the opcode."""
+    """Translates one instruction. The methods are named after the first part of the opcode."""
 
     def __init__(self, kernel: Kernel, names: dict[str, str], instruction: Instruction):
         self.kernel, self.names, self.s = kernel, names, instruction
@@ -84,7 +87,7 @@ class _Translator:
     # Operands.
 
     def get(self, at: int | str, kind: str | None = None) -> str:
-        """A C++ expression of a type."""
+        """Returns a C++ expression of a type."""
         x, kind = self.s.operands[at] if isinstance(at, int) else at, kind or self.kind
         if x in self.names:
             return f"as<{kind}>(g.{self.names[x]})"
@@ -257,7 +260,7 @@ class _Translator:
         return self.put(f"{functions[kind]}({self.get(1, 'u64')})") if kind in functions else None
 
     def _memory(self, at: int, count: int) -> str:
-        """The host's address of `count` elements."""
+        """Returns the host's address of `count` elements."""
         space = next((x for x in self.parts if x in ("param", "global", "shared")), "generic")
         if space == "param":
             return f"reinterpret_cast<const u8*>({self.address(at, 'u64')})"
@@ -276,7 +279,7 @@ class _Translator:
         return f"{{ u8* at = {self._memory(0, len(source))}; {stores} }}"
 
     def _atom(self) -> str | None:
-        """Blocks run one after another, so an atomic operation is a load and a store."""
+        """Blocks run one after another, so that an atomic operation is a load and a store."""
         results = {"max": "std::max", "add": "std::plus<>()"}
         name = self.parts[-2]
         if name not in results:
@@ -307,7 +310,7 @@ class _Translator:
             return f"self->copies.open.push_back({copy});"
         return None
 
-    # Control, and what threads do together.
+    # Control flow, and what threads do together.
 
     def _bra(self) -> str:
         return f"goto {_label(self.s.operands[0])};"

@@ -1,8 +1,8 @@
-// What the threads of a warp and of a warpgroup do together.
+// Operations that the threads of a warp or a warpgroup perform together.
 #pragma once
 #include "memory.hpp"
 
-// What each lane gave, after all have.
+// Returns each lane's value, after all lanes have given theirs.
 template <int COUNT>
 static u32 (&exchange(const u32 (&mine)[COUNT]))[32][8] {
   Warp& warp = block->warps[self->tid / 32];
@@ -43,7 +43,7 @@ static void store_matrices(const u32 (&x)[4], u32 address, int line) {
   for (u32 i = 0; i < 4; ++i) write(shared_at(addresses[8 * i + lane / 4][0], 16, line, 16) + 4 * (lane % 4), x[i]);
 }
 
-// Both operands' codes of 32 steps.
+// The codes of both operands over 32 steps.
 template <class A, class B>
 static s32 dot(const u8* a, const u8* b) {
   s32 sum = 0;
@@ -68,7 +68,7 @@ static void warp_product(u32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2], cons
 
 // Products of a warpgroup.
 
-// 32 bytes of each of `rows` rows of a K-major tile.
+// Reads 32 bytes of each of `rows` rows of a K-major tile.
 static std::vector<s8> tile(u64 descriptor, int rows, int line) {
   const int kinds[] = {0, 128, 64, 32}, width = kinds[descriptor >> 62];
   if (!width) fail(line, "a product's tile has no swizzle");
@@ -80,7 +80,7 @@ static std::vector<s8> tile(u64 descriptor, int rows, int line) {
   return codes;
 }
 
-// d (+)= a b; a from registers, or from shared memory where `a` is null.
+// Computes d (+)= a b, with a from registers, or from shared memory where `a` is null.
 template <class A, int COLUMNS>
 static void group_product(u32* const (&d)[COLUMNS / 2], const u32* a, u64 a_descriptor, u64 b_descriptor, bool add, int line) {
   Warpgroup& group = block->warpgroups[self->tid / 128];

@@ -1,8 +1,7 @@
-"""Attention for Hopper GPUs (sm_90a) in CUDA C++: the same bits as the reference, and the speed that Triton's kernels
-leave there. It needs no Triton.
+"""The CUDA backend: attention kernels in CUDA C++ for Hopper GPUs (sm_90a), with the same bits as the reference.
 
-CUDA's Python bindings are imported at the first question about the backend, and where they are missing the answer
-says so.
+On Hopper they are faster than the Triton kernels, and they do not need Triton. CUDA's Python bindings are imported when
+the backend is first asked whether it is available; where they are missing, the answer says so.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def _run(problem: Problem) -> Result:
     return backend.run(problem)
 
 
-# Which kernel takes which of these, and of what shape, is in backend.py.
+# backend.py decides which kernel serves a problem, by its shape and layout.
 _SERVED = frozenset.union(
     FLOAT_INPUTS, CODES, QUANTIZATION, FLOAT_OUTPUT, {"causal mask", "grouped heads", "log-sum-exp"}
 )

@@ -1,4 +1,4 @@
-"""Which kernel serves a problem, and its launch; the way from a problem to launches is `backends.gpu`'s."""
+"""Chooses the CUDA kernel that serves a problem. `backends.gpu` turns the problem into launches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from intflash.backends.cuda.quantization import amax_launches, constants_launch,
 from intflash.backends.gpu import float_softmax, integer
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.integer import Kernels
-from intflash.backends.gpu.scales import Inputs
+from intflash.backends.gpu.scales import FloatInputs
 from intflash.backends.gpu.tensors import Statistics, limits
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
@@ -25,7 +25,7 @@ def unsupported(problem: Problem) -> str | None:
     if problem.device.type != "cuda":
         return f"tensors are on {problem.device}, the CUDA backend needs a CUDA device"
     if problem.cu_seqlens_q is not None:
-        return "its kernels take no packed sequences"
+        return "its kernels do not support packed sequences"
     if reason := limits(problem):
         return reason
     if problem.method in long_rows_float.METHODS:
@@ -35,7 +35,9 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def _short_rows_unsupported(problem: Problem) -> str | None:
-    """Why no kernel for short rows or windows, which quantize floats themselves, takes the problem."""
+    """Returns why neither the window kernel nor short rows serve the problem, or None. Both quantize floats
+    themselves.
+    """
     if problem.method not in BITS:
         return f"method {problem.method!r} has kernels for long rows only"
     return window.unsupported(problem) and _rows_unsupported(problem)
@@ -44,18 +46,18 @@ def _short_rows_unsupported(problem: Problem) -> str | None:
 def _rows_unsupported(problem: Problem) -> str | None:
     for what in ("bias", "keep", "causal"):
         if getattr(problem, what) is not None:
-            return f"short rows take no {what}"
+            return f"short rows do not support {what}"
     return short_rows.unsupported(problem)
 
 
 def _scales(problem: Problem) -> str | None:
-    """Per channel of V and per block of K are the Triton kernels'."""
+    """Returns why the scales are left to Triton's kernels, as per-channel V and per-block K are, or None."""
     quantized = not isinstance(problem.q, Tensor)
     kinds = (problem.k.granularity, problem.v.granularity) if quantized else (problem.recipe.k, problem.recipe.v)
     if not set(kinds) <= {"tensor", "head"}:
         return f"K and V need one scale per tensor or head, got {kinds[0]!r} and {kinds[1]!r}"
     if problem.out_scale is not None and problem.out_scale.shape[3] > 1:
-        return "out_scale may not differ between channels"
+        return "out_scale must not differ between channels"
     return None
 
 
@@ -71,14 +73,15 @@ def _alignment(problem: Problem) -> str | None:
     return None
 
 
-def fuses(problem: Problem) -> str:
-    """Which floats the attention kernel quantizes itself: of long rows only Q, which is read once, unless K and V are
-    resident in shared memory."""
-    return "q" if _short_rows_unsupported(problem) and not long_rows.quantizes(problem) else "qkv"
+def fused_inputs(problem: Problem) -> str:
+    """Returns which floats the attention kernel quantizes itself. Long rows quantize Q only, which is read once,
+    unless K and V are resident in shared memory.
+    """
+    return "q" if _short_rows_unsupported(problem) and not long_rows.quantizes_kv(problem) else "qkv"
 
 
 def head_amax_in_kernel(problem: Problem) -> bool:
-    """Whether the attention kernel finds the scales of floats itself: one of each head, for float output."""
+    """Whether the attention kernel computes the scales of floats itself: one per head, for float output."""
     recipe = problem.recipe
     return (
         {recipe.q, recipe.k, recipe.v} == {"head"}
@@ -91,9 +94,9 @@ def head_amax_in_kernel(problem: Problem) -> bool:
 
 
 def attention_launch(
-    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, inputs: Inputs | None = None
+    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, inputs: FloatInputs | None = None
 ) -> CudaLaunch:
-    """The launch that computes the output; `inputs` where its kernel quantizes floats itself."""
+    """Returns the attention launch. `inputs` is given where the kernel quantizes floats itself."""
     if inputs is not None and isinstance(problem.k, QTensor):
         return long_rows.long_rows_launch(problem, constants, out, statistics, (inputs.scales.q, None, None))
     scales = None if inputs is None else HEAD_AMAX_IN_KERNEL if inputs.scales is None else tuple(inputs.scales)
@@ -103,7 +106,7 @@ def attention_launch(
     return launch(problem, BITS[problem.method], constants, out, statistics, scales)
 
 
-KERNELS = Kernels(fuses, attention_launch, amax_launches, quantize_launch, constants_launch, head_amax_in_kernel)
+KERNELS = Kernels(fused_inputs, attention_launch, amax_launches, quantize_launch, constants_launch, head_amax_in_kernel)
 
 
 def run(problem: Problem) -> Result:

@@ -1,7 +1,7 @@
-"""Compiles the CUDA C++ of csrc/cuda to machine code for sm_90a by NVRTC, keeps it on disk, and launches it.
+"""Compiles the CUDA C++ of csrc/cuda to machine code for sm_90a by NVRTC, caches it on disk, and launches it.
 
-NVRTC and its Python bindings come with torch on CUDA machines. Compiling needs no GPU, so the proof that the
-kernels are integer-only runs anywhere.
+NVRTC and its Python bindings come with torch on CUDA machines. Compiling needs no GPU, so that the kernels can be
+disassembled and tested for integer-only code on any machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from intflash.backends.cuda import wgmma
 
 
 def _source_folder() -> Path:
-    """csrc/cuda: inside an installed package, or at the root of a checkout whose src is on the path."""
+    """Returns csrc/cuda, inside an installed package or at the root of a checkout."""
     package = Path(__file__).parents[2]
     installed = package / "csrc" / "cuda"
     return installed if installed.is_dir() else package.parents[1] / "csrc" / "cuda"
@@ -44,11 +44,11 @@ _OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17")
 
 
 @dataclass(frozen=True)
-class Program:
-    """A file of csrc/cuda with its macros: what is compiled once.
+class CudaProgram:
+    """A file of csrc/cuda with values of its macros, which is compiled once.
 
     Attributes:
-        file: its path from csrc/cuda.
+        file: its path relative to csrc/cuda.
         macros: (name, value) pairs.
         products: the warpgroup products that it uses.
         entry: the kernel's name.
@@ -62,11 +62,11 @@ class Program:
     @classmethod
     def of(
         cls, file: str, products: Iterable[wgmma.Product] = (), entry: str = "attention", **macros: object
-    ) -> Program:
+    ) -> CudaProgram:
         return cls(file, tuple((name, str(value)) for name, value in macros.items()), tuple(products), entry)
 
     def sources(self) -> dict[str, str]:
-        """The text of every header by its path from csrc/cuda, as `#include` names it."""
+        """The text of every header by its path relative to csrc/cuda, as `#include` names it."""
         return _headers() | {"sm90/wgmma.cuh": wgmma.header(self.products)}
 
     def text(self) -> str:
@@ -82,7 +82,7 @@ def _headers() -> dict[str, str]:
 
 
 def unavailable() -> str | None:
-    """Why nothing can be compiled here, or None."""
+    """Returns why nothing can be compiled here, or None."""
     if not SOURCES.is_dir():
         return f"the CUDA sources are not installed: {SOURCES} does not exist"
     try:
@@ -93,7 +93,7 @@ def unavailable() -> str | None:
 
 
 def checked(result: tuple, what: str) -> Any:
-    """The values of a CUDA call.
+    """Returns the values of a CUDA call.
 
     Raises:
         RuntimeError: the call failed.
@@ -105,8 +105,8 @@ def checked(result: tuple, what: str) -> Any:
 
 
 @functools.cache
-def machine_code(program: Program) -> bytes:
-    """The cubin of a program, from the disk where it has been compiled before.
+def machine_code(program: CudaProgram) -> bytes:
+    """Returns the cubin of a program, from the cache on disk where it has been compiled before.
 
     Raises:
         RuntimeError: NVRTC refused it; the message holds its log.
@@ -120,12 +120,12 @@ def machine_code(program: Program) -> bytes:
     if path.exists():
         return path.read_bytes()
     code = compile_program(program).cubin
-    _keep(path, code)
+    _write_cache(path, code)
     return code
 
 
-def _keep(path: Path, code: bytes) -> None:
-    """Write whole or not at all; a directory that cannot be written only costs the next process its time."""
+def _write_cache(path: Path, code: bytes) -> None:
+    """Writes a cache file atomically. Where the folder cannot be written, the next process compiles again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -136,15 +136,15 @@ def _keep(path: Path, code: bytes) -> None:
 
 
 class Compiled(NamedTuple):
-    """What NVRTC makes of a program; `log` is ptxas's."""
+    """The result of NVRTC; `log` is ptxas's log."""
 
     cubin: bytes
     ptx: bytes
     log: str
 
 
-def compile_program(program: Program) -> Compiled:
-    """A program's machine code and what it was made from.
+def compile_program(program: CudaProgram) -> Compiled:
+    """Compiles a program, without the cache.
 
     Raises:
         RuntimeError: NVRTC refused it; the message holds its log.
@@ -174,8 +174,8 @@ def compile_program(program: Program) -> Compiled:
 
 
 @functools.cache
-def _function(program: Program, device: int, shared_bytes: int) -> Any:
-    """The loaded kernel, with as much dynamic shared memory allowed."""
+def _function(program: CudaProgram, device: int, shared_bytes: int) -> Any:
+    """Returns the loaded kernel, with this much dynamic shared memory allowed."""
     from cuda.bindings import driver
 
     library = checked(driver.cuLibraryLoadData(machine_code(program), [], [], 0, [], [], 0), "cuLibraryLoadData")
@@ -188,17 +188,17 @@ def _function(program: Program, device: int, shared_bytes: int) -> Any:
 
 @dataclass(frozen=True)
 class CudaLaunch:
-    """One launch: it can be run, or its program compiled where there is no GPU.
+    """One launch as a value. It can be run, or only its program compiled, which needs no GPU.
 
     Attributes:
-        parameters: of the kernel, with the addresses of `tensors` in it.
-        tensors: byte in the parameters -> what lies at the address there; it is kept while the launch is.
-        overlaps: it may start before the kernel ahead of it has ended, since its code waits for that
-            (griddepcontrol) before it reads or writes memory: a launch's latency less in a chain of kernels.
-        more: makes the kernel's second parameter, which needs a driver, from the parameters.
+        parameters: the kernel's parameters, which hold the addresses of `tensors`.
+        tensors: offset in the parameters -> the tensor whose address is there. The launch keeps it alive.
+        overlaps: the kernel may start before the previous one has ended, because its code waits (griddepcontrol)
+            before it reads or writes memory. This hides the latency of a launch in a chain of kernels.
+        tensor_maps: makes the kernel's second parameter from the first. This needs a driver.
     """
 
-    program: Program
+    program: CudaProgram
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
@@ -206,7 +206,7 @@ class CudaLaunch:
     device: torch.device
     tensors: Mapping[int, Tensor]
     overlaps: bool = False
-    more: Callable[[ctypes.Structure], ctypes.Structure] | None = None
+    tensor_maps: Callable[[ctypes.Structure], ctypes.Structure] | None = None
 
     def run(self) -> None:
         with torch.cuda.device(self.device):
@@ -215,7 +215,7 @@ class CudaLaunch:
         tape.note(lambda: (list(self.tensors.values()), self._again(launch)))
 
     def _prepared(self) -> Callable[[ctypes.Structure], None]:
-        """What launches with any parameters on the current stream."""
+        """Returns a function that launches with any parameters on the current stream."""
         from cuda.bindings import driver
 
         config, stream = driver.CUlaunchConfig(), torch.cuda.current_stream().cuda_stream
@@ -223,12 +223,13 @@ class CudaLaunch:
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
         config.sharedMemBytes, config.hStream = self.shared_bytes, driver.CUstream(stream)
         config.attrs, config.numAttrs = ([_overlap()], 1) if self.overlaps else ([], 0)
-        function, more = _function(self.program, torch.cuda.current_device(), self.shared_bytes), self.more
+        function = _function(self.program, torch.cuda.current_device(), self.shared_bytes)
+        maps = self.tensor_maps
 
-        pointers_of = ctypes.c_void_p * (1 if more is None else 2)
+        pointers_of = ctypes.c_void_p * (1 if maps is None else 2)
 
         def launch(parameters: ctypes.Structure) -> None:
-            structs = (parameters,) if more is None else (parameters, more(parameters))
+            structs = (parameters,) if maps is None else (parameters, maps(parameters))
             pointers = pointers_of(*map(ctypes.addressof, structs))
             checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0), "cuLaunchKernelEx")
 
@@ -239,7 +240,7 @@ class CudaLaunch:
         words_of = ctypes.c_uint64 * (len(template) // 8)
 
         def again(addresses: Sequence[int]) -> None:
-            words = words_of.from_buffer_copy(template)  # of its own for each call and thread
+            words = words_of.from_buffer_copy(template)  # a copy for each call and thread
             for place, address in zip(places, addresses, strict=True):
                 words[place] = address
             launch(kind.from_buffer(words))

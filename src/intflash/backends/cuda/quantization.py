@@ -1,4 +1,4 @@
-"""The launches of absmax.cu, quantize_inputs.cu and constants.cu: what is computed ahead of the attention kernels."""
+"""Launches absmax.cu, quantize_inputs.cu and constants.cu, which run before the attention kernels."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from intflash.backends.cuda.parameters import View, data_view, quotient_reciprocal, view
-from intflash.backends.cuda.program import C_TYPES, CudaLaunch, Program
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
 from intflash.backends.gpu.constants import Constants, constant_buffers, score_unit
-from intflash.backends.gpu.scales import Inputs, Three, empty_codes, quantized_tensors
+from intflash.backends.gpu.scales import FloatInputs, Qkv, empty_codes, quantized_tensors
 from intflash.numerics import exp
 from intflash.problem import Problem
 from intflash.quant import QTensor
 
 _UNITS = {exp.OCTAVES: "Octaves", exp.TABLE_STEPS: "TableSteps"}
-_TOKENS = 128  # of a CTA of quantize_inputs.cu
+_TOKENS = 128  # per CTA of quantize_inputs.cu
 _CHUNK_BYTES = 16  # of absmax.cu
 _CTA_CHUNKS = 2048  # that a CTA of absmax.cu loads at once
 _MOST_CTAS = 3 * 4 * 132  # of absmax.cu: more of them only add atomic operations
@@ -64,19 +64,19 @@ def _launch(
     file: str, ctas: int, threads: int, params: ctypes.Structure, tensors: Mapping[int, Tensor | None],
     device: torch.device, **macros: object,
 ) -> CudaLaunch:  # fmt: skip
-    """tensors: byte in `params` -> what lies at the address there, or None."""
-    program = Program.of(file, entry=file.removesuffix(".cu"), PARAMS_BYTES=ctypes.sizeof(params), **macros)
+    """Returns a launch. tensors: offset in `params` -> the tensor whose address is there, or None."""
+    program = CudaProgram.of(file, entry=file.removesuffix(".cu"), PARAMS_BYTES=ctypes.sizeof(params), **macros)
     there = {offset: x for offset, x in tensors.items() if x is not None}
     return CudaLaunch(program, (ctas, 1, 1), threads, 0, params, device, there, overlaps=True)
 
 
 def _places(array: ctypes._CField, item: type[ctypes.Structure], tensors: tuple[Tensor | None, ...]) -> dict:
-    """The byte of each pointer in an array of structs that begin with one."""
+    """Returns the offset of each pointer in an array of structs whose first member is a pointer."""
     return {array.offset + i * ctypes.sizeof(item): x for i, x in enumerate(tensors)}
 
 
-def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[CudaLaunch]:
-    """The launch that fills the scales of Q, K and V; amax: four zeros, int32."""
+def amax_launches(tensors: Qkv, amax: Tensor, scales: Tensor) -> tuple[CudaLaunch]:
+    """Returns the launch that computes the scales of Q, K and V. amax: int32, four zeros."""
     params = AbsmaxParams((Runs * 3)(*map(runs, tensors)), amax.data_ptr(), scales.data_ptr())
     ctas = min(-(-max(x.count for x in params.x) // _CTA_CHUNKS) * 3, _MOST_CTAS)
     places = _places(AbsmaxParams.x, Runs, tensors)
@@ -86,8 +86,9 @@ def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[CudaLau
 
 
 def runs(x: Tensor) -> Runs:
-    """The memory of a 4-D tensor with contiguous channels, each element once: axes that continue each other are joined,
-    and those of stride 0 left out."""
+    """Describes the memory of a 4-D tensor with contiguous channels, each element once: adjacent axes are joined, and
+    axes of stride 0 are left out.
+    """
     run, axes = x.shape[3], []
     for stride, size in sorted(zip(x.stride()[:3], x.shape[:3], strict=True)):
         if size == 1 or stride == 0:
@@ -108,10 +109,10 @@ def runs(x: Tensor) -> Runs:
     )  # fmt: skip
 
 
-def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[CudaLaunch, dict[str, QTensor]]:
-    """The launch that writes the codes of K, V and, if `query`, Q, and these by name.
+def quantize_launch(inputs: FloatInputs, query: bool = True) -> tuple[CudaLaunch, dict[str, QTensor]]:
+    """Returns the launch that writes the codes of K, V and, if `query`, Q, and the quantized tensors by name.
 
-    Floats whose scales are the recipe's numbers may be past them; those of the tensors' own maxima are not.
+    Floats may exceed scales that the recipe gives, but not scales of their own maxima.
     """
     codes = empty_codes(inputs, query)
     x, to, scales = ((three.k, three.v, three.q) for three in (inputs.tensors, codes, inputs.scales))
@@ -134,7 +135,9 @@ def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[CudaLaunch, dic
 def constants_launch(
     problem: Problem, scales: tuple[Tensor, Tensor, Tensor] | None = None
 ) -> tuple[CudaLaunch, Constants, Tensor | None]:
-    """The launch that fills a problem's constants, the constants, and the output's scale; see `constant_buffers`."""
+    """Returns the launch that fills a problem's constants, the constants, and the output's scale; see
+    `constant_buffers`.
+    """
     x = constant_buffers(problem, scales)
     score_count, output_count = x.counts
     pointers = dict(

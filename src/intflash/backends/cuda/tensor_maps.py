@@ -1,7 +1,7 @@
 """The tensor maps by which TMA loads K and V^T: `struct TensorMaps` of csrc/cuda/sm90/tma.cuh.
 
-A map lists the dimensions of a box in the order in which shared memory has them, so rows arrive permuted: those of K as
-`score_row` orders the keys of 16, those of V^T as `value_row` orders the channels (csrc/cuda/sm90/wgmma_layout.cuh).
+A map lists the dimensions of a box in the order of shared memory, so that TMA permutes the rows: K's as `score_row`
+orders each 16 keys, and those of V^T as `value_row` orders the channels (csrc/cuda/sm90/wgmma_layout.cuh).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class TensorMaps(ctypes.Structure):
 
 @dataclass(frozen=True)
 class TensorMap:
-    """One map but for its address.
+    """One map without its address.
 
     Attributes:
         sizes: of its five dimensions, innermost first.
-        strides: bytes between neighbours along all but the innermost.
-        box: what one copy takes.
-        swizzle: bytes of a row in shared memory: 32, 64 or 128.
-        batch, head: how far the next batch and head are: in rows of K, in matrices of V^T.
+        strides: in bytes, along all dimensions but the innermost.
+        box: the size of one copy.
+        swizzle: bytes per row in shared memory: 32, 64 or 128.
+        batch, head: distance to the next batch and head: in rows of K, in matrices of V^T.
     """
 
     sizes: tuple[int, ...]
@@ -45,10 +45,10 @@ class TensorMap:
     head: int
 
     def encoded(self, address: int) -> ctypes.Array:
-        """The driver's 128 bytes.
+        """Returns the driver's 128 bytes.
 
         Raises:
-            RuntimeError: the driver refused them.
+            RuntimeError: the driver refused the map.
         """
         from cuda.bindings import driver
 
@@ -67,14 +67,15 @@ class TensorMap:
         return (ctypes.c_uint64 * 16).from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
 
 
-@functools.lru_cache(maxsize=1024)  # an allocator gives out the same addresses again
+@functools.lru_cache(maxsize=1024)  # torch's allocator returns the same addresses again
 def _encoded(tensor_map: TensorMap, address: int) -> ctypes.Array:
     return tensor_map.encoded(address)
 
 
 def tensor_maps(k: Tensor, v: Tensor, groups: int, width: int) -> Callable[[Params], TensorMaps] | None:
-    """What makes the maps of K and V from the parameters that point to them; None where TMA cannot take
-    them. groups, width: see `key_map`; of V 128 keys in a copy."""
+    """Returns a function that makes the maps of K and V from parameters that point to them, or None where TMA cannot
+    load them. groups, width: see `key_map`. V is copied in boxes of 128 keys.
+    """
     key, value = key_map(k, groups, width), value_map(v, 128)
     return None if key is None or value is None else functools.partial(_of_parameters, key, value)
 
@@ -85,10 +86,11 @@ def _of_parameters(k: TensorMap, v: TensorMap, parameters: Params) -> TensorMaps
 
 
 def key_map(k: Tensor, groups: int, width: int) -> TensorMap | None:
-    """Of K ``[B, H, N, D]``, int8, `groups` of 16 keys a copy, `width` bytes a row; None where strides are irregular.
+    """The map of K ``[B, H, N, D]``, int8, with `groups` of 16 keys per copy and `width` bytes per row; None where
+    strides are irregular.
 
-    The second coordinate is the row at which a head begins, so heads may have any number of keys; those past the last
-    whole group come as zeros.
+    The second coordinate is the row at which a head begins, so that heads may have any number of keys. Keys past the
+    last whole group are copied as zeros.
     """
     (batches, heads, n, d), (b, h, row, channel) = k.shape, k.stride()
     b, h = (stride if size > 1 else 0 for size, stride in ((batches, b), (heads, h)))
@@ -104,7 +106,9 @@ def key_map(k: Tensor, groups: int, width: int) -> TensorMap | None:
 
 
 def value_map(v: Tensor, keys: int) -> TensorMap | None:
-    """Of V ``[B, H, N, D]``, int8 with contiguous keys, `keys` in a copy; None where its strides are irregular."""
+    """The map of V ``[B, H, N, D]``, int8 with contiguous keys, `keys` per copy; None where its strides are
+    irregular.
+    """
     (batches, heads, n, d), (b, h, key, channel) = v.shape, v.stride()
     b, h = (stride if size > 1 else 0 for size, stride in ((batches, b), (heads, h)))
     matrix = h or b or d * channel

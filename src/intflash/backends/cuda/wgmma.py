@@ -1,7 +1,7 @@
-"""Generates the C++ of Hopper's warpgroup products: an instruction names each of its registers.
+"""Generates the C++ of Hopper's warpgroup products (wgmma), because an instruction names each of its registers.
 
-int8 products take widths of 8, 16, 24, 32 and then multiples of 16 to 256 columns, the left operand from
-registers, the right one from shared memory by its descriptor. Products of 16-bit floats take multiples of 8.
+int8 products have 8, 16, 24, 32, and then multiples of 16 up to 256 columns. Products of 16-bit floats have multiples
+of 8. The left operand comes from registers and the right one from shared memory, by its descriptor.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 
 class Product(NamedTuple):
-    """64 x `columns` += 64 x 32 codes of type `left` (s8 or u8) by 32 x `columns` of s8, or 64 x 16 floats (f16 or
-    bf16) by 16 x `columns` of the same type."""
+    """A product: 64 x `columns` += 64 x 32 codes of type `left` (s8 or u8) times 32 x `columns` of s8, or 64 x 16
+    floats (f16 or bf16) times 16 x `columns` of the same type.
+    """
 
     columns: int
     left: str
@@ -44,8 +45,8 @@ template <int PENDING = 0, typename T, int COUNT> DEVICE void wgmma_wait(T (&d)[
 def integer_product(columns: int, left: str) -> str:
     """`wgmma_s8` or `wgmma_u8` (the left operand's type) with `columns` columns: d += a b.
 
-    The left operand lies in registers or, given by its descriptor, in shared memory too. `wgmma_s8_new`, d = a b,
-    writes d only, so that the compiler connects it with nothing that d held before.
+    The left operand is in registers or, given by its descriptor, in shared memory. `wgmma_s8_new` computes d = a b; it
+    only writes d, so that the compiler sees no dependence on the previous value of d.
     """
     count = columns // 2
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -73,7 +74,9 @@ DEVICE void {name}(i32 (&d)[{count}], {argument}, u64 b) {{
 
 
 def float_product(columns: int, kind: str) -> str:
-    """`wgmma_values`: d += a b in float32, a in registers, b's rows the product's steps (`columns_descriptor`)."""
+    """`wgmma_values`: d += a b in float32, with a in registers and the rows of b as reduction dimension
+    (`columns_descriptor`).
+    """
     count = columns // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     a = ", ".join(f"%{count + i}" for i in range(4))
@@ -91,6 +94,6 @@ DEVICE void wgmma_values(float (&d)[{count}], const u32 (&a)[4], u64 b) {{
 
 
 def header(products: Iterable[Product]) -> str:
-    """wgmma.cuh with the products that a kernel needs."""
+    """Returns wgmma.cuh with the products that a kernel needs."""
     makers = {"s8": integer_product, "u8": integer_product, "f16": float_product, "bf16": float_product}
     return _HEADER + "".join(makers[p.left](p.columns, p.left) for p in products)

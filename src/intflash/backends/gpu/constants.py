@@ -1,7 +1,7 @@
-"""The launch constants: where each pair of score and output constants lies, and from which scales it is computed.
+"""The launch constants: where the score and output constants are stored, and from which scales they are computed.
 
-A pair of 32-bit constants is packed in one int64 (high << 32 | low). The kernels that compute them are each backend's
-own; they follow `numerics.exp.exponent_constants` and `output_multiplier` operation by operation.
+A pair of 32-bit constants is packed in one int64 (high << 32 | low). Each backend has its own kernel that computes
+them, following `numerics.exp.exponent_constants` and `output_multiplier` operation by operation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from intflash.problem import Problem
 class Constants(NamedTuple):
     """What the attention kernels read: packed score and output constants, or s_V for float output."""
 
-    score: View | None  # int64 [B|1, Hq|1, Nq|1, key blocks|1]: k << 32 | C; None: the kernel has the scales
+    score: View | None  # int64 [B|1, Hq|1, Nq|1, key blocks|1]: k << 32 | C; None where the kernel computes them
     output: View | None  # int64 [B|1, Hq|1, 1, Dv|1]: e << 32 | Mr; None for float output
     v_scale: View | None  # float32 [B|1, Hk|1, 1, Dv|1]; None for integer output
 
@@ -36,9 +36,9 @@ class ConstantBuffers(NamedTuple):
     """The tensors that a constants kernel reads and writes.
 
     Attributes:
-        q_scale, k_scale, v_scale: float32, 4-D; Q's block axis spread over tokens.
-        given: the caller's output scale, or None where the default is used or the output is float.
-        score, output: int64, uninitialized, of `Constants`; output is None for float output.
+        q_scale, k_scale, v_scale: float32, 4-D; Q's block axis is expanded to tokens.
+        given: the caller's output scale, or None for the default and for float output.
+        score, output: int64, uninitialized, the tensors of `Constants`; output is None for float output.
         out_scale: float32, the output's scale: the caller's, or uninitialized for the default; None for float output.
         qmax: the largest code of the output; 0 for float output.
     """
@@ -54,7 +54,7 @@ class ConstantBuffers(NamedTuple):
 
     @property
     def constants(self) -> Constants:
-        """What the attention kernel gets once the buffers are filled."""
+        """What the attention kernel reads once the buffers are filled."""
         output = None if self.output is None else view(self.output)
         return Constants(view(self.score), output, None if self.qmax else view(self.v_scale))
 
@@ -68,14 +68,14 @@ class ConstantBuffers(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many score and output constants there are."""
+        """The number of score constants and of output constants."""
         return self.score.numel(), 0 if self.output is None else self.output.numel()
 
 
 def constant_buffers(problem: Problem, scales: tuple[Tensor, Tensor, Tensor] | None = None) -> ConstantBuffers:
-    """The buffers of a problem's constants.
+    """Returns the buffers of a problem's constants.
 
-    `scales`: of Q (its block axis spread over tokens), K and V where the problem's tensors are floats.
+    `scales`: of Q (its block axis expanded to tokens), K and V where the problem's tensors are floats.
     """
     device, qmax = problem.q.device, output_limit(problem.out_dtype)
     heads = problem.q.shape[1]
@@ -95,15 +95,15 @@ def constant_buffers(problem: Problem, scales: tuple[Tensor, Tensor, Tensor] | N
 
 
 def score_unit(method: str) -> exp.ScoreUnit:
-    """What a method's T counts."""
+    """Returns the unit in which T of a method counts."""
     return exp.TABLE_STEPS if method == "intflash_online" else exp.OCTAVES
 
 
 def float_bits(x: float) -> int:
-    """The bits of a float64: what a kernel gets, since Triton would round a float argument to float32."""
+    """Returns the bits of a float64 as an integer, because Triton would round a float argument to float32."""
     return struct.unpack("<q", struct.pack("<d", x))[0]
 
 
 def output_limit(dtype: torch.dtype) -> int:
-    """The largest code of an integer output; 0 for a float one."""
+    """Returns the largest code of an integer output, and 0 for float output."""
     return {torch.int8: 127, torch.int16: 32767}.get(dtype, 0)

@@ -1,4 +1,4 @@
-"""From a validated problem of a method with a float softmax to one launch: operands, statistics, the output's scale."""
+"""Turns a problem of a method with float softmax into one launch: operands, row statistics, the output's scale."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from intflash.problem import Problem, Result
 from intflash.quant import QTensor
 from intflash.quant.quantizers import TINY_AMAX
 
-_V_DTYPE = {"int_flash_half": torch.float16, "lite": torch.bfloat16}  # codes of V are dequantized before the launch
+# codes of V are dequantized to this type before the launch
+_V_DTYPE = {"int_flash_half": torch.float16, "lite": torch.bfloat16}
 _FLOAT_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-FP8_DIMS = {"fp8": (0, 1, 2, 3), "fp8_head": (2, 3)}  # over which a scale of Q, K and V is one
+FP8_DIMS = {"fp8": (0, 1, 2, 3), "fp8_head": (2, 3)}  # axes over which Q, K and V share one scale
 _E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True)
 class Operand:
-    """Codes or floats with the scale they are worth, float32 4-D, None for 1."""
+    """Codes or floats with their scale, float32 4-D, or None for a scale of 1."""
 
     data: Tensor
     scale: Tensor | None = None
@@ -32,7 +33,7 @@ class Operand:
 
 
 def run(problem: Problem, launch: Callable[..., Any]) -> Result:
-    """launch(problem, operands, out, statistics): makes the attention kernel's launch."""
+    """Computes a problem. launch(problem, operands, out, statistics) returns the attention launch."""
     problem = problem.quantized()
     batch, heads, nq, _ = problem.q.shape
     out = torch.empty(batch, heads, nq, problem.v.shape[3], dtype=problem.out_dtype, device=problem.device)
@@ -49,7 +50,7 @@ def run(problem: Problem, launch: Callable[..., Any]) -> Result:
 
 
 def operands(problem: Problem) -> tuple[Operand, Operand, Operand]:
-    """Q, K and V of a quantized problem as the kernel reads them; V of one byte with its keys contiguous."""
+    """Returns Q, K and V of a quantized problem as the kernel reads them. One-byte V has contiguous keys."""
     method = problem.method
     if method in FP8_DIMS:
         q, k, v = (_e4m3(_values(x, torch.float32), FP8_DIMS[method]) for x in (problem.q, problem.k, problem.v))
@@ -69,7 +70,7 @@ def _values(x: QTensor | Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _e4m3(x: Tensor, dims: tuple[int, ...]) -> Operand:
-    """x with its maximum over `dims` scaled to e4m3's largest value."""
+    """Returns x as e4m3 codes, with its maximum over `dims` scaled to e4m3's largest value."""
     amax = x.abs().amax(dim=dims, keepdim=True)
     scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / _E4M3_MAX)
     codes = (x / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.int8)
@@ -77,7 +78,7 @@ def _e4m3(x: Tensor, dims: tuple[int, ...]) -> Operand:
 
 
 def _default_out_scale(problem: Problem) -> Tensor:
-    """The scale at which max|V|, which no output exceeds, is the largest code."""
+    """Returns the scale at which max|V|, which no output exceeds, is the largest code."""
     qmax = torch.iinfo(problem.out_dtype).max
     if isinstance(problem.v, Tensor):
         amax = problem.v.float().abs().amax().reshape(1, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""From a validated problem of an integer method to launches: scales, launch constants, codes, attention."""
+"""Turns a problem of an integer method into launches: scales, launch constants, codes, attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from intflash.backends.gpu import scales
 from intflash.backends.gpu.constants import Constants, output_limit, score_unit
-from intflash.backends.gpu.scales import Inputs, Three
+from intflash.backends.gpu.scales import FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, view
 from intflash.numerics import exp
 from intflash.problem import Problem, Result, empty_output
@@ -21,39 +21,39 @@ _P_MAX = {"intflash": exp.P16_MAX, "intflash_p8": exp.P8_MAX, "intflash_online":
 
 
 class Kernels(NamedTuple):
-    """The launches of a backend; a launch is a value with a method `run`.
+    """The launches of a backend. A launch is a value with a method `run`.
 
     Attributes:
-        fuses(problem): which of the problem's float q, k and v the attention kernel quantizes itself, "", "q" or "qkv".
-        attention(problem, constants, out, statistics, inputs): computes the output; inputs where floats are fused.
-        amax(tensors, amax, scales): those that find the scales of floats; `amax` holds four zeros.
-        quantize(inputs, query): the one that writes the codes of K, V and, if `query`, Q, and these by name.
-        constants(problem, scales): the one that fills the launch constants, these, and the output's scale.
-        head_amax_in_kernel(problem): whether the attention kernel finds the scales itself, one of each head.
+        fused_inputs(problem): which of float q, k and v the attention kernel quantizes itself: "", "q" or "qkv".
+        attention(problem, constants, out, statistics, inputs): computes the output; `inputs` where floats are fused.
+        amax(tensors, amax, scales): the launches that compute the scales of floats; `amax` holds four zeros.
+        quantize(inputs, query): the launch that writes the codes of K, V and, if `query`, Q, and these by name.
+        constants(problem, scales): the launch that fills the launch constants, these, and the output's scale.
+        head_amax_in_kernel(problem): whether the attention kernel computes the scales itself, one per head.
     """
 
-    fuses: Callable[[Problem], str]
+    fused_inputs: Callable[[Problem], str]
     attention: Callable[..., Any]
-    amax: Callable[[Three, Tensor, Tensor], Iterable[Any]]
-    quantize: Callable[[Inputs, bool], tuple[Any, dict[str, QTensor]]]
-    constants: Callable[[Problem, Three | None], tuple[Any, Constants, Tensor | None]]
+    amax: Callable[[Qkv, Tensor, Tensor], Iterable[Any]]
+    quantize: Callable[[FloatInputs, bool], tuple[Any, dict[str, QTensor]]]
+    constants: Callable[[Problem, Qkv | None], tuple[Any, Constants, Tensor | None]]
     head_amax_in_kernel: Callable[[Problem], bool] = lambda problem: False
 
 
 def run(problem: Problem, kernels: Kernels) -> Result:
-    """Computes scales, constants, codes where the attention kernel wants them, and the output."""
+    """Computes a problem: scales, constants, codes where the attention kernel needs them, and the output."""
     q = problem.q if isinstance(problem.q, Tensor) else problem.q.data
     out = empty_output(q, (*q.shape[:3], problem.v.shape[3]), problem.out_dtype)
     statistics = row_statistics(problem)
     inputs = None
     if isinstance(problem.q, Tensor):
         if kernels.head_amax_in_kernel(problem):
-            inputs = Inputs(Three(problem.q, problem.k, problem.v), None)
+            inputs = FloatInputs(Qkv(problem.q, problem.k, problem.v), None)
         elif scales.serves(problem.recipe):
             inputs = scales.with_scales(problem.q, problem.k, problem.v, problem.recipe, kernels.amax)
         else:
             problem = problem.quantized()
-    fused = "" if inputs is None else kernels.fuses(problem)
+    fused = "" if inputs is None else kernels.fused_inputs(problem)
     constants, out_scale = _constants(problem, inputs, fused == "qkv", kernels)
     if inputs is not None and fused != "qkv":
         launch, codes = kernels.quantize(inputs, not fused)
@@ -64,9 +64,9 @@ def run(problem: Problem, kernels: Kernels) -> Result:
 
 
 def _constants(
-    problem: Problem, inputs: Inputs | None, fused: bool, kernels: Kernels
+    problem: Problem, inputs: FloatInputs | None, fused: bool, kernels: Kernels
 ) -> tuple[Constants, Tensor | None]:
-    """The launch constants and the output's scale; those that depend on numbers alone are computed once."""
+    """Returns the launch constants and the output's scale. Those that depend on numbers alone are computed once."""
 
     def fill() -> tuple[Constants, Tensor | None]:
         launch, constants, out_scale = kernels.constants(problem, None if inputs is None else inputs.scales)
@@ -74,15 +74,16 @@ def _constants(
         return constants, out_scale
 
     if fused and not output_limit(problem.out_dtype):
-        return Constants(None, None, inputs.scales and view(inputs.scales.v)), None  # the kernel makes them itself
+        # the attention kernel computes them
+        return Constants(None, None, inputs.scales and view(inputs.scales.v)), None
     if inputs is None or inputs.numbers is None or problem.out_scale is not None:
         return fill()
     key = inputs.numbers, problem.sm_scale, problem.out_dtype, score_unit(problem.method)
-    return scales.remember(key, problem.q.device, fill)
+    return scales.cache_per_stream(key, problem.q.device, fill)
 
 
 def row_statistics(problem: Problem) -> Statistics:
-    """Room for every row's Tmax and l where the problem returns log-sum-exp."""
+    """Returns buffers for every row's Tmax and l where the problem returns log-sum-exp."""
     if not problem.return_lse:
         return Statistics(None, None)
     shape = problem.q.shape[:3]
@@ -92,5 +93,5 @@ def row_statistics(problem: Problem) -> Statistics:
 def _log_sum_exp(problem: Problem, statistics: Statistics) -> Tensor | None:
     if statistics.l is None:
         return None
-    l = statistics.l.to(torch.int64) & 0xFFFFFFFF  # a uint32 in int32
+    l = statistics.l.to(torch.int64) & 0xFFFFFFFF  # uint32 values stored in int32
     return exp.log_sum_exp(statistics.t_max, l, _P_MAX[problem.method])

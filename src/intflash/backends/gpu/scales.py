@@ -1,6 +1,6 @@
 """The scales of float Q, K and V on the device, and the buffers of their codes.
 
-The bits are those of `quant.quantizers.quantize`; the kernels that compute them are each backend's own.
+The bits are those of `quant.quantizers.quantize`. Each backend has its own kernels that compute them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from intflash.quant import QTensor, Recipe
 
-KEY_PADDING = 128  # rows of V's codes are padded with zeros to a multiple of as many keys
+KEY_PADDING = 128  # rows of V's codes are padded with zeros to a multiple of this many keys
 
 
-class Three(NamedTuple):
-    """The same thing of Q, K and V."""
+class Qkv(NamedTuple):
+    """The same property of Q, K and V."""
 
     q: object
     k: object
@@ -27,22 +27,25 @@ class Three(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Float Q, K, V with a float32 4-D scale of each (tensor or head); None where the kernel finds each head's own."""
+class FloatInputs:
+    """Float Q, K and V with a float32 4-D scale of each (per tensor or head), or None where the attention kernel
+    computes the scales of each head.
+    """
 
-    tensors: Three
-    scales: Three | None
-    numbers: tuple[float, ...] | None = None  # the scales, where the recipe gave numbers
-    dynamic: bool = False  # the scales are those of the tensors' own maxima
+    tensors: Qkv
+    scales: Qkv | None
+    numbers: tuple[float, ...] | None = None  # the scales, where the recipe gives them as numbers
+    dynamic: bool = False  # the scales come from the tensors' own maxima
 
     @property
-    def granularities(self) -> Three:
-        return Three(*("tensor" if s.numel() == 1 else "head" for s in self.scales))
+    def granularities(self) -> Qkv:
+        return Qkv(*("tensor" if s.numel() == 1 else "head" for s in self.scales))
 
 
 def serves(recipe: Recipe) -> bool:
-    """Whether the GPU backends' kernels quantize as the recipe says: all static per tensor or head, or all dynamic per
-    tensor."""
+    """Whether the GPU kernels quantize as the recipe says: all scales static, per tensor or head, or all dynamic, per
+    tensor.
+    """
     kinds = (recipe.q, recipe.k, recipe.v)
     given = [s is not None for s in recipe.scales]
     if recipe.bits != 8 or recipe.rule != "exact":
@@ -51,23 +54,23 @@ def serves(recipe: Recipe) -> bool:
 
 
 def with_scales(
-    q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, amax_launches: Callable[[Three, Tensor, Tensor], Iterable[Any]]
-) -> Inputs:
-    """The inputs with their static scales, or with those of their absolute maxima.
+    q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, amax_launches: Callable[[Qkv, Tensor, Tensor], Iterable[Any]]
+) -> FloatInputs:
+    """Returns the inputs with their static scales, or with those of their absolute maxima.
 
     amax_launches(tensors, amax, scales): the launches that fill the float32 `scales` of Q, K and V; `amax` is int32
-    scratch memory of four zeros.
+    scratch memory with four zeros.
     """
-    tensors = Three(q, k, v)
+    tensors = Qkv(q, k, v)
     if recipe.q_scale is not None:
         given = recipe.scales
         numbers = None if any(isinstance(s, Tensor) for s in given) else tuple(map(float, given))
-        return Inputs(tensors, Three(*(_static(s, x) for s, x in zip(given, tensors, strict=True))), numbers)
+        return FloatInputs(tensors, Qkv(*(_static(s, x) for s, x in zip(given, tensors, strict=True))), numbers)
     amax, scales = torch.zeros(2, 4, dtype=torch.int32, device=q.device).unbind()
     scales = scales.view(torch.float32)[:3]
     for launch in amax_launches(tensors, amax, scales):
         launch.run()
-    return Inputs(tensors, Three(*(scales[i].view(1, 1, 1, 1) for i in range(3))), dynamic=True)
+    return FloatInputs(tensors, Qkv(*(scales[i].view(1, 1, 1, 1) for i in range(3))), dynamic=True)
 
 
 def _static(scale: Tensor | float, x: Tensor) -> Tensor:
@@ -81,38 +84,40 @@ def _static(scale: Tensor | float, x: Tensor) -> Tensor:
 
 def _constant(value: float, device: torch.device) -> Tensor:
     make = functools.partial(torch.full, (1, 1, 1, 1), value, dtype=torch.float32, device=device)
-    return remember(("scale", value), device, make)
+    return cache_per_stream(("scale", value), device, make)
 
 
-def empty_codes(inputs: Inputs, query: bool) -> Three:
-    """Uninitialized int8 codes of K, V and, if `query`, Q. V is stored with its keys contiguous, rows padded to
-    KEY_PADDING."""
+def empty_codes(inputs: FloatInputs, query: bool) -> Qkv:
+    """Returns uninitialized int8 codes of K, V and, if `query`, Q. V has contiguous keys, in rows padded to
+    KEY_PADDING.
+    """
     q, k, v = inputs.tensors
     (batch, heads, nk, d), device = v.shape, q.device
     padded = -(-nk // KEY_PADDING) * KEY_PADDING
-    return Three(
+    return Qkv(
         torch.empty(q.shape, dtype=torch.int8, device=device) if query else None,
         torch.empty(k.shape, dtype=torch.int8, device=device),
         torch.empty(batch, heads, d, padded, dtype=torch.int8, device=device)[..., :nk].mT,
     )
 
 
-def quantized_tensors(inputs: Inputs, codes: Three) -> dict[str, QTensor]:
-    """The codes with their scales, by name; without those that are None."""
+def quantized_tensors(inputs: FloatInputs, codes: Qkv) -> dict[str, QTensor]:
+    """Returns the codes with their scales, by name, without those that are None."""
     made = zip("qkv", codes, inputs.scales, inputs.granularities, strict=True)
     return {name: QTensor(*x) for name, *x in made if x[0] is not None}
 
 
 _memory: dict[Hashable, Any] = {}
-_captured: dict[Hashable, Any] = {}  # what graphs have the addresses of: never let go
+_captured: dict[Hashable, Any] = {}  # tensors whose addresses CUDA graphs hold; never released
 _MOST = 256
 
 
-def remember(key: Hashable, device: torch.device, make: Callable[[], Any]) -> Any:
-    """What `make` puts on the device, made once for each stream.
+def cache_per_stream(key: Hashable, device: torch.device, make: Callable[[], Any]) -> Any:
+    """Returns what `make` puts on the device. It is made once for each stream.
 
-    Not while a graph is being captured (nothing runs then, and a replay would own the result), and not across
-    streams (another one could read before the first has written). What a graph took is kept for as long as it may run.
+    It is not cached during the capture of a graph, where nothing runs and a replay would own the result, and not shared
+    across streams, where another stream could read before the first has written. Tensors that a graph has captured are
+    kept for the life of the process.
     """
     if device.type != "cuda":
         return make()

@@ -1,4 +1,4 @@
-"""Tensors as GPU kernels address them: views with strides, what lies inside a storage, limits of grids and indices."""
+"""Tensors as GPU kernels address them: views with strides, readable padding, limits of grids and indices."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ class View(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """The tensors that receive every row's Tmax (int64) and l (int32) when log-sum-exp is wanted; None otherwise."""
+    """The tensors that receive every row's Tmax (int64) and l (int32) where log-sum-exp is returned; None otherwise."""
 
     t_max: object
     l: object
 
 
 def view(x: Tensor) -> View:
-    """A 4-D tensor with stride 0 along axes of length 1, so that any index reads its one element."""
+    """Describes a 4-D tensor with stride 0 along axes of length 1, so that any index reads its one element."""
     strides = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return View(x, *strides)
 
 
 def data_view(x: Tensor) -> View:
-    """A 4-D tensor of codes or values with its own strides (kept for axes of length 1: they tell alignment)."""
+    """Describes a 4-D tensor of codes or values with its own strides, which tell alignment even along axes of length
+    1.
+    """
     return View(x, *x.stride())
 
 
 def limits(problem: Problem) -> str | None:
-    """Why no kernel takes so many heads, or rows so far apart, or None."""
+    """Returns why no kernel serves this many heads or rows this far apart, or None."""
     heads = problem.q.shape[1]
     if heads > GRID_LIMIT:
-        return f"takes at most {GRID_LIMIT} heads, got {heads}: independent ones may lie along the batch axis"
+        return f"takes at most {GRID_LIMIT} heads, got {heads}: move independent heads to the batch axis"
     for name in ("q", "k", "v", "bias", "bias_float", "keep"):
         x = getattr(problem, name)
         x = x.data if isinstance(x, QTensor) else x
@@ -54,8 +56,8 @@ def limits(problem: Problem) -> str | None:
 
 
 def readable(x: Tensor, tokens: int) -> bool:
-    """Whether `tokens` tokens of every head of x lie inside its storage: rows past N may then be read (and are
-    ignored) without a bound on each element. True for K-major values with padded rows.
+    """Whether `tokens` tokens of every head of x lie inside its storage. Kernels may then read rows past N, and ignore
+    them, without a bounds check for each element. True for K-major values with padded rows.
     """
     last = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True) if n)
     last += max(tokens - x.shape[2], 0) * x.stride(2)
@@ -63,14 +65,14 @@ def readable(x: Tensor, tokens: int) -> bool:
 
 
 def key_major(v: Tensor, keys: int) -> bool:
-    """Whether 16-byte copies can take `keys` keys of V (one byte an element) as they lie."""
+    """Whether 16-byte copies can load `keys` keys of V (one byte per element) in its present layout."""
     others = (v.stride(axis) for axis in (0, 1, 3) if v.shape[axis] > 1)
     return v.stride(2) == 1 and v.data_ptr() % 16 == 0 and not any(s % 16 for s in others) and readable(v, keys)
 
 
 def contiguous_keys(v: Tensor, multiple: int = 16) -> Tensor:
-    """V ``[B, H, N, D]`` of bytes as 8-bit tensor cores read it, its keys contiguous: as it lies, or a copy whose rows
-    are padded with zeros to a multiple of keys.
+    """Returns V ``[B, H, N, D]`` of bytes with contiguous keys, as 8-bit tensor cores read it: V itself, or a copy
+    whose rows are padded with zeros to a multiple of keys.
     """
     b, h, n, d = v.shape
     padded = -(-n // multiple) * multiple
@@ -80,8 +82,8 @@ def contiguous_keys(v: Tensor, multiple: int = 16) -> Tensor:
     return rows(b, h, d, padded)[..., :n].copy_(v.mT).mT
 
 
-def without_holes(x: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory from data_ptr on."""
+def is_dense(x: Tensor) -> bool:
+    """Whether the elements fill one contiguous range of memory from data_ptr on, in any order of axes."""
     axes = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
     filled = 1
     for stride, size in axes:

@@ -1,6 +1,6 @@
-"""The portable backend: tiled, vectorized torch arithmetic on any device torch runs on.
+"""The portable backend, `backend="torch"`: tiled, vectorized torch arithmetic on every device that torch supports.
 
-Bit-exact with the golden reference for every integer method, and written apart from it: the two share
+It has the bits of the reference for every integer method. It is written independently of the reference: the two share
 constants and quantizers only.
 """
 
@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from intflash.backends.base import Backend
+from intflash.backends.base import Backend, Partial
 from intflash.backends.features import (
     ANY_GRANULARITY,
     CODES,
@@ -22,7 +22,7 @@ from intflash.backends.features import (
     MASKS,
     QUANTIZATION,
 )  # fmt: skip
-from intflash.backends.portable import floats, intflash, published, unfused
+from intflash.backends.portable import block_float, float_softmax, intflash, partial_sums, qflash, unfused
 from intflash.backends.portable.operands import default_out_scale
 from intflash.problem import Problem, Result
 
@@ -30,24 +30,25 @@ _KERNELS: dict[str, Callable[[Problem], Result]] = {
     "intflash": partial(intflash.exact_maximum, bits=16),
     "intflash_p8": partial(intflash.exact_maximum, bits=8),
     "intflash_online": intflash.online,
-    "qflash": published.qflash,
-    "iflash": published.iflash,
+    "intflash_bfp": block_float.block_float,
+    "qflash": qflash.qflash,
+    "iflash": qflash.iflash,
     "ivit": unfused.ivit,
     "ibert": unfused.ibert,
     "fqvit": unfused.fqvit,
-    "int_flash_full": floats.int_flash_full,
-    "int_flash_half": floats.int_flash_half,
-    "lite": floats.lite,
-    "qattn": floats.qattn,
-    "fp32": partial(floats.rounded, dtype=torch.float32),
-    "fp16": partial(floats.rounded, dtype=torch.float16),
-    "bf16": partial(floats.rounded, dtype=torch.bfloat16),
-    "fp8": partial(floats.fp8, dims=(0, 1, 2, 3)),
-    "fp8_head": partial(floats.fp8, dims=(2, 3)),
+    "int_flash_full": float_softmax.int_flash_full,
+    "int_flash_half": float_softmax.int_flash_half,
+    "lite": float_softmax.lite,
+    "qattn": float_softmax.qattn,
+    "fp32": partial(float_softmax.rounded, dtype=torch.float32),
+    "fp16": partial(float_softmax.rounded, dtype=torch.float16),
+    "bf16": partial(float_softmax.rounded, dtype=torch.bfloat16),
+    "fp8": partial(float_softmax.fp8, dims=(0, 1, 2, 3)),
+    "fp8_head": partial(float_softmax.fp8, dims=(2, 3)),
 }
 
-# Their output scale follows from V's alone, as they define it.
-_FIXED_SCALE = ("intflash", "intflash_p8", "intflash_online", "qflash", "iflash")
+# The default output scale of these methods depends on V's scale alone, by their definition.
+_FIXED_SCALE = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp", "qflash", "iflash")
 
 
 _SERVED = frozenset.union(
@@ -60,7 +61,8 @@ def _run(problem: Problem) -> Result:
     kernel = _KERNELS[problem.method]
     problem = problem.quantized()
     if not problem.out_dtype.is_floating_point and problem.out_scale is None and problem.method not in _FIXED_SCALE:
-        problem = replace(problem, out_scale=default_out_scale(problem))  # one for all sequences of a packed problem
+        # one scale for all sequences of a packed problem
+        problem = replace(problem, out_scale=default_out_scale(problem))
     sequences = problem.sequences()
     if sequences is None:
         return kernel(problem)
@@ -75,4 +77,5 @@ BACKEND = Backend(
     serves=dict.fromkeys(_KERNELS, _SERVED),
     limits=lambda problem: None,
     run=_run,
+    partial=Partial(tuple(partial_sums.BITS), partial_sums.maxima, partial_sums.sums, partial_sums.finish),
 )

@@ -1,14 +1,14 @@
 """`intflash`, `intflash_p8` and `intflash_online` in tiles, from docs/numerics.md, "The score exponent".
 
-p depends only on the depth Tmax - T, rounded half up to 1/256 octave, and is 0 from depth 3687 on: one small table.
-Without a bias and with one C per row, depth = (Smax - S) * C * 2^k and the maximum is taken of S itself.
-`intflash_online` counts the depth below its octave in steps of 1/112 octave: a table of 1,024.
+p depends only on the depth Tmax - T, rounded half up to 1/256 octave, and is 0 from depth 3687 on, so that a small
+table holds it. Without a bias and with one C per row, depth = (Smax - S) * C * 2^k, and the maximum is taken of S
+itself. `intflash_online` counts the depth below its octave in steps of 1/112 octave, in a table of 1,024 entries.
 
-Why float64 loses nothing: |S| <= 256 * 127^2 < 2^22. From c = `least_coarse` on T is a multiple of 2^8 below 2^60, with
-a smaller c it is below 2^44 (a bias, a multiple of 2^8, is below 2^43). A difference of such integers is exact below
-2^53; a larger one may be rounded, but is dead either way. T over an octave of 7 << 28 is rounded, but not to a whole
-number: what lies beside one differs from it by 2^8 / (7 << 28) or more and is below 2^28, with a smaller c by
-2^2 / (7 << 28) and is below 2^12.
+float64 computes this exactly. |S| <= 256 * 127^2 < 2^22. From c = `least_coarse` on, T is a multiple of 2^8 below 2^60;
+with a smaller c it is below 2^44 (a bias, a multiple of 2^8, is below 2^43). A difference of such integers is exact
+below 2^53. A larger difference may be rounded, but its p is 0 in either case. T divided by an octave of 7 << 28 is
+rounded, but never to a whole number: a quotient that is not whole differs from the nearest whole number by at least 2^8
+/ (7 << 28) and is below 2^28; with a smaller c by at least 2^2 / (7 << 28), and is below 2^12.
 """
 
 from __future__ import annotations
@@ -41,36 +41,38 @@ from intflash.numerics.exp import (
 )
 from intflash.problem import Problem, Result
 
-DEAD = 3687  # depth, in 1/256 octave, from which p is 0: one more than 14 * 256 + 102
-NO_SCORE = -(2.0**61)  # below every T (|T| < 2^60) and every S: what a maximum sees of an absent key
+ZERO_DEPTH = 3687  # depth, in 1/256 octave, from which p is 0: one more than 14 * 256 + 102
+NO_SCORE = -(2.0**61)  # below every T (|T| < 2^60) and every S: the score of an absent key for a maximum
 STEP = 2.0**24  # of T: 1/256 octave, or 1/112 of `intflash_online`
 GRANULE = 128  # keys per granule of `intflash_online`, by definition
 
 
 def _p(depth: int, bits: int) -> int:
     """p of a depth in 1/256 octave: u^2 + 132608 in Q.16, shifted by its octaves; rounded to nearest."""
-    if depth >= DEAD:
+    if depth >= ZERO_DEPTH:
         return 0
-    octaves, fraction = divmod(DEAD - 1 - depth, 256)
+    octaves, fraction = divmod(ZERO_DEPTH - 1 - depth, 256)
     p32 = ((256 + fraction) ** 2 + 132608) << octaves
     drop = 16 if bits == 16 else 24
     return (p32 + (1 << (drop - 1))) >> drop
 
 
 @functools.cache
-def _table(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor([_p(depth, bits) for depth in range(DEAD + 1)], dtype=dtype, device=device)
+def p_table(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor([_p(depth, bits) for depth in range(ZERO_DEPTH + 1)], dtype=dtype, device=device)
 
 
 @functools.cache
 def _step_table(device: torch.device) -> Tensor:
-    """p8 of each step of 1/112 octave, taken at the 1/256 octave that the step is in."""
+    """Returns p8 of each step of 1/112 octave, which is that of the 1/256 octave that contains the step."""
     depths = [256 * step // 112 for step in range(LAST_STEP + 1)]
     return torch.tensor([_p(depth, bits=8) for depth in depths], dtype=torch.float32, device=device)
 
 
-def _look_up(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
-    """p of depths in the table's steps (float64, >= 0, destroyed), 0 from the last on; 0 where absent, by selection."""
+def lookup(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
+    """Returns p of depths in the table's steps (float64, >= 0, overwritten): 0 from the last entry on, and 0 where
+    absent.
+    """
     last = len(table) - 1
     steps = depth.clamp_max_(last).add_(0.5).to(torch.int32)
     if absent is not None:
@@ -78,15 +80,16 @@ def _look_up(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
     return table.index_select(0, steps.view(-1)).view(steps.shape)
 
 
-class _Scores:
-    """Scores of key steps, and what one unit of them is worth.
+class Scores:
+    """Scores of tiles of keys, and the value of one unit of them.
 
-    They are S itself where one C serves a row and no bias is added (`plain`), else T.
+    Scores are S itself where one C serves a row and there is no bias (`plain`), else T.
     """
 
-    def __init__(self, problem: Problem, plain: bool, unit: ScoreUnit = OCTAVES) -> None:
+    def __init__(self, problem: Problem, plain: bool, unit: ScoreUnit = OCTAVES, bias_step: int | None = None) -> None:
         self.problem = problem
         self.unit = unit
+        self.bias_step = bias_step or unit.bias_step
         self.plain = plain and problem.bias is None and problem.k.granularity != "block"
         self.q, self.k = code_operands(problem)
         self.q_scale = problem.q.token_scale()
@@ -99,7 +102,7 @@ class _Scores:
         return (C << k).double()
 
     def factor(self, tile: Tile, blocks: slice | None = None) -> Tensor:
-        """What 1 of S is in T: ``[b|1, h|1, rows|1, key blocks|1]``."""
+        """Returns T of a score of 1: ``[b|1, h|1, rows|1, key blocks|1]``."""
         if self.whole is not None:
             return tile.of(self.whole, blocks)
         return self._factor(tile.of(self.q_scale), tile.of(self.k_scale, blocks))
@@ -111,7 +114,7 @@ class _Scores:
         if not self.plain:
             score = score.double().mul_(self._factor_of_keys(tile, keys))
             if self.problem.bias is not None:
-                score += tile.of(self.problem.bias, keys).double() * self.unit.bias_step
+                score += tile.of(self.problem.bias, keys).double() * self.bias_step
         return score if absent is None else score.masked_fill_(absent, NO_SCORE)
 
     def _factor_of_keys(self, tile: Tile, keys: slice) -> Tensor:
@@ -125,8 +128,8 @@ class _Scores:
         return factor[..., torch.arange(keys.start, keys.stop, device=factor.device) // size - first]
 
 
-class _Output:
-    """Normalizes tiles into the output, and log-sum-exp beside it."""
+class Output:
+    """Normalizes tiles into the output, and computes log-sum-exp."""
 
     def __init__(self, problem: Problem, p_max: int) -> None:
         b, h, nq, _ = problem.q.shape
@@ -139,43 +142,44 @@ class _Output:
         if not problem.out_dtype.is_floating_point:
             self.qmax = torch.iinfo(problem.out_dtype).max
             self.out_scale = self.v_scale * 127 / self.qmax if problem.out_scale is None else problem.out_scale
-            self.multiplier, self.exponent = output_multiplier(self.v_scale, self.out_scale)
 
-    def write(self, tile: Tile, acc: Tensor, l: Tensor, t_max: Tensor) -> None:
-        """acc ``[b, h, rows, Dv]`` and l, t_max ``[b, h, rows, 1]`` hold integers."""
+    def write(self, tile: Tile, acc: Tensor, l: Tensor, t_max: Tensor, gap: Tensor | None = None) -> None:
+        """acc ``[b, h, rows, Dv]``, l, t_max, gap ``[b, h, rows, 1]`` hold integers; l counts 2^gap of acc's unit."""
         where = (tile.batches, tile.heads, tile.rows)
         if self.lse is not None:
             self.lse[where] = log_sum_exp(t_max, l, self.p_max)[..., 0]
         l = l.clamp_min(1)  # a row without keys has acc = 0
+        if gap is None:
+            gap = torch.zeros_like(t_max)
         if self.out_scale is None:
-            self.out[where] = acc.float() * (tile.of(self.v_scale) / l.float())
+            self.out[where] = acc.float() * ((tile.of(self.v_scale) / l.float()) * torch.exp2(-gap).float())
         else:
-            self.out[where] = self._integer(tile, acc.to(torch.int64), l.to(torch.int64))
+            self.out[where] = self._integer(tile, acc.to(torch.int64), l.to(torch.int64), gap.to(torch.int64))
 
-    def _integer(self, tile: Tile, acc: Tensor, l: Tensor) -> Tensor:
+    def _integer(self, tile: Tile, acc: Tensor, l: Tensor, gap: Tensor) -> Tensor:
         """acc / l * s_V / s_O, rounded, ties towards plus infinity: |acc| * factor < 2^63."""
         bits = torch.frexp(l.double()).exponent.to(torch.int64)  # 2^(bits-1) <= l < 2^bits, bits <= 32
         reciprocal = (1 << 55) // (l << (32 - bits))  # of l's leading 32 bits: (2^23, 2^24]
-        factor = (reciprocal * tile.of(self.multiplier) + (1 << 23)) >> 24
-        shift = 23 + bits - tile.of(self.exponent)
-        acc = acc * factor
-        acc += torch.ones_like(shift) << (shift - 1)
-        acc >>= shift
-        return acc.clamp_(-self.qmax, self.qmax)
+        multiplier, exponent = output_multiplier(tile.of(self.v_scale), tile.of(self.out_scale), gap)
+        factor = (reciprocal * multiplier + (1 << 23)) >> 24
+        halves = acc * factor >> (22 + bits - exponent + gap).clamp_(max=63)
+        return (halves + 1 >> 1).clamp_(-self.qmax, self.qmax)
 
     def result(self) -> Result:
         return Result(self.out, self.out_scale, self.lse)
 
 
 def exact_maximum(problem: Problem, tiling: Tiling | None = None, *, bits: int) -> Result:
-    """`intflash` (bits = 16) and `intflash_p8` (bits = 8): two passes over a tile's scores, kept between them."""
+    """Computes `intflash` (bits = 16) and `intflash_p8` (bits = 8) in two passes over a tile's scores, which are
+    kept in between.
+    """
     tiling = tiling or Tiling.on(problem.device)
     p_max = P16_MAX if bits == 16 else P8_MAX
     longest = max((s.stop - s.start for s in tiling.key_steps(problem.k.shape[2])), default=0)
     # p V of a step: 255 * 127 * 512 < 2^24 is exact in float32; 65,193 * 127 * 65,536 < 2^53 in float64
     dtype = exact_dtype(p_max * 127 * longest)
-    table = _table(bits, dtype, problem.device)
-    scores, output = _Scores(problem, plain=True), _Output(problem, p_max)
+    table = p_table(bits, dtype, problem.device)
+    scores, output = Scores(problem, plain=True), Output(problem, p_max)
     v = problem.v.data.to(dtype)
     for tile, top, steps in two_passes(problem, tiling, scores.step, NO_SCORE):
         factor = scores.factor(tile) if scores.plain else torch.ones_like(top)
@@ -183,7 +187,7 @@ def exact_maximum(problem: Problem, tiling: Tiling | None = None, *, bits: int) 
         acc = tile.full(v.shape[3], 0, torch.float64, top.device)
         for keys, absent, score in steps:
             depth = torch.sub(top, score, out=score).double().mul_(factor / STEP)
-            p = _look_up(table, depth, absent)
+            p = lookup(table, depth, absent)
             l += p.sum(dim=-1, keepdim=True)
             acc += weighted_sum(tile, p, v, keys, problem.group)
         output.write(tile, acc, l, top.double() * factor)
@@ -191,10 +195,12 @@ def exact_maximum(problem: Problem, tiling: Tiling | None = None, *, bits: int) 
 
 
 def online(problem: Problem, tiling: Tiling | None = None) -> Result:
-    """`intflash_online`: one pass in granules of 128 keys, the octave e of a row rising with its maximum."""
+    """Computes `intflash_online` in one pass over granules of 128 keys. The octave e of a row rises with its
+    maximum.
+    """
     tiling = replace(tiling or Tiling.on(problem.device), keys=GRANULE, steps=None)
     table = _step_table(problem.device)
-    scores, output = _Scores(problem, plain=False, unit=TABLE_STEPS), _Output(problem, P8_MAX)
+    scores, output = Scores(problem, plain=False, unit=TABLE_STEPS), Output(problem, P8_MAX)
     v, octave = problem.v.data.float(), float(TABLE_STEPS.octave)
     for tile in tiles(problem, tiling):
         e = tile.full(1, NO_SCORE / octave, torch.float64, problem.device)
@@ -203,13 +209,13 @@ def online(problem: Problem, tiling: Tiling | None = None) -> Result:
         for keys in tiling.key_steps(problem.k.shape[2], keys_in_sight(problem, tile)):
             absent = absent_keys(problem, tile, keys)
             score = scores.step(tile, keys, absent)
-            raised = torch.maximum(e, torch.ceil(score.amax(dim=-1, keepdim=True) / octave))
-            fall = (raised - e).clamp_max_(31).to(torch.int32)
+            new_octave = torch.maximum(e, torch.ceil(score.amax(dim=-1, keepdim=True) / octave))
+            fall = (new_octave - e).clamp_max_(31).to(torch.int32)
             l >>= fall
-            acc >>= fall  # floors
-            e = raised
+            acc >>= fall  # rounds towards minus infinity
+            e = new_octave
             depth = torch.sub(e * octave, score, out=score).div_(STEP)
-            p = _look_up(table, depth, absent)
+            p = lookup(table, depth, absent)
             l += p.sum(dim=-1, keepdim=True).to(torch.int32)
             acc += weighted_sum(tile, p, v, keys, problem.group).to(torch.int32)
         output.write(tile, acc, l, e * 2.0**32)

@@ -1,4 +1,4 @@
-"""What every kernel of the portable backend does with a tile's operands: exact products, scales, two passes."""
+"""What the portable kernels share for the operands of a tile: exact products, scales, and two-pass loops."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, keys_in_
 from intflash.problem import Problem
 from intflash.quant.quantizers import TINY_AMAX
 
-CODE_MAX = 128  # magnitude of any int8
+CODE_MAX = 128  # largest magnitude of int8 codes
 
-Step = tuple[slice, Tensor | None, Tensor]  # keys, which are absent, their scores
+Step = tuple[slice, Tensor | None, Tensor]  # keys, the mask of absent keys, their scores
 
 
 def exact_dtype(bound: int) -> torch.dtype:
-    """The narrowest float whose products are exact up to `bound`."""
-    whole = torch.get_float32_matmul_precision() == "highest"  # and not TF32 or bfloat16 for float32
+    """Returns the narrowest float type whose products are exact up to `bound`."""
+    whole = torch.get_float32_matmul_precision() == "highest"  # TF32 and bfloat16 must not replace float32
     return torch.float32 if bound < 1 << 24 and whole else torch.float64
 
 
 def code_operands(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Q and K codes in a float type in which Q K^T is exact."""
+    """Returns the codes of Q and K in a float type in which Q K^T is exact."""
     dtype = exact_dtype(problem.q.shape[3] * CODE_MAX**2)
     return problem.q.data.to(dtype), problem.k.data.to(dtype)
 
 
 def weighted_sum(tile: Tile, p: Tensor, v: Tensor, keys: slice, group: int) -> Tensor:
-    """P V of one step, ``[b, h, rows, Dv]``; p is ``[b, h, rows, keys]``, contiguous."""
+    """Returns P V of one step, ``[b, h, rows, Dv]``. p is ``[b, h, rows, keys]``, contiguous."""
     b, h, r, n = p.shape
     return tile.unfold(torch.bmm(p.view(b * h // group, group * r, n), tile.keys_of(v, keys)))
 
 
 def spread_heads(x: Tensor, group: int) -> Tensor:
-    """A per-key-head scale repeated for the query heads; a broadcast head axis stays."""
+    """Repeats a scale per key head for the query heads. A broadcast head axis stays as it is."""
     return x if x.shape[1] == 1 else x.repeat_interleave(group, dim=1)
 
 
@@ -45,7 +45,7 @@ def value_scale(problem: Problem) -> Tensor:
 
 
 def default_out_scale(problem: Problem) -> Tensor:
-    """The scale of integer output at which max|V|, which no output exceeds, is the largest code."""
+    """Returns the scale of integer output at which max|V|, which no output exceeds, is the largest code."""
     qmax = torch.iinfo(problem.out_dtype).max
     if isinstance(problem.v, Tensor):
         amax = problem.v.float().abs().amax().reshape(1, 1, 1, 1)
@@ -59,9 +59,11 @@ def default_out_scale(problem: Problem) -> Tensor:
 def two_passes(
     problem: Problem, tiling: Tiling, score: Callable[[Tile, slice, Tensor | None], Tensor], lowest: float
 ) -> Iterator[tuple[Tile, Tensor, Iterator[Step]]]:
-    """Each tile with its rows' exact maximum ``[b, h, rows, 1]`` and its steps, whose scores are kept for it.
+    """Yields each tile with its rows' exact maximum ``[b, h, rows, 1]`` and its steps, whose scores are kept from the
+    first pass.
 
-    `score` gives a step's scores ``[b, h, rows, keys]``, `lowest` for absent keys: also the maximum of no keys.
+    `score` returns a step's scores ``[b, h, rows, keys]``, with `lowest` for absent keys. `lowest` is also the maximum
+    of rows without keys.
     """
     nk = problem.k.shape[2]
     for tile in tiles(problem, tiling, passes=2):
@@ -78,6 +80,6 @@ def two_passes(
 
 
 def _drain(steps: list[Step]) -> Iterator[Step]:
-    """Hands the steps over one by one, so that each can be freed after its use."""
+    """Yields the steps one by one, so that each can be freed after its use."""
     while steps:
         yield steps.pop()

@@ -1,4 +1,4 @@
-"""Integer scores of the published methods: S = Q K^T plus a bias rounded to the score's own unit."""
+"""Integer scores of the methods from other papers: S = Q K^T plus a bias rounded to the score's own unit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from intflash.backends.portable.operands import code_operands, spread_heads
 from intflash.backends.portable.tiles import Tile
 from intflash.problem import Problem
 
-BIAS_LIMIT = 2.0**30  # a bias saturates here: bias + score fits int32
+BIAS_LIMIT = 2.0**30  # bias values are clamped to this, so that bias + score fits int32
 
 
 class IntegerScores:
-    """Biased scores of key steps as floats that hold int32 values; `unit` is what one of them is worth."""
+    """Biased scores of tiles of keys, as floats that hold int32 values. `unit` is the value of a score of 1."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

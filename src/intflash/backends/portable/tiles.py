@@ -1,8 +1,8 @@
-"""How the portable backend cuts a problem: tiles of rows, steps of keys, and the operands of each.
+"""How the portable backend splits a problem: tiles of rows, steps of keys, and the operands of each.
 
-A tile never holds more than `Tiling.resident` scores (one row of one key head's group at the least).
-Masks, biases and scales stay in their broadcast shapes; only their slices for a tile are touched.
-Floating-point tensors hold exact integers here: a float32 sum is exact below 2^24, a float64 one below 2^53.
+A tile never holds more than `Tiling.resident` scores (but at least one row of one key head's group). Masks, biases and
+scales stay in their broadcast shapes; only their slices for a tile are read. Floating-point tensors hold exact integers
+here: a float32 sum is exact below 2^24, a float64 sum below 2^53.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from intflash.problem import Problem
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of the pieces. No choice changes a bit where a method's maximum is exact.
+    """Sizes of tiles and steps. They do not change a bit where a method uses the exact maximum.
 
     Attributes:
-        elements: most scores of one step (they are read about ten times: keep them in a core's cache).
-        resident: most scores kept between two passes over the keys.
+        elements: maximum number of scores in one step. They are read about ten times and should fit a core's cache.
+        resident: maximum number of scores kept between two passes over the keys.
         keys: keys of one step.
-        steps: the steps themselves as (start, stop), in any order, together every key once; None: in order.
+        steps: the steps themselves as (start, stop), in any order, every key once; None: in order.
     """
 
     elements: int = 1 << 18
@@ -36,7 +36,7 @@ class Tiling:
 
     @classmethod
     def on(cls, device: torch.device, **changes: Any) -> Tiling:
-        """The sizes for a device: a GPU wants long launches, a CPU its cache."""
+        """Returns the sizes for a device: long launches for a GPU, cache-sized steps for a CPU."""
         sizes = {} if device.type == "cpu" else {"elements": 1 << 24, "resident": 1 << 26}
         return cls(**(sizes | changes))
 
@@ -48,7 +48,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Tile:
-    """Some rows of some heads of some batches; `heads` are query heads, `key_heads` the heads they read."""
+    """Some rows of some heads of some batches. `heads` are query heads, `key_heads` the key heads that they read."""
 
     batches: slice
     heads: slice
@@ -56,7 +56,9 @@ class Tile:
     rows: slice
 
     def of(self, x: Tensor, keys: slice | None = None) -> Tensor:
-        """This tile of a broadcast ``[B'|1, Hq|1, Nq|1, Nk|1]`` tensor; B' divides B, batch b has b % B'."""
+        """Slices a broadcast ``[B'|1, Hq|1, Nq|1, Nk|1]`` tensor for this tile. B' divides B, and batch b reads b %
+        B'.
+        """
         if x.shape[0] > 1:
             start = self.batches.start % x.shape[0]
             x = x[start : start + self.batches.stop - self.batches.start]
@@ -67,27 +69,27 @@ class Tile:
         return x[..., keys] if keys is not None and x.shape[3] > 1 else x
 
     def rows_of(self, q: Tensor, group: int) -> Tensor:
-        """This tile of a query ``[B, Hq, Nq, D]``, folded for its key heads: ``[b * hk, group * rows, D]``."""
+        """Slices a query ``[B, Hq, Nq, D]`` for this tile, folded for its key heads: ``[b * hk, group * rows, D]``."""
         q = q[self.batches, self.heads, self.rows]
         b, h, r, d = q.shape
         return q.reshape(b * h // group, group * r, d)
 
     def keys_of(self, x: Tensor, keys: slice) -> Tensor:
-        """These keys of K or V for this tile's key heads: ``[b * hk, keys, D]``."""
+        """Slices keys of K or V for this tile's key heads: ``[b * hk, keys, D]``."""
         return x[self.batches, self.key_heads, keys].flatten(0, 1)
 
     def full(self, columns: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """``[b, h, rows, columns]`` of one value: where a tile's sums start."""
+        """Returns ``[b, h, rows, columns]`` of one value, to initialize a tile's sums."""
         shape = (s.stop - s.start for s in (self.batches, self.heads, self.rows))
         return torch.full((*shape, columns), value, dtype=dtype, device=device)
 
     def unfold(self, x: Tensor) -> Tensor:
-        """``[b * hk, group * rows, N]`` as ``[b, h, rows, N]``; a view."""
+        """Views ``[b * hk, group * rows, N]`` as ``[b, h, rows, N]``."""
         return x.reshape(*(s.stop - s.start for s in (self.batches, self.heads, self.rows)), x.shape[-1])
 
 
 def tiles(problem: Problem, tiling: Tiling, passes: int = 1) -> Iterator[Tile]:
-    """The tiles of a method that sees its scores once, or twice and keeps them in between."""
+    """Yields the tiles of a method that computes its scores once, and may keep them for a second pass."""
     batch, heads, nq, _ = problem.q.shape
     group, nk = problem.group, problem.k.shape[2]
     elements, keys = tiling.elements, min(tiling.keys, nk)
@@ -110,7 +112,7 @@ def tiles(problem: Problem, tiling: Tiling, passes: int = 1) -> Iterator[Tile]:
 
 
 def absent_keys(problem: Problem, tile: Tile, keys: slice) -> Tensor | None:
-    """Which keys take no part, broadcast-shaped to ``[b, h, rows, keys]``; None where all do."""
+    """Returns which keys are absent, broadcastable to ``[b, h, rows, keys]``; None where none are."""
     absent = None
     if problem.causal is not None and keys.stop - 1 > tile.rows.start + problem.causal:
         device = problem.device
@@ -130,5 +132,5 @@ def absent_keys(problem: Problem, tile: Tile, keys: slice) -> Tensor | None:
 
 
 def keys_in_sight(problem: Problem, tile: Tile) -> int | None:
-    """How many leading keys causality shows this tile's last row; None without causality."""
+    """Returns how many leading keys the tile's last row may see under a causal mask; None without one."""
     return None if problem.causal is None else max(0, tile.rows.stop + problem.causal)

@@ -1,6 +1,7 @@
 """`ivit`, `ibert` and `fqvit`: integer softmax over whole rows (docs/numerics.md, section 3).
 
-The exponential of ivit and fqvit sees int8 codes only: a table of 255 depths per call replaces it.
+The exponential of ivit and fqvit only depends on int8 codes, so that a table of 255 depths, made in each call, replaces
+it.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from intflash.numerics.exp import output_multiplier
 from intflash.problem import Problem, Result
 
 NO_SCORE = -(1 << 40)  # below every score
-MIN_UNIT = 2.0**-30  # below it the exponentials leave int64
+MIN_UNIT = 2.0**-30  # the least unit: with a smaller one the exponentials exceed int64
 INT16_MAX, INT32_MAX = (1 << 15) - 1, (1 << 31) - 1
 IVIT_OCTAVES = 15
 IBERT_OCTAVES = 30
-IBERT_BITS = 40  # kept of an exponential
+IBERT_BITS = 40  # bits kept of an exponential
 FQVIT_LEVELS = 15
 
-Softmax = Callable[[Tile, Tensor, Tensor | None], tuple[Tensor, Tensor]]  # depths, absent -> P, its normalizer l
+# depths, absent keys -> P and its normalizer l
+Softmax = Callable[[Tile, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class _Rows:
-    """Softmax and P V over whole rows, the output by one fixed-point multiplication."""
+    """Softmax and P V over whole rows, with the output by one fixed-point multiplication."""
 
     def __init__(self, problem: Problem, tiling: Tiling | None) -> None:
         self.problem = problem
@@ -40,13 +42,15 @@ class _Rows:
         self.scores = IntegerScores(problem)
 
     def tiles(self):
-        """Tiles with their int64 scores and absent keys."""
+        """Yields tiles with their int64 scores and absent keys."""
         for tile in tiles(self.problem, self.tiling):
             score = self.scores.step(tile, self.keys).to(torch.int64)
             yield tile, score, absent_keys(self.problem, tile, self.keys)
 
     def absolute_maximum(self) -> Tensor:
-        """Of all scores of present keys, at least 1: an own pass, since the codes of every tile need it."""
+        """Returns the absolute maximum of the scores of all present keys, at least 1. It takes its own pass, because
+        the codes of every tile depend on it.
+        """
         highest = torch.ones((), dtype=torch.int64, device=self.problem.device)
         for _, score, absent in self.tiles():
             if absent is not None:
@@ -58,9 +62,10 @@ class _Rows:
     def attend(
         self, codes: Callable[[Tensor], Tensor], softmax: Softmax, p_max: int, p_bits: int, one: Tensor, unit: Tensor
     ) -> Result:
-        """`codes` of the scores, `softmax` of their depth >= 0 below the row's maximum; P <= p_max in Q.p_bits.
+        """Computes P by `softmax` from the depth >= 0 of the scores' `codes` below the row's maximum. P <= p_max, in
+        Q.p_bits.
 
-        `one` is the exponential of depth 0 and `unit` a code's worth, both for log-sum-exp.
+        `one` is the exponential of depth 0 and `unit` the value of a code, both for log-sum-exp.
         """
         problem = self.problem
         dtype = exact_dtype(p_max * 127 * self.keys.stop)
@@ -96,12 +101,12 @@ class _Rows:
 
 
 def _by_codes(amax: Tensor) -> Callable[[Tensor], Tensor]:
-    """Scores to int8 codes, 127 * score / amax rounded half up."""
+    """Converts scores to int8 codes, 127 * score / amax rounded half up."""
     return lambda score: (254 * score + amax) // (2 * amax)
 
 
 def _served_unit(unit: Tensor, problem: Problem) -> Tensor:
-    """The unit that an exponential takes; in an unchecked call at least 2^-30.
+    """Returns the unit of the exponential. In an unchecked call it is raised to 2^-30.
 
     Raises:
         InputError: it is below that and values may be read.
@@ -111,7 +116,7 @@ def _served_unit(unit: Tensor, problem: Problem) -> Tensor:
     return unit.clamp_min(MIN_UNIT)
 
 
-def _look_up(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
+def _lookup(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
     found = table.index_select(0, depth.view(-1)).view(depth.shape)
     return found if absent is None else found.masked_fill_(absent, 0)
 
@@ -128,7 +133,7 @@ def ivit(problem: Problem, tiling: Tiling | None = None) -> Result:
     table = (remainder + 2 * one.view(1)) * (1 << (IVIT_OCTAVES - octaves)) // 2
 
     def softmax(tile: Tile, depth: Tensor, absent: Tensor | None) -> tuple[Tensor, Tensor]:
-        p = _look_up(table, depth, absent)
+        p = _lookup(table, depth, absent)
         l = p.sum(dim=-1, keepdim=True)
         p *= INT32_MAX // l.clamp(1, INT32_MAX)
         return (p >> 24).clamp_max_(127), l
@@ -137,7 +142,7 @@ def ivit(problem: Problem, tiling: Tiling | None = None) -> Result:
 
 
 class _Polynomial:
-    """I-BERT's exponential 0.3585 (x + 1.353)^2 + 0.344 over ln 2, in integers of a score unit."""
+    """I-BERT's exponential 0.3585 (x + 1.353)^2 + 0.344 within an octave of ln 2, in integers of a score unit."""
 
     def __init__(self, unit: Tensor) -> None:
         self.ln2 = torch.ceil(math.log(2.0) / unit).to(torch.int64)
@@ -149,7 +154,7 @@ class _Polynomial:
         self.one = whole >> self.spare
 
     def exp(self, depth: Tensor, at: Callable[[Tensor], Tensor]) -> Tensor:
-        """exp(-depth * unit); `at` slices a constant."""
+        """Returns exp(-depth * unit). `at` slices a constant for a tile."""
         ln2 = at(self.ln2)
         depth = torch.minimum(depth, IBERT_OCTAVES * ln2)
         octaves = depth // ln2
@@ -183,12 +188,12 @@ def fqvit(problem: Problem, tiling: Tiling | None = None) -> Result:
     table = polynomial.exp(torch.arange(255, device=problem.device), lambda x: x.view(1))
 
     def softmax(tile: Tile, depth: Tensor, absent: Tensor | None) -> tuple[Tensor, Tensor]:
-        exp = _look_up(table, depth, absent)
+        exp = _lookup(table, depth, absent)
         l = exp.sum(dim=-1, keepdim=True)
         divisor = exp.clamp_min(1)
         inverse = ((2 * l + divisor) // (2 * divisor)).clamp_min(1)  # 1 / P, half up
         level = torch.frexp(inverse.double()).exponent.to(torch.int64) - 1
-        level += 2 * inverse >= 3 << level  # to the next power from one and a half times its own
+        level += 2 * inverse >= 3 << level  # to the next power from one and a half times its own on
         p = 1 << (FQVIT_LEVELS - level).clamp_min(0)
         return p.masked_fill_((exp == 0) | (level > FQVIT_LEVELS), 0), l
 

@@ -1,6 +1,7 @@
-"""Integer attention for NVIDIA GPUs in Triton: the same bits as the reference.
+"""The Triton backend: every method on NVIDIA GPUs of compute capability 8.0 or newer. The integer methods have the same
+bits as the reference.
 
-Triton is imported at the first question about the backend, and where it is not installed the answer says so.
+Triton is imported when the backend is first asked whether it is available; where it is missing, the answer says so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from intflash.backends.features import (
 )  # fmt: skip
 from intflash.problem import Problem, Result
 
-OLDEST = (3, 6)  # the oldest Triton that the kernels are tested with
+OLDEST = (3, 6)  # the oldest Triton release that the kernels are tested with
 
 
 def _module() -> ModuleType:
@@ -35,14 +36,16 @@ def _module() -> ModuleType:
 
 def _unavailable() -> str | None:
     spec = importlib.util.find_spec("triton")
-    if spec is None or spec.origin is None:  # a mere folder of that name has no origin
+    if spec is None or spec.origin is None:  # a plain folder of that name has no origin
         return "triton is not installed"
     return _too_old() or _module().unavailable()
 
 
 @functools.cache
 def _too_old() -> str | None:
-    """Why the installed Triton cannot compile the kernels, or None. A build without metadata is taken as new enough."""
+    """Returns why the installed Triton cannot compile the kernels, or None. A build without metadata is assumed to
+    be new enough.
+    """
     try:
         version = metadata.version("triton")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""From a validated problem to launches: choose the kernel, fill the constants, run."""
+"""Chooses the Triton kernel that serves a problem. `backends.gpu` turns the problem into launches."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import triton
 from intflash.backends.gpu import integer
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.integer import Kernels
-from intflash.backends.gpu.scales import Inputs, Three
+from intflash.backends.gpu.scales import FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, limits, view
-from intflash.backends.triton import mixed, published, quantize, rowwise, steps, unfused
+from intflash.backends.triton import intflash_steps, mixed_precision, qflash, quantize, short_rows, unfused
 from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.launch import Launch
-from intflash.backends.triton.streaming import streaming_launch
+from intflash.backends.triton.launch import TritonLaunch
+from intflash.backends.triton.tile_loop import tile_loop_launch
 from intflash.problem import Problem, Result
 
-STEPS = {"intflash": steps.P16, "intflash_p8": steps.P8, "intflash_online": steps.ONLINE}
-FAMILIES = {  # modules of their own
-    **dict.fromkeys(mixed.STEPS, mixed),
+STEPS = {"intflash": intflash_steps.P16, "intflash_p8": intflash_steps.P8, "intflash_online": intflash_steps.ONLINE}
+FAMILIES = {  # modules with a `run` of their own
+    **dict.fromkeys(mixed_precision.STEPS, mixed_precision),
     **dict.fromkeys(unfused.METHODS, unfused),
-    **dict.fromkeys(published.STEPS, published),
+    **dict.fromkeys(qflash.STEPS, qflash),
 }
 _ROW_BITS = {"intflash": 16, "intflash_p8": 8}
 
@@ -51,22 +51,22 @@ def run(problem: Problem) -> Result:
     return integer.run(problem, _KERNELS)
 
 
-def _whole_row(problem: Problem) -> bool:
-    return problem.method in _ROW_BITS and rowwise.serves(problem)
+def _is_short_rows(problem: Problem) -> bool:
+    return problem.method in _ROW_BITS and short_rows.serves(problem)
 
 
 def attention_launch(
-    problem: Problem, constants: Constants, out: torch.Tensor, statistics: Statistics, inputs: Inputs | None = None
-) -> Launch:
-    """The launch that computes the output; `inputs` where its kernel quantizes floats itself."""
-    if not _whole_row(problem):
-        return streaming_launch(problem, STEPS[problem.method], constants, out, statistics)
-    scales = rowwise.NO_SCALES if inputs is None else Three(*map(view, inputs.scales))
-    return rowwise.rowwise_launch(problem, _ROW_BITS[problem.method], constants, out, statistics, scales)
+    problem: Problem, constants: Constants, out: torch.Tensor, statistics: Statistics, inputs: FloatInputs | None = None
+) -> TritonLaunch:
+    """Returns the attention launch. `inputs` is given where the kernel quantizes floats itself."""
+    if not _is_short_rows(problem):
+        return tile_loop_launch(problem, STEPS[problem.method], constants, out, statistics)
+    scales = short_rows.NO_SCALES if inputs is None else Qkv(*map(view, inputs.scales))
+    return short_rows.short_rows_launch(problem, _ROW_BITS[problem.method], constants, out, statistics, scales)
 
 
 _KERNELS = Kernels(
-    fuses=lambda problem: "qkv" if _whole_row(problem) else "",
+    fused_inputs=lambda problem: "qkv" if _is_short_rows(problem) else "",
     attention=attention_launch,
     amax=quantize.amax_launches,
     quantize=quantize.quantize_launch,

@@ -1,7 +1,7 @@
-"""The constants of a call, computed on the device from scales that may be known only there.
+"""Computes the launch constants on the device, where scales may be known only there.
 
-`numerics.exp.exponent_constants` and `output_multiplier` in one small launch: float64, the same order of
-operations, the same saturations. A pair of 32-bit constants is packed in one int64 (high << 32 | low).
+One small launch computes `numerics.exp.exponent_constants` and `output_multiplier` in float64, with the same order of
+operations and the same saturations. A pair of 32-bit constants is packed in one int64 (high << 32 | low).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from intflash.backends.gpu.constants import Constants, Shape, constant_buffers, float_bits, score_unit
 from intflash.backends.gpu.tensors import View, view
-from intflash.backends.triton.launch import Launch
+from intflash.backends.triton.launch import TritonLaunch
 from intflash.numerics import exp
 from intflash.problem import Problem
 
@@ -28,7 +28,7 @@ _BLOCK = 128
 
 
 class KernelConstants(NamedTuple):
-    """`Constants` as Triton kernels take them; `end` as in `tiles.Masks`."""
+    """`Constants` as Triton kernels take them. `end`: see `Masks`."""
 
     score: View | None
     output: View | None
@@ -38,13 +38,13 @@ class KernelConstants(NamedTuple):
 
 @triton.jit
 def _round(x):
-    """A float64 in [0, 2^32) rounded half to even, as int64."""
+    """Rounds a float64 in [0, 2^32) half to even, to int64."""
     return (x + 6755399441055744.0).to(tl.int64, bitcast=True) & 0xFFFFFFFF  # 1.5 * 2^52
 
 
 @triton.jit
 def _exponent(x):
-    """frexp's exponent of a positive float64."""
+    """Returns the exponent of frexp of a positive float64."""
     return ((x.to(tl.int64, bitcast=True) >> 52) & 2047) - 1022
 
 
@@ -55,7 +55,7 @@ def _power_of_two(e):
 
 @triton.jit
 def pack_score(q_scale, k_scale, sm_scale, UNIT: tl.constexpr):
-    """k << 32 | C of `exponent_constants`; float32 scales, float64 sm_scale."""
+    """Returns k << 32 | C of `exponent_constants`, from float32 scales and the float64 softmax scale."""
     c = ((q_scale.to(tl.float64) * k_scale.to(tl.float64)) * sm_scale) * LOG2_E
     c = tl.minimum(c, MAX_OCTAVES) * (UNIT.sixteenths / 16)
     k = tl.where(c < 0.5, 0, _exponent(c) + 1)
@@ -66,7 +66,7 @@ def pack_score(q_scale, k_scale, sm_scale, UNIT: tl.constexpr):
 
 @triton.jit
 def pack_output(v_scale, out_scale):
-    """e << 32 | Mr of `output_multiplier`."""
+    """Returns e << 32 | Mr of `output_multiplier`."""
     rho = v_scale.to(tl.float64) / out_scale.to(tl.float64)
     e = _exponent(rho)
     Mr = _round(rho * _power_of_two(24 - e))
@@ -75,7 +75,7 @@ def pack_output(v_scale, out_scale):
 
 @triton.jit
 def default_out_scale(v_scale, QMAX: tl.constexpr):
-    """s_V * 127 / QMAX in float32, each step rounded once."""
+    """Returns s_V * 127 / QMAX in float32, each step rounded once."""
     return tl.div_rn(v_scale * 127.0, tl.full(v_scale.shape, QMAX, tl.float32))
 
 
@@ -99,7 +99,9 @@ def _constants_kernel(
     output_shape: Shape, score_count, output_count, sm_bits,
     UNIT: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One thread per constant. sm_bits: the bits of the float64 softmax scale. given: out scale or None."""
+    """Computes one constant per thread. sm_bits: the bits of the float64 softmax scale. given: the caller's output
+    scale or None.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sm_scale = sm_bits.to(tl.int64).to(tl.float64, bitcast=True)
     b, h, n, d = _unravel(i, score_shape)
@@ -121,8 +123,10 @@ def _constants_kernel(
 
 def constants_launch(
     problem: Problem, scales: tuple[Tensor, Tensor, Tensor] | None = None
-) -> tuple[Launch, Constants, Tensor | None]:
-    """The launch that fills a problem's constants, the constants, and the output's scale; see `constant_buffers`."""
+) -> tuple[TritonLaunch, Constants, Tensor | None]:
+    """Returns the launch that fills a problem's constants, the constants, and the output's scale; see
+    `constant_buffers`.
+    """
     x = constant_buffers(problem, scales)
     score_count, output_count = x.counts
     arguments = dict(
@@ -133,4 +137,4 @@ def constants_launch(
         UNIT=score_unit(problem.method), GROUP=problem.group, QMAX=x.qmax, BLOCK=_BLOCK,
     )  # fmt: skip
     programs = triton.cdiv(max(score_count, output_count), _BLOCK)
-    return Launch(_constants_kernel, (programs,), arguments), x.constants, x.out_scale
+    return TritonLaunch(_constants_kernel, (programs,), arguments), x.constants, x.out_scale

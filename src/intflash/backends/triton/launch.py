@@ -1,4 +1,4 @@
-"""A kernel launch as a value: it can be run, or compiled for a GPU that is not here."""
+"""A kernel launch as a value. It can be run, or compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from intflash.backends.gpu.tensors import GRID_LIMIT
 
 
 @dataclass(frozen=True)
-class Launch:
+class TritonLaunch:
     """One launch of a Triton kernel.
 
     Attributes:
         kernel: the `triton.jit` function.
-        grid: programs along each axis.
+        grid: number of programs along each axis.
         arguments: all of its arguments by name, constexprs included.
         warps, stages: Triton's num_warps and num_stages.
     """
@@ -41,10 +41,12 @@ class Launch:
         return list(tape.leaves(arguments)), lambda addresses: launch(*fill(iter(addresses)), stream=stream)
 
 
-MOST_BATCHES = GRID_LIMIT  # that lie along the third
+MOST_BATCHES = GRID_LIMIT  # along the third axis
 
 
 def grid(batch: int, heads: int, tiles: int, batch_first: bool = False) -> tuple[tuple[int, int, int], bool]:
-    """The grid that `tiles.find_place` reads, and whether it is BATCH_FIRST: asked for, or as there are so many."""
+    """Returns the grid that `program_position` reads, and whether it is BATCH_FIRST: as asked, or where there are
+    too many batches for the third axis.
+    """
     batch_first = batch_first or batch > MOST_BATCHES
     return ((batch, heads, tiles) if batch_first else (tiles, heads, batch)), batch_first

@@ -1,6 +1,6 @@
-"""Float inputs on the device: their absolute maxima, their codes, V stored with its keys contiguous.
+"""Quantizes float inputs on the device: absolute maxima, scales, and codes, with the keys of V contiguous.
 
-The same bits as `quant.quantizers.quantize`: one rounding of the exact product x * (1 / s).
+The bits are those of `quant.quantizers.quantize`: one rounding of the exact product x * (1 / s).
 """
 
 from __future__ import annotations
@@ -10,25 +10,26 @@ import triton.language as tl
 from torch import Tensor
 
 from intflash.backends.gpu import scales
-from intflash.backends.gpu.scales import KEY_PADDING, Inputs, Three, empty_codes, quantized_tensors
-from intflash.backends.gpu.tensors import View, data_view, view, without_holes
-from intflash.backends.triton.launch import Launch, grid
-from intflash.backends.triton.tiles import Views, find_place, head_base, load_rows
+from intflash.backends.gpu.scales import KEY_PADDING, FloatInputs, Qkv, empty_codes, quantized_tensors
+from intflash.backends.gpu.tensors import View, data_view, is_dense, view
+from intflash.backends.triton.device_functions import Views, head_base, load_rows, program_position
+from intflash.backends.triton.launch import TritonLaunch, grid
 from intflash.numerics.triton import quantize
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import TINY_AMAX
 
 TINY = tl.constexpr(TINY_AMAX)
 _ROWS = KEY_PADDING
-_FEW = 1 << 22  # elements of a tensor
-_BLOCK, _LARGE_BLOCK = (8192, 4), (32768, 8)  # elements of a program and its warps: below _FEW, where bandwidth counts
+_FEW = 1 << 22  # in elements of a tensor
+# elements and warps of a program: below _FEW, and above it, where bandwidth limits
+_BLOCK, _LARGE_BLOCK = (8192, 4), (32768, 8)
 
 
 @triton.jit
-def _head_amax(x: View, place, head, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    """max|x| over ROWS tokens of a head."""
-    base = head_base(x, place.b, head, place.q_start)
-    tile = load_rows(x, base, place.row + tl.arange(0, ROWS), count, D, BD, True)
+def _head_amax(x: View, pos, head, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """Returns max|x| over ROWS tokens of a head."""
+    base = head_base(x, pos.b, head, pos.q_start)
+    tile = load_rows(x, base, pos.row + tl.arange(0, ROWS), count, D, BD, True)
     return tl.max(tl.max(tl.abs(tile.to(tl.float32)), 1), 0).to(tl.int32, bitcast=True)
 
 
@@ -38,12 +39,14 @@ def _amax_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
     BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """amax[0..2]: max|Q|, max|K|, max|V| as the bits of a float >= 0, which order as integers do; zeroed before."""
-    place = find_place(None, None, None, nq, nk, ROWS, BATCH_FIRST)
-    tl.atomic_max(amax, _head_amax(q, place, tl.minimum(place.h, hq - 1), nq, D, BD, ROWS), sem="relaxed")
-    if place.h < hk:
-        tl.atomic_max(amax + 1, _head_amax(k, place, place.h, nk, D, BD, ROWS), sem="relaxed")
-        tl.atomic_max(amax + 2, _head_amax(v, place, place.h, nk, DV, BDV, ROWS), sem="relaxed")
+    """Computes amax[0..2]: max|Q|, max|K|, max|V| as the bits of floats >= 0, which are ordered as integers are.
+    They must be zero at launch.
+    """
+    pos = program_position(None, None, None, nq, nk, ROWS, BATCH_FIRST)
+    tl.atomic_max(amax, _head_amax(q, pos, tl.minimum(pos.h, hq - 1), nq, D, BD, ROWS), sem="relaxed")
+    if pos.h < hk:
+        tl.atomic_max(amax + 1, _head_amax(k, pos, pos.h, nk, D, BD, ROWS), sem="relaxed")
+        tl.atomic_max(amax + 2, _head_amax(v, pos, pos.h, nk, DV, BDV, ROWS), sem="relaxed")
 
 
 @triton.jit
@@ -54,8 +57,9 @@ def _flat_amax(x, count, i):
 
 @triton.jit
 def _flat_amax_kernel(q, k, v, amax, q_count, kv_counts, BLOCK: tl.constexpr):
-    """`_amax_kernel` of tensors without holes, in whatever order they lie; the three side by side, so that what is
-    read last, and in L2 for the next kernel, is of the same heads."""
+    """Computes `_amax_kernel` for dense tensors in any order of axes. Adjacent programs take Q, K and V, so that the
+    data that was read last, and is in L2 for the next kernel, belongs to the same heads of all three.
+    """
     which = tl.program_id(0) % 3
     i = (tl.program_id(0) // 3).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if which == 0:
@@ -68,7 +72,7 @@ def _flat_amax_kernel(q, k, v, amax, q_count, kv_counts, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scales_kernel(amax, scales, COUNT: tl.constexpr):
-    """s = amax / 127; 1 where amax is below 2^-100 (its codes are then 0)."""
+    """Computes s = amax / 127, and 1 where amax is below 2^-100, whose codes are then 0."""
     i = tl.arange(0, 4)
     a = tl.load(amax + i, mask=i < COUNT, other=0).to(tl.float32, bitcast=True)
     s = tl.where(a < TINY, 1.0, tl.div_rn(a, tl.full([4], 127.0, tl.float32)))
@@ -77,22 +81,23 @@ def _scales_kernel(amax, scales, COUNT: tl.constexpr):
 
 @triton.jit
 def head_inverse(scale, b, h):
-    """1 / s of a head, rounded once."""
+    """Returns 1 / s of a head, rounded once."""
     s = tl.load(scale.ptr + b.to(tl.int64) * scale.b + h.to(tl.int64) * scale.h)
     return tl.div_rn(s * 0 + 1.0, s)
 
 
 @triton.jit
 def _quantize_tile(
-    x, codes, scale, place, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr
+    x, codes, scale, pos, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr
 ):
-    """PADDED: `codes` has room for all ROWS, and takes zeros for those past `count`: with a bound on contiguous keys,
-    stores would be of single bytes."""
-    rows = place.row + tl.arange(0, ROWS)
+    """Quantizes a tile. PADDED: `codes` has room for all ROWS and receives zeros past `count`; with a bound on
+    contiguous keys the compiler would store single bytes.
+    """
+    rows = pos.row + tl.arange(0, ROWS)
     channels = tl.arange(0, BD)
-    tile = load_rows(x, head_base(x, place.b, place.h, place.q_start), rows, count, D, BD, True)
-    tile = quantize(tile, head_inverse(scale, place.b, place.h))
-    ptrs = head_base(codes, place.b, place.h, place.q_start) + rows[:, None] * codes.n + channels[None, :] * codes.d
+    tile = load_rows(x, head_base(x, pos.b, pos.h, pos.q_start), rows, count, D, BD, True)
+    tile = quantize(tile, head_inverse(scale, pos.b, pos.h))
+    ptrs = head_base(codes, pos.b, pos.h, pos.q_start) + rows[:, None] * codes.n + channels[None, :] * codes.d
     if not PADDED:
         tl.store(ptrs, tile, mask=(rows[:, None] < count) & (channels[None, :] < D))
     elif D == BD:
@@ -107,42 +112,80 @@ def _quantize_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
     BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Codes of Q (where `codes` has a place for them), K and V; the layout of each is its View's. The last heads first:
-    they are what a pass for the maxima, or what made the floats, has left in L2, where the first heads' codes stay."""
-    place = find_place(None, None, None, nq, nk, ROWS, BATCH_FIRST, True)
+    """Writes the codes of K, V and, where `codes` has room for them, of Q, in the layout of each View. Programs
+    take the last heads first, because the previous kernel has left those in L2; the codes of the first heads,
+    written last, then stay there.
+    """
+    pos = program_position(None, None, None, nq, nk, ROWS, BATCH_FIRST, True)
     if codes.q is not None:
-        if (place.h < hq) & (place.row < nq):
-            _quantize_tile(x.q, codes.q, scales.q, place, nq, D, BD, ROWS, False)
-    if (place.h < hk) & (place.row < nk):
-        _quantize_tile(x.k, codes.k, scales.k, place, nk, D, BD, ROWS, False)
-        _quantize_tile(x.v, codes.v, scales.v, place, nk, DV, BDV, ROWS, True)
+        if (pos.h < hq) & (pos.row < nq):
+            _quantize_tile(x.q, codes.q, scales.q, pos, nq, D, BD, ROWS, False)
+    if (pos.h < hk) & (pos.row < nk):
+        _quantize_tile(x.k, codes.k, scales.k, pos, nk, D, BD, ROWS, False)
+        _quantize_tile(x.v, codes.v, scales.v, pos, nk, DV, BDV, ROWS, True)
 
 
-def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> Inputs:
-    """The inputs with their static scales, or with those of their absolute maxima: two small launches."""
+@triton.jit
+def _codes_kernel(
+    x: View, codes: View, scale: View, count,
+    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, BATCH_FIRST: tl.constexpr, PER_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Codes of one tensor in any layout; its scale differs between channels, or between batches, heads and tokens."""
+    pos = program_position(None, None, None, count, count, ROWS, BATCH_FIRST)
+    rows, channels = pos.row + tl.arange(0, ROWS), tl.arange(0, BD)
+    base = scale.ptr + pos.b.to(tl.int64) * scale.b + pos.h.to(tl.int64) * scale.h
+    if PER_CHANNEL:
+        s = tl.load(base + channels * scale.d, mask=channels < D, other=1.0)[None, :]
+    else:
+        s = tl.load(base + rows * scale.n, mask=rows < count, other=1.0)[:, None]
+    inverse = tl.broadcast_to(tl.div_rn(s * 0 + 1.0, s), [ROWS, BD])
+    tile = load_rows(x, head_base(x, pos.b, pos.h, pos.q_start), rows, count, D, BD, True)
+    ptrs = head_base(codes, pos.b, pos.h, pos.q_start) + rows[:, None] * codes.n + channels[None, :] * codes.d
+    tl.store(ptrs, quantize(tile, inverse), mask=(rows[:, None] < count) & (channels[None, :] < D))
+
+
+def codes_launch(x: Tensor, scale: Tensor, codes: Tensor) -> TritonLaunch:
+    """The launch that writes the int8 codes of floats ``[B, H, N, D]`` by rule "exact", 8 bits.
+
+    scale: float32, broadcasts to x, and does not differ between channels and tokens at once; codes: int8 of x's shape.
+    """
+    batch, heads, count, d = x.shape
+    programs, batch_first = grid(batch, heads, triton.cdiv(count, _ROWS))
+    arguments = dict(
+        x=data_view(x), codes=data_view(codes), scale=view(scale), count=count, D=d, BD=triton.next_power_of_2(d),
+        ROWS=_ROWS, BATCH_FIRST=batch_first, PER_CHANNEL=scale.shape[3] > 1,
+    )  # fmt: skip
+    return TritonLaunch(_codes_kernel, programs, arguments)
+
+
+def with_scales(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> FloatInputs:
+    """Returns the inputs with their static scales, or with those of their absolute maxima, which takes two small
+    launches.
+    """
     return scales.with_scales(q, k, v, recipe, amax_launches)
 
 
-def amax_launches(tensors: Three, amax: Tensor, scales: Tensor) -> tuple[Launch, Launch]:
+def amax_launches(tensors: Qkv, amax: Tensor, scales: Tensor) -> tuple[TritonLaunch, TritonLaunch]:
     (batch, hq, nq, d), (hk, nk, dv) = tensors.q.shape, tensors.v.shape[1:]
-    scale = Launch(_scales_kernel, (1,), dict(amax=amax, scales=scales, COUNT=3))
-    if all(map(without_holes, tensors)):
+    scale = TritonLaunch(_scales_kernel, (1,), dict(amax=amax, scales=scales, COUNT=3))
+    if all(map(is_dense, tensors)):
         counts = [x.numel() for x in tensors]
         block, warps = _BLOCK if max(counts) < _FEW else _LARGE_BLOCK
         arguments = dict(**tensors._asdict(), amax=amax, q_count=counts[0], kv_counts=tuple(counts[1:]), BLOCK=block)
-        return Launch(_flat_amax_kernel, (3 * triton.cdiv(max(counts), block),), arguments, warps), scale
+        return TritonLaunch(_flat_amax_kernel, (3 * triton.cdiv(max(counts), block),), arguments, warps), scale
     programs, batch_first = grid(batch, max(hq, hk), triton.cdiv(max(nq, nk), _ROWS))
     arguments = dict(
         **{name: data_view(x) for name, x in zip("qkv", tensors, strict=True)}, amax=amax, nq=nq, nk=nk, hq=hq, hk=hk,
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
         BATCH_FIRST=batch_first,
     )  # fmt: skip
-    return Launch(_amax_kernel, programs, arguments), scale
+    return TritonLaunch(_amax_kernel, programs, arguments), scale
 
 
-def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[Launch, dict[str, QTensor]]:
-    """The launch that writes the codes of K, V and, if `query`, Q, and what it fills, by name; V with contiguous keys,
-    rows padded with zeros to _ROWS."""
+def quantize_launch(inputs: FloatInputs, query: bool = True) -> tuple[TritonLaunch, dict[str, QTensor]]:
+    """Returns the launch that writes the codes of K, V and, if `query`, Q, and the quantized tensors by name. V has
+    contiguous keys, in rows padded with zeros to _ROWS.
+    """
     q, k, v = inputs.tensors
     (batch, hq, nq, d), (hk, nk, dv) = q.shape, v.shape[1:]
     codes = empty_codes(inputs, query)
@@ -154,4 +197,4 @@ def quantize_launch(inputs: Inputs, query: bool = True) -> tuple[Launch, dict[st
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
         BATCH_FIRST=batch_first,
     )  # fmt: skip
-    return Launch(_quantize_kernel, programs, arguments), quantized_tensors(inputs, codes)
+    return TritonLaunch(_quantize_kernel, programs, arguments), quantized_tensors(inputs, codes)

@@ -1,4 +1,4 @@
-"""`ivit`, `ibert` and `fqvit` from a problem to their launches, one per operator."""
+"""Launches `ivit`, `ibert` and `fqvit`, one kernel per operator."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import triton
 from torch import Tensor
 
 from intflash.backends.gpu.tensors import data_view, view
-from intflash.backends.triton import unfused_steps as kernels
-from intflash.backends.triton.launch import Launch
-from intflash.backends.triton.streaming import block_dim
-from intflash.backends.triton.tiles import Periods, make_masks
-from intflash.backends.triton.unfused_steps import Scales
+from intflash.backends.triton import unfused_kernels as kernels
+from intflash.backends.triton.device_functions import LaunchConstants, make_masks
+from intflash.backends.triton.launch import TritonLaunch
+from intflash.backends.triton.tile_loop import block_dim
+from intflash.backends.triton.unfused_kernels import UnfusedScales
 from intflash.errors import InputError
 from intflash.numerics.exp import ABSENT, output_multiplier
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
 
-MIN_UNIT = 2.0**-30  # of a score: below it the exponentials leave int64
-MAX_KEYS = 8192  # a row of scores stays in one program's registers
+MIN_UNIT = 2.0**-30  # the least unit of a score: with a smaller one the exponentials exceed int64
+MAX_KEYS = 8192  # a row of scores must fit the registers of one program
 METHODS = ("ivit", "ibert", "fqvit")
 _P_DTYPE = {"ivit": torch.int8, "ibert": torch.uint8, "fqvit": torch.int16}
-_FRACTION = {"ivit": 7, "ibert": 8, "fqvit": 15}  # bits of P
-_BIAS_LIMIT = 2.0**30  # a bias saturates here: bias + score fits int32
+_FRACTION = {"ivit": 7, "ibert": 8, "fqvit": 15}  # fraction bits of P
+_BIAS_LIMIT = 2.0**30  # bias values are clamped to this, so that bias + score fits int32
 _ROW, _KEYS = 64, 64
-_ELEMENTS = 2048  # of a softmax program
+_ELEMENTS = 2048  # rows of a softmax program
 
 
 def unsupported(problem: Problem) -> str | None:
     if problem.cu_seqlens_q is not None:
-        return f"{problem.method} on Triton takes no packed sequences"
+        return f"{problem.method} on Triton does not support packed sequences"
     if problem.k.shape[2] > MAX_KEYS:
         return f"{problem.method} on Triton needs at most {MAX_KEYS} keys, got {problem.k.shape[2]}"
     return None
@@ -60,8 +60,10 @@ def run(problem: Problem) -> Result:
 
 def unfused_launches(
     problem: Problem, out: Tensor, statistics: list[Tensor | None]
-) -> tuple[list[Launch], Tensor | None, Tensor | None]:
-    """The operators' launches of a quantized problem, the scores' maximum (device) and the output's scale."""
+) -> tuple[list[TritonLaunch], Tensor | None, Tensor | None]:
+    """Returns the operators' launches of a quantized problem, the scores' maximum (on the device) and the output's
+    scale.
+    """
     method, device = problem.method, problem.device
     (batch, heads, nq, d), (nk, dv) = problem.q.shape, problem.v.shape[2:]
     stride = triton.cdiv(nk, 16) * 16
@@ -70,21 +72,21 @@ def unfused_launches(
     by_codes = method != "ibert"
     amax = torch.ones(1, dtype=torch.int32, device=device) if by_codes else None
     key_tiles = triton.cdiv(nk, _KEYS)
-    periods = Periods(problem.group, 1, 1)
+    periods = LaunchConstants(problem.group, 1, 1)
     masks = make_masks(_bias_units(problem), problem.keep, problem.causal, batch)
     output, out_scale = _output_constants(problem)
-    scales = Scales(
+    scales = UnfusedScales(
         view(problem.q.scale), view(problem.k.scale), view(problem.v.scale), None,
         struct.unpack("<q", struct.pack("<d", problem.sm_scale))[0],
     )  # fmt: skip
     launches = [
-        Launch(
+        TritonLaunch(
             kernels._scores_kernel,
             (batch, heads, triton.cdiv(nq, _ROW) * key_tiles),
             dict(
                 q=data_view(problem.q.data), k=data_view(problem.k.data), s=data_view(scores), amax=amax, masks=masks,
                 bias_units=None, nq=nq, nk=nk, D=d, BD=block_dim(d, 32), BM=_ROW, BN=_KEYS, KEY_TILES=key_tiles,
-                CAUSAL=problem.causal is not None, PERIODS=periods,
+                CAUSAL=problem.causal is not None, CONSTS=periods,
             ),
         )
     ]  # fmt: skip
@@ -92,7 +94,7 @@ def unfused_launches(
     if by_codes:
         source = torch.empty(scores.shape, dtype=torch.int8, device=device)
         launches.append(
-            Launch(
+            TritonLaunch(
                 kernels._requantize_kernel,
                 (triton.cdiv(scores.numel(), 1024),),
                 dict(s=scores, codes=source, amax=amax, count=scores.numel(), BLOCK=1024),
@@ -102,7 +104,7 @@ def unfused_launches(
     rows = max(1, _ELEMENTS // columns)
     top, normalizer, first = statistics
     launches.append(
-        Launch(
+        TritonLaunch(
             kernels._softmax_kernel,
             (batch, heads, triton.cdiv(nq, rows)),
             dict(
@@ -113,7 +115,7 @@ def unfused_launches(
         )
     )  # fmt: skip
     launches.append(
-        Launch(
+        TritonLaunch(
             kernels._values_kernel,
             (batch, heads, triton.cdiv(nq, _ROW)),
             dict(
@@ -127,7 +129,7 @@ def unfused_launches(
 
 
 def _unit(problem: Problem) -> Tensor:
-    """What a score is worth, float64 ``[B|1, Hq|1, 1, 1]``."""
+    """Returns the value of a score of 1, float64 ``[B|1, Hq|1, 1, 1]``."""
     return (problem.q.scale.double() * _spread(problem.k, problem.group).double()) * problem.sm_scale
 
 
@@ -136,7 +138,7 @@ def _spread(x: QTensor, group: int) -> Tensor:
 
 
 def _bias_units(problem: Problem) -> Tensor | None:
-    """The bias in score units, int32 in its broadcast shape, ABSENT where it takes a key out."""
+    """Returns the bias in score units, int32 in its broadcast shape, with ABSENT where it removes a key."""
     bias = problem.bias_float
     if bias is None:
         return None
@@ -150,12 +152,12 @@ def _bias_units(problem: Problem) -> Tensor | None:
 
 
 def _output_constants(problem: Problem):
-    """The packed fixed-point multiplier of integer output (shift << 32 | multiplier) and the output's scale."""
+    """Returns the packed fixed-point multiplier of integer output (shift << 32 | multiplier) and the output's scale."""
     if problem.out_dtype.is_floating_point:
         return None, None
     s_v, out_scale = _spread(problem.v, problem.group), problem.out_scale
     if out_scale is None:
-        # a tensor: CUDA would multiply by a number's reciprocal
+        # a tensor, because CUDA multiplies by the reciprocal of a Python number
         qmax = torch.full_like(s_v, torch.iinfo(problem.out_dtype).max)
         out_scale = s_v * ((1 << (problem.v.bits - 1)) - 1) / qmax
     multiplier, exponent = output_multiplier(s_v, out_scale)

@@ -63,7 +63,7 @@ def run(problem: Problem, execute: Executor, *, tensor_unit: bool) -> Result:
     if problem.method in FLOAT_METHODS:
         return _run_float(problem, execute)
     d = max(problem.q.shape[3], problem.v.shape[3])
-    return _run_integer(problem.quantized(), execute, launches.integer_program(d, tensor_unit))
+    return _run_integer(problem.quantized(), execute, launches.integer_program(d, P_BITS[problem.method], tensor_unit))
 
 
 def _run_integer(problem: Problem, execute: Executor, program: str) -> Result:

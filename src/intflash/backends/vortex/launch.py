@@ -126,13 +126,16 @@ def float_program(head_dim: int) -> str:
     return FLASH_PROGRAMS[head_dim > 8]
 
 
-def integer_program(head_dim: int, tensor_unit: bool) -> str:
+def integer_program(head_dim: int, p_bits: int, tensor_unit: bool) -> str:
     """The program for a device, by simx's cycles.
 
-    At head_dim 8 the tensor unit's inner size of 32 would be filled to a quarter, and the SIMT program is faster. Above
-    8 it is faster for few keys only, where starting the kernel takes most of the time.
+    At head_dim 8 the tensor unit's inner size of 32 is filled to a quarter: with two digits of p the SIMT program is
+    faster. Else it is faster for few keys only, where starting the kernel takes most of the time.
+
+    >>> integer_program(8, 16, tensor_unit=True), integer_program(8, 8, tensor_unit=True)
+    ('intflash_simt', 'intflash_tensor')
     """
-    return "intflash_tensor" if tensor_unit and head_dim > 8 else "intflash_simt"
+    return "intflash_tensor" if tensor_unit and (p_bits == 8 or head_dim > 8) else "intflash_simt"
 
 
 def depth_constants(multiplier: int, shift: int) -> tuple[int, int]:

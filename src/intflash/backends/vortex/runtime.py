@@ -16,6 +16,7 @@ MEM_READ, MEM_WRITE, MEM_READ_WRITE = 1, 2, 3  # VX_MEM_*: the device's view
 CAPS = {"threads": 1, "warps": 2, "cores": 3, "local_memory": 6, "isa": 7}  # VX_CAPS_*
 
 GROUP_LOCAL_BYTES = 2048  # LOCAL_LIMIT of simt.h
+UNWRITTEN = 0xBAADF00DBAADF00D  # what simx's memory holds before anything is written
 
 _U32, _U64, _HANDLE = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 _POINTER = ctypes.POINTER
@@ -181,6 +182,11 @@ def run_job(folder: Path) -> None:
                     for name, counter in job["counters"].items()
                 }
             )
+            if UNWRITTEN in counters[-1]["cycles"]:
+                raise DeviceError(
+                    "the program ended before it wrote its counters: was libvortex.a built by clang, which reads the "
+                    "warp's number in one thread only? Build it with GCC, as docs/guide/vortex.md says"
+                )
         for name in job["outputs"]:
             (folder / name).write_bytes(device.read(buffers[name], job["buffers"][name]))
     (folder / "result.json").write_text(json.dumps({"caps": caps, "counters": counters}))

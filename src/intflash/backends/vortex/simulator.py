@@ -24,17 +24,16 @@ def build_simulator(install: Install, memory_clock_ratio: int) -> Path:
     makefile = install.runtime / "simx"
     if not makefile.is_dir():
         raise VortexError(f"{makefile} is missing: the memory clock ratio is a setting of the simulator's build")
-    newer = install.runtime.parent.name == "sw"
-    prefix = "VX_CFG_" if newer else ""
+    prefix = "VX_CFG_" if install.runtime.parent.name == "sw" else ""
     configs = [f"-D{prefix}{name}={value}" for name, value in _SETTINGS.items()]
-    configs += [f"-DMEM_CLOCK_RATIO={memory_clock_ratio}", f"-D{'VX_CFG_' if newer else ''}EXT_TCU_ENABLE"]
-    configs += ["-DPERF_ENABLE"]
+    configs += [f"-D{prefix}EXT_TCU_ENABLE", f"-DMEM_CLOCK_RATIO={memory_clock_ratio}", "-DPERF_ENABLE"]
     key = hashlib.sha256(f"{install.build}\0{configs}".encode()).hexdigest()[:16]
     folder = cache_folder("vortex", f"simx-{key}")
     library = folder / "libvortex-simx.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        command = ["make", "-C", str(makefile), f"DESTDIR={folder}", f"CONFIGS={' '.join(configs)}"]
+        jobs = f"-j{os.cpu_count() or 1}"
+        command = ["make", jobs, "-C", str(makefile), f"DESTDIR={folder}", f"CONFIGS={' '.join(configs)}"]
         env = os.environ | {"VORTEX_HOME": str(install.home)}
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         if done.returncode != 0 or not library.exists():

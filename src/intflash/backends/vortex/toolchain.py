@@ -135,19 +135,8 @@ def compile_kernel(install: Install, program: Program, defines: Mapping[str, int
         with tempfile.TemporaryDirectory(dir=image.parent) as name:
             folder = Path(name)
             runtime, kernel, linked = folder / "runtime.o", folder / "kernel.o", folder / "kernel.elf"
-            _run(
-                [
-                    *command,
-                    "-x",
-                    "c",
-                    "-std=gnu11",
-                    "-ffreestanding",
-                    "-c",
-                    str(KERNELS / "runtime.c"),
-                    "-o",
-                    str(runtime),
-                ]
-            )
+            _run([*command, "-x", "c", "-std=gnu11", "-ffreestanding", "-c", str(KERNELS / "runtime.c"),
+                  "-o", str(runtime)])  # fmt: skip
             _run([*command, "-std=c++17", "-c", str(program.path), "-o", str(kernel)])
             _run([*command, *_link_arguments(install), str(kernel), str(runtime), "-Wl,--start-group",
                   str(install.kernel_library), *map(str, install.extra_libraries), "-Wl,--end-group",

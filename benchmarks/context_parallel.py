@@ -1,0 +1,313 @@
+"""Context parallelism on the GPUs of one host, beside one GPU, torch's context_parallel and Ulysses in FP16.
+
+    torchrun --nproc-per-node 2 -m benchmarks.context_parallel --out benchmarks/results/h200/context_parallel_2
+
+writes OUT.json and, of the first workload, a profile OUT.rank0.trace.json. The faults are runs of their own, which end
+with an error on every rank: `--fault mismatch`, `--fault kill`. `--device cpu --tiny` tries the script without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import intflash
+from intflash.bench.measure import environment
+from intflash.distributed import attention, bytes_sent, context_parallel, counting, shard
+
+METHODS = ("intflash", "intflash_p8", "intflash_bfp")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Attention of one layer, FP16 in and out."""
+
+    q_heads: int
+    kv_heads: int
+    tokens: int
+    head_dim: int = 128
+    causal: bool = False
+
+    @property
+    def layout(self) -> str:
+        return "zigzag" if self.causal else "contiguous"
+
+    @property
+    def operations(self) -> float:
+        return 4 * self.q_heads * self.tokens**2 * self.head_dim / (2 if self.causal else 1)
+
+    def inputs(self, device: torch.device) -> list[Tensor]:
+        """The same on all ranks."""
+        generator = torch.Generator(device).manual_seed(0)
+        heads = (self.q_heads, self.kv_heads, self.kv_heads)
+        shapes = [(1, h, self.tokens, self.head_dim) for h in heads]
+        return [torch.randn(s, generator=generator, device=device, dtype=torch.float16) for s in shapes]
+
+
+WORKLOADS = {
+    "Wan 1.3B, 480p": Workload(12, 12, 32_760),
+    "Wan 1.3B, 720p": Workload(12, 12, 75_600),
+    "Llama prefill": Workload(32, 8, 32_768, causal=True),
+}
+TINY = {"tiny": Workload(8, 8, 96, 16), "tiny causal": Workload(8, 4, 96, 16, causal=True)}
+
+
+class Bench:
+    """What measures calls on all ranks at once."""
+
+    def __init__(self, device: torch.device, rounds: int) -> None:
+        self.device, self.rounds = device, rounds
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def once(self, call: Callable[[], Any], alone: bool) -> float:
+        """Seconds of the slowest rank; `alone`: on rank 0 while the others wait."""
+        self.wait()
+        dist.barrier()
+        start = time.perf_counter()
+        if not alone or dist.get_rank() == 0:
+            call()
+            self.wait()
+        seconds = torch.tensor(time.perf_counter() - start, device=self.device, dtype=torch.float64)
+        if alone:
+            dist.broadcast(seconds, 0)
+        else:
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return seconds.item()
+
+    def seconds(self, calls: dict[str, tuple[Callable[[], Any], bool]]) -> dict[str, float]:
+        """Medians; the contenders take turns, so that each meets the chip as warm as the others do."""
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for i in range(self.rounds + 2):
+            for name, (call, alone) in calls.items():
+                seconds = self.once(call, alone)
+                if i > 1:
+                    samples[name].append(seconds)
+        return {name: statistics.median(x) for name, x in samples.items()}
+
+
+def all_to_all_heads(x: Tensor, back: bool = False) -> Tensor:
+    """Ulysses in the tensor's own dtype: tokens for heads ``[1, H, n, D]`` to ``[1, H / R, R n, D]``, or back."""
+    ranks = dist.get_world_size()
+    _, h, n, d = x.shape
+    if back:
+        parts = x.view(h, ranks, n // ranks, d).transpose(0, 1).contiguous()
+    else:
+        parts = x.reshape(ranks, h // ranks, n, d).contiguous()
+    out = torch.empty_like(parts)
+    dist.all_to_all_single(out, parts)
+    return out.view(1, h * ranks, n // ranks, d) if back else out.transpose(0, 1).reshape(1, h // ranks, ranks * n, d)
+
+
+def ulysses_fp16(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Of contiguous shards; all ranks have as much work, causal or not."""
+    q, k, v = map(all_to_all_heads, (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    return all_to_all_heads(out, back=True)
+
+
+def torch_context_parallel(work: Workload, inputs: list[Tensor], stack: ExitStack, mesh: Any) -> Callable[[], Tensor]:
+    """torch's own ring attention, whose context stays entered."""
+    from torch.distributed.tensor.experimental import context_parallel as torch_cp
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (x.clone() for x in inputs)
+    if work.q_heads != work.kv_heads:
+        k, v = (x.repeat_interleave(work.q_heads // work.kv_heads, dim=1) for x in (k, v))
+    stack.enter_context(torch_cp(mesh, buffers=(q, k, v), buffer_seq_dims=(2, 2, 2)))
+    stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]))
+    return partial(F.scaled_dot_product_attention, q, k, v, is_causal=work.causal)
+
+
+def measure(name: str, work: Workload, bench: Bench, mesh: Any) -> list[dict[str, Any]]:
+    """Rows of one workload."""
+    ranks, inputs = dist.get_world_size(), work.inputs(bench.device)
+    base = dict(workload=name, shape=f"{work.q_heads}/{work.kv_heads} heads, N {work.tokens}, D {work.head_dim}",
+                causal=work.causal, ranks=ranks)  # fmt: skip
+    gqa = work.q_heads != work.kv_heads
+    whole = dict(is_causal=work.causal, enable_gqa=gqa, check_finite=False)
+    sharded = whole | dict(layout=work.layout)
+    rows, calls = [], {}
+    parts = [shard(x, layout=work.layout) for x in inputs]
+    even = [shard(x) for x in inputs]
+    for method in METHODS:
+        try:
+            expected = shard(intflash.attention(*inputs, method=method, **whole), layout=work.layout)
+        except intflash.InputError as error:  # a bound on the keys
+            rows.append(base | dict(contender=method, note=str(error)))
+            continue
+        calls[f"{method}, one GPU"] = partial(intflash.attention, *inputs, method=method, **whole), True
+        schemes = ["gather", *(["ulysses"] if work.kv_heads % ranks == 0 else [])]
+        for scheme in schemes:
+            call = partial(attention, *parts, method=method, scheme=scheme, **sharded)
+            with counting() as traffic:
+                out = call()
+            want = bytes_sent(inputs[0].shape, inputs[1].shape, ranks=ranks, scheme=scheme, out_dtype=torch.float16)
+            calls[f"{method}, {scheme}"] = call, False
+            rows.append(base | dict(
+                contender=f"{method}, {scheme}", equal_bits=torch.equal(out, expected), bytes_counted=traffic.total,
+                bytes_formula=want, collectives=sum(traffic.calls.values()),
+            ))  # fmt: skip
+    sdpa = partial(F.scaled_dot_product_attention, *inputs, is_causal=work.causal, enable_gqa=gqa)
+    calls["FP16 SDPA, one GPU"] = sdpa, True
+    if work.kv_heads % ranks == 0:
+        calls["FP16 SDPA, ulysses"] = partial(ulysses_fp16, *even, work.causal), False
+    seconds = bench.seconds(calls)
+    try:
+        with ExitStack() as stack:
+            ring = {"torch context_parallel": (torch_context_parallel(work, inputs, stack, mesh), False)}
+            seconds |= bench.seconds(ring)
+    except (RuntimeError, ImportError, NotImplementedError) as error:
+        rows.append(base | dict(contender="torch context_parallel", note=str(error).splitlines()[0]))
+    known = {row["contender"]: row for row in rows}
+    for contender, s in seconds.items():
+        row = known.get(contender) or base | dict(contender=contender)
+        one = seconds[f"{contender.partition(',')[0]}, one GPU"] if "," in contender else seconds["FP16 SDPA, one GPU"]
+        row |= dict(ms=1e3 * s, speedup=one / s, tops=work.operations / s / 1e12)
+        if contender not in known:
+            rows.append(row)
+    return rows
+
+
+def video_block(bench: Bench, mesh: Any, tiny: bool) -> list[dict[str, Any]]:
+    """One block of Wan 1.3B at 480p with its projections and cross attention, patched, on one GPU and on all."""
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
+    size = dict(num_attention_heads=2, attention_head_dim=16, ffn_dim=32) if tiny else {}
+    sizes = dict(num_attention_heads=12, attention_head_dim=128, ffn_dim=8960, num_layers=1) | size
+    model = WanTransformer3DModel(**sizes).eval().to(bench.device, dtype)
+    frames, height, width = (2, 8, 8) if tiny else (21, 60, 104)
+    inputs = dict(
+        hidden_states=torch.randn(1, 16, frames, height, width, device=bench.device, dtype=dtype),
+        timestep=torch.tensor([500], device=bench.device),
+        encoder_hidden_states=torch.randn(1, 512, 4096, device=bench.device, dtype=dtype),
+    )  # fmt: skip
+    base = dict(workload="Wan 1.3B block, 480p", ranks=dist.get_world_size())
+    rows = []
+    for method in METHODS:
+        with torch.no_grad(), intflash.patch(model, method):
+            want = model(**inputs, return_dict=False)[0]
+            alone = bench.seconds({"one": (partial(model, **inputs), True)})["one"]
+            with context_parallel(model, mesh):
+                out = model(**inputs, return_dict=False)[0]
+                seconds = bench.seconds({"all": (partial(model, **inputs), False)})["all"]
+        difference = float((out - want).float().abs().max() / want.float().abs().max())
+        rows.append(base | dict(
+            contender=method, ms_one_gpu=1e3 * alone, ms=1e3 * seconds, speedup=alone / seconds,
+            largest_difference=difference,
+        ))  # fmt: skip
+    return rows
+
+
+def overlap(events: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Of a chrome trace's kernels: microseconds of NCCL's, of all others, and of NCCL's that others cover."""
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    spans = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in kernels]
+    others = _joined((a, b) for a, b, nccl in spans if not nccl)
+    nccl = _joined((a, b) for a, b, nccl in spans if nccl)
+    hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in nccl for c, d in others)
+    return dict(nccl_us=sum(b - a for a, b in nccl), others_us=sum(b - a for a, b in others), hidden_us=hidden)
+
+
+def _joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for a, b in sorted(spans):
+        if found and a <= found[-1][1]:
+            found[-1] = found[-1][0], max(b, found[-1][1])
+        else:
+            found.append((a, b))
+    return found
+
+
+def profile(work: Workload, bench: Bench, out: Path) -> dict[str, float]:
+    """The overlap of communication and computation in one call, whose trace is written beside the results."""
+    parts = [shard(x, layout=work.layout) for x in work.inputs(bench.device)]
+    call = partial(attention, *parts, is_causal=work.causal, layout=work.layout, enable_gqa=True, scheme="gather",
+                   check_finite=False)  # fmt: skip
+    for _ in range(3):
+        call()
+    bench.wait()
+    with torch.profiler.profile() as prof:
+        call()
+        bench.wait()
+    trace = out.with_suffix(f".rank{dist.get_rank()}.trace.json")
+    prof.export_chrome_trace(str(trace))
+    found = overlap(json.loads(trace.read_text())["traceEvents"])
+    if dist.get_rank() > 0:
+        trace.unlink()
+    return found
+
+
+def fault(kind: str, device: torch.device) -> None:
+    """Ends every rank with an error: the last one makes another call, or is killed."""
+    q, k, v = TINY["tiny"].inputs(device)
+    attention(q, k, v, check_finite=False)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    if kind == "kill" and last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    attention(q, k, v, scale=0.5 if kind == "mismatch" and last else None, check_finite=False)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("results/context_parallel"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--without-model", action="store_true", help="leave out the video block, which needs diffusers")
+    parser.add_argument("--fault", choices=("mismatch", "kill"))
+    parser.add_argument("--timeout", type=float, default=120.0, help="of the process group, in seconds")
+    options = parser.parse_args()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast, which a shared host may not have
+    device = torch.device(options.device)
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout))
+    if options.fault:
+        fault(options.fault, device)
+        raise SystemExit("the fault was not seen")
+    mesh = init_device_mesh(options.device, (dist.get_world_size(),))
+    bench, rows = Bench(device, 2 if options.tiny else options.rounds), []
+    for name, work in (TINY if options.tiny else WORKLOADS).items():
+        rows += measure(name, work, bench, mesh)
+    if not options.without_model:
+        rows += video_block(bench, mesh, options.tiny)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    first = next(iter((TINY if options.tiny else WORKLOADS).values()))
+    found = dict(environment=environment(), nccl_nvls=os.environ["NCCL_NVLS_ENABLE"],
+                 overlap=profile(first, bench, options.out), rows=rows)  # fmt: skip
+    if dist.get_rank() == 0:
+        options.out.with_suffix(".json").write_text(json.dumps(found, indent=1, default=str))
+        for row in rows:
+            print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()})
+        print(found["overlap"])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+// The sums of a row of intflash_bfp: docs/numerics.md section 2, "An exponent per block of keys".
+#pragma once
+#include "cpu/arithmetic.hpp"
+
+namespace intflash {
+namespace {
+
+constexpr int64_t kBlockFloatBiasStep = int64_t(1) << 20;  // 2^-12 octave in T
+constexpr int kNoOctave = -(1 << 29);                      // of a group without keys, below every other
+constexpr int kFar = 48;                                   // a block so many octaves below its row adds nothing
+constexpr int kMaxGap = 96;
+constexpr int64_t kMostShared = 65536;                  // keys whose sums of P's digits fit 32 bits
+constexpr int kOutputShift = 24;                        // from a row's sums to those that its output is made of
+constexpr int kLeastFraction = 20, kManyFraction = 24;  // fraction bits of the sums of more and of up to 2^16 keys
+
+// Writes for every key whether all codes of its value are 0.
+inline void find_valueless(const int8_t* v, int64_t key_step, int64_t step, int64_t n, int64_t dim, uint8_t* out) {
+  for (int64_t j = 0; j < n; ++j, v += key_step) {
+    int8_t some = 0;
+    if (step == 1)
+      for (int64_t d = 0; d < dim; ++d) some |= v[d];
+    else
+      for (int64_t d = 0; d < dim; ++d) some |= v[d * step];
+    out[j] = some == 0;
+  }
+}
+inline bool has_valueless(const uint8_t* valueless, int64_t n) {
+  uint8_t some = 0;
+  for (int64_t j = 0; j < n; ++j) some |= valueless[j];
+  return some;
+}
+
+// The octaves and sums of a row. Blocks of one octave share sums in 32 bits, which are `pending` until a block of
+// another octave comes. l and the wide acc count from the largest octave so far, of all keys and of those with a value,
+// with `fraction` fraction bits.
+struct BlockFloatRow {
+  int fraction, top, value_top, pending, lowest, value_lowest;
+  bool has_wide;
+  int64_t l;
+
+  BlockFloatRow() = default;
+  explicit BlockFloatRow(int64_t keys)
+      : fraction(keys > 65536 ? kLeastFraction : kManyFraction), top(kNoOctave), value_top(kNoOctave) {
+    begin();
+  }
+  void begin() { pending = kNoOctave, lowest = value_lowest = INT32_MAX, has_wide = false, l = 0; }
+
+  // Whether every shift was exact. Where one was not, the row is summed again from the octaves found, block by block.
+  bool is_exact() const {
+    return lowest == INT32_MAX ||
+           (top - lowest <= fraction && (value_lowest == INT32_MAX || largest_of_value() - value_lowest <= fraction));
+  }
+  int largest_of_value() const { return larger(value_top, pending); }
+  void begin_again() { value_top = largest_of_value(), begin(); }
+
+  void add_l(int octave, uint32_t sum) {
+    if (octave > top) l >>= smaller(octave - top, 63), top = octave;
+    lowest = smaller(lowest, octave);
+    const int depth = top - octave;
+    if (depth < kFar) l += (int64_t(sum) << fraction) >> depth;
+  }
+
+  // Adds the pending sums, 256 * high + low, to the wide ones, below what is the largest octave with `octave`.
+  void merge(int octave, const int32_t* high, const int32_t* low, int64_t* acc, int64_t n) {
+    if (octave > value_top) {
+      if (has_wide) {
+        const int by = smaller(octave - value_top, 63);
+        for (int64_t d = 0; d < n; ++d) acc[d] >>= by;
+      }
+      value_top = octave;
+    }
+    const int depth = value_top - pending, up = fraction - depth;
+    if (!has_wide)
+      for (int64_t d = 0; d < n; ++d) acc[d] = 0;
+    has_wide = true;
+    if (depth >= kFar) return;
+    if (up >= 0)
+      for (int64_t d = 0; d < n; ++d) acc[d] += int64_t(uint64_t(int64_t(high[d]) * 256 + low[d]) << up);
+    else  // of a block alone, whose sums fit 32 bits
+      for (int64_t d = 0; d < n; ++d) acc[d] += (high[d] * 256 + low[d]) >> smaller(-up, 31);
+  }
+
+  int gap() const { return value_top == kNoOctave ? 0 : smaller(top - value_top, kMaxGap); }
+  uint32_t rounded_l() const { return uint32_t((l + (1 << (kOutputShift - 1))) >> kOutputShift); }
+  int64_t log_sum_level() const { return l ? int64_t(top + kOutputShift - fraction) * (int64_t(1) << 32) : kNever; }
+};
+
+// Writes the digits of acc / 2^kOutputShift, rounded half up.
+inline void rounded_acc(const int64_t* acc, int64_t n, int32_t* high, int32_t* low) {
+  for (int64_t d = 0; d < n; ++d) {
+    const int64_t x = (acc[d] + (1 << (kOutputShift - 1))) >> kOutputShift;
+    high[d] = int32_t(x >> 8), low[d] = int32_t(x & 255);
+  }
+}
+
+}  // namespace
+}  // namespace intflash

@@ -1,0 +1,617 @@
+#include "host/module.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+#include "host/run_call.h"
+
+// Every check here accepts what it knows and declines everything else: `attend` then returns None, and Python serves
+// the call in general or says what is wrong with it. So there is one place for error messages, and an argument, a field
+// of a recipe or a kind of tensor that this file has never heard of is not ignored.
+namespace intflash {
+namespace {
+
+enum class Granularity { kTensor, kHead, kToken, kBlock, kChannel, kOther };
+
+// The scales of one of q, k, v: those that its codes have, or how floats become codes.
+struct Scaling {
+  Granularity granularity = Granularity::kTensor;
+  int bits = 8;
+  int64_t block = 1;  // tokens per scale
+  nb::object scale;   // a tensor; of floats also a float, or None where it is the call's own
+};
+
+struct ServedMethod {
+  PyObject* name;  // interned
+  Method method;
+  Scaling floats[3];  // by the method's own recipe
+};
+
+// What Python tells of itself at import. All references are kept for as long as the process runs.
+struct Python {
+  PyObject *tensor, *parameter, *qtensor, *recipe;  // classes
+  PyObject *is_grad_enabled, *get_num_threads;      // functions
+  PyObject* forward_ad;                             // the module that knows the level of forward-mode derivatives
+  std::vector<PyObject*> watchers;                  // functions: true where torch must see the call
+  std::vector<ServedMethod> methods;
+  int64_t most_keys, most_head_dim, most_value_dim;
+  float least_recipe_scale, least_scale;
+  int32_t bias_limit;
+};
+Python& python = *new Python;  // not destroyed: the interpreter ends before the process
+bool is_ready = false;
+
+// Interned names.
+struct Names {
+  PyObject* data = PyUnicode_InternFromString("data");
+  PyObject* scale = PyUnicode_InternFromString("scale");
+  PyObject* granularity = PyUnicode_InternFromString("granularity");
+  PyObject* block_size = PyUnicode_InternFromString("block_size");
+  PyObject* bits = PyUnicode_InternFromString("bits");
+  PyObject* q = PyUnicode_InternFromString("q");
+  PyObject* k = PyUnicode_InternFromString("k");
+  PyObject* v = PyUnicode_InternFromString("v");
+  PyObject* q_scale = PyUnicode_InternFromString("q_scale");
+  PyObject* k_scale = PyUnicode_InternFromString("k_scale");
+  PyObject* v_scale = PyUnicode_InternFromString("v_scale");
+  PyObject* smooth_k = PyUnicode_InternFromString("smooth_k");
+  PyObject* rotate = PyUnicode_InternFromString("rotate");
+  PyObject* rule = PyUnicode_InternFromString("rule");
+  PyObject* tensor = PyUnicode_InternFromString("tensor");
+  PyObject* head = PyUnicode_InternFromString("head");
+  PyObject* token = PyUnicode_InternFromString("token");
+  PyObject* block = PyUnicode_InternFromString("block");
+  PyObject* channel = PyUnicode_InternFromString("channel");
+  PyObject* exact = PyUnicode_InternFromString("exact");
+  PyObject* cpu = PyUnicode_InternFromString("cpu");
+  PyObject* top_left = PyUnicode_InternFromString("top_left");
+  PyObject* bottom_right = PyUnicode_InternFromString("bottom_right");
+  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+  PyObject* _current_level = PyUnicode_InternFromString("_current_level");
+};
+const Names& names() {
+  static const Names found;
+  return found;
+}
+
+// The arguments of `attention`, in their order in call.ARGUMENTS: a test compares the two.
+constexpr const char* kArguments[] = {
+    "q",         "k",         "v",          "attn_mask",    "is_causal",    "scale",
+    "method",    "backend",   "enable_gqa", "bias",         "causal_align", "recipe",
+    "out_dtype", "out_scale", "return_lse", "cu_seqlens_q", "cu_seqlens_k", "check_finite"};
+struct Arguments {
+  PyObject *q, *k, *v, *attn_mask, *is_causal, *scale, *method, *backend, *enable_gqa, *bias, *causal_align, *recipe,
+      *out_dtype, *out_scale, *return_lse, *cu_seqlens_q, *cu_seqlens_k, *check_finite;
+};
+
+// Those of the custom op, as op.FLAT: QTensors and the recipe are laid out.
+constexpr const char* kFlat[] = {"q",
+                                 "k",
+                                 "v",
+                                 "attn_mask",
+                                 "bias",
+                                 "out_scale",
+                                 "cu_seqlens_q",
+                                 "cu_seqlens_k",
+                                 "q_scale",
+                                 "k_scale",
+                                 "v_scale",
+                                 "scale",
+                                 "out_dtype",
+                                 "number_scales",
+                                 "sizes",
+                                 "is_causal",
+                                 "method",
+                                 "backend",
+                                 "enable_gqa",
+                                 "causal_align",
+                                 "return_lse",
+                                 "check_finite",
+                                 "quantized",
+                                 "smooth_k",
+                                 "rotate",
+                                 "q_granularity",
+                                 "k_granularity",
+                                 "v_granularity",
+                                 "rule",
+                                 "dynamic_out"};
+struct Flat {
+  PyObject *q, *k, *v, *attn_mask, *bias, *out_scale, *cu_seqlens_q, *cu_seqlens_k, *q_scale, *k_scale, *v_scale,
+      *scale, *out_dtype, *number_scales, *sizes, *is_causal, *method, *backend, *enable_gqa, *causal_align,
+      *return_lse, *check_finite, *quantized, *smooth_k, *rotate, *q_granularity, *k_granularity, *v_granularity, *rule,
+      *dynamic_out;
+};
+
+// Fills a struct of PyObject* with arguments by position.
+template <class To, size_t N>
+To by_position(nb::args given, const char* const (&)[N]) {
+  static_assert(sizeof(To) == N * sizeof(PyObject*));
+  if (given.size() != N) throw std::invalid_argument("all arguments are needed, by position");
+  PyObject* all[N];
+  for (size_t i = 0; i < N; ++i) all[i] = PyTuple_GetItem(given.ptr(), Py_ssize_t(i));
+  To to;
+  std::memcpy(&to, all, sizeof to);
+  return to;
+}
+
+// Thrown where Python must serve the call.
+struct Declined {};
+
+void require(bool served) {
+  if (!served) throw Declined{};
+}
+
+bool is_type(PyObject* x, PyObject* type) { return reinterpret_cast<PyObject*>(Py_TYPE(x)) == type; }
+
+// Whether a string is this interned one; anything that is no str is not.
+bool is_name(PyObject* x, PyObject* name) {
+  if (x == name) return true;
+  return PyUnicode_CheckExact(x) && PyUnicode_Compare(x, name) == 0;
+}
+
+nb::object attribute(PyObject* x, PyObject* name) {
+  PyObject* found = PyObject_GetAttr(x, name);
+  if (!found) nb::raise_python_error();
+  return nb::steal(found);
+}
+
+bool flag(PyObject* x) {
+  require(x == Py_True || x == Py_False);
+  return x == Py_True;
+}
+
+bool truth_of_call(PyObject* function) {
+  PyObject* found = PyObject_CallNoArgs(function);
+  if (!found) nb::raise_python_error();
+  const int truth = PyObject_IsTrue(found);
+  Py_DECREF(found);
+  if (truth < 0) nb::raise_python_error();
+  return truth != 0;
+}
+
+int64_t integer(PyObject* x) {
+  const int64_t value = PyLong_AsLongLong(x);
+  if (value == -1 && PyErr_Occurred()) nb::raise_python_error();
+  return value;
+}
+
+Granularity granularity_of(PyObject* x) {
+  const Names& n = names();
+  const std::pair<PyObject*, Granularity> known[] = {{n.tensor, Granularity::kTensor},
+                                                     {n.head, Granularity::kHead},
+                                                     {n.token, Granularity::kToken},
+                                                     {n.block, Granularity::kBlock},
+                                                     {n.channel, Granularity::kChannel}};
+  for (const auto& [name, granularity] : known)
+    if (x == name) return granularity;
+  for (const auto& [name, granularity] : known)
+    if (is_name(x, name)) return granularity;
+  return Granularity::kOther;
+}
+
+// Reads a Recipe.
+void read_recipe(PyObject* recipe, Scaling (&floats)[3]) {
+  const Names& n = names();
+  PyObject* const kinds[3] = {n.q, n.k, n.v};
+  PyObject* const scales[3] = {n.q_scale, n.k_scale, n.v_scale};
+  require(attribute(recipe, n.smooth_k).ptr() == Py_False && attribute(recipe, n.rotate).ptr() == Py_False);
+  require(is_name(attribute(recipe, n.rule).ptr(), n.exact));
+  const int bits = int(integer(attribute(recipe, n.bits).ptr()));
+  for (int i = 0; i < 3; ++i)
+    floats[i] = {granularity_of(attribute(recipe, kinds[i]).ptr()), bits, 1, attribute(recipe, scales[i])};
+}
+
+// Reads tensors that are memory in a CPU and nothing else.
+class Reader {
+ public:
+  // `dispatched`: torch's dispatcher has seen to gradients and negated tensors.
+  explicit Reader(bool dispatched)
+      : dispatched_(dispatched), wants_gradients_(!dispatched && truth_of_call(python.is_grad_enabled)) {}
+
+  TorchTensor operator()(PyObject* x) const {
+    require(is_type(x, python.tensor) || is_type(x, python.parameter));
+    TorchTensor t;
+    require(torch_library.read(x, t) && t.is_cpu);
+    if (dispatched_) return t;
+    PyObject* negated = call_method(x, names().is_neg);
+    require(negated == Py_False);
+    require(!wants_gradients_ || attribute(x, names().requires_grad).ptr() == Py_False);
+    return t;
+  }
+  bool is_dispatched() const { return dispatched_; }
+
+ private:
+  static PyObject* call_method(PyObject* x, PyObject* name) {
+    PyObject* found = PyObject_CallMethodObjArgs(x, name, nullptr);
+    if (!found) nb::raise_python_error();
+    Py_DECREF(found);  // a bool
+    return found;
+  }
+  const bool dispatched_, wants_gradients_;
+};
+
+// The last axes of a tensor as those of a view; the leading ones that it lacks are of size 1.
+TensorView view_of(const TorchTensor& t) {
+  require(t.axes <= 4);
+  TensorView v;
+  v.data = t.data;
+  for (int64_t i = 0; i < t.axes; ++i) {
+    const int64_t axis = 4 - t.axes + i;
+    require(t.shape[i] > 0);
+    if (t.shape[i] != 1) v.shape[axis] = t.shape[i], v.stride[axis] = t.stride[i];
+  }
+  return v;
+}
+
+// Whether all values of a scale are in [least, infinity).
+bool are_in_range(const TensorView& scale, float least) {
+  const View<float> view = scale.as<float>();
+  for (int64_t a = 0; a < scale.shape[0]; ++a)
+    for (int64_t b = 0; b < scale.shape[1]; ++b)
+      for (int64_t c = 0; c < scale.shape[2]; ++c)
+        for (int64_t d = 0; d < scale.shape[3]; ++d) {
+          const float value = *view.at(a, b, c, d);
+          if (!(value >= least && value < INFINITY)) return false;
+        }
+  return true;
+}
+
+// Whether an int32 bias has codes at its limit, which stand for values past it. Absent keys are no such codes.
+bool is_saturated(const TensorView& bias) {
+  const View<int32_t> view = bias.as<int32_t>();
+  bool found = false;
+  for (int64_t a = 0; a < bias.shape[0]; ++a)
+    for (int64_t b = 0; b < bias.shape[1]; ++b)
+      for (int64_t c = 0; c < bias.shape[2]; ++c) {
+        const int32_t* row = view.at(a, b, c);
+        const int64_t step = view.stride[3];
+        for (int64_t d = 0; d < bias.shape[3]; ++d) {
+          const int32_t value = row[d * step];
+          found |= value == python.bias_limit || value == -python.bias_limit;
+        }
+      }
+  return found;
+}
+
+// Sizes of q, k and v that a call can have, as validate.check_inputs: those of missing axes are 1.
+void check_shapes(const TorchTensor (&t)[3], const TensorView& q, const TensorView& k, const TensorView& v, bool gqa) {
+  require(t[0].axes >= 2 && t[1].axes == t[0].axes && t[2].axes == t[0].axes);
+  require(q.shape[3] == k.shape[3] && k.shape[2] == v.shape[2] && k.shape[1] == v.shape[1]);
+  require(q.shape[0] == k.shape[0] && k.shape[0] == v.shape[0]);
+  require(q.shape[1] == k.shape[1] || (gqa && q.shape[1] % k.shape[1] == 0));
+  require(k.shape[2] <= python.most_keys && q.shape[3] <= python.most_head_dim && v.shape[3] <= python.most_value_dim);
+}
+
+// A mask that broadcasts to the scores of a call, as masks.normalize_mask.
+TensorView read_mask(const Reader& read, PyObject* mask, int32_t dtype, const Call& call) {
+  const TorchTensor t = read(mask);
+  require(t.dtype == dtype);
+  const TensorView m = view_of(t);
+  require(call.batch % m.shape[0] == 0 && (m.shape[1] == 1 || m.shape[1] == call.heads_q) &&
+          (m.shape[2] == 1 || m.shape[2] == call.nq) && (m.shape[3] == 1 || m.shape[3] == call.nk));
+  return m;
+}
+
+// A float tensor as its recipe quantizes it.
+FloatInput read_float(const Reader& read, const TensorView& x, FloatType type, const Scaling& how) {
+  const bool per_head = how.granularity == Granularity::kHead;
+  require(per_head || how.granularity == Granularity::kTensor);
+  FloatInput input = float_input(x, type, per_head, (1 << (how.bits - 1)) - 1);
+  PyObject* const scale = how.scale.ptr();
+  if (scale == Py_None) return input;
+  if (PyFloat_CheckExact(scale)) {  // the recipe has checked it
+    set_scale(input, float(PyFloat_AsDouble(scale)));
+    return input;
+  }
+  const TorchTensor t = read(scale);
+  require(t.dtype == torch_library.dtype.float32 && t.axes <= 4);
+  TensorView view;
+  view.place(size_t(t.axes), [&](size_t a) { return t.shape[a]; }, [&](size_t a) { return t.stride[a]; });
+  view.data = t.data;
+  const int64_t batch = view.shape[0], heads = view.shape[1];
+  require(view.shape[2] == 1 && view.shape[3] == 1);
+  if (per_head) {
+    require((t.axes == 1 || t.axes == 4) && heads == x.shape[1] && (batch == 1 || batch == x.shape[0]));
+  } else {
+    require(batch == 1 && heads == 1);
+  }
+  require(are_in_range(view, python.least_recipe_scale));
+  set_scale(input, view.as<float>());
+  return input;
+}
+
+// The scale of int8 codes of four axes.
+TensorView read_scale(const Reader& read, const TorchTensor& codes, const Scaling& how) {
+  require(codes.dtype == torch_library.dtype.int8 && codes.axes == 4);
+  const TorchTensor t = read(how.scale.ptr());
+  require(t.dtype == torch_library.dtype.float32 && t.axes == 4);
+  const int64_t *size = codes.shape, *of = t.shape;
+  const bool heads = of[1] == size[1] && (of[0] == 1 || of[0] == size[0]);
+  switch (how.granularity) {
+    case Granularity::kTensor: require(of[0] == 1 && of[1] == 1 && of[2] == 1 && of[3] == 1); break;
+    case Granularity::kHead: require(heads && of[2] == 1 && of[3] == 1); break;
+    case Granularity::kToken: require(heads && of[2] == size[2] && of[3] == 1); break;
+    case Granularity::kBlock:
+      require(heads && how.block > 0 && of[2] == (size[2] - 1) / how.block + 1 && of[3] == 1);
+      break;
+    case Granularity::kChannel: require(heads && of[2] == 1 && of[3] == size[3]); break;
+    case Granularity::kOther: require(false);
+  }
+  const TensorView view = view_of(t);
+  require(are_in_range(view, python.least_scale));
+  return view;
+}
+
+const ServedMethod& method_named(PyObject* name) {
+  for (const ServedMethod& m : python.methods)
+    if (name == m.name) return m;
+  for (const ServedMethod& m : python.methods)
+    if (is_name(name, m.name)) return m;
+  throw Declined{};
+}
+
+// Returns whether out_dtype is one of an output, and which.
+bool find_out_type(PyObject* dtype, OutType& type) {
+  for (int i = 0; i < 5; ++i)
+    if (dtype == out_dtypes[i]) return type = OutType(i), true;
+  return false;
+}
+
+int64_t* empty_statistics(const TorchTensor& q, nb::object& tensor) {
+  int64_t stride[4], step = 1;
+  for (int64_t i = q.axes - 1; i-- > 0; step *= q.shape[i]) stride[i] = step;
+  char* data = nullptr;
+  tensor = torch_library.empty(q.axes - 1, q.shape, stride, torch_library.dtype.int64, int64_dtype, data);
+  return reinterpret_cast<int64_t*>(data);
+}
+
+// A call as either way brings it.
+struct Request {
+  const ServedMethod* method = nullptr;
+  bool is_codes = false;
+  nb::object tensor[3];  // of q, k, v: codes or floats
+  Scaling scaling[3];
+  PyObject *attn_mask, *bias, *scale, *out_dtype;  // each may be None
+  bool is_causal, bottom_right, enable_gqa, return_lse, look;
+};
+
+// What a call gives.
+struct Response {
+  nb::object out, out_scale, t_max, l_sum;  // those that are not wanted are null
+};
+
+bool is_bottom_right(PyObject* align) {
+  if (is_name(align, names().bottom_right)) return true;
+  require(is_name(align, names().top_left));
+  return false;
+}
+
+Request request_of(const Arguments& a) {
+  const Names& n = names();
+  require(a.out_scale == Py_None && a.cu_seqlens_q == Py_None && a.cu_seqlens_k == Py_None);
+  require(a.backend == Py_None || is_name(a.backend, n.cpu));
+  Request r;
+  r.method = &method_named(a.method);
+  r.is_codes = is_type(a.q, python.qtensor);
+  PyObject* const inputs[3] = {a.q, a.k, a.v};
+  require(!r.is_codes || a.recipe == Py_None);
+  require(a.recipe == Py_None || is_type(a.recipe, python.recipe));
+  if (a.recipe != Py_None) read_recipe(a.recipe, r.scaling);
+  for (int i = 0; i < 3; ++i) {
+    PyObject* const x = inputs[i];
+    if (!r.is_codes) {
+      r.tensor[i] = nb::borrow(x);
+      if (a.recipe == Py_None) r.scaling[i] = r.method->floats[i];
+      continue;
+    }
+    require(is_type(x, python.qtensor));
+    r.tensor[i] = attribute(x, n.data);
+    const nb::object block = attribute(x, n.block_size);
+    r.scaling[i] = {granularity_of(attribute(x, n.granularity).ptr()), int(integer(attribute(x, n.bits).ptr())),
+                    block.is_none() ? 1 : integer(block.ptr()), attribute(x, n.scale)};
+  }
+  r.attn_mask = a.attn_mask, r.bias = a.bias, r.scale = a.scale, r.out_dtype = a.out_dtype;
+  r.is_causal = flag(a.is_causal), r.bottom_right = is_bottom_right(a.causal_align);
+  r.enable_gqa = flag(a.enable_gqa), r.return_lse = flag(a.return_lse);
+  r.look = a.check_finite == Py_None || flag(a.check_finite);
+  return r;
+}
+
+Request request_of(const Flat& a) {
+  const Names& n = names();
+  require(a.out_scale == Py_None && a.cu_seqlens_q == Py_None && a.cu_seqlens_k == Py_None);
+  require(a.backend == Py_None || is_name(a.backend, n.cpu));
+  require(!flag(a.smooth_k) && !flag(a.rotate) && !flag(a.dynamic_out) && is_name(a.rule, n.exact));
+  Request r;
+  r.method = &method_named(a.method);
+  r.is_codes = flag(a.quantized);
+  PyObject* const inputs[3] = {a.q, a.k, a.v};
+  PyObject* const scales[3] = {a.q_scale, a.k_scale, a.v_scale};
+  PyObject* const granularities[3] = {a.q_granularity, a.k_granularity, a.v_granularity};
+  for (int i = 0; i < 3; ++i) {
+    r.tensor[i] = nb::borrow(inputs[i]);
+    Scaling& s = r.scaling[i];
+    s.granularity = granularity_of(granularities[i]);
+    if (s.granularity == Granularity::kBlock) s.block = integer(PyList_GetItem(a.sizes, i));
+    s.bits = int(integer(PyList_GetItem(a.sizes, 3 + i)));
+    s.scale = nb::borrow(scales[i]);
+    PyObject* const number = PyList_GetItem(a.number_scales, i);  // 0: none
+    if (!r.is_codes && s.scale.is_none() && PyFloat_AsDouble(number) != 0) s.scale = nb::borrow(number);
+  }
+  r.attn_mask = a.attn_mask, r.bias = a.bias, r.scale = a.scale, r.out_dtype = a.out_dtype;
+  r.is_causal = flag(a.is_causal), r.bottom_right = is_bottom_right(a.causal_align);
+  r.enable_gqa = flag(a.enable_gqa), r.return_lse = flag(a.return_lse);
+  r.look = a.check_finite == Py_None || flag(a.check_finite);
+  return r;
+}
+
+Response serve(const Request& r, const Reader& read) {
+  TorchTensor t[3];
+  for (int i = 0; i < 3; ++i) t[i] = read(r.tensor[i].ptr());
+  const TensorView q = view_of(t[0]), k = view_of(t[1]), v = view_of(t[2]);
+  check_shapes(t, q, k, v, r.enable_gqa);
+
+  Call call{};
+  call.method = r.method->method;
+  call.batch = q.shape[0], call.heads_q = q.shape[1], call.nq = q.shape[2], call.head_dim = q.shape[3];
+  call.heads_k = k.shape[1], call.nk = k.shape[2], call.value_dim = v.shape[3];
+  call.q_block = call.k_block = 1;
+  call.sm_scale = 1.0 / std::sqrt(double(call.head_dim));
+  if (r.scale != Py_None) {
+    require(PyFloat_CheckExact(r.scale) || PyLong_CheckExact(r.scale));
+    call.sm_scale = PyFloat_AsDouble(r.scale);
+    if (PyErr_Occurred()) PyErr_Clear(), throw Declined{};  // an int that is too large
+    require(call.sm_scale > 0 && call.sm_scale < INFINITY);
+  }
+  call.causal = r.is_causal;
+  call.bottom_right = r.is_causal && r.bottom_right;
+  if (call.bottom_right) call.causal_offset = call.nk - call.nq;
+  if (r.attn_mask != Py_None) {
+    const TensorView keep = read_mask(read, r.attn_mask, torch_library.dtype.boolean, call);
+    call.keep = keep.as<uint8_t>(), call.keep_batch = keep.shape[0];
+  }
+  if (r.bias != Py_None) {
+    const TensorView bias = read_mask(read, r.bias, torch_library.dtype.int32, call);
+    require(!r.look || !is_saturated(bias));
+    call.bias = bias.as<int32_t>(), call.bias_batch = bias.shape[0];
+  }
+  const bool has_type = r.out_dtype != Py_None;
+  require(!has_type || find_out_type(r.out_dtype, call.out_type));
+
+  const nb::object number_of_threads = nb::steal(PyObject_CallNoArgs(python.get_num_threads));
+  if (!number_of_threads.is_valid()) nb::raise_python_error();
+  const int threads = int(integer(number_of_threads.ptr()));
+  const Kernels& kernels = *supported_kernels().front();
+  const int64_t* const q_step = t[0].stride + t[0].axes - 3;
+  const bool tokens_first = t[0].axes > 2 && q_step[0] < q_step[1];
+  require(!read.is_dispatched() || t[0].axes == 4 || !tokens_first);  // the op promises contiguous memory then
+  CallRun run(kernels, call, threads, t[0].axes, tokens_first);
+  Response found;
+  const auto make_statistics = [&] {
+    if (!r.return_lse) return;
+    call.t_max = empty_statistics(t[0], found.t_max), call.l_sum = empty_statistics(t[0], found.l_sum);
+  };
+  if (r.is_codes) {
+    const auto one_of = [](const Scaling& s, std::initializer_list<Granularity> kinds) {
+      require(std::find(kinds.begin(), kinds.end(), s.granularity) != kinds.end());
+    };
+    using G = Granularity;
+    one_of(r.scaling[0], {G::kTensor, G::kHead, G::kToken, G::kBlock});
+    one_of(r.scaling[1], {G::kTensor, G::kHead, G::kBlock});
+    one_of(r.scaling[2], {G::kTensor, G::kHead, G::kChannel});
+    if (!has_type) call.out_type = OutType::kInt8;
+    require(!is_integer(call.out_type) || r.scaling[2].bits == 8);
+    const TensorView v_scale = read_scale(read, t[2], r.scaling[2]);
+    call.q = q.as<int8_t>(), call.k = k.as<int8_t>(), call.v = v.as<int8_t>();
+    call.q_scale = read_scale(read, t[0], r.scaling[0]).as<float>();
+    call.k_scale = read_scale(read, t[1], r.scaling[1]).as<float>();
+    call.v_scale = v_scale.as<float>();
+    call.q_block = r.scaling[0].block, call.k_block = r.scaling[1].block;
+    const RunningCall running;
+    if (is_integer(call.out_type)) found.out_scale = set_default_out_scale(call, v_scale);
+    make_statistics();
+    found.out = run.run();
+    return found;
+  }
+  const TorchDtypes& d = torch_library.dtype;
+  require(t[1].dtype == t[0].dtype && t[2].dtype == t[0].dtype);
+  require(t[0].dtype == d.float32 || t[0].dtype == d.float16 || t[0].dtype == d.bfloat16);
+  const FloatType type = t[0].dtype == d.float32   ? FloatType::kFloat32
+                         : t[0].dtype == d.float16 ? FloatType::kFloat16
+                                                   : FloatType::kBFloat16;
+  constexpr OutType same[] = {OutType::kFloat32, OutType::kFloat16, OutType::kBFloat16};
+  if (!has_type) call.out_type = same[int(type)];
+  require(!is_integer(call.out_type));
+  for (const TorchTensor& x : t) require(x.stride[x.axes - 1] == 1);
+  const RunningCall running;
+  Quantization work{kernels,
+                    {read_float(read, q, type, r.scaling[0]), read_float(read, k, type, r.scaling[1]),
+                     read_float(read, v, type, r.scaling[2])},
+                    r.look};
+  make_statistics();
+  found.out = run.run(work);
+  require(found.out.is_valid());  // Python says which of them is not finite
+  return found;
+}
+
+nb::object or_none(const nb::object& x) { return x.is_valid() ? x : nb::object(nb::none()); }
+
+nb::object attend(nb::args given) {
+  if (!is_ready) return nb::none();
+  const auto arguments = by_position<Arguments>(given, kArguments);
+  TorchTensor q;  // a call on a GPU leaves at once
+  if (is_type(arguments.q, python.tensor) && torch_library.read(arguments.q, q) && !q.is_cpu) return nb::none();
+  try {
+    const Request request = request_of(arguments);
+    for (PyObject* watcher : python.watchers) require(!truth_of_call(watcher));
+    require(integer(attribute(python.forward_ad, names()._current_level).ptr()) < 0);
+    const Response found = serve(request, Reader(false));
+    if (!found.out_scale.is_valid() && !found.t_max.is_valid()) return found.out;
+    return nb::make_tuple(found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
+  } catch (const Declined&) {
+    return nb::none();
+  }
+}
+
+// The same for the custom op, which torch's dispatcher has called.
+nb::object attend_flat(nb::args given) {
+  if (!is_ready) return nb::none();
+  try {
+    const Response found = serve(request_of(by_position<Flat>(given, kFlat)), Reader(true));
+    return nb::make_tuple(found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
+  } catch (const Declined&) {
+    return nb::none();
+  }
+}
+
+PyObject* kept(nb::handle x) { return x.inc_ref().ptr(); }
+
+void use_calls(nb::tuple classes, nb::tuple functions, nb::handle forward_ad, nb::tuple watchers, nb::tuple methods,
+               nb::tuple limits) {
+  python.tensor = kept(classes[0]), python.parameter = kept(classes[1]), python.qtensor = kept(classes[2]),
+  python.recipe = kept(classes[3]);
+  python.is_grad_enabled = kept(functions[0]), python.get_num_threads = kept(functions[1]);
+  python.forward_ad = kept(forward_ad);
+  python.watchers.clear(), python.methods.clear();
+  for (nb::handle watcher : watchers) python.watchers.push_back(kept(watcher));
+  for (nb::handle entry : methods) {  // (name, number, default recipe)
+    ServedMethod m{};
+    m.name = kept(entry[0]);
+    PyUnicode_InternInPlace(&m.name);
+    m.method = Method(nb::cast<int>(entry[1]));
+    read_recipe(entry[2].ptr(), m.floats);
+    python.methods.push_back(std::move(m));
+  }
+  python.most_keys = nb::cast<int64_t>(limits[0]), python.most_head_dim = nb::cast<int64_t>(limits[1]);
+  python.most_value_dim = nb::cast<int64_t>(limits[2]);
+  python.least_recipe_scale = nb::cast<float>(limits[3]), python.least_scale = nb::cast<float>(limits[4]);
+  python.bias_limit = nb::cast<int32_t>(limits[5]);
+  is_ready = torch_library.is_found();
+}
+
+}  // namespace
+
+void bind_attend(nb::module_& m) {
+  m.def("use_calls", use_calls, nb::arg("classes"), nb::arg("functions"), nb::arg("forward_ad"), nb::arg("watchers"),
+        nb::arg("methods"), nb::arg("limits"), "What `attend` needs of Python, see intflash/backends/cpu.py.");
+  m.def("attend", attend,
+        "The call of `attention` with all its arguments by position. Returns the output; or (output, its scale, Tmax, "
+        "l), where these are wanted; or None where Python must serve the call.");
+  m.def("attend_flat", attend_flat,
+        "The call of the custom op with all values of op.FLAT by position. Returns (output, its scale or None, Tmax or "
+        "None, l or None); or None as `attend`.");
+  const auto names_of = [](const auto& list) {
+    nb::list names;
+    for (const char* name : list) names.append(name);
+    return nb::tuple(names);
+  };
+  m.attr("ARGUMENTS") = names_of(kArguments);
+  m.attr("FLAT") = names_of(kFlat);
+}
+
+}  // namespace intflash

@@ -1,0 +1,15 @@
+// The parts of the Python module intflash._native.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include "cpu/call.h"
+
+namespace intflash {
+
+// Returns the kernels of a name, those of an empty name being the best.
+const Kernels& kernels_named(const char* name);
+
+void bind_attend(nanobind::module_& m);    // the direct way from the arguments of `intflash.attention`, attend.cpp
+void bind_programs(nanobind::module_& m);  // integer models, programs.cpp
+
+}  // namespace intflash

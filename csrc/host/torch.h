@@ -1,0 +1,150 @@
+// What the module uses of torch: the C functions that compiled models call (torch's
+// csrc/inductor/aoti_torch/c/shim.h), the same in every version since 2.7, found at run time in the libraries that
+// `import torch` has loaded. So one module, built without torch's headers, serves all versions.
+//
+// Reading a tensor this way takes 0.07 us and allocating one 0.3 us (docs/design/call-path.md has the other ways).
+// Where the functions are not found, the module reads tensors by their Python methods and allocates by torch.empty.
+#pragma once
+#include <dlfcn.h>
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+namespace intflash {
+
+// A tensor's memory as torch has it. The pointers are valid while nobody changes the tensor.
+struct TorchTensor {
+  char* data = nullptr;
+  int64_t axes = 0;
+  const int64_t *shape = nullptr, *stride = nullptr;
+  int32_t dtype = 0;
+  bool is_cpu = false;
+};
+
+// The numbers of torch's dtypes.
+struct TorchDtypes {
+  int32_t int8, int16, int32, int64, float16, bfloat16, float32, boolean;
+};
+
+class Torch {
+ public:
+  TorchDtypes dtype{};
+
+  // Whether tensors can be read. `make_empty` is torch.empty_strided.
+  bool is_found() const { return is_found_; }
+
+  // Finds the functions. A second call replaces `make_empty`; with `find` false nothing is used but Python methods.
+  void load(nanobind::handle make_empty, bool find) {
+    cdata_ = PyUnicode_InternFromString("_cdata");
+    make_empty_ = make_empty.inc_ref().ptr();
+    is_found_ = find && find_functions();
+    if (!is_found_) wrap_ = nullptr;
+  }
+
+  // Reads a dense tensor of torch. Returns false where it is none: of sparse and nested ones torch has no strides or
+  // sizes, others have no memory.
+  bool read(nanobind::handle tensor, TorchTensor& t) const {
+    PyObject* number = PyObject_GetAttr(tensor.ptr(), cdata_);  // the address of its TensorImpl
+    void* implementation = number ? PyLong_AsVoidPtr(number) : nullptr;
+    Py_XDECREF(number);
+    if (!implementation) {
+      PyErr_Clear();
+      return false;
+    }
+    const Handle handle = &implementation;  // an at::Tensor is that address and nothing else
+    int32_t device = 0;
+    int64_t *shape = nullptr, *stride = nullptr;
+    void* data = nullptr;
+    if (get_device_type_(handle, &device) || get_dim_(handle, &t.axes) || get_sizes_(handle, &shape) ||
+        get_strides_(handle, &stride) || get_dtype_(handle, &t.dtype) || get_data_ptr_(handle, &data))
+      return false;
+    t.is_cpu = device == cpu_;
+    t.shape = shape, t.stride = stride, t.data = static_cast<char*>(data);
+    return data != nullptr;
+  }
+
+  // Allocates a CPU tensor. `python_dtype` is the dtype of that number.
+  nanobind::object empty(int64_t axes, const int64_t* shape, const int64_t* stride, int32_t number,
+                         nanobind::handle python_dtype, char*& data) const {
+    namespace nb = nanobind;
+    Handle made = nullptr;
+    if (wrap_ && !empty_strided_(axes, shape, stride, number, cpu_, 0, &made)) {
+      void* memory = nullptr;
+      PyObject* tensor = get_data_ptr_(made, &memory) ? nullptr : wrap_(made);
+      delete_(made);
+      data = static_cast<char*>(memory);
+      if (tensor) return nb::steal(tensor);
+      PyErr_Clear();
+    }
+    nb::list sizes, steps;  // torch says in Python what is wrong, as that there is no memory
+    for (int64_t i = 0; i < axes; ++i) sizes.append(shape[i]), steps.append(stride[i]);
+    nb::object tensor =
+        nb::handle(make_empty_)(sizes, steps, nb::arg("dtype") = python_dtype, nb::arg("device") = "cpu");
+    data = reinterpret_cast<char*>(nb::cast<intptr_t>(tensor.attr("data_ptr")()));
+    return tensor;
+  }
+
+ private:
+  using Handle = void*;  // of a tensor: the address of an at::Tensor
+  template <class... Arguments>
+  using Function = int32_t (*)(Arguments...);
+
+  bool find_functions() {
+#ifdef __APPLE__
+    void* core = dlopen("@rpath/libtorch_cpu.dylib", RTLD_NOLOAD | RTLD_LAZY);
+    void* python = dlopen("@rpath/libtorch_python.dylib", RTLD_NOLOAD | RTLD_LAZY);
+#else
+    void* core = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
+    void* python = dlopen("libtorch_python.so", RTLD_NOLOAD | RTLD_LAZY);
+#endif
+    if (!core || !python) return false;
+    bool all = true;
+    const auto find = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(core, name));
+      all = all && function;
+    };
+    find(get_dim_, "aoti_torch_get_dim");
+    find(get_sizes_, "aoti_torch_get_sizes");
+    find(get_strides_, "aoti_torch_get_strides");
+    find(get_dtype_, "aoti_torch_get_dtype");
+    find(get_data_ptr_, "aoti_torch_get_data_ptr");
+    find(get_device_type_, "aoti_torch_get_device_type");
+    find(empty_strided_, "aoti_torch_empty_strided");
+    find(delete_, "aoti_torch_delete_tensor_object");
+    const auto number = [&](int32_t& value, const char* name) {
+      int32_t (*function)() = nullptr;
+      find(function, name);
+      value = function ? function() : 0;
+    };
+    number(cpu_, "aoti_torch_device_type_cpu");
+    number(dtype.int8, "aoti_torch_dtype_int8");
+    number(dtype.int16, "aoti_torch_dtype_int16");
+    number(dtype.int32, "aoti_torch_dtype_int32");
+    number(dtype.int64, "aoti_torch_dtype_int64");
+    number(dtype.float16, "aoti_torch_dtype_float16");
+    number(dtype.bfloat16, "aoti_torch_dtype_bfloat16");
+    number(dtype.float32, "aoti_torch_dtype_float32");
+    number(dtype.boolean, "aoti_torch_dtype_bool");
+    // PyObject* THPVariable_Wrap(at::TensorBase), by reference or by value: both take the tensor's address, and the one
+    // by value leaves a tensor that may only be destroyed. It is C++, so that a version without it is no error.
+    wrap_ = nullptr;
+    for (const char* name : {"_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE"})
+      if (!wrap_) wrap_ = reinterpret_cast<PyObject* (*)(Handle)>(dlsym(python, name));
+    return all;
+  }
+
+  bool is_found_ = false;
+  PyObject *cdata_ = nullptr, *make_empty_ = nullptr;
+  int32_t cpu_ = 0;
+  Function<Handle, int64_t*> get_dim_ = nullptr;
+  Function<Handle, int64_t**> get_sizes_ = nullptr, get_strides_ = nullptr;
+  Function<Handle, int32_t*> get_dtype_ = nullptr, get_device_type_ = nullptr;
+  Function<Handle, void**> get_data_ptr_ = nullptr;
+  Function<int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*> empty_strided_ = nullptr;
+  Function<Handle> delete_ = nullptr;
+  PyObject* (*wrap_)(Handle) = nullptr;
+};
+
+inline Torch torch_library;
+
+}  // namespace intflash
