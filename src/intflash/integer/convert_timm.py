@@ -132,7 +132,7 @@ def _head(graph: Graph, model: VisionTransformer, x: str) -> None:
     distilled = type(model) is VisionTransformerDistilled
     prefix = model.num_prefix_tokens
     if model.global_pool == "avg":
-        first = 0 if model.pool_include_prefix else prefix
+        first = 0 if getattr(model, "pool_include_prefix", False) else prefix
         if type(model.norm) is not nn.Identity:
             x = _norm(graph, "norm", x, model.norm)
         x = graph.mean("pool", x, first)
