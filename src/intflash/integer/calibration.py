@@ -21,16 +21,21 @@ from intflash.quant.quantizers import TINY_AMAX
 
 CHANNEL_BINS = 256  # of a histogram with a group for each channel
 SAMPLE = 1 << 20  # values of a batch that are counted; every value widens the range
-AGREEMENT = 2e-2  # largest difference of graph and model, of the largest output: float16 models are within it
+# Largest difference of graph and model, of the largest output: the graph computes in float32.
+AGREEMENT = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
+FLOAT32_AGREEMENT = 1e-3
 
 
 class Ranges:
-    """What was seen of one value: two histograms, of x above and of -x below zero, for each channel or in all."""
+    """What was seen of one value: two histograms, of x above and of -x below zero, for each channel or in all, and the
+    extremes and the mean of each channel."""
 
     def __init__(self, per_channel: bool) -> None:
         self.per_channel = per_channel
         self.rows = 0
-        self.total: Tensor | None = None  # of each channel, float64
+        self.total: Tensor | None = None  # of each channel, as the next two; float64
+        self.least: Tensor | None = None
+        self.largest: Tensor | None = None
         self.histogram = Histogram("channel", CHANNEL_BINS) if per_channel else Histogram("head")
 
     def observe(self, x: Tensor) -> None:
@@ -40,17 +45,24 @@ class Ranges:
             InputError: one is NaN or infinite.
         """
         extremes = torch.stack((x.amax(0), x.amin(0)))
+        largest, least = extremes.double().cpu()
         every = max(1, x.numel() // SAMPLE)
         kept = torch.cat((extremes, x[::every])) if every > 1 else x  # shapes need no more values, ranges all
         self.histogram.observe(torch.stack((kept, -kept))[None].clamp(min=0))  # [1, 2, rows, channels]
         self.rows += len(x)
         total = x.sum(0, dtype=torch.float64).cpu()
-        self.total = total if self.total is None else self.total + total
+        first = self.total is None
+        self.total = total if first else self.total + total
+        self.least = least if first else torch.minimum(self.least, least)
+        self.largest = largest if first else torch.maximum(self.largest, largest)
 
     def clips(self, observer: str) -> tuple[Tensor, Tensor]:
-        """(low <= 0, high >= 0) that the observer chooses, float64 ``[channels]``, or ``[1]``."""
+        """(low, high) that the observer chooses, float64: of each channel ``[channels]``, or of all ``[1]`` with
+        low <= 0 <= high. A channel of one sign ends where its values do, not at zero."""
         high, low = OBSERVERS[observer](self.histogram).view(2, -1)
-        return -low, high
+        if not self.per_channel:
+            return -low, high
+        return torch.where(self.least > 0, self.least, -low), torch.where(self.largest < 0, self.largest, high)
 
     @property
     def mean(self) -> Tensor:
@@ -305,7 +317,7 @@ def _compare(graph: Graph, found: Mapping[str, Tensor], result: Any) -> None:
     for name, expected in graph.read(result).items():
         ours, theirs = found[name].double(), expected.double().reshape(found[name].shape)
         apart, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
-        if not apart <= AGREEMENT * largest:
+        if not apart <= AGREEMENT.get(expected.dtype, FLOAT32_AGREEMENT) * largest:
             raise InputError(
                 f"the model's {name} differ from those of its translation by {apart:.3g} (the largest is "
                 f"{largest:.3g}): it holds hooks or changed modules that have no integer form"

@@ -514,10 +514,7 @@ def _needs(graph: Graph) -> dict[str, set[str]]:
 def _weight_units(weight: Tensor, bias: Tensor) -> Tensor:
     """The scale of each output's weights: its largest is 127, and its bias is at most 2^30 of it."""
     amax = weight.abs().amax(1)
-    largest = float(amax.max())
-    if largest == 0:
-        largest = 1.0
-    units = torch.where(amax == 0, largest, amax.clamp(min=largest * LEAST_RATIO)) / 127
+    units = amax.clamp(min=(float(amax.max()) or 1.0) * LEAST_RATIO) / 127
     return torch.maximum(units, bias.abs() / BIAS_LIMIT)
 
 
