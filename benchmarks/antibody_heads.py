@@ -3,17 +3,14 @@
     pip download --no-deps antiberty==0.1.3     # 97 MB, weights included
     python -m benchmarks.antibody_heads antiberty-0.1.3-py3-none-any.whl
 
-Source: J. A. Ruffolo, J. J. Gray, J. Sulam. Deciphering antibody affinity maturation with language models and weakly
-supervised learning. arXiv:2112.07782, 2021. The model's forward pass is written here in plain torch.
+The model's forward pass is written here in plain torch.
 """
 
 from __future__ import annotations
 
 import csv
-import io
 import json
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import intflash
+from benchmarks import antiberty
 from intflash import Recipe
 from intflash.bench.accuracy import ceiling
 from intflash.bench.measure import METRICS, environment, exact_attention
@@ -31,21 +29,12 @@ METHODS = (
     "fp16",
 )  # fmt: skip
 OUT = Path(__file__).parent / "results" / "accuracy"
-FOLDER = "antiberty/trained_models/"
-# Trastuzumab's two variable domains and the heavy one of rituximab.
-SEQUENCES = (
-    "EVQLVESGGGLVQPGGSLRLSCAASGFNIKDTYIHWVRQAPGKGLEWVARIYPTNGYTRYADSVKGRFTISADTSKNTAYLQMNSLRAEDTAVYYCSRWGGDGFYAMDYWGQGTLVTVSS",
-    "DIQMTQSPSSLSASVGDRVTITCRASQDVNTAVAWYQQKPGKAPKLLIYSASFLYSGVPSRFSGSRSGTDFTLTISSLQPEDFATYYCQQHYTTPPTFGQGTKVEIK",
-    "QVQLQQPGAELVKPGASVKMSCKASGYTFTSYNMHWVKQTPGRGLEWIGAIYPGNGDTSYNQKFKGKATLTADKSSSTAYMQLSSLTSEDSAVYYCARSTYYGGDWYFNVWGAGTTVTVSA",
-)
+SEQUENCES = antiberty.CALIBRATION[:3]  # both domains of trastuzumab and the heavy one of rituximab
 
 
-def attention_inputs(wheel: zipfile.ZipFile, sequence: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def attention_inputs(wheel: str, sequence: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """q, k, v ``[1, heads, tokens, 64]`` of every layer for one sequence."""
-    model = FOLDER + "AntiBERTy_md_smooth/"
-    config = json.loads(wheel.read(model + "config.json"))
-    weights = torch.load(io.BytesIO(wheel.read(model + "pytorch_model.bin")), weights_only=True, map_location="cpu")
-    vocabulary = wheel.read(FOLDER + "vocab.txt").decode().split()
+    config, weights, vocabulary = antiberty.read(wheel)
     prefix = next(name for name in weights if name.endswith("embeddings.word_embeddings.weight"))
     prefix = prefix.removesuffix("embeddings.word_embeddings.weight")
 
@@ -76,7 +65,7 @@ def attention_inputs(wheel: zipfile.ZipFile, sequence: str) -> Iterator[tuple[Te
         x = norm(linear(hidden, layer + "output.dense") + x, layer + "output.LayerNorm")
 
 
-def rows(wheel: zipfile.ZipFile) -> Iterator[dict[str, float]]:
+def rows(wheel: str) -> Iterator[dict[str, float]]:
     sqnr = METRICS["SQNR dB"]
     for number, sequence in enumerate(SEQUENCES):
         for layer, tensors in enumerate(attention_inputs(wheel, sequence)):
@@ -92,8 +81,7 @@ def rows(wheel: zipfile.ZipFile) -> Iterator[dict[str, float]]:
 
 
 def main(path: str) -> None:
-    with zipfile.ZipFile(path) as wheel:
-        found = list(rows(wheel))
+    found = list(rows(path))
     with (OUT / "antibody_heads.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, found[0])
         table.writeheader()

@@ -1,9 +1,7 @@
 """Accuracy of a trained BERT as an integer model: AntiBERTy, 26 M parameters, masked residues of antibodies.
 
-The weights are in the package of PyPI, whose code is not needed:
-
-    pip install --no-deps --target antiberty antiberty==0.1.3
-    ANTIBERTY=antiberty/antiberty python -m benchmarks.integer_bert benchmarks/results/accuracy
+    pip download --no-deps antiberty==0.1.3     # 97 MB, weights included
+    ANTIBERTY=antiberty-0.1.3-py3-none-any.whl python -m benchmarks.integer_bert benchmarks/results/accuracy
 
 takes some minutes on two cores and needs transformers.
 """
@@ -21,39 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import intflash
+from benchmarks import antiberty
 from intflash import InputError, integer
 from intflash.bench.experiments import Row, Setting, run_experiment, untimed
 
-FOLDER = "ANTIBERTY"  # the environment variable that names the package's folder
-CHECKPOINT, VOCABULARY = "trained_models/AntiBERTy_md_smooth", "trained_models/vocab.txt"
+WHEEL = "ANTIBERTY"  # the environment variable that names the wheel
 STRIDE = 8  # every 8th residue is masked at once, in 8 passes: each is predicted once
 BATCH, LENGTH = 16, 128  # sequences, tokens
 CASE = "AntiBERTy"
 PERPLEXITY, SAME, RIGHT = "perplexity of masked residues", "predictions as float32's, %", "residues recovered, %"
-
-# Heavy and light variable domains of known antibodies.
-CALIBRATION = """
-EVQLVESGGGLVQPGGSLRLSCAASGFNIKDTYIHWVRQAPGKGLEWVARIYPTNGYTRYADSVKGRFTISADTSKNTAYLQMNSLRAEDTAVYYCSRWGGDGFYAMDYWGQGTLVTVSS
-DIQMTQSPSSLSASVGDRVTITCRASQDVNTAVAWYQQKPGKAPKLLIYSASFLYSGVPSRFSGSRSGTDFTLTISSLQPEDFATYYCQQHYTTPPTFGQGTKVEIK
-QVQLQQPGAELVKPGASVKMSCKASGYTFTSYNMHWVKQTPGRGLEWIGAIYPGNGDTSYNQKFKGKATLTADKSSSTAYMQLSSLTSEDSAVYYCARSTYYGGDWYFNVWGAGTTVTVSA
-QIVLSQSPAILSASPGEKVTMTCRASSSVSYIHWFQQKPGSSPKPWIYATSNLASGVPVRFSGSGSGTSYSLTISRVEAEDAATYYCQQWTSNPPTFGGGTKLEIK
-QVQLKQSGPGLVQPSQSLSITCTVSGFSLTNYGVHWVRQSPGKGLEWLGVIWSGGNTDYNTPFTSRLSINKDNSKSQVFFKMNSLQSNDTAIYYCARALTYYDYEFAYWGQGTLVTVSA
-DILLTQSPVILSVSPGERVSFSCRASQSIGTNIHWYQQRTNGSPRLLIKYASESISGIPSRFSGSGSGTDFTLSINSVESEDIADYYCQQNNNWPTTFGAGTKLELK
-QVTLRESGPALVKPTQTLTLTCTFSGFSLSTSGMSVGWIRQPPGKALEWLADIWWDDKKDYNPSLKSRLTISKDTSKNQVVLKVTNMDPADTATYYCARSMITNWYFDVWGAGTTVTVSS
-DIQMTQSPSTLSASVGDRVTITCKCQLSVGYMHWYQQKPGKAPKLLIYDTSKLASGVPSRFSGSGSGTEFTLTISSLQPDDFATYYCFQGSGYPFTFGGGTKLEIK
-""".split()
-HELD_OUT = """
-EVQLVESGGGLVQPGRSLRLSCAASGFTFDDYAMHWVRQAPGKGLEWVSAITWNSGHIDYADSVEGRFTISRDNAKNSLYLQMNSLRAEDTAVYYCAKVSYLSTASSLDYWGQGTLVTVSS
-DIQMTQSPSSLSASVGDRVTITCRASQGIRNYLAWYQQKPGKAPKLLIYAASTLQSGVPSRFSGSGSGTDFTLTISSLQPEDVATYYCQRYNRAPYTFGQGTKVEIK
-EVQLVESGGGLVQPGGSLRLSCAASGYTFTNYGMNWVRQAPGKGLEWVGWINTYTGEPTYAADFKRRFTFSLDTSKSTAYLQMNSLRAEDTAVYYCAKYPHYYGSSHWYFDVWGQGTLVTVSS
-DIQMTQSPSSLSASVGDRVTITCSASQDISNYLNWYQQKPGKAPKVLIYFTSSLHSGVPSRFSGSGSGTDFTLTISSLQPEDFATYYCQQYSTVPWTFGQGTKVEIK
-QVQLVQSGVEVKKPGASVKVSCKASGYTFTNYYMYWVRQAPGQGLEWMGGINPSNGGTNFNEKFKNRVTLTTDSSTTTAYMELKSLQFDDTAVYYCARRDYRFDMGFDYWGQGTTVTVSS
-EIVLTQSPATLSLSPGERATLSCRASKGVSTSGYSYLHWYQQKPGQAPRLLIYLASYLESGVPARFSGSGSGTDFTLTISSLEPEDFAVYYCQHSRDLPLTFGGGTKVEIK
-QVQLVESGGGVVQPGRSLRLDCKASGITFSNSGMHWVRQAPGKGLEWVAVIWYDGSKRYYADSVKGRFTISRDNSKNTLFLQMNSLRAEDTAVYYCATNDDYWGQGTLVTVSS
-EIVLTQSPATLSLSPGERATLSCRASQSVSSYLAWYQQKPGQAPRLLIYDASNRATGIPARFSGSGSGTDFTLTISSLEPEDFAVYYCQQSSNWPRTFGQGTKVEIK
-QVQLQESGPGLVRPSQTLSLTCTVSGYSITSDHAWSWVRQPPGRGLEWIGYISYSGITTYNPSLKSRVTMLRDTSKNQFSLRLSSVTAADTAVYYCARSLARTTAMDYWGQGSLVTVSS
-DIQMTQSPSSLSASVGDRVTITCRASQDISSYLNWYQQKPGKAPKLLIYYTSRLHSGVPSRFSGSGSGTDFTFTISSLQPEDIATYYCQQGNTLPYTFGQGTKVEIK
-""".split()
 
 METHODS = ("intflash", "intflash_p8")
 ABLATIONS = {  # name -> options of convert
@@ -71,23 +45,16 @@ def load() -> tuple[nn.Module, dict[str, int]]:
     """The trained model and its vocabulary, token -> id.
 
     Raises:
-        InputError: the package's folder is not where ANTIBERTY says.
+        InputError: the package's wheel is not where ANTIBERTY says.
     """
     from transformers import BertConfig, BertForMaskedLM
 
-    folder = Path(os.environ.get(FOLDER, "antiberty/antiberty"))
-    if not (folder / CHECKPOINT / "pytorch_model.bin").exists():
-        raise InputError(
-            f"AntiBERTy is not in {folder}: pip install --no-deps --target antiberty antiberty==0.1.3, and name "
-            f"antiberty/antiberty in {FOLDER}"
-        )
-    model = BertForMaskedLM(BertConfig.from_json_file(folder / CHECKPOINT / "config.json"))
-    weights = torch.load(folder / CHECKPOINT / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    config, weights, words = antiberty.read(os.environ.get(WHEEL, antiberty.WHEEL))
+    model = BertForMaskedLM(BertConfig(**config))
     missing, _ = model.load_state_dict(weights, strict=False)  # it has heads of its own beside this one
     if set(missing) - {"cls.predictions.decoder.bias"}:
         raise InputError(f"AntiBERTy's checkpoint misses {missing}")
     model.tie_weights()
-    words = (folder / VOCABULARY).read_text().split()
     return model.eval().requires_grad_(False), {word: i for i, word in enumerate(words)}
 
 
@@ -113,10 +80,10 @@ class Comparison:
 
     def __init__(self, quick: bool) -> None:
         self.model, ids = load()
-        self.batches = list(masked(HELD_OUT[:2] if quick else HELD_OUT, ids))
+        self.batches = list(masked(antiberty.HELD_OUT[: 2 if quick else None], ids))
         self.right = torch.cat([labels[labels != -100] for _, labels in self.batches])
         self.expected = self.logits(self.model)
-        self.calibration = integer.calibrate(self.model, [inputs for inputs, _ in masked(CALIBRATION, ids)])
+        self.calibration = integer.calibrate(self.model, [inputs for inputs, _ in masked(antiberty.CALIBRATION, ids)])
 
     def logits(self, model: nn.Module) -> Tensor:
         """Of all masked residues, ``[residues, vocabulary]``."""
@@ -137,7 +104,7 @@ def _percent(same: Tensor) -> float:
 
 
 @torch.no_grad()
-def antiberty(setting: Setting) -> Iterator[Row]:
+def trained(setting: Setting) -> Iterator[Row]:
     compared = Comparison(setting.quick)
     yield from compared.rows("float32", compared.expected)
     for method in METHODS:
@@ -157,16 +124,16 @@ def ablations(setting: Setting) -> Iterator[Row]:
 
 SOURCE = "docs/guide/integer-models.md"
 NOTES = (
-    f"Masked residues of {len(HELD_OUT)} variable domains, every residue once ({STRIDE} passes with every {STRIDE}th "
-    f"masked), calibrated on {len(CALIBRATION)} others. Weights: antiberty 0.1.3 of PyPI, loaded as transformers' "
-    "BertForMaskedLM."
+    f"Masked residues of {len(antiberty.HELD_OUT)} variable domains, every residue once ({STRIDE} passes with every "
+    f"{STRIDE}th masked), calibrated on {len(antiberty.CALIBRATION)} others. Weights: antiberty 0.1.3 of PyPI, loaded "
+    "as transformers' BertForMaskedLM."
 )
 EXPERIMENTS = (
     untimed(
         name="integer_antiberty",
         title="AntiBERTy, a trained BERT of 26 M parameters, as an integer model",
         source=SOURCE,
-        measure=antiberty,
+        measure=trained,
         notes=f"{NOTES} Attention only: intflash.patch with scales found in the call.",
         limit_s=600,
     ),

@@ -32,7 +32,7 @@ def check_conversion(
     """The integer model, after these checks.
 
     - The graph computes the model, in float64.
-    - Both executors have the same bits; so has the first input alone.
+    - Every executor has the same bits; so has the first input alone.
     - The results are at least `least` dB from the float model's, and within 0.5 dB of what the scheme's quantizers
       alone leave, beyond three standard errors of both noises' estimates from so many values.
     """
@@ -46,14 +46,14 @@ def check_conversion(
     assert list(exact) == list(graph_found) == [output.name for output in made.program.outputs]
     floats, found = graph.read(_call(model, inputs)), _named(made(**inputs))
     few = {name: x[:2] for name, x in inputs.items()}
-    reference = _named(integer.convert(model, calibration, backend="reference")(**few))
+    others = [_named(integer.convert(model, calibration, backend=name)(**few)) for name in ("torch", "reference")]
     alone = _named(made(**{name: x[:1] for name, x in inputs.items()}))
     simulated = simulate(model, calibration, integer.Options(), bound)
     for name, expected in exact.items():
         assert found[name].shape == expected.shape and found[name].dtype == torch.float32
         wide = tuple(slice(n) for n in expected.shape)  # without padding
         assert (graph_found[name][wide] - expected).abs().max() < 1e-6 * expected.abs().max()
-        assert torch.equal(reference[name], found[name][:2])
+        assert all(torch.equal(other[name], found[name][:2]) for other in others)
         assert torch.equal(alone[name], found[name][:1])
         ours, scheme = sqnr(floats[name], found[name]), sqnr(floats[name], simulated[name][wide])
         assert ours > least, f"{name}: {ours:.2f} dB, the scheme {scheme:.2f}"

@@ -132,7 +132,7 @@ def _head(graph: Graph, model: VisionTransformer, x: str) -> None:
     distilled = type(model) is VisionTransformerDistilled
     prefix = model.num_prefix_tokens
     if model.global_pool == "avg":
-        first = 0 if model.pool_include_prefix else prefix
+        first = 0 if getattr(model, "pool_include_prefix", False) else prefix
         if type(model.norm) is not nn.Identity:
             x = _norm(graph, "norm", x, model.norm)
         x = graph.mean("pool", x, first)
@@ -162,9 +162,9 @@ def swin(model: SwinTransformer) -> Graph:
     Raises:
         InputError: a module has no integer form; the message names it.
     """
-    if model.dynamic_img_size or model.patch_embed.dynamic_img_pad:
-        refuse("", model, "dynamic_img_size: an integer model is made for one image size")
     expect(model.patch_embed, "patch_embed", PatchEmbed)
+    if not model.patch_embed.strict_img_size or model.patch_embed.dynamic_img_pad:
+        refuse("", model, "dynamic_img_size: an integer model is made for one image size")
     projection, (height, width) = model.patch_embed.proj, model.patch_embed.img_size
     expect(projection, "patch_embed.proj", nn.Conv2d)
     graph = Graph()

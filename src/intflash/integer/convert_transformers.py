@@ -136,6 +136,8 @@ def _image_embeddings(graph: Graph, name: str, module: nn.Module, image: tuple[i
 
 def _image_attention(graph: Graph, name: str, y: str, module: nn.Module) -> str:
     expect(module, name, vit.ViTAttention, deit.DeiTAttention, dinov2.Dinov2Attention)
+    if not hasattr(module, "q_proj"):
+        refuse(name, module, "a newer transformers is needed, in which it holds q_proj, k_proj, v_proj and o_proj")
     parts = {part: getattr(module, part) for part in ("q_proj", "k_proj", "v_proj")}
     return _attention(graph, name, y, parts, module.num_attention_heads, module.scaling, None)
 
