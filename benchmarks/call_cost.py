@@ -1,58 +1,132 @@
-"""Host time of a call on a GPU, without torch.compile: `python3 -m benchmarks.call_cost OUT.json [LABEL]`.
+"""What a call costs the host: Python until the work is queued on a GPU, the whole call on a CPU.
 
-Microseconds of Python until the work is queued, the fastest of several runs of 300 calls, beside torch's SDPA. The
-first call of a signature, which compiles, and the second, which records the launches, are not included.
+One thread computes. On a CPU the shape is so small that its arithmetic takes little beside the call. Compiled calls are
+torch.compile's in its default mode.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
+from itertools import cycle
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import intflash
-from intflash.bench.measure import environment
+from intflash.bench.experiments import Experiment, Row, Setting
 
-SHAPES = {"A4": (64, 3, 49, 32), "A2": (1, 6, 197, 64), "N1024": (1, 4, 1024, 64)}
-METHODS = ("intflash_p8", "intflash", "intflash_online")
+US = "us a call"
+CALLS, RUNS = 1000, 15
+KEYS = 64  # to which the keys of a growing call grow: still little arithmetic
+SHAPES = {
+    "cpu": {"(1, 1, 1, 16)": (1, 1, 1, 16)},
+    "cuda": {"A4": (64, 3, 49, 32), "A2": (1, 6, 197, 64), "N1024": (1, 4, 1024, 64)},
+}
 STATIC = intflash.Recipe(q_scale=0.03, k_scale=0.03, v_scale=0.03)
+_nothing = torch.library.Library("intflash_benchmarks", "FRAGMENT")
 
 
-def host_time(call: Callable[[], object], calls: int = 300, runs: int = 7) -> float:
+def host_time(call: Callable[[], object], device: str) -> float:
+    """Microseconds, the median of several runs of a loop; on a CPU of this thread's time, without what other processes
+    take."""
     for _ in range(20):
         call()
+    clock = time.perf_counter if device == "cuda" else time.thread_time
     times = []
-    for _ in range(runs):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
+    for _ in range(RUNS):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = clock()
+        for _ in range(CALLS):
             call()
-        times.append((time.perf_counter() - start) / calls)
-    return round(1e6 * min(times), 1)
+        times.append((clock() - start) / CALLS)
+    return 1e6 * statistics.median(times)
 
 
-def main(out: str, label: str = "") -> None:
-    rows = []
-    for name, shape in SHAPES.items():
-        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.float16) for _ in "qkv")
-        codes = [intflash.quantize(x) for x in (q, k, v)]
-        calls = {"torch SDPA": partial(scaled_dot_product_attention, q, k, v)}
-        for method in METHODS:
-            attention = partial(intflash.attention, method=method)
-            calls[f"{method}, static scales"] = partial(attention, q, k, v, recipe=STATIC)
-            calls[f"{method}, dynamic scales"] = partial(attention, q, k, v)
-            calls[f"{method}, int8 in and out"] = partial(attention, *codes)
-        rows += [{"shape": name, "series": series, "us": host_time(call)} for series, call in calls.items()]
-    Path(out).write_text(json.dumps({"label": label, "environment": environment(), "rows": rows}, indent=1) + "\n")
-    for row in rows:
-        print(label, *row.values())
+def _eager(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
+    codes = [intflash.quantize(x) for x in (q, k, v)]
+    growing = _growing(q, k, v)
+    return {
+        "torch SDPA": partial(scaled_dot_product_attention, q, k, v),
+        "sdpa": partial(intflash.sdpa, q, k, v),
+        "attention": partial(intflash.attention, q, k, v),
+        "attention, static scales": partial(intflash.attention, q, k, v, recipe=STATIC),
+        "attention, int8 in and out": partial(intflash.attention, *codes),
+        "attention, int8 in, float32 out": partial(intflash.attention, *codes, out_dtype=torch.float32),
+        "attention, its keys grown by one": lambda: intflash.attention(*next(growing)),
+    }
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def _growing(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Inputs with one key more in each, in one storage as a KV cache, then again from the first."""
+    keys, values = (torch.randn(*x.shape[:2], KEYS, x.shape[3], device=x.device, dtype=x.dtype) for x in (k, v))
+    return cycle([(q, keys[:, :, :n], values[:, :, :n]) for n in range(1, KEYS + 1)])
+
+
+def _noop() -> Callable[..., Tensor]:
+    """An op of the same tensors that does nothing but allocate its output."""
+    if not hasattr(torch.ops.intflash_benchmarks, "noop"):
+        _nothing.define("noop(Tensor q, Tensor k, Tensor v) -> Tensor")
+        _nothing.impl("noop", lambda q, k, v: torch.empty_like(q), "CompositeExplicitAutograd")
+        torch.library.register_fake("intflash_benchmarks::noop", lambda q, k, v: torch.empty_like(q), lib=_nothing)
+    return torch.ops.intflash_benchmarks.noop.default
+
+
+def _compiled(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Callable[[], object]:
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(lambda q, k, v: function(q, k, v))
+    return partial(compiled, *tensors)
+
+
+def _measure(setting: Setting) -> Iterator[Row]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from _rows(setting)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rows(setting: Setting) -> Iterator[Row]:
+    device = setting.device
+    modes: dict[str, Callable[[], AbstractContextManager]] = {"no_grad": torch.no_grad}
+    modes["inference_mode"] = torch.inference_mode
+    for case, shape in SHAPES[device].items():
+        dtype = torch.float32 if device == "cpu" else torch.float16
+        generator = torch.Generator().manual_seed(setting.seed)
+        tensors = tuple(torch.randn(shape, generator=generator).to(device, dtype) for _ in "qkv")
+        for series, call in _eager(*tensors).items():
+            if "grown" in series and device == "cuda":
+                continue  # each is compiled, at a second each
+            yield Row(series, case, US, host_time(call, device))
+        if setting.quick:
+            continue
+        functions = {
+            "an op that does nothing": _noop(), "torch SDPA": scaled_dot_product_attention,
+            "attention": intflash.attention,
+        }  # fmt: skip
+        for mode, enter in modes.items():
+            with enter():
+                inputs = tuple(x.clone() for x in tensors)  # in inference mode, of that mode
+                for series, function in functions.items():
+                    time_us = host_time(_compiled(function, inputs), device)
+                    yield Row(f"compiled, {mode}: {series}", case, US, time_us)
+
+
+EXPERIMENTS = (
+    Experiment(
+        name="call_cost",
+        title="Host time of a call",
+        source="docs/design/call-path.md",
+        measure=_measure,
+        notes=f"Median of {RUNS} runs of a Python loop of {CALLS} calls, output allocation included, one thread. On a "
+        "GPU no call waits for it. The op that does nothing is a Python function that allocates its output.",
+        limit_s=300.0,
+    ),
+)

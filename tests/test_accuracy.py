@@ -85,16 +85,18 @@ def measured(name, method, out_dtype, out_scale=None):
     return sqnr(exact, out.dequantize() if isinstance(out, intflash.QTensor) else out)
 
 
+@pytest.mark.parametrize("method", ["intflash", "intflash_bfp"])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.int16], ids=str)
 @pytest.mark.parametrize("name", COLUMNS)
-def test_intflash_is_at_the_ceiling(name, out_dtype):
-    assert measured(name, "intflash", out_dtype) > case(name)[2] - COLUMNS[name][1]
+def test_intflash_is_at_the_ceiling(name, out_dtype, method):
+    assert measured(name, method, out_dtype) > case(name)[2] - COLUMNS[name][1]
 
 
+@pytest.mark.parametrize("method", ["intflash", "intflash_bfp"])
 @pytest.mark.parametrize("out_dtype, out_scale", [(torch.float32, None), (torch.int16, "dynamic")], ids=str)
 @pytest.mark.parametrize("name", [n for n in HARD if n not in COLUMNS])
-def test_intflash_computes_inputs_that_break_other_methods(name, out_dtype, out_scale):
-    assert measured(name, "intflash", out_dtype, out_scale) > case(name)[2] - HARD[name][1]
+def test_intflash_computes_inputs_that_break_other_methods(name, out_dtype, out_scale, method):
+    assert measured(name, method, out_dtype, out_scale) > case(name)[2] - HARD[name][1]
 
 
 @pytest.mark.parametrize("name", COLUMNS)

@@ -7,6 +7,7 @@ import intflash
 from intflash import BackendError, InputError, QTensor
 from intflash.backends import backends
 from intflash.methods import METHODS
+from intflash.numerics import block, exp
 
 METHOD_NAMES = [m.name for m in METHODS.values() if m.integer_bias]
 
@@ -38,8 +39,9 @@ def test_most_keys_with_the_largest_sums(method, backend, sign):
 @pytest.mark.parametrize("backend", sorted(backends()))
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_one_key_too_many_is_refused(method, backend):
-    q, k = constant(0, 1, 1, 1, 8), constant(0, 1, 1, 65_537, 8)
-    with pytest.raises(InputError, match="at most 65536 keys .*got 65537"):
+    most = block.MAX_KEYS if method == "intflash_bfp" else exp.MAX_KEYS
+    q, k = constant(0, 1, 1, 1, 1), constant(0, 1, 1, most + 1, 1)
+    with pytest.raises(InputError, match=f"at most {most} keys .*got {most + 1}"):
         intflash.attention(q, k, k, method=method, backend=backend)
 
 

@@ -80,10 +80,12 @@ SERVED = {
     ),
     "scale as an int": lambda s: (tensors(s), dict(scale=1)),
     "by name": lambda s: (tensors(s), dict(backend="cpu", method="intflash_p8")),
-    "online": lambda s: (tensors(s), dict(method="intflash_online")),
+    "online": lambda s: (tensors(s), dict(method="intflash_online", bias=int_bias(s, 33, 40))),
+    "block floating point": lambda s: (codes(s), dict(method="intflash_bfp", return_lse=True)),
 }  # fmt: skip
 DECLINED = {
     "qflash": lambda s: (tensors(s), dict(method="qflash", out_dtype=torch.int8)),
+    "bias in other units": lambda s: (tensors(s), dict(method="intflash_bfp", bias=int_bias(s, 33, 40))),
     "another backend": lambda s: (tensors(s), dict(backend="torch")),
     "five axes": lambda s: ([x[None] for x in tensors(s)], {}),
     "float mask": lambda s: (tensors(s), dict(attn_mask=torch.randn(33, 40))),

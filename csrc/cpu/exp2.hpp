@@ -6,7 +6,7 @@
 //   p16 = ((m >> (1 + s)) + 1) >> 1
 //   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15
 //         with h = m >> 4 = (u*u >> 4) + 8288, 0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
-// intflash_bfp counts the depth from its block's octave, and its p16 has three octaves more: s is 17 at most, not 14.
+//   intflash_bfp counts the depth from its block's octave: p16 = m >> (2 + s), 0 past s = 16
 // intflash_online rounds the depth below its reference level to steps of 1/112 octave, 2^24 in T:
 //   x10 = (level - T + 2^23 + (67 << 24)) >> 22   4 (step + 67) and two bits below it, saturated at 65535
 //   z = 153 + floor(16 step / 7) = (4 (step + 67) * 37449) >> 16; p8 is 0 from step 1008 on
@@ -63,11 +63,11 @@ inline uint64_t scaled_base(int64_t above) {  // at 32 units every p is 0, and b
 }
 
 // Whether differences of S may have 16 bits: those past 65535 must give a p of 0, with z in octave 10 (P8), 15 (P16) or
-// 18 (intflash_bfp) or deeper, or a step of 1008 or more. Where c has 24 fraction bits the lower half of C <<
+// 17 (intflash_bfp) or deeper, or a step of 1008 or more. Where c has 24 fraction bits the lower half of C <<
 // kDepthBits is zero, and the depth is the high half of a 16-bit product.
 template <bool P16, Level L = Level::kMaximum>
 inline bool fits_16_bits(const RowScale& r) {
-  constexpr int octave = L == Level::kBlockOctave ? 18 : P16 ? 15 : 10;
+  constexpr int octave = L == Level::kBlockOctave ? 17 : P16 ? 15 : 10;
   constexpr uint32_t dead = L == Level::kTableOctave ? 4 * 1008 : 2 * (octave * 256 - 153);
   return r.shift == 0 && r.c % 65536 == 0 && (uint64_t(65535) * r.c) >> 32 >= dead;
 }
@@ -129,7 +129,10 @@ struct Exp2 {
     const U16 z = o.average(x9, 2 * 153);
     const U16 v = o.template mantissa<7>(z);
     const U16 w = V::mul_high16(v, v);
-    return o.template round16<L == Level::kBlockOctave>(w, o.high_byte(z));
+    if constexpr (L == Level::kBlockOctave)
+      return o.truncate16(w, o.high_byte(z));
+    else
+      return o.round16(w, o.high_byte(z));
   }
 
   // Computes P of one block of kBlock keys. `sum` accumulates P8, P16 - 32768 or the high digits, `sum_low` the low

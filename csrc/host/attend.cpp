@@ -28,7 +28,8 @@ struct Scaling {
 struct ServedMethod {
   PyObject* name;  // interned
   Method method;
-  Scaling floats[3];  // by the method's own recipe
+  Scaling floats[3];      // by the method's own recipe
+  bool takes_bias_codes;  // as quantize_bias makes them
 };
 
 // What Python tells of itself at import. All references are kept for as long as the process runs.
@@ -476,6 +477,7 @@ Response serve(const Request& r, const Reader& read) {
     call.keep = keep.as<uint8_t>(), call.keep_batch = keep.shape[0];
   }
   if (r.bias != Py_None) {
+    require(r.method->takes_bias_codes);
     const TensorView bias = read_mask(read, r.bias, torch_library.dtype.int32, call);
     require(!r.look || !is_saturated(bias));
     call.bias = bias.as<int32_t>(), call.bias_batch = bias.shape[0];
@@ -579,12 +581,13 @@ void use_calls(nb::tuple classes, nb::tuple functions, nb::handle forward_ad, nb
   python.forward_ad = kept(forward_ad);
   python.watchers.clear(), python.methods.clear();
   for (nb::handle watcher : watchers) python.watchers.push_back(kept(watcher));
-  for (nb::handle entry : methods) {  // (name, number, default recipe)
+  for (nb::handle entry : methods) {  // (name, number, default recipe, takes bias codes)
     ServedMethod m{};
     m.name = kept(entry[0]);
     PyUnicode_InternInPlace(&m.name);
     m.method = Method(nb::cast<int>(entry[1]));
     read_recipe(entry[2].ptr(), m.floats);
+    m.takes_bias_codes = nb::cast<bool>(entry[3]);
     python.methods.push_back(std::move(m));
   }
   python.most_keys = nb::cast<int64_t>(limits[0]), python.most_head_dim = nb::cast<int64_t>(limits[1]);

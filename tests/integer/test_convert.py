@@ -194,7 +194,7 @@ def test_nan_and_changes_are_named(digits):
         integer.calibrate(broken, [images])
     large = copy.deepcopy(model)
     large.blocks[1].mlp[0].weight.mul_(1e38)
-    with pytest.raises(InputError, match="blocks.1.mlp.0.pre: calibration needs finite values"):
+    with pytest.raises(InputError, match="blocks.1.mlp.0: calibration needs finite values"):
         integer.calibrate(large, [images])
     changed = copy.deepcopy(model)
     changed.blocks[1].proj.bias[0] += 1e-3

@@ -377,15 +377,12 @@ struct Vec512 : Pack512 {
   }
   static U16 average(U16 a, uint16_t b) { return _mm512_avg_epu16(a, _mm512_set1_epi16(int16_t(b))); }
   static U16 shift_right(U16 a, U16 n) { return _mm512_srlv_epi16(a, n); }
-  // (w + 33152 + 2^(s-1)) >> s: for s > 0 the sum and its first shift are an average. Where 16 bits do not hold
-  // 2^(s-1), Deep, it is as generic.hpp has it.
-  template <bool Deep>
+  static U16 truncate16(U16 w, U16 s) {
+    const __m512i far = _mm512_srlv_epi16(average(w, 33151), _mm512_sub_epi16(s, set16(1)));
+    return _mm512_mask_add_epi16(far, _mm512_testn_epi16_mask(s, s), w, set16(33152));
+  }
+  // (w + 33152 + 2^(s-1)) >> s: for s > 0 the sum and its first shift are an average
   static U16 round16(U16 w, U16 s) {
-    if constexpr (Deep) {
-      const __m512i far = average(_mm512_srlv_epi16(average(w, 33151), _mm512_sub_epi16(s, set16(2))), 0);
-      const __m512i p = _mm512_mask_avg_epu16(far, _mm512_cmplt_epu16_mask(s, set16(2)), w, set16(33152));
-      return _mm512_mask_add_epi16(p, _mm512_testn_epi16_mask(s, s), w, set16(33152));
-    }
     const __m512i n = _mm512_sub_epi16(s, _mm512_set1_epi16(1)), half = _mm512_sllv_epi16(_mm512_set1_epi16(1), n);
     const __m512i average = _mm512_avg_epu16(w, _mm512_add_epi16(half, _mm512_set1_epi16(int16_t(33151))));
     const __m512i far = _mm512_maskz_srlv_epi16(_mm512_cmplt_epu16_mask(s, _mm512_set1_epi16(15)), average, n);

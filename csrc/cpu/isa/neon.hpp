@@ -90,11 +90,14 @@ struct Neon {
   static U16 shift_right(U16 a, U16 n) {  // by a negative left shift, whose amount is a signed byte
     return vshlq_u16(a, vnegq_s16(vreinterpretq_s16_u16(vminq_u16(n, vdupq_n_u16(16)))));
   }
-  template <bool Deep>
+  static U16 truncate16(U16 w, U16 s) {
+    const U16 far = shift_right(average(w, 33151), vsubq_u16(s, vdupq_n_u16(1)));
+    return vaddq_u16(far, vandq_u16(add16(w, 33152), vceqq_u16(s, vdupq_n_u16(0))));
+  }
   static U16 round16(U16 w, U16 s) {
     const U16 h = average(w, 33151), near = average(w, 33152);
     const U16 far = average(shift_right(h, vsubq_u16(s, vdupq_n_u16(2))), 0);
-    const U16 alive = Deep ? far : vandq_u16(far, vcltq_u16(s, vdupq_n_u16(15)));
+    const U16 alive = vandq_u16(far, vcltq_u16(s, vdupq_n_u16(15)));
     const U16 p = vbslq_u16(vcltq_u16(s, vdupq_n_u16(2)), near, alive);
     return vaddq_u16(p, vandq_u16(h, vceqq_u16(s, vdupq_n_u16(0))));
   }

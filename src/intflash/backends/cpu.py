@@ -28,8 +28,8 @@ from intflash.backends.features import (
 )  # fmt: skip
 from intflash.errors import InputError
 from intflash.methods import get_method
+from intflash.numerics.exp import BIAS_FRACTION_BITS, LOG2_E, MAX_HEAD_DIM, MAX_KEYS, P8_MAX, P16_MAX, log_sum_exp
 from intflash.numerics.exp import BIAS_LIMIT as BIAS_CODE_LIMIT
-from intflash.numerics.exp import LOG2_E, MAX_HEAD_DIM, MAX_KEYS, P8_MAX, P16_MAX, log_sum_exp
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import LEAST_FLOAT, LEAST_SCALE
@@ -69,7 +69,11 @@ def use_native(module: Any, *, find_torch: bool = True) -> None:
         forward_ad,
         (torch._C._is_tracing, torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack,
          torch._C._functorch.peek_interpreter_stack),
-        tuple((name, METHODS[name], get_method(name).recipe) for name in METHODS if name not in FLASH),
+        tuple(
+            (m.name, METHODS[m.name], m.recipe, m.bias_fraction_bits == BIAS_FRACTION_BITS)
+            for m in map(get_method, METHODS)
+            if m.name not in FLASH
+        ),
         (MAX_KEYS, MAX_HEAD_DIM, MAX_VALUE_DIM, LEAST_SCALE, LEAST_FLOAT, BIAS_CODE_LIMIT),
     )  # fmt: skip
 

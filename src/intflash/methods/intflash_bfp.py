@@ -49,13 +49,12 @@ def _score_exponent(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _p16(depth: Tensor, present: Tensor) -> Tensor:
-    """p16 of depths >= 0 below a block's octave (2^-32 octave): 65193 at 0, rounded; 0 where absent."""
+    """p16 of depths >= 0 below a block's octave (2^-32 octave): 65193 at 0, floored; 0 where absent."""
     x = exp.K0 - depth
     hi, lo = x >> 32, x & 0xFFFFFFFF
     u = 256 + (lo >> 24)
     m = arrays.within(u * u + exp.QUADRATIC_OFFSET, 19, "quadratic", signed=False)
-    p64 = (m << (hi - LEAST_HI).clamp(0, 30)) + (1 << 31)
-    p = torch.where(present & (hi >= LEAST_HI), p64 >> 32, 0)
+    p = torch.where(present & (hi >= LEAST_HI), (m << (hi - LEAST_HI).clamp(0, 30)) >> 32, 0)
     return arrays.within(p, 16, "p16", signed=False)
 
 

@@ -7,7 +7,7 @@ UNSET = -(1 << 29)  # the octave of a group without keys, below every other: |T|
 FAR = 48  # a block so many octaves below its row's largest, or more, adds nothing
 MAX_GAP = 96  # octaves between keys with a value and keys without: more count as so many
 BIAS_FRACTION_BITS = 12  # Q19.12: 524,288 octaves
-LEAST_HI = -16  # octaves of the exponential from which p16 is computed; it is 0 from -4 on
+LEAST_HI = -16  # octaves of the exponential from which p16 is computed; it is 0 below -2
 
 # Bounds: 65,193 * 128 * 128 < 2^30 (acc of a block), 2^30 * 2^24 * 2^9 = 2^30 * 2^20 * 2^13 = 2^63 (acc of a row).
 MAX_KEYS = 1 << 20

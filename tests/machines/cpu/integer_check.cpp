@@ -166,5 +166,6 @@ int main() {
   for (int64_t channels : {2, 3, 15, 16, 17, 64, 96, 100, 768})
     for (int i = 0; i < 5; ++i)
       if (!layer_norm_is_right(channels, scratch)) return 1;
+  std::free(scratch.data);
   std::puts("right");
 }

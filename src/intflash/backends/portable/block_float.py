@@ -1,6 +1,6 @@
 """`intflash_bfp` in tiles, from docs/numerics.md, "An exponent per block of keys".
 
-p depends only on the depth below its block's octave, rounded half up to 1/256 octave, and is 0 from depth 4455 on: one
+p depends only on the depth below its block's octave, rounded half up to 1/256 octave, and is 0 from depth 4095 on: one
 small table. T is exact in float64 as portable/intflash.py says; a bias is a multiple of 2^20 below 2^51, which changes
 nothing of it. A block's sums are below 2^30 and so exact in float64; they are merged in int64.
 """
@@ -29,18 +29,18 @@ from intflash.problem import Problem, Result
 
 OCTAVE = 2.0**32
 STEP = 2.0**24  # of T: 1/256 octave
-DEAD = 4455  # depth, in 1/256 octave, from which p16 is 0
+DEAD = 4095  # depth, in 1/256 octave, from which p16 is 0
 UNSET = NO_SCORE / OCTAVE  # the octave of a group without keys
 
 
 @functools.cache
 def _table(device: torch.device) -> Tensor:
-    """p16 of each depth in 1/256 octave: u^2 + 132608 in Q.16, shifted by its octaves, rounded to nearest."""
+    """p16 of each depth in 1/256 octave: u^2 + 132608 in Q.16, shifted by its octaves, floored."""
     values = []
     for depth in range(DEAD + 1):
         octaves, fraction = divmod(3686 - depth, 256)
         m = (256 + fraction) ** 2 + 132608
-        values.append(((m << (octaves + 20)) + (1 << 35)) >> 36)
+        values.append((m << (octaves + 20)) >> 36)
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
