@@ -202,15 +202,16 @@ def video_block(bench: Bench, mesh: Any, tiny: bool) -> list[dict[str, Any]]:
         hidden_states=torch.randn(1, 16, frames, height, width, device=bench.device, dtype=dtype),
         timestep=torch.tensor([500], device=bench.device),
         encoder_hidden_states=torch.randn(1, 512, 4096, device=bench.device, dtype=dtype),
+        return_dict=False,  # diffusers' hooks gather tuples
     )  # fmt: skip
     base = dict(workload="Wan 1.3B block, 480p", ranks=dist.get_world_size())
     rows = []
     for method in METHODS:
         with torch.no_grad(), intflash.patch(model, method):
-            want = model(**inputs, return_dict=False)[0]
+            want = model(**inputs)[0]
             alone = bench.seconds({"one": (partial(model, **inputs), True)})["one"]
             with context_parallel(model, mesh):
-                out = model(**inputs, return_dict=False)[0]
+                out = model(**inputs)[0]
                 seconds = bench.seconds({"all": (partial(model, **inputs), False)})["all"]
         difference = float((out - want).float().abs().max() / want.float().abs().max())
         rows.append(base | dict(

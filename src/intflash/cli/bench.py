@@ -107,7 +107,7 @@ def bench_vortex(
     """The Vortex report's table with our programs beside it, on your Vortex (VORTEX_HOME, VORTEX_BUILD).
 
     -e chooses vortex_table (N = 64, head_dim 8, about a minute) or
-    vortex_sweep (N = 1 to 128, head_dim 8 to 64, about ten minutes; only
+    vortex_sweep (N = 1 to 128, head_dim 8 to 64, about three minutes; only
     head_dim 8 with --quick). Without Vortex the table holds the report's
     numbers.
     """
