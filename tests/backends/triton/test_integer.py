@@ -16,7 +16,9 @@ from benchmarks import sass  # noqa: E402
 from intflash.backends.triton import specializations  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
-METHODS = ("intflash", "intflash_p8", "intflash_online", "qflash", "iflash")
+QUICK = ("intflash_p8", "qflash")
+SLOW = ("intflash", "intflash_online", "iflash")  # up to a minute each
+METHODS = [*QUICK, *(pytest.param(method, marks=pytest.mark.full) for method in SLOW)]
 
 
 @pytest.mark.parametrize("method", METHODS)
