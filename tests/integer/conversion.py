@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from intflash import integer
+from intflash import InputError, integer
 from intflash.integer.calibration import bind
 from intflash.integer.registry import translate
 from intflash.integer.simulate import simulate
@@ -24,6 +26,22 @@ def randomized(model: nn.Module, seed: int = 0, spread: float = 0.05) -> nn.Modu
         for p in model.parameters():
             p += torch.randn(p.shape, generator=g) * spread
     return model.eval().requires_grad_(False)
+
+
+def replaced(path: str, module: nn.Module) -> Callable[[nn.Module], None]:
+    """A change of a model: another module stands at `path`."""
+
+    def change(model: nn.Module) -> None:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, module)
+
+    return change
+
+
+def check_refused(model: nn.Module, message: str) -> None:
+    """The model is refused by a module's name, before any batch is asked for."""
+    with pytest.raises(InputError, match=f"^{message} has no integer form"):
+        integer.calibrate(model.eval(), iter(()))
 
 
 def check_conversion(

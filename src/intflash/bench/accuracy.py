@@ -130,6 +130,7 @@ OURS = (
     Series("intflash", "intflash"),
     Series("intflash_p8", "intflash_p8"),
     Series("intflash_online", "intflash_online"),
+    Series("intflash_bfp", "intflash_bfp"),
 )
 PUBLISHED = tuple(
     Series(name, name)
@@ -353,7 +354,6 @@ ATTENTION_SINKS = untimed(
             CEILING,
             *(s for s in (*FLOATS, *PUBLISHED) if s.label not in ("bf16", "fp8_head", "iflash", "ivit", "ibert")),
             *OURS,
-            Series("intflash_bfp", "intflash_bfp"),
         ),
         cases=SINKS,
         metrics=("SQNR dB",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,12 +61,9 @@ def _library(cls: type) -> str:
 
 @functools.cache
 def _converter(library: str) -> Converter | None:
-    """The library's converter, where this package has one and the library can be imported."""
-    name = f"{__package__}.convert_{library}"
-    if importlib.util.find_spec(name) is None:
-        return None
+    """The library's converter, where the library can be imported."""
     try:
-        return importlib.import_module(name).CONVERTER
+        return importlib.import_module(f"{__package__}.convert_{library}").CONVERTER
     except (ImportError, RuntimeError):  # torchvision's operators may not fit this torch
         return None
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from intflash.backends.portable.intflash import NO_SCORE, Output, Scores
+from intflash.backends.portable.intflash import NO_SCORE, Output, Scores, lookup
 from intflash.backends.portable.operands import spread_heads, weighted_sum
 from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, keys_in_sight, tiles
 from intflash.numerics.block import (
@@ -42,12 +42,6 @@ def _table(device: torch.device) -> Tensor:
         m = (256 + fraction) ** 2 + 132608
         values.append((m << (octaves + 20)) >> 36)
     return torch.tensor(values, dtype=torch.float64, device=device)
-
-
-def _p(depth: Tensor) -> Tensor:
-    """p16 of depths >= 0 in the table's steps."""
-    steps = depth.clamp(0, DEAD).add_(0.5).to(torch.int32)
-    return _table(depth.device).index_select(0, steps.view(-1)).view(steps.shape)
 
 
 def _valueless(problem: Problem) -> Tensor | None:
@@ -94,8 +88,7 @@ def block_float(problem: Problem, tiling: Tiling | None = None) -> Result:
 def _weights(score: Tensor) -> tuple[Tensor, Tensor]:
     """A block's octave, and p of its keys."""
     e = _octave(score)
-    p = _p((e * OCTAVE - score).div_(STEP))
-    return e, p.masked_fill_(score == NO_SCORE, 0)
+    return e, lookup(_table(score.device), (e * OCTAVE - score).div_(STEP), score == NO_SCORE)
 
 
 class _Sums:
