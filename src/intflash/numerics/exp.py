@@ -173,8 +173,8 @@ def output_multiplier(v_scale: Tensor, out_scale: Tensor, gap: Tensor | int = 0)
     """
     f, e = torch.frexp(v_scale.double() / out_scale.double())
     low, high = OUTPUT_EXPONENTS
-    most = torch.as_tensor(gap + high, device=e.device)
-    return torch.round(f * (1 << 24)).to(torch.int64), e.to(torch.int64).clamp_min(low).minimum(most)
+    exponent = e.to(torch.int64).clamp(min=low).clamp(max=gap + high)
+    return torch.round(f * (1 << 24)).to(torch.int64), exponent
 
 
 def log_sum_exp(t_max: Tensor, l: Tensor, p_max: int) -> Tensor:
