@@ -14,7 +14,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +32,7 @@ import intflash
 from intflash.bench.measure import environment
 from intflash.distributed import attention, bytes_sent, context_parallel, counting, shard
 
-METHODS = ("intflash", "intflash_p8", "intflash_bfp")
+METHODS = ("intflash", "intflash_p8")
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def torch_context_parallel(work: Workload, inputs: list[Tensor], stack: ExitStac
     return partial(F.scaled_dot_product_attention, q, k, v, is_causal=work.causal)
 
 
-def measure(name: str, work: Workload, bench: Bench, mesh: Any) -> list[dict[str, Any]]:
+def measure(name: str, work: Workload, methods: Sequence[str], bench: Bench, mesh: Any) -> list[dict[str, Any]]:
     """Rows of one workload."""
     ranks, inputs = dist.get_world_size(), work.inputs(bench.device)
     base = dict(workload=name, shape=f"{work.q_heads}/{work.kv_heads} heads, N {work.tokens}, D {work.head_dim}",
@@ -149,7 +149,7 @@ def measure(name: str, work: Workload, bench: Bench, mesh: Any) -> list[dict[str
     rows, calls = [], {}
     parts = [shard(x, layout=work.layout) for x in inputs]
     even = [shard(x) for x in inputs]
-    for method in METHODS:
+    for method in methods:
         try:
             expected = shard(intflash.attention(*inputs, method=method, **whole), layout=work.layout)
         except intflash.InputError as error:  # a bound on the keys
@@ -188,7 +188,7 @@ def measure(name: str, work: Workload, bench: Bench, mesh: Any) -> list[dict[str
     return rows
 
 
-def video_block(bench: Bench, mesh: Any, tiny: bool) -> list[dict[str, Any]]:
+def video_block(methods: Sequence[str], bench: Bench, mesh: Any, tiny: bool) -> list[dict[str, Any]]:
     """One block of Wan 1.3B at 480p with its projections and cross attention, patched, on one GPU and on all."""
     from diffusers import WanTransformer3DModel
 
@@ -206,7 +206,7 @@ def video_block(bench: Bench, mesh: Any, tiny: bool) -> list[dict[str, Any]]:
     )  # fmt: skip
     base = dict(workload="Wan 1.3B block, 480p", ranks=dist.get_world_size())
     rows = []
-    for method in METHODS:
+    for method in methods:
         with torch.no_grad(), intflash.patch(model, method):
             want = model(**inputs)[0]
             alone = bench.seconds({"one": (partial(model, **inputs), True)})["one"]
@@ -276,6 +276,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("results/context_parallel"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--without-model", action="store_true", help="leave out the video block, which needs diffusers")
@@ -295,9 +296,9 @@ def main() -> None:
     mesh = init_device_mesh(options.device, (dist.get_world_size(),))
     bench, rows = Bench(device, 2 if options.tiny else options.rounds), []
     for name, work in (TINY if options.tiny else WORKLOADS).items():
-        rows += measure(name, work, bench, mesh)
+        rows += measure(name, work, options.methods, bench, mesh)
     if not options.without_model:
-        rows += video_block(bench, mesh, options.tiny)
+        rows += video_block(options.methods, bench, mesh, options.tiny)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     first = next(iter((TINY if options.tiny else WORKLOADS).values()))
     found = dict(environment=environment(), nccl_nvls=os.environ["NCCL_NVLS_ENABLE"],
