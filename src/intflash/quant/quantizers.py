@@ -175,9 +175,13 @@ def scale_of_maximum(amax: Tensor, bits: int) -> Tensor:
     """The dynamic scale of float32 absolute maxima."""
     # docs/numerics.md, "Unchecked calls": without a finite maximum there is no scale, as without values
     amax = amax.nan_to_num(nan=0.0, posinf=0.0)
-    # divided by a tensor: CUDA multiplies by a Python number's reciprocal, which is another rounding
-    quotient = amax / torch.full_like(amax, (1 << (bits - 1)) - 1)
-    return torch.where(amax < TINY_AMAX, torch.ones_like(amax), quotient)  # 1: every code is 0
+    scale = divided(amax, (1 << (bits - 1)) - 1)
+    return torch.where(amax < TINY_AMAX, torch.ones_like(amax), scale)  # 1: every code is 0
+
+
+def divided(x: Tensor, by: float) -> Tensor:
+    """x / by of floats, rounded once on every device: CUDA multiplies by the reciprocal of a Python number."""
+    return x / torch.full_like(x, by)
 
 
 def codes_of(x: Tensor, scale: Tensor, bits: int, rule: str) -> Tensor:
