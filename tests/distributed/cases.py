@@ -53,6 +53,7 @@ CASES = {
     "chunks": Case(place={"scheme": "gather", "chunks": 3}, shape=(2, HEADS, HEADS, 16, 24)),
     "uneven": Case(place={"scheme": "gather"}, queries=ODD, keys=ODD),
     "one head": Case(shape=(1, 1, 1, 16, 16)),
+    "one head, a scale for each": Case({"recipe": Recipe("head", "head", "head")}, shape=(1, 1, 1, 16, 16)),
     "bfp, many keys": Case(
         {"method": "intflash_bfp", "is_causal": True, "backend": "torch"}, {"layout": "zigzag"}, queries=384, keys=384,
         many_keys=300,

@@ -199,9 +199,10 @@ def codes_of(x: Tensor, scale: Tensor, bits: int, rule: str) -> Tensor:
 
 def absolute_maximum(x: Tensor, granularity: str, block_size: int) -> Tensor:
     """max|x| of each group that shares a scale, in the shape of that scale."""
+    if granularity == "tensor":  # in one pass over memory
+        least, most = torch.aminmax(x)
+        return torch.maximum(least.abs(), most.abs()).reshape(1, 1, 1, 1)
     magnitude = x.abs()
-    if granularity == "tensor":
-        return magnitude.amax().reshape(1, 1, 1, 1)
     if granularity == "head":
         return magnitude.amax(dim=(2, 3), keepdim=True)
     if granularity == "token":
