@@ -11,7 +11,7 @@ from intflash.cli.options import methods_in_order
 
 
 def info() -> None:
-    """Methods and backends: what each serves on this machine, and why not."""
+    """Show what every backend serves on this machine, and the reason for what it does not serve."""
     import torch
 
     import intflash
