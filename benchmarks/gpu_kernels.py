@@ -63,7 +63,7 @@ def _conclude_lengths(rows: Sequence[Row]) -> list[str]:
 
 LENGTHS = Experiment(
     name="mixed_kernels",
-    title="Kernels alone over sequence length: the mixed families beside cuDNN and intflash_online",
+    title="Kernels alone over sequence length: methods with a float softmax, cuDNN and intflash_online",
     source="INT-FlashAttention, Figure 2; QFlash, section 5.1",
     measure=_lengths,
     figures=(Figure(TOPS), Figure(CUDNN)),
