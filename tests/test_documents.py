@@ -77,6 +77,13 @@ def test_relative_links_exist(page):
             assert (page.parent / target.partition("#")[0]).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_named_files_exist(page):
+    """A path that a page names from the root of the repository, but for those with a NAME to fill in."""
+    for path in re.findall(r"`((?:benchmarks|csrc|docs|examples|scripts|src|tests)/[\w./-]*)`", TEXT[page]):
+        assert "NAME" in path or (ROOT / path).exists(), path
+
+
 def test_readme_table_is_the_results():
     spec = importlib.util.spec_from_file_location("gain_figure", ROOT / "scripts" / "gain_figure.py")
     module = importlib.util.module_from_spec(spec)

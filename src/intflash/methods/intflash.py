@@ -191,5 +191,5 @@ def _method(name: str, summary: str, reference) -> Method:
 METHODS = (
     _method("intflash", "integer-only, exact maximum, 16-bit P", _reference_exact),
     _method("intflash_p8", "integer-only, exact maximum, 8-bit P", _reference_exact),
-    _method("intflash_online", "integer-only, one pass in granules of 128 keys, 8-bit P", _reference_online),
+    _method("intflash_online", "integer-only, one pass in groups of 128 keys, 8-bit P", _reference_online),
 )

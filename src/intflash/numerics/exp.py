@@ -115,11 +115,11 @@ def scalar_exponent_constants(q_scale: float, k_scale: float, sm_scale: float) -
 
 
 def quantize_bias(bias: Tensor) -> Tensor:
-    """An additive mask in the score exponent's units, made once for many calls.
+    """Turn an additive mask or bias into the integers that the kernels add to the scores, once for many calls.
 
     Args:
         bias: floating point, of any shape that `attention` broadcasts; not changed. -inf or <= finfo(dtype).min / 2
-            makes its key absent. Values are not looked at: those past 2048 octaves (1419.57) saturate, which
+            makes its key absent. Values are not checked: those past 2048 octaves (1419.57) saturate, which
             `attention` refuses where it reads values, and NaN makes its key absent.
 
     Returns:

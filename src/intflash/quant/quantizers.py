@@ -47,7 +47,7 @@ class Recipe:
         smooth_k: subtract K's mean over tokens first (softmax does not change by it).
         rotate: rotate Q and K by a Hadamard matrix first (their product does not change by it);
             uses the largest power of two that divides head_dim.
-        rule: "exact" or "divide", see the module's text.
+        rule: how a float is divided by the scale, "exact" (ours) or "divide" (the papers'): docs/numerics.md section 1.
 
     Raises:
         InputError: an option is unknown, a scale that is a number is not finite and > 0, or one that is a tensor is
@@ -133,7 +133,7 @@ def quantize(
     block_size: int = 128,
     rule: str = "exact",
 ) -> QTensor:
-    """Quantize a float tensor ``[B, H, N, D]`` to symmetric integer codes, without a host sync.
+    """Quantize a float tensor ``[B, H, N, D]`` to symmetric integer codes, without waiting for the device.
 
     Args:
         x: float32, float16 or bfloat16; not changed.
