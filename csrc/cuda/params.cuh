@@ -44,6 +44,7 @@ struct Params {
   u32 head_reciprocal;                   // ceil(2^32 / heads); 0 for one head
   u32 bias_reciprocal, keep_reciprocal;  // ceil(2^32 / batches); 0 for one batch and for as many as Q has
   Share share;
+  const i32 *q_ends, *k_ends;  // of packed sequences: the first row or key of each, and the end of the last; or null
 };
 
 DEVICE u32 key_head(const Params& p, u32 head) {

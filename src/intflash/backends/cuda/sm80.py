@@ -1,0 +1,156 @@
+"""Launches csrc/cuda/sm80/attention.cu, which serves any number of queries and keys, head_dim to 256, every mask and
+packed sequences on each GPU from compute capability 8.0 on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from intflash.backends.cuda.parameters import Share, has_row_scales, parameters, quotient_reciprocal
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
+from intflash.backends.gpu.constants import Constants
+from intflash.backends.gpu.tensors import Statistics, key_major
+from intflash.problem import Problem
+from intflash.quant import QTensor
+
+METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8"}
+_CHUNK = 16  # bytes of a copy, and channels that a row is padded to
+_CHANNELS = 8  # that the quantizer takes at once
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Returns why the kernel cannot serve the problem, or None."""
+    if problem.method not in METHODS:
+        return f"only sm_90's kernels have method {problem.method!r}"
+    d, dv, rows = problem.q.shape[3], problem.v.shape[3], problem.q.shape[2]
+    if max(d, dv) > 256:
+        return f"takes at most 256 channels, got {d} and {dv}"
+    if problem.q.shape[0] * problem.q.shape[1] * -(-rows // 16) >= 1 << 31:
+        return f"takes at most 2^31 tiles of 16 rows, got {list(problem.q.shape)}"
+    for mask in (problem.bias, problem.keep):
+        # beyond, the quotient by the reciprocal is not exact
+        if mask is not None and mask.shape[0] < problem.q.shape[0] and problem.q.shape[0] * mask.shape[0] >= 1 << 32:
+            return f"a mask of {mask.shape[0]} batches repeats over at most 2^32 in all, got {problem.q.shape[0]}"
+    return None
+
+
+# --- tensors as the kernels read them
+
+
+def aligned(problem: Problem) -> Problem:
+    """The problem with copies of those tensors that 16-byte accesses cannot read.
+
+    Copies are padded with zeros to whole chunks of channels. Their shapes stay.
+    """
+    packed = problem.cu_seqlens_q is not None
+    if packed and isinstance(problem.q, Tensor):
+        problem = problem.quantized()
+    changes: dict[str, QTensor | Tensor] = {}
+    for name in "qkv":
+        x = getattr(problem, name)
+        data = x if isinstance(x, Tensor) else x.data
+        of_keys = name == "v" and not packed and data.element_size() == 1 and key_major(data, _padded(data.shape[2]))
+        if not of_keys and (made := _aligned(data)) is not data:
+            changes[name] = made if isinstance(x, Tensor) else replace(x, data=made)
+    for name in ("bias", "keep"):
+        mask = getattr(problem, name)
+        if mask is not None and mask.shape[3] > 1 and mask.stride(3) != 1:
+            changes[name] = mask.contiguous()
+    return replace(problem, **changes) if changes else problem
+
+
+def _aligned(x: Tensor) -> Tensor:
+    size, d = x.element_size(), x.shape[3]
+    strides = [s * size for s, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
+    whole = _CHUNK if size == 1 else _CHANNELS
+    if x.stride(3) == 1 and d % whole == 0 and not (x.data_ptr() % 16 or any(s % 16 for s in strides)):
+        return x
+    b, h, n, _ = x.shape
+    if x.stride(1) < x.stride(2):  # the output has Q's order of axes
+        return x.new_zeros(b, n, h, _padded(d)).transpose(1, 2)[..., :d].copy_(x)
+    return x.new_zeros(b, h, n, _padded(d))[..., :d].copy_(x)
+
+
+def _padded(count: int) -> int:
+    return -(-count // _CHUNK) * _CHUNK
+
+
+# --- the launch
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the work is split: warps of a CTA, tiles of 16 rows of a warp, keys of a tile, stages, CTAs per
+    multiprocessor, CTAs that share the channels of V.
+    """
+
+    warps: int = 4
+    row_tiles: int = 1
+    keys: int = 64
+    stages: int = 3
+    ctas_per_sm: int = 3
+    slices: int = 1
+
+
+def choose_tile(problem: Problem) -> Tile:
+    d, dv = problem.q.shape[3], problem.v.shape[3]
+    masked = problem.bias is not None or problem.keep is not None
+    if problem.method == "intflash_p8":
+        if max(d, dv) > 128:
+            return Tile(keys=32, ctas_per_sm=2)
+        return Tile(ctas_per_sm=2 if masked and max(d, dv) > 64 else 3)
+    if max(d, dv) > 128:
+        return Tile(keys=32, ctas_per_sm=2, slices=2)
+    return Tile(keys=32 if max(d, dv) > 96 else 64, ctas_per_sm=2 if max(d, dv) > 64 or masked else 3)
+
+
+def attention_launch(
+    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics,
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None, tile: Tile | None = None,
+) -> CudaLaunch:  # fmt: skip
+    """Returns the launch for a problem of `aligned` int8 codes, or of float Q with its scale and codes of K and V."""
+    q, k, v = (x if isinstance(x, Tensor) else x.data for x in (problem.q, problem.k, problem.v))
+    (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
+    tile = tile or choose_tile(problem)
+    packed = problem.cu_seqlens_q is not None
+    of_keys = not packed and key_major(v, _padded(nk))
+    causal = 0 if problem.causal is None else 2 if packed and problem.causal_align == "bottom_right" else 1
+    program = CudaProgram.of(
+        "sm80/attention.cu", METHOD=METHODS[problem.method], HEAD_DIM=-(-d // _CHANNELS) * _CHANNELS, VALUE_DIM=dv,
+        QUERY=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype], KEY_MAJOR=int(of_keys),
+        ROW_SCALES=int(has_row_scales(constants, scales)), CAUSAL=causal, PACKED=int(packed),
+        BIAS=_mask_kind(problem.bias, packed), KEEP=_mask_kind(problem.keep, packed), WARPS=tile.warps,
+        ROW_TILES=tile.row_tiles, KEYS=tile.keys, STAGES=tile.stages, SLICES=tile.slices, CTAS_PER_SM=tile.ctas_per_sm,
+        VALUES_IN_RANGE=int(scales is not None and problem.recipe.q_scale is None),
+    )  # fmt: skip
+    rows = 16 * tile.row_tiles * tile.warps
+    tiles, sequences = -(-nq // rows), 0
+    if packed:
+        sequences = problem.cu_seqlens_q.numel() - 1
+        tiles += sequences  # each may end within a tile
+    share = Share(whole_reciprocal=quotient_reciprocal(tiles), heads_reciprocal=quotient_reciprocal(heads))
+    params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, tiles, share, sequences or None)
+    grid = (batch * heads * tiles, tile.slices, 1)
+    return CudaLaunch(program, grid, 32 * tile.warps, shared_bytes(d, dv, of_keys, tile), params, q.device, keeps, True)
+
+
+def shared_bytes(d: int, dv: int, of_keys: bool, tile: Tile) -> int:
+    """Bytes of the stages: STAGES * STAGE_BYTES of sm80/tiles.cuh."""
+    chunks = -(-dv // (16 * tile.slices))
+    k = tile.keys * 16 * (2 * -(-d // 32) + 1)
+    v = 16 * chunks * (tile.keys + 16) if of_keys else tile.keys * 16 * (chunks | 1)
+    return tile.stages * (k + v)
+
+
+def _mask_kind(mask: Tensor | None, packed: bool) -> int:
+    """How a mask is read: 0 none, 1 by keys, 2 one value for all keys, 4 four keys at once (sm80/masks.cuh)."""
+    if mask is None:
+        return 0
+    if mask.shape[3] == 1:
+        return 2
+    four = 4 * mask.element_size()
+    strides = (s * mask.element_size() for s, n in zip(mask.stride()[:3], mask.shape, strict=False) if n > 1)
+    whole = mask.shape[3] % 4 == 0 and mask.data_ptr() % four == 0 and not any(s % four for s in strides)
+    return 4 if whole and not packed else 1
