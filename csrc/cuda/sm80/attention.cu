@@ -5,7 +5,7 @@
 // memory; Q, scores, P and accumulators stay in registers.
 //
 // Macros:
-//   METHOD            ExactP16 or ExactP8
+//   METHOD            ExactP16, ExactP8 or Online
 //   HEAD_DIM          channels of Q and K, a multiple of 8 to 256
 //   VALUE_DIM         channels of V and of the output
 //   SLICES            CTAs that share the channels of V, where the registers of one do not suffice
@@ -24,6 +24,7 @@
 #include "sm80/softmax.cuh"
 
 typedef Codes<QUERY, VALUES_IN_RANGE> In;
+constexpr u32 TABLE_BYTES = METHOD::PASSES == 1 ? 256 * WORD_BYTES : 0;  // of the table of P, before the stages
 constexpr int SMALL = 32;  // keys of the last tile that are computed, if it has no more
 
 // The rows of a CTA, and where they and their keys are in the tensors.
@@ -106,9 +107,9 @@ struct Warp {
     const i64 at = head_offset(p.score, work.batch, work.head) + tensor_row(m, h) * p.score.n;
     return unpack_score(((const i64*)p.score.ptr)[at]);
   }
-  DEVICE void init() {
+  DEVICE void init(u32 table) {
     load_query();
-    method.init([&](int m, int h) { return score_of(m, h); });
+    method.init([&](int m, int h) { return score_of(m, h); }, table);
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -209,6 +210,18 @@ struct Warp {
       find_maximum<NOW, MASKED>(tile, first);
   }
 
+  // next_tile(i) returns the stage that holds the tile of step i.
+  template <class NextTile>
+  DEVICE void run(i32 tiles, NextTile next_tile) {
+    if constexpr (Method::PASSES == 2) {
+#pragma unroll 1
+      for (i32 i = 0; i < tiles; ++i) tile<false>(next_tile(i), i * KEYS);
+      method.finish_row_max([&](int m, int h) { return magnitude(m, h); });
+    }
+#pragma unroll 1
+    for (i32 i = 0; i < tiles; ++i) tile<true>(next_tile((Method::PASSES - 1) * tiles + i), i * KEYS);
+  }
+
   DEVICE void store() const {
     typedef typename Method::Accumulator Accumulator;
     const OutputConstants constants = load_output_constants<OUT>(p, work.batch, work.head, work.kv_head);
@@ -252,6 +265,8 @@ struct Warp {
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 memory[];
+  const u32 shared = shared_address(memory);
+  if constexpr (TABLE_BYTES) fill_table(shared);
   wait_for_previous_kernel();
   let_next_kernel_start();
   const Work work(p);
@@ -261,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
                              (u32)p.k.n,
                              (u32)(KEY_MAJOR ? p.v.d : p.v.n),
                              work.keys,
-                             shared_address(memory)};
+                             shared + TABLE_BYTES};
   const i32 tiles = (work.seen(work.row + CTA_ROWS - 1) + KEYS - 1) / KEYS, steps = METHOD::PASSES * tiles;
   // Step i computes tile i of the first pass, or tile i - tiles of the last one.
   const auto load = [&](i32 i, u32 stage) {
@@ -276,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
 #pragma unroll 1
   for (i32 i = 0; i < STAGES - 1; ++i) load(i, i);
   Warp<METHOD> warp(p, work);
-  warp.init();
+  warp.init(shared);
   u32 stage = 0, free = STAGES - 1;
   const auto next_tile = [&](i32 i) {
     cp_async_wait<STAGES - 2>();
@@ -286,12 +301,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
     free = stage, stage = stage + 1 < STAGES ? stage + 1 : 0;
     return at;
   };
-  if constexpr (METHOD::PASSES == 2) {
-#pragma unroll 1
-    for (i32 i = 0; i < tiles; ++i) warp.template tile<false>(next_tile(i), i * KEYS);
-    warp.method.finish_row_max([&](int m, int h) { return warp.magnitude(m, h); });
-  }
-#pragma unroll 1
-  for (i32 i = 0; i < tiles; ++i) warp.template tile<true>(next_tile(steps - tiles + i), i * KEYS);
+  warp.run(tiles, next_tile);
   warp.store();
 }

@@ -75,7 +75,6 @@ template <int DIGITS>
 struct ExactMaximum : PDigits<DIGITS> {
   static constexpr int PASSES = 2;
   static constexpr int DOTS = DIGITS == 2 ? 0 : 2;  // see four_p
-  typedef Octaves Unit;
 #if BIAS
   typedef i64 Peak;  // T
   static constexpr Peak NONE = -(1ll << 62);
@@ -88,7 +87,7 @@ struct ExactMaximum : PDigits<DIGITS> {
   bool fast_exp;  // whether the 32-bit form of the exponential is exact for all rows of the warp
 
   template <class ScoreOf>
-  DEVICE void init(ScoreOf constants) {
+  DEVICE void init(ScoreOf constants, u32) {
     PDigits<DIGITS>::init(constants);
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) peak[i / 2][i % 2] = NONE;
@@ -186,3 +185,85 @@ struct ExactMaximum : PDigits<DIGITS> {
 
 typedef ExactMaximum<1> ExactP8;
 typedef ExactMaximum<2> ExactP16;
+
+// intflash_online: one pass over granules of 128 keys, which are the tiles. A row's sums are shifted when a granule
+// raises its octave. P comes from the table (exp2_table.cuh).
+struct Online : PDigits<1> {
+  static constexpr int PASSES = 1;
+  TableUnit units[ROW_SCALES ? 2 * ROW_TILES : 1];
+  TableRow rows[ROW_TILES][2];
+  u32 lane;     // address of this lane's first word of the table
+  bool clamps;  // whether scores below the table may be replaced by its lowest entries
+
+  DEVICE const TableUnit& unit(int m, int h) const { return units[ROW_SCALES ? 2 * m + h : 0]; }
+  template <class ScoreOf>
+  DEVICE void init(ScoreOf constants, u32 table) {
+    PDigits::init(constants);
+    lane = table + threadIdx.x % 32 * 4;
+    clamps = true;
+#pragma unroll
+    for (int i = 0; i < (ROW_SCALES ? 2 * ROW_TILES : 1); ++i) {
+      units[i] = TableUnit(scores[i]);
+      clamps &= units[i].clamps();
+    }
+    clamps = __all_sync(~0u, clamps);
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i) rows[i / 2][i % 2].init();
+  }
+
+  template <int NOW, bool MASKED>
+  DEVICE void begin_tile(const Scores& s, const RowMasks& masks, i32 first, i32 keys) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        i32 peak = NO_SCORE;
+#pragma unroll
+        for (int group = 0; group < NOW / 16; ++group) {
+          const u32 present =
+              MASKED || KEEP ? masks[m][h].template present<MASKED>(first + first_key(group), keys) : ~0u;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const i32 x = score_of(s, m, h, group, i);
+            peak = max(peak, !(MASKED || KEEP) || present & 1u << (8 * i) ? x : NO_SCORE);
+          }
+        }
+        if (__any_sync(~0u, peak > rows[m][h].limit)) raise(m, h, peak);
+      }
+  }
+  // Raises the octaves of the rows that need it, and shifts their sums.
+  DEVICE void raise(int m, int h, i32 peak) {
+    TableRow& row = rows[m][h];
+    const bool needs_64_bits = __any_sync(~0u, row.needs_64_bits(peak, unit(m, h)));
+    const i32 score = quad_max(peak);
+    const u32 l = quad_sum(sums[0][m][h]);
+    i32 by = 0;
+    if (needs_64_bits)
+      by = row.raise_64bit(score, unit(m, h));
+    else if (row.limit != NO_SCORE)  // else the row has no keys yet
+      by = row.raise_32bit(score, unit(m, h));
+    // the shift rounds, so it applies to the quad's sum and not to its parts
+    sums[0][m][h] = threadIdx.x % 4 ? 0 : l >> by;
+#pragma unroll
+    for (int i = 0; i < 4 * V_CHUNKS; ++i) acc[0][m][i / 4][i / 2 % 2][2 * h + i % 2] >>= by;
+  }
+
+  template <bool MASKED>
+  DEVICE void p_words(const Scores& s, int m, int h, int group, const RowMask& mask, i32 first, i32 keys,
+                      u32 (&word)[1]) {
+    if (clamps)
+      word[0] = looked_up<true>(s, m, h, group);
+    else
+      word[0] = looked_up<false>(s, m, h, group);
+    if (MASKED || KEEP) word[0] &= mask.template present<MASKED>(first + first_key(group), keys);
+    add_sums(m, h, word);
+  }
+  template <bool CLAMPS>
+  DEVICE u32 looked_up(const Scores& s, int m, int h, int group) const {
+    u32 p[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) p[i] = lookup(rows[m][h].entry<CLAMPS>(score_of(s, m, h, group, i), unit(m, h)), lane);
+    return pack_unsigned_bytes(p[0], p[1], p[2], p[3]);
+  }
+  DEVICE i64 t_max(int m, int h) const { return (i64)rows[m][h].octave(unit(m, h)) << 32; }
+};

@@ -54,11 +54,11 @@ _SERVED = frozenset.union(
     FLOAT_INPUTS, CODES, QUANTIZATION, FLOAT_OUTPUT, {"causal mask", "grouped heads", "log-sum-exp"}
 )
 _INTFLASH = _SERVED | INTEGER_OUTPUT | per("tensor head token block", "tensor head", "tensor head")
-_EVERY_SHAPE = {"integer bias", "bool mask", "packed sequences"}
+_MASKS = {"bool mask", "packed sequences"}
 SERVES = {
-    "intflash": _INTFLASH | _EVERY_SHAPE,
-    "intflash_p8": _INTFLASH | _EVERY_SHAPE,
-    "intflash_online": _INTFLASH,
+    "intflash": _INTFLASH | _MASKS | {"integer bias"},
+    "intflash_p8": _INTFLASH | _MASKS | {"integer bias"},
+    "intflash_online": _INTFLASH | _MASKS,
     "lite": _SERVED | ANY_GRANULARITY,
     "int_flash_half": _SERVED | ANY_GRANULARITY,
 }

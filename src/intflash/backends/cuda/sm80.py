@@ -15,9 +15,10 @@ from intflash.backends.gpu.tensors import Statistics, key_major
 from intflash.problem import Problem
 from intflash.quant import QTensor
 
-METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8"}
+METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": "Online"}
 _CHUNK = 16  # bytes of a copy, and channels that a row is padded to
 _CHANNELS = 8  # that the quantizer takes at once
+_TABLE_BYTES = 32 * 1024  # of the table of P of `intflash_online`
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -25,6 +26,8 @@ def unsupported(problem: Problem) -> str | None:
     if problem.method not in METHODS:
         return f"only sm_90's kernels have method {problem.method!r}"
     d, dv, rows = problem.q.shape[3], problem.v.shape[3], problem.q.shape[2]
+    if problem.method == "intflash_online" and problem.bias is not None:
+        return "intflash_online has no bias"
     if max(d, dv) > 256:
         return f"takes at most 256 channels, got {d} and {dv}"
     if problem.q.shape[0] * problem.q.shape[1] * -(-rows // 16) >= 1 << 31:
@@ -96,11 +99,13 @@ class Tile:
 
 def choose_tile(problem: Problem) -> Tile:
     d, dv = problem.q.shape[3], problem.v.shape[3]
+    if problem.method == "intflash_online":
+        return Tile(keys=128, stages=2, ctas_per_sm=1 if max(d, dv) > 96 else 2, slices=1 + (max(d, dv) > 128))
     masked = problem.bias is not None or problem.keep is not None
     if problem.method == "intflash_p8":
         if max(d, dv) > 128:
             return Tile(keys=32, ctas_per_sm=2)
-        return Tile(ctas_per_sm=2 if masked and max(d, dv) > 64 else 3)
+        return Tile(ctas_per_sm=2 if masked or max(d, dv) > 64 else 3)
     if max(d, dv) > 128:
         return Tile(keys=32, ctas_per_sm=2, slices=2)
     return Tile(keys=32 if max(d, dv) > 96 else 64, ctas_per_sm=2 if max(d, dv) > 64 or masked else 3)
@@ -132,8 +137,9 @@ def attention_launch(
         tiles += sequences  # each may end within a tile
     share = Share(whole_reciprocal=quotient_reciprocal(tiles), heads_reciprocal=quotient_reciprocal(heads))
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, tiles, share, sequences or None)
+    shared = shared_bytes(d, dv, of_keys, tile) + _TABLE_BYTES * (problem.method == "intflash_online")
     grid = (batch * heads * tiles, tile.slices, 1)
-    return CudaLaunch(program, grid, 32 * tile.warps, shared_bytes(d, dv, of_keys, tile), params, q.device, keeps, True)
+    return CudaLaunch(program, grid, 32 * tile.warps, shared, params, q.device, keeps, True)
 
 
 def shared_bytes(d: int, dv: int, of_keys: bool, tile: Tile) -> int:
