@@ -4,8 +4,10 @@ packed sequences on each GPU from compute capability 8.0 on.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from intflash.backends.cuda.parameters import Share, has_row_scales, parameters, quotient_reciprocal
@@ -32,6 +34,9 @@ def unsupported(problem: Problem) -> str | None:
         return f"takes at most 256 channels, got {d} and {dv}"
     if problem.q.shape[0] * problem.q.shape[1] * -(-rows // 16) >= 1 << 31:
         return f"takes at most 2^31 tiles of 16 rows, got {list(problem.q.shape)}"
+    needed, there = _shared_bytes(problem, choose_tile(problem)), shared_memory(problem.device)
+    if needed > there:
+        return f"head_dim {d} needs {needed} bytes of shared memory, this GPU has {there}"
     for mask in (problem.bias, problem.keep):
         # beyond, the quotient by the reciprocal is not exact
         if mask is not None and mask.shape[0] < problem.q.shape[0] and problem.q.shape[0] * mask.shape[0] >= 1 << 32:
@@ -98,17 +103,28 @@ class Tile:
 
 
 def choose_tile(problem: Problem) -> Tile:
-    d, dv = problem.q.shape[3], problem.v.shape[3]
-    if problem.method == "intflash_online":
-        return Tile(keys=128, stages=2, ctas_per_sm=1 if max(d, dv) > 96 else 2, slices=1 + (max(d, dv) > 128))
+    """Chooses the tile whose registers and shared memory suffice on the problem's GPU."""
+    d = max(problem.q.shape[3], problem.v.shape[3])
     masked = problem.bias is not None or problem.keep is not None
+    if problem.method == "intflash_online":
+        tile = Tile(keys=128, stages=2, ctas_per_sm=1 if d > 96 else 2, slices=1 + (d > 128))
+        fits = d <= 96 or _shared_bytes(problem, tile) <= shared_memory(problem.device)
+        return tile if fits else replace(tile, slices=2 * tile.slices)
     if problem.method == "intflash_p8":
-        if max(d, dv) > 128:
+        if d > 128:
             return Tile(keys=32, ctas_per_sm=2)
-        return Tile(ctas_per_sm=2 if masked or max(d, dv) > 64 else 3)
-    if max(d, dv) > 128:
+        return Tile(ctas_per_sm=2 if masked or d > 64 else 3)
+    if d > 128:
         return Tile(keys=32, ctas_per_sm=2, slices=2)
-    return Tile(keys=32 if max(d, dv) > 96 else 64, ctas_per_sm=2 if max(d, dv) > 64 or masked else 3)
+    return Tile(keys=32 if d > 96 else 64, ctas_per_sm=2 if d > 64 or masked else 3)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a CTA can have; those of an H200 where a kernel is only compiled."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def attention_launch(
@@ -137,17 +153,16 @@ def attention_launch(
         tiles += sequences  # each may end within a tile
     share = Share(whole_reciprocal=quotient_reciprocal(tiles), heads_reciprocal=quotient_reciprocal(heads))
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, tiles, share, sequences or None)
-    shared = shared_bytes(d, dv, of_keys, tile) + _TABLE_BYTES * (problem.method == "intflash_online")
     grid = (batch * heads * tiles, tile.slices, 1)
-    return CudaLaunch(program, grid, 32 * tile.warps, shared, params, q.device, keeps, True)
+    return CudaLaunch(program, grid, 32 * tile.warps, _shared_bytes(problem, tile), params, q.device, keeps, True)
 
 
-def shared_bytes(d: int, dv: int, of_keys: bool, tile: Tile) -> int:
-    """Bytes of the stages: STAGES * STAGE_BYTES of sm80/tiles.cuh."""
-    chunks = -(-dv // (16 * tile.slices))
-    k = tile.keys * 16 * (2 * -(-d // 32) + 1)
-    v = 16 * chunks * (tile.keys + 16) if of_keys else tile.keys * 16 * (chunks | 1)
-    return tile.stages * (k + v)
+def _shared_bytes(problem: Problem, tile: Tile) -> int:
+    """Bytes of the table of P and the stages: TABLE_BYTES + STAGES * STAGE_BYTES of the kernel, for any layout of V."""
+    chunks = -(-problem.v.shape[3] // (16 * tile.slices))
+    k = tile.keys * 16 * (2 * -(-problem.q.shape[3] // 32) + 1)
+    v = max(16 * chunks * (tile.keys + 16), tile.keys * 16 * (chunks | 1))
+    return _TABLE_BYTES * (problem.method == "intflash_online") + tile.stages * (k + v)
 
 
 def _mask_kind(mask: Tensor | None, packed: bool) -> int:
