@@ -18,7 +18,6 @@ constexpr int V_CHUNKS = (ALL_V_CHUNKS + SLICES - 1) / SLICES;  // those of a CT
 constexpr int K_PITCH = 16 * (2 * K_STEPS + 1);                 // bytes between rows
 constexpr int V_PITCH = KEY_MAJOR ? KEYS + 16 : 16 * (V_CHUNKS | 1);
 constexpr int K_BYTES = KEYS * K_PITCH, V_BYTES = (KEY_MAJOR ? 16 * V_CHUNKS : KEYS) * V_PITCH;
-constexpr int STAGE_BYTES = K_BYTES + V_BYTES;
 
 DEVICE void load_matrices(u32 (&r)[4], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -53,21 +52,24 @@ DEVICE void copy_rows(From from, To to) {
   }
 }
 
-// Copies tiles of one head's keys to the stages of shared memory. Keys past the last one repeat it, or are V's padding.
+// Copies tiles of one head's keys to shared memory. Keys past the last one repeat it, or are V's padding.
 struct TileLoader {
   const u8 *k, *v;         // the head's first key
   u32 k_stride, v_stride;  // bytes between keys; of V with contiguous keys, between channels
   i32 keys;
-  u32 shared;
 
-  DEVICE void load_k(u32 stage, i32 first) const {
-    const u32 to = shared + stage * STAGE_BYTES;
+  DEVICE TileLoader(const Params& p, u32 batch, u32 kv_head, i64 first_key, i32 keys)
+      : k(p.k.ptr + head_offset(p.k, batch, kv_head) + first_key * p.k.n),
+        v(p.v.ptr + head_offset(p.v, batch, kv_head) + first_key * p.v.n),
+        k_stride(p.k.n),
+        v_stride(KEY_MAJOR ? p.v.d : p.v.n),
+        keys(keys) {}
+  DEVICE void load_k(u32 to, i32 first) const {
     copy_rows<KEYS, K_CHUNKS>(
         [&](u32 row, u32 chunk) { return k + (u64)(u32)min(first + (i32)row, keys - 1) * k_stride + chunk * 16; },
         [&](u32 row, u32 chunk) { return to + key_row(row) * K_PITCH + chunk * 16; });
   }
-  DEVICE void load_v(u32 stage, i32 first) const {
-    const u32 to = shared + stage * STAGE_BYTES + K_BYTES;
+  DEVICE void load_v(u32 to, i32 first) const {
     if constexpr (KEY_MAJOR)
       copy_rows<16 * V_CHUNKS, KEYS / 16>(
           [&](u32 row, u32 chunk) {
@@ -85,14 +87,41 @@ struct TileLoader {
   }
 };
 
-// The right operands of a stage, as this lane loads them.
+// A ring of STAGES tiles in shared memory, BYTES each. load(step, address) issues a thread's copies of a step, in
+// order.
+template <int BYTES, class Load>
+struct TileRing {
+  u32 base;
+  Load load;
+  u32 stage = 0, free = STAGES - 1;
+
+  DEVICE TileRing(u32 base, Load load) : base(base), load(load) {
+#pragma unroll 1
+    for (i32 i = 0; i < STAGES - 1; ++i) issue(i, i);
+  }
+  DEVICE void issue(i32 step, u32 to) {
+    load(step, base + to * BYTES);
+    cp_async_commit();
+  }
+  // Returns the address of the tile of step `step`, and issues the copies of the step that takes the free stage.
+  DEVICE u32 next(i32 step) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();  // the copies of all threads have arrived, and all warps have left the free stage
+    issue(step + STAGES - 1, free);
+    const u32 at = base + stage * BYTES;
+    free = stage, stage = stage + 1 < STAGES ? stage + 1 : 0;
+    return at;
+  }
+};
+
+// The right operands of tiles of K and V, from key `first` of the tiles on (a multiple of 32).
 struct TileOperands {
   u32 k, v;  // the lane's addresses
 
-  DEVICE TileOperands(u32 stage) {
+  DEVICE TileOperands(u32 k_tile, u32 v_tile, u32 first = 0) {
     const u32 lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = lane / 8 % 2 * 16;
-    k = stage + row * K_PITCH + chunk;
-    v = stage + K_BYTES + (KEY_MAJOR ? row * V_PITCH + chunk : lane * V_PITCH);
+    k = k_tile + (first + row) * K_PITCH + chunk;
+    v = v_tile + (KEY_MAJOR ? row * V_PITCH + first + chunk : (first + lane) * V_PITCH);
   }
   // 32 channels of the 16 keys of a group: the operands of its two tiles of scores.
   DEVICE void keys(int group, int step, OperandB (&b)[2]) const {

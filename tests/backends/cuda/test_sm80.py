@@ -105,7 +105,7 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
             packed |= dict(causal=causal, causal_align=align, return_lse=True)
             yield f"packed {causal} {align}", ic.codes(method, nq=150, nk=260, d=64, **packed)
     masks = dict(bias=_bias(1, 2, 150, 260), keep=torch.rand(1, 1, 150, 260) < 0.5)
-    yield "packed bias, keep", ic.codes(method, nq=150, nk=260, return_lse=True, **packed, **masks)
+    yield "packed bias, keep", ic.codes(method, nq=150, nk=260, **packed, **masks)
     yield (
         "packed floats",
         checks.floats(
@@ -237,7 +237,7 @@ def test_shared_memory_fits_every_gpu(monkeypatch):
     for method in METHODS:
         for d in (64, 128, 192, 256):
             p = checks.empty_problem(method, 100, d)[0]
-            if method == "intflash_online" and d > 128:
+            if method == "intflash_online" and d == 256:
                 assert "bytes of shared memory" in sm80.unsupported(p)
             else:
                 assert _launch(method, d).shared_bytes <= 99 << 10

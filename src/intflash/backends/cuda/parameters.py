@@ -28,6 +28,16 @@ class Share(ctypes.Structure):
     ]  # fmt: skip
 
 
+class SplitKv(ctypes.Structure):
+    """How the keys of few rows are split; `sm80.few_rows_launch` fills it."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("splits", "keys", "group", "kv_heads")),
+        *((name, ctypes.c_uint32) for name in ("splits_reciprocal", "heads_reciprocal", "queries_reciprocal")),
+        ("pitch", ctypes.c_int32), *((name, ctypes.c_void_p) for name in ("scores", "maxima", "sums")),
+    ]  # fmt: skip
+
+
 class Params(ctypes.Structure):
     _views = ("q", "k", "v", "out", "score", "output", "q_scale", "k_scale", "v_scale", "bias", "keep")
     _fields_ = [
@@ -37,7 +47,7 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("nq", "nk", "bias_batches", "keep_batches", "causal", "tiles", "count")),
         ("heads", ctypes.c_int32),
         *((name, ctypes.c_uint32) for name in ("head_reciprocal", "bias_reciprocal", "keep_reciprocal")),
-        ("share", Share), ("q_ends", ctypes.c_void_p), ("k_ends", ctypes.c_void_p),
+        ("share", Share), ("q_ends", ctypes.c_void_p), ("k_ends", ctypes.c_void_p), ("split", SplitKv),
     ]  # fmt: skip
 
 

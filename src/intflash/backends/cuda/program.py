@@ -110,6 +110,12 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """The GPU's multiprocessors; those of an H200 (132) where a kernel is only compiled."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def on_hopper(device: torch.device) -> bool:
     return capability(device) == (9, 0)
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from intflash.backends.cuda.parameters import Share, has_row_scales, parameters, quotient_reciprocal
-from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
+from intflash.backends.cuda.parameters import Params, Share, SplitKv, has_row_scales, parameters, quotient_reciprocal
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, multiprocessors
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.tensors import Statistics, key_major
 from intflash.problem import Problem
@@ -20,6 +21,9 @@ from intflash.quant import QTensor
 METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": "Online"}
 _CHUNK = 16  # bytes of a copy, and channels that a row is padded to
 _CHANNELS = 8  # that the quantizer takes at once
+_FEW_ROWS = 16  # of the tile of few_rows.cu
+_MANY_KEYS = 512  # from which on it is taken
+_CTAS_PER_MULTIPROCESSOR = 2  # of few_rows.cu, at least, where there are enough keys
 _TABLE_BYTES = 32 * 1024  # of the table of P of `intflash_online`
 
 
@@ -127,24 +131,31 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
+class Launches(NamedTuple):
+    """Launches that run in order."""
+
+    launches: tuple[CudaLaunch, ...]
+
+    def run(self) -> None:
+        for launch in self.launches:
+            launch.run()
+
+
 def attention_launch(
     problem: Problem, constants: Constants, out: Tensor, statistics: Statistics,
     scales: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None, tile: Tile | None = None,
-) -> CudaLaunch:  # fmt: skip
+) -> CudaLaunch | Launches:  # fmt: skip
     """Returns the launch for a problem of `aligned` int8 codes, or of float Q with its scale and codes of K and V."""
-    q, k, v = (x if isinstance(x, Tensor) else x.data for x in (problem.q, problem.k, problem.v))
-    (batch, heads, nq, d), (nk, dv) = q.shape, v.shape[2:]
+    if tile is None and takes_few_rows(problem):
+        return few_rows_launches(problem, constants, out, statistics, scales)
+    q = problem.q
+    batch, heads, nq, _ = q.shape
     tile = tile or choose_tile(problem)
     packed = problem.cu_seqlens_q is not None
-    of_keys = not packed and key_major(v, _padded(nk))
     causal = 0 if problem.causal is None else 2 if packed and problem.causal_align == "bottom_right" else 1
     program = CudaProgram.of(
-        "sm80/attention.cu", METHOD=METHODS[problem.method], HEAD_DIM=-(-d // _CHANNELS) * _CHANNELS, VALUE_DIM=dv,
-        QUERY=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype], KEY_MAJOR=int(of_keys),
-        ROW_SCALES=int(has_row_scales(constants, scales)), CAUSAL=causal, PACKED=int(packed),
-        BIAS=_mask_kind(problem.bias, packed), KEEP=_mask_kind(problem.keep, packed), WARPS=tile.warps,
-        ROW_TILES=tile.row_tiles, KEYS=tile.keys, STAGES=tile.stages, SLICES=tile.slices, CTAS_PER_SM=tile.ctas_per_sm,
-        VALUES_IN_RANGE=int(scales is not None and problem.recipe.q_scale is None),
+        "sm80/attention.cu", **_macros(problem, constants, out, scales, tile), CAUSAL=causal, PACKED=int(packed),
+        ROW_TILES=tile.row_tiles,
     )  # fmt: skip
     rows = 16 * tile.row_tiles * tile.warps
     tiles, sequences = -(-nq // rows), 0
@@ -152,17 +163,106 @@ def attention_launch(
         sequences = problem.cu_seqlens_q.numel() - 1
         tiles += sequences  # each may end within a tile
     share = Share(whole_reciprocal=quotient_reciprocal(tiles), heads_reciprocal=quotient_reciprocal(heads))
-    params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, tiles, share, sequences or None)
+    params, keeps = parameters(
+        problem, _tensors(problem), scales, constants, out, statistics, tiles, share, sequences or None
+    )
     grid = (batch * heads * tiles, tile.slices, 1)
-    return CudaLaunch(program, grid, 32 * tile.warps, _shared_bytes(problem, tile), params, q.device, keeps, True)
+    shared = _shared_bytes(problem, tile)
+    return CudaLaunch(program, grid, 32 * tile.warps, shared, params, q.device, keeps, overlaps=True)
+
+
+def _tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(x if isinstance(x, Tensor) else x.data for x in (problem.q, problem.k, problem.v))
+
+
+def _macros(
+    problem: Problem, constants: Constants, out: Tensor, scales: tuple[Tensor | None, ...] | None, tile: Tile
+) -> dict[str, object]:
+    """The macros that attention.cu and few_rows.cu share."""
+    q, _, v = _tensors(problem)
+    packed = problem.cu_seqlens_q is not None
+    return dict(
+        METHOD=METHODS[problem.method], HEAD_DIM=-(-q.shape[3] // _CHANNELS) * _CHANNELS, VALUE_DIM=v.shape[3],
+        QUERY=C_TYPES[q.dtype], OUT=C_TYPES[out.dtype],
+        KEY_MAJOR=int(not packed and key_major(v, _padded(v.shape[2]))),
+        ROW_SCALES=int(has_row_scales(constants, scales)),
+        BIAS=_mask_kind(problem.bias, packed), KEEP=_mask_kind(problem.keep, packed), WARPS=tile.warps, KEYS=tile.keys,
+        STAGES=tile.stages, SLICES=tile.slices, CTAS_PER_SM=tile.ctas_per_sm,
+        VALUES_IN_RANGE=int(scales is not None and problem.recipe.q_scale is None),
+    )  # fmt: skip
+
+
+# --- few rows
+
+
+def takes_few_rows(problem: Problem) -> bool:
+    """Whether the rows that share a key head are one tile, and the keys are many: few_rows.cu is then faster."""
+    return (
+        problem.group * problem.q.shape[2] <= _FEW_ROWS
+        and problem.k.shape[2] >= _MANY_KEYS
+        and problem.method in ("intflash", "intflash_p8")
+        and problem.cu_seqlens_q is None
+    )
+
+
+def few_rows_launches(
+    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics,
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None, splits: int | None = None,
+) -> Launches:  # fmt: skip
+    """Returns the three launches of few_rows.cu. splits: ranges that the keys of a head are split into."""
+    tensors = q, k, v = _tensors(problem)
+    (batch, _, nq, _), (kv_heads, nk), dv = q.shape, k.shape[1:3], v.shape[3]
+    digits = 2 if problem.method == "intflash" else 1
+    tile = Tile(keys=128, stages=4 if max(k.shape[3], dv) <= 128 else 2, ctas_per_sm=2, slices=1 + (digits * dv > 256))
+    tiles = -(-nk // tile.keys)
+    if splits is None:
+        splits = max(1, min(tiles, _CTAS_PER_MULTIPROCESSOR * multiprocessors(q.device) // (batch * kv_heads)))
+    keys = -(-tiles // splits) * tile.keys
+    splits, pitch, group = -(-nk // keys), _padded(nk), problem.group
+    row_sums = digits * (_padded(dv) + 1)
+    of_cuda = dict(device=q.device)
+    scores = torch.empty(batch * kv_heads, group * nq, pitch, dtype=torch.int32, **of_cuda)
+    maxima = torch.empty(batch * kv_heads, splits, _FEW_ROWS, dtype=torch.int64, **of_cuda)
+    sums = torch.empty(batch * kv_heads, _FEW_ROWS, row_sums, dtype=torch.int32, **of_cuda)
+    split = SplitKv(
+        splits, keys, group, kv_heads, *map(quotient_reciprocal, (splits, kv_heads, nq)), pitch,
+        *(x.data_ptr() for x in (scores, maxima, sums)),
+    )  # fmt: skip
+    params, keeps = parameters(problem, tensors, scales, constants, out, statistics)
+    params.split = split
+    keeps |= {
+        Params.split.offset + getattr(SplitKv, name).offset: x
+        for name, x in (("scores", scores), ("maxima", maxima), ("sums", sums))
+    }
+    macros = _macros(problem, constants, out, scales, tile) | dict(CAUSAL=int(problem.causal is not None))
+    of_keys = tile.stages * _k_bytes(k.shape[3], tile)
+    of_values = max(tile.stages * _v_bytes(dv, tile), 4 * _FEW_ROWS * row_sums)
+    ctas = batch * kv_heads
+    steps = ((ctas * splits, 1), of_keys), ((ctas * splits, tile.slices), of_values), ((ctas, 1), 0)
+    return Launches(
+        tuple(
+            CudaLaunch(
+                CudaProgram.of("sm80/few_rows.cu", **macros, STEP=step), (*grid, 1), 32 * tile.warps, shared, params,
+                q.device, keeps, overlaps=True,
+            )
+            for step, (grid, shared) in enumerate(steps)
+        )
+    )  # fmt: skip
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Bytes of the table of P and the stages: TABLE_BYTES + STAGES * STAGE_BYTES of the kernel, for any layout of V."""
-    chunks = -(-problem.v.shape[3] // (16 * tile.slices))
-    k = tile.keys * 16 * (2 * -(-problem.q.shape[3] // 32) + 1)
-    v = max(16 * chunks * (tile.keys + 16), tile.keys * 16 * (chunks | 1))
-    return _TABLE_BYTES * (problem.method == "intflash_online") + tile.stages * (k + v)
+    stage = _k_bytes(problem.q.shape[3], tile) + _v_bytes(problem.v.shape[3], tile)
+    return _TABLE_BYTES * (problem.method == "intflash_online") + tile.stages * stage
+
+
+def _k_bytes(d: int, tile: Tile) -> int:
+    return tile.keys * 16 * (2 * -(-d // 32) + 1)
+
+
+def _v_bytes(dv: int, tile: Tile) -> int:
+    chunks = -(-dv // (16 * tile.slices))
+    return max(16 * chunks * (tile.keys + 16), tile.keys * 16 * (chunks | 1))
 
 
 def _mask_kind(mask: Tensor | None, packed: bool) -> int:
