@@ -11,6 +11,7 @@ import cuda_checks as checks
 import integer_cases as ic
 import pytest
 import torch
+from cuda_checks import BITS
 
 from benchmarks import sass
 from intflash.backends.cuda import BACKEND, backend, program, sm80, window
@@ -106,12 +107,10 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"packed {causal} {align}", ic.codes(method, nq=150, nk=260, d=64, **packed)
     masks = dict(bias=_bias(1, 2, 150, 260), keep=torch.rand(1, 1, 150, 260) < 0.5)
     yield "packed bias, keep", ic.codes(method, nq=150, nk=260, **packed, **masks)
-    yield (
-        "packed floats",
-        checks.floats(
-            method, 1, 150, 40, torch.float16, Recipe(), cu_seqlens_q=_ends(0, 70, 150), cu_seqlens_k=_ends(0, 33, 150)
-        ),
-    )
+    halves = (torch.randn(1, 2, n, 40).half() for n in (150, 260, 260))
+    ends = dict(cu_seqlens_q=_ends(0, 70, 150), cu_seqlens_k=_ends(0, 33, 260))
+    yield "packed floats", Problem(method, *halves, 0.2, recipe=Recipe(), out_dtype=torch.float16, **ends)
+    yield from _few_rows(method)
     yield from _layouts(method)
     for dtype in FLOATS:
         for n, d in ((70, 64), (150, 40), (90, 100), (70, 160)):
@@ -124,6 +123,26 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
         yield f"{dtype} dynamic", checks.floats(method, 2, 100, 72, dtype, Recipe(), 1e-3, return_lse=True)
         yield f"{dtype} dynamic of heads", checks.floats(method, 2, 100, 40, dtype, checks.OF_HEADS)
         yield f"{dtype} token", checks.floats(method, 2, 60, 20, dtype, Recipe(q="token", k="head"))
+
+
+def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
+    """Few rows over many keys, which few_rows.cu takes with the exact methods."""
+    for nq, heads, d in ((1, 8, 64), (4, 8, 40), (8, 4, 160), (1, 2, 256), (16, 2, 17)):
+        shape = dict(batch=2, heads=heads, key_heads=2, nq=nq, nk=700, d=d)
+        yield f"few {nq} {heads} {d}", ic.codes(method, return_lse=True, **shape)
+    shape |= dict(d=64, nq=3, heads=8)
+    keep, bias = torch.rand(2, 1, 3, 700) < 0.5, _bias(1, 8, 3, 700)
+    keep[1, :, 2] = False
+    bias.masked_fill_(torch.rand(700) < 0.3, ic.ABSENT)
+    yield "few, causal", ic.codes(method, causal=500, return_lse=True, **shape)
+    yield "few, keep", ic.codes(method, keep=keep, return_lse=True, **shape)
+    yield "few, bias", ic.codes(method, bias=bias, return_lse=True, **shape)
+    masks = dict(bias=bias, keep=keep, causal=697)
+    yield "few, bias, keep, causal", ic.codes(method, out_dtype=torch.float16, **masks, **shape)
+    yield "few, scales", ic.codes(method, kinds=("token", "head", "head"), amax=400.0, out_dtype=torch.int16, **shape)
+    q, k = torch.randn(2, 8, 2, 72).half(), torch.randn(2, 2, 600, 72).half()
+    yield "few, floats", Problem(method, q, k, k, 0.1, recipe=Recipe(**STATIC), out_dtype=torch.float16)
+    yield "few, dynamic", Problem(method, q, k, k.flip(2), 0.1, recipe=Recipe(), out_dtype=torch.int8)
 
 
 def _layouts(method: str) -> Iterator[tuple[str, Problem]]:
@@ -160,6 +179,21 @@ def only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves every problem to this kernel."""
     monkeypatch.setattr(window, "unsupported", lambda problem: "not tested")
     monkeypatch.setattr(backend, "_hopper_only", lambda problem: "not tested")
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("splits", (1, 2, 6))
+@pytest.mark.parametrize("method", BITS)
+def test_any_split_of_the_keys_gives_the_same_bits(method, splits, monkeypatch):
+    torch.manual_seed(0)
+    only(monkeypatch)
+    launches = sm80.few_rows_launches
+    monkeypatch.setattr(sm80, "few_rows_launches", lambda *problem: launches(*problem, splits=splits))
+    for name, p in _few_rows(method):
+        there = ic.on_device(p, "cuda")
+        assert sm80.takes_few_rows(there), name
+        assert checks.complaint(p, BACKEND.run(there)) is None, name
 
 
 @pytest.mark.gpu

@@ -107,7 +107,10 @@ class Tile:
 
 
 def choose_tile(problem: Problem) -> Tile:
-    """Chooses the tile whose registers and shared memory suffice on the problem's GPU."""
+    """Chooses the tile, by measurements on an H200, whose registers and shared memory suffice on the problem's GPU.
+
+    Two tiles of rows share what a warp reads of K and V; one leaves registers for masks and for P16's two digits.
+    """
     d = max(problem.q.shape[3], problem.v.shape[3])
     masked = problem.bias is not None or problem.keep is not None
     if problem.method == "intflash_online":
@@ -117,7 +120,11 @@ def choose_tile(problem: Problem) -> Tile:
     if problem.method == "intflash_p8":
         if d > 128:
             return Tile(keys=32, ctas_per_sm=2)
-        return Tile(ctas_per_sm=2 if masked or d > 64 else 3)
+        if masked:
+            return Tile(ctas_per_sm=2)
+        if d > 64 and problem.k.shape[2] <= _MANY_KEYS:
+            return Tile(keys=32)
+        return Tile(row_tiles=2, keys=32, ctas_per_sm=3 if d <= 64 else 2)
     if d > 128:
         return Tile(keys=32, ctas_per_sm=2, slices=2)
     return Tile(keys=32 if d > 96 else 64, ctas_per_sm=2 if d > 64 or masked else 3)
