@@ -24,8 +24,17 @@ DEVICE void store_channels(const Params& p, u32 batch, const RowPlace& at, i32 c
     store_words(to, words);
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (channel + i < VALUE_DIM) ((TO*)to)[i] = ((const TO*)words)[i];
+    for (int i = 0; i < 4; ++i) {
+      constexpr int BYTES = SIZE<TO>;
+      const u32 bits = words[i * BYTES / 4] >> (8 * (i * BYTES % 4));
+      if (channel + i >= VALUE_DIM) continue;
+      if constexpr (BYTES == 1)
+        to[i] = bits;
+      else if constexpr (BYTES == 2)
+        ((u16*)to)[i] = bits;
+      else
+        ((u32*)to)[i] = bits;
+    }
   }
 }
 

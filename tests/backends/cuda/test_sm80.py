@@ -227,6 +227,12 @@ def _launch(method: str, d: int, dtype=torch.int8, out=torch.int8, n=100, **more
     return sm80.attention_launch(p, constants, to, statistics, scales)
 
 
+def _tiles_of(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets launches be chosen as for GPUs of an architecture."""
+    major, minor = divmod(int(architecture[3:].rstrip("a")), 10)
+    monkeypatch.setattr(sm80, "capability", lambda device: (major, minor))
+
+
 def _machine(launch: program.CudaLaunch, architecture: str) -> sass.Machine:
     pytest.importorskip("cuda.bindings.nvrtc")
     pytest.importorskip("triton", reason="cuobjdump comes with Triton")
@@ -245,8 +251,9 @@ COMPILED = {
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("method", METHODS)
-def test_integer_only(method, architecture):
+def test_integer_only(method, architecture, monkeypatch):
     """No floating-point opcode between int8 input and integer output; integer tensor-core products; no spills."""
+    _tiles_of(architecture, monkeypatch)
     for name, options in COMPILED.items():
         if method == "intflash_online" and "bias" in options:
             continue
@@ -256,10 +263,22 @@ def test_integer_only(method, architecture):
         assert machine.opcodes["IMMA"] > 0
 
 
+@pytest.mark.parametrize("architecture", ("sm_80", "sm_90a", "sm_120"))
+@pytest.mark.parametrize("method", BITS)
+def test_few_rows_are_integer_only(method, architecture):
+    for d, masks in ((128, {}), (64, dict(bias=_bias(1, 2, 1, 1000), causal=3))):
+        p, rest = checks.empty_problem(method, 1000, d, **masks)
+        p = replace(p, q=replace(p.q, data=p.q.data[:, :, :1]))
+        for step in sm80.few_rows_launches(p, *rest).launches:
+            machine = _machine(step, architecture)
+            assert machine.float_instructions == [] and machine.spills == 0, (d, step.program, machine.registers)
+
+
 @pytest.mark.parametrize("dtype", checks.COMPILED_FLOATS, ids=str)
 @pytest.mark.parametrize("method", METHODS)
-def test_floats_do_not_spill(method, dtype):
+def test_floats_do_not_spill(method, dtype, monkeypatch):
     for d, architecture in ((64, "sm_80"), (64, "sm_90a"), (128, "sm_90a"), (72, "sm_120")):
+        _tiles_of(architecture, monkeypatch)
         machine = _machine(_launch(method, d, dtype, dtype), architecture)
         assert machine.spills == 0, (d, architecture, machine.registers)
         assert machine.float_instructions  # the negative control of test_integer_only

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from intflash.backends.cuda.parameters import Params, Share, SplitKv, has_row_scales, parameters, quotient_reciprocal
-from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, multiprocessors
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, capability, multiprocessors
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.tensors import Statistics, key_major
 from intflash.problem import Problem
@@ -113,6 +113,7 @@ def choose_tile(problem: Problem) -> Tile:
     """
     d = max(problem.q.shape[3], problem.v.shape[3])
     masked = problem.bias is not None or problem.keep is not None
+    three = 2 if capability(problem.device) >= (12, 0) else 3  # CTAs; there, ptxas would spill
     if problem.method == "intflash_online":
         tile = Tile(keys=128, stages=2, ctas_per_sm=1 if d > 96 else 2, slices=1 + (d > 128))
         fits = d <= 96 or _shared_bytes(problem, tile) <= shared_memory(problem.device)
@@ -123,11 +124,11 @@ def choose_tile(problem: Problem) -> Tile:
         if masked:
             return Tile(ctas_per_sm=2)
         if d > 64 and problem.k.shape[2] <= _MANY_KEYS:
-            return Tile(keys=32)
-        return Tile(row_tiles=2, keys=32, ctas_per_sm=3 if d <= 64 else 2)
+            return Tile(keys=32, ctas_per_sm=three)
+        return Tile(row_tiles=2, keys=32, ctas_per_sm=three if d <= 64 else 2)
     if d > 128:
         return Tile(keys=32, ctas_per_sm=2, slices=2)
-    return Tile(keys=32 if d > 96 else 64, ctas_per_sm=2 if d > 64 or masked else 3)
+    return Tile(keys=32 if d > 96 else 64, ctas_per_sm=2 if d > 64 or masked else three)
 
 
 @functools.cache
