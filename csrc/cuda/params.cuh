@@ -22,6 +22,18 @@ struct Share {
   u32 whole_reciprocal, rest_reciprocal, heads_reciprocal;
 };
 
+// How the keys of few rows are split, and the memory that their three kernels share (sm80/few_rows.cu). The host
+// computes the reciprocals for `quotient`.
+struct SplitKv {
+  i32 splits, keys;     // of a key head; keys of a split
+  i32 group, kv_heads;  // query heads per key head; key heads
+  u32 splits_reciprocal, heads_reciprocal, queries_reciprocal;
+  i32 pitch;    // elements between rows of scores
+  i32* scores;  // [B * Hk, group * Nq, pitch]
+  i64* maxima;  // [B * Hk, splits, 16]
+  i32* sums;    // [B * Hk, 16, digits * padded channels + digits]: accumulators, then row sums
+};
+
 // One struct for all attention kernels. parameters.py fills the same fields in the same order.
 struct Params {
   View q, k, v, out;
@@ -44,6 +56,8 @@ struct Params {
   u32 head_reciprocal;                   // ceil(2^32 / heads); 0 for one head
   u32 bias_reciprocal, keep_reciprocal;  // ceil(2^32 / batches); 0 for one batch and for as many as Q has
   Share share;
+  const i32 *q_ends, *k_ends;  // of packed sequences: the first row or key of each, and the end of the last; or null
+  SplitKv split;
 };
 
 DEVICE u32 key_head(const Params& p, u32 head) {

@@ -25,6 +25,12 @@ DEVICE void cp_async_16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most PENDING committed groups of this thread's copies have not arrived.
+template <int PENDING>
+DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Makes ordinary stores to shared memory visible to wgmma and TMA (the async proxy).
@@ -32,7 +38,8 @@ DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" 
 
 // A kernel that is launched with `overlaps` may start while the previous one still runs. It must not read or write
 // memory before `wait_for_previous_kernel`, and it must not use read-only loads, which the compiler could move ahead of
-// the wait.
+// the wait. Before compute capability 9.0 kernels do not overlap.
+#if __CUDA_ARCH__ >= 900
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Waits after `known` has been computed, which ptxas would otherwise move behind the wait. `known` must not be 0;
 // addresses never are.
@@ -40,6 +47,10 @@ DEVICE void wait_for_previous_kernel(u64 known) {
   asm volatile("{.reg .pred p; setp.ne.u64 p, %0, 0; @p griddepcontrol.wait;}" ::"l"(known) : "memory");
 }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DEVICE void wait_for_previous_kernel() {}
+DEVICE void let_next_kernel_start() {}
+#endif
 
 DEVICE u32 permute(u32 a, u32 b, u32 selector) {
   u32 r;

@@ -7,11 +7,10 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from intflash.backends.cuda.parameters import Share, has_row_scales, parameters, quotient_reciprocal
-from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, multiprocessors
 from intflash.backends.cuda.short_rows import key_width
 from intflash.backends.cuda.tensor_maps import tensor_maps
 from intflash.backends.cuda.wgmma import Product
@@ -138,12 +137,12 @@ def schedule_ranges(problem: Problem, consumers: int) -> tuple[int, Share]:
     batch, heads, nq, _ = problem.q.shape
     rows = 64 * consumers
     if problem.causal is None:
-        split = _choose_range_split(nq, batch * heads, consumers, _multiprocessors(problem.device))
+        split = _choose_range_split(nq, batch * heads, consumers, multiprocessors(problem.device))
     else:
         split = RangeSplit(-(-nq // rows), 1, 0)
     rest = -(-max(nq - rows * split.whole, 0) // (64 * split.tiles))
     whole_of_all, ranges = batch * heads * split.whole, batch * heads * (split.whole + rest)
-    ctas = ranges if problem.causal is not None else min(ranges, _multiprocessors(problem.device))
+    ctas = ranges if problem.causal is not None else min(ranges, multiprocessors(problem.device))
     return ctas, Share(
         split.whole, rest, split.tiles, whole_of_all, ranges, split.first,
         *map(quotient_reciprocal, (split.whole, rest, heads)),
@@ -157,7 +156,7 @@ def schedule_resident_heads(problem: Problem, floats: bool = False) -> tuple[int
     as it does for floats, a CTA takes tiles of a single head if that costs it at most one more tile.
     """
     batch, heads, nq, _ = problem.q.shape
-    tiles, processors = -(-nq // 64), _multiprocessors(problem.device)
+    tiles, processors = -(-nq // 64), multiprocessors(problem.device)
     ctas = min(batch * heads * tiles, processors)
     each, more = divmod(batch * heads * tiles, ctas)
     if floats and batch * heads <= processors:
@@ -180,12 +179,6 @@ class RangeSplit(NamedTuple):
     whole: int
     tiles: int
     first: int
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    """The GPU's multiprocessors; those of an H200 (132) where a kernel is only compiled."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @cache
