@@ -57,6 +57,7 @@ SERVES = {
     "intflash": _INTFLASH | _WINDOWS,
     "intflash_p8": _INTFLASH | _WINDOWS,
     "intflash_online": _INTFLASH,
+    "intflash_bfp": _INTFLASH,
     "lite": _SERVED | ANY_GRANULARITY,
     "int_flash_half": _SERVED | ANY_GRANULARITY,
 }
