@@ -3,11 +3,11 @@
 // constant of each kind.
 //
 // Macros: UNIT (Octaves or TableSteps, the unit of T); QMAX (the largest code of the output; 0 for float output, which
-// has no output constants); GIVEN (1: the caller gave the output's scale).
+// has no output constants); GIVEN (1: the caller gave the output's scale); MOST_E (the largest exponent of s_V / s_O).
 #include "exp2.cuh"
 
 constexpr i32 THREADS = 128;
-constexpr i32 LEAST_E = -7, MOST_E = 29;  // numerics.exp.OUTPUT_EXPONENTS
+constexpr i32 LEAST_E = -7;  // numerics.exp.OUTPUT_EXPONENTS
 
 struct ConstantsParams {
   View q_scale, k_scale, v_scale, given;

@@ -17,6 +17,7 @@ typedef unsigned long long u64;
 // iteration.
 DEVICE void keep_in_register(u32& x) { asm volatile("" : "+r"(x)); }
 DEVICE void keep_in_register(i32& x) { asm volatile("" : "+r"(x)); }
+DEVICE void keep_in_register(i64& x) { asm volatile("" : "+l"(x)); }
 DEVICE void keep_in_register(u8*& x) { asm volatile("" : "+l"(x)); }
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

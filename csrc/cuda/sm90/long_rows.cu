@@ -1,5 +1,6 @@
-// The kernel of long rows for the integer methods. METHOD is ExactP8, ExactP16 or Online. TMA is 1 where TMA loads K
-// and V.
+// The kernel of long rows for the integer methods. METHOD is ExactP8, ExactP16, Online or BlockFloat. TMA is 1 where
+// TMA loads K and V.
+#include "sm90/block_float_softmax.cuh"
 #include "sm90/integer_softmax.cuh"
 #if FLOAT_KV
 #include "sm90/long_rows_quantize.cuh"

@@ -55,6 +55,14 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"amax {amax} {d} causal", replace(p, causal=300)
         for dtype in (torch.int16, *FLOAT_KV):
             yield f"out {dtype} {d}", ic.codes(method, nq=130, nk=300, d=d, out_dtype=dtype)
+    if method == "intflash_bfp":
+        yield from ic.sink_cases(method)
+        for d in (16, 48, 64, 80, 128):
+            for octaves, zeros in ((10.0, (0, 90)), (40.0, (0, 90, 91)), (60.0, ())):
+                shape = dict(n=700, d=d, return_lse=True, out_dtype=torch.int16)
+                yield f"sinks {octaves} {d}", ic.sinks(method, octaves, zeros, **shape)
+            yield f"sinks causal {d}", ic.sinks(method, 40.0, (0, 90, 91), n=700, d=d, causal=0, return_lse=True)
+            yield f"sinks float {d}", ic.sinks(method, 40.0, (0, 90, 91), n=700, d=d, out_dtype=torch.float32)
     yield from checks.spans(method, 200, 400, 64)
     yield from checks.spans(method, 70, 330, 48)
     yield from checks.rising(method, 100, 1500, 64)

@@ -353,6 +353,8 @@ class _Translator:
         return f"{{ bool valid; {self.put(call, to)}{also} }}"
 
     def _vote(self) -> str | None:
+        if self.parts[1] == "ballot":
+            return self.put(f"ballot({self.get(1, 'pred')})")
         if self.parts[1] not in ("all", "any"):
             return None
         return self.put(f"vote({str(self.parts[1] == 'all').lower()}, {self.get(1, 'pred')})")

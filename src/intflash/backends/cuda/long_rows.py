@@ -14,11 +14,16 @@ from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, mul
 from intflash.backends.cuda.short_rows import key_width
 from intflash.backends.cuda.tensor_maps import tensor_maps
 from intflash.backends.cuda.wgmma import Product
-from intflash.backends.gpu.constants import Constants
+from intflash.backends.gpu.constants import BLOCK_FLOAT, Constants
 from intflash.backends.gpu.tensors import Statistics, contiguous_keys
 from intflash.problem import Problem
 
-METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": "Online"}
+METHODS = {
+    "intflash": "ExactP16",
+    "intflash_p8": "ExactP8",
+    "intflash_online": "Online",
+    "intflash_bfp": "BlockFloat",
+}
 TILE = 128  # keys per tile
 STAGES = 4  # of the ring buffer
 _SHARED_BYTES = 227 * 1024  # available to a CTA
@@ -60,6 +65,8 @@ def quantizes_kv(problem: Problem) -> bool:
     """
     d = problem.q.shape[3]
     if problem.method not in METHODS or problem.q.element_size() != 2 or d == 16:  # 16: registers would spill
+        return False
+    if problem.method in BLOCK_FLOAT:  # it reads codes again where a row needs a second pass
         return False
     if not all(map(_offsets_fit_32_bits, (problem.k, problem.v))):
         return False
@@ -112,7 +119,7 @@ def long_rows_launch(
     if resident is None:
         resident = floats or _fits_resident(problem, most) and _resident_is_faster(problem)
     stages = most if resident else STAGES
-    products = tuple(Product(*x) for x in ((64, "s8"), (128, "s8"), (d, "u8")))
+    products = tuple(Product(*x) for x in ((64, "s8"), (128, "s8"), (_pv_channels(problem.method, d), "u8")))
     program = CudaProgram.of(
         "sm90/long_rows.cu", products, METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers,
         CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0, QUERY=C_TYPES[q.dtype],
@@ -231,6 +238,11 @@ def _extra_shared_bytes(problem: Problem, consumers: int, floats: bool) -> int:
     return p + floats * _STAGING_BYTES + _uses_p_table(problem) * _TABLE_BYTES
 
 
+def _pv_channels(method: str, d: int) -> int:
+    """Channels of one product of P V: PV_CHANNELS of block_float_softmax.cuh, or all."""
+    return d if method not in BLOCK_FLOAT or d <= 64 else 16 if d % 32 else 32
+
+
 def _uses_p_table(problem: Problem) -> bool:
     """Whether P comes from a table (exp2_table.cuh)."""
     return problem.method == "intflash_online"
@@ -267,6 +279,8 @@ def _consumers(problem: Problem, d: int, light_loads: bool, rows: bool) -> int:
     """The number of consumer warpgroups, as many as registers allow. light_loads: the producer needs few registers, as
     with TMA; row_scales: each row has its own scale.
     """
+    if problem.method in BLOCK_FLOAT:
+        return 2
     if problem.method == "intflash":
         return 3 if 32 < d <= 64 and light_loads and not rows else 2
     if problem.method == "intflash_p8":
