@@ -65,6 +65,11 @@ class CudaProgram:
     ) -> CudaProgram:
         return cls(file, tuple((name, str(value)) for name, value in macros.items()), tuple(products), entry)
 
+    @classmethod
+    def named(cls, file: str, entry: str, macros: tuple[tuple[str, str], ...]) -> CudaProgram:
+        """A program of the native launcher, which leaves the products to this side."""
+        return cls(file, macros, wgmma.products(file, dict(macros)), entry)
+
     def sources(self) -> dict[str, str]:
         """The text of every header by its path relative to csrc/cuda, as `#include` names it."""
         return _headers() | {"sm90/wgmma.cuh": wgmma.header(self.products)}
