@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
+#include <memory>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -663,14 +665,18 @@ class Launches {
   virtual int processors() const = 0;
   // The address of a number that no kernel writes.
   virtual const char* constant(uint64_t bits) = 0;
-  virtual void launch(gpu::Plan& plan, char* workspace) = 0;
+  virtual void launch(gpu::Plan& plan) = 0;
+  virtual void clear(char* from, int64_t bytes) = 0;
   virtual void fill(float* to, float number) = 0;
 };
 
 class LaunchesOnGpu : public Launches {
  public:
-  explicit LaunchesOnGpu(const TorchTensor& q) {
-    device_ = gpu::find_device(q.device_index);
+  LaunchesOnGpu(int32_t device_index, void* stream) : device_(gpu::find_device(device_index)), stream_(stream) {
+    require(device_);
+  }
+  // On the current stream of a tensor's device.
+  explicit LaunchesOnGpu(const TorchTensor& q) : device_(gpu::find_device(q.device_index)) {
     require(device_ && torch_library.current_stream(q.device_index, stream_));
   }
   int processors() const override { return device_->processors(); }
@@ -679,12 +685,13 @@ class LaunchesOnGpu : public Launches {
     require(found);
     return found;
   }
-  void launch(gpu::Plan& plan, char* workspace) override {
+  void launch(gpu::Plan& plan) override {
     void* functions[4];
     require(device_->load(plan, compile, functions));
     const nb::gil_scoped_release released;
-    device_->launch(plan, functions, workspace, stream_);
+    device_->launch(plan, functions, stream_);
   }
+  void clear(char* from, int64_t bytes) override { device_->clear(from, bytes, stream_); }
   void fill(float* to, float number) override {
     uint32_t bits;
     std::memcpy(&bits, &number, 4);
@@ -705,7 +712,7 @@ class NotedLaunches : public Launches {
     static auto& kept = *new std::unordered_map<uint64_t, uint64_t>;
     return reinterpret_cast<const char*>(&(kept[bits] = bits));
   }
-  void launch(gpu::Plan& plan, char*) override {
+  void launch(gpu::Plan& plan) override {
     for (int i = 0; i < plan.count; ++i) {
       const gpu::Launch& l = plan.launches[i];
       nb::dict note;
@@ -728,6 +735,7 @@ class NotedLaunches : public Launches {
       noted_.append(note);
     }
   }
+  void clear(char* from, int64_t bytes) override { std::memset(from, 0, size_t(bytes)); }
   void fill(float* to, float number) override { *to = number; }
 
  private:
@@ -747,6 +755,7 @@ class Workspace {
     if (memory_) torch_library.free(memory_);
   }
   Workspace(const Workspace&) = delete;
+  void* memory() const { return memory_; }
   char* data = nullptr;
 
  private:
@@ -780,6 +789,7 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   require(r.out_dtype == Py_None || find_out_type(r.out_dtype, p.out_type));
   Response found;
   gpu::Tensor* const tensors[3] = {&p.q, &p.k, &p.v};
+  float numbers[3] = {0, 0, 0};  // scales that the recipe gives as numbers
   if (r.is_codes) {
     for (int i = 0; i < 3; ++i) p.scale[i] = gpu_code_scale(read, r.scaling[i], *tensors[i]);
     require(r.scaling[1].granularity != Granularity::kToken && r.scaling[2].granularity != Granularity::kToken);
@@ -794,24 +804,37 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
       if (how.scale.is_none()) continue;
       ++given;
       if (PyFloat_CheckExact(how.scale.ptr())) {  // the recipe has checked it
-        p.scale[i].data = const_cast<char*>(launches.constant(bits_of(float(PyFloat_AsDouble(how.scale.ptr())))));
+        numbers[i] = float(PyFloat_AsDouble(how.scale.ptr()));
+        p.scale[i].data = const_cast<char*>(launches.constant(bits_of(numbers[i])));
       } else {
         p.scale[i] = gpu_static_scale(read, how.scale.ptr(), *tensors[i], p.per_head[i]);
       }
     }
     require(given == 0 || given == 3);
   }
-  if (r.out_scale != Py_None) {
-    require(p.has_integer_output());
+  const bool has_out_scale = r.out_scale != Py_None;
+  require(!has_out_scale || p.has_integer_output());
+  if (has_out_scale && !PyFloat_CheckExact(r.out_scale)) {
     const TorchTensor s = read(r.out_scale);
     require(s.dtype == torch_library.dtype.float32 && s.axes == 4 && (s.shape[0] == 1 || s.shape[0] == p.batch()) &&
             (s.shape[1] == 1 || s.shape[1] == p.heads()) && s.shape[2] == 1 && s.shape[3] == 1);
     p.given_out_scale = gpu_tensor(s, OutType::kFloat32);
     found.out_scale = nb::borrow(r.out_scale);
+  } else if (has_out_scale) {
+    const double number = PyFloat_AsDouble(r.out_scale);
+    require(number >= python.least_recipe_scale && number <= std::numeric_limits<float>::max());
+    const int64_t one[4] = {1, 1, 1, 1};
+    found.out_scale = torch_library.empty(4, one, one, torch_library.dtype.float32, out_dtypes[int(OutType::kFloat32)],
+                                          p.given_out_scale.data, &t[0]);
+    launches.fill(reinterpret_cast<float*>(p.given_out_scale.data), float(number));
   }
   gpu::Choice choice;
   gpu::Refusal why;
   require(choose(p, launches.processors(), choice, why));
+  if (choice.fills_constants && !p.has_integer_output() && numbers[0] && numbers[1]) {  // known on the host
+    p.ready_score = launches.constant(packed_score(p, numbers[0], numbers[1]));
+    require(choose(p, launches.processors(), choice, why));
+  }
 
   const TorchTensor& q = t[0];
   const int64_t* const step = q.stride + q.axes - 3;
@@ -840,9 +863,15 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   }
   const Workspace workspace(choice.bytes, q);
   memory.workspace = workspace.data;
+  if (choice.zero_bytes) launches.clear(workspace.data + choice.zeros, choice.zero_bytes);
+  if (choice.copies_values) {
+    const gpu::Tensor to = value_codes(p, choice, workspace.data);
+    require(torch_library.copy_bytes(r.tensor[2], 4, p.v.shape, p.v.stride, workspace.memory(), choice.value_codes,
+                                     to.stride));
+  }
   gpu::Plan plan;
   fill_plan(p, choice, memory, launches.processors(), plan);
-  launches.launch(plan, workspace.data);
+  launches.launch(plan);
   return found;
 }
 
@@ -884,15 +913,22 @@ nb::object attend_flat(nb::args given) {
 }
 
 // Notes what a call with these arguments would launch on a GPU of so many multiprocessors, from tensors in CPU memory.
+// With 0 processors it hands the launches to the driver, which must be none of a GPU.
 nb::object gpu_launches(int processors, nb::tuple given) {
   nb::list noted;
-  NotedLaunches launches(processors, noted);
   try {
     const Request request = request_of(by_position<Arguments>(nb::borrow<nb::args>(given), kArguments));
     Reader read(false);
     TorchTensor t[3] = {read.first(request.tensor[0].ptr())};
     for (int i = 1; i < 3; ++i) t[i] = read(request.tensor[i].ptr());
-    const Response found = serve_on_gpu(request, read, t, launches);
+    require(t[0].is_cpu);
+    std::unique_ptr<Launches> launches;
+    if (processors) {
+      launches = std::make_unique<NotedLaunches>(processors, noted);
+    } else {
+      launches = std::make_unique<LaunchesOnGpu>(0, nullptr);
+    }
+    const Response found = serve_on_gpu(request, read, t, *launches);
     return nb::make_tuple(noted, found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
   } catch (const Declined&) {
     return nb::none();
@@ -941,7 +977,8 @@ void bind_attend(nb::module_& m) {
       nb::arg("machine_code"), "What compiles programs for GPUs, see intflash/backends/cuda/__init__.py.");
   m.def("gpu_launches", gpu_launches, nb::arg("processors"), nb::arg("arguments"),
         "The launches that a call of `attention` with these arguments, by position, would queue on a GPU, and its "
-        "result before them; or None as `attend`. Tensors are in CPU memory: for tests.");
+        "result before them; or None as `attend`. Tensors are in CPU memory: for tests. With 0 processors the launches go "
+        "to the driver, which a test has replaced.");
   const auto names_of = [](const auto& list) {
     nb::list names;
     for (const char* name : list) names.append(name);

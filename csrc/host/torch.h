@@ -24,7 +24,7 @@ struct TorchTensor {
 
 // The numbers of torch's dtypes.
 struct TorchDtypes {
-  int32_t uint8, int8, int16, int32, int64, float16, bfloat16, float32, boolean;
+  int32_t int8, int16, int32, int64, float16, bfloat16, float32, boolean;
 };
 
 class Torch {
@@ -84,13 +84,29 @@ class Torch {
     Handle made = nullptr;
     const int64_t step = 1;
     void* memory = nullptr;
-    if (empty_strided_(1, &bytes, &step, dtype.uint8, like.is_cuda ? cuda_ : cpu_, like.device_index, &made) ||
+    if (empty_strided_(1, &bytes, &step, dtype.int8, like.is_cuda ? cuda_ : cpu_, like.device_index, &made) ||
         get_data_ptr_(made, &memory))
       return nullptr;
     data = static_cast<char*>(memory);
     return made;
   }
   void free(void* memory) const { delete_(memory); }
+
+  // Copies a tensor's elements, in the order of `shape`, to others of memory from `allocate` at `offset` bytes, both of
+  // one byte. Returns false where torch cannot.
+  bool copy_bytes(nanobind::handle from, int64_t axes, const int64_t* shape, const int64_t* from_stride, void* memory,
+                  int64_t offset, const int64_t* to_stride) const {
+    void* implementation = implementation_of(from);
+    if (!implementation) nanobind::raise_python_error();
+    Handle source = nullptr, target = nullptr;
+    int64_t start = 0;
+    const bool copied = !get_storage_offset_(&implementation, &start) &&
+                        !reinterpret_(&implementation, axes, shape, from_stride, start, &source) &&
+                        !reinterpret_(memory, axes, shape, to_stride, offset, &target) && !copy_(target, source, 0);
+    if (source) delete_(source);
+    if (target) delete_(target);
+    return copied;
+  }
 
   // Allocates a tensor, on a CPU or on the device of `like`. `python_dtype` is the dtype of that number.
   nanobind::object empty(int64_t axes, const int64_t* shape, const int64_t* stride, int32_t number,
@@ -154,6 +170,8 @@ class Torch {
     find(get_storage_offset_, "aoti_torch_get_storage_offset");
     find(empty_strided_, "aoti_torch_empty_strided");
     find(delete_, "aoti_torch_delete_tensor_object");
+    find(reinterpret_, "aoti_torch__reinterpret_tensor");
+    find(copy_, "aoti_torch_copy_");
     const auto number = [&](int32_t& value, const char* name) {
       int32_t (*function)() = nullptr;
       find(function, name);
@@ -161,7 +179,6 @@ class Torch {
     };
     number(cpu_, "aoti_torch_device_type_cpu");
     number(cuda_, "aoti_torch_device_type_cuda");
-    number(dtype.uint8, "aoti_torch_dtype_uint8");
     number(dtype.int8, "aoti_torch_dtype_int8");
     number(dtype.int16, "aoti_torch_dtype_int16");
     number(dtype.int32, "aoti_torch_dtype_int32");
@@ -193,6 +210,8 @@ class Torch {
   Function<Handle, void**> get_data_ptr_ = nullptr;
   Function<int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*> empty_strided_ = nullptr;
   Function<Handle> delete_ = nullptr;
+  Function<Handle, int64_t, const int64_t*, const int64_t*, int64_t, Handle*> reinterpret_ = nullptr;
+  Function<Handle, Handle, int32_t> copy_ = nullptr;
   PyObject* (*wrap_)(Handle) = nullptr;
 };
 

@@ -230,10 +230,9 @@ bool Device::load(const Plan& plan, const Compiler& compile, void* (&functions)[
   return true;
 }
 
-void Device::launch(Plan& plan, void* const (&functions)[4], char* workspace, void* stream) const {
+void Device::launch(Plan& plan, void* const (&functions)[4], void* stream) const {
   const Driver& d = driver();
   const Current current(context_);
-  if (plan.zeros) check(d.memset8(workspace, 0, size_t(plan.zeros), stream), "cuMemsetD8Async");
   for (int i = 0; i < plan.count; ++i) {
     Launch& l = plan.launches[i];
     if (l.has_maps) {
@@ -255,6 +254,11 @@ void Device::launch(Plan& plan, void* const (&functions)[4], char* workspace, vo
     void* parameters[] = {l.parameters, &l.maps};
     check(d.launch(&config, functions[i], parameters, nullptr), "cuLaunchKernelEx");
   }
+}
+
+void Device::clear(char* from, int64_t bytes, void* stream) const {
+  const Current current(context_);
+  check(driver().memset8(from, 0, size_t(bytes), stream), "cuMemsetD8Async");
 }
 
 void Device::fill(void* to, uint32_t bits, void* stream) const {

@@ -32,10 +32,10 @@ class Device {
   // nothing can be compiled.
   bool load(const Plan& plan, const Compiler& compile, void* (&functions)[4]);
 
-  // Queues a plan's launches on a stream, whatever GPU is current. Needs no lock of Python's.
-  void launch(Plan& plan, void* const (&functions)[4], char* workspace, void* stream) const;
-
-  // Queues the writing of one 32-bit number.
+  // Each queues work on a stream, whatever GPU is current: a plan's launches, which need no lock of Python's; zeros;
+  // one 32-bit number.
+  void launch(Plan& plan, void* const (&functions)[4], void* stream) const;
+  void clear(char* from, int64_t bytes, void* stream) const;
   void fill(void* to, uint32_t bits, void* stream) const;
 
  private:

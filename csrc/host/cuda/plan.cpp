@@ -141,7 +141,8 @@ void set_constant_shapes(const Problem& p, const Tensor (&scale)[3], Choice& c) 
 
 int64_t numel(const int64_t (&shape)[4]) { return shape[0] * shape[1] * shape[2] * shape[3]; }
 
-// A packed tensor of the workspace.
+}  // namespace
+
 Tensor packed(char* data, const int64_t (&shape)[4]) {
   Tensor x;
   x.data = data;
@@ -150,7 +151,15 @@ Tensor packed(char* data, const int64_t (&shape)[4]) {
   return x;
 }
 
-}  // namespace
+Tensor value_codes(const Problem& p, const Choice& c, char* workspace) {
+  const int64_t batch = p.k.shape[0], heads = p.k.shape[1], nk = p.nk(), d = p.head_dim();
+  const int64_t row = round_up(nk, c.copies_values ? 16 : kKeyPadding);
+  Tensor v = packed(workspace + c.value_codes, {batch, heads, d, row});
+  v.shape[2] = nk, v.shape[3] = d, v.stride[2] = 1, v.stride[3] = row;
+  v.type = OutType::kInt8;
+  v.available = batch * heads * d * row;
+  return v;
+}
 
 bool choose(const Problem& p, int processors, Choice& c, Refusal& why) {
   c = {};
@@ -168,9 +177,7 @@ bool choose(const Problem& p, int processors, Choice& c, Refusal& why) {
   } else {
     if (!long_rows_serve(p, why)) return false;
     c.kernel = Kernel::kLongRows;
-    // V's codes need contiguous keys, as 8-bit tensor cores read them
-    if (!p.is_float() && !is_key_major(p.v, round_up(p.nk(), 16)))
-      return why.no([] { return "long rows read codes of V with contiguous keys, padded to 16"; });
+    c.copies_values = !p.is_float() && !is_key_major(p.v, round_up(p.nk(), 16));
   }
   if (p.is_dynamic()) {
     const bool heads = p.per_head[0] && p.per_head[1] && p.per_head[2];
@@ -187,7 +194,15 @@ bool choose(const Problem& p, int processors, Choice& c, Refusal& why) {
     end += round_up(bytes, kAlignment);
     return at;
   };
-  if (c.finds_scales) c.scales = place(32);  // int32 maxima and counter, then the scales
+  if (c.finds_scales) {
+    c.scales = c.zeros = place(32);  // int32 maxima and counter, then the scales
+    c.zero_bytes = 16;
+  }
+  if (c.copies_values) {
+    const int64_t bytes = p.k.shape[0] * p.k.shape[1] * p.head_dim() * round_up(p.nk(), 16);
+    c.value_codes = c.zeros = place(bytes);
+    c.zero_bytes = p.nk() % 16 ? bytes : 0;  // the keys that pad a row
+  }
   if (p.is_float() && !c.fuses_keys) {
     const int64_t key_heads = p.k.shape[0] * p.k.shape[1];
     c.key_codes = place(key_heads * p.nk() * p.head_dim());
@@ -204,7 +219,7 @@ bool choose(const Problem& p, int processors, Choice& c, Refusal& why) {
 }
 
 void fill_plan(const Problem& p, const Choice& c, const Memory& memory, int processors, Plan& plan) {
-  plan.count = 0, plan.workspace_bytes = c.bytes, plan.zeros = c.finds_scales ? 16 : 0;
+  plan.count = 0;
   char* const workspace = memory.workspace;
   Attention a{p, memory, p.q, p.k, p.v, p.is_float(), c.head_amax_in_kernel, {}, {}, processors};
   Tensor scale[3] = {p.scale[0], p.scale[1], p.scale[2]};
@@ -228,19 +243,16 @@ void fill_plan(const Problem& p, const Choice& c, const Memory& memory, int proc
     a.constants.v_scale = scale[2];
   }
   if (p.is_float() && !c.fuses_keys) {
-    const int64_t batch = p.k.shape[0], heads = p.k.shape[1], nk = p.nk(), d = p.head_dim();
-    const int64_t row = round_up(nk, kKeyPadding);
-    a.k = packed(workspace + c.key_codes, {batch, heads, nk, d});
-    a.v = packed(workspace + c.value_codes, {batch, heads, d, row});
-    a.v.shape[2] = nk, a.v.shape[3] = d, a.v.stride[2] = 1, a.v.stride[3] = row;
-    a.v.available = batch * heads * d * row;
-    a.k.type = a.v.type = OutType::kInt8;
+    a.k = packed(workspace + c.key_codes, {p.k.shape[0], p.k.shape[1], p.nk(), p.head_dim()});
+    a.k.type = OutType::kInt8;
+    a.v = value_codes(p, c, workspace);
     quantize_launch(p, scale, a.k, a.v, plan.next());
   }
   if (p.is_float() && !c.head_amax_in_kernel) {
     a.scale[0] = scale[0];
     if (c.fuses_keys) a.scale[1] = scale[1], a.scale[2] = scale[2];
   }
+  if (c.copies_values) a.v = value_codes(p, c, workspace);
   Launch& launch = plan.next();
   switch (c.kernel) {
     case Kernel::kWindow: window_launch(a, launch); break;

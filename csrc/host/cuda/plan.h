@@ -106,12 +106,10 @@ struct Launch {
   }
 };
 
-// The launches of a call in their order. They share one workspace, whose first bytes are zeros where `zeros` says.
+// The launches of a call in their order, which share one workspace.
 struct Plan {
   Launch launches[4];
   int count = 0;
-  int64_t workspace_bytes = 0, zeros = 0;
-  int64_t out_scale_shape[4] = {0, 0, 0, 0};  // of the output's scale that `constants` writes; zeros where it does not
 
   Launch& next() { return launches[count++]; }
 };
@@ -134,12 +132,17 @@ struct Choice {
   bool fuses_keys;           // floats: the attention kernel quantizes K and V too, and not only Q
   bool finds_scales;         // absmax
   bool fills_constants;
+  bool copies_values;  // V's codes are copied, with contiguous keys, as 8-bit tensor cores read them
   int64_t scales, key_codes, value_codes, score, output, bytes;  // offsets in the workspace, and its size
+  int64_t zeros, zero_bytes;  // the part of the workspace that is to be cleared before
   int64_t score_shape[4], output_shape[4];
 };
 
 // Returns whether the kernels serve the problem on a GPU of so many multiprocessors, and how.
 bool choose(const Problem& p, int processors, Choice& choice, Refusal& why);
+// A tensor of four axes in contiguous memory, and V's codes of a workspace.
+Tensor packed(char* data, const int64_t (&shape)[4]);
+Tensor value_codes(const Problem& p, const Choice& choice, char* workspace);
 void fill_plan(const Problem& p, const Choice& choice, const Memory& memory, int processors, Plan& plan);
 
 // --- What the kernels' files share --------------------------------------------------------------------------------
@@ -198,6 +201,8 @@ bool long_rows_serve(const Problem& p, Refusal& why);
 bool long_rows_quantize_keys(const Problem& p, int processors);
 void long_rows_launch(const Attention& a, Launch& launch);
 
+// The score constants of two scales, as constants.cu packs them.
+uint64_t packed_score(const Problem& p, float q_scale, float k_scale);
 void absmax_launch(const Problem& p, uint32_t* amax, float* scales, Launch& launch);
 void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k_codes, const Tensor& v_codes,
                      Launch& launch);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "cpu/arithmetic.hpp"
 #include "host/cuda/plan.h"
 
 namespace intflash::gpu {
@@ -55,6 +56,12 @@ const Source kConstants = {
 }
 
 }  // namespace
+
+uint64_t packed_score(const Problem& p, float q_scale, float k_scale) {
+  const Exponent e =
+      exponent_constants(q_scale, k_scale, p.sm_scale, p.method == Method::kOnline ? kTableSteps : kOctaves);
+  return uint64_t(e.k) << 32 | e.c;
+}
 
 void absmax_launch(const Problem& p, uint32_t* amax, float* scales, Launch& launch) {
   ::AbsmaxParams& params = launch.set_parameters<::AbsmaxParams>();

@@ -15,6 +15,8 @@ from intflash.backends import cpu
 from intflash.backends.cuda import backend, program
 from intflash.backends.cuda.parameters import Params
 from intflash.backends.cuda.quantization import AbsmaxParams, ConstantsParams, QuantizeParams
+from intflash.backends.gpu.constants import score_unit
+from intflash.numerics import exp
 
 pytestmark = pytest.mark.skipif(not cpu.instruction_sets(), reason="the native module was not built")
 
@@ -104,6 +106,14 @@ def compare(arguments, known, patch):
         name: getattr(x, "data", x) for name, x in zip("qkv", (problem.q, problem.k, problem.v), strict=True)
     }
     launches, want = python(problem, lambda run: patch.setattr(program.CudaLaunch, "run", run))
+    recipe = problem.recipe
+    if arguments["recipe"] is not None and isinstance(recipe.q_scale, float) and problem.out_dtype.is_floating_point:
+        if launches[0].program.file == "constants.cu":  # the host knows the score constants
+            launches.pop(0)
+            score = Params.from_buffer_copy(noted[-1]["parameters"]).score.ptr
+            scales = torch.full((1, 1, 1, 1), recipe.q_scale), torch.full((1, 1, 1, 1), recipe.k_scale)
+            c, k = exp.exponent_constants(*scales, problem.sm_scale, score_unit(problem.method))
+            assert ctypes.c_int64.from_address(score).value == k.item() << 32 | c.item()
     out, out_scale, t_max, l_sum = result
     got, wanted = described(noted, known), described(launches, known)
     assert [x[0] for x in got] == [x[0] for x in wanted]
