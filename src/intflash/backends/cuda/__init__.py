@@ -51,7 +51,10 @@ def machine_code(file: str, kernel: str, macros: tuple[tuple[str, str], ...]) ->
     """The machine code of a program of csrc/cuda for the native call path; None where nothing can be compiled."""
     from intflash.backends.cuda import program
 
-    return None if program.unavailable() else program.machine_code(program.CudaProgram.named(file, kernel, macros))
+    try:
+        return program.machine_code(program.CudaProgram.named(file, kernel, macros))
+    except (ImportError, OSError):  # `unavailable` says what is missing
+        return None
 
 
 # backend.py decides which kernel serves a problem, by its shape and layout.
