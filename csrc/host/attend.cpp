@@ -222,25 +222,28 @@ class Reader {
 
   // The first tensor, q, decides which device it is.
   TorchTensor first(PyObject* x) {
+    const TorchTensor t = memory_of(x);
+    on_gpu_ = t.is_cuda, device_index_ = t.device_index;
+    return t;
+  }
+  TorchTensor operator()(PyObject* x) const {
+    const TorchTensor t = memory_of(x);
+    require(on_gpu_ ? t.is_cuda && t.device_index == device_index_ : t.is_cpu);
+    return t;
+  }
+  bool is_dispatched() const { return dispatched_; }
+
+ private:
+  TorchTensor memory_of(PyObject* x) const {
     require(is_type(x, python.tensor) || is_type(x, python.parameter));
     TorchTensor t;
     require(torch_library.read(x, t) && (t.is_cpu || t.is_cuda));
-    on_gpu_ = t.is_cuda, device_index_ = t.device_index;
-    return (*this)(x);
-  }
-  TorchTensor operator()(PyObject* x) const {
-    require(is_type(x, python.tensor) || is_type(x, python.parameter));
-    TorchTensor t;
-    require(torch_library.read(x, t) && (on_gpu_ ? t.is_cuda && t.device_index == device_index_ : t.is_cpu));
     if (dispatched_) return t;
     PyObject* negated = call_method(x, names().is_neg);
     require(negated == Py_False);
     require(!wants_gradients_ || attribute(x, names().requires_grad).ptr() == Py_False);
     return t;
   }
-  bool is_dispatched() const { return dispatched_; }
-
- private:
   static PyObject* call_method(PyObject* x, PyObject* name) {
     PyObject* found = PyObject_CallMethodObjArgs(x, name, nullptr);
     if (!found) nb::raise_python_error();
@@ -886,9 +889,24 @@ Response serve(const Request& r, bool dispatched) {
 
 nb::object or_none(const nb::object& x) { return x.is_valid() ? x : nb::object(nb::none()); }
 
+// Whether a call on a GPU may be one for its kernels.
+bool is_for_gpu(const Arguments& a, int32_t device_index) {
+  if (!(a.backend == Py_None || is_name(a.backend, names().cuda)) || a.cu_seqlens_q != Py_None) return false;
+  for (const ServedMethod& m : python.methods)
+    if (is_name(a.method, m.name))
+      return (m.method == Method::kP16 || m.method == Method::kP8 || m.method == Method::kOnline) &&
+             gpu::find_device(device_index);
+  return false;
+}
+
 nb::object attend(nb::args given) {
   if (!is_ready) return nb::none();
   const auto arguments = by_position<Arguments>(given, kArguments);
+  // Most calls for other kernels leave at once, because to throw takes microseconds.
+  TorchTensor q;
+  if (is_type(arguments.q, python.tensor) && torch_library.read(arguments.q, q) && q.is_cuda &&
+      !is_for_gpu(arguments, q.device_index))
+    return nb::none();
   try {
     const Request request = request_of(arguments);
     for (PyObject* watcher : python.watchers) require(!truth_of_call(watcher));
@@ -977,7 +995,8 @@ void bind_attend(nb::module_& m) {
       nb::arg("machine_code"), "What compiles programs for GPUs, see intflash/backends/cuda/__init__.py.");
   m.def("gpu_launches", gpu_launches, nb::arg("processors"), nb::arg("arguments"),
         "The launches that a call of `attention` with these arguments, by position, would queue on a GPU, and its "
-        "result before them; or None as `attend`. Tensors are in CPU memory: for tests. With 0 processors the launches go "
+        "result before them; or None as `attend`. Tensors are in CPU memory: for tests. With 0 processors the launches "
+        "go "
         "to the driver, which a test has replaced.");
   const auto names_of = [](const auto& list) {
     nb::list names;
