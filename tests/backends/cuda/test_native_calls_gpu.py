@@ -272,7 +272,7 @@ def test_gradients_are_refused():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ["dynamic", "numbers", "codes", "float32, lse", "to int8 by heads"])
-def test_compiled(name, mode, general):
+def test_compiled(name, mode):
     with mode():
         qkv, options = CALLS[name](SHAPES["rows"], 0)
         found = torch.compile(lambda *qkv: intflash.attention(*qkv, **options))(*qkv)
