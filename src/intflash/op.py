@@ -219,10 +219,17 @@ class _Differentiable(torch.autograd.Function):
 
 
 _library = torch.library.Library("intflash", "DEF")
-_UNWATCHED = {  # keys of calls that nothing else wants to see
-    (torch._C.DispatchKeySet(key) | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)).raw_repr()
-    for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-}
+
+
+def _unwatched_keys() -> set[int]:
+    """The keys of calls that nothing but autograd wants to see. Not every torch leaves out ADInplaceOrView, for which
+    the op has no kernel."""
+    keys, key_set = torch._C.DispatchKey, torch._C.DispatchKeySet
+    plain = [key_set(keys.CPU) | key_set(keys.AutogradCPU), key_set(keys.CUDA) | key_set(keys.AutogradCUDA)]
+    return {x.raw_repr() for x in plain} | {(x | key_set(keys.ADInplaceOrView)).raw_repr() for x in plain}
+
+
+_UNWATCHED = _unwatched_keys()
 
 
 def _define(schema: str, kernel_of: Callable[[Callable[..., Results]], Callable[..., Any]]) -> Any:
@@ -231,15 +238,14 @@ def _define(schema: str, kernel_of: Callable[[Callable[..., Results]], Callable[
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     op = functools.reduce(getattr, f"intflash.{name}".split("."), torch.ops)
     op = op.default if "." not in name else op
-    natively = kernel_of(_compute_natively)
+    natively, is_grad_enabled, unwatched = kernel_of(_compute_natively), torch.is_grad_enabled, _UNWATCHED
 
-    def autograd(keys: Any, *flat: Any) -> Any:
-        below = keys & torch._C._after_autograd_keyset
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat):
-            return _Differentiable.apply(op, below, *flat)
-        if below.raw_repr() in _UNWATCHED:  # redispatching takes 2 us
+    def autograd(keys: Any, *flat: Any) -> Any:  # to be quick: in compiled code each call passes here
+        wanted = is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)
+        if not wanted and keys.raw_repr() in unwatched:  # redispatching takes 2 us
             return natively(*flat)
-        return op.redispatch(below, *flat)
+        below = keys & torch._C._after_autograd_keyset
+        return _Differentiable.apply(op, below, *flat) if wanted else op.redispatch(below, *flat)
 
     _library.impl(name, kernel_of(_compute), "CompositeExplicitAutograd")
     _library.impl(name, natively, "CPU")
