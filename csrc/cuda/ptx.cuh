@@ -1,15 +1,6 @@
-// Integer types, and wrappers of the PTX instructions that the kernels write themselves: copies, byte permutations,
-// reductions.
+// Wrappers of the PTX instructions that the kernels write themselves: copies, byte permutations, reductions.
 #pragma once
-
-typedef signed char i8;
-typedef unsigned char u8;
-typedef short i16;
-typedef unsigned short u16;
-typedef int i32;
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define DEVICE __device__ __forceinline__
 
