@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from intflash.errors import InputError
-from intflash.integer import cpu, portable, reference
+from intflash.integer import cpu, gpu, portable, reference
 from intflash.integer.program import Program
 
 
@@ -28,6 +28,7 @@ class Executor:
 
 EXECUTORS = {  # in the order of the choice
     "cpu": Executor(cpu.run, cpu.refused),
+    "gpu": Executor(gpu.run, gpu.refused),
     "torch": Executor(portable.run),
     "reference": Executor(reference.run),
 }
