@@ -46,6 +46,10 @@ static u32 pack_sat(s32 a, s32 b, u32 c) {
   const auto clamp = [](s32 x) { return u32(std::min(std::max(x, s32(Limits::min())), s32(Limits::max()))) & 255; };
   return c << 16 | clamp(a) << 8 | clamp(b);
 }
+static u32 pack_sat_halves(s32 a, s32 b) {
+  const auto clamp = [](s32 x) { return u32(u16(std::min(std::max(x, -32768), 32767))); };
+  return clamp(a) << 16 | clamp(b);
+}
 static u32 bf16_of(float x) {
   const u32 bits = as<u32>(x);
   return std::isnan(x) ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;

@@ -225,6 +225,8 @@ class _Translator:
         if self.parts[:2] == ("pack", "sat") and self.parts[2] in ("s8", "u8") and self.parts[3:] == ("s32", "b32"):
             numbers = self.get(1, "s32"), self.get(2, "s32"), self.get(3, "u32")
             return self.put(f"pack_sat<{self.parts[2]}>({', '.join(numbers)})")
+        if self.parts == ("pack", "sat", "s16", "s32"):
+            return self.put(f"pack_sat_halves({self.get(1, 's32')}, {self.get(2, 's32')})")
         rounding, to, source = ("", *self.parts)[-3:]
         if to in ("f16x2", "bf16x2") and rounding == "rn":
             return self.put(f"{to[:-2]}_of({self.get(1, 'f32')}) << 16 | {to[:-2]}_of({self.get(2, 'f32')})")

@@ -16,7 +16,7 @@ from intflash.backends import get_backend, select, why_not
 from intflash.backends.gpu.integer import Kernels
 from intflash.backends.gpu.tensors import Statistics
 from intflash.integer.attend import attention_problem
-from intflash.integer.gpu import kernels
+from intflash.integer.gpu import hopper, kernels
 from intflash.integer.program import Attention, Embedding, LayerNorm, Linear, Patches, Pool, Program
 from intflash.problem import Problem
 
@@ -67,7 +67,7 @@ class LoadedProgram:
         with torch.cuda.device(first.device):
             if torch.cuda.is_current_stream_capturing():
                 return self._steps.run(given)
-            with self._lock, torch.inference_mode(False):
+            with self._lock, torch.inference_mode(False), torch.no_grad():
                 return self._replay(given)
 
     def _replay(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -121,6 +121,8 @@ class Steps:
         self._last = program.last_uses()
         self._attention: dict[str, tuple] = {}  # operation -> launch constants
         self._kept = {op.name: _kept_rows(program, op) for op in program.operations if isinstance(op, Linear)}
+        weights = {op.name: program.tensors[op.weight] for op in program.operations if isinstance(op, Linear)}
+        self._hopper = {name: hopper.padded(weight) for name, weight in weights.items() if hopper.serves(weight)}
         device = next(iter(program.tensors.values())).device
         self._pools = {
             op.name: torch.tensor([op.multiplier], dtype=torch.int32, device=device)
@@ -183,12 +185,11 @@ class Steps:
             out = self._empty(op.out[0], x)
         residual = self._tensor(op.residual) if op.residual in self._program.tensors else values.get(op.residual)
         store_rows, kept = self._tensor(op.store_rows), self._kept[op.name]
-        _run(
-            kernels.linear_launch(
-                op, x.reshape(-1, k), weight, self._tensor(op.bias), self._tensor(op.multiplier),
-                self._tensor(op.table), residual, store_rows, out.view(batch, -1, n), buffer,
-            )
-        )  # fmt: skip
+        constants = map(self._tensor, (op.bias, op.multiplier, op.table))
+        makes = hopper.linear_launch if op.name in self._hopper else kernels.linear_launch
+        weight = self._hopper.get(op.name, weight)
+        rows = out.view(batch, -1, n)
+        _run(makes(op, x.reshape(-1, k), weight, *constants, residual, store_rows, rows, buffer))
         if kept is not None:
             rows = residual[kept].expand(batch, -1, -1) if residual.dim() == 2 else residual.index_select(1, kept)
             out.index_copy_(1, kept, rows)
@@ -229,7 +230,7 @@ def _attention_kernels(problem: Problem) -> Kernels:
     return backend.KERNELS
 
 
-def _run(launch: kernels.TritonLaunch) -> None:
+def _run(launch: kernels.TritonLaunch | hopper.CudaLaunch) -> None:
     if math.prod(launch.grid):
         launch.run()
 
