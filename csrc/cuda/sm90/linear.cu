@@ -109,11 +109,8 @@ DEVICE void multiply(const LinearParams& p, const SharedLayout& shared, u32 grou
 }
 
 DEVICE void consume(const LinearParams& p, const SharedLayout& shared) {
-  const u32 group = __shfl_sync(~0u, threadIdx.x / GROUP, 0) - 1, thread = threadIdx.x - GROUP;
+  const u32 group = __shfl_sync(~0u, threadIdx.x / GROUP, 0) - 1;
   const i32 first_column = blockIdx.x * COLUMNS;
-  fill_constants(p, shared.constants, first_column, thread, CONSUMERS * GROUP);
-  fill_table(p, shared.table, thread, CONSUMERS * GROUP);
-  asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS * GROUP) : "memory");
   EpilogueOfTile epilogue(p, shared.constants, shared.table, first_column);
   Stage at;
   if (RESIDENT) skip(at, group * p.steps);
@@ -146,6 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fence_async_proxy();
     if (RESIDENT) load_weights(shared, maps, p.steps);  // no previous kernel writes them
   }
+  fill_constants(p, shared.constants, blockIdx.x * COLUMNS, threadIdx.x, THREADS);
+  fill_table(p, shared.table, threadIdx.x, THREADS);
   __syncthreads();
   wait_for_previous_kernel();
   let_next_kernel_start();

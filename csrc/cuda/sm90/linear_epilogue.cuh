@@ -37,45 +37,18 @@ constexpr int TABLE_SHARED_BYTES = EPILOGUE == TABLE ? (OUT_BYTES << TABLE_BITS)
 constexpr u32 TABLE_CHUNK = 128 / TABLE_COPIES;
 constexpr bool PREFETCHES = EPILOGUE == RESIDUAL && OUT_BYTES == 2;
 
-DEVICE u32 pack_halves(i32 low, i32 high) {
-  u32 w;
-  asm("cvt.pack.sat.s16.s32 %0, %1, %2;" : "=r"(w) : "r"(high), "r"(low));
-  return w;
-}
-
-template <int COUNT>
-DEVICE void load_global(const u8* from, u32 (&w)[COUNT]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; i += 4)
-    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w[i]), "=r"(w[i + 1]), "=r"(w[i + 2]), "=r"(w[i + 3])
-                 : "l"(from + 4 * i)
-                 : "memory");
-}
-
-DEVICE void store_global(u8* to, const u32 (&w)[2]) {
-  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(w[0]), "r"(w[1]) : "memory");
-}
-template <int COUNT>
-DEVICE void store_global(u8* to, const u32 (&w)[COUNT]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; i += 4)
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + 4 * i), "r"(w[i]), "r"(w[i + 1]), "r"(w[i + 2]),
-                 "r"(w[i + 3])
-                 : "memory");
-}
-
 // Fills the constants of the CTA's columns, in the order in which a thread reads them: bias and multiplier of two
 // adjacent columns. thread: of `threads`.
 DEVICE void fill_constants(const LinearParams& p, u32 to, i32 first_column, u32 thread, u32 threads) {
+#pragma unroll 1
   for (u32 pair = thread; pair < COLUMNS / 2; pair += threads) {
     const i32 column = first_column + pair / 16 * 32 + pair % 4 * 8 + pair / 4 % 4 * 2;
     u32 w[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (column + j < p.columns) {
-        w[j] = p.bias[column + j];
-        if (EPILOGUE != ACCUMULATOR) w[2 + j] = p.multiplier[column + j];
+        w[j] = load_constant(p.bias + column + j);
+        if (EPILOGUE != ACCUMULATOR) w[2 + j] = load_constant(p.multiplier + column + j);
       }
     }
     if (EPILOGUE == ACCUMULATOR)
@@ -90,7 +63,7 @@ DEVICE void fill_table(const LinearParams& p, u32 to, u32 thread, u32 threads) {
     constexpr u32 WORDS_OF_CHUNK = TABLE_CHUNK / 4;
     for (u32 word = thread; word < TABLE_SHARED_BYTES / 4; word += threads) {
       const u32 line = word / 32, in_chunk = word % WORDS_OF_CHUNK;
-      store_shared(to + word * 4, ((const u32*)p.table)[line * WORDS_OF_CHUNK + in_chunk]);
+      store_shared(to + word * 4, load_constant(p.table + 4 * (line * WORDS_OF_CHUNK + in_chunk)));
     }
   }
 }

@@ -40,6 +40,7 @@ static T shift_left(T x, u32 by) { return by >= 8 * sizeof(T) ? 0 : T(x << by); 
 template <class T>
 static T shift_right(T x, u32 by) { return x >> (by >= 8 * sizeof(T) ? 8 * sizeof(T) - 1 : by) >> (by >= 8 * sizeof(T) && T(-1) > 0); }
 static u32 clz(u32 x) { return x ? u32(__builtin_clz(x)) : 32; }
+static u32 clz(u64 x) { return x ? u32(__builtin_clzll(x)) : 64; }
 template <class T>
 static u32 pack_sat(s32 a, s32 b, u32 c) {
   using Limits = std::numeric_limits<T>;

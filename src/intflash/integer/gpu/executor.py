@@ -167,7 +167,8 @@ class Steps:
         out = self._empty(op.out, x)
         load_rows, limits = self._tensor(op.load_rows), self._program.buffers[op.out].limits
         multiplier, bias = self._tensor(op.multiplier), self._tensor(op.bias)
-        _run(kernels.layer_norm_launch(x, multiplier, bias, out, load_rows, op.shift, op.eps, limits))
+        module = hopper if hopper.serves_layer_norm(x, out, load_rows) else kernels
+        _run(module.layer_norm_launch(x, multiplier, bias, out, load_rows, op.shift, op.eps, limits))
         return {op.out: out}
 
     def _pool(self, op: Pool, values: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -186,10 +187,10 @@ class Steps:
         residual = self._tensor(op.residual) if op.residual in self._program.tensors else values.get(op.residual)
         store_rows, kept = self._tensor(op.store_rows), self._kept[op.name]
         constants = map(self._tensor, (op.bias, op.multiplier, op.table))
-        makes = hopper.linear_launch if op.name in self._hopper else kernels.linear_launch
+        module = hopper if op.name in self._hopper else kernels
         weight = self._hopper.get(op.name, weight)
         rows = out.view(batch, -1, n)
-        _run(makes(op, x.reshape(-1, k), weight, *constants, residual, store_rows, rows, buffer))
+        _run(module.linear_launch(op, x.reshape(-1, k), weight, *constants, residual, store_rows, rows, buffer))
         if kept is not None:
             rows = residual[kept].expand(batch, -1, -1) if residual.dim() == 2 else residual.index_select(1, kept)
             out.index_copy_(1, kept, rows)

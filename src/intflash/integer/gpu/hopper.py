@@ -1,4 +1,6 @@
-"""Launches csrc/cuda/sm90/linear.cu: the int8 products of a program on GPUs of compute capability 9.0."""
+"""Launches of the CUDA C++ kernels for compute capability 9.0: int8 products (csrc/cuda/sm90/linear.cu) and LayerNorm
+(csrc/cuda/layer_norm.cu).
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,14 @@ import torch
 from torch import Tensor
 
 from intflash.backends import get_backend
+from intflash.backends.cuda import tensor_maps
 from intflash.backends.cuda.parameters import quotient_reciprocal
 from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
 from intflash.backends.cuda.tensor_maps import TensorMap
 from intflash.backends.cuda.wgmma import Product
+from intflash.integer.gpu.kernels import roots
 from intflash.integer.program import Buffer, Linear
 
-EPILOGUES = {name: name.upper() for name in ("codes", "table", "residual", "accumulator")}
 STEP = 128  # codes of a row that a step multiplies
 GROUP_COLUMNS = 32  # columns of a quad of lanes
 SHARED_BYTES = 227 * 1024
@@ -142,10 +145,7 @@ def weight_map(weight: Tensor, columns: int) -> TensorMap:
 
 
 def _maps(x: TensorMap, weight: TensorMap, parameters: LinearParams) -> LinearMaps:
-    from intflash.backends.cuda import tensor_maps
-
-    encoded = tensor_maps._encoded  # looked up here, so that the tests' emulator can replace it
-    return LinearMaps(encoded(x, parameters.x), encoded(weight, parameters.weight))
+    return LinearMaps(tensor_maps.encoded(x, parameters.x), tensor_maps.encoded(weight, parameters.weight))
 
 
 def linear_launch(
@@ -168,7 +168,7 @@ def linear_launch(
     stages = stages_of(split, k, table_bytes)
     program = CudaProgram.of(
         "sm90/linear.cu", (Product(split.columns, "s8"),), "linear", COLUMNS=split.columns,
-        CONSUMERS=split.consumers, STAGES=stages, RESIDENT=int(split.resident), EPILOGUE=EPILOGUES[op.epilogue],
+        CONSUMERS=split.consumers, STAGES=stages, RESIDENT=int(split.resident), EPILOGUE=op.epilogue.upper(),
         OUT=C_TYPES.get(out.dtype, _C_INT32), WIDE_SHIFT=int(wide), TABLE_BITS=op.bits, TABLE_COPIES=copies,
         MAPPED=int(store_rows is not None), CONSTANT_RESIDUAL=int(constant),
     )  # fmt: skip
@@ -191,3 +191,47 @@ def linear_launch(
     return CudaLaunch(
         program, grid, 128 * (split.consumers + 1), shared, parameters, x.device, places, True, maps
     )  # fmt: skip
+
+
+class LayerNormParams(ctypes.Structure):
+    _pointers = ("x", "multiplier", "bias", "load_rows", "roots", "out")
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _pointers), ("eps", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("rows", "shift", "low", "high")),
+        *((name, ctypes.c_uint32) for name in ("image_rows", "in_rows", "image_reciprocal", "padding")),
+    ]  # fmt: skip
+
+
+_WARPS = 4  # of a CTA of layer_norm.cu
+_CTAS = 5 * PROCESSORS  # that run at once
+MOST_CHANNELS = 1536  # whose constants the registers hold
+
+
+def serves_layer_norm(x: Tensor, out: Tensor, load_rows: Tensor | None) -> bool:
+    """Whether csrc/cuda/layer_norm.cu serves a LayerNorm of x ``[B, rows, channels]`` here."""
+    channels = out.shape[-1]
+    parts = 1 if load_rows is None else load_rows.shape[1]
+    fits = channels % (8 * parts) == 0 and channels <= MOST_CHANNELS and x.dtype in (torch.int16, torch.int32)
+    return fits and get_backend("cuda").unavailable() is None
+
+
+def layer_norm_launch(
+    x: Tensor, multiplier: Tensor, bias: Tensor, out: Tensor, load_rows: Tensor | None, shift: int, eps: int,
+    limits: tuple[int, int],
+) -> CudaLaunch:  # fmt: skip
+    """As `kernels.layer_norm_launch`."""
+    batch, rows, channels = out.shape
+    program = CudaProgram.of(
+        "layer_norm.cu", (), "layer_norm", CHANNELS=channels, MAPPED=int(load_rows is not None),
+        PARTS=1 if load_rows is None else load_rows.shape[1],
+        IN=C_TYPES.get(x.dtype, _C_INT32), OUT=C_TYPES.get(out.dtype, _C_INT32),
+    )  # fmt: skip
+    tensors = dict(x=x, multiplier=multiplier, bias=bias, load_rows=load_rows, roots=roots(x.device), out=out)
+    tensors = {name: t for name, t in tensors.items() if t is not None}
+    parameters = LayerNormParams(
+        **{name: t.data_ptr() for name, t in tensors.items()}, eps=eps, rows=batch * rows, shift=shift, low=limits[0],
+        high=limits[1], image_rows=rows, in_rows=x.shape[1], image_reciprocal=quotient_reciprocal(rows),
+    )  # fmt: skip
+    places = {getattr(LayerNormParams, name).offset: t for name, t in tensors.items()}
+    grid = (min(-(-batch * rows // _WARPS), _CTAS), 1, 1)
+    return CudaLaunch(program, grid, 32 * _WARPS, 0, parameters, x.device, places, True)

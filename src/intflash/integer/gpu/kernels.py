@@ -227,7 +227,8 @@ def _layer_norm_kernel(
 
 
 @functools.cache
-def _roots(device: torch.device) -> Tensor:
+def roots(device: torch.device) -> Tensor:
+    """The table of the reciprocal square root."""
     return torch.tensor(rsqrt.TABLE, dtype=torch.int64, device=device)
 
 
@@ -240,7 +241,7 @@ def layer_norm_launch(
     wide = triton.next_power_of_2(channels)
     block = max(1, 2048 // wide)
     arguments = dict(
-        x=x, multiplier=multiplier, bias=bias, out=out, load_rows=load_rows, roots=_roots(x.device),
+        x=x, multiplier=multiplier, bias=bias, out=out, load_rows=load_rows, roots=roots(x.device),
         count=batch * rows, eps=eps, SHIFT=shift, LOW=limits[0], HIGH=limits[1], IN_ROWS=x.shape[1], ROWS=rows,
         PARTS=1 if load_rows is None else load_rows.shape[1], CHANNELS=channels, BLOCK=block, WIDE=wide,
     )  # fmt: skip
