@@ -4,13 +4,14 @@
 // CONSUMERS warpgroups multiply 64 rows each:
 //
 //   RESIDENT 1: all the weights of the CTA's columns stay in shared memory, and only rows of x are loaded. Each
-//               warpgroup has tiles of its own, so that one computes its epilogue while others multiply.
+//               warpgroup has tiles and a ring buffer of its own, so that one computes its epilogue while others
+//               multiply.
 //   RESIDENT 0: the weights do not fit. Steps of 128 codes of both operands go through the ring buffer, and the
 //               warpgroups work on the same tile of 64 CONSUMERS rows.
 //
-// Macros: COLUMNS (a multiple of 32, to 256), CONSUMERS, STAGES, RESIDENT, EPILOGUE (see linear_epilogue.cuh), OUT (i8,
-// i16 or i32), WIDE_SHIFT (1: a shift below 32), TABLE_BITS, TABLE_COPIES, MAPPED (1: store_rows is given),
-// CONSTANT_RESIDUAL (1: all images have the same residual).
+// Macros: COLUMNS (a multiple of 32, to 256), CONSUMERS, STAGES (of a ring buffer), RESIDENT, EPILOGUE (see
+// linear_epilogue.cuh), OUT (i8, i16 or i32), WIDE_SHIFT (1: a shift below 32), TABLE_BITS, TABLE_COPIES, MAPPED (1:
+// store_rows is given), CONSTANT_RESIDUAL (1: all images have the same residual).
 //
 // The rows of a weight tile are placed by TMA: row 8 i + 2 q + j of shared memory is column 32 (i / 4) + 8 q + 2 (i %
 // 4)
@@ -26,23 +27,26 @@ constexpr int X_BYTES = X_ROWS * STEP, WEIGHT_BYTES = COLUMNS * STEP;
 constexpr int STAGE_BYTES = X_BYTES + (RESIDENT ? 0 : WEIGHT_BYTES);
 constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 
+constexpr int RINGS = RESIDENT ? CONSUMERS : 1;
+
 typedef RingPosition<STAGES> Stage;
 
 struct LinearMaps {
   TensorMap x, weight;
 };
 
-// Weights (with RESIDENT, of all steps), the ring buffer, constants, the table, and barriers.
+// Weights (with RESIDENT, of all steps), the ring buffers, constants, the table, and barriers. A slot is a stage of a
+// ring.
 struct SharedLayout {
   u32 weights, ring, constants, table, full, empty, resident;
   DEVICE SharedLayout(u32 base, i32 steps)
       : weights(base),
         ring(base + (RESIDENT ? steps * WEIGHT_BYTES : 0)),
-        constants(ring + STAGES * STAGE_BYTES),
+        constants(ring + RINGS * STAGES * STAGE_BYTES),
         table(constants + (CONSTANT_BYTES + 127) / 128 * 128),
         full(table + TABLE_SHARED_BYTES),
-        empty(full + 8 * STAGES),
-        resident(empty + 8 * STAGES) {}
+        empty(full + 8 * RINGS * STAGES),
+        resident(empty + 8 * RINGS * STAGES) {}
   DEVICE u32 x(u32 stage) const { return ring + stage * STAGE_BYTES; }
   DEVICE u32 weight(u32 stage, i32 step) const { return RESIDENT ? weights + step * WEIGHT_BYTES : x(stage) + X_BYTES; }
 };
@@ -55,31 +59,33 @@ DEVICE void load_weights(const SharedLayout& shared, const LinearMaps& maps, i32
   }
 }
 
+DEVICE void load_tile(const LinearParams& p, const SharedLayout& shared, const LinearMaps& maps, i32 row, u32 ring,
+                      Stage& at) {
+#pragma unroll 1
+  for (i32 step = 0; step < p.steps; ++step) {
+    const u32 slot = ring * STAGES + at.stage, full = shared.full + 8 * slot;
+    barrier_wait(shared.empty + 8 * slot, at.parity ^ 1);
+    barrier_expect(full, STAGE_BYTES);
+    tma_load_box(shared.x(slot), maps.x, step * STEP, row, 0, full);
+    if (!RESIDENT) tma_load_box(shared.weight(slot, step), maps.weight, step * STEP, 0, blockIdx.x * GROUPS, full);
+    at.next();
+  }
+}
+
 DEVICE void load(const LinearParams& p, const SharedLayout& shared, const LinearMaps& maps) {
-  Stage at;
-#pragma unroll 1
-  for (i32 row = blockIdx.y * X_ROWS; row < p.rows; row += gridDim.y * X_ROWS)
-#pragma unroll 1
-    for (i32 step = 0; step < p.steps; ++step) {
-      barrier_wait(shared.empty + 8 * at.stage, at.parity ^ 1);
-      const u32 full = shared.full + 8 * at.stage;
-      barrier_expect(full, STAGE_BYTES);
-      tma_load_box(shared.x(at.stage), maps.x, step * STEP, row, 0, full);
-      if (!RESIDENT)
-        tma_load_box(shared.weight(at.stage, step), maps.weight, step * STEP, 0, blockIdx.x * GROUPS, full);
-      at.next();
+  Stage at[RINGS];
+  i32 row = blockIdx.y * X_ROWS;
+  while (row < p.rows) {
+#pragma unroll
+    for (int ring = 0; ring < RINGS; ++ring) {
+      if (row < p.rows) load_tile(p, shared, maps, row, ring, at[ring]);
+      row += gridDim.y * X_ROWS;
     }
+  }
 }
 
-DEVICE void release(const SharedLayout& shared, u32 stage) {
-  barrier_arrive_if(shared.empty + 8 * stage, threadIdx.x % 32 == 0);
-}
-
-// Passes over stages that other warpgroups read.
-DEVICE void skip(Stage& at, i32 steps) {
-  const u32 position = at.stage + steps, rounds = position / STAGES;
-  at.stage = position - rounds * STAGES;
-  at.parity ^= rounds & 1;
+DEVICE void release(const SharedLayout& shared, u32 slot) {
+  barrier_arrive_if(shared.empty + 8 * slot, threadIdx.x % 32 == 0);
 }
 
 // acc = x weight^T of 64 rows.
@@ -91,17 +97,18 @@ DEVICE void multiply(const LinearParams& p, const SharedLayout& shared, u32 grou
 #pragma unroll 1
   for (i32 step = 0; step < p.steps; ++step) {
     if (RESIDENT && first) barrier_wait(shared.resident + 8 * step, 0);
-    barrier_wait(shared.full + 8 * at.stage, at.parity);
-    const u64 x = descriptor<128>(shared.x(at.stage) + (RESIDENT ? 0 : group * 64 * STEP));
-    const u64 weight = descriptor<128>(shared.weight(at.stage, step));
+    const u32 slot = (RESIDENT ? group * STAGES : 0) + at.stage;
+    barrier_wait(shared.full + 8 * slot, at.parity);
+    const u64 x = descriptor<128>(shared.x(slot) + (RESIDENT ? 0 : group * 64 * STEP));
+    const u64 weight = descriptor<128>(shared.weight(slot, step));
     wgmma_hold(acc);
     wgmma_order();
 #pragma unroll
     for (int k = 0; k < STEP / 32; ++k) wgmma_s8(acc, x + 2 * k, weight + 2 * k);
     wgmma_commit();
-    wgmma_wait<1>(acc);  // of the step before, whose stage is free
+    wgmma_wait<1>(acc);  // of the step before, whose slot is free
     if (step) release(shared, before);
-    before = at.stage;
+    before = slot;
     at.next();
   }
   wgmma_wait(acc);
@@ -113,7 +120,6 @@ DEVICE void consume(const LinearParams& p, const SharedLayout& shared) {
   const i32 first_column = blockIdx.x * COLUMNS;
   EpilogueOfTile epilogue(p, shared.constants, shared.table, first_column);
   Stage at;
-  if (RESIDENT) skip(at, group * p.steps);
   const i32 turn = RESIDENT ? group : 0, turns = RESIDENT ? CONSUMERS : 1;
   const i32 row_of_thread = (RESIDENT ? 0 : group * 64) + threadIdx.x % GROUP / 32 * 16 + threadIdx.x % 32 / 4;
   bool first = true;
@@ -124,7 +130,6 @@ DEVICE void consume(const LinearParams& p, const SharedLayout& shared) {
     i32 acc[COLUMNS / 2];
     multiply(p, shared, group, first, at, acc);
     epilogue.store(rows, acc);
-    if (RESIDENT) skip(at, (CONSUMERS - 1) * p.steps);
     first = false;
   }
 }
@@ -134,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ __align__(1024) u8 memory[];
   const SharedLayout shared(shared_address(memory), p.steps);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
+    for (int i = 0; i < RINGS * STAGES; ++i) {
       barrier_init(shared.full + 8 * i, 1);
       barrier_init(shared.empty + 8 * i, RESIDENT ? 4 : 4 * CONSUMERS);
     }

@@ -24,6 +24,7 @@ STEP = 128  # codes of a row that a step multiplies
 GROUP_COLUMNS = 32  # columns of a quad of lanes
 SHARED_BYTES = 227 * 1024
 PROCESSORS = 132
+MOST_STAGES = 8
 _C_INT32 = "i32"
 
 
@@ -61,6 +62,16 @@ class Split:
         """Of a tile."""
         return 64 if self.resident else 64 * self.consumers
 
+    @property
+    def rings(self) -> int:
+        """Ring buffers: one for each warpgroup that has tiles of its own."""
+        return self.consumers if self.resident else 1
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a stage of a ring buffer."""
+        return (self.rows + (0 if self.resident else self.columns)) * STEP
+
 
 def serves(weight: Tensor) -> bool:
     """Whether the kernel serves a product with weights ``[N, K]`` here."""
@@ -77,13 +88,13 @@ def padded(weight: Tensor) -> Tensor:
 def fixed_bytes(columns: int, k: int, table_bytes: int, resident: bool) -> int:
     """Bytes of shared memory but the ring buffer: weights, constants, table and barriers."""
     steps = -(-k // STEP)
-    return steps * (columns * STEP + 8) * resident + columns * 8 + 128 + table_bytes + 16 * 16
+    return steps * (columns * STEP + 8) * resident + columns * 8 + 128 + table_bytes + 16 * 2 * MOST_STAGES
 
 
 def stages_of(split: Split, k: int, table_bytes: int) -> int:
-    """The stages of the ring buffer that fit, at most 8."""
-    stage = split.rows * STEP + (0 if split.resident else split.columns * STEP)
-    return min(8, (SHARED_BYTES - fixed_bytes(split.columns, k, table_bytes, split.resident)) // stage)
+    """The stages of each ring buffer that fit, at most 8."""
+    fixed = fixed_bytes(split.columns, k, table_bytes, split.resident)
+    return min(MOST_STAGES, (SHARED_BYTES - fixed) // (split.stage_bytes * split.rings))
 
 
 def table_copies(entry_bytes: int, bits: int) -> int:
@@ -92,7 +103,7 @@ def table_copies(entry_bytes: int, bits: int) -> int:
 
 
 @functools.cache
-def choose_split(m: int, n: int, k: int, table_bytes: int = 0) -> Split:
+def choose_split(m: int, n: int, k: int, table_bytes: int = 0, residual: bool = False) -> Split:
     """The split of ``[m, k]`` times ``[k, n]`` that ends first by a model of an H200's multiprocessors.
 
     In clocks: a warpgroup's product of 64 rows, 32 codes and c columns takes c / 2, a multiprocessor loads 32 bytes
@@ -104,13 +115,15 @@ def choose_split(m: int, n: int, k: int, table_bytes: int = 0) -> Split:
         slabs = -(-n // columns)
         if columns - GROUP_COLUMNS >= n or slabs > 65535:
             continue
-        for resident, consumers in ((True, 2), (False, 1), (False, 2), (False, 3)):
-            if consumers == 3 and columns > 192:
+        for resident, consumers in ((True, 1), (True, 2), (False, 1), (False, 2), (False, 3)):
+            if consumers == 3 and columns > (160 if residual else 192):
                 continue  # the registers
             split = Split(columns, consumers, resident, 1)
             if stages_of(split, k, table_bytes) < 3:
                 continue
             tiles = -(-m // split.rows)
+            if resident and (consumers > 1) != (tiles * slabs > PROCESSORS):
+                continue  # a second warpgroup is for a second tile
             parts = min(tiles, max(1, PROCESSORS // slabs), 65535)
             rounds = -(-tiles // parts) * -(-slabs * parts // PROCESSORS)
             product = steps * 2 * columns * (1 if resident else consumers)
@@ -159,7 +172,7 @@ def linear_launch(
     if table is not None:
         copies = table_copies(table.element_size(), op.bits)
         table_bytes = copies * table.element_size() << op.bits
-    split = split or choose_split(m, n, k, table_bytes)
+    split = split or choose_split(m, n, k, table_bytes, residual is not None)
     low, high = buffer.limits
     if op.epilogue == "table":
         low, high = -(1 << (op.bits - 1)), (1 << (op.bits - 1)) - 1
@@ -184,8 +197,7 @@ def linear_launch(
         out_rows=out[0].numel() // n, image_reciprocal=quotient_reciprocal(image_rows),
     )  # fmt: skip
     grid = (-(-n // split.columns), split.parts, 1)
-    stage = split.rows * STEP + (0 if split.resident else split.columns * STEP)
-    shared = fixed_bytes(split.columns, k, table_bytes, split.resident) + stages * stage
+    shared = fixed_bytes(split.columns, k, table_bytes, split.resident) + split.rings * stages * split.stage_bytes
     maps = functools.partial(_maps, x_map(x, split.rows), weight_map(weight, split.columns))
     places = {getattr(LinearParams, name).offset: t for name, t in tensors.items()}
     return CudaLaunch(
@@ -204,14 +216,14 @@ class LayerNormParams(ctypes.Structure):
 
 _WARPS = 4  # of a CTA of layer_norm.cu
 _CTAS = 5 * PROCESSORS  # that run at once
-MOST_CHANNELS = 1536  # whose constants the registers hold
+MOST_CHANNELS = {torch.int16: 1536, torch.int32: 1024}  # whose constants the registers hold, by the stream's dtype
 
 
 def serves_layer_norm(x: Tensor, out: Tensor, load_rows: Tensor | None) -> bool:
     """Whether csrc/cuda/layer_norm.cu serves a LayerNorm of x ``[B, rows, channels]`` here."""
     channels = out.shape[-1]
     parts = 1 if load_rows is None else load_rows.shape[1]
-    fits = channels % (8 * parts) == 0 and channels <= MOST_CHANNELS and x.dtype in (torch.int16, torch.int32)
+    fits = channels % (8 * parts) == 0 and channels <= MOST_CHANNELS.get(x.dtype, 0)
     return fits and get_backend("cuda").unavailable() is None
 
 
