@@ -76,9 +76,28 @@ def bench_models(
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="A batch size; may be repeated.")] = None,
     turns: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 30,
-    out: Annotated[Path, typer.Option(help="The results' path without suffix.")] = Path("results/models"),
+    integer: Annotated[
+        bool, typer.Option("--integer", help="Integer models on a GPU beside compiled FP16, BERT-base too.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="The results' path without suffix; with --integer a folder.")] = Path(
+        "results/models"
+    ),
 ) -> None:
-    """Images per second of timm models, patched with static scales beside unpatched. Random weights; needs timm."""
+    """Images per second of timm models, patched with static scales beside unpatched. Random weights; needs timm.
+
+    With --integer, whole integer models: JSON, CSV and figures of images per
+    second, memory and energy, and the speed of single products.
+    """
+    if integer:
+        from intflash.bench import integer_models
+        from intflash.bench.experiments import Setting
+
+        names = {name: name for name in integer_models.MODELS}
+        unknown = [name for name in model or () if name not in names]
+        if unknown:
+            raise typer.BadParameter(f"expected models among {', '.join(names)}, got {', '.join(unknown)}")
+        chosen = integer_models.experiment(model, batch, turns)
+        return run_experiments((chosen,), None, Setting(device=device), out)
     from intflash.bench import models
 
     models.check_models(model or models.MODELS)

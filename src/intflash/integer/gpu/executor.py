@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,8 +193,7 @@ class Steps:
         rows = out.view(batch, -1, n)
         _run(module.linear_launch(op, x.reshape(-1, k), weight, *constants, residual, store_rows, rows, buffer))
         if kept is not None:
-            rows = residual[kept].expand(batch, -1, -1) if residual.dim() == 2 else residual.index_select(1, kept)
-            out.index_copy_(1, kept, rows)
+            out.index_copy_(1, kept.at, kept.of(residual, batch))
         if len(buffer.shape) != 4:
             return {op.out[0]: out}
         s, heads, tokens, head_dim = buffer.shape
@@ -236,14 +236,26 @@ def _run(launch: kernels.TritonLaunch | hopper.CudaLaunch) -> None:
         launch.run()
 
 
-def _kept_rows(program: Program, op: Linear) -> Tensor | None:
-    """The rows of a residual that no row of the product is added to, int64; None where there are none."""
+class KeptRows(NamedTuple):
+    """The rows of a residual that no product row is added to, int64, and their values where they are constant."""
+
+    at: Tensor
+    values: Tensor | None
+
+    def of(self, residual: Tensor, batch: int) -> Tensor:
+        return residual.index_select(1, self.at) if self.values is None else self.values.expand(batch, -1, -1)
+
+
+def _kept_rows(program: Program, op: Linear) -> KeptRows | None:
     if op.store_rows is None:
         return None
     rows = program.tensors[op.store_rows]
     kept = torch.ones(program.buffers[op.out[0]].shape[0], dtype=torch.bool)
     kept[rows.cpu().long()] = False
-    return kept.nonzero().flatten().to(rows.device) if bool(kept.any()) else None
+    if not bool(kept.any()):
+        return None
+    at, constant = kept.nonzero().flatten().to(rows.device), program.tensors.get(op.residual)
+    return KeptRows(at, None if constant is None else constant[at])
 
 
 _STEPS: dict[type, Callable[..., dict[str, Tensor]]] = {
