@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import sass  # noqa: E402
-from integer import gpu_cases  # noqa: E402
-from intflash.integer.gpu import kernels  # noqa: E402
+from integer import gpu_cases, small_programs  # noqa: E402
+from intflash.integer import reference  # noqa: E402
+from intflash.integer.gpu import executor, kernels  # noqa: E402
+from intflash.integer.model import IntegerModel  # noqa: E402
 from intflash.integer.program import Buffer, Linear  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -122,3 +126,95 @@ def test_the_search_finds_floats():
     """Patches of floats are rounded in floating point: the one float step of a model's input."""
     launch = kernels.patches_launch(empty(4, 3, 224, 224, dtype=torch.float32), empty(4, 196, 768), (16, 16), 1.5, 0)
     assert sass.compile_launch(launch, 90).float_instructions
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A model on the GPU with a float image, images, and their expected results by the reference."""
+    program, inputs = small_programs.block(torch.Generator().manual_seed(0), batch=6, head_dim=16)
+    expected = {name: x.cuda() for name, x in reference.run(program, inputs).items()}
+    model = IntegerModel(program, backend="gpu").cuda()
+    return model, inputs["image"].cuda(), expected
+
+
+def results(model: IntegerModel, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    return executor.run(model.program, {"image": images})
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rows: slice = slice(None)) -> bool:
+    return all(torch.equal(found[name], x[rows]) for name, x in expected.items())
+
+
+@pytest.mark.gpu
+def test_results_outlive_the_next_call(small):
+    model, images, expected = small
+    first = results(model, images[:3])
+    second = results(model, images[3:])
+    assert same(first, expected, slice(0, 3)) and same(second, expected, slice(3, 6))
+
+
+@pytest.mark.gpu
+def test_more_shapes_than_graphs_are_kept(small):
+    model, images, expected = small
+    for batch in (*range(1, executor.MAX_GRAPHS + 3), 1):
+        repeated = images.repeat(4, 1, 1, 1)[:batch]
+        found = results(model, repeated)
+        assert all(torch.equal(found[name], x.repeat(4, *[1] * (x.dim() - 1))[:batch]) for name, x in expected.items())
+    assert len(executor._loaded[model.program]._forwards) == executor.MAX_GRAPHS
+
+
+@pytest.mark.gpu
+def test_streams_and_threads(small):
+    model, images, expected = small
+    failures = []
+
+    def call(seed: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in range(20):
+                rows = slice((seed + i) % 3, (seed + i) % 3 + 3)
+                if not same(results(model, images[rows]), expected, rows):
+                    failures.append((seed, i))
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.gpu
+def test_inside_of_the_callers_graph(small):
+    model, images, expected = small
+    results(model, images)
+    static = images.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(model, static)
+    static.copy_(images.flip(0))
+    graph.replay()
+    assert all(torch.equal(found[name], x.flip(0)) for name, x in expected.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_gradient_modes(small, mode):
+    model, images, expected = small
+    with mode():
+        assert same(results(model, images[:2]), expected, slice(0, 2))
+
+
+@pytest.mark.gpu
+def test_inside_of_a_compiled_model():
+    program, inputs = small_programs.block(torch.Generator().manual_seed(1), batch=2, head_dim=16)
+    program = replace(program, outputs=program.outputs[:1]).check()
+    model, image = IntegerModel(program, backend="gpu").cuda(), inputs["image"].cuda()
+    expected = reference.run(program, inputs)[program.outputs[0].buffer].float()
+    assert torch.equal(torch.compile(lambda x: 2 * model(x + 0))(image).cpu(), 2 * expected)
+
+
+@pytest.mark.gpu
+def test_an_empty_batch(small):
+    model, images, _ = small
+    assert all(len(x) == 0 for x in results(model, images[:0]).values())
