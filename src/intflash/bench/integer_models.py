@@ -14,7 +14,7 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -239,19 +239,26 @@ def random_product(m: int, n: int, k: int, epilogue: str) -> tuple:
     return op, integers(-128, 128, m, k), weight, bias, multiplier, table, residual, None, out, Buffer((m, n), bits)
 
 
+_COMMAND = (sys.executable, "-m", __name__)
+
+
+def convert_all(files: Mapping[str, Path]) -> None:
+    """Writes each model's file, in as many processes."""
+    running = [subprocess.Popen([*_COMMAND, "--model", name, "--file", str(file)]) for name, file in files.items()]
+    for process in running:
+        process.wait()
+
+
 def measure_all(names: Sequence[str], batches: Sequence[int], turns: int, setting: Setting) -> Iterator[Row]:
     """The rows of the table: each model and batch in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder) / f"{name}.safetensors" for name in names}
         setting.log("converting")
-        command = [sys.executable, "-m", __name__]
-        running = [subprocess.Popen([*command, "--model", name, "--file", str(file)]) for name, file in files.items()]
-        for process in running:
-            process.wait()
+        convert_all(files)
         setting.log("measuring")
         commands = {
             (name, batch): [
-                *command, "--model", name, "--file", str(file), "--batch", str(batch), "--turns", str(turns),
+                *_COMMAND, "--model", name, "--file", str(file), "--batch", str(batch), "--turns", str(turns),
             ]
             for name, file in files.items() for batch in batches
             if file.exists() and (name != "bert_base" or batch <= MOST_SEQUENCES)

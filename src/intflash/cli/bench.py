@@ -97,7 +97,7 @@ def bench_models(
         if unknown:
             raise typer.BadParameter(f"expected models among {', '.join(names)}, got {', '.join(unknown)}")
         chosen = integer_models.experiment(model, batch, turns)
-        return run_experiments((chosen,), None, Setting(device=device), out)
+        return run_experiments((chosen,), [chosen.name], Setting(device=device), out)
     from intflash.bench import models
 
     models.check_models(model or models.MODELS)
