@@ -215,8 +215,8 @@ class LayerNormParams(ctypes.Structure):
 
 
 _WARPS = 4  # of a CTA of layer_norm.cu
-_CTAS = 5 * PROCESSORS  # that run at once
-MOST_CHANNELS = {torch.int16: 1536, torch.int32: 1024}  # whose constants the registers hold, by the stream's dtype
+_CTAS_PER_SM = (7, 5, 4, 3, 3, 2)  # whose registers hold constants and rows, by the turns in which a row is read
+MOST_CHANNELS = {torch.int16: 1536, torch.int32: 1024}  # by the stream's dtype
 
 
 def serves_layer_norm(x: Tensor, out: Tensor, load_rows: Tensor | None) -> bool:
@@ -233,10 +233,14 @@ def layer_norm_launch(
 ) -> CudaLaunch:  # fmt: skip
     """As `kernels.layer_norm_launch`."""
     batch, rows, channels = out.shape
+    lanes = 4
+    while channels > 8 * 4 * lanes and lanes < 32:  # four turns
+        lanes *= 2
+    ctas = _CTAS_PER_SM[-(-channels // (8 * lanes)) - 1] - (x.dtype == torch.int32)
     program = CudaProgram.of(
         "layer_norm.cu", (), "layer_norm", CHANNELS=channels, MAPPED=int(load_rows is not None),
         PARTS=1 if load_rows is None else load_rows.shape[1],
-        IN=C_TYPES.get(x.dtype, _C_INT32), OUT=C_TYPES.get(out.dtype, _C_INT32),
+        IN=C_TYPES.get(x.dtype, _C_INT32), OUT=C_TYPES.get(out.dtype, _C_INT32), LANES=lanes, CTAS_PER_SM=ctas,
     )  # fmt: skip
     tensors = dict(x=x, multiplier=multiplier, bias=bias, load_rows=load_rows, roots=roots(x.device), out=out)
     tensors = {name: t for name, t in tensors.items() if t is not None}
@@ -245,5 +249,5 @@ def layer_norm_launch(
         high=limits[1], image_rows=rows, in_rows=x.shape[1], image_reciprocal=quotient_reciprocal(rows),
     )  # fmt: skip
     places = {getattr(LayerNormParams, name).offset: t for name, t in tensors.items()}
-    grid = (min(-(-batch * rows // _WARPS), _CTAS), 1, 1)
+    grid = (min(-(-batch * rows * lanes // (32 * _WARPS)), ctas * PROCESSORS), 1, 1)
     return CudaLaunch(program, grid, 32 * _WARPS, 0, parameters, x.device, places, True)
