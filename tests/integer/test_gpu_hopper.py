@@ -142,15 +142,13 @@ def _machine(launch: CudaLaunch) -> sass.Machine:
 
 
 @pytest.mark.parametrize("m", [1, 49, 197, 197 * 8, 197 * 256, 3136 * 64])
-@pytest.mark.parametrize(
-    "n, k", [(32, 16), (288, 96), (768, 768), (3072, 768), (768, 3072), (30522, 768), (768, 16384)]
-)
+@pytest.mark.parametrize("n, k", [(32, 16), (288, 96), (768, 16384), (30528, 768), *hopper._MEASURED])
 def test_splits_cover_the_product_and_fit(m, n, k):
-    for table_bytes in (0, 32 << 10):
-        split = hopper.choose_split(m, n, k, table_bytes)
+    for epilogue, table_bytes in (("codes", 0), ("table", 32 << 10), ("residual", 0)):
+        split = hopper.choose_split(m, n, k, epilogue, table_bytes)
         assert 1 <= split.parts <= -(-m // split.rows)
         stages = hopper.stages_of(split, k, table_bytes)
         ring = stages * split.rings * split.stage_bytes
-        assert stages >= 3
+        assert stages >= hopper.LEAST_STAGES
         fixed = hopper.fixed_bytes(split.columns, k, table_bytes, split.resident)
         assert fixed + ring <= hopper.SHARED_BYTES
