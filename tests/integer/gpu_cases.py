@@ -145,6 +145,10 @@ def others(large: bool) -> Iterator[tuple[str, Case]]:
         yield f"block {method}", block(g, method=method, windows=2, head_dim=16, bias=True, mask="windows")
     yield "block with a padding mask", block(g, batch=3, head_dim=32, mask="input")
     if large:
+        for tokens, method in ((70, "intflash"), (300, "intflash"), (300, "intflash_p8"), (512, "intflash")):
+            given = block(g, batch=4, heads=2, tokens=tokens, head_dim=64, mask="input", method=method)
+            given[1]["mask"][1], given[1]["mask"][2] = False, torch.arange(tokens) < 9
+            yield f"block with a padding mask {tokens} {method}", given
         yield "larger block", block(g, batch=3, heads=4, tokens=197, head_dim=64)
         yield "largest block", block(g, batch=2, heads=12, tokens=197, head_dim=64, method="intflash_p8")
 

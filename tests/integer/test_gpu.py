@@ -95,6 +95,13 @@ def launches() -> dict[str, kernels.TritonLaunch]:
             (empty(4, 128, dtype=torch.int64),) * 3, (empty(100, 768, dtype=i16),) * 3, empty(128, 768, dtype=i16),
             empty(4, 128, 768, dtype=i16), (-32768, 32767),
         ),
+        "key order": kernels.key_order_launch(
+            empty(4, 512, dtype=torch.bool), empty(4, 512, dtype=i32), empty(4, dtype=i32)
+        ),
+        "gathered keys": kernels.gather_keys_launch(
+            *empty(4, 512, 2, 12, 64).permute(2, 0, 3, 1, 4), empty(4, 512, dtype=i32), empty(4, dtype=i32),
+            empty(4, 12, 512, 64), empty(4, 12, 64, 512),
+        ),
         "patches of bytes": kernels.patches_launch(
             empty(4, 3, 224, 224, dtype=torch.uint8), empty(4, 196, 768), (16, 16), 1.0, 0
         ),

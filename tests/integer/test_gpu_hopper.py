@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,9 +18,12 @@ from benchmarks import sass  # noqa: E402
 from integer import gpu_cases  # noqa: E402
 from integer.programs import integers, linear_program, seeded  # noqa: E402
 from intflash.backends.cuda.program import CudaLaunch, compile_program  # noqa: E402
+from intflash.backends.cuda.quantization import constants_launch  # noqa: E402
 from intflash.integer import reference  # noqa: E402
-from intflash.integer.gpu import hopper  # noqa: E402
+from intflash.integer.gpu import hopper, padding  # noqa: E402
 from intflash.integer.gpu.hopper import Split  # noqa: E402
+from intflash.problem import Problem  # noqa: E402
+from intflash.quant import QTensor  # noqa: E402
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(emulate.unavailable() is not None, reason=str(emulate.unavailable()))
@@ -152,3 +157,26 @@ def test_splits_cover_the_product_and_fit(m, n, k):
         assert stages >= hopper.LEAST_STAGES
         fixed = hopper.fixed_bytes(split.columns, k, table_bytes, split.resident)
         assert fixed + ring <= hopper.SHARED_BYTES
+
+
+MORE_PADDED = ("intflash_p8 272", "intflash 130 32", "intflash streamed 300")
+PADDED = ("intflash 300", *(pytest.param(x, marks=full) for x in MORE_PADDED))
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_attention_with_a_padding_mask(name):
+    """In a separate process, because Triton decides at import whether it interprets."""
+    here = Path(__file__).parent
+    command = [sys.executable, "-W", "ignore", str(here / "padding_cases.py"), name]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=here)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {name: ""}
+
+
+@pytest.mark.parametrize("method", ["intflash", "intflash_p8"])
+def test_attention_with_key_counts_is_integer_only(method):
+    codes = [QTensor(torch.empty(1, 2, 512, 64, dtype=torch.int8), torch.ones(1, 1, 1, 1), "tensor") for _ in "qkv"]
+    problem = Problem(method, *codes, 0.125, out_dtype=torch.int8, out_scale=torch.ones(1, 1, 1, 1))
+    _, constants, _ = constants_launch(problem)
+    order = padding.KeyOrder(None, torch.empty(1, dtype=torch.int32))
+    _machine(padding.attention_launch(problem, constants, torch.empty(1, 2, 512, 64, dtype=torch.int8), order))

@@ -17,7 +17,7 @@ from intflash.backends import get_backend, select, why_not
 from intflash.backends.gpu.integer import Kernels
 from intflash.backends.gpu.tensors import Statistics
 from intflash.integer.attend import attention_problem
-from intflash.integer.gpu import hopper, kernels
+from intflash.integer.gpu import hopper, kernels, padding
 from intflash.integer.program import Attention, Embedding, LayerNorm, Linear, Patches, Pool, Program
 from intflash.problem import Problem
 
@@ -110,6 +110,14 @@ def first_device(given: Mapping[str, Tensor]) -> torch.device:
     return next(iter(given.values())).device
 
 
+class Run(NamedTuple):
+    """What one forward pass has: buffers, inputs, and the order of kept keys by the mask's name."""
+
+    values: dict[str, Tensor]
+    inputs: Mapping[str, Tensor]
+    key_orders: dict[str, padding.KeyOrder]
+
+
 class Steps:
     """The launches of a forward pass.
 
@@ -132,13 +140,12 @@ class Steps:
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The buffers of the program's outputs. Launches on the current stream; reads no value back."""
-        program = self._program
-        values: dict[str, Tensor] = {}
+        program, run = self._program, Run({}, inputs, {})
         for i, operation in enumerate(program.operations):
-            values |= _STEPS[type(operation)](self, operation, values, inputs)
-            for name in [name for name in values if self._last[name] <= i]:
-                del values[name]
-        found = {output.buffer: values[output.buffer] for output in program.outputs}
+            run.values.update(_STEPS[type(operation)](self, operation, run))
+            for name in [name for name in run.values if self._last[name] <= i]:
+                del run.values[name]
+        found = {output.buffer: run.values[output.buffer] for output in program.outputs}
         return {name: x.reshape(len(x), *program.buffers[name].shape) for name, x in found.items()}
 
     def _tensor(self, name: str | None) -> Tensor | None:
@@ -148,23 +155,23 @@ class Steps:
         buffer = self._program.buffers[name]
         return torch.empty((len(like), *buffer.shape), dtype=buffer.dtype, device=like.device)
 
-    def _patches(self, op: Patches, values: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        image = inputs[op.image].contiguous()
+    def _patches(self, op: Patches, run: Run) -> dict[str, Tensor]:
+        image = run.inputs[op.image].contiguous()
         out = self._empty(op.out, image)
         inverse = float(1.0 / torch.tensor(op.scale, dtype=torch.float32))
         _run(kernels.patches_launch(image, out, op.patch, inverse, op.zero_point))
         return {op.out: out}
 
-    def _embedding(self, op: Embedding, values: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        indices = tuple(inputs[name].contiguous() for name in op.indices)
+    def _embedding(self, op: Embedding, run: Run) -> dict[str, Tensor]:
+        indices = tuple(run.inputs[name].contiguous() for name in op.indices)
         out = self._empty(op.out, indices[0])
         tables = tuple(map(self._tensor, op.tables))
         limits = self._program.buffers[op.out].limits
         _run(kernels.embedding_launch(indices, tables, self._tensor(op.rows), out, limits))
         return {op.out: out}
 
-    def _layer_norm(self, op: LayerNorm, values: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        x = values[op.x]
+    def _layer_norm(self, op: LayerNorm, run: Run) -> dict[str, Tensor]:
+        x = run.values[op.x]
         out = self._empty(op.out, x)
         load_rows, limits = self._tensor(op.load_rows), self._program.buffers[op.out].limits
         multiplier, bias = self._tensor(op.multiplier), self._tensor(op.bias)
@@ -172,20 +179,20 @@ class Steps:
         _run(module.layer_norm_launch(x, multiplier, bias, out, load_rows, op.shift, op.eps, limits))
         return {op.out: out}
 
-    def _pool(self, op: Pool, values: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        x, limits = values[op.x], self._program.buffers[op.out].limits
+    def _pool(self, op: Pool, run: Run) -> dict[str, Tensor]:
+        x, limits = run.values[op.x], self._program.buffers[op.out].limits
         out = self._empty(op.out, x)
         _run(kernels.pool_launch(x, out, op.first, op.stop, self._pools[op.name], op.shift, limits))
         return {op.out: out}
 
-    def _linear(self, op: Linear, values: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        x, weight, buffer = values[op.x], self._tensor(op.weight), self._program.buffers[op.out[0]]
+    def _linear(self, op: Linear, run: Run) -> dict[str, Tensor]:
+        x, weight, buffer = run.values[op.x], self._tensor(op.weight), self._program.buffers[op.out[0]]
         batch, (n, k) = len(x), weight.shape
         if len(buffer.shape) == 4:  # queries, keys and values stay side by side in the rows of one matrix
             out = torch.empty((batch, math.prod(x.shape[1:]) // k, n), dtype=torch.int8, device=x.device)
         else:
             out = self._empty(op.out[0], x)
-        residual = self._tensor(op.residual) if op.residual in self._program.tensors else values.get(op.residual)
+        residual = self._tensor(op.residual) if op.residual in self._program.tensors else run.values.get(op.residual)
         store_rows, kept = self._tensor(op.store_rows), self._kept[op.name]
         constants = map(self._tensor, (op.bias, op.multiplier, op.table))
         module = hopper if op.name in self._hopper else kernels
@@ -200,18 +207,27 @@ class Steps:
         split = out.view(batch, s, tokens, len(op.out), heads, head_dim).permute(3, 0, 1, 4, 2, 5)
         return dict(zip(op.out, split, strict=True))
 
-    def _attend(self, op: Attention, values: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        q, k, v = (values[name].flatten(0, 1) for name in (op.q, op.k, op.v))  # [B * S, heads, N, D]
-        problem = attention_problem(self._program, op, q, k, v, inputs)
+    def _attend(self, op: Attention, run: Run) -> dict[str, Tensor]:
+        q, k, v = (run.values[name].flatten(0, 1) for name in (op.q, op.k, op.v))  # [B * S, heads, N, D]
+        problem, order = attention_problem(self._program, op, q, k, v, run.inputs), None
+        if padding.serves(problem):
+            if op.mask not in run.key_orders:
+                run.key_orders[op.mask] = padding.key_order(problem.keep[:, 0, 0])
+            order = run.key_orders[op.mask]
+            problem = padding.without_masked_keys(problem, order)
         attention = _attention_kernels(problem)
         if op.name not in self._attention:
             launch, constants, _ = attention.constants(problem, None)
             launch.run()
             self._attention[op.name] = constants
         windows, heads, tokens, head_dim = q.shape
-        out = self._empty(op.out, values[op.q])
+        out = self._empty(op.out, run.values[op.q])
         rows = out.view(windows, tokens, heads, head_dim).transpose(1, 2)
-        attention.attention(problem, self._attention[op.name], rows, Statistics(None, None), None).run()
+        constants = self._attention[op.name]
+        if order is None:
+            attention.attention(problem, constants, rows, Statistics(None, None), None).run()
+        else:
+            padding.attention_launch(problem, constants, rows, order).run()
         return {op.out: out}
 
 

@@ -386,3 +386,69 @@ def pool_launch(
         LOW=limits[0], HIGH=limits[1], BLOCK=64, WIDE=wide,
     )  # fmt: skip
     return TritonLaunch(_pool_kernel, (batch, triton.cdiv(channels, wide)), arguments)
+
+
+# --- Keys that a padding mask leaves
+
+
+@triton.jit
+def _key_order_kernel(keep, order, counts, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    batch = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    present = tl.load(keep + batch * KEYS + at, mask=at < KEYS, other=0).to(tl.int32)
+    place = tl.cumsum(present, 0) - present
+    tl.store(order + batch * KEYS + place, at, mask=present != 0)
+    tl.store(counts + batch, tl.sum(present, 0))
+
+
+MOST_KEYS = 8192  # of one program
+KEY_BLOCK = 128  # keys that a program gathers
+
+
+def key_order_launch(keep: Tensor, order: Tensor, counts: Tensor) -> TritonLaunch:
+    """The keys of each sequence that a mask ``[B, N]`` keeps, in order, and how many: int32 ``[B, N]`` and ``[B]``."""
+    batch, keys = keep.shape
+    arguments = dict(
+        keep=keep.view(torch.uint8), order=order, counts=counts, KEYS=keys, BLOCK=triton.next_power_of_2(keys)
+    )
+    return TritonLaunch(_key_order_kernel, (batch,), arguments)
+
+
+@triton.jit
+def _gather_keys_kernel(
+    k, v, order, counts, k_out, v_out, batch_stride, token_stride, head_stride,
+    KEYS: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    j = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, WIDE)
+    exists = j < tl.load(counts + batch)
+    source = tl.load(order + batch * KEYS + j, mask=exists, other=0)
+    keep = exists[:, None] & (d < D)[None, :]
+    at = batch * batch_stride + head * head_stride + source[:, None] * token_stride + d[None, :]
+    row = (batch * HEADS + head) * KEYS + j
+    tl.store(k_out + row[:, None] * D + d[None, :], tl.load(k + at, mask=keep, other=0), mask=keep)
+    column = ((batch * HEADS + head) * D + d) * PADDED
+    values = tl.trans(tl.load(v + at, mask=keep, other=0))
+    tl.store(v_out + column[:, None] + j[None, :], values, mask=(d < D)[:, None])  # PADDED is a multiple of BLOCK
+
+
+def gather_keys_launch(
+    k: Tensor, v: Tensor, order: Tensor, counts: Tensor, k_out: Tensor, v_out: Tensor
+) -> TritonLaunch:
+    """The kept keys and values side by side.
+
+    Args:
+        k, v: codes ``[B, heads, N, D]`` of the same strides, contiguous along D.
+        k_out: ``[B, heads, N, D]``. What follows a sequence's last key is not written.
+        v_out: ``[B, heads, D, N padded to a multiple of KEY_BLOCK]``, zeros after the last key.
+    """
+    batch, heads, keys, d = k.shape
+    arguments = dict(
+        k=k, v=v, order=order, counts=counts, k_out=k_out, v_out=v_out, batch_stride=k.stride(0),
+        token_stride=k.stride(2), head_stride=k.stride(1), KEYS=keys, PADDED=v_out.shape[3], HEADS=heads, D=d,
+        BLOCK=KEY_BLOCK, WIDE=triton.next_power_of_2(d),
+    )  # fmt: skip
+    return TritonLaunch(_gather_keys_kernel, (batch, heads, triton.cdiv(keys, KEY_BLOCK)), arguments, warps=8)
