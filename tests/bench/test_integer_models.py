@@ -18,19 +18,15 @@ VIT = "vit_base_patch16_224"
 
 @pytest.fixture
 def workers(monkeypatch):
-    """Makes workers answer with outcomes, or fail where there is none, and conversions write their files."""
+    """Makes workers answer with outcomes, or fail where there is none. Nothing is converted."""
 
     def set_answers(outcomes):
-        def convert_all(files):
-            for file in files.values():
-                file.touch()
-
         def answers(commands, together):
             for name, batch in commands:
                 found = outcomes.get((name, batch))
                 yield (name, batch), None if found is None else json.loads(json.dumps(asdict(found))), 7
 
-        monkeypatch.setattr(bench, "convert_all", convert_all)
+        monkeypatch.setattr(bench, "start_conversions", lambda files: [])
         monkeypatch.setattr(bench.models, "in_workers", answers)
         monkeypatch.setattr(bench, "product_rows", lambda: iter(()))
 
@@ -79,3 +75,17 @@ def test_the_command_refuses(tmp_path, monkeypatch, arguments, code, said):
     monkeypatch.chdir(tmp_path)
     ended = CliRunner().invoke(cli.app, ["bench", "models", "--integer", *arguments.split()])
     assert ended.exit_code == code and re.search(said, re.sub(r"[\s│]+", " ", ended.output))
+
+
+def test_a_failed_conversion_is_said_to_the_workers(monkeypatch, tmp_path):
+    def fails(name):
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(bench, "float_model", fails)
+    file = tmp_path / "a.safetensors"
+    with pytest.raises(ValueError):
+        bench.convert("nosuch", file)
+    with pytest.raises(RuntimeError, match="no such model"):
+        bench.converted(file)
+    file.touch()
+    assert bench.converted(file) == file
