@@ -85,6 +85,51 @@ DEVICE void transpose_bytes(u32 a, u32 b, u32 c, u32 d, u32 (&r)[4]) {
   r[3] = permute(ab, cd, 0x7632);
 }
 
+// Saturates two integers to int16 and packs them into the halves of a word.
+DEVICE u32 pack_halves(i32 low, i32 high) {
+  u32 w;
+  asm("cvt.pack.sat.s16.s32 %0, %1, %2;" : "=r"(w) : "r"(high), "r"(low));
+  return w;
+}
+
+// Loads and stores of 8 bytes or of multiples of 16 bytes.
+template <int COUNT>
+DEVICE void load_global(const void* from, u32 (&w)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4)
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[i]), "=r"(w[i + 1]), "=r"(w[i + 2]), "=r"(w[i + 3])
+                 : "l"((const u8*)from + 4 * i)
+                 : "memory");
+}
+template <int COUNT>
+DEVICE void store_global(void* to, const u32 (&w)[COUNT]) {
+  if constexpr (COUNT == 2) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(w[0]), "r"(w[1]) : "memory");
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"((u8*)to + 4 * i), "r"(w[i]), "r"(w[i + 1]),
+                   "r"(w[i + 2]), "r"(w[i + 3])
+                   : "memory");
+  }
+}
+
+// Read-only loads, of memory that no kernel writes. They are allowed before `wait_for_previous_kernel`.
+DEVICE u32 load_constant(const void* from) {
+  u32 word;
+  asm("ld.global.nc.b32 %0, [%1];" : "=r"(word) : "l"(from));
+  return word;
+}
+template <int COUNT>
+DEVICE void load_constants(const void* from, u32 (&w)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4)
+    asm("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(w[i]), "=r"(w[i + 1]), "=r"(w[i + 2]), "=r"(w[i + 3])
+        : "l"((const u8*)from + 4 * i));
+}
+
 DEVICE void store_shared(u32 to, u32 word) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory"); }
 
 DEVICE u32 load_shared(u32 from) {

@@ -223,7 +223,7 @@ def test_conversion_refuses(digits):
     with pytest.raises(InputError, match="options of convert are method, .*got metod"):
         integer.convert(model, calibration, metod="intflash")
     with pytest.raises(InputError, match="backend of an integer model must be one of"):
-        integer.convert(model, calibration, backend="gpu")
+        integer.convert(model, calibration, backend="npu")
     with pytest.raises(InputError, match="takes what calibrate returned, got dict"):
         integer.convert(model, {})
     with pytest.raises(InputError, match="the calibration is of Other, this is DigitsViT"):

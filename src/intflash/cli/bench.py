@@ -81,14 +81,29 @@ def bench_models(
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="A batch size; may be repeated.")] = None,
     turns: Annotated[int, typer.Option(min=1, help="How many rounds there are; each times every variant once.")] = 30,
-    out: Annotated[Path, typer.Option(help="Where results go: the path without .json and .md.")] = Path(
-        "results/models"
-    ),
+    integer: Annotated[
+        bool, typer.Option("--integer", help="Measure integer models on a GPU beside compiled FP16.")
+    ] = False,
+    out: Annotated[
+        Path, typer.Option(help="Where results go: the path without .json and .md, with --integer a folder.")
+    ] = Path("results/models"),
 ) -> None:
     """Measure images per second of timm models, patched with static scales and unpatched.
 
-    The weights are random. timm must be installed.
+    The weights are random. timm must be installed. With --integer, whole integer
+    models and BERT-base: JSON, CSV and figures of images per second, memory and
+    energy, and the speed of single products.
     """
+    if integer:
+        from intflash.bench import integer_models
+        from intflash.bench.experiments import Setting
+
+        names = {name: name for name in integer_models.MODELS}
+        unknown = [name for name in model or () if name not in names]
+        if unknown:
+            raise typer.BadParameter(f"expected models among {', '.join(names)}, got {', '.join(unknown)}")
+        chosen = integer_models.experiment(model, batch, turns)
+        return run_experiments((chosen,), [chosen.name], Setting(device=device), out)
     from intflash.bench import models
 
     models.check_models(model or models.MODELS)

@@ -36,7 +36,7 @@ class IntegerModel(nn.Module):
     Args:
         program: a checked `Program`.
         provenance: what the program was made of, kept in its file.
-        backend: "cpu", "torch" or "reference"; None: the best that can run it.
+        backend: "cpu", "gpu", "torch" or "reference"; None: the best that can run it on the model's device.
 
     Raises:
         InputError: there is no such backend.
@@ -50,7 +50,8 @@ class IntegerModel(nn.Module):
         self.provenance = provenance or {}
         self.asked_backend = backend
         self.training = False
-        executors.choose(backend, program, torch.device("cpu"))
+        self._chosen: str | None = None
+        executors.choose(backend, program)
 
     @property
     def program(self) -> Program:
@@ -63,7 +64,9 @@ class IntegerModel(nn.Module):
     @property
     def backend(self) -> str:
         """The name of the backend that runs this model on its device."""
-        return executors.choose(self.asked_backend, self._program, self.device)
+        if self._chosen is None:
+            self._chosen = executors.choose(self.asked_backend, self._program, self.device)
+        return self._chosen
 
     @torch.compiler.disable  # it runs as it is, also inside of a compiled model
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | Results:
@@ -99,7 +102,7 @@ class IntegerModel(nn.Module):
         """The constants follow the model's device; their dtypes are the program's."""
         device = fn(torch.zeros(1)).device
         moved = {name: x.to(device) for name, x in self._program.tensors.items()}
-        self._program = replace(self._program, tensors=moved)
+        self._program, self._chosen = replace(self._program, tensors=moved), None
         return self
 
     def digest(self) -> str:

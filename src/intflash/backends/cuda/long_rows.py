@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from intflash.backends.cuda.parameters import Share, has_row_scales, parameters, quotient_reciprocal
+from intflash.backends.cuda.parameters import Params, Share, has_row_scales, parameters, quotient_reciprocal
 from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, multiprocessors
 from intflash.backends.cuda.short_rows import key_width
 from intflash.backends.cuda.tensor_maps import tensor_maps
@@ -98,13 +98,14 @@ def _offsets_fit_32_bits(x: Tensor) -> bool:
 def long_rows_launch(
     problem: Problem, constants: Constants, out: Tensor, statistics: Statistics,
     scales: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
-    consumers: int | None = None, resident: bool | None = None,
+    consumers: int | None = None, resident: bool | None = None, key_counts: Tensor | None = None,
 ) -> CudaLaunch:  # fmt: skip
     """Returns the launch for a problem of int8 codes, of float Q with its scale and codes of K and V, or of floats with
     all three scales.
 
     consumers: number of consumer warpgroups, by default as many as fit. resident: whether K/V are resident in shared
-    memory, by default where that is faster.
+    memory, by default where that is faster. key_counts: how many of the keys each batch has, int32 ``[B]``; by default
+    all of them.
     """
     floats = isinstance(problem.k, Tensor)
     if not floats:
@@ -127,10 +128,14 @@ def long_rows_launch(
         P_SHARED=int(_p_in_shared(problem, consumers)),
         P_TABLE=int(_uses_p_table(problem)), STAGES=stages, KV_RESIDENT=int(resident), FLOAT_KV=int(floats),
         VALUES_IN_RANGE=int(scales is not None and problem.recipe.q_scale is None),
+        **({} if key_counts is None else {"KEY_COUNTS": 1}),
     )  # fmt: skip
     shared = shared_bytes(d, consumers, TILE * d, 0, stages, extra)
     ctas, ranges = schedule_resident_heads(problem, floats) if resident else schedule_ranges(problem, consumers)
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, share=ranges)
+    if key_counts is not None:
+        params.keep.ptr = key_counts.data_ptr()
+        keeps[Params.keep.offset] = key_counts
     return CudaLaunch(program, (ctas, 1, 1), 128 * (consumers + 1), shared, params, q.device, keeps, True, maps)
 
 
