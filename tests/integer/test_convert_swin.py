@@ -61,7 +61,7 @@ def test_digits():
     """Held-out digits: at most two of 599 below float32."""
     train, held_out = load_split()
     model = load_model("swin")
-    made = check_conversion(model, [train.images[:128]], {"images": held_out.images}, least=40)
+    made = check_conversion(model, [train.images[:128]], {"images": held_out.images[:48]}, least=40)
     floats, found = (int((m(held_out.images).argmax(1) == held_out.labels).sum()) for m in (model, made))
     assert found >= floats - 2
 
@@ -107,7 +107,7 @@ DEEP = {"depths": (1, 1, 1), "num_heads": (2, 2, 2)}  # 6, 3 and, padded, 2 toke
     [
         ({"img_size": 36}, r"layers.0.blocks.0.attn \(WindowAttention\).*windows of 4 x 4 do not divide 18 x 18"),
         ({"img_size": 12, "window_size": 3} | DEEP, r"layers.2.downsample \(Linear\).*3 x 3 tokens are no patches"),
-        ({"global_pool": "max"}, "head.global_pool .* pooling 'max'"),
+        ({"global_pool": "max"}, r"head.global_pool.pool \(\w*MaxPool\w*\) has no integer form"),
         ({"strict_img_size": False}, "dynamic_img_size"),
     ],
 )
