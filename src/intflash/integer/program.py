@@ -26,6 +26,7 @@ STREAM_BITS = (16, 24)
 DTYPES = {8: torch.int8, 16: torch.int16, 24: torch.int32, 32: torch.int32}
 MAX_CHANNELS = 1 << 14  # of a LayerNorm
 MAX_EPS = 1 << 60
+MAX_NORM_MULTIPLIER = 1 << 31
 MAX_NORM_BIAS = 1 << 30
 MAX_NORM_SHIFT = 24
 MAX_SHIFT = 62
@@ -419,7 +420,8 @@ def _check_layer_norm(program: Program, op: LayerNorm) -> None:
     _expect(out.shape == (rows, channels), op.name, f"an output of {rows} x {channels}", out.shape)
     _expect(_is_int(op.eps) and 1 <= op.eps <= MAX_EPS, op.name, "eps in [1, 2^60]", op.eps)
     _expect(_is_int(op.shift) and 1 <= op.shift <= MAX_NORM_SHIFT, op.name, f"a shift up to {MAX_NORM_SHIFT}", op.shift)
-    program.tensor(op.multiplier, op.name, torch.int32, (channels,))
+    multiplier = program.tensor(op.multiplier, op.name, torch.int32, (channels,)).to(torch.int64).abs()
+    _expect(int(multiplier.max()) < MAX_NORM_MULTIPLIER, op.name, "|m| < 2^31", int(multiplier.max()))
     bias = program.tensor(op.bias, op.name, torch.int32, (channels,)).to(torch.int64).abs()
     _expect(int(bias.max()) < MAX_NORM_BIAS, op.name, "|b| < 2^30", int(bias.max()))
 
