@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import re
 
 import pytest
 import torch
@@ -170,9 +171,20 @@ def test_report_shows_every_operation(digits):
     model, calibration, _, _ = digits
     made = integer.convert(model, calibration, backend="reference")
     lines = made.report().splitlines()
-    assert len(lines) == 1 + len(made.program.operations)
-    for operation, line in zip(made.program.operations, lines[1:], strict=True):
+    assert len(lines) == 1 + len(made.program.operations) + 1
+    for operation, line in zip(made.program.operations, lines[1:-1], strict=True):
         assert line.split()[0] == operation.name and line.endswith("reference")
+    for name, formats in {
+        "pixels": r"patches 8x8, rounded to steps of 0.0039\d*  float -> int8 1x64",
+        "patches": r"linear, codes +int8 1x64 \* int8 weights -> int16 65x64",
+        "blocks.0.qkv": r"linear, codes +int8 65x64 \* int8 weights -> 3 of int8 1x4x65x16",
+        "blocks.0.proj": r"linear, residual +int8 65x64 \* int8 weights \+ int16 -> int16 65x64",
+        "blocks.0.mlp.0": r"linear, 10-bit table +int8 65x64 \* int8 weights -> int8 65x256",
+        "logits": r"times a scale for each channel +int32 1x10 -> float32 10 +float",
+    }.items():
+        assert any(re.match(rf"{name} +{formats}", line) for line in lines), (name, lines)
+    portable = integer.convert(model, calibration, backend="torch").report()
+    assert re.search("attention intflash.* torch, by (cpu|torch)", portable)  # attention is by its own backend there
     assert "blocks.0.attention" in repr(made) and "DigitsViT" in repr(made)
 
 

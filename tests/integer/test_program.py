@@ -100,7 +100,7 @@ def test_layer_norm_bounds():
     with pytest.raises(InputError, match="from 2 to 16384 channels, got 1"):
         norm(1)
     for fields, message in (
-        ({"eps": 0}, r"eps in \[1, 2\^60\]"), ({"eps": (1 << 60) + 1}, "eps in"), ({"eps": 1.0}, "eps in"),
+        ({"eps": 0}, r"eps in \[1, 2\^60\]"), ({"eps": (1 << 60) + 1}, "eps in"), ({"eps": 1.0}, "eps of the type"),
         ({"shift": 0}, "a shift up to 24"), ({"shift": 25}, "a shift up to 24"), ({"out": "x"}, "written once"),
     ):  # fmt: skip
         refused(changed(program, 1, **fields), message)

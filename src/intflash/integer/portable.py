@@ -201,6 +201,17 @@ def _attention(program: Program, op: Attention, values: dict[str, Tensor], input
     return {op.out: out.transpose(1, 2).reshape(len(values[op.q]), -1)}
 
 
+def attention_backend(program: Program, op: Attention) -> str:
+    """The name of this library's backend that computes an attention operation here."""
+    s, *shape = program.buffers[op.q].shape
+    device = next(iter(program.tensors.values())).device
+    codes = torch.zeros(s, *shape, dtype=torch.int8, device=device)
+    inputs = {
+        i.name: torch.ones(1, *i.shape, dtype=torch.bool, device=device) for i in program.inputs if i.kind == "mask"
+    }
+    return select(attention_problem(program, op, codes, codes, codes, inputs), None).name
+
+
 def _pool(program: Program, op: Pool, values: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> dict:
     out = program.buffers[op.out]
     total = values[op.x][:, op.first : op.stop].sum(1, dtype=torch.int64)
