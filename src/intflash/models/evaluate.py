@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -219,9 +219,17 @@ def _digest(variant: Variant) -> str | None:
 def _variant_logits(model: nn.Module, variant: Variant, images: Tensor, backend: str | None) -> tuple[Tensor, float]:
     """The logits of the patched model or of the integer model, and their seconds."""
     if variant.integer is not None:
+        if variant.integer.program.inputs[0].kind == "uint8":
+            images = _pixels(images, variant.integer.provenance.get("options", {}))
         return _timed(variant.integer.to(images.device), images)
     with patch(model, variant.method, variant.scales, backend=backend):
         return _timed(model, images)
+
+
+def _pixels(images: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """The uint8 pixels that were normalized to `images` by the mean and std that the integer model was made with."""
+    mean, std = (torch.tensor(options[x], device=images.device).view(-1, 1, 1) for x in ("mean", "std"))
+    return ((images.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 def _timed(model: nn.Module, images: Tensor) -> tuple[Tensor, float]:
