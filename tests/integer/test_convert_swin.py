@@ -73,6 +73,28 @@ def test_window_rows_are_roll_and_partition(shift):
     assert torch.equal(windows.window_rows((8, 12), (4, 6), shift), expected)
 
 
+@pytest.mark.parametrize("shift", [(0, 0), (1, 2), (2, 3)])
+def test_window_maps_are_the_specifications(shift):
+    """docs/numerics.md, "Windows and patch merging", row by row."""
+    (h, w), (wh, ww), (a, b) = (8, 12), (4, 6), shift
+    at = [
+        [(si * wh + ni, sj * ww + nj) for ni in range(wh) for nj in range(ww)]
+        for si in range(h // wh) for sj in range(w // ww)
+    ]  # fmt: skip
+    tokens = [(y + a) % h * w + (x + b) % w for window in at for y, x in window]
+    assert windows.window_rows((h, w), (wh, ww), shift).tolist() == tokens
+
+    def part(y, side, window, shift):
+        return (y >= side - window) + (y >= side - shift)
+
+    parts = [[(part(y, h, wh, a), part(x, w, ww, b)) for y, x in window] for window in at]
+    seen = [[[[p == q for q in window] for p in window]] for window in parts]
+    assert windows.shifted_mask((h, w), (wh, ww), shift).tolist() == seen
+    merged = [[(2 * i + y) * 4 + 2 * j + x for y, x in ((0, 0), (1, 0), (0, 1), (1, 1))]
+              for i in range(2) for j in range(2)]  # fmt: skip
+    assert windows.merge_rows((4, 4), windows.COLUMN_MAJOR).tolist() == merged
+
+
 def test_shifted_mask_is_that_of_the_models():
     block = small().layers[0].blocks[1]
     assert torch.equal(windows.shifted_mask((16, 16), (4, 4), (2, 2))[:, 0], block.attn_mask == 0)
