@@ -70,6 +70,18 @@ def test_a_layer_norm_that_leaves_its_widths_is_refused():
         lower(graph, calibration, Options())
 
 
+def test_tokens_that_calibration_did_not_see_fit_the_stream():
+    torch.manual_seed(0)
+    table = torch.randn(50, 16)
+    table[25:] *= 4
+    graph = tokens(table, nn.LayerNorm(16))
+    program = lower(graph, calibrated(graph, {"ids": torch.randint(0, 25, (100, 3))}), Options())
+    inputs = {"ids": torch.randint(25, 50, (100, 3))}
+    words = graph.run(inputs)["y"]
+    assert int(program.tensors["words.table0"].abs().max()) < 32767
+    assert sqnr(words, portable.run(program, inputs)["head"] * program.tensors["y.scale"]) > 28
+
+
 def test_an_eps_past_its_bound_is_refused():
     """Rows of 1e-8: eps is 1e11 of their variances, and in their unit more than 2^60."""
     graph = tokens(1e-8 * torch.tensor([[1.0, -1, 0, 2], [2, -2, 1, 0]]), nn.LayerNorm(4))

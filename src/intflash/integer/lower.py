@@ -167,6 +167,11 @@ class Lowering:
         for name, wanted in self.needs.items():
             if "stream" in wanted:
                 amax[root(name)] = max(amax.get(root(name), 0.0), self.ranges[name].amax)
+        for layer in self.graph.layers:
+            if isinstance(layer, Lookup):  # calibration sees few of the rows that an index can choose
+                parts = [*layer.tables, *([] if layer.rows is None else [layer.rows])]
+                most = float(sum(x.double().abs().amax(0) for x in parts).max())
+                amax[root(layer.out)] = max(amax[root(layer.out)], most)
         limit = 1 << (self.stream_bits - 1)
         return {
             name: torch.tensor(amax[root(name)] * HEADROOM / limit, dtype=torch.float64)
