@@ -23,6 +23,7 @@ from intflash.errors import BackendError, InputError
 from intflash.integer import IntegerModel
 from intflash.methods import get_method
 from intflash.models.base import FloatCore
+from intflash.models.data import Logits
 from intflash.models.papers import PAPER_BITS_PER_MAC, PaperRow, paper_row
 from intflash.models.patch import attach, patch, unpatch
 from intflash.quant.calibrate import Scales
@@ -221,7 +222,8 @@ def _variant_logits(model: nn.Module, variant: Variant, images: Tensor, backend:
     if variant.integer is not None:
         if variant.integer.program.inputs[0].kind == "uint8":
             images = _pixels(images, variant.integer.provenance.get("options", {}))
-        return _timed(variant.integer.to(images.device), images)
+        made = variant.integer.to(images.device)
+        return _timed(Logits(made) if made.program.result == "dict" else made, images)
     with patch(model, variant.method, variant.scales, backend=backend):
         return _timed(model, images)
 
