@@ -212,7 +212,7 @@ def convert_command(
 
     from intflash import integer
     from intflash.integer.registry import translate
-    from intflash.models.data import load_classifier, load_images, normalization
+    from intflash.models.data import Logits, load_classifier, load_images, normalization
     from intflash.models.evaluate import batches
 
     options = dict(
@@ -222,6 +222,7 @@ def convert_command(
     integer.Options(**options)  # refuses before the model is loaded
     check_file(out)
     network, transform = load_classifier(model, pretrained=pretrained, checkpoint=checkpoint)
+    network = network.model if isinstance(network, Logits) else network
     translate(network)
     if image == "uint8":
         options["mean"], options["std"] = normalization(transform)
