@@ -21,10 +21,14 @@ const Source kQuantize = {"quantize_inputs.cu",
                           {{"PARAMS_BYTES", nullptr},
                            {"IN", kTypeNames},
                            {"HEAD_DIM", nullptr},
+                           {"VALUE_DIM", nullptr},
                            {"QUERY", nullptr},
                            {"VALUES_IN_RANGE", nullptr}}};
 const Source kConstants = {
-    "constants.cu", "constants", {{"PARAMS_BYTES", nullptr}, {"UNIT", kUnits}, {"QMAX", nullptr}, {"GIVEN", nullptr}}};
+    "constants.cu",
+    "constants",
+    {{"PARAMS_BYTES", nullptr}, {"UNIT", kUnits}, {"QMAX", nullptr}, {"GIVEN", nullptr}, {"MOST_E", nullptr}}};
+constexpr int32_t kMostOutputExponent = 29;  // numerics.exp.OUTPUT_EXPONENTS
 
 // Describes the memory of a tensor with contiguous channels, each element once: adjacent axes are joined, and axes of
 // stride 0 are left out.
@@ -89,7 +93,8 @@ void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k
   }
   params.batches = u32(p.batch());
   launch.program = {&kQuantize,
-                    {int32_t(sizeof(::QuantizeParams)), int32_t(p.q.type), int32_t(p.head_dim()), 0, p.is_dynamic()}};
+                    {int32_t(sizeof(::QuantizeParams)), int32_t(p.q.type), int32_t(p.head_dim()), int32_t(p.head_dim()),
+                     0, p.is_dynamic()}};
   launch.grid[0] = uint32_t(2 * units);
   launch.threads = 128;
 }
@@ -118,7 +123,7 @@ void constants_launch(const Problem& p, const Choice& choice, const Tensor (&sca
                      p.out_type == OutType::kInt8    ? 127
                      : p.out_type == OutType::kInt16 ? 32767
                                                      : 0,
-                     bool(p.given_out_scale)}};
+                     bool(p.given_out_scale), kMostOutputExponent}};
   launch.grid[0] = uint32_t(ceil_div(std::max(params.score_count, params.output_count), 128));
   launch.threads = 128;
 }

@@ -52,7 +52,7 @@ Split choose_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, bool cod
   const int64_t tiles = heads * row_tiles, some = std::min<int64_t>(most_ctas, 3);
   if (tiles <= 132) return codes ? Split{1, 1, most_ctas} : Split{some, 1, 1};
   if (tiles <= kFewTiles) return {codes ? 2 : some, 2, 1};
-  if (heads <= 132) return codes ? Split{1, 1, most_ctas} : Split{2, row_tiles, 1};
+  if (heads <= 132) return codes ? Split{1, 1, most_ctas} : Split{2, ceil_div(row_tiles, 132 / heads), 1};
   return {1, row_tiles, most_ctas};
 }
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import intflash
 from intflash import Recipe, call
 from intflash.backends import cpu
-from intflash.backends.cuda import backend, program
+from intflash.backends.cuda import backend, program, sm80
 from intflash.backends.cuda.parameters import Params
 from intflash.backends.cuda.quantization import AbsmaxParams, ConstantsParams, QuantizeParams
 from intflash.backends.gpu.constants import score_unit
@@ -93,6 +93,8 @@ def compare(arguments, known, patch):
     problem, _ = call.prepare_call(arguments, values=False)
     with pytest.MonkeyPatch.context() as cuda:
         cuda.setattr(type(problem), "device", property(lambda self: torch.device("cuda")))
+        for module in (program, sm80):
+            cuda.setattr(module, "capability", lambda device: (9, 0))
         reason = backend.unsupported(problem)
     if reason is not None:
         assert noted is None, reason
