@@ -122,8 +122,8 @@ def test_bits(method, resident, monkeypatch):
 @checks.needs_device
 @pytest.mark.parametrize("method", METHODS)
 def test_bits_at_the_largest_number_of_keys(method):
-    """As many keys as l and the digit sums hold, with uniform attention; of `intflash_bfp` where a row's sums keep fewer
-    fraction bits.
+    """As many keys as l and the digit sums hold, with uniform attention; of `intflash_bfp` so many that a row's sums
+    keep fewer fraction bits.
     """
     torch.manual_seed(0)
     shape = dict(heads=1, nq=3, nk=70_000 if method in BLOCK_FLOAT else 65_536, amax=1e-6)
