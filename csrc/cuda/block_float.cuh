@@ -25,11 +25,15 @@ DEVICE bool fits_32_bits(const Score& score, u32 magnitude) {
   return score.k == 0 && (score.C & 255) == 0 && (i64)(256 * magnitude) * (score.C >> 8) < 225ll << 24;
 }
 
-// p16 of a depth in 2^-24 octave modulo 2^32, and of one in 2^-32 octave.
+// The exponent that 32 bits hold is -1 - (T - (e << 32) + BLOCK_K0), in 2^-24 octave, less 223 octaves: its upper byte
+// is the shift from m to p16, at least 2, and 511 less the next one is u. Two instructions fewer than from the 64-bit
+// form.
+DEVICE u32 block_offset(i32 e) { return ~((u32)(BLOCK_K0 >> 8) - ((u32)e << 24)) - (223u << 24); }
 DEVICE u32 block_p16(u32 t) {
-  const u32 u = permute(t, 1, 0x5542);
-  return __umulhi(u * u + QUADRATIC_OFFSET, shift_left(1, (i32)(t >> 24)));
+  const u32 u = dot_bytes(t, 0x00010000, (u32)-511);  // negated
+  return shift_right(u * u + QUADRATIC_OFFSET, t >> 24);
 }
+// p16 of T - (e << 32) + BLOCK_K0.
 DEVICE u32 block_p16(i64 t) {
   const Power x = power(t);
   return __umulhi(x.m, shift_left(1, x.hi));
@@ -51,16 +55,19 @@ DEVICE i64 merged(i32 sum, i32 fraction, i32 depth) {
   return depth < FAR ? (i64)(sum >> down) << max(fraction - depth, 0) : 0;
 }
 
-// The octave and the sum of the p of a row's keys with a value, or of those without, from this lane's keys.
+// The sum of the p of a row's keys with a value, or of those without, and the octaves that it and acc count from.
 struct GroupSum {
-  i32 top;  // the largest octave; the quad's
-  i64 l;    // of this lane's keys, or of the quad's in lane 0 after `restart`
+  i32 top;   // the largest octave
+  i32 base;  // the octave in whose units the sums are: at least `top`
+  i64 l;     // of this lane's keys
 
-  DEVICE void init() { top = NO_EXPONENT, l = 0; }
-  // Raises the octave to hold a group's. Returns by how much the sums are shifted, at most 63.
-  DEVICE i32 raise(i32 e) {
-    const i32 by = min(max(e - top, 0), 63);
+  // Makes room for an octave and `headroom` more, so that few later ones have to. Returns by how many octaves sums that
+  // are not 0 have to be shifted, at most 63.
+  DEVICE i32 raise(i32 e, i32 headroom) {
     top = max(top, e);
+    const i32 before = base;
+    base = e > base ? e + headroom : base;
+    const i32 by = before == NO_EXPONENT ? 0 : min(base - before, 63);
     l >>= by;
     return by;
   }
@@ -74,17 +81,20 @@ struct RowSum {
   DEVICE RowSum(const GroupSum& value, const GroupSum& other) {
     top = max(value.top, other.top);
     gap = value.top == NO_EXPONENT ? 0 : min(top - value.top, MAX_GAP);
-    i64 sum = (value.l >> min(top - value.top, 63)) + (other.l >> min(top - other.top, 63));
+    i64 sum = in_octave(value.l, top - value.base) + in_octave(other.l, top - other.base);
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     l = (u32)((sum + (1 << (OUTPUT_SHIFT - 1))) >> OUTPUT_SHIFT);
   }
+  // Returns sums in units `by` octaves larger, which may be smaller ones.
+  DEVICE static i64 in_octave(i64 x, i32 by) { return by < 0 ? x << -by : x >> min(by, 63); }
   // The level of l in T.
   DEVICE i64 level(i32 fraction) const { return (i64)(top + OUTPUT_SHIFT - fraction) << 32; }
 };
 
-DEVICE P16Accumulator rounded(i64 acc) {
-  const i64 x = acc + (1 << (OUTPUT_SHIFT - 1));
+// below: octaves from the row's largest to that in whose units acc is, at least 0.
+DEVICE P16Accumulator rounded(i64 acc, i32 below) {
+  const i64 x = (acc << below) + (1 << (OUTPUT_SHIFT - 1));
   return {(i32)(x >> 32), (i32)((u32)x >> OUTPUT_SHIFT)};
 }
 

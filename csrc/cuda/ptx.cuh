@@ -57,6 +57,13 @@ DEVICE u32 shift_left(u32 x, i32 by) {
   return r;
 }
 
+// Returns x >> by, and 0 for by > 31, because PTX's shr clamps.
+DEVICE u32 shift_right(u32 x, u32 by) {
+  u32 r;
+  asm("shr.u32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(by));
+  return r;
+}
+
 // Saturates four integers to int8 and packs them into the bytes of a word.
 DEVICE u32 pack_bytes(i32 a, i32 b, i32 c, i32 d) {
   u32 w;

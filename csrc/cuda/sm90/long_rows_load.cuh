@@ -28,13 +28,14 @@ constexpr int COPIES_IN_FLIGHT = 2;
 typedef RingPosition<STAGES> Stage;
 
 struct SharedLayout {
-  u32 table, tiles, query, codes, floats, scales, full, empty;
+  u32 table, tiles, query, codes, scratch, floats, scales, full, empty;
   DEVICE SharedLayout(u32 base)
       : table(base),
         tiles(base + TABLE_BYTES),
         query(tiles + STAGES * STAGE_BYTES),
         codes(query + CTA_ROWS * K_WIDTH),
-        floats(codes + CODES_BYTES),
+        scratch(codes + CODES_BYTES),
+        floats(scratch + CONSUMERS * SCRATCH_BYTES),
         scales(floats + STAGING_SLOTS * STAGING_SLOT_BYTES),
         full(scales + STAGES * SCALE_BYTES),
         empty(full + 8 * STAGES) {}

@@ -11,6 +11,7 @@
 //   KEY_SCALES       K's scales: 0 one per head, 1 one per tile of 128 keys, 2 one per key
 //   P_SHARED         1: P goes to the products through shared memory, because registers do not suffice
 //   P_TABLE          1: P comes from a table in shared memory (exp2_table.cuh)
+//   SCRATCH_BYTES    shared memory of the method for each consumer warpgroup
 //   STAGES           stages of the ring buffer
 //   KV_RESIDENT      1: the ring holds all K/V tiles of a head until all rows of the head are computed
 //   QUERY            the type of Q: i8, or a float type with p.q_scale
@@ -329,7 +330,7 @@ struct Consumer {
     if (!LAST) shared.wait_full(next);
     const VisibleKeys visible[2] = {visible_keys(0, j * TILE), visible_keys(1, j * TILE)};
     const u32 zeros = this->zeros;
-    if (!LAST) this->zeros = method.zeros(j + 1);
+    if (!LAST) this->zeros = method.zeros(p, j + 1);
     typename Method::P codes;
     method.block(s, (LAST || CAUSAL) && j >= whole, visible, zeros, codes);
     method.add_values(codes, descriptor<128>(shared.v_tile(at.stage)), [&] {
@@ -341,7 +342,7 @@ struct Consumer {
   }
 
   DEVICE void run_blocks(i32 tiles, i32 whole, Stage& at) {
-    zeros = method.zeros(0);
+    zeros = method.zeros(p, 0);
     first_scores(at);
     i32 j = 0;
 #pragma unroll 1
@@ -411,7 +412,8 @@ struct Consumer {
     releases_tiles = last;
     if (mine.count) run_mainloop(mine.count, mine.whole, at);
     if constexpr (Method::BLOCKS)
-      if (method.is_inexact()) method.sum_again(p, place, shared, mine.count, mine.whole, seen);
+      if (method.is_inexact())
+        method.sum_again(p, work.place(reread_thread_index(), tile), shared, mine.count, mine.whole, seen);
     if (!KV_RESIDENT)
       skip_tiles(tiles - mine.count, at);
     else if (!last)

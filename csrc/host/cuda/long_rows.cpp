@@ -28,6 +28,7 @@ constexpr const char* kMethodNames[] = {"ExactP16", "ExactP8", "Online"};  // in
 const Source kSource = {"sm90/long_rows.cu",
                         "attention",
                         {{"METHOD", kMethodNames},
+                         {"BLOCK_FLOAT", nullptr},
                          {"HEAD_DIM", nullptr},
                          {"CONSUMERS", nullptr},
                          {"CAUSAL", nullptr},
@@ -39,6 +40,7 @@ const Source kSource = {"sm90/long_rows.cu",
                          {"TMA", nullptr},
                          {"P_SHARED", nullptr},
                          {"P_TABLE", nullptr},
+                         {"SCRATCH_BYTES", nullptr},
                          {"STAGES", nullptr},
                          {"KV_RESIDENT", nullptr},
                          {"FLOAT_KV", nullptr},
@@ -232,9 +234,9 @@ void long_rows_launch(const Attention& a, Launch& launch) {
   const bool resident = floats || (fits_resident(p, most) && (a.q.is_codes() || p.nk() > 2 * kTile));
   const int64_t stages = resident ? most : kStages;
   launch.program = {&kSource,
-                    {int32_t(p.method), int32_t(d), int32_t(consumers), p.is_causal, rows, 0, int32_t(a.q.type),
+                    {int32_t(p.method), 0, int32_t(d), int32_t(consumers), p.is_causal, rows, 0, int32_t(a.q.type),
                      int32_t(OutType::kInt8), int32_t(p.out_type), launch.has_maps, p_in_shared(p, consumers),
-                     uses_p_table(p), int32_t(stages), resident, floats, a.is_fused && p.is_dynamic()}};
+                     uses_p_table(p), 0, int32_t(stages), resident, floats, a.is_fused && p.is_dynamic()}};
   const Schedule schedule =
       resident ? schedule_resident_heads(p, floats, a.processors) : schedule_ranges(p, consumers, a.processors);
   launch.grid[0] = uint32_t(schedule.ctas);

@@ -19,6 +19,7 @@ from intflash.backends.gpu.constants import (
 )
 from intflash.backends.gpu.scales import FloatInputs, Qkv, empty_codes, quantized_tensors
 from intflash.backends.gpu.tensors import View as TensorView
+from intflash.backends.gpu.tensors import contiguous_keys
 from intflash.backends.gpu.tensors import view as tensor_view
 from intflash.numerics import exp
 from intflash.problem import Problem
@@ -194,9 +195,12 @@ def constants_launch(
 
 
 def valueless_launch(v: Tensor) -> tuple[CudaLaunch, TensorView]:
-    """Returns the launch that finds the keys without a value in codes with contiguous keys or channels, and their bits,
-    in the order of block_float.cuh.
+    """Returns the launch that finds the keys without a value, and their bits, in the order of block_float.cuh.
+
+    v: codes with contiguous channels at multiples of 16 bytes, or with contiguous keys of any layout.
     """
+    if v.stride(3) != 1:
+        v = contiguous_keys(v)
     batch, heads, keys, d = v.shape
     words = empty_valueless(v)
     blocks = words.shape[3] // 4
