@@ -104,6 +104,24 @@ def test_integer_models_table_is_the_results():
         assert f"| {series} | {' | '.join(cells)} |" in page
 
 
+def test_antiberty_tables_are_the_results():
+    page = TEXT[ROOT / "docs" / "guide" / "integer-models.md"]
+    for name in ("integer_antiberty", "integer_antiberty_ablations"):
+        rows: dict[str, dict[str, float]] = {}
+        with (RESULTS / "accuracy" / f"{name}.csv").open(newline="") as file:
+            for r in csv.DictReader(file):
+                option = name.endswith("ablations") and "float64" not in r["series"]
+                rows.setdefault(f"integer, {r['series']}" if option else r["series"], {})[r["metric"]] = float(
+                    r["value"]
+                )
+        for series, found in rows.items():
+            perplexity, same, right = (
+                found[x]
+                for x in ("perplexity of masked residues", "predictions as float32's, %", "residues recovered, %")
+            )
+            assert f"| {series} | {perplexity:.4f} | {same:.2f} | {right:.2f} |" in page
+
+
 def test_every_public_name_is_in_the_reference():
     listed = re.findall(r"^::: (\S+)", TEXT[ROOT / "docs" / "api" / "python.md"], re.M)
     assert [name for name in intflash.__all__ if f"intflash.{name}" not in listed] == []

@@ -77,7 +77,11 @@ def test_bits_do_not_depend_on_batch_threads_or_backend(digits, backend):
     """Alone, in parts, in another order, on one thread and on several: the bits of one batch by the default backend."""
     model, calibration, images, _ = digits
     images = images[:4]
-    expected = integer.convert(model, calibration)(images)
+    made = integer.convert(model, calibration)
+    expected = made(images)
+    reason = EXECUTORS[backend].refused(made.program, made.device)
+    if reason:
+        pytest.skip(reason)
     made = integer.convert(model, calibration, backend=backend)
     threads = torch.get_num_threads()
     try:

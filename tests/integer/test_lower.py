@@ -231,3 +231,20 @@ def test_scales_of_a_head_or_of_all():
     found = {s: sqnr(model(images), integer.convert(model, calibration, scales=s, fold=False)(images))
              for s in ("head", "tensor")}  # fmt: skip
     assert found["head"] > found["tensor"] + 3
+
+
+@pytest.mark.parametrize("what, factor", [("queries", 1e-6), ("queries", 1e6), ("values", 1e-9), ("values", 1e9)])
+def test_queries_keys_and_values_of_any_scale(what, factor):
+    """Their weights are one product; each part keeps all bits of its codes, however small beside the others."""
+    train, held_out = load_split()
+    model, images = load_model("vit"), held_out.images[:32]
+    for block in model.blocks:
+        scaled, other = {"queries": (slice(0, 64), block.qkv.weight[64:128]),
+                         "values": (slice(128, None), block.proj.weight)}[what]  # fmt: skip
+        block.qkv.weight[scaled].mul_(factor)
+        block.qkv.bias[scaled].mul_(factor)
+        other.div_(factor)
+        if what == "queries":
+            block.qkv.bias[64:128].div_(factor)
+    made = integer.convert(model, integer.calibrate(model, [train.images[:32]]))
+    assert sqnr(model(images), made(images)) > 40

@@ -259,7 +259,7 @@ class Lowering:
         if layer.bias is not None:
             bias = bias + layer.bias.double().cpu()
         weight = weight * scale
-        units = self.units[layer.name] = _weight_units(weight, bias)
+        units = self.units[layer.name] = _weight_units(weight, bias, len(layer.out))
         codes = torch.round(weight / units[:, None]).clamp(-127, 127)
         # what rounding the weights adds on average, by the mean of each column's codes
         mean = (self.columns(self.ranges[layer.x].mean, k) - offset) / scale
@@ -519,11 +519,15 @@ def _needs(graph: Graph) -> dict[str, set[str]]:
     return needs
 
 
-def _weight_units(weight: Tensor, bias: Tensor) -> Tensor:
-    """The scale of each output's weights: its largest is 127, and its bias is at most 2^30 of it."""
-    amax = weight.abs().amax(1)
-    units = amax.clamp(min=(float(amax.max()) or 1.0) * LEAST_RATIO) / 127
-    return torch.maximum(units, bias.abs() / BIAS_LIMIT)
+def _weight_units(weight: Tensor, bias: Tensor, parts: int) -> Tensor:
+    """The scale of each output's weights: its largest is 127, and its bias is at most 2^30 of it.
+
+    Queries, keys and values are parts of one product, with scales of their own.
+    """
+    amax = weight.abs().amax(1).view(parts, -1)
+    largest = amax.amax(1, keepdim=True)
+    least = torch.where(largest > 0, largest, 1.0) * LEAST_RATIO
+    return torch.maximum(torch.maximum(amax, least).flatten() / 127, bias.abs() / BIAS_LIMIT)
 
 
 def fixed_point(factors: Tensor, name: str) -> tuple[Tensor, int]:
