@@ -72,6 +72,8 @@ def test_linear(name):
 def _norms() -> dict[str, tuple]:
     found = {}
     for name, (program, inputs) in gpu_cases.norms(large=True):
+        if name.startswith("two"):
+            continue
         op, t = program.operations[1], program.tensors
         x = t["table"][inputs["index"]]
         out = torch.full((2, *program.buffers[op.out].shape), 77, dtype=program.buffers[op.out].dtype)
@@ -92,6 +94,28 @@ def test_layer_norm(name):
     limits = program.buffers[op.out].limits
     emulate.run(hopper.layer_norm_launch(x, t["m"], t["b"], out, t.get("at"), op.shift, op.eps, limits))
     assert torch.equal(out, reference.run(program, inputs)["y"])
+
+
+@pytest.mark.parametrize("bits, channels, mapped", [(16, 96, True), pytest.param(24, 768, False, marks=full)])
+def test_layer_norm_of_two_outputs(bits, channels, mapped):
+    program, inputs = gpu_cases.two_norms(seeded(3), bits, channels, mapped)
+    _, a, b = program.operations
+    x = program.tensors[program.operations[0].tables[0]][inputs["index0"]]
+
+    def scaled(op):
+        buffer = program.buffers[op.out]
+        out = torch.full((2, *buffer.shape), 77, dtype=buffer.dtype)
+        return hopper.Scaled(program.tensors[op.multiplier], program.tensors[op.bias], out, op.shift, buffer.limits)
+
+    first, second = scaled(a), scaled(b)
+    load_rows = program.tensors.get(a.load_rows)
+    emulate.run(
+        hopper.layer_norm_launch(
+            x, first.multiplier, first.bias, first.out, load_rows, a.shift, a.eps, first.limits, second
+        )
+    )
+    expected = reference.run(program, inputs)
+    assert torch.equal(first.out, expected[a.out]) and torch.equal(second.out, expected[b.out])
 
 
 def linear_launch(m: int, n: int, k: int, epilogue: str, bits: int, shift: int = 44) -> CudaLaunch:
@@ -134,6 +158,9 @@ def test_layer_norm_is_integer_only(channels, dtype):
     constants = torch.empty(channels, dtype=torch.int32)
     out = torch.empty(1, 4, channels, dtype=torch.int8)
     _machine(hopper.layer_norm_launch(x, constants, constants, out, None, 20, 1, (-128, 127)))
+    if channels <= hopper.MOST_CHANNELS_OF_TWO:
+        second = hopper.Scaled(constants, constants, torch.empty_like(x), 20, (-9, 9))
+        _machine(hopper.layer_norm_launch(x, constants, constants, out, None, 20, 1, (-128, 127), second))
 
 
 def _machine(launch: CudaLaunch) -> sass.Machine:
