@@ -3,29 +3,34 @@
 // constants of its channels in registers for all of its rows, and loads the next rows while it computes.
 //
 // Macros: CHANNELS (a multiple of 8), MAPPED (1: a row is the concatenation of PARTS rows of the input, which load_rows
-// names), IN (i16 or i32), OUT (i8, i16 or i32), LANES (a power of two), CTAS_PER_SM.
+// names), IN (i16 or i32), OUT (i8, i16 or i32), LANES (a power of two), CTAS_PER_SM, SECOND (1: the rows are also
+// scaled to a second output), OUT2 (its type).
 #include "params.cuh"
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int CHUNKS = CHANNELS / 8;  // of 8 channels
 constexpr int TURNS = (CHUNKS + LANES - 1) / LANES;
 constexpr int ROWS_AT_ONCE = 32 / LANES;  // of a warp
-constexpr int IN_WORDS = 2 * sizeof(IN), OUT_WORDS = 2 * sizeof(OUT);
+constexpr int IN_WORDS = 2 * sizeof(IN);
 constexpr bool NARROW = sizeof(IN) == 2;
 constexpr u32 LARGEST_ROOT = 0x7FFFFFFF;
 
-// hopper.py fills the same fields in the same order.
-struct LayerNormParams {
-  const u8* x;
+// What an output is scaled with. hopper.py fills the same fields in the same order.
+struct OutputParams {
   const i32* multiplier;
   const i32* bias;
+  u8* out;
+  i32 shift, low, high, padding;
+};
+struct LayerNormParams {
+  const u8* x;
   const i32* load_rows;
   const i64* roots;
-  u8* out;
+  OutputParams first, second;
   i64 eps;
-  i32 rows, shift, low, high;
+  i32 rows;
   u32 image_rows, in_rows;  // rows of an image in the output, and in the input
-  u32 image_reciprocal, padding;
+  u32 image_reciprocal;
 };
 
 // The sum over the lanes of a row.
@@ -87,18 +92,6 @@ DEVICE i32 channel(const u32 (&w)[IN_WORDS], int i) {
     return w[i];
 }
 
-DEVICE void packed(const LayerNormParams& p, const i32 (&y)[8], u32 (&w)[OUT_WORDS]) {
-#pragma unroll
-  for (int i = 0; i < OUT_WORDS; ++i) {
-    if constexpr (sizeof(OUT) == 1)
-      w[i] = pack_bytes(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]);
-    else if constexpr (sizeof(OUT) == 2)
-      w[i] = pack_halves(y[2 * i], y[2 * i + 1]);
-    else
-      w[i] = min(max(y[i], p.low), p.high);
-  }
-}
-
 typedef u32 Words[TURNS][IN_WORDS];
 
 // Loads the lane's part of a row; zeros where there is none.
@@ -138,17 +131,55 @@ DEVICE RowScaling scaling_of(const LayerNormParams& p, const Words& w) {
   return RowScaling(p, NARROW ? row_sum(total) : row_sum(wide_total), row_sum_of_squares(squares));
 }
 
+// An output of type T, with the constants of the lane's channels.
+template <typename T>
+struct Output {
+  static constexpr int WORDS = 2 * sizeof(T);
+  const OutputParams& p;
+  i32 multiplier[TURNS][8], bias[TURNS][8];
+
+  DEVICE Output(const OutputParams& p, u32 chunk) : p(p) {
+#pragma unroll
+    for (int t = 0; t < TURNS; ++t) {
+      if (chunk + t * LANES < CHUNKS) {
+        load_constants(p.multiplier + (chunk + t * LANES) * 8, (u32(&)[8])multiplier[t]);
+        load_constants(p.bias + (chunk + t * LANES) * 8, (u32(&)[8])bias[t]);
+      }
+    }
+  }
+  DEVICE void packed(const i32 (&y)[8], u32 (&w)[WORDS]) const {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      if constexpr (sizeof(T) == 1)
+        w[i] = pack_bytes(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]);
+      else if constexpr (sizeof(T) == 2)
+        w[i] = pack_halves(y[2 * i], y[2 * i + 1]);
+      else
+        w[i] = min(max(y[i], p.low), p.high);
+    }
+  }
+  DEVICE void store(i32 row, bool exists, u32 chunk, const Words& w, const RowScaling& scaling) const {
+#pragma unroll
+    for (int t = 0; t < TURNS; ++t) {
+      const u32 at = chunk + t * LANES;
+      i32 y[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        y[i] = (__mulhi(scaling.norm(channel(w[t], i)), multiplier[t][i]) + bias[t][i]) >> p.shift;
+      u32 out[WORDS];
+      packed(y, out);
+      if (exists && at < CHUNKS) store_global(p.out + ((i64)row * CHUNKS + at) * 8 * sizeof(T), out);
+    }
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     layer_norm(const __grid_constant__ LayerNormParams p) {
   const u32 lane = threadIdx.x % 32, chunk = lane % LANES;
-  i32 multiplier[TURNS][8], bias[TURNS][8];
-#pragma unroll
-  for (int t = 0; t < TURNS; ++t) {
-    if (chunk + t * LANES < CHUNKS) {
-      load_constants(p.multiplier + (chunk + t * LANES) * 8, (u32(&)[8])multiplier[t]);
-      load_constants(p.bias + (chunk + t * LANES) * 8, (u32(&)[8])bias[t]);
-    }
-  }
+  const Output<OUT> first(p.first, chunk);
+#if SECOND
+  const Output<OUT2> second(p.second, chunk);
+#endif
   wait_for_previous_kernel();
   let_next_kernel_start();
   const i32 step = gridDim.x * WARPS * ROWS_AT_ONCE;
@@ -161,18 +192,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     Words next;
     load_row(p, row + step, chunk, next);
     const RowScaling scaling = scaling_of(p, w);
+    first.store(row, row < p.rows, chunk, w, scaling);
+#if SECOND
+    second.store(row, row < p.rows, chunk, w, scaling);
+#endif
 #pragma unroll
-    for (int t = 0; t < TURNS; ++t) {
-      const u32 at = chunk + t * LANES;
-      i32 y[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        y[i] = (__mulhi(scaling.norm(channel(w[t], i)), multiplier[t][i]) + bias[t][i]) >> p.shift;
-      u32 out[OUT_WORDS];
-      packed(p, y, out);
-      if (row < p.rows && at < CHUNKS) store_global(p.out + ((i64)row * CHUNKS + at) * 8 * sizeof(OUT), out);
+    for (int t = 0; t < TURNS; ++t)
 #pragma unroll
       for (int i = 0; i < IN_WORDS; ++i) w[t][i] = next[t][i];
-    }
   }
 }

@@ -30,7 +30,7 @@ from integer.small_programs import Builder, block
 from integer.small_programs import integers as values_of
 from intflash.integer import reference
 from intflash.integer.gpu import executor
-from intflash.integer.program import Input, Patches, Program
+from intflash.integer.program import Input, LayerNorm, Patches, Program
 
 Case = tuple[Program, dict[str, torch.Tensor]]
 
@@ -80,8 +80,28 @@ def linears(large: bool) -> Iterator[tuple[str, Case]]:
         yield f"residual buffer {kind}", (b.program(*out, residual), b.values)
 
 
+def two_norms(g: torch.Generator, bits: int, channels: int, mapped: bool) -> Case:
+    """Codes and a stream of the same normalized rows."""
+    b = Builder()
+    x = b.stream(values_of(g, (2, 9, channels), bits), bits)
+    load_rows = b.tensor(integers(g, 0, 8, 5, 1), torch.int32) if mapped else None
+    outs = []
+    for out_bits, shift in ((8, 20), (bits, 9)):
+        outs.append(
+            b.add(
+                LayerNorm, x=x, out=b.buffer((5 if mapped else 9, channels), out_bits), eps=99, shift=shift,
+                multiplier=b.tensor(integers(g, 1 - (1 << 31), (1 << 31) - 1, channels), torch.int32),
+                bias=b.tensor(integers(g, 1 - (1 << 30), (1 << 30) - 1, channels), torch.int32), load_rows=load_rows,
+            )
+        )  # fmt: skip
+    return b.program(*outs), b.values
+
+
 def norms(large: bool) -> Iterator[tuple[str, Case]]:
     g = seeded(1)
+    for bits, channels, mapped in ((16, 96, True), (24, 40, False), (16, 768, False)):
+        if large or channels < 100:
+            yield f"two norms {bits} bits {channels}", two_norms(g, bits, channels, mapped)
     for bits in (16, 24):
         for channels in (2, 33, 96) + ((192, 384, 768, 1024, 3072, 1 << 14) if large else ()):
             top = 1 << (bits - 1)

@@ -23,8 +23,8 @@ from intflash.integer.program import Buffer, Linear  # noqa: E402
 
 HERE = Path(__file__).parent
 QUICK = (
-    "linear 5", "linear 70 160 33 table", "residual buffer", "norm 16 bits 33", "norm 24 bits 33", "pool 30",
-    "patches 0.37", "patches of bytes", "attention intflash 4", "block intflash",
+    "linear 5 77 40", "residual buffer", "norm 16 bits 33", "norm 24 bits 33 parts 4", "two norms 16", "pool 30",
+    "patches 0.37", "patches of bytes", "block intflash_p8",
 )  # fmt: skip
 
 

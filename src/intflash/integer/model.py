@@ -102,7 +102,7 @@ class IntegerModel(nn.Module):
             x = x.reshape(len(x), *output.shape)
             if first.kind == "index" and len(output.shape) == 2:
                 x = x[:, : batch[first.name].shape[1]]
-            results[output.name] = x.float() * self._program.tensors[output.scale]
+            results[output.name] = x * self._program.tensors[output.scale]  # of integers as float32, in one kernel
         return next(iter(results.values())) if self._program.result == "tensor" else results
 
     def _mixed(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

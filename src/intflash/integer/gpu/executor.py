@@ -18,7 +18,7 @@ from intflash.backends.gpu.integer import Kernels
 from intflash.backends.gpu.tensors import Statistics
 from intflash.integer.attend import attention_problem
 from intflash.integer.gpu import hopper, kernels, padding
-from intflash.integer.program import Attention, Embedding, LayerNorm, Linear, Patches, Pool, Program
+from intflash.integer.program import Attention, Embedding, LayerNorm, Linear, Operation, Patches, Pool, Program
 from intflash.problem import Problem
 
 MAX_GRAPHS = 16  # of a program; the one that was not used for longest is given up
@@ -130,6 +130,8 @@ class Steps:
         self._last = program.last_uses()
         self._attention: dict[str, tuple] = {}  # operation -> launch constants
         self._kept = {op.name: _kept_rows(program, op) for op in program.operations if isinstance(op, Linear)}
+        pairs = zip(program.operations, program.operations[1:], strict=False)
+        self._pairs = {a.name: b for a, b in pairs if _same_norm(program, a, b)}  # codes and a stream of the same rows
         weights = {op.name: program.tensors[op.weight] for op in program.operations if isinstance(op, Linear)}
         self._hopper = {name: hopper.padded(weight) for name, weight in weights.items() if hopper.serves(weight)}
         device = next(iter(program.tensors.values())).device
@@ -171,13 +173,24 @@ class Steps:
         return {op.out: out}
 
     def _layer_norm(self, op: LayerNorm, run: Run) -> dict[str, Tensor]:
-        x = run.values[op.x]
-        out = self._empty(op.out, x)
-        load_rows, limits = self._tensor(op.load_rows), self._program.buffers[op.out].limits
-        multiplier, bias = self._tensor(op.multiplier), self._tensor(op.bias)
-        module = hopper if hopper.serves_layer_norm(x, out, load_rows) else kernels
-        _run(module.layer_norm_launch(x, multiplier, bias, out, load_rows, op.shift, op.eps, limits))
-        return {op.out: out}
+        if op.out in run.values:
+            return {}  # it was made with the operation before
+        x, second = run.values[op.x], self._pairs.get(op.name)
+        made = self._scaled(op, x)
+        load_rows = self._tensor(op.load_rows)
+        arguments = x, made.multiplier, made.bias, made.out, load_rows, op.shift, op.eps, made.limits
+        if not hopper.serves_layer_norm(x, made.out, load_rows):
+            _run(kernels.layer_norm_launch(*arguments))
+            return {op.out: made.out}
+        other = None if second is None else self._scaled(second, x)
+        _run(hopper.layer_norm_launch(*arguments, other))
+        return {op.out: made.out} | ({} if second is None else {second.out: other.out})
+
+    def _scaled(self, op: LayerNorm, x: Tensor) -> hopper.Scaled:
+        limits = self._program.buffers[op.out].limits
+        return hopper.Scaled(
+            self._tensor(op.multiplier), self._tensor(op.bias), self._empty(op.out, x), op.shift, limits
+        )
 
     def _pool(self, op: Pool, run: Run) -> dict[str, Tensor]:
         x, limits = run.values[op.x], self._program.buffers[op.out].limits
@@ -229,6 +242,14 @@ class Steps:
         else:
             padding.attention_launch(problem, constants, rows, order).run()
         return {op.out: out}
+
+
+def _same_norm(program: Program, a: Operation, b: Operation) -> bool:
+    """Whether two operations are LayerNorms of the same rows, which one launch can scale twice."""
+    if not isinstance(a, LayerNorm) or not isinstance(b, LayerNorm):
+        return False
+    few = program.buffers[a.out].shape[-1] <= hopper.MOST_CHANNELS_OF_TWO
+    return few and (a.x, a.load_rows, a.eps) == (b.x, b.load_rows, b.eps)
 
 
 def _attention_kernels(problem: Problem) -> Kernels:

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -245,17 +246,27 @@ def linear_launch(
     )  # fmt: skip
 
 
-class LayerNormParams(ctypes.Structure):
-    _pointers = ("x", "multiplier", "bias", "load_rows", "roots", "out")
+class OutputParams(ctypes.Structure):
+    _pointers = ("multiplier", "bias", "out")
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in _pointers), ("eps", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("rows", "shift", "low", "high")),
-        *((name, ctypes.c_uint32) for name in ("image_rows", "in_rows", "image_reciprocal", "padding")),
+        *((name, ctypes.c_void_p) for name in _pointers),
+        *((name, ctypes.c_int32) for name in ("shift", "low", "high", "padding")),
+    ]  # fmt: skip
+
+
+class LayerNormParams(ctypes.Structure):
+    _pointers = ("x", "load_rows", "roots")
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _pointers), ("first", OutputParams), ("second", OutputParams),
+        ("eps", ctypes.c_int64), ("rows", ctypes.c_int32),
+        *((name, ctypes.c_uint32) for name in ("image_rows", "in_rows", "image_reciprocal")),
     ]  # fmt: skip
 
 
 _WARPS = 4  # of a CTA of layer_norm.cu
 _CTAS_PER_SM = (7, 5, 4, 3, 3, 2)  # whose registers hold constants and rows, by the turns in which a row is read
+_CTAS_OF_TWO = (5, 4, 3, 2)  # with two outputs
+MOST_CHANNELS_OF_TWO = 1024
 MOST_CHANNELS = {torch.int16: 1536, torch.int32: 1024}  # by the stream's dtype
 
 
@@ -267,27 +278,51 @@ def serves_layer_norm(x: Tensor, out: Tensor, load_rows: Tensor | None) -> bool:
     return fits and get_backend("cuda").unavailable() is None
 
 
+class Scaled(NamedTuple):
+    """An output of a LayerNorm ``[B, rows, channels]``, and what its channels are scaled with."""
+
+    multiplier: Tensor
+    bias: Tensor
+    out: Tensor
+    shift: int
+    limits: tuple[int, int]
+
+
 def layer_norm_launch(
     x: Tensor, multiplier: Tensor, bias: Tensor, out: Tensor, load_rows: Tensor | None, shift: int, eps: int,
-    limits: tuple[int, int],
+    limits: tuple[int, int], second: Scaled | None = None,
 ) -> CudaLaunch:  # fmt: skip
-    """As `kernels.layer_norm_launch`."""
+    """As `kernels.layer_norm_launch`; second: another output of the same rows."""
     batch, rows, channels = out.shape
     lanes = 4
     while channels > 8 * 4 * lanes and lanes < 32:  # four turns
         lanes *= 2
-    ctas = _CTAS_PER_SM[-(-channels // (8 * lanes)) - 1] - (x.dtype == torch.int32)
+    turns = -(-channels // (8 * lanes))
+    ctas = (_CTAS_PER_SM if second is None else _CTAS_OF_TWO)[turns - 1] - (x.dtype == torch.int32)
     program = CudaProgram.of(
         "layer_norm.cu", (), "layer_norm", CHANNELS=channels, MAPPED=int(load_rows is not None),
-        PARTS=1 if load_rows is None else load_rows.shape[1],
-        IN=C_TYPES.get(x.dtype, _C_INT32), OUT=C_TYPES.get(out.dtype, _C_INT32), LANES=lanes, CTAS_PER_SM=ctas,
+        PARTS=1 if load_rows is None else load_rows.shape[1], IN=C_TYPES.get(x.dtype, _C_INT32),
+        OUT=C_TYPES.get(out.dtype, _C_INT32), LANES=lanes, CTAS_PER_SM=ctas, SECOND=int(second is not None),
+        OUT2=C_TYPES.get(out.dtype if second is None else second.out.dtype, _C_INT32),
     )  # fmt: skip
-    tensors = dict(x=x, multiplier=multiplier, bias=bias, load_rows=load_rows, roots=roots(x.device), out=out)
-    tensors = {name: t for name, t in tensors.items() if t is not None}
     parameters = LayerNormParams(
-        **{name: t.data_ptr() for name, t in tensors.items()}, eps=eps, rows=batch * rows, shift=shift, low=limits[0],
-        high=limits[1], image_rows=rows, in_rows=x.shape[1], image_reciprocal=quotient_reciprocal(rows),
-    )  # fmt: skip
-    places = {getattr(LayerNormParams, name).offset: t for name, t in tensors.items()}
+        eps=eps, rows=batch * rows, image_rows=rows, in_rows=x.shape[1], image_reciprocal=quotient_reciprocal(rows)
+    )
+    places: dict[int, Tensor] = {}
+
+    def point(struct: ctypes.Structure, offset: int, **tensors: Tensor | None) -> None:
+        for name, t in tensors.items():
+            if t is not None:
+                setattr(struct, name, t.data_ptr())
+                places[offset + getattr(type(struct), name).offset] = t
+
+    point(parameters, 0, x=x, load_rows=load_rows, roots=roots(x.device))
+    outputs = {"first": Scaled(multiplier, bias, out, shift, limits), "second": second}
+    for name, made in outputs.items():
+        if made is not None:
+            scaled = getattr(parameters, name)
+            scaled.shift, (scaled.low, scaled.high) = made.shift, made.limits
+            offset = getattr(LayerNormParams, name).offset
+            point(scaled, offset, multiplier=made.multiplier, bias=made.bias, out=made.out)
     grid = (min(-(-batch * rows * lanes // (32 * _WARPS)), ctas * PROCESSORS), 1, 1)
     return CudaLaunch(program, grid, 32 * _WARPS, 0, parameters, x.device, places, True)
