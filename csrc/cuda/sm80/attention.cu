@@ -73,23 +73,27 @@ struct Warp : WarpRows<Method, Work> {
     first_seen = work.seen(first), last_seen = first < work.rows ? work.seen(first + WARP_ROWS - 1) : 0;
   }
 
-  // Computes a tile in one of its forms.
-  template <bool LAST_PASS>
-  DEVICE void tile(u32 stage, i32 first) {
-    if (first >= last_seen) return;  // for no row of this warp
+  // Computes the tile of a step in one of its forms, and refills the ring.
+  template <bool LAST_PASS, class Ring>
+  DEVICE void tile(Ring& ring, i32 step, i32 first) {
+    const u32 stage = ring.wait();
     if (first + KEYS <= first_seen)
-      tile_as<LAST_PASS, KEYS, false>({stage, stage + K_BYTES}, first);
+      tile_as<LAST_PASS, KEYS, false>(ring, stage, step, first);
     else if (first + SMALL < last_seen)
-      tile_as<LAST_PASS, KEYS, true>({stage, stage + K_BYTES}, first);
+      tile_as<LAST_PASS, KEYS, true>(ring, stage, step, first);
+    else if (first < last_seen)
+      tile_as<LAST_PASS, SMALL, true>(ring, stage, step, first);
     else
-      tile_as<LAST_PASS, SMALL, true>({stage, stage + K_BYTES}, first);
+      ring.refill(step);  // no row of this warp sees the tile
   }
-  template <bool LAST_PASS, int NOW, bool MASKED>
-  DEVICE void tile_as(const TileOperands& tile, i32 first) {
+  template <bool LAST_PASS, int NOW, bool MASKED, class Ring>
+  DEVICE void tile_as(Ring& ring, u32 stage, i32 step, i32 first) {
+    const TileOperands operands(stage, stage + K_BYTES);
     Scores s;
-    this->template compute_scores<NOW>(tile, s);
+    this->template compute_scores<NOW>(operands, s);
+    ring.refill(step);
     if constexpr (LAST_PASS)
-      this->template add_values<NOW, MASKED>(s, tile, first);
+      this->template add_values<NOW, MASKED>(s, operands, first);
     else
       method.template update_row_max<NOW, MASKED>(s, this->masks, first, work.keys);
   }
@@ -98,11 +102,11 @@ struct Warp : WarpRows<Method, Work> {
   DEVICE void run(i32 tiles, Ring& ring) {
     if constexpr (Method::PASSES == 2) {
 #pragma unroll 1
-      for (i32 i = 0; i < tiles; ++i) tile<false>(ring.next(i), i * KEYS);
+      for (i32 i = 0; i < tiles; ++i) tile<false>(ring, i, i * KEYS);
       method.finish_row_max([&](int m, int h) { return this->magnitude(m, h); });
     }
 #pragma unroll 1
-    for (i32 i = 0; i < tiles; ++i) tile<true>(ring.next((Method::PASSES - 1) * tiles + i), i * KEYS);
+    for (i32 i = 0; i < tiles; ++i) tile<true>(ring, (Method::PASSES - 1) * tiles + i, i * KEYS);
   }
 
   DEVICE void store() const {

@@ -72,10 +72,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   rows.init(0);
 #pragma unroll 1
   for (i32 i = 0; i < tiles; ++i) {
-    const TileOperands tile(ring.next(i), 0, Work::warp_keys());
+    const TileOperands tile(ring.wait(), 0, Work::warp_keys());
     const i32 first = work.first_key(i);
     Scores s;
     rows.compute_scores<32>(tile, s);
+    ring.refill(i);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -140,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
         s[0][2 * group][2 * h] = x.x, s[0][2 * group][2 * h + 1] = x.y;
         s[0][2 * group + 1][2 * h] = x.z, s[0][2 * group + 1][2 * h + 1] = x.w;
       }
-    const TileOperands tile(0, ring.next(i), Work::warp_keys());
+    const TileOperands tile(0, ring.wait(), Work::warp_keys());
+    ring.refill(i);
     if (!CAUSAL && first + 32 <= work.keys)
       rows.add_values<32, false>(s, tile, first);
     else

@@ -126,6 +126,13 @@ struct WarpRows {
   template <int NOW, bool MASKED>
   DEVICE void add_values(const Scores& s, const TileOperands& tile, i32 first) {
     method.template begin_tile<NOW, MASKED>(s, masks, first, work.keys);
+    if (!MASKED && !BIAS && method.fast)
+      add_values_as<NOW, MASKED, true>(s, tile, first);
+    else
+      add_values_as<NOW, MASKED, false>(s, tile, first);
+  }
+  template <int NOW, bool MASKED, bool FAST>
+  DEVICE void add_values_as(const Scores& s, const TileOperands& tile, i32 first) {
 #pragma unroll
     for (int step = 0; step < NOW / 32; ++step) {
       OperandA weights[Method::DIGITS][ROW_TILES];
@@ -134,7 +141,7 @@ struct WarpRows {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           u32 word[Method::DIGITS];
-          method.template p_words<MASKED>(s, m, i % 2, 2 * step + i / 2, masks[m][i % 2], first, work.keys, word);
+          method.template p_words<MASKED, FAST>(s, m, i % 2, 2 * step + i / 2, masks[m][i % 2], first, work.keys, word);
 #pragma unroll
           for (int digit = 0; digit < Method::DIGITS; ++digit) weights[digit][m].word[i] = word[digit];
         }

@@ -1,8 +1,9 @@
 // The softmax of a warp's rows: scores to P and row sums, and the accumulators of P V.
 //
-// A method has PASSES over the keys. `update_row_max` sees the scores of a tile in the first pass of two;
-// `begin_tile` and `p_words` make P of a tile's scores in the last pass. NOW is the number of keys of the tile that are
-// computed, MASKED whether a row may not see all of them.
+// A method has PASSES over the keys, and two forms of P, of which `fast` tells whether the faster one is exact.
+// `update_row_max` sees the scores of a tile in the first pass of two; `begin_tile` and `p_words` make P of a tile's
+// scores in the last pass. NOW is the number of keys of the tile that are computed, MASKED whether a row may not see
+// all of them.
 //
 // Macros: ROW_SCALES (1: Q has a scale for each token), BIAS, KEEP; see attention.cu.
 #pragma once
@@ -84,7 +85,7 @@ struct ExactMaximum : PDigits<DIGITS> {
 #endif
   Peak peak[ROW_TILES][2];
   i64 B[ROW_TILES][2];
-  bool fast_exp;  // whether the 32-bit form of the exponential is exact for all rows of the warp
+  bool fast;  // whether the 32-bit form of the exponential is exact for all rows of the warp
 
   template <class ScoreOf>
   DEVICE void init(ScoreOf constants, u32) {
@@ -153,20 +154,20 @@ struct ExactMaximum : PDigits<DIGITS> {
       B[m][h] = K0 - top;
 #endif
     }
-    fast_exp = __all_sync(~0u, fast);
+    this->fast = __all_sync(~0u, fast);
   }
 
   template <int NOW, bool MASKED>
   DEVICE void begin_tile(const Scores&, const RowMasks&, i32, i32) {}
 
-  // Makes the words of P of a group of keys.
-  template <bool MASKED>
+  // Makes the words of P of a group of keys. FAST: with the 32-bit form of the exponential.
+  template <bool MASKED, bool FAST>
   DEVICE void p_words(const Scores& s, int m, int h, int group, const RowMask& mask, i32 first, i32 keys,
                       u32 (&word)[DIGITS]) {
     const i32 key = first + first_key(group);
     const Score& unit = this->score(m, h);
     u32 present = MASKED || KEEP ? mask.template present<MASKED>(key, keys) : ~0u;
-    if (!BIAS && !MASKED && fast_exp) {
+    if constexpr (FAST) {
       four_p<DOTS>(score_of(s, m, h, group, 0), score_of(s, m, h, group, 1), score_of(s, m, h, group, 2),
                    score_of(s, m, h, group, 3), unit.C >> 8, (u32)(B[m][h] >> 8), word);
     } else {
@@ -192,21 +193,21 @@ struct Online : PDigits<1> {
   static constexpr int PASSES = 1;
   TableUnit units[ROW_SCALES ? 2 * ROW_TILES : 1];
   TableRow rows[ROW_TILES][2];
-  u32 lane;     // address of this lane's first word of the table
-  bool clamps;  // whether scores below the table may be replaced by its lowest entries
+  u32 lane;   // address of this lane's first word of the table
+  bool fast;  // whether scores below the table may be replaced by its lowest entries
 
   DEVICE const TableUnit& unit(int m, int h) const { return units[ROW_SCALES ? 2 * m + h : 0]; }
   template <class ScoreOf>
   DEVICE void init(ScoreOf constants, u32 table) {
     PDigits::init(constants);
     lane = table + threadIdx.x % 32 * 4;
-    clamps = true;
+    fast = true;
 #pragma unroll
     for (int i = 0; i < (ROW_SCALES ? 2 * ROW_TILES : 1); ++i) {
       units[i] = TableUnit(scores[i]);
-      clamps &= units[i].clamps();
+      fast &= units[i].clamps();
     }
-    clamps = __all_sync(~0u, clamps);
+    fast = __all_sync(~0u, fast);
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) rows[i / 2][i % 2].init();
   }
@@ -248,22 +249,15 @@ struct Online : PDigits<1> {
     for (int i = 0; i < 4 * V_CHUNKS; ++i) acc[0][m][i / 4][i / 2 % 2][2 * h + i % 2] >>= by;
   }
 
-  template <bool MASKED>
+  template <bool MASKED, bool FAST>
   DEVICE void p_words(const Scores& s, int m, int h, int group, const RowMask& mask, i32 first, i32 keys,
                       u32 (&word)[1]) {
-    if (clamps)
-      word[0] = looked_up<true>(s, m, h, group);
-    else
-      word[0] = looked_up<false>(s, m, h, group);
-    if (MASKED || KEEP) word[0] &= mask.template present<MASKED>(first + first_key(group), keys);
-    add_sums(m, h, word);
-  }
-  template <bool CLAMPS>
-  DEVICE u32 looked_up(const Scores& s, int m, int h, int group) const {
     u32 p[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) p[i] = lookup(rows[m][h].entry<CLAMPS>(score_of(s, m, h, group, i), unit(m, h)), lane);
-    return pack_unsigned_bytes(p[0], p[1], p[2], p[3]);
+    for (int i = 0; i < 4; ++i) p[i] = lookup(rows[m][h].entry<FAST>(score_of(s, m, h, group, i), unit(m, h)), lane);
+    word[0] = pack_unsigned_bytes(p[0], p[1], p[2], p[3]);
+    if (MASKED || KEEP) word[0] &= mask.template present<MASKED>(first + first_key(group), keys);
+    add_sums(m, h, word);
   }
   DEVICE i64 t_max(int m, int h) const { return (i64)rows[m][h].octave(unit(m, h)) << 32; }
 };

@@ -103,14 +103,17 @@ struct TileRing {
     load(step, base + to * BYTES);
     cp_async_commit();
   }
-  // Returns the address of the tile of step `step`, and issues the copies of the step that takes the free stage.
-  DEVICE u32 next(i32 step) {
+  // Returns the address of the tile of the next step, once the copies of all threads have arrived.
+  DEVICE u32 wait() {
     cp_async_wait<STAGES - 2>();
-    __syncthreads();  // the copies of all threads have arrived, and all warps have left the free stage
+    __syncthreads();  // also: all warps have left the free stage
+    return base + stage * BYTES;
+  }
+  // Issues the copies into the free stage, after `wait` of step `step`. The tile's first products should be issued
+  // before, so that they run while addresses are computed.
+  DEVICE void refill(i32 step) {
     issue(step + STAGES - 1, free);
-    const u32 at = base + stage * BYTES;
     free = stage, stage = stage + 1 < STAGES ? stage + 1 : 0;
-    return at;
   }
 };
 

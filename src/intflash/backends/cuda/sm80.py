@@ -113,7 +113,8 @@ def choose_tile(problem: Problem) -> Tile:
     """
     d = max(problem.q.shape[3], problem.v.shape[3])
     masked = problem.bias is not None or problem.keep is not None
-    three = 2 if capability(problem.device) >= (12, 0) else 3  # CTAs; there, ptxas would spill
+    # three CTAs where ptxas does not spill registers
+    three = 2 if problem.causal is not None or capability(problem.device) >= (12, 0) else 3
     if problem.method == "intflash_online":
         tile = Tile(keys=128, stages=2, ctas_per_sm=1 if d > 96 else 2, slices=1 + (d > 128))
         fits = d <= 96 or _shared_bytes(problem, tile) <= shared_memory(problem.device)
