@@ -2,6 +2,7 @@
 // neither a GPU nor torch nor Python: tests compare what it prepares.
 #pragma once
 #include <cstdint>
+#include <new>
 #include <string>
 
 #include "cpu/call.h"

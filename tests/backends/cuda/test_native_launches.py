@@ -227,3 +227,14 @@ def test_launches_are_those_of_python(case):
     with pytest.MonkeyPatch.context() as patch:
         file = compare(*case, patch)
     seen[file] = seen.get(file, 0) + 1
+
+
+@pytest.mark.parametrize("shape", [(64, 20, 1000, 300, 64), (300, 16, 130, 1000, 64), (9, 100, 777, 300, 128)], ids=str)
+@pytest.mark.parametrize("method", ["intflash", "intflash_p8", "intflash_online"])
+def test_much_work_is_split_alike(shape, method):
+    b, h, nq, nk, d = shape
+    q, k, v = (laid_out("broadcast batch", b, h, n, d, torch.float32) for n in (nq, nk, nk))
+    for causal in (False, True):
+        arguments = dict(q=q, k=k, v=v, method=method, is_causal=causal, check_finite=False)
+        with pytest.MonkeyPatch.context() as patch:
+            assert compare(arguments, {}, patch) == "sm90/long_rows.cu"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple
 
 from torch import Tensor
@@ -226,8 +227,12 @@ def _choose_range_split(nq: int, heads: int, consumers: int, processors: int) ->
             ends[split.first + i % (ctas - split.first)] += time
         return max(ends)
 
+    def total(split: RangeSplit) -> float:
+        # added one by one, as the native launcher does: `sum` compensates for rounding since Python 3.12
+        return split.whole + reduce(operator.add, rests(split), 0.0)
+
     if heads * (most + 1) > 32 * processors:  # with this much work the total decides, as it is shared evenly
-        return min((split for split in splits() if split.first == 0), key=lambda split: split.whole + sum(rests(split)))
+        return min((split for split in splits() if split.first == 0), key=total)
     return min(splits(), key=end)
 
 
