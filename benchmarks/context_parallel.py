@@ -301,22 +301,25 @@ def main() -> None:
         fault(options.fault, device)
         raise SystemExit("the fault was not seen")
     mesh = init_device_mesh(options.device, (dist.get_world_size(),))
-    bench, rows = Bench(device, 2 if options.tiny else options.rounds), []
-    workloads = TINY if options.tiny else WORKLOADS
-    for name, work in workloads.items():
-        rows += measure(name, work, options.methods, bench, mesh)
-    if not options.without_model:
-        rows += video_block(options.methods, bench, mesh, options.tiny)
+    bench, workloads = Bench(device, 2 if options.tiny else options.rounds), TINY if options.tiny else WORKLOADS
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    first = next(iter(workloads.values()))
-    overlapped = profile(first, bench, options.out)
-    rows += [measure_torch(name, work, bench, mesh) for name, work in workloads.items()]
-    found = dict(environment=environment(), nccl_nvls=os.environ["NCCL_NVLS_ENABLE"], overlap=overlapped, rows=rows)
-    if dist.get_rank() == 0:
-        options.out.with_suffix(".json").write_text(json.dumps(found, indent=1, default=str))
-        for row in rows:
-            print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()})
-        print(found["overlap"])
+    found = dict(environment=environment(), nccl_nvls=os.environ["NCCL_NVLS_ENABLE"], rows=[])
+
+    def add(rows: list[dict[str, Any]]) -> None:
+        """Write what is known so far, for a run that is cut off."""
+        found["rows"] += rows
+        if dist.get_rank() == 0:
+            options.out.with_suffix(".json").write_text(json.dumps(found, indent=1, default=str))
+            for row in rows:
+                print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()})
+
+    found["overlap"] = profile(next(iter(workloads.values())), bench, options.out)
+    for name, work in workloads.items():
+        add(measure(name, work, options.methods, bench, mesh))
+    if not options.without_model:
+        add(video_block(options.methods, bench, mesh, options.tiny))
+    for name, work in workloads.items():
+        add([measure_torch(name, work, bench, mesh)])
     dist.destroy_process_group()
 
 
