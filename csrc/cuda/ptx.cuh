@@ -1,15 +1,6 @@
-// Integer types, and wrappers of the PTX instructions that the kernels write themselves: copies, byte permutations,
-// reductions.
+// Wrappers of the PTX instructions that the kernels write themselves: copies, byte permutations, reductions.
 #pragma once
-
-typedef signed char i8;
-typedef unsigned char u8;
-typedef short i16;
-typedef unsigned short u16;
-typedef int i32;
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define DEVICE __device__ __forceinline__
 
@@ -17,6 +8,7 @@ typedef unsigned long long u64;
 // iteration.
 DEVICE void keep_in_register(u32& x) { asm volatile("" : "+r"(x)); }
 DEVICE void keep_in_register(i32& x) { asm volatile("" : "+r"(x)); }
+DEVICE void keep_in_register(i64& x) { asm volatile("" : "+l"(x)); }
 DEVICE void keep_in_register(u8*& x) { asm volatile("" : "+l"(x)); }
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -25,6 +17,12 @@ DEVICE void cp_async_16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most PENDING committed groups of this thread's copies have not arrived.
+template <int PENDING>
+DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Makes ordinary stores to shared memory visible to wgmma and TMA (the async proxy).
@@ -32,7 +30,8 @@ DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" 
 
 // A kernel that is launched with `overlaps` may start while the previous one still runs. It must not read or write
 // memory before `wait_for_previous_kernel`, and it must not use read-only loads, which the compiler could move ahead of
-// the wait.
+// the wait. Before compute capability 9.0 kernels do not overlap.
+#if __CUDA_ARCH__ >= 900
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Waits after `known` has been computed, which ptxas would otherwise move behind the wait. `known` must not be 0;
 // addresses never are.
@@ -40,6 +39,10 @@ DEVICE void wait_for_previous_kernel(u64 known) {
   asm volatile("{.reg .pred p; setp.ne.u64 p, %0, 0; @p griddepcontrol.wait;}" ::"l"(known) : "memory");
 }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DEVICE void wait_for_previous_kernel() {}
+DEVICE void let_next_kernel_start() {}
+#endif
 
 DEVICE u32 permute(u32 a, u32 b, u32 selector) {
   u32 r;
@@ -51,6 +54,13 @@ DEVICE u32 permute(u32 a, u32 b, u32 selector) {
 DEVICE u32 shift_left(u32 x, i32 by) {
   u32 r;
   asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(by));
+  return r;
+}
+
+// Returns x >> by, and 0 for by > 31, because PTX's shr clamps.
+DEVICE u32 shift_right(u32 x, u32 by) {
+  u32 r;
+  asm("shr.u32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(by));
   return r;
 }
 

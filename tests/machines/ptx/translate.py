@@ -360,6 +360,8 @@ class _Translator:
         return f"{{ bool valid; {self.put(call, to)}{also} }}"
 
     def _vote(self) -> str | None:
+        if self.parts[1] == "ballot":
+            return self.put(f"ballot({self.get(1, 'pred')})")
         if self.parts[1] not in ("all", "any"):
             return None
         return self.put(f"vote({str(self.parts[1] == 'all').lower()}, {self.get(1, 'pred')})")
@@ -372,10 +374,11 @@ class _Translator:
         return self.put(f"warp_reduce({self.get(1)}, {operation})")
 
     def _ldmatrix(self) -> str | None:
-        if "trans" in self.parts or "x4" not in self.parts:
+        if "x4" not in self.parts:
             return None
         stores = " ".join(self.put(f"x[{i}]", x) for i, x in enumerate(self.each(0)))
-        return f"{{ u32 x[4]; load_matrices(x, {self.address(1, 'u32')}, {self.s.line}); {stores} }}"
+        load = f"load_matrices<{str('trans' in self.parts).lower()}>"
+        return f"{{ u32 x[4]; {load}(x, {self.address(1, 'u32')}, {self.s.line}); {stores} }}"
 
     def _stmatrix(self) -> str | None:
         if "trans" in self.parts or "x4" not in self.parts:

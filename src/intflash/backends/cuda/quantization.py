@@ -10,8 +10,17 @@ from torch import Tensor
 
 from intflash.backends.cuda.parameters import View, data_view, quotient_reciprocal, view
 from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
-from intflash.backends.gpu.constants import Constants, constant_buffers, score_unit
+from intflash.backends.gpu.constants import (
+    Constants,
+    constant_buffers,
+    empty_valueless,
+    most_output_exponent,
+    score_unit,
+)
 from intflash.backends.gpu.scales import FloatInputs, Qkv, empty_codes, quantized_tensors
+from intflash.backends.gpu.tensors import View as TensorView
+from intflash.backends.gpu.tensors import contiguous_keys
+from intflash.backends.gpu.tensors import view as tensor_view
 from intflash.numerics import exp
 from intflash.problem import Problem
 from intflash.quant import QTensor
@@ -60,6 +69,16 @@ class ConstantsParams(ctypes.Structure):
     ]  # fmt: skip
 
 
+class ValuelessParams(ctypes.Structure):
+    """`struct ValuelessParams` of valueless.cu."""
+
+    _fields_ = [
+        ("v", View), ("words", ctypes.c_void_p),
+        *((name, ctypes.c_uint32) for name in ("keys", "blocks", "heads")),
+        *((name, ctypes.c_uint32) for name in ("blocks_reciprocal", "heads_reciprocal", "padding")),
+    ]  # fmt: skip
+
+
 def _launch(
     file: str, ctas: int, threads: int, params: ctypes.Structure, tensors: Mapping[int, Tensor | None],
     device: torch.device, **macros: object,
@@ -77,12 +96,20 @@ def _places(array: ctypes._CField, item: type[ctypes.Structure], tensors: tuple[
 
 def amax_launches(tensors: Qkv, amax: Tensor, scales: Tensor) -> tuple[CudaLaunch]:
     """Returns the launch that computes the scales of Q, K and V. amax: int32, four zeros."""
-    params = AbsmaxParams((Runs * 3)(*map(runs, tensors)), amax.data_ptr(), scales.data_ptr())
+    params = AbsmaxParams((Runs * 3)(*(runs(_whole_chunks(x)) for x in tensors)), amax.data_ptr(), scales.data_ptr())
     ctas = min(-(-max(x.count for x in params.x) // _CTA_CHUNKS) * 3, _MOST_CTAS)
     places = _places(AbsmaxParams.x, Runs, tensors)
     places |= {AbsmaxParams.amax.offset: amax, AbsmaxParams.scales.offset: scales}
     macros = dict(IN=C_TYPES[tensors.q.dtype], CTA_CHUNKS=_CTA_CHUNKS)
     return (_launch("absmax.cu", ctas, 256, params, places, amax.device, **macros),)
+
+
+def _whole_chunks(x: Tensor) -> Tensor:
+    """Returns x with the zeros that pad its rows to whole chunks; see `sm80.aligned`."""
+    per_chunk = _CHUNK_BYTES // x.element_size()
+    if x.shape[3] % per_chunk == 0:
+        return x
+    return x.as_strided((*x.shape[:3], -(-x.shape[3] // per_chunk) * per_chunk), x.stride())
 
 
 def runs(x: Tensor) -> Runs:
@@ -125,11 +152,17 @@ def quantize_launch(inputs: FloatInputs, query: bool = True) -> tuple[CudaLaunch
     units = max(t.shape[0] * t.shape[1] * -(-t.shape[2] // _TOKENS) for t in wanted)
     places = _places(QuantizeParams.x, View, x) | _places(QuantizeParams.codes, View, to)
     places |= _places(QuantizeParams.scales, View, scales)
+    dims = dict(HEAD_DIM=_whole_groups(x[0].shape[3]), VALUE_DIM=_whole_groups(x[1].shape[3]))
     launch = _launch(
         "quantize_inputs.cu", len(wanted) * units, 128, params, places, x[0].device, IN=C_TYPES[x[0].dtype],
-        HEAD_DIM=x[0].shape[3], QUERY=int(query), VALUES_IN_RANGE=int(inputs.dynamic),
+        **dims, QUERY=int(query), VALUES_IN_RANGE=int(inputs.dynamic),
     )  # fmt: skip
     return launch, quantized_tensors(inputs, codes)
+
+
+def _whole_groups(channels: int) -> int:
+    """Channels that quantize_inputs.cu writes: it takes 8 at once, and rows of codes are padded."""
+    return -(-channels // 8) * 8
 
 
 def constants_launch(
@@ -156,5 +189,25 @@ def constants_launch(
     launch = _launch(
         "constants.cu", -(-max(score_count, output_count) // 128), 128, params, places, x.score.device,
         UNIT=_UNITS[score_unit(problem.method)], QMAX=x.qmax, GIVEN=int(x.given is not None),
+        MOST_E=most_output_exponent(problem.method),
     )  # fmt: skip
     return launch, x.constants, x.out_scale
+
+
+def valueless_launch(v: Tensor) -> tuple[CudaLaunch, TensorView]:
+    """Returns the launch that finds the keys without a value, and their bits, in the order of block_float.cuh.
+
+    v: codes with contiguous channels at multiples of 16 bytes, or with contiguous keys of any layout.
+    """
+    if v.stride(3) != 1:
+        v = contiguous_keys(v)
+    batch, heads, keys, d = v.shape
+    words = empty_valueless(v)
+    blocks = words.shape[3] // 4
+    params = ValuelessParams(
+        data_view(v), words.data_ptr(), keys, blocks, heads, quotient_reciprocal(blocks), quotient_reciprocal(heads), 0
+    )
+    places = {ValuelessParams.v.offset: v, ValuelessParams.words.offset: words}
+    macros = dict(HEAD_DIM=d, KEY_MAJOR=int(v.stride(3) != 1))
+    launch = _launch("valueless.cu", batch * heads * blocks, 128, params, places, v.device, **macros)
+    return launch, tensor_view(words)
