@@ -225,3 +225,11 @@ def test_inside_of_a_compiled_model():
 def test_an_empty_batch(small):
     model, images, _ = small
     assert all(len(x) == 0 for x in results(model, images[:0]).values())
+
+
+def test_an_empty_batch_needs_no_gpu():
+    program, inputs = small_programs.block(torch.Generator().manual_seed(0))
+    found = executor.run(program, {name: x[:0] for name, x in inputs.items()})
+    assert {name: (x.shape, x.dtype) for name, x in found.items()} == {
+        o.buffer: ((0, *program.buffers[o.buffer].shape), program.buffers[o.buffer].dtype) for o in program.outputs
+    }

@@ -53,6 +53,7 @@ class LoadedProgram:
 
     def __init__(self, program: Program) -> None:
         self._inputs = program.inputs
+        self._outputs = {o.buffer: program.buffers[o.buffer] for o in program.outputs}
         self._steps = Steps(program)
         self._forwards: collections.OrderedDict[tuple, Forward] = collections.OrderedDict()
         self._lock = threading.Lock()
@@ -63,7 +64,10 @@ class LoadedProgram:
         """The buffers of the program's outputs, which the caller owns."""
         given = {i.name: inputs[i.name] for i in self._inputs if inputs.get(i.name) is not None}
         first = next(iter(given.values()))
-        if not first.is_cuda or not len(first):
+        if not len(first):
+            empty = {name: torch.empty(0, *b.shape, dtype=b.dtype) for name, b in self._outputs.items()}
+            return {name: x.to(first.device) for name, x in empty.items()}
+        if not first.is_cuda:
             return self._steps.run(given)
         with torch.cuda.device(first.device):
             if torch.cuda.is_current_stream_capturing():
@@ -161,7 +165,7 @@ class Steps:
         image = run.inputs[op.image].contiguous()
         out = self._empty(op.out, image)
         inverse = float(1.0 / torch.tensor(op.scale, dtype=torch.float32))
-        _run(kernels.patches_launch(image, out, op.patch, inverse, op.zero_point))
+        kernels.patches_launch(image, out, op.patch, inverse, op.zero_point).run()
         return {op.out: out}
 
     def _embedding(self, op: Embedding, run: Run) -> dict[str, Tensor]:
@@ -169,7 +173,7 @@ class Steps:
         out = self._empty(op.out, indices[0])
         tables = tuple(map(self._tensor, op.tables))
         limits = self._program.buffers[op.out].limits
-        _run(kernels.embedding_launch(indices, tables, self._tensor(op.rows), out, limits))
+        kernels.embedding_launch(indices, tables, self._tensor(op.rows), out, limits).run()
         return {op.out: out}
 
     def _layer_norm(self, op: LayerNorm, run: Run) -> dict[str, Tensor]:
@@ -180,10 +184,10 @@ class Steps:
         load_rows = self._tensor(op.load_rows)
         arguments = x, made.multiplier, made.bias, made.out, load_rows, op.shift, op.eps, made.limits
         if not hopper.serves_layer_norm(x, made.out, load_rows):
-            _run(kernels.layer_norm_launch(*arguments))
+            kernels.layer_norm_launch(*arguments).run()
             return {op.out: made.out}
         other = None if second is None else self._scaled(second, x)
-        _run(hopper.layer_norm_launch(*arguments, other))
+        hopper.layer_norm_launch(*arguments, other).run()
         return {op.out: made.out} | ({} if second is None else {second.out: other.out})
 
     def _scaled(self, op: LayerNorm, x: Tensor) -> hopper.Scaled:
@@ -195,7 +199,7 @@ class Steps:
     def _pool(self, op: Pool, run: Run) -> dict[str, Tensor]:
         x, limits = run.values[op.x], self._program.buffers[op.out].limits
         out = self._empty(op.out, x)
-        _run(kernels.pool_launch(x, out, op.first, op.stop, self._pools[op.name], op.shift, limits))
+        kernels.pool_launch(x, out, op.first, op.stop, self._pools[op.name], op.shift, limits).run()
         return {op.out: out}
 
     def _linear(self, op: Linear, run: Run) -> dict[str, Tensor]:
@@ -211,7 +215,8 @@ class Steps:
         module = hopper if op.name in self._hopper else kernels
         weight = self._hopper.get(op.name, weight)
         rows = out.view(batch, -1, n)
-        _run(module.linear_launch(op, x.reshape(-1, k), weight, *constants, residual, store_rows, rows, buffer))
+        x = x.reshape(-1, k)
+        module.linear_launch(op, x, weight, *constants, residual, store_rows, rows, buffer).run()
         if kept is not None:
             out.index_copy_(1, kept.at, kept.of(residual, batch))
         if len(buffer.shape) != 4:
@@ -266,11 +271,6 @@ def _attention_kernels(problem: Problem) -> Kernels:
     from intflash.backends.triton import backend
 
     return backend.KERNELS
-
-
-def _run(launch: kernels.TritonLaunch | hopper.CudaLaunch) -> None:
-    if math.prod(launch.grid):
-        launch.run()
 
 
 class KeptRows(NamedTuple):
