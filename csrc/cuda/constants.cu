@@ -3,22 +3,12 @@
 // constant of each kind.
 //
 // Macros: UNIT (Octaves or TableSteps, the unit of T); QMAX (the largest code of the output; 0 for float output, which
-// has no output constants); GIVEN (1: the caller gave the output's scale).
+// has no output constants); GIVEN (1: the caller gave the output's scale); MOST_E (the largest exponent of s_V / s_O).
 #include "exp2.cuh"
 
 constexpr i32 THREADS = 128;
-constexpr i32 LEAST_E = -7, MOST_E = 29;  // numerics.exp.OUTPUT_EXPONENTS
+constexpr i32 LEAST_E = -7;  // numerics.exp.OUTPUT_EXPONENTS
 
-struct ConstantsParams {
-  View q_scale, k_scale, v_scale, given;
-  i64* score;        // k << 32 | C
-  i64* output;       // e << 32 | Mr
-  float* out_scale;  // s_V * 127 / QMAX, written where the caller gave no scale
-  double sm_scale;
-  u32 score_shape[4], output_shape[4];
-  u32 score_count, output_count;
-  u32 group, padding;  // query heads per key head
-};
 static_assert(sizeof(ConstantsParams) == PARAMS_BYTES);
 
 // The index of a constant: batch, head, token, and channel or block of keys.

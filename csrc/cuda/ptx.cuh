@@ -1,15 +1,6 @@
-// Integer types, and wrappers of the PTX instructions that the kernels write themselves: copies, byte permutations,
-// reductions.
+// Wrappers of the PTX instructions that the kernels write themselves: copies, byte permutations, reductions.
 #pragma once
-
-typedef signed char i8;
-typedef unsigned char u8;
-typedef short i16;
-typedef unsigned short u16;
-typedef int i32;
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define DEVICE __device__ __forceinline__
 
@@ -17,6 +8,7 @@ typedef unsigned long long u64;
 // iteration.
 DEVICE void keep_in_register(u32& x) { asm volatile("" : "+r"(x)); }
 DEVICE void keep_in_register(i32& x) { asm volatile("" : "+r"(x)); }
+DEVICE void keep_in_register(i64& x) { asm volatile("" : "+l"(x)); }
 DEVICE void keep_in_register(u8*& x) { asm volatile("" : "+l"(x)); }
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -65,6 +57,13 @@ DEVICE u32 shift_left(u32 x, i32 by) {
   return r;
 }
 
+// Returns x >> by, and 0 for by > 31, because PTX's shr clamps.
+DEVICE u32 shift_right(u32 x, u32 by) {
+  u32 r;
+  asm("shr.u32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(by));
+  return r;
+}
+
 // Saturates four integers to int8 and packs them into the bytes of a word.
 DEVICE u32 pack_bytes(i32 a, i32 b, i32 c, i32 d) {
   u32 w;
@@ -91,6 +90,51 @@ DEVICE void transpose_bytes(u32 a, u32 b, u32 c, u32 d, u32 (&r)[4]) {
   ab = permute(a, b, 0x7362), cd = permute(c, d, 0x7362);
   r[2] = permute(ab, cd, 0x5410);
   r[3] = permute(ab, cd, 0x7632);
+}
+
+// Saturates two integers to int16 and packs them into the halves of a word.
+DEVICE u32 pack_halves(i32 low, i32 high) {
+  u32 w;
+  asm("cvt.pack.sat.s16.s32 %0, %1, %2;" : "=r"(w) : "r"(high), "r"(low));
+  return w;
+}
+
+// Loads and stores of 8 bytes or of multiples of 16 bytes.
+template <int COUNT>
+DEVICE void load_global(const void* from, u32 (&w)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4)
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[i]), "=r"(w[i + 1]), "=r"(w[i + 2]), "=r"(w[i + 3])
+                 : "l"((const u8*)from + 4 * i)
+                 : "memory");
+}
+template <int COUNT>
+DEVICE void store_global(void* to, const u32 (&w)[COUNT]) {
+  if constexpr (COUNT == 2) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(w[0]), "r"(w[1]) : "memory");
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"((u8*)to + 4 * i), "r"(w[i]), "r"(w[i + 1]),
+                   "r"(w[i + 2]), "r"(w[i + 3])
+                   : "memory");
+  }
+}
+
+// Read-only loads, of memory that no kernel writes. They are allowed before `wait_for_previous_kernel`.
+DEVICE u32 load_constant(const void* from) {
+  u32 word;
+  asm("ld.global.nc.b32 %0, [%1];" : "=r"(word) : "l"(from));
+  return word;
+}
+template <int COUNT>
+DEVICE void load_constants(const void* from, u32 (&w)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4)
+    asm("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(w[i]), "=r"(w[i + 1]), "=r"(w[i + 2]), "=r"(w[i + 3])
+        : "l"((const u8*)from + 4 * i));
 }
 
 DEVICE void store_shared(u32 to, u32 word) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory"); }

@@ -13,10 +13,6 @@ constexpr int KEY_WORDS = TOKENS / 4;  // a word holds four keys of a channel
 constexpr int TENSORS = QUERY ? 3 : 2;
 typedef Codes<IN, VALUES_IN_RANGE> In;
 
-struct QuantizeParams {
-  View x[3], codes[3], scales[3];  // of K, V and Q
-  u32 tokens[3], heads[3], batches, padding;
-};
 static_assert(sizeof(QuantizeParams) == PARAMS_BYTES);
 
 // The tokens of a CTA.

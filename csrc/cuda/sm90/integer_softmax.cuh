@@ -4,8 +4,6 @@
 #include "exp2.cuh"
 #include "sm90/long_rows_mainloop.cuh"
 
-constexpr int CHANNELS = HEAD_DIM / 4;  // channels per thread
-
 struct PCodes {  // of 64 keys: left operands of two products over 32 keys each
   u32 word[2][4];
 };
@@ -39,18 +37,6 @@ struct SharedP {
     __syncwarp();
   }
 };
-
-// Returns the sums of |q| over this thread's two rows, computed by the quad, in the halves of one word.
-DEVICE u32 row_magnitudes(const SharedLayout& shared) {
-  const u32 warp = threadIdx.x / 32 - 4, row = warp * 16 + threadIdx.x % 32 / 4;
-  u32 sum[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < 2 * D_CHUNKS; ++i) {
-    const u32 from = shared.query + swizzled<K_WIDTH>(row + i % 2 * 8, i / 2) + threadIdx.x % 4 * 4;
-    sum[i % 2] = add_magnitudes(load_shared(from), sum[i % 2]);
-  }
-  return quad_sum(sum[1] << 16 | sum[0]);
-}
 
 // Returns a mask of the bytes of p whose keys are visible to the row. `word` holds keys 4q .. 4q + 3 of 16.
 DEVICE u32 visible_bytes(const VisibleKeys& visible, int step, int word) {
@@ -201,7 +187,8 @@ struct ExactMaximum : PDigits<DIGITS> {
   typedef typename PDigits<DIGITS>::P P;
   static constexpr int PASSES = 2, IN_FLIGHT = ROW_SCALES ? 0 : 1;  // with ROW_SCALES, 1 would spill registers
   static constexpr int BUFFERS = DIGITS * HEAD_DIM / 2 > (CONSUMERS == 3 ? 48 : 64) ? 1 : 2;
-  static constexpr bool RESCALES = false, WHOLE_TILES = false;  // the row maximum is known before the second pass
+  static constexpr bool RESCALES = false, WHOLE_TILES = false,
+                        BLOCKS = false;                         // the row maximum is known before the second pass
   static constexpr int UNROLL = 1, DOTS = DIGITS == 2 ? 0 : 2;  // DOTS: see four_p
   i64 B[2];
 
@@ -258,7 +245,7 @@ typedef ExactMaximum<2> ExactP16;
 // comes from the table.
 struct Online : PDigits<1, TableSteps> {
   static constexpr int PASSES = 1, BUFFERS = 2;
-  static constexpr bool RESCALES = true, WHOLE_TILES = true;
+  static constexpr bool RESCALES = true, WHOLE_TILES = true, BLOCKS = false;
   // 2 would spill registers in these cases
   static constexpr int UNROLL = P_SHARED || ROW_SCALES || HEAD_DIM <= 32 ? 1 : 2;
   TableUnit units[ROW_SCALES ? 2 : 1];

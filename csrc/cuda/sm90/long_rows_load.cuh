@@ -28,13 +28,14 @@ constexpr int COPIES_IN_FLIGHT = 2;
 typedef RingPosition<STAGES> Stage;
 
 struct SharedLayout {
-  u32 table, tiles, query, codes, floats, scales, full, empty;
+  u32 table, tiles, query, codes, scratch, floats, scales, full, empty;
   DEVICE SharedLayout(u32 base)
       : table(base),
         tiles(base + TABLE_BYTES),
         query(tiles + STAGES * STAGE_BYTES),
         codes(query + CTA_ROWS * K_WIDTH),
-        floats(codes + CODES_BYTES),
+        scratch(codes + CODES_BYTES),
+        floats(scratch + CONSUMERS * SCRATCH_BYTES),
         scales(floats + STAGING_SLOTS * STAGING_SLOT_BYTES),
         full(scales + STAGES * SCALE_BYTES),
         empty(full + 8 * STAGES) {}
@@ -205,7 +206,7 @@ struct TmaLoader {
   template <int PASSES>
   DEVICE void run(const Params&, const SharedLayout& shared, u32 batch, u32 kv_head, i32 tiles, Stage& at) const {
     if (threadIdx.x != 0) return;
-    const i32 row = maps.row(batch, kv_head), matrix = maps.matrix(batch, kv_head);
+    const i32 row = first_row(maps, batch, kv_head), matrix = matrix_of(maps, batch, kv_head);
 #pragma unroll 1
     for (int pass = 1; pass <= PASSES; ++pass) {
 #pragma unroll 1

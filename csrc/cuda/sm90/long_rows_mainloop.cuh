@@ -11,6 +11,7 @@
 //   KEY_SCALES       K's scales: 0 one per head, 1 one per tile of 128 keys, 2 one per key
 //   P_SHARED         1: P goes to the products through shared memory, because registers do not suffice
 //   P_TABLE          1: P comes from a table in shared memory (exp2_table.cuh)
+//   SCRATCH_BYTES    shared memory of the method for each consumer warpgroup
 //   STAGES           stages of the ring buffer
 //   KV_RESIDENT      1: the ring holds all K/V tiles of a head until all rows of the head are computed
 //   QUERY            the type of Q: i8, or a float type with p.q_scale
@@ -18,6 +19,7 @@
 //   VALUES_IN_RANGE  1: no float is outside its scale's range
 //   VALUE            the type of V in the products: i8, half_t or bfloat_t
 //   OUT              the type of the output
+//   KEY_COUNTS       1: batch b has only its first ((const i32*)p.keep.ptr)[b] keys
 //
 // The exponentials of a tile are computed in two halves of 64 keys, or at once where the method sets WHOLE_TILES;
 // `add_row_sums` and `raise_row_octaves` then update the row sums and octaves. With BUFFERS = 2 there are registers for
@@ -29,23 +31,33 @@
 #include "sm90/tile_scheduler.cuh"
 #include "sm90/wgmma.cuh"
 
+#ifndef KEY_COUNTS
+#define KEY_COUNTS 0
+#endif
+
 typedef i32 Scores[HALF / 2];
+constexpr int CHANNELS = HEAD_DIM / 4;  // channels per thread
 // Registers per thread. A multiprocessor has 65,536.
 constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+
+DEVICE i32 key_count(const Params& p, u32 batch) { return KEY_COUNTS ? ((const i32*)p.keep.ptr)[batch] : p.nk; }
 
 // The number of key tiles that rows [first, end) see, and how many of them all rows see whole.
 struct KeyTileRange {
   i32 count, whole;
-  DEVICE KeyTileRange(const Params& p, i32 first, i32 end) {
-    i32 keys = CAUSAL ? min(p.nk, end + p.causal) : p.nk;
-    i32 seen = CAUSAL ? min(p.nk, first + p.causal + 1) : p.nk;
+  DEVICE KeyTileRange(const Params& p, u32 batch, i32 first, i32 end) {
+    const i32 nk = key_count(p, batch);
+    i32 keys = CAUSAL ? min(nk, end + p.causal) : nk;
+    i32 seen = CAUSAL ? min(nk, first + p.causal + 1) : nk;
     count = keys > 0 ? (keys + TILE - 1) / TILE : 0;
     whole = seen > 0 ? seen / TILE : 0;
   }
 };
 
 // Returns the number of key tiles that are loaded for a work tile.
-DEVICE i32 tiles_of(const Params& p, const WorkTile& work) { return KeyTileRange(p, work.row, work.end).count; }
+DEVICE i32 tiles_of(const Params& p, const WorkTile& work) {
+  return KeyTileRange(p, work.batch, work.row, work.end).count;
+}
 
 // --- a warpgroup's rows
 
@@ -136,6 +148,18 @@ DEVICE void update_maxima(i32 (&peak)[2], const Scores& s, bool partial, const V
   }
 }
 
+// Returns the sums of |q| over this thread's two rows, computed by the quad, in the halves of one word.
+DEVICE u32 row_magnitudes(const SharedLayout& shared) {
+  const u32 warp = threadIdx.x / 32 - 4, row = warp * 16 + threadIdx.x % 32 / 4;
+  u32 sum[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 2 * D_CHUNKS; ++i) {
+    const u32 from = shared.query + swizzled<K_WIDTH>(row + i % 2 * 8, i / 2) + threadIdx.x % 4 * 4;
+    sum[i % 2] = add_magnitudes(load_shared(from), sum[i % 2]);
+  }
+  return quad_sum(sum[1] << 16 | sum[0]);
+}
+
 // How many times the keys of a work tile are loaded.
 template <class Method>
 constexpr int KEY_PASSES = KV_RESIDENT ? 1 : Method::PASSES;
@@ -150,6 +174,7 @@ struct Consumer {
   const QueryLoader query;
   u64 q;
   i32 seen[2];
+  u32 zeros;            // Method::BLOCKS: this thread's keys without a value in the next tile
   bool releases_tiles;  // whether tiles may be released after use, because no later pass needs them
 
   DEVICE Consumer(const Params& p, const SharedLayout& shared) : p(p), shared(shared), query{p, shared} {}
@@ -296,10 +321,43 @@ struct Consumer {
     at = next;
   }
 
+  // The same for a method whose tiles have exponents of their own. The products of the next scores run while the
+  // block's sums are merged into the row's.
+  template <bool LAST>
+  DEVICE void block(i32 j, i32 whole, Stage& at) {
+    Stage next = at;
+    next.next();
+    if (!LAST) shared.wait_full(next);
+    const VisibleKeys visible[2] = {visible_keys(0, j * TILE), visible_keys(1, j * TILE)};
+    const u32 zeros = this->zeros;
+    if (!LAST) this->zeros = method.zeros(p, j + 1);
+    typename Method::P codes;
+    method.block(s, (LAST || CAUSAL) && j >= whole, visible, zeros, codes);
+    method.add_values(codes, descriptor<128>(shared.v_tile(at.stage)), [&] {
+      release(at.stage);
+      if (!LAST) issue_scores(0, next.stage);
+    });
+    if (!LAST) wgmma_wait(scores());
+    at = next;
+  }
+
+  DEVICE void run_blocks(i32 tiles, i32 whole, Stage& at) {
+    zeros = method.zeros(p, 0);
+    first_scores(at);
+    i32 j = 0;
+#pragma unroll 1
+    for (; j + 1 < tiles; ++j) block<false>(j, whole, at);
+    block<true>(j, whole, at);
+  }
+
   DEVICE void run_mainloop(i32 tiles, i32 whole, Stage& at) {
-    if constexpr (Method::WHOLE_TILES)
-      if (!method.fast_exp) return run_mainloop_as<false>(tiles, whole, at);
-    run_mainloop_as<true>(tiles, whole, at);
+    if constexpr (Method::BLOCKS) {
+      run_blocks(tiles, whole, at);
+    } else {
+      if constexpr (Method::WHOLE_TILES)
+        if (!method.fast_exp) return run_mainloop_as<false>(tiles, whole, at);
+      run_mainloop_as<true>(tiles, whole, at);
+    }
   }
   template <bool FAST_EXP>
   DEVICE void run_mainloop_as(i32 tiles, i32 whole, Stage& at) {
@@ -331,12 +389,15 @@ struct Consumer {
   // Computes 64 rows up to their output. last: this warpgroup has no later rows in the work tile.
   DEVICE void attend(const WorkTile& work, i32 tile, bool last, Stage& at) {
     const i32 first = work.row + tile * 64, tiles = tiles_of(p, work);
-    const KeyTileRange mine(p, first, min(first + 64, work.end));
+    const KeyTileRange mine(p, work.batch, first, min(first + 64, work.end));
     const ThreadRows place = work.place(threadIdx.x, tile);
     q = descriptor<K_WIDTH>(shared.query_rows(group()));
     query.finish_load(work, tile);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) seen[h] = CAUSAL ? min(p.nk, place.row + 8 * h + p.causal + 1) : p.nk;
+    for (int h = 0; h < 2; ++h) {
+      seen[h] = key_count(p, work.batch);
+      if (CAUSAL) seen[h] = min(seen[h], place.row + 8 * h + p.causal + 1);
+    }
     if (CAUSAL) wgmma_hold(seen);  // otherwise the compiler recomputes it in every tile
     method.init(p, place, shared);
     if constexpr (Method::PASSES == 2) {
@@ -350,6 +411,9 @@ struct Consumer {
     }
     releases_tiles = last;
     if (mine.count) run_mainloop(mine.count, mine.whole, at);
+    if constexpr (Method::BLOCKS)
+      if (method.is_inexact())
+        method.sum_again(p, work.place(reread_thread_index(), tile), shared, mine.count, mine.whole, seen);
     if (!KV_RESIDENT)
       skip_tiles(tiles - mine.count, at);
     else if (!last)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from intflash.numerics import exp
+from intflash.numerics import block, exp
 
 K0 = tl.constexpr(exp.K0)
 QUADRATIC_OFFSET = tl.constexpr(exp.QUADRATIC_OFFSET)
@@ -28,6 +28,13 @@ SIXTEEN_SEVENTHS = tl.constexpr(37450)  # in 2^-14, rounded up: exact for height
 NO_OCTAVE = tl.constexpr(-(1 << 30))  # below every other octave
 # Added to an absent key's product |S << k| * C < 2^61, this gives a negative octave, and so p = 0.
 NEVER = tl.constexpr(-(1 << 62))
+UNSET = tl.constexpr(block.UNSET)
+FAR = tl.constexpr(block.FAR)
+MAX_GAP = tl.constexpr(block.MAX_GAP)
+OUTPUT_SHIFT = tl.constexpr(block.OUTPUT_SHIFT)
+MOST_E = tl.constexpr(exp.OUTPUT_EXPONENTS[1])
+# Octaves added to the depth below a block's octave, so that p16 is the high word of m * 2^(hi + 16).
+BLOCK_OCTAVES = tl.constexpr(16 << 32)
 
 PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 
@@ -98,6 +105,19 @@ _EXP_P16 = tl.constexpr(
         outputs=2,
     )
 )  # fmt: skip
+# p16 of a block in the same digits. Adding 2^7 to both halves of a word carries into the high digit where the low one
+# is negative; the largest p16 is 65193, so that nothing leaves its half.
+_BLOCK_P16 = tl.constexpr(
+    _number_operands(
+        "{" + _REGISTERS
+        + _exponent_ptx("shl.b32 h, 1, h; mul.hi.u32 t{i}, m, h;")
+        + "prmt.b32 a, t0, t1, 0x5410; add.u32 a, a, 0x00800080;\n"
+        + "prmt.b32 b, t2, t3, 0x5410; add.u32 b, b, 0x00800080;\n"
+        + "prmt.b32 $0, a, b, 0x7531; xor.b32 $0, $0, 0x80808080;\n"
+        + "prmt.b32 $1, a, b, 0x6420; xor.b32 $1, $1, 0x80808080;}",
+        outputs=2,
+    )
+)  # fmt: skip
 _P8_CONSTRAINTS = tl.constexpr("=&r,r,r,r,r,r,r,r,r,l,l,l,l")
 _TABLE_CONSTRAINTS = tl.constexpr("=h,r,r,r,r,l,l")
 _P16_CONSTRAINTS = tl.constexpr("=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l")
@@ -147,6 +167,30 @@ def exp_p16(s, C, B):
         m, hi = _exponent(s, C, B)
         p16 = ((_shifted(m, hi) + (1 << 15)) >> 16).to(tl.int32)
         return (((p16 + 128) >> 8) - 128).to(tl.int8), (((p16 & 255) ^ 128) - 128).to(tl.int8)
+
+
+@triton.jit
+def block_p16(s, C, B):
+    """P16 of a block in signed digits as `exp_p16`, floored. B = K0 + BLOCK_OCTAVES - (e << 32) for the block's octave
+    e (bias added).
+    """
+    if PTX:
+        s, C = tl.broadcast(s, C)
+        s, B = tl.broadcast(s, B)
+        return tl.inline_asm_elementwise(
+            _BLOCK_P16, _P16_CONSTRAINTS, [s, C, B], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+        )
+    else:
+        m, hi = _exponent(s, C, B)
+        p32 = m.to(tl.int64) << (hi & 31).to(tl.int64)
+        p16 = tl.where((hi >= 0) & (hi <= 31), p32 >> 32, 0).to(tl.int32)
+        return (((p16 + 128) >> 8) - 128).to(tl.int8), (((p16 & 255) ^ 128) - 128).to(tl.int8)
+
+
+@triton.jit
+def octave_above(t):
+    """ceil(t / 2^32) as int32 for t in 2^-32 octave, |t| < 2^60 + 2^51; UNSET for NEVER."""
+    return tl.maximum(((t + 0xFFFFFFFF) >> 32).to(tl.int32), UNSET)
 
 
 @triton.jit
@@ -229,17 +273,22 @@ def _scaled(acc, factor, half, sh):
 
 
 @triton.jit
-def requantize(acc, l, Mr, e, QMAX: tl.constexpr, WIDE: tl.constexpr):
+def requantize(acc, l, Mr, e, QMAX: tl.constexpr, WIDE: tl.constexpr, gap=None):
     """Returns clamp(round(acc / l * s_V / s_O), -QMAX, QMAX) for acc [rows, channels] and l [rows]; 0 where l is 0.
 
     (Mr, e): s_V / s_O = Mr * 2^(e - 24), scalars or [1, channels]. R = floor(2^55 / (l << lz)). |acc| <= 127 l, so that
     |acc * RR| < 2^62 (docs/numerics.md, "The output"). A row without keys has acc = 0. WIDE: e may be above 23, where
-    127 * 2^e exceeds 32 bits before the clamp.
+    127 * 2^e exceeds 32 bits before the clamp. gap [rows]: octaves by which l's unit is above that of acc (int64).
     """
     l = tl.where(l == 0, 1, l).to(tl.uint32)
     lz = clz32(l)
     R = reciprocal_2_55(l << lz.to(tl.uint32))
     factor = ((R.to(tl.int64)[:, None] * Mr.to(tl.int64) + (1 << 23)) >> 24).to(tl.int32)
+    if gap is not None:
+        sh = 55 - lz[:, None] + gap[:, None] - tl.minimum(e, MOST_E + gap[:, None])
+        before = tl.minimum(sh - 1, 63).to(tl.int64)
+        out = ((acc * factor.to(tl.int64) >> before) + 1) >> 1
+        return tl.minimum(tl.maximum(out, -QMAX), QMAX).to(tl.int32)
     sh = 55 - lz[:, None] - e
     half = tl.full(sh.shape, 1, tl.int64) << (sh - 1).to(tl.int64)
     if WIDE:
@@ -250,8 +299,10 @@ def requantize(acc, l, Mr, e, QMAX: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def dequantize(acc, l, v_scale):
-    """float32(acc) * (s_V / float32(l)), each step rounded once; v_scale a scalar or [1, channels]."""
+def dequantize(acc, l, v_scale, gap=None):
+    """float32(acc) * (s_V / float32(l)), each step rounded once; v_scale a scalar or [1, channels]. gap: see
+    `requantize`.
+    """
     # by way of int64, because l is a uint32, and rounded once
     l = tl.where(l == 0, 1, l).to(tl.uint32).to(tl.int64).to(tl.float32)
     if v_scale.shape == []:
@@ -259,6 +310,8 @@ def dequantize(acc, l, v_scale):
     else:
         shape: tl.constexpr = [l.shape[0], v_scale.shape[1]]
         factor = tl.div_rn(tl.broadcast_to(v_scale, shape), tl.broadcast_to(l[:, None], shape))
+    if gap is not None:
+        factor *= ((127 - gap) << 23).to(tl.float32, bitcast=True)[:, None]
     return acc.to(tl.float32) * factor
 
 

@@ -13,10 +13,14 @@ import torch
 
 from intflash.backends.cuda import backend, long_rows
 from intflash.backends.cuda.parameters import Share, quotient_reciprocal
+from intflash.backends.gpu.constants import BLOCK_FLOAT
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
 METHODS = tuple(long_rows.METHODS)
+FROM_FLOATS = tuple(method for method in METHODS if method not in BLOCK_FLOAT)  # whose kernel may quantize K and V
+# The kernels of `intflash_bfp` are large: each takes some seconds to compile.
+COMPILED = tuple(pytest.param(x, marks=pytest.mark.full if x in BLOCK_FLOAT else ()) for x in METHODS)
 FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -55,6 +59,14 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"amax {amax} {d} causal", replace(p, causal=300)
         for dtype in (torch.int16, *FLOAT_KV):
             yield f"out {dtype} {d}", ic.codes(method, nq=130, nk=300, d=d, out_dtype=dtype)
+    if method == "intflash_bfp":
+        yield from ic.sink_cases(method)
+        for d in (16, 48, 64, 80, 128):
+            for octaves, zeros in ((10.0, (0, 90)), (40.0, (0, 90, 91)), (60.0, ())):
+                shape = dict(n=700, d=d, return_lse=True, out_dtype=torch.int16)
+                yield f"sinks {octaves} {d}", ic.sinks(method, octaves, zeros, **shape)
+            yield f"sinks causal {d}", ic.sinks(method, 40.0, (0, 90, 91), n=700, d=d, causal=0, return_lse=True)
+            yield f"sinks float {d}", ic.sinks(method, 40.0, (0, 90, 91), n=700, d=d, out_dtype=torch.float32)
     yield from checks.spans(method, 200, 400, 64)
     yield from checks.spans(method, 70, 330, 48)
     yield from checks.rising(method, 100, 1500, 64)
@@ -110,9 +122,11 @@ def test_bits(method, resident, monkeypatch):
 @checks.needs_device
 @pytest.mark.parametrize("method", METHODS)
 def test_bits_at_the_largest_number_of_keys(method):
-    """As many keys as l and the digit sums hold, with uniform attention."""
+    """As many keys as l and the digit sums hold, with uniform attention; of `intflash_bfp` so many that a row's sums
+    keep fewer fraction bits.
+    """
     torch.manual_seed(0)
-    shape = dict(heads=1, nq=3, nk=65_536, amax=1e-6)
+    shape = dict(heads=1, nq=3, nk=70_000 if method in BLOCK_FLOAT else 65_536, amax=1e-6)
     found = [(str(d), ic.codes(method, d=d, return_lse=True, **shape)) for d in (16, 128)]
     assert checks.differences(found, long_rows) == {}
 
@@ -149,7 +163,7 @@ def test_bits_of_resident_heads(method, monkeypatch):
 
 @pytest.mark.gpu
 @checks.needs_device
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FROM_FLOATS)
 def test_bits_of_resident_floats(method, monkeypatch):
     """Every head_dim, many and few heads per CTA, as many keys as fit, values far outside a scale's range."""
     monkeypatch.setattr(long_rows, "_quantizing_is_faster", lambda _: True)
@@ -320,12 +334,22 @@ def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=
 
 
 @pytest.mark.parametrize("d", (16, 64, 80, 128))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", COMPILED)
 def test_integer_only(method, d):
     """No floating-point opcode between int8 and integers, and no local memory."""
+    _check_integer_only(method, d)
+
+
+@pytest.mark.parametrize("d", (64, 128))
+def test_integer_only_of_blocks(d):
+    """The plain kernel of those that `test_integer_only` compiles in full runs only."""
+    _check_integer_only("intflash_bfp", d, 1)
+
+
+def _check_integer_only(method: str, d: int, variants: int = 3) -> None:
     for out, causal, rows, resident in (
         (torch.int8, None, False, False), (torch.int16, 0, True, False), (torch.int8, None, False, True),
-    ):  # fmt: skip
+    )[:variants]:  # fmt: skip
         machine = checks.machine(_launch(method, d, out, causal, rows, resident=resident))
         assert machine.float_instructions == []
         assert machine.spills == 0 and machine.stack_bytes == 0
@@ -333,14 +357,14 @@ def test_integer_only(method, d):
 
 
 @pytest.mark.parametrize("query", checks.COMPILED_FLOATS, ids=str)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", COMPILED)
 def test_float_queries_do_not_spill(method, query):
     for d, resident in itertools.product((64, 128), (False, True)):
         assert checks.machine(_launch(method, d, query, query=query, resident=resident)).spills == 0
 
 
 @pytest.mark.parametrize("recipe", (Recipe(), Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1)), ids=("dynamic", "static"))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FROM_FLOATS)
 def test_floats_do_not_spill(method, recipe):
     for d, dtype in itertools.product((64, 80), (torch.float16, torch.bfloat16)):
         assert checks.machine(_float_launch(method, d, dtype, recipe)).spills == 0
@@ -368,7 +392,7 @@ def test_codes_do_not_spill_anywhere(method, d, causal, resident):
 
 @pytest.mark.full
 @pytest.mark.parametrize("d", range(32, 129, 16))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FROM_FLOATS)
 def test_floats_do_not_spill_anywhere(method, d):
     static = Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1)
     for dtype, recipe in itertools.product((torch.float16, torch.bfloat16), (Recipe(), static)):

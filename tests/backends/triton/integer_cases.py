@@ -1,6 +1,7 @@
 """Problems for the integer-only Triton kernels, whose results must equal the reference's bit for bit.
 
-`python integer_cases.py METHOD...` runs them in Triton's interpreter and prints the differences as JSON.
+`python integer_cases.py report METHOD` runs them in Triton's interpreter and prints the differences as JSON,
+`report_sinks` those of rows with sinks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from intflash.numerics.exp import LOG2_E
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe, quantize
 
-OURS = ("intflash", "intflash_p8", "intflash_online")
+OURS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
 QFLASH_METHODS = ("qflash", "iflash")
 ABSENT = -(1 << 31)
 
@@ -88,6 +89,8 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         return
     for amax in (1e-6, 500.0, 50000.0):  # uniform attention; a single key; k = 8
         yield f"amax {amax}", codes(method, amax=amax)
+    if method == "intflash_bfp":
+        yield from sink_cases(method)
     channels = dict(kinds=("token", "head", "channel"))
     yield "token, head, channel", codes(method, **channels)
     yield "token, head, channel, float32", codes(method, out_dtype=torch.float32, **channels)
@@ -104,6 +107,32 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         yield f"floats {nk} static heads of all", floats(method, nk, recipe=Recipe("head", "head", "head", **of_heads))
     yield "floats token", floats(method, recipe=Recipe(q="token", k="head"))
     yield "zeros", Problem(method, *(torch.zeros(1, 1, 20, 32) for _ in "qkv"), 0.2, out_dtype=torch.float32)
+
+
+def sinks(method: str, octaves: float, zeros: tuple[int, ...], n=300, d=32, **more) -> Problem:
+    """Makes a problem in which every 90th key is a sink, `octaves` above the others, with values of `zeros` all 0."""
+    p = codes(method, nq=n, nk=n, d=d, **more)
+    q, k, v = (p.q.data.clone(), p.k.data.clone(), p.v.data.clone())
+    q[..., 0], k[..., 0], k[..., ::90, 0] = 16, 0, 127
+    q[..., ::3, :] //= 4  # rows with other gaps
+    v[..., list(zeros), :] = 0
+    scale = torch.full((1, 1, 1, 1), octaves / (16 * 127 * p.sm_scale * LOG2_E))
+    one = torch.full((1, 1, 1, 1), 1.0)
+    made = (QTensor(x, s, "tensor") for x, s in ((q, scale), (k, one), (v, p.v.scale)))
+    return replace(p, **dict(zip("qkv", made, strict=True)))
+
+
+def sink_cases(method: str) -> Iterator[tuple[str, Problem]]:
+    """Sinks with and without a value, at gaps over which blocks merge exactly, with floored bits, and not at all."""
+    for octaves in (3.0, 20.0, 40.0, 60.0, 130.0):
+        for zeros in ((), tuple(range(0, 300, 90)), (1, *range(128, 256)), tuple(range(300))):
+            name = f"sinks of {octaves} octaves, {len(zeros)} zeros"
+            yield name, sinks(method, octaves, zeros, return_lse=True, out_dtype=torch.int16)
+    zeros = tuple(range(0, 300, 90))
+    yield "sinks, float32", sinks(method, 40.0, zeros, out_dtype=torch.float32)
+    yield "sinks, small output scale", sinks(method, 40.0, zeros, out_scale=torch.full((1, 1, 1, 1), 1e-12))
+    yield "sinks, causal", sinks(method, 40.0, zeros, causal=0, out_dtype=torch.int16, return_lse=True)
+    yield "sinks, gqa", sinks(method, 8.0, zeros, heads=4, key_heads=2, out_dtype=torch.int16)
 
 
 def _strided(method: str) -> Problem:
@@ -145,23 +174,22 @@ def unread_scales(method: str) -> dict[str, str | None]:
     return found
 
 
-def report(methods: list[str]) -> dict[str, str | None]:
+def report_sinks(method: str) -> dict[str, str | None]:
+    return {name: complaint(p) for name, p in sink_cases(method)}
+
+
+def report(method: str) -> dict[str, str | None]:
     from intflash.backends.triton import launch
 
-    torch.manual_seed(0)
-    found = {f"{method}, {name}": complaint(p) for method in methods for name, p in cases(method)}
-    for method in set(methods) & set(QFLASH_METHODS):
+    found = {name: complaint(p) for name, p in cases(method)}
+    if method in QFLASH_METHODS:
         found |= unread_scales(method)
     launch.MOST_BATCHES = 0  # any batch stands for one that only the first axis of a grid holds
     again = ("n17 d17", "floats 60 dynamic", "floats 300 dynamic", "50 gqa")
-    return found | {
-        f"{method}, {name}, batch first": complaint(p)
-        for method in methods
-        for name, p in cases(method)
-        if name in again
-    }
+    return found | {f"{name}, batch first": complaint(p) for name, p in cases(method) if name in again}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(report(sys.argv[1:])))
+    torch.manual_seed(0)
+    print(json.dumps(dict(report=report, report_sinks=report_sinks)[sys.argv[1]](sys.argv[2])))

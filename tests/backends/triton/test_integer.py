@@ -17,19 +17,29 @@ from intflash.backends.triton import specializations  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 QUICK = ("intflash_p8", "qflash")
-SLOW = ("intflash", "intflash_online", "iflash")  # up to a minute each
+SLOW = ("intflash", "intflash_online", "intflash_bfp", "iflash")  # up to a minute each
 METHODS = [*QUICK, *(pytest.param(method, marks=pytest.mark.full) for method in SLOW)]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_bits_in_the_interpreter(method):
-    """In a separate process, because Triton decides at import whether it interprets."""
-    command = [sys.executable, "-W", "ignore", str(HERE / "integer_cases.py"), method]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = _interpreted("report", method)
     assert len(found) > 10
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+def test_bits_of_sinks_in_the_interpreter():
+    found = _interpreted("report_sinks", "intflash_bfp")
+    assert len(found) > 10
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+def _interpreted(report: str, method: str) -> dict[str, str | None]:
+    """In a separate process, because Triton decides at import whether it interprets."""
+    command = [sys.executable, "-W", "ignore", str(HERE / "integer_cases.py"), report, method]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _check(name: str, arch: int) -> None:

@@ -24,6 +24,12 @@ static bool vote(bool all, bool x) {
   for (const auto& lane : exchange({u32(x)})) count += lane[0];
   return all ? count == 32 : count > 0;
 }
+static u32 ballot(bool x) {
+  const auto& words = exchange({u32(x)});
+  u32 lanes = 0;
+  for (int lane = 0; lane < 32; ++lane) lanes |= words[lane][0] << lane;
+  return lanes;
+}
 template <class T, class Op>
 static T warp_reduce(T x, Op op) {
   const auto& words = exchange({as<u32>(x)});

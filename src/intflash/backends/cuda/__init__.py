@@ -49,6 +49,17 @@ def _run(problem: Problem) -> Result:
     return backend.run(problem)
 
 
+def machine_code(file: str, kernel: str, macros: tuple[tuple[str, str], ...]) -> bytes | None:
+    """The machine code of a program of csrc/cuda for the native call path, which serves Hopper; None where nothing can
+    be compiled."""
+    from intflash.backends.cuda import program
+
+    try:
+        return program.machine_code(program.CudaProgram.named(file, kernel, macros), program.HOPPER)
+    except (ImportError, OSError):  # `unavailable` says what is missing
+        return None
+
+
 # backend.py decides which kernel serves a problem, by its shape and layout.
 _SERVED = frozenset.union(
     FLOAT_INPUTS, CODES, QUANTIZATION, FLOAT_OUTPUT, {"causal mask", "grouped heads", "log-sum-exp"}
@@ -59,6 +70,7 @@ SERVES = {
     "intflash": _INTFLASH | _MASKS | {"integer bias"},
     "intflash_p8": _INTFLASH | _MASKS | {"integer bias"},
     "intflash_online": _INTFLASH | _MASKS,
+    "intflash_bfp": _INTFLASH,
     "lite": _SERVED | ANY_GRANULARITY,
     "int_flash_half": _SERVED | ANY_GRANULARITY,
 }

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple
 
 from torch import Tensor
 
-from intflash.backends.cuda.parameters import Share, has_row_scales, parameters, quotient_reciprocal
+from intflash.backends.cuda.parameters import Params, Share, has_row_scales, parameters, quotient_reciprocal
 from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, multiprocessors
 from intflash.backends.cuda.short_rows import key_width
 from intflash.backends.cuda.tensor_maps import tensor_maps
 from intflash.backends.cuda.wgmma import Product
-from intflash.backends.gpu.constants import Constants
+from intflash.backends.gpu.constants import BLOCK_FLOAT, Constants
 from intflash.backends.gpu.tensors import Statistics, contiguous_keys
 from intflash.problem import Problem
 
-METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": "Online"}
+METHODS = {
+    "intflash": "ExactP16",
+    "intflash_p8": "ExactP8",
+    "intflash_online": "Online",
+    "intflash_bfp": "BlockFloat",
+}
 TILE = 128  # keys per tile
 STAGES = 4  # of the ring buffer
 _SHARED_BYTES = 227 * 1024  # available to a CTA
 _TABLE_BYTES = 32 * 1024  # of the table of P of `intflash_online`
+# by consumer warpgroups and head_dim, a thread's accumulators of `intflash_bfp` that are in shared memory
+_ACC_WORDS = {2: {80: 12, 96: 16, 112: 24, 128: 32}, 3: {48: 8, 64: 18}}
 _STAGING_BYTES = 2 * 16 * 1024  # of floats that wait in shared memory to be quantized
 _WARPGROUP_TIMES = {
     2: (0.8, 1.0),
@@ -61,6 +69,8 @@ def quantizes_kv(problem: Problem) -> bool:
     d = problem.q.shape[3]
     if problem.method not in METHODS or problem.q.element_size() != 2 or d == 16:  # 16: registers would spill
         return False
+    if problem.method in BLOCK_FLOAT:  # it reads codes again where a row needs a second pass
+        return False
     if not all(map(_offsets_fit_32_bits, (problem.k, problem.v))):
         return False
     consumers = _consumers(problem, d, _light_quantization(d), False)
@@ -91,13 +101,14 @@ def _offsets_fit_32_bits(x: Tensor) -> bool:
 def long_rows_launch(
     problem: Problem, constants: Constants, out: Tensor, statistics: Statistics,
     scales: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
-    consumers: int | None = None, resident: bool | None = None,
+    consumers: int | None = None, resident: bool | None = None, key_counts: Tensor | None = None,
 ) -> CudaLaunch:  # fmt: skip
     """Returns the launch for a problem of int8 codes, of float Q with its scale and codes of K and V, or of floats with
     all three scales.
 
     consumers: number of consumer warpgroups, by default as many as fit. resident: whether K/V are resident in shared
-    memory, by default where that is faster.
+    memory, by default where that is faster. key_counts: how many of the keys each batch has, int32 ``[B]``; by default
+    all of them.
     """
     floats = isinstance(problem.k, Tensor)
     if not floats:
@@ -112,18 +123,24 @@ def long_rows_launch(
     if resident is None:
         resident = floats or _fits_resident(problem, most) and _resident_is_faster(problem)
     stages = most if resident else STAGES
-    products = tuple(Product(*x) for x in ((64, "s8"), (128, "s8"), (d, "u8")))
+    products = tuple(Product(*x) for x in ((64, "s8"), (128, "s8"), (_pv_channels(problem.method, d, consumers), "u8")))
     program = CudaProgram.of(
-        "sm90/long_rows.cu", products, METHOD=METHODS[problem.method], HEAD_DIM=d, CONSUMERS=consumers,
+        "sm90/long_rows.cu", products, METHOD=METHODS[problem.method],
+        BLOCK_FLOAT=int(problem.method in BLOCK_FLOAT), HEAD_DIM=d, CONSUMERS=consumers,
         CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0, QUERY=C_TYPES[q.dtype],
         VALUE="i8", OUT=C_TYPES[out.dtype], TMA=int(maps is not None),
         P_SHARED=int(_p_in_shared(problem, consumers)),
-        P_TABLE=int(_uses_p_table(problem)), STAGES=stages, KV_RESIDENT=int(resident), FLOAT_KV=int(floats),
+        P_TABLE=int(_uses_p_table(problem)), SCRATCH_BYTES=_scratch_bytes(problem, consumers), STAGES=stages,
+        KV_RESIDENT=int(resident), FLOAT_KV=int(floats),
         VALUES_IN_RANGE=int(scales is not None and problem.recipe.q_scale is None),
+        **({} if key_counts is None else {"KEY_COUNTS": 1}),
     )  # fmt: skip
     shared = shared_bytes(d, consumers, TILE * d, 0, stages, extra)
     ctas, ranges = schedule_resident_heads(problem, floats) if resident else schedule_ranges(problem, consumers)
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, share=ranges)
+    if key_counts is not None:
+        params.keep.ptr = key_counts.data_ptr()
+        keeps[Params.keep.offset] = key_counts
     return CudaLaunch(program, (ctas, 1, 1), 128 * (consumers + 1), shared, params, q.device, keeps, True, maps)
 
 
@@ -210,8 +227,12 @@ def _choose_range_split(nq: int, heads: int, consumers: int, processors: int) ->
             ends[split.first + i % (ctas - split.first)] += time
         return max(ends)
 
+    def total(split: RangeSplit) -> float:
+        # added one by one, as the native launcher does: `sum` compensates for rounding since Python 3.12
+        return split.whole + reduce(operator.add, rests(split), 0.0)
+
     if heads * (most + 1) > 32 * processors:  # with this much work the total decides, as it is shared evenly
-        return min((split for split in splits() if split.first == 0), key=lambda split: split.whole + sum(rests(split)))
+        return min((split for split in splits() if split.first == 0), key=total)
     return min(splits(), key=end)
 
 
@@ -226,9 +247,26 @@ def shared_bytes(
 
 
 def _extra_shared_bytes(problem: Problem, consumers: int, floats: bool) -> int:
-    """Bytes of P, where it goes through shared memory, of floats that wait to be quantized, and of the table of P."""
+    """Bytes of P, where it goes through shared memory, of what has no registers, of floats that wait to be quantized,
+    and of the table of P.
+    """
     p = 64 * consumers * TILE * _p_in_shared(problem, consumers)
+    p += consumers * _scratch_bytes(problem, consumers)
     return p + floats * _STAGING_BYTES + _uses_p_table(problem) * _TABLE_BYTES
+
+
+def _scratch_bytes(problem: Problem, consumers: int) -> int:
+    """Bytes for each consumer warpgroup of `Scratch` of block_float_softmax.cuh: 64-bit words of 128 threads."""
+    if problem.method not in BLOCK_FLOAT:
+        return 0
+    return (5 + _ACC_WORDS[consumers].get(problem.q.shape[3], 0)) * 128 * 8
+
+
+def _pv_channels(method: str, d: int, consumers: int) -> int:
+    """Channels of one product of P V: PV_CHANNELS of block_float_softmax.cuh, or all."""
+    if method not in BLOCK_FLOAT:
+        return d
+    return 16 if d % 32 else 32 if consumers == 3 or d > 64 else d
 
 
 def _uses_p_table(problem: Problem) -> bool:
@@ -267,6 +305,8 @@ def _consumers(problem: Problem, d: int, light_loads: bool, rows: bool) -> int:
     """The number of consumer warpgroups, as many as registers allow. light_loads: the producer needs few registers, as
     with TMA; row_scales: each row has its own scale.
     """
+    if problem.method in BLOCK_FLOAT:
+        return 2
     if problem.method == "intflash":
         return 3 if 32 < d <= 64 and light_loads and not rows else 2
     if problem.method == "intflash_p8":

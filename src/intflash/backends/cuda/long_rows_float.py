@@ -45,8 +45,8 @@ def float_launch(
     products = (Product(64, "s8"), Product(128, "s8"), Product(d, _PRODUCTS[v.data.dtype]))
     program = CudaProgram.of(
         "sm90/long_rows_float.cu", products, HEAD_DIM=d, CONSUMERS=_CONSUMERS, CAUSAL=int(problem.causal is not None),
-        KEY_SCALES=per, P_SHARED=0, P_TABLE=0, QUERY="i8", VALUE=C_TYPES[v.data.dtype], OUT=C_TYPES[out.dtype],
-        STAGES=long_rows.STAGES, KV_RESIDENT=0, FLOAT_KV=0, VALUES_IN_RANGE=0,
+        KEY_SCALES=per, P_SHARED=0, P_TABLE=0, SCRATCH_BYTES=0, QUERY="i8", VALUE=C_TYPES[v.data.dtype],
+        OUT=C_TYPES[out.dtype], STAGES=long_rows.STAGES, KV_RESIDENT=0, FLOAT_KV=0, VALUES_IN_RANGE=0,
     )  # fmt: skip
     scales = (q.scale, k_scale, None)
     ctas, ranges = long_rows.schedule_ranges(problem, _CONSUMERS)

@@ -39,7 +39,8 @@ class SplitKv(ctypes.Structure):
 
 
 class Params(ctypes.Structure):
-    _views = ("q", "k", "v", "out", "score", "output", "q_scale", "k_scale", "v_scale", "bias", "keep")
+    _views = ("q", "k", "v", "out", "score", "output", "q_scale", "k_scale", "v_scale", "bias", "keep",
+              "valueless")  # fmt: skip
     _fields_ = [
         *((name, View) for name in _views),
         ("t_max", ctypes.c_void_p), ("l", ctypes.c_void_p), ("sm_scale", ctypes.c_double),
@@ -79,7 +80,7 @@ def parameters(
     keeps = dict(
         q=q, k=k, v=v, out=out, score=packed[0], output=packed[1], q_scale=q_scale, k_scale=k_scale,
         v_scale=packed[2] if v_scale is None else v_scale, bias=problem.bias,
-        keep=None if problem.keep is None else problem.keep.view(torch.uint8),
+        keep=None if problem.keep is None else problem.keep.view(torch.uint8), valueless=packed[3],
     )  # fmt: skip
     ends = {
         f"{name[-1]}_ends": None if x is None else x.to(q.device, torch.int32).contiguous()

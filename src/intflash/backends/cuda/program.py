@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +64,11 @@ class CudaProgram:
         cls, file: str, products: Iterable[wgmma.Product] = (), entry: str = "attention", **macros: object
     ) -> CudaProgram:
         return cls(file, tuple((name, str(value)) for name, value in macros.items()), tuple(products), entry)
+
+    @classmethod
+    def named(cls, file: str, entry: str, macros: tuple[tuple[str, str], ...]) -> CudaProgram:
+        """A program of the native launcher, which knows its macros; the products follow from them."""
+        return cls(file, macros, wgmma.products(file, dict(macros)), entry)
 
     def sources(self) -> dict[str, str]:
         """The text of every header by its path relative to csrc/cuda, as `#include` names it."""
@@ -130,19 +136,29 @@ def machine_code(program: CudaProgram, architecture: str) -> bytes:
     """Returns the cubin of a program, from the cache on disk where it has been compiled before.
 
     Raises:
+        ImportError: NVRTC is missing (see `unavailable`).
         RuntimeError: NVRTC refused it; the message holds its log.
     """
-    from cuda.bindings import nvrtc
-
-    headers = program.sources()
-    version = checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
-    key = repr((program.text(), sorted(headers.items()), program.options(architecture), version))
+    key = repr((program.text(), sorted(program.sources().items()), program.options(architecture), _compiler_version()))
     path = cache_folder(f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin")
     if path.exists():
         return path.read_bytes()
     code = compile_program(program, architecture).cubin
     _write_cache(path, code)
     return code
+
+
+@functools.cache
+def _compiler_version() -> object:
+    """NVRTC's version, by its package where there is one, because loading NVRTC would take most of a first call."""
+    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            pass
+    from cuda.bindings import nvrtc
+
+    return checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
 
 
 def _write_cache(path: Path, code: bytes) -> None:

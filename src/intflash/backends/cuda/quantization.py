@@ -10,8 +10,17 @@ from torch import Tensor
 
 from intflash.backends.cuda.parameters import View, data_view, quotient_reciprocal, view
 from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
-from intflash.backends.gpu.constants import Constants, constant_buffers, score_unit
+from intflash.backends.gpu.constants import (
+    Constants,
+    constant_buffers,
+    empty_valueless,
+    most_output_exponent,
+    score_unit,
+)
 from intflash.backends.gpu.scales import FloatInputs, Qkv, empty_codes, quantized_tensors
+from intflash.backends.gpu.tensors import View as TensorView
+from intflash.backends.gpu.tensors import contiguous_keys
+from intflash.backends.gpu.tensors import view as tensor_view
 from intflash.numerics import exp
 from intflash.problem import Problem
 from intflash.quant import QTensor
@@ -57,6 +66,16 @@ class ConstantsParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("score", "output", "out_scale")),
         ("sm_scale", ctypes.c_double), ("score_shape", ctypes.c_uint32 * 4), ("output_shape", ctypes.c_uint32 * 4),
         *((name, ctypes.c_uint32) for name in ("score_count", "output_count", "group", "padding")),
+    ]  # fmt: skip
+
+
+class ValuelessParams(ctypes.Structure):
+    """`struct ValuelessParams` of valueless.cu."""
+
+    _fields_ = [
+        ("v", View), ("words", ctypes.c_void_p),
+        *((name, ctypes.c_uint32) for name in ("keys", "blocks", "heads")),
+        *((name, ctypes.c_uint32) for name in ("blocks_reciprocal", "heads_reciprocal", "padding")),
     ]  # fmt: skip
 
 
@@ -170,5 +189,25 @@ def constants_launch(
     launch = _launch(
         "constants.cu", -(-max(score_count, output_count) // 128), 128, params, places, x.score.device,
         UNIT=_UNITS[score_unit(problem.method)], QMAX=x.qmax, GIVEN=int(x.given is not None),
+        MOST_E=most_output_exponent(problem.method),
     )  # fmt: skip
     return launch, x.constants, x.out_scale
+
+
+def valueless_launch(v: Tensor) -> tuple[CudaLaunch, TensorView]:
+    """Returns the launch that finds the keys without a value, and their bits, in the order of block_float.cuh.
+
+    v: codes with contiguous channels at multiples of 16 bytes, or with contiguous keys of any layout.
+    """
+    if v.stride(3) != 1:
+        v = contiguous_keys(v)
+    batch, heads, keys, d = v.shape
+    words = empty_valueless(v)
+    blocks = words.shape[3] // 4
+    params = ValuelessParams(
+        data_view(v), words.data_ptr(), keys, blocks, heads, quotient_reciprocal(blocks), quotient_reciprocal(heads), 0
+    )
+    places = {ValuelessParams.v.offset: v, ValuelessParams.words.offset: words}
+    macros = dict(HEAD_DIM=d, KEY_MAJOR=int(v.stride(3) != 1))
+    launch = _launch("valueless.cu", batch * heads * blocks, 128, params, places, v.device, **macros)
+    return launch, tensor_view(words)

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from intflash.backends.gpu.tensors import View, view
 from intflash.numerics import exp
+from intflash.numerics.block import BLOCK, MAX_GAP
 from intflash.problem import Problem
+
+BLOCK_FLOAT = ("intflash_bfp",)  # methods with an exponent per block of keys
 
 
 class Constants(NamedTuple):
@@ -23,6 +26,8 @@ class Constants(NamedTuple):
     score: View | None  # int64 [B|1, Hq|1, Nq|1, key blocks|1]: k << 32 | C; None where the kernel computes them
     output: View | None  # int64 [B|1, Hq|1, 1, Dv|1]: e << 32 | Mr; None for float output
     v_scale: View | None  # float32 [B|1, Hk|1, 1, Dv|1]; None for integer output
+    # int32 [B, Hk, 1, words] for `intflash_bfp`: bit i of word j is set where all codes of key 32 j + i's value are 0
+    valueless: View | None = None
 
 
 class Shape(NamedTuple):
@@ -97,6 +102,17 @@ def constant_buffers(problem: Problem, scales: tuple[Tensor, Tensor, Tensor] | N
 def score_unit(method: str) -> exp.ScoreUnit:
     """Returns the unit in which T of a method counts."""
     return exp.TABLE_STEPS if method == "intflash_online" else exp.OCTAVES
+
+
+def most_output_exponent(method: str) -> int:
+    """Returns where the exponent of s_V / s_O saturates: below, a kernel of `intflash_bfp` has a row's own bound."""
+    return exp.OUTPUT_EXPONENTS[1] + (MAX_GAP if method in BLOCK_FLOAT else 0)
+
+
+def empty_valueless(v: Tensor) -> Tensor:
+    """Returns the uninitialized words of `Constants.valueless` for values [B, Hk, Nk, D]."""
+    batch, heads, keys, _ = v.shape
+    return torch.empty(batch, heads, 1, -(-keys // BLOCK) * (BLOCK // 32), dtype=torch.int32, device=v.device)
 
 
 def float_bits(x: float) -> int:

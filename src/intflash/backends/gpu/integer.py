@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 from intflash.backends.gpu import scales
-from intflash.backends.gpu.constants import Constants, output_limit, score_unit
+from intflash.backends.gpu.constants import BLOCK_FLOAT, Constants, output_limit, score_unit
 from intflash.backends.gpu.scales import FloatInputs, Qkv
-from intflash.backends.gpu.tensors import Statistics, view
+from intflash.backends.gpu.tensors import Statistics, View, view
 from intflash.numerics import exp
 from intflash.problem import Problem, Result, empty_output
 from intflash.quant import QTensor
 
-_P_MAX = {"intflash": exp.P16_MAX, "intflash_p8": exp.P8_MAX, "intflash_online": exp.P8_MAX}
+_P_MAX = {
+    "intflash": exp.P16_MAX,
+    "intflash_p8": exp.P8_MAX,
+    "intflash_online": exp.P8_MAX,
+    "intflash_bfp": exp.P16_MAX,
+}
 
 
 class Kernels(NamedTuple):
@@ -29,6 +34,7 @@ class Kernels(NamedTuple):
         amax(tensors, amax, scales): the launches that compute the scales of floats; `amax` holds four zeros.
         quantize(inputs, query): the launch that writes the codes of K, V and, if `query`, Q, and these by name.
         constants(problem, scales): the launch that fills the launch constants, these, and the output's scale.
+        valueless(v): the launch that finds the keys without a value, and `Constants.valueless`.
         head_amax_in_kernel(problem): whether the attention kernel computes the scales itself, one per head.
     """
 
@@ -37,6 +43,7 @@ class Kernels(NamedTuple):
     amax: Callable[[Qkv, Tensor, Tensor], Iterable[Any]]
     quantize: Callable[[FloatInputs, bool], tuple[Any, dict[str, QTensor]]]
     constants: Callable[[Problem, Qkv | None], tuple[Any, Constants, Tensor | None]]
+    valueless: Callable[[Tensor], tuple[Any, View]]
     head_amax_in_kernel: Callable[[Problem], bool] = lambda problem: False
 
 
@@ -59,6 +66,10 @@ def run(problem: Problem, kernels: Kernels) -> Result:
         launch, codes = kernels.quantize(inputs, not fused)
         launch.run()
         problem, inputs = replace(problem, **codes), inputs if fused else None
+    if problem.method in BLOCK_FLOAT:
+        launch, valueless = kernels.valueless(problem.v.data)
+        launch.run()
+        constants = constants._replace(valueless=valueless)
     kernels.attention(problem, constants, out, statistics, inputs).run()
     return Result(out, out_scale, _log_sum_exp(problem, statistics))
 

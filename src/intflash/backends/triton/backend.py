@@ -10,13 +10,18 @@ from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.integer import Kernels
 from intflash.backends.gpu.scales import FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, limits, view
-from intflash.backends.triton import intflash_steps, mixed_precision, qflash, quantize, short_rows, unfused
+from intflash.backends.triton import block_float, intflash_steps, mixed_precision, qflash, quantize, short_rows, unfused
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.launch import TritonLaunch
 from intflash.backends.triton.tile_loop import tile_loop_launch
 from intflash.problem import Problem, Result
 
-STEPS = {"intflash": intflash_steps.P16, "intflash_p8": intflash_steps.P8, "intflash_online": intflash_steps.ONLINE}
+STEPS = {
+    "intflash": intflash_steps.P16,
+    "intflash_p8": intflash_steps.P8,
+    "intflash_online": intflash_steps.ONLINE,
+    "intflash_bfp": block_float.STEPS,
+}
 FAMILIES = {  # modules with a `run` of their own
     **dict.fromkeys(mixed_precision.STEPS, mixed_precision),
     **dict.fromkeys(unfused.METHODS, unfused),
@@ -48,7 +53,7 @@ def unsupported(problem: Problem) -> str | None:
 def run(problem: Problem) -> Result:
     if problem.method in FAMILIES:
         return FAMILIES[problem.method].run(problem)
-    return integer.run(problem, _KERNELS)
+    return integer.run(problem, KERNELS)
 
 
 def _is_short_rows(problem: Problem) -> bool:
@@ -65,10 +70,11 @@ def attention_launch(
     return short_rows.short_rows_launch(problem, _ROW_BITS[problem.method], constants, out, statistics, scales)
 
 
-_KERNELS = Kernels(
+KERNELS = Kernels(
     fused_inputs=lambda problem: "qkv" if _is_short_rows(problem) else "",
     attention=attention_launch,
     amax=quantize.amax_launches,
     quantize=quantize.quantize_launch,
     constants=constants_launch,
+    valueless=block_float.valueless_launch,
 )

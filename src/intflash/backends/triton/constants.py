@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intflash.backends.gpu.constants import Constants, Shape, constant_buffers, float_bits, score_unit
+from intflash.backends.gpu.constants import (
+    Constants,
+    Shape,
+    constant_buffers,
+    float_bits,
+    most_output_exponent,
+    score_unit,
+)
 from intflash.backends.gpu.tensors import View, view
 from intflash.backends.triton.launch import TritonLaunch
 from intflash.numerics import exp
@@ -23,7 +30,6 @@ MAX_OCTAVES = tl.constexpr(exp.MAX_OCTAVES_PER_UNIT)
 C_MAX = tl.constexpr(exp.C_MAX)
 FEW_FRACTION_BITS = tl.constexpr(exp.FEW_FRACTION_BITS)
 LEAST_E = tl.constexpr(exp.OUTPUT_EXPONENTS[0])
-MOST_E = tl.constexpr(exp.OUTPUT_EXPONENTS[1])
 _BLOCK = 128
 
 
@@ -33,6 +39,7 @@ class KernelConstants(NamedTuple):
     score: View | None
     output: View | None
     v_scale: View | None
+    valueless: View | None = None
     end: None = None
 
 
@@ -65,7 +72,7 @@ def pack_score(q_scale, k_scale, sm_scale, UNIT: tl.constexpr):
 
 
 @triton.jit
-def pack_output(v_scale, out_scale):
+def pack_output(v_scale, out_scale, MOST_E: tl.constexpr):
     """Returns e << 32 | Mr of `output_multiplier`."""
     rho = v_scale.to(tl.float64) / out_scale.to(tl.float64)
     e = _exponent(rho)
@@ -97,7 +104,7 @@ def _at(x, b, h, n, d):
 def _constants_kernel(
     q_scale: View, k_scale: View, v_scale: View, given: View, score, output, out_scale, score_shape: Shape,
     output_shape: Shape, score_count, output_count, sm_bits,
-    UNIT: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr, MOST_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes one constant per thread. sm_bits: the bits of the float64 softmax scale. given: the caller's output
     scale or None.
@@ -118,7 +125,7 @@ def _constants_kernel(
         else:
             s_o = default_out_scale(s_v, QMAX)
             tl.store(out_scale + i, s_o, mask=inside)
-        tl.store(output + i, pack_output(s_v, s_o), mask=inside)
+        tl.store(output + i, pack_output(s_v, s_o, MOST_E), mask=inside)
 
 
 def constants_launch(
@@ -134,7 +141,8 @@ def constants_launch(
         given=View(None, 0, 0, 0, 0) if x.given is None else view(x.given),
         score=x.score, output=x.output, out_scale=x.out_scale, score_shape=x.score_shape, output_shape=x.output_shape,
         score_count=score_count, output_count=output_count, sm_bits=float_bits(problem.sm_scale),
-        UNIT=score_unit(problem.method), GROUP=problem.group, QMAX=x.qmax, BLOCK=_BLOCK,
+        UNIT=score_unit(problem.method), GROUP=problem.group, QMAX=x.qmax,
+        MOST_E=most_output_exponent(problem.method), BLOCK=_BLOCK,
     )  # fmt: skip
     programs = triton.cdiv(max(score_count, output_count), _BLOCK)
     return TritonLaunch(_constants_kernel, (programs,), arguments), x.constants, x.out_scale

@@ -199,6 +199,26 @@ def present_keys(masks: Masks, pos: Position, rows, keys, bias, causal, BOUNDED:
 
 
 @triton.jit
+def value_groups(valueless, pos: Position, keys, present, BOUNDED: tl.constexpr, GROUP: tl.constexpr):
+    """Returns the present keys with a value, those whose V codes are all 0 (bool [rows or 1, keys]), and whether this
+    tile has any of these, present or not.
+    """
+    at = pos.k_start + keys
+    words = valueless.ptr + pos.b.to(tl.int64) * valueless.b + (pos.h // GROUP).to(tl.int64) * valueless.h + (at >> 5)
+    if BOUNDED:
+        word = tl.load(words, mask=keys < pos.k_count, other=0)
+    else:
+        word = tl.load(words)
+    zero = (word >> (at & 31)) & 1
+    without = (zero != 0)[None, :]
+    with_value = (zero == 0)[None, :]
+    if present is not None:
+        without = without & present
+        with_value = with_value & present
+    return with_value, without, tl.max(zero, 0) != 0
+
+
+@triton.jit
 def program_position(
     cu_q, cu_k, sequences, nq, nk, BM: tl.constexpr, BATCH_FIRST: tl.constexpr, REVERSE: tl.constexpr = False
 ):  # fmt: skip

@@ -11,14 +11,16 @@ import functools
 
 import torch
 
+from intflash.backends.gpu.constants import BLOCK_FLOAT
 from intflash.backends.gpu.integer import row_statistics
 from intflash.backends.triton import backend, qflash, tile_sizes
+from intflash.backends.triton.block_float import valueless_launch
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.launch import TritonLaunch
 from intflash.problem import Problem
 from intflash.quant import QTensor
 
-OURS = ("intflash", "intflash_p8", "intflash_online")
+OURS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
 QFLASH_METHODS = ("qflash", "iflash")
 
 
@@ -41,6 +43,8 @@ def attention_launch(
     if method in QFLASH_METHODS:
         return qflash.qflash_launch(problem, qflash.constants(problem)[0], out, statistics)
     _, constants, _ = constants_launch(problem)
+    if method in BLOCK_FLOAT:
+        constants = constants._replace(valueless=valueless_launch(v.data)[1])
     return backend.attention_launch(problem, constants, out, statistics)
 
 
@@ -94,9 +98,10 @@ def _variants() -> dict[str, dict]:
     found = {}
     for method in OURS:
         for schedule, options in (("row", row), ("stream", stream)):
-            if schedule == "row" and method == "intflash_online":
-                continue  # it has no short-rows kernel
+            if schedule == "row" and method in ("intflash_online", "intflash_bfp"):
+                continue  # they have no short-rows kernel
             found |= {f"{method} {schedule} {name}": dict(method=method, **more) for name, more in options.items()}
+    del found["intflash_bfp stream n4096 d256"]  # it spills: acc has 64 bits
     for method in QFLASH_METHODS:
         found[f"{method} n197 d64"] = dict(method=method, nq=197, nk=197, d=64)
         found[f"{method} n4096 d128"] = dict(method=method, nq=4096, nk=4096, d=128)
@@ -114,7 +119,8 @@ QUICK = (
     "qflash n197 d64", "iflash n197 d64", "intflash_p8 row n49 keep causal",
     "intflash row n49 bias keep of fewer batches",
     "intflash_online stream n1000 keep causal", "intflash_p8 stream n1000 bias keep of fewer batches",
-    "qflash n1000 keep causal",
+    "qflash n1000 keep causal", "intflash_bfp stream n4096 d64", "intflash_bfp stream n1000 bias keep",
+    "intflash_bfp stream n4096 token head channel",
 )  # fmt: skip
 
 

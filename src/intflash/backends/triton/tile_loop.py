@@ -25,6 +25,7 @@ from intflash.backends.triton.device_functions import (
     permuted_keys,
     present_keys,
     program_position,
+    value_groups,
 )
 from intflash.backends.triton.intflash_steps import P16, Steps
 from intflash.backends.triton.launch import TritonLaunch, grid
@@ -77,6 +78,8 @@ def one_pass(
         s = tl.dot(q, tl.trans(k_tile), out_dtype=tl.int32) if STEPS.hooks is None else STEPS.hooks.scores(q, k_tile)
         bias = bias_tile(masks, pos, rows, keys, BOUNDED)
         present = present_keys(masks, pos, rows, keys, bias, causal, BOUNDED, CAUSAL)
+        if STEPS.blocks:
+            present = value_groups(constants.valueless, pos, keys, present, BOUNDED, CONSTS.group)
         unit, by = C, shift
         if STEPS.hooks is not None:
             unit = STEPS.hooks.key_units(C, constants, pos, first, keys, CONSTS, KIND, BOUNDED)
@@ -112,9 +115,10 @@ def all_passes(
 
 @triton.jit
 def store_output(
-    out, pos: Position, rows, acc, l, constants: Constants, CONSTS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr
-):
-    """Normalizes acc by l and stores rows < q_count."""
+    out, pos: Position, rows, acc, l, constants: Constants, CONSTS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    gap=None,
+):  # fmt: skip
+    """Normalizes acc by l and stores rows < q_count. gap: see `requantize`."""
     channels = tl.arange(0, BDV)
     inside = channels[None, :] < DV
     ptrs = head_base(out, pos.b, pos.h, pos.q_start) + rows[:, None] * out.n + channels[None, :] * out.d
@@ -125,7 +129,10 @@ def store_output(
         QMAX: tl.constexpr = 127 if out.ptr.dtype.element_ty == tl.int8 else 32767
         if CONSTS.channels == 1:
             Mr, e = unpack(tl.load(base))
-            if e <= 23:  # each branch has its own store, or the compiler would compute both and select
+            if gap is not None:
+                o = requantize(acc, l, Mr, e, QMAX, True, gap)
+                tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
+            elif e <= 23:  # each branch has its own store, or the compiler would compute both and select
                 o = requantize(acc, l, Mr, e, QMAX, False)
                 tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
             else:
@@ -133,15 +140,15 @@ def store_output(
                 tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
         else:
             Mr, e = unpack(tl.load(base + channels[None, :] * x.d, mask=inside, other=1 << 23))
-            o = requantize(acc, l, Mr, e, QMAX, True)
+            o = requantize(acc, l, Mr, e, QMAX, True, gap)
             tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
     else:
         x = constants.v_scale
         base = x.ptr + pos.b.to(tl.int64) * x.b + (pos.h // CONSTS.group).to(tl.int64) * x.h
         if CONSTS.channels == 1:
-            o = dequantize(acc, l, tl.load(base))
+            o = dequantize(acc, l, tl.load(base), gap)
         else:
-            o = dequantize(acc, l, tl.load(base + channels[None, :] * x.d, mask=inside, other=0.0))
+            o = dequantize(acc, l, tl.load(base + channels[None, :] * x.d, mask=inside, other=0.0), gap)
         tl.store(ptrs, o.to(out.ptr.dtype.element_ty), mask=kept)
 
 
@@ -173,7 +180,10 @@ def _tile_loop_kernel(
         q_tile = load_rows(q, head_base(q, pos.b, pos.h, pos.q_start), rows, pos.q_count, D, BD, True)
         k_base = head_base(k, pos.b, pos.h // CONSTS.group, pos.k_start)
         v_base = head_base(v, pos.b, pos.h // CONSTS.group, pos.k_start)
-        state = STEPS.initial(BM, BDV)
+        if STEPS.blocks:
+            state = STEPS.initial(BM, BDV, pos.k_count)
+        else:
+            state = STEPS.initial(BM, BDV)
         C, shift = 0, None
         if STEPS.hooks is not None:
             C = STEPS.hooks.row_units(constants, pos, rows, CONSTS, KIND)
@@ -189,9 +199,13 @@ def _tile_loop_kernel(
         else:
             state = all_passes(state, q_tile, k, v, k_base, v_base, masks, pos, rows, C, shift, constants, causal,
                            full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD, BDV, CONSTS)  # fmt: skip
-        acc, l, t_max = STEPS.result(state)
+        gap = None
+        if STEPS.blocks:
+            acc, l, t_max, gap = STEPS.result(state)
+        else:
+            acc, l, t_max = STEPS.result(state)
         if STEPS.hooks is None:
-            store_output(out, pos, rows, acc, l, constants, CONSTS, DV, BDV)
+            store_output(out, pos, rows, acc, l, constants, CONSTS, DV, BDV, gap)
         else:
             STEPS.hooks.store(out, pos, rows, acc, l, constants, CONSTS, KIND, DV, BDV)
         if statistics.l is not None:
@@ -217,12 +231,15 @@ def default_tile(problem: Problem, steps: Steps) -> TileShape:
     d, bits = problem.q.shape[3], 16 if steps.initial is P16.initial else 8
     wide = max(d, problem.v.shape[3]) > 128
     read = problem.bias is not None or problem.keep is not None
+    packed, of_blocks = problem.cu_seqlens_q is not None, problem.k.granularity == "block"
+    tested = read or packed or of_blocks or problem.causal is not None or problem.k.shape[2] % 128 != 0
+    if steps.blocks:  # its acc has 64 bits
+        return TileShape(16 if wide or tested else 32, steps.keys, 8, 1)
     if steps.keys is not None and (wide or read):
         return TileShape(32, steps.keys, 8, 1)
     if wide:
         return TileShape(64, 32 if bits == 16 else 64, 8, 1)
-    packed, blocks = problem.cu_seqlens_q is not None, problem.k.granularity == "block"
-    if read or packed or blocks or problem.causal is not None or problem.k.shape[2] % 128:
+    if tested:
         name = "rows of a masked online stream" if steps.keys else "rows of a masked stream"
         rows = tile_sizes.choose(problem.device, name, (64,))[0]
         return TileShape(rows, steps.keys or 64, 8, 2)

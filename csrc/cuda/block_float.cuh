@@ -1,0 +1,136 @@
+// P of intflash_bfp: an exponent for each block of 128 keys and row (docs/numerics.md, "An exponent per block of
+// keys"). A row's sums count from the largest octave so far. While a row's octaves span at most `fraction_bits`, every
+// shift is exact and one pass suffices; the kernel sums a row that spans more again, with its largest octaves known.
+//
+// Nothing here depends on the product that a kernel uses. A lane holds 32 of a block's keys: keys 4q .. 4q + 3 of every
+// 16, where q is its place in the quad. Bit i of a mask of keys stands for the i-th of them.
+#pragma once
+#include "epilogue.cuh"
+#include "exp2.cuh"
+
+constexpr i32 NO_EXPONENT = -(1 << 29);  // of a group without keys
+constexpr i32 FAR = 48;                  // a group so many octaves below its row adds nothing
+constexpr i32 MAX_GAP = 96;
+constexpr i32 OUTPUT_SHIFT = 24;  // from a row's sums to those that its output is made of
+constexpr i32 MOST_E = 29;        // numerics.exp.OUTPUT_EXPONENTS; the constants hold it without its saturation
+// Added to T - (e << 32). The 16 octaves make p16 the high word of m * 2^(hi + 16).
+constexpr i64 BLOCK_K0 = K0 + (16ll << 32);
+
+// Bits below the largest octave that a row's sums keep.
+DEVICE i32 fraction_bits(i32 keys) { return keys > 65536 ? 20 : 24; }
+
+// Whether 32 bits hold T - (e << 32) + BLOCK_K0 of a row: see `exp_32bit_limit`. A key is at most twice `below` under
+// its block's octave, and a depth of 225 octaves would reach those of p16 > 0 from above.
+DEVICE bool fits_32_bits(const Score& score, u32 magnitude) {
+  return score.k == 0 && (score.C & 255) == 0 && (i64)(256 * magnitude) * (score.C >> 8) < 225ll << 24;
+}
+
+// The exponent that 32 bits hold is -1 - (T - (e << 32) + BLOCK_K0), in 2^-24 octave, less 223 octaves: its upper byte
+// is the shift from m to p16, at least 2, and 511 less the next one is u. Two instructions fewer than from the 64-bit
+// form.
+DEVICE u32 block_offset(i32 e) { return ~((u32)(BLOCK_K0 >> 8) - ((u32)e << 24)) - (223u << 24); }
+DEVICE u32 block_p16(u32 t) {
+  const u32 u = dot_bytes(t, 0x00010000, (u32)-511);  // negated
+  return shift_right(u * u + QUADRATIC_OFFSET, t >> 24);
+}
+// p16 of T - (e << 32) + BLOCK_K0.
+DEVICE u32 block_p16(i64 t) {
+  const Power x = power(t);
+  return __umulhi(x.m, shift_left(1, x.hi));
+}
+
+// Packs four p16 of a row: their high bytes into one word and their low bytes into another.
+DEVICE void pack_block_p16(const u32 (&p)[4], u32& high, u32& low) {
+  const u32 a = permute(p[0], p[1], 0x5140), b = permute(p[2], p[3], 0x5140);
+  high = permute(a, b, 0x7632);
+  low = permute(a, b, 0x5410);
+}
+
+// Returns 2^(fraction - depth), the unit of a group `depth` octaves below its row, and 0 where it is less than 1.
+DEVICE i32 group_unit(i32 fraction, i32 depth) { return shift_left(1, fraction - depth); }
+
+// Returns floor(sum * 2^fraction / 2^depth) of a group whose row's octave is final.
+DEVICE i64 merged(i32 sum, i32 fraction, i32 depth) {
+  const i32 down = min(max(depth - fraction, 0), 31);
+  return depth < FAR ? (i64)(sum >> down) << max(fraction - depth, 0) : 0;
+}
+
+// The sum of the p of a row's keys with a value, or of those without, and the octaves that it and acc count from.
+struct GroupSum {
+  i32 top;   // the largest octave
+  i32 base;  // the octave in whose units the sums are: at least `top`
+  i64 l;     // of this lane's keys
+
+  // Makes room for an octave and `headroom` more, so that few later ones have to. Returns by how many octaves sums that
+  // are not 0 have to be shifted, at most 63.
+  DEVICE i32 raise(i32 e, i32 headroom) {
+    top = max(top, e);
+    const i32 before = base;
+    base = e > base ? e + headroom : base;
+    const i32 by = before == NO_EXPONENT ? 0 : min(base - before, 63);
+    l >>= by;
+    return by;
+  }
+};
+
+// A row's sums when all keys are done.
+struct RowSum {
+  i32 top, gap;  // E; E - Ev, at most MAX_GAP
+  u32 l;         // rounded to 2^-24
+
+  DEVICE RowSum(const GroupSum& value, const GroupSum& other) {
+    top = max(value.top, other.top);
+    gap = value.top == NO_EXPONENT ? 0 : min(top - value.top, MAX_GAP);
+    i64 sum = in_octave(value.l, top - value.base) + in_octave(other.l, top - other.base);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    l = (u32)((sum + (1 << (OUTPUT_SHIFT - 1))) >> OUTPUT_SHIFT);
+  }
+  // Returns sums in units `by` octaves larger, which may be smaller ones.
+  DEVICE static i64 in_octave(i64 x, i32 by) { return by < 0 ? x << -by : x >> min(by, 63); }
+  // The level of l in T.
+  DEVICE i64 level(i32 fraction) const { return (i64)(top + OUTPUT_SHIFT - fraction) << 32; }
+};
+
+// below: octaves from the row's largest to that in whose units acc is, at least 0.
+DEVICE P16Accumulator rounded(i64 acc, i32 below) {
+  const i64 x = (acc << below) + (1 << (OUTPUT_SHIFT - 1));
+  return {(i32)(x >> 32), (i32)((u32)x >> OUTPUT_SHIFT)};
+}
+
+// The output constants of rows whose gap is 0.
+DEVICE OutputConstants without_gap(const OutputConstants& s) {
+  return {(i64)min((i32)(s.packed >> 32), MOST_E) << 32 | (u32)s.packed, s.v_scale};
+}
+
+// The factor of a row's outputs where keys without a value are above those with one.
+template <typename TO>
+struct GapScale {
+  i32 factor, shift;
+  float scale;
+
+  DEVICE GapScale(u32 l, i32 gap, const OutputConstants& s) {
+    if constexpr (IsInteger<TO>::value) {
+      const i32 e = min((i32)(s.packed >> 32), MOST_E + gap);
+      const Normalizer n = normalizer<P16Accumulator>(l, (i64)29 << 32 | (u32)s.packed);
+      factor = n.factor, shift = min(n.shift + 29 - e + gap, 64);
+    } else {
+      scale = __fmul_rn(row_factor(l, s.v_scale), __int_as_float((127 - gap) << 23));
+    }
+  }
+  template <int COUNT>
+  DEVICE void outputs(const P16Accumulator (&acc)[COUNT], u32 (&w)[COUNT * sizeof(TO) / 4]) const {
+    typedef OutputPacker<TO, P16Accumulator, COUNT> Packer;
+    if constexpr (IsInteger<TO>::value) {
+      i32 o[COUNT];
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        const i64 x = (((i64)acc[i].high << 8) + acc[i].low) * factor;
+        o[i] = clamped<sizeof(TO) == 1 ? 127 : 32767>(((x >> (shift - 1)) + 1) >> 1);
+      }
+      Packer::pack(o, w);
+    } else {
+      Packer::floats(acc, scale, w);
+    }
+  }
+};

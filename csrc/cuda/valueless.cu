@@ -1,0 +1,59 @@
+// Finds the keys without a value, whose V codes are all 0 (docs/numerics.md, "Blocks and groups"). A CTA takes a block
+// of 128 keys. Word q of a block has a bit for each key that lane q of a quad holds: see block_float.cuh.
+//
+// Macros: HEAD_DIM; KEY_MAJOR, 1 where V's keys are contiguous and 0 where its channels are.
+#include "params.cuh"
+
+constexpr u32 THREADS = 128, BLOCK = 128;
+
+struct ValuelessParams {
+  View v;
+  u32* words;  // [B, Hk, blocks, 4]
+  u32 keys, blocks, heads;
+  u32 blocks_reciprocal, heads_reciprocal, padding;
+};
+static_assert(sizeof(ValuelessParams) == PARAMS_BYTES);
+
+// Returns whether each of a thread's codes is not 0: of key threadIdx.x, or in the bytes of a word of keys 4 lane to 4
+// lane + 3.
+DEVICE u32 codes_of_thread(const View& v, const u8* head, u32 first, u32 keys) {
+  u32 codes = 0;
+#if KEY_MAJOR
+  const u32 key = first + threadIdx.x % 32 * 4;
+  if (key < keys)
+#pragma unroll
+    for (u32 d = threadIdx.x / 32; d < HEAD_DIM; d += THREADS / 32) codes |= *(const u32*)(head + d * v.d + key);
+#else
+  const u32 key = first + threadIdx.x;
+  if (key < keys)
+#pragma unroll
+    for (u32 d = 0; d < HEAD_DIM; d += 16) {
+      const uint4 x = *(const uint4*)(head + key * v.n + d);
+      codes |= x.x | x.y | x.z | x.w;
+    }
+#endif
+  return codes;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) valueless(const __grid_constant__ ValuelessParams p) {
+  __shared__ u32 codes[THREADS];
+  const u32 of = quotient(blockIdx.x, p.blocks, p.blocks_reciprocal), first = (blockIdx.x - of * p.blocks) * BLOCK;
+  const u32 batch = quotient(of, p.heads, p.heads_reciprocal);
+  const u8* head = p.v.ptr + head_offset(p.v, batch, of - batch * p.heads);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  codes[threadIdx.x] = codes_of_thread(p.v, head, first, p.keys);
+  __syncthreads();
+  const u32 lane = threadIdx.x % 32, word = threadIdx.x / 32;
+  const u32 key = lane / 4 * 16 + word * 4 + lane % 4;  // the one that bit `lane` of the warp's word stands for
+#if KEY_MAJOR
+  u32 all = 0;
+#pragma unroll
+  for (u32 i = 0; i < THREADS; i += 32) all |= codes[i + key / 4];
+  const bool some = all >> key % 4 * 8 & 255;
+#else
+  const bool some = codes[key];
+#endif
+  const u32 zeros = __ballot_sync(~0u, !some && first + key < p.keys);
+  if (lane == 0) p.words[blockIdx.x * 4 + word] = zeros;
+}

@@ -1,0 +1,155 @@
+"""The steps of `intflash_bfp`, whose weights have an exponent per block of 128 keys, and the kernel before them that
+finds the keys without a value.
+
+The first pass finds the octaves E and Ev of docs/numerics.md, "An exponent per block of keys", so that the second
+merges each block once, with the shift that the definition names.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from intflash.backends.gpu.constants import empty_valueless
+from intflash.backends.gpu.tensors import View, data_view, view
+from intflash.backends.triton.device_functions import natural_order
+from intflash.backends.triton.intflash_steps import (
+    add_value_sums,
+    add_wide_sums,
+    exp_offsets,
+    make_steps,
+    offset_row,
+    row_sum,
+    t_max,
+    update_row_max,
+)
+from intflash.backends.triton.launch import TritonLaunch, grid
+from intflash.numerics import block, exp
+from intflash.numerics.triton import (
+    BLOCK_OCTAVES,
+    FAR,
+    INT32_MIN,
+    K0,
+    MAX_GAP,
+    NEVER,
+    OUTPUT_SHIFT,
+    UNSET,
+    block_p16,
+    octave_above,
+)
+
+BIAS_STEP = tl.constexpr(1 << (32 - block.BIAS_FRACTION_BITS))
+HALF = tl.constexpr(1 << (block.OUTPUT_SHIFT - 1))
+MANY_KEYS = tl.constexpr(exp.MAX_KEYS)
+FRACTION_BITS = tl.constexpr(block.fraction_bits(1))
+FRACTION_BITS_OF_MANY_KEYS = tl.constexpr(block.fraction_bits(block.MAX_KEYS))
+
+
+@triton.jit
+def _no_maximum(BM: tl.constexpr):
+    return tl.full([BM], NEVER, tl.int64), tl.full([BM], INT32_MIN, tl.int32)
+
+
+@triton.jit
+def _initial(BM: tl.constexpr, BDV: tl.constexpr, keys):
+    """The maxima of keys with a value and of the others, T and S, whose S become octaves after the first pass; acc, l,
+    and the fraction bits of both.
+    """
+    fraction = tl.where(keys > MANY_KEYS, FRACTION_BITS_OF_MANY_KEYS, FRACTION_BITS)
+    peak, score = _no_maximum(BM)
+    return peak, score, peak, score, tl.zeros([BM, BDV], tl.int64), tl.zeros([BM], tl.int64), fraction
+
+
+@triton.jit
+def _row_max(state, s, C, bias, present, PLAIN: tl.constexpr):
+    value_peak, value_score, peak, score, acc, l, fraction = state
+    with_value, without, some_without = present
+    value_peak, value_score = update_row_max(value_peak, value_score, s, C, bias, with_value, PLAIN, BIAS_STEP)
+    if some_without:
+        peak, score = update_row_max(peak, score, s, C, bias, without, PLAIN, BIAS_STEP)
+    return value_peak, value_score, peak, score, acc, l, fraction
+
+
+@triton.jit
+def _after_first_pass(state, C, PLAIN: tl.constexpr):
+    value_peak, value_score, peak, score, acc, l, fraction = state
+    value_top = octave_above(t_max(value_peak, value_score, C, PLAIN))
+    top = tl.maximum(octave_above(t_max(peak, score, C, PLAIN)), value_top)
+    return value_peak, value_top, peak, top, acc, l, fraction
+
+
+@triton.jit
+def _weights(s, C, bias, keys, PLAIN: tl.constexpr):
+    """Returns the octave of a group of keys, its P16 in signed digits, in the keys' order, and the sums of P16."""
+    peak, score = _no_maximum(s.shape[0])
+    peak, score = update_row_max(peak, score, s, C, bias, keys, PLAIN, BIAS_STEP)
+    e = octave_above(t_max(peak, score, C, PLAIN))
+    base = (K0 + BLOCK_OCTAVES) - (e.to(tl.int64) << 32)
+    high, low = block_p16(s, C, exp_offsets(base[:, None], bias, keys, BIAS_STEP))
+    high, low = natural_order(high), natural_order(low)
+    sums = add_wide_sums(tl.zeros([s.shape[0], 16], tl.int32), high, low, None)
+    return e, high, low, row_sum(sums) + (256 * 128) * s.shape[1]
+
+
+@triton.jit
+def _merged(sums, depth, fraction):
+    """floor(sums * 2^fraction / 2^depth), int64, for sums below 2^30; 0 from FAR octaves on."""
+    down = tl.minimum(tl.maximum(depth - fraction, 0), 31)
+    unit = tl.full(depth.shape, 1, tl.int64) << tl.maximum(fraction - depth, 0).to(tl.int64)
+    return (sums >> down).to(tl.int64) * tl.where(depth < FAR, unit, 0)
+
+
+@triton.jit
+def _step(state, s, C, bias, present, v, PLAIN: tl.constexpr):
+    value_peak, value_top, peak, top, acc, l, fraction = state
+    with_value, without, some_without = present
+    e, high, low, sums = _weights(s, C, bias, with_value, PLAIN)
+    l += _merged(sums, top - e, fraction)
+    product = tl.dot(high, v, out_dtype=tl.int32)
+    product += offset_row(add_value_sums(tl.zeros([16, v.shape[1]], tl.int32), v))
+    product = tl.dot(low, v, product << 8, out_dtype=tl.int32)
+    acc += _merged(product, (value_top - e)[:, None], fraction)
+    if some_without:
+        e, high, low, sums = _weights(s, C, bias, without, PLAIN)
+        l += _merged(sums, top - e, fraction)
+    return value_peak, value_top, peak, top, acc, l, fraction
+
+
+@triton.jit
+def _result(state):
+    value_peak, value_top, peak, top, acc, l, fraction = state
+    gap = tl.where(value_top == UNSET, 0, tl.minimum(top - value_top, MAX_GAP))
+    level = (top + OUTPUT_SHIFT - fraction).to(tl.int64) << 32
+    return (acc + HALF) >> OUTPUT_SHIFT, ((l + HALF) >> OUTPUT_SHIFT).to(tl.int32), level, gap
+
+
+STEPS = make_steps(_initial, _row_max, _after_first_pass, _step, _result, block.BLOCK, blocks=True)
+
+
+@triton.jit
+def _valueless_kernel(v: View, words: View, keys, DV: tl.constexpr, BDV: tl.constexpr, BATCH_FIRST: tl.constexpr):
+    """Finds the keys of 128 whose V codes are all 0."""
+    batch, block_of_keys, head = tl.program_id(2), tl.program_id(0), tl.program_id(1)
+    if BATCH_FIRST:
+        batch, block_of_keys = block_of_keys, batch
+    rows = block_of_keys * 128 + tl.arange(0, 128)
+    channels = tl.arange(0, BDV)
+    base = v.ptr + batch.to(tl.int64) * v.b + head.to(tl.int64) * v.h
+    inside = (rows[:, None] < keys) & (channels[None, :] < DV)
+    x = tl.load(base + rows[:, None] * v.n + channels[None, :] * v.d, mask=inside, other=0)
+    zero = 1 - tl.max((x != 0).to(tl.int32), 1)
+    bits = tl.sum(tl.reshape(zero, [4, 32]) << tl.arange(0, 32)[None, :], 1)
+    to = words.ptr + batch.to(tl.int64) * words.b + head.to(tl.int64) * words.h
+    tl.store(to + block_of_keys * 4 + tl.arange(0, 4), bits)
+
+
+def valueless_launch(v: Tensor) -> tuple[TritonLaunch, View]:
+    """Returns the launch that finds the keys without a value, and their bits."""
+    batch, heads, keys, d = v.shape
+    words = empty_valueless(v)
+    programs, batch_first = grid(batch, heads, words.shape[3] // 4)
+    arguments = dict(
+        v=data_view(v), words=data_view(words), keys=keys, DV=d, BDV=triton.next_power_of_2(d), BATCH_FIRST=batch_first
+    )
+    return TritonLaunch(_valueless_kernel, programs, arguments), view(words)
