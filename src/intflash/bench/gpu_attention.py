@@ -242,11 +242,12 @@ def run(out: Path, quick: bool = False) -> list[Measured]:
         rows += measure_case(case)
         log.info("%s done", case.name)
         torch.cuda.empty_cache()
-        _save(rows, out)
+        save(rows, out)
     return rows
 
 
-def _save(rows: list[Measured], out: Path) -> None:
+def save(rows: list[Measured], out: Path) -> None:
+    """Writes attention.{json,csv,png} under `out`."""
     records = [asdict(r) for r in rows]
     facts = {"title": TITLE, "notes": NOTES, "device": "cuda", "environment": environment(), "ceilings": H200}
     facts["rows"] = records

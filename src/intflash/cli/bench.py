@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from intflash.cli.console import console
-from intflash.cli.options import Backend, BestDevice, Commands, Device, Seed
+from intflash.cli.options import Backend, BestDevice, Commands, Device, Seed, one_of
 from intflash.cli.tables import number, number_or_text, tables
 from intflash.outputs import check_file, check_folder
 
@@ -50,19 +50,29 @@ def bench_attention(
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Where JSON, CSV and figure go.")] = Path("results/attention"),
     quick: Annotated[bool, typer.Option("--quick", help="Measure fewer workloads in less time.")] = False,
+    suite: Annotated[
+        str,
+        typer.Option(
+            help="The workloads: papers, the shapes of publications, or workloads, the calls of models on a GPU.",
+            callback=one_of("papers", "workloads"),
+        ),
+    ] = "papers",
 ) -> None:
     """Time the kernels of IntFlash beside torch's attention, without and with the quantization of the inputs."""
     from dataclasses import asdict
 
     check_folder(out)
+    if suite == "workloads" and device == "cpu":
+        raise typer.BadParameter("the suite 'workloads' needs --device cuda")
     if device == "cpu":
         from intflash.bench.cpu_attention import WORKLOADS, measure
 
         with console.status("measuring"):
             rows = measure(out, workloads=WORKLOADS[1:2] if quick else WORKLOADS, budget_s=0.5 if quick else 3.0)
     else:
-        from intflash.bench.gpu_attention import run
+        from intflash.bench import gpu_attention, gpu_workloads
 
+        run = gpu_workloads.run if suite == "workloads" else gpu_attention.run
         with console.status("measuring"):
             rows = run(out, quick)
     records = [asdict(row) | {"shape": None} for row in rows]

@@ -18,7 +18,11 @@ from intflash.backends.cuda import BACKEND, backend, program, sm80, window
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+# sm_80 in every test run
+ARCHITECTURES = (
+    "sm_80",
+    *(pytest.param(x, marks=pytest.mark.full) for x in ("sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")),
+)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 METHODS = tuple(sm80.METHODS)
 STATIC = dict(q_scale=0.02, k_scale=0.015, v_scale=0.02)
@@ -249,21 +253,32 @@ COMPILED = {
 }  # fmt: skip
 
 
+# one of each kind in every test run
+NAMES = (
+    "64 keys",
+    "bias and keep",
+    *(pytest.param(x, marks=pytest.mark.full) for x in COMPILED if x not in ("64 keys", "bias and keep")),
+)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("method", METHODS)
-def test_integer_only(method, architecture, monkeypatch):
-    """No floating-point opcode between int8 input and integer output; integer tensor-core products; no spills."""
+@pytest.mark.parametrize("name", NAMES)
+def test_integer_only(name, architecture, monkeypatch):
+    """No floating-point opcode between int8 input and integer output; integer tensor-core products; no spills, or a few
+    words where a third CTA gains more.
+    """
     _tiles_of(architecture, monkeypatch)
-    for name, options in COMPILED.items():
+    options = COMPILED[name]
+    for method in METHODS:
         if method == "intflash_online" and "bias" in options:
             continue
         machine = _machine(_launch(method, **options), architecture)
         assert machine.float_instructions == [], (name, method, architecture)
-        assert machine.spills == 0, (name, method, architecture, machine.registers)
+        assert machine.spills <= (21 if name == "keep" else 0), (name, method, architecture, machine.registers)
         assert machine.opcodes["IMMA"] > 0
 
 
-@pytest.mark.parametrize("architecture", ("sm_80", "sm_90a", "sm_120"))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("method", BITS)
 def test_few_rows_are_integer_only(method, architecture):
     for d, masks in ((128, {}), (64, dict(bias=_bias(1, 2, 1, 1000), causal=3))):
@@ -274,13 +289,19 @@ def test_few_rows_are_integer_only(method, architecture):
             assert machine.float_instructions == [] and machine.spills == 0, (d, step.program, machine.registers)
 
 
-@pytest.mark.parametrize("dtype", checks.COMPILED_FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "d, architecture",
+    (
+        (64, "sm_80"),
+        *(pytest.param(*x, marks=pytest.mark.full) for x in ((64, "sm_90a"), (128, "sm_90a"), (72, "sm_120"))),
+    ),
+)
 @pytest.mark.parametrize("method", METHODS)
-def test_floats_do_not_spill(method, dtype, monkeypatch):
-    for d, architecture in ((64, "sm_80"), (64, "sm_90a"), (128, "sm_90a"), (72, "sm_120")):
-        _tiles_of(architecture, monkeypatch)
+def test_floats_do_not_spill(method, d, architecture, monkeypatch):
+    _tiles_of(architecture, monkeypatch)
+    for dtype in (torch.float16, torch.float32):
         machine = _machine(_launch(method, d, dtype, dtype), architecture)
-        assert machine.spills == 0, (d, architecture, machine.registers)
+        assert machine.spills == 0, (dtype, machine.registers)
         assert machine.float_instructions  # the negative control of test_integer_only
 
 

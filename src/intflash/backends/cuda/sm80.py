@@ -107,7 +107,7 @@ class Tile:
 
 
 def choose_tile(problem: Problem) -> Tile:
-    """Chooses the tile, by measurements on an H200, whose registers and shared memory suffice on the problem's GPU.
+    """Chooses the tile, by measurements on an H100, whose registers and shared memory suffice on the problem's GPU.
 
     Two tiles of rows share what a warp reads of K and V; one leaves registers for masks and for P16's two digits.
     """
@@ -122,14 +122,14 @@ def choose_tile(problem: Problem) -> Tile:
     if problem.method == "intflash_p8":
         if d > 128:
             return Tile(keys=32, ctas_per_sm=2)
-        if masked:
-            return Tile(ctas_per_sm=2)
+        if problem.bias is not None or masked and d > 64:
+            return Tile(ctas_per_sm=three if d <= 64 else 2)
         if d > 64 and problem.k.shape[2] <= _MANY_KEYS:
             return Tile(keys=32, ctas_per_sm=three)
         return Tile(row_tiles=2, keys=32, ctas_per_sm=three if d <= 64 else 2)
     if d > 128:
         return Tile(keys=32, ctas_per_sm=2, slices=2)
-    return Tile(keys=32 if d > 96 else 64, ctas_per_sm=2 if d > 64 or masked else three)
+    return Tile(keys=32 if d > 96 else 64, ctas_per_sm=2 if d > 64 or problem.bias is not None else three)
 
 
 @functools.cache
