@@ -7,7 +7,7 @@
 #include "sm90/long_rows_mainloop.cuh"
 
 // Channels of one product of P V: a block's sums have few registers beside the row's, which take two each.
-constexpr int PV_CHANNELS = HEAD_DIM % 32 ? 16 : CONSUMERS == 3 || HEAD_DIM > 64 ? 32 : HEAD_DIM;
+constexpr int PV_CHANNELS = HEAD_DIM % 32 ? 16 : HEAD_DIM > 64 ? 32 : HEAD_DIM;
 constexpr int PV_STEPS = HEAD_DIM / PV_CHANNELS;
 
 DEVICE u32 load_word(const u8* from) { return *(const volatile u32*)from; }
