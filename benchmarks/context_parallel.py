@@ -14,7 +14,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +32,7 @@ import intflash
 from intflash.bench.measure import environment
 from intflash.distributed import attention, bytes_sent, context_parallel, counting, shard
 
-METHODS = ("intflash", "intflash_p8", "intflash_bfp")
+METHODS = ("intflash", "intflash_p8")
 
 
 @dataclass(frozen=True)
@@ -126,19 +126,21 @@ def ulysses_fp16(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def torch_context_parallel(work: Workload, inputs: list[Tensor], stack: ExitStack, mesh: Any) -> Callable[[], Tensor]:
-    """torch's own ring attention, whose context stays entered."""
+    """torch's own ring attention, whose context stays entered. Balancing by zigzag is for causal masks only."""
     from torch.distributed.tensor.experimental import context_parallel as torch_cp
+    from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q, k, v = (x.clone() for x in inputs)
     if work.q_heads != work.kv_heads:
         k, v = (x.repeat_interleave(work.q_heads // work.kv_heads, dim=1) for x in (k, v))
+    _cp_options.enable_load_balance = work.causal
     stack.enter_context(torch_cp(mesh, buffers=(q, k, v), buffer_seq_dims=(2, 2, 2)))
     stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]))
     return partial(F.scaled_dot_product_attention, q, k, v, is_causal=work.causal)
 
 
-def measure(name: str, work: Workload, bench: Bench, mesh: Any) -> list[dict[str, Any]]:
+def measure(name: str, work: Workload, methods: Sequence[str], bench: Bench, mesh: Any) -> list[dict[str, Any]]:
     """Rows of one workload."""
     ranks, inputs = dist.get_world_size(), work.inputs(bench.device)
     base = dict(workload=name, shape=f"{work.q_heads}/{work.kv_heads} heads, N {work.tokens}, D {work.head_dim}",
@@ -149,7 +151,7 @@ def measure(name: str, work: Workload, bench: Bench, mesh: Any) -> list[dict[str
     rows, calls = [], {}
     parts = [shard(x, layout=work.layout) for x in inputs]
     even = [shard(x) for x in inputs]
-    for method in METHODS:
+    for method in methods:
         try:
             expected = shard(intflash.attention(*inputs, method=method, **whole), layout=work.layout)
         except intflash.InputError as error:  # a bound on the keys
@@ -172,12 +174,6 @@ def measure(name: str, work: Workload, bench: Bench, mesh: Any) -> list[dict[str
     if work.kv_heads % ranks == 0:
         calls["FP16 SDPA, ulysses"] = partial(ulysses_fp16, *even, work.causal), False
     seconds = bench.seconds(calls)
-    try:
-        with ExitStack() as stack:
-            ring = {"torch context_parallel": (torch_context_parallel(work, inputs, stack, mesh), False)}
-            seconds |= bench.seconds(ring)
-    except (RuntimeError, ImportError, NotImplementedError) as error:
-        rows.append(base | dict(contender="torch context_parallel", note=str(error).splitlines()[0]))
     known = {row["contender"]: row for row in rows}
     for contender, s in seconds.items():
         row = known.get(contender) or base | dict(contender=contender)
@@ -188,7 +184,18 @@ def measure(name: str, work: Workload, bench: Bench, mesh: Any) -> list[dict[str
     return rows
 
 
-def video_block(bench: Bench, mesh: Any, tiny: bool) -> list[dict[str, Any]]:
+def measure_torch(name: str, work: Workload, bench: Bench, mesh: Any) -> dict[str, Any]:
+    """The row of torch's own ring. It comes last: an error inside leaves torch's attention replaced."""
+    inputs, row = work.inputs(bench.device), dict(workload=name, contender="torch context_parallel")
+    with ExitStack() as stack:
+        try:
+            seconds = bench.seconds({"ring": (torch_context_parallel(work, inputs, stack, mesh), False)})["ring"]
+        except (RuntimeError, NotImplementedError) as error:
+            return row | dict(note=str(error).splitlines()[0])
+    return row | dict(ms=1e3 * seconds, tops=work.operations / seconds / 1e12)
+
+
+def video_block(methods: Sequence[str], bench: Bench, mesh: Any, tiny: bool) -> list[dict[str, Any]]:
     """One block of Wan 1.3B at 480p with its projections and cross attention, patched, on one GPU and on all."""
     from diffusers import WanTransformer3DModel
 
@@ -206,7 +213,7 @@ def video_block(bench: Bench, mesh: Any, tiny: bool) -> list[dict[str, Any]]:
     )  # fmt: skip
     base = dict(workload="Wan 1.3B block, 480p", ranks=dist.get_world_size())
     rows = []
-    for method in METHODS:
+    for method in methods:
         with torch.no_grad(), intflash.patch(model, method):
             want = model(**inputs)[0]
             alone = bench.seconds({"one": (partial(model, **inputs), True)})["one"]
@@ -276,6 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("results/context_parallel"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--without-model", action="store_true", help="leave out the video block, which needs diffusers")
@@ -293,20 +301,25 @@ def main() -> None:
         fault(options.fault, device)
         raise SystemExit("the fault was not seen")
     mesh = init_device_mesh(options.device, (dist.get_world_size(),))
-    bench, rows = Bench(device, 2 if options.tiny else options.rounds), []
-    for name, work in (TINY if options.tiny else WORKLOADS).items():
-        rows += measure(name, work, bench, mesh)
-    if not options.without_model:
-        rows += video_block(bench, mesh, options.tiny)
+    bench, workloads = Bench(device, 2 if options.tiny else options.rounds), TINY if options.tiny else WORKLOADS
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    first = next(iter((TINY if options.tiny else WORKLOADS).values()))
-    found = dict(environment=environment(), nccl_nvls=os.environ["NCCL_NVLS_ENABLE"],
-                 overlap=profile(first, bench, options.out), rows=rows)  # fmt: skip
-    if dist.get_rank() == 0:
-        options.out.with_suffix(".json").write_text(json.dumps(found, indent=1, default=str))
-        for row in rows:
-            print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()})
-        print(found["overlap"])
+    found = dict(environment=environment(), nccl_nvls=os.environ["NCCL_NVLS_ENABLE"], rows=[])
+
+    def add(rows: list[dict[str, Any]]) -> None:
+        """Write what is known so far, for a run that is cut off."""
+        found["rows"] += rows
+        if dist.get_rank() == 0:
+            options.out.with_suffix(".json").write_text(json.dumps(found, indent=1, default=str))
+            for row in rows:
+                print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()})
+
+    found["overlap"] = profile(next(iter(workloads.values())), bench, options.out)
+    for name, work in workloads.items():
+        add(measure(name, work, options.methods, bench, mesh))
+    if not options.without_model:
+        add(video_block(options.methods, bench, mesh, options.tiny))
+    for name, work in workloads.items():
+        add([measure_torch(name, work, bench, mesh)])
     dist.destroy_process_group()
 
 

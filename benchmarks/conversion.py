@@ -99,7 +99,7 @@ def _sass(setting: Setting) -> Iterator[Row]:
     from benchmarks import conversion_kernels as conversion
     from benchmarks.sass import compile_launch
     from intflash.backends.gpu.float_softmax import operands
-    from intflash.backends.triton import mixed_precision, mixed_precision_steps
+    from intflash.backends.triton import mixed_precision
     from intflash.backends.triton.tile_loop import Statistics, TileShape
     from intflash.methods import get_method
     from intflash.problem import Problem
@@ -113,7 +113,7 @@ def _sass(setting: Setting) -> Iterator[Row]:
             none, tile = Statistics(None, None), TileShape(64, 128, 4, 2)
             parts = operands(problem)
             launches[f"kernel D{d}"] = (
-                mixed_precision.mixed_launch(problem, parts, out, none, tile, mixed_precision_steps.LITE[form]),
+                mixed_precision.mixed_launch(problem, parts, out, none, tile, form),
                 64,
             )
         for case, (launch, scores) in launches.items():

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,8 +21,12 @@ from torch.nn import functional as F
 
 import intflash
 from benchmarks import antiberty
+from benchmarks.integer_accuracy import PAPERS, PaperFunctions
 from intflash import InputError, integer
 from intflash.bench.experiments import Row, Setting, run_experiment, untimed
+from intflash.integer.calibration import bind
+from intflash.integer.registry import translate
+from intflash.integer.simulate import simulate
 
 WHEEL = "ANTIBERTY"  # the environment variable that names the wheel
 STRIDE = 8  # every 8th residue is masked at once, in 8 passes: each is predicted once
@@ -85,9 +90,19 @@ class Comparison:
         self.expected = self.logits(self.model)
         self.calibration = integer.calibrate(self.model, [inputs for inputs, _ in masked(antiberty.CALIBRATION, ids)])
 
-    def logits(self, model: nn.Module) -> Tensor:
+    def logits(self, model: Callable[..., Any]) -> Tensor:
         """Of all masked residues, ``[residues, vocabulary]``."""
         return torch.cat([model(**inputs).logits[labels != -100] for inputs, labels in self.batches])
+
+    def simulated(self) -> Tensor:
+        """The logits of float64 with the quantizers of the default options."""
+        wanted = translate(self.model, self.calibration.size).inputs
+
+        def run(**inputs: Tensor) -> SimpleNamespace:
+            bound = bind(wanted, inputs, torch.device("cpu"))
+            return SimpleNamespace(**simulate(self.model, self.calibration, integer.Options(), bound))
+
+        return self.logits(run)
 
     def rows(self, name: str, found: Tensor) -> Iterator[Row]:
         loss = F.cross_entropy(found.double(), self.right)
@@ -120,6 +135,12 @@ def ablations(setting: Setting) -> Iterator[Row]:
     for name, options in ABLATIONS.items():
         setting.log(name)
         yield from compared.integer(name, options)
+    yield from compared.rows("float64 with the same quantizers", compared.simulated())
+    graph = translate(compared.model, compared.calibration.size)
+    for name, functions in PAPERS.items():
+        setting.log(name)
+        with PaperFunctions(*functions, graph, compared.calibration, integer.Options()):
+            yield from compared.rows(f"{name}, the rest as float64", compared.simulated())
 
 
 SOURCE = "docs/guide/integer-models.md"
@@ -143,8 +164,8 @@ EXPERIMENTS = (
         source=SOURCE,
         measure=ablations,
         notes=f"{NOTES} All else as it is by default: residual of 16 bits, 10 bits before GELU, folding, scales per "
-        "head, absmax, intflash.",
-        limit_s=600,
+        "head, absmax, intflash. The papers' functions take the codes that ours take, in the float64 computation.",
+        limit_s=1800,
     ),
 )
 

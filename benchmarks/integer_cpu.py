@@ -191,7 +191,8 @@ EXPERIMENTS = (
         conclude=conclude,
         notes=(
             "Random weights and images. Contenders take turns, medians. One thread: the process's own time "
-            "(other processes on the machine do not count); two: wall clock. bfloat16 is autocast."
+            "(other processes on the machine do not count); two: wall clock. bfloat16 is autocast. Every contender "
+            "takes normalized float32 images from memory, the integer model too."
         ),
         devices=("cpu",),
         limit_s=1800.0,

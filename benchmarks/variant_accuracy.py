@@ -30,7 +30,7 @@ def _collapses(rows: Sequence[Row]) -> list[str]:
 
 FIGURE5 = untimed(
     name="qflash_figure5",
-    title="Scale accumulation against scale release",
+    title="QFlash: accumulating the scale over tiles, and releasing it in each tile",
     source="QFlash, Figure 5, which prints no numbers",
     measure=Accuracy(
         series=(
@@ -52,7 +52,7 @@ _CASES = [case for case in COLUMNS if case.name in ("A2", "A7", "randn 1k", "U(.
 
 QFLASH_VARIANTS = untimed(
     name="qflash_variants",
-    title="QFlash and I-FlashAttention, printed beside published",
+    title="QFlash and I-FlashAttention: formulas of the papers beside the published programs",
     source="QFlash, Eq. 9-10 and 16; I-FlashAttention, Algorithms 1 and 2",
     measure=Accuracy(
         series=(
@@ -72,7 +72,7 @@ QFLASH_VARIANTS = untimed(
 
 INT_FLASH_VARIANTS = untimed(
     name="int_flash_variants",
-    title="INT-FlashAttention, printed beside published",
+    title="INT-FlashAttention: formulas of the paper beside the published program",
     source="INT-FlashAttention, Algorithm 1, line 12",
     measure=Accuracy(
         series=(

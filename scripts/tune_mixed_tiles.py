@@ -17,7 +17,7 @@ import time
 import torch
 
 from intflash.backends.gpu.float_softmax import operands
-from intflash.backends.triton import mixed_precision, mixed_precision_steps
+from intflash.backends.triton import mixed_precision
 from intflash.backends.triton.tile_loop import Statistics, TileShape
 from intflash.methods import get_method
 from intflash.problem import Problem
@@ -30,14 +30,14 @@ TILES = [
         (128, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 2), (128, 32, 4, 3), (128, 64, 4, 4), (128, 128, 4, 2),
     )
 ]  # fmt: skip
-STEPS = {
-    "int_flash_half": {"": mixed_precision_steps.HALF, "raised": mixed_precision_steps.HALF_BIASED},
-    "int_flash_full": {"": mixed_precision_steps.FULL},
-    "lite": mixed_precision_steps.LITE,
-    "fp16": {"": None},
-    "fp8": {"": None},
+CONVERSIONS = {  # of `online_softmax`; None is the method's own
+    "int_flash_half": (None, "biased"),
+    "int_flash_full": (None,),
+    "lite": ("convert", "magic", "dual", "integer"),
+    "fp16": (None,),
+    "fp8": (None,),
 }
-FEW = ("", "integer", "raised")  # methods for which every tile is tried
+FEW = (None, "integer", "biased")  # conversions for which every tile is tried
 NO_STATISTICS = Statistics(None, None)
 
 
@@ -47,12 +47,12 @@ def prepared(method, d, n, batch=4):
     q, k, v = (torch.rand(batch, 32 if d == 64 else 16, n, d, generator=g, device="cuda") * 8 - 4 for _ in range(3))
     p = Problem(method, q, k, v, d**-0.5, recipe=get_method(method).recipe, out_dtype=torch.float16).quantized()
     parts, out = operands(p), torch.empty_like(q, dtype=torch.float16)
-    return lambda form, tile: mixed_precision.mixed_launch(p, parts, out, NO_STATISTICS, tile, STEPS[method][form])
+    return lambda conversion, tile: mixed_precision.mixed_launch(p, parts, out, NO_STATISTICS, tile, conversion)
 
 
 def jobs(methods):
-    for method, forms in ((m, STEPS[m]) for m in methods):
-        for form in forms:
+    for method in methods:
+        for form in CONVERSIONS[method]:
             for d in (64, 128):
                 for tile in TILES:
                     if not (tile.keys == 256 and d == 128 or form not in FEW and tile != TILES[0]):
@@ -88,11 +88,11 @@ def sweep(methods):
         operations = 4 * 4 * (32 if d == 64 else 16) * n * n * d
         found = sorted(((operations / s / 1e12, job) for s, job in zip(times, mine, strict=True)), reverse=True)
         results += [(n, *job, round(tops, 1)) for tops, job in found]
-        best = "  ".join(f"{form}{tile}={tops:.0f}" for tops, (_, form, _, tile) in found[:9])
+        best = "  ".join(f"{form or ''}{tile}={tops:.0f}" for tops, (_, form, _, tile) in found[:9])
         print(f"{method} D{d} N{n}: {best}", flush=True)
     path = pathlib.Path(os.environ.get("OUT", ".")) / "mixed_sweep.json"
     path.write_text(json.dumps({"tops": results, "failed": [[*job, why] for job, why in failed.items()]}))
 
 
 if __name__ == "__main__":
-    sweep(sys.argv[1:] or tuple(STEPS))
+    sweep(sys.argv[1:] or tuple(CONVERSIONS))

@@ -77,6 +77,13 @@ def test_relative_links_exist(page):
             assert (page.parent / target.partition("#")[0]).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_named_files_exist(page):
+    """A path that a page names from the root of the repository, but for those with a NAME to fill in."""
+    for path in re.findall(r"`((?:benchmarks|csrc|docs|examples|scripts|src|tests)/[\w./-]*)`", TEXT[page]):
+        assert "NAME" in path or (ROOT / path).exists(), path
+
+
 def test_readme_table_is_the_results():
     spec = importlib.util.spec_from_file_location("gain_figure", ROOT / "scripts" / "gain_figure.py")
     module = importlib.util.module_from_spec(spec)
@@ -95,6 +102,24 @@ def test_integer_models_table_is_the_results():
             sqnr = rows.get((series, case, "SQNR of the logits, dB"))
             cells += [f"{rows[series, case, 'Top-1, %']:.2f}", "" if sqnr is None else f"{sqnr:.1f}"]
         assert f"| {series} | {' | '.join(cells)} |" in page
+
+
+def test_antiberty_tables_are_the_results():
+    page = TEXT[ROOT / "docs" / "guide" / "integer-models.md"]
+    for name in ("integer_antiberty", "integer_antiberty_ablations"):
+        rows: dict[str, dict[str, float]] = {}
+        with (RESULTS / "accuracy" / f"{name}.csv").open(newline="") as file:
+            for r in csv.DictReader(file):
+                option = name.endswith("ablations") and "float64" not in r["series"]
+                rows.setdefault(f"integer, {r['series']}" if option else r["series"], {})[r["metric"]] = float(
+                    r["value"]
+                )
+        for series, found in rows.items():
+            perplexity, same, right = (
+                found[x]
+                for x in ("perplexity of masked residues", "predictions as float32's, %", "residues recovered, %")
+            )
+            assert f"| {series} | {perplexity:.4f} | {same:.2f} | {right:.2f} |" in page
 
 
 def test_every_public_name_is_in_the_reference():

@@ -11,34 +11,17 @@
 constexpr u32 THREADS = 256, AT_ONCE = 8;
 static_assert(THREADS * AT_ONCE == CTA_CHUNKS);
 
-// The memory of a tensor in chunks of 16 bytes: `count` chunks in contiguous runs of `run` chunks, which lie along up
-// to three axes. Axes of stride 0 are left out, because their elements repeat. quantization.py fills this struct, with
-// reciprocals for `quotient`.
-struct Runs {
-  const u8* ptr;
-  i64 strides[3];  // in bytes, innermost axis first
-  u32 count, run;
-  u32 sizes[2];  // of the two inner axes
-  u32 run_reciprocal, size_reciprocals[2], padding;
-
-  template <bool IN_ONE_RUN>
-  DEVICE const u8* chunk(u32 i) const {
-    if (IN_ONE_RUN) return ptr + (u64)i * 16;
-    const u32 first = quotient(i, run, run_reciprocal), second = quotient(first, sizes[0], size_reciprocals[0]);
-    const u32 third = quotient(second, sizes[1], size_reciprocals[1]);
-    return ptr + (u64)(i - first * run) * 16 + (first - second * sizes[0]) * strides[0] +
-           (second - third * sizes[1]) * strides[1] + third * strides[2];
-  }
-};
-
-struct AbsmaxParams {
-  Runs x[3];
-  // zeros at launch: three maxima as bits of float32, which are ordered as the maxima are, and the number of finished
-  // CTAs
-  u32* amax;
-  float* scales;  // of Q, K and V
-};
 static_assert(sizeof(AbsmaxParams) == PARAMS_BYTES);
+
+// Returns the address of chunk i.
+template <bool IN_ONE_RUN>
+DEVICE const u8* chunk(const Runs& x, u32 i) {
+  if (IN_ONE_RUN) return x.ptr + (u64)i * 16;
+  const u32 first = quotient(i, x.run, x.run_reciprocal), second = quotient(first, x.sizes[0], x.size_reciprocals[0]);
+  const u32 third = quotient(second, x.sizes[1], x.size_reciprocals[1]);
+  return x.ptr + (u64)(i - first * x.run) * 16 + (first - second * x.sizes[0]) * x.strides[0] +
+         (second - third * x.sizes[1]) * x.strides[1] + third * x.strides[2];
+}
 
 // Returns the bits of this thread's largest magnitude. first: its first chunk; step: the distance to its next chunk.
 template <bool IN_ONE_RUN>
@@ -48,7 +31,7 @@ DEVICE u32 largest_of_thread(const Runs& x, u32 first, u32 step) {
   for (; first < x.count; first += step) {
     u32 words[AT_ONCE][4];
 #pragma unroll
-    for (u32 i = 0; i < AT_ONCE; ++i) load_words(x.chunk<IN_ONE_RUN>(min(first + i * THREADS, x.count - 1)), words[i]);
+    for (u32 i = 0; i < AT_ONCE; ++i) load_words(chunk<IN_ONE_RUN>(x, min(first + i * THREADS, x.count - 1)), words[i]);
 #pragma unroll
     for (u32 i = 0; i < 4 * AT_ONCE; ++i) most = max_magnitudes(most, words[i / 4][i % 4], IN{});
   }

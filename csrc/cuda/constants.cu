@@ -9,16 +9,6 @@
 constexpr i32 THREADS = 128;
 constexpr i32 LEAST_E = -7;  // numerics.exp.OUTPUT_EXPONENTS
 
-struct ConstantsParams {
-  View q_scale, k_scale, v_scale, given;
-  i64* score;        // k << 32 | C
-  i64* output;       // e << 32 | Mr
-  float* out_scale;  // s_V * 127 / QMAX, written where the caller gave no scale
-  double sm_scale;
-  u32 score_shape[4], output_shape[4];
-  u32 score_count, output_count;
-  u32 group, padding;  // query heads per key head
-};
 static_assert(sizeof(ConstantsParams) == PARAMS_BYTES);
 
 // The index of a constant: batch, head, token, and channel or block of keys.

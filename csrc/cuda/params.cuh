@@ -1,8 +1,12 @@
-// The parameters of the attention kernels, and how a kernel finds its batch and head from them.
+// The parameters of all kernels, which the host fills in (csrc/host/cuda/), and how a kernel finds its batch and head
+// from them.
 #pragma once
+#include "types.cuh"
+#ifdef __CUDACC__
 #include "ptx.cuh"
 
 constexpr int NO_SCORE = -2147483647 - 1;  // the score of an absent key
+#endif
 
 // A 4-D tensor with strides in elements. The stride is 0 along a broadcast axis. `ptr` is null where there is no
 // tensor.
@@ -22,7 +26,19 @@ struct Share {
   u32 whole_reciprocal, rest_reciprocal, heads_reciprocal;
 };
 
-// One struct for all attention kernels. parameters.py fills the same fields in the same order.
+// How the keys of few rows are split, and the memory that their three kernels share (sm80/few_rows.cu). The host
+// computes the reciprocals for `quotient`.
+struct SplitKv {
+  i32 splits, keys;     // of a key head; keys of a split
+  i32 group, kv_heads;  // query heads per key head; key heads
+  u32 splits_reciprocal, heads_reciprocal, queries_reciprocal;
+  i32 pitch;    // elements between rows of scores
+  i32* scores;  // [B * Hk, group * Nq, pitch]
+  i64* maxima;  // [B * Hk, splits, 16]
+  i32* sums;    // [B * Hk, 16, digits * padded channels + digits]: accumulators, then row sums
+};
+
+// One struct for all attention kernels.
 struct Params {
   View q, k, v, out;
   View score;             // int64 k << 32 | C; null where the kernel computes it from q_scale, k_scale and sm_scale
@@ -45,8 +61,58 @@ struct Params {
   u32 head_reciprocal;                   // ceil(2^32 / heads); 0 for one head
   u32 bias_reciprocal, keep_reciprocal;  // ceil(2^32 / batches); 0 for one batch and for as many as Q has
   Share share;
+  const i32 *q_ends, *k_ends;  // of packed sequences: the first row or key of each, and the end of the last; or null
+  SplitKv split;
 };
 
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+
+// The second parameter of attention kernels that load K and V by TMA (sm90/tma.cuh).
+struct TensorMaps {
+  TensorMap k, v;
+  i32 k_batch, k_head, v_batch, v_head;  // distance to the next batch and head: in rows of K, in matrices of V^T
+};
+
+// The memory of a tensor in chunks of 16 bytes: `count` chunks in contiguous runs of `run` chunks, which lie along up
+// to three axes. Axes of stride 0 are left out, because their elements repeat. The reciprocals are for `quotient`.
+struct Runs {
+  const u8* ptr;
+  i64 strides[3];  // in bytes, innermost axis first
+  u32 count, run;
+  u32 sizes[2];  // of the two inner axes
+  u32 run_reciprocal, size_reciprocals[2], padding;
+};
+
+// Of absmax.cu.
+struct AbsmaxParams {
+  Runs x[3];
+  // zeros at launch: three maxima as bits of float32, which are ordered as the maxima are, and the number of finished
+  // CTAs
+  u32* amax;
+  float* scales;  // of Q, K and V
+};
+
+// Of quantize_inputs.cu.
+struct QuantizeParams {
+  View x[3], codes[3], scales[3];  // of K, V and Q
+  u32 tokens[3], heads[3], batches, padding;
+};
+
+// Of constants.cu.
+struct ConstantsParams {
+  View q_scale, k_scale, v_scale, given;
+  i64* score;        // k << 32 | C
+  i64* output;       // e << 32 | Mr
+  float* out_scale;  // s_V * 127 / QMAX, written where the caller gave no scale
+  double sm_scale;
+  u32 score_shape[4], output_shape[4];
+  u32 score_count, output_count;
+  u32 group, padding;  // query heads per key head
+};
+
+#ifdef __CUDACC__
 DEVICE u32 key_head(const Params& p, u32 head) {
   return p.group_reciprocal ? __umulhi(head, p.group_reciprocal) : head;
 }
@@ -58,3 +124,4 @@ DEVICE u32 quotient(u32 x, u32 by, u32 reciprocal) {
 }
 
 DEVICE i64 head_offset(const View& x, i64 batch, i64 head) { return batch * x.b + head * x.h; }
+#endif

@@ -1,15 +1,6 @@
-// Integer types, and wrappers of the PTX instructions that the kernels write themselves: copies, byte permutations,
-// reductions.
+// Wrappers of the PTX instructions that the kernels write themselves: copies, byte permutations, reductions.
 #pragma once
-
-typedef signed char i8;
-typedef unsigned char u8;
-typedef short i16;
-typedef unsigned short u16;
-typedef int i32;
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define DEVICE __device__ __forceinline__
 
@@ -26,6 +17,12 @@ DEVICE void cp_async_16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most PENDING committed groups of this thread's copies have not arrived.
+template <int PENDING>
+DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Makes ordinary stores to shared memory visible to wgmma and TMA (the async proxy).
@@ -33,7 +30,8 @@ DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" 
 
 // A kernel that is launched with `overlaps` may start while the previous one still runs. It must not read or write
 // memory before `wait_for_previous_kernel`, and it must not use read-only loads, which the compiler could move ahead of
-// the wait.
+// the wait. Before compute capability 9.0 kernels do not overlap.
+#if __CUDA_ARCH__ >= 900
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Waits after `known` has been computed, which ptxas would otherwise move behind the wait. `known` must not be 0;
 // addresses never are.
@@ -41,6 +39,10 @@ DEVICE void wait_for_previous_kernel(u64 known) {
   asm volatile("{.reg .pred p; setp.ne.u64 p, %0, 0; @p griddepcontrol.wait;}" ::"l"(known) : "memory");
 }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DEVICE void wait_for_previous_kernel() {}
+DEVICE void let_next_kernel_start() {}
+#endif
 
 DEVICE u32 permute(u32 a, u32 b, u32 selector) {
   u32 r;
@@ -88,6 +90,51 @@ DEVICE void transpose_bytes(u32 a, u32 b, u32 c, u32 d, u32 (&r)[4]) {
   ab = permute(a, b, 0x7362), cd = permute(c, d, 0x7362);
   r[2] = permute(ab, cd, 0x5410);
   r[3] = permute(ab, cd, 0x7632);
+}
+
+// Saturates two integers to int16 and packs them into the halves of a word.
+DEVICE u32 pack_halves(i32 low, i32 high) {
+  u32 w;
+  asm("cvt.pack.sat.s16.s32 %0, %1, %2;" : "=r"(w) : "r"(high), "r"(low));
+  return w;
+}
+
+// Loads and stores of 8 bytes or of multiples of 16 bytes.
+template <int COUNT>
+DEVICE void load_global(const void* from, u32 (&w)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4)
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[i]), "=r"(w[i + 1]), "=r"(w[i + 2]), "=r"(w[i + 3])
+                 : "l"((const u8*)from + 4 * i)
+                 : "memory");
+}
+template <int COUNT>
+DEVICE void store_global(void* to, const u32 (&w)[COUNT]) {
+  if constexpr (COUNT == 2) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(w[0]), "r"(w[1]) : "memory");
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"((u8*)to + 4 * i), "r"(w[i]), "r"(w[i + 1]),
+                   "r"(w[i + 2]), "r"(w[i + 3])
+                   : "memory");
+  }
+}
+
+// Read-only loads, of memory that no kernel writes. They are allowed before `wait_for_previous_kernel`.
+DEVICE u32 load_constant(const void* from) {
+  u32 word;
+  asm("ld.global.nc.b32 %0, [%1];" : "=r"(word) : "l"(from));
+  return word;
+}
+template <int COUNT>
+DEVICE void load_constants(const void* from, u32 (&w)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4)
+    asm("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(w[i]), "=r"(w[i + 1]), "=r"(w[i + 2]), "=r"(w[i + 3])
+        : "l"((const u8*)from + 4 * i));
 }
 
 DEVICE void store_shared(u32 to, u32 word) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory"); }

@@ -1,21 +1,18 @@
 // Writes the codes of float K and V and, where QUERY is 1, of Q, from scales per tensor or head. V's codes are stored
 // with contiguous keys, as 8-bit tensor cores read them; each row is padded with zeros to a multiple of 128 keys.
 //
-// Macros: IN, the floats' type; HEAD_DIM (a multiple of 16); QUERY; VALUES_IN_RANGE (1: no float is outside its scale's
-// range). A CTA quantizes 128 tokens of a head of one tensor. CTAs take the last heads first, because the previous
-// kernel has left those in L2; the codes of the first heads, written last, then stay there.
+// Macros: IN, the floats' type; HEAD_DIM of Q and K and VALUE_DIM of V (multiples of 8); QUERY; VALUES_IN_RANGE (1: no
+// float is outside its scale's range). A CTA quantizes 128 tokens of a head of one tensor. CTAs take the last heads
+// first, because the previous kernel has left those in L2; the codes of the first heads, written last, then stay there.
 #include "quantize.cuh"
 
 constexpr int THREADS = 128, TOKENS = 128;
-constexpr int CHUNKS = HEAD_DIM / 8;   // a thread loads 8 channels of a token at once
+constexpr int CHUNKS = HEAD_DIM / 8;  // a thread loads 8 channels of a token at once
+constexpr int VALUE_CHUNKS = VALUE_DIM / 8;
 constexpr int KEY_WORDS = TOKENS / 4;  // a word holds four keys of a channel
 constexpr int TENSORS = QUERY ? 3 : 2;
 typedef Codes<IN, VALUES_IN_RANGE> In;
 
-struct QuantizeParams {
-  View x[3], codes[3], scales[3];  // of K, V and Q
-  u32 tokens[3], heads[3], batches, padding;
-};
 static_assert(sizeof(QuantizeParams) == PARAMS_BYTES);
 
 // The tokens of a CTA.
@@ -76,11 +73,11 @@ DEVICE u32 word_place(u32 channel, u32 word) { return channel * KEY_WORDS + (wor
 // Quantizes keys of V. A thread takes 4 keys by 8 channels in each round, and the CTA transposes them through shared
 // memory.
 DEVICE void quantize_values(const TokenTile& tile, const View& codes) {
-  __shared__ __align__(16) u32 transposed[HEAD_DIM * KEY_WORDS];
-  constexpr int BLOCKS = TOKENS / 4 * CHUNKS, ROUNDS = (BLOCKS + THREADS - 1) / THREADS;
+  __shared__ __align__(16) u32 transposed[VALUE_DIM * KEY_WORDS];
+  constexpr int BLOCKS = TOKENS / 4 * VALUE_CHUNKS, ROUNDS = (BLOCKS + THREADS - 1) / THREADS;
 #pragma unroll
   for (int round = 0; round < ROUNDS; ++round) {
-    const i32 at = threadIdx.x + round * THREADS, key = at / CHUNKS * 4, chunk = at % CHUNKS;
+    const i32 at = threadIdx.x + round * THREADS, key = at / VALUE_CHUNKS * 4, chunk = at % VALUE_CHUNKS;
     if (BLOCKS % THREADS && at >= BLOCKS) break;
     In::Raw<2> raw[4];
     u32 present = 0;  // bytes of the keys that exist
@@ -99,8 +96,9 @@ DEVICE void quantize_values(const TokenTile& tile, const View& codes) {
   __syncthreads();
   u8* to = (u8*)codes.ptr + head_offset(codes, tile.batch, tile.head) + tile.first;
 #pragma unroll
-  for (int round = 0; round < HEAD_DIM * 8 / THREADS; ++round) {
+  for (int round = 0; round < (VALUE_DIM * 8 + THREADS - 1) / THREADS; ++round) {
     const u32 at = threadIdx.x + round * THREADS, channel = at / 8, word = at % 8 * 4;
+    if (VALUE_DIM * 8 % THREADS && channel >= VALUE_DIM) break;
     *(uint4*)(to + channel * codes.d + word * 4) = *(const uint4*)(transposed + word_place(channel, word));
   }
 }

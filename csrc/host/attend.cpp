@@ -4,9 +4,13 @@
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
+#include <memory>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "host/cuda/driver.h"
 #include "host/run_call.h"
 
 // Every check here accepts what it knows and declines everything else: `attend` then returns None, and Python serves
@@ -36,6 +40,7 @@ struct ServedMethod {
 struct Python {
   PyObject *tensor, *parameter, *qtensor, *recipe;  // classes
   PyObject *is_grad_enabled, *get_num_threads;      // functions
+  PyObject* machine_code = Py_None;                 // (file, kernel, macros) -> cubin, or None without a compiler
   PyObject* forward_ad;                             // the module that knows the level of forward-mode derivatives
   std::vector<PyObject*> watchers;                  // functions: true where torch must see the call
   std::vector<ServedMethod> methods;
@@ -43,7 +48,7 @@ struct Python {
   float least_recipe_scale, least_scale;
   int32_t bias_limit;
 };
-Python& python = *new Python;  // not destroyed: the interpreter ends before the process
+Python& python = *new Python{};  // not destroyed: the interpreter ends before the process
 bool is_ready = false;
 
 // Interned names.
@@ -69,6 +74,7 @@ struct Names {
   PyObject* channel = PyUnicode_InternFromString("channel");
   PyObject* exact = PyUnicode_InternFromString("exact");
   PyObject* cpu = PyUnicode_InternFromString("cpu");
+  PyObject* cuda = PyUnicode_InternFromString("cuda");
   PyObject* top_left = PyUnicode_InternFromString("top_left");
   PyObject* bottom_right = PyUnicode_InternFromString("bottom_right");
   PyObject* is_neg = PyUnicode_InternFromString("is_neg");
@@ -207,26 +213,37 @@ void read_recipe(PyObject* recipe, Scaling (&floats)[3]) {
     floats[i] = {granularity_of(attribute(recipe, kinds[i]).ptr()), bits, 1, attribute(recipe, scales[i])};
 }
 
-// Reads tensors that are memory in a CPU and nothing else.
+// Reads tensors that are memory on one device, of a CPU or a GPU, and nothing else.
 class Reader {
  public:
   // `dispatched`: torch's dispatcher has seen to gradients and negated tensors.
   explicit Reader(bool dispatched)
       : dispatched_(dispatched), wants_gradients_(!dispatched && truth_of_call(python.is_grad_enabled)) {}
 
+  // The first tensor, q, decides which device it is.
+  TorchTensor first(PyObject* x) {
+    const TorchTensor t = memory_of(x);
+    on_gpu_ = t.is_cuda, device_index_ = t.device_index;
+    return t;
+  }
   TorchTensor operator()(PyObject* x) const {
+    const TorchTensor t = memory_of(x);
+    require(on_gpu_ ? t.is_cuda && t.device_index == device_index_ : t.is_cpu);
+    return t;
+  }
+  bool is_dispatched() const { return dispatched_; }
+
+ private:
+  TorchTensor memory_of(PyObject* x) const {
     require(is_type(x, python.tensor) || is_type(x, python.parameter));
     TorchTensor t;
-    require(torch_library.read(x, t) && t.is_cpu);
+    require(torch_library.read(x, t) && (t.is_cpu || t.is_cuda));
     if (dispatched_) return t;
     PyObject* negated = call_method(x, names().is_neg);
     require(negated == Py_False);
     require(!wants_gradients_ || attribute(x, names().requires_grad).ptr() == Py_False);
     return t;
   }
-  bool is_dispatched() const { return dispatched_; }
-
- private:
   static PyObject* call_method(PyObject* x, PyObject* name) {
     PyObject* found = PyObject_CallMethodObjArgs(x, name, nullptr);
     if (!found) nb::raise_python_error();
@@ -234,6 +251,8 @@ class Reader {
     return found;
   }
   const bool dispatched_, wants_gradients_;
+  bool on_gpu_ = false;
+  int32_t device_index_ = 0;
 };
 
 // The last axes of a tensor as those of a view; the leading ones that it lacks are of size 1.
@@ -363,12 +382,12 @@ bool find_out_type(PyObject* dtype, OutType& type) {
   return false;
 }
 
-int64_t* empty_statistics(const TorchTensor& q, nb::object& tensor) {
+char* empty_statistics(const TorchTensor& q, int32_t number, PyObject* dtype, nb::object& tensor) {
   int64_t stride[4], step = 1;
   for (int64_t i = q.axes - 1; i-- > 0; step *= q.shape[i]) stride[i] = step;
   char* data = nullptr;
-  tensor = torch_library.empty(q.axes - 1, q.shape, stride, torch_library.dtype.int64, int64_dtype, data);
-  return reinterpret_cast<int64_t*>(data);
+  tensor = torch_library.empty(q.axes - 1, q.shape, stride, number, dtype, data, &q);
+  return data;
 }
 
 // A call as either way brings it.
@@ -377,8 +396,8 @@ struct Request {
   bool is_codes = false;
   nb::object tensor[3];  // of q, k, v: codes or floats
   Scaling scaling[3];
-  PyObject *attn_mask, *bias, *scale, *out_dtype;  // each may be None
-  bool is_causal, bottom_right, enable_gqa, return_lse, look;
+  PyObject *attn_mask, *bias, *scale, *out_dtype, *out_scale, *backend, *check_finite;  // each may be None
+  bool is_causal, bottom_right, enable_gqa, return_lse;
 };
 
 // What a call gives.
@@ -392,10 +411,18 @@ bool is_bottom_right(PyObject* align) {
   return false;
 }
 
+// Sets what both ways bring alike.
+template <class A>
+void set_rest(const A& a, Request& r) {
+  r.attn_mask = a.attn_mask, r.bias = a.bias, r.scale = a.scale, r.out_dtype = a.out_dtype, r.out_scale = a.out_scale;
+  r.backend = a.backend, r.check_finite = a.check_finite;
+  r.is_causal = flag(a.is_causal), r.bottom_right = is_bottom_right(a.causal_align);
+  r.enable_gqa = flag(a.enable_gqa), r.return_lse = flag(a.return_lse);
+}
+
 Request request_of(const Arguments& a) {
   const Names& n = names();
-  require(a.out_scale == Py_None && a.cu_seqlens_q == Py_None && a.cu_seqlens_k == Py_None);
-  require(a.backend == Py_None || is_name(a.backend, n.cpu));
+  require(a.cu_seqlens_q == Py_None && a.cu_seqlens_k == Py_None);
   Request r;
   r.method = &method_named(a.method);
   r.is_codes = is_type(a.q, python.qtensor);
@@ -416,17 +443,13 @@ Request request_of(const Arguments& a) {
     r.scaling[i] = {granularity_of(attribute(x, n.granularity).ptr()), int(integer(attribute(x, n.bits).ptr())),
                     block.is_none() ? 1 : integer(block.ptr()), attribute(x, n.scale)};
   }
-  r.attn_mask = a.attn_mask, r.bias = a.bias, r.scale = a.scale, r.out_dtype = a.out_dtype;
-  r.is_causal = flag(a.is_causal), r.bottom_right = is_bottom_right(a.causal_align);
-  r.enable_gqa = flag(a.enable_gqa), r.return_lse = flag(a.return_lse);
-  r.look = a.check_finite == Py_None || flag(a.check_finite);
+  set_rest(a, r);
   return r;
 }
 
 Request request_of(const Flat& a) {
   const Names& n = names();
-  require(a.out_scale == Py_None && a.cu_seqlens_q == Py_None && a.cu_seqlens_k == Py_None);
-  require(a.backend == Py_None || is_name(a.backend, n.cpu));
+  require(a.cu_seqlens_q == Py_None && a.cu_seqlens_k == Py_None);
   require(!flag(a.smooth_k) && !flag(a.rotate) && !flag(a.dynamic_out) && is_name(a.rule, n.exact));
   Request r;
   r.method = &method_named(a.method);
@@ -444,16 +467,23 @@ Request request_of(const Flat& a) {
     PyObject* const number = PyList_GetItem(a.number_scales, i);  // 0: none
     if (!r.is_codes && s.scale.is_none() && PyFloat_AsDouble(number) != 0) s.scale = nb::borrow(number);
   }
-  r.attn_mask = a.attn_mask, r.bias = a.bias, r.scale = a.scale, r.out_dtype = a.out_dtype;
-  r.is_causal = flag(a.is_causal), r.bottom_right = is_bottom_right(a.causal_align);
-  r.enable_gqa = flag(a.enable_gqa), r.return_lse = flag(a.return_lse);
-  r.look = a.check_finite == Py_None || flag(a.check_finite);
+  set_rest(a, r);
   return r;
 }
 
-Response serve(const Request& r, const Reader& read) {
-  TorchTensor t[3];
-  for (int i = 0; i < 3; ++i) t[i] = read(r.tensor[i].ptr());
+double softmax_scale(PyObject* given, int64_t head_dim) {
+  if (given == Py_None) return 1.0 / std::sqrt(double(head_dim));
+  require(PyFloat_CheckExact(given) || PyLong_CheckExact(given));
+  const double scale = PyFloat_AsDouble(given);
+  if (PyErr_Occurred()) PyErr_Clear(), throw Declined{};  // an int that is too large
+  require(scale > 0 && scale < INFINITY);
+  return scale;
+}
+
+Response serve_on_cpu(const Request& r, const Reader& read, const TorchTensor (&t)[3]) {
+  require(r.backend == Py_None || is_name(r.backend, names().cpu));
+  require(r.out_scale == Py_None);
+  const bool look = r.check_finite == Py_None || flag(r.check_finite);
   const TensorView q = view_of(t[0]), k = view_of(t[1]), v = view_of(t[2]);
   check_shapes(t, q, k, v, r.enable_gqa);
 
@@ -462,13 +492,7 @@ Response serve(const Request& r, const Reader& read) {
   call.batch = q.shape[0], call.heads_q = q.shape[1], call.nq = q.shape[2], call.head_dim = q.shape[3];
   call.heads_k = k.shape[1], call.nk = k.shape[2], call.value_dim = v.shape[3];
   call.q_block = call.k_block = 1;
-  call.sm_scale = 1.0 / std::sqrt(double(call.head_dim));
-  if (r.scale != Py_None) {
-    require(PyFloat_CheckExact(r.scale) || PyLong_CheckExact(r.scale));
-    call.sm_scale = PyFloat_AsDouble(r.scale);
-    if (PyErr_Occurred()) PyErr_Clear(), throw Declined{};  // an int that is too large
-    require(call.sm_scale > 0 && call.sm_scale < INFINITY);
-  }
+  call.sm_scale = softmax_scale(r.scale, call.head_dim);
   call.causal = r.is_causal;
   call.bottom_right = r.is_causal && r.bottom_right;
   if (call.bottom_right) call.causal_offset = call.nk - call.nq;
@@ -479,7 +503,7 @@ Response serve(const Request& r, const Reader& read) {
   if (r.bias != Py_None) {
     require(r.method->takes_bias_codes);
     const TensorView bias = read_mask(read, r.bias, torch_library.dtype.int32, call);
-    require(!r.look || !is_saturated(bias));
+    require(!look || !is_saturated(bias));
     call.bias = bias.as<int32_t>(), call.bias_batch = bias.shape[0];
   }
   const bool has_type = r.out_dtype != Py_None;
@@ -496,7 +520,8 @@ Response serve(const Request& r, const Reader& read) {
   Response found;
   const auto make_statistics = [&] {
     if (!r.return_lse) return;
-    call.t_max = empty_statistics(t[0], found.t_max), call.l_sum = empty_statistics(t[0], found.l_sum);
+    for (const auto& [to, tensor] : {std::pair(&call.t_max, &found.t_max), std::pair(&call.l_sum, &found.l_sum)})
+      *to = reinterpret_cast<int64_t*>(empty_statistics(t[0], torch_library.dtype.int64, int64_dtype, *tensor));
   };
   if (r.is_codes) {
     const auto one_of = [](const Scaling& s, std::initializer_list<Granularity> kinds) {
@@ -534,25 +559,359 @@ Response serve(const Request& r, const Reader& read) {
   Quantization work{kernels,
                     {read_float(read, q, type, r.scaling[0]), read_float(read, k, type, r.scaling[1]),
                      read_float(read, v, type, r.scaling[2])},
-                    r.look};
+                    look};
   make_statistics();
   found.out = run.run(work);
   require(found.out.is_valid());  // Python says which of them is not finite
   return found;
 }
 
+// --- On a GPU -----------------------------------------------------------------------------------------------------
+
+// A tensor's memory as the kernels' host code sees it: its last axes, with the strides that torch gives it.
+gpu::Tensor gpu_tensor(const TorchTensor& t, OutType type) {
+  require(t.axes <= 4);
+  gpu::Tensor x;
+  x.data = t.data, x.type = type;
+  int64_t step = 1;
+  for (int64_t axis = 3, i = t.axes - 1; axis >= 0; --axis, --i) {
+    if (i >= 0) {
+      require(t.shape[i] > 0);
+      x.shape[axis] = t.shape[i], step = t.stride[i];
+    }
+    x.stride[axis] = step;
+    step *= x.shape[axis];
+  }
+  return x;
+}
+
+OutType type_of(int32_t dtype) {
+  for (int i = 0; i < 5; ++i)
+    if (dtype == number_of(OutType(i))) return OutType(i);
+  throw Declined{};
+}
+
+gpu::Tensor gpu_mask(const Reader& read, PyObject* mask, int32_t dtype, const gpu::Problem& p) {
+  const TorchTensor t = read(mask);
+  require(t.dtype == dtype);
+  const gpu::Tensor m = gpu_tensor(t, OutType::kFloat32);
+  require(p.batch() % m.shape[0] == 0 && (m.shape[1] == 1 || m.shape[1] == p.heads()) &&
+          (m.shape[2] == 1 || m.shape[2] == p.nq()) && (m.shape[3] == 1 || m.shape[3] == p.nk()));
+  return m;
+}
+
+// The static scale of a float tensor x, as `gpu.scales` normalizes it.
+gpu::Tensor gpu_static_scale(const Reader& read, PyObject* scale, const gpu::Tensor& x, bool per_head) {
+  const TorchTensor t = read(scale);
+  require(t.dtype == torch_library.dtype.float32 && t.axes <= 4);
+  int64_t count = 1;
+  for (int64_t i = 0; i < t.axes; ++i) count *= t.shape[i];
+  gpu::Tensor found;
+  found.data = t.data;
+  if (count == 1) return found;
+  require(per_head && (t.axes == 1 || t.axes == 4));
+  if (t.axes == 1) {
+    require(t.shape[0] == x.shape[1]);
+    found.shape[1] = t.shape[0], found.stride[1] = t.stride[0];
+    return found;
+  }
+  require((t.shape[0] == 1 || t.shape[0] == x.shape[0]) && t.shape[1] == x.shape[1] && t.shape[2] == 1 &&
+          t.shape[3] == 1);
+  for (int i = 0; i < 4; ++i) found.shape[i] = t.shape[i], found.stride[i] = t.stride[i];
+  return found;
+}
+
+// The scale of int8 codes, as QTensor normalizes it.
+gpu::Tensor gpu_code_scale(const Reader& read, const Scaling& how, const gpu::Tensor& codes) {
+  const TorchTensor t = read(how.scale.ptr());
+  require(t.dtype == torch_library.dtype.float32 && t.axes == 4);
+  const bool heads = t.shape[1] == codes.shape[1] && (t.shape[0] == 1 || t.shape[0] == codes.shape[0]);
+  switch (how.granularity) {
+    case Granularity::kTensor: require(t.shape[0] == 1 && t.shape[1] == 1 && t.shape[2] == 1); break;
+    case Granularity::kHead: require(heads && t.shape[2] == 1); break;
+    case Granularity::kToken: require(heads && t.shape[2] == codes.shape[2]); break;
+    default: require(false);
+  }
+  require(t.shape[3] == 1);
+  gpu::Tensor found;
+  found.data = t.data;
+  for (int i = 0; i < 4; ++i) found.shape[i] = t.shape[i], found.stride[i] = t.stride[i];
+  return found;
+}
+
+// A program's macros as (name, value) pairs of texts.
+nb::tuple macros_of(const gpu::Program& program) {
+  nb::list macros;
+  for (int i = 0; i < program.source->count(); ++i) {
+    const gpu::Macro& macro = program.source->macros[i];
+    const int32_t value = program.values[i];
+    const nb::object text = macro.values ? nb::object(nb::str(macro.values[value])) : nb::str(nb::int_(value));
+    macros.append(nb::make_tuple(macro.name, text));
+  }
+  return nb::tuple(macros);
+}
+
+// Returns a program's cubin, which Python finds on disk or compiles; empty where nothing can be compiled here.
+std::string compile(const gpu::Program& program) {
+  if (python.machine_code == Py_None) return {};
+  const nb::object code =
+      nb::handle(python.machine_code)(program.source->file, program.source->entry, macros_of(program));
+  if (code.is_none()) return {};
+  const nb::bytes bytes = nb::cast<nb::bytes>(code);
+  return {bytes.c_str(), bytes.size()};
+}
+
+// Where the launches of a call go.
+class Launches {
+ public:
+  virtual ~Launches() = default;
+  virtual int processors() const = 0;
+  // The address of a number that no kernel writes.
+  virtual const char* constant(uint64_t bits) = 0;
+  virtual void launch(gpu::Plan& plan) = 0;
+  virtual void clear(char* from, int64_t bytes) = 0;
+  virtual void fill(float* to, float number) = 0;
+};
+
+class LaunchesOnGpu : public Launches {
+ public:
+  LaunchesOnGpu(int32_t device_index, void* stream) : device_(gpu::find_device(device_index)), stream_(stream) {
+    require(device_);
+  }
+  // On the current stream of a tensor's device.
+  explicit LaunchesOnGpu(const TorchTensor& q) : device_(gpu::find_device(q.device_index)) {
+    require(device_ && torch_library.current_stream(q.device_index, stream_));
+  }
+  int processors() const override { return device_->processors(); }
+  const char* constant(uint64_t bits) override {
+    const char* found = device_->constant(bits);
+    require(found);
+    return found;
+  }
+  void launch(gpu::Plan& plan) override {
+    void* functions[4];
+    require(device_->load(plan, compile, functions));
+    const nb::gil_scoped_release released;
+    device_->launch(plan, functions, stream_);
+  }
+  void clear(char* from, int64_t bytes) override { device_->clear(from, bytes, stream_); }
+  void fill(float* to, float number) override {
+    uint32_t bits;
+    std::memcpy(&bits, &number, 4);
+    device_->fill(to, bits, stream_);
+  }
+
+ private:
+  gpu::Device* device_;
+  void* stream_ = nullptr;
+};
+
+// Notes the launches of a call in place of queuing them, for tests on machines without a GPU.
+class NotedLaunches : public Launches {
+ public:
+  NotedLaunches(int processors, nb::list noted) : noted_(std::move(noted)), processors_(processors) {}
+  int processors() const override { return processors_; }
+  const char* constant(uint64_t bits) override {
+    static auto& kept = *new std::unordered_map<uint64_t, uint64_t>;
+    return reinterpret_cast<const char*>(&(kept[bits] = bits));
+  }
+  void launch(gpu::Plan& plan) override {
+    for (int i = 0; i < plan.count; ++i) {
+      const gpu::Launch& l = plan.launches[i];
+      nb::dict note;
+      note["file"] = l.program.source->file, note["entry"] = l.program.source->entry;
+      note["macros"] = macros_of(l.program);
+      note["grid"] = nb::make_tuple(l.grid[0], l.grid[1], l.grid[2]);
+      note["threads"] = l.threads, note["shared_bytes"] = l.shared_bytes;
+      note["parameters"] = nb::bytes(reinterpret_cast<const char*>(l.parameters), l.parameter_bytes);
+      if (l.has_maps) {
+        const auto map = [](const gpu::MapShape& m, int32_t batch, int32_t head) {
+          nb::list sizes, strides, box;
+          for (uint64_t x : m.sizes) sizes.append(x);
+          for (uint64_t x : m.strides) strides.append(x);
+          for (uint32_t x : m.box) box.append(x);
+          return nb::make_tuple(nb::tuple(sizes), nb::tuple(strides), nb::tuple(box), m.swizzle, batch, head);
+        };
+        note["maps"] =
+            nb::make_tuple(map(l.k_map, l.maps.k_batch, l.maps.k_head), map(l.v_map, l.maps.v_batch, l.maps.v_head));
+      }
+      noted_.append(note);
+    }
+  }
+  void clear(char* from, int64_t bytes) override { std::memset(from, 0, size_t(bytes)); }
+  void fill(float* to, float number) override { *to = number; }
+
+ private:
+  nb::list noted_;
+  int processors_;
+};
+
+// The call's working memory.
+class Workspace {
+ public:
+  Workspace(int64_t bytes, const TorchTensor& like) {
+    if (!bytes) return;
+    memory_ = torch_library.allocate(bytes, like, data);
+    require(memory_);  // Python says that there is no memory
+  }
+  ~Workspace() {
+    if (memory_) torch_library.free(memory_);
+  }
+  Workspace(const Workspace&) = delete;
+  void* memory() const { return memory_; }
+  char* data = nullptr;
+
+ private:
+  void* memory_ = nullptr;
+};
+
+uint64_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&t)[3], Launches& launches) {
+  require(r.backend == Py_None || is_name(r.backend, names().cuda));
+  require(r.check_finite == Py_None || !flag(r.check_finite));  // values are read by Python alone
+  check_shapes(t, view_of(t[0]), view_of(t[1]), view_of(t[2]), r.enable_gqa);
+  gpu::Problem p;
+  p.method = r.method->method;
+  p.q = gpu_tensor(t[0], type_of(t[0].dtype)), p.k = gpu_tensor(t[1], type_of(t[1].dtype));
+  p.v = gpu_tensor(t[2], type_of(t[2].dtype));
+  require(p.k.type == p.q.type && p.v.type == p.q.type && r.is_codes == p.q.is_codes() && p.q.type != OutType::kInt16);
+  p.sm_scale = softmax_scale(r.scale, p.head_dim());
+  p.is_causal = r.is_causal;
+  if (r.is_causal && r.bottom_right) p.causal_offset = p.nk() - p.nq();
+  if (r.attn_mask != Py_None) p.keep = gpu_mask(read, r.attn_mask, torch_library.dtype.boolean, p);
+  if (r.bias != Py_None) {
+    require(r.method->takes_bias_codes);
+    p.bias = gpu_mask(read, r.bias, torch_library.dtype.int32, p);
+  }
+  p.out_type = r.is_codes ? OutType::kInt8 : p.q.type;
+  require(r.out_dtype == Py_None || find_out_type(r.out_dtype, p.out_type));
+  Response found;
+  gpu::Tensor* const tensors[3] = {&p.q, &p.k, &p.v};
+  float numbers[3] = {0, 0, 0};  // scales that the recipe gives as numbers
+  if (r.is_codes) {
+    for (int i = 0; i < 3; ++i) p.scale[i] = gpu_code_scale(read, r.scaling[i], *tensors[i]);
+    require(r.scaling[1].granularity != Granularity::kToken && r.scaling[2].granularity != Granularity::kToken);
+    require(!p.has_integer_output() || r.scaling[2].bits == 8);
+    p.v.available = torch_library.bytes_left(r.tensor[2], 1);
+  } else {
+    int given = 0;
+    for (int i = 0; i < 3; ++i) {
+      const Scaling& how = r.scaling[i];
+      p.per_head[i] = how.granularity == Granularity::kHead;
+      require(how.bits == 8 && (p.per_head[i] || how.granularity == Granularity::kTensor));
+      if (how.scale.is_none()) continue;
+      ++given;
+      if (PyFloat_CheckExact(how.scale.ptr())) {  // the recipe has checked it
+        numbers[i] = float(PyFloat_AsDouble(how.scale.ptr()));
+        p.scale[i].data = const_cast<char*>(launches.constant(bits_of(numbers[i])));
+      } else {
+        p.scale[i] = gpu_static_scale(read, how.scale.ptr(), *tensors[i], p.per_head[i]);
+      }
+    }
+    require(given == 0 || given == 3);
+  }
+  const bool has_out_scale = r.out_scale != Py_None;
+  require(!has_out_scale || p.has_integer_output());
+  if (has_out_scale && !PyFloat_CheckExact(r.out_scale)) {
+    const TorchTensor s = read(r.out_scale);
+    require(s.dtype == torch_library.dtype.float32 && s.axes == 4 && (s.shape[0] == 1 || s.shape[0] == p.batch()) &&
+            (s.shape[1] == 1 || s.shape[1] == p.heads()) && s.shape[2] == 1 && s.shape[3] == 1);
+    p.given_out_scale = gpu_tensor(s, OutType::kFloat32);
+    found.out_scale = nb::borrow(r.out_scale);
+  } else if (has_out_scale) {
+    const double number = PyFloat_AsDouble(r.out_scale);
+    require(number >= python.least_recipe_scale && number <= std::numeric_limits<float>::max());
+    const int64_t one[4] = {1, 1, 1, 1};
+    found.out_scale = torch_library.empty(4, one, one, torch_library.dtype.float32, out_dtypes[int(OutType::kFloat32)],
+                                          p.given_out_scale.data, &t[0]);
+    launches.fill(reinterpret_cast<float*>(p.given_out_scale.data), float(number));
+  }
+  gpu::Choice choice;
+  gpu::Refusal why;
+  require(choose(p, launches.processors(), choice, why));
+  if (choice.fills_constants && !p.has_integer_output() && numbers[0] && numbers[1]) {  // known on the host
+    p.ready_score = launches.constant(packed_score(p, numbers[0], numbers[1]));
+    require(choose(p, launches.processors(), choice, why));
+  }
+
+  const TorchTensor& q = t[0];
+  const int64_t* const step = q.stride + q.axes - 3;
+  const bool tokens_first = q.axes > 2 && step[0] < step[1];
+  require(!read.is_dispatched() || q.axes == 4 || !tokens_first);  // the op promises contiguous memory then
+  const int64_t batch = p.batch(), heads = p.heads(), nq = p.nq(), d = p.v.shape[3];
+  gpu::Memory memory;
+  memory.out.type = p.out_type;
+  const int64_t shape[4] = {batch, heads, nq, d};
+  const int64_t stride[4] = {heads * nq * d, tokens_first ? d : nq * d, tokens_first ? heads * d : d, 1};
+  for (int i = 0; i < 4; ++i) memory.out.shape[i] = shape[i], memory.out.stride[i] = stride[i];
+  const int64_t skipped = 4 - q.axes;
+  found.out = torch_library.empty(q.axes, shape + skipped, stride + skipped, number_of(p.out_type),
+                                  out_dtypes[int(p.out_type)], memory.out.data, &q);
+  if (r.return_lse) {
+    memory.t_max = reinterpret_cast<int64_t*>(empty_statistics(q, torch_library.dtype.int64, int64_dtype, found.t_max));
+    memory.l = reinterpret_cast<int32_t*>(empty_statistics(q, torch_library.dtype.int32, int32_dtype, found.l_sum));
+  }
+  if (p.has_integer_output() && !p.given_out_scale) {
+    const int64_t* const of = choice.output_shape;
+    const int64_t steps[4] = {of[1] * of[2] * of[3], of[2] * of[3], of[3], 1};
+    char* data = nullptr;
+    found.out_scale =
+        torch_library.empty(4, of, steps, torch_library.dtype.float32, out_dtypes[int(OutType::kFloat32)], data, &q);
+    memory.out_scale = reinterpret_cast<float*>(data);
+  }
+  const Workspace workspace(choice.bytes, q);
+  memory.workspace = workspace.data;
+  if (choice.zero_bytes) launches.clear(workspace.data + choice.zeros, choice.zero_bytes);
+  if (choice.copies_values) {
+    const gpu::Tensor to = value_codes(p, choice, workspace.data);
+    require(torch_library.copy_bytes(r.tensor[2], 4, p.v.shape, p.v.stride, workspace.memory(), choice.value_codes,
+                                     to.stride));
+  }
+  gpu::Plan plan;
+  fill_plan(p, choice, memory, launches.processors(), plan);
+  launches.launch(plan);
+  return found;
+}
+
+Response serve(const Request& r, bool dispatched) {
+  Reader read(dispatched);
+  TorchTensor t[3] = {read.first(r.tensor[0].ptr())};
+  for (int i = 1; i < 3; ++i) t[i] = read(r.tensor[i].ptr());
+  if (!t[0].is_cuda) return serve_on_cpu(r, read, t);
+  LaunchesOnGpu launches(t[0]);
+  return serve_on_gpu(r, read, t, launches);
+}
+
 nb::object or_none(const nb::object& x) { return x.is_valid() ? x : nb::object(nb::none()); }
+
+// Whether a call on a GPU may be one for its kernels.
+bool is_for_gpu(const Arguments& a, int32_t device_index) {
+  if (!(a.backend == Py_None || is_name(a.backend, names().cuda)) || a.cu_seqlens_q != Py_None) return false;
+  for (const ServedMethod& m : python.methods)
+    if (is_name(a.method, m.name))
+      return (m.method == Method::kP16 || m.method == Method::kP8 || m.method == Method::kOnline) &&
+             gpu::find_device(device_index);
+  return false;
+}
 
 nb::object attend(nb::args given) {
   if (!is_ready) return nb::none();
   const auto arguments = by_position<Arguments>(given, kArguments);
-  TorchTensor q;  // a call on a GPU leaves at once
-  if (is_type(arguments.q, python.tensor) && torch_library.read(arguments.q, q) && !q.is_cpu) return nb::none();
+  // Most calls for other kernels leave at once, because to throw takes microseconds.
+  TorchTensor q;
+  if (is_type(arguments.q, python.tensor) && torch_library.read(arguments.q, q) && q.is_cuda &&
+      !is_for_gpu(arguments, q.device_index))
+    return nb::none();
   try {
     const Request request = request_of(arguments);
     for (PyObject* watcher : python.watchers) require(!truth_of_call(watcher));
     require(integer(attribute(python.forward_ad, names()._current_level).ptr()) < 0);
-    const Response found = serve(request, Reader(false));
+    const Response found = serve(request, false);
     if (!found.out_scale.is_valid() && !found.t_max.is_valid()) return found.out;
     return nb::make_tuple(found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
   } catch (const Declined&) {
@@ -564,8 +923,31 @@ nb::object attend(nb::args given) {
 nb::object attend_flat(nb::args given) {
   if (!is_ready) return nb::none();
   try {
-    const Response found = serve(request_of(by_position<Flat>(given, kFlat)), Reader(true));
+    const Response found = serve(request_of(by_position<Flat>(given, kFlat)), true);
     return nb::make_tuple(found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
+  } catch (const Declined&) {
+    return nb::none();
+  }
+}
+
+// Notes what a call with these arguments would launch on a GPU of so many multiprocessors, from tensors in CPU memory.
+// With 0 processors it hands the launches to the driver, which must be none of a GPU.
+nb::object gpu_launches(int processors, nb::tuple given) {
+  nb::list noted;
+  try {
+    const Request request = request_of(by_position<Arguments>(nb::borrow<nb::args>(given), kArguments));
+    Reader read(false);
+    TorchTensor t[3] = {read.first(request.tensor[0].ptr())};
+    for (int i = 1; i < 3; ++i) t[i] = read(request.tensor[i].ptr());
+    require(t[0].is_cpu);
+    std::unique_ptr<Launches> launches;
+    if (processors) {
+      launches = std::make_unique<NotedLaunches>(processors, noted);
+    } else {
+      launches = std::make_unique<LaunchesOnGpu>(0, nullptr);
+    }
+    const Response found = serve_on_gpu(request, read, t, *launches);
+    return nb::make_tuple(noted, found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
   } catch (const Declined&) {
     return nb::none();
   }
@@ -608,6 +990,14 @@ void bind_attend(nb::module_& m) {
   m.def("attend_flat", attend_flat,
         "The call of the custom op with all values of op.FLAT by position. Returns (output, its scale or None, Tmax or "
         "None, l or None); or None as `attend`.");
+  m.def(
+      "use_compiler", [](nb::handle machine_code) { python.machine_code = kept(machine_code); },
+      nb::arg("machine_code"), "What compiles programs for GPUs, see intflash/backends/cuda/__init__.py.");
+  m.def("gpu_launches", gpu_launches, nb::arg("processors"), nb::arg("arguments"),
+        "The launches that a call of `attention` with these arguments, by position, would queue on a GPU, and its "
+        "result before them; or None as `attend`. Tensors are in CPU memory: for tests. With 0 processors the launches "
+        "go "
+        "to the driver, which a test has replaced.");
   const auto names_of = [](const auto& list) {
     nb::list names;
     for (const char* name : list) names.append(name);

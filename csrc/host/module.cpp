@@ -17,8 +17,9 @@ const Kernels& intflash::kernels_named(const char* name) {
 
 namespace {
 
-void use_torch(nb::handle empty_strided, nb::tuple dtypes, nb::handle int64, bool find) {
+void use_torch(nb::handle empty_strided, nb::tuple dtypes, nb::handle int32, nb::handle int64, bool find) {
   for (size_t i = 0; i < 5; ++i) out_dtypes[i] = element(dtypes, i).inc_ref().ptr();
+  int32_dtype = int32.inc_ref().ptr();
   int64_dtype = int64.inc_ref().ptr();
   torch_library.load(empty_strided, find);
 }
@@ -102,10 +103,11 @@ NB_MODULE(_native, m) {
   m.def(
       "set_main_thread", [](unsigned long ident) { main_thread = ident; }, nb::arg("ident"),
       "The thread whose long calls look for signals: threading.main_thread().ident.");
-  m.def(
-      "use_torch", use_torch, nb::arg("empty_strided"), nb::arg("out_dtypes"), nb::arg("int64"), nb::arg("find") = true,
-      "Tell of torch: torch.empty_strided, its dtypes in the order of OutType, int64. Without `find` tensors are read "
-      "and made by Python methods.");
+  m.def("use_torch", use_torch, nb::arg("empty_strided"), nb::arg("out_dtypes"), nb::arg("int32"), nb::arg("int64"),
+        nb::arg("find") = true,
+        "Tell of torch: torch.empty_strided, its dtypes in the order of OutType, int32, int64. Without `find` tensors "
+        "are read "
+        "and made by Python methods.");
   m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"),
         nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(),
         nb::arg("blocks").none(), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(),

@@ -15,9 +15,9 @@ namespace intflash {
 
 namespace nb = nanobind;
 
-// torch's dtypes by OutType, and int64. Their references are never released.
+// torch's dtypes by OutType, int32 and int64. Their references are never released.
 inline PyObject* out_dtypes[5] = {};
-inline PyObject* int64_dtype = nullptr;
+inline PyObject *int32_dtype = nullptr, *int64_dtype = nullptr;
 
 inline int32_t number_of(OutType type) {
   const TorchDtypes& d = torch_library.dtype;

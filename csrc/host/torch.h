@@ -18,7 +18,8 @@ struct TorchTensor {
   int64_t axes = 0;
   const int64_t *shape = nullptr, *stride = nullptr;
   int32_t dtype = 0;
-  bool is_cpu = false;
+  bool is_cpu = false, is_cuda = false;
+  int32_t device_index = 0;  // of a CUDA tensor
 };
 
 // The numbers of torch's dtypes.
@@ -44,9 +45,7 @@ class Torch {
   // Reads a dense tensor of torch. Returns false where it is none: of sparse and nested ones torch has no strides or
   // sizes, others have no memory.
   bool read(nanobind::handle tensor, TorchTensor& t) const {
-    PyObject* number = PyObject_GetAttr(tensor.ptr(), cdata_);  // the address of its TensorImpl
-    void* implementation = number ? PyLong_AsVoidPtr(number) : nullptr;
-    Py_XDECREF(number);
+    void* implementation = implementation_of(tensor);
     if (!implementation) {
       PyErr_Clear();
       return false;
@@ -58,17 +57,65 @@ class Torch {
     if (get_device_type_(handle, &device) || get_dim_(handle, &t.axes) || get_sizes_(handle, &shape) ||
         get_strides_(handle, &stride) || get_dtype_(handle, &t.dtype) || get_data_ptr_(handle, &data))
       return false;
-    t.is_cpu = device == cpu_;
+    t.is_cpu = device == cpu_, t.is_cuda = device == cuda_;
+    if (t.is_cuda && get_device_index_(handle, &t.device_index)) return false;
     t.shape = shape, t.stride = stride, t.data = static_cast<char*>(data);
     return data != nullptr;
   }
 
-  // Allocates a CPU tensor. `python_dtype` is the dtype of that number.
+  // Returns the bytes from a tensor's first element to the end of its storage.
+  int64_t bytes_left(nanobind::handle tensor, int64_t element_bytes) const {
+    void* implementation = implementation_of(tensor);
+    if (!implementation) nanobind::raise_python_error();
+    const Handle handle = &implementation;
+    int64_t bytes = 0, offset = 0;
+    if (get_storage_size_(handle, &bytes) || get_storage_offset_(handle, &offset)) return 0;
+    return bytes - offset * element_bytes;
+  }
+
+  // Returns the stream on which torch queues work of this thread, or false where this torch does not tell.
+  bool current_stream(int32_t device_index, void*& stream) const {
+    return get_stream_ && !get_stream_(device_index, &stream);
+  }
+
+  // Allocates memory beside a tensor; `free` returns it to torch, which hands it out again in the order of the stream.
+  // Returns null where torch has none: `empty` then says so.
+  void* allocate(int64_t bytes, const TorchTensor& like, char*& data) const {
+    Handle made = nullptr;
+    const int64_t step = 1;
+    void* memory = nullptr;
+    if (empty_strided_(1, &bytes, &step, dtype.int8, like.is_cuda ? cuda_ : cpu_, like.device_index, &made) ||
+        get_data_ptr_(made, &memory))
+      return nullptr;
+    data = static_cast<char*>(memory);
+    return made;
+  }
+  void free(void* memory) const { delete_(memory); }
+
+  // Copies a tensor's elements, in the order of `shape`, to others of memory from `allocate` at `offset` bytes, both of
+  // one byte. Returns false where torch cannot.
+  bool copy_bytes(nanobind::handle from, int64_t axes, const int64_t* shape, const int64_t* from_stride, void* memory,
+                  int64_t offset, const int64_t* to_stride) const {
+    void* implementation = implementation_of(from);
+    if (!implementation) nanobind::raise_python_error();
+    Handle source = nullptr, target = nullptr;
+    int64_t start = 0;
+    const bool copied = !get_storage_offset_(&implementation, &start) &&
+                        !reinterpret_(&implementation, axes, shape, from_stride, start, &source) &&
+                        !reinterpret_(memory, axes, shape, to_stride, offset, &target) && !copy_(target, source, 0);
+    if (source) delete_(source);
+    if (target) delete_(target);
+    return copied;
+  }
+
+  // Allocates a tensor, on a CPU or on the device of `like`. `python_dtype` is the dtype of that number.
   nanobind::object empty(int64_t axes, const int64_t* shape, const int64_t* stride, int32_t number,
-                         nanobind::handle python_dtype, char*& data) const {
+                         nanobind::handle python_dtype, char*& data, const TorchTensor* like = nullptr) const {
     namespace nb = nanobind;
     Handle made = nullptr;
-    if (wrap_ && !empty_strided_(axes, shape, stride, number, cpu_, 0, &made)) {
+    const bool on_gpu = like && like->is_cuda;
+    const int32_t index = on_gpu ? like->device_index : 0;
+    if (wrap_ && !empty_strided_(axes, shape, stride, number, on_gpu ? cuda_ : cpu_, index, &made)) {
       void* memory = nullptr;
       PyObject* tensor = get_data_ptr_(made, &memory) ? nullptr : wrap_(made);
       delete_(made);
@@ -78,8 +125,9 @@ class Torch {
     }
     nb::list sizes, steps;  // torch says in Python what is wrong, as that there is no memory
     for (int64_t i = 0; i < axes; ++i) sizes.append(shape[i]), steps.append(stride[i]);
+    const nb::object device = on_gpu ? nb::str("cuda:") + nb::str(nb::int_(index)) : nb::object(nb::str("cpu"));
     nb::object tensor =
-        nb::handle(make_empty_)(sizes, steps, nb::arg("dtype") = python_dtype, nb::arg("device") = "cpu");
+        nb::handle(make_empty_)(sizes, steps, nb::arg("dtype") = python_dtype, nb::arg("device") = device);
     data = reinterpret_cast<char*>(nb::cast<intptr_t>(tensor.attr("data_ptr")()));
     return tensor;
   }
@@ -88,6 +136,14 @@ class Torch {
   using Handle = void*;  // of a tensor: the address of an at::Tensor
   template <class... Arguments>
   using Function = int32_t (*)(Arguments...);
+
+  // Returns the address of a tensor's TensorImpl, or null with a Python error.
+  void* implementation_of(nanobind::handle tensor) const {
+    PyObject* number = PyObject_GetAttr(tensor.ptr(), cdata_);
+    void* found = number ? PyLong_AsVoidPtr(number) : nullptr;
+    Py_XDECREF(number);
+    return found;
+  }
 
   bool find_functions() {
 #ifdef __APPLE__
@@ -109,14 +165,20 @@ class Torch {
     find(get_dtype_, "aoti_torch_get_dtype");
     find(get_data_ptr_, "aoti_torch_get_data_ptr");
     find(get_device_type_, "aoti_torch_get_device_type");
+    find(get_device_index_, "aoti_torch_get_device_index");
+    find(get_storage_size_, "aoti_torch_get_storage_size");
+    find(get_storage_offset_, "aoti_torch_get_storage_offset");
     find(empty_strided_, "aoti_torch_empty_strided");
     find(delete_, "aoti_torch_delete_tensor_object");
+    find(reinterpret_, "aoti_torch__reinterpret_tensor");
+    find(copy_, "aoti_torch_copy_");
     const auto number = [&](int32_t& value, const char* name) {
       int32_t (*function)() = nullptr;
       find(function, name);
       value = function ? function() : 0;
     };
     number(cpu_, "aoti_torch_device_type_cpu");
+    number(cuda_, "aoti_torch_device_type_cuda");
     number(dtype.int8, "aoti_torch_dtype_int8");
     number(dtype.int16, "aoti_torch_dtype_int16");
     number(dtype.int32, "aoti_torch_dtype_int32");
@@ -128,6 +190,10 @@ class Torch {
     // PyObject* THPVariable_Wrap(at::TensorBase), by reference or by value: both take the tensor's address, and the one
     // by value leaves a tensor that may only be destroyed. It is C++, so that a version without it is no error.
     wrap_ = nullptr;
+#ifndef __APPLE__
+    if (void* cuda = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY))
+      get_stream_ = reinterpret_cast<decltype(get_stream_)>(dlsym(cuda, "aoti_torch_get_current_cuda_stream"));
+#endif
     for (const char* name : {"_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE"})
       if (!wrap_) wrap_ = reinterpret_cast<PyObject* (*)(Handle)>(dlsym(python, name));
     return all;
@@ -135,13 +201,17 @@ class Torch {
 
   bool is_found_ = false;
   PyObject *cdata_ = nullptr, *make_empty_ = nullptr;
-  int32_t cpu_ = 0;
+  int32_t cpu_ = 0, cuda_ = 0;
   Function<Handle, int64_t*> get_dim_ = nullptr;
   Function<Handle, int64_t**> get_sizes_ = nullptr, get_strides_ = nullptr;
-  Function<Handle, int32_t*> get_dtype_ = nullptr, get_device_type_ = nullptr;
+  Function<Handle, int32_t*> get_dtype_ = nullptr, get_device_type_ = nullptr, get_device_index_ = nullptr;
+  Function<Handle, int64_t*> get_storage_size_ = nullptr, get_storage_offset_ = nullptr;
+  Function<int32_t, void**> get_stream_ = nullptr;
   Function<Handle, void**> get_data_ptr_ = nullptr;
   Function<int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*> empty_strided_ = nullptr;
   Function<Handle> delete_ = nullptr;
+  Function<Handle, int64_t, const int64_t*, const int64_t*, int64_t, Handle*> reinterpret_ = nullptr;
+  Function<Handle, Handle, int32_t> copy_ = nullptr;
   PyObject* (*wrap_)(Handle) = nullptr;
 };
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from intflash import call, op
-from intflash.backends import cpu, select
+from intflash.backends import cpu, cuda, select
 from intflash.call import Output
 from intflash.errors import InputError
 from intflash.quant import QTensor, Recipe
@@ -16,6 +16,8 @@ from intflash.quant.quantizers import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+cpu.use_compiler(cuda.machine_code)
 
 
 class Options(TypedDict, total=False):
@@ -95,7 +97,7 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     check_finite: bool | None = None,
 ) -> Output | tuple[Output, Tensor]:
-    """softmax(scale * q k^T + bias) v with quantized, by default integer-only, arithmetic.
+    """Compute attention, softmax(scale * q k^T + bias) v, with quantized, by default integer-only, arithmetic.
 
     For inference: no gradient flows through it, and a backward pass raises RuntimeError.
 
@@ -110,8 +112,8 @@ def attention(
         is_causal: hide keys after the query's position.
         scale: softmax scale, > 0; default 1 / sqrt(D).
         method: a name from ``intflash.info()["methods"]``.
-        backend: a name from ``intflash.info()["backends"]``; None takes the best that can serve
-            (`which_backend` tells which).
+        backend: a name from ``intflash.info()["backends"]``; None takes the fastest that serves the call
+            (`which_backend` returns its name).
         enable_gqa: allow Hq to be a multiple of Hk.
         bias: additive float bias beside a bool `attn_mask` (relative-position bias), or int32 from
             `quantize_bias`; broadcast like `attn_mask`, with the same bound of +-1419.57, and never expanded.
@@ -121,14 +123,14 @@ def attention(
             default: the method's own.
         out_dtype: float32, float16, bfloat16, or int8 / int16 to get a `QTensor`. Default: the dtype
             of float inputs, int8 for QTensors.
-        out_scale: scale of integer output: a float or tensor (calibrated), "dynamic" (its maximum,
-            by a second launch), or None for s_V * 127 / qmax, which no output can exceed.
+        out_scale: scale of integer output: a float or tensor (calibrated), "dynamic" (from its maximum, which takes a
+            second pass over the output), or None for s_V * 127 / qmax, which no output can exceed.
         return_lse: also return log-sum-exp of the scores, float32 ``[..., Hq, Nq]``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]``: q, k, v are sequences packed along N
             with a batch of one, each attending to itself only.
         check_finite: read values, and refuse NaN, infinity, scales <= 0 and additive masks that would saturate.
-            Default: on a CPU yes; on a GPU no, where reading would wait for the device. Unread ones give the result
-            that docs/numerics.md section 1 defines. `cu_seqlens` in CPU memory are always read.
+            Default: True on a CPU; False on a GPU, where reading would wait for the device. What a call without the
+            check computes is defined in docs/numerics.md section 1. `cu_seqlens` in CPU memory are always read.
 
     Returns:
         The output ``[..., Hq, Nq, Dv]``, or with `return_lse` the pair (output, lse). A `QTensor` has four axes, the
@@ -137,10 +139,10 @@ def attention(
 
     Raises:
         InputError: an argument is wrong; the message shows what was expected and what came.
-        BackendError: the backend asked for, or none, can serve this call; the message says why.
+        BackendError: the backend that was asked for, or every backend, cannot serve this call; the message says why.
 
-    Source: docs/numerics.md for `intflash`, `intflash_p8` and `intflash_online`; each other method
-    names its paper in ``intflash.info()``.
+    Source: docs/numerics.md for the methods ``intflash...``; each other method names its paper in
+    ``intflash.info()``.
 
     Example:
         >>> import torch, intflash
@@ -180,7 +182,7 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`'s signature, computed by `intflash`.
+    """Compute attention by `intflash`, with the signature of `torch.nn.functional.scaled_dot_product_attention`.
 
     Args and shapes as `attention`; float32, float16 and bfloat16, for inference (a backward pass raises). As in torch,
     leading axes of 1 broadcast, autocast chooses the dtype, and `attn_mask` and `is_causal` exclude each other. An
@@ -238,7 +240,7 @@ def _broadcast(*tensors: Tensor, axes: int) -> tuple[Tensor, ...]:
 
 
 def which_backend(*args: Any, **kwargs: Any) -> str:
-    """The name of the backend that `attention` with these arguments would run on.
+    """Return the name of the backend that `attention` would use for these arguments.
 
     Args:
         args, kwargs: as `attention`.
@@ -247,7 +249,7 @@ def which_backend(*args: Any, **kwargs: Any) -> str:
         A name from ``intflash.info()["backends"]``.
 
     Raises:
-        InputError, BackendError: as `attention` with these arguments, but values of q, k and v are not looked at.
+        InputError, BackendError: as `attention` with these arguments, but the values of q, k and v are not checked.
 
     Example:
         >>> import torch, intflash

@@ -134,8 +134,17 @@ def finish(method: str, found: Any) -> tuple[Output, Tensor | None]:
     if isinstance(found, Tensor):
         return found, None
     out, scale, t_max, l_sum = found
-    lse = None if t_max is None else log_sum_exp(t_max, l_sum, cpu.P_MAX[method])
+    lse = log_sum_exp_of(method, t_max, l_sum)
     return (out if scale is None else integer_output(out, scale)), lse
+
+
+def log_sum_exp_of(method: str, t_max: Tensor | None, l_sum: Tensor | None) -> Tensor | None:
+    """Log-sum-exp from what the native call path returned. On a GPU l is uint32, stored in int32."""
+    if t_max is None:
+        return None
+    if l_sum.dtype == torch.int32:
+        l_sum = l_sum.to(torch.int64) & 0xFFFFFFFF
+    return log_sum_exp(t_max, l_sum, cpu.P_MAX[method])
 
 
 def _decide(arguments: dict[str, Any]) -> tuple[Problem, Tensor | None, Backend]:

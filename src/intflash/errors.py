@@ -8,7 +8,7 @@ class InputError(ValueError):
 
 
 class BackendError(RuntimeError):
-    """The backend asked for, or with None every backend, cannot serve this call; the message says why."""
+    """The backend that was asked for, or every backend, cannot serve this call; the message says why."""
 
 
 class DistributedError(RuntimeError):

@@ -12,7 +12,7 @@ from intflash.methods import METHODS
 
 
 def info() -> dict[str, Any]:
-    """Every method, every backend, and why a backend does not serve a method here.
+    """Return every method and every backend, and why a backend does not serve a method on this machine.
 
     Returns:
         ``methods``: name -> summary, source, integer_only, granularities (q, k, v), out_dtypes;

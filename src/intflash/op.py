@@ -2,9 +2,9 @@
 
 The op takes the arguments of `call.ARGUMENTS` with `QTensor` and `Recipe` laid out flat, and flags and names in one
 string. Since each argument and each result of an op costs every call time, it has two overloads: `general` has them
-all, the default one those of most calls. On a CPU the kernel is the native call path; `run` serves what that declines,
-and every other device, because the backend is chosen inside. Calls that no tracer or transform watches go to `run`
-directly.
+all, the default one those of most calls. On a CPU and a CUDA GPU the kernel is the native call path; `run` serves what
+that declines, and every other device, because the backend is chosen inside. Calls that no tracer or transform watches
+go to `run` directly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from intflash import call, plans, validate
 from intflash.backends import cpu
 from intflash.call import ARGUMENTS, Output
 from intflash.methods import get_method
-from intflash.numerics.exp import log_sum_exp
 from intflash.problem import empty_output
 from intflash.quant import QTensor, Recipe
 
@@ -149,15 +148,17 @@ def _compute(*flat: Any) -> Results:
     return _laid_out(out, flat[0]), None, lse
 
 
-_METHOD = FLAT.index("method")
+_METHOD, _OUT_SCALE = FLAT.index("method"), FLAT.index("out_scale")
 
 
-def _compute_on_cpu(*flat: Any) -> Results:
+def _compute_natively(*flat: Any) -> Results:
     found = cpu.attend_flat(*flat)
     if found is None:
         return _compute(*flat)
     out, scale, t_max, l_sum = found
-    return out, scale, None if t_max is None else log_sum_exp(t_max, l_sum, cpu.P_MAX[flat[_METHOD]])
+    if scale is not None and scale is flat[_OUT_SCALE]:
+        scale = scale.clone()  # an op's result is none of its arguments
+    return out, scale, call.log_sum_exp_of(flat[_METHOD], t_max, l_sum)
 
 
 def _laid_out(out: Tensor, q: Tensor) -> Tensor:
@@ -218,9 +219,17 @@ class _Differentiable(torch.autograd.Function):
 
 
 _library = torch.library.Library("intflash", "DEF")
-_PLAIN_CPU = (
-    torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-).raw_repr()
+
+
+def _unwatched_keys() -> set[int]:
+    """The keys of calls that nothing but autograd wants to see. Not every torch leaves out ADInplaceOrView, for which
+    the op has no kernel."""
+    keys, key_set = torch._C.DispatchKey, torch._C.DispatchKeySet
+    plain = [key_set(keys.CPU) | key_set(keys.AutogradCPU), key_set(keys.CUDA) | key_set(keys.AutogradCUDA)]
+    return {x.raw_repr() for x in plain} | {(x | key_set(keys.ADInplaceOrView)).raw_repr() for x in plain}
+
+
+_UNWATCHED = _unwatched_keys()
 
 
 def _define(schema: str, kernel_of: Callable[[Callable[..., Results]], Callable[..., Any]]) -> Any:
@@ -229,18 +238,18 @@ def _define(schema: str, kernel_of: Callable[[Callable[..., Results]], Callable[
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     op = functools.reduce(getattr, f"intflash.{name}".split("."), torch.ops)
     op = op.default if "." not in name else op
-    on_cpu = kernel_of(_compute_on_cpu)
+    natively, is_grad_enabled, unwatched = kernel_of(_compute_natively), torch.is_grad_enabled, _UNWATCHED
 
-    def autograd(keys: Any, *flat: Any) -> Any:
+    def autograd(keys: Any, *flat: Any) -> Any:  # to be quick: in compiled code each call passes here
+        wanted = is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)
+        if not wanted and keys.raw_repr() in unwatched:  # redispatching takes 2 us
+            return natively(*flat)
         below = keys & torch._C._after_autograd_keyset
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat):
-            return _Differentiable.apply(op, below, *flat)
-        if below.raw_repr() == _PLAIN_CPU:  # nothing else wants to see the call: redispatching takes 2 us
-            return on_cpu(*flat)
-        return op.redispatch(below, *flat)
+        return _Differentiable.apply(op, below, *flat) if wanted else op.redispatch(below, *flat)
 
     _library.impl(name, kernel_of(_compute), "CompositeExplicitAutograd")
-    _library.impl(name, on_cpu, "CPU")
+    _library.impl(name, natively, "CPU")
+    _library.impl(name, natively, "CUDA")
     _library.impl(name, autograd, "Autograd", with_keyset=True)
     torch.library.register_fake(f"intflash::{name}", kernel_of(_compute_fake), lib=_library)
     return op

@@ -47,7 +47,7 @@ def test_outputs_that_cannot_be_made(out_dtype, failing):
     problem = problem if out_dtype.is_floating_point else problem.quantized()
     for threads in (1, 2, 4):
         made.clear()
-        cpu._native.use_torch(empty_strided, tuple(cpu.OUT_TYPES), torch.int64, False)
+        cpu._native.use_torch(empty_strided, tuple(cpu.OUT_TYPES), torch.int32, torch.int64, False)
         try:
             with pytest.raises(MemoryError, match="none left"):
                 cpu.run(problem, threads=threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -44,16 +45,27 @@ def check_refused(model: nn.Module, message: str) -> None:
         integer.calibrate(model.eval(), iter(()))
 
 
+def check_parts(model: nn.Module) -> None:
+    """Each module, if of a class of its own that computes the same, is refused by its name before any work."""
+    for name, module in model.named_modules():
+        if name:
+            known = type(module)
+            module.__class__ = type("Mine", (known,), {})
+            check_refused(model, rf"{re.escape(name)} \(Mine\)")
+            module.__class__ = known
+
+
 def check_conversion(
     model: nn.Module, batches: list, inputs: dict[str, Tensor], *, least: float
 ) -> integer.IntegerModel:
     """The integer model, after these checks.
 
-    - The graph computes the model, in float64.
+    - The graph computes the model, in float64. A module of another class is refused.
     - Every executor has the same bits; so has the first input alone.
     - The results are at least `least` dB from the float model's, and within 0.5 dB of what the scheme's quantizers
       alone leave, beyond three standard errors of both noises' estimates from so many values.
     """
+    check_parts(model)
     calibration = integer.calibrate(model, batches)
     graph = translate(model, calibration.size)
     made = integer.convert(model, calibration)

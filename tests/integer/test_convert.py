@@ -3,14 +3,17 @@
 import copy
 import dataclasses
 import pickle
+import re
 
 import pytest
 import torch
 from torch import nn
 
+from integer.conversion import check_parts
 from intflash import InputError, integer
 from intflash.digits import load_model, load_split
 from intflash.integer.calibration import bind
+from intflash.integer.executors import EXECUTORS
 from intflash.integer.lower import Options, fixed_point
 from intflash.integer.registry import translate
 from intflash.integer.simulate import simulate
@@ -32,6 +35,7 @@ def digits():
 
 def test_graph_is_the_model(digits):
     model, _, images, logits = digits
+    check_parts(model)
     found = translate(model).run({"images": images}, torch.float64)["logits"]
     assert torch.allclose(found, copy.deepcopy(model).double()(images.double()), atol=1e-5)
 
@@ -68,17 +72,24 @@ def test_top1_of_held_out_digits():
     assert int((made(held_out.images).argmax(1) == held_out.labels).sum()) >= floats - 2
 
 
-def test_bits_do_not_depend_on_batch_or_threads(digits):
+@pytest.mark.parametrize("backend", EXECUTORS)
+def test_bits_do_not_depend_on_batch_threads_or_backend(digits, backend):
+    """Alone, in parts, in another order, on one thread and on several: the bits of one batch by the default backend."""
     model, calibration, images, _ = digits
+    images = images[:4]
     made = integer.convert(model, calibration)
-    images = images[:32]
-    whole = made(images)
-    assert torch.equal(torch.cat([made(x[None]) for x in images[:6]]), whole[:6])
-    assert torch.equal(made(images.flip(0)).flip(0), whole)
+    expected = made(images)
+    reason = EXECUTORS[backend].refused(made.program, made.device)
+    if reason:
+        pytest.skip(reason)
+    made = integer.convert(model, calibration, backend=backend)
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(2)
-        assert torch.equal(made(images), whole)
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(made(images), expected)
+            assert torch.equal(torch.cat([made(x) for x in images.split([1, 3])]), expected)
+            assert torch.equal(made(images.flip(0)).flip(0), expected)
     finally:
         torch.set_num_threads(threads)
 
@@ -164,9 +175,20 @@ def test_report_shows_every_operation(digits):
     model, calibration, _, _ = digits
     made = integer.convert(model, calibration, backend="reference")
     lines = made.report().splitlines()
-    assert len(lines) == 1 + len(made.program.operations)
-    for operation, line in zip(made.program.operations, lines[1:], strict=True):
+    assert len(lines) == 1 + len(made.program.operations) + 1
+    for operation, line in zip(made.program.operations, lines[1:-1], strict=True):
         assert line.split()[0] == operation.name and line.endswith("reference")
+    for name, formats in {
+        "pixels": r"patches 8x8, rounded to steps of 0.0039\d*  float -> int8 1x64",
+        "patches": r"linear, codes +int8 1x64 \* int8 weights -> int16 65x64",
+        "blocks.0.qkv": r"linear, codes +int8 65x64 \* int8 weights -> 3 of int8 1x4x65x16",
+        "blocks.0.proj": r"linear, residual +int8 65x64 \* int8 weights \+ int16 -> int16 65x64",
+        "blocks.0.mlp.0": r"linear, 10-bit table +int8 65x64 \* int8 weights -> int8 65x256",
+        "logits": r"times a scale for each channel +int32 1x10 -> float32 10 +float",
+    }.items():
+        assert any(re.match(rf"{name} +{formats}", line) for line in lines), (name, lines)
+    portable = integer.convert(model, calibration, backend="torch").report()
+    assert re.search("attention intflash.* torch, by (cpu|torch)", portable)  # attention is by its own backend there
     assert "blocks.0.attention" in repr(made) and "DigitsViT" in repr(made)
 
 
@@ -187,7 +209,7 @@ def test_calibration_refuses(digits):
 
 
 def test_nan_and_changes_are_named(digits):
-    model, calibration, images = digits[0], digits[1], digits[2][:4]
+    model, images = digits[0], digits[2][:4]
     broken = copy.deepcopy(model)
     broken.blocks[2].mlp[0].weight[3, 1] = float("nan")
     with pytest.raises(InputError, match="blocks.2.mlp.0: expected a finite weight"):
@@ -196,15 +218,41 @@ def test_nan_and_changes_are_named(digits):
     large.blocks[1].mlp[0].weight.mul_(1e38)
     with pytest.raises(InputError, match="blocks.1.mlp.0: calibration needs finite values"):
         integer.calibrate(large, [images])
-    changed = copy.deepcopy(model)
-    changed.blocks[1].proj.bias[0] += 1e-3
-    with pytest.raises(InputError, match="blocks.1.proj: the model was changed after its calibration"):
-        integer.convert(changed, calibration)
+    large = copy.deepcopy(model)
+    large.head.weight.mul_(1e38)
+    with pytest.raises(InputError, match="head: calibration needs finite values"):
+        integer.calibrate(large, [images])
     flat = copy.deepcopy(model)
     flat.blocks[3].norm2.weight.zero_()
     flat.blocks[3].norm2.bias.zero_()
     with pytest.raises(InputError, match="blocks.3.norm2: its calibrated range is zero"):
         integer.calibrate(flat, [images])
+
+
+def _set(path, value):
+    def change(model):
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, value)
+
+    return change
+
+
+CHANGES = {
+    "blocks.1.proj": lambda model: model.blocks[1].proj.bias[0].add_(1e-3),
+    "blocks.2.norm1": _set("blocks.2.norm1.eps", 1e-3),
+    "blocks.3.mlp.0": _set("blocks.3.mlp.1", nn.GELU("tanh")),
+    "blocks.0.qkv": _set("blocks.0.heads", 2),
+    "blocks.3.norm1": lambda model: model.blocks.__delitem__(3),
+}
+
+
+@pytest.mark.parametrize("layer", CHANGES)
+def test_a_model_that_was_changed_is_refused(digits, layer):
+    """Weights, an option, a function, the split into heads, a layer less: by the name of the first such layer."""
+    changed = copy.deepcopy(digits[0])
+    CHANGES[layer](changed)
+    with pytest.raises(InputError, match=f"^{layer}: the model was changed after its calibration"):
+        integer.convert(changed, digits[1])
 
 
 def test_what_the_graph_does_not_see_is_found(digits):
@@ -223,14 +271,14 @@ def test_conversion_refuses(digits):
     with pytest.raises(InputError, match="options of convert are method, .*got metod"):
         integer.convert(model, calibration, metod="intflash")
     with pytest.raises(InputError, match="backend of an integer model must be one of"):
-        integer.convert(model, calibration, backend="gpu")
+        integer.convert(model, calibration, backend="npu")
     with pytest.raises(InputError, match="takes what calibrate returned, got dict"):
         integer.convert(model, {})
     with pytest.raises(InputError, match="the calibration is of Other, this is DigitsViT"):
         integer.convert(model, dataclasses.replace(calibration, model="Other"))
     other = copy.deepcopy(model)
     other.blocks[1] = nn.Identity()
-    with pytest.raises(InputError, match=r"blocks.1 \(Identity\) has no integer form: expected Block"):
+    with pytest.raises(InputError, match=r"blocks.1 \(Identity\) has no integer form"):
         integer.convert(other, calibration)
 
 
@@ -239,6 +287,13 @@ def test_progress(digits):
     seen = []
     integer.calibrate(model, [images[:8], images[8:32]], images=32, progress=seen.append)
     assert seen == [8, 32]
+
+
+def test_progress_on_a_terminal(digits, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal's
+    integer.calibrate(digits[0], [digits[2][:8], digits[2][8:32]], images=32)
+    shown = capsys.readouterr().err
+    assert "calibrating" in shown and "32/32" in shown
 
 
 def test_fixed_point_uses_31_bits():

@@ -61,7 +61,7 @@ def test_digits():
     """Held-out digits: at most two of 599 below float32."""
     train, held_out = load_split()
     model = load_model("swin")
-    made = check_conversion(model, [train.images[:128]], {"images": held_out.images}, least=40)
+    made = check_conversion(model, [train.images[:128]], {"images": held_out.images[:48]}, least=40)
     floats, found = (int((m(held_out.images).argmax(1) == held_out.labels).sum()) for m in (model, made))
     assert found >= floats - 2
 
@@ -71,6 +71,28 @@ def test_window_rows_are_roll_and_partition(shift):
     x = torch.arange(8 * 12).view(1, 8, 12, 1)
     expected = window_partition(x.roll((-shift[0], -shift[1]), (1, 2)), (4, 6)).flatten()
     assert torch.equal(windows.window_rows((8, 12), (4, 6), shift), expected)
+
+
+@pytest.mark.parametrize("shift", [(0, 0), (1, 2), (2, 3)])
+def test_window_maps_are_the_specifications(shift):
+    """docs/numerics.md, "Windows and patch merging", row by row."""
+    (h, w), (wh, ww), (a, b) = (8, 12), (4, 6), shift
+    at = [
+        [(si * wh + ni, sj * ww + nj) for ni in range(wh) for nj in range(ww)]
+        for si in range(h // wh) for sj in range(w // ww)
+    ]  # fmt: skip
+    tokens = [(y + a) % h * w + (x + b) % w for window in at for y, x in window]
+    assert windows.window_rows((h, w), (wh, ww), shift).tolist() == tokens
+
+    def part(y, side, window, shift):
+        return (y >= side - window) + (y >= side - shift)
+
+    parts = [[(part(y, h, wh, a), part(x, w, ww, b)) for y, x in window] for window in at]
+    seen = [[[[p == q for q in window] for p in window]] for window in parts]
+    assert windows.shifted_mask((h, w), (wh, ww), shift).tolist() == seen
+    merged = [[(2 * i + y) * 4 + 2 * j + x for y, x in ((0, 0), (1, 0), (0, 1), (1, 1))]
+              for i in range(2) for j in range(2)]  # fmt: skip
+    assert windows.merge_rows((4, 4), windows.COLUMN_MAJOR).tolist() == merged
 
 
 def test_shifted_mask_is_that_of_the_models():
@@ -107,7 +129,7 @@ DEEP = {"depths": (1, 1, 1), "num_heads": (2, 2, 2)}  # 6, 3 and, padded, 2 toke
     [
         ({"img_size": 36}, r"layers.0.blocks.0.attn \(WindowAttention\).*windows of 4 x 4 do not divide 18 x 18"),
         ({"img_size": 12, "window_size": 3} | DEEP, r"layers.2.downsample \(Linear\).*3 x 3 tokens are no patches"),
-        ({"global_pool": "max"}, "head.global_pool .* pooling 'max'"),
+        ({"global_pool": "max"}, r"head.global_pool.pool \(\w*MaxPool\w*\) has no integer form"),
         ({"strict_img_size": False}, "dynamic_img_size"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from integer.conversion import check_refused, replaced
+from integer.conversion import check_parts, check_refused, replaced
 from intflash import InputError, integer
 from intflash.integer.registry import translate
 from intflash.integer.simulate import simulate
@@ -53,6 +53,7 @@ def variant(request):
 
 def test_graph_is_the_model(variant):
     model, images, logits, _ = variant
+    check_parts(model)
     found = translate(model).run({"x": images[:2]}, torch.float64)["logits"]
     expected = run(copy.deepcopy(model).double(), images[:2].double())
     assert found.shape == expected.shape and (found - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -79,11 +80,30 @@ def test_saved_without_timm(variant, tmp_path):
     assert torch.equal(integer.load(tmp_path / "model")(images[:2]), made(images[:2]))
 
 
+def test_in_place_activations():
+    """A function that writes into its argument is tabulated like any other."""
+    images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    found = []
+    for inplace in (False, True):
+        model = small("vit_tiny_patch16_224")
+        for block in model.blocks:
+            block.mlp.act = nn.SiLU(inplace=inplace)
+        found.append(integer.convert(model, integer.calibrate(model, [images]))(images))
+    assert torch.equal(*found)
+
+
 def _gated(model):
     model.blocks[1].attn.gate = nn.Linear(192, 192)
 
 
+def _dilated(model):
+    model.patch_embed.proj.dilation = (2, 2)
+
+
 REFUSED = {
+    r"patch_embed.proj \(Conv2d\)": _dilated,
+    r"blocks.1.attn.qkv \(LayerNorm\)": replaced("blocks.1.attn.qkv", nn.LayerNorm(192)),
+    r"blocks.0.drop_path1 \(Linear\)": replaced("blocks.0.drop_path1", nn.Linear(192, 192)),
     r"blocks.1.attn.gate \(Linear\)": _gated,
     r"blocks.0.attn.q_norm \(LayerNorm\)": replaced("blocks.0.attn.q_norm", nn.LayerNorm(64)),
     r"blocks.1.norm1 \(BatchNorm1d\)": replaced("blocks.1.norm1", nn.BatchNorm1d(192).eval()),
@@ -105,7 +125,8 @@ def test_refused_by_name_before_any_work(message):
 
 def test_other_models_are_refused():
     for options, message in (
-        ({"global_pool": "map"}, "global_pool 'map'"),
+        ({"global_pool": "map"}, r"attn_pool \(AttentionPoolLatent\) has no integer form"),
+        ({"global_pool": "max"}, "global_pool 'max'"),
         ({"dynamic_img_size": True}, "dynamic_img_size"),
     ):
         with pytest.raises(InputError, match=message):

@@ -57,7 +57,7 @@ def test_refused_by_name_before_any_work(message):
 def test_convolutional_stems_are_refused():
     torch.manual_seed(0)
     model = VisionTransformer(**SMALL, conv_stem_configs=[ConvStemConfig(8, 3, 8)]).eval()
-    with pytest.raises(InputError, match=r"conv_proj \(Sequential\) has no integer form"):
+    with pytest.raises(InputError, match=r"conv_proj.conv_bn_relu_0 \(Conv2dNormActivation\) has no integer form"):
         integer.calibrate(model, iter(()))
 
 

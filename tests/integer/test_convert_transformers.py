@@ -185,6 +185,10 @@ def test_other_forms_are_refused():
         integer.calibrate(small("Dinov2Model", use_swiglu_ffn=True), iter(()))
     with pytest.raises(InputError, match=r"BertModel\) has no integer form: a decoder"):
         integer.calibrate(small("BertModel", is_decoder=True), iter(()))
+    for option, value in {"return_dict": False, "output_hidden_states": True, "output_attentions": True}.items():
+        for name in ("ViTModel", "BertForMaskedLM"):
+            with pytest.raises(InputError, match=rf"{name}\) has no integer form: .*{option}={not value}.*got {value}"):
+                integer.calibrate(small(name, **{option: value}), iter(()))
     with pytest.raises(InputError, match="BertForQuestionAnswering has no converter"):
         integer.calibrate(small("BertForQuestionAnswering"), iter(()))
     with pytest.raises(InputError, match="BertForMultipleChoice has no converter"):

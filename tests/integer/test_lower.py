@@ -10,6 +10,7 @@ from intflash.integer import portable, reference
 from intflash.integer.calibration import Calibration, _matrix, _observed
 from intflash.integer.graph import Graph
 from intflash.integer.lower import Options, lower
+from intflash.integer.program import Attention
 from oracle import sqnr
 
 
@@ -67,6 +68,50 @@ def test_a_layer_norm_that_leaves_its_widths_is_refused():
     calibration = calibrated(graph, {"ids": torch.tensor([[0, 1, 0]])})
     with pytest.raises(InputError, match=r"norm: gamma and beta leave the widths .* the largest gamma 1e\+12"):
         lower(graph, calibration, Options())
+
+
+def test_tokens_that_calibration_did_not_see_fit_the_stream():
+    torch.manual_seed(0)
+    table = torch.randn(50, 16)
+    table[25:] *= 4
+    graph = tokens(table, nn.LayerNorm(16))
+    program = lower(graph, calibrated(graph, {"ids": torch.randint(0, 25, (100, 3))}), Options())
+    inputs = {"ids": torch.randint(25, 50, (100, 3))}
+    words = graph.run(inputs)["y"]
+    assert int(program.tensors["words.table0"].abs().max()) < 32767
+    assert sqnr(words, portable.run(program, inputs)["head"] * program.tensors["y.scale"]) > 28
+
+
+def test_an_eps_past_its_bound_is_refused():
+    """Rows of 1e-8: eps is 1e11 of their variances, and in their unit more than 2^60."""
+    graph = tokens(1e-8 * torch.tensor([[1.0, -1, 0, 2], [2, -2, 1, 0]]), nn.LayerNorm(4))
+    calibration = calibrated(graph, {"ids": torch.tensor([[0, 1, 0]])})
+    with pytest.raises(InputError, match=r"norm: expected eps in \[1, 2\^60\], got \d+"):
+        lower(graph, calibration, Options())
+
+
+def test_a_relative_position_bias_past_its_bound_is_refused():
+    torch.manual_seed(0)
+
+    def graph(bias):
+        graph = Graph()
+        x = graph.embedding("words", (graph.index("ids", 5, 20),), (torch.randn(20, 16),))
+        y = graph.layer_norm("norm", x, nn.LayerNorm(16))
+        y = graph.attention("attention", *graph.heads("qkv", y, torch.randn(48, 16), None, 2), bias=bias)
+        graph.output("y", graph.linear("proj", y, torch.eye(16)), (5, 16))
+        return graph
+
+    inputs = {"ids": torch.randint(0, 20, (9, 5))}
+    bias = torch.zeros(1, 2, 5, 5)
+    for value, fits in ((1419.5, True), (-1419.6, False)):
+        bias[0, 1, 2, 3] = value
+        made = graph(bias)
+        calibration = calibrated(made, inputs)
+        if fits:
+            lower(made, calibration, Options())
+            continue
+        with pytest.raises(InputError, match=r"attention: the relative-position bias must lie within \+-1419.57"):
+            lower(made, calibration, Options())
 
 
 def test_stream_and_codes_of_one_layer_norm():
@@ -151,3 +196,55 @@ def test_folding_is_for_channels_of_different_ranges():
     calibration = integer.calibrate(model, [train.images[:32]])
     folded, plain = (sqnr(expected, integer.convert(model, calibration, fold=fold)(images)) for fold in (True, False))
     assert folded > 38 and plain < folded - 10
+
+
+def test_folding_is_for_values_of_different_ranges():
+    """Channels of V spread over two decades, their inverse in the projection: the same float model."""
+    train, held_out = load_split()
+    model, images = load_model("vit"), held_out.images[:32]
+    expected = model(images)
+    spread = 10 ** torch.linspace(-1, 1, 16).repeat(4)
+    for block in model.blocks:
+        block.qkv.weight[128:].mul_(spread[:, None])
+        block.qkv.bias[128:].mul_(spread)
+        block.proj.weight.div_(spread)
+    assert torch.allclose(model(images), expected, atol=1e-4)
+    calibration = integer.calibrate(model, [train.images[:32]])
+    folded, plain = (sqnr(expected, integer.convert(model, calibration, fold=fold)(images)) for fold in (True, False))
+    assert folded > 38 and plain < folded - 3
+
+
+def test_scales_of_a_head_or_of_all():
+    """What is chosen for Q, K and attention's output is in the program; heads of different ranges need their own."""
+    train, held_out = load_split()
+    model, images = load_model("vit"), held_out.images[:32]
+    for block in model.blocks:
+        block.qkv.weight[128:144].mul_(30)  # V of the first head, undone by the projection
+        block.qkv.bias[128:144].mul_(30)
+        block.proj.weight[:, :16].div_(30)
+    calibration = integer.calibrate(model, [train.images[:32]])
+    for scales, count in (("head", 4), ("tensor", 1)):
+        made = integer.convert(model, calibration, scales=scales)
+        attention = [op for op in made.program.operations if isinstance(op, Attention)]
+        assert len(attention) == 4 and all(len(op.q_scale) == len(op.k_scale) == count for op in attention)
+        assert all(f"scales per {scales}" in line for line in made.report().splitlines() if "attention int" in line)
+    found = {s: sqnr(model(images), integer.convert(model, calibration, scales=s, fold=False)(images))
+             for s in ("head", "tensor")}  # fmt: skip
+    assert found["head"] > found["tensor"] + 3
+
+
+@pytest.mark.parametrize("what, factor", [("queries", 1e-6), ("queries", 1e6), ("values", 1e-9), ("values", 1e9)])
+def test_queries_keys_and_values_of_any_scale(what, factor):
+    """Their weights are one product; each part keeps all bits of its codes, however small beside the others."""
+    train, held_out = load_split()
+    model, images = load_model("vit"), held_out.images[:32]
+    for block in model.blocks:
+        scaled, other = {"queries": (slice(0, 64), block.qkv.weight[64:128]),
+                         "values": (slice(128, None), block.proj.weight)}[what]  # fmt: skip
+        block.qkv.weight[scaled].mul_(factor)
+        block.qkv.bias[scaled].mul_(factor)
+        other.div_(factor)
+        if what == "queries":
+            block.qkv.bias[64:128].div_(factor)
+    made = integer.convert(model, integer.calibrate(model, [train.images[:32]]))
+    assert sqnr(model(images), made(images)) > 40

@@ -84,7 +84,7 @@ def norm(channels=16, bits=16, **options):
     g = seeded(0)
     table = integers(g, -100, 100, 2, channels, dtype=torch.int16 if bits == 16 else torch.int32)
     values = dict(
-        multiplier=integers(g, -(1 << 31), (1 << 31) - 1, channels, dtype=torch.int32),
+        multiplier=integers(g, 1 - (1 << 31), (1 << 31) - 1, channels, dtype=torch.int32),
         bias=torch.full((channels,), (1 << 30) - 1, dtype=torch.int32), shift=24, eps=1 << 60,
     )  # fmt: skip
     return norm_program(table, 2, bits, **(values | options))
@@ -100,11 +100,14 @@ def test_layer_norm_bounds():
     with pytest.raises(InputError, match="from 2 to 16384 channels, got 1"):
         norm(1)
     for fields, message in (
-        ({"eps": 0}, r"eps in \[1, 2\^60\]"), ({"eps": (1 << 60) + 1}, "eps in"), ({"eps": 1.0}, "eps in"),
+        ({"eps": 0}, r"eps in \[1, 2\^60\]"), ({"eps": (1 << 60) + 1}, "eps in"), ({"eps": 1.0}, "eps of the type"),
         ({"shift": 0}, "a shift up to 24"), ({"shift": 25}, "a shift up to 24"), ({"out": "x"}, "written once"),
     ):  # fmt: skip
         refused(changed(program, 1, **fields), message)
     refused(with_tensor(program, "b", program.tensors["b"] + 1), r"\|b\| < 2\^30, got 1073741824")
+    least = torch.full_like(program.tensors["m"], -(1 << 31))
+    with_tensor(program, "m", least + 1).check()
+    refused(with_tensor(program, "m", least), r"\|m\| < 2\^31, got 2147483648")
 
 
 def test_widest_variance_stays_in_62_bits():

@@ -385,12 +385,37 @@ def test_integer_models_of_the_digits(tmp_path):
     assert done.exit_code == 2 and "ResNet has no converter" in done.output
 
 
+def test_integer_models_of_transformers(image_folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder, file, out = tmp_path / "model", tmp_path / "vit.safetensors", tmp_path / "eval.json"
+    sizes = {"image_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.ViTConfig(**sizes, intermediate_size=64, patch_size=8, num_labels=3)
+    torch.manual_seed(0)
+    transformers.ViTForImageClassification(config).save_pretrained(folder)
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    arguments = ["--model", f"transformers:{folder}", "--data", str(image_folder), "--device", "cpu"]
+    done = CliRunner().invoke(app, ["convert", *arguments, "--images", "4", "--out", str(file)])
+    assert done.exit_code == 0 and "ViTForImageClassification in " in done.output, done.output
+    more = ["--method", "intflash", "--integer", str(file), "--workers", "0", "--out", str(out)]
+    done = CliRunner().invoke(app, ["eval", *arguments, *more])
+    assert done.exit_code == 0, done.output
+    row = json.loads(out.read_text())["rows"][-1]
+    assert row["name"].startswith("integer model") and row["error"] is None and row["logits_sqnr"] > 20
+
+
 def test_convert_raw_images(image_folder, tmp_path):
     pytest.importorskip("timm")
-    file = tmp_path / "deit.safetensors"
+    file, out = tmp_path / "deit.safetensors", tmp_path / "eval.json"
     arguments = ["--model", "deit-t", "--no-pretrained", "--data", str(image_folder), "--device", "cpu"]
+    torch.manual_seed(0)
     done = CliRunner().invoke(app, ["convert", *arguments, "--images", "4", "--image", "uint8", "--out", str(file)])
     assert done.exit_code == 0, done.output
+    torch.manual_seed(0)  # the same random weights
+    more = ["--method", "intflash", "--integer", str(file), "--workers", "0", "--out", str(out)]
+    done = CliRunner().invoke(app, ["eval", *arguments, *more])
+    assert done.exit_code == 0, done.output
+    row = json.loads(out.read_text())["rows"][-1]
+    assert row["name"].startswith("integer model") and row["error"] is None and row["logits_sqnr"] > 20
     made = integer.load(file)
     assert made.provenance["options"]["mean"] == pytest.approx([0.485, 0.456, 0.406])
     assert made(torch.zeros(1, 3, 224, 224, dtype=torch.uint8)).shape == (1, 1000)

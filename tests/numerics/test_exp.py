@@ -7,6 +7,9 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from intflash.methods.intflash import _p8_of_table
 from intflash.numerics import exp
@@ -158,3 +161,34 @@ def test_output_multiplier(ratio):
     assert 2**23 <= M <= 2**24 and e == max(-7, min(29, math.frexp(ratio)[1]))
     if 2.0**-8 <= ratio < 2.0**29:
         assert abs(M * 2.0 ** (e - 24) / ratio - 1) <= 2.0**-24
+
+
+class _Copies(TorchDispatchMode):
+    """Collects the operations that make a CUDA tensor from a CPU one, which cannot be captured in a CUDA graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        devices = [{x.device.type for x in tree_leaves(tree) if isinstance(x, torch.Tensor)} for tree in (args, out)]
+        if "cpu" in devices[0] and "cuda" in devices[1]:
+            self.found.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("function", ["output_multiplier", "exponent_constants", "bias_codes", "log_sum_exp"])
+def test_constants_of_a_gpu_are_made_there(function):
+    with FakeTensorMode():
+        scale = torch.empty(1, 2, 1, 1, device="cuda")
+        calls = {
+            "output_multiplier": lambda: exp.output_multiplier(scale, scale),
+            "exponent_constants": lambda: exp.exponent_constants(scale, scale, 0.125, exp.OCTAVES),
+            "bias_codes": lambda: exp.bias_codes(scale),
+            "log_sum_exp": lambda: exp.log_sum_exp(scale.long(), scale.long(), 255),
+        }
+        with _Copies() as copies:
+            calls[function]()
+            torch.as_tensor(1, device="cuda")  # what it would look like
+    assert copies.found == ["aten._to_copy.default"]

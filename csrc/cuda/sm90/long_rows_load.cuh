@@ -206,7 +206,7 @@ struct TmaLoader {
   template <int PASSES>
   DEVICE void run(const Params&, const SharedLayout& shared, u32 batch, u32 kv_head, i32 tiles, Stage& at) const {
     if (threadIdx.x != 0) return;
-    const i32 row = maps.row(batch, kv_head), matrix = maps.matrix(batch, kv_head);
+    const i32 row = first_row(maps, batch, kv_head), matrix = matrix_of(maps, batch, kv_head);
 #pragma unroll 1
     for (int pass = 1; pass <= PASSES; ++pass) {
 #pragma unroll 1

@@ -19,6 +19,7 @@
 //   VALUES_IN_RANGE  1: no float is outside its scale's range
 //   VALUE            the type of V in the products: i8, half_t or bfloat_t
 //   OUT              the type of the output
+//   KEY_COUNTS       1: batch b has only its first ((const i32*)p.keep.ptr)[b] keys
 //
 // The exponentials of a tile are computed in two halves of 64 keys, or at once where the method sets WHOLE_TILES;
 // `add_row_sums` and `raise_row_octaves` then update the row sums and octaves. With BUFFERS = 2 there are registers for
@@ -30,24 +31,33 @@
 #include "sm90/tile_scheduler.cuh"
 #include "sm90/wgmma.cuh"
 
+#ifndef KEY_COUNTS
+#define KEY_COUNTS 0
+#endif
+
 typedef i32 Scores[HALF / 2];
 constexpr int CHANNELS = HEAD_DIM / 4;  // channels per thread
 // Registers per thread. A multiprocessor has 65,536.
 constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 
+DEVICE i32 key_count(const Params& p, u32 batch) { return KEY_COUNTS ? ((const i32*)p.keep.ptr)[batch] : p.nk; }
+
 // The number of key tiles that rows [first, end) see, and how many of them all rows see whole.
 struct KeyTileRange {
   i32 count, whole;
-  DEVICE KeyTileRange(const Params& p, i32 first, i32 end) {
-    i32 keys = CAUSAL ? min(p.nk, end + p.causal) : p.nk;
-    i32 seen = CAUSAL ? min(p.nk, first + p.causal + 1) : p.nk;
+  DEVICE KeyTileRange(const Params& p, u32 batch, i32 first, i32 end) {
+    const i32 nk = key_count(p, batch);
+    i32 keys = CAUSAL ? min(nk, end + p.causal) : nk;
+    i32 seen = CAUSAL ? min(nk, first + p.causal + 1) : nk;
     count = keys > 0 ? (keys + TILE - 1) / TILE : 0;
     whole = seen > 0 ? seen / TILE : 0;
   }
 };
 
 // Returns the number of key tiles that are loaded for a work tile.
-DEVICE i32 tiles_of(const Params& p, const WorkTile& work) { return KeyTileRange(p, work.row, work.end).count; }
+DEVICE i32 tiles_of(const Params& p, const WorkTile& work) {
+  return KeyTileRange(p, work.batch, work.row, work.end).count;
+}
 
 // --- a warpgroup's rows
 
@@ -379,12 +389,15 @@ struct Consumer {
   // Computes 64 rows up to their output. last: this warpgroup has no later rows in the work tile.
   DEVICE void attend(const WorkTile& work, i32 tile, bool last, Stage& at) {
     const i32 first = work.row + tile * 64, tiles = tiles_of(p, work);
-    const KeyTileRange mine(p, first, min(first + 64, work.end));
+    const KeyTileRange mine(p, work.batch, first, min(first + 64, work.end));
     const ThreadRows place = work.place(threadIdx.x, tile);
     q = descriptor<K_WIDTH>(shared.query_rows(group()));
     query.finish_load(work, tile);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) seen[h] = CAUSAL ? min(p.nk, place.row + 8 * h + p.causal + 1) : p.nk;
+    for (int h = 0; h < 2; ++h) {
+      seen[h] = key_count(p, work.batch);
+      if (CAUSAL) seen[h] = min(seen[h], place.row + 8 * h + p.causal + 1);
+    }
     if (CAUSAL) wgmma_hold(seen);  // otherwise the compiler recomputes it in every tile
     method.init(p, place, shared);
     if constexpr (Method::PASSES == 2) {

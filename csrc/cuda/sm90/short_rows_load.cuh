@@ -260,8 +260,8 @@ struct TmaHeadLoader {
         k_tile(k_tile),
         v_tile(v_tile),
         barrier(barrier),
-        row(maps.row(batch, head)),
-        matrix(maps.matrix(batch, head)),
+        row(first_row(maps, batch, head)),
+        matrix(matrix_of(maps, batch, head)),
         last(p.nk - 1),
         tokens(p.k, batch, head) {}
 

@@ -1,19 +1,11 @@
 // TMA loads of K and V^T. TMA computes the addresses of a box, permutes its rows and swizzles them.
 #pragma once
+#include "params.cuh"
 #include "sm90/barrier.cuh"
 
-struct alignas(64) TensorMap {
-  u64 opaque[16];
-};
-
-// tensor_maps.py encodes the maps. `row` and `matrix` return where a head begins: a row of K, a matrix of V^T.
-struct TensorMaps {
-  TensorMap k, v;
-  i32 k_batch, k_head, v_batch, v_head;
-
-  DEVICE i32 row(u32 batch, u32 head) const { return batch * k_batch + head * k_head; }
-  DEVICE i32 matrix(u32 batch, u32 head) const { return batch * v_batch + head * v_head; }
-};
+// Return where a head begins: a row of K, a matrix of V^T.
+DEVICE i32 first_row(const TensorMaps& maps, u32 batch, u32 head) { return batch * maps.k_batch + head * maps.k_head; }
+DEVICE i32 matrix_of(const TensorMaps& maps, u32 batch, u32 head) { return batch * maps.v_batch + head * maps.v_head; }
 
 DEVICE void tma_load_box(u32 to, const TensorMap& map, i32 first, i32 second, i32 last, u32 barrier) {
   asm volatile(

@@ -62,7 +62,7 @@ ABSENT = -(1 << 31)
 def use_native(module: Any, *, find_torch: bool = True) -> None:
     """Tell a native module of Python and torch. Without `find_torch` it uses tensors by their Python methods only."""
     module.set_main_thread(threading.main_thread().ident)
-    module.use_torch(torch.empty_strided, tuple(OUT_TYPES), torch.int64, find_torch)
+    module.use_torch(torch.empty_strided, tuple(OUT_TYPES), torch.int32, torch.int64, find_torch)
     module.use_calls(
         (Tensor, nn.Parameter, QTensor, Recipe),
         (torch.is_grad_enabled, torch.get_num_threads),
@@ -80,6 +80,13 @@ def use_native(module: Any, *, find_torch: bool = True) -> None:
 
 if _native is not None:
     use_native(_native)
+
+
+def use_compiler(machine_code: Callable[[str, str, tuple[tuple[str, str], ...]], bytes | None]) -> None:
+    """Tell the native call path what compiles its programs for GPUs: see `backends.cuda.machine_code`."""
+    if _native is not None:
+        _native.use_compiler(machine_code)
+
 
 # The call of `attention` with all its arguments by position, straight to the kernels. It returns the output; (output,
 # its scale or None, Tmax or None, l or None) where these are wanted; None where the call is wrong or has anything that

@@ -95,7 +95,7 @@ def unserved(problem: Problem, serves: Mapping[str, frozenset[str]]) -> str | No
     """Why a backend with these lists, one for each of its methods, cannot serve a problem, or None."""
     served = serves.get(problem.method)
     if served is None:
-        return f"it has no kernel of method {problem.method!r}; it has the methods {', '.join(serves)}"
+        return f"it has no kernel of this method; it has those of {', '.join(serves)}"
     missing = features(problem) - served
     return f"it has no {' and no '.join(sorted(missing))} for {problem.method}" if missing else None
 

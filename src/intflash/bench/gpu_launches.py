@@ -21,7 +21,7 @@ from intflash.backends import select
 from intflash.backends.cuda.program import CudaLaunch
 from intflash.backends.gpu.float_softmax import operands
 from intflash.backends.gpu.tensors import contiguous_keys
-from intflash.backends.triton import mixed_precision, mixed_precision_steps, unfused
+from intflash.backends.triton import mixed_precision, unfused
 from intflash.backends.triton.launch import TritonLaunch
 from intflash.backends.triton.tile_loop import Statistics
 from intflash.bench.experiments import describe
@@ -33,13 +33,6 @@ TORCH = {
     "cuDNN fp16": SDPBackend.CUDNN_ATTENTION,
     "flash fp16": SDPBackend.FLASH_ATTENTION,
     "efficient fp16": SDPBackend.EFFICIENT_ATTENTION,
-}
-CONVERSIONS = {
-    "lite": mixed_precision_steps.LITE,
-    "int_flash_half": {
-        "float maximum": mixed_precision_steps.HALF,
-        "integer maximum": mixed_precision_steps.HALF_BIASED,
-    },
 }
 _INPUTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Call = Callable[[], Any]
@@ -68,10 +61,10 @@ def make_kernel(
 ) -> Kernel:  # fmt: skip
     """Returns a method's kernel, of the backend that `backend=None` chooses, or one of TORCH on float tensors.
 
-    Integer methods write int8, the others float16. "method, conversion" selects one of CONVERSIONS in the Triton
-    backend's tile loop.
+    Integer methods write int8, the others float16. "lite, dual" and the like select how the Triton backend
+    converts scores to floats (`backends.triton.online_softmax`).
     """
-    name, _, form = name.partition(", ")
+    name, _, conversion = name.partition(", ")
     if name in TORCH:
         call = partial(torch_attention, TORCH[name], *(x.half() for x in (q, k, v)))
         return Kernel("torch", call, call, call)
@@ -79,11 +72,11 @@ def make_kernel(
     dtype = out_dtype or (torch.int8 if method.integer_only else torch.float16)
     q, k, v = (x.to(_INPUTS.get(name, x.dtype)) for x in (q, k, v))
     problem = Problem(name, q, k, v, q.shape[3] ** -0.5, recipe=recipe or method.recipe, out_dtype=dtype).quantized()
-    if form:
+    if conversion:
         out = torch.empty_like(q, dtype=dtype)
         nothing = Statistics(None, None)
-        steps = CONVERSIONS[name][form]
-        return of_launch(mixed_precision.mixed_launch(problem, operands(problem), out, nothing, steps=steps), out)
+        launch = mixed_precision.mixed_launch(problem, operands(problem), out, nothing, conversion=conversion)
+        return of_launch(launch, out)
     if method.integer_only and name not in unfused.METHODS and k.shape[2] > 64:
         # as the quantizer writes V; the window kernel transposes it in registers
         problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data, 128)))

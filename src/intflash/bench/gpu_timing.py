@@ -62,22 +62,26 @@ def joules(call: Callable[[], Any], seconds: float = 2.0) -> tuple[float, float]
     Raises:
         ImportError: nvidia-ml-py is not installed.
     """
+    call()
+    once = max(min(seconds_once(call) for _ in range(3)), 1e-6)
+    repeats = max(1, min(MAX_REPEATS, round(5e-3 / once)))
+    joule, second = joules_of_calls(capture(call, repeats).replay, seconds)
+    return joule / repeats, second / repeats
+
+
+def joules_of_calls(call: Callable[[], Any], seconds: float) -> tuple[float, float]:
+    """As `joules`, of calls that are not captured."""
     import pynvml
 
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-    call()
-    once = max(min(seconds_once(call) for _ in range(3)), 1e-6)
-    repeats = max(1, min(MAX_REPEATS, round(5e-3 / once)))
-    graph = capture(call, repeats)
-    replays = max(1, round(seconds / max(seconds_once(graph.replay), 1e-6)))
-    for _ in range(max(1, replays // 10)):  # until clocks and power settle
-        graph.replay()
+    count = max(1, round(seconds / max(seconds_once(call), 1e-6)))
+    for _ in range(max(1, count // 10)):  # until clocks and power settle
+        call()
     torch.cuda.synchronize()
     before, start = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter()
-    for _ in range(replays):
-        graph.replay()
+    for _ in range(count):
+        call()
     torch.cuda.synchronize()
     after, stop = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter()
-    count = replays * repeats
     return (after - before) / 1e3 / count, (stop - start) / count

@@ -17,10 +17,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from intflash.errors import InputError
 from intflash.models.data import import_timm
 
 logger = logging.getLogger("intflash")
+
+Job = TypeVar("Job", bound=Hashable)
 
 MODELS = ("vit_base_patch16_224", "deit_small_patch16_224", "swin_tiny_patch4_window7_224")
 BATCHES = {"cuda": (1, 8, 64, 256), "cpu": (1, 4, 16)}
@@ -237,29 +239,58 @@ def check_models(names: Iterable[str]) -> None:
         raise InputError(f"expected models of timm.list_models(), as {known}, got {', '.join(unknown)}")
 
 
+def in_workers(
+    commands: Mapping[Job, Sequence[str]], together: int
+) -> Iterator[tuple[Job, dict[str, Any] | None, int]]:
+    """Yields each job with what its process answered (see `answer`), or None, and the exit code.
+
+    So many prepare themselves at once. They then measure one after the other.
+    """
+    jobs = list(commands)
+    for first in range(0, len(jobs), together):
+        workers = [
+            (job, subprocess.Popen(commands[job], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            for job in jobs[first : first + together]
+        ]
+        lines = [(job, worker, worker.stdout.readline()) for job, worker in workers]  # all have compiled
+        for job, worker, line in lines:
+            text = line if line.strip() != "ready" else worker.communicate("go\n")[0]
+            worker.wait()
+            try:
+                content = json.loads(text.strip().splitlines()[-1])
+            except (IndexError, json.JSONDecodeError):
+                content = None
+            yield job, content, worker.returncode
+
+
+def answer(measure: Callable[[Callable[[], None]], Any]) -> None:
+    """The worker's side: `measure` prepares, calls the function that it is given, which waits for the worker's turn,
+    and returns a dataclass with what it measured.
+    """
+
+    def ready() -> None:
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        sys.stdin.readline()
+
+    outcome = measure(ready)
+    sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
+
+
 def run_all(models: Iterable[str], batches: Iterable[int], device: str, turns: int) -> list[ModelOutcome]:
     """Measures each model and batch in its own process. On a GPU all compile at once and are timed one by one."""
     jobs = [(m, b) for m in models for b in batches]
     command = [sys.executable, "-m", __name__, "--device", device, "--turns", str(turns)]
+    commands = {(m, b): [*command, "--model", m, "--batch", str(b)] for m, b in jobs}
     outcomes = []
-    together = len(jobs) if device == "cuda" else 1
-    for first in range(0, len(jobs), together):
-        workers = [
-            (m, b, subprocess.Popen([*command, "--model", m, "--batch", str(b)], stdin=subprocess.PIPE,
-                                    stdout=subprocess.PIPE, text=True))
-            for m, b in jobs[first : first + together]
-        ]  # fmt: skip
-        lines = [(m, b, worker, worker.stdout.readline()) for m, b, worker in workers]  # all have compiled
-        for m, b, worker, line in lines:
-            text = line if line.strip() != "ready" else worker.communicate("go\n")[0]
-            worker.wait()
-            try:
-                outcome = ModelOutcome(**json.loads(text.strip().splitlines()[-1]))
-                outcome.timings = [Timing(**t) for t in outcome.timings]
-            except (IndexError, json.JSONDecodeError):
-                outcome = ModelOutcome(m, b, [], {}, 0, math.nan, error=f"its process ended with {worker.returncode}")
-            logger.info("%s batch %d: %s", m, b, outcome.error or outcome.ratios)
-            outcomes.append(outcome)
+    for (m, b), content, code in in_workers(commands, len(jobs) if device == "cuda" else 1):
+        if content is None:
+            outcome = ModelOutcome(m, b, [], {}, 0, math.nan, error=f"its process ended with {code}")
+        else:
+            outcome = ModelOutcome(**content)
+            outcome.timings = [Timing(**t) for t in outcome.timings]
+        logger.info("%s batch %d: %s", m, b, outcome.error or outcome.ratios)
+        outcomes.append(outcome)
     return outcomes
 
 
@@ -330,19 +361,8 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--turns", type=int, required=True)
-    _work(parser.parse_args())
-
-
-def _work(given: argparse.Namespace) -> None:
-    """Measures one model and batch. It writes lines to `run_all`: "ready", waits for a line, then the outcome."""
-
-    def ready() -> None:
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
-        sys.stdin.readline()
-
-    outcome = measure(given.model, given.batch, given.device, given.turns, ready)
-    sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
+    given = parser.parse_args()
+    answer(lambda ready: measure(given.model, given.batch, given.device, given.turns, ready))
 
 
 if __name__ == "__main__":

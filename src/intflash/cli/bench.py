@@ -17,14 +17,16 @@ from intflash.outputs import check_file, check_folder
 if TYPE_CHECKING:
     from intflash.bench.experiments import Experiment, ExperimentOutcome, Row, Setting
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="Time and experiments of the papers.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Measure speed: of attention, of whole models, of the Vortex kernels."
+)
 
-Quick = Annotated[bool, typer.Option("--quick", help="The small cases only.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Measure the small cases only.")]
 
 
 def accuracy(
     only: Annotated[
-        list[str] | None, typer.Option("--experiment", "-e", help="Only this one; may be repeated.")
+        list[str] | None, typer.Option("--experiment", "-e", help="Run only this experiment; may be repeated.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where JSON, CSV and figures go.")] = Path("results/accuracy"),
     quick: Quick = False,
@@ -32,7 +34,10 @@ def accuracy(
     backend: Backend = None,
     seed: Seed = 0,
 ) -> None:
-    """SQNR, MSE, cosine and mean relative error of the methods, beside the papers' numbers."""
+    """Measure the accuracy of every method, beside the numbers that the papers print.
+
+    Accuracy is SQNR, mean squared error, cosine similarity and mean relative error against exact attention.
+    """
     from intflash.bench.accuracy import EXPERIMENTS
     from intflash.bench.experiments import Setting
 
@@ -44,9 +49,9 @@ def accuracy(
 def bench_attention(
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Where JSON, CSV and figure go.")] = Path("results/attention"),
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer workloads, less time.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure fewer workloads in less time.")] = False,
 ) -> None:
-    """Our kernels beside torch's attention in one run: kernel only, and with quantization included."""
+    """Time the kernels of IntFlash beside torch's attention, without and with the quantization of the inputs."""
     from dataclasses import asdict
 
     check_folder(out)
@@ -75,10 +80,30 @@ def bench_models(
         list[str] | None, typer.Option(help="A timm name; may be repeated (default: ViT-B, DeiT-S and Swin-T).")
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="A batch size; may be repeated.")] = None,
-    turns: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 30,
-    out: Annotated[Path, typer.Option(help="The results' path without suffix.")] = Path("results/models"),
+    turns: Annotated[int, typer.Option(min=1, help="How many rounds there are; each times every variant once.")] = 30,
+    integer: Annotated[
+        bool, typer.Option("--integer", help="Measure integer models on a GPU beside compiled FP16.")
+    ] = False,
+    out: Annotated[
+        Path, typer.Option(help="Where results go: the path without .json and .md, with --integer a folder.")
+    ] = Path("results/models"),
 ) -> None:
-    """Images per second of timm models, patched with static scales beside unpatched. Random weights; needs timm."""
+    """Measure images per second of timm models, patched with static scales and unpatched.
+
+    The weights are random. timm must be installed. With --integer, whole integer
+    models and BERT-base: JSON, CSV and figures of images per second, memory and
+    energy, and the speed of single products.
+    """
+    if integer:
+        from intflash.bench import integer_models
+        from intflash.bench.experiments import Setting
+
+        names = {name: name for name in integer_models.MODELS}
+        unknown = [name for name in model or () if name not in names]
+        if unknown:
+            raise typer.BadParameter(f"expected models among {', '.join(names)}, got {', '.join(unknown)}")
+        chosen = integer_models.experiment(model, batch, turns)
+        return run_experiments((chosen,), [chosen.name], Setting(device=device), out)
     from intflash.bench import models
 
     models.check_models(model or models.MODELS)
@@ -98,18 +123,18 @@ def bench_models(
 @app.command("vortex")
 def bench_vortex(
     only: Annotated[
-        list[str] | None, typer.Option("--experiment", "-e", help="Only this one; may be repeated.")
+        list[str] | None, typer.Option("--experiment", "-e", help="Run only this experiment; may be repeated.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where JSON, CSV and figures go.")] = Path("results/vortex"),
     quick: Quick = False,
     seed: Seed = 0,
 ) -> None:
-    """The Vortex report's table with our programs beside it, on your Vortex (VORTEX_HOME, VORTEX_BUILD).
+    """Count the cycles of the Vortex kernels, beside the numbers of the Vortex report.
 
-    -e chooses vortex_table (N = 64, head_dim 8, about a minute) or
-    vortex_sweep (N = 1 to 128, head_dim 8 to 64, about three minutes; only
-    head_dim 8 with --quick). Without Vortex the table holds the report's
-    numbers.
+    VORTEX_HOME and VORTEX_BUILD name your Vortex. Without Vortex the table holds
+    the report's numbers only. -e chooses vortex_table (N = 64, head_dim 8, about
+    a minute) or vortex_sweep (N = 1 to 128, head_dim 8 to 64, about three
+    minutes; only head_dim 8 with --quick).
     """
     from intflash.bench import vortex
     from intflash.bench.experiments import Setting

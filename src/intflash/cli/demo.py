@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where JSON and figure go.")] = Path("results/demo"),
-    model: Annotated[str, typer.Option(help="vit or swin.", callback=one_of("vit", "swin"))] = "vit",
+    out: Annotated[Path, typer.Option(help="The folder of the JSON file and the figure.")] = Path("results/demo"),
+    model: Annotated[str, typer.Option(help="The digit model: vit or swin.", callback=one_of("vit", "swin"))] = "vit",
     method: Methods = None,
     backend: Backend = None,
     images: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many of the 599 images: fewer are quicker.")
+        int | None, typer.Option(min=1, help="Classify only this many of the 599 images; fewer are quicker.")
     ] = None,
     device: Device = "cpu",
 ) -> None:
-    """Classify handwritten digits with attention computed by every method."""
+    """Classify handwritten digits by a vision transformer, with attention computed by every method."""
     from intflash.bench.demo import QUERY_FACTOR, run_demo
 
     check_folder(out)

@@ -11,7 +11,7 @@ from intflash.cli.options import methods_in_order
 
 
 def info() -> None:
-    """Methods and backends: what each serves on this machine, and why not."""
+    """Show what every backend serves on this machine, and the reason for what it does not serve."""
     import torch
 
     import intflash
@@ -23,14 +23,14 @@ def info() -> None:
     )
     methods = methods_in_order()
     what = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("method", "integer", "what it is", "source"):
+    for heading in ("method", "integers only", "what it is", "source"):
         what.add_column(heading, no_wrap=heading == "method")
     served = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("method", *found["backends"]):
         served.add_column(heading, no_wrap=True)
     for name in methods:
         method = found["methods"][name]
-        what.add_row(name, "only" if method["integer_only"] else "", method["summary"], method["source"])
+        what.add_row(name, "yes" if method["integer_only"] else "no", method["summary"], method["source"])
         reasons = (backend["methods"][name] for backend in found["backends"].values())
         served.add_row(name, *("[green]yes[/]" if reason is None else "[dim]no[/]" for reason in reasons))
     console.print(what)

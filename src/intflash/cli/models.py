@@ -25,27 +25,35 @@ if TYPE_CHECKING:
     from intflash.models.evaluate import Evaluation
 
 DTYPES = ("float32", "float16", "bfloat16")
-_SEVEN = "; ".join(f"{short} = {name}" for name, short in QFLASH_MODELS.items())
+_PAPER_NAMES = ", ".join(QFLASH_MODELS.values())
 Model = Annotated[
     str,
     typer.Option(
         "--model",
         callback=timm_name,
-        help=f"A timm name, transformers:NAME, digits:vit, digits:swin, or one of QFlash's: {_SEVEN}.",
+        help=f"A timm name, transformers:NAME, digits:vit, digits:swin, or a name of QFlash's paper: {_PAPER_NAMES}.",
     ),  # fmt: skip
 ]
 Data = Annotated[
     Path | None,
     typer.Option(
         exists=True, file_okay=False,
-        help="A folder with one folder of images per class (or its parent of val); none for the digit models.",
+        help="The folder that holds a folder of images for each class, or one that holds it as val. The digit models "
+        "bring their own images.",
     ),
 ]  # fmt: skip
-Dtype = Annotated[str, typer.Option(help="Dtype of the model: float32, float16 or bfloat16.", callback=one_of(*DTYPES))]
-Pretrained = Annotated[bool, typer.Option(help="Load the published weights (random ones otherwise).")]
+Dtype = Annotated[str, typer.Option(help="The model's dtype: float32, float16 or bfloat16.", callback=one_of(*DTYPES))]
+Pretrained = Annotated[bool, typer.Option(help="Use the published weights, or random ones.")]
 Checkpoint = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="A file of weights for a timm model.")
 ]
+Observer = Annotated[
+    str,
+    typer.Option(
+        help="How scales follow from observed values: absmax, percentile or mse.", callback=one_of(*OBSERVERS)
+    ),
+]
+Images = Annotated[int, typer.Option(min=1, help="How many images to calibrate on, taken from all of the folder.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Images per batch.")]
 
 
@@ -55,16 +63,22 @@ def evaluate_command(
     method: Methods = None,
     scales: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="A scales file: one more row, static. May be repeated."),
+        typer.Option(
+            exists=True, dir_okay=False, help="Add a row with the static scales of this file; may be repeated."
+        ),
     ] = None,
     integer: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="A file of `intflash convert`: one more row. May be repeated."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Add a row with this integer model, a file of intflash convert; may be repeated.",
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
-    out: Annotated[
-        Path, typer.Option(help="Where the JSON goes; sums of an interrupted run are kept beside it.")
-    ] = Path("results/eval.json"),
+    limit: Annotated[int | None, typer.Option(min=1, help="Classify only this many images.")] = None,
+    out: Annotated[Path, typer.Option(help="The JSON file. An interrupted run keeps its sums beside it.")] = Path(
+        "results/eval.json"
+    ),
     batch_size: BatchSize = 32,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 2,
     backend: Backend = None,
@@ -73,7 +87,7 @@ def evaluate_command(
     pretrained: Pretrained = True,
     checkpoint: Checkpoint = None,
 ) -> None:
-    """Top-1 and Top-5 of a classifier on a folder of images, attention by every method, in one pass.
+    """Measure Top-1 and Top-5 of an image classifier with attention computed by every method.
 
     Every scales file and every integer model gives one more row, whatever methods are chosen.
     An interrupted run goes on where it was. Under torchrun the processes share the images.
@@ -125,20 +139,23 @@ def evaluate_command(
 def calibrate_command(
     model: Model,
     data: Data = None,
-    out: Annotated[Path, typer.Option(help="Where the scales go (JSON).")] = Path("results/scales.json"),
+    out: Annotated[Path, typer.Option(help="The JSON file of the scales.")] = Path("results/scales.json"),
     method: Method = "intflash",
-    observer: Annotated[str, typer.Option(help="absmax, percentile or mse.", callback=one_of(*OBSERVERS))] = "absmax",
+    observer: Observer = "absmax",
     granularity: Annotated[
-        list[str] | None, typer.Option(help="As q=head or v=channel; may be repeated (default: the method's).")
+        list[str] | None,
+        typer.Option(
+            help="Granularity of a tensor's scales, as q=head or v=channel; may be repeated (default: the method's)."
+        ),
     ] = None,
-    images: Annotated[int, typer.Option(min=1, help="How many images, spread over the folder.")] = 128,
+    images: Images = 128,
     batch_size: BatchSize = 32,
     device: BestDevice = None,
     dtype: Dtype = "float32",
     pretrained: Pretrained = True,
     checkpoint: Checkpoint = None,
 ) -> None:
-    """Observe Q, K, V and outputs of every attention layer, and write static scales."""
+    """Find static scales for every attention layer of a model on your images, and write them to a file."""
     import torch
 
     from intflash.models.calibration import calibrate, static_granularity
@@ -163,34 +180,39 @@ def calibrate_command(
 def convert_command(
     model: Model,
     data: Data = None,
-    out: Annotated[Path, typer.Option(help="Where the integer model goes (safetensors).")] = Path(
+    out: Annotated[Path, typer.Option(help="The safetensors file of the integer model.")] = Path(
         "results/integer.safetensors"
     ),
     method: Annotated[
-        str, typer.Option(help="Attention: intflash or intflash_p8.", callback=one_of("intflash", "intflash_p8"))
+        str,
+        typer.Option(help="Method of attention: intflash or intflash_p8.", callback=one_of("intflash", "intflash_p8")),
     ] = "intflash",
-    observer: Annotated[str, typer.Option(help="absmax, percentile or mse.", callback=one_of(*OBSERVERS))] = "absmax",
-    residual_bits: Annotated[int, typer.Option(help="Of the residual stream: 16 or 32.")] = 16,
-    activation_bits: Annotated[int, typer.Option(help="Of the index of activation tables: 8, 10 or 12.")] = 10,
-    fold: Annotated[bool, typer.Option(help="Fold scales of channels into the next weights.")] = True,
+    observer: Observer = "absmax",
+    residual_bits: Annotated[int, typer.Option(help="Bits of the residual stream: 16 or 32.")] = 16,
+    activation_bits: Annotated[int, typer.Option(help="Bits of the index of activation tables: 8, 10 or 12.")] = 10,
+    fold: Annotated[bool, typer.Option(help="Fold the scales of single channels into the next weights.")] = True,
     scales: Annotated[
-        str, typer.Option(help="Of attention: tensor or head.", callback=one_of("tensor", "head"))
+        str, typer.Option(help="Granularity of attention's scales: tensor or head.", callback=one_of("tensor", "head"))
     ] = "head",
     image: Annotated[
-        str, typer.Option(help="float (normalized) or uint8 (raw) images.", callback=one_of("float", "uint8"))
+        str,
+        typer.Option(
+            help="Images that the model will take: float (normalized) or uint8 (raw).",
+            callback=one_of("float", "uint8"),
+        ),
     ] = "float",
-    images: Annotated[int, typer.Option(min=1, help="How many images to calibrate on, spread over the folder.")] = 128,
+    images: Images = 128,
     batch_size: BatchSize = 32,
     device: BestDevice = None,
     pretrained: Pretrained = True,
     checkpoint: Checkpoint = None,
 ) -> None:
-    """Make a model whose every operation is on integers, calibrated on images, and write it to one file."""
+    """Convert a model to integers, calibrated on your images, and write it to one file."""
     import torch
 
     from intflash import integer
     from intflash.integer.registry import translate
-    from intflash.models.data import load_classifier, load_images, normalization
+    from intflash.models.data import Logits, load_classifier, load_images, normalization
     from intflash.models.evaluate import batches
 
     options = dict(
@@ -200,6 +222,7 @@ def convert_command(
     integer.Options(**options)  # refuses before the model is loaded
     check_file(out)
     network, transform = load_classifier(model, pretrained=pretrained, checkpoint=checkpoint)
+    network = network.model if isinstance(network, Logits) else network
     translate(network)
     if image == "uint8":
         options["mean"], options["std"] = normalization(transform)

@@ -77,16 +77,18 @@ def backend_name(name: str | None) -> str | None:
     return name and get_backend(name).name
 
 
-Device = Annotated[str, typer.Option(help="cpu or cuda.", callback=_device)]
+Device = Annotated[str, typer.Option(help="The device: cpu or cuda.", callback=_device)]
 BestDevice = Annotated[
-    str | None, typer.Option("--device", help="cpu or cuda (default: cuda where there is one).", callback=_device)
+    str | None,
+    typer.Option("--device", help="The device: cpu or cuda (default: cuda where there is one).", callback=_device),
 ]
 Methods = Annotated[
     list[str] | None,
-    typer.Option("--method", help="Only this method; may be repeated (default: all).", callback=_methods),
+    typer.Option("--method", help="Use only this method; may be repeated (default: all).", callback=_methods),
 ]
 Method = Annotated[str, typer.Option(help="The method that the scales are for.", callback=_method)]
 Backend = Annotated[
-    str | None, typer.Option(help="Compute on this backend only (default: the best available).", callback=backend_name)
+    str | None,
+    typer.Option(help="Use only this backend (default: the fastest that serves the call).", callback=backend_name),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the random inputs.")]

@@ -12,10 +12,13 @@ from intflash.outputs import check_file
 
 
 def report(
-    folders: Annotated[list[Path] | None, typer.Argument(help="Where results are (default: those there are).")] = None,
-    out: Annotated[Path, typer.Option(help="The page.")] = Path("results/report.html"),
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Folders of results (default: results and benchmarks/results, where they exist)."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file of the page.")] = Path("results/report.html"),
 ) -> None:
-    """Assemble everything measured into one static page."""
+    """Write one HTML page of all results below the given folders."""
     from intflash.bench.report import build, read_results
 
     places = folders or [folder for folder in (Path("benchmarks/results"), Path("results")) if folder.is_dir()]

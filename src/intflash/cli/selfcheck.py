@@ -23,22 +23,27 @@ def _backends(names: list[str] | None) -> list[str] | None:
 
 
 def selfcheck(
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to draw problems.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long the check takes.")] = 60.0,
     seed: Seed = 0,
     backend: Annotated[
         list[str] | None,
-        typer.Option(help="Only this backend; may be repeated (default: those of this machine).", callback=_backends),
+        typer.Option(
+            help="Check only this backend; may be repeated (default: all of this machine).", callback=_backends
+        ),
     ] = None,
     method: Methods = None,
     only: Annotated[
-        list[int] | None, typer.Option(min=0, help="Only the problem of this index; may be repeated.")
+        list[int] | None, typer.Option(min=0, help="Run only the problem of this number; may be repeated.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where JSON and reproducers go.")] = Path("results/selfcheck"),
+    out: Annotated[
+        Path, typer.Option(help="The folder of the JSON file and of programs that reproduce failures.")
+    ] = Path("results/selfcheck"),
 ) -> None:
-    """Random attention problems on every backend of this machine, beside the reference.
+    """Compare every backend of this machine with the reference on random attention problems.
 
-    Integer methods must give the reference's bits, float methods stay within a stated tolerance, refusals say why.
-    A failure is shrunk to the smallest program that shows it, and makes the exit code 1.
+    Integer methods must give the same bits, float methods must stay within a stated tolerance, and a backend that
+    refuses a problem must say why. After a failure the exit code is 1, and the smallest program that shows it is
+    printed.
     """
     from intflash.selfcheck import places, run
 

@@ -20,7 +20,7 @@ from intflash.distributed import merge
 from intflash.distributed.agreement import ERROR, agree
 from intflash.distributed.codes import Operand, bits_of, shared_mean
 from intflash.distributed.groups import Ranks, Where, ranks_of
-from intflash.distributed.messages import Messages, share
+from intflash.distributed.messages import Messages, Outgoing, share
 from intflash.distributed.overlap import Lane
 from intflash.distributed.plan import Placement, Plan, plan_of
 from intflash.distributed.traffic import apart_maxima
@@ -28,7 +28,7 @@ from intflash.errors import InputError
 from intflash.methods import get_method
 from intflash.numerics.block import fraction_bits
 from intflash.quant import QTensor, key_mean
-from intflash.quant.quantizers import absolute_maximum
+from intflash.quant.quantizers import absolute_maximum, divided
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,6 +42,7 @@ class Options(api.Options, total=False):
 
 
 Three = tuple[Operand, Operand, Operand]
+_SHARED = ("tensor", "head", "channel")  # granularities whose scales hold for tokens of all ranks
 
 
 def attention(
@@ -191,7 +192,7 @@ def _few_maxima(a: dict[str, Any], plan: Plan) -> Tensor | None:
         return None
     found = [
         bits_of(absolute_maximum(a[name], "tensor", 0)).view(1)
-        if getattr(recipe, name) == "tensor" and getattr(recipe, f"{name}_scale") is None
+        if getattr(recipe, name) in _SHARED and getattr(recipe, f"{name}_scale") is None
         else torch.zeros(1, dtype=torch.int32, device=a[name].device)
         for name in "qkv"
     ]
@@ -217,17 +218,19 @@ def _operands(a: dict[str, Any], plan: Plan, maxima: Tensor) -> tuple[Three, Ten
 
         sm_scale = plan.problem.sm_scale if plan.problem.return_lse else None
         x["q"], x["k"], lse_shift = call.rotate_and_smooth(x["q"].float(), x["k"].float(), recipe, sm_scale, mean_of)
+    dynamic = [name for name in "qkv" if getattr(recipe, f"{name}_scale") is None]
+    apart = apart_maxima(recipe, *_whole_shapes(plan))
     found = {
-        name: absolute_maximum(x[name].float(), getattr(recipe, name), recipe.block_size)
-        for name in "qkv" if getattr(recipe, f"{name}_scale") is None
-    }  # fmt: skip
-    shared = {name: amax for name, amax in found.items() if getattr(recipe, name) in ("tensor", "head", "channel")}
-    if apart_maxima(recipe, *_whole_shapes(plan)):
+        name: maxima["qkv".index(name)].view(1, 1, 1, 1)
+        if getattr(recipe, name) in _SHARED and not apart
+        else absolute_maximum(x[name].float(), getattr(recipe, name), recipe.block_size)
+        for name in dynamic
+    }
+    if apart:
+        shared = {name: found[name] for name in dynamic if getattr(recipe, name) in _SHARED}
         flat = plan.ranks.reduce(torch.cat([bits_of(amax).flatten() for amax in shared.values()]), dist.ReduceOp.MAX)
         parts = flat.split([amax.numel() for amax in shared.values()])
         found |= {name: part.view_as(shared[name]) for name, part in zip(shared, parts, strict=True)}
-    else:
-        found |= {name: maxima["qkv".index(name)].view(1, 1, 1, 1) for name in shared}
     found = {name: amax.view(torch.float32) for name, amax in found.items()}
     return tuple(Operand.of_floats(x[name], name, recipe, found.get(name)) for name in "qkv"), lse_shift
 
@@ -245,15 +248,17 @@ def _attend(plan: Plan, operands: Three, a: dict[str, Any]) -> tuple[Tensor, Ten
     out = q.x.new_empty((b, columns, hq // columns, n, dv), dtype=plan.problem.out_dtype)
     lse = q.x.new_empty((b, columns, hq // columns, n, 1), dtype=torch.float32) if a["return_lse"] else None
 
-    def begin(chunk: slice):
-        return lane.begin(lambda: (messages.queries(chunk), *messages.keys(chunk)))
+    def begin(outgoing: Outgoing):
+        return lane.begin(lambda: (messages.queries(outgoing), *messages.keys(outgoing)))
 
+    # all codes first: an attention kernel fills the GPU, so that a kernel which comes after it would wait for its end
+    outgoing = [*map(messages.prepare, plan.chunks)]
     sent = []
-    coming = begin(plan.chunks[0])
+    coming = begin(outgoing[0])
     for i, chunk in enumerate(plan.chunks):
         here = coming
         if i + 1 < len(plan.chunks):
-            coming = begin(plan.chunks[i + 1])
+            coming = begin(outgoing[i + 1])
         rows = _rows(plan, *here(), out_scale, chunk, a)
         sent.append((share(plan, chunk, hq).chunk, rows, lane.begin(lambda rows=rows: [*map(messages.back, rows)])))
     for heads, _, ready in sent:  # the rows are kept until they are sent
@@ -348,7 +353,7 @@ def _out_scale(plan: Plan, a: dict[str, Any], v: Operand) -> Tensor | None:
     if given is None:
         group = plan.problem.group
         s_v = v.scale if v.scale.shape[1] == 1 else v.scale.repeat_interleave(group, dim=1)
-        return s_v * ((1 << (v.bits - 1)) - 1) / torch.iinfo(dtype).max
+        return divided(s_v * ((1 << (v.bits - 1)) - 1), torch.iinfo(dtype).max)
     if isinstance(given, Tensor):
         return given.to(v.scale).reshape(1, 1, 1, 1) if given.numel() == 1 else given.to(v.scale)
     return torch.full((1, 1, 1, 1), float(given), device=v.scale.device)

@@ -48,7 +48,7 @@ class ShardedCore(IntegerCore):
     ) -> Tensor:  # fmt: skip
         context = self.context
         if options.get("bias") is not None:
-            raise InputError("a position bias is of the positions of a shard: context_parallel does not serve it")
+            raise InputError("context_parallel does not serve a position bias, which is of the positions of one shard")
         keys = context.place(self, q, k)
         if attn_mask is not None and attn_mask.numel() == 1:
             attn_mask = None  # a mask of one element only says that there is one

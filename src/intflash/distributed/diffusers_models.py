@@ -25,7 +25,9 @@ def apply(
 ) -> None:  # fmt: skip
     """Install diffusers' hooks, and ones that say which keys a layer is given."""
     if context.layout == "zigzag" or not gather:
-        raise InputError("diffusers' plans cut contiguous shards and gather the output: layout and gather are theirs")
+        raise InputError(
+            "diffusers' plans cut contiguous shards and gather the output: layout and gather cannot differ"
+        )
     plan = getattr(model, "_cp_plan", None)
     if plan is None:
         raise InputError(

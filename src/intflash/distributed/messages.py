@@ -7,6 +7,7 @@ keys lie contiguously as 8-bit tensor cores read them, ``[B, h, Dv, n]``, with n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,15 @@ def share(plan: Plan, chunk: slice, heads: int) -> Share:
     return Share(slice(chunk.start * group, chunk.stop * group), heads, columns)
 
 
+class Outgoing(NamedTuple):
+    """The codes of one chunk: of the queries of this rank, or a message of them, and the message of keys and values,
+    which is None where every rank has all keys."""
+
+    chunk: slice
+    queries: Tensor
+    keys: Tensor | None
+
+
 class Messages:
     """The messages of one call: its operands in, whole keys, this rank's queries and outputs out."""
 
@@ -54,21 +64,27 @@ class Messages:
         if k.granularity == "block" and plan.k_shards is not None:
             self.k_scale = self._scales_of_blocks()
 
-    def keys(self, chunk: slice) -> tuple[QTensor, QTensor]:
+    def prepare(self, chunk: slice) -> Outgoing:
+        """Write the codes of a chunk, on the current stream."""
+        return Outgoing(chunk, self._queries_out(chunk), self._keys_out(chunk))
+
+    def keys(self, outgoing: Outgoing) -> tuple[QTensor, QTensor]:
         """All keys and values of this rank's heads of a chunk."""
         plan, shards = self.plan, self.plan.k_shards
-        own = share(plan, chunk, self.k.x.shape[1])
+        own = share(plan, outgoing.chunk, self.k.x.shape[1])
         heads = own.heads(plan.ranks.along.rank if own.columns > 1 else 0)
         k_scale, v_scale = _of_heads(self.k_scale, heads), _of_heads(self.v.scale, heads)
         if shards is None:
             k, v = self.k.heads(heads).codes(), self.v.heads(heads).codes()
         else:
-            k, v = self._gathered(own)
+            k, v = self._gathered(own, outgoing.keys)
         return self.k.tensor(k, k_scale), self.v.tensor(v, v_scale)
 
-    def _gathered(self, own: Share) -> tuple[Tensor, Tensor]:
-        ranks, shards = self.plan.ranks, self.plan.k_shards
-        (b, _, n, d), dv, long = self.k.x.shape, self.v.x.shape[3], shards.longest
+    def _keys_out(self, chunk: slice) -> Tensor | None:
+        if self.plan.k_shards is None:
+            return None
+        own, long = share(self.plan, chunk, self.k.x.shape[1]), self.plan.k_shards.longest
+        (b, _, n, d), dv = self.k.x.shape, self.v.x.shape[3]
         of_k = b * own.count * long * d
         sent = self.k.x.new_empty((own.columns, of_k + b * own.count * dv * long), dtype=torch.int8)
         for column in range(own.columns):
@@ -76,6 +92,12 @@ class Messages:
             v = sent[column, of_k:].view(b, own.count, dv, long).mT
             self.k.heads(own.heads(column)).write(k[:, :, :n])
             self.v.heads(own.heads(column)).write(v[:, :, :n])
+        return sent
+
+    def _gathered(self, own: Share, sent: Tensor) -> tuple[Tensor, Tensor]:
+        ranks, shards = self.plan.ranks, self.plan.k_shards
+        (b, _, _, d), dv, long = self.k.x.shape, self.v.x.shape[3], shards.longest
+        of_k = b * own.count * long * d
         received = ranks.across.gather(ranks.along.exchange(sent)).flatten(0, 1)  # [ranks, bytes]
         k = received[:, :of_k].view(ranks.size, b, own.count, long, d)
         v = received[:, of_k:].view(ranks.size, b, own.count, dv, long).mT
@@ -103,16 +125,29 @@ class Messages:
                 first += blocks
         return torch.cat([scale for _, scale in sorted(pieces, key=lambda piece: piece[0])], dim=2)
 
-    def queries(self, chunk: slice) -> QTensor:
+    def queries(self, outgoing: Outgoing) -> QTensor:
         """The queries of this rank's heads of a chunk: its own, or all of its row's in the order of the sequence."""
         plan, ranks, shards = self.plan, self.plan.ranks, self.plan.q_shards
-        own = share(plan, chunk, self.q.x.shape[1])
+        own = share(plan, outgoing.chunk, self.q.x.shape[1])
         if own.columns == 1:
-            q = self.q.heads(own.heads(0))
-            return q.tensor(q.codes())
-        b, _, n, d = self.q.x.shape
+            return self.q.heads(own.heads(0)).tensor(outgoing.queries)
+        b, _, _, d = self.q.x.shape
         long, of_codes = shards.longest, b * own.count * shards.longest * d
-        by_token = self.q.granularity == "token"
+        received = ranks.along.exchange(outgoing.queries)
+        codes = self._of_row(received[:, :of_codes].view(own.columns, b, own.count, long, d))
+        if self.q.granularity != "token":
+            return self.q.tensor(codes, _of_heads(self.q.scale, own.heads(ranks.along.rank)))
+        scales = received[:, of_codes:].contiguous().view(torch.float32)
+        return self.q.tensor(codes, self._of_row(scales.view(own.columns, b, own.count, long, 1)))
+
+    def _queries_out(self, chunk: slice) -> Tensor:
+        """This rank's codes, or where heads are exchanged the message of all columns with the tokens' scales."""
+        own = share(self.plan, chunk, self.q.x.shape[1])
+        if own.columns == 1:
+            return self.q.heads(own.heads(0)).codes()
+        b, _, n, d = self.q.x.shape
+        long = self.plan.q_shards.longest
+        of_codes, by_token = b * own.count * long * d, self.q.granularity == "token"
         sent = self.q.x.new_empty((own.columns, of_codes + 4 * b * own.count * long * by_token), dtype=torch.int8)
         for column in range(own.columns):
             q = self.q.heads(own.heads(column))
@@ -120,12 +155,7 @@ class Messages:
             if by_token:
                 scales = sent[column, of_codes:].view(torch.float32).view(b, own.count, long, 1)
                 scales[:, :, :n] = q.scale
-        received = ranks.along.exchange(sent)
-        codes = self._of_row(received[:, :of_codes].view(own.columns, b, own.count, long, d))
-        if not by_token:
-            return self.q.tensor(codes, _of_heads(self.q.scale, own.heads(ranks.along.rank)))
-        scales = received[:, of_codes:].contiguous().view(torch.float32)
-        return self.q.tensor(codes, self._of_row(scales.view(own.columns, b, own.count, long, 1)))
+        return sent
 
     def _of_row(self, parts: Tensor) -> Tensor:
         shards, row = self.plan.q_shards, self.plan.ranks.row

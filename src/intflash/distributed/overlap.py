@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=-1)  # a collective's few blocks get in before attention's many
 
 
 class Lane:

@@ -117,8 +117,8 @@ def _check_options(a: dict[str, Any], placement: Placement) -> None:
         raise InputError(f"sharded attention has the methods {', '.join(METHODS)}, got {a['method']!r}")
     if a["cu_seqlens_q"] is not None or a["cu_seqlens_k"] is not None:
         raise InputError(
-            "packed sequences (cu_seqlens) are not sharded: none attends to another, so give each rank whole sequences "
-            "and call intflash.attention"
+            "packed sequences (cu_seqlens) are not sharded: no sequence attends to another, so give each rank whole "
+            "sequences and call intflash.attention"
         )
     if call.is_dynamic(a["out_scale"]):
         raise InputError("out_scale='dynamic' needs all outputs before any of them: give a calibrated scale")

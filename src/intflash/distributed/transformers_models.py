@@ -56,7 +56,7 @@ def _check(base: nn.Module, signature: inspect.Signature, layers: Mapping[str, n
             f"{name} is an encoder and a decoder, whose sequences differ: context_parallel does not serve it"
         )
     if not {"input_ids", "position_ids"} <= set(signature.parameters):
-        raise InputError(f"{name} does not take input_ids and position_ids, so its tokens cannot be told their places")
+        raise InputError(f"{name} does not take input_ids and position_ids, which say where a shard's tokens are")
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds and getattr(config, "sliding_window", None) is not None:
         kinds = {"sliding_attention"}
@@ -64,9 +64,9 @@ def _check(base: nn.Module, signature: inspect.Signature, layers: Mapping[str, n
         raise InputError(f"{name} has layers of {', '.join(sorted(kinds))}: only full attention sees all ranks' keys")
     for layer, module in layers.items():
         if getattr(module, "sinks", None) is not None:
-            raise InputError(f"{layer} has attention sinks, keys of its own that every rank would count")
+            raise InputError(f"{layer} has attention sinks, extra keys that every rank would count once")
     if any("attention_bias_bucket" in n or "relative_attention_bias" in n for n, _ in base.named_modules()):
-        raise InputError(f"{name} has a relative position bias, which it would compute of a shard's own positions")
+        raise InputError(f"{name} has a relative position bias, which it computes for the positions of one shard")
 
 
 def _cut(given: dict[str, Any], signature: inspect.Signature, context: Context) -> dict[str, Any]:
@@ -124,5 +124,5 @@ def _whole(output: Any, length: int, context: Context, ranks: Ranks) -> Any:
         elif name == "pooler_output":
             output[name] = ranks.gather(value.contiguous())[0]
         elif value is not None:
-            raise InputError(f"context_parallel does not put together {name}: ask the model for less, or gather=False")
+            raise InputError(f"context_parallel cannot gather {name}: ask for fewer outputs, or pass gather=False")
     return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -37,5 +38,6 @@ def _codes(x: Tensor, scale: tuple[float, ...]) -> QTensor:
     return QTensor(x, _scale(scale, x.device), "tensor" if len(scale) == 1 else "head")
 
 
+@functools.lru_cache(maxsize=4096)  # a copy from the host, which no captured graph may contain
 def _scale(scale: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(scale, dtype=torch.float32, device=device).view(1, -1, 1, 1)

@@ -103,7 +103,7 @@ class Calibration:
         if type(model).__name__ != self.model:
             raise InputError(f"the calibration is of {self.model}, this is {type(model).__name__}")
         now = graph.fingerprints()
-        for name in (*now, *self.fingerprints):
+        for name in (*self.fingerprints, *now):
             if now.get(name) != self.fingerprints.get(name):
                 raise InputError(
                     f"{name}: the model was changed after its calibration (fingerprint {self.fingerprints.get(name)} "
@@ -157,12 +157,17 @@ def calibrate(
     present: Tensor | None = None  # which of the batch's tokens are no padding
 
     def seen(name: str, x: Tensor) -> None:
-        if name in observed:
-            rows = _matrix(x)
-            try:
-                observed[name].observe(rows[present] if present is not None and len(rows) == len(present) else rows)
-            except InputError as error:
-                raise InputError(f"{name}: {error}") from None
+        rows = _matrix(x)
+        if present is not None and len(rows) == len(present):
+            rows = rows[present]
+        if name not in observed:  # a result
+            if not bool(torch.isfinite(rows).all()):
+                raise InputError(f"{name}: calibration needs finite values, got NaN or infinity")
+            return
+        try:
+            observed[name].observe(rows)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
 
     count = 0
     with torch.no_grad(), _shown(progress, images) as show:

@@ -16,12 +16,6 @@ from intflash.integer.windows import ROW_MAJOR, merged, window_attention
 PIXELS = 8  # a side of a digit
 
 
-def _translate(model: nn.Module) -> Graph | None:
-    if type(model) is DigitsViT:
-        return vit(model)
-    return swin(model) if type(model) is DigitsSwin else None
-
-
 def vit(model: DigitsViT) -> Graph:
     """The graph of the digit ViT."""
     graph = Graph()
@@ -34,12 +28,15 @@ def vit(model: DigitsViT) -> Graph:
     for i, block in enumerate(model.blocks):
         name = f"blocks.{i}"
         expect(block, name, Block)
-        y = graph.layer_norm(f"{name}.norm1", x, block.norm1)
+        for part in ("qkv", "proj"):
+            expect(getattr(block, part), f"{name}.{part}", nn.Linear)
+        y = _norm(graph, f"{name}.norm1", x, block.norm1)
         q, k, v = graph.heads(f"{name}.qkv", y, block.qkv.weight, block.qkv.bias, block.heads)
         y = graph.attention(f"{name}.attention", q, k, v)
         x = graph.linear(f"{name}.proj", y, block.proj.weight, block.proj.bias, residual=x)
         x = mlp(graph, f"{name}.norm2", f"{name}.mlp", x, block.norm2, block.mlp)
-    y = graph.layer_norm("norm", x, model.norm, load_rows=torch.tensor([[0]]))
+    expect(model.head, "head", nn.Linear)
+    y = _norm(graph, "norm", x, model.norm, load_rows=torch.tensor([[0]]))
     y = graph.linear("head", y, model.head.weight, model.head.bias)
     graph.output("logits", y, (model.head.out_features,))
     return graph
@@ -59,7 +56,8 @@ def swin(model: DigitsSwin) -> Graph:
     x = merged(graph, "merge", x, norm, reduction, (side, side), ROW_MAJOR, names=("0", "1"))
     for i, block in enumerate(model.stage2):
         x = _window_block(graph, f"stage2.{i}", x, block)
-    x = graph.mean("pool", graph.layer_norm("norm", x, model.norm))
+    expect(model.head, "head", nn.Linear)
+    x = graph.mean("pool", _norm(graph, "norm", x, model.norm))
     x = graph.linear("head", x, model.head.weight, model.head.bias)
     graph.output("logits", x, (model.head.out_features,))
     return graph
@@ -78,14 +76,22 @@ def _window_block(graph: Graph, name: str, x: str, block: nn.Module) -> str:
 def mlp(graph: Graph, norm_name: str, name: str, x: str, norm: nn.LayerNorm, layers: nn.Sequential) -> str:
     """x + mlp(norm(x)) of a digit model's block."""
     fc1, act, fc2 = layers
-    y = graph.layer_norm(norm_name, x, norm)
+    for part, linear in ("0", fc1), ("2", fc2):
+        expect(linear, f"{name}.{part}", nn.Linear)
+    y = _norm(graph, norm_name, x, norm)
     y = graph.linear(f"{name}.0", y, fc1.weight, fc1.bias, activation=activation(act, f"{name}.1"))
     return graph.linear(f"{name}.2", y, fc2.weight, fc2.bias, residual=x)
+
+
+def _norm(graph: Graph, name: str, x: str, norm: nn.Module, load_rows: Tensor | None = None) -> str:
+    expect(norm, name, nn.LayerNorm)
+    return graph.layer_norm(name, x, norm, load_rows)
 
 
 @torch.no_grad()
 def stem(patches: nn.Conv2d, size: int) -> tuple[Tensor, Tensor]:
     """Weight ``[tokens, channels, 64]`` and bias ``[tokens, channels]`` of what a digit model does to its pixels."""
+    expect(patches, "patches", nn.Conv2d)
 
     def tokens(images: Tensor) -> Tensor:
         resized = F.interpolate(images, size=(size, size), mode="bilinear")
@@ -97,4 +103,7 @@ def stem(patches: nn.Conv2d, size: int) -> tuple[Tensor, Tensor]:
     return (tokens(pixels) - bias).permute(1, 2, 0).float(), bias[0].float()
 
 
-CONVERTER = Converter(("DigitsViT", "DigitsSwin"), _translate)
+CONVERTER = Converter(
+    {DigitsViT: vit, DigitsSwin: swin},
+    (nn.Linear, nn.LayerNorm, nn.Conv2d, nn.ModuleList, nn.Sequential, Block, WindowBlock),
+)

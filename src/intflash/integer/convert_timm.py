@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from timm.layers import ClassifierHead, DropPath, LayerNorm, Mlp, PatchDropout, PatchEmbed
+from timm.layers import ClassifierHead, DropPath, LayerNorm, Mlp, PatchDropout, PatchEmbed, SelectAdaptivePool2d
+from timm.layers.adaptive_avgmax_pool import FastAdaptiveAvgPool
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import (
     PatchMerging,
@@ -16,17 +17,11 @@ from timm.models.vision_transformer import Attention, Block, LayerScale, VisionT
 from torch import Tensor, nn
 
 from intflash.integer.graph import Graph
-from intflash.integer.registry import Converter, activation, expect, refuse
+from intflash.integer.registry import Converter, activation, expect, expect_patches, refuse
 from intflash.integer.windows import merged, window_attention
 
 NORMS = (nn.LayerNorm, LayerNorm)
 PASS = (nn.Identity, nn.Dropout, PatchDropout, DropPath)  # in evaluation mode
-
-
-def _translate(model: nn.Module) -> Graph | None:
-    if type(model) in (VisionTransformer, VisionTransformerDistilled):
-        return vision_transformer(model)
-    return swin(model) if type(model) is SwinTransformer else None
 
 
 def vision_transformer(model: VisionTransformer) -> Graph:
@@ -50,7 +45,7 @@ def _check(model: VisionTransformer) -> None:
         expect(getattr(model, name), name, *PASS)
     expect(model.patch_embed, "patch_embed", PatchEmbed)
     expect(model.patch_embed.norm, "patch_embed.norm", nn.Identity)
-    expect(model.patch_embed.proj, "patch_embed.proj", nn.Conv2d)
+    expect_patches(model.patch_embed.proj, "patch_embed.proj")
     if model.dynamic_img_size or model.patch_embed.dynamic_img_pad:
         refuse("", model, "dynamic_img_size: an integer model is made for one image size")
     if model.attn_pool is not None or model.global_pool not in ("token", "avg"):
@@ -63,8 +58,6 @@ def _embed(graph: Graph, model: VisionTransformer) -> str:
     """Patch embedding, prefix tokens and position embedding, as one linear and constant rows."""
     projection, (height, width) = model.patch_embed.proj, model.patch_embed.img_size
     rows = graph.patches("patch_embed", graph.image("x", (projection.in_channels, height, width)), projection.stride)
-    if projection.stride != projection.kernel_size or projection.padding != (0, 0):
-        refuse("patch_embed.proj", projection, "its patches overlap or are padded")
     prefix = [getattr(model, name, None) for name in ("cls_token", "dist_token", "reg_token")]
     prefix = torch.cat([x.detach()[0] for x in prefix if x is not None] or [torch.zeros(0, model.embed_dim)])
     constant = torch.cat([prefix, prefix.new_zeros(model.patch_embed.num_patches, model.embed_dim)])
@@ -89,8 +82,11 @@ def _block(graph: Graph, name: str, x: str, block: nn.Module) -> str:
     expect(block, name, Block)
     attn = block.attn
     expect(attn, f"{name}.attn", Attention)
+    for part in ("drop_path1", "drop_path2"):
+        expect(getattr(block, part), f"{name}.{part}", *PASS)
     for part in ("q_norm", "k_norm", "norm", "attn_drop", "proj_drop"):
         expect(getattr(attn, part, nn.Identity()), f"{name}.attn.{part}", *PASS)
+    expect(attn.qkv, f"{name}.attn.qkv", nn.Linear)
     if getattr(attn, "gate", None) is not None:
         refuse(f"{name}.attn.gate", attn.gate, "the attention output is gated")
     y = _norm(graph, f"{name}.norm1", x, block.norm1)
@@ -166,7 +162,7 @@ def swin(model: SwinTransformer) -> Graph:
     if not model.patch_embed.strict_img_size or model.patch_embed.dynamic_img_pad:
         refuse("", model, "dynamic_img_size: an integer model is made for one image size")
     projection, (height, width) = model.patch_embed.proj, model.patch_embed.img_size
-    expect(projection, "patch_embed.proj", nn.Conv2d)
+    expect_patches(projection, "patch_embed.proj")
     graph = Graph()
     rows = graph.patches("patch_embed", graph.image("x", (projection.in_channels, height, width)), projection.stride)
     x = graph.linear("patch_embed.proj", rows, projection.weight.flatten(1), projection.bias)
@@ -181,6 +177,7 @@ def swin(model: SwinTransformer) -> Graph:
     head = model.head
     expect(head, "head", ClassifierHead)
     expect(head.drop, "head.drop", *PASS)
+    expect(head.global_pool, "head.global_pool", SelectAdaptivePool2d)
     if head.global_pool.pool_type != "avg" or head.use_conv:
         refuse("head.global_pool", head.global_pool, f"pooling {head.global_pool.pool_type!r}, expected 'avg'")
     x = graph.mean("head.global_pool", _norm(graph, "norm", x, model.norm))
@@ -203,6 +200,9 @@ def _window_block(graph: Graph, name: str, x: str, block: nn.Module) -> str:
     expect(attn, f"{name}.attn", WindowAttention)
     for part in ("drop_path1", "drop_path2"):
         expect(getattr(block, part), f"{name}.{part}", *PASS)
+    for part in ("attn_drop", "proj_drop"):
+        expect(getattr(attn, part), f"{name}.attn.{part}", *PASS)
+    expect(attn.softmax, f"{name}.attn.softmax", nn.Softmax)
     expect(block.norm1, f"{name}.norm1", *NORMS)
     x = window_attention(
         graph, f"{name}.attn", x, f"{name}.norm1", block.norm1, attn, heads=attn.num_heads,
@@ -213,4 +213,11 @@ def _window_block(graph: Graph, name: str, x: str, block: nn.Module) -> str:
     return mlp(graph, f"{name}.mlp", y, block.mlp, nn.Identity(), "", x)
 
 
-CONVERTER = Converter(("VisionTransformer", "VisionTransformerDistilled", "SwinTransformer"), _translate)
+CONVERTER = Converter(
+    {VisionTransformer: vision_transformer, VisionTransformerDistilled: vision_transformer, SwinTransformer: swin},
+    (
+        nn.Linear, nn.Conv2d, nn.Sequential, nn.Softmax, *NORMS, *PASS, PatchEmbed, Block, Attention, Mlp, LayerScale,
+        SwinTransformerStage, SwinTransformerBlock, WindowAttention, PatchMerging, ClassifierHead, SelectAdaptivePool2d,
+        FastAdaptiveAvgPool,
+    ),
+)  # fmt: skip

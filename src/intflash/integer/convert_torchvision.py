@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchvision.models.swin_transformer import PatchMerging, ShiftedWindowAttention, SwinTransformer
 from torchvision.models.swin_transformer import SwinTransformerBlock as WindowBlock
-from torchvision.models.vision_transformer import EncoderBlock, MLPBlock, VisionTransformer
+from torchvision.models.vision_transformer import Encoder, EncoderBlock, MLPBlock, VisionTransformer
 from torchvision.ops.misc import MLP, Permute
 from torchvision.ops.stochastic_depth import StochasticDepth
 
 from intflash.integer.graph import Graph
-from intflash.integer.registry import Converter, activation, expect, refuse
+from intflash.integer.registry import Converter, activation, expect, expect_patches, refuse
 from intflash.integer.windows import merged, window_attention
 
 PASS = (nn.Identity, nn.Dropout, StochasticDepth)  # in evaluation mode
 SWIN_IMAGE = (3, 224, 224)  # a Swin takes any size; calibration images say which
-
-
-def _translate(model: nn.Module) -> Graph | None:
-    if type(model) is VisionTransformer:
-        return vision_transformer(model)
-    return swin(model, SWIN_IMAGE) if type(model) is SwinTransformer else None
 
 
 def vision_transformer(model: VisionTransformer) -> Graph:
@@ -31,6 +26,7 @@ def vision_transformer(model: VisionTransformer) -> Graph:
         InputError: a module has no integer form; the message names it.
     """
     graph, encoder = Graph(), model.encoder
+    expect(encoder, "encoder", Encoder)
     rows = _patches(graph, "conv_proj", model.conv_proj, (3, model.image_size, model.image_size))
     expect(encoder.dropout, "encoder.dropout", *PASS)
     constant = encoder.pos_embedding.detach()[0].clone()
@@ -51,9 +47,7 @@ def vision_transformer(model: VisionTransformer) -> Graph:
 
 
 def _patches(graph: Graph, name: str, projection: nn.Module, image: tuple[int, int, int]) -> str:
-    expect(projection, name, nn.Conv2d)
-    if projection.stride != projection.kernel_size or projection.padding != (0, 0):
-        refuse(name, projection, "its patches overlap or are padded")
+    expect_patches(projection, name)
     return graph.patches(f"{name}.patches", graph.image("x", image), projection.stride)
 
 
@@ -79,6 +73,7 @@ def _block(graph: Graph, name: str, x: str, block: nn.Module) -> str:
     q, k, v = graph.heads(f"{name}.self_attention.in_proj", y, attn.in_proj_weight, attn.in_proj_bias, attn.num_heads)
     y = graph.attention(f"{name}.self_attention", q, k, v)
     out = attn.out_proj
+    expect(out, f"{name}.self_attention.out_proj", NonDynamicallyQuantizableLinear)
     x = graph.linear(f"{name}.self_attention.out_proj", y, out.weight, out.bias, residual=x)
     return _mlp(graph, f"{name}.mlp", _norm(graph, f"{name}.ln_2", x, block.ln_2), block.mlp, x)
 
@@ -93,7 +88,7 @@ def _mlp(graph: Graph, name: str, y: str, module: nn.Module, residual: str) -> s
     return _linear(graph, f"{name}.{third}", y, fc2, residual=residual)
 
 
-def swin(model: SwinTransformer, image: tuple[int, ...]) -> Graph:
+def swin(model: SwinTransformer, image: tuple[int, ...] = SWIN_IMAGE) -> Graph:
     """The graph of a torchvision Swin v1 for images ``(channels, height, width)``.
 
     Raises:
@@ -142,4 +137,11 @@ def _window_block(graph: Graph, name: str, x: str, block: nn.Module, size: tuple
     return _mlp(graph, f"{name}.mlp", _norm(graph, f"{name}.norm2", x, block.norm2), block.mlp, x)
 
 
-CONVERTER = Converter(("VisionTransformer", "SwinTransformer"), _translate)
+CONVERTER = Converter(
+    {VisionTransformer: vision_transformer, SwinTransformer: swin},
+    (
+        nn.Linear, NonDynamicallyQuantizableLinear, nn.LayerNorm, nn.Conv2d, nn.Sequential, nn.MultiheadAttention,
+        nn.AdaptiveAvgPool2d, nn.Flatten, *PASS, Permute, Encoder, EncoderBlock, MLP, MLPBlock, WindowBlock,
+        ShiftedWindowAttention, PatchMerging,
+    ),
+)  # fmt: skip

@@ -13,20 +13,22 @@ from transformers.models.dinov2 import modeling_dinov2 as dinov2
 from transformers.models.vit import modeling_vit as vit
 
 from intflash.integer.graph import Activation, Graph
-from intflash.integer.registry import Converter, activation, expect, refuse
+from intflash.integer.registry import Converter, activation, expect, expect_patches, refuse
 
 PASS = (nn.Identity, nn.Dropout, dinov2.Dinov2DropPath)  # in evaluation mode
 FIRST = torch.tensor([[0]])  # the row of the class token
 
 
-def _translate(model: nn.Module) -> Graph | None:
-    if type(model) in _IMAGE_MODELS:
-        return image_model(model)
-    return sequence_model(model) if type(model) in _BERT_MODELS else None
+def _check_results(model: nn.Module) -> None:
+    """Refuse a configuration by which the model returns a tuple, or more than an integer model has."""
+    for option, expected in {"return_dict": True, "output_hidden_states": False, "output_attentions": False}.items():
+        found = getattr(model.config, option)
+        if found != expected:
+            refuse("", model, f"expected {option}={expected} in its configuration, got {found}")
 
 
 def _read(names: Mapping[str, Any]) -> Callable[[Any], Mapping[str, Tensor]]:
-    """How the results of these names are read from what a model returns, a tuple or by name."""
+    """How the results of these names are read from what a model returns."""
     return lambda result: {name: getattr(result, name) for name in names}
 
 
@@ -89,6 +91,7 @@ def image_model(model: nn.Module, image: tuple[int, ...] | None = None) -> Graph
     Raises:
         InputError: a module has no integer form; the message names it.
     """
+    _check_results(model)
     graph = Graph(result="dict")
     prefix = _CLASSIFIERS.get(type(model), "")
     encoder = getattr(model, prefix) if prefix else model
@@ -116,7 +119,7 @@ def _image_embeddings(graph: Graph, name: str, module: nn.Module, image: tuple[i
     expect(module, name, vit.ViTEmbeddings, deit.DeiTEmbeddings, dinov2.Dinov2Embeddings)
     expect(module.dropout, f"{name}.dropout", *PASS)
     projection = module.patch_embeddings.projection
-    expect(projection, f"{name}.patch_embeddings.projection", nn.Conv2d)
+    expect_patches(projection, f"{name}.patch_embeddings.projection")
     channels, height, width = image or (projection.in_channels, *module.patch_embeddings.image_size)
     rows = graph.patches(
         f"{name}.patch_embeddings", graph.image("pixel_values", (channels, height, width)), projection.stride
@@ -228,12 +231,15 @@ def sequence_model(model: nn.Module, size: tuple[int, ...] | None = None) -> Gra
     Raises:
         InputError: a module has no integer form; the message names it.
     """
+    _check_results(model)
     config = model.config
     if config.is_decoder or config.add_cross_attention:
         refuse("", model, "a decoder: causal and cross attention have no integer form")
     graph = Graph(result="dict", resized=lambda other: sequence_model(model, other))
     name, encoder = ("", model) if type(model) is bert.BertModel else ("bert.", model.bert)
     expect(encoder, name.rstrip("."), bert.BertModel)
+    expect(encoder.embeddings, f"{name}embeddings", bert.BertEmbeddings)
+    expect(encoder.embeddings.position_embeddings, f"{name}embeddings.position_embeddings", nn.Embedding)
     most = encoder.embeddings.position_embeddings.num_embeddings
     (tokens,) = size or (most,)
     if tokens > most:
@@ -250,9 +256,8 @@ Summed = tuple[str, str, nn.Module]  # a sum, and the name and module of the Lay
 
 
 def _bert_embeddings(graph: Graph, name: str, module: nn.Module, tokens: int) -> Summed:
-    expect(module, name, bert.BertEmbeddings)
     expect(module.dropout, f"{name}.dropout", *PASS)
-    for part in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
+    for part in ("word_embeddings", "token_type_embeddings"):
         expect(getattr(module, part), f"{name}.{part}", nn.Embedding)
     words, types = module.word_embeddings.weight, module.token_type_embeddings.weight
     ids = graph.index("input_ids", tokens, len(words))
@@ -268,6 +273,7 @@ def _bert_layer(graph: Graph, name: str, x: str, norm_name: str, norm: nn.Module
     expect(layer.attention, f"{name}.attention", bert.BertAttention)
     attn, out = layer.attention.self, layer.attention.output
     expect(attn, f"{name}.attention.self", bert.BertSelfAttention)
+    expect(attn.dropout, f"{name}.attention.self.dropout", *PASS)
     if attn.is_causal:
         refuse(f"{name}.attention.self", attn, "its attention is causal")
     expect(out, f"{name}.attention.output", bert.BertSelfOutput)
@@ -290,6 +296,7 @@ def _bert_results(
     graph: Graph, name: str, x: str, norm_name: str, norm: nn.Module, model: nn.Module, encoder: nn.Module
 ) -> None:
     """What a model returns, of the last layer's sum."""
+    expect(getattr(model, "dropout", nn.Identity()), "dropout", *PASS)
     tokens, _ = graph.shapes[x]
 
     def hidden() -> str:
@@ -333,4 +340,16 @@ def _bert_results(
             graph.output("logits", y, (tokens, model.classifier.out_features))
 
 
-CONVERTER = Converter(tuple(cls.__name__ for cls in (*_IMAGE_MODELS, *_BERT_MODELS)), _translate)
+CONVERTER = Converter(
+    dict.fromkeys(_IMAGE_MODELS, image_model) | dict.fromkeys(_BERT_MODELS, sequence_model),
+    (
+        nn.Linear, nn.LayerNorm, nn.Conv2d, nn.Embedding, nn.ModuleList, *PASS, *_ENCODERS, bert.BertModel,
+        vit.ViTEmbeddings, vit.ViTPatchEmbeddings, vit.ViTLayer, vit.ViTAttention, vit.ViTMLP, vit.ViTPooler,
+        deit.DeiTEmbeddings, deit.DeiTPatchEmbeddings, deit.DeiTLayer, deit.DeiTAttention, deit.DeiTMLP,
+        deit.DeiTPooler, dinov2.Dinov2Embeddings, dinov2.Dinov2PatchEmbeddings, dinov2.Dinov2Encoder,
+        dinov2.Dinov2Layer, dinov2.Dinov2Attention, dinov2.Dinov2MLP, dinov2.Dinov2LayerScale, bert.BertEmbeddings,
+        bert.BertEncoder, bert.BertLayer, bert.BertAttention, bert.BertSelfAttention, bert.BertSelfOutput,
+        bert.BertIntermediate, bert.BertOutput, bert.BertPooler, bert.BertOnlyMLMHead, bert.BertPreTrainingHeads,
+        bert.BertOnlyNSPHead, bert.BertLMPredictionHead, bert.BertPredictionHeadTransform,
+    ),
+)  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from intflash.errors import InputError
-from intflash.integer import cpu, portable, reference
+from intflash.integer import cpu, gpu, portable, reference
 from intflash.integer.program import Program
 
 
@@ -20,25 +20,33 @@ class Executor:
     Attributes:
         run: (program, inputs by name) -> the buffers of its outputs, by name.
         refused: (program, device) -> why it cannot run that, or None.
+        device: the type of device that it is for.
     """
 
     run: Callable[[Program, Mapping[str, Tensor]], dict[str, Tensor]]
     refused: Callable[[Program, torch.device], str | None] = lambda program, device: None
+    device: str = "cpu"
 
 
 EXECUTORS = {  # in the order of the choice
     "cpu": Executor(cpu.run, cpu.refused),
+    "gpu": Executor(gpu.run, gpu.refused, "cuda"),
     "torch": Executor(portable.run),
     "reference": Executor(reference.run),
 }
 
 
-def choose(name: str | None, program: Program, device: torch.device) -> str:
+def choose(name: str | None, program: Program, device: torch.device | None = None) -> str:
     """The name asked for, or with None that of the first that can run the program.
+
+    Args:
+        device: of the program's tensors; None: one that the executor is for.
 
     Raises:
         InputError: there is none of that name, or it cannot run this program.
     """
+    if device is None:
+        device = torch.device(EXECUTORS[name].device if name in EXECUTORS else "cpu")
     if name is None:
         return next(known for known, executor in EXECUTORS.items() if executor.refused(program, device) is None)
     if name not in EXECUTORS:

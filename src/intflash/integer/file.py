@@ -18,10 +18,18 @@ from intflash.outputs import check_file
 
 FORMAT = "intflash-integer"
 _KEYS = ("format", "version", "program", "provenance", "digest")
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)  # of wrong types, sizes
 
 
 def save(model: IntegerModel, path: str | Path) -> None:
-    """Write the model's constants, program and provenance; bool tensors as uint8.
+    """Write the model's constants, program and provenance, with a digest of them all.
 
     Raises:
         InputError: the file cannot be written.
@@ -31,10 +39,10 @@ def save(model: IntegerModel, path: str | Path) -> None:
     check_file(path)
     program = model.program
     tensors = {name: x.cpu().contiguous() for name, x in program.tensors.items()}
-    text = json.dumps(_described(program))
+    text, provenance = json.dumps(_described(program)), json.dumps(model.provenance)
     metadata = {
-        "format": FORMAT, "version": str(VERSION), "program": text, "provenance": json.dumps(model.provenance),
-        "digest": _digest(text, tensors),
+        "format": FORMAT, "version": str(VERSION), "program": text, "provenance": provenance,
+        "digest": _digest(text, provenance, tensors),
     }  # fmt: skip
     save_file(tensors, str(path), metadata)
 
@@ -76,19 +84,20 @@ def load(path: str | Path, *, backend: str | None = None) -> IntegerModel:
     missing = [key for key in _KEYS if key not in metadata]
     if missing:
         raise InputError(f"{path} is damaged: it misses {', '.join(missing)}")
-    if _digest(metadata["program"], tensors) != metadata["digest"]:
-        raise InputError(f"{path} is damaged: its program and constants are not those that were written (digest)")
+    if _digest(metadata["program"], metadata["provenance"], tensors) != metadata["digest"]:
+        raise InputError(f"{path} is damaged: its program, constants and provenance are not those that were written")
     try:
         program = _read(json.loads(metadata["program"]), tensors).check()
         provenance = json.loads(metadata["provenance"])
-    except (InputError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (InputError, *_MALFORMED) as error:
         raise InputError(f"{path} holds no valid program: {error}") from None
     return IntegerModel(program, provenance, backend=backend)
 
 
-def digest(program: Program) -> str:
-    """Of the program and its constants, in hexadecimal digits."""
-    return _digest(json.dumps(_described(program)), {name: x.cpu() for name, x in program.tensors.items()})
+def digest(model: IntegerModel) -> str:
+    """Of the program, its provenance and its constants, in hexadecimal digits."""
+    tensors = {name: x.cpu() for name, x in model.program.tensors.items()}
+    return _digest(json.dumps(_described(model.program)), json.dumps(model.provenance), tensors)
 
 
 def _described(program: Program) -> dict[str, Any]:
@@ -129,8 +138,8 @@ def _made(kind: type, content: dict[str, Any]) -> Any:
     return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in content.items()})
 
 
-def _digest(program: str, tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256(program.encode())
+def _digest(program: str, provenance: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(f"{program}\n{provenance}".encode())
     for name in sorted(tensors):
         x = tensors[name]
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())

@@ -20,6 +20,7 @@ from intflash.errors import InputError
 from intflash.integer.program import Input
 
 Activation = Callable[[Tensor], Tensor]
+PROBED = (-8.0, 8.0, 65)  # where a fingerprint looks at an activation function: from, to, how many points
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,8 +277,8 @@ class Graph:
         return self
 
     def fingerprints(self) -> dict[str, str]:
-        """Layer -> a digest of its constants."""
-        return {layer.name: _digest(layer) for layer in self.layers}
+        """Layer -> a digest of all that it computes: constants, shapes, options, values of its function."""
+        return {layer.name: _digest(layer, self.shapes) for layer in self.layers}
 
     def run(
         self,
@@ -317,11 +318,18 @@ def tensors_of(layer: Layer) -> list[tuple[str, Tensor]]:
     return found
 
 
-def _digest(layer: Layer) -> str:
+def _digest(layer: Layer, shapes: Mapping[str, tuple[int, ...]]) -> str:
     digest = hashlib.sha256()
-    for what, x in tensors_of(layer):
-        digest.update(f"{what} {tuple(x.shape)}".encode())
-        digest.update(x.flatten().cpu().contiguous().view(torch.uint8).numpy())
+    for f in fields(layer):
+        value = getattr(layer, f.name)
+        for x in value if isinstance(value, tuple) else (value,):
+            if callable(x) and not isinstance(x, Tensor):
+                x = x(torch.linspace(*PROBED, dtype=torch.float64))
+            if isinstance(x, Tensor):
+                digest.update(f"{f.name} {tuple(x.shape)}".encode())
+                digest.update(x.flatten().cpu().contiguous().view(torch.uint8).numpy())
+            else:
+                digest.update(f"{f.name} {x!r} {shapes.get(x) if isinstance(x, str) else ''}".encode())
     return digest.hexdigest()[:16]
 
 

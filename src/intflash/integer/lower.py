@@ -16,7 +16,6 @@ from intflash.errors import InputError
 from intflash.integer.calibration import Calibration
 from intflash.integer.graph import Attend, Dense, Graph, Lookup, Mean, Norm, PatchRows
 from intflash.integer.program import (
-    MAX_EPS,
     MAX_NORM_BIAS,
     MAX_NORM_SHIFT,
     MAX_SHIFT,
@@ -34,8 +33,9 @@ from intflash.integer.program import (
     Pool,
     Program,
 )
-from intflash.numerics.exp import quantize_bias
+from intflash.numerics.exp import BIAS_FRACTION_BITS, quantize_bias
 from intflash.quant.calibrate import OBSERVERS
+from intflash.validate import check_bias_values
 
 RESIDUAL_BITS = {16: 16, 32: 24}  # as asked for -> bits of a stream
 SCALES = ("tensor", "head")
@@ -167,6 +167,11 @@ class Lowering:
         for name, wanted in self.needs.items():
             if "stream" in wanted:
                 amax[root(name)] = max(amax.get(root(name), 0.0), self.ranges[name].amax)
+        for layer in self.graph.layers:
+            if isinstance(layer, Lookup):  # calibration sees few of the rows that an index can choose
+                parts = [*layer.tables, *([] if layer.rows is None else [layer.rows])]
+                most = float(sum(x.double().abs().amax(0) for x in parts).max())
+                amax[root(layer.out)] = max(amax[root(layer.out)], most)
         limit = 1 << (self.stream_bits - 1)
         return {
             name: torch.tensor(amax[root(name)] * HEADROOM / limit, dtype=torch.float64)
@@ -254,7 +259,7 @@ class Lowering:
         if layer.bias is not None:
             bias = bias + layer.bias.double().cpu()
         weight = weight * scale
-        units = self.units[layer.name] = _weight_units(weight, bias)
+        units = self.units[layer.name] = _weight_units(weight, bias, len(layer.out))
         codes = torch.round(weight / units[:, None]).clamp(-127, 127)
         # what rounding the weights adds on average, by the mean of each column's codes
         mean = (self.columns(self.ranges[layer.x].mean, k) - offset) / scale
@@ -281,7 +286,7 @@ class Lowering:
         channels = self.graph.shapes[layer.out][1]
         source = self._stream(layer.x)
         x_scale = self.stream_scale[layer.x]
-        eps = min(max(1, round(channels * layer.eps / float(x_scale) ** 2)), MAX_EPS)
+        eps = max(1, round(channels * layer.eps / float(x_scale) ** 2))
         rows = None
         if layer.load_rows is not None:
             rows = self._keep(f"{layer.name}.load_rows", layer.load_rows.to(torch.int32))
@@ -369,7 +374,10 @@ class Lowering:
         score = torch.sqrt(q.scale * k.scale).reshape(heads, d)[:, 0]
         v_scale = torch.ones(heads)
         self.codes[layer.out] = Format(v.scale * part.repeat_interleave(d), v.offset)
-        bias = None if layer.bias is None else self._keep(f"{layer.name}.bias", quantize_bias(layer.bias))
+        bias = None
+        if layer.bias is not None:
+            check_bias_values(layer.bias, f"{layer.name}: the relative-position bias", BIAS_FRACTION_BITS)
+            bias = self._keep(f"{layer.name}.bias", quantize_bias(layer.bias))
         mask = self._keep(f"{layer.name}.mask", layer.mask) if isinstance(layer.mask, Tensor) else layer.mask
         self._add(
             Attention(
@@ -406,7 +414,7 @@ class _Product:
         codes = torch.round(bias / self.units)
         if float(codes.abs().max()) >= 1 << 31:
             raise InputError(
-                f"{self.name}: the bias leaves int32: {float(codes.abs().max()):.4g} in units of the products"
+                f"{self.name}: expected a bias below 2^31 in units of the products, got {float(codes.abs().max()):.4g}"
             )
         if factors is not None:
             multiplier, shift = fixed_point(factors, self.name)
@@ -511,11 +519,15 @@ def _needs(graph: Graph) -> dict[str, set[str]]:
     return needs
 
 
-def _weight_units(weight: Tensor, bias: Tensor) -> Tensor:
-    """The scale of each output's weights: its largest is 127, and its bias is at most 2^30 of it."""
-    amax = weight.abs().amax(1)
-    units = amax.clamp(min=(float(amax.max()) or 1.0) * LEAST_RATIO) / 127
-    return torch.maximum(units, bias.abs() / BIAS_LIMIT)
+def _weight_units(weight: Tensor, bias: Tensor, parts: int) -> Tensor:
+    """The scale of each output's weights: its largest is 127, and its bias is at most 2^30 of it.
+
+    Queries, keys and values are parts of one product, with scales of their own.
+    """
+    amax = weight.abs().amax(1).view(parts, -1)
+    largest = amax.amax(1, keepdim=True)
+    least = torch.where(largest > 0, largest, 1.0) * LEAST_RATIO
+    return torch.maximum(torch.maximum(amax, least).flatten() / 127, bias.abs() / BIAS_LIMIT)
 
 
 def fixed_point(factors: Tensor, name: str) -> tuple[Tensor, int]:

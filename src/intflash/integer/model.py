@@ -11,7 +11,18 @@ from torch import Tensor, nn
 
 from intflash.integer import executors
 from intflash.integer.calibration import bind, named
-from intflash.integer.program import Attention, Embedding, LayerNorm, Linear, Operation, Patches, Pool, Program
+from intflash.integer.portable import attention_backend
+from intflash.integer.program import (
+    Attention,
+    Buffer,
+    Embedding,
+    LayerNorm,
+    Linear,
+    Operation,
+    Patches,
+    Pool,
+    Program,
+)
 
 
 class Results(dict):
@@ -36,7 +47,7 @@ class IntegerModel(nn.Module):
     Args:
         program: a checked `Program`.
         provenance: what the program was made of, kept in its file.
-        backend: "cpu", "torch" or "reference"; None: the best that can run it.
+        backend: "cpu", "gpu", "torch" or "reference"; None: the best that can run it on the model's device.
 
     Raises:
         InputError: there is no such backend.
@@ -50,7 +61,8 @@ class IntegerModel(nn.Module):
         self.provenance = provenance or {}
         self.asked_backend = backend
         self.training = False
-        executors.choose(backend, program, torch.device("cpu"))
+        self._chosen: str | None = None
+        executors.choose(backend, program)
 
     @property
     def program(self) -> Program:
@@ -63,7 +75,9 @@ class IntegerModel(nn.Module):
     @property
     def backend(self) -> str:
         """The name of the backend that runs this model on its device."""
-        return executors.choose(self.asked_backend, self._program, self.device)
+        if self._chosen is None:
+            self._chosen = executors.choose(self.asked_backend, self._program, self.device)
+        return self._chosen
 
     @torch.compiler.disable  # it runs as it is, also inside of a compiled model
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | Results:
@@ -88,7 +102,7 @@ class IntegerModel(nn.Module):
             x = x.reshape(len(x), *output.shape)
             if first.kind == "index" and len(output.shape) == 2:
                 x = x[:, : batch[first.name].shape[1]]
-            results[output.name] = x.float() * self._program.tensors[output.scale]
+            results[output.name] = x * self._program.tensors[output.scale]  # of integers as float32, in one kernel
         return next(iter(results.values())) if self._program.result == "tensor" else results
 
     def _mixed(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -99,14 +113,14 @@ class IntegerModel(nn.Module):
         """The constants follow the model's device; their dtypes are the program's."""
         device = fn(torch.zeros(1)).device
         moved = {name: x.to(device) for name, x in self._program.tensors.items()}
-        self._program = replace(self._program, tensors=moved)
+        self._program, self._chosen = replace(self._program, tensors=moved), None
         return self
 
     def digest(self) -> str:
-        """Of the program and its constants, as its file has it."""
+        """Of the program, its constants and its provenance, as its file has it."""
         from intflash.integer.file import digest
 
-        return digest(self._program)
+        return digest(self)
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, which `intflash.integer.load` reads without the float model."""
@@ -115,11 +129,20 @@ class IntegerModel(nn.Module):
         save(self, path)
 
     def report(self) -> str:
-        """A line for each operation: its name, what it does, the formats it reads and writes, its backend."""
+        """A line for each operation: its name, what it does, the formats it reads and writes, its backend.
+
+        The last lines are the results, whose scales are the only floating-point operations after the input's rounding.
+        """
+        program, backend = self._program, self.backend
         rows = [("operation", "what", "formats", "backend")]
-        backend = self.backend
-        for operation in self._program.operations:
-            rows.append((operation.name, _what(operation), _formats(self._program, operation), backend))
+        for op in program.operations:
+            attends = isinstance(op, Attention) and backend == "torch"
+            shown = f"torch, by {attention_backend(program, op)}" if attends else backend
+            rows.append((op.name, _what(program, op), _formats(program, op), shown))
+        for output in program.outputs:
+            read = program.buffers[output.buffer]
+            what = "times a scale" if program.tensors[output.scale].numel() == 1 else "times a scale for each channel"
+            rows.append((output.name, what, f"{_shown(read)} -> float32 {_sizes(output.shape)}", "float"))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -130,10 +153,11 @@ class IntegerModel(nn.Module):
         return f"of {made_of}, {size / 1e6:.1f} MB, inputs {inputs}\n{self.report()}"
 
 
-def _what(op: Operation) -> str:
+def _what(program: Program, op: Operation) -> str:
     match op:
         case Patches():
-            return f"patches {op.patch[0]}x{op.patch[1]}"
+            rounded = next(i.kind for i in program.inputs if i.name == op.image) == "float"
+            return f"patches {op.patch[0]}x{op.patch[1]}" + (f", rounded to steps of {op.scale:.4g}" if rounded else "")
         case Embedding():
             return f"embedding of {len(op.tables)} tables"
         case Linear(epilogue="table"):
@@ -150,21 +174,25 @@ def _what(op: Operation) -> str:
 
 
 def _formats(program: Program, op: Operation) -> str:
-    def shown(name: str) -> str:
-        if name in program.buffers:
-            buffer = program.buffers[name]
-            kind = {8: "int8", 16: "int16", 24: "int24", 32: "int32"}[buffer.bits]
-            return f"{kind} {'x'.join(map(str, buffer.shape))}"
-        return f"{next(i.kind for i in program.inputs if i.name == name)}"
-
     match op:
         case Patches():
-            read = [op.image]
+            read = next(i.kind for i in program.inputs if i.name == op.image)
         case Embedding():
-            read = list(op.indices)
+            stream = program.buffers[op.out].bits
+            read = " + ".join([f"int{stream} table"] * len(op.tables) + [f"int{stream} rows"] * (op.rows is not None))
+        case Linear():
+            read = f"{_shown(program.buffers[op.x])} * int8 weights"
+            if op.residual is not None:
+                read += f" + int{program.buffers[op.out[0]].bits}"
         case _:
-            read = program.reads(op)[:1]
-    parts = [shown(name) for name in read]
-    if isinstance(op, Linear):
-        parts.append("int8 weights")
-    return f"{' * '.join(parts)} -> {shown(program.writes(op)[0])}"
+            read = _shown(program.buffers[program.reads(op)[0]])
+    count, out = len(program.writes(op)), _shown(program.buffers[program.writes(op)[0]])
+    return f"{read} -> {f'{count} of ' if count > 1 else ''}{out}"
+
+
+def _shown(buffer: Buffer) -> str:
+    return f"int{buffer.bits} {_sizes(buffer.shape)}"
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

@@ -24,7 +24,7 @@ from intflash.integer.program import (
     Pool,
     Program,
 )
-from intflash.numerics.rsqrt import LARGEST, TABLE, newton_step
+from intflash.numerics.rsqrt import LARGEST, TABLE
 
 PIECE = 1 << 22  # values of an operation that are worked on at once
 EXACT_K = 1024  # 1024 * 128 * 127 < 2^24: a float32 sum of that many products is exact
@@ -180,7 +180,7 @@ def _normalized(x: Tensor, eps: int) -> Tensor:
     top = torch.where(pairs < 16, e >> (32 - 2 * pairs).clamp(min=0), e << (2 * pairs - 32).clamp(min=0))
     root = _roots(x.device)[(top >> 24) - 64]
     for _ in range(2):
-        root = newton_step(root, top)
+        root = (root * ((3 << 28) - multiply_high(multiply_high(root, root), top))) >> 29
     fraction = pairs - 1
     deviation = (x << fraction).sub_(torch.div(rest << fraction, channels, rounding_mode="floor"))
     return multiply_high(deviation, root.clamp_(max=LARGEST))
@@ -199,6 +199,17 @@ def _attention(program: Program, op: Attention, values: dict[str, Tensor], input
     problem = attention_problem(program, op, q, k, v, inputs)
     out = select(problem, None).run(problem).out
     return {op.out: out.transpose(1, 2).reshape(len(values[op.q]), -1)}
+
+
+def attention_backend(program: Program, op: Attention) -> str:
+    """The name of this library's backend that computes an attention operation here."""
+    s, *shape = program.buffers[op.q].shape
+    device = next(iter(program.tensors.values())).device
+    codes = torch.zeros(s, *shape, dtype=torch.int8, device=device)
+    inputs = {
+        i.name: torch.ones(1, *i.shape, dtype=torch.bool, device=device) for i in program.inputs if i.kind == "mask"
+    }
+    return select(attention_problem(program, op, codes, codes, codes, inputs), None).name
 
 
 def _pool(program: Program, op: Pool, values: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> dict:

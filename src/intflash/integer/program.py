@@ -7,9 +7,11 @@ checked program and check nothing again.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ STREAM_BITS = (16, 24)
 DTYPES = {8: torch.int8, 16: torch.int16, 24: torch.int32, 32: torch.int32}
 MAX_CHANNELS = 1 << 14  # of a LayerNorm
 MAX_EPS = 1 << 60
+MAX_NORM_MULTIPLIER = 1 << 31
 MAX_NORM_BIAS = 1 << 30
 MAX_NORM_SHIFT = 24
 MAX_SHIFT = 62
@@ -237,10 +240,13 @@ class Program:
             InputError: names the operation, what is expected and what it has.
         """
         for name, buffer in self.buffers.items():
+            _check_types(buffer, name)
             _expect(buffer.bits in DTYPES, name, f"bits among {tuple(DTYPES)}", buffer.bits)
-            _expect(
-                bool(buffer.shape) and all(_is_int(n) and n >= 1 for n in buffer.shape), name, "a shape", buffer.shape
-            )
+            _expect(bool(buffer.shape) and min(buffer.shape) >= 1, name, "a shape", buffer.shape)
+        for name, x in self.tensors.items():
+            _expect(x.numel() > 0, name, "a tensor of values", f"the shape {tuple(x.shape)}")
+        for part in (*self.inputs, *self.operations, *self.outputs):
+            _check_types(part, str(part.name))
         names = [operation.name for operation in self.operations]
         _expect(len(set(names)) == len(names), "program", "operations of different names", names)
         _expect(self.result in ("tensor", "dict"), "program", "the result 'tensor' or 'dict'", self.result)
@@ -287,8 +293,26 @@ class Program:
         return found[0]
 
 
-def _is_int(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+def _check_types(part: Buffer | Input | Operation | Output, of: str) -> None:
+    for name, kind in _field_types(type(part)).items():
+        value = getattr(part, name)
+        _expect(_is_of(value, kind), of, f"{name} of the type {kind}", repr(value))
+
+
+@functools.cache
+def _field_types(part: type) -> dict[str, Any]:
+    return get_type_hints(part)
+
+
+def _is_of(x: object, kind: Any) -> bool:
+    """Whether x is of a field's type: a plain one, exactly, tuples of such, or one of several."""
+    kinds = get_args(kind)
+    if get_origin(kind) is not tuple:
+        return any(_is_of(x, one) for one in kinds) if kinds else type(x) is kind
+    if not isinstance(x, tuple):
+        return False
+    kinds = kinds[:1] * len(x) if kinds[-1] is Ellipsis else kinds
+    return len(kinds) == len(x) and all(map(_is_of, x, kinds))
 
 
 def _expect(holds: bool, of: str, expected: str, found: object) -> None:
@@ -299,7 +323,7 @@ def _expect(holds: bool, of: str, expected: str, found: object) -> None:
 def _check_input(given: Input) -> None:
     axes = {"float": 3, "uint8": 3, "index": 1, "mask": 1}
     _expect(given.kind in axes, given.name, f"a kind of input among {tuple(axes)}", given.kind)
-    fits = len(given.shape) == axes[given.kind] and all(_is_int(n) and n >= 1 for n in given.shape)
+    fits = len(given.shape) == axes[given.kind] and min(given.shape) >= 1
     _expect(fits, given.name, f"{axes[given.kind]} axes", given.shape)
     _expect(given.kind != "index" or given.bound >= 1, given.name, "an index with a bound", given.bound)
 
@@ -315,7 +339,7 @@ def _check_patches(program: Program, op: Patches) -> None:
     rows, columns = (height // ph) * (width // pw), channels * ph * pw
     _expect_codes(program, op.out, op.name, (rows, columns))
     _expect(_is_scale(op.scale), op.name, "a scale that is finite and > 0", op.scale)
-    _expect(_is_int(op.zero_point) and -128 <= op.zero_point <= 127, op.name, "an int8 zero point", op.zero_point)
+    _expect(-128 <= op.zero_point <= 127, op.name, "an int8 zero point", op.zero_point)
 
 
 def _check_embedding(program: Program, op: Embedding) -> None:
@@ -338,6 +362,14 @@ def _check_linear(program: Program, op: Linear) -> None:
     _expect(op.epilogue in EPILOGUES, op.name, f"an epilogue among {EPILOGUES}", op.epilogue)
     x = program.buffer(op.x, op.name)
     _expect(x.bits == 8, op.name, f"codes of 8 bits in {op.x!r}", x.bits)
+    _expect(bool(op.out), op.name, "outputs", op.out)
+    _expect(op.bits in TABLE_BITS, op.name, f"a table of {TABLE_BITS} bits", op.bits)
+    for option, epilogue in (("table", "table"), ("residual", "residual")):
+        given = getattr(op, option) is not None
+        _expect(given == (op.epilogue == epilogue), op.name, f"a {option} with its epilogue only", op.epilogue)
+    _expect(
+        op.store_rows is None or op.residual is not None, op.name, "a map of rows with a residual only", op.epilogue
+    )
     weight = program.tensor(op.weight, op.name, torch.int8)
     _expect(weight.ndim == 2, op.name, "weights [N, K]", tuple(weight.shape))
     n, k = weight.shape
@@ -359,9 +391,9 @@ def _check_linear(program: Program, op: Linear) -> None:
         return
     multiplier = program.tensor(op.multiplier, op.name, torch.int32, (n,))
     _expect(int(multiplier.min()) >= 0, op.name, "multipliers of at least 0", int(multiplier.min()))
-    _expect(_is_int(op.shift) and 1 <= op.shift <= MAX_SHIFT, op.name, f"a shift in [1, {MAX_SHIFT}]", op.shift)
+    _expect(1 <= op.shift <= MAX_SHIFT, op.name, f"a shift in [1, {MAX_SHIFT}]", op.shift)
     outs = [program.buffer(name, op.name) for name in op.out]
-    _expect(bool(outs) and all(out.bits != 32 for out in outs), op.name, "outputs of at most 24 bits", op.out)
+    _expect(all(out.bits != 32 for out in outs), op.name, "outputs of at most 24 bits", op.out)
     if len(outs[0].shape) == 4:
         _check_heads(op, outs, rows, n)
         return
@@ -370,10 +402,8 @@ def _check_linear(program: Program, op: Linear) -> None:
     if op.epilogue == "residual":
         _check_residual(program, op, out, rows, n)
         return
-    _expect(op.residual is None and op.store_rows is None, op.name, "a residual with its epilogue only", op.epilogue)
     _expect(math.prod(out.shape) == rows * n, op.name, f"{rows} x {n} values in {op.out[0]!r}", out.shape)
     if op.epilogue == "table":
-        _expect(op.bits in TABLE_BITS, op.name, f"a table of {TABLE_BITS} bits", op.bits)
         _expect_within(program.tensor(op.table, op.name, out.dtype, (1 << op.bits,)), out, op.name, op.table)
 
 
@@ -417,9 +447,10 @@ def _check_layer_norm(program: Program, op: LayerNorm) -> None:
         rows, channels = at.shape[0], at.shape[1] * channels
     _expect(2 <= channels <= MAX_CHANNELS, op.name, f"from 2 to {MAX_CHANNELS} channels", channels)
     _expect(out.shape == (rows, channels), op.name, f"an output of {rows} x {channels}", out.shape)
-    _expect(_is_int(op.eps) and 1 <= op.eps <= MAX_EPS, op.name, "eps in [1, 2^60]", op.eps)
-    _expect(_is_int(op.shift) and 1 <= op.shift <= MAX_NORM_SHIFT, op.name, f"a shift up to {MAX_NORM_SHIFT}", op.shift)
-    program.tensor(op.multiplier, op.name, torch.int32, (channels,))
+    _expect(1 <= op.eps <= MAX_EPS, op.name, "eps in [1, 2^60]", op.eps)
+    _expect(1 <= op.shift <= MAX_NORM_SHIFT, op.name, f"a shift up to {MAX_NORM_SHIFT}", op.shift)
+    multiplier = program.tensor(op.multiplier, op.name, torch.int32, (channels,)).to(torch.int64).abs()
+    _expect(int(multiplier.max()) < MAX_NORM_MULTIPLIER, op.name, "|m| < 2^31", int(multiplier.max()))
     bias = program.tensor(op.bias, op.name, torch.int32, (channels,)).to(torch.int64).abs()
     _expect(int(bias.max()) < MAX_NORM_BIAS, op.name, "|b| < 2^30", int(bias.max()))
 
@@ -455,8 +486,8 @@ def _check_pool(program: Program, op: Pool) -> None:
     summed = op.stop - op.first
     _expect(summed << (x.bits - 1) < 1 << 31, op.name, "rows * 2^(bits - 1) < 2^31", f"{summed} rows of {x.bits} bits")
     _expect(out.shape == (1, channels) and out.bits != 32, op.name, f"an output of 1 x {channels}", out)
-    _expect(_is_int(op.multiplier) and 0 <= op.multiplier < 1 << 31, op.name, "a multiplier < 2^31", op.multiplier)
-    _expect(_is_int(op.shift) and 1 <= op.shift <= MAX_SHIFT, op.name, f"a shift in [1, {MAX_SHIFT}]", op.shift)
+    _expect(0 <= op.multiplier < 1 << 31, op.name, "a multiplier < 2^31", op.multiplier)
+    _expect(1 <= op.shift <= MAX_SHIFT, op.name, f"a shift in [1, {MAX_SHIFT}]", op.shift)
 
 
 _CHECKS = {
@@ -499,5 +530,5 @@ def _expect_within(x: Tensor, buffer: Buffer, of: str, name: str | None) -> None
     )
 
 
-def _is_scale(x: object) -> bool:
-    return isinstance(x, float) and LEAST_SCALE <= x <= torch.finfo(torch.float32).max
+def _is_scale(x: float) -> bool:
+    return LEAST_SCALE <= x <= torch.finfo(torch.float32).max

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -18,13 +19,19 @@ class Converter:
     """How the models of one library become graphs. A `convert_*.py` file exports one as CONVERTER.
 
     Attributes:
-        models: names of the model classes that it knows, for messages.
-        translate: model -> its graph, or None for a model of the library that it does not know. It refuses what has no
-            integer form by `refuse`, and looks at each module's exact type.
+        models: the model classes that it knows -> how a model becomes a graph. A translation refuses what has no
+            integer form by `refuse`, and looks at each module's exact type where it stands.
+        parts: the exact types of the modules that these models may hold, beside activation functions.
     """
 
-    models: tuple[str, ...]
-    translate: Callable[[nn.Module], Graph | None]
+    models: Mapping[type[nn.Module], Callable[[Any], Graph]]
+    parts: tuple[type[nn.Module], ...]
+
+    def check_parts(self, model: nn.Module) -> None:
+        """Refuse a model that holds a module of another type, one of a subclass too: it may compute anything."""
+        for name, module in model.named_modules():
+            if name and type(module) not in self.parts and not _is_activation(module):
+                refuse(name, module, f"its type is none of those that an integer {type(model).__name__} can hold")
 
 
 LIBRARIES = ("digits", "timm", "torchvision", "transformers")
@@ -46,11 +53,15 @@ def translate(model: nn.Module, size: tuple[int, ...] | None = None) -> Graph:
     for library in LIBRARIES:
         if any(_library(cls) == library for cls in type(model).__mro__):
             converter = _converter(library)
-            graph = converter and converter.translate(model)
-            if graph is not None:
-                other = size is not None and size != graph.inputs[0].shape and graph.resized is not None
-                return graph.resized(size) if other else graph
-    known = "; ".join(f"{name}: {', '.join(c.models)}" for name in LIBRARIES if (c := _converter(name)))
+            if converter is None or type(model) not in converter.models:
+                continue
+            converter.check_parts(model)
+            graph = converter.models[type(model)](model)
+            other = size is not None and size != graph.inputs[0].shape and graph.resized is not None
+            return graph.resized(size) if other else graph
+    known = "; ".join(
+        f"{name}: {', '.join(cls.__name__ for cls in c.models)}" for name in LIBRARIES if (c := _converter(name))
+    )
     raise InputError(f"{type(model).__name__} has no converter to an integer model; there are ({known})")
 
 
@@ -87,10 +98,24 @@ def activation(module: nn.Module, name: str) -> Activation:
     Raises:
         InputError: it may not be one.
     """
-    known = type(module) in _ACTIVATIONS or type(module).__name__ in _NAMED_ACTIVATIONS
-    if not known or next(module.parameters(), None) is not None:
+    if not _is_activation(module):
         refuse(name, module, "it is no elementwise activation function that is known")
+    if getattr(module, "inplace", False):
+        return lambda x: module(x.clone())
     return module
+
+
+def _is_activation(module: nn.Module) -> bool:
+    known = type(module) in _ACTIVATIONS or type(module).__name__ in _NAMED_ACTIVATIONS
+    return known and next(module.parameters(), None) is None
+
+
+def expect_patches(projection: nn.Module, name: str) -> None:
+    """Refuse what is no convolution over patches side by side: one product of patch rows."""
+    expect(projection, name, nn.Conv2d)
+    plain = projection.padding in ((0, 0), "valid") and projection.dilation == (1, 1) and projection.groups == 1
+    if not plain or projection.stride != projection.kernel_size:
+        refuse(name, projection, "its patches overlap, or are padded, dilated or grouped")
 
 
 def expect(module: object, name: str, *types: type) -> None:

@@ -98,5 +98,6 @@ def merged(
     """
     if size[0] % 2 or size[1] % 2:
         refuse(name, reduction, f"{size[0]} x {size[1]} tokens are no patches of 2 x 2, and padding is not served")
+    expect(reduction, f"{name}.{names[1]}", nn.Linear)
     y = graph.layer_norm(f"{name}.{names[0]}", x, norm, merge_rows(size, order))
     return graph.linear(f"{name}.{names[1]}", y, reduction.weight, reduction.bias)

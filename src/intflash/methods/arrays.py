@@ -11,7 +11,7 @@ from torch import Tensor
 from intflash.errors import InputError
 from intflash.problem import Problem
 from intflash.quant import QTensor
-from intflash.quant.quantizers import TINY_AMAX
+from intflash.quant.quantizers import TINY_AMAX, divided
 
 
 class WidthError(AssertionError):
@@ -110,7 +110,7 @@ def scale_of_maximum(x: Tensor, dims: tuple[int, ...], top: float) -> Tensor:
     if x.numel() == 0:
         return torch.ones([1 if d in dims else n for d, n in enumerate(x.shape)], device=x.device)
     amax = x.float().abs().amax(dim=dims, keepdim=True)
-    return torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / top)
+    return torch.where(amax < TINY_AMAX, torch.ones_like(amax), divided(amax, top))
 
 
 def output_scale(problem: Problem) -> Tensor:
@@ -125,4 +125,4 @@ def output_scale(problem: Problem) -> Tensor:
     s_v = value_scale(problem)
     if problem.v.granularity in ("token", "block"):
         s_v = s_v.amax(dim=2, keepdim=True)
-    return s_v * ((1 << (problem.v.bits - 1)) - 1) / qmax
+    return divided(s_v * ((1 << (problem.v.bits - 1)) - 1), qmax)

@@ -10,6 +10,7 @@ from intflash.methods import arrays
 from intflash.numerics.exp import output_multiplier
 from intflash.numerics.fixed_point import floor_div, rounding_rshift, saturate
 from intflash.problem import Problem, Result
+from intflash.quant.quantizers import divided
 
 BIAS_LIMIT = 1 << 30  # bias values are clamped to this, so that bias + score fits int32
 MIN_UNIT = 2.0**-30  # of the exponentials of ivit, ibert and fqvit: with a smaller unit they exceed int64
@@ -45,7 +46,7 @@ def int8_scores(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     S = torch.where(present, S, 0)
     amax = S.abs().amax().clamp(min=1) if S.numel() else S.new_ones(())
     codes = floor_div(2 * 127 * S + amax, 2 * amax)  # 127 S / amax, half up
-    return codes, score_unit(problem) * amax / 127, present
+    return codes, divided(score_unit(problem) * amax, 127), present
 
 
 def served_unit(problem: Problem, unit: Tensor) -> Tensor:

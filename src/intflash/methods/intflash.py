@@ -33,6 +33,7 @@ from intflash.numerics.exp import (
 )
 from intflash.numerics.fixed_point import clz32, floor_div, rounding_rshift, saturate
 from intflash.problem import Problem, Result
+from intflash.quant.quantizers import divided
 
 GRANULE = 128  # keys per granule of `intflash_online`: semantics, not tuning
 NEVER = -(1 << 62)  # below every score exponent: the maximum of a row without keys
@@ -93,7 +94,7 @@ def finish(problem: Problem, acc: Tensor, l: Tensor, t_max: Tensor, p_max: int, 
         bits = torch.iinfo(problem.out_dtype).bits
         out_scale = problem.out_scale
         if out_scale is None:
-            out_scale = s_v * 127 / ((1 << (bits - 1)) - 1)
+            out_scale = divided(s_v * 127, (1 << (bits - 1)) - 1)
         gap = torch.zeros_like(l) if gap is None else gap
         multiplier, exponent = output_multiplier(s_v, out_scale, gap)
         lz = clz32(divisor)
@@ -190,5 +191,5 @@ def _method(name: str, summary: str, reference) -> Method:
 METHODS = (
     _method("intflash", "integer-only, exact maximum, 16-bit P", _reference_exact),
     _method("intflash_p8", "integer-only, exact maximum, 8-bit P", _reference_exact),
-    _method("intflash_online", "integer-only, one pass in granules of 128 keys, 8-bit P", _reference_online),
+    _method("intflash_online", "integer-only, one pass in groups of 128 keys, 8-bit P", _reference_online),
 )

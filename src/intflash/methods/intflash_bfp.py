@@ -111,7 +111,7 @@ def _check_bounds(problem: Problem) -> None:
 METHODS = (
     Method(
         name="intflash_bfp",
-        summary="integer-only, 16-bit P with an exponent per block of 128 keys: no distribution of scores breaks it",
+        summary="integer-only, 16-bit P with an exponent per block of 128 keys, accurate for all scores",
         source="IntFlash, docs/numerics.md",
         reference=_reference,
         integer_only=True,

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from intflash.errors import BackendError, InputError
 from intflash.integer import IntegerModel
 from intflash.methods import get_method
 from intflash.models.base import FloatCore
+from intflash.models.data import Logits
 from intflash.models.papers import PAPER_BITS_PER_MAC, PaperRow, paper_row
 from intflash.models.patch import attach, patch, unpatch
 from intflash.quant.calibrate import Scales
@@ -219,9 +220,18 @@ def _digest(variant: Variant) -> str | None:
 def _variant_logits(model: nn.Module, variant: Variant, images: Tensor, backend: str | None) -> tuple[Tensor, float]:
     """The logits of the patched model or of the integer model, and their seconds."""
     if variant.integer is not None:
-        return _timed(variant.integer.to(images.device), images)
+        if variant.integer.program.inputs[0].kind == "uint8":
+            images = _pixels(images, variant.integer.provenance.get("options", {}))
+        made = variant.integer.to(images.device)
+        return _timed(Logits(made) if made.program.result == "dict" else made, images)
     with patch(model, variant.method, variant.scales, backend=backend):
         return _timed(model, images)
+
+
+def _pixels(images: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """The uint8 pixels that were normalized to `images` by the mean and std that the integer model was made with."""
+    mean, std = (torch.tensor(options[x], device=images.device).view(-1, 1, 1) for x in ("mean", "std"))
+    return ((images.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 def _timed(model: nn.Module, images: Tensor) -> tuple[Tensor, float]:

@@ -115,11 +115,11 @@ def scalar_exponent_constants(q_scale: float, k_scale: float, sm_scale: float) -
 
 
 def quantize_bias(bias: Tensor) -> Tensor:
-    """An additive mask in the score exponent's units, made once for many calls.
+    """Turn an additive mask or bias into the integers that the kernels add to the scores, once for many calls.
 
     Args:
         bias: floating point, of any shape that `attention` broadcasts; not changed. -inf or <= finfo(dtype).min / 2
-            makes its key absent. Values are not looked at: those past 2048 octaves (1419.57) saturate, which
+            makes its key absent. Values are not checked: those past 2048 octaves (1419.57) saturate, which
             `attention` refuses where it reads values, and NaN makes its key absent.
 
     Returns:
@@ -173,8 +173,8 @@ def output_multiplier(v_scale: Tensor, out_scale: Tensor, gap: Tensor | int = 0)
     """
     f, e = torch.frexp(v_scale.double() / out_scale.double())
     low, high = OUTPUT_EXPONENTS
-    most = torch.as_tensor(gap + high, device=e.device)
-    return torch.round(f * (1 << 24)).to(torch.int64), e.to(torch.int64).clamp_min(low).minimum(most)
+    exponent = e.to(torch.int64).clamp(min=low).clamp(max=gap + high)
+    return torch.round(f * (1 << 24)).to(torch.int64), exponent
 
 
 def log_sum_exp(t_max: Tensor, l: Tensor, p_max: int) -> Tensor:

@@ -47,7 +47,7 @@ class Recipe:
         smooth_k: subtract K's mean over tokens first (softmax does not change by it).
         rotate: rotate Q and K by a Hadamard matrix first (their product does not change by it);
             uses the largest power of two that divides head_dim.
-        rule: "exact" or "divide", see the module's text.
+        rule: how a float is divided by the scale, "exact" (ours) or "divide" (the papers'): docs/numerics.md section 1.
 
     Raises:
         InputError: an option is unknown, a scale that is a number is not finite and > 0, or one that is a tensor is
@@ -133,7 +133,7 @@ def quantize(
     block_size: int = 128,
     rule: str = "exact",
 ) -> QTensor:
-    """Quantize a float tensor ``[B, H, N, D]`` to symmetric integer codes, without a host sync.
+    """Quantize a float tensor ``[B, H, N, D]`` to symmetric integer codes, without waiting for the device.
 
     Args:
         x: float32, float16 or bfloat16; not changed.
@@ -175,9 +175,13 @@ def scale_of_maximum(amax: Tensor, bits: int) -> Tensor:
     """The dynamic scale of float32 absolute maxima."""
     # docs/numerics.md, "Unchecked calls": without a finite maximum there is no scale, as without values
     amax = amax.nan_to_num(nan=0.0, posinf=0.0)
-    # divided by a tensor: CUDA multiplies by a Python number's reciprocal, which is another rounding
-    quotient = amax / torch.full_like(amax, (1 << (bits - 1)) - 1)
-    return torch.where(amax < TINY_AMAX, torch.ones_like(amax), quotient)  # 1: every code is 0
+    scale = divided(amax, (1 << (bits - 1)) - 1)
+    return torch.where(amax < TINY_AMAX, torch.ones_like(amax), scale)  # 1: every code is 0
+
+
+def divided(x: Tensor, by: float) -> Tensor:
+    """x / by of floats, rounded once on every device: CUDA multiplies by the reciprocal of a Python number."""
+    return x / torch.full_like(x, by)
 
 
 def codes_of(x: Tensor, scale: Tensor, bits: int, rule: str) -> Tensor:
@@ -195,9 +199,10 @@ def codes_of(x: Tensor, scale: Tensor, bits: int, rule: str) -> Tensor:
 
 def absolute_maximum(x: Tensor, granularity: str, block_size: int) -> Tensor:
     """max|x| of each group that shares a scale, in the shape of that scale."""
+    if granularity == "tensor":  # in one pass over memory
+        least, most = torch.aminmax(x)
+        return torch.maximum(least.abs(), most.abs()).reshape(1, 1, 1, 1)
     magnitude = x.abs()
-    if granularity == "tensor":
-        return magnitude.amax().reshape(1, 1, 1, 1)
     if granularity == "head":
         return magnitude.amax(dim=(2, 3), keepdim=True)
     if granularity == "token":

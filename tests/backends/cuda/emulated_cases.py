@@ -14,6 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path += map(str, (HERE.parents[1] / "machines" / "ptx", HERE.parent / "triton", HERE.parents[1], HERE.parents[2]))
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 if __name__ == "__main__":
@@ -28,7 +29,10 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
     wrong = {}
-    for name, p in importlib.import_module(f"test_{kernel}").cases(method):
+    module = importlib.import_module(f"test_{kernel}")
+    if hasattr(module, "only"):
+        module.only(pytest.MonkeyPatch())
+    for name, p in module.cases(method):
         if not names or name in names:
             try:
                 wrong[name] = checks.complaint(p, backend.run(p))

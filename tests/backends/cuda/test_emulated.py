@@ -22,6 +22,9 @@ CASES = {  # a case takes half a minute on one core, mostly to compile
     ("short_rows", "intflash_p8"): ("66 197 64", "contiguous keys, many heads", "below zero 40"),
     ("long_rows", "intflash"): ("torch.float16 64 causal",),
     ("long_rows", "intflash_p8"): ("heads 64",),
+    ("sm80", "intflash"): ("70 90 40", "packed 0 bottom_right", "50 77 bias, keep, causal", "few, bias, keep, causal"),
+    ("sm80", "intflash_p8"): ("every second channel torch.float16", "contiguous keys", "few, keep"),
+    ("sm80", "intflash_online"): ("late keys",),
     ("long_rows", "intflash_bfp"): ("sinks of 40.0 octaves, 129 zeros",),
     ("long_rows", "intflash_online"): ("rest 5 450 64", "amax 1e-06 64", "span 245 64", "rising 0.0024 64"),
 }

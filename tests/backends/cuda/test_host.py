@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from intflash.backends.cuda import backend, program, short_rows
+from intflash.backends.cuda import backend, program, short_rows, sm80
 from intflash.backends.cuda.parameters import _reciprocal
 from intflash.backends.cuda.tensor_maps import key_map
 from intflash.problem import Problem
@@ -65,17 +65,56 @@ def test_tokens_beyond_2_gib_are_unsupported():
     assert "2 GiB" in short_rows.unsupported(replace(problem(), q=far, k=far, v=far))
 
 
-def test_programs_with_different_macros_are_cached_separately(tmp_path, monkeypatch):
+def test_programs_of_other_macros_or_architectures_are_cached_separately(tmp_path, monkeypatch):
     pytest.importorskip("cuda.bindings.nvrtc")
     monkeypatch.setattr(program, "cache_folder", lambda name: tmp_path / name)
     compiled = []
 
-    def compile_program(p):
-        compiled.append(p)
-        return SimpleNamespace(cubin=repr(p.macros).encode())
+    def compile_program(*what):
+        compiled.append(what)
+        return SimpleNamespace(cubin=repr(what).encode())
 
     monkeypatch.setattr(program, "compile_program", compile_program)
     programs = [program.CudaProgram.of("sm90/short_rows.cu", (), BITS=bits) for bits in (8, 16)]
+    wanted = [(p, architecture) for p in programs for architecture in ("sm_80", "sm_90a")]
     for _ in range(2):
-        assert [program.machine_code.__wrapped__(p) for p in programs] == [repr(p.macros).encode() for p in programs]
-    assert compiled == programs
+        assert [program.machine_code.__wrapped__(*what) for what in wanted] == [repr(what).encode() for what in wanted]
+    assert compiled == wanted
+
+
+def test_architectures_are_those_of_nvrtc():
+    """sm_90a, not sm_90, because wgmma and TMA are for that architecture."""
+    names = [program.architecture_of(x) for x in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))]
+    assert names == ["sm_80", "sm_89", "sm_90a", "sm_100", "sm_120"]
+
+
+def _on(monkeypatch, capability: tuple[int, int]) -> None:
+    for module in (backend, program):
+        monkeypatch.setattr(module, "on_hopper", lambda device: capability == (9, 0))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_which_kernel_serves(capability, monkeypatch):
+    """On Hopper wgmma's kernels serve aligned rows without masks, everywhere sm80's the rest but for windows."""
+    _on(monkeypatch, capability)
+    x = torch.zeros(2, 2, 100, 64, dtype=torch.float16)
+    keep = torch.ones(1, 1, 1, 100, dtype=torch.bool)
+    short, small, odd = problem(), problem(), problem()
+    small.q = small.k = small.v = x[:, :, :49]
+    odd.q = odd.k = odd.v = x[..., :60]
+    ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 100], dtype=torch.int32))
+    particular = [backend.particular_unsupported(p) is None for p in (short, small, odd)]
+    assert particular == [capability == (9, 0), True, False]
+    for more in (dict(keep=keep), ends):
+        assert backend.particular_unsupported(problem(**more))
+
+
+def test_only_what_16_byte_accesses_cannot_read_is_copied():
+    fine = problem()
+    assert sm80.aligned(fine) is fine
+    shifted = problem(shift=4)
+    copies = sm80.aligned(shifted)
+    assert copies.q.shape == shifted.q.shape and copies.q.data_ptr() % 16 == 0 and torch.equal(copies.q, shifted.q)
+    short = replace(fine, q=fine.q[..., :20], k=fine.k[..., :20])
+    copies = sm80.aligned(short)
+    assert copies.q.shape[3] == 20 and copies.q.stride(2) == 32 and copies.v is fine.v

@@ -140,7 +140,7 @@ def test_bits_of_every_range_split(method, monkeypatch):
     torch.manual_seed(0)
     for processors, split in itertools.product((1, 5, 132), ((1, 1, 0), (1, 2, 3), (2, 1, 4), (0, 2, 0))):
         split = long_rows.RangeSplit(*split)._replace(first=min(split[2], processors - 1))
-        monkeypatch.setattr(long_rows, "_multiprocessors", lambda _, processors=processors: processors)
+        monkeypatch.setattr(long_rows, "multiprocessors", lambda _, processors=processors: processors)
         monkeypatch.setattr(long_rows, "_choose_range_split", lambda *_, split=split: split)
         for batch, nq, d in ((1, 700, 128), (5, 650, 64), (3, 800, 112)):
             p = ic.codes(method, batch=batch, heads=2, nq=nq, nk=300, d=d, return_lse=True)
@@ -155,7 +155,7 @@ def test_bits_of_resident_heads(method, monkeypatch):
     monkeypatch.setattr(long_rows, "_resident_is_faster", lambda _: True)
     torch.manual_seed(0)
     for processors in (1, 5, 132):
-        monkeypatch.setattr(long_rows, "_multiprocessors", lambda _, processors=processors: processors)
+        monkeypatch.setattr(long_rows, "multiprocessors", lambda _, processors=processors: processors)
         for batch, nq, nk, d in ((1, 700, 577, 128), (5, 650, 300, 64), (7, 50, 1664, 64), (3, 200, 130, 112)):
             p = ic.codes(method, batch=batch, heads=4, key_heads=2, nq=nq, nk=nk, d=d, return_lse=True)
             assert checks.differences([(f"{processors} {batch} {nq} {nk}", p)], long_rows) == {}
@@ -170,7 +170,7 @@ def test_bits_of_resident_floats(method, monkeypatch):
     torch.manual_seed(0)
     static = Recipe(q_scale=0.02, k_scale=2**-18, v_scale=2**-9)
     for processors, recipe, dtype in itertools.product((1, 5, 132), (static, Recipe()), FLOAT_KV[:2]):
-        monkeypatch.setattr(long_rows, "_multiprocessors", lambda _, processors=processors: processors)
+        monkeypatch.setattr(long_rows, "multiprocessors", lambda _, processors=processors: processors)
         most = (384, 1152) if method == "intflash_online" else (512, 1408)  # the table of P takes space
         shapes = [(2, 260, d) for d in range(32, 129, 16)] + [(3, most[0] - 4, 112), (2, most[1], 64), (40, 257, 64)]
         for batch, n, d in shapes:

@@ -22,7 +22,8 @@ from intflash.quant import Recipe
 
 METHODS = tuple(long_rows_float.METHODS)
 KERNEL = SimpleNamespace(
-    limits=long_rows_float.kernel_unsupported, run=partial(float_softmax.run, launch=long_rows_float.float_launch)
+    unsupported=long_rows_float.kernel_unsupported,
+    run=partial(float_softmax.run, launch=long_rows_float.float_launch),
 )
 KINDS = (("head", 128), ("block", 128), ("token", 128))  # of K's scales: KEY_SCALES 0, 1, 2
 

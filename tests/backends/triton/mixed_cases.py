@@ -138,9 +138,9 @@ def golden_db(
 
 def raised_report() -> dict[str, str | None]:
     """Reports `int_flash_half` with the integer maximum, which the benchmark times."""
-    from intflash.backends.triton import mixed_precision, mixed_precision_steps
+    from intflash.backends.triton import mixed_precision
 
-    mixed_precision.STEPS["int_flash_half"] = mixed_precision_steps.HALF_BIASED
+    mixed_precision.CONVERSION["int_flash_half"] = "biased"
     return report(["int_flash_half"])
 
 

@@ -49,20 +49,19 @@ def test_int_flash_agrees_with_the_authors_kernels():
     assert min(db for case, db in found.items() if case.endswith("full")) > 48
 
 
-def _mixed_launch(method, head_dim, flow=None):
+def _mixed_launch(method, head_dim, conversion=None):
     import torch
 
     from intflash.backends.gpu.float_softmax import operands
     from intflash.backends.gpu.tensors import Statistics
-    from intflash.backends.triton import mixed_precision, mixed_precision_steps
+    from intflash.backends.triton import mixed_precision
     from intflash.methods import get_method
     from intflash.problem import Problem
 
     x = torch.zeros(1, 1, 2048, head_dim)
     problem = Problem(method, x, x, x, head_dim**-0.5, recipe=get_method(method).recipe, out_dtype=torch.float16)
     problem, out = problem.quantized(), x.half()
-    steps = None if flow is None else mixed_precision_steps.LITE[flow]
-    return mixed_precision.mixed_launch(problem, operands(problem), out, Statistics(None, None), steps=steps)
+    return mixed_precision.mixed_launch(problem, operands(problem), out, Statistics(None, None), conversion=conversion)
 
 
 def _check(machine):
@@ -116,8 +115,8 @@ def test_conversions_of_lite_use_their_instructions():
     from benchmarks.conversion import tile_loop
     from benchmarks.sass import compile_launch
 
-    def counts(flow):
-        launch = _mixed_launch("lite", 64, flow)
+    def counts(conversion):
+        launch = _mixed_launch("lite", 64, conversion)
         names = [i.opcode for i in tile_loop(compile_launch(launch, 90))]
         scores = launch.arguments["BM"] * launch.arguments["BN"] / (32 * launch.warps)  # per thread
         conversions = sum(n in ("I2F", "I2FP") for n in names) / scores

@@ -1,4 +1,4 @@
-"""On a GPU: from its third call on a signature runs by its plan, and gives what the first call would."""
+"""On a GPU, the general way: from its third call on a signature runs by its plan, as the first call would."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 import intflash  # noqa: E402
 from intflash import plans  # noqa: E402
+from intflash.backends import cpu  # noqa: E402
 from intflash.errors import BackendError  # noqa: E402
 from intflash.quant import QTensor, Recipe, quantize  # noqa: E402
 from intflash.tape import Plan, leaves  # noqa: E402
@@ -86,6 +87,7 @@ CALLS = {  # (shape, seed) -> tensors and options
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(cpu, "attend", lambda *arguments: None)  # the native path declines
 
 
 def unplanned(monkeypatch, *tensors, **options):

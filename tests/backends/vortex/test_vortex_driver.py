@@ -419,7 +419,7 @@ def test_unsupported_problems_are_named():
         return backend.BACKEND.unsupported(prepare(*inputs, **options)[0])
 
     assert reason() is None
-    assert "it has the methods intflash, intflash_p8, fp32" in reason(method="qflash")
+    assert "it has those of intflash, intflash_p8, fp32" in reason(method="qflash")
     assert "no causal mask" in reason(is_causal=True)
     assert "no bool mask" in reason(attn_mask=torch.ones(8, 8, dtype=torch.bool))
     assert "no integer bias" in reason(attn_mask=torch.zeros(8, 8))

@@ -40,11 +40,16 @@ static T shift_left(T x, u32 by) { return by >= 8 * sizeof(T) ? 0 : T(x << by); 
 template <class T>
 static T shift_right(T x, u32 by) { return x >> (by >= 8 * sizeof(T) ? 8 * sizeof(T) - 1 : by) >> (by >= 8 * sizeof(T) && T(-1) > 0); }
 static u32 clz(u32 x) { return x ? u32(__builtin_clz(x)) : 32; }
+static u32 clz(u64 x) { return x ? u32(__builtin_clzll(x)) : 64; }
 template <class T>
 static u32 pack_sat(s32 a, s32 b, u32 c) {
   using Limits = std::numeric_limits<T>;
   const auto clamp = [](s32 x) { return u32(std::min(std::max(x, s32(Limits::min())), s32(Limits::max()))) & 255; };
   return c << 16 | clamp(a) << 8 | clamp(b);
+}
+static u32 pack_sat_halves(s32 a, s32 b) {
+  const auto clamp = [](s32 x) { return u32(u16(std::min(std::max(x, -32768), 32767))); };
+  return clamp(a) << 16 | clamp(b);
 }
 static u32 bf16_of(float x) {
   const u32 bits = as<u32>(x);

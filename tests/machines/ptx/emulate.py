@@ -111,12 +111,12 @@ def _bounds(x: Tensor) -> tuple[int, int]:
 
 def _with_plain_maps(launch: program.CudaLaunch) -> ctypes.Structure:
     """Returns the second parameter, with tensor maps in the form that machine.hpp reads instead of the driver's."""
-    encoded = tensor_maps._encoded
-    tensor_maps._encoded = _plain
+    encoded = tensor_maps.encoded
+    tensor_maps.encoded = _plain
     try:
         return launch.tensor_maps(launch.parameters)
     finally:
-        tensor_maps._encoded = encoded
+        tensor_maps.encoded = encoded
 
 
 def _plain(tensor_map: tensor_maps.TensorMap, address: int) -> ctypes.Array:

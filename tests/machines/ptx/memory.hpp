@@ -8,12 +8,17 @@ static u8* shared_at(u32 address, u32 bytes, int line, u32 align) {
   return block->shared + at;
 }
 
-static u8* global_at(u64 address, u32 bytes, int line, u32 align) {
-  if (!block->previous_done) fail(line, "global memory before griddepcontrol.wait");
+// Memory that no kernel writes.
+static u8* constant_at(u64 address, u32 bytes, int line, u32 align) {
   if (address % align) fail(line, "address %llx is no multiple of %u", (unsigned long long)address, align);
   for (const Range& range : ranges)
     if (address >= range.first && address + bytes <= range.last) return reinterpret_cast<u8*>(address);
   fail(line, "%u bytes at %llx: outside of every tensor", bytes, (unsigned long long)address);
+}
+
+static u8* global_at(u64 address, u32 bytes, int line, u32 align) {
+  if (!block->previous_done) fail(line, "global memory before griddepcontrol.wait");
+  return constant_at(address, bytes, line, align);
 }
 
 static u64 generic_of_shared(u64 address) { return reinterpret_cast<u64>(block->shared) + address - kSharedBase; }

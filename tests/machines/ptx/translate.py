@@ -158,6 +158,9 @@ class _Translator:
         if self.parts[0] == "hi" and self.kind in _WIDE:
             wide = _WIDE[self.kind]
             return f"{self.kind}({wide}({self.get(1)}) * {wide}({self.get(2)}) >> 32)"
+        if self.parts[0] == "hi":
+            wide = {"s64": "s128", "u64": "u128"}[self.kind]
+            return f"{self.kind}({wide}({self.get(1)}) * {wide}({self.get(2)}) >> 64)"
         return f"{self.get(1)} * {self.get(2)}" if self.parts[0] in ("lo", "f32", "f64", "rn") else None
 
     def _mul(self) -> str | None:
@@ -193,7 +196,7 @@ class _Translator:
         return self.put(f"shift_right({self.get(1)}, {self.get(2, 'u32')})")
 
     def _clz(self) -> str | None:
-        return self.put(f"clz({self.get(1)})") if self.kind == "u32" else None
+        return self.put(f"clz({self.get(1)})") if self.kind in ("u32", "u64") else None
 
     def _bfind(self) -> str | None:
         if self.parts != ("shiftamt", "u32"):
@@ -225,6 +228,8 @@ class _Translator:
         if self.parts[:2] == ("pack", "sat") and self.parts[2] in ("s8", "u8") and self.parts[3:] == ("s32", "b32"):
             numbers = self.get(1, "s32"), self.get(2, "s32"), self.get(3, "u32")
             return self.put(f"pack_sat<{self.parts[2]}>({', '.join(numbers)})")
+        if self.parts == ("pack", "sat", "s16", "s32"):
+            return self.put(f"pack_sat_halves({self.get(1, 's32')}, {self.get(2, 's32')})")
         rounding, to, source = ("", *self.parts)[-3:]
         if to in ("f16x2", "bf16x2") and rounding == "rn":
             return self.put(f"{to[:-2]}_of({self.get(1, 'f32')}) << 16 | {to[:-2]}_of({self.get(2, 'f32')})")
@@ -264,6 +269,8 @@ class _Translator:
         space = next((x for x in self.parts if x in ("param", "global", "shared")), "generic")
         if space == "param":
             return f"reinterpret_cast<const u8*>({self.address(at, 'u64')})"
+        if space == "global" and "nc" in self.parts:
+            space = "constant"
         pointer = "u32" if space == "shared" else "u64"
         size = f"{count} * sizeof({self.kind})"
         return f"{space}_at({self.address(at, pointer)}, {size}, {self.s.line}, {size})"
@@ -367,10 +374,11 @@ class _Translator:
         return self.put(f"warp_reduce({self.get(1)}, {operation})")
 
     def _ldmatrix(self) -> str | None:
-        if "trans" in self.parts or "x4" not in self.parts:
+        if "x4" not in self.parts:
             return None
         stores = " ".join(self.put(f"x[{i}]", x) for i, x in enumerate(self.each(0)))
-        return f"{{ u32 x[4]; load_matrices(x, {self.address(1, 'u32')}, {self.s.line}); {stores} }}"
+        load = f"load_matrices<{str('trans' in self.parts).lower()}>"
+        return f"{{ u32 x[4]; {load}(x, {self.address(1, 'u32')}, {self.s.line}); {stores} }}"
 
     def _stmatrix(self) -> str | None:
         if "trans" in self.parts or "x4" not in self.parts:

@@ -14,3 +14,5 @@ using f16 = _Float16;
 using f32 = float;
 using f64 = double;
 using pred = bool;
+using s128 = __int128;
+using u128 = unsigned __int128;

@@ -38,10 +38,18 @@ static T warp_reduce(T x, Op op) {
   return x;
 }
 
+// TRANSPOSED: of 16-bit elements.
+template <bool TRANSPOSED>
 static void load_matrices(u32 (&out)[4], u32 address, int line) {
   const auto& addresses = exchange({address});
   const u32 lane = self->tid % 32;
-  for (u32 i = 0; i < 4; ++i) out[i] = read<u32>(shared_at(addresses[8 * i + lane / 4][0], 16, line, 16) + 4 * (lane % 4));
+  for (u32 i = 0; i < 4; ++i) {
+    const auto row = [&](u32 r) { return shared_at(addresses[8 * i + r][0], 16, line, 16); };
+    if (TRANSPOSED)
+      out[i] = read<u16>(row(2 * (lane % 4)) + 2 * (lane / 4)) | read<u16>(row(2 * (lane % 4) + 1) + 2 * (lane / 4)) << 16;
+    else
+      out[i] = read<u32>(row(lane / 4) + 4 * (lane % 4));
+  }
 }
 static void store_matrices(const u32 (&x)[4], u32 address, int line) {
   const auto& addresses = exchange({address});

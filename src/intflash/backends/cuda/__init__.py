@@ -1,7 +1,9 @@
-"""The CUDA backend: attention kernels in CUDA C++ for Hopper GPUs (sm_90a), with the same bits as the reference.
+"""The CUDA backend: attention kernels in CUDA C++ for NVIDIA GPUs of compute capability 8.0 and newer, with the same
+bits as the reference.
 
-On Hopper they are faster than the Triton kernels, and they do not need Triton. CUDA's Python bindings are imported when
-the backend is first asked whether it is available; where they are missing, the answer says so.
+One kernel serves every shape on each of these GPUs, others serve particular shapes faster, most of them only on Hopper
+(sm_90a). They do not need Triton. CUDA's Python bindings are imported when the backend is first asked whether it is
+available; where they are missing, the answer says so.
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ from intflash.backends.features import (
 from intflash.problem import Problem, Result
 
 
-def _on_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+def _has_kernels() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device"
-    if not _on_hopper():
-        return f"its kernels are for compute capability 9.0, this GPU has {torch.cuda.get_device_capability()}"
+    if not _has_kernels():
+        return f"its kernels need compute capability 8.0, this GPU has {torch.cuda.get_device_capability()}"
     from intflash.backends.cuda import program
 
     return program.unavailable()
@@ -47,18 +49,29 @@ def _run(problem: Problem) -> Result:
     return backend.run(problem)
 
 
+def machine_code(file: str, kernel: str, macros: tuple[tuple[str, str], ...]) -> bytes | None:
+    """The machine code of a program of csrc/cuda for the native call path, which serves Hopper; None where nothing can
+    be compiled."""
+    from intflash.backends.cuda import program
+
+    try:
+        return program.machine_code(program.CudaProgram.named(file, kernel, macros), program.HOPPER)
+    except (ImportError, OSError):  # `unavailable` says what is missing
+        return None
+
+
 # backend.py decides which kernel serves a problem, by its shape and layout.
 _SERVED = frozenset.union(
     FLOAT_INPUTS, CODES, QUANTIZATION, FLOAT_OUTPUT, {"causal mask", "grouped heads", "log-sum-exp"}
 )
 _INTFLASH = _SERVED | INTEGER_OUTPUT | per("tensor head token block", "tensor head", "tensor head")
-_WINDOWS = {"integer bias", "bool mask"}
+_MASKS = {"bool mask", "packed sequences"}
 SERVES = {
-    "intflash": _INTFLASH | _WINDOWS,
-    "intflash_p8": _INTFLASH | _WINDOWS,
-    "intflash_online": _INTFLASH,
+    "intflash": _INTFLASH | _MASKS | {"integer bias"},
+    "intflash_p8": _INTFLASH | _MASKS | {"integer bias"},
+    "intflash_online": _INTFLASH | _MASKS,
     "intflash_bfp": _INTFLASH,
     "lite": _SERVED | ANY_GRANULARITY,
     "int_flash_half": _SERVED | ANY_GRANULARITY,
 }
-BACKEND = Backend("cuda", _unavailable, SERVES, _limits, _run, native=_on_hopper)
+BACKEND = Backend("cuda", _unavailable, SERVES, _limits, _run, native=_has_kernels)

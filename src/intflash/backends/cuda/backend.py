@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from intflash.backends.cuda import long_rows, long_rows_float, short_rows, window
+from intflash.backends.cuda import long_rows, long_rows_float, short_rows, sm80, window
 from intflash.backends.cuda.parameters import HEAD_AMAX_IN_KERNEL
-from intflash.backends.cuda.program import CudaLaunch
+from intflash.backends.cuda.program import CudaLaunch, on_hopper
 from intflash.backends.cuda.quantization import amax_launches, constants_launch, quantize_launch, valueless_launch
 from intflash.backends.gpu import float_softmax, integer
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.integer import Kernels
 from intflash.backends.gpu.scales import FloatInputs
+from intflash.backends.gpu.scales import serves as serves_recipe
 from intflash.backends.gpu.tensors import Statistics, limits
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
@@ -24,14 +25,26 @@ def unsupported(problem: Problem) -> str | None:
         return f"method {problem.method!r} has no CUDA kernel"
     if problem.device.type != "cuda":
         return f"tensors are on {problem.device}, the CUDA backend needs a CUDA device"
-    if problem.cu_seqlens_q is not None:
-        return "its kernels do not support packed sequences"
     if reason := limits(problem):
         return reason
     if problem.method in long_rows_float.METHODS:
-        return _alignment(problem) or long_rows_float.unsupported(problem)
-    reason = _alignment(problem) or _scales(problem)
-    return reason or (_short_rows_unsupported(problem) and long_rows.unsupported(problem))
+        return _hopper_only(problem) or _alignment(problem) or long_rows_float.unsupported(problem)
+    if reason := _scales(problem):
+        return reason
+    particular = particular_unsupported(problem)
+    reason = particular and sm80.unsupported(problem)
+    return reason and f"{particular}; {reason}"
+
+
+def particular_unsupported(problem: Problem) -> str | None:
+    """Returns why none of the kernels for particular shapes serves the problem, or None; sm80's serves the others."""
+    if problem.cu_seqlens_q is not None:
+        return "its kernels for particular shapes do not support packed sequences"
+    return _alignment(problem) or (_short_rows_unsupported(problem) and _long_rows_unsupported(problem))
+
+
+def _hopper_only(problem: Problem) -> str | None:
+    return None if on_hopper(problem.device) else "the kernels of short and long rows need compute capability 9.0"
 
 
 def _short_rows_unsupported(problem: Problem) -> str | None:
@@ -47,7 +60,11 @@ def _rows_unsupported(problem: Problem) -> str | None:
     for what in ("bias", "keep", "causal"):
         if getattr(problem, what) is not None:
             return f"short rows do not support {what}"
-    return short_rows.unsupported(problem)
+    return _hopper_only(problem) or short_rows.unsupported(problem)
+
+
+def _long_rows_unsupported(problem: Problem) -> str | None:
+    return _hopper_only(problem) or long_rows.unsupported(problem)
 
 
 def _scales(problem: Problem) -> str | None:
@@ -77,6 +94,8 @@ def fused_inputs(problem: Problem) -> str:
     """Returns which floats the attention kernel quantizes itself. Long rows quantize Q only, which is read once,
     unless K and V are resident in shared memory.
     """
+    if particular_unsupported(problem):
+        return "q"
     return "q" if _short_rows_unsupported(problem) and not long_rows.quantizes_kv(problem) else "qkv"
 
 
@@ -89,6 +108,7 @@ def head_amax_in_kernel(problem: Problem) -> bool:
         and recipe.bits == 8
         and recipe.rule == "exact"
         and problem.out_dtype.is_floating_point
+        and particular_unsupported(problem) is None
         and _short_rows_unsupported(problem) is None
     )
 
@@ -98,7 +118,10 @@ def attention_launch(
 ) -> CudaLaunch:
     """Returns the attention launch. `inputs` is given where the kernel quantizes floats itself."""
     if inputs is not None and isinstance(problem.k, QTensor):
-        return long_rows.long_rows_launch(problem, constants, out, statistics, (inputs.scales.q, None, None))
+        launch = sm80.attention_launch if _long_rows_unsupported(problem) else long_rows.long_rows_launch
+        return launch(problem, constants, out, statistics, (inputs.scales.q, None, None))
+    if particular_unsupported(problem):
+        return sm80.attention_launch(problem, constants, out, statistics)
     scales = None if inputs is None else HEAD_AMAX_IN_KERNEL if inputs.scales is None else tuple(inputs.scales)
     if _short_rows_unsupported(problem):
         return long_rows.long_rows_launch(problem, constants, out, statistics, scales)
@@ -115,4 +138,9 @@ KERNELS = Kernels(
 def run(problem: Problem) -> Result:
     if problem.method in long_rows_float.METHODS:
         return float_softmax.run(problem, long_rows_float.float_launch)
+    floats = isinstance(problem.q, Tensor)
+    if floats and not head_amax_in_kernel(problem) and not serves_recipe(problem.recipe):
+        problem = problem.quantized()
+    if particular_unsupported(problem):
+        problem = sm80.aligned(problem)
     return integer.run(problem, KERNELS)

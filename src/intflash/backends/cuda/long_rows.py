@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from intflash.backends.cuda.parameters import Share, has_row_scales, parameters, quotient_reciprocal
-from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
+from intflash.backends.cuda.parameters import Params, Share, has_row_scales, parameters, quotient_reciprocal
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, multiprocessors
 from intflash.backends.cuda.short_rows import key_width
 from intflash.backends.cuda.tensor_maps import tensor_maps
 from intflash.backends.cuda.wgmma import Product
@@ -101,13 +101,14 @@ def _offsets_fit_32_bits(x: Tensor) -> bool:
 def long_rows_launch(
     problem: Problem, constants: Constants, out: Tensor, statistics: Statistics,
     scales: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
-    consumers: int | None = None, resident: bool | None = None,
+    consumers: int | None = None, resident: bool | None = None, key_counts: Tensor | None = None,
 ) -> CudaLaunch:  # fmt: skip
     """Returns the launch for a problem of int8 codes, of float Q with its scale and codes of K and V, or of floats with
     all three scales.
 
     consumers: number of consumer warpgroups, by default as many as fit. resident: whether K/V are resident in shared
-    memory, by default where that is faster.
+    memory, by default where that is faster. key_counts: how many of the keys each batch has, int32 ``[B]``; by default
+    all of them.
     """
     floats = isinstance(problem.k, Tensor)
     if not floats:
@@ -132,10 +133,14 @@ def long_rows_launch(
         P_TABLE=int(_uses_p_table(problem)), SCRATCH_BYTES=_scratch_bytes(problem), STAGES=stages,
         KV_RESIDENT=int(resident), FLOAT_KV=int(floats),
         VALUES_IN_RANGE=int(scales is not None and problem.recipe.q_scale is None),
+        **({} if key_counts is None else {"KEY_COUNTS": 1}),
     )  # fmt: skip
     shared = shared_bytes(d, consumers, TILE * d, 0, stages, extra)
     ctas, ranges = schedule_resident_heads(problem, floats) if resident else schedule_ranges(problem, consumers)
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, share=ranges)
+    if key_counts is not None:
+        params.keep.ptr = key_counts.data_ptr()
+        keeps[Params.keep.offset] = key_counts
     return CudaLaunch(program, (ctas, 1, 1), 128 * (consumers + 1), shared, params, q.device, keeps, True, maps)
 
 
@@ -149,12 +154,12 @@ def schedule_ranges(problem: Problem, consumers: int) -> tuple[int, Share]:
     batch, heads, nq, _ = problem.q.shape
     rows = 64 * consumers
     if problem.causal is None:
-        split = _choose_range_split(nq, batch * heads, consumers, _multiprocessors(problem.device))
+        split = _choose_range_split(nq, batch * heads, consumers, multiprocessors(problem.device))
     else:
         split = RangeSplit(-(-nq // rows), 1, 0)
     rest = -(-max(nq - rows * split.whole, 0) // (64 * split.tiles))
     whole_of_all, ranges = batch * heads * split.whole, batch * heads * (split.whole + rest)
-    ctas = ranges if problem.causal is not None else min(ranges, _multiprocessors(problem.device))
+    ctas = ranges if problem.causal is not None else min(ranges, multiprocessors(problem.device))
     return ctas, Share(
         split.whole, rest, split.tiles, whole_of_all, ranges, split.first,
         *map(quotient_reciprocal, (split.whole, rest, heads)),
@@ -168,7 +173,7 @@ def schedule_resident_heads(problem: Problem, floats: bool = False) -> tuple[int
     as it does for floats, a CTA takes tiles of a single head if that costs it at most one more tile.
     """
     batch, heads, nq, _ = problem.q.shape
-    tiles, processors = -(-nq // 64), _multiprocessors(problem.device)
+    tiles, processors = -(-nq // 64), multiprocessors(problem.device)
     ctas = min(batch * heads * tiles, processors)
     each, more = divmod(batch * heads * tiles, ctas)
     if floats and batch * heads <= processors:
@@ -191,12 +196,6 @@ class RangeSplit(NamedTuple):
     whole: int
     tiles: int
     first: int
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    """The GPU's multiprocessors; those of an H200 (132) where a kernel is only compiled."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @cache
@@ -228,8 +227,12 @@ def _choose_range_split(nq: int, heads: int, consumers: int, processors: int) ->
             ends[split.first + i % (ctas - split.first)] += time
         return max(ends)
 
+    def total(split: RangeSplit) -> float:
+        # added one by one, as the native launcher does: `sum` compensates for rounding since Python 3.12
+        return split.whole + reduce(operator.add, rests(split), 0.0)
+
     if heads * (most + 1) > 32 * processors:  # with this much work the total decides, as it is shared evenly
-        return min((split for split in splits() if split.first == 0), key=lambda split: split.whole + sum(rests(split)))
+        return min((split for split in splits() if split.first == 0), key=total)
     return min(splits(), key=end)
 
 

@@ -28,6 +28,16 @@ class Share(ctypes.Structure):
     ]  # fmt: skip
 
 
+class SplitKv(ctypes.Structure):
+    """How the keys of few rows are split; `sm80.few_rows_launch` fills it."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("splits", "keys", "group", "kv_heads")),
+        *((name, ctypes.c_uint32) for name in ("splits_reciprocal", "heads_reciprocal", "queries_reciprocal")),
+        ("pitch", ctypes.c_int32), *((name, ctypes.c_void_p) for name in ("scores", "maxima", "sums")),
+    ]  # fmt: skip
+
+
 class Params(ctypes.Structure):
     _views = ("q", "k", "v", "out", "score", "output", "q_scale", "k_scale", "v_scale", "bias", "keep",
               "valueless")  # fmt: skip
@@ -38,7 +48,7 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("nq", "nk", "bias_batches", "keep_batches", "causal", "tiles", "count")),
         ("heads", ctypes.c_int32),
         *((name, ctypes.c_uint32) for name in ("head_reciprocal", "bias_reciprocal", "keep_reciprocal")),
-        ("share", Share),
+        ("share", Share), ("q_ends", ctypes.c_void_p), ("k_ends", ctypes.c_void_p), ("split", SplitKv),
     ]  # fmt: skip
 
 
@@ -56,10 +66,11 @@ def data_view(x: Tensor) -> View:
 def parameters(
     problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], scales: tuple[Tensor, ...] | None,
     constants: Constants, out: Tensor, statistics: Statistics, tiles: int = 1, share: Share | None = None,
+    sequences: int | None = None,
 ) -> tuple[Params, dict[int, Tensor]]:  # fmt: skip
     """The struct, and the tensors that it points into by the byte at which it does.
 
-    tensors: codes, or floats with their `scales` or HEAD_AMAX_IN_KERNEL.
+    tensors: codes, or floats with their `scales` or HEAD_AMAX_IN_KERNEL. sequences: number of packed ones.
     """
     q, k, v = tensors
     q_scale, k_scale, v_scale = scales or (None, None, None)
@@ -71,6 +82,10 @@ def parameters(
         v_scale=packed[2] if v_scale is None else v_scale, bias=problem.bias,
         keep=None if problem.keep is None else problem.keep.view(torch.uint8), valueless=packed[3],
     )  # fmt: skip
+    ends = {
+        f"{name[-1]}_ends": None if x is None else x.to(q.device, torch.int32).contiguous()
+        for name in ("cu_seqlens_q", "cu_seqlens_k") for x in (getattr(problem, name),)
+    }  # fmt: skip
     params = Params(
         **{name: data_view(x) if name in ("q", "k", "v", "out") else view(x) for name, x in keeps.items()},
         t_max=None if statistics.t_max is None else statistics.t_max.data_ptr(),
@@ -79,11 +94,11 @@ def parameters(
         group_reciprocal=_reciprocal(problem.group), nq=q.shape[2], nk=k.shape[2],
         bias_batches=batches["bias"], keep_batches=batches["keep"],
         causal=0 if problem.causal is None else problem.causal, tiles=tiles,
-        count=q.shape[0] * q.shape[1], heads=q.shape[1], head_reciprocal=_reciprocal(q.shape[1]),
+        count=sequences or q.shape[0] * q.shape[1], heads=q.shape[1], head_reciprocal=_reciprocal(q.shape[1]),
         **{f"{name}_reciprocal": 0 if n == q.shape[0] else _reciprocal(n) for name, n in batches.items()},
-        share=share or Share(),
+        share=share or Share(), **{name: None if x is None else x.data_ptr() for name, x in ends.items()},
     )  # fmt: skip
-    pointers = keeps | dict(t_max=statistics.t_max, l=statistics.l)
+    pointers = keeps | ends | dict(t_max=statistics.t_max, l=statistics.l)
     return params, {getattr(Params, name).offset: x for name, x in pointers.items() if x is not None}
 
 

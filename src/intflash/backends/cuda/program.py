@@ -1,4 +1,4 @@
-"""Compiles the CUDA C++ of csrc/cuda to machine code for sm_90a by NVRTC, caches it on disk, and launches it.
+"""Compiles the CUDA C++ of csrc/cuda to machine code by NVRTC, caches it on disk, and launches it.
 
 NVRTC and its Python bindings come with torch on CUDA machines. Compiling needs no GPU, so that the kernels can be
 disassembled and tested for integer-only code on any machine.
@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ def _source_folder() -> Path:
 
 
 SOURCES = _source_folder()
-ARCHITECTURE = "sm_90a"
+HOPPER = "sm_90a"  # the architecture that wgmma and TMA need
 C_TYPES = {  # the names of dtypes in csrc/cuda
     torch.int8: "i8",
     torch.int16: "i16",
@@ -40,7 +41,6 @@ C_TYPES = {  # the names of dtypes in csrc/cuda
     torch.bfloat16: "bfloat_t",
     torch.float32: "float",
 }
-_OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,11 @@ class CudaProgram:
     ) -> CudaProgram:
         return cls(file, tuple((name, str(value)) for name, value in macros.items()), tuple(products), entry)
 
+    @classmethod
+    def named(cls, file: str, entry: str, macros: tuple[tuple[str, str], ...]) -> CudaProgram:
+        """A program of the native launcher, which knows its macros; the products follow from them."""
+        return cls(file, macros, wgmma.products(file, dict(macros)), entry)
+
     def sources(self) -> dict[str, str]:
         """The text of every header by its path relative to csrc/cuda, as `#include` names it."""
         return _headers() | {"sm90/wgmma.cuh": wgmma.header(self.products)}
@@ -72,8 +77,9 @@ class CudaProgram:
     def text(self) -> str:
         return (SOURCES / self.file).read_text()
 
-    def options(self) -> tuple[str, ...]:
-        return (*_OPTIONS, *(f"-D{name}={value}" for name, value in self.macros))
+    def options(self, architecture: str) -> tuple[str, ...]:
+        macros = (f"-D{name}={value}" for name, value in self.macros)
+        return (f"--gpu-architecture={architecture}", "--std=c++17", *macros)
 
 
 @functools.cache
@@ -105,23 +111,54 @@ def checked(result: tuple, what: str) -> Any:
 
 
 @functools.cache
-def machine_code(program: CudaProgram) -> bytes:
+def capability(device: torch.device) -> tuple[int, int]:
+    """The device's compute capability; Hopper's where a kernel is only compiled."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """The GPU's multiprocessors; those of an H200 (132) where a kernel is only compiled."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def on_hopper(device: torch.device) -> bool:
+    return capability(device) == (9, 0)
+
+
+def architecture_of(capability: tuple[int, int]) -> str:
+    """Returns NVRTC's name for GPUs of a compute capability."""
+    return HOPPER if capability == (9, 0) else "sm_{}{}".format(*capability)
+
+
+@functools.cache
+def machine_code(program: CudaProgram, architecture: str) -> bytes:
     """Returns the cubin of a program, from the cache on disk where it has been compiled before.
 
     Raises:
+        ImportError: NVRTC is missing (see `unavailable`).
         RuntimeError: NVRTC refused it; the message holds its log.
     """
-    from cuda.bindings import nvrtc
-
-    headers = program.sources()
-    version = checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
-    key = repr((program.text(), sorted(headers.items()), program.options(), version))
+    key = repr((program.text(), sorted(program.sources().items()), program.options(architecture), _compiler_version()))
     path = cache_folder(f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin")
     if path.exists():
         return path.read_bytes()
-    code = compile_program(program).cubin
+    code = compile_program(program, architecture).cubin
     _write_cache(path, code)
     return code
+
+
+@functools.cache
+def _compiler_version() -> object:
+    """NVRTC's version, by its package where there is one, because loading NVRTC would take most of a first call."""
+    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            pass
+    from cuda.bindings import nvrtc
+
+    return checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
 
 
 def _write_cache(path: Path, code: bytes) -> None:
@@ -143,7 +180,7 @@ class Compiled(NamedTuple):
     log: str
 
 
-def compile_program(program: CudaProgram) -> Compiled:
+def compile_program(program: CudaProgram, architecture: str = HOPPER) -> Compiled:
     """Compiles a program, without the cache.
 
     Raises:
@@ -159,12 +196,12 @@ def compile_program(program: CudaProgram) -> Compiled:
         ),
         "nvrtcCreateProgram",
     )  # fmt: skip
-    options = [option.encode() for option in (*program.options(), "--ptxas-options=-v")]
+    options = [option.encode() for option in (*program.options(architecture), "--ptxas-options=-v")]
     (code,) = nvrtc.nvrtcCompileProgram(handle, len(options), options)
     log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(handle), "nvrtcGetProgramLogSize")
     checked(nvrtc.nvrtcGetProgramLog(handle, log), "nvrtcGetProgramLog")
     if int(code) != 0:
-        raise RuntimeError(f"{program.file} with {dict(program.macros)}: {code!r}\n{log.decode()}")
+        raise RuntimeError(f"{program.file} for {architecture} with {dict(program.macros)}: {code!r}\n{log.decode()}")
     cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(handle), "nvrtcGetCUBINSize")
     checked(nvrtc.nvrtcGetCUBIN(handle, cubin), "nvrtcGetCUBIN")
     ptx = b" " * checked(nvrtc.nvrtcGetPTXSize(handle), "nvrtcGetPTXSize")
@@ -178,7 +215,8 @@ def _function(program: CudaProgram, device: int, shared_bytes: int) -> Any:
     """Returns the loaded kernel, with this much dynamic shared memory allowed."""
     from cuda.bindings import driver
 
-    library = checked(driver.cuLibraryLoadData(machine_code(program), [], [], 0, [], [], 0), "cuLibraryLoadData")
+    code = machine_code(program, architecture_of(capability(torch.device("cuda", device))))
+    library = checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0), "cuLibraryLoadData")
     kernel = checked(driver.cuLibraryGetKernel(library, program.entry.encode()), "cuLibraryGetKernel")
     function = checked(driver.cuKernelGetFunction(kernel), "cuKernelGetFunction")
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -194,7 +232,8 @@ class CudaLaunch:
         parameters: the kernel's parameters, which hold the addresses of `tensors`.
         tensors: offset in the parameters -> the tensor whose address is there. The launch keeps it alive.
         overlaps: the kernel may start before the previous one has ended, because its code waits (griddepcontrol)
-            before it reads or writes memory. This hides the latency of a launch in a chain of kernels.
+            before it reads or writes memory. This hides the latency of a launch in a chain of kernels, from compute
+            capability 9.0 on.
         tensor_maps: makes the kernel's second parameter from the first. This needs a driver.
     """
 
@@ -222,7 +261,8 @@ class CudaLaunch:
         config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
         config.sharedMemBytes, config.hStream = self.shared_bytes, driver.CUstream(stream)
-        config.attrs, config.numAttrs = ([_overlap()], 1) if self.overlaps else ([], 0)
+        overlaps = self.overlaps and capability(self.device) >= (9, 0)
+        config.attrs, config.numAttrs = ([_overlap()], 1) if overlaps else ([], 0)
         function = _function(self.program, torch.cuda.current_device(), self.shared_bytes)
         maps = self.tensor_maps
 

@@ -96,12 +96,20 @@ def _places(array: ctypes._CField, item: type[ctypes.Structure], tensors: tuple[
 
 def amax_launches(tensors: Qkv, amax: Tensor, scales: Tensor) -> tuple[CudaLaunch]:
     """Returns the launch that computes the scales of Q, K and V. amax: int32, four zeros."""
-    params = AbsmaxParams((Runs * 3)(*map(runs, tensors)), amax.data_ptr(), scales.data_ptr())
+    params = AbsmaxParams((Runs * 3)(*(runs(_whole_chunks(x)) for x in tensors)), amax.data_ptr(), scales.data_ptr())
     ctas = min(-(-max(x.count for x in params.x) // _CTA_CHUNKS) * 3, _MOST_CTAS)
     places = _places(AbsmaxParams.x, Runs, tensors)
     places |= {AbsmaxParams.amax.offset: amax, AbsmaxParams.scales.offset: scales}
     macros = dict(IN=C_TYPES[tensors.q.dtype], CTA_CHUNKS=_CTA_CHUNKS)
     return (_launch("absmax.cu", ctas, 256, params, places, amax.device, **macros),)
+
+
+def _whole_chunks(x: Tensor) -> Tensor:
+    """Returns x with the zeros that pad its rows to whole chunks; see `sm80.aligned`."""
+    per_chunk = _CHUNK_BYTES // x.element_size()
+    if x.shape[3] % per_chunk == 0:
+        return x
+    return x.as_strided((*x.shape[:3], -(-x.shape[3] // per_chunk) * per_chunk), x.stride())
 
 
 def runs(x: Tensor) -> Runs:
@@ -144,11 +152,17 @@ def quantize_launch(inputs: FloatInputs, query: bool = True) -> tuple[CudaLaunch
     units = max(t.shape[0] * t.shape[1] * -(-t.shape[2] // _TOKENS) for t in wanted)
     places = _places(QuantizeParams.x, View, x) | _places(QuantizeParams.codes, View, to)
     places |= _places(QuantizeParams.scales, View, scales)
+    dims = dict(HEAD_DIM=_whole_groups(x[0].shape[3]), VALUE_DIM=_whole_groups(x[1].shape[3]))
     launch = _launch(
         "quantize_inputs.cu", len(wanted) * units, 128, params, places, x[0].device, IN=C_TYPES[x[0].dtype],
-        HEAD_DIM=x[0].shape[3], QUERY=int(query), VALUES_IN_RANGE=int(inputs.dynamic),
+        **dims, QUERY=int(query), VALUES_IN_RANGE=int(inputs.dynamic),
     )  # fmt: skip
     return launch, quantized_tensors(inputs, codes)
+
+
+def _whole_groups(channels: int) -> int:
+    """Channels that quantize_inputs.cu writes: it takes 8 at once, and rows of codes are padded."""
+    return -(-channels // 8) * 8
 
 
 def constants_launch(

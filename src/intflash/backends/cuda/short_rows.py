@@ -153,5 +153,5 @@ def choose_split(heads: int, row_tiles: int, max_ctas: int, codes: bool) -> RowS
     if tiles <= _FEW_TILES:
         return RowSplit(2 if codes else min(max_ctas, 3), 2, 1)
     if heads <= 132:
-        return RowSplit(1, 1, max_ctas) if codes else RowSplit(2, row_tiles, 1)
+        return RowSplit(1, 1, max_ctas) if codes else RowSplit(2, -(-row_tiles // (132 // heads)), 1)
     return RowSplit(1, row_tiles, max_ctas)

@@ -68,7 +68,7 @@ class TensorMap:
 
 
 @functools.lru_cache(maxsize=1024)  # torch's allocator returns the same addresses again
-def _encoded(tensor_map: TensorMap, address: int) -> ctypes.Array:
+def encoded(tensor_map: TensorMap, address: int) -> ctypes.Array:
     return tensor_map.encoded(address)
 
 
@@ -81,8 +81,8 @@ def tensor_maps(k: Tensor, v: Tensor, groups: int, width: int) -> Callable[[Para
 
 
 def _of_parameters(k: TensorMap, v: TensorMap, parameters: Params) -> TensorMaps:
-    encoded = _encoded(k, parameters.k.ptr), _encoded(v, parameters.v.ptr)
-    return TensorMaps(*encoded, k.batch, k.head, v.batch, v.head)
+    maps = encoded(k, parameters.k.ptr), encoded(v, parameters.v.ptr)
+    return TensorMaps(*maps, k.batch, k.head, v.batch, v.head)
 
 
 def key_map(k: Tensor, groups: int, width: int) -> TensorMap | None:

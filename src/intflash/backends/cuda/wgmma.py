@@ -6,7 +6,7 @@ of 8. The left operand comes from registers and the right one from shared memory
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -99,3 +99,19 @@ def header(products: Iterable[Product]) -> str:
     """Returns wgmma.cuh with the products that a kernel needs."""
     makers = {"s8": integer_product, "u8": integer_product, "f16": float_product, "bf16": float_product}
     return _HEADER + "".join(makers[p.left](p.columns, p.left) for p in products)
+
+
+def short_rows_parts(keys: int) -> set[int]:
+    """The number of keys of the parts in which short rows compute scores (short_rows_mainloop.cuh)."""
+    first = 0 if keys < 64 else keys // 64 * 32
+    return {first, keys - first} - {0}
+
+
+def products(file: str, macros: Mapping[str, str]) -> tuple[Product, ...]:
+    """The products that a program of csrc/cuda uses."""
+    if not file.startswith("sm90/"):
+        return ()
+    d = int(macros["HEAD_DIM"])
+    if file == "sm90/short_rows.cu":
+        return (*(Product(n, "s8") for n in sorted(short_rows_parts(int(macros["KEYS"])))), Product(d, "u8"))
+    return Product(64, "s8"), Product(128, "s8"), Product(d, "u8")

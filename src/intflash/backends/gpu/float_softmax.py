@@ -13,7 +13,7 @@ from torch import Tensor
 from intflash.backends.gpu.tensors import Statistics, contiguous_keys
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
-from intflash.quant.quantizers import TINY_AMAX
+from intflash.quant.quantizers import TINY_AMAX, divided
 
 # codes of V are dequantized to this type before the launch
 _V_DTYPE = {"int_flash_half": torch.float16, "lite": torch.bfloat16}
@@ -72,7 +72,7 @@ def _values(x: QTensor | Tensor, dtype: torch.dtype) -> Tensor:
 def _e4m3(x: Tensor, dims: tuple[int, ...]) -> Operand:
     """Returns x as e4m3 codes, with its maximum over `dims` scaled to e4m3's largest value."""
     amax = x.abs().amax(dim=dims, keepdim=True)
-    scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / _E4M3_MAX)
+    scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), divided(amax, _E4M3_MAX))
     codes = (x / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.int8)
     return Operand(codes, scale, "tensor" if len(dims) == 4 else "head")
 
@@ -82,10 +82,10 @@ def _default_out_scale(problem: Problem) -> Tensor:
     qmax = torch.iinfo(problem.out_dtype).max
     if isinstance(problem.v, Tensor):
         amax = problem.v.float().abs().amax().reshape(1, 1, 1, 1)
-        return torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / qmax)
+        return torch.where(amax < TINY_AMAX, torch.ones_like(amax), divided(amax, qmax))
     scale = problem.v.scale
     if problem.v.granularity in ("token", "block"):
         scale = scale.amax(dim=2, keepdim=True)
     if scale.shape[1] > 1:
         scale = scale.repeat_interleave(problem.group, dim=1)
-    return scale * ((1 << (problem.v.bits - 1)) - 1) / qmax
+    return divided(scale * ((1 << (problem.v.bits - 1)) - 1), qmax)

@@ -16,6 +16,7 @@ from torch import Tensor
 from intflash.quant import QTensor, Recipe
 
 KEY_PADDING = 128  # rows of V's codes are padded with zeros to a multiple of this many keys
+CHANNEL_PADDING = 16  # rows of codes of Q and K, and the channels of V, are padded to a multiple
 
 
 class Qkv(NamedTuple):
@@ -89,16 +90,23 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 def empty_codes(inputs: FloatInputs, query: bool) -> Qkv:
     """Returns uninitialized int8 codes of K, V and, if `query`, Q. V has contiguous keys, in rows padded to
-    KEY_PADDING.
+    KEY_PADDING, those of Q and K in rows padded to CHANNEL_PADDING.
     """
     q, k, v = inputs.tensors
-    (batch, heads, nk, d), device = v.shape, q.device
-    padded = -(-nk // KEY_PADDING) * KEY_PADDING
-    return Qkv(
-        torch.empty(q.shape, dtype=torch.int8, device=device) if query else None,
-        torch.empty(k.shape, dtype=torch.int8, device=device),
-        torch.empty(batch, heads, d, padded, dtype=torch.int8, device=device)[..., :nk].mT,
+    batch, heads, nk, d = v.shape
+    of_values = torch.empty(
+        batch, heads, _padded(d, CHANNEL_PADDING), _padded(nk, KEY_PADDING), dtype=torch.int8, device=q.device
     )
+    return Qkv(_empty_rows(q) if query else None, _empty_rows(k), of_values[:, :, :d, :nk].mT)
+
+
+def _padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _empty_rows(x: Tensor) -> Tensor:
+    *rows, d = x.shape
+    return torch.empty(*rows, _padded(d, CHANNEL_PADDING), dtype=torch.int8, device=x.device)[..., :d]
 
 
 def quantized_tensors(inputs: FloatInputs, codes: Qkv) -> dict[str, QTensor]:

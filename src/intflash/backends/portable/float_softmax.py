@@ -23,7 +23,7 @@ from intflash.backends.portable.operands import (
 from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, keys_in_sight, tiles
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
-from intflash.quant.quantizers import TINY_AMAX
+from intflash.quant.quantizers import TINY_AMAX, divided
 
 E4M3_MAX = 448.0
 FP8_P_SCALE = 256.0  # P times 2^8 stays above e4m3's subnormals
@@ -168,5 +168,5 @@ def _e4m3(x: QTensor | Tensor, dims: tuple[int, ...]) -> Tensor:
     if x.numel() == 0:
         return x
     amax = x.abs().amax(dim=dims, keepdim=True)
-    scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / E4M3_MAX)
+    scale = torch.where(amax < TINY_AMAX, torch.ones_like(amax), divided(amax, E4M3_MAX))
     return (x / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale

@@ -40,6 +40,7 @@ from intflash.numerics.exp import (
     output_multiplier,
 )
 from intflash.problem import Problem, Result
+from intflash.quant.quantizers import divided
 
 ZERO_DEPTH = 3687  # depth, in 1/256 octave, from which p is 0: one more than 14 * 256 + 102
 NO_SCORE = -(2.0**61)  # below every T (|T| < 2^60) and every S: the score of an absent key for a maximum
@@ -141,7 +142,8 @@ class Output:
         self.out_scale = None
         if not problem.out_dtype.is_floating_point:
             self.qmax = torch.iinfo(problem.out_dtype).max
-            self.out_scale = self.v_scale * 127 / self.qmax if problem.out_scale is None else problem.out_scale
+            given = problem.out_scale
+            self.out_scale = divided(self.v_scale * 127, self.qmax) if given is None else given
 
     def write(self, tile: Tile, acc: Tensor, l: Tensor, t_max: Tensor, gap: Tensor | None = None) -> None:
         """acc ``[b, h, rows, Dv]``, l, t_max, gap ``[b, h, rows, 1]`` hold integers; l counts 2^gap of acc's unit."""

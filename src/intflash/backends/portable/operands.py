@@ -9,7 +9,7 @@ from torch import Tensor
 
 from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, keys_in_sight, tiles
 from intflash.problem import Problem
-from intflash.quant.quantizers import TINY_AMAX
+from intflash.quant.quantizers import TINY_AMAX, divided
 
 CODE_MAX = 128  # largest magnitude of int8 codes
 
@@ -49,11 +49,11 @@ def default_out_scale(problem: Problem) -> Tensor:
     qmax = torch.iinfo(problem.out_dtype).max
     if isinstance(problem.v, Tensor):
         amax = problem.v.float().abs().amax().reshape(1, 1, 1, 1)
-        return torch.where(amax < TINY_AMAX, torch.ones_like(amax), amax / qmax)
+        return torch.where(amax < TINY_AMAX, torch.ones_like(amax), divided(amax, qmax))
     scale = value_scale(problem)
     if problem.v.granularity in ("token", "block"):
         scale = scale.amax(dim=2, keepdim=True)
-    return scale * (2 ** (problem.v.bits - 1) - 1) / qmax
+    return divided(scale * (2 ** (problem.v.bits - 1) - 1), qmax)
 
 
 def two_passes(

@@ -18,6 +18,7 @@ from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, tiles
 from intflash.errors import InputError
 from intflash.numerics.exp import output_multiplier
 from intflash.problem import Problem, Result
+from intflash.quant.quantizers import divided
 
 NO_SCORE = -(1 << 40)  # below every score
 MIN_UNIT = 2.0**-30  # the least unit: with a smaller one the exponentials exceed int64
@@ -124,7 +125,7 @@ def _lookup(table: Tensor, depth: Tensor, absent: Tensor | None) -> Tensor:
 def ivit(problem: Problem, tiling: Tiling | None = None) -> Result:
     rows = _Rows(problem, tiling)
     amax = rows.absolute_maximum()
-    unit = _served_unit(rows.scores.unit * amax / 127, problem)
+    unit = _served_unit(divided(rows.scores.unit * amax, 127), problem)
     one = torch.round(1 / unit).clamp_min(1).to(torch.int64)
     x = -torch.arange(255, device=problem.device)  # int8 codes are at most 254 apart
     x = (x + (x >> 1) - (x >> 4)).maximum(-IVIT_OCTAVES * one.view(1))  # log2(e) as 1.0111 in binary
@@ -183,7 +184,7 @@ def ibert(problem: Problem, tiling: Tiling | None = None) -> Result:
 def fqvit(problem: Problem, tiling: Tiling | None = None) -> Result:
     rows = _Rows(problem, tiling)
     amax = rows.absolute_maximum()
-    unit = _served_unit(rows.scores.unit * amax / 127, problem)
+    unit = _served_unit(divided(rows.scores.unit * amax, 127), problem)
     polynomial = _Polynomial(unit)
     table = polynomial.exp(torch.arange(255, device=problem.device), lambda x: x.view(1))
 

@@ -53,7 +53,7 @@ def unsupported(problem: Problem) -> str | None:
 def run(problem: Problem) -> Result:
     if problem.method in FAMILIES:
         return FAMILIES[problem.method].run(problem)
-    return integer.run(problem, _KERNELS)
+    return integer.run(problem, KERNELS)
 
 
 def _is_short_rows(problem: Problem) -> bool:
@@ -70,7 +70,7 @@ def attention_launch(
     return short_rows.short_rows_launch(problem, _ROW_BITS[problem.method], constants, out, statistics, scales)
 
 
-_KERNELS = Kernels(
+KERNELS = Kernels(
     fused_inputs=lambda problem: "qkv" if _is_short_rows(problem) else "",
     attention=attention_launch,
     amax=quantize.amax_launches,

@@ -23,15 +23,16 @@ from intflash.quant import QTensor
 
 STEPS: dict[str, Steps] = {
     "int_flash_full": mixed_precision_steps.FULL,
-    "int_flash_half": mixed_precision_steps.HALF,
-    "lite": mixed_precision_steps.LITE["integer"],
-    "qattn": mixed_precision_steps.QATTN,
+    "int_flash_half": mixed_precision_steps.FLOAT16_P,
+    "lite": mixed_precision_steps.BFLOAT16_P,
+    "qattn": mixed_precision_steps.BFLOAT16_P,
     "fp16": mixed_precision_steps.FLOAT,
     "bf16": mixed_precision_steps.FLOAT,
     "fp32": mixed_precision_steps.FLOAT,
     "fp8": mixed_precision_steps.FP8,
     "fp8_head": mixed_precision_steps.FP8,
 }
+CONVERSION = {"int_flash_half": "integer", "lite": "integer"}  # of `online_softmax`; "convert" for the other methods
 _LEAST_KEYS = 32  # keys of a tile: int8 products take 32 keys at once
 
 
@@ -69,12 +70,11 @@ def default_tile(method: str, head_dim: int, nq: int, nk: int) -> TileShape:
 
 def mixed_launch(
     problem: Problem, parts: tuple[Operand, Operand, Operand], out: Tensor, statistics: Statistics,
-    tile: TileShape | None = None, steps: Steps | None = None,
+    tile: TileShape | None = None, conversion: str | None = None,
 ) -> TritonLaunch:  # fmt: skip
-    """Returns the launch. operands: from `float_softmax.operands`. steps: the method's own by default."""
+    """Returns the launch. parts: from `float_softmax.operands`. tile and conversion: the method's own by default."""
     q, k, v = parts
     (batch, heads, nq, d), (nk, dv) = q.data.shape, v.data.shape[2:]
-    steps = steps or STEPS[problem.method]
     tile = tile or default_tile(problem.method, d, nq, nk)
     if v.granularity == "block":
         tile = replace(tile, keys=min(tile.keys, v.block_size & -v.block_size))
@@ -86,6 +86,7 @@ def mixed_launch(
         v_block=v.block_size,
         v_channels=1 if v.scale is None else v.scale.shape[3],
         out_channels=1 if problem.out_scale is None else problem.out_scale.shape[3],
+        conversion=conversion or CONVERSION.get(problem.method, "convert"),
     )
     score_bounds = (
         view(_score_bounds(k.scale, k.block_size, nk, tile.keys, block_dim(d, 32))) if scale_kinds.k == "key" else None
@@ -108,7 +109,7 @@ def mixed_launch(
             _octaves(problem.bias_float), problem.keep, problem.causal if causal == "offset" else None, batch
         ),
         cu_q=problem.cu_seqlens_q, cu_k=problem.cu_seqlens_k, sequences=sequences, nq=nq, nk=nk,
-        STEPS=steps, KIND=scale_kinds, CAUSAL=causal, PLAIN=scale_kinds, D=d, DV=dv,
+        STEPS=STEPS[problem.method], KIND=scale_kinds, CAUSAL=causal, PLAIN=scale_kinds, D=d, DV=dv,
         BM=tile.rows, BN=tile.keys, BD=block_dim(d, 32), BDV=block_dim(dv, 16),
         CONSTS=LaunchConstants(
             problem.group, 1, 1, all_visible=not packed and problem.causal is None and nk % tile.keys == 0

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from intflash.backends.triton.device_functions import Position, head_base, natural_order, permuted_keys
 from intflash.backends.triton.intflash_steps import Hooks, Steps, make_steps
-from intflash.backends.triton.online_softmax import biased, general, online_softmax
+from intflash.backends.triton.online_softmax import general, online_softmax
 from intflash.numerics.triton import PTX
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the rounded integer in the low bits
@@ -47,7 +47,7 @@ class MixedConstants(NamedTuple):
 
 class ScaleKinds(NamedTuple):
     """Where scales are applied: K's "none", "head", "tile" (one per tile of keys) or "key"; V's "none", "end" or
-    "tile".
+    "tile". conversion: how `online_softmax` makes floats of int32 scores.
     """
 
     k: str
@@ -56,6 +56,7 @@ class ScaleKinds(NamedTuple):
     v_block: int
     v_channels: int
     out_channels: int
+    conversion: str
 
 
 # --- hooks of the tile loop
@@ -227,47 +228,16 @@ def _accumulate(m, alpha, p, l, acc, v, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _step_half(state, s, unit, bias, present, v, KIND: tl.constexpr):
+def _step_float16(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
-    m, alpha, p = online_softmax(m, s, unit, bias, present, KIND, "integer")
+    m, alpha, p = online_softmax(m, s, unit, bias, present, KIND)
     return _accumulate(m, alpha, p, l, acc, v, tl.float16)
 
 
 @triton.jit
-def _step_half_biased(state, s, unit, bias, present, v, KIND: tl.constexpr):
+def _step_bfloat16(state, s, unit, bias, present, v, KIND: tl.constexpr):
     m, l, acc = state
-    if KIND.k == "key" and bias is None and present is None:
-        m, alpha, p = biased(m, s, unit)
-    else:
-        m, alpha, p = online_softmax(m, s, unit, bias, present, KIND, "integer")
-    return _accumulate(m, alpha, p, l, acc, v, tl.float16)
-
-
-@triton.jit
-def _step_lite_convert(state, s, unit, bias, present, v, KIND: tl.constexpr):
-    m, l, acc = state
-    m, alpha, p = online_softmax(m, s, unit, bias, present, KIND, "convert")
-    return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
-
-
-@triton.jit
-def _step_lite_magic(state, s, unit, bias, present, v, KIND: tl.constexpr):
-    m, l, acc = state
-    m, alpha, p = online_softmax(m, s, unit, bias, present, KIND, "magic")
-    return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
-
-
-@triton.jit
-def _step_lite_dual(state, s, unit, bias, present, v, KIND: tl.constexpr):
-    m, l, acc = state
-    m, alpha, p = online_softmax(m, s, unit, bias, present, KIND, "dual")
-    return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
-
-
-@triton.jit
-def _step_lite_integer(state, s, unit, bias, present, v, KIND: tl.constexpr):
-    m, l, acc = state
-    m, alpha, p = online_softmax(m, s, unit, bias, present, KIND, "integer")
+    m, alpha, p = online_softmax(m, s, unit, bias, present, KIND)
     return _accumulate(m, alpha, p, l, acc, v, tl.bfloat16)
 
 
@@ -326,15 +296,8 @@ def _steps(step, hooks: Hooks, result=_result, keys: int | None = None) -> Steps
     return make_steps(_initial, None, None, step, result, keys, hooks)
 
 
-HALF = _steps(_step_half, _INTEGER_QK)
-HALF_BIASED = _steps(_step_half_biased, _INTEGER_QK)
+FLOAT16_P = _steps(_step_float16, _INTEGER_QK)
+BFLOAT16_P = _steps(_step_bfloat16, _INTEGER_QK)
 FULL = _steps(_step_full, _INTEGER_P, _result_full, keys=64)  # P counts in 1 / 127 of the running maximum
-LITE = {
-    "convert": _steps(_step_lite_convert, _INTEGER_QK),
-    "magic": _steps(_step_lite_magic, _INTEGER_QK),
-    "dual": _steps(_step_lite_dual, _INTEGER_QK),
-    "integer": _steps(_step_lite_integer, _INTEGER_QK),
-}
-QATTN = LITE["convert"]  # bfloat16 P and V, as the paper describes
 FLOAT = _steps(_step_float, _FLOAT_QK)
 FP8 = _steps(_step_fp8, _E4M3_QK, _result_fp8)

@@ -1,13 +1,14 @@
 """Online-softmax updates of the methods with a float32 softmax: from a tile's scores to exponentials against the
 running maximum.
 
-An update takes (m, scores s, unit) and returns (m', alpha, p). It converts int32 scores to float32 in one of four ways.
-`lite` exists with each of them, and benchmarks/conversion.py measures them:
+An update takes (m, scores s, unit) and returns (m', alpha, p). It converts int32 scores to float32 in one of these
+ways, which benchmarks/conversion.py measures:
 
     convert   I2F, float maximum
     magic     integer addition of a magic constant, float maximum; the softmax's FMA also subtracts the constant
     dual      half of the scores by `convert`, half by integer addition and integer maximum, interleaved
     integer   integer addition and integer maximum for all scores
+    biased    as `integer`, also where K has a scale for each key; the scores are then rounded
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _dual(m, s, unit):
 
 
 @triton.jit
-def biased(m, s, unit):
+def _biased(m, s, unit):
     """As `_integer` with a scale for each key. Scores plus the tile's `score_bound` are positive floats, which are
     ordered as their bits are.
 
@@ -103,15 +104,20 @@ def biased(m, s, unit):
 
 
 @triton.jit
-def online_softmax(m, s, unit, bias, present, KIND: tl.constexpr, CONVERSION: tl.constexpr):
-    """Applies the chosen update where the shape allows it, and `general` in tiles with key scales, a bias or absent
-    keys.
+def online_softmax(m, s, unit, bias, present, KIND: tl.constexpr):
+    """Applies the update of KIND.conversion, and `general` in tiles with key scales, a bias or absent keys, which the
+    other updates do not take.
     """
-    if CONVERSION == "convert" or KIND.k == "key" or bias is not None or present is not None:
+    if KIND.conversion == "convert" or bias is not None or present is not None:
         return general(m, s, unit, bias, present, KIND, 0.0)
-    elif CONVERSION == "magic":
+    elif KIND.k == "key":
+        if KIND.conversion == "biased":
+            return _biased(m, s, unit)
+        else:
+            return general(m, s, unit, bias, present, KIND, 0.0)
+    elif KIND.conversion == "magic":
         return _magic(m, s, unit)
-    elif CONVERSION == "dual":
+    elif KIND.conversion == "dual":
         return _dual(m, s, unit)
     else:
         return _integer(m, s, unit)

@@ -18,6 +18,7 @@ from intflash.errors import InputError
 from intflash.numerics.exp import ABSENT, output_multiplier
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
+from intflash.quant.quantizers import divided
 
 MIN_UNIT = 2.0**-30  # the least unit of a score: with a smaller one the exponentials exceed int64
 MAX_KEYS = 8192  # a row of scores must fit the registers of one program
@@ -48,7 +49,7 @@ def run(problem: Problem) -> Result:
     launches, amax, out_scale = unfused_launches(problem, out, statistics)
     for launch in launches:
         launch.run()
-    unit = _unit(problem)[..., 0] * (1.0 if amax is None else amax.double() / 127)
+    unit = _unit(problem)[..., 0] * (1.0 if amax is None else divided(amax.double(), 127))
     if problem.check_finite and bool((unit < MIN_UNIT).any()):
         raise InputError(f"{problem.method} needs a score unit of at least 2^-30, got {unit.min():.3g}")
     lse = None
@@ -157,8 +158,6 @@ def _output_constants(problem: Problem):
         return None, None
     s_v, out_scale = _spread(problem.v, problem.group), problem.out_scale
     if out_scale is None:
-        # a tensor, because CUDA multiplies by the reciprocal of a Python number
-        qmax = torch.full_like(s_v, torch.iinfo(problem.out_dtype).max)
-        out_scale = s_v * ((1 << (problem.v.bits - 1)) - 1) / qmax
+        out_scale = divided(s_v * ((1 << (problem.v.bits - 1)) - 1), torch.iinfo(problem.out_dtype).max)
     multiplier, exponent = output_multiplier(s_v, out_scale)
     return view(((24 + _FRACTION[problem.method] - exponent) << 32) | multiplier), out_scale

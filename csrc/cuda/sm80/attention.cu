@@ -1,0 +1,166 @@
+// Attention for every NVIDIA GPU from compute capability 8.0 on, by mma.sync and cp.async: any number of queries and
+// keys, head_dim to 256, masks, bias and packed sequences.
+//
+// A CTA computes WARPS * ROW_TILES * 16 rows of a head. Tiles of K and V are copied to a ring of stages in shared
+// memory; Q, scores, P and accumulators stay in registers.
+//
+// Macros:
+//   METHOD            ExactP16, ExactP8 or Online
+//   HEAD_DIM          channels of Q and K, a multiple of 8 to 256
+//   VALUE_DIM         channels of V and of the output
+//   SLICES            CTAs that share the channels of V, where the registers of one do not suffice
+//   QUERY, OUT        the types of Q (i8, or a float type with p.q_scale) and of the output
+//   KEY_MAJOR         1: V has contiguous keys
+//   ROW_SCALES        1: Q has a scale for each token
+//   CAUSAL            0 none, 1 key j is present for row i if j <= i + p.causal, 2 the same with each packed sequence's
+//                     number of keys less its number of queries
+//   PACKED            1: the batch of one holds p.count sequences, whose ends are p.q_ends and p.k_ends
+//   BIAS, KEEP        see sm80/masks.cuh
+//   WARPS, ROW_TILES  warps of a CTA, and tiles of 16 rows of a warp
+//   KEYS, STAGES      keys of a tile, a multiple of 32, and stages of the ring
+//   CTAS_PER_SM       CTAs per multiprocessor, which bounds the registers of a thread
+//   VALUES_IN_RANGE   1: no float of Q is outside its scale's range
+#include "sm80/rows.cuh"
+
+constexpr u32 TABLE_BYTES = METHOD::PASSES == 1 ? 256 * WORD_BYTES : 0;  // of the table of P, before the stages
+constexpr int SMALL = 32;  // keys of the last tile that are computed, if it has no more
+
+// The rows of a CTA, and where they and their keys are in the tensors.
+struct Work {
+  u32 batch, head, kv_head;
+  i32 row;               // the CTA's first row
+  i32 rows, keys;        // of the sequence
+  i64 q_start, k_start;  // the sequence's first row and key
+  i32 causal;
+
+  DEVICE Work(const Params& p) {
+    const u32 tiles = p.tiles, of = quotient(blockIdx.x, tiles, p.share.whole_reciprocal);
+    i32 tile = blockIdx.x - of * tiles;
+    batch = quotient(of, p.heads, p.share.heads_reciprocal), head = of - batch * p.heads;
+    kv_head = key_head(p, head);
+    rows = p.nq, keys = p.nk, q_start = 0, k_start = 0, causal = p.causal;
+#if PACKED
+    // `tiles` is a bound: CTAs beyond the last sequence's tiles find none
+    rows = 0;
+    for (i32 i = 0; i < p.count; ++i) {
+      const i32 first = p.q_ends[i], count = p.q_ends[i + 1] - first, its_tiles = (count + CTA_ROWS - 1) / CTA_ROWS;
+      if (tile < its_tiles) {
+        q_start = first, rows = count, k_start = p.k_ends[i], keys = p.k_ends[i + 1] - (i32)k_start;
+        break;
+      }
+      tile -= its_tiles;
+    }
+    if (CAUSAL == 2) causal = keys - rows;
+#else
+    if (CAUSAL) tile = tiles - 1 - tile;  // the CTAs with most keys first
+#endif
+    row = tile * CTA_ROWS;
+  }
+  // A row past the last one stands for the last one.
+  DEVICE RowPlace place(i32 row) const { return {head, q_start + min(row, rows - 1)}; }
+  // The number of keys that a row sees.
+  DEVICE i32 seen(i32 row) const { return CAUSAL ? max(min(keys, min(row, rows - 1) + causal + 1), 0) : keys; }
+};
+
+template <class Method>
+struct Warp : WarpRows<Method, Work> {
+  typedef WarpRows<Method, Work> Rows;
+  using Rows::method, Rows::work, Rows::p, Rows::place, Rows::row_of;
+  i32 first_seen, last_seen;  // the number of keys that the warp's first and last row see
+
+  DEVICE Warp(const Params& p, const Work& work) : Rows(p, work, work.row + threadIdx.x / 32 * WARP_ROWS) {
+    const i32 first = work.row + threadIdx.x / 32 * WARP_ROWS;
+    first_seen = work.seen(first), last_seen = first < work.rows ? work.seen(first + WARP_ROWS - 1) : 0;
+  }
+
+  // Computes the tile of a step in one of its forms, and refills the ring.
+  template <bool LAST_PASS, class Ring>
+  DEVICE void tile(Ring& ring, i32 step, i32 first) {
+    const u32 stage = ring.wait();
+    if (first + KEYS <= first_seen)
+      tile_as<LAST_PASS, KEYS, false>(ring, stage, step, first);
+    else if (first + SMALL < last_seen)
+      tile_as<LAST_PASS, KEYS, true>(ring, stage, step, first);
+    else if (first < last_seen)
+      tile_as<LAST_PASS, SMALL, true>(ring, stage, step, first);
+    else
+      ring.refill(step);  // no row of this warp sees the tile
+  }
+  template <bool LAST_PASS, int NOW, bool MASKED, class Ring>
+  DEVICE void tile_as(Ring& ring, u32 stage, i32 step, i32 first) {
+    const TileOperands operands(stage, stage + K_BYTES);
+    Scores s;
+    this->template compute_scores<NOW>(operands, s);
+    ring.refill(step);
+    if constexpr (LAST_PASS)
+      this->template add_values<NOW, MASKED>(s, operands, first);
+    else
+      method.template update_row_max<NOW, MASKED>(s, this->masks, first, work.keys);
+  }
+
+  template <class Ring>
+  DEVICE void run(i32 tiles, Ring& ring) {
+    if constexpr (Method::PASSES == 2) {
+#pragma unroll 1
+      for (i32 i = 0; i < tiles; ++i) tile<false>(ring, i, i * KEYS);
+      method.finish_row_max([&](int m, int h) { return this->magnitude(m, h); });
+    }
+#pragma unroll 1
+    for (i32 i = 0; i < tiles; ++i) tile<true>(ring, (Method::PASSES - 1) * tiles + i, i * KEYS);
+  }
+
+  DEVICE void store() const {
+    typedef typename Method::Accumulator Accumulator;
+    const OutputConstants constants = load_output_constants<OUT>(p, work.batch, work.head, work.kv_head);
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) {
+      const u32 l[2] = {method.l(m, 0), method.l(m, 1)};
+      RowScale<OUT, Accumulator> scales[2];
+      row_scales(computes_second_row() ? l[1] : l[0], constants, scales);
+#pragma unroll
+      for (int chunk = 0; chunk < V_CHUNKS; ++chunk) {
+        Accumulator mine[2][4];
+        method.result(m, 0, chunk, mine[0]), method.result(m, 1, chunk, mine[1]);
+        u32 words[2][SIZE<OUT>];
+        output_words<OUT>(mine, scales, constants, words);
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if (row_of(m, h) < work.rows)
+            store_channels<OUT>(p, work.batch, place(m, h), 16 * (first_chunk() + chunk) + threadIdx.x % 4 * 4,
+                                words[h]);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (p.l && blockIdx.y == 0 && threadIdx.x % 4 == 0 && row_of(m, h) < work.rows) {
+          const i64 at = ((i64)work.batch * p.heads + work.head) * p.nq + place(m, h).row;
+          p.t_max[at] = method.t_max(m, h);
+          p.l[at] = l[h];
+        }
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 memory[];
+  const u32 shared = shared_address(memory);
+  if constexpr (TABLE_BYTES) fill_table(shared);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const Work work(p);
+  if (work.row >= work.rows) return;
+  const TileLoader loader(p, work.batch, work.kv_head, work.k_start, work.keys);
+  const i32 tiles = (work.seen(work.row + CTA_ROWS - 1) + KEYS - 1) / KEYS;
+  // Step i is tile i of the first of two passes, which needs K only, or a tile of the last pass.
+  const auto load = [&](i32 i, u32 to) {
+    const bool last_pass = METHOD::PASSES == 1 || i >= tiles;
+    const i32 first = (METHOD::PASSES == 2 && last_pass ? i - tiles : i) * KEYS;
+    if (i >= METHOD::PASSES * tiles) return;
+    loader.load_k(to, first);
+    if (last_pass) loader.load_v(to + K_BYTES, first);
+  };
+  TileRing<K_BYTES + V_BYTES, decltype(load)> ring(shared + TABLE_BYTES, load);
+  Warp<METHOD> warp(p, work);
+  warp.init(shared);
+  warp.run(tiles, ring);
+  warp.store();
+}

@@ -1,0 +1,205 @@
+// Attention of few rows over many keys (decode), by three kernels, one for each STEP. The query heads that share a key
+// head are the rows of one tile of 16, so that K and V are read once. CTAs take ranges of the keys, and each warp of a
+// CTA takes 32 keys of a tile.
+//
+//   0  Q K^T and the row maxima of each range
+//   1  P below the exact maximum of all ranges, and P V
+//   2  the output
+//
+// All sums are exact integers, so that any split of the keys gives the same bits.
+//
+// Macros: STEP, and those of attention.cu without PACKED and ROW_TILES. METHOD is ExactP16 or ExactP8, and KEYS is 32 *
+// WARPS.
+#define ROW_TILES 1
+#include "sm80/rows.cuh"
+
+constexpr int ROWS = 16;
+constexpr int PADDED_CHANNELS = 16 * ALL_V_CHUNKS, DIGITS = METHOD::DIGITS;
+constexpr int ROW_SUMS = DIGITS * (PADDED_CHANNELS + 1);  // of a row: accumulators of each digit, then the sums of p
+static_assert(KEYS == 32 * WARPS);
+
+// The rows and the range of keys of a CTA.
+struct Work {
+  const Params& p;
+  u32 of, batch, kv_head;  // of: counts the key heads of all batches
+  i32 split, rows, keys;
+  i32 first, last;  // keys of the range
+  i64 k_start = 0;
+
+  DEVICE Work(const Params& p, u32 index) : p(p) {
+    of = quotient(index, p.split.splits, p.split.splits_reciprocal), split = index - of * p.split.splits;
+    batch = quotient(of, p.split.kv_heads, p.split.heads_reciprocal), kv_head = of - batch * p.split.kv_heads;
+    rows = p.split.group * p.nq, keys = p.nk;
+    first = split * p.split.keys, last = min(first + p.split.keys, keys);
+  }
+  // A row past the last one stands for the last one.
+  DEVICE RowPlace place(i32 row) const {
+    const u32 r = min(row, rows - 1), head = quotient(r, p.nq, p.split.queries_reciprocal);
+    return {kv_head * p.split.group + head, r - head * p.nq};
+  }
+  DEVICE i32 seen(i32 row) const { return CAUSAL ? max(min(keys, (i32)place(row).row + p.causal + 1), 0) : keys; }
+  DEVICE i32 tiles() const { return (last - first + KEYS - 1) / KEYS; }
+  // The first of this warp's keys in a tile.
+  DEVICE i32 first_key(i32 tile) const { return first + tile * KEYS + warp_keys(); }
+  DEVICE static i32 warp_keys() { return threadIdx.x / 32 * 32; }
+  DEVICE i32* scores(i32 row) const { return p.split.scores + ((i64)of * rows + row) * p.split.pitch; }
+  DEVICE i32* sums(i32 row) const { return p.split.sums + ((i64)of * ROWS + row) * ROW_SUMS; }
+  DEVICE i64* maxima(i32 split) const { return p.split.maxima + ((i64)of * p.split.splits + split) * ROWS; }
+};
+
+// Reads an accumulator whose digits are PADDED_CHANNELS apart.
+DEVICE void read_sums(const i32* from, i32& acc) { acc = from[0]; }
+DEVICE void read_sums(const i32* from, P16Accumulator& acc) { acc = {from[0], from[PADDED_CHANNELS]}; }
+
+typedef WarpRows<METHOD, Work> Rows;
+typedef METHOD::Peak Peak;
+
+#if STEP == 0
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 memory[];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const Work work(p, blockIdx.x);
+  const TileLoader loader(p, work.batch, work.kv_head, 0, work.keys);
+  const i32 tiles = work.tiles();
+  const auto load = [&](i32 i, u32 to) {
+    if (i < tiles) loader.load_k(to, work.first + i * KEYS);
+  };
+  TileRing<K_BYTES, decltype(load)> ring(shared_address(memory), load);
+  if (work.split == 0)
+    for (i32 i = threadIdx.x; i < ROWS * ROW_SUMS; i += THREADS) work.sums(0)[i] = 0;
+  Rows rows(p, work, 0);
+  rows.init(0);
+#pragma unroll 1
+  for (i32 i = 0; i < tiles; ++i) {
+    const TileOperands tile(ring.wait(), 0, Work::warp_keys());
+    const i32 first = work.first_key(i);
+    Scores s;
+    rows.compute_scores<32>(tile, s);
+    ring.refill(i);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        const i32 key = first + first_key(group);
+        if (rows.row_of(0, h) < work.rows && key < work.keys)
+          *(int4*)(work.scores(rows.row_of(0, h)) + key) =
+              make_int4(score_of(s, 0, h, group, 0), score_of(s, 0, h, group, 1), score_of(s, 0, h, group, 2),
+                        score_of(s, 0, h, group, 3));
+      }
+    if (!CAUSAL && first + 32 <= work.keys)
+      rows.method.update_row_max<32, false>(s, rows.masks, first, work.keys);
+    else
+      rows.method.update_row_max<32, true>(s, rows.masks, first, work.keys);
+  }
+  __shared__ i64 maxima[WARPS][ROWS];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const Peak most = quad_max(rows.method.peak[0][h]);
+    if (threadIdx.x % 4 == 0) maxima[threadIdx.x / 32][threadIdx.x % 32 / 4 + 8 * h] = most;
+  }
+  __syncthreads();
+  if (threadIdx.x < ROWS) {
+    i64 most = maxima[0][threadIdx.x];
+    for (int i = 1; i < WARPS; ++i) most = maxima[i][threadIdx.x] > most ? maxima[i][threadIdx.x] : most;
+    work.maxima(work.split)[threadIdx.x] = most;
+  }
+}
+
+#elif STEP == 1
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 memory[];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const Work work(p, blockIdx.x);
+  const TileLoader loader(p, work.batch, work.kv_head, 0, work.keys);
+  const i32 tiles = work.tiles();
+  const auto load = [&](i32 i, u32 to) {
+    if (i < tiles) loader.load_v(to, work.first + i * KEYS);
+  };
+  TileRing<V_BYTES, decltype(load)> ring(shared_address(memory), load);
+  Rows rows(p, work, 0);
+  rows.init(0);
+  METHOD& method = rows.method;
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    for (i32 i = 0; i < p.split.splits; ++i) {
+      const Peak x = (Peak)work.maxima(i)[rows.row_of(0, h)];
+      method.peak[0][h] = method.peak[0][h] > x ? method.peak[0][h] : x;
+    }
+  method.finish_row_max([&](int m, int h) { return rows.magnitude(m, h); });
+#pragma unroll 1
+  for (i32 i = 0; i < tiles; ++i) {
+    const i32 first = work.first_key(i);
+    Scores s;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        const i32 row = min(rows.row_of(0, h), work.rows - 1), key = min(first + first_key(group), p.split.pitch - 4);
+        const int4 x = *(const int4*)(work.scores(row) + key);
+        s[0][2 * group][2 * h] = x.x, s[0][2 * group][2 * h + 1] = x.y;
+        s[0][2 * group + 1][2 * h] = x.z, s[0][2 * group + 1][2 * h + 1] = x.w;
+      }
+    const TileOperands tile(0, ring.wait(), Work::warp_keys());
+    ring.refill(i);
+    if (!CAUSAL && first + 32 <= work.keys)
+      rows.add_values<32, false>(s, tile, first);
+    else
+      rows.add_values<32, true>(s, tile, first);
+  }
+  // the sums of all warps, in the memory of the ring
+  i32* sums = (i32*)memory;
+  __syncthreads();
+  for (i32 i = threadIdx.x; i < ROWS * ROW_SUMS; i += THREADS) sums[i] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    i32* row = sums + rows.row_of(0, h) * ROW_SUMS;
+#pragma unroll
+    for (int digit = 0; digit < DIGITS; ++digit) {
+#pragma unroll
+      for (int chunk = 0; chunk < V_CHUNKS; ++chunk)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const i32 channel = 16 * (first_chunk() + chunk) + threadIdx.x % 4 * 4 + j;
+          if (channel < PADDED_CHANNELS)
+            atomicAdd(row + digit * PADDED_CHANNELS + channel, method.acc[digit][0][chunk][j % 2][2 * h + j / 2]);
+        }
+      if (blockIdx.y == 0) atomicAdd(row + DIGITS * PADDED_CHANNELS + digit, (i32)method.sums[digit][0][h]);
+    }
+    if (p.l && work.split == 0 && blockIdx.y == 0 && threadIdx.x < 32 && threadIdx.x % 4 == 0 &&
+        rows.row_of(0, h) < work.rows) {
+      const RowPlace at = rows.place(0, h);
+      p.t_max[((i64)work.batch * p.heads + at.head) * p.nq + at.row] = method.t_max(0, h);
+    }
+  }
+  __syncthreads();
+  for (i32 i = threadIdx.x; i < work.rows * ROW_SUMS; i += THREADS)
+    if (sums[i]) atomicAdd(work.sums(0) + i, sums[i]);
+}
+
+#else
+extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_constant__ Params p) {
+  typedef METHOD::Accumulator Accumulator;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const Work work(p, blockIdx.x * p.split.splits);
+  for (i32 i = threadIdx.x; i < work.rows * (PADDED_CHANNELS / 4); i += THREADS) {
+    const i32 row = i / (PADDED_CHANNELS / 4), channel = i % (PADDED_CHANNELS / 4) * 4;
+    const RowPlace at = work.place(row);
+    const i32* sums = work.sums(row);
+    const u32* p_sums = (const u32*)sums + DIGITS * PADDED_CHANNELS;
+    const u32 l = DIGITS == 1 ? p_sums[0] : (p_sums[0] << 8) + p_sums[DIGITS - 1];
+    if (p.l && channel == 0) p.l[((i64)work.batch * p.heads + at.head) * p.nq + at.row] = l;
+    Accumulator acc[1][4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) read_sums(sums + channel + j, acc[0][j]);
+    const OutputConstants constants = load_output_constants<OUT>(p, work.batch, at.head, work.kv_head);
+    const RowScale<OUT, Accumulator> scales[1] = {{l, constants}};
+    u32 words[1][SIZE<OUT>];
+    output_words<OUT>(acc, scales, constants, words);
+    store_channels<OUT>(p, work.batch, at, channel, words[0]);
+  }
+}
+#endif

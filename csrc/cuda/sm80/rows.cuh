@@ -1,0 +1,161 @@
+// The rows of a warp: their codes, masks and softmax, and the products with tiles of keys.
+//
+// A Work knows where the rows are: place(row), the head and the row of the tensors; seen(row), the number of keys that
+// the row sees; `batch`, `keys` and `k_start`, its first key.
+//
+// Macros: QUERY, VALUES_IN_RANGE, BIAS, KEEP; see attention.cu.
+#pragma once
+#include "quantize.cuh"
+#include "sm80/softmax.cuh"
+
+typedef Codes<QUERY, VALUES_IN_RANGE> In;
+
+struct RowPlace {
+  u32 head;
+  i64 row;
+};
+
+// Stores four adjacent outputs of a row, without those past the last channel.
+template <typename TO>
+DEVICE void store_channels(const Params& p, u32 batch, const RowPlace& at, i32 channel, const u32 (&words)[SIZE<TO>]) {
+  if (channel >= VALUE_DIM) return;
+  u8* to = (u8*)element<TO>(p.out.ptr, head_offset(p.out, batch, at.head) + at.row * p.out.n + channel);
+  if constexpr (VALUE_DIM % 4 == 0) {
+    store_words(to, words);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      constexpr int BYTES = SIZE<TO>;
+      const u32 bits = words[i * BYTES / 4] >> (8 * (i * BYTES % 4));
+      if (channel + i >= VALUE_DIM) continue;
+      if constexpr (BYTES == 1)
+        to[i] = bits;
+      else if constexpr (BYTES == 2)
+        ((u16*)to)[i] = bits;
+      else
+        ((u32*)to)[i] = bits;
+    }
+  }
+}
+
+template <class Method, class Work>
+struct WarpRows {
+  const Params& p;
+  const Work& work;
+  i32 row;  // this lane's first row: it has rows row + 16 m + 8 h
+  u32 q[ROW_TILES][K_STEPS][4];
+  RowMasks masks;
+  Method method;
+
+  DEVICE WarpRows(const Params& p, const Work& work, i32 first) : p(p), work(work), row(first + threadIdx.x % 32 / 4) {}
+  DEVICE i32 row_of(int m, int h) const { return row + 16 * m + 8 * h; }
+  DEVICE RowPlace place(int m, int h) const { return work.place(row_of(m, h)); }
+
+  DEVICE void load_query() {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const RowPlace at = place(m, h);
+        const u8* from = p.q.ptr + (head_offset(p.q, work.batch, at.head) + at.row * p.q.n) * SIZE<QUERY>;
+        float inverse = 1.0f;
+        if constexpr (SIZE<QUERY> > 1)
+          inverse = In::usable_inverse(__frcp_rn(*head_element<float>(p.q_scale, work.batch, at.head)));
+#pragma unroll
+        for (int i = 0; i < 2 * K_STEPS; ++i) {
+          const u32 channel = 16 * i + threadIdx.x % 4 * 4;
+          typename In::Raw<1> raw;
+          load_words(from + min(channel, HEAD_DIM - 4) * SIZE<QUERY>, raw.word);
+          if (In::has_far_values(inverse)) In::clamp_far_values(raw, inverse);
+          u32 w[1];
+          In::codes(raw, inverse, w);
+          q[m][i / 2][2 * (i % 2) + h] = HEAD_DIM % 32 == 0 || channel < HEAD_DIM ? w[0] : 0;
+        }
+      }
+  }
+  DEVICE Score score_of(int m, int h) const {
+    const RowPlace at = place(m, h);
+    return unpack_score(((const i64*)p.score.ptr)[head_offset(p.score, work.batch, at.head) + at.row * p.score.n]);
+  }
+  DEVICE void init(u32 table) {
+    load_query();
+    method.init([&](int m, int h) { return score_of(m, h); }, table);
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        masks[m][h].seen = work.seen(row_of(m, h));
+        const RowPlace at = place(m, h);
+#if BIAS
+        masks[m][h].bias = {p.bias, work.batch, (u32)p.bias_batches, p.bias_reciprocal, at.head, at.row, work.k_start};
+#endif
+#if KEEP
+        masks[m][h].keep = {p.keep, work.batch, (u32)p.keep_batches, p.keep_reciprocal, at.head, at.row, work.k_start};
+#endif
+      }
+  }
+  DEVICE u32 magnitude(int m, int h) const {
+    u32 sum = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * K_STEPS; ++i) sum = add_magnitudes(q[m][i / 2][2 * (i % 2) + h], sum);
+    return quad_sum(sum);
+  }
+
+  template <int NOW>
+  DEVICE void compute_scores(const TileOperands& tile, Scores& s) const {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int i = 0; i < NOW / 2; ++i) s[m][i / 4][i % 4] = 0;
+#pragma unroll
+    for (int group = 0; group < NOW / 16; ++group)
+#pragma unroll
+      for (int step = 0; step < K_STEPS; ++step) {
+        OperandB k[2];
+        tile.keys(group, step, k);
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m) {
+          const OperandA a = {q[m][step][0], q[m][step][1], q[m][step][2], q[m][step][3]};
+          mma_s8_s8(s[m][2 * group], a, k[0]);
+          mma_s8_s8(s[m][2 * group + 1], a, k[1]);
+        }
+      }
+  }
+
+  // Makes P of the scores of a tile whose first key is `first`, and adds P V to the accumulators.
+  template <int NOW, bool MASKED>
+  DEVICE void add_values(const Scores& s, const TileOperands& tile, i32 first) {
+    method.template begin_tile<NOW, MASKED>(s, masks, first, work.keys);
+    if (!MASKED && !BIAS && method.fast)
+      add_values_as<NOW, MASKED, true>(s, tile, first);
+    else
+      add_values_as<NOW, MASKED, false>(s, tile, first);
+  }
+  template <int NOW, bool MASKED, bool FAST>
+  DEVICE void add_values_as(const Scores& s, const TileOperands& tile, i32 first) {
+#pragma unroll
+    for (int step = 0; step < NOW / 32; ++step) {
+      OperandA weights[Method::DIGITS][ROW_TILES];
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          u32 word[Method::DIGITS];
+          method.template p_words<MASKED, FAST>(s, m, i % 2, 2 * step + i / 2, masks[m][i % 2], first, work.keys, word);
+#pragma unroll
+          for (int digit = 0; digit < Method::DIGITS; ++digit) weights[digit][m].word[i] = word[digit];
+        }
+#pragma unroll
+      for (int chunk = 0; chunk < V_CHUNKS; ++chunk) {
+        OperandB v[2];
+        tile.values(step, chunk, v);
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+          for (int digit = 0; digit < Method::DIGITS; ++digit)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) mma_u8_s8(method.acc[digit][m][chunk][e], weights[digit][m], v[e]);
+      }
+    }
+  }
+};

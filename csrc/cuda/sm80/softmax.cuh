@@ -1,0 +1,263 @@
+// The softmax of a warp's rows: scores to P and row sums, and the accumulators of P V.
+//
+// A method has PASSES over the keys, and two forms of P, of which `fast` tells whether the faster one is exact.
+// `update_row_max` sees the scores of a tile in the first pass of two; `begin_tile` and `p_words` make P of a tile's
+// scores in the last pass. NOW is the number of keys of the tile that are computed, MASKED whether a row may not see
+// all of them.
+//
+// Macros: ROW_SCALES (1: Q has a scale for each token), BIAS, KEEP; see attention.cu.
+#pragma once
+#include "epilogue.cuh"
+#include "exp2.cuh"
+#include "exp2_table.cuh"
+#include "sm80/masks.cuh"
+#include "sm80/tiles.cuh"
+
+typedef i32 Scores[ROW_TILES][KEYS / 8][4];
+// Rows of a lane: row g + 8 h of each of its row tiles.
+typedef RowMask RowMasks[ROW_TILES][2];
+
+// Score i of a word of keys: accumulator element i % 2 of one of two tiles.
+DEVICE i32 score_of(const Scores& s, int m, int h, int group, int i) { return s[m][2 * group + i / 2][2 * h + i % 2]; }
+DEVICE i32 first_key(int group) { return 16 * group + threadIdx.x % 4 * 4; }
+
+template <int DIGITS>
+struct AccumulatorOf {
+  typedef i32 Type;
+};
+template <>
+struct AccumulatorOf<2> {
+  typedef P16Accumulator Type;
+};
+
+// P in one digit (P8) or two (P16: 256 high + low), each with its own accumulators.
+template <int DIGITS_>
+struct PDigits {
+  static constexpr int DIGITS = DIGITS_;
+  typedef typename AccumulatorOf<DIGITS>::Type Accumulator;
+  i32 acc[DIGITS][ROW_TILES][V_CHUNKS][2]
+         [4];  // element 2 h + i of chunk c and parity e is channel 16 c + 4 q + 2 i + e
+  u32 sums[DIGITS][ROW_TILES][2];
+  Score scores[ROW_SCALES ? 2 * ROW_TILES : 1];
+
+  DEVICE const Score& score(int m, int h) const { return scores[ROW_SCALES ? 2 * m + h : 0]; }
+  // score_of(m, h): the constants of a row.
+  template <class ScoreOf>
+  DEVICE void init(ScoreOf constants) {
+#pragma unroll
+    for (int i = 0; i < (ROW_SCALES ? 2 * ROW_TILES : 1); ++i) scores[i] = constants(i / 2, i % 2);
+#pragma unroll
+    for (int i = 0; i < DIGITS * ROW_TILES * V_CHUNKS * 8; ++i) (&acc[0][0][0][0][0])[i] = 0;
+#pragma unroll
+    for (int i = 0; i < DIGITS * ROW_TILES * 2; ++i) (&sums[0][0][0])[i] = 0;
+  }
+  DEVICE void add_sums(int m, int h, const u32 (&word)[DIGITS]) {
+#pragma unroll
+    for (int digit = 0; digit < DIGITS; ++digit) sums[digit][m][h] = add_bytes(word[digit], sums[digit][m][h]);
+  }
+  DEVICE u32 l(int m, int h) const {
+    return quad_sum(DIGITS == 1 ? sums[0][m][h] : (sums[0][m][h] << 8) + sums[DIGITS - 1][m][h]);
+  }
+  // The accumulators of four adjacent channels.
+  DEVICE void result(int m, int h, int chunk, Accumulator (&x)[4]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int e = j % 2, i = 2 * h + j / 2;
+      if constexpr (DIGITS == 1)
+        x[j] = acc[0][m][chunk][e][i];
+      else
+        x[j] = {acc[0][m][chunk][e][i], acc[1][m][chunk][e][i]};
+    }
+  }
+};
+
+// intflash and intflash_p8: P below the exact row maximum, which a first pass finds.
+template <int DIGITS>
+struct ExactMaximum : PDigits<DIGITS> {
+  static constexpr int PASSES = 2;
+  static constexpr int DOTS = DIGITS == 2 ? 0 : 2;  // see four_p
+#if BIAS
+  typedef i64 Peak;  // T
+  static constexpr Peak NONE = -(1ll << 62);
+#else
+  typedef i32 Peak;  // a score
+  static constexpr Peak NONE = NO_SCORE;
+#endif
+  Peak peak[ROW_TILES][2];
+  i64 B[ROW_TILES][2];
+  bool fast;  // whether the 32-bit form of the exponential is exact for all rows of the warp
+
+  template <class ScoreOf>
+  DEVICE void init(ScoreOf constants, u32) {
+    PDigits<DIGITS>::init(constants);
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i) peak[i / 2][i % 2] = NONE;
+  }
+
+  // Computes T of a word of keys, and makes those absent that the bias does.
+  DEVICE void exponents(const Scores& s, int m, int h, int group, const RowMask& mask, i32 key, i32 keys, i64 (&t)[4],
+                        u32& present) const {
+    const Score& unit = this->score(m, h);
+#if BIAS
+    i32 bias[4];
+    mask.bias.read(key, keys, bias);
+#endif
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      t[i] = multiply_add(score_of(s, m, h, group, i) << unit.k, unit.C, 0);
+#if BIAS
+      t[i] = multiply_add(bias[i], 1 << 12, t[i]);
+      if (bias[i] == NO_SCORE) present &= ~(0xFFu << (8 * i));
+#endif
+    }
+  }
+
+  template <int NOW, bool MASKED>
+  DEVICE void update_row_max(const Scores& s, const RowMasks& masks, i32 first, i32 keys) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int group = 0; group < NOW / 16; ++group) {
+          const i32 key = first + first_key(group);
+          u32 present = MASKED || KEEP ? masks[m][h].template present<MASKED>(key, keys) : ~0u;
+#if BIAS
+          i64 x[4];
+          exponents(s, m, h, group, masks[m][h], key, keys, x, present);
+#else
+          const i32 x[4] = {score_of(s, m, h, group, 0), score_of(s, m, h, group, 1), score_of(s, m, h, group, 2),
+                            score_of(s, m, h, group, 3)};
+#endif
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const Peak seen = !(MASKED || KEEP || BIAS) || present & 1u << (8 * i) ? x[i] : NONE;
+            peak[m][h] = peak[m][h] > seen ? peak[m][h] : seen;
+          }
+        }
+  }
+
+  // magnitude(m, h): the sum of the magnitudes of a row's codes.
+  template <class Magnitude>
+  DEVICE void finish_row_max(Magnitude magnitude) {
+    bool fast = !BIAS;
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i) {
+      const int m = i / 2, h = i % 2;
+      const Score& unit = this->score(m, h);
+      const Peak most = quad_max(peak[m][h]);
+#if BIAS
+      B[m][h] = most == NONE ? NONE : K0 - most;  // p is 0 without keys
+#else
+      const i64 top = multiply_add(most << unit.k, unit.C, 0);
+      fast &= octave_above(top) <= exp_32bit_limit(unit.C, unit.k, magnitude(m, h));
+      B[m][h] = K0 - top;
+#endif
+    }
+    this->fast = __all_sync(~0u, fast);
+  }
+
+  template <int NOW, bool MASKED>
+  DEVICE void begin_tile(const Scores&, const RowMasks&, i32, i32) {}
+
+  // Makes the words of P of a group of keys. FAST: with the 32-bit form of the exponential.
+  template <bool MASKED, bool FAST>
+  DEVICE void p_words(const Scores& s, int m, int h, int group, const RowMask& mask, i32 first, i32 keys,
+                      u32 (&word)[DIGITS]) {
+    const i32 key = first + first_key(group);
+    const Score& unit = this->score(m, h);
+    u32 present = MASKED || KEEP ? mask.template present<MASKED>(key, keys) : ~0u;
+    if constexpr (FAST) {
+      four_p<DOTS>(score_of(s, m, h, group, 0), score_of(s, m, h, group, 1), score_of(s, m, h, group, 2),
+                   score_of(s, m, h, group, 3), unit.C >> 8, (u32)(B[m][h] >> 8), word);
+    } else {
+      i64 t[4];
+      exponents(s, m, h, group, mask, key, keys, t, present);
+      four_p({power(t[0] + B[m][h]), power(t[1] + B[m][h]), power(t[2] + B[m][h]), power(t[3] + B[m][h])}, word);
+    }
+    if (MASKED || KEEP || BIAS) {
+#pragma unroll
+      for (u32& x : word) x &= present;
+    }
+    this->add_sums(m, h, word);
+  }
+  DEVICE i64 t_max(int m, int h) const { return K0 - B[m][h]; }
+};
+
+typedef ExactMaximum<1> ExactP8;
+typedef ExactMaximum<2> ExactP16;
+
+// intflash_online: one pass over granules of 128 keys, which are the tiles. A row's sums are shifted when a granule
+// raises its octave. P comes from the table (exp2_table.cuh).
+struct Online : PDigits<1> {
+  static constexpr int PASSES = 1;
+  TableUnit units[ROW_SCALES ? 2 * ROW_TILES : 1];
+  TableRow rows[ROW_TILES][2];
+  u32 lane;   // address of this lane's first word of the table
+  bool fast;  // whether scores below the table may be replaced by its lowest entries
+
+  DEVICE const TableUnit& unit(int m, int h) const { return units[ROW_SCALES ? 2 * m + h : 0]; }
+  template <class ScoreOf>
+  DEVICE void init(ScoreOf constants, u32 table) {
+    PDigits::init(constants);
+    lane = table + threadIdx.x % 32 * 4;
+    fast = true;
+#pragma unroll
+    for (int i = 0; i < (ROW_SCALES ? 2 * ROW_TILES : 1); ++i) {
+      units[i] = TableUnit(scores[i]);
+      fast &= units[i].clamps();
+    }
+    fast = __all_sync(~0u, fast);
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i) rows[i / 2][i % 2].init();
+  }
+
+  template <int NOW, bool MASKED>
+  DEVICE void begin_tile(const Scores& s, const RowMasks& masks, i32 first, i32 keys) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        i32 peak = NO_SCORE;
+#pragma unroll
+        for (int group = 0; group < NOW / 16; ++group) {
+          const u32 present =
+              MASKED || KEEP ? masks[m][h].template present<MASKED>(first + first_key(group), keys) : ~0u;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const i32 x = score_of(s, m, h, group, i);
+            peak = max(peak, !(MASKED || KEEP) || present & 1u << (8 * i) ? x : NO_SCORE);
+          }
+        }
+        if (__any_sync(~0u, peak > rows[m][h].limit)) raise(m, h, peak);
+      }
+  }
+  // Raises the octaves of the rows that need it, and shifts their sums.
+  DEVICE void raise(int m, int h, i32 peak) {
+    TableRow& row = rows[m][h];
+    const bool needs_64_bits = __any_sync(~0u, row.needs_64_bits(peak, unit(m, h)));
+    const i32 score = quad_max(peak);
+    const u32 l = quad_sum(sums[0][m][h]);
+    i32 by = 0;
+    if (needs_64_bits)
+      by = row.raise_64bit(score, unit(m, h));
+    else if (row.limit != NO_SCORE)  // else the row has no keys yet
+      by = row.raise_32bit(score, unit(m, h));
+    // the shift rounds, so it applies to the quad's sum and not to its parts
+    sums[0][m][h] = threadIdx.x % 4 ? 0 : l >> by;
+#pragma unroll
+    for (int i = 0; i < 4 * V_CHUNKS; ++i) acc[0][m][i / 4][i / 2 % 2][2 * h + i % 2] >>= by;
+  }
+
+  template <bool MASKED, bool FAST>
+  DEVICE void p_words(const Scores& s, int m, int h, int group, const RowMask& mask, i32 first, i32 keys,
+                      u32 (&word)[1]) {
+    u32 p[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) p[i] = lookup(rows[m][h].entry<FAST>(score_of(s, m, h, group, i), unit(m, h)), lane);
+    word[0] = pack_unsigned_bytes(p[0], p[1], p[2], p[3]);
+    if (MASKED || KEEP) word[0] &= mask.template present<MASKED>(first + first_key(group), keys);
+    add_sums(m, h, word);
+  }
+  DEVICE i64 t_max(int m, int h) const { return (i64)rows[m][h].octave(unit(m, h)) << 32; }
+};

@@ -1,0 +1,248 @@
+// Launches of csrc/cuda/sm90/long_rows.cu, which streams tiles of keys through shared memory.
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <tuple>
+#include <vector>
+
+#include "host/cuda/plan.h"
+
+namespace intflash::gpu {
+namespace {
+
+constexpr int64_t kTile = 128;                    // keys per tile
+constexpr int64_t kStages = 4;                    // of the ring buffer
+constexpr int64_t kSharedBytes = 227 * 1024;      // available to a CTA
+constexpr int64_t kTableBytes = 32 * 1024;        // of the table of P of `intflash_online`
+constexpr int64_t kStagingBytes = 2 * 16 * 1024;  // of floats that wait in shared memory to be quantized
+// Times of 1, 2, ... of two or three warpgroups relative to that of all, measured.
+constexpr double kWarpgroupTimes[2][3] = {{0.8, 1.0, 0}, {0.57, 0.78, 1.0}};
+constexpr double kOutputTime = 0.1;  // part of that time that 64 rows' output takes
+// To quantize a tile of K and V with D = 64, by all warpgroups of a CTA or beside its consumers.
+constexpr double kQuantizeTileUs = 0.6;
+// A separate quantization pass: its least time, and its rate at 3 bytes per element.
+constexpr double kPassLeastUs = 4.5, kPassTbS = 4.0;
+
+constexpr const char* kMethodNames[] = {"ExactP16", "ExactP8", "Online"};  // in the order of Method
+
+const Source kSource = {"sm90/long_rows.cu",
+                        "attention",
+                        {{"METHOD", kMethodNames},
+                         {"BLOCK_FLOAT", nullptr},
+                         {"HEAD_DIM", nullptr},
+                         {"CONSUMERS", nullptr},
+                         {"CAUSAL", nullptr},
+                         {"ROW_SCALES", nullptr},
+                         {"KEY_SCALES", nullptr},
+                         {"QUERY", kTypeNames},
+                         {"VALUE", kTypeNames},
+                         {"OUT", kTypeNames},
+                         {"TMA", nullptr},
+                         {"P_SHARED", nullptr},
+                         {"P_TABLE", nullptr},
+                         {"SCRATCH_BYTES", nullptr},
+                         {"STAGES", nullptr},
+                         {"KV_RESIDENT", nullptr},
+                         {"FLOAT_KV", nullptr},
+                         {"VALUES_IN_RANGE", nullptr}}};
+
+bool has_kernel(Method method) { return method == Method::kP16 || method == Method::kP8 || method == Method::kOnline; }
+
+bool uses_p_table(const Problem& p) { return p.method == Method::kOnline; }
+
+bool p_in_shared(const Problem& p, int64_t consumers) { return consumers == 3 && p.head_dim() > 96 && uses_p_table(p); }
+
+// Bytes of P, where it goes through shared memory, of floats that wait to be quantized, and of the table of P.
+int64_t extra_shared_bytes(const Problem& p, int64_t consumers, bool floats) {
+  return 64 * consumers * kTile * p_in_shared(p, consumers) + floats * kStagingBytes + uses_p_table(p) * kTableBytes;
+}
+
+// Bytes of `SharedLayout` of long_rows_load.cuh: the stages with their barriers, Q's rows, and `extra`.
+int64_t shared_bytes(int64_t d, int64_t consumers, int64_t stages, int64_t extra) {
+  const int64_t stage = round_up(kTile * key_width(d) + kTile * d, 1024) + 16;
+  return stages * stage + 64 * consumers * key_width(d) + extra;
+}
+
+// The number of ring stages that fit in shared memory.
+int64_t most_stages(int64_t d, int64_t consumers, int64_t extra) {
+  const int64_t one = shared_bytes(d, consumers, 1, extra), two = shared_bytes(d, consumers, 2, extra);
+  return 1 + (kSharedBytes - one) / (two - one);
+}
+
+// Whether quantizing floats on the way leaves the consumers as many registers as TMA does.
+bool light_quantization(int64_t d) { return d == 64; }
+
+// The number of consumer warpgroups, as many as registers allow. light_loads: the producer needs few registers, as with
+// TMA; rows: each row has its own scale.
+int64_t consumers_of(const Problem& p, bool light_loads, bool rows) {
+  const int64_t d = p.head_dim();
+  if (p.method == Method::kP16) return 32 < d && d <= 64 && light_loads && !rows ? 3 : 2;
+  if (p.method == Method::kP8) return d <= 96 || d == 128 ? 3 : 2;
+  if (rows) return d <= (p.is_causal ? 64 : 80) ? 3 : 2;
+  return d <= 96 || !p.is_causal ? 3 : 2;
+}
+
+// Whether K and V of a head can be resident in shared memory.
+bool fits_resident(const Problem& p, int64_t stages) { return !p.is_causal && ceil_div(p.nk(), kTile) <= stages; }
+
+struct Schedule {
+  int64_t ctas;
+  ::Share share;
+};
+
+// The tiles of 64 rows that each CTA takes with K/V resident in shared memory. A CTA takes consecutive tiles, so that
+// it loads few heads. Where loading a head takes as long as computing a tile, as it does for floats, a CTA takes tiles
+// of a single head if that costs it at most one more tile.
+Schedule schedule_resident_heads(const Problem& p, bool floats, int64_t processors) {
+  const int64_t heads = p.batch() * p.heads();
+  int64_t tiles = ceil_div(p.nq(), 64), ctas = std::min(heads * tiles, processors);
+  int64_t each = heads * tiles / ctas, more = heads * tiles % ctas;
+  if (floats && heads <= processors) {
+    int64_t parts = processors / heads;
+    const int64_t of_one = ceil_div(tiles, parts);
+    if (of_one <= each + 1) {
+      parts = ceil_div(tiles, of_one);
+      ctas = heads * parts, tiles = parts * of_one, each = of_one, more = 0;
+    }
+  }
+  ::Share share{};
+  share.whole = i32(tiles), share.rest_tiles = i32(each);
+  share.whole_of_all = share.pieces = u32(heads * tiles);
+  share.first = u32(more);
+  share.whole_reciprocal = quotient_reciprocal(tiles);
+  share.heads_reciprocal = quotient_reciprocal(p.heads());
+  return {ctas, share};
+}
+
+// The number of whole ranges of a head, tiles of 64 rows in a smaller range, and the first CTA that takes smaller ones.
+struct RangeSplit {
+  int64_t whole, tiles, first;
+};
+
+// Returns the split that finishes first when `processors` multiprocessors take ranges round robin.
+RangeSplit find_range_split(int64_t nq, int64_t heads, int64_t consumers, int64_t processors) {
+  const int64_t rows = 64 * consumers, most = nq / rows;
+  const double* const times = kWarpgroupTimes[consumers - 2];
+  const bool total_decides = heads * (most + 1) > 32 * processors;  // with this much work, as it is shared evenly
+  std::vector<double> rest, ends;
+  bool found = false;
+  RangeSplit best{};
+  double least = 0;
+  for (int64_t whole = most; whole > std::max<int64_t>(most - 4, -1); --whole)
+    for (int64_t tiles = consumers; tiles > 0; --tiles) {
+      const int64_t left = nq - rows * whole;
+      rest.assign(size_t(left / (64 * tiles)), times[tiles - 1]);
+      if (const int64_t last = left % (64 * tiles))  // of several smaller ranges, a full one finishes last
+        rest.push_back(times[ceil_div(last, 64) - 1] - kOutputTime * double(std::max<int64_t>(64 - last, 0)) / 64);
+      const int64_t ranges = heads * (whole + ceil_div(left, 64 * tiles));
+      for (const int64_t first : {heads * whole % std::min(ranges, processors), int64_t(0)}) {
+        double cost;
+        if (total_decides) {
+          if (first != 0) continue;
+          cost = 0;
+          for (double time : rest) cost += time;
+          cost += double(whole);
+        } else {
+          const int64_t ctas = std::min(heads * (whole + int64_t(rest.size())), processors);
+          ends.assign(size_t(ctas), double(heads * whole / ctas));
+          for (int64_t i = 0; i < heads * whole % ctas; ++i) ends[size_t(i)] += 1;
+          const int64_t count = heads * int64_t(rest.size());
+          for (int64_t i = 0; i < count; ++i) ends[size_t(first + i % (ctas - first))] += rest[size_t(i) % rest.size()];
+          cost = *std::max_element(ends.begin(), ends.end());
+        }
+        if (!found || cost < least) found = true, least = cost, best = {whole, tiles, first};
+      }
+    }
+  return best;
+}
+
+// The search takes tens of microseconds, so that its results are kept. Callers hold Python's global lock.
+RangeSplit choose_range_split(int64_t nq, int64_t heads, int64_t consumers, int64_t processors) {
+  static auto& known = *new std::map<std::tuple<int64_t, int64_t, int64_t, int64_t>, RangeSplit>;
+  const auto key = std::tuple(nq, heads, consumers, processors);
+  const auto at = known.find(key);
+  if (at != known.end()) return at->second;
+  if (known.size() >= 4096) known.clear();
+  return known[key] = find_range_split(nq, heads, consumers, processors);
+}
+
+// The ranges that the tile scheduler hands out: `consumers` tiles of 64 rows each, then the rows that remain of each
+// head, in smaller ranges. The kernel is persistent: a CTA takes one range after another. With a causal mask, where
+// ranges take different times, each range has its own CTA, the longest first.
+Schedule schedule_ranges(const Problem& p, int64_t consumers, int64_t processors) {
+  const int64_t heads = p.batch() * p.heads(), nq = p.nq(), rows = 64 * consumers;
+  const RangeSplit split =
+      p.is_causal ? RangeSplit{ceil_div(nq, rows), 1, 0} : choose_range_split(nq, heads, consumers, processors);
+  const int64_t rest = ceil_div(std::max<int64_t>(nq - rows * split.whole, 0), 64 * split.tiles);
+  const int64_t whole_of_all = heads * split.whole, ranges = heads * (split.whole + rest);
+  ::Share share{};
+  share.whole = i32(split.whole), share.rest = i32(rest), share.rest_tiles = i32(split.tiles);
+  share.whole_of_all = u32(whole_of_all), share.pieces = u32(ranges), share.first = u32(split.first);
+  share.whole_reciprocal = quotient_reciprocal(split.whole);
+  share.rest_reciprocal = quotient_reciprocal(rest);
+  share.heads_reciprocal = quotient_reciprocal(p.heads());
+  return {p.is_causal ? ranges : std::min(ranges, processors), share};
+}
+
+// Whether every CTA quantizes its heads in less time than a separate pass over K and V takes. The times were measured.
+bool quantizing_is_faster(const Problem& p, int64_t processors) {
+  const int64_t batch = p.k.shape[0], heads = p.k.shape[1], nk = p.nk(), d = p.k.shape[3];
+  const ::Share share = schedule_resident_heads(p, true, processors).share;
+  const int64_t each = share.rest_tiles, tiles = share.whole;
+  const bool in_step = share.first == 0 && (tiles % each == 0 || each % tiles == 0);  // heads begin where CTAs do
+  const int64_t loaded = ceil_div(each, tiles) + !in_step;
+  return double(loaded * ceil_div(nk, kTile) * d) / 64 * kQuantizeTileUs <
+         kPassLeastUs + 6e-6 * double(batch) * double(heads) * double(nk) * double(d) / kPassTbS;
+}
+
+// Whether the byte offsets between a head's tokens fit in 32 bits.
+bool offsets_fit_32_bits(const Tensor& x) { return x.shape[2] * std::abs(x.stride[2]) * x.bytes() < int64_t(1) << 31; }
+
+}  // namespace
+
+bool long_rows_serve(const Problem& p, Refusal& why) {
+  if (!has_kernel(p.method)) return why.no([] { return "the method has no kernel for long rows"; });
+  const int64_t d = p.head_dim(), dv = p.v.shape[3];
+  if (d != dv || d % 16 || d > 128)
+    return why.no([&] {
+      return "needs one head_dim, a multiple of 16 up to 128, got " + std::to_string(d) + " and " + std::to_string(dv);
+    });
+  if (p.bias) return why.no([] { return "long rows do not support bias"; });
+  if (p.keep) return why.no([] { return "long rows do not support keep"; });
+  return true;
+}
+
+// Whether the kernel quantizes the problem's float K and V itself: 16-bit floats, with K/V resident in shared memory.
+bool long_rows_quantize_keys(const Problem& p, int processors) {
+  const int64_t d = p.head_dim();
+  if (!has_kernel(p.method) || p.q.bytes() != 2 || d == 16) return false;  // 16: registers would spill
+  if (!offsets_fit_32_bits(p.k) || !offsets_fit_32_bits(p.v)) return false;
+  const int64_t consumers = consumers_of(p, light_quantization(d), false);
+  const int64_t stages = most_stages(d, consumers, extra_shared_bytes(p, consumers, true));
+  return fits_resident(p, stages) && quantizing_is_faster(p, processors);
+}
+
+void long_rows_launch(const Attention& a, Launch& launch) {
+  const Problem& p = a.p;
+  const bool floats = !a.k.is_codes(), rows = a.has_row_scales();
+  const int64_t d = p.head_dim();
+  launch.has_maps = !floats && p.nk() % 16 == 0 && set_tensor_maps(launch, a.k, a.v, kTile / 16, key_width(d));
+  const int64_t consumers = consumers_of(p, floats ? light_quantization(d) : launch.has_maps, rows);
+  const int64_t extra = extra_shared_bytes(p, consumers, floats), most = most_stages(d, consumers, extra);
+  // Resident K/V are faster for int8 Q, which is loaded during the previous output. Loading float Q takes more time
+  // than resident K/V save where there are at most two tiles of keys.
+  const bool resident = floats || (fits_resident(p, most) && (a.q.is_codes() || p.nk() > 2 * kTile));
+  const int64_t stages = resident ? most : kStages;
+  launch.program = {&kSource,
+                    {int32_t(p.method), 0, int32_t(d), int32_t(consumers), p.is_causal, rows, 0, int32_t(a.q.type),
+                     int32_t(OutType::kInt8), int32_t(p.out_type), launch.has_maps, p_in_shared(p, consumers),
+                     uses_p_table(p), 0, int32_t(stages), resident, floats, a.is_fused && p.is_dynamic()}};
+  const Schedule schedule =
+      resident ? schedule_resident_heads(p, floats, a.processors) : schedule_ranges(p, consumers, a.processors);
+  launch.grid[0] = uint32_t(schedule.ctas);
+  launch.threads = uint32_t(128 * (consumers + 1));
+  launch.shared_bytes = uint32_t(shared_bytes(d, consumers, stages, extra));
+  launch.set_parameters<::Params>() = attention_parameters(a, 1, schedule.share);
+}
+
+}  // namespace intflash::gpu

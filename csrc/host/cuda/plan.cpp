@@ -1,0 +1,264 @@
+#include "host/cuda/plan.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace intflash::gpu {
+
+::View view(const Tensor& x) {
+  ::View v{};
+  v.ptr = reinterpret_cast<const u8*>(x.data);
+  i64* const steps[] = {&v.b, &v.h, &v.n, &v.d};
+  for (int i = 0; i < 4; ++i) *steps[i] = !x || x.shape[i] == 1 ? 0 : x.stride[i];
+  return v;
+}
+
+::View data_view(const Tensor& x) {
+  return {reinterpret_cast<const u8*>(x.data), x.stride[0], x.stride[1], x.stride[2], x.stride[3]};
+}
+
+std::string text_of(const int64_t (&four)[4]) {
+  std::string text = "(";
+  for (int i = 0; i < 4; ++i) text += (i ? ", " : "") + std::to_string(four[i]);
+  return text + ")";
+}
+
+bool is_readable(const Tensor& x, int64_t tokens) {
+  int64_t last = std::max<int64_t>(tokens - x.shape[2], 0) * x.stride[2];
+  for (int i = 0; i < 4; ++i) last += (x.shape[i] - 1) * x.stride[i];
+  return last < x.available;
+}
+
+bool is_key_major(const Tensor& v, int64_t keys) {
+  if (v.stride[2] != 1 || uintptr_t(v.data) % 16) return false;
+  for (int i : {0, 1, 3})
+    if (v.shape[i] > 1 && v.stride[i] % 16) return false;
+  return is_readable(v, keys);
+}
+
+::Params attention_parameters(const Attention& a, int32_t tiles, const ::Share& share) {
+  const Problem& p = a.p;
+  ::Params t{};
+  t.q = data_view(a.q), t.k = data_view(a.k), t.v = data_view(a.v), t.out = data_view(a.memory.out);
+  t.score = view(a.constants.score), t.output = view(a.constants.output);
+  t.q_scale = view(a.scale[0]), t.k_scale = view(a.scale[1]);
+  t.v_scale = view(a.scale[2] ? a.scale[2] : a.constants.v_scale);
+  t.bias = view(p.bias), t.keep = view(p.keep);
+  t.t_max = reinterpret_cast<i64*>(a.memory.t_max), t.l = a.memory.l;
+  t.sm_scale = p.sm_scale;
+  t.group_reciprocal = reciprocal(p.group());
+  t.nq = i32(p.nq()), t.nk = i32(p.nk());
+  const int64_t bias_batches = p.bias ? p.bias.shape[0] : 1, keep_batches = p.keep ? p.keep.shape[0] : 1;
+  t.bias_batches = i32(bias_batches), t.keep_batches = i32(keep_batches);
+  t.causal = p.is_causal ? i32(p.causal_offset) : 0;
+  t.tiles = tiles;
+  t.count = i32(p.batch() * p.heads()), t.heads = i32(p.heads());
+  t.head_reciprocal = reciprocal(p.heads());
+  t.bias_reciprocal = bias_batches == p.batch() ? 0 : reciprocal(bias_batches);
+  t.keep_reciprocal = keep_batches == p.batch() ? 0 : reciprocal(keep_batches);
+  t.share = share;
+  return t;
+}
+
+bool set_tensor_maps(Launch& launch, const Tensor& k, const Tensor& v, int64_t groups, int64_t width) {
+  // A map lists the dimensions of a box in the order of shared memory, so that TMA permutes the rows: K's as
+  // `score_row` orders each 16 keys, and those of V^T as `value_row` orders the channels
+  // (csrc/cuda/sm90/wgmma_layout.cuh). The second coordinate of K is the row at which a head begins, so that heads may
+  // have any number of keys. Keys past the last whole group are copied as zeros.
+  {
+    const int64_t b = k.shape[0] > 1 ? k.stride[0] : 0, h = k.shape[1] > 1 ? k.stride[1] : 0, row = k.stride[2];
+    if (k.stride[3] != 1 || row % 16 || k.shape[2] < 16 || row == 0 || b % row || h % row) return false;
+    const int64_t batch = b / row, head = h / row;
+    const int64_t rows = (k.shape[0] - 1) * batch + (k.shape[1] - 1) * head + 2;
+    if (rows >= int64_t(1) << 31) return false;
+    launch.k_map = {{uint64_t(k.shape[3]), uint64_t(rows), 4, 2, uint64_t(k.shape[2] / 16)},
+                    {uint64_t(row), uint64_t(4 * row), uint64_t(2 * row), uint64_t(16 * row)},
+                    {uint32_t(width), 2, 4, 2, uint32_t(groups)},
+                    int(width),
+                    k.data};
+    launch.maps.k_batch = i32(batch), launch.maps.k_head = i32(head);
+  }
+  const int64_t b = v.shape[0] > 1 ? v.stride[0] : 0, h = v.shape[1] > 1 ? v.stride[1] : 0, channel = v.stride[3];
+  const int64_t d = v.shape[3], matrix = h ? h : b ? b : d * channel;
+  if (v.stride[2] != 1 || channel % 16 || b % matrix || matrix % 16) return false;
+  const int64_t batch = b / matrix, head = h / matrix;
+  const int64_t matrices = (v.shape[0] - 1) * batch + (v.shape[1] - 1) * head + 1;
+  launch.v_map = {{uint64_t(v.shape[2]), 2, 4, uint64_t(d / 8), uint64_t(matrices)},
+                  {uint64_t(channel), uint64_t(d / 4 * channel), uint64_t(2 * channel), uint64_t(matrix)},
+                  {128, 2, 4, uint32_t(d / 8), 1},
+                  128,
+                  v.data};
+  launch.maps.v_batch = i32(batch), launch.maps.v_head = i32(head);
+  return true;
+}
+
+namespace {
+
+constexpr int64_t kKeyPadding = 128;  // rows of V's codes are padded with zeros to a multiple of this many keys
+constexpr int64_t kAlignment = 256;   // of parts of the workspace
+
+bool is_aligned(const Tensor& x, const char* name, Refusal& why) {
+  if (name[0] == 'v' && x.is_codes() && x.stride[2] == 1) return true;  // contiguous keys
+  bool aligned = x.stride[3] == 1 && uintptr_t(x.data) % 16 == 0;
+  for (int i = 0; i < 3; ++i) aligned &= x.shape[i] == 1 || x.stride[i] * x.bytes() % 16 == 0;
+  return aligned || why.no([&] {
+    return std::string(name) + " needs contiguous channels and tokens at multiples of 16 bytes, got strides " +
+           text_of(x.stride);
+  });
+}
+
+// Whether kernels index this many heads, and rows this far apart.
+bool is_within_limits(const Problem& p, Refusal& why) {
+  if (p.heads() > kGridLimit)
+    return why.no([&] {
+      return "takes at most 65535 heads, got " + std::to_string(p.heads()) +
+             ": move independent heads to the batch axis";
+    });
+  const std::pair<const Tensor*, const char*> tensors[] = {
+      {&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}, {&p.bias, "bias"}, {&p.keep, "keep"}};
+  for (const auto& [x, name] : tensors)
+    if (*x && x->shape[2] * std::abs(x->stride[2]) >= int64_t(1) << 31)
+      return why.no([x = x, name = name] {
+        return std::string("rows of ") + name + " must lie within 2^31 elements, got strides " + text_of(x->stride);
+      });
+  return true;
+}
+
+bool has_short_rows(Method method) { return method == Method::kP16 || method == Method::kP8; }
+
+void set_constant_shapes(const Problem& p, const Tensor (&scale)[3], Choice& c) {
+  const int64_t heads = p.heads();
+  const auto heads_of = [&](const Tensor& s) { return s.shape[1] > 1 ? heads : 1; };
+  c.score_shape[0] = std::max(scale[0].shape[0], scale[1].shape[0]);
+  c.score_shape[1] = std::max(scale[0].shape[1], heads_of(scale[1]));
+  c.score_shape[2] = scale[0].shape[2], c.score_shape[3] = 1;
+  for (int i = 0; i < 4; ++i) c.output_shape[i] = 1;
+  if (!p.has_integer_output()) return;
+  c.output_shape[0] = scale[2].shape[0], c.output_shape[1] = heads_of(scale[2]);
+  if (p.given_out_scale)
+    for (int i = 0; i < 4; ++i) c.output_shape[i] = std::max(c.output_shape[i], p.given_out_scale.shape[i]);
+}
+
+int64_t numel(const int64_t (&shape)[4]) { return shape[0] * shape[1] * shape[2] * shape[3]; }
+
+}  // namespace
+
+Tensor packed(char* data, const int64_t (&shape)[4]) {
+  Tensor x;
+  x.data = data;
+  int64_t step = 1;
+  for (int i = 3; i >= 0; step *= shape[i--]) x.shape[i] = shape[i], x.stride[i] = step;
+  return x;
+}
+
+Tensor value_codes(const Problem& p, const Choice& c, char* workspace) {
+  const int64_t batch = p.k.shape[0], heads = p.k.shape[1], nk = p.nk(), d = p.head_dim();
+  const int64_t row = round_up(nk, c.copies_values ? 16 : kKeyPadding);
+  Tensor v = packed(workspace + c.value_codes, {batch, heads, d, row});
+  v.shape[2] = nk, v.shape[3] = d, v.stride[2] = 1, v.stride[3] = row;
+  v.type = OutType::kInt8;
+  v.available = batch * heads * d * row;
+  return v;
+}
+
+bool choose(const Problem& p, int processors, Choice& c, Refusal& why) {
+  c = {};
+  if (!is_within_limits(p, why) || !is_aligned(p.q, "q", why) || !is_aligned(p.k, "k", why) ||
+      !is_aligned(p.v, "v", why))
+    return false;
+  if (p.given_out_scale && p.given_out_scale.shape[3] > 1)
+    return why.no([] { return "out_scale must not differ between channels"; });
+  const bool is_short = has_short_rows(p.method);
+  Refusal ignored;
+  if (is_short && window_serves(p, ignored)) {
+    c.kernel = Kernel::kWindow;
+  } else if (is_short && short_rows_serve(p, ignored)) {
+    c.kernel = Kernel::kShortRows;
+  } else {
+    if (!long_rows_serve(p, why)) return false;
+    c.kernel = Kernel::kLongRows;
+    c.copies_values = !p.is_float() && !is_key_major(p.v, round_up(p.nk(), 16));
+  }
+  if (p.is_dynamic()) {
+    const bool heads = p.per_head[0] && p.per_head[1] && p.per_head[2];
+    c.head_amax_in_kernel = heads && c.kernel != Kernel::kLongRows && !p.has_integer_output();
+    if (!c.head_amax_in_kernel && (p.per_head[0] || p.per_head[1] || p.per_head[2]))
+      return why.no([] { return "dynamic scales per head are found by short rows with float output only"; });
+    c.finds_scales = !c.head_amax_in_kernel;
+  }
+  c.fuses_keys = p.is_float() && (c.kernel != Kernel::kLongRows || long_rows_quantize_keys(p, processors));
+  c.fills_constants = (!c.fuses_keys || p.has_integer_output()) && !p.ready_score;
+  int64_t end = 0;
+  const auto place = [&](int64_t bytes) {
+    const int64_t at = end;
+    end += round_up(bytes, kAlignment);
+    return at;
+  };
+  if (c.finds_scales) {
+    c.scales = c.zeros = place(32);  // int32 maxima and counter, then the scales
+    c.zero_bytes = 16;
+  }
+  if (c.copies_values) {
+    const int64_t bytes = p.k.shape[0] * p.k.shape[1] * p.head_dim() * round_up(p.nk(), 16);
+    c.value_codes = c.zeros = place(bytes);
+    c.zero_bytes = p.nk() % 16 ? bytes : 0;  // the keys that pad a row
+  }
+  if (p.is_float() && !c.fuses_keys) {
+    const int64_t key_heads = p.k.shape[0] * p.k.shape[1];
+    c.key_codes = place(key_heads * p.nk() * p.head_dim());
+    c.value_codes = place(key_heads * p.head_dim() * round_up(p.nk(), kKeyPadding));
+  }
+  if (c.fills_constants) {
+    const Tensor one[3], *scale = c.finds_scales ? one : p.scale;
+    set_constant_shapes(p, {scale[0], scale[1], scale[2]}, c);
+    c.score = place(8 * numel(c.score_shape));
+    if (p.has_integer_output()) c.output = place(8 * numel(c.output_shape));
+  }
+  c.bytes = end;
+  return true;
+}
+
+void fill_plan(const Problem& p, const Choice& c, const Memory& memory, int processors, Plan& plan) {
+  plan.count = 0;
+  char* const workspace = memory.workspace;
+  Attention a{p, memory, p.q, p.k, p.v, p.is_float(), c.head_amax_in_kernel, {}, {}, processors};
+  Tensor scale[3] = {p.scale[0], p.scale[1], p.scale[2]};
+  if (c.finds_scales) {
+    uint32_t* const amax = reinterpret_cast<uint32_t*>(workspace + c.scales);
+    for (int i = 0; i < 3; ++i) scale[i] = packed(reinterpret_cast<char*>(amax + 4 + i), {1, 1, 1, 1});
+    absmax_launch(p, amax, reinterpret_cast<float*>(amax + 4), plan.next());
+  }
+  if (c.fills_constants) {
+    constants_launch(p, c, scale, workspace, memory.out_scale, plan.next());
+    a.constants.score = packed(workspace + c.score, c.score_shape);
+    if (p.has_integer_output()) {
+      a.constants.output = packed(workspace + c.output, c.output_shape);
+    } else {
+      a.constants.v_scale = scale[2];
+    }
+  } else if (!c.fuses_keys) {
+    a.constants.score = packed(const_cast<char*>(p.ready_score), {1, 1, 1, 1});
+    a.constants.v_scale = scale[2];
+  } else {
+    a.constants.v_scale = scale[2];
+  }
+  if (p.is_float() && !c.fuses_keys) {
+    a.k = packed(workspace + c.key_codes, {p.k.shape[0], p.k.shape[1], p.nk(), p.head_dim()});
+    a.k.type = OutType::kInt8;
+    a.v = value_codes(p, c, workspace);
+    quantize_launch(p, scale, a.k, a.v, plan.next());
+  }
+  if (p.is_float() && !c.head_amax_in_kernel) {
+    a.scale[0] = scale[0];
+    if (c.fuses_keys) a.scale[1] = scale[1], a.scale[2] = scale[2];
+  }
+  if (c.copies_values) a.v = value_codes(p, c, workspace);
+  Launch& launch = plan.next();
+  switch (c.kernel) {
+    case Kernel::kWindow: window_launch(a, launch); break;
+    case Kernel::kShortRows: short_rows_launch(a, launch); break;
+    case Kernel::kLongRows: long_rows_launch(a, launch); break;
+  }
+}
+
+}  // namespace intflash::gpu

@@ -1,0 +1,131 @@
+// Launches of absmax.cu, quantize_inputs.cu and constants.cu, which run before the attention kernels.
+#include <algorithm>
+#include <utility>
+
+#include "cpu/arithmetic.hpp"
+#include "host/cuda/plan.h"
+
+namespace intflash::gpu {
+namespace {
+
+constexpr int64_t kTokens = 128;            // per CTA of quantize_inputs.cu
+constexpr int64_t kChunkBytes = 16;         // of absmax.cu
+constexpr int64_t kCtaChunks = 2048;        // that a CTA of absmax.cu loads at once
+constexpr int64_t kMostCtas = 3 * 4 * 132;  // of absmax.cu: more of them only add atomic operations
+constexpr const char* kUnits[] = {"Octaves", "TableSteps"};
+
+const Source kAbsmax = {
+    "absmax.cu", "absmax", {{"PARAMS_BYTES", nullptr}, {"IN", kTypeNames}, {"CTA_CHUNKS", nullptr}}};
+const Source kQuantize = {"quantize_inputs.cu",
+                          "quantize_inputs",
+                          {{"PARAMS_BYTES", nullptr},
+                           {"IN", kTypeNames},
+                           {"HEAD_DIM", nullptr},
+                           {"VALUE_DIM", nullptr},
+                           {"QUERY", nullptr},
+                           {"VALUES_IN_RANGE", nullptr}}};
+const Source kConstants = {
+    "constants.cu",
+    "constants",
+    {{"PARAMS_BYTES", nullptr}, {"UNIT", kUnits}, {"QMAX", nullptr}, {"GIVEN", nullptr}, {"MOST_E", nullptr}}};
+constexpr int32_t kMostOutputExponent = 29;  // numerics.exp.OUTPUT_EXPONENTS
+
+// Describes the memory of a tensor with contiguous channels, each element once: adjacent axes are joined, and axes of
+// stride 0 are left out.
+::Runs runs(const Tensor& x) {
+  std::pair<int64_t, int64_t> axes[3], kept[3] = {{0, 1}, {0, 1}, {0, 1}};  // stride, size
+  for (int i = 0; i < 3; ++i) axes[i] = {x.stride[i], x.shape[i]};
+  std::sort(axes, axes + 3);
+  int64_t run = x.shape[3];
+  int count = 0;
+  for (const auto& [stride, size] : axes) {
+    if (size == 1 || stride == 0) continue;
+    if (count == 0 && stride == run) {
+      run *= size;
+    } else if (count && stride == kept[count - 1].first * kept[count - 1].second) {
+      kept[count - 1].second *= size;
+    } else {
+      kept[count++] = {stride, size};
+    }
+  }
+  ::Runs r{};
+  const int64_t chunks = run * x.bytes() / kChunkBytes;
+  r.ptr = reinterpret_cast<const u8*>(x.data);
+  for (int i = 0; i < 3; ++i) r.strides[i] = kept[i].first * x.bytes();
+  r.count = u32(chunks * kept[0].second * kept[1].second * kept[2].second);
+  r.run = u32(chunks);
+  r.run_reciprocal = quotient_reciprocal(chunks);
+  for (int i = 0; i < 2; ++i) r.sizes[i] = u32(kept[i].second), r.size_reciprocals[i] = quotient_reciprocal(r.sizes[i]);
+  return r;
+}
+
+}  // namespace
+
+uint64_t packed_score(const Problem& p, float q_scale, float k_scale) {
+  const Exponent e =
+      exponent_constants(q_scale, k_scale, p.sm_scale, p.method == Method::kOnline ? kTableSteps : kOctaves);
+  return uint64_t(e.k) << 32 | e.c;
+}
+
+void absmax_launch(const Problem& p, uint32_t* amax, float* scales, Launch& launch) {
+  ::AbsmaxParams& params = launch.set_parameters<::AbsmaxParams>();
+  const Tensor* const tensors[] = {&p.q, &p.k, &p.v};
+  u32 most = 0;
+  for (int i = 0; i < 3; ++i) params.x[i] = runs(*tensors[i]), most = std::max(most, params.x[i].count);
+  params.amax = amax, params.scales = scales;
+  launch.program = {&kAbsmax, {int32_t(sizeof(::AbsmaxParams)), int32_t(p.q.type), int32_t(kCtaChunks)}};
+  launch.grid[0] = uint32_t(std::min(ceil_div(most, kCtaChunks) * 3, kMostCtas));
+  launch.threads = 256;
+}
+
+void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k_codes, const Tensor& v_codes,
+                     Launch& launch) {
+  ::QuantizeParams& params = launch.set_parameters<::QuantizeParams>();
+  const Tensor* const x[] = {&p.k, &p.v, &p.q};
+  const Tensor none, *const codes[] = {&k_codes, &v_codes, &none}, *const scales[] = {&scale[1], &scale[2], &scale[0]};
+  int64_t units = 0;
+  for (int i = 0; i < 3; ++i) {
+    params.x[i] = data_view(*x[i]);
+    params.codes[i] = *codes[i] ? data_view(*codes[i]) : ::View{};
+    params.scales[i] = view(*scales[i]);
+    params.tokens[i] = u32(x[i]->shape[2]), params.heads[i] = u32(x[i]->shape[1]);
+    if (i < 2) units = std::max(units, x[i]->shape[0] * x[i]->shape[1] * ceil_div(x[i]->shape[2], kTokens));
+  }
+  params.batches = u32(p.batch());
+  launch.program = {&kQuantize,
+                    {int32_t(sizeof(::QuantizeParams)), int32_t(p.q.type), int32_t(p.head_dim()), int32_t(p.head_dim()),
+                     0, p.is_dynamic()}};
+  launch.grid[0] = uint32_t(2 * units);
+  launch.threads = 128;
+}
+
+void constants_launch(const Problem& p, const Choice& choice, const Tensor (&scale)[3], char* workspace,
+                      float* out_scale, Launch& launch) {
+  ::ConstantsParams& params = launch.set_parameters<::ConstantsParams>();
+  params.q_scale = view(scale[0]), params.k_scale = view(scale[1]), params.v_scale = view(scale[2]);
+  params.given = view(p.given_out_scale);
+  params.score = reinterpret_cast<i64*>(workspace + choice.score);
+  params.sm_scale = p.sm_scale;
+  const bool integer = p.has_integer_output();
+  int64_t scores = 1, outputs = 1;
+  for (int i = 0; i < 4; ++i) {
+    scores *= choice.score_shape[i], outputs *= choice.output_shape[i];
+    params.score_shape[i] = u32(choice.score_shape[i]), params.output_shape[i] = u32(choice.output_shape[i]);
+  }
+  if (integer) {
+    params.output = reinterpret_cast<i64*>(workspace + choice.output);
+    if (!p.given_out_scale) params.out_scale = out_scale;
+  }
+  params.score_count = u32(scores), params.output_count = integer ? u32(outputs) : 0;
+  params.group = u32(p.group());
+  launch.program = {&kConstants,
+                    {int32_t(sizeof(::ConstantsParams)), p.method == Method::kOnline,
+                     p.out_type == OutType::kInt8    ? 127
+                     : p.out_type == OutType::kInt16 ? 32767
+                                                     : 0,
+                     bool(p.given_out_scale), kMostOutputExponent}};
+  launch.grid[0] = uint32_t(ceil_div(std::max(params.score_count, params.output_count), 128));
+  launch.threads = 128;
+}
+
+}  // namespace intflash::gpu

@@ -1,0 +1,126 @@
+// Launches of csrc/cuda/sm90/short_rows.cu, for at most 224 keys: whole rows of scores stay in registers.
+#include <algorithm>
+
+#include "host/cuda/plan.h"
+
+namespace intflash::gpu {
+namespace {
+
+constexpr int64_t kMostKeys = 224, kMostQueries = 64 * kGridLimit;
+constexpr int64_t kFewTiles = 264;  // two for each multiprocessor of an H200
+
+const Source kSource = {"sm90/short_rows.cu",
+                        "attention",
+                        {{"KEYS", nullptr},
+                         {"HEAD_DIM", nullptr},
+                         {"BITS", nullptr},
+                         {"IN", kTypeNames},
+                         {"OUT", kTypeNames},
+                         {"KEY_MAJOR", nullptr},
+                         {"EXP_32BIT", nullptr},
+                         {"ROW_SCALES", nullptr},
+                         {"HEAD_AMAX_IN_KERNEL", nullptr},
+                         {"VALUES_IN_RANGE", nullptr},
+                         {"TMA", nullptr},
+                         {"REMAINDER_ROWS", nullptr},
+                         {"STATISTICS", nullptr},
+                         {"HEADS_FIRST", nullptr},
+                         {"REVERSE_HEADS", nullptr},
+                         {"ALL_ROWS", nullptr},
+                         {"WARPGROUPS", nullptr},
+                         {"CTAS_PER_SM", nullptr}}};
+
+// How the work is split: warpgroups per CTA, tiles of 64 rows per CTA, CTAs per multiprocessor.
+struct Split {
+  int64_t warpgroups, tiles, ctas_per_sm;
+};
+
+// The number of warpgroups per multiprocessor whose scores, accumulators and Q fit the registers; 0 if none fits.
+// Qkv warpgroups leave 168 registers per thread, and for odd widths ptxas needs more than the sum.
+int64_t ctas_per_sm(int64_t keys, int64_t d, int64_t bits, int64_t itemsize) {
+  const int64_t query = d / 8 * (itemsize < 4 ? itemsize : 1);
+  const int64_t registers = keys / 2 + d / 2 * (bits / 8) + query + (bits == 8 ? 16 : 40) + (d > 80 ? 8 : 0);
+  if (registers <= 88) return 4;
+  const int64_t most = (bits == 8 ? 168 : 160) - (d > 96 && itemsize == 2 ? 8 : 0);
+  if (registers <= most && (keys <= 128 || (bits == 8 && 192 <= keys && keys <= 208))) return 3;
+  return registers <= 232 ? 2 : 0;
+}
+
+// By measurements on an H200 (132 multiprocessors) with N = 197. While there are few tiles, each CTA has one, and for
+// floats it has warpgroups that only help to quantize. With more tiles, K and V are loaded once for several.
+Split choose_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, bool codes) {
+  const int64_t tiles = heads * row_tiles, some = std::min<int64_t>(most_ctas, 3);
+  if (tiles <= 132) return codes ? Split{1, 1, most_ctas} : Split{some, 1, 1};
+  if (tiles <= kFewTiles) return {codes ? 2 : some, 2, 1};
+  if (heads <= 132) return codes ? Split{1, 1, most_ctas} : Split{2, ceil_div(row_tiles, 132 / heads), 1};
+  return {1, row_tiles, most_ctas};
+}
+
+int64_t bits_of(Method method) { return method == Method::kP16 ? 16 : 8; }
+
+}  // namespace
+
+int64_t key_width(int64_t d) { return d <= 32 ? 32 : d <= 64 ? 64 : 128; }
+
+bool short_rows_serve(const Problem& p, Refusal& why) {
+  const auto number = [](int64_t x) { return std::to_string(x); };
+  for (const auto& [is_there, name] :
+       {std::pair(bool(p.bias), "bias"), std::pair(bool(p.keep), "keep"), std::pair(p.is_causal, "causal")})
+    if (is_there) return why.no([name = name] { return std::string("short rows do not support ") + name; });
+  const int64_t nk = p.nk(), d = p.head_dim(), dv = p.v.shape[3], keys = round_up(nk, 16), bits = bits_of(p.method);
+  if (nk > kMostKeys) return why.no([&] { return "short rows hold at most 224 keys, got " + number(nk); });
+  if (p.nq() > kMostQueries)
+    return why.no([&] { return "takes at most " + number(kMostQueries) + " queries, got " + number(p.nq()); });
+  const std::pair<const Tensor*, const char*> tensors[] = {{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}};
+  for (const auto& [x, name] : tensors)
+    if (x->shape[2] * x->stride[2] * x->bytes() >= int64_t(1) << 31)
+      return why.no([&, x = x, name = name] {
+        return std::string("tokens of ") + name + " must lie within 2 GiB, got strides " + text_of(x->stride);
+      });
+  if (ctas_per_sm(keys, d, bits, p.q.bytes()) == 0)
+    return why.no([&] {
+      return "the registers do not hold rows of " + number(nk) + " keys with " + number(bits) + "-bit p and head_dim " +
+             number(d);
+    });
+  if (p.v.stride[3] != 1 && !is_key_major(p.v, keys))
+    return why.no([&] {
+      return "V needs contiguous channels, or keys at multiples of 16 bytes, got strides " + text_of(p.v.stride);
+    });
+  if (d != dv || d % 16 || d > 128)
+    return why.no(
+        [&] { return "needs one head_dim, a multiple of 16 up to 128, got " + number(d) + " and " + number(dv); });
+  return true;
+}
+
+void short_rows_launch(const Attention& a, Launch& launch) {
+  const Problem& p = a.p;
+  const int64_t batch = p.batch(), heads = p.heads(), nq = p.nq(), nk = p.nk(), d = p.head_dim();
+  const int64_t keys = round_up(nk, 16), row_tiles = ceil_div(nq, 64), bits = bits_of(p.method);
+  const Split split = choose_split(batch * heads, row_tiles, ctas_per_sm(keys, d, bits, a.q.bytes()), a.q.is_codes());
+  // 32-bit exponentials pay for the fetch of their additional instructions, which takes 0.5 us, in larger batches only
+  const bool exp_32bit = batch * heads * row_tiles > kFewTiles;
+  // the last rows of a head are few enough for remainder_rows.cuh, and head_dim is one that it supports
+  const bool remainder = 1 <= nq % 64 && nq % 64 <= 8 && (d == 64 || d == 128);
+  const bool heads_first = batch <= kGridLimit;
+  const bool key_major = !a.is_fused && is_key_major(a.v, keys);
+  // the maps are of K without its last 16 keys, and of V
+  launch.has_maps = exp_32bit && !a.is_fused && nk > 16 && key_width(d) == d && key_major &&
+                    set_tensor_maps(launch, a.k, a.v, (nk - 1) / 16, d);
+  const bool dynamic = a.is_fused && p.is_dynamic();  // scales of the values' own maxima
+  launch.program = {&kSource,
+                    {int32_t(keys), int32_t(d), int32_t(bits), int32_t(a.q.type), int32_t(p.out_type), key_major,
+                     exp_32bit, a.has_row_scales(), a.head_amax_in_kernel, dynamic, launch.has_maps, remainder,
+                     a.memory.l != nullptr, heads_first, dynamic && !a.head_amax_in_kernel, split.tiles >= row_tiles,
+                     int32_t(split.warpgroups), int32_t(split.ctas_per_sm)}};
+  launch.grid[0] = uint32_t(heads_first ? heads : batch);
+  launch.grid[1] = uint32_t(heads_first ? batch : heads);
+  launch.grid[2] = uint32_t(ceil_div(row_tiles, split.tiles));
+  launch.threads = uint32_t(128 * split.warpgroups);
+  // K and V^T; their barriers; RemainderRows::Shared, the maxima and p of 8 rows
+  launch.shared_bytes =
+      uint32_t(round_up(keys * key_width(d), 1024) + ceil_div(keys, 128) * d * 128 + 16 * launch.has_maps +
+               (remainder ? 128 + 8 * (ceil_div(keys, 32) | 1) * 64 * bits / 8 : 0));
+  launch.set_parameters<::Params>() = attention_parameters(a, int32_t(split.tiles), {});
+}
+
+}  // namespace intflash::gpu

@@ -1,0 +1,344 @@
+"""Whole integer models on a GPU beside their float model in FP16, compiled by torch, and beside torchao.
+
+`intflash bench models --integer` measures the table in minutes: a process for each model converts it while one for
+each model and batch compiles the contenders. These are then timed one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import logging
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intflash.bench import gpu_timing, models
+from intflash.bench.experiments import Experiment, Figure, Row, Setting, describe
+
+logger = logging.getLogger("intflash")
+
+MODELS = ("vit_base_patch16_224", "deit_small_patch16_224", "swin_tiny_patch4_window7_224", "bert_base")
+BATCHES = (1, 8, 64, 256)
+MOST_SEQUENCES = 64  # of BERT
+TOKENS = 512
+CALIBRATION = {True: 2, False: 1}  # images, or sequences, of random values: the speed does not depend on them
+OURS = "intflash"
+FP16 = "FP16"
+GRAPH = "own CUDA graph"
+SPEED, RATIO, MEMORY, ENERGY, WEIGHTS = (
+    "per second", "times the best FP16", "MB while running", "mJ each", "MB of weights",
+)  # fmt: skip
+KERNELS = "us of kernels"
+PRODUCTS = "T operations/s"
+ENERGY_SECONDS = 0.3
+TURNS = 10
+CATEGORIES = {  # of kernels of integer models, by parts of their names; the first match counts
+    "attention": ("attention", "_short_rows_kernel", "_tile_loop_kernel", "_constants_kernel", "constants"),
+    "products": ("linear",),
+    "LayerNorm": ("layer_norm",),
+    "input": ("patches", "embedding"),
+}
+
+
+def float_model(name: str) -> nn.Module:
+    """The model with random weights."""
+    torch.manual_seed(0)
+    if name == "bert_base":
+        from transformers import BertConfig, BertModel
+
+        return BertModel(BertConfig(), add_pooling_layer=False).eval().requires_grad_(False)
+    return models.import_timm().create_model(name).eval().requires_grad_(False)
+
+
+def inputs(name: str, batch: int, seed: int, device: str = "cuda") -> dict[str, Tensor]:
+    """Random inputs, by the names of the model's arguments; the sequences of a BERT end in padding."""
+    g = torch.Generator().manual_seed(seed)
+    if name == "bert_base":
+        lengths = torch.randint(TOKENS // 2, TOKENS + 1, (batch, 1), generator=g)
+        lengths[0] = TOKENS
+        ids = torch.randint(0, 30522, (batch, TOKENS), generator=g)
+        mask = (torch.arange(TOKENS)[None] < lengths).to(torch.int64)
+        return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+    return {"x": torch.randn(batch, 3, 224, 224, generator=g).to(device)}
+
+
+def convert(name: str, path: Path) -> None:
+    """Writes the integer model, calibrated on random inputs, or a file that says why there is none."""
+    from intflash import integer
+
+    try:
+        model, count = float_model(name), CALIBRATION[name != "bert_base"]
+        with torch.no_grad():
+            calibration = integer.calibrate(model, [inputs(name, count, 1, "cpu")])
+            integer.convert(model, calibration).save(path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+    except Exception as error:
+        path.with_suffix(".error").write_text(describe(error))
+        raise
+
+
+def converted(path: Path) -> Path:
+    """The file, once it has been written.
+
+    Raises:
+        RuntimeError: the conversion failed.
+    """
+    while not path.exists():
+        if path.with_suffix(".error").exists():
+            raise RuntimeError(path.with_suffix(".error").read_text())
+        time.sleep(0.1)
+    return path
+
+
+@dataclass
+class Outcome:
+    """One model and batch: seconds by contender, why one is missing, and supporting numbers by metric and series."""
+
+    model: str
+    batch: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    others: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+Call = Callable[[], Any]
+
+
+def _compiled(model: nn.Module, given: dict[str, Tensor]) -> Call:
+    compiled = torch.compile(model, dynamic=False, mode="reduce-overhead")
+    return lambda: compiled(**given)
+
+
+def _in_graph(model: nn.Module, given: dict[str, Tensor]) -> Call:
+    """The compiled model in one captured graph, replayed without Python and without copies."""
+    compiled = torch.compile(model, dynamic=False)
+    for _ in range(2):
+        compiled(**given)
+    graph = gpu_timing.capture(lambda: compiled(**given), 1)
+    return graph.replay
+
+
+def _torchao(config: str, model: nn.Module, given: dict[str, Tensor]) -> Call:
+    from torchao import quantization
+
+    quantized = copy.deepcopy(model).bfloat16()
+    quantization.quantize_(quantized, getattr(quantization, config)())
+    given = {name: x.bfloat16() if x.is_floating_point() else x for name, x in given.items()}
+    return _compiled(quantized, given)
+
+
+CONTENDERS: dict[str, Callable[[nn.Module, dict[str, Tensor]], Call]] = {
+    f"{FP16}, torch.compile reduce-overhead": _compiled,
+    f"{FP16}, torch.compile, {GRAPH}": _in_graph,
+    "torchao int8 dynamic, reduce-overhead": partial(_torchao, "Int8DynamicActivationInt8WeightConfig"),
+    "torchao float8 dynamic, reduce-overhead": partial(_torchao, "Float8DynamicActivationFloat8WeightConfig"),
+}
+
+
+def measure(name: str, batch: int, file: Path, turns: int, ready: Callable[[], None]) -> Outcome:
+    """Builds and compiles every contender. After `ready` returns, times them in turns."""
+    from intflash import integer
+
+    outcome = Outcome(name, batch)
+    model = float_model(name).cuda().half()
+    given = inputs(name, batch, 2)
+    halves = {key: x.half() if x.is_floating_point() else x for key, x in given.items()}
+    calls: dict[str, Call] = {}
+    with torch.no_grad():
+        for label, make in CONTENDERS.items():
+            try:
+                call = make(model, halves)
+                for _ in range(3):
+                    call()
+                torch.cuda.synchronize()
+                calls[label] = call
+            except Exception as error:  # whatever stops a contender is a result
+                outcome.refused[label] = describe(error)
+        made = integer.load(converted(file)).cuda()
+        calls[OURS] = lambda: made(**halves)
+        calls[OURS]()
+        calls[f"{OURS}, {GRAPH}"] = gpu_timing.capture(calls[OURS], 1).replay
+        ready()
+        samples = models._take_turns(calls, "cuda", turns)
+        outcome.seconds = {label: models.interval_of_median(seconds)[0] for label, seconds in samples.items()}
+        best = min((label for label in calls if label.startswith(FP16)), key=outcome.seconds.__getitem__, default=None)
+        shown = {OURS: calls[OURS]} | ({best: calls[best]} if best else {})
+        with contextlib.suppress(ImportError):
+            energies = {label: gpu_timing.joules_of_calls(call, ENERGY_SECONDS)[0] for label, call in shown.items()}
+            outcome.others[ENERGY] = {label: 1e3 * joules / batch for label, joules in energies.items()}
+        outcome.others[KERNELS] = _kernel_times(calls[OURS])
+    program = made.program
+    outcome.others[WEIGHTS] = {
+        OURS: sum(x.numel() * x.element_size() for x in program.tensors.values()) / 1e6,
+        FP16: sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers())) / 1e6,
+    }
+    outcome.others[MEMORY] = _memory(made, model, halves)
+    return outcome
+
+
+def _memory(made: nn.Module, model: nn.Module, given: dict[str, Tensor]) -> dict[str, float]:
+    """MB of the tensors of one eager forward pass, without weights and inputs."""
+    from intflash.integer.calibration import bind
+    from intflash.integer.gpu import executor
+
+    found, steps = {}, executor.Steps(made.program)
+    bound = bind(made.program.inputs, given, made.device)
+    for label, call in ((OURS, lambda: steps.run(bound)), (FP16, lambda: model(**given))):
+        with torch.no_grad():
+            call()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call()
+            torch.cuda.synchronize()
+            found[label] = (torch.cuda.max_memory_allocated() - before) / 1e6
+    return found
+
+
+def _kernel_times(call: Call, calls: int = 3) -> dict[str, float]:
+    """Microseconds of GPU kernels of one call by category."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for event in profiler.key_averages():
+        low = event.key.lower()
+        category = next((c for c, parts in CATEGORIES.items() if any(part in low for part in parts)), "other")
+        found[category] = found.get(category, 0.0) + event.self_device_time_total / calls
+    return {name: us for name, us in found.items() if us}
+
+
+def product_rows() -> Iterator[Row]:
+    """The products of ViT-B at batch 256 with their epilogues."""
+    from intflash.integer.gpu import hopper, kernels
+
+    m = 256 * 197
+    for name, n, k, epilogue in (
+        ("qkv", 2304, 768, "codes"), ("fc1", 3072, 768, "table"), ("fc2", 768, 3072, "residual"),
+        ("proj", 768, 768, "residual"),
+    ):  # fmt: skip
+        arguments = random_product(m, n, k, epilogue)
+        module = hopper if hopper.serves(arguments[2]) else kernels
+        (seconds,) = gpu_timing.time_calls([module.linear_launch(*arguments).run])
+        yield Row(OURS, f"{name} of ViT-B, batch 256, {epilogue}", PRODUCTS, 2e-12 * m * n * k / seconds)
+
+
+def random_product(m: int, n: int, k: int, epilogue: str) -> tuple:
+    """The arguments of `linear_launch` for a product of random codes whose results fill the output's range."""
+    from intflash.integer.program import Buffer, Linear
+
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def integers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
+        return torch.randint(low, high, shape, device="cuda", generator=g).to(dtype)
+
+    bits, reach = {"codes": (8, 40), "table": (8, 200), "residual": (16, 2000)}[epilogue]
+    factor = reach / (74 * 74 * math.sqrt(k))
+    shift = 30 - math.ceil(math.log2(factor))
+    op = Linear("product", "x", "w", "b", ("y",), epilogue, "m", shift, symmetric=epilogue == "codes", bits=10)
+    multiplier = torch.full((n,), int(factor * 2**shift), dtype=torch.int32, device="cuda")
+    table = integers(-128, 128, 1024) if epilogue == "table" else None
+    residual = integers(-9999, 9999, 1, m, n, dtype=torch.int16) if epilogue == "residual" else None
+    out = torch.empty(1, m, n, dtype=torch.int16 if bits == 16 else torch.int8, device="cuda")
+    bias = integers(-1000, 1000, n, dtype=torch.int32)
+    weight = integers(-127, 128, n, k)
+    return op, integers(-128, 128, m, k), weight, bias, multiplier, table, residual, None, out, Buffer((m, n), bits)
+
+
+_COMMAND = (sys.executable, "-m", __name__)
+
+
+def start_conversions(files: Mapping[str, Path]) -> list[subprocess.Popen]:
+    """Processes that write each model's file."""
+    return [subprocess.Popen([*_COMMAND, "--model", name, "--file", str(file)]) for name, file in files.items()]
+
+
+def measure_all(names: Sequence[str], batches: Sequence[int], turns: int, setting: Setting) -> Iterator[Row]:
+    """The rows of the table: each model and batch in its own process."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: Path(folder) / f"{name}.safetensors" for name in names}
+        conversions = start_conversions(files)
+        commands = {
+            (name, batch): [
+                *_COMMAND, "--model", name, "--file", str(file), "--batch", str(batch), "--turns", str(turns),
+            ]
+            for name, file in files.items() for batch in batches
+            if name != "bert_base" or batch <= MOST_SEQUENCES
+        }  # fmt: skip
+        for (name, batch), content, code in models.in_workers(commands, len(commands)):
+            case = f"{name.partition('_patch')[0]}, batch {batch}"
+            if content is None:
+                yield Row(OURS, case, SPEED, None, note=f"its process ended with {code}")
+            else:
+                yield from _rows(case, Outcome(**content))
+        for process in conversions:
+            process.wait()
+    yield from product_rows()
+
+
+def _rows(case: str, outcome: Outcome) -> Iterator[Row]:
+    batch = outcome.batch
+    for label, seconds in outcome.seconds.items():
+        yield Row(label, case, SPEED, batch / seconds, x=batch)
+    for label, reason in outcome.refused.items():
+        yield Row(label, case, SPEED, None, x=batch, note=reason)
+    floats = [seconds for label, seconds in outcome.seconds.items() if label.startswith(FP16)]
+    if floats:
+        for label, seconds in outcome.seconds.items():
+            if not label.startswith(FP16):
+                yield Row(label, case, RATIO, min(floats) / seconds, x=batch)
+    for metric, values in outcome.others.items():
+        for label, value in values.items():
+            yield Row(label, case, metric, value, x=batch)
+
+
+def experiment(
+    names: Iterable[str] | None = None, batches: Iterable[int] | None = None, turns: int = TURNS
+) -> Experiment:
+    """The experiment of these models and batches."""
+    chosen = tuple(names or MODELS), tuple(batches or BATCHES)
+    return Experiment(
+        "integer_gpu",
+        "Integer models on a GPU: images or sequences per second",
+        "docs/design/integer.md",
+        partial(measure_all, *chosen, turns),
+        figures=(Figure(RATIO), Figure(SPEED)),
+        notes=(
+            "Random weights, calibrated on random inputs. Contenders take turns, medians of wall-clock time. BERT: "
+            f"{TOKENS} tokens with a padding mask. FP16 is compiled by torch: reduce-overhead, and its default mode in "
+            "one captured CUDA graph; max-autotune was not run."
+        ),
+        devices=("cuda",),
+        limit_s=600.0,
+    )
+
+
+def main() -> None:
+    """Converts a model, or, with a batch, is the worker for it."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--file", type=Path, required=True)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    given = parser.parse_args()
+    if given.batch is None:
+        convert(given.model, given.file)
+    else:
+        models.answer(lambda ready: measure(given.model, given.batch, given.file, given.turns, ready))
+
+
+if __name__ == "__main__":
+    main()

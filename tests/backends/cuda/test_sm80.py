@@ -1,0 +1,296 @@
+"""csrc/cuda/sm80/attention.cu: the reference's bits on a GPU; without a GPU, that its machine code for every
+architecture is integer-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import cuda_checks as checks
+import integer_cases as ic
+import pytest
+import torch
+from cuda_checks import BITS
+
+from benchmarks import sass
+from intflash.backends.cuda import BACKEND, backend, program, sm80, window
+from intflash.problem import Problem
+from intflash.quant import QTensor, Recipe
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+METHODS = tuple(sm80.METHODS)
+STATIC = dict(q_scale=0.02, k_scale=0.015, v_scale=0.02)
+TILES = tuple(
+    sm80.Tile(**x)
+    for x in (
+        dict(warps=2, keys=32, stages=2),
+        dict(warps=1, keys=128, stages=3, ctas_per_sm=1),
+        dict(warps=2, row_tiles=2, keys=32, ctas_per_sm=1),
+        dict(warps=8, keys=64, stages=2, ctas_per_sm=1),
+        dict(keys=128, stages=2, slices=2, ctas_per_sm=1),
+    )
+)
+
+
+def _bias(*shape: int) -> torch.Tensor:
+    return torch.randint(-(1 << 22), 1 << 22, shape, dtype=torch.int32)
+
+
+def _masks(nq: int, nk: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Masks of four batches and two heads: of each kind, with rows without keys, from wide ones by strides."""
+    keep, bias = torch.rand(4, 1, nq, nk) < 0.5, _bias(1, 2, nq, nk)
+    keep[1] = False
+    keep[:, :, nq // 2] = False
+    return {
+        "keep": dict(keep=keep),
+        "padding": dict(keep=torch.arange(nk) < torch.tensor([nk, 1, nk // 2, 0])[:, None, None, None]),
+        "keep of rows": dict(keep=keep[..., :1]),
+        "keep transposed": dict(keep=keep.transpose(2, 3).contiguous().transpose(2, 3)),
+        "bias": dict(bias=bias),
+        "bias cut": dict(bias=_bias(1, 2, nq, nk + 4)[..., 1 : nk + 1]),
+        "bias absent": dict(bias=bias.masked_fill(torch.rand(bias.shape) < 0.3, ic.ABSENT)),
+        "bias of keys": dict(bias=bias[:, :, :1]),
+        "bias of rows": dict(bias=bias[..., :1]),
+        "bias of two batches": dict(bias=_bias(2, 1, nq, nk)),
+        "bias and keep": dict(bias=bias, keep=keep),
+        "bias, keep, causal": dict(bias=bias, keep=keep, causal=nk - nq),
+    }
+
+
+def _ends(*ends: int) -> torch.Tensor:
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+def cases(method: str) -> Iterator[tuple[str, Problem]]:
+    """Problems of every feature that the kernel serves; `intflash_online` has no bias."""
+    for name, p in _cases(method):
+        if method != "intflash_online" or p.bias is None:
+            yield name, p
+
+
+def _cases(method: str) -> Iterator[tuple[str, Problem]]:
+    sizes = [(1, 1, 64), (1, 300, 64), (5, 77, 64), (64, 64, 32), (65, 129, 64), (129, 65, 64), (100, 97, 128)]
+    sizes += [(70, 90, d) for d in (1, 8, 16, 17, 40, 72, 80, 96, 100, 160, 200, 256)]
+    for nq, nk, d in sizes:
+        yield f"{nq} {nk} {d}", ic.codes(method, batch=2, nq=nq, nk=nk, d=d, return_lse=True)
+    for d, dv in ((64, 32), (40, 100), (32, 256)):
+        yield f"dv {d} {dv}", ic.codes(method, nq=70, nk=90, d=d, dv=dv, return_lse=True)
+    for offset in (0, 60, -30, 400, -100):
+        yield f"causal {offset}", ic.codes(method, nq=90, nk=150, d=64, causal=offset, return_lse=True)
+    for nq, nk in ((50, 77), (90, 132)):
+        for name, masks in _masks(nq, nk).items():
+            yield f"{nq} {nk} {name}", ic.codes(method, batch=4, nq=nq, nk=nk, return_lse=True, **masks)
+    for out in (torch.int16, *FLOATS):
+        yield f"out {out}", ic.codes(method, nq=40, nk=100, d=72, out_dtype=out)
+        yield f"out {out} 17", ic.codes(method, nq=40, nk=100, d=17, out_dtype=out)
+    for amax in (1e-6, 400.0, 50000.0):
+        yield f"amax {amax}", ic.codes(method, nq=70, nk=150, d=64, amax=amax, return_lse=True)
+        yield (
+            f"amax {amax} bias",
+            ic.codes(method, nq=70, nk=152, amax=amax, return_lse=True, bias=_bias(1, 2, 70, 152)),
+        )
+    yield "scales", ic.codes(method, heads=6, key_heads=2, nq=70, nk=150, kinds=("token", "head", "head"))
+    yield "out scale", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), 0.001))
+    yield "groups", ic.codes(method, batch=2, heads=8, key_heads=2, nq=3, nk=260, d=128)
+    yield from checks.spans(method, 70, 197, 64)
+    if method == "intflash_online":
+        yield from checks.rising(method, 40, 450, 64)
+        keep = torch.rand(2, 1, 50, 300) < 0.5
+        keep[..., :140], keep[:, :, 5] = False, False  # rows whose first granule has no keys
+        yield "late keys", ic.codes(method, batch=2, nq=50, nk=300, amax=60.0, keep=keep, return_lse=True)
+    for causal in (None, 0):
+        for align in ("top_left", "bottom_right"):
+            packed = dict(cu_seqlens_q=_ends(0, 20, 20, 85, 150), cu_seqlens_k=_ends(0, 33, 100, 101, 260))
+            packed |= dict(causal=causal, causal_align=align, return_lse=True)
+            yield f"packed {causal} {align}", ic.codes(method, nq=150, nk=260, d=64, **packed)
+    masks = dict(bias=_bias(1, 2, 150, 260), keep=torch.rand(1, 1, 150, 260) < 0.5)
+    yield "packed bias, keep", ic.codes(method, nq=150, nk=260, **packed, **masks)
+    halves = (torch.randn(1, 2, n, 40).half() for n in (150, 260, 260))
+    ends = dict(cu_seqlens_q=_ends(0, 70, 150), cu_seqlens_k=_ends(0, 33, 260))
+    yield "packed floats", Problem(method, *halves, 0.2, recipe=Recipe(), out_dtype=torch.float16, **ends)
+    yield from _few_rows(method)
+    yield from _layouts(method)
+    for dtype in FLOATS:
+        for n, d in ((70, 64), (150, 40), (90, 100), (70, 160)):
+            yield (
+                f"{dtype} static {n} {d}",
+                checks.floats(method, 2, n, d, dtype, Recipe(**STATIC), out_dtype=torch.int8),
+            )
+        heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
+        yield f"{dtype} heads", checks.floats(method, 2, 100, 72, dtype, heads)
+        yield f"{dtype} dynamic", checks.floats(method, 2, 100, 72, dtype, Recipe(), 1e-3, return_lse=True)
+        yield f"{dtype} dynamic of heads", checks.floats(method, 2, 100, 40, dtype, checks.OF_HEADS)
+        yield f"{dtype} token", checks.floats(method, 2, 60, 20, dtype, Recipe(q="token", k="head"))
+
+
+def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
+    """Few rows over many keys, which few_rows.cu takes with the exact methods."""
+    for nq, heads, d in ((1, 8, 64), (4, 8, 40), (8, 4, 160), (1, 2, 256), (16, 2, 17)):
+        shape = dict(batch=2, heads=heads, key_heads=2, nq=nq, nk=700, d=d)
+        yield f"few {nq} {heads} {d}", ic.codes(method, return_lse=True, **shape)
+    shape |= dict(d=64, nq=3, heads=8)
+    keep, bias = torch.rand(2, 1, 3, 700) < 0.5, _bias(1, 8, 3, 700)
+    keep[1, :, 2] = False
+    bias.masked_fill_(torch.rand(700) < 0.3, ic.ABSENT)
+    yield "few, causal", ic.codes(method, causal=500, return_lse=True, **shape)
+    yield "few, keep", ic.codes(method, keep=keep, return_lse=True, **shape)
+    yield "few, bias", ic.codes(method, bias=bias, return_lse=True, **shape)
+    masks = dict(bias=bias, keep=keep, causal=697)
+    yield "few, bias, keep, causal", ic.codes(method, out_dtype=torch.float16, **masks, **shape)
+    yield "few, scales", ic.codes(method, kinds=("token", "head", "head"), amax=400.0, out_dtype=torch.int16, **shape)
+    q, k = torch.randn(2, 8, 2, 72).half(), torch.randn(2, 2, 600, 72).half()
+    yield "few, floats", Problem(method, q, k, k, 0.1, recipe=Recipe(**STATIC), out_dtype=torch.float16)
+    yield "few, dynamic", Problem(method, q, k, k.flip(2), 0.1, recipe=Recipe(), out_dtype=torch.int8)
+
+
+def _layouts(method: str) -> Iterator[tuple[str, Problem]]:
+    """Codes and floats in other layouts: slices of one tensor, any alignment, strided channels, contiguous keys."""
+    x = torch.randint(-127, 128, (2, 101, 3, 3, 64), dtype=torch.int8)
+    p = ic.codes(method)
+
+    def of(q, k, v, **more) -> Problem:
+        q, k, v = (QTensor(y, p.q.scale, "tensor") for y in (q, k, v))
+        return Problem(method, q, k, v, 0.125, **(dict(out_dtype=torch.int8) | more))
+
+    views = [y.transpose(1, 2) for y in x.unbind(2)]
+    yield "slices", of(*views)
+    yield "unaligned", of(*(y[..., 3:61] for y in views))
+    yield "every second channel", of(*(y[..., ::2] for y in views))
+    yield "backwards tokens", of(*(y.flip(2) for y in views))
+    yield "shared heads", of(*(y[:, :1].expand(-1, 3, -1, -1) for y in views))
+    padded = torch.full((2, 3, 64, 112), 99, dtype=torch.int8)
+    yield "contiguous keys", of(views[0], views[1], padded[..., :101].copy_(views[2].mT).mT)
+    yield "contiguous keys unpadded", of(views[0], views[1], views[2].mT.contiguous().mT)
+    for dtype in FLOATS:
+        floats = [y.to(dtype) / 50 for y in views]
+        yield (
+            f"unaligned {dtype}",
+            Problem(method, *(y[..., 3:60] for y in floats), 0.125, recipe=Recipe(), out_dtype=dtype),
+        )
+        yield (
+            f"every second channel {dtype}",
+            Problem(method, *(y[..., ::2] for y in floats), 0.125, recipe=Recipe(**STATIC), out_dtype=dtype),
+        )
+
+
+def only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves every problem to this kernel."""
+    monkeypatch.setattr(window, "unsupported", lambda problem: "not tested")
+    monkeypatch.setattr(backend, "_hopper_only", lambda problem: "not tested")
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("splits", (1, 2, 6))
+@pytest.mark.parametrize("method", BITS)
+def test_any_split_of_the_keys_gives_the_same_bits(method, splits, monkeypatch):
+    torch.manual_seed(0)
+    only(monkeypatch)
+    launches = sm80.few_rows_launches
+    monkeypatch.setattr(sm80, "few_rows_launches", lambda *problem: launches(*problem, splits=splits))
+    for name, p in _few_rows(method):
+        there = ic.on_device(p, "cuda")
+        assert sm80.takes_few_rows(there), name
+        assert checks.complaint(p, BACKEND.run(there)) is None, name
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("tile", (None, *TILES), ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_bits(method, tile, monkeypatch):
+    torch.manual_seed(0)
+    only(monkeypatch)
+    if tile is not None:
+        if method == "intflash_online" and tile.keys != 128:
+            pytest.skip("its tiles are granules of 128 keys")
+        monkeypatch.setattr(sm80, "choose_tile", lambda problem: tile)
+    wrong = {}
+    for name, p in cases(method):
+        if tile is not None and max(p.q.shape[3], p.v.shape[3]) > 80:  # beyond, the registers do not suffice
+            continue
+        there = ic.on_device(p, "cuda")
+        assert BACKEND.unsupported(there) is None, name
+        if found := checks.complaint(p, BACKEND.run(there)):
+            wrong[name] = found
+    assert wrong == {}
+
+
+def _launch(method: str, d: int, dtype=torch.int8, out=torch.int8, n=100, **more):
+    p, (constants, to, statistics, scales) = checks.empty_problem(method, n, d, dtype, out, **more)
+    if scales is not None:  # Q is quantized in the kernel, K and V before
+        codes = checks.empty_problem(method, n, d, key_major=True)[0]
+        p, scales = replace(p, k=codes.k, v=codes.v), (scales[0], None, None)
+    assert sm80.unsupported(p) is None
+    return sm80.attention_launch(p, constants, to, statistics, scales)
+
+
+def _tiles_of(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets launches be chosen as for GPUs of an architecture."""
+    major, minor = divmod(int(architecture[3:].rstrip("a")), 10)
+    monkeypatch.setattr(sm80, "capability", lambda device: (major, minor))
+
+
+def _machine(launch: program.CudaLaunch, architecture: str) -> sass.Machine:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    pytest.importorskip("triton", reason="cuobjdump comes with Triton")
+    code = program.compile_program(launch.program, architecture).cubin
+    return sass.machine(code, launch.program.file, int(architecture[3:].rstrip("a")), launch.shared_bytes, 4)
+
+
+COMPILED = {
+    "64": dict(d=64), "64 keys": dict(d=64, key_major=True), "128 keys": dict(d=128, key_major=True, out=torch.int16),
+    "80": dict(d=80), "160": dict(d=160), "256": dict(d=256), "causal": dict(d=64, causal=0),
+    "bias": dict(d=64, bias=_bias(1, 2, 100, 100)), "keep": dict(d=64, keep=torch.ones(1, 1, 1, 100, dtype=torch.bool)),
+    "bias and keep": dict(d=96, bias=_bias(1, 2, 100, 100), keep=torch.ones(1, 1, 100, 100, dtype=torch.bool)),
+    "packed": dict(d=64, cu_seqlens_q=_ends(0, 100), cu_seqlens_k=_ends(0, 100), causal=0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("method", METHODS)
+def test_integer_only(method, architecture, monkeypatch):
+    """No floating-point opcode between int8 input and integer output; integer tensor-core products; no spills."""
+    _tiles_of(architecture, monkeypatch)
+    for name, options in COMPILED.items():
+        if method == "intflash_online" and "bias" in options:
+            continue
+        machine = _machine(_launch(method, **options), architecture)
+        assert machine.float_instructions == [], (name, method, architecture)
+        assert machine.spills == 0, (name, method, architecture, machine.registers)
+        assert machine.opcodes["IMMA"] > 0
+
+
+@pytest.mark.parametrize("architecture", ("sm_80", "sm_90a", "sm_120"))
+@pytest.mark.parametrize("method", BITS)
+def test_few_rows_are_integer_only(method, architecture):
+    for d, masks in ((128, {}), (64, dict(bias=_bias(1, 2, 1, 1000), causal=3))):
+        p, rest = checks.empty_problem(method, 1000, d, **masks)
+        p = replace(p, q=replace(p.q, data=p.q.data[:, :, :1]))
+        for step in sm80.few_rows_launches(p, *rest).launches:
+            machine = _machine(step, architecture)
+            assert machine.float_instructions == [] and machine.spills == 0, (d, step.program, machine.registers)
+
+
+@pytest.mark.parametrize("dtype", checks.COMPILED_FLOATS, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_floats_do_not_spill(method, dtype, monkeypatch):
+    for d, architecture in ((64, "sm_80"), (64, "sm_90a"), (128, "sm_90a"), (72, "sm_120")):
+        _tiles_of(architecture, monkeypatch)
+        machine = _machine(_launch(method, d, dtype, dtype), architecture)
+        assert machine.spills == 0, (d, architecture, machine.registers)
+        assert machine.float_instructions  # the negative control of test_integer_only
+
+
+def test_shared_memory_fits_every_gpu(monkeypatch):
+    """99 KiB, of compute capability 8.6, 8.9 and 12.0."""
+    monkeypatch.setattr(sm80, "shared_memory", lambda device: 99 << 10)
+    for method in METHODS:
+        for d in (64, 128, 192, 256):
+            p = checks.empty_problem(method, 100, d)[0]
+            if method == "intflash_online" and d == 256:
+                assert "bytes of shared memory" in sm80.unsupported(p)
+            else:
+                assert _launch(method, d).shared_bytes <= 99 << 10
