@@ -891,6 +891,7 @@ nb::object or_none(const nb::object& x) { return x.is_valid() ? x : nb::object(n
 
 // Whether a call on a GPU may be one for its kernels.
 bool is_for_gpu(const Arguments& a, int32_t device_index) {
+  if (python.machine_code == Py_None) return false;
   if (!(a.backend == Py_None || is_name(a.backend, names().cuda)) || a.cu_seqlens_q != Py_None) return false;
   for (const ServedMethod& m : python.methods)
     if (is_name(a.method, m.name))
@@ -922,6 +923,8 @@ nb::object attend(nb::args given) {
 // The same for the custom op, which torch's dispatcher has called.
 nb::object attend_flat(nb::args given) {
   if (!is_ready) return nb::none();
+  if (TorchTensor q; given.size() && python.machine_code == Py_None && torch_library.read(given[0], q) && q.is_cuda)
+    return nb::none();
   try {
     const Response found = serve(request_of(by_position<Flat>(given, kFlat)), true);
     return nb::make_tuple(found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
@@ -992,7 +995,7 @@ void bind_attend(nb::module_& m) {
         "None, l or None); or None as `attend`.");
   m.def(
       "use_compiler", [](nb::handle machine_code) { python.machine_code = kept(machine_code); },
-      nb::arg("machine_code"), "What compiles programs for GPUs, see intflash/backends/cuda/__init__.py.");
+      nb::arg("machine_code").none(), "What compiles programs for GPUs, see intflash/backends/cuda/__init__.py.");
   m.def("gpu_launches", gpu_launches, nb::arg("processors"), nb::arg("arguments"),
         "The launches that a call of `attention` with these arguments, by position, would queue on a GPU, and its "
         "result before them; or None as `attend`. Tensors are in CPU memory: for tests. With 0 processors the launches "

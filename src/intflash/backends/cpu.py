@@ -82,8 +82,9 @@ if _native is not None:
     use_native(_native)
 
 
-def use_compiler(machine_code: Callable[[str, str, tuple[tuple[str, str], ...]], bytes | None]) -> None:
-    """Tell the native call path what compiles its programs for GPUs: see `backends.cuda.machine_code`."""
+def use_compiler(machine_code: Callable[[str, str, tuple[tuple[str, str], ...]], bytes | None] | None) -> None:
+    """Switch on the native call path for GPUs: tell it what compiles its programs, `backends.cuda.machine_code`;
+    None switches it off."""
     if _native is not None:
         _native.use_compiler(machine_code)
 

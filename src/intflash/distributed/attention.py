@@ -20,7 +20,7 @@ from intflash.distributed import merge
 from intflash.distributed.agreement import ERROR, agree
 from intflash.distributed.codes import Operand, bits_of, shared_mean
 from intflash.distributed.groups import Ranks, Where, ranks_of
-from intflash.distributed.messages import Messages, Outgoing, share
+from intflash.distributed.messages import Messages, share
 from intflash.distributed.overlap import Lane
 from intflash.distributed.plan import Placement, Plan, plan_of
 from intflash.distributed.traffic import apart_maxima
@@ -28,7 +28,7 @@ from intflash.errors import InputError
 from intflash.methods import get_method
 from intflash.numerics.block import fraction_bits
 from intflash.quant import QTensor, key_mean
-from intflash.quant.quantizers import absolute_maximum, divided
+from intflash.quant.quantizers import absolute_maximum, divided, scale_of_maximum
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -218,21 +218,22 @@ def _operands(a: dict[str, Any], plan: Plan, maxima: Tensor) -> tuple[Three, Ten
 
         sm_scale = plan.problem.sm_scale if plan.problem.return_lse else None
         x["q"], x["k"], lse_shift = call.rotate_and_smooth(x["q"].float(), x["k"].float(), recipe, sm_scale, mean_of)
+    scales: dict[str, Tensor] = {}
     dynamic = [name for name in "qkv" if getattr(recipe, f"{name}_scale") is None]
-    apart = apart_maxima(recipe, *_whole_shapes(plan))
+    shared = [name for name in dynamic if getattr(recipe, name) in _SHARED]
+    if shared and not apart_maxima(recipe, *_whole_shapes(plan)):
+        few = scale_of_maximum(maxima.view(torch.float32), recipe.bits).view(3, 1, 1, 1, 1)
+        scales = {name: few["qkv".index(name)] for name in shared}
     found = {
-        name: maxima["qkv".index(name)].view(1, 1, 1, 1)
-        if getattr(recipe, name) in _SHARED and not apart
-        else absolute_maximum(x[name].float(), getattr(recipe, name), recipe.block_size)
-        for name in dynamic
-    }
-    if apart:
-        shared = {name: found[name] for name in dynamic if getattr(recipe, name) in _SHARED}
-        flat = plan.ranks.reduce(torch.cat([bits_of(amax).flatten() for amax in shared.values()]), dist.ReduceOp.MAX)
-        parts = flat.split([amax.numel() for amax in shared.values()])
-        found |= {name: part.view_as(shared[name]) for name, part in zip(shared, parts, strict=True)}
-    found = {name: amax.view(torch.float32) for name, amax in found.items()}
-    return tuple(Operand.of_floats(x[name], name, recipe, found.get(name)) for name in "qkv"), lse_shift
+        name: absolute_maximum(x[name].float(), getattr(recipe, name), recipe.block_size)
+        for name in dynamic if name not in scales
+    }  # fmt: skip
+    if shared and not scales:
+        flat = plan.ranks.reduce(torch.cat([bits_of(found[name]).flatten() for name in shared]), dist.ReduceOp.MAX)
+        parts = flat.split([found[name].numel() for name in shared])
+        found |= {name: part.view(torch.float32).view_as(found[name]) for name, part in zip(shared, parts, strict=True)}
+    scales |= {name: scale_of_maximum(amax, recipe.bits) for name, amax in found.items()}
+    return tuple(Operand.of_floats(x[name], name, recipe, scales.get(name)) for name in "qkv"), lse_shift
 
 
 def _attend(plan: Plan, operands: Three, a: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -241,6 +242,7 @@ def _attend(plan: Plan, operands: Three, a: dict[str, Any]) -> tuple[Tensor, Ten
     While a group of heads is computed, the next one's keys and the one before's outputs are on their way.
     """
     q, _, v = operands
+    # all codes first: an attention kernel fills the GPU, so that a kernel which comes after it would wait for its end
     lane, messages = Lane(q.x.device), Messages(plan, *operands)
     out_scale = _out_scale(plan, a, v)
     (b, hq, n, _), dv = q.x.shape, v.x.shape[3]
@@ -248,17 +250,15 @@ def _attend(plan: Plan, operands: Three, a: dict[str, Any]) -> tuple[Tensor, Ten
     out = q.x.new_empty((b, columns, hq // columns, n, dv), dtype=plan.problem.out_dtype)
     lse = q.x.new_empty((b, columns, hq // columns, n, 1), dtype=torch.float32) if a["return_lse"] else None
 
-    def begin(outgoing: Outgoing):
-        return lane.begin(lambda: (messages.queries(outgoing), *messages.keys(outgoing)))
+    def begin(chunk: slice):
+        return lane.begin(lambda: (messages.queries(chunk), *messages.keys(chunk)))
 
-    # all codes first: an attention kernel fills the GPU, so that a kernel which comes after it would wait for its end
-    outgoing = [*map(messages.prepare, plan.chunks)]
     sent = []
-    coming = begin(outgoing[0])
+    coming = begin(plan.chunks[0])
     for i, chunk in enumerate(plan.chunks):
         here = coming
         if i + 1 < len(plan.chunks):
-            coming = begin(outgoing[i + 1])
+            coming = begin(plan.chunks[i + 1])
         rows = _rows(plan, *here(), out_scale, chunk, a)
         sent.append((share(plan, chunk, hq).chunk, rows, lane.begin(lambda rows=rows: [*map(messages.back, rows)])))
     for heads, _, ready in sent:  # the rows are kept until they are sent

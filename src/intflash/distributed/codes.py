@@ -11,7 +11,7 @@ from torch import Tensor
 from intflash.distributed.groups import Ranks
 from intflash.distributed.shards import Shards
 from intflash.quant import QTensor, Recipe, key_mean
-from intflash.quant.quantizers import codes_of, scale_of_maximum
+from intflash.quant.quantizers import codes_of
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,10 @@ class Operand:
         return cls(x.data, x.scale, x.granularity, x.block_size, x.bits)
 
     @classmethod
-    def of_floats(cls, x: Tensor, name: str, recipe: Recipe, maximum: Tensor | None) -> Operand:
-        """With the recipe's static scale, or the one of the `maximum` over all ranks, float32."""
-        granularity, scale = getattr(recipe, name), getattr(recipe, f"{name}_scale")
-        if scale is None:
-            scale = scale_of_maximum(maximum, recipe.bits)
+    def of_floats(cls, x: Tensor, name: str, recipe: Recipe, dynamic: Tensor | None) -> Operand:
+        """With the recipe's static scale, or the `dynamic` one of all ranks, float32."""
+        granularity, static = getattr(recipe, name), getattr(recipe, f"{name}_scale")
+        scale = dynamic if static is None else static
         block = recipe.block_size if granularity == "block" else None
         holder = QTensor(torch.empty_like(x, dtype=torch.int8), scale, granularity, block, recipe.bits)
         return cls(x, holder.scale, granularity, block, recipe.bits, recipe.rule)

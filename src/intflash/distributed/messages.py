@@ -7,7 +7,6 @@ keys lie contiguously as 8-bit tensor cores read them, ``[B, h, Dv, n]``, with n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,61 +45,52 @@ def share(plan: Plan, chunk: slice, heads: int) -> Share:
     return Share(slice(chunk.start * group, chunk.stop * group), heads, columns)
 
 
-class Outgoing(NamedTuple):
-    """The codes of one chunk: of the queries of this rank, or a message of them, and the message of keys and values,
-    which is None where every rank has all keys."""
-
-    chunk: slice
-    queries: Tensor
-    keys: Tensor | None
-
-
 class Messages:
     """The messages of one call: its operands in, whole keys, this rank's queries and outputs out."""
 
     def __init__(self, plan: Plan, q: Operand, k: Operand, v: Operand) -> None:
+        """Write the codes of all heads, on the current stream."""
         self.plan, self.q, self.k, self.v = plan, q.by_token(), k, v
+        self.columns = share(plan, plan.chunks[0], k.x.shape[1]).columns
         self.k_scale = k.scale
         if k.granularity == "block" and plan.k_shards is not None:
             self.k_scale = self._scales_of_blocks()
+        self._queries = self.q.codes() if self.columns == 1 else self._queries_out()
+        self._keys = None if plan.k_shards is None else self._keys_out()
 
-    def prepare(self, chunk: slice) -> Outgoing:
-        """Write the codes of a chunk, on the current stream."""
-        return Outgoing(chunk, self._queries_out(chunk), self._keys_out(chunk))
-
-    def keys(self, outgoing: Outgoing) -> tuple[QTensor, QTensor]:
+    def keys(self, chunk: slice) -> tuple[QTensor, QTensor]:
         """All keys and values of this rank's heads of a chunk."""
-        plan, shards = self.plan, self.plan.k_shards
-        own = share(plan, outgoing.chunk, self.k.x.shape[1])
+        plan = self.plan
+        own = share(plan, chunk, self.k.x.shape[1])
         heads = own.heads(plan.ranks.along.rank if own.columns > 1 else 0)
         k_scale, v_scale = _of_heads(self.k_scale, heads), _of_heads(self.v.scale, heads)
-        if shards is None:
+        if plan.k_shards is None:
             k, v = self.k.heads(heads).codes(), self.v.heads(heads).codes()
         else:
-            k, v = self._gathered(own, outgoing.keys)
+            k, v = self._gathered(own)
         return self.k.tensor(k, k_scale), self.v.tensor(v, v_scale)
 
-    def _keys_out(self, chunk: slice) -> Tensor | None:
-        if self.plan.k_shards is None:
-            return None
-        own, long = share(self.plan, chunk, self.k.x.shape[1]), self.plan.k_shards.longest
-        (b, _, n, d), dv = self.k.x.shape, self.v.x.shape[3]
-        of_k = b * own.count * long * d
-        sent = self.k.x.new_empty((own.columns, of_k + b * own.count * dv * long), dtype=torch.int8)
-        for column in range(own.columns):
-            k = sent[column, :of_k].view(b, own.count, long, d)
-            v = sent[column, of_k:].view(b, own.count, dv, long).mT
-            self.k.heads(own.heads(column)).write(k[:, :, :n])
-            self.v.heads(own.heads(column)).write(v[:, :, :n])
-        return sent
+    def _keys_out(self) -> Tensor:
+        """Codes of a head's keys, then of its values by channels: int8 ``[Hk, B, longest * (D + Dv)]``."""
+        (b, h, n, d), dv, long = self.k.x.shape, self.v.x.shape[3], self.plan.k_shards.longest
+        out = self.k.x.new_empty((h, b, long * (d + dv)), dtype=torch.int8)
+        k, v = out.split([long * d, dv * long], dim=2)
+        self.k.write(k.unflatten(2, (long, d)).transpose(0, 1)[:, :, :n])
+        self.v.write(v.unflatten(2, (dv, long)).mT.transpose(0, 1)[:, :, :n])
+        return out
 
-    def _gathered(self, own: Share, sent: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_chunk(self, message: Tensor, own: Share) -> Tensor:
+        """A chunk's heads of each column: ``[columns, heads, B, bytes]`` of ``[all heads, B, bytes]``."""
+        return message.unflatten(0, (self.columns, -1))[:, own.chunk]
+
+    def _gathered(self, own: Share) -> tuple[Tensor, Tensor]:
         ranks, shards = self.plan.ranks, self.plan.k_shards
         (b, _, _, d), dv, long = self.k.x.shape, self.v.x.shape[3], shards.longest
-        of_k = b * own.count * long * d
-        received = ranks.across.gather(ranks.along.exchange(sent)).flatten(0, 1)  # [ranks, bytes]
-        k = received[:, :of_k].view(ranks.size, b, own.count, long, d)
-        v = received[:, of_k:].view(ranks.size, b, own.count, dv, long).mT
+        sent = self._of_chunk(self._keys, own)
+        received = ranks.across.gather(ranks.along.exchange(sent)).flatten(0, 1)  # [ranks, heads, B, bytes]
+        k, v = received.split([long * d, dv * long], dim=3)
+        k = k.unflatten(3, (long, d)).transpose(1, 2)
+        v = v.unflatten(3, (dv, long)).mT.transpose(1, 2)
         tokens = shards.tokens
         padded = -(-tokens // KEY_PADDING) * KEY_PADDING
         values = sent.new_empty((b, own.count, dv, padded))
@@ -125,37 +115,37 @@ class Messages:
                 first += blocks
         return torch.cat([scale for _, scale in sorted(pieces, key=lambda piece: piece[0])], dim=2)
 
-    def queries(self, outgoing: Outgoing) -> QTensor:
+    def queries(self, chunk: slice) -> QTensor:
         """The queries of this rank's heads of a chunk: its own, or all of its row's in the order of the sequence."""
-        plan, ranks, shards = self.plan, self.plan.ranks, self.plan.q_shards
-        own = share(plan, outgoing.chunk, self.q.x.shape[1])
-        if own.columns == 1:
-            return self.q.heads(own.heads(0)).tensor(outgoing.queries)
-        b, _, _, d = self.q.x.shape
-        long, of_codes = shards.longest, b * own.count * shards.longest * d
-        received = ranks.along.exchange(outgoing.queries)
-        codes = self._of_row(received[:, :of_codes].view(own.columns, b, own.count, long, d))
-        if self.q.granularity != "token":
+        plan, ranks = self.plan, self.plan.ranks
+        own = share(plan, chunk, self.q.x.shape[1])
+        if self.columns == 1:
+            heads = own.heads(0)
+            return self.q.heads(heads).tensor(self._queries[:, heads])
+        long, d = plan.q_shards.longest, self.q.x.shape[3]
+        received = ranks.along.exchange(self._of_chunk(self._queries, own))  # [columns, heads, B, bytes]
+        scales, codes = received.split([long * self._scale_bytes, long * d], dim=3)
+        codes = self._of_row(codes.unflatten(3, (long, d)).transpose(1, 2))
+        if not self._scale_bytes:
             return self.q.tensor(codes, _of_heads(self.q.scale, own.heads(ranks.along.rank)))
-        scales = received[:, of_codes:].contiguous().view(torch.float32)
-        return self.q.tensor(codes, self._of_row(scales.view(own.columns, b, own.count, long, 1)))
+        scales = scales.contiguous().view(torch.float32)[..., None].transpose(1, 2)
+        return self.q.tensor(codes, self._of_row(scales))
 
-    def _queries_out(self, chunk: slice) -> Tensor:
-        """This rank's codes, or where heads are exchanged the message of all columns with the tokens' scales."""
-        own = share(self.plan, chunk, self.q.x.shape[1])
-        if own.columns == 1:
-            return self.q.heads(own.heads(0)).codes()
-        b, _, n, d = self.q.x.shape
-        long = self.plan.q_shards.longest
-        of_codes, by_token = b * own.count * long * d, self.q.granularity == "token"
-        sent = self.q.x.new_empty((own.columns, of_codes + 4 * b * own.count * long * by_token), dtype=torch.int8)
-        for column in range(own.columns):
-            q = self.q.heads(own.heads(column))
-            q.write(sent[column, :of_codes].view(b, own.count, long, d)[:, :, :n])
-            if by_token:
-                scales = sent[column, of_codes:].view(torch.float32).view(b, own.count, long, 1)
-                scales[:, :, :n] = q.scale
-        return sent
+    @property
+    def _scale_bytes(self) -> int:
+        """Of a query's scale in its message: of the other granularities all ranks have the scales."""
+        return 4 if self.q.granularity == "token" else 0
+
+    def _queries_out(self) -> Tensor:
+        """Scales of a head's queries where each has one, then codes: int8 ``[Hq, B, longest * (4|0 + D)]``."""
+        (b, h, n, d), long = self.q.x.shape, self.plan.q_shards.longest
+        out = self.q.x.new_empty((h, b, long * (self._scale_bytes + d)), dtype=torch.int8)
+        scales, codes = out.split([long * self._scale_bytes, long * d], dim=2)
+        self.q.write(codes.unflatten(2, (long, d)).transpose(0, 1)[:, :, :n])
+        if self._scale_bytes:
+            scale = self.q.scale.expand(b, h, n, 1).contiguous().view(torch.int8)
+            scales.unflatten(2, (long, 4)).transpose(0, 1)[:, :, :n] = scale
+        return out
 
     def _of_row(self, parts: Tensor) -> Tensor:
         shards, row = self.plan.q_shards, self.plan.ranks.row

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import intflash
 from intflash import InputError, QTensor, Recipe, call, op
-from intflash.backends.cuda import BACKEND
+from intflash.backends import cpu
+from intflash.backends.cuda import BACKEND, machine_code
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,6 +91,13 @@ CALLS = {  # (shape, seed) -> tensors and options
     ),
     "windows": lambda s, i: (three(s, i), windows(s, i)),
 }
+
+
+@pytest.fixture(autouse=True)
+def switched_on():
+    cpu.use_compiler(machine_code)
+    yield
+    cpu.use_compiler(None)
 
 
 @pytest.fixture
