@@ -39,6 +39,9 @@ DEVICE u32 block_p16(i64 t) {
   return __umulhi(x.m, shift_left(1, x.hi));
 }
 
+// Returns bytes of ones where the lowest four bits are set.
+DEVICE u32 bytes_of_bits(u32 bits) { return ((bits & 15) * 0x00204081 & 0x01010101) * 255; }
+
 // Packs four p16 of a row: their high bytes into one word and their low bytes into another.
 DEVICE void pack_block_p16(const u32 (&p)[4], u32& high, u32& low) {
   const u32 a = permute(p[0], p[1], 0x5140), b = permute(p[2], p[3], 0x5140);

@@ -7,7 +7,7 @@
 #include "sm90/long_rows_mainloop.cuh"
 
 // Channels of one product of P V: a block's sums have few registers beside the row's, which take two each.
-constexpr int PV_CHANNELS = HEAD_DIM % 32 ? 16 : CONSUMERS == 3 || HEAD_DIM > 64 ? 32 : HEAD_DIM;
+constexpr int PV_CHANNELS = HEAD_DIM % 32 ? 16 : HEAD_DIM > 64 ? 32 : HEAD_DIM;
 constexpr int PV_STEPS = HEAD_DIM / PV_CHANNELS;
 
 DEVICE u32 load_word(const u8* from) { return *(const volatile u32*)from; }
@@ -63,10 +63,10 @@ struct BlockFloat {
   i32 C[2], shift[2];
   bool fast_exp;
   i32 fraction;
-  u32 valueless;         // index of the word of this thread's keys in the first block
-  GroupSum value[2];     // those of the groups without a value are in `scratch`
-  i32 lowest[2];         // octave of any group
-  i32 unit[2];           // of the last block's sums in acc
+  u32 valueless;      // index of the word of this thread's keys in the first block
+  GroupSum value[2];  // those of the groups without a value are in `scratch`
+  i32 lowest[2];      // octave of any group
+  i32 unit[2];        // of the last block's sums in acc
   Scratch scratch;
   BlockAccumulators acc;
 
@@ -139,7 +139,7 @@ struct BlockFloat {
     }
   }
   // Computes P of 32 keys and adds it to the digits' sums.
-  template <bool MASKED>
+  template <bool MASKED, bool FAST>
   DEVICE void weights(const i32 (&s)[16], int part, const u32 (&keys)[2], const i32 (&e)[2], P& p,
                       u32 (&sums)[2][2]) const {
 #pragma unroll
@@ -149,20 +149,22 @@ struct BlockFloat {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int at = 8 * (word / 2) + 2 * h + j / 2 * 4 + j % 2;
-        if constexpr (MASKED) {
+        if constexpr (FAST)
+          four[j] = block_p16((u32)s[at] * (u32)(-(C[h] >> 8)) + block_offset(e[h]));
+        else
           four[j] = block_p16(multiply_add(s[at] << shift[h], C[h], BLOCK_K0 - ((i64)e[h] << 32)));
-          four[j] = keys[h] & bit_of_score(part, at) ? four[j] : 0;
-        } else {
-          four[j] = block_p16((u32)s[at] * (u32) - (C[h] >> 8) + block_offset(e[h]));
-        }
       }
       u32 &high = p.digit[0][part][word], &low = p.digit[1][part][word];
       pack_block_p16(four, high, low);
+      if constexpr (MASKED) {
+        const u32 bytes = bytes_of_bits(keys[h] >> (8 * part + word / 2 * 4));
+        high &= bytes, low &= bytes;
+      }
       sums[h][0] = add_bytes(high, sums[h][0]), sums[h][1] = add_bytes(low, sums[h][1]);
     }
   }
   // Computes a group's octaves, P and sums, of this thread's keys.
-  template <bool MASKED>
+  template <bool MASKED, bool FAST>
   DEVICE void group(const BlockScores& s, const u32 (&keys)[2], i32 (&e)[2], P& p, u32 (&sums)[2]) const {
     i32 peak[2] = {NO_SCORE, NO_SCORE};
 #pragma unroll
@@ -170,7 +172,7 @@ struct BlockFloat {
     octaves(peak, e);
     u32 digits[2][2] = {};
 #pragma unroll
-    for (int part = 0; part < 4; ++part) weights<MASKED>(scores_of(s, part), part, keys, e, p, digits);
+    for (int part = 0; part < 4; ++part) weights<MASKED, FAST>(scores_of(s, part), part, keys, e, p, digits);
 #pragma unroll
     for (int h = 0; h < 2; ++h) sums[h] = (digits[h][0] << 8) + digits[h][1];
   }
@@ -186,11 +188,8 @@ struct BlockFloat {
     to.l = multiply_add((i32)sum, unit[h], to.l);
     return by;
   }
-  template <bool MASKED>
-  DEVICE void values(const BlockScores& s, const u32 (&keys)[2], P& p) {
-    i32 e[2], by[2];
-    u32 sums[2];
-    group<MASKED>(s, keys, e, p, sums);
+  DEVICE void add_values_group(const i32 (&e)[2], const u32 (&sums)[2]) {
+    i32 by[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) by[h] = add(value[h], h, e[h], sums[h], HEADROOM);
     if (__any_sync(~0u, by[0] | by[1])) shift_acc(by);
@@ -205,24 +204,32 @@ struct BlockFloat {
   }
   // Computes P of a block's keys with a value, and all sums but those with V. The scores are available.
   DEVICE void block(const BlockScores& s, bool partial, const VisibleKeys (&visible)[2], u32 zeros, P& p) {
-    const bool has_zeros = __any_sync(~0u, zeros != 0);
     u32 keys[2] = {~0u, ~0u};
-    if (fast_exp && !partial && !has_zeros) return values<false>(s, keys, p);
-    if (partial) keys[0] = visible_keys(visible, 0), keys[1] = visible_keys(visible, 1);
-    if (has_zeros) {
-      const u32 without[2] = {keys[0] & zeros, keys[1] & zeros};
+    if (fast_exp && !partial && !__any_sync(~0u, zeros != 0)) {
       i32 e[2];
       u32 sums[2];
-      group<true>(s, without, e, p, sums);
+      group<false, true>(s, keys, e, p, sums);
+      return add_values_group(e, sums);
+    }
+    if (partial) keys[0] = visible_keys(visible, 0), keys[1] = visible_keys(visible, 1);
+    i32 e[2];
+    u32 sums[2];
+    if (__any_sync(~0u, zeros != 0)) {
+      const u32 without[2] = {keys[0] & zeros, keys[1] & zeros};
+      group<true, false>(s, without, e, p, sums);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         GroupSum other = this->other(h);
         add(other, h, e[h], sums[h], 0);
         set_other(h, other);
       }
+      keys[0] &= ~zeros, keys[1] &= ~zeros;
     }
-    const u32 with[2] = {keys[0] & ~zeros, keys[1] & ~zeros};
-    values<true>(s, with, p);
+    if (fast_exp)
+      group<true, true>(s, keys, e, p, sums);
+    else
+      group<true, false>(s, keys, e, p, sums);
+    add_values_group(e, sums);
   }
 
   typedef i32 BlockSums[2][PV_CHANNELS / 2];
@@ -379,8 +386,8 @@ struct BlockFloat {
       for (int part = 0; part < 4; ++part) {
         i32 s[16];
         scores(part, s);
-        weights<true>(s, part, keys[1], e[1], codes, digits[1]),
-            weights<true>(s, part, keys[0], e[0], codes, digits[0]);
+        weights<true, false>(s, part, keys[1], e[1], codes, digits[1]),
+            weights<true, false>(s, part, keys[0], e[0], codes, digits[0]);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -1,5 +1,5 @@
-// The kernel of long rows for the integer methods. METHOD is BlockFloat where BLOCK_FLOAT is 1, else ExactP8, ExactP16 or
-// Online. TMA is 1 where TMA loads K and V.
+// The kernel of long rows for the integer methods. METHOD is BlockFloat where BLOCK_FLOAT is 1, else ExactP8, ExactP16
+// or Online. TMA is 1 where TMA loads K and V.
 #if BLOCK_FLOAT
 #include "sm90/block_float_softmax.cuh"
 #else

@@ -245,6 +245,8 @@ def test_resident_tiles_of_floats_cover_each_row_once():
 def test_ring_buffers_fit_shared_memory():
     """At least two tiles of keys fit the 227 KB of a multiprocessor."""
     for d, consumers, method in itertools.product(range(16, 129, 16), (2, 3), METHODS):
+        if method in BLOCK_FLOAT and consumers == 3:
+            continue  # its registers do not suffice for three warpgroups
         extra = long_rows._extra_shared_bytes(checks.empty_problem(method, 300, d)[0], consumers, False)
         stages = long_rows._max_stages(d, consumers, extra)
         sizes = [long_rows.shared_bytes(d, consumers, 128 * d, 0, n, extra) for n in (stages, stages + 1)]

@@ -29,8 +29,8 @@ TILE = 128  # keys per tile
 STAGES = 4  # of the ring buffer
 _SHARED_BYTES = 227 * 1024  # available to a CTA
 _TABLE_BYTES = 32 * 1024  # of the table of P of `intflash_online`
-# by consumer warpgroups and head_dim, a thread's accumulators of `intflash_bfp` that are in shared memory
-_ACC_WORDS = {2: {80: 12, 96: 16, 112: 24, 128: 32}, 3: {48: 8, 64: 18}}
+# a thread's accumulators of `intflash_bfp` that are in shared memory, by head_dim
+_ACC_WORDS = {80: 12, 96: 16, 112: 24, 128: 32}
 _STAGING_BYTES = 2 * 16 * 1024  # of floats that wait in shared memory to be quantized
 _WARPGROUP_TIMES = {
     2: (0.8, 1.0),
@@ -123,14 +123,14 @@ def long_rows_launch(
     if resident is None:
         resident = floats or _fits_resident(problem, most) and _resident_is_faster(problem)
     stages = most if resident else STAGES
-    products = tuple(Product(*x) for x in ((64, "s8"), (128, "s8"), (_pv_channels(problem.method, d, consumers), "u8")))
+    products = tuple(Product(*x) for x in ((64, "s8"), (128, "s8"), (_pv_channels(problem.method, d), "u8")))
     program = CudaProgram.of(
         "sm90/long_rows.cu", products, METHOD=METHODS[problem.method],
         BLOCK_FLOAT=int(problem.method in BLOCK_FLOAT), HEAD_DIM=d, CONSUMERS=consumers,
         CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0, QUERY=C_TYPES[q.dtype],
         VALUE="i8", OUT=C_TYPES[out.dtype], TMA=int(maps is not None),
         P_SHARED=int(_p_in_shared(problem, consumers)),
-        P_TABLE=int(_uses_p_table(problem)), SCRATCH_BYTES=_scratch_bytes(problem, consumers), STAGES=stages,
+        P_TABLE=int(_uses_p_table(problem)), SCRATCH_BYTES=_scratch_bytes(problem), STAGES=stages,
         KV_RESIDENT=int(resident), FLOAT_KV=int(floats),
         VALUES_IN_RANGE=int(scales is not None and problem.recipe.q_scale is None),
         **({} if key_counts is None else {"KEY_COUNTS": 1}),
@@ -251,22 +251,22 @@ def _extra_shared_bytes(problem: Problem, consumers: int, floats: bool) -> int:
     and of the table of P.
     """
     p = 64 * consumers * TILE * _p_in_shared(problem, consumers)
-    p += consumers * _scratch_bytes(problem, consumers)
+    p += consumers * _scratch_bytes(problem)
     return p + floats * _STAGING_BYTES + _uses_p_table(problem) * _TABLE_BYTES
 
 
-def _scratch_bytes(problem: Problem, consumers: int) -> int:
+def _scratch_bytes(problem: Problem) -> int:
     """Bytes for each consumer warpgroup of `Scratch` of block_float_softmax.cuh: 64-bit words of 128 threads."""
     if problem.method not in BLOCK_FLOAT:
         return 0
-    return (5 + _ACC_WORDS[consumers].get(problem.q.shape[3], 0)) * 128 * 8
+    return (5 + _ACC_WORDS.get(problem.q.shape[3], 0)) * 128 * 8
 
 
-def _pv_channels(method: str, d: int, consumers: int) -> int:
+def _pv_channels(method: str, d: int) -> int:
     """Channels of one product of P V: PV_CHANNELS of block_float_softmax.cuh, or all."""
     if method not in BLOCK_FLOAT:
         return d
-    return 16 if d % 32 else 32 if consumers == 3 or d > 64 else d
+    return 16 if d % 32 else 32 if d > 64 else d
 
 
 def _uses_p_table(problem: Problem) -> bool:
