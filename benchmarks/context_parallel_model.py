@@ -62,8 +62,8 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("Wan 14B at 720p: 40 heads, N = 75,600", 40, 40, 75_600, False),
-    Workload("Causal, 64 heads over 8, N = 1,048,576", 64, 8, 1 << 20, True),
+    Workload("Wan 14B at 720p (40 heads, N = 75,600)", 40, 40, 75_600, False),
+    Workload("causal attention with 64 query heads and 8 key heads, N = 1,048,576", 64, 8, 1 << 20, True),
 )
 
 
