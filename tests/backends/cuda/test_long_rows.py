@@ -335,7 +335,7 @@ def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=
     return long_rows.long_rows_launch(p, constants, output, statistics, resident=resident)
 
 
-@pytest.mark.parametrize("d", (16, 64, 80, 128))
+@pytest.mark.parametrize("d", (64, 128, *(pytest.param(d, marks=pytest.mark.full) for d in (16, 80))))
 @pytest.mark.parametrize("method", COMPILED)
 def test_integer_only(method, d):
     """No floating-point opcode between int8 and integers, and no local memory."""
@@ -365,7 +365,13 @@ def test_float_queries_do_not_spill(method, query):
         assert checks.machine(_launch(method, d, query, query=query, resident=resident)).spills == 0
 
 
-@pytest.mark.parametrize("recipe", (Recipe(), Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1)), ids=("dynamic", "static"))
+@pytest.mark.parametrize(
+    "recipe",
+    (
+        pytest.param(Recipe(), id="dynamic"),
+        pytest.param(Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1), id="static", marks=pytest.mark.full),
+    ),
+)
 @pytest.mark.parametrize("method", FROM_FLOATS)
 def test_floats_do_not_spill(method, recipe):
     for d, dtype in itertools.product((64, 80), (torch.float16, torch.bfloat16)):
