@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ pytest.importorskip("triton")
 
 from benchmarks import sass  # noqa: E402
 from integer import gpu_cases, small_programs  # noqa: E402
+from intflash.backends.cuda import program as cuda_program  # noqa: E402
 from intflash.integer import reference  # noqa: E402
-from intflash.integer.gpu import executor, kernels  # noqa: E402
+from intflash.integer.gpu import executor, hopper, kernels  # noqa: E402
 from intflash.integer.model import IntegerModel  # noqa: E402
 from intflash.integer.program import Buffer, Linear  # noqa: E402
 
@@ -51,6 +53,15 @@ def test_bits_of_all_cases_in_the_interpreter():
 def test_bits_on_a_gpu():
     complaints = {name: gpu_cases.complaint(*case, "cuda") for name, case in gpu_cases.cases(large=True)}
     assert {name: complaint for name, complaint in complaints.items() if complaint} == {}
+
+
+def test_other_gpus_take_the_triton_kernels(monkeypatch):
+    """The backend `cuda` serves GPUs from compute capability 8.0 on, the kernels of hopper.py 9.0 alone."""
+    monkeypatch.setattr(hopper, "get_backend", lambda name: SimpleNamespace(unavailable=lambda: None))
+    weight, stream, codes = empty(64, 32), empty(2, 5, 64, dtype=torch.int16), empty(2, 5, 64)
+    for capability, served in (((8, 0), False), ((9, 0), True), ((12, 0), False)):
+        monkeypatch.setattr(cuda_program, "capability", lambda device, found=capability: found)
+        assert hopper.serves(weight) == hopper.serves_layer_norm(stream, codes, None) == served
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:

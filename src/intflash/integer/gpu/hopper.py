@@ -17,7 +17,7 @@ from torch import Tensor
 from intflash.backends import get_backend
 from intflash.backends.cuda import tensor_maps
 from intflash.backends.cuda.parameters import quotient_reciprocal
-from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, on_hopper
 from intflash.backends.cuda.tensor_maps import TensorMap
 from intflash.backends.cuda.wgmma import Product
 from intflash.backends.gpu.tensors import GRID_LIMIT
@@ -77,10 +77,15 @@ class Split:
         return (self.rows + (0 if self.resident else self.columns)) * STEP
 
 
+def available(device: torch.device) -> bool:
+    """Whether kernels for compute capability 9.0 run on a device: other GPUs have the backend `cuda` too."""
+    return get_backend("cuda").unavailable() is None and on_hopper(device)
+
+
 def serves(weight: Tensor) -> bool:
     """Whether the kernel serves a product with weights ``[N, K]`` here."""
     n, k = weight.shape
-    return get_backend("cuda").unavailable() is None and n % 8 == 0 and k % 16 == 0
+    return available(weight.device) and n % 8 == 0 and k % 16 == 0
 
 
 def padded(weight: Tensor) -> Tensor:
@@ -275,7 +280,7 @@ def serves_layer_norm(x: Tensor, out: Tensor, load_rows: Tensor | None) -> bool:
     channels = out.shape[-1]
     parts = 1 if load_rows is None else load_rows.shape[1]
     fits = channels % (8 * parts) == 0 and channels <= MOST_CHANNELS.get(x.dtype, 0)
-    return fits and get_backend("cuda").unavailable() is None
+    return fits and available(x.device)
 
 
 class Scaled(NamedTuple):

@@ -10,12 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from intflash.backends import get_backend
 from intflash.backends.cuda import long_rows, window
 from intflash.backends.cuda.program import CudaLaunch
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.tensors import Statistics
-from intflash.integer.gpu import kernels
+from intflash.integer.gpu import hopper, kernels
 from intflash.problem import Problem
 
 
@@ -33,7 +32,7 @@ def serves(problem: Problem) -> bool:
         return False
     keys = problem.k.shape[2]
     return (
-        get_backend("cuda").unavailable() is None
+        hopper.available(keep.device)
         and window.MAX_WINDOW < keys <= kernels.MOST_KEYS
         and long_rows.unsupported(replace(problem, keep=None)) is None
     )
