@@ -87,8 +87,9 @@ def attention(
         scheme: "gather" (int8 K and V of all ranks to each), "ulysses" (tokens for heads; key heads must be a multiple
             of the ranks), "merge" (replicated queries, `intflash` and `intflash_p8`: integer maxima and sums of each
             rank's keys); default: the one that sends least.
-        chunks: groups of heads that are exchanged and computed one after the other, so that on a GPU one group's
-            communication overlaps with the computation of the one before; default: up to 4 where heads are large.
+        chunks: groups of heads that are exchanged and computed one after the other, the next group's exchange begun
+            before a group is computed, so that whole keys of two groups are held; default: up to 4 where heads are
+            large.
         options: the other arguments of `intflash.attention` by name: method ("intflash", "intflash_p8",
             "intflash_online" or "intflash_bfp"), backend, enable_gqa, bias, causal_align, recipe, out_dtype,
             out_scale, return_lse, check_finite.
@@ -239,7 +240,7 @@ def _operands(a: dict[str, Any], plan: Plan, maxima: Tensor) -> tuple[Three, Ten
 def _attend(plan: Plan, operands: Three, a: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output, its scale where it is integer, and log-sum-exp of this rank's queries.
 
-    While a group of heads is computed, the next one's keys and the one before's outputs are on their way.
+    The next group's keys are sent for before a group is computed, and a group's outputs as soon as they are there.
     """
     q, _, v = operands
     # all codes first: an attention kernel fills the GPU, so that a kernel which comes after it would wait for its end

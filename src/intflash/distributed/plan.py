@@ -18,7 +18,7 @@ from intflash.quant import QTensor, Recipe
 
 METHODS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
 PLACES = ("sharded", "replicated")
-_CHUNKS = 4  # groups of heads whose messages overlap with the computation of the group before
+_CHUNKS = 4  # groups of heads, whose messages are begun before the group before them is computed
 _CHUNK_SCORES = 1 << 27  # that a group has at least: below it launches count
 
 
