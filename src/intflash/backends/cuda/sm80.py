@@ -4,7 +4,6 @@ packed sequences on each GPU from compute capability 8.0 on.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,7 +11,14 @@ import torch
 from torch import Tensor
 
 from intflash.backends.cuda.parameters import Params, Share, SplitKv, has_row_scales, parameters, quotient_reciprocal
-from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, capability, multiprocessors
+from intflash.backends.cuda.program import (
+    C_TYPES,
+    CudaLaunch,
+    CudaProgram,
+    capability,
+    multiprocessors,
+    shared_memory,
+)
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.tensors import Statistics, key_major
 from intflash.problem import Problem
@@ -130,14 +136,6 @@ def choose_tile(problem: Problem) -> Tile:
     if d > 128:
         return Tile(keys=32, ctas_per_sm=2, slices=2)
     return Tile(keys=32 if d > 96 else 64, ctas_per_sm=2 if d > 64 or problem.bias is not None else three)
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a CTA can have; those of an H200 where a kernel is only compiled."""
-    if device.type != "cuda":
-        return 227 << 10
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 class Launches(NamedTuple):
