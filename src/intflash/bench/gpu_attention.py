@@ -14,7 +14,7 @@ import json
 import logging
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -234,12 +234,21 @@ def run(out: Path, quick: bool = False) -> list[Measured]:
     Raises:
         RuntimeError: there is no CUDA device.
     """
+    return measure_all(cases(quick), measure_case, out)
+
+
+def measure_all(cases: Iterable[Any], measure: Callable[[Any], list[Measured]], out: Path) -> list[Measured]:
+    """Measures named cases one after the other, and writes what is known after each.
+
+    Raises:
+        RuntimeError: there is no CUDA device.
+    """
     if not torch.cuda.is_available():
         raise RuntimeError("the GPU attention benchmark needs a CUDA device")
     out.mkdir(parents=True, exist_ok=True)
     rows: list[Measured] = []
-    for case in cases(quick):
-        rows += measure_case(case)
+    for case in cases:
+        rows += measure(case)
         log.info("%s done", case.name)
         torch.cuda.empty_cache()
         save(rows, out)

@@ -6,7 +6,6 @@ and output, quantization included, with static and with dynamic scales.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +19,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from intflash import attention, quantize_bias, which_backend
 from intflash.bench.experiments import describe
-from intflash.bench.gpu_attention import DYNAMIC, STATIC, Measured, save
+from intflash.bench.gpu_attention import DYNAMIC, STATIC, Measured, measure_all
 from intflash.bench.gpu_launches import TORCH
 from intflash.bench.gpu_timing import time_calls
 from intflash.quant import Recipe
 
-log = logging.getLogger("intflash")
 METHODS = ("intflash_online", "intflash_p8", "intflash")
 
 
@@ -155,15 +153,5 @@ def run(out: Path, quick: bool = False) -> list[Measured]:
     Raises:
         RuntimeError: there is no CUDA device.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("the workloads need a CUDA device")
-    out.mkdir(parents=True, exist_ok=True)
-    rows: list[Measured] = []
-    for call in CALLS:
-        if quick and call.name not in _QUICK:
-            continue
-        rows += measure(call, rounds=3 if quick else 9)
-        log.info("%s done", call.name)
-        torch.cuda.empty_cache()
-        save(rows, out)
-    return rows
+    calls = [call for call in CALLS if not quick or call.name in _QUICK]
+    return measure_all(calls, partial(measure, rounds=3 if quick else 9), out)
