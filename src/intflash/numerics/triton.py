@@ -138,6 +138,12 @@ def _shifted(m, hi):
 
 
 @triton.jit
+def _signed_digits(p16):
+    """(high, low) as int8 with p16 = 256 * (high + 128) + low."""
+    return (((p16 + 128) >> 8) - 128).to(tl.int8), (((p16 & 255) ^ 128) - 128).to(tl.int8)
+
+
+@triton.jit
 def exp_p8(s, C, B):
     """P8 of a tile: codes p8 - 128 (int8).
 
@@ -165,8 +171,7 @@ def exp_p16(s, C, B):
         )
     else:
         m, hi = _exponent(s, C, B)
-        p16 = ((_shifted(m, hi) + (1 << 15)) >> 16).to(tl.int32)
-        return (((p16 + 128) >> 8) - 128).to(tl.int8), (((p16 & 255) ^ 128) - 128).to(tl.int8)
+        return _signed_digits(((_shifted(m, hi) + (1 << 15)) >> 16).to(tl.int32))
 
 
 @triton.jit
@@ -183,8 +188,7 @@ def block_p16(s, C, B):
     else:
         m, hi = _exponent(s, C, B)
         p32 = m.to(tl.int64) << (hi & 31).to(tl.int64)
-        p16 = tl.where((hi >= 0) & (hi <= 31), p32 >> 32, 0).to(tl.int32)
-        return (((p16 + 128) >> 8) - 128).to(tl.int8), (((p16 & 255) ^ 128) - 128).to(tl.int8)
+        return _signed_digits(tl.where((hi >= 0) & (hi <= 31), p32 >> 32, 0).to(tl.int32))
 
 
 @triton.jit
