@@ -43,6 +43,16 @@ struct P16Accumulator {
   i32 high, low;
 };
 
+// The accumulator of a P of one digit or two.
+template <int DIGITS>
+struct AccumulatorOf {
+  typedef i32 Type;
+};
+template <>
+struct AccumulatorOf<2> {
+  typedef P16Accumulator Type;
+};
+
 // How a row's accumulators become integer output: out = clamp((acc * factor + half) >> shift), half = 2^(shift - 1).
 struct Normalizer {
   i32 factor, shift;

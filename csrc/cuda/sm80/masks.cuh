@@ -44,11 +44,7 @@ struct RowMask {
   // all keys of the word.
   template <bool PARTIAL>
   DEVICE u32 present(i32 key, i32 keys) const {
-    u32 bytes = ~0u;
-    if (PARTIAL) {
-      asm("shl.b32 %0, -1, %1;" : "=r"(bytes) : "r"(8 * max(seen - key, 0)));
-      bytes = ~bytes;
-    }
+    u32 bytes = PARTIAL ? ~shift_left(~0u, 8 * max(seen - key, 0)) : ~0u;
 #if KEEP
     u8 x[4];
     keep.read(key, keys, x);

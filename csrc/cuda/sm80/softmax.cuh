@@ -21,15 +21,6 @@ typedef RowMask RowMasks[ROW_TILES][2];
 DEVICE i32 score_of(const Scores& s, int m, int h, int group, int i) { return s[m][2 * group + i / 2][2 * h + i % 2]; }
 DEVICE i32 first_key(int group) { return 16 * group + threadIdx.x % 4 * 4; }
 
-template <int DIGITS>
-struct AccumulatorOf {
-  typedef i32 Type;
-};
-template <>
-struct AccumulatorOf<2> {
-  typedef P16Accumulator Type;
-};
-
 // P in one digit (P8) or two (P16: 256 high + low), each with its own accumulators.
 template <int DIGITS_>
 struct PDigits {

@@ -41,9 +41,7 @@ struct SharedP {
 // Returns a mask of the bytes of p whose keys are visible to the row. `word` holds keys 4q .. 4q + 3 of 16.
 DEVICE u32 visible_bytes(const VisibleKeys& visible, int step, int word) {
   const i32 key = step * 32 + word / 2 * 16;
-  u32 beyond;
-  asm("shl.b32 %0, -1, %1;" : "=r"(beyond) : "r"(8 * max(visible.keys[word % 2] - key, 0)));
-  return ~beyond;
+  return ~shift_left(~0u, 8 * max(visible.keys[word % 2] - key, 0));
 }
 
 // The running maxima of the scores of this thread's two rows. T is (S << shift) * C.
@@ -55,15 +53,6 @@ struct RowMaxima {
     update_maxima(peak, s, partial, visible);
   }
   DEVICE i64 exponent(int h, i32 score) const { return (i64)(score << shift[h]) * C[h]; }
-};
-
-template <int DIGITS>
-struct AccumulatorOf {
-  typedef i32 Type;
-};
-template <>
-struct AccumulatorOf<2> {
-  typedef P16Accumulator Type;
 };
 
 // Returns the first of the four scores of a word of P, which are two pairs of adjacent scores. The lowest bit of `word`
