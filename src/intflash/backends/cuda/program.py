@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from intflash import tape
 from intflash.backends.cache import cache_folder
 from intflash.backends.cuda import wgmma
 
@@ -257,9 +256,7 @@ class CudaLaunch:
 
     def run(self) -> None:
         with torch.cuda.device(self.device):
-            launch = self._prepared()
-            launch(self.parameters)
-        tape.note(lambda: (list(self.tensors.values()), self._again(launch)))
+            self._prepared()(self.parameters)
 
     def _prepared(self) -> Callable[[ctypes.Structure], None]:
         """Returns a function that launches with any parameters on the current stream."""
@@ -282,18 +279,6 @@ class CudaLaunch:
             checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0), "cuLaunchKernelEx")
 
         return launch
-
-    def _again(self, launch: Callable[[ctypes.Structure], None]) -> tape.Again:
-        kind, template, places = type(self.parameters), bytes(self.parameters), [byte // 8 for byte in self.tensors]
-        words_of = ctypes.c_uint64 * (len(template) // 8)
-
-        def again(addresses: Sequence[int]) -> None:
-            words = words_of.from_buffer_copy(template)  # a copy for each call and thread
-            for place, address in zip(places, addresses, strict=True):
-                words[place] = address
-            launch(kind.from_buffer(words))
-
-        return again
 
 
 @functools.cache
