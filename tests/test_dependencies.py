@@ -42,7 +42,7 @@ LAYERS = {
 
 # Which other backends each folder of `backends` may import. The CUDA kernels run without Triton.
 ROOMS = {"cuda": {"gpu"}, "triton": {"gpu"}} | dict.fromkeys(("cpu", "gpu", "portable", "vortex", "reference"), set())
-SHARED = {"base", "cache", "features"}
+SHARED = {"base", "cache", "features", "native"}
 
 
 def imports(path: pathlib.Path) -> set[str]:

@@ -26,6 +26,8 @@ from intflash.backends.features import (
     QUANTIZATION,
     per,
 )  # fmt: skip
+from intflash.backends.native import missing as _missing
+from intflash.backends.native import module as _native
 from intflash.errors import InputError
 from intflash.methods import get_method
 from intflash.numerics.exp import BIAS_FRACTION_BITS, LOG2_E, MAX_HEAD_DIM, MAX_KEYS, P8_MAX, P16_MAX, log_sum_exp
@@ -33,20 +35,6 @@ from intflash.numerics.exp import BIAS_LIMIT as BIAS_CODE_LIMIT
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import LEAST_FLOAT, LEAST_SCALE
-
-try:
-    from intflash import _native
-except ImportError as error:
-    _native = None
-    if "cannot import name" in str(error):
-        _missing = (
-            "intflash was installed without its native module, because there was no C++ compiler or the build was told "
-            "to leave it out; install GCC or Clang and Python's headers, then intflash again"
-        )
-    else:
-        _missing = f"its native module does not load ({error}); install intflash again"
-else:
-    _missing = None
 
 # In the order of the native enumerations.
 METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "intflash_bfp": 3, "qflash": 4, "iflash": 5}
@@ -256,7 +244,7 @@ def _is_taken(scale: Tensor | float, x: Tensor, per_head: bool) -> bool:
 
 BACKEND = Backend(
     name="cpu",
-    unavailable=functools.partial(lambda reason: reason, None if _native is not None else _missing),
+    unavailable=functools.partial(lambda reason: reason, _missing),
     serves=SERVES,
     limits=limits,
     run=run,

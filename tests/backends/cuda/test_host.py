@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from intflash.backends import native
 from intflash.backends.cuda import backend, program, short_rows, sm80
 from intflash.backends.cuda.parameters import _reciprocal
 from intflash.backends.cuda.tensor_maps import key_map
@@ -63,6 +64,11 @@ def test_tokens_beyond_2_gib_are_unsupported():
     far = one.as_strided((1, 1, 100, 64), (0, 0, 11_000_000, 1))
     assert short_rows.unsupported(replace(problem(), q=one, k=one, v=one)) is None
     assert "2 GiB" in short_rows.unsupported(replace(problem(), q=far, k=far, v=far))
+
+
+def test_without_the_native_module_nothing_is_launched(monkeypatch):
+    monkeypatch.setattr(native, "missing", "no compiler was there")
+    assert program.unavailable() == "no compiler was there"
 
 
 def test_programs_of_other_macros_or_architectures_are_cached_separately(tmp_path, monkeypatch):

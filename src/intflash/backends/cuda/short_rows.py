@@ -85,7 +85,7 @@ def short_rows_launch(
     return CudaLaunch(program, grid, 128 * split.warpgroups, shared, params, q.device, keeps, True, maps)
 
 
-def _maps(k: Tensor, v: Tensor) -> Callable[[Params], TensorMaps] | None:
+def _maps(k: Tensor, v: Tensor) -> Callable[[Params, torch.device], TensorMaps] | None:
     """Makes the tensor maps of K without its last 16 keys and of V, where TMA can load them."""
     nk, d = k.shape[2:]
     if nk <= 16 or key_width(d) != d or not key_major(v, -(-nk // 16) * 16):

@@ -203,8 +203,9 @@ def weight_map(weight: Tensor, columns: int) -> TensorMap:
     return TensorMap((k, 2, 4, 4, n // GROUP_COLUMNS), (k, 8 * k, 2 * k, 32 * k), (STEP, 2, 4, 4, groups), 128, 0, 0)
 
 
-def _maps(x: TensorMap, weight: TensorMap, parameters: LinearParams) -> LinearMaps:
-    return LinearMaps(tensor_maps.encoded(x, parameters.x), tensor_maps.encoded(weight, parameters.weight))
+def _maps(x: TensorMap, weight: TensorMap, parameters: LinearParams, device: torch.device) -> LinearMaps:
+    addresses = parameters.x, parameters.weight
+    return LinearMaps(*(tensor_maps.encoded(*of, device) for of in zip((x, weight), addresses, strict=True)))
 
 
 def linear_launch(
