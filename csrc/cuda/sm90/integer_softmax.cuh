@@ -41,6 +41,9 @@ struct SharedP {
 // Returns a mask of the bytes of p whose keys are visible to the row. `word` holds keys 4q .. 4q + 3 of 16.
 DEVICE u32 visible_bytes(const VisibleKeys& visible, int step, int word) {
   const i32 key = step * 32 + word / 2 * 16;
+#if KEY_MASK
+  return visible.mask_word(key / 16) * 255;
+#endif
   return ~shift_left(~0u, 8 * max(visible.keys[word % 2] - key, 0));
 }
 
@@ -145,6 +148,15 @@ struct PDigits : RowMaxima {
     else
       return {acc[0][i], acc[1][i]};
   }
+  // Stores a thread's channels of a row, but for the last lane's last 8 where the output has HEAD_DIM - 8.
+  template <int WORDS>
+  DEVICE static void store_row(u8* to, const u32 (&words)[WORDS]) {
+    constexpr int ABSENT = (HEAD_DIM - TENSOR_DIM) * SIZE<OUT> / 4;
+    if (ABSENT && threadIdx.x % 4 == 3)
+      store_words(to, (const u32(&)[WORDS - ABSENT]) words);
+    else
+      store_words(to, words);
+  }
   DEVICE void store(const Params& p, const ThreadRows& at, const i64 (&t_max)[2]) const {
     const OutputConstants output_constants = load_output_constants<OUT>(p, at.batch, at.head, at.kv_head);
     const u32 l[2] = {this->l(0), this->l(1)};
@@ -160,7 +172,7 @@ struct PDigits : RowMaxima {
       const i32 row = at.row + 8 * h;
       if (row >= at.end) continue;
       const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * CHANNELS;
-      store_words((u8*)element<OUT>(p.out.ptr, to), words[h]);
+      store_row((u8*)element<OUT>(p.out.ptr, to), words[h]);
       if (p.l && threadIdx.x % 4 == 0) {
         const i64 to = ((i64)at.batch * p.heads + at.head) * p.nq + row;
         p.t_max[to] = t_max[h];

@@ -116,9 +116,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   if (SIZE<IN> > 1) constants.load();  // quantization needs them
   loader.begin_keys();
   if (PREFETCH_Q) query.begin_load(first, p.nq - 1);
+#if BIAS
+  const BiasRows bias(v_tile + V_BYTES + BARRIER_BYTES);
+  bias.begin_load(p, batch, head, first);
+#endif
   loader.begin_values(p, batch, kv_head);
   if (SIZE<IN> == 1) constants.load();
   RowTile tile;
+#if BIAS
+  tile.bias = bias;
+#endif
   tile.score[0] = tile.score[1] = constants.of_scores(p);
   constants.scales.divide();
   loader.finish(constants.scales.k_inverse, constants.scales.v_inverse);
@@ -158,6 +165,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
         query.begin_load(next + row_of_thread, p.nq - 1);
     }
     tile.exponentials_and_products();
+#if BIAS
+    if (next < stop) bias.begin_load(p, batch, head, next + row_of_thread);
+#endif
     // Runs while the products run, as does what follows. Copying int8 codes without a test takes fewer instructions.
     if (PREFETCH_Q && (SIZE<IN> == 1 || next < stop)) query.codes(constants.scales.q_inverse, tile.q);
     if (PREFETCH_Q && REMAINDER_ROWS) query.advance(next + 64 * WARPGROUPS >= whole);
