@@ -16,27 +16,36 @@ struct BiasRows {
   DEVICE BiasRows(u32 shared) : mine(shared + threadIdx.x * 16) {}
   DEVICE u32 place(int group, int h) const { return mine + (2 * group + h) * THREADS * 16; }
 
-  // Keys past the last one repeat others.
-  DEVICE void begin_load(const Params& p, u32 batch, u32 head, i32 row) const {
+  DEVICE static const i32* row_of(const Params& p, u32 batch, u32 head, i32 row) {
     const u32 b = p.bias_reciprocal ? batch - __umulhi(batch, p.bias_reciprocal) * p.bias_batches : batch;
-    const i32* base = (const i32*)p.bias.ptr + head_offset(p.bias, b, head);
+    return (const i32*)p.bias.ptr + head_offset(p.bias, b, head) + min(row, p.nq - 1) * p.bias.n;
+  }
+  DEVICE void begin_load(const Params& p, u32 batch, u32 head, i32 row) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i32* biases = base + min(row + 8 * h, p.nq - 1) * p.bias.n;
+      const i32* biases = row_of(p, batch, head, row + 8 * h);
 #pragma unroll
-      for (int group = 0; group < GROUPS; ++group) {
-        const i32 key = 16 * group + threadIdx.x % 4 * 4;
-        if constexpr (BIAS == 4) {
-          cp_async_16(place(group, h), biases + (group + 1 < GROUPS ? key : min(key, p.nk - 4)));
-        } else {
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            cp_async_4_or_zero(place(group, h) + 4 * i,
-                               biases + (group + 1 < GROUPS ? key + i : min(key + i, p.nk - 1)), true);
-        }
-      }
+      for (int group = 0; group < GROUPS; ++group) copy(p, biases, group, group + 1 == GROUPS, place(group, h));
     }
     cp_async_commit();
+  }
+  // For remainder rows, where a warp has every fourth group of row `row`: its i-th one is then group i of `load`.
+  DEVICE void begin_load_of_remainder(const Params& p, u32 batch, u32 head, i32 row) const {
+    const i32* biases = row_of(p, batch, head, row);
+#pragma unroll
+    for (int i = 0; i < (GROUPS + 3) / 4; ++i) copy(p, biases, 4 * i + threadIdx.x / 32 % 4, true, place(i, 0));
+    cp_async_commit();
+  }
+  // Keys past the last one repeat others.
+  DEVICE void copy(const Params& p, const i32* biases, i32 group, bool last, u32 to) const {
+    const i32 key = 16 * group + threadIdx.x % 4 * 4;
+    if constexpr (BIAS == 4) {
+      cp_async_16(to, biases + (last ? min(key, p.nk - 4) : key));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        cp_async_4_or_zero(to + 4 * i, biases + (last ? min(key + i, p.nk - 1) : key + i), true);
+    }
   }
   DEVICE void load(int group, int h, i32 (&x)[4]) const { load_shared(place(group, h), (u32(&)[4])x); }
 };

@@ -20,8 +20,7 @@
 //   REVERSE_HEADS        1: CTAs take the last heads first
 //   ALL_ROWS             1: a CTA takes all rows of its head
 //   BIAS                 int32 p.bias in 2^-20 octave, NO_SCORE for an absent key: 0 none (the default), 1 with
-//                        contiguous keys, 4 with contiguous keys that are read four at a time; with EXP_32BIT and
-//                        without REMAINDER_ROWS
+//                        contiguous keys, 4 with contiguous keys that are read four at a time; with EXP_32BIT
 #pragma once
 #include "sm90/short_rows_load.cuh"
 #include "sm90/wgmma.cuh"
@@ -31,7 +30,10 @@
 #endif
 #if BIAS
 #include "sm90/short_rows_bias.cuh"
-static_assert(EXP_32BIT && !REMAINDER_ROWS);
+static_assert(EXP_32BIT);
+constexpr int BIAS_BYTES = WARPGROUPS * 64 * KEYS * 4;  // of a row tile of each warpgroup
+#else
+constexpr int BIAS_BYTES = 0;
 #endif
 
 #if BITS == 8
@@ -238,10 +240,10 @@ struct RowTile {
     peak[0] = peak[1] = NO_SCORE;
     if constexpr (FIRST > 0) {
       wgmma_wait<1>(a);
-      if (active && has_t) add_bias<false>(a, 0, reach);
+      if (has_rows() && has_t) add_bias<false>(a, 0, reach);
     }
     wgmma_wait(b);
-    if (!active) return;
+    if (!has_rows()) return;
     if (has_t) add_bias<true>(b, FIRST / 16, reach);
     fits = has_t && __all_sync(~0u, reach < 2 * BiasRows::REACH);
     if (fits) {

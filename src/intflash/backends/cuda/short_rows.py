@@ -84,7 +84,7 @@ def short_rows_launch(
     products = (*(Product(n, "s8") for n in sorted(key_parts(keys))), Product(d, "u8"))
     biased = problem.bias is not None
     exp_32bit = biased or uses_exp_32bit(batch * heads * row_tiles)
-    remainder = not biased and has_remainder_rows(nq, d)
+    remainder = has_remainder_rows(nq, d)
     heads_first, in_kernel = batch <= GRID_LIMIT, scales == HEAD_AMAX_IN_KERNEL
     maps = _maps(k, v) if exp_32bit and scales is None else None
     dynamic = scales is not None and problem.recipe.q_scale is None  # scales of the values' own maxima
@@ -101,7 +101,7 @@ def short_rows_launch(
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)
     grid = (*((heads, batch) if heads_first else (batch, heads)), -(-row_tiles // split.tiles))
     shared = sum(head_bytes(keys, d)) + 16 * (maps is not None) + remainder * remainder_bytes(keys, bits)
-    shared += biased * split.warpgroups * 64 * keys * 4
+    shared += biased * (split.warpgroups * 64 * keys * 4 + remainder * 128)
     return CudaLaunch(program, grid, 128 * split.warpgroups, shared, params, q.device, keeps, True, maps)
 
 
