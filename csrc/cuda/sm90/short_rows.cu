@@ -127,6 +127,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   begin_bias(row);
 #endif
   loader.begin_values(p, batch, kv_head);
+#if BIAS
+  BiasRows::prefetch(p, batch, head, ALL_ROWS ? 0 : blockIdx.z * p.tiles * 64, stop);
+#endif
   if (SIZE<IN> == 1) constants.load();
   RowTile tile;
 #if BIAS

@@ -16,6 +16,16 @@ struct BiasRows {
   DEVICE BiasRows(u32 shared) : mine(shared + threadIdx.x * 16) {}
   DEVICE u32 place(int group, int h) const { return mine + (2 * group + h) * THREADS * 16; }
 
+  // Prefetches rows [row, end) to L2, because the copies of one tile would not keep memory busy.
+  DEVICE static void prefetch(const Params& p, u32 batch, u32 head, i32 row, i32 end) {
+    constexpr i32 LINE = 32, LINES = (KEYS + LINE - 1) / LINE;  // keys of 128 bytes
+    const i32 rows = p.bias.n ? end - row : 1;
+#pragma unroll 1
+    for (i32 i = threadIdx.x; i < rows * LINES; i += THREADS) {
+      const i32* line = row_of(p, batch, head, row + i / LINES) + min(i % LINES * LINE, p.nk - 1);
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+    }
+  }
   DEVICE static const i32* row_of(const Params& p, u32 batch, u32 head, i32 row) {
     const u32 b = p.bias_reciprocal ? batch - __umulhi(batch, p.bias_reciprocal) * p.bias_batches : batch;
     return (const i32*)p.bias.ptr + head_offset(p.bias, b, head) + min(row, p.nq - 1) * p.bias.n;
