@@ -184,6 +184,8 @@ struct VisibleKeys {
   // Returns the bytes of the mask of the four keys that the thread has of 16, which are 1 where a key is present.
   DEVICE u32 mask_word(int sixteen) const { return 16 * sixteen < keys[0] ? *(const u32*)(mask + 16 * sixteen) : 0; }
 #endif
+  // Whether a row of the warp sees any of the `i`-th 16 keys.
+  DEVICE bool any_of_16(int i) const { return __any_sync(~0u, 16 * i < max(keys[0], keys[1])); }
   DEVICE bool has(int i) const {
 #if KEY_MASK
     return mask_word(key_of_score(i) / 16) >> key_of_score(i) % 16 * 8 & 1;
@@ -273,9 +275,10 @@ struct Consumer {
     for (int i = 0; i < BUFFERS; ++i) visible[i] = visible_keys(half + i, key);
     method.rescale_acc(s, partial, visible, shared.k_scales(stage) + half * (SCALE_BYTES / 2), scale);
   }
+  template <bool LAST>
   DEVICE void exponentials(int half, bool partial, i32 key, u32 stage, typename Method::P& codes) {
     const u32 scales = shared.k_scales(stage) + half * (SCALE_BYTES / 2);
-    method.exponentials(s[half % BUFFERS], partial, visible_keys(half, key), scales, codes);
+    method.template exponentials<LAST>(s[half % BUFFERS], partial, visible_keys(half, key), scales, codes);
   }
   DEVICE VisibleKeys visible_keys(int half, i32 key) const {
     const i32 first = key + half * HALF + threadIdx.x % 4 * LANE_KEYS;
@@ -339,11 +342,11 @@ struct Consumer {
     if constexpr (BUFFERS == 2) {
       if constexpr (Method::WHOLE_TILES) {
         const VisibleKeys visible[2] = {visible_keys(0, j * TILE), visible_keys(1, j * TILE)};
-        method.template exponentials<FAST_EXP>(s, partial, visible, codes);
+        method.template exponentials<FAST_EXP, LAST>(s, partial, visible, codes);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if constexpr (!Method::WHOLE_TILES) exponentials(half, partial, j * TILE, at.stage, codes[half]);
+        if constexpr (!Method::WHOLE_TILES) exponentials<LAST>(half, partial, j * TILE, at.stage, codes[half]);
         method.store_p(codes[half], half);
       }
       if (!LAST) issue_scores(0, next.stage);
@@ -368,7 +371,7 @@ struct Consumer {
           update_row_max(half, partial, j * TILE);
           rescale_acc(half, partial, j * TILE, at.stage, scale);
         }
-        exponentials(half, partial, j * TILE, at.stage, codes[half]);
+        exponentials<LAST>(half, partial, j * TILE, at.stage, codes[half]);
         if (half == 0)
           issue_scores(1, at.stage);
         else if (!LAST)
