@@ -106,7 +106,8 @@ def test_which_kernel_serves(capability, monkeypatch):
     particular = [backend.particular_unsupported(p) is None for p in (short, small, odd)]
     assert particular == [capability == (9, 0), True, False]
     assert (backend.particular_unsupported(problem(keep=keep)) is None) == (capability == (9, 0))
-    for more in (dict(keep=keep.expand(1, 1, 100, 100)), ends):
+    assert (backend.particular_unsupported(problem(keep=keep.expand(1, 2, 100, 100))) is None) == (capability == (9, 0))
+    for more in (dict(keep=keep.repeat(1, 1, 100, 1)), ends):
         assert backend.particular_unsupported(problem(**more))
 
 

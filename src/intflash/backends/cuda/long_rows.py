@@ -82,7 +82,8 @@ def _padded_channels(d: int) -> int:
 def _key_mask_unsupported(problem: Problem) -> str | None:
     """Returns why the kernel cannot read the bool mask, or None: it reads four keys at once."""
     keep, keys = problem.keep, problem.k.shape[2]
-    if keep.shape[1:] != (1, 1, keys) or problem.causal is not None:
+    one_for_all = all(n == 1 or stride == 0 for n, stride in zip(keep.shape[1:3], keep.stride()[1:3], strict=True))
+    if not one_for_all or keep.shape[3] != keys or problem.causal is not None:
         return f"long rows take bool masks of keys alone and without causal ones, got shape {list(keep.shape)}"
     if keys % 4 or keep.stride(3) != 1 or keep.data_ptr() % 4 or keep.shape[0] > 1 and keep.stride(0) % 4:
         return f"long rows read four keys of a bool mask at once, got {keys} keys and strides {keep.stride()}"
