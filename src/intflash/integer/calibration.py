@@ -275,8 +275,8 @@ def bind(wanted: Inputs, batch: Any, device: torch.device) -> dict[str, Tensor]:
     for i in wanted:
         if i.name not in found:
             shape = size if padded else (*size, *i.shape)
-            full = torch.ones(shape, dtype=torch.bool) if i.kind == "mask" else torch.zeros(shape, dtype=torch.int64)
-            found[i.name] = full.to(device)
+            mask = i.kind == "mask"  # made on the device, which a graph capture demands
+            found[i.name] = torch.full(shape, mask, dtype=torch.bool if mask else torch.int64, device=device)
     if padded:
         found = {i.name: F.pad(found[i.name], (0, i.shape[0] - size[1])) for i in wanted}
     return {i.name: found[i.name] for i in wanted}
