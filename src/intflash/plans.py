@@ -30,7 +30,7 @@ _TENSORS = "q", "k", "v", "attn_mask", "bias", "out_scale", "cu_seqlens_q", "cu_
 _tensors_of = itemgetter(*_TENSORS)
 _values_of = itemgetter(*(name for name in NAMES if name not in _TENSORS and name != "recipe"))
 _recipes: dict[int, tuple[weakref.ref, list[int], tuple]] = {}
-_taping = threading.Lock()  # torch keeps some of a dispatch mode's state for the whole process
+taping = threading.Lock()  # torch keeps some of a dispatch mode's state for the whole process
 _ONCE, _NEVER = "came once", "has no plan"
 
 
@@ -58,13 +58,13 @@ def run(call: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any
         if len(_plans) >= _MOST:
             _plans.clear()
         _plans[key] = _ONCE
-    if plan is not _ONCE or torch.cuda.is_current_stream_capturing() or not _taping.acquire(blocking=False):
+    if plan is not _ONCE or torch.cuda.is_current_stream_capturing() or not taping.acquire(blocking=False):
         return call(arguments)
     try:
         with Tape(tensors) as tape:
             result = call(arguments)
     finally:
-        _taping.release()
+        taping.release()
     _plans[key] = tape.plan(result) or _NEVER
     return result
 
@@ -88,7 +88,7 @@ def signature(arguments: dict[str, Any]) -> tuple[tuple, list[Tensor]] | None:
     recipe = arguments["recipe"]
     try:
         for x in tensors:
-            key += _layout(x)
+            key += layout(x)
         if isinstance(recipe, Recipe):
             scales = [x for x in recipe.scales if isinstance(x, Tensor)]
             key += _recipe_key(recipe, scales)
@@ -107,7 +107,7 @@ class _Own(Exception):
     """A tensor of a class of its own."""
 
 
-def _layout(x: Tensor) -> tuple:
+def layout(x: Tensor) -> tuple:
     if type(x) is not Tensor and type(x) is not nn.Parameter:
         raise _Own
     past = x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize  # rows past the last may be read
@@ -123,7 +123,7 @@ def _recipe_key(recipe: Recipe, scales: list[Tensor]) -> tuple:
         return known[2]
     rest = recipe.q, recipe.k, recipe.v, recipe.bits, recipe.block_size, recipe.smooth_k, recipe.rotate, recipe.rule
     given = (Tensor if isinstance(x, Tensor) else x for x in recipe.scales)
-    key = (*rest, *given, *map(_layout, scales))
+    key = (*rest, *given, *map(layout, scales))
     if len(_recipes) >= _MOST:
         _recipes.clear()
     _recipes[id(recipe)] = weakref.ref(recipe), where, key

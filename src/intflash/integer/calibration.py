@@ -267,7 +267,9 @@ def bind(wanted: Inputs, batch: Any, device: torch.device) -> dict[str, Tensor]:
             if not i.optional:
                 raise InputError(f"expected the input {i.name!r}")
             continue
-        found[i.name] = _checked(i, x, padded).to(device)
+        x = found[i.name] = _checked(i, x, padded)
+        if x.device != device:
+            found[i.name] = x.to(device)
         shape = tuple(x.shape) if padded else (len(x),)
         if size not in (None, shape):
             raise InputError(f"inputs of different batches: {list(size)} and {list(shape)} ({i.name})")
