@@ -173,12 +173,14 @@ def _machine(launch: CudaLaunch) -> sass.Machine:
     return machine
 
 
+@pytest.mark.parametrize("processors", [78, 132])
 @pytest.mark.parametrize("m", [1, 49, 197, 197 * 8, 197 * 256, 3136 * 64])
 @pytest.mark.parametrize("n, k", [(32, 16), (288, 96), (768, 16384), (30528, 768), *hopper._MEASURED])
-def test_splits_cover_the_product_and_fit(m, n, k):
+def test_splits_cover_the_product_and_fit(m, n, k, processors):
     for epilogue, table_bytes in (("codes", 0), ("table", 32 << 10), ("residual", 0)):
-        split = hopper.choose_split(m, n, k, epilogue, table_bytes)
+        split = hopper.choose_split(m, n, k, epilogue, table_bytes, processors)
         assert 1 <= split.parts <= -(-m // split.rows)
+        assert split.parts == 1 or split.parts * -(-n // split.columns) <= processors  # all run at once
         stages = hopper.stages_of(split, k, table_bytes)
         ring = stages * split.rings * split.stage_bytes
         assert stages >= hopper.LEAST_STAGES
