@@ -28,6 +28,7 @@ STEP = 128  # codes of a row that a step multiplies
 GROUP_COLUMNS = 32  # columns of a quad of lanes
 SHARED_BYTES = 227 * 1024
 LEAST_STAGES, MOST_STAGES = 3, 8
+MOST_CONSUMERS = 3
 _C_INT32 = "i32"
 
 
@@ -66,13 +67,8 @@ class Split:
         return 64 if self.resident else 64 * self.consumers
 
     @property
-    def rings(self) -> int:
-        """Ring buffers: one for each warpgroup that has tiles of its own."""
-        return self.consumers if self.resident else 1
-
-    @property
     def stage_bytes(self) -> int:
-        """Of a stage of a ring buffer."""
+        """Of a stage of the ring buffer."""
         return (self.rows + (0 if self.resident else self.columns)) * STEP
 
 
@@ -96,13 +92,14 @@ def padded(weight: Tensor) -> Tensor:
 def fixed_bytes(columns: int, k: int, table_bytes: int, resident: bool) -> int:
     """Bytes of shared memory but the ring buffer: weights, constants, table and barriers."""
     steps = -(-k // STEP)
-    return steps * (columns * STEP + 8) * resident + columns * 8 + 128 + table_bytes + 16 * 2 * MOST_STAGES
+    barriers = 16 * MOST_STAGES + 8 * MOST_CONSUMERS + 8 * steps * resident
+    return steps * columns * STEP * resident + columns * 8 + 128 + table_bytes + barriers
 
 
 def stages_of(split: Split, k: int, table_bytes: int) -> int:
-    """The stages of each ring buffer that fit, at most 8."""
+    """The stages of the ring buffer that fit, at most 8."""
     fixed = fixed_bytes(split.columns, k, table_bytes, split.resident)
-    return min(MOST_STAGES, (SHARED_BYTES - fixed) // (split.stage_bytes * split.rings))
+    return min(MOST_STAGES, (SHARED_BYTES - fixed) // split.stage_bytes)
 
 
 def table_copies(entry_bytes: int, bits: int) -> int:
@@ -246,7 +243,7 @@ def linear_launch(
         out_rows=out[0].numel() // n, image_reciprocal=quotient_reciprocal(image_rows),
     )  # fmt: skip
     grid = (-(-n // split.columns), split.parts, 1)
-    shared = fixed_bytes(split.columns, k, table_bytes, split.resident) + split.rings * stages * split.stage_bytes
+    shared = fixed_bytes(split.columns, k, table_bytes, split.resident) + stages * split.stage_bytes
     maps = functools.partial(_maps, x_map(x, split.rows), weight_map(weight, split.columns))
     places = {getattr(LinearParams, name).offset: t for name, t in tensors.items()}
     return CudaLaunch(
