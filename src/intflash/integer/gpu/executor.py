@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from intflash import plans
 from intflash.backends import get_backend, select, why_not
 from intflash.backends.gpu.integer import Kernels
 from intflash.backends.gpu.tensors import Statistics
@@ -21,10 +20,8 @@ from intflash.integer.attend import attention_problem
 from intflash.integer.gpu import hopper, kernels, padding
 from intflash.integer.program import Attention, Embedding, LayerNorm, Linear, Operation, Patches, Pool, Program
 from intflash.problem import Problem
-from intflash.tape import Plan, Tape
 
 MAX_GRAPHS = 16  # of a program; the one that was not used for longest is given up
-MAX_CALLS = 256  # of a program: layouts and streams of calls
 Read = Callable[[dict[str, Tensor]], Any]  # what a call returns, of the outputs' buffers, which it must copy
 
 _loaded: weakref.WeakKeyDictionary[Program, LoadedProgram] = weakref.WeakKeyDictionary()
@@ -56,16 +53,6 @@ class Forward(NamedTuple):
     graph: torch.cuda.CUDAGraph
 
 
-class Call(NamedTuple):
-    """What calls do whose tensors lie alike, on one stream: the forward pass, and the launches of its first operations
-    (None: they cannot be replayed).
-    """
-
-    shapes: tuple
-    forward: Forward
-    first: Plan | None
-
-
 class LoadedProgram:
     """A program with everything that is computed once: launch constants of attention, rows that no product writes.
 
@@ -77,7 +64,6 @@ class LoadedProgram:
         self._outputs = {o.buffer: program.buffers[o.buffer] for o in program.outputs}
         self._steps = Steps(program)
         self._forwards: collections.OrderedDict[tuple, Forward] = collections.OrderedDict()
-        self._calls: dict[tuple, Call] = {}
         self._lock = threading.Lock()
         self._pool = None
         self._last: tuple[int, torch.cuda.Stream, torch.cuda.Event] | None = None  # the latest call
@@ -107,17 +93,8 @@ class LoadedProgram:
             if self._last is not None:
                 stream.wait_event(self._last[2])
             self._last = raw, stream, torch.cuda.Event()
-        tensors = list(given.values())
-        key = (raw, *map(plans.layout, tensors))
-        call = self._calls.get(key)
-        if call is None:
-            call = self._prepare(key, given)
-        elif call.first is not None:
-            call.first.run(tensors)
-        else:
-            self._steps.first(given, call.forward.made)
-        self._forwards.move_to_end(call.shapes)
-        forward = call.forward
+        forward = self._forward(given)
+        self._steps.first(given, forward.made)
         for name, x in forward.inputs.items():
             x.copy_(given[name])
         forward.graph.replay()
@@ -125,24 +102,17 @@ class LoadedProgram:
         self._last[2].record(self._last[1])
         return found
 
-    def _prepare(self, key: tuple, given: dict[str, Tensor]) -> Call:
-        """Notes a call, and launches its first operations."""
+    def _forward(self, given: dict[str, Tensor]) -> Forward:
+        """The forward pass of these shapes, captured at their first call."""
         shapes = tuple((x.shape, x.dtype, x.device) for x in given.values())
-        with torch.inference_mode(False), torch.no_grad():
-            forward = self._forwards.get(shapes)
-            if forward is None:
+        forward = self._forwards.get(shapes)
+        if forward is None:
+            with torch.inference_mode(False), torch.no_grad():
                 forward = self._forwards[shapes] = self._capture(given)
-                if len(self._forwards) > MAX_GRAPHS:
-                    self._forwards.popitem(last=False)
-                    self._calls = {k: call for k, call in self._calls.items() if call.shapes in self._forwards}
-            tensors = list(given.values())
-            with plans.taping, Tape(tensors) as tape:
-                self._steps.first(given, forward.made)
-        call = Call(shapes, forward, tape.plan(tensors))
-        if len(self._calls) >= MAX_CALLS:
-            self._calls.clear()
-        self._calls[key] = call
-        return call
+            if len(self._forwards) > MAX_GRAPHS:
+                self._forwards.popitem(last=False)
+        self._forwards.move_to_end(shapes)
+        return forward
 
     def _capture(self, given: dict[str, Tensor]) -> Forward:
         steps, names = self._steps, self._steps.inputs_of_rest
