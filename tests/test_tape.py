@@ -214,7 +214,7 @@ def test_what_a_launch_may_depend_on_makes_another_signature(change):
 
 
 RECIPES = dict(
-    q="head", k="head", v="head", bits=4, block_size=64, smooth_k=True, rotate=True, rule="divide", q_scale=0.5,
+    q="tensor", k="tensor", v="tensor", bits=4, block_size=64, smooth_k=True, rotate=True, rule="divide", q_scale=0.5,
     k_scale=0.5, v_scale=0.5,
 )  # fmt: skip
 
