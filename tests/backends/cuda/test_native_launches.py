@@ -216,6 +216,9 @@ def calls(draw):
             known = {f"{x} scale": s for x, s in zip("qkv", scales, strict=True)}
         elif kind == "dynamic":
             arguments["recipe"] = Recipe(*(draw(st.sampled_from(["tensor", "head"])) for _ in "qkv"))
+    floats = isinstance(arguments["q"], torch.Tensor)
+    if arguments["out_dtype"] == torch.int8 or (arguments["out_dtype"] is None and not floats):
+        arguments["out_scale"] = "bound"
     if arguments["out_dtype"] in (torch.int8, torch.int16) and draw(st.booleans()):
         arguments["out_scale"] = torch.ones(draw(st.sampled_from([1, b])), draw(st.sampled_from([1, h])), 1, 1)
         known["out scale"] = arguments["out_scale"]

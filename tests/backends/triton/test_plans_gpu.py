@@ -62,7 +62,7 @@ CALLS = {  # (shape, seed) -> tensors and options
     "heads": lambda s, i: (three(s, i), dict(recipe=HEADS)),
     "tokens": lambda s, i: (three(s, i), dict(recipe=Recipe(q="token", k="head"))),
     "smooth, rotated": lambda s, i: (three(s, i), dict(recipe=Recipe(smooth_k=True, rotate=True), return_lse=True)),
-    "codes": lambda s, i: (codes(s, i), {}),
+    "codes": lambda s, i: (codes(s, i), dict(out_scale="bound")),
     "codes of tokens, to floats": lambda s, i: (
         codes(s, i, ("token", "block", "channel")),
         dict(out_dtype=torch.float16),
@@ -74,13 +74,14 @@ CALLS = {  # (shape, seed) -> tensors and options
     "bias": lambda s, i: (three(s, i), dict(bias=tensor((1, s[1], s[2], s[2]), i, torch.float32))),
     "bias and mask": lambda s, i: (
         codes(s, i),
-        dict(bias=tensor((1, s[1], s[2], s[2]), i), attn_mask=tensor((s[0], 1, s[2], s[2]), i) > 0),
+        dict(bias=tensor((1, s[1], s[2], s[2]), i), attn_mask=tensor((s[0], 1, s[2], s[2]), i) > 0,
+             out_scale="bound"),
     ),
     "causal, gqa": lambda s, i: (three((s[0], 4, *s[2:]), i, 2), dict(is_causal=True, enable_gqa=True)),
     "sequences": lambda s, i: (
         three((1, *s[1:]), i), dict(cu_seqlens_q=ends(s[2]), cu_seqlens_k=ends(s[2]), check_finite=False)
     ),
-    "four bits": lambda s, i: (three(s, i), dict(recipe=Recipe(bits=4), out_dtype=torch.int8)),
+    "four bits": lambda s, i: (three(s, i), dict(recipe=Recipe(bits=4), out_dtype=torch.int8, out_scale="bound")),
 }  # fmt: skip
 
 
