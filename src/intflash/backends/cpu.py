@@ -83,8 +83,8 @@ if _native is not None:
 
 
 def use_compiler(machine_code: Callable[[str, str, tuple[tuple[str, str], ...]], bytes | None] | None) -> None:
-    """Switch on the native call path for GPUs: tell it what compiles its programs, `backends.cuda.machine_code`;
-    None switches it off."""
+    """Tell the native call path what compiles its programs for GPUs, `backends.cuda.machine_code`; without, with None,
+    it serves no call on a GPU."""
     if _native is not None:
         _native.use_compiler(machine_code)
 

@@ -25,6 +25,7 @@ import os, sys
 import torch, intflash
 from intflash import call
 from intflash.backends import cpu
+from intflash.backends.cuda import program
 
 def launch(*tensors, **options):
     arguments = call.complete(tensors, options | dict(check_finite=False))
@@ -42,8 +43,12 @@ def scenario(name, work, fails="", compiled=b"machine code"):
     print((name, served, asked, error))
 
 q = torch.zeros(1, 6, 197, 64, dtype=torch.float16)
-long = intflash.quantize(torch.ones(1, 4, 2048, 64))
 static = intflash.Recipe(q_scale=0.03, k_scale=0.03, v_scale=0.05)
+if sys.argv[2:] == ["as imported"]:
+    program.machine_code = lambda program, architecture: print(("compiled", program.file, architecture)) or b"code"
+    print(("served", launch(q, q, q, recipe=static) is not None))
+    sys.exit()
+long = intflash.quantize(torch.ones(1, 4, 2048, 64))
 scenario("no context", lambda: launch(q, q, q), fails="cuDevicePrimaryCtxRetain")
 scenario("not loaded", lambda: launch(q, q, q), fails="cuLibraryLoadData")
 scenario("no compiler", lambda: launch(q, q, q), compiled=None)
@@ -56,28 +61,43 @@ scenario("long", lambda: launch(long, long, long))
 """
 
 
-def run(folder: Path, logs: Path) -> dict[str, tuple]:
-    """Each scenario's (whether it was served, what was compiled, error, lines of the log)."""
+def printed(folder: Path, *arguments: str) -> list[tuple]:
+    """What the script prints with the libcuda of a folder."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(logs)],
+        [sys.executable, "-c", SCRIPT, *arguments],
         env=os.environ | {"LD_LIBRARY_PATH": str(folder)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = map(ast.literal_eval, done.stdout.splitlines())
+    return [ast.literal_eval(line) for line in done.stdout.splitlines()]
+
+
+def run(folder: Path, logs: Path) -> dict[str, tuple]:
+    """Each scenario's (whether it was served, what was compiled, error, lines of the log)."""
+    found = printed(folder, str(logs))
     lines = {path.name: path.read_text().splitlines() for path in logs.iterdir()}
     return {name: (*rest, lines.get(name, [])) for name, *rest in found}
 
 
 @pytest.fixture(scope="module")
-def scenarios(tmp_path_factory):
-    folder, logs = tmp_path_factory.mktemp("fake_cuda"), tmp_path_factory.mktemp("logs")
+def fake(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fake_cuda")
     source = Path(__file__).with_name("fake_cuda.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source)], check=True)
-    return run(folder, logs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scenarios(fake, tmp_path_factory):
+    return run(fake, tmp_path_factory.mktemp("logs"))
 
 
 def names(lines):
     return [line.split()[0] for line in lines]
+
+
+def test_the_compiler_is_known_from_import_on(fake, tmp_path):
+    found = printed(fake, str(tmp_path), "as imported")
+    assert found == [("compiled", "sm90/short_rows.cu", "sm_90a"), ("served", True)]
 
 
 def test_a_call_is_one_launch(scenarios):
