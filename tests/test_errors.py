@@ -67,12 +67,15 @@ BAD = {
     "alignment": (dict(is_causal=True, causal_align="left"), "causal_align must be one of"),
     "out dtype": (dict(out_dtype=torch.float64), "not out_dtype=torch.float64"),
     "out scale of floats": (dict(out_scale=0.1), "out_scale goes with an int8 or int16"),
+    "no out scale": (dict(out_dtype=torch.int8), "int8 output.* needs out_scale: a calibrated scale"),
+    "no out scale of codes": (codes(), "int8 output, which is the default for QTensors, needs out_scale"),
+    "bound of floats": (dict(out_scale="bound"), "out_scale goes with an int8 or int16"),
     "zero out scale": (dict(out_dtype=torch.int8, out_scale=0.0), "out_scale must be finite and > 0"),
     "negative out scale": (dict(out_dtype=torch.int8, out_scale=-torch.ones(1)), "out_scale must be finite and > 0"),
     "infinite out scale": (dict(out_dtype=torch.int8, out_scale=torch.ones(1) / 0), "must be finite and > 0"),
     "out scale heads": (dict(out_dtype=torch.int8, out_scale=torch.ones(1, 3, 1, 1)), r"broadcast to \[2, 4, 1, 16\]"),
     "out scale shape": (dict(out_dtype=torch.int8, out_scale=torch.ones(1, 4, 20, 1)), "out_scale must be one value"),
-    "out scale word": (dict(out_dtype=torch.int8, out_scale="auto"), "or 'dynamic', got 'auto'"),
+    "out scale word": (dict(out_dtype=torch.int8, out_scale="auto"), "'dynamic' or 'bound', got 'auto'"),
     "half a packing": (dict(cu_seqlens_q=torch.tensor([0, 20], dtype=torch.int32)), "go together"),
 }
 

@@ -33,7 +33,10 @@ def test_opcheck_of_the_simple_overload(options):
     [
         {},
         {"options": "return_lse=True is_causal=True"},
-        {"out_dtype": torch.int8, "options": "q_granularity=token k_granularity=block v_granularity=channel"},
+        {
+            "out_dtype": torch.int8,
+            "options": "q_granularity=token k_granularity=block v_granularity=channel bound_out=True",
+        },
         {"out_dtype": torch.int16, "options": "dynamic_out=True"},
         {"options": "method=intflash_online", "number_scales": [0.03, 0.03, 0.03]},
         {"options": "smooth_k=True rotate=True return_lse=True"},
@@ -49,7 +52,7 @@ def test_opcheck_quantized():
     torch.library.opcheck(
         _general,
         flat(q.data, k.data, v.data, q_scale=q.scale, k_scale=k.scale, v_scale=v.scale, out_dtype=torch.int8,
-             options="quantized=True q_granularity=head k_granularity=head v_granularity=head",
+             options="quantized=True q_granularity=head k_granularity=head v_granularity=head bound_out=True",
              sizes=[128] * 3 + [8] * 3),
     )  # fmt: skip
 
@@ -87,7 +90,7 @@ def test_compiled_calls_refuse_what_eager_ones_do():
         return intflash.attention(q, k, v, out_dtype=torch.int8, out_scale="auto").data
 
     for forward in (layer, torch.compile(layer, backend="aot_eager")):
-        with pytest.raises(Exception, match="or 'dynamic', got 'auto'"):
+        with pytest.raises(Exception, match="'dynamic' or 'bound', got 'auto'"):
             forward(*randn(1, 2, 8, 16))
 
 
@@ -113,7 +116,7 @@ def test_integer_output_of_a_float_v_compiles(method):
     inputs = randn(1, 2, 20, 16)
 
     def call(*x):
-        return intflash.attention(*x, method=method, out_dtype=torch.int8).dequantize()
+        return intflash.attention(*x, method=method, out_dtype=torch.int8, out_scale="bound").dequantize()
 
     assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs), call(*inputs))
 

@@ -94,6 +94,16 @@ struct AbsmaxParams {
   float* scales;  // of Q, K and V
 };
 
+// Of head_absmax.cu: tensors in the order Q, K, V.
+struct HeadAbsmaxParams {
+  View x[3];
+  u32 *amax, *finished;  // zeros at launch, for each scale: its maximum as bits of float32, and its finished CTAs
+  float* scales;         // those of Q, then those of K and V
+  u32 tokens[3], heads[3], all_heads[3];                  // heads of a batch, and of all batches
+  u32 first[3], per_head[3];                              // the first scale of a tensor, and whether each head has one
+  u32 tile_reciprocals[3], head_reciprocals[3], padding;  // for `quotient`
+};
+
 // Of quantize_inputs.cu.
 struct QuantizeParams {
   View x[3], codes[3], scales[3];  // of K, V and Q

@@ -72,6 +72,7 @@ struct Names {
   PyObject* token = PyUnicode_InternFromString("token");
   PyObject* block = PyUnicode_InternFromString("block");
   PyObject* channel = PyUnicode_InternFromString("channel");
+  PyObject* bound = PyUnicode_InternFromString("bound");
   PyObject* exact = PyUnicode_InternFromString("exact");
   PyObject* cpu = PyUnicode_InternFromString("cpu");
   PyObject* cuda = PyUnicode_InternFromString("cuda");
@@ -126,12 +127,13 @@ constexpr const char* kFlat[] = {"q",
                                  "k_granularity",
                                  "v_granularity",
                                  "rule",
-                                 "dynamic_out"};
+                                 "dynamic_out",
+                                 "bound_out"};
 struct Flat {
   PyObject *q, *k, *v, *attn_mask, *bias, *out_scale, *cu_seqlens_q, *cu_seqlens_k, *q_scale, *k_scale, *v_scale,
       *scale, *out_dtype, *number_scales, *sizes, *is_causal, *method, *backend, *enable_gqa, *causal_align,
       *return_lse, *check_finite, *quantized, *smooth_k, *rotate, *q_granularity, *k_granularity, *v_granularity, *rule,
-      *dynamic_out;
+      *dynamic_out, *bound_out;
 };
 
 // Fills a struct of PyObject* with arguments by position.
@@ -398,6 +400,7 @@ struct Request {
   Scaling scaling[3];
   PyObject *attn_mask, *bias, *scale, *out_dtype, *out_scale, *backend, *check_finite;  // each may be None
   bool is_causal, bottom_right, enable_gqa, return_lse;
+  bool bounds_output = false;  // integer output has the scale that no output exceeds
 };
 
 // What a call gives.
@@ -444,6 +447,7 @@ Request request_of(const Arguments& a) {
                     block.is_none() ? 1 : integer(block.ptr()), attribute(x, n.scale)};
   }
   set_rest(a, r);
+  if (is_name(a.out_scale, n.bound)) r.out_scale = Py_None, r.bounds_output = true;
   return r;
 }
 
@@ -468,6 +472,7 @@ Request request_of(const Flat& a) {
     if (!r.is_codes && s.scale.is_none() && PyFloat_AsDouble(number) != 0) s.scale = nb::borrow(number);
   }
   set_rest(a, r);
+  r.bounds_output = flag(a.bound_out);
   return r;
 }
 
@@ -533,6 +538,7 @@ Response serve_on_cpu(const Request& r, const Reader& read, const TorchTensor (&
     one_of(r.scaling[2], {G::kTensor, G::kHead, G::kChannel});
     if (!has_type) call.out_type = OutType::kInt8;
     require(!is_integer(call.out_type) || r.scaling[2].bits == 8);
+    require(r.bounds_output ? is_integer(call.out_type) : call.out_type != OutType::kInt8);
     const TensorView v_scale = read_scale(read, t[2], r.scaling[2]);
     call.q = q.as<int8_t>(), call.k = k.as<int8_t>(), call.v = v.as<int8_t>();
     call.q_scale = read_scale(read, t[0], r.scaling[0]).as<float>();
@@ -553,7 +559,7 @@ Response serve_on_cpu(const Request& r, const Reader& read, const TorchTensor (&
                                                    : FloatType::kBFloat16;
   constexpr OutType same[] = {OutType::kFloat32, OutType::kFloat16, OutType::kBFloat16};
   if (!has_type) call.out_type = same[int(type)];
-  require(!is_integer(call.out_type));
+  require(!is_integer(call.out_type) && !r.bounds_output);
   for (const TorchTensor& x : t) require(x.stride[x.axes - 1] == 1);
   const RunningCall running;
   Quantization work{kernels,
@@ -816,7 +822,8 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
     require(given == 0 || given == 3);
   }
   const bool has_out_scale = r.out_scale != Py_None;
-  require(!has_out_scale || p.has_integer_output());
+  require(!(has_out_scale || r.bounds_output) || p.has_integer_output());
+  require(has_out_scale || r.bounds_output || p.out_type != OutType::kInt8);
   if (has_out_scale && !PyFloat_CheckExact(r.out_scale)) {
     const TorchTensor s = read(r.out_scale);
     require(s.dtype == torch_library.dtype.float32 && s.axes == 4 && (s.shape[0] == 1 || s.shape[0] == p.batch()) &&

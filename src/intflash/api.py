@@ -123,8 +123,9 @@ def attention(
             default: the method's own.
         out_dtype: float32, float16, bfloat16, or int8 / int16 to get a `QTensor`. Default: the dtype
             of float inputs, int8 for QTensors.
-        out_scale: scale of integer output: a float or tensor (calibrated), "dynamic" (from its maximum, which takes a
-            second pass over the output), or None for s_V * 127 / qmax, which no output can exceed.
+        out_scale: scale of integer output: a float or tensor (calibrated), "dynamic" (from the output's maximum, which
+            takes a second pass), or "bound" for s_V * 127 / qmax, which no output can exceed. int16 output takes
+            "bound" where none is given; int8 output, for which it may be coarse, needs one.
         return_lse: also return log-sum-exp of the scores, float32 ``[..., Hq, Nq]``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]``: q, k, v are sequences packed along N
             with a batch of one, each attending to itself only.
@@ -259,7 +260,7 @@ def which_backend(*args: Any, **kwargs: Any) -> str:
     """
     arguments = call.normalize(call.complete(args, kwargs))
     if call.is_dynamic(arguments["out_scale"]):
-        arguments["out_scale"] = None
+        arguments["out_scale"] = "bound"
     problem, _ = call.prepare_call(arguments)
     with call.on_device(problem):
         return select(problem, arguments["backend"]).name

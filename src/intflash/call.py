@@ -242,6 +242,7 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
     if not quantized and (recipe.rotate or recipe.smooth_k):
         q, k, lse_shift = rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
         v = v.float()  # a problem's tensors share one dtype
+    validate.check_has_out_scale(out_dtype, out_scale)
     integer_bias, float_bias = _bias_of(chosen, additive)
     problem = Problem(
         method=chosen.name, q=q, k=k, v=v, sm_scale=sm_scale, recipe=recipe, bias=integer_bias, bias_float=float_bias,
@@ -331,7 +332,7 @@ def rotate_and_smooth(
 
 
 def _out_scale(out_scale: Tensor | float | None, q: Tensor | QTensor, v: Tensor | QTensor, read: bool) -> Tensor | None:
-    if out_scale is None:
+    if out_scale is None or isinstance(out_scale, str):
         return None
     check_number(out_scale, "out_scale")
     if isinstance(out_scale, Tensor):
@@ -360,10 +361,15 @@ def _four_bit_output(problem: Problem) -> Problem:
 
 
 def is_dynamic(out_scale: Tensor | float | str | None) -> bool:
-    """Whether the caller asks for the output's own scale; any other word is refused."""
-    if isinstance(out_scale, str) and out_scale != "dynamic":
-        raise InputError(f"out_scale must be a number, a tensor or 'dynamic', got {out_scale!r}")
-    return isinstance(out_scale, str)
+    """Whether the caller asks for the output's own scale; words other than "dynamic" and "bound" are refused."""
+    if isinstance(out_scale, str) and out_scale not in ("dynamic", "bound"):
+        raise InputError(f"out_scale must be a number, a tensor, 'dynamic' or 'bound', got {out_scale!r}")
+    return isinstance(out_scale, str) and out_scale == "dynamic"
+
+
+def is_bound(out_scale: Tensor | float | str | None) -> bool:
+    """Whether the caller asks for the scale that no output exceeds."""
+    return isinstance(out_scale, str) and out_scale == "bound"
 
 
 def _dynamic_out_scale(arguments: dict[str, Any]) -> Tensor:

@@ -36,7 +36,7 @@ _NAMES = ("q", "k", "v")
 _IS_WORD = ("bool", "bool?", "str", "str?")
 _WORDS = {a.name: a.default for a in ARGUMENTS if a.schema in _IS_WORD} | dict(
     quantized=False, smooth_k=False, rotate=False, q_granularity="tensor", k_granularity="tensor",
-    v_granularity="tensor", rule="exact", dynamic_out=False,
+    v_granularity="tensor", rule="exact", dynamic_out=False, bound_out=False,
 )  # fmt: skip
 _SIMPLE = (("Tensor", "q"), ("Tensor", "k"), ("Tensor", "v"), ("Tensor?", "attn_mask"), ("Tensor?", "bias"))
 # The other arguments, and QTensors and a recipe: scales that are tensors; those that are numbers (0: none), block sizes
@@ -174,7 +174,7 @@ def _compute_fake(*flat: Any) -> Results:
     arguments, q, v = _gather(*flat), flat[0], flat[2]
     dynamic = call.is_dynamic(arguments["out_scale"])
     if dynamic:
-        arguments["out_scale"] = None
+        arguments["out_scale"] = "bound"
     problem, _ = call.prepare_call(arguments, values=False)
     lead = q.shape[:-1]
     lse = q.new_empty(lead, dtype=torch.float32) if arguments["return_lse"] else None
@@ -334,7 +334,8 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
         if all([arguments[name] is None for name in others]):
             k, v, attn_mask, bias = (arguments[name] for name in ("k", "v", "attn_mask", "bias"))
             return _simple(q, k, v, attn_mask, bias, " ".join(words)), None
-    flat = dict(arguments, out_scale=None) if dynamic else dict(arguments)
+    bound = call.is_bound(arguments["out_scale"])
+    flat = dict(arguments, out_scale=None) if dynamic or bound else dict(arguments)
     if isinstance(q, QTensor):
         codes = [arguments[name] for name in _NAMES]
         scales, kinds, numbers = [x.scale for x in codes], [x.granularity for x in codes], [0.0] * 3
@@ -349,7 +350,7 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
         kinds, sizes = [chosen.q, chosen.k, chosen.v], [chosen.block_size] * 3 + [chosen.bits] * 3
         words += [f"smooth_k={chosen.smooth_k}", f"rotate={chosen.rotate}", f"rule={chosen.rule}"]
     words += [f"q_granularity={kinds[0]}", f"k_granularity={kinds[1]}", f"v_granularity={kinds[2]}"]
-    words.append(f"dynamic_out={dynamic}")
+    words += [f"dynamic_out={dynamic}", f"bound_out={bound}"]
     if isinstance(flat["out_scale"], Real):
         flat["out_scale"] = torch.full((1, 1, 1, 1), float(flat["out_scale"]), device=q.device)
     flat.update(q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, sizes=sizes)
@@ -378,6 +379,7 @@ def _gather(*values: Any) -> dict[str, Any]:
         flat["recipe"] = Recipe(
             *kinds, bits=bits[0], block_size=blocks[0], smooth_k=smooth_k, rotate=rotate, rule=rule, **given
         )
-    if flat.pop("dynamic_out"):
-        flat["out_scale"] = "dynamic"
+    for name, word in (("dynamic_out", "dynamic"), ("bound_out", "bound")):
+        if flat.pop(name):
+            flat["out_scale"] = word
     return flat

@@ -141,8 +141,12 @@ class Case:
         return self.scores * max(self.d, self.dv)
 
     @property
+    def output(self) -> str:
+        return self.out_dtype or ("int8" if self.inputs == "codes" else self.inputs)
+
+    @property
     def integer_output(self) -> bool:
-        return (self.out_dtype or ("int8" if self.inputs == "codes" else self.inputs)) in INTEGERS
+        return self.output in INTEGERS
 
     @property
     def custom_recipe(self) -> bool:

@@ -84,6 +84,8 @@ def code(case: Case, turn: int, device: str = "cpu") -> str:
         arguments["out_dtype"] = f"torch.{case.out_dtype}"
     if case.out_scale is not None:
         arguments["out_scale"] = _out_scale(case)
+    elif case.output == "int8":
+        arguments["out_scale"] = '"bound"'
     listed = "".join(f"    {name}={value},\n" for name, value in arguments.items())
     lines.append(f"arguments = dict(\n{listed})")
     if case.fault is not None:

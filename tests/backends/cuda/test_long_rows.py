@@ -96,7 +96,9 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
         for name, recipe in (
             ("static", Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)),
             ("heads", heads),
-            ("dynamic", Recipe()),
+            ("dynamic", checks.OF_TENSORS),
+            ("dynamic of heads", checks.OF_HEADS),
+            ("dynamic of both", Recipe("tensor", "head", "tensor")),
         ):
             yield f"{dtype} {name}", ic.floats(method, 300, dtype, recipe, return_lse=True)
         for d in (16, 64, 80, 128):  # the kernel quantizes Q; values far outside a scale's range
@@ -205,7 +207,9 @@ def test_bits_of_resident_floats(method, monkeypatch):
     monkeypatch.setattr(long_rows, "_quantizing_is_faster", lambda _: True)
     torch.manual_seed(0)
     static = Recipe(q_scale=0.02, k_scale=2**-18, v_scale=2**-9)
-    for processors, recipe, dtype in itertools.product((1, 5, 132), (static, Recipe()), FLOAT_KV[:2]):
+    for processors, recipe, dtype in itertools.product(
+        (1, 5, 132), (static, checks.OF_TENSORS, checks.OF_HEADS), FLOAT_KV[:2]
+    ):
         monkeypatch.setattr(long_rows, "multiprocessors", lambda _, processors=processors: processors)
         most = (384, 1152) if method == "intflash_online" else (512, 1408)  # the table of P takes space
         shapes = [(2, 260, d) for d in range(32, 129, 16)] + [(3, most[0] - 4, 112), (2, most[1], 64), (40, 257, 64)]

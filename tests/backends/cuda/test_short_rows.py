@@ -67,18 +67,20 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     views = [x.transpose(1, 2) for x in views.unbind(2)]
     yield "dynamic of heads, views", Problem(method, *views, 0.125, recipe=checks.OF_HEADS, out_dtype=torch.float16)
     for n, d in ((197, 64), (100, 96), (70, 32)):
-        yield f"dynamic {n} {d}", checks.floats(method, 40, n, d, torch.float16, Recipe(), out_dtype=torch.int8)
-    yield "dynamic, views", Problem(method, *views, 0.125, recipe=Recipe(), out_dtype=torch.float16)
+        for recipe in (checks.OF_TENSORS, checks.OF_HEADS):
+            p = checks.floats(method, 40, n, d, torch.float16, recipe, out_dtype=torch.int8)
+            yield f"dynamic, int8, {recipe.q} {n} {d}", p
+    yield "dynamic, views", Problem(method, *views, 0.125, recipe=checks.OF_TENSORS, out_dtype=torch.float16)
     for dtype in FLOAT_KV:  # the largest possible codes, and ties
         halves = ((torch.randint(-254, 255, (2, 3, 197, 64)) / 2 * unit).to(dtype) for unit in (1.0, 2**-9, 2**-20))
-        yield f"dynamic ties {dtype}", Problem(method, *halves, 0.125, recipe=Recipe(), out_dtype=torch.int8)
+        yield f"dynamic ties {dtype}", Problem(method, *halves, 0.125, recipe=checks.OF_TENSORS, out_dtype=torch.int8)
     for dtype in FLOAT_KV:
         for scale in (1e-12, 1e-7, 1e-4, 0.02, 1000.0):
             static = Recipe(q_scale=scale, k_scale=scale, v_scale=scale)
             yield f"{dtype} static {scale}", checks.floats(method, 2, 150, 64, dtype, static, out_dtype=torch.int8)
         heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
         yield f"{dtype} heads", checks.floats(method, 2, 150, 64, dtype, heads)
-        yield f"{dtype} dynamic", checks.floats(method, 2, 150, 64, dtype, Recipe(), 1e-3)
+        yield f"{dtype} dynamic", checks.floats(method, 2, 150, 64, dtype, checks.OF_TENSORS, 1e-3)
         yield f"{dtype} dynamic of heads", checks.floats(method, 2, 150, 64, dtype, checks.OF_HEADS, return_lse=True)
     yield from _biased(method)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from intflash.backends.cuda import long_rows, long_rows_float, short_rows, sm80, window
 from intflash.backends.cuda.parameters import HEAD_AMAX_IN_KERNEL
 from intflash.backends.cuda.program import CudaLaunch, on_hopper
-from intflash.backends.cuda.quantization import amax_launches, constants_launch, quantize_launch, valueless_launch
+from intflash.backends.cuda.quantization import amax_launch, constants_launch, quantize_launch, valueless_launch
 from intflash.backends.gpu import float_softmax, integer
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.integer import Kernels
@@ -130,7 +130,7 @@ def attention_launch(
 
 
 KERNELS = Kernels(
-    fused_inputs, attention_launch, amax_launches, quantize_launch, constants_launch, valueless_launch,
+    fused_inputs, attention_launch, amax_launch, quantize_launch, constants_launch, valueless_launch,
     head_amax_in_kernel,
 )  # fmt: skip
 
