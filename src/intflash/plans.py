@@ -24,7 +24,7 @@ _captured: dict[tuple, Plan] = {}  # graphs have their constants' addresses: nev
 _MOST = 4096
 NAMES = (
     "q", "k", "v", "attn_mask", "is_causal", "scale", "method", "backend", "enable_gqa", "bias", "causal_align",
-    "recipe", "out_dtype", "out_scale", "return_lse", "cu_seqlens_q", "cu_seqlens_k", "check_finite",
+    "window_size", "recipe", "out_dtype", "out_scale", "return_lse", "cu_seqlens_q", "cu_seqlens_k", "check_finite",
 )  # fmt: skip
 _TENSORS = "q", "k", "v", "attn_mask", "bias", "out_scale", "cu_seqlens_q", "cu_seqlens_k"
 _tensors_of = itemgetter(*_TENSORS)
