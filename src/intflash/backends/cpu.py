@@ -134,7 +134,7 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
                 bias = _score_bias(problem, unit)
         q, k, v = q.data, k.data, v.data
     if problem.causal is not None:
-        causal = (problem.causal, problem.causal_align == "bottom_right")
+        causal = (problem.causal, problem.causal_align == "bottom_right", problem.window_start)
     if problem.cu_seqlens_q is not None:
         cu_q, cu_k = problem.cu_seqlens_q.contiguous(), problem.cu_seqlens_k.contiguous()
         for cu, x, name in ((cu_q, q, "cu_seqlens_q"), (cu_k, k, "cu_seqlens_k")):
@@ -179,7 +179,7 @@ def _served_unit(problem: Problem) -> Tensor:
 # Scales of q, k and v of all methods; those of single tokens and blocks of `intflash...`.
 _SERVED = frozenset.union(
     FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS,
-    per("tensor head", "tensor head", "tensor head"), {"grouped heads", "packed sequences"},
+    per("tensor head", "tensor head", "tensor head"), {"grouped heads", "packed sequences", "sliding window"},
 )  # fmt: skip
 _INTFLASH = _SERVED | per("token block", "block", "channel") | {"out_scale per channel", "log-sum-exp"}
 SERVES = {method: _SERVED if method in FLASH else _INTFLASH for method in METHODS}

@@ -40,6 +40,8 @@ def particular_unsupported(problem: Problem) -> str | None:
     """Returns why none of the kernels for particular shapes serves the problem, or None; sm80's serves the others."""
     if problem.cu_seqlens_q is not None:
         return "its kernels for particular shapes do not support packed sequences"
+    if problem.window_start is not None:
+        return "its kernels for particular shapes do not support sliding windows"
     return _alignment(problem) or (_short_rows_unsupported(problem) and _long_rows_unsupported(problem))
 
 
