@@ -1,6 +1,5 @@
-"""What docs/numerics.md promises of `intflash_bfp` and `intflash_bfp8`: a bound for every input, the ceiling under sinks,
-the same bits everywhere.
-
+"""What docs/numerics.md promises of `intflash_bfp` and `intflash_bfp8`: a bound for every input, the ceiling under
+sinks, the same bits everywhere.
 Noise of the method itself is measured against exact softmax attention on the same codes, which leaves out what int8
 inputs cost.
 """
