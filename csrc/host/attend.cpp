@@ -676,11 +676,11 @@ class Launches {
 class LaunchesOnGpu : public Launches {
  public:
   LaunchesOnGpu(int32_t device_index, void* stream) : device_(gpu::find_device(device_index)), stream_(stream) {
-    require(device_);
+    require(device_ && device_->is_hopper());
   }
   // On the current stream of a tensor's device.
-  explicit LaunchesOnGpu(const TorchTensor& q) : device_(gpu::find_device(q.device_index)) {
-    require(device_ && torch_library.current_stream(q.device_index, stream_));
+  explicit LaunchesOnGpu(const TorchTensor& q) : LaunchesOnGpu(q.device_index, nullptr) {
+    require(torch_library.current_stream(q.device_index, stream_));
   }
   int processors() const override { return device_->processors(); }
   const char* constant(uint64_t bits) override {
@@ -893,10 +893,12 @@ nb::object or_none(const nb::object& x) { return x.is_valid() ? x : nb::object(n
 bool is_for_gpu(const Arguments& a, int32_t device_index) {
   if (python.machine_code == Py_None) return false;
   if (!(a.backend == Py_None || is_name(a.backend, names().cuda)) || a.cu_seqlens_q != Py_None) return false;
-  for (const ServedMethod& m : python.methods)
-    if (is_name(a.method, m.name))
-      return (m.method == Method::kP16 || m.method == Method::kP8 || m.method == Method::kOnline) &&
-             gpu::find_device(device_index);
+  for (const ServedMethod& m : python.methods) {
+    if (!is_name(a.method, m.name)) continue;
+    if (m.method != Method::kP16 && m.method != Method::kP8 && m.method != Method::kOnline) return false;
+    const gpu::Device* const device = gpu::find_device(device_index);
+    return device && device->is_hopper();
+  }
   return false;
 }
 

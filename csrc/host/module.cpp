@@ -114,5 +114,6 @@ NB_MODULE(_native, m) {
         nb::arg("packed").none(), nb::arg("t_max").none(), nb::arg("l_sum").none(), nb::arg("look"),
         "Attention of one validated problem, see intflash/backends/cpu.py.");
   bind_attend(m);
+  bind_launches(m);
   bind_programs(m);
 }

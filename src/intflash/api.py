@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from intflash import call, op
-from intflash.backends import cpu, select
+from intflash.backends import cpu, cuda, select
 from intflash.call import Output
 from intflash.errors import InputError
 from intflash.quant import QTensor, Recipe
@@ -16,6 +16,8 @@ from intflash.quant.quantizers import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+cpu.use_compiler(cuda.machine_code)
 
 
 class Options(TypedDict, total=False):

@@ -22,7 +22,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._C._functorch import peek_interpreter_stack as _peek_transforms
 from torch.autograd import forward_ad
 
-from intflash import call, plans, validate
+from intflash import call, validate
 from intflash.backends import cpu
 from intflash.call import ARGUMENTS, Output
 from intflash.methods import get_method
@@ -61,16 +61,16 @@ def attention(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
 
 
 def run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
-    """`call.compute` outside of autocast, by its plan once it repeats, with a backward pass that is refused."""
+    """`call.compute` outside of autocast, with a backward pass that is refused."""
     q = arguments["q"]
     if under_autocast(q):  # exact products are not for it to round
         with torch.autocast(q.device.type, enabled=False):
             return run(arguments)
     wanting = gradients_wanted(arguments)
     if not wanting:
-        return plans.run(call.compute, arguments)
+        return call.compute(arguments)
     with torch.no_grad():
-        out, lse = plans.run(call.compute, arguments)
+        out, lse = call.compute(arguments)
     return refuse_backward(out, wanting), refuse_backward(lse, wanting)
 
 

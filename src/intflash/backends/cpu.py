@@ -26,6 +26,8 @@ from intflash.backends.features import (
     QUANTIZATION,
     per,
 )  # fmt: skip
+from intflash.backends.native import missing as _missing
+from intflash.backends.native import module as _native
 from intflash.errors import InputError
 from intflash.methods import get_method
 from intflash.numerics import block
@@ -34,20 +36,6 @@ from intflash.numerics.exp import BIAS_LIMIT as BIAS_CODE_LIMIT
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import LEAST_FLOAT, LEAST_SCALE
-
-try:
-    from intflash import _native
-except ImportError as error:
-    _native = None
-    if "cannot import name" in str(error):
-        _missing = (
-            "intflash was installed without its native module, because there was no C++ compiler or the build was told "
-            "to leave it out; install GCC or Clang and Python's headers, then intflash again"
-        )
-    else:
-        _missing = f"its native module does not load ({error}); install intflash again"
-else:
-    _missing = None
 
 # In the order of the native enumerations.
 METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "intflash_bfp": 3, "intflash_bfp8": 4,
@@ -85,8 +73,8 @@ if _native is not None:
 
 
 def use_compiler(machine_code: Callable[[str, str, tuple[tuple[str, str], ...]], bytes | None] | None) -> None:
-    """Switch on the native call path for GPUs: tell it what compiles its programs, `backends.cuda.machine_code`;
-    None switches it off."""
+    """Tell the native call path what compiles its programs for GPUs, `backends.cuda.machine_code`; without, with None,
+    it serves no call on a GPU."""
     if _native is not None:
         _native.use_compiler(machine_code)
 
@@ -258,7 +246,7 @@ def _is_taken(scale: Tensor | float, x: Tensor, per_head: bool) -> bool:
 
 BACKEND = Backend(
     name="cpu",
-    unavailable=functools.partial(lambda reason: reason, None if _native is not None else _missing),
+    unavailable=functools.partial(lambda reason: reason, _missing),
     serves=SERVES,
     limits=limits,
     run=run,

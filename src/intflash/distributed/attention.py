@@ -18,7 +18,7 @@ from intflash import api, call, op, validate
 from intflash.backends import select
 from intflash.distributed import merge
 from intflash.distributed.agreement import ERROR, agree
-from intflash.distributed.codes import Operand, bits_of, shared_mean
+from intflash.distributed.codes import Operand, bits_of, fused_maxima, shared_mean
 from intflash.distributed.groups import Ranks, Where, ranks_of
 from intflash.distributed.messages import Messages, share
 from intflash.distributed.overlap import Lane
@@ -191,11 +191,14 @@ def _few_maxima(a: dict[str, Any], plan: Plan) -> Tensor | None:
     recipe = plan.sizes.recipe
     if recipe is None or recipe.smooth_k or recipe.rotate or apart_maxima(recipe, *_whole_shapes(plan)):
         return None
+    wanted = [getattr(recipe, x) in _SHARED and getattr(recipe, f"{x}_scale") is None for x in "qkv"]
+    if all(wanted) and (found := fused_maxima(*(a[name] for name in "qkv"))) is not None:
+        return found
     found = [
         bits_of(absolute_maximum(a[name], "tensor", 0)).view(1)
-        if getattr(recipe, name) in _SHARED and getattr(recipe, f"{name}_scale") is None
+        if is_wanted
         else torch.zeros(1, dtype=torch.int32, device=a[name].device)
-        for name in "qkv"
+        for name, is_wanted in zip("qkv", wanted, strict=True)
     ]
     return torch.cat(found)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from intflash.backends.gpu.scales import Qkv
 from intflash.distributed.groups import Ranks
 from intflash.distributed.shards import Shards
 from intflash.quant import QTensor, Recipe, key_mean
@@ -60,15 +61,16 @@ class Operand:
         scale = self.scale if self.scale.shape[1] == 1 else self.scale[:, heads]
         return replace(self, x=self.x[:, heads], scale=scale)
 
-    def write(self, out: Tensor) -> Tensor:
-        """The codes into `out` ``[B, H, n, D]``, int8 of any strides."""
+    def write(self, out: Tensor, padding: int = 1) -> Tensor:
+        """The codes into `out` ``[B, H, n, D]``, int8 of any strides, with room behind the last token up to a multiple
+        of `padding`, which may be overwritten."""
         if self.x.dtype == torch.int8:
             return out.copy_(self.x)
         scale = self._token_scale()
-        launch = _codes_launch() if self.x.is_cuda and self.rule == "exact" and self.bits == 8 else None
-        if launch is None:
+        kernels = _kernels() if self.x.is_cuda and self.rule == "exact" and self.bits == 8 else None
+        if kernels is None:
             return out.copy_(codes_of(self.x.float(), scale, self.bits, self.rule))
-        launch(self.x, scale, out).run()
+        kernels.codes_launch(self.x, scale, out, padding).run()
         return out
 
     def codes(self) -> Tensor:
@@ -80,13 +82,23 @@ class Operand:
         return QTensor(codes, self.scale if scale is None else scale, self.granularity, self.block_size, self.bits)
 
 
-def _codes_launch() -> Callable | None:
-    """Triton's launch that makes codes in one pass over memory; None where Triton is not installed."""
+def _kernels() -> ModuleType | None:
+    """Triton's kernels, which make codes in one pass over memory; None where Triton is not installed."""
     try:
-        from intflash.backends.triton.quantize import codes_launch
+        from intflash.backends.triton import quantize
     except ImportError:
         return None
-    return codes_launch
+    return quantize
+
+
+def fused_maxima(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    """max|Q|, max|K|, max|V| as `bits_of` in one launch, int32 ``[3]``; None where no kernel finds them."""
+    kernels = _kernels() if q.is_cuda else None
+    if kernels is None:
+        return None
+    amax, scales = torch.zeros(2, 4, dtype=torch.int32, device=q.device).unbind()
+    kernels.amax_launches(Qkv(q, k, v), amax, scales)[0].run()
+    return amax[:3]
 
 
 def bits_of(amax: Tensor) -> Tensor:

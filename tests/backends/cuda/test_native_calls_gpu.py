@@ -10,8 +10,7 @@ from torch import Tensor
 
 import intflash
 from intflash import InputError, QTensor, Recipe, call, op
-from intflash.backends import cpu
-from intflash.backends.cuda import BACKEND, machine_code
+from intflash.backends.cuda import BACKEND
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,13 +90,6 @@ CALLS = {  # (shape, seed) -> tensors and options
     ),
     "windows": lambda s, i: (three(s, i), windows(s, i)),
 }
-
-
-@pytest.fixture(autouse=True)
-def switched_on():
-    cpu.use_compiler(machine_code)
-    yield
-    cpu.use_compiler(None)
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ available; where they are missing, the answer says so.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from intflash.backends.base import Backend
@@ -49,6 +51,7 @@ def _run(problem: Problem) -> Result:
     return backend.run(problem)
 
 
+@functools.cache  # where nothing can be compiled, that is found out once for each program
 def machine_code(file: str, kernel: str, macros: tuple[tuple[str, str], ...]) -> bytes | None:
     """The machine code of a program of csrc/cuda for the native call path, which serves Hopper; None where nothing can
     be compiled."""

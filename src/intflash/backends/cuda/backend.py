@@ -57,7 +57,7 @@ def _short_rows_unsupported(problem: Problem) -> str | None:
 
 
 def _rows_unsupported(problem: Problem) -> str | None:
-    for what in ("bias", "keep", "causal"):
+    for what in ("keep", "causal"):
         if getattr(problem, what) is not None:
             return f"short rows do not support {what}"
     return _hopper_only(problem) or short_rows.unsupported(problem)
