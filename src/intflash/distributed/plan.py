@@ -13,10 +13,11 @@ from intflash.distributed.groups import ALONE, Ranks
 from intflash.distributed.shards import LAYOUTS, Shards
 from intflash.distributed.traffic import SCHEMES, Sizes, data_bytes
 from intflash.errors import InputError
+from intflash.numerics.block import DIGITS
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
-METHODS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
+METHODS = ("intflash", "intflash_p8", "intflash_online", *DIGITS)
 PLACES = ("sharded", "replicated")
 _CHUNKS = 4  # groups of heads, whose messages are begun before the group before them is computed
 _CHUNK_SCORES = 1 << 27  # that a group has at least: below it launches count

@@ -20,7 +20,7 @@ from intflash.backends.triton.launch import TritonLaunch
 from intflash.problem import Problem
 from intflash.quant import QTensor
 
-OURS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
+OURS = ("intflash", "intflash_p8", "intflash_online", *BLOCK_FLOAT)
 QFLASH_METHODS = ("qflash", "iflash")
 
 
@@ -98,10 +98,11 @@ def _variants() -> dict[str, dict]:
     found = {}
     for method in OURS:
         for schedule, options in (("row", row), ("stream", stream)):
-            if schedule == "row" and method in ("intflash_online", "intflash_bfp"):
+            if schedule == "row" and method in ("intflash_online", *BLOCK_FLOAT):
                 continue  # they have no short-rows kernel
             found |= {f"{method} {schedule} {name}": dict(method=method, **more) for name, more in options.items()}
-    del found["intflash_bfp stream n4096 d256"]  # it spills: acc has 64 bits
+    for method in BLOCK_FLOAT:
+        del found[f"{method} stream n4096 d256"]  # it spills: acc has 64 bits
     for method in QFLASH_METHODS:
         found[f"{method} n197 d64"] = dict(method=method, nq=197, nk=197, d=64)
         found[f"{method} n4096 d128"] = dict(method=method, nq=4096, nk=4096, d=128)
@@ -120,7 +121,7 @@ QUICK = (
     "intflash row n49 bias keep of fewer batches",
     "intflash_online stream n1000 keep causal", "intflash_p8 stream n1000 bias keep of fewer batches",
     "qflash n1000 keep causal", "intflash_bfp stream n4096 d64", "intflash_bfp stream n1000 bias keep",
-    "intflash_bfp stream n4096 token head channel",
+    "intflash_bfp stream n4096 token head channel", "intflash_bfp8 stream n4096 d64",
 )  # fmt: skip
 
 
