@@ -403,7 +403,7 @@ struct Request {
   Scaling scaling[3];
   PyObject *attn_mask, *bias, *scale, *out_dtype, *out_scale, *backend, *check_finite;  // each may be None
   bool is_causal, bottom_right, enable_gqa, return_lse;
-  bool bounds_output = false;  // integer output has the scale that no output exceeds
+  bool bounds_output = false;                     // integer output has the scale that no output exceeds
   int64_t left = kUnbounded, right = kUnbounded;  // the window
 };
 
