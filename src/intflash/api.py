@@ -170,8 +170,9 @@ def attention(
     arguments = {
         "q": q, "k": k, "v": v, "attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "method": method,
         "backend": backend, "enable_gqa": enable_gqa, "bias": bias, "causal_align": causal_align,
-        "window_size": window_size, "recipe": recipe, "out_dtype": out_dtype, "out_scale": out_scale, "return_lse": return_lse, "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k, "check_finite": check_finite,
+        "window_size": window_size, "recipe": recipe, "out_dtype": out_dtype, "out_scale": out_scale,
+        "return_lse": return_lse, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "check_finite": check_finite,
     }  # dict(q=q, ...) takes twice as long  # fmt: skip
     out, lse = op.attention(arguments)
     return out if lse is None else (out, lse)
