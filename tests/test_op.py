@@ -157,6 +157,7 @@ def test_the_op_passes_every_argument(monkeypatch):
 ENDS = [torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 20], [0, 12, 20])]
 OPTIONS = {
     "causal": dict(is_causal=True, causal_align="bottom_right"),
+    "window": dict(window_size=(9, 2)),
     "scale": dict(scale=0.7),
     "bias": dict(bias=torch.randn(1, 2, 20, 20, generator=torch.Generator().manual_seed(0))),
     "smooth, rotate": dict(recipe=Recipe(smooth_k=True, rotate=True), return_lse=True),

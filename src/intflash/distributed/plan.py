@@ -121,6 +121,8 @@ def _check_options(a: dict[str, Any], placement: Placement) -> None:
             "packed sequences (cu_seqlens) are not sharded: no sequence attends to another, so give each rank whole "
             "sequences and call intflash.attention"
         )
+    if a["window_size"] is not None:
+        raise InputError(f"a sliding window is not sharded: window_size must be None, got {a['window_size']!r}")
     if call.is_dynamic(a["out_scale"]):
         raise InputError("out_scale='dynamic' needs all outputs before any of them: give a calibrated scale")
     choices = (("layout", LAYOUTS), ("queries", PLACES), ("keys", PLACES), ("scheme", (*SCHEMES, None)))

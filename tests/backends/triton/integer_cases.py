@@ -68,6 +68,11 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         shape = dict(nq=nq, nk=nk)
         for offset in (0, nk - nq, -30):
             yield f"{nq} causal {offset}", codes(method, causal=offset, return_lse=True, **shape)
+        for window, causal in ((-20, 40), (nk - nq - 60, nk - nq), (0, 0), (-nk, 9)):
+            yield (
+                f"{nq} window {window} {causal}",
+                codes(method, causal=causal, window_start=window, return_lse=True, **shape),
+            )
         yield f"{nq} gqa", codes(method, heads=4, key_heads=2, d=17, dv=20, **shape)
         yield f"{nq} bias", codes(method, batch=4, heads=1, **_bias(method, (2, 1, 1, nk)), **shape)
         yield f"{nq} bias of rows", codes(method, batch=2, **_bias(method, (1, 2, nq, nk)), **shape)
@@ -82,6 +87,8 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
     ends = [torch.tensor(x, dtype=torch.int32) for x in ((0, 20, 20, 50), (0, 33, 100, 150))]
     packed = dict(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
     yield "packed", codes(method, causal=0, causal_align="bottom_right", return_lse=True, **packed)
+    packed |= dict(causal=3, window_start=-9)
+    yield "packed window", codes(method, causal_align="bottom_right", return_lse=True, **packed)
     if method in QFLASH_METHODS:
         yield "heads", codes(method, kinds=("head", "head", "head"))
         yield "tiny scale", codes(method, amax=0.05, causal=3)

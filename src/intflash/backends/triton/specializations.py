@@ -92,6 +92,7 @@ def _variants() -> dict[str, dict]:
                                                  keep=torch.ones(3, 1, 1, 1000, dtype=torch.bool)),
         "n4096 token head channel": dict(nq=4096, nk=4096, d=64, kinds=("token", "head", "channel")),
         "n4096 token block": dict(nq=4096, nk=4096, d=64, kinds=("token", "block", "tensor")),
+        "n1000 window": dict(nq=1000, nk=1000, d=64, causal=0, window_start=-255),
         "packed causal": dict(nq=2048, nk=2048, d=64, batch=1, causal=0, causal_align="bottom_right",
                               cu_seqlens_q=ends, cu_seqlens_k=ends),
     }  # fmt: skip
