@@ -54,7 +54,8 @@ class LatencyContender:
         calls = {FLOAT_CALL: (floats, partial(run, *inputs, recipe=self.recipe))}
         codes = self._codes(*inputs)
         if codes is not None:
-            calls[CODE_CALL] = where(*codes, **options), partial(run, *codes)
+            options = options | dict(out_scale="bound")
+            calls[CODE_CALL] = where(*codes, **options), partial(run, *codes, out_scale="bound")
         if kernels:
             from intflash.bench.gpu_launches import make_kernel
 

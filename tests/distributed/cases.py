@@ -106,7 +106,7 @@ CASES = {
         shape=(2, HEADS, 1, 16, 16), dtype=torch.float16,
     ),
     "divide": Case({"recipe": Recipe(rule="divide", v_scale=0.5)}),
-    "codes": Case({"return_lse": True}, codes=True),
+    "codes": Case({"return_lse": True, "out_scale": "bound"}, codes=True),
     "out_scale": Case({"out_dtype": torch.int8, "out_scale": 0.01}, {"scheme": "gather"}),
     "text": Case({}, {"keys": "replicated"}, keys=7),
     "decode": Case({}, {"queries": "replicated"}, queries=1),

@@ -43,7 +43,7 @@ def disagreements(rank: int) -> dict[str, str]:
         "layout": ((q, k, v), {"layout": "zigzag" if odd else "contiguous"}),
         "scheme": ((q, k, v), {"scheme": "gather" if odd else None}),
         "recipe": ((q, k, v), {"recipe": intflash.Recipe(k_scale=0.1 if odd else 0.2)}),
-        "codes": (codes, {}),
+        "codes": (codes, {"out_scale": 0.01}),
         "nan": ((nan if odd else q, k, v), {}),
         "option": ((q, k, v), {"colour": 1} if odd else {}),
         "kind": ((None if odd else q, k, v), {}),
