@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from intflash.backends import native
-from intflash.backends.cuda import backend, program, short_rows, sm80
+from intflash.backends.cuda import backend, long_rows, program, short_rows, sm80
 from intflash.backends.cuda.parameters import _reciprocal
 from intflash.backends.cuda.tensor_maps import key_map
 from intflash.problem import Problem
@@ -115,6 +115,17 @@ def test_which_kernel_serves(capability, monkeypatch):
     assert (backend.particular_unsupported(problem(keep=keep.expand(1, 2, 100, 100))) is None) == (capability == (9, 0))
     for more in (dict(keep=keep.repeat(1, 1, 100, 1)), ends):
         assert backend.particular_unsupported(problem(**more))
+
+
+def test_long_rows_refuse_sliding_windows(monkeypatch):
+    """Also after the quantization pass, where only the kernels' own refusals are asked."""
+    _on(monkeypatch, (9, 0))
+    x = torch.zeros(2, 2, 300, 64, dtype=torch.float16)
+    p = problem(causal=0, window_start=-99)
+    p.q = p.k = p.v = x
+    assert "window_start" in long_rows.unsupported(p)
+    p.window_start = None
+    assert long_rows.unsupported(p) is None
 
 
 def test_only_what_16_byte_accesses_cannot_read_is_copied():

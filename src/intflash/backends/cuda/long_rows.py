@@ -27,6 +27,7 @@ METHODS = {
 }
 TILE = 128  # keys per tile
 STAGES = 4  # of the ring buffer
+_NO_MASKS = ("cu_seqlens_q", "window_start")  # fields of a problem that no method's kernel supports
 _SHARED_BYTES = 227 * 1024  # available to a CTA
 _TABLE_BYTES = 32 * 1024  # of the table of P of `intflash_online`
 # a thread's accumulators of `intflash_bfp` that are in shared memory, by head_dim
@@ -52,11 +53,11 @@ def unsupported(problem: Problem) -> str | None:
         return shape_unsupported(problem)
     if problem.keep is not None and (reason := _key_mask_unsupported(problem)):
         return reason
-    return shape_unsupported(problem, 8 if _pads_channels(problem) else 16, ("bias", "cu_seqlens_q"))
+    return shape_unsupported(problem, 8 if _pads_channels(problem) else 16, ("bias", *_NO_MASKS))
 
 
 def shape_unsupported(
-    problem: Problem, multiple: int = 16, refused: tuple[str, ...] = ("bias", "keep", "cu_seqlens_q")
+    problem: Problem, multiple: int = 16, refused: tuple[str, ...] = ("bias", "keep", *_NO_MASKS)
 ) -> str | None:
     """Returns why the mainloop cannot serve the problem's shape or masks, or None."""
     d, dv = problem.q.shape[3], problem.v.shape[3]
