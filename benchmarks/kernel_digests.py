@@ -27,6 +27,7 @@ from intflash.backends.cuda import backend as cuda
 from intflash.backends.cuda import long_rows_float, quantization
 from intflash.backends.cuda.program import CudaLaunch, compile_program
 from intflash.backends.gpu import float_softmax
+from intflash.backends.gpu import scales as gpu_scales
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.scales import FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, view
@@ -35,7 +36,7 @@ from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.launch import TritonLaunch
 from intflash.methods import get_method
 from intflash.problem import Problem
-from intflash.quant import QTensor
+from intflash.quant import QTensor, Recipe
 
 ARCH = 90
 _SECTIONS = (".text.", ".nv.constant", ".nv.global", ".rodata")
@@ -82,9 +83,9 @@ def triton_launches(quick: bool) -> Iterator[tuple[str, TritonLaunch]]:
         for query in (False, True):
             inputs = FloatInputs(Qkv(x, x, x), Qkv(_ones(), _ones(), _ones()))
             yield f"quantize {dtype} {d} {query}", quantize.quantize_launch(inputs, query)[0]
-        scales = torch.zeros(3)
-        for i, launch in enumerate(quantize.amax_launches(Qkv(x, x, x), torch.zeros(4, dtype=torch.int32), scales)):
-            yield f"amax {dtype} {d} {i}", launch
+        for recipe in (Recipe("tensor", "tensor", "tensor"), Recipe()):
+            found = gpu_scales.dynamic_scales(Qkv(x, x, x), recipe)
+            yield f"amax {dtype} {d} {recipe.q}", quantize.amax_launch(Qkv(x, x, x), found)
         for method, bits in (("intflash", 16), ("intflash_p8", 8)):
             problem = Problem(method, x, x, x, d**-0.5, recipe=get_method(method).recipe, out_dtype=dtype)
             views = Qkv(*(view(_ones()) for _ in range(3)))
@@ -141,9 +142,9 @@ def cuda_launches(quick: bool) -> Iterator[tuple[str, CudaLaunch]]:
             )
     for dtype in _FLOAT_TYPES:
         x = torch.zeros(2, 3, 64, 64, dtype=dtype)
-        amax, scales = torch.zeros(4, dtype=torch.int32), torch.zeros(3)
-        for i, launch in enumerate(quantization.amax_launches(Qkv(x, x, x), amax, scales)):
-            yield f"cuda amax {dtype} {i}", launch
+        for recipe in (Recipe("tensor", "tensor", "tensor"), Recipe()):
+            found = gpu_scales.dynamic_scales(Qkv(x, x, x), recipe)
+            yield f"cuda amax {dtype} {recipe.q}", quantization.amax_launch(Qkv(x, x, x), found)
         inputs = FloatInputs(Qkv(x, x, x), Qkv(_ones(), _ones(), _ones()), dynamic=True)
         yield f"cuda quantize {dtype}", quantization.quantize_launch(inputs, True)[0]
     for method in specializations.OURS:

@@ -11,5 +11,5 @@ def attend(**changes):
     return intflash.attention(options.pop("q"), options.pop("k"), options.pop("v"), **options)
 
 
-def codes(**changes):
-    return {n: intflash.quantize(x) for n, x in (("q", Q), ("k", K), ("v", V))} | changes
+def codes(granularity="tensor", **changes):
+    return {n: intflash.quantize(x, granularity) for n, x in (("q", Q), ("k", K), ("v", V))} | changes

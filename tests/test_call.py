@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import intflash
-from intflash import InputError, Recipe, op, plans
+from intflash import InputError, Recipe, call, op
 from intflash.call import prepare
 from oracle import randn, sqnr
 
@@ -15,8 +15,8 @@ BACKENDS = ["cpu", "torch", "reference"]
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(recipe=Recipe(bits=4), out_dtype=torch.int8), dict(recipe=Recipe(smooth_k=True)),
-     dict(recipe=Recipe(rotate=True)), dict(out_dtype=torch.int8), dict(recipe=Recipe(q="token"))],
+    [{}, dict(recipe=Recipe(bits=4), out_dtype=torch.int8, out_scale="bound"), dict(recipe=Recipe(smooth_k=True)),
+     dict(recipe=Recipe(rotate=True)), dict(out_dtype=torch.int8, out_scale="bound"), dict(recipe=Recipe(q="token"))],
     ids=str,
 )  # fmt: skip
 def test_one_bad_value_is_found_for_every_backend_and_recipe(options, backend):
@@ -41,7 +41,7 @@ def test_smoothed_tensors_share_a_dtype():
 
 def test_output_scales_of_four_bit_values_are_those_of_their_group():
     v = V[:, :2] * torch.tensor([1.0, 10.0]).view(1, 2, 1, 1)
-    options = dict(enable_gqa=True, recipe=Recipe(v="head", bits=4), out_dtype=torch.int8)
+    options = dict(enable_gqa=True, recipe=Recipe(v="head", bits=4), out_dtype=torch.int8, out_scale="bound")
     out = intflash.attention(Q, K[:, :2], v, **options)
     assert torch.allclose(out.scale, v.abs().amax((2, 3), keepdim=True).repeat_interleave(2, dim=1) / 127)
 
@@ -64,7 +64,10 @@ def test_output_scales_of_other_dtypes(dtype, backend):
 def test_integer_output_of_values_with_scales_along_the_tokens(granularity):
     v = V * torch.arange(1, 21).view(1, 1, 20, 1)
     options = dict(method="lite", recipe=Recipe(q="token", k="token", v=granularity, block_size=8))
-    found = [intflash.attention(Q, K, v, out_dtype=torch.int8, backend=b, **options) for b in ("reference", "torch")]
+    found = [
+        intflash.attention(Q, K, v, out_dtype=torch.int8, out_scale="bound", backend=b, **options)
+        for b in ("reference", "torch")
+    ]
     assert found[0].scale.shape[2] == 1 and torch.equal(found[0].scale, found[1].scale)
     assert sqnr(intflash.attention(Q, K, v, **options), found[0].dequantize()) > 20
 
@@ -72,5 +75,5 @@ def test_integer_output_of_values_with_scales_along_the_tokens(granularity):
 @pytest.mark.parametrize("name", ["q", "k", "v", "attn_mask", "bias", "out_scale"])
 def test_every_tensor_of_a_call_is_checked_for_gradients(name):
     x = torch.ones(1, 1, 1, 1, requires_grad=True)
-    wanting = op.gradients_wanted(dict.fromkeys(plans.NAMES) | dict(q=Q, k=K, v=V) | {name: x})
+    wanting = op.gradients_wanted(dict.fromkeys(call.NAMES) | dict(q=Q, k=K, v=V) | {name: x})
     assert len(wanting) == 1 and wanting[0] is x

@@ -68,7 +68,7 @@ def test_tensors_without_memory_are_refused():
     codes.data.untyped_storage().resize_(0)
     for x in (codes, torch._efficientzerotensor(X.shape)):
         with pytest.raises(ValueError, match="no memory of its own"):
-            intflash.attention(x, x, x, backend="cpu")
+            intflash.attention(x, x, x, backend="cpu", out_dtype=torch.float32)
 
 
 class Attention(torch.nn.Module):
@@ -88,7 +88,12 @@ def test_symbolic_sizes():
 @pytest.mark.parametrize("granularity", ["tensor", "head", "token", "block"])
 def test_a_number_is_a_scale_of_any_granularity(granularity):
     tensor, fine = Recipe(q_scale=0.03), Recipe(q=granularity, q_scale=np.float32(0.03))
-    for options in ({}, dict(backend="torch"), dict(backend="reference"), dict(out_dtype=torch.int8)):
+    for options in (
+        {},
+        dict(backend="torch"),
+        dict(backend="reference"),
+        dict(out_dtype=torch.int8, out_scale="bound"),
+    ):
         found, expected = (intflash.attention(X, X, X, recipe=r, **options) for r in (fine, tensor))
         if options.get("out_dtype"):
             found, expected = found.data, expected.data

@@ -57,20 +57,20 @@ SERVED = {
     "three axes": lambda s: ([x[0] for x in tensors(s)], {}),
     "three axes, views": lambda s: ([x[0] for x in tensors(s, strided=True)], dict(return_lse=True)),
     "two axes": lambda s: ([x[0, 0] for x in tensors(s)], dict(return_lse=True)),
-    "codes": lambda s: (codes(s), {}),
-    "codes per head": lambda s: (codes(s, "head", "head", "head"), {}),
-    "codes per token": lambda s: (codes(s, "token", "block", "channel", block_size=7), {}),
+    "codes": lambda s: (codes(s), dict(out_scale="bound")),
+    "codes per head": lambda s: (codes(s, "head", "head", "head"), dict(out_scale="bound")),
+    "codes per token": lambda s: (codes(s, "token", "block", "channel", block_size=7), dict(out_scale="bound")),
     "codes of four bits": lambda s: (codes(s, bits=4), dict(out_dtype=torch.float32)),
     "int16": lambda s: (codes(s), dict(out_dtype=torch.int16)),
     "shared heads": lambda s: (tensors(s, heads=(4, 2)), dict(enable_gqa=True)),
     "log-sum-exp": lambda s: (tensors(s), dict(return_lse=True, scale=0.2)),
-    "log-sum-exp of codes": lambda s: (codes(s), dict(return_lse=True)),
+    "log-sum-exp of codes": lambda s: (codes(s), dict(return_lse=True, out_scale="bound")),
     "causal": lambda s: (tensors(s), dict(is_causal=True, causal_align="bottom_right")),
     "causal from the left": lambda s: (tensors(s), dict(is_causal=True)),
     "windows": lambda s: (tensors(s), dict(attn_mask=mask(s, 2, 1, 33, 40), bias=int_bias(s, 1, 4, 33, 40))),
     "small mask": lambda s: (tensors(s), dict(attn_mask=mask(s, 33, 40))),
     "mask of keys": lambda s: (tensors(s), dict(attn_mask=mask(s, 2, 1, 1, 40))),
-    "unlooked": lambda s: (codes(s), dict(check_finite=False)),
+    "unlooked": lambda s: (codes(s), dict(check_finite=False, out_scale="bound")),
     "looked": lambda s: (tensors(s), dict(check_finite=True)),
     "four bits": lambda s: (tensors(s), dict(recipe=Recipe(bits=4))),
     "number scales": lambda s: (tensors(s), dict(recipe=Recipe(q="head", q_scale=0.03, k_scale=0.02, v_scale=0.04))),
@@ -81,16 +81,16 @@ SERVED = {
     "scale as an int": lambda s: (tensors(s), dict(scale=1)),
     "by name": lambda s: (tensors(s), dict(backend="cpu", method="intflash_p8")),
     "online": lambda s: (tensors(s), dict(method="intflash_online", bias=int_bias(s, 33, 40))),
-    "block floating point": lambda s: (codes(s), dict(method="intflash_bfp", return_lse=True)),
+    "block floating point": lambda s: (codes(s), dict(method="intflash_bfp", return_lse=True, out_scale="bound")),
 }  # fmt: skip
 DECLINED = {
-    "qflash": lambda s: (tensors(s), dict(method="qflash", out_dtype=torch.int8)),
+    "qflash": lambda s: (tensors(s), dict(method="qflash", out_dtype=torch.int8, out_scale="bound")),
     "bias in other units": lambda s: (tensors(s), dict(method="intflash_bfp", bias=int_bias(s, 33, 40))),
     "another backend": lambda s: (tensors(s), dict(backend="torch")),
     "five axes": lambda s: ([x[None] for x in tensors(s)], {}),
     "float mask": lambda s: (tensors(s), dict(attn_mask=torch.randn(33, 40))),
     "output's scale": lambda s: (tensors(s), dict(out_dtype=torch.int8, out_scale=0.1)),
-    "integers out of floats": lambda s: (tensors(s), dict(out_dtype=torch.int8)),
+    "integers out of floats": lambda s: (tensors(s), dict(out_dtype=torch.int8, out_scale="bound")),
     "softmax scale in a tensor": lambda s: (tensors(s), dict(scale=torch.tensor(0.2))),
     "smoothed": lambda s: (tensors(s), dict(recipe=Recipe(smooth_k=True))),
     "rotated": lambda s: (tensors(s), dict(recipe=Recipe(rotate=True))),
@@ -98,7 +98,7 @@ DECLINED = {
     "per token": lambda s: (tensors(s), dict(recipe=Recipe(q="token"))),
     "strided channels": lambda s: ([x.mT.contiguous().mT for x in tensors(s)], {}),
     "float64 scale": lambda s: (tensors(s), dict(recipe=Recipe(q_scale=torch.tensor(0.1, dtype=torch.float64)))),
-    "four bits to integers": lambda s: (codes(s, bits=4), {}),
+    "four bits to integers": lambda s: (codes(s, bits=4), dict(out_scale="bound")),
     "packed": lambda s: (
         [x[:1] for x in tensors(s)],
         dict(cu_seqlens_q=torch.tensor([0, 33]).int(), cu_seqlens_k=torch.tensor([0, 40]).int()),
@@ -182,7 +182,8 @@ def test_scales_are_looked_at():
     k.scale.zero_()
     with pytest.raises(InputError, match="k's scale must be finite and > 0"):
         intflash.attention(q, k, v)
-    assert_same(intflash.attention(q, k, v, check_finite=False), generally([q, k, v], check_finite=False))
+    options = dict(check_finite=False, out_scale="bound")
+    assert_same(intflash.attention(q, k, v, **options), generally([q, k, v], **options))
     scale = torch.tensor([0.1])
     recipe = Recipe(q_scale=scale)
     intflash.attention(*tensors(0), recipe=recipe)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import intflash
-from intflash import QTensor, Recipe, plans
+from intflash import QTensor, Recipe, call
 from intflash.op import _general, _simple
 from oracle import randn
 
@@ -33,7 +33,10 @@ def test_opcheck_of_the_simple_overload(options):
     [
         {},
         {"options": "return_lse=True is_causal=True"},
-        {"out_dtype": torch.int8, "options": "q_granularity=token k_granularity=block v_granularity=channel"},
+        {
+            "out_dtype": torch.int8,
+            "options": "q_granularity=token k_granularity=block v_granularity=channel bound_out=True",
+        },
         {"out_dtype": torch.int16, "options": "dynamic_out=True"},
         {"options": "method=intflash_online", "number_scales": [0.03, 0.03, 0.03]},
         {"options": "smooth_k=True rotate=True return_lse=True"},
@@ -49,7 +52,7 @@ def test_opcheck_quantized():
     torch.library.opcheck(
         _general,
         flat(q.data, k.data, v.data, q_scale=q.scale, k_scale=k.scale, v_scale=v.scale, out_dtype=torch.int8,
-             options="quantized=True q_granularity=head k_granularity=head v_granularity=head",
+             options="quantized=True q_granularity=head k_granularity=head v_granularity=head bound_out=True",
              sizes=[128] * 3 + [8] * 3),
     )  # fmt: skip
 
@@ -86,9 +89,9 @@ def test_compiled_calls_refuse_what_eager_ones_do():
     def layer(q, k, v):
         return intflash.attention(q, k, v, out_dtype=torch.int8, out_scale="auto").data
 
-    for call in (layer, torch.compile(layer, backend="aot_eager")):
-        with pytest.raises(Exception, match="or 'dynamic', got 'auto'"):
-            call(*randn(1, 2, 8, 16))
+    for forward in (layer, torch.compile(layer, backend="aot_eager")):
+        with pytest.raises(Exception, match="'dynamic' or 'bound', got 'auto'"):
+            forward(*randn(1, 2, 8, 16))
 
 
 def test_op_does_not_alias_a_given_out_scale():
@@ -113,7 +116,7 @@ def test_integer_output_of_a_float_v_compiles(method):
     inputs = randn(1, 2, 20, 16)
 
     def call(*x):
-        return intflash.attention(*x, method=method, out_dtype=torch.int8).dequantize()
+        return intflash.attention(*x, method=method, out_dtype=torch.int8, out_scale="bound").dequantize()
 
     assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs), call(*inputs))
 
@@ -142,17 +145,13 @@ def test_traced_code_computes():
 
 
 def test_the_op_passes_every_argument(monkeypatch):
-    seen = []
-
-    def signed(call, arguments):
-        seen.append(plans.signature(arguments))
-        return call(arguments)
-
-    monkeypatch.setattr(plans, "run", signed)
+    seen, compute = [], call.compute
+    monkeypatch.setattr(call, "compute", lambda arguments: seen.append(arguments) or compute(arguments))
     inputs = randn(1, 2, 20, 16)
     intflash.attention(*inputs, backend="torch")
     torch.compile(lambda *x: intflash.attention(*x, backend="torch"), fullgraph=True, backend="aot_eager")(*inputs)
-    assert len(seen) == 2 and [len(tensors) for _, tensors in seen] == [3, 3]
+    assert [set(arguments) for arguments in seen] == [set(call.NAMES)] * 2
+    assert all(torch.equal(arguments[name], x) for arguments in seen for name, x in zip("qkv", inputs, strict=True))
 
 
 ENDS = [torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 20], [0, 12, 20])]

@@ -56,13 +56,13 @@ def with_bad_value(x: torch.Tensor, value: float, dtype: torch.dtype) -> torch.T
 @pytest.mark.parametrize("method", METHODS)
 def test_values_that_are_not_finite(method, recipe):
     if method in ("qflash", "iflash") and recipe is not None and recipe.q == "token":
-        recipe = Recipe(rule="divide")
+        recipe = Recipe("tensor", "tensor", "tensor", rule="divide")
     dtypes = itertools.cycle((torch.float32, torch.float16, torch.bfloat16))
-    outputs = itertools.cycle((torch.float32, torch.int8))
+    outputs = itertools.cycle((dict(out_dtype=torch.float32), dict(out_dtype=torch.int8, out_scale="bound")))
     for name, value in itertools.product("qkv", BAD_VALUES):
         dtype = next(dtypes)
         tensors = {n: with_bad_value(x, value if n == name else 1.0, dtype) for n, x in (("q", Q), ("k", K), ("v", V))}
-        call = tensors | dict(method=method, recipe=recipe, out_dtype=next(outputs))
+        call = tensors | dict(method=method, recipe=recipe) | next(outputs)
         expected = outcome("reference", **call)
         for backend in ("torch", "cpu"):
             assert same(outcome(backend, **call), expected), (backend, name, value, dtype)

@@ -105,8 +105,9 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       B::p_low_, B::other_scores_, B::wide_acc_, B::valueless_;
   using B::kRows, B::kLanes, B::kBlock, B::kKeyPad;
   using B::score_ld_, B::p_ld_, B::value_pad_, B::chunk_, B::stage_keys_, B::qk_steps_;
-  using P::call_, P::b_, P::h_, P::hk_, P::q0_, P::k0_, P::nk_, P::row0_, P::rows_, P::key_end_, P::masked_;
-  using P::enter_block, P::causal_keys, P::mask_row, P::mark_absent, P::first_row;
+  using P::call_, P::b_, P::h_, P::hk_, P::q0_, P::k0_, P::nk_, P::row0_, P::rows_, P::key_begin_, P::key_end_,
+      P::masked_;
+  using P::enter_block, P::causal_keys, P::keys_before_window, P::mask_row, P::mark_absent, P::first_row;
 
  public:
   static int unit_rows(const Call&) { return kRows; }
@@ -204,6 +205,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       const int64_t present = causal_keys(r, key, n);
       for (int64_t j = present / kLanes * kLanes; j < pad; j += kLanes)
         V::store(s + j, V::first(V::load(s + j), larger<int64_t>(0, present - j)));
+      for (int64_t j = 0, before = keys_before_window(r, key, n); j < before; ++j) s[j] = kAbsent;
       if (call_.keep.data) mark_absent(call_.keep, call_.keep_batch, r, key, present, s, uint8_t(0));
       if (call_.bias.data) mark_absent(call_.bias, call_.bias_batch, r, key, present, s, kAbsent);
     }
@@ -259,12 +261,12 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     return m;
   }
 
-  // Finds level_ of biased rows in 32 bits, where all of their keys [0, n) are in the chunk and 32 bits hold T.
-  __attribute__((noinline)) bool levels32(int64_t n) {
+  // Finds level_ of biased rows in 32 bits, where all of their keys [key, key + n) are in the chunk and 32 bits hold T.
+  __attribute__((noinline)) bool levels32(int64_t key, int64_t n) {
     bool fit = call_.bias.data && !call_.k_scale.stride[2];
     for (int r = 0; fit && r < rows_; ++r)
       fit = has_24_fraction_bits(exponent_[r * row_step_]) &&
-            level32_row(r, 0).level(scores_ + r * score_ld_, n, level_[r]);
+            level32_row(r, key).level(scores_ + r * score_ld_, n, level_[r]);
     for (int r = 0; !fit && r < rows_; ++r) level_[r] = kNever;
     return fit;
   }
@@ -280,7 +282,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     int32_t* s = scores_ + r * score_ld_ + at;
     const int64_t level = level_[r] + (L == Level::kTableOctave ? kStepOffset : 0);
     if (L == Level::kMaximum && by_levels32_)
-      level32_row(r, at).depths(s, n, level);
+      level32_row(r, key + at).depths(s, n, level);
     else
       for_each_exponent<L>(r, key + at, n, s, [&](int64_t j, int64_t t) {
         const int64_t x = smaller<int64_t>(int64_t(uint64_t(level) - uint64_t(t)) >> (32 - kDepthBits<L>), 65535);
@@ -373,19 +375,19 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   void exact() {
     if constexpr (V::kMatrixUnit)
       if (are_long_rows<P16>()) return long_rows<P16>();
-    const bool resident = key_end_ <= chunk_;
-    for (int64_t key = 0; key < key_end_; key += chunk_) {
+    const bool resident = key_end_ - key_begin_ <= chunk_;
+    for (int64_t key = key_begin_; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
       score_chunk(key, n);
-      by_levels32_ = biased_ && resident && levels32(n);
+      by_levels32_ = biased_ && resident && levels32(key, n);
       for (int r = 0; biased_ && !by_levels32_ && r < rows_; ++r)
         level_[r] = larger(level_[r], biased_max<Level::kMaximum>(r, key, n));
     }
-    for (int64_t key = 0; key < key_end_; key += chunk_) {
+    for (int64_t key = key_begin_; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
       if (!resident) score_chunk(key, n);
       for (int64_t at = 0; at < n; at += stage_keys_)
-        accumulate<P16, Level::kMaximum>(key, at, smaller(stage_keys_, n - at), key + at == 0);
+        accumulate<P16, Level::kMaximum>(key, at, smaller(stage_keys_, n - at), key + at == key_begin_);
     }
     finish<P16>();
   }
@@ -396,8 +398,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     using Long = LongRows<V, P16, P16 ? 8 : 1>;
     constexpr int most = Long::kMaxChannels;
     static_assert(Long::kBytes <= 4 * kRows * kLongRow<P16>, "what it needs fits where scores would be");
-    return !masked_ && !biased_ && !row_step_ && key_end_ == nk_ && nk_ >= kLongRow<P16> && rows_ > kFewRows &&
-           call_.head_dim <= most && call_.value_dim <= most;
+    return !masked_ && !biased_ && !row_step_ && key_begin_ == 0 && key_end_ == nk_ && nk_ >= kLongRow<P16> &&
+           rows_ > kFewRows && call_.head_dim <= most && call_.value_dim <= most;
   }
 
   template <bool P16>
@@ -420,7 +422,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   void online() {
     constexpr int64_t octave = kTableSteps.octave();
     clear(acc_, rows_ * value_pad_);
-    for (int64_t key = 0; key < key_end_; key += kGranule) {
+    for (int64_t key = key_begin_; key < key_end_; key += kGranule) {
       const int64_t n = smaller<int64_t>(kGranule, key_end_ - key);
       for (int r = 0; r < rows_; ++r) row_max_[r] = kAbsent;
       score_chunk(key, n);
@@ -447,7 +449,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     for (int r = 0; r < rows_; ++r) block_float_[r] = BlockFloatRow(nk_);
     const auto pass = [&](bool alone) {
       clear(acc_, rows_ * value_pad_);
-      for (int64_t key = 0; key < key_end_; key += kGranule)
+      for (int64_t key = key_begin_; key < key_end_; key += kGranule)
         block_of_keys<P16>(key, smaller<int64_t>(kGranule, key_end_ - key), alone);
     };
     pass(false);
@@ -590,8 +592,9 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   void finish(const int* gaps = nullptr) {
     const int64_t first = first_row();
     V::keep_awake();
-    if (key_end_ == 0) clear(acc_, rows_ * value_pad_);
-    if (key_end_ == 0 && P16) clear(acc_low_, rows_ * value_pad_);
+    const bool none = key_begin_ == key_end_;
+    if (none) clear(acc_, rows_ * value_pad_);
+    if (none && P16) clear(acc_low_, rows_ * value_pad_);
     epilogue_.enter_head(b_, h_, hk_);
     epilogue_.template rows<P16>(acc_, acc_low_, value_pad_, l_, rows_, call_.out.offset(b_, h_, q0_ + row0_), nullptr,
                                  gaps);

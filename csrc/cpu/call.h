@@ -57,8 +57,10 @@ struct Call {
                        // modulo bias_batch
   View<uint8_t> keep;
   int64_t bias_batch, keep_batch;
-  bool causal, bottom_right;       // bottom_right: each packed sequence has its own offset
-  int64_t causal_offset;           // key j is present for query i iff j <= i + causal_offset
+  // With `causal` key j is present for query i iff j <= i + causal_offset, with `windowed`, which comes with it, iff
+  // also j >= i + window_start. bottom_right: each packed sequence adds its number of keys less its number of queries.
+  bool causal, windowed, bottom_right;
+  int64_t causal_offset, window_start;
   const int32_t *ends_q, *ends_k;  // packed sequences: prefix sums, `sequences` + 1 of them; or null
   int64_t sequences;
   View<float> q_scale, k_scale, v_scale, out_scale;  // axes batch, head, block of tokens, channel

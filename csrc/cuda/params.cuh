@@ -54,7 +54,7 @@ struct Params {
   u32 group_reciprocal;  // ceil(2^32 / (query heads per key head)); 0 for one query head per key head
   i32 nq, nk;
   i32 bias_batches, keep_batches;        // the mask's batch axis repeats with this period
-  i32 causal;                            // key j is present for row i if j <= i + causal
+  i32 causal, window_start;              // key j is present for row i if i + window_start <= j <= i + causal
   i32 tiles;                             // row tiles (or windows) per CTA
   i32 count;                             // number of all windows, where a CTA takes several
   i32 heads;                             // heads of Q
@@ -92,6 +92,16 @@ struct AbsmaxParams {
   // CTAs
   u32* amax;
   float* scales;  // of Q, K and V
+};
+
+// Of head_absmax.cu: tensors in the order Q, K, V.
+struct HeadAbsmaxParams {
+  View x[3];
+  u32 *amax, *finished;  // zeros at launch, for each scale: its maximum as bits of float32, and its finished CTAs
+  float* scales;         // those of Q, then those of K and V
+  u32 tokens[3], heads[3], all_heads[3];                  // heads of a batch, and of all batches
+  u32 first[3], per_head[3];                              // the first scale of a tensor, and whether each head has one
+  u32 tile_reciprocals[3], head_reciprocals[3], padding;  // for `quotient`
 };
 
 // Of quantize_inputs.cu.

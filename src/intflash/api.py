@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     enable_gqa: bool
     bias: Tensor | None
     causal_align: str
+    window_size: tuple[int | None, int | None] | None
     recipe: Recipe | None
     out_scale: Tensor | float | str | None
     cu_seqlens_q: Tensor | None
@@ -89,6 +90,7 @@ def attention(
     enable_gqa: bool = False,
     bias: Tensor | None = None,
     causal_align: str = "top_left",
+    window_size: tuple[int | None, int | None] | None = None,
     recipe: Recipe | None = None,
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | float | str | None = None,
@@ -119,13 +121,17 @@ def attention(
         bias: additive float bias beside a bool `attn_mask` (relative-position bias), or int32 from
             `quantize_bias`; broadcast like `attn_mask`, with the same bound of +-1419.57, and never expanded.
         causal_align: "top_left" as torch's SDPA (key j <= query i), or "bottom_right" as
-            FlashAttention (j <= i + Nk - Nq).
+            FlashAttention (j <= i + Nk - Nq). It also says which key is a query's own in `window_size`.
+        window_size: (left, right), a sliding window as FlashAttention's: of a query's own key, i or with "bottom_right"
+            i + Nk - Nq, keys from `left` before to `right` after it take part; -1 or None: no bound. With `is_causal`
+            `right` is 0. A layer of transformers with ``sliding_window=w`` has ``is_causal`` and ``(w - 1, 0)``.
         recipe: how float tensors are quantized (granularity, static scales, smoothing, rotation);
             default: the method's own.
         out_dtype: float32, float16, bfloat16, or int8 / int16 to get a `QTensor`. Default: the dtype
             of float inputs, int8 for QTensors.
-        out_scale: scale of integer output: a float or tensor (calibrated), "dynamic" (from its maximum, which takes a
-            second pass over the output), or None for s_V * 127 / qmax, which no output can exceed.
+        out_scale: scale of integer output: a float or tensor (calibrated), "dynamic" (from the output's maximum, which
+            takes a second pass), or "bound" for s_V * 127 / qmax, which no output can exceed. int16 output takes
+            "bound" where none is given; int8 output, for which it may be coarse, needs one.
         return_lse: also return log-sum-exp of the scores, float32 ``[..., Hq, Nq]``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]``: q, k, v are sequences packed along N
             with a batch of one, each attending to itself only.
@@ -155,8 +161,8 @@ def attention(
     """
     if not torch.compiler.is_compiling():
         found = cpu.attend(
-            q, k, v, attn_mask, is_causal, scale, method, backend, enable_gqa, bias, causal_align, recipe, out_dtype,
-            out_scale, return_lse, cu_seqlens_q, cu_seqlens_k, check_finite,
+            q, k, v, attn_mask, is_causal, scale, method, backend, enable_gqa, bias, causal_align, window_size, recipe,
+            out_dtype, out_scale, return_lse, cu_seqlens_q, cu_seqlens_k, check_finite,
         )  # fmt: skip
         if found is not None:
             if type(found) is Tensor:
@@ -165,9 +171,10 @@ def attention(
             return out if lse is None else (out, lse)
     arguments = {
         "q": q, "k": k, "v": v, "attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "method": method,
-        "backend": backend, "enable_gqa": enable_gqa, "bias": bias, "causal_align": causal_align, "recipe": recipe,
-        "out_dtype": out_dtype, "out_scale": out_scale, "return_lse": return_lse, "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k, "check_finite": check_finite,
+        "backend": backend, "enable_gqa": enable_gqa, "bias": bias, "causal_align": causal_align,
+        "window_size": window_size, "recipe": recipe, "out_dtype": out_dtype, "out_scale": out_scale,
+        "return_lse": return_lse, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "check_finite": check_finite,
     }  # dict(q=q, ...) takes twice as long  # fmt: skip
     out, lse = op.attention(arguments)
     return out if lse is None else (out, lse)
@@ -210,7 +217,7 @@ def sdpa(
     if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
         found = cpu.attend(
             query, key, value, attn_mask, is_causal, scale, "intflash", None, enable_gqa, None, "top_left", None, None,
-            None, False, None, None, None,
+            None, None, False, None, None, None,
         )  # fmt: skip
         if found is not None:
             return found
@@ -260,7 +267,7 @@ def which_backend(*args: Any, **kwargs: Any) -> str:
     """
     arguments = call.normalize(call.complete(args, kwargs))
     if call.is_dynamic(arguments["out_scale"]):
-        arguments["out_scale"] = None
+        arguments["out_scale"] = "bound"
     problem, _ = call.prepare_call(arguments)
     with call.on_device(problem):
         return select(problem, arguments["backend"]).name

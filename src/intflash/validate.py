@@ -137,6 +137,16 @@ def check_out_dtype(method: Method, out_dtype: torch.dtype, out_scale: object) -
         raise InputError(f"out_scale goes with an int8 or int16 out_dtype, got {out_dtype}")
 
 
+def check_has_out_scale(out_dtype: torch.dtype, out_scale: object) -> None:
+    """int8 output has the scale that the caller chose: none fits every input."""
+    if out_scale is None and out_dtype == torch.int8:
+        raise InputError(
+            "int8 output, which is the default for QTensors, needs out_scale: a calibrated scale (intflash.calibrate), "
+            "'dynamic' (the output's own maximum, for a second pass) or 'bound' (no output exceeds it, and where many "
+            "values are averaged it is coarse); out_dtype=torch.int16 or float needs none"
+        )
+
+
 def check_tensor(x: object, name: str, device: torch.device | None = None) -> None:
     """A dense tensor, on the device of q where that is given."""
     if not isinstance(x, Tensor):

@@ -50,6 +50,8 @@ def problem_of(case, seed=0):
     recipe = Recipe(*case["granularity"], block_size=64, rule="divide" if case["method"] in cpu.FLASH else "exact")
     flash = case["method"] in cpu.FLASH
     options = dict(enable_gqa=True, recipe=recipe, out_dtype=case["out"], return_lse=not flash)
+    if case["out"] == torch.int8:
+        options["out_scale"] = "bound"
     if case["mask"] != "none":
         mask = torch.rand(batch, 1, nq, nk, generator=g) > 0.3
         if case["mask"] == "dead_rows":

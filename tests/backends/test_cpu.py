@@ -147,7 +147,9 @@ def test_biases_and_masks_of_every_kind(isa, data):
         options["attn_mask"] = broadcast(
             torch.rand(2, 2, nq, nk, generator=g) > pick(st.sampled_from([0.1, 0.5, 0.99]))
         )
-    problem = prepare(*tensors, method=method, out_dtype=torch.int8, return_lse=True, check_finite=False, **options)[0]
+    problem = prepare(
+        *tensors, method=method, out_dtype=torch.int8, out_scale="bound", return_lse=True, check_finite=False, **options
+    )[0]
     assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
 
 
@@ -243,7 +245,9 @@ def test_means_between_two_codes(isa, nk):
     v = torch.arange(64, 96).expand(1, 1, nk, 32).clone()
     v[:, :, ::2] += 1
     v[..., 1::2] *= -1
-    problem = prepare(q, k, intflash.QTensor(v.to(torch.int8), 0.1), method="intflash_p8", out_dtype=torch.int8)[0]
+    problem = prepare(
+        q, k, intflash.QTensor(v.to(torch.int8), 0.1), method="intflash_p8", out_dtype=torch.int8, out_scale="bound"
+    )[0]
     assert_same_bits(cpu.run(problem, isa=isa), reference.BACKEND.run(problem))
 
 

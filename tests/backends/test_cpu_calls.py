@@ -186,7 +186,7 @@ torch.set_num_threads(1)
 
 def problem(keys, head_dim):
     codes = [torch.randint(-127, 128, (1, 4, n, head_dim), dtype=torch.int8) for n in (64, keys, keys)]
-    return prepare(*(QTensor(x, 0.01) for x in codes), method="intflash_p8", out_dtype=torch.int8)[0]
+    return prepare(*(QTensor(x, 0.01) for x in codes), method="intflash_p8", out_dtype=torch.int8, out_scale="bound")[0]
 
 small, large = problem(256, 64), problem(65536, 256)
 expected = cpu.run(small, threads=1).out
@@ -240,7 +240,7 @@ def test_flash_score_units_past_int32_are_refused(method, scale):
     codes = torch.ones(1, 1, 4, 4, dtype=torch.int8)
     tensors = [intflash.QTensor(codes, s) for s in (scale, scale, 1.0)]
     with pytest.raises(intflash.InputError, match="int32|2\\^31"):
-        cpu.run(prepare(*tensors, method=method, out_dtype=torch.int8)[0])
+        cpu.run(prepare(*tensors, method=method, out_dtype=torch.int8, out_scale="bound")[0])
 
 
 def test_reasons():

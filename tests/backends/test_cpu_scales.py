@@ -47,7 +47,7 @@ def test_flash_registers_that_wrap(method, unit):
     q, k, v = (torch.randint(0, 2, (1, 2, n, 128), generator=g).mul(254).sub(127).to(torch.int8) for n in (17, 90, 90))
     k[:, :, 3], k[:, :, 50] = q[:, :, 0], -q[:, :, 0]
     tensors = [QTensor(x, s) for x, s in ((q, unit / 1.4426950408889634), (k, 1.0), (v, 0.02))]
-    problem = prepare(*tensors, method=method, scale=1.0, out_dtype=torch.int8)[0]
+    problem = prepare(*tensors, method=method, scale=1.0, out_dtype=torch.int8, out_scale="bound")[0]
     for isa in ISAS:
         assert torch.equal(cpu.run(problem, isa=isa, threads=1).out, reference.BACKEND.run(problem).out)
 

@@ -39,6 +39,7 @@ class Case:
 
 ULYSSES = (1, 2, 4, 8)
 ODD = 53  # tokens, so that shards are not even
+INT8 = {"out_dtype": torch.int8, "out_scale": "bound"}
 BLOCKS = Recipe("block", "block", "head", block_size=2)
 CASES = {
     "plain": Case(),
@@ -66,7 +67,7 @@ CASES = {
     ),
     "causal zigzag uneven": Case({"is_causal": True}, {"scheme": "gather", "layout": "zigzag"}, queries=ODD, keys=ODD),
     "causal zigzag p8 int8": Case(
-        {"is_causal": True, "method": "intflash_p8", "out_dtype": torch.int8}, {"scheme": "gather", "layout": "zigzag"}
+        {"is_causal": True, "method": "intflash_p8", **INT8}, {"scheme": "gather", "layout": "zigzag"}
     ),
     "causal grouped": Case({"is_causal": True, "enable_gqa": True}, {"layout": "zigzag"}, shape=(2, HEADS, 2, 16, 16)),
     "ulysses": Case({"return_lse": True}, {"scheme": "ulysses"}, worlds=ULYSSES),
@@ -97,7 +98,7 @@ CASES = {
     "blocks, causal zigzag": Case(
         {"recipe": BLOCKS, "is_causal": True}, {"layout": "zigzag", "scheme": "gather"}, worlds=(1, 2, 3, 4)
     ),
-    "static": Case({"recipe": Recipe(q_scale=0.02, k_scale=0.03, v_scale=0.01), "out_dtype": torch.int8}),
+    "static": Case({"recipe": Recipe(q_scale=0.02, k_scale=0.03, v_scale=0.01), **INT8}),
     "smooth": Case({"recipe": Recipe(smooth_k=True), "return_lse": True}, queries=ODD, keys=ODD),
     "smooth, rotated, float16": Case(
         {"recipe": Recipe(smooth_k=True, rotate=True), "method": "intflash_p8", "enable_gqa": True},
@@ -114,7 +115,7 @@ CASES = {
         shape=(2, HEADS, 2, 16, 24),
     ),
     "decode merged p8": Case(
-        {"method": "intflash_p8", "out_dtype": torch.int8, "is_causal": True, "causal_align": "bottom_right"},
+        {"method": "intflash_p8", **INT8, "is_causal": True, "causal_align": "bottom_right"},
         {"queries": "replicated", "scheme": "merge", "layout": "zigzag"}, queries=5, keys=ODD,
     ),
     "decode merged keep": Case(

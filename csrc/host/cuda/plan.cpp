@@ -139,9 +139,9 @@ void set_constant_shapes(const Problem& p, const Tensor (&scale)[3], Choice& c) 
     for (int i = 0; i < 4; ++i) c.output_shape[i] = std::max(c.output_shape[i], p.given_out_scale.shape[i]);
 }
 
-int64_t numel(const int64_t (&shape)[4]) { return shape[0] * shape[1] * shape[2] * shape[3]; }
-
 }  // namespace
+
+int64_t numel(const int64_t (&shape)[4]) { return shape[0] * shape[1] * shape[2] * shape[3]; }
 
 Tensor packed(char* data, const int64_t (&shape)[4]) {
   Tensor x;
@@ -182,8 +182,6 @@ bool choose(const Problem& p, int processors, Choice& c, Refusal& why) {
   if (p.is_dynamic()) {
     const bool heads = p.per_head[0] && p.per_head[1] && p.per_head[2];
     c.head_amax_in_kernel = heads && c.kernel != Kernel::kLongRows && !p.has_integer_output();
-    if (!c.head_amax_in_kernel && (p.per_head[0] || p.per_head[1] || p.per_head[2]))
-      return why.no([] { return "dynamic scales per head are found by short rows with float output only"; });
     c.finds_scales = !c.head_amax_in_kernel;
   }
   c.fuses_keys = p.is_float() && (c.kernel != Kernel::kLongRows || long_rows_quantize_keys(p, processors));
@@ -195,8 +193,9 @@ bool choose(const Problem& p, int processors, Choice& c, Refusal& why) {
     return at;
   };
   if (c.finds_scales) {
-    c.scales = c.zeros = place(32);  // int32 maxima and counter, then the scales
-    c.zero_bytes = 16;
+    for (int i = 0; i < 3; ++i) c.scale_count += numel(found_scale(p, i, nullptr).shape);
+    c.scales = c.zeros = place(12 * c.scale_count);
+    c.zero_bytes = 8 * c.scale_count;
   }
   if (c.copies_values) {
     const int64_t bytes = p.k.shape[0] * p.k.shape[1] * p.head_dim() * round_up(p.nk(), 16);
@@ -209,8 +208,8 @@ bool choose(const Problem& p, int processors, Choice& c, Refusal& why) {
     c.value_codes = place(key_heads * p.head_dim() * round_up(p.nk(), kKeyPadding));
   }
   if (c.fills_constants) {
-    const Tensor one[3], *scale = c.finds_scales ? one : p.scale;
-    set_constant_shapes(p, {scale[0], scale[1], scale[2]}, c);
+    const auto scale = [&](int i) { return c.finds_scales ? found_scale(p, i, nullptr) : p.scale[i]; };
+    set_constant_shapes(p, {scale(0), scale(1), scale(2)}, c);
     c.score = place(8 * numel(c.score_shape));
     if (p.has_integer_output()) c.output = place(8 * numel(c.output_shape));
   }
@@ -225,8 +224,9 @@ void fill_plan(const Problem& p, const Choice& c, const Memory& memory, int proc
   Tensor scale[3] = {p.scale[0], p.scale[1], p.scale[2]};
   if (c.finds_scales) {
     uint32_t* const amax = reinterpret_cast<uint32_t*>(workspace + c.scales);
-    for (int i = 0; i < 3; ++i) scale[i] = packed(reinterpret_cast<char*>(amax + 4 + i), {1, 1, 1, 1});
-    absmax_launch(p, amax, reinterpret_cast<float*>(amax + 4), plan.next());
+    float* scales = reinterpret_cast<float*>(amax + 2 * c.scale_count);
+    for (int i = 0; i < 3; ++i) scale[i] = found_scale(p, i, scales), scales += numel(scale[i].shape);
+    absmax_launch(p, c.scale_count, amax, plan.next());
   }
   if (c.fills_constants) {
     constants_launch(p, c, scale, workspace, memory.out_scale, plan.next());

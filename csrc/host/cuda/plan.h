@@ -131,9 +131,10 @@ struct Choice {
   Kernel kernel;
   bool head_amax_in_kernel;  // the attention kernel finds the scale of each head
   bool fuses_keys;           // floats: the attention kernel quantizes K and V too, and not only Q
-  bool finds_scales;         // absmax
+  bool finds_scales;         // absmax or head_absmax
   bool fills_constants;
-  bool copies_values;  // V's codes are copied, with contiguous keys, as 8-bit tensor cores read them
+  bool copies_values;   // V's codes are copied, with contiguous keys, as 8-bit tensor cores read them
+  int64_t scale_count;  // scales that are found
   int64_t scales, key_codes, value_codes, score, output, bytes;  // offsets in the workspace, and its size
   int64_t zeros, zero_bytes;  // the part of the workspace that is to be cleared before
   int64_t score_shape[4], output_shape[4];
@@ -141,6 +142,7 @@ struct Choice {
 
 // Returns whether the kernels serve the problem on a GPU of so many multiprocessors, and how.
 bool choose(const Problem& p, int processors, Choice& choice, Refusal& why);
+int64_t numel(const int64_t (&shape)[4]);
 // A tensor of four axes in contiguous memory, and V's codes of a workspace.
 Tensor packed(char* data, const int64_t (&shape)[4]);
 Tensor value_codes(const Problem& p, const Choice& choice, char* workspace);
@@ -204,7 +206,10 @@ void long_rows_launch(const Attention& a, Launch& launch);
 
 // The score constants of two scales, as constants.cu packs them.
 uint64_t packed_score(const Problem& p, float q_scale, float k_scale);
-void absmax_launch(const Problem& p, uint32_t* amax, float* scales, Launch& launch);
+// Finds the scales of floats: maxima and counters of finished CTAs, zeros at launch, then the scales.
+void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, Launch& launch);
+// The scale of Q, K or V that a call finds: one, or one for each head. Scales of the three follow one another.
+Tensor found_scale(const Problem& p, int which, float* data);
 void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k_codes, const Tensor& v_codes,
                      Launch& launch);
 void constants_launch(const Problem& p, const Choice& choice, const Tensor (&scale)[3], char* workspace,

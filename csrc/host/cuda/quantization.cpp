@@ -1,4 +1,4 @@
-// Launches of absmax.cu, quantize_inputs.cu and constants.cu, which run before the attention kernels.
+// Launches of absmax.cu, head_absmax.cu, quantize_inputs.cu and constants.cu, which run before the attention kernels.
 #include <algorithm>
 #include <utility>
 
@@ -9,13 +9,20 @@ namespace intflash::gpu {
 namespace {
 
 constexpr int64_t kTokens = 128;            // per CTA of quantize_inputs.cu
-constexpr int64_t kChunkBytes = 16;         // of absmax.cu
-constexpr int64_t kCtaChunks = 2048;        // that a CTA of absmax.cu loads at once
+constexpr int64_t kChunkBytes = 16;         // of absmax.cu and head_absmax.cu
+constexpr int64_t kCtaChunks = 2048;        // that a CTA of these loads at once
 constexpr int64_t kMostCtas = 3 * 4 * 132;  // of absmax.cu: more of them only add atomic operations
 constexpr const char* kUnits[] = {"Octaves", "TableSteps"};
 
 const Source kAbsmax = {
     "absmax.cu", "absmax", {{"PARAMS_BYTES", nullptr}, {"IN", kTypeNames}, {"CTA_CHUNKS", nullptr}}};
+const Source kHeadAbsmax = {"head_absmax.cu",
+                            "head_absmax",
+                            {{"PARAMS_BYTES", nullptr},
+                             {"IN", kTypeNames},
+                             {"HEAD_DIM", nullptr},
+                             {"VALUE_DIM", nullptr},
+                             {"CTA_TOKENS", nullptr}}};
 const Source kQuantize = {"quantize_inputs.cu",
                           "quantize_inputs",
                           {{"PARAMS_BYTES", nullptr},
@@ -67,15 +74,44 @@ uint64_t packed_score(const Problem& p, float q_scale, float k_scale) {
   return uint64_t(e.k) << 32 | e.c;
 }
 
-void absmax_launch(const Problem& p, uint32_t* amax, float* scales, Launch& launch) {
-  ::AbsmaxParams& params = launch.set_parameters<::AbsmaxParams>();
+Tensor found_scale(const Problem& p, int which, float* data) {
+  const Tensor& x = which == 0 ? p.q : which == 1 ? p.k : p.v;
+  const bool heads = p.per_head[which];
+  return packed(reinterpret_cast<char*>(data), {heads ? x.shape[0] : 1, heads ? x.shape[1] : 1, 1, 1});
+}
+
+void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, Launch& launch) {
   const Tensor* const tensors[] = {&p.q, &p.k, &p.v};
-  u32 most = 0;
-  for (int i = 0; i < 3; ++i) params.x[i] = runs(*tensors[i]), most = std::max(most, params.x[i].count);
-  params.amax = amax, params.scales = scales;
-  launch.program = {&kAbsmax, {int32_t(sizeof(::AbsmaxParams)), int32_t(p.q.type), int32_t(kCtaChunks)}};
-  launch.grid[0] = uint32_t(std::min(ceil_div(most, kCtaChunks) * 3, kMostCtas));
+  float* const scales = reinterpret_cast<float*>(amax + 2 * scale_count);
   launch.threads = 256;
+  if (!p.per_head[0] && !p.per_head[1] && !p.per_head[2]) {
+    ::AbsmaxParams& params = launch.set_parameters<::AbsmaxParams>();
+    u32 most = 0;
+    for (int i = 0; i < 3; ++i) params.x[i] = runs(*tensors[i]), most = std::max(most, params.x[i].count);
+    params.amax = amax, params.scales = scales;
+    launch.program = {&kAbsmax, {int32_t(sizeof(::AbsmaxParams)), int32_t(p.q.type), int32_t(kCtaChunks)}};
+    launch.grid[0] = uint32_t(std::min(ceil_div(most, kCtaChunks) * 3, kMostCtas));
+    return;
+  }
+  ::HeadAbsmaxParams& params = launch.set_parameters<::HeadAbsmaxParams>();
+  const int64_t d = p.k.shape[3], dv = p.v.shape[3];
+  const int64_t tokens = kCtaChunks * kChunkBytes / (std::max(d, dv) * p.q.bytes());
+  int64_t ctas = 0, first = 0;
+  for (int i = 0; i < 3; ++i) {
+    const Tensor& x = *tensors[i];
+    const int64_t heads = x.shape[0] * x.shape[1], tiles = ceil_div(x.shape[2], tokens);
+    params.x[i] = data_view(x);
+    params.tokens[i] = u32(x.shape[2]), params.heads[i] = u32(x.shape[1]), params.all_heads[i] = u32(heads);
+    params.first[i] = u32(first), params.per_head[i] = p.per_head[i];
+    params.tile_reciprocals[i] = quotient_reciprocal(tiles);
+    params.head_reciprocals[i] = quotient_reciprocal(x.shape[1]);
+    first += p.per_head[i] ? heads : 1;
+    ctas = std::max(ctas, tiles * heads);
+  }
+  params.amax = amax, params.finished = amax + scale_count, params.scales = scales;
+  launch.program = {&kHeadAbsmax,
+                    {int32_t(sizeof(::HeadAbsmaxParams)), int32_t(p.q.type), int32_t(d), int32_t(dv), int32_t(tokens)}};
+  launch.grid[0] = uint32_t(3 * ctas);
 }
 
 void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k_codes, const Tensor& v_codes,

@@ -50,6 +50,8 @@ class Series:
         if self.method is None:
             return ceiling(q, k, v, scale, self.recipe or Recipe()), "float64"
         options = dict(scale=scale, method=self.method, recipe=self.recipe, out_dtype=self.out_dtype)
+        if not self.out_dtype.is_floating_point:
+            options["out_scale"] = "bound"
         if self.variant is not None:
             return self.variant(prepare(q, k, v, **options)[0].quantized()), "reference"
         options["backend"] = backend

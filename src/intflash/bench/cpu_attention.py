@@ -141,7 +141,7 @@ def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequen
     best = cpu.instruction_sets()[0]
     for method in METHODS:
         floats = prepare(q, k, v, method=method)[0]
-        codes = prepare(q, k, v, method=method, out_dtype=torch.int8)[0].quantized()
+        codes = prepare(q, k, v, method=method, out_dtype=torch.int8, out_scale="bound")[0].quantized()
         calls[f"{method}, int8 in and out", best] = partial(cpu.run, codes)
         calls[f"{method}, float32 in and out", best] = partial(cpu.run, floats)
         calls[f"{method}, float32 in and out, attention()", best] = partial(intflash.attention, q, k, v, method=method)
@@ -154,7 +154,9 @@ def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequen
         peer_mask = bias.masked_fill(~keep, float("-inf"))
         calls[f"{PEER}, {MASKED}", ""] = partial(F.scaled_dot_product_attention, q, k, v, peer_mask)
         for method in METHODS[:2]:
-            problem = prepare(q, k, v, keep, method=method, bias=bias, out_dtype=torch.int8)[0].quantized()
+            problem = prepare(q, k, v, keep, method=method, bias=bias, out_dtype=torch.int8, out_scale="bound")[
+                0
+            ].quantized()
             calls[f"{method}, int8 in and out, {MASKED}", best] = partial(cpu.run, problem)
     clock = time.thread_time if threads == 1 else time.perf_counter
     rest_s = 0.0 if threads == 1 else REST_S
@@ -176,7 +178,9 @@ def _scaling(
     rows = []
     with ThreadPoolExecutor(threads) as callers:
         for workload in workloads:
-            codes = prepare(*_inputs(workload), method="intflash_p8", out_dtype=torch.int8)[0].quantized()
+            codes = prepare(*_inputs(workload), method="intflash_p8", out_dtype=torch.int8, out_scale="bound")[
+                0
+            ].quantized()
             one, several = (partial(cpu.run, codes, threads=n) for n in (1, threads))
             calls = [one, several, partial(_at_once, callers, one, threads)]
             times = time_interleaved(calls, budget_s, turn_s=TURN_S)

@@ -354,7 +354,7 @@ def _out_scale(plan: Plan, a: dict[str, Any], v: Operand) -> Tensor | None:
     dtype, given = plan.problem.out_dtype, a["out_scale"]
     if dtype.is_floating_point:
         return None
-    if given is None:
+    if given is None or isinstance(given, str):  # "bound"
         group = plan.problem.group
         s_v = v.scale if v.scale.shape[1] == 1 else v.scale.repeat_interleave(group, dim=1)
         return divided(s_v * ((1 << (v.bits - 1)) - 1), torch.iinfo(dtype).max)

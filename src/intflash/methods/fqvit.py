@@ -39,7 +39,7 @@ METHODS = (
         source="FQ-ViT, Log-Int-Softmax",
         reference=_reference,
         integer_only=True,
-        recipe=Recipe(rule="divide"),
+        recipe=Recipe("tensor", "tensor", "tensor", rule="divide"),
         granularities={"q": ("tensor",), "k": ("tensor",), "v": ("tensor", "head", "channel")},
     ),
 )

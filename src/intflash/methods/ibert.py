@@ -57,7 +57,7 @@ METHODS = (
         source="I-BERT, Algorithms 1 and 2 (i-exp, i-softmax)",
         reference=_reference,
         integer_only=True,
-        recipe=Recipe(rule="divide"),
+        recipe=Recipe("tensor", "tensor", "tensor", rule="divide"),
         granularities={"q": ("tensor", "head"), "k": ("tensor", "head"), "v": ("tensor", "head", "channel")},
     ),
 )

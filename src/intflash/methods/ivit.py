@@ -44,7 +44,7 @@ METHODS = (
         source="I-ViT, Algorithm 1 (Shiftmax)",
         reference=_reference,
         integer_only=True,
-        recipe=Recipe(rule="divide"),
+        recipe=Recipe("tensor", "tensor", "tensor", rule="divide"),
         granularities={"q": ("tensor",), "k": ("tensor",), "v": ("tensor", "head", "channel")},
     ),
 )

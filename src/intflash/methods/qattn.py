@@ -22,7 +22,7 @@ METHODS = (
         source="QAttn, CVPR Workshops 2024",
         reference=_reference,
         integer_only=False,
-        recipe=Recipe(rule="divide"),
+        recipe=Recipe("tensor", "tensor", "tensor", rule="divide"),
         granularities={
             "q": ("tensor", "head", "token", "block"),
             "k": ("tensor", "head", "token", "block"),

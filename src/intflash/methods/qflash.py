@@ -163,7 +163,7 @@ def check_bounds(problem: Problem) -> None:
 
 
 GRANULARITIES = dict.fromkeys("qkv", ("tensor", "head"))
-RECIPE = Recipe(rule="divide")
+RECIPE = Recipe("tensor", "tensor", "tensor", rule="divide")
 
 METHODS = (
     Method(

@@ -39,7 +39,8 @@ class Recipe:
 
     Args:
         q, k, v: granularity of each: "tensor", "head", "token", "block", "channel",
-            or "none" for a method that keeps it in floating point.
+            or "none" for a method that keeps it in floating point. Default: "head", one scale for each head of each
+            image, so that images do not depend on each other; "tensor" where the static scale is one value.
         bits: 8, or 4 (codes in [-7, 7] held in int8).
         block_size: tokens per scale where a granularity is "block".
         q_scale, k_scale, v_scale: static scales (a float or a tensor of `QTensor`'s scale shape);
@@ -55,13 +56,13 @@ class Recipe:
 
     Example:
         >>> from intflash import Recipe
-        >>> Recipe(q="token", k="head", smooth_k=True).v
-        'tensor'
+        >>> Recipe(q="token", smooth_k=True).v, Recipe(v_scale=0.02).v
+        ('head', 'tensor')
     """
 
-    q: str = "tensor"
-    k: str = "tensor"
-    v: str = "tensor"
+    q: str | None = None  # None only until __post_init__
+    k: str | None = None
+    v: str | None = None
     bits: int = 8
     block_size: int = 128
     q_scale: Tensor | float | None = None
@@ -73,11 +74,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("q", "k", "v"):
-            _check_granularity(getattr(self, name), (*GRANULARITIES, "none"), f"Recipe.{name}")
             scale = getattr(self, f"{name}_scale")
             check_number(scale, f"Recipe.{name}_scale")
             if isinstance(scale, Real):  # of any library's kind
                 object.__setattr__(self, f"{name}_scale", float(scale))
+            if getattr(self, name) is None:
+                one = scale is not None and (not isinstance(scale, Tensor) or scale.numel() == 1)
+                object.__setattr__(self, name, "tensor" if one else "head")
+            _check_granularity(getattr(self, name), (*GRANULARITIES, "none"), f"Recipe.{name}")
         _check_options(self.bits, self.block_size, self.rule, "Recipe.")
 
     @property

@@ -14,13 +14,16 @@ from intflash import Recipe, call
 from intflash.backends import cpu
 from intflash.backends.cuda import backend, program, sm80
 from intflash.backends.cuda.parameters import Params
-from intflash.backends.cuda.quantization import AbsmaxParams, ConstantsParams, QuantizeParams
+from intflash.backends.cuda.quantization import AbsmaxParams, ConstantsParams, HeadAbsmaxParams, QuantizeParams
 from intflash.backends.gpu.constants import score_unit
 from intflash.numerics import exp
 
 pytestmark = pytest.mark.skipif(not cpu.instruction_sets(), reason="the native module was not built")
 
-STRUCTS = {"attention": Params, "absmax": AbsmaxParams, "constants": ConstantsParams, "quantize_inputs": QuantizeParams}
+STRUCTS = {
+    "attention": Params, "absmax": AbsmaxParams, "head_absmax": HeadAbsmaxParams, "constants": ConstantsParams,
+    "quantize_inputs": QuantizeParams,
+}  # fmt: skip
 
 
 def native(arguments):
@@ -212,7 +215,10 @@ def calls(draw):
             arguments["recipe"] = Recipe(*kinds, **{f"{x}_scale": s for x, s in zip("qkv", scales, strict=True)})
             known = {f"{x} scale": s for x, s in zip("qkv", scales, strict=True)}
         elif kind == "dynamic":
-            arguments["recipe"] = Recipe()
+            arguments["recipe"] = Recipe(*(draw(st.sampled_from(["tensor", "head"])) for _ in "qkv"))
+    floats = isinstance(arguments["q"], torch.Tensor)
+    if arguments["out_dtype"] == torch.int8 or (arguments["out_dtype"] is None and not floats):
+        arguments["out_scale"] = "bound"
     if arguments["out_dtype"] in (torch.int8, torch.int16) and draw(st.booleans()):
         arguments["out_scale"] = torch.ones(draw(st.sampled_from([1, b])), draw(st.sampled_from([1, h])), 1, 1)
         known["out scale"] = arguments["out_scale"]

@@ -21,6 +21,7 @@ from intflash.numerics import exp  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 from intflash.quant import QTensor, Recipe, quantize  # noqa: E402
 
+KINDS = (["tensor"] * 3, ["head"] * 3, ["tensor", "head", "tensor"])  # of scales
 FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -64,16 +65,19 @@ def test_absmax_scales(dtype, device):
     for name, tensors in layouts(dtype, device):
         for x, at, value in zip(tensors, (0, -1, 7), (-300.0, 200.0, 100.0), strict=True):
             x[at % x.shape[0], at % x.shape[1], at % x.shape[2], at % x.shape[3]] = value
-        found = gpu_scales.with_scales(*tensors, Recipe(), quantization.amax_launches).scales
-        assert [s.item() for s in found] == [quantize(x).scale.item() for x in tensors], name
+        for kinds in KINDS:
+            found = gpu_scales.with_scales(*tensors, Recipe(*kinds), quantization.amax_launch).scales
+            expected = [quantize(x, kind).scale for x, kind in zip(tensors, kinds, strict=True)]
+            assert all(map(torch.equal, found, expected)), (name, kinds)
 
 
 @on_each_device
 def test_absmax_scales_of_small_maxima(device):
     """A maximum below 2^-100 counts as 0. Several CTAs run, and one is the last."""
     tensors = Qkv(*(torch.full((1, 2, 700, 64), value, device=device) for value in (0.0, 2.0**-101, 2.0**-100)))
-    found = gpu_scales.with_scales(*tensors, Recipe(), quantization.amax_launches).scales
-    assert [s.item() for s in found] == [1.0, 1.0, (torch.tensor(2.0**-100) / 127).item()]
+    for kinds in KINDS:
+        found = gpu_scales.with_scales(*tensors, Recipe(*kinds), quantization.amax_launch).scales
+        assert [s.unique().item() for s in found] == [1.0, 1.0, (torch.tensor(2.0**-100) / 127).item()]
 
 
 def test_runs_cover_each_element_once():

@@ -67,19 +67,50 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     views = [x.transpose(1, 2) for x in views.unbind(2)]
     yield "dynamic of heads, views", Problem(method, *views, 0.125, recipe=checks.OF_HEADS, out_dtype=torch.float16)
     for n, d in ((197, 64), (100, 96), (70, 32)):
-        yield f"dynamic {n} {d}", checks.floats(method, 40, n, d, torch.float16, Recipe(), out_dtype=torch.int8)
-    yield "dynamic, views", Problem(method, *views, 0.125, recipe=Recipe(), out_dtype=torch.float16)
+        for recipe in (checks.OF_TENSORS, checks.OF_HEADS):
+            p = checks.floats(method, 40, n, d, torch.float16, recipe, out_dtype=torch.int8)
+            yield f"dynamic, int8, {recipe.q} {n} {d}", p
+    yield "dynamic, views", Problem(method, *views, 0.125, recipe=checks.OF_TENSORS, out_dtype=torch.float16)
     for dtype in FLOAT_KV:  # the largest possible codes, and ties
         halves = ((torch.randint(-254, 255, (2, 3, 197, 64)) / 2 * unit).to(dtype) for unit in (1.0, 2**-9, 2**-20))
-        yield f"dynamic ties {dtype}", Problem(method, *halves, 0.125, recipe=Recipe(), out_dtype=torch.int8)
+        yield f"dynamic ties {dtype}", Problem(method, *halves, 0.125, recipe=checks.OF_TENSORS, out_dtype=torch.int8)
     for dtype in FLOAT_KV:
         for scale in (1e-12, 1e-7, 1e-4, 0.02, 1000.0):
             static = Recipe(q_scale=scale, k_scale=scale, v_scale=scale)
             yield f"{dtype} static {scale}", checks.floats(method, 2, 150, 64, dtype, static, out_dtype=torch.int8)
         heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
         yield f"{dtype} heads", checks.floats(method, 2, 150, 64, dtype, heads)
-        yield f"{dtype} dynamic", checks.floats(method, 2, 150, 64, dtype, Recipe(), 1e-3)
+        yield f"{dtype} dynamic", checks.floats(method, 2, 150, 64, dtype, checks.OF_TENSORS, 1e-3)
         yield f"{dtype} dynamic of heads", checks.floats(method, 2, 150, 64, dtype, checks.OF_HEADS, return_lse=True)
+    yield from _biased(method)
+
+
+def _biased(method: str) -> Iterator[tuple[str, Problem]]:
+    """Biases that 32-bit exponents hold and larger ones, absent keys and rows without keys, for any axes."""
+    for n, d, reach in itertools.product((80, 196, 197, 224), (64, 32), (1 << 22, 1 << 25, 1 << 28)):
+        if n * d == 224 * 64 and method == "intflash":
+            continue  # its registers do not suffice
+        bias = torch.randint(-reach, reach, (2, 3, n, n), dtype=torch.int32)
+        p = ic.codes(method, batch=4, heads=3, nq=n, nk=n, d=d, bias=bias, return_lse=True)
+        yield f"bias {n} {d} {reach}", p
+        gone = bias.masked_fill(torch.rand(bias.shape) < 0.2, ic.ABSENT)
+        gone[0, 1, 5:40] = ic.ABSENT
+        yield f"absent {n} {d} {reach}", replace(p, bias=gone)
+    for shape in ((1, 1, 100, 196), (2, 3, 1, 196), (2, 1, 100, 196)):
+        bias = torch.randint(-(1 << 22), 1 << 22, shape, dtype=torch.int32)
+        yield f"bias of shape {shape}", ic.codes(method, batch=2, heads=3, nq=100, nk=196, d=64, bias=bias)
+    bias = torch.randint(-(1 << 22), 1 << 22, (1, 4, 196, 196), dtype=torch.int32)
+    for amax in (1e-6, 50.0, 400.0, 50000.0):  # scores that 32-bit exponents hold, and larger ones
+        p = ic.codes(method, heads=4, key_heads=2, nq=196, nk=196, d=64, amax=amax, bias=bias, return_lse=True)
+        yield f"bias, amax {amax}", p
+    p = ic.codes(method, heads=4, key_heads=2, nq=196, nk=196, d=64, kinds=("token", "head", "head"), bias=bias)
+    yield "bias, tokens", p
+    yield "bias, contiguous keys", contiguous_keys(ic.codes(method, heads=4, nq=196, nk=196, d=64, bias=bias))
+    for batch, recipe in ((2, Recipe()), (75, Recipe()), (2, checks.OF_HEADS)):
+        yield (
+            f"bias of floats {batch} {recipe.q}",
+            checks.floats(method, batch, 196, 64, torch.float16, recipe, bias=bias),
+        )
 
 
 @pytest.mark.gpu
@@ -139,6 +170,15 @@ def test_large_batches_of_wide_floats_spill_few_words(n, d, words):
     for recipe in (static, Recipe()):
         launch = _launch("intflash_p8", n, d, torch.float16, torch.float16, batch=200, recipe=recipe)
         assert checks.machine(launch).spills <= words
+
+
+@pytest.mark.parametrize("method", BITS)
+def test_biases_do_not_spill(method):
+    for n, dtype, batch in ((196, torch.float16, 150), (197, torch.int8, 2)):
+        bias = torch.zeros(1, 2, n, n, dtype=torch.int32)
+        p, arguments = checks.empty_problem(method, n, 64, dtype, dtype, batch=batch, bias=bias)
+        machine = checks.machine(short_rows.short_rows_launch(p, BITS[method], *arguments))
+        assert machine.spills == 0 and (dtype == torch.float16 or machine.float_instructions == [])
 
 
 def test_when_tma_loads_keys():

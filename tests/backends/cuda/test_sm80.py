@@ -125,7 +125,7 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
             )
         heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
         yield f"{dtype} heads", checks.floats(method, 2, 100, 72, dtype, heads)
-        yield f"{dtype} dynamic", checks.floats(method, 2, 100, 72, dtype, Recipe(), 1e-3, return_lse=True)
+        yield f"{dtype} dynamic", checks.floats(method, 2, 100, 72, dtype, checks.OF_TENSORS, 1e-3, return_lse=True)
         yield f"{dtype} dynamic of heads", checks.floats(method, 2, 100, 40, dtype, checks.OF_HEADS)
         yield f"{dtype} token", checks.floats(method, 2, 60, 20, dtype, Recipe(q="token", k="head"))
 
@@ -147,7 +147,9 @@ def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
     yield "few, scales", ic.codes(method, kinds=("token", "head", "head"), amax=400.0, out_dtype=torch.int16, **shape)
     q, k = torch.randn(2, 8, 2, 72).half(), torch.randn(2, 2, 600, 72).half()
     yield "few, floats", Problem(method, q, k, k, 0.1, recipe=Recipe(**STATIC), out_dtype=torch.float16)
-    yield "few, dynamic", Problem(method, q, k, k.flip(2), 0.1, recipe=Recipe(), out_dtype=torch.int8)
+    for recipe in (checks.OF_TENSORS, checks.OF_HEADS):
+        p = Problem(method, q, k, k.flip(2), 0.1, recipe=recipe, out_dtype=torch.int8)
+        yield f"few, dynamic, {recipe.q}", p
 
 
 def _layouts(method: str) -> Iterator[tuple[str, Problem]]:

@@ -70,7 +70,10 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"{dtype} static {scale}", checks.floats(method, 4, 49, 32, dtype, static, out_dtype=torch.int8)
         heads = Recipe(v="head", q_scale=0.02, k_scale=0.015, v_scale=torch.tensor([0.02, 0.03]))
         yield f"{dtype} heads", checks.floats(method, 4, 49, 32, dtype, heads)
-        yield f"{dtype} dynamic", checks.floats(method, 4, 49, 32, dtype, Recipe(), 1e-3)
+        yield f"{dtype} dynamic", checks.floats(method, 4, 49, 32, dtype, checks.OF_TENSORS, 1e-3)
+        for recipe in (checks.OF_TENSORS, checks.OF_HEADS):
+            p = checks.floats(method, 4, 49, 32, dtype, recipe, out_dtype=torch.int8)
+            yield f"{dtype} dynamic, int8, {recipe.q}", p
         yield f"{dtype} dynamic of heads", checks.floats(method, 4, 49, 32, dtype, checks.OF_HEADS, return_lse=True)
         yield f"{dtype} masked", checks.floats(method, 4, 49, 32, dtype, heads, **_masks(49, 49, 4)["bias and keep"])
 

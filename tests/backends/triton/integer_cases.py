@@ -102,7 +102,9 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
     of_heads = {f"{n}_scale": torch.linspace(0.01, 0.05, h) for n, h in zip("qkv", (4, 2, 2), strict=True)}
     for nk in (60, 300):
         yield f"floats {nk} dynamic", floats(method, nk)
-        yield f"floats {nk} dynamic heads", floats(method, nk, recipe=Recipe("head", "head", "head"))
+        yield f"floats {nk} dynamic of tensors", floats(method, nk, recipe=Recipe("tensor", "tensor", "tensor"))
+        yield f"floats {nk} dynamic of both", floats(method, nk, recipe=Recipe("head", "tensor", "head"))
+        yield f"floats {nk} dynamic, int8", floats(method, nk, torch.float32, out_dtype=torch.int8)
         yield f"floats {nk} static", floats(method, nk, recipe=static)
         yield f"floats {nk} static heads", floats(method, nk, torch.float32, heads, out_dtype=torch.int8)
         yield f"floats {nk} static heads of all", floats(method, nk, recipe=Recipe("head", "head", "head", **of_heads))

@@ -96,10 +96,10 @@ def test_bits_of_short_rows_tiles(name, bits, fused, tile):
 
 
 STATIC = Recipe(q_scale=0.03, k_scale=0.03, v_scale=0.03)
-OF_HEADS = Recipe(q="head", k="head", v="head")
+OF_TENSORS = Recipe("tensor", "tensor", "tensor")
 
 
-@pytest.mark.parametrize("recipe", [STATIC, Recipe(), OF_HEADS], ids=["static", "dynamic", "dynamic of heads"])
+@pytest.mark.parametrize("recipe", [STATIC, Recipe(), OF_TENSORS], ids=["static", "dynamic", "dynamic of tensors"])
 @pytest.mark.parametrize("n", [197, 1024])
 @pytest.mark.parametrize("method", ic.OURS)
 def test_graph_capture(method, n, recipe, backend):
@@ -133,7 +133,7 @@ def test_no_synchronization(method, backend):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), OF_HEADS], ids=["dynamic", "dynamic of heads"])
+@pytest.mark.parametrize("recipe", [Recipe(), OF_TENSORS], ids=["dynamic", "dynamic of tensors"])
 def test_torch_compile_fullgraph(recipe, backend):
     q, k, v = (torch.randn(1, 2, 197, 64, device="cuda", dtype=torch.float16) for _ in range(3))
 
@@ -155,5 +155,8 @@ def test_scales_of_large_tensors():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, 4099, 80, device="cuda").half() for h in (8, 2, 2))
     q[1, 7, 4098, 79], k[0, 0, 0, 0], v[1, 1, 4098, 79] = -300, 200, 100
-    scales = quantize.with_scales(q, k, v, Recipe()).scales
+    scales = quantize.with_scales(q, k, v, OF_TENSORS).scales
     assert [s.item() for s in scales] == (torch.tensor([300.0, 200.0, 100.0]) / 127).tolist()
+    scales = quantize.with_scales(q, k, v, Recipe()).scales
+    for x, s in zip((q, k, v), scales, strict=True):
+        assert torch.equal(s, intflash.quantize(x, "head").scale)

@@ -7,7 +7,7 @@ from torch import Tensor
 from intflash.backends.cuda import long_rows, long_rows_float, short_rows, sm80, window
 from intflash.backends.cuda.parameters import HEAD_AMAX_IN_KERNEL
 from intflash.backends.cuda.program import CudaLaunch, on_hopper
-from intflash.backends.cuda.quantization import amax_launches, constants_launch, quantize_launch, valueless_launch
+from intflash.backends.cuda.quantization import amax_launch, constants_launch, quantize_launch, valueless_launch
 from intflash.backends.gpu import float_softmax, integer
 from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.integer import Kernels
@@ -40,6 +40,8 @@ def particular_unsupported(problem: Problem) -> str | None:
     """Returns why none of the kernels for particular shapes serves the problem, or None; sm80's serves the others."""
     if problem.cu_seqlens_q is not None:
         return "its kernels for particular shapes do not support packed sequences"
+    if problem.window_start is not None:
+        return "its kernels for particular shapes do not support sliding windows"
     return _alignment(problem) or (_short_rows_unsupported(problem) and _long_rows_unsupported(problem))
 
 
@@ -57,7 +59,7 @@ def _short_rows_unsupported(problem: Problem) -> str | None:
 
 
 def _rows_unsupported(problem: Problem) -> str | None:
-    for what in ("bias", "keep", "causal"):
+    for what in ("keep", "causal"):
         if getattr(problem, what) is not None:
             return f"short rows do not support {what}"
     return _hopper_only(problem) or short_rows.unsupported(problem)
@@ -130,7 +132,7 @@ def attention_launch(
 
 
 KERNELS = Kernels(
-    fused_inputs, attention_launch, amax_launches, quantize_launch, constants_launch, valueless_launch,
+    fused_inputs, attention_launch, amax_launch, quantize_launch, constants_launch, valueless_launch,
     head_amax_in_kernel,
 )  # fmt: skip
 

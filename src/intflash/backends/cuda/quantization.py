@@ -1,4 +1,4 @@
-"""Launches absmax.cu, quantize_inputs.cu and constants.cu, which run before the attention kernels."""
+"""Launches absmax.cu, head_absmax.cu, quantize_inputs.cu and constants.cu, which run before the attention kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from intflash.backends.gpu.constants import (
     most_output_exponent,
     score_unit,
 )
-from intflash.backends.gpu.scales import FloatInputs, Qkv, empty_codes, quantized_tensors
+from intflash.backends.gpu.scales import DynamicScales, FloatInputs, Qkv, empty_codes, quantized_tensors
 from intflash.backends.gpu.tensors import View as TensorView
 from intflash.backends.gpu.tensors import contiguous_keys
 from intflash.backends.gpu.tensors import view as tensor_view
@@ -27,8 +27,8 @@ from intflash.quant import QTensor
 
 _UNITS = {exp.OCTAVES: "Octaves", exp.TABLE_STEPS: "TableSteps"}
 _TOKENS = 128  # per CTA of quantize_inputs.cu
-_CHUNK_BYTES = 16  # of absmax.cu
-_CTA_CHUNKS = 2048  # that a CTA of absmax.cu loads at once
+_CHUNK_BYTES = 16  # of absmax.cu and head_absmax.cu
+_CTA_CHUNKS = 2048  # that a CTA of absmax.cu and head_absmax.cu loads at once
 _MOST_CTAS = 3 * 4 * 132  # of absmax.cu: more of them only add atomic operations
 
 
@@ -46,6 +46,17 @@ class AbsmaxParams(ctypes.Structure):
     """`struct AbsmaxParams` of absmax.cu."""
 
     _fields_ = [("x", Runs * 3), ("amax", ctypes.c_void_p), ("scales", ctypes.c_void_p)]
+
+
+class HeadAbsmaxParams(ctypes.Structure):
+    """`struct HeadAbsmaxParams` of head_absmax.cu: tensors in the order Q, K, V."""
+
+    _fields_ = [
+        ("x", View * 3), ("amax", ctypes.c_void_p), ("finished", ctypes.c_void_p), ("scales", ctypes.c_void_p),
+        *((name, ctypes.c_uint32 * 3) for name in ("tokens", "heads", "all_heads", "first", "per_head")),
+        *((name, ctypes.c_uint32 * 3) for name in ("tile_reciprocals", "head_reciprocals")),
+        ("padding", ctypes.c_uint32),
+    ]  # fmt: skip
 
 
 class QuantizeParams(ctypes.Structure):
@@ -94,14 +105,39 @@ def _places(array: ctypes._CField, item: type[ctypes.Structure], tensors: tuple[
     return {array.offset + i * ctypes.sizeof(item): x for i, x in enumerate(tensors)}
 
 
-def amax_launches(tensors: Qkv, amax: Tensor, scales: Tensor) -> tuple[CudaLaunch]:
-    """Returns the launch that computes the scales of Q, K and V. amax: int32, four zeros."""
-    params = AbsmaxParams((Runs * 3)(*(runs(_whole_chunks(x)) for x in tensors)), amax.data_ptr(), scales.data_ptr())
+def amax_launch(tensors: Qkv, found: DynamicScales) -> CudaLaunch:
+    """Returns the launch that computes `found.scales`."""
+    tensors = Qkv(*map(_whole_chunks, tensors))
+    device, dtype = found.amax.device, C_TYPES[tensors.q.dtype]
+    if any(found.per_head):
+        return _head_absmax_launch(tensors, found, IN=dtype)
+    params = AbsmaxParams((Runs * 3)(*map(runs, tensors)), found.amax.data_ptr(), found.scales.data_ptr())
     ctas = min(-(-max(x.count for x in params.x) // _CTA_CHUNKS) * 3, _MOST_CTAS)
     places = _places(AbsmaxParams.x, Runs, tensors)
-    places |= {AbsmaxParams.amax.offset: amax, AbsmaxParams.scales.offset: scales}
-    macros = dict(IN=C_TYPES[tensors.q.dtype], CTA_CHUNKS=_CTA_CHUNKS)
-    return (_launch("absmax.cu", ctas, 256, params, places, amax.device, **macros),)
+    places |= {AbsmaxParams.amax.offset: found.amax, AbsmaxParams.scales.offset: found.scales}
+    return _launch("absmax.cu", ctas, 256, params, places, device, IN=dtype, CTA_CHUNKS=_CTA_CHUNKS)
+
+
+def _head_absmax_launch(tensors: Qkv, found: DynamicScales, **macros: object) -> CudaLaunch:
+    dims = dict(HEAD_DIM=tensors.k.shape[3], VALUE_DIM=tensors.v.shape[3])
+    tokens = _CTA_CHUNKS * _CHUNK_BYTES // (max(dims.values()) * tensors.k.element_size())
+    all_heads = [x.shape[0] * x.shape[1] for x in tensors]
+    tiles = [-(-x.shape[2] // tokens) for x in tensors]
+    of_each = dict(
+        tokens=(x.shape[2] for x in tensors), heads=(x.shape[1] for x in tensors), all_heads=all_heads,
+        first=found.first, per_head=found.per_head, tile_reciprocals=map(quotient_reciprocal, tiles),
+        head_reciprocals=(quotient_reciprocal(x.shape[1]) for x in tensors),
+    )  # fmt: skip
+    pointers = dict(amax=found.amax, finished=found.finished, scales=found.scales)
+    params = HeadAbsmaxParams(
+        x=(View * 3)(*map(data_view, tensors)), **{name: x.data_ptr() for name, x in pointers.items()},
+        **{name: (ctypes.c_uint32 * 3)(*values) for name, values in of_each.items()},
+    )  # fmt: skip
+    places = _places(HeadAbsmaxParams.x, View, tensors)
+    places |= {getattr(HeadAbsmaxParams, name).offset: x for name, x in pointers.items()}
+    ctas = 3 * max(n * heads for n, heads in zip(tiles, all_heads, strict=True))
+    device = found.amax.device
+    return _launch("head_absmax.cu", ctas, 256, params, places, device, **macros, **dims, CTA_TOKENS=tokens)
 
 
 def _whole_chunks(x: Tensor) -> Tensor:

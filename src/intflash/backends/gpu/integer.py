@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from intflash.backends.gpu import scales
 from intflash.backends.gpu.constants import BLOCK_FLOAT, Constants, output_limit, score_unit
-from intflash.backends.gpu.scales import FloatInputs, Qkv
+from intflash.backends.gpu.scales import DynamicScales, FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, View, view
 from intflash.numerics import block, exp
 from intflash.problem import Problem, Result, empty_output
@@ -31,7 +31,7 @@ class Kernels(NamedTuple):
     Attributes:
         fused_inputs(problem): which of float q, k and v the attention kernel quantizes itself: "", "q" or "qkv".
         attention(problem, constants, out, statistics, inputs): computes the output; `inputs` where floats are fused.
-        amax(tensors, amax, scales): the launches that compute the scales of floats; `amax` holds four zeros.
+        amax(tensors, found): the launch that computes the scales of floats from their maxima (`DynamicScales`).
         quantize(inputs, query): the launch that writes the codes of K, V and, if `query`, Q, and these by name.
         constants(problem, scales): the launch that fills the launch constants, these, and the output's scale.
         valueless(problem): the launch that finds the keys without a value, and `Constants.valueless`.
@@ -40,7 +40,7 @@ class Kernels(NamedTuple):
 
     fused_inputs: Callable[[Problem], str]
     attention: Callable[..., Any]
-    amax: Callable[[Qkv, Tensor, Tensor], Iterable[Any]]
+    amax: Callable[[Qkv, DynamicScales], Any]
     quantize: Callable[[FloatInputs, bool], tuple[Any, dict[str, QTensor]]]
     constants: Callable[[Problem, Qkv | None], tuple[Any, Constants, Tensor | None]]
     valueless: Callable[[Problem], tuple[Any, View]]

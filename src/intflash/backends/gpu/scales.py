@@ -6,7 +6,7 @@ The bits are those of `quant.quantizers.quantize`. Each backend has its own kern
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,35 +43,62 @@ class FloatInputs:
         return Qkv(*("tensor" if s.numel() == 1 else "head" for s in self.scales))
 
 
-def serves(recipe: Recipe) -> bool:
-    """Whether the GPU kernels quantize as the recipe says: all scales static, per tensor or head, or all dynamic, per
-    tensor.
+class DynamicScales(NamedTuple):
+    """Where the scales of float Q, K and V are found: a slot for each scale, those of Q first, then those of K and V.
+
+    Attributes:
+        amax: int32 zeros, a slot's maximum as the bits of a float >= 0, which are ordered as integers are.
+        finished: int32 zeros, how many programs have added their part to a slot. It follows `amax` in memory.
+        scales: float32, uninitialized.
+        per_head: of Q, K and V: whether each head of each batch has a slot, or the whole tensor.
+        counts: of Q, K and V: slots.
     """
-    kinds = (recipe.q, recipe.k, recipe.v)
+
+    amax: Tensor
+    finished: Tensor
+    scales: Tensor
+    per_head: Qkv
+    counts: Qkv
+
+    @property
+    def first(self) -> Qkv:
+        """The first slots of Q, K and V."""
+        return Qkv(0, self.counts.q, self.counts.q + self.counts.k)
+
+
+def serves(recipe: Recipe) -> bool:
+    """Whether the GPU kernels quantize as the recipe says: scales per tensor or head, all static or all dynamic."""
     given = [s is not None for s in recipe.scales]
-    if recipe.bits != 8 or recipe.rule != "exact":
+    if recipe.bits != 8 or recipe.rule != "exact" or not {recipe.q, recipe.k, recipe.v} <= {"tensor", "head"}:
         return False
-    return all(given) and set(kinds) <= {"tensor", "head"} or not any(given) and set(kinds) == {"tensor"}
+    return all(given) or not any(given)
+
+
+def dynamic_scales(tensors: Qkv, recipe: Recipe) -> DynamicScales:
+    """Returns the memory in which the scales of these tensors are found."""
+    per_head = Qkv(recipe.q == "head", recipe.k == "head", recipe.v == "head")
+    counts = Qkv(*(x.shape[0] * x.shape[1] if heads else 1 for x, heads in zip(tensors, per_head, strict=True)))
+    amax, finished = torch.zeros(2, sum(counts), dtype=torch.int32, device=tensors.q.device).unbind()
+    return DynamicScales(amax, finished, torch.empty_like(amax, dtype=torch.float32), per_head, counts)
 
 
 def with_scales(
-    q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, amax_launches: Callable[[Qkv, Tensor, Tensor], Iterable[Any]]
+    q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, amax_launch: Callable[[Qkv, DynamicScales], Any]
 ) -> FloatInputs:
     """Returns the inputs with their static scales, or with those of their absolute maxima.
 
-    amax_launches(tensors, amax, scales): the launches that fill the float32 `scales` of Q, K and V; `amax` is int32
-    scratch memory with four zeros.
+    amax_launch(tensors, found): the launch that computes `found.scales`.
     """
     tensors = Qkv(q, k, v)
     if recipe.q_scale is not None:
         given = recipe.scales
         numbers = None if any(isinstance(s, Tensor) for s in given) else tuple(map(float, given))
         return FloatInputs(tensors, Qkv(*(_static(s, x) for s, x in zip(given, tensors, strict=True))), numbers)
-    amax, scales = torch.zeros(2, 4, dtype=torch.int32, device=q.device).unbind()
-    scales = scales.view(torch.float32)[:3]
-    for launch in amax_launches(tensors, amax, scales):
-        launch.run()
-    return FloatInputs(tensors, Qkv(*(scales[i].view(1, 1, 1, 1) for i in range(3))), dynamic=True)
+    found = dynamic_scales(tensors, recipe)
+    amax_launch(tensors, found).run()
+    shapes = ((*x.shape[:2], 1, 1) if heads else (1,) * 4 for x, heads in zip(tensors, found.per_head, strict=True))
+    parts = found.scales.split(found.counts)
+    return FloatInputs(tensors, Qkv(*(s.view(shape) for s, shape in zip(parts, shapes, strict=True))), dynamic=True)
 
 
 def _static(scale: Tensor | float, x: Tensor) -> Tensor:

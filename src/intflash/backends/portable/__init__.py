@@ -54,7 +54,7 @@ _FIXED_SCALE = ("intflash", "intflash_p8", "intflash_online", *DIGITS, "qflash",
 
 _SERVED = frozenset.union(
     FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS, ANY_GRANULARITY,
-    {"out_scale per channel", "grouped heads", "packed sequences", "log-sum-exp"},
+    {"out_scale per channel", "grouped heads", "packed sequences", "log-sum-exp", "sliding window"},
 )  # fmt: skip
 
 

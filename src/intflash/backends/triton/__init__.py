@@ -69,7 +69,7 @@ _SERVED = frozenset.union(
     FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS,
     per("tensor head", "tensor head", "tensor head"), {"grouped heads", "log-sum-exp"},
 )  # fmt: skip
-_PACKED = _SERVED | {"packed sequences"}
+_PACKED = _SERVED | {"packed sequences", "sliding window"}
 _INTFLASH = _PACKED | per("token block", "block", "channel") | {"out_scale per channel"}
 _FLOAT = _PACKED | ANY_GRANULARITY | {"out_scale per channel"}
 SERVES = (

@@ -73,7 +73,7 @@ def attention_launch(
 KERNELS = Kernels(
     fused_inputs=lambda problem: "qkv" if _is_short_rows(problem) else "",
     attention=attention_launch,
-    amax=quantize.amax_launches,
+    amax=quantize.amax_launch,
     quantize=quantize.quantize_launch,
     constants=constants_launch,
     valueless=block_float.valueless_launch,

@@ -86,7 +86,7 @@ def _after_first_pass(state, C, PLAIN: tl.constexpr):
 
 @triton.jit
 def _weights(s, C, bias, keys, PLAIN: tl.constexpr, DIGITS: tl.constexpr):
-    """Returns the octave of a group of keys, its P in signed digits (low is None for one), in the keys' order, and its
+    """Returns the octave of a group of keys, its P in signed digits (one digit twice), in the keys' order, and its
     sums in units of p16.
     """
     peak, score = _no_maximum(s.shape[0])
@@ -96,7 +96,7 @@ def _weights(s, C, bias, keys, PLAIN: tl.constexpr, DIGITS: tl.constexpr):
     if DIGITS == 1:
         p = natural_order(exp_p8(s, C, exp_offsets(base[:, None], bias, keys, BIAS_STEP)))
         sums = add_row_sums(tl.full([s.shape[0], 16], 128 * s.shape[1], tl.int32), p, None)
-        return e, p, None, row_sum(sums) * ACC_UNIT
+        return e, p, p, row_sum(sums) * ACC_UNIT
     base += BLOCK_OCTAVES
     high, low = block_p16(s, C, exp_offsets(base[:, None], bias, keys, BIAS_STEP))
     high, low = natural_order(high), natural_order(low)
