@@ -87,9 +87,7 @@ struct BlockFloat {
 #endif
   }
   // The octaves of both kinds of keys.
-  DEVICE i64 maximum(int, int h) const {
-    return (i64)octave(peak[VALUE][h], h) << 32 | (u32)octave(peak[OTHER][h], h);
-  }
+  DEVICE i64 maximum(int, int h) const { return (i64)octave(peak[VALUE][h], h) << 32 | (u32)octave(peak[OTHER][h], h); }
   DEVICE static i64 larger(i64 a, i64 b) {
     return (i64)max((i32)(a >> 32), (i32)(b >> 32)) << 32 | (u32)max((i32)a, (i32)b);
   }

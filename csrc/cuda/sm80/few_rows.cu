@@ -55,7 +55,9 @@ struct Work {
 
 // Reads an accumulator of a row's sums, and what stands for the row.
 #if BLOCK_FLOAT
-DEVICE void read_sums(const i32* sums, i32 channel, P16Accumulator& acc) { acc = rounded(((const i64*)sums)[channel], 0); }
+DEVICE void read_sums(const i32* sums, i32 channel, P16Accumulator& acc) {
+  acc = rounded(((const i64*)sums)[channel], 0);
+}
 DEVICE RowSum read_row(const i32* sums) {
   const i64* last = (const i64*)sums + PADDED_CHANNELS;
   return {-(i32)last[1], 0, last[0]};  // octaves that are the gap apart

@@ -82,8 +82,10 @@ struct WarpRows {
     load_query();
     const auto scores = [&](int m, int h) { return score_of(m, h); };
     if constexpr (Method::BLOCKS)
-      method.init(scores, (const u32*)p.valueless.ptr + head_offset(p.valueless, work.batch, work.kv_head) +
-                              4 * work.first_block, work.keys);
+      method.init(
+          scores,
+          (const u32*)p.valueless.ptr + head_offset(p.valueless, work.batch, work.kv_head) + 4 * work.first_block,
+          work.keys);
     else
       method.init(scores, table);
 #pragma unroll

@@ -99,6 +99,8 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
     yield "scales", ic.codes(method, heads=6, key_heads=2, nq=70, nk=150, kinds=("token", "head", "head"))
     yield "out scale", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), 0.001))
     yield "groups", ic.codes(method, batch=2, heads=8, key_heads=2, nq=3, nk=260, d=128)
+    if method in BLOCK_FLOAT:
+        yield from _sinks(method)
     yield from checks.spans(method, 70, 197, 64)
     if method == "intflash_online":
         yield from checks.rising(method, 40, 450, 64)
@@ -128,6 +130,21 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
         yield f"{dtype} dynamic", checks.floats(method, 2, 100, 72, dtype, checks.OF_TENSORS, 1e-3, return_lse=True)
         yield f"{dtype} dynamic of heads", checks.floats(method, 2, 100, 40, dtype, checks.OF_HEADS)
         yield f"{dtype} token", checks.floats(method, 2, 60, 20, dtype, Recipe(q="token", k="head"))
+
+
+def _sinks(method: str) -> Iterator[tuple[str, Problem]]:
+    """Sinks with and without a value; few rows, packed sequences with blocks of their own, and wide rows."""
+    yield from ic.sink_cases(method)
+    of_rows = dict(return_lse=True, out_dtype=torch.int16)
+    ends = dict(cu_seqlens_q=_ends(0, 20, 20, 85, 150), cu_seqlens_k=_ends(0, 133, 200, 201, 560))
+    keep = torch.rand(1, 1, 60, 560) < 0.5
+    for octaves in (10.0, 40.0, 130.0):
+        for zeros in ((), (0, 90, 91), tuple(range(100, 300))):
+            name = f"sinks of {octaves} octaves, {len(zeros)} zeros"
+            yield f"few, {name}", ic.sinks(method, octaves, zeros, n=700, nq=5, **of_rows)
+            yield f"packed, {name}", ic.sinks(method, octaves, zeros, n=560, nq=150, **of_rows, **ends)
+            yield f"keep, {name}", ic.sinks(method, octaves, zeros, n=560, nq=60, keep=keep, **of_rows)
+            yield f"wide, {name}", ic.sinks(method, octaves, zeros, n=560, nq=60, d=200, causal=500, **of_rows)
 
 
 def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:

@@ -233,8 +233,8 @@ def constants_launch(
 def valueless_launch(problem: Problem) -> tuple[CudaLaunch, TensorView]:
     """Returns the launch that finds the keys without a value, and their bits, in the order of block_float.cuh.
 
-    V is codes with contiguous channels at multiples of 16 bytes, or with contiguous keys of any layout. Packed sequences
-    have contiguous channels, and blocks of their own.
+    V is codes with contiguous channels at multiples of 16 bytes, or with contiguous keys of any layout. Packed
+    sequences have contiguous channels, and blocks of their own.
     """
     v = problem.v.data
     ends, sequences = None, 0

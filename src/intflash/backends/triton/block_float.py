@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from intflash.backends.gpu.constants import empty_valueless
 from intflash.backends.gpu.tensors import View, data_view, view
