@@ -43,14 +43,23 @@ DEVICE u32 block_p16(i64 t) {
 DEVICE u32 bytes_of_bits(u32 bits) { return ((bits & 15) * 0x00204081 & 0x01010101) * 255; }
 
 // Packs four p16 of a row: their high bytes into one word and their low bytes into another.
-DEVICE void pack_block_p16(const u32 (&p)[4], u32& high, u32& low) {
+DEVICE void pack_block_p(const u32 (&p)[4], u32 (&digit)[2]) {
   const u32 a = permute(p[0], p[1], 0x5140), b = permute(p[2], p[3], 0x5140);
-  high = permute(a, b, 0x7632);
-  low = permute(a, b, 0x5410);
+  digit[0] = permute(a, b, 0x7632);
+  digit[1] = permute(a, b, 0x5410);
+}
+// Packs four p8, which are p16 rounded to their high bytes. The largest p16 is 65193, so that nothing carries.
+DEVICE void pack_block_p(const u32 (&p)[4], u32 (&digit)[1]) {
+  const u32 a = permute(p[0], p[1], 0x5410) + 0x00800080, b = permute(p[2], p[3], 0x5410) + 0x00800080;
+  digit[0] = permute(a, b, 0x7531);
 }
 
+// Returns the sum of a row's p16 from the sums of its digits.
+DEVICE u32 row_sum(const u32 (&digit)[2]) { return (digit[0] << 8) + digit[1]; }
+DEVICE u32 row_sum(const u32 (&digit)[1]) { return digit[0] << 8; }
 // Returns P V of a block from the sums of its digits. Its lowest 8 bits are dropped.
-DEVICE i32 block_sum(i32 high, i32 low) { return (high + (low >> 8)) << 8; }
+DEVICE i32 block_sum(P16Accumulator digits) { return (digits.high + (digits.low >> 8)) << 8; }
+DEVICE i32 block_sum(i32 digit) { return digit << 8; }
 
 // Returns 2^(fraction - depth), the unit of a group `depth` octaves below its row, and 0 where it is less than 1.
 DEVICE i32 group_unit(i32 fraction, i32 depth) { return shift_left(1, fraction - depth); }
@@ -84,13 +93,17 @@ struct RowSum {
   i32 top, gap;  // E; E - Ev, at most MAX_GAP
   u32 l;         // rounded to 2^-24
 
+  // The octaves of the keys with a value and of those without, and l in the unit of the larger one.
+  DEVICE RowSum(i32 value, i32 other, i64 sum)
+      : top(max(value, other)),
+        gap(value == NO_EXPONENT ? 0 : min(top - value, MAX_GAP)),
+        l((u32)((sum + (1 << (OUTPUT_SHIFT - 1))) >> OUTPUT_SHIFT)) {}
   DEVICE RowSum(const GroupSum& value, const GroupSum& other) {
     top = max(value.top, other.top);
-    gap = value.top == NO_EXPONENT ? 0 : min(top - value.top, MAX_GAP);
     i64 sum = in_octave(value.l, top - value.base) + in_octave(other.l, top - other.base);
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    l = (u32)((sum + (1 << (OUTPUT_SHIFT - 1))) >> OUTPUT_SHIFT);
+    *this = RowSum(value.top, other.top, sum);
   }
   // Returns sums in units `by` octaves larger, which may be smaller ones.
   DEVICE static i64 in_octave(i64 x, i32 by) { return by < 0 ? x << -by : x >> min(by, 63); }
@@ -137,6 +150,35 @@ struct GapScale {
       Packer::pack(o, w);
     } else {
       Packer::floats(acc, scale, w);
+    }
+  }
+};
+
+// The scales of N rows' outputs, of which a lane computes the factor of one (`row_scales`): the plain form, unless some
+// row of the warp has a gap.
+template <typename TO, int N>
+struct BlockScales {
+  OutputConstants constants, plain;
+  u32 l[N];
+  i32 gap[N];
+  bool has_gaps;
+  RowScale<TO, P16Accumulator> scales[N];
+
+  DEVICE BlockScales(const RowSum (&rows)[N], const OutputConstants& constants)
+      : constants(constants), plain(without_gap(constants)) {
+    bool gaps = false;
+#pragma unroll
+    for (int i = 0; i < N; ++i) l[i] = rows[i].l, gap[i] = rows[i].gap, gaps |= rows[i].gap != 0;
+    has_gaps = N > 1 ? __any_sync(~0u, gaps) : gaps;
+    row_scales(N > 1 && computes_second_row() ? l[N - 1] : l[0], plain, scales);
+  }
+  template <int COUNT>
+  DEVICE void outputs(const P16Accumulator (&acc)[N][COUNT], u32 (&w)[N][COUNT * sizeof(TO) / 4]) const {
+    if (has_gaps) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) GapScale<TO>(l[i], gap[i], constants).outputs(acc[i], w[i]);
+    } else {
+      output_words<TO>(acc, scales, plain, w);
     }
   }
 };

@@ -133,5 +133,9 @@ DEVICE u32 quotient(u32 x, u32 by, u32 reciprocal) {
   return q + (x - q * by >= by);
 }
 
+// Returns the first block of keys of packed sequence i, whose first key is `k_start`: no sequence's blocks reach the
+// next one's.
+DEVICE u32 first_block_of_sequence(u32 i, u32 k_start) { return k_start / 128 + i; }
+
 DEVICE i64 head_offset(const View& x, i64 batch, i64 head) { return batch * x.b + head * x.h; }
 #endif

@@ -8,9 +8,10 @@ constexpr u32 THREADS = 128, BLOCK = 128;
 
 struct ValuelessParams {
   View v;
-  u32* words;  // [B, Hk, blocks, 4]
-  u32 keys, blocks, heads;
-  u32 blocks_reciprocal, heads_reciprocal, padding;
+  u32* words;         // [B, Hk, blocks, 4]
+  const i32* k_ends;  // of packed sequences, each of which has its own blocks; or null
+  u32 keys, blocks, heads, count;
+  u32 blocks_reciprocal, heads_reciprocal;
 };
 static_assert(sizeof(ValuelessParams) == PARAMS_BYTES);
 
@@ -37,12 +38,18 @@ DEVICE u32 codes_of_thread(const View& v, const u8* head, u32 first, u32 keys) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) valueless(const __grid_constant__ ValuelessParams p) {
   __shared__ u32 codes[THREADS];
-  const u32 of = quotient(blockIdx.x, p.blocks, p.blocks_reciprocal), first = (blockIdx.x - of * p.blocks) * BLOCK;
+  const u32 of = quotient(blockIdx.x, p.blocks, p.blocks_reciprocal), block = blockIdx.x - of * p.blocks;
   const u32 batch = quotient(of, p.heads, p.heads_reciprocal);
   const u8* head = p.v.ptr + head_offset(p.v, batch, of - batch * p.heads);
   wait_for_previous_kernel();
   let_next_kernel_start();
-  codes[threadIdx.x] = codes_of_thread(p.v, head, first, p.keys);
+  u32 first = block * BLOCK, keys = p.keys;
+  if (p.k_ends) {
+    u32 i = p.count - 1;
+    while (i > 0 && block < first_block_of_sequence(i, p.k_ends[i])) --i;
+    first = p.k_ends[i] + (block - first_block_of_sequence(i, p.k_ends[i])) * BLOCK, keys = p.k_ends[i + 1];
+  }
+  codes[threadIdx.x] = codes_of_thread(p.v, head, first, keys);
   __syncthreads();
   const u32 lane = threadIdx.x % 32, word = threadIdx.x / 32;
   const u32 key = lane / 4 * 16 + word * 4 + lane % 4;  // the one that bit `lane` of the warp's word stands for
@@ -54,6 +61,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) valueless(const __grid_con
 #else
   const bool some = codes[key];
 #endif
-  const u32 zeros = __ballot_sync(~0u, !some && first + key < p.keys);
+  const u32 zeros = __ballot_sync(~0u, !some && first + key < keys);
   if (lane == 0) p.words[blockIdx.x * 4 + word] = zeros;
 }

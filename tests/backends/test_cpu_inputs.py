@@ -93,7 +93,8 @@ def test_the_output_has_the_layout_of_q(method, dtype):
     g = torch.Generator().manual_seed(0)
     qkv = torch.randn(2, 53, 3, 4, 32, generator=g).permute(2, 0, 3, 1, 4)
     for tensors in (qkv.unbind(0), qkv.contiguous().unbind(0)):
-        problem = prepare(*tensors, method=method, out_dtype=dtype, out_scale="bound" if dtype == torch.int8 else None)[0]
+        out_scale = "bound" if dtype == torch.int8 else None
+        problem = prepare(*tensors, method=method, out_dtype=dtype, out_scale=out_scale)[0]
         result = cpu.run(problem)
         assert_same_bits(result, reference.BACKEND.run(problem))
         if problem.method not in cpu.FLASH and dtype.is_floating_point:

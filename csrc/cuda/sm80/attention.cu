@@ -5,7 +5,7 @@
 // memory; Q, scores, P and accumulators stay in registers.
 //
 // Macros:
-//   METHOD            ExactP16, ExactP8 or Online
+//   METHOD            ExactP16, ExactP8, Online, BlockP16 or BlockP8
 //   HEAD_DIM          channels of Q and K, a multiple of 8 to 256
 //   VALUE_DIM         channels of V and of the output
 //   SLICES            CTAs that share the channels of V, where the registers of one do not suffice
@@ -32,6 +32,7 @@ struct Work {
   i32 row;               // the CTA's first row
   i32 rows, keys;        // of the sequence
   i64 q_start, k_start;  // the sequence's first row and key
+  i32 first_block;       // of the sequence's keys: see valueless.cu
   i32 causal, start;     // offsets of a row's last and first key
 
   DEVICE Work(const Params& p) {
@@ -39,7 +40,7 @@ struct Work {
     i32 tile = blockIdx.x - of * tiles;
     batch = quotient(of, p.heads, p.share.heads_reciprocal), head = of - batch * p.heads;
     kv_head = key_head(p, head);
-    rows = p.nq, keys = p.nk, q_start = 0, k_start = 0, causal = p.causal, start = p.window_start;
+    rows = p.nq, keys = p.nk, q_start = 0, k_start = 0, first_block = 0, causal = p.causal, start = p.window_start;
 #if PACKED
     // `tiles` is a bound: CTAs beyond the last sequence's tiles find none
     rows = 0;
@@ -47,6 +48,7 @@ struct Work {
       const i32 first = p.q_ends[i], count = p.q_ends[i + 1] - first, its_tiles = (count + CTA_ROWS - 1) / CTA_ROWS;
       if (tile < its_tiles) {
         q_start = first, rows = count, k_start = p.k_ends[i], keys = p.k_ends[i + 1] - (i32)k_start;
+        first_block = first_block_of_sequence(i, (i32)k_start);
         break;
       }
       tile -= its_tiles;
@@ -111,7 +113,7 @@ struct Warp : WarpRows<Method, Work> {
     if constexpr (Method::PASSES == 2) {
 #pragma unroll 1
       for (i32 i = 0; i < tiles; ++i) tile<false>(ring, i, first + i * KEYS);
-      method.finish_row_max([&](int m, int h) { return this->magnitude(m, h); });
+      this->finish_row_max([&](int m, int h) { return this->method.maximum(m, h); });
     }
 #pragma unroll 1
     for (i32 i = 0; i < tiles; ++i) tile<true>(ring, (Method::PASSES - 1) * tiles + i, first + i * KEYS);
@@ -122,15 +124,14 @@ struct Warp : WarpRows<Method, Work> {
     const OutputConstants constants = load_output_constants<OUT>(p, work.batch, work.head, work.kv_head);
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m) {
-      const u32 l[2] = {method.l(m, 0), method.l(m, 1)};
-      RowScale<OUT, Accumulator> scales[2];
-      row_scales(computes_second_row() ? l[1] : l[0], constants, scales);
+      const typename Method::Row rows[2] = {method.row(m, 0), method.row(m, 1)};
+      const typename Method::template OutputScales<OUT, 2> scales(rows, constants);
 #pragma unroll
       for (int chunk = 0; chunk < V_CHUNKS; ++chunk) {
         Accumulator mine[2][4];
         method.result(m, 0, chunk, mine[0]), method.result(m, 1, chunk, mine[1]);
         u32 words[2][SIZE<OUT>];
-        output_words<OUT>(mine, scales, constants, words);
+        scales.outputs(mine, words);
 #pragma unroll
         for (int h = 0; h < 2; ++h)
           if (row_of(m, h) < work.rows)
@@ -142,7 +143,7 @@ struct Warp : WarpRows<Method, Work> {
         if (p.l && blockIdx.y == 0 && threadIdx.x % 4 == 0 && row_of(m, h) < work.rows) {
           const i64 at = ((i64)work.batch * p.heads + work.head) * p.nq + place(m, h).row;
           p.t_max[at] = method.t_max(m, h);
-          p.l[at] = l[h];
+          p.l[at] = rows[h].l;
         }
     }
   }

@@ -8,14 +8,19 @@
 //
 // All sums are exact integers, so that any split of the keys gives the same bits.
 //
-// Macros: STEP, and those of attention.cu without PACKED and ROW_TILES. METHOD is ExactP16 or ExactP8, and KEYS is 32 *
-// WARPS.
+// With an exponent per block of keys (BLOCK_FLOAT 1), where a block's P V is not a plain sum, each warp of step 1 takes
+// all 128 keys of a tile, which are a block, and a part of the channels. A row's sums have 64 bits then.
+//
+// Macros: STEP, BLOCK_FLOAT, and those of attention.cu without PACKED and ROW_TILES. METHOD is any but Online, and KEYS
+// is 32 * WARPS.
 #define ROW_TILES 1
+#define WARPS_SHARE_CHANNELS (BLOCK_FLOAT && STEP == 1)
 #include "sm80/rows.cuh"
 
 constexpr int ROWS = 16;
 constexpr int PADDED_CHANNELS = 16 * ALL_V_CHUNKS, DIGITS = METHOD::DIGITS;
-constexpr int ROW_SUMS = DIGITS * (PADDED_CHANNELS + 1);  // of a row: accumulators of each digit, then the sums of p
+// Of a row: accumulators of each digit, then the sums of p. With BLOCK_FLOAT: accumulators, l and the gap, in 64 bits.
+constexpr int ROW_SUMS = BLOCK_FLOAT ? 2 * (PADDED_CHANNELS + 2) : DIGITS * (PADDED_CHANNELS + 1);
 static_assert(KEYS == 32 * WARPS);
 
 // The rows and the range of keys of a CTA.
@@ -25,6 +30,7 @@ struct Work {
   i32 split, rows, keys;
   i32 first, last;  // keys of the range
   i64 k_start = 0;
+  i32 first_block = 0;
 
   DEVICE Work(const Params& p, u32 index) : p(p) {
     of = quotient(index, p.split.splits, p.split.splits_reciprocal), split = index - of * p.split.splits;
@@ -47,12 +53,27 @@ struct Work {
   DEVICE i64* maxima(i32 split) const { return p.split.maxima + ((i64)of * p.split.splits + split) * ROWS; }
 };
 
-// Reads an accumulator whose digits are PADDED_CHANNELS apart.
-DEVICE void read_sums(const i32* from, i32& acc) { acc = from[0]; }
-DEVICE void read_sums(const i32* from, P16Accumulator& acc) { acc = {from[0], from[PADDED_CHANNELS]}; }
+// Reads an accumulator of a row's sums, and what stands for the row.
+#if BLOCK_FLOAT
+DEVICE void read_sums(const i32* sums, i32 channel, P16Accumulator& acc) {
+  acc = rounded(((const i64*)sums)[channel], 0);
+}
+DEVICE RowSum read_row(const i32* sums) {
+  const i64* last = (const i64*)sums + PADDED_CHANNELS;
+  return {-(i32)last[1], 0, last[0]};  // octaves that are the gap apart
+}
+#else
+DEVICE void read_sums(const i32* sums, i32 channel, i32& acc) { acc = sums[channel]; }
+DEVICE void read_sums(const i32* sums, i32 channel, P16Accumulator& acc) {
+  acc = {sums[channel], sums[channel + PADDED_CHANNELS]};
+}
+DEVICE PlainRow read_row(const i32* sums) {
+  const u32* last = (const u32*)sums + DIGITS * PADDED_CHANNELS;
+  return {DIGITS == 1 ? last[0] : (last[0] << 8) + last[DIGITS - 1]};
+}
+#endif
 
 typedef WarpRows<METHOD, Work> Rows;
-typedef METHOD::Peak Peak;
 
 #if STEP == 0
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
@@ -95,61 +116,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   __shared__ i64 maxima[WARPS][ROWS];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const Peak most = quad_max(rows.method.peak[0][h]);
+    const i64 most = rows.method.maximum(0, h);
     if (threadIdx.x % 4 == 0) maxima[threadIdx.x / 32][threadIdx.x % 32 / 4 + 8 * h] = most;
   }
   __syncthreads();
   if (threadIdx.x < ROWS) {
     i64 most = maxima[0][threadIdx.x];
-    for (int i = 1; i < WARPS; ++i) most = maxima[i][threadIdx.x] > most ? maxima[i][threadIdx.x] : most;
+    for (int i = 1; i < WARPS; ++i) most = METHOD::larger(most, maxima[i][threadIdx.x]);
     work.maxima(work.split)[threadIdx.x] = most;
   }
 }
 
 #elif STEP == 1
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 memory[];
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  const Work work(p, blockIdx.x);
-  const TileLoader loader(p, work.batch, work.kv_head, 0, work.keys);
-  const i32 tiles = work.tiles();
-  const auto load = [&](i32 i, u32 to) {
-    if (i < tiles) loader.load_v(to, work.first + i * KEYS);
-  };
-  TileRing<V_BYTES, decltype(load)> ring(shared_address(memory), load);
-  Rows rows(p, work, 0);
-  rows.init(0);
-  METHOD& method = rows.method;
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-    for (i32 i = 0; i < p.split.splits; ++i) {
-      const Peak x = (Peak)work.maxima(i)[rows.row_of(0, h)];
-      method.peak[0][h] = method.peak[0][h] > x ? method.peak[0][h] : x;
-    }
-  method.finish_row_max([&](int m, int h) { return rows.magnitude(m, h); });
-#pragma unroll 1
-  for (i32 i = 0; i < tiles; ++i) {
-    const i32 first = work.first_key(i);
-    Scores s;
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int group = 0; group < 2; ++group) {
-        const i32 row = min(rows.row_of(0, h), work.rows - 1), key = min(first + first_key(group), p.split.pitch - 4);
-        const int4 x = *(const int4*)(work.scores(row) + key);
-        s[0][2 * group][2 * h] = x.x, s[0][2 * group][2 * h + 1] = x.y;
-        s[0][2 * group + 1][2 * h] = x.z, s[0][2 * group + 1][2 * h + 1] = x.w;
-      }
-    const TileOperands tile(0, ring.wait(), Work::warp_keys());
-    ring.refill(i);
-    if (!CAUSAL && first + 32 <= work.keys)
-      rows.add_values<32, false>(s, tile, first);
-    else
-      rows.add_values<32, true>(s, tile, first);
+constexpr int WARP_KEYS = BLOCK_FLOAT ? KEYS : 32;  // keys of a tile that a warp takes
+DEVICE i32 first_warp_key() { return BLOCK_FLOAT ? 0 : Work::warp_keys(); }
+
+// Stores a row's Tmax, by one lane of all.
+DEVICE void store_t_max(const Rows& rows, int h) {
+  const Work& work = rows.work;
+  const Params& p = rows.p;
+  if (p.l && work.split == 0 && blockIdx.y == 0 && threadIdx.x < 32 && threadIdx.x % 4 == 0 &&
+      rows.row_of(0, h) < work.rows) {
+    const RowPlace at = rows.place(0, h);
+    p.t_max[((i64)work.batch * p.heads + at.head) * p.nq + at.row] = rows.method.t_max(0, h);
   }
-  // the sums of all warps, in the memory of the ring
-  i32* sums = (i32*)memory;
+}
+
+// Adds the sums of a CTA to those of its rows. memory: of the ring.
+#if BLOCK_FLOAT
+DEVICE void add_to_sums(const Rows& rows, i32*) {
+  const METHOD& method = rows.method;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    store_t_max(rows, h);
+    const i32 row = rows.row_of(0, h);
+    if (row >= rows.work.rows) continue;
+    u64* sums = (u64*)rows.work.sums(row);
+#pragma unroll
+    for (int chunk = 0; chunk < WARP_CHUNKS; ++chunk)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (warp_chunk() + chunk < V_CHUNKS)
+          atomicAdd(sums + 16 * (warp_chunk() + chunk) + threadIdx.x % 4 * 4 + j, (u64)method.sum(h, chunk, j));
+    if (threadIdx.x < 32 && threadIdx.x % 4 == 0) {
+      atomicAdd(sums + PADDED_CHANNELS, (u64)method.l[h]);
+      if (rows.work.split == 0) sums[PADDED_CHANNELS + 1] = method.row(0, h).gap;
+    }
+  }
+}
+#else
+DEVICE void add_to_sums(const Rows& rows, i32* sums) {
+  const METHOD& method = rows.method;
   __syncthreads();
   for (i32 i = threadIdx.x; i < ROWS * ROW_SUMS; i += THREADS) sums[i] = 0;
   __syncthreads();
@@ -168,17 +185,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
         }
       if (blockIdx.y == 0) atomicAdd(row + DIGITS * PADDED_CHANNELS + digit, (i32)method.sums[digit][0][h]);
     }
-    if (p.l && work.split == 0 && blockIdx.y == 0 && threadIdx.x < 32 && threadIdx.x % 4 == 0 &&
-        rows.row_of(0, h) < work.rows) {
-      const RowPlace at = rows.place(0, h);
-      p.t_max[((i64)work.batch * p.heads + at.head) * p.nq + at.row] = method.t_max(0, h);
-    }
+    store_t_max(rows, h);
   }
   __syncthreads();
-  for (i32 i = threadIdx.x; i < work.rows * ROW_SUMS; i += THREADS)
-    if (sums[i]) atomicAdd(work.sums(0) + i, sums[i]);
+  for (i32 i = threadIdx.x; i < rows.work.rows * ROW_SUMS; i += THREADS)
+    if (sums[i]) atomicAdd(rows.work.sums(0) + i, sums[i]);
 }
+#endif
 
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 memory[];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const Work work(p, blockIdx.x);
+  const TileLoader loader(p, work.batch, work.kv_head, 0, work.keys);
+  const i32 tiles = work.tiles();
+  const auto load = [&](i32 i, u32 to) {
+    if (i < tiles) loader.load_v(to, work.first + i * KEYS);
+  };
+  TileRing<V_BYTES, decltype(load)> ring(shared_address(memory), load);
+  Rows rows(p, work, 0);
+  rows.init(0);
+  rows.finish_row_max([&](int, int h) {
+    i64 most = work.maxima(0)[rows.row_of(0, h)];
+    for (i32 i = 1; i < p.split.splits; ++i) most = METHOD::larger(most, work.maxima(i)[rows.row_of(0, h)]);
+    return most;
+  });
+#pragma unroll 1
+  for (i32 i = 0; i < tiles; ++i) {
+    const i32 first = work.first + i * KEYS + first_warp_key();
+    Scores s;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int group = 0; group < WARP_KEYS / 16; ++group) {
+        const i32 row = min(rows.row_of(0, h), work.rows - 1), key = min(first + first_key(group), p.split.pitch - 4);
+        const int4 x = *(const int4*)(work.scores(row) + key);
+        s[0][2 * group][2 * h] = x.x, s[0][2 * group][2 * h + 1] = x.y;
+        s[0][2 * group + 1][2 * h] = x.z, s[0][2 * group + 1][2 * h + 1] = x.w;
+      }
+    const TileOperands tile(0, ring.wait(), first_warp_key());
+    ring.refill(i);
+    if (!CAUSAL && first + WARP_KEYS <= work.keys)
+      rows.add_values<WARP_KEYS, false>(s, tile, first);
+    else
+      rows.add_values<WARP_KEYS, true>(s, tile, first);
+  }
+  add_to_sums(rows, (i32*)memory);
+}
 #else
 extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_constant__ Params p) {
   typedef METHOD::Accumulator Accumulator;
@@ -189,16 +243,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
     const i32 row = i / (PADDED_CHANNELS / 4), channel = i % (PADDED_CHANNELS / 4) * 4;
     const RowPlace at = work.place(row);
     const i32* sums = work.sums(row);
-    const u32* p_sums = (const u32*)sums + DIGITS * PADDED_CHANNELS;
-    const u32 l = DIGITS == 1 ? p_sums[0] : (p_sums[0] << 8) + p_sums[DIGITS - 1];
-    if (p.l && channel == 0) p.l[((i64)work.batch * p.heads + at.head) * p.nq + at.row] = l;
+    const METHOD::Row rows[1] = {read_row(sums)};
+    if (p.l && channel == 0) p.l[((i64)work.batch * p.heads + at.head) * p.nq + at.row] = rows[0].l;
     Accumulator acc[1][4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) read_sums(sums + channel + j, acc[0][j]);
+    for (int j = 0; j < 4; ++j) read_sums(sums, channel + j, acc[0][j]);
     const OutputConstants constants = load_output_constants<OUT>(p, work.batch, at.head, work.kv_head);
-    const RowScale<OUT, Accumulator> scales[1] = {{l, constants}};
     u32 words[1][SIZE<OUT>];
-    output_words<OUT>(acc, scales, constants, words);
+    METHOD::OutputScales<OUT, 1>(rows, constants).outputs(acc, words);
     store_channels<OUT>(p, work.batch, at, channel, words[0]);
   }
 }

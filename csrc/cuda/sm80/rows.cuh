@@ -1,12 +1,13 @@
 // The rows of a warp: their codes, masks and softmax, and the products with tiles of keys.
 //
 // A Work knows where the rows are: place(row), the head and the row of the tensors; seen(row), the number of keys that
-// the row sees; `batch`, `keys` and `k_start`, its first key.
+// the row sees; `batch`, `keys` and `k_start`, its first key; `kv_head` and `first_block`, where its blocks of keys are
+// counted from.
 //
 // Macros: QUERY, VALUES_IN_RANGE, BIAS, KEEP; see attention.cu.
 #pragma once
 #include "quantize.cuh"
-#include "sm80/softmax.cuh"
+#include "sm80/block_float_softmax.cuh"
 
 typedef Codes<QUERY, VALUES_IN_RANGE> In;
 
@@ -79,7 +80,14 @@ struct WarpRows {
   }
   DEVICE void init(u32 table) {
     load_query();
-    method.init([&](int m, int h) { return score_of(m, h); }, table);
+    const auto scores = [&](int m, int h) { return score_of(m, h); };
+    if constexpr (Method::BLOCKS)
+      method.init(
+          scores,
+          (const u32*)p.valueless.ptr + head_offset(p.valueless, work.batch, work.kv_head) + 4 * work.first_block,
+          work.keys);
+    else
+      method.init(scores, table);
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -96,6 +104,11 @@ struct WarpRows {
         masks[m][h].keep = {p.keep, work.batch, (u32)p.keep_batches, p.keep_reciprocal, at.head, at.row, work.k_start};
 #endif
       }
+  }
+  // maximum(m, h): that of all of a row's keys.
+  template <class Maximum>
+  DEVICE void finish_row_max(Maximum maximum) {
+    method.finish_row_max(maximum, [&](int m, int h) { return magnitude(m, h); });
   }
   DEVICE u32 magnitude(int m, int h) const {
     u32 sum = 0;
@@ -128,11 +141,15 @@ struct WarpRows {
   // Makes P of the scores of a tile whose first key is `first`, and adds P V to the accumulators.
   template <int NOW, bool MASKED>
   DEVICE void add_values(const Scores& s, const TileOperands& tile, i32 first) {
-    method.template begin_tile<NOW, MASKED>(s, masks, first, work.keys);
-    if (!MASKED && !BIAS && method.fast)
-      add_values_as<NOW, MASKED, true>(s, tile, first);
-    else
-      add_values_as<NOW, MASKED, false>(s, tile, first);
+    if constexpr (Method::BLOCKS) {
+      method.template add_values<NOW, MASKED>(s, tile, masks, first, work.keys);
+    } else {
+      method.template begin_tile<NOW, MASKED>(s, masks, first, work.keys);
+      if (!MASKED && !BIAS && method.fast)
+        add_values_as<NOW, MASKED, true>(s, tile, first);
+      else
+        add_values_as<NOW, MASKED, false>(s, tile, first);
+    }
   }
   template <int NOW, bool MASKED, bool FAST>
   DEVICE void add_values_as(const Scores& s, const TileOperands& tile, i32 first) {

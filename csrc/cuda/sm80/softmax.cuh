@@ -21,11 +21,33 @@ typedef RowMask RowMasks[ROW_TILES][2];
 DEVICE i32 score_of(const Scores& s, int m, int h, int group, int i) { return s[m][2 * group + i / 2][2 * h + i % 2]; }
 DEVICE i32 first_key(int group) { return 16 * group + threadIdx.x % 4 * 4; }
 
+// A row whose keys are done, and the scales of N rows' outputs, of which a lane computes one (`row_scales`).
+struct PlainRow {
+  u32 l;
+};
+template <typename TO, typename ACC, int N>
+struct PlainScales {
+  OutputConstants constants;
+  RowScale<TO, ACC> scales[N];
+
+  DEVICE PlainScales(const PlainRow (&rows)[N], const OutputConstants& constants) : constants(constants) {
+    row_scales(N > 1 && computes_second_row() ? rows[N - 1].l : rows[0].l, constants, scales);
+  }
+  template <int COUNT>
+  DEVICE void outputs(const ACC (&acc)[N][COUNT], u32 (&w)[N][COUNT * sizeof(TO) / 4]) const {
+    output_words<TO>(acc, scales, constants, w);
+  }
+};
+
 // P in one digit (P8) or two (P16: 256 high + low), each with its own accumulators.
 template <int DIGITS_>
 struct PDigits {
   static constexpr int DIGITS = DIGITS_;
+  static constexpr bool BLOCKS = false;
   typedef typename AccumulatorOf<DIGITS>::Type Accumulator;
+  typedef PlainRow Row;
+  template <typename TO, int N>
+  using OutputScales = PlainScales<TO, Accumulator, N>;
   i32 acc[DIGITS][ROW_TILES][V_CHUNKS][2]
          [4];  // element 2 h + i of chunk c and parity e is channel 16 c + 4 q + 2 i + e
   u32 sums[DIGITS][ROW_TILES][2];
@@ -46,8 +68,8 @@ struct PDigits {
 #pragma unroll
     for (int digit = 0; digit < DIGITS; ++digit) sums[digit][m][h] = add_bytes(word[digit], sums[digit][m][h]);
   }
-  DEVICE u32 l(int m, int h) const {
-    return quad_sum(DIGITS == 1 ? sums[0][m][h] : (sums[0][m][h] << 8) + sums[DIGITS - 1][m][h]);
+  DEVICE Row row(int m, int h) const {
+    return {quad_sum(DIGITS == 1 ? sums[0][m][h] : (sums[0][m][h] << 8) + sums[DIGITS - 1][m][h])};
   }
   // The accumulators of four adjacent channels.
   DEVICE void result(int m, int h, int chunk, Accumulator (&x)[4]) const {
@@ -62,18 +84,49 @@ struct PDigits {
   }
 };
 
+// What a row's maximum is found of.
+#if BIAS
+typedef i64 Peak;  // T
+constexpr Peak NO_PEAK = -(1ll << 62);
+#else
+typedef i32 Peak;  // a score
+constexpr Peak NO_PEAK = NO_SCORE;
+#endif
+
+// Computes T of a word of keys, and makes those absent that the bias does. BIAS_UNIT: that of the bias in T.
+template <i32 BIAS_UNIT>
+DEVICE void exponents(const Score& unit, const Scores& s, int m, int h, int group, const RowMask& mask, i32 key,
+                      i32 keys, i64 (&t)[4], u32& present) {
+#if BIAS
+  i32 bias[4];
+  mask.bias.read(key, keys, bias);
+#endif
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    t[i] = multiply_add(score_of(s, m, h, group, i) << unit.k, unit.C, 0);
+#if BIAS
+    t[i] = multiply_add(bias[i], BIAS_UNIT, t[i]);
+    if (bias[i] == NO_SCORE) present &= ~(0xFFu << (8 * i));
+#endif
+  }
+}
+// The same in the unit of a row's maximum.
+template <i32 BIAS_UNIT>
+DEVICE void peaks(const Score& unit, const Scores& s, int m, int h, int group, const RowMask& mask, i32 key, i32 keys,
+                  Peak (&x)[4], u32& present) {
+#if BIAS
+  exponents<BIAS_UNIT>(unit, s, m, h, group, mask, key, keys, x, present);
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = score_of(s, m, h, group, i);
+#endif
+}
+
 // intflash and intflash_p8: P below the exact row maximum, which a first pass finds.
 template <int DIGITS>
 struct ExactMaximum : PDigits<DIGITS> {
-  static constexpr int PASSES = 2;
+  static constexpr int PASSES = 2, BIAS_UNIT = 1 << 12;
   static constexpr int DOTS = DIGITS == 2 ? 0 : 2;  // see four_p
-#if BIAS
-  typedef i64 Peak;  // T
-  static constexpr Peak NONE = -(1ll << 62);
-#else
-  typedef i32 Peak;  // a score
-  static constexpr Peak NONE = NO_SCORE;
-#endif
   Peak peak[ROW_TILES][2];
   i64 B[ROW_TILES][2];
   bool fast;  // whether the 32-bit form of the exponential is exact for all rows of the warp
@@ -82,25 +135,7 @@ struct ExactMaximum : PDigits<DIGITS> {
   DEVICE void init(ScoreOf constants, u32) {
     PDigits<DIGITS>::init(constants);
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; ++i) peak[i / 2][i % 2] = NONE;
-  }
-
-  // Computes T of a word of keys, and makes those absent that the bias does.
-  DEVICE void exponents(const Scores& s, int m, int h, int group, const RowMask& mask, i32 key, i32 keys, i64 (&t)[4],
-                        u32& present) const {
-    const Score& unit = this->score(m, h);
-#if BIAS
-    i32 bias[4];
-    mask.bias.read(key, keys, bias);
-#endif
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      t[i] = multiply_add(score_of(s, m, h, group, i) << unit.k, unit.C, 0);
-#if BIAS
-      t[i] = multiply_add(bias[i], 1 << 12, t[i]);
-      if (bias[i] == NO_SCORE) present &= ~(0xFFu << (8 * i));
-#endif
-    }
+    for (int i = 0; i < 2 * ROW_TILES; ++i) peak[i / 2][i % 2] = NO_PEAK;
   }
 
   template <int NOW, bool MASKED>
@@ -113,32 +148,30 @@ struct ExactMaximum : PDigits<DIGITS> {
         for (int group = 0; group < NOW / 16; ++group) {
           const i32 key = first + first_key(group);
           u32 present = MASKED || KEEP ? masks[m][h].template present<MASKED>(key, keys) : ~0u;
-#if BIAS
-          i64 x[4];
-          exponents(s, m, h, group, masks[m][h], key, keys, x, present);
-#else
-          const i32 x[4] = {score_of(s, m, h, group, 0), score_of(s, m, h, group, 1), score_of(s, m, h, group, 2),
-                            score_of(s, m, h, group, 3)};
-#endif
+          Peak x[4];
+          peaks<BIAS_UNIT>(this->score(m, h), s, m, h, group, masks[m][h], key, keys, x, present);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const Peak seen = !(MASKED || KEEP || BIAS) || present & 1u << (8 * i) ? x[i] : NONE;
+            const Peak seen = !(MASKED || KEEP || BIAS) || present & 1u << (8 * i) ? x[i] : NO_PEAK;
             peak[m][h] = peak[m][h] > seen ? peak[m][h] : seen;
           }
         }
   }
 
-  // magnitude(m, h): the sum of the magnitudes of a row's codes.
-  template <class Magnitude>
-  DEVICE void finish_row_max(Magnitude magnitude) {
+  // The maximum of a row's keys that this warp has seen, and the larger one of two.
+  DEVICE i64 maximum(int m, int h) const { return quad_max(peak[m][h]); }
+  DEVICE static i64 larger(i64 a, i64 b) { return a > b ? a : b; }
+  // maximum(m, h): that of all keys. magnitude(m, h): the sum of the magnitudes of a row's codes.
+  template <class Maximum, class Magnitude>
+  DEVICE void finish_row_max(Maximum maximum, Magnitude magnitude) {
     bool fast = !BIAS;
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) {
       const int m = i / 2, h = i % 2;
       const Score& unit = this->score(m, h);
-      const Peak most = quad_max(peak[m][h]);
+      const Peak most = (Peak)maximum(m, h);
 #if BIAS
-      B[m][h] = most == NONE ? NONE : K0 - most;  // p is 0 without keys
+      B[m][h] = most == NO_PEAK ? NO_PEAK : K0 - most;  // p is 0 without keys
 #else
       const i64 top = multiply_add(most << unit.k, unit.C, 0);
       fast &= octave_above(top) <= exp_32bit_limit(unit.C, unit.k, magnitude(m, h));
@@ -163,7 +196,7 @@ struct ExactMaximum : PDigits<DIGITS> {
                    score_of(s, m, h, group, 3), unit.C >> 8, (u32)(B[m][h] >> 8), word);
     } else {
       i64 t[4];
-      exponents(s, m, h, group, mask, key, keys, t, present);
+      exponents<BIAS_UNIT>(unit, s, m, h, group, mask, key, keys, t, present);
       four_p({power(t[0] + B[m][h]), power(t[1] + B[m][h]), power(t[2] + B[m][h]), power(t[3] + B[m][h])}, word);
     }
     if (MASKED || KEEP || BIAS) {

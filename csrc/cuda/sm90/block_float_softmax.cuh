@@ -155,7 +155,9 @@ struct BlockFloat {
           four[j] = block_p16(multiply_add(s[at] << shift[h], C[h], BLOCK_K0 - ((i64)e[h] << 32)));
       }
       u32 &high = p.digit[0][part][word], &low = p.digit[1][part][word];
-      pack_block_p16(four, high, low);
+      u32 digit[2];
+      pack_block_p(four, digit);
+      high = digit[0], low = digit[1];
       if constexpr (MASKED) {
         const u32 bytes = bytes_of_bits(keys[h] >> (8 * part + word / 2 * 4));
         high &= bytes, low &= bytes;
@@ -254,7 +256,7 @@ struct BlockFloat {
 #pragma unroll
     for (int i = 0; i < PV_CHANNELS / 2; ++i) {
       const int to = step * PV_CHANNELS / 2 + i;
-      i64 x = multiply_add(block_sum(sums[0][i], sums[1][i]), unit[i / 2 % 2], acc.get(to));
+      i64 x = multiply_add(block_sum({sums[0][i], sums[1][i]}), unit[i / 2 % 2], acc.get(to));
       keep_in_register(x);  // before the next product is issued, which needs the registers of `sums`
       acc.set(to, x);
     }
@@ -291,11 +293,8 @@ struct BlockFloat {
   DEVICE void store(const Params& p, const ThreadRows& at) const {
     const OutputConstants constants = load_output_constants<OUT>(p, at.batch, at.head, at.kv_head);
     const RowSum rows[2] = {RowSum(value[0], other(0)), RowSum(value[1], other(1))};
+    const BlockScales<OUT, 2> scales(rows, constants);
     const i32 below[2] = {value[0].base - value[0].top, value[1].base - value[1].top};
-    const bool has_gaps = __any_sync(~0u, rows[0].gap | rows[1].gap);
-    const OutputConstants plain = without_gap(constants);
-    RowScale<OUT, P16Accumulator> scales[2];
-    row_scales(computes_second_row() ? rows[1].l : rows[0].l, plain, scales);
 #pragma unroll
     for (int first = 0; first < CHANNELS; first += PART) {
       P16Accumulator mine[2][PART];
@@ -303,12 +302,7 @@ struct BlockFloat {
       for (int i = 0; i < 2 * PART; ++i)
         mine[i / PART][i % PART] = rounded(acc.get(place(i / PART, first + i % PART)), below[i / PART]);
       u32 words[2][PART * SIZE<OUT> / 4];
-      if (has_gaps) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) GapScale<OUT>(rows[h].l, rows[h].gap, constants).outputs(mine[h], words[h]);
-      } else {
-        output_words<OUT>(mine, scales, plain, words);
-      }
+      scales.outputs(mine, words);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const i32 row = at.row + 8 * h;
@@ -414,7 +408,7 @@ struct BlockFloat {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           acc.set(4 * b + i, acc.get(4 * b + i) +
-                                 merged(block_sum(sums[0][i], sums[1][i]), fraction, value[i / 2].top - e[0][i / 2]));
+                                 merged(block_sum({sums[0][i], sums[1][i]}), fraction, value[i / 2].top - e[0][i / 2]));
       }
     }
 #pragma unroll

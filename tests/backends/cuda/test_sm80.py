@@ -11,10 +11,10 @@ import cuda_checks as checks
 import integer_cases as ic
 import pytest
 import torch
-from cuda_checks import BITS
 
 from benchmarks import sass
 from intflash.backends.cuda import BACKEND, backend, program, sm80, window
+from intflash.backends.gpu.constants import BLOCK_FLOAT
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
@@ -25,6 +25,7 @@ ARCHITECTURES = (
 )
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 METHODS = tuple(sm80.METHODS)
+FEW = tuple(x for x in METHODS if x != "intflash_online")  # few_rows.cu's
 STATIC = dict(q_scale=0.02, k_scale=0.015, v_scale=0.02)
 TILES = tuple(
     sm80.Tile(**x)
@@ -98,6 +99,8 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
     yield "scales", ic.codes(method, heads=6, key_heads=2, nq=70, nk=150, kinds=("token", "head", "head"))
     yield "out scale", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), 0.001))
     yield "groups", ic.codes(method, batch=2, heads=8, key_heads=2, nq=3, nk=260, d=128)
+    if method in BLOCK_FLOAT:
+        yield from _sinks(method)
     yield from checks.spans(method, 70, 197, 64)
     if method == "intflash_online":
         yield from checks.rising(method, 40, 450, 64)
@@ -145,6 +148,21 @@ def _windows(method: str) -> Iterator[tuple[str, Problem]]:
     shape = dict(batch=2, heads=4, key_heads=2, nq=150, nk=300, d=80, window_start=100, causal=150)
     yield "window, keep", ic.codes(method, keep=torch.rand(2, 1, 150, 300) < 0.5, **shape)
     yield "window, bias", ic.codes(method, bias=_bias(1, 4, 150, 300), **shape)
+
+
+def _sinks(method: str) -> Iterator[tuple[str, Problem]]:
+    """Sinks with and without a value; few rows, packed sequences with blocks of their own, and wide rows."""
+    yield from ic.sink_cases(method)
+    of_rows = dict(return_lse=True, out_dtype=torch.int16)
+    ends = dict(cu_seqlens_q=_ends(0, 20, 20, 85, 150), cu_seqlens_k=_ends(0, 133, 200, 201, 560))
+    keep = torch.rand(1, 1, 60, 560) < 0.5
+    for octaves in (10.0, 40.0, 130.0):
+        for zeros in ((), (0, 90, 91), tuple(range(100, 300))):
+            name = f"sinks of {octaves} octaves, {len(zeros)} zeros"
+            yield f"few, {name}", ic.sinks(method, octaves, zeros, n=700, nq=5, **of_rows)
+            yield f"packed, {name}", ic.sinks(method, octaves, zeros, n=560, nq=150, **of_rows, **ends)
+            yield f"keep, {name}", ic.sinks(method, octaves, zeros, n=560, nq=60, keep=keep, **of_rows)
+            yield f"wide, {name}", ic.sinks(method, octaves, zeros, n=560, nq=60, d=200, causal=500, **of_rows)
 
 
 def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
@@ -208,7 +226,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @checks.needs_device
 @pytest.mark.parametrize("splits", (1, 2, 6))
-@pytest.mark.parametrize("method", BITS)
+@pytest.mark.parametrize("method", FEW)
 def test_any_split_of_the_keys_gives_the_same_bits(method, splits, monkeypatch):
     torch.manual_seed(0)
     only(monkeypatch)
@@ -230,12 +248,18 @@ def test_bits(method, tile, monkeypatch):
     if tile is not None:
         if method == "intflash_online" and tile.keys != 128:
             pytest.skip("its tiles are granules of 128 keys")
+        if method in BLOCK_FLOAT and (tile.keys != 128 or tile.row_tiles > 1):
+            pytest.skip("its tiles are blocks of 128 keys and 16 rows")
         monkeypatch.setattr(sm80, "choose_tile", lambda problem: tile)
     wrong = {}
     for name, p in cases(method):
         if tile is not None and max(p.q.shape[3], p.v.shape[3]) > 80:  # beyond, the registers do not suffice
             continue
         there = ic.on_device(p, "cuda")
+        masked = p.bias is not None or p.keep is not None
+        if method in BLOCK_FLOAT and masked and not sm80.takes_few_rows(there):
+            assert "takes a bias or a bool mask for at most 16 rows" in BACKEND.unsupported(there)
+            continue
         assert BACKEND.unsupported(there) is None, name
         if found := checks.complaint(p, BACKEND.run(there)):
             wrong[name] = found
@@ -291,7 +315,12 @@ def test_integer_only(name, architecture, monkeypatch):
     _tiles_of(architecture, monkeypatch)
     options = COMPILED[name]
     for method in METHODS:
-        if method == "intflash_online" and "bias" in options:
+        if (
+            method == "intflash_online"
+            and "bias" in options
+            or method in BLOCK_FLOAT
+            and {"bias", "keep"} & set(options)
+        ):
             continue
         machine = _machine(_launch(method, **options), architecture)
         assert machine.float_instructions == [], (name, method, architecture)
@@ -300,7 +329,7 @@ def test_integer_only(name, architecture, monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("method", BITS)
+@pytest.mark.parametrize("method", FEW)
 def test_few_rows_are_integer_only(method, architecture):
     for d, masks in ((128, {}), (64, dict(bias=_bias(1, 2, 1, 1000), causal=3))):
         p, rest = checks.empty_problem(method, 1000, d, **masks)

@@ -21,7 +21,7 @@ BITS = {"intflash": 16, "intflash_p8": 8}
 
 
 def unsupported(problem: Problem) -> str | None:
-    if problem.method not in long_rows.METHODS and problem.method not in long_rows_float.METHODS:
+    if problem.method not in sm80.METHODS and problem.method not in long_rows_float.METHODS:
         return f"method {problem.method!r} has no CUDA kernel"
     if problem.device.type != "cuda":
         return f"tensors are on {problem.device}, the CUDA backend needs a CUDA device"

@@ -84,9 +84,9 @@ class ValuelessParams(ctypes.Structure):
     """`struct ValuelessParams` of valueless.cu."""
 
     _fields_ = [
-        ("v", View), ("words", ctypes.c_void_p),
-        *((name, ctypes.c_uint32) for name in ("keys", "blocks", "heads")),
-        *((name, ctypes.c_uint32) for name in ("blocks_reciprocal", "heads_reciprocal", "padding")),
+        ("v", View), ("words", ctypes.c_void_p), ("k_ends", ctypes.c_void_p),
+        *((name, ctypes.c_uint32) for name in ("keys", "blocks", "heads", "count")),
+        *((name, ctypes.c_uint32) for name in ("blocks_reciprocal", "heads_reciprocal")),
     ]  # fmt: skip
 
 
@@ -230,20 +230,27 @@ def constants_launch(
     return launch, x.constants, x.out_scale
 
 
-def valueless_launch(v: Tensor) -> tuple[CudaLaunch, TensorView]:
+def valueless_launch(problem: Problem) -> tuple[CudaLaunch, TensorView]:
     """Returns the launch that finds the keys without a value, and their bits, in the order of block_float.cuh.
 
-    v: codes with contiguous channels at multiples of 16 bytes, or with contiguous keys of any layout.
+    V is codes with contiguous channels at multiples of 16 bytes, or with contiguous keys of any layout. Packed
+    sequences have contiguous channels, and blocks of their own.
     """
-    if v.stride(3) != 1:
+    v = problem.v.data
+    ends, sequences = None, 0
+    if problem.cu_seqlens_k is not None:
+        ends = problem.cu_seqlens_k.to(v.device, torch.int32).contiguous()
+        sequences = ends.numel() - 1
+    elif v.stride(3) != 1:
         v = contiguous_keys(v)
     batch, heads, keys, d = v.shape
-    words = empty_valueless(v)
+    words = empty_valueless(v, sequences)
     blocks = words.shape[3] // 4
     params = ValuelessParams(
-        data_view(v), words.data_ptr(), keys, blocks, heads, quotient_reciprocal(blocks), quotient_reciprocal(heads), 0
-    )
-    places = {ValuelessParams.v.offset: v, ValuelessParams.words.offset: words}
+        data_view(v), words.data_ptr(), None if ends is None else ends.data_ptr(), keys, blocks, heads, sequences,
+        quotient_reciprocal(blocks), quotient_reciprocal(heads),
+    )  # fmt: skip
+    places = {ValuelessParams.v.offset: v, ValuelessParams.words.offset: words, ValuelessParams.k_ends.offset: ends}
     macros = dict(HEAD_DIM=d, KEY_MAJOR=int(v.stride(3) != 1))
     launch = _launch("valueless.cu", batch * heads * blocks, 128, params, places, v.device, **macros)
     return launch, tensor_view(words)

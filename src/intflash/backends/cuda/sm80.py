@@ -19,12 +19,19 @@ from intflash.backends.cuda.program import (
     multiprocessors,
     shared_memory,
 )
-from intflash.backends.gpu.constants import Constants
+from intflash.backends.gpu.constants import BLOCK_FLOAT, Constants
 from intflash.backends.gpu.tensors import Statistics, key_major
+from intflash.numerics.block import BLOCK
 from intflash.problem import Problem
 from intflash.quant import QTensor
 
-METHODS = {"intflash": "ExactP16", "intflash_p8": "ExactP8", "intflash_online": "Online"}
+METHODS = {
+    "intflash": "ExactP16",
+    "intflash_p8": "ExactP8",
+    "intflash_online": "Online",
+    "intflash_bfp": "BlockP16",
+    "intflash_bfp8": "BlockP8",
+}
 _CHUNK = 16  # bytes of a copy, and channels that a row is padded to
 _CHANNELS = 8  # that the quantizer takes at once
 _FEW_ROWS = 16  # of the tile of few_rows.cu
@@ -35,11 +42,18 @@ _TABLE_BYTES = 32 * 1024  # of the table of P of `intflash_online`
 
 def unsupported(problem: Problem) -> str | None:
     """Returns why the kernel cannot serve the problem, or None."""
-    if problem.method not in METHODS:
-        return f"only sm_90's kernels have method {problem.method!r}"
     d, dv, rows = problem.q.shape[3], problem.v.shape[3], problem.q.shape[2]
     if problem.method == "intflash_online" and problem.bias is not None:
         return "intflash_online has no bias"
+    if (
+        problem.method in BLOCK_FLOAT
+        and not takes_few_rows(problem)
+        and (problem.bias is not None or problem.keep is not None)
+    ):
+        # the registers do not hold masks beside the sums of 64 bits
+        return (
+            f"{problem.method} takes a bias or a bool mask for at most {_FEW_ROWS} rows and from {_MANY_KEYS} keys on"
+        )
     if max(d, dv) > 256:
         return f"takes at most 256 channels, got {d} and {dv}"
     if problem.q.shape[0] * problem.q.shape[1] * -(-rows // 16) >= 1 << 31:
@@ -125,6 +139,9 @@ def choose_tile(problem: Problem) -> Tile:
         tile = Tile(keys=128, stages=2, ctas_per_sm=1 if d > 96 else 2, slices=1 + (d > 128))
         fits = d <= 96 or _shared_bytes(problem, tile) <= shared_memory(problem.device)
         return tile if fits else replace(tile, slices=2 * tile.slices)
+    if problem.method in BLOCK_FLOAT:
+        # tiles are blocks of keys, and a row's sums have 64 bits
+        return Tile(keys=BLOCK, stages=2, ctas_per_sm=2, slices=-(-problem.v.shape[3] // 64))
     if problem.method == "intflash_p8":
         if d > 128:
             return Tile(keys=32, ctas_per_sm=2)
@@ -207,7 +224,7 @@ def takes_few_rows(problem: Problem) -> bool:
     return (
         problem.group * problem.q.shape[2] <= _FEW_ROWS
         and problem.k.shape[2] >= _MANY_KEYS
-        and problem.method in ("intflash", "intflash_p8")
+        and problem.method != "intflash_online"
         and problem.cu_seqlens_q is None
         and problem.window_start is None
     )
@@ -220,14 +237,15 @@ def few_rows_launches(
     """Returns the three launches of few_rows.cu. splits: ranges that the keys of a head are split into."""
     tensors = q, k, v = _tensors(problem)
     (batch, _, nq, _), (kv_heads, nk), dv = q.shape, k.shape[1:3], v.shape[3]
-    digits = 2 if problem.method == "intflash" else 1
-    tile = Tile(keys=128, stages=4 if max(k.shape[3], dv) <= 128 else 2, ctas_per_sm=2, slices=1 + (digits * dv > 256))
+    digits, blocks = 2 if problem.method == "intflash" else 1, problem.method in BLOCK_FLOAT
+    slices = 1 if blocks else 1 + (digits * dv > 256)  # with blocks, each warp has a part of the channels
+    tile = Tile(keys=128, stages=4 if max(k.shape[3], dv) <= 128 else 2, ctas_per_sm=2, slices=slices)
     tiles = -(-nk // tile.keys)
     if splits is None:
         splits = max(1, min(tiles, _CTAS_PER_MULTIPROCESSOR * multiprocessors(q.device) // (batch * kv_heads)))
     keys = -(-tiles // splits) * tile.keys
     splits, pitch, group = -(-nk // keys), _padded(nk), problem.group
-    row_sums = digits * (_padded(dv) + 1)
+    row_sums = 2 * (_padded(dv) + 2) if blocks else digits * (_padded(dv) + 1)
     of_cuda = dict(device=q.device)
     scores = torch.empty(batch * kv_heads, group * nq, pitch, dtype=torch.int32, **of_cuda)
     maxima = torch.empty(batch * kv_heads, splits, _FEW_ROWS, dtype=torch.int64, **of_cuda)
@@ -242,7 +260,9 @@ def few_rows_launches(
         Params.split.offset + getattr(SplitKv, name).offset: x
         for name, x in (("scores", scores), ("maxima", maxima), ("sums", sums))
     }
-    macros = _macros(problem, constants, out, scales, tile) | dict(CAUSAL=int(problem.causal is not None))
+    macros = _macros(problem, constants, out, scales, tile) | dict(
+        CAUSAL=int(problem.causal is not None), BLOCK_FLOAT=int(blocks)
+    )
     of_keys = tile.stages * _k_bytes(k.shape[3], tile)
     of_values = max(tile.stages * _v_bytes(dv, tile), 4 * _FEW_ROWS * row_sums)
     ctas = batch * kv_heads

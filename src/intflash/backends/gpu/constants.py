@@ -109,10 +109,14 @@ def most_output_exponent(method: str) -> int:
     return exp.OUTPUT_EXPONENTS[1] + (MAX_GAP if method in BLOCK_FLOAT else 0)
 
 
-def empty_valueless(v: Tensor) -> Tensor:
-    """Returns the uninitialized words of `Constants.valueless` for values [B, Hk, Nk, D]."""
+def empty_valueless(v: Tensor, sequences: int = 0) -> Tensor:
+    """Returns the uninitialized words of `Constants.valueless` for values [B, Hk, Nk, D].
+
+    sequences: how many packed ones have blocks of their own; 0 where blocks are counted from the first key.
+    """
     batch, heads, keys, _ = v.shape
-    return torch.empty(batch, heads, 1, -(-keys // BLOCK) * (BLOCK // 32), dtype=torch.int32, device=v.device)
+    blocks = keys // BLOCK + sequences if sequences else -(-keys // BLOCK)
+    return torch.empty(batch, heads, 1, blocks * (BLOCK // 32), dtype=torch.int32, device=v.device)
 
 
 def float_bits(x: float) -> int:

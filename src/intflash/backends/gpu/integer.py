@@ -34,7 +34,7 @@ class Kernels(NamedTuple):
         amax(tensors, found): the launch that computes the scales of floats from their maxima (`DynamicScales`).
         quantize(inputs, query): the launch that writes the codes of K, V and, if `query`, Q, and these by name.
         constants(problem, scales): the launch that fills the launch constants, these, and the output's scale.
-        valueless(v): the launch that finds the keys without a value, and `Constants.valueless`.
+        valueless(problem): the launch that finds the keys without a value, and `Constants.valueless`.
         head_amax_in_kernel(problem): whether the attention kernel computes the scales itself, one per head.
     """
 
@@ -43,7 +43,7 @@ class Kernels(NamedTuple):
     amax: Callable[[Qkv, DynamicScales], Any]
     quantize: Callable[[FloatInputs, bool], tuple[Any, dict[str, QTensor]]]
     constants: Callable[[Problem, Qkv | None], tuple[Any, Constants, Tensor | None]]
-    valueless: Callable[[Tensor], tuple[Any, View]]
+    valueless: Callable[[Problem], tuple[Any, View]]
     head_amax_in_kernel: Callable[[Problem], bool] = lambda problem: False
 
 
@@ -67,7 +67,7 @@ def run(problem: Problem, kernels: Kernels) -> Result:
         launch.run()
         problem, inputs = replace(problem, **codes), inputs if fused else None
     if problem.method in BLOCK_FLOAT:
-        launch, valueless = kernels.valueless(problem.v.data)
+        launch, valueless = kernels.valueless(problem)
         launch.run()
         constants = constants._replace(valueless=valueless)
     kernels.attention(problem, constants, out, statistics, inputs).run()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from intflash.backends.gpu.constants import empty_valueless
 from intflash.backends.gpu.tensors import View, data_view, view
@@ -41,6 +40,7 @@ from intflash.numerics.triton import (
     exp_p8,
     octave_above,
 )
+from intflash.problem import Problem
 
 BIAS_STEP = tl.constexpr(1 << (32 - block.BIAS_FRACTION_BITS))
 ACC_UNIT = tl.constexpr(1 << block.ACC_SHIFT)
@@ -171,8 +171,9 @@ def _valueless_kernel(v: View, words: View, keys, DV: tl.constexpr, BDV: tl.cons
     tl.store(to + block_of_keys * 4 + tl.arange(0, 4), bits)
 
 
-def valueless_launch(v: Tensor) -> tuple[TritonLaunch, View]:
+def valueless_launch(problem: Problem) -> tuple[TritonLaunch, View]:
     """Returns the launch that finds the keys without a value, and their bits."""
+    v = problem.v.data
     batch, heads, keys, d = v.shape
     words = empty_valueless(v)
     programs, batch_first = grid(batch, heads, words.shape[3] // 4)

@@ -44,7 +44,7 @@ def attention_launch(
         return qflash.qflash_launch(problem, qflash.constants(problem)[0], out, statistics)
     _, constants, _ = constants_launch(problem)
     if method in BLOCK_FLOAT:
-        constants = constants._replace(valueless=valueless_launch(v.data)[1])
+        constants = constants._replace(valueless=valueless_launch(problem)[1])
     return backend.attention_launch(problem, constants, out, statistics)
 
 

@@ -1,0 +1,232 @@
+// The softmax of intflash_bfp and intflash_bfp8, of one tile of 16 rows: tiles of keys are the method's blocks. The
+// first pass finds a row's largest octaves, so that the second merges each block as the definition says, whatever the
+// octaves span.
+//
+// Macros: see softmax.cuh.
+#pragma once
+#include "block_float.cuh"
+#include "sm80/softmax.cuh"
+
+template <int DIGITS_>
+struct BlockFloat {
+  static constexpr int DIGITS = DIGITS_, PASSES = 2, BIAS_UNIT = 1 << 20;
+  static constexpr bool BLOCKS = true;
+  typedef P16Accumulator Accumulator;
+  typedef RowSum Row;
+  template <typename TO, int N>
+  using OutputScales = BlockScales<TO, N>;
+  enum Kind { VALUE, OTHER };  // keys with a value, and keys without
+  Peak peak[2][2];             // of a kind and row
+  i32 top[2][2];               // their octaves
+  i64 acc[WARP_CHUNKS][2][4];  // as PDigits::acc, in the unit of the row's octave of keys with a value
+  i64 l[2];                    // in the unit of the row's octave
+  Score scores[ROW_SCALES ? 2 : 1];
+  const u32* valueless;  // word of this lane's keys in the first block
+  i32 fraction;
+  bool fast;  // whether 32 bits hold the exponents of all rows of the warp
+
+  DEVICE const Score& score(int, int h) const { return scores[ROW_SCALES ? h : 0]; }
+  template <class ScoreOf>
+  DEVICE void init(ScoreOf constants, const u32* valueless_words, i32 keys) {
+    static_assert(ROW_TILES == 1 && KEYS == 128);
+#pragma unroll
+    for (int h = 0; h < (ROW_SCALES ? 2 : 1); ++h) scores[h] = constants(0, h);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) peak[VALUE][h] = peak[OTHER][h] = NO_PEAK, l[h] = 0;
+#pragma unroll
+    for (int i = 0; i < WARP_CHUNKS * 8; ++i) (&acc[0][0][0])[i] = 0;
+    valueless = valueless_words + threadIdx.x % 4;
+    fraction = fraction_bits(keys);
+  }
+
+  // Returns bits of this lane's keys from `first` on, four for each group of 16, set for those without a value.
+  DEVICE u32 zeros(i32 first) const { return valueless[first / 128 * 4] >> first % 128 / 4; }
+  // Returns the bytes of the keys of a group that a row sees, those of `chosen` where SOME.
+  template <bool MASKED, bool SOME>
+  DEVICE static u32 present(const RowMask& mask, int group, i32 key, i32 keys, u32 chosen) {
+    u32 bytes = MASKED || KEEP ? mask.template present<MASKED>(key, keys) : ~0u;
+    if constexpr (SOME) bytes &= bytes_of_bits(chosen >> 4 * group);
+    return bytes;
+  }
+  template <int NOW, bool MASKED, bool SOME>
+  DEVICE void update_peaks(const Scores& s, const RowMasks& masks, i32 first, i32 keys, u32 chosen,
+                           Peak (&peak)[2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int group = 0; group < NOW / 16; ++group) {
+        const i32 key = first + first_key(group);
+        u32 seen = present<MASKED, SOME>(masks[0][h], group, key, keys, chosen);
+        Peak x[4];
+        peaks<BIAS_UNIT>(score(0, h), s, 0, h, group, masks[0][h], key, keys, x, seen);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const Peak one = !(MASKED || SOME || KEEP || BIAS) || seen & 1u << (8 * i) ? x[i] : NO_PEAK;
+          peak[h] = peak[h] > one ? peak[h] : one;
+        }
+      }
+  }
+  template <int NOW, bool MASKED>
+  DEVICE void update_row_max(const Scores& s, const RowMasks& masks, i32 first, i32 keys) {
+    const u32 zeros = this->zeros(first);
+    if (__any_sync(~0u, zeros != 0)) {
+      update_peaks<NOW, MASKED, true>(s, masks, first, keys, zeros, peak[OTHER]);
+      update_peaks<NOW, MASKED, true>(s, masks, first, keys, ~zeros, peak[VALUE]);
+    } else {
+      update_peaks<NOW, MASKED, false>(s, masks, first, keys, 0, peak[VALUE]);
+    }
+  }
+  // Returns the octave of the quad's maximum.
+  DEVICE i32 octave(Peak peak, int h) const {
+    const Peak most = quad_max(peak);
+    const Score& unit = score(0, h);
+#if BIAS
+    return most == NO_PEAK ? NO_EXPONENT : octave_above(most);
+#else
+    return most == NO_PEAK ? NO_EXPONENT : octave_above(most << unit.k, unit.C);
+#endif
+  }
+  // The octaves of both kinds of keys.
+  DEVICE i64 maximum(int, int h) const { return (i64)octave(peak[VALUE][h], h) << 32 | (u32)octave(peak[OTHER][h], h); }
+  DEVICE static i64 larger(i64 a, i64 b) {
+    return (i64)max((i32)(a >> 32), (i32)(b >> 32)) << 32 | (u32)max((i32)a, (i32)b);
+  }
+  template <class Maximum, class Magnitude>
+  DEVICE void finish_row_max(Maximum maximum, Magnitude magnitude) {
+    bool fast = !BIAS;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const i64 most = maximum(0, h);
+      top[VALUE][h] = (i32)(most >> 32), top[OTHER][h] = (i32)most;
+      fast &= fits_32_bits(score(0, h), magnitude(0, h));
+    }
+    this->fast = __all_sync(~0u, fast);
+  }
+
+  DEVICE i32 row_top(int h) const { return max(top[VALUE][h], top[OTHER][h]); }
+
+  // P of a block, and its sums over the quad.
+  struct Weights {
+    u32 word[KEYS / 32][DIGITS][4];
+    u32 l[2];
+    i32 e[2];
+  };
+  template <int NOW, bool MASKED, bool SOME, bool FAST>
+  DEVICE void weights(const Scores& s, const RowMasks& masks, i32 first, i32 keys, u32 chosen, Weights& p) const {
+    Peak peak[2] = {NO_PEAK, NO_PEAK};
+    update_peaks<NOW, MASKED, SOME>(s, masks, first, keys, chosen, peak);
+    // reads masks again: there are no registers for those of 32 keys
+    if constexpr (BIAS || KEEP) asm volatile("" ::: "memory");
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      p.e[h] = octave(peak[h], h);
+      u32 sums[DIGITS] = {};
+      const Score& unit = score(0, h);
+      const u32 offset = block_offset(p.e[h]);
+      const i64 B = BLOCK_K0 - ((i64)p.e[h] << 32);
+#pragma unroll
+      for (int group = 0; group < NOW / 16; ++group) {
+        const i32 key = first + first_key(group);
+        u32 seen = present<MASKED, SOME>(masks[0][h], group, key, keys, chosen);
+        u32 four[4], digit[DIGITS];
+        if constexpr (FAST) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            four[i] = block_p16((u32)score_of(s, 0, h, group, i) * (u32)(-(unit.C >> 8)) + offset);
+        } else {
+          i64 t[4];
+          exponents<BIAS_UNIT>(unit, s, 0, h, group, masks[0][h], key, keys, t, seen);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) four[i] = block_p16(t[i] + B);
+        }
+        pack_block_p(four, digit);
+#pragma unroll
+        for (int i = 0; i < DIGITS; ++i) {
+          if (MASKED || SOME || KEEP || BIAS) digit[i] &= seen;
+          sums[i] = add_bytes(digit[i], sums[i]);
+          p.word[group / 2][i][group % 2 * 2 + h] = digit[i];
+        }
+      }
+      p.l[h] = quad_sum(row_sum(sums));
+    }
+  }
+  template <int NOW, bool MASKED, bool SOME>
+  DEVICE void weights(const Scores& s, const RowMasks& masks, i32 first, i32 keys, u32 chosen, Weights& p) const {
+    if (!BIAS && fast)
+      weights<NOW, MASKED, SOME, true>(s, masks, first, keys, chosen, p);
+    else
+      weights<NOW, MASKED, SOME, false>(s, masks, first, keys, chosen, p);
+  }
+  DEVICE void add_sums(const Weights& p) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) l[h] += merged((i32)p.l[h], fraction, row_top(h) - p.e[h]);
+  }
+
+  // Makes P of a block's scores, and adds P V to the accumulators.
+  template <int NOW, bool MASKED>
+  DEVICE void add_values(const Scores& s, const TileOperands& tile, const RowMasks& masks, i32 first, i32 keys) {
+    const u32 zeros = this->zeros(first);
+    Weights p;
+    if (__any_sync(~0u, zeros != 0)) {
+      weights<NOW, MASKED, true>(s, masks, first, keys, zeros, p);
+      add_sums(p);
+      weights<NOW, MASKED, true>(s, masks, first, keys, ~zeros, p);
+    } else {
+      weights<NOW, MASKED, false>(s, masks, first, keys, 0, p);
+    }
+    add_sums(p);
+    i32 depth[2], unit[2];
+    bool floors = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      depth[h] = top[VALUE][h] - p.e[h];
+      unit[h] = group_unit(fraction, depth[h]);
+      floors |= p.e[h] != NO_EXPONENT && depth[h] > fraction;
+    }
+    floors = __any_sync(~0u, floors);
+#pragma unroll
+    for (int chunk = 0; chunk < WARP_CHUNKS; ++chunk) {
+      if (WARP_CHUNKS < V_CHUNKS && warp_chunk() + chunk >= V_CHUNKS) break;
+      i32 sums[2][DIGITS][4] = {};
+#pragma unroll
+      for (int step = 0; step < NOW / 32; ++step) {
+        OperandB v[2];
+        tile.values(step, warp_chunk() + chunk, v);
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+#pragma unroll
+          for (int digit = 0; digit < DIGITS; ++digit) {
+            const u32(&w)[4] = p.word[step][digit];
+            mma_u8_s8(sums[e][digit], OperandA{w[0], w[1], w[2], w[3]}, v[e]);
+          }
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const i32 sum = block_sum(digits_of(sums[e], i));
+          i64& to = acc[chunk][e][i];
+          to = floors ? to + merged(sum, fraction, depth[i / 2]) : multiply_add(sum, unit[i / 2], to);
+        }
+    }
+  }
+  typedef i32 DigitSums[DIGITS][4];
+  DEVICE static typename AccumulatorOf<DIGITS>::Type digits_of(const DigitSums& sums, int i) {
+    if constexpr (DIGITS == 1)
+      return sums[0][i];
+    else
+      return {sums[0][i], sums[DIGITS - 1][i]};
+  }
+
+  // The accumulator of channel j of four adjacent ones.
+  DEVICE i64 sum(int h, int chunk, int j) const { return acc[chunk][j % 2][2 * h + j / 2]; }
+  DEVICE void result(int, int h, int chunk, Accumulator (&x)[4]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[j] = rounded(sum(h, chunk, j), 0);
+  }
+  DEVICE Row row(int, int h) const { return {top[VALUE][h], top[OTHER][h], l[h]}; }
+  DEVICE i64 t_max(int, int h) const { return row(0, h).level(fraction); }
+};
+
+typedef BlockFloat<1> BlockP8;
+typedef BlockFloat<2> BlockP16;
