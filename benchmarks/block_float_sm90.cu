@@ -1,11 +1,7 @@
 // One thread's share of a tile of 64 rows and 128 keys in the softmax of long rows on Hopper: 64 scores of two rows.
 // Each kernel loads what it works on and stores what it makes, and nothing else; block_float_sm90.py counts the rest.
-#include "exp2.cuh"
+#include "block_float.cuh"
 
-DEVICE u32 p16_of_block(i32 score, i32 C, u32 B) {  // floor(m * 2^(hi + 16) / 2^32); B has 16 octaves more than K0
-  const u32 t = score * C + B, u = permute(t, 1, 0x5542);
-  return __umulhi(u * u + QUADRATIC_OFFSET, shift_left(1, (i32)(t >> 24)));
-}
 DEVICE i32 quad_maximum(i32 x) {
   x = max(x, __shfl_xor_sync(~0u, x, 1));
   return max(x, __shfl_xor_sync(~0u, x, 2));
@@ -39,45 +35,60 @@ DEVICE void exact(const i32* in, u32* out, i32 C, const u32* B) {
 extern "C" __global__ void p8(const i32* in, u32* out, i32 C, const u32* B) { exact<1>(in, out, C, B); }
 extern "C" __global__ void p16(const i32* in, u32* out, i32 C, const u32* B) { exact<2>(in, out, C, B); }
 
-// intflash_bfp: the block's maxima and octaves, then P.
-extern "C" __global__ void block_float(const i32* in, u32* out, i32 C, const u32*) {
+// intflash_bfp (two digits) and intflash_bfp8: the block's maxima and octaves, then P.
+template <int DIGITS>
+DEVICE void block_p(const i32* in, u32* out, i32 C) {
   i32 s[64], peak[2];
   load(s, in);
   peak[0] = s[0], peak[1] = s[4];
 #pragma unroll
   for (int i = 0; i < 64; ++i) peak[i / 4 % 2] = max(peak[i / 4 % 2], s[i]);
-  u32 B[2], sums[2][2] = {};
+  u32 B[2], sums[DIGITS][2] = {};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const u32 octave = (u32)(quad_maximum(peak[h]) * C + 0xFFFFFF) >> 24;
-    B[h] = (u32)((K0 >> 8) + (16 << 24)) - (octave << 24);
+    const i32 octave = octave_above(quad_maximum(peak[h]), C);
+    B[h] = block_offset(octave);
     out[(68 + h) * 128 + threadIdx.x] = octave;
   }
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    u32 p[4];
+    u32 p[4], digit[DIGITS];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) p[j] = p16_of_block(s[4 * i + j], C, B[i % 2]);
-    const u32 a = permute(p[0], p[1], 0x5140), b = permute(p[2], p[3], 0x5140);
-    const u32 digit[2] = {permute(a, b, 0x7632), permute(a, b, 0x5410)};
+    for (int j = 0; j < 4; ++j) p[j] = block_p16((u32)s[4 * i + j] * (u32)(-(C >> 8)) + B[i % 2]);
+    if constexpr (DIGITS == 2) {
+      pack_block_p16(p, digit[0], digit[1]);
+    } else {
+      const u32 a = permute(p[0], p[1], 0x5410) + 0x00800080, b = permute(p[2], p[3], 0x5410) + 0x00800080;
+      digit[0] = permute(a, b, 0x7531);
+    }
 #pragma unroll
-    for (int d = 0; d < 2; ++d) {
+    for (int d = 0; d < DIGITS; ++d) {
       sums[d][i % 2] = add_bytes(digit[d], sums[d][i % 2]);
-      out[(i * 2 + d) * 128 + threadIdx.x] = digit[d];
+      out[(i * DIGITS + d) * 128 + threadIdx.x] = digit[d];
     }
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) out[(64 + i) * 128 + threadIdx.x] = sums[i / 2][i % 2];
+  for (int i = 0; i < 2 * DIGITS; ++i) out[(64 + i) * 128 + threadIdx.x] = sums[i / 2][i % 2];
 }
+extern "C" __global__ void block_float(const i32* in, u32* out, i32 C, const u32*) { block_p<2>(in, out, C); }
+extern "C" __global__ void block_float8(const i32* in, u32* out, i32 C, const u32*) { block_p<1>(in, out, C); }
 
-// intflash_bfp: the sums of a block of 64 channels, two digits, merged into the row's.
-extern "C" __global__ void merge(const i32* in, i64* acc, const u32* power) {
-  i32 digits[64];
+// The sums of a block of 64 channels, of two digits or one, merged into the row's of 64 or 32 bits.
+template <int DIGITS, class T>
+DEVICE void merge(const i32* in, T* acc, const u32* power) {
+  i32 digits[32 * DIGITS];
   load(digits, in);
   const u32 up[2] = {power[threadIdx.x], power[128 + threadIdx.x]};
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
-    i64& sum = acc[i * 128 + threadIdx.x];
-    sum = multiply_add(digits[i] * 256 + digits[32 + i], up[i / 2 % 2], sum);
+    T& sum = acc[i * 128 + threadIdx.x];
+    const i32 x = DIGITS == 2 ? digits[i] + (digits[32 * (DIGITS - 1) + i] >> 8) : digits[i];
+    if constexpr (sizeof(T) == 8)
+      sum = multiply_add(x, up[i / 2 % 2], sum);
+    else
+      sum += x * (i32)up[i / 2 % 2];
   }
 }
+extern "C" __global__ void merge_64bit(const i32* in, i64* acc, const u32* power) { merge<2>(in, acc, power); }
+extern "C" __global__ void merge_32bit(const i32* in, i32* acc, const u32* power) { merge<2>(in, acc, power); }
+extern "C" __global__ void merge8_32bit(const i32* in, i32* acc, const u32* power) { merge<1>(in, acc, power); }

@@ -1,4 +1,4 @@
-"""Machine instructions per score of `intflash_bfp` on sm_90a beside today's softmax of long rows.
+"""Machine instructions per score of `intflash_bfp` and `intflash_bfp8` on sm_90a beside the softmax of long rows.
 
 Writes benchmarks/results/machine_code/block_float_sm90.json. Needs nvcc and nvdisasm, and no GPU:
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 SOURCE = HERE / "block_float_sm90.cu"
 OUT = HERE / "results" / "machine_code" / "block_float_sm90.json"
 SCORES = 64  # of a thread
-ALU = ("SHF", "PRMT", "IADD3", "VIADD", "LEA", "LOP3", "VIMNMX", "VIMNMX3")
+ALU = ("SHF", "PRMT", "IADD3", "VIADD", "LEA", "LEA.HI", "LOP3", "VIMNMX", "VIMNMX3")
 FMA_SLOTS = {"IMAD": 1, "IMAD.HI": 2, "IMAD.WIDE": 2}
 
 

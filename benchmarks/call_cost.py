@@ -6,7 +6,10 @@ torch.compile's in its default mode.
 
 from __future__ import annotations
 
+import shutil
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -61,7 +64,19 @@ def _eager(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
         "attention, int8 in and out": partial(intflash.attention, *codes),
         "attention, int8 in, float32 out": partial(intflash.attention, *codes, out_dtype=torch.float32),
         "attention, its keys grown by one": lambda: intflash.attention(*next(growing)),
-    }
+    } | _general(q, k, v)
+
+
+def _general(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
+    """Calls on a GPU that the native path leaves to Python: of another backend, or for kernels unknown to it."""
+    if not q.is_cuda:
+        return {}
+    calls = {"general way: triton": partial(intflash.attention, q, k, v, backend="triton")}
+    if k.shape[2] > 64:  # for windows the native path knows masks
+        keep = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        masked = partial(intflash.attention, q, k, v, keep, backend="cuda", recipe=STATIC)
+        calls["general way: cuda, masked, static scales"] = masked
+    return calls
 
 
 def _growing(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -78,6 +93,36 @@ def _noop() -> Callable[..., Tensor]:
         _nothing.impl("noop", lambda q, k, v: torch.empty_like(q), "CompositeExplicitAutograd")
         torch.library.register_fake("intflash_benchmarks::noop", lambda q, k, v: torch.empty_like(q), lib=_nothing)
     return torch.ops.intflash_benchmarks.noop.default
+
+
+CPP_NOOP = """
+#include <torch/library.h>
+#include <ATen/ATen.h>
+at::Tensor noop(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) { return at::empty_like(q); }
+TORCH_LIBRARY_FRAGMENT(intflash_benchmarks, m) { m.def("cpp_noop(Tensor q, Tensor k, Tensor v) -> Tensor"); }
+TORCH_LIBRARY_IMPL(intflash_benchmarks, CPU, m) { m.impl("cpp_noop", &noop); }
+TORCH_LIBRARY_IMPL(intflash_benchmarks, CUDA, m) { m.impl("cpp_noop", &noop); }
+"""
+
+
+def _cpp_noop() -> Callable[..., Tensor] | None:
+    """The same op in C++; None without a compiler or torch's headers."""
+    if not hasattr(torch.ops.intflash_benchmarks, "cpp_noop"):
+        if shutil.which("c++") is None:
+            return None
+        from torch.utils.cpp_extension import include_paths, library_paths
+
+        with tempfile.TemporaryDirectory() as folder:
+            library = f"{folder}/noop.so"
+            flags = ["-shared", "-fPIC", "-O1", "-std=c++20", "-x", "c++", "-", "-o", library]
+            folders = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
+            command = ["c++", *folders, *flags, "-ltorch_cpu", "-ltorch", "-lc10"]
+            if subprocess.run(command, input=CPP_NOOP, text=True, capture_output=True).returncode:
+                return None
+            torch.ops.load_library(library)
+        fake = torch.library.register_fake("intflash_benchmarks::cpp_noop", lib=_nothing)
+        fake(lambda q, k, v: torch.empty_like(q))
+    return torch.ops.intflash_benchmarks.cpp_noop.default
 
 
 def _compiled(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Callable[[], object]:
@@ -111,6 +156,8 @@ def _rows(setting: Setting) -> Iterator[Row]:
             "an op that does nothing": _noop(), "torch SDPA": scaled_dot_product_attention,
             "attention": intflash.attention,
         }  # fmt: skip
+        if (of_cpp := _cpp_noop()) is not None:
+            functions["an op of C++ that does nothing"] = of_cpp
         for mode, enter in modes.items():
             with enter():
                 inputs = tuple(x.clone() for x in tensors)  # in inference mode, of that mode

@@ -6,28 +6,38 @@ The two runtimes are optional packages: `pip install openvino nncf onnxruntime o
 from __future__ import annotations
 
 import contextlib
+import json
+import math
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from intflash import integer
 from intflash.bench.experiments import Experiment, Row, Setting, describe
 from intflash.bench.measure import time_interleaved
+from intflash.integer import IntegerModel
+from intflash.integer.program import Linear
 
 MODELS = ("vit_base_patch16_224", "deit_small_patch16_224", "swin_tiny_patch4_window7_224")
 BATCHES = (1, 4, 16)
 THREADS = (1, 2)
+REST_S = 0.1  # after a turn on two threads: ONNX Runtime's threads spin for 55 ms after a call
 CALIBRATION = 8  # images of random values: the speed does not depend on them
 OURS = "intflash"
 PEERS = ("OpenVINO INT8", "ONNX Runtime INT8")
 FLOATS = {torch.float32: "torch float32", torch.bfloat16: "torch bfloat16"}
 METRIC = "ms"
+MEMORY, BOUND = "peak memory, MB", "bound of the peak memory, MB"
+TURN_S = 0.25  # a turn repeats short calls: in the first ones the caches hold what another contender left
 Run = Callable[[Tensor], Any]
 
 
@@ -40,12 +50,13 @@ class Model:
     images: Tensor
     folder: Path
 
+    @cached_property
+    def converted(self) -> IntegerModel:
+        return integer.convert(self.module, integer.calibrate(self.module, [self.images]), backend="cpu")
+
 
 def ours(model: Model, threads: int) -> Run:
-    from intflash import integer
-
-    converted = integer.convert(model.module, integer.calibrate(model.module, [model.images]), backend="cpu")
-    return converted
+    return model.converted
 
 
 def torch_eager(model: Model, threads: int, dtype: torch.dtype) -> Run:
@@ -118,7 +129,7 @@ CONTENDERS: dict[str, Callable[[Model, int], Run]] = {
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Times of every contender with one and with two threads, all taking turns.
+    """Times of every contender with one and with two threads, all taking turns, and the integer model's peak memory.
 
     With one thread the clock counts the process's own time, so that other processes on the machine do not count.
     """
@@ -129,8 +140,10 @@ def measure(setting: Setting) -> Iterator[Row]:
         module = timm.create_model(name, pretrained=False).eval()
         images = torch.randn(CALIBRATION, *module.pretrained_cfg["input_size"])
         with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+            model = Model(name, module, images, Path(folder))
             for threads in THREADS[: 1 if setting.quick else None]:
-                yield from _measure_model(Model(name, module, images, Path(folder)), threads, setting)
+                yield from _measure_model(model, threads, setting)
+            yield from _memory(model, setting)
 
 
 def _measure_model(model: Model, threads: int, setting: Setting) -> Iterator[Row]:
@@ -151,14 +164,62 @@ def _measure_model(model: Model, threads: int, setting: Setting) -> Iterator[Row
             case = f"{model.name}, batch {batch}, {threads} {plural}"
             setting.log(case)
             x = torch.randn(batch, *model.images.shape[1:])
-            clock = time.process_time if threads == 1 else time.perf_counter
+            clock, rest_s = (time.process_time, 0.0) if threads == 1 else (time.perf_counter, REST_S)
             calls = [partial(run, x) for run in runs.values()]
             if setting.rehearse:
                 continue
-            seconds = dict(zip(runs, time_interleaved(calls, setting.budget_s, clock=clock), strict=True))
+            times = time_interleaved(calls, setting.budget_s, clock=clock, turn_s=TURN_S, rest_s=rest_s)
+            seconds = dict(zip(runs, times, strict=True))
             for label, value in seconds.items():
                 yield Row(label, case, METRIC, 1e3 * value, x=batch)
             yield from _ratios(case, batch, seconds)
+            if threads > 1 and OURS in runs:
+                counts = [partial(_on_threads, n, partial(runs[OURS], x)) for n in (1, threads)]
+                one, several = time_interleaved(counts, setting.budget_s, turn_s=TURN_S)
+                yield Row(OURS, case, "speedup over one thread", one / several, x=batch)
+
+
+def _on_threads(count: int, run: Callable[[], Any]) -> None:
+    torch.set_num_threads(count)
+    run()
+
+
+def _memory(model: Model, setting: Setting) -> Iterator[Row]:
+    """Peak memory of a process that loads the integer model from its file and runs it, above what its imports take.
+
+    The bound is the int8 weights, the two largest activations and 50 MB.
+    """
+    program, file = model.converted.program, model.folder / "integer.safetensors"
+    model.converted.save(file)
+    weights = sum(program.tensors[op.weight].numel() for op in program.operations if isinstance(op, Linear))
+    activations = sorted(math.prod(x.shape) * x.dtype.itemsize for x in program.buffers.values())
+    for batch in BATCHES[: 1 if setting.quick else None]:
+        case = f"{model.name}, batch {batch}"
+        setting.log(f"{case}: memory")
+        shape = (batch, *model.images.shape[1:])
+        command = [sys.executable, "-c", _PEAK, json.dumps([*sys.path]), str(file), json.dumps(shape)]
+        peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        yield Row(OURS, case, MEMORY, peak, x=batch)
+        yield Row(OURS, case, BOUND, (weights + batch * sum(activations[-2:])) / 1e6 + 50, x=batch)
+
+
+_PEAK = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+import torch
+from intflash import integer
+from intflash.integer import cpu
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+images = torch.zeros(json.loads(sys.argv[3]))
+before = status("VmRSS")
+model = integer.load(sys.argv[2], backend="cpu")
+for _ in range(2):
+    model(images)
+print((status("VmHWM") - before) / 1e6)
+"""
 
 
 def _ratios(case: str, batch: int, seconds: dict[str, float]) -> Iterator[Row]:
@@ -191,8 +252,10 @@ EXPERIMENTS = (
         conclude=conclude,
         notes=(
             "Random weights and images. Contenders take turns, medians. One thread: the process's own time "
-            "(other processes on the machine do not count); two: wall clock. bfloat16 is autocast. Every contender "
-            "takes normalized float32 images from memory, the integer model too."
+            "(other processes on the machine do not count); two: wall clock, and 0.1 s of rest after each turn, since "
+            "ONNX Runtime's threads spin for 55 ms after a call. bfloat16 is autocast. Every contender takes "
+            "normalized float32 images from memory, the integer model too. Memory: of a process that loads the integer "
+            "model from its file and calls it twice, above what its imports take."
         ),
         devices=("cpu",),
         limit_s=1800.0,

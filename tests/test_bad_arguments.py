@@ -54,6 +54,7 @@ VALUES = {
     "method": NOT_TENSORS | TWO | {"None": None},
     "backend": NOT_TENSORS | TWO,
     "causal_align": NOT_TENSORS | TWO | {"None": None},
+    "window_size": NOT_TENSORS | TWO | {"three": (1, 2, 3), "floats": (1.0, 2.0), "below": (-2, 0), "bools": (True, 0)},
     "recipe": NOT_TENSORS | TWO,
     "out_dtype": NOT_TENSORS | TWO | {"float8": torch.float8_e4m3fn},
     "out_scale": {"list": [1.0], "big": 10**400, "past float32": 1e39, "two": torch.ones(2), "none": torch.ones(0)},

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import intflash
-from intflash import InputError, Recipe, op, plans
+from intflash import InputError, Recipe, call, op
 from intflash.call import prepare
 from oracle import randn, sqnr
 
@@ -75,5 +75,5 @@ def test_integer_output_of_values_with_scales_along_the_tokens(granularity):
 @pytest.mark.parametrize("name", ["q", "k", "v", "attn_mask", "bias", "out_scale"])
 def test_every_tensor_of_a_call_is_checked_for_gradients(name):
     x = torch.ones(1, 1, 1, 1, requires_grad=True)
-    wanting = op.gradients_wanted(dict.fromkeys(plans.NAMES) | dict(q=Q, k=K, v=V) | {name: x})
+    wanting = op.gradients_wanted(dict.fromkeys(call.NAMES) | dict(q=Q, k=K, v=V) | {name: x})
     assert len(wanting) == 1 and wanting[0] is x

@@ -18,12 +18,10 @@ LAYERS = {
     "problem": {"quant"},
     "methods": {"errors", "numerics", "quant", "problem"},
     "validate": {"errors", "dense", "numerics", "quant", "methods"},
-    "tape": {"quant"},
-    "backends": {"_native", "errors", "numerics", "quant", "problem", "methods", "tape", "validate"},
+    "backends": {"_native", "errors", "numerics", "quant", "problem", "methods", "validate"},
     "masks": {"errors", "numerics"},
-    "plans": {"quant", "tape"},
     "call": {"errors", "numerics", "quant", "problem", "methods", "backends", "masks", "validate"},
-    "op": {"call", "plans", "validate", "methods", "problem", "quant", "backends", "numerics"},
+    "op": {"call", "validate", "methods", "problem", "quant", "backends", "numerics"},
     "api": {"errors", "quant", "backends", "call", "op"},
     "inventory": {"backends", "methods", "call"},
     "distributed": {
@@ -44,7 +42,7 @@ LAYERS = {
 
 # Which other backends each folder of `backends` may import. The CUDA kernels run without Triton.
 ROOMS = {"cuda": {"gpu"}, "triton": {"gpu"}} | dict.fromkeys(("cpu", "gpu", "portable", "vortex", "reference"), set())
-SHARED = {"base", "cache", "features"}
+SHARED = {"base", "cache", "features", "native"}
 
 
 def imports(path: pathlib.Path) -> set[str]:

@@ -15,6 +15,7 @@ FACTORS = {
     "mask": ["none", "keep", "keep_rows", "float"],
     "bias": ["none", "heads", "windows", "row"],
     "causal": [None, "top_left", "bottom_right"],
+    "window": [None, (20, 0), (7, 30), (-1, 5), (40, None)],
     "heads": [(2, 2), (4, 2), (3, 1)],
     "packed": [False, True],
     "tokens": [(49, 49), (1, 197), (130, 75)],
@@ -72,19 +73,27 @@ def call(case, seed=0):
         keep = keep & (row[:, None] == key)
     if case["causal"]:
         options |= dict(is_causal=True, causal_align=case["causal"])
-        keep = keep & causal_keys(case, options, nq, nk)
+    if case["window"]:
+        options |= dict(window_size=case["window"])
+    if case["causal"] or case["window"]:
+        keep = keep & visible_keys(case, options, nq, nk)
     return (q, k, v), options, dict(bias=bias, keep=keep)
 
 
-def causal_keys(case, options, nq, nk):
+def visible_keys(case, options, nq, nk):
     bounds = [(0, nq)], [(0, nk)]
     if case["packed"]:
         bounds = [list(zip(c.tolist(), c.tolist()[1:], strict=False))
                   for c in (options["cu_seqlens_q"], options["cu_seqlens_k"])]  # fmt: skip
     visible = torch.zeros(nq, nk, dtype=torch.bool)
     for (a, b), (c, d) in zip(*bounds, strict=True):
-        offset = 0 if case["causal"] == "top_left" else (d - c) - (b - a)
-        visible[a:b, c:d] = torch.arange(d - c) <= torch.arange(b - a)[:, None] + offset
+        offset = (d - c) - (b - a) if case["causal"] == "bottom_right" else 0
+        after = torch.arange(d - c) - torch.arange(b - a)[:, None] - offset  # the query's own key
+        left, right = case["window"] or (None, None)
+        right = 0 if case["causal"] else right
+        visible[a:b, c:d] = (after >= (-nq - nk if left in (None, -1) else -left)) & (
+            after <= (nq + nk if right in (None, -1) else right)
+        )
     return visible
 
 

@@ -67,6 +67,9 @@ SERVED = {
     "log-sum-exp of codes": lambda s: (codes(s), dict(return_lse=True, out_scale="bound")),
     "causal": lambda s: (tensors(s), dict(is_causal=True, causal_align="bottom_right")),
     "causal from the left": lambda s: (tensors(s), dict(is_causal=True)),
+    "window": lambda s: (tensors(s), dict(window_size=(20, 5), causal_align="bottom_right")),
+    "causal window": lambda s: (tensors(s), dict(is_causal=True, window_size=(30, -1))),
+    "right side of a window": lambda s: (tensors(s), dict(window_size=(-1, 7))),
     "windows": lambda s: (tensors(s), dict(attn_mask=mask(s, 2, 1, 33, 40), bias=int_bias(s, 1, 4, 33, 40))),
     "small mask": lambda s: (tensors(s), dict(attn_mask=mask(s, 33, 40))),
     "mask of keys": lambda s: (tensors(s), dict(attn_mask=mask(s, 2, 1, 1, 40))),
@@ -103,6 +106,8 @@ DECLINED = {
         [x[:1] for x in tensors(s)],
         dict(cu_seqlens_q=torch.tensor([0, 33]).int(), cu_seqlens_k=torch.tensor([0, 40]).int()),
     ),
+    "a window with None": lambda s: (tensors(s), dict(window_size=(None, 4))),
+    "a window as a list": lambda s: (tensors(s), dict(window_size=[3, 4])),
     "a flag as a number": lambda s: (tensors(s), dict(is_causal=1)),
 }
 

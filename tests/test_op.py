@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import intflash
-from intflash import QTensor, Recipe, plans
+from intflash import QTensor, Recipe, call
 from intflash.op import _general, _simple
 from oracle import randn
 
@@ -89,9 +89,9 @@ def test_compiled_calls_refuse_what_eager_ones_do():
     def layer(q, k, v):
         return intflash.attention(q, k, v, out_dtype=torch.int8, out_scale="auto").data
 
-    for call in (layer, torch.compile(layer, backend="aot_eager")):
+    for forward in (layer, torch.compile(layer, backend="aot_eager")):
         with pytest.raises(Exception, match="'dynamic' or 'bound', got 'auto'"):
-            call(*randn(1, 2, 8, 16))
+            forward(*randn(1, 2, 8, 16))
 
 
 def test_op_does_not_alias_a_given_out_scale():
@@ -145,22 +145,19 @@ def test_traced_code_computes():
 
 
 def test_the_op_passes_every_argument(monkeypatch):
-    seen = []
-
-    def signed(call, arguments):
-        seen.append(plans.signature(arguments))
-        return call(arguments)
-
-    monkeypatch.setattr(plans, "run", signed)
+    seen, compute = [], call.compute
+    monkeypatch.setattr(call, "compute", lambda arguments: seen.append(arguments) or compute(arguments))
     inputs = randn(1, 2, 20, 16)
     intflash.attention(*inputs, backend="torch")
     torch.compile(lambda *x: intflash.attention(*x, backend="torch"), fullgraph=True, backend="aot_eager")(*inputs)
-    assert len(seen) == 2 and [len(tensors) for _, tensors in seen] == [3, 3]
+    assert [set(arguments) for arguments in seen] == [set(call.NAMES)] * 2
+    assert all(torch.equal(arguments[name], x) for arguments in seen for name, x in zip("qkv", inputs, strict=True))
 
 
 ENDS = [torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 20], [0, 12, 20])]
 OPTIONS = {
     "causal": dict(is_causal=True, causal_align="bottom_right"),
+    "window": dict(window_size=(9, 2)),
     "scale": dict(scale=0.7),
     "bias": dict(bias=torch.randn(1, 2, 20, 20, generator=torch.Generator().manual_seed(0))),
     "smooth, rotate": dict(recipe=Recipe(smooth_k=True, rotate=True), return_lse=True),

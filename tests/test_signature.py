@@ -39,6 +39,7 @@ def test_annotations_agree_with_the_list():
         "Tensor": "Tensor | QTensor", "Tensor?": "Tensor | None", "bool": "bool", "bool?": "bool | None",
         "float?": "float | None", "str": "str", "str?": "str | None", "Recipe?": "Recipe | None",
         "ScalarType?": "torch.dtype | None",
+        "int[2]?": "tuple[int | None, int | None] | None",
     }  # fmt: skip
     expected = {a.name: python[a.schema] for a in call.ARGUMENTS} | {"out_scale": "Tensor | float | str | None"}
     assert {p.name: p.annotation for p in SIGNATURE.parameters.values()} == expected

@@ -50,7 +50,7 @@ struct Buffers {
     value_pad_ = round_up(call.value_dim, kLanes);
     qk_steps_ = V::depth_steps(call.head_dim);
     chunk_ = smaller(key_pad, round_up(V::kScoreBytes / (4 * kRows), kStageKeys));
-    const bool block_float = call.method == Method::kBlockFloat, p16 = block_float || call.method == Method::kP16;
+    const bool block_float = is_block_float(call.method), p16 = has_p16(call.method);
     if (call.method == Method::kOnline || block_float) chunk_ = smaller<int64_t>(key_pad, kGranule);
     if (call.method >= Method::kQFlash) chunk_ = smaller(key_pad, kStageKeys);
     score_ld_ = chunk_ + 16;  // not a multiple of 4 KiB, whose rows would share a cache set
@@ -105,8 +105,9 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       B::p_low_, B::other_scores_, B::wide_acc_, B::valueless_;
   using B::kRows, B::kLanes, B::kBlock, B::kKeyPad;
   using B::score_ld_, B::p_ld_, B::value_pad_, B::chunk_, B::stage_keys_, B::qk_steps_;
-  using P::call_, P::b_, P::h_, P::hk_, P::q0_, P::k0_, P::nk_, P::row0_, P::rows_, P::key_end_, P::masked_;
-  using P::enter_block, P::causal_keys, P::mask_row, P::mark_absent, P::first_row;
+  using P::call_, P::b_, P::h_, P::hk_, P::q0_, P::k0_, P::nk_, P::row0_, P::rows_, P::key_begin_, P::key_end_,
+      P::masked_;
+  using P::enter_block, P::causal_keys, P::keys_before_window, P::mask_row, P::mark_absent, P::first_row;
 
  public:
   static int unit_rows(const Call&) { return kRows; }
@@ -157,9 +158,9 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     const bool in_key_order = call_.method >= Method::kQFlash;
     Pack<V>::values(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, pad, call_.value_dim,
                     in_key_order, values_);
-    if (call_.method == Method::kBlockFloat)
+    if (is_block_float(call_.method))
       find_valueless(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, call_.value_dim, valueless_);
-    if (in_key_order || (V::kWideP && (call_.method == Method::kP16 || call_.method == Method::kBlockFloat)))
+    if (in_key_order || (V::kWideP && has_p16(call_.method)))
       column_sums(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, call_.value_dim, value_pad_,
                   column_sums_);
   }
@@ -204,6 +205,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       const int64_t present = causal_keys(r, key, n);
       for (int64_t j = present / kLanes * kLanes; j < pad; j += kLanes)
         V::store(s + j, V::first(V::load(s + j), larger<int64_t>(0, present - j)));
+      for (int64_t j = 0, before = keys_before_window(r, key, n); j < before; ++j) s[j] = kAbsent;
       if (call_.keep.data) mark_absent(call_.keep, call_.keep_batch, r, key, present, s, uint8_t(0));
       if (call_.bias.data) mark_absent(call_.bias, call_.bias_batch, r, key, present, s, kAbsent);
     }
@@ -259,12 +261,12 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     return m;
   }
 
-  // Finds level_ of biased rows in 32 bits, where all of their keys [0, n) are in the chunk and 32 bits hold T.
-  __attribute__((noinline)) bool levels32(int64_t n) {
+  // Finds level_ of biased rows in 32 bits, where all of their keys [key, key + n) are in the chunk and 32 bits hold T.
+  __attribute__((noinline)) bool levels32(int64_t key, int64_t n) {
     bool fit = call_.bias.data && !call_.k_scale.stride[2];
     for (int r = 0; fit && r < rows_; ++r)
       fit = has_24_fraction_bits(exponent_[r * row_step_]) &&
-            level32_row(r, 0).level(scores_ + r * score_ld_, n, level_[r]);
+            level32_row(r, key).level(scores_ + r * score_ld_, n, level_[r]);
     for (int r = 0; !fit && r < rows_; ++r) level_[r] = kNever;
     return fit;
   }
@@ -280,7 +282,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     int32_t* s = scores_ + r * score_ld_ + at;
     const int64_t level = level_[r] + (L == Level::kTableOctave ? kStepOffset : 0);
     if (L == Level::kMaximum && by_levels32_)
-      level32_row(r, at).depths(s, n, level);
+      level32_row(r, key + at).depths(s, n, level);
     else
       for_each_exponent<L>(r, key + at, n, s, [&](int64_t j, int64_t t) {
         const int64_t x = smaller<int64_t>(int64_t(uint64_t(level) - uint64_t(t)) >> (32 - kDepthBits<L>), 65535);
@@ -322,8 +324,9 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     products<P16>(key + at, at, n, fresh);
   }
 
-  // Adds P V of keys [key, key + n), whose P is that of the scores from `at` on, to acc_.
-  template <bool P16>
+  // Adds P V of keys [key, key + n), whose P is that of the scores from `at` on, to acc_. Floored: floor(P16 V / 2^8),
+  // to the high digits alone.
+  template <bool P16, bool Floored = false>
   void products(int64_t key, int64_t at, int64_t n, bool fresh) {
     const PCode* p = p_of(at);
     const Code* v = values_ + key * kLanes;
@@ -332,13 +335,16 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     if constexpr (P16 && V::kWideP) {
       const int64_t summed = key + n == nk_ ? n : round_up(n, kBlock);  // V has these absent keys too
       Product<V>::values(p, p_ld, v, v_ld, summed, panels, rows_, stage_, value_pad_, false);
-      return add_stage(key, n, fresh);
+      return add_stage<Floored>(key, n, fresh);
     }
     Product<V>::values(p, p_ld, v, v_ld, n, panels, rows_, acc_, value_pad_, !fresh);
-    if (P16) Product<V>::values(p_low_, p_ld_, v, v_ld, n, panels, rows_, acc_low_, value_pad_, !fresh);
+    if (P16) Product<V>::values(p_low_, p_ld_, v, v_ld, n, panels, rows_, acc_low_, value_pad_, !fresh && !Floored);
+    if (P16 && Floored)
+      for (int64_t i = 0; i < rows_ * value_pad_; ++i) acc_[i] += acc_low_[i] >> kAccShift;
   }
 
   // Adds P V of keys [key, key + n), computed from p - 32768, to acc_.
+  template <bool Floored>
   void add_stage(int64_t key, int64_t n, bool fresh) {
     int32_t whole[kMaxValueDim + kLanes];  // 32768 times V's column sums
     for (int64_t d = 0; d < value_pad_; ++d) whole[d] = 0;
@@ -349,7 +355,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
         const int64_t i = r * value_pad_ + d;
         const int32_t sum = wrapping_add(stage_[i], whole[d]);
         acc_[i] = (fresh ? 0 : acc_[i]) + (sum >> 8);
-        acc_low_[i] = (fresh ? 0 : acc_low_[i]) + (sum & 255);
+        if (!Floored) acc_low_[i] = (fresh ? 0 : acc_low_[i]) + (sum & 255);
       }
   }
 
@@ -358,7 +364,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       case Method::kP16: exact<true>(); break;
       case Method::kP8: exact<false>(); break;
       case Method::kOnline: online(); break;
-      case Method::kBlockFloat: block_float(); break;
+      case Method::kBlockFloat: block_float<true>(); break;
+      case Method::kBlockFloat8: block_float<false>(); break;
       case Method::kQFlash: flash<false>(); break;
       case Method::kIFlash: flash<true>(); break;
     }
@@ -368,19 +375,19 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   void exact() {
     if constexpr (V::kMatrixUnit)
       if (are_long_rows<P16>()) return long_rows<P16>();
-    const bool resident = key_end_ <= chunk_;
-    for (int64_t key = 0; key < key_end_; key += chunk_) {
+    const bool resident = key_end_ - key_begin_ <= chunk_;
+    for (int64_t key = key_begin_; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
       score_chunk(key, n);
-      by_levels32_ = biased_ && resident && levels32(n);
+      by_levels32_ = biased_ && resident && levels32(key, n);
       for (int r = 0; biased_ && !by_levels32_ && r < rows_; ++r)
         level_[r] = larger(level_[r], biased_max<Level::kMaximum>(r, key, n));
     }
-    for (int64_t key = 0; key < key_end_; key += chunk_) {
+    for (int64_t key = key_begin_; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
       if (!resident) score_chunk(key, n);
       for (int64_t at = 0; at < n; at += stage_keys_)
-        accumulate<P16, Level::kMaximum>(key, at, smaller(stage_keys_, n - at), key + at == 0);
+        accumulate<P16, Level::kMaximum>(key, at, smaller(stage_keys_, n - at), key + at == key_begin_);
     }
     finish<P16>();
   }
@@ -391,8 +398,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     using Long = LongRows<V, P16, P16 ? 8 : 1>;
     constexpr int most = Long::kMaxChannels;
     static_assert(Long::kBytes <= 4 * kRows * kLongRow<P16>, "what it needs fits where scores would be");
-    return !masked_ && !biased_ && !row_step_ && key_end_ == nk_ && nk_ >= kLongRow<P16> && rows_ > kFewRows &&
-           call_.head_dim <= most && call_.value_dim <= most;
+    return !masked_ && !biased_ && !row_step_ && key_begin_ == 0 && key_end_ == nk_ && nk_ >= kLongRow<P16> &&
+           rows_ > kFewRows && call_.head_dim <= most && call_.value_dim <= most;
   }
 
   template <bool P16>
@@ -415,7 +422,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   void online() {
     constexpr int64_t octave = kTableSteps.octave();
     clear(acc_, rows_ * value_pad_);
-    for (int64_t key = 0; key < key_end_; key += kGranule) {
+    for (int64_t key = key_begin_; key < key_end_; key += kGranule) {
       const int64_t n = smaller<int64_t>(kGranule, key_end_ - key);
       for (int r = 0; r < rows_; ++r) row_max_[r] = kAbsent;
       score_chunk(key, n);
@@ -434,14 +441,16 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     finish<false>();
   }
 
-  // Computes intflash_bfp in one pass, in which a row's octaves rise. Where a row spans more octaves than its sums have
-  // fraction bits, the block of rows is computed again from the octaves found, and each block of keys is merged alone.
+  // Computes intflash_bfp (P16) or intflash_bfp8 in one pass, in which a row's octaves rise. Where a row spans more
+  // octaves than its sums have fraction bits, the block of rows is computed again from the octaves found, and each
+  // block of keys is merged alone.
+  template <bool P16>
   void block_float() {
     for (int r = 0; r < rows_; ++r) block_float_[r] = BlockFloatRow(nk_);
     const auto pass = [&](bool alone) {
-      clear(acc_, rows_ * value_pad_), clear(acc_low_, rows_ * value_pad_);
-      for (int64_t key = 0; key < key_end_; key += kGranule)
-        block_of_keys(key, smaller<int64_t>(kGranule, key_end_ - key), alone);
+      clear(acc_, rows_ * value_pad_);
+      for (int64_t key = key_begin_; key < key_end_; key += kGranule)
+        block_of_keys<P16>(key, smaller<int64_t>(kGranule, key_end_ - key), alone);
     };
     pass(false);
     bool exact = true;
@@ -453,24 +462,27 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     bool gaps = false;
     for (int r = 0; r < rows_; ++r) {
       BlockFloatRow& row = block_float_[r];
-      // Sums of one octave in up to 2^16 keys are those that the output is made of.
+      // Sums of one octave in up to 2^16 keys are those that the output is made of, in units of 2^8.
       if (row.pending != kNoOctave && (row.has_wide || row.value_top > row.pending || row.fraction != kOutputShift))
         merge_pending(r, row.pending);
       row.value_top = row.largest_of_value();
       if (row.has_wide)
         rounded_acc(wide_acc_ + r * value_pad_, value_pad_, acc_ + r * value_pad_, acc_low_ + r * value_pad_);
+      else
+        clear(acc_low_ + r * value_pad_, value_pad_);
       l_[r] = row.rounded_l(), gap_[r] = row.gap(), gaps = gaps || gap_[r];
     }
     finish<true>(gaps ? gap_ : nullptr);
   }
 
   void merge_pending(int r, int octave) {
-    int32_t *high = acc_ + r * value_pad_, *low = acc_low_ + r * value_pad_;
-    block_float_[r].merge(octave, high, low, wide_acc_ + r * value_pad_, value_pad_);
-    clear(high, value_pad_), clear(low, value_pad_);
+    int32_t* sums = acc_ + r * value_pad_;
+    block_float_[r].merge(octave, sums, wide_acc_ + r * value_pad_, value_pad_);
+    clear(sums, value_pad_);
   }
 
   // alone: sums of a block are never added to those of another in 32 bits.
+  template <bool P16>
   void block_of_keys(int64_t key, int64_t n, bool alone) {
     for (int r = 0; r < rows_; ++r) row_max_[r] = kAbsent;
     const bool was_masked = masked_, split = has_valueless(valueless_ + key, n);
@@ -486,24 +498,25 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
         if (row.pending != kNoOctave) merge_pending(r, larger(row.pending, row.value_top));
         row.pending = octave[r], row.value_lowest = smaller(row.value_lowest, octave[r]);
       }
-      weights<true, Level::kBlockOctave>(key, 0, n, l);
-      products<true>(key, 0, n, false);
-      add_l(octave, l);
+      weights<P16, Level::kBlockOctave>(key, 0, n, l);
+      products<P16, true>(key, 0, n, false);
+      add_l<P16>(octave, l);
     }
     if (split) {
       std::swap(scores_, other_scores_);
       find_group_maxima(n);
       if (enter_group(key, n, octave)) {
-        weights<true, Level::kBlockOctave>(key, 0, n, l);
-        add_l(octave, l);
+        weights<P16, Level::kBlockOctave>(key, 0, n, l);
+        add_l<P16>(octave, l);
       }
       std::swap(scores_, other_scores_);
     }
     masked_ = was_masked;
   }
+  template <bool P16>
   void add_l(const int* octave, const uint32_t* l) {
     for (int r = 0; r < rows_; ++r)
-      if (octave[r] != kNoOctave) block_float_[r].add_l(octave[r], l[r]);
+      if (octave[r] != kNoOctave) block_float_[r].add_l(octave[r], P16 ? l[r] : l[r] << kAccShift);
   }
 
   // Leaves the keys with a value in scores_ and moves the others to other_scores_, kAbsent in the place of each.
@@ -579,8 +592,9 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   void finish(const int* gaps = nullptr) {
     const int64_t first = first_row();
     V::keep_awake();
-    if (key_end_ == 0) clear(acc_, rows_ * value_pad_);
-    if (key_end_ == 0 && P16) clear(acc_low_, rows_ * value_pad_);
+    const bool none = key_begin_ == key_end_;
+    if (none) clear(acc_, rows_ * value_pad_);
+    if (none && P16) clear(acc_low_, rows_ * value_pad_);
     epilogue_.enter_head(b_, h_, hk_);
     epilogue_.template rows<P16>(acc_, acc_low_, value_pad_, l_, rows_, call_.out.offset(b_, h_, q0_ + row0_), nullptr,
                                  gaps);
@@ -593,7 +607,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
 
   // Returns the row's maximum of T in 2^-32 octave.
   int64_t t_max(int r) const {
-    if (call_.method == Method::kBlockFloat) return block_float_[r].log_sum_level();
+    if (is_block_float(call_.method)) return block_float_[r].log_sum_level();
     if (call_.method == Method::kOnline) return level_[r] == kNever ? kNever : level_[r] / kTableSteps.sixteenths * 16;
     return biased_ ? level_[r] : unbiased_max(r);
   }

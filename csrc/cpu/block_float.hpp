@@ -1,4 +1,4 @@
-// The sums of a row of intflash_bfp: docs/numerics.md section 2, "An exponent per block of keys".
+// The sums of a row of intflash_bfp and intflash_bfp8: docs/numerics.md section 2, "An exponent per block of keys".
 #pragma once
 #include "cpu/arithmetic.hpp"
 
@@ -9,7 +9,8 @@ constexpr int64_t kBlockFloatBiasStep = int64_t(1) << 20;  // 2^-12 octave in T
 constexpr int kNoOctave = -(1 << 29);                      // of a group without keys, below every other
 constexpr int kFar = 48;                                   // a block so many octaves below its row adds nothing
 constexpr int kMaxGap = 96;
-constexpr int64_t kMostShared = 65536;                  // keys whose sums of P's digits fit 32 bits
+constexpr int kAccShift = 8;                            // the unit of a block's P V is 2^8 of P16
+constexpr int64_t kMostShared = 65536;                  // keys whose sums of P V fit 32 bits
 constexpr int kOutputShift = 24;                        // from a row's sums to those that its output is made of
 constexpr int kLeastFraction = 20, kManyFraction = 24;  // fraction bits of the sums of more and of up to 2^16 keys
 
@@ -60,8 +61,8 @@ struct BlockFloatRow {
     if (depth < kFar) l += (int64_t(sum) << fraction) >> depth;
   }
 
-  // Adds the pending sums, 256 * high + low, to the wide ones, below what is the largest octave with `octave`.
-  void merge(int octave, const int32_t* high, const int32_t* low, int64_t* acc, int64_t n) {
+  // Adds the pending sums to the wide ones, below what is the largest octave with `octave`.
+  void merge(int octave, const int32_t* sums, int64_t* acc, int64_t n) {
     if (octave > value_top) {
       if (has_wide) {
         const int by = smaller(octave - value_top, 63);
@@ -75,9 +76,9 @@ struct BlockFloatRow {
     has_wide = true;
     if (depth >= kFar) return;
     if (up >= 0)
-      for (int64_t d = 0; d < n; ++d) acc[d] += int64_t(uint64_t(int64_t(high[d]) * 256 + low[d]) << up);
+      for (int64_t d = 0; d < n; ++d) acc[d] += int64_t(uint64_t(int64_t(sums[d])) << (up + kAccShift));
     else  // of a block alone, whose sums fit 32 bits
-      for (int64_t d = 0; d < n; ++d) acc[d] += (high[d] * 256 + low[d]) >> smaller(-up, 31);
+      for (int64_t d = 0; d < n; ++d) acc[d] += (sums[d] * (1 << kAccShift)) >> smaller(-up, 31);
   }
 
   int gap() const { return value_top == kNoOctave ? 0 : smaller(top - value_top, kMaxGap); }

@@ -9,8 +9,10 @@ namespace {
 template <int Rows, bool WholeTiles>
 struct BlockPosition {
   const Call& call_;
-  int64_t b_, h_, hk_, q0_, k0_, nq_, nk_, causal_offset_;
-  int64_t row0_, key_end_;  // keys from key_end_ on are absent for all of the unit's rows
+  int64_t b_, h_, hk_, q0_, k0_, nq_, nk_, causal_offset_, window_start_;
+  // Keys before key_begin_, a multiple of kGranule or key_end_, and from key_end_ on are absent for all of the unit's
+  // rows.
+  int64_t row0_, key_begin_, key_end_;
   int rows_;
   bool masked_;
 
@@ -51,18 +53,27 @@ struct BlockPosition {
       rows_ = int((block + 1) * nq_ / row_blocks(nq_) - row0_);
     }
     masked_ = call_.bias.data || call_.keep.data;
-    key_end_ = nk_;
+    key_begin_ = 0, key_end_ = nk_;
     if (call_.causal && call_.method >= Method::kQFlash) {
       masked_ = true;  // absent keys of qflash and iflash have a score and enter l
     } else if (call_.causal) {
       key_end_ = larger<int64_t>(0, smaller(nk_, row0_ + rows_ + causal_offset_));
       masked_ = masked_ || row0_ + 1 + causal_offset_ < key_end_;
+      if (call_.windowed) {
+        key_begin_ = smaller(key_end_, larger<int64_t>(0, row0_ + window_start_) / kGranule * kGranule);
+        masked_ = masked_ || row0_ + rows_ - 1 + window_start_ > key_begin_;
+      }
     }
   }
 
   // Returns how many of keys [key, key + n) the causal limit leaves to row r.
   int64_t causal_keys(int r, int64_t key, int64_t n) const {
     return call_.causal ? larger<int64_t>(0, smaller(n, row0_ + r + causal_offset_ + 1 - key)) : n;
+  }
+
+  // Returns how many of keys [key, key + n) lie before the window of row r.
+  int64_t keys_before_window(int r, int64_t key, int64_t n) const {
+    return call_.windowed ? larger<int64_t>(0, smaller(n, row0_ + r + window_start_ - key)) : 0;
   }
 
   template <class T>
@@ -92,7 +103,8 @@ struct BlockPosition {
     k0_ = packed ? call_.ends_k[s] : 0;
     nq_ = packed ? call_.ends_q[s + 1] - q0_ : call_.nq;
     nk_ = packed ? call_.ends_k[s + 1] - k0_ : call_.nk;
-    causal_offset_ = packed && call_.bottom_right ? nk_ - nq_ : call_.causal_offset;
+    const int64_t own = packed && call_.bottom_right ? nk_ - nq_ : 0;
+    causal_offset_ = call_.causal_offset + own, window_start_ = call_.window_start + own;
   }
 };
 

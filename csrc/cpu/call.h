@@ -5,7 +5,7 @@
 
 namespace intflash {
 
-enum class Method : int32_t { kP16, kP8, kOnline, kBlockFloat, kQFlash, kIFlash };
+enum class Method : int32_t { kP16, kP8, kOnline, kBlockFloat, kBlockFloat8, kQFlash, kIFlash };
 enum class OutType : int32_t { kInt8, kInt16, kFloat16, kBFloat16, kFloat32 };
 
 constexpr int32_t kAbsent = INT32_MIN;  // in a row of scores or a bias: the key takes no part
@@ -43,18 +43,24 @@ class Output {
   bool failed_ = false;
 };
 
+// Whether P has an exponent for each block of keys, and whether it has 16 bits.
+inline bool is_block_float(Method m) { return m == Method::kBlockFloat || m == Method::kBlockFloat8; }
+inline bool has_p16(Method m) { return m == Method::kP16 || m == Method::kBlockFloat; }
+
 struct Call {
   Method method;
   OutType out_type;
   int64_t batch, heads_q, heads_k, nq, nk, head_dim, value_dim;
   View<int8_t> q, k, v;
   Output out;
-  View<int32_t> bias;  // intflash: 2^-20 octave (intflash_bfp: 2^-12); qflash, iflash: score units; batch index modulo
-                       // bias_batch
+  View<int32_t> bias;  // intflash: 2^-20 octave (intflash_bfp...: 2^-12); qflash, iflash: score units; batch index
+                       // modulo bias_batch
   View<uint8_t> keep;
   int64_t bias_batch, keep_batch;
-  bool causal, bottom_right;       // bottom_right: each packed sequence has its own offset
-  int64_t causal_offset;           // key j is present for query i iff j <= i + causal_offset
+  // With `causal` key j is present for query i iff j <= i + causal_offset, with `windowed`, which comes with it, iff
+  // also j >= i + window_start. bottom_right: each packed sequence adds its number of keys less its number of queries.
+  bool causal, windowed, bottom_right;
+  int64_t causal_offset, window_start;
   const int32_t *ends_q, *ends_k;  // packed sequences: prefix sums, `sequences` + 1 of them; or null
   int64_t sequences;
   View<float> q_scale, k_scale, v_scale, out_scale;  // axes batch, head, block of tokens, channel

@@ -6,7 +6,8 @@
 //   p16 = ((m >> (1 + s)) + 1) >> 1
 //   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15
 //         with h = m >> 4 = (u*u >> 4) + 8288, 0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
-//   intflash_bfp counts the depth from its block's octave: p16 = m >> (2 + s), 0 past s = 16
+//   intflash_bfp counts the depth from its block's octave: p16 = m >> (2 + s), 0 past s = 16; p8 of intflash_bfp8, that
+//   p16 rounded to 8 bits, is the p8 above
 // intflash_online rounds the depth below its reference level to steps of 1/112 octave, 2^24 in T:
 //   x10 = (level - T + 2^23 + (67 << 24)) >> 22   4 (step + 67) and two bits below it, saturated at 65535
 //   z = 153 + floor(16 step / 7) = (4 (step + 67) * 37449) >> 16; p8 is 0 from step 1008 on
@@ -67,7 +68,7 @@ inline uint64_t scaled_base(int64_t above) {  // at 32 units every p is 0, and b
 // kDepthBits is zero, and the depth is the high half of a 16-bit product.
 template <bool P16, Level L = Level::kMaximum>
 inline bool fits_16_bits(const RowScale& r) {
-  constexpr int octave = L == Level::kBlockOctave ? 17 : P16 ? 15 : 10;
+  constexpr int octave = !P16 ? 10 : L == Level::kBlockOctave ? 17 : 15;
   constexpr uint32_t dead = L == Level::kTableOctave ? 4 * 1008 : 2 * (octave * 256 - 153);
   return r.shift == 0 && r.c % 65536 == 0 && (uint64_t(65535) * r.c) >> 32 >= dead;
 }

@@ -28,8 +28,11 @@ struct Lanes {
   // Stores the first `count` values of vectors, clamped to limits in T's range.
   template <class T, int N>
   static void store_clamped(T* out, I32 (&x)[N], const Limits& limits, int64_t count) {
-    if constexpr (V::kRowOperations && N == 4 && sizeof(T) < 4)
-      if (count >= N * kLanes) return V::store_block(out, x, limits.low, limits.high);
+    if constexpr (V::kStoreBlock > 0 && sizeof(T) < 4)
+      if (N % V::kStoreBlock == 0 && count >= N * kLanes) {
+        for (int i = 0; i < N; i += V::kStoreBlock) V::store_block(out + i * kLanes, x + i, limits.low, limits.high);
+        return;
+      }
     const I32 low = V::set1(limits.low), high = V::set1(limits.high);
     for (int i = 0; i < N; ++i, out += kLanes, count -= kLanes) store(out, V::min(V::max(x[i], low), high), count);
   }

@@ -224,7 +224,16 @@ struct Linear {
   void look_up(const T* middle, const int16_t* index, int64_t count, T* out) const {
     if constexpr (V::kRowOperations && sizeof(T) == 1)
       if (V::look_up(middle, call_.table_bits, index, count, out)) return;
-    for (int64_t c = 0; c < count; ++c) out[c] = middle[index[c]];
+    int64_t c = 0;
+    if constexpr (sizeof(T) == 1) {  // eight entries to one store
+      for (; c + 8 <= count; c += 8) {
+        T entries[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) entries[i] = middle[index[c + i]];
+        std::memcpy(out + c, entries, 8);
+      }
+    }
+    for (; c < count; ++c) out[c] = middle[index[c]];
   }
 };
 

@@ -49,6 +49,9 @@ DEVICE void pack_block_p16(const u32 (&p)[4], u32& high, u32& low) {
   low = permute(a, b, 0x5410);
 }
 
+// Returns P V of a block from the sums of its digits. Its lowest 8 bits are dropped.
+DEVICE i32 block_sum(i32 high, i32 low) { return (high + (low >> 8)) << 8; }
+
 // Returns 2^(fraction - depth), the unit of a group `depth` octaves below its row, and 0 where it is less than 1.
 DEVICE i32 group_unit(i32 fraction, i32 depth) { return shift_left(1, fraction - depth); }
 

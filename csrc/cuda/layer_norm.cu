@@ -94,14 +94,14 @@ DEVICE i32 channel(const u32 (&w)[IN_WORDS], int i) {
 
 typedef u32 Words[TURNS][IN_WORDS];
 
-// Loads the lane's part of a row; zeros where there is none.
+// Loads the lane's part of a row; zeros where there is none, at negative rows.
 DEVICE void load_row(const LayerNormParams& p, i32 row, u32 chunk, Words& w) {
 #pragma unroll
   for (int t = 0; t < TURNS; ++t) {
     const u32 at = chunk + t * LANES;
 #pragma unroll
     for (u32& word : w[t]) word = 0;
-    if (row < p.rows && at < CHUNKS) {
+    if (row >= 0 && at < CHUNKS) {
       i64 from = (i64)row * CHUNKS + at;
       if (MAPPED) {
         constexpr u32 OF_PART = CHUNKS / PARTS;
@@ -183,18 +183,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   wait_for_previous_kernel();
   let_next_kernel_start();
   const i32 step = gridDim.x * WARPS * ROWS_AT_ONCE;
-  i32 row = (blockIdx.x * WARPS + threadIdx.x / 32) * ROWS_AT_ONCE + lane / LANES;
-  const i32 end = p.rows + lane / LANES;  // the lanes of a warp go on together
+  // From the last row to the first: the L2 cache holds the rows that the previous kernel has written last, and the next
+  // one begins with the first.
+  const i32 in_warp = lane / LANES;
+  i32 row = p.rows - 1 - (i32)((blockIdx.x * WARPS + threadIdx.x / 32) * ROWS_AT_ONCE) - in_warp;
   Words w;
   load_row(p, row, chunk, w);
 #pragma unroll 1
-  for (; row < end; row += step) {
+  for (; row + in_warp >= 0; row -= step) {  // the lanes of a warp go on together
     Words next;
-    load_row(p, row + step, chunk, next);
+    load_row(p, row - step, chunk, next);
     const RowScaling scaling = scaling_of(p, w);
-    first.store(row, row < p.rows, chunk, w, scaling);
+    first.store(row, row >= 0, chunk, w, scaling);
 #if SECOND
-    second.store(row, row < p.rows, chunk, w, scaling);
+    second.store(row, row >= 0, chunk, w, scaling);
 #endif
 #pragma unroll
     for (int t = 0; t < TURNS; ++t)

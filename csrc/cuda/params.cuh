@@ -54,7 +54,7 @@ struct Params {
   u32 group_reciprocal;  // ceil(2^32 / (query heads per key head)); 0 for one query head per key head
   i32 nq, nk;
   i32 bias_batches, keep_batches;        // the mask's batch axis repeats with this period
-  i32 causal;                            // key j is present for row i if j <= i + causal
+  i32 causal, window_start;              // key j is present for row i if i + window_start <= j <= i + causal
   i32 tiles;                             // row tiles (or windows) per CTA
   i32 count;                             // number of all windows, where a CTA takes several
   i32 heads;                             // heads of Q

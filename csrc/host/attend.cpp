@@ -87,14 +87,17 @@ const Names& names() {
   return found;
 }
 
+constexpr int64_t kUnbounded = -1;  // of a side of a window: masks.UNBOUNDED
+
 // The arguments of `attention`, in their order in call.ARGUMENTS: a test compares the two.
 constexpr const char* kArguments[] = {
-    "q",         "k",         "v",          "attn_mask",    "is_causal",    "scale",
-    "method",    "backend",   "enable_gqa", "bias",         "causal_align", "recipe",
-    "out_dtype", "out_scale", "return_lse", "cu_seqlens_q", "cu_seqlens_k", "check_finite"};
+    "q",           "k",         "v",          "attn_mask",  "is_causal",    "scale",
+    "method",      "backend",   "enable_gqa", "bias",       "causal_align", "window_size",
+    "recipe",      "out_dtype", "out_scale",  "return_lse", "cu_seqlens_q", "cu_seqlens_k",
+    "check_finite"};
 struct Arguments {
-  PyObject *q, *k, *v, *attn_mask, *is_causal, *scale, *method, *backend, *enable_gqa, *bias, *causal_align, *recipe,
-      *out_dtype, *out_scale, *return_lse, *cu_seqlens_q, *cu_seqlens_k, *check_finite;
+  PyObject *q, *k, *v, *attn_mask, *is_causal, *scale, *method, *backend, *enable_gqa, *bias, *causal_align,
+      *window_size, *recipe, *out_dtype, *out_scale, *return_lse, *cu_seqlens_q, *cu_seqlens_k, *check_finite;
 };
 
 // Those of the custom op, as op.FLAT: QTensors and the recipe are laid out.
@@ -400,7 +403,8 @@ struct Request {
   Scaling scaling[3];
   PyObject *attn_mask, *bias, *scale, *out_dtype, *out_scale, *backend, *check_finite;  // each may be None
   bool is_causal, bottom_right, enable_gqa, return_lse;
-  bool bounds_output = false;  // integer output has the scale that no output exceeds
+  bool bounds_output = false;                     // integer output has the scale that no output exceeds
+  int64_t left = kUnbounded, right = kUnbounded;  // the window
 };
 
 // What a call gives.
@@ -412,6 +416,26 @@ bool is_bottom_right(PyObject* align) {
   if (is_name(align, names().bottom_right)) return true;
   require(is_name(align, names().top_left));
   return false;
+}
+
+// Reads (left, right) of a window as masks.window.
+void read_window(PyObject* left, PyObject* right, Request& r) {
+  require(PyLong_CheckExact(left) && PyLong_CheckExact(right));
+  int overflows = 0, overflows_too = 0;
+  r.left = PyLong_AsLongLongAndOverflow(left, &overflows),
+  r.right = PyLong_AsLongLongAndOverflow(right, &overflows_too);
+  require(!overflows && !overflows_too && r.left >= kUnbounded && r.right >= kUnbounded);
+}
+
+// Sets the keys that each query sees, as masks.key_range.
+void set_key_range(const Request& r, Call& call) {
+  const int64_t far = call.nq + call.nk;  // no key is further from a query's own
+  const int64_t own = r.bottom_right ? call.nk - call.nq : 0;
+  const int64_t left = r.left, right = r.is_causal ? 0 : r.right;
+  call.causal = right != kUnbounded || left != kUnbounded;
+  call.causal_offset = own + (right == kUnbounded ? far : std::min(right, far));
+  call.windowed = left != kUnbounded;
+  call.window_start = own - std::min(left, far);
 }
 
 // Sets what both ways bring alike.
@@ -427,6 +451,10 @@ Request request_of(const Arguments& a) {
   const Names& n = names();
   require(a.cu_seqlens_q == Py_None && a.cu_seqlens_k == Py_None);
   Request r;
+  if (a.window_size != Py_None) {
+    require(PyTuple_CheckExact(a.window_size) && PyTuple_Size(a.window_size) == 2);
+    read_window(PyTuple_GetItem(a.window_size, 0), PyTuple_GetItem(a.window_size, 1), r);
+  }
   r.method = &method_named(a.method);
   r.is_codes = is_type(a.q, python.qtensor);
   PyObject* const inputs[3] = {a.q, a.k, a.v};
@@ -456,6 +484,7 @@ Request request_of(const Flat& a) {
   require(a.cu_seqlens_q == Py_None && a.cu_seqlens_k == Py_None);
   require(!flag(a.smooth_k) && !flag(a.rotate) && !flag(a.dynamic_out) && is_name(a.rule, n.exact));
   Request r;
+  read_window(PyList_GetItem(a.sizes, 6), PyList_GetItem(a.sizes, 7), r);
   r.method = &method_named(a.method);
   r.is_codes = flag(a.quantized);
   PyObject* const inputs[3] = {a.q, a.k, a.v};
@@ -498,9 +527,7 @@ Response serve_on_cpu(const Request& r, const Reader& read, const TorchTensor (&
   call.heads_k = k.shape[1], call.nk = k.shape[2], call.value_dim = v.shape[3];
   call.q_block = call.k_block = 1;
   call.sm_scale = softmax_scale(r.scale, call.head_dim);
-  call.causal = r.is_causal;
-  call.bottom_right = r.is_causal && r.bottom_right;
-  if (call.bottom_right) call.causal_offset = call.nk - call.nq;
+  set_key_range(r, call);
   if (r.attn_mask != Py_None) {
     const TensorView keep = read_mask(read, r.attn_mask, torch_library.dtype.boolean, call);
     call.keep = keep.as<uint8_t>(), call.keep_batch = keep.shape[0];
@@ -682,11 +709,11 @@ class Launches {
 class LaunchesOnGpu : public Launches {
  public:
   LaunchesOnGpu(int32_t device_index, void* stream) : device_(gpu::find_device(device_index)), stream_(stream) {
-    require(device_);
+    require(device_ && device_->is_hopper());
   }
   // On the current stream of a tensor's device.
-  explicit LaunchesOnGpu(const TorchTensor& q) : device_(gpu::find_device(q.device_index)) {
-    require(device_ && torch_library.current_stream(q.device_index, stream_));
+  explicit LaunchesOnGpu(const TorchTensor& q) : LaunchesOnGpu(q.device_index, nullptr) {
+    require(torch_library.current_stream(q.device_index, stream_));
   }
   int processors() const override { return device_->processors(); }
   const char* constant(uint64_t bits) override {
@@ -780,6 +807,7 @@ uint64_t bits_of(float x) {
 Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&t)[3], Launches& launches) {
   require(r.backend == Py_None || is_name(r.backend, names().cuda));
   require(r.check_finite == Py_None || !flag(r.check_finite));  // values are read by Python alone
+  require(r.left == kUnbounded && r.right == kUnbounded);       // no kernel of the plan knows a window
   check_shapes(t, view_of(t[0]), view_of(t[1]), view_of(t[2]), r.enable_gqa);
   gpu::Problem p;
   p.method = r.method->method;
@@ -900,10 +928,12 @@ nb::object or_none(const nb::object& x) { return x.is_valid() ? x : nb::object(n
 bool is_for_gpu(const Arguments& a, int32_t device_index) {
   if (python.machine_code == Py_None) return false;
   if (!(a.backend == Py_None || is_name(a.backend, names().cuda)) || a.cu_seqlens_q != Py_None) return false;
-  for (const ServedMethod& m : python.methods)
-    if (is_name(a.method, m.name))
-      return (m.method == Method::kP16 || m.method == Method::kP8 || m.method == Method::kOnline) &&
-             gpu::find_device(device_index);
+  for (const ServedMethod& m : python.methods) {
+    if (!is_name(a.method, m.name)) continue;
+    if (m.method != Method::kP16 && m.method != Method::kP8 && m.method != Method::kOnline) return false;
+    const gpu::Device* const device = gpu::find_device(device_index);
+    return device && device->is_hopper();
+  }
   return false;
 }
 

@@ -62,6 +62,10 @@ nb::object attention(const char* isa, int threads, int method, int out_type, dou
     call.causal = true;
     call.causal_offset = item(causal, 0);
     call.bottom_right = item(causal, 1);
+    if (const nb::handle start = element(causal, 2); !start.is_none()) {
+      call.windowed = true;
+      call.window_start = nb::cast<int64_t>(start);
+    }
   }
   if (!packed.is_none()) {
     const TensorView ends = read_tensor(element(packed, 0));
@@ -114,5 +118,6 @@ NB_MODULE(_native, m) {
         nb::arg("packed").none(), nb::arg("t_max").none(), nb::arg("l_sum").none(), nb::arg("look"),
         "Attention of one validated problem, see intflash/backends/cpu.py.");
   bind_attend(m);
+  bind_launches(m);
   bind_programs(m);
 }

@@ -10,6 +10,7 @@ namespace intflash {
 const Kernels& kernels_named(const char* name);
 
 void bind_attend(nanobind::module_& m);    // the direct way from the arguments of `intflash.attention`, attend.cpp
+void bind_launches(nanobind::module_& m);  // GPU kernels that Python launches, cuda/launches.cpp
 void bind_programs(nanobind::module_& m);  // integer models, programs.cpp
 
 }  // namespace intflash

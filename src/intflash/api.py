@@ -29,6 +29,7 @@ class Options(TypedDict, total=False):
     enable_gqa: bool
     bias: Tensor | None
     causal_align: str
+    window_size: tuple[int | None, int | None] | None
     recipe: Recipe | None
     out_scale: Tensor | float | str | None
     cu_seqlens_q: Tensor | None
@@ -90,6 +91,7 @@ def attention(
     enable_gqa: bool = False,
     bias: Tensor | None = None,
     causal_align: str = "top_left",
+    window_size: tuple[int | None, int | None] | None = None,
     recipe: Recipe | None = None,
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | float | str | None = None,
@@ -108,8 +110,9 @@ def attention(
         attn_mask: bool (False: the key takes no part) or additive float, broadcastable to
             ``[..., Hq, Nq, Nk]``; the first axis of a 4-D mask may also be a divisor of the batch and
             repeats over it (Swin windows). -inf or <= finfo.min / 2 makes a key absent. Methods with an integer bias
-            (``intflash...``) refuse other values past +-1419.57 (`intflash_bfp`: +-363,408) where they are read
-            (`check_finite`), and saturate them where not. Torch's `CausalBias` is taken as the causality it stands for.
+            (``intflash...``) refuse other values past +-1419.57 (`intflash_bfp` and `intflash_bfp8`: +-363,408) where
+            they are read (`check_finite`), and saturate them where not. Torch's `CausalBias` is taken as the causality
+            it stands for.
         is_causal: hide keys after the query's position.
         scale: softmax scale, > 0; default 1 / sqrt(D).
         method: a name from ``intflash.info()["methods"]``, or "auto" for one of them that is accurate for all scores,
@@ -120,7 +123,10 @@ def attention(
         bias: additive float bias beside a bool `attn_mask` (relative-position bias), or int32 from
             `quantize_bias`; broadcast like `attn_mask`, with the same bound of +-1419.57, and never expanded.
         causal_align: "top_left" as torch's SDPA (key j <= query i), or "bottom_right" as
-            FlashAttention (j <= i + Nk - Nq).
+            FlashAttention (j <= i + Nk - Nq). It also says which key is a query's own in `window_size`.
+        window_size: (left, right), a sliding window as FlashAttention's: of a query's own key, i or with "bottom_right"
+            i + Nk - Nq, keys from `left` before to `right` after it take part; -1 or None: no bound. With `is_causal`
+            `right` is 0. A layer of transformers with ``sliding_window=w`` has ``is_causal`` and ``(w - 1, 0)``.
         recipe: how float tensors are quantized (granularity, static scales, smoothing, rotation);
             default: the method's own.
         out_dtype: float32, float16, bfloat16, or int8 / int16 to get a `QTensor`. Default: the dtype
@@ -159,8 +165,8 @@ def attention(
         method = call.resolve_auto(k)
     if not torch.compiler.is_compiling():
         found = cpu.attend(
-            q, k, v, attn_mask, is_causal, scale, method, backend, enable_gqa, bias, causal_align, recipe, out_dtype,
-            out_scale, return_lse, cu_seqlens_q, cu_seqlens_k, check_finite,
+            q, k, v, attn_mask, is_causal, scale, method, backend, enable_gqa, bias, causal_align, window_size, recipe,
+            out_dtype, out_scale, return_lse, cu_seqlens_q, cu_seqlens_k, check_finite,
         )  # fmt: skip
         if found is not None:
             if type(found) is Tensor:
@@ -169,9 +175,10 @@ def attention(
             return out if lse is None else (out, lse)
     arguments = {
         "q": q, "k": k, "v": v, "attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "method": method,
-        "backend": backend, "enable_gqa": enable_gqa, "bias": bias, "causal_align": causal_align, "recipe": recipe,
-        "out_dtype": out_dtype, "out_scale": out_scale, "return_lse": return_lse, "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k, "check_finite": check_finite,
+        "backend": backend, "enable_gqa": enable_gqa, "bias": bias, "causal_align": causal_align,
+        "window_size": window_size, "recipe": recipe, "out_dtype": out_dtype, "out_scale": out_scale,
+        "return_lse": return_lse, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "check_finite": check_finite,
     }  # dict(q=q, ...) takes twice as long  # fmt: skip
     out, lse = op.attention(arguments)
     return out if lse is None else (out, lse)
@@ -214,7 +221,7 @@ def sdpa(
     if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
         found = cpu.attend(
             query, key, value, attn_mask, is_causal, scale, "intflash", None, enable_gqa, None, "top_left", None, None,
-            None, False, None, None, None,
+            None, None, False, None, None, None,
         )  # fmt: skip
         if found is not None:
             return found

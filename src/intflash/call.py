@@ -38,7 +38,7 @@ class Argument(NamedTuple):
     Attributes:
         name: its name.
         schema: its type in the custom op's schema. op.py lays out what is more than one value there: the scales and
-            granularities of `QTensor` and `Recipe`, and a word as `out_scale`.
+            granularities of `QTensor` and `Recipe`, a word as `out_scale`, and the two numbers of `window_size`.
         default: its default, or `REQUIRED`.
         by_position: whether it may be given by position.
         differentiable: whether autograd would follow it.
@@ -63,6 +63,7 @@ ARGUMENTS = (
     Argument("enable_gqa", "bool", False),
     Argument("bias", "Tensor?", differentiable=True),
     Argument("causal_align", "str", "top_left"),
+    Argument("window_size", "int[2]?"),
     Argument("recipe", "Recipe?", differentiable=True),
     Argument("out_dtype", "ScalarType?"),
     Argument("out_scale", "Tensor?", differentiable=True),
@@ -100,8 +101,8 @@ def complete(args: tuple, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def normalize(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with bools for flags, plain causality for torch's `CausalBias` and a method for "auto". Every call
-    passes here."""
+    """The arguments with bools for flags, plain causality for torch's `CausalBias`, a window as `masks.window` returns
+    it, and a method for "auto". Every call passes here."""
     # torch.compile traces no itemgetter
     if torch.compiler.is_compiling() or not _BOOLS.issuperset(map(type, _flags_of(arguments))):
         arguments = {**arguments, **{name: validate.flag(arguments[name], name) for name in FLAGS}}
@@ -113,6 +114,8 @@ def normalize(arguments: dict[str, Any]) -> dict[str, Any]:
     bias = arguments["bias"]
     if bias is not None and type(bias) is not Tensor and masks.is_causal_bias(bias):
         raise InputError("bias is a CausalBias, whose memory holds no mask: give it as attn_mask")
+    if arguments["window_size"] is not None:
+        arguments = {**arguments, "window_size": masks.window(arguments["window_size"])}
     return arguments
 
 
@@ -252,10 +255,12 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
         v = v.float()  # a problem's tensors share one dtype
     validate.check_has_out_scale(out_dtype, out_scale)
     integer_bias, float_bias = _bias_of(chosen, additive)
+    causal, window_start = masks.key_range(
+        a["is_causal"], a["causal_align"], a["window_size"], nq, nk, packed=cu_seqlens_q is not None
+    )
     problem = Problem(
         method=chosen.name, q=q, k=k, v=v, sm_scale=sm_scale, recipe=recipe, bias=integer_bias, bias_float=float_bias,
-        keep=keep, causal_align=a["causal_align"],
-        causal=masks.causal_offset(a["is_causal"], a["causal_align"], nq, nk),
+        keep=keep, causal=causal, causal_align=a["causal_align"], window_start=window_start,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, out_dtype=out_dtype,
         out_scale=_out_scale(out_scale, q, v, read), return_lse=return_lse, check_finite=read,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from intflash.errors import InputError
 from intflash.numerics.exp import BIAS_DTYPES
 
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
+UNBOUNDED = -1  # of a side of a window, as FlashAttention has it
 
 
 def is_causal_bias(mask: object) -> bool:
@@ -65,16 +66,45 @@ def normalize_mask(mask: Tensor, batch: tuple[int, ...], heads: int, nq: int, nk
     return mask.reshape(math.prod(batch[first:]), *shape[-3:])
 
 
-def causal_offset(is_causal: bool, align: str, nq: int, nk: int) -> int | None:
-    """o with "key j is present for query i iff j <= i + o", or None.
+def window(size: object) -> tuple[int, int] | None:
+    """A window as (left, right) with `UNBOUNDED` for None; None where neither side is bounded.
 
-    "top_left" is torch's `is_causal` (o = 0); "bottom_right" is FlashAttention's (o = nk - nq).
+    Raises:
+        InputError: it is no pair of ints >= -1 or None.
+    """
+    pair = tuple(size) if isinstance(size, (tuple, list)) else ()
+    pair = tuple(UNBOUNDED if x is None else x for x in pair)
+    if len(pair) != 2 or not all(isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool) for x in pair):
+        raise InputError(f"window_size must be (left, right), two ints or None, got {size!r}")
+    if pair[0] < UNBOUNDED or pair[1] < UNBOUNDED:
+        raise InputError(f"window_size must hold numbers of keys >= 0, or -1 or None for no bound, got {size!r}")
+    return None if pair == (UNBOUNDED, UNBOUNDED) else pair
+
+
+def key_range(
+    is_causal: bool, align: str, size: tuple[int, int] | None, nq: int, nk: int, *, packed: bool
+) -> tuple[int | None, int | None]:
+    """(a, b) with "key j is present for query i iff i + b <= j <= i + a"; None where that side is unbounded.
+
+    The query's own key is j = i + o: "top_left" is torch's `is_causal` (o = 0), "bottom_right" FlashAttention's
+    (o = nk - nq). Of packed sequences o is left out: each has its own. b is given only with a.
     """
     if align not in CAUSAL_ALIGNMENTS:
         raise InputError(f"causal_align must be one of {CAUSAL_ALIGNMENTS}, got {align!r}")
-    if not is_causal:
-        return None
-    return 0 if align == "top_left" else nk - nq
+    own = 0 if packed or align == "top_left" else nk - nq
+    if size is None:
+        return (own if is_causal else None), None
+    left, right = size
+    far = nq + nk  # no key is further from a query's own
+    if left > far or (not packed and own - left <= 1 - nq):  # the last query sees the first key
+        left = UNBOUNDED
+    if is_causal:
+        right = 0
+    elif right > far or (not packed and own + right >= nk - 1):  # the first query sees the last key
+        right = UNBOUNDED
+    if left == UNBOUNDED:
+        return (None if right == UNBOUNDED else own + right), None
+    return own + (far if right == UNBOUNDED else right), own - left
 
 
 def check_bias(bias: Tensor, name: str) -> None:

@@ -22,9 +22,10 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._C._functorch import peek_interpreter_stack as _peek_transforms
 from torch.autograd import forward_ad
 
-from intflash import call, plans, validate
+from intflash import call, masks, validate
 from intflash.backends import cpu
 from intflash.call import ARGUMENTS, Output
+from intflash.masks import UNBOUNDED
 from intflash.methods import get_method
 from intflash.problem import empty_output
 from intflash.quant import QTensor, Recipe
@@ -40,7 +41,7 @@ _WORDS = {a.name: a.default for a in ARGUMENTS if a.schema in _IS_WORD} | dict(
 )  # fmt: skip
 _SIMPLE = (("Tensor", "q"), ("Tensor", "k"), ("Tensor", "v"), ("Tensor?", "attn_mask"), ("Tensor?", "bias"))
 # The other arguments, and QTensors and a recipe: scales that are tensors; those that are numbers (0: none), block sizes
-# and bits of q, k and v.
+# and bits of q, k and v, then the window's two numbers.
 _OTHERS = (
     *((a.schema, a.name) for a in ARGUMENTS if (a.schema, a.name) not in _SIMPLE and a.schema.startswith("Tensor")),
     ("Tensor?", "q_scale"), ("Tensor?", "k_scale"), ("Tensor?", "v_scale"), ("float?", "scale"),
@@ -61,16 +62,16 @@ def attention(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
 
 
 def run(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
-    """`call.compute` outside of autocast, by its plan once it repeats, with a backward pass that is refused."""
+    """`call.compute` outside of autocast, with a backward pass that is refused."""
     q = arguments["q"]
     if under_autocast(q):  # exact products are not for it to round
         with torch.autocast(q.device.type, enabled=False):
             return run(arguments)
     wanting = gradients_wanted(arguments)
     if not wanting:
-        return plans.run(call.compute, arguments)
+        return call.compute(arguments)
     with torch.no_grad():
-        out, lse = plans.run(call.compute, arguments)
+        out, lse = call.compute(arguments)
     return refuse_backward(out, wanting), refuse_backward(lse, wanting)
 
 
@@ -137,7 +138,7 @@ def _simple_rest(options: str) -> tuple[Any, ...]:
     quantized as the method says."""
     recipe = get_method(_words(options)[FLAT.index("method") - len(_NAMES_OF_TENSORS)]).recipe
     quantization = f" q_granularity={recipe.q} k_granularity={recipe.k} v_granularity={recipe.v} rule={recipe.rule}"
-    sizes = [recipe.block_size] * 3 + [recipe.bits] * 3
+    sizes = [recipe.block_size] * 3 + [recipe.bits] * 3 + [UNBOUNDED] * 2
     return *(None,) * (len(_OTHERS) - 2), [0.0] * 3, sizes, *_words(options + quantization)
 
 
@@ -172,6 +173,7 @@ def _laid_out(out: Tensor, q: Tensor) -> Tensor:
 
 def _compute_fake(*flat: Any) -> Results:
     arguments, q, v = _gather(*flat), flat[0], flat[2]
+    arguments["window_size"] = None  # it changes no shape, and to compare symbolic sizes with it would guard them
     dynamic = call.is_dynamic(arguments["out_scale"])
     if dynamic:
         arguments["out_scale"] = "bound"
@@ -330,7 +332,7 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     # Compiled code guards each global that is read from here on, at every call: most calls read few.
     words = [f"{name}={x}" for name, x in arguments.items() if isinstance(x, (bool, str)) and name != "out_scale"]
     if recipe is None and not isinstance(q, QTensor) and not arguments["return_lse"]:
-        others = ("scale", "out_dtype", "out_scale", "cu_seqlens_q", "cu_seqlens_k")
+        others = ("scale", "window_size", "out_dtype", "out_scale", "cu_seqlens_q", "cu_seqlens_k")
         if all([arguments[name] is None for name in others]):
             k, v, attn_mask, bias = (arguments[name] for name in ("k", "v", "attn_mask", "bias"))
             return _simple(q, k, v, attn_mask, bias, " ".join(words)), None
@@ -351,6 +353,7 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
         words += [f"smooth_k={chosen.smooth_k}", f"rotate={chosen.rotate}", f"rule={chosen.rule}"]
     words += [f"q_granularity={kinds[0]}", f"k_granularity={kinds[1]}", f"v_granularity={kinds[2]}"]
     words += [f"dynamic_out={dynamic}", f"bound_out={bound}"]
+    sizes += arguments["window_size"] or (UNBOUNDED, UNBOUNDED)
     if isinstance(flat["out_scale"], Real):
         flat["out_scale"] = torch.full((1, 1, 1, 1), float(flat["out_scale"]), device=q.device)
     flat.update(q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, sizes=sizes)
@@ -365,7 +368,8 @@ def _gather(*values: Any) -> dict[str, Any]:
     flat = dict(zip(FLAT, values, strict=True))
     kinds = [flat.pop(f"{name}_granularity") for name in _NAMES]
     sizes, numbers = flat.pop("sizes"), flat.pop("number_scales")
-    blocks, bits = sizes[:3], sizes[3:]
+    blocks, bits = sizes[:3], sizes[3:6]
+    flat["window_size"] = masks.window(tuple(sizes[6:]))
     scales = [flat.pop(f"{name}_scale") for name in _NAMES]
     smooth_k, rotate, rule = flat.pop("smooth_k"), flat.pop("rotate"), flat.pop("rule")
     flat["recipe"] = None

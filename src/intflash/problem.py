@@ -25,8 +25,10 @@ class Problem:
         bias_float: the bias as it was given, for the methods with a unit of their own; a problem has
             the one or the other, as its method's `integer_bias` says.
         keep: bool of such a shape; False makes a key absent.
-        causal: key j is present for query i iff ``j <= i + causal``; None: all are.
-        causal_align: "top_left" or "bottom_right"; varlen sequences compute their own offset from it.
+        causal: key j is present for query i iff ``j <= i + causal``; None: all are. Of packed sequences of
+            "bottom_right" each adds its number of keys less its number of queries, here and in `window_start`.
+        causal_align: "top_left" or "bottom_right".
+        window_start: key j is present for query i iff also ``j >= i + window_start``; given only with `causal`.
         cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]``: the batch of one is a packed one.
         out_dtype: int8, int16, float16, bfloat16 or float32.
         out_scale: float32 ``[B|1, H|1, 1, Dv|1]`` for integer output; None: s_V * 127 / qmax.
@@ -46,6 +48,7 @@ class Problem:
     keep: Tensor | None = None
     causal: int | None = None
     causal_align: str = "top_left"
+    window_start: int | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     out_dtype: torch.dtype = torch.float32
@@ -80,9 +83,10 @@ class Problem:
         ]
 
     def _sequence(self, rows: slice, keys: slice) -> Problem:
-        causal = self.causal
-        if causal is not None and self.causal_align == "bottom_right":
-            causal = (keys.stop - keys.start) - (rows.stop - rows.start)
+        causal, window_start = self.causal, self.window_start
+        if self.causal_align == "bottom_right":
+            own = (keys.stop - keys.start) - (rows.stop - rows.start)
+            causal, window_start = (None if x is None else x + own for x in (causal, window_start))
         return replace(
             self,
             q=_tokens(self.q, rows),
@@ -92,6 +96,7 @@ class Problem:
             bias_float=_window(self.bias_float, rows, keys),
             keep=_window(self.keep, rows, keys),
             causal=causal,
+            window_start=window_start,
             cu_seqlens_q=None,
             cu_seqlens_k=None,
         )

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.registry import EXPERIMENTS  # raises if a name is there twice
 from intflash.bench.accuracy import TABLE4, Accuracy, Series, which_definition_fits
 from intflash.bench.experiments import (
+    UNFINISHED,
     Experiment,
     ExperimentOutcome,
     Figure,
@@ -38,6 +39,18 @@ def test_outcomes_are_saved_completely(tmp_path, kind):
     assert content["conclusions"] == ["done"] and content["seed"] == 3 and content["environment"]["cpu"]
     assert [row["series"] for row in csv.DictReader(table.open())] == ["a", "b", "c"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_are_in_the_file_while_the_experiment_runs(tmp_path):
+    found = []
+
+    def measure(setting):
+        yield Row("a", "N = 1", "us", 1.0)
+        found.append(json.loads((tmp_path / "toy.json").read_text()))
+
+    outcome = run_experiment(Experiment("toy", "Toy", "nowhere", measure), Setting(), tmp_path)
+    assert [row["value"] for row in found[0]["rows"]] == [1.0] and found[0]["error"] == UNFINISHED
+    assert outcome.error is None and len(outcome.rows) == 1
 
 
 def test_names_are_unique_and_papers_numbers_have_a_cell():

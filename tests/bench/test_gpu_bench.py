@@ -10,7 +10,7 @@ import types
 import pytest
 
 import benchmarks
-from intflash.bench import peers
+from intflash.bench import gpu_timing, peers
 
 pytest.importorskip("triton")
 
@@ -125,3 +125,26 @@ def test_a_peer_is_a_contender_of_the_attention_benchmark(monkeypatch):
     peer = next(c for c in gpu_attention._contenders(case) if c.method == "sageattention")
     backend, call, read = peer.make()
     assert (backend, peer.variant) == ("peer", "float16") and torch.equal(read(), x + 1) and torch.equal(call(), x + 1)
+
+
+def test_overlapping_kernels_share_the_time_of_all():
+    times = [("a", 10.0, 20.0), ("b", 14.0, 30.0), ("c", 35.0, 40.0), ("a", 36.0, 41.0)]
+    assert gpu_timing.shares(times) == {gpu_timing.IDLE: 5.0, "a": 11.0, "b": 10.0, "c": 5.0}
+
+
+def test_energy_is_read_from_the_device_that_computes(monkeypatch):
+    """NVML's indices ignore CUDA_VISIBLE_DEVICES, its UUIDs do not."""
+    energies = iter((5000, 9000))
+    nvml = types.SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(energies) if handle == "GPU-12-ab" else 0,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(gpu_timing, "seconds_once", lambda call: 0.5)
+    monkeypatch.setattr(gpu_timing.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gpu_timing.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        gpu_timing.torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="12-ab")
+    )
+    assert gpu_timing.joules_of_calls(lambda: None, 1.0)[0] == 2.0

@@ -1,7 +1,9 @@
 """`intflash bench models --integer`: rows and ratios from given answers of the workers. Nothing is measured."""
 
 import json
+import math
 import re
+import time
 from dataclasses import asdict
 
 import pytest
@@ -89,3 +91,28 @@ def test_a_failed_conversion_is_said_to_the_workers(monkeypatch, tmp_path):
         bench.converted(file)
     file.touch()
     assert bench.converted(file) == file
+
+
+def test_tuning_takes_turns_and_compilations_end(tmp_path, monkeypatch):
+    file, made = tmp_path / "model", []
+    makers = {
+        label: lambda model, given, label=label: made.append(label) or (lambda: None) for label in bench.CONTENDERS
+    }
+    monkeypatch.setattr(bench, "CONTENDERS", makers)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with bench._alone(tmp_path / "tuning", 0.0):  # another process tunes
+        built = dict(bench._built(VIT, 64, None, {}, file, time.time() + 0.3))
+    assert "did not come in time" in str(built[bench.TUNED]) and made == [x for x in makers if x != bench.TUNED]
+    assert bench.TUNED not in dict(bench._built(VIT, 8, None, {}, file, math.inf))
+    late = dict(bench._built(VIT, 8, None, {}, file, 0.0))
+    assert late and all("used up" in str(error) for error in late.values())
+
+
+def test_static_int8_has_a_scale_for_each_linear():
+    pytest.importorskip("torchao")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.GELU(), torch.nn.Linear(32, 64)).bfloat16()
+    x = torch.randn(40, 64, dtype=torch.bfloat16)
+    expected = model(x)
+    bench._static_int8(model, {"input": x})
+    assert "Int8Tensor" in type(model[0].weight).__name__ and "Int8Tensor" in type(model[2].weight).__name__
+    assert (model(x) - expected).abs().max() < 0.1 * expected.abs().max()

@@ -319,3 +319,29 @@ def test_bind_broadcasts_optional_inputs():
         bind(wanted, {"ids": torch.tensor([[1, 2, 10]])}, torch.device("cpu"))
     with pytest.raises(InputError, match="different batches"):
         bind(wanted, (torch.ones(1, 3).long(), torch.ones(2, 3).long()), torch.device("cpu"))
+
+
+def test_bind_copies_nothing_to_the_device():
+    """A graph capture forbids copies from CPU memory."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from intflash.integer.program import Input
+
+    class Devices(TorchDispatchMode):
+        seen = set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.seen.add(out.device.type)
+            return out
+
+    wanted = (
+        Input("ids", "index", (3,), 10),
+        Input("types", "index", (3,), 2, True),
+        Input("mask", "mask", (3,), 0, True),
+    )
+    device = torch.device("meta")
+    ids = torch.ones(1, 2, dtype=torch.int64, device=device)
+    with Devices() as devices:
+        found = bind(wanted, {"ids": ids}, device)
+    assert devices.seen == {"meta"} and {x.shape for x in found.values()} == {(1, 3)}

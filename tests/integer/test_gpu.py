@@ -216,6 +216,44 @@ def test_inside_of_the_callers_graph(small):
 
 
 @pytest.mark.gpu
+def test_images_that_lie_otherwise(small):
+    """Each is rounded to codes where it lies."""
+    model, images, expected = small
+    wide = torch.cat((images, images), 3)
+    memory = torch.empty(images.numel() + 1, device="cuda")
+    unaligned = memory[1:].view(images.shape).copy_(images)
+    others = wide[..., : images.shape[3]], unaligned, images.to(memory_format=torch.channels_last)
+    for _ in range(3):
+        assert all(same(results(model, x), expected) for x in others)
+        assert same(results(model, images.flip(0)), {name: x.flip(0) for name, x in expected.items()})
+
+
+@pytest.mark.gpu
+def test_a_bert_without_its_optional_inputs_inside_of_the_callers_graph():
+    transformers = pytest.importorskip("transformers")
+    from intflash import integer
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=128)
+    config = transformers.BertConfig(vocab_size=50, max_position_embeddings=16, **sizes)
+    model = transformers.BertModel(config, add_pooling_layer=False).eval().requires_grad_(False)
+    ids = torch.randint(0, 50, (3, 16))
+    made = integer.convert(model, integer.calibrate(model, [{"input_ids": ids}]), backend="reference")
+    mask = torch.arange(16)[None] < torch.tensor([[16], [9], [1]])
+    expected, masked = made(input_ids=ids)[0].cuda(), made(input_ids=ids, attention_mask=mask)[0].cuda()
+    ids, mask, made = ids.cuda(), mask.cuda(), IntegerModel(made.program, backend="gpu").cuda()
+    made(input_ids=ids)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = made(input_ids=ids)[0]
+    graph.replay()
+    assert torch.equal(found, expected)
+    for _ in range(3):
+        assert torch.equal(made(input_ids=ids)[0], expected)
+        assert torch.equal(made(input_ids=ids, attention_mask=mask)[0], masked)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_gradient_modes(small, mode):
     model, images, expected = small

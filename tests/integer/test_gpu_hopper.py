@@ -40,11 +40,12 @@ LINEARS = {
     "accumulators": (3, 64, 40, dict(epilogue="accumulator"), Split(32, 2, True, 1)),
     "codes of 16 bits": (150, 144, 64, dict(epilogue="codes", out_bits=16), Split(32, 2, False, 1)),
     "table of 12 bits": (70, 80, 40, dict(epilogue="table", bits=12, out_bits=16), Split(32, 1, False, 1)),
+    "turns of three": (200, 272, 32, dict(epilogue="codes"), Split(32, 3, True, 1)),
     "three warpgroups": (100, 48, 128, dict(epilogue="residual", out_bits=16), Split(128, 3, False, 1)),
     "many steps": (70, 1664, 40, dict(epilogue="codes"), Split(32, 2, True, 1)),
     "many streamed steps": (70, 1664, 40, dict(epilogue="codes"), Split(64, 2, False, 1)),
 }  # fmt: skip
-QUICK_LINEARS = ("codes", "mapped residual")
+QUICK_LINEARS = ("codes", "turns of three", "mapped residual")
 
 
 @pytest.mark.parametrize(
@@ -173,14 +174,16 @@ def _machine(launch: CudaLaunch) -> sass.Machine:
     return machine
 
 
+@pytest.mark.parametrize("processors", [78, 132])
 @pytest.mark.parametrize("m", [1, 49, 197, 197 * 8, 197 * 256, 3136 * 64])
 @pytest.mark.parametrize("n, k", [(32, 16), (288, 96), (768, 16384), (30528, 768), *hopper._MEASURED])
-def test_splits_cover_the_product_and_fit(m, n, k):
+def test_splits_cover_the_product_and_fit(m, n, k, processors):
     for epilogue, table_bytes in (("codes", 0), ("table", 32 << 10), ("residual", 0)):
-        split = hopper.choose_split(m, n, k, epilogue, table_bytes)
+        split = hopper.choose_split(m, n, k, epilogue, table_bytes, processors)
         assert 1 <= split.parts <= -(-m // split.rows)
+        assert split.parts == 1 or split.parts * -(-n // split.columns) <= processors  # all run at once
         stages = hopper.stages_of(split, k, table_bytes)
-        ring = stages * split.rings * split.stage_bytes
+        ring = stages * split.stage_bytes
         assert stages >= hopper.LEAST_STAGES
         fixed = hopper.fixed_bytes(split.columns, k, table_bytes, split.resident)
         assert fixed + ring <= hopper.SHARED_BYTES

@@ -2,6 +2,8 @@
 
 import itertools
 import multiprocessing
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from integer.small_programs import KINDS, Builder, block, integers
 from intflash.backends.cpu import instruction_sets
-from intflash.integer import cpu, reference
+from intflash.integer import IntegerModel, cpu, reference
 from intflash.integer.program import Attention, LayerNorm, Patches, Pool
 
 ISAS = instruction_sets()
@@ -305,6 +307,34 @@ def test_buffers_share_memory_only_where_their_times_do_not_meet():
         meet = first[a] <= last[b] and first[b] <= last[a]
         if meet and (a, b) not in replaced:
             assert not taken(a) & taken(b), (a, b)
+
+
+PEAK = """
+import sys, torch
+from intflash import integer
+from intflash.integer import cpu
+
+def status(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+
+before = status("VmRSS")
+integer.load(sys.argv[1], backend="cpu")(torch.zeros(1, 1, 4, 2048, dtype=torch.uint8))
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc, pages are released on Linux")
+def test_weights_of_a_file_are_in_memory_once(tmp_path):
+    g, b, size, layers = torch.Generator().manual_seed(9), Builder(), 2048, 12
+    x = b.codes(integers(g, (1, 4, size), 8))
+    for _ in range(layers):
+        weight, bias = integers(g, (size, size), 8).clamp(-127), torch.zeros(size)
+        out, multiplier = (b.buffer((4, size), 8),), torch.full((size,), 1 << 30)
+        (x,) = b.linear(x, weight, bias, out, epilogue="codes", multiplier=multiplier, shift=46)
+    file = tmp_path / "model.safetensors"
+    IntegerModel(b.program(x)).save(file)
+    found = subprocess.run([sys.executable, "-c", PEAK, file], check=True, capture_output=True, text=True)
+    assert int(found.stdout) * 1024 < layers * size * size + (24 << 20)
 
 
 def test_an_empty_batch():

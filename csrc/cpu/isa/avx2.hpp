@@ -11,7 +11,7 @@ namespace {
 
 struct Vec256 {
   static constexpr int kLanes = 8;
-  static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20;
+  static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20, kStoreBlock = 2;
   static constexpr bool kMatrixUnit = false, kFastPack = true, kRowOperations = false, kFloat16 = true;
   using I32 = __m256i;
   using U16 = __m256i;
@@ -178,6 +178,19 @@ struct Vec256 {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packs_epi16(words(x), words(x)));
   }
   static void store_saturated(int16_t* out, I32 x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(out), words(x)); }
+  // Store 16 values, clamped.
+  static void store_block(int8_t* out, const I32* x, int low, int high) {
+    const __m256i w = clamped_words(x, low, high);
+    const __m128i codes = _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), codes);
+  }
+  static void store_block(int16_t* out, const I32* x, int low, int high) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), clamped_words(x, low, high));
+  }
+  static __m256i clamped_words(const I32* x, int low, int high) {
+    const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x[0], x[1]), 0xD8);
+    return _mm256_min_epi16(_mm256_max_epi16(w, set16(uint16_t(low))), set16(uint16_t(high)));
+  }
 
   static Codes load_codes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static Codes broadcast(const void* p) {

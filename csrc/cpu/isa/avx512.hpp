@@ -277,7 +277,7 @@ struct Pack512 : Quantize512 {
 
 // The lanes, the products and the output.
 struct Vec512 : Pack512 {
-  static constexpr int kLanes = 16, kGroup = 4, kRows = 6, kCols = 4;
+  static constexpr int kLanes = 16, kGroup = 4, kRows = 6, kCols = 4, kStoreBlock = 4;
   static constexpr bool kFastPack = true, kRowOperations = true, kFloat16 = true, kWideP = false;
   using I32 = __m512i;
   using U16 = __m512i;
@@ -564,14 +564,14 @@ struct Vec512 : Pack512 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtsepi32_epi16(x));
   }
   // Store 64 values, clamped.
-  static void store_block(int8_t* out, const I32 (&x)[4], int low, int high) {
+  static void store_block(int8_t* out, const I32* x, int low, int high) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i codes = _mm512_packs_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3]));
     const __m512i clamped =
         _mm512_min_epi8(_mm512_max_epi8(codes, _mm512_set1_epi8(char(low))), _mm512_set1_epi8(char(high)));
     _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, clamped));
   }
-  static void store_block(int16_t* out, const I32 (&x)[4], int low, int high) {
+  static void store_block(int16_t* out, const I32* x, int low, int high) {
     const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
 #pragma GCC unroll 2
     for (int i = 0; i < 4; i += 2) {

@@ -14,6 +14,7 @@ struct Generic {
   static constexpr bool kMatrixUnit = false;     // has its own products (AMX)
   static constexpr bool kFastPack = false;       // has its own packing of contiguous rows
   static constexpr bool kRowOperations = false;  // has operations on whole rows: output factors, quantization
+  static constexpr int kStoreBlock = 0;          // vectors that store_block clamps and stores at once; 0: it has none
   static constexpr bool kFloat16 =
       false;  // converts float16: has store_float16, and widen_float16 without row operations
   static constexpr bool kWideP = false;         // stores P16 in one plane of int16, as p - 32768

@@ -11,7 +11,7 @@ namespace {
 
 struct Neon {
   static constexpr int kLanes = 4, kGroup = 4, kRows = 4, kCols = 4;
-  static constexpr int kMaxRows = 16, kScoreBytes = 1 << 19;
+  static constexpr int kMaxRows = 16, kScoreBytes = 1 << 19, kStoreBlock = 0;
   static constexpr bool kRowOperations = false, kFloat16 = false, kWideP = false, kMatrixUnit = false,
                         kFastPack = false, kUnsignedKeys = false;
   using Code = int8_t;

@@ -13,7 +13,8 @@
 //   KEY_MAJOR         1: V has contiguous keys
 //   ROW_SCALES        1: Q has a scale for each token
 //   CAUSAL            0 none, 1 key j is present for row i if j <= i + p.causal, 2 the same with each packed sequence's
-//                     number of keys less its number of queries
+//                     number of keys less its number of queries added
+//   WINDOW            1: it is present only if also j >= i + p.window_start, with the same added
 //   PACKED            1: the batch of one holds p.count sequences, whose ends are p.q_ends and p.k_ends
 //   BIAS, KEEP        see sm80/masks.cuh
 //   WARPS, ROW_TILES  warps of a CTA, and tiles of 16 rows of a warp
@@ -31,14 +32,14 @@ struct Work {
   i32 row;               // the CTA's first row
   i32 rows, keys;        // of the sequence
   i64 q_start, k_start;  // the sequence's first row and key
-  i32 causal;
+  i32 causal, start;     // offsets of a row's last and first key
 
   DEVICE Work(const Params& p) {
     const u32 tiles = p.tiles, of = quotient(blockIdx.x, tiles, p.share.whole_reciprocal);
     i32 tile = blockIdx.x - of * tiles;
     batch = quotient(of, p.heads, p.share.heads_reciprocal), head = of - batch * p.heads;
     kv_head = key_head(p, head);
-    rows = p.nq, keys = p.nk, q_start = 0, k_start = 0, causal = p.causal;
+    rows = p.nq, keys = p.nk, q_start = 0, k_start = 0, causal = p.causal, start = p.window_start;
 #if PACKED
     // `tiles` is a bound: CTAs beyond the last sequence's tiles find none
     rows = 0;
@@ -50,7 +51,7 @@ struct Work {
       }
       tile -= its_tiles;
     }
-    if (CAUSAL == 2) causal = keys - rows;
+    if (CAUSAL == 2) causal += keys - rows, start += keys - rows;
 #else
     if (CAUSAL) tile = tiles - 1 - tile;  // the CTAs with most keys first
 #endif
@@ -60,31 +61,37 @@ struct Work {
   DEVICE RowPlace place(i32 row) const { return {head, q_start + min(row, rows - 1)}; }
   // The number of keys that a row sees.
   DEVICE i32 seen(i32 row) const { return CAUSAL ? max(min(keys, min(row, rows - 1) + causal + 1), 0) : keys; }
+  // The first key of a row's window.
+  DEVICE i32 window_start(i32 row) const { return WINDOW ? max(min(row, rows - 1) + start, 0) : 0; }
 };
 
 template <class Method>
 struct Warp : WarpRows<Method, Work> {
   typedef WarpRows<Method, Work> Rows;
   using Rows::method, Rows::work, Rows::p, Rows::place, Rows::row_of;
-  i32 first_seen, last_seen;  // the number of keys that the warp's first and last row see
+  i32 first_seen, last_seen;    // the end of the keys that the warp's first and last row see
+  i32 first_start, last_start;  // the first of these keys
 
   DEVICE Warp(const Params& p, const Work& work) : Rows(p, work, work.row + threadIdx.x / 32 * WARP_ROWS) {
     const i32 first = work.row + threadIdx.x / 32 * WARP_ROWS;
     first_seen = work.seen(first), last_seen = first < work.rows ? work.seen(first + WARP_ROWS - 1) : 0;
+    first_start = work.window_start(first), last_start = work.window_start(first + WARP_ROWS - 1);
   }
 
   // Computes the tile of a step in one of its forms, and refills the ring.
   template <bool LAST_PASS, class Ring>
   DEVICE void tile(Ring& ring, i32 step, i32 first) {
     const u32 stage = ring.wait();
-    if (first + KEYS <= first_seen)
+    if (WINDOW && first + KEYS <= first_start)
+      ring.refill(step);  // no row of this warp sees the tile
+    else if (first + KEYS <= first_seen && (!WINDOW || first >= last_start))
       tile_as<LAST_PASS, KEYS, false>(ring, stage, step, first);
     else if (first + SMALL < last_seen)
       tile_as<LAST_PASS, KEYS, true>(ring, stage, step, first);
     else if (first < last_seen)
       tile_as<LAST_PASS, SMALL, true>(ring, stage, step, first);
     else
-      ring.refill(step);  // no row of this warp sees the tile
+      ring.refill(step);  // nor this one
   }
   template <bool LAST_PASS, int NOW, bool MASKED, class Ring>
   DEVICE void tile_as(Ring& ring, u32 stage, i32 step, i32 first) {
@@ -98,15 +105,16 @@ struct Warp : WarpRows<Method, Work> {
       method.template update_row_max<NOW, MASKED>(s, this->masks, first, work.keys);
   }
 
+  // Computes so many tiles from key `first` on.
   template <class Ring>
-  DEVICE void run(i32 tiles, Ring& ring) {
+  DEVICE void run(i32 first, i32 tiles, Ring& ring) {
     if constexpr (Method::PASSES == 2) {
 #pragma unroll 1
-      for (i32 i = 0; i < tiles; ++i) tile<false>(ring, i, i * KEYS);
+      for (i32 i = 0; i < tiles; ++i) tile<false>(ring, i, first + i * KEYS);
       method.finish_row_max([&](int m, int h) { return this->magnitude(m, h); });
     }
 #pragma unroll 1
-    for (i32 i = 0; i < tiles; ++i) tile<true>(ring, (Method::PASSES - 1) * tiles + i, i * KEYS);
+    for (i32 i = 0; i < tiles; ++i) tile<true>(ring, (Method::PASSES - 1) * tiles + i, first + i * KEYS);
   }
 
   DEVICE void store() const {
@@ -149,11 +157,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   const Work work(p);
   if (work.row >= work.rows) return;
   const TileLoader loader(p, work.batch, work.kv_head, work.k_start, work.keys);
-  const i32 tiles = (work.seen(work.row + CTA_ROWS - 1) + KEYS - 1) / KEYS;
+  const i32 start = work.window_start(work.row) / KEYS * KEYS;
+  const i32 tiles = max(work.seen(work.row + CTA_ROWS - 1) - start + KEYS - 1, 0) / KEYS;
   // Step i is tile i of the first of two passes, which needs K only, or a tile of the last pass.
   const auto load = [&](i32 i, u32 to) {
     const bool last_pass = METHOD::PASSES == 1 || i >= tiles;
-    const i32 first = (METHOD::PASSES == 2 && last_pass ? i - tiles : i) * KEYS;
+    const i32 first = start + (METHOD::PASSES == 2 && last_pass ? i - tiles : i) * KEYS;
     if (i >= METHOD::PASSES * tiles) return;
     loader.load_k(to, first);
     if (last_pass) loader.load_v(to + K_BYTES, first);
@@ -161,6 +170,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   TileRing<K_BYTES + V_BYTES, decltype(load)> ring(shared + TABLE_BYTES, load);
   Warp<METHOD> warp(p, work);
   warp.init(shared);
-  warp.run(tiles, ring);
+  warp.run(start, tiles, ring);
   warp.store();
 }

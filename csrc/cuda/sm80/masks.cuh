@@ -2,7 +2,7 @@
 // that lane q of a quad holds.
 //
 // Macros: BIAS (int32, in 2^-20 octave) and KEEP (bool): 0 none, 1 with contiguous keys, 2 one value for all keys, 4
-// with contiguous keys that are read four at a time.
+// with contiguous keys that are read four at a time. WINDOW: 1: rows see no keys before their window.
 #pragma once
 #include "params.cuh"
 
@@ -33,6 +33,9 @@ struct MaskRow {
 
 struct RowMask {
   i32 seen;  // keys from this one on are beyond a causal mask or the end
+#if WINDOW
+  i32 start;  // keys before this one are before the window
+#endif
 #if BIAS
   MaskRow<i32, BIAS> bias;
 #endif
@@ -45,6 +48,9 @@ struct RowMask {
   template <bool PARTIAL>
   DEVICE u32 present(i32 key, i32 keys) const {
     u32 bytes = PARTIAL ? ~shift_left(~0u, 8 * max(seen - key, 0)) : ~0u;
+#if WINDOW
+    if (PARTIAL) bytes &= shift_left(~0u, 8 * max(start - key, 0));
+#endif
 #if KEEP
     u8 x[4];
     keep.read(key, keys, x);

@@ -85,6 +85,9 @@ struct WarpRows {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         masks[m][h].seen = work.seen(row_of(m, h));
+#if WINDOW
+        masks[m][h].start = work.window_start(row_of(m, h));
+#endif
         const RowPlace at = place(m, h);
 #if BIAS
         masks[m][h].bias = {p.bias, work.batch, (u32)p.bias_batches, p.bias_reciprocal, at.head, at.row, work.k_start};

@@ -59,6 +59,12 @@ struct RingPosition {
     stage += count;
     if (stage >= SIZE) stage -= SIZE, parity ^= 1;
   }
+  // Advances by any number of stages.
+  DEVICE void skip(u32 count) {
+    stage += count;
+    parity ^= stage / SIZE % 2;
+    stage %= SIZE;
+  }
   DEVICE void rewind(u32 count) {
     if (stage < count) stage += SIZE, parity ^= 1;
     stage -= count;

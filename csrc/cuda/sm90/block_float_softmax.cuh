@@ -254,7 +254,7 @@ struct BlockFloat {
 #pragma unroll
     for (int i = 0; i < PV_CHANNELS / 2; ++i) {
       const int to = step * PV_CHANNELS / 2 + i;
-      i64 x = multiply_add((sums[0][i] << 8) + sums[1][i], unit[i / 2 % 2], acc.get(to));
+      i64 x = multiply_add(block_sum(sums[0][i], sums[1][i]), unit[i / 2 % 2], acc.get(to));
       keep_in_register(x);  // before the next product is issued, which needs the registers of `sums`
       acc.set(to, x);
     }
@@ -414,7 +414,7 @@ struct BlockFloat {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           acc.set(4 * b + i, acc.get(4 * b + i) +
-                                 merged((sums[0][i] << 8) + sums[1][i], fraction, value[i / 2].top - e[0][i / 2]));
+                                 merged(block_sum(sums[0][i], sums[1][i]), fraction, value[i / 2].top - e[0][i / 2]));
       }
     }
 #pragma unroll

@@ -144,6 +144,7 @@ struct FloatSoftmax {
       p.word[i / 8][i / 2 % 4 + 1] = pack_pair(e[2], e[3], VALUE{});
     }
   }
+  template <bool LAST>
   DEVICE void exponentials(const Scores& s, bool partial, const VisibleKeys& visible, u32 scales, P& p) {
     if (partial)
       exponentials<true>(s, visible, scales, p);

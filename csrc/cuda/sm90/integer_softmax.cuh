@@ -41,6 +41,9 @@ struct SharedP {
 // Returns a mask of the bytes of p whose keys are visible to the row. `word` holds keys 4q .. 4q + 3 of 16.
 DEVICE u32 visible_bytes(const VisibleKeys& visible, int step, int word) {
   const i32 key = step * 32 + word / 2 * 16;
+#if KEY_MASK
+  return visible.mask_word(key / 16) * 255;
+#endif
   return ~shift_left(~0u, 8 * max(visible.keys[word % 2] - key, 0));
 }
 
@@ -145,6 +148,15 @@ struct PDigits : RowMaxima {
     else
       return {acc[0][i], acc[1][i]};
   }
+  // Stores a thread's channels of a row, but for the last lane's last 8 where the output has HEAD_DIM - 8.
+  template <int WORDS>
+  DEVICE static void store_row(u8* to, const u32 (&words)[WORDS]) {
+    constexpr int ABSENT = (HEAD_DIM - TENSOR_DIM) * SIZE<OUT> / 4;
+    if (ABSENT && threadIdx.x % 4 == 3)
+      store_words(to, (const u32(&)[WORDS - ABSENT]) words);
+    else
+      store_words(to, words);
+  }
   DEVICE void store(const Params& p, const ThreadRows& at, const i64 (&t_max)[2]) const {
     const OutputConstants output_constants = load_output_constants<OUT>(p, at.batch, at.head, at.kv_head);
     const u32 l[2] = {this->l(0), this->l(1)};
@@ -160,7 +172,7 @@ struct PDigits : RowMaxima {
       const i32 row = at.row + 8 * h;
       if (row >= at.end) continue;
       const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * CHANNELS;
-      store_words((u8*)element<OUT>(p.out.ptr, to), words[h]);
+      store_row((u8*)element<OUT>(p.out.ptr, to), words[h]);
       if (p.l && threadIdx.x % 4 == 0) {
         const i64 to = ((i64)at.batch * p.heads + at.head) * p.nq + row;
         p.t_max[to] = t_max[h];
@@ -180,6 +192,15 @@ struct ExactMaximum : PDigits<DIGITS> {
                         BLOCKS = false;                         // the row maximum is known before the second pass
   static constexpr int UNROLL = 1, DOTS = DIGITS == 2 ? 0 : 2;  // DOTS: see four_p
   i64 B[2];
+  bool active;  // whether the warp has rows; in the last tile of a head it may have none
+
+  DEVICE void init(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
+    PDigits<DIGITS>::init(p, at, shared);
+    active = __any_sync(~0u, at.row < at.end);
+  }
+  DEVICE void update_row_max(const Scores& s, bool partial, const VisibleKeys& visible) {
+    if (active) RowMaxima::update_row_max(s, partial, visible);
+  }
 
   // Returns the largest octave of either row's maximum at which 32 bits hold T + B of both rows.
   DEVICE i32 limit(const SharedLayout& shared) const {
@@ -198,10 +219,31 @@ struct ExactMaximum : PDigits<DIGITS> {
     }
     this->fast_exp = __all_sync(~0u, fast_exp);
   }
-  template <bool EXP_32BIT>
-  DEVICE void powers(const Scores& s, P& p) const {
+  // SKIPS: computes no more of a half tile's keys than the warp's rows see.
+  template <bool EXP_32BIT, bool SKIPS>
+  DEVICE void powers(const Scores& s, const VisibleKeys& visible, P& p) const {
+    if constexpr (SKIPS) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < 4; ++i) {
+        if (visible.any_of_16(i))
+          powers_of<EXP_32BIT>(s, 2 * i, 2 * i + 2, p);
+        else
+          clear(2 * i, 2 * i + 2, p);
+      }
+    } else {
+      powers_of<EXP_32BIT>(s, 0, 8, p);
+    }
+  }
+  DEVICE static void clear(int first, int end, P& p) {
+#pragma unroll
+    for (int i = first; i < end; ++i)
+#pragma unroll
+      for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] = 0;
+  }
+  template <bool EXP_32BIT>
+  DEVICE void powers_of(const Scores& s, int first, int end, P& p) const {
+#pragma unroll
+    for (int i = first; i < end; ++i) {
       const i32* x = scores_of_word(s, i);
       const int h = i % 2, by = EXP_32BIT ? 0 : this->shift[h];
       const i32 a = x[0] << by, b = x[1] << by, c = x[4] << by, d = x[5] << by;
@@ -214,11 +256,13 @@ struct ExactMaximum : PDigits<DIGITS> {
       for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] = four[digit];
     }
   }
+  template <bool LAST>
   DEVICE void exponentials(const Scores& s, bool partial, const VisibleKeys& visible, u32, P& p) {
+    if (!active) return clear(0, 8, p);
     if (this->fast_exp)
-      powers<true>(s, p);
+      powers<true, LAST>(s, visible, p);
     else
-      powers<false>(s, p);
+      powers<false, LAST>(s, visible, p);
     if (partial) this->mask_p(p, visible);
     this->add_row_sums(p);
   }
@@ -256,10 +300,14 @@ struct Online : PDigits<1, TableSteps> {
   }
   // Computes both halves at once, so that scores of the second half are converted to entries while bytes of the first
   // are loaded.
-  template <bool CLAMPS>
+  template <bool CLAMPS, bool LAST>
   DEVICE void exponentials(const Scores (&s)[2], bool partial, const VisibleKeys (&visible)[2], P (&p)[2]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
+      if (LAST && !visible[i / 8].any_of_16(i % 8 / 2)) {
+        p[i / 8].digit[0].word[i % 8 / 4][i % 4] = 0;
+        continue;
+      }
       const i32* x = scores_of_word(s[i / 8], i % 8);
       const auto p_of = [&](i32 score) { return lookup(rows[i % 2].entry<CLAMPS>(score, unit(i % 2)), lane); };
       u32& word = p[i / 8].digit[0].word[i % 8 / 4][i % 4];

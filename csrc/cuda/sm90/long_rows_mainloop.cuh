@@ -6,6 +6,8 @@
 //
 // Macros:
 //   HEAD_DIM         a multiple of 16
+//   TENSOR_DIM       channels of the tensors: HEAD_DIM (the default), or HEAD_DIM - 8, for float Q and codes of K and V
+//                    in rows of HEAD_DIM channels; Q's codes of the other 8 channels are zeros
 //   CONSUMERS        number of consumer warpgroups
 //   CAUSAL           0 or 1
 //   KEY_SCALES       K's scales: 0 one per head, 1 one per tile of 128 keys, 2 one per key
@@ -20,6 +22,7 @@
 //   VALUE            the type of V in the products: i8, half_t or bfloat_t
 //   OUT              the type of the output
 //   KEY_COUNTS       1: batch b has only its first ((const i32*)p.keep.ptr)[b] keys
+//   KEY_MASK         1: p.keep has a byte for each key of a batch, 0 for an absent one; without CAUSAL
 //
 // The exponentials of a tile are computed in two halves of 64 keys, or at once where the method sets WHOLE_TILES;
 // `add_row_sums` and `raise_row_octaves` then update the row sums and octaves. With BUFFERS = 2 there are registers for
@@ -34,21 +37,49 @@
 #ifndef KEY_COUNTS
 #define KEY_COUNTS 0
 #endif
+#ifndef KEY_MASK
+#define KEY_MASK 0
+#endif
+static_assert(!KEY_MASK || !(CAUSAL || KEY_COUNTS || FLOAT_VALUES));
 
 typedef i32 Scores[HALF / 2];
 constexpr int CHANNELS = HEAD_DIM / 4;  // channels per thread
 // Registers per thread. A multiprocessor has 65,536.
 constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 
-DEVICE i32 key_count(const Params& p, u32 batch) { return KEY_COUNTS ? ((const i32*)p.keep.ptr)[batch] : p.nk; }
+// The offset of the mask of a batch's keys. long_rows.py checks that it fits.
+DEVICE u32 key_mask(const Params& p, u32 batch) {
+  const u32 b = p.keep_reciprocal ? batch - __umulhi(batch, p.keep_reciprocal) * p.keep_batches : batch;
+  return b * (u32)p.keep.b;
+}
+
+// A batch's keys: none is present from `count` on, and none is absent before `unmasked`.
+struct BatchKeys {
+  i32 count, unmasked;
+
+  // All threads of a warp must call this together.
+  DEVICE BatchKeys(const Params& p, u32 batch) {
+    count = unmasked = KEY_COUNTS ? ((const i32*)p.keep.ptr)[batch] : p.nk;
+    if constexpr (KEY_MASK) {
+      const u8* mask = p.keep.ptr + key_mask(p, batch);
+      count = 0;
+#pragma unroll 4
+      for (i32 key = threadIdx.x % 32 * 4; key < p.nk; key += TILE) {
+        const u32 present = *(const u32*)(mask + key), absent = present ^ 0x01010101;
+        if (present) count = key + 4 - leading_zeros(present) / 8;
+        if (absent) unmasked = min(unmasked, key + (31 - leading_zeros(absent & (0 - absent))) / 8);
+      }
+      count = __reduce_max_sync(~0u, count), unmasked = __reduce_min_sync(~0u, unmasked);
+    }
+  }
+};
 
 // The number of key tiles that rows [first, end) see, and how many of them all rows see whole.
 struct KeyTileRange {
   i32 count, whole;
-  DEVICE KeyTileRange(const Params& p, u32 batch, i32 first, i32 end) {
-    const i32 nk = key_count(p, batch);
-    i32 keys = CAUSAL ? min(nk, end + p.causal) : nk;
-    i32 seen = CAUSAL ? min(nk, first + p.causal + 1) : nk;
+  DEVICE KeyTileRange(const Params& p, const BatchKeys& of_batch, i32 first, i32 end) {
+    i32 keys = CAUSAL ? min(of_batch.count, end + p.causal) : of_batch.count;
+    i32 seen = CAUSAL ? min(of_batch.count, first + p.causal + 1) : of_batch.unmasked;
     count = keys > 0 ? (keys + TILE - 1) / TILE : 0;
     whole = seen > 0 ? seen / TILE : 0;
   }
@@ -56,7 +87,7 @@ struct KeyTileRange {
 
 // Returns the number of key tiles that are loaded for a work tile.
 DEVICE i32 tiles_of(const Params& p, const WorkTile& work) {
-  return KeyTileRange(p, work.batch, work.row, work.end).count;
+  return KeyTileRange(p, BatchKeys(p, work.batch), work.row, work.end).count;
 }
 
 // --- a warpgroup's rows
@@ -85,6 +116,18 @@ struct QueryLoader {
       base = p.q.ptr + (head_offset(p.q, work.batch, work.head) + (exists() ? chunk * 16 : 0)) * SIZE<QUERY>;
     }
     DEVICE bool exists() const { return chunk < D_CHUNKS; }
+    // Whether the tensors have the channels of word i of the codes.
+    DEVICE bool has_word(u32 i) const { return TENSOR_DIM == HEAD_DIM ? exists() : chunk * 16 + i * 4 < TENSOR_DIM; }
+    // Loads floats. Where the second half of a chunk does not exist, it repeats the first.
+    DEVICE void load(u32 i, In::Raw<4>& raw) const {
+      if constexpr (TENSOR_DIM == HEAD_DIM) {
+        load_words(from(i), raw.word);
+      } else {
+        typedef u32 Half[2 * SIZE<QUERY>];
+        load_words(from(i), (Half&)raw.word[0]);
+        load_words(from(i) + (has_word(2) ? 8 * SIZE<QUERY> : 0), (Half&)raw.word[2 * SIZE<QUERY>]);
+      }
+    }
     DEVICE const u8* from(u32 i) const { return base + min(first + (i32)(i * AT_ONCE), last) * stride; }
     DEVICE u32 place(u32 i) const { return to + swizzled<K_WIDTH>(row + i * AT_ONCE, chunk); }
   };
@@ -107,7 +150,7 @@ struct QueryLoader {
       const float scale = *head_element<float>(p.q_scale, work.batch, work.head);
       In::Raw<4> raw[ROUNDS];
 #pragma unroll
-      for (u32 i = 0; i < ROUNDS; ++i) load_words(chunks.from(i), raw[i].word);
+      for (u32 i = 0; i < ROUNDS; ++i) chunks.load(i, raw[i]);
       const float inverse = In::usable_inverse(__frcp_rn(scale));
 #pragma unroll
       for (u32 i = 0; i < ROUNDS; ++i) {
@@ -115,7 +158,7 @@ struct QueryLoader {
         u32 w[4];
         In::codes(raw[i], inverse, w);
 #pragma unroll
-        for (u32& word : w) word = chunks.exists() ? word : 0;
+        for (u32 j = 0; j < 4; ++j) w[j] = chunks.has_word(j) ? w[j] : 0;
         store_shared(chunks.place(i), w);
       }
     }
@@ -132,9 +175,24 @@ DEVICE constexpr int key_of_score(int i) {
 }
 
 // The number of keys that each of a thread's two rows sees, from the thread's first key of a half on. May be negative.
+// With KEY_MASK those of them that are absent are not seen.
 struct VisibleKeys {
   i32 keys[2];
-  DEVICE bool has(int i) const { return key_of_score(i) < keys[i / 2 % 2]; }
+#if KEY_MASK
+  const u8* mask;  // from the thread's first key on
+
+  // Returns the bytes of the mask of the four keys that the thread has of 16, which are 1 where a key is present.
+  DEVICE u32 mask_word(int sixteen) const { return 16 * sixteen < keys[0] ? *(const u32*)(mask + 16 * sixteen) : 0; }
+#endif
+  // Whether a row of the warp sees any of the `i`-th 16 keys.
+  DEVICE bool any_of_16(int i) const { return __any_sync(~0u, 16 * i < max(keys[0], keys[1])); }
+  DEVICE bool has(int i) const {
+#if KEY_MASK
+    return mask_word(key_of_score(i) / 16) >> key_of_score(i) % 16 * 8 & 1;
+#else
+    return key_of_score(i) < keys[i / 2 % 2];
+#endif
+  }
 };
 
 // Updates the running maxima of the two rows.
@@ -174,6 +232,7 @@ struct Consumer {
   const QueryLoader query;
   u64 q;
   i32 seen[2];
+  u32 mask;             // with KEY_MASK: offset of the mask of the batch's keys
   u32 zeros;            // Method::BLOCKS: this thread's keys without a value in the next tile
   bool releases_tiles;  // whether tiles may be released after use, because no later pass needs them
 
@@ -216,13 +275,18 @@ struct Consumer {
     for (int i = 0; i < BUFFERS; ++i) visible[i] = visible_keys(half + i, key);
     method.rescale_acc(s, partial, visible, shared.k_scales(stage) + half * (SCALE_BYTES / 2), scale);
   }
+  template <bool LAST>
   DEVICE void exponentials(int half, bool partial, i32 key, u32 stage, typename Method::P& codes) {
     const u32 scales = shared.k_scales(stage) + half * (SCALE_BYTES / 2);
-    method.exponentials(s[half % BUFFERS], partial, visible_keys(half, key), scales, codes);
+    method.template exponentials<LAST>(s[half % BUFFERS], partial, visible_keys(half, key), scales, codes);
   }
   DEVICE VisibleKeys visible_keys(int half, i32 key) const {
     const i32 first = key + half * HALF + threadIdx.x % 4 * LANE_KEYS;
+#if KEY_MASK
+    return {seen[0] - first, seen[1] - first, p.keep.ptr + (mask + first)};
+#else
     return {seen[0] - first, seen[1] - first};
+#endif
   }
 
   DEVICE void first_scores(const Stage& at) {
@@ -236,7 +300,7 @@ struct Consumer {
     first_scores(at);
 #pragma unroll 1
     for (i32 j = 0; j + 1 < tiles; ++j) {
-      const bool partial = CAUSAL && j >= whole;
+      const bool partial = (CAUSAL || KEY_MASK) && j >= whole;
       if constexpr (BUFFERS == 1) {
         update_row_max(0, partial, j * TILE);
         issue_scores(1, at.stage);
@@ -273,16 +337,16 @@ struct Consumer {
     const float scale = method.tile_scale(shared.k_scales(BUFFERS == 2 && !LAST ? next.stage : at.stage));
     const u32 values = shared.v_tile(at.stage);
     const u64 v = FLOAT_VALUES ? columns_descriptor<V_BLOCK>(values) : descriptor<128>(values);
-    const bool partial = (LAST || CAUSAL) && j >= whole;
+    const bool partial = (LAST || CAUSAL || KEY_MASK) && j >= whole;
     typename Method::P codes[2];
     if constexpr (BUFFERS == 2) {
       if constexpr (Method::WHOLE_TILES) {
         const VisibleKeys visible[2] = {visible_keys(0, j * TILE), visible_keys(1, j * TILE)};
-        method.template exponentials<FAST_EXP>(s, partial, visible, codes);
+        method.template exponentials<FAST_EXP, LAST>(s, partial, visible, codes);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if constexpr (!Method::WHOLE_TILES) exponentials(half, partial, j * TILE, at.stage, codes[half]);
+        if constexpr (!Method::WHOLE_TILES) exponentials<LAST>(half, partial, j * TILE, at.stage, codes[half]);
         method.store_p(codes[half], half);
       }
       if (!LAST) issue_scores(0, next.stage);
@@ -307,7 +371,7 @@ struct Consumer {
           update_row_max(half, partial, j * TILE);
           rescale_acc(half, partial, j * TILE, at.stage, scale);
         }
-        exponentials(half, partial, j * TILE, at.stage, codes[half]);
+        exponentials<LAST>(half, partial, j * TILE, at.stage, codes[half]);
         if (half == 0)
           issue_scores(1, at.stage);
         else if (!LAST)
@@ -369,7 +433,7 @@ struct Consumer {
     }
     i32 j = 0;
     // For methods with short tiles, mask code in the loop costs time, because instructions are fetched past it.
-    constexpr bool MAY_MASK = CAUSAL || !FAST_EXP || !Method::WHOLE_TILES;
+    constexpr bool MAY_MASK = CAUSAL || KEY_MASK || !FAST_EXP || !Method::WHOLE_TILES;
 #pragma unroll(FAST_EXP ? Method::UNROLL : 1)
     for (; j + 1 + !MAY_MASK < tiles; ++j) tile<false, MAY_MASK, FAST_EXP>(j, whole, at);
     if (!MAY_MASK && j + 1 < tiles) tile<false, true, FAST_EXP>(j++, whole, at);
@@ -388,17 +452,19 @@ struct Consumer {
 
   // Computes 64 rows up to their output. last: this warpgroup has no later rows in the work tile.
   DEVICE void attend(const WorkTile& work, i32 tile, bool last, Stage& at) {
-    const i32 first = work.row + tile * 64, tiles = tiles_of(p, work);
-    const KeyTileRange mine(p, work.batch, first, min(first + 64, work.end));
+    const BatchKeys keys(p, work.batch);
+    const i32 first = work.row + tile * 64, tiles = KeyTileRange(p, keys, work.row, work.end).count;
+    const KeyTileRange mine(p, keys, first, min(first + 64, work.end));
     const ThreadRows place = work.place(threadIdx.x, tile);
     q = descriptor<K_WIDTH>(shared.query_rows(group()));
     query.finish_load(work, tile);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      seen[h] = key_count(p, work.batch);
+      seen[h] = keys.count;
       if (CAUSAL) seen[h] = min(seen[h], place.row + 8 * h + p.causal + 1);
     }
     if (CAUSAL) wgmma_hold(seen);  // otherwise the compiler recomputes it in every tile
+    if (KEY_MASK) mask = key_mask(p, work.batch);
     method.init(p, place, shared);
     if constexpr (Method::PASSES == 2) {
       releases_tiles = false;

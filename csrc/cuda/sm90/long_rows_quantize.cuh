@@ -11,7 +11,7 @@ struct QuantizingLoader {
   typedef Codes<QUERY, VALUES_IN_RANGE> In;
   typedef In::Raw<2> Chunk;
   // threads per row, and how many of them have channels
-  static constexpr u32 LANES = K_WIDTH / 8, CHUNKS = HEAD_DIM / 8;
+  static constexpr u32 LANES = K_WIDTH / 8, CHUNKS = TENSOR_DIM / 8;
   static constexpr u32 KEYS = 4 * GROUP / LANES, STEPS = TILE / KEYS, ROUND = KEYS / 4;
   static constexpr u32 ARRIVALS = STEPS * GROUP;
   static_assert(KV_RESIDENT && SIZE<QUERY> == 2 && STAGING_SLOT_BYTES == 8 * 16 * GROUP);
@@ -182,7 +182,7 @@ struct QuantizingLoader {
     const TileScheduler scheduler(p);
     const WorkTile work = scheduler.work(p);
     const ThreadChunks mine(p, shared, work.batch, work.kv_head);
-    const u32 steps = (p.nk + TILE - 1) / TILE * STEPS;
+    const u32 steps = (KEY_MASK ? tiles_of(p, work) : (p.nk + TILE - 1) / TILE) * STEPS;
     RegisterChunks held;
     u32 step = threadIdx.x / GROUP;
     held.begin_load(mine, step);

@@ -14,12 +14,18 @@ DEVICE void load_matrices(u32 at, u32 (&w)[4]) {
                : "memory");
 }
 
+#if BIAS
+typedef i64 Exponent;
+#else
+typedef i32 Exponent;
+#endif
+
 struct RemainderRows {
   static constexpr int SHARE = (KEY_CHUNKS + 3) / 4;  // chunks of 16 keys per warp, which takes every fourth
   static constexpr int STEPS = (KEYS + 31) / 32;
   static constexpr int BLOCKS = HEAD_DIM / 32;  // blocks of 8 channels per warp
   struct Shared {
-    i32 peak[8][4];
+    Exponent peak[8][4];
     // The left operand of a step as a lane loads it. Every second word belongs to rows 8 to 15, which are unused and
     // never written. The row length avoids bank conflicts.
     u32 p[DIGITS][8][STEPS | 1][4][4];
@@ -29,7 +35,7 @@ struct RemainderRows {
   const RowTile& tile;
   const u32 k_tile, v_tile, lane, warp, g, quarter;
   Shared& shared;
-  i32 peak;
+  Exponent peak;  // a score, or T with a bias
   u32 l;
   RowScale<OUT, Accumulator> scale;
   i32 acc[2][DIGITS][BLOCKS][4];  // separate accumulators of even and odd steps shorten the dependent chain of products
@@ -63,34 +69,69 @@ struct RemainderRows {
       mma_s8_s8(odd, q, {w[2], w[3]});
     }
     s[0] = even[0], s[1] = even[1], s[2] = odd[0], s[3] = odd[1];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) peak = max(peak, s[j]);
   }
+#if BIAS
+  // The same with the bias, in 2^-32 octave.
+  DEVICE void exponents(int share, i64 (&t)[4]) {
+    i32 s[4], x[4];
+    scores(share, s);
+    tile.bias.load(share, 0, x);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const bool has = x[j] != NO_SCORE && (chunk(share) < KEY_CHUNKS - 1 || tile.present >> (8 * j) & 1);
+      t[j] = multiply_add(s[j] << tile.score[0].k, tile.score[0].C, 0);
+      t[j] = has ? multiply_add(x[j], 1 << 12, t[j]) : ABSENT_T;
+      peak = peak > t[j] ? peak : t[j];
+    }
+  }
+#endif
 
   DEVICE void run(const OutputConstants& output_constants) {
     const Score score = tile.score[0];
-    i32 s[SHARE][4];
-    peak = NO_SCORE;
+    Exponent s[SHARE][4];
+#if BIAS
+    peak = ABSENT_T;
+    cp_async_wait_all();
 #pragma unroll
     for (int i = 0; i < SHARE; ++i)
-      if (has(i)) scores(i, s[i]);
+      if (has(i)) exponents(i, s[i]);
+#else
+    peak = NO_SCORE;
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i) {
+      if (!has(i)) continue;
+      scores(i, s[i]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) peak = max(peak, s[i][j]);
+    }
     if (score.k) {
 #pragma unroll
       for (int i = 0; i < SHARE * 4; ++i) s[i / 4][i % 4] <<= score.k;
     }
+#endif
     peak = quad_max(peak);
     if (quarter == 0) shared.peak[g][warp] = peak;
     sync_warpgroup();
+#if BIAS
+#pragma unroll
+    for (int i = 0; i < 4; ++i) peak = peak > shared.peak[g][i] ? peak : shared.peak[g][i];
+    const i64 B = peak == ABSENT_T ? ABSENT_T : K0 - peak;
+#else
     const int4 peaks = *(const int4*)shared.peak[g];
     // shifted here, because a warp may have no keys
     peak = max(max(peaks.x, peaks.y), max(peaks.z, peaks.w)) << score.k;
     const i64 B = K0 - multiply_add(peak, score.C, 0);
+#endif
     u32* to = &shared.p[0][g][warp / 2][quarter][warp % 2 * 2];
 #pragma unroll
     for (int i = 0; i < SHARE; ++i) {
       u32 p[DIGITS] = {};
       if (has(i))
+#if BIAS
+        four_p({power(s[i][0] + B), power(s[i][1] + B), power(s[i][2] + B), power(s[i][3] + B)}, p);
+#else
         four_p(s[i][0], s[i][1], s[i][2], s[i][3], score.C, B, p);
+#endif
       else if (KEY_CHUNKS % 2 == 0 || chunk(i) > KEY_CHUNKS)
         continue;  // the step of an odd last chunk has a second, empty chunk
 #pragma unroll
@@ -153,7 +194,11 @@ struct RemainderRows {
     store_outputs<OUT>(out + warp * 2 * BLOCKS * SIZE<OUT>, mine, scale, output_constants);
     if (STATISTICS && warp == 0 && quarter == 0) {
       const i64 at = ((i64)batch * p.heads + head) * p.nq + row;
+#if BIAS
+      p.t_max[at] = peak;
+#else
       p.t_max[at] = multiply_add(peak, tile.score[0].C, 0);
+#endif
       p.l[at] = l;
     }
   }

@@ -116,9 +116,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   if (SIZE<IN> > 1) constants.load();  // quantization needs them
   loader.begin_keys();
   if (PREFETCH_Q) query.begin_load(first, p.nq - 1);
+#if BIAS
+  const BiasRows bias(v_tile + V_BYTES + BARRIER_BYTES);
+  const auto begin_bias = [&](i32 row) {  // row: the first of a tile
+    if (!REMAINDER_ROWS || row < whole)
+      bias.begin_load(p, batch, head, row + row_of_thread);
+    else
+      bias.begin_load_of_remainder(p, batch, head, row + row_of_warp);
+  };
+  begin_bias(row);
+#endif
   loader.begin_values(p, batch, kv_head);
+#if BIAS
+  BiasRows::prefetch(p, batch, head, ALL_ROWS ? 0 : blockIdx.z * p.tiles * 64, stop);
+#endif
   if (SIZE<IN> == 1) constants.load();
   RowTile tile;
+#if BIAS
+  tile.bias = bias;
+#endif
   tile.score[0] = tile.score[1] = constants.of_scores(p);
   constants.scales.divide();
   loader.finish(constants.scales.k_inverse, constants.scales.v_inverse);
@@ -158,6 +174,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
         query.begin_load(next + row_of_thread, p.nq - 1);
     }
     tile.exponentials_and_products();
+#if BIAS
+    if (next < stop) begin_bias(next);
+#endif
     // Runs while the products run, as does what follows. Copying int8 codes without a test takes fewer instructions.
     if (PREFETCH_Q && (SIZE<IN> == 1 || next < stop)) query.codes(constants.scales.q_inverse, tile.q);
     if (PREFETCH_Q && REMAINDER_ROWS) query.advance(next + 64 * WARPGROUPS >= whole);
@@ -167,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 #if REMAINDER_ROWS
   if (row < stop) {
     begin_rows(row + row_of_warp);
-    RemainderRows remainder(tile, k_tile, v_tile, shared + K_BYTES + V_BYTES + BARRIER_BYTES);
+    RemainderRows remainder(tile, k_tile, v_tile, shared + K_BYTES + V_BYTES + BARRIER_BYTES + BIAS_BYTES);
     remainder.run(constants.output_constants);
     out = (u8*)multiply_add(first < whole ? -16 * warp : 0, out_stride, (i64)out);
     remainder.store(p, out, batch, head, row + row_of_warp, constants.output_constants);

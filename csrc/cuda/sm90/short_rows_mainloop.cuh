@@ -19,9 +19,22 @@
 //   HEADS_FIRST          1: heads are the grid's first axis, as they usually are in memory; 0: batches are
 //   REVERSE_HEADS        1: CTAs take the last heads first
 //   ALL_ROWS             1: a CTA takes all rows of its head
+//   BIAS                 int32 p.bias in 2^-20 octave, NO_SCORE for an absent key: 0 none (the default), 1 with
+//                        contiguous keys, 4 with contiguous keys that are read four at a time; with EXP_32BIT
 #pragma once
 #include "sm90/short_rows_load.cuh"
 #include "sm90/wgmma.cuh"
+
+#ifndef BIAS
+#define BIAS 0
+#endif
+#if BIAS
+#include "sm90/short_rows_bias.cuh"
+static_assert(EXP_32BIT);
+constexpr int BIAS_BYTES = WARPGROUPS * 64 * KEYS * 4;  // of a row tile of each warpgroup
+#else
+constexpr int BIAS_BYTES = 0;
+#endif
 
 #if BITS == 8
 typedef i32 Accumulator;
@@ -62,6 +75,11 @@ struct RowTile {
   u32 present;       // mask of the bytes of the thread's last four keys that exist
   bool active;       // whether the warp has rows; in the last tile of a head it may have none
   bool fits;         // whether 32 bits hold every T + B of the warp: exp2.cuh, exp_32bit_limit
+#if BIAS
+  BiasRows bias;
+  i64 t_max[2];
+  bool has_t;  // whether `a` and `b` hold T of 32 bits in place of the scores
+#endif
 
   // Constant true where remainder rows have their own code path, because all tiles are then whole. P16 without
   // EXP_32BIT would spill, because no branch would separate the exponentials of the two parts.
@@ -133,7 +151,117 @@ struct RowTile {
     return octave_above(max(peak[0], peak[1]), score[0].C);
   }
   // Returns Tmax in 2^-32 octave.
-  DEVICE i64 top(int h) const { return multiply_add(peak[h] << score[h].k, score[h].C, 0); }
+  DEVICE i64 top(int h) const {
+#if BIAS
+    return t_max[h];
+#else
+    return multiply_add(peak[h] << score[h].k, score[h].C, 0);
+#endif
+  }
+
+#if BIAS
+  // Whether the scores of the warp's rows, and a bias within BiasRows::REACH, keep T within 112 octaves of 0, so that
+  // no key is 238 octaves below the maximum.
+  DEVICE bool scores_fit() const {
+    bool fit = true;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      u32 sum = 0;
+#pragma unroll
+      for (int i = 0; i < D_STEPS; ++i) sum = add_magnitudes(q[i][h], add_magnitudes(q[i][2 + h], sum));
+      const i64 most = (i64)(128 * quad_sum(sum)) * (score[h].C >> 8);
+      fit &= score[h].k == 0 && (score[h].C & 255) == 0 && most <= 80ll << 24;
+    }
+    return __all_sync(~0u, fit);
+  }
+
+  // Replaces scores by T in 2^-24 octave, and updates the rows' maxima of T and the reach of their biases.
+  template <bool LAST, int COUNT>
+  DEVICE void add_bias(i32 (&s)[COUNT], int first, u32& reach) {
+#pragma unroll
+    for (int group = 0; group < COUNT / 8; ++group)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        i32 x[4];
+        bias.load(first + group, h, x);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          i32& t = s[8 * group + j / 2 * 4 + 2 * h + j % 2];
+          reach |= (u32)x[j] + BiasRows::REACH;
+          t = (i32)((u32)t * (u32)(score[h].C >> 8) + ((u32)x[j] << 4));
+          if (LAST && group == COUNT / 8 - 1) t = present >> (8 * j) & 1 ? t : NO_SCORE;
+          peak[h] = max(peak[h], t);
+        }
+      }
+  }
+
+  // Returns T in 2^-32 octave of score i of keys from 16 `first` on.
+  DEVICE i64 wide_t(i32 s, int i, const i32 (&x)[4]) const {
+    const int h = i / 2 % 2;
+    const i32 b = x[i / 4 % 2 * 2 + i % 2];
+    const i64 t =
+        has_t ? multiply_add((i32)((u32)s - ((u32)b << 4)), 256, 0) : multiply_add(s << score[h].k, score[h].C, 0);
+    return b == NO_SCORE ? ABSENT_T : multiply_add(b, 1 << 12, t);
+  }
+  template <bool LAST, int COUNT>
+  DEVICE void wide_maximum(const i32 (&s)[COUNT], int first) {
+#pragma unroll
+    for (int group = 0; group < COUNT / 8; ++group)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        i32 x[4];
+        bias.load(first + group, h, x);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int i = 8 * group + j / 2 * 4 + 2 * h + j % 2;
+          i64 t = wide_t(s[i], i, x);
+          if (LAST && group == COUNT / 8 - 1) t = present >> (8 * j) & 1 ? t : ABSENT_T;
+          t_max[h] = t_max[h] > t ? t_max[h] : t;
+        }
+      }
+  }
+
+  // Computes p of the four scores x[0], x[1], x[4] and x[5] of a row. Without keys they are 0.
+  DEVICE void wide_p(int group, int h, const i32* x, u32 (&p)[DIGITS]) const {
+    i32 of[4];
+    bias.load(group, h, of);
+    const i64 B = t_max[h] == ABSENT_T ? ABSENT_T : K0 - t_max[h];
+    const auto power_of = [&](int i) { return power(wide_t(x[i], 2 * h + i, of) + B); };
+    four_p({power_of(0), power_of(1), power_of(4), power_of(5)}, p);
+  }
+
+  // Computes T and the rows' maxima. Q is not needed afterwards.
+  DEVICE void scores_and_bias() {
+    if constexpr (FIRST > 0) issue_scores(a, 0);
+    issue_scores(b, FIRST);
+    has_t = scores_fit();
+    cp_async_wait_all();
+    u32 reach = 0;
+    peak[0] = peak[1] = NO_SCORE;
+    if constexpr (FIRST > 0) {
+      wgmma_wait<1>(a);
+      if (has_rows() && has_t) add_bias<false>(a, 0, reach);
+    }
+    wgmma_wait(b);
+    if (!has_rows()) return;
+    if (has_t) add_bias<true>(b, FIRST / 16, reach);
+    fits = has_t && __all_sync(~0u, reach < 2 * BiasRows::REACH);
+    if (fits) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        peak[h] = quad_max(peak[h]);
+        minus_B[h] = (u32)peak[h] - (u32)(K0 >> 8);
+        t_max[h] = multiply_add(peak[h], 256, 0);
+      }
+      return;
+    }
+    t_max[0] = t_max[1] = ABSENT_T;
+    if constexpr (FIRST > 0) wide_maximum<false>(a, 0);
+    wide_maximum<true>(b, FIRST / 16);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) t_max[h] = quad_max(t_max[h]);
+  }
+#endif
 
   template <bool LAST, int COUNT, int KEY_COUNT>
   DEVICE void exponentials(i32 (&s)[COUNT], POperands<KEY_COUNT>& p) {
@@ -144,7 +272,7 @@ struct RowTile {
   }
   template <bool LAST, bool IN_32BIT, int COUNT, int KEY_COUNT>
   DEVICE void exponentials(i32 (&s)[COUNT], POperands<KEY_COUNT>& p) {
-    if (!IN_32BIT && score[0].k | score[1].k) {
+    if (!BIAS && !IN_32BIT && score[0].k | score[1].k) {
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) s[i] <<= score[i / 2 % 2].k;
     }
@@ -158,9 +286,13 @@ struct RowTile {
         u32 four[DIGITS];
         const i32 C = score[h].C;
         if constexpr (IN_32BIT)
-          four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], C >> 8, 0u - minus_B[h], four);
+          four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], BIAS ? 1 : C >> 8, 0u - minus_B[h], four);
         else
+#if BIAS
+          wide_p((LAST ? FIRST / 16 : 0) + group, h, x, four);
+#else
           four_p(x[0], x[1], x[4], x[5], C, K0 - top(h), four);
+#endif
 #pragma unroll
         for (int digit = 0; digit < DIGITS; ++digit) {
           to[digit][j] = four[digit];
@@ -189,6 +321,9 @@ struct RowTile {
 
   // Computes the scores and the rows' maxima. Q is not needed afterwards.
   DEVICE void scores() {
+#if BIAS
+    return scores_and_bias();
+#endif
     asm volatile("" : "=r"(peak[0]), "=r"(peak[1]));  // any value: only active warps read them
     i32 own;
     if constexpr (FIRST > 0) {

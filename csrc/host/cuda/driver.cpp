@@ -137,6 +137,24 @@ class OutsideOfCapture {
   int mode_ = kCaptureModeRelaxed;
 };
 
+// What needs the context of the device to be current.
+void encode_map(const MapShape& shape, ::TensorMap& map) {
+  constexpr uint32_t steps[5] = {1, 1, 1, 1, 1};
+  const int swizzle = shape.swizzle == 32 ? 1 : shape.swizzle == 64 ? 2 : 3;
+  // bytes; no interleaving; L2 promotion by 256 bytes; zeros outside
+  check(driver().encode(&map, 0, 5, const_cast<char*>(shape.address), shape.sizes, shape.strides, shape.box, steps, 0,
+                        swizzle, 3, 0),
+        "cuTensorMapEncodeTiled");
+}
+
+void queue(const KernelLaunch& l, bool may_overlap, void* stream) {
+  LaunchAttribute overlap{};
+  overlap.id = kProgrammaticStreamSerialization, overlap.allowed = 1;
+  const LaunchConfig config = {{l.grid[0], l.grid[1], l.grid[2]}, {l.threads, 1, 1}, l.shared_bytes, stream, &overlap,
+                               l.overlaps && may_overlap};
+  check(driver().launch(&config, l.kernel, l.parameters, nullptr), "cuLaunchKernelEx");
+}
+
 struct KernelKey {
   const void* device;
   Program program;
@@ -163,23 +181,18 @@ constexpr size_t kSlabBytes = 1 << 20;
 
 Device* find_device(int index) {
   static Device* devices[kMostDevices] = {};
-  static bool is_known[kMostDevices] = {};
   const Driver& d = driver();
   if (!d.is_found || index < 0 || index >= kMostDevices) return nullptr;
-  if (is_known[index]) return devices[index];
-  int handle = 0, major = 0, minor = 0;
+  if (devices[index]) return devices[index];
+  int handle = 0;
+  Device made;
   check(d.device_get(&handle, index), "cuDeviceGet");
-  check(d.device_attribute(&major, kMajor, handle), "cuDeviceGetAttribute");
-  check(d.device_attribute(&minor, kMinor, handle), "cuDeviceGetAttribute");
-  if (major == 9 && minor == 0) {
-    Device made;
-    made.constants_ = new std::unordered_map<uint64_t, const char*>;
-    check(d.device_attribute(&made.processors_, kMultiprocessors, handle), "cuDeviceGetAttribute");
-    check(d.retain(&made.context_, handle), "cuDevicePrimaryCtxRetain");
-    devices[index] = new Device(made);
-  }
-  is_known[index] = true;
-  return devices[index];
+  check(d.device_attribute(&made.major_, kMajor, handle), "cuDeviceGetAttribute");
+  check(d.device_attribute(&made.minor_, kMinor, handle), "cuDeviceGetAttribute");
+  check(d.device_attribute(&made.processors_, kMultiprocessors, handle), "cuDeviceGetAttribute");
+  check(d.retain(&made.context_, handle), "cuDevicePrimaryCtxRetain");
+  made.constants_ = new std::unordered_map<uint64_t, const char*>;
+  return devices[index] = new Device(made);
 }
 
 const char* Device::constant(uint64_t bits) {
@@ -208,51 +221,49 @@ const char* Device::constant(uint64_t bits) {
   return found;
 }
 
-bool Device::load(const Plan& plan, const Compiler& compile, void* (&functions)[4]) {
+void* Device::load(const char* code, const char* entry, uint32_t shared_bytes) const {
+  const Driver& d = driver();
+  const Current current(context_);
+  const OutsideOfCapture outside;
+  void *library = nullptr, *kernel = nullptr, *found = nullptr;
+  check(d.load(&library, code, nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
+  check(d.kernel(&kernel, library, entry), "cuLibraryGetKernel");
+  check(d.function(&found, kernel), "cuKernelGetFunction");
+  check(d.set_attribute(found, kMaxDynamicSharedBytes, int(shared_bytes)), "cuFuncSetAttribute");
+  return found;
+}
+
+bool Device::load(const Plan& plan, const Compiler& compile, void* (&functions)[4]) const {
   for (int i = 0; i < plan.count; ++i) {
     const Launch& l = plan.launches[i];
     void*& function = kernels[{this, l.program, l.shared_bytes}];
     if (!function) {
       const std::string code = compile(l.program);
       if (code.empty()) return false;
-      const Driver& d = driver();
-      const Current current(context_);
-      const OutsideOfCapture outside;
-      void *library = nullptr, *kernel = nullptr, *found = nullptr;
-      check(d.load(&library, code.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
-      check(d.kernel(&kernel, library, l.program.source->entry), "cuLibraryGetKernel");
-      check(d.function(&found, kernel), "cuKernelGetFunction");
-      check(d.set_attribute(found, kMaxDynamicSharedBytes, int(l.shared_bytes)), "cuFuncSetAttribute");
-      function = found;
+      function = load(code.data(), l.program.source->entry, l.shared_bytes);
     }
     functions[i] = function;
   }
   return true;
 }
 
+void Device::encode(const MapShape& shape, ::TensorMap& map) const {
+  const Current current(context_);
+  encode_map(shape, map);
+}
+
+void Device::launch(const KernelLaunch& launch, void* stream) const {
+  const Current current(context_);
+  queue(launch, major_ >= 9, stream);
+}
+
 void Device::launch(Plan& plan, void* const (&functions)[4], void* stream) const {
-  const Driver& d = driver();
   const Current current(context_);
   for (int i = 0; i < plan.count; ++i) {
     Launch& l = plan.launches[i];
-    if (l.has_maps) {
-      constexpr uint32_t steps[5] = {1, 1, 1, 1, 1};
-      const std::pair<const MapShape*, ::TensorMap*> maps[] = {{&l.k_map, &l.maps.k}, {&l.v_map, &l.maps.v}};
-      for (const auto& [shape, map] : maps)  // bytes; no interleaving; L2 promotion by 256 bytes; zeros outside
-        check(d.encode(map, 0, 5, const_cast<char*>(shape->address), shape->sizes, shape->strides, shape->box, steps, 0,
-                       shape->swizzle == 32   ? 1
-                       : shape->swizzle == 64 ? 2
-                                              : 3,
-                       3, 0),
-              "cuTensorMapEncodeTiled");
-    }
-    // The kernel may start before the previous one has ended: its code waits before it touches memory.
-    LaunchAttribute overlap{};
-    overlap.id = kProgrammaticStreamSerialization, overlap.allowed = 1;
-    const LaunchConfig config = {
-        {l.grid[0], l.grid[1], l.grid[2]}, {l.threads, 1, 1}, l.shared_bytes, stream, &overlap, 1};
+    if (l.has_maps) encode_map(l.k_map, l.maps.k), encode_map(l.v_map, l.maps.v);
     void* parameters[] = {l.parameters, &l.maps};
-    check(d.launch(&config, functions[i], parameters, nullptr), "cuLaunchKernelEx");
+    queue({functions[i], {l.grid[0], l.grid[1], l.grid[2]}, l.threads, l.shared_bytes, true, parameters}, true, stream);
   }
 }
 

@@ -26,34 +26,24 @@ from intflash.backends.features import (
     QUANTIZATION,
     per,
 )  # fmt: skip
+from intflash.backends.native import missing as _missing
+from intflash.backends.native import module as _native
 from intflash.errors import InputError
 from intflash.methods import get_method
+from intflash.numerics import block
 from intflash.numerics.exp import BIAS_FRACTION_BITS, LOG2_E, MAX_HEAD_DIM, MAX_KEYS, P8_MAX, P16_MAX, log_sum_exp
 from intflash.numerics.exp import BIAS_LIMIT as BIAS_CODE_LIMIT
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import LEAST_FLOAT, LEAST_SCALE
 
-try:
-    from intflash import _native
-except ImportError as error:
-    _native = None
-    if "cannot import name" in str(error):
-        _missing = (
-            "intflash was installed without its native module, because there was no C++ compiler or the build was told "
-            "to leave it out; install GCC or Clang and Python's headers, then intflash again"
-        )
-    else:
-        _missing = f"its native module does not load ({error}); install intflash again"
-else:
-    _missing = None
-
 # In the order of the native enumerations.
-METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "intflash_bfp": 3, "qflash": 4, "iflash": 5}
+METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "intflash_bfp": 3, "intflash_bfp8": 4,
+           "qflash": 5, "iflash": 6}  # fmt: skip
 OUT_TYPES = {torch.int8: 0, torch.int16: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 FLASH = ("qflash", "iflash")
-P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX, "intflash_bfp": P16_MAX}
+P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX, **block.P_MAX}
 MAX_VALUE_DIM = 256  # the epilogue keeps one multiplier per channel
 BIAS_LIMIT = 1 << 30  # of a bias in score units, so that bias + score stays inside int32
 ABSENT = -(1 << 31)
@@ -146,7 +136,7 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
                 bias = _score_bias(problem, unit)
         q, k, v = q.data, k.data, v.data
     if problem.causal is not None:
-        causal = (problem.causal, problem.causal_align == "bottom_right")
+        causal = (problem.causal, problem.causal_align == "bottom_right", problem.window_start)
     if problem.cu_seqlens_q is not None:
         cu_q, cu_k = problem.cu_seqlens_q.contiguous(), problem.cu_seqlens_k.contiguous()
         for cu, x, name in ((cu_q, q, "cu_seqlens_q"), (cu_k, k, "cu_seqlens_k")):
@@ -191,7 +181,7 @@ def _served_unit(problem: Problem) -> Tensor:
 # Scales of q, k and v of all methods; those of single tokens and blocks of `intflash...`.
 _SERVED = frozenset.union(
     FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS,
-    per("tensor head", "tensor head", "tensor head"), {"grouped heads", "packed sequences"},
+    per("tensor head", "tensor head", "tensor head"), {"grouped heads", "packed sequences", "sliding window"},
 )  # fmt: skip
 _INTFLASH = _SERVED | per("token block", "block", "channel") | {"out_scale per channel", "log-sum-exp"}
 SERVES = {method: _SERVED if method in FLASH else _INTFLASH for method in METHODS}
@@ -256,7 +246,7 @@ def _is_taken(scale: Tensor | float, x: Tensor, per_head: bool) -> bool:
 
 BACKEND = Backend(
     name="cpu",
-    unavailable=functools.partial(lambda reason: reason, None if _native is not None else _missing),
+    unavailable=functools.partial(lambda reason: reason, _missing),
     serves=SERVES,
     limits=limits,
     run=run,

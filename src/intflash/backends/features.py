@@ -34,7 +34,7 @@ def per(q: str = "", k: str = "", v: str = "") -> frozenset[str]:
 ANY_GRANULARITY = per(*["none tensor head token block channel"] * 3)
 EVERY = frozenset.union(
     FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS, ANY_GRANULARITY,
-    {"out_scale per channel", "grouped heads", "packed sequences", "log-sum-exp"},
+    {"out_scale per channel", "grouped heads", "packed sequences", "log-sum-exp", "sliding window"},
 )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def features(problem: Problem) -> set[str]:
 
 _GIVEN = {
     "bias": "integer bias", "bias_float": "float bias", "keep": "bool mask", "causal": "causal mask",
-    "cu_seqlens_q": "packed sequences",
+    "window_start": "sliding window", "cu_seqlens_q": "packed sequences",
 }  # fmt: skip
 # The fields that `features` knows, and those that ask nothing of a backend.
 _PROBLEM = frozenset({

@@ -21,7 +21,7 @@ from intflash.problem import Problem, Result
 
 _SERVED = frozenset.union(
     FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS, ANY_GRANULARITY,
-    {"out_scale per channel", "grouped heads", "packed sequences", "log-sum-exp"},
+    {"out_scale per channel", "grouped heads", "packed sequences", "log-sum-exp", "sliding window"},
 )  # fmt: skip
 
 

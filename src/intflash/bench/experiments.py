@@ -151,6 +151,7 @@ class ExperimentOutcome:
 
         folder.mkdir(parents=True, exist_ok=True)
         e = self.experiment
+        data = self.save_rows(folder)  # first: drawing takes seconds
         drawn = []
         for index, figure in enumerate(e.figures):
             if not any(row.metric == figure.metric and row.value is not None for row in self.rows):
@@ -161,6 +162,13 @@ class ExperimentOutcome:
             else:
                 figures.bars(self.rows, figure.metric, e.title, path)
             drawn.append(path)
+        if drawn:
+            self.save_rows(folder, drawn)
+        return [*data, *drawn]
+
+    def save_rows(self, folder: Path, drawn: Sequence[Path] = ()) -> list[Path]:
+        """Writes <name>.json, which names these figures, and <name>.csv into a folder that exists."""
+        e = self.experiment
         content = {
             "name": e.name,
             "title": e.title,
@@ -181,21 +189,29 @@ class ExperimentOutcome:
             writer = csv.DictWriter(file, Row.__dataclass_fields__)
             writer.writeheader()
             writer.writerows(asdict(row) for row in self.rows)
-        return [data, table, *drawn]
+        return [data, table]
 
 
-def run_experiment(experiment: Experiment, setting: Setting) -> ExperimentOutcome:
+UNFINISHED = "the run ended before the experiment did"
+
+
+def run_experiment(experiment: Experiment, setting: Setting, folder: Path | None = None) -> ExperimentOutcome:
     """Measures every row of an experiment. An error that stops it becomes part of the outcome, beside the rows
-    measured so far.
+    measured so far. A folder gets the rows as they come, so that they outlive a run that is killed.
     """
-    rows, error = [], None
+    outcome = ExperimentOutcome(experiment, setting, [], UNFINISHED)
+    error = None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         for row in experiment.measure(setting):
-            rows.append(row)
+            outcome.rows.append(row)
+            if folder is not None:
+                outcome.save_rows(folder)
     except Exception as raised:
         logger.exception("%s stopped", experiment.name)
         error = describe(raised)
-    return ExperimentOutcome(experiment, setting, rows, error)
+    return replace(outcome, error=error)
 
 
 def describe(error: Exception) -> str:

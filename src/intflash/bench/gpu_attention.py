@@ -234,38 +234,44 @@ def run(out: Path, quick: bool = False) -> list[Measured]:
     Raises:
         RuntimeError: there is no CUDA device.
     """
-    return measure_all(cases(quick), measure_case, out)
+    return measure_all(cases(quick), measure_case, out, TITLE, NOTES)
 
 
-def measure_all(cases: Iterable[Any], measure: Callable[[Any], list[Measured]], out: Path) -> list[Measured]:
-    """Measures named cases one after the other, and writes what is known after each.
+def measure_all(
+    cases: Iterable[Any], measure: Callable[[Any], list[Measured]], out: Path, title: str, notes: str
+) -> list[Measured]:
+    """Measures named cases one after the other, writes what is known after each, and draws the figure at the end.
 
     Raises:
         RuntimeError: there is no CUDA device.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("the GPU attention benchmark needs a CUDA device")
+    require_device()
     out.mkdir(parents=True, exist_ok=True)
     rows: list[Measured] = []
     for case in cases:
         rows += measure(case)
         log.info("%s done", case.name)
         torch.cuda.empty_cache()
-        save(rows, out)
+        save(rows, out, title, notes)
+    _figure(rows, out / "attention.png")
     return rows
 
 
-def save(rows: list[Measured], out: Path) -> None:
-    """Writes attention.{json,csv,png} under `out`."""
+def require_device() -> None:
+    if not torch.cuda.is_available():
+        raise RuntimeError("the GPU attention benchmark needs a CUDA device")
+
+
+def save(rows: list[Measured], out: Path, title: str, notes: str) -> None:
+    """Writes attention.{json,csv} under `out`."""
     records = [asdict(r) for r in rows]
-    facts = {"title": TITLE, "notes": NOTES, "device": "cuda", "environment": environment(), "ceilings": H200}
+    facts = {"title": title, "notes": notes, "device": "cuda", "environment": environment(), "ceilings": H200}
     facts["rows"] = records
     (out / "attention.json").write_text(json.dumps(facts, indent=1) + "\n")
     with (out / "attention.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, records[0])
         writer.writeheader()
         writer.writerows(records)
-    _figure(rows, out / "attention.png")
 
 
 def _figure(rows: list[Measured], path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,8 @@ def joules_of_calls(call: Callable[[], Any], seconds: float) -> tuple[float, flo
     import pynvml
 
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")  # its indices ignore CUDA_VISIBLE_DEVICES
     count = max(1, round(seconds / max(seconds_once(call), 1e-6)))
     for _ in range(max(1, count // 10)):  # until clocks and power settle
         call()
@@ -85,3 +86,34 @@ def joules_of_calls(call: Callable[[], Any], seconds: float) -> tuple[float, flo
     torch.cuda.synchronize()
     after, stop = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter()
     return (after - before) / 1e3 / count, (stop - start) / count
+
+
+IDLE = "idle"
+
+
+def kernel_times(call: Callable[[], Any], calls: int = 3) -> dict[str, float]:
+    """Returns the microseconds of each kernel of one call by the kernel's name, as `shares` counts them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    times = [(e.name, e.time_range.start, e.time_range.end) for e in events]
+    return {name: us / calls for name, us in shares(times).items()}
+
+
+def shares(times: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """Splits the time of kernels (name, start, end) among their names, so that the sum is the time of all.
+
+    A kernel that starts before the previous one has ended only waits until then: its time begins at that end. `IDLE`
+    is the time in which there is no kernel.
+    """
+    found: dict[str, float] = {}
+    before = None
+    for name, start, end in sorted(times, key=lambda kernel: kernel[2]):
+        if before is None:
+            before = start
+        found[IDLE] = found.get(IDLE, 0.0) + max(0.0, start - before)
+        found[name] = found.get(name, 0.0) + end - max(start, before)
+        before = end
+    return found

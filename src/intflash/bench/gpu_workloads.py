@@ -1,30 +1,45 @@
 """`intflash bench attention --device cuda --suite workloads`: the calls that models make, by the public API.
 
-Each workload is a shape with its masks, timed as torch's float16 SDPA and as `intflash.attention` with float16 inputs
-and output, quantization included, with static and with dynamic scales.
+Each workload is a shape with its masks, timed as torch's float16 SDPA, as the FP8 attention of installed peers on FP8
+codes, and as `intflash.attention` with float16 inputs and output, quantization included, with static and with dynamic
+scales. In decode K and V are int8 codes, as a cache holds them.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import logging
+import multiprocessing
+import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from intflash import attention, quantize_bias, which_backend
+from intflash import attention, quantize, quantize_bias, which_backend
+from intflash.bench import peers
 from intflash.bench.experiments import describe
-from intflash.bench.gpu_attention import DYNAMIC, STATIC, Measured, measure_all
+from intflash.bench.gpu_attention import DYNAMIC, STATIC, Measured, measure_all, require_device
 from intflash.bench.gpu_launches import TORCH
 from intflash.bench.gpu_timing import time_calls
+from intflash.bench.workloads import QFLASH
 from intflash.quant import Recipe
 
+log = logging.getLogger("intflash")
+
 METHODS = ("intflash_online", "intflash_p8", "intflash")
+TITLE = "Attention calls of models: intflash.attention beside torch's float16 SDPA and FP8 peers"
+NOTES = "Device time of whole calls from CUDA graphs, medians, quantization of float16 inputs included; FP8 peers have \
+FP8 codes as inputs. Ratio: the fastest float16 time of torch's over this one, in the same run."
+FP8 = "FP8 codes"
+BUDGET_S = 150.0  # in which the suite ends
 
 
 @dataclass(frozen=True)
@@ -32,7 +47,7 @@ class ModelCall:
     """One attention call of a model: q ``[batch, heads, nq, d]``, k and v ``[batch, kv_heads, nk, d]``.
 
     mask: "" none, "causal", "padding" (a bool mask of keys), "bias" (one for each batch, head, query and key) or "bias
-    of windows" (shared by the batches).
+    of windows" (shared by the batches). cache: K and V are int8 codes.
     """
 
     name: str
@@ -43,6 +58,7 @@ class ModelCall:
     nk: int = 0  # 0: as many as queries
     kv_heads: int = 0  # 0: as many as heads
     mask: str = ""
+    cache: bool = False
 
     @property
     def keys(self) -> int:
@@ -75,7 +91,12 @@ CALLS = (
     ModelCall("Flux, SD3", 2, 24, 4608, 128),
     ModelCall("Wan", 1, 12, 32760, 128),
     ModelCall("Llama prefill", 1, 32, 8192, 128, kv_heads=8, mask="causal"),
-    ModelCall("Llama decode", 32, 32, 1, 128, nk=8192, kv_heads=8),
+    ModelCall("Llama decode", 32, 32, 1, 128, nk=8192, kv_heads=8, cache=True),
+    *(
+        ModelCall(f"{name} batch {batch}", w.batched(batch).shape[0], w.heads, w.n, w.head_dim)
+        for batch in (1, 8, 64, 1024)
+        for name, w in QFLASH.items()
+    ),
 )
 _QUICK = ("SAM-B windows", "BERT-base", "ViT-H", "SDXL cross 1024")
 
@@ -108,50 +129,133 @@ def _torch_calls(call: ModelCall, tensors: tuple[Tensor, ...], mask: Tensor | No
         yield f"SDPA {name.removesuffix(' fp16')}", partial(run, kernel)
 
 
-def our_calls(
-    call: ModelCall, tensors: tuple[Tensor, ...], mask: Tensor | None
-) -> Iterator[tuple[str, str, str, Callable]]:
-    """Yields method, scales, backend and call. A float bias is quantized once, before."""
-    static = Recipe(**{f"{n}_scale": (x.abs().amax() / 127).item() for n, x in zip("qkv", tensors, strict=True)})
-    masks = dict(bias=quantize_bias(mask)) if call.mask.startswith("bias") else dict(attn_mask=mask)
-    options = dict(is_causal=call.mask == "causal", enable_gqa=call.heads != call.key_heads, **masks)
+class Contender(NamedTuple):
+    """What is timed; `make` returns its backend and its call."""
+
+    method: str
+    variant: str
+    make: Callable[[], tuple[str | None, Callable[[], Any]]]
+
+
+def our_contenders(call: ModelCall, tensors: tuple[Tensor, ...], mask: Tensor | None) -> Iterator[Contender]:
+    """Yields our methods with static and dynamic scales. A float bias is quantized once, before."""
+    scales = {f"{n}_scale": (x.abs().amax() / 127).item() for n, x in zip("qkv", tensors, strict=True)}
+    options = dict(is_causal=call.mask == "causal", enable_gqa=call.heads != call.key_heads)
+    if call.mask.startswith("bias"):
+        options["bias"] = quantize_bias(mask)
+    elif mask is not None:
+        options["attn_mask"] = mask
+
+    def make(method: str, recipe: Recipe) -> tuple[str, Callable[[], Any]]:
+        if call.cache:
+            return _of_cache(tensors, dict(method=method, **options), recipe.q_scale)
+        arguments = dict(method=method, recipe=recipe, **options)
+        return which_backend(*tensors, **arguments), partial(attention, *tensors, **arguments)
+
     for method in METHODS:
-        for variant, recipe in ((STATIC, static), (DYNAMIC, Recipe())):
-            arguments = dict(method=method, recipe=recipe, **options)
-            yield method, variant, which_backend(*tensors, **arguments), partial(attention, *tensors, **arguments)
+        for variant, recipe in ((STATIC, Recipe(**scales)), (DYNAMIC, Recipe())):
+            yield Contender(method, variant, partial(make, method, recipe))
+
+
+def _of_cache(
+    tensors: tuple[Tensor, ...], options: dict[str, Any], q_scale: float | None
+) -> tuple[str, Callable[[], Any]]:
+    """The call that quantizes Q and reads codes of K and V."""
+    q, k, v = tensors[0], *(quantize(x) for x in tensors[1:])
+    options["out_dtype"] = torch.float16
+
+    def run() -> Tensor:
+        return attention(quantize(q, scale=q_scale), k, v, **options)
+
+    return which_backend(quantize(q, scale=q_scale), k, v, **options), run
+
+
+def contenders(call: ModelCall, tensors: tuple[Tensor, ...], mask: Tensor | None) -> Iterator[Contender]:
+    """Yields torch's kernels, FP8 peers where they serve the call, and ours."""
+    for name, run in _torch_calls(call, tensors, mask):
+        yield Contender(name, "float16", lambda run=run: (None, run))
+    if mask is None and call.keys == call.nq:
+        codes = [x.to(torch.float8_e4m3fn) for x in tensors]
+        for name, maker in peers.installed_fp8():
+            yield Contender(name, FP8, partial(_of_peer, maker, codes, call.mask == "causal"))
+    yield from our_contenders(call, tensors, mask)
+
+
+def _of_peer(maker: Callable[..., Any], codes: list[Tensor], causal: bool) -> tuple[None, Callable[[], Any]]:
+    return None, maker(*codes, causal)
+
+
+def _running(call: ModelCall) -> tuple[list[tuple[Contender, str | None, Callable[[], Any]]], list[Measured]]:
+    """Returns the contenders that run, after one run each, and rows of those that do not."""
+    running, refused = [], []
+    for contender in contenders(call, *inputs(call, "cuda")):
+        try:
+            backend, run = contender.make()
+            run()
+            torch.cuda.synchronize()
+            running.append((contender, backend, run))
+        except Exception as error:  # a refusal is a result too, and so is a failure of a contender
+            method, variant = contender[:2]
+            refused.append(Measured(call.name, call.shape, method, None, variant, note=describe(error)))
+    return running, refused
 
 
 def measure(call: ModelCall, rounds: int = 9) -> list[Measured]:
     """Measures every contender of a workload; those that cannot run get a row with the reason."""
-    tensors, mask = inputs(call, "cuda")
-    contenders = [(name, "float16", None, run) for name, run in _torch_calls(call, tensors, mask)]
-    contenders += our_calls(call, tensors, mask)
-    running, rows = [], []
-    for contender in contenders:
-        method, variant, backend, run = contender
-        try:
-            run()
-            torch.cuda.synchronize()
-            running.append(contender)
-        except (RuntimeError, ValueError) as error:  # a refusal is a result too
-            rows.append(Measured(call.name, call.shape, method, backend, variant, note=describe(error)))
+    running, rows = _running(call)
     seconds = time_calls([run for *_, run in running], rounds=rounds)
-    floats = [s for (_, variant, *_), s in zip(running, seconds, strict=True) if variant == "float16"]
+    floats = [s for (contender, *_), s in zip(running, seconds, strict=True) if contender.variant == "float16"]
     best = min(floats, default=None)
     operations = 4 * call.batch * call.heads * call.nq * call.keys * call.d
-    for (method, variant, backend, _), s in zip(running, seconds, strict=True):
+    for (contender, backend, _), s in zip(running, seconds, strict=True):
         ratio = None if best is None else best / s
-        rows.append(
-            Measured(call.name, call.shape, method, backend, variant, 1e6 * s, ratio, tops=operations / s / 1e12)
-        )
+        named = call.name, call.shape, contender.method, backend, contender.variant
+        rows.append(Measured(*named, 1e6 * s, ratio, tops=operations / s / 1e12))
     return rows
 
 
-def run(out: Path, quick: bool = False) -> list[Measured]:
-    """Measures all workloads and writes attention.{json,csv,png} under `out`.
+def _measure_until(end: float, rounds: int, call: ModelCall) -> list[Measured]:
+    """Measures a call, or says that there is no time left or why it failed as a whole."""
+    note = "not measured: the time of the suite was over"
+    if time.monotonic() < end:
+        try:
+            return measure(call, rounds)
+        except Exception as error:  # such as no memory for the inputs; the next workloads are measured all the same
+            note = describe(error)
+    return [Measured(call.name, call.shape, "all", None, "", note=note)]
+
+
+def _rehearse(call: ModelCall) -> None:
+    _running(call)
+
+
+def compile_all(calls: list[ModelCall], seconds: float) -> None:
+    """Compiles what `run` will time into the cache on disk, by several processes. What is not compiled after `seconds`
+    is left to the measurements.
+    """
+    jobs = min(16, os.cpu_count() or 1, len(calls))
+    pool = concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    started = [pool.submit(_rehearse, call) for call in calls]
+    _, waiting = concurrent.futures.wait(started, timeout=seconds)
+    for future in waiting:
+        future.cancel()
+    for process in list(pool._processes.values()) if waiting else ():
+        process.terminate()
+    pool.shutdown(cancel_futures=True)
+    for future in started:
+        if future.done() and not future.cancelled() and future.exception() is not None:
+            log.warning("compiling in advance: %s", describe(future.exception()))
+
+
+def run(out: Path, quick: bool = False, budget_s: float = BUDGET_S) -> list[Measured]:
+    """Measures all workloads within `budget_s` and writes attention.{json,csv,png} under `out`, the rows as they come.
 
     Raises:
         RuntimeError: there is no CUDA device.
     """
+    require_device()
+    end = time.monotonic() + budget_s
     calls = [call for call in CALLS if not quick or call.name in _QUICK]
-    return measure_all(calls, partial(measure, rounds=3 if quick else 9), out)
+    compile_all(calls, 0.6 * budget_s)
+    rounds = 3 if quick else 9
+    return measure_all(calls, partial(_measure_until, end - 5, rounds), out, TITLE, NOTES)

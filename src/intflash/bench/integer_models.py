@@ -49,6 +49,7 @@ CATEGORIES = {  # of kernels of integer models, by parts of their names; the fir
     "products": ("linear",),
     "LayerNorm": ("layer_norm",),
     "input": ("patches", "embedding"),
+    gpu_timing.IDLE: (gpu_timing.IDLE,),
 }
 
 
@@ -121,51 +122,127 @@ def _compiled(model: nn.Module, given: dict[str, Tensor]) -> Call:
     return lambda: compiled(**given)
 
 
-def _in_graph(model: nn.Module, given: dict[str, Tensor]) -> Call:
+def _in_graph(model: nn.Module, given: dict[str, Tensor], mode: str | None = None) -> Call:
     """The compiled model in one captured graph, replayed without Python and without copies."""
-    compiled = torch.compile(model, dynamic=False)
+    compiled = torch.compile(model, dynamic=False, mode=mode)
     for _ in range(2):
         compiled(**given)
     graph = gpu_timing.capture(lambda: compiled(**given), 1)
     return graph.replay
 
 
-def _torchao(config: str, model: nn.Module, given: dict[str, Tensor]) -> Call:
+def _torchao(
+    quantize: Callable[[nn.Module, dict[str, Tensor]], None], model: nn.Module, given: dict[str, Tensor]
+) -> Call:
+    quantized = copy.deepcopy(model).bfloat16()
+    given = {name: x.bfloat16() if x.is_floating_point() else x for name, x in given.items()}
+    quantize(quantized, given)
+    return _in_graph(quantized, given)
+
+
+def _dynamic(config: str, model: nn.Module, given: dict[str, Tensor]) -> None:
     from torchao import quantization
 
-    quantized = copy.deepcopy(model).bfloat16()
-    quantization.quantize_(quantized, getattr(quantization, config)())
-    given = {name: x.bfloat16() if x.is_floating_point() else x for name, x in given.items()}
-    return _compiled(quantized, given)
+    quantization.quantize_(model, getattr(quantization, config)())
 
 
+def _static_int8(model: nn.Module, given: dict[str, Tensor]) -> None:
+    """A scale for each linear's input, of the largest value in one forward pass."""
+    from torchao import quantization
+
+    largest: dict[str, Tensor] = {}
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    hooks = [
+        m.register_forward_pre_hook(
+            lambda m, x, name=name: largest.update({name: x[0].abs().amax().view([1] * x[0].ndim)})
+        )
+        for name, m in linears.items()
+    ]
+    model(**given)
+    for hook in hooks:
+        hook.remove()
+    granularity = quantization.PerTensor(), quantization.PerRow()
+    for name, amax in largest.items():
+        config = quantization.Int8StaticActivationInt8WeightConfig(amax / 127, granularity=granularity)
+        quantization.quantize_(model, config, lambda m, path, name=name: path == name)
+
+
+# Tuning measures kernels, which other processes on the GPU disturb: one tunes at a time, after its other compilations.
+TUNED = f"{FP16}, torch.compile max-autotune, {GRAPH}"
 CONTENDERS: dict[str, Callable[[nn.Module, dict[str, Tensor]], Call]] = {
-    f"{FP16}, torch.compile reduce-overhead": _compiled,
     f"{FP16}, torch.compile, {GRAPH}": _in_graph,
-    "torchao int8 dynamic, reduce-overhead": partial(_torchao, "Int8DynamicActivationInt8WeightConfig"),
-    "torchao float8 dynamic, reduce-overhead": partial(_torchao, "Float8DynamicActivationFloat8WeightConfig"),
+    f"{FP16}, torch.compile reduce-overhead": _compiled,
+    f"torchao int8 dynamic, {GRAPH}": partial(_torchao, partial(_dynamic, "Int8DynamicActivationInt8WeightConfig")),
+    f"torchao int8 static, {GRAPH}": partial(_torchao, _static_int8),
+    f"torchao float8 dynamic, {GRAPH}": partial(
+        _torchao, partial(_dynamic, "Float8DynamicActivationFloat8WeightConfig")
+    ),
+    TUNED: partial(_in_graph, mode="max-autotune-no-cudagraphs"),
 }
+TUNED_BATCHES = (64, 256)
+COMPILE_SECONDS = 240  # after which no contender's compilation begins
+COMPILE_THREADS = 3  # of each worker
 
 
-def measure(name: str, batch: int, file: Path, turns: int, ready: Callable[[], None]) -> Outcome:
+@contextlib.contextmanager
+def _alone(file: Path, until: float) -> Iterator[None]:
+    """Waits until no other process holds the file.
+
+    Raises:
+        TimeoutError: at the time `until` one still does.
+    """
+    import fcntl
+
+    with file.open("w") as held:
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.time() > until:
+                    raise TimeoutError("its turn to tune did not come in time") from None
+                time.sleep(0.1)
+        yield
+
+
+def _built(
+    name: str, batch: int, model: nn.Module, given: dict[str, Tensor], file: Path, until: float
+) -> Iterator[tuple[str, Call | Exception]]:
+    """The contenders of one model and batch, or what stopped one."""
+    for label, make in CONTENDERS.items():
+        if label == TUNED and batch not in TUNED_BATCHES:
+            continue
+        try:
+            if time.time() > until:
+                raise TimeoutError("the time for compilations was used up")
+            with _alone(file.with_name("tuning"), until) if label == TUNED else contextlib.nullcontext():
+                call = make(model, given)
+                for _ in range(3):
+                    call()
+                torch.cuda.synchronize()
+            yield label, call
+        except Exception as error:  # whatever stops a contender is a result
+            yield label, error
+
+
+def measure(name: str, batch: int, file: Path, turns: int, until: float, ready: Callable[[], None]) -> Outcome:
     """Builds and compiles every contender. After `ready` returns, times them in turns."""
+    from torch._inductor import config
+
     from intflash import integer
 
+    config.compile_threads = COMPILE_THREADS
     outcome = Outcome(name, batch)
     model = float_model(name).cuda().half()
     given = inputs(name, batch, 2)
     halves = {key: x.half() if x.is_floating_point() else x for key, x in given.items()}
     calls: dict[str, Call] = {}
     with torch.no_grad():
-        for label, make in CONTENDERS.items():
-            try:
-                call = make(model, halves)
-                for _ in range(3):
-                    call()
-                torch.cuda.synchronize()
+        for label, call in _built(name, batch, model, halves, file, until):
+            if isinstance(call, Exception):
+                outcome.refused[label] = describe(call)
+            else:
                 calls[label] = call
-            except Exception as error:  # whatever stops a contender is a result
-                outcome.refused[label] = describe(error)
         made = integer.load(converted(file)).cuda()
         calls[OURS] = lambda: made(**halves)
         calls[OURS]()
@@ -178,7 +255,7 @@ def measure(name: str, batch: int, file: Path, turns: int, ready: Callable[[], N
         with contextlib.suppress(ImportError):
             energies = {label: gpu_timing.joules_of_calls(call, ENERGY_SECONDS)[0] for label, call in shown.items()}
             outcome.others[ENERGY] = {label: 1e3 * joules / batch for label, joules in energies.items()}
-        outcome.others[KERNELS] = _kernel_times(calls[OURS])
+        outcome.others[KERNELS] = _by_category(gpu_timing.kernel_times(calls[f"{OURS}, {GRAPH}"]))
     program = made.program
     outcome.others[WEIGHTS] = {
         OURS: sum(x.numel() * x.element_size() for x in program.tensors.values()) / 1e6,
@@ -207,17 +284,13 @@ def _memory(made: nn.Module, model: nn.Module, given: dict[str, Tensor]) -> dict
     return found
 
 
-def _kernel_times(call: Call, calls: int = 3) -> dict[str, float]:
-    """Microseconds of GPU kernels of one call by category."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(calls):
-            call()
-        torch.cuda.synchronize()
+def _by_category(times: Mapping[str, float]) -> dict[str, float]:
+    """Sums the microseconds of kernels over the kernels of a category."""
     found: dict[str, float] = {}
-    for event in profiler.key_averages():
-        low = event.key.lower()
+    for name, us in times.items():
+        low = name.lower()
         category = next((c for c, parts in CATEGORIES.items() if any(part in low for part in parts)), "other")
-        found[category] = found.get(category, 0.0) + event.self_device_time_total / calls
+        found[category] = found.get(category, 0.0) + us
     return {name: us for name, us in found.items() if us}
 
 
@@ -268,12 +341,14 @@ def start_conversions(files: Mapping[str, Path]) -> list[subprocess.Popen]:
 
 def measure_all(names: Sequence[str], batches: Sequence[int], turns: int, setting: Setting) -> Iterator[Row]:
     """The rows of the table: each model and batch in its own process."""
+    until = time.time() + COMPILE_SECONDS
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder) / f"{name}.safetensors" for name in names}
         conversions = start_conversions(files)
         commands = {
             (name, batch): [
                 *_COMMAND, "--model", name, "--file", str(file), "--batch", str(batch), "--turns", str(turns),
+                "--until", str(until),
             ]
             for name, file in files.items() for batch in batches
             if name != "bert_base" or batch <= MOST_SEQUENCES
@@ -318,8 +393,8 @@ def experiment(
         figures=(Figure(RATIO), Figure(SPEED)),
         notes=(
             "Random weights, calibrated on random inputs. Contenders take turns, medians of wall-clock time. BERT: "
-            f"{TOKENS} tokens with a padding mask. FP16 is compiled by torch: reduce-overhead, and its default mode in "
-            "one captured CUDA graph; max-autotune was not run."
+            f"{TOKENS} tokens with a padding mask. FP16 is compiled by torch: reduce-overhead; its default mode in one "
+            f"captured CUDA graph; max-autotune likewise, at batch {' and '.join(map(str, TUNED_BATCHES))}."
         ),
         devices=("cuda",),
         limit_s=600.0,
@@ -333,11 +408,12 @@ def main() -> None:
     parser.add_argument("--file", type=Path, required=True)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--until", type=float, default=math.inf, help="when no compilation begins any more")
     given = parser.parse_args()
     if given.batch is None:
         convert(given.model, given.file)
     else:
-        models.answer(lambda ready: measure(given.model, given.batch, given.file, given.turns, ready))
+        models.answer(lambda ready: measure(given.model, given.batch, given.file, given.turns, given.until, ready))
 
 
 if __name__ == "__main__":

@@ -177,10 +177,12 @@ def run_experiments(experiments: Iterable[Experiment], only: list[str] | None, s
             console.print(f"[dim]{experiment.name} needs {' or '.join(experiment.devices)}: left out[/]")
             continue
         with console.status(experiment.name) as status:
-            outcome = run_experiment(experiment, replace(setting, log=status.update))
+            folder = None if setting.rehearse else out
+            outcome = run_experiment(experiment, replace(setting, log=status.update), folder)
         if not setting.rehearse:
+            paths = outcome.save(out)
             _print_outcome(outcome)
-            console.print(f"wrote {', '.join(str(path) for path in outcome.save(out))}\n")
+            console.print(f"wrote {', '.join(map(str, paths))}\n")
         if outcome.error:
             failed = True
             console.print(f"[red]{experiment.name} did not finish: {escape(outcome.error)}[/]", soft_wrap=True)

@@ -61,15 +61,16 @@ class Operand:
         scale = self.scale if self.scale.shape[1] == 1 else self.scale[:, heads]
         return replace(self, x=self.x[:, heads], scale=scale)
 
-    def write(self, out: Tensor) -> Tensor:
-        """The codes into `out` ``[B, H, n, D]``, int8 of any strides."""
+    def write(self, out: Tensor, padding: int = 1) -> Tensor:
+        """The codes into `out` ``[B, H, n, D]``, int8 of any strides, with room behind the last token up to a multiple
+        of `padding`, which may be overwritten."""
         if self.x.dtype == torch.int8:
             return out.copy_(self.x)
         scale = self._token_scale()
         kernels = _kernels() if self.x.is_cuda and self.rule == "exact" and self.bits == 8 else None
         if kernels is None:
             return out.copy_(codes_of(self.x.float(), scale, self.bits, self.rule))
-        kernels.codes_launch(self.x, scale, out).run()
+        kernels.codes_launch(self.x, scale, out, padding).run()
         return out
 
     def codes(self) -> Tensor:

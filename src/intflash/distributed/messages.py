@@ -1,7 +1,8 @@
 """What ranks send each other: int8 codes of K and V, of Q where heads are exchanged, and outputs on their way back.
 
 A message has a row for each rank of the grid's row (`along`), which receives its heads: K ``[B, h, n, D]`` and V, whose
-keys lie contiguously as 8-bit tensor cores read them, ``[B, h, Dv, n]``, with n the longest shard's tokens.
+keys lie contiguously as 8-bit tensor cores read them, ``[B, h, Dv, n]``. n is the longest shard's tokens, of V rounded
+up to a multiple of KEY_PADDING.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from torch import Tensor
 
 from intflash.distributed.codes import Operand
 from intflash.distributed.plan import Plan
+from intflash.distributed.traffic import KEY_PADDING, with_padding
 from intflash.quant import QTensor
-
-KEY_PADDING = 16  # V's rows of keys are padded with zeros to a multiple of as many, as tensor cores read them
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,13 @@ class Messages:
         return self.k.tensor(k, k_scale), self.v.tensor(v, v_scale)
 
     def _keys_out(self) -> Tensor:
-        """Codes of a head's keys, then of its values by channels: int8 ``[Hk, B, longest * (D + Dv)]``."""
+        """Codes of a head's keys, then of its values by channels: int8 ``[Hk, B, K and V]``."""
         (b, h, n, d), dv, long = self.k.x.shape, self.v.x.shape[3], self.plan.k_shards.longest
-        out = self.k.x.new_empty((h, b, long * (d + dv)), dtype=torch.int8)
-        k, v = out.split([long * d, dv * long], dim=2)
+        room = with_padding(long)
+        out = self.k.x.new_empty((h, b, long * d + dv * room), dtype=torch.int8)
+        k, v = out.split([long * d, dv * room], dim=2)
         self.k.write(k.unflatten(2, (long, d)).transpose(0, 1)[:, :, :n])
-        self.v.write(v.unflatten(2, (dv, long)).mT.transpose(0, 1)[:, :, :n])
+        self.v.write(v.unflatten(2, (dv, room)).mT.transpose(0, 1)[:, :, :n], KEY_PADDING)
         return out
 
     def _of_chunk(self, message: Tensor, own: Share) -> Tensor:
@@ -88,12 +89,12 @@ class Messages:
         (b, _, _, d), dv, long = self.k.x.shape, self.v.x.shape[3], shards.longest
         sent = self._of_chunk(self._keys, own)
         received = ranks.across.gather(ranks.along.exchange(sent)).flatten(0, 1)  # [ranks, heads, B, bytes]
-        k, v = received.split([long * d, dv * long], dim=3)
+        room = with_padding(long)
+        k, v = received.split([long * d, dv * room], dim=3)
         k = k.unflatten(3, (long, d)).transpose(1, 2)
-        v = v.unflatten(3, (dv, long)).mT.transpose(1, 2)
+        v = v.unflatten(3, (dv, room)).mT[..., :long, :].transpose(1, 2)
         tokens = shards.tokens
-        padded = -(-tokens // KEY_PADDING) * KEY_PADDING
-        values = sent.new_empty((b, own.count, dv, padded))
+        values = sent.new_empty((b, own.count, dv, with_padding(tokens)))
         values[..., tokens:] = 0
         whole = shards.collect(k, sent.new_empty((b, own.count, tokens, d)))
         return whole, shards.collect(v, values[..., :tokens].mT)

@@ -13,10 +13,11 @@ from intflash.distributed.groups import ALONE, Ranks
 from intflash.distributed.shards import LAYOUTS, Shards
 from intflash.distributed.traffic import SCHEMES, Sizes, data_bytes
 from intflash.errors import InputError
+from intflash.numerics.block import DIGITS
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
-METHODS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
+METHODS = ("intflash", "intflash_p8", "intflash_online", *DIGITS)
 PLACES = ("sharded", "replicated")
 _CHUNKS = 4  # groups of heads, whose messages are begun before the group before them is computed
 _CHUNK_SCORES = 1 << 27  # that a group has at least: below it launches count
@@ -120,6 +121,8 @@ def _check_options(a: dict[str, Any], placement: Placement) -> None:
             "packed sequences (cu_seqlens) are not sharded: no sequence attends to another, so give each rank whole "
             "sequences and call intflash.attention"
         )
+    if a["window_size"] is not None:
+        raise InputError(f"a sliding window is not sharded: window_size must be None, got {a['window_size']!r}")
     if call.is_dynamic(a["out_scale"]):
         raise InputError("out_scale='dynamic' needs all outputs before any of them: give a calibrated scale")
     choices = (("layout", LAYOUTS), ("queries", PLACES), ("keys", PLACES), ("scheme", (*SCHEMES, None)))

@@ -81,12 +81,12 @@ class Shards:
         if ranks is None and self.even:
             pieces = out.unflatten(2, (self.pieces, -1))
             each = parts.unflatten(3, (-1, pieces.shape[3])).permute(3, 1, 2, 0, 4, 5)  # [1|2, a, b, ranks, n, d]
-            pieces[:, :, : self.ranks].copy_(each[0])
+            _copy(pieces[:, :, : self.ranks], each[0])
             if self.layout == "zigzag":  # the second pieces lie in falling order
-                pieces[:, :, self.ranks :].copy_(each[1].flip(2))
+                _copy(pieces[:, :, self.ranks :], each[1], flipped=2)
             return out
         for place, there, here in self._moves(range(self.ranks) if ranks is None else ranks):
-            out[:, :, here] = parts[place][:, :, there]
+            _copy(out[:, :, here], parts[place][:, :, there])
         return out
 
     def spread(self, x: Tensor, parts: Tensor, ranks: range) -> Tensor:
@@ -114,3 +114,21 @@ class Shards:
     def positions(self, rank: int) -> Tensor:
         """The positions of a rank in the sequence, int64 ``[size]``."""
         return torch.cat([torch.arange(s.start, s.stop) for s in self.segments(rank)])
+
+
+def _copy(out: Tensor, x: Tensor, flipped: int | None = None) -> None:
+    """Copies ``[..., n, d]``, an axis `flipped`, by the longest words of which both tensors' rows consist: torch copies
+    strided tensors element by element, bytes as slowly as words."""
+    if out.stride(-1) != 1:
+        out, x = out.mT, x.mT
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if dtype.itemsize > out.itemsize and all(_consists_of(t, dtype.itemsize // t.itemsize) for t in (out, x)):
+            out, x = out.view(dtype), x.view(dtype)
+            break
+    out.copy_(x if flipped is None else x.flip(flipped))
+
+
+def _consists_of(x: Tensor, count: int) -> bool:
+    """Whether words of `count` elements tile the rows of x, each at a multiple of its length."""
+    multiples = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return x.stride(-1) == 1 and all(m % count == 0 for m in multiples)

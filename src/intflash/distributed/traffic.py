@@ -12,6 +12,7 @@ from intflash.errors import InputError
 from intflash.quant import Recipe
 
 FINGERPRINT = 8  # int32 in the first all-reduce: what tells whether the calls agree, and three maxima
+KEY_PADDING = 16  # V's rows of keys have a multiple of as many, as tensor cores read them and kernels write them
 SCHEMES = ("gather", "ulysses", "merge")
 
 
@@ -50,6 +51,11 @@ class Sizes:
         return self.across * self.along
 
 
+def with_padding(keys: int) -> int:
+    """The length of V's rows of keys."""
+    return -(-keys // KEY_PADDING) * KEY_PADDING
+
+
 def data_bytes(sizes: Sizes, scheme: str) -> float:
     """Bytes of K, V, Q and outputs that a rank sends."""
     (b, hq, nq, d), (_, hk, nk, _), dv = sizes.q, sizes.k, sizes.v[3]
@@ -59,7 +65,7 @@ def data_bytes(sizes: Sizes, scheme: str) -> float:
         return _reduced(sizes, 8 * b * hq * nq) + _reduced(sizes, 8 * b * hq * nq * (dv + 1))
     tokens = Shards(nk, sizes.ranks, sizes.layout).longest
     across, along = sizes.across, sizes.along
-    kv = b * hk * tokens * (d + dv)
+    kv = b * hk * (tokens * d + with_padding(tokens) * dv)
     sent = kv * (along - 1) / along + kv * (across - 1)  # of this row's heads what `along` ranks hold is gathered
     if along > 1:
         rows = Shards(nq, sizes.ranks, sizes.layout).longest

@@ -267,7 +267,9 @@ def bind(wanted: Inputs, batch: Any, device: torch.device) -> dict[str, Tensor]:
             if not i.optional:
                 raise InputError(f"expected the input {i.name!r}")
             continue
-        found[i.name] = _checked(i, x, padded).to(device)
+        x = found[i.name] = _checked(i, x, padded)
+        if x.device != device:
+            found[i.name] = x.to(device)
         shape = tuple(x.shape) if padded else (len(x),)
         if size not in (None, shape):
             raise InputError(f"inputs of different batches: {list(size)} and {list(shape)} ({i.name})")
@@ -275,8 +277,8 @@ def bind(wanted: Inputs, batch: Any, device: torch.device) -> dict[str, Tensor]:
     for i in wanted:
         if i.name not in found:
             shape = size if padded else (*size, *i.shape)
-            full = torch.ones(shape, dtype=torch.bool) if i.kind == "mask" else torch.zeros(shape, dtype=torch.int64)
-            found[i.name] = full.to(device)
+            mask = i.kind == "mask"  # made on the device, which a graph capture demands
+            found[i.name] = torch.full(shape, mask, dtype=torch.bool if mask else torch.int64, device=device)
     if padded:
         found = {i.name: F.pad(found[i.name], (0, i.shape[0] - size[1])) for i in wanted}
     return {i.name: found[i.name] for i in wanted}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +22,22 @@ class Executor:
         run: (program, inputs by name) -> the buffers of its outputs, by name.
         refused: (program, device) -> why it cannot run that, or None.
         device: the type of device that it is for.
+        reads: run takes a third argument, see `results`.
     """
 
-    run: Callable[[Program, Mapping[str, Tensor]], dict[str, Tensor]]
+    run: Callable[..., dict[str, Tensor]]
     refused: Callable[[Program, torch.device], str | None] = lambda program, device: None
     device: str = "cpu"
+    reads: bool = False
+
+    def results(self, program: Program, inputs: Mapping[str, Tensor], read: Callable[[dict[str, Tensor]], Any]) -> Any:
+        """What `read` makes of the outputs' buffers. It must copy them, because they may be the executor's own."""
+        return self.run(program, inputs, read) if self.reads else read(self.run(program, inputs))
 
 
 EXECUTORS = {  # in the order of the choice
     "cpu": Executor(cpu.run, cpu.refused),
-    "gpu": Executor(gpu.run, gpu.refused, "cuda"),
+    "gpu": Executor(gpu.run, gpu.refused, "cuda", reads=True),
     "torch": Executor(portable.run),
     "reference": Executor(reference.run),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +92,26 @@ class IntegerModel(nn.Module):
         """
         batch = kwargs if not args else (args if not kwargs else self._mixed(args, kwargs))
         batch = named(self._program.inputs, batch)
-        inputs = bind(self._program.inputs, batch, self.device)
-        # exact products are not for autocast to round
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            found = executors.EXECUTORS[self.backend].run(self._program, inputs)
+        device = self.device
+        inputs = bind(self._program.inputs, batch, device)
         first = self._program.inputs[0]
+        tokens = batch[first.name].shape[1] if first.kind == "index" else None
+        executor, read = executors.EXECUTORS[self.backend], partial(self._results, tokens)
+        with torch.no_grad():
+            if not torch.is_autocast_enabled(device.type):
+                return executor.results(self._program, inputs, read)
+            with torch.autocast(device.type, enabled=False):  # exact products are not for autocast to round
+                return executor.results(self._program, inputs, read)
+
+    def _results(self, tokens: int | None, found: dict[str, Tensor]) -> Tensor | Results:
+        """The outputs' integers as float32, times their scales, in one kernel each; tokens: of the call's sequences."""
         results = Results()
         for output in self._program.outputs:
             x = found[output.buffer]
             x = x.reshape(len(x), *output.shape)
-            if first.kind == "index" and len(output.shape) == 2:
-                x = x[:, : batch[first.name].shape[1]]
-            results[output.name] = x * self._program.tensors[output.scale]  # of integers as float32, in one kernel
+            if tokens is not None and len(output.shape) == 2:
+                x = x[:, :tokens]
+            results[output.name] = x * self._program.tensors[output.scale]
         return next(iter(results.values())) if self._program.result == "tensor" else results
 
     def _mixed(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

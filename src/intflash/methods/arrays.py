@@ -76,8 +76,10 @@ def present_keys(problem: Problem, absent_bias: Tensor | None = None) -> Tensor:
     device = problem.device
     present = torch.ones(1, 1, 1, nk, dtype=torch.bool, device=device)
     if problem.causal is not None:
-        rows = torch.arange(nq, device=device)[:, None]
-        present = present & (torch.arange(nk, device=device) <= rows + problem.causal)
+        rows, keys = torch.arange(nq, device=device)[:, None], torch.arange(nk, device=device)
+        present = present & (keys <= rows + problem.causal)
+        if problem.window_start is not None:
+            present = present & (keys >= rows + problem.window_start)
     if problem.keep is not None:
         present = present & spread_batch(problem.keep, problem)
     if absent_bias is not None:

@@ -1,6 +1,7 @@
-"""`intflash_bfp`: integer-only attention whose weights P have an exponent per block of 128 keys (docs/numerics.md).
+"""`intflash_bfp` and `intflash_bfp8`: integer-only attention whose P has an exponent per block of 128 keys
+(docs/numerics.md).
 
-P16 is relative to the octave of its block's own maximum, so that no key outside a block costs a block precision. Keys
+P is relative to the octave of its block's own maximum, so that no key outside a block costs a block precision. Keys
 without value, whose V codes are all 0, have an exponent of their own: they weigh in l and never decide how finely the
 others are held. Blocks are merged in 64-bit fixed point below the row's largest exponent, which is exact or rounded by
 that exponent alone: tiles, orders and splits of whole blocks do not change a bit.
@@ -19,13 +20,16 @@ from intflash.methods.base import Method
 from intflash.methods.intflash import finish
 from intflash.numerics import exp
 from intflash.numerics.block import (
+    ACC_SHIFT,
     BIAS_FRACTION_BITS,
     BLOCK,
+    DIGITS,
     FAR,
     LEAST_HI,
     MAX_GAP,
     MAX_KEYS,
     OUTPUT_SHIFT,
+    P_MAX,
     UNSET,
     fraction_bits,
 )
@@ -58,6 +62,12 @@ def _p16(depth: Tensor, present: Tensor) -> Tensor:
     return arrays.within(p, 16, "p16", signed=False)
 
 
+def _weights(depth: Tensor, present: Tensor, digits: int) -> Tensor:
+    """P of a group in units of p16: p16 itself, or rounded to its upper digit, half up."""
+    p = _p16(depth, present)
+    return p if digits == 2 else rounding_rshift(p, 8) << 8
+
+
 def _groups(valued: Tensor, present: Tensor) -> Iterator[tuple[slice, Tensor, bool]]:
     """The groups of keys: of each block those with a value, then those without; (keys, present, whether of value)."""
     for start in range(0, present.shape[3], BLOCK):
@@ -88,16 +98,16 @@ def _reference(problem: Problem) -> Result:
     fraction = fraction_bits(T.shape[3])
     l, acc = torch.zeros_like(top), T.new_zeros((*T.shape[:3], v.shape[3]))
     for keys, here, of_value, e in groups:
-        p = _p16(torch.where(here, (e << 32) - T[..., keys], 0), here)
+        p = _weights(torch.where(here, (e << 32) - T[..., keys], 0), here, DIGITS[problem.method])
         l_group = arrays.within(p.sum(-1, keepdim=True), 23, "l of a block", signed=False)
         l = arrays.within(l + _merged(l_group, top - e, fraction), 57, "l", signed=False)
         if of_value:
-            acc_group = arrays.matmul(p, v[:, :, keys], "acc of a block", 31)
+            acc_group = (arrays.matmul(p, v[:, :, keys], "acc of a block", 31) >> ACC_SHIFT) << ACC_SHIFT
             acc = arrays.within(acc + _merged(acc_group, value_top - e, fraction), 64, "acc")
     gap = torch.where(value_top == UNSET, 0, top - value_top).clamp(max=MAX_GAP)
     acc = arrays.within(rounding_rshift(acc, OUTPUT_SHIFT), 40, "rounded acc")
     l = arrays.within(rounding_rshift(l, OUTPUT_SHIFT), 32, "rounded l", signed=False)
-    return finish(problem, acc, l, (top + OUTPUT_SHIFT - fraction) << 32, exp.P16_MAX, gap)
+    return finish(problem, acc, l, (top + OUTPUT_SHIFT - fraction) << 32, P_MAX[problem.method], gap)
 
 
 def _check_bounds(problem: Problem) -> None:
@@ -108,10 +118,10 @@ def _check_bounds(problem: Problem) -> None:
         raise InputError(f"{problem.method} needs head_dim at most {exp.MAX_HEAD_DIM}, got {d}")
 
 
-METHODS = (
-    Method(
-        name="intflash_bfp",
-        summary="integer-only, 16-bit P with an exponent per block of 128 keys, accurate for all scores",
+def _method(name: str, summary: str) -> Method:
+    return Method(
+        name=name,
+        summary=summary,
         source="IntFlash, docs/numerics.md",
         reference=_reference,
         integer_only=True,
@@ -122,5 +132,10 @@ METHODS = (
         },
         bias_fraction_bits=BIAS_FRACTION_BITS,
         check=_check_bounds,
-    ),
+    )
+
+
+METHODS = (
+    _method("intflash_bfp", "integer-only, 16-bit P with an exponent per block of 128 keys, accurate for all scores"),
+    _method("intflash_bfp8", "integer-only, 8-bit P with an exponent per block of 128 keys"),
 )

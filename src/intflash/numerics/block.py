@@ -1,6 +1,12 @@
-"""Constants of `intflash_bfp`, whose weights have an exponent per block of keys: docs/numerics.md, section 2."""
+"""Constants of `intflash_bfp` and `intflash_bfp8`, whose P has an exponent per block of keys (docs/numerics.md)."""
 
 from __future__ import annotations
+
+from intflash.numerics.exp import P8_MAX, P16_MAX
+
+# Digits of 8 bits in which these methods hold P: one product P V for each. One digit is p16 rounded to it.
+DIGITS = {"intflash_bfp": 2, "intflash_bfp8": 1}
+P_MAX = {method: P16_MAX if digits == 2 else P8_MAX << 8 for method, digits in DIGITS.items()}  # in units of p16
 
 BLOCK = 128  # keys from a sequence's start on that share an exponent: semantics, not tuning
 UNSET = -(1 << 29)  # the octave of a group without keys, below every other: |T| < 2^60 + 2^51
@@ -9,7 +15,10 @@ MAX_GAP = 96  # octaves between keys with a value and keys without: more count a
 BIAS_FRACTION_BITS = 12  # Q19.12: 524,288 octaves
 LEAST_HI = -16  # octaves of the exponential from which p16 is computed; it is 0 below -2
 
-# Bounds: 65,193 * 128 * 128 < 2^30 (acc of a block), 2^30 * 2^24 * 2^9 = 2^30 * 2^20 * 2^13 = 2^63 (acc of a row).
+ACC_SHIFT = 8  # bits of a block's P16 V that are dropped: 32 bits hold the sums of 512 blocks of one octave
+
+# Bounds: 255 * 128 * 128 < 2^22 (acc of a block, in units of 2^8), 2^30 * 2^24 * 2^9 = 2^30 * 2^20 * 2^13 = 2^63 (acc
+# of a row).
 MAX_KEYS = 1 << 20
 _MANY_KEYS = 1 << 16
 

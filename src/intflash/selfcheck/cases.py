@@ -108,6 +108,7 @@ class Case:
     rule: str = "exact"
     scale: float | None = None
     causal: str | None = None
+    window: tuple[int, int] | None = None
     mask: MaskCase | None = None
     bias: MaskCase | None = None
     packed: int | None = None
@@ -200,6 +201,8 @@ def generate(seed: int, index: int, methods: Sequence[str] | None = None, small:
         fields["scale"] = r.choice((0.01, 0.125, 0.3, 1.0) if METHODS[method].integer_only else (0.01, 0.125))
     if r.random() < 0.3:
         fields["causal"] = r.choice(("top_left", "bottom_right"))
+    if r.random() < 0.2:
+        fields["window"] = tuple(r.choice((-1, 0, 1, 5, 20, 64, 130, 300)) for _ in range(2))
     if r.random() < 0.4:
         fields["mask"] = _mask(r, MASK_KINDS, fields)
     if r.random() < 0.35 and (fields.get("mask") is None or fields["mask"].kind == "bool"):

@@ -260,7 +260,8 @@ def dimensions(case: Case) -> dict[str, str]:
         | dict(
             inputs=case.inputs, axes=str(len(case.sizes()["q"])), gqa=str(case.hq // case.hk), values=case.values,
             tokens="equal" if case.nq == case.nk else "unequal", aligned=str(aligned), layout=case.layouts[0],
-            causal=str(case.causal), mask_causal=f"{kinds['mask_kind']} {case.causal is not None}",
+            causal=str(case.causal), window=str(case.window is not None),
+            mask_causal=f"{kinds['mask_kind']} {case.causal is not None}",
             packed=str(case.packed is not None), recipe="own" if case.granularity is None else "chosen",
             q_granularity=str(case.granularity and case.granularity[0]),
             k_granularity=str(case.granularity and case.granularity[1]),

@@ -66,7 +66,19 @@ def _simpler(case: Case) -> Iterator[Case]:
         yield from (replace(case, turns=(turn,)) for turn in case.turns)
         yield replace(case, turns=case.turns[-2:])
         yield replace(case, turns=case.turns[:2])
-    for name in ("mask", "bias", "packed", "fault", "granularity", "causal", "out_scale", "lse", "moved", "compiled"):
+    for name in (
+        "mask",
+        "bias",
+        "packed",
+        "fault",
+        "granularity",
+        "causal",
+        "window",
+        "out_scale",
+        "lse",
+        "moved",
+        "compiled",
+    ):
         yield from _usual(case, name)
     yield from _usual(case, "static", "granularity", "smooth_k", "rotate", "bits", "rule")
     if case.inputs == "codes":

@@ -74,6 +74,8 @@ def code(case: Case, turn: int, device: str = "cpu") -> str:
         arguments |= dict(cu_seqlens_q="cu_seqlens_q", cu_seqlens_k="cu_seqlens_k")
     if case.causal is not None:
         arguments |= dict(is_causal="True", causal_align=repr(case.causal))
+    if case.window is not None:
+        arguments["window_size"] = repr(case.window)
     for name, value, usual in (
         ("scale", case.scale, None), ("return_lse", case.lse, False), ("enable_gqa", case.gqa_flag, False),
         ("check_finite", case.check_finite, None),

@@ -21,11 +21,12 @@ pytestmark = [
 
 # Prints (scenario, what was compiled, the error) of each; the driver's log is a file of the scenario's name.
 SCRIPT = """
-import os, sys
+import ctypes, os, sys
 import torch, intflash
 from intflash import call
 from intflash.backends import cpu
-from intflash.backends.cuda import program
+from intflash.backends.cuda import program, tensor_maps
+from intflash.backends.cuda.parameters import Params, View
 
 def launch(*tensors, **options):
     arguments = call.complete(tensors, options | dict(check_finite=False))
@@ -58,6 +59,26 @@ scenario("not launched", lambda: launch(q, q, q), fails="cuLaunchKernelEx")
 scenario("static", lambda: launch(q, q, q, recipe=static))
 scenario("static again", lambda: launch(q, q, q, recipe=static))
 scenario("long", lambda: launch(long, long, long))
+
+class Parameters(ctypes.Structure):
+    _fields_ = [("first", ctypes.c_uint64)]
+
+def python():
+    tensor_maps.encoded.cache_clear()
+    gpu, k = torch.device("cuda", 0), long.data
+    maps = tensor_maps.tensor_maps(k, k.mT.contiguous().mT, 8, 64)
+    made = program.CudaProgram.of("window_attention.cu"), (3, 2, 1), 64, 512
+    views = Params(k=View(ptr=64), v=View(ptr=128))
+    program.CudaLaunch(*made, Parameters(7), gpu, {}).run()
+    program.CudaLaunch(*made, views, gpu, {}, overlaps=True, tensor_maps=maps).run()
+    return True
+
+program.machine_code = lambda program, architecture: b"of Python"
+program.capability = lambda device: (9, 0)
+torch._C._cuda_getCurrentRawStream = lambda index: 0x77
+scenario("python", python)
+scenario("python, not launched", python, fails="cuLaunchKernelEx")
+scenario("python, no map", python, fails="cuTensorMapEncodeTiled")
 """
 
 
@@ -139,11 +160,22 @@ def test_long_rows_are_loaded_by_tma(scenarios):
 @pytest.mark.parametrize(
     "scenario, function",
     [("no context", "cuDevicePrimaryCtxRetain"), ("not loaded", "cuLibraryLoadData"),
-     ("not launched", "cuLaunchKernelEx")],
+     ("not launched", "cuLaunchKernelEx"), ("python, not launched", "cuLaunchKernelEx"),
+     ("python, no map", "cuTensorMapEncodeTiled")],
 )  # fmt: skip
 def test_errors_of_the_driver_are_exceptions(scenarios, scenario, function):
     error = scenarios[scenario][2]
     assert error == f"RuntimeError: {function} failed: CUDA_ERROR_ILLEGAL_ADDRESS, a made-up error"
+
+
+def test_python_launches_by_the_same_driver(scenarios):
+    served, _, error, lines = scenarios["python"]
+    assert served, error
+    assert [line for line in lines if line.startswith("cuLibraryLoadData")] == ["cuLibraryLoadData of Python"]
+    plain, overlapping = (line for line in lines if line.startswith("cuLaunchKernelEx"))
+    assert "grid 3 2 1 block 64 1 1 shared 512 stream 0x77 attributes 0:" in plain and plain.endswith("first 7")
+    assert "attributes 1: 6 1 " in overlapping
+    assert sum("TensorMap" in line for line in lines) == 2
 
 
 def test_errors_of_the_compiler_are_exceptions(scenarios):
@@ -158,5 +190,6 @@ def test_without_a_compiler_python_serves(scenarios):
 @pytest.mark.full
 def test_without_a_driver_python_serves(tmp_path):
     (logs := tmp_path / "logs").mkdir()
-    for served, compiled, error, lines in run(tmp_path, logs).values():
-        assert not served and not compiled and error is None and not lines
+    for name, (served, compiled, error, lines) in run(tmp_path, logs).items():
+        assert not served and not compiled and not lines
+        assert error is None or name.startswith("python") and "libcuda.so.1 of NVIDIA's driver was not found" in error

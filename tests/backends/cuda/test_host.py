@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from intflash.backends import native
 from intflash.backends.cuda import backend, program, short_rows, sm80
 from intflash.backends.cuda.parameters import _reciprocal
 from intflash.backends.cuda.tensor_maps import key_map
@@ -65,6 +66,11 @@ def test_tokens_beyond_2_gib_are_unsupported():
     assert "2 GiB" in short_rows.unsupported(replace(problem(), q=far, k=far, v=far))
 
 
+def test_without_the_native_module_nothing_is_launched(monkeypatch):
+    monkeypatch.setattr(native, "missing", "no compiler was there")
+    assert program.unavailable() == "no compiler was there"
+
+
 def test_programs_of_other_macros_or_architectures_are_cached_separately(tmp_path, monkeypatch):
     pytest.importorskip("cuda.bindings.nvrtc")
     monkeypatch.setattr(program, "cache_folder", lambda name: tmp_path / name)
@@ -95,7 +101,7 @@ def _on(monkeypatch, capability: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
 def test_which_kernel_serves(capability, monkeypatch):
-    """On Hopper wgmma's kernels serve aligned rows without masks, everywhere sm80's the rest but for windows."""
+    """On Hopper wgmma's kernels serve aligned rows with masks of keys, everywhere sm80's the rest but for windows."""
     _on(monkeypatch, capability)
     x = torch.zeros(2, 2, 100, 64, dtype=torch.float16)
     keep = torch.ones(1, 1, 1, 100, dtype=torch.bool)
@@ -105,7 +111,9 @@ def test_which_kernel_serves(capability, monkeypatch):
     ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 100], dtype=torch.int32))
     particular = [backend.particular_unsupported(p) is None for p in (short, small, odd)]
     assert particular == [capability == (9, 0), True, False]
-    for more in (dict(keep=keep), ends):
+    assert (backend.particular_unsupported(problem(keep=keep)) is None) == (capability == (9, 0))
+    assert (backend.particular_unsupported(problem(keep=keep.expand(1, 2, 100, 100))) is None) == (capability == (9, 0))
+    for more in (dict(keep=keep.repeat(1, 1, 100, 1)), ends):
         assert backend.particular_unsupported(problem(**more))
 
 

@@ -82,6 +82,35 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
         yield f"{dtype} heads", checks.floats(method, 2, 150, 64, dtype, heads)
         yield f"{dtype} dynamic", checks.floats(method, 2, 150, 64, dtype, checks.OF_TENSORS, 1e-3)
         yield f"{dtype} dynamic of heads", checks.floats(method, 2, 150, 64, dtype, checks.OF_HEADS, return_lse=True)
+    yield from _biased(method)
+
+
+def _biased(method: str) -> Iterator[tuple[str, Problem]]:
+    """Biases that 32-bit exponents hold and larger ones, absent keys and rows without keys, for any axes."""
+    for n, d, reach in itertools.product((80, 196, 197, 224), (64, 32), (1 << 22, 1 << 25, 1 << 28)):
+        if n * d == 224 * 64 and method == "intflash":
+            continue  # its registers do not suffice
+        bias = torch.randint(-reach, reach, (2, 3, n, n), dtype=torch.int32)
+        p = ic.codes(method, batch=4, heads=3, nq=n, nk=n, d=d, bias=bias, return_lse=True)
+        yield f"bias {n} {d} {reach}", p
+        gone = bias.masked_fill(torch.rand(bias.shape) < 0.2, ic.ABSENT)
+        gone[0, 1, 5:40] = ic.ABSENT
+        yield f"absent {n} {d} {reach}", replace(p, bias=gone)
+    for shape in ((1, 1, 100, 196), (2, 3, 1, 196), (2, 1, 100, 196)):
+        bias = torch.randint(-(1 << 22), 1 << 22, shape, dtype=torch.int32)
+        yield f"bias of shape {shape}", ic.codes(method, batch=2, heads=3, nq=100, nk=196, d=64, bias=bias)
+    bias = torch.randint(-(1 << 22), 1 << 22, (1, 4, 196, 196), dtype=torch.int32)
+    for amax in (1e-6, 50.0, 400.0, 50000.0):  # scores that 32-bit exponents hold, and larger ones
+        p = ic.codes(method, heads=4, key_heads=2, nq=196, nk=196, d=64, amax=amax, bias=bias, return_lse=True)
+        yield f"bias, amax {amax}", p
+    p = ic.codes(method, heads=4, key_heads=2, nq=196, nk=196, d=64, kinds=("token", "head", "head"), bias=bias)
+    yield "bias, tokens", p
+    yield "bias, contiguous keys", contiguous_keys(ic.codes(method, heads=4, nq=196, nk=196, d=64, bias=bias))
+    for batch, recipe in ((2, Recipe()), (75, Recipe()), (2, checks.OF_HEADS)):
+        yield (
+            f"bias of floats {batch} {recipe.q}",
+            checks.floats(method, batch, 196, 64, torch.float16, recipe, bias=bias),
+        )
 
 
 @pytest.mark.gpu
@@ -141,6 +170,15 @@ def test_large_batches_of_wide_floats_spill_few_words(n, d, words):
     for recipe in (static, Recipe()):
         launch = _launch("intflash_p8", n, d, torch.float16, torch.float16, batch=200, recipe=recipe)
         assert checks.machine(launch).spills <= words
+
+
+@pytest.mark.parametrize("method", BITS)
+def test_biases_do_not_spill(method):
+    for n, dtype, batch in ((196, torch.float16, 150), (197, torch.int8, 2)):
+        bias = torch.zeros(1, 2, n, n, dtype=torch.int32)
+        p, arguments = checks.empty_problem(method, n, 64, dtype, dtype, batch=batch, bias=bias)
+        machine = checks.machine(short_rows.short_rows_launch(p, BITS[method], *arguments))
+        assert machine.spills == 0 and (dtype == torch.float16 or machine.float_instructions == [])
 
 
 def test_when_tma_loads_keys():

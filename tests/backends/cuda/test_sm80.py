@@ -109,6 +109,11 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
             packed = dict(cu_seqlens_q=_ends(0, 20, 20, 85, 150), cu_seqlens_k=_ends(0, 33, 100, 101, 260))
             packed |= dict(causal=causal, causal_align=align, return_lse=True)
             yield f"packed {causal} {align}", ic.codes(method, nq=150, nk=260, d=64, **packed)
+            yield (
+                f"packed window {causal} {align}",
+                ic.codes(method, nq=150, nk=260, d=64, **(packed | dict(causal=5, window_start=-30))),
+            )
+    yield from _windows(method)
     masks = dict(bias=_bias(1, 2, 150, 260), keep=torch.rand(1, 1, 150, 260) < 0.5)
     yield "packed bias, keep", ic.codes(method, nq=150, nk=260, **packed, **masks)
     halves = (torch.randn(1, 2, n, 40).half() for n in (150, 260, 260))
@@ -127,6 +132,19 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
         yield f"{dtype} dynamic", checks.floats(method, 2, 100, 72, dtype, checks.OF_TENSORS, 1e-3, return_lse=True)
         yield f"{dtype} dynamic of heads", checks.floats(method, 2, 100, 40, dtype, checks.OF_HEADS)
         yield f"{dtype} token", checks.floats(method, 2, 60, 20, dtype, Recipe(q="token", k="head"))
+
+
+def _windows(method: str) -> Iterator[tuple[str, Problem]]:
+    """Sliding windows: narrower and wider than tiles, with rows that see no key, with masks, of few rows."""
+    for nq, nk, start, causal in (
+        (200, 460, -20, 0), (200, 460, 200, 260), (200, 460, -100, 150), (200, 90, -30, 0), (200, 460, 400, 420),
+        (70, 150, 0, 0), (1, 700, 600, 699), (4, 700, 100, 105),
+    ):  # fmt: skip
+        shape = dict(nq=nq, nk=nk, d=64, return_lse=True, window_start=start, causal=causal)
+        yield f"window {nq} {nk} {start} {causal}", ic.codes(method, **shape)
+    shape = dict(batch=2, heads=4, key_heads=2, nq=150, nk=300, d=80, window_start=100, causal=150)
+    yield "window, keep", ic.codes(method, keep=torch.rand(2, 1, 150, 300) < 0.5, **shape)
+    yield "window, bias", ic.codes(method, bias=_bias(1, 4, 150, 300), **shape)
 
 
 def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
@@ -252,6 +270,7 @@ COMPILED = {
     "bias": dict(d=64, bias=_bias(1, 2, 100, 100)), "keep": dict(d=64, keep=torch.ones(1, 1, 1, 100, dtype=torch.bool)),
     "bias and keep": dict(d=96, bias=_bias(1, 2, 100, 100), keep=torch.ones(1, 1, 100, 100, dtype=torch.bool)),
     "packed": dict(d=64, cu_seqlens_q=_ends(0, 100), cu_seqlens_k=_ends(0, 100), causal=0),
+    "window": dict(d=64, causal=0, window_start=-20),
 }  # fmt: skip
 
 

@@ -20,11 +20,15 @@ def main() -> None:
             x = torch.randn(2, 133, 3, 40).to(dtype).transpose(1, 2)  # a model's layout
             scale = torch.rand(shape) * 0.01 + 0.005  # some values pass the range
             for layout in ("tokens", "keys"):
-                out = torch.zeros(2, 3, 133, 40, dtype=torch.int8)
+                out, room, padding = torch.zeros(2, 3, 133, 40, dtype=torch.int8), None, 1
                 if layout == "keys":
-                    out = torch.zeros(2, 3, 40, 150, dtype=torch.int8)[..., :133].mT
-                codes_launch(x, scale, out).run()
-                found[f"{dtype} {name} {layout}"] = int((out != codes_of(x.float(), scale, 8, "exact")).sum())
+                    room, padding = torch.full((2, 3, 40, 150), 5, dtype=torch.int8), 16
+                    out = room[..., :133].mT
+                codes_launch(x, scale, out, padding).run()
+                wrong = int((out != codes_of(x.float(), scale, 8, "exact")).sum())
+                if room is not None:  # zeros up to 144, nothing behind
+                    wrong += int(room[..., 133:144].count_nonzero()) + int((room[..., 144:] != 5).sum())
+                found[f"{dtype} {name} {layout}"] = wrong
     print(json.dumps(found))
 
 

@@ -21,11 +21,12 @@ from intflash.backends.portable import BACKEND as TORCH
 from intflash.backends.reference import BACKEND as REFERENCE
 from intflash.backends.triton import BACKEND
 from intflash.methods import get_method
+from intflash.numerics.block import DIGITS
 from intflash.numerics.exp import LOG2_E
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe, quantize
 
-OURS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
+OURS = ("intflash", "intflash_p8", "intflash_online", *DIGITS)
 QFLASH_METHODS = ("qflash", "iflash")
 ABSENT = -(1 << 31)
 
@@ -67,6 +68,11 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         shape = dict(nq=nq, nk=nk)
         for offset in (0, nk - nq, -30):
             yield f"{nq} causal {offset}", codes(method, causal=offset, return_lse=True, **shape)
+        for window, causal in ((-20, 40), (nk - nq - 60, nk - nq), (0, 0), (-nk, 9)):
+            yield (
+                f"{nq} window {window} {causal}",
+                codes(method, causal=causal, window_start=window, return_lse=True, **shape),
+            )
         yield f"{nq} gqa", codes(method, heads=4, key_heads=2, d=17, dv=20, **shape)
         yield f"{nq} bias", codes(method, batch=4, heads=1, **_bias(method, (2, 1, 1, nk)), **shape)
         yield f"{nq} bias of rows", codes(method, batch=2, **_bias(method, (1, 2, nq, nk)), **shape)
@@ -81,6 +87,8 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
     ends = [torch.tensor(x, dtype=torch.int32) for x in ((0, 20, 20, 50), (0, 33, 100, 150))]
     packed = dict(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
     yield "packed", codes(method, causal=0, causal_align="bottom_right", return_lse=True, **packed)
+    packed |= dict(causal=3, window_start=-9)
+    yield "packed window", codes(method, causal_align="bottom_right", return_lse=True, **packed)
     if method in QFLASH_METHODS:
         yield "heads", codes(method, kinds=("head", "head", "head"))
         yield "tiny scale", codes(method, amax=0.05, causal=3)
@@ -89,7 +97,7 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         return
     for amax in (1e-6, 500.0, 50000.0):  # uniform attention; a single key; k = 8
         yield f"amax {amax}", codes(method, amax=amax)
-    if method == "intflash_bfp":
+    if method in DIGITS:
         yield from sink_cases(method)
     channels = dict(kinds=("token", "head", "channel"))
     yield "token, head, channel", codes(method, **channels)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import ptx
+import torch
 import translate
 from torch import Tensor
 
@@ -114,11 +115,11 @@ def _with_plain_maps(launch: program.CudaLaunch) -> ctypes.Structure:
     encoded = tensor_maps.encoded
     tensor_maps.encoded = _plain
     try:
-        return launch.tensor_maps(launch.parameters)
+        return launch.tensor_maps(launch.parameters, launch.device)
     finally:
         tensor_maps.encoded = encoded
 
 
-def _plain(tensor_map: tensor_maps.TensorMap, address: int) -> ctypes.Array:
+def _plain(tensor_map: tensor_maps.TensorMap, address: int, device: torch.device) -> ctypes.Array:
     words = (address, *tensor_map.sizes, *tensor_map.strides, *tensor_map.box, tensor_map.swizzle)
     return (ctypes.c_uint64 * 16)(*words)

@@ -68,7 +68,7 @@ _SERVED = frozenset.union(
     FLOAT_INPUTS, CODES, QUANTIZATION, FLOAT_OUTPUT, {"causal mask", "grouped heads", "log-sum-exp"}
 )
 _INTFLASH = _SERVED | INTEGER_OUTPUT | per("tensor head token block", "tensor head", "tensor head")
-_MASKS = {"bool mask", "packed sequences"}
+_MASKS = {"bool mask", "packed sequences", "sliding window"}
 SERVES = {
     "intflash": _INTFLASH | _MASKS | {"integer bias"},
     "intflash_p8": _INTFLASH | _MASKS | {"integer bias"},

@@ -40,6 +40,8 @@ def particular_unsupported(problem: Problem) -> str | None:
     """Returns why none of the kernels for particular shapes serves the problem, or None; sm80's serves the others."""
     if problem.cu_seqlens_q is not None:
         return "its kernels for particular shapes do not support packed sequences"
+    if problem.window_start is not None:
+        return "its kernels for particular shapes do not support sliding windows"
     return _alignment(problem) or (_short_rows_unsupported(problem) and _long_rows_unsupported(problem))
 
 
@@ -57,7 +59,7 @@ def _short_rows_unsupported(problem: Problem) -> str | None:
 
 
 def _rows_unsupported(problem: Problem) -> str | None:
-    for what in ("bias", "keep", "causal"):
+    for what in ("keep", "causal"):
         if getattr(problem, what) is not None:
             return f"short rows do not support {what}"
     return _hopper_only(problem) or short_rows.unsupported(problem)

@@ -48,17 +48,47 @@ def unsupported(problem: Problem) -> str | None:
     """Returns why the kernel cannot serve the problem, or None."""
     if problem.method not in METHODS:
         return f"method {problem.method!r} has no kernel for long rows"
-    return shape_unsupported(problem)
+    if problem.method in BLOCK_FLOAT:
+        return shape_unsupported(problem)
+    if problem.keep is not None and (reason := _key_mask_unsupported(problem)):
+        return reason
+    return shape_unsupported(problem, 8 if _pads_channels(problem) else 16, ("bias", "cu_seqlens_q"))
 
 
-def shape_unsupported(problem: Problem) -> str | None:
+def shape_unsupported(
+    problem: Problem, multiple: int = 16, refused: tuple[str, ...] = ("bias", "keep", "cu_seqlens_q")
+) -> str | None:
     """Returns why the mainloop cannot serve the problem's shape or masks, or None."""
     d, dv = problem.q.shape[3], problem.v.shape[3]
-    if d != dv or d % 16 or d > 128:
-        return f"needs one head_dim, a multiple of 16 up to 128, got {d} and {dv}"
-    for what in ("bias", "keep", "cu_seqlens_q"):
+    if d != dv or d % multiple or d > 128:
+        return f"needs one head_dim, a multiple of {multiple} up to 128, got {d} and {dv}"
+    for what in refused:
         if getattr(problem, what) is not None:
             return f"long rows do not support {what}"
+    return None
+
+
+def _pads_channels(problem: Problem) -> bool:
+    """Whether the kernel pads head_dim to a multiple of 16 itself. The quantization pass writes rows of codes that are
+    padded, and a thread stores its channels of the output in words of at most 16 bytes.
+    """
+    return isinstance(problem.q, Tensor) and problem.out_dtype.is_floating_point and problem.q.shape[3] >= 40
+
+
+def _padded_channels(d: int) -> int:
+    return -(-d // 16) * 16
+
+
+def _key_mask_unsupported(problem: Problem) -> str | None:
+    """Returns why the kernel cannot read the bool mask, or None: it reads four keys at once."""
+    keep, keys = problem.keep, problem.k.shape[2]
+    one_for_all = all(n == 1 or stride == 0 for n, stride in zip(keep.shape[1:3], keep.stride()[1:3], strict=True))
+    if not one_for_all or keep.shape[3] != keys or problem.causal is not None:
+        return f"long rows take bool masks of keys alone and without causal ones, got shape {list(keep.shape)}"
+    if keys % 4 or keep.stride(3) != 1 or keep.data_ptr() % 4 or keep.shape[0] > 1 and keep.stride(0) % 4:
+        return f"long rows read four keys of a bool mask at once, got {keys} keys and strides {keep.stride()}"
+    if keep.shape[0] * keep.stride(0) >= 1 << 32:
+        return f"masks of keys must lie within 4 GiB, got shape {list(keep.shape)} and strides {keep.stride()}"
     return None
 
 
@@ -66,7 +96,7 @@ def quantizes_kv(problem: Problem) -> bool:
     """Whether the kernel quantizes the problem's float K and V itself: 16-bit floats, with K/V resident in shared
     memory.
     """
-    d = problem.q.shape[3]
+    d = _padded_channels(problem.q.shape[3])
     if problem.method not in METHODS or problem.q.element_size() != 2 or d == 16:  # 16: registers would spill
         return False
     if problem.method in BLOCK_FLOAT:  # it reads codes again where a row needs a second pass
@@ -114,10 +144,13 @@ def long_rows_launch(
     if not floats:
         problem = replace(problem, v=replace(problem.v, data=contiguous_keys(problem.v.data)))
     q, k, v = (x if isinstance(x, Tensor) else x.data for x in (problem.q, problem.k, problem.v))
-    d = q.shape[3]
+    d = _padded_channels(q.shape[3])
+    if not floats and d != q.shape[3]:
+        k, v = (x.as_strided((*x.shape[:3], d), x.stride()) for x in (k, v))  # see `empty_codes`
     rows = has_row_scales(constants, scales)
     maps = None if floats or k.shape[2] % 16 else tensor_maps(k, v, TILE // 16, key_width(d))
-    consumers = consumers or _consumers(problem, d, _light_quantization(d) if floats else maps is not None, rows)
+    light = _light_quantization(d) if floats else maps is not None and d == q.shape[3]
+    consumers = consumers or _consumers(problem, d, light, rows)
     extra = _extra_shared_bytes(problem, consumers, floats)
     most = _max_stages(d, consumers, extra)
     if resident is None:
@@ -133,7 +166,8 @@ def long_rows_launch(
         P_TABLE=int(_uses_p_table(problem)), SCRATCH_BYTES=_scratch_bytes(problem), STAGES=stages,
         KV_RESIDENT=int(resident), FLOAT_KV=int(floats),
         VALUES_IN_RANGE=int(scales is not None and problem.recipe.q_scale is None),
-        **({} if key_counts is None else {"KEY_COUNTS": 1}),
+        **({} if d == q.shape[3] else {"TENSOR_DIM": q.shape[3]}),
+        **({} if key_counts is None else {"KEY_COUNTS": 1}), **({} if problem.keep is None else {"KEY_MASK": 1}),
     )  # fmt: skip
     shared = shared_bytes(d, consumers, TILE * d, 0, stages, extra)
     ctas, ranges = schedule_resident_heads(problem, floats) if resident else schedule_ranges(problem, consumers)

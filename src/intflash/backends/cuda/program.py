@@ -1,4 +1,4 @@
-"""Compiles the CUDA C++ of csrc/cuda to machine code by NVRTC, caches it on disk, and launches it.
+"""Compiles the CUDA C++ of csrc/cuda to machine code by NVRTC, caches it on disk, and launches it by the native module.
 
 NVRTC and its Python bindings come with torch on CUDA machines. Compiling needs no GPU, so that the kernels can be
 disassembled and tested for integer-only code on any machine.
@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from intflash import tape
+from intflash.backends import native
 from intflash.backends.cache import cache_folder
 from intflash.backends.cuda import wgmma
 
@@ -88,11 +88,13 @@ def _headers() -> dict[str, str]:
 
 
 def unavailable() -> str | None:
-    """Returns why nothing can be compiled here, or None."""
+    """Returns why nothing can be compiled or launched here, or None."""
     if not SOURCES.is_dir():
         return f"the CUDA sources are not installed: {SOURCES} does not exist"
+    if native.missing is not None:
+        return native.missing
     try:
-        from cuda.bindings import driver, nvrtc  # noqa: F401
+        from cuda.bindings import nvrtc  # noqa: F401
     except ImportError as error:
         return f"needs NVRTC through the package cuda-bindings (pip install 'intflash[cuda]'): {error}"
     return None
@@ -219,17 +221,10 @@ def compile_program(program: CudaProgram, architecture: str = HOPPER) -> Compile
 
 
 @functools.cache
-def _function(program: CudaProgram, device: int, shared_bytes: int) -> Any:
-    """Returns the loaded kernel, with this much dynamic shared memory allowed."""
-    from cuda.bindings import driver
-
-    code = machine_code(program, architecture_of(capability(torch.device("cuda", device))))
-    library = checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0), "cuLibraryLoadData")
-    kernel = checked(driver.cuLibraryGetKernel(library, program.entry.encode()), "cuLibraryGetKernel")
-    function = checked(driver.cuKernelGetFunction(kernel), "cuKernelGetFunction")
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes), "cuFuncSetAttribute")
-    return function
+def _kernel(program: CudaProgram, device: torch.device, shared_bytes: int) -> int:
+    """Returns the handle of the loaded kernel, with this much dynamic shared memory allowed."""
+    code = machine_code(program, architecture_of(capability(device)))
+    return native.module.load_kernel(device.index, code, program.entry, shared_bytes)
 
 
 @dataclass(frozen=True)
@@ -242,7 +237,7 @@ class CudaLaunch:
         overlaps: the kernel may start before the previous one has ended, because its code waits (griddepcontrol)
             before it reads or writes memory. This hides the latency of a launch in a chain of kernels, from compute
             capability 9.0 on.
-        tensor_maps: makes the kernel's second parameter from the first. This needs a driver.
+        tensor_maps: makes the kernel's second parameter from the first, for a device. This needs a driver.
     """
 
     program: CudaProgram
@@ -253,54 +248,15 @@ class CudaLaunch:
     device: torch.device
     tensors: Mapping[int, Tensor]
     overlaps: bool = False
-    tensor_maps: Callable[[ctypes.Structure], ctypes.Structure] | None = None
+    tensor_maps: Callable[[ctypes.Structure, torch.device], ctypes.Structure] | None = None
 
     def run(self) -> None:
-        with torch.cuda.device(self.device):
-            launch = self._prepared()
-            launch(self.parameters)
-        tape.note(lambda: (list(self.tensors.values()), self._again(launch)))
-
-    def _prepared(self) -> Callable[[ctypes.Structure], None]:
-        """Returns a function that launches with any parameters on the current stream."""
-        from cuda.bindings import driver
-
-        config, stream = driver.CUlaunchConfig(), torch.cuda.current_stream().cuda_stream
-        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
-        config.sharedMemBytes, config.hStream = self.shared_bytes, driver.CUstream(stream)
-        overlaps = self.overlaps and capability(self.device) >= (9, 0)
-        config.attrs, config.numAttrs = ([_overlap()], 1) if overlaps else ([], 0)
-        function = _function(self.program, torch.cuda.current_device(), self.shared_bytes)
+        """Queues it on the current stream of its device."""
         maps = self.tensor_maps
-
-        pointers_of = ctypes.c_void_p * (1 if maps is None else 2)
-
-        def launch(parameters: ctypes.Structure) -> None:
-            structs = (parameters,) if maps is None else (parameters, maps(parameters))
-            pointers = pointers_of(*map(ctypes.addressof, structs))
-            checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0), "cuLaunchKernelEx")
-
-        return launch
-
-    def _again(self, launch: Callable[[ctypes.Structure], None]) -> tape.Again:
-        kind, template, places = type(self.parameters), bytes(self.parameters), [byte // 8 for byte in self.tensors]
-        words_of = ctypes.c_uint64 * (len(template) // 8)
-
-        def again(addresses: Sequence[int]) -> None:
-            words = words_of.from_buffer_copy(template)  # a copy for each call and thread
-            for place, address in zip(places, addresses, strict=True):
-                words[place] = address
-            launch(kind.from_buffer(words))
-
-        return again
-
-
-@functools.cache
-def _overlap() -> Any:
-    from cuda.bindings import driver
-
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    return attribute
+        structs = (self.parameters,) if maps is None else (self.parameters, maps(self.parameters, self.device))
+        kernel = _kernel(self.program, self.device, self.shared_bytes)
+        # as torch.compile's code asks: torch.cuda.current_stream takes 7 us
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        native.module.launch_kernel(
+            self.device.index, kernel, self.grid, self.threads, self.shared_bytes, self.overlaps, structs, stream
+        )

@@ -40,7 +40,23 @@ def unsupported(problem: Problem) -> str | None:
         return f"V needs contiguous channels, or keys at multiples of 16 bytes, got strides {v.stride()}"
     if d != dv or d % 16 or d > 128:
         return f"needs one head_dim, a multiple of 16 up to 128, got {d} and {dv}"
+    return bias_unsupported(problem)
+
+
+def bias_unsupported(problem: Problem) -> str | None:
+    """Returns why the kernel cannot add the problem's bias, or None."""
+    bias, nk = problem.bias, problem.k.shape[2]
+    if bias is not None and (bias.shape[3] != nk or bias.stride(3) != 1 or nk < 4):
+        return (
+            f"short rows need a bias of at least 4 keys in contiguous memory, got {list(bias.shape)}, {bias.stride()}"
+        )
     return None
+
+
+def _keys_at_once(bias: Tensor) -> int:
+    """The macro BIAS: the number of keys of the bias that one load may read."""
+    strides = (s for s, n in zip(bias.stride()[:3], bias.shape, strict=False) if n > 1)
+    return 1 if bias.shape[3] % 4 or bias.data_ptr() % 16 or any(s % 4 for s in strides) else 4
 
 
 @dataclass(frozen=True)
@@ -63,10 +79,12 @@ def short_rows_launch(
     (batch, heads, nq, d), nk = q.shape, k.shape[2]
     keys = -(-nk // 16) * 16
     row_tiles = -(-nq // 64)
-    max_ctas = ctas_per_sm(keys, d, bits, q.element_size())
+    max_ctas = min(ctas_per_sm(keys, d, bits, q.element_size()), 2 if problem.bias is not None else 4)
     split = split or choose_split(batch * heads, row_tiles, max_ctas, q.dtype == torch.int8)
     products = (*(Product(n, "s8") for n in sorted(key_parts(keys))), Product(d, "u8"))
-    exp_32bit, remainder = uses_exp_32bit(batch * heads * row_tiles), has_remainder_rows(nq, d)
+    biased = problem.bias is not None
+    exp_32bit = biased or uses_exp_32bit(batch * heads * row_tiles)
+    remainder = has_remainder_rows(nq, d)
     heads_first, in_kernel = batch <= GRID_LIMIT, scales == HEAD_AMAX_IN_KERNEL
     maps = _maps(k, v) if exp_32bit and scales is None else None
     dynamic = scales is not None and problem.recipe.q_scale is None  # scales of the values' own maxima
@@ -78,14 +96,16 @@ def short_rows_launch(
         STATISTICS=int(statistics.l is not None),
         HEADS_FIRST=int(heads_first), REVERSE_HEADS=int(dynamic and not in_kernel),
         ALL_ROWS=int(split.tiles >= row_tiles), WARPGROUPS=split.warpgroups, CTAS_PER_SM=split.ctas_per_sm,
+        **({"BIAS": _keys_at_once(problem.bias)} if biased else {}),
     )  # fmt: skip
     params, keeps = parameters(problem, (q, k, v), scales, constants, out, statistics, split.tiles)
     grid = (*((heads, batch) if heads_first else (batch, heads)), -(-row_tiles // split.tiles))
     shared = sum(head_bytes(keys, d)) + 16 * (maps is not None) + remainder * remainder_bytes(keys, bits)
+    shared += biased * (split.warpgroups * 64 * keys * 4 + remainder * 128)
     return CudaLaunch(program, grid, 128 * split.warpgroups, shared, params, q.device, keeps, True, maps)
 
 
-def _maps(k: Tensor, v: Tensor) -> Callable[[Params], TensorMaps] | None:
+def _maps(k: Tensor, v: Tensor) -> Callable[[Params, torch.device], TensorMaps] | None:
     """Makes the tensor maps of K without its last 16 keys and of V, where TMA can load them."""
     nk, d = k.shape[2:]
     if nk <= 16 or key_width(d) != d or not key_major(v, -(-nk // 16) * 16):

@@ -162,7 +162,7 @@ def attention_launch(
     causal = 0 if problem.causal is None else 2 if packed and problem.causal_align == "bottom_right" else 1
     program = CudaProgram.of(
         "sm80/attention.cu", **_macros(problem, constants, out, scales, tile), CAUSAL=causal, PACKED=int(packed),
-        ROW_TILES=tile.row_tiles,
+        WINDOW=int(problem.window_start is not None), ROW_TILES=tile.row_tiles,
     )  # fmt: skip
     rows = 16 * tile.row_tiles * tile.warps
     tiles, sequences = -(-nq // rows), 0
@@ -209,6 +209,7 @@ def takes_few_rows(problem: Problem) -> bool:
         and problem.k.shape[2] >= _MANY_KEYS
         and problem.method in ("intflash", "intflash_p8")
         and problem.cu_seqlens_q is None
+        and problem.window_start is None
     )
 
 

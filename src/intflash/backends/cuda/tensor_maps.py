@@ -11,10 +11,11 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from intflash.backends import native
 from intflash.backends.cuda.parameters import Params
-from intflash.backends.cuda.program import checked
 
 
 class TensorMaps(ctypes.Structure):
@@ -44,35 +45,22 @@ class TensorMap:
     batch: int
     head: int
 
-    def encoded(self, address: int) -> ctypes.Array:
+    def encoded(self, address: int, device: torch.device) -> ctypes.Array:
         """Returns the driver's 128 bytes.
 
         Raises:
             RuntimeError: the driver refused the map.
         """
-        from cuda.bindings import driver
-
-        swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{self.swizzle}B")
-        made = checked(
-            driver.cuTensorMapEncodeTiled(
-                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, address,
-                [driver.cuuint64_t(x) for x in self.sizes], [driver.cuuint64_t(x) for x in self.strides],
-                [driver.cuuint32_t(x) for x in self.box], [driver.cuuint32_t(1)] * 5,
-                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-            ),
-            "cuTensorMapEncodeTiled",
-        )  # fmt: skip
-        return (ctypes.c_uint64 * 16).from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
+        words = native.module.tensor_map(device.index, address, self.sizes, self.strides, self.box, self.swizzle)
+        return (ctypes.c_uint64 * 16).from_buffer_copy(words)
 
 
 @functools.lru_cache(maxsize=1024)  # torch's allocator returns the same addresses again
-def encoded(tensor_map: TensorMap, address: int) -> ctypes.Array:
-    return tensor_map.encoded(address)
+def encoded(tensor_map: TensorMap, address: int, device: torch.device) -> ctypes.Array:
+    return tensor_map.encoded(address, device)
 
 
-def tensor_maps(k: Tensor, v: Tensor, groups: int, width: int) -> Callable[[Params], TensorMaps] | None:
+def tensor_maps(k: Tensor, v: Tensor, groups: int, width: int) -> Callable[[Params, torch.device], TensorMaps] | None:
     """Returns a function that makes the maps of K and V from parameters that point to them, or None where TMA cannot
     load them. groups, width: see `key_map`. V is copied in boxes of 128 keys.
     """
@@ -80,8 +68,8 @@ def tensor_maps(k: Tensor, v: Tensor, groups: int, width: int) -> Callable[[Para
     return None if key is None or value is None else functools.partial(_of_parameters, key, value)
 
 
-def _of_parameters(k: TensorMap, v: TensorMap, parameters: Params) -> TensorMaps:
-    maps = encoded(k, parameters.k.ptr), encoded(v, parameters.v.ptr)
+def _of_parameters(k: TensorMap, v: TensorMap, parameters: Params, device: torch.device) -> TensorMaps:
+    maps = encoded(k, parameters.k.ptr, device), encoded(v, parameters.v.ptr, device)
     return TensorMaps(*maps, k.batch, k.head, v.batch, v.head)
 
 

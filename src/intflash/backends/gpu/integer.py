@@ -13,7 +13,7 @@ from intflash.backends.gpu import scales
 from intflash.backends.gpu.constants import BLOCK_FLOAT, Constants, output_limit, score_unit
 from intflash.backends.gpu.scales import DynamicScales, FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, View, view
-from intflash.numerics import exp
+from intflash.numerics import block, exp
 from intflash.problem import Problem, Result, empty_output
 from intflash.quant import QTensor
 
@@ -21,7 +21,7 @@ _P_MAX = {
     "intflash": exp.P16_MAX,
     "intflash_p8": exp.P8_MAX,
     "intflash_online": exp.P8_MAX,
-    "intflash_bfp": exp.P16_MAX,
+    **block.P_MAX,
 }
 
 

@@ -24,13 +24,14 @@ from intflash.backends.features import (
 )  # fmt: skip
 from intflash.backends.portable import block_float, float_softmax, intflash, partial_sums, qflash, unfused
 from intflash.backends.portable.operands import default_out_scale
+from intflash.numerics.block import DIGITS
 from intflash.problem import Problem, Result
 
 _KERNELS: dict[str, Callable[[Problem], Result]] = {
     "intflash": partial(intflash.exact_maximum, bits=16),
     "intflash_p8": partial(intflash.exact_maximum, bits=8),
     "intflash_online": intflash.online,
-    "intflash_bfp": block_float.block_float,
+    **dict.fromkeys(DIGITS, block_float.block_float),
     "qflash": qflash.qflash,
     "iflash": qflash.iflash,
     "ivit": unfused.ivit,
@@ -48,12 +49,12 @@ _KERNELS: dict[str, Callable[[Problem], Result]] = {
 }
 
 # The default output scale of these methods depends on V's scale alone, by their definition.
-_FIXED_SCALE = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp", "qflash", "iflash")
+_FIXED_SCALE = ("intflash", "intflash_p8", "intflash_online", *DIGITS, "qflash", "iflash")
 
 
 _SERVED = frozenset.union(
     FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS, ANY_GRANULARITY,
-    {"out_scale per channel", "grouped heads", "packed sequences", "log-sum-exp"},
+    {"out_scale per channel", "grouped heads", "packed sequences", "log-sum-exp", "sliding window"},
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`intflash_bfp` in tiles, from docs/numerics.md, "An exponent per block of keys".
+"""`intflash_bfp` and `intflash_bfp8` in tiles, from docs/numerics.md, "An exponent per block of keys".
 
 p depends only on the depth below its block's octave, rounded half up to 1/256 octave, and is 0 from depth 4095 on: one
 small table. T is exact in float64 as portable/intflash.py says; a bias is a multiple of 2^20 below 2^51, which changes
@@ -17,14 +17,16 @@ from intflash.backends.portable.intflash import NO_SCORE, Output, Scores, lookup
 from intflash.backends.portable.operands import spread_heads, weighted_sum
 from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, keys_in_sight, tiles
 from intflash.numerics.block import (
+    ACC_SHIFT,
     BIAS_FRACTION_BITS,
     BLOCK,
+    DIGITS,
     FAR,
     MAX_GAP,
     OUTPUT_SHIFT,
+    P_MAX,
     fraction_bits,
 )
-from intflash.numerics.exp import P16_MAX
 from intflash.problem import Problem, Result
 
 OCTAVE = 2.0**32
@@ -34,13 +36,16 @@ UNSET = NO_SCORE / OCTAVE  # the octave of a group without keys
 
 
 @functools.cache
-def _table(device: torch.device) -> Tensor:
-    """p16 of each depth in 1/256 octave: u^2 + 132608 in Q.16, shifted by its octaves, floored."""
+def _table(device: torch.device, digits: int) -> Tensor:
+    """P of each depth in 1/256 octave, in units of p16: u^2 + 132608 in Q.16, shifted by its octaves, floored, and of
+    one digit rounded to it.
+    """
     values = []
     for depth in range(DEAD + 1):
         octaves, fraction = divmod(3686 - depth, 256)
         m = (256 + fraction) ** 2 + 132608
-        values.append((m << (octaves + 20)) >> 36)
+        p16 = (m << (octaves + 20)) >> 36
+        values.append(p16 if digits == 2 else (p16 + 128) >> 8 << 8)
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
@@ -55,11 +60,12 @@ def _octave(score: Tensor) -> Tensor:
 
 
 def block_float(problem: Problem, tiling: Tiling | None = None) -> Result:
-    """`intflash_bfp`: scores of a tile's blocks first, which give the rows' octaves, then their sums."""
+    """Scores of a tile's blocks first, which give the rows' octaves, then their sums."""
     tiling = replace(tiling or Tiling.on(problem.device), keys=BLOCK, steps=None)
     nk = problem.k.shape[2]
     scores = Scores(problem, plain=False, bias_step=1 << (32 - BIAS_FRACTION_BITS))
-    output = Output(problem, P16_MAX)
+    output = Output(problem, P_MAX[problem.method])
+    table = _table(problem.device, DIGITS[problem.method])
     valueless, v = _valueless(problem), problem.v.data.double()
     for tile in tiles(problem, tiling, passes=2):
         blocks = []  # (keys, scores of keys with a value, scores of the others)
@@ -76,19 +82,19 @@ def block_float(problem: Problem, tiling: Tiling | None = None) -> Result:
         sums = _Sums(tile, top, value_top, v.shape[3], fraction_bits(nk))
         while blocks:
             keys, score, others = blocks.pop()
-            e, p = _weights(score)
+            e, p = _weights(score, table)
             sums.add_l(e, p)
             sums.add_acc(e, weighted_sum(tile, p, v, keys, problem.group))
             if others is not None:
-                sums.add_l(*_weights(others))
+                sums.add_l(*_weights(others, table))
         output.write(tile, *sums.rounded())
     return output.result()
 
 
-def _weights(score: Tensor) -> tuple[Tensor, Tensor]:
+def _weights(score: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """A block's octave, and p of its keys."""
     e = _octave(score)
-    return e, lookup(_table(score.device), (e * OCTAVE - score).div_(STEP), score == NO_SCORE)
+    return e, lookup(table, (e * OCTAVE - score).div_(STEP), score == NO_SCORE)
 
 
 class _Sums:
@@ -103,7 +109,8 @@ class _Sums:
         self.l += self._merged(p.sum(dim=-1, keepdim=True), self.top - e)
 
     def add_acc(self, e: Tensor, acc: Tensor) -> None:
-        self.acc += self._merged(acc, self.value_top - e)
+        unit = 1 << ACC_SHIFT
+        self.acc += self._merged(torch.floor(acc / unit) * unit, self.value_top - e)
 
     def _merged(self, x: Tensor, depth: Tensor) -> Tensor:
         by = self.fraction - depth.clamp(0, FAR)  # octaves, exact: x is below 2^30

@@ -40,10 +40,10 @@ class Tiling:
         sizes = {} if device.type == "cpu" else {"elements": 1 << 24, "resident": 1 << 26}
         return cls(**(sizes | changes))
 
-    def key_steps(self, nk: int, seen: int | None = None) -> list[slice]:
-        """The steps over nk keys, without those that start at key `seen` or later."""
+    def key_steps(self, nk: int, seen: slice | None = None) -> list[slice]:
+        """The steps over nk keys, without those that have none of the keys `seen`."""
         cuts = self.steps or tuple((a, min(a + self.keys, nk)) for a in range(0, nk, self.keys))
-        return [slice(a, b) for a, b in cuts if seen is None or a < seen]
+        return [slice(a, b) for a, b in cuts if seen is None or (a < seen.stop and b > seen.start)]
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,11 @@ def absent_keys(problem: Problem, tile: Tile, keys: slice) -> Tensor | None:
         device = problem.device
         rows = torch.arange(tile.rows.start, tile.rows.stop, device=device)[:, None]
         absent = (torch.arange(keys.start, keys.stop, device=device) > rows + problem.causal)[None, None]
+    if problem.window_start is not None and keys.start < tile.rows.stop - 1 + problem.window_start:
+        rows = torch.arange(tile.rows.start, tile.rows.stop, device=problem.device)[:, None]
+        columns = torch.arange(keys.start, keys.stop, device=problem.device)
+        before = (columns < rows + problem.window_start)[None, None]
+        absent = before if absent is None else absent | before
     if problem.keep is not None:
         masked = ~tile.of(problem.keep, keys)
         absent = masked if absent is None else absent | masked
@@ -131,6 +136,9 @@ def absent_keys(problem: Problem, tile: Tile, keys: slice) -> Tensor | None:
     return absent
 
 
-def keys_in_sight(problem: Problem, tile: Tile) -> int | None:
-    """Returns how many leading keys the tile's last row may see under a causal mask; None without one."""
-    return None if problem.causal is None else max(0, tile.rows.stop + problem.causal)
+def keys_in_sight(problem: Problem, tile: Tile) -> slice | None:
+    """Returns the keys that some row of the tile may see under a causal mask and in a window; None without them."""
+    if problem.causal is None:
+        return None
+    first = 0 if problem.window_start is None else max(0, tile.rows.start + problem.window_start)
+    return slice(first, max(0, tile.rows.stop + problem.causal))

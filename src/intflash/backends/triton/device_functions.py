@@ -24,7 +24,9 @@ class Masks(NamedTuple):
     Attributes:
         bias: int32 View or None.
         keep: uint8 View or None.
-        causal: key j is present for row i if j <= i + causal (used where the kernel's CAUSAL is "offset").
+        causal: key j is present for row i if j <= i + causal (used where the kernel is causal). For packed sequences of
+            "bottom_right" each adds its number of keys less its number of queries, to `window_start` too.
+        window_start: key j is present for row i only if j >= i + window_start; None without a window.
         bias_period, bias_inverse, keep_period, keep_inverse: where the mask repeats over the batch, the two numbers of
             `repeat_period`; None where it has one row or as many as the batch.
         end: None. Triton 3.6 drops the constants inside nested tuples, such as a stride of 1, once the tuple is passed
@@ -39,6 +41,7 @@ class Masks(NamedTuple):
     bias_inverse: object = None
     keep_period: object = None
     keep_inverse: object = None
+    window_start: object = None
     end: None = None
 
 
@@ -51,11 +54,13 @@ class Views(NamedTuple):
     end: None = None
 
 
-def make_masks(bias: Tensor | None, keep: Tensor | None, causal: int | None, batch: int) -> Masks:
+def make_masks(
+    bias: Tensor | None, keep: Tensor | None, causal: int | None, batch: int, window_start: int | None = None
+) -> Masks:
     """Returns the masks of a problem of `batch` batches as kernels take them; bias ``[period, ...]``, keep bool."""
     views = (None if x is None else view(x) for x in (bias, None if keep is None else keep.view(torch.uint8)))
     periods = (repeat_period(1 if x is None else x.shape[0], batch) for x in (bias, keep))
-    return Masks(*views, causal, *(number for pair in periods for number in pair))
+    return Masks(*views, causal, *(number for pair in periods for number in pair), window_start)
 
 
 def repeat_period(period: int, batch: int) -> tuple[int | None, int | None]:
@@ -178,7 +183,10 @@ def mask_tile(mask, batch, pos: Position, rows, keys, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def present_keys(masks: Masks, pos: Position, rows, keys, bias, causal, BOUNDED: tl.constexpr, CAUSAL: tl.constexpr):
+def present_keys(
+    masks: Masks, pos: Position, rows, keys, bias, causal, BOUNDED: tl.constexpr, CAUSAL: tl.constexpr,
+    window_start=None,
+):  # fmt: skip
     """Returns which keys are present, bool [rows, keys], or None where all are. Only the masks that can remove a key
     are tested.
     """
@@ -188,6 +196,9 @@ def present_keys(masks: Masks, pos: Position, rows, keys, bias, causal, BOUNDED:
     if CAUSAL:
         seen = keys[None, :] <= rows[:, None] + causal
         present = seen if present is None else present & seen
+    if window_start is not None:
+        in_window = keys[None, :] >= rows[:, None] + window_start
+        present = in_window if present is None else present & in_window
     if masks.keep is not None:
         batch = batch_row(pos.b, masks.keep_period, masks.keep_inverse)
         kept = mask_tile(masks.keep, batch, pos, rows, keys, BOUNDED) != 0

@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from intflash import tape
 from intflash.backends.gpu.tensors import GRID_LIMIT
 
 
@@ -30,15 +26,7 @@ class TritonLaunch:
     stages: int = 2
 
     def run(self) -> None:
-        compiled = self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
-        tape.note(lambda: self._again(compiled))
-
-    def _again(self, compiled: Any) -> tuple[list[Tensor], tape.Again]:
-        """Past what finds the compiled kernel by types and alignments, which a plan's addresses share."""
-        arguments = [self.arguments[name] for name in self.kernel.arg_names]
-        launch, stream = compiled[(*self.grid, 1, 1)[:3]], torch.cuda.current_stream().cuda_stream
-        fill = tape.nest(arguments)
-        return list(tape.leaves(arguments)), lambda addresses: launch(*fill(iter(addresses)), stream=stream)
+        self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
 
 
 MOST_BATCHES = GRID_LIMIT  # along the third axis

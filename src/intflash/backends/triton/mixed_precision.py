@@ -106,7 +106,7 @@ def mixed_launch(
         ),
         statistics=statistics,
         masks=make_masks(
-            _octaves(problem.bias_float), problem.keep, problem.causal if causal == "offset" else None, batch
+            _octaves(problem.bias_float), problem.keep, problem.causal, batch, problem.window_start
         ),
         cu_q=problem.cu_seqlens_q, cu_k=problem.cu_seqlens_k, sequences=sequences, nq=nq, nk=nk,
         STEPS=STEPS[problem.method], KIND=scale_kinds, CAUSAL=causal, PLAIN=scale_kinds, D=d, DV=dv,

@@ -274,7 +274,7 @@ def qflash_launch(
         constants=QFlashConstants(view(values)._replace(d=1), view(problem.v.scale) if floats else None),
         statistics=statistics,
         masks=make_masks(
-            _unit_bias(problem), problem.keep, problem.causal if causal == "offset" else None, batch
+            _unit_bias(problem), problem.keep, problem.causal, batch, problem.window_start
         ),
         cu_q=problem.cu_seqlens_q, cu_k=problem.cu_seqlens_k, sequences=sequences, nq=nq, nk=nk,
         STEPS=steps, KIND="head", CAUSAL=causal, PLAIN=True, D=d, DV=dv,

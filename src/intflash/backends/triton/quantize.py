@@ -150,8 +150,12 @@ def _quantize_kernel(
 def _codes_kernel(
     x: View, codes: View, scale: View, count,
     D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, BATCH_FIRST: tl.constexpr, PER_CHANNEL: tl.constexpr,
+    PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Codes of one tensor in any layout; its scale differs between channels, or between batches, heads and tokens."""
+    """Codes of one tensor in any layout; its scale differs between channels, or between batches, heads and tokens.
+    PADDING: `codes` has room for a multiple of as many tokens and receives zeros past `count`, so that whole words of
+    contiguous tokens are stored.
+    """
     pos = program_position(None, None, None, count, count, ROWS, BATCH_FIRST)
     rows, channels = pos.row + tl.arange(0, ROWS), tl.arange(0, BD)
     base = scale.ptr + pos.b.to(tl.int64) * scale.b + pos.h.to(tl.int64) * scale.h
@@ -162,19 +166,21 @@ def _codes_kernel(
     inverse = tl.broadcast_to(tl.div_rn(s * 0 + 1.0, s), [ROWS, BD])
     tile = load_rows(x, head_base(x, pos.b, pos.h, pos.q_start), rows, count, D, BD, True)
     ptrs = head_base(codes, pos.b, pos.h, pos.q_start) + rows[:, None] * codes.n + channels[None, :] * codes.d
-    tl.store(ptrs, quantize(tile, inverse), mask=(rows[:, None] < count) & (channels[None, :] < D))
+    end = (count + PADDING - 1) // PADDING * PADDING
+    tl.store(ptrs, quantize(tile, inverse), mask=(rows[:, None] < end) & (channels[None, :] < D))
 
 
-def codes_launch(x: Tensor, scale: Tensor, codes: Tensor) -> TritonLaunch:
+def codes_launch(x: Tensor, scale: Tensor, codes: Tensor, padding: int = 1) -> TritonLaunch:
     """The launch that writes the int8 codes of floats ``[B, H, N, D]`` by rule "exact", 8 bits.
 
-    scale: float32, broadcasts to x, and does not differ between channels and tokens at once; codes: int8 of x's shape.
+    scale: float32, broadcasts to x, and does not differ between channels and tokens at once; codes: int8 of x's shape,
+    with room behind the last token up to a multiple of `padding`, which receives zeros.
     """
     batch, heads, count, d = x.shape
     programs, batch_first = grid(batch, heads, triton.cdiv(count, _ROWS))
     arguments = dict(
         x=data_view(x), codes=data_view(codes), scale=view(scale), count=count, D=d, BD=triton.next_power_of_2(d),
-        ROWS=_ROWS, BATCH_FIRST=batch_first, PER_CHANNEL=scale.shape[3] > 1,
+        ROWS=_ROWS, BATCH_FIRST=batch_first, PER_CHANNEL=scale.shape[3] > 1, PADDING=padding,
     )  # fmt: skip
     return TritonLaunch(_codes_kernel, programs, arguments)
 

@@ -254,7 +254,8 @@ def key_blocks(nk: int, most: int = 128) -> tuple[tuple[int, int, bool], ...]:
 def serves(problem: Problem) -> bool:
     """Whether the short-rows kernel serves the problem."""
     per_block = problem.k.granularity == "block" if hasattr(problem.k, "granularity") else problem.recipe.k == "block"
-    return problem.k.shape[2] <= MAX_KEYS and problem.cu_seqlens_q is None and not per_block
+    plain = problem.cu_seqlens_q is None and problem.window_start is None
+    return problem.k.shape[2] <= MAX_KEYS and plain and not per_block
 
 
 def default_tile(problem: Problem, bits: int, fused: bool) -> RowTile:

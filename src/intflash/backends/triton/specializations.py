@@ -20,7 +20,7 @@ from intflash.backends.triton.launch import TritonLaunch
 from intflash.problem import Problem
 from intflash.quant import QTensor
 
-OURS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
+OURS = ("intflash", "intflash_p8", "intflash_online", *BLOCK_FLOAT)
 QFLASH_METHODS = ("qflash", "iflash")
 
 
@@ -92,16 +92,18 @@ def _variants() -> dict[str, dict]:
                                                  keep=torch.ones(3, 1, 1, 1000, dtype=torch.bool)),
         "n4096 token head channel": dict(nq=4096, nk=4096, d=64, kinds=("token", "head", "channel")),
         "n4096 token block": dict(nq=4096, nk=4096, d=64, kinds=("token", "block", "tensor")),
+        "n1000 window": dict(nq=1000, nk=1000, d=64, causal=0, window_start=-255),
         "packed causal": dict(nq=2048, nk=2048, d=64, batch=1, causal=0, causal_align="bottom_right",
                               cu_seqlens_q=ends, cu_seqlens_k=ends),
     }  # fmt: skip
     found = {}
     for method in OURS:
         for schedule, options in (("row", row), ("stream", stream)):
-            if schedule == "row" and method in ("intflash_online", "intflash_bfp"):
+            if schedule == "row" and method in ("intflash_online", *BLOCK_FLOAT):
                 continue  # they have no short-rows kernel
             found |= {f"{method} {schedule} {name}": dict(method=method, **more) for name, more in options.items()}
-    del found["intflash_bfp stream n4096 d256"]  # it spills: acc has 64 bits
+    for method in BLOCK_FLOAT:
+        del found[f"{method} stream n4096 d256"]  # it spills: acc has 64 bits
     for method in QFLASH_METHODS:
         found[f"{method} n197 d64"] = dict(method=method, nq=197, nk=197, d=64)
         found[f"{method} n4096 d128"] = dict(method=method, nq=4096, nk=4096, d=128)
@@ -120,7 +122,7 @@ QUICK = (
     "intflash row n49 bias keep of fewer batches",
     "intflash_online stream n1000 keep causal", "intflash_p8 stream n1000 bias keep of fewer batches",
     "qflash n1000 keep causal", "intflash_bfp stream n4096 d64", "intflash_bfp stream n1000 bias keep",
-    "intflash_bfp stream n4096 token head channel",
+    "intflash_bfp stream n4096 token head channel", "intflash_bfp8 stream n4096 d64",
 )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def shift_scores(s, shift):
 @triton.jit
 def one_pass(
     state, q, k, v, k_base, v_base, masks: Masks, pos: Position, rows, C, shift, constants: Constants, causal,
-    start, stop, STEPS: tl.constexpr, PASS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr,
+    window_start, start, stop, STEPS: tl.constexpr, PASS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr, PLAIN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, CONSTS: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def one_pass(
         k_tile = load_rows(k, k_base, keys, pos.k_count, D, BD, BOUNDED)
         s = tl.dot(q, tl.trans(k_tile), out_dtype=tl.int32) if STEPS.hooks is None else STEPS.hooks.scores(q, k_tile)
         bias = bias_tile(masks, pos, rows, keys, BOUNDED)
-        present = present_keys(masks, pos, rows, keys, bias, causal, BOUNDED, CAUSAL)
+        present = present_keys(masks, pos, rows, keys, bias, causal, BOUNDED, CAUSAL, window_start)
         if STEPS.blocks:
             present = value_groups(constants.valueless, pos, keys, present, BOUNDED, CONSTS.group)
         unit, by = C, shift
@@ -98,16 +98,24 @@ def one_pass(
 @triton.jit
 def all_passes(
     state, q, k, v, k_base, v_base, masks: Masks, pos: Position, rows, C, shift, constants: Constants, causal,
-    full, stop, STEPS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, CONSTS: tl.constexpr,
+    window_start, start, whole, full, stop, STEPS: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr,
+    PLAIN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    CONSTS: tl.constexpr,
 ):  # fmt: skip
-    """All passes of a method. Key tiles up to `full` need no bound or causal test; those up to `stop` do."""
+    """All passes of a method over the key tiles of [start, stop). Those of [whole, full) need no bound or causal test,
+    and none of the window; those before `whole`, which only a window leaves, and from `full` on do.
+    """
     for which in tl.static_range(1 if STEPS.row_max is not None else 2, 3):
-        state = one_pass(state, q, k, v, k_base, v_base, masks, pos, rows, C, shift, constants, causal, 0, full,
-                     STEPS, which, KIND, False, False, PLAIN, D, DV, BN, BD, BDV, CONSTS)  # fmt: skip
+        if window_start is not None:
+            state = one_pass(state, q, k, v, k_base, v_base, masks, pos, rows, C, shift, constants, causal,
+                         window_start, start, whole, STEPS, which, KIND, CAUSAL, True, PLAIN, D, DV, BN, BD, BDV,
+                         CONSTS)  # fmt: skip
+        state = one_pass(state, q, k, v, k_base, v_base, masks, pos, rows, C, shift, constants, causal, None, whole,
+                     full, STEPS, which, KIND, False, False, PLAIN, D, DV, BN, BD, BDV, CONSTS)  # fmt: skip
         if not CONSTS.all_visible:
-            state = one_pass(state, q, k, v, k_base, v_base, masks, pos, rows, C, shift, constants, causal, full, stop,
-                         STEPS, which, KIND, CAUSAL, True, PLAIN, D, DV, BN, BD, BDV, CONSTS)  # fmt: skip
+            state = one_pass(state, q, k, v, k_base, v_base, masks, pos, rows, C, shift, constants, causal,
+                         window_start, full, stop, STEPS, which, KIND, CAUSAL, True, PLAIN, D, DV, BN, BD, BDV,
+                         CONSTS)  # fmt: skip
         if which == 1:
             state = STEPS.after_first_pass(state, C, PLAIN)
     return state
@@ -160,23 +168,35 @@ def _tile_loop_kernel(
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     CONSTS: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of rows. CAUSAL: "" none, "offset" by masks.causal, "bottom_right" by each sequence's own
-    offset.
+    """Computes one tile of rows. CAUSAL: "" none, "offset" by masks.causal, "bottom_right" by that and each sequence's
+    number of keys less its number of queries. A window comes with CAUSAL.
     """
     pos = program_position(cu_q, cu_k, sequences, nq, nk, BM, BATCH_FIRST)
     if pos.q_count > 0:
         rows = pos.row + tl.arange(0, BM)
-        causal, stop = 0, pos.k_count
+        causal, stop, start, window_start = 0, pos.k_count, 0, None
         full = (pos.k_count // BN) * BN
         if CAUSAL != "":
-            causal = pos.k_count - pos.q_count
-            if CAUSAL == "offset":
-                causal = masks.causal
+            causal = masks.causal
+            if masks.window_start is not None:
+                window_start = masks.window_start
+            if CAUSAL == "bottom_right":
+                causal += pos.k_count - pos.q_count
+                if masks.window_start is not None:
+                    window_start += pos.k_count - pos.q_count
             # the last row's visible keys end the loop; tiles that the first row sees whole need no test
             last = tl.minimum(pos.row + BM, pos.q_count) + causal
             if not STEPS.visits_all_tiles:
                 stop = tl.maximum(tl.minimum(stop, last), 0)
             full = tl.minimum(full, tl.maximum((pos.row + causal + 1) // BN, 0) * BN)
+        whole = 0
+        if window_start is not None:
+            # the first row's window begins the loop; tiles that the last row's window includes need no test of it
+            if not STEPS.visits_all_tiles:
+                start = tl.minimum(tl.maximum(pos.row + window_start, 0) // BN * BN, tl.cdiv(stop, BN) * BN)
+            whole = tl.cdiv(tl.maximum(tl.minimum(pos.row + BM, pos.q_count) - 1 + window_start, 0), BN) * BN
+            whole = tl.maximum(tl.minimum(whole, tl.cdiv(stop, BN) * BN), start)
+            full = tl.maximum(full, whole)
         q_tile = load_rows(q, head_base(q, pos.b, pos.h, pos.q_start), rows, pos.q_count, D, BD, True)
         k_base = head_base(k, pos.b, pos.h // CONSTS.group, pos.k_start)
         v_base = head_base(v, pos.b, pos.h // CONSTS.group, pos.k_start)
@@ -192,13 +212,16 @@ def _tile_loop_kernel(
         if STEPS.hooks is None and KIND == "head":  # a shift of 0, the usual one, costs nothing in its own loop
             if shift == 0:
                 state = all_passes(state, q_tile, k, v, k_base, v_base, masks, pos, rows, C, None, constants, causal,
-                               full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD, BDV, CONSTS)  # fmt: skip
+                               window_start, start, whole, full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD,
+                               BDV, CONSTS)  # fmt: skip
             else:
                 state = all_passes(state, q_tile, k, v, k_base, v_base, masks, pos, rows, C, shift, constants, causal,
-                               full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD, BDV, CONSTS)  # fmt: skip
+                               window_start, start, whole, full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD,
+                               BDV, CONSTS)  # fmt: skip
         else:
             state = all_passes(state, q_tile, k, v, k_base, v_base, masks, pos, rows, C, shift, constants, causal,
-                           full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD, BDV, CONSTS)  # fmt: skip
+                           window_start, start, whole, full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD,
+                           BDV, CONSTS)  # fmt: skip
         gap = None
         if STEPS.blocks:
             acc, l, t_max, gap = STEPS.result(state)
@@ -270,7 +293,7 @@ def tile_loop_launch(
     arguments = dict(
         q=data_view(problem.q.data), k=data_view(problem.k.data), v=data_view(problem.v.data), out=data_view(out),
         constants=KernelConstants(*constants), statistics=statistics,
-        masks=make_masks(problem.bias, problem.keep, problem.causal if causal == "offset" else None, batch),
+        masks=make_masks(problem.bias, problem.keep, problem.causal, batch, problem.window_start),
         cu_q=problem.cu_seqlens_q, cu_k=problem.cu_seqlens_k, sequences=sequences, nq=nq, nk=nk,
         STEPS=steps, KIND=kind, CAUSAL=causal, PLAIN=problem.bias is None and kind != "block", D=d, DV=dv,
         BM=tile.rows, BN=tile.keys, BD=block_dim(d, 32), BDV=block_dim(dv, 16),

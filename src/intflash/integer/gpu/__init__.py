@@ -6,7 +6,8 @@ compute capability 9.0. Triton is imported at the first question whether it can 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +16,17 @@ from intflash.backends import get_backend
 from intflash.integer.program import Program
 
 
-def run(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def run(program: Program, inputs: Mapping[str, Tensor], read: Callable[[dict[str, Tensor]], Any] | None = None) -> Any:
     """The buffers of the program's outputs ``[B, *shape]``. The first call of a shape captures its graph.
 
     Args:
         program: a checked one, whose tensors are on the inputs' device.
         inputs: by name, with a batch axis, as `Input` says; indices int64, masks bool.
+        read: makes what is returned of the buffers, and copies them: the next call overwrites them. None copies.
     """
     from intflash.integer.gpu import executor
 
-    return executor.run(program, inputs)
+    return executor.run(program, inputs, read)
 
 
 def refused(program: Program, device: torch.device) -> str | None:

@@ -7,8 +7,8 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,25 +22,33 @@ from intflash.integer.program import Attention, Embedding, LayerNorm, Linear, Op
 from intflash.problem import Problem
 
 MAX_GRAPHS = 16  # of a program; the one that was not used for longest is given up
+Read = Callable[[dict[str, Tensor]], Any]  # what a call returns, of the outputs' buffers, which it must copy
 
 _loaded: weakref.WeakKeyDictionary[Program, LoadedProgram] = weakref.WeakKeyDictionary()
 _loading = threading.Lock()
 
 
-def run(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def run(program: Program, inputs: Mapping[str, Tensor], read: Read | None = None) -> Any:
     """See `intflash.integer.gpu.run`."""
-    with _loading:
-        loaded = _loaded.get(program)
-        if loaded is None:
-            loaded = _loaded[program] = LoadedProgram(program)
-    return loaded.run(inputs)
+    loaded = _loaded.get(program)
+    if loaded is None:
+        with _loading:
+            loaded = _loaded.setdefault(program, LoadedProgram(program))
+    return loaded.run(inputs, read)
 
 
-@dataclass
-class Forward:
-    """A captured forward pass: what it reads, what it writes, and its graph."""
+class Forward(NamedTuple):
+    """A captured forward pass.
+
+    Attributes:
+        inputs: those that the graph reads, by name: masks.
+        made: what the first operations make of the other inputs. They are launched before the graph, so that they read
+            the caller's tensors.
+        outputs: what the graph writes.
+    """
 
     inputs: dict[str, Tensor]
+    made: dict[str, Tensor]
     outputs: dict[str, Tensor]
     graph: torch.cuda.CUDAGraph
 
@@ -58,60 +66,71 @@ class LoadedProgram:
         self._forwards: collections.OrderedDict[tuple, Forward] = collections.OrderedDict()
         self._lock = threading.Lock()
         self._pool = None
-        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # the latest call
+        self._last: tuple[int, torch.cuda.Stream, torch.cuda.Event] | None = None  # the latest call
 
-    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The buffers of the program's outputs, which the caller owns."""
+    def run(self, inputs: Mapping[str, Tensor], read: Read | None) -> Any:
+        """The buffers of the program's outputs, which the caller owns, or what `read` makes of them."""
         given = {i.name: inputs[i.name] for i in self._inputs if inputs.get(i.name) is not None}
         first = next(iter(given.values()))
-        if not len(first):
+        if first.is_cuda and len(first):
+            with torch.cuda.device(first.device):
+                if not torch.cuda.is_current_stream_capturing():
+                    plain = {name: x if type(x) is Tensor else x.as_subclass(Tensor) for name, x in given.items()}
+                    with self._lock:
+                        return self._replay(plain, read or _copies)
+                found = self._steps.run(given)
+        elif len(first):
+            found = self._steps.run(given)
+        else:
             empty = {name: torch.empty(0, *b.shape, dtype=b.dtype) for name, b in self._outputs.items()}
-            return {name: x.to(first.device) for name, x in empty.items()}
-        if not first.is_cuda:
-            return self._steps.run(given)
-        with torch.cuda.device(first.device):
-            if torch.cuda.is_current_stream_capturing():
-                return self._steps.run(given)
-            with self._lock, torch.inference_mode(False), torch.no_grad():
-                return self._replay(given)
+            found = {name: x.to(first.device) for name, x in empty.items()}
+        return found if read is None else read(found)
 
-    def _replay(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        stream = torch.cuda.current_stream()
-        if self._last is not None and self._last[0] != stream:
-            stream.wait_event(self._last[1])
-        key = tuple((x.shape, x.dtype) for x in given.values()) + (first_device(given),)
-        forward = self._forwards.get(key)
+    def _replay(self, given: dict[str, Tensor], read: Read) -> Any:
+        raw = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())  # current_stream takes 7 us
+        if self._last is None or self._last[0] != raw:
+            stream = torch.cuda.current_stream()
+            if self._last is not None:
+                stream.wait_event(self._last[2])
+            self._last = raw, stream, torch.cuda.Event()
+        forward = self._forward(given)
+        self._steps.first(given, forward.made)
+        for name, x in forward.inputs.items():
+            x.copy_(given[name])
+        forward.graph.replay()
+        found = read(forward.outputs)
+        self._last[2].record(self._last[1])
+        return found
+
+    def _forward(self, given: dict[str, Tensor]) -> Forward:
+        """The forward pass of these shapes, captured at their first call."""
+        shapes = tuple((x.shape, x.dtype, x.device) for x in given.values())
+        forward = self._forwards.get(shapes)
         if forward is None:
-            forward = self._forwards[key] = self._capture(given)
+            with torch.inference_mode(False), torch.no_grad():
+                forward = self._forwards[shapes] = self._capture(given)
             if len(self._forwards) > MAX_GRAPHS:
                 self._forwards.popitem(last=False)
-        self._forwards.move_to_end(key)
-        for name, x in given.items():
-            forward.inputs[name].copy_(x)
-        forward.graph.replay()
-        outputs = {name: x.clone() for name, x in forward.outputs.items()}
-        if self._last is None or self._last[0] != stream:
-            self._last = stream, torch.cuda.Event()
-        self._last[1].record(stream)
-        return outputs
+        self._forwards.move_to_end(shapes)
+        return forward
 
     def _capture(self, given: dict[str, Tensor]) -> Forward:
-        inputs = {
-            name: torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x) for name, x in given.items()
-        }
-        self._steps.run(inputs)  # compiles, and computes what is computed once
+        steps, names = self._steps, self._steps.inputs_of_rest
+        inputs = {name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items() if name in names}
+        steps.run(given)  # compiles, and computes what is computed once
+        made = steps.first(given)
         torch.cuda.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # other threads may go on using the device
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = self._steps.run(inputs)
-        return Forward(inputs, outputs, graph)
+            outputs = steps.rest(made, inputs)
+        return Forward(inputs, made, outputs, graph)
 
 
-def first_device(given: Mapping[str, Tensor]) -> torch.device:
-    return next(iter(given.values())).device
+def _copies(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in found.items()}
 
 
 class Run(NamedTuple):
@@ -132,6 +151,9 @@ class Steps:
     def __init__(self, program: Program) -> None:
         self._program = replace(program)  # a copy, so that the cache of programs lets the caller's go
         self._last = program.last_uses()
+        self._first = [op for op in program.operations if isinstance(op, _FIRST)]
+        self._rest = [op for op in program.operations if not isinstance(op, _FIRST)]
+        self.inputs_of_rest = {op.mask for op in self._rest if isinstance(op, Attention)}
         self._attention: dict[str, tuple] = {}  # operation -> launch constants
         self._kept = {op.name: _kept_rows(program, op) for op in program.operations if isinstance(op, Linear)}
         pairs = zip(program.operations, program.operations[1:], strict=False)
@@ -146,10 +168,22 @@ class Steps:
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The buffers of the program's outputs. Launches on the current stream; reads no value back."""
-        program, run = self._program, Run({}, inputs, {})
-        for i, operation in enumerate(program.operations):
-            run.values.update(_STEPS[type(operation)](self, operation, run))
-            for name in [name for name in run.values if self._last[name] <= i]:
+        return self.rest(self.first(inputs), inputs)
+
+    def first(self, inputs: Mapping[str, Tensor], made: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """What the operations write that read only inputs, in these buffers if given."""
+        run = Run(dict(made or {}), inputs, {})
+        for op in self._first:
+            run.values.update(_STEPS[type(op)](self, op, run))
+        return run.values
+
+    def rest(self, made: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The buffers of the program's outputs from what `first` made."""
+        program, run = self._program, Run(dict(made), inputs, {})
+        order = {op.name: i for i, op in enumerate(program.operations)}
+        for op in self._rest:
+            run.values.update(_STEPS[type(op)](self, op, run))
+            for name in [name for name in run.values if self._last[name] <= order[op.name]]:
                 del run.values[name]
         found = {output.buffer: run.values[output.buffer] for output in program.outputs}
         return {name: x.reshape(len(x), *program.buffers[name].shape) for name, x in found.items()}
@@ -163,14 +197,14 @@ class Steps:
 
     def _patches(self, op: Patches, run: Run) -> dict[str, Tensor]:
         image = run.inputs[op.image].contiguous()
-        out = self._empty(op.out, image)
+        out = run.values[op.out] if op.out in run.values else self._empty(op.out, image)
         inverse = float(1.0 / torch.tensor(op.scale, dtype=torch.float32))
         kernels.patches_launch(image, out, op.patch, inverse, op.zero_point).run()
         return {op.out: out}
 
     def _embedding(self, op: Embedding, run: Run) -> dict[str, Tensor]:
         indices = tuple(run.inputs[name].contiguous() for name in op.indices)
-        out = self._empty(op.out, indices[0])
+        out = run.values[op.out] if op.out in run.values else self._empty(op.out, indices[0])
         tables = tuple(map(self._tensor, op.tables))
         limits = self._program.buffers[op.out].limits
         kernels.embedding_launch(indices, tables, self._tensor(op.rows), out, limits).run()
@@ -295,6 +329,7 @@ def _kept_rows(program: Program, op: Linear) -> KeptRows | None:
     return KeptRows(at, None if constant is None else constant[at])
 
 
+_FIRST = Patches, Embedding  # read only inputs
 _STEPS: dict[type, Callable[..., dict[str, Tensor]]] = {
     Patches: Steps._patches,
     Embedding: Steps._embedding,

@@ -17,7 +17,7 @@ from torch import Tensor
 from intflash.backends import get_backend
 from intflash.backends.cuda import tensor_maps
 from intflash.backends.cuda.parameters import quotient_reciprocal
-from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, on_hopper
+from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, multiprocessors, on_hopper
 from intflash.backends.cuda.tensor_maps import TensorMap
 from intflash.backends.cuda.wgmma import Product
 from intflash.backends.gpu.tensors import GRID_LIMIT
@@ -27,8 +27,8 @@ from intflash.integer.program import Buffer, Linear
 STEP = 128  # codes of a row that a step multiplies
 GROUP_COLUMNS = 32  # columns of a quad of lanes
 SHARED_BYTES = 227 * 1024
-PROCESSORS = 132
 LEAST_STAGES, MOST_STAGES = 3, 8
+MOST_CONSUMERS = 3
 _C_INT32 = "i32"
 
 
@@ -67,13 +67,8 @@ class Split:
         return 64 if self.resident else 64 * self.consumers
 
     @property
-    def rings(self) -> int:
-        """Ring buffers: one for each warpgroup that has tiles of its own."""
-        return self.consumers if self.resident else 1
-
-    @property
     def stage_bytes(self) -> int:
-        """Of a stage of a ring buffer."""
+        """Of a stage of the ring buffer."""
         return (self.rows + (0 if self.resident else self.columns)) * STEP
 
 
@@ -97,13 +92,14 @@ def padded(weight: Tensor) -> Tensor:
 def fixed_bytes(columns: int, k: int, table_bytes: int, resident: bool) -> int:
     """Bytes of shared memory but the ring buffer: weights, constants, table and barriers."""
     steps = -(-k // STEP)
-    return steps * (columns * STEP + 8) * resident + columns * 8 + 128 + table_bytes + 16 * 2 * MOST_STAGES
+    barriers = 16 * MOST_STAGES + 8 * MOST_CONSUMERS + 8 * steps * resident
+    return steps * columns * STEP * resident + columns * 8 + 128 + table_bytes + barriers
 
 
 def stages_of(split: Split, k: int, table_bytes: int) -> int:
-    """The stages of each ring buffer that fit, at most 8."""
+    """The stages of the ring buffer that fit, at most 8."""
     fixed = fixed_bytes(split.columns, k, table_bytes, split.resident)
-    return min(MOST_STAGES, (SHARED_BYTES - fixed) // (split.stage_bytes * split.rings))
+    return min(MOST_STAGES, (SHARED_BYTES - fixed) // split.stage_bytes)
 
 
 def table_copies(entry_bytes: int, bits: int) -> int:
@@ -116,15 +112,15 @@ _START = 2500
 _STEP_CLOCKS = 18  # of a warpgroup between two steps
 _PRODUCT_RATE = 0.7  # of the tensor cores' peak
 _LOAD_BYTES = 71  # of a multiprocessor in a clock
-_L2_BYTES = 24 * PROCESSORS  # of all
+_L2_BYTES = 24  # of each, if all load
 _EPILOGUE_VALUES = {"codes": 16.5, "table": 9.0, "residual": 16.0, "accumulator": 16.5}  # of a CTA in a clock
 
 
-def _clocks(split: Split, m: int, n: int, k: int, epilogue: str) -> float:
+def _clocks(split: Split, m: int, n: int, k: int, epilogue: str, processors: int) -> float:
     steps, columns = -(-k // STEP), split.columns
     slabs, tiles = -(-n // columns), -(-m // split.rows)
-    rounds = -(-tiles // split.parts) * -(-slabs * split.parts // PROCESSORS)
-    load_bytes = min(_LOAD_BYTES, _L2_BYTES / min(PROCESSORS, slabs * split.parts))
+    rounds = -(-tiles // split.parts) * -(-slabs * split.parts // processors)
+    load_bytes = min(_LOAD_BYTES, _L2_BYTES * processors / min(processors, slabs * split.parts))
     product = steps * 2 * columns / _PRODUCT_RATE
     finish = columns * 64 / _EPILOGUE_VALUES[epilogue]
     load = split.stage_bytes * steps / load_bytes
@@ -159,17 +155,21 @@ def _measured(m: int, n: int, k: int) -> Split | None:
     return Split(*found[min(near, key=lambda rows: abs(math.log(rows / m)))], 1)
 
 
-def _with_parts(split: Split, m: int, n: int) -> Split:
+def _with_parts(split: Split, m: int, n: int, processors: int) -> Split:
     tiles, slabs = -(-m // split.rows), -(-n // split.columns)
-    return replace(split, parts=min(tiles, max(1, PROCESSORS // slabs), GRID_LIMIT))
+    return replace(split, parts=min(tiles, max(1, processors // slabs), GRID_LIMIT))
 
 
 @functools.cache
-def choose_split(m: int, n: int, k: int, epilogue: str, table_bytes: int = 0) -> Split:
-    """The split of ``[m, k]`` times ``[k, n]``: a measured one, or the one that ends first by the model of its time."""
+def choose_split(m: int, n: int, k: int, epilogue: str, table_bytes: int, processors: int) -> Split:
+    """The split of ``[m, k]`` times ``[k, n]``: a measured one, or the one that ends first by the model of its time.
+
+    Args:
+        processors: of the GPU.
+    """
     measured = _measured(m, n, k)
     if measured is not None and stages_of(measured, k, table_bytes) >= LEAST_STAGES:
-        return _with_parts(measured, m, n)
+        return _with_parts(measured, m, n, processors)
     most = min(256, -(-n // GROUP_COLUMNS) * GROUP_COLUMNS)
     candidates = []
     for columns in range(GROUP_COLUMNS, most + 1, GROUP_COLUMNS):
@@ -181,10 +181,10 @@ def choose_split(m: int, n: int, k: int, epilogue: str, table_bytes: int = 0) ->
             tiles = -(-m // split.rows)
             if stages_of(split, k, table_bytes) < LEAST_STAGES:
                 continue
-            if resident and (consumers > 1) != (tiles * slabs > PROCESSORS):
+            if resident and (consumers > 1) != (tiles * slabs > processors):
                 continue  # a second warpgroup is for a second tile
-            candidates.append(_with_parts(split, m, n))
-    return min(candidates, key=lambda split: _clocks(split, m, n, k, epilogue))
+            candidates.append(_with_parts(split, m, n, processors))
+    return min(candidates, key=lambda split: _clocks(split, m, n, k, epilogue, processors))
 
 
 def x_map(x: Tensor, rows: int) -> TensorMap:
@@ -203,8 +203,9 @@ def weight_map(weight: Tensor, columns: int) -> TensorMap:
     return TensorMap((k, 2, 4, 4, n // GROUP_COLUMNS), (k, 8 * k, 2 * k, 32 * k), (STEP, 2, 4, 4, groups), 128, 0, 0)
 
 
-def _maps(x: TensorMap, weight: TensorMap, parameters: LinearParams) -> LinearMaps:
-    return LinearMaps(tensor_maps.encoded(x, parameters.x), tensor_maps.encoded(weight, parameters.weight))
+def _maps(x: TensorMap, weight: TensorMap, parameters: LinearParams, device: torch.device) -> LinearMaps:
+    addresses = parameters.x, parameters.weight
+    return LinearMaps(*(tensor_maps.encoded(*of, device) for of in zip((x, weight), addresses, strict=True)))
 
 
 def linear_launch(
@@ -218,7 +219,7 @@ def linear_launch(
     if table is not None:
         copies = table_copies(table.element_size(), op.bits)
         table_bytes = copies * table.element_size() << op.bits
-    split = split or choose_split(m, n, k, op.epilogue, table_bytes)
+    split = split or choose_split(m, n, k, op.epilogue, table_bytes, multiprocessors(x.device))
     low, high = buffer.limits
     if op.epilogue == "table":
         low, high = -(1 << (op.bits - 1)), (1 << (op.bits - 1)) - 1
@@ -243,7 +244,7 @@ def linear_launch(
         out_rows=out[0].numel() // n, image_reciprocal=quotient_reciprocal(image_rows),
     )  # fmt: skip
     grid = (-(-n // split.columns), split.parts, 1)
-    shared = fixed_bytes(split.columns, k, table_bytes, split.resident) + split.rings * stages * split.stage_bytes
+    shared = fixed_bytes(split.columns, k, table_bytes, split.resident) + stages * split.stage_bytes
     maps = functools.partial(_maps, x_map(x, split.rows), weight_map(weight, split.columns))
     places = {getattr(LinearParams, name).offset: t for name, t in tensors.items()}
     return CudaLaunch(
@@ -329,5 +330,5 @@ def layer_norm_launch(
             scaled.shift, (scaled.low, scaled.high) = made.shift, made.limits
             offset = getattr(LayerNormParams, name).offset
             point(scaled, offset, multiplier=made.multiplier, bias=made.bias, out=made.out)
-    grid = (min(-(-batch * rows * lanes // (32 * _WARPS)), ctas * PROCESSORS), 1, 1)
+    grid = (min(-(-batch * rows * lanes // (32 * _WARPS)), ctas * multiprocessors(x.device)), 1, 1)
     return CudaLaunch(program, grid, 32 * _WARPS, 0, parameters, x.device, places, True)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from intflash.backends.cuda.program import multiprocessors
 from intflash.backends.triton.launch import TritonLaunch
 from intflash.integer.program import Buffer, Linear
 from intflash.numerics import rsqrt
@@ -318,14 +319,14 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of(count: int, n: int, k: int, epilogue: str) -> Tile:
+def tile_of(count: int, n: int, k: int, epilogue: str, processors: int) -> Tile:
     """The tile of a product of `count` rows: as large as keeps all multiprocessors busy and the registers hold."""
     depth = 128 if k >= 128 else max(32, triton.next_power_of_2(k))
     if triton.knobs.runtime.interpret:
         return Tile(64, 64, depth, 4, 2)
     largest = Tile(128, 256, depth, 8, 3) if epilogue == "codes" else Tile(128, 128, depth, 8, 4)
     for tile in (largest, Tile(128, 128, depth, 8, 4), Tile(64, 128, depth, 4, 4)):
-        if triton.cdiv(count, tile.rows) * triton.cdiv(n, tile.columns) >= 132:
+        if triton.cdiv(count, tile.rows) * triton.cdiv(n, tile.columns) >= processors:
             return tile
     return Tile(64, 64, depth, 4, 4) if count > 32 else Tile(32, 32, depth, 4, 4)
 
@@ -339,7 +340,7 @@ def linear_launch(
     A constant residual has no batch axis.
     """
     (n, k), m = weight.shape, len(x)
-    tile = tile or tile_of(m, n, k, op.epilogue)
+    tile = tile or tile_of(m, n, k, op.epilogue, multiprocessors(x.device))
     low, high = buffer.limits
     if op.epilogue == "table":
         low, high = -(1 << (op.bits - 1)), (1 << (op.bits - 1)) - 1
