@@ -73,6 +73,7 @@ reveal_type(intflash.attention(x, x, x, return_lse=flag))  # Tensor | QTensor | 
 reveal_type(intflash.sdpa(x, x, x))  # Tensor
 reveal_type(intflash.quantize(x))  # QTensor
 reveal_type(intflash.which_backend(x, x, x))  # str
+reveal_type(intflash.which_method(x, x, x))  # str
 intflash.attention(x, x, x, window=3)  # error: call-overload
 intflash.attention(x, x, x, None, False, None, "fp32")  # error: call-overload
 intflash.attention(x, x, x, method=3)  # error: call-overload

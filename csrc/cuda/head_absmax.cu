@@ -9,7 +9,7 @@
 // AT_ONCE: loads of 16 bytes that a thread has in flight; TOKENS of the wider tensor take as many of each thread.
 constexpr i32 THREADS = 256, AT_ONCE = 8;
 constexpr i32 TOKENS = THREADS * AT_ONCE * 16 / ((HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) * SIZE<IN>);
-static_assert(TOKENS == CTA_TOKENS);
+static_assert(TOKENS == CTA_TOKENS && HEAD_DIM * SIZE<IN> % 16 == 0 && VALUE_DIM * SIZE<IN> % 16 == 0);
 static_assert(sizeof(HeadAbsmaxParams) == PARAMS_BYTES);
 
 extern "C" __global__ void __launch_bounds__(THREADS) head_absmax(const __grid_constant__ HeadAbsmaxParams p) {

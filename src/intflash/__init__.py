@@ -1,6 +1,6 @@
 """IntFlash: integer and INT8 FlashAttention for inference, the same bits on every backend."""
 
-from intflash.api import attention, sdpa, which_backend
+from intflash.api import attention, sdpa, which_backend, which_method
 from intflash.errors import BackendError, InputError
 from intflash.inventory import info
 from intflash.models import calibrate, patch, unpatch
@@ -23,4 +23,5 @@ __all__ = [
     "sdpa",
     "unpatch",
     "which_backend",
+    "which_method",
 ]

@@ -11,6 +11,7 @@ from intflash import call, op
 from intflash.backends import cpu, cuda, select
 from intflash.call import Output
 from intflash.errors import InputError
+from intflash.methods import AUTO, get_method
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import FLOAT_DTYPES
 
@@ -114,7 +115,8 @@ def attention(
             it stands for.
         is_causal: hide keys after the query's position.
         scale: softmax scale, > 0; default 1 / sqrt(D).
-        method: a name from ``intflash.info()["methods"]``.
+        method: a name from ``intflash.info()["methods"]``, or "auto" for one of them that is accurate for all scores,
+            chosen by the number of keys alone (`which_method` returns its name).
         backend: a name from ``intflash.info()["backends"]``; None takes the fastest that serves the call
             (`which_backend` returns its name).
         enable_gqa: allow Hq to be a multiple of Hk.
@@ -159,6 +161,8 @@ def attention(
         >>> intflash.attention(q, k, v, out_dtype=torch.int16).data.dtype
         torch.int16
     """
+    if method == AUTO:
+        method = call.resolve_auto(k)
     if not torch.compiler.is_compiling():
         found = cpu.attend(
             q, k, v, attn_mask, is_causal, scale, method, backend, enable_gqa, bias, causal_align, window_size, recipe,
@@ -245,6 +249,27 @@ def _broadcast(*tensors: Tensor, axes: int) -> tuple[Tensor, ...]:
     except RuntimeError:
         return tensors  # `attention` says what differs
     return tuple(x.expand(*lead, *x.shape[-axes:]) for x in tensors)
+
+
+def which_method(*args: Any, **kwargs: Any) -> str:
+    """Return the name of the method that `attention` would compute for these arguments: what "auto" is.
+
+    Args:
+        args, kwargs: as `attention`.
+
+    Returns:
+        A name from ``intflash.info()["methods"]``.
+
+    Raises:
+        InputError: there is no such method.
+
+    Example:
+        >>> import torch, intflash
+        >>> q = torch.randn(1, 1, 8, 16)
+        >>> intflash.which_method(q, q, q, method="auto"), intflash.which_method(q, q, q)
+        ('intflash_bfp', 'intflash')
+    """
+    return get_method(call.normalize(call.complete(args, kwargs))["method"]).name
 
 
 def which_backend(*args: Any, **kwargs: Any) -> str:

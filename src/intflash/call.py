@@ -20,7 +20,7 @@ from intflash import masks, validate
 from intflash.backends import cpu, select
 from intflash.backends.base import Backend
 from intflash.errors import InputError
-from intflash.methods import get_method
+from intflash.methods import AUTO, get_method, resolve
 from intflash.methods.base import Method
 from intflash.numerics.exp import bias_codes, dequantize_bias, log_sum_exp
 from intflash.problem import Problem, Result
@@ -101,11 +101,13 @@ def complete(args: tuple, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def normalize(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with bools for flags, plain causality for torch's `CausalBias`, and a window as `masks.window`
-    returns it. Every call passes here."""
+    """The arguments with bools for flags, plain causality for torch's `CausalBias`, a window as `masks.window` returns
+    it, and a method for "auto". Every call passes here."""
     # torch.compile traces no itemgetter
     if torch.compiler.is_compiling() or not _BOOLS.issuperset(map(type, _flags_of(arguments))):
         arguments = {**arguments, **{name: validate.flag(arguments[name], name) for name in FLAGS}}
+    if arguments["method"] == AUTO:
+        arguments = {**arguments, "method": resolve_auto(arguments["k"])}
     mask = arguments["attn_mask"]
     if mask is not None and type(mask) is not Tensor and masks.is_causal_bias(mask):
         arguments = {**arguments, **masks.causality(arguments)}
@@ -115,6 +117,11 @@ def normalize(arguments: dict[str, Any]) -> dict[str, Any]:
     if arguments["window_size"] is not None:
         arguments = {**arguments, "window_size": masks.window(arguments["window_size"])}
     return arguments
+
+
+def resolve_auto(k: object) -> str:
+    """The method that "auto" is for these keys. Keys that are refused later count as none."""
+    return resolve(AUTO, k.shape[-2] if isinstance(k, (Tensor, QTensor)) and len(k.shape) > 1 else 0)
 
 
 def compute(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:

@@ -40,8 +40,8 @@ H200 = {"int8 operations/s": 1979e12, "bytes/s": 4.3e12}  # peak of the datashee
 SDPA = {f"SDPA {name}": f"{name} fp16" for name in ("cuDNN", "flash", "efficient")}
 FASTER_OF = ("SDPA cuDNN", "SDPA flash")
 KERNEL, STATIC, DYNAMIC = "kernel only", "float16, static scales", "float16, dynamic scales"
-HEADS = "float16, dynamic, of each head"  # computed by the kernel itself for short rows
-OF_HEADS = Recipe(q="head", k="head", v="head")
+HEADS = "float16, dynamic, of each head"  # the default
+OF_TENSORS = Recipe(q="tensor", k="tensor", v="tensor")
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,7 @@ def _contenders(case: GpuCase) -> Iterator[GpuContender]:
     for method in case.methods:
         yield GpuContender(method, KERNEL, partial(_kernel, method, inputs))
         if method != "qflash":
-            variants = {STATIC: recipe, DYNAMIC: Recipe()}
-            if case.shape[2] <= 224:
-                variants[HEADS] = OF_HEADS
+            variants = {STATIC: recipe, DYNAMIC: OF_TENSORS, HEADS: Recipe()}
             for variant, chosen in variants.items():
                 yield GpuContender(method, variant, partial(_whole, method, chosen, inputs))
 

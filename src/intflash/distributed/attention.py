@@ -6,6 +6,7 @@ on whole sequences of keys. So neither the number of ranks nor the scheme change
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from intflash.distributed.overlap import Lane
 from intflash.distributed.plan import Placement, Plan, plan_of
 from intflash.distributed.traffic import apart_maxima
 from intflash.errors import InputError
-from intflash.methods import get_method
+from intflash.methods import AUTO, get_method
 from intflash.numerics.block import DIGITS, fraction_bits
 from intflash.quant import QTensor, key_mean
 from intflash.quant.quantizers import absolute_maximum, divided, scale_of_maximum
@@ -138,6 +139,8 @@ def _compute(
     device = _device(given["q"], ranks)
     with _on(device), torch.autocast(device.type, enabled=False):
         try:
+            if given.get("method") == AUTO:
+                raise InputError("method 'auto' depends on the keys of all ranks: name a method")
             arguments = call.normalize(call.complete((), given))
             key, plan = plan_of(arguments, placement, ranks)
             check = arguments["check_finite"]
@@ -192,7 +195,7 @@ def _few_maxima(a: dict[str, Any], plan: Plan) -> Tensor | None:
     if recipe is None or recipe.smooth_k or recipe.rotate or apart_maxima(recipe, *_whole_shapes(plan)):
         return None
     wanted = [getattr(recipe, x) in _SHARED and getattr(recipe, f"{x}_scale") is None for x in "qkv"]
-    if all(wanted) and (found := fused_maxima(*(a[name] for name in "qkv"))) is not None:
+    if all(wanted) and (found := fused_maxima(*(a[x] for x in "qkv"), recipe)) is not None:
         return found
     found = [
         bits_of(absolute_maximum(a[name], "tensor", 0)).view(1)
@@ -228,16 +231,26 @@ def _operands(a: dict[str, Any], plan: Plan, maxima: Tensor) -> tuple[Three, Ten
     if shared and not apart_maxima(recipe, *_whole_shapes(plan)):
         few = scale_of_maximum(maxima.view(torch.float32), recipe.bits).view(3, 1, 1, 1, 1)
         scales = {name: few["qkv".index(name)] for name in shared}
+    apart = bool(shared) and not scales
+    flat = fused_maxima(*x.values(), recipe) if apart else None
     found = {
         name: absolute_maximum(x[name].float(), getattr(recipe, name), recipe.block_size)
-        for name in dynamic if name not in scales
+        for name in dynamic if name not in scales and flat is None
     }  # fmt: skip
-    if shared and not scales:
-        flat = plan.ranks.reduce(torch.cat([bits_of(found[name]).flatten() for name in shared]), dist.ReduceOp.MAX)
-        parts = flat.split([found[name].numel() for name in shared])
-        found |= {name: part.view(torch.float32).view_as(found[name]) for name, part in zip(shared, parts, strict=True)}
+    if apart:
+        if flat is None:
+            flat = torch.cat([bits_of(found[name]).flatten() for name in shared])
+        shapes = {name: _scale_shape(getattr(recipe, name), x[name]) for name in shared}
+        parts = plan.ranks.reduce(flat, dist.ReduceOp.MAX).split([math.prod(shape) for shape in shapes.values()])
+        found |= {name: part.view(torch.float32).view(shapes[name]) for name, part in zip(shared, parts, strict=True)}
     scales |= {name: scale_of_maximum(amax, recipe.bits) for name, amax in found.items()}
     return tuple(Operand.of_floats(x[name], name, recipe, scales.get(name)) for name in "qkv"), lse_shift
+
+
+def _scale_shape(granularity: str, x: Tensor) -> tuple[int, ...]:
+    """The shape of a scale that all ranks share."""
+    b, h, _, d = x.shape
+    return {"tensor": (1, 1, 1, 1), "head": (b, h, 1, 1), "channel": (b, h, 1, d)}[granularity]
 
 
 def _attend(plan: Plan, operands: Three, a: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from intflash.backends.gpu.scales import Qkv
+from intflash.backends.gpu.scales import Qkv, dynamic_scales
 from intflash.distributed.groups import Ranks
 from intflash.distributed.shards import Shards
 from intflash.quant import QTensor, Recipe, key_mean
@@ -91,14 +91,15 @@ def _kernels() -> ModuleType | None:
     return quantize
 
 
-def fused_maxima(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """max|Q|, max|K|, max|V| as `bits_of` in one launch, int32 ``[3]``; None where no kernel finds them."""
+def fused_maxima(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> Tensor | None:
+    """The maxima of the scales of Q, K and V, in this order, as `bits_of`, by one launch; None without a kernel."""
     kernels = _kernels() if q.is_cuda else None
-    if kernels is None:
+    kinds = {recipe.q, recipe.k, recipe.v}
+    if kernels is None or not kinds <= {"tensor", "head"} or any(s is not None for s in recipe.scales):
         return None
-    amax, scales = torch.zeros(2, 4, dtype=torch.int32, device=q.device).unbind()
-    kernels.amax_launches(Qkv(q, k, v), amax, scales)[0].run()
-    return amax[:3]
+    found = dynamic_scales(Qkv(q, k, v), recipe)
+    kernels.amax_launch(Qkv(q, k, v), found).run()
+    return found.amax
 
 
 def bits_of(amax: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from intflash.api import attention
 from intflash.errors import InputError
-from intflash.methods import get_method
+from intflash.methods import example
 from intflash.numerics.exp import quantize_bias
 from intflash.quant import Recipe
 
@@ -127,7 +127,7 @@ class IntegerCore(Core):
         self.method, self.recipe, self.backend, self.check_finite = method, recipe, backend, check_finite
         self.causal_method = method if causal_method is None else causal_method
         self.cross_recipe = cross_recipe
-        self.integer_bias = get_method(method).integer_bias
+        self.integer_bias = example(method).integer_bias
         self.others = nn.ModuleList(IntegerCore(method, other, backend, check_finite) for other in others)
 
     @property

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from intflash.errors import InputError
-from intflash.methods import get_method
+from intflash.methods import example
 from intflash.models.base import FloatCore
 from intflash.models.patch import attach, call_name, describe_layers, libraries_of, unpatch
 from intflash.outputs import check_file
+from intflash.quant import Recipe
 from intflash.quant.calibrate import (
     OBSERVERS,
     STATIC_GRANULARITIES,
@@ -85,8 +86,8 @@ def calibrate(
         batches: an iterable of inputs, each a tensor, a tuple (``model(*batch)``) or a mapping (``model(**batch)``).
         method: the method that the scales are for.
         observer: "absmax", "percentile" (99.99 %) or "mse" (least squared error of the codes).
-        granularity: of "q", "k", "v", "out": "tensor", "head" or "channel"; default: the method's
-            own where it can be static, else the coarsest that it takes.
+        granularity: of "q", "k", "v", "out": "tensor", "head" or "channel"; default: "tensor", or what a published
+            method has where that can be static, else the coarsest that it takes.
         path: also write the scales there, as JSON.
         forward: ``forward(model, batch)`` instead of the default call.
 
@@ -158,9 +159,9 @@ def static_granularity(method: str, asked: dict[str, str]) -> dict[str, str]:
     unknown = [name for name in asked if name not in TENSORS]
     if unknown:
         raise InputError(f"granularity is of {', '.join(TENSORS)}, got {', '.join(map(repr, unknown))}")
-    chosen, found = get_method(method), {}
+    chosen, found = example(method), {}
     for name in ("q", "k", "v"):
-        default = getattr(chosen.recipe, name)
+        default = "tensor" if chosen.recipe == Recipe() else getattr(chosen.recipe, name)
         if default == "none" and name not in asked:
             found[name] = default  # the method keeps this tensor in floating point
             continue

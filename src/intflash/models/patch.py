@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from intflash.backends import get_backend
 from intflash.errors import InputError
-from intflash.methods import get_method
+from intflash.methods import example
 from intflash.models.base import (
     CAUSAL_METHOD,
     CORE,
@@ -166,7 +166,7 @@ def patch(
         method = scales.method if scales is not None else "intflash"
         if scales is None and recipe is None:
             causal_method, cross_recipe = CAUSAL_METHOD, CROSS_RECIPE
-    chosen = get_method(method)
+    chosen = example(method)
     kept = scales is not None or keeps_causality(method, recipe or chosen.recipe)
     if kept or recipe is not None:
         causal_method = method

@@ -54,11 +54,12 @@ scenario("no context", lambda: launch(q, q, q), fails="cuDevicePrimaryCtxRetain"
 scenario("not loaded", lambda: launch(q, q, q), fails="cuLibraryLoadData")
 scenario("no compiler", lambda: launch(q, q, q), compiled=None)
 scenario("refused", lambda: launch(q, q, q), compiled=lambda: 1 / 0)
-scenario("dynamic", lambda: launch(q, q, q))
+tensors = intflash.Recipe("tensor", "tensor", "tensor")
+scenario("dynamic", lambda: launch(q, q, q, recipe=tensors))
 scenario("not launched", lambda: launch(q, q, q), fails="cuLaunchKernelEx")
 scenario("static", lambda: launch(q, q, q, recipe=static))
 scenario("static again", lambda: launch(q, q, q, recipe=static))
-scenario("long", lambda: launch(long, long, long))
+scenario("long", lambda: launch(long, long, long, out_scale="bound"))
 
 class Parameters(ctypes.Structure):
     _fields_ = [("first", ctypes.c_uint64)]

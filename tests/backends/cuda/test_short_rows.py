@@ -106,7 +106,7 @@ def _biased(method: str) -> Iterator[tuple[str, Problem]]:
     p = ic.codes(method, heads=4, key_heads=2, nq=196, nk=196, d=64, kinds=("token", "head", "head"), bias=bias)
     yield "bias, tokens", p
     yield "bias, contiguous keys", contiguous_keys(ic.codes(method, heads=4, nq=196, nk=196, d=64, bias=bias))
-    for batch, recipe in ((2, Recipe()), (75, Recipe()), (2, checks.OF_HEADS)):
+    for batch, recipe in ((2, checks.OF_TENSORS), (75, checks.OF_TENSORS), (2, checks.OF_HEADS)):
         yield (
             f"bias of floats {batch} {recipe.q}",
             checks.floats(method, batch, 196, 64, torch.float16, recipe, bias=bias),
