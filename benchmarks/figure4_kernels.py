@@ -37,7 +37,7 @@ VARIANTS = {
     "V3 integer exp": None,  # a kernel of this module
     "V4 integer accumulation": "intflash_online",
 }
-_RECIPES = {"int_flash_half": Recipe(v="none")}
+_RECIPES = {"int_flash_half": Recipe("tensor", "tensor", "none")}
 
 
 @triton.jit
@@ -77,7 +77,13 @@ def variants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Kernel]:
         if method is None:
             found[name] = _v3_kernel(*inputs)
             continue
-        make = partial(make_kernel, method, *inputs, recipe=_RECIPES.get(method, Recipe()), out_dtype=torch.float16)
+        make = partial(
+            make_kernel,
+            method,
+            *inputs,
+            recipe=_RECIPES.get(method, Recipe("tensor", "tensor", "tensor")),
+            out_dtype=torch.float16,
+        )
         found[name] = make(backend="triton")
         chosen = make()
         if chosen.backend != "triton":

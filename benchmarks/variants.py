@@ -41,7 +41,7 @@ QFLASH_PIPELINES: dict[str, qflash.Pipeline] = {
 }
 
 GRANULARITIES: dict[str, Recipe] = {
-    "per tensor": Recipe(rule="divide"),
+    "per tensor": Recipe("tensor", "tensor", "tensor", rule="divide"),
     "per head": Recipe(q="head", k="head", v="head", rule="divide"),
 }
 

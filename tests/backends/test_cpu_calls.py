@@ -169,10 +169,11 @@ def test_long_calls_have_the_bits_of_their_heads(shape, keys):
     assert torch.equal(cpu.run(problem, isa=isa, threads=1).out, whole)
     for head in (0, shape[1] - 1):
         for first in (0, shape[2] - 100):
-            rows = intflash.QTensor(
-                problem.q.data[:, head : head + 1, first : first + 100].contiguous(), problem.q.scale
+            tokens = slice(first, first + 100), slice(None), slice(None)
+            rows, *other = (
+                intflash.QTensor(x.data[:, head : head + 1, n].contiguous(), x.scale[:, head : head + 1], "head")
+                for x, n in zip((problem.q, problem.k, problem.v), tokens, strict=True)
             )
-            other = (intflash.QTensor(x.data[:, head : head + 1].contiguous(), x.scale) for x in (problem.k, problem.v))
             part = prepare(rows, *other, method="intflash_p8", scale=problem.sm_scale, out_dtype=whole.dtype)[0]
             assert torch.equal(cpu.run(part, isa=isa, threads=1).out, whole[:, head : head + 1, first : first + 100])
 

@@ -287,7 +287,7 @@ GRANULARITY = untimed(
     source="QFlash, Figures 7 and 8, which are drawings",
     measure=Accuracy(
         series=(
-            Series("per tensor", "intflash"),
+            Series("per tensor", "intflash", Recipe("tensor", "tensor", "tensor")),
             Series("per head", "intflash", Recipe(q="head", k="head", v="head")),
             Series("token, head, head", "intflash", Recipe(q="token", k="head", v="head")),
             Series("token, block, channel", "intflash", Recipe(q="token", k="block", v="channel")),

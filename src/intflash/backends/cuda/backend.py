@@ -105,7 +105,8 @@ def head_amax_in_kernel(problem: Problem) -> bool:
     """Whether the attention kernel computes the scales of floats itself: one per head, for float output."""
     recipe = problem.recipe
     return (
-        {recipe.q, recipe.k, recipe.v} == {"head"}
+        isinstance(problem.q, Tensor)
+        and {recipe.q, recipe.k, recipe.v} == {"head"}
         and recipe.q_scale is recipe.k_scale is recipe.v_scale is None
         and recipe.bits == 8
         and recipe.rule == "exact"
