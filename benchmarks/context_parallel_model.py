@@ -17,7 +17,7 @@ from intflash.distributed import bytes_sent
 RESULTS = Path(__file__).parent / "results" / "h200" / "attention.csv"
 HOST = 8  # GPUs that NVLink joins
 NVLINK, NETWORK = 450e9, 50e9  # bytes a second of one GPU in one direction: NVLink 4, and InfiniBand NDR (400 Gb/s)
-CHUNKS = 4  # groups of heads, as `intflash.distributed.attention` takes
+CHUNKS = 1  # groups of heads, as `intflash.distributed.attention` takes
 RANKS = tuple(2**i for i in range(10))
 
 

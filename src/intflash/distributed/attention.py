@@ -89,8 +89,8 @@ def attention(
             of the ranks), "merge" (replicated queries, `intflash` and `intflash_p8`: integer maxima and sums of each
             rank's keys); default: the one that sends least.
         chunks: groups of heads that are exchanged and computed one after the other, the next group's exchange begun
-            before a group is computed, so that whole keys of two groups are held; default: up to 4 where heads are
-            large.
+            before a group is computed, so that whole keys of two groups are held. Default: one group, which is
+            fastest on GPUs of one host; more need less memory.
         options: the other arguments of `intflash.attention` by name: method ("intflash", "intflash_p8",
             "intflash_online", "intflash_bfp" or "intflash_bfp8"), backend, enable_gqa, bias, causal_align, recipe,
             out_dtype, out_scale, return_lse, check_finite.

@@ -19,8 +19,6 @@ from intflash.quant import QTensor, Recipe
 
 METHODS = ("intflash", "intflash_p8", "intflash_online", *DIGITS)
 PLACES = ("sharded", "replicated")
-_CHUNKS = 4  # groups of heads, whose messages are begun before the group before them is computed
-_CHUNK_SCORES = 1 << 27  # that a group has at least: below it launches count
 
 
 @dataclass(frozen=True)
@@ -267,12 +265,8 @@ def _sizes(a: dict[str, Any], placement: Placement, ranks: Ranks, problem: Probl
 
 def _chunks(problem: Problem, placement: Placement, scheme: str, sizes: Sizes) -> tuple[slice, ...]:
     heads = problem.k.shape[1] // (sizes.along if scheme in ("ulysses", "grid") else 1)
-    count = placement.chunks
-    if count is None:
-        (batch, _, nq, _), nk = problem.q.shape, problem.k.shape[2]
-        scores = batch * heads * problem.group * (nq // sizes.across) * nk
-        count = min(_CHUNKS, scores // _CHUNK_SCORES)
-    each, more = divmod(heads, max(1, min(count, heads)))
+    count = placement.chunks or 1
+    each, more = divmod(heads, min(count, heads))
     ends = [0]
     while ends[-1] < heads:
         ends.append(ends[-1] + each + (len(ends) <= more))
