@@ -216,10 +216,12 @@ def test_nan_and_changes_are_named(digits):
         integer.calibrate(broken, [images])
     large = copy.deepcopy(model)
     large.blocks[1].mlp[0].weight.mul_(1e38)
-    with pytest.raises(InputError, match="blocks.1.mlp.0: calibration needs finite values"):
+    large.blocks[1].mlp[0].bias.fill_(3.4e38)  # which any positive product passes
+    with pytest.raises(InputError, match="blocks.1.mlp.0.pre: calibration needs finite values"):
         integer.calibrate(large, [images])
     large = copy.deepcopy(model)
     large.head.weight.mul_(1e38)
+    large.head.bias.fill_(3.4e38)
     with pytest.raises(InputError, match="head: calibration needs finite values"):
         integer.calibrate(large, [images])
     flat = copy.deepcopy(model)
