@@ -61,7 +61,7 @@ def _eager(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
         "sdpa": partial(intflash.sdpa, q, k, v),
         "attention": partial(intflash.attention, q, k, v),
         "attention, static scales": partial(intflash.attention, q, k, v, recipe=STATIC),
-        "attention, int8 in and out": partial(intflash.attention, *codes),
+        "attention, int8 in and out": partial(intflash.attention, *codes, out_scale="bound"),
         "attention, int8 in, float32 out": partial(intflash.attention, *codes, out_dtype=torch.float32),
         "attention, its keys grown by one": lambda: intflash.attention(*next(growing)),
     } | _general(q, k, v)

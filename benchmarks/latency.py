@@ -16,6 +16,7 @@ from intflash import QTensor, Recipe
 from intflash.bench.accuracy import FINE
 from intflash.bench.experiments import Experiment, Figure, Row, Setting, best_of_groups, describe
 from intflash.bench.workloads import IFLASH, QFLASH, QFLASH_SPEEDUPS, InputCase, normal, random_case, workload_case
+from intflash.methods import get_method
 
 FLOAT_CALL = "us, quantization included"
 CODE_CALL = "us, int8 in and out"
@@ -68,7 +69,7 @@ class LatencyContender:
         method = intflash.info()["methods"][self.method]
         if not method["integer_only"] or "int8" not in method["out_dtypes"]:
             return None
-        recipe = self.recipe or Recipe()
+        recipe = self.recipe or get_method(self.method).recipe
         return [recipe.quantize(name, x) for name, x in zip("qkv", inputs, strict=True)]
 
 
@@ -221,7 +222,7 @@ GRANULARITY_LATENCY = Experiment(
     source="QFlash, Figures 7 and 8, which are drawings",
     measure=Latency(
         contenders=(
-            LatencyContender("per tensor", "intflash"),
+            LatencyContender("per tensor", "intflash", Recipe("tensor", "tensor", "tensor")),
             LatencyContender("per head", "intflash", Recipe(q="head", k="head", v="head")),
             LatencyContender("token, head, head", "intflash", Recipe(q="token", k="head", v="head")),
             LatencyContender("token, block, channel", "intflash", Recipe(q="token", k="block", v="channel")),
