@@ -71,7 +71,7 @@ REFUSED = {  # arguments -> what the sentence says
     "demo --model resnet": "expected vit or swin, got 'resnet'",
     "demo --images 0": "greater than or equal to 1",
     "demo --images -3": "greater than or equal to 1",
-    "demo --method nope": "unknown method 'nope'; there are: fp32",
+    "demo --method nope": "unknown method 'nope'; there are: auto, fp32",
     "demo --backend nope": "unknown backend 'nope'; there are: cpu",
     "accuracy --backend nope": "unknown backend 'nope'; there are: cpu",
     "benchmarks run --device tpu": "expected cpu or cuda, got 'tpu'",

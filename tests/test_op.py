@@ -19,7 +19,7 @@ def nothing_compiled_before():
 
 def flat(q, k, v, **changes):
     arguments = dict.fromkeys(a.name for a in _general._schema.arguments)
-    arguments |= dict(q=q, k=k, v=v, number_scales=[0.0] * 3, sizes=[128] * 3 + [8] * 3, options="")
+    arguments |= dict(q=q, k=k, v=v, number_scales=[0.0] * 3, sizes=[128] * 3 + [8] * 3 + [-1, -1], options="")
     return tuple((arguments | changes).values())
 
 
@@ -53,7 +53,7 @@ def test_opcheck_quantized():
         _general,
         flat(q.data, k.data, v.data, q_scale=q.scale, k_scale=k.scale, v_scale=v.scale, out_dtype=torch.int8,
              options="quantized=True q_granularity=head k_granularity=head v_granularity=head bound_out=True",
-             sizes=[128] * 3 + [8] * 3),
+             sizes=[128] * 3 + [8] * 3 + [-1, -1]),
     )  # fmt: skip
 
 

@@ -484,6 +484,7 @@ Request request_of(const Flat& a) {
   require(a.cu_seqlens_q == Py_None && a.cu_seqlens_k == Py_None);
   require(!flag(a.smooth_k) && !flag(a.rotate) && !flag(a.dynamic_out) && is_name(a.rule, n.exact));
   Request r;
+  require(PyList_Size(a.sizes) == 8 && PyList_Size(a.number_scales) == 3);
   read_window(PyList_GetItem(a.sizes, 6), PyList_GetItem(a.sizes, 7), r);
   r.method = &method_named(a.method);
   r.is_codes = flag(a.quantized);

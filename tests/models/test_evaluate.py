@@ -222,7 +222,7 @@ def test_commands(image_folder, tmp_path):
     assert done.exit_code == 0, done.output
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     assert list(rows) == [FLOAT, "intflash", "intflash (static, absmax, scales.json)"]
-    assert [row["granularity"] for row in rows.values()] == ["", "tensor", "tensor"]
+    assert [row["granularity"] for row in rows.values()] == ["", "head", "tensor"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.json", "images", "scales.json"]
     assert rows[FLOAT]["paper"]["top1"] == 72.21
     for name in list(rows)[1:]:

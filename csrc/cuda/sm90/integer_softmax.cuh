@@ -196,10 +196,10 @@ struct ExactMaximum : PDigits<DIGITS> {
 
   DEVICE void init(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
     PDigits<DIGITS>::init(p, at, shared);
-    active = __any_sync(~0u, at.row < at.end);
+    active = KEY_COUNTS || __any_sync(~0u, at.row < at.end);  // with KEY_COUNTS all registers are taken
   }
   DEVICE void update_row_max(const Scores& s, bool partial, const VisibleKeys& visible) {
-    if (active) RowMaxima::update_row_max(s, partial, visible);
+    if (KEY_COUNTS || active) RowMaxima::update_row_max(s, partial, visible);
   }
 
   // Returns the largest octave of either row's maximum at which 32 bits hold T + B of both rows.
@@ -258,11 +258,12 @@ struct ExactMaximum : PDigits<DIGITS> {
   }
   template <bool LAST>
   DEVICE void exponentials(const Scores& s, bool partial, const VisibleKeys& visible, u32, P& p) {
-    if (!active) return clear(0, 8, p);
+    if (!KEY_COUNTS && !active) return clear(0, 8, p);
+    constexpr bool SKIPS = LAST && !KEY_COUNTS;
     if (this->fast_exp)
-      powers<true, LAST>(s, visible, p);
+      powers<true, SKIPS>(s, visible, p);
     else
-      powers<false, LAST>(s, visible, p);
+      powers<false, SKIPS>(s, visible, p);
     if (partial) this->mask_p(p, visible);
     this->add_row_sums(p);
   }

@@ -140,7 +140,7 @@ def bytes_sent(
         >>> from intflash.distributed import bytes_sent
         >>> shape = (1, 12, 32760, 128)
         >>> bytes_sent(shape, shape, ranks=2), bytes_sent(shape, shape, ranks=2, scheme="ulysses")
-        (50319360.0, 62899200.0)
+        (50325504.0, 62902272.0)
     """
     if scheme not in SCHEMES:
         raise InputError(f"scheme must be one of {SCHEMES}, got {scheme!r}")
