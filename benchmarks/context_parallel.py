@@ -30,7 +30,8 @@ from torch.nn import functional as F
 
 import intflash
 from intflash.bench.measure import environment
-from intflash.distributed import attention, bytes_sent, context_parallel, counting, shard
+from intflash.distributed import attention, context_parallel, counting, shard
+from intflash.distributed.traffic import Sizes, control_bytes, data_bytes
 
 METHODS = ("intflash", "intflash_p8")
 CALLS = 4  # in a row, as a model's layers make them: the host prepares a call while the GPU computes the one before
@@ -142,14 +143,16 @@ def torch_context_parallel(work: Workload, inputs: list[Tensor], stack: ExitStac
     return partial(F.scaled_dot_product_attention, q, k, v, is_causal=work.causal)
 
 
-def measure(name: str, work: Workload, methods: Sequence[str], bench: Bench, mesh: Any) -> list[dict[str, Any]]:
-    """Rows of one workload."""
+def measure(
+    name: str, work: Workload, methods: Sequence[str], chunks: int | None, bench: Bench, mesh: Any
+) -> list[dict[str, Any]]:
+    """Rows of one workload. chunks: groups of heads, see `attention`."""
     ranks, inputs = dist.get_world_size(), work.inputs(bench.device)
     base = dict(workload=name, shape=f"{work.q_heads}/{work.kv_heads} heads, N {work.tokens}, D {work.head_dim}",
-                causal=work.causal, ranks=ranks)  # fmt: skip
+                causal=work.causal, ranks=ranks, chunks=chunks)  # fmt: skip
     gqa = work.q_heads != work.kv_heads
     whole = dict(is_causal=work.causal, enable_gqa=gqa, check_finite=False)
-    sharded = whole | dict(layout=work.layout)
+    sharded = whole | dict(layout=work.layout, chunks=chunks)
     rows, calls = [], {}
     parts = [shard(x, layout=work.layout) for x in inputs]
     even = [shard(x) for x in inputs]
@@ -165,7 +168,9 @@ def measure(name: str, work: Workload, methods: Sequence[str], bench: Bench, mes
             call = partial(attention, *parts, method=method, scheme=scheme, **sharded)
             with counting() as traffic:
                 out = call()
-            want = bytes_sent(inputs[0].shape, inputs[1].shape, ranks=ranks, scheme=scheme, out_dtype=torch.float16)
+            across, along = (1, ranks) if scheme == "ulysses" else (ranks, 1)
+            sizes = Sizes(*(tuple(x.shape) for x in inputs), across, along, layout=work.layout)
+            want = data_bytes(sizes, scheme) + control_bytes(sizes)
             calls[f"{method}, {scheme}"] = call, False
             rows.append(base | dict(
                 contender=f"{method}, {scheme}", equal_bits=torch.equal(out, expected), bytes_counted=traffic.total,
@@ -286,6 +291,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/context_parallel"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--chunks", type=int, help="groups of heads that are exchanged one after the other")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--without-model", action="store_true", help="leave out the video block, which needs diffusers")
@@ -317,7 +323,7 @@ def main() -> None:
 
     found["overlap"] = profile(next(iter(workloads.values())), bench, options.out)
     for name, work in workloads.items():
-        add(measure(name, work, options.methods, bench, mesh))
+        add(measure(name, work, options.methods, options.chunks, bench, mesh))
     if not options.without_model:
         add(video_block(options.methods, bench, mesh, options.tiny))
     for name, work in workloads.items():

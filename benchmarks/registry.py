@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-from benchmarks import call_cost, conversion, energy, gpu_kernels, host_cost, integer_cpu, latency, variant_accuracy
+from benchmarks import (
+    call_cost,
+    conversion,
+    energy,
+    gpu_kernels,
+    host_cost,
+    integer_cpu,
+    latency,
+    output_scales,
+    variant_accuracy,
+)
 from intflash.bench import accuracy, vortex
 from intflash.bench.experiments import Experiment, collect
 
 EXPERIMENTS: tuple[Experiment, ...] = collect(
-    (accuracy, variant_accuracy, latency, call_cost, host_cost, gpu_kernels, conversion, energy, integer_cpu, vortex)
+    (
+        accuracy,
+        variant_accuracy,
+        output_scales,
+        latency,
+        call_cost,
+        host_cost,
+        gpu_kernels,
+        conversion,
+        energy,
+        integer_cpu,
+        vortex,
+    )
 )
