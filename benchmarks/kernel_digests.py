@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import sass
 from intflash.backends.cuda import backend as cuda
-from intflash.backends.cuda import long_rows_float, quantization
+from intflash.backends.cuda import long_rows_float
 from intflash.backends.cuda.program import CudaLaunch, compile_program
 from intflash.backends.gpu import float_softmax
 from intflash.backends.gpu import scales as gpu_scales
@@ -141,14 +141,14 @@ def cuda_launches(quick: bool) -> Iterator[tuple[str, CudaLaunch]]:
                 long_rows_float.float_launch(problem, float_softmax.operands(problem), out, statistics),
             )
     for dtype in _FLOAT_TYPES:
-        x = torch.zeros(2, 3, 64, 64, dtype=dtype)
+        x = torch.zeros(2, 3, 300, 64, dtype=dtype)
         for recipe in (Recipe("tensor", "tensor", "tensor"), Recipe()):
-            found = gpu_scales.dynamic_scales(Qkv(x, x, x), recipe)
-            yield f"cuda amax {dtype} {recipe.q}", quantization.amax_launch(Qkv(x, x, x), found)
-        inputs = FloatInputs(Qkv(x, x, x), Qkv(_ones(), _ones(), _ones()), dynamic=True)
-        yield f"cuda quantize {dtype}", quantization.quantize_launch(inputs, True)[0]
+            problem = Problem("intflash_p8", x, x, x, 0.125, recipe=recipe, out_dtype=torch.int8, causal=0)
+            maxima, _, codes, _ = cuda.planned(problem).launches
+            yield f"cuda amax {dtype} {recipe.q}", maxima
+        yield f"cuda quantize {dtype}", codes
     for method in specializations.OURS:
-        yield f"cuda constants {method}", quantization.constants_launch(_codes(method, 49, 32))[0]
+        yield f"cuda constants {method}", cuda.planned(_codes(method, 49, 32), only_constants=True).launches[0]
 
 
 def _with_keys(problem: Problem, kind: str) -> Problem:
@@ -157,21 +157,10 @@ def _with_keys(problem: Problem, kind: str) -> Problem:
 
 
 def _cuda_launch(problem: Problem) -> CudaLaunch:
-    """The attention launch of `gpu.integer.run`, for floats with static scales."""
-    q = problem.q if isinstance(problem.q, torch.Tensor) else problem.q.data
-    out, inputs = torch.empty(q.shape, dtype=problem.out_dtype), None
+    """The attention launch of a problem, for floats with static scales."""
     if isinstance(problem.q, torch.Tensor):
-        inputs = FloatInputs(Qkv(problem.q, problem.k, problem.v), Qkv(_ones(), _ones(), _ones()))
-        if cuda.fused_inputs(problem) == "q":
-            k, v = (specializations.codes(tuple(x.shape), "tensor", "cpu") for x in (problem.k, problem.v))
-            problem = replace(problem, k=k, v=v)
-    scales = None if inputs is None else inputs.scales
-    constants = quantization.constants_launch(problem, scales)[1]
-    statistics = Statistics(None, None)
-    if problem.return_lse:
-        pair = (torch.zeros(q.shape[:3], dtype=dtype) for dtype in (torch.int64, torch.int32))
-        statistics = Statistics(*pair)
-    return cuda.attention_launch(problem, constants, out, statistics, inputs)
+        problem = replace(problem, recipe=Recipe(q_scale=0.5, k_scale=0.25, v_scale=0.125))
+    return cuda.planned(problem).launches[-1]
 
 
 def digests(quick: bool, backends: Sequence[str]) -> dict[str, str]:

@@ -20,8 +20,6 @@ from benchmarks import sass
 from intflash.backends.cuda import backend as cuda
 from intflash.backends.cuda.program import compile_program
 from intflash.backends.triton import specializations
-from intflash.backends.triton.constants import constants_launch
-from intflash.backends.triton.tile_loop import Statistics
 from intflash.problem import Problem
 
 OUT = pathlib.Path(__file__).parent / "results" / "machine_code" / "integer_kernels.json"
@@ -62,8 +60,7 @@ def cuda_rows() -> Iterator[dict]:
     for method, n, d in shapes:
         q, k, v = (specializations.codes((2, 2, n, d), "tensor", "cpu") for _ in "qkv")
         problem = Problem(method, q, k, v, d**-0.5, out_dtype=torch.int8)
-        out = torch.empty(2, 2, n, d, dtype=torch.int8)
-        launch = cuda.attention_launch(problem, constants_launch(problem)[1], out, Statistics(None, None))
+        launch = cuda.planned(problem).launches[-1]
         cubin = compile_program(launch.program).cubin
         machine = sass.machine(cubin, launch.program.file, 90, launch.shared_bytes, launch.threads // 32)
         yield dict(

@@ -122,6 +122,15 @@ struct ConstantsParams {
   u32 group, padding;  // query heads per key head
 };
 
+// Of valueless.cu.
+struct ValuelessParams {
+  View v;
+  u32* words;         // [B, Hk, blocks, 4]
+  const i32* k_ends;  // of packed sequences, each of which has its own blocks; or null
+  u32 keys, blocks, heads, count;
+  u32 blocks_reciprocal, heads_reciprocal;
+};
+
 #ifdef __CUDACC__
 DEVICE u32 key_head(const Params& p, u32 head) {
   return p.group_reciprocal ? __umulhi(head, p.group_reciprocal) : head;

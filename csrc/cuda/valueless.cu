@@ -6,13 +6,6 @@
 
 constexpr u32 THREADS = 128, BLOCK = 128;
 
-struct ValuelessParams {
-  View v;
-  u32* words;         // [B, Hk, blocks, 4]
-  const i32* k_ends;  // of packed sequences, each of which has its own blocks; or null
-  u32 keys, blocks, heads, count;
-  u32 blocks_reciprocal, heads_reciprocal;
-};
 static_assert(sizeof(ValuelessParams) == PARAMS_BYTES);
 
 // Returns whether each of a thread's codes is not 0: of key threadIdx.x, or in the bytes of a word of keys 4 lane to 4

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "host/cuda/driver.h"
+#include "host/cuda/call.h"
 #include "host/run_call.h"
 
 // Every check here accepts what it knows and declines everything else: `attend` then returns None, and Python serves
@@ -149,13 +149,6 @@ To by_position(nb::args given, const char* const (&)[N]) {
   To to;
   std::memcpy(&to, all, sizeof to);
   return to;
-}
-
-// Thrown where Python must serve the call.
-struct Declined {};
-
-void require(bool served) {
-  if (!served) throw Declined{};
 }
 
 bool is_type(PyObject* x, PyObject* type) { return reinterpret_cast<PyObject*>(Py_TYPE(x)) == type; }
@@ -407,11 +400,6 @@ struct Request {
   int64_t left = kUnbounded, right = kUnbounded;  // the window
 };
 
-// What a call gives.
-struct Response {
-  nb::object out, out_scale, t_max, l_sum;  // those that are not wanted are null
-};
-
 bool is_bottom_right(PyObject* align) {
   if (is_name(align, names().bottom_right)) return true;
   require(is_name(align, names().top_left));
@@ -602,23 +590,6 @@ Response serve_on_cpu(const Request& r, const Reader& read, const TorchTensor (&
 
 // --- On a GPU -----------------------------------------------------------------------------------------------------
 
-// A tensor's memory as the kernels' host code sees it: its last axes, with the strides that torch gives it.
-gpu::Tensor gpu_tensor(const TorchTensor& t, OutType type) {
-  require(t.axes <= 4);
-  gpu::Tensor x;
-  x.data = t.data, x.type = type;
-  int64_t step = 1;
-  for (int64_t axis = 3, i = t.axes - 1; axis >= 0; --axis, --i) {
-    if (i >= 0) {
-      require(t.shape[i] > 0);
-      x.shape[axis] = t.shape[i], step = t.stride[i];
-    }
-    x.stride[axis] = step;
-    step *= x.shape[axis];
-  }
-  return x;
-}
-
 OutType type_of(int32_t dtype) {
   for (int i = 0; i < 5; ++i)
     if (dtype == number_of(OutType(i))) return OutType(i);
@@ -628,7 +599,7 @@ OutType type_of(int32_t dtype) {
 gpu::Tensor gpu_mask(const Reader& read, PyObject* mask, int32_t dtype, const gpu::Problem& p) {
   const TorchTensor t = read(mask);
   require(t.dtype == dtype);
-  const gpu::Tensor m = gpu_tensor(t, OutType::kFloat32);
+  const gpu::Tensor m = gpu::tensor_of(t, OutType::kFloat32);
   require(p.batch() % m.shape[0] == 0 && (m.shape[1] == 1 || m.shape[1] == p.heads()) &&
           (m.shape[2] == 1 || m.shape[2] == p.nq()) && (m.shape[3] == 1 || m.shape[3] == p.nk()));
   return m;
@@ -673,57 +644,30 @@ gpu::Tensor gpu_code_scale(const Reader& read, const Scaling& how, const gpu::Te
   return found;
 }
 
-// A program's macros as (name, value) pairs of texts.
-nb::tuple macros_of(const gpu::Program& program) {
-  nb::list macros;
-  for (int i = 0; i < program.source->count(); ++i) {
-    const gpu::Macro& macro = program.source->macros[i];
-    const int32_t value = program.values[i];
-    const nb::object text = macro.values ? nb::object(nb::str(macro.values[value])) : nb::str(nb::int_(value));
-    macros.append(nb::make_tuple(macro.name, text));
-  }
-  return nb::tuple(macros);
-}
-
 // Returns a program's cubin, which Python finds on disk or compiles; empty where nothing can be compiled here.
 std::string compile(const gpu::Program& program) {
   if (python.machine_code == Py_None) return {};
   const nb::object code =
-      nb::handle(python.machine_code)(program.source->file, program.source->entry, macros_of(program));
+      nb::handle(python.machine_code)(program.source->file, program.source->entry, gpu::macros_of(program));
   if (code.is_none()) return {};
   const nb::bytes bytes = nb::cast<nb::bytes>(code);
   return {bytes.c_str(), bytes.size()};
 }
 
-// Where the launches of a call go.
-class Launches {
- public:
-  virtual ~Launches() = default;
-  virtual int processors() const = 0;
-  // The address of a number that no kernel writes.
-  virtual const char* constant(uint64_t bits) = 0;
-  virtual void launch(gpu::Plan& plan) = 0;
-  virtual void clear(char* from, int64_t bytes) = 0;
-  virtual void fill(float* to, float number) = 0;
-};
-
-class LaunchesOnGpu : public Launches {
+// Queues the launches of a call.
+class LaunchesOnGpu : public gpu::Launches {
  public:
   LaunchesOnGpu(int32_t device_index, void* stream) : device_(gpu::find_device(device_index)), stream_(stream) {
-    require(device_ && device_->is_hopper());
+    require(device_ && device_->gpu().is_hopper());
   }
   // On the current stream of a tensor's device.
   explicit LaunchesOnGpu(const TorchTensor& q) : LaunchesOnGpu(q.device_index, nullptr) {
     require(torch_library.current_stream(q.device_index, stream_));
   }
-  int processors() const override { return device_->processors(); }
-  const char* constant(uint64_t bits) override {
-    const char* found = device_->constant(bits);
-    require(found);
-    return found;
-  }
+  const gpu::Gpu& gpu() const override { return device_->gpu(); }
+  const char* constant(uint64_t bits) override { return device_->constant(bits); }
   void launch(gpu::Plan& plan) override {
-    void* functions[4];
+    void* functions[gpu::kMostLaunches];
     require(device_->load(plan, compile, functions));
     const nb::gil_scoped_release released;
     device_->launch(plan, functions, stream_);
@@ -740,80 +684,18 @@ class LaunchesOnGpu : public Launches {
   void* stream_ = nullptr;
 };
 
-// Notes the launches of a call in place of queuing them, for tests on machines without a GPU.
-class NotedLaunches : public Launches {
- public:
-  NotedLaunches(int processors, nb::list noted) : noted_(std::move(noted)), processors_(processors) {}
-  int processors() const override { return processors_; }
-  const char* constant(uint64_t bits) override {
-    static auto& kept = *new std::unordered_map<uint64_t, uint64_t>;
-    return reinterpret_cast<const char*>(&(kept[bits] = bits));
-  }
-  void launch(gpu::Plan& plan) override {
-    for (int i = 0; i < plan.count; ++i) {
-      const gpu::Launch& l = plan.launches[i];
-      nb::dict note;
-      note["file"] = l.program.source->file, note["entry"] = l.program.source->entry;
-      note["macros"] = macros_of(l.program);
-      note["grid"] = nb::make_tuple(l.grid[0], l.grid[1], l.grid[2]);
-      note["threads"] = l.threads, note["shared_bytes"] = l.shared_bytes;
-      note["parameters"] = nb::bytes(reinterpret_cast<const char*>(l.parameters), l.parameter_bytes);
-      if (l.has_maps) {
-        const auto map = [](const gpu::MapShape& m, int32_t batch, int32_t head) {
-          nb::list sizes, strides, box;
-          for (uint64_t x : m.sizes) sizes.append(x);
-          for (uint64_t x : m.strides) strides.append(x);
-          for (uint32_t x : m.box) box.append(x);
-          return nb::make_tuple(nb::tuple(sizes), nb::tuple(strides), nb::tuple(box), m.swizzle, batch, head);
-        };
-        note["maps"] =
-            nb::make_tuple(map(l.k_map, l.maps.k_batch, l.maps.k_head), map(l.v_map, l.maps.v_batch, l.maps.v_head));
-      }
-      noted_.append(note);
-    }
-  }
-  void clear(char* from, int64_t bytes) override { std::memset(from, 0, size_t(bytes)); }
-  void fill(float* to, float number) override { *to = number; }
-
- private:
-  nb::list noted_;
-  int processors_;
-};
-
-// The call's working memory.
-class Workspace {
- public:
-  Workspace(int64_t bytes, const TorchTensor& like) {
-    if (!bytes) return;
-    memory_ = torch_library.allocate(bytes, like, data);
-    require(memory_);  // Python says that there is no memory
-  }
-  ~Workspace() {
-    if (memory_) torch_library.free(memory_);
-  }
-  Workspace(const Workspace&) = delete;
-  void* memory() const { return memory_; }
-  char* data = nullptr;
-
- private:
-  void* memory_ = nullptr;
-};
-
-uint64_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-
-Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&t)[3], Launches& launches) {
+Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&t)[3], gpu::Launches& launches) {
   require(r.backend == Py_None || is_name(r.backend, names().cuda));
   require(r.check_finite == Py_None || !flag(r.check_finite));  // values are read by Python alone
   require(r.left == kUnbounded && r.right == kUnbounded);       // no kernel of the plan knows a window
   check_shapes(t, view_of(t[0]), view_of(t[1]), view_of(t[2]), r.enable_gqa);
-  gpu::Problem p;
+  gpu::ProblemCall call;
+  gpu::Problem& p = call.p;
+  call.q = t[0], call.v = r.tensor[2], call.return_lse = r.return_lse;
   p.method = r.method->method;
-  p.q = gpu_tensor(t[0], type_of(t[0].dtype)), p.k = gpu_tensor(t[1], type_of(t[1].dtype));
-  p.v = gpu_tensor(t[2], type_of(t[2].dtype));
+  require(p.method == Method::kP16 || p.method == Method::kP8 || p.method == Method::kOnline);
+  p.q = gpu::tensor_of(t[0], type_of(t[0].dtype)), p.k = gpu::tensor_of(t[1], type_of(t[1].dtype));
+  p.v = gpu::tensor_of(t[2], type_of(t[2].dtype));
   require(p.k.type == p.q.type && p.v.type == p.q.type && r.is_codes == p.q.is_codes() && p.q.type != OutType::kInt16);
   p.sm_scale = softmax_scale(r.scale, p.head_dim());
   p.is_causal = r.is_causal;
@@ -825,9 +707,7 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   }
   p.out_type = r.is_codes ? OutType::kInt8 : p.q.type;
   require(r.out_dtype == Py_None || find_out_type(r.out_dtype, p.out_type));
-  Response found;
   gpu::Tensor* const tensors[3] = {&p.q, &p.k, &p.v};
-  float numbers[3] = {0, 0, 0};  // scales that the recipe gives as numbers
   if (r.is_codes) {
     for (int i = 0; i < 3; ++i) p.scale[i] = gpu_code_scale(read, r.scaling[i], *tensors[i]);
     require(r.scaling[1].granularity != Granularity::kToken && r.scaling[2].granularity != Granularity::kToken);
@@ -842,8 +722,7 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
       if (how.scale.is_none()) continue;
       ++given;
       if (PyFloat_CheckExact(how.scale.ptr())) {  // the recipe has checked it
-        numbers[i] = float(PyFloat_AsDouble(how.scale.ptr()));
-        p.scale[i].data = const_cast<char*>(launches.constant(bits_of(numbers[i])));
+        set_number(call, i, float(PyFloat_AsDouble(how.scale.ptr())), launches);
       } else {
         p.scale[i] = gpu_static_scale(read, how.scale.ptr(), *tensors[i], p.per_head[i]);
       }
@@ -857,61 +736,22 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
     const TorchTensor s = read(r.out_scale);
     require(s.dtype == torch_library.dtype.float32 && s.axes == 4 && (s.shape[0] == 1 || s.shape[0] == p.batch()) &&
             (s.shape[1] == 1 || s.shape[1] == p.heads()) && s.shape[2] == 1 && s.shape[3] == 1);
-    p.given_out_scale = gpu_tensor(s, OutType::kFloat32);
-    found.out_scale = nb::borrow(r.out_scale);
+    p.given_out_scale = gpu::tensor_of(s, OutType::kFloat32);
+    call.out_scale = nb::borrow(r.out_scale);
   } else if (has_out_scale) {
     const double number = PyFloat_AsDouble(r.out_scale);
     require(number >= python.least_recipe_scale && number <= std::numeric_limits<float>::max());
     const int64_t one[4] = {1, 1, 1, 1};
-    found.out_scale = torch_library.empty(4, one, one, torch_library.dtype.float32, out_dtypes[int(OutType::kFloat32)],
-                                          p.given_out_scale.data, &t[0]);
+    call.out_scale = torch_library.empty(4, one, one, torch_library.dtype.float32, out_dtypes[int(OutType::kFloat32)],
+                                         p.given_out_scale.data, &t[0]);
     launches.fill(reinterpret_cast<float*>(p.given_out_scale.data), float(number));
   }
-  gpu::Choice choice;
+  const bool tokens_first = t[0].axes > 2 && t[0].stride[t[0].axes - 3] < t[0].stride[t[0].axes - 2];
+  require(!read.is_dispatched() || t[0].axes == 4 || !tokens_first);  // the op promises contiguous memory then
+  gpu::Response found;
   gpu::Refusal why;
-  require(choose(p, launches.processors(), choice, why));
-  if (choice.fills_constants && !p.has_integer_output() && numbers[0] && numbers[1]) {  // known on the host
-    p.ready_score = launches.constant(packed_score(p, numbers[0], numbers[1]));
-    require(choose(p, launches.processors(), choice, why));
-  }
-
-  const TorchTensor& q = t[0];
-  const int64_t* const step = q.stride + q.axes - 3;
-  const bool tokens_first = q.axes > 2 && step[0] < step[1];
-  require(!read.is_dispatched() || q.axes == 4 || !tokens_first);  // the op promises contiguous memory then
-  const int64_t batch = p.batch(), heads = p.heads(), nq = p.nq(), d = p.v.shape[3];
-  gpu::Memory memory;
-  memory.out.type = p.out_type;
-  const int64_t shape[4] = {batch, heads, nq, d};
-  const int64_t stride[4] = {heads * nq * d, tokens_first ? d : nq * d, tokens_first ? heads * d : d, 1};
-  for (int i = 0; i < 4; ++i) memory.out.shape[i] = shape[i], memory.out.stride[i] = stride[i];
-  const int64_t skipped = 4 - q.axes;
-  found.out = torch_library.empty(q.axes, shape + skipped, stride + skipped, number_of(p.out_type),
-                                  out_dtypes[int(p.out_type)], memory.out.data, &q);
-  if (r.return_lse) {
-    memory.t_max = reinterpret_cast<int64_t*>(empty_statistics(q, torch_library.dtype.int64, int64_dtype, found.t_max));
-    memory.l = reinterpret_cast<int32_t*>(empty_statistics(q, torch_library.dtype.int32, int32_dtype, found.l_sum));
-  }
-  if (p.has_integer_output() && !p.given_out_scale) {
-    const int64_t* const of = choice.output_shape;
-    const int64_t steps[4] = {of[1] * of[2] * of[3], of[2] * of[3], of[3], 1};
-    char* data = nullptr;
-    found.out_scale =
-        torch_library.empty(4, of, steps, torch_library.dtype.float32, out_dtypes[int(OutType::kFloat32)], data, &q);
-    memory.out_scale = reinterpret_cast<float*>(data);
-  }
-  const Workspace workspace(choice.bytes, q);
-  memory.workspace = workspace.data;
-  if (choice.zero_bytes) launches.clear(workspace.data + choice.zeros, choice.zero_bytes);
-  if (choice.copies_values) {
-    const gpu::Tensor to = value_codes(p, choice, workspace.data);
-    require(torch_library.copy_bytes(r.tensor[2], 4, p.v.shape, p.v.stride, workspace.memory(), choice.value_codes,
-                                     to.stride));
-  }
-  gpu::Plan plan;
-  fill_plan(p, choice, memory, launches.processors(), plan);
-  launches.launch(plan);
-  return found;
+  require(gpu::run(call, launches, why, found));
+  return found.of_call;
 }
 
 Response serve(const Request& r, bool dispatched) {
@@ -933,7 +773,7 @@ bool is_for_gpu(const Arguments& a, int32_t device_index) {
     if (!is_name(a.method, m.name)) continue;
     if (m.method != Method::kP16 && m.method != Method::kP8 && m.method != Method::kOnline) return false;
     const gpu::Device* const device = gpu::find_device(device_index);
-    return device && device->is_hopper();
+    return device && device->gpu().is_hopper();
   }
   return false;
 }
@@ -974,21 +814,21 @@ nb::object attend_flat(nb::args given) {
 // Notes what a call with these arguments would launch on a GPU of so many multiprocessors, from tensors in CPU memory.
 // With 0 processors it hands the launches to the driver, which must be none of a GPU.
 nb::object gpu_launches(int processors, nb::tuple given) {
-  nb::list noted;
   try {
     const Request request = request_of(by_position<Arguments>(nb::borrow<nb::args>(given), kArguments));
     Reader read(false);
     TorchTensor t[3] = {read.first(request.tensor[0].ptr())};
     for (int i = 1; i < 3; ++i) t[i] = read(request.tensor[i].ptr());
     require(t[0].is_cpu);
-    std::unique_ptr<Launches> launches;
+    gpu::NotedLaunches noted({processors}, t[0], nullptr, nullptr);
+    Response found;
     if (processors) {
-      launches = std::make_unique<NotedLaunches>(processors, noted);
+      found = serve_on_gpu(request, read, t, noted);
     } else {
-      launches = std::make_unique<LaunchesOnGpu>(0, nullptr);
+      LaunchesOnGpu launches(0, nullptr);
+      found = serve_on_gpu(request, read, t, launches);
     }
-    const Response found = serve_on_gpu(request, read, t, *launches);
-    return nb::make_tuple(noted, found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
+    return nb::make_tuple(noted.noted, found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
   } catch (const Declined&) {
     return nb::none();
   }

@@ -112,12 +112,14 @@ NB_MODULE(_native, m) {
         "Tell of torch: torch.empty_strided, its dtypes in the order of OutType, int32, int64. Without `find` tensors "
         "are read "
         "and made by Python methods.");
+  m.def("reads_torch", [] { return torch_library.is_found(); }, "Whether torch has the C functions that read tensors.");
   m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"),
         nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(),
         nb::arg("blocks").none(), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(),
         nb::arg("packed").none(), nb::arg("t_max").none(), nb::arg("l_sum").none(), nb::arg("look"),
         "Attention of one validated problem, see intflash/backends/cpu.py.");
   bind_attend(m);
+  bind_plans(m);
   bind_launches(m);
   bind_programs(m);
 }

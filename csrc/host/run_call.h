@@ -25,6 +25,11 @@ inline int32_t number_of(OutType type) {
   return numbers[int(type)];
 }
 
+// What a call gives: those that are not wanted are null.
+struct Response {
+  nb::object out, out_scale, t_max, l_sum;
+};
+
 inline bool is_integer(OutType type) { return type == OutType::kInt8 || type == OutType::kInt16; }
 
 // The codes of a call on the calling thread. The memory is kept, because fresh pages cost more than the work of small

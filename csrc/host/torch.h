@@ -18,7 +18,7 @@ struct TorchTensor {
   int64_t axes = 0;
   const int64_t *shape = nullptr, *stride = nullptr;
   int32_t dtype = 0;
-  bool is_cpu = false, is_cuda = false;
+  bool is_cpu = false, is_cuda = false, is_meta = false;
   int32_t device_index = 0;  // of a CUDA tensor
 };
 
@@ -44,7 +44,10 @@ class Torch {
 
   // Reads a dense tensor of torch. Returns false where it is none: of sparse and nested ones torch has no strides or
   // sizes, others have no memory.
-  bool read(nanobind::handle tensor, TorchTensor& t) const {
+  bool read(nanobind::handle tensor, TorchTensor& t) const { return describe(tensor, t) && t.data; }
+
+  // The same, also of tensors without memory ("meta").
+  bool describe(nanobind::handle tensor, TorchTensor& t) const {
     void* implementation = implementation_of(tensor);
     if (!implementation) {
       PyErr_Clear();
@@ -57,10 +60,18 @@ class Torch {
     if (get_device_type_(handle, &device) || get_dim_(handle, &t.axes) || get_sizes_(handle, &shape) ||
         get_strides_(handle, &stride) || get_dtype_(handle, &t.dtype) || get_data_ptr_(handle, &data))
       return false;
-    t.is_cpu = device == cpu_, t.is_cuda = device == cuda_;
+    t.is_cpu = device == cpu_, t.is_cuda = device == cuda_, t.is_meta = device == meta_;
     if (t.is_cuda && get_device_index_(handle, &t.device_index)) return false;
     t.shape = shape, t.stride = stride, t.data = static_cast<char*>(data);
-    return data != nullptr;
+    return true;
+  }
+
+  // Returns the address of a tensor's TensorImpl, or null with a Python error. A pointer to it is a handle.
+  void* implementation_of(nanobind::handle tensor) const {
+    PyObject* number = PyObject_GetAttr(tensor.ptr(), cdata_);
+    void* found = number ? PyLong_AsVoidPtr(number) : nullptr;
+    Py_XDECREF(number);
+    return found;
   }
 
   // Returns the bytes from a tensor's first element to the end of its storage.
@@ -92,8 +103,8 @@ class Torch {
   }
   void free(void* memory) const { delete_(memory); }
 
-  // Copies a tensor's elements, in the order of `shape`, to others of memory from `allocate` at `offset` bytes, both of
-  // one byte. Returns false where torch cannot.
+  // Copies a tensor's elements, in the order of `shape`, to others of a handle's memory at `offset` bytes, both of one
+  // byte. Returns false where torch cannot.
   bool copy_bytes(nanobind::handle from, int64_t axes, const int64_t* shape, const int64_t* from_stride, void* memory,
                   int64_t offset, const int64_t* to_stride) const {
     void* implementation = implementation_of(from);
@@ -137,14 +148,6 @@ class Torch {
   template <class... Arguments>
   using Function = int32_t (*)(Arguments...);
 
-  // Returns the address of a tensor's TensorImpl, or null with a Python error.
-  void* implementation_of(nanobind::handle tensor) const {
-    PyObject* number = PyObject_GetAttr(tensor.ptr(), cdata_);
-    void* found = number ? PyLong_AsVoidPtr(number) : nullptr;
-    Py_XDECREF(number);
-    return found;
-  }
-
   bool find_functions() {
 #ifdef __APPLE__
     void* core = dlopen("@rpath/libtorch_cpu.dylib", RTLD_NOLOAD | RTLD_LAZY);
@@ -179,6 +182,7 @@ class Torch {
     };
     number(cpu_, "aoti_torch_device_type_cpu");
     number(cuda_, "aoti_torch_device_type_cuda");
+    number(meta_, "aoti_torch_device_type_meta");
     number(dtype.int8, "aoti_torch_dtype_int8");
     number(dtype.int16, "aoti_torch_dtype_int16");
     number(dtype.int32, "aoti_torch_dtype_int32");
@@ -201,7 +205,7 @@ class Torch {
 
   bool is_found_ = false;
   PyObject *cdata_ = nullptr, *make_empty_ = nullptr;
-  int32_t cpu_ = 0, cuda_ = 0;
+  int32_t cpu_ = 0, cuda_ = 0, meta_ = 0;
   Function<Handle, int64_t*> get_dim_ = nullptr;
   Function<Handle, int64_t**> get_sizes_ = nullptr, get_strides_ = nullptr;
   Function<Handle, int32_t*> get_dtype_ = nullptr, get_device_type_ = nullptr, get_device_index_ = nullptr;

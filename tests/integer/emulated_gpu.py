@@ -20,8 +20,7 @@ from integer import gpu_cases  # noqa: E402
 from integer.programs import seeded  # noqa: E402
 from integer.small_programs import block  # noqa: E402
 from intflash.backends import get_backend  # noqa: E402
-from intflash.backends.cuda import backend, program  # noqa: E402
-from intflash.backends.cuda.quantization import constants_launch  # noqa: E402
+from intflash.backends.cuda import backend, plans, program  # noqa: E402
 from intflash.integer.gpu import executor, padding  # noqa: E402
 from intflash.methods import get_method  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
@@ -59,10 +58,9 @@ def attention_complaint(name: str, method: str, batch: int, heads: int, n: int, 
     expected = get_method(method).reference(problem).out
     order = padding.key_order(keep)
     gathered = padding.without_masked_keys(problem, order)
-    launch, constants, _ = constants_launch(gathered)
-    launch.run()
     out = torch.full((batch, n, heads, d), 77, dtype=torch.int8).transpose(1, 2)
-    padding.attention_launch(gathered, constants, out, order, False if "streamed" in name else None).run()
+    plans.FIXED = dict(resident=0) if "streamed" in name else {}
+    backend.planned(gathered, out=out, key_counts=order.counts).run()
     wrong = (out != expected).nonzero()
     if not len(wrong):
         return ""
@@ -92,6 +90,6 @@ def complaint(name: str) -> str:
 if __name__ == "__main__":
     program.CudaLaunch.run = emulate.run
     object.__setattr__(get_backend("cuda"), "unavailable", lambda: None)
-    executor._attention_kernels = lambda problem: backend.KERNELS  # the tensors are on the CPU
+    executor._is_for_cuda = lambda problem: True  # the tensors are on the CPU
     torch.set_num_threads(1)
     print(json.dumps({name: complaint(name) for name in sys.argv[1:] or [*PADDED, *WHOLE]}))

@@ -17,10 +17,10 @@ import emulate  # noqa: E402
 from benchmarks import sass  # noqa: E402
 from integer import gpu_cases  # noqa: E402
 from integer.programs import integers, linear_program, seeded  # noqa: E402
+from intflash.backends.cuda import backend  # noqa: E402
 from intflash.backends.cuda.program import CudaLaunch, compile_program  # noqa: E402
-from intflash.backends.cuda.quantization import constants_launch  # noqa: E402
 from intflash.integer import reference  # noqa: E402
-from intflash.integer.gpu import hopper, padding  # noqa: E402
+from intflash.integer.gpu import hopper  # noqa: E402
 from intflash.integer.gpu.hopper import Split  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 from intflash.quant import QTensor  # noqa: E402
@@ -210,6 +210,7 @@ def test_the_executor_on_an_emulated_gpu(name):
 def test_attention_with_key_counts_is_integer_only(method):
     codes = [QTensor(torch.empty(1, 2, 512, 64, dtype=torch.int8), torch.ones(1, 1, 1, 1), "tensor") for _ in "qkv"]
     problem = Problem(method, *codes, 0.125, out_dtype=torch.int8, out_scale=torch.ones(1, 1, 1, 1))
-    _, constants, _ = constants_launch(problem)
-    order = padding.KeyOrder(None, torch.empty(1, dtype=torch.int32))
-    _machine(padding.attention_launch(problem, constants, torch.empty(1, 2, 512, 64, dtype=torch.int8), order))
+    plan = backend.planned(problem, key_counts=torch.empty(1, dtype=torch.int32))
+    launch = plan.launches[-1]
+    assert launch.program.file == "sm90/long_rows.cu" and ("KEY_COUNTS", "1") in launch.program.macros
+    _machine(launch)

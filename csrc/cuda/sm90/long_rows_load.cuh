@@ -200,7 +200,7 @@ struct CpAsyncLoader {
   DEVICE void load_first_head(const Params&, const SharedLayout&) const {}
 };
 
-// Producer that loads by TMA, issued by one thread. It needs regular strides (see tensor_maps.py); CpAsyncLoader takes
+// Producer that loads by TMA, issued by one thread. It needs regular strides (see plan.cpp); CpAsyncLoader takes
 // any strides.
 struct TmaLoader {
   static constexpr u32 ARRIVALS = 1;

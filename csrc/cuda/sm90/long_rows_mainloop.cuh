@@ -47,7 +47,7 @@ constexpr int CHANNELS = HEAD_DIM / 4;  // channels per thread
 // Registers per thread. A multiprocessor has 65,536.
 constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 
-// The offset of the mask of a batch's keys. long_rows.py checks that it fits.
+// The offset of the mask of a batch's keys. long_rows.cpp checks that it fits.
 DEVICE u32 key_mask(const Params& p, u32 batch) {
   const u32 b = p.keep_reciprocal ? batch - __umulhi(batch, p.keep_reciprocal) * p.keep_batches : batch;
   return b * (u32)p.keep.b;

@@ -38,7 +38,7 @@ struct QuantizingLoader {
     DEVICE static u32 value_place(u32 row, u32 channel) {
       return swizzled<128>(value_row<HEAD_DIM>(channel), row / 4) + row % 4 * 4;
     }
-    // The address of chunk i of a step, and whether the chunk exists. Strides fit in 32 bits (long_rows.py checks
+    // The address of chunk i of a step, and whether the chunk exists. Strides fit in 32 bits (long_rows.cpp checks
     // this).
     DEVICE const u8* from(u32 step, u32 i) const {
       const i32 stride = (i32)(i < 4 ? p.k.n : p.v.n) * SIZE<QUERY>;

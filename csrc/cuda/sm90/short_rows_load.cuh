@@ -18,7 +18,7 @@ constexpr int CHANNELS = HEAD_DIM / 4;  // channels per thread
 
 typedef Codes<IN, VALUES_IN_RANGE> In;
 
-// Addresses of the tokens of a head. Strides fit in 32 bits (short_rows.py checks this).
+// Addresses of the tokens of a head. Strides fit in 32 bits (short_rows.cpp checks this).
 struct Tokens {
   const u8* base;
   i32 stride;  // in bytes
@@ -243,7 +243,7 @@ struct HeadLoader {
 };
 
 #if TMA
-// Loads the codes of a head by TMA, issued by one thread. It needs regular strides (tensor_maps.py) and V with
+// Loads the codes of a head by TMA, issued by one thread. It needs regular strides (plan.cpp) and V with
 // contiguous keys. Threads copy the last 16 keys, because absent keys must be copies of the last one.
 template <int THREADS>
 struct TmaHeadLoader {

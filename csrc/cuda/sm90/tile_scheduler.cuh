@@ -1,4 +1,4 @@
-// The tile scheduler of long rows: gives a persistent CTA one work tile after another. long_rows.py fills p.share
+// The tile scheduler of long rows: gives a persistent CTA one work tile after another. long_rows.cpp fills p.share
 // (`schedule_ranges`, `schedule_resident_heads`).
 #pragma once
 #include "sm90/long_rows_load.cuh"

@@ -25,9 +25,9 @@ struct LaunchConfig {
   LaunchAttribute* attributes;
   unsigned count;
 };
-constexpr int kProgrammaticStreamSerialization = 6;             // CU_LAUNCH_ATTRIBUTE_...
-constexpr int kMaxDynamicSharedBytes = 8;                       // CU_FUNC_ATTRIBUTE_...
-constexpr int kMultiprocessors = 16, kMajor = 75, kMinor = 76;  // CU_DEVICE_ATTRIBUTE_...
+constexpr int kProgrammaticStreamSerialization = 6;                                // CU_LAUNCH_ATTRIBUTE_...
+constexpr int kMaxDynamicSharedBytes = 8;                                          // CU_FUNC_ATTRIBUTE_...
+constexpr int kMultiprocessors = 16, kMajor = 75, kMinor = 76, kSharedBytes = 97;  // CU_DEVICE_ATTRIBUTE_...
 constexpr int kCaptureModeRelaxed = 2;
 constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 
@@ -187,9 +187,12 @@ Device* find_device(int index) {
   int handle = 0;
   Device made;
   check(d.device_get(&handle, index), "cuDeviceGet");
-  check(d.device_attribute(&made.major_, kMajor, handle), "cuDeviceGetAttribute");
-  check(d.device_attribute(&made.minor_, kMinor, handle), "cuDeviceGetAttribute");
-  check(d.device_attribute(&made.processors_, kMultiprocessors, handle), "cuDeviceGetAttribute");
+  int shared_bytes = 0;
+  for (const auto& [value, attribute] :
+       {std::pair(&made.gpu_.major, kMajor), std::pair(&made.gpu_.minor, kMinor),
+        std::pair(&made.gpu_.processors, kMultiprocessors), std::pair(&shared_bytes, kSharedBytes)})
+    check(d.device_attribute(value, attribute, handle), "cuDeviceGetAttribute");
+  made.gpu_.shared_bytes = shared_bytes;
   check(d.retain(&made.context_, handle), "cuDevicePrimaryCtxRetain");
   made.constants_ = new std::unordered_map<uint64_t, const char*>;
   return devices[index] = new Device(made);
@@ -233,7 +236,7 @@ void* Device::load(const char* code, const char* entry, uint32_t shared_bytes) c
   return found;
 }
 
-bool Device::load(const Plan& plan, const Compiler& compile, void* (&functions)[4]) const {
+bool Device::load(const Plan& plan, const Compiler& compile, void* (&functions)[kMostLaunches]) const {
   for (int i = 0; i < plan.count; ++i) {
     const Launch& l = plan.launches[i];
     void*& function = kernels[{this, l.program, l.shared_bytes}];
@@ -254,10 +257,10 @@ void Device::encode(const MapShape& shape, ::TensorMap& map) const {
 
 void Device::launch(const KernelLaunch& launch, void* stream) const {
   const Current current(context_);
-  queue(launch, major_ >= 9, stream);
+  queue(launch, gpu_.major >= 9, stream);
 }
 
-void Device::launch(Plan& plan, void* const (&functions)[4], void* stream) const {
+void Device::launch(Plan& plan, void* const (&functions)[kMostLaunches], void* stream) const {
   const Current current(context_);
   for (int i = 0; i < plan.count; ++i) {
     Launch& l = plan.launches[i];

@@ -30,9 +30,7 @@ struct KernelLaunch {
 // A GPU. All functions of kernels are of its primary context, which is torch's.
 class Device {
  public:
-  int processors() const { return processors_; }
-  // Whether the kernels of `plan.h` run on it: compute capability 9.0.
-  bool is_hopper() const { return major_ == 9 && minor_ == 0; }
+  const Gpu& gpu() const { return gpu_; }
 
   // Returns the address of a number in the GPU's memory. It is written before this returns and never changes, so that
   // any stream and any graph may read it; null where there is no more room.
@@ -42,13 +40,13 @@ class Device {
   void* load(const char* code, const char* entry, uint32_t shared_bytes) const;
   // Finds the kernels of a plan, compiled by `compile` where they have never been used before. Returns false where
   // nothing can be compiled.
-  bool load(const Plan& plan, const Compiler& compile, void* (&functions)[4]) const;
+  bool load(const Plan& plan, const Compiler& compile, void* (&functions)[kMostLaunches]) const;
 
   void encode(const MapShape& shape, ::TensorMap& map) const;
   // Each queues work on a stream, whatever GPU is current: a launch; a plan's launches, which need no lock of Python's;
   // zeros; one 32-bit number. Programs do not overlap before compute capability 9.0.
   void launch(const KernelLaunch& launch, void* stream) const;
-  void launch(Plan& plan, void* const (&functions)[4], void* stream) const;
+  void launch(Plan& plan, void* const (&functions)[kMostLaunches], void* stream) const;
   void clear(char* from, int64_t bytes, void* stream) const;
   void fill(void* to, uint32_t bits, void* stream) const;
 
@@ -56,7 +54,7 @@ class Device {
   friend Device* find_device(int);
   Device() = default;
   void* context_ = nullptr;
-  int processors_ = 0, major_ = 0, minor_ = 0;
+  Gpu gpu_;
   std::unordered_map<uint64_t, const char*>* constants_ = nullptr;  // never destroyed
   char *slab_ = nullptr, *slab_end_ = nullptr;                      // their memory that is free
 };

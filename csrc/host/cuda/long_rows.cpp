@@ -10,8 +10,6 @@
 namespace intflash::gpu {
 namespace {
 
-constexpr int64_t kTile = 128;                    // keys per tile
-constexpr int64_t kStages = 4;                    // of the ring buffer
 constexpr int64_t kSharedBytes = 227 * 1024;      // available to a CTA
 constexpr int64_t kTableBytes = 32 * 1024;        // of the table of P of `intflash_online`
 constexpr int64_t kStagingBytes = 2 * 16 * 1024;  // of floats that wait in shared memory to be quantized
@@ -23,44 +21,47 @@ constexpr double kQuantizeTileUs = 0.6;
 // A separate quantization pass: its least time, and its rate at 3 bytes per element.
 constexpr double kPassLeastUs = 4.5, kPassTbS = 4.0;
 
-constexpr const char* kMethodNames[] = {"ExactP16", "ExactP8", "Online"};  // in the order of Method
+constexpr const char* kMethodNames[] = {"ExactP16", "ExactP8", "Online", "BlockFloat"};  // in the order of Method
 
-const Source kSource = {"sm90/long_rows.cu",
-                        "attention",
-                        {{"METHOD", kMethodNames},
-                         {"BLOCK_FLOAT", nullptr},
-                         {"HEAD_DIM", nullptr},
-                         {"CONSUMERS", nullptr},
-                         {"CAUSAL", nullptr},
-                         {"ROW_SCALES", nullptr},
-                         {"KEY_SCALES", nullptr},
-                         {"QUERY", kTypeNames},
-                         {"VALUE", kTypeNames},
-                         {"OUT", kTypeNames},
-                         {"TMA", nullptr},
-                         {"P_SHARED", nullptr},
-                         {"P_TABLE", nullptr},
-                         {"SCRATCH_BYTES", nullptr},
-                         {"STAGES", nullptr},
-                         {"KV_RESIDENT", nullptr},
-                         {"FLOAT_KV", nullptr},
-                         {"VALUES_IN_RANGE", nullptr}}};
+const Source kSource = {
+    "sm90/long_rows.cu",
+    "attention",
+    {{"METHOD", kMethodNames}, {"BLOCK_FLOAT", nullptr},     {"HEAD_DIM", nullptr},   {"CONSUMERS", nullptr},
+     {"CAUSAL", nullptr},      {"ROW_SCALES", nullptr},      {"KEY_SCALES", nullptr}, {"QUERY", kTypeNames},
+     {"VALUE", kTypeNames},    {"OUT", kTypeNames},          {"TMA", nullptr},        {"P_SHARED", nullptr},
+     {"P_TABLE", nullptr},     {"SCRATCH_BYTES", nullptr},   {"STAGES", nullptr},     {"KV_RESIDENT", nullptr},
+     {"FLOAT_KV", nullptr},    {"VALUES_IN_RANGE", nullptr}, {"TENSOR_DIM", nullptr}, {"KEY_COUNTS", nullptr},
+     {"KEY_MASK", nullptr}}};
 
-bool has_kernel(Method method) { return method == Method::kP16 || method == Method::kP8 || method == Method::kOnline; }
+bool has_kernel(Method method) {
+  return method == Method::kP16 || method == Method::kP8 || method == Method::kOnline || method == Method::kBlockFloat;
+}
+
+// The kernel pads head_dim to a multiple of 16.
+int64_t padded_channels(int64_t d) { return round_up(d, 16); }
 
 bool uses_p_table(const Problem& p) { return p.method == Method::kOnline; }
 
 bool p_in_shared(const Problem& p, int64_t consumers) { return consumers == 3 && p.head_dim() > 96 && uses_p_table(p); }
 
-// Bytes of P, where it goes through shared memory, of floats that wait to be quantized, and of the table of P.
-int64_t extra_shared_bytes(const Problem& p, int64_t consumers, bool floats) {
-  return 64 * consumers * kTile * p_in_shared(p, consumers) + floats * kStagingBytes + uses_p_table(p) * kTableBytes;
+// Bytes for each consumer warpgroup of `Scratch` of block_float_softmax.cuh: 64-bit words of 128 threads, five and a
+// thread's accumulators that have no registers.
+int64_t scratch_bytes(const Problem& p) {
+  if (!is_block_float(p.method)) return 0;
+  const int64_t d = p.head_dim();
+  const int64_t accumulators = d == 80 ? 12 : d == 96 ? 16 : d == 112 ? 24 : d == 128 ? 32 : 0;
+  return (5 + accumulators) * 128 * 8;
 }
 
-// Bytes of `SharedLayout` of long_rows_load.cuh: the stages with their barriers, Q's rows, and `extra`.
+// Bytes of P, where it goes through shared memory, of what has no registers, of floats that wait to be quantized, and
+// of the table of P.
+int64_t extra_shared_bytes(const Problem& p, int64_t consumers, bool floats) {
+  return 64 * consumers * kTile * p_in_shared(p, consumers) + consumers * scratch_bytes(p) + floats * kStagingBytes +
+         uses_p_table(p) * kTableBytes;
+}
+
 int64_t shared_bytes(int64_t d, int64_t consumers, int64_t stages, int64_t extra) {
-  const int64_t stage = round_up(kTile * key_width(d) + kTile * d, 1024) + 16;
-  return stages * stage + 64 * consumers * key_width(d) + extra;
+  return long_rows_shared_bytes(d, consumers, kTile * d, 0, stages, extra);
 }
 
 // The number of ring stages that fit in shared memory.
@@ -74,8 +75,8 @@ bool light_quantization(int64_t d) { return d == 64; }
 
 // The number of consumer warpgroups, as many as registers allow. light_loads: the producer needs few registers, as with
 // TMA; rows: each row has its own scale.
-int64_t consumers_of(const Problem& p, bool light_loads, bool rows) {
-  const int64_t d = p.head_dim();
+int64_t consumers_of(const Problem& p, int64_t d, bool light_loads, bool rows) {
+  if (is_block_float(p.method)) return 2;
   if (p.method == Method::kP16) return 32 < d && d <= 64 && light_loads && !rows ? 3 : 2;
   if (p.method == Method::kP8) return d <= 96 || d == 128 ? 3 : 2;
   if (rows) return d <= (p.is_causal ? 64 : 80) ? 3 : 2;
@@ -84,11 +85,6 @@ int64_t consumers_of(const Problem& p, bool light_loads, bool rows) {
 
 // Whether K and V of a head can be resident in shared memory.
 bool fits_resident(const Problem& p, int64_t stages) { return !p.is_causal && ceil_div(p.nk(), kTile) <= stages; }
-
-struct Schedule {
-  int64_t ctas;
-  ::Share share;
-};
 
 // The tiles of 64 rows that each CTA takes with K/V resident in shared memory. A CTA takes consecutive tiles, so that
 // it loads few heads. Where loading a head takes as long as computing a tile, as it does for floats, a CTA takes tiles
@@ -166,24 +162,6 @@ RangeSplit choose_range_split(int64_t nq, int64_t heads, int64_t consumers, int6
   return known[key] = find_range_split(nq, heads, consumers, processors);
 }
 
-// The ranges that the tile scheduler hands out: `consumers` tiles of 64 rows each, then the rows that remain of each
-// head, in smaller ranges. The kernel is persistent: a CTA takes one range after another. With a causal mask, where
-// ranges take different times, each range has its own CTA, the longest first.
-Schedule schedule_ranges(const Problem& p, int64_t consumers, int64_t processors) {
-  const int64_t heads = p.batch() * p.heads(), nq = p.nq(), rows = 64 * consumers;
-  const RangeSplit split =
-      p.is_causal ? RangeSplit{ceil_div(nq, rows), 1, 0} : choose_range_split(nq, heads, consumers, processors);
-  const int64_t rest = ceil_div(std::max<int64_t>(nq - rows * split.whole, 0), 64 * split.tiles);
-  const int64_t whole_of_all = heads * split.whole, ranges = heads * (split.whole + rest);
-  ::Share share{};
-  share.whole = i32(split.whole), share.rest = i32(rest), share.rest_tiles = i32(split.tiles);
-  share.whole_of_all = u32(whole_of_all), share.pieces = u32(ranges), share.first = u32(split.first);
-  share.whole_reciprocal = quotient_reciprocal(split.whole);
-  share.rest_reciprocal = quotient_reciprocal(rest);
-  share.heads_reciprocal = quotient_reciprocal(p.heads());
-  return {p.is_causal ? ranges : std::min(ranges, processors), share};
-}
-
 // Whether every CTA quantizes its heads in less time than a separate pass over K and V takes. The times were measured.
 bool quantizing_is_faster(const Problem& p, int64_t processors) {
   const int64_t batch = p.k.shape[0], heads = p.k.shape[1], nk = p.nk(), d = p.k.shape[3];
@@ -198,51 +176,136 @@ bool quantizing_is_faster(const Problem& p, int64_t processors) {
 // Whether the byte offsets between a head's tokens fit in 32 bits.
 bool offsets_fit_32_bits(const Tensor& x) { return x.shape[2] * std::abs(x.stride[2]) * x.bytes() < int64_t(1) << 31; }
 
+// Whether the kernel pads head_dim to a multiple of 16 itself. The quantization pass writes rows of codes that are
+// padded, and a thread stores its channels of the output in words of at most 16 bytes.
+bool pads_channels(const Problem& p) { return p.is_float() && !p.has_integer_output() && p.head_dim() >= 40; }
+
+// Whether the kernel can read the bool mask: it reads four keys at once.
+bool is_key_mask(const Problem& p, Refusal& why) {
+  const Tensor& keep = p.keep;
+  const int64_t keys = p.nk();
+  bool one_for_all = true;
+  for (int i : {1, 2}) one_for_all &= keep.shape[i] == 1 || keep.stride[i] == 0;
+  if (!one_for_all || keep.shape[3] != keys || p.is_causal)
+    return why.no([&] {
+      return "long rows take bool masks of keys alone and without causal ones, got shape " + text_of(keep.shape);
+    });
+  if (keys % 4 || keep.stride[3] != 1 || uintptr_t(keep.data) % 4 || (keep.shape[0] > 1 && keep.stride[0] % 4))
+    return why.no([&] {
+      return "long rows read four keys of a bool mask at once, got " + std::to_string(keys) + " keys and strides " +
+             text_of(keep.stride);
+    });
+  if (keep.shape[0] * keep.stride[0] >= int64_t(1) << 32)
+    return why.no([&] {
+      return "masks of keys must lie within 4 GiB, got shape " + text_of(keep.shape) + " and strides " +
+             text_of(keep.stride);
+    });
+  return true;
+}
+
 }  // namespace
 
-bool long_rows_serve(const Problem& p, Refusal& why) {
-  if (!has_kernel(p.method)) return why.no([] { return "the method has no kernel for long rows"; });
+bool is_long_rows_shape(const Problem& p, int64_t multiple, Refusal& why) {
   const int64_t d = p.head_dim(), dv = p.v.shape[3];
-  if (d != dv || d % 16 || d > 128)
-    return why.no([&] {
-      return "needs one head_dim, a multiple of 16 up to 128, got " + std::to_string(d) + " and " + std::to_string(dv);
-    });
+  return (d == dv && d % multiple == 0 && d <= 128) || why.no([&] {
+    return "needs one head_dim, a multiple of " + std::to_string(multiple) + " up to 128, got " + std::to_string(d) +
+           " and " + std::to_string(dv);
+  });
+}
+
+int64_t long_rows_shared_bytes(int64_t d, int64_t consumers, int64_t value_bytes, int64_t scale_bytes, int64_t stages,
+                               int64_t extra) {
+  const int64_t stage = round_up(kTile * key_width(d) + value_bytes, 1024) + scale_bytes + 16;
+  return stages * stage + 64 * consumers * key_width(d) + extra;
+}
+
+// The ranges that the tile scheduler hands out: `consumers` tiles of 64 rows each, then the rows that remain of each
+// head, in smaller ranges. The kernel is persistent: a CTA takes one range after another. With a causal mask, where
+// ranges take different times, each range has its own CTA, the longest first.
+Schedule schedule_ranges(const Problem& p, int64_t consumers, const Gpu& gpu) {
+  const int64_t heads = p.batch() * p.heads(), nq = p.nq(), rows = 64 * consumers;
+  const int64_t processors = gpu.processors, *const fixed = p.fixed.range_split;
+  const RangeSplit split = p.is_causal     ? RangeSplit{ceil_div(nq, rows), 1, 0}
+                           : fixed[0] >= 0 ? RangeSplit{fixed[0], fixed[1], fixed[2]}
+                                           : choose_range_split(nq, heads, consumers, processors);
+  const int64_t rest = ceil_div(std::max<int64_t>(nq - rows * split.whole, 0), 64 * split.tiles);
+  const int64_t whole_of_all = heads * split.whole, ranges = heads * (split.whole + rest);
+  ::Share share{};
+  share.whole = i32(split.whole), share.rest = i32(rest), share.rest_tiles = i32(split.tiles);
+  share.whole_of_all = u32(whole_of_all), share.pieces = u32(ranges), share.first = u32(split.first);
+  share.whole_reciprocal = quotient_reciprocal(split.whole);
+  share.rest_reciprocal = quotient_reciprocal(rest);
+  share.heads_reciprocal = quotient_reciprocal(p.heads());
+  return {p.is_causal ? ranges : std::min(ranges, processors), share};
+}
+
+bool long_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
+  if (!gpu.is_hopper()) return why.no([] { return kHopperOnly; });
+  if (!has_kernel(p.method))
+    return why.no([&] { return std::string("method '") + kMethods[int(p.method)] + "' has no kernel for long rows"; });
+  if (p.keep && !is_block_float(p.method) && !is_key_mask(p, why)) return false;
+  if (!is_long_rows_shape(p, !is_block_float(p.method) && pads_channels(p) ? 8 : 16, why)) return false;
   if (p.bias) return why.no([] { return "long rows do not support bias"; });
-  if (p.keep) return why.no([] { return "long rows do not support keep"; });
+  if (p.keep && is_block_float(p.method)) return why.no([] { return "long rows do not support keep"; });
   return true;
 }
 
 // Whether the kernel quantizes the problem's float K and V itself: 16-bit floats, with K/V resident in shared memory.
-bool long_rows_quantize_keys(const Problem& p, int processors) {
-  const int64_t d = p.head_dim();
+bool long_rows_quantize_keys(const Problem& p, const Gpu& gpu) {
+  const int64_t d = padded_channels(p.head_dim());
   if (!has_kernel(p.method) || p.q.bytes() != 2 || d == 16) return false;  // 16: registers would spill
+  if (is_block_float(p.method)) return false;  // it reads codes again where a row needs a second pass
   if (!offsets_fit_32_bits(p.k) || !offsets_fit_32_bits(p.v)) return false;
-  const int64_t consumers = consumers_of(p, light_quantization(d), false);
+  const int64_t consumers = consumers_of(p, d, light_quantization(d), false);
   const int64_t stages = most_stages(d, consumers, extra_shared_bytes(p, consumers, true));
-  return fits_resident(p, stages) && quantizing_is_faster(p, processors);
+  return fits_resident(p, stages) &&
+         (p.fixed.fuses_keys < 0 ? quantizing_is_faster(p, gpu.processors) : bool(p.fixed.fuses_keys));
 }
 
 void long_rows_launch(const Attention& a, Launch& launch) {
   const Problem& p = a.p;
   const bool floats = !a.k.is_codes(), rows = a.has_row_scales();
-  const int64_t d = p.head_dim();
-  launch.has_maps = !floats && p.nk() % 16 == 0 && set_tensor_maps(launch, a.k, a.v, kTile / 16, key_width(d));
-  const int64_t consumers = consumers_of(p, floats ? light_quantization(d) : launch.has_maps, rows);
+  const int64_t own = p.head_dim(), d = padded_channels(own);
+  Tensor k = a.k, v = a.v;
+  if (!floats) k.shape[3] = v.shape[3] = d;  // rows of codes are padded
+  launch.has_maps = !floats && p.nk() % 16 == 0 && set_tensor_maps(launch, k, v, kTile / 16, key_width(d));
+  const bool light = floats ? light_quantization(d) : launch.has_maps && d == own;
+  const int64_t consumers = p.fixed.consumers < 0 ? consumers_of(p, d, light, rows) : p.fixed.consumers;
   const int64_t extra = extra_shared_bytes(p, consumers, floats), most = most_stages(d, consumers, extra);
   // Resident K/V are faster for int8 Q, which is loaded during the previous output. Loading float Q takes more time
   // than resident K/V save where there are at most two tiles of keys.
-  const bool resident = floats || (fits_resident(p, most) && (a.q.is_codes() || p.nk() > 2 * kTile));
+  const bool is_faster = p.fixed.resident < 0 ? a.q.is_codes() || p.nk() > 2 * kTile : bool(p.fixed.resident);
+  const bool resident = floats || (fits_resident(p, most) && is_faster);
   const int64_t stages = resident ? most : kStages;
   launch.program = {&kSource,
-                    {int32_t(p.method), 0, int32_t(d), int32_t(consumers), p.is_causal, rows, 0, int32_t(a.q.type),
-                     int32_t(OutType::kInt8), int32_t(p.out_type), launch.has_maps, p_in_shared(p, consumers),
-                     uses_p_table(p), 0, int32_t(stages), resident, floats, a.is_fused && p.is_dynamic()}};
+                    {int32_t(p.method),
+                     is_block_float(p.method),
+                     int32_t(d),
+                     int32_t(consumers),
+                     p.is_causal,
+                     rows,
+                     0,
+                     int32_t(a.q.type),
+                     int32_t(OutType::kInt8),
+                     int32_t(p.out_type),
+                     launch.has_maps,
+                     p_in_shared(p, consumers),
+                     uses_p_table(p),
+                     int32_t(scratch_bytes(p)),
+                     int32_t(stages),
+                     resident,
+                     floats,
+                     a.is_fused && p.is_dynamic(),
+                     d == own ? kLeftOut : int32_t(own),
+                     p.key_counts ? 1 : kLeftOut,
+                     p.keep ? 1 : kLeftOut}};
   const Schedule schedule =
-      resident ? schedule_resident_heads(p, floats, a.processors) : schedule_ranges(p, consumers, a.processors);
+      resident ? schedule_resident_heads(p, floats, a.gpu.processors) : schedule_ranges(p, consumers, a.gpu);
   launch.grid[0] = uint32_t(schedule.ctas);
   launch.threads = uint32_t(128 * (consumers + 1));
   launch.shared_bytes = uint32_t(shared_bytes(d, consumers, stages, extra));
-  launch.set_parameters<::Params>() = attention_parameters(a, 1, schedule.share);
+  ::Params& params = launch.set_parameters<::Params>() = attention_parameters(a, 1, schedule.share);
+  if (p.key_counts) params.keep.ptr = reinterpret_cast<const u8*>(p.key_counts.data);
 }
 
 }  // namespace intflash::gpu

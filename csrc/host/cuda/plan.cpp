@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 
 namespace intflash::gpu {
 
@@ -43,7 +44,7 @@ bool is_key_major(const Tensor& v, int64_t keys) {
   t.score = view(a.constants.score), t.output = view(a.constants.output);
   t.q_scale = view(a.scale[0]), t.k_scale = view(a.scale[1]);
   t.v_scale = view(a.scale[2] ? a.scale[2] : a.constants.v_scale);
-  t.bias = view(p.bias), t.keep = view(p.keep);
+  t.bias = view(p.bias), t.keep = view(p.keep), t.valueless = view(a.valueless);
   t.t_max = reinterpret_cast<i64*>(a.memory.t_max), t.l = a.memory.l;
   t.sm_scale = p.sm_scale;
   t.group_reciprocal = reciprocal(p.group());
@@ -51,16 +52,19 @@ bool is_key_major(const Tensor& v, int64_t keys) {
   const int64_t bias_batches = p.bias ? p.bias.shape[0] : 1, keep_batches = p.keep ? p.keep.shape[0] : 1;
   t.bias_batches = i32(bias_batches), t.keep_batches = i32(keep_batches);
   t.causal = p.is_causal ? i32(p.causal_offset) : 0;
+  t.window_start = p.is_windowed ? i32(p.window_start) : 0;
   t.tiles = tiles;
-  t.count = i32(p.batch() * p.heads()), t.heads = i32(p.heads());
+  t.count = i32(p.sequences ? p.sequences : p.batch() * p.heads()), t.heads = i32(p.heads());
   t.head_reciprocal = reciprocal(p.heads());
   t.bias_reciprocal = bias_batches == p.batch() ? 0 : reciprocal(bias_batches);
   t.keep_reciprocal = keep_batches == p.batch() ? 0 : reciprocal(keep_batches);
   t.share = share;
+  t.q_ends = p.q_ends, t.k_ends = p.k_ends;
   return t;
 }
 
 bool set_tensor_maps(Launch& launch, const Tensor& k, const Tensor& v, int64_t groups, int64_t width) {
+  std::memset(&launch.maps, 0, sizeof launch.maps);  // the padding too, so that equal plans have equal bytes
   // A map lists the dimensions of a box in the order of shared memory, so that TMA permutes the rows: K's as
   // `score_row` orders each 16 keys, and those of V^T as `value_row` orders the channels
   // (csrc/cuda/sm90/wgmma_layout.cuh). The second coordinate of K is the row at which a head begins, so that heads may
@@ -97,16 +101,6 @@ namespace {
 constexpr int64_t kKeyPadding = 128;  // rows of V's codes are padded with zeros to a multiple of this many keys
 constexpr int64_t kAlignment = 256;   // of parts of the workspace
 
-bool is_aligned(const Tensor& x, const char* name, Refusal& why) {
-  if (name[0] == 'v' && x.is_codes() && x.stride[2] == 1) return true;  // contiguous keys
-  bool aligned = x.stride[3] == 1 && uintptr_t(x.data) % 16 == 0;
-  for (int i = 0; i < 3; ++i) aligned &= x.shape[i] == 1 || x.stride[i] * x.bytes() % 16 == 0;
-  return aligned || why.no([&] {
-    return std::string(name) + " needs contiguous channels and tokens at multiples of 16 bytes, got strides " +
-           text_of(x.stride);
-  });
-}
-
 // Whether kernels index this many heads, and rows this far apart.
 bool is_within_limits(const Problem& p, Refusal& why) {
   if (p.heads() > kGridLimit)
@@ -124,7 +118,26 @@ bool is_within_limits(const Problem& p, Refusal& why) {
   return true;
 }
 
-bool has_short_rows(Method method) { return method == Method::kP16 || method == Method::kP8; }
+// Why none of the kernels for particular shapes serves the problem is left in `why`.
+bool find_particular_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Refusal& why) {
+  if (p.fixed.any_rows_only > 0) return why.no([] { return "its kernels for particular shapes were not wanted"; });
+  if (p.q_ends) return why.no([] { return "its kernels for particular shapes do not support packed sequences"; });
+  if (p.is_windowed) return why.no([] { return "its kernels for particular shapes do not support sliding windows"; });
+  if (!is_aligned(p.q, "q", why) || !is_aligned(p.k, "k", why) || !is_aligned(p.v, "v", why)) return false;
+  Refusal ignored;
+  if (has_short_rows(p.method) && window_serves(p, ignored)) return kernel = Kernel::kWindow, true;
+  if (has_short_rows(p.method) && short_rows_serve(p, gpu, ignored)) return kernel = Kernel::kShortRows, true;
+  return kernel = Kernel::kLongRows, long_rows_serve(p, gpu, why);
+}
+
+// Of one 4-D tensor in contiguous memory, with rows padded to 16 codes.
+Tensor code_rows(const Tensor& of, char* data) {
+  const int64_t row = round_up(of.shape[3], 16);
+  Tensor x = packed(data, {of.shape[0], of.shape[1], of.shape[2], row});
+  x.shape[3] = of.shape[3];
+  x.type = OutType::kInt8;
+  return x;
+}
 
 void set_constant_shapes(const Problem& p, const Tensor (&scale)[3], Choice& c) {
   const int64_t heads = p.heads();
@@ -152,75 +165,105 @@ Tensor packed(char* data, const int64_t (&shape)[4]) {
 }
 
 Tensor value_codes(const Problem& p, const Choice& c, char* workspace) {
-  const int64_t batch = p.k.shape[0], heads = p.k.shape[1], nk = p.nk(), d = p.head_dim();
-  const int64_t row = round_up(nk, c.copies_values ? 16 : kKeyPadding);
-  Tensor v = packed(workspace + c.value_codes, {batch, heads, d, row});
+  const int64_t batch = p.k.shape[0], heads = p.k.shape[1], nk = p.nk(), d = p.v.shape[3];
+  const int64_t row = round_up(nk, c.copies_values ? 16 : kKeyPadding),
+                channels = c.copies_values ? d : round_up(d, 16);
+  Tensor v = packed(workspace + c.value_codes, {batch, heads, channels, row});
   v.shape[2] = nk, v.shape[3] = d, v.stride[2] = 1, v.stride[3] = row;
   v.type = OutType::kInt8;
-  v.available = batch * heads * d * row;
+  v.available = batch * heads * channels * row;
   return v;
 }
 
-bool choose(const Problem& p, int processors, Choice& c, Refusal& why) {
-  c = {};
-  if (!is_within_limits(p, why) || !is_aligned(p.q, "q", why) || !is_aligned(p.k, "k", why) ||
-      !is_aligned(p.v, "v", why))
-    return false;
+bool is_aligned(const Tensor& x, const char* name, Refusal& why) {
+  if (name[0] == 'v' && x.is_codes() && x.stride[2] == 1) return true;  // contiguous keys
+  bool aligned = x.stride[3] == 1 && uintptr_t(x.data) % 16 == 0;
+  for (int i = 0; i < 3; ++i) aligned &= x.shape[i] == 1 || x.stride[i] * x.bytes() % 16 == 0;
+  return aligned || why.no([&] {
+    return std::string(name) + " needs contiguous channels and tokens at multiples of 16 bytes, got strides " +
+           text_of(x.stride);
+  });
+}
+
+bool has_short_rows(Method method) { return method == Method::kP16 || method == Method::kP8; }
+
+bool find_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Refusal& why) {
+  if (!is_within_limits(p, why)) return false;
   if (p.given_out_scale && p.given_out_scale.shape[3] > 1)
     return why.no([] { return "out_scale must not differ between channels"; });
-  const bool is_short = has_short_rows(p.method);
-  Refusal ignored;
-  if (is_short && window_serves(p, ignored)) {
-    c.kernel = Kernel::kWindow;
-  } else if (is_short && short_rows_serve(p, ignored)) {
-    c.kernel = Kernel::kShortRows;
-  } else {
-    if (!long_rows_serve(p, why)) return false;
-    c.kernel = Kernel::kLongRows;
-    c.copies_values = !p.is_float() && !is_key_major(p.v, round_up(p.nk(), 16));
-  }
-  if (p.is_dynamic()) {
-    const bool heads = p.per_head[0] && p.per_head[1] && p.per_head[2];
-    c.head_amax_in_kernel = heads && c.kernel != Kernel::kLongRows && !p.has_integer_output();
-    c.finds_scales = !c.head_amax_in_kernel;
-  }
-  c.fuses_keys = p.is_float() && (c.kernel != Kernel::kLongRows || long_rows_quantize_keys(p, processors));
-  c.fills_constants = (!c.fuses_keys || p.has_integer_output()) && !p.ready_score;
-  int64_t end = 0;
+  Refusal particular{why.wanted, {}};
+  if (find_particular_kernel(p, gpu, kernel, particular)) return true;
+  if (any_rows_serve(p, gpu, why)) return kernel = takes_few_rows(p) ? Kernel::kFewRows : Kernel::kAnyRows, true;
+  why.text = particular.text + "; " + why.text;
+  return false;
+}
+
+bool needs_copy(const Problem& p, const Tensor& x) {
+  if (&x == &p.bias || &x == &p.keep) return x && x.shape[3] > 1 && x.stride[3] != 1;
+  if (&x == &p.v && !p.q_ends && x.is_codes() && is_key_major(x, round_up(x.shape[2], 16))) return false;
+  bool is_whole = x.stride[3] == 1 && x.shape[3] % (x.is_codes() ? 16 : 8) == 0 && uintptr_t(x.data) % 16 == 0;
+  for (int i = 0; i < 3; ++i) is_whole &= x.shape[i] == 1 || x.stride[i] * x.bytes() % 16 == 0;
+  return !is_whole;
+}
+
+bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
+  c = {};
+  if (!find_kernel(p, gpu, c.kernel, why)) return false;
+  if (is_for_any_shape(c.kernel) && !p.has_copies)
+    for (const Tensor* x : {&p.q, &p.k, &p.v, &p.bias, &p.keep})
+      if (needs_copy(p, *x)) return why.no([] { return "some tensors need copies for 16-byte accesses"; });
   const auto place = [&](int64_t bytes) {
-    const int64_t at = end;
-    end += round_up(bytes, kAlignment);
+    const int64_t at = c.bytes;
+    c.parts[c.part_count++] = {at, bytes};
+    c.bytes += round_up(bytes, kAlignment);
     return at;
   };
-  if (c.finds_scales) {
-    for (int i = 0; i < 3; ++i) c.scale_count += numel(found_scale(p, i, nullptr).shape);
-    c.scales = c.zeros = place(12 * c.scale_count);
-    c.zero_bytes = 8 * c.scale_count;
-  }
-  if (c.copies_values) {
-    const int64_t bytes = p.k.shape[0] * p.k.shape[1] * p.head_dim() * round_up(p.nk(), 16);
-    c.value_codes = c.zeros = place(bytes);
-    c.zero_bytes = p.nk() % 16 ? bytes : 0;  // the keys that pad a row
-  }
-  if (p.is_float() && !c.fuses_keys) {
-    const int64_t key_heads = p.k.shape[0] * p.k.shape[1];
-    c.key_codes = place(key_heads * p.nk() * p.head_dim());
-    c.value_codes = place(key_heads * p.head_dim() * round_up(p.nk(), kKeyPadding));
-  }
-  if (c.fills_constants) {
+  const auto place_constants = [&] {
     const auto scale = [&](int i) { return c.finds_scales ? found_scale(p, i, nullptr) : p.scale[i]; };
     set_constant_shapes(p, {scale(0), scale(1), scale(2)}, c);
     c.score = place(8 * numel(c.score_shape));
     if (p.has_integer_output()) c.output = place(8 * numel(c.output_shape));
+  };
+  if (p.only_constants) return c.fills_constants = true, place_constants(), true;
+  const bool is_long = c.kernel == Kernel::kLongRows;
+  const bool quantizes_keys = c.kernel == Kernel::kWindow || c.kernel == Kernel::kShortRows;  // of floats
+  c.copies_values = is_long && !p.is_float() && !is_key_major(p.v, round_up(p.nk(), 16));
+  if (p.is_dynamic()) {
+    const bool heads = p.per_head[0] && p.per_head[1] && p.per_head[2];
+    c.head_amax_in_kernel = heads && quantizes_keys && !p.has_integer_output();
+    c.finds_scales = !c.head_amax_in_kernel;
   }
-  c.bytes = end;
+  c.fuses_keys = p.is_float() && (quantizes_keys || (is_long && long_rows_quantize_keys(p, gpu)));
+  c.fills_constants = (!c.fuses_keys || p.has_integer_output()) && !p.ready_score;
+  c.finds_valueless = is_block_float(p.method);
+  if (c.finds_scales) {
+    for (int i = 0; i < 3; ++i) c.scale_count += numel(found_scale(p, i, nullptr).shape);
+    c.scales = place(12 * c.scale_count);
+    c.zeros = {c.scales, 8 * c.scale_count};
+  }
+  if (c.copies_values) {
+    const int64_t bytes = p.k.shape[0] * p.k.shape[1] * p.v.shape[3] * round_up(p.nk(), 16);
+    c.value_codes = place(bytes);
+    if (p.nk() % 16) c.zeros = {c.value_codes, bytes};  // the keys that pad a row
+  }
+  if (p.is_float() && !c.fuses_keys) {
+    const int64_t key_heads = p.k.shape[0] * p.k.shape[1];
+    c.key_codes = place(key_heads * p.nk() * round_up(p.head_dim(), 16));
+    c.value_codes = place(key_heads * round_up(p.v.shape[3], 16) * round_up(p.nk(), kKeyPadding));
+  }
+  if (c.fills_constants) place_constants();
+  if (c.finds_valueless) c.valueless = place(4 * numel(valueless_words(p, nullptr).shape));
+  if (c.kernel == Kernel::kFewRows) {
+    const FewRows few = few_rows(p, gpu);
+    c.key_scores = place(few.score_bytes), c.maxima = place(few.maximum_bytes), c.sums = place(few.sum_bytes);
+  }
   return true;
 }
 
-void fill_plan(const Problem& p, const Choice& c, const Memory& memory, int processors, Plan& plan) {
+void fill_plan(const Problem& p, const Choice& c, const Memory& memory, const Gpu& gpu, Plan& plan) {
   plan.count = 0;
   char* const workspace = memory.workspace;
-  Attention a{p, memory, p.q, p.k, p.v, p.is_float(), c.head_amax_in_kernel, {}, {}, processors};
+  Attention a{p, memory, p.q, p.k, p.v, p.is_float(), c.head_amax_in_kernel, {}, {}, {}, gpu};
   Tensor scale[3] = {p.scale[0], p.scale[1], p.scale[2]};
   if (c.finds_scales) {
     uint32_t* const amax = reinterpret_cast<uint32_t*>(workspace + c.scales);
@@ -231,20 +274,14 @@ void fill_plan(const Problem& p, const Choice& c, const Memory& memory, int proc
   if (c.fills_constants) {
     constants_launch(p, c, scale, workspace, memory.out_scale, plan.next());
     a.constants.score = packed(workspace + c.score, c.score_shape);
-    if (p.has_integer_output()) {
-      a.constants.output = packed(workspace + c.output, c.output_shape);
-    } else {
-      a.constants.v_scale = scale[2];
-    }
-  } else if (!c.fuses_keys) {
-    a.constants.score = packed(const_cast<char*>(p.ready_score), {1, 1, 1, 1});
-    a.constants.v_scale = scale[2];
-  } else {
-    a.constants.v_scale = scale[2];
+    if (p.has_integer_output()) a.constants.output = packed(workspace + c.output, c.output_shape);
+    if (p.only_constants) return;
+  } else if (p.ready_score) {
+    a.constants.score = p.ready_score, a.constants.output = p.ready_output;
   }
+  if (!a.constants.output) a.constants.v_scale = scale[2];
   if (p.is_float() && !c.fuses_keys) {
-    a.k = packed(workspace + c.key_codes, {p.k.shape[0], p.k.shape[1], p.nk(), p.head_dim()});
-    a.k.type = OutType::kInt8;
+    a.k = code_rows(p.k, workspace + c.key_codes);
     a.v = value_codes(p, c, workspace);
     quantize_launch(p, scale, a.k, a.v, plan.next());
   }
@@ -253,11 +290,16 @@ void fill_plan(const Problem& p, const Choice& c, const Memory& memory, int proc
     if (c.fuses_keys) a.scale[1] = scale[1], a.scale[2] = scale[2];
   }
   if (c.copies_values) a.v = value_codes(p, c, workspace);
-  Launch& launch = plan.next();
+  if (c.finds_valueless) {
+    a.valueless = valueless_words(p, workspace + c.valueless);
+    valueless_launch(p, c.copies_values && p.v.stride[3] == 1 ? p.v : a.v, a.valueless, plan.next());
+  }
   switch (c.kernel) {
-    case Kernel::kWindow: window_launch(a, launch); break;
-    case Kernel::kShortRows: short_rows_launch(a, launch); break;
-    case Kernel::kLongRows: long_rows_launch(a, launch); break;
+    case Kernel::kWindow: window_launch(a, plan.next()); break;
+    case Kernel::kShortRows: short_rows_launch(a, plan.next()); break;
+    case Kernel::kLongRows: long_rows_launch(a, plan.next()); break;
+    case Kernel::kFewRows: few_rows_launches(a, c, plan); break;
+    case Kernel::kAnyRows: any_rows_launch(a, plan.next()); break;
   }
 }
 

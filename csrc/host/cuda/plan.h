@@ -1,5 +1,5 @@
 // Turns a problem on a GPU into launches over one workspace: which kernels, their programs and their parameters. Needs
-// neither a GPU nor torch nor Python: tests compare what it prepares.
+// neither a GPU nor torch nor Python.
 #pragma once
 #include <cstdint>
 #include <new>
@@ -22,20 +22,52 @@ struct Tensor {
   bool is_codes() const { return type == OutType::kInt8; }
 };
 
+// The methods that have plans, in the order of Method.
+constexpr const char* kMethods[] = {"intflash", "intflash_p8", "intflash_online", "intflash_bfp", "intflash_bfp8"};
+
+// A GPU as far as plans depend on it.
+struct Gpu {
+  int processors = 132, major = 9, minor = 0;  // multiprocessors; compute capability
+  int64_t shared_bytes = 227 * 1024;           // of shared memory that a CTA can have
+
+  bool is_hopper() const { return major == 9 && minor == 0; }
+};
+
+// Choices that tests fix, because results must not depend on them. The plan makes those that are negative.
+struct Fixed {
+  int any_rows_only = -1;                  // 1: no kernel for particular shapes
+  int64_t window_split[3] = {-1, -1, -1};  // warps per window, rows per tile, windows per CTA
+  int64_t row_split[3] = {-1, -1, -1};     // of short rows: warpgroups, tiles per CTA, CTAs per multiprocessor
+  int exp_32bit = -1;                      // of short rows
+  int consumers = -1, resident = -1, fuses_keys = -1;  // of long rows
+  int64_t range_split[3] = {-1, -1, -1};       // of long rows: whole ranges, tiles of a smaller one, its first CTA
+  int64_t tile[6] = {-1, -1, -1, -1, -1, -1};  // of any rows: see `Tile`
+  int key_splits = -1;                         // of few rows
+};
+
 // A validated call, as problem.py describes one, without what these kernels do not know.
 struct Problem {
   Method method = Method::kP16;
-  Tensor q, k, v;         // all codes or all floats of one type
-  Tensor scale[3];        // float32 scales of Q, K and V; all null where floats have scales of their own maxima
-  bool per_head[3]{};     // floats: granularity of each, tensor or head
-  bool is_constant[3]{};  // of `scale`: numbers of the recipe, which no kernel writes
+  Tensor q, k, v;      // all codes or all floats of one type
+  Tensor scale[3];     // float32 scales of Q, K and V; all null where floats have scales of their own maxima
+  bool per_head[3]{};  // floats: granularity of each, tensor or head
   double sm_scale = 0;
-  Tensor bias, keep;  // int32 and bool, [Bm, H|1, Nq|1, Nk|1]; `type` has no meaning
-  bool is_causal = false;
-  int64_t causal_offset = 0;
+  Tensor bias, keep;         // int32 and bool, [Bm, H|1, Nq|1, Nk|1]; `type` has no meaning
+  Tensor key_counts;         // int32 [B]: batch b has only its first keys, so many
+  bool is_causal = false;    // key j is present for row i iff j <= i + causal_offset
+  bool is_windowed = false;  // and iff also j >= i + window_start; only with is_causal
+  int64_t causal_offset = 0, window_start = 0;
+  // Of packed sequences: the first row and key of each, and the ends of the last. With bottom_right each adds its
+  // number of keys less its number of queries to the offsets above.
+  const int32_t *q_ends = nullptr, *k_ends = nullptr;
+  int64_t sequences = 0;
+  bool is_bottom_right = false;
   OutType out_type = OutType::kFloat16;
-  Tensor given_out_scale;             // float32, of integer output
-  const char* ready_score = nullptr;  // address of the packed score constants, where they are known: one for all heads
+  Tensor given_out_scale;            // float32, of integer output
+  bool has_copies = false;           // tensors that `needs_copy` names are such copies
+  Tensor ready_score, ready_output;  // packed constants that are in memory already; the second of integer output
+  bool only_constants = false;       // nothing is launched but what fills the packed constants
+  Fixed fixed;
 
   bool is_float() const { return !q.is_codes(); }
   bool is_dynamic() const { return is_float() && !scale[0]; }
@@ -62,7 +94,9 @@ struct Refusal {
 
 // A file of csrc/cuda: its kernel's name, and the macros with which it is compiled, with the names that stand for their
 // values where they are no numbers.
-constexpr int kMostMacros = 20;
+constexpr int kMostLaunches = 7;  // of a call: scales, constants, codes, keys without a value, up to three of attention
+constexpr int kMostMacros = 22;
+constexpr int32_t kLeftOut = INT32_MIN;  // as a value: the kernel is compiled without this macro
 struct Macro {
   const char* name;
   const char* const* values;
@@ -109,7 +143,7 @@ struct Launch {
 
 // The launches of a call in their order, which share one workspace.
 struct Plan {
-  Launch launches[4];
+  Launch launches[kMostLaunches];
   int count = 0;
 
   Launch& next() { return launches[count++]; }
@@ -124,7 +158,17 @@ struct Memory {
   char* workspace = nullptr;  // aligned to 256 bytes
 };
 
-enum class Kernel { kWindow, kShortRows, kLongRows };
+enum class Kernel { kWindow, kShortRows, kLongRows, kFewRows, kAnyRows };
+constexpr const char* kKernelNames[] = {"window", "short_rows", "long_rows", "few_rows", "any_rows"};
+// Few and any rows: kernels for every GPU. The others are for particular shapes.
+inline bool is_for_any_shape(Kernel kernel) { return kernel == Kernel::kFewRows || kernel == Kernel::kAnyRows; }
+
+// A part of the workspace, in bytes.
+struct Part {
+  int64_t offset = 0, bytes = 0;
+};
+
+constexpr int kMostParts = 9;
 
 // What a problem's launches are, before there is memory.
 struct Choice {
@@ -133,24 +177,35 @@ struct Choice {
   bool fuses_keys;           // floats: the attention kernel quantizes K and V too, and not only Q
   bool finds_scales;         // absmax or head_absmax
   bool fills_constants;
-  bool copies_values;   // V's codes are copied, with contiguous keys, as 8-bit tensor cores read them
-  int64_t scale_count;  // scales that are found
-  int64_t scales, key_codes, value_codes, score, output, bytes;  // offsets in the workspace, and its size
-  int64_t zeros, zero_bytes;  // the part of the workspace that is to be cleared before
+  bool copies_values;    // V's codes are copied, with contiguous keys, as 8-bit tensor cores read them
+  bool finds_valueless;  // keys without a value, for the methods with an exponent per block of keys
+  int64_t scale_count;   // scales that are found
+  int64_t scales, key_codes, value_codes, score, output, valueless;  // offsets in the workspace
+  int64_t key_scores, maxima, sums;                                  // of few rows
+  int64_t bytes;                                                     // of the workspace
+  Part parts[kMostParts];                                            // its parts, in order
+  int part_count;
+  Part zeros;  // what is to be cleared before
   int64_t score_shape[4], output_shape[4];
 };
 
-// Returns whether the kernels serve the problem on a GPU of so many multiprocessors, and how.
-bool choose(const Problem& p, int processors, Choice& choice, Refusal& why);
+// Returns which kernel serves a problem on a GPU, or false. Those for any shape may need copies of tensors: see below.
+bool find_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Refusal& why);
+// Whether the kernels for any shape need a copy of a tensor of the problem: rows of Q, K or V that 16-byte accesses
+// cannot read, or a mask without contiguous keys. A copy's rows are padded with zeros to whole 16 bytes of codes.
+bool needs_copy(const Problem& p, const Tensor& x);
+// Returns whether the kernels serve the problem, whose tensors need no copies, and how.
+bool choose(const Problem& p, const Gpu& gpu, Choice& choice, Refusal& why);
 int64_t numel(const int64_t (&shape)[4]);
 // A tensor of four axes in contiguous memory, and V's codes of a workspace.
 Tensor packed(char* data, const int64_t (&shape)[4]);
 Tensor value_codes(const Problem& p, const Choice& choice, char* workspace);
-void fill_plan(const Problem& p, const Choice& choice, const Memory& memory, int processors, Plan& plan);
+void fill_plan(const Problem& p, const Choice& choice, const Memory& memory, const Gpu& gpu, Plan& plan);
 
 // --- What the kernels' files share --------------------------------------------------------------------------------
 
 constexpr const char* kTypeNames[] = {"i8", "i16", "half_t", "bfloat_t", "float"};
+constexpr const char* kHopperOnly = "the kernels of short and long rows need compute capability 9.0";
 constexpr int64_t kGridLimit = 65535;  // CTAs along the second and third axis of a grid
 
 // The constants that attention kernels read; null data where the kernel computes them.
@@ -167,7 +222,8 @@ struct Attention {
   bool head_amax_in_kernel;
   Tensor scale[3];  // where is_fused; those of K and V null where they are codes
   Constants constants;
-  int processors;
+  Tensor valueless;  // int32 words
+  const Gpu& gpu;
 
   bool has_row_scales() const { return !is_fused && constants.score.shape[2] > 1; }
 };
@@ -193,16 +249,50 @@ bool is_key_major(const Tensor& v, int64_t keys);
 // row of K in shared memory. V is copied in boxes of 128 keys.
 bool set_tensor_maps(Launch& launch, const Tensor& k, const Tensor& v, int64_t groups, int64_t width);
 
+// Whether channels are contiguous and tokens at multiples of 16 bytes; V's codes may have contiguous keys instead.
+bool is_aligned(const Tensor& x, const char* name, Refusal& why);
+bool has_short_rows(Method method);  // windows too
 bool window_serves(const Problem& p, Refusal& why);
 void window_launch(const Attention& a, Launch& launch);
 
-bool short_rows_serve(const Problem& p, Refusal& why);
+bool short_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
 void short_rows_launch(const Attention& a, Launch& launch);
 int64_t key_width(int64_t head_dim);  // bytes per row of K in shared memory: K_WIDTH of the kernels
 
-bool long_rows_serve(const Problem& p, Refusal& why);
-bool long_rows_quantize_keys(const Problem& p, int processors);
+bool long_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
+bool long_rows_quantize_keys(const Problem& p, const Gpu& gpu);
 void long_rows_launch(const Attention& a, Launch& launch);
+
+// What the kernels of long_rows.cu and long_rows_float.cu share.
+constexpr int64_t kTile = 128;  // keys per tile
+constexpr int64_t kStages = 4;  // of the ring buffer
+// Whether the main loop serves head_dim, a multiple of `multiple`.
+bool is_long_rows_shape(const Problem& p, int64_t multiple, Refusal& why);
+// Bytes of `SharedLayout` of long_rows_load.cuh: the stages with K's tile, V's, K's scales and barriers; Q's rows; and
+// `extra`.
+int64_t long_rows_shared_bytes(int64_t d, int64_t consumers, int64_t value_bytes, int64_t scale_bytes, int64_t stages,
+                               int64_t extra);
+struct Schedule {
+  int64_t ctas;
+  ::Share share;
+};
+// The ranges of rows that the tile scheduler hands out.
+Schedule schedule_ranges(const Problem& p, int64_t consumers, const Gpu& gpu);
+
+// Long rows with a float softmax. p.q and p.k are codes, p.v 16-bit floats, scale[0] and scale[1] their scales, K's of
+// one per `key_scales`: 0 head, 1 tile of keys, 2 key. t_max and l of `memory` are float32.
+bool float_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
+void float_rows_launch(const Problem& p, int key_scales, const Memory& memory, const Gpu& gpu, Launch& launch);
+
+bool any_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
+bool takes_few_rows(const Problem& p);
+void any_rows_launch(const Attention& a, Launch& launch);
+// How the keys of few rows are split, and the sizes of the memory that their launches share.
+struct FewRows {
+  int64_t splits, keys, score_bytes, maximum_bytes, sum_bytes;
+};
+FewRows few_rows(const Problem& p, const Gpu& gpu);
+void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan);
 
 // The score constants of two scales, as constants.cu packs them.
 uint64_t packed_score(const Problem& p, float q_scale, float k_scale);
@@ -214,5 +304,9 @@ void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k
                      Launch& launch);
 void constants_launch(const Problem& p, const Choice& choice, const Tensor (&scale)[3], char* workspace,
                       float* out_scale, Launch& launch);
+// The words of `Params::valueless`: [B, Hk, 1, words]. The launch reads V's codes, whose channels or keys are
+// contiguous.
+Tensor valueless_words(const Problem& p, char* data);
+void valueless_launch(const Problem& p, const Tensor& v, const Tensor& words, Launch& launch);
 
 }  // namespace intflash::gpu

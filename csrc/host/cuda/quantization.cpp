@@ -1,4 +1,5 @@
-// Launches of absmax.cu, head_absmax.cu, quantize_inputs.cu and constants.cu, which run before the attention kernels.
+// Launches of absmax.cu, head_absmax.cu, quantize_inputs.cu, constants.cu and valueless.cu, which run before the
+// attention kernels.
 #include <algorithm>
 #include <utility>
 
@@ -36,6 +37,14 @@ const Source kConstants = {
     "constants",
     {{"PARAMS_BYTES", nullptr}, {"UNIT", kUnits}, {"QMAX", nullptr}, {"GIVEN", nullptr}, {"MOST_E", nullptr}}};
 constexpr int32_t kMostOutputExponent = 29;  // numerics.exp.OUTPUT_EXPONENTS
+constexpr int32_t kMostGap = 96;             // numerics.block.MAX_GAP: a row of blocks has its own bound
+const Source kValueless = {
+    "valueless.cu", "valueless", {{"PARAMS_BYTES", nullptr}, {"HEAD_DIM", nullptr}, {"KEY_MAJOR", nullptr}}};
+constexpr int64_t kBlock = 128;   // keys
+constexpr int64_t kChannels = 8;  // that quantize_inputs.cu takes at once
+
+// Channels of a tensor with the zeros that pad its rows to whole chunks.
+int64_t chunked_channels(const Tensor& x) { return round_up(x.shape[3], kChunkBytes / x.bytes()); }
 
 // Describes the memory of a tensor with contiguous channels, each element once: adjacent axes are joined, and axes of
 // stride 0 are left out.
@@ -43,7 +52,7 @@ constexpr int32_t kMostOutputExponent = 29;  // numerics.exp.OUTPUT_EXPONENTS
   std::pair<int64_t, int64_t> axes[3], kept[3] = {{0, 1}, {0, 1}, {0, 1}};  // stride, size
   for (int i = 0; i < 3; ++i) axes[i] = {x.stride[i], x.shape[i]};
   std::sort(axes, axes + 3);
-  int64_t run = x.shape[3];
+  int64_t run = chunked_channels(x);
   int count = 0;
   for (const auto& [stride, size] : axes) {
     if (size == 1 || stride == 0) continue;
@@ -94,7 +103,7 @@ void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, Launch
     return;
   }
   ::HeadAbsmaxParams& params = launch.set_parameters<::HeadAbsmaxParams>();
-  const int64_t d = p.k.shape[3], dv = p.v.shape[3];
+  const int64_t d = chunked_channels(p.k), dv = chunked_channels(p.v);
   const int64_t tokens = kCtaChunks * kChunkBytes / (std::max(d, dv) * p.q.bytes());
   int64_t ctas = 0, first = 0;
   for (int i = 0; i < 3; ++i) {
@@ -129,8 +138,8 @@ void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k
   }
   params.batches = u32(p.batch());
   launch.program = {&kQuantize,
-                    {int32_t(sizeof(::QuantizeParams)), int32_t(p.q.type), int32_t(p.head_dim()), int32_t(p.head_dim()),
-                     0, p.is_dynamic()}};
+                    {int32_t(sizeof(::QuantizeParams)), int32_t(p.q.type), int32_t(round_up(p.head_dim(), kChannels)),
+                     int32_t(round_up(p.v.shape[3], kChannels)), 0, p.is_dynamic()}};
   launch.grid[0] = uint32_t(2 * units);
   launch.threads = 128;
 }
@@ -159,8 +168,27 @@ void constants_launch(const Problem& p, const Choice& choice, const Tensor (&sca
                      p.out_type == OutType::kInt8    ? 127
                      : p.out_type == OutType::kInt16 ? 32767
                                                      : 0,
-                     bool(p.given_out_scale), kMostOutputExponent}};
+                     bool(p.given_out_scale), kMostOutputExponent + is_block_float(p.method) * kMostGap}};
   launch.grid[0] = uint32_t(ceil_div(std::max(params.score_count, params.output_count), 128));
+  launch.threads = 128;
+}
+
+Tensor valueless_words(const Problem& p, char* data) {
+  const int64_t blocks = p.sequences ? p.nk() / kBlock + p.sequences : ceil_div(p.nk(), kBlock);
+  return packed(data, {p.k.shape[0], p.k.shape[1], 1, blocks * (kBlock / 32)});
+}
+
+void valueless_launch(const Problem& p, const Tensor& v, const Tensor& words, Launch& launch) {
+  ::ValuelessParams& params = launch.set_parameters<::ValuelessParams>();
+  const int64_t heads = v.shape[1], blocks = words.shape[3] / (kBlock / 32);
+  params.v = data_view(v);
+  params.words = reinterpret_cast<u32*>(words.data);
+  params.k_ends = p.k_ends;
+  params.keys = u32(v.shape[2]), params.blocks = u32(blocks), params.heads = u32(heads);
+  params.count = u32(p.sequences);
+  params.blocks_reciprocal = quotient_reciprocal(blocks), params.heads_reciprocal = quotient_reciprocal(heads);
+  launch.program = {&kValueless, {int32_t(sizeof(::ValuelessParams)), int32_t(v.shape[3]), v.stride[3] != 1}};
+  launch.grid[0] = uint32_t(v.shape[0] * heads * blocks);
   launch.threads = 128;
 }
 

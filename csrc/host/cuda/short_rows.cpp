@@ -28,7 +28,8 @@ const Source kSource = {"sm90/short_rows.cu",
                          {"REVERSE_HEADS", nullptr},
                          {"ALL_ROWS", nullptr},
                          {"WARPGROUPS", nullptr},
-                         {"CTAS_PER_SM", nullptr}}};
+                         {"CTAS_PER_SM", nullptr},
+                         {"BIAS", nullptr}}};
 
 // How the work is split: warpgroups per CTA, tiles of 64 rows per CTA, CTAs per multiprocessor.
 struct Split {
@@ -58,15 +59,23 @@ Split choose_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, bool cod
 
 int64_t bits_of(Method method) { return method == Method::kP16 ? 16 : 8; }
 
+// The number of keys of the bias that one load may read.
+int32_t keys_at_once(const Tensor& bias) {
+  bool whole = bias.shape[3] % 4 == 0 && uintptr_t(bias.data) % 16 == 0;
+  for (int i = 0; i < 3; ++i) whole &= bias.shape[i] == 1 || bias.stride[i] % 4 == 0;
+  return whole ? 4 : 1;
+}
+
 }  // namespace
 
 int64_t key_width(int64_t d) { return d <= 32 ? 32 : d <= 64 ? 64 : 128; }
 
-bool short_rows_serve(const Problem& p, Refusal& why) {
+bool short_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   const auto number = [](int64_t x) { return std::to_string(x); };
-  for (const auto& [is_there, name] :
-       {std::pair(bool(p.bias), "bias"), std::pair(bool(p.keep), "keep"), std::pair(p.is_causal, "causal")})
+  for (const auto& [is_there, name] : {std::pair(bool(p.keep), "keep"), std::pair(bool(p.key_counts), "counts of keys"),
+                                       std::pair(p.is_causal, "causal")})
     if (is_there) return why.no([name = name] { return std::string("short rows do not support ") + name; });
+  if (!gpu.is_hopper()) return why.no([] { return kHopperOnly; });
   const int64_t nk = p.nk(), d = p.head_dim(), dv = p.v.shape[3], keys = round_up(nk, 16), bits = bits_of(p.method);
   if (nk > kMostKeys) return why.no([&] { return "short rows hold at most 224 keys, got " + number(nk); });
   if (p.nq() > kMostQueries)
@@ -89,6 +98,11 @@ bool short_rows_serve(const Problem& p, Refusal& why) {
   if (d != dv || d % 16 || d > 128)
     return why.no(
         [&] { return "needs one head_dim, a multiple of 16 up to 128, got " + number(d) + " and " + number(dv); });
+  if (p.bias && (p.bias.shape[3] != nk || p.bias.stride[3] != 1 || nk < 4))
+    return why.no([&] {
+      return "short rows need a bias of at least 4 keys in contiguous memory, got " + text_of(p.bias.shape) + ", " +
+             text_of(p.bias.stride);
+    });
   return true;
 }
 
@@ -96,9 +110,12 @@ void short_rows_launch(const Attention& a, Launch& launch) {
   const Problem& p = a.p;
   const int64_t batch = p.batch(), heads = p.heads(), nq = p.nq(), nk = p.nk(), d = p.head_dim();
   const int64_t keys = round_up(nk, 16), row_tiles = ceil_div(nq, 64), bits = bits_of(p.method);
-  const Split split = choose_split(batch * heads, row_tiles, ctas_per_sm(keys, d, bits, a.q.bytes()), a.q.is_codes());
+  const int64_t most_ctas = std::min<int64_t>(ctas_per_sm(keys, d, bits, a.q.bytes()), p.bias ? 2 : 4);
+  const int64_t* const fixed = p.fixed.row_split;
+  const Split split = fixed[0] > 0 ? Split{fixed[0], fixed[1], fixed[2]}
+                                   : choose_split(batch * heads, row_tiles, most_ctas, a.q.is_codes());
   // 32-bit exponentials pay for the fetch of their additional instructions, which takes 0.5 us, in larger batches only
-  const bool exp_32bit = batch * heads * row_tiles > kFewTiles;
+  const bool exp_32bit = p.bias || (p.fixed.exp_32bit < 0 ? batch * heads * row_tiles > kFewTiles : p.fixed.exp_32bit);
   // the last rows of a head are few enough for remainder_rows.cuh, and head_dim is one that it supports
   const bool remainder = 1 <= nq % 64 && nq % 64 <= 8 && (d == 64 || d == 128);
   const bool heads_first = batch <= kGridLimit;
@@ -111,15 +128,16 @@ void short_rows_launch(const Attention& a, Launch& launch) {
                     {int32_t(keys), int32_t(d), int32_t(bits), int32_t(a.q.type), int32_t(p.out_type), key_major,
                      exp_32bit, a.has_row_scales(), a.head_amax_in_kernel, dynamic, launch.has_maps, remainder,
                      a.memory.l != nullptr, heads_first, dynamic && !a.head_amax_in_kernel, split.tiles >= row_tiles,
-                     int32_t(split.warpgroups), int32_t(split.ctas_per_sm)}};
+                     int32_t(split.warpgroups), int32_t(split.ctas_per_sm), p.bias ? keys_at_once(p.bias) : kLeftOut}};
   launch.grid[0] = uint32_t(heads_first ? heads : batch);
   launch.grid[1] = uint32_t(heads_first ? batch : heads);
   launch.grid[2] = uint32_t(ceil_div(row_tiles, split.tiles));
   launch.threads = uint32_t(128 * split.warpgroups);
-  // K and V^T; their barriers; RemainderRows::Shared, the maxima and p of 8 rows
+  // K and V^T; their barriers; RemainderRows::Shared, the maxima and p of 8 rows; the biases of a tile, and of 8 rows
   launch.shared_bytes =
       uint32_t(round_up(keys * key_width(d), 1024) + ceil_div(keys, 128) * d * 128 + 16 * launch.has_maps +
-               (remainder ? 128 + 8 * (ceil_div(keys, 32) | 1) * 64 * bits / 8 : 0));
+               (remainder ? 128 + 8 * (ceil_div(keys, 32) | 1) * 64 * bits / 8 : 0) +
+               (p.bias ? split.warpgroups * 64 * keys * 4 + remainder * 128 : 0));
   launch.set_parameters<::Params>() = attention_parameters(a, int32_t(split.tiles), {});
 }
 

@@ -50,7 +50,8 @@ struct Split {
 };
 
 // Several warps share a window while there are few windows.
-Split choose_split(int64_t count) {
+Split choose_split(int64_t count, const Fixed& fixed) {
+  if (fixed.window_split[0] > 0) return {fixed.window_split[0], fixed.window_split[1], fixed.window_split[2]};
   if (count > 8 * 132) return {1, 16, 1};
   return count > 66 ? Split{4, 16, 1} : Split{8, 8, 1};
 }
@@ -65,8 +66,8 @@ int64_t resident_warps(int64_t nk, int64_t d, int64_t itemsize, bool masked) {
 }  // namespace
 
 bool window_serves(const Problem& p, Refusal& why) {
-  if (p.method != Method::kP16 && p.method != Method::kP8)
-    return why.no([] { return "windows support the methods intflash and intflash_p8"; });
+  if (!has_short_rows(p.method)) return why.no([] { return "windows support the methods intflash and intflash_p8"; });
+  if (p.key_counts) return why.no([] { return "windows do not support counts of keys"; });
   const int64_t batch = p.batch(), heads = p.heads(), nq = p.nq(), nk = p.nk(), d = p.head_dim(), dv = p.v.shape[3];
   if (std::max(nq, nk) > kMostTokens)
     return why.no([&] {
@@ -106,7 +107,7 @@ bool window_serves(const Problem& p, Refusal& why) {
 void window_launch(const Attention& a, Launch& launch) {
   const Problem& p = a.p;
   const int64_t nq = p.nq(), nk = p.nk(), d = p.head_dim(), count = p.batch() * p.heads();
-  const Split split = choose_split(count);
+  const Split split = choose_split(count, p.fixed);
   const int64_t parts = split.warps(nq), warps = parts * split.windows;
   const int64_t resident = resident_warps(nk, d, a.q.bytes(), p.bias || p.keep);
   const bool key_major = !a.is_fused && has_contiguous_keys(a.v);

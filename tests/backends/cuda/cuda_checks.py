@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,10 +15,9 @@ sys.path.append(str(Path(__file__).parents[1] / "triton"))
 import integer_cases as ic  # noqa: E402
 
 from benchmarks import sass  # noqa: E402
-from intflash.backends.cuda import BACKEND, backend, short_rows, window  # noqa: E402
+from intflash.backends.cuda import BACKEND, backend, plans  # noqa: E402
+from intflash.backends.cuda.plans import Plan  # noqa: E402
 from intflash.backends.cuda.program import CudaLaunch, compile_program  # noqa: E402
-from intflash.backends.cuda.quantization import constants_launch  # noqa: E402
-from intflash.backends.gpu.tensors import Statistics  # noqa: E402
 from intflash.backends.reference import BACKEND as REFERENCE  # noqa: E402
 from intflash.numerics import exp  # noqa: E402
 from intflash.problem import Problem, Result  # noqa: E402
@@ -29,14 +29,12 @@ OF_HEADS = Recipe(q="head", k="head", v="head")  # dynamic scales
 OF_TENSORS = Recipe(q="tensor", k="tensor", v="tensor")
 
 
-def differences(cases: Iterable[tuple[str, Problem]], kernel) -> dict[str, str]:
-    """Returns the differences from the reference, by case. `kernel` (a module) must support every case."""
+def differences(cases: Iterable[tuple[str, Problem]], kernel: str) -> dict[str, str]:
+    """Returns the differences from the reference, by case. `kernel` must serve every case."""
     wrong = {}
     for name, p in cases:
         there = ic.on_device(p, "cuda")
-        assert kernel.unsupported(there) is None and BACKEND.unsupported(there) is None, name
-        by_kernel = kernel in (short_rows, window) and isinstance(p.q, torch.Tensor) and p.recipe == OF_HEADS
-        assert backend.head_amax_in_kernel(there) == (by_kernel and p.out_dtype.is_floating_point), name
+        assert BACKEND.unsupported(there) is None and plans.find_kernel(there).kernel == kernel, name
         if found := complaint(p, BACKEND.run(there)):
             wrong[name] = found
     return wrong
@@ -104,26 +102,69 @@ COMPILED_FLOATS = (torch.float16, *(pytest.param(x, marks=pytest.mark.full) for 
 
 
 def empty_problem(
-    method: str, n: int, d: int, dtype=torch.int8, out=torch.int8, key_major=False, batch=2, **more
-) -> tuple[Problem, tuple]:
-    """Returns a problem without data on the CPU, and the remaining arguments of its launch, to compile a kernel."""
-    shape = (batch, 2, n, d)
-    scales = None
+    method: str, n: int, d: int, dtype=torch.int8, out=torch.int8, key_major=False, batch=2, heads=2, device="meta",
+    **more,
+) -> Problem:  # fmt: skip
+    """Returns a problem without data, to plan its launches and compile their kernels."""
+    shape, like = (batch, heads, n, d), dict(dtype=dtype, device=device)
     if dtype == torch.int8:
-        q = k = v = QTensor(torch.zeros(shape, dtype=dtype), torch.ones(1, 1, 1, 1), "tensor")
+        q = k = v = QTensor(torch.zeros(shape, **like), torch.ones(1, 1, 1, 1, device=device), "tensor")
         if key_major:
-            rows = torch.zeros(batch, 2, d, -(-n // 128) * 128, dtype=dtype)
+            rows = torch.zeros(batch, heads, d, -(-n // 128) * 128, **like)
             v = QTensor(rows[..., :n].mT, v.scale, "tensor")
     else:
-        q = k = v = torch.zeros(shape, dtype=dtype)
-        scales = (torch.ones(1, 1, 1, 1),) * 3
-    p = Problem(method, q, k, v, d**-0.5, out_dtype=out, **more)
-    return p, (constants_launch(p, scales)[1], torch.empty(shape, dtype=out), Statistics(None, None), scales)
+        q = k = v = torch.zeros(shape, **like)
+    return Problem(method, q, k, v, d**-0.5, out_dtype=out, **more)
 
 
-def machine(launch: CudaLaunch) -> sass.Machine:
+def planned(problem: Problem, gpu: tuple[int, int, int, int] | None = None, **fixed: int | tuple[int, ...]) -> Plan:
+    """Returns the plan of a problem. gpu: see `plans.gpu_of`; fixed: choices in place of the plan's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "FIXED", fixed)
+        if gpu is not None:
+            patch.setattr(plans, "gpu_of", lambda device: gpu)
+        return backend.planned(problem)
+
+
+def attention_launch(problem: Problem, **options) -> CudaLaunch:
+    """Returns the last launch of `planned`."""
+    return planned(problem, **options).launches[-1]
+
+
+def macros(launch: CudaLaunch) -> dict[str, str]:
+    return dict(launch.program.macros)
+
+
+class View(ctypes.Structure):
+    _fields_ = [("ptr", ctypes.c_void_p), *((name, ctypes.c_int64) for name in "bhnd")]
+
+
+class Share(ctypes.Structure):
+    """`Share` of params.cuh, as far as tests read what the tile scheduler hands out."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("whole", "rest", "rest_tiles")),
+        *((name, ctypes.c_uint32) for name in ("whole_of_all", "pieces", "first")),
+    ]  # fmt: skip
+
+
+# Bytes before `share` in `Params` of params.cuh: views, statistics, scale, 13 numbers of 4 bytes.
+_SHARE = 12 * ctypes.sizeof(View) + 3 * 8 + 13 * 4
+
+
+def share_of(launch: CudaLaunch) -> Share:
+    return Share.from_buffer_copy(launch.parameters[_SHARE:])
+
+
+def view_of(launch: CudaLaunch, index: int) -> View:
+    """The view of that number in the launch's parameters, which begin with an array of them."""
+    return View.from_buffer_copy(launch.parameters[index * ctypes.sizeof(View) :])
+
+
+def machine(launch: CudaLaunch, architecture: str = "sm_90a") -> sass.Machine:
     """Returns the launch's machine code. The test is skipped where there is no NVRTC."""
     pytest.importorskip("cuda.bindings.nvrtc")
     pytest.importorskip("triton", reason="cuobjdump comes with Triton")
-    code = compile_program(launch.program).cubin
-    return sass.machine(code, launch.program.file, 90, launch.shared_bytes, launch.threads // 32)
+    code = compile_program(launch.program, architecture).cubin
+    number = int(architecture[3:].rstrip("a"))
+    return sass.machine(code, launch.program.file, number, launch.shared_bytes, launch.threads // 32)

@@ -26,7 +26,6 @@ import torch, intflash
 from intflash import call
 from intflash.backends import cpu
 from intflash.backends.cuda import program, tensor_maps
-from intflash.backends.cuda.parameters import Params, View
 
 def launch(*tensors, **options):
     arguments = call.complete(tensors, options | dict(check_finite=False))
@@ -66,12 +65,12 @@ class Parameters(ctypes.Structure):
 
 def python():
     tensor_maps.encoded.cache_clear()
-    gpu, k = torch.device("cuda", 0), long.data
-    maps = tensor_maps.tensor_maps(k, k.mT.contiguous().mT, 8, 64)
+    gpu = torch.device("cuda", 0)
+    box = (64, 100, 4, 2, 6), (64, 256, 128, 1024), (64, 2, 4, 2, 6), 64
+    maps = tuple(tensor_maps.TensorMap(*box, address) for address in (64, 128))
     made = program.CudaProgram.of("window_attention.cu"), (3, 2, 1), 64, 512
-    views = Params(k=View(ptr=64), v=View(ptr=128))
-    program.CudaLaunch(*made, Parameters(7), gpu, {}).run()
-    program.CudaLaunch(*made, views, gpu, {}, overlaps=True, tensor_maps=maps).run()
+    program.CudaLaunch(*made, Parameters(7), gpu, ()).run()
+    program.CudaLaunch(*made, bytes(64), gpu, (), overlaps=True, maps=maps, after_maps=bytes(64)).run()
     return True
 
 program.machine_code = lambda program, architecture: b"of Python"

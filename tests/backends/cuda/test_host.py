@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
+import struct
 from dataclasses import replace
 from types import SimpleNamespace
 
+import cuda_checks as checks
 import pytest
 import torch
 
 from intflash.backends import native
-from intflash.backends.cuda import backend, long_rows, program, short_rows, sm80
-from intflash.backends.cuda.parameters import _reciprocal
-from intflash.backends.cuda.tensor_maps import key_map
+from intflash.backends.cuda import plans, program
 from intflash.problem import Problem
-from intflash.quant import Recipe
+from intflash.quant import QTensor, Recipe
 
 HEADS = dict(q="head", k="head", v="head")
 
@@ -25,45 +24,26 @@ def problem(shift: int = 0, **changes) -> Problem:
     return Problem("intflash", x, x, x, 0.125, **(dict(recipe=Recipe(**HEADS), out_dtype=torch.float16) | changes))
 
 
-def test_unaligned_tensors_are_unsupported():
-    assert backend._alignment(problem()) is None
-    assert "multiples of 16 bytes" in backend._alignment(problem(shift=4))
+def test_unaligned_tensors_are_for_the_kernels_of_any_rows():
+    assert plans.find_kernel(problem()).kernel == "short_rows"
+    assert plans.find_kernel(problem(shift=4)) == ("any_rows", None, ("q", "k", "v"))
 
 
 @pytest.mark.parametrize("change", [dict(bits=4), dict(rule="divide"), dict(k_scale=0.5), dict(q="tensor")], ids=str)
 def test_head_amax_in_kernel_serves_one_recipe(change):
-    assert backend.head_amax_in_kernel(problem()) and not backend.head_amax_in_kernel(problem(out_dtype=torch.int8))
-    assert not backend.head_amax_in_kernel(problem(recipe=Recipe(**(HEADS | change))))
+    def in_kernel(**changes) -> bool:
+        return checks.macros(checks.attention_launch(problem(**changes)))["HEAD_AMAX_IN_KERNEL"] == "1"
+
+    assert in_kernel() and not in_kernel(out_dtype=torch.int8)
+    assert not in_kernel(recipe=Recipe(**(HEADS | change)))
 
 
 @pytest.mark.parametrize("by", [2, 3, 5, 6, 7, 12, 48, 100, 1000])
 def test_reciprocals_divide_small_numbers(by):
-    reciprocal = _reciprocal(by)
+    p = checks.empty_problem("intflash", 64, 32, batch=1, heads=by)
+    numbers = struct.unpack_from("13I", checks.attention_launch(p).parameters, 12 * 40 + 3 * 8)
+    reciprocal = numbers[10]  # of heads
     assert all(x * reciprocal >> 32 == x // by for x in range(20_000))
-
-
-def test_key_map_permutes_rows_as_score_row():
-    """Row 16 g + 8 b + 2 q + i of a box is key 16 g + 4 q + 2 b + i of the head, whatever number of keys it has."""
-    k = torch.empty(2, 3, 37, 64, dtype=torch.int8)
-    m = key_map(k, 2, 64)
-    assert m.sizes[-1] == 2 and m.box == (64, 2, 4, 2, 2)
-    for batch, head, g, b, q, i in itertools.product(range(2), range(3), range(2), range(2), range(4), range(2)):
-        at = (batch * m.batch + head * m.head + i, q, b, g)
-        assert all(x < size for x, size in zip(at, m.sizes[1:], strict=True))
-        address = sum(x * stride for x, stride in zip(at, m.strides, strict=True))
-        assert address == k[batch, head, 16 * g + 4 * q + 2 * b + i].storage_offset()
-    assert key_map(k[:, :, :15], 1, 64) is None
-
-
-def test_remainder_rows_are_few():
-    assert [short_rows.has_remainder_rows(n, 64) for n in (64, 65, 72, 73, 197)] == [False, True, True, False, True]
-
-
-def test_tokens_beyond_2_gib_are_unsupported():
-    one = torch.empty(1, 1, 100, 64, dtype=torch.float16, device="meta")
-    far = one.as_strided((1, 1, 100, 64), (0, 0, 11_000_000, 1))
-    assert short_rows.unsupported(replace(problem(), q=one, k=one, v=one)) is None
-    assert "2 GiB" in short_rows.unsupported(replace(problem(), q=far, k=far, v=far))
 
 
 def test_without_the_native_module_nothing_is_launched(monkeypatch):
@@ -94,46 +74,26 @@ def test_architectures_are_those_of_nvrtc():
     assert names == ["sm_80", "sm_89", "sm_90a", "sm_100", "sm_120"]
 
 
-def _on(monkeypatch, capability: tuple[int, int]) -> None:
-    for module in (backend, program):
-        monkeypatch.setattr(module, "on_hopper", lambda device: capability == (9, 0))
+def test_refusals_say_why_no_kernel_serves():
+    codes = checks.empty_problem("intflash_online", 100, 64)
+    bias = torch.zeros(1, 1, 1, 100, dtype=torch.int32, device="meta")
+    q = checks.empty_problem("intflash", 100, 272)
+    tokens = QTensor(q.k.data, torch.ones(1, 2, 100, 1, device="meta"), "token")
+    for p, reason in (
+        (checks.empty_problem("intflash", 100, 64, heads=65_536), "at most 65535 heads, got 65536"),
+        (replace(codes, bias=bias), "intflash_online has no bias"),
+        (q, "takes at most 256 channels, got 272 and 272"),
+        (replace(q, k=tokens), "one scale per tensor or head, got 'token' and 'tensor'"),
+    ):
+        kernel, refusal, copies = plans.find_kernel(p)
+        assert kernel is None and reason in refusal and copies == ()
+        with pytest.raises(ValueError, match="no CUDA kernel|one scale per"):
+            plans.plan(p)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-def test_which_kernel_serves(capability, monkeypatch):
-    """On Hopper wgmma's kernels serve aligned rows with masks of keys, everywhere sm80's the rest but for windows."""
-    _on(monkeypatch, capability)
-    x = torch.zeros(2, 2, 100, 64, dtype=torch.float16)
-    keep = torch.ones(1, 1, 1, 100, dtype=torch.bool)
-    short, small, odd = problem(), problem(), problem()
-    small.q = small.k = small.v = x[:, :, :49]
-    odd.q = odd.k = odd.v = x[..., :60]
-    ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 100], dtype=torch.int32))
-    particular = [backend.particular_unsupported(p) is None for p in (short, small, odd)]
-    assert particular == [capability == (9, 0), True, False]
-    assert (backend.particular_unsupported(problem(keep=keep)) is None) == (capability == (9, 0))
-    assert (backend.particular_unsupported(problem(keep=keep.expand(1, 2, 100, 100))) is None) == (capability == (9, 0))
-    for more in (dict(keep=keep.repeat(1, 1, 100, 1)), ends):
-        assert backend.particular_unsupported(problem(**more))
-
-
-def test_long_rows_refuse_sliding_windows(monkeypatch):
-    """Also after the quantization pass, where only the kernels' own refusals are asked."""
-    _on(monkeypatch, (9, 0))
-    x = torch.zeros(2, 2, 300, 64, dtype=torch.float16)
-    p = problem(causal=0, window_start=-99)
-    p.q = p.k = p.v = x
-    assert "window_start" in long_rows.unsupported(p)
-    p.window_start = None
-    assert long_rows.unsupported(p) is None
-
-
-def test_only_what_16_byte_accesses_cannot_read_is_copied():
-    fine = problem()
-    assert sm80.aligned(fine) is fine
-    shifted = problem(shift=4)
-    copies = sm80.aligned(shifted)
-    assert copies.q.shape == shifted.q.shape and copies.q.data_ptr() % 16 == 0 and torch.equal(copies.q, shifted.q)
-    short = replace(fine, q=fine.q[..., :20], k=fine.k[..., :20])
-    copies = sm80.aligned(short)
-    assert copies.q.shape[3] == 20 and copies.q.stride(2) == 32 and copies.v is fine.v
+def test_every_part_of_a_plan_is_named():
+    """No choice is ignored that has no name."""
+    with pytest.raises(ValueError, match="no choice 'splits' can be fixed"):
+        checks.planned(checks.empty_problem("intflash", 100, 64), splits=1)
+    with pytest.raises(ValueError, match="tile has 6 numbers"):
+        checks.planned(checks.empty_problem("intflash", 100, 64), tile=(1, 2))

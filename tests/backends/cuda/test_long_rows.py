@@ -11,15 +11,14 @@ import integer_cases as ic
 import pytest
 import torch
 
-from intflash.backends.cuda import backend, long_rows
-from intflash.backends.cuda.parameters import Share, quotient_reciprocal
-from intflash.backends.cuda.quantization import quantize_launch
+from intflash.backends.cuda import plans
 from intflash.backends.gpu.constants import BLOCK_FLOAT
-from intflash.backends.gpu.scales import FloatInputs, Qkv
+from intflash.integer.gpu.hopper import quotient_reciprocal
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
-METHODS = tuple(long_rows.METHODS)
+METHODS = "intflash", "intflash_p8", "intflash_online", "intflash_bfp"
+HOPPER = (132, 9, 0, 227 << 10)
 FROM_FLOATS = tuple(method for method in METHODS if method not in BLOCK_FLOAT)  # whose kernel may quantize K and V
 # The kernels of `intflash_bfp` are large: each takes some seconds to compile.
 COMPILED = tuple(pytest.param(x, marks=pytest.mark.full if x in BLOCK_FLOAT else ()) for x in METHODS)
@@ -144,16 +143,20 @@ def _key_masks(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"{name} of {nk} keys {d} from floats", p
 
 
+def _on_processors(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+    """Plans are those for a Hopper GPU of so many multiprocessors."""
+    monkeypatch.setattr(plans, "gpu_of", lambda device: (processors, *HOPPER[1:]))
+
+
 @pytest.mark.gpu
 @checks.needs_device
 @pytest.mark.parametrize("resident", (False, True))
 @pytest.mark.parametrize("method", METHODS)
 def test_bits(method, resident, monkeypatch):
     """resident: K/V resident in shared memory where they fit, also from floats, or nowhere."""
-    monkeypatch.setattr(long_rows, "_resident_is_faster", lambda _: resident)
-    monkeypatch.setattr(long_rows, "_quantizing_is_faster", lambda _: resident)
+    monkeypatch.setattr(plans, "FIXED", dict(resident=int(resident), fuses_keys=int(resident)))
     torch.manual_seed(0)
-    assert checks.differences(cases(method), long_rows) == {}
+    assert checks.differences(cases(method), "long_rows") == {}
 
 
 @pytest.mark.gpu
@@ -166,7 +169,7 @@ def test_bits_at_the_largest_number_of_keys(method):
     torch.manual_seed(0)
     shape = dict(heads=1, nq=3, nk=70_000 if method in BLOCK_FLOAT else 65_536, amax=1e-6)
     found = [(str(d), ic.codes(method, d=d, return_lse=True, **shape)) for d in (16, 128)]
-    assert checks.differences(found, long_rows) == {}
+    assert checks.differences(found, "long_rows") == {}
 
 
 @pytest.mark.gpu
@@ -174,15 +177,15 @@ def test_bits_at_the_largest_number_of_keys(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_bits_of_every_range_split(method, monkeypatch):
     """CTAs that take several ranges, whole and smaller ones, with the smaller ones from any CTA on."""
-    monkeypatch.setattr(long_rows, "_resident_is_faster", lambda _: False)
     torch.manual_seed(0)
-    for processors, split in itertools.product((1, 5, 132), ((1, 1, 0), (1, 2, 3), (2, 1, 4), (0, 2, 0))):
-        split = long_rows.RangeSplit(*split)._replace(first=min(split[2], processors - 1))
-        monkeypatch.setattr(long_rows, "multiprocessors", lambda _, processors=processors: processors)
-        monkeypatch.setattr(long_rows, "_choose_range_split", lambda *_, split=split: split)
+    splits = (1, 1, 0), (1, 2, 3), (2, 1, 4), (0, 2, 0)
+    for processors, (whole, tiles, first) in itertools.product((1, 5, 132), splits):
+        split = whole, tiles, min(first, processors - 1)
+        _on_processors(monkeypatch, processors)
+        monkeypatch.setattr(plans, "FIXED", dict(resident=0, range_split=split))
         for batch, nq, d in ((1, 700, 128), (5, 650, 64), (3, 800, 112)):
             p = ic.codes(method, batch=batch, heads=2, nq=nq, nk=300, d=d, return_lse=True)
-            assert checks.differences([(f"{processors} {split} {batch} {nq} {d}", p)], long_rows) == {}
+            assert checks.differences([(f"{processors} {split} {batch} {nq} {d}", p)], "long_rows") == {}
 
 
 @pytest.mark.gpu
@@ -190,13 +193,13 @@ def test_bits_of_every_range_split(method, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 def test_bits_of_resident_heads(method, monkeypatch):
     """CTAs that take parts of heads, one head or several, with as many keys as fit."""
-    monkeypatch.setattr(long_rows, "_resident_is_faster", lambda _: True)
+    monkeypatch.setattr(plans, "FIXED", dict(resident=1))
     torch.manual_seed(0)
     for processors in (1, 5, 132):
-        monkeypatch.setattr(long_rows, "multiprocessors", lambda _, processors=processors: processors)
+        _on_processors(monkeypatch, processors)
         for batch, nq, nk, d in ((1, 700, 577, 128), (5, 650, 300, 64), (7, 50, 1664, 64), (3, 200, 130, 112)):
             p = ic.codes(method, batch=batch, heads=4, key_heads=2, nq=nq, nk=nk, d=d, return_lse=True)
-            assert checks.differences([(f"{processors} {batch} {nq} {nk}", p)], long_rows) == {}
+            assert checks.differences([(f"{processors} {batch} {nq} {nk}", p)], "long_rows") == {}
 
 
 @pytest.mark.gpu
@@ -204,36 +207,45 @@ def test_bits_of_resident_heads(method, monkeypatch):
 @pytest.mark.parametrize("method", FROM_FLOATS)
 def test_bits_of_resident_floats(method, monkeypatch):
     """Every head_dim, many and few heads per CTA, as many keys as fit, values far outside a scale's range."""
-    monkeypatch.setattr(long_rows, "_quantizing_is_faster", lambda _: True)
+    monkeypatch.setattr(plans, "FIXED", dict(fuses_keys=1))
     torch.manual_seed(0)
     static = Recipe(q_scale=0.02, k_scale=2**-18, v_scale=2**-9)
     for processors, recipe, dtype in itertools.product(
         (1, 5, 132), (static, checks.OF_TENSORS, checks.OF_HEADS), FLOAT_KV[:2]
     ):
-        monkeypatch.setattr(long_rows, "multiprocessors", lambda _, processors=processors: processors)
+        _on_processors(monkeypatch, processors)
         most = (384, 1152) if method == "intflash_online" else (512, 1408)  # the table of P takes space
         shapes = [(2, 260, d) for d in range(32, 129, 16)] + [(3, most[0] - 4, 112), (2, most[1], 64), (40, 257, 64)]
         for batch, n, d in shapes:
             p = checks.floats(method, batch, n, d, dtype, recipe)
-            assert backend.fused_inputs(ic.on_device(p, "cuda")) == "qkv"
-            assert checks.differences([(f"{processors} {dtype} {batch} {n} {d}", p)], long_rows) == {}
+            assert checks.macros(checks.attention_launch(p, fuses_keys=1))["FLOAT_KV"] == "1"
+            assert checks.differences([(f"{processors} {dtype} {batch} {n} {d}", p)], "long_rows") == {}
 
 
-def _ranges_of_cta(share: Share, ctas: int, cta: int) -> Iterator[int]:
+def _ranges_of_cta(share: checks.Share, ctas: int, cta: int) -> Iterator[int]:
     """Mirrors `RangeScheduler` of tile_scheduler.cuh."""
     yield from range(cta, share.whole_of_all, ctas)
     if cta >= share.first:
         yield from range(share.whole_of_all + cta - share.first, share.pieces, ctas - share.first)
 
 
+def _schedule(batch: int, nq: int, nk: int = 300, d: int = 16, dtype=torch.int8, **options) -> tuple[int, checks.Share]:
+    """CTAs and ranges of the launch of a problem of `batch` batches and two heads."""
+    more = {name: options.pop(name) for name in ("causal", "heads") if name in options}
+    p = checks.empty_problem("intflash_online", nk, d, dtype, dtype, batch=batch, **more)
+    q = (p.q if isinstance(p.q, torch.Tensor) else p.q.data)[:, :, :1].expand(-1, -1, nq, -1)
+    p = replace(p, q=q if isinstance(p.q, torch.Tensor) else replace(p.q, data=q))
+    launch = checks.attention_launch(p, **options)
+    assert launch.program.file == "sm90/long_rows.cu"
+    return launch.grid[0], checks.share_of(launch)
+
+
 @pytest.mark.parametrize("causal", (None, 0))
 def test_ranges_cover_each_row_once(causal):
     """Each range, as `WorkTile` of tile_scheduler.cuh reads it, is taken by one CTA, the smaller ones last."""
     for batch, nq, consumers in itertools.product((1, 2, 5, 40), (1, 191, 192, 193, 400, 1000, 4096), (2, 3)):
-        p, _ = checks.empty_problem("intflash_online", nq, 16, causal=causal)
-        p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
-        ctas, share = long_rows.schedule_ranges(p, consumers)
-        rows, heads = 64 * consumers, batch * p.q.shape[1]
+        ctas, share = _schedule(batch, nq, causal=causal, resident=0, consumers=consumers)
+        rows, heads = 64 * consumers, batch * 2
         ranges = [list(_ranges_of_cta(share, ctas, i)) for i in range(ctas)]
         assert sorted(itertools.chain(*ranges)) == list(range(share.pieces)) and all(ranges)
         assert all(taken_ranges == sorted(taken_ranges) for taken_ranges in ranges) and share.rest_tiles <= consumers
@@ -255,22 +267,18 @@ def test_ranges_cover_each_row_once(causal):
 def test_resident_tiles_cover_each_row_once():
     """Each tile of 64 rows, as `ResidentScheduler` of tile_scheduler.cuh reads it, is taken once."""
     for batch, nq in itertools.product((1, 2, 5, 400), (1, 64, 65, 197, 577)):
-        p, _ = checks.empty_problem("intflash_online", nq, 16)
-        p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
-        ctas, share = long_rows.schedule_resident_heads(p)
+        ctas, share = _schedule(batch, nq, resident=1)
         assert share.whole == -(-nq // 64)
         first = [i * share.rest_tiles + min(i, share.first) for i in range(ctas + 1)]
         ends = [first[i] + share.rest_tiles + (i < share.first) for i in range(ctas)]
-        assert first[0] == 0 and first[1:] == ends and ends[-1] == batch * p.q.shape[1] * share.whole
+        assert first[0] == 0 and first[1:] == ends and ends[-1] == batch * 2 * share.whole
         assert all(a < b for a, b in itertools.pairwise(first))
 
 
 def test_resident_tiles_of_floats_cover_each_row_once():
     """With few heads, a CTA takes tiles of one head."""
     for batch, nq in itertools.product((1, 2, 5, 33, 66, 400), (1, 64, 65, 197, 577, 1370)):
-        p, _ = checks.empty_problem("intflash_online", nq, 16)
-        p = replace(p, q=replace(p.q, data=p.q.data[:1].expand(batch, -1, -1, -1)))
-        ctas, share = long_rows.schedule_resident_heads(p, True)
+        ctas, share = _schedule(batch, nq, d=64, dtype=torch.float16, fuses_keys=1)
         tiles, taken = -(-nq // 64), []
         for i in range(ctas):
             first = i * share.rest_tiles + min(i, share.first)
@@ -278,37 +286,48 @@ def test_resident_tiles_of_floats_cover_each_row_once():
             places = [divmod(tile, share.whole) for tile in run]
             taken += [(head, tile) for head, tile in places if tile < tiles]
             assert places[0][1] < tiles and (share.whole == tiles or len({head for head, _ in places}) == 1)
-        assert sorted(taken) == list(itertools.product(range(batch * p.q.shape[1]), range(tiles)))
-    assert long_rows.schedule_resident_heads(replace(p, q=replace(p.q, data=p.q.data[:8])), True)[0] <= 132
+        assert sorted(taken) == list(itertools.product(range(batch * 2), range(tiles)))
+    assert _schedule(8, 1370, d=64, dtype=torch.float16, fuses_keys=1)[0] <= 132
 
 
 def test_ring_buffers_fit_shared_memory():
-    """At least two tiles of keys fit the 227 KB of a multiprocessor."""
+    """At least four tiles of keys fit the 227 KB of a CTA, and resident K and V take as many as fit."""
     for d, consumers, method in itertools.product(range(16, 129, 16), (2, 3), METHODS):
         if method in BLOCK_FLOAT and consumers == 3:
             continue  # its registers do not suffice for three warpgroups
-        extra = long_rows._extra_shared_bytes(checks.empty_problem(method, 300, d)[0], consumers, False)
-        stages = long_rows._max_stages(d, consumers, extra)
-        sizes = [long_rows.shared_bytes(d, consumers, 128 * d, 0, n, extra) for n in (stages, stages + 1)]
-        assert stages >= long_rows.STAGES and sizes[0] <= 227 * 1024 < sizes[1]
+        sizes, stages = [], []
+        for resident in (0, 1):
+            p = checks.empty_problem(method, 300, d)
+            launch = checks.attention_launch(p, consumers=consumers, resident=resident)
+            sizes.append(launch.shared_bytes)
+            stages.append(int(checks.macros(launch)["STAGES"]))
+        assert 4 == stages[0] <= stages[1] and sizes[0] <= sizes[1] <= 227 * 1024
+        width = 32 if d <= 32 else 64 if d <= 64 else 128  # of K's rows
+        stage = -(-128 * (width + d) // 1024) * 1024 + 16
+        assert sizes[1] + stage > 227 * 1024 and sizes[1] - sizes[0] == (stages[1] - 4) * stage
+
+
+def _is_resident(p: Problem) -> bool:
+    return checks.macros(checks.attention_launch(p))["KV_RESIDENT"] == "1"
 
 
 def test_when_kv_is_resident():
-    codes = [checks.empty_problem("intflash_online", n, 64, batch=1)[0] for n in (197, 256, 577, 1700)]
-    floats = [replace(p, q=p.q.data.half()) for p in codes]
-    assert [long_rows._fits_resident(p, 13) and long_rows._resident_is_faster(p) for p in codes] == [
-        True,
-        True,
-        True,
-        False,
-    ]
-    assert [long_rows._fits_resident(p, 13) and long_rows._resident_is_faster(p) for p in floats] == [
-        False,
-        False,
-        True,
-        False,
-    ]
-    assert not long_rows._fits_resident(replace(codes[0], causal=0), 13)
+    """Codes where they fit; float Q reads codes of K and V again where there are at most two tiles of keys."""
+    assert [_is_resident(checks.empty_problem("intflash_online", n, 64, batch=1)) for n in (197, 256, 577, 1700)] == [
+        True, True, True, False,
+    ]  # fmt: skip
+    floats = (
+        checks.empty_problem("intflash_online", n, 64, torch.float32, torch.float32, batch=1)
+        for n in (197, 256, 577, 1700)
+    )
+    assert list(map(_is_resident, floats)) == [False, False, True, False]
+    assert not _is_resident(checks.empty_problem("intflash_online", 197, 64, causal=0))
+
+
+def _quantizes_kv(method: str, n: int, d: int, dtype=torch.float16, **more) -> bool:
+    launch = checks.attention_launch(checks.empty_problem(method, n, d, dtype, dtype, **more))
+    assert launch.program.file == "sm90/long_rows.cu"
+    return checks.macros(launch)["FLOAT_KV"] == "1"
 
 
 def test_when_the_kernel_quantizes_kv():
@@ -317,22 +336,14 @@ def test_when_the_kernel_quantizes_kv():
         (1, 257, 64, True), (32, 577, 64, True), (16, 1370, 64, True), (256, 1408, 64, True), (256, 1409, 64, False),
         (1, 1370, 64, False), (24, 785, 64, False), (256, 640, 128, True), (256, 641, 128, False),
     ):  # fmt: skip
-        p, _ = checks.empty_problem("intflash_p8", n, d, torch.float16, torch.float16, batch=batch)
-        assert long_rows.quantizes_kv(p) == quantizes_kv, (batch, n, d)
-    for n, d, quantizes_kv in (
-        (1152, 64, True),
-        (1153, 64, False),
-        (384, 128, True),
-        (385, 128, False),
-    ):  # beside a table
-        p, _ = checks.empty_problem("intflash_online", n, d, torch.float16, torch.float16, batch=256)
-        assert long_rows.quantizes_kv(p) == quantizes_kv, (n, d)
-    p, _ = checks.empty_problem("intflash_online", 577, 64, torch.float32, torch.float32)
-    assert not long_rows.quantizes_kv(p)
-    p, _ = checks.empty_problem("intflash_online", 577, 64, torch.float16, torch.float16)
-    assert not long_rows.quantizes_kv(replace(p, causal=0))
+        assert _quantizes_kv("intflash_p8", n, d, batch=batch) == quantizes_kv, (batch, n, d)
+    for n, d, quantizes_kv in ((1152, 64, True), (1153, 64, False), (384, 128, True), (385, 128, False)):
+        assert _quantizes_kv("intflash_online", n, d, batch=256) == quantizes_kv, (n, d)  # beside a table
+    assert not _quantizes_kv("intflash_online", 577, 64, torch.float32)
+    assert not _quantizes_kv("intflash_online", 577, 64, causal=0)
+    p = checks.empty_problem("intflash_online", 577, 64, torch.float16, torch.float16)
     far = torch.empty(p.k.shape, dtype=p.k.dtype, device="meta").as_strided(p.k.shape, (0, 0, 1 << 21, 1))
-    assert not long_rows.quantizes_kv(replace(p, k=far))
+    assert checks.macros(checks.attention_launch(replace(p, k=far)))["FLOAT_KV"] == "0"
 
 
 def test_quotient_by_reciprocal():
@@ -344,35 +355,36 @@ def test_quotient_by_reciprocal():
             assert q + (x - q * by >= by) == x // by
 
 
+def _range_split(nq: int, heads: int) -> tuple[int, int, int]:
+    """Whole ranges of a head, tiles of a smaller one, and the first CTA that takes smaller ones."""
+    _, share = _schedule(heads // 2, nq, resident=0, consumers=3)
+    return share.whole, share.rest_tiles, share.first
+
+
 def test_range_splits_of_few_heads():
     """4096 rows of 64 heads are 10.3 ranges of 192 rows for each of 132 multiprocessors and would take 11 rounds."""
-    assert long_rows._choose_range_split(4096, 64, 3, 132) == (20, 2, 0)
-    assert long_rows._choose_range_split(4096, 128, 3, 132) == (
-        21,
-        3,
-        48,
-    )  # those that take 21 whole ranges take no smaller one
-    assert long_rows._choose_range_split(4224, 60, 3, 132) == (22, 3, 0)
+    assert _range_split(4096, 64) == (20, 2, 0)
+    assert _range_split(4096, 128) == (21, 3, 48)  # those that take 21 whole ranges take no smaller one
+    assert _range_split(4224, 60) == (22, 3, 0)
 
 
 def test_range_splits_of_many_heads():
     """With 3000 heads and more, the remaining rows are half of the work."""
-    assert long_rows._choose_range_split(197, 6144, 3, 132) == (1, 3, 0)  # five rows
-    assert long_rows._choose_range_split(256, 3072, 3, 132) == (0, 2, 0)
-    assert long_rows._choose_range_split(320, 6144, 3, 132) == (1, 3, 0)
-    assert long_rows._choose_range_split(577, 3072, 3, 132) == (3, 3, 0)
+    assert _range_split(197, 6144) == (1, 3, 0)  # five rows
+    assert _range_split(256, 3072) == (0, 2, 0)
+    assert _range_split(320, 6144) == (1, 3, 0)
+    assert _range_split(577, 3072) == (3, 3, 0)
 
 
 def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None, resident=False):
-    p, (constants, output, statistics, _) = checks.empty_problem(method, 300, d, out=out, causal=causal)
+    p = checks.empty_problem(method, 300, d, torch.int8 if query is None else query, out, causal=causal)
     if rows:
-        p = replace(p, q=QTensor(p.q.data, torch.ones(1, 2, 300, 1), "token"))
-        constants = checks.constants_launch(p)[1]
+        p = replace(p, q=QTensor(p.q.data, torch.ones(1, 2, 300, 1, device="meta"), "token"))
     if query is not None:
-        p = replace(p, q=p.q.data.to(query))
-        scales = (torch.ones(1, 1, 1, 1), None, None)
-        return long_rows.long_rows_launch(p, constants, output, statistics, scales, resident=resident)
-    return long_rows.long_rows_launch(p, constants, output, statistics, resident=resident)
+        p = replace(p, recipe=checks.OF_TENSORS)
+    launch = checks.attention_launch(p, resident=int(resident), fuses_keys=0)
+    assert launch.program.file == "sm90/long_rows.cu"
+    return launch
 
 
 @pytest.mark.parametrize("d", (64, 128, *(pytest.param(d, marks=pytest.mark.full) for d in (16, 80))))
@@ -408,7 +420,7 @@ def test_float_queries_do_not_spill(method, query):
 @pytest.mark.parametrize(
     "recipe",
     (
-        pytest.param(Recipe(), id="dynamic"),
+        pytest.param(checks.OF_TENSORS, id="dynamic"),
         pytest.param(Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1), id="static", marks=pytest.mark.full),
     ),
 )
@@ -419,8 +431,9 @@ def test_floats_do_not_spill(method, recipe):
 
 
 def _float_launch(method, d, dtype, recipe):
-    p, arguments = checks.empty_problem(method, 300, d, dtype, dtype)
-    return long_rows.long_rows_launch(replace(p, recipe=recipe), *arguments)
+    launch = checks.attention_launch(checks.empty_problem(method, 300, d, dtype, dtype, recipe=recipe), fuses_keys=1)
+    assert checks.macros(launch)["FLOAT_KV"] == "1"
+    return launch
 
 
 @pytest.mark.parametrize("method", FROM_FLOATS)
@@ -428,17 +441,16 @@ def test_padded_channels_and_key_masks_do_not_spill(method):
     for d, floats in itertools.product((40, 72), (False, True)):
         assert checks.machine(_workload_launch(method, d, floats)).spills == 0
     for floats in (False, True):
-        keep = torch.ones(2, 1, 1, 512, dtype=torch.bool)
+        keep = torch.ones(2, 1, 1, 512, dtype=torch.bool, device="meta")
         # a row's maximum may be spilled once for each tile of rows, outside of the loop over keys
         assert checks.machine(_workload_launch(method, 64, floats, keep=keep)).spills <= 2 * floats
 
 
 def _workload_launch(method: str, d: int, floats: bool, **more):
-    p, (constants, out, statistics, scales) = checks.empty_problem(method, 512, d, torch.float16, torch.float16, **more)
-    if not floats:
-        _, codes = quantize_launch(FloatInputs(Qkv(p.q, p.k, p.v), Qkv(*scales)))
-        p, scales = replace(p, k=codes["k"], v=codes["v"]), (scales[0], None, None)
-    return long_rows.long_rows_launch(p, constants, out, statistics, scales)
+    p = checks.empty_problem(method, 512, d, torch.float16, torch.float16, recipe=checks.OF_TENSORS, **more)
+    launch = checks.attention_launch(p, fuses_keys=int(floats))
+    assert checks.macros(launch)["FLOAT_KV"] == str(int(floats))
+    return launch
 
 
 def test_float_output_has_float_instructions():
@@ -461,5 +473,19 @@ def test_codes_do_not_spill_anywhere(method, d, causal, resident):
 @pytest.mark.parametrize("method", FROM_FLOATS)
 def test_floats_do_not_spill_anywhere(method, d):
     static = Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1)
-    for dtype, recipe in itertools.product((torch.float16, torch.bfloat16), (Recipe(), static)):
+    for dtype, recipe in itertools.product((torch.float16, torch.bfloat16), (checks.OF_TENSORS, static)):
         assert checks.machine(_float_launch(method, d, dtype, recipe)).spills == 0
+
+
+def test_sliding_windows_and_other_masks_are_not_for_long_rows():
+    """Also after the quantization pass, where only the kernels' own refusals are asked."""
+    for dtype in (torch.int8, torch.float16):
+        p = checks.empty_problem("intflash", 300, 64, dtype, dtype, causal=0)
+        assert plans.find_kernel(p).kernel == "long_rows"
+        assert plans.find_kernel(replace(p, window_start=-99)).kernel == "any_rows"
+    keep = torch.ones(1, 1, 1, 300, dtype=torch.bool, device="meta")
+    p = checks.empty_problem("intflash", 300, 64)
+    for mask, kernel in (
+        (keep, "long_rows"), (keep.expand(1, 2, 300, 300), "long_rows"), (keep.repeat(1, 1, 300, 1), "any_rows"),
+    ):  # fmt: skip
+        assert plans.find_kernel(replace(p, keep=mask)).kernel == kernel

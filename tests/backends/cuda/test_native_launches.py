@@ -1,8 +1,10 @@
-"""The native call path on a GPU, without one: what it would launch, against what the Python launchers prepare."""
+"""Plans of calls on a GPU, without one: what must hold for every launch, and that the direct way from the arguments of
+`attention` plans what the general way does.
+"""
 
 from __future__ import annotations
 
-import ctypes
+import struct
 
 import pytest
 import torch
@@ -12,128 +14,74 @@ from hypothesis import strategies as st
 import intflash
 from intflash import Recipe, call
 from intflash.backends import cpu
-from intflash.backends.cuda import backend, program, sm80
-from intflash.backends.cuda.parameters import Params
-from intflash.backends.cuda.quantization import AbsmaxParams, ConstantsParams, HeadAbsmaxParams, QuantizeParams
-from intflash.backends.gpu.constants import score_unit
-from intflash.numerics import exp
+from intflash.backends.cuda import backend, plans
+from intflash.backends.cuda.plans import Plan
+from intflash.backends.cuda.program import CudaLaunch
 
 pytestmark = pytest.mark.skipif(not cpu.instruction_sets(), reason="the native module was not built")
-
-STRUCTS = {
-    "attention": Params, "absmax": AbsmaxParams, "head_absmax": HeadAbsmaxParams, "constants": ConstantsParams,
-    "quantize_inputs": QuantizeParams,
-}  # fmt: skip
+SHARED_BYTES = 227 << 10
 
 
-def native(arguments):
-    """The launches of the native path, or None where it declines, and the result before they run."""
-    found = cpu._native.gpu_launches(132, tuple(arguments[name] for name in call.NAMES))
-    return (None, None) if found is None else (found[0], found[1:])
+def numbered(launches: tuple[CudaLaunch, ...]) -> list[tuple]:
+    """Launches with their words of 8 bytes, addresses by the order in which they first come."""
+    names: dict[int, str] = {}
 
+    def word(x: int) -> int | str:
+        is_address = 0x5000 <= x >> 32 < 0x8000  # of the memory of a process on Linux; no other number is
+        return names.setdefault(x, f"address {len(names)}") if is_address else x
 
-def python(problem, monkeypatch_run):
-    """The launches of the Python backend."""
-    launches = []
-    monkeypatch_run(lambda self: launches.append(self))
-    return launches, backend.run(problem)
-
-
-def fields(struct, prefix=""):
-    """(name, value, whether it is a pointer) of a struct's numbers, nested ones too."""
-    for name, kind in struct._fields_:
-        value = getattr(struct, name)
-        if isinstance(value, ctypes.Structure):
-            yield from fields(value, f"{prefix}{name}.")
-        elif isinstance(value, ctypes.Array):
-            for i, item in enumerate(value):
-                if isinstance(item, ctypes.Structure):
-                    yield from fields(item, f"{prefix}{name}[{i}].")
-                else:
-                    yield f"{prefix}{name}[{i}]", item, False
-        else:
-            yield prefix + name, value, kind is ctypes.c_void_p
-
-
-class Numbered:
-    """Pointers by the order in which they first come; those of `known` tensors by their names."""
-
-    def __init__(self, known):
-        self.names = {x.data_ptr(): name for name, x in known.items()}
-        self.count = 0
-
-    def __call__(self, pointer):
-        if pointer is not None and pointer not in self.names:
-            self.count += 1
-            self.names[pointer] = f"buffer {self.count}"
-        return None if pointer is None else self.names[pointer]
-
-
-def described(launches, known):
-    number = Numbered(known)
     found = []
     for x in launches:
-        if isinstance(x, program.CudaLaunch):
-            maps = None
-            if x.tensor_maps is not None:
-                maps = tuple((m.sizes, m.strides, m.box, m.swizzle, m.batch, m.head) for m in x.tensor_maps.args)
-            what = x.program, tuple(x.grid), x.threads, x.shared_bytes, maps
-            struct = x.parameters
-        else:
-            made = program.CudaProgram.named(x["file"], x["entry"], x["macros"])
-            what = made, x["grid"], x["threads"], x["shared_bytes"], x.get("maps")
-            struct = STRUCTS[x["entry"]].from_buffer_copy(x["parameters"])
-            assert len(x["parameters"]) == ctypes.sizeof(struct)
-        values = [(name, number(value) if pointer else value) for name, value, pointer in fields(struct)]
-        found.append((*what, values))
+        words = [word(w) for w in struct.unpack(f"<{len(x.parameters) // 8}Q", x.parameters)]
+        maps = [(*m[:4], word(m.address)) for m in x.maps]
+        found.append((x.program, x.grid, x.threads, x.shared_bytes, words, maps, x.after_maps))
     return found
 
 
-def compare(arguments, known, patch):
+def check(plan: Plan) -> None:
+    """What every GPU and the driver need of launches."""
+    end = 0
+    for address, size in plan.workspace:
+        assert address >= end and size > 0
+        assert (address - plan.workspace[0][0]) % 256 == 0
+        end = address + size
+    for x in plan.launches:
+        assert all(1 <= n < 1 << 31 for n in x.grid) and max(x.grid[1:]) <= 65535
+        assert x.threads % 32 == 0 and 32 <= x.threads <= 1024
+        assert x.shared_bytes <= SHARED_BYTES and len(x.parameters) % 8 == 0
+        assert len({name for name, _ in x.program.macros}) == len(x.program.macros)
+        for sizes, strides, box, swizzle, address in x.maps:  # the driver's rules for tensor maps
+            assert address % 16 == 0 and all(s % 16 == 0 and 0 <= s < 1 << 40 for s in strides)
+            assert all(0 < b <= 256 for b in box)
+            assert all(0 < s < 1 << 32 for s in sizes) and box[0] <= swizzle and swizzle in (32, 64, 128)
+        assert len(x.maps) in (0, 2) and bool(x.maps) == (dict(x.program.macros).get("TMA", "0") == "1")
+
+
+def compare(arguments: dict) -> str:
     """Compares both ways. Returns the kernel's file, or why there is none."""
     arguments = call.complete((), arguments)
-    noted, result = native(arguments)
+    direct = cpu._native.gpu_launches(132, tuple(arguments[name] for name in call.NAMES))
     problem, _ = call.prepare_call(arguments, values=False)
-    with pytest.MonkeyPatch.context() as cuda:
-        cuda.setattr(type(problem), "device", property(lambda self: torch.device("cuda")))
-        for module in (program, sm80):
-            cuda.setattr(module, "capability", lambda device: (9, 0))
-        cuda.setattr(sm80, "shared_memory", lambda device: 227 << 10)
-        reason = backend.unsupported(problem)
-    if reason is not None:
-        assert noted is None, reason
-        return reason
-    if noted is None:
+    found = plans.find_kernel(problem)
+    if found.kernel is None:
+        assert direct is None, found.refusal
+        return found.refusal
+    plan = backend.planned(problem)
+    check(plan)
+    if direct is None:
         return "declined"
-    for name in ("attn_mask", "bias"):
-        if arguments[name] is not None:
-            known = known | {name: arguments[name]}
-    known = known | {
-        name: getattr(x, "data", x) for name, x in zip("qkv", (problem.q, problem.k, problem.v), strict=True)
-    }
-    launches, want = python(problem, lambda run: patch.setattr(program.CudaLaunch, "run", run))
-    recipe = problem.recipe
-    if arguments["recipe"] is not None and isinstance(recipe.q_scale, float) and problem.out_dtype.is_floating_point:
-        if launches[0].program.file == "constants.cu":  # the host knows the score constants
-            launches.pop(0)
-            score = Params.from_buffer_copy(noted[-1]["parameters"]).score.ptr
-            scales = torch.full((1, 1, 1, 1), recipe.q_scale), torch.full((1, 1, 1, 1), recipe.k_scale)
-            c, k = exp.exponent_constants(*scales, problem.sm_scale, score_unit(problem.method))
-            assert ctypes.c_int64.from_address(score).value == k.item() << 32 | c.item()
-    out, out_scale, t_max, l_sum = result
-    got, wanted = described(noted, known), described(launches, known)
-    assert [x[0] for x in got] == [x[0] for x in wanted]
-    for a, b in zip(got, wanted, strict=True):
-        assert a[1:-1] == b[1:-1]
-        assert a[-1] == b[-1]
+    notes, out, out_scale, t_max, l_sum = direct
+    launches = tuple(plans.launch_of(note, problem.device, ()) for note in notes)
+    assert numbered(launches) == numbered(plan.launches)
     q = arguments["q"]
-    assert out.shape == (*q.shape[:-1], problem.v.shape[-1]) and out.dtype == want.out.dtype
+    assert out.shape == (*q.shape[:-1], problem.v.shape[-1]) and out.dtype == plan.out.dtype
     if out.ndim == 4:
-        assert out.stride() == want.out.stride()
-    assert (out_scale is None) == (want.out_scale is None) and (t_max is None) == (want.lse is None)
+        assert out.stride() == plan.out.stride()
+    assert (out_scale is None) == (plan.out_scale is None) and (t_max is None) == (plan.t_max is None)
+    assert (l_sum is None) == (plan.l is None)
     if out_scale is not None:
-        assert out_scale.shape == want.out_scale.shape
-    return got[-1][0].file
+        assert out_scale.shape == plan.out_scale.shape
+    return launches[-1].program.file
 
 
 LAYOUTS = ("contiguous", "tokens first", "qkv", "padded heads", "broadcast batch")
@@ -166,7 +114,7 @@ def calls(draw):
     b, group, hk = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 5, 20]))
     sizes = st.one_of(st.integers(1, 64), st.integers(65, 260), st.sampled_from([640, 1024, 2000]))
     nq, nk = draw(sizes), draw(sizes)
-    d = draw(st.sampled_from([16, 32, 48, 64, 80, 96, 128]))
+    d = draw(st.sampled_from([16, 32, 48, 64, 72, 80, 96, 100, 128, 192]))
     h = hk * group
     arguments = dict(method=method, enable_gqa=True, is_causal=draw(st.sampled_from([False, False, True])))
     arguments["causal_align"] = draw(st.sampled_from(["top_left", "bottom_right"]))
@@ -174,14 +122,13 @@ def calls(draw):
     arguments["check_finite"] = False
     if draw(st.booleans()):
         arguments["scale"] = 0.1
-    if nq <= 64 and nk <= 64 and method != "intflash_online" and draw(st.booleans()):
+    if method != "intflash_online" and draw(st.booleans()):
         batches = draw(st.sampled_from([1, b]))
         shape = batches, draw(st.sampled_from([1, h])), draw(st.sampled_from([1, nq])), draw(st.sampled_from([1, nk]))
         if draw(st.booleans()):
             arguments["attn_mask"] = torch.ones(shape, dtype=torch.bool)
         if draw(st.booleans()):
             arguments["bias"] = torch.zeros(shape, dtype=torch.int32)
-    known = {}
     if draw(st.booleans()):
         layouts = [draw(st.sampled_from(LAYOUTS)) for _ in "qkv"]
         if draw(st.booleans()):
@@ -194,7 +141,6 @@ def calls(draw):
         for name, layout, kind, shape in zip("qkv", layouts, kinds, shapes, strict=True):
             data = laid_out(layout, *shape, torch.int8)
             arguments[name] = intflash.QTensor(data, scale_of(draw, kind, *shape[:3]), kind)
-            known[f"{name} scale"] = arguments[name].scale
         arguments["out_dtype"] = draw(
             st.sampled_from([None, torch.int16, torch.float16, torch.bfloat16, torch.float32])
         )
@@ -213,7 +159,6 @@ def calls(draw):
             kinds = [draw(st.sampled_from(["tensor", "head"])) for _ in "qkv"]
             scales = [scale_of(draw, g, b, n, 1) for g, n in zip(kinds, (h, hk, hk), strict=True)]
             arguments["recipe"] = Recipe(*kinds, **{f"{x}_scale": s for x, s in zip("qkv", scales, strict=True)})
-            known = {f"{x} scale": s for x, s in zip("qkv", scales, strict=True)}
         elif kind == "dynamic":
             arguments["recipe"] = Recipe(*(draw(st.sampled_from(["tensor", "head"])) for _ in "qkv"))
     floats = isinstance(arguments["q"], torch.Tensor)
@@ -221,8 +166,7 @@ def calls(draw):
         arguments["out_scale"] = "bound"
     if arguments["out_dtype"] in (torch.int8, torch.int16) and draw(st.booleans()):
         arguments["out_scale"] = torch.ones(draw(st.sampled_from([1, b])), draw(st.sampled_from([1, h])), 1, 1)
-        known["out scale"] = arguments["out_scale"]
-    return arguments, known
+    return arguments
 
 
 seen = {}
@@ -230,18 +174,40 @@ seen = {}
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls())
-def test_launches_are_those_of_python(case):
-    with pytest.MonkeyPatch.context() as patch:
-        file = compare(*case, patch)
+def test_both_ways_plan_alike(arguments):
+    file = compare(arguments)
     seen[file] = seen.get(file, 0) + 1
 
 
 @pytest.mark.parametrize("shape", [(64, 20, 1000, 300, 64), (300, 16, 130, 1000, 64), (9, 100, 777, 300, 128)], ids=str)
 @pytest.mark.parametrize("method", ["intflash", "intflash_p8", "intflash_online"])
-def test_much_work_is_split_alike(shape, method):
+def test_much_work_is_planned_alike(shape, method):
     b, h, nq, nk, d = shape
     q, k, v = (laid_out("broadcast batch", b, h, n, d, torch.float32) for n in (nq, nk, nk))
     for causal in (False, True):
-        arguments = dict(q=q, k=k, v=v, method=method, is_causal=causal, check_finite=False)
-        with pytest.MonkeyPatch.context() as patch:
-            assert compare(arguments, {}, patch) == "sm90/long_rows.cu"
+        assert compare(dict(q=q, k=k, v=v, method=method, is_causal=causal, check_finite=False)) == "sm90/long_rows.cu"
+
+
+@pytest.mark.parametrize("arguments, file", [
+    (dict(n=197, bias=True), "sm90/short_rows.cu"), (dict(n=300, keep=True), "sm90/long_rows.cu"),
+    (dict(n=300, d=72), "sm90/long_rows.cu"), (dict(n=700, d=160, nq=1), "sm80/few_rows.cu"),
+    (dict(n=300, bias=True), "sm80/attention.cu"),
+], ids=str)  # fmt: skip
+def test_the_direct_way_serves(arguments, file):
+    """A bias of short rows, masks of keys, head_dim that is padded, and the kernels for any rows."""
+    n, d = arguments["n"], arguments.get("d", 64)
+    q, k = torch.zeros(2, 4, arguments.get("nq", n), d).half(), torch.zeros(2, 4, n, d).half()
+    more = dict(bias=torch.zeros(1, 4, n, n, dtype=torch.int32)) if "bias" in arguments else {}
+    if "keep" in arguments:
+        more["attn_mask"] = torch.ones(2, 1, 1, n, dtype=torch.bool)
+    assert compare(dict(q=q, k=k, v=k, check_finite=False, **more)) == file
+
+
+def test_plans_of_meta_tensors_allocate_nothing():
+    shape = (1000, 16, 4096, 128)  # 8 GB
+    q = torch.empty(shape, dtype=torch.int8, device="meta")
+    codes = intflash.QTensor(q, torch.ones(1, 1, 1, 1, device="meta"), "tensor")
+    problem = intflash.problem.Problem("intflash", codes, codes, codes, 0.1, out_dtype=torch.int8)
+    plan = backend.planned(problem)
+    check(plan)
+    assert plan.out is None and plan.launches[-1].program.file == "sm90/long_rows.cu"

@@ -1,10 +1,16 @@
-"""absmax.cu, quantize_inputs.cu and constants.cu compute the reference's bits, in the emulator and on a GPU."""
+"""absmax.cu, head_absmax.cu, quantize_inputs.cu and constants.cu compute the reference's bits, in the emulator and on a
+GPU: the launches of a plan before its attention launch.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +18,14 @@ import torch
 
 sys.path += [str(Path(__file__).parents[2] / "machines" / "ptx")]
 
+import cuda_checks as checks  # noqa: E402
 import emulate  # noqa: E402
 
-from intflash.backends.cuda import BACKEND, quantization  # noqa: E402
-from intflash.backends.gpu import scales as gpu_scales  # noqa: E402
-from intflash.backends.gpu.scales import FloatInputs, Qkv  # noqa: E402
+from intflash.backends.cuda import BACKEND, backend  # noqa: E402
+from intflash.backends.cuda.plans import Plan  # noqa: E402
+from intflash.backends.cuda.program import CudaLaunch  # noqa: E402
+from intflash.backends.gpu.constants import score_unit  # noqa: E402
+from intflash.backends.gpu.scales import Qkv  # noqa: E402
 from intflash.numerics import exp  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
 from intflash.quant import QTensor, Recipe, quantize  # noqa: E402
@@ -40,7 +49,7 @@ on_each_device = pytest.mark.parametrize("device", DEVICES)
 def emulated(monkeypatch, request):
     torch.manual_seed(0)
     if "device" in request.fixturenames and request.getfixturevalue("device") == "cpu":
-        monkeypatch.setattr(quantization.CudaLaunch, "run", emulate.run)
+        monkeypatch.setattr(CudaLaunch, "run", emulate.run)
 
 
 def layouts(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Qkv]]:
@@ -58,6 +67,40 @@ def layouts(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Qkv]]:
     yield "one head", Qkv(made((3, 4, 5, 128)), *(made((3, 1, 257, 128)).expand(3, 2, 257, 128) for _ in "kv"))
 
 
+def planned(tensors: Qkv, recipe: Recipe, method: str = "intflash_p8", **more) -> Plan:
+    """The plan of a problem of floats for the kernel of any rows, which takes each step by a launch of its own."""
+    p = Problem(method, *tensors, 0.1, recipe=recipe, **(dict(out_dtype=torch.int16) | more))
+    return checks.planned(p, any_rows_only=1)
+
+
+def run_before(plan: Plan, last: str) -> None:
+    """Runs the launches of a plan up to one of a file."""
+    for launch in plan.launches:
+        launch.run()
+        if launch.program.file == last:
+            return
+    raise AssertionError(f"no launch of {last}")
+
+
+def memory(plan: Plan, part: int) -> torch.Tensor:
+    """The bytes of a part of a plan's workspace, on the CPU."""
+    address, size = plan.workspace[part]
+    (workspace,) = (
+        x for x in plan.launches[0].tensors
+        if x.dtype == torch.int8 and x.dim() == 1 and x.data_ptr() <= address < x.data_ptr() + x.numel()
+    )  # fmt: skip
+    first = address - workspace.data_ptr()
+    return workspace[first : first + size].cpu()
+
+
+def found_scales(plan: Plan, tensors: Qkv, kinds: list[str]) -> list[torch.Tensor]:
+    """The scales of Q, K and V that a plan has found: behind as many maxima and counters."""
+    shapes = [(*x.shape[:2], 1, 1) if kind == "head" else (1, 1, 1, 1) for x, kind in zip(tensors, kinds, strict=True)]
+    counts = [shape[0] * shape[1] for shape in shapes]
+    scales = memory(plan, 0).view(torch.float32)[-sum(counts) :].split(counts)
+    return [x.view(shape) for x, shape in zip(scales, shapes, strict=True)]
+
+
 @on_each_device
 @pytest.mark.parametrize("dtype", FLOAT_KV, ids=str)
 def test_absmax_scales(dtype, device):
@@ -66,9 +109,10 @@ def test_absmax_scales(dtype, device):
         for x, at, value in zip(tensors, (0, -1, 7), (-300.0, 200.0, 100.0), strict=True):
             x[at % x.shape[0], at % x.shape[1], at % x.shape[2], at % x.shape[3]] = value
         for kinds in KINDS:
-            found = gpu_scales.with_scales(*tensors, Recipe(*kinds), quantization.amax_launch).scales
-            expected = [quantize(x, kind).scale for x, kind in zip(tensors, kinds, strict=True)]
-            assert all(map(torch.equal, found, expected)), (name, kinds)
+            plan = planned(tensors, Recipe(*kinds))
+            plan.launches[0].run()
+            expected = [quantize(x.cpu(), kind).scale for x, kind in zip(tensors, kinds, strict=True)]
+            assert all(map(torch.equal, found_scales(plan, tensors, kinds), expected)), (name, kinds)
 
 
 @on_each_device
@@ -76,47 +120,59 @@ def test_absmax_scales_of_small_maxima(device):
     """A maximum below 2^-100 counts as 0. Several CTAs run, and one is the last."""
     tensors = Qkv(*(torch.full((1, 2, 700, 64), value, device=device) for value in (0.0, 2.0**-101, 2.0**-100)))
     for kinds in KINDS:
-        found = gpu_scales.with_scales(*tensors, Recipe(*kinds), quantization.amax_launch).scales
+        plan = planned(tensors, Recipe(*kinds))
+        plan.launches[0].run()
+        found = found_scales(plan, tensors, kinds)
         assert [s.unique().item() for s in found] == [1.0, 1.0, (torch.tensor(2.0**-100) / 127).item()]
 
 
 def test_runs_cover_each_element_once():
-    for name, x in ((name, x) for name, tensors in layouts(torch.float16, "cpu") for x in tensors):
-        r, found = quantization.runs(x), []
-        for i in range(r.count):
-            first, second, third = i // r.run, i // r.run // r.sizes[0], i // r.run // r.sizes[0] // r.sizes[1]
-            at = i % r.run * 16 + first % r.sizes[0] * r.strides[0] + second % r.sizes[1] * r.strides[1]
-            found.append(at + third * r.strides[2])
-        places = torch.zeros(x.shape, dtype=torch.int64)
-        for axis, stride in enumerate(x.stride()):
-            places += (torch.arange(x.shape[axis]) * stride * 2).view([-1 if i == axis else 1 for i in range(4)])
-        want = torch.unique(places[..., ::8])
-        assert sorted(found) == want.tolist(), name
+    """Addresses of absmax.cu's chunks of 16 bytes, from `Runs` of params.cuh."""
+    for name, tensors in layouts(torch.float16, "cpu"):
+        launch = planned(tensors, checks.OF_TENSORS).launches[0]
+        for index, x in enumerate(tensors):
+            pointer, *strides, count, run, size, second_size = struct.unpack_from(
+                "Q3q4I", launch.parameters, index * 64
+            )
+            assert pointer == x.data_ptr()
+            found = []
+            for i in range(count):
+                first, second, third = i // run, i // run // size, i // run // size // second_size
+                at = i % run * 16 + first % size * strides[0] + second % second_size * strides[1]
+                found.append(at + third * strides[2])
+            places = torch.zeros(x.shape, dtype=torch.int64)
+            for axis, stride in enumerate(x.stride()):
+                places += (torch.arange(x.shape[axis]) * stride * 2).view([-1 if i == axis else 1 for i in range(4)])
+            want = torch.unique(places[..., ::8])
+            assert sorted(found) == want.tolist(), name
 
 
 @on_each_device
 @pytest.mark.parametrize("dtype", FLOAT_KV, ids=str)
 def test_quantize_inputs(dtype, device):
     """Dynamic scales, and static scales of heads that some values far exceed. V's padding holds zeros."""
-    for name, tensors in layouts(dtype, device):
-        for scale, dynamic, query in ((None, True, True), (2.0**-9, False, True), (2.0**-9, False, False)):
-            scales = []
-            for x in tensors:
-                heads = torch.linspace(1, 2, x.shape[0] * x.shape[1]).view(x.shape[0], x.shape[1], 1, 1)
-                scales.append(quantize(x.cpu()).scale if dynamic else heads * scale)
-            inputs = FloatInputs(tensors, Qkv(*(s.to(device) for s in scales)), dynamic=dynamic)
-            launch, codes = quantization.quantize_launch(inputs, query)
-            assert list(codes) == list("qkv" if query else "kv")
-            stored = codes["v"].data.mT
-            padded = stored.as_strided((*stored.shape[:3], stored.stride(2)), stored.stride())
-            padded.fill_(99)
-            launch.run()
-            for letter, s in zip("qkv", scales, strict=True):
-                x = getattr(tensors, letter)
-                if letter in codes:
-                    want = quantize(x.cpu(), "tensor" if dynamic else "head", scale=s).data
-                    assert torch.equal(codes[letter].data.cpu(), want), (name, letter, scale)
-            assert (padded[..., stored.shape[3] :] == 0).all(), name
+    for (name, tensors), dynamic in itertools.product(layouts(dtype, device), (True, False)):
+        recipe, scales = checks.OF_TENSORS, [quantize(x.cpu()).scale for x in tensors]
+        if not dynamic:
+            scales = [
+                torch.linspace(1, 2, x.shape[0] * x.shape[1]).view(x.shape[0], x.shape[1], 1, 1) * 2.0**-9
+                for x in tensors
+            ]
+            of_device = {f"{letter}_scale": s.to(device) for letter, s in zip("qkv", scales, strict=True)}
+            recipe = replace(checks.OF_HEADS, **of_device)
+        plan = planned(tensors, recipe)
+        for part in range(len(plan.workspace) - 4, len(plan.workspace) - 2):  # codes of K and V
+            address, size = plan.workspace[part]
+            if device == "cpu":
+                ctypes.memset(address, 99, size)
+        run_before(plan, "quantize_inputs.cu")
+        kind = "tensor" if dynamic else "head"
+        k, v = (quantize(x.cpu(), kind, scale=s).data for x, s in zip(tensors[1:], scales[1:], strict=True))
+        b, h, n, d = v.shape
+        of_keys, of_values = (memory(plan, len(plan.workspace) - i) for i in (4, 3))
+        assert torch.equal(of_keys.view(k.shape), k), (name, dynamic)
+        rows = of_values.view(b, h, d, -1)
+        assert torch.equal(rows[..., :n].mT, v) and (rows[..., n:] == 0).all(), (name, dynamic)
 
 
 def _codes(b: int, h: int, n: int, kind: str) -> QTensor:
@@ -135,27 +191,29 @@ def _of_query_heads(scale: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("method", ("intflash_p8", "intflash_online"))
 def test_constants_kernel(method, out, device):
     """Scales over the whole range, so that C, k, e and the default scale all saturate."""
-    unit = quantization.score_unit(method)
+    unit = score_unit(method)
     for kinds in (("tensor",) * 3, ("token", "head", "head"), ("head", "tensor", "head")):
         for given in (None, (1, 1, 1, 1), (3, 4, 1, 1)):
             q = _codes(3, 4, 50, kinds[0])
             k, v = (_codes(3, 2, 9, kind) for kind in kinds[1:])
-            out_scale = None if given is None else torch.exp2(torch.empty(given).uniform_(-40, 12))
-            p = Problem(method, q, k, v, 0.3, out_dtype=out, out_scale=out_scale)
+            integer = not out.is_floating_point
+            out_scale = torch.exp2(torch.empty(given).uniform_(-40, 12)) if given and integer else None
             C, shift = exp.exponent_constants(q.token_scale(), _of_query_heads(k.scale).mT, 0.3, unit)
-            there = Problem(method, *(QTensor(x.data.to(device), x.scale.to(device), x.granularity) for x in (q, k, v)),
-                            0.3, out_dtype=out, out_scale=None if given is None else out_scale.to(device))  # fmt: skip
-            launch, constants, found_scale = quantization.constants_launch(there)
-            launch.run()
-            assert torch.equal(constants.score.ptr.cpu(), shift << 32 | C)
-            if out.is_floating_point:
-                assert constants.output is None and found_scale is None
+            of_device = (QTensor(x.data.to(device), x.scale.to(device), x.granularity) for x in (q, k, v))
+            there_scale = None if out_scale is None else out_scale.to(device)
+            there = Problem(method, *of_device, 0.3, out_dtype=out, out_scale=there_scale)
+            plan = backend.planned(there, only_constants=True)
+            plan.run()
+            (_, shape), output = plan.constants.score, plan.constants.output
+            assert torch.equal(memory(plan, 0).view(torch.int64).view(shape), shift << 32 | C)
+            if not integer:
+                assert output is None and plan.out_scale is None
                 continue
             v_scale = _of_query_heads(v.scale)
-            want = v_scale * 127.0 / torch.tensor(float(torch.iinfo(out).max)) if given is None else p.out_scale
+            want = v_scale * 127.0 / torch.tensor(float(torch.iinfo(out).max)) if out_scale is None else out_scale
             Mr, e = exp.output_multiplier(v_scale, want)
-            assert torch.equal(found_scale.cpu(), want)
-            assert torch.equal(constants.output.ptr.cpu(), (e << 32 | Mr).expand(constants.output.ptr.shape))
+            assert torch.equal(plan.out_scale.cpu(), want)
+            assert torch.equal(memory(plan, 1).view(torch.int64).view(output[1]), (e << 32 | Mr).expand(output[1]))
 
 
 def test_no_module_of_the_backend_imports_triton():

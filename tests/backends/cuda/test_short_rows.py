@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,20 +13,22 @@ import pytest
 import torch
 from cuda_checks import BITS
 
-from intflash.backends.cuda import short_rows
+from intflash.backends.cuda import plans
+from intflash.backends.gpu.tensors import GRID_LIMIT, key_major
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
 FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
-# One warpgroup and several, one tile per CTA and several, warpgroups without a tile.
-SPLITS = tuple(short_rows.RowSplit(*x) for x in ((1, 1, 2), (1, 4, 2), (2, 2, 1), (2, 1, 1), (2, 3, 1)))
+# Warpgroups per CTA, tiles of 64 rows per CTA, CTAs per multiprocessor: one warpgroup and several, one tile per CTA and
+# several, warpgroups without a tile.
+SPLITS = (1, 1, 2), (1, 4, 2), (2, 2, 1), (2, 1, 1), (2, 3, 1)
 
 
 def contiguous_keys(p: Problem) -> Problem:
     """Returns V as the quantizer writes it, with rows padded by values that must not be used."""
     (b, h, n, d), keys = p.v.data.shape, -(-p.v.data.shape[2] // 16) * 16
     v = torch.full((b, h, d, keys), 99, dtype=torch.int8)[..., :n].copy_(p.v.data.mT).mT
-    assert short_rows.key_major(v, keys)
+    assert key_major(v, keys)
     return replace(p, v=replace(p.v, data=v))
 
 
@@ -120,16 +123,14 @@ def _biased(method: str) -> Iterator[tuple[str, Problem]]:
 def test_bits(method, split, monkeypatch):
     torch.manual_seed(0)
     if split is not None:
-        monkeypatch.setattr(short_rows, "choose_split", lambda *_: split)
-        monkeypatch.setattr(short_rows, "uses_exp_32bit", lambda _: True)
-    assert checks.differences(cases(method), short_rows) == {}
+        monkeypatch.setattr(plans, "FIXED", dict(row_split=split, exp_32bit=1))
+    assert checks.differences(cases(method), "short_rows") == {}
 
 
 def _launch(method: str, n: int, d: int, *args, split=None, **more):
-    p, rest = checks.empty_problem(method, n, d, *args, **more)
-    assert short_rows.unsupported(p) is None
-    constants, out, statistics, scales = rest
-    return short_rows.short_rows_launch(p, BITS[method], constants, out, statistics, scales, split)
+    p = checks.empty_problem(method, n, d, *args, **more)
+    assert plans.find_kernel(p).kernel == "short_rows"
+    return checks.attention_launch(p, **({} if split is None else dict(row_split=split)))
 
 
 @pytest.mark.parametrize("method", BITS)
@@ -138,7 +139,7 @@ def test_integer_only(method):
     outs, batches = (torch.int8, torch.int16), (2, 80)
     for (n, d), out, major, batch in itertools.product(((197, 64), (130, 32)), outs, (False, True), batches):
         launch = _launch(method, n, d, torch.int8, out, major, batch=batch)
-        assert dict(launch.program.macros)["TMA"] == str(int(major and batch == 80))
+        assert checks.macros(launch)["TMA"] == str(int(major and batch == 80))
         machine = checks.machine(launch)
         assert machine.float_instructions == [], (n, d, out, major, batch)
         assert machine.spills == 0, (n, d, out, major, batch, machine.registers)
@@ -149,8 +150,8 @@ def test_integer_only(method):
 @pytest.mark.parametrize("dtype", checks.COMPILED_FLOATS, ids=str)
 def test_floats_do_not_spill(method, dtype):
     static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)
-    shapes, splits = ((197, 64), (80, 96)), (None, short_rows.RowSplit(2, 4, 1))
-    for (n, d), split, recipe in itertools.product(shapes, splits, (Recipe(), static)):
+    shapes, splits = ((197, 64), (80, 96)), (None, (2, 4, 1))
+    for (n, d), split, recipe in itertools.product(shapes, splits, (checks.OF_TENSORS, static)):
         batch = 2 if split else 80
         launch = _launch(method, n, d, dtype, dtype, split=split, batch=batch, recipe=recipe)
         assert checks.machine(launch).spills == 0, (n, d, split, recipe)
@@ -159,7 +160,7 @@ def test_floats_do_not_spill(method, dtype):
 @pytest.mark.parametrize("n, d", ((128, 128), (96, 96), (224, 64)))
 def test_large_batches_do_not_spill(n, d):
     launch = _launch("intflash_p8", n, d, torch.int8, torch.int8, True, batch=200)
-    assert dict(launch.program.macros)["EXP_32BIT"] == "1"
+    assert checks.macros(launch)["EXP_32BIT"] == "1"
     assert checks.machine(launch).spills == 0
 
 
@@ -167,7 +168,7 @@ def test_large_batches_do_not_spill(n, d):
 def test_large_batches_of_wide_floats_spill_few_words(n, d, words):
     """A few words cost less than a third CTA gains."""
     static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)
-    for recipe in (static, Recipe()):
+    for recipe in (static, checks.OF_TENSORS):
         launch = _launch("intflash_p8", n, d, torch.float16, torch.float16, batch=200, recipe=recipe)
         assert checks.machine(launch).spills <= words
 
@@ -175,30 +176,64 @@ def test_large_batches_of_wide_floats_spill_few_words(n, d, words):
 @pytest.mark.parametrize("method", BITS)
 def test_biases_do_not_spill(method):
     for n, dtype, batch in ((196, torch.float16, 150), (197, torch.int8, 2)):
-        bias = torch.zeros(1, 2, n, n, dtype=torch.int32)
-        p, arguments = checks.empty_problem(method, n, 64, dtype, dtype, batch=batch, bias=bias)
-        machine = checks.machine(short_rows.short_rows_launch(p, BITS[method], *arguments))
+        bias = torch.zeros(1, 2, n, n, dtype=torch.int32, device="meta")
+        recipe = checks.OF_TENSORS
+        machine = checks.machine(_launch(method, n, 64, dtype, dtype, batch=batch, bias=bias, recipe=recipe))
         assert machine.spills == 0 and (dtype == torch.float16 or machine.float_instructions == [])
 
 
 def test_when_tma_loads_keys():
     """Rows of K whose heads begin at whole rows; not a head within a row, and not a single group of keys."""
-    packed = torch.zeros(2, 197, 3, 3, 64, dtype=torch.int8).transpose(1, 3)
-    apart, within = (torch.zeros(2, 3, 197, 64, dtype=torch.int8), packed[:, :, 1])
-    v = torch.zeros(2, 3, 64, 208, dtype=torch.int8)[..., :197].mT
-    assert short_rows._maps(apart, v) and short_rows._maps(apart[:, :1].expand(2, 3, 197, 64), v)
-    for k, values in ((within, v), (apart[:, :, :16], v[:, :, :16]), (apart, apart)):
-        assert short_rows._maps(k, values) is None
+    packed = torch.zeros(100, 197, 3, 3, 64, dtype=torch.int8, device="meta").transpose(1, 3)
+    apart, within = torch.zeros(100, 3, 197, 64, dtype=torch.int8, device="meta"), packed[:, :, 1]
+    v = torch.zeros(100, 3, 64, 208, dtype=torch.int8, device="meta")[..., :197].mT
+
+    def loads(k: torch.Tensor, values: torch.Tensor) -> bool:
+        q, k, values = (QTensor(x, torch.ones(1, 1, 1, 1, device="meta"), "tensor") for x in (apart, k, values))
+        launch = checks.attention_launch(Problem("intflash", q, k, values, 0.125, out_dtype=torch.int8))
+        maps = checks.macros(launch)["TMA"] == "1"
+        assert len(launch.maps) == 2 * maps and launch.program.file == "sm90/short_rows.cu"
+        return maps
+
+    assert loads(apart, v) and loads(apart[:, :1].expand(100, 3, 197, 64), v)
+    assert not loads(within, v) and not loads(apart[:, :, :16], v[:, :, :16]) and not loads(apart, apart)
 
 
-def test_many_batches_use_the_first_grid_axis(monkeypatch):
-    launches = []
-    for limit in (4, 3):
-        monkeypatch.setattr(short_rows, "GRID_LIMIT", limit)
-        launches.append(_launch("intflash_p8", 100, 64, torch.int8, torch.int8, batch=4))
-    heads = launches[0].grid[0]
-    assert [x.grid for x in launches] == [(heads, 4, 2), (4, heads, 2)] and heads != 4
-    assert [dict(x.program.macros)["HEADS_FIRST"] for x in launches] == ["1", "0"]
+def test_key_map_permutes_rows_as_score_row():
+    """Row 16 g + 8 b + 2 q + i of a box is key 16 g + 4 q + 2 b + i of the head, whatever number of keys it has."""
+    p = checks.empty_problem("intflash", 85, 64, batch=80, heads=3, key_major=True)
+    launch = checks.attention_launch(p)
+    m, (per_batch, per_head) = launch.maps[0], struct.unpack("2i", launch.after_maps[:8])
+    k = p.k.data
+    assert m.sizes[-1] == 5 and m.box == (64, 2, 4, 2, 5) and m.address == checks.view_of(launch, 1).ptr
+    for batch, head, g, b, q, i in itertools.product((0, 1, 79), range(3), (0, 1, 4), range(2), range(4), range(2)):
+        at = (batch * per_batch + head * per_head + i, q, b, g)
+        assert all(x < size for x, size in zip(at, m.sizes[1:], strict=True))
+        address = sum(x * stride for x, stride in zip(at, m.strides, strict=True))
+        assert address == k[batch, head, 16 * g + 4 * q + 2 * b + i].storage_offset()
+
+
+def test_many_batches_use_the_first_grid_axis():
+    for batch, first in ((GRID_LIMIT, False), (GRID_LIMIT + 1, True)):
+        launch = _launch("intflash_p8", 100, 64, batch=batch, heads=3)
+        assert launch.grid == ((batch, 3, 1) if first else (3, batch, 1))
+        assert checks.macros(launch)["HEADS_FIRST"] == str(int(not first))
+
+
+def test_remainder_rows_are_few():
+    found = [checks.macros(_launch("intflash", n, 64))["REMAINDER_ROWS"] for n in (128, 65, 72, 73, 197)]
+    assert found == ["0", "1", "1", "0", "1"]
+
+
+def test_shared_memory_fits_the_ctas_of_a_multiprocessor():
+    """All CTAs that the registers hold, each with its 1 KB that the hardware reserves, fit the 228 KB."""
+    for method, n, d, batch in itertools.product(BITS, (66, 100, 128, 197, 224), (16, 64, 80, 128), (1, 5, 200)):
+        p = checks.empty_problem(method, n, d, key_major=True, batch=batch)
+        if plans.find_kernel(p).kernel != "short_rows":
+            continue  # the registers do not hold it
+        launch = checks.attention_launch(p)
+        ctas = int(checks.macros(launch)["CTAS_PER_SM"])
+        assert launch.shared_bytes <= 227 << 10 and ctas * (launch.shared_bytes + 1024) <= 228 << 10, (method, n, d)
 
 
 def test_float_output_has_float_instructions():
@@ -207,10 +242,23 @@ def test_float_output_has_float_instructions():
 
 
 def test_rows_that_exceed_the_registers_are_unsupported():
-    p, _ = checks.empty_problem("intflash", 224, 128)
-    assert "registers" in short_rows.unsupported(p)
-    p, _ = checks.empty_problem("intflash", 225, 64)
-    assert "at most 224 keys" in short_rows.unsupported(p)
-    p, _ = checks.empty_problem("intflash", 100, 64)
-    odd = torch.zeros(2, 2, 64, 100, dtype=torch.int8).mT
-    assert "multiples of 16 bytes" in short_rows.unsupported(replace(p, v=replace(p.v, data=odd)))
+    for n, d, kernel in ((224, 64, "short_rows"), (224, 128, "long_rows"), (225, 64, "long_rows")):
+        assert plans.find_kernel(checks.empty_problem("intflash", n, d)).kernel == kernel
+    p = checks.empty_problem("intflash", 100, 64)
+    odd = torch.zeros(2, 2, 64, 100, dtype=torch.int8, device="meta").mT
+    assert plans.find_kernel(replace(p, v=replace(p.v, data=odd))).kernel == "long_rows"
+
+
+def test_tokens_beyond_2_gib_are_unsupported():
+    one = torch.empty(1, 1, 100, 64, dtype=torch.float16, device="meta")
+    far = one.as_strided((1, 1, 100, 64), (0, 0, 11_000_000, 1))
+    p = Problem("intflash", one, one, one, 0.125, out_dtype=torch.float16)
+    assert plans.find_kernel(p).kernel == "short_rows"
+    assert plans.find_kernel(replace(p, q=far, k=far, v=far)).kernel != "short_rows"
+
+
+def test_more_queries_than_the_third_grid_axis():
+    p = checks.empty_problem("intflash", 100, 64, batch=1, heads=1)
+    long = torch.empty(1, 1, 64 * GRID_LIMIT + 1, 64, dtype=torch.int8, device="meta")
+    for q, kernel in ((long[:, :, 1:], "short_rows"), (long, "long_rows")):
+        assert plans.find_kernel(replace(p, q=replace(p.q, data=q))).kernel == kernel

@@ -12,8 +12,8 @@ import integer_cases as ic
 import pytest
 import torch
 
-from benchmarks import sass
-from intflash.backends.cuda import BACKEND, backend, program, sm80, window
+from intflash.backends.cuda import BACKEND, backend, plans
+from intflash.backends.cuda.program import CudaLaunch
 from intflash.backends.gpu.constants import BLOCK_FLOAT
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
@@ -24,19 +24,16 @@ ARCHITECTURES = (
     *(pytest.param(x, marks=pytest.mark.full) for x in ("sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")),
 )
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-METHODS = tuple(sm80.METHODS)
+METHODS = backend.METHODS
 FEW = tuple(x for x in METHODS if x != "intflash_online")  # few_rows.cu's
 STATIC = dict(q_scale=0.02, k_scale=0.015, v_scale=0.02)
-TILES = tuple(
-    sm80.Tile(**x)
-    for x in (
-        dict(warps=2, keys=32, stages=2),
-        dict(warps=1, keys=128, stages=3, ctas_per_sm=1),
-        dict(warps=2, row_tiles=2, keys=32, ctas_per_sm=1),
-        dict(warps=8, keys=64, stages=2, ctas_per_sm=1),
-        dict(keys=128, stages=2, slices=2, ctas_per_sm=1),
-    )
-)
+# Warps of a CTA, tiles of 16 rows of a warp, keys of a tile, stages, CTAs per multiprocessor, CTAs that share channels.
+TILES = (2, 1, 32, 2, 3, 1), (1, 1, 128, 3, 1, 1), (2, 2, 32, 3, 1, 1), (8, 1, 64, 2, 1, 1), (4, 1, 128, 2, 1, 2)
+# Multiprocessors, compute capability and bytes of shared memory of GPUs that plans are made for.
+GPUS = {
+    "sm_80": (108, 8, 0, 163 << 10), "sm_86": (84, 8, 6, 99 << 10), "sm_89": (128, 8, 9, 99 << 10),
+    "sm_90a": (132, 9, 0, 227 << 10), "sm_100": (148, 10, 0, 227 << 10), "sm_120": (170, 12, 0, 99 << 10),
+}  # fmt: skip
 
 
 def _bias(*shape: int) -> torch.Tensor:
@@ -219,8 +216,7 @@ def _layouts(method: str) -> Iterator[tuple[str, Problem]]:
 
 def only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves every problem to this kernel."""
-    monkeypatch.setattr(window, "unsupported", lambda problem: "not tested")
-    monkeypatch.setattr(backend, "_hopper_only", lambda problem: "not tested")
+    monkeypatch.setattr(plans, "FIXED", dict(any_rows_only=1))
 
 
 @pytest.mark.gpu
@@ -229,12 +225,10 @@ def only(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("method", FEW)
 def test_any_split_of_the_keys_gives_the_same_bits(method, splits, monkeypatch):
     torch.manual_seed(0)
-    only(monkeypatch)
-    launches = sm80.few_rows_launches
-    monkeypatch.setattr(sm80, "few_rows_launches", lambda *problem: launches(*problem, splits=splits))
+    monkeypatch.setattr(plans, "FIXED", dict(any_rows_only=1, key_splits=splits))
     for name, p in _few_rows(method):
         there = ic.on_device(p, "cuda")
-        assert sm80.takes_few_rows(there), name
+        assert plans.find_kernel(there).kernel == "few_rows", name
         assert checks.complaint(p, BACKEND.run(there)) is None, name
 
 
@@ -246,18 +240,19 @@ def test_bits(method, tile, monkeypatch):
     torch.manual_seed(0)
     only(monkeypatch)
     if tile is not None:
-        if method == "intflash_online" and tile.keys != 128:
+        _, row_tiles, keys, *_ = tile
+        if method == "intflash_online" and keys != 128:
             pytest.skip("its tiles are granules of 128 keys")
-        if method in BLOCK_FLOAT and (tile.keys != 128 or tile.row_tiles > 1):
+        if method in BLOCK_FLOAT and (keys != 128 or row_tiles > 1):
             pytest.skip("its tiles are blocks of 128 keys and 16 rows")
-        monkeypatch.setattr(sm80, "choose_tile", lambda problem: tile)
+        monkeypatch.setattr(plans, "FIXED", dict(any_rows_only=1, tile=tile))
     wrong = {}
     for name, p in cases(method):
         if tile is not None and max(p.q.shape[3], p.v.shape[3]) > 80:  # beyond, the registers do not suffice
             continue
         there = ic.on_device(p, "cuda")
         masked = p.bias is not None or p.keep is not None
-        if method in BLOCK_FLOAT and masked and not sm80.takes_few_rows(there):
+        if method in BLOCK_FLOAT and masked and plans.find_kernel(there).kernel != "few_rows":
             assert "takes a bias or a bool mask for at most 16 rows" in BACKEND.unsupported(there)
             continue
         assert BACKEND.unsupported(there) is None, name
@@ -266,26 +261,12 @@ def test_bits(method, tile, monkeypatch):
     assert wrong == {}
 
 
-def _launch(method: str, d: int, dtype=torch.int8, out=torch.int8, n=100, **more):
-    p, (constants, to, statistics, scales) = checks.empty_problem(method, n, d, dtype, out, **more)
-    if scales is not None:  # Q is quantized in the kernel, K and V before
-        codes = checks.empty_problem(method, n, d, key_major=True)[0]
-        p, scales = replace(p, k=codes.k, v=codes.v), (scales[0], None, None)
-    assert sm80.unsupported(p) is None
-    return sm80.attention_launch(p, constants, to, statistics, scales)
-
-
-def _tiles_of(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets launches be chosen as for GPUs of an architecture."""
-    major, minor = divmod(int(architecture[3:].rstrip("a")), 10)
-    monkeypatch.setattr(sm80, "capability", lambda device: (major, minor))
-
-
-def _machine(launch: program.CudaLaunch, architecture: str) -> sass.Machine:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    pytest.importorskip("triton", reason="cuobjdump comes with Triton")
-    code = program.compile_program(launch.program, architecture).cubin
-    return sass.machine(code, launch.program.file, int(architecture[3:].rstrip("a")), launch.shared_bytes, 4)
+def _launch(method: str, d: int, dtype=torch.int8, out=torch.int8, n=100, architecture="sm_80", **more) -> CudaLaunch:
+    more = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in more.items()}
+    p = checks.empty_problem(method, n, d, dtype, out, **more)
+    launch = checks.attention_launch(p, gpu=GPUS[architecture], any_rows_only=1)
+    assert launch.program.file == "sm80/attention.cu"
+    return launch
 
 
 COMPILED = {
@@ -308,11 +289,10 @@ NAMES = (
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", NAMES)
-def test_integer_only(name, architecture, monkeypatch):
+def test_integer_only(name, architecture):
     """No floating-point opcode between int8 input and integer output; integer tensor-core products; no spills, or a few
     words where a third CTA gains more.
     """
-    _tiles_of(architecture, monkeypatch)
     options = COMPILED[name]
     for method in METHODS:
         if (
@@ -322,7 +302,7 @@ def test_integer_only(name, architecture, monkeypatch):
             and {"bias", "keep"} & set(options)
         ):
             continue
-        machine = _machine(_launch(method, **options), architecture)
+        machine = checks.machine(_launch(method, architecture=architecture, **options), architecture)
         assert machine.float_instructions == [], (name, method, architecture)
         assert machine.spills <= (21 if name == "keep" else 0), (name, method, architecture, machine.registers)
         assert machine.opcodes["IMMA"] > 0
@@ -331,11 +311,13 @@ def test_integer_only(name, architecture, monkeypatch):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("method", FEW)
 def test_few_rows_are_integer_only(method, architecture):
-    for d, masks in ((128, {}), (64, dict(bias=_bias(1, 2, 1, 1000), causal=3))):
-        p, rest = checks.empty_problem(method, 1000, d, **masks)
+    for d, masks in ((128, {}), (64, dict(bias=_bias(1, 2, 1, 1000).to("meta"), causal=3))):
+        p = checks.empty_problem(method, 1000, d, **masks)
         p = replace(p, q=replace(p.q, data=p.q.data[:, :, :1]))
-        for step in sm80.few_rows_launches(p, *rest).launches:
-            machine = _machine(step, architecture)
+        steps = checks.planned(p, gpu=GPUS[architecture], any_rows_only=1).launches[-3:]
+        assert [checks.macros(step)["STEP"] for step in steps] == ["0", "1", "2"]
+        for step in steps:
+            machine = checks.machine(step, architecture)
             assert machine.float_instructions == [] and machine.spills == 0, (d, step.program, machine.registers)
 
 
@@ -347,21 +329,76 @@ def test_few_rows_are_integer_only(method, architecture):
     ),
 )
 @pytest.mark.parametrize("method", METHODS)
-def test_floats_do_not_spill(method, d, architecture, monkeypatch):
-    _tiles_of(architecture, monkeypatch)
+def test_floats_do_not_spill(method, d, architecture):
     for dtype in (torch.float16, torch.float32):
-        machine = _machine(_launch(method, d, dtype, dtype), architecture)
+        launch = _launch(method, d, dtype, dtype, architecture=architecture, recipe=checks.OF_TENSORS)
+        machine = checks.machine(launch, architecture)
         assert machine.spills == 0, (dtype, machine.registers)
         assert machine.float_instructions  # the negative control of test_integer_only
 
 
-def test_shared_memory_fits_every_gpu(monkeypatch):
+def test_shared_memory_fits_every_gpu():
     """99 KiB, of compute capability 8.6, 8.9 and 12.0."""
-    monkeypatch.setattr(sm80, "shared_memory", lambda device: 99 << 10)
     for method in METHODS:
         for d in (64, 128, 192, 256):
-            p = checks.empty_problem(method, 100, d)[0]
             if method == "intflash_online" and d == 256:
-                assert "bytes of shared memory" in sm80.unsupported(p)
+                with pytest.raises(ValueError, match="bytes of shared memory"):
+                    _launch(method, d, architecture="sm_86")
             else:
-                assert _launch(method, d).shared_bytes <= 99 << 10
+                assert _launch(method, d, architecture="sm_86").shared_bytes <= 99 << 10
+
+
+def test_only_what_16_byte_accesses_cannot_read_is_copied(monkeypatch):
+    only(monkeypatch)
+    wide = torch.randn(2, 2, 100, 67).half()
+
+    def found(shift: int, channels: int) -> tuple[Problem, tuple[str, ...]]:
+        x = wide[..., shift : shift + channels]
+        k = x.contiguous()
+        p = Problem("intflash", x if shift else k, k, k, 0.1, recipe=Recipe())
+        return p, plans.find_kernel(p).copies
+
+    p, copies = found(0, 64)
+    assert copies == () and backend.with_copies(p, copies) is p
+    p, copies = found(1, 64)
+    made = backend.with_copies(p, copies)
+    assert copies == ("q",) and made.k is p.k and torch.equal(made.q, p.q) and made.q.data_ptr() % 16 == 0
+    p, copies = found(0, 20)
+    made = backend.with_copies(p, copies)
+    assert copies == ("q", "k", "v") and made.q.shape[3] == 20 and made.q.stride(2) == 32
+    keep = torch.ones(1, 1, 100, 100, dtype=torch.bool).mT
+    assert plans.find_kernel(replace(found(0, 64)[0], keep=keep)).copies == ("keep",)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_which_kernel_serves(gpu, monkeypatch):
+    """On Hopper wgmma's kernels serve aligned rows with masks of keys; these serve the rest but for windows."""
+    monkeypatch.setattr(plans, "gpu_of", lambda device: GPUS[gpu])
+    hopper = gpu == "sm_90a"
+    p = checks.empty_problem("intflash", 100, 64, torch.float16, torch.float16)
+    keep = torch.ones(1, 1, 1, 100, dtype=torch.bool, device="meta")
+    ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 100], dtype=torch.int32))
+    one = checks.empty_problem("intflash", 100, 64, torch.float16, torch.float16, batch=1)
+    odd = {name: p.q[..., :60] for name in "qkv"}
+    for problem, kernel in (
+        (p, "short_rows" if hopper else "any_rows"),
+        (checks.empty_problem("intflash", 49, 64, torch.float16, torch.float16), "window"),
+        (replace(p, **odd), "any_rows"),
+        (replace(p, keep=keep), "long_rows" if hopper else "any_rows"),
+        (replace(p, keep=keep.repeat(1, 1, 100, 1)), "any_rows"),
+        (replace(one, **ends), "any_rows"),
+    ):
+        assert plans.find_kernel(problem).kernel == kernel
+
+
+def test_workspaces_of_few_rows_hold_every_key():
+    """Scores of all keys, maxima of each split, and sums that step 2 divides, for any number of splits."""
+    for method, splits, d in ((m, n, d) for m in FEW for n in (1, 3, 6) for d in (17, 64, 200)):
+        p = checks.empty_problem(method, 1000, d)
+        p = replace(p, q=replace(p.q, data=p.q.data[:, :, :3]))
+        plan = checks.planned(p, any_rows_only=1, key_splits=splits)
+        first, second, last = plan.launches[-3:]
+        (_, scores), (_, maxima), _ = plan.workspace[-3:]
+        made = first.grid[0] // 4  # two batches of two heads
+        assert made <= splits and first.grid[0] == second.grid[0] and last.grid == (4, 1, 1)
+        assert scores == 4 * 3 * 1008 * 4 and maxima == 4 * made * 16 * 8

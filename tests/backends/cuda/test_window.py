@@ -14,14 +14,12 @@ import pytest
 import torch
 from cuda_checks import BITS
 
-from intflash.backends.cuda import window
-from intflash.backends.cuda.quantization import constants_launch
-from intflash.backends.gpu.tensors import Statistics
+from intflash.backends.cuda import backend, plans
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
-_SPLITS = {}, dict(parts=4), dict(parts=8, rows=8), dict(parts=2), dict(windows=3)
-SPLITS = tuple(window.WindowSplit(**x) for x in _SPLITS)
+# warps per window, rows per tile of a warp, windows per CTA
+SPLITS = (1, 16, 1), (4, 16, 1), (8, 8, 1), (2, 16, 1), (1, 16, 3)
 FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -85,8 +83,8 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
 def test_bits(method, split, monkeypatch):
     """All supported cases in one test, so that few processes compile."""
     torch.manual_seed(0)
-    monkeypatch.setattr(window, "choose_split", lambda count: split)
-    assert checks.differences(cases(method), window) == {}
+    monkeypatch.setattr(plans, "FIXED", dict(window_split=split))
+    assert checks.differences(cases(method), "window") == {}
 
 
 @pytest.mark.gpu
@@ -96,7 +94,7 @@ def test_bits_of_contiguous_keys(method):
     p = ic.on_device(ic.codes(method, batch=8, heads=3, nq=49, nk=49), "cuda")
     padded = torch.full((8, 3, 32, 128), 99, dtype=torch.int8, device="cuda")[..., :49].copy_(p.v.data.mT).mT
     there = replace(p, v=replace(p.v, data=padded))
-    assert window.unsupported(there) is None
+    assert plans.find_kernel(there).kernel == "window"
     assert torch.equal(checks.BACKEND.run(there).out, checks.BACKEND.run(p).out)
 
 
@@ -104,9 +102,10 @@ def test_bits_of_contiguous_keys(method):
 @checks.needs_device
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("count", (8, 64, 4096))
-def test_overlapping_launches(split, count):
+def test_overlapping_launches(split, count, monkeypatch):
     """Launches overlap, but each sees all that the previous one wrote, and overwrites nothing that it still reads."""
     torch.manual_seed(1)
+    monkeypatch.setattr(plans, "FIXED", dict(window_split=split))
     first = torch.randint(-127, 128, (count, 3, 49, 32), dtype=torch.int8, device="cuda")
     results = []
     for waits in (True, False):
@@ -114,29 +113,21 @@ def test_overlapping_launches(split, count):
         scale = torch.full((1, 1, 1, 1), 0.02, device="cuda")
         codes = [QTensor(b, scale, "tensor") for b in buffers]
         problems = [Problem("intflash_p8", x, x, x, 0.3, out_dtype=torch.int8) for x in codes]
-        fill, constants, _ = constants_launch(problems[0])
+        fill = backend.planned(problems[0], only_constants=True)
         fill.run()
         for i in range(20):
-            nothing = Statistics(None, None)
-            window.window_launch(problems[i % 2], 8, constants, buffers[1 - i % 2], nothing, None, split).run()
+            backend.planned(problems[i % 2], out=buffers[1 - i % 2], constants=fill.constants).run()
             if waits:
                 torch.cuda.synchronize()
         results.append(buffers[0].cpu())
     assert torch.equal(*results)
 
 
-def _launch(bits: int, split: window.WindowSplit, n: int = 49, d: int = 32, dtype=torch.int8, out=torch.int8, **masks):
-    shape = (8, 3, n, d)
-    if dtype == torch.int8:
-        q = k = v = QTensor(torch.zeros(shape, dtype=torch.int8), torch.ones(1, 1, 1, 1), "tensor")
-        scales = None
-    else:
-        q = k = v = torch.zeros(shape, dtype=dtype)
-        scales = (torch.ones(1, 1, 1, 1),) * 3
-    p = Problem("intflash" if bits == 16 else "intflash_p8", q, k, v, d**-0.5, out_dtype=out, **masks)
-    constants = constants_launch(p, scales)[1]
-    output, nothing = torch.empty(shape, dtype=out), Statistics(None, None)
-    return window.window_launch(p, bits, constants, output, nothing, scales, split)
+def _launch(bits: int, split, n: int = 49, d: int = 32, dtype=torch.int8, out=torch.int8, **more):
+    method = "intflash" if bits == 16 else "intflash_p8"
+    masks = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in more.items()}
+    p = checks.empty_problem(method, n, d, dtype, out, batch=8, heads=3, **masks)
+    return checks.attention_launch(p, window_split=split)
 
 
 SOME = [pytest.param(s, id=str(s), marks=[pytest.mark.full] if i > 0 else []) for i, s in enumerate(SPLITS[:4])]
@@ -160,11 +151,30 @@ def test_floats_do_not_spill(bits, split):
     for (n, d), (dtype, name) in itertools.product(
         ((49, 32), (64, 64)), ((torch.float16, None), (torch.float16, "bias and keep"), (torch.bfloat16, None))
     ):
-        launch = _launch(bits, split, n, d, dtype, dtype, **(_masks(n, n, 3)[name] if name else {}))
-        machine = checks.machine(launch)
-        assert machine.spills == 0, (dtype, d, name, machine.registers)
+        for recipe in (checks.OF_TENSORS, checks.OF_HEADS):  # the kernel finds the scales of heads
+            masks = _masks(n, n, 3)[name] if name else {}
+            machine = checks.machine(_launch(bits, split, n, d, dtype, dtype, recipe=recipe, **masks))
+            assert machine.spills == 0, (dtype, d, name, recipe.q, machine.registers)
 
 
 def test_float_output_has_float_instructions():
     """The negative control: with float output the same check finds float instructions."""
-    assert checks.machine(_launch(8, window.WindowSplit(), out=torch.float16)).float_instructions
+    assert checks.machine(_launch(8, SPLITS[0], out=torch.float16)).float_instructions
+
+
+def test_which_problems_are_windows():
+    for n, d, kernel in ((64, 64, "window"), (65, 64, "short_rows"), (49, 80, "short_rows"), (49, 24, "any_rows")):
+        assert plans.find_kernel(checks.empty_problem("intflash", n, d)).kernel == kernel, (n, d)
+    for method, options in (("intflash_online", {}), ("intflash", dict(causal=0))):
+        assert plans.find_kernel(checks.empty_problem(method, 49, 32, **options)).kernel == "long_rows"
+
+
+def test_each_window_has_its_warps():
+    """Few windows are shared by several warps each, of which none is without rows."""
+    for batch, heads, nq, warps, tile in (
+        (1, 3, 49, 7, 8), (1, 3, 17, 3, 8), (1, 3, 16, 2, 8), (100, 3, 49, 4, 16), (100, 3, 16, 1, 16),
+        (1000, 3, 49, 1, 16),
+    ):  # fmt: skip
+        launch = checks.attention_launch(checks.empty_problem("intflash", nq, 32, batch=batch, heads=heads))
+        assert launch.grid == (batch * heads, 1, 1) and launch.threads == 32 * warps, (batch, nq)
+        assert checks.macros(launch)["TILE_ROWS"] == str(tile)

@@ -12,7 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from intflash.backends.cuda import short_rows, window  # noqa: E402
+from intflash.backends import native  # noqa: E402
+from intflash.backends.cuda import plans  # noqa: E402
 from intflash.backends.gpu import scales  # noqa: E402
 from intflash.backends.gpu.tensors import limits, readable  # noqa: E402
 from intflash.problem import Problem  # noqa: E402
@@ -31,13 +32,6 @@ def test_more_heads_than_the_second_grid_axis():
     assert "at most 65535 heads, got 65536" in limits(problem((1, 65_536, 70, 64)))
 
 
-def test_more_queries_than_the_third_grid_axis():
-    p = problem((1, 1, 100, 64))
-    long = QTensor(torch.empty(1, 1, 64 * 65_535 + 1, 64, dtype=torch.int8, device="meta"), p.q.scale, "tensor")
-    assert short_rows.unsupported(p) is None
-    assert "queries" in short_rows.unsupported(replace(p, q=long))
-
-
 @pytest.mark.parametrize("tokens, reason", [(58_254, None), (58_255, "rows of k must lie within 2^31 elements")])
 def test_tokens_beyond_32_bit_offsets(tokens, reason):
     p = problem((1, 1, 8, 128))
@@ -52,6 +46,10 @@ def test_readable_padding_lies_inside_the_storage():
     assert not readable(torch.zeros(1, 1, 8, 1, dtype=torch.int8), 9)
 
 
+needs_native = pytest.mark.skipif(native.missing is not None, reason=str(native.missing))
+
+
+@needs_native
 def test_masks_that_repeat_beyond_32_bits():
     """A mask with as many batches as windows, or one, needs no quotient; 64 of 76,800 have an exact quotient."""
     for batch, batches, takes in (
@@ -61,15 +59,16 @@ def test_masks_that_repeat_beyond_32_bits():
         (131_072, 65_536, False),
     ):
         keep = torch.empty(batches, 1, 1, 49, dtype=torch.bool, device="meta")
-        found = window.unsupported(problem((batch, 1, 49, 32), keep=keep))
-        assert found is None if takes else "repeats over at most 2^32" in found
+        found = plans.find_kernel(problem((batch, 1, 49, 32), keep=keep))
+        assert found.kernel == "window" if takes else "repeats over at most 2^32" in found.refusal
 
 
+@needs_native
 def test_windows_of_unaligned_key_major_values():
     stored = torch.zeros(33, 4, 1, 49, dtype=torch.int8)[:32].permute(1, 2, 3, 0)  # a batch of 49 bytes
-    assert "multiples of 4 bytes" in window.unsupported(problem((4, 1, 49, 32), v=stored))
+    assert plans.find_kernel(problem((4, 1, 49, 32), v=stored)).kernel == "long_rows"
     stored = torch.zeros(33, 4, 1, 64, dtype=torch.int8)[:32, ..., :49].permute(1, 2, 3, 0)
-    assert window.unsupported(problem((4, 1, 49, 32), v=stored)) is None
+    assert plans.find_kernel(problem((4, 1, 49, 32), v=stored)).kernel == "window"
 
 
 def test_tensors_of_a_captured_graph_are_kept(monkeypatch):

@@ -18,12 +18,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import ptx
-import torch
 import translate
 from torch import Tensor
 
 from intflash.backends.cache import cache_folder
-from intflash.backends.cuda import program, tensor_maps
+from intflash.backends.cuda import program
+from intflash.backends.cuda.tensor_maps import TensorMap
 
 HERE = Path(__file__).parent
 _CXX = "-std=c++17 -O1 -shared -fPIC -fwrapv -ffp-contract=off -fno-math-errno -U_FORTIFY_SOURCE -w".split()
@@ -68,12 +68,15 @@ def run(launch: program.CudaLaunch, seed: int = 0) -> None:
     Raises:
         EmulationError: the kernel did something forbidden.
     """
-    structs = [launch.parameters]
-    if launch.tensor_maps is not None:
-        structs.append(_with_plain_maps(launch))
-    tensors = launch.tensors.values()
+    structs = [_buffer(launch.parameters)]
+    if launch.maps:
+        structs.append(_buffer(b"".join(map(_plain, launch.maps)) + launch.after_maps))
+    parts = {(start, start + size) for start, size in launch.workspace}
+    bounds = {_bounds(x) for x in launch.tensors}
+    # a workspace is one tensor: only its parts may be accessed
+    bounds = {b for b in bounds if not any(b[0] <= start < b[1] for start, _ in parts)} | parts
     text, shared = ptx_of(launch.program), launch.shared_bytes
-    run_ptx(text, launch.grid, launch.threads, shared, structs, tensors, launch.overlaps, seed)
+    _run(text, launch.grid, launch.threads, shared, structs, bounds, launch.overlaps, seed)
 
 
 def run_ptx(
@@ -82,9 +85,17 @@ def run_ptx(
     seed: int = 0,
 ) -> None:  # fmt: skip
     """Runs the kernel `attention` of a module, which may access these tensors. structs: its parameters."""
+    _run(text, grid, threads, shared_bytes, structs, map(_bounds, tensors), overlaps, seed)
+
+
+def _run(
+    text: str, grid: tuple[int, int, int], threads: int, shared_bytes: int,
+    structs: Sequence[ctypes.Structure | ctypes.Array], memory: Iterable[tuple[int, int]], overlaps: bool, seed: int,
+) -> None:  # fmt: skip
+    """memory: (first byte, byte past the last) of what the kernel may access."""
     library, static = _library(text)
     pointers = (ctypes.c_void_p * 4)(*map(ctypes.addressof, structs))
-    bounds = [bound for x in tensors for bound in _bounds(x)]
+    bounds = [bound for part in memory for bound in part]
     failed = library.launch(
         (ctypes.c_uint32 * 3)(*grid), threads, shared_bytes + static, pointers,
         (ctypes.c_uint64 * len(bounds))(*bounds), len(bounds) // 2, overlaps, ctypes.c_uint64(seed),
@@ -110,16 +121,11 @@ def _bounds(x: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
-def _with_plain_maps(launch: program.CudaLaunch) -> ctypes.Structure:
-    """Returns the second parameter, with tensor maps in the form that machine.hpp reads instead of the driver's."""
-    encoded = tensor_maps.encoded
-    tensor_maps.encoded = _plain
-    try:
-        return launch.tensor_maps(launch.parameters, launch.device)
-    finally:
-        tensor_maps.encoded = encoded
+def _buffer(parameters: bytes | ctypes.Structure) -> ctypes.Array | ctypes.Structure:
+    return ctypes.create_string_buffer(parameters, len(parameters)) if isinstance(parameters, bytes) else parameters
 
 
-def _plain(tensor_map: tensor_maps.TensorMap, address: int, device: torch.device) -> ctypes.Array:
-    words = (address, *tensor_map.sizes, *tensor_map.strides, *tensor_map.box, tensor_map.swizzle)
-    return (ctypes.c_uint64 * 16)(*words)
+def _plain(tensor_map: TensorMap) -> bytes:
+    """A tensor map in the form that machine.hpp reads instead of the driver's."""
+    words = tensor_map.address, *tensor_map.sizes, *tensor_map.strides, *tensor_map.box, tensor_map.swizzle
+    return bytes((ctypes.c_uint64 * 16)(*words))

@@ -2,8 +2,8 @@
 bits as the reference.
 
 One kernel serves every shape on each of these GPUs, others serve particular shapes faster, most of them only on Hopper
-(sm_90a). They do not need Triton. CUDA's Python bindings are imported when the backend is first asked whether it is
-available; where they are missing, the answer says so.
+(sm_90a). They do not need Triton. The native module plans and launches them, and CUDA's Python bindings compile them;
+where either is missing, the backend says so.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def machine_code(file: str, kernel: str, macros: tuple[tuple[str, str], ...]) ->
         return None
 
 
-# backend.py decides which kernel serves a problem, by its shape and layout.
+# The native module decides which kernel serves a problem, by its shape and layout.
 _SERVED = frozenset.union(
     FLOAT_INPUTS, CODES, QUANTIZATION, FLOAT_OUTPUT, {"causal mask", "grouped heads", "log-sum-exp"}
 )

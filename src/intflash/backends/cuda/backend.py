@@ -1,149 +1,67 @@
-"""Chooses the CUDA kernel that serves a problem. `backends.gpu` turns the problem into launches."""
+"""Serves a problem by the native module's plan of its launches: refusals, copies of tensors, the run."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from torch import Tensor
 
-from intflash.backends.cuda import long_rows, long_rows_float, short_rows, sm80, window
-from intflash.backends.cuda.parameters import HEAD_AMAX_IN_KERNEL
-from intflash.backends.cuda.program import CudaLaunch, on_hopper
-from intflash.backends.cuda.quantization import amax_launch, constants_launch, quantize_launch, valueless_launch
-from intflash.backends.gpu import float_softmax, integer
-from intflash.backends.gpu.constants import Constants
-from intflash.backends.gpu.integer import Kernels
-from intflash.backends.gpu.scales import FloatInputs
+from intflash.backends.cuda import long_rows_float, plans
+from intflash.backends.cuda.plans import Plan
+from intflash.backends.gpu import float_softmax
+from intflash.backends.gpu.integer import log_sum_exp
 from intflash.backends.gpu.scales import serves as serves_recipe
 from intflash.backends.gpu.tensors import Statistics, limits
 from intflash.problem import Problem, Result
-from intflash.quant import QTensor
 
-BITS = {"intflash": 16, "intflash_p8": 8}
+METHODS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp", "intflash_bfp8")
+_ROW = 16  # codes, or floats, that rows of copies are padded to
 
 
 def unsupported(problem: Problem) -> str | None:
-    if problem.method not in sm80.METHODS and problem.method not in long_rows_float.METHODS:
+    if problem.method not in METHODS and problem.method not in long_rows_float.METHODS:
         return f"method {problem.method!r} has no CUDA kernel"
     if problem.device.type != "cuda":
         return f"tensors are on {problem.device}, the CUDA backend needs a CUDA device"
-    if reason := limits(problem):
-        return reason
     if problem.method in long_rows_float.METHODS:
-        return _hopper_only(problem) or _alignment(problem) or long_rows_float.unsupported(problem)
-    if reason := _scales(problem):
-        return reason
-    particular = particular_unsupported(problem)
-    reason = particular and sm80.unsupported(problem)
-    return reason and f"{particular}; {reason}"
+        return limits(problem) or long_rows_float.unsupported(problem)
+    return plans.find_kernel(problem).refusal
 
 
-def particular_unsupported(problem: Problem) -> str | None:
-    """Returns why none of the kernels for particular shapes serves the problem, or None; sm80's serves the others."""
-    if problem.cu_seqlens_q is not None:
-        return "its kernels for particular shapes do not support packed sequences"
-    if problem.window_start is not None:
-        return "its kernels for particular shapes do not support sliding windows"
-    return _alignment(problem) or (_short_rows_unsupported(problem) and _long_rows_unsupported(problem))
-
-
-def _hopper_only(problem: Problem) -> str | None:
-    return None if on_hopper(problem.device) else "the kernels of short and long rows need compute capability 9.0"
-
-
-def _short_rows_unsupported(problem: Problem) -> str | None:
-    """Returns why neither the window kernel nor short rows serve the problem, or None. Both quantize floats
-    themselves.
-    """
-    if problem.method not in BITS:
-        return f"method {problem.method!r} has kernels for long rows only"
-    return window.unsupported(problem) and _rows_unsupported(problem)
-
-
-def _rows_unsupported(problem: Problem) -> str | None:
-    for what in ("keep", "causal"):
-        if getattr(problem, what) is not None:
-            return f"short rows do not support {what}"
-    return _hopper_only(problem) or short_rows.unsupported(problem)
-
-
-def _long_rows_unsupported(problem: Problem) -> str | None:
-    return _hopper_only(problem) or long_rows.unsupported(problem)
-
-
-def _scales(problem: Problem) -> str | None:
-    """Returns why the scales are left to Triton's kernels, as per-channel V and per-block K are, or None."""
-    quantized = not isinstance(problem.q, Tensor)
-    kinds = (problem.k.granularity, problem.v.granularity) if quantized else (problem.recipe.k, problem.recipe.v)
-    if not set(kinds) <= {"tensor", "head"}:
-        return f"K and V need one scale per tensor or head, got {kinds[0]!r} and {kinds[1]!r}"
-    if problem.out_scale is not None and problem.out_scale.shape[3] > 1:
-        return "out_scale must not differ between channels"
-    return None
-
-
-def _alignment(problem: Problem) -> str | None:
-    for name in "qkv":
-        x = getattr(problem, name)
-        x = x if isinstance(x, Tensor) else x.data
-        strides = [s * x.element_size() for s, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
-        if name == "v" and x.element_size() == 1 and x.stride(2) == 1:
-            continue  # contiguous keys
-        if x.stride(3) != 1 or x.data_ptr() % 16 or any(s % 16 for s in strides):
-            return f"{name} needs contiguous channels and tokens at multiples of 16 bytes, got strides {x.stride()}"
-    return None
-
-
-def fused_inputs(problem: Problem) -> str:
-    """Returns which floats the attention kernel quantizes itself. Long rows quantize Q only, which is read once,
-    unless K and V are resident in shared memory.
-    """
-    if particular_unsupported(problem):
-        return "q"
-    return "q" if _short_rows_unsupported(problem) and not long_rows.quantizes_kv(problem) else "qkv"
-
-
-def head_amax_in_kernel(problem: Problem) -> bool:
-    """Whether the attention kernel computes the scales of floats itself: one per head, for float output."""
-    recipe = problem.recipe
-    return (
-        isinstance(problem.q, Tensor)
-        and {recipe.q, recipe.k, recipe.v} == {"head"}
-        and recipe.q_scale is recipe.k_scale is recipe.v_scale is None
-        and recipe.bits == 8
-        and recipe.rule == "exact"
-        and problem.out_dtype.is_floating_point
-        and particular_unsupported(problem) is None
-        and _short_rows_unsupported(problem) is None
-    )
-
-
-def attention_launch(
-    problem: Problem, constants: Constants, out: Tensor, statistics: Statistics, inputs: FloatInputs | None = None
-) -> CudaLaunch:
-    """Returns the attention launch. `inputs` is given where the kernel quantizes floats itself."""
-    if inputs is not None and isinstance(problem.k, QTensor):
-        launch = sm80.attention_launch if _long_rows_unsupported(problem) else long_rows.long_rows_launch
-        return launch(problem, constants, out, statistics, (inputs.scales.q, None, None))
-    if particular_unsupported(problem):
-        return sm80.attention_launch(problem, constants, out, statistics)
-    scales = None if inputs is None else HEAD_AMAX_IN_KERNEL if inputs.scales is None else tuple(inputs.scales)
-    if _short_rows_unsupported(problem):
-        return long_rows.long_rows_launch(problem, constants, out, statistics, scales)
-    launch = short_rows.short_rows_launch if window.unsupported(problem) else window.window_launch
-    return launch(problem, BITS[problem.method], constants, out, statistics, scales)
-
-
-KERNELS = Kernels(
-    fused_inputs, attention_launch, amax_launch, quantize_launch, constants_launch, valueless_launch,
-    head_amax_in_kernel,
-)  # fmt: skip
+def planned(problem: Problem, **options: Any) -> Plan:
+    """Returns the plan of a supported problem. options: those of `plans.plan`."""
+    if isinstance(problem.q, Tensor) and (problem.cu_seqlens_q is not None or not serves_recipe(problem.recipe)):
+        problem = problem.quantized()
+    copies = plans.find_kernel(problem, options.get("key_counts") is not None).copies
+    return plans.plan(with_copies(problem, copies), has_copies=bool(copies), **options)
 
 
 def run(problem: Problem) -> Result:
     if problem.method in long_rows_float.METHODS:
         return float_softmax.run(problem, long_rows_float.float_launch)
-    floats = isinstance(problem.q, Tensor)
-    if floats and not head_amax_in_kernel(problem) and not serves_recipe(problem.recipe):
-        problem = problem.quantized()
-    if particular_unsupported(problem):
-        problem = sm80.aligned(problem)
-    return integer.run(problem, KERNELS)
+    plan = planned(problem)
+    plan.run()
+    return Result(plan.out, plan.out_scale, log_sum_exp(problem.method, Statistics(plan.t_max, plan.l)))
+
+
+def with_copies(problem: Problem, names: tuple[str, ...]) -> Problem:
+    """The problem with copies of some tensors: masks with contiguous keys, others with contiguous channels in rows that
+    are padded with zeros. Their shapes stay.
+    """
+    changes: dict[str, Any] = {}
+    for name in names:
+        x = getattr(problem, name)
+        if name in ("bias", "keep"):
+            changes[name] = x.contiguous()
+        else:
+            changes[name] = _padded_copy(x) if isinstance(x, Tensor) else replace(x, data=_padded_copy(x.data))
+    return replace(problem, **changes) if changes else problem
+
+
+def _padded_copy(x: Tensor) -> Tensor:
+    b, h, n, d = x.shape
+    padded = -(-d // _ROW) * _ROW
+    if x.stride(1) < x.stride(2):  # the output has Q's order of axes
+        return x.new_zeros(b, n, h, padded).transpose(1, 2)[..., :d].copy_(x)
+    return x.new_zeros(b, h, n, padded)[..., :d].copy_(x)

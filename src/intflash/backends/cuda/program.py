@@ -6,12 +6,11 @@ disassembled and tested for integer-only code on any machine.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor
 from intflash.backends import native
 from intflash.backends.cache import cache_folder
 from intflash.backends.cuda import wgmma
+from intflash.backends.cuda.tensor_maps import TensorMap, encoded
 
 
 def _source_folder() -> Path:
@@ -93,6 +93,8 @@ def unavailable() -> str | None:
         return f"the CUDA sources are not installed: {SOURCES} does not exist"
     if native.missing is not None:
         return native.missing
+    if not native.module.reads_torch():
+        return f"its native module does not find the C functions of torch {torch.__version__} that read tensors"
     try:
         from cuda.bindings import nvrtc  # noqa: F401
     except ImportError as error:
@@ -232,28 +234,34 @@ class CudaLaunch:
     """One launch as a value. It can be run, or only its program compiled, which needs no GPU.
 
     Attributes:
-        parameters: the kernel's parameters, which hold the addresses of `tensors`.
-        tensors: offset in the parameters -> the tensor whose address is there. The launch keeps it alive.
+        parameters: the kernel's parameters, bytes or an object with a buffer of them.
+        tensors: those whose addresses the parameters hold. The launch keeps them alive.
         overlaps: the kernel may start before the previous one has ended, because its code waits (griddepcontrol)
             before it reads or writes memory. This hides the latency of a launch in a chain of kernels, from compute
             capability 9.0 on.
-        tensor_maps: makes the kernel's second parameter from the first, for a device. This needs a driver.
+        maps: of tensors that the kernel loads by TMA: its second parameter begins with the driver's bytes of each,
+            which need a driver.
+        after_maps: the rest of the second parameter.
+        workspace: (address, bytes) of the memory of `tensors` that several launches share, part by part.
     """
 
     program: CudaProgram
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
-    parameters: ctypes.Structure
+    parameters: Any
     device: torch.device
-    tensors: Mapping[int, Tensor]
+    tensors: tuple[Tensor, ...]
     overlaps: bool = False
-    tensor_maps: Callable[[ctypes.Structure, torch.device], ctypes.Structure] | None = None
+    maps: tuple[TensorMap, ...] = ()
+    after_maps: bytes = b""
+    workspace: tuple[tuple[int, int], ...] = ()
 
     def run(self) -> None:
         """Queues it on the current stream of its device."""
-        maps = self.tensor_maps
-        structs = (self.parameters,) if maps is None else (self.parameters, maps(self.parameters, self.device))
+        structs = (self.parameters,)
+        if self.maps:
+            structs += (b"".join(encoded(x, self.device) for x in self.maps) + self.after_maps,)
         kernel = _kernel(self.program, self.device, self.shared_bytes)
         # as torch.compile's code asks: torch.cuda.current_stream takes 7 us
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)

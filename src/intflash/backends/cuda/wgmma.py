@@ -108,10 +108,15 @@ def short_rows_parts(keys: int) -> set[int]:
 
 
 def products(file: str, macros: Mapping[str, str]) -> tuple[Product, ...]:
-    """The products that a program of csrc/cuda uses."""
+    """The products that an attention program of csrc/cuda uses."""
     if not file.startswith("sm90/"):
         return ()
     d = int(macros["HEAD_DIM"])
     if file == "sm90/short_rows.cu":
         return (*(Product(n, "s8") for n in sorted(short_rows_parts(int(macros["KEYS"])))), Product(d, "u8"))
-    return Product(64, "s8"), Product(128, "s8"), Product(d, "u8")
+    scores = Product(64, "s8"), Product(128, "s8")
+    if file == "sm90/long_rows_float.cu":
+        return *scores, Product(d, {"bfloat_t": "bf16", "half_t": "f16"}[macros["VALUE"]])
+    if macros["BLOCK_FLOAT"] == "1":
+        d = 16 if d % 32 else min(d, 32) if d > 64 else d  # PV_CHANNELS of block_float_softmax.cuh
+    return *scores, Product(d, "u8")

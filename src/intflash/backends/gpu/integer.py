@@ -29,22 +29,20 @@ class Kernels(NamedTuple):
     """The launches of a backend. A launch is a value with a method `run`.
 
     Attributes:
-        fused_inputs(problem): which of float q, k and v the attention kernel quantizes itself: "", "q" or "qkv".
+        fuses_inputs(problem): whether the attention kernel quantizes float q, k and v itself.
         attention(problem, constants, out, statistics, inputs): computes the output; `inputs` where floats are fused.
         amax(tensors, found): the launch that computes the scales of floats from their maxima (`DynamicScales`).
-        quantize(inputs, query): the launch that writes the codes of K, V and, if `query`, Q, and these by name.
+        quantize(inputs): the launch that writes the codes of Q, K and V, and these by name.
         constants(problem, scales): the launch that fills the launch constants, these, and the output's scale.
         valueless(problem): the launch that finds the keys without a value, and `Constants.valueless`.
-        head_amax_in_kernel(problem): whether the attention kernel computes the scales itself, one per head.
     """
 
-    fused_inputs: Callable[[Problem], str]
+    fuses_inputs: Callable[[Problem], bool]
     attention: Callable[..., Any]
     amax: Callable[[Qkv, DynamicScales], Any]
-    quantize: Callable[[FloatInputs, bool], tuple[Any, dict[str, QTensor]]]
+    quantize: Callable[[FloatInputs], tuple[Any, dict[str, QTensor]]]
     constants: Callable[[Problem, Qkv | None], tuple[Any, Constants, Tensor | None]]
     valueless: Callable[[Problem], tuple[Any, View]]
-    head_amax_in_kernel: Callable[[Problem], bool] = lambda problem: False
 
 
 def run(problem: Problem, kernels: Kernels) -> Result:
@@ -54,24 +52,22 @@ def run(problem: Problem, kernels: Kernels) -> Result:
     statistics = row_statistics(problem)
     inputs = None
     if isinstance(problem.q, Tensor):
-        if kernels.head_amax_in_kernel(problem):
-            inputs = FloatInputs(Qkv(problem.q, problem.k, problem.v), None)
-        elif scales.serves(problem.recipe):
+        if scales.serves(problem.recipe):
             inputs = scales.with_scales(problem.q, problem.k, problem.v, problem.recipe, kernels.amax)
         else:
             problem = problem.quantized()
-    fused = "" if inputs is None else kernels.fused_inputs(problem)
-    constants, out_scale = _constants(problem, inputs, fused == "qkv", kernels)
-    if inputs is not None and fused != "qkv":
-        launch, codes = kernels.quantize(inputs, not fused)
+    fused = inputs is not None and kernels.fuses_inputs(problem)
+    constants, out_scale = _constants(problem, inputs, fused, kernels)
+    if inputs is not None and not fused:
+        launch, codes = kernels.quantize(inputs)
         launch.run()
-        problem, inputs = replace(problem, **codes), inputs if fused else None
+        problem, inputs = replace(problem, **codes), None
     if problem.method in BLOCK_FLOAT:
         launch, valueless = kernels.valueless(problem)
         launch.run()
         constants = constants._replace(valueless=valueless)
     kernels.attention(problem, constants, out, statistics, inputs).run()
-    return Result(out, out_scale, _log_sum_exp(problem, statistics))
+    return Result(out, out_scale, log_sum_exp(problem.method, statistics))
 
 
 def _constants(
@@ -86,7 +82,7 @@ def _constants(
 
     if fused and not output_limit(problem.out_dtype):
         # the attention kernel computes them
-        return Constants(None, None, inputs.scales and view(inputs.scales.v)), None
+        return Constants(None, None, view(inputs.scales.v)), None
     if inputs is None or inputs.numbers is None or problem.out_scale is not None:
         return fill()
     key = inputs.numbers, problem.sm_scale, problem.out_dtype, score_unit(problem.method)
@@ -101,8 +97,9 @@ def row_statistics(problem: Problem) -> Statistics:
     return Statistics(*(torch.empty(shape, dtype=dtype, device=problem.device) for dtype in (torch.int64, torch.int32)))
 
 
-def _log_sum_exp(problem: Problem, statistics: Statistics) -> Tensor | None:
+def log_sum_exp(method: str, statistics: Statistics) -> Tensor | None:
+    """Returns log-sum-exp of a method's statistics, or None where there are none."""
     if statistics.l is None:
         return None
     l = statistics.l.to(torch.int64) & 0xFFFFFFFF  # uint32 values stored in int32
-    return exp.log_sum_exp(statistics.t_max, l, _P_MAX[problem.method])
+    return exp.log_sum_exp(statistics.t_max, l, _P_MAX[method])

@@ -29,12 +29,10 @@ class Qkv(NamedTuple):
 
 @dataclass(frozen=True)
 class FloatInputs:
-    """Float Q, K and V with a float32 4-D scale of each (per tensor or head), or None where the attention kernel
-    computes the scales of each head.
-    """
+    """Float Q, K and V with a float32 4-D scale of each (per tensor or head)."""
 
     tensors: Qkv
-    scales: Qkv | None
+    scales: Qkv
     numbers: tuple[float, ...] | None = None  # the scales, where the recipe gives them as numbers
     dynamic: bool = False  # the scales come from the tensors' own maxima
 

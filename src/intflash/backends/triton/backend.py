@@ -71,7 +71,7 @@ def attention_launch(
 
 
 KERNELS = Kernels(
-    fused_inputs=lambda problem: "qkv" if _is_short_rows(problem) else "",
+    fuses_inputs=_is_short_rows,
     attention=attention_launch,
     amax=quantize.amax_launch,
     quantize=quantize.quantize_launch,

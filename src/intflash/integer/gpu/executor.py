@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from intflash.backends import get_backend, select, why_not
-from intflash.backends.gpu.integer import Kernels
 from intflash.backends.gpu.tensors import Statistics
 from intflash.integer.attend import attention_problem
 from intflash.integer.gpu import hopper, kernels, padding
@@ -267,19 +266,12 @@ class Steps:
                 run.key_orders[op.mask] = padding.key_order(problem.keep[:, 0, 0])
             order = run.key_orders[op.mask]
             problem = padding.without_masked_keys(problem, order)
-        attention = _attention_kernels(problem)
-        if op.name not in self._attention:
-            launch, constants, _ = attention.constants(problem, None)
-            launch.run()
-            self._attention[op.name] = constants
         windows, heads, tokens, head_dim = q.shape
         out = self._empty(op.out, run.values[op.q])
         rows = out.view(windows, tokens, heads, head_dim).transpose(1, 2)
-        constants = self._attention[op.name]
-        if order is None:
-            attention.attention(problem, constants, rows, Statistics(None, None), None).run()
-        else:
-            padding.attention_launch(problem, constants, rows, order).run()
+        constants = self._attention.get(op.name)
+        attend = _attend_by_cuda if _is_for_cuda(problem) else _attend_by_triton
+        self._attention[op.name] = attend(problem, rows, constants, None if order is None else order.counts)
         return {op.out: out}
 
 
@@ -291,20 +283,40 @@ def _same_norm(program: Program, a: Operation, b: Operation) -> bool:
     return few and (a.x, a.load_rows, a.eps) == (b.x, b.load_rows, b.eps)
 
 
-def _attention_kernels(problem: Problem) -> Kernels:
-    """The launches of the first GPU backend that serves a problem.
+def _is_for_cuda(problem: Problem) -> bool:
+    return why_not(get_backend("cuda"), problem) is None
+
+
+def _attend_by_cuda(problem: Problem, out: Tensor, constants: Any, key_counts: Tensor | None) -> Any:
+    """Computes a problem of codes, and returns its launch constants, which a later call takes.
+
+    Args:
+        key_counts: how many keys each batch has, or None.
+    """
+    from intflash.backends.cuda import backend
+
+    if constants is None:
+        plan = backend.planned(problem, key_counts=key_counts, only_constants=True)
+        plan.run()
+        constants = plan.constants
+    backend.planned(problem, out=out, constants=constants, key_counts=key_counts).run()
+    return constants
+
+
+def _attend_by_triton(problem: Problem, out: Tensor, constants: Any, key_counts: None) -> Any:
+    """As `_attend_by_cuda`.
 
     Raises:
-        BackendError: none does; the message says why.
+        BackendError: Triton does not serve the problem; the message says why.
     """
-    if why_not(get_backend("cuda"), problem) is None:
-        from intflash.backends.cuda import backend
-
-        return backend.KERNELS
     select(problem, "triton")
     from intflash.backends.triton import backend
 
-    return backend.KERNELS
+    if constants is None:
+        launch, constants, _ = backend.KERNELS.constants(problem, None)
+        launch.run()
+    backend.KERNELS.attention(problem, constants, out, Statistics(None, None), None).run()
+    return constants
 
 
 class KeptRows(NamedTuple):

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from intflash.backends import get_backend
-from intflash.backends.cuda import tensor_maps
-from intflash.backends.cuda.parameters import quotient_reciprocal
 from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, multiprocessors, on_hopper
 from intflash.backends.cuda.tensor_maps import TensorMap
 from intflash.backends.cuda.wgmma import Product
@@ -39,10 +37,6 @@ class LinearParams(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("rows", "columns", "steps", "shift", "low", "high")),
         *((name, ctypes.c_uint32) for name in ("image_rows", "out_rows", "image_reciprocal", "padding")),
     ]  # fmt: skip
-
-
-class LinearMaps(ctypes.Structure):
-    _fields_ = [("x", ctypes.c_uint64 * 16), ("weight", ctypes.c_uint64 * 16)]
 
 
 @dataclass(frozen=True)
@@ -190,7 +184,7 @@ def choose_split(m: int, n: int, k: int, epilogue: str, table_bytes: int, proces
 def x_map(x: Tensor, rows: int) -> TensorMap:
     """Of codes ``[M, K]``, in boxes of `rows` rows."""
     m, k = x.shape
-    return TensorMap((k, m, 1, 1, 1), (k, k * m, k * m, k * m), (STEP, rows, 1, 1, 1), 128, 0, 0)
+    return TensorMap((k, m, 1, 1, 1), (k, k * m, k * m, k * m), (STEP, rows, 1, 1, 1), 128, x.data_ptr())
 
 
 def weight_map(weight: Tensor, columns: int) -> TensorMap:
@@ -200,12 +194,13 @@ def weight_map(weight: Tensor, columns: int) -> TensorMap:
     """
     n, k = weight.shape
     groups = columns // GROUP_COLUMNS
-    return TensorMap((k, 2, 4, 4, n // GROUP_COLUMNS), (k, 8 * k, 2 * k, 32 * k), (STEP, 2, 4, 4, groups), 128, 0, 0)
+    sizes, strides = (k, 2, 4, 4, n // GROUP_COLUMNS), (k, 8 * k, 2 * k, 32 * k)
+    return TensorMap(sizes, strides, (STEP, 2, 4, 4, groups), 128, weight.data_ptr())
 
 
-def _maps(x: TensorMap, weight: TensorMap, parameters: LinearParams, device: torch.device) -> LinearMaps:
-    addresses = parameters.x, parameters.weight
-    return LinearMaps(*(tensor_maps.encoded(*of, device) for of in zip((x, weight), addresses, strict=True)))
+def quotient_reciprocal(x: int) -> int:
+    """What `quotient` of csrc/cuda/params.cuh divides any number by x with; 0 where nothing is divided by x = 0."""
+    return (2**32 - 1) // x if x else 0
 
 
 def linear_launch(
@@ -245,11 +240,9 @@ def linear_launch(
     )  # fmt: skip
     grid = (-(-n // split.columns), split.parts, 1)
     shared = fixed_bytes(split.columns, k, table_bytes, split.resident) + stages * split.stage_bytes
-    maps = functools.partial(_maps, x_map(x, split.rows), weight_map(weight, split.columns))
-    places = {getattr(LinearParams, name).offset: t for name, t in tensors.items()}
-    return CudaLaunch(
-        program, grid, 128 * (split.consumers + 1), shared, parameters, x.device, places, True, maps
-    )  # fmt: skip
+    maps = x_map(x, split.rows), weight_map(weight, split.columns)
+    there = tuple(tensors.values())
+    return CudaLaunch(program, grid, 128 * (split.consumers + 1), shared, parameters, x.device, there, True, maps)
 
 
 class OutputParams(ctypes.Structure):
@@ -314,21 +307,20 @@ def layer_norm_launch(
     parameters = LayerNormParams(
         eps=eps, rows=batch * rows, image_rows=rows, in_rows=x.shape[1], image_reciprocal=quotient_reciprocal(rows)
     )
-    places: dict[int, Tensor] = {}
+    there: list[Tensor] = []
 
-    def point(struct: ctypes.Structure, offset: int, **tensors: Tensor | None) -> None:
+    def point(struct: ctypes.Structure, **tensors: Tensor | None) -> None:
         for name, t in tensors.items():
             if t is not None:
                 setattr(struct, name, t.data_ptr())
-                places[offset + getattr(type(struct), name).offset] = t
+                there.append(t)
 
-    point(parameters, 0, x=x, load_rows=load_rows, roots=roots(x.device))
+    point(parameters, x=x, load_rows=load_rows, roots=roots(x.device))
     outputs = {"first": Scaled(multiplier, bias, out, shift, limits), "second": second}
     for name, made in outputs.items():
         if made is not None:
             scaled = getattr(parameters, name)
             scaled.shift, (scaled.low, scaled.high) = made.shift, made.limits
-            offset = getattr(LayerNormParams, name).offset
-            point(scaled, offset, multiplier=made.multiplier, bias=made.bias, out=made.out)
+            point(scaled, multiplier=made.multiplier, bias=made.bias, out=made.out)
     grid = (min(-(-batch * rows * lanes // (32 * _WARPS)), ctas * multiprocessors(x.device)), 1, 1)
-    return CudaLaunch(program, grid, 32 * _WARPS, 0, parameters, x.device, places, True)
+    return CudaLaunch(program, grid, 32 * _WARPS, 0, parameters, x.device, tuple(there), True)

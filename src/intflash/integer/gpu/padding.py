@@ -10,12 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from intflash.backends.cuda import long_rows, window
-from intflash.backends.cuda.program import CudaLaunch
-from intflash.backends.gpu.constants import Constants
-from intflash.backends.gpu.tensors import Statistics
+from intflash.backends.cuda import plans
 from intflash.integer.gpu import hopper, kernels
 from intflash.problem import Problem
+
+LEAST_KEYS = 65  # the kernel for windows serves fewer
 
 
 class KeyOrder(NamedTuple):
@@ -33,8 +32,8 @@ def serves(problem: Problem) -> bool:
     keys = problem.k.shape[2]
     return (
         hopper.available(keep.device)
-        and window.MAX_WINDOW < keys <= kernels.MOST_KEYS
-        and long_rows.unsupported(replace(problem, keep=None)) is None
+        and LEAST_KEYS <= keys <= kernels.MOST_KEYS
+        and plans.find_kernel(replace(problem, keep=None), has_key_counts=True).kernel is not None
     )
 
 
@@ -57,12 +56,3 @@ def without_masked_keys(problem: Problem, order: KeyOrder) -> Problem:
     kernels.gather_keys_launch(k, v, *order, k_out, v_out).run()
     values = replace(problem.v, data=v_out[..., :keys].mT)
     return replace(problem, k=replace(problem.k, data=k_out), v=values, keep=None)
-
-
-def attention_launch(
-    problem: Problem, constants: Constants, out: Tensor, order: KeyOrder, resident: bool | None = None
-) -> CudaLaunch:
-    """The launch for a problem of `without_masked_keys`; resident: see `long_rows_launch`."""
-    return long_rows.long_rows_launch(
-        problem, constants, out, Statistics(None, None), resident=resident, key_counts=order.counts
-    )

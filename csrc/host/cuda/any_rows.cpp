@@ -1,0 +1,251 @@
+// Launches of csrc/cuda/sm80/attention.cu and few_rows.cu, which serve any number of queries and keys, head_dim to 256,
+// every mask and packed sequences on each GPU from compute capability 8.0 on.
+#include <algorithm>
+#include <initializer_list>
+
+#include "host/cuda/plan.h"
+
+namespace intflash::gpu {
+namespace {
+
+constexpr int64_t kChunk = 16;              // bytes of a copy, and channels that a row is padded to
+constexpr int64_t kChannels = 8;            // that the quantizer takes at once
+constexpr int64_t kFewRows = 16;            // of the tile of few_rows.cu
+constexpr int64_t kManyKeys = 512;          // from which on it is taken
+constexpr int64_t kCtasPerProcessor = 2;    // of few_rows.cu, at least, where there are enough keys
+constexpr int64_t kTableBytes = 32 * 1024;  // of the table of P of `intflash_online`
+constexpr int64_t kBlock = 128;             // keys with one exponent
+
+constexpr const char* kMethodNames[] = {"ExactP16", "ExactP8", "Online", "BlockP16", "BlockP8"};  // in Method's order
+
+const Source kAnyRowsSource = {"sm80/attention.cu",
+                               "attention",
+                               {{"METHOD", kMethodNames},
+                                {"HEAD_DIM", nullptr},
+                                {"VALUE_DIM", nullptr},
+                                {"QUERY", kTypeNames},
+                                {"OUT", kTypeNames},
+                                {"KEY_MAJOR", nullptr},
+                                {"ROW_SCALES", nullptr},
+                                {"BIAS", nullptr},
+                                {"KEEP", nullptr},
+                                {"WARPS", nullptr},
+                                {"KEYS", nullptr},
+                                {"STAGES", nullptr},
+                                {"SLICES", nullptr},
+                                {"CTAS_PER_SM", nullptr},
+                                {"VALUES_IN_RANGE", nullptr},
+                                {"CAUSAL", nullptr},
+                                {"PACKED", nullptr},
+                                {"WINDOW", nullptr},
+                                {"ROW_TILES", nullptr}}};
+const Source kFewRowsSource = {"sm80/few_rows.cu",
+                               "attention",
+                               {{"METHOD", kMethodNames},
+                                {"HEAD_DIM", nullptr},
+                                {"VALUE_DIM", nullptr},
+                                {"QUERY", kTypeNames},
+                                {"OUT", kTypeNames},
+                                {"KEY_MAJOR", nullptr},
+                                {"ROW_SCALES", nullptr},
+                                {"BIAS", nullptr},
+                                {"KEEP", nullptr},
+                                {"WARPS", nullptr},
+                                {"KEYS", nullptr},
+                                {"STAGES", nullptr},
+                                {"SLICES", nullptr},
+                                {"CTAS_PER_SM", nullptr},
+                                {"VALUES_IN_RANGE", nullptr},
+                                {"CAUSAL", nullptr},
+                                {"BLOCK_FLOAT", nullptr},
+                                {"STEP", nullptr}}};
+
+int64_t padded(int64_t count) { return round_up(count, kChunk); }
+
+// How the work is split: warps of a CTA, tiles of 16 rows of a warp, keys of a tile, stages, CTAs per multiprocessor,
+// CTAs that share the channels of V.
+struct Tile {
+  int64_t warps = 4, row_tiles = 1, keys = 64, stages = 3, ctas_per_sm = 3, slices = 1;
+};
+
+int64_t k_bytes(int64_t d, const Tile& tile) { return tile.keys * 16 * (2 * ceil_div(d, 32) + 1); }
+
+int64_t v_bytes(int64_t dv, const Tile& tile) {
+  const int64_t chunks = ceil_div(dv, 16 * tile.slices);
+  return std::max(16 * chunks * (tile.keys + 16), tile.keys * 16 * (chunks | 1));
+}
+
+// Bytes of the table of P and the stages: TABLE_BYTES + STAGES * STAGE_BYTES of the kernel, for any layout of V.
+int64_t shared_bytes(const Problem& p, const Tile& tile) {
+  const int64_t stage = k_bytes(p.head_dim(), tile) + v_bytes(p.v.shape[3], tile);
+  return kTableBytes * (p.method == Method::kOnline) + tile.stages * stage;
+}
+
+// Chooses the tile, by measurements on an H100, whose registers and shared memory suffice on the GPU. Two tiles of rows
+// share what a warp reads of K and V; one leaves registers for masks and for P16's two digits.
+Tile choose_tile(const Problem& p, const Gpu& gpu) {
+  if (const int64_t (&t)[6] = p.fixed.tile; t[0] > 0) return {t[0], t[1], t[2], t[3], t[4], t[5]};
+  const int64_t dv = p.v.shape[3], d = std::max(p.head_dim(), dv);
+  const bool is_masked = p.bias || p.keep;
+  // three CTAs where ptxas does not spill registers
+  const int64_t three = p.is_causal || gpu.major >= 12 ? 2 : 3;
+  if (p.method == Method::kOnline) {
+    Tile tile{4, 1, 128, 2, d > 96 ? 1 : 2, 1 + (d > 128)};
+    if (d > 96 && shared_bytes(p, tile) > gpu.shared_bytes) tile.slices *= 2;
+    return tile;
+  }
+  // tiles are blocks of keys, and a row's sums have 64 bits
+  if (is_block_float(p.method)) return {4, 1, kBlock, 2, 2, ceil_div(dv, 64)};
+  if (p.method == Method::kP8) {
+    if (d > 128) return {4, 1, 32, 3, 2, 1};
+    if (p.bias || (is_masked && d > 64)) return {4, 1, 64, 3, d <= 64 ? three : 2, 1};
+    if (d > 64 && p.nk() <= kManyKeys) return {4, 1, 32, 3, three, 1};
+    return {4, 2, 32, 3, d <= 64 ? three : 2, 1};
+  }
+  if (d > 128) return {4, 1, 32, 3, 2, 2};
+  return {4, 1, d > 96 ? 32 : 64, 3, d > 64 || p.bias ? 2 : three, 1};
+}
+
+// How a mask is read: 0 none, 1 by keys, 2 one value for all keys, 4 four keys at once (sm80/masks.cuh).
+int32_t mask_kind(const Tensor& mask, int64_t bytes, bool is_packed) {
+  if (!mask) return 0;
+  if (mask.shape[3] == 1) return 2;
+  bool whole = !is_packed && mask.shape[3] % 4 == 0 && uintptr_t(mask.data) % (4 * bytes) == 0;
+  for (int i = 0; i < 3; ++i) whole &= mask.shape[i] == 1 || mask.stride[i] % 4 == 0;
+  return whole ? 4 : 1;
+}
+
+// Sets the macros that attention.cu and few_rows.cu share, which are the first of both.
+void set_macros(const Attention& a, const Tile& tile, const Source& source, Program& program) {
+  const Problem& p = a.p;
+  const bool is_packed = p.q_ends;
+  program = {&source,
+             {int32_t(p.method), int32_t(round_up(p.head_dim(), kChannels)), int32_t(p.v.shape[3]), int32_t(a.q.type),
+              int32_t(p.out_type), !is_packed && is_key_major(a.v, padded(p.nk())), a.has_row_scales(),
+              mask_kind(p.bias, 4, is_packed), mask_kind(p.keep, 1, is_packed), int32_t(tile.warps), int32_t(tile.keys),
+              int32_t(tile.stages), int32_t(tile.slices), int32_t(tile.ctas_per_sm), a.is_fused && p.is_dynamic()}};
+}
+constexpr int kSharedMacros = 15;
+
+void add_macros(Program& program, std::initializer_list<int32_t> values) {
+  std::copy(values.begin(), values.end(), program.values + kSharedMacros);
+}
+
+int64_t digits(Method method) { return method == Method::kP16 ? 2 : 1; }
+
+// With blocks, each warp has a part of the channels.
+Tile few_rows_tile(const Problem& p) {
+  const int64_t dv = p.v.shape[3], slices = is_block_float(p.method) ? 1 : 1 + (digits(p.method) * dv > 256);
+  return {4, 1, 128, std::max(p.head_dim(), dv) <= 128 ? 4 : 2, 2, slices};
+}
+
+// Sums of a row: int32 numbers of few_rows.cu.
+int64_t row_sums(const Problem& p) {
+  const int64_t channels = padded(p.v.shape[3]);
+  return is_block_float(p.method) ? 2 * (channels + 2) : digits(p.method) * (channels + 1);
+}
+
+}  // namespace
+
+bool takes_few_rows(const Problem& p) {
+  return p.group() * p.nq() <= kFewRows && p.nk() >= kManyKeys && p.method != Method::kOnline && !p.q_ends &&
+         !p.is_windowed;
+}
+
+bool any_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
+  const auto number = [](int64_t x) { return std::to_string(x); };
+  const int64_t d = p.head_dim(), dv = p.v.shape[3], rows = p.nq(), batch = p.batch();
+  if (p.key_counts) return why.no([] { return "any rows do not support counts of keys"; });
+  if (p.method == Method::kOnline && p.bias) return why.no([] { return "intflash_online has no bias"; });
+  // the registers do not hold masks beside the sums of 64 bits
+  if (is_block_float(p.method) && !takes_few_rows(p) && (p.bias || p.keep))
+    return why.no([&] {
+      return std::string(kMethods[int(p.method)]) + " takes a bias or a bool mask for at most " + number(kFewRows) +
+             " rows and from " + number(kManyKeys) + " keys on";
+    });
+  if (std::max(d, dv) > 256)
+    return why.no([&] { return "takes at most 256 channels, got " + number(d) + " and " + number(dv); });
+  if (batch * p.heads() * ceil_div(rows, 16) >= int64_t(1) << 31)
+    return why.no([&] { return "takes at most 2^31 tiles of 16 rows, got " + text_of(p.q.shape); });
+  const int64_t needed = shared_bytes(p, choose_tile(p, gpu));
+  if (needed > gpu.shared_bytes)
+    return why.no([&] {
+      return "head_dim " + number(d) + " needs " + number(needed) + " bytes of shared memory, this GPU has " +
+             number(gpu.shared_bytes);
+    });
+  for (const Tensor* mask : {&p.bias, &p.keep})
+    // beyond, the quotient by the reciprocal is not exact
+    if (*mask && mask->shape[0] < batch && batch * mask->shape[0] >= int64_t(1) << 32)
+      return why.no([&] {
+        return "a mask of " + number(mask->shape[0]) + " batches repeats over at most 2^32 in all, got " +
+               number(batch);
+      });
+  return true;
+}
+
+void any_rows_launch(const Attention& a, Launch& launch) {
+  const Problem& p = a.p;
+  const Tile tile = choose_tile(p, a.gpu);
+  set_macros(a, tile, kAnyRowsSource, launch.program);
+  add_macros(launch.program, {!p.is_causal                    ? 0
+                              : p.q_ends && p.is_bottom_right ? 2
+                                                              : 1,
+                              bool(p.q_ends), p.is_windowed, int32_t(tile.row_tiles)});
+  // each packed sequence may end within a tile
+  const int64_t tiles = ceil_div(p.nq(), 16 * tile.row_tiles * tile.warps) + p.sequences;
+  ::Share share{};
+  share.whole_reciprocal = quotient_reciprocal(tiles), share.heads_reciprocal = quotient_reciprocal(p.heads());
+  launch.set_parameters<::Params>() = attention_parameters(a, i32(tiles), share);
+  launch.grid[0] = uint32_t(p.batch() * p.heads() * tiles);
+  launch.grid[1] = uint32_t(tile.slices);
+  launch.threads = uint32_t(32 * tile.warps);
+  launch.shared_bytes = uint32_t(shared_bytes(p, tile));
+}
+
+FewRows few_rows(const Problem& p, const Gpu& gpu) {
+  const int64_t heads = p.batch() * p.k.shape[1], tile = few_rows_tile(p).keys, tiles = ceil_div(p.nk(), tile);
+  const int64_t wanted = p.fixed.key_splits > 0
+                             ? p.fixed.key_splits
+                             : std::max<int64_t>(1, std::min(tiles, kCtasPerProcessor * gpu.processors / heads));
+  FewRows few;
+  few.keys = ceil_div(tiles, wanted) * tile, few.splits = ceil_div(p.nk(), few.keys);
+  few.score_bytes = heads * p.group() * p.nq() * padded(p.nk()) * 4;
+  few.maximum_bytes = heads * few.splits * kFewRows * 8;
+  few.sum_bytes = heads * kFewRows * row_sums(p) * 4;
+  return few;
+}
+
+void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
+  const Problem& p = a.p;
+  const FewRows few = few_rows(p, a.gpu);
+  const Tile tile = few_rows_tile(p);
+  const int64_t key_heads = p.k.shape[1], ctas = p.batch() * key_heads, dv = p.v.shape[3];
+  ::Params params = attention_parameters(a, 1, {});
+  char* const workspace = a.memory.workspace;
+  params.split = {i32(few.splits),
+                  i32(few.keys),
+                  i32(p.group()),
+                  i32(key_heads),
+                  quotient_reciprocal(few.splits),
+                  quotient_reciprocal(key_heads),
+                  quotient_reciprocal(p.nq()),
+                  i32(padded(p.nk())),
+                  reinterpret_cast<i32*>(workspace + choice.key_scores),
+                  reinterpret_cast<i64*>(workspace + choice.maxima),
+                  reinterpret_cast<i32*>(workspace + choice.sums)};
+  const int64_t of_keys = tile.stages * k_bytes(p.head_dim(), tile);
+  const int64_t of_values = std::max(tile.stages * v_bytes(dv, tile), 4 * kFewRows * row_sums(p));
+  const int64_t grids[3][2] = {{ctas * few.splits, 1}, {ctas * few.splits, tile.slices}, {ctas, 1}};
+  const int64_t shared[3] = {of_keys, of_values, 0};
+  for (int step = 0; step < 3; ++step) {
+    Launch& launch = plan.next();
+    set_macros(a, tile, kFewRowsSource, launch.program);
+    add_macros(launch.program, {p.is_causal, is_block_float(p.method), step});
+    launch.set_parameters<::Params>() = params;
+    launch.grid[0] = uint32_t(grids[step][0]), launch.grid[1] = uint32_t(grids[step][1]);
+    launch.threads = uint32_t(32 * tile.warps);
+    launch.shared_bytes = uint32_t(shared[step]);
+  }
+}
+
+}  // namespace intflash::gpu
