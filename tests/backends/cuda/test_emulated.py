@@ -26,7 +26,6 @@ CASES = {  # a case takes half a minute on one core, mostly to compile
     ("sm80", "intflash_p8"): ("every second channel torch.float16", "few, keep"),
     ("sm80", "intflash_online"): ("late keys",),
     ("sm80", "intflash_bfp"): ("few, sinks of 40.0 octaves, 3 zeros",),
-    ("sm80", "intflash_bfp8"): (),  # with `full`
     ("long_rows", "intflash_bfp"): ("sinks of 40.0 octaves, 129 zeros",),
     ("long_rows", "intflash_online"): ("rest 5 450 64", "amax 1e-06 64", "span 245 64", "rising 0.0024 64"),
 }

@@ -14,7 +14,6 @@ import torch
 
 from benchmarks import sass
 from intflash.backends.cuda import BACKEND, backend, program, sm80, window
-from intflash.backends.gpu.constants import BLOCK_FLOAT
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
@@ -99,7 +98,7 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
     yield "scales", ic.codes(method, heads=6, key_heads=2, nq=70, nk=150, kinds=("token", "head", "head"))
     yield "out scale", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), 0.001))
     yield "groups", ic.codes(method, batch=2, heads=8, key_heads=2, nq=3, nk=260, d=128)
-    if method in BLOCK_FLOAT:
+    if method == "intflash_bfp":
         yield from _sinks(method)
     yield from checks.spans(method, 70, 197, 64)
     if method == "intflash_online":
@@ -248,7 +247,7 @@ def test_bits(method, tile, monkeypatch):
     if tile is not None:
         if method == "intflash_online" and tile.keys != 128:
             pytest.skip("its tiles are granules of 128 keys")
-        if method in BLOCK_FLOAT and (tile.keys != 128 or tile.row_tiles > 1):
+        if method == "intflash_bfp" and (tile.keys != 128 or tile.row_tiles > 1):
             pytest.skip("its tiles are blocks of 128 keys and 16 rows")
         monkeypatch.setattr(sm80, "choose_tile", lambda problem: tile)
     wrong = {}
@@ -257,7 +256,7 @@ def test_bits(method, tile, monkeypatch):
             continue
         there = ic.on_device(p, "cuda")
         masked = p.bias is not None or p.keep is not None
-        if method in BLOCK_FLOAT and masked and not sm80.takes_few_rows(there):
+        if method == "intflash_bfp" and masked and not sm80.takes_few_rows(there):
             assert "takes a bias or a bool mask for at most 16 rows" in BACKEND.unsupported(there)
             continue
         assert BACKEND.unsupported(there) is None, name
@@ -318,7 +317,7 @@ def test_integer_only(name, architecture, monkeypatch):
         if (
             method == "intflash_online"
             and "bias" in options
-            or method in BLOCK_FLOAT
+            or method == "intflash_bfp"
             and {"bias", "keep"} & set(options)
         ):
             continue
