@@ -25,6 +25,7 @@ ARCHITECTURES = (
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 METHODS = tuple(sm80.METHODS)
 FEW = tuple(x for x in METHODS if x != "intflash_online")  # few_rows.cu's
+SLOW = pytest.param("intflash_bfp", marks=pytest.mark.full)  # its kernels take some seconds each to compile
 STATIC = dict(q_scale=0.02, k_scale=0.015, v_scale=0.02)
 TILES = tuple(
     sm80.Tile(**x)
@@ -328,7 +329,7 @@ def test_integer_only(name, architecture, monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("method", FEW)
+@pytest.mark.parametrize("method", [SLOW if x == "intflash_bfp" else x for x in FEW])
 def test_few_rows_are_integer_only(method, architecture):
     for d, masks in ((128, {}), (64, dict(bias=_bias(1, 2, 1, 1000), causal=3))):
         p, rest = checks.empty_problem(method, 1000, d, **masks)
@@ -345,7 +346,7 @@ def test_few_rows_are_integer_only(method, architecture):
         *(pytest.param(*x, marks=pytest.mark.full) for x in ((64, "sm_90a"), (128, "sm_90a"), (72, "sm_120"))),
     ),
 )
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [SLOW if x == "intflash_bfp" else x for x in METHODS])
 def test_floats_do_not_spill(method, d, architecture, monkeypatch):
     _tiles_of(architecture, monkeypatch)
     for dtype in (torch.float16, torch.float32):

@@ -28,9 +28,12 @@ def test_bits_in_the_interpreter(method):
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
-def test_bits_of_sinks_in_the_interpreter():
-    found = _interpreted("report_sinks", "intflash_bfp")
-    assert len(found) > 10
+@pytest.mark.parametrize(
+    "report, count", [("report_few_sinks", 4), pytest.param("report_sinks", 24, marks=pytest.mark.full)]
+)
+def test_bits_of_sinks_in_the_interpreter(report, count):
+    found = _interpreted(report, "intflash_bfp")
+    assert len(found) == count
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
