@@ -110,7 +110,7 @@ def attention(
         attn_mask: bool (False: the key takes no part) or additive float, broadcastable to
             ``[..., Hq, Nq, Nk]``; the first axis of a 4-D mask may also be a divisor of the batch and
             repeats over it (Swin windows). -inf or <= finfo.min / 2 makes a key absent. Methods with an integer bias
-            (``intflash...``) refuse other values past +-1419.57 (`intflash_bfp` and `intflash_bfp8`: +-363,408) where
+            (``intflash...``) refuse other values past +-1419.57 (`intflash_bfp`: +-363,408) where
             they are read (`check_finite`), and saturate them where not. Torch's `CausalBias` is taken as the causality
             it stands for.
         is_causal: hide keys after the query's position.

@@ -29,7 +29,7 @@ DISAGREEMENTS = {
 NOT_SERVED = {
     "packed": "packed sequences .* are not sharded",
     "dynamic": "out_scale='dynamic' needs all outputs",
-    "method": "has the methods intflash, intflash_p8, intflash_online, intflash_bfp, intflash_bfp8, got 'fp16'",
+    "method": "has the methods intflash, intflash_p8, intflash_online, intflash_bfp, got 'fp16'",
     "axes": r"must be \[B, H, n, D\], got \[4, 8, 16\]",
     "layout": "layout must be one of .*got 'striped'",
     "queries": "queries must be one of .*got 'some'",

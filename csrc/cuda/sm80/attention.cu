@@ -5,7 +5,7 @@
 // memory; Q, scores, P and accumulators stay in registers.
 //
 // Macros:
-//   METHOD            ExactP16, ExactP8, Online, BlockP16 or BlockP8
+//   METHOD            ExactP16, ExactP8, Online or BlockFloat
 //   HEAD_DIM          channels of Q and K, a multiple of 8 to 256
 //   VALUE_DIM         channels of V and of the output
 //   SLICES            CTAs that share the channels of V, where the registers of one do not suffice

@@ -30,7 +30,6 @@ from intflash.backends.native import missing as _missing
 from intflash.backends.native import module as _native
 from intflash.errors import InputError
 from intflash.methods import get_method
-from intflash.numerics import block
 from intflash.numerics.exp import BIAS_FRACTION_BITS, LOG2_E, MAX_HEAD_DIM, MAX_KEYS, P8_MAX, P16_MAX, log_sum_exp
 from intflash.numerics.exp import BIAS_LIMIT as BIAS_CODE_LIMIT
 from intflash.problem import Problem, Result
@@ -38,12 +37,11 @@ from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import LEAST_FLOAT, LEAST_SCALE
 
 # In the order of the native enumerations.
-METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "intflash_bfp": 3, "intflash_bfp8": 4,
-           "qflash": 5, "iflash": 6}  # fmt: skip
+METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "intflash_bfp": 3, "qflash": 4, "iflash": 5}
 OUT_TYPES = {torch.int8: 0, torch.int16: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 FLASH = ("qflash", "iflash")
-P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX, **block.P_MAX}
+P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX, "intflash_bfp": P16_MAX}
 MAX_VALUE_DIM = 256  # the epilogue keeps one multiplier per channel
 BIAS_LIMIT = 1 << 30  # of a bias in score units, so that bias + score stays inside int32
 ABSENT = -(1 << 31)

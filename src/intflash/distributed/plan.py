@@ -13,11 +13,10 @@ from intflash.distributed.groups import ALONE, Ranks
 from intflash.distributed.shards import LAYOUTS, Shards
 from intflash.distributed.traffic import SCHEMES, Sizes, data_bytes
 from intflash.errors import InputError
-from intflash.numerics.block import DIGITS
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
-METHODS = ("intflash", "intflash_p8", "intflash_online", *DIGITS)
+METHODS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
 PLACES = ("sharded", "replicated")
 
 

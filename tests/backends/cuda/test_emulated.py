@@ -26,7 +26,6 @@ CASES = {  # a case takes up to half a minute on one core, mostly to compile; wi
     ("sm80", "intflash_p8"): ("few, keep",),
     ("sm80", "intflash_online"): ("late keys",),
     ("sm80", "intflash_bfp"): (),
-    ("sm80", "intflash_bfp8"): (),  # with `full`
     ("long_rows", "intflash_bfp"): ("sinks of 40.0 octaves, 129 zeros",),
     ("long_rows", "intflash_online"): ("rising 0.0024 64",),
 }

@@ -14,15 +14,14 @@ import torch
 from intflash.backends.cuda import backend, long_rows
 from intflash.backends.cuda.parameters import Share, quotient_reciprocal
 from intflash.backends.cuda.quantization import quantize_launch
-from intflash.backends.gpu.constants import BLOCK_FLOAT
 from intflash.backends.gpu.scales import FloatInputs, Qkv
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
 METHODS = tuple(long_rows.METHODS)
-FROM_FLOATS = tuple(method for method in METHODS if method not in BLOCK_FLOAT)  # whose kernel may quantize K and V
+FROM_FLOATS = tuple(method for method in METHODS if method != "intflash_bfp")  # whose kernel may quantize K and V
 # The kernels of `intflash_bfp` are large: each takes some seconds to compile.
-COMPILED = tuple(pytest.param(x, marks=pytest.mark.full if x in BLOCK_FLOAT else ()) for x in METHODS)
+COMPILED = tuple(pytest.param(x, marks=pytest.mark.full if x == "intflash_bfp" else ()) for x in METHODS)
 FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -164,7 +163,7 @@ def test_bits_at_the_largest_number_of_keys(method):
     keep fewer fraction bits.
     """
     torch.manual_seed(0)
-    shape = dict(heads=1, nq=3, nk=70_000 if method in BLOCK_FLOAT else 65_536, amax=1e-6)
+    shape = dict(heads=1, nq=3, nk=70_000 if method == "intflash_bfp" else 65_536, amax=1e-6)
     found = [(str(d), ic.codes(method, d=d, return_lse=True, **shape)) for d in (16, 128)]
     assert checks.differences(found, long_rows) == {}
 
@@ -285,7 +284,7 @@ def test_resident_tiles_of_floats_cover_each_row_once():
 def test_ring_buffers_fit_shared_memory():
     """At least two tiles of keys fit the 227 KB of a multiprocessor."""
     for d, consumers, method in itertools.product(range(16, 129, 16), (2, 3), METHODS):
-        if method in BLOCK_FLOAT and consumers == 3:
+        if method == "intflash_bfp" and consumers == 3:
             continue  # its registers do not suffice for three warpgroups
         extra = long_rows._extra_shared_bytes(checks.empty_problem(method, 300, d)[0], consumers, False)
         stages = long_rows._max_stages(d, consumers, extra)

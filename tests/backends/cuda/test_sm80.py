@@ -14,7 +14,6 @@ import torch
 
 from benchmarks import sass
 from intflash.backends.cuda import BACKEND, backend, program, sm80, window
-from intflash.backends.gpu.constants import BLOCK_FLOAT
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
@@ -26,6 +25,7 @@ ARCHITECTURES = (
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 METHODS = tuple(sm80.METHODS)
 FEW = tuple(x for x in METHODS if x != "intflash_online")  # few_rows.cu's
+SLOW = pytest.param("intflash_bfp", marks=pytest.mark.full)  # its kernels take some seconds each to compile
 STATIC = dict(q_scale=0.02, k_scale=0.015, v_scale=0.02)
 TILES = tuple(
     sm80.Tile(**x)
@@ -99,7 +99,7 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
     yield "scales", ic.codes(method, heads=6, key_heads=2, nq=70, nk=150, kinds=("token", "head", "head"))
     yield "out scale", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), 0.001))
     yield "groups", ic.codes(method, batch=2, heads=8, key_heads=2, nq=3, nk=260, d=128)
-    if method in BLOCK_FLOAT:
+    if method == "intflash_bfp":
         yield from _sinks(method)
     yield from checks.spans(method, 70, 197, 64)
     if method == "intflash_online":
@@ -248,7 +248,7 @@ def test_bits(method, tile, monkeypatch):
     if tile is not None:
         if method == "intflash_online" and tile.keys != 128:
             pytest.skip("its tiles are granules of 128 keys")
-        if method in BLOCK_FLOAT and (tile.keys != 128 or tile.row_tiles > 1):
+        if method == "intflash_bfp" and (tile.keys != 128 or tile.row_tiles > 1):
             pytest.skip("its tiles are blocks of 128 keys and 16 rows")
         monkeypatch.setattr(sm80, "choose_tile", lambda problem: tile)
     wrong = {}
@@ -257,7 +257,7 @@ def test_bits(method, tile, monkeypatch):
             continue
         there = ic.on_device(p, "cuda")
         masked = p.bias is not None or p.keep is not None
-        if method in BLOCK_FLOAT and masked and not sm80.takes_few_rows(there):
+        if method == "intflash_bfp" and masked and not sm80.takes_few_rows(there):
             assert "takes a bias or a bool mask for at most 16 rows" in BACKEND.unsupported(there)
             continue
         assert BACKEND.unsupported(there) is None, name
@@ -318,7 +318,7 @@ def test_integer_only(name, architecture, monkeypatch):
         if (
             method == "intflash_online"
             and "bias" in options
-            or method in BLOCK_FLOAT
+            or method == "intflash_bfp"
             and {"bias", "keep"} & set(options)
         ):
             continue
@@ -329,7 +329,7 @@ def test_integer_only(name, architecture, monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("method", FEW)
+@pytest.mark.parametrize("method", [SLOW if x == "intflash_bfp" else x for x in FEW])
 def test_few_rows_are_integer_only(method, architecture):
     for d, masks in ((128, {}), (64, dict(bias=_bias(1, 2, 1, 1000), causal=3))):
         p, rest = checks.empty_problem(method, 1000, d, **masks)
@@ -346,7 +346,7 @@ def test_few_rows_are_integer_only(method, architecture):
         *(pytest.param(*x, marks=pytest.mark.full) for x in ((64, "sm_90a"), (128, "sm_90a"), (72, "sm_120"))),
     ),
 )
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [SLOW if x == "intflash_bfp" else x for x in METHODS])
 def test_floats_do_not_spill(method, d, architecture, monkeypatch):
     _tiles_of(architecture, monkeypatch)
     for dtype in (torch.float16, torch.float32):

@@ -74,7 +74,6 @@ SERVES = {
     "intflash_p8": _INTFLASH | _MASKS | {"integer bias"},
     "intflash_online": _INTFLASH | _MASKS,
     "intflash_bfp": _INTFLASH | _MASKS | {"integer bias"},
-    "intflash_bfp8": _INTFLASH | _MASKS | {"integer bias"},
     "lite": _SERVED | ANY_GRANULARITY,
     "int_flash_half": _SERVED | ANY_GRANULARITY,
 }

@@ -15,7 +15,7 @@ from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram, mul
 from intflash.backends.cuda.short_rows import key_width
 from intflash.backends.cuda.tensor_maps import tensor_maps
 from intflash.backends.cuda.wgmma import Product
-from intflash.backends.gpu.constants import BLOCK_FLOAT, Constants
+from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.tensors import Statistics, contiguous_keys
 from intflash.problem import Problem
 
@@ -49,7 +49,7 @@ def unsupported(problem: Problem) -> str | None:
     """Returns why the kernel cannot serve the problem, or None."""
     if problem.method not in METHODS:
         return f"method {problem.method!r} has no kernel for long rows"
-    if problem.method in BLOCK_FLOAT:
+    if problem.method == "intflash_bfp":
         return shape_unsupported(problem)
     if problem.keep is not None and (reason := _key_mask_unsupported(problem)):
         return reason
@@ -100,7 +100,7 @@ def quantizes_kv(problem: Problem) -> bool:
     d = _padded_channels(problem.q.shape[3])
     if problem.method not in METHODS or problem.q.element_size() != 2 or d == 16:  # 16: registers would spill
         return False
-    if problem.method in BLOCK_FLOAT:  # it reads codes again where a row needs a second pass
+    if problem.method == "intflash_bfp":  # it reads codes again where a row needs a second pass
         return False
     if not all(map(_offsets_fit_32_bits, (problem.k, problem.v))):
         return False
@@ -160,7 +160,7 @@ def long_rows_launch(
     products = tuple(Product(*x) for x in ((64, "s8"), (128, "s8"), (_pv_channels(problem.method, d), "u8")))
     program = CudaProgram.of(
         "sm90/long_rows.cu", products, METHOD=METHODS[problem.method],
-        BLOCK_FLOAT=int(problem.method in BLOCK_FLOAT), HEAD_DIM=d, CONSUMERS=consumers,
+        BLOCK_FLOAT=int(problem.method == "intflash_bfp"), HEAD_DIM=d, CONSUMERS=consumers,
         CAUSAL=int(problem.causal is not None), ROW_SCALES=int(rows), KEY_SCALES=0, QUERY=C_TYPES[q.dtype],
         VALUE="i8", OUT=C_TYPES[out.dtype], TMA=int(maps is not None),
         P_SHARED=int(_p_in_shared(problem, consumers)),
@@ -292,14 +292,14 @@ def _extra_shared_bytes(problem: Problem, consumers: int, floats: bool) -> int:
 
 def _scratch_bytes(problem: Problem) -> int:
     """Bytes for each consumer warpgroup of `Scratch` of block_float_softmax.cuh: 64-bit words of 128 threads."""
-    if problem.method not in BLOCK_FLOAT:
+    if problem.method != "intflash_bfp":
         return 0
     return (5 + _ACC_WORDS.get(problem.q.shape[3], 0)) * 128 * 8
 
 
 def _pv_channels(method: str, d: int) -> int:
     """Channels of one product of P V: PV_CHANNELS of block_float_softmax.cuh, or all."""
-    if method not in BLOCK_FLOAT:
+    if method != "intflash_bfp":
         return d
     return 16 if d % 32 else 32 if d > 64 else d
 
@@ -340,7 +340,7 @@ def _consumers(problem: Problem, d: int, light_loads: bool, rows: bool) -> int:
     """The number of consumer warpgroups, as many as registers allow. light_loads: the producer needs few registers, as
     with TMA; row_scales: each row has its own scale.
     """
-    if problem.method in BLOCK_FLOAT:
+    if problem.method == "intflash_bfp":
         return 2
     if problem.method == "intflash":
         return 3 if 32 < d <= 64 and light_loads and not rows else 2

@@ -19,7 +19,7 @@ from intflash.backends.cuda.program import (
     multiprocessors,
     shared_memory,
 )
-from intflash.backends.gpu.constants import BLOCK_FLOAT, Constants
+from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.tensors import Statistics, key_major
 from intflash.numerics.block import BLOCK
 from intflash.problem import Problem
@@ -29,8 +29,7 @@ METHODS = {
     "intflash": "ExactP16",
     "intflash_p8": "ExactP8",
     "intflash_online": "Online",
-    "intflash_bfp": "BlockP16",
-    "intflash_bfp8": "BlockP8",
+    "intflash_bfp": "BlockFloat",
 }
 _CHUNK = 16  # bytes of a copy, and channels that a row is padded to
 _CHANNELS = 8  # that the quantizer takes at once
@@ -46,7 +45,7 @@ def unsupported(problem: Problem) -> str | None:
     if problem.method == "intflash_online" and problem.bias is not None:
         return "intflash_online has no bias"
     if (
-        problem.method in BLOCK_FLOAT
+        problem.method == "intflash_bfp"
         and not takes_few_rows(problem)
         and (problem.bias is not None or problem.keep is not None)
     ):
@@ -139,7 +138,7 @@ def choose_tile(problem: Problem) -> Tile:
         tile = Tile(keys=128, stages=2, ctas_per_sm=1 if d > 96 else 2, slices=1 + (d > 128))
         fits = d <= 96 or _shared_bytes(problem, tile) <= shared_memory(problem.device)
         return tile if fits else replace(tile, slices=2 * tile.slices)
-    if problem.method in BLOCK_FLOAT:
+    if problem.method == "intflash_bfp":
         # tiles are blocks of keys, and a row's sums have 64 bits
         return Tile(keys=BLOCK, stages=2, ctas_per_sm=2, slices=-(-problem.v.shape[3] // 64))
     if problem.method == "intflash_p8":
@@ -237,7 +236,7 @@ def few_rows_launches(
     """Returns the three launches of few_rows.cu. splits: ranges that the keys of a head are split into."""
     tensors = q, k, v = _tensors(problem)
     (batch, _, nq, _), (kv_heads, nk), dv = q.shape, k.shape[1:3], v.shape[3]
-    digits, blocks = 2 if problem.method == "intflash" else 1, problem.method in BLOCK_FLOAT
+    digits, blocks = 2 if problem.method == "intflash" else 1, problem.method == "intflash_bfp"
     slices = 1 if blocks else 1 + (digits * dv > 256)  # with blocks, each warp has a part of the channels
     tile = Tile(keys=128, stages=4 if max(k.shape[3], dv) <= 128 else 2, ctas_per_sm=2, slices=slices)
     tiles = -(-nk // tile.keys)

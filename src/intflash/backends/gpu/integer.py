@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from intflash.backends.gpu import scales
-from intflash.backends.gpu.constants import BLOCK_FLOAT, Constants, output_limit, score_unit
+from intflash.backends.gpu.constants import Constants, output_limit, score_unit
 from intflash.backends.gpu.scales import DynamicScales, FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, View, view
-from intflash.numerics import block, exp
+from intflash.numerics import exp
 from intflash.problem import Problem, Result, empty_output
 from intflash.quant import QTensor
 
@@ -21,7 +21,7 @@ _P_MAX = {
     "intflash": exp.P16_MAX,
     "intflash_p8": exp.P8_MAX,
     "intflash_online": exp.P8_MAX,
-    **block.P_MAX,
+    "intflash_bfp": exp.P16_MAX,
 }
 
 
@@ -66,7 +66,7 @@ def run(problem: Problem, kernels: Kernels) -> Result:
         launch, codes = kernels.quantize(inputs, not fused)
         launch.run()
         problem, inputs = replace(problem, **codes), inputs if fused else None
-    if problem.method in BLOCK_FLOAT:
+    if problem.method == "intflash_bfp":
         launch, valueless = kernels.valueless(problem)
         launch.run()
         constants = constants._replace(valueless=valueless)

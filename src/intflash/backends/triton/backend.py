@@ -20,7 +20,7 @@ STEPS = {
     "intflash": intflash_steps.P16,
     "intflash_p8": intflash_steps.P8,
     "intflash_online": intflash_steps.ONLINE,
-    **block_float.STEPS,
+    "intflash_bfp": block_float.STEPS,
 }
 FAMILIES = {  # modules with a `run` of their own
     **dict.fromkeys(mixed_precision.STEPS, mixed_precision),
