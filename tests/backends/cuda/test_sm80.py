@@ -180,6 +180,9 @@ def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
     masks = dict(bias=bias, keep=keep, causal=697)
     yield "few, bias, keep, causal", ic.codes(method, out_dtype=torch.float16, **masks, **shape)
     yield "few, scales", ic.codes(method, kinds=("token", "head", "head"), amax=400.0, out_dtype=torch.int16, **shape)
+    for nq, heads in ((1, 32), (3, 8)):  # rows i and i + 8 are of heads with other scales
+        shape = dict(batch=2, heads=heads, key_heads=2, nq=nq, nk=600, d=64, kinds=("head",) * 3, return_lse=True)
+        yield f"few, heads {nq} {heads}", ic.codes(method, **shape)
     q, k = torch.randn(2, 8, 2, 72).half(), torch.randn(2, 2, 600, 72).half()
     yield "few, floats", Problem(method, q, k, k, 0.1, recipe=Recipe(**STATIC), out_dtype=torch.float16)
     for recipe in (checks.OF_TENSORS, checks.OF_HEADS):

@@ -263,6 +263,8 @@ def few_rows_launches(
     macros = _macros(problem, constants, out, scales, tile) | dict(
         CAUSAL=int(problem.causal is not None), BLOCK_FLOAT=int(blocks)
     )
+    if group * nq > 8 and constants.score.ptr.shape[1] > 1:
+        macros["ROW_SCALES"] = 1  # rows i and i + 8, which a lane has, may be of two heads
     of_keys = tile.stages * _k_bytes(k.shape[3], tile)
     of_values = max(tile.stages * _v_bytes(dv, tile), 4 * _FEW_ROWS * row_sums)
     ctas = batch * kv_heads
