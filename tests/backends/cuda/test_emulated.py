@@ -22,7 +22,7 @@ CASES = {  # a case takes half a minute on one core, mostly to compile
     ("short_rows", "intflash_p8"): ("66 197 64", "contiguous keys, many heads", "below zero 40", "bias 80 32 4194304"),
     ("long_rows", "intflash"): ("torch.float16 64 causal",),
     ("long_rows", "intflash_p8"): ("heads 64",),
-    ("sm80", "intflash"): ("50 77 bias, keep, causal", "packed 0 bottom_right"),
+    ("sm80", "intflash"): ("50 77 bias, keep, causal", "packed 0 bottom_right", "few, float q one query 32"),
     ("sm80", "intflash_p8"): ("every second channel torch.float16", "few, keep", "few, heads 1 32"),
     ("sm80", "intflash_online"): ("late keys",),
     ("sm80", "intflash_bfp"): ("few, sinks of 40.0 octaves, 3 zeros",),
