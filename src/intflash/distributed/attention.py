@@ -71,8 +71,9 @@ def attention(
     `intflash.attention`.
 
     Args:
-        q, k, v: as for `intflash.attention`, with four axes: this rank's tokens ``[B, Hq, n, D]``, ``[B, Hk, n, D]``,
-            ``[B, Hk, n, Dv]``. `QTensor`s whose scale is of more than a token have the same one on all ranks.
+        q, k, v: all float tensors or all `QTensor`s, with four axes: this rank's tokens ``[B, Hq, n, D]``,
+            ``[B, Hk, n, D]``, ``[B, Hk, n, Dv]``. `QTensor`s whose scale is of more than a token have the same one on
+            all ranks.
         attn_mask: as for `intflash.attention`, for this rank's queries and all keys in the order of the sequence:
             broadcastable to ``[B, Hq, n, Nk]``. So is `bias` of the options.
         is_causal: hide keys after the query's position in the whole sequence.

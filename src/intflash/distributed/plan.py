@@ -96,6 +96,11 @@ def _scale_key(scale: Tensor) -> tuple:
 def _make(a: dict[str, Any], placement: Placement, ranks: Ranks) -> Plan:
     q, k, v = a["q"], a["k"], a["v"]
     validate.check_inputs(q, k, v, a["enable_gqa"])
+    if isinstance(q, Tensor) and isinstance(k, QTensor):
+        raise InputError(
+            "sharded attention takes q, k and v all floats or all QTensors, got a float q beside QTensors k and v: "
+            "quantize q by a scale that all ranks share"
+        )
     if len(q.shape) != 4:
         raise InputError(f"q, k, v must be [B, H, n, D], got {list(q.shape)}")
     _check_options(a, placement)

@@ -22,7 +22,7 @@ CASES = {  # a case takes up to half a minute on one core, mostly to compile; wi
     ("short_rows", "intflash_p8"): ("66 197 64", "bias 80 32 4194304"),
     ("long_rows", "intflash"): (),
     ("long_rows", "intflash_p8"): ("heads 64",),
-    ("sm80", "intflash"): ("50 77 bias, keep, causal",),
+    ("sm80", "intflash"): ("50 77 bias, keep, causal", "few, float q one query 32"),
     ("sm80", "intflash_p8"): ("few, keep",),
     ("sm80", "intflash_online"): ("late keys",),
     ("sm80", "intflash_bfp"): (),

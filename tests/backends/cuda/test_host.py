@@ -14,7 +14,7 @@ from intflash.backends.cuda import backend, long_rows, program, short_rows, sm80
 from intflash.backends.cuda.parameters import _reciprocal
 from intflash.backends.cuda.tensor_maps import key_map
 from intflash.problem import Problem
-from intflash.quant import Recipe
+from intflash.quant import QTensor, Recipe
 
 HEADS = dict(q="head", k="head", v="head")
 
@@ -115,6 +115,31 @@ def test_which_kernel_serves(capability, monkeypatch):
     assert (backend.particular_unsupported(problem(keep=keep.expand(1, 2, 100, 100))) is None) == (capability == (9, 0))
     for more in (dict(keep=keep.repeat(1, 1, 100, 1)), ends):
         assert backend.particular_unsupported(problem(**more))
+
+
+def test_launches_of_float_q_beside_codes(monkeypatch):
+    """On Hopper too, few rows are left to few_rows.cu, which computes what it can from the scales."""
+    _on(monkeypatch, (9, 0))
+    launched: list[str] = []
+    monkeypatch.setattr(program.CudaLaunch, "run", lambda self: launched.append(self.program.file))
+
+    def files(nq: int, nk: int, d: int = 64, recipe: Recipe | None = None, **more) -> list[str]:
+        launched.clear()
+        k = QTensor(torch.zeros(2, 2, nk, d, dtype=torch.int8), torch.full((2, 2, 1, 1), 0.1), "head")
+        options = dict(recipe=recipe or Recipe(), out_dtype=torch.float16) | more
+        p = Problem("intflash", torch.zeros(2, 8, nq, d, dtype=torch.float16), k, k, 0.125, **options)
+        backend.run(p)
+        return launched.copy()
+
+    few = ["sm80/few_rows.cu"] * 3
+    static = Recipe(q_scale=0.1)
+    assert files(1, 600) == few and files(1, 600, recipe=static) == few and files(4, 600, recipe=static) == few
+    assert files(2, 600) == ["head_absmax.cu", *few] and files(1, 600, recipe=Recipe("tensor")) == files(2, 600)
+    to_int8 = dict(out_dtype=torch.int8, recipe=static)
+    assert files(1, 600, **to_int8) == ["constants.cu", *few]
+    assert files(100, 600) == ["head_absmax.cu", "constants.cu", "sm90/long_rows.cu"]
+    assert files(100, 600, d=72) == ["head_absmax.cu", "constants.cu", "sm80/attention.cu"]
+    assert files(100, 100, recipe=static) == ["constants.cu", "sm90/long_rows.cu"]
 
 
 def test_long_rows_refuse_sliding_windows(monkeypatch):

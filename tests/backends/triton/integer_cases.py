@@ -46,6 +46,12 @@ def floats(method, nk=150, dtype=torch.float16, recipe=None, **more) -> Problem:
     return Problem(method, q, k, v, 32**-0.5, recipe=recipe, **(dict(out_dtype=dtype) | more))
 
 
+def float_query(p: Problem, dtype: torch.dtype, recipe: Recipe, **more) -> Problem:
+    """The problem with floats for its codes of Q, and output of their dtype."""
+    q = (p.q.data * 0.02).to(dtype)
+    return replace(p, q=q, recipe=recipe, **(dict(out_dtype=dtype) | more))
+
+
 def _bias(method, shape) -> dict[str, torch.Tensor]:
     """Makes a bias of the method's own kind, in which a fifth of the keys is absent."""
     gone = torch.rand(shape) < 0.2
@@ -114,6 +120,8 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         yield f"floats {nk} static", floats(method, nk, recipe=static)
         yield f"floats {nk} static heads", floats(method, nk, torch.float32, heads, out_dtype=torch.int8)
         yield f"floats {nk} static heads of all", floats(method, nk, recipe=Recipe("head", "head", "head", **of_heads))
+    for recipe in (Recipe(), Recipe("token", q_scale=None), Recipe(q_scale=0.02)):
+        yield f"float q {recipe.q}", float_query(codes(method, kinds=("head", "head", "head")), torch.float16, recipe)
     yield "floats token", floats(method, recipe=Recipe(q="token", k="head"))
     yield "zeros", Problem(method, *(torch.zeros(1, 1, 20, 32) for _ in "qkv"), 0.2, out_dtype=torch.float32)
 

@@ -9,7 +9,7 @@ import torch
 from intflash.backends.reference import BACKEND as REFERENCE
 from intflash.backends.vortex import backend, launch
 from intflash.call import prepare
-from intflash.quant import QTensor, Recipe
+from intflash.quant import QTensor, Recipe, quantize
 from machines import vortex_shim
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
@@ -149,6 +149,14 @@ def test_backend_in_the_shim_equals_the_reference(method, out_dtype, tensor_unit
         assert torch.equal(ours.out, expected.out)
         assert torch.equal(ours.lse, expected.lse)
         assert (ours.out_scale is None) == (expected.out_scale is None)
+
+
+def test_float_q_beside_codes_in_the_shim():
+    q, k, v = torch.randn(2, 4, 20, 24), torch.randn(2, 2, 33, 24), torch.randn(2, 2, 33, 16)
+    problem, *_ = prepare(q, quantize(k, "head"), quantize(v, "channel"), enable_gqa=True, return_lse=True)
+    assert backend.BACKEND.unsupported(problem) is None
+    ours, expected = backend.run(problem, vortex_shim.run, tensor_unit=False), REFERENCE.run(problem)
+    assert torch.equal(ours.out, expected.out) and torch.equal(ours.lse, expected.lse)
 
 
 def test_float_method_in_the_shim():

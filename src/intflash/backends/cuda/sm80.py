@@ -233,7 +233,10 @@ def few_rows_launches(
     problem: Problem, constants: Constants, out: Tensor, statistics: Statistics,
     scales: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None, splits: int | None = None,
 ) -> Launches:  # fmt: skip
-    """Returns the three launches of few_rows.cu. splits: ranges that the keys of a head are split into."""
+    """Returns the three launches of few_rows.cu. splits: ranges that the keys of a head are split into.
+
+    Without score constants the kernels compute them from the scales of Q and K; without Q's scale that too.
+    """
     tensors = q, k, v = _tensors(problem)
     (batch, _, nq, _), (kv_heads, nk), dv = q.shape, k.shape[1:3], v.shape[3]
     digits, blocks = 2 if problem.method == "intflash" else 1, problem.method == "intflash_bfp"
@@ -259,9 +262,12 @@ def few_rows_launches(
         Params.split.offset + getattr(SplitKv, name).offset: x
         for name, x in (("scores", scores), ("maxima", maxima), ("sums", sums))
     }
+    in_kernel = 0 if constants.score is not None else 2 if scales[0] is None else 1
     macros = _macros(problem, constants, out, scales, tile) | dict(
-        CAUSAL=int(problem.causal is not None), BLOCK_FLOAT=int(blocks)
+        CAUSAL=int(problem.causal is not None), BLOCK_FLOAT=int(blocks), SCORES=in_kernel
     )
+    if group * nq > 8 and (in_kernel or constants.score.ptr.shape[1] > 1):
+        macros["ROW_SCALES"] = 1  # rows i and i + 8, which a lane has, may be of two heads
     of_keys = tile.stages * _k_bytes(k.shape[3], tile)
     of_values = max(tile.stages * _v_bytes(dv, tile), 4 * _FEW_ROWS * row_sums)
     ctas = batch * kv_heads

@@ -29,13 +29,15 @@ class Kernels(NamedTuple):
     """The launches of a backend. A launch is a value with a method `run`.
 
     Attributes:
-        fused_inputs(problem): which of float q, k and v the attention kernel quantizes itself: "", "q" or "qkv".
+        fused_inputs(problem): which of float q, k and v the attention kernel quantizes itself: "", "q" or "qkv"; of
+            float q beside codes always "q".
         attention(problem, constants, out, statistics, inputs): computes the output; `inputs` where floats are fused.
         amax(tensors, found): the launch that computes the scales of floats from their maxima (`DynamicScales`).
         quantize(inputs, query): the launch that writes the codes of K, V and, if `query`, Q, and these by name.
         constants(problem, scales): the launch that fills the launch constants, these, and the output's scale.
         valueless(problem): the launch that finds the keys without a value, and `Constants.valueless`.
-        head_amax_in_kernel(problem): whether the attention kernel computes the scales itself, one per head.
+        head_amax_in_kernel(problem): whether the attention kernel computes the scales of floats itself, one per head.
+        scores_in_kernel(problem): whether it computes the score constants of float Q beside codes.
     """
 
     fused_inputs: Callable[[Problem], str]
@@ -45,6 +47,7 @@ class Kernels(NamedTuple):
     constants: Callable[[Problem, Qkv | None], tuple[Any, Constants, Tensor | None]]
     valueless: Callable[[Problem], tuple[Any, View]]
     head_amax_in_kernel: Callable[[Problem], bool] = lambda problem: False
+    scores_in_kernel: Callable[[Problem], bool] = lambda problem: False
 
 
 def run(problem: Problem, kernels: Kernels) -> Result:
@@ -55,14 +58,15 @@ def run(problem: Problem, kernels: Kernels) -> Result:
     inputs = None
     if isinstance(problem.q, Tensor):
         if kernels.head_amax_in_kernel(problem):
-            inputs = FloatInputs(Qkv(problem.q, problem.k, problem.v), None)
-        elif scales.serves(problem.recipe):
+            inputs = scales.without_found_scales(problem)
+        elif scales.serves(problem):
             inputs = scales.with_scales(problem.q, problem.k, problem.v, problem.recipe, kernels.amax)
         else:
             problem = problem.quantized()
     fused = "" if inputs is None else kernels.fused_inputs(problem)
-    constants, out_scale = _constants(problem, inputs, fused == "qkv", kernels)
-    if inputs is not None and fused != "qkv":
+    in_kernel = fused == "qkv" or kernels.scores_in_kernel(problem)
+    constants, out_scale = _constants(problem, inputs, in_kernel, kernels)
+    if inputs is not None and fused != "qkv" and isinstance(problem.k, Tensor):
         launch, codes = kernels.quantize(inputs, not fused)
         launch.run()
         problem, inputs = replace(problem, **codes), inputs if fused else None
@@ -75,7 +79,7 @@ def run(problem: Problem, kernels: Kernels) -> Result:
 
 
 def _constants(
-    problem: Problem, inputs: FloatInputs | None, fused: bool, kernels: Kernels
+    problem: Problem, inputs: FloatInputs | None, in_kernel: bool, kernels: Kernels
 ) -> tuple[Constants, Tensor | None]:
     """Returns the launch constants and the output's scale. Those that depend on numbers alone are computed once."""
 
@@ -84,8 +88,7 @@ def _constants(
         launch.run()
         return constants, out_scale
 
-    if fused and not output_limit(problem.out_dtype):
-        # the attention kernel computes them
+    if in_kernel and not output_limit(problem.out_dtype):
         return Constants(None, None, inputs.scales and view(inputs.scales.v)), None
     if inputs is None or inputs.numbers is None or problem.out_scale is not None:
         return fill()

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
 KEY_PADDING = 128  # rows of V's codes are padded with zeros to a multiple of this many keys
@@ -29,8 +30,8 @@ class Qkv(NamedTuple):
 
 @dataclass(frozen=True)
 class FloatInputs:
-    """Float Q, K and V with a float32 4-D scale of each (per tensor or head), or None where the attention kernel
-    computes the scales of each head.
+    """Float Q, K and V, or float Q and codes, with a float32 4-D scale of each (per tensor or head). Where the
+    attention kernel computes the scales of each head, `scales` is None, or Q's is beside codes.
     """
 
     tensors: Qkv
@@ -66,12 +67,15 @@ class DynamicScales(NamedTuple):
         return Qkv(0, self.counts.q, self.counts.q + self.counts.k)
 
 
-def serves(recipe: Recipe) -> bool:
-    """Whether the GPU kernels quantize as the recipe says: scales per tensor or head, all static or all dynamic."""
-    given = [s is not None for s in recipe.scales]
-    if recipe.bits != 8 or recipe.rule != "exact" or not {recipe.q, recipe.k, recipe.v} <= {"tensor", "head"}:
-        return False
-    return all(given) or not any(given)
+def serves(problem: Problem) -> bool:
+    """Whether the GPU kernels quantize the floats as the recipe says: scales per tensor or head, all static or all
+    dynamic.
+    """
+    recipe = problem.recipe
+    names = [name for name in "qkv" if isinstance(getattr(problem, name), Tensor)]
+    given = {getattr(recipe, f"{name}_scale") is not None for name in names}
+    per = {getattr(recipe, name) for name in names}
+    return recipe.bits == 8 and recipe.rule == "exact" and per <= {"tensor", "head"} and len(given) == 1
 
 
 def dynamic_scales(tensors: Qkv, recipe: Recipe) -> DynamicScales:
@@ -83,13 +87,21 @@ def dynamic_scales(tensors: Qkv, recipe: Recipe) -> DynamicScales:
 
 
 def with_scales(
-    q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, amax_launch: Callable[[Qkv, DynamicScales], Any]
-) -> FloatInputs:
-    """Returns the inputs with their static scales, or with those of their absolute maxima.
+    q: Tensor, k: Tensor | QTensor, v: Tensor | QTensor, recipe: Recipe,
+    amax_launch: Callable[[Qkv, DynamicScales], Any],
+) -> FloatInputs:  # fmt: skip
+    """Returns the inputs with their static scales, or with those of their absolute maxima; codes with their own.
 
     amax_launch(tensors, found): the launch that computes `found.scales`.
     """
     tensors = Qkv(q, k, v)
+    if isinstance(k, QTensor):
+        if recipe.q_scale is None:
+            absent = q[:, :0]  # no heads of which a maximum would be wanted
+            scale = with_scales(q, absent, absent, replace(recipe, k="head", v="head"), amax_launch).scales.q
+        else:
+            scale = _static(recipe.q_scale, q)
+        return FloatInputs(tensors, Qkv(scale, k.scale, v.scale), dynamic=recipe.q_scale is None)
     if recipe.q_scale is not None:
         given = recipe.scales
         numbers = None if any(isinstance(s, Tensor) for s in given) else tuple(map(float, given))
@@ -99,6 +111,13 @@ def with_scales(
     shapes = ((*x.shape[:2], 1, 1) if heads else (1,) * 4 for x, heads in zip(tensors, found.per_head, strict=True))
     parts = found.scales.split(found.counts)
     return FloatInputs(tensors, Qkv(*(s.view(shape) for s, shape in zip(parts, shapes, strict=True))), dynamic=True)
+
+
+def without_found_scales(problem: Problem) -> FloatInputs:
+    """Returns the inputs of a kernel that computes the scales of floats itself."""
+    codes = isinstance(problem.k, QTensor)
+    of_codes = Qkv(None, problem.k.scale, problem.v.scale) if codes else None
+    return FloatInputs(Qkv(problem.q, problem.k, problem.v), of_codes, dynamic=True)
 
 
 def _static(scale: Tensor | float, x: Tensor) -> Tensor:

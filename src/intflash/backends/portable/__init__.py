@@ -18,6 +18,7 @@ from intflash.backends.features import (
     CODES,
     FLOAT_INPUTS,
     FLOAT_OUTPUT,
+    FLOAT_QUERY,
     INTEGER_OUTPUT,
     MASKS,
     QUANTIZATION,
@@ -52,7 +53,7 @@ _FIXED_SCALE = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp", "q
 
 
 _SERVED = frozenset.union(
-    FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS, ANY_GRANULARITY,
+    FLOAT_INPUTS, CODES, FLOAT_QUERY, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS, ANY_GRANULARITY,
     {"out_scale per channel", "grouped heads", "packed sequences", "log-sum-exp", "sliding window"},
 )  # fmt: skip
 

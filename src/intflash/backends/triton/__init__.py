@@ -18,6 +18,7 @@ from intflash.backends.features import (
     CODES,
     FLOAT_INPUTS,
     FLOAT_OUTPUT,
+    FLOAT_QUERY,
     INTEGER_OUTPUT,
     MASKS,
     QUANTIZATION,
@@ -65,7 +66,7 @@ def _run(problem: Problem) -> Result:
 
 
 _SERVED = frozenset.union(
-    FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS,
+    FLOAT_INPUTS, CODES, FLOAT_QUERY, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS,
     per("tensor head", "tensor head", "tensor head"), {"grouped heads", "log-sum-exp"},
 )  # fmt: skip
 _PACKED = _SERVED | {"packed sequences", "sliding window"}

@@ -15,6 +15,7 @@ from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.launch import TritonLaunch
 from intflash.backends.triton.tile_loop import tile_loop_launch
 from intflash.problem import Problem, Result
+from intflash.quant import QTensor
 
 STEPS = {
     "intflash": intflash_steps.P16,
@@ -53,6 +54,8 @@ def unsupported(problem: Problem) -> str | None:
 def run(problem: Problem) -> Result:
     if problem.method in FAMILIES:
         return FAMILIES[problem.method].run(problem)
+    if isinstance(problem.k, QTensor):
+        problem = problem.quantized()  # no kernel here takes float Q beside codes
     return integer.run(problem, KERNELS)
 
 
