@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import math
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -39,8 +40,14 @@ _OURS = (NAME, INNER_NAME, ADDED_NAME)
 # Implementations whose masks are 4-D tensors, as ours are.
 _SAME_MASKS = (None, "eager", "sdpa", INNER_NAME, ADDED_NAME)
 
+# Those among them that hide later tokens by the mask alone: a call without a mask is not causal.
+_HIDE_BY_MASK = (None, "eager", ADDED_NAME)
+
 # Arguments of other attention implementations that cannot be ignored silently.
 _UNSERVED = ("softcap", "head_mask", "output_attentions", "cache", "indices")
+
+# Names of functions that make causal masks.
+_CAUSAL_MASK = re.compile(r"causal.*mask|mask.*causal|masks_for_generate")
 
 _SOFTCAP = "it caps its scores by tanh, where an integer exponent is linear in the products of codes"
 
@@ -59,18 +66,20 @@ def intflash_attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: ``[B, H, N, D]`` tensors in, ``([B, N, H, Dv], None)`` out.
 
-    As its "sdpa": a module is causal unless it says otherwise, by itself for more than one query without a mask; KV
-    heads are not repeated. Attention sinks (`s_aux` of each head, `sinks` of each query) are keys of 0 with a value
-    of 0 and the sinks as their bias.
+    As its "sdpa": a module is causal unless it says otherwise, by itself for more than one query without a mask; in a
+    model with the masks of "eager", a call without a mask sees all keys. KV heads are not repeated. Attention sinks
+    (`s_aux` of each head, `sinks` of each query) are keys of 0 with a value of 0 and the sinks as their bias.
 
     Raises:
         InputError: dropout, soft capping, a head mask, attention weights or an argument that only the module's own
             attention function knows.
     """
     _refuse_unserved(dropout, kwargs, _own_arguments(type(module)))
-    causal = _says_causal(module) if is_causal is None else bool(is_causal)  # a mask may hide later tokens too
+    causal = _says_causal(module) if is_causal is None else bool(is_causal)
     queries, keys = query.shape[2], key.shape[2]
-    is_causal = causal and queries > 1 and attention_mask is None
+    is_causal = causal and queries > 1 and attention_mask is None and not _hides_by_mask(module)
+    of_decoder = queries != keys or _holds_decoder(module)
+    causal = causal or (attention_mask is not None and _may_hide_later(module, of_decoder))
     sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     if is_causal and keys > queries:  # an empty static cache: the keys after the queries are not there yet
         key, value = key[:, :, :queries], value[:, :, :queries]
@@ -87,7 +96,7 @@ def intflash_attention_forward(
         is_causal = False
     core = getattr(module, CORE, None)
     options = {"bias": position_bias, "enable_gqa": query.shape[1] != key.shape[1]}
-    cross = not causal and (queries != keys or _holds_decoder(module))
+    cross = not causal and of_decoder
     if core is not None:
         options |= {"causal": causal, "cross": cross}
     else:
@@ -141,8 +150,36 @@ def _own_arguments(cls: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _says_causal(module: nn.Module) -> bool:
-    """Whether a layer of the interface is causal. As with transformers' "sdpa", a layer that does not say is."""
-    return bool(getattr(module, "is_causal", True))
+    """Whether a layer of the interface is causal. As with transformers' "sdpa", a layer that does not say is, but where
+    only masks hide later tokens and its file makes no such mask.
+    """
+    if hasattr(module, "is_causal"):
+        return bool(module.is_causal)
+    return not _hides_by_mask(module) or _makes_causal_masks(type(module))
+
+
+def _hides_by_mask(module: nn.Module) -> bool:
+    """Whether a layer's masks are those of "eager", which are there whenever a key is hidden."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", INNER_NAME) in _HIDE_BY_MASK
+
+
+def _may_hide_later(module: nn.Module, of_decoder: bool) -> bool:
+    """Whether the mask of a layer may hide later tokens although the layer does not say that it is causal.
+
+    Decoders whose masks are always given need not say it, and some layers attend to their own tokens and an encoder's
+    at once. The values of the mask would tell, but reading them would wait for a GPU.
+    """
+    return bool(getattr(module, "is_decoder", of_decoder)) and _makes_causal_masks(type(module))
+
+
+@functools.cache
+def _makes_causal_masks(cls: type[nn.Module]) -> bool:
+    """Whether the file of a layer's class has any function for causal masks."""
+    names = dict(vars(sys.modules[cls.__module__]))
+    for x in tuple(names.values()):
+        if isinstance(x, type) and x.__module__ == cls.__module__:
+            names |= vars(x)
+    return any(_CAUSAL_MASK.search(name) for name in names)
 
 
 def _refuse_unserved(dropout: float, options: dict[str, Any], own: tuple[str, ...] = ()) -> None:
@@ -379,7 +416,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     if not _uses_interface(type(module)):
         return {}
     config = copy.deepcopy(module.config)
-    config._attn_implementation = INNER_NAME
+    config._attn_implementation = ADDED_NAME if _hides_by_mask(module) else INNER_NAME
     return {"config": config}
 
 
