@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.models.swin.modeling_swin import SwinAttention
 from transformers.models.swinv2.modeling_swinv2 import Swinv2SelfAttention
 
 from intflash.api import attention
 from intflash.errors import InputError
 from intflash.models.base import CAUSAL_METHOD, CORE, CROSS_RECIPE, Adapter, calls_sdpa, redirected, uses_name
+from intflash.models.transformers_masks import noting, window_of
 
 NAME = "intflash"
 # The name that configurations hold instead of ours. In dozens of places transformers takes every name with "flash" in
@@ -79,12 +80,15 @@ def intflash_attention_forward(
     queries, keys = query.shape[2], key.shape[2]
     is_causal = causal and queries > 1 and attention_mask is None and not _hides_by_mask(module)
     of_decoder = queries != keys or _holds_decoder(module)
-    causal = causal or (attention_mask is not None and _may_hide_later(module, of_decoder))
     sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    window = window_of(attention_mask, queries, keys) if sinks is None else None  # a sink is outside of every window
+    if attention_mask is not None and not causal:
+        causal = window.causal if window is not None else _may_hide_later(module, of_decoder)
     if is_causal and keys > queries:  # an empty static cache: the keys after the queries are not there yet
         key, value = key[:, :, :queries], value[:, :, :queries]
         position_bias = None if position_bias is None else position_bias[..., :queries]
-    if position_bias is not None and attention_mask is not None and attention_mask.dtype != torch.bool:
+    additive = window is None and attention_mask is not None and attention_mask.dtype != torch.bool
+    if position_bias is not None and additive:
         position_bias, attention_mask = position_bias + attention_mask, None
     packed = attention_mask is None and kwargs.get("cu_seq_lens_q") is not None  # as FlashAttention gets them
     if sinks is not None:
@@ -98,10 +102,12 @@ def intflash_attention_forward(
     options = {"bias": position_bias, "enable_gqa": query.shape[1] != key.shape[1]}
     cross = not causal and of_decoder
     if core is not None:
-        options |= {"causal": causal, "cross": cross}
+        options |= {"causal": causal, "cross": cross, "window": window}
     else:
         core = attention
         options |= {"method": CAUSAL_METHOD if causal else NAME, "recipe": CROSS_RECIPE if cross else None}
+        if window is not None:
+            attention_mask, options = window.keep, options | window.options()
     if packed:
         if core is not attention:
             raise InputError("a patched model does not serve packed sequences (cu_seq_lens_q): load it with 'sdpa'")
@@ -191,7 +197,9 @@ def _refuse_unserved(dropout: float, options: dict[str, Any], own: tuple[str, ..
 
 for _name in _OURS:
     AttentionInterface.register(_name, intflash_attention_forward)
-    AttentionMaskInterface.register(_name, eager_mask if _name == ADDED_NAME else sdpa_mask)
+    AttentionMaskInterface.register(_name, noting(eager_mask if _name == ADDED_NAME else sdpa_mask))
+for _name in ("sdpa", "eager"):  # a patched model makes its own masks
+    AttentionMaskInterface.register(_name, noting(ALL_MASK_ATTENTION_FUNCTIONS[_name]))
 
 
 def _inner(value: Any) -> Any:
