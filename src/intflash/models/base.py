@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from intflash.api import attention
 from intflash.errors import InputError
 from intflash.methods import example
+from intflash.models.bias import takes_codes, with_codes
 from intflash.numerics.exp import quantize_bias
 from intflash.quant import Recipe
 
@@ -200,12 +201,15 @@ class IntegerCore(Core):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, *,
-        causal: bool, **options: Any,
+        causal: bool, method: str, bias: Tensor | None, **options: Any,
     ) -> Tensor:  # fmt: skip
         """The attention of a call, in one process; `causal`: later tokens are hidden, be it by the mask."""
+        if takes_codes(method) and not self.check_finite:  # of codes no value could be checked
+            attn_mask, bias = with_codes(attn_mask, bias)
         return attention(
-            q, k, v, attn_mask, is_causal, scale, backend=self.backend, check_finite=self.check_finite, **options
-        )
+            q, k, v, attn_mask, is_causal, scale, method=method, bias=bias, backend=self.backend,
+            check_finite=self.check_finite, **options,
+        )  # fmt: skip
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Keeps static scales in float32 when the dtype of the layer changes; they follow the model's device."""
