@@ -134,7 +134,8 @@ def attention(
             of q, int8 where q is a QTensor.
         out_scale: scale of integer output: a float or tensor (calibrated), "dynamic" (from the output's maximum, which
             takes a second pass), or "bound" for s_V * 127 / qmax, which no output can exceed. int16 output takes
-            "bound" where none is given; int8 output, for which it may be coarse, needs one.
+            "bound" where none is given; int8 output, for which it may be coarse, needs one. `qflash` and `iflash` write
+            codes of V's own scale: None or "bound".
         return_lse: also return log-sum-exp of the scores, float32 ``[..., Hq, Nq]``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]``: q, k, v are sequences packed along N
             with a batch of one, each attending to itself only.
@@ -292,8 +293,6 @@ def which_backend(*args: Any, **kwargs: Any) -> str:
         'reference'
     """
     arguments = call.normalize(call.complete(args, kwargs))
-    if call.is_dynamic(arguments["out_scale"]):
-        arguments["out_scale"] = "bound"
     problem, _ = call.prepare_call(arguments)
     with call.on_device(problem):
         return select(problem, arguments["backend"]).name

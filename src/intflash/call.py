@@ -249,7 +249,7 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
     if floats and (recipe.rotate or recipe.smooth_k):
         q, k, lse_shift = rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
         v = v.float()  # a problem's tensors share one dtype
-    validate.check_has_out_scale(out_dtype, out_scale)
+    validate.check_has_out_scale(chosen, out_dtype, out_scale)
     integer_bias, float_bias = _bias_of(chosen, additive)
     causal, window_start = masks.key_range(
         a["is_causal"], a["causal_align"], a["window_size"], nq, nk, packed=cu_seqlens_q is not None
@@ -345,7 +345,7 @@ def rotate_and_smooth(
 
 
 def _out_scale(out_scale: Tensor | float | None, q: Tensor | QTensor, v: Tensor | QTensor, read: bool) -> Tensor | None:
-    if out_scale is None or isinstance(out_scale, str):
+    if out_scale is None or is_bound(out_scale) or is_dynamic(out_scale):
         return None
     check_number(out_scale, "out_scale")
     if isinstance(out_scale, Tensor):

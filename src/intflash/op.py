@@ -175,8 +175,6 @@ def _compute_fake(*flat: Any) -> Results:
     arguments, q, v = _gather(*flat), flat[0], flat[2]
     arguments["window_size"] = None  # it changes no shape, and to compare symbolic sizes with it would guard them
     dynamic = call.is_dynamic(arguments["out_scale"])
-    if dynamic:
-        arguments["out_scale"] = "bound"
     problem, _ = call.prepare_call(arguments, values=False)
     lead = q.shape[:-1]
     lse = q.new_empty(lead, dtype=torch.float32) if arguments["return_lse"] else None

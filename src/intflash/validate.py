@@ -165,11 +165,17 @@ def check_out_dtype(method: Method, out_dtype: torch.dtype, out_scale: object) -
         raise InputError(f"method {method.name!r} gives {method.out_dtypes}, not out_dtype={out_dtype}")
     if out_scale is not None and out_dtype.is_floating_point:
         raise InputError(f"out_scale goes with an int8 or int16 out_dtype, got {out_dtype}")
+    chosen = out_scale is not None and not (isinstance(out_scale, str) and out_scale == "bound")
+    if method.writes_v_scale and chosen:
+        got = "a tensor" if isinstance(out_scale, Tensor) else repr(out_scale)
+        raise InputError(
+            f"method {method.name!r} writes codes of V's own scale: out_scale must be None or 'bound', got {got}"
+        )
 
 
-def check_has_out_scale(out_dtype: torch.dtype, out_scale: object) -> None:
-    """int8 output has the scale that the caller chose: none fits every input."""
-    if out_scale is None and out_dtype == torch.int8:
+def check_has_out_scale(method: Method, out_dtype: torch.dtype, out_scale: object) -> None:
+    """int8 output has the scale that the caller chose, where the method does not fix it: none fits every input."""
+    if out_scale is None and out_dtype == torch.int8 and not method.writes_v_scale:
         raise InputError(
             "int8 output, which is the default for QTensors, needs out_scale: a calibrated scale (intflash.calibrate), "
             "'dynamic' (the output's own maximum, for a second pass) or 'bound' (no output exceeds it, and where many "
