@@ -35,15 +35,14 @@ DEVICE void exact(const i32* in, u32* out, i32 C, const u32* B) {
 extern "C" __global__ void p8(const i32* in, u32* out, i32 C, const u32* B) { exact<1>(in, out, C, B); }
 extern "C" __global__ void p16(const i32* in, u32* out, i32 C, const u32* B) { exact<2>(in, out, C, B); }
 
-// intflash_bfp (two digits) and intflash_bfp8: the block's maxima and octaves, then P.
-template <int DIGITS>
-DEVICE void block_p(const i32* in, u32* out, i32 C) {
+// intflash_bfp: the block's maxima and octaves, then P.
+extern "C" __global__ void block_float(const i32* in, u32* out, i32 C, const u32*) {
   i32 s[64], peak[2];
   load(s, in);
   peak[0] = s[0], peak[1] = s[4];
 #pragma unroll
   for (int i = 0; i < 64; ++i) peak[i / 4 % 2] = max(peak[i / 4 % 2], s[i]);
-  u32 B[2], sums[DIGITS][2] = {};
+  u32 B[2], sums[2][2] = {};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const i32 octave = octave_above(quad_maximum(peak[h]), C);
@@ -52,43 +51,35 @@ DEVICE void block_p(const i32* in, u32* out, i32 C) {
   }
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    u32 p[4], digit[DIGITS];
+    u32 p[4], digit[2];
 #pragma unroll
     for (int j = 0; j < 4; ++j) p[j] = block_p16((u32)s[4 * i + j] * (u32)(-(C >> 8)) + B[i % 2]);
-    if constexpr (DIGITS == 2) {
-      pack_block_p16(p, digit[0], digit[1]);
-    } else {
-      const u32 a = permute(p[0], p[1], 0x5410) + 0x00800080, b = permute(p[2], p[3], 0x5410) + 0x00800080;
-      digit[0] = permute(a, b, 0x7531);
-    }
+    pack_block_p(p, digit);
 #pragma unroll
-    for (int d = 0; d < DIGITS; ++d) {
+    for (int d = 0; d < 2; ++d) {
       sums[d][i % 2] = add_bytes(digit[d], sums[d][i % 2]);
-      out[(i * DIGITS + d) * 128 + threadIdx.x] = digit[d];
+      out[(i * 2 + d) * 128 + threadIdx.x] = digit[d];
     }
   }
 #pragma unroll
-  for (int i = 0; i < 2 * DIGITS; ++i) out[(64 + i) * 128 + threadIdx.x] = sums[i / 2][i % 2];
+  for (int i = 0; i < 4; ++i) out[(64 + i) * 128 + threadIdx.x] = sums[i / 2][i % 2];
 }
-extern "C" __global__ void block_float(const i32* in, u32* out, i32 C, const u32*) { block_p<2>(in, out, C); }
-extern "C" __global__ void block_float8(const i32* in, u32* out, i32 C, const u32*) { block_p<1>(in, out, C); }
 
-// The sums of a block of 64 channels, of two digits or one, merged into the row's of 64 or 32 bits.
-template <int DIGITS, class T>
+// The sums of a block of 64 channels, in two digits, merged into the row's of 64 or 32 bits.
+template <class T>
 DEVICE void merge(const i32* in, T* acc, const u32* power) {
-  i32 digits[32 * DIGITS];
+  i32 digits[64];
   load(digits, in);
   const u32 up[2] = {power[threadIdx.x], power[128 + threadIdx.x]};
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
     T& sum = acc[i * 128 + threadIdx.x];
-    const i32 x = DIGITS == 2 ? digits[i] + (digits[32 * (DIGITS - 1) + i] >> 8) : digits[i];
+    const i32 x = digits[i] + (digits[32 + i] >> 8);
     if constexpr (sizeof(T) == 8)
       sum = multiply_add(x, up[i / 2 % 2], sum);
     else
       sum += x * (i32)up[i / 2 % 2];
   }
 }
-extern "C" __global__ void merge_64bit(const i32* in, i64* acc, const u32* power) { merge<2>(in, acc, power); }
-extern "C" __global__ void merge_32bit(const i32* in, i32* acc, const u32* power) { merge<2>(in, acc, power); }
-extern "C" __global__ void merge8_32bit(const i32* in, i32* acc, const u32* power) { merge<1>(in, acc, power); }
+extern "C" __global__ void merge_64bit(const i32* in, i64* acc, const u32* power) { merge(in, acc, power); }
+extern "C" __global__ void merge_32bit(const i32* in, i32* acc, const u32* power) { merge(in, acc, power); }

@@ -1,4 +1,4 @@
-"""Machine instructions per score of `intflash_bfp` and `intflash_bfp8` on sm_90a beside the softmax of long rows.
+"""Machine instructions per score of `intflash_bfp` on sm_90a beside the softmax of long rows.
 
 Writes benchmarks/results/machine_code/block_float_sm90.json. Needs nvcc and nvdisasm, and no GPU:
 

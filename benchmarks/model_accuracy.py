@@ -74,7 +74,7 @@ EXPERIMENTS = (
         source="docs/guide/evaluate.md",
         measure=digits,
         notes=f"The held-out third, 599 images in batches of {BATCH}, against float32. Static scales come from the "
-        f"first {CALIBRATION_IMAGES} training images in one batch; dynamic ones are each batch's own.",
+        f"first {CALIBRATION_IMAGES} training images in one batch; dynamic ones are those of each head of each image.",
     ),
     untimed(
         name="full_size_random",

@@ -11,6 +11,7 @@ from benchmarks import (
     integer_cpu,
     latency,
     output_scales,
+    specification,
     variant_accuracy,
 )
 from intflash.bench import accuracy, vortex
@@ -21,6 +22,7 @@ EXPERIMENTS: tuple[Experiment, ...] = collect(
         accuracy,
         variant_accuracy,
         output_scales,
+        specification,
         latency,
         call_cost,
         host_cost,

@@ -155,6 +155,7 @@ def test_bench_run_times_and_report_assembles(tmp_path):
     assert "Division by a constant" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_bench_all_measures_and_assembles(tmp_path, monkeypatch):
     from benchmarks import suite
 

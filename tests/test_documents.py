@@ -92,6 +92,37 @@ def test_readme_table_is_the_results():
     assert rows in TEXT[ROOT / "README.md"]
 
 
+def _sqnr(name):
+    """The rows of a result of benchmarks/results/accuracy in dB, by series and case: (measured, the paper's or "")."""
+    with (RESULTS / "accuracy" / f"{name}.csv").open(newline="") as file:
+        rows = [r for r in csv.DictReader(file) if r["metric"] == "SQNR dB"]
+    return {(r["series"], r["case"]): (float(r["value"]), r["paper"]) for r in rows}
+
+
+def test_specification_table_is_the_results():
+    rows, page = _sqnr("specification"), TEXT[ROOT / "docs" / "numerics.md"]
+    for case in dict.fromkeys(case for _, case in rows):
+        cells = [f"{rows['ceiling', case][0]:.2f}"]
+        for method in ("intflash", "intflash_bfp", "intflash_p8", "intflash_online"):
+            cells.append(" / ".join(f"{rows[f'{method}, {out}', case][0]:.2f}" for out in ("float", "int16")))
+        assert f"| {case} | {' | '.join(cells)} |" in page
+
+
+def test_accuracy_tables_are_the_results():
+    """Of results.md, with the papers' numbers in brackets, and of choose.md."""
+    rows = _sqnr("qflash_table4")
+    results, choose = (TEXT[ROOT / "docs" / "guide" / f"{name}.md"] for name in ("results", "choose"))
+    for series in dict.fromkeys(series for series, _ in rows):
+        cells = []
+        for case in ("A2", "A7"):
+            value, paper = rows[series, case]
+            cells.append(f"{value:.1f}" + (f" ({float(paper):.1f})" if paper else ""))
+        label = "ceiling of int8 inputs" if series == "ceiling" else f"`{series}`"
+        assert f"| {label} | {' | '.join(cells)} |" in results
+        if row := re.search(rf"^\| `{series}` \| .* ([\d.]+) dB", choose, re.M):
+            assert row[1] == f"{rows[series, 'A2'][0]:.1f}"
+
+
 def test_integer_models_table_is_the_results():
     with (RESULTS / "accuracy" / "integer_digits.csv").open(newline="") as file:
         rows = {(r["series"], r["case"], r["metric"]): float(r["value"]) for r in csv.DictReader(file)}

@@ -40,6 +40,11 @@ def codes(seed, q="tensor", k="tensor", v="tensor", **options):
     return [intflash.quantize(x, g, **options) for x, g in zip(tensors(seed), (q, k, v), strict=True)]
 
 
+def float_q(seed, k="tensor", v="tensor", dtype=torch.float32, **options):
+    """Float q beside codes of k and v."""
+    return [tensors(seed, dtype=dtype)[0], *codes(seed, "tensor", k, v, **options)[1:]]
+
+
 def mask(seed, *shape):
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.3
 
@@ -85,6 +90,15 @@ SERVED = {
     "by name": lambda s: (tensors(s), dict(backend="cpu", method="intflash_p8")),
     "online": lambda s: (tensors(s), dict(method="intflash_online", bias=int_bias(s, 33, 40))),
     "block floating point": lambda s: (codes(s), dict(method="intflash_bfp", return_lse=True, out_scale="bound")),
+    "float q": lambda s: (float_q(s), {}),
+    "float16 q, masks": lambda s: (
+        float_q(s, "head", "head", dtype=torch.float16),
+        dict(attn_mask=mask(s, 2, 1, 33, 40), bias=int_bias(s, 1, 4, 33, 40), return_lse=True),
+    ),
+    "float q, number": lambda s: (float_q(s, "block", "channel", block_size=7), dict(recipe=Recipe(q_scale=0.03))),
+    "float q, heads": lambda s: (float_q(s, bits=4), dict(recipe=Recipe("head", "tensor", bits=4, q_scale=HEADS))),
+    "float q to int8": lambda s: (float_q(s), dict(out_dtype=torch.int8, out_scale="bound", check_finite=False)),
+    "float q to int16": lambda s: (float_q(s, "head", "channel"), dict(out_dtype=torch.int16, method="intflash_p8")),
 }  # fmt: skip
 DECLINED = {
     "qflash": lambda s: (tensors(s), dict(method="qflash", out_dtype=torch.int8, out_scale="bound")),
@@ -106,6 +120,10 @@ DECLINED = {
         [x[:1] for x in tensors(s)],
         dict(cu_seqlens_q=torch.tensor([0, 33]).int(), cu_seqlens_k=torch.tensor([0, 40]).int()),
     ),
+    "float q per token": lambda s: (float_q(s), dict(recipe=Recipe(q="token"))),
+    "float q, divided": lambda s: (float_q(s), dict(recipe=Recipe(rule="divide"))),
+    "float q, qflash": lambda s: (float_q(s), dict(method="qflash")),
+    "float q, four bits to integers": lambda s: (float_q(s, bits=4), dict(out_dtype=torch.int16)),
     "a window with None": lambda s: (tensors(s), dict(window_size=(None, 4))),
     "a window as a list": lambda s: (tensors(s), dict(window_size=[3, 4])),
     "a flag as a number": lambda s: (tensors(s), dict(is_causal=1)),
@@ -156,6 +174,12 @@ def test_declined(kind, general):
     assert len(general) == 1
     reference = intflash.attention(*qkv, **options | dict(backend="reference"))
     assert_same_bits(result, reference)
+
+
+def test_sdpa_over_codes(general):
+    q, k, v = float_q(0, "head", "head")
+    expected = intflash.attention(q, k, v)
+    assert torch.equal(intflash.sdpa(q, k, v), expected) and expected.dtype == q.dtype and not general
 
 
 def test_sdpa(general):

@@ -52,8 +52,18 @@ def test_opcheck_quantized():
     torch.library.opcheck(
         _general,
         flat(q.data, k.data, v.data, q_scale=q.scale, k_scale=k.scale, v_scale=v.scale, out_dtype=torch.int8,
-             options="quantized=True q_granularity=head k_granularity=head v_granularity=head bound_out=True",
+             options="codes=qkv q_granularity=head k_granularity=head v_granularity=head bound_out=True",
              sizes=[128] * 3 + [8] * 3 + [-1, -1]),
+    )  # fmt: skip
+
+
+def test_opcheck_of_float_q_beside_codes():
+    q, *codes = randn(1, 2, 20, 16)
+    k, v = (intflash.quantize(x, "head") for x in codes)
+    torch.library.opcheck(
+        _general,
+        flat(q, k.data, v.data, k_scale=k.scale, v_scale=v.scale,
+             options="codes=kv q_granularity=head k_granularity=head v_granularity=head return_lse=True"),
     )  # fmt: skip
 
 
@@ -193,6 +203,31 @@ def test_compiled_calls_of_codes(granularity, bits):
         return intflash.attention(q, k, v, out_dtype=torch.int16).dequantize()
 
     assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v), call(q, k, v))
+
+
+OF_QUERY = {
+    "dynamic": {},
+    "causal, lse": dict(is_causal=True, return_lse=True),
+    "static": dict(recipe=Recipe(q_scale=0.03)),
+    "static of heads": dict(recipe=Recipe(q_scale=torch.tensor([0.02, 0.03]))),
+    "token, four bits, divide": dict(recipe=Recipe(q="token", bits=4, rule="divide")),
+    "int8": dict(out_dtype=torch.int8, out_scale="bound"),
+    "method": dict(method="int_flash_half"),
+}
+
+
+@pytest.mark.parametrize("options", OF_QUERY.values(), ids=OF_QUERY.keys())
+def test_compiled_calls_of_float_q_beside_codes(options):
+    inputs = randn(1, 2, 20, 16)
+    codes = [intflash.quantize(x, kind, block_size=7) for x, kind in zip(inputs[1:], ("block", "channel"), strict=True)]
+
+    def call(q):
+        found = intflash.attention(q, *codes, **options)
+        found = found if isinstance(found, tuple) else (found,)
+        return [x.dequantize() if isinstance(x, QTensor) else x for x in found]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(inputs[0])
+    assert all(torch.equal(x, y) for x, y in zip(compiled, call(inputs[0]), strict=True))
 
 
 def test_compiled_calls_keep_the_rule():

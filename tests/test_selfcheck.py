@@ -61,6 +61,7 @@ def test_values_repeat_per_call_and_differ_between_calls():
 
 WANTED = {  # dimension -> values that must occur
     "inputs": ("float32", "float16", "bfloat16", "codes"),
+    "cache": ("True", "False"),
     "axes": ("2", "3", "4", "5"),
     "gqa": ("1", "2", "3", "4"),
     "tokens": ("equal", "unequal"),

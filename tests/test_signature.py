@@ -67,6 +67,9 @@ reveal_type(intflash.attention(x, x, x, None, True, 0.1, method="fp32", check_fi
 reveal_type(intflash.attention(x, x, x, return_lse=True))  # tuple[Tensor, Tensor]
 reveal_type(intflash.attention(c, c, c))  # QTensor
 reveal_type(intflash.attention(c, c, c, return_lse=True))  # tuple[QTensor, Tensor]
+reveal_type(intflash.attention(x, c, c))  # Tensor
+reveal_type(intflash.attention(x, c, c, return_lse=True))  # tuple[Tensor, Tensor]
+reveal_type(intflash.sdpa(x, c, c))  # Tensor
 reveal_type(intflash.attention(x, x, x, out_dtype=kind))  # Tensor | QTensor
 reveal_type(intflash.attention(x, x, x, out_dtype=kind, return_lse=True))  # tuple[Tensor | QTensor, Tensor]
 reveal_type(intflash.attention(x, x, x, return_lse=flag))  # Tensor | QTensor | tuple[Tensor | QTensor, Tensor]

@@ -50,7 +50,7 @@ struct Buffers {
     value_pad_ = round_up(call.value_dim, kLanes);
     qk_steps_ = V::depth_steps(call.head_dim);
     chunk_ = smaller(key_pad, round_up(V::kScoreBytes / (4 * kRows), kStageKeys));
-    const bool block_float = is_block_float(call.method), p16 = has_p16(call.method);
+    const bool block_float = call.method == Method::kBlockFloat, p16 = has_p16(call.method);
     if (call.method == Method::kOnline || block_float) chunk_ = smaller<int64_t>(key_pad, kGranule);
     if (call.method >= Method::kQFlash) chunk_ = smaller(key_pad, kStageKeys);
     score_ld_ = chunk_ + 16;  // not a multiple of 4 KiB, whose rows would share a cache set
@@ -158,7 +158,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     const bool in_key_order = call_.method >= Method::kQFlash;
     Pack<V>::values(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, pad, call_.value_dim,
                     in_key_order, values_);
-    if (is_block_float(call_.method))
+    if (call_.method == Method::kBlockFloat)
       find_valueless(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, call_.value_dim, valueless_);
     if (in_key_order || (V::kWideP && has_p16(call_.method)))
       column_sums(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, call_.value_dim, value_pad_,
@@ -339,7 +339,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     }
     Product<V>::values(p, p_ld, v, v_ld, n, panels, rows_, acc_, value_pad_, !fresh);
     if (P16) Product<V>::values(p_low_, p_ld_, v, v_ld, n, panels, rows_, acc_low_, value_pad_, !fresh && !Floored);
-    if (P16 && Floored)
+    if (Floored)
       for (int64_t i = 0; i < rows_ * value_pad_; ++i) acc_[i] += acc_low_[i] >> kAccShift;
   }
 
@@ -364,8 +364,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       case Method::kP16: exact<true>(); break;
       case Method::kP8: exact<false>(); break;
       case Method::kOnline: online(); break;
-      case Method::kBlockFloat: block_float<true>(); break;
-      case Method::kBlockFloat8: block_float<false>(); break;
+      case Method::kBlockFloat: block_float(); break;
       case Method::kQFlash: flash<false>(); break;
       case Method::kIFlash: flash<true>(); break;
     }
@@ -441,16 +440,14 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     finish<false>();
   }
 
-  // Computes intflash_bfp (P16) or intflash_bfp8 in one pass, in which a row's octaves rise. Where a row spans more
-  // octaves than its sums have fraction bits, the block of rows is computed again from the octaves found, and each
-  // block of keys is merged alone.
-  template <bool P16>
+  // Computes intflash_bfp in one pass, in which a row's octaves rise. Where a row spans more octaves than its sums have
+  // fraction bits, the block of rows is computed again from the octaves found, and each block of keys is merged alone.
   void block_float() {
     for (int r = 0; r < rows_; ++r) block_float_[r] = BlockFloatRow(nk_);
     const auto pass = [&](bool alone) {
       clear(acc_, rows_ * value_pad_);
       for (int64_t key = key_begin_; key < key_end_; key += kGranule)
-        block_of_keys<P16>(key, smaller<int64_t>(kGranule, key_end_ - key), alone);
+        block_of_keys(key, smaller<int64_t>(kGranule, key_end_ - key), alone);
     };
     pass(false);
     bool exact = true;
@@ -482,7 +479,6 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   }
 
   // alone: sums of a block are never added to those of another in 32 bits.
-  template <bool P16>
   void block_of_keys(int64_t key, int64_t n, bool alone) {
     for (int r = 0; r < rows_; ++r) row_max_[r] = kAbsent;
     const bool was_masked = masked_, split = has_valueless(valueless_ + key, n);
@@ -498,25 +494,24 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
         if (row.pending != kNoOctave) merge_pending(r, larger(row.pending, row.value_top));
         row.pending = octave[r], row.value_lowest = smaller(row.value_lowest, octave[r]);
       }
-      weights<P16, Level::kBlockOctave>(key, 0, n, l);
-      products<P16, true>(key, 0, n, false);
-      add_l<P16>(octave, l);
+      weights<true, Level::kBlockOctave>(key, 0, n, l);
+      products<true, true>(key, 0, n, false);
+      add_l(octave, l);
     }
     if (split) {
       std::swap(scores_, other_scores_);
       find_group_maxima(n);
       if (enter_group(key, n, octave)) {
-        weights<P16, Level::kBlockOctave>(key, 0, n, l);
-        add_l<P16>(octave, l);
+        weights<true, Level::kBlockOctave>(key, 0, n, l);
+        add_l(octave, l);
       }
       std::swap(scores_, other_scores_);
     }
     masked_ = was_masked;
   }
-  template <bool P16>
   void add_l(const int* octave, const uint32_t* l) {
     for (int r = 0; r < rows_; ++r)
-      if (octave[r] != kNoOctave) block_float_[r].add_l(octave[r], P16 ? l[r] : l[r] << kAccShift);
+      if (octave[r] != kNoOctave) block_float_[r].add_l(octave[r], l[r]);
   }
 
   // Leaves the keys with a value in scores_ and moves the others to other_scores_, kAbsent in the place of each.
@@ -607,7 +602,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
 
   // Returns the row's maximum of T in 2^-32 octave.
   int64_t t_max(int r) const {
-    if (is_block_float(call_.method)) return block_float_[r].log_sum_level();
+    if (call_.method == Method::kBlockFloat) return block_float_[r].log_sum_level();
     if (call_.method == Method::kOnline) return level_[r] == kNever ? kNever : level_[r] / kTableSteps.sixteenths * 16;
     return biased_ ? level_[r] : unbiased_max(r);
   }

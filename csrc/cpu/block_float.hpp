@@ -1,4 +1,4 @@
-// The sums of a row of intflash_bfp and intflash_bfp8: docs/numerics.md section 2, "An exponent per block of keys".
+// The sums of a row of intflash_bfp: docs/numerics.md section 2, "An exponent per block of keys".
 #pragma once
 #include "cpu/arithmetic.hpp"
 

@@ -5,7 +5,7 @@
 
 namespace intflash {
 
-enum class Method : int32_t { kP16, kP8, kOnline, kBlockFloat, kBlockFloat8, kQFlash, kIFlash };
+enum class Method : int32_t { kP16, kP8, kOnline, kBlockFloat, kQFlash, kIFlash };
 enum class OutType : int32_t { kInt8, kInt16, kFloat16, kBFloat16, kFloat32 };
 
 constexpr int32_t kAbsent = INT32_MIN;  // in a row of scores or a bias: the key takes no part
@@ -43,8 +43,7 @@ class Output {
   bool failed_ = false;
 };
 
-// Whether P has an exponent for each block of keys, and whether it has 16 bits.
-inline bool is_block_float(Method m) { return m == Method::kBlockFloat || m == Method::kBlockFloat8; }
+// Whether P has 16 bits.
 inline bool has_p16(Method m) { return m == Method::kP16 || m == Method::kBlockFloat; }
 
 struct Call {
@@ -53,7 +52,7 @@ struct Call {
   int64_t batch, heads_q, heads_k, nq, nk, head_dim, value_dim;
   View<int8_t> q, k, v;
   Output out;
-  View<int32_t> bias;  // intflash: 2^-20 octave (intflash_bfp...: 2^-12); qflash, iflash: score units; batch index
+  View<int32_t> bias;  // intflash: 2^-20 octave (intflash_bfp: 2^-12); qflash, iflash: score units; batch index
                        // modulo bias_batch
   View<uint8_t> keep;
   int64_t bias_batch, keep_batch;

@@ -6,8 +6,7 @@
 //   p16 = ((m >> (1 + s)) + 1) >> 1
 //   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15
 //         with h = m >> 4 = (u*u >> 4) + 8288, 0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
-//   intflash_bfp counts the depth from its block's octave: p16 = m >> (2 + s), 0 past s = 16; p8 of intflash_bfp8, that
-//   p16 rounded to 8 bits, is the p8 above
+//   intflash_bfp counts the depth from its block's octave: p16 = m >> (2 + s), 0 past s = 16
 // intflash_online rounds the depth below its reference level to steps of 1/112 octave, 2^24 in T:
 //   x10 = (level - T + 2^23 + (67 << 24)) >> 22   4 (step + 67) and two bits below it, saturated at 65535
 //   z = 153 + floor(16 step / 7) = (4 (step + 67) * 37449) >> 16; p8 is 0 from step 1008 on

@@ -57,7 +57,7 @@ void Quantization::encode(FloatInput& x, int64_t i) const {
   kernels.quantize(piece.data, x.type, piece.rows, inverse, x.qmax, piece.codes);
 }
 
-// The items of the thread pool's work are the pieces of all three tensors.
+// The items of the thread pool's work are the pieces of all tensors.
 std::pair<FloatInput*, int64_t> Quantization::find_piece(int64_t item) {
   for (FloatInput& x : input) {
     if (item < x.count()) return {&x, item};

@@ -1,4 +1,4 @@
-// Float q, k and v of a call become int8 codes: docs/numerics.md section 1.
+// Float tensors of a call become int8 codes: docs/numerics.md section 1.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -42,7 +42,7 @@ struct FloatInput {
 
 struct Quantization {
   const Kernels& kernels;
-  FloatInput input[3];
+  std::vector<FloatInput> input;  // of q, k and v, or of q alone
   bool look_for_nonfinite;
   bool is_finite = true;  // what was found
 

@@ -48,18 +48,11 @@ DEVICE void pack_block_p(const u32 (&p)[4], u32 (&digit)[2]) {
   digit[0] = permute(a, b, 0x7632);
   digit[1] = permute(a, b, 0x5410);
 }
-// Packs four p8, which are p16 rounded to their high bytes. The largest p16 is 65193, so that nothing carries.
-DEVICE void pack_block_p(const u32 (&p)[4], u32 (&digit)[1]) {
-  const u32 a = permute(p[0], p[1], 0x5410) + 0x00800080, b = permute(p[2], p[3], 0x5410) + 0x00800080;
-  digit[0] = permute(a, b, 0x7531);
-}
 
 // Returns the sum of a row's p16 from the sums of its digits.
 DEVICE u32 row_sum(const u32 (&digit)[2]) { return (digit[0] << 8) + digit[1]; }
-DEVICE u32 row_sum(const u32 (&digit)[1]) { return digit[0] << 8; }
 // Returns P V of a block from the sums of its digits. Its lowest 8 bits are dropped.
 DEVICE i32 block_sum(P16Accumulator digits) { return (digits.high + (digits.low >> 8)) << 8; }
-DEVICE i32 block_sum(i32 digit) { return digit << 8; }
 
 // Returns 2^(fraction - depth), the unit of a group `depth` octaves below its row, and 0 where it is less than 1.
 DEVICE i32 group_unit(i32 fraction, i32 depth) { return shift_left(1, fraction - depth); }

@@ -123,7 +123,7 @@ constexpr const char* kFlat[] = {"q",
                                  "causal_align",
                                  "return_lse",
                                  "check_finite",
-                                 "quantized",
+                                 "codes",
                                  "smooth_k",
                                  "rotate",
                                  "q_granularity",
@@ -135,7 +135,7 @@ constexpr const char* kFlat[] = {"q",
 struct Flat {
   PyObject *q, *k, *v, *attn_mask, *bias, *out_scale, *cu_seqlens_q, *cu_seqlens_k, *q_scale, *k_scale, *v_scale,
       *scale, *out_dtype, *number_scales, *sizes, *is_causal, *method, *backend, *enable_gqa, *causal_align,
-      *return_lse, *check_finite, *quantized, *smooth_k, *rotate, *q_granularity, *k_granularity, *v_granularity, *rule,
+      *return_lse, *check_finite, *codes, *smooth_k, *rotate, *q_granularity, *k_granularity, *v_granularity, *rule,
       *dynamic_out, *bound_out;
 };
 
@@ -315,6 +315,12 @@ TensorView read_mask(const Reader& read, PyObject* mask, int32_t dtype, const Ca
   return m;
 }
 
+FloatType float_type_of(int32_t dtype) {
+  const TorchDtypes& d = torch_library.dtype;
+  require(dtype == d.float32 || dtype == d.float16 || dtype == d.bfloat16);
+  return dtype == d.float32 ? FloatType::kFloat32 : dtype == d.float16 ? FloatType::kFloat16 : FloatType::kBFloat16;
+}
+
 // A float tensor as its recipe quantizes it.
 FloatInput read_float(const Reader& read, const TensorView& x, FloatType type, const Scaling& how) {
   const bool per_head = how.granularity == Granularity::kHead;
@@ -391,8 +397,8 @@ char* empty_statistics(const TorchTensor& q, int32_t number, PyObject* dtype, nb
 // A call as either way brings it.
 struct Request {
   const ServedMethod* method = nullptr;
-  bool is_codes = false;
-  nb::object tensor[3];  // of q, k, v: codes or floats
+  bool is_codes[3] = {};  // of q, k, v: none of them, all, or those of k and v
+  nb::object tensor[3];   // codes or floats
   Scaling scaling[3];
   PyObject *attn_mask, *bias, *scale, *out_dtype, *out_scale, *backend, *check_finite;  // each may be None
   bool is_causal, bottom_right, enable_gqa, return_lse;
@@ -426,6 +432,9 @@ void set_key_range(const Request& r, Call& call) {
   call.window_start = own - std::min(left, far);
 }
 
+// Whether each of q, k and v is floats or codes as a call can have them.
+void check_kinds(const Request& r) { require(r.is_codes[1] == r.is_codes[2] && (r.is_codes[1] || !r.is_codes[0])); }
+
 // Sets what both ways bring alike.
 template <class A>
 void set_rest(const A& a, Request& r) {
@@ -444,23 +453,28 @@ Request request_of(const Arguments& a) {
     read_window(PyTuple_GetItem(a.window_size, 0), PyTuple_GetItem(a.window_size, 1), r);
   }
   r.method = &method_named(a.method);
-  r.is_codes = is_type(a.q, python.qtensor);
   PyObject* const inputs[3] = {a.q, a.k, a.v};
-  require(!r.is_codes || a.recipe == Py_None);
-  require(a.recipe == Py_None || is_type(a.recipe, python.recipe));
-  if (a.recipe != Py_None) read_recipe(a.recipe, r.scaling);
+  for (int i = 0; i < 3; ++i) r.is_codes[i] = is_type(inputs[i], python.qtensor);
+  check_kinds(r);
+  const bool has_recipe = a.recipe != Py_None;
+  require(!has_recipe || (!r.is_codes[0] && is_type(a.recipe, python.recipe)));
+  if (has_recipe) read_recipe(a.recipe, r.scaling);
   for (int i = 0; i < 3; ++i) {
     PyObject* const x = inputs[i];
-    if (!r.is_codes) {
+    Scaling& s = r.scaling[i];
+    if (!r.is_codes[i]) {
       r.tensor[i] = nb::borrow(x);
-      if (a.recipe == Py_None) r.scaling[i] = r.method->floats[i];
+      if (!has_recipe) s = r.method->floats[i];
       continue;
     }
-    require(is_type(x, python.qtensor));
     r.tensor[i] = attribute(x, n.data);
+    const Granularity granularity = granularity_of(attribute(x, n.granularity).ptr());
+    // A recipe says nothing else of codes; per head is its default.
+    require(!has_recipe ||
+            (s.scale.is_none() && (s.granularity == granularity || s.granularity == Granularity::kHead)));
     const nb::object block = attribute(x, n.block_size);
-    r.scaling[i] = {granularity_of(attribute(x, n.granularity).ptr()), int(integer(attribute(x, n.bits).ptr())),
-                    block.is_none() ? 1 : integer(block.ptr()), attribute(x, n.scale)};
+    s = {granularity, int(integer(attribute(x, n.bits).ptr())), block.is_none() ? 1 : integer(block.ptr()),
+         attribute(x, n.scale)};
   }
   set_rest(a, r);
   if (is_name(a.out_scale, n.bound)) r.out_scale = Py_None, r.bounds_output = true;
@@ -475,7 +489,10 @@ Request request_of(const Flat& a) {
   require(PyList_Size(a.sizes) == 8 && PyList_Size(a.number_scales) == 3);
   read_window(PyList_GetItem(a.sizes, 6), PyList_GetItem(a.sizes, 7), r);
   r.method = &method_named(a.method);
-  r.is_codes = flag(a.quantized);
+  const char* const codes = PyUnicode_AsUTF8(a.codes);
+  if (!codes) nb::raise_python_error();
+  for (int i = 0; i < 3; ++i) r.is_codes[i] = std::strchr(codes, "qkv"[i]) != nullptr;
+  check_kinds(r);
   PyObject* const inputs[3] = {a.q, a.k, a.v};
   PyObject* const scales[3] = {a.q_scale, a.k_scale, a.v_scale};
   PyObject* const granularities[3] = {a.q_granularity, a.k_granularity, a.v_granularity};
@@ -487,7 +504,7 @@ Request request_of(const Flat& a) {
     s.bits = int(integer(PyList_GetItem(a.sizes, 3 + i)));
     s.scale = nb::borrow(scales[i]);
     PyObject* const number = PyList_GetItem(a.number_scales, i);  // 0: none
-    if (!r.is_codes && s.scale.is_none() && PyFloat_AsDouble(number) != 0) s.scale = nb::borrow(number);
+    if (!r.is_codes[i] && s.scale.is_none() && PyFloat_AsDouble(number) != 0) s.scale = nb::borrow(number);
   }
   set_rest(a, r);
   r.bounds_output = flag(a.bound_out);
@@ -544,46 +561,46 @@ Response serve_on_cpu(const Request& r, const Reader& read, const TorchTensor (&
     for (const auto& [to, tensor] : {std::pair(&call.t_max, &found.t_max), std::pair(&call.l_sum, &found.l_sum)})
       *to = reinterpret_cast<int64_t*>(empty_statistics(t[0], torch_library.dtype.int64, int64_dtype, *tensor));
   };
-  if (r.is_codes) {
-    const auto one_of = [](const Scaling& s, std::initializer_list<Granularity> kinds) {
-      require(std::find(kinds.begin(), kinds.end(), s.granularity) != kinds.end());
-    };
-    using G = Granularity;
+  const bool float_q = !r.is_codes[0], float_kv = !r.is_codes[1];
+  const auto one_of = [](const Scaling& s, std::initializer_list<Granularity> kinds) {
+    require(std::find(kinds.begin(), kinds.end(), s.granularity) != kinds.end());
+  };
+  using G = Granularity;
+  FloatType type{};
+  if (float_q) {
+    type = float_type_of(t[0].dtype);
+    require(!float_kv || (t[1].dtype == t[0].dtype && t[2].dtype == t[0].dtype));
+  } else {
     one_of(r.scaling[0], {G::kTensor, G::kHead, G::kToken, G::kBlock});
+    call.q = q.as<int8_t>(), call.q_scale = read_scale(read, t[0], r.scaling[0]).as<float>();
+    call.q_block = r.scaling[0].block;
+  }
+  constexpr OutType same[] = {OutType::kFloat32, OutType::kFloat16, OutType::kBFloat16};
+  if (!has_type) call.out_type = float_q ? same[int(type)] : OutType::kInt8;
+  TensorView v_scale;
+  if (float_kv) {
+    require(!is_integer(call.out_type) && !r.bounds_output);
+  } else {
     one_of(r.scaling[1], {G::kTensor, G::kHead, G::kBlock});
     one_of(r.scaling[2], {G::kTensor, G::kHead, G::kChannel});
-    if (!has_type) call.out_type = OutType::kInt8;
     require(!is_integer(call.out_type) || r.scaling[2].bits == 8);
     require(r.bounds_output ? is_integer(call.out_type) : call.out_type != OutType::kInt8);
-    const TensorView v_scale = read_scale(read, t[2], r.scaling[2]);
-    call.q = q.as<int8_t>(), call.k = k.as<int8_t>(), call.v = v.as<int8_t>();
-    call.q_scale = read_scale(read, t[0], r.scaling[0]).as<float>();
-    call.k_scale = read_scale(read, t[1], r.scaling[1]).as<float>();
-    call.v_scale = v_scale.as<float>();
-    call.q_block = r.scaling[0].block, call.k_block = r.scaling[1].block;
-    const RunningCall running;
-    if (is_integer(call.out_type)) found.out_scale = set_default_out_scale(call, v_scale);
-    make_statistics();
-    found.out = run.run();
-    return found;
+    v_scale = read_scale(read, t[2], r.scaling[2]);
+    call.k = k.as<int8_t>(), call.v = v.as<int8_t>();
+    call.k_scale = read_scale(read, t[1], r.scaling[1]).as<float>(), call.v_scale = v_scale.as<float>();
+    call.k_block = r.scaling[1].block;
   }
-  const TorchDtypes& d = torch_library.dtype;
-  require(t[1].dtype == t[0].dtype && t[2].dtype == t[0].dtype);
-  require(t[0].dtype == d.float32 || t[0].dtype == d.float16 || t[0].dtype == d.bfloat16);
-  const FloatType type = t[0].dtype == d.float32   ? FloatType::kFloat32
-                         : t[0].dtype == d.float16 ? FloatType::kFloat16
-                                                   : FloatType::kBFloat16;
-  constexpr OutType same[] = {OutType::kFloat32, OutType::kFloat16, OutType::kBFloat16};
-  if (!has_type) call.out_type = same[int(type)];
-  require(!is_integer(call.out_type) && !r.bounds_output);
-  for (const TorchTensor& x : t) require(x.stride[x.axes - 1] == 1);
+  Quantization work{kernels, {}, look};
+  const TensorView* const tensors[3] = {&q, &k, &v};
+  for (int i = 0; i < 3; ++i) {
+    if (r.is_codes[i]) continue;
+    require(t[i].stride[t[i].axes - 1] == 1);
+    work.input.push_back(read_float(read, *tensors[i], type, r.scaling[i]));
+  }
   const RunningCall running;
-  Quantization work{kernels,
-                    {read_float(read, q, type, r.scaling[0]), read_float(read, k, type, r.scaling[1]),
-                     read_float(read, v, type, r.scaling[2])},
-                    look};
+  if (is_integer(call.out_type)) found.out_scale = set_default_out_scale(call, v_scale);
   make_statistics();
-  found.out = run.run(work);
+  found.out = work.input.empty() ? run.run() : run.run(work);
   require(found.out.is_valid());  // Python says which of them is not finite
   return found;
 }
@@ -696,7 +713,7 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   require(p.method == Method::kP16 || p.method == Method::kP8 || p.method == Method::kOnline);
   p.q = gpu::tensor_of(t[0], type_of(t[0].dtype)), p.k = gpu::tensor_of(t[1], type_of(t[1].dtype));
   p.v = gpu::tensor_of(t[2], type_of(t[2].dtype));
-  require(p.k.type == p.q.type && p.v.type == p.q.type && r.is_codes == p.q.is_codes() && p.q.type != OutType::kInt16);
+  require(gpu::has_served_types(p) && r.is_codes[0] == p.q.is_codes() && r.is_codes[1] == p.k.is_codes());
   p.sm_scale = softmax_scale(r.scale, p.head_dim());
   p.is_causal = r.is_causal;
   if (r.is_causal && r.bottom_right) p.causal_offset = p.nk() - p.nq();
@@ -705,29 +722,32 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
     require(r.method->takes_bias_codes);
     p.bias = gpu_mask(read, r.bias, torch_library.dtype.int32, p);
   }
-  p.out_type = r.is_codes ? OutType::kInt8 : p.q.type;
+  p.out_type = p.q.is_codes() ? OutType::kInt8 : p.q.type;
   require(r.out_dtype == Py_None || find_out_type(r.out_dtype, p.out_type));
   gpu::Tensor* const tensors[3] = {&p.q, &p.k, &p.v};
-  if (r.is_codes) {
-    for (int i = 0; i < 3; ++i) p.scale[i] = gpu_code_scale(read, r.scaling[i], *tensors[i]);
-    require(r.scaling[1].granularity != Granularity::kToken && r.scaling[2].granularity != Granularity::kToken);
+  int given = 0, floats = 0;
+  for (int i = 0; i < 3; ++i) {
+    const Scaling& how = r.scaling[i];
+    if (r.is_codes[i]) {
+      p.scale[i] = gpu_code_scale(read, how, *tensors[i]);
+      require(i == 0 || how.granularity != Granularity::kToken);
+      continue;
+    }
+    ++floats;
+    p.per_head[i] = how.granularity == Granularity::kHead;
+    require(how.bits == 8 && (p.per_head[i] || how.granularity == Granularity::kTensor));
+    if (how.scale.is_none()) continue;
+    ++given;
+    if (PyFloat_CheckExact(how.scale.ptr())) {  // the recipe has checked it
+      set_number(call, i, float(PyFloat_AsDouble(how.scale.ptr())), launches);
+    } else {
+      p.scale[i] = gpu_static_scale(read, how.scale.ptr(), *tensors[i], p.per_head[i]);
+    }
+  }
+  require(given == 0 || given == floats);
+  if (r.is_codes[2]) {
     require(!p.has_integer_output() || r.scaling[2].bits == 8);
     p.v.available = torch_library.bytes_left(r.tensor[2], 1);
-  } else {
-    int given = 0;
-    for (int i = 0; i < 3; ++i) {
-      const Scaling& how = r.scaling[i];
-      p.per_head[i] = how.granularity == Granularity::kHead;
-      require(how.bits == 8 && (p.per_head[i] || how.granularity == Granularity::kTensor));
-      if (how.scale.is_none()) continue;
-      ++given;
-      if (PyFloat_CheckExact(how.scale.ptr())) {  // the recipe has checked it
-        set_number(call, i, float(PyFloat_AsDouble(how.scale.ptr())), launches);
-      } else {
-        p.scale[i] = gpu_static_scale(read, how.scale.ptr(), *tensors[i], p.per_head[i]);
-      }
-    }
-    require(given == 0 || given == 3);
   }
   const bool has_out_scale = r.out_scale != Py_None;
   require(!(has_out_scale || r.bounds_output) || p.has_integer_output());
@@ -765,7 +785,7 @@ Response serve(const Request& r, bool dispatched) {
 
 nb::object or_none(const nb::object& x) { return x.is_valid() ? x : nb::object(nb::none()); }
 
-// Whether a call on a GPU may be one for its kernels.
+// Whether a call of float q on a GPU may be one for its kernels.
 bool is_for_gpu(const Arguments& a, int32_t device_index) {
   if (python.machine_code == Py_None) return false;
   if (!(a.backend == Py_None || is_name(a.backend, names().cuda)) || a.cu_seqlens_q != Py_None) return false;

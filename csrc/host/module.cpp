@@ -36,8 +36,8 @@ FloatInput read_float_input(const TensorView& tensor, nb::handle how) {
   return x;
 }
 
-// Returns (output, its scale where it is integer), or None where `look` asks for NaN and infinity in float q, k and v
-// and there are some.
+// Returns (output, its scale where it is integer), or None where `look` asks for NaN and infinity in floats and there
+// are some. `scales`: of q, k and v, tensors for codes and what `read_float_input` reads for floats.
 nb::object attention(const char* isa, int threads, int method, int out_type, double sm_scale, nb::handle q,
                      nb::handle k, nb::handle v, nb::tuple scales, nb::object out_scale, nb::handle blocks,
                      nb::handle causal, nb::handle bias, nb::handle keep, nb::handle packed, nb::handle t_max,
@@ -75,22 +75,23 @@ nb::object attention(const char* isa, int threads, int method, int out_type, dou
   call.t_max = reinterpret_cast<int64_t*>(read_tensor(t_max).data);
   call.l_sum = reinterpret_cast<int64_t*>(read_tensor(l_sum).data);
 
-  const nb::handle how_q = element(scales, 0), how_k = element(scales, 1), how_v = element(scales, 2);
   CallRun run(kernels, call, threads, 4, queries.tokens_first);
-  if (PyTuple_Check(how_q.ptr())) {
-    Quantization work{
-        kernels,
-        {read_float_input(queries, how_q), read_float_input(keys, how_k), read_float_input(values, how_v)},
-        look};
-    const nb::object out = run.run(work);
-    return out.is_valid() ? nb::object(nb::make_tuple(out, nb::none())) : nb::object(nb::none());
+  Quantization work{kernels, {}, look};
+  const TensorView* const tensors[] = {&queries, &keys, &values};
+  View<int8_t>* const codes[] = {&call.q, &call.k, &call.v};
+  View<float>* const of_codes[] = {&call.q_scale, &call.k_scale, &call.v_scale};
+  for (int i = 0; i < 3; ++i) {
+    const nb::handle how = element(scales, i);
+    if (PyTuple_Check(how.ptr())) {
+      work.input.push_back(read_float_input(*tensors[i], how));
+      continue;
+    }
+    const TensorView scale = read_tensor(how);
+    *codes[i] = tensors[i]->as<int8_t>(), *of_codes[i] = scale.as<float>();
+    if (i == 2 && is_integer(call.out_type) && out_scale.is_none()) out_scale = set_default_out_scale(call, scale);
   }
-  call.q = queries.as<int8_t>(), call.k = keys.as<int8_t>(), call.v = values.as<int8_t>();
-  const TensorView v_scale = read_tensor(how_v);
-  call.q_scale = read_tensor(how_q).as<float>(), call.k_scale = read_tensor(how_k).as<float>(),
-  call.v_scale = v_scale.as<float>();
-  if (is_integer(call.out_type) && out_scale.is_none()) out_scale = set_default_out_scale(call, v_scale);
-  return nb::make_tuple(run.run(), out_scale);
+  const nb::object out = work.input.empty() ? run.run() : run.run(work);
+  return out.is_valid() ? nb::object(nb::make_tuple(out, out_scale)) : nb::object(nb::none());
 }
 
 }  // namespace

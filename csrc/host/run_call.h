@@ -36,7 +36,7 @@ inline bool is_integer(OutType type) { return type == OutType::kInt8 || type == 
 // calls.
 struct CodeBuffer {
   std::vector<int8_t> bytes;
-  void divide(FloatInput (&x)[3]) {
+  void divide(std::vector<FloatInput>& x) {
     size_t total = 0;
     for (FloatInput& t : x) total += size_t(t.size());
     if (bytes.size() < total) bytes.resize(total);
@@ -110,13 +110,14 @@ class CallRun {
     return take();
   }
 
-  // Returns the output of floats, or null where `look` asks for NaN and infinity and there are some.
+  // Returns the output of floats, or of float q beside codes, or null where `look` asks for NaN and infinity and there
+  // are some.
   nb::object run(Quantization& work) {
     static thread_local CodeBuffer buffer;
     buffer.divide(work.input);
     View<int8_t>* codes[] = {&call_.q, &call_.k, &call_.v};
     View<float>* scales[] = {&call_.q_scale, &call_.k_scale, &call_.v_scale};
-    for (int i = 0; i < 3; ++i) {
+    for (size_t i = 0; i < work.input.size(); ++i) {
       const FloatInput& x = work.input[i];
       *codes[i] = {x.codes, {x.heads * x.tokens * x.channels, x.tokens * x.channels, x.channels, 1}};
       *scales[i] = x.scale;

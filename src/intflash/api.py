@@ -40,13 +40,13 @@ class Options(TypedDict, total=False):
 # What type checkers know: the output is of q's kind unless out_dtype is given, and return_lse makes it a pair.
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+    q: Tensor, k: Tensor | QTensor, v: Tensor | QTensor, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, *, out_dtype: None = None, return_lse: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+    q: Tensor, k: Tensor | QTensor, v: Tensor | QTensor, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, *, out_dtype: None = None, return_lse: Literal[True], **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
@@ -106,11 +106,12 @@ def attention(
 
     Args:
         q, k, v: float32, float16 or bfloat16 tensors ``[..., Hq, Nq, D]``, ``[..., Hk, Nk, D]``,
-            ``[..., Hk, Nk, Dv]`` with any strides, or int8 `QTensor`s of four axes. Never changed.
+            ``[..., Hk, Nk, Dv]`` with any strides, or int8 `QTensor`s of four axes; also floats for q and `QTensor`s
+            for k and v, as a KV cache holds them. Never changed.
         attn_mask: bool (False: the key takes no part) or additive float, broadcastable to
             ``[..., Hq, Nq, Nk]``; the first axis of a 4-D mask may also be a divisor of the batch and
             repeats over it (Swin windows). -inf or <= finfo.min / 2 makes a key absent. Methods with an integer bias
-            (``intflash...``) refuse other values past +-1419.57 (`intflash_bfp` and `intflash_bfp8`: +-363,408) where
+            (``intflash...``) refuse other values past +-1419.57 (`intflash_bfp`: +-363,408) where
             they are read (`check_finite`), and saturate them where not. Torch's `CausalBias` is taken as the causality
             it stands for.
         is_causal: hide keys after the query's position.
@@ -128,12 +129,13 @@ def attention(
             i + Nk - Nq, keys from `left` before to `right` after it take part; -1 or None: no bound. With `is_causal`
             `right` is 0. A layer of transformers with ``sliding_window=w`` has ``is_causal`` and ``(w - 1, 0)``.
         recipe: how float tensors are quantized (granularity, static scales, smoothing, rotation);
-            default: the method's own.
+            default: the method's own. Beside codes of k and v only what it says of q may be given.
         out_dtype: float32, float16, bfloat16, or int8 / int16 to get a `QTensor`. Default: the dtype
-            of float inputs, int8 for QTensors.
+            of q, int8 where q is a QTensor.
         out_scale: scale of integer output: a float or tensor (calibrated), "dynamic" (from the output's maximum, which
             takes a second pass), or "bound" for s_V * 127 / qmax, which no output can exceed. int16 output takes
-            "bound" where none is given; int8 output, for which it may be coarse, needs one.
+            "bound" where none is given; int8 output, for which it may be coarse, needs one. `qflash` and `iflash` write
+            codes of V's own scale: None or "bound".
         return_lse: also return log-sum-exp of the scores, float32 ``[..., Hq, Nq]``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]``: q, k, v are sequences packed along N
             with a batch of one, each attending to itself only.
@@ -186,8 +188,8 @@ def attention(
 
 def sdpa(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | QTensor,
+    value: Tensor | QTensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -199,10 +201,10 @@ def sdpa(
     Args and shapes as `attention`; float32, float16 and bfloat16, for inference (a backward pass raises). As in torch,
     leading axes of 1 broadcast, autocast chooses the dtype, and `attn_mask` and `is_causal` exclude each other. An
     additive `attn_mask` is refused past +-1419.57 where values are read, on a CPU; -inf or <= finfo.min / 2 makes a key
-    absent.
+    absent. `key` and `value` may be int8 `QTensor`s, as a KV cache holds them.
 
     Returns:
-        The output ``[..., Hq, Nq, Dv]`` in the inputs' dtype.
+        The output ``[..., Hq, Nq, Dv]`` in the query's dtype.
 
     Raises:
         InputError: dropout_p is not 0, or an argument is wrong.
@@ -229,7 +231,7 @@ def sdpa(
     return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa=enable_gqa)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """In autocast's dtype where that is on, as torch's own attention casts."""
     if not isinstance(tensors[0], Tensor) or not op.under_autocast(tensors[0]):
         return tensors
@@ -237,7 +239,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in FLOAT_DTYPES else x for x in tensors)
 
 
-def _broadcast(*tensors: Tensor, axes: int) -> tuple[Tensor, ...]:
+def _broadcast(*tensors: Any, axes: int) -> tuple[Any, ...]:
     """With the same axes before the last `axes`, where those that differ are 1."""
     if not all(isinstance(x, Tensor) and x.ndim >= axes for x in tensors):
         return tensors
@@ -291,8 +293,6 @@ def which_backend(*args: Any, **kwargs: Any) -> str:
         'reference'
     """
     arguments = call.normalize(call.complete(args, kwargs))
-    if call.is_dynamic(arguments["out_scale"]):
-        arguments["out_scale"] = "bound"
     problem, _ = call.prepare_call(arguments)
     with call.on_device(problem):
         return select(problem, arguments["backend"]).name

@@ -170,7 +170,7 @@ def _decide(arguments: dict[str, Any]) -> tuple[Problem, Tensor | None, Backend]
 
 def _run(problem: Problem, backend: Backend) -> Result:
     with on_device(problem):
-        if problem.check_finite and not backend.looks and isinstance(problem.q, Tensor):
+        if problem.check_finite and not backend.looks:
             validate.check_finite(problem.q, problem.k, problem.v)
         return backend.run(problem)
 
@@ -217,15 +217,11 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
     chosen = get_method(a["method"])
     validate.check_inputs(q, k, v, a["enable_gqa"])
     sm_scale = validate.softmax_scale(a["scale"], q.shape[-1])
-    quantized = isinstance(q, QTensor)
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise InputError(f"recipe must be a Recipe, got {type(recipe).__name__}")
-    if recipe is not None and quantized:
-        raise InputError("a recipe says how floats are quantized; q, k, v are QTensors, quantized already")
+    validate.check_recipe(q, k, v, recipe)
     recipe = chosen.recipe if recipe is None else recipe
     validate.check_granularities(chosen, q, k, v, recipe)
     if out_dtype is None:
-        out_dtype = torch.int8 if quantized else q.dtype
+        out_dtype = default_out_dtype(q)
     validate.check_out_dtype(chosen, out_dtype, out_scale)
     check = a["check_finite"]
     values = values and q.device.type != "meta"
@@ -236,8 +232,7 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
     if read:
         validate.check_scales(q, k, v, recipe)
     batch = tuple(q.shape[:-3]) or (1,)
-    if not quantized:
-        q, k, v = (_four_axes(x) for x in (q, k, v))
+    q, k, v = (_four_axes(x) if isinstance(x, Tensor) else x for x in (q, k, v))
     hq, nq, nk = q.shape[1], q.shape[2], k.shape[2]
     for name in ("attn_mask", "bias", "cu_seqlens_q", "cu_seqlens_k"):
         if a[name] is not None:
@@ -248,12 +243,13 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
     if cu_seqlens_q is not None:
         _check_packed((q, k, v), cu_seqlens_q, cu_seqlens_k, recipe, values and (read or cu_seqlens_q.is_cpu))
     lse_shift = None
-    if read and not quantized and (recipe.rotate or recipe.smooth_k or recipe.bits != 8):  # changed or quantized here
+    floats = isinstance(k, Tensor)
+    if read and floats and (recipe.rotate or recipe.smooth_k or recipe.bits != 8):  # changed or quantized here
         validate.check_finite(q, k, v)
-    if not quantized and (recipe.rotate or recipe.smooth_k):
+    if floats and (recipe.rotate or recipe.smooth_k):
         q, k, lse_shift = rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
         v = v.float()  # a problem's tensors share one dtype
-    validate.check_has_out_scale(out_dtype, out_scale)
+    validate.check_has_out_scale(chosen, out_dtype, out_scale)
     integer_bias, float_bias = _bias_of(chosen, additive)
     causal, window_start = masks.key_range(
         a["is_causal"], a["causal_align"], a["window_size"], nq, nk, packed=cu_seqlens_q is not None
@@ -267,6 +263,11 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
     if chosen.check is not None:
         chosen.check(problem)
     return _four_bit_output(problem) if chosen.integer_bias else problem, lse_shift
+
+
+def default_out_dtype(q: Tensor | QTensor) -> torch.dtype:
+    """The output's dtype where the caller names none."""
+    return torch.int8 if isinstance(q, QTensor) else q.dtype
 
 
 def _four_axes(x: Tensor) -> Tensor:
@@ -323,8 +324,7 @@ def _check_packed(
     validate.check_cu_seqlens(cu_k, k.shape[2], "cu_seqlens_k", read=read)
     if cu_q.shape != cu_k.shape:
         raise InputError(f"cu_seqlens_q and cu_seqlens_k must have one length, got {len(cu_q)} and {len(cu_k)}")
-    kinds = [x.granularity for x in tensors] if isinstance(q, QTensor) else [recipe.q, recipe.k, recipe.v]
-    if "block" in kinds:
+    if "block" in [recipe.granularity_of(name, x) for name, x in zip("qkv", tensors, strict=True)]:
         raise InputError("packed sequences cannot have 'block' scales: blocks would straddle sequences")
 
 
@@ -345,7 +345,7 @@ def rotate_and_smooth(
 
 
 def _out_scale(out_scale: Tensor | float | None, q: Tensor | QTensor, v: Tensor | QTensor, read: bool) -> Tensor | None:
-    if out_scale is None or isinstance(out_scale, str):
+    if out_scale is None or is_bound(out_scale) or is_dynamic(out_scale):
         return None
     check_number(out_scale, "out_scale")
     if isinstance(out_scale, Tensor):
@@ -367,7 +367,8 @@ def _four_bit_output(problem: Problem) -> Problem:
     bits = problem.v.bits if isinstance(problem.v, QTensor) else problem.recipe.bits
     if bits != 4 or problem.out_scale is not None or problem.out_dtype.is_floating_point:
         return problem
-    problem = problem.quantized()
+    if isinstance(problem.v, Tensor):
+        problem = problem.quantized()
     s_v = problem.v.scale
     per_head = s_v if s_v.shape[1] == 1 else s_v.repeat_interleave(problem.group, dim=1)
     return replace(problem, out_scale=per_head * 7 / torch.iinfo(problem.out_dtype).max)
@@ -392,7 +393,7 @@ def _dynamic_out_scale(arguments: dict[str, Any]) -> Tensor:
     validate.check_inputs(q, arguments["k"], arguments["v"], arguments["enable_gqa"])
     out_dtype = arguments["out_dtype"]
     if out_dtype is None:
-        out_dtype = torch.int8 if isinstance(q, QTensor) else q.dtype
+        out_dtype = default_out_dtype(q)
     validate.check_out_dtype(method, out_dtype, "dynamic")
     problem, _, backend = _decide(arguments | dict(out_dtype=torch.float32, out_scale=None))
     out = _run(problem, backend).out

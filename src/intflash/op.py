@@ -36,12 +36,12 @@ FORWARD_REASON = "IntFlash is for inference and has no forward-mode derivatives:
 _NAMES = ("q", "k", "v")
 _IS_WORD = ("bool", "bool?", "str", "str?")
 _WORDS = {a.name: a.default for a in ARGUMENTS if a.schema in _IS_WORD} | dict(
-    quantized=False, smooth_k=False, rotate=False, q_granularity="tensor", k_granularity="tensor",
+    codes="", smooth_k=False, rotate=False, q_granularity="tensor", k_granularity="tensor",
     v_granularity="tensor", rule="exact", dynamic_out=False, bound_out=False,
 )  # fmt: skip
 _SIMPLE = (("Tensor", "q"), ("Tensor", "k"), ("Tensor", "v"), ("Tensor?", "attn_mask"), ("Tensor?", "bias"))
 # The other arguments, and QTensors and a recipe: scales that are tensors; those that are numbers (0: none), block sizes
-# and bits of q, k and v, then the window's two numbers.
+# and bits of q, k and v, then the window's two numbers. The word `codes` names those of q, k and v that are QTensors.
 _OTHERS = (
     *((a.schema, a.name) for a in ARGUMENTS if (a.schema, a.name) not in _SIMPLE and a.schema.startswith("Tensor")),
     ("Tensor?", "q_scale"), ("Tensor?", "k_scale"), ("Tensor?", "v_scale"), ("float?", "scale"),
@@ -175,8 +175,6 @@ def _compute_fake(*flat: Any) -> Results:
     arguments, q, v = _gather(*flat), flat[0], flat[2]
     arguments["window_size"] = None  # it changes no shape, and to compare symbolic sizes with it would guard them
     dynamic = call.is_dynamic(arguments["out_scale"])
-    if dynamic:
-        arguments["out_scale"] = "bound"
     problem, _ = call.prepare_call(arguments, values=False)
     lead = q.shape[:-1]
     lse = q.new_empty(lead, dtype=torch.float32) if arguments["return_lse"] else None
@@ -328,35 +326,50 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
         raise RuntimeError(REASON)  # torch's transform would end in an error about autograd.Function
     validate.check_dispatched(arguments)
     dynamic = call.is_dynamic(arguments["out_scale"])
-    q, recipe = arguments["q"], arguments["recipe"]
+    recipe = arguments["recipe"]
+    is_codes = [isinstance(arguments[name], QTensor) for name in _NAMES]
     # Compiled code guards each global that is read from here on, at every call: most calls read few.
     words = [f"{name}={x}" for name, x in arguments.items() if isinstance(x, (bool, str)) and name != "out_scale"]
-    if recipe is None and not isinstance(q, QTensor) and not arguments["return_lse"]:
+    if recipe is None and not any(is_codes) and not arguments["return_lse"]:
         others = ("scale", "window_size", "out_dtype", "out_scale", "cu_seqlens_q", "cu_seqlens_k")
         if all([arguments[name] is None for name in others]):
-            k, v, attn_mask, bias = (arguments[name] for name in ("k", "v", "attn_mask", "bias"))
-            return _simple(q, k, v, attn_mask, bias, " ".join(words)), None
+            return _simple(*[arguments[name] for _, name in _SIMPLE], " ".join(words)), None
     bound = call.is_bound(arguments["out_scale"])
     flat = dict(arguments, out_scale=None) if dynamic or bound else dict(arguments)
-    if isinstance(q, QTensor):
-        codes = [arguments[name] for name in _NAMES]
-        scales, kinds, numbers = [x.scale for x in codes], [x.granularity for x in codes], [0.0] * 3
-        sizes = [x.block_size or 0 for x in codes] + [x.bits for x in codes]
-        flat.update(q=codes[0].data, k=codes[1].data, v=codes[2].data)
-        words.append("quantized=True")
-    else:
+    chosen = None
+    if not all(is_codes):
         chosen = recipe if recipe is not None else get_method(arguments["method"]).recipe
-        given = [chosen.q_scale, chosen.k_scale, chosen.v_scale]
-        scales = [x if isinstance(x, Tensor) else None for x in given]
-        numbers = [0.0 if x is None or isinstance(x, Tensor) else float(x) for x in given]
-        kinds, sizes = [chosen.q, chosen.k, chosen.v], [chosen.block_size] * 3 + [chosen.bits] * 3
-        words += [f"smooth_k={chosen.smooth_k}", f"rotate={chosen.rotate}", f"rule={chosen.rule}"]
-    words += [f"q_granularity={kinds[0]}", f"k_granularity={kinds[1]}", f"v_granularity={kinds[2]}"]
+        words.append(f"rule={chosen.rule}")
+    if not any(is_codes):
+        words += [f"smooth_k={chosen.smooth_k}", f"rotate={chosen.rotate}"]
+    numbers, blocks, bits = [], [], []
+    for i, name in enumerate(_NAMES):
+        x = arguments[name]
+        if is_codes[i]:
+            kind, scale, number, block, width = x.granularity, x.scale, 0.0, x.block_size or 0, x.bits
+            flat[name] = x.data
+        else:
+            kind, scale, number, block, width = (
+                chosen.granularity_of(name, x),
+                None,
+                0.0,
+                chosen.block_size,
+                chosen.bits,
+            )
+            given = chosen.scales[i]
+            if isinstance(given, Tensor):
+                scale = given
+            elif given is not None:
+                number = float(given)
+        flat[f"{name}_scale"] = scale
+        words.append(f"{name}_granularity={kind}")
+        numbers.append(number), blocks.append(block), bits.append(width)
+    words.append("codes=" + "".join([name for i, name in enumerate(_NAMES) if is_codes[i]]))
     words += [f"dynamic_out={dynamic}", f"bound_out={bound}"]
-    sizes += arguments["window_size"] or (UNBOUNDED, UNBOUNDED)
+    window = arguments["window_size"] or (UNBOUNDED, UNBOUNDED)
     if isinstance(flat["out_scale"], Real):
-        flat["out_scale"] = torch.full((1, 1, 1, 1), float(flat["out_scale"]), device=q.device)
-    flat.update(q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], number_scales=numbers, sizes=sizes)
+        flat["out_scale"] = torch.full((1, 1, 1, 1), float(flat["out_scale"]), device=flat["q"].device)
+    flat.update(number_scales=numbers, sizes=[*blocks, *bits, *window])
     out, scale, lse = _general(*[flat[name] for name in _NAMES_OF_TENSORS], " ".join(words))
     if not out.dtype.is_floating_point:
         out = call.integer_output(out, scale)
@@ -372,14 +385,14 @@ def _gather(*values: Any) -> dict[str, Any]:
     flat["window_size"] = masks.window(tuple(sizes[6:]))
     scales = [flat.pop(f"{name}_scale") for name in _NAMES]
     smooth_k, rotate, rule = flat.pop("smooth_k"), flat.pop("rotate"), flat.pop("rule")
-    flat["recipe"] = None
-    if flat.pop("quantized"):
-        for i, name in enumerate(_NAMES):
+    codes, given = flat.pop("codes"), {}
+    for i, name in enumerate(_NAMES):
+        if name in codes:
             flat[name] = QTensor(flat[name], scales[i], kinds[i], blocks[i] if kinds[i] == "block" else None, bits[i])
-    else:
-        given = {
-            f"{name}_scale": scales[i] if scales[i] is not None else numbers[i] or None for i, name in enumerate(_NAMES)
-        }
+        else:
+            given[f"{name}_scale"] = scales[i] if scales[i] is not None else numbers[i] or None
+    flat["recipe"] = None
+    if given:
         flat["recipe"] = Recipe(
             *kinds, bits=bits[0], block_size=blocks[0], smooth_k=smooth_k, rotate=rotate, rule=rule, **given
         )

@@ -16,7 +16,7 @@ class Problem:
 
     Attributes:
         method: a name in `intflash.methods.METHODS`.
-        q, k, v: all `QTensor`, or all float tensors that `recipe` says how to quantize;
+        q, k, v: all `QTensor`, all float tensors that `recipe` says how to quantize, or a float q beside `QTensor`s;
             ``[B, Hq, Nq, D]``, ``[B, Hk, Nk, D]``, ``[B, Hk, Nk, Dv]``, any strides.
         recipe: granularities, static scales and rule for float tensors.
         sm_scale: the softmax scale.
@@ -69,8 +69,8 @@ class Problem:
         """This problem with codes for floats, by the library's one definition of quantization."""
         if isinstance(self.q, QTensor):
             return self
-        codes = {name: self.recipe.quantize(name, getattr(self, name)) for name in ("q", "k", "v")}
-        return replace(self, **codes)
+        floats = {name: x for name, x in (("q", self.q), ("k", self.k), ("v", self.v)) if isinstance(x, Tensor)}
+        return replace(self, **{name: self.recipe.quantize(name, x) for name, x in floats.items()})
 
     def sequences(self) -> list[Problem] | None:
         """The sequences of a packed (varlen) problem as problems of their own; None if it is not packed."""

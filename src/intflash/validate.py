@@ -32,12 +32,9 @@ def flag(x: object, name: str) -> bool | None:
 
 def check_dispatched(a: dict[str, Any]) -> None:
     """What torch's dispatcher would refuse by an error of its own, in a call that goes through the custom op."""
-    q, k, v, recipe = a["q"], a["k"], a["v"], a["recipe"]
+    q, k, v = a["q"], a["k"], a["v"]
     _check_kinds(q, k, v)
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise InputError(f"recipe must be a Recipe, got {type(recipe).__name__}")
-    if recipe is not None and isinstance(q, QTensor):
-        raise InputError("a recipe says how floats are quantized; q, k, v are QTensors, quantized already")
+    check_recipe(q, k, v, a["recipe"])
     for name in ("attn_mask", "bias", "cu_seqlens_q", "cu_seqlens_k"):
         if a[name] is not None:
             check_tensor(a[name], name)
@@ -54,14 +51,15 @@ def check_dispatched(a: dict[str, Any]) -> None:
 
 def check_inputs(q: Input, k: Input, v: Input, enable_gqa: bool) -> None:
     """Types, dtypes, devices and shapes of q, k and v that no backend could serve otherwise."""
-    quantized = isinstance(q, QTensor)
     _check_kinds(q, k, v)
-    dtypes = [x.data.dtype for x in (q, k, v)] if quantized else [q.dtype, k.dtype, v.dtype]
-    if quantized and dtypes != [torch.int8] * 3:
-        raise InputError(f"q, k, v codes must be int8, got {dtypes}")
-    if not quantized and (dtypes[0] not in FLOAT_DTYPES or dtypes[1] != dtypes[0] or dtypes[2] != dtypes[0]):
-        codes = "; int8 codes go in with their scale, as QTensor(codes, scale)" if torch.int8 in dtypes else ""
-        raise InputError(f"q, k, v must share one dtype of {FLOAT_DTYPES}, got {dtypes}{codes}")
+    of_codes = [x.data.dtype for x in (q, k, v) if isinstance(x, QTensor)]
+    of_floats = [x.dtype for x in (q, k, v) if isinstance(x, Tensor)]
+    if any(dtype != torch.int8 for dtype in of_codes):
+        raise InputError(f"q, k, v codes must be int8, got {of_codes}")
+    if of_floats and (of_floats[0] not in FLOAT_DTYPES or any(dtype != of_floats[0] for dtype in of_floats)):
+        codes = "; int8 codes go in with their scale, as QTensor(codes, scale)" if torch.int8 in of_floats else ""
+        named = "q beside codes of k and v must have a dtype" if of_codes else "q, k, v must share one dtype"
+        raise InputError(f"{named} of {FLOAT_DTYPES}, got {of_floats}{codes}")
     devices = q.device, k.device, v.device
     if devices[1] != devices[0] or devices[2] != devices[0]:
         raise InputError(f"q, k, v must be on one device, got {[str(d) for d in devices]}")
@@ -71,13 +69,45 @@ def check_inputs(q: Input, k: Input, v: Input, enable_gqa: bool) -> None:
 
 
 def _check_kinds(q: Input, k: Input, v: Input) -> None:
-    """All tensors or all QTensors, and dense."""
-    kind = QTensor if isinstance(q, QTensor) else Tensor
-    if not (isinstance(q, kind) and isinstance(k, kind) and isinstance(v, kind)):
+    """All tensors, all QTensors, or a tensor q beside QTensors k and v; and dense."""
+    of_keys = QTensor if isinstance(q, QTensor) or isinstance(k, QTensor) else Tensor
+    if not (isinstance(q, (QTensor, Tensor)) and isinstance(k, of_keys) and isinstance(v, of_keys)):
         got = ", ".join(type(x).__name__ for x in (q, k, v))
-        raise InputError(f"q, k and v must be all QTensors or all float tensors, got {got}")
-    if kind is Tensor:  # a QTensor has looked at its own
-        check_dense(q, "q"), check_dense(k, "k"), check_dense(v, "v")
+        raise InputError(
+            "q, k and v must be all float tensors, all QTensors, or a float tensor q beside QTensors k and v, "
+            f"got {got}"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, Tensor):  # a QTensor has looked at its own
+            check_dense(x, name)
+
+
+def check_recipe(q: Input, k: Input, v: Input, recipe: object) -> None:
+    """A recipe of which nothing would be ignored: codes are quantized already."""
+    if recipe is None:
+        return
+    if not isinstance(recipe, Recipe):
+        raise InputError(f"recipe must be a Recipe, got {type(recipe).__name__}")
+    if isinstance(q, QTensor):
+        raise InputError("a recipe says how floats are quantized; q, k, v are QTensors, quantized already")
+    if not isinstance(k, QTensor):
+        return
+    said = "beside QTensors k and v a recipe says how q is quantized:"
+    for name, x, scale in (("k", k, recipe.k_scale), ("v", v, recipe.v_scale)):
+        kind = getattr(recipe, name)
+        if scale is not None:
+            raise InputError(f"{said} {name}_scale must be None, {name} has its own scale; got {_described(scale)}")
+        if kind not in (x.granularity, Recipe().k):
+            raise InputError(
+                f"{said} {name} must be left out or be {x.granularity!r}, the granularity of its codes, got {kind!r}"
+            )
+    for name in ("smooth_k", "rotate"):
+        if getattr(recipe, name):
+            raise InputError(f"{said} {name} must be False, it changes k before k is quantized")
+
+
+def _described(scale: Tensor | float) -> str:
+    return f"a tensor of shape {list(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
 
 
 def _shape_problem(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gqa: bool) -> str | None:
@@ -118,7 +148,7 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
 def check_granularities(method: Method, q: Input, k: Input, v: Input, recipe: Recipe) -> None:
     """Each of q, k, v has a granularity that the method can compute with."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        got = x.granularity if isinstance(x, QTensor) else getattr(recipe, name)
+        got = recipe.granularity_of(name, x)
         allowed = method.granularities.get(name, ("none",))
         if got not in allowed:
             raise InputError(f"method {method.name!r} takes {name} with granularity {allowed}, got {got!r}")
@@ -135,11 +165,17 @@ def check_out_dtype(method: Method, out_dtype: torch.dtype, out_scale: object) -
         raise InputError(f"method {method.name!r} gives {method.out_dtypes}, not out_dtype={out_dtype}")
     if out_scale is not None and out_dtype.is_floating_point:
         raise InputError(f"out_scale goes with an int8 or int16 out_dtype, got {out_dtype}")
+    chosen = out_scale is not None and not (isinstance(out_scale, str) and out_scale == "bound")
+    if method.writes_v_scale and chosen:
+        got = "a tensor" if isinstance(out_scale, Tensor) else repr(out_scale)
+        raise InputError(
+            f"method {method.name!r} writes codes of V's own scale: out_scale must be None or 'bound', got {got}"
+        )
 
 
-def check_has_out_scale(out_dtype: torch.dtype, out_scale: object) -> None:
-    """int8 output has the scale that the caller chose: none fits every input."""
-    if out_scale is None and out_dtype == torch.int8:
+def check_has_out_scale(method: Method, out_dtype: torch.dtype, out_scale: object) -> None:
+    """int8 output has the scale that the caller chose, where the method does not fix it: none fits every input."""
+    if out_scale is None and out_dtype == torch.int8 and not method.writes_v_scale:
         raise InputError(
             "int8 output, which is the default for QTensors, needs out_scale: a calibrated scale (intflash.calibrate), "
             "'dynamic' (the output's own maximum, for a second pass) or 'bound' (no output exceeds it, and where many "
@@ -164,19 +200,16 @@ def check_movable(scale: Tensor, name: str, device: torch.device) -> None:
 
 def check_scales(q: Input, k: Input, v: Input, recipe: Recipe) -> None:
     """Positive finite scales of codes, or those that a recipe gives. Reads values: on a GPU it waits for the device."""
-    if isinstance(q, QTensor):
-        of, least = (q.scale, k.scale, v.scale), LEAST_FLOAT
-    else:
-        of, least = recipe.scales, LEAST_SCALE
-    for name, scale in zip("qkv", of, strict=True):
+    for name, x, static in zip("qkv", (q, k, v), recipe.scales, strict=True):
+        scale, least = (x.scale, LEAST_FLOAT) if isinstance(x, QTensor) else (static, LEAST_SCALE)
         if isinstance(scale, Tensor):
             check_scale(scale, f"{name}'s scale", least)
 
 
-def check_finite(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """No NaN and no infinity. Reads values: on a GPU it waits for the device."""
+def check_finite(q: Input, k: Input, v: Input) -> None:
+    """No NaN and no infinity in those that are floats. Reads values: on a GPU it waits for the device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if math.isfinite(x.sum(dtype=torch.float32).item()):
+        if isinstance(x, QTensor) or math.isfinite(x.sum(dtype=torch.float32).item()):
             continue  # one cheap reduction; an overflowing sum of finite values is looked at closely
         finite = torch.isfinite(x)
         if not bool(finite.all()):

@@ -104,8 +104,11 @@ def test_short_rows(isa, method, data):
     assert_same_bits(cpu.run(problem, isa=isa, threads=pick(st.sampled_from([1, 2]))), reference.BACKEND.run(problem))
 
 
+LONG_ROWS = (257, 319, 320, 321, 512, 1023, 1024, 1025, 1089, 1216, 1281, 2047, 2048, 2250, 2561)
+
+
 @pytest.mark.parametrize("method", list(cpu.P_MAX))
-@pytest.mark.parametrize("nk", [257, 319, 320, 321, 512, 1023, 1024, 1025, 1089, 1216, 1281, 2047, 2048, 2250, 2561])
+@pytest.mark.parametrize("nk", [x if x in (257, 1025) else pytest.param(x, marks=pytest.mark.full) for x in LONG_ROWS])
 def test_long_rows(method, nk):
     """Around the borders of chunks and stages of keys and of strips of queries; short, narrow and shifted depths."""
     g = torch.Generator().manual_seed(nk)

@@ -90,6 +90,7 @@ def not_served(rank: int) -> dict[str, str]:
         "packed": refused(attention, q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu),
         "dynamic": refused(attention, q, k, v, out_dtype=torch.int8, out_scale="dynamic"),
         "method": refused(attention, q, k, v, method="fp16"),
+        "codes of keys": refused(attention, q, intflash.quantize(k), intflash.quantize(v)),
         "axes": refused(attention, q[0], k[0], v[0]),
         "layout": refused(attention, q, k, v, layout="striped"),
         "queries": refused(attention, q, k, v, queries="some"),

@@ -22,14 +22,15 @@ DISAGREEMENTS = {
     "codes": r"q is 8-bit codes .*0.2.* on ranks \[0, 1\], 8-bit codes .*0.1.* on ranks \[2\]",
     "nan": r"rank 2 of 3: InputError: q must be finite, got 1 non-finite of 512 values",
     "option": r"rank 2 of 3: TypeError: unknown arguments: colour",
-    "kind": r"rank 2 of 3: InputError: q, k and v must be all QTensors or all float tensors, got NoneType",
+    "kind": r"rank 2 of 3: InputError: q, k and v must be all float tensors, all QTensors, or .*, got NoneType",
     "mask": r"rank 2 of 3: InputError: attn_mask must broadcast to \[1, 4, 8, 24\], got shape \[1, 1, 1, 16\]",
     "bias": r"rank 2 of 3: InputError: bias must not hold NaN",
 }
 NOT_SERVED = {
     "packed": "packed sequences .* are not sharded",
     "dynamic": "out_scale='dynamic' needs all outputs",
-    "method": "has the methods intflash, intflash_p8, intflash_online, intflash_bfp, intflash_bfp8, got 'fp16'",
+    "method": "has the methods intflash, intflash_p8, intflash_online, intflash_bfp, got 'fp16'",
+    "codes of keys": "q, k and v all floats or all QTensors, got a float q beside QTensors k and v",
     "axes": r"must be \[B, H, n, D\], got \[4, 8, 16\]",
     "layout": "layout must be one of .*got 'striped'",
     "queries": "queries must be one of .*got 'some'",

@@ -7,6 +7,7 @@ import intflash
 from intflash import InputError, QTensor, Recipe
 from intflash.methods import get_method, lite, qflash
 from intflash.problem import Problem
+from intflash.quant import quantize
 from oracle import uniform
 
 
@@ -69,9 +70,20 @@ def test_qflash_scale_range(method):
 
 @pytest.mark.parametrize("method", ["qflash", "iflash"])
 def test_qflash_fixes_its_output_scale(method):
-    q, k, v = uniform(4, 1, 1, 8, 16)
-    with pytest.raises(InputError, match="out_scale"):
-        attend(method, q, k, v, out_dtype=torch.int8, out_scale=0.1)
+    """It is V's own: nothing has to be given, and nothing else can be."""
+    x = uniform(4, 1, 1, 8, 16)
+    codes = [quantize(y) for y in x]
+    for inputs in (x, codes):
+        found = [attend(method, *inputs, out_dtype=torch.int8, out_scale=given) for given in (None, "bound")]
+        assert torch.equal(found[0].data, found[1].data) and found[0].data.any()
+        assert found[0].scale == found[1].scale
+        for given in (0.1, torch.tensor(0.1), "dynamic"):
+            with pytest.raises(InputError, match="V's own scale: out_scale must be None or 'bound', got"):
+                attend(method, *inputs, out_dtype=torch.int8, out_scale=given)
+    out = attend(method, *codes)
+    assert out.data.dtype == torch.int8 and torch.equal(out.scale, codes[2].scale)
+    with pytest.raises(InputError, match="must be None or 'bound', got 'dynamic'"):
+        intflash.which_backend(*codes, method=method, out_scale="dynamic")
 
 
 @pytest.mark.parametrize(

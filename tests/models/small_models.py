@@ -173,6 +173,7 @@ def _both(model: nn.Module) -> bool:
         "altclip",
         "chinese_clip",
         "clipseg",
+        "git",
         "metaclip_2",
     )
 

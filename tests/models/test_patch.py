@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import intflash
+import intflash.models.bias as bias_codes
 from intflash.digits import load_model
 from intflash.models.base import FloatCore, IntegerCore, _Redirect
 from intflash.models.patch import attach, layers_of
@@ -264,3 +265,87 @@ def test_the_report_says_which_layers_ran():
     report = intflash.patch(model)
     run(model[0], torch.randn(2, 9, 32))
     assert report.ran == ["0"] and "not reached by any forward so far: 1" in str(report)
+
+
+class Shared(nn.Module):
+    """Two layers that are given one float bias, or one float mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Biased(), Biased()])
+
+    def forward(self, x, bias):
+        for layer in self.layers:
+            x = x + layer(x, bias)
+        return x
+
+
+class Biased(Direct):
+    def forward(self, x, bias):
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2)
+
+
+@pytest.fixture
+def quantized(monkeypatch):
+    """The biases that were quantized."""
+    seen = []
+    monkeypatch.setattr(bias_codes, "quantize_bias", lambda x: seen.append(x) or intflash.quantize_bias(x))
+    return seen
+
+
+def test_a_float_bias_is_quantized_once_until_it_changes(quantized):
+    torch.manual_seed(0)
+    model, x = Shared().eval(), torch.randn(2, 9, 32)
+    biases = [torch.randn(1, 4, 9, 9), torch.randn(9, 9).masked_fill(torch.rand(9, 9) > 0.8, float("-inf"))]
+
+    def outputs():
+        return [run(model, x, bias) for bias in biases]
+
+    with intflash.patch(model):
+        first = outputs()
+        assert len(quantized) == 2  # for two layers
+        assert all(map(torch.equal, first, outputs())) and len(quantized) == 2
+        for bias in biases:
+            bias.mul_(2)
+        second = outputs()
+        assert len(quantized) == 4 and not any(map(torch.equal, first, second))
+        assert all(torch.equal(a, run(model, x, b.clone())) for a, b in zip(second, biases, strict=True))
+        with torch.inference_mode():  # whose tensors do not count their changes
+            bias, count = biases[0].clone(), len(quantized)
+            assert torch.equal(model(x, bias), second[0])
+            bias.zero_()
+            assert torch.equal(model(x, bias), run(model, x, torch.zeros(9, 9)))
+            assert len(quantized) == count
+    with intflash.patch(model, check_finite=True), pytest.raises(intflash.InputError, match="must not hold NaN"):
+        run(model, x, torch.full((9, 9), float("nan")))
+
+
+@pytest.mark.parametrize("method", ["intflash_bfp", "auto", "fp32", "int_flash_half"])
+def test_other_methods_get_the_float_bias(method, quantized):
+    """Biases past the range of `quantize_bias` are right with a coarser unit."""
+    torch.manual_seed(0)
+    model, x, bias = Shared().eval(), torch.randn(2, 9, 32), 5000 * torch.randn(1, 4, 9, 9)
+    reference = run(model, x, bias)
+    with intflash.patch(model, method):
+        assert sqnr(reference, run(model, x, bias)) > 20 and not quantized
+
+
+@pytest.mark.gpu
+def test_a_float_bias_in_a_cuda_graph_is_quantized_by_each_replay():
+    torch.manual_seed(0)
+    model, x, bias = Shared().eval().cuda(), torch.randn(2, 9, 32).cuda(), torch.randn(1, 4, 9, 9).cuda()
+    with intflash.patch(model):
+        before = run(model, x, bias)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            assert torch.equal(run(model, x, bias), before)  # a stream of its own, and the warm-up of the graph
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(model, x, bias)
+        bias.mul_(2)
+        graph.replay()
+        changed = run(model, x, bias)
+        assert torch.equal(out, changed) and not torch.equal(out, before)

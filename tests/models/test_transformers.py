@@ -8,11 +8,13 @@ import torch
 from torch.nn import functional as F
 
 import intflash
-from intflash.models.base import CROSS_RECIPE, IntegerCore
+from intflash.models.base import CAUSAL_METHOD, CROSS_RECIPE, IntegerCore
 from oracle import sqnr
 from peaked_models import run, sharpen
 
 transformers = pytest.importorskip("transformers")
+from transformers.masking_utils import create_causal_mask  # noqa: E402, F401  (as in the file of a decoder)
+
 import intflash.models.transformers as adapter  # noqa: E402
 
 VISION = dict(
@@ -395,6 +397,49 @@ def test_a_layer_that_does_not_say_is_causal():
         loaded = load(model, route)
         a, b = (first_tensor(loaded, input_ids=x) for x in (ids, later))
         assert torch.equal(a[:, :8], b[:, :8])
+
+
+class Layer(torch.nn.Module):
+    """A layer of the interface with a default core, in a file that makes causal masks."""
+
+    def __init__(self, implementation="eager", **attributes):
+        super().__init__()
+        self.config = transformers.PreTrainedConfig(attn_implementation=implementation)
+        vars(self).update(attributes)
+        self.intflash_attention = IntegerCore("intflash", None, None, False, CAUSAL_METHOD, CROSS_RECIPE).eval()
+
+
+@pytest.mark.parametrize(
+    "layer, encoder",
+    [
+        (Layer(is_causal=False, is_decoder=True), 0),  # NLLB-MoE, Pegasus-X and BigBird-Pegasus leave `is_causal` out
+        (Layer("sdpa", is_causal=False), 4),  # T5Gemma 2 attends to its own tokens and the encoder's at once
+    ],
+)
+def test_a_layer_whose_mask_hides_later_tokens_without_its_saying_so(layer, encoder):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    mask = F.pad(torch.zeros(9, 9).masked_fill(hidden, torch.finfo(torch.float32).min), (0, encoder))[None, None]
+    own = torch.randn(2, 1, 2, encoder, 16)
+
+    def forward(*x):
+        key, value = (torch.cat(pair, 2) for pair in zip(x[1:], own, strict=True))
+        return adapter.intflash_attention_forward(layer, x[0], key, value, mask)[0]
+
+    later = [torch.cat((x[:, :, :6], 10 * torch.randn(1, 2, 3, 16)), 2) for x in (q, k, v)]
+    assert torch.equal(forward(q, k, v)[:, :6], forward(*later)[:, :6])
+
+
+def test_a_layer_with_the_masks_of_eager_sees_all_keys_without_a_mask():
+    """Splinter's layers do not say that they are not causal, and its encoder gives no mask where nothing is padded."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    for attributes in ({}, {"is_causal": True}):
+        layer = Layer(**attributes)
+        layer.intflash_attention = IntegerCore("fp32", None).eval()
+        out = adapter.intflash_attention_forward(layer, q, k, v, None)[0].transpose(1, 2)
+        assert sqnr(F.scaled_dot_product_attention(q, k, v), out) > 100
 
 
 @ROUTES

@@ -5,13 +5,14 @@
 // memory; Q, scores, P and accumulators stay in registers.
 //
 // Macros:
-//   METHOD            ExactP16, ExactP8, Online, BlockP16 or BlockP8
+//   METHOD            ExactP16, ExactP8, Online or BlockFloat
 //   HEAD_DIM          channels of Q and K, a multiple of 8 to 256
 //   VALUE_DIM         channels of V and of the output
 //   SLICES            CTAs that share the channels of V, where the registers of one do not suffice
 //   QUERY, OUT        the types of Q (i8, or a float type with p.q_scale) and of the output
 //   KEY_MAJOR         1: V has contiguous keys
-//   ROW_SCALES        1: Q has a scale for each token
+//   ROW_SCALES        1: the rows of a lane have scores of different units: Q has a scale for each token, or, of
+//                     few_rows.cu, rows are of several heads
 //   CAUSAL            0 none, 1 key j is present for row i if j <= i + p.causal, 2 the same with each packed sequence's
 //                     number of keys less its number of queries added
 //   WINDOW            1: it is present only if also j >= i + p.window_start, with the same added

@@ -1,15 +1,13 @@
-// The softmax of intflash_bfp and intflash_bfp8, of one tile of 16 rows: tiles of keys are the method's blocks. The
-// first pass finds a row's largest octaves, so that the second merges each block as the definition says, whatever the
-// octaves span.
+// The softmax of intflash_bfp, of one tile of 16 rows: tiles of keys are the method's blocks. The first pass finds a
+// row's largest octaves, so that the second merges each block as the definition says, whatever the octaves span.
 //
 // Macros: see softmax.cuh.
 #pragma once
 #include "block_float.cuh"
 #include "sm80/softmax.cuh"
 
-template <int DIGITS_>
 struct BlockFloat {
-  static constexpr int DIGITS = DIGITS_, PASSES = 2, BIAS_UNIT = 1 << 20;
+  static constexpr int DIGITS = 2, PASSES = 2, BIAS_UNIT = 1 << 20;
   static constexpr bool BLOCKS = true;
   typedef P16Accumulator Accumulator;
   typedef RowSum Row;
@@ -204,18 +202,11 @@ struct BlockFloat {
       for (int e = 0; e < 2; ++e)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const i32 sum = block_sum(digits_of(sums[e], i));
+          const i32 sum = block_sum({sums[e][0][i], sums[e][1][i]});
           i64& to = acc[chunk][e][i];
           to = floors ? to + merged(sum, fraction, depth[i / 2]) : multiply_add(sum, unit[i / 2], to);
         }
     }
-  }
-  typedef i32 DigitSums[DIGITS][4];
-  DEVICE static typename AccumulatorOf<DIGITS>::Type digits_of(const DigitSums& sums, int i) {
-    if constexpr (DIGITS == 1)
-      return sums[0][i];
-    else
-      return {sums[0][i], sums[DIGITS - 1][i]};
   }
 
   // The accumulator of channel j of four adjacent ones.
@@ -227,6 +218,3 @@ struct BlockFloat {
   DEVICE Row row(int, int h) const { return {top[VALUE][h], top[OTHER][h], l[h]}; }
   DEVICE i64 t_max(int, int h) const { return row(0, h).level(fraction); }
 };
-
-typedef BlockFloat<1> BlockP8;
-typedef BlockFloat<2> BlockP16;

@@ -12,7 +12,8 @@
 // all 128 keys of a tile, which are a block, and a part of the channels. A row's sums have 64 bits then.
 //
 // Macros: STEP, BLOCK_FLOAT, and those of attention.cu without PACKED and ROW_TILES. METHOD is any but Online, and KEYS
-// is 32 * WARPS.
+// is 32 * WARPS. SCORES: 0 the score constants are p.score; 1 they are computed here from p.q_scale and p.k_scale; 2 so
+// is Q's scale, of heads that have one row each.
 #define ROW_TILES 1
 #define WARPS_SHARE_CHANNELS (BLOCK_FLOAT && STEP == 1)
 #include "sm80/rows.cuh"

@@ -4,10 +4,15 @@
 // the row sees; `batch`, `keys` and `k_start`, its first key; `kv_head` and `first_block`, where its blocks of keys are
 // counted from.
 //
-// Macros: QUERY, VALUES_IN_RANGE, BIAS, KEEP; see attention.cu.
+// Macros: QUERY, VALUES_IN_RANGE, BIAS, KEEP; see attention.cu. SCORES, of few_rows.cu: where the score constants come
+// from, by default p.score.
 #pragma once
 #include "quantize.cuh"
 #include "sm80/block_float_softmax.cuh"
+
+#ifndef SCORES
+#define SCORES 0
+#endif
 
 typedef Codes<QUERY, VALUES_IN_RANGE> In;
 
@@ -52,21 +57,43 @@ struct WarpRows {
   DEVICE i32 row_of(int m, int h) const { return row + 16 * m + 8 * h; }
   DEVICE RowPlace place(int m, int h) const { return work.place(row_of(m, h)); }
 
+  // The channels that a lane reads of its rows: four from each of these.
+  DEVICE static u32 lane_channel(int i) { return 16 * i + threadIdx.x % 4 * 4; }
+  DEVICE const u8* query(const RowPlace& at, u32 channel) const {
+    const i64 row = head_offset(p.q, work.batch, at.head) + at.row * p.q.n;
+    return p.q.ptr + (row + min(channel, HEAD_DIM - 4)) * SIZE<QUERY>;
+  }
+  // The scale of a row of floats. With SCORES 2 the row is its head's only one, and has a scale of its own maximum.
+  DEVICE float query_scale(const RowPlace& at) const {
+    if constexpr (SCORES < 2) {
+      return *head_element<float>(p.q_scale, work.batch, at.head);
+    } else {
+      u32 most = 0;
+#pragma unroll
+      for (int i = 0; i < 2 * K_STEPS; ++i) {
+        typename In::Raw<1> raw;
+        load_words(query(at, lane_channel(i)), raw.word);
+        for (u32 word : raw.word) most = max_magnitudes(most, word, QUERY{});
+      }
+      most = max_of_pair(most, QUERY{});
+      for (int step = 1; step < 4; step *= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
+      return scale_of_magnitude<QUERY>(most);
+    }
+  }
+
   DEVICE void load_query() {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const RowPlace at = place(m, h);
-        const u8* from = p.q.ptr + (head_offset(p.q, work.batch, at.head) + at.row * p.q.n) * SIZE<QUERY>;
         float inverse = 1.0f;
-        if constexpr (SIZE<QUERY> > 1)
-          inverse = In::usable_inverse(__frcp_rn(*head_element<float>(p.q_scale, work.batch, at.head)));
+        if constexpr (SIZE<QUERY> > 1) inverse = In::usable_inverse(__frcp_rn(query_scale(at)));
 #pragma unroll
         for (int i = 0; i < 2 * K_STEPS; ++i) {
-          const u32 channel = 16 * i + threadIdx.x % 4 * 4;
+          const u32 channel = lane_channel(i);
           typename In::Raw<1> raw;
-          load_words(from + min(channel, HEAD_DIM - 4) * SIZE<QUERY>, raw.word);
+          load_words(query(at, channel), raw.word);
           if (In::has_far_values(inverse)) In::clamp_far_values(raw, inverse);
           u32 w[1];
           In::codes(raw, inverse, w);
@@ -76,6 +103,8 @@ struct WarpRows {
   }
   DEVICE Score score_of(int m, int h) const {
     const RowPlace at = place(m, h);
+    if constexpr (SCORES)
+      return score_constants(query_scale(at), *head_element<float>(p.k_scale, work.batch, work.kv_head), p.sm_scale);
     return unpack_score(((const i64*)p.score.ptr)[head_offset(p.score, work.batch, at.head) + at.row * p.score.n]);
   }
   DEVICE void init(u32 table) {

@@ -5,7 +5,7 @@
 // scores in the last pass. NOW is the number of keys of the tile that are computed, MASKED whether a row may not see
 // all of them.
 //
-// Macros: ROW_SCALES (1: Q has a scale for each token), BIAS, KEEP; see attention.cu.
+// Macros: ROW_SCALES, BIAS, KEEP; see attention.cu.
 #pragma once
 #include "epilogue.cuh"
 #include "exp2.cuh"

@@ -16,8 +16,6 @@ constexpr int64_t kCtasPerProcessor = 2;    // of few_rows.cu, at least, where t
 constexpr int64_t kTableBytes = 32 * 1024;  // of the table of P of `intflash_online`
 constexpr int64_t kBlock = 128;             // keys with one exponent
 
-constexpr const char* kMethodNames[] = {"ExactP16", "ExactP8", "Online", "BlockP16", "BlockP8"};  // in Method's order
-
 const Source kAnyRowsSource = {"sm80/attention.cu",
                                "attention",
                                {{"METHOD", kMethodNames},
@@ -58,6 +56,7 @@ const Source kFewRowsSource = {"sm80/few_rows.cu",
                                 {"VALUES_IN_RANGE", nullptr},
                                 {"CAUSAL", nullptr},
                                 {"BLOCK_FLOAT", nullptr},
+                                {"SCORES", nullptr},
                                 {"STEP", nullptr}}};
 
 int64_t padded(int64_t count) { return round_up(count, kChunk); }
@@ -95,7 +94,7 @@ Tile choose_tile(const Problem& p, const Gpu& gpu) {
     return tile;
   }
   // tiles are blocks of keys, and a row's sums have 64 bits
-  if (is_block_float(p.method)) return {4, 1, kBlock, 2, 2, ceil_div(dv, 64)};
+  if (p.is_block_float()) return {4, 1, kBlock, 2, 2, ceil_div(dv, 64)};
   if (p.method == Method::kP8) {
     if (d > 128) return {4, 1, 32, 3, 2, 1};
     if (p.bias || (is_masked && d > 64)) return {4, 1, 64, 3, d <= 64 ? three : 2, 1};
@@ -125,7 +124,7 @@ void set_macros(const Attention& a, const Tile& tile, const Source& source, Prog
               mask_kind(p.bias, 4, is_packed), mask_kind(p.keep, 1, is_packed), int32_t(tile.warps), int32_t(tile.keys),
               int32_t(tile.stages), int32_t(tile.slices), int32_t(tile.ctas_per_sm), a.is_fused && p.is_dynamic()}};
 }
-constexpr int kSharedMacros = 15;
+constexpr int kSharedMacros = 15, kRowScales = 6;
 
 void add_macros(Program& program, std::initializer_list<int32_t> values) {
   std::copy(values.begin(), values.end(), program.values + kSharedMacros);
@@ -135,14 +134,14 @@ int64_t digits(Method method) { return method == Method::kP16 ? 2 : 1; }
 
 // With blocks, each warp has a part of the channels.
 Tile few_rows_tile(const Problem& p) {
-  const int64_t dv = p.v.shape[3], slices = is_block_float(p.method) ? 1 : 1 + (digits(p.method) * dv > 256);
+  const int64_t dv = p.v.shape[3], slices = p.is_block_float() ? 1 : 1 + (digits(p.method) * dv > 256);
   return {4, 1, 128, std::max(p.head_dim(), dv) <= 128 ? 4 : 2, 2, slices};
 }
 
 // Sums of a row: int32 numbers of few_rows.cu.
 int64_t row_sums(const Problem& p) {
   const int64_t channels = padded(p.v.shape[3]);
-  return is_block_float(p.method) ? 2 * (channels + 2) : digits(p.method) * (channels + 1);
+  return p.is_block_float() ? 2 * (channels + 2) : digits(p.method) * (channels + 1);
 }
 
 }  // namespace
@@ -158,7 +157,7 @@ bool any_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (p.key_counts) return why.no([] { return "any rows do not support counts of keys"; });
   if (p.method == Method::kOnline && p.bias) return why.no([] { return "intflash_online has no bias"; });
   // the registers do not hold masks beside the sums of 64 bits
-  if (is_block_float(p.method) && !takes_few_rows(p) && (p.bias || p.keep))
+  if (p.is_block_float() && !takes_few_rows(p) && (p.bias || p.keep))
     return why.no([&] {
       return std::string(kMethods[int(p.method)]) + " takes a bias or a bool mask for at most " + number(kFewRows) +
              " rows and from " + number(kManyKeys) + " keys on";
@@ -235,12 +234,17 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
                   reinterpret_cast<i32*>(workspace + choice.sums)};
   const int64_t of_keys = tile.stages * k_bytes(p.head_dim(), tile);
   const int64_t of_values = std::max(tile.stages * v_bytes(dv, tile), 4 * kFewRows * row_sums(p));
+  // where the score constants come from: see few_rows.cu
+  const int32_t scores = a.constants.score ? 0 : a.head_amax_in_kernel ? 2 : 1;
+  // rows i and i + 8, which a lane has, may be of two heads
+  const bool has_scores_of_heads = p.group() * p.nq() > 8 && (scores || a.constants.score.shape[1] > 1);
   const int64_t grids[3][2] = {{ctas * few.splits, 1}, {ctas * few.splits, tile.slices}, {ctas, 1}};
   const int64_t shared[3] = {of_keys, of_values, 0};
   for (int step = 0; step < 3; ++step) {
     Launch& launch = plan.next();
     set_macros(a, tile, kFewRowsSource, launch.program);
-    add_macros(launch.program, {p.is_causal, is_block_float(p.method), step});
+    add_macros(launch.program, {p.is_causal, p.is_block_float(), scores, step});
+    if (has_scores_of_heads) launch.program.values[kRowScales] = 1;
     launch.set_parameters<::Params>() = params;
     launch.grid[0] = uint32_t(grids[step][0]), launch.grid[1] = uint32_t(grids[step][1]);
     launch.threads = uint32_t(32 * tile.warps);

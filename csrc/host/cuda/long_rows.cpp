@@ -21,8 +21,6 @@ constexpr double kQuantizeTileUs = 0.6;
 // A separate quantization pass: its least time, and its rate at 3 bytes per element.
 constexpr double kPassLeastUs = 4.5, kPassTbS = 4.0;
 
-constexpr const char* kMethodNames[] = {"ExactP16", "ExactP8", "Online", "BlockFloat"};  // in the order of Method
-
 const Source kSource = {
     "sm90/long_rows.cu",
     "attention",
@@ -32,10 +30,6 @@ const Source kSource = {
      {"P_TABLE", nullptr},     {"SCRATCH_BYTES", nullptr},   {"STAGES", nullptr},     {"KV_RESIDENT", nullptr},
      {"FLOAT_KV", nullptr},    {"VALUES_IN_RANGE", nullptr}, {"TENSOR_DIM", nullptr}, {"KEY_COUNTS", nullptr},
      {"KEY_MASK", nullptr}}};
-
-bool has_kernel(Method method) {
-  return method == Method::kP16 || method == Method::kP8 || method == Method::kOnline || method == Method::kBlockFloat;
-}
 
 // The kernel pads head_dim to a multiple of 16.
 int64_t padded_channels(int64_t d) { return round_up(d, 16); }
@@ -47,7 +41,7 @@ bool p_in_shared(const Problem& p, int64_t consumers) { return consumers == 3 &&
 // Bytes for each consumer warpgroup of `Scratch` of block_float_softmax.cuh: 64-bit words of 128 threads, five and a
 // thread's accumulators that have no registers.
 int64_t scratch_bytes(const Problem& p) {
-  if (!is_block_float(p.method)) return 0;
+  if (!p.is_block_float()) return 0;
   const int64_t d = p.head_dim();
   const int64_t accumulators = d == 80 ? 12 : d == 96 ? 16 : d == 112 ? 24 : d == 128 ? 32 : 0;
   return (5 + accumulators) * 128 * 8;
@@ -76,7 +70,7 @@ bool light_quantization(int64_t d) { return d == 64; }
 // The number of consumer warpgroups, as many as registers allow. light_loads: the producer needs few registers, as with
 // TMA; rows: each row has its own scale.
 int64_t consumers_of(const Problem& p, int64_t d, bool light_loads, bool rows) {
-  if (is_block_float(p.method)) return 2;
+  if (p.is_block_float()) return 2;
   if (p.method == Method::kP16) return 32 < d && d <= 64 && light_loads && !rows ? 3 : 2;
   if (p.method == Method::kP8) return d <= 96 || d == 128 ? 3 : 2;
   if (rows) return d <= (p.is_causal ? 64 : 80) ? 3 : 2;
@@ -241,20 +235,18 @@ Schedule schedule_ranges(const Problem& p, int64_t consumers, const Gpu& gpu) {
 
 bool long_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (!gpu.is_hopper()) return why.no([] { return kHopperOnly; });
-  if (!has_kernel(p.method))
-    return why.no([&] { return std::string("method '") + kMethods[int(p.method)] + "' has no kernel for long rows"; });
-  if (p.keep && !is_block_float(p.method) && !is_key_mask(p, why)) return false;
-  if (!is_long_rows_shape(p, !is_block_float(p.method) && pads_channels(p) ? 8 : 16, why)) return false;
+  if (p.keep && !p.is_block_float() && !is_key_mask(p, why)) return false;
+  if (!is_long_rows_shape(p, !p.is_block_float() && pads_channels(p) ? 8 : 16, why)) return false;
   if (p.bias) return why.no([] { return "long rows do not support bias"; });
-  if (p.keep && is_block_float(p.method)) return why.no([] { return "long rows do not support keep"; });
+  if (p.keep && p.is_block_float()) return why.no([] { return "long rows do not support keep"; });
   return true;
 }
 
 // Whether the kernel quantizes the problem's float K and V itself: 16-bit floats, with K/V resident in shared memory.
 bool long_rows_quantize_keys(const Problem& p, const Gpu& gpu) {
   const int64_t d = padded_channels(p.head_dim());
-  if (!has_kernel(p.method) || p.q.bytes() != 2 || d == 16) return false;  // 16: registers would spill
-  if (is_block_float(p.method)) return false;  // it reads codes again where a row needs a second pass
+  if (p.q.bytes() != 2 || d == 16) return false;  // 16: registers would spill
+  if (p.is_block_float()) return false;           // it reads codes again where a row needs a second pass
   if (!offsets_fit_32_bits(p.k) || !offsets_fit_32_bits(p.v)) return false;
   const int64_t consumers = consumers_of(p, d, light_quantization(d), false);
   const int64_t stages = most_stages(d, consumers, extra_shared_bytes(p, consumers, true));
@@ -279,7 +271,7 @@ void long_rows_launch(const Attention& a, Launch& launch) {
   const int64_t stages = resident ? most : kStages;
   launch.program = {&kSource,
                     {int32_t(p.method),
-                     is_block_float(p.method),
+                     p.is_block_float(),
                      int32_t(d),
                      int32_t(consumers),
                      p.is_causal,

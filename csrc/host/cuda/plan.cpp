@@ -120,13 +120,24 @@ bool is_within_limits(const Problem& p, Refusal& why) {
 
 // Why none of the kernels for particular shapes serves the problem is left in `why`.
 bool find_particular_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Refusal& why) {
+  if (p.has_float_query() && !p.is_float()) {
+    if (p.head_dim() % 16)
+      return why.no([&] {
+        return "beside float Q the codes of K and V need a head_dim that is a multiple of 16, got " +
+               std::to_string(p.head_dim());
+      });
+    // long rows would read K and V for each query head, and a copy of V
+    if (takes_few_rows(p)) return why.no([] { return "few rows over many codes of keys have a kernel of their own"; });
+  }
   if (p.fixed.any_rows_only > 0) return why.no([] { return "its kernels for particular shapes were not wanted"; });
   if (p.q_ends) return why.no([] { return "its kernels for particular shapes do not support packed sequences"; });
   if (p.is_windowed) return why.no([] { return "its kernels for particular shapes do not support sliding windows"; });
   if (!is_aligned(p.q, "q", why) || !is_aligned(p.k, "k", why) || !is_aligned(p.v, "v", why)) return false;
-  Refusal ignored;
-  if (has_short_rows(p.method) && window_serves(p, ignored)) return kernel = Kernel::kWindow, true;
-  if (has_short_rows(p.method) && short_rows_serve(p, gpu, ignored)) return kernel = Kernel::kShortRows, true;
+  // these quantize all of Q, K and V or nothing
+  if (Refusal ignored; has_short_rows(p.method) && p.has_float_query() == p.is_float()) {
+    if (window_serves(p, ignored)) return kernel = Kernel::kWindow, true;
+    if (short_rows_serve(p, gpu, ignored)) return kernel = Kernel::kShortRows, true;
+  }
   return kernel = Kernel::kLongRows, long_rows_serve(p, gpu, why);
 }
 
@@ -219,7 +230,7 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
     return at;
   };
   const auto place_constants = [&] {
-    const auto scale = [&](int i) { return c.finds_scales ? found_scale(p, i, nullptr) : p.scale[i]; };
+    const auto scale = [&](int i) { return p.scale[i] ? p.scale[i] : found_scale(p, i, nullptr); };
     set_constant_shapes(p, {scale(0), scale(1), scale(2)}, c);
     c.score = place(8 * numel(c.score_shape));
     if (p.has_integer_output()) c.output = place(8 * numel(c.output_shape));
@@ -228,23 +239,29 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
   const bool is_long = c.kernel == Kernel::kLongRows;
   const bool quantizes_keys = c.kernel == Kernel::kWindow || c.kernel == Kernel::kShortRows;  // of floats
   c.copies_values = is_long && !p.is_float() && !is_key_major(p.v, round_up(p.nk(), 16));
+  c.scores_in_kernel = p.has_float_query() && !p.is_float() && c.kernel == Kernel::kFewRows && !p.has_integer_output();
   if (p.is_dynamic()) {
-    const bool heads = p.per_head[0] && p.per_head[1] && p.per_head[2];
-    c.head_amax_in_kernel = heads && quantizes_keys && !p.has_integer_output();
+    const bool heads = p.per_head[0] && (!p.is_float() || (p.per_head[1] && p.per_head[2]));
+    c.head_amax_in_kernel =
+        heads && (p.is_float() ? quantizes_keys && !p.has_integer_output() : c.scores_in_kernel && p.nq() == 1);
     c.finds_scales = !c.head_amax_in_kernel;
   }
   c.fuses_keys = p.is_float() && (quantizes_keys || (is_long && long_rows_quantize_keys(p, gpu)));
-  c.fills_constants = (!c.fuses_keys || p.has_integer_output()) && !p.ready_score;
-  c.finds_valueless = is_block_float(p.method);
+  c.fills_constants = (!(c.fuses_keys || c.scores_in_kernel) || p.has_integer_output()) && !p.ready_score;
+  c.finds_valueless = p.is_block_float();
   if (c.finds_scales) {
-    for (int i = 0; i < 3; ++i) c.scale_count += numel(found_scale(p, i, nullptr).shape);
+    for (int i = 0; i < 3; ++i)
+      if (!p.scale[i]) c.scale_count += numel(found_scale(p, i, nullptr).shape);
     c.scales = place(12 * c.scale_count);
     c.zeros = {c.scales, 8 * c.scale_count};
   }
   if (c.copies_values) {
     const int64_t bytes = p.k.shape[0] * p.k.shape[1] * p.v.shape[3] * round_up(p.nk(), 16);
     c.value_codes = place(bytes);
-    if (p.nk() % 16) c.zeros = {c.value_codes, bytes};  // the keys that pad a row
+    if (p.nk() % 16) {  // the keys that pad a row
+      if (!c.finds_scales) c.zeros.offset = c.value_codes;
+      c.zeros.bytes = c.value_codes + bytes - c.zeros.offset;
+    }
   }
   if (p.is_float() && !c.fuses_keys) {
     const int64_t key_heads = p.k.shape[0] * p.k.shape[1];
@@ -263,12 +280,13 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
 void fill_plan(const Problem& p, const Choice& c, const Memory& memory, const Gpu& gpu, Plan& plan) {
   plan.count = 0;
   char* const workspace = memory.workspace;
-  Attention a{p, memory, p.q, p.k, p.v, p.is_float(), c.head_amax_in_kernel, {}, {}, {}, gpu};
+  Attention a{p, memory, p.q, p.k, p.v, p.has_float_query(), c.head_amax_in_kernel, {}, {}, {}, gpu};
   Tensor scale[3] = {p.scale[0], p.scale[1], p.scale[2]};
   if (c.finds_scales) {
     uint32_t* const amax = reinterpret_cast<uint32_t*>(workspace + c.scales);
     float* scales = reinterpret_cast<float*>(amax + 2 * c.scale_count);
-    for (int i = 0; i < 3; ++i) scale[i] = found_scale(p, i, scales), scales += numel(scale[i].shape);
+    for (Tensor& s : scale)
+      if (!s) s = found_scale(p, int(&s - scale), scales), scales += numel(s.shape);
     absmax_launch(p, c.scale_count, amax, plan.next());
   }
   if (c.fills_constants) {
@@ -285,9 +303,10 @@ void fill_plan(const Problem& p, const Choice& c, const Memory& memory, const Gp
     a.v = value_codes(p, c, workspace);
     quantize_launch(p, scale, a.k, a.v, plan.next());
   }
-  if (p.is_float() && !c.head_amax_in_kernel) {
+  if (p.has_float_query()) {
     a.scale[0] = scale[0];
-    if (c.fuses_keys) a.scale[1] = scale[1], a.scale[2] = scale[2];
+    if (c.fuses_keys || c.scores_in_kernel) a.scale[1] = scale[1];
+    if (c.fuses_keys) a.scale[2] = scale[2];
   }
   if (c.copies_values) a.v = value_codes(p, c, workspace);
   if (c.finds_valueless) {

@@ -23,7 +23,9 @@ struct Tensor {
 };
 
 // The methods that have plans, in the order of Method.
-constexpr const char* kMethods[] = {"intflash", "intflash_p8", "intflash_online", "intflash_bfp", "intflash_bfp8"};
+constexpr const char* kMethods[] = {"intflash", "intflash_p8", "intflash_online", "intflash_bfp"};
+// What the macro METHOD of kernels says for each of them.
+constexpr const char* kMethodNames[] = {"ExactP16", "ExactP8", "Online", "BlockFloat"};
 
 // A GPU as far as plans depend on it.
 struct Gpu {
@@ -48,8 +50,8 @@ struct Fixed {
 // A validated call, as problem.py describes one, without what these kernels do not know.
 struct Problem {
   Method method = Method::kP16;
-  Tensor q, k, v;      // all codes or all floats of one type
-  Tensor scale[3];     // float32 scales of Q, K and V; all null where floats have scales of their own maxima
+  Tensor q, k, v;      // all codes, all floats of one type, or float Q beside codes of K and V
+  Tensor scale[3];     // float32 scales of Q, K and V; null where floats have scales of their own maxima
   bool per_head[3]{};  // floats: granularity of each, tensor or head
   double sm_scale = 0;
   Tensor bias, keep;         // int32 and bool, [Bm, H|1, Nq|1, Nk|1]; `type` has no meaning
@@ -69,8 +71,10 @@ struct Problem {
   bool only_constants = false;       // nothing is launched but what fills the packed constants
   Fixed fixed;
 
-  bool is_float() const { return !q.is_codes(); }
-  bool is_dynamic() const { return is_float() && !scale[0]; }
+  bool has_float_query() const { return !q.is_codes(); }
+  bool is_float() const { return !k.is_codes(); }  // all of Q, K and V
+  bool is_dynamic() const { return has_float_query() && !scale[0]; }
+  bool is_block_float() const { return method == Method::kBlockFloat; }
   bool has_integer_output() const { return out_type == OutType::kInt8 || out_type == OutType::kInt16; }
   int64_t batch() const { return q.shape[0]; }
   int64_t heads() const { return q.shape[1]; }
@@ -79,6 +83,11 @@ struct Problem {
   int64_t head_dim() const { return q.shape[3]; }
   int64_t group() const { return q.shape[1] / k.shape[1]; }
 };
+
+// Whether Q, K and V are of the types that a problem can have.
+inline bool has_served_types(const Problem& p) {
+  return p.k.type == p.v.type && (p.q.type == p.k.type || p.k.is_codes()) && p.q.type != OutType::kInt16;
+}
 
 // Why a kernel does not serve a problem. Calls only ask whether there is a reason; `wanted` composes its text.
 struct Refusal {
@@ -173,7 +182,8 @@ constexpr int kMostParts = 9;
 // What a problem's launches are, before there is memory.
 struct Choice {
   Kernel kernel;
-  bool head_amax_in_kernel;  // the attention kernel finds the scale of each head
+  bool head_amax_in_kernel;  // the attention kernel finds the scale of each head, of Q alone beside codes
+  bool scores_in_kernel;     // of float Q beside codes: few rows compute the score constants themselves
   bool fuses_keys;           // floats: the attention kernel quantizes K and V too, and not only Q
   bool finds_scales;         // absmax or head_absmax
   bool fills_constants;
@@ -185,7 +195,7 @@ struct Choice {
   int64_t bytes;                                                     // of the workspace
   Part parts[kMostParts];                                            // its parts, in order
   int part_count;
-  Part zeros;  // what is to be cleared before
+  Part zeros;  // what is to be cleared before; may span several parts
   int64_t score_shape[4], output_shape[4];
 };
 
@@ -220,7 +230,7 @@ struct Attention {
   Tensor q, k, v;
   bool is_fused;  // q is floats
   bool head_amax_in_kernel;
-  Tensor scale[3];  // where is_fused; those of K and V null where they are codes
+  Tensor scale[3];  // where is_fused; those of K and V null where nothing is computed from them
   Constants constants;
   Tensor valueless;  // int32 words
   const Gpu& gpu;
@@ -298,7 +308,7 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan);
 uint64_t packed_score(const Problem& p, float q_scale, float k_scale);
 // Finds the scales of floats: maxima and counters of finished CTAs, zeros at launch, then the scales.
 void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, Launch& launch);
-// The scale of Q, K or V that a call finds: one, or one for each head. Scales of the three follow one another.
+// The scale of Q, K or V that a call finds: one, or one for each head. Scales that are found follow one another.
 Tensor found_scale(const Problem& p, int which, float* data);
 void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k_codes, const Tensor& v_codes,
                      Launch& launch);

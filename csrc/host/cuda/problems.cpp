@@ -55,7 +55,7 @@ const int32_t* ends_of(nb::handle x, int64_t& sequences, bool is_planned) {
 
 Method method_of(nb::handle name) {
   const std::string given = nb::cast<std::string>(name);
-  for (int i = 0; i < 5; ++i)
+  for (size_t i = 0; i < std::size(gpu::kMethods); ++i)
     if (given == gpu::kMethods[i]) return Method(i);
   throw std::invalid_argument("method '" + given + "' has no plan");
 }
@@ -114,16 +114,17 @@ gpu::Fixed fixed_of(nb::dict given) {
 gpu::Problem read(nb::handle problem, nb::dict fixed, bool is_planned) {
   gpu::Problem p;
   p.method = method_of(problem.attr("method"));
-  const bool is_codes = nb::hasattr(problem.attr("q"), "granularity");
   gpu::Tensor* const to[3] = {&p.q, &p.k, &p.v};
   const char* const names[3] = {"q", "k", "v"};
   for (int i = 0; i < 3; ++i) {
     const nb::object x = problem.attr(names[i]);
+    const bool is_codes = nb::hasattr(x, "granularity");
     *to[i] = values(is_codes ? nb::object(x.attr("data")) : x);
     if (is_codes) p.scale[i] = four_axes(x.attr("scale"));
+    if (is_codes != to[i]->is_codes()) throw std::invalid_argument("codes have scales, and floats none");
   }
-  if (is_codes != p.q.is_codes() || p.k.type != p.q.type || p.v.type != p.q.type)
-    throw std::invalid_argument("Q, K and V are codes with scales, or floats of one type");
+  if (!has_served_types(p))
+    throw std::invalid_argument("Q, K and V are codes, floats of one type, or float Q beside codes");
   p.sm_scale = nb::cast<double>(problem.attr("sm_scale"));
   p.bias = four_axes(problem.attr("bias")), p.keep = four_axes(problem.attr("keep"));
   const nb::object causal = problem.attr("causal"), start = problem.attr("window_start");
@@ -194,7 +195,7 @@ void read_scales(nb::handle problem, gpu::ProblemCall& call, gpu::Launches& laun
   for (int i = 0; i < 3; ++i) {
     p.per_head[i] = nb::cast<std::string>(recipe.attr(kinds[i])) == "head";
     const nb::object scale = recipe.attr(scales[i]);
-    if (scale.is_none()) continue;
+    if (scale.is_none() || tensors[i]->is_codes()) continue;
     if (nb::isinstance<nb::float_>(scale)) {
       set_number(call, i, float(nb::cast<double>(scale)), launches);
     } else {
@@ -229,7 +230,7 @@ nb::tuple plan(nb::handle problem, nb::handle gpu, uintptr_t stream, nb::object 
   if (const std::string reason = scale_refusal(p, problem); !reason.empty()) throw std::invalid_argument(reason);
   p.has_copies = has_copies, p.only_constants = only_constants;
   const nb::object q = problem.attr("q"), v = problem.attr("v");
-  call.q = tensor(p.is_float() ? q : nb::object(q.attr("data")));
+  call.q = tensor(p.has_float_query() ? q : nb::object(q.attr("data")));
   call.v = p.is_float() ? v : nb::object(v.attr("data"));
   call.return_lse = nb::cast<bool>(problem.attr("return_lse"));
   if (!out.is_none()) call.out = out;
@@ -240,7 +241,7 @@ nb::tuple plan(nb::handle problem, nb::handle gpu, uintptr_t stream, nb::object 
   gpu::Response found;
   gpu::Refusal why{true, {}};
   try {
-    if (p.is_float()) read_scales(problem, call, launches);
+    if (p.has_float_query()) read_scales(problem, call, launches);
     if (!gpu::run(call, launches, why, found)) throw std::invalid_argument("no CUDA kernel: " + why.text);
   } catch (const Declined&) {
     throw std::runtime_error("the CUDA backend could not take memory from torch");

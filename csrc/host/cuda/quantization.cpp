@@ -90,10 +90,12 @@ Tensor found_scale(const Problem& p, int which, float* data) {
 }
 
 void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, Launch& launch) {
-  const Tensor* const tensors[] = {&p.q, &p.k, &p.v};
+  Tensor absent = p.q;  // no heads of which a maximum would be wanted
+  absent.shape[1] = 0;
+  const Tensor* const tensors[] = {&p.q, p.is_float() ? &p.k : &absent, p.is_float() ? &p.v : &absent};
   float* const scales = reinterpret_cast<float*>(amax + 2 * scale_count);
   launch.threads = 256;
-  if (!p.per_head[0] && !p.per_head[1] && !p.per_head[2]) {
+  if (p.is_float() && !p.per_head[0] && !p.per_head[1] && !p.per_head[2]) {
     ::AbsmaxParams& params = launch.set_parameters<::AbsmaxParams>();
     u32 most = 0;
     for (int i = 0; i < 3; ++i) params.x[i] = runs(*tensors[i]), most = std::max(most, params.x[i].count);
@@ -103,7 +105,7 @@ void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, Launch
     return;
   }
   ::HeadAbsmaxParams& params = launch.set_parameters<::HeadAbsmaxParams>();
-  const int64_t d = chunked_channels(p.k), dv = chunked_channels(p.v);
+  const int64_t d = chunked_channels(p.q), dv = chunked_channels(*tensors[2]);
   const int64_t tokens = kCtaChunks * kChunkBytes / (std::max(d, dv) * p.q.bytes());
   int64_t ctas = 0, first = 0;
   for (int i = 0; i < 3; ++i) {
@@ -111,10 +113,10 @@ void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, Launch
     const int64_t heads = x.shape[0] * x.shape[1], tiles = ceil_div(x.shape[2], tokens);
     params.x[i] = data_view(x);
     params.tokens[i] = u32(x.shape[2]), params.heads[i] = u32(x.shape[1]), params.all_heads[i] = u32(heads);
-    params.first[i] = u32(first), params.per_head[i] = p.per_head[i];
+    params.first[i] = u32(first), params.per_head[i] = tensors[i] == &absent || p.per_head[i];
     params.tile_reciprocals[i] = quotient_reciprocal(tiles);
     params.head_reciprocals[i] = quotient_reciprocal(x.shape[1]);
-    first += p.per_head[i] ? heads : 1;
+    first += params.per_head[i] ? heads : 1;
     ctas = std::max(ctas, tiles * heads);
   }
   params.amax = amax, params.finished = amax + scale_count, params.scales = scales;
@@ -168,7 +170,7 @@ void constants_launch(const Problem& p, const Choice& choice, const Tensor (&sca
                      p.out_type == OutType::kInt8    ? 127
                      : p.out_type == OutType::kInt16 ? 32767
                                                      : 0,
-                     bool(p.given_out_scale), kMostOutputExponent + is_block_float(p.method) * kMostGap}};
+                     bool(p.given_out_scale), kMostOutputExponent + p.is_block_float() * kMostGap}};
   launch.grid[0] = uint32_t(ceil_div(std::max(params.score_count, params.output_count), 128));
   launch.threads = 128;
 }

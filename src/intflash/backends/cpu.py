@@ -21,6 +21,7 @@ from intflash.backends.features import (
     CODES,
     FLOAT_INPUTS,
     FLOAT_OUTPUT,
+    FLOAT_QUERY,
     INTEGER_OUTPUT,
     MASKS,
     QUANTIZATION,
@@ -30,7 +31,6 @@ from intflash.backends.native import missing as _missing
 from intflash.backends.native import module as _native
 from intflash.errors import InputError
 from intflash.methods import get_method
-from intflash.numerics import block
 from intflash.numerics.exp import BIAS_FRACTION_BITS, LOG2_E, MAX_HEAD_DIM, MAX_KEYS, P8_MAX, P16_MAX, log_sum_exp
 from intflash.numerics.exp import BIAS_LIMIT as BIAS_CODE_LIMIT
 from intflash.problem import Problem, Result
@@ -38,12 +38,11 @@ from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import LEAST_FLOAT, LEAST_SCALE
 
 # In the order of the native enumerations.
-METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "intflash_bfp": 3, "intflash_bfp8": 4,
-           "qflash": 5, "iflash": 6}  # fmt: skip
+METHODS = {"intflash": 0, "intflash_p8": 1, "intflash_online": 2, "intflash_bfp": 3, "qflash": 4, "iflash": 5}
 OUT_TYPES = {torch.int8: 0, torch.int16: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 FLASH = ("qflash", "iflash")
-P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX, **block.P_MAX}
+P_MAX = {"intflash": P16_MAX, "intflash_p8": P8_MAX, "intflash_online": P8_MAX, "intflash_bfp": P16_MAX}
 MAX_VALUE_DIM = 256  # the epilogue keeps one multiplier per channel
 BIAS_LIMIT = 1 << 30  # of a bias in score units, so that bias + score stays inside int32
 ABSENT = -(1 << 31)
@@ -113,28 +112,22 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         InputError: `isa` is none that runs here, scales of qflash and iflash leave its score unit, or there are values
             that are not finite where the problem asks for them.
     """
-    q, k, v, method = problem.q, problem.k, problem.v, problem.method
-    bias, keep, scales = problem.bias, problem.keep, None
-    out_scale = blocks = causal = packed = t_max = l_sum = None
-    if not isinstance(q, QTensor):
-        scales = _float_scales(problem)
-        if scales is None:
-            if problem.check_finite:
-                validate.check_finite(q, k, v)
-            problem = problem.quantized()
-            q, k, v = problem.q, problem.k, problem.v
+    method, bias, keep, out_scale = problem.method, problem.bias, problem.keep, problem.out_scale
+    causal = packed = t_max = l_sum = None
+    scales = _scales(problem)
     if scales is None:
-        scales = (q.scale, k.scale, v.scale)
-        if q.block_size or k.block_size:
-            blocks = (q.block_size or 1, k.block_size or 1)
-        out_scale = problem.out_scale
-        if out_scale is None and method in FLASH and not problem.out_dtype.is_floating_point:
-            out_scale = _repeated(v.scale, problem)  # intflash...: the native module takes s_V * 127 / qmax
-        if method in FLASH:
-            unit = _served_unit(problem)
-            if problem.bias_float is not None:
-                bias = _score_bias(problem, unit)
-        q, k, v = q.data, k.data, v.data
+        if problem.check_finite:
+            validate.check_finite(problem.q, problem.k, problem.v)
+        problem = problem.quantized()
+        scales = _scales(problem)
+    if method in FLASH:
+        if out_scale is None and not problem.out_dtype.is_floating_point:
+            out_scale = _repeated(problem.v.scale, problem)  # intflash...: the native module takes s_V * 127 / qmax
+        unit = _served_unit(problem)
+        if problem.bias_float is not None:
+            bias = _score_bias(problem, unit)
+    blocks = tuple(x.block_size or 1 if isinstance(x, QTensor) else 1 for x in (problem.q, problem.k))
+    q, k, v = (x.data if isinstance(x, QTensor) else x for x in (problem.q, problem.k, problem.v))
     if problem.causal is not None:
         causal = (problem.causal, problem.causal_align == "bottom_right", problem.window_start)
     if problem.cu_seqlens_q is not None:
@@ -150,7 +143,7 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         problem.check_finite,
     )  # fmt: skip
     if outputs is None:
-        validate.check_finite(q, k, v)
+        validate.check_finite(problem.q, problem.k, problem.v)
     out, out_scale = outputs
     lse = None if t_max is None else log_sum_exp(t_max, l_sum, P_MAX[method])
     return Result(out, out_scale, lse)
@@ -180,7 +173,7 @@ def _served_unit(problem: Problem) -> Tensor:
 
 # Scales of q, k and v of all methods; those of single tokens and blocks of `intflash...`.
 _SERVED = frozenset.union(
-    FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS,
+    FLOAT_INPUTS, CODES, FLOAT_QUERY, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS,
     per("tensor head", "tensor head", "tensor head"), {"grouped heads", "packed sequences", "sliding window"},
 )  # fmt: skip
 _INTFLASH = _SERVED | per("token block", "block", "channel") | {"out_scale per channel", "log-sum-exp"}
@@ -213,24 +206,30 @@ def _score_bias(problem: Problem, unit: Tensor) -> Tensor:
     return torch.where(absent, float(ABSENT), rounded).to(torch.int32)
 
 
-def _float_scales(problem: Problem) -> tuple[tuple, ...] | None:
-    """How the kernels quantize each of float q, k, v; None where they do not: other rules, integer output.
+def _scales(problem: Problem) -> tuple[tuple | Tensor, ...] | None:
+    """The scales of codes, and how the kernels quantize floats, of q, k and v; None where they do not: other rules,
+    integer output of float v.
 
-    Each as (float type, per head, qmax, scale: None where it is the call's own, a number, or a tensor).
+    Of floats (float type, per head, qmax, scale: None where it is the call's own, a number, or a tensor).
     """
-    recipe, q, k, v = problem.recipe, problem.q, problem.k, problem.v
-    if recipe.rule != "exact" or problem.method in FLASH or not problem.out_dtype.is_floating_point:
+    recipe, tensors = problem.recipe, (problem.q, problem.k, problem.v)
+    floats = isinstance(problem.q, Tensor)
+    if floats and (recipe.rule != "exact" or problem.method in FLASH):
         return None
-    float_type, qmax = FLOAT_TYPES[q.dtype], (1 << (recipe.bits - 1)) - 1
-    found = []
-    given = (q, recipe.q, recipe.q_scale), (k, recipe.k, recipe.k_scale), (v, recipe.v, recipe.v_scale)
-    for x, granularity, scale in given:
+    if isinstance(problem.v, Tensor) and not problem.out_dtype.is_floating_point:
+        return None
+    found: list[tuple | Tensor] = []
+    for name, x, scale in zip("qkv", tensors, recipe.scales, strict=True):
+        if isinstance(x, QTensor):
+            found.append(x.scale)
+            continue
+        granularity = recipe.granularity_of(name, x)
         per_head = granularity == "head"
         if not (per_head or granularity == "tensor") or x.stride(3) != 1:
             return None
         if scale is not None and not _is_taken(scale, x, per_head):
             return None
-        found.append((float_type, per_head, qmax, scale))
+        found.append((FLOAT_TYPES[x.dtype], per_head, (1 << (recipe.bits - 1)) - 1, scale))
     return tuple(found)
 
 

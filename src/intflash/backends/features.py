@@ -20,6 +20,7 @@ from intflash.quant import QTensor, Recipe
 # What backends share, to be named in their lists. A name that is added here is promised by each that lists the group.
 FLOAT_INPUTS = frozenset({"float32 inputs", "float16 inputs", "bfloat16 inputs"})
 CODES = frozenset({"int8 codes", "8-bit codes", "4-bit codes"})
+FLOAT_QUERY = frozenset({"float q beside codes of k and v"})
 QUANTIZATION = frozenset({"8-bit codes", "4-bit codes", "rule 'exact'", "rule 'divide'", "static scales"})
 INTEGER_OUTPUT = frozenset({"int8 output", "int16 output", "out_scale per tensor", "out_scale per head"})
 FLOAT_OUTPUT = frozenset({"float32 output", "float16 output", "bfloat16 output"})
@@ -33,7 +34,7 @@ def per(q: str = "", k: str = "", v: str = "") -> frozenset[str]:
 
 ANY_GRANULARITY = per(*["none tensor head token block channel"] * 3)
 EVERY = frozenset.union(
-    FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS, ANY_GRANULARITY,
+    FLOAT_INPUTS, CODES, FLOAT_QUERY, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS, ANY_GRANULARITY,
     {"out_scale per channel", "grouped heads", "packed sequences", "log-sum-exp", "sliding window"},
 )  # fmt: skip
 
@@ -52,7 +53,9 @@ def features(problem: Problem) -> set[str]:
         else:
             found.update((f"{_name(x.data.dtype)} codes", f"{x.bits}-bit codes", *_unknown(x, _QTENSOR)))
     if isinstance(problem.q, Tensor):
-        kinds = recipe.q, recipe.k, recipe.v
+        kinds = tuple(recipe.granularity_of(name, x) for name, x in zip("qkv", tensors, strict=True))
+        if isinstance(problem.k, QTensor):
+            found.update(FLOAT_QUERY)
         found.update(_unknown(recipe, _RECIPE))
         if kinds != ("none", "none", "none"):
             found.update((f"{recipe.bits}-bit codes", f"rule {recipe.rule!r}"))

@@ -2,7 +2,8 @@
 
 Each workload is a shape with its masks, timed as torch's float16 SDPA, as the FP8 attention of installed peers on FP8
 codes, and as `intflash.attention` with float16 inputs and output, quantization included, with static and with dynamic
-scales. In decode K and V are int8 codes, as a cache holds them.
+scales. In decode K and V are int8 codes, as a cache holds them, with a scale for each head: Q alone is quantized in the
+call.
 """
 
 from __future__ import annotations
@@ -140,6 +141,11 @@ class Contender(NamedTuple):
 def our_contenders(call: ModelCall, tensors: tuple[Tensor, ...], mask: Tensor | None) -> Iterator[Contender]:
     """Yields our methods with static and dynamic scales. A float bias is quantized once, before."""
     scales = {f"{n}_scale": (x.abs().amax() / 127).item() for n, x in zip("qkv", tensors, strict=True)}
+    recipes = Recipe(**scales), Recipe()
+    if call.cache:
+        q, k, v = tensors
+        tensors = q, quantize(k, "head"), quantize(v, "head")
+        recipes = Recipe(q_scale=scales["q_scale"]), Recipe()
     options = dict(is_causal=call.mask == "causal", enable_gqa=call.heads != call.key_heads)
     if call.mask.startswith("bias"):
         options["bias"] = quantize_bias(mask)
@@ -147,27 +153,12 @@ def our_contenders(call: ModelCall, tensors: tuple[Tensor, ...], mask: Tensor | 
         options["attn_mask"] = mask
 
     def make(method: str, recipe: Recipe) -> tuple[str, Callable[[], Any]]:
-        if call.cache:
-            return _of_cache(tensors, dict(method=method, **options), recipe.q_scale)
         arguments = dict(method=method, recipe=recipe, **options)
         return which_backend(*tensors, **arguments), partial(attention, *tensors, **arguments)
 
     for method in METHODS:
-        for variant, recipe in ((STATIC, Recipe(**scales)), (DYNAMIC, Recipe())):
+        for variant, recipe in zip((STATIC, DYNAMIC), recipes, strict=True):
             yield Contender(method, variant, partial(make, method, recipe))
-
-
-def _of_cache(
-    tensors: tuple[Tensor, ...], options: dict[str, Any], q_scale: float | None
-) -> tuple[str, Callable[[], Any]]:
-    """The call that quantizes Q and reads codes of K and V."""
-    q, k, v = tensors[0], *(quantize(x) for x in tensors[1:])
-    options["out_dtype"] = torch.float16
-
-    def run() -> Tensor:
-        return attention(quantize(q, scale=q_scale), k, v, **options)
-
-    return which_backend(quantize(q, scale=q_scale), k, v, **options), run
 
 
 def contenders(call: ModelCall, tensors: tuple[Tensor, ...], mask: Tensor | None) -> Iterator[Contender]:

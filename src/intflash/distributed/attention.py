@@ -27,7 +27,7 @@ from intflash.distributed.plan import Placement, Plan, plan_of
 from intflash.distributed.traffic import apart_maxima
 from intflash.errors import InputError
 from intflash.methods import AUTO, get_method
-from intflash.numerics.block import DIGITS, fraction_bits
+from intflash.numerics.block import fraction_bits
 from intflash.quant import QTensor, key_mean
 from intflash.quant.quantizers import absolute_maximum, divided, scale_of_maximum
 
@@ -71,8 +71,9 @@ def attention(
     `intflash.attention`.
 
     Args:
-        q, k, v: as for `intflash.attention`, with four axes: this rank's tokens ``[B, Hq, n, D]``, ``[B, Hk, n, D]``,
-            ``[B, Hk, n, Dv]``. `QTensor`s whose scale is of more than a token have the same one on all ranks.
+        q, k, v: all float tensors or all `QTensor`s, with four axes: this rank's tokens ``[B, Hq, n, D]``,
+            ``[B, Hk, n, D]``, ``[B, Hk, n, Dv]``. `QTensor`s whose scale is of more than a token have the same one on
+            all ranks.
         attn_mask: as for `intflash.attention`, for this rank's queries and all keys in the order of the sequence:
             broadcastable to ``[B, Hq, n, Nk]``. So is `bias` of the options.
         is_causal: hide keys after the query's position in the whole sequence.
@@ -92,8 +93,8 @@ def attention(
             before a group is computed, so that whole keys of two groups are held. Default: one group, which is
             fastest on GPUs of one host; more need less memory.
         options: the other arguments of `intflash.attention` by name: method ("intflash", "intflash_p8",
-            "intflash_online", "intflash_bfp" or "intflash_bfp8"), backend, enable_gqa, bias, causal_align, recipe,
-            out_dtype, out_scale, return_lse, check_finite.
+            "intflash_online" or "intflash_bfp"), backend, enable_gqa, bias, causal_align, recipe, out_dtype,
+            out_scale, return_lse, check_finite.
 
     Returns:
         As `intflash.attention`, for this rank's queries: the output ``[B, Hq, n, Dv]``, or with `return_lse` the pair
@@ -317,7 +318,7 @@ def _segments(plan: Plan, of_row: bool, rows: int, keys: int) -> list[tuple[int,
     rank, found = plan.ranks.rank, []
     for s in plan.q_shards.union(plan.ranks.row if of_row else range(rank, rank + 1)):
         # a method may count how many keys there are in all
-        alike = plan.problem.method not in DIGITS or fraction_bits(s.stop) == fraction_bits(keys)
+        alike = plan.problem.method != "intflash_bfp" or fraction_bits(s.stop) == fraction_bits(keys)
         found.append((s.stop - s.start, s.stop if alike else keys, s.start))
     return found
 

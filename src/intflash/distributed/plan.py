@@ -13,11 +13,10 @@ from intflash.distributed.groups import ALONE, Ranks
 from intflash.distributed.shards import LAYOUTS, Shards
 from intflash.distributed.traffic import SCHEMES, Sizes, data_bytes
 from intflash.errors import InputError
-from intflash.numerics.block import DIGITS
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
-METHODS = ("intflash", "intflash_p8", "intflash_online", *DIGITS)
+METHODS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
 PLACES = ("sharded", "replicated")
 
 
@@ -97,6 +96,11 @@ def _scale_key(scale: Tensor) -> tuple:
 def _make(a: dict[str, Any], placement: Placement, ranks: Ranks) -> Plan:
     q, k, v = a["q"], a["k"], a["v"]
     validate.check_inputs(q, k, v, a["enable_gqa"])
+    if isinstance(q, Tensor) and isinstance(k, QTensor):
+        raise InputError(
+            "sharded attention takes q, k and v all floats or all QTensors, got a float q beside QTensors k and v: "
+            "quantize q by a scale that all ranks share"
+        )
     if len(q.shape) != 4:
         raise InputError(f"q, k, v must be [B, H, n, D], got {list(q.shape)}")
     _check_options(a, placement)

@@ -29,6 +29,7 @@ class Method:
         out_dtypes: what may come out.
         bias_fraction_bits: an additive mask arrives as `Problem.bias`, in octaves of so many fraction bits, rather than
             as `bias_float`; None: as that.
+        writes_v_scale: integer output has the scale of V's codes, whatever the caller chooses.
         check: raises InputError for a bound of the method's own.
     """
 
@@ -41,6 +42,7 @@ class Method:
     granularities: dict[str, tuple[str, ...]] = field(default_factory=dict)
     out_dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES + INTEGER_DTYPES
     bias_fraction_bits: int | None = None
+    writes_v_scale: bool = False
     check: Callable[[Problem], None] | None = None
 
     @property

@@ -35,6 +35,7 @@ METHODS = (
         integer_only=True,
         recipe=qflash.RECIPE,
         granularities=qflash.GRANULARITIES,
+        writes_v_scale=True,
         check=qflash.check_bounds,
     ),
 )

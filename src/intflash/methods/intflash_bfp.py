@@ -1,5 +1,4 @@
-"""`intflash_bfp` and `intflash_bfp8`: integer-only attention whose P has an exponent per block of 128 keys
-(docs/numerics.md).
+"""`intflash_bfp`: integer-only attention whose P has an exponent per block of 128 keys (docs/numerics.md).
 
 P is relative to the octave of its block's own maximum, so that no key outside a block costs a block precision. Keys
 without value, whose V codes are all 0, have an exponent of their own: they weigh in l and never decide how finely the
@@ -23,13 +22,11 @@ from intflash.numerics.block import (
     ACC_SHIFT,
     BIAS_FRACTION_BITS,
     BLOCK,
-    DIGITS,
     FAR,
     LEAST_HI,
     MAX_GAP,
     MAX_KEYS,
     OUTPUT_SHIFT,
-    P_MAX,
     UNSET,
     fraction_bits,
 )
@@ -62,12 +59,6 @@ def _p16(depth: Tensor, present: Tensor) -> Tensor:
     return arrays.within(p, 16, "p16", signed=False)
 
 
-def _weights(depth: Tensor, present: Tensor, digits: int) -> Tensor:
-    """P of a group in units of p16: p16 itself, or rounded to its upper digit, half up."""
-    p = _p16(depth, present)
-    return p if digits == 2 else rounding_rshift(p, 8) << 8
-
-
 def _groups(valued: Tensor, present: Tensor) -> Iterator[tuple[slice, Tensor, bool]]:
     """The groups of keys: of each block those with a value, then those without; (keys, present, whether of value)."""
     for start in range(0, present.shape[3], BLOCK):
@@ -98,7 +89,7 @@ def _reference(problem: Problem) -> Result:
     fraction = fraction_bits(T.shape[3])
     l, acc = torch.zeros_like(top), T.new_zeros((*T.shape[:3], v.shape[3]))
     for keys, here, of_value, e in groups:
-        p = _weights(torch.where(here, (e << 32) - T[..., keys], 0), here, DIGITS[problem.method])
+        p = _p16(torch.where(here, (e << 32) - T[..., keys], 0), here)
         l_group = arrays.within(p.sum(-1, keepdim=True), 23, "l of a block", signed=False)
         l = arrays.within(l + _merged(l_group, top - e, fraction), 57, "l", signed=False)
         if of_value:
@@ -107,7 +98,7 @@ def _reference(problem: Problem) -> Result:
     gap = torch.where(value_top == UNSET, 0, top - value_top).clamp(max=MAX_GAP)
     acc = arrays.within(rounding_rshift(acc, OUTPUT_SHIFT), 40, "rounded acc")
     l = arrays.within(rounding_rshift(l, OUTPUT_SHIFT), 32, "rounded l", signed=False)
-    return finish(problem, acc, l, (top + OUTPUT_SHIFT - fraction) << 32, P_MAX[problem.method], gap)
+    return finish(problem, acc, l, (top + OUTPUT_SHIFT - fraction) << 32, exp.P16_MAX, gap)
 
 
 def _check_bounds(problem: Problem) -> None:
@@ -118,10 +109,10 @@ def _check_bounds(problem: Problem) -> None:
         raise InputError(f"{problem.method} needs head_dim at most {exp.MAX_HEAD_DIM}, got {d}")
 
 
-def _method(name: str, summary: str) -> Method:
-    return Method(
-        name=name,
-        summary=summary,
+METHODS = (
+    Method(
+        name="intflash_bfp",
+        summary="integer-only, 16-bit P with an exponent per block of 128 keys, accurate for all scores",
         source="IntFlash, docs/numerics.md",
         reference=_reference,
         integer_only=True,
@@ -132,10 +123,5 @@ def _method(name: str, summary: str) -> Method:
         },
         bias_fraction_bits=BIAS_FRACTION_BITS,
         check=_check_bounds,
-    )
-
-
-METHODS = (
-    _method("intflash_bfp", "integer-only, 16-bit P with an exponent per block of 128 keys, accurate for all scores"),
-    _method("intflash_bfp8", "integer-only, 8-bit P with an exponent per block of 128 keys"),
+    ),
 )

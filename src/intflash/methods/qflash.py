@@ -152,14 +152,12 @@ def finish(problem: Problem, acc: Tensor, l: Tensor, lse: Tensor) -> Result:
 
 
 def check_bounds(problem: Problem) -> None:
-    """Checks the bounds of the int32 products, and the output scale, which the method fixes."""
+    """Checks the bounds of the int32 products."""
     for what, size in (("head_dim", problem.q.shape[3]), ("number of keys", problem.k.shape[2])):
         if size > MAX_PRODUCT_TERMS:
             raise InputError(
                 f"{problem.method} needs a {what} of at most {MAX_PRODUCT_TERMS} (127^2 * {what} < 2^31), got {size}"
             )
-    if problem.out_scale is not None:
-        raise InputError(f"{problem.method} writes codes of V's own scale; out_scale must be None")
 
 
 GRANULARITIES = dict.fromkeys("qkv", ("tensor", "head"))
@@ -174,6 +172,7 @@ METHODS = (
         integer_only=True,
         recipe=RECIPE,
         granularities=GRANULARITIES,
+        writes_v_scale=True,
         check=check_bounds,
     ),
 )

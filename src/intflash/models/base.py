@@ -7,7 +7,7 @@ import inspect
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from intflash.api import attention
 from intflash.errors import InputError
 from intflash.methods import example
+from intflash.models.bias import takes_codes, with_codes
 from intflash.numerics.exp import quantize_bias
 from intflash.quant import Recipe
 
@@ -28,6 +29,27 @@ CAUSAL_METHOD = "int_flash_half"
 
 # The recipe of "intflash" where the queries of a sequence, which may be causal, attend to the keys of another sequence.
 CROSS_RECIPE = Recipe(q="token")
+
+
+class Window(NamedTuple):
+    """A sliding window and padding, which say what a mask of all queries and keys says.
+
+    Attributes:
+        keep: bool ``[B, 1, 1, Nk]``, False for padding; None where nothing is padded.
+        window_size, causal_align: as for `intflash.attention`; causal where the window ends at the query's own key.
+    """
+
+    keep: Tensor | None
+    window_size: tuple[int, int]
+    causal_align: str
+
+    @property
+    def causal(self) -> bool:
+        return self.window_size[1] == 0
+
+    def options(self) -> dict[str, Any]:
+        """Returns the arguments of `intflash.attention` that go with the mask `keep`."""
+        return {"window_size": self.window_size, "causal_align": self.causal_align}
 
 
 @dataclass(frozen=True)
@@ -93,11 +115,13 @@ class Core(nn.Module):
         enable_gqa: bool = False,
         causal: bool = False,
         cross: bool = False,
+        window: Window | None = None,
     ) -> Tensor:
         """Returns ``[B, H, N, Dv]`` as `intflash.attention` does. The first axis of a mask may divide the batch.
 
         `causal`: later tokens must not change this output, although a mask hides them and not `is_causal`. `cross`: the
-        keys belong to another sequence, so that only the scale of Q could make one token depend on others.
+        keys belong to another sequence, so that only the scale of Q could make one token depend on others. `window`:
+        what `attn_mask` says, for a core that needs not read it.
         """
         raise NotImplementedError
 
@@ -150,7 +174,7 @@ class IntegerCore(Core):
 
     def forward(
         self, q, k, v, attn_mask=None, is_causal=False, scale=None, *, bias=None, enable_gqa=False,
-        causal=False, cross=False,
+        causal=False, cross=False, window=None,
     ):  # fmt: skip
         if self.training:
             raise InputError("IntFlash is for inference: call model.eval() before a patched model")
@@ -167,19 +191,25 @@ class IntegerCore(Core):
         if q.dtype != v.dtype or k.dtype != v.dtype:
             # under autocast, norms and logit scales leave q or k in float32; torch's attention casts them too
             q, k = q.to(v.dtype), k.to(v.dtype)
+        options = {}
+        if window is not None:
+            attn_mask, options = window.keep, window.options()
         return self.attend(
             q, k, v, attn_mask, is_causal, scale, causal=is_causal or causal or self.causal, method=method,
-            recipe=recipe, bias=bias, enable_gqa=enable_gqa,
+            recipe=recipe, bias=bias, enable_gqa=enable_gqa, **options,
         )  # fmt: skip
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, *,
-        causal: bool, **options: Any,
+        causal: bool, method: str, bias: Tensor | None, **options: Any,
     ) -> Tensor:  # fmt: skip
         """The attention of a call, in one process; `causal`: later tokens are hidden, be it by the mask."""
+        if takes_codes(method) and not self.check_finite:  # of codes no value could be checked
+            attn_mask, bias = with_codes(attn_mask, bias)
         return attention(
-            q, k, v, attn_mask, is_causal, scale, backend=self.backend, check_finite=self.check_finite, **options
-        )
+            q, k, v, attn_mask, is_causal, scale, method=method, bias=bias, backend=self.backend,
+            check_finite=self.check_finite, **options,
+        )  # fmt: skip
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Keeps static scales in float32 when the dtype of the layer changes; they follow the model's device."""
@@ -241,7 +271,7 @@ class FloatCore(Core):
 
     def forward(
         self, q, k, v, attn_mask=None, is_causal=False, scale=None, *, bias=None, enable_gqa=False,
-        causal=False, cross=False,
+        causal=False, cross=False, window=None,
     ):  # fmt: skip
         self.record["ran"] = True
         if attn_mask is not None and attn_mask.ndim == q.ndim and 1 < attn_mask.shape[0] < q.shape[0]:

@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import math
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -20,13 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.models.swin.modeling_swin import SwinAttention
 from transformers.models.swinv2.modeling_swinv2 import Swinv2SelfAttention
 
 from intflash.api import attention
 from intflash.errors import InputError
 from intflash.models.base import CAUSAL_METHOD, CORE, CROSS_RECIPE, Adapter, calls_sdpa, redirected, uses_name
+from intflash.models.transformers_masks import noting, window_of
 
 NAME = "intflash"
 # The name that configurations hold instead of ours. In dozens of places transformers takes every name with "flash" in
@@ -39,8 +41,14 @@ _OURS = (NAME, INNER_NAME, ADDED_NAME)
 # Implementations whose masks are 4-D tensors, as ours are.
 _SAME_MASKS = (None, "eager", "sdpa", INNER_NAME, ADDED_NAME)
 
+# Those among them that hide later tokens by the mask alone: a call without a mask is not causal.
+_HIDE_BY_MASK = (None, "eager", ADDED_NAME)
+
 # Arguments of other attention implementations that cannot be ignored silently.
 _UNSERVED = ("softcap", "head_mask", "output_attentions", "cache", "indices")
+
+# Names of functions that make causal masks.
+_CAUSAL_MASK = re.compile(r"causal.*mask|mask.*causal|masks_for_generate")
 
 _SOFTCAP = "it caps its scores by tanh, where an integer exponent is linear in the products of codes"
 
@@ -59,23 +67,28 @@ def intflash_attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: ``[B, H, N, D]`` tensors in, ``([B, N, H, Dv], None)`` out.
 
-    As its "sdpa": a module is causal unless it says otherwise, by itself for more than one query without a mask; KV
-    heads are not repeated. Attention sinks (`s_aux` of each head, `sinks` of each query) are keys of 0 with a value
-    of 0 and the sinks as their bias.
+    As its "sdpa": a module is causal unless it says otherwise, by itself for more than one query without a mask; in a
+    model with the masks of "eager", a call without a mask sees all keys. KV heads are not repeated. Attention sinks
+    (`s_aux` of each head, `sinks` of each query) are keys of 0 with a value of 0 and the sinks as their bias.
 
     Raises:
         InputError: dropout, soft capping, a head mask, attention weights or an argument that only the module's own
             attention function knows.
     """
     _refuse_unserved(dropout, kwargs, _own_arguments(type(module)))
-    causal = _says_causal(module) if is_causal is None else bool(is_causal)  # a mask may hide later tokens too
+    causal = _says_causal(module) if is_causal is None else bool(is_causal)
     queries, keys = query.shape[2], key.shape[2]
-    is_causal = causal and queries > 1 and attention_mask is None
+    is_causal = causal and queries > 1 and attention_mask is None and not _hides_by_mask(module)
+    of_decoder = queries != keys or _holds_decoder(module)
     sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    window = window_of(attention_mask, queries, keys) if sinks is None else None  # a sink is outside of every window
+    if attention_mask is not None and not causal:
+        causal = window.causal if window is not None else _may_hide_later(module, of_decoder)
     if is_causal and keys > queries:  # an empty static cache: the keys after the queries are not there yet
         key, value = key[:, :, :queries], value[:, :, :queries]
         position_bias = None if position_bias is None else position_bias[..., :queries]
-    if position_bias is not None and attention_mask is not None and attention_mask.dtype != torch.bool:
+    additive = window is None and attention_mask is not None and attention_mask.dtype != torch.bool
+    if position_bias is not None and additive:
         position_bias, attention_mask = position_bias + attention_mask, None
     packed = attention_mask is None and kwargs.get("cu_seq_lens_q") is not None  # as FlashAttention gets them
     if sinks is not None:
@@ -87,12 +100,14 @@ def intflash_attention_forward(
         is_causal = False
     core = getattr(module, CORE, None)
     options = {"bias": position_bias, "enable_gqa": query.shape[1] != key.shape[1]}
-    cross = not causal and (queries != keys or _holds_decoder(module))
+    cross = not causal and of_decoder
     if core is not None:
-        options |= {"causal": causal, "cross": cross}
+        options |= {"causal": causal, "cross": cross, "window": window}
     else:
         core = attention
         options |= {"method": CAUSAL_METHOD if causal else NAME, "recipe": CROSS_RECIPE if cross else None}
+        if window is not None:
+            attention_mask, options = window.keep, options | window.options()
     if packed:
         if core is not attention:
             raise InputError("a patched model does not serve packed sequences (cu_seq_lens_q): load it with 'sdpa'")
@@ -141,8 +156,36 @@ def _own_arguments(cls: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _says_causal(module: nn.Module) -> bool:
-    """Whether a layer of the interface is causal. As with transformers' "sdpa", a layer that does not say is."""
-    return bool(getattr(module, "is_causal", True))
+    """Whether a layer of the interface is causal. As with transformers' "sdpa", a layer that does not say is, but where
+    only masks hide later tokens and its file makes no such mask.
+    """
+    if hasattr(module, "is_causal"):
+        return bool(module.is_causal)
+    return not _hides_by_mask(module) or _makes_causal_masks(type(module))
+
+
+def _hides_by_mask(module: nn.Module) -> bool:
+    """Whether a layer's masks are those of "eager", which are there whenever a key is hidden."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", INNER_NAME) in _HIDE_BY_MASK
+
+
+def _may_hide_later(module: nn.Module, of_decoder: bool) -> bool:
+    """Whether the mask of a layer may hide later tokens although the layer does not say that it is causal.
+
+    Decoders whose masks are always given need not say it, and some layers attend to their own tokens and an encoder's
+    at once. The values of the mask would tell, but reading them would wait for a GPU.
+    """
+    return bool(getattr(module, "is_decoder", of_decoder)) and _makes_causal_masks(type(module))
+
+
+@functools.cache
+def _makes_causal_masks(cls: type[nn.Module]) -> bool:
+    """Whether the file of a layer's class has any function for causal masks."""
+    names = dict(vars(sys.modules[cls.__module__]))
+    for x in tuple(names.values()):
+        if isinstance(x, type) and x.__module__ == cls.__module__:
+            names |= vars(x)
+    return any(_CAUSAL_MASK.search(name) for name in names)
 
 
 def _refuse_unserved(dropout: float, options: dict[str, Any], own: tuple[str, ...] = ()) -> None:
@@ -154,7 +197,9 @@ def _refuse_unserved(dropout: float, options: dict[str, Any], own: tuple[str, ..
 
 for _name in _OURS:
     AttentionInterface.register(_name, intflash_attention_forward)
-    AttentionMaskInterface.register(_name, eager_mask if _name == ADDED_NAME else sdpa_mask)
+    AttentionMaskInterface.register(_name, noting(eager_mask if _name == ADDED_NAME else sdpa_mask))
+for _name in ("sdpa", "eager"):  # a patched model makes its own masks
+    AttentionMaskInterface.register(_name, noting(ALL_MASK_ATTENTION_FUNCTIONS[_name]))
 
 
 def _inner(value: Any) -> Any:
@@ -379,7 +424,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     if not _uses_interface(type(module)):
         return {}
     config = copy.deepcopy(module.config)
-    config._attn_implementation = INNER_NAME
+    config._attn_implementation = ADDED_NAME if _hides_by_mask(module) else INNER_NAME
     return {"config": config}
 
 

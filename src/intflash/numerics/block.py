@@ -1,12 +1,6 @@
-"""Constants of `intflash_bfp` and `intflash_bfp8`, whose P has an exponent per block of keys (docs/numerics.md)."""
+"""Constants of `intflash_bfp`, whose P has an exponent per block of keys (docs/numerics.md)."""
 
 from __future__ import annotations
-
-from intflash.numerics.exp import P8_MAX, P16_MAX
-
-# Digits of 8 bits in which these methods hold P: one product P V for each. One digit is p16 rounded to it.
-DIGITS = {"intflash_bfp": 2, "intflash_bfp8": 1}
-P_MAX = {method: P16_MAX if digits == 2 else P8_MAX << 8 for method, digits in DIGITS.items()}  # in units of p16
 
 BLOCK = 128  # keys from a sequence's start on that share an exponent: semantics, not tuning
 UNSET = -(1 << 29)  # the octave of a group without keys, below every other: |T| < 2^60 + 2^51

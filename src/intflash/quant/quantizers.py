@@ -35,7 +35,7 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Recipe:
-    """How float Q, K and V become integer codes.
+    """How float Q, K and V become integer codes. Where K and V are codes already, only what it says of Q counts.
 
     Args:
         q, k, v: granularity of each: "tensor", "head", "token", "block", "channel",
@@ -88,6 +88,10 @@ class Recipe:
     def scales(self) -> tuple[Tensor | float | None, ...]:
         """The static scales of q, k, v."""
         return self.q_scale, self.k_scale, self.v_scale
+
+    def granularity_of(self, name: str, x: QTensor | Tensor) -> str:
+        """The granularity of `x` as tensor `name` ("q", "k" or "v"): of codes their own."""
+        return x.granularity if isinstance(x, QTensor) else getattr(self, name)
 
     def quantize(self, name: str, x: Tensor) -> QTensor | Tensor:
         """Quantize `x` as tensor `name` ("q", "k" or "v") of this recipe; "none" returns it as it is."""

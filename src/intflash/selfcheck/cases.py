@@ -72,6 +72,7 @@ class Case:
 
     Attributes:
         inputs: dtype of q, k, v, or "codes".
+        cache: k and v are codes beside float q, as a KV cache holds them.
         batch: the axes before the heads; None and `headless`: fewer axes than four.
         layouts, offsets: of q, k and v; an offset is in elements from the storage's start.
         granularity: of q, k and v; None takes the method's own recipe.
@@ -87,6 +88,7 @@ class Case:
     values_seed: int
     method: str
     inputs: str = "float32"
+    cache: bool = False
     batch: tuple[int, ...] = (1,)
     headless: bool = False
     hq: int = 1
@@ -153,6 +155,10 @@ class Case:
     def custom_recipe(self) -> bool:
         return self.inputs != "codes" and self.granularity is not None
 
+    def has_codes(self, name: str) -> bool:
+        """Whether this one of q, k and v is codes."""
+        return self.inputs == "codes" or self.cache and name != "q"
+
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of q, k and v."""
         heads = {"q": (self.hq,), "k": (self.hk,), "v": (self.hk,)}
@@ -212,6 +218,7 @@ def generate(seed: int, index: int, methods: Sequence[str] | None = None, small:
     fields["gqa_flag"] = fields["hq"] != fields["hk"] or r.random() < 0.3
     fields["compiled"] = r.random() < 0.15
     fields["threads"] = r.choice((1, 1, 2, 3))
+    fields |= _cache(r, fields)
     if small:
         fields["turns"] = (0, TURNS - 1)
     return Case(**fields)
@@ -309,6 +316,16 @@ def _mask(r: random.Random, kinds: Sequence[str], fields: dict[str, Any]) -> Mas
         lowest=r.random() < 0.3,
         amplitude=r.choice((0.0, 1.0, 1.0, 8.0, 100.0) if METHODS[fields["method"]].integer_only else (0.0, 1.0, 4.0)),
     )
+
+
+def _cache(r: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    """Codes of K and V beside float Q, where a recipe for Q and granularities of codes have been drawn."""
+    kinds = fields.get("granularity")
+    if fields["inputs"] == "codes" or kinds is None or "none" in kinds[1:] or len(fields["batch"]) != 1:
+        return {}
+    if r.random() < 0.5:
+        return {}
+    return dict(cache=True, static=(fields["static"][0], None, None), smooth_k=False, rotate=False)
 
 
 def _output(r: random.Random, fields: dict[str, Any]) -> dict[str, Any]:

@@ -258,8 +258,9 @@ def dimensions(case: Case) -> dict[str, str]:
         | broadcast
         | kinds
         | dict(
-            inputs=case.inputs, axes=str(len(case.sizes()["q"])), gqa=str(case.hq // case.hk), values=case.values,
-            tokens="equal" if case.nq == case.nk else "unequal", aligned=str(aligned), layout=case.layouts[0],
+            inputs=case.inputs, cache=str(case.cache), axes=str(len(case.sizes()["q"])), gqa=str(case.hq // case.hk),
+            values=case.values, tokens="equal" if case.nq == case.nk else "unequal", aligned=str(aligned),
+            layout=case.layouts[0],
             causal=str(case.causal), window=str(case.window is not None),
             mask_causal=f"{kinds['mask_kind']} {case.causal is not None}",
             packed=str(case.packed is not None), recipe="own" if case.granularity is None else "chosen",

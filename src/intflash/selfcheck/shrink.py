@@ -42,9 +42,12 @@ def possible(case: Case) -> bool:
     """Whether the fields of a case go together: the shapes of a valid call, but for its fault."""
     if case.hq % case.hk or case.headless and (case.hq, case.hk) != (1, 1):
         return False
-    if case.inputs == "codes" and (case.granularity is None or case.headless or len(case.batch) != 1):
+    codes = [i for i, name in enumerate("qkv") if case.has_codes(name)]
+    if codes and (case.granularity is None or case.headless or len(case.batch) != 1):
         return False
-    if case.inputs == "codes" and "none" in case.granularity:
+    if any(case.granularity[i] == "none" for i in codes):
+        return False
+    if case.cache and (case.inputs == "codes" or any(case.static[1:]) or case.smooth_k or case.rotate):
         return False
     if case.packed is not None and (case.flat_batch != 1 or len(case.batch) > 1 or case.headless):
         return False

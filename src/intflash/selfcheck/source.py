@@ -54,12 +54,11 @@ def code(case: Case, turn: int, device: str = "cpu") -> str:
     shapes = case.sizes()
     for i, name in enumerate("qkv"):
         layout, offset = ("contiguous", 0) if moved else (case.layouts[i], case.offsets[i])
-        values = _values(case, shapes[name])
+        values = _values(case, name)
         lines.append(f"{name} = {_laid_out(values, shapes[name], layout, offset)}")
     arguments = dict(q="q", k="k", v="v", method=repr(case.method))
-    if case.inputs == "codes":
-        lines += [_qtensor(case, i, name) for i, name in enumerate("qkv")]
-    elif case.custom_recipe:
+    lines += [_qtensor(case, i, name) for i, name in enumerate("qkv") if case.has_codes(name)]
+    if case.custom_recipe:
         recipe, made = _recipe(case, device)
         lines += made
         arguments["recipe"] = recipe
@@ -104,8 +103,9 @@ def build(case: Case, turn: int, device: str = "cpu") -> dict[str, Any]:
     return names["arguments"]
 
 
-def _values(case: Case, shape: tuple[int, ...]) -> str:
-    if case.inputs == "codes":
+def _values(case: Case, name: str) -> str:
+    shape = case.sizes()[name]
+    if case.has_codes(name):
         most = 7 if case.bits == 4 else 127
         usual = f"torch.randint(-{most}, {most + 1}, {shape}, generator=g)"
         integers = {
@@ -151,7 +151,8 @@ def _qtensor(case: Case, i: int, name: str) -> str:
 
 
 def _recipe(case: Case, device: str) -> tuple[str, list[str]]:
-    given, lines = [repr(x) for x in case.granularity], []
+    of_floats = [i for i, name in enumerate("qkv") if not case.has_codes(name)]
+    given, lines = [repr(case.granularity[i]) for i in of_floats], []
     for i, name in enumerate("qkv"):
         kind, granularity = case.static[i], case.granularity[i]
         if kind is None or granularity == "none":
@@ -163,7 +164,7 @@ def _recipe(case: Case, device: str) -> tuple[str, list[str]]:
         shape = _scale_shape(case, name, granularity, case.flat_batch if (case.values_seed + i) % 2 else 1)
         lines.append(f"{name}_scale = ((torch.rand({shape}, generator=g) + 0.5) * {around}).to(device)")
         given.append(f"{name}_scale={name}_scale")
-    if "block" in case.granularity:
+    if any(case.granularity[i] == "block" for i in of_floats):
         given.append(f"block_size={case.block_size}")
     for name, value, usual in (
         ("bits", case.bits, 8), ("smooth_k", case.smooth_k, False), ("rotate", case.rotate, False),

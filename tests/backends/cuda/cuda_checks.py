@@ -101,6 +101,11 @@ def spans(method: str, nq: int, nk: int, d: int) -> Iterator[tuple[str, Problem]
 COMPILED_FLOATS = (torch.float16, *(pytest.param(x, marks=pytest.mark.full) for x in (torch.bfloat16, torch.float32)))
 
 
+def in_full_but(kept: tuple, values: Iterable) -> list:
+    """Parameters of a test that compiles kernels; those that are not kept run with `full` only."""
+    return [x if x in kept else pytest.param(x, marks=pytest.mark.full) for x in values]
+
+
 def empty_problem(
     method: str, n: int, d: int, dtype=torch.int8, out=torch.int8, key_major=False, batch=2, heads=2, device="meta",
     **more,

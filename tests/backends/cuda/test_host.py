@@ -97,3 +97,23 @@ def test_every_part_of_a_plan_is_named():
         checks.planned(checks.empty_problem("intflash", 100, 64), splits=1)
     with pytest.raises(ValueError, match="tile has 6 numbers"):
         checks.planned(checks.empty_problem("intflash", 100, 64), tile=(1, 2))
+
+
+def test_launches_of_float_q_beside_codes():
+    """On Hopper too, few rows are left to few_rows.cu, which computes what it can from the scales."""
+
+    def files(nq: int, nk: int, d: int = 64, recipe: Recipe | None = None, **more) -> list[str]:
+        k = QTensor(torch.zeros(2, 2, nk, d, dtype=torch.int8), torch.full((2, 2, 1, 1), 0.1), "head")
+        options = dict(recipe=recipe or Recipe(), out_dtype=torch.float16) | more
+        p = Problem("intflash", torch.zeros(2, 8, nq, d, dtype=torch.float16), k, k, 0.125, **options)
+        return [launch.program.file for launch in checks.planned(p).launches]
+
+    few = ["sm80/few_rows.cu"] * 3
+    static = Recipe(q_scale=0.1)
+    assert files(1, 600) == few and files(1, 600, recipe=static) == few and files(4, 600, recipe=static) == few
+    assert files(2, 600) == ["head_absmax.cu", *few] and files(1, 600, recipe=Recipe("tensor")) == files(2, 600)
+    to_int8 = dict(out_dtype=torch.int8, recipe=static)
+    assert files(1, 600, **to_int8) == ["constants.cu", *few]
+    assert files(100, 600) == ["head_absmax.cu", "constants.cu", "sm90/long_rows.cu"]
+    assert files(100, 600, d=72) == ["head_absmax.cu", "constants.cu", "sm80/attention.cu"]
+    assert files(100, 100, recipe=static) == ["constants.cu", "sm90/long_rows.cu"]

@@ -12,16 +12,13 @@ import pytest
 import torch
 
 from intflash.backends.cuda import plans
-from intflash.backends.gpu.constants import BLOCK_FLOAT
 from intflash.integer.gpu.hopper import quotient_reciprocal
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
 METHODS = "intflash", "intflash_p8", "intflash_online", "intflash_bfp"
 HOPPER = (132, 9, 0, 227 << 10)
-FROM_FLOATS = tuple(method for method in METHODS if method not in BLOCK_FLOAT)  # whose kernel may quantize K and V
-# The kernels of `intflash_bfp` are large: each takes some seconds to compile.
-COMPILED = tuple(pytest.param(x, marks=pytest.mark.full if x in BLOCK_FLOAT else ()) for x in METHODS)
+FROM_FLOATS = tuple(method for method in METHODS if method != "intflash_bfp")  # whose kernel may quantize K and V
 FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -167,7 +164,7 @@ def test_bits_at_the_largest_number_of_keys(method):
     keep fewer fraction bits.
     """
     torch.manual_seed(0)
-    shape = dict(heads=1, nq=3, nk=70_000 if method in BLOCK_FLOAT else 65_536, amax=1e-6)
+    shape = dict(heads=1, nq=3, nk=70_000 if method == "intflash_bfp" else 65_536, amax=1e-6)
     found = [(str(d), ic.codes(method, d=d, return_lse=True, **shape)) for d in (16, 128)]
     assert checks.differences(found, "long_rows") == {}
 
@@ -293,7 +290,7 @@ def test_resident_tiles_of_floats_cover_each_row_once():
 def test_ring_buffers_fit_shared_memory():
     """At least four tiles of keys fit the 227 KB of a CTA, and resident K and V take as many as fit."""
     for d, consumers, method in itertools.product(range(16, 129, 16), (2, 3), METHODS):
-        if method in BLOCK_FLOAT and consumers == 3:
+        if method == "intflash_bfp" and consumers == 3:
             continue  # its registers do not suffice for three warpgroups
         sizes, stages = [], []
         for resident in (0, 1):
@@ -387,14 +384,22 @@ def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=
     return launch
 
 
-@pytest.mark.parametrize("d", (64, 128, *(pytest.param(d, marks=pytest.mark.full) for d in (16, 80))))
-@pytest.mark.parametrize("method", COMPILED)
+IN_EVERY_RUN = ("intflash_p8", 64), ("intflash_online", 128)
+
+
+@pytest.mark.parametrize(
+    "method, d",
+    [
+        pytest.param(*x, marks=() if x in IN_EVERY_RUN else pytest.mark.full)
+        for x in itertools.product(METHODS, (16, 64, 80, 128))
+    ],
+)
 def test_integer_only(method, d):
     """No floating-point opcode between int8 and integers, and no local memory."""
     _check_integer_only(method, d)
 
 
-@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("d", checks.in_full_but((128,), (64, 128)))
 def test_integer_only_of_blocks(d):
     """The plain kernel of those that `test_integer_only` compiles in full runs only."""
     _check_integer_only("intflash_bfp", d, 1)
@@ -411,7 +416,7 @@ def _check_integer_only(method: str, d: int, variants: int = 3) -> None:
 
 
 @pytest.mark.parametrize("query", checks.COMPILED_FLOATS, ids=str)
-@pytest.mark.parametrize("method", COMPILED)
+@pytest.mark.parametrize("method", checks.in_full_but(("intflash",), METHODS))
 def test_float_queries_do_not_spill(method, query):
     for d, resident in itertools.product((64, 128), (False, True)):
         assert checks.machine(_launch(method, d, query, query=query, resident=resident)).spills == 0
@@ -424,7 +429,7 @@ def test_float_queries_do_not_spill(method, query):
         pytest.param(Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1), id="static", marks=pytest.mark.full),
     ),
 )
-@pytest.mark.parametrize("method", FROM_FLOATS)
+@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), FROM_FLOATS))
 def test_floats_do_not_spill(method, recipe):
     for d, dtype in itertools.product((64, 80), (torch.float16, torch.bfloat16)):
         assert checks.machine(_float_launch(method, d, dtype, recipe)).spills == 0
@@ -436,7 +441,7 @@ def _float_launch(method, d, dtype, recipe):
     return launch
 
 
-@pytest.mark.parametrize("method", FROM_FLOATS)
+@pytest.mark.parametrize("method", checks.in_full_but(("intflash",), FROM_FLOATS))
 def test_padded_channels_and_key_masks_do_not_spill(method):
     for d, floats in itertools.product((40, 72), (False, True)):
         assert checks.machine(_workload_launch(method, d, floats)).spills == 0

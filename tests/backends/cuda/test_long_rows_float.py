@@ -97,7 +97,7 @@ def _launch(method: str, d: int, k: str = "token", block: int = 128, causal: int
 
 
 @pytest.mark.parametrize("k,block", KINDS)
-@pytest.mark.parametrize("d", (16, 64, 128))
+@pytest.mark.parametrize("d", (64, *(pytest.param(d, marks=pytest.mark.full) for d in (16, 128))))
 def test_tensor_core_instructions_and_spills(d, k, block):
     """Integer products for the scores, float products for P V, and no local memory."""
     for causal in (None, 0):

@@ -144,6 +144,12 @@ def calls(draw):
         arguments["out_dtype"] = draw(
             st.sampled_from([None, torch.int16, torch.float16, torch.bfloat16, torch.float32])
         )
+        if draw(st.booleans()):  # float q beside codes of k and v
+            dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
+            arguments["q"] = laid_out(draw(st.sampled_from(LAYOUTS)), b, h, nq, d, dtype)
+            kind, given = draw(st.sampled_from(["tensor", "head"])), draw(st.sampled_from(["none", "number", "tensor"]))
+            q_scale = dict(none=None, number=0.03, tensor=scale_of(draw, kind, b, h, 1))[given]
+            arguments["recipe"] = Recipe(kind, q_scale=q_scale)
     else:
         dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
         arguments["q"] = laid_out(draw(st.sampled_from(LAYOUTS)), b, h, nq, d, dtype)
@@ -201,6 +207,20 @@ def test_the_direct_way_serves(arguments, file):
     if "keep" in arguments:
         more["attn_mask"] = torch.ones(2, 1, 1, n, dtype=torch.bool)
     assert compare(dict(q=q, k=k, v=k, check_finite=False, **more)) == file
+
+
+@pytest.mark.parametrize("nq, files", [
+    (1, ["sm80/few_rows.cu"] * 3), (2, ["head_absmax.cu", *["sm80/few_rows.cu"] * 3]),
+    (300, ["head_absmax.cu", "constants.cu", "sm90/long_rows.cu"]),
+], ids=str)  # fmt: skip
+def test_the_direct_way_serves_float_q_beside_codes(nq, files):
+    """A step of decoding over a cache of codes, whose scale the kernel finds, and more rows."""
+    codes = intflash.QTensor(torch.zeros(2, 2, 600, 64, dtype=torch.int8), torch.ones(2, 2, 1, 1), "head")
+    q = torch.zeros(2, 8, nq, 64).half()
+    arguments = dict(q=q, k=codes, v=codes, enable_gqa=True, check_finite=False)
+    assert compare(arguments) == files[-1]
+    found = cpu._native.gpu_launches(132, tuple(call.complete((), arguments)[name] for name in call.NAMES))
+    assert [note["file"] for note in found[0]] == files
 
 
 def test_plans_of_meta_tensors_allocate_nothing():

@@ -43,6 +43,16 @@ DEVICES = (
     pytest.param("cuda", marks=[pytest.mark.gpu, _unless(BACKEND.unavailable())]),
 )
 on_each_device = pytest.mark.parametrize("device", DEVICES)
+FULL_IF_EMULATED = (pytest.param("cpu", marks=[pytest.mark.full, *DEVICES[0].marks], id="emulated"), DEVICES[1])
+# The emulator takes most of a minute for each type; float16 in every test run.
+on_each_device_and_type = pytest.mark.parametrize(
+    "dtype, device",
+    [
+        pytest.param(dtype, *device.values, marks=device.marks, id=f"{dtype}-{device.id or 'cuda'}")
+        for dtype in FLOAT_KV
+        for device in (DEVICES if dtype == torch.float16 else FULL_IF_EMULATED)
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +111,7 @@ def found_scales(plan: Plan, tensors: Qkv, kinds: list[str]) -> list[torch.Tenso
     return [x.view(shape) for x, shape in zip(scales, shapes, strict=True)]
 
 
-@on_each_device
-@pytest.mark.parametrize("dtype", FLOAT_KV, ids=str)
+@on_each_device_and_type
 def test_absmax_scales(dtype, device):
     """The largest value may be any element: here a corner of a tensor, and an element of the last CTA."""
     for name, tensors in layouts(dtype, device):
@@ -147,8 +156,7 @@ def test_runs_cover_each_element_once():
             assert sorted(found) == want.tolist(), name
 
 
-@on_each_device
-@pytest.mark.parametrize("dtype", FLOAT_KV, ids=str)
+@on_each_device_and_type
 def test_quantize_inputs(dtype, device):
     """Dynamic scales, and static scales of heads that some values far exceed. V's padding holds zeros."""
     for (name, tensors), dynamic in itertools.product(layouts(dtype, device), (True, False)):

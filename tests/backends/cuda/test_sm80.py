@@ -14,7 +14,6 @@ import torch
 
 from intflash.backends.cuda import BACKEND, backend, plans
 from intflash.backends.cuda.program import CudaLaunch
-from intflash.backends.gpu.constants import BLOCK_FLOAT
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
@@ -26,6 +25,7 @@ ARCHITECTURES = (
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 METHODS = backend.METHODS
 FEW = tuple(x for x in METHODS if x != "intflash_online")  # few_rows.cu's
+SLOW = pytest.param("intflash_bfp", marks=pytest.mark.full)  # its kernels take some seconds each to compile
 STATIC = dict(q_scale=0.02, k_scale=0.015, v_scale=0.02)
 # Warps of a CTA, tiles of 16 rows of a warp, keys of a tile, stages, CTAs per multiprocessor, CTAs that share channels.
 TILES = (2, 1, 32, 2, 3, 1), (1, 1, 128, 3, 1, 1), (2, 2, 32, 3, 1, 1), (8, 1, 64, 2, 1, 1), (4, 1, 128, 2, 1, 2)
@@ -96,7 +96,7 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
     yield "scales", ic.codes(method, heads=6, key_heads=2, nq=70, nk=150, kinds=("token", "head", "head"))
     yield "out scale", ic.codes(method, out_scale=torch.full((1, 1, 1, 1), 0.001))
     yield "groups", ic.codes(method, batch=2, heads=8, key_heads=2, nq=3, nk=260, d=128)
-    if method in BLOCK_FLOAT:
+    if method == "intflash_bfp":
         yield from _sinks(method)
     yield from checks.spans(method, 70, 197, 64)
     if method == "intflash_online":
@@ -120,6 +120,7 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
     ends = dict(cu_seqlens_q=_ends(0, 70, 150), cu_seqlens_k=_ends(0, 33, 260))
     yield "packed floats", Problem(method, *halves, 0.2, recipe=Recipe(), out_dtype=torch.float16, **ends)
     yield from _few_rows(method)
+    yield from _float_queries(method)
     yield from _layouts(method)
     for dtype in FLOATS:
         for n, d in ((70, 64), (150, 40), (90, 100), (70, 160)):
@@ -162,6 +163,23 @@ def _sinks(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"wide, {name}", ic.sinks(method, octaves, zeros, n=560, nq=60, d=200, causal=500, **of_rows)
 
 
+def _float_queries(method: str) -> Iterator[tuple[str, Problem]]:
+    """Float Q beside codes of K and V, on other rows than few ones."""
+    heads = dict(batch=2, heads=4, key_heads=2, kinds=("head",) * 3, return_lse=True)
+    for nq, nk, d, dtype in ((70, 150, 64, torch.float16), (33, 90, 40, torch.float32), (20, 100, 17, torch.bfloat16)):
+        p = ic.codes(method, nq=nq, nk=nk, d=d, causal=nk - nq, **heads)
+        yield f"float q {nq} {nk} {d}", ic.float_query(p, dtype, Recipe())
+    keep = torch.rand(2, 1, 50, 132) < 0.5
+    p = ic.codes(method, nq=50, nk=132, d=80, keep=keep, **heads)
+    yield "float q, keep", ic.float_query(p, torch.float16, Recipe(q_scale=0.02), out_dtype=torch.int8)
+    p = ic.codes(method, nq=60, nk=100, d=64, **heads)
+    yield "float q of tokens", ic.float_query(p, torch.float16, Recipe("token"))
+    yield "float q of four bits", ic.float_query(p, torch.float16, Recipe(bits=4))
+    ends = dict(cu_seqlens_q=_ends(0, 20, 50), cu_seqlens_k=_ends(0, 33, 100))
+    p = ic.codes(method, nq=50, nk=100, d=64, causal=0, causal_align="bottom_right", **ends)
+    yield "float q, packed", ic.float_query(p, torch.float16, Recipe())
+
+
 def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
     """Few rows over many keys, which few_rows.cu takes with the exact methods."""
     for nq, heads, d in ((1, 8, 64), (4, 8, 40), (8, 4, 160), (1, 2, 256), (16, 2, 17)):
@@ -178,6 +196,25 @@ def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
     yield "few, bias, keep, causal", ic.codes(method, out_dtype=torch.float16, **masks, **shape)
     yield "few, scales", ic.codes(method, kinds=("token", "head", "head"), amax=400.0, out_dtype=torch.int16, **shape)
     q, k = torch.randn(2, 8, 2, 72).half(), torch.randn(2, 2, 600, 72).half()
+    for nq, heads in ((1, 32), (3, 8)):  # rows i and i + 8 are of heads with other scales
+        shape = dict(batch=2, heads=heads, key_heads=2, nq=nq, nk=600, d=64, kinds=("head",) * 3, return_lse=True)
+        yield f"few, heads {nq} {heads}", ic.codes(method, **shape)
+    of_heads = Recipe("head", q_scale=torch.linspace(0.01, 0.03, 8))
+    for dtype, recipe in (
+        (torch.float16, Recipe()), (torch.float32, Recipe("tensor")), (torch.bfloat16, Recipe(q_scale=0.02)),
+        (torch.float16, of_heads),
+    ):  # fmt: skip
+        for kinds in (("tensor",) * 3, ("head",) * 3):
+            p = ic.codes(method, batch=2, heads=8, key_heads=2, nq=2, nk=600, d=72, kinds=kinds, return_lse=True)
+            yield (
+                f"few, float q {dtype} {recipe.q} {recipe.q_scale is None} {kinds[1]}",
+                ic.float_query(p, dtype, recipe),
+            )
+    for heads, d in ((8, 40), (32, 17)):  # the kernel finds Q's scale
+        p = ic.codes(method, batch=2, heads=heads, key_heads=2, nq=1, nk=600, d=d, kinds=("head",) * 3, return_lse=True)
+        yield f"few, float q one query {heads}", ic.float_query(p, torch.float16, Recipe())
+    p = ic.codes(method, batch=2, heads=8, key_heads=2, nq=1, nk=700, d=128, kinds=("head",) * 3)
+    yield "few, float q to int8", ic.float_query(p, torch.float16, Recipe(), out_dtype=torch.int8)
     yield "few, floats", Problem(method, q, k, k, 0.1, recipe=Recipe(**STATIC), out_dtype=torch.float16)
     for recipe in (checks.OF_TENSORS, checks.OF_HEADS):
         p = Problem(method, q, k, k.flip(2), 0.1, recipe=recipe, out_dtype=torch.int8)
@@ -243,7 +280,7 @@ def test_bits(method, tile, monkeypatch):
         _, row_tiles, keys, *_ = tile
         if method == "intflash_online" and keys != 128:
             pytest.skip("its tiles are granules of 128 keys")
-        if method in BLOCK_FLOAT and (keys != 128 or row_tiles > 1):
+        if method == "intflash_bfp" and (keys != 128 or row_tiles > 1):
             pytest.skip("its tiles are blocks of 128 keys and 16 rows")
         monkeypatch.setattr(plans, "FIXED", dict(any_rows_only=1, tile=tile))
     wrong = {}
@@ -252,7 +289,7 @@ def test_bits(method, tile, monkeypatch):
             continue
         there = ic.on_device(p, "cuda")
         masked = p.bias is not None or p.keep is not None
-        if method in BLOCK_FLOAT and masked and plans.find_kernel(there).kernel != "few_rows":
+        if method == "intflash_bfp" and masked and plans.find_kernel(there).kernel != "few_rows":
             assert "takes a bias or a bool mask for at most 16 rows" in BACKEND.unsupported(there)
             continue
         assert BACKEND.unsupported(there) is None, name
@@ -298,7 +335,7 @@ def test_integer_only(name, architecture):
         if (
             method == "intflash_online"
             and "bias" in options
-            or method in BLOCK_FLOAT
+            or method == "intflash_bfp"
             and {"bias", "keep"} & set(options)
         ):
             continue
@@ -309,7 +346,7 @@ def test_integer_only(name, architecture):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("method", FEW)
+@pytest.mark.parametrize("method", [SLOW if x == "intflash_bfp" else x for x in FEW])
 def test_few_rows_are_integer_only(method, architecture):
     for d, masks in ((128, {}), (64, dict(bias=_bias(1, 2, 1, 1000).to("meta"), causal=3))):
         p = checks.empty_problem(method, 1000, d, **masks)
@@ -328,13 +365,27 @@ def test_few_rows_are_integer_only(method, architecture):
         *(pytest.param(*x, marks=pytest.mark.full) for x in ((64, "sm_90a"), (128, "sm_90a"), (72, "sm_120"))),
     ),
 )
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [SLOW if x == "intflash_bfp" else x for x in METHODS])
 def test_floats_do_not_spill(method, d, architecture):
     for dtype in (torch.float16, torch.float32):
         launch = _launch(method, d, dtype, dtype, architecture=architecture, recipe=checks.OF_TENSORS)
         machine = checks.machine(launch, architecture)
         assert machine.spills == 0, (dtype, machine.registers)
         assert machine.float_instructions  # the negative control of test_integer_only
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("method", FEW)
+def test_few_rows_of_float_q_do_not_spill(method, architecture):
+    """Where the kernels compute the score constants, and Q's scale."""
+    for d, heads in ((128, 8), (64, 32)):
+        p = ic.codes(method, batch=1, heads=heads, key_heads=2, nq=1, nk=1000, d=d, kinds=("head",) * 3)
+        for scores, recipe in (("1", Recipe(q_scale=0.02)), ("2", Recipe())):
+            problem = ic.float_query(p, torch.float16, recipe)
+            for step in checks.planned(problem, gpu=GPUS[architecture]).launches[-3:]:
+                assert checks.macros(step)["SCORES"] == scores
+                machine = checks.machine(step, architecture)
+                assert machine.spills == 0, (d, heads, step.program, machine.registers)
 
 
 def test_shared_memory_fits_every_gpu():

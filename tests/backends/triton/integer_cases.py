@@ -1,7 +1,7 @@
 """Problems for the integer-only Triton kernels, whose results must equal the reference's bit for bit.
 
 `python integer_cases.py report METHOD` runs them in Triton's interpreter and prints the differences as JSON,
-`report_sinks` those of rows with sinks.
+`report_sinks` those of rows with sinks, `report_few_sinks` of some.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from intflash.backends.portable import BACKEND as TORCH
 from intflash.backends.reference import BACKEND as REFERENCE
 from intflash.backends.triton import BACKEND
 from intflash.methods import get_method
-from intflash.numerics.block import DIGITS
 from intflash.numerics.exp import LOG2_E
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe, quantize
 
-OURS = ("intflash", "intflash_p8", "intflash_online", *DIGITS)
+OURS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
 QFLASH_METHODS = ("qflash", "iflash")
 ABSENT = -(1 << 31)
 
@@ -45,6 +44,12 @@ def floats(method, nk=150, dtype=torch.float16, recipe=None, **more) -> Problem:
     q, k, v = (torch.randn(s).to(dtype) for s in ((2, 4, 50, 32), (2, 2, nk, 32), (2, 2, nk, 32)))
     recipe = recipe or get_method(method).recipe
     return Problem(method, q, k, v, 32**-0.5, recipe=recipe, **(dict(out_dtype=dtype) | more))
+
+
+def float_query(p: Problem, dtype: torch.dtype, recipe: Recipe, **more) -> Problem:
+    """The problem with floats for its codes of Q, and output of their dtype."""
+    q = (p.q.data * 0.02).to(dtype)
+    return replace(p, q=q, recipe=recipe, **(dict(out_dtype=dtype) | more))
 
 
 def _bias(method, shape) -> dict[str, torch.Tensor]:
@@ -97,7 +102,7 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         return
     for amax in (1e-6, 500.0, 50000.0):  # uniform attention; a single key; k = 8
         yield f"amax {amax}", codes(method, amax=amax)
-    if method in DIGITS:
+    if method == "intflash_bfp":
         yield from sink_cases(method)
     channels = dict(kinds=("token", "head", "channel"))
     yield "token, head, channel", codes(method, **channels)
@@ -115,6 +120,8 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
         yield f"floats {nk} static", floats(method, nk, recipe=static)
         yield f"floats {nk} static heads", floats(method, nk, torch.float32, heads, out_dtype=torch.int8)
         yield f"floats {nk} static heads of all", floats(method, nk, recipe=Recipe("head", "head", "head", **of_heads))
+    for recipe in (Recipe(), Recipe("token", q_scale=None), Recipe(q_scale=0.02)):
+        yield f"float q {recipe.q}", float_query(codes(method, kinds=("head", "head", "head")), torch.float16, recipe)
     yield "floats token", floats(method, recipe=Recipe(q="token", k="head"))
     yield "zeros", Problem(method, *(torch.zeros(1, 1, 20, 32) for _ in "qkv"), 0.2, out_dtype=torch.float32)
 
@@ -188,6 +195,11 @@ def report_sinks(method: str) -> dict[str, str | None]:
     return {name: complaint(p) for name, p in sink_cases(method)}
 
 
+def report_few_sinks(method: str) -> dict[str, str | None]:
+    """Returns the differences where blocks merge with floored bits: with all kinds of keys without a value."""
+    return {name: complaint(p) for name, p in sink_cases(method) if name.startswith("sinks of 40.0")}
+
+
 def report(method: str) -> dict[str, str | None]:
     from intflash.backends.triton import launch
 
@@ -202,4 +214,5 @@ def report(method: str) -> dict[str, str | None]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(json.dumps(dict(report=report, report_sinks=report_sinks)[sys.argv[1]](sys.argv[2])))
+    reports = dict(report=report, report_sinks=report_sinks, report_few_sinks=report_few_sinks)
+    print(json.dumps(reports[sys.argv[1]](sys.argv[2])))

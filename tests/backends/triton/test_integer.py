@@ -14,11 +14,10 @@ pytest.importorskip("triton")
 
 from benchmarks import sass  # noqa: E402
 from intflash.backends.triton import specializations  # noqa: E402
-from intflash.numerics.block import DIGITS  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 QUICK = ("intflash_p8", "qflash")
-SLOW = ("intflash", "intflash_online", *DIGITS, "iflash")  # up to a minute each
+SLOW = ("intflash", "intflash_online", "intflash_bfp", "iflash")  # up to a minute each
 METHODS = [*QUICK, *(pytest.param(method, marks=pytest.mark.full) for method in SLOW)]
 
 
@@ -29,10 +28,12 @@ def test_bits_in_the_interpreter(method):
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
-@pytest.mark.parametrize("method", DIGITS)
-def test_bits_of_sinks_in_the_interpreter(method):
-    found = _interpreted("report_sinks", method)
-    assert len(found) > 10
+@pytest.mark.parametrize(
+    "report, count", [("report_few_sinks", 4), pytest.param("report_sinks", 24, marks=pytest.mark.full)]
+)
+def test_bits_of_sinks_in_the_interpreter(report, count):
+    found = _interpreted(report, "intflash_bfp")
+    assert len(found) == count
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 

@@ -28,7 +28,13 @@ def interpreted(argument: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("method", FLOATS + UNFUSED)
+# the others differ from one of these in tables and types only, or take long
+IN_EVERY_RUN = ("int_flash_half", "lite", "qattn", "fp16", "ivit")
+
+
+@pytest.mark.parametrize(
+    "method", [x if x in IN_EVERY_RUN else pytest.param(x, marks=pytest.mark.full) for x in FLOATS + UNFUSED]
+)
 def test_kernel_matches_reference(method):
     found = interpreted(method)
     assert len(found) >= 9

@@ -9,12 +9,16 @@ import torch
 from intflash.backends.reference import BACKEND as REFERENCE
 from intflash.backends.vortex import backend, launch
 from intflash.call import prepare
-from intflash.quant import QTensor, Recipe
+from intflash.quant import QTensor, Recipe, quantize
 from machines import vortex_shim
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
 
-SIZES = [(n, d) for n in (16, 64, 197) for d in (8, 32, 64)]
+SIZES = [
+    pytest.param(n, d, marks=() if (n, d) in ((16, 64), (64, 8), (197, 32)) else pytest.mark.full)
+    for n in (16, 64, 197)
+    for d in (8, 32, 64)
+]
 INTEGER = [(name, p_bits) for name in ("intflash_simt", "intflash_tensor") for p_bits in (16, 8)]
 # float32: sums of up to 197 terms near 1; half: inputs and p rounded to 11 bits
 FLOAT = [("attention_f32", 2e-6), ("flash_f32", 2e-6), ("flash_f32_split", 2e-6), ("flash_f16_tensor", 3e-3)]
@@ -145,6 +149,14 @@ def test_backend_in_the_shim_equals_the_reference(method, out_dtype, tensor_unit
         assert torch.equal(ours.out, expected.out)
         assert torch.equal(ours.lse, expected.lse)
         assert (ours.out_scale is None) == (expected.out_scale is None)
+
+
+def test_float_q_beside_codes_in_the_shim():
+    q, k, v = torch.randn(2, 4, 20, 24), torch.randn(2, 2, 33, 24), torch.randn(2, 2, 33, 16)
+    problem, *_ = prepare(q, quantize(k, "head"), quantize(v, "channel"), enable_gqa=True, return_lse=True)
+    assert backend.BACKEND.unsupported(problem) is None
+    ours, expected = backend.run(problem, vortex_shim.run, tensor_unit=False), REFERENCE.run(problem)
+    assert torch.equal(ours.out, expected.out) and torch.equal(ours.lse, expected.lse)
 
 
 def test_float_method_in_the_shim():

@@ -45,6 +45,14 @@ def test_compiles_and_needs_nothing_but_the_sdk(riscv_compiler, name):
 
 @pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.integer])
 def test_integer_kernels_hold_no_float_instruction(riscv_compiler, name):
+    for defines in variants(name)[::5]:  # every head_dim, output and width of P at least once
+        elf = riscv.compile_object(riscv_compiler, PROGRAMS[name].path, defines)
+        assert float_instructions(elf) == 0, defines
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.integer])
+def test_no_variant_holds_a_float_instruction(riscv_compiler, name):
     for defines in variants(name):
         elf = riscv.compile_object(riscv_compiler, PROGRAMS[name].path, defines)
         assert float_instructions(elf) == 0, defines
@@ -80,7 +88,9 @@ def integer(name: str, n: int, d: int, p_bits: int, out_bits: int = 8, exponent=
 
 
 @pytest.mark.usefixtures("host_compiler", "riscv_linker")
-@pytest.mark.parametrize(("n", "d"), [(64, 8), (37, 16), (20, 40), (17, 64)])
+@pytest.mark.parametrize(
+    ("n", "d"), [(37, 16), (20, 40), *(pytest.param(*x, marks=pytest.mark.full) for x in ((64, 8), (17, 64)))]
+)
 @pytest.mark.parametrize(("name", "p_bits"), [("intflash_simt", 16), ("intflash_simt", 8)])
 def test_riscv_code_has_the_bits_of_the_shim(riscv_compiler, name, p_bits, n, d):
     native = integer(name, n, d, p_bits)
@@ -92,7 +102,7 @@ def test_riscv_code_has_the_bits_of_the_shim(riscv_compiler, name, p_bits, n, d)
 
 @pytest.mark.usefixtures("host_compiler", "riscv_linker")
 @pytest.mark.parametrize("options", [{"out_bits": 16}, {"out_bits": 64}, {"exponent": (1 << 30, 5)}])
-@pytest.mark.parametrize("n", [20, 270])  # 270: past one flush
+@pytest.mark.parametrize("n", [20, pytest.param(270, marks=pytest.mark.full)])  # 270: past one flush
 def test_riscv_code_of_the_variants(riscv_compiler, n, options):
     native = integer("intflash_simt", n, 16, 16, **options)
     compiled = copy.deepcopy(native)

@@ -18,6 +18,7 @@ from intflash.backends.features import (
     CODES,
     FLOAT_INPUTS,
     FLOAT_OUTPUT,
+    FLOAT_QUERY,
     INTEGER_OUTPUT,
     QUANTIZATION,
     per,
@@ -65,7 +66,7 @@ def machine_code(file: str, kernel: str, macros: tuple[tuple[str, str], ...]) ->
 
 # The native module decides which kernel serves a problem, by its shape and layout.
 _SERVED = frozenset.union(
-    FLOAT_INPUTS, CODES, QUANTIZATION, FLOAT_OUTPUT, {"causal mask", "grouped heads", "log-sum-exp"}
+    FLOAT_INPUTS, CODES, FLOAT_QUERY, QUANTIZATION, FLOAT_OUTPUT, {"causal mask", "grouped heads", "log-sum-exp"}
 )
 _INTFLASH = _SERVED | INTEGER_OUTPUT | per("tensor head token block", "tensor head", "tensor head")
 _MASKS = {"bool mask", "packed sequences", "sliding window"}
@@ -74,7 +75,6 @@ SERVES = {
     "intflash_p8": _INTFLASH | _MASKS | {"integer bias"},
     "intflash_online": _INTFLASH | _MASKS,
     "intflash_bfp": _INTFLASH | _MASKS | {"integer bias"},
-    "intflash_bfp8": _INTFLASH | _MASKS | {"integer bias"},
     "lite": _SERVED | ANY_GRANULARITY,
     "int_flash_half": _SERVED | ANY_GRANULARITY,
 }

@@ -15,7 +15,7 @@ from intflash.backends.gpu.scales import serves as serves_recipe
 from intflash.backends.gpu.tensors import Statistics, limits
 from intflash.problem import Problem, Result
 
-METHODS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp", "intflash_bfp8")
+METHODS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
 _ROW = 16  # codes, or floats, that rows of copies are padded to
 
 
@@ -31,7 +31,7 @@ def unsupported(problem: Problem) -> str | None:
 
 def planned(problem: Problem, **options: Any) -> Plan:
     """Returns the plan of a supported problem. options: those of `plans.plan`."""
-    if isinstance(problem.q, Tensor) and (problem.cu_seqlens_q is not None or not serves_recipe(problem.recipe)):
+    if isinstance(problem.q, Tensor) and (problem.cu_seqlens_q is not None or not serves_recipe(problem)):
         problem = problem.quantized()
     copies = plans.find_kernel(problem, options.get("key_counts") is not None).copies
     return plans.plan(with_copies(problem, copies), has_copies=bool(copies), **options)

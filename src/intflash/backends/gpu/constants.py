@@ -14,10 +14,8 @@ from torch import Tensor
 
 from intflash.backends.gpu.tensors import View, view
 from intflash.numerics import exp
-from intflash.numerics.block import BLOCK, DIGITS, MAX_GAP
+from intflash.numerics.block import BLOCK, MAX_GAP
 from intflash.problem import Problem
-
-BLOCK_FLOAT = tuple(DIGITS)  # methods with an exponent per block of keys
 
 
 class Constants(NamedTuple):
@@ -26,7 +24,7 @@ class Constants(NamedTuple):
     score: View | None  # int64 [B|1, Hq|1, Nq|1, key blocks|1]: k << 32 | C; None where the kernel computes them
     output: View | None  # int64 [B|1, Hq|1, 1, Dv|1]: e << 32 | Mr; None for float output
     v_scale: View | None  # float32 [B|1, Hk|1, 1, Dv|1]; None for integer output
-    # int32 [B, Hk, 1, words] for `BLOCK_FLOAT`: bit i of word j is set where all codes of key 32 j + i's value are 0
+    # int32 [B, Hk, 1, words] for `intflash_bfp`: bit i of word j is set where all codes of key 32 j + i's value are 0
     valueless: View | None = None
 
 
@@ -105,8 +103,8 @@ def score_unit(method: str) -> exp.ScoreUnit:
 
 
 def most_output_exponent(method: str) -> int:
-    """Returns where the exponent of s_V / s_O saturates: below, a kernel of `BLOCK_FLOAT` has a row's own bound."""
-    return exp.OUTPUT_EXPONENTS[1] + (MAX_GAP if method in BLOCK_FLOAT else 0)
+    """Returns where the exponent of s_V / s_O saturates: below, a kernel of `intflash_bfp` has a row's own bound."""
+    return exp.OUTPUT_EXPONENTS[1] + (MAX_GAP if method == "intflash_bfp" else 0)
 
 
 def empty_valueless(v: Tensor, sequences: int = 0) -> Tensor:

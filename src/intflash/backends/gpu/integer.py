@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from intflash.backends.gpu import scales
-from intflash.backends.gpu.constants import BLOCK_FLOAT, Constants, output_limit, score_unit
+from intflash.backends.gpu.constants import Constants, output_limit, score_unit
 from intflash.backends.gpu.scales import DynamicScales, FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, View, view
-from intflash.numerics import block, exp
+from intflash.numerics import exp
 from intflash.problem import Problem, Result, empty_output
 from intflash.quant import QTensor
 
@@ -21,7 +21,7 @@ _P_MAX = {
     "intflash": exp.P16_MAX,
     "intflash_p8": exp.P8_MAX,
     "intflash_online": exp.P8_MAX,
-    **block.P_MAX,
+    "intflash_bfp": exp.P16_MAX,
 }
 
 
@@ -52,7 +52,7 @@ def run(problem: Problem, kernels: Kernels) -> Result:
     statistics = row_statistics(problem)
     inputs = None
     if isinstance(problem.q, Tensor):
-        if scales.serves(problem.recipe):
+        if scales.serves(problem):
             inputs = scales.with_scales(problem.q, problem.k, problem.v, problem.recipe, kernels.amax)
         else:
             problem = problem.quantized()
@@ -62,7 +62,7 @@ def run(problem: Problem, kernels: Kernels) -> Result:
         launch, codes = kernels.quantize(inputs)
         launch.run()
         problem, inputs = replace(problem, **codes), None
-    if problem.method in BLOCK_FLOAT:
+    if problem.method == "intflash_bfp":
         launch, valueless = kernels.valueless(problem)
         launch.run()
         constants = constants._replace(valueless=valueless)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
 KEY_PADDING = 128  # rows of V's codes are padded with zeros to a multiple of this many keys
@@ -64,12 +65,15 @@ class DynamicScales(NamedTuple):
         return Qkv(0, self.counts.q, self.counts.q + self.counts.k)
 
 
-def serves(recipe: Recipe) -> bool:
-    """Whether the GPU kernels quantize as the recipe says: scales per tensor or head, all static or all dynamic."""
-    given = [s is not None for s in recipe.scales]
-    if recipe.bits != 8 or recipe.rule != "exact" or not {recipe.q, recipe.k, recipe.v} <= {"tensor", "head"}:
-        return False
-    return all(given) or not any(given)
+def serves(problem: Problem) -> bool:
+    """Whether the GPU kernels quantize the floats as the recipe says: scales per tensor or head, all static or all
+    dynamic.
+    """
+    recipe = problem.recipe
+    names = [name for name in "qkv" if isinstance(getattr(problem, name), Tensor)]
+    given = {getattr(recipe, f"{name}_scale") is not None for name in names}
+    per = {getattr(recipe, name) for name in names}
+    return recipe.bits == 8 and recipe.rule == "exact" and per <= {"tensor", "head"} and len(given) == 1
 
 
 def dynamic_scales(tensors: Qkv, recipe: Recipe) -> DynamicScales:

@@ -18,20 +18,20 @@ from intflash.backends.features import (
     CODES,
     FLOAT_INPUTS,
     FLOAT_OUTPUT,
+    FLOAT_QUERY,
     INTEGER_OUTPUT,
     MASKS,
     QUANTIZATION,
 )  # fmt: skip
 from intflash.backends.portable import block_float, float_softmax, intflash, partial_sums, qflash, unfused
 from intflash.backends.portable.operands import default_out_scale
-from intflash.numerics.block import DIGITS
 from intflash.problem import Problem, Result
 
 _KERNELS: dict[str, Callable[[Problem], Result]] = {
     "intflash": partial(intflash.exact_maximum, bits=16),
     "intflash_p8": partial(intflash.exact_maximum, bits=8),
     "intflash_online": intflash.online,
-    **dict.fromkeys(DIGITS, block_float.block_float),
+    "intflash_bfp": block_float.block_float,
     "qflash": qflash.qflash,
     "iflash": qflash.iflash,
     "ivit": unfused.ivit,
@@ -49,11 +49,11 @@ _KERNELS: dict[str, Callable[[Problem], Result]] = {
 }
 
 # The default output scale of these methods depends on V's scale alone, by their definition.
-_FIXED_SCALE = ("intflash", "intflash_p8", "intflash_online", *DIGITS, "qflash", "iflash")
+_FIXED_SCALE = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp", "qflash", "iflash")
 
 
 _SERVED = frozenset.union(
-    FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS, ANY_GRANULARITY,
+    FLOAT_INPUTS, CODES, FLOAT_QUERY, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS, ANY_GRANULARITY,
     {"out_scale per channel", "grouped heads", "packed sequences", "log-sum-exp", "sliding window"},
 )  # fmt: skip
 

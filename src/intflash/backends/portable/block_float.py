@@ -1,4 +1,4 @@
-"""`intflash_bfp` and `intflash_bfp8` in tiles, from docs/numerics.md, "An exponent per block of keys".
+"""`intflash_bfp` in tiles, from docs/numerics.md, "An exponent per block of keys".
 
 p depends only on the depth below its block's octave, rounded half up to 1/256 octave, and is 0 from depth 4095 on: one
 small table. T is exact in float64 as portable/intflash.py says; a bias is a multiple of 2^20 below 2^51, which changes
@@ -20,13 +20,12 @@ from intflash.numerics.block import (
     ACC_SHIFT,
     BIAS_FRACTION_BITS,
     BLOCK,
-    DIGITS,
     FAR,
     MAX_GAP,
     OUTPUT_SHIFT,
-    P_MAX,
     fraction_bits,
 )
+from intflash.numerics.exp import P16_MAX
 from intflash.problem import Problem, Result
 
 OCTAVE = 2.0**32
@@ -36,16 +35,13 @@ UNSET = NO_SCORE / OCTAVE  # the octave of a group without keys
 
 
 @functools.cache
-def _table(device: torch.device, digits: int) -> Tensor:
-    """P of each depth in 1/256 octave, in units of p16: u^2 + 132608 in Q.16, shifted by its octaves, floored, and of
-    one digit rounded to it.
-    """
+def _table(device: torch.device) -> Tensor:
+    """p16 of each depth in 1/256 octave: u^2 + 132608 in Q.16, shifted by its octaves, floored."""
     values = []
     for depth in range(DEAD + 1):
         octaves, fraction = divmod(3686 - depth, 256)
         m = (256 + fraction) ** 2 + 132608
-        p16 = (m << (octaves + 20)) >> 36
-        values.append(p16 if digits == 2 else (p16 + 128) >> 8 << 8)
+        values.append((m << (octaves + 20)) >> 36)
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
@@ -64,8 +60,8 @@ def block_float(problem: Problem, tiling: Tiling | None = None) -> Result:
     tiling = replace(tiling or Tiling.on(problem.device), keys=BLOCK, steps=None)
     nk = problem.k.shape[2]
     scores = Scores(problem, plain=False, bias_step=1 << (32 - BIAS_FRACTION_BITS))
-    output = Output(problem, P_MAX[problem.method])
-    table = _table(problem.device, DIGITS[problem.method])
+    output = Output(problem, P16_MAX)
+    table = _table(problem.device)
     valueless, v = _valueless(problem), problem.v.data.double()
     for tile in tiles(problem, tiling, passes=2):
         blocks = []  # (keys, scores of keys with a value, scores of the others)

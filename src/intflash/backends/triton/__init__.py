@@ -18,12 +18,12 @@ from intflash.backends.features import (
     CODES,
     FLOAT_INPUTS,
     FLOAT_OUTPUT,
+    FLOAT_QUERY,
     INTEGER_OUTPUT,
     MASKS,
     QUANTIZATION,
     per,
 )  # fmt: skip
-from intflash.numerics.block import DIGITS
 from intflash.problem import Problem, Result
 
 OLDEST = (3, 6)  # the oldest Triton release that the kernels are tested with
@@ -66,14 +66,14 @@ def _run(problem: Problem) -> Result:
 
 
 _SERVED = frozenset.union(
-    FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS,
+    FLOAT_INPUTS, CODES, FLOAT_QUERY, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT, MASKS,
     per("tensor head", "tensor head", "tensor head"), {"grouped heads", "log-sum-exp"},
 )  # fmt: skip
 _PACKED = _SERVED | {"packed sequences", "sliding window"}
 _INTFLASH = _PACKED | per("token block", "block", "channel") | {"out_scale per channel"}
 _FLOAT = _PACKED | ANY_GRANULARITY | {"out_scale per channel"}
 SERVES = (
-    dict.fromkeys(("intflash", "intflash_p8", "intflash_online", *DIGITS), _INTFLASH)
+    dict.fromkeys(("intflash", "intflash_p8", "intflash_online", "intflash_bfp"), _INTFLASH)
     | dict.fromkeys(("qflash", "iflash"), _PACKED)
     | dict.fromkeys(("ivit", "ibert", "fqvit"), _SERVED | per(v="channel") | {"out_scale per channel"})
     | dict.fromkeys(("int_flash_full", "int_flash_half", "lite", "qattn", "fp16", "bf16", "fp32"), _FLOAT)

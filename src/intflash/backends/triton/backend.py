@@ -15,12 +15,13 @@ from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.launch import TritonLaunch
 from intflash.backends.triton.tile_loop import tile_loop_launch
 from intflash.problem import Problem, Result
+from intflash.quant import QTensor
 
 STEPS = {
     "intflash": intflash_steps.P16,
     "intflash_p8": intflash_steps.P8,
     "intflash_online": intflash_steps.ONLINE,
-    **block_float.STEPS,
+    "intflash_bfp": block_float.STEPS,
 }
 FAMILIES = {  # modules with a `run` of their own
     **dict.fromkeys(mixed_precision.STEPS, mixed_precision),
@@ -53,6 +54,8 @@ def unsupported(problem: Problem) -> str | None:
 def run(problem: Problem) -> Result:
     if problem.method in FAMILIES:
         return FAMILIES[problem.method].run(problem)
+    if isinstance(problem.k, QTensor):
+        problem = problem.quantized()  # no kernel here takes float Q beside codes
     return integer.run(problem, KERNELS)
 
 

@@ -1,5 +1,5 @@
-"""The steps of `intflash_bfp` and `intflash_bfp8`, whose P has an exponent per block of 128 keys, and the kernel before
-them that finds the keys without a value.
+"""The steps of `intflash_bfp`, whose P has an exponent per block of 128 keys, and the kernel before them that finds the
+keys without a value.
 
 The first pass finds the octaves E and Ev of docs/numerics.md, "An exponent per block of keys", so that the second
 merges each block once, with the shift that the definition names.
@@ -14,8 +14,6 @@ from intflash.backends.gpu.constants import empty_valueless
 from intflash.backends.gpu.tensors import View, data_view, view
 from intflash.backends.triton.device_functions import natural_order
 from intflash.backends.triton.intflash_steps import (
-    Steps,
-    add_row_sums,
     add_value_sums,
     add_wide_sums,
     exp_offsets,
@@ -37,7 +35,6 @@ from intflash.numerics.triton import (
     OUTPUT_SHIFT,
     UNSET,
     block_p16,
-    exp_p8,
     octave_above,
 )
 from intflash.problem import Problem
@@ -84,19 +81,12 @@ def _after_first_pass(state, C, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _weights(s, C, bias, keys, PLAIN: tl.constexpr, DIGITS: tl.constexpr):
-    """Returns the octave of a group of keys, its P in signed digits (one digit twice), in the keys' order, and its
-    sums in units of p16.
-    """
+def _weights(s, C, bias, keys, PLAIN: tl.constexpr):
+    """Returns the octave of a group of keys, its P in signed digits, in the keys' order, and its sums."""
     peak, score = _no_maximum(s.shape[0])
     peak, score = update_row_max(peak, score, s, C, bias, keys, PLAIN, BIAS_STEP)
     e = octave_above(t_max(peak, score, C, PLAIN))
-    base = K0 - (e.to(tl.int64) << 32)
-    if DIGITS == 1:
-        p = natural_order(exp_p8(s, C, exp_offsets(base[:, None], bias, keys, BIAS_STEP)))
-        sums = add_row_sums(tl.full([s.shape[0], 16], 128 * s.shape[1], tl.int32), p, None)
-        return e, p, p, row_sum(sums) * ACC_UNIT
-    base += BLOCK_OCTAVES
+    base = K0 + BLOCK_OCTAVES - (e.to(tl.int64) << 32)
     high, low = block_p16(s, C, exp_offsets(base[:, None], bias, keys, BIAS_STEP))
     high, low = natural_order(high), natural_order(low)
     sums = add_wide_sums(tl.zeros([s.shape[0], 16], tl.int32), high, low, None)
@@ -112,19 +102,17 @@ def _merged(sums, depth, fraction):
 
 
 @triton.jit
-def _step(state, s, C, bias, present, v, PLAIN: tl.constexpr, DIGITS: tl.constexpr):
+def _step(state, s, C, bias, present, v, PLAIN: tl.constexpr):
     value_peak, value_top, peak, top, acc, l, fraction = state
     with_value, without, some_without = present
-    e, high, low, sums = _weights(s, C, bias, with_value, PLAIN, DIGITS)
+    e, high, low, sums = _weights(s, C, bias, with_value, PLAIN)
     l += _merged(sums, top - e, fraction)
     product = tl.dot(high, v, out_dtype=tl.int32)
     product += offset_row(add_value_sums(tl.zeros([16, v.shape[1]], tl.int32), v))
-    product *= ACC_UNIT
-    if DIGITS == 2:
-        product = tl.dot(low, v, product, out_dtype=tl.int32) & -ACC_UNIT
+    product = tl.dot(low, v, product * ACC_UNIT, out_dtype=tl.int32) & -ACC_UNIT
     acc += _merged(product, (value_top - e)[:, None], fraction)
     if some_without:
-        e, high, low, sums = _weights(s, C, bias, without, PLAIN, DIGITS)
+        e, high, low, sums = _weights(s, C, bias, without, PLAIN)
         l += _merged(sums, top - e, fraction)
     return value_peak, value_top, peak, top, acc, l, fraction
 
@@ -137,21 +125,7 @@ def _result(state):
     return (acc + HALF) >> OUTPUT_SHIFT, ((l + HALF) >> OUTPUT_SHIFT).to(tl.int32), level, gap
 
 
-@triton.jit
-def _step_p16(state, s, C, bias, present, v, PLAIN: tl.constexpr):
-    return _step(state, s, C, bias, present, v, PLAIN, 2)
-
-
-@triton.jit
-def _step_p8(state, s, C, bias, present, v, PLAIN: tl.constexpr):
-    return _step(state, s, C, bias, present, v, PLAIN, 1)
-
-
-def _steps(step: object) -> Steps:
-    return make_steps(_initial, _row_max, _after_first_pass, step, _result, block.BLOCK, blocks=True)
-
-
-STEPS = {method: _steps(_step_p16 if digits == 2 else _step_p8) for method, digits in block.DIGITS.items()}
+STEPS = make_steps(_initial, _row_max, _after_first_pass, _step, _result, block.BLOCK, blocks=True)
 
 
 @triton.jit

@@ -11,7 +11,6 @@ import functools
 
 import torch
 
-from intflash.backends.gpu.constants import BLOCK_FLOAT
 from intflash.backends.gpu.integer import row_statistics
 from intflash.backends.triton import backend, qflash, tile_sizes
 from intflash.backends.triton.block_float import valueless_launch
@@ -20,7 +19,7 @@ from intflash.backends.triton.launch import TritonLaunch
 from intflash.problem import Problem
 from intflash.quant import QTensor
 
-OURS = ("intflash", "intflash_p8", "intflash_online", *BLOCK_FLOAT)
+OURS = ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")
 QFLASH_METHODS = ("qflash", "iflash")
 
 
@@ -43,7 +42,7 @@ def attention_launch(
     if method in QFLASH_METHODS:
         return qflash.qflash_launch(problem, qflash.constants(problem)[0], out, statistics)
     _, constants, _ = constants_launch(problem)
-    if method in BLOCK_FLOAT:
+    if method == "intflash_bfp":
         constants = constants._replace(valueless=valueless_launch(problem)[1])
     return backend.attention_launch(problem, constants, out, statistics)
 
@@ -99,11 +98,10 @@ def _variants() -> dict[str, dict]:
     found = {}
     for method in OURS:
         for schedule, options in (("row", row), ("stream", stream)):
-            if schedule == "row" and method in ("intflash_online", *BLOCK_FLOAT):
+            if schedule == "row" and method in ("intflash_online", "intflash_bfp"):
                 continue  # they have no short-rows kernel
             found |= {f"{method} {schedule} {name}": dict(method=method, **more) for name, more in options.items()}
-    for method in BLOCK_FLOAT:
-        del found[f"{method} stream n4096 d256"]  # it spills: acc has 64 bits
+    del found["intflash_bfp stream n4096 d256"]  # it spills: acc has 64 bits
     for method in QFLASH_METHODS:
         found[f"{method} n197 d64"] = dict(method=method, nq=197, nk=197, d=64)
         found[f"{method} n4096 d128"] = dict(method=method, nq=4096, nk=4096, d=128)
@@ -122,7 +120,7 @@ QUICK = (
     "intflash row n49 bias keep of fewer batches",
     "intflash_online stream n1000 keep causal", "intflash_p8 stream n1000 bias keep of fewer batches",
     "qflash n1000 keep causal", "intflash_bfp stream n4096 d64", "intflash_bfp stream n1000 bias keep",
-    "intflash_bfp stream n4096 token head channel", "intflash_bfp8 stream n4096 d64",
+    "intflash_bfp stream n4096 token head channel",
 )  # fmt: skip
 
 

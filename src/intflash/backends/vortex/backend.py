@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from intflash.backends.base import Backend
-from intflash.backends.features import CODES, FLOAT_INPUTS, FLOAT_OUTPUT, INTEGER_OUTPUT, QUANTIZATION, per
+from intflash.backends.features import (
+    CODES,
+    FLOAT_INPUTS,
+    FLOAT_OUTPUT,
+    FLOAT_QUERY,
+    INTEGER_OUTPUT,
+    QUANTIZATION,
+    per,
+)
 from intflash.backends.vortex import launch as launches
 from intflash.backends.vortex.device import VortexDevice
 from intflash.backends.vortex.errors import VortexError
@@ -29,7 +37,7 @@ def _unavailable() -> str | None:
 
 
 _INTEGER = frozenset.union(
-    FLOAT_INPUTS, CODES, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT,
+    FLOAT_INPUTS, CODES, FLOAT_QUERY, QUANTIZATION, INTEGER_OUTPUT, FLOAT_OUTPUT,
     per("tensor head", "tensor head", "tensor head channel"), {"out_scale per channel", "grouped heads", "log-sum-exp"},
 )  # fmt: skip
 _FLOAT = frozenset.union(FLOAT_INPUTS, FLOAT_OUTPUT, per("none", "none", "none"), {"grouped heads"})
