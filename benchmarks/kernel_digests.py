@@ -118,7 +118,7 @@ def cuda_launches(quick: bool) -> Iterator[tuple[str, CudaLaunch]]:
         problems["causal token int16"] = _codes(
             method, n, d, ("token", "head", "head"), causal=0, out_dtype=torch.int16, return_lse=True
         )
-        if n <= 64 and method != "intflash_online":
+        if n <= 64 and method in ("intflash", "intflash_p8"):
             masks = dict(bias=torch.zeros(2, 2, n, n, dtype=torch.int32), keep=torch.ones(2, 1, n, n, dtype=torch.bool))
             problems["masked"] = _codes(method, n, d, return_lse=True, **masks)
         for dtype in _FLOAT_TYPES[: 1 if quick else 3]:

@@ -162,6 +162,7 @@ def test_troubleshooting_quotes_what_the_library_says():
     """Each message in the tables occurs in the source, so that a reader who searches for it finds it."""
     source = "\n".join(path.read_text() for path in (ROOT / "src" / "intflash").rglob("*.py"))
     source = re.sub(r"\{[^{}]*\}", "…", source)  # an f-string's values
+    source += "\n".join(path.read_text() for path in (ROOT / "csrc" / "host").rglob("*.cpp"))
     source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", source)  # a string of several pieces
     page = TEXT[ROOT / "docs" / "guide" / "troubleshooting.md"].partition("## Wrong or poor results")[0]
     foreign = ("operator torchvision", "Could not import module", "VORTEX_HOME", "report.left")  # of others

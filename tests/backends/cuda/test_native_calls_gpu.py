@@ -132,6 +132,34 @@ def test_same_bits(method, name, shape, general):
         assert_same(found, generally(*qkv, method=method, **options))
 
 
+KERNELS = {  # kernel -> shape, queries, options of a call on the CPU
+    "bias of short rows": ((2, 4, 197, 64), 197, dict(bias=(1, 4, 197, 197))),
+    "mask of keys": ((3, 4, 300, 64), 300, dict(attn_mask=(3, 1, 1, 300))),
+    "padded channels": ((2, 4, 330, 72), 330, {}),
+    "any rows": ((2, 4, 300, 64), 300, dict(bias=(1, 1, 300, 300))),
+    "few rows": ((1, 4, 700, 160), 1, {}),
+}
+
+
+@pytest.mark.parametrize("recipe", [STATIC, HEADS], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("method", ["intflash", "intflash_p8"])
+def test_bits_of_the_reference(method, name, recipe, general):
+    """Of the direct way, for kernels beside those for windows, short and long rows."""
+    shape, rows, masks = KERNELS[name]
+    q, k, v = (x.cpu() for x in three(shape))
+    options = dict(method=method, recipe=recipe)
+    for option, axes in masks.items():
+        values = tensor(axes, 7, torch.float32).cpu()
+        options[option] = values > 0 if option == "attn_mask" else intflash.quantize_bias(values)
+    q = q[:, :, :rows]
+    want = intflash.attention(q, k, v, backend="reference", **options)
+    there = {x: y.cuda() if isinstance(y, Tensor) else y for x, y in options.items()}
+    general.clear()
+    found = intflash.attention(*(x.cuda() for x in (q, k, v)), **there)
+    assert not general and torch.equal(found.cpu(), want)
+
+
 def test_sdpa():
     q, k, v = three(SHAPES["rows"])
     assert_same(intflash.sdpa(q, k, v), generally(q, k, v))
