@@ -31,7 +31,7 @@ _NO_MASKS = ("cu_seqlens_q", "window_start")  # fields of a problem that no meth
 _SHARED_BYTES = 227 * 1024  # available to a CTA
 _TABLE_BYTES = 32 * 1024  # of the table of P of `intflash_online`
 # a thread's accumulators of `intflash_bfp` that are in shared memory, by head_dim
-_ACC_WORDS = {80: 12, 96: 16, 112: 24, 128: 32}
+_ACC_WORDS = {80: 12, 96: 16, 112: 24, 128: 34}
 _STAGING_BYTES = 2 * 16 * 1024  # of floats that wait in shared memory to be quantized
 _WARPGROUP_TIMES = {
     2: (0.8, 1.0),
@@ -294,7 +294,7 @@ def _scratch_bytes(problem: Problem) -> int:
     """Bytes for each consumer warpgroup of `Scratch` of block_float_softmax.cuh: 64-bit words of 128 threads."""
     if problem.method != "intflash_bfp":
         return 0
-    return (5 + _ACC_WORDS.get(problem.q.shape[3], 0)) * 128 * 8
+    return (7 + _ACC_WORDS.get(problem.q.shape[3], 0)) * 128 * 8
 
 
 def _pv_channels(method: str, d: int) -> int:
