@@ -123,6 +123,16 @@ def test_accuracy_tables_are_the_results():
             assert row[1] == f"{rows[series, 'A2'][0]:.1f}"
 
 
+def test_digits_table_is_the_results():
+    with (RESULTS / "accuracy" / "digits_static.csv").open(newline="") as file:
+        rows = {(r["series"], r["case"], r["metric"]): float(r["value"]) for r in csv.DictReader(file)}
+    for case, label in (("vit", "ViT"), ("swin", "Swin")):
+        cells = [f"{rows['float', case, 'Top-1, %']:.2f}"]
+        for series in ("dynamic", "static absmax", "static mse", "static absmax, per head"):
+            cells.append(f"{rows[series, case, 'Top-1, %']:.2f} ({rows[series, case, 'SQNR of the logits, dB']:.1f})")
+        assert f"| digits {label} | {' | '.join(cells)} |" in TEXT[ROOT / "docs" / "guide" / "evaluate.md"]
+
+
 def test_integer_models_table_is_the_results():
     with (RESULTS / "accuracy" / "integer_digits.csv").open(newline="") as file:
         rows = {(r["series"], r["case"], r["metric"]): float(r["value"]) for r in csv.DictReader(file)}

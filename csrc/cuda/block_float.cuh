@@ -51,8 +51,10 @@ DEVICE void pack_block_p(const u32 (&p)[4], u32 (&digit)[2]) {
 
 // Returns the sum of a row's p16 from the sums of its digits.
 DEVICE u32 row_sum(const u32 (&digit)[2]) { return (digit[0] << 8) + digit[1]; }
-// Returns P V of a block from the sums of its digits. Its lowest 8 bits are dropped.
-DEVICE i32 block_sum(P16Accumulator digits) { return (digits.high + (digits.low >> 8)) << 8; }
+constexpr i32 ACC_SHIFT = 8;  // numerics.block.ACC_SHIFT
+// Returns A_g of a block from the sums of its digits of P V, whose lowest bits it drops.
+DEVICE i32 block_acc(P16Accumulator digits) { return digits.high + (digits.low >> ACC_SHIFT); }
+DEVICE i32 block_sum(P16Accumulator digits) { return block_acc(digits) << ACC_SHIFT; }
 
 // Returns 2^(fraction - depth), the unit of a group `depth` octaves below its row, and 0 where it is less than 1.
 DEVICE i32 group_unit(i32 fraction, i32 depth) { return shift_left(1, fraction - depth); }

@@ -28,7 +28,7 @@ def test_native_quantization_has_the_library_s_codes(isa, dtype, kind):
         "static heads": Recipe(*["head"] * 3, q_scale=heads, k_scale=heads[None, :, None, None], v_scale=heads),
     }.get(kind) or Recipe(kind, kind, kind)
     problem = prepare(q, k, v, recipe=recipe)[0]
-    assert cpu._float_scales(problem) is not None
+    assert cpu._scales(problem) is not None
     for threads in (1, 2):
         assert_same_bits(cpu.run(problem, isa=isa, threads=threads), reference.BACKEND.run(problem))
 
@@ -53,7 +53,7 @@ def test_scales_read_by_their_methods(without_functions):
         "head", "tensor", "head", q_scale=heads, k_scale=torch.tensor([[0.02]]), v_scale=heads[None, :, None, None]
     )
     problem = prepare(x, x, x, recipe=recipe)[0]
-    assert cpu._float_scales(problem) is not None
+    assert cpu._scales(problem) is not None
     assert_same_bits(cpu.run(problem), reference.BACKEND.run(problem))
     empty = intflash.quantize(x)
     empty.data.untyped_storage().resize_(0)
@@ -80,7 +80,7 @@ def test_quantization_in_memory_s_order(isa, dtype, shape):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         for recipe in (Recipe(), Recipe(q_scale=0.05, k="head", v_scale=torch.tensor(0.1))):
             problem = prepare(q, k, v, recipe=recipe)[0]
-            assert cpu._float_scales(problem) is not None
+            assert cpu._scales(problem) is not None
             expected = reference.BACKEND.run(problem)
             for threads in (1, 2):
                 assert_same_bits(cpu.run(problem, isa=isa, threads=threads), expected)

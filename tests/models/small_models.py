@@ -35,6 +35,7 @@ SIZES = (
     (r"image_size|img_size", 32),
     (r"patch_size", 8),
     (r"max_position_embeddings|n_positions|max_sequence_length", 128),
+    (r"sliding_window|local_attention", 6),
 )  # fmt: skip
 # Which patterns of SIZES apply, tried from the smallest on.
 LEVELS = (range(len(SIZES)), (0, 1, 2, 3, 4), (0, 3, 4), (4,))

@@ -39,6 +39,11 @@ struct BlockFloat {
 
   // Returns bits of this lane's keys from `first` on, four for each group of 16, set for those without a value.
   DEVICE u32 zeros(i32 first) const { return valueless[first / 128 * 4] >> first % 128 / 4; }
+  // ptxas would read the masks of several groups at once and keep them from one pass over a block's keys to the next,
+  // for which there are no registers. It moves no load across a barrier.
+  DEVICE static void forget_masks() {
+    if constexpr (BIAS || KEEP) __syncwarp();
+  }
   // Returns the bytes of the keys of a group that a row sees, those of `chosen` where SOME.
   template <bool MASKED, bool SOME>
   DEVICE static u32 present(const RowMask& mask, int group, i32 key, i32 keys, u32 chosen) {
@@ -54,6 +59,7 @@ struct BlockFloat {
 #pragma unroll
       for (int group = 0; group < NOW / 16; ++group) {
         const i32 key = first + first_key(group);
+        forget_masks();
         u32 seen = present<MASKED, SOME>(masks[0][h], group, key, keys, chosen);
         Peak x[4];
         peaks<BIAS_UNIT>(score(0, h), s, 0, h, group, masks[0][h], key, keys, x, seen);
@@ -113,8 +119,6 @@ struct BlockFloat {
   DEVICE void weights(const Scores& s, const RowMasks& masks, i32 first, i32 keys, u32 chosen, Weights& p) const {
     Peak peak[2] = {NO_PEAK, NO_PEAK};
     update_peaks<NOW, MASKED, SOME>(s, masks, first, keys, chosen, peak);
-    // reads masks again: there are no registers for those of 32 keys
-    if constexpr (BIAS || KEEP) asm volatile("" ::: "memory");
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       p.e[h] = octave(peak[h], h);
@@ -125,6 +129,7 @@ struct BlockFloat {
 #pragma unroll
       for (int group = 0; group < NOW / 16; ++group) {
         const i32 key = first + first_key(group);
+        forget_masks();
         u32 seen = present<MASKED, SOME>(masks[0][h], group, key, keys, chosen);
         u32 four[4], digit[DIGITS];
         if constexpr (FAST) {
@@ -133,9 +138,9 @@ struct BlockFloat {
             four[i] = block_p16((u32)score_of(s, 0, h, group, i) * (u32)(-(unit.C >> 8)) + offset);
         } else {
           i64 t[4];
-          exponents<BIAS_UNIT>(unit, s, 0, h, group, masks[0][h], key, keys, t, seen);
+          exponents<BIAS_UNIT>(unit, s, 0, h, group, masks[0][h], key, keys, B, t, seen);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) four[i] = block_p16(t[i] + B);
+          for (int i = 0; i < 4; ++i) four[i] = block_p16(t[i]);
         }
         pack_block_p(four, digit);
 #pragma unroll

@@ -57,22 +57,21 @@ struct WarpRows {
   DEVICE i32 row_of(int m, int h) const { return row + 16 * m + 8 * h; }
   DEVICE RowPlace place(int m, int h) const { return work.place(row_of(m, h)); }
 
-  // The channels that a lane reads of its rows: four from each of these.
-  DEVICE static u32 lane_channel(int i) { return 16 * i + threadIdx.x % 4 * 4; }
-  DEVICE const u8* query(const RowPlace& at, u32 channel) const {
-    const i64 row = head_offset(p.q, work.batch, at.head) + at.row * p.q.n;
-    return p.q.ptr + (row + min(channel, HEAD_DIM - 4)) * SIZE<QUERY>;
+  DEVICE const u8* query(const RowPlace& at) const {
+    return p.q.ptr + (head_offset(p.q, work.batch, at.head) + at.row * p.q.n) * SIZE<QUERY>;
   }
   // The scale of a row of floats. With SCORES 2 the row is its head's only one, and has a scale of its own maximum.
   DEVICE float query_scale(const RowPlace& at) const {
     if constexpr (SCORES < 2) {
       return *head_element<float>(p.q_scale, work.batch, at.head);
     } else {
+      const u8* from = query(at);
       u32 most = 0;
 #pragma unroll
       for (int i = 0; i < 2 * K_STEPS; ++i) {
+        const u32 channel = 16 * i + threadIdx.x % 4 * 4;
         typename In::Raw<1> raw;
-        load_words(query(at, lane_channel(i)), raw.word);
+        load_words(from + min(channel, HEAD_DIM - 4) * SIZE<QUERY>, raw.word);
         for (u32 word : raw.word) most = max_magnitudes(most, word, QUERY{});
       }
       most = max_of_pair(most, QUERY{});
@@ -87,13 +86,14 @@ struct WarpRows {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const RowPlace at = place(m, h);
+        const u8* from = query(at);
         float inverse = 1.0f;
         if constexpr (SIZE<QUERY> > 1) inverse = In::usable_inverse(__frcp_rn(query_scale(at)));
 #pragma unroll
         for (int i = 0; i < 2 * K_STEPS; ++i) {
-          const u32 channel = lane_channel(i);
+          const u32 channel = 16 * i + threadIdx.x % 4 * 4;
           typename In::Raw<1> raw;
-          load_words(query(at, channel), raw.word);
+          load_words(from + min(channel, HEAD_DIM - 4) * SIZE<QUERY>, raw.word);
           if (In::has_far_values(inverse)) In::clamp_far_values(raw, inverse);
           u32 w[1];
           In::codes(raw, inverse, w);

@@ -93,21 +93,22 @@ typedef i32 Peak;  // a score
 constexpr Peak NO_PEAK = NO_SCORE;
 #endif
 
-// Computes T of a word of keys, and makes those absent that the bias does. BIAS_UNIT: that of the bias in T.
+// Computes T + B of a word of keys, and makes those absent that the bias does. BIAS_UNIT: that of the bias in T.
 template <i32 BIAS_UNIT>
 DEVICE void exponents(const Score& unit, const Scores& s, int m, int h, int group, const RowMask& mask, i32 key,
-                      i32 keys, i64 (&t)[4], u32& present) {
+                      i32 keys, i64 B, i64 (&t)[4], u32& present) {
 #if BIAS
   i32 bias[4];
   mask.bias.read(key, keys, bias);
 #endif
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    t[i] = multiply_add(score_of(s, m, h, group, i) << unit.k, unit.C, 0);
+    t[i] = B;
 #if BIAS
-    t[i] = multiply_add(bias[i], BIAS_UNIT, t[i]);
+    t[i] = multiply_add(bias[i], BIAS_UNIT, B);
     if (bias[i] == NO_SCORE) present &= ~(0xFFu << (8 * i));
 #endif
+    t[i] = multiply_add(score_of(s, m, h, group, i) << unit.k, unit.C, t[i]);
   }
 }
 // The same in the unit of a row's maximum.
@@ -115,7 +116,7 @@ template <i32 BIAS_UNIT>
 DEVICE void peaks(const Score& unit, const Scores& s, int m, int h, int group, const RowMask& mask, i32 key, i32 keys,
                   Peak (&x)[4], u32& present) {
 #if BIAS
-  exponents<BIAS_UNIT>(unit, s, m, h, group, mask, key, keys, x, present);
+  exponents<BIAS_UNIT>(unit, s, m, h, group, mask, key, keys, 0, x, present);
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) x[i] = score_of(s, m, h, group, i);
@@ -196,8 +197,8 @@ struct ExactMaximum : PDigits<DIGITS> {
                    score_of(s, m, h, group, 3), unit.C >> 8, (u32)(B[m][h] >> 8), word);
     } else {
       i64 t[4];
-      exponents<BIAS_UNIT>(unit, s, m, h, group, mask, key, keys, t, present);
-      four_p({power(t[0] + B[m][h]), power(t[1] + B[m][h]), power(t[2] + B[m][h]), power(t[3] + B[m][h])}, word);
+      exponents<BIAS_UNIT>(unit, s, m, h, group, mask, key, keys, B[m][h], t, present);
+      four_p({power(t[0]), power(t[1]), power(t[2]), power(t[3])}, word);
     }
     if (MASKED || KEEP || BIAS) {
 #pragma unroll

@@ -36,8 +36,8 @@ struct Scratch {
     store_shared(base + i * GROUP * 8, w);
   }
 };
-// The octaves and l of the groups without a value of two rows; a word for `shift_acc`.
-constexpr int SUM_WORDS = 5;
+// The octaves and l of the groups without a value of two rows, l of those with one; a word for `shift_acc`.
+constexpr int SUM_WORDS = 7;
 
 // A row pair's sums of P V, of which the last ones are in shared memory.
 struct BlockAccumulators {
@@ -64,9 +64,10 @@ struct BlockFloat {
   bool fast_exp;
   i32 fraction;
   u32 valueless;      // index of the word of this thread's keys in the first block
-  GroupSum value[2];  // those of the groups without a value are in `scratch`
+  GroupSum value[2];  // without l, which is in `scratch` like all of the groups without a value
   i32 lowest[2];      // octave of any group
   i32 unit[2];        // of the last block's sums in acc
+  i32 acc_shift;      // from acc to 2^24 in the row's unit: one pass adds no bits below A_g's
   Scratch scratch;
   BlockAccumulators acc;
 
@@ -75,6 +76,7 @@ struct BlockFloat {
     return {top, top, scratch.load(2 + h)};
   }
   DEVICE void set_other(int h, const GroupSum& sum) { scratch.store(h, sum.top), scratch.store(2 + h, sum.l); }
+  DEVICE GroupSum value_sum(int h) const { return {value[h].top, value[h].base, scratch.load(4 + h)}; }
   DEVICE void clear_acc() {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) acc.set(i, 0);
@@ -96,12 +98,13 @@ struct BlockFloat {
     const u32 magnitudes = row_magnitudes(shared);
     fast_exp = __all_sync(
         ~0u, fits_32_bits({C[0], shift[0]}, magnitudes & 0xFFFF) & fits_32_bits({C[1], shift[1]}, magnitudes >> 16));
-    fraction = fraction_bits(p.nk);
+    fraction = fraction_bits(p.nk), acc_shift = ACC_SHIFT;
     acc.scratch = scratch = Scratch(shared);
     valueless = (u32)head_offset(p.valueless, at.batch, at.kv_head) + threadIdx.x % 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      value[h] = {NO_EXPONENT, NO_EXPONENT, 0}, set_other(h, value[h]), lowest[h] = -NO_EXPONENT;
+      value[h] = {NO_EXPONENT, NO_EXPONENT, 0}, set_other(h, value[h]), scratch.store(4 + h, 0),
+      lowest[h] = -NO_EXPONENT;
     clear_acc();
   }
 
@@ -193,7 +196,11 @@ struct BlockFloat {
   DEVICE void add_values_group(const i32 (&e)[2], const u32 (&sums)[2]) {
     i32 by[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) by[h] = add(value[h], h, e[h], sums[h], HEADROOM);
+    for (int h = 0; h < 2; ++h) {
+      value[h].l = scratch.load(4 + h);
+      by[h] = add(value[h], h, e[h], sums[h], HEADROOM);
+      scratch.store(4 + h, value[h].l);
+    }
     if (__any_sync(~0u, by[0] | by[1])) shift_acc(by);
   }
   // Goes through memory, because of shifted words ptxas would make pairs of registers by copies, in every block.
@@ -256,7 +263,7 @@ struct BlockFloat {
 #pragma unroll
     for (int i = 0; i < PV_CHANNELS / 2; ++i) {
       const int to = step * PV_CHANNELS / 2 + i;
-      i64 x = multiply_add(block_sum({sums[0][i], sums[1][i]}), unit[i / 2 % 2], acc.get(to));
+      i64 x = multiply_add(block_acc({sums[0][i], sums[1][i]}), unit[i / 2 % 2], acc.get(to));
       keep_in_register(x);  // before the next product is issued, which needs the registers of `sums`
       acc.set(to, x);
     }
@@ -292,9 +299,9 @@ struct BlockFloat {
   static constexpr int PART = CHANNELS == 32 ? 16 : CHANNELS;  // channels whose outputs are computed at once
   DEVICE void store(const Params& p, const ThreadRows& at) const {
     const OutputConstants constants = load_output_constants<OUT>(p, at.batch, at.head, at.kv_head);
-    const RowSum rows[2] = {RowSum(value[0], other(0)), RowSum(value[1], other(1))};
+    const RowSum rows[2] = {RowSum(value_sum(0), other(0)), RowSum(value_sum(1), other(1))};
     const BlockScales<OUT, 2> scales(rows, constants);
-    const i32 below[2] = {value[0].base - value[0].top, value[1].base - value[1].top};
+    const i32 below[2] = {value[0].base - value[0].top + acc_shift, value[1].base - value[1].top + acc_shift};
 #pragma unroll
     for (int first = 0; first < CHANNELS; first += PART) {
       P16Accumulator mine[2][PART];
@@ -333,6 +340,7 @@ struct BlockFloat {
     i32 top[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) top[h] = max(value[h].top, other(h).top);
+    acc_shift = 0;
     clear_acc();
     i64 l[2] = {0, 0};
 #pragma unroll 1
@@ -414,7 +422,8 @@ struct BlockFloat {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {  // the one that RowSum does not shift
       const bool of_value = value[h].top == top[h];
-      value[h].base = value[h].top, value[h].l = of_value && quarter == 0 ? l[h] : 0;
+      value[h].base = value[h].top;
+      scratch.store(4 + h, of_value && quarter == 0 ? l[h] : 0);
       set_other(h, {other(h).top, 0, of_value || quarter != 0 ? 0 : l[h]});
     }
   }

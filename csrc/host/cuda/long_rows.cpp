@@ -38,13 +38,13 @@ bool uses_p_table(const Problem& p) { return p.method == Method::kOnline; }
 
 bool p_in_shared(const Problem& p, int64_t consumers) { return consumers == 3 && p.head_dim() > 96 && uses_p_table(p); }
 
-// Bytes for each consumer warpgroup of `Scratch` of block_float_softmax.cuh: 64-bit words of 128 threads, five and a
+// Bytes for each consumer warpgroup of `Scratch` of block_float_softmax.cuh: 64-bit words of 128 threads, seven and a
 // thread's accumulators that have no registers.
 int64_t scratch_bytes(const Problem& p) {
   if (!p.is_block_float()) return 0;
   const int64_t d = p.head_dim();
-  const int64_t accumulators = d == 80 ? 12 : d == 96 ? 16 : d == 112 ? 24 : d == 128 ? 32 : 0;
-  return (5 + accumulators) * 128 * 8;
+  const int64_t accumulators = d == 80 ? 12 : d == 96 ? 16 : d == 112 ? 24 : d == 128 ? 34 : 0;
+  return (7 + accumulators) * 128 * 8;
 }
 
 // Bytes of P, where it goes through shared memory, of what has no registers, of floats that wait to be quantized, and
