@@ -88,6 +88,7 @@ CALLS = {  # (shape, seed) -> tensors and options
         three((s[0], 4, *s[2:]), i, key_heads=2),
         dict(is_causal=True, causal_align="bottom_right", enable_gqa=True, recipe=STATIC),
     ),
+    "float q": lambda s, i: ([three(s, i)[0], *codes(s, i, ("head",) * 3)[1:]], {}),
     "windows": lambda s, i: (three(s, i), windows(s, i)),
 }
 
@@ -157,6 +158,21 @@ def test_bits_of_the_reference(method, name, recipe, general):
     there = {x: y.cuda() if isinstance(y, Tensor) else y for x, y in options.items()}
     general.clear()
     found = intflash.attention(*(x.cuda() for x in (q, k, v)), **there)
+    assert not general and torch.equal(found.cpu(), want)
+
+
+@pytest.mark.parametrize("recipe", [None, Recipe("tensor"), Recipe(q_scale=0.03)], ids=["heads", "tensor", "static"])
+@pytest.mark.parametrize("rows", [1, 2, 300])
+@pytest.mark.parametrize("method", ["intflash", "intflash_p8"])
+def test_bits_of_float_q_beside_codes(method, rows, recipe, general):
+    """A step of decoding over a cache of codes, and more rows."""
+    q, *_ = three((2, 16, 700, 64))
+    _, k, v = codes((2, 16, 700, 64), 3, ("head",) * 3, key_heads=2)
+    q, options = q[:, :, :rows], dict(method=method, recipe=recipe, enable_gqa=True)
+    on_cpu = [QTensor(x.data.cpu(), x.scale.cpu(), "head") for x in (k, v)]
+    want = intflash.attention(q.cpu(), *on_cpu, backend="reference", **options)
+    general.clear()
+    found = intflash.attention(q, k, v, **options)
     assert not general and torch.equal(found.cpu(), want)
 
 
