@@ -54,7 +54,7 @@ def splits(draw):
 @pytest.mark.parametrize("method", INVARIANT)
 @pytest.mark.parametrize("kind", ["random", "last key largest", "ties", "absent stretches"])
 @pytest.mark.parametrize("biased", [False, True])
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(steps=splits(), elements=st.sampled_from((1, 100, 5000, 1 << 20)), causal=st.sampled_from((None, 0, 120)))
 def test_key_steps_change_no_bit(method, kind, biased, steps, elements, causal):
     g = torch.Generator().manual_seed(1)
@@ -118,7 +118,7 @@ def peak(problem, tiling=SMALL):
     return memory.peak
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", [x if x in INTEGER else pytest.param(x, marks=pytest.mark.full) for x in METHODS])
 def test_masks_are_never_expanded(method):
     """A mask with one row per key, and one of a window's keys: both use memory for a tile only, not for batch x
     heads.

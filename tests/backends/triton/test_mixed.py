@@ -29,7 +29,7 @@ def interpreted(argument: str) -> dict:
 
 
 # the others differ from one of these in tables and types only, or take long
-IN_EVERY_RUN = ("int_flash_half", "lite", "ivit")
+IN_EVERY_RUN = ("int_flash_half", "lite")
 
 
 @pytest.mark.parametrize(
