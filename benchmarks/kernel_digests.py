@@ -80,9 +80,8 @@ def triton_launches(quick: bool) -> Iterator[tuple[str, TritonLaunch]]:
         yield f"constants {method}", constants_launch(_codes(method, 49, 32))[0]
     for d, dtype in itertools.product((64, 72), _FLOAT_TYPES):
         x = torch.zeros(2, 3, 50, d, dtype=dtype)
-        for query in (False, True):
-            inputs = FloatInputs(Qkv(x, x, x), Qkv(_ones(), _ones(), _ones()))
-            yield f"quantize {dtype} {d} {query}", quantize.quantize_launch(inputs, query)[0]
+        inputs = FloatInputs(Qkv(x, x, x), Qkv(_ones(), _ones(), _ones()))
+        yield f"quantize {dtype} {d}", quantize.quantize_launch(inputs)[0]
         for recipe in (Recipe("tensor", "tensor", "tensor"), Recipe()):
             found = gpu_scales.dynamic_scales(Qkv(x, x, x), recipe)
             yield f"amax {dtype} {d} {recipe.q}", quantize.amax_launch(Qkv(x, x, x), found)

@@ -106,8 +106,8 @@ struct HeadAbsmaxParams {
 
 // Of quantize_inputs.cu.
 struct QuantizeParams {
-  View x[3], codes[3], scales[3];  // of K, V and Q
-  u32 tokens[3], heads[3], batches, padding;
+  View x[2], codes[2], scales[2];  // of K and V
+  u32 tokens, heads, batches, padding;
 };
 
 // Of constants.cu.

@@ -1,7 +1,7 @@
-// Writes the codes of float K and V and, where QUERY is 1, of Q, from scales per tensor or head. V's codes are stored
-// with contiguous keys, as 8-bit tensor cores read them; each row is padded with zeros to a multiple of 128 keys.
+// Writes the codes of float K and V from scales per tensor or head. V's codes are stored with contiguous keys, as 8-bit
+// tensor cores read them; each row is padded with zeros to a multiple of 128 keys.
 //
-// Macros: IN, the floats' type; HEAD_DIM of Q and K and VALUE_DIM of V (multiples of 8); QUERY; VALUES_IN_RANGE (1: no
+// Macros: IN, the floats' type; HEAD_DIM of K and VALUE_DIM of V (multiples of 8); VALUES_IN_RANGE (1: no
 // float is outside its scale's range). A CTA quantizes 128 tokens of a head of one tensor. CTAs take the last heads
 // first, because the previous kernel has left those in L2; the codes of the first heads, written last, then stay there.
 #include "quantize.cuh"
@@ -10,7 +10,6 @@ constexpr int THREADS = 128, TOKENS = 128;
 constexpr int CHUNKS = HEAD_DIM / 8;  // a thread loads 8 channels of a token at once
 constexpr int VALUE_CHUNKS = VALUE_DIM / 8;
 constexpr int KEY_WORDS = TOKENS / 4;  // a word holds four keys of a channel
-constexpr int TENSORS = QUERY ? 3 : 2;
 typedef Codes<IN, VALUES_IN_RANGE> In;
 
 static_assert(sizeof(QuantizeParams) == PARAMS_BYTES);
@@ -24,9 +23,9 @@ struct TokenTile {
   i64 stride;      // in bytes, between tokens
 
   DEVICE TokenTile(const QuantizeParams& p, u32 which, u32 i) {
-    const u32 tiles = (p.tokens[which] + TOKENS - 1) / TOKENS, of = i / tiles;
-    batch = of / p.heads[which], head = of - batch * p.heads[which];
-    first = (i - of * tiles) * TOKENS, count = p.tokens[which] - first;
+    const u32 tiles = (p.tokens + TOKENS - 1) / TOKENS, of = i / tiles;
+    batch = of / p.heads, head = of - batch * p.heads;
+    first = (i - of * tiles) * TOKENS, count = p.tokens - first;
     inverse = In::usable_inverse(__frcp_rn(*head_element<float>(p.scales[which], batch, head)));
     const View& x = p.x[which];
     stride = x.n * SIZE<IN>;
@@ -42,8 +41,8 @@ struct TokenTile {
   }
 };
 
-// Quantizes tokens of Q or K. A thread takes 8 channels in each round.
-DEVICE void quantize_tokens(const TokenTile& tile, const View& codes) {
+// Quantizes tokens of K. A thread takes 8 channels in each round.
+DEVICE void quantize_keys(const TokenTile& tile, const View& codes) {
   constexpr int ROUNDS = TOKENS * CHUNKS / THREADS, GROUP = SIZE<IN> == 4 ? 4 : 8;
   u8* to = (u8*)codes.ptr + head_offset(codes, tile.batch, tile.head) + (i64)tile.first * codes.n;
 #pragma unroll 1
@@ -104,8 +103,8 @@ DEVICE void quantize_values(const TokenTile& tile, const View& codes) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_inputs(const __grid_constant__ QuantizeParams p) {
-  const u32 which = blockIdx.x % TENSORS, i = blockIdx.x / TENSORS;
-  const u32 count = p.batches * p.heads[which] * ((p.tokens[which] + TOKENS - 1) / TOKENS);
+  const u32 which = blockIdx.x % 2, i = blockIdx.x / 2;
+  const u32 count = p.batches * p.heads * ((p.tokens + TOKENS - 1) / TOKENS);
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (i >= count) return;
@@ -113,5 +112,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_inputs(const __gr
   if (which == 1)
     quantize_values(tile, p.codes[1]);
   else
-    quantize_tokens(tile, p.codes[which]);
+    quantize_keys(tile, p.codes[0]);
 }

@@ -9,55 +9,38 @@ namespace intflash::gpu {
 namespace {
 
 constexpr int64_t kChunk = 16;              // bytes of a copy, and channels that a row is padded to
-constexpr int64_t kChannels = 8;            // that the quantizer takes at once
 constexpr int64_t kFewRows = 16;            // of the tile of few_rows.cu
 constexpr int64_t kManyKeys = 512;          // from which on it is taken
 constexpr int64_t kCtasPerProcessor = 2;    // of few_rows.cu, at least, where there are enough keys
 constexpr int64_t kTableBytes = 32 * 1024;  // of the table of P of `intflash_online`
-constexpr int64_t kBlock = 128;             // keys with one exponent
 
-const Source kAnyRowsSource = {"sm80/attention.cu",
-                               "attention",
-                               {{"METHOD", kMethodNames},
-                                {"HEAD_DIM", nullptr},
-                                {"VALUE_DIM", nullptr},
-                                {"QUERY", kTypeNames},
-                                {"OUT", kTypeNames},
-                                {"KEY_MAJOR", nullptr},
-                                {"ROW_SCALES", nullptr},
-                                {"BIAS", nullptr},
-                                {"KEEP", nullptr},
-                                {"WARPS", nullptr},
-                                {"KEYS", nullptr},
-                                {"STAGES", nullptr},
-                                {"SLICES", nullptr},
-                                {"CTAS_PER_SM", nullptr},
-                                {"VALUES_IN_RANGE", nullptr},
-                                {"CAUSAL", nullptr},
-                                {"PACKED", nullptr},
-                                {"WINDOW", nullptr},
-                                {"ROW_TILES", nullptr}}};
-const Source kFewRowsSource = {"sm80/few_rows.cu",
-                               "attention",
-                               {{"METHOD", kMethodNames},
-                                {"HEAD_DIM", nullptr},
-                                {"VALUE_DIM", nullptr},
-                                {"QUERY", kTypeNames},
-                                {"OUT", kTypeNames},
-                                {"KEY_MAJOR", nullptr},
-                                {"ROW_SCALES", nullptr},
-                                {"BIAS", nullptr},
-                                {"KEEP", nullptr},
-                                {"WARPS", nullptr},
-                                {"KEYS", nullptr},
-                                {"STAGES", nullptr},
-                                {"SLICES", nullptr},
-                                {"CTAS_PER_SM", nullptr},
-                                {"VALUES_IN_RANGE", nullptr},
-                                {"CAUSAL", nullptr},
-                                {"BLOCK_FLOAT", nullptr},
-                                {"SCORES", nullptr},
-                                {"STEP", nullptr}}};
+// A file of csrc/cuda with its macros: those of attention.cu and few_rows.cu, then its own.
+Source source_of(const char* file, std::initializer_list<const char*> own) {
+  Source source = {file,
+                   "attention",
+                   {{"METHOD", kMethodNames},
+                    {"HEAD_DIM", nullptr},
+                    {"VALUE_DIM", nullptr},
+                    {"QUERY", kTypeNames},
+                    {"OUT", kTypeNames},
+                    {"KEY_MAJOR", nullptr},
+                    {"ROW_SCALES", nullptr},
+                    {"BIAS", nullptr},
+                    {"KEEP", nullptr},
+                    {"WARPS", nullptr},
+                    {"KEYS", nullptr},
+                    {"STAGES", nullptr},
+                    {"SLICES", nullptr},
+                    {"CTAS_PER_SM", nullptr},
+                    {"VALUES_IN_RANGE", nullptr},
+                    {"CAUSAL", nullptr}}};
+  int count = source.count();
+  for (const char* name : own) source.macros[count++] = {name, nullptr};
+  return source;
+}
+const Source kAnyRowsSource = source_of("sm80/attention.cu", {"PACKED", "WINDOW", "ROW_TILES"});
+const Source kFewRowsSource = source_of("sm80/few_rows.cu", {"BLOCK_FLOAT", "SCORES", "STEP"});
+constexpr int kRowScales = 6;  // the place of ROW_SCALES
 
 int64_t padded(int64_t count) { return round_up(count, kChunk); }
 
@@ -114,20 +97,18 @@ int32_t mask_kind(const Tensor& mask, int64_t bytes, bool is_packed) {
   return whole ? 4 : 1;
 }
 
-// Sets the macros that attention.cu and few_rows.cu share, which are the first of both.
-void set_macros(const Attention& a, const Tile& tile, const Source& source, Program& program) {
+// Sets the macros of a kernel: those of both, then its own.
+void set_macros(const Attention& a, const Tile& tile, int32_t causal, const Source& source,
+                std::initializer_list<int32_t> own, Program& program) {
   const Problem& p = a.p;
   const bool is_packed = p.q_ends;
-  program = {&source,
-             {int32_t(p.method), int32_t(round_up(p.head_dim(), kChannels)), int32_t(p.v.shape[3]), int32_t(a.q.type),
-              int32_t(p.out_type), !is_packed && is_key_major(a.v, padded(p.nk())), a.has_row_scales(),
-              mask_kind(p.bias, 4, is_packed), mask_kind(p.keep, 1, is_packed), int32_t(tile.warps), int32_t(tile.keys),
-              int32_t(tile.stages), int32_t(tile.slices), int32_t(tile.ctas_per_sm), a.is_fused && p.is_dynamic()}};
-}
-constexpr int kSharedMacros = 15, kRowScales = 6;
-
-void add_macros(Program& program, std::initializer_list<int32_t> values) {
-  std::copy(values.begin(), values.end(), program.values + kSharedMacros);
+  program = {
+      &source,
+      {int32_t(p.method), int32_t(round_up(p.head_dim(), kChannels)), int32_t(p.v.shape[3]), int32_t(a.q.type),
+       int32_t(p.out_type), !is_packed && is_key_major(a.v, padded(p.nk())), a.has_row_scales(),
+       mask_kind(p.bias, 4, is_packed), mask_kind(p.keep, 1, is_packed), int32_t(tile.warps), int32_t(tile.keys),
+       int32_t(tile.stages), int32_t(tile.slices), int32_t(tile.ctas_per_sm), a.is_fused && p.is_dynamic(), causal}};
+  std::copy(own.begin(), own.end(), program.values + source.count() - own.size());
 }
 
 int64_t digits(Method method) { return method == Method::kP16 ? 2 : 1; }
@@ -185,11 +166,8 @@ bool any_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
 void any_rows_launch(const Attention& a, Launch& launch) {
   const Problem& p = a.p;
   const Tile tile = choose_tile(p, a.gpu);
-  set_macros(a, tile, kAnyRowsSource, launch.program);
-  add_macros(launch.program, {!p.is_causal                    ? 0
-                              : p.q_ends && p.is_bottom_right ? 2
-                                                              : 1,
-                              bool(p.q_ends), p.is_windowed, int32_t(tile.row_tiles)});
+  const int32_t causal = !p.is_causal ? 0 : p.q_ends && p.is_bottom_right ? 2 : 1;
+  set_macros(a, tile, causal, kAnyRowsSource, {bool(p.q_ends), p.is_windowed, int32_t(tile.row_tiles)}, launch.program);
   // each packed sequence may end within a tile
   const int64_t tiles = ceil_div(p.nq(), 16 * tile.row_tiles * tile.warps) + p.sequences;
   ::Share share{};
@@ -242,8 +220,7 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
   const int64_t shared[3] = {of_keys, of_values, 0};
   for (int step = 0; step < 3; ++step) {
     Launch& launch = plan.next();
-    set_macros(a, tile, kFewRowsSource, launch.program);
-    add_macros(launch.program, {p.is_causal, p.is_block_float(), scores, step});
+    set_macros(a, tile, p.is_causal, kFewRowsSource, {p.is_block_float(), scores, step}, launch.program);
     if (has_scores_of_heads) launch.program.values[kRowScales] = 1;
     launch.set_parameters<::Params>() = params;
     launch.grid[0] = uint32_t(grids[step][0]), launch.grid[1] = uint32_t(grids[step][1]);

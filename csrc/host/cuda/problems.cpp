@@ -300,7 +300,7 @@ void bind_plans(nb::module_& m) {
         "on any device, meta too.");
   m.def("plan", plan, arg("problem"), arg("gpu"), arg("stream"), arg("out").none(), arg("constants").none(),
         arg("key_counts").none(), arg("has_copies"), arg("only_constants"), arg("fixed"),
-        "The launches of a problem, which Python runs, and what they fill in: see intflash/backends/cuda/plan.py.");
+        "The launches of a problem, which Python runs, and what they fill in: see intflash/backends/cuda/plans.py.");
   m.def("float_refusal", float_refusal, arg("q"), arg("k"), arg("v"), arg("gpu"), arg("out_dtype"),
         "Why the kernel of long rows with a float softmax does not serve these tensors, or None.");
   m.def("plan_float", plan_float, arg("q"), arg("k"), arg("v"), arg("q_scale"), arg("k_scale"), arg("key_scales"),

@@ -30,7 +30,6 @@ const Source kQuantize = {"quantize_inputs.cu",
                            {"IN", kTypeNames},
                            {"HEAD_DIM", nullptr},
                            {"VALUE_DIM", nullptr},
-                           {"QUERY", nullptr},
                            {"VALUES_IN_RANGE", nullptr}}};
 const Source kConstants = {
     "constants.cu",
@@ -40,8 +39,6 @@ constexpr int32_t kMostOutputExponent = 29;  // numerics.exp.OUTPUT_EXPONENTS
 constexpr int32_t kMostGap = 96;             // numerics.block.MAX_GAP: a row of blocks has its own bound
 const Source kValueless = {
     "valueless.cu", "valueless", {{"PARAMS_BYTES", nullptr}, {"HEAD_DIM", nullptr}, {"KEY_MAJOR", nullptr}}};
-constexpr int64_t kBlock = 128;   // keys
-constexpr int64_t kChannels = 8;  // that quantize_inputs.cu takes at once
 
 // Channels of a tensor with the zeros that pad its rows to whole chunks.
 int64_t chunked_channels(const Tensor& x) { return round_up(x.shape[3], kChunkBytes / x.bytes()); }
@@ -128,21 +125,14 @@ void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, Launch
 void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k_codes, const Tensor& v_codes,
                      Launch& launch) {
   ::QuantizeParams& params = launch.set_parameters<::QuantizeParams>();
-  const Tensor* const x[] = {&p.k, &p.v, &p.q};
-  const Tensor none, *const codes[] = {&k_codes, &v_codes, &none}, *const scales[] = {&scale[1], &scale[2], &scale[0]};
-  int64_t units = 0;
-  for (int i = 0; i < 3; ++i) {
-    params.x[i] = data_view(*x[i]);
-    params.codes[i] = *codes[i] ? data_view(*codes[i]) : ::View{};
-    params.scales[i] = view(*scales[i]);
-    params.tokens[i] = u32(x[i]->shape[2]), params.heads[i] = u32(x[i]->shape[1]);
-    if (i < 2) units = std::max(units, x[i]->shape[0] * x[i]->shape[1] * ceil_div(x[i]->shape[2], kTokens));
-  }
-  params.batches = u32(p.batch());
+  params.x[0] = data_view(p.k), params.x[1] = data_view(p.v);
+  params.codes[0] = data_view(k_codes), params.codes[1] = data_view(v_codes);
+  params.scales[0] = view(scale[1]), params.scales[1] = view(scale[2]);
+  params.tokens = u32(p.nk()), params.heads = u32(p.k.shape[1]), params.batches = u32(p.batch());
   launch.program = {&kQuantize,
                     {int32_t(sizeof(::QuantizeParams)), int32_t(p.q.type), int32_t(round_up(p.head_dim(), kChannels)),
-                     int32_t(round_up(p.v.shape[3], kChannels)), 0, p.is_dynamic()}};
-  launch.grid[0] = uint32_t(2 * units);
+                     int32_t(round_up(p.v.shape[3], kChannels)), p.is_dynamic()}};
+  launch.grid[0] = uint32_t(2 * p.batch() * p.k.shape[1] * ceil_div(p.nk(), kTokens));
   launch.threads = 128;
 }
 

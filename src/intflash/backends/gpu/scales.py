@@ -117,8 +117,8 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return cache_per_stream(("scale", value), device, make)
 
 
-def empty_codes(inputs: FloatInputs, query: bool) -> Qkv:
-    """Returns uninitialized int8 codes of K, V and, if `query`, Q. V has contiguous keys, in rows padded to
+def empty_codes(inputs: FloatInputs) -> Qkv:
+    """Returns uninitialized int8 codes of Q, K and V. V has contiguous keys, in rows padded to
     KEY_PADDING, those of Q and K in rows padded to CHANNEL_PADDING.
     """
     q, k, v = inputs.tensors
@@ -126,7 +126,7 @@ def empty_codes(inputs: FloatInputs, query: bool) -> Qkv:
     of_values = torch.empty(
         batch, heads, _padded(d, CHANNEL_PADDING), _padded(nk, KEY_PADDING), dtype=torch.int8, device=q.device
     )
-    return Qkv(_empty_rows(q) if query else None, _empty_rows(k), of_values[:, :, :d, :nk].mT)
+    return Qkv(_empty_rows(q), _empty_rows(k), of_values[:, :, :d, :nk].mT)
 
 
 def _padded(count: int, multiple: int) -> int:
@@ -139,9 +139,8 @@ def _empty_rows(x: Tensor) -> Tensor:
 
 
 def quantized_tensors(inputs: FloatInputs, codes: Qkv) -> dict[str, QTensor]:
-    """Returns the codes with their scales, by name, without those that are None."""
-    made = zip("qkv", codes, inputs.scales, inputs.granularities, strict=True)
-    return {name: QTensor(*x) for name, *x in made if x[0] is not None}
+    """Returns the codes with their scales, by name."""
+    return {name: QTensor(*x) for name, *x in zip("qkv", codes, inputs.scales, inputs.granularities, strict=True)}
 
 
 _memory: dict[Hashable, Any] = {}

@@ -133,14 +133,12 @@ def _quantize_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
     BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Writes the codes of K, V and, where `codes` has room for them, of Q, in the layout of each View. Programs
-    take the last heads first, because the previous kernel has left those in L2; the codes of the first heads,
-    written last, then stay there.
+    """Writes the codes of Q, K and V in the layout of each View. Programs take the last heads first, because the
+    previous kernel has left those in L2; the codes of the first heads, written last, then stay there.
     """
     pos = program_position(None, None, None, nq, nk, ROWS, BATCH_FIRST, True)
-    if codes.q is not None:
-        if (pos.h < hq) & (pos.row < nq):
-            _quantize_tile(x.q, codes.q, scales.q, pos, nq, D, BD, ROWS, False)
+    if (pos.h < hq) & (pos.row < nq):
+        _quantize_tile(x.q, codes.q, scales.q, pos, nq, D, BD, ROWS, False)
     if (pos.h < hk) & (pos.row < nk):
         _quantize_tile(x.k, codes.k, scales.k, pos, nk, D, BD, ROWS, False)
         _quantize_tile(x.v, codes.v, scales.v, pos, nk, DV, BDV, ROWS, True)
@@ -210,17 +208,16 @@ def amax_launch(tensors: Qkv, found: DynamicScales) -> TritonLaunch:
     return TritonLaunch(_amax_kernel, programs, arguments)
 
 
-def quantize_launch(inputs: FloatInputs, query: bool = True) -> tuple[TritonLaunch, dict[str, QTensor]]:
-    """Returns the launch that writes the codes of K, V and, if `query`, Q, and the quantized tensors by name. V has
+def quantize_launch(inputs: FloatInputs) -> tuple[TritonLaunch, dict[str, QTensor]]:
+    """Returns the launch that writes the codes of Q, K and V, and the quantized tensors by name. V has
     contiguous keys, in rows padded with zeros to _ROWS.
     """
     q, k, v = inputs.tensors
     (batch, hq, nq, d), (hk, nk, dv) = q.shape, v.shape[1:]
-    codes = empty_codes(inputs, query)
-    tokens, heads = (max(nq, nk), max(hq, hk)) if query else (nk, hk)
-    programs, batch_first = grid(batch, heads, triton.cdiv(tokens, _ROWS))
+    codes = empty_codes(inputs)
+    programs, batch_first = grid(batch, max(hq, hk), triton.cdiv(max(nq, nk), _ROWS))
     arguments = dict(
-        x=Views(*map(data_view, inputs.tensors)), codes=Views(*(None if x is None else data_view(x) for x in codes)),
+        x=Views(*map(data_view, inputs.tensors)), codes=Views(*map(data_view, codes)),
         scales=Views(*map(view, inputs.scales)), nq=nq, nk=nk, hq=hq, hk=hk,
         D=d, DV=dv, BD=triton.next_power_of_2(d), BDV=triton.next_power_of_2(dv), ROWS=_ROWS,
         BATCH_FIRST=batch_first,
