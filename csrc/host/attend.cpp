@@ -489,7 +489,7 @@ Request request_of(const Flat& a) {
   require(PyList_Size(a.sizes) == 8 && PyList_Size(a.number_scales) == 3);
   read_window(PyList_GetItem(a.sizes, 6), PyList_GetItem(a.sizes, 7), r);
   r.method = &method_named(a.method);
-  const char* const codes = PyUnicode_AsUTF8(a.codes);
+  const char* const codes = PyUnicode_AsUTF8AndSize(a.codes, nullptr);
   if (!codes) nb::raise_python_error();
   for (int i = 0; i < 3; ++i) r.is_codes[i] = std::strchr(codes, "qkv"[i]) != nullptr;
   check_kinds(r);

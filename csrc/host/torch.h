@@ -110,9 +110,7 @@ class Torch {
     void* implementation = implementation_of(from);
     if (!implementation) nanobind::raise_python_error();
     Handle source = nullptr, target = nullptr;
-    int64_t start = 0;
-    const bool copied = !get_storage_offset_(&implementation, &start) &&
-                        !reinterpret_(&implementation, axes, shape, from_stride, start, &source) &&
+    const bool copied = !reinterpret_(&implementation, axes, shape, from_stride, 0, &source) &&
                         !reinterpret_(memory, axes, shape, to_stride, offset, &target) && !copy_(target, source, 0);
     if (source) delete_(source);
     if (target) delete_(target);

@@ -129,14 +129,16 @@ bool find_particular_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Re
     // long rows would read K and V for each query head, and a copy of V
     if (takes_few_rows(p)) return why.no([] { return "few rows over many codes of keys have a kernel of their own"; });
   }
-  if (p.fixed.any_rows_only > 0) return why.no([] { return "its kernels for particular shapes were not wanted"; });
+  const auto is_wanted = [&](Kernel k) { return p.fixed.kernel < 0 || p.fixed.kernel == int(k); };
+  if (p.fixed.kernel >= 0 && is_for_any_shape(Kernel(p.fixed.kernel)))
+    return why.no([] { return "its kernels for particular shapes were not wanted"; });
   if (p.q_ends) return why.no([] { return "its kernels for particular shapes do not support packed sequences"; });
   if (p.is_windowed) return why.no([] { return "its kernels for particular shapes do not support sliding windows"; });
   if (!is_aligned(p.q, "q", why) || !is_aligned(p.k, "k", why) || !is_aligned(p.v, "v", why)) return false;
   // these quantize all of Q, K and V or nothing
   if (Refusal ignored; has_short_rows(p.method) && p.has_float_query() == p.is_float()) {
-    if (window_serves(p, ignored)) return kernel = Kernel::kWindow, true;
-    if (short_rows_serve(p, gpu, ignored)) return kernel = Kernel::kShortRows, true;
+    if (is_wanted(Kernel::kWindow) && window_serves(p, ignored)) return kernel = Kernel::kWindow, true;
+    if (is_wanted(Kernel::kShortRows) && short_rows_serve(p, gpu, ignored)) return kernel = Kernel::kShortRows, true;
   }
   return kernel = Kernel::kLongRows, long_rows_serve(p, gpu, why);
 }

@@ -35,9 +35,14 @@ struct Gpu {
   bool is_hopper() const { return major == 9 && minor == 0; }
 };
 
+enum class Kernel { kWindow, kShortRows, kLongRows, kFewRows, kAnyRows };
+constexpr const char* kKernelNames[] = {"window", "short_rows", "long_rows", "few_rows", "any_rows"};
+// Few and any rows: kernels for every GPU. The others are for particular shapes.
+inline bool is_for_any_shape(Kernel kernel) { return kernel == Kernel::kFewRows || kernel == Kernel::kAnyRows; }
+
 // Choices that tests fix, because results must not depend on them. The plan makes those that are negative.
 struct Fixed {
-  int any_rows_only = -1;                  // 1: no kernel for particular shapes
+  int kernel = -1;                         // a `Kernel`; any_rows: few_rows too, where it takes the problem
   int64_t window_split[3] = {-1, -1, -1};  // warps per window, rows per tile, windows per CTA
   int64_t row_split[3] = {-1, -1, -1};     // of short rows: warpgroups, tiles per CTA, CTAs per multiprocessor
   int exp_32bit = -1;                      // of short rows
@@ -166,11 +171,6 @@ struct Memory {
   float* out_scale = nullptr;
   char* workspace = nullptr;  // aligned to 256 bytes
 };
-
-enum class Kernel { kWindow, kShortRows, kLongRows, kFewRows, kAnyRows };
-constexpr const char* kKernelNames[] = {"window", "short_rows", "long_rows", "few_rows", "any_rows"};
-// Few and any rows: kernels for every GPU. The others are for particular shapes.
-inline bool is_for_any_shape(Kernel kernel) { return kernel == Kernel::kFewRows || kernel == Kernel::kAnyRows; }
 
 // A part of the workspace, in bytes.
 struct Part {

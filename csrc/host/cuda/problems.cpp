@@ -60,6 +60,13 @@ Method method_of(nb::handle name) {
   throw std::invalid_argument("method '" + given + "' has no plan");
 }
 
+int kernel_of(nb::handle name) {
+  const std::string given = nb::cast<std::string>(name);
+  for (size_t i = 0; i < std::size(gpu::kKernelNames); ++i)
+    if (given == gpu::kKernelNames[i]) return int(i);
+  throw std::invalid_argument("no kernel is named '" + given + "'");
+}
+
 OutType out_type_of(nb::handle dtype) {
   for (int i = 0; i < 5; ++i)
     if (dtype.ptr() == out_dtypes[i]) return OutType(i);
@@ -71,40 +78,37 @@ gpu::Gpu gpu_of(nb::handle given) {
   return {int(at(0)), int(at(1)), int(at(2)), at(3)};
 }
 
-// Choices that tests fix, by name: numbers, or tuples of them.
+// Choices that tests fix, by name: numbers, tuples of them, or the name of a kernel.
 gpu::Fixed fixed_of(nb::dict given) {
   gpu::Fixed f;
+  const std::pair<const char*, int*> numbers[] = {{"exp_32bit", &f.exp_32bit},
+                                                  {"consumers", &f.consumers},
+                                                  {"resident", &f.resident},
+                                                  {"fuses_keys", &f.fuses_keys},
+                                                  {"key_splits", &f.key_splits}};
+  struct Several {
+    const char* name;
+    int64_t* to;
+    size_t count;
+  };
+  const Several tuples[] = {{"window_split", f.window_split, std::size(f.window_split)},
+                            {"row_split", f.row_split, std::size(f.row_split)},
+                            {"range_split", f.range_split, std::size(f.range_split)},
+                            {"tile", f.tile, std::size(f.tile)}};
   for (const auto& [key, value] : given) {
     const std::string name = nb::cast<std::string>(key);
-    const auto one = [&](int& to) { to = nb::cast<int>(value); };
-    const auto several = [&](auto& to) {
-      size_t i = 0;
-      for (nb::handle x : nb::cast<nb::tuple>(value))
-        if (i < std::size(to)) to[i++] = nb::cast<int64_t>(x);
-      if (i != std::size(to)) throw std::invalid_argument(name + " has " + std::to_string(std::size(to)) + " numbers");
-    };
-    if (name == "any_rows_only")
-      one(f.any_rows_only);
-    else if (name == "window_split")
-      several(f.window_split);
-    else if (name == "row_split")
-      several(f.row_split);
-    else if (name == "exp_32bit")
-      one(f.exp_32bit);
-    else if (name == "consumers")
-      one(f.consumers);
-    else if (name == "resident")
-      one(f.resident);
-    else if (name == "fuses_keys")
-      one(f.fuses_keys);
-    else if (name == "range_split")
-      several(f.range_split);
-    else if (name == "tile")
-      several(f.tile);
-    else if (name == "key_splits")
-      one(f.key_splits);
-    else
-      throw std::invalid_argument("no choice '" + name + "' can be fixed");
+    bool is_known = name == "kernel";
+    if (is_known) f.kernel = kernel_of(value);
+    for (const auto& [known, to] : numbers)
+      if (name == known) *to = nb::cast<int>(value), is_known = true;
+    for (const auto& [known, to, count] : tuples) {
+      if (name != known) continue;
+      const nb::tuple found = nb::cast<nb::tuple>(value);
+      if (found.size() != count) throw std::invalid_argument(name + " has " + std::to_string(count) + " numbers");
+      for (size_t i = 0; i < count; ++i) to[i] = nb::cast<int64_t>(found[i]);
+      is_known = true;
+    }
+    if (!is_known) throw std::invalid_argument("no choice '" + name + "' can be fixed");
   }
   return f;
 }

@@ -24,20 +24,31 @@ from intflash.problem import Problem, Result  # noqa: E402
 from intflash.quant import QTensor, Recipe  # noqa: E402
 
 needs_device = pytest.mark.skipif(BACKEND.unavailable() is not None, reason=str(BACKEND.unavailable()))
+HOPPER = (132, 9, 0, 227 << 10)  # see `plans.gpu_of`
 BITS = {"intflash_p8": 8, "intflash": 16}
 OF_HEADS = Recipe(q="head", k="head", v="head")  # dynamic scales
 OF_TENSORS = Recipe(q="tensor", k="tensor", v="tensor")
 
 
 def differences(cases: Iterable[tuple[str, Problem]], kernel: str) -> dict[str, str]:
-    """Returns the differences from the reference, by case. `kernel` must serve every case."""
+    """Returns the differences from the reference, by case, of `kernel`, also where a plan would choose another."""
     wrong = {}
-    for name, p in cases:
-        there = ic.on_device(p, "cuda")
-        assert BACKEND.unsupported(there) is None and plans.find_kernel(there).kernel == kernel, name
-        if found := complaint(p, BACKEND.run(there)):
-            wrong[name] = found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "FIXED", plans.FIXED | {"kernel": kernel})
+        for name, p in cases:
+            there = ic.on_device(p, "cuda")
+            assert BACKEND.unsupported(there) is None and plans.find_kernel(there).kernel == kernel, name
+            if found := complaint(p, BACKEND.run(there)):
+                wrong[name] = found
     return wrong
+
+
+def unserved(cases: Iterable[tuple[str, Problem]], kernel: str, gpu: tuple[int, int, int, int]) -> list[str]:
+    """Returns the cases that `kernel` does not serve on a GPU (see `plans.gpu_of`), which need not be here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "FIXED", plans.FIXED | {"kernel": kernel})
+        patch.setattr(plans, "gpu_of", lambda device: gpu)
+        return [name for name, p in cases if plans.find_kernel(p).kernel != kernel]
 
 
 def complaint(p: Problem, got: Result) -> str | None:
@@ -122,7 +133,7 @@ def empty_problem(
     return Problem(method, q, k, v, d**-0.5, out_dtype=out, **more)
 
 
-def planned(problem: Problem, gpu: tuple[int, int, int, int] | None = None, **fixed: int | tuple[int, ...]) -> Plan:
+def planned(problem: Problem, gpu: tuple[int, int, int, int] | None = None, **fixed: plans.Choice) -> Plan:
     """Returns the plan of a problem. gpu: see `plans.gpu_of`; fixed: choices in place of the plan's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "FIXED", fixed)

@@ -17,7 +17,6 @@ from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
 METHODS = "intflash", "intflash_p8", "intflash_online", "intflash_bfp"
-HOPPER = (132, 9, 0, 227 << 10)
 FROM_FLOATS = tuple(method for method in METHODS if method != "intflash_bfp")  # whose kernel may quantize K and V
 FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -140,9 +139,15 @@ def _key_masks(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"{name} of {nk} keys {d} from floats", p
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_every_case_is_served(method):
+    torch.manual_seed(0)
+    assert checks.unserved(cases(method), "long_rows", checks.HOPPER) == []
+
+
 def _on_processors(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
     """Plans are those for a Hopper GPU of so many multiprocessors."""
-    monkeypatch.setattr(plans, "gpu_of", lambda device: (processors, *HOPPER[1:]))
+    monkeypatch.setattr(plans, "gpu_of", lambda device: (processors, *checks.HOPPER[1:]))
 
 
 @pytest.mark.gpu

@@ -80,7 +80,7 @@ def layouts(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Qkv]]:
 def planned(tensors: Qkv, recipe: Recipe, method: str = "intflash_p8", **more) -> Plan:
     """The plan of a problem of floats for the kernel of any rows, which takes each step by a launch of its own."""
     p = Problem(method, *tensors, 0.1, recipe=recipe, **(dict(out_dtype=torch.int16) | more))
-    return checks.planned(p, any_rows_only=1)
+    return checks.planned(p, kernel="any_rows")
 
 
 def run_before(plan: Plan, last: str) -> None:

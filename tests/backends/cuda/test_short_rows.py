@@ -116,6 +116,12 @@ def _biased(method: str) -> Iterator[tuple[str, Problem]]:
         )
 
 
+@pytest.mark.parametrize("method", BITS)
+def test_every_case_is_served(method):
+    torch.manual_seed(0)
+    assert checks.unserved(cases(method), "short_rows", checks.HOPPER) == []
+
+
 @pytest.mark.gpu
 @checks.needs_device
 @pytest.mark.parametrize("split", (None, *SPLITS), ids=str)

@@ -253,7 +253,7 @@ def _layouts(method: str) -> Iterator[tuple[str, Problem]]:
 
 def only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves every problem to this kernel."""
-    monkeypatch.setattr(plans, "FIXED", dict(any_rows_only=1))
+    monkeypatch.setattr(plans, "FIXED", dict(kernel="any_rows"))
 
 
 @pytest.mark.gpu
@@ -262,7 +262,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("method", FEW)
 def test_any_split_of_the_keys_gives_the_same_bits(method, splits, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(plans, "FIXED", dict(any_rows_only=1, key_splits=splits))
+    monkeypatch.setattr(plans, "FIXED", dict(kernel="any_rows", key_splits=splits))
     for name, p in _few_rows(method):
         there = ic.on_device(p, "cuda")
         assert plans.find_kernel(there).kernel == "few_rows", name
@@ -282,7 +282,7 @@ def test_bits(method, tile, monkeypatch):
             pytest.skip("its tiles are granules of 128 keys")
         if method == "intflash_bfp" and (keys != 128 or row_tiles > 1):
             pytest.skip("its tiles are blocks of 128 keys and 16 rows")
-        monkeypatch.setattr(plans, "FIXED", dict(any_rows_only=1, tile=tile))
+        monkeypatch.setattr(plans, "FIXED", dict(kernel="any_rows", tile=tile))
     wrong = {}
     for name, p in cases(method):
         if tile is not None and max(p.q.shape[3], p.v.shape[3]) > 80:  # beyond, the registers do not suffice
@@ -301,7 +301,7 @@ def test_bits(method, tile, monkeypatch):
 def _launch(method: str, d: int, dtype=torch.int8, out=torch.int8, n=100, architecture="sm_80", **more) -> CudaLaunch:
     more = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in more.items()}
     p = checks.empty_problem(method, n, d, dtype, out, **more)
-    launch = checks.attention_launch(p, gpu=GPUS[architecture], any_rows_only=1)
+    launch = checks.attention_launch(p, gpu=GPUS[architecture], kernel="any_rows")
     assert launch.program.file == "sm80/attention.cu"
     return launch
 
@@ -351,7 +351,7 @@ def test_few_rows_are_integer_only(method, architecture):
     for d, masks in ((128, {}), (64, dict(bias=_bias(1, 2, 1, 1000).to("meta"), causal=3))):
         p = checks.empty_problem(method, 1000, d, **masks)
         p = replace(p, q=replace(p.q, data=p.q.data[:, :, :1]))
-        steps = checks.planned(p, gpu=GPUS[architecture], any_rows_only=1).launches[-3:]
+        steps = checks.planned(p, gpu=GPUS[architecture], kernel="any_rows").launches[-3:]
         assert [checks.macros(step)["STEP"] for step in steps] == ["0", "1", "2"]
         for step in steps:
             machine = checks.machine(step, architecture)
@@ -447,7 +447,7 @@ def test_workspaces_of_few_rows_hold_every_key():
     for method, splits, d in ((m, n, d) for m in FEW for n in (1, 3, 6) for d in (17, 64, 200)):
         p = checks.empty_problem(method, 1000, d)
         p = replace(p, q=replace(p.q, data=p.q.data[:, :, :3]))
-        plan = checks.planned(p, any_rows_only=1, key_splits=splits)
+        plan = checks.planned(p, kernel="any_rows", key_splits=splits)
         first, second, last = plan.launches[-3:]
         (_, scores), (_, maxima), _ = plan.workspace[-3:]
         made = first.grid[0] // 4  # two batches of two heads

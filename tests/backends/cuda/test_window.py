@@ -76,6 +76,12 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
         yield f"{dtype} masked", checks.floats(method, 4, 49, 32, dtype, heads, **_masks(49, 49, 4)["bias and keep"])
 
 
+@pytest.mark.parametrize("method", BITS)
+def test_every_case_is_served(method):
+    torch.manual_seed(0)
+    assert checks.unserved(cases(method), "window", checks.HOPPER) == []
+
+
 @pytest.mark.gpu
 @checks.needs_device
 @pytest.mark.parametrize("split", SPLITS, ids=str)

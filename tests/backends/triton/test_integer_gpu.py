@@ -38,7 +38,7 @@ def test_bits(method, name):
     "rows, keys, warps, stages", [(64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 3), (16, 32, 4, 1)]
 )
 def test_bits_of_tile_loop_tiles(method, rows, keys, warps, stages):
-    from intflash.backends.triton import backend, tile_loop
+    from intflash.backends.triton import backend, block_float, tile_loop
     from intflash.backends.triton.constants import constants_launch
 
     torch.manual_seed(1)
@@ -49,6 +49,10 @@ def test_bits_of_tile_loop_tiles(method, rows, keys, warps, stages):
     there = ic.on_device(p, "cuda")
     launch, constants, _ = constants_launch(there)
     launch.run()
+    if method == "intflash_bfp":
+        launch, valueless = block_float.valueless_launch(there)
+        launch.run()
+        constants = constants._replace(valueless=valueless)
     out = torch.full((1, 2, 300, 64), 99, dtype=torch.int8, device="cuda")
     tile = tile_loop.TileShape(rows, keys, warps, stages)
     tile_loop.tile_loop_launch(there, steps, constants, out, tile_loop.Statistics(None, None), tile).run()

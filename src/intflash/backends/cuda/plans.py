@@ -18,7 +18,8 @@ from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
 # Choices that tests fix, because results must not depend on them: `Fixed` of csrc/host/cuda/plan.h has their names.
-FIXED: dict[str, int | tuple[int, ...]] = {}
+Choice = int | tuple[int, ...] | str
+FIXED: dict[str, Choice] = {}
 
 
 class Found(NamedTuple):

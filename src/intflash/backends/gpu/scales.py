@@ -6,6 +6,7 @@ The bits are those of `quant.quantizers.quantize`. Each backend has its own kern
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -76,10 +77,11 @@ def serves(problem: Problem) -> bool:
     return recipe.bits == 8 and recipe.rule == "exact" and per <= {"tensor", "head"} and len(given) == 1
 
 
-def dynamic_scales(tensors: Qkv, recipe: Recipe) -> DynamicScales:
-    """Returns the memory in which the scales of these tensors are found."""
+def dynamic_scales(tensors: Qkv, recipe: Recipe, multiple: int = 1) -> DynamicScales:
+    """Returns the memory in which scales are found. Heads have as many slots as a multiple of `multiple`."""
     per_head = Qkv(recipe.q == "head", recipe.k == "head", recipe.v == "head")
-    counts = Qkv(*(x.shape[0] * x.shape[1] if heads else 1 for x, heads in zip(tensors, per_head, strict=True)))
+    heads = (x.shape[0] * x.shape[1] for x in tensors)
+    counts = Qkv(*(_padded(n, multiple) if each else 1 for n, each in zip(heads, per_head, strict=True)))
     amax, finished = torch.zeros(2, sum(counts), dtype=torch.int32, device=tensors.q.device).unbind()
     return DynamicScales(amax, finished, torch.empty_like(amax, dtype=torch.float32), per_head, counts)
 
@@ -96,11 +98,12 @@ def with_scales(
         given = recipe.scales
         numbers = None if any(isinstance(s, Tensor) for s in given) else tuple(map(float, given))
         return FloatInputs(tensors, Qkv(*(_static(s, x) for s, x in zip(given, tensors, strict=True))), numbers)
-    found = dynamic_scales(tensors, recipe)
+    # Each tensor's begin at a multiple of 16 bytes for any batch, so that Triton compiles what reads them once.
+    found = dynamic_scales(tensors, recipe, multiple=4)
     amax_launch(tensors, found).run()
     shapes = ((*x.shape[:2], 1, 1) if heads else (1,) * 4 for x, heads in zip(tensors, found.per_head, strict=True))
-    parts = found.scales.split(found.counts)
-    return FloatInputs(tensors, Qkv(*(s.view(shape) for s, shape in zip(parts, shapes, strict=True))), dynamic=True)
+    parts = zip(found.scales.split(found.counts), shapes, strict=True)
+    return FloatInputs(tensors, Qkv(*(s[: math.prod(shape)].view(shape) for s, shape in parts)), dynamic=True)
 
 
 def _static(scale: Tensor | float, x: Tensor) -> Tensor:

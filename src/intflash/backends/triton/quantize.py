@@ -55,7 +55,7 @@ def _head_amax(x: View, pos, count, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.
     return tl.max(tl.max(tl.abs(tile.to(tl.float32)), 1), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("batches", "k_first", "v_first"))
 def _amax_kernel(
     q: View, k: View, v: View, amax, finished, scales, nq, nk, hq, hk, batches, k_first, v_first,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
