@@ -100,10 +100,13 @@ def test_tuning_takes_turns_and_compilations_end(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(bench, "CONTENDERS", makers)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    with bench._alone(tmp_path / "tuning", 0.0):  # another process tunes
+    with bench._alone(tmp_path / "tuning"):  # another process tunes
         built = dict(bench._built(VIT, 64, None, {}, file, time.time() + 0.3))
-    assert "did not come in time" in str(built[bench.TUNED]) and made == [x for x in makers if x != bench.TUNED]
+    assert "used up" in str(built[bench.TUNED]) and made == [x for x in makers if x != bench.TUNED]
     assert bench.TUNED not in dict(bench._built(VIT, 8, None, {}, file, math.inf))
+    monkeypatch.setattr(bench, "CONTENDERS", {"endless": lambda model, given: time.sleep(60)})
+    late = dict(bench._built(VIT, 8, None, {}, file, time.time() + 0.1))
+    assert "used up" in str(late["endless"])
     late = dict(bench._built(VIT, 8, None, {}, file, 0.0))
     assert late and all("used up" in str(error) for error in late.values())
 

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import logging
 import math
+import signal
 import subprocess
 import sys
 import tempfile
@@ -180,28 +181,40 @@ CONTENDERS: dict[str, Callable[[nn.Module, dict[str, Tensor]], Call]] = {
     TUNED: partial(_in_graph, mode="max-autotune-no-cudagraphs"),
 }
 TUNED_BATCHES = (64, 256)
-COMPILE_SECONDS = 240  # after which no contender's compilation begins
+COMPILE_SECONDS = 240  # a contender that is not compiled by then is not measured
 COMPILE_THREADS = 3  # of each worker
 
 
 @contextlib.contextmanager
-def _alone(file: Path, until: float) -> Iterator[None]:
-    """Waits until no other process holds the file.
+def _no_later_than(until: float) -> Iterator[None]:
+    """Ends what runs inside at a time, in seconds since the epoch.
 
     Raises:
-        TimeoutError: at the time `until` one still does.
+        TimeoutError: it was not done by then.
     """
+
+    def stop(*_: object) -> None:
+        raise TimeoutError("the time for compilations was used up")
+
+    if time.time() >= until:
+        stop()
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        if math.isfinite(until):
+            signal.setitimer(signal.ITIMER_REAL, max(until - time.time(), 0.001))
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Waits until no other process holds the file."""
     import fcntl
 
     with file.open("w") as held:
-        while True:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.time() > until:
-                    raise TimeoutError("its turn to tune did not come in time") from None
-                time.sleep(0.1)
+        fcntl.flock(held, fcntl.LOCK_EX)
         yield
 
 
@@ -213,9 +226,8 @@ def _built(
         if label == TUNED and batch not in TUNED_BATCHES:
             continue
         try:
-            if time.time() > until:
-                raise TimeoutError("the time for compilations was used up")
-            with _alone(file.with_name("tuning"), until) if label == TUNED else contextlib.nullcontext():
+            alone = _alone(file.with_name("tuning")) if label == TUNED else contextlib.nullcontext()
+            with _no_later_than(until), alone:
                 call = make(model, given)
                 for _ in range(3):
                     call()
@@ -408,7 +420,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path, required=True)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--until", type=float, default=math.inf, help="when no compilation begins any more")
+    parser.add_argument("--until", type=float, default=math.inf, help="when compilations end")
     given = parser.parse_args()
     if given.batch is None:
         convert(given.model, given.file)

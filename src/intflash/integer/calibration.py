@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -304,7 +305,8 @@ def _checked(i: Input, x: Any, padded: bool) -> Tensor:
         kinds = {"float": "float32, float16 or bfloat16", "uint8": "uint8", "index": "int64 or int32"}
         raise InputError(f"{i.name}: expected {kinds.get(i.kind, 'bool or integers')}, got {x.dtype}")
     x = x.detach()
-    if i.kind == "float" and x.is_cpu and not bool(torch.isfinite(x).all()):
+    # by NumPy: after an operation of their own torch's threads spin on the cores that the model's need
+    if i.kind == "float" and x.is_cpu and not np.isfinite(x.float().numpy()).all():
         raise InputError(f"{i.name}: expected finite values, got NaN or infinity")
     if i.kind == "index":
         x = x.to(torch.int64)
