@@ -5,6 +5,7 @@ argument that was lost. A few families of each library run in `make test`, all o
 """
 
 import contextlib
+import copy
 import signal
 
 import pytest
@@ -15,6 +16,8 @@ import intflash
 from oracle import sqnr
 
 AGREE = 100  # dB
+# Models whose rounding in float32 alone costs as much (99 to 105 dB): their error must be at most twice that.
+ROUNDING = ("visformer",)
 KEPT = 8  # tokens whose outputs must not depend on later or padded ones
 
 QUICK_TRANSFORMERS = (
@@ -76,9 +79,13 @@ def other(inputs, name, rows):
 class Expected:
     """A model's own outputs, and the tokens on which they do not depend."""
 
-    def __init__(self, model, inputs):
-        self.model, self.inputs = model, inputs
+    def __init__(self, model, inputs, exact=False):
+        self.model, self.inputs, self.agree = model, inputs, AGREE
         self.out = output(model, inputs)
+        if exact:
+            doubles = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+            rounded, self.out = self.out, output(copy.deepcopy(model).double(), doubles)
+            self.agree = min(AGREE, sqnr(self.out, rounded) - 6)
         self.target = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
         self.causal = self.padded = False
         if self.out.ndim != 3 or self.target not in inputs or self.out.shape[1] != inputs[self.target].shape[1]:
@@ -105,7 +112,7 @@ class Expected:
 
     def check(self, model):
         """Checks in what a model with method "fp32" must agree."""
-        assert sqnr(self.out, output(model, self.inputs)) > AGREE
+        assert sqnr(self.out, output(model, self.inputs)) > self.agree
         if self.causal:
             assert torch.equal(*self.endings(model))
         if self.padded:
@@ -116,7 +123,7 @@ class Expected:
 def expected(make, *args):
     small_models.quiet()
     try:
-        return Expected(*make(*args))
+        return Expected(*make(*args), exact=args[0] in ROUNDING)
     except small_models.Unbuildable as why:
         pytest.skip(f"no small model: {why}")
 
@@ -138,7 +145,7 @@ def check_patch(known, family):
         if known.causal:
             with intflash.patch(known.model):
                 assert torch.equal(*known.endings(known.model))
-    assert sqnr(known.out, output(known.model, known.inputs)) > AGREE  # patch leaves nothing behind
+    assert sqnr(known.out, output(known.model, known.inputs)) > known.agree  # patch leaves nothing behind
 
 
 @pytest.mark.parametrize("family", families("transformers", small_models.transformers_families, QUICK_TRANSFORMERS))
