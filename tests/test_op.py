@@ -1,11 +1,18 @@
 """The custom op: torch.library's own checks, and full graphs under torch.compile."""
 
+import itertools
+import os
+import sys
+import threading
+import weakref
+
 import pytest
 import torch
 
 import intflash
-from intflash import QTensor, Recipe, call
-from intflash.op import _general, _simple
+from intflash import BackendError, InputError, QTensor, Recipe, call, op
+from intflash.backends import cpu
+from intflash.op import _general, _inference, _simple
 from oracle import randn
 
 
@@ -267,3 +274,224 @@ def test_compiled_calls_keep_the_backend_and_the_checks():
     q[0, 0, 0, 0] = float("nan")
     unchecked = torch.compile(lambda *x: intflash.attention(*x, check_finite=False), backend="aot_eager")
     assert unchecked(q, k, v).shape == q.shape
+
+
+# --- The overload `inference`, which compiled calls without gradients take --------------------------------------------
+
+PLAIN = 1  # the number of the default options
+CAUSAL = PLAIN + (1 << 4)
+UNCHECKED = PLAIN + (1 << 16)
+
+
+def inference(q, k, v, attn_mask=None, bias=None, options=PLAIN):
+    return _inference(q, k, v, attn_mask, bias, options)
+
+
+@pytest.mark.parametrize("options", [PLAIN, CAUSAL])
+@pytest.mark.parametrize("enter", [torch.no_grad, torch.enable_grad])
+def test_opcheck_of_the_inference_overload(enter, options):
+    with enter():
+        torch.library.opcheck(_inference, (*randn(1, 2, 20, 16), torch.rand(20, 20) > 0.2, None, options))
+
+
+def test_the_numbers_of_options(monkeypatch):
+    """Compiled code on disk holds them: a number never changes its meaning."""
+    assert op._options_of(0x0000001) == (False, False, "top_left", None, None, "intflash")
+    assert op._options_of(0x3221111) == (True, True, "bottom_right", True, "cuda", "intflash_bfp")
+    qkv = randn(1, 2, 8, 16)
+    monkeypatch.setattr(op, "_inference", lambda *arguments: arguments[-1])
+    seen = set()
+    for options in itertools.product(*(values for _, values in op._OPTIONS)):
+        number = op.compiled_inference(*qkv, None, None, *options)
+        assert op._options_of(number) == options
+        words = dict(word.split("=") for word in op._words_of(number).split())
+        given = zip(op._OPTIONS, options, strict=True)
+        assert words == {name: str(x) for (name, _), x in given if x is not None}
+        seen.add(number)
+    assert len(seen) == 288
+    for options in itertools.product((3, None, "other"), repeat=6):
+        assert op.compiled_inference(*qkv, None, None, *options) is None
+
+
+@pytest.mark.parametrize("number", [0, 2, 1 + (2 << 4), 1 + (4 << 24), 1 + (1 << 28), -1, 2**40 + 1])
+def test_numbers_that_are_no_options(number):
+    with torch.no_grad(), pytest.raises(InputError, match="that this version does not know"):
+        inference(*randn(1, 2, 8, 16), options=number)
+
+
+in_cpp = pytest.mark.skipif(not cpu.instruction_sets(), reason="the native module was not built")
+
+
+@in_cpp
+@pytest.mark.parametrize("enter", [torch.no_grad, torch.inference_mode])
+def test_a_compiled_call_runs_no_python_of_intflash(enter):
+    with enter():
+        inputs, mask = randn(1, 2, 20, 16), torch.rand(20, 20) > 0.2
+        calls = [
+            (lambda *x: intflash.attention(*x), inputs),
+            (lambda *x: intflash.attention(*x, is_causal=True, method="auto"), (*inputs, mask)),
+            (lambda *x: intflash.sdpa(*x), inputs),
+        ]
+        for call_of, arguments in calls:
+            compiled = torch.compile(call_of, fullgraph=True)
+            expected = compiled(*arguments)
+            folder, seen = os.path.dirname(intflash.__file__), []
+            sys.setprofile(lambda frame, event, _: seen.append((frame.f_code.co_filename, frame.f_code.co_name)))  # noqa: B023
+            try:
+                out = compiled(*arguments)
+            finally:
+                sys.setprofile(None)
+            assert torch.equal(out, expected) and torch.equal(out, call_of(*arguments))
+            assert seen and not [x for x in seen if x[0].startswith(folder)]
+
+
+MASKED = {
+    "bool mask": lambda: dict(attn_mask=torch.rand(20, 20) > 0.2),
+    "int bias": lambda: dict(bias=intflash.quantize_bias(torch.randn(1, 2, 20, 20)), is_causal=True),
+    "no check": lambda: dict(check_finite=False, backend="cpu", causal_align="bottom_right", is_causal=True),
+    "online": lambda: dict(method="intflash_online"),
+}
+DECLINED = {
+    "float mask": lambda: dict(attn_mask=torch.randn(20, 20)),
+    "float bias": lambda: dict(bias=torch.randn(1, 2, 20, 20), attn_mask=torch.rand(20, 20) > 0.2),
+    "method": lambda: dict(method="qflash"),
+}
+
+
+@pytest.mark.parametrize("options", (MASKED | DECLINED).values(), ids=(MASKED | DECLINED).keys())
+@pytest.mark.parametrize("strided", [False, True], ids=["", "strided"])
+def test_compiled_inference_has_the_bits_of_eager_calls(options, strided):
+    options = options()
+    inputs = randn(1, 2, 20, 16)
+    if strided:
+        inputs = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in inputs]  # declined: strided channels
+    compiled = torch.compile(lambda *x: intflash.attention(*x, **options), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected = intflash.attention(*inputs, **options)
+        assert torch.equal(compiled(*inputs), expected)
+
+
+@pytest.mark.parametrize("axes", [2, 3, 5])
+def test_compiled_inference_of_other_axes(axes):
+    inputs = [x.reshape((1,) * (axes - 4) + x.shape)[(0,) * (4 - axes)] for x in randn(1, 2, 20, 16)]
+    compiled = torch.compile(lambda *x: intflash.attention(*x), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(*inputs), intflash.attention(*inputs))
+
+
+def test_which_traced_calls_take_the_inference_overload():
+    inputs = randn(1, 2, 20, 16)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph
+
+    def trace(*x, **options):
+        torch._dynamo.reset()
+        torch.compile(lambda *x: intflash.attention(*x, **options), fullgraph=True, backend=backend)(*x)
+        return "attention.inference" in graphs[-1] or "attention_inference" in graphs[-1]
+
+    assert trace(*inputs) and trace(*inputs, is_causal=True) and trace(*(torch.nn.Parameter(x, False) for x in inputs))
+    with torch.no_grad():
+        assert trace(*(x.clone().requires_grad_() for x in inputs))
+    assert not trace(inputs[0].clone().requires_grad_(), *inputs[1:])
+    assert not trace(*inputs, scale=0.5) and not trace(*inputs, return_lse=True) and not trace(*inputs, is_causal=1)
+
+    class Attends(torch.nn.Module):
+        def forward(self, x):
+            return intflash.attention(x, x, x)
+
+    with torch.no_grad():  # an exported program may be differentiated later
+        assert "attention.default" in torch.export.export(Attends(), (inputs[0],)).graph_module.code
+
+
+@pytest.mark.parametrize("enter", [torch.no_grad, torch.enable_grad])
+def test_errors_in_the_kernel_are_those_of_eager_calls(enter):
+    q, k, v = randn(1, 2, 20, 16)
+    bad = k.index_fill(2, torch.tensor([3]), float("nan"))
+    with enter():
+        for _ in range(2):
+            with pytest.raises(InputError, match="k must be finite"):
+                inference(q, bad, v)
+            with pytest.raises(InputError, match="enable_gqa=True"):
+                inference(q, k[:, :1], v[:, :1])
+            with pytest.raises(BackendError, match="cuda"):
+                inference(q, k, v, options=PLAIN + (2 << 20))
+            with pytest.raises(InputError, match="dense"):
+                inference(q.to_sparse(), k, v)
+            with pytest.raises(InputError, match="one device"):
+                inference(q, k.to("meta"), v)
+        assert inference(q, bad, v, options=UNCHECKED).shape == q.shape
+        compiled = torch.compile(lambda *x: intflash.attention(*x), backend="aot_eager")
+        with pytest.raises(InputError, match="k must be finite"):
+            compiled(q, bad, v)
+        assert torch.equal(compiled(q, k, v), intflash.attention(q, k, v))
+
+
+def test_errors_in_the_kernel_of_another_thread():
+    q, k, v = randn(1, 2, 20, 16)
+    found = []
+
+    def work():
+        try:
+            inference(q, k * float("nan"), v)
+        except InputError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(found) == 1
+
+
+def test_the_kernel_keeps_no_tensor():
+    q, k, v = randn(1, 2, 20, 16)
+    mask, bias = torch.rand(20, 20) > 0.2, torch.randn(20, 20)
+    kept = [weakref.ref(x) for x in (q, k, v, mask, bias)]
+    with torch.no_grad():
+        inference(q, k, v)
+        inference(q, k, v, mask)
+        inference(q, k, v, mask, bias)  # declined
+        with pytest.raises(InputError):
+            inference(q, k * float("nan"), v, mask, bias)
+        out = weakref.ref(inference(q, k, v))
+    del q, k, v, mask, bias
+    assert out() is None and [x() for x in kept] == [None] * 5
+
+
+def test_the_kernel_refuses_gradients():
+    q, k, v = randn(1, 2, 20, 16)
+    out = inference(q.clone().requires_grad_(), k, v)
+    assert torch.equal(out, intflash.attention(q, k, v))
+    with pytest.raises(RuntimeError, match="for inference and has no gradients"):
+        out.sum().backward()
+    with torch.no_grad():
+        assert not inference(q.clone().requires_grad_(), k, v).requires_grad
+    assert not inference(q, k, v).requires_grad
+
+
+def test_the_kernel_under_modes_and_transforms():
+    q, k, v = randn(1, 2, 20, 16)
+    expected = intflash.attention(q, k, v)
+    with torch.inference_mode():
+        assert inference(q, k, v).is_inference()
+    with torch.no_grad():
+        assert torch.equal(inference(torch._neg_view(-q), k, v), expected)
+        assert torch.equal(torch.func.vmap(inference)(*(torch.stack([x, x]) for x in (q, k, v)))[1], expected)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(inference(q, k, v), expected)
+        assert inference(*(x.to("meta") for x in (q, k, v))).is_meta
+
+
+@in_cpp
+def test_the_kernel_without_torch_s_functions():
+    q, k, v = randn(1, 2, 20, 16)
+    with torch.no_grad():
+        expected = inference(q, k, v)
+        cpu.use_native(cpu._native, find_torch=False)
+        try:
+            assert torch.equal(inference(q, k, v), expected)
+        finally:
+            cpu.use_native(cpu._native)
+        assert torch.equal(inference(q, k, v), expected)

@@ -6,12 +6,14 @@
 #include <initializer_list>
 #include <limits>
 #include <memory>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "host/cuda/call.h"
 #include "host/run_call.h"
+#include "host/torch_op.h"
 
 // Every check here accepts what it knows and declines everything else: `attend` then returns None, and Python serves
 // the call in general or says what is wrong with it. So there is one place for error messages, and an argument, a field
@@ -151,6 +153,8 @@ To by_position(nb::args given, const char* const (&)[N]) {
   return to;
 }
 
+PyObject* kept(nb::handle x) { return x.inc_ref().ptr(); }
+
 bool is_type(PyObject* x, PyObject* type) { return reinterpret_cast<PyObject*>(Py_TYPE(x)) == type; }
 
 // Whether a string is this interned one; anything that is no str is not.
@@ -211,6 +215,19 @@ void read_recipe(PyObject* recipe, Scaling (&floats)[3]) {
     floats[i] = {granularity_of(attribute(recipe, kinds[i]).ptr()), bits, 1, attribute(recipe, scales[i])};
 }
 
+// A tensor among the arguments of a call: a Python object, or torch's implementation where torch's dispatcher has
+// called this file itself.
+struct Given {
+  nb::object object;
+  void* implementation = nullptr;
+
+  Given() = default;
+  Given(nb::object x) : object(std::move(x)) {}
+  Given(PyObject* x) : object(nb::borrow(x)) {}
+  explicit Given(void* of_torch) : implementation(of_torch) {}
+  explicit operator bool() const { return implementation || (object.is_valid() && !object.is_none()); }
+};
+
 // Reads tensors that are memory on one device, of a CPU or a GPU, and nothing else.
 class Reader {
  public:
@@ -219,12 +236,12 @@ class Reader {
       : dispatched_(dispatched), wants_gradients_(!dispatched && truth_of_call(python.is_grad_enabled)) {}
 
   // The first tensor, q, decides which device it is.
-  TorchTensor first(PyObject* x) {
+  TorchTensor first(const Given& x) {
     const TorchTensor t = memory_of(x);
     on_gpu_ = t.is_cuda, device_index_ = t.device_index;
     return t;
   }
-  TorchTensor operator()(PyObject* x) const {
+  TorchTensor operator()(const Given& x) const {
     const TorchTensor t = memory_of(x);
     require(on_gpu_ ? t.is_cuda && t.device_index == device_index_ : t.is_cpu);
     return t;
@@ -232,9 +249,14 @@ class Reader {
   bool is_dispatched() const { return dispatched_; }
 
  private:
-  TorchTensor memory_of(PyObject* x) const {
-    require(is_type(x, python.tensor) || is_type(x, python.parameter));
+  TorchTensor memory_of(const Given& given) const {
     TorchTensor t;
+    if (given.implementation) {
+      require(torch_library.read_implementation(given.implementation, t) && (t.is_cpu || t.is_cuda));
+      return t;
+    }
+    PyObject* const x = given.object.ptr();
+    require(is_type(x, python.tensor) || is_type(x, python.parameter));
     require(torch_library.read(x, t) && (t.is_cpu || t.is_cuda));
     if (dispatched_) return t;
     PyObject* negated = call_method(x, names().is_neg);
@@ -306,7 +328,7 @@ void check_shapes(const TorchTensor (&t)[3], const TensorView& q, const TensorVi
 }
 
 // A mask that broadcasts to the scores of a call, as masks.normalize_mask.
-TensorView read_mask(const Reader& read, PyObject* mask, int32_t dtype, const Call& call) {
+TensorView read_mask(const Reader& read, const Given& mask, int32_t dtype, const Call& call) {
   const TorchTensor t = read(mask);
   require(t.dtype == dtype);
   const TensorView m = view_of(t);
@@ -332,7 +354,7 @@ FloatInput read_float(const Reader& read, const TensorView& x, FloatType type, c
     set_scale(input, float(PyFloat_AsDouble(scale)));
     return input;
   }
-  const TorchTensor t = read(scale);
+  const TorchTensor t = read(how.scale);
   require(t.dtype == torch_library.dtype.float32 && t.axes <= 4);
   TensorView view;
   view.place(size_t(t.axes), [&](size_t a) { return t.shape[a]; }, [&](size_t a) { return t.stride[a]; });
@@ -352,7 +374,7 @@ FloatInput read_float(const Reader& read, const TensorView& x, FloatType type, c
 // The scale of int8 codes of four axes.
 TensorView read_scale(const Reader& read, const TorchTensor& codes, const Scaling& how) {
   require(codes.dtype == torch_library.dtype.int8 && codes.axes == 4);
-  const TorchTensor t = read(how.scale.ptr());
+  const TorchTensor t = read(how.scale);
   require(t.dtype == torch_library.dtype.float32 && t.axes == 4);
   const int64_t *size = codes.shape, *of = t.shape;
   const bool heads = of[1] == size[1] && (of[0] == 1 || of[0] == size[0]);
@@ -386,7 +408,7 @@ bool find_out_type(PyObject* dtype, OutType& type) {
   return false;
 }
 
-char* empty_statistics(const TorchTensor& q, int32_t number, PyObject* dtype, nb::object& tensor) {
+char* empty_statistics(const TorchTensor& q, int32_t number, PyObject* dtype, MadeTensor& tensor) {
   int64_t stride[4], step = 1;
   for (int64_t i = q.axes - 1; i-- > 0; step *= q.shape[i]) stride[i] = step;
   char* data = nullptr;
@@ -398,10 +420,12 @@ char* empty_statistics(const TorchTensor& q, int32_t number, PyObject* dtype, nb
 struct Request {
   const ServedMethod* method = nullptr;
   bool is_codes[3] = {};  // of q, k, v: none of them, all, or those of k and v
-  nb::object tensor[3];   // codes or floats
+  Given tensor[3];        // codes or floats
   Scaling scaling[3];
-  PyObject *attn_mask, *bias, *scale, *out_dtype, *out_scale, *backend, *check_finite;  // each may be None
-  bool is_causal, bottom_right, enable_gqa, return_lse;
+  Given attn_mask, bias;                                                  // or none
+  PyObject *scale = Py_None, *out_dtype = Py_None, *out_scale = Py_None;  // each may be None
+  PyObject *backend = Py_None, *check_finite = Py_None;                   // each may be None
+  bool is_causal = false, bottom_right = false, enable_gqa = false, return_lse = false;
   bool bounds_output = false;                     // integer output has the scale that no output exceeds
   int64_t left = kUnbounded, right = kUnbounded;  // the window
 };
@@ -463,7 +487,7 @@ Request request_of(const Arguments& a) {
     PyObject* const x = inputs[i];
     Scaling& s = r.scaling[i];
     if (!r.is_codes[i]) {
-      r.tensor[i] = nb::borrow(x);
+      r.tensor[i] = x;
       if (!has_recipe) s = r.method->floats[i];
       continue;
     }
@@ -497,7 +521,7 @@ Request request_of(const Flat& a) {
   PyObject* const scales[3] = {a.q_scale, a.k_scale, a.v_scale};
   PyObject* const granularities[3] = {a.q_granularity, a.k_granularity, a.v_granularity};
   for (int i = 0; i < 3; ++i) {
-    r.tensor[i] = nb::borrow(inputs[i]);
+    r.tensor[i] = inputs[i];
     Scaling& s = r.scaling[i];
     s.granularity = granularity_of(granularities[i]);
     if (s.granularity == Granularity::kBlock) s.block = integer(PyList_GetItem(a.sizes, i));
@@ -534,11 +558,11 @@ Response serve_on_cpu(const Request& r, const Reader& read, const TorchTensor (&
   call.q_block = call.k_block = 1;
   call.sm_scale = softmax_scale(r.scale, call.head_dim);
   set_key_range(r, call);
-  if (r.attn_mask != Py_None) {
+  if (r.attn_mask) {
     const TensorView keep = read_mask(read, r.attn_mask, torch_library.dtype.boolean, call);
     call.keep = keep.as<uint8_t>(), call.keep_batch = keep.shape[0];
   }
-  if (r.bias != Py_None) {
+  if (r.bias) {
     require(r.method->takes_bias_codes);
     const TensorView bias = read_mask(read, r.bias, torch_library.dtype.int32, call);
     require(!look || !is_saturated(bias));
@@ -613,7 +637,7 @@ OutType type_of(int32_t dtype) {
   throw Declined{};
 }
 
-gpu::Tensor gpu_mask(const Reader& read, PyObject* mask, int32_t dtype, const gpu::Problem& p) {
+gpu::Tensor gpu_mask(const Reader& read, const Given& mask, int32_t dtype, const gpu::Problem& p) {
   const TorchTensor t = read(mask);
   require(t.dtype == dtype);
   const gpu::Tensor m = gpu::tensor_of(t, OutType::kFloat32);
@@ -645,7 +669,7 @@ gpu::Tensor gpu_static_scale(const Reader& read, PyObject* scale, const gpu::Ten
 
 // The scale of int8 codes, as QTensor normalizes it.
 gpu::Tensor gpu_code_scale(const Reader& read, const Scaling& how, const gpu::Tensor& codes) {
-  const TorchTensor t = read(how.scale.ptr());
+  const TorchTensor t = read(how.scale);
   require(t.dtype == torch_library.dtype.float32 && t.axes == 4);
   const bool heads = t.shape[1] == codes.shape[1] && (t.shape[0] == 1 || t.shape[0] == codes.shape[0]);
   switch (how.granularity) {
@@ -708,7 +732,7 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   check_shapes(t, view_of(t[0]), view_of(t[1]), view_of(t[2]), r.enable_gqa);
   gpu::ProblemCall call;
   gpu::Problem& p = call.p;
-  call.q = t[0], call.v = r.tensor[2], call.return_lse = r.return_lse;
+  call.q = t[0], call.v = t[2], call.return_lse = r.return_lse;
   p.method = r.method->method;
   require(p.method == Method::kP16 || p.method == Method::kP8 || p.method == Method::kOnline);
   p.q = gpu::tensor_of(t[0], type_of(t[0].dtype)), p.k = gpu::tensor_of(t[1], type_of(t[1].dtype));
@@ -717,8 +741,8 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   p.sm_scale = softmax_scale(r.scale, p.head_dim());
   p.is_causal = r.is_causal;
   if (r.is_causal && r.bottom_right) p.causal_offset = p.nk() - p.nq();
-  if (r.attn_mask != Py_None) p.keep = gpu_mask(read, r.attn_mask, torch_library.dtype.boolean, p);
-  if (r.bias != Py_None) {
+  if (r.attn_mask) p.keep = gpu_mask(read, r.attn_mask, torch_library.dtype.boolean, p);
+  if (r.bias) {
     require(r.method->takes_bias_codes);
     p.bias = gpu_mask(read, r.bias, torch_library.dtype.int32, p);
   }
@@ -747,7 +771,7 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   require(given == 0 || given == floats);
   if (r.is_codes[2]) {
     require(!p.has_integer_output() || r.scaling[2].bits == 8);
-    p.v.available = torch_library.bytes_left(r.tensor[2], 1);
+    p.v.available = torch_library.bytes_left(t[2], 1);
   }
   const bool has_out_scale = r.out_scale != Py_None;
   require(!(has_out_scale || r.bounds_output) || p.has_integer_output());
@@ -762,8 +786,10 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
     const double number = PyFloat_AsDouble(r.out_scale);
     require(number >= python.least_recipe_scale && number <= std::numeric_limits<float>::max());
     const int64_t one[4] = {1, 1, 1, 1};
-    call.out_scale = torch_library.empty(4, one, one, torch_library.dtype.float32, out_dtypes[int(OutType::kFloat32)],
-                                         p.given_out_scale.data, &t[0]);
+    call.out_scale = torch_library
+                         .empty(4, one, one, torch_library.dtype.float32, out_dtypes[int(OutType::kFloat32)],
+                                p.given_out_scale.data, &t[0])
+                         .to_python();
     launches.fill(reinterpret_cast<float*>(p.given_out_scale.data), float(number));
   }
   const bool tokens_first = t[0].axes > 2 && t[0].stride[t[0].axes - 3] < t[0].stride[t[0].axes - 2];
@@ -771,30 +797,34 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   gpu::Response found;
   gpu::Refusal why;
   require(gpu::run(call, launches, why, found));
-  return found.of_call;
+  return std::move(found.of_call);
 }
 
 Response serve(const Request& r, bool dispatched) {
   Reader read(dispatched);
-  TorchTensor t[3] = {read.first(r.tensor[0].ptr())};
-  for (int i = 1; i < 3; ++i) t[i] = read(r.tensor[i].ptr());
+  TorchTensor t[3] = {read.first(r.tensor[0])};
+  for (int i = 1; i < 3; ++i) t[i] = read(r.tensor[i]);
   if (!t[0].is_cuda) return serve_on_cpu(r, read, t);
   LaunchesOnGpu launches(t[0]);
   return serve_on_gpu(r, read, t, launches);
 }
 
-nb::object or_none(const nb::object& x) { return x.is_valid() ? x : nb::object(nb::none()); }
+nb::object to_tuple(const Response& r) {
+  return nb::make_tuple(r.out.to_python(), r.out_scale.to_python(), r.t_max.to_python(), r.l_sum.to_python());
+}
 
 // Whether a call of float q on a GPU may be one for its kernels.
+bool is_for_gpu(const ServedMethod& m, PyObject* backend, int32_t device_index) {
+  if (python.machine_code == Py_None || !(backend == Py_None || is_name(backend, names().cuda))) return false;
+  if (m.method != Method::kP16 && m.method != Method::kP8 && m.method != Method::kOnline) return false;
+  const gpu::Device* const device = gpu::find_device(device_index);
+  return device && device->gpu().is_hopper();
+}
+
 bool is_for_gpu(const Arguments& a, int32_t device_index) {
-  if (python.machine_code == Py_None) return false;
-  if (!(a.backend == Py_None || is_name(a.backend, names().cuda)) || a.cu_seqlens_q != Py_None) return false;
-  for (const ServedMethod& m : python.methods) {
-    if (!is_name(a.method, m.name)) continue;
-    if (m.method != Method::kP16 && m.method != Method::kP8 && m.method != Method::kOnline) return false;
-    const gpu::Device* const device = gpu::find_device(device_index);
-    return device && device->gpu().is_hopper();
-  }
+  if (a.cu_seqlens_q != Py_None) return false;
+  for (const ServedMethod& m : python.methods)
+    if (is_name(a.method, m.name)) return is_for_gpu(m, a.backend, device_index);
   return false;
 }
 
@@ -811,8 +841,8 @@ nb::object attend(nb::args given) {
     for (PyObject* watcher : python.watchers) require(!truth_of_call(watcher));
     require(integer(attribute(python.forward_ad, names()._current_level).ptr()) < 0);
     const Response found = serve(request, false);
-    if (!found.out_scale.is_valid() && !found.t_max.is_valid()) return found.out;
-    return nb::make_tuple(found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
+    if (!found.out_scale.is_valid() && !found.t_max.is_valid()) return found.out.to_python();
+    return to_tuple(found);
   } catch (const Declined&) {
     return nb::none();
   }
@@ -825,10 +855,107 @@ nb::object attend_flat(nb::args given) {
     return nb::none();
   try {
     const Response found = serve(request_of(by_position<Flat>(given, kFlat)), true);
-    return nb::make_tuple(found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
+    return to_tuple(found);
   } catch (const Declined&) {
     return nb::none();
   }
+}
+
+// --- The kernel of the op's overload `inference` -------------------------------------------------------------------
+
+// What Python tells of the overload. The references are kept for as long as the process runs.
+struct Overload {
+  PyObject* serve;       // (q, k, v, attn_mask, bias, options) -> output: serves what is declined here
+  PyObject* options_of;  // options -> (is_causal, enable_gqa, causal_align, check_finite, backend, method)
+};
+Overload overload{};
+
+// Options that have been seen, by their number. Each is a request without tensors; `method` is null where none of them
+// is served here. The GIL guards it.
+std::unordered_map<int64_t, Request>& seen_options = *new std::unordered_map<int64_t, Request>;
+
+const Request& options_of(int64_t number) {
+  if (const auto at = seen_options.find(number); at != seen_options.end()) return at->second;
+  const nb::object found = nb::handle(overload.options_of)(number);
+  Request r;
+  for (const ServedMethod& m : python.methods)
+    if (is_name(element(found, 5).ptr(), m.name)) r.method = &m;
+  r.is_causal = flag(element(found, 0).ptr()), r.enable_gqa = flag(element(found, 1).ptr());
+  r.bottom_right = is_bottom_right(element(found, 2).ptr());
+  r.check_finite = kept(element(found, 3)), r.backend = kept(element(found, 4));
+  if (r.method) std::copy_n(r.method->floats, 3, r.scaling);
+  return seen_options.emplace(number, std::move(r)).first->second;
+}
+
+// The arguments of the overload, as torch's dispatcher hands them over.
+class DispatchedArguments {
+ public:
+  explicit DispatchedArguments(const uint64_t* stack) { std::copy_n(stack, 6, argument_); }
+  ~DispatchedArguments() {
+    for (int i = 0; i < 3; ++i) torch_ops.free(argument_[i]);
+    for (int i = 3; i < 5; ++i) torch_ops.free_optional(argument_[i]);
+  }
+  DispatchedArguments(const DispatchedArguments&) = delete;
+  // The address of a tensor's implementation, or null.
+  void* operator[](int i) const {
+    return i < 3 ? TorchOps::implementation(argument_[i]) : TorchOps::optional_implementation(argument_[i]);
+  }
+  int64_t options() const { return int64_t(argument_[5]); }
+
+ private:
+  uint64_t argument_[6];
+};
+
+// Returns the output, or null where Python must serve the call.
+MadeTensor serve_natively(const DispatchedArguments& given) {
+  if (!is_ready || torch_ops.is_grad_enabled()) return {};  // Python refuses gradients
+  try {
+    Request r = options_of(given.options());
+    TorchTensor q;
+    if (!r.method || !torch_library.read_implementation(given[0], q)) return {};
+    if (q.is_cuda && !is_for_gpu(*r.method, r.backend, q.device_index)) return {};  // to throw takes microseconds
+    for (int i = 0; i < 3; ++i) r.tensor[i] = Given(given[i]);
+    r.attn_mask = Given(given[3]), r.bias = Given(given[4]);
+    return serve(r, true).out;
+  } catch (const Declined&) {
+    return {};
+  }
+}
+
+nb::object serve_by_python(const DispatchedArguments& given) {
+  nb::object tensor[5];
+  for (int i = 0; i < 5; ++i) {
+    void* const implementation = given[i];
+    tensor[i] = implementation ? MadeTensor(torch_ops.handle_of(implementation)).to_python() : nb::none();
+  }
+  return nb::handle(overload.serve)(tensor[0], tensor[1], tensor[2], tensor[3], tensor[4], given.options());
+}
+
+void attend_inference(uint64_t* stack, uint64_t, uint64_t) {
+  const DispatchedArguments given(stack);
+  const bool is_python_thread = PyGILState_GetThisThreadState();
+  const nb::gil_scoped_acquire in_register;
+  try {
+    MadeTensor out = serve_natively(given);
+    if (!out.is_valid()) out = MadeTensor(serve_by_python(given));
+    void* const handle = out.release();
+    stack[0] = uint64_t(uintptr_t(handle ? handle : torch_ops.handle_of(out.implementation())));
+  } catch (nb::python_error& error) {
+    if (!is_python_thread) throw;  // its Python error ends with this call
+    const std::string text = error.what();
+    error.restore();
+    torch_ops.raise_python_error(text);
+  }
+}
+
+// Registers the kernel. Returns the dispatch keys that have it.
+nb::list add_inference_kernel(nb::handle serve, nb::handle options_of) {
+  nb::list keys;
+  if (!is_ready || !torch_library.has_python_objects() || !torch_ops.load()) return keys;
+  overload = {kept(serve), kept(options_of)};
+  for (const char* key : {"CPU", "CUDA"})
+    if (torch_ops.add_kernel("intflash", "attention.inference", key, attend_inference)) keys.append(key);
+  return keys;
 }
 
 // Notes what a call with these arguments would launch on a GPU of so many multiprocessors, from tensors in CPU memory.
@@ -837,8 +964,8 @@ nb::object gpu_launches(int processors, nb::tuple given) {
   try {
     const Request request = request_of(by_position<Arguments>(nb::borrow<nb::args>(given), kArguments));
     Reader read(false);
-    TorchTensor t[3] = {read.first(request.tensor[0].ptr())};
-    for (int i = 1; i < 3; ++i) t[i] = read(request.tensor[i].ptr());
+    TorchTensor t[3] = {read.first(request.tensor[0])};
+    for (int i = 1; i < 3; ++i) t[i] = read(request.tensor[i]);
     require(t[0].is_cpu);
     gpu::NotedLaunches noted({processors}, t[0], nullptr, nullptr);
     Response found;
@@ -848,13 +975,12 @@ nb::object gpu_launches(int processors, nb::tuple given) {
       LaunchesOnGpu launches(0, nullptr);
       found = serve_on_gpu(request, read, t, launches);
     }
-    return nb::make_tuple(noted.noted, found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
+    return nb::make_tuple(noted.noted, found.out.to_python(), found.out_scale.to_python(), found.t_max.to_python(),
+                          found.l_sum.to_python());
   } catch (const Declined&) {
     return nb::none();
   }
 }
-
-PyObject* kept(nb::handle x) { return x.inc_ref().ptr(); }
 
 void use_calls(nb::tuple classes, nb::tuple functions, nb::handle forward_ad, nb::tuple watchers, nb::tuple methods,
                nb::tuple limits) {
@@ -862,7 +988,7 @@ void use_calls(nb::tuple classes, nb::tuple functions, nb::handle forward_ad, nb
   python.recipe = kept(classes[3]);
   python.is_grad_enabled = kept(functions[0]), python.get_num_threads = kept(functions[1]);
   python.forward_ad = kept(forward_ad);
-  python.watchers.clear(), python.methods.clear();
+  python.watchers.clear(), python.methods.clear(), seen_options.clear();
   for (nb::handle watcher : watchers) python.watchers.push_back(kept(watcher));
   for (nb::handle entry : methods) {  // (name, number, default recipe, takes bias codes)
     ServedMethod m{};
@@ -891,6 +1017,9 @@ void bind_attend(nb::module_& m) {
   m.def("attend_flat", attend_flat,
         "The call of the custom op with all values of op.FLAT by position. Returns (output, its scale or None, Tmax or "
         "None, l or None); or None as `attend`.");
+  m.def("add_inference_kernel", add_inference_kernel, nb::arg("serve"), nb::arg("options_of"),
+        "Registers the kernel of intflash::attention.inference in C++, see intflash/op.py. Returns the dispatch keys "
+        "that have it: none where this torch has no such interface.");
   m.def(
       "use_compiler", [](nb::handle machine_code) { python.machine_code = kept(machine_code); },
       nb::arg("machine_code").none(), "What compiles programs for GPUs, see intflash/backends/cuda/__init__.py.");

@@ -21,10 +21,12 @@ from torch._C import _disabled_torch_function_impl, _is_tracing, _len_torch_disp
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._C._functorch import peek_interpreter_stack as _peek_transforms
 from torch.autograd import forward_ad
+from torch.compiler import is_exporting
 
 from intflash import call, masks, validate
 from intflash.backends import cpu
 from intflash.call import ARGUMENTS, Output
+from intflash.errors import InputError
 from intflash.masks import UNBOUNDED
 from intflash.methods import get_method
 from intflash.problem import empty_output
@@ -277,6 +279,133 @@ def _schema(arguments: tuple[tuple[str, str], ...]) -> str:
 
 _simple = _define(f"attention({_schema(_SIMPLE)}) -> Tensor", _simple_kernel)
 _general = _define(f"attention.general({_schema(_SIMPLE + _OTHERS)}) -> (Tensor, Tensor, Tensor)", _general_kernel)
+
+
+# --- The overload of compiled calls -----------------------------------------------------------------------------------
+
+
+# The options of `attention.inference` and the values of each, which travel in one number by their indices. New values
+# and options are appended. Any other change needs another `_LAYOUT`, because compiled code on disk holds the numbers.
+_OPTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("is_causal", (False, True)),
+    ("enable_gqa", (False, True)),
+    ("causal_align", ("top_left", "bottom_right")),
+    ("check_finite", (None, False, True)),
+    ("backend", (None, "cpu", "cuda")),
+    ("method", ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")),
+)
+_LAYOUT = 1
+
+
+@functools.lru_cache(1024)
+def _options_of(number: int) -> tuple[Any, ...]:
+    """The options from their number: four bits of the layout's, then four of each index.
+
+    Raises:
+        InputError: it is none that this version writes.
+    """
+    indices = [number >> 4 * i & 15 for i in range(1, len(_OPTIONS) + 1)]
+    is_known = all(i < len(values) for i, (_, values) in zip(indices, _OPTIONS, strict=True))
+    if not is_known or number & 15 != _LAYOUT or number >> 4 * len(_OPTIONS) + 4:
+        raise InputError(f"options of intflash::attention.inference that this version does not know: {number}")
+    return tuple(values[i] for i, (_, values) in zip(indices, _OPTIONS, strict=True))
+
+
+@functools.lru_cache(1024)
+def _words_of(number: int) -> str:
+    """The options as the default overload has them."""
+    named = zip(_OPTIONS, _options_of(number), strict=True)
+    return " ".join([f"{name}={x}" for (name, _), x in named if x is not None])
+
+
+def _inference_kernel(compute: Callable[..., Results]) -> Callable[..., Tensor]:
+    kernel = _simple_kernel(compute)
+
+    def of_number(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, bias: Tensor | None, options: int
+    ) -> Tensor:
+        return kernel(q, k, v, attn_mask, bias, _words_of(options))
+
+    return of_number
+
+
+def _define_inference() -> Any:
+    """The overload for compiled calls without gradients, whose kernels are C++ where torch lets them be.
+
+    Autograd is passed over, and the kernels refuse gradients where gradients are on. What a tracer would differentiate
+    later must not hold this overload.
+    """
+    name, serve = "attention.inference", _inference_kernel(_compute)
+    arguments = ", ".join(" ".join(x) for x in (*_SIMPLE, ("int", "options")))
+    _library.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    natively = _inference_kernel(lambda *flat: (_compute if torch.is_grad_enabled() else _compute_natively)(*flat))
+    in_cpp = cpu.add_inference_kernel(serve, _options_of)
+    for key in ("CPU", "CUDA"):
+        if key not in in_cpp:
+            _library.impl(name, natively, key)
+    _library.impl(name, serve, "CompositeExplicitAutograd")
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"intflash::{name}", _inference_kernel(_compute_fake), lib=_library)
+    return torch.ops.intflash.attention.inference
+
+
+_inference = _define_inference()
+
+
+def compiled_inference(
+    q: Any, k: Any, v: Any, attn_mask: Any, bias: Any, is_causal: Any, enable_gqa: Any, causal_align: Any,
+    check_finite: Any, backend: Any, method: Any, *others: Any,
+) -> Tensor | None:  # fmt: skip
+    """A call in code that torch.compile traces by `attention.inference`, or None where that cannot have it.
+
+    `others` are the arguments that must be None. At every call compiled code guards each global that is read here: it
+    reads few, and writes `_OPTIONS` out. What is wrong with a call, the fake kernel says.
+    """
+    if is_exporting() or forward_ad._current_level >= 0:
+        return None
+    for x in others:
+        if x is not None:
+            return None
+    for x in (q, k, v):
+        if not isinstance(x, Tensor) or (x.requires_grad and torch.is_grad_enabled()):
+            return None
+    for x in (attn_mask, bias):
+        if x is not None and (type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled())):
+            return None
+    options = 1
+    if is_causal is True:
+        options += 1 << 4
+    elif is_causal is not False:
+        return None
+    if enable_gqa is True:
+        options += 1 << 8
+    elif enable_gqa is not False:
+        return None
+    if causal_align == "bottom_right":
+        options += 1 << 12
+    elif causal_align != "top_left":
+        return None
+    if check_finite is False:
+        options += 1 << 16
+    elif check_finite is True:
+        options += 2 << 16
+    elif check_finite is not None:
+        return None
+    if backend == "cpu":
+        options += 1 << 20
+    elif backend == "cuda":
+        options += 2 << 20
+    elif backend is not None:
+        return None
+    if method == "intflash_p8":
+        options += 1 << 24
+    elif method == "intflash_online":
+        options += 2 << 24
+    elif method == "intflash_bfp":
+        options += 3 << 24
+    elif method != "intflash":
+        return None
+    return _inference(q, k, v, attn_mask, bias, options)
 
 
 _PLAIN = Tensor.__torch_dispatch__
