@@ -403,7 +403,20 @@ def test_which_traced_calls_take_the_inference_overload():
             return intflash.attention(x, x, x)
 
     with torch.no_grad():  # an exported program may be differentiated later
-        assert "attention.default" in torch.export.export(Attends(), (inputs[0],)).graph_module.code
+        program = torch.export.export(Attends(), (inputs[0],), strict=False)
+    assert "attention.default" in program.graph_module.code
+    for transform in (torch.func.grad, lambda f: lambda x: torch.func.vjp(f, x)[1](torch.tensor(1.0))):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="gradients|autograd.Function"):
+            torch.compile(transform(lambda x: intflash.attention(x, x, x).sum()), backend="aot_eager")(inputs[0])
+
+
+def test_code_with_the_inference_overload_is_not_compiled_for_gradients():
+    q, k, v = randn(1, 2, 20, 16)
+    compiled = torch.compile(inference, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="for inference and has no gradients"):
+        compiled(q.clone().requires_grad_(), k, v)
+    assert torch.equal(compiled(q, k, v), intflash.attention(q, k, v))
 
 
 @pytest.mark.parametrize("enter", [torch.no_grad, torch.enable_grad])

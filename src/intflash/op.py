@@ -16,12 +16,11 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, compiler, nn
 from torch._C import _disabled_torch_function_impl, _is_tracing, _len_torch_dispatch_stack
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import CInterpreter, TransformType, get_interpreter_stack
 from torch._C._functorch import peek_interpreter_stack as _peek_transforms
 from torch.autograd import forward_ad
-from torch.compiler import is_exporting
 
 from intflash import call, masks, validate
 from intflash.backends import cpu
@@ -329,11 +328,21 @@ def _inference_kernel(compute: Callable[..., Results]) -> Callable[..., Tensor]:
     return of_number
 
 
+def _refuse_gradients(*arguments: Any) -> None:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+        raise RuntimeError(REASON)
+
+
+def _compute_fake_inference(*flat: Any) -> Results:
+    _refuse_gradients(*flat)
+    return _compute_fake(*flat)
+
+
 def _define_inference() -> Any:
     """The overload for compiled calls without gradients, whose kernels are C++ where torch lets them be.
 
-    Autograd is passed over, and the kernels refuse gradients where gradients are on. What a tracer would differentiate
-    later must not hold this overload.
+    Autograd is passed over. So the kernels refuse gradients, and code that has this overload, as a program that torch
+    has exported, is not compiled for gradients.
     """
     name, serve = "attention.inference", _inference_kernel(_compute)
     arguments = ", ".join(" ".join(x) for x in (*_SIMPLE, ("int", "options")))
@@ -345,7 +354,7 @@ def _define_inference() -> Any:
             _library.impl(name, natively, key)
     _library.impl(name, serve, "CompositeExplicitAutograd")
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"intflash::{name}", _inference_kernel(_compute_fake), lib=_library)
+    torch.library.register_fake(f"intflash::{name}", _inference_kernel(_compute_fake_inference), lib=_library)
     return torch.ops.intflash.attention.inference
 
 
@@ -361,7 +370,10 @@ def compiled_inference(
     `others` are the arguments that must be None. At every call compiled code guards each global that is read here: it
     reads few, and writes `_OPTIONS` out. What is wrong with a call, the fake kernel says.
     """
-    if is_exporting() or forward_ad._current_level >= 0:
+    # Not `torch.compiler.is_exporting()`, which older versions of torch.compile take for true.
+    if getattr(compiler, "_is_exporting_flag", False) or forward_ad._current_level >= 0:
+        return None
+    if isinstance(_peek_transforms(), CInterpreter):  # for torch.compile the stack's top is never None
         return None
     for x in others:
         if x is not None:
