@@ -23,12 +23,27 @@ namespace {
 
 enum class Granularity { kTensor, kHead, kToken, kBlock, kChannel, kOther };
 
+// A tensor among the arguments of a call: a Python object, or torch's implementation where torch's dispatcher has
+// called this file itself. A scale may be a Python float.
+struct Given {
+  nb::object object;
+  void* implementation = nullptr;
+
+  Given() = default;
+  Given(nb::object x) : object(std::move(x)) {}
+  Given(PyObject* x) : object(nb::borrow(x)) {}
+  explicit Given(void* of_torch) : implementation(of_torch) {}
+  bool is_number() const { return object.is_valid() && PyFloat_CheckExact(object.ptr()); }
+  float number() const { return float(PyFloat_AsDouble(object.ptr())); }
+  explicit operator bool() const { return implementation || (object.is_valid() && !object.is_none()); }
+};
+
 // The scales of one of q, k, v: those that its codes have, or how floats become codes.
 struct Scaling {
   Granularity granularity = Granularity::kTensor;
   int bits = 8;
   int64_t block = 1;  // tokens per scale
-  nb::object scale;   // a tensor; of floats also a float, or None where it is the call's own
+  Given scale;        // a tensor; of floats also a float, or None where it is the call's own
 };
 
 struct ServedMethod {
@@ -215,19 +230,6 @@ void read_recipe(PyObject* recipe, Scaling (&floats)[3]) {
     floats[i] = {granularity_of(attribute(recipe, kinds[i]).ptr()), bits, 1, attribute(recipe, scales[i])};
 }
 
-// A tensor among the arguments of a call: a Python object, or torch's implementation where torch's dispatcher has
-// called this file itself.
-struct Given {
-  nb::object object;
-  void* implementation = nullptr;
-
-  Given() = default;
-  Given(nb::object x) : object(std::move(x)) {}
-  Given(PyObject* x) : object(nb::borrow(x)) {}
-  explicit Given(void* of_torch) : implementation(of_torch) {}
-  explicit operator bool() const { return implementation || (object.is_valid() && !object.is_none()); }
-};
-
 // Reads tensors that are memory on one device, of a CPU or a GPU, and nothing else.
 class Reader {
  public:
@@ -348,10 +350,9 @@ FloatInput read_float(const Reader& read, const TensorView& x, FloatType type, c
   const bool per_head = how.granularity == Granularity::kHead;
   require(per_head || how.granularity == Granularity::kTensor);
   FloatInput input = float_input(x, type, per_head, (1 << (how.bits - 1)) - 1);
-  PyObject* const scale = how.scale.ptr();
-  if (scale == Py_None) return input;
-  if (PyFloat_CheckExact(scale)) {  // the recipe has checked it
-    set_scale(input, float(PyFloat_AsDouble(scale)));
+  if (!how.scale) return input;
+  if (how.scale.is_number()) {  // the recipe has checked it
+    set_scale(input, how.scale.number());
     return input;
   }
   const TorchTensor t = read(how.scale);
@@ -494,8 +495,7 @@ Request request_of(const Arguments& a) {
     r.tensor[i] = attribute(x, n.data);
     const Granularity granularity = granularity_of(attribute(x, n.granularity).ptr());
     // A recipe says nothing else of codes; per head is its default.
-    require(!has_recipe ||
-            (s.scale.is_none() && (s.granularity == granularity || s.granularity == Granularity::kHead)));
+    require(!has_recipe || (!s.scale && (s.granularity == granularity || s.granularity == Granularity::kHead)));
     const nb::object block = attribute(x, n.block_size);
     s = {granularity, int(integer(attribute(x, n.bits).ptr())), block.is_none() ? 1 : integer(block.ptr()),
          attribute(x, n.scale)};
@@ -526,9 +526,9 @@ Request request_of(const Flat& a) {
     s.granularity = granularity_of(granularities[i]);
     if (s.granularity == Granularity::kBlock) s.block = integer(PyList_GetItem(a.sizes, i));
     s.bits = int(integer(PyList_GetItem(a.sizes, 3 + i)));
-    s.scale = nb::borrow(scales[i]);
+    s.scale = scales[i];
     PyObject* const number = PyList_GetItem(a.number_scales, i);  // 0: none
-    if (!r.is_codes[i] && s.scale.is_none() && PyFloat_AsDouble(number) != 0) s.scale = nb::borrow(number);
+    if (!r.is_codes[i] && !s.scale && PyFloat_AsDouble(number) != 0) s.scale = number;
   }
   set_rest(a, r);
   r.bounds_output = flag(a.bound_out);
@@ -647,7 +647,7 @@ gpu::Tensor gpu_mask(const Reader& read, const Given& mask, int32_t dtype, const
 }
 
 // The static scale of a float tensor x, as `gpu.scales` normalizes it.
-gpu::Tensor gpu_static_scale(const Reader& read, PyObject* scale, const gpu::Tensor& x, bool per_head) {
+gpu::Tensor gpu_static_scale(const Reader& read, const Given& scale, const gpu::Tensor& x, bool per_head) {
   const TorchTensor t = read(scale);
   require(t.dtype == torch_library.dtype.float32 && t.axes <= 4);
   int64_t count = 1;
@@ -760,12 +760,12 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
     ++floats;
     p.per_head[i] = how.granularity == Granularity::kHead;
     require(how.bits == 8 && (p.per_head[i] || how.granularity == Granularity::kTensor));
-    if (how.scale.is_none()) continue;
+    if (!how.scale) continue;
     ++given;
-    if (PyFloat_CheckExact(how.scale.ptr())) {  // the recipe has checked it
-      set_number(call, i, float(PyFloat_AsDouble(how.scale.ptr())), launches);
+    if (how.scale.is_number()) {  // the recipe has checked it
+      set_number(call, i, how.scale.number(), launches);
     } else {
-      p.scale[i] = gpu_static_scale(read, how.scale.ptr(), *tensors[i], p.per_head[i]);
+      p.scale[i] = gpu_static_scale(read, how.scale, *tensors[i], p.per_head[i]);
     }
   }
   require(given == 0 || given == floats);
@@ -861,14 +861,21 @@ nb::object attend_flat(nb::args given) {
   }
 }
 
-// --- The kernel of the op's overload `inference` -------------------------------------------------------------------
+// --- Kernels of the op's overloads `inference` and `inference_scaled` ------------------------------------------------
 
-// What Python tells of the overload. The references are kept for as long as the process runs.
+// An overload: its arguments are q, k and v, so many Tensor?, so many floats, and the options' number.
 struct Overload {
-  PyObject* serve;       // (q, k, v, attn_mask, bias, options) -> output: serves what is declined here
-  PyObject* options_of;  // options -> (is_causal, enable_gqa, causal_align, check_finite, backend, method)
+  const char* name;
+  int optional, floats;
+  TorchOps::Kernel kernel;
+  PyObject* serve;  // Python's function of the same arguments, which serves what is declined here
+
+  int options() const { return 3 + optional + floats; }
 };
-Overload overload{};
+
+// What Python tells of the number of options: (is_causal, enable_gqa, causal_align, check_finite, backend, method,
+// codes, three granularities, three widths in bits, out_dtype). The reference is kept for as long as the process runs.
+PyObject* python_options_of = nullptr;
 
 // Options that have been seen, by their number. Each is a request without tensors; `method` is null where none of them
 // is served here. The GIL guards it.
@@ -876,34 +883,67 @@ std::unordered_map<int64_t, Request>& seen_options = *new std::unordered_map<int
 
 const Request& options_of(int64_t number) {
   if (const auto at = seen_options.find(number); at != seen_options.end()) return at->second;
-  const nb::object found = nb::handle(overload.options_of)(number);
+  const nb::object found = nb::handle(python_options_of)(number);
+  const auto value = [&](size_t i) { return element(found, i).ptr(); };
   Request r;
   for (const ServedMethod& m : python.methods)
-    if (is_name(element(found, 5).ptr(), m.name)) r.method = &m;
-  r.is_causal = flag(element(found, 0).ptr()), r.enable_gqa = flag(element(found, 1).ptr());
-  r.bottom_right = is_bottom_right(element(found, 2).ptr());
-  r.check_finite = kept(element(found, 3)), r.backend = kept(element(found, 4));
-  if (r.method) std::copy_n(r.method->floats, 3, r.scaling);
+    if (is_name(value(5), m.name)) r.method = &m;
+  r.is_causal = flag(value(0)), r.enable_gqa = flag(value(1)), r.bottom_right = is_bottom_right(value(2));
+  r.check_finite = kept(value(3)), r.backend = kept(value(4)), r.out_dtype = kept(value(13));
+  const char* const codes = PyUnicode_AsUTF8AndSize(value(6), nullptr);
+  if (!codes) nb::raise_python_error();
+  for (int i = 0; r.method && i < 3; ++i) {
+    r.is_codes[i] = std::strchr(codes, "qkv"[i]) != nullptr;
+    r.scaling[i] = r.method->floats[i];
+    if (value(7 + i) != Py_None) r.scaling[i].granularity = granularity_of(value(7 + i));
+    if (value(10 + i) != Py_None) r.scaling[i].bits = int(integer(value(10 + i)));
+  }
   return seen_options.emplace(number, std::move(r)).first->second;
 }
 
-// The arguments of the overload, as torch's dispatcher hands them over.
+// The arguments of an overload, as torch's dispatcher hands them over.
 class DispatchedArguments {
  public:
-  explicit DispatchedArguments(const uint64_t* stack) { std::copy_n(stack, 6, argument_); }
+  DispatchedArguments(const Overload& of, const uint64_t* stack) : of_(of) {
+    std::copy_n(stack, of.options() + 1, argument_);
+  }
   ~DispatchedArguments() {
     for (int i = 0; i < 3; ++i) torch_ops.free(argument_[i]);
-    for (int i = 3; i < 5; ++i) torch_ops.free_optional(argument_[i]);
+    for (int i = 3; i < 3 + of_.optional; ++i) torch_ops.free_optional(argument_[i]);
   }
   DispatchedArguments(const DispatchedArguments&) = delete;
+
+  int tensors() const { return 3 + of_.optional; }
   // The address of a tensor's implementation, or null.
-  void* operator[](int i) const {
+  void* tensor(int i) const {
     return i < 3 ? TorchOps::implementation(argument_[i]) : TorchOps::optional_implementation(argument_[i]);
   }
-  int64_t options() const { return int64_t(argument_[5]); }
+  double number(int i) const {
+    double x;
+    std::memcpy(&x, &argument_[tensors() + i], sizeof x);
+    return x;
+  }
+  int64_t options() const { return int64_t(argument_[of_.options()]); }
+  bool has_scales() const { return of_.floats; }
+
+  // Calls Python's function with them.
+  nb::object call_python() const {
+    nb::object all = nb::steal(PyTuple_New(of_.options() + 1));
+    const auto set = [&](int i, nb::object x) { PyTuple_SetItem(all.ptr(), i, x.release().ptr()); };
+    for (int i = 0; i < tensors(); ++i) {
+      void* const x = tensor(i);
+      set(i, x ? MadeTensor(torch_ops.handle_of(x)).to_python() : nb::none());
+    }
+    for (int i = 0; i < of_.floats; ++i) set(tensors() + i, nb::float_(number(i)));
+    set(of_.options(), nb::int_(options()));
+    PyObject* const found = PyObject_CallObject(of_.serve, all.ptr());
+    if (!found) nb::raise_python_error();
+    return nb::steal(found);
+  }
 
  private:
-  uint64_t argument_[6];
+  const Overload& of_;
+  uint64_t argument_[16];
 };
 
 // Returns the output, or null where Python must serve the call.
@@ -912,32 +952,36 @@ MadeTensor serve_natively(const DispatchedArguments& given) {
   try {
     Request r = options_of(given.options());
     TorchTensor q;
-    if (!r.method || !torch_library.read_implementation(given[0], q)) return {};
+    if (!r.method || !torch_library.read_implementation(given.tensor(0), q)) return {};
     if (q.is_cuda && !is_for_gpu(*r.method, r.backend, q.device_index)) return {};  // to throw takes microseconds
-    for (int i = 0; i < 3; ++i) r.tensor[i] = Given(given[i]);
-    r.attn_mask = Given(given[3]), r.bias = Given(given[4]);
+    for (int i = 0; i < 3; ++i) r.tensor[i] = Given(given.tensor(i));
+    r.attn_mask = Given(given.tensor(3)), r.bias = Given(given.tensor(4));
+    nb::object scale;
+    if (given.has_scales()) {
+      if (given.number(0) != 0) scale = nb::float_(given.number(0)), r.scale = scale.ptr();
+      for (int i = 0; i < 3; ++i) {
+        if (void* const tensor = given.tensor(5 + i)) {
+          r.scaling[i].scale = Given(tensor);
+        } else if (given.number(1 + i) != 0) {
+          r.scaling[i].scale = nb::object(nb::float_(given.number(1 + i)));
+        }
+      }
+    }
+    for (int i = 0; i < 3; ++i) require(!r.is_codes[i] || r.scaling[i].scale);
+    check_kinds(r);
     return serve(r, true).out;
   } catch (const Declined&) {
     return {};
   }
 }
 
-nb::object serve_by_python(const DispatchedArguments& given) {
-  nb::object tensor[5];
-  for (int i = 0; i < 5; ++i) {
-    void* const implementation = given[i];
-    tensor[i] = implementation ? MadeTensor(torch_ops.handle_of(implementation)).to_python() : nb::none();
-  }
-  return nb::handle(overload.serve)(tensor[0], tensor[1], tensor[2], tensor[3], tensor[4], given.options());
-}
-
-void attend_inference(uint64_t* stack, uint64_t, uint64_t) {
-  const DispatchedArguments given(stack);
+void run_kernel(const Overload& overload, uint64_t* stack) {
+  const DispatchedArguments given(overload, stack);
   const bool is_python_thread = PyGILState_GetThisThreadState();
   const nb::gil_scoped_acquire in_register;
   try {
     MadeTensor out = serve_natively(given);
-    if (!out.is_valid()) out = MadeTensor(serve_by_python(given));
+    if (!out.is_valid()) out = MadeTensor(given.call_python());
     void* const handle = out.release();
     stack[0] = uint64_t(uintptr_t(handle ? handle : torch_ops.handle_of(out.implementation())));
   } catch (nb::python_error& error) {
@@ -948,13 +992,21 @@ void attend_inference(uint64_t* stack, uint64_t, uint64_t) {
   }
 }
 
-// Registers the kernel. Returns the dispatch keys that have it.
-nb::list add_inference_kernel(nb::handle serve, nb::handle options_of) {
+Overload overloads[] = {{"attention.inference", 2, 0,
+                         [](uint64_t* stack, uint64_t, uint64_t) { run_kernel(overloads[0], stack); }, nullptr},
+                        {"attention.inference_scaled", 5, 4,
+                         [](uint64_t* stack, uint64_t, uint64_t) { run_kernel(overloads[1], stack); }, nullptr}};
+
+// Registers an overload's kernel. Returns the dispatch keys that have it.
+nb::list add_inference_kernel(const char* name, nb::handle serve, nb::handle options_of) {
   nb::list keys;
   if (!is_ready || !torch_library.has_python_objects() || !torch_ops.load()) return keys;
-  overload = {kept(serve), kept(options_of)};
-  for (const char* key : {"CPU", "CUDA"})
-    if (torch_ops.add_kernel("intflash", "attention.inference", key, attend_inference)) keys.append(key);
+  for (Overload& overload : overloads) {
+    if (std::strcmp(name, overload.name)) continue;
+    overload.serve = kept(serve), python_options_of = kept(options_of);
+    for (const char* key : {"CPU", "CUDA"})
+      if (torch_ops.add_kernel("intflash", name, key, overload.kernel)) keys.append(key);
+  }
   return keys;
 }
 
@@ -1017,9 +1069,9 @@ void bind_attend(nb::module_& m) {
   m.def("attend_flat", attend_flat,
         "The call of the custom op with all values of op.FLAT by position. Returns (output, its scale or None, Tmax or "
         "None, l or None); or None as `attend`.");
-  m.def("add_inference_kernel", add_inference_kernel, nb::arg("serve"), nb::arg("options_of"),
-        "Registers the kernel of intflash::attention.inference in C++, see intflash/op.py. Returns the dispatch keys "
-        "that have it: none where this torch has no such interface.");
+  m.def("add_inference_kernel", add_inference_kernel, nb::arg("overload"), nb::arg("serve"), nb::arg("options_of"),
+        "Registers the kernel of an overload of intflash::attention in C++, see intflash/op.py. Returns the dispatch "
+        "keys that have it: none where this torch has no such interface.");
   m.def(
       "use_compiler", [](nb::handle machine_code) { python.machine_code = kept(machine_code); },
       nb::arg("machine_code").none(), "What compiles programs for GPUs, see intflash/backends/cuda/__init__.py.");

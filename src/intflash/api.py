@@ -171,7 +171,7 @@ def attention(
         if return_lse is False:
             output = compiled_inference(
                 q, k, v, attn_mask, bias, is_causal, enable_gqa, causal_align, check_finite, backend, method,
-                scale, window_size, recipe, out_dtype, out_scale, cu_seqlens_q, cu_seqlens_k,
+                scale, recipe, out_dtype, window_size, out_scale, cu_seqlens_q, cu_seqlens_k,
             )  # fmt: skip
             if output is not None:
                 return output
