@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import subprocess
 import sys
 import threading
 import weakref
@@ -610,3 +611,35 @@ def test_the_kernel_without_torch_s_functions():
         finally:
             cpu.use_native(cpu._native)
         assert torch.equal(inference(q, k, v), expected)
+
+
+WITHOUT_INTERFACE = """
+import importlib.util, sys, types
+package = types.ModuleType("intflash")
+package.__path__ = importlib.util.find_spec("intflash").submodule_search_locations
+sys.modules["intflash"] = package  # so that the module below is imported before op.py
+from intflash.backends import cpu
+cpu.add_inference_kernel = lambda *arguments: []
+del sys.modules["intflash"]
+import intflash, torch
+from intflash import op
+q, k, v = torch.randn(3, 1, 2, 20, 16)
+recipe = intflash.Recipe(q_scale=0.03)
+compiled = torch.compile(lambda *x: intflash.attention(*x, recipe=recipe), fullgraph=True, backend="aot_eager")
+with torch.no_grad():
+    assert torch.equal(compiled(q, k, v), intflash.attention(q, k, v, recipe=recipe))
+    assert torch.equal(op._inference(q, k, v, None, None, 1), intflash.attention(q, k, v))
+    try:
+        op._inference(q, k * float("nan"), v, None, None, 1)
+    except intflash.InputError:
+        print("refused")
+try:
+    op._inference(q.requires_grad_(), k, v, None, None, 1).sum().backward()
+except RuntimeError as error:
+    print("no gradients" in str(error))
+"""
+
+
+def test_a_torch_without_the_interface():
+    found = subprocess.run([sys.executable, "-c", WITHOUT_INTERFACE], capture_output=True, text=True, timeout=120)
+    assert found.stdout == "refused\nTrue\n", found.stderr

@@ -1,10 +1,10 @@
 """`intflash::attention`, the torch custom op behind `attention` where torch traces, and the refused gradients.
 
 The op takes the arguments of `call.ARGUMENTS` with `QTensor` and `Recipe` laid out flat, and flags and names in one
-string. Since each argument and each result of an op costs every call time, it has two overloads: `general` has them
-all, the default one those of most calls. On a CPU and a CUDA GPU the kernel is the native call path; `run` serves what
-that declines, and every other device, because the backend is chosen inside. Calls that no tracer or transform watches
-go to `run` directly.
+string. Since each argument and each result of an op costs every call time, it has several overloads: `general` has them
+all, the default one those of most calls, `inference` and `inference_scaled` those of most compiled calls, with kernels
+in C++. On a CPU and a CUDA GPU the kernel is the native call path; `run` serves what that declines, and every other
+device, because the backend is chosen inside. Calls that no tracer or transform watches go to `run` directly.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ _simple = _define(f"attention({_schema(_SIMPLE)}) -> Tensor", _simple_kernel)
 _general = _define(f"attention.general({_schema(_SIMPLE + _OTHERS)}) -> (Tensor, Tensor, Tensor)", _general_kernel)
 
 
-# --- The overload of compiled calls -----------------------------------------------------------------------------------
+# --- The overloads of compiled calls ----------------------------------------------------------------------------------
 
 
 # The options of these overloads and the values of each, which travel in one number by their indices. New values and
@@ -446,9 +446,8 @@ def compiled_inference(
         options += 3 << 24
     elif method != "intflash":
         return None
-    if scale is not None or recipe is not None or out_dtype is not None or not isinstance(q, Tensor):
-        return _compiled_scaled(q, k, v, attn_mask, bias, scale, recipe, out_dtype, options)
-    if not isinstance(k, Tensor) or not isinstance(v, Tensor):
+    are_tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if not are_tensors or scale is not None or recipe is not None or out_dtype is not None:
         return _compiled_scaled(q, k, v, attn_mask, bias, scale, recipe, out_dtype, options)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
         return None
@@ -478,10 +477,14 @@ def _compiled_scaled(
     if codes[1] and recipe is not None:
         return None
     if out_dtype is not None:
-        index = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}.get(out_dtype)
-        if index is None:
+        if out_dtype is torch.float32:
+            options += 1 << 56
+        elif out_dtype is torch.float16:
+            options += 2 << 56
+        elif out_dtype is torch.bfloat16:
+            options += 3 << 56
+        else:
             return None
-        options += index << 56
     tensors: list[Tensor] = []
     scales: list[Tensor | None] = []
     numbers: list[float] = []
