@@ -21,7 +21,7 @@ LAYERS = {
     "backends": {"_native", "errors", "numerics", "quant", "problem", "methods", "validate"},
     "masks": {"errors", "numerics"},
     "call": {"errors", "numerics", "quant", "problem", "methods", "backends", "masks", "validate"},
-    "op": {"call", "masks", "validate", "methods", "problem", "quant", "backends", "numerics"},
+    "op": {"errors", "call", "masks", "validate", "methods", "problem", "quant", "backends", "numerics"},
     "api": {"errors", "quant", "backends", "methods", "call", "op"},
     "inventory": {"backends", "methods", "call"},
     "distributed": {

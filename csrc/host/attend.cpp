@@ -6,12 +6,14 @@
 #include <initializer_list>
 #include <limits>
 #include <memory>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "host/cuda/call.h"
 #include "host/run_call.h"
+#include "host/torch_op.h"
 
 // Every check here accepts what it knows and declines everything else: `attend` then returns None, and Python serves
 // the call in general or says what is wrong with it. So there is one place for error messages, and an argument, a field
@@ -21,12 +23,27 @@ namespace {
 
 enum class Granularity { kTensor, kHead, kToken, kBlock, kChannel, kOther };
 
+// A tensor among the arguments of a call: a Python object, or torch's implementation where torch's dispatcher has
+// called this file itself. A scale may be a Python float.
+struct Given {
+  nb::object object;
+  void* implementation = nullptr;
+
+  Given() = default;
+  Given(nb::object x) : object(std::move(x)) {}
+  Given(PyObject* x) : object(nb::borrow(x)) {}
+  explicit Given(void* of_torch) : implementation(of_torch) {}
+  bool is_number() const { return object.is_valid() && PyFloat_CheckExact(object.ptr()); }
+  float number() const { return float(PyFloat_AsDouble(object.ptr())); }
+  explicit operator bool() const { return implementation || (object.is_valid() && !object.is_none()); }
+};
+
 // The scales of one of q, k, v: those that its codes have, or how floats become codes.
 struct Scaling {
   Granularity granularity = Granularity::kTensor;
   int bits = 8;
   int64_t block = 1;  // tokens per scale
-  nb::object scale;   // a tensor; of floats also a float, or None where it is the call's own
+  Given scale;        // a tensor; of floats also a float, or None where it is the call's own
 };
 
 struct ServedMethod {
@@ -151,6 +168,8 @@ To by_position(nb::args given, const char* const (&)[N]) {
   return to;
 }
 
+PyObject* kept(nb::handle x) { return x.inc_ref().ptr(); }
+
 bool is_type(PyObject* x, PyObject* type) { return reinterpret_cast<PyObject*>(Py_TYPE(x)) == type; }
 
 // Whether a string is this interned one; anything that is no str is not.
@@ -219,12 +238,12 @@ class Reader {
       : dispatched_(dispatched), wants_gradients_(!dispatched && truth_of_call(python.is_grad_enabled)) {}
 
   // The first tensor, q, decides which device it is.
-  TorchTensor first(PyObject* x) {
+  TorchTensor first(const Given& x) {
     const TorchTensor t = memory_of(x);
     on_gpu_ = t.is_cuda, device_index_ = t.device_index;
     return t;
   }
-  TorchTensor operator()(PyObject* x) const {
+  TorchTensor operator()(const Given& x) const {
     const TorchTensor t = memory_of(x);
     require(on_gpu_ ? t.is_cuda && t.device_index == device_index_ : t.is_cpu);
     return t;
@@ -232,9 +251,14 @@ class Reader {
   bool is_dispatched() const { return dispatched_; }
 
  private:
-  TorchTensor memory_of(PyObject* x) const {
-    require(is_type(x, python.tensor) || is_type(x, python.parameter));
+  TorchTensor memory_of(const Given& given) const {
     TorchTensor t;
+    if (given.implementation) {
+      require(torch_library.read_implementation(given.implementation, t) && (t.is_cpu || t.is_cuda));
+      return t;
+    }
+    PyObject* const x = given.object.ptr();
+    require(is_type(x, python.tensor) || is_type(x, python.parameter));
     require(torch_library.read(x, t) && (t.is_cpu || t.is_cuda));
     if (dispatched_) return t;
     PyObject* negated = call_method(x, names().is_neg);
@@ -306,7 +330,7 @@ void check_shapes(const TorchTensor (&t)[3], const TensorView& q, const TensorVi
 }
 
 // A mask that broadcasts to the scores of a call, as masks.normalize_mask.
-TensorView read_mask(const Reader& read, PyObject* mask, int32_t dtype, const Call& call) {
+TensorView read_mask(const Reader& read, const Given& mask, int32_t dtype, const Call& call) {
   const TorchTensor t = read(mask);
   require(t.dtype == dtype);
   const TensorView m = view_of(t);
@@ -326,13 +350,12 @@ FloatInput read_float(const Reader& read, const TensorView& x, FloatType type, c
   const bool per_head = how.granularity == Granularity::kHead;
   require(per_head || how.granularity == Granularity::kTensor);
   FloatInput input = float_input(x, type, per_head, (1 << (how.bits - 1)) - 1);
-  PyObject* const scale = how.scale.ptr();
-  if (scale == Py_None) return input;
-  if (PyFloat_CheckExact(scale)) {  // the recipe has checked it
-    set_scale(input, float(PyFloat_AsDouble(scale)));
+  if (!how.scale) return input;
+  if (how.scale.is_number()) {  // the recipe has checked it
+    set_scale(input, how.scale.number());
     return input;
   }
-  const TorchTensor t = read(scale);
+  const TorchTensor t = read(how.scale);
   require(t.dtype == torch_library.dtype.float32 && t.axes <= 4);
   TensorView view;
   view.place(size_t(t.axes), [&](size_t a) { return t.shape[a]; }, [&](size_t a) { return t.stride[a]; });
@@ -352,7 +375,7 @@ FloatInput read_float(const Reader& read, const TensorView& x, FloatType type, c
 // The scale of int8 codes of four axes.
 TensorView read_scale(const Reader& read, const TorchTensor& codes, const Scaling& how) {
   require(codes.dtype == torch_library.dtype.int8 && codes.axes == 4);
-  const TorchTensor t = read(how.scale.ptr());
+  const TorchTensor t = read(how.scale);
   require(t.dtype == torch_library.dtype.float32 && t.axes == 4);
   const int64_t *size = codes.shape, *of = t.shape;
   const bool heads = of[1] == size[1] && (of[0] == 1 || of[0] == size[0]);
@@ -386,7 +409,7 @@ bool find_out_type(PyObject* dtype, OutType& type) {
   return false;
 }
 
-char* empty_statistics(const TorchTensor& q, int32_t number, PyObject* dtype, nb::object& tensor) {
+char* empty_statistics(const TorchTensor& q, int32_t number, PyObject* dtype, MadeTensor& tensor) {
   int64_t stride[4], step = 1;
   for (int64_t i = q.axes - 1; i-- > 0; step *= q.shape[i]) stride[i] = step;
   char* data = nullptr;
@@ -398,10 +421,12 @@ char* empty_statistics(const TorchTensor& q, int32_t number, PyObject* dtype, nb
 struct Request {
   const ServedMethod* method = nullptr;
   bool is_codes[3] = {};  // of q, k, v: none of them, all, or those of k and v
-  nb::object tensor[3];   // codes or floats
+  Given tensor[3];        // codes or floats
   Scaling scaling[3];
-  PyObject *attn_mask, *bias, *scale, *out_dtype, *out_scale, *backend, *check_finite;  // each may be None
-  bool is_causal, bottom_right, enable_gqa, return_lse;
+  Given attn_mask, bias;                                                  // or none
+  PyObject *scale = Py_None, *out_dtype = Py_None, *out_scale = Py_None;  // each may be None
+  PyObject *backend = Py_None, *check_finite = Py_None;                   // each may be None
+  bool is_causal = false, bottom_right = false, enable_gqa = false, return_lse = false;
   bool bounds_output = false;                     // integer output has the scale that no output exceeds
   int64_t left = kUnbounded, right = kUnbounded;  // the window
 };
@@ -463,15 +488,14 @@ Request request_of(const Arguments& a) {
     PyObject* const x = inputs[i];
     Scaling& s = r.scaling[i];
     if (!r.is_codes[i]) {
-      r.tensor[i] = nb::borrow(x);
+      r.tensor[i] = x;
       if (!has_recipe) s = r.method->floats[i];
       continue;
     }
     r.tensor[i] = attribute(x, n.data);
     const Granularity granularity = granularity_of(attribute(x, n.granularity).ptr());
     // A recipe says nothing else of codes; per head is its default.
-    require(!has_recipe ||
-            (s.scale.is_none() && (s.granularity == granularity || s.granularity == Granularity::kHead)));
+    require(!has_recipe || (!s.scale && (s.granularity == granularity || s.granularity == Granularity::kHead)));
     const nb::object block = attribute(x, n.block_size);
     s = {granularity, int(integer(attribute(x, n.bits).ptr())), block.is_none() ? 1 : integer(block.ptr()),
          attribute(x, n.scale)};
@@ -497,14 +521,14 @@ Request request_of(const Flat& a) {
   PyObject* const scales[3] = {a.q_scale, a.k_scale, a.v_scale};
   PyObject* const granularities[3] = {a.q_granularity, a.k_granularity, a.v_granularity};
   for (int i = 0; i < 3; ++i) {
-    r.tensor[i] = nb::borrow(inputs[i]);
+    r.tensor[i] = inputs[i];
     Scaling& s = r.scaling[i];
     s.granularity = granularity_of(granularities[i]);
     if (s.granularity == Granularity::kBlock) s.block = integer(PyList_GetItem(a.sizes, i));
     s.bits = int(integer(PyList_GetItem(a.sizes, 3 + i)));
-    s.scale = nb::borrow(scales[i]);
+    s.scale = scales[i];
     PyObject* const number = PyList_GetItem(a.number_scales, i);  // 0: none
-    if (!r.is_codes[i] && s.scale.is_none() && PyFloat_AsDouble(number) != 0) s.scale = nb::borrow(number);
+    if (!r.is_codes[i] && !s.scale && PyFloat_AsDouble(number) != 0) s.scale = number;
   }
   set_rest(a, r);
   r.bounds_output = flag(a.bound_out);
@@ -534,11 +558,11 @@ Response serve_on_cpu(const Request& r, const Reader& read, const TorchTensor (&
   call.q_block = call.k_block = 1;
   call.sm_scale = softmax_scale(r.scale, call.head_dim);
   set_key_range(r, call);
-  if (r.attn_mask != Py_None) {
+  if (r.attn_mask) {
     const TensorView keep = read_mask(read, r.attn_mask, torch_library.dtype.boolean, call);
     call.keep = keep.as<uint8_t>(), call.keep_batch = keep.shape[0];
   }
-  if (r.bias != Py_None) {
+  if (r.bias) {
     require(r.method->takes_bias_codes);
     const TensorView bias = read_mask(read, r.bias, torch_library.dtype.int32, call);
     require(!look || !is_saturated(bias));
@@ -613,7 +637,7 @@ OutType type_of(int32_t dtype) {
   throw Declined{};
 }
 
-gpu::Tensor gpu_mask(const Reader& read, PyObject* mask, int32_t dtype, const gpu::Problem& p) {
+gpu::Tensor gpu_mask(const Reader& read, const Given& mask, int32_t dtype, const gpu::Problem& p) {
   const TorchTensor t = read(mask);
   require(t.dtype == dtype);
   const gpu::Tensor m = gpu::tensor_of(t, OutType::kFloat32);
@@ -623,7 +647,7 @@ gpu::Tensor gpu_mask(const Reader& read, PyObject* mask, int32_t dtype, const gp
 }
 
 // The static scale of a float tensor x, as `gpu.scales` normalizes it.
-gpu::Tensor gpu_static_scale(const Reader& read, PyObject* scale, const gpu::Tensor& x, bool per_head) {
+gpu::Tensor gpu_static_scale(const Reader& read, const Given& scale, const gpu::Tensor& x, bool per_head) {
   const TorchTensor t = read(scale);
   require(t.dtype == torch_library.dtype.float32 && t.axes <= 4);
   int64_t count = 1;
@@ -645,7 +669,7 @@ gpu::Tensor gpu_static_scale(const Reader& read, PyObject* scale, const gpu::Ten
 
 // The scale of int8 codes, as QTensor normalizes it.
 gpu::Tensor gpu_code_scale(const Reader& read, const Scaling& how, const gpu::Tensor& codes) {
-  const TorchTensor t = read(how.scale.ptr());
+  const TorchTensor t = read(how.scale);
   require(t.dtype == torch_library.dtype.float32 && t.axes == 4);
   const bool heads = t.shape[1] == codes.shape[1] && (t.shape[0] == 1 || t.shape[0] == codes.shape[0]);
   switch (how.granularity) {
@@ -708,7 +732,7 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   check_shapes(t, view_of(t[0]), view_of(t[1]), view_of(t[2]), r.enable_gqa);
   gpu::ProblemCall call;
   gpu::Problem& p = call.p;
-  call.q = t[0], call.v = r.tensor[2], call.return_lse = r.return_lse;
+  call.q = t[0], call.v = t[2], call.return_lse = r.return_lse;
   p.method = r.method->method;
   require(p.method == Method::kP16 || p.method == Method::kP8 || p.method == Method::kOnline);
   p.q = gpu::tensor_of(t[0], type_of(t[0].dtype)), p.k = gpu::tensor_of(t[1], type_of(t[1].dtype));
@@ -717,8 +741,8 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   p.sm_scale = softmax_scale(r.scale, p.head_dim());
   p.is_causal = r.is_causal;
   if (r.is_causal && r.bottom_right) p.causal_offset = p.nk() - p.nq();
-  if (r.attn_mask != Py_None) p.keep = gpu_mask(read, r.attn_mask, torch_library.dtype.boolean, p);
-  if (r.bias != Py_None) {
+  if (r.attn_mask) p.keep = gpu_mask(read, r.attn_mask, torch_library.dtype.boolean, p);
+  if (r.bias) {
     require(r.method->takes_bias_codes);
     p.bias = gpu_mask(read, r.bias, torch_library.dtype.int32, p);
   }
@@ -736,18 +760,18 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
     ++floats;
     p.per_head[i] = how.granularity == Granularity::kHead;
     require(how.bits == 8 && (p.per_head[i] || how.granularity == Granularity::kTensor));
-    if (how.scale.is_none()) continue;
+    if (!how.scale) continue;
     ++given;
-    if (PyFloat_CheckExact(how.scale.ptr())) {  // the recipe has checked it
-      set_number(call, i, float(PyFloat_AsDouble(how.scale.ptr())), launches);
+    if (how.scale.is_number()) {  // the recipe has checked it
+      set_number(call, i, how.scale.number(), launches);
     } else {
-      p.scale[i] = gpu_static_scale(read, how.scale.ptr(), *tensors[i], p.per_head[i]);
+      p.scale[i] = gpu_static_scale(read, how.scale, *tensors[i], p.per_head[i]);
     }
   }
   require(given == 0 || given == floats);
   if (r.is_codes[2]) {
     require(!p.has_integer_output() || r.scaling[2].bits == 8);
-    p.v.available = torch_library.bytes_left(r.tensor[2], 1);
+    p.v.available = torch_library.bytes_left(t[2], 1);
   }
   const bool has_out_scale = r.out_scale != Py_None;
   require(!(has_out_scale || r.bounds_output) || p.has_integer_output());
@@ -762,8 +786,10 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
     const double number = PyFloat_AsDouble(r.out_scale);
     require(number >= python.least_recipe_scale && number <= std::numeric_limits<float>::max());
     const int64_t one[4] = {1, 1, 1, 1};
-    call.out_scale = torch_library.empty(4, one, one, torch_library.dtype.float32, out_dtypes[int(OutType::kFloat32)],
-                                         p.given_out_scale.data, &t[0]);
+    call.out_scale = torch_library
+                         .empty(4, one, one, torch_library.dtype.float32, out_dtypes[int(OutType::kFloat32)],
+                                p.given_out_scale.data, &t[0])
+                         .to_python();
     launches.fill(reinterpret_cast<float*>(p.given_out_scale.data), float(number));
   }
   const bool tokens_first = t[0].axes > 2 && t[0].stride[t[0].axes - 3] < t[0].stride[t[0].axes - 2];
@@ -771,30 +797,34 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   gpu::Response found;
   gpu::Refusal why;
   require(gpu::run(call, launches, why, found));
-  return found.of_call;
+  return std::move(found.of_call);
 }
 
 Response serve(const Request& r, bool dispatched) {
   Reader read(dispatched);
-  TorchTensor t[3] = {read.first(r.tensor[0].ptr())};
-  for (int i = 1; i < 3; ++i) t[i] = read(r.tensor[i].ptr());
+  TorchTensor t[3] = {read.first(r.tensor[0])};
+  for (int i = 1; i < 3; ++i) t[i] = read(r.tensor[i]);
   if (!t[0].is_cuda) return serve_on_cpu(r, read, t);
   LaunchesOnGpu launches(t[0]);
   return serve_on_gpu(r, read, t, launches);
 }
 
-nb::object or_none(const nb::object& x) { return x.is_valid() ? x : nb::object(nb::none()); }
+nb::object to_tuple(const Response& r) {
+  return nb::make_tuple(r.out.to_python(), r.out_scale.to_python(), r.t_max.to_python(), r.l_sum.to_python());
+}
 
 // Whether a call of float q on a GPU may be one for its kernels.
+bool is_for_gpu(const ServedMethod& m, PyObject* backend, int32_t device_index) {
+  if (python.machine_code == Py_None || !(backend == Py_None || is_name(backend, names().cuda))) return false;
+  if (m.method != Method::kP16 && m.method != Method::kP8 && m.method != Method::kOnline) return false;
+  const gpu::Device* const device = gpu::find_device(device_index);
+  return device && device->gpu().is_hopper();
+}
+
 bool is_for_gpu(const Arguments& a, int32_t device_index) {
-  if (python.machine_code == Py_None) return false;
-  if (!(a.backend == Py_None || is_name(a.backend, names().cuda)) || a.cu_seqlens_q != Py_None) return false;
-  for (const ServedMethod& m : python.methods) {
-    if (!is_name(a.method, m.name)) continue;
-    if (m.method != Method::kP16 && m.method != Method::kP8 && m.method != Method::kOnline) return false;
-    const gpu::Device* const device = gpu::find_device(device_index);
-    return device && device->gpu().is_hopper();
-  }
+  if (a.cu_seqlens_q != Py_None) return false;
+  for (const ServedMethod& m : python.methods)
+    if (is_name(a.method, m.name)) return is_for_gpu(m, a.backend, device_index);
   return false;
 }
 
@@ -811,8 +841,8 @@ nb::object attend(nb::args given) {
     for (PyObject* watcher : python.watchers) require(!truth_of_call(watcher));
     require(integer(attribute(python.forward_ad, names()._current_level).ptr()) < 0);
     const Response found = serve(request, false);
-    if (!found.out_scale.is_valid() && !found.t_max.is_valid()) return found.out;
-    return nb::make_tuple(found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
+    if (!found.out_scale.is_valid() && !found.t_max.is_valid()) return found.out.to_python();
+    return to_tuple(found);
   } catch (const Declined&) {
     return nb::none();
   }
@@ -825,10 +855,159 @@ nb::object attend_flat(nb::args given) {
     return nb::none();
   try {
     const Response found = serve(request_of(by_position<Flat>(given, kFlat)), true);
-    return nb::make_tuple(found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
+    return to_tuple(found);
   } catch (const Declined&) {
     return nb::none();
   }
+}
+
+// --- Kernels of the op's overloads `inference` and `inference_scaled` ------------------------------------------------
+
+// An overload: its arguments are q, k and v, so many Tensor?, so many floats, and the options' number.
+struct Overload {
+  const char* name;
+  int optional, floats;
+  TorchOps::Kernel kernel;
+  PyObject* serve;  // Python's function of the same arguments, which serves what is declined here
+
+  int options() const { return 3 + optional + floats; }
+};
+
+// What Python tells of the number of options: (is_causal, enable_gqa, causal_align, check_finite, backend, method,
+// codes, three granularities, three widths in bits, out_dtype). The reference is kept for as long as the process runs.
+PyObject* python_options_of = nullptr;
+
+// Options that have been seen, by their number. Each is a request without tensors; `method` is null where none of them
+// is served here. The GIL guards it.
+std::unordered_map<int64_t, Request>& seen_options = *new std::unordered_map<int64_t, Request>;
+
+const Request& options_of(int64_t number) {
+  if (const auto at = seen_options.find(number); at != seen_options.end()) return at->second;
+  const nb::object found = nb::handle(python_options_of)(number);
+  const auto value = [&](size_t i) { return element(found, i).ptr(); };
+  Request r;
+  for (const ServedMethod& m : python.methods)
+    if (is_name(value(5), m.name)) r.method = &m;
+  r.is_causal = flag(value(0)), r.enable_gqa = flag(value(1)), r.bottom_right = is_bottom_right(value(2));
+  r.check_finite = kept(value(3)), r.backend = kept(value(4)), r.out_dtype = kept(value(13));
+  const char* const codes = PyUnicode_AsUTF8AndSize(value(6), nullptr);
+  if (!codes) nb::raise_python_error();
+  for (int i = 0; r.method && i < 3; ++i) {
+    r.is_codes[i] = std::strchr(codes, "qkv"[i]) != nullptr;
+    r.scaling[i] = r.method->floats[i];
+    if (value(7 + i) != Py_None) r.scaling[i].granularity = granularity_of(value(7 + i));
+    if (value(10 + i) != Py_None) r.scaling[i].bits = int(integer(value(10 + i)));
+  }
+  return seen_options.emplace(number, std::move(r)).first->second;
+}
+
+// The arguments of an overload, as torch's dispatcher hands them over.
+class DispatchedArguments {
+ public:
+  DispatchedArguments(const Overload& of, const uint64_t* stack) : of_(of) {
+    std::copy_n(stack, of.options() + 1, argument_);
+  }
+  ~DispatchedArguments() {
+    for (int i = 0; i < 3; ++i) torch_ops.free(argument_[i]);
+    for (int i = 3; i < 3 + of_.optional; ++i) torch_ops.free_optional(argument_[i]);
+  }
+  DispatchedArguments(const DispatchedArguments&) = delete;
+
+  int tensors() const { return 3 + of_.optional; }
+  // The address of a tensor's implementation, or null.
+  void* tensor(int i) const {
+    return i < 3 ? TorchOps::implementation(argument_[i]) : TorchOps::optional_implementation(argument_[i]);
+  }
+  double number(int i) const {
+    double x;
+    std::memcpy(&x, &argument_[tensors() + i], sizeof x);
+    return x;
+  }
+  int64_t options() const { return int64_t(argument_[of_.options()]); }
+  bool has_scales() const { return of_.floats; }
+
+  // Calls Python's function with them.
+  nb::object call_python() const {
+    nb::object all = nb::steal(PyTuple_New(of_.options() + 1));
+    const auto set = [&](int i, nb::object x) { PyTuple_SetItem(all.ptr(), i, x.release().ptr()); };
+    for (int i = 0; i < tensors(); ++i) {
+      void* const x = tensor(i);
+      set(i, x ? MadeTensor(torch_ops.handle_of(x)).to_python() : nb::none());
+    }
+    for (int i = 0; i < of_.floats; ++i) set(tensors() + i, nb::float_(number(i)));
+    set(of_.options(), nb::int_(options()));
+    PyObject* const found = PyObject_CallObject(of_.serve, all.ptr());
+    if (!found) nb::raise_python_error();
+    return nb::steal(found);
+  }
+
+ private:
+  const Overload& of_;
+  uint64_t argument_[16];
+};
+
+// Returns the output, or null where Python must serve the call.
+MadeTensor serve_natively(const DispatchedArguments& given) {
+  if (!is_ready || torch_ops.is_grad_enabled()) return {};  // Python refuses gradients
+  try {
+    Request r = options_of(given.options());
+    TorchTensor q;
+    if (!r.method || !torch_library.read_implementation(given.tensor(0), q)) return {};
+    if (q.is_cuda && !is_for_gpu(*r.method, r.backend, q.device_index)) return {};  // to throw takes microseconds
+    for (int i = 0; i < 3; ++i) r.tensor[i] = Given(given.tensor(i));
+    r.attn_mask = Given(given.tensor(3)), r.bias = Given(given.tensor(4));
+    nb::object scale;
+    if (given.has_scales()) {
+      if (given.number(0) != 0) scale = nb::float_(given.number(0)), r.scale = scale.ptr();
+      for (int i = 0; i < 3; ++i) {
+        if (void* const tensor = given.tensor(5 + i)) {
+          r.scaling[i].scale = Given(tensor);
+        } else if (given.number(1 + i) != 0) {
+          r.scaling[i].scale = nb::object(nb::float_(given.number(1 + i)));
+        }
+      }
+    }
+    for (int i = 0; i < 3; ++i) require(!r.is_codes[i] || r.scaling[i].scale);
+    check_kinds(r);
+    return serve(r, true).out;
+  } catch (const Declined&) {
+    return {};
+  }
+}
+
+void run_kernel(const Overload& overload, uint64_t* stack) {
+  const DispatchedArguments given(overload, stack);
+  const bool is_python_thread = PyGILState_GetThisThreadState();
+  const nb::gil_scoped_acquire in_register;
+  try {
+    MadeTensor out = serve_natively(given);
+    if (!out.is_valid()) out = MadeTensor(given.call_python());
+    void* const handle = out.release();
+    stack[0] = uint64_t(uintptr_t(handle ? handle : torch_ops.handle_of(out.implementation())));
+  } catch (nb::python_error& error) {
+    if (!is_python_thread) throw;  // its Python error ends with this call
+    const std::string text = error.what();
+    error.restore();
+    torch_ops.raise_python_error(text);
+  }
+}
+
+Overload overloads[] = {{"attention.inference", 2, 0,
+                         [](uint64_t* stack, uint64_t, uint64_t) { run_kernel(overloads[0], stack); }, nullptr},
+                        {"attention.inference_scaled", 5, 4,
+                         [](uint64_t* stack, uint64_t, uint64_t) { run_kernel(overloads[1], stack); }, nullptr}};
+
+// Registers an overload's kernel. Returns the dispatch keys that have it.
+nb::list add_inference_kernel(const char* name, nb::handle serve, nb::handle options_of) {
+  nb::list keys;
+  if (!is_ready || !torch_library.has_python_objects() || !torch_ops.load()) return keys;
+  for (Overload& overload : overloads) {
+    if (std::strcmp(name, overload.name)) continue;
+    overload.serve = kept(serve), python_options_of = kept(options_of);
+    for (const char* key : {"CPU", "CUDA"})
+      if (torch_ops.add_kernel("intflash", name, key, overload.kernel)) keys.append(key);
+  }
+  return keys;
 }
 
 // Notes what a call with these arguments would launch on a GPU of so many multiprocessors, from tensors in CPU memory.
@@ -837,8 +1016,8 @@ nb::object gpu_launches(int processors, nb::tuple given) {
   try {
     const Request request = request_of(by_position<Arguments>(nb::borrow<nb::args>(given), kArguments));
     Reader read(false);
-    TorchTensor t[3] = {read.first(request.tensor[0].ptr())};
-    for (int i = 1; i < 3; ++i) t[i] = read(request.tensor[i].ptr());
+    TorchTensor t[3] = {read.first(request.tensor[0])};
+    for (int i = 1; i < 3; ++i) t[i] = read(request.tensor[i]);
     require(t[0].is_cpu);
     gpu::NotedLaunches noted({processors}, t[0], nullptr, nullptr);
     Response found;
@@ -848,13 +1027,12 @@ nb::object gpu_launches(int processors, nb::tuple given) {
       LaunchesOnGpu launches(0, nullptr);
       found = serve_on_gpu(request, read, t, launches);
     }
-    return nb::make_tuple(noted.noted, found.out, or_none(found.out_scale), or_none(found.t_max), or_none(found.l_sum));
+    return nb::make_tuple(noted.noted, found.out.to_python(), found.out_scale.to_python(), found.t_max.to_python(),
+                          found.l_sum.to_python());
   } catch (const Declined&) {
     return nb::none();
   }
 }
-
-PyObject* kept(nb::handle x) { return x.inc_ref().ptr(); }
 
 void use_calls(nb::tuple classes, nb::tuple functions, nb::handle forward_ad, nb::tuple watchers, nb::tuple methods,
                nb::tuple limits) {
@@ -862,7 +1040,7 @@ void use_calls(nb::tuple classes, nb::tuple functions, nb::handle forward_ad, nb
   python.recipe = kept(classes[3]);
   python.is_grad_enabled = kept(functions[0]), python.get_num_threads = kept(functions[1]);
   python.forward_ad = kept(forward_ad);
-  python.watchers.clear(), python.methods.clear();
+  python.watchers.clear(), python.methods.clear(), seen_options.clear();
   for (nb::handle watcher : watchers) python.watchers.push_back(kept(watcher));
   for (nb::handle entry : methods) {  // (name, number, default recipe, takes bias codes)
     ServedMethod m{};
@@ -891,6 +1069,9 @@ void bind_attend(nb::module_& m) {
   m.def("attend_flat", attend_flat,
         "The call of the custom op with all values of op.FLAT by position. Returns (output, its scale or None, Tmax or "
         "None, l or None); or None as `attend`.");
+  m.def("add_inference_kernel", add_inference_kernel, nb::arg("overload"), nb::arg("serve"), nb::arg("options_of"),
+        "Registers the kernel of an overload of intflash::attention in C++, see intflash/op.py. Returns the dispatch "
+        "keys that have it: none where this torch has no such interface.");
   m.def(
       "use_compiler", [](nb::handle machine_code) { python.machine_code = kept(machine_code); },
       nb::arg("machine_code").none(), "What compiles programs for GPUs, see intflash/backends/cuda/__init__.py.");

@@ -88,10 +88,11 @@ nb::object attention(const char* isa, int threads, int method, int out_type, dou
     }
     const TensorView scale = read_tensor(how);
     *codes[i] = tensors[i]->as<int8_t>(), *of_codes[i] = scale.as<float>();
-    if (i == 2 && is_integer(call.out_type) && out_scale.is_none()) out_scale = set_default_out_scale(call, scale);
+    if (i == 2 && is_integer(call.out_type) && out_scale.is_none())
+      out_scale = set_default_out_scale(call, scale).to_python();
   }
-  const nb::object out = work.input.empty() ? run.run() : run.run(work);
-  return out.is_valid() ? nb::object(nb::make_tuple(out, out_scale)) : nb::object(nb::none());
+  const MadeTensor out = work.input.empty() ? run.run() : run.run(work);
+  return out.is_valid() ? nb::object(nb::make_tuple(out.to_python(), out_scale)) : nb::object(nb::none());
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ inline int32_t number_of(OutType type) {
 
 // What a call gives: those that are not wanted are null.
 struct Response {
-  nb::object out, out_scale, t_max, l_sum;
+  MadeTensor out, out_scale, t_max, l_sum;
 };
 
 inline bool is_integer(OutType type) { return type == OutType::kInt8 || type == OutType::kInt16; }
@@ -78,12 +78,12 @@ inline void set_scale(FloatInput& x, const View<float>& scale) {
 
 // Sets the scale of integer output that no value exceeds, s_V * 127 / qmax, for each query head where there is one for
 // each key head. Returns its tensor.
-inline nb::object set_default_out_scale(Call& call, const TensorView& v_scale) {
+inline MadeTensor set_default_out_scale(Call& call, const TensorView& v_scale) {
   const int64_t heads = v_scale.shape[1] == 1 ? 1 : call.heads_q, group = call.heads_q / call.heads_k;
   const int64_t channels = v_scale.shape[3], shape[4] = {v_scale.shape[0], heads, 1, channels};
   const int64_t stride[4] = {heads * channels, channels, channels, 1};
   char* data = nullptr;
-  nb::object made =
+  MadeTensor made =
       torch_library.empty(4, shape, stride, torch_library.dtype.float32, out_dtypes[int(OutType::kFloat32)], data);
   const View<float> from = v_scale.as<float>();
   const float qmax = call.out_type == OutType::kInt8 ? 127.0f : 32767.0f;
@@ -105,14 +105,14 @@ class CallRun {
       : kernels_(kernels), call_(call), threads_(threads), axes_(axes), tokens_first_(tokens_first) {}
 
   // Returns the output of codes.
-  nb::object run() {
+  MadeTensor run() {
     run_attention(kernels_, call_, threads_, [this] { make_output(); }, check_signals);
     return take();
   }
 
   // Returns the output of floats, or of float q beside codes, or null where `look` asks for NaN and infinity and there
   // are some.
-  nb::object run(Quantization& work) {
+  MadeTensor run(Quantization& work) {
     static thread_local CodeBuffer buffer;
     buffer.divide(work.input);
     View<int8_t>* codes[] = {&call_.q, &call_.k, &call_.v};
@@ -122,7 +122,7 @@ class CallRun {
       *codes[i] = {x.codes, {x.heads * x.tokens * x.channels, x.tokens * x.channels, x.channels, 1}};
       *scales[i] = x.scale;
     }
-    if (!work.run(threads_, [this] { make_output(); }, check_signals)) return take(), nb::object();
+    if (!work.run(threads_, [this] { make_output(); }, check_signals)) return take(), MadeTensor();
     run_attention(kernels_, call_, threads_, [] {}, check_signals);
     return take();
   }
@@ -147,7 +147,7 @@ class CallRun {
     }
     released_.emplace();
   }
-  nb::object take() {
+  MadeTensor take() {
     released_.reset();
     return std::move(out_);
   }
@@ -157,7 +157,7 @@ class CallRun {
   const int threads_;
   const int64_t axes_;
   const bool tokens_first_;
-  nb::object out_;
+  MadeTensor out_;
   std::optional<nb::gil_scoped_release> released_;
 };
 

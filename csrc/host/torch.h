@@ -9,6 +9,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <utility>
 
 namespace intflash {
 
@@ -19,7 +20,8 @@ struct TorchTensor {
   const int64_t *shape = nullptr, *stride = nullptr;
   int32_t dtype = 0;
   bool is_cpu = false, is_cuda = false, is_meta = false;
-  int32_t device_index = 0;  // of a CUDA tensor
+  int32_t device_index = 0;        // of a CUDA tensor
+  void* implementation = nullptr;  // torch's, see Torch::Handle
 };
 
 // The numbers of torch's dtypes.
@@ -27,8 +29,37 @@ struct TorchDtypes {
   int32_t int8, int16, int32, int64, float16, bfloat16, float32, boolean;
 };
 
+// A tensor that the module hands to its caller: memory that torch has made for it, or a Python object. Null by default.
+class MadeTensor {
+ public:
+  MadeTensor() = default;
+  explicit MadeTensor(nanobind::object tensor) : object_(std::move(tensor)) {}
+  explicit MadeTensor(void* handle) : handle_(handle) {}  // owned from here on
+  MadeTensor(MadeTensor&& other) noexcept
+      : object_(std::move(other.object_)), handle_(std::exchange(other.handle_, nullptr)) {}
+  MadeTensor& operator=(MadeTensor&& other) noexcept {
+    std::swap(object_, other.object_), std::swap(handle_, other.handle_);
+    return *this;
+  }
+  ~MadeTensor();
+
+  bool is_valid() const { return handle_ || object_.is_valid(); }
+  // Returns the Python object; of a null tensor None.
+  nanobind::object to_python() const;
+  // Returns torch's handle, which the caller owns; of a Python object null.
+  void* release() { return std::exchange(handle_, nullptr); }
+  // Returns the address of torch's implementation of it; of a null tensor null.
+  void* implementation() const;
+
+ private:
+  nanobind::object object_;
+  void* handle_ = nullptr;
+};
+
 class Torch {
  public:
+  using Handle = void*;  // of a tensor: the address of an at::Tensor, which is the address of its implementation
+
   TorchDtypes dtype{};
 
   // Whether tensors can be read. `make_empty` is torch.empty_strided.
@@ -39,21 +70,27 @@ class Torch {
     cdata_ = PyUnicode_InternFromString("_cdata");
     make_empty_ = make_empty.inc_ref().ptr();
     is_found_ = find && find_functions();
-    if (!is_found_) wrap_ = nullptr;
   }
 
   // Reads a dense tensor of torch. Returns false where it is none: of sparse and nested ones torch has no strides or
   // sizes, others have no memory.
   bool read(nanobind::handle tensor, TorchTensor& t) const { return describe(tensor, t) && t.data; }
 
+  bool read_implementation(void* implementation, TorchTensor& t) const {
+    return describe_implementation(implementation, t) && t.data;
+  }
+
   // The same, also of tensors without memory ("meta").
   bool describe(nanobind::handle tensor, TorchTensor& t) const {
-    void* implementation = implementation_of(tensor);
-    if (!implementation) {
-      PyErr_Clear();
-      return false;
-    }
-    const Handle handle = &implementation;  // an at::Tensor is that address and nothing else
+    void* const implementation = implementation_of(tensor);
+    if (implementation) return describe_implementation(implementation, t);
+    PyErr_Clear();
+    return false;
+  }
+
+  bool describe_implementation(void* implementation, TorchTensor& t) const {
+    t.implementation = implementation;
+    const Handle handle = &t.implementation;
     int32_t device = 0;
     int64_t *shape = nullptr, *stride = nullptr;
     void* data = nullptr;
@@ -75,9 +112,8 @@ class Torch {
   }
 
   // Returns the bytes from a tensor's first element to the end of its storage.
-  int64_t bytes_left(nanobind::handle tensor, int64_t element_bytes) const {
-    void* implementation = implementation_of(tensor);
-    if (!implementation) nanobind::raise_python_error();
+  int64_t bytes_left(const TorchTensor& t, int64_t element_bytes) const {
+    void* implementation = t.implementation;
     const Handle handle = &implementation;
     int64_t bytes = 0, offset = 0;
     if (get_storage_size_(handle, &bytes) || get_storage_offset_(handle, &offset)) return 0;
@@ -105,10 +141,9 @@ class Torch {
 
   // Copies a tensor's elements, in the order of `shape`, to others of a handle's memory at `offset` bytes, both of one
   // byte. Returns false where torch cannot.
-  bool copy_bytes(nanobind::handle from, int64_t axes, const int64_t* shape, const int64_t* from_stride, void* memory,
+  bool copy_bytes(const TorchTensor& from, int64_t axes, const int64_t* shape, const int64_t* from_stride, void* memory,
                   int64_t offset, const int64_t* to_stride) const {
-    void* implementation = implementation_of(from);
-    if (!implementation) nanobind::raise_python_error();
+    void* implementation = from.implementation;
     Handle source = nullptr, target = nullptr;
     const bool copied = !reinterpret_(&implementation, axes, shape, from_stride, 0, &source) &&
                         !reinterpret_(memory, axes, shape, to_stride, offset, &target) && !copy_(target, source, 0);
@@ -118,19 +153,19 @@ class Torch {
   }
 
   // Allocates a tensor, on a CPU or on the device of `like`. `python_dtype` is the dtype of that number.
-  nanobind::object empty(int64_t axes, const int64_t* shape, const int64_t* stride, int32_t number,
-                         nanobind::handle python_dtype, char*& data, const TorchTensor* like = nullptr) const {
+  MadeTensor empty(int64_t axes, const int64_t* shape, const int64_t* stride, int32_t number,
+                   nanobind::handle python_dtype, char*& data, const TorchTensor* like = nullptr) const {
     namespace nb = nanobind;
     Handle made = nullptr;
     const bool on_gpu = like && like->is_cuda;
     const int32_t index = on_gpu ? like->device_index : 0;
-    if (wrap_ && !empty_strided_(axes, shape, stride, number, on_gpu ? cuda_ : cpu_, index, &made)) {
+    if (is_found_ && wrap_ && !empty_strided_(axes, shape, stride, number, on_gpu ? cuda_ : cpu_, index, &made)) {
+      MadeTensor tensor(made);
       void* memory = nullptr;
-      PyObject* tensor = get_data_ptr_(made, &memory) ? nullptr : wrap_(made);
-      delete_(made);
-      data = static_cast<char*>(memory);
-      if (tensor) return nb::steal(tensor);
-      PyErr_Clear();
+      if (!get_data_ptr_(made, &memory)) {
+        data = static_cast<char*>(memory);
+        return tensor;
+      }
     }
     nb::list sizes, steps;  // torch says in Python what is wrong, as that there is no memory
     for (int64_t i = 0; i < axes; ++i) sizes.append(shape[i]), steps.append(stride[i]);
@@ -138,11 +173,19 @@ class Torch {
     nb::object tensor =
         nb::handle(make_empty_)(sizes, steps, nb::arg("dtype") = python_dtype, nb::arg("device") = device);
     data = reinterpret_cast<char*>(nb::cast<intptr_t>(tensor.attr("data_ptr")()));
-    return tensor;
+    return MadeTensor(std::move(tensor));
+  }
+
+  bool has_python_objects() const { return wrap_; }
+
+  // Returns the Python object of a tensor. The handle may only be freed then.
+  nanobind::object to_python(Handle tensor) const {
+    PyObject* const made = wrap_(tensor);
+    if (!made) nanobind::raise_python_error();
+    return nanobind::steal(made);
   }
 
  private:
-  using Handle = void*;  // of a tensor: the address of an at::Tensor
   template <class... Arguments>
   using Function = int32_t (*)(Arguments...);
 
@@ -218,5 +261,19 @@ class Torch {
 };
 
 inline Torch torch_library;
+
+inline MadeTensor::~MadeTensor() {
+  if (handle_) torch_library.free(handle_);
+}
+
+inline void* MadeTensor::implementation() const {
+  if (handle_) return *static_cast<void**>(handle_);
+  return object_.is_valid() && !object_.is_none() ? torch_library.implementation_of(object_) : nullptr;
+}
+
+inline nanobind::object MadeTensor::to_python() const {
+  if (handle_) return torch_library.to_python(handle_);
+  return object_.is_valid() ? object_ : nanobind::object(nanobind::none());
+}
 
 }  // namespace intflash

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from intflash import call, op
 from intflash.backends import cpu, cuda, select
 from intflash.call import Output
 from intflash.errors import InputError
 from intflash.methods import AUTO, get_method
+from intflash.op import compiled_inference
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import FLOAT_DTYPES
 
@@ -163,9 +165,19 @@ def attention(
         >>> intflash.attention(q, k, v, out_dtype=torch.int16).data.dtype
         torch.int16
     """
-    if method == AUTO:
-        method = call.resolve_auto(k)
-    if not torch.compiler.is_compiling():
+    if is_compiling():  # what is read of globals here is guarded at every call
+        if method == "auto":
+            method = call.resolve_auto(k)
+        if return_lse is False:
+            output = compiled_inference(
+                q, k, v, attn_mask, bias, is_causal, enable_gqa, causal_align, check_finite, backend, method,
+                scale, recipe, out_dtype, window_size, out_scale, cu_seqlens_q, cu_seqlens_k,
+            )  # fmt: skip
+            if output is not None:
+                return output
+    else:
+        if method == AUTO:
+            method = call.resolve_auto(k)
         found = cpu.attend(
             q, k, v, attn_mask, is_causal, scale, method, backend, enable_gqa, bias, causal_align, window_size, recipe,
             out_dtype, out_scale, return_lse, cu_seqlens_q, cu_seqlens_k, check_finite,

@@ -1,10 +1,10 @@
 """`intflash::attention`, the torch custom op behind `attention` where torch traces, and the refused gradients.
 
 The op takes the arguments of `call.ARGUMENTS` with `QTensor` and `Recipe` laid out flat, and flags and names in one
-string. Since each argument and each result of an op costs every call time, it has two overloads: `general` has them
-all, the default one those of most calls. On a CPU and a CUDA GPU the kernel is the native call path; `run` serves what
-that declines, and every other device, because the backend is chosen inside. Calls that no tracer or transform watches
-go to `run` directly.
+string. Since each argument and each result of an op costs every call time, it has several overloads: `general` has them
+all, the default one those of most calls, `inference` and `inference_scaled` those of most compiled calls, with kernels
+in C++. On a CPU and a CUDA GPU the kernel is the native call path; `run` serves what that declines, and every other
+device, because the backend is chosen inside. Calls that no tracer or transform watches go to `run` directly.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, compiler, nn
 from torch._C import _disabled_torch_function_impl, _is_tracing, _len_torch_dispatch_stack
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import CInterpreter, TransformType, get_interpreter_stack
 from torch._C._functorch import peek_interpreter_stack as _peek_transforms
 from torch.autograd import forward_ad
 
 from intflash import call, masks, validate
 from intflash.backends import cpu
 from intflash.call import ARGUMENTS, Output
+from intflash.errors import InputError
 from intflash.masks import UNBOUNDED
 from intflash.methods import get_method
 from intflash.problem import empty_output
@@ -277,6 +278,235 @@ def _schema(arguments: tuple[tuple[str, str], ...]) -> str:
 
 _simple = _define(f"attention({_schema(_SIMPLE)}) -> Tensor", _simple_kernel)
 _general = _define(f"attention.general({_schema(_SIMPLE + _OTHERS)}) -> (Tensor, Tensor, Tensor)", _general_kernel)
+
+
+# --- The overloads of compiled calls ----------------------------------------------------------------------------------
+
+
+# The options of these overloads and the values of each, which travel in one number by their indices. New values and
+# options are appended. Any other change needs another `_LAYOUT`, because compiled code on disk holds the numbers.
+# A granularity or bits of None are those of the method's own recipe.
+_GRANULARITIES = (None, "tensor", "head", "token", "channel")
+_OPTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("is_causal", (False, True)),
+    ("enable_gqa", (False, True)),
+    ("causal_align", ("top_left", "bottom_right")),
+    ("check_finite", (None, False, True)),
+    ("backend", (None, "cpu", "cuda")),
+    ("method", ("intflash", "intflash_p8", "intflash_online", "intflash_bfp")),
+    ("codes", ("", "kv", "qkv")),
+    ("q_granularity", _GRANULARITIES), ("k_granularity", _GRANULARITIES), ("v_granularity", _GRANULARITIES),
+    ("q_bits", (None, 8, 4)), ("k_bits", (None, 8, 4)), ("v_bits", (None, 8, 4)),
+    ("out_dtype", (None, torch.float32, torch.float16, torch.bfloat16)),
+)  # fmt: skip
+_LAYOUT = 1
+
+
+@functools.lru_cache(1024)
+def _options_of(number: int) -> tuple[Any, ...]:
+    """The options from their number: four bits of the layout's, then four of each index.
+
+    Raises:
+        InputError: it is none that this version writes.
+    """
+    indices = [number >> 4 * i & 15 for i in range(1, len(_OPTIONS) + 1)]
+    is_known = all(i < len(values) for i, (_, values) in zip(indices, _OPTIONS, strict=True))
+    if not is_known or number & 15 != _LAYOUT or number >> 4 * len(_OPTIONS) + 4:
+        raise InputError(f"options of intflash::attention.inference that this version does not know: {number}")
+    return tuple(values[i] for i, (_, values) in zip(indices, _OPTIONS, strict=True))
+
+
+@functools.lru_cache(1024)
+def _rest_of(number: int) -> tuple[Any, ...]:
+    """The output's dtype, the sizes and the words of `FLAT`, from the options' number."""
+    options = dict(zip([name for name, _ in _OPTIONS], _options_of(number), strict=True))
+    recipe = get_method(options["method"]).recipe
+    for name in _NAMES:
+        if options[f"{name}_granularity"] is None:
+            options[f"{name}_granularity"] = getattr(recipe, name)
+    sizes = [recipe.block_size] * 3 + [options.pop(f"{name}_bits") or recipe.bits for name in _NAMES]
+    out_dtype = options.pop("out_dtype")
+    words = " ".join([f"{name}={x}" for name, x in options.items() if x is not None])
+    return out_dtype, sizes + [UNBOUNDED] * 2, _words(f"{words} rule={recipe.rule}")
+
+
+def _scaled_kernel(compute: Callable[..., Results]) -> Callable[..., Tensor]:
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, bias: Tensor | None, q_scale: Tensor | None,
+        k_scale: Tensor | None, v_scale: Tensor | None, scale: float, q_number: float, k_number: float,
+        v_number: float, options: int,
+    ) -> Tensor:  # fmt: skip
+        out_dtype, sizes, words = _rest_of(options)
+        scales = None, None, None, q_scale, k_scale, v_scale, scale or None
+        numbers = [q_number, k_number, v_number]
+        return compute(q, k, v, attn_mask, bias, *scales, out_dtype, numbers, list(sizes), *words)[0]
+
+    return kernel
+
+
+def _inference_kernel(compute: Callable[..., Results]) -> Callable[..., Tensor]:
+    scaled = _scaled_kernel(compute)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, bias: Tensor | None, options: int) -> Tensor:
+        return scaled(q, k, v, attn_mask, bias, None, None, None, 0.0, 0.0, 0.0, 0.0, options)
+
+    return kernel
+
+
+def _refuse_gradients(*arguments: Any) -> None:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+        raise RuntimeError(REASON)
+
+
+def _compute_fake_inference(*flat: Any) -> Results:
+    _refuse_gradients(*flat)
+    return _compute_fake(*flat)
+
+
+def _define_inference(schema: str, kernel_of: Callable[[Callable[..., Results]], Callable[..., Tensor]]) -> Any:
+    """An overload for compiled calls without gradients, whose kernels are C++ where torch lets them be.
+
+    Autograd is passed over. So the kernels refuse gradients, and code that has this overload, as a program that torch
+    has exported, is not compiled for gradients.
+    """
+    name, serve = schema[: schema.index("(")], kernel_of(_compute)
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    natively = kernel_of(lambda *flat: (_compute if torch.is_grad_enabled() else _compute_natively)(*flat))
+    in_cpp = cpu.add_inference_kernel(name, serve, _options_of)
+    for key in ("CPU", "CUDA"):
+        if key not in in_cpp:
+            _library.impl(name, natively, key)
+    _library.impl(name, serve, "CompositeExplicitAutograd")
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"intflash::{name}", kernel_of(_compute_fake_inference), lib=_library)
+    return getattr(torch.ops.intflash.attention, name.split(".")[1])
+
+
+_inference = _define_inference(
+    f"attention.inference({', '.join(map(' '.join, _SIMPLE))}, int options) -> Tensor", _inference_kernel
+)
+# With static scales or codes' scales, tensors or numbers (0: none), and the softmax scale (0: none).
+_inference_scaled = _define_inference(
+    f"attention.inference_scaled({', '.join(map(' '.join, _SIMPLE))}, Tensor? q_scale, Tensor? k_scale, "
+    "Tensor? v_scale, float scale, float q_number, float k_number, float v_number, int options) -> Tensor",
+    _scaled_kernel,
+)
+
+
+def compiled_inference(
+    q: Any, k: Any, v: Any, attn_mask: Any, bias: Any, is_causal: Any, enable_gqa: Any, causal_align: Any,
+    check_finite: Any, backend: Any, method: Any, scale: Any, recipe: Any, out_dtype: Any, *others: Any,
+) -> Tensor | None:  # fmt: skip
+    """A call in code that torch.compile traces by these overloads, or None where they cannot have it.
+
+    `others` are the arguments that must be None. At every call compiled code guards each global that is read here: it
+    reads few, and writes `_OPTIONS` out. What is wrong with a call, the fake kernel says.
+    """
+    # Not `torch.compiler.is_exporting()`, which older versions of torch.compile take for true.
+    if getattr(compiler, "_is_exporting_flag", False) or forward_ad._current_level >= 0:
+        return None
+    if isinstance(_peek_transforms(), CInterpreter):  # for torch.compile the stack's top is never None
+        return None
+    for x in others:
+        if x is not None:
+            return None
+    for x in (attn_mask, bias):
+        if x is not None and (type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled())):
+            return None
+    options = 1
+    if is_causal is True:
+        options += 1 << 4
+    elif is_causal is not False:
+        return None
+    if enable_gqa is True:
+        options += 1 << 8
+    elif enable_gqa is not False:
+        return None
+    if causal_align == "bottom_right":
+        options += 1 << 12
+    elif causal_align != "top_left":
+        return None
+    if check_finite is False:
+        options += 1 << 16
+    elif check_finite is True:
+        options += 2 << 16
+    elif check_finite is not None:
+        return None
+    if backend == "cpu":
+        options += 1 << 20
+    elif backend == "cuda":
+        options += 2 << 20
+    elif backend is not None:
+        return None
+    if method == "intflash_p8":
+        options += 1 << 24
+    elif method == "intflash_online":
+        options += 2 << 24
+    elif method == "intflash_bfp":
+        options += 3 << 24
+    elif method != "intflash":
+        return None
+    are_tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if not are_tensors or scale is not None or recipe is not None or out_dtype is not None:
+        return _compiled_scaled(q, k, v, attn_mask, bias, scale, recipe, out_dtype, options)
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        return None
+    return _inference(q, k, v, attn_mask, bias, options)
+
+
+def _compiled_scaled(
+    q: Any, k: Any, v: Any, attn_mask: Any, bias: Any, scale: Any, recipe: Any, out_dtype: Any, options: int
+) -> Tensor | None:
+    """The call of `compiled_inference` with a softmax scale, a recipe, codes or an output's dtype."""
+    if scale is None:
+        scale = 0.0
+    elif not isinstance(scale, float) or not scale > 0:
+        return None
+    if recipe is not None:
+        if type(recipe) is not Recipe or recipe.rule != "exact" or recipe.smooth_k or recipe.rotate:
+            return None
+    codes = [isinstance(x, QTensor) for x in (q, k, v)]
+    if codes == [False, True, True]:
+        options += 1 << 28
+    elif codes == [True, True, True]:
+        options += 2 << 28
+        if out_dtype is None:
+            return None  # integer output
+    elif codes != [False, False, False]:
+        return None
+    if codes[1] and recipe is not None:
+        return None
+    if out_dtype is not None:
+        if out_dtype is torch.float32:
+            options += 1 << 56
+        elif out_dtype is torch.float16:
+            options += 2 << 56
+        elif out_dtype is torch.bfloat16:
+            options += 3 << 56
+        else:
+            return None
+    tensors: list[Tensor] = []
+    scales: list[Tensor | None] = []
+    numbers: list[float] = []
+    given = (None, None, None) if recipe is None else (recipe.q_scale, recipe.k_scale, recipe.v_scale)
+    kinds = (None, None, None) if recipe is None else (recipe.q, recipe.k, recipe.v)
+    for i, x in enumerate((q, k, v)):
+        bits, kind, of = None if recipe is None else recipe.bits, kinds[i], given[i]
+        if codes[i]:
+            bits, kind, of, x = x.bits, x.granularity, x.scale, x.data
+        if kind is not None:
+            index, width = {"tensor": 1, "head": 2, "token": 3, "channel": 4}.get(kind), {8: 1, 4: 2}.get(bits)
+            if index is None or width is None:
+                return None
+            options += (index << 32 + 4 * i) + (width << 44 + 4 * i)
+        if not isinstance(x, Tensor) or not (of is None or isinstance(of, (Tensor, float))):
+            return None
+        if torch.is_grad_enabled() and (x.requires_grad or (isinstance(of, Tensor) and of.requires_grad)):
+            return None
+        tensors.append(x)
+        scales.append(of if isinstance(of, Tensor) else None)
+        numbers.append(of if isinstance(of, float) else 0.0)
+    return _inference_scaled(*tensors, attn_mask, bias, *scales, scale, *numbers, options)
 
 
 _PLAIN = Tensor.__torch_dispatch__

@@ -22,11 +22,11 @@ char* fake_memory(int64_t bytes) {
   return at;
 }
 
-nb::object empty(int64_t axes, const int64_t* shape, const int64_t* stride, int32_t number, PyObject* dtype,
+MadeTensor empty(int64_t axes, const int64_t* shape, const int64_t* stride, int32_t number, PyObject* dtype,
                  char*& data, const TorchTensor& like) {
   if (!like.is_meta) return torch_library.empty(axes, shape, stride, number, dtype, data, &like);
   data = fake_memory(1);
-  return nb::none();
+  return MadeTensor(nb::object(nb::none()));
 }
 
 // The call's working memory, which goes back to torch when the call returns.
@@ -92,7 +92,7 @@ const char* NotedLaunches::constant(uint64_t bits) {
   if (there) return there;
   const int64_t shape = 2, stride = 1;
   char* data = nullptr;
-  keep(torch_library.empty(1, &shape, &stride, torch_library.dtype.int32, int32_dtype, data, &like_));
+  keep(torch_library.empty(1, &shape, &stride, torch_library.dtype.int32, int32_dtype, data, &like_).to_python());
   if (device_) {
     device_->fill(data, uint32_t(bits), stream_), device_->fill(data + 4, uint32_t(bits >> 32), stream_);
   } else {
@@ -169,7 +169,7 @@ bool run(ProblemCall& call, Launches& launches, Refusal& why, Response& found) {
     require(torch_library.describe(call.out, out));
     memory.out = tensor_of(out, p.out_type);
     if (q.is_meta) memory.out.data = fake_memory(1);
-    of_call.out = call.out;
+    of_call.out = MadeTensor(call.out);
   } else if (!p.only_constants) {
     memory.out.type = p.out_type;
     const int64_t shape[4] = {batch, heads, nq, d};
@@ -188,7 +188,7 @@ bool run(ProblemCall& call, Launches& launches, Refusal& why, Response& found) {
     of_call.l_sum = empty(q.axes - 1, q.shape, steps, dtype.int32, int32_dtype, data, q);
     memory.l = reinterpret_cast<int32_t*>(data);
   }
-  of_call.out_scale = call.out_scale;
+  if (call.out_scale.is_valid()) of_call.out_scale = MadeTensor(call.out_scale);
   if (p.has_integer_output() && !p.given_out_scale && choice.fills_constants) {
     const int64_t* const of = choice.output_shape;
     const int64_t steps[4] = {of[1] * of[2] * of[3], of[2] * of[3], of[3], 1};
@@ -206,8 +206,7 @@ bool run(ProblemCall& call, Launches& launches, Refusal& why, Response& found) {
   }
   if (choice.zeros.bytes) launches.clear(memory.workspace + choice.zeros.offset, choice.zeros.bytes);
   if (choice.copies_values && !q.is_meta) {
-    void* implementation = nullptr;
-    if (found.workspace.is_valid()) implementation = torch_library.implementation_of(found.workspace);
+    void* implementation = found.workspace.implementation();
     require(torch_library.copy_bytes(call.v, 4, p.v.shape, p.v.stride,
                                      implementation ? &implementation : workspace.handle(), choice.value_codes,
                                      value_codes(p, choice, nullptr).stride));

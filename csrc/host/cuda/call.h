@@ -50,7 +50,7 @@ class NotedLaunches : public Launches {
 struct ProblemCall {
   Problem p;
   TorchTensor q;                 // the output has its axes and its device
-  nb::object v;                  // V's codes are copied where their keys must be contiguous
+  TorchTensor v;                 // V's codes are copied where their keys must be contiguous
   float numbers[3] = {0, 0, 0};  // scales of Q, K and V that the recipe gives as numbers
   nb::object out, out_scale;     // the caller's own; null otherwise
   bool return_lse = false;
@@ -59,7 +59,7 @@ struct ProblemCall {
 struct Response {
   intflash::Response of_call;
   Tensor score, output;     // the packed constants; null where the kernel computes them
-  nb::object workspace;     // a tensor, with `keeps_memory`
+  MadeTensor workspace;     // a tensor, with `keeps_memory`
   std::vector<Part> parts;  // of the workspace; offsets are addresses
 };
 

@@ -40,7 +40,7 @@ gpu::Tensor four_axes(nb::handle x, OutType type = OutType::kFloat32) {
 gpu::Tensor values(nb::handle x) {
   const OutType type = type_of(tensor(x).dtype);
   gpu::Tensor found = four_axes(x, type);
-  if (type == OutType::kInt8) found.available = torch_library.bytes_left(x, 1);
+  if (type == OutType::kInt8) found.available = torch_library.bytes_left(tensor(x), 1);
   return found;
 }
 
@@ -222,8 +222,6 @@ gpu::Tensor constants_of(nb::handle given) {
   return gpu::packed(reinterpret_cast<char*>(nb::cast<uintptr_t>(given[0])), shape);
 }
 
-nb::object or_none(const nb::object& x) { return x.is_valid() ? x : nb::object(nb::none()); }
-
 // Returns (launches, kept tensors, memory of theirs by (address, bytes), (score, output) constants, output, its scale,
 // Tmax, l).
 nb::tuple plan(nb::handle problem, nb::handle gpu, uintptr_t stream, nb::object out, nb::object constants,
@@ -235,7 +233,7 @@ nb::tuple plan(nb::handle problem, nb::handle gpu, uintptr_t stream, nb::object 
   p.has_copies = has_copies, p.only_constants = only_constants;
   const nb::object q = problem.attr("q"), v = problem.attr("v");
   call.q = tensor(p.has_float_query() ? q : nb::object(q.attr("data")));
-  call.v = p.is_float() ? v : nb::object(v.attr("data"));
+  call.v = tensor(p.is_float() ? v : nb::object(v.attr("data")));
   call.return_lse = nb::cast<bool>(problem.attr("return_lse"));
   if (!out.is_none()) call.out = out;
   if (p.given_out_scale) call.out_scale = problem.attr("out_scale");
@@ -250,13 +248,13 @@ nb::tuple plan(nb::handle problem, nb::handle gpu, uintptr_t stream, nb::object 
   } catch (const Declined&) {
     throw std::runtime_error("the CUDA backend could not take memory from torch");
   }
-  if (found.workspace.is_valid() && !found.workspace.is_none()) launches.keep(found.workspace);
+  if (const nb::object workspace = found.workspace.to_python(); !workspace.is_none()) launches.keep(workspace);
   nb::list memory;
   for (const gpu::Part& part : found.parts) memory.append(nb::make_tuple(part.offset, part.bytes));
   const Response& r = found.of_call;
   return nb::make_tuple(launches.noted, launches.kept, memory,
-                        nb::make_tuple(described(found.score), described(found.output)), or_none(r.out),
-                        or_none(r.out_scale), or_none(r.t_max), or_none(r.l_sum));
+                        nb::make_tuple(described(found.score), described(found.output)), r.out.to_python(),
+                        r.out_scale.to_python(), r.t_max.to_python(), r.l_sum.to_python());
 }
 
 // Reads the shapes, the masks and the output's type of a problem of a float softmax, whose K and V may be of any type.

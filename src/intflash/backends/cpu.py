@@ -86,6 +86,15 @@ attend: Callable[..., Any] = (lambda *arguments: None) if _native is None else _
 attend_flat: Callable[..., Any] = (lambda *arguments: None) if _native is None else _native.attend_flat
 
 
+def add_inference_kernel(
+    overload: str, serve: Callable[..., Tensor], options_of: Callable[[int], tuple[Any, ...]]
+) -> list[str]:
+    """Register the kernel of the custom op's overload `inference` or `inference_scaled` in C++: the dispatch keys that
+    have it, none without the native module or where this torch has no such interface. It calls `serve`, with the same
+    arguments, for what it declines; `options_of`: see op.py."""
+    return [] if _native is None else _native.add_inference_kernel(overload, serve, options_of)
+
+
 def instruction_sets() -> list[str]:
     """Names of the kernels that run on this machine, best first; empty without the native module.
 
