@@ -24,6 +24,25 @@ struct TorchTensor {
   void* implementation = nullptr;  // torch's, see Torch::Handle
 };
 
+// Torch's libraries, which the process has loaded.
+#ifdef __APPLE__
+constexpr const char *kTorchCore = "@rpath/libtorch_cpu.dylib", *kTorchPython = "@rpath/libtorch_python.dylib";
+#else
+constexpr const char *kTorchCore = "libtorch_cpu.so", *kTorchPython = "libtorch_python.so";
+#endif
+inline void* loaded_library(const char* name) { return dlopen(name, RTLD_NOLOAD | RTLD_LAZY); }
+
+// Finds a library's function. Returns whether it is there.
+template <class F>
+bool find_function(void* library, const char* name, F& function) {
+  function = reinterpret_cast<F>(dlsym(library, name));
+  return function;
+}
+
+// A function of torch's stable C interface: it returns 0, or what went wrong.
+template <class... Arguments>
+using TorchFunction = int32_t (*)(Arguments...);
+
 // The numbers of torch's dtypes.
 struct TorchDtypes {
   int32_t int8, int16, int32, int64, float16, bfloat16, float32, boolean;
@@ -159,7 +178,7 @@ class Torch {
     Handle made = nullptr;
     const bool on_gpu = like && like->is_cuda;
     const int32_t index = on_gpu ? like->device_index : 0;
-    if (is_found_ && wrap_ && !empty_strided_(axes, shape, stride, number, on_gpu ? cuda_ : cpu_, index, &made)) {
+    if (has_python_objects() && !empty_strided_(axes, shape, stride, number, on_gpu ? cuda_ : cpu_, index, &made)) {
       MadeTensor tensor(made);
       void* memory = nullptr;
       if (!get_data_ptr_(made, &memory)) {
@@ -176,7 +195,7 @@ class Torch {
     return MadeTensor(std::move(tensor));
   }
 
-  bool has_python_objects() const { return wrap_; }
+  bool has_python_objects() const { return is_found_ && wrap_; }
 
   // Returns the Python object of a tensor. The handle may only be freed then.
   nanobind::object to_python(Handle tensor) const {
@@ -187,22 +206,13 @@ class Torch {
 
  private:
   template <class... Arguments>
-  using Function = int32_t (*)(Arguments...);
+  using Function = TorchFunction<Arguments...>;
 
   bool find_functions() {
-#ifdef __APPLE__
-    void* core = dlopen("@rpath/libtorch_cpu.dylib", RTLD_NOLOAD | RTLD_LAZY);
-    void* python = dlopen("@rpath/libtorch_python.dylib", RTLD_NOLOAD | RTLD_LAZY);
-#else
-    void* core = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
-    void* python = dlopen("libtorch_python.so", RTLD_NOLOAD | RTLD_LAZY);
-#endif
+    void *const core = loaded_library(kTorchCore), *const python = loaded_library(kTorchPython);
     if (!core || !python) return false;
     bool all = true;
-    const auto find = [&](auto& function, const char* name) {
-      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(core, name));
-      all = all && function;
-    };
+    const auto find = [&](auto& function, const char* name) { all = find_function(core, name, function) && all; };
     find(get_dim_, "aoti_torch_get_dim");
     find(get_sizes_, "aoti_torch_get_sizes");
     find(get_strides_, "aoti_torch_get_strides");
@@ -236,11 +246,11 @@ class Torch {
     // by value leaves a tensor that may only be destroyed. It is C++, so that a version without it is no error.
     wrap_ = nullptr;
 #ifndef __APPLE__
-    if (void* cuda = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY))
-      get_stream_ = reinterpret_cast<decltype(get_stream_)>(dlsym(cuda, "aoti_torch_get_current_cuda_stream"));
+    if (void* cuda = loaded_library("libtorch_cuda.so"))
+      find_function(cuda, "aoti_torch_get_current_cuda_stream", get_stream_);
 #endif
     for (const char* name : {"_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE"})
-      if (!wrap_) wrap_ = reinterpret_cast<PyObject* (*)(Handle)>(dlsym(python, name));
+      if (!wrap_) find_function(python, name, wrap_);
     return all;
   }
 

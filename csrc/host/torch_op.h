@@ -1,42 +1,39 @@
 // Kernels of torch ops in C++: registered by torch's stable C interface (torch's csrc/stable/library.h), which the
 // module finds at run time as torch.h finds the rest. Every version since 2.7 has it.
 #pragma once
-#include <dlfcn.h>
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
+
+#include "host/torch.h"
 
 namespace intflash {
 
 class TorchOps {
  public:
-  using Handle = void*;  // of a tensor, as Torch::Handle
+  using Handle = Torch::Handle;
   // Takes the arguments from the stack, owns them from there on, and leaves the results there. Called without the GIL.
   // An exception passes through torch to the caller of the op.
   using Kernel = void (*)(uint64_t* stack, uint64_t arguments, uint64_t results);
 
   // Finds the functions. Returns whether this torch has all of them.
   bool load() {
-    void* core = dlopen(kCore, RTLD_NOLOAD | RTLD_LAZY);
-    void* python = dlopen(kPython, RTLD_NOLOAD | RTLD_LAZY);
+    void *const core = loaded_library(kTorchCore), *const python = loaded_library(kTorchPython);
     if (!core || !python) return false;
     bool all = true;
     const auto find = [&](auto& function, void* library, const char* name) {
-      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
-      all = all && function;
+      all = find_function(library, name, function) && all;
     };
     find(make_library_, core, "aoti_torch_library_init_impl");
     find(add_kernel_, core, "aoti_torch_library_impl");
-    find(delete_, core, "aoti_torch_delete_tensor_object");
     find(copy_handle_, core, "aoti_torch_new_tensor_handle");
     find(grad_mode_, core, "aoti_torch_grad_mode_is_enabled");
     // std::vector<int> THPUtils_unpackLongs(PyObject*)
     find(unpack_, python, "_Z20THPUtils_unpackLongsP7_object");
-    delete_optional_ = reinterpret_cast<decltype(delete_optional_)>(dlsym(core, "torch_delete_stable_ivalue"));  // 2.13
+    find_function(core, "torch_delete_stable_ivalue", delete_optional_);  // from torch 2.13 on
     if (!minus_one_) minus_one_ = nanobind::make_tuple(-1).release().ptr();
     return all;
   }
@@ -56,7 +53,7 @@ class TorchOps {
     return argument ? implementation(*reinterpret_cast<uint64_t*>(argument)) : nullptr;
   }
 
-  void free(uint64_t argument) const { delete_(reinterpret_cast<Handle>(argument)); }
+  static void free(uint64_t argument) { torch_library.free(reinterpret_cast<Handle>(argument)); }
   void free_optional(uint64_t argument) const {
     if (!argument) return;
     uint64_t* const value = reinterpret_cast<uint64_t*>(argument);
@@ -83,17 +80,11 @@ class TorchOps {
   }
 
  private:
-#ifdef __APPLE__
-  static constexpr const char *kCore = "@rpath/libtorch_cpu.dylib", *kPython = "@rpath/libtorch_python.dylib";
-#else
-  static constexpr const char *kCore = "libtorch_cpu.so", *kPython = "libtorch_python.so";
-#endif
   template <class... Arguments>
-  using Function = int32_t (*)(Arguments...);
+  using Function = TorchFunction<Arguments...>;
 
   Function<const char*, const char*, const char*, uint32_t, void**> make_library_ = nullptr;
   Function<void*, const char*, Kernel> add_kernel_ = nullptr;
-  Function<Handle> delete_ = nullptr;
   Function<Handle, Handle*> copy_handle_ = nullptr;
   bool (*grad_mode_)() = nullptr;
   std::vector<int> (*unpack_)(PyObject*) = nullptr;

@@ -107,6 +107,10 @@ def gradients_wanted(arguments: dict[str, Any]) -> list[Tensor]:
     return [x for x in tensors if x.requires_grad] if backward else []
 
 
+def _any_requires_grad(values: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in values)
+
+
 class _Refused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, *wanting: Tensor) -> Tensor:
@@ -242,7 +246,7 @@ def _define(schema: str, kernel_of: Callable[[Callable[..., Results]], Callable[
     natively, is_grad_enabled, unwatched = kernel_of(_compute_natively), torch.is_grad_enabled, _UNWATCHED
 
     def autograd(keys: Any, *flat: Any) -> Any:  # to be quick: in compiled code each call passes here
-        wanted = is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)
+        wanted = is_grad_enabled() and _any_requires_grad(flat)
         if not wanted and keys.raw_repr() in unwatched:  # redispatching takes 2 us
             return natively(*flat)
         below = keys & torch._C._after_autograd_keyset
@@ -353,13 +357,9 @@ def _inference_kernel(compute: Callable[..., Results]) -> Callable[..., Tensor]:
     return kernel
 
 
-def _refuse_gradients(*arguments: Any) -> None:
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
-        raise RuntimeError(REASON)
-
-
 def _compute_fake_inference(*flat: Any) -> Results:
-    _refuse_gradients(*flat)
+    if torch.is_grad_enabled() and _any_requires_grad(flat):
+        raise RuntimeError(REASON)
     return _compute_fake(*flat)
 
 

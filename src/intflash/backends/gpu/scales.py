@@ -78,7 +78,7 @@ def serves(problem: Problem) -> bool:
 
 
 def dynamic_scales(tensors: Qkv, recipe: Recipe, multiple: int = 1) -> DynamicScales:
-    """Returns the memory in which scales are found. Heads have as many slots as a multiple of `multiple`."""
+    """Returns the memory in which scales are found. The slots of heads are padded to a multiple of `multiple`."""
     per_head = Qkv(recipe.q == "head", recipe.k == "head", recipe.v == "head")
     heads = (x.shape[0] * x.shape[1] for x in tensors)
     counts = Qkv(*(_padded(n, multiple) if each else 1 for n, each in zip(heads, per_head, strict=True)))
