@@ -34,16 +34,16 @@ from intflash.distributed import attention, context_parallel, counting, shard
 from intflash.distributed.traffic import Sizes, control_bytes, data_bytes
 
 METHODS = ("intflash", "intflash_p8")
-CALLS = 4  # in a row, as a model's layers make them: the host prepares a call while the GPU computes the one before
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Attention of one layer, FP16 in and out."""
+    """Attention of a model's layers, FP16 in and out."""
 
     q_heads: int
     kv_heads: int
     tokens: int
+    layers: int
     head_dim: int = 128
     causal: bool = False
 
@@ -64,11 +64,11 @@ class Workload:
 
 
 WORKLOADS = {
-    "Wan 1.3B, 480p": Workload(12, 12, 32_760),
-    "Wan 1.3B, 720p": Workload(12, 12, 75_600),
-    "Llama prefill": Workload(32, 8, 32_768, causal=True),
+    "Wan 1.3B, 480p": Workload(12, 12, 32_760, layers=30),
+    "Wan 1.3B, 720p": Workload(12, 12, 75_600, layers=30),
+    "Llama prefill": Workload(32, 8, 32_768, layers=32, causal=True),
 }
-TINY = {"tiny": Workload(8, 8, 96, 16), "tiny causal": Workload(8, 4, 96, 16, causal=True)}
+TINY = {"tiny": Workload(8, 8, 96, 2, 16), "tiny causal": Workload(8, 4, 96, 2, 16, causal=True)}
 
 
 class Bench:
@@ -81,28 +81,29 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def once(self, call: Callable[[], Any], alone: bool) -> float:
-        """Seconds of one of CALLS calls in a row, of the slowest rank; `alone`: on rank 0 while the others wait."""
+    def once(self, call: Callable[[], Any], alone: bool, layers: int) -> float:
+        """Seconds of one of `layers` calls in a row, of the slowest rank; `alone`: on rank 0 while the others wait. In
+        a row, as in a model, the host prepares a call while the GPU computes the one before."""
         self.wait()
         dist.barrier()
         start = time.perf_counter()
         if not alone or dist.get_rank() == 0:
-            for _ in range(CALLS):
+            for _ in range(layers):
                 call()
             self.wait()
-        seconds = torch.tensor((time.perf_counter() - start) / CALLS, device=self.device, dtype=torch.float64)
+        seconds = torch.tensor((time.perf_counter() - start) / layers, device=self.device, dtype=torch.float64)
         if alone:
             dist.broadcast(seconds, 0)
         else:
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         return seconds.item()
 
-    def seconds(self, calls: dict[str, tuple[Callable[[], Any], bool]]) -> dict[str, float]:
+    def seconds(self, calls: dict[str, tuple[Callable[[], Any], bool]], layers: int) -> dict[str, float]:
         """Medians; the contenders take turns, so that each meets the chip as warm as the others do."""
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for i in range(self.rounds + 2):
             for name, (call, alone) in calls.items():
-                seconds = self.once(call, alone)
+                seconds = self.once(call, alone, layers)
                 if i > 1:
                     samples[name].append(seconds)
         return {name: statistics.median(x) for name, x in samples.items()}
@@ -149,7 +150,7 @@ def measure(
     """Rows of one workload. chunks: groups of heads, see `attention`."""
     ranks, inputs = dist.get_world_size(), work.inputs(bench.device)
     base = dict(workload=name, shape=f"{work.q_heads}/{work.kv_heads} heads, N {work.tokens}, D {work.head_dim}",
-                causal=work.causal, ranks=ranks, chunks=chunks)  # fmt: skip
+                causal=work.causal, ranks=ranks, chunks=chunks, layers=work.layers)  # fmt: skip
     gqa = work.q_heads != work.kv_heads
     whole = dict(is_causal=work.causal, enable_gqa=gqa, check_finite=False)
     sharded = whole | dict(layout=work.layout, chunks=chunks)
@@ -180,12 +181,12 @@ def measure(
     calls["FP16 SDPA, one GPU"] = sdpa, True
     if work.kv_heads % ranks == 0:
         calls["FP16 SDPA, ulysses"] = partial(ulysses_fp16, *even, work.causal), False
-    seconds = bench.seconds(calls)
+    seconds, single = bench.seconds(calls, work.layers), bench.seconds(calls, 1)
     known = {row["contender"]: row for row in rows}
     for contender, s in seconds.items():
         row = known.get(contender) or base | dict(contender=contender)
         one = seconds[f"{contender.partition(',')[0]}, one GPU"] if "," in contender else seconds["FP16 SDPA, one GPU"]
-        row |= dict(ms=1e3 * s, speedup=one / s, tops=work.operations / s / 1e12)
+        row |= dict(ms=1e3 * s, speedup=one / s, tops=work.operations / s / 1e12, ms_from_idle=1e3 * single[contender])
         if contender not in known:
             rows.append(row)
     return rows
@@ -196,7 +197,8 @@ def measure_torch(name: str, work: Workload, bench: Bench, mesh: Any) -> dict[st
     inputs, row = work.inputs(bench.device), dict(workload=name, contender="torch context_parallel")
     with ExitStack() as stack:
         try:
-            seconds = bench.seconds({"ring": (torch_context_parallel(work, inputs, stack, mesh), False)})["ring"]
+            ring = torch_context_parallel(work, inputs, stack, mesh), False
+            seconds = bench.seconds({"ring": ring}, work.layers)["ring"]
         except (RuntimeError, NotImplementedError) as error:
             return row | dict(note=str(error).splitlines()[0])
     return row | dict(ms=1e3 * seconds, tops=work.operations / seconds / 1e12)
@@ -219,14 +221,14 @@ def video_block(methods: Sequence[str], bench: Bench, mesh: Any, tiny: bool) -> 
         return_dict=False,  # diffusers' hooks gather tuples
     )  # fmt: skip
     base = dict(workload="Wan 1.3B block, 480p", ranks=dist.get_world_size())
-    rows = []
+    rows, layers = [], 2 if tiny else WORKLOADS["Wan 1.3B, 480p"].layers
     for method in methods:
         with torch.no_grad(), intflash.patch(model, method):
             want = model(**inputs)[0]
-            alone = bench.seconds({"one": (partial(model, **inputs), True)})["one"]
+            alone = bench.seconds({"one": (partial(model, **inputs), True)}, layers)["one"]
             with context_parallel(model, mesh):
                 out = model(**inputs)[0]
-                seconds = bench.seconds({"all": (partial(model, **inputs), False)})["all"]
+                seconds = bench.seconds({"all": (partial(model, **inputs), False)}, layers)["all"]
         difference = float((out - want).float().abs().max() / want.float().abs().max())
         rows.append(base | dict(
             contender=method, ms_one_gpu=1e3 * alone, ms=1e3 * seconds, speedup=alone / seconds,
@@ -291,6 +293,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/context_parallel"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
     parser.add_argument("--chunks", type=int, help="groups of heads that are exchanged one after the other")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tiny", action="store_true")
@@ -309,7 +312,8 @@ def main() -> None:
         fault(options.fault, device)
         raise SystemExit("the fault was not seen")
     mesh = init_device_mesh(options.device, (dist.get_world_size(),))
-    bench, workloads = Bench(device, 2 if options.tiny else options.rounds), TINY if options.tiny else WORKLOADS
+    bench = Bench(device, 2 if options.tiny else options.rounds)
+    workloads = TINY if options.tiny else {name: WORKLOADS[name] for name in options.workloads}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     found = dict(environment=environment(), nccl_nvls=os.environ["NCCL_NVLS_ENABLE"], rows=[])
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from intflash.distributed.groups import Ranks
-from intflash.distributed.traffic import FINGERPRINT
+from intflash.distributed.traffic import FINGERPRINT, STAMP
 from intflash.errors import InputError
 
 ERROR = "error"  # the fact of a rank whose arguments were refused
@@ -23,11 +23,11 @@ Facts = Mapping[str, str]
 
 
 def agree(ranks: Ranks, facts: Facts, maxima: Tensor | None, device: torch.device, read: bool) -> Tensor:
-    """The maxima over all ranks of three int32 (see `codes.bits_of`) of a call that all ranks make.
+    """The maxima over all ranks of a few int32 (see `codes.bits_of`) of a call that all ranks make.
 
     Args:
         facts: all that must be equal on all ranks, by name; `ERROR` alone where this rank's arguments were refused.
-        maxima: int32 ``[3]``, or None.
+        maxima: int32, at most FINGERPRINT - STAMP of them, or None.
         read: whether the host waits for the answer. Where it does not, on a GPU on which a call with these facts went
             well before, a disagreement fails an assertion on the device, before any output can be used.
 
@@ -36,7 +36,9 @@ def agree(ranks: Ranks, facts: Facts, maxima: Tensor | None, device: torch.devic
     """
     words = _fingerprint(tuple(facts.items()))
     stamp = _stamp(words, read, device)
-    sent = torch.cat((stamp, stamp.new_zeros(3) if maxima is None else maxima))
+    count = 0 if maxima is None else len(maxima)
+    parts = (stamp,) if maxima is None else (stamp, maxima)
+    sent = torch.cat((*parts, _zeros(FINGERPRINT - STAMP - count, device)))
     found = ranks.reduce(sent, dist.ReduceOp.MAX)
     if not read:
         torch._assert_async((found[: 2 * _WORDS] == stamp[: 2 * _WORDS]).all(), "the ranks' calls differ")
@@ -48,7 +50,7 @@ def agree(ranks: Ranks, facts: Facts, maxima: Tensor | None, device: torch.devic
         for group in ranks.groups:
             group.give_up(why)
         raise InputError(why)
-    return found[2 * _WORDS + 1 :]
+    return found[STAMP : STAMP + count]
 
 
 @functools.lru_cache(4096)
@@ -62,8 +64,13 @@ def _stamp(words: tuple[int, ...], read: bool, device: torch.device) -> Tensor:
     """Each word and its complement, whose maxima over the ranks are their own only where all are equal; 1 where the
     host does not read."""
     stamp = torch.tensor([x for word in words for x in (word, ~word)] + [int(not read)], dtype=torch.int32)
-    assert len(stamp) + 3 == FINGERPRINT
+    assert len(stamp) == STAMP
     return stamp.to(device)
+
+
+@functools.lru_cache(64)
+def _zeros(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _difference(facts: list[Facts]) -> str:

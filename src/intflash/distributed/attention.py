@@ -7,6 +7,7 @@ on whole sequences of keys. So neither the number of ranks nor the scheme change
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from intflash.distributed.traffic import apart_maxima
 from intflash.errors import InputError
 from intflash.methods import AUTO, get_method
 from intflash.numerics.block import fraction_bits
-from intflash.quant import QTensor, key_mean
+from intflash.quant import QTensor, Recipe, key_mean
 from intflash.quant.quantizers import absolute_maximum, divided, scale_of_maximum
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def _compute(
             check = device.type == "cpu" if check is None else check
             if check:
                 _check_values(arguments, plan)
-            maxima = _few_maxima(arguments, plan)
+            maxima = _early_maxima(arguments, plan)
         except (InputError, TypeError) as error:
             agree(ranks, {ERROR: f"{type(error).__name__}: {error}"}, None, device, read=True)
             raise
@@ -190,21 +191,27 @@ def _check_values(a: dict[str, Any], plan: Plan) -> None:
         validate.check_scale(a["out_scale"], "out_scale")
 
 
-def _few_maxima(a: dict[str, Any], plan: Plan) -> Tensor | None:
-    """The local maxima of Q, K and V where there are three at most, which travel with the fingerprint."""
+def _early_maxima(a: dict[str, Any], plan: Plan) -> Tensor | None:
+    """The local maxima that travel with the fingerprint, see `_maxima`."""
     recipe = plan.sizes.recipe
-    if recipe is None or recipe.smooth_k or recipe.rotate or apart_maxima(recipe, *_whole_shapes(plan)):
+    if recipe is None or apart_maxima(recipe, *_whole_shapes(plan)):
         return None
-    wanted = [getattr(recipe, x) in _SHARED and getattr(recipe, f"{x}_scale") is None for x in "qkv"]
-    if all(wanted) and (found := fused_maxima(*(a[x] for x in "qkv"), recipe)) is not None:
+    return _maxima({name: a[name] for name in "qkv"}, recipe)
+
+
+def _maxima(x: dict[str, Tensor], recipe: Recipe) -> Tensor | None:
+    """The local maxima of those of Q, K and V whose dynamic scales all ranks share, int32 as `bits_of`, one after the
+    other; None without any."""
+    names = _shared_names(recipe)
+    if len(names) == 3 and (found := fused_maxima(x["q"], x["k"], x["v"], recipe)) is not None:
         return found
-    found = [
-        bits_of(absolute_maximum(a[name], "tensor", 0)).view(1)
-        if is_wanted
-        else torch.zeros(1, dtype=torch.int32, device=a[name].device)
-        for name, is_wanted in zip("qkv", wanted, strict=True)
-    ]
-    return torch.cat(found)
+    parts = [bits_of(absolute_maximum(x[name], getattr(recipe, name), 0)).flatten() for name in names]
+    return torch.cat(parts) if parts else None
+
+
+def _shared_names(recipe: Recipe) -> list[str]:
+    """Those of q, k and v with dynamic scales that hold for tokens of all ranks."""
+    return [name for name in "qkv" if getattr(recipe, f"{name}_scale") is None and getattr(recipe, name) in _SHARED]
 
 
 def _whole_shapes(plan: Plan) -> tuple:
@@ -212,7 +219,10 @@ def _whole_shapes(plan: Plan) -> tuple:
 
 
 def _operands(a: dict[str, Any], plan: Plan, maxima: Tensor) -> tuple[Three, Tensor | None]:
-    """Q, K and V with their scales, and what to add to log-sum-exp (K smoothing)."""
+    """Q, K and V with their scales, and what to add to log-sum-exp (K smoothing).
+
+    maxima: those of all ranks that travelled with the fingerprint.
+    """
     recipe, lse_shift = plan.sizes.recipe, None
     if recipe is None:
         return tuple(Operand.of_codes(a[name]) for name in "qkv"), None
@@ -227,24 +237,16 @@ def _operands(a: dict[str, Any], plan: Plan, maxima: Tensor) -> tuple[Three, Ten
         sm_scale = plan.problem.sm_scale if plan.problem.return_lse else None
         x["q"], x["k"], lse_shift = call.rotate_and_smooth(x["q"].float(), x["k"].float(), recipe, sm_scale, mean_of)
     scales: dict[str, Tensor] = {}
-    dynamic = [name for name in "qkv" if getattr(recipe, f"{name}_scale") is None]
-    shared = [name for name in dynamic if getattr(recipe, name) in _SHARED]
-    if shared and not apart_maxima(recipe, *_whole_shapes(plan)):
-        few = scale_of_maximum(maxima.view(torch.float32), recipe.bits).view(3, 1, 1, 1, 1)
-        scales = {name: few["qkv".index(name)] for name in shared}
-    apart = bool(shared) and not scales
-    flat = fused_maxima(*x.values(), recipe) if apart else None
-    found = {
-        name: absolute_maximum(x[name].float(), getattr(recipe, name), recipe.block_size)
-        for name in dynamic if name not in scales and flat is None
-    }  # fmt: skip
-    if apart:
-        if flat is None:
-            flat = torch.cat([bits_of(found[name]).flatten() for name in shared])
-        shapes = {name: _scale_shape(getattr(recipe, name), x[name]) for name in shared}
-        parts = plan.ranks.reduce(flat, dist.ReduceOp.MAX).split([math.prod(shape) for shape in shapes.values()])
-        found |= {name: part.view(torch.float32).view(shapes[name]) for name, part in zip(shared, parts, strict=True)}
-    scales |= {name: scale_of_maximum(amax, recipe.bits) for name, amax in found.items()}
+    if shared := _shared_names(recipe):
+        if apart_maxima(recipe, *_whole_shapes(plan)):
+            maxima = plan.ranks.reduce(_maxima(x, recipe), dist.ReduceOp.MAX)
+        shapes = [_scale_shape(getattr(recipe, name), x[name]) for name in shared]
+        parts = scale_of_maximum(maxima.view(torch.float32), recipe.bits).split([*map(math.prod, shapes)])
+        scales = {name: part.view(shape) for name, part, shape in zip(shared, parts, shapes, strict=True)}
+    for name in "qkv":
+        if getattr(recipe, f"{name}_scale") is None and name not in shared:
+            amax = absolute_maximum(x[name].float(), getattr(recipe, name), recipe.block_size)
+            scales[name] = scale_of_maximum(amax, recipe.bits)
     return tuple(Operand.of_floats(x[name], name, recipe, scales.get(name)) for name in "qkv"), lse_shift
 
 
@@ -259,14 +261,10 @@ def _attend(plan: Plan, operands: Three, a: dict[str, Any]) -> tuple[Tensor, Ten
 
     The next group's keys are sent for before a group is computed, and a group's outputs as soon as they are there.
     """
-    q, _, v = operands
+    _, _, v = operands
     # all codes first: an attention kernel fills the GPU, so that a kernel which comes after it would wait for its end
-    lane, messages = Lane(q.x.device), Messages(plan, *operands)
+    lane, messages = Lane(v.x.device), Messages(plan, *operands)
     out_scale = _out_scale(plan, a, v)
-    (b, hq, n, _), dv = q.x.shape, v.x.shape[3]
-    columns = share(plan, plan.chunks[0], hq).columns
-    out = q.x.new_empty((b, columns, hq // columns, n, dv), dtype=plan.problem.out_dtype)
-    lse = q.x.new_empty((b, columns, hq // columns, n, 1), dtype=torch.float32) if a["return_lse"] else None
 
     def begin(chunk: slice):
         return lane.begin(lambda: (messages.queries(chunk), *messages.keys(chunk)))
@@ -278,17 +276,23 @@ def _attend(plan: Plan, operands: Three, a: dict[str, Any]) -> tuple[Tensor, Ten
         if i + 1 < len(plan.chunks):
             coming = begin(plan.chunks[i + 1])
         rows = _rows(plan, *here(), out_scale, chunk, a)
-        sent.append((share(plan, chunk, hq).chunk, rows, lane.begin(lambda rows=rows: [*map(messages.back, rows)])))
-    for heads, _, ready in sent:  # the rows are kept until they are sent
-        for whole, part in zip((out, lse), ready(), strict=False):
-            whole[:, :, heads] = part
-    return out.flatten(1, 2), out_scale, None if lse is None else lse.flatten(1, 2)[..., 0]
+        sent.append((rows, lane.begin(lambda rows=rows: [*map(messages.back, rows)])))
+    groups = [ready() for _, ready in sent]  # the rows are kept until they are sent
+    out, *lse = (lane.hand_over(_joined(parts, 2).flatten(1, 2)) for parts in zip(*groups, strict=True))
+    return out.contiguous(), out_scale, lse[0][..., 0].contiguous() if lse else None
+
+
+def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=axis)
 
 
 def _rows(
-    plan: Plan, q: QTensor, k: QTensor, v: QTensor, out_scale: Tensor | None, chunk: slice, a: dict[str, Any]
+    plan: Plan, q: QTensor | Operand, k: QTensor, v: QTensor, out_scale: Tensor | None, chunk: slice, a: dict[str, Any]
 ) -> list[Tensor]:
     """Output and, where it is wanted, log-sum-exp ``[B, h, rows, Dv | 1]`` of a group of heads."""
+    recipe = None
+    if isinstance(q, Operand):
+        q, recipe = q.x, Recipe(q=q.granularity, q_scale=q.scale)
     own = share(plan, chunk, a["q"].shape[1])
     heads = own.heads(plan.ranks.along.rank if own.columns > 1 else 0)
     first, found = 0, []
@@ -299,14 +303,14 @@ def _rows(
             dict(
                 q=_rows_of(q, rows), k=_keys_of(k, seen), v=_keys_of(v, seen),
                 attn_mask=_part(a["attn_mask"], heads, rows, seen), bias=_part(a["bias"], heads, rows, seen),
-                scale=plan.problem.sm_scale, method=a["method"], backend=a["backend"], enable_gqa=True,
+                scale=plan.problem.sm_scale, method=a["method"], backend=a["backend"], enable_gqa=True, recipe=recipe,
                 out_dtype=plan.problem.out_dtype, out_scale=_part(out_scale, heads), return_lse=bool(a["return_lse"]),
                 check_finite=a["check_finite"],
             ),
             causal,
         )  # fmt: skip
         found.append([x for x in out if x is not None])
-    return [torch.cat(parts, dim=2) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True)]
+    return [_joined(parts, 2) for parts in zip(*found, strict=True)]
 
 
 def _segments(plan: Plan, of_row: bool, rows: int, keys: int) -> list[tuple[int, int, int | None]]:
@@ -324,11 +328,12 @@ def _segments(plan: Plan, of_row: bool, rows: int, keys: int) -> list[tuple[int,
 
 
 def _one_process(given: dict[str, Any], causal: int | None) -> tuple[Tensor, Tensor | None]:
-    """Output and log-sum-exp ``[..., 1]`` of codes in one process."""
+    """Output and log-sum-exp ``[..., 1]`` in one process."""
     aligned = {None: {}, 0: dict(is_causal=True)}
     aligned[given["k"].shape[2] - given["q"].shape[2]] = dict(is_causal=True, causal_align="bottom_right")
     if causal in aligned:
-        out, lse = op.attention(call.complete((), given | aligned[causal]))
+        found = api.attention(**given, **aligned[causal])
+        out, lse = found if given["return_lse"] else (found, None)
         out = out.data if isinstance(out, QTensor) else out
     else:
         problem, _ = call.prepare_call(call.complete((), given))
@@ -338,9 +343,11 @@ def _one_process(given: dict[str, Any], causal: int | None) -> tuple[Tensor, Ten
     return out, None if lse is None else lse[..., None]
 
 
-def _rows_of(q: QTensor, rows: slice) -> QTensor:
+def _rows_of(q: QTensor | Tensor, rows: slice) -> QTensor | Tensor:
     if rows == slice(0, q.shape[2]):
         return q
+    if isinstance(q, Tensor):
+        return q[:, :, rows]
     scale = q.scale[:, :, rows] if q.granularity == "token" else q.scale
     return QTensor(q.data[:, :, rows], scale, q.granularity, None, q.bits)
 

@@ -46,6 +46,12 @@ class Operand:
         holder = QTensor(torch.empty_like(x, dtype=torch.int8), scale, granularity, block, recipe.bits)
         return cls(x, holder.scale, granularity, block, recipe.bits, recipe.rule)
 
+    @property
+    def can_stay_float(self) -> bool:
+        """Whether a call of attention beside codes of K and V makes the same codes of it."""
+        known = self.bits == 8 and self.rule == "exact" and self.granularity in ("tensor", "head")
+        return known and self.x.is_floating_point()
+
     def by_token(self) -> Operand:
         """With a scale for each token where blocks of them have one: the same numbers, which can be cut anywhere."""
         if self.granularity != "block":

@@ -55,7 +55,11 @@ class Messages:
         self.k_scale = k.scale
         if k.granularity == "block" and plan.k_shards is not None:
             self.k_scale = self._scales_of_blocks()
-        self._queries = self.q.codes() if self.columns == 1 else self._queries_out()
+        self._queries = None
+        if self.columns > 1:
+            self._queries = self._queries_out()
+        elif not self.q.can_stay_float:
+            self._queries = self.q.codes()
         self._keys = None if plan.k_shards is None else self._keys_out()
 
     def keys(self, chunk: slice) -> tuple[QTensor, QTensor]:
@@ -116,13 +120,15 @@ class Messages:
                 first += blocks
         return torch.cat([scale for _, scale in sorted(pieces, key=lambda piece: piece[0])], dim=2)
 
-    def queries(self, chunk: slice) -> QTensor:
-        """The queries of this rank's heads of a chunk: its own, or all of its row's in the order of the sequence."""
+    def queries(self, chunk: slice) -> QTensor | Operand:
+        """The queries of this rank's heads of a chunk: its own, as floats where attention can quantize them, or all of
+        its row's in the order of the sequence."""
         plan, ranks = self.plan, self.plan.ranks
         own = share(plan, chunk, self.q.x.shape[1])
         if self.columns == 1:
             heads = own.heads(0)
-            return self.q.heads(heads).tensor(self._queries[:, heads])
+            q = self.q.heads(heads)
+            return q if self._queries is None else q.tensor(self._queries[:, heads])
         long, d = plan.q_shards.longest, self.q.x.shape[3]
         received = ranks.along.exchange(self._of_chunk(self._queries, own))  # [columns, heads, B, bytes]
         scales, codes = received.split([long * self._scale_bytes, long * d], dim=3)

@@ -11,7 +11,8 @@ from intflash.distributed.shards import Shards
 from intflash.errors import InputError
 from intflash.quant import Recipe
 
-FINGERPRINT = 8  # int32 in the first all-reduce: what tells whether the calls agree, and three maxima
+FINGERPRINT = 512  # int32 in the first all-reduce: what tells whether the calls agree, and maxima
+STAMP = 5  # of them tell whether the calls agree
 KEY_PADDING = 16  # V's rows of keys have a multiple of as many, as tensor cores read them and kernels write them
 SCHEMES = ("gather", "ulysses", "merge")
 
@@ -92,12 +93,14 @@ def control_bytes(sizes: Sizes) -> float:
 
 
 def apart_maxima(recipe: Recipe, q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
-    """How many maxima of Q, K and V need an all-reduce of their own: none where three fit beside the fingerprint."""
+    """How many maxima of Q, K and V need an all-reduce of their own: none where they fit beside the fingerprint and are
+    known before it."""
     counts = []
     for name, shape, scale in zip("qkv", (q, k, v), recipe.scales, strict=True):
         of = {"tensor": 1, "head": shape[0] * shape[1], "channel": shape[0] * shape[1] * shape[3]}
         counts.append(0 if scale is not None else of.get(getattr(recipe, name), 0))
-    return sum(counts) if max(counts) > 1 or (recipe.smooth_k and max(counts)) else 0
+    changes = recipe.smooth_k or recipe.rotate
+    return sum(counts) if changes or sum(counts) > FINGERPRINT - STAMP else 0
 
 
 def _reduced(sizes: Sizes, nbytes: float) -> float:
