@@ -31,6 +31,12 @@ class AlignedBytes {
   std::vector<char> bytes_;
 };
 
+// Two weights of one output channel, or one and a zero.
+struct WeightPair {
+  int32_t k[2];  // their inputs
+  int16_t weight[2];
+};
+
 // A linear layer's constants in the order in which one instruction set reads them, zero past out_features.
 struct PackedLinear {
   int64_t in_features = 0, out_features = 0;
@@ -39,6 +45,9 @@ struct PackedLinear {
   int64_t panels = 0;    // of kLanes output channels
   AlignedBytes weights;  // blocks of kCols panels: [step][panel][lane][group]
   std::vector<int32_t> bias, multiplier;
+  // Where V::kSplitsWeights: what `weights` lack, one channel after the other, and where each channel's pairs begin.
+  std::vector<WeightPair> remainders;
+  std::vector<size_t> remainders_begin;
 };
 
 struct LinearCall {

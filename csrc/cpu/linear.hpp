@@ -3,6 +3,10 @@
 // A unit of work is a block of rows by a block of V::kCols panels of output channels. A thread packs the rows of its
 // block once (gathered, offset by V::kXOffset, zero past in_features) and keeps them while it takes units of the same
 // block. The sums of kTileRows rows by one block of channels stay in the L1 cache until the epilogue has read them.
+//
+// With V::kSplitsWeights products of two adjacent weights are summed in 16 bits, which saturate where the weights sum
+// to more than 128, one pair in fifty of normally distributed weights. There the product takes less of a weight; what
+// remains are a few weights of each channel, which are multiplied with the rows by columns.
 #pragma once
 #include "cpu/arithmetic.hpp"
 #include "cpu/integer.h"
@@ -34,12 +38,14 @@ struct Linear {
     layer.weights = AlignedBytes(size_t(layer.panels * kLanes * layer.steps * kGroup));
     layer.bias.assign(size_t(layer.panels * kLanes), 0);
     layer.multiplier.assign(size_t(layer.panels * kLanes) + 1, 0);  // the last vector's odd lanes are read one further
+    if constexpr (V::kSplitsWeights) split(w, layer);
     int8_t* to = reinterpret_cast<int8_t*>(layer.weights.data());
     for (int64_t panel = 0; panel < layer.panels; panel += kCols) {
       const int64_t columns = smaller<int64_t>(kCols, layer.panels - panel) * kLanes;
       for (int64_t k = 0; k < int64_t(layer.steps) * kGroup; k += kGroup)
         for (int64_t n = panel * kLanes; n < panel * kLanes + columns; ++n)
-          for (int64_t e = k; e < k + kGroup; ++e) *to++ = n < out && e < in ? w[n * in + e] : int8_t(0);
+          for (int64_t e = k; e < k + kGroup; ++e)
+            *to++ = n < out && e < in ? int8_t(w[n * in + e] - remainder(w + n * in, e, in)) : int8_t(0);
     }
     for (int64_t n = 0; n < out; ++n) {
       int32_t sum = 0;
@@ -54,8 +60,9 @@ struct Linear {
   // Rows of a unit: packed they take at most a quarter of a typical L2 cache, and there are some units for each thread.
   static int64_t block_rows(const PackedLinear& layer, int64_t rows, int threads) {
     constexpr int64_t kBytes = 1 << 18;
-    const int64_t fit = kBytes / (layer.steps * V::kGroup * int64_t(sizeof(XCode)));
-    int64_t most = larger<int64_t>(fit / kTileRows, 1) * kTileRows;
+    const int64_t depth = layer.steps * kGroup;
+    const int64_t fit = kBytes / (kTileRows * depth * int64_t(sizeof(XCode)) + 2 * column_values(depth));
+    int64_t most = larger<int64_t>(fit, 1) * kTileRows;
     const int64_t wanted = threads == 1 ? 1 : ceil_div(3 * threads, column_blocks(layer));
     most = smaller(most, round_up(ceil_div(rows, wanted), kTileRows));
     const int64_t blocks = ceil_div(rows, most);
@@ -82,7 +89,7 @@ struct Linear {
   int64_t x_ld_;
   XCode* x_;
   int32_t* acc_;
-  int16_t* index_;
+  int16_t *index_, *columns_;       // columns_: of each tile of kTileRows rows, with V::kSplitsWeights
   int64_t *out_at_, *residual_at_;  // where each row of the block begins in the output and the residual
 
   Linear(const LinearCall& call, Scratch& scratch) : call_(call), layer_(*call.layer), scratch_(scratch) {
@@ -95,13 +102,45 @@ struct Linear {
       return at;
     };
     const int64_t acc = place(kAccRows * kColumns * 4), index = place(kTileRows * kColumns * 2), out = place(rows * 8),
-                  residual = place(rows * 8), x = place(rows * x_ld_ * int64_t(sizeof(XCode)));
+                  residual = place(rows * 8), x = place(rows * x_ld_ * int64_t(sizeof(XCode))),
+                  by_columns = place(ceil_div(rows, kTileRows) * column_values(x_ld_) * 2);
     char* base = scratch.reserve(size_t(total));
     acc_ = reinterpret_cast<int32_t*>(base + acc);
     index_ = reinterpret_cast<int16_t*>(base + index);
     out_at_ = reinterpret_cast<int64_t*>(base + out);
     residual_at_ = reinterpret_cast<int64_t*>(base + residual);
     x_ = reinterpret_cast<XCode*>(base + x);
+    columns_ = reinterpret_cast<int16_t*>(base + by_columns);
+  }
+
+  // Values of a tile's rows by columns.
+  static int64_t column_values(int64_t depth) {
+    if constexpr (V::kSplitsWeights) return depth * V::kColumnRows;
+    return 0;
+  }
+  // What the product does not take of weight k of a channel.
+  static int remainder(const int8_t* w, int64_t k, int64_t in) {
+    if constexpr (!V::kSplitsWeights) return 0;
+    const int mine = w[k], other = (k ^ 1) < in ? w[k ^ 1] : 0, sum = mine + other;
+    if (-128 <= sum && sum <= 128) return 0;  // so that what is left out is of two weights of one sign
+    const bool is_larger = mine * mine > other * other || (mine == other && k % 2 == 0);
+    return !is_larger ? 0 : sum > 0 ? sum - 128 : sum + 128;
+  }
+  static void split(const int8_t* w, PackedLinear& layer) {
+    const int64_t in = layer.in_features;
+    for (int64_t n = 0; n < layer.panels * kLanes; ++n) {
+      const size_t begin = layer.remainders.size();
+      layer.remainders_begin.push_back(begin);
+      int count = 0;
+      for (int64_t k = 0; n < layer.out_features && k < in; ++k) {
+        const int left = remainder(w + n * in, k, in);
+        if (!left) continue;
+        if (count % 2 == 0) layer.remainders.push_back({});
+        layer.remainders.back().k[count % 2] = int32_t(k), layer.remainders.back().weight[count % 2] = int16_t(left);
+        ++count;
+      }
+    }
+    layer.remainders_begin.push_back(layer.remainders.size());
   }
 
   void unit(int64_t unit, uint64_t call_id) {
@@ -117,6 +156,10 @@ struct Linear {
     for (int64_t r = 0; r < rows; r += kTileRows) {
       const int count = int(smaller<int64_t>(kTileRows, rows - r));
       Product<V>::linear(x_ + r * x_ld_, x_ld_, w, layer_.steps, panels, count, acc_, kColumns);
+      if constexpr (V::kSplitsWeights)
+        for (int p = 0; p < panels; ++p)
+          V::add_remainders(columns_ + r / kTileRows * column_values(x_ld_), layer_.remainders.data(),
+                            layer_.remainders_begin.data() + n * kColumns + p * kLanes, acc_ + p * kLanes, kColumns);
       switch (call_.width) {
         case Width::kInt8: epilogue<int8_t>(r, count, n * kColumns, panels); break;
         case Width::kInt16: epilogue<int16_t>(r, count, n * kColumns, panels); break;
@@ -137,6 +180,10 @@ struct Linear {
       out_at_[r] = (image * call_.out_rows + to) * layer_.out_features;
       residual_at_[r] = ((call_.residual_is_constant ? 0 : image * call_.out_rows) + to) * layer_.out_features;
     }
+    if constexpr (V::kSplitsWeights)
+      for (int64_t r = 0; r < rows; r += kTileRows)
+        V::write_columns(x_ + r * x_ld_, x_ld_, int(smaller<int64_t>(kTileRows, rows - r)), in,
+                         columns_ + r / kTileRows * column_values(x_ld_));
   }
 
   // Stores the sums of rows [first, first + rows) of the block, channels [n, n + panels * kLanes).

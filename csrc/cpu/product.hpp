@@ -108,6 +108,7 @@ struct Product {
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c)
         acc[r][c] = add ? V::load(out + r * out_ld + c * kLanes) : V::set1(start ? start[r] : 0);
+    constexpr int kGroup = K == Columns::kWeights ? V::kWeightGroup : V::kGroup;
     const auto step = [&](int s) __attribute__((always_inline)) {
       typename V::Codes column[C];
 #pragma GCC unroll 8

@@ -8,7 +8,7 @@ namespace {
 struct Amx : Vec512 {
   static constexpr int kMaxRows = 32;
   static constexpr int kScoreBytes = 1 << 20;
-  static constexpr bool kUnsignedKeys = false, kMatrixUnit = true, kOwnLinear = true;
+  static constexpr bool kUnsignedKeys = false, kMatrixUnit = true, kOwnLinear = true, kSplitsWeights = false;
   static constexpr int kXOffset = 0;
   using XCode = int8_t;
 

@@ -1,10 +1,13 @@
-// The vector layer on 256-bit registers: AVX2 (int16 codes and vpmaddwd, since vpmaddubsw saturates) and
-// AVX-VNNI (int8 codes, K unsigned). generic.hpp says what each operation means.
+// The vector layer on 256-bit registers: AVX2 (int16 codes and vpmaddwd, since vpmaddubsw saturates; in linear layers
+// vpmaddubsw, with weights that cannot) and AVX-VNNI (int8 codes, K unsigned). generic.hpp says what each operation
+// means.
 #pragma once
 #include <immintrin.h>
 
 #include <cstdint>
 #include <cstring>
+
+#include "cpu/integer.h"
 
 namespace intflash {
 namespace {
@@ -13,6 +16,7 @@ struct Vec256 {
   static constexpr int kLanes = 8;
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20, kStoreBlock = 2;
   static constexpr bool kMatrixUnit = false, kFastPack = true, kRowOperations = false, kFloat16 = true;
+  static constexpr bool kSplitsWeights = false;
   using I32 = __m256i;
   using U16 = __m256i;
   using Codes = __m256i;
@@ -211,12 +215,85 @@ inline __m128i load_half(const int8_t* x) { return _mm_loadl_epi64(reinterpret_c
 struct Avx2 : Vec256 {
   static constexpr int kGroup = 2, kRows = 6, kCols = 2;
   static constexpr bool kOwnLinear = false;
-  static constexpr int kWeightGroup = 2, kXOffset = 0;
-  using XCode = int16_t;
-  static Codes load_weights(const int8_t* p) {
-    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  static constexpr bool kSplitsWeights = true;
+  static constexpr int kWeightGroup = 4, kXOffset = 128;
+  using XCode = uint8_t;
+  static Codes load_weights(const int8_t* p) { return load_codes(p); }
+  static void dot_wx(I32& acc, Codes w, Codes x) {  // sums of two products are below 255 * 128 < 2^15
+    const __m256i pairs = _mm256_maddubs_epi16(x, w);
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
-  static void dot_wx(I32& acc, Codes w, Codes x) { acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w, x)); }
+
+  // Writes `rows` rows of `count` codes by columns of kColumnRows int16, zero past the last row.
+  static constexpr int kColumnRows = 32;
+  static void write_columns(const XCode* x, int64_t x_ld, int rows, int64_t count, int16_t* out) {
+    for (int first = 0; first < kColumnRows; first += 8)
+      for (int64_t k = 0; k < count; k += 8) {
+        __m128i r[8], t[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i)
+          r[i] = first + i < rows ? _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x + (first + i) * x_ld + k))
+                                  : _mm_setzero_si128();
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) t[i] = _mm_unpacklo_epi8(r[2 * i], r[2 * i + 1]);
+#pragma GCC unroll 2
+        for (int i = 0; i < 4; i += 2)
+          r[i] = _mm_unpacklo_epi16(t[i], t[i + 1]), r[i + 1] = _mm_unpackhi_epi16(t[i], t[i + 1]);
+        const __m128i columns[4] = {_mm_unpacklo_epi32(r[0], r[2]), _mm_unpackhi_epi32(r[0], r[2]),
+                                    _mm_unpacklo_epi32(r[1], r[3]), _mm_unpackhi_epi32(r[1], r[3])};
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+          const __m128i column = i % 2 ? _mm_srli_si128(columns[i / 2], 8) : columns[i / 2];
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(out + (k + i) * kColumnRows + first), _mm_cvtepu8_epi16(column));
+        }
+      }
+  }
+  // Adds to out[r][c] the products of eight channels' remaining weights, whose pairs begin at begin[0], begin[1], ...,
+  // with `columns`. Reads and writes kColumnRows rows.
+  static void add_remainders(const int16_t* columns, const WeightPair* pairs, const size_t* begin, int32_t* out,
+                             int64_t out_ld) {
+    __m256i sums[4][8] = {};  // of rows 16 (v / 2) + 4 (v % 2) + {0 to 3, 8 to 11}, as unpacking orders them
+    for (int c = 0; c < 8; ++c)
+      for (size_t i = begin[c]; i < begin[c + 1]; ++i) {
+        int32_t word;
+        std::memcpy(&word, pairs[i].weight, 4);
+        const __m256i weights = _mm256_set1_epi32(word);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          const __m256i a = load_codes(columns + int64_t(pairs[i].k[0]) * kColumnRows + 16 * half),
+                        b = load_codes(columns + int64_t(pairs[i].k[1]) * kColumnRows + 16 * half);
+          __m256i &low = sums[2 * half][c], &high = sums[2 * half + 1][c];
+          low = _mm256_add_epi32(low, _mm256_madd_epi16(_mm256_unpacklo_epi16(a, b), weights));
+          high = _mm256_add_epi32(high, _mm256_madd_epi16(_mm256_unpackhi_epi16(a, b), weights));
+        }
+      }
+    for (int v = 0; v < 4; ++v) {
+      transpose(sums[v]);
+      int32_t* const first = out + (16 * (v / 2) + 4 * (v % 2)) * out_ld;
+      for (int i = 0; i < 8; ++i) {
+        int32_t* const row = first + (i < 4 ? i : i + 4) * out_ld;
+        store(row, add(load(row), sums[v][i]));
+      }
+    }
+  }
+  // Transposes eight rows of eight values.
+  static void transpose(__m256i (&x)[8]) {
+    __m256i t[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2)
+      t[i] = _mm256_unpacklo_epi32(x[i], x[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(x[i], x[i + 1]);
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+      x[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]), x[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+      x[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]), x[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      t[i] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x20);
+      t[i + 4] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x31);
+    }
+    for (int i = 0; i < 8; ++i) x[i] = t[i];
+  }
   static constexpr bool kUnsignedKeys = false, kWideP = true;
   using Code = int16_t;
   using PCode = int16_t;

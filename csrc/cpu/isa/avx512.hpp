@@ -657,7 +657,7 @@ struct Vec512 : Pack512 {
 
 struct Avx512Vnni : Vec512 {
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20;
-  static constexpr bool kOwnLinear = false;
+  static constexpr bool kOwnLinear = false, kSplitsWeights = false;
   static constexpr int kXOffset = 128;
   using XCode = uint8_t;
   static constexpr bool kUnsignedKeys = true, kMatrixUnit = false;

@@ -223,7 +223,9 @@ struct Generic {
   }
 
   // Linear layers. Activations are multiplied as x + kXOffset; the bias of a packed layer takes the offset back.
-  static constexpr bool kOwnLinear = false;    // has its own product (linear)
+  static constexpr bool kOwnLinear = false;  // has its own product (linear)
+  static constexpr bool kSplitsWeights =
+      false;                                   // its product saturates where two adjacent weights sum to more than 128
   static constexpr int kWeightGroup = kGroup;  // weights of a channel side by side
   static constexpr int kXOffset = 0;
   using XCode = int8_t;

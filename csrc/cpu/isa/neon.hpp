@@ -146,7 +146,7 @@ struct Neon {
     return vdotq_s32(vdotq_s32(vdotq_s32(acc, v, veorq_s8(p, vdupq_n_s8(-128))), v, half), v, half);
   }
 
-  static constexpr bool kOwnLinear = false;
+  static constexpr bool kOwnLinear = false, kSplitsWeights = false;
   static constexpr int kWeightGroup = 4, kXOffset = 0;
   using XCode = int8_t;
   static Codes load_weights(const int8_t* p) { return load_codes(p); }
