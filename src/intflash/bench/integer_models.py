@@ -201,7 +201,8 @@ def _no_later_than(until: float) -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, stop)
     try:
         if math.isfinite(until):
-            signal.setitimer(signal.ITIMER_REAL, max(until - time.time(), 0.001))
+            # again each second: torch.compile catches exceptions of single kernels and goes on
+            signal.setitimer(signal.ITIMER_REAL, max(until - time.time(), 0.001), 1.0)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -260,6 +261,8 @@ def measure(name: str, batch: int, file: Path, turns: int, until: float, ready: 
         calls[OURS]()
         calls[f"{OURS}, {GRAPH}"] = gpu_timing.capture(calls[OURS], 1).replay
         ready()
+        for label, call in calls.items():
+            _check_runs(label, call)
         samples = models._take_turns(calls, "cuda", turns)
         outcome.seconds = {label: models.interval_of_median(seconds)[0] for label, seconds in samples.items()}
         best = min((label for label in calls if label.startswith(FP16)), key=outcome.seconds.__getitem__, default=None)
@@ -275,6 +278,15 @@ def measure(name: str, batch: int, file: Path, turns: int, until: float, ready: 
     }
     outcome.others[MEMORY] = _memory(made, model, halves)
     return outcome
+
+
+def _check_runs(label: str, call: Call) -> None:
+    """Runs a contender once. An error of its kernels would otherwise be seen in another's turn."""
+    try:
+        call()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise RuntimeError(f"{label} failed") from error
 
 
 def _memory(made: nn.Module, model: nn.Module, given: dict[str, Tensor]) -> dict[str, float]:
