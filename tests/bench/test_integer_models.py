@@ -1,5 +1,6 @@
 """`intflash bench models --integer`: rows and ratios from given answers of the workers. Nothing is measured."""
 
+import contextlib
 import json
 import math
 import re
@@ -119,3 +120,12 @@ def test_static_int8_has_a_scale_for_each_linear():
     bench._static_int8(model, {"input": x})
     assert "Int8Tensor" in type(model[0].weight).__name__ and "Int8Tensor" in type(model[2].weight).__name__
     assert (model(x) - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+def test_compilations_that_catch_exceptions_end_in_time():
+    with pytest.raises(TimeoutError), bench._no_later_than(time.time() + 0.05):
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                time.sleep(60)
+        time.sleep(60)
+    time.sleep(0.2)  # no alarm is left

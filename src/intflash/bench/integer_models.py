@@ -201,12 +201,19 @@ def _no_later_than(until: float) -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, stop)
     try:
         if math.isfinite(until):
-            # again each second: torch.compile catches exceptions of single kernels and goes on
-            signal.setitimer(signal.ITIMER_REAL, max(until - time.time(), 0.001), 1.0)
+            # again and again: torch.compile catches what stops a single kernel and goes on with the next
+            signal.setitimer(signal.ITIMER_REAL, max(until - time.time(), 0.001), 0.1)
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _stop_alarms()
         signal.signal(signal.SIGALRM, before)
+
+
+def _stop_alarms() -> None:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except TimeoutError:  # of an alarm that came first
+        _stop_alarms()
 
 
 @contextlib.contextmanager

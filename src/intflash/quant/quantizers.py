@@ -184,7 +184,7 @@ def scale_of_maximum(amax: Tensor, bits: int) -> Tensor:
     # docs/numerics.md, "Unchecked calls": without a finite maximum there is no scale, as without values
     amax = amax.nan_to_num(nan=0.0, posinf=0.0)
     scale = divided(amax, (1 << (bits - 1)) - 1)
-    return torch.where(amax < TINY_AMAX, torch.ones_like(amax), scale)  # 1: every code is 0
+    return torch.where(amax < TINY_AMAX, 1.0, scale)  # 1: every code is 0
 
 
 def divided(x: Tensor, by: float) -> Tensor:
