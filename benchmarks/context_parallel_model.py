@@ -7,40 +7,34 @@ prints the tables of docs/design/distributed.md, which says what the model leave
 
 from __future__ import annotations
 
-import csv
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from intflash.distributed import bytes_sent
 
-RESULTS = Path(__file__).parent / "results" / "h200" / "attention.csv"
+RESULTS = Path(__file__).parent / "results" / "h100" / "context_parallel_2_720p.json"
+OURS, FP16 = "intflash_bfp, one GPU", "FP16 SDPA, one GPU"
 HOST = 8  # GPUs that NVLink joins
-NVLINK, NETWORK = 450e9, 50e9  # bytes a second of one GPU in one direction: NVLink 4, and InfiniBand NDR (400 Gb/s)
+# bytes a second of one GPU in one direction: NCCL over NVLink 4, as measured (50 MB in 0.22 ms), and InfiniBand NDR
+NVLINK, NETWORK = 225e9, 50e9
 CHUNKS = 1  # groups of heads, as `intflash.distributed.attention` takes
 RANKS = tuple(2**i for i in range(10))
 
 
 @dataclass(frozen=True)
 class Rates:
-    """One GPU's, as measured: operations a second of attention, seconds to quantize a float."""
+    """One GPU's, as measured: operations a second of attention, quantization included."""
 
     ours: float
     fp16: float
-    quantize: float
 
 
-def rates(method: str = "intflash_p8", workload: str = "D128 N16384") -> Rates:
-    """From the results of `intflash bench attention`."""
-    rows = [r for r in csv.DictReader(RESULTS.open()) if r["workload"] == workload]
-    ours = {r["variant"]: float(r["us"]) for r in rows if r["method"] == method}
-    tops = {(r["method"], r["variant"]): float(r["tops"]) for r in rows}
-    batch, heads, tokens, d = map(int, rows[0]["shape"].split("x"))
-    quantized = (ours["float16, dynamic scales"] - ours["kernel only"]) * 1e-6
-    return Rates(
-        1e12 * tops[method, "kernel only"], 1e12 * tops["SDPA cuDNN", "float16"],
-        quantized / (3 * batch * heads * tokens * d),
-    )  # fmt: skip
+def rates() -> Rates:
+    """From the results of `benchmarks/context_parallel.py`."""
+    tops = {row["contender"]: row.get("tops") for row in json.loads(RESULTS.read_text())["rows"]}
+    return Rates(1e12 * tops[OURS], 1e12 * tops[FP16])
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ def exchanged(work: Workload, ranks: int, width: int) -> float:
 
 def ours_gather(work: Workload, ranks: int, found: Rates) -> float:
     compute = work.operations / found.ours / ranks
-    return _quantization(work, ranks, found) + pipelined(compute, gathered(work, ranks, 1), CHUNKS)
+    return pipelined(compute, gathered(work, ranks, 1), CHUNKS)
 
 
 def ours_grid(work: Workload, ranks: int, found: Rates) -> float:
@@ -98,11 +92,7 @@ def ours_grid(work: Workload, ranks: int, found: Rates) -> float:
     hosts = max(1, ranks // HOST)
     between = (hosts - 1) * 2 * 128 * work.kv_heads * work.tokens / ranks / NETWORK
     compute = work.operations / found.ours / ranks
-    return _quantization(work, ranks, found) + pipelined(compute, exchanged(work, ranks, 1) + between, CHUNKS)
-
-
-def _quantization(work: Workload, ranks: int, found: Rates) -> float:
-    return found.quantize * 128 * (work.q_heads + 2 * work.kv_heads) * work.tokens / ranks
+    return pipelined(compute, exchanged(work, ranks, 1) + between, CHUNKS)
 
 
 def usp(work: Workload, ranks: int, found: Rates) -> float:

@@ -4,9 +4,9 @@
 // block once (gathered, offset by V::kXOffset, zero past in_features) and keeps them while it takes units of the same
 // block. The sums of kTileRows rows by one block of channels stay in the L1 cache until the epilogue has read them.
 //
-// With V::kSplitsWeights products of two adjacent weights are summed in 16 bits, which saturate where the weights sum
-// to more than 128, one pair in fifty of normally distributed weights. There the product takes less of a weight; what
-// remains are a few weights of each channel, which are multiplied with the rows by columns.
+// With V::kSplitsWeights the products of two adjacent inputs are summed in 16 bits, which saturate where the two
+// weights sum to more than 128, one pair in fifty of normally distributed weights. There the packed weights hold less;
+// what remains is a short list for each channel, multiplied with the transposed inputs of a tile's rows.
 #pragma once
 #include "cpu/arithmetic.hpp"
 #include "cpu/integer.h"
