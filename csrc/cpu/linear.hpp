@@ -115,14 +115,17 @@ struct Linear {
 
   // Values of a tile's rows by columns.
   static int64_t column_values(int64_t depth) {
-    if constexpr (V::kSplitsWeights) return depth * V::kColumnRows;
+    if constexpr (V::kSplitsWeights) {
+      static_assert(kTileRows <= V::kColumnRows && V::kColumnRows <= kAccRows);
+      return depth * V::kColumnRows;
+    }
     return 0;
   }
   // What the product does not take of weight k of a channel.
   static int remainder(const int8_t* w, int64_t k, int64_t in) {
     if constexpr (!V::kSplitsWeights) return 0;
     const int mine = w[k], other = (k ^ 1) < in ? w[k ^ 1] : 0, sum = mine + other;
-    if (-128 <= sum && sum <= 128) return 0;  // so that what is left out is of two weights of one sign
+    if (-128 <= sum && sum <= 128) return 0;  // else both weights have one sign
     const bool is_larger = mine * mine > other * other || (mine == other && k % 2 == 0);
     return !is_larger ? 0 : sum > 0 ? sum - 128 : sum + 128;
   }
@@ -181,7 +184,7 @@ struct Linear {
       residual_at_[r] = ((call_.residual_is_constant ? 0 : image * call_.out_rows) + to) * layer_.out_features;
     }
     if constexpr (V::kSplitsWeights)
-      for (int64_t r = 0; r < rows; r += kTileRows)
+      for (int64_t r = 0; r < rows && !layer_.remainders.empty(); r += kTileRows)
         V::write_columns(x_ + r * x_ld_, x_ld_, int(smaller<int64_t>(kTileRows, rows - r)), in,
                          columns_ + r / kTileRows * column_values(x_ld_));
   }

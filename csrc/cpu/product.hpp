@@ -108,18 +108,18 @@ struct Product {
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c)
         acc[r][c] = add ? V::load(out + r * out_ld + c * kLanes) : V::set1(start ? start[r] : 0);
-    constexpr int kGroup = K == Columns::kWeights ? V::kWeightGroup : V::kGroup;
+    constexpr int kCodes = K == Columns::kWeights ? V::kWeightGroup : V::kGroup;  // of a column in a step
     const auto step = [&](int s) __attribute__((always_inline)) {
       typename V::Codes column[C];
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c)
         if constexpr (K == Columns::kWeights)
-          column[c] = V::load_weights(b + (int64_t(s) * C + c) * kGroup * kLanes);
+          column[c] = V::load_weights(b + (int64_t(s) * C + c) * kCodes * kLanes);
         else
-          column[c] = V::load_codes(b + c * b_ld + int64_t(s) * kGroup * kLanes);
+          column[c] = V::load_codes(b + c * b_ld + int64_t(s) * kCodes * kLanes);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const typename V::Codes x = V::broadcast(a + r * a_ld + s * kGroup);
+        const typename V::Codes x = V::broadcast(a + r * a_ld + s * kCodes);
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c)
           if constexpr (K == Columns::kKeys)

@@ -252,6 +252,7 @@ struct Avx2 : Vec256 {
   // with `columns`. Reads and writes kColumnRows rows.
   static void add_remainders(const int16_t* columns, const WeightPair* pairs, const size_t* begin, int32_t* out,
                              int64_t out_ld) {
+    if (begin[0] == begin[8]) return;
     __m256i sums[4][8] = {};  // of rows 16 (v / 2) + 4 (v % 2) + {0 to 3, 8 to 11}, as unpacking orders them
     for (int c = 0; c < 8; ++c)
       for (size_t i = begin[c]; i < begin[c + 1]; ++i) {

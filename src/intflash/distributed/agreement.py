@@ -23,7 +23,7 @@ Facts = Mapping[str, str]
 
 
 def agree(ranks: Ranks, facts: Facts, maxima: Tensor | None, device: torch.device, read: bool) -> Tensor:
-    """The maxima over all ranks of a few int32 (see `codes.bits_of`) of a call that all ranks make.
+    """The maxima over all ranks of int32 (see `codes.bits_of`) of a call that all ranks make.
 
     Args:
         facts: all that must be equal on all ranks, by name; `ERROR` alone where this rank's arguments were refused.
@@ -36,9 +36,8 @@ def agree(ranks: Ranks, facts: Facts, maxima: Tensor | None, device: torch.devic
     """
     words = _fingerprint(tuple(facts.items()))
     stamp = _stamp(words, read, device)
-    count = 0 if maxima is None else len(maxima)
-    parts = (stamp,) if maxima is None else (stamp, maxima)
-    sent = torch.cat((*parts, _zeros(FINGERPRINT - STAMP - count, device)))
+    maxima = stamp[:0] if maxima is None else maxima
+    sent = torch.cat((stamp, maxima, _zeros(FINGERPRINT - STAMP - len(maxima), device)))
     found = ranks.reduce(sent, dist.ReduceOp.MAX)
     if not read:
         torch._assert_async((found[: 2 * _WORDS] == stamp[: 2 * _WORDS]).all(), "the ranks' calls differ")
@@ -50,7 +49,7 @@ def agree(ranks: Ranks, facts: Facts, maxima: Tensor | None, device: torch.devic
         for group in ranks.groups:
             group.give_up(why)
         raise InputError(why)
-    return found[STAMP : STAMP + count]
+    return found[STAMP : STAMP + len(maxima)]
 
 
 @functools.lru_cache(4096)

@@ -278,12 +278,13 @@ def _attend(plan: Plan, operands: Three, a: dict[str, Any]) -> tuple[Tensor, Ten
         rows = _rows(plan, *here(), out_scale, chunk, a)
         sent.append((rows, lane.begin(lambda rows=rows: [*map(messages.back, rows)])))
     groups = [ready() for _, ready in sent]  # the rows are kept until they are sent
-    out, *lse = (lane.hand_over(_joined(parts, 2).flatten(1, 2)) for parts in zip(*groups, strict=True))
+    out, *lse = (lane.hand_over(_joined(parts).flatten(1, 2)) for parts in zip(*groups, strict=True))
     return out.contiguous(), out_scale, lse[0][..., 0].contiguous() if lse else None
 
 
-def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=axis)
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Along axis 2, without a copy where there is one part."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2)
 
 
 def _rows(
@@ -310,7 +311,7 @@ def _rows(
             causal,
         )  # fmt: skip
         found.append([x for x in out if x is not None])
-    return [_joined(parts, 2) for parts in zip(*found, strict=True)]
+    return [_joined(parts) for parts in zip(*found, strict=True)]
 
 
 def _segments(plan: Plan, of_row: bool, rows: int, keys: int) -> list[tuple[int, int, int | None]]:
