@@ -69,6 +69,7 @@ WORKLOADS = {
     "Wan 1.3B, 720p": Workload(12, 12, 75_600, layers=30),
     "Llama prefill": Workload(32, 8, 32_768, layers=32, causal=True),
 }
+BLOCK = "Wan 1.3B block, 480p"  # of the video model
 TINY = {"tiny": Workload(8, 8, 96, 2, 16), "tiny causal": Workload(8, 4, 96, 2, 16, causal=True)}
 
 
@@ -223,7 +224,7 @@ def video_block(methods: Sequence[str], bench: Bench, mesh: Any, tiny: bool) -> 
         encoder_hidden_states=torch.randn(1, 512, 4096, device=bench.device, dtype=dtype),
         return_dict=False,  # diffusers' hooks gather tuples
     )  # fmt: skip
-    base = dict(workload="Wan 1.3B block, 480p", ranks=dist.get_world_size())
+    base = dict(workload=BLOCK, ranks=dist.get_world_size())
     rows, forwards = [], 2 if tiny else WORKLOADS["Wan 1.3B, 480p"].layers // blocks
     for method in methods:
         with torch.no_grad(), intflash.patch(model, method):
@@ -260,10 +261,10 @@ def _joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def profile(work: Workload, bench: Bench, out: Path) -> dict[str, float]:
+def profile(work: Workload, method: str, bench: Bench, out: Path) -> dict[str, float]:
     """The overlap of communication and computation in one call, whose trace is written beside the results."""
     parts = [shard(x, layout=work.layout) for x in work.inputs(bench.device)]
-    call = partial(attention, *parts, is_causal=work.causal, layout=work.layout, enable_gqa=True, scheme="gather",
+    call = partial(attention, *parts, method=method, is_causal=work.causal, layout=work.layout, enable_gqa=True, scheme="gather",
                    check_finite=False)  # fmt: skip
     for _ in range(3):
         call()
@@ -296,11 +297,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/context_parallel"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
+    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS, BLOCK], default=[*WORKLOADS, BLOCK],
+                        help=f"'{BLOCK}' needs diffusers")  # fmt: skip
     parser.add_argument("--chunks", type=int, help="groups of heads that are exchanged one after the other")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--without-model", action="store_true", help="leave out the video block, which needs diffusers")
+    parser.add_argument("--tiny", action="store_true", help="small tensors instead of the workloads' own")
     parser.add_argument("--fault", choices=("mismatch", "kill"))
     parser.add_argument("--timeout", type=float, default=120.0, help="of the process group, in seconds")
     options = parser.parse_args()
@@ -316,7 +317,8 @@ def main() -> None:
         raise SystemExit("the fault was not seen")
     mesh = init_device_mesh(options.device, (dist.get_world_size(),))
     bench = Bench(device, 2 if options.tiny else options.rounds)
-    workloads = TINY if options.tiny else {name: WORKLOADS[name] for name in options.workloads}
+    workloads = {name: WORKLOADS[name] for name in options.workloads if name != BLOCK}
+    workloads = TINY if options.tiny and workloads else workloads
     options.out.parent.mkdir(parents=True, exist_ok=True)
     found = dict(environment=environment(), nccl_nvls=os.environ["NCCL_NVLS_ENABLE"], rows=[])
 
@@ -328,10 +330,11 @@ def main() -> None:
             for row in rows:
                 print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()})
 
-    found["overlap"] = profile(next(iter(workloads.values())), bench, options.out)
+    for work in [*workloads.values()][:1]:
+        found["overlap"] = profile(work, options.methods[0], bench, options.out)
     for name, work in workloads.items():
         add(measure(name, work, options.methods, options.chunks, bench, mesh))
-    if not options.without_model:
+    if BLOCK in options.workloads:
         add(video_block(options.methods, bench, mesh, options.tiny))
     for name, work in workloads.items():
         add([measure_torch(name, work, bench, mesh)])

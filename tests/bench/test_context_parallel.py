@@ -12,7 +12,7 @@ from benchmarks.context_parallel import WORKLOADS, overlap
 from documents import ROOT
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-SCRIPT = ["-m", "benchmarks.context_parallel", "--device", "cpu", "--tiny", "--without-model"]
+SCRIPT = ["-m", "benchmarks.context_parallel", "--device", "cpu", "--tiny", "--workloads", "Llama prefill"]
 
 
 def _torchrun(*options: str) -> subprocess.CompletedProcess:
