@@ -264,8 +264,8 @@ def _joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 def profile(work: Workload, method: str, bench: Bench, out: Path) -> dict[str, float]:
     """The overlap of communication and computation in one call, whose trace is written beside the results."""
     parts = [shard(x, layout=work.layout) for x in work.inputs(bench.device)]
-    call = partial(attention, *parts, method=method, is_causal=work.causal, layout=work.layout, enable_gqa=True, scheme="gather",
-                   check_finite=False)  # fmt: skip
+    call = partial(attention, *parts, method=method, is_causal=work.causal, layout=work.layout, enable_gqa=True,
+                   scheme="gather", check_finite=False)  # fmt: skip
     for _ in range(3):
         call()
     bench.wait()

@@ -1,7 +1,7 @@
 """Whole integer models on a GPU beside their float model in FP16, compiled by torch, and beside torchao.
 
-`intflash bench models --integer` measures the table in minutes: a process for each model converts it while one for
-each model and batch compiles the contenders. These are then timed one after the other.
+`intflash bench models --integer` measures the table: a process for each model converts it while one for each model
+and batch compiles the contenders, which takes most of the time. These are then timed one after the other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import copy
 import logging
 import math
-import signal
+import os
 import subprocess
 import sys
 import tempfile
@@ -181,39 +181,6 @@ CONTENDERS: dict[str, Callable[[nn.Module, dict[str, Tensor]], Call]] = {
     TUNED: partial(_in_graph, mode="max-autotune-no-cudagraphs"),
 }
 TUNED_BATCHES = (64, 256)
-COMPILE_SECONDS = 240  # a contender that is not compiled by then is not measured
-COMPILE_THREADS = 3  # of each worker
-
-
-@contextlib.contextmanager
-def _no_later_than(until: float) -> Iterator[None]:
-    """Ends what runs inside at a time, in seconds since the epoch.
-
-    Raises:
-        TimeoutError: it was not done by then.
-    """
-
-    def stop(*_: object) -> None:
-        raise TimeoutError("the time for compilations was used up")
-
-    if time.time() >= until:
-        stop()
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
-        if math.isfinite(until):
-            # again and again: torch.compile catches what stops a single kernel and goes on with the next
-            signal.setitimer(signal.ITIMER_REAL, max(until - time.time(), 0.001), 0.1)
-        yield
-    finally:
-        _stop_alarms()
-        signal.signal(signal.SIGALRM, before)
-
-
-def _stop_alarms() -> None:
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    except TimeoutError:  # of an alarm that came first
-        _stop_alarms()
 
 
 @contextlib.contextmanager
@@ -227,7 +194,7 @@ def _alone(file: Path) -> Iterator[None]:
 
 
 def _built(
-    name: str, batch: int, model: nn.Module, given: dict[str, Tensor], file: Path, until: float
+    batch: int, model: nn.Module, given: dict[str, Tensor], file: Path
 ) -> Iterator[tuple[str, Call | Exception]]:
     """The contenders of one model and batch, or what stopped one."""
     for label, make in CONTENDERS.items():
@@ -235,30 +202,32 @@ def _built(
             continue
         try:
             alone = _alone(file.with_name("tuning")) if label == TUNED else contextlib.nullcontext()
-            with _no_later_than(until), alone:
+            with alone:
                 call = make(model, given)
                 for _ in range(3):
                     call()
                 torch.cuda.synchronize()
             yield label, call
         except Exception as error:  # whatever stops a contender is a result
+            logger.debug("%s was not built", label, exc_info=True)
             yield label, error
 
 
-def measure(name: str, batch: int, file: Path, turns: int, until: float, ready: Callable[[], None]) -> Outcome:
-    """Builds and compiles every contender. After `ready` returns, times them in turns."""
+def measure(name: str, batch: int, file: Path, turns: int, threads: int, ready: Callable[[], None]) -> Outcome:
+    """Builds and compiles every contender, in so many threads. After `ready` returns, times them in turns."""
     from torch._inductor import config
 
     from intflash import integer
 
-    config.compile_threads = COMPILE_THREADS
+    config.compile_threads = threads
+    torch.set_num_threads(threads)
     outcome = Outcome(name, batch)
     model = float_model(name).cuda().half()
     given = inputs(name, batch, 2)
     halves = {key: x.half() if x.is_floating_point() else x for key, x in given.items()}
     calls: dict[str, Call] = {}
     with torch.no_grad():
-        for label, call in _built(name, batch, model, halves, file, until):
+        for label, call in _built(batch, model, halves, file):
             if isinstance(call, Exception):
                 outcome.refused[label] = describe(call)
             else:
@@ -372,17 +341,17 @@ def start_conversions(files: Mapping[str, Path]) -> list[subprocess.Popen]:
 
 def measure_all(names: Sequence[str], batches: Sequence[int], turns: int, setting: Setting) -> Iterator[Row]:
     """The rows of the table: each model and batch in its own process."""
-    until = time.time() + COMPILE_SECONDS
+    cases = [(name, batch) for name in names for batch in batches if name != "bert_base" or batch <= MOST_SEQUENCES]
+    threads = max(1, len(os.sched_getaffinity(0)) // len(cases))
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder) / f"{name}.safetensors" for name in names}
         conversions = start_conversions(files)
         commands = {
             (name, batch): [
-                *_COMMAND, "--model", name, "--file", str(file), "--batch", str(batch), "--turns", str(turns),
-                "--until", str(until),
+                *_COMMAND, "--model", name, "--file", str(files[name]), "--batch", str(batch), "--turns", str(turns),
+                "--threads", str(threads),
             ]
-            for name, file in files.items() for batch in batches
-            if name != "bert_base" or batch <= MOST_SEQUENCES
+            for name, batch in cases
         }  # fmt: skip
         for (name, batch), content, code in models.in_workers(commands, len(commands)):
             case = f"{name.partition('_patch')[0]}, batch {batch}"
@@ -428,7 +397,7 @@ def experiment(
             f"captured CUDA graph; max-autotune likewise, at batch {' and '.join(map(str, TUNED_BATCHES))}."
         ),
         devices=("cuda",),
-        limit_s=600.0,
+        limit_s=1800.0,
     )
 
 
@@ -439,12 +408,12 @@ def main() -> None:
     parser.add_argument("--file", type=Path, required=True)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--until", type=float, default=math.inf, help="when compilations end")
+    parser.add_argument("--threads", type=int, default=1, help="of the compiler")
     given = parser.parse_args()
     if given.batch is None:
         convert(given.model, given.file)
     else:
-        models.answer(lambda ready: measure(given.model, given.batch, given.file, given.turns, given.until, ready))
+        models.answer(lambda ready: measure(given.model, given.batch, given.file, given.turns, given.threads, ready))
 
 
 if __name__ == "__main__":
