@@ -114,11 +114,13 @@ def test_one_process_tunes_at_a_time(tmp_path):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_static_int8_has_a_scale_for_each_linear():
+def test_torchao_quantizes_linears_of_enough_rows(monkeypatch):
     pytest.importorskip("torchao")
-    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.GELU(), torch.nn.Linear(32, 64)).bfloat16()
-    x = torch.randn(40, 64, dtype=torch.bfloat16)
-    expected = model(x)
-    bench._static_int8(model, {"input": x})
-    assert "Int8Tensor" in type(model[0].weight).__name__ and "Int8Tensor" in type(model[2].weight).__name__
-    assert (model(x) - expected).abs().max() < 0.1 * expected.abs().max()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.GELU(), torch.nn.Linear(32, 64)).half()
+    x = torch.randn(40, 64, dtype=torch.float16)
+    expected = model(x).float()
+    monkeypatch.setattr(bench, "_in_graph", lambda model, given: model)
+    for least, kind in ((17, "Int8Tensor"), (41, "Parameter")):
+        made = bench._torchao(bench._int8_static, least, model, {"input": x})
+        assert all(kind in type(made[i].weight).__name__ for i in (0, 2)) and model[0].weight.dtype == torch.float16
+        assert (made(x.bfloat16()).float() - expected).abs().max() < 0.1 * expected.abs().max()

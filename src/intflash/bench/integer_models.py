@@ -1,7 +1,8 @@
 """Whole integer models on a GPU beside their float model in FP16, compiled by torch, and beside torchao.
 
-`intflash bench models --integer` measures the table: a process for each model converts it while one for each model
-and batch compiles the contenders, which takes most of the time. These are then timed one after the other.
+`intflash bench models --integer` measures the table: a process for each model converts it, and one for each model and
+batch compiles the contenders, which takes most of the time. A few prepare themselves at once and are then timed one
+after the other.
 """
 
 from __future__ import annotations
@@ -132,40 +133,51 @@ def _in_graph(model: nn.Module, given: dict[str, Tensor], mode: str | None = Non
     return graph.replay
 
 
-def _torchao(
-    quantize: Callable[[nn.Module, dict[str, Tensor]], None], model: nn.Module, given: dict[str, Tensor]
-) -> Call:
+Config = Callable[[Tensor], Any]  # of torchao, from a linear's input
+
+
+def _torchao(config: Config, least_rows: int, model: nn.Module, given: dict[str, Tensor]) -> Call:
+    """The model in bfloat16 with quantized linears, but those whose input has fewer rows than torchao's product takes:
+    the classifier's of a small batch."""
+    from torchao import quantization
+
     quantized = copy.deepcopy(model).bfloat16()
     given = {name: x.bfloat16() if x.is_floating_point() else x for name, x in given.items()}
-    quantize(quantized, given)
+    configs: dict[str, Any] = {}
+    linears = {name: m for name, m in quantized.named_modules() if isinstance(m, nn.Linear)}
+
+    def note(name: str, x: Tensor) -> None:
+        if x.numel() >= least_rows * x.shape[-1]:
+            configs[name] = config(x)
+
+    hooks = [m.register_forward_pre_hook(lambda m, x, name=name: note(name, x[0])) for name, m in linears.items()]
+    quantized(**given)
+    for hook in hooks:
+        hook.remove()
+    for name, found in configs.items():
+        quantization.quantize_(linears[name], found)
     return _in_graph(quantized, given)
 
 
-def _dynamic(config: str, model: nn.Module, given: dict[str, Tensor]) -> None:
+def _int8_dynamic(x: Tensor) -> Any:
     from torchao import quantization
 
-    quantization.quantize_(model, getattr(quantization, config)())
+    return quantization.Int8DynamicActivationInt8WeightConfig()
 
 
-def _static_int8(model: nn.Module, given: dict[str, Tensor]) -> None:
-    """A scale for each linear's input, of the largest value in one forward pass."""
+def _int8_static(x: Tensor) -> Any:
+    """With the scale of the largest value in one forward pass."""
     from torchao import quantization
 
-    largest: dict[str, Tensor] = {}
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    hooks = [
-        m.register_forward_pre_hook(
-            lambda m, x, name=name: largest.update({name: x[0].abs().amax().view([1] * x[0].ndim)})
-        )
-        for name, m in linears.items()
-    ]
-    model(**given)
-    for hook in hooks:
-        hook.remove()
     granularity = quantization.PerTensor(), quantization.PerRow()
-    for name, amax in largest.items():
-        config = quantization.Int8StaticActivationInt8WeightConfig(amax / 127, granularity=granularity)
-        quantization.quantize_(model, config, lambda m, path, name=name: path == name)
+    scale = x.abs().amax().view([1] * x.ndim) / 127
+    return quantization.Int8StaticActivationInt8WeightConfig(scale, granularity=granularity)
+
+
+def _float8_dynamic(x: Tensor) -> Any:
+    from torchao import quantization
+
+    return quantization.Float8DynamicActivationFloat8WeightConfig()
 
 
 # Tuning measures kernels, which other processes on the GPU disturb: one tunes at a time, after its other compilations.
@@ -173,11 +185,9 @@ TUNED = f"{FP16}, torch.compile max-autotune, {GRAPH}"
 CONTENDERS: dict[str, Callable[[nn.Module, dict[str, Tensor]], Call]] = {
     f"{FP16}, torch.compile, {GRAPH}": _in_graph,
     f"{FP16}, torch.compile reduce-overhead": _compiled,
-    f"torchao int8 dynamic, {GRAPH}": partial(_torchao, partial(_dynamic, "Int8DynamicActivationInt8WeightConfig")),
-    f"torchao int8 static, {GRAPH}": partial(_torchao, _static_int8),
-    f"torchao float8 dynamic, {GRAPH}": partial(
-        _torchao, partial(_dynamic, "Float8DynamicActivationFloat8WeightConfig")
-    ),
+    f"torchao float8 dynamic, {GRAPH}": partial(_torchao, _float8_dynamic, 1),
+    f"torchao int8 static, {GRAPH}": partial(_torchao, _int8_static, 17),
+    f"torchao int8 dynamic, {GRAPH}": partial(_torchao, _int8_dynamic, 17),
     TUNED: partial(_in_graph, mode="max-autotune-no-cudagraphs"),
 }
 TUNED_BATCHES = (64, 256)
@@ -342,18 +352,19 @@ def start_conversions(files: Mapping[str, Path]) -> list[subprocess.Popen]:
 def measure_all(names: Sequence[str], batches: Sequence[int], turns: int, setting: Setting) -> Iterator[Row]:
     """The rows of the table: each model and batch in its own process."""
     cases = [(name, batch) for name in names for batch in batches if name != "bert_base" or batch <= MOST_SEQUENCES]
-    threads = max(1, len(os.sched_getaffinity(0)) // len(cases))
+    cores = len(os.sched_getaffinity(0))
+    together = min(max(1, cores // 4), len(cases))  # so that rows come as the run proceeds
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder) / f"{name}.safetensors" for name in names}
         conversions = start_conversions(files)
         commands = {
             (name, batch): [
                 *_COMMAND, "--model", name, "--file", str(files[name]), "--batch", str(batch), "--turns", str(turns),
-                "--threads", str(threads),
+                "--threads", str(cores // together),
             ]
             for name, batch in cases
         }  # fmt: skip
-        for (name, batch), content, code in models.in_workers(commands, len(commands)):
+        for (name, batch), content, code in models.in_workers(commands, together):
             case = f"{name.partition('_patch')[0]}, batch {batch}"
             if content is None:
                 yield Row(OURS, case, SPEED, None, note=f"its process ended with {code}")
@@ -394,7 +405,8 @@ def experiment(
         notes=(
             "Random weights, calibrated on random inputs. Contenders take turns, medians of wall-clock time. BERT: "
             f"{TOKENS} tokens with a padding mask. FP16 is compiled by torch: reduce-overhead; its default mode in one "
-            f"captured CUDA graph; max-autotune likewise, at batch {' and '.join(map(str, TUNED_BATCHES))}."
+            f"captured CUDA graph; max-autotune likewise, at batch {' and '.join(map(str, TUNED_BATCHES))}. torchao "
+            "quantizes bfloat16 models, compiled in the default mode in one captured CUDA graph."
         ),
         devices=("cuda",),
         limit_s=1800.0,
