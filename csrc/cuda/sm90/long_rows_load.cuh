@@ -13,6 +13,9 @@ constexpr int TILE = 128, HALF = 64;  // keys per tile and per half tile
 #ifndef TENSOR_DIM
 #define TENSOR_DIM HEAD_DIM
 #endif
+#ifndef HEAD_AMAX_IN_KERNEL
+#define HEAD_AMAX_IN_KERNEL 0
+#endif
 constexpr int D_CHUNKS = HEAD_DIM / 16, D_STEPS = (HEAD_DIM + 31) / 32;
 constexpr int K_WIDTH = HEAD_DIM <= 32 ? 32 : HEAD_DIM <= 64 ? 64 : 128;  // bytes per row of K in shared memory
 // int8 V is stored as V^T, one row of 128 keys per channel. 16-bit float V keeps its layout, in blocks of 64 channels.
@@ -25,13 +28,14 @@ constexpr int SCALE_BYTES = KEY_SCALES == 2 ? 4 * TILE : KEY_SCALES == 1 ? 16 : 
 constexpr int CODES_BYTES = P_SHARED ? CTA_ROWS * TILE : 0;  // P, where it does not stay in registers
 // floats that wait to be quantized (long_rows_quantize.cuh)
 constexpr int STAGING_SLOTS = FLOAT_KV ? 2 : 0, STAGING_SLOT_BYTES = 16 * 1024;
+constexpr int WARPS = THREADS / 32;
 constexpr int TABLE_BYTES = P_TABLE ? 32 * 1024 : 0;  // see exp2_table.cuh
 constexpr int COPIES_IN_FLIGHT = 2;
 
 typedef RingPosition<STAGES> Stage;
 
 struct SharedLayout {
-  u32 table, tiles, query, codes, scratch, floats, scales, full, empty;
+  u32 table, tiles, query, codes, scratch, floats, scales, full, empty, maxima;
   DEVICE SharedLayout(u32 base)
       : table(base),
         tiles(base + TABLE_BYTES),
@@ -41,7 +45,8 @@ struct SharedLayout {
         floats(scratch + CONSUMERS * SCRATCH_BYTES),
         scales(floats + STAGING_SLOTS * STAGING_SLOT_BYTES),
         full(scales + STAGES * SCALE_BYTES),
-        empty(full + 8 * STAGES) {}
+        empty(full + 8 * STAGES),
+        maxima(empty + 8 * STAGES) {}
   DEVICE u32 k_tile(u32 stage) const { return tiles + stage * STAGE_BYTES; }
   DEVICE u32 query_rows(u32 group) const { return query + group * 64 * K_WIDTH; }
   DEVICE u32 v_tile(u32 stage) const { return k_tile(stage) + K_BYTES; }
@@ -59,6 +64,11 @@ struct SharedLayout {
     for (; in_flight; --in_flight) signal_full(s, in_flight);
   }
   DEVICE void release(u32 stage) const { barrier_arrive_if(empty + 8 * stage, threadIdx.x % 32 == 0); }
+};
+
+// A head of Q, of a batch, and its head of K and V.
+struct Head {
+  u32 batch, head, kv_head;
 };
 
 // The inverse functions of score_row, within 16 keys, and of value_row.
@@ -170,10 +180,10 @@ struct CpAsyncLoader {
   static constexpr u32 ARRIVALS = GROUP;  // arrivals that complete a full barrier
 
   template <int PASSES>
-  DEVICE void run(const Params& p, const SharedLayout& shared, u32 batch, u32 kv_head, i32 tiles, Stage& at) const {
-    KeyTileLoader keys(p, shared, p.k.ptr + head_offset(p.k, batch, kv_head));
-    ValueTileLoader<FLOAT_VALUES> values(p, shared, p.v.ptr + head_offset(p.v, batch, kv_head) * SIZE<VALUE>);
-    const float* scales = (const float*)p.k_scale.ptr + head_offset(p.k_scale, batch, kv_head);
+  DEVICE void run(const Params& p, const SharedLayout& shared, const Head& of, i32 tiles, Stage& at) const {
+    KeyTileLoader keys(p, shared, p.k.ptr + head_offset(p.k, of.batch, of.kv_head));
+    ValueTileLoader<FLOAT_VALUES> values(p, shared, p.v.ptr + head_offset(p.v, of.batch, of.kv_head) * SIZE<VALUE>);
+    const float* scales = (const float*)p.k_scale.ptr + head_offset(p.k_scale, of.batch, of.kv_head);
     u32 in_flight = 0;
 #pragma unroll 1
     for (int pass = 1; pass <= PASSES; ++pass) {
@@ -207,9 +217,9 @@ struct TmaLoader {
   const TensorMaps& maps;
 
   template <int PASSES>
-  DEVICE void run(const Params&, const SharedLayout& shared, u32 batch, u32 kv_head, i32 tiles, Stage& at) const {
+  DEVICE void run(const Params&, const SharedLayout& shared, const Head& of, i32 tiles, Stage& at) const {
     if (threadIdx.x != 0) return;
-    const i32 row = first_row(maps, batch, kv_head), matrix = matrix_of(maps, batch, kv_head);
+    const i32 row = first_row(maps, of.batch, of.kv_head), matrix = matrix_of(maps, of.batch, of.kv_head);
 #pragma unroll 1
     for (int pass = 1; pass <= PASSES; ++pass) {
 #pragma unroll 1

@@ -18,6 +18,7 @@
 //   KV_RESIDENT      1: the ring holds all K/V tiles of a head until all rows of the head are computed
 //   QUERY            the type of Q: i8, or a float type with p.q_scale
 //   FLOAT_KV         1: K and V are floats as Q is, with p.k_scale and p.v_scale (long_rows_quantize.cuh)
+//   HEAD_AMAX_IN_KERNEL  1: with FLOAT_KV, the kernel finds the scales of each head of Q, K and V
 //   VALUES_IN_RANGE  1: no float is outside its scale's range
 //   VALUE            the type of V in the products: i8, half_t or bfloat_t
 //   OUT              the type of the output
@@ -80,7 +81,7 @@ struct KeyTileRange {
   DEVICE KeyTileRange(const Params& p, const BatchKeys& of_batch, i32 first, i32 end) {
     i32 keys = CAUSAL ? min(of_batch.count, end + p.causal) : of_batch.count;
     i32 seen = CAUSAL ? min(of_batch.count, first + p.causal + 1) : of_batch.unmasked;
-    count = keys > 0 ? (keys + TILE - 1) / TILE : 0;
+    count = keys > 0 ? (keys + TILE - 1) / TILE : HEAD_AMAX_IN_KERNEL;  // a tile says that scales are known
     whole = seen > 0 ? seen / TILE : 0;
   }
 };
@@ -457,6 +458,7 @@ struct Consumer {
     const KeyTileRange mine(p, keys, first, min(first + 64, work.end));
     const ThreadRows place = work.place(threadIdx.x, tile);
     q = descriptor<K_WIDTH>(shared.query_rows(group()));
+    if (HEAD_AMAX_IN_KERNEL) shared.wait_full(at);  // the scales of the head are in memory then
     query.finish_load(work, tile);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -537,13 +539,19 @@ DEVICE void attend(const Params& p, Loader loader) {
   __syncthreads();
   wait_for_previous_kernel();
   let_next_kernel_start();
+#if HEAD_AMAX_IN_KERNEL
+  loader.find_first_scales(p, shared);
+#endif
   if (threadIdx.x < GROUP) {
     release_registers<LOADER_REGISTERS>();
     Stage at;
 #pragma unroll 1
     for (TileScheduler scheduler(p); !scheduler.done(p); scheduler.next(p)) {
+#if HEAD_AMAX_IN_KERNEL
+      loader.find_scales(p, shared, scheduler);
+#endif
       const WorkTile work = scheduler.work(p);
-      loader.template run<KEY_PASSES<Method>>(p, shared, work.batch, work.kv_head, tiles_of(p, work), at);
+      loader.template run<KEY_PASSES<Method>>(p, shared, work, tiles_of(p, work), at);
     }
   } else {
     acquire_registers<CONSUMER_REGISTERS>();

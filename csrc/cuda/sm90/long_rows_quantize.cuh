@@ -1,5 +1,6 @@
 // The producer of long_rows.cu for float K and V: it quantizes them on the way into shared memory. It serves K/V
-// resident in shared memory only, where a CTA loads each head once. Macros: see long_rows_mainloop.cuh.
+// resident in shared memory only, where a CTA loads each head once. With HEAD_AMAX_IN_KERNEL it finds the scales first.
+// Macros: see long_rows_mainloop.cuh.
 #pragma once
 #include "sm90/tile_scheduler.cuh"
 
@@ -24,15 +25,15 @@ struct QuantizingLoader {
     u32 k_to, v_to;  // offsets in a tile, without the step's part
     float k_inverse, v_inverse;
 
-    DEVICE ThreadChunks(const Params& p, const SharedLayout& shared, u32 batch, u32 head) : p(p), shared(shared) {
-      const u32 row = threadIdx.x % GROUP / LANES, chunk = threadIdx.x % LANES;
+    DEVICE ThreadChunks(const Params& p, const SharedLayout& shared, const Head& of) : p(p), shared(shared) {
+      const u32 thread = reread_thread_index(), row = thread % GROUP / LANES, chunk = thread % LANES;
       const u32 channel = has_channels(chunk) ? chunk * 8 : 0;
-      k = p.k.ptr + (head_offset(p.k, batch, head) + row * p.k.n + channel) * SIZE<QUERY>;
-      v = p.v.ptr + (head_offset(p.v, batch, head) + 4 * row * p.v.n + channel) * SIZE<QUERY>;
+      k = p.k.ptr + (head_offset(p.k, of.batch, of.kv_head) + row * p.k.n + channel) * SIZE<QUERY>;
+      v = p.v.ptr + (head_offset(p.v, of.batch, of.kv_head) + 4 * row * p.v.n + channel) * SIZE<QUERY>;
       k_to = swizzled<K_WIDTH>(score_row(row), chunk / 2) + chunk % 2 * 8;
       v_to = value_place(row, channel);
-      k_inverse = In::usable_inverse(__frcp_rn(*head_element<float>(p.k_scale, batch, head)));
-      v_inverse = In::usable_inverse(__frcp_rn(*head_element<float>(p.v_scale, batch, head)));
+      k_inverse = In::usable_inverse(__frcp_rn(*head_element<float>(p.k_scale, of.batch, of.kv_head)));
+      v_inverse = In::usable_inverse(__frcp_rn(*head_element<float>(p.v_scale, of.batch, of.kv_head)));
     }
     DEVICE static bool has_channels(u32 thread) { return CHUNKS == LANES || thread % LANES < CHUNKS; }
     DEVICE static u32 value_place(u32 row, u32 channel) {
@@ -147,11 +148,115 @@ struct QuantizingLoader {
     }
   };
 
+#if HEAD_AMAX_IN_KERNEL
+  // The scales of a head of Q, K and V, from the maxima of their magnitudes. Each CTA finds those of all of its heads:
+  // where two share a head, they write the same scales. The consumers read a head's scales once its first tile of keys
+  // is full.
+  struct HeadScales {
+    static constexpr u32 TENSORS = 3, STEP_CHUNKS = 8 * GROUP;
+    const Params& p;
+    const SharedLayout& shared;
+    const Head& of;
+
+    DEVICE HeadScales(const Params& p, const SharedLayout& shared, const Head& of) : p(p), shared(shared), of(of) {}
+    DEVICE const u8* base(u32 which) const {
+      const View& x = which == 0 ? p.q : which == 1 ? p.k : p.v;
+      return x.ptr + head_offset(x, of.batch, which == 0 ? of.head : of.kv_head) * SIZE<QUERY>;
+    }
+    DEVICE i32 stride(u32 which) const { return (i32)(which == 0 ? p.q.n : which == 1 ? p.k.n : p.v.n) * SIZE<QUERY>; }
+    DEVICE i32 rows(u32 which) const { return which == 0 ? p.nq : p.nk; }
+    DEVICE u32 chunks(u32 which) const { return rows(which) * CHUNKS; }
+
+    // By all threads of the CTA.
+    DEVICE void find() const {
+#pragma unroll 1
+      for (u32 which = 0; which < TENSORS; ++which)
+        put(which,
+            largest_magnitude<QUERY, TENSOR_DIM, THREADS, 8>(base(which), stride(which), rows(which), threadIdx.x));
+      __syncthreads();
+      store(WARPS);
+      __syncthreads();
+    }
+    // By the producer warpgroup, through its staging slots, while the consumers compute the head before.
+    DEVICE void find_behind_consumers() const {
+      Position loaded;
+#pragma unroll
+      for (u32 i = 0; i < STAGING_SLOTS; ++i) begin_load(StagingSlot(shared, i), loaded);
+      u32 slot = 0;
+#pragma unroll 1
+      for (u32 which = 0; which < TENSORS; ++which) {
+        u32 most = 0;
+#pragma unroll 1
+        for (u32 first = 0; first < chunks(which); first += STEP_CHUNKS, ++slot) {
+          cp_async_wait<STAGING_SLOTS - 1>();
+          const StagingSlot from(shared, slot);
+#pragma unroll
+          for (u32 i = 0; i < 8; ++i) {
+            const Chunk chunk = from.chunk_of(i);
+#pragma unroll
+            for (u32 word : chunk.word) most = max_magnitudes(most, word, QUERY{});
+          }
+          begin_load(from, loaded);
+        }
+        put(which, max_of_pair(most, QUERY{}));
+      }
+      cp_async_wait<0>();
+      sync_producer();
+      store(GROUP / 32);
+      sync_producer();
+    }
+    struct Position {  // a tensor and one of its chunks
+      u32 which = 0, first = 0;
+    };
+    // Begins to load 8 chunks for each thread, zeros past a tensor's last, and goes on to the next ones.
+    DEVICE void begin_load(const StagingSlot& slot, Position& at) const {
+      if (at.which < TENSORS) {
+        const u8* const from = base(at.which);
+        const i32 stride = this->stride(at.which);
+        const u32 end = chunks(at.which);
+        u32 chunk = at.first + reread_thread_index();
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i, chunk += GROUP) {
+          const u32 row = chunk / CHUNKS;
+          const u8* const source = (const u8*)multiply_add((i32)row, stride, (i64)from) + (chunk - row * CHUNKS) * 16;
+          cp_async_16_or_zeros(slot.chunk(i), source, chunk < end);
+        }
+        at.first += STEP_CHUNKS;
+        if (at.first >= end) at = {at.which + 1, 0};
+      }
+      cp_async_commit();
+    }
+    DEVICE void put(u32 which, u32 most) const {
+      most = __reduce_max_sync(~0u, most);
+      if (threadIdx.x % 32 == 0) store_shared(shared.maxima + (which * WARPS + threadIdx.x / 32) * 4, most);
+    }
+    DEVICE void store(u32 warps) const {
+      const u32 which = threadIdx.x;
+      if (which >= TENSORS) return;
+      u32 most = 0;
+#pragma unroll 1
+      for (u32 i = 0; i < warps; ++i) most = max(most, load_shared(shared.maxima + (which * WARPS + i) * 4));
+      const float* const scale = which == 0   ? head_element<float>(p.q_scale, of.batch, of.head)
+                                 : which == 1 ? head_element<float>(p.k_scale, of.batch, of.kv_head)
+                                              : head_element<float>(p.v_scale, of.batch, of.kv_head);
+      *(float*)scale = scale_of_magnitude<QUERY>(most);
+    }
+    DEVICE static void sync_producer() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+  };
+  DEVICE void find_first_scales(const Params& p, const SharedLayout& shared) const {
+    const TileScheduler scheduler(p);
+    HeadScales(p, shared, scheduler.work(p)).find();
+  }
+  DEVICE void find_scales(const Params& p, const SharedLayout& shared, const TileScheduler& scheduler) const {
+    if (every == 1) HeadScales(p, shared, scheduler.work(p)).find_behind_consumers();  // not of the first head
+  }
+#endif
+
   u32 every = CONSUMERS + 1;  // this warpgroup takes every `every`-th step
 
   template <int PASSES>
-  DEVICE void run(const Params& p, const SharedLayout& shared, u32 batch, u32 kv_head, i32 tiles, Stage& at) {
-    const ThreadChunks mine(p, shared, batch, kv_head);
+  DEVICE void run(const Params& p, const SharedLayout& shared, const Head& of, i32 tiles, Stage& at) {
+    const ThreadChunks mine(p, shared, of);
     const u32 steps = tiles * STEPS;
 #pragma unroll
     for (u32 i = 0; i < STAGING_SLOTS; ++i) {
@@ -181,7 +286,7 @@ struct QuantizingLoader {
   DEVICE void load_first_head(const Params& p, const SharedLayout& shared) const {
     const TileScheduler scheduler(p);
     const WorkTile work = scheduler.work(p);
-    const ThreadChunks mine(p, shared, work.batch, work.kv_head);
+    const ThreadChunks mine(p, shared, work);
     const u32 steps = (KEY_MASK ? tiles_of(p, work) : (p.nk + TILE - 1) / TILE) * STEPS;
     RegisterChunks held;
     u32 step = threadIdx.x / GROUP;

@@ -4,8 +4,7 @@
 #include "sm90/long_rows_load.cuh"
 
 // The rows of a thread are `row` and row + 8. Rows from `end` on do not belong to the CTA.
-struct ThreadRows {
-  u32 batch, head, kv_head;
+struct ThreadRows : Head {
   i32 row, end;
 };
 
@@ -17,8 +16,7 @@ DEVICE u32 reread_thread_index() {
 }
 
 // Rows [row, end) of a head.
-struct WorkTile {
-  u32 batch, head, kv_head;
+struct WorkTile : Head {
   i32 row, end;
 
   DEVICE WorkTile(const Params& p, u32 of, i32 row, i32 rows) : row(row), end(min(row + rows, p.nq)) {
@@ -29,7 +27,7 @@ struct WorkTile {
   DEVICE i32 tiles() const { return (end - row + 63) / 64; }
   // Returns the thread's rows of a row tile.
   DEVICE ThreadRows place(u32 thread, i32 tile) const {
-    return {batch, head, kv_head, row + tile * 64 + (i32)(thread % GROUP / 32 * 16 + thread % 32 / 4), end};
+    return {*this, row + tile * 64 + (i32)(thread % GROUP / 32 * 16 + thread % 32 / 4), end};
   }
 };
 

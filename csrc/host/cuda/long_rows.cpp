@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kSharedBytes = 227 * 1024;      // available to a CTA
 constexpr int64_t kTableBytes = 32 * 1024;        // of the table of P of `intflash_online`
 constexpr int64_t kStagingBytes = 2 * 16 * 1024;  // of floats that wait in shared memory to be quantized
+constexpr int64_t kMaximaBytes = 3 * 16 * 4;      // of the maxima that each of up to 16 warps finds
 // Times of 1, 2, ... of two or three warpgroups relative to that of all, measured.
 constexpr double kWarpgroupTimes[2][3] = {{0.8, 1.0, 0}, {0.57, 0.78, 1.0}};
 constexpr double kOutputTime = 0.1;  // part of that time that 64 rows' output takes
@@ -21,15 +22,17 @@ constexpr double kQuantizeTileUs = 0.6;
 // A separate quantization pass: its least time, and its rate at 3 bytes per element.
 constexpr double kPassLeastUs = 4.5, kPassTbS = 4.0;
 
-const Source kSource = {
-    "sm90/long_rows.cu",
-    "attention",
-    {{"METHOD", kMethodNames}, {"BLOCK_FLOAT", nullptr},     {"HEAD_DIM", nullptr},   {"CONSUMERS", nullptr},
-     {"CAUSAL", nullptr},      {"ROW_SCALES", nullptr},      {"KEY_SCALES", nullptr}, {"QUERY", kTypeNames},
-     {"VALUE", kTypeNames},    {"OUT", kTypeNames},          {"TMA", nullptr},        {"P_SHARED", nullptr},
-     {"P_TABLE", nullptr},     {"SCRATCH_BYTES", nullptr},   {"STAGES", nullptr},     {"KV_RESIDENT", nullptr},
-     {"FLOAT_KV", nullptr},    {"VALUES_IN_RANGE", nullptr}, {"TENSOR_DIM", nullptr}, {"KEY_COUNTS", nullptr},
-     {"KEY_MASK", nullptr}}};
+const Source kSource = {"sm90/long_rows.cu", "attention", {{"METHOD", kMethodNames}, {"BLOCK_FLOAT", nullptr},
+                                                           {"HEAD_DIM", nullptr},    {"CONSUMERS", nullptr},
+                                                           {"CAUSAL", nullptr},      {"ROW_SCALES", nullptr},
+                                                           {"KEY_SCALES", nullptr},  {"QUERY", kTypeNames},
+                                                           {"VALUE", kTypeNames},    {"OUT", kTypeNames},
+                                                           {"TMA", nullptr},         {"P_SHARED", nullptr},
+                                                           {"P_TABLE", nullptr},     {"SCRATCH_BYTES", nullptr},
+                                                           {"STAGES", nullptr},      {"KV_RESIDENT", nullptr},
+                                                           {"FLOAT_KV", nullptr},    {"VALUES_IN_RANGE", nullptr},
+                                                           {"TENSOR_DIM", nullptr},  {"KEY_COUNTS", nullptr},
+                                                           {"KEY_MASK", nullptr},    {"HEAD_AMAX_IN_KERNEL", nullptr}}};
 
 // The kernel pads head_dim to a multiple of 16.
 int64_t padded_channels(int64_t d) { return round_up(d, 16); }
@@ -47,11 +50,11 @@ int64_t scratch_bytes(const Problem& p) {
   return (7 + accumulators) * 128 * 8;
 }
 
-// Bytes of P, where it goes through shared memory, of what has no registers, of floats that wait to be quantized, and
-// of the table of P.
+// Bytes of P, where it goes through shared memory, of what has no registers, of floats that wait to be quantized and of
+// their maxima, and of the table of P.
 int64_t extra_shared_bytes(const Problem& p, int64_t consumers, bool floats) {
-  return 64 * consumers * kTile * p_in_shared(p, consumers) + consumers * scratch_bytes(p) + floats * kStagingBytes +
-         uses_p_table(p) * kTableBytes;
+  return 64 * consumers * kTile * p_in_shared(p, consumers) + consumers * scratch_bytes(p) +
+         floats * (kStagingBytes + kMaximaBytes) + uses_p_table(p) * kTableBytes;
 }
 
 int64_t shared_bytes(int64_t d, int64_t consumers, int64_t stages, int64_t extra) {
@@ -254,6 +257,15 @@ bool long_rows_quantize_keys(const Problem& p, const Gpu& gpu) {
          (p.fixed.fuses_keys < 0 ? quantizing_is_faster(p, gpu.processors) : bool(p.fixed.fuses_keys));
 }
 
+// Whether the kernel that quantizes K and V finds the scales of their heads and Q's itself: by measurement, where each
+// CTA has heads whose scales its producer finds while the consumers compute, and enough keys to hide that.
+bool long_rows_find_scales(const Problem& p, const Gpu& gpu) {
+  if (!offsets_fit_32_bits(p.q)) return false;
+  if (p.fixed.finds_scales >= 0) return bool(p.fixed.finds_scales);
+  return light_quantization(padded_channels(p.head_dim())) && p.nk() >= 4 * kTile &&
+         p.batch() * p.heads() >= 2 * gpu.processors;
+}
+
 void long_rows_launch(const Attention& a, Launch& launch) {
   const Problem& p = a.p;
   const bool floats = !a.k.is_codes(), rows = a.has_row_scales();
@@ -290,7 +302,8 @@ void long_rows_launch(const Attention& a, Launch& launch) {
                      a.is_fused && p.is_dynamic(),
                      d == own ? kLeftOut : int32_t(own),
                      p.key_counts ? 1 : kLeftOut,
-                     p.keep ? 1 : kLeftOut}};
+                     p.keep ? 1 : kLeftOut,
+                     floats && a.head_amax_in_kernel ? 1 : kLeftOut}};
   const Schedule schedule =
       resident ? schedule_resident_heads(p, floats, a.gpu.processors) : schedule_ranges(p, consumers, a.gpu);
   launch.grid[0] = uint32_t(schedule.ctas);

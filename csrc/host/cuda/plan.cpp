@@ -242,20 +242,20 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
   const bool quantizes_keys = c.kernel == Kernel::kWindow || c.kernel == Kernel::kShortRows;  // of floats
   c.copies_values = is_long && !p.is_float() && !is_key_major(p.v, round_up(p.nk(), 16));
   c.scores_in_kernel = p.has_float_query() && !p.is_float() && c.kernel == Kernel::kFewRows && !p.has_integer_output();
+  c.fuses_keys = p.is_float() && (quantizes_keys || (is_long && long_rows_quantize_keys(p, gpu)));
   if (p.is_dynamic()) {
     const bool heads = p.per_head[0] && (!p.is_float() || (p.per_head[1] && p.per_head[2]));
-    c.head_amax_in_kernel =
-        heads && (p.is_float() ? quantizes_keys && !p.has_integer_output() : c.scores_in_kernel && p.nq() == 1);
+    const bool finds_all = c.fuses_keys && !p.has_integer_output() && (!is_long || long_rows_find_scales(p, gpu));
+    c.head_amax_in_kernel = heads && (p.is_float() ? finds_all : c.scores_in_kernel && p.nq() == 1);
     c.finds_scales = !c.head_amax_in_kernel;
   }
-  c.fuses_keys = p.is_float() && (quantizes_keys || (is_long && long_rows_quantize_keys(p, gpu)));
   c.fills_constants = (!(c.fuses_keys || c.scores_in_kernel) || p.has_integer_output()) && !p.ready_score;
   c.finds_valueless = p.is_block_float();
-  if (c.finds_scales) {
+  if (c.finds_scales || (is_long && c.head_amax_in_kernel)) {
     for (int i = 0; i < 3; ++i)
       if (!p.scale[i]) c.scale_count += numel(found_scale(p, i, nullptr).shape);
-    c.scales = place(12 * c.scale_count);
-    c.zeros = {c.scales, 8 * c.scale_count};
+    c.scales = place((c.finds_scales ? 12 : 4) * c.scale_count);
+    if (c.finds_scales) c.zeros = {c.scales, 8 * c.scale_count};
   }
   if (c.copies_values) {
     const int64_t bytes = p.k.shape[0] * p.k.shape[1] * p.v.shape[3] * round_up(p.nk(), 16);
@@ -284,12 +284,12 @@ void fill_plan(const Problem& p, const Choice& c, const Memory& memory, const Gp
   char* const workspace = memory.workspace;
   Attention a{p, memory, p.q, p.k, p.v, p.has_float_query(), c.head_amax_in_kernel, {}, {}, {}, gpu};
   Tensor scale[3] = {p.scale[0], p.scale[1], p.scale[2]};
-  if (c.finds_scales) {
+  if (c.scale_count) {
     uint32_t* const amax = reinterpret_cast<uint32_t*>(workspace + c.scales);
-    float* scales = reinterpret_cast<float*>(amax + 2 * c.scale_count);
+    float* scales = reinterpret_cast<float*>(c.finds_scales ? amax + 2 * c.scale_count : amax);
     for (Tensor& s : scale)
       if (!s) s = found_scale(p, int(&s - scale), scales), scales += numel(s.shape);
-    absmax_launch(p, c.scale_count, amax, plan.next());
+    if (c.finds_scales) absmax_launch(p, c.scale_count, amax, plan.next());
   }
   if (c.fills_constants) {
     constants_launch(p, c, scale, workspace, memory.out_scale, plan.next());

@@ -46,7 +46,7 @@ struct Fixed {
   int64_t window_split[3] = {-1, -1, -1};  // warps per window, rows per tile, windows per CTA
   int64_t row_split[3] = {-1, -1, -1};     // of short rows: warpgroups, tiles per CTA, CTAs per multiprocessor
   int exp_32bit = -1;                      // of short rows
-  int consumers = -1, resident = -1, fuses_keys = -1;  // of long rows
+  int consumers = -1, resident = -1, fuses_keys = -1, finds_scales = -1;  // of long rows
   int64_t range_split[3] = {-1, -1, -1};       // of long rows: whole ranges, tiles of a smaller one, its first CTA
   int64_t tile[6] = {-1, -1, -1, -1, -1, -1};  // of any rows: see `Tile`
   int key_splits = -1;                         // of few rows
@@ -189,7 +189,7 @@ struct Choice {
   bool fills_constants;
   bool copies_values;    // V's codes are copied, with contiguous keys, as 8-bit tensor cores read them
   bool finds_valueless;  // keys without a value, for the methods with an exponent per block of keys
-  int64_t scale_count;   // scales that are found
+  int64_t scale_count;   // scales that are found and kept in memory; short rows and windows keep none
   int64_t scales, key_codes, value_codes, score, output, valueless;  // offsets in the workspace
   int64_t key_scores, maxima, sums;                                  // of few rows
   int64_t bytes;                                                     // of the workspace
@@ -273,6 +273,7 @@ int64_t key_width(int64_t head_dim);  // bytes per row of K in shared memory: K_
 
 bool long_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
 bool long_rows_quantize_keys(const Problem& p, const Gpu& gpu);
+bool long_rows_find_scales(const Problem& p, const Gpu& gpu);
 void long_rows_launch(const Attention& a, Launch& launch);
 
 // What the kernels of long_rows.cu and long_rows_float.cu share.

@@ -104,8 +104,18 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             p = replace(p, q=p.q.transpose(1, 2).contiguous().transpose(1, 2)[:, :, 3:200])
             yield f"{dtype} {d} tokens first", p
     if method in FROM_FLOATS:
+        yield from _found_scales(method)
         yield from _padded_channels(method)
         yield from _key_masks(method)
+
+
+def _found_scales(method: str) -> Iterator[tuple[str, Problem]]:
+    """Scales per head that the kernel finds itself: heads of several CTAs, and CTAs of several heads."""
+    for d, dtype in itertools.product((32, 64, 72, 128), FLOAT_KV[:2]):
+        p = checks.floats(method, 2, 300, d, dtype, checks.OF_HEADS, return_lse=True)
+        yield f"scales of few heads {d} {dtype}", _tokens_first(p)
+        p = checks.floats(method, 66, 512, d, dtype, checks.OF_HEADS, return_lse=True)
+        yield f"scales of many heads {d} {dtype}", replace(p, q=p.q[:, :, :70])
 
 
 def _padded_channels(method: str) -> Iterator[tuple[str, Problem]]:
@@ -155,8 +165,9 @@ def _on_processors(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
 @pytest.mark.parametrize("resident", (False, True))
 @pytest.mark.parametrize("method", METHODS)
 def test_bits(method, resident, monkeypatch):
-    """resident: K/V resident in shared memory where they fit, also from floats, or nowhere."""
-    monkeypatch.setattr(plans, "FIXED", dict(resident=int(resident), fuses_keys=int(resident)))
+    """resident: K/V resident in shared memory where they fit, also from floats with scales found there, or nowhere."""
+    choice = int(resident)
+    monkeypatch.setattr(plans, "FIXED", dict(resident=choice, fuses_keys=choice, finds_scales=choice))
     torch.manual_seed(0)
     assert checks.differences(cases(method), "long_rows") == {}
 
@@ -209,7 +220,7 @@ def test_bits_of_resident_heads(method, monkeypatch):
 @pytest.mark.parametrize("method", FROM_FLOATS)
 def test_bits_of_resident_floats(method, monkeypatch):
     """Every head_dim, many and few heads per CTA, as many keys as fit, values far outside a scale's range."""
-    monkeypatch.setattr(plans, "FIXED", dict(fuses_keys=1))
+    monkeypatch.setattr(plans, "FIXED", dict(fuses_keys=1, finds_scales=1))
     torch.manual_seed(0)
     static = Recipe(q_scale=0.02, k_scale=2**-18, v_scale=2**-9)
     for processors, recipe, dtype in itertools.product(
@@ -326,6 +337,19 @@ def test_when_kv_is_resident():
     assert not _is_resident(checks.empty_problem("intflash_online", 197, 64, causal=0))
 
 
+def test_when_the_kernel_finds_scales():
+    def in_kernel(n: int, d: int, batch: int, recipe=checks.OF_HEADS, out=torch.float16, **fixed) -> bool:
+        p = checks.empty_problem("intflash_p8", n, d, torch.float16, out, recipe=recipe, batch=batch, heads=12)
+        return checks.macros(checks.attention_launch(p, **fixed)).get("HEAD_AMAX_IN_KERNEL") == "1"
+
+    assert in_kernel(577, 64, 32) and in_kernel(512, 64, 22)
+    assert not in_kernel(577, 64, 21) and not in_kernel(511, 64, 32)  # few heads for each CTA; few keys
+    assert not in_kernel(577, 80, 32) and in_kernel(577, 80, 32, finds_scales=1)
+    assert not in_kernel(1500, 64, 32)  # K and V are not resident
+    for recipe, out in ((checks.OF_TENSORS, torch.float16), (checks.OF_HEADS, torch.int8)):
+        assert not in_kernel(577, 64, 32, recipe, out, finds_scales=1)
+
+
 def _quantizes_kv(method: str, n: int, d: int, dtype=torch.float16, **more) -> bool:
     launch = checks.attention_launch(checks.empty_problem(method, n, d, dtype, dtype, **more))
     assert launch.program.file == "sm90/long_rows.cu"
@@ -440,8 +464,15 @@ def test_floats_do_not_spill(method, recipe):
         assert checks.machine(_float_launch(method, d, dtype, recipe)).spills == 0
 
 
-def _float_launch(method, d, dtype, recipe):
-    launch = checks.attention_launch(checks.empty_problem(method, 300, d, dtype, dtype, recipe=recipe), fuses_keys=1)
+@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), FROM_FLOATS))
+def test_scales_found_in_the_kernel_do_not_spill(method):
+    launch = _float_launch(method, 64, torch.float16, checks.OF_HEADS, finds_scales=1)
+    assert checks.macros(launch)["HEAD_AMAX_IN_KERNEL"] == "1" and checks.machine(launch).spills == 0
+
+
+def _float_launch(method, d, dtype, recipe, **fixed):
+    p = checks.empty_problem(method, 300, d, dtype, dtype, recipe=recipe)
+    launch = checks.attention_launch(p, fuses_keys=1, **fixed)
     assert checks.macros(launch)["FLOAT_KV"] == "1"
     return launch
 
