@@ -289,7 +289,7 @@ void fill_plan(const Problem& p, const Choice& c, const Memory& memory, const Gp
     float* scales = reinterpret_cast<float*>(c.finds_scales ? amax + 2 * c.scale_count : amax);
     for (Tensor& s : scale)
       if (!s) s = found_scale(p, int(&s - scale), scales), scales += numel(s.shape);
-    if (c.finds_scales) absmax_launch(p, c.scale_count, amax, plan.next());
+    if (c.finds_scales) absmax_launch(p, c.scale_count, amax, gpu, plan.next());
   }
   if (c.fills_constants) {
     constants_launch(p, c, scale, workspace, memory.out_scale, plan.next());

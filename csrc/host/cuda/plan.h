@@ -310,7 +310,7 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan);
 // The score constants of two scales, as constants.cu packs them.
 uint64_t packed_score(const Problem& p, float q_scale, float k_scale);
 // Finds the scales of floats: maxima and counters of finished CTAs, zeros at launch, then the scales.
-void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, Launch& launch);
+void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, const Gpu& gpu, Launch& launch);
 // The scale of Q, K or V that a call finds: one, or one for each head. Scales that are found follow one another.
 Tensor found_scale(const Problem& p, int which, float* data);
 void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k_codes, const Tensor& v_codes,

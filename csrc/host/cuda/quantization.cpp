@@ -9,10 +9,10 @@
 namespace intflash::gpu {
 namespace {
 
-constexpr int64_t kTokens = 128;            // per CTA of quantize_inputs.cu
-constexpr int64_t kChunkBytes = 16;         // of absmax.cu and head_absmax.cu
-constexpr int64_t kCtaChunks = 2048;        // that a CTA of these loads at once
-constexpr int64_t kMostCtas = 3 * 4 * 132;  // of absmax.cu: more of them only add atomic operations
+constexpr int64_t kTokens = 128;      // per CTA of quantize_inputs.cu
+constexpr int64_t kChunkBytes = 16;   // of absmax.cu and head_absmax.cu
+constexpr int64_t kCtaChunks = 2048;  // that a CTA of these loads at once
+constexpr int64_t kMostCtas = 4;  // of absmax.cu on a multiprocessor, for each tensor: more only add atomic operations
 constexpr const char* kUnits[] = {"Octaves", "TableSteps"};
 
 const Source kAbsmax = {
@@ -86,7 +86,7 @@ Tensor found_scale(const Problem& p, int which, float* data) {
   return packed(reinterpret_cast<char*>(data), {heads ? x.shape[0] : 1, heads ? x.shape[1] : 1, 1, 1});
 }
 
-void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, Launch& launch) {
+void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, const Gpu& gpu, Launch& launch) {
   Tensor absent = p.q;  // no heads of which a maximum would be wanted
   absent.shape[1] = 0;
   const Tensor* const tensors[] = {&p.q, p.is_float() ? &p.k : &absent, p.is_float() ? &p.v : &absent};
@@ -98,7 +98,7 @@ void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, Launch
     for (int i = 0; i < 3; ++i) params.x[i] = runs(*tensors[i]), most = std::max(most, params.x[i].count);
     params.amax = amax, params.scales = scales;
     launch.program = {&kAbsmax, {int32_t(sizeof(::AbsmaxParams)), int32_t(p.q.type), int32_t(kCtaChunks)}};
-    launch.grid[0] = uint32_t(std::min(ceil_div(most, kCtaChunks) * 3, kMostCtas));
+    launch.grid[0] = uint32_t(std::min(ceil_div(most, kCtaChunks), kMostCtas * gpu.processors) * 3);
     return;
   }
   ::HeadAbsmaxParams& params = launch.set_parameters<::HeadAbsmaxParams>();
