@@ -317,8 +317,8 @@ def main() -> None:
         raise SystemExit("the fault was not seen")
     mesh = init_device_mesh(options.device, (dist.get_world_size(),))
     bench = Bench(device, 2 if options.tiny else options.rounds)
-    workloads = {name: WORKLOADS[name] for name in options.workloads if name != BLOCK}
-    workloads = TINY if options.tiny and workloads else workloads
+    names = [name for name in options.workloads if name != BLOCK]
+    workloads = TINY if options.tiny and names else {name: WORKLOADS[name] for name in names}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     found = dict(environment=environment(), nccl_nvls=os.environ["NCCL_NVLS_ENABLE"], rows=[])
 
@@ -330,8 +330,8 @@ def main() -> None:
             for row in rows:
                 print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()})
 
-    for work in [*workloads.values()][:1]:
-        found["overlap"] = profile(work, options.methods[0], bench, options.out)
+    if workloads:
+        found["overlap"] = profile(next(iter(workloads.values())), options.methods[0], bench, options.out)
     for name, work in workloads.items():
         add(measure(name, work, options.methods, options.chunks, bench, mesh))
     if BLOCK in options.workloads:

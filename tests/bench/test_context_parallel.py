@@ -57,6 +57,16 @@ def test_a_fault_ends_the_run(fault, said):
     assert done.returncode != 0 and said in done.stderr and "was not seen" not in done.stderr
 
 
+def test_the_formula_beside_measured_times_is_the_models():
+    page, rates = (ROOT / "docs" / "design" / "distributed.md").read_text(), context_parallel_model.rates()
+    work = context_parallel_model.Workload("Wan 1.3B at 720p", 12, 12, 75_600, False)
+    model = context_parallel_model
+    ours, four = (f"{1e3 * model.ours_gather(work, ranks, rates):.1f}" for ranks in (2, 4))
+    usp, ring = (f"{1e3 * time(work, 4, rates):.1f}" for time in (model.usp, model.torch_ring))
+    assert f"{ours} ms on two GPUs, measured 35.8, and {four} on four" in page
+    assert f"FP16 by Ulysses {usp}, measured 17.5, torch's ring {ring}, measured 18.6" in page
+
+
 def test_the_tables_of_the_design_page_are_the_models():
     page = (ROOT / "docs" / "design" / "distributed.md").read_text()
     for work in context_parallel_model.WORKLOADS:

@@ -81,7 +81,8 @@ struct KeyTileRange {
   DEVICE KeyTileRange(const Params& p, const BatchKeys& of_batch, i32 first, i32 end) {
     i32 keys = CAUSAL ? min(of_batch.count, end + p.causal) : of_batch.count;
     i32 seen = CAUSAL ? min(of_batch.count, first + p.causal + 1) : of_batch.unmasked;
-    count = keys > 0 ? (keys + TILE - 1) / TILE : HEAD_AMAX_IN_KERNEL;  // a tile says that scales are known
+    // consumers wait for a head's scales by its first tile, so that a head without keys has one too
+    count = keys > 0 ? (keys + TILE - 1) / TILE : HEAD_AMAX_IN_KERNEL;
     whole = seen > 0 ? seen / TILE : 0;
   }
 };
@@ -539,17 +540,13 @@ DEVICE void attend(const Params& p, Loader loader) {
   __syncthreads();
   wait_for_previous_kernel();
   let_next_kernel_start();
-#if HEAD_AMAX_IN_KERNEL
-  loader.find_first_scales(p, shared);
-#endif
+  if constexpr (HEAD_AMAX_IN_KERNEL) loader.find_first_scales(p, shared);
   if (threadIdx.x < GROUP) {
     release_registers<LOADER_REGISTERS>();
     Stage at;
 #pragma unroll 1
     for (TileScheduler scheduler(p); !scheduler.done(p); scheduler.next(p)) {
-#if HEAD_AMAX_IN_KERNEL
-      loader.find_scales(p, shared, scheduler);
-#endif
+      if constexpr (HEAD_AMAX_IN_KERNEL) loader.find_scales(p, shared, scheduler);
       const WorkTile work = scheduler.work(p);
       loader.template run<KEY_PASSES<Method>>(p, shared, work, tiles_of(p, work), at);
     }

@@ -148,10 +148,9 @@ struct QuantizingLoader {
     }
   };
 
-#if HEAD_AMAX_IN_KERNEL
-  // The scales of a head of Q, K and V, from the maxima of their magnitudes. Each CTA finds those of all of its heads:
-  // where two share a head, they write the same scales. The consumers read a head's scales once its first tile of keys
-  // is full.
+  // With HEAD_AMAX_IN_KERNEL: the scales of a head of Q, K and V, from the maxima of their magnitudes. Each CTA finds
+  // those of all of its heads: where two share a head, they write the same scales. The consumers read a head's scales
+  // once its first tile of keys is full.
   struct HeadScales {
     static constexpr u32 TENSORS = 3, STEP_CHUNKS = 8 * GROUP;
     const Params& p;
@@ -159,11 +158,12 @@ struct QuantizingLoader {
     const Head& of;
 
     DEVICE HeadScales(const Params& p, const SharedLayout& shared, const Head& of) : p(p), shared(shared), of(of) {}
+    DEVICE const View& tensor(u32 which) const { return which == 0 ? p.q : which == 1 ? p.k : p.v; }
+    DEVICE u32 head(u32 which) const { return which == 0 ? of.head : of.kv_head; }
     DEVICE const u8* base(u32 which) const {
-      const View& x = which == 0 ? p.q : which == 1 ? p.k : p.v;
-      return x.ptr + head_offset(x, of.batch, which == 0 ? of.head : of.kv_head) * SIZE<QUERY>;
+      return tensor(which).ptr + head_offset(tensor(which), of.batch, head(which)) * SIZE<QUERY>;
     }
-    DEVICE i32 stride(u32 which) const { return (i32)(which == 0 ? p.q.n : which == 1 ? p.k.n : p.v.n) * SIZE<QUERY>; }
+    DEVICE i32 stride(u32 which) const { return (i32)tensor(which).n * SIZE<QUERY>; }
     DEVICE i32 rows(u32 which) const { return which == 0 ? p.nq : p.nk; }
     DEVICE u32 chunks(u32 which) const { return rows(which) * CHUNKS; }
 
@@ -236,10 +236,8 @@ struct QuantizingLoader {
       u32 most = 0;
 #pragma unroll 1
       for (u32 i = 0; i < warps; ++i) most = max(most, load_shared(shared.maxima + (which * WARPS + i) * 4));
-      const float* const scale = which == 0   ? head_element<float>(p.q_scale, of.batch, of.head)
-                                 : which == 1 ? head_element<float>(p.k_scale, of.batch, of.kv_head)
-                                              : head_element<float>(p.v_scale, of.batch, of.kv_head);
-      *(float*)scale = scale_of_magnitude<QUERY>(most);
+      const View& scale = which == 0 ? p.q_scale : which == 1 ? p.k_scale : p.v_scale;
+      *(float*)head_element<float>(scale, of.batch, head(which)) = scale_of_magnitude<QUERY>(most);
     }
     DEVICE static void sync_producer() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
   };
@@ -250,7 +248,6 @@ struct QuantizingLoader {
   DEVICE void find_scales(const Params& p, const SharedLayout& shared, const TileScheduler& scheduler) const {
     if (every == 1) HeadScales(p, shared, scheduler.work(p)).find_behind_consumers();  // not of the first head
   }
-#endif
 
   u32 every = CONSUMERS + 1;  // this warpgroup takes every `every`-th step
 

@@ -261,7 +261,7 @@ bool long_rows_quantize_keys(const Problem& p, const Gpu& gpu) {
 // CTA has heads whose scales its producer finds while the consumers compute, and enough keys to hide that.
 bool long_rows_find_scales(const Problem& p, const Gpu& gpu) {
   if (!offsets_fit_32_bits(p.q)) return false;
-  if (p.fixed.finds_scales >= 0) return bool(p.fixed.finds_scales);
+  if (p.fixed.head_amax_in_kernel >= 0) return bool(p.fixed.head_amax_in_kernel);
   return light_quantization(padded_channels(p.head_dim())) && p.nk() >= 4 * kTile &&
          p.batch() * p.heads() >= 2 * gpu.processors;
 }

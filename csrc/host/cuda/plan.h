@@ -46,7 +46,7 @@ struct Fixed {
   int64_t window_split[3] = {-1, -1, -1};  // warps per window, rows per tile, windows per CTA
   int64_t row_split[3] = {-1, -1, -1};     // of short rows: warpgroups, tiles per CTA, CTAs per multiprocessor
   int exp_32bit = -1;                      // of short rows
-  int consumers = -1, resident = -1, fuses_keys = -1, finds_scales = -1;  // of long rows
+  int consumers = -1, resident = -1, fuses_keys = -1, head_amax_in_kernel = -1;  // of long rows
   int64_t range_split[3] = {-1, -1, -1};       // of long rows: whole ranges, tiles of a smaller one, its first CTA
   int64_t tile[6] = {-1, -1, -1, -1, -1, -1};  // of any rows: see `Tile`
   int key_splits = -1;                         // of few rows

@@ -81,9 +81,12 @@ gpu::Gpu gpu_of(nb::handle given) {
 // Choices that tests fix, by name: numbers, tuples of them, or the name of a kernel.
 gpu::Fixed fixed_of(nb::dict given) {
   gpu::Fixed f;
-  const std::pair<const char*, int*> numbers[] = {{"exp_32bit", &f.exp_32bit},       {"consumers", &f.consumers},
-                                                  {"resident", &f.resident},         {"fuses_keys", &f.fuses_keys},
-                                                  {"finds_scales", &f.finds_scales}, {"key_splits", &f.key_splits}};
+  const std::pair<const char*, int*> numbers[] = {{"exp_32bit", &f.exp_32bit},
+                                                  {"consumers", &f.consumers},
+                                                  {"resident", &f.resident},
+                                                  {"fuses_keys", &f.fuses_keys},
+                                                  {"head_amax_in_kernel", &f.head_amax_in_kernel},
+                                                  {"key_splits", &f.key_splits}};
   struct Several {
     const char* name;
     int64_t* to;

@@ -159,10 +159,10 @@ def _torchao(config: Config, least_rows: int, model: nn.Module, given: dict[str,
     return _in_graph(quantized, given)
 
 
-def _int8_dynamic(x: Tensor) -> Any:
+def _dynamic(config: str, x: Tensor) -> Any:
     from torchao import quantization
 
-    return quantization.Int8DynamicActivationInt8WeightConfig()
+    return getattr(quantization, config)()
 
 
 def _int8_static(x: Tensor) -> Any:
@@ -174,20 +174,16 @@ def _int8_static(x: Tensor) -> Any:
     return quantization.Int8StaticActivationInt8WeightConfig(scale, granularity=granularity)
 
 
-def _float8_dynamic(x: Tensor) -> Any:
-    from torchao import quantization
-
-    return quantization.Float8DynamicActivationFloat8WeightConfig()
-
-
 # Tuning measures kernels, which other processes on the GPU disturb: one tunes at a time, after its other compilations.
 TUNED = f"{FP16}, torch.compile max-autotune, {GRAPH}"
 CONTENDERS: dict[str, Callable[[nn.Module, dict[str, Tensor]], Call]] = {
     f"{FP16}, torch.compile, {GRAPH}": _in_graph,
     f"{FP16}, torch.compile reduce-overhead": _compiled,
-    f"torchao float8 dynamic, {GRAPH}": partial(_torchao, _float8_dynamic, 1),
+    f"torchao float8 dynamic, {GRAPH}": partial(
+        _torchao, partial(_dynamic, "Float8DynamicActivationFloat8WeightConfig"), 1
+    ),
     f"torchao int8 static, {GRAPH}": partial(_torchao, _int8_static, 17),
-    f"torchao int8 dynamic, {GRAPH}": partial(_torchao, _int8_dynamic, 17),
+    f"torchao int8 dynamic, {GRAPH}": partial(_torchao, partial(_dynamic, "Int8DynamicActivationInt8WeightConfig"), 17),
     TUNED: partial(_in_graph, mode="max-autotune-no-cudagraphs"),
 }
 TUNED_BATCHES = (64, 256)
@@ -352,7 +348,7 @@ def start_conversions(files: Mapping[str, Path]) -> list[subprocess.Popen]:
 def measure_all(names: Sequence[str], batches: Sequence[int], turns: int, setting: Setting) -> Iterator[Row]:
     """The rows of the table: each model and batch in its own process."""
     cases = [(name, batch) for name in names for batch in batches if name != "bert_base" or batch <= MOST_SEQUENCES]
-    cores = len(os.sched_getaffinity(0))
+    cores = os.cpu_count() or 1
     together = min(max(1, cores // 4), len(cases))  # so that rows come as the run proceeds
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder) / f"{name}.safetensors" for name in names}

@@ -167,7 +167,7 @@ def _on_processors(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
 def test_bits(method, resident, monkeypatch):
     """resident: K/V resident in shared memory where they fit, also from floats with scales found there, or nowhere."""
     choice = int(resident)
-    monkeypatch.setattr(plans, "FIXED", dict(resident=choice, fuses_keys=choice, finds_scales=choice))
+    monkeypatch.setattr(plans, "FIXED", dict(resident=choice, fuses_keys=choice, head_amax_in_kernel=choice))
     torch.manual_seed(0)
     assert checks.differences(cases(method), "long_rows") == {}
 
@@ -220,7 +220,7 @@ def test_bits_of_resident_heads(method, monkeypatch):
 @pytest.mark.parametrize("method", FROM_FLOATS)
 def test_bits_of_resident_floats(method, monkeypatch):
     """Every head_dim, many and few heads per CTA, as many keys as fit, values far outside a scale's range."""
-    monkeypatch.setattr(plans, "FIXED", dict(fuses_keys=1, finds_scales=1))
+    monkeypatch.setattr(plans, "FIXED", dict(fuses_keys=1, head_amax_in_kernel=1))
     torch.manual_seed(0)
     static = Recipe(q_scale=0.02, k_scale=2**-18, v_scale=2**-9)
     for processors, recipe, dtype in itertools.product(
@@ -344,10 +344,10 @@ def test_when_the_kernel_finds_scales():
 
     assert in_kernel(577, 64, 32) and in_kernel(512, 64, 22)
     assert not in_kernel(577, 64, 21) and not in_kernel(511, 64, 32)  # few heads for each CTA; few keys
-    assert not in_kernel(577, 80, 32) and in_kernel(577, 80, 32, finds_scales=1)
+    assert not in_kernel(577, 80, 32) and in_kernel(577, 80, 32, head_amax_in_kernel=1)
     assert not in_kernel(1500, 64, 32)  # K and V are not resident
     for recipe, out in ((checks.OF_TENSORS, torch.float16), (checks.OF_HEADS, torch.int8)):
-        assert not in_kernel(577, 64, 32, recipe, out, finds_scales=1)
+        assert not in_kernel(577, 64, 32, recipe, out, head_amax_in_kernel=1)
 
 
 def _quantizes_kv(method: str, n: int, d: int, dtype=torch.float16, **more) -> bool:
@@ -466,7 +466,7 @@ def test_floats_do_not_spill(method, recipe):
 
 @pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), FROM_FLOATS))
 def test_scales_found_in_the_kernel_do_not_spill(method):
-    launch = _float_launch(method, 64, torch.float16, checks.OF_HEADS, finds_scales=1)
+    launch = _float_launch(method, 64, torch.float16, checks.OF_HEADS, head_amax_in_kernel=1)
     assert checks.macros(launch)["HEAD_AMAX_IN_KERNEL"] == "1" and checks.machine(launch).spills == 0
 
 
