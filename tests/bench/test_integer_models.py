@@ -1,8 +1,11 @@
 """`intflash bench models --integer`: rows and ratios from given answers of the workers. Nothing is measured."""
 
+import gc
 import json
 import re
+import weakref
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +39,7 @@ def workers(monkeypatch):
 def test_ratios_are_to_the_better_fp16(workers):
     seconds = {bench.OURS: 0.5, COMPILED: 2.0, GRAPH: 1.0, "torchao int8": 4.0}
     workers({(VIT, 8): bench.Outcome(VIT, 8, seconds, {"torchao float8": "no"}, {bench.ENERGY: {bench.OURS: 3.0}})})
-    rows = list(bench.measure_all([VIT], [8], 1, Setting(device="cuda")))
+    rows = list(bench.measure_all([VIT], [8], 1, False, Setting(device="cuda")))
     found = {(row.series, row.metric): row.value for row in rows}
     assert found[bench.OURS, bench.SPEED] == 16 and found[COMPILED, bench.SPEED] == 4
     assert found[bench.OURS, bench.RATIO] == 2 and found["torchao int8", bench.RATIO] == 0.25
@@ -54,7 +57,7 @@ def test_failed_workers_are_rows_with_a_reason(workers, tmp_path):
 
 def test_large_batches_of_sequences_are_left_out(workers):
     workers({})
-    rows = list(bench.measure_all(["bert_base"], bench.BATCHES, 1, Setting(device="cuda")))
+    rows = list(bench.measure_all(["bert_base"], bench.BATCHES, 1, False, Setting(device="cuda")))
     assert [row.case for row in rows] == ["bert_base, batch 1", "bert_base, batch 8", "bert_base, batch 64"]
 
 
@@ -86,9 +89,10 @@ def test_a_failed_conversion_is_said_to_the_workers(monkeypatch, tmp_path):
     with pytest.raises(ValueError):
         bench.convert("nosuch", file)
     with pytest.raises(RuntimeError, match="no such model"):
-        bench.converted(file)
-    file.touch()
-    assert bench.converted(file) == file
+        bench.converted(file, "intflash_p8")
+    written = tmp_path / "a.intflash_p8.safetensors"
+    written.touch()
+    assert bench.converted(file, "intflash_p8") == written
 
 
 def test_contenders_of_a_batch(tmp_path, monkeypatch):
@@ -100,9 +104,25 @@ def test_contenders_of_a_batch(tmp_path, monkeypatch):
         bench, "CONTENDERS", {x: fails if x == labels[0] else lambda model, given: lambda: None for x in labels}
     )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    built = dict(bench._built(64, None, {}, tmp_path / "model"))
+    built = dict(bench._built(True, None, {}, tmp_path / "model"))
     assert [*built] == labels and "no kernel" in str(built[labels[0]]) and callable(built[bench.TUNED])
-    assert [*bench._built(8, None, {}, tmp_path / "model")][-1][0] == labels[-2]  # tuned for large batches only
+    assert [*bench._built(False, None, {}, tmp_path / "model")][-1][0] == labels[-2]
+
+
+def test_a_captured_contender_keeps_what_its_graph_reads(monkeypatch):
+    graph = SimpleNamespace(replay=lambda: None)
+    monkeypatch.setattr(bench.gpu_timing, "capture", lambda call, repeats: graph)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    kept = weakref.ref(model), weakref.ref(x)
+    call = bench._in_graph(model, {"input": x})
+    del model, x
+    gc.collect()
+    assert all(of() is not None for of in kept)
+    call()
+    del call
+    gc.collect()
+    assert all(of() is None for of in kept)
 
 
 def test_one_process_tunes_at_a_time(tmp_path):

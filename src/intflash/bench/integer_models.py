@@ -36,7 +36,8 @@ BATCHES = (1, 8, 64, 256)
 MOST_SEQUENCES = 64  # of BERT
 TOKENS = 512
 CALIBRATION = {True: 2, False: 1}  # images, or sequences, of random values: the speed does not depend on them
-OURS = "intflash"
+METHODS = ("intflash", "intflash_p8")  # of attention
+OURS = METHODS[0]
 FP16 = "FP16"
 GRAPH = "own CUDA graph"
 SPEED, RATIO, MEMORY, ENERGY, WEIGHTS = (
@@ -78,31 +79,38 @@ def inputs(name: str, batch: int, seed: int, device: str = "cuda") -> dict[str, 
 
 
 def convert(name: str, path: Path) -> None:
-    """Writes the integer model, calibrated on random inputs, or a file that says why there is none."""
+    """Writes a file of the integer model for each method, calibrated on random inputs, or one that says why there are
+    none."""
     from intflash import integer
 
     try:
         model, count = float_model(name), CALIBRATION[name != "bert_base"]
         with torch.no_grad():
             calibration = integer.calibrate(model, [inputs(name, count, 1, "cpu")])
-            integer.convert(model, calibration).save(path.with_suffix(".part"))
-        path.with_suffix(".part").rename(path)
+            for method in METHODS:
+                integer.convert(model, calibration, method=method).save(path.with_suffix(".part"))
+                path.with_suffix(".part").rename(of_method(path, method))
     except Exception as error:
         path.with_suffix(".error").write_text(describe(error))
         raise
 
 
-def converted(path: Path) -> Path:
-    """The file, once it has been written.
+def of_method(path: Path, method: str) -> Path:
+    return path.with_suffix(f".{method}.safetensors")
+
+
+def converted(path: Path, method: str) -> Path:
+    """The file of a method, once it has been written.
 
     Raises:
         RuntimeError: the conversion failed.
     """
-    while not path.exists():
+    file = of_method(path, method)
+    while not file.exists():
         if path.with_suffix(".error").exists():
             raise RuntimeError(path.with_suffix(".error").read_text())
         time.sleep(0.1)
-    return path
+    return file
 
 
 @dataclass
@@ -126,11 +134,15 @@ def _compiled(model: nn.Module, given: dict[str, Tensor]) -> Call:
 
 def _in_graph(model: nn.Module, given: dict[str, Tensor], mode: str | None = None) -> Call:
     """The compiled model in one captured graph, replayed without Python and without copies."""
-    compiled = torch.compile(model, dynamic=False, mode=mode)
+    call = partial(torch.compile(model, dynamic=False, mode=mode), **given)
     for _ in range(2):
-        compiled(**given)
-    graph = gpu_timing.capture(lambda: compiled(**given), 1)
-    return graph.replay
+        call()
+    return partial(_replay, gpu_timing.capture(call, 1), call)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, kept: Call) -> None:
+    """Replays a graph; `kept` has the model and the inputs whose memory the graph reads."""
+    graph.replay()
 
 
 Config = Callable[[Tensor], Any]  # of torchao, from a linear's input
@@ -200,11 +212,11 @@ def _alone(file: Path) -> Iterator[None]:
 
 
 def _built(
-    batch: int, model: nn.Module, given: dict[str, Tensor], file: Path
+    tuned: bool, model: nn.Module, given: dict[str, Tensor], file: Path
 ) -> Iterator[tuple[str, Call | Exception]]:
     """The contenders of one model and batch, or what stopped one."""
     for label, make in CONTENDERS.items():
-        if label == TUNED and batch not in TUNED_BATCHES:
+        if label == TUNED and not tuned:
             continue
         try:
             alone = _alone(file.with_name("tuning")) if label == TUNED else contextlib.nullcontext()
@@ -219,8 +231,10 @@ def _built(
             yield label, error
 
 
-def measure(name: str, batch: int, file: Path, turns: int, threads: int, ready: Callable[[], None]) -> Outcome:
-    """Builds and compiles every contender, in so many threads. After `ready` returns, times them in turns."""
+def measure(
+    name: str, batch: int, file: Path, turns: int, threads: int, tuned: bool, ready: Callable[[], None]
+) -> Outcome:
+    """Builds and compiles the contenders, in so many threads. After `ready` returns, times them in turns."""
     from torch._inductor import config
 
     from intflash import integer
@@ -233,32 +247,33 @@ def measure(name: str, batch: int, file: Path, turns: int, threads: int, ready: 
     halves = {key: x.half() if x.is_floating_point() else x for key, x in given.items()}
     calls: dict[str, Call] = {}
     with torch.no_grad():
-        for label, call in _built(batch, model, halves, file):
+        for label, call in _built(tuned, model, halves, file):
             if isinstance(call, Exception):
                 outcome.refused[label] = describe(call)
             else:
                 calls[label] = call
-        made = integer.load(converted(file)).cuda()
-        calls[OURS] = lambda: made(**halves)
-        calls[OURS]()
-        calls[f"{OURS}, {GRAPH}"] = gpu_timing.capture(calls[OURS], 1).replay
+        made = {method: integer.load(converted(file, method)).cuda() for method in METHODS}
+        for method, integer_model in made.items():
+            calls[method] = partial(integer_model, **halves)
+            calls[method]()
+            calls[f"{method}, {GRAPH}"] = gpu_timing.capture(calls[method], 1).replay
         ready()
         for label, call in calls.items():
             _check_runs(label, call)
         samples = models._take_turns(calls, "cuda", turns)
         outcome.seconds = {label: models.interval_of_median(seconds)[0] for label, seconds in samples.items()}
         best = min((label for label in calls if label.startswith(FP16)), key=outcome.seconds.__getitem__, default=None)
-        shown = {OURS: calls[OURS]} | ({best: calls[best]} if best else {})
+        shown = {label: calls[label] for label in (*METHODS, best) if label}
         with contextlib.suppress(ImportError):
             energies = {label: gpu_timing.joules_of_calls(call, ENERGY_SECONDS)[0] for label, call in shown.items()}
             outcome.others[ENERGY] = {label: 1e3 * joules / batch for label, joules in energies.items()}
         outcome.others[KERNELS] = _by_category(gpu_timing.kernel_times(calls[f"{OURS}, {GRAPH}"]))
-    program = made.program
+    program = made[OURS].program
     outcome.others[WEIGHTS] = {
         OURS: sum(x.numel() * x.element_size() for x in program.tensors.values()) / 1e6,
         FP16: sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers())) / 1e6,
     }
-    outcome.others[MEMORY] = _memory(made, model, halves)
+    outcome.others[MEMORY] = _memory(made[OURS], model, halves)
     return outcome
 
 
@@ -345,7 +360,9 @@ def start_conversions(files: Mapping[str, Path]) -> list[subprocess.Popen]:
     return [subprocess.Popen([*_COMMAND, "--model", name, "--file", str(file)]) for name, file in files.items()]
 
 
-def measure_all(names: Sequence[str], batches: Sequence[int], turns: int, setting: Setting) -> Iterator[Row]:
+def measure_all(
+    names: Sequence[str], batches: Sequence[int], turns: int, max_autotune: bool, setting: Setting
+) -> Iterator[Row]:
     """The rows of the table: each model and batch in its own process."""
     cases = [(name, batch) for name in names for batch in batches if name != "bert_base" or batch <= MOST_SEQUENCES]
     cores = os.cpu_count() or 1
@@ -357,6 +374,7 @@ def measure_all(names: Sequence[str], batches: Sequence[int], turns: int, settin
             (name, batch): [
                 *_COMMAND, "--model", name, "--file", str(files[name]), "--batch", str(batch), "--turns", str(turns),
                 "--threads", str(cores // together),
+                *(["--tuned"] if max_autotune and batch in TUNED_BATCHES else []),
             ]
             for name, batch in cases
         }  # fmt: skip
@@ -388,15 +406,16 @@ def _rows(case: str, outcome: Outcome) -> Iterator[Row]:
 
 
 def experiment(
-    names: Iterable[str] | None = None, batches: Iterable[int] | None = None, turns: int = TURNS
-) -> Experiment:
+    names: Iterable[str] | None = None, batches: Iterable[int] | None = None, turns: int = TURNS,
+    max_autotune: bool = True,
+) -> Experiment:  # fmt: skip
     """The experiment of these models and batches."""
     chosen = tuple(names or MODELS), tuple(batches or BATCHES)
     return Experiment(
         "integer_gpu",
         "Integer models on a GPU: images or sequences per second",
         "docs/design/integer.md",
-        partial(measure_all, *chosen, turns),
+        partial(measure_all, *chosen, turns, max_autotune),
         figures=(Figure(RATIO), Figure(SPEED)),
         notes=(
             "Random weights, calibrated on random inputs. Contenders take turns, medians of wall-clock time. BERT: "
@@ -417,11 +436,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--threads", type=int, default=1, help="of the compiler")
+    parser.add_argument("--tuned", action="store_true", help="by max-autotune too")
     given = parser.parse_args()
     if given.batch is None:
         convert(given.model, given.file)
     else:
-        models.answer(lambda ready: measure(given.model, given.batch, given.file, given.turns, given.threads, ready))
+        options = given.batch, given.file, given.turns, given.threads, given.tuned
+        models.answer(lambda ready: measure(given.model, *options, ready))
 
 
 if __name__ == "__main__":

@@ -94,6 +94,9 @@ def bench_models(
     integer: Annotated[
         bool, typer.Option("--integer", help="Measure integer models on a GPU beside compiled FP16.")
     ] = False,
+    max_autotune: Annotated[
+        bool, typer.Option(help="With --integer: torch's max-autotune too, three minutes for each model and batch.")
+    ] = True,
     out: Annotated[
         Path, typer.Option(help="Where results go: the path without .json and .md, with --integer a folder.")
     ] = Path("results/models"),
@@ -112,7 +115,7 @@ def bench_models(
         unknown = [name for name in model or () if name not in names]
         if unknown:
             raise typer.BadParameter(f"expected models among {', '.join(names)}, got {', '.join(unknown)}")
-        chosen = integer_models.experiment(model, batch, turns)
+        chosen = integer_models.experiment(model, batch, turns, max_autotune)
         return run_experiments((chosen,), [chosen.name], Setting(device=device), out)
     from intflash.bench import models
 

@@ -126,10 +126,10 @@ def _clocks(split: Split, m: int, n: int, k: int, epilogue: str, processors: int
     return _START + rounds * each + steps * _STEP_CLOCKS
 
 
-# (N, K) -> rows -> columns, warpgroups, resident: the fastest that were measured on an H100.
+# (N, K) -> rows -> columns, warpgroups, resident: the fastest that were measured on an H100 or H200.
 _MEASURED = {
-    (2304, 768): {197: (96, 1, True), 1576: (256, 2, False), 12608: (192, 3, False), 50432: (192, 3, False)},
-    (3072, 768): {197: (96, 2, False), 1576: (96, 3, True), 12608: (192, 2, True), 50432: (192, 3, False)},
+    (2304, 768): {197: (96, 1, True), 1576: (256, 2, False), 12608: (192, 3, False), 50432: (192, 3, True)},
+    (3072, 768): {197: (96, 2, False), 1576: (96, 3, True), 12608: (192, 2, True), 50432: (192, 3, True)},
     (768, 3072): {197: (64, 1, False), 1576: (192, 1, False), 12608: (192, 2, False), 50432: (256, 2, False)},
     (768, 768): {197: (64, 1, False), 1576: (160, 1, False), 12608: (128, 2, True), 50432: (192, 2, True)},
     (1152, 384): {197: (64, 1, True), 1576: (96, 3, True), 50432: (192, 3, True)},
