@@ -68,7 +68,7 @@ struct ResidentScheduler {
 
   DEVICE ResidentScheduler(const Params& p) {
     i = blockIdx.x * p.share.rest_tiles + min(blockIdx.x, p.share.first);
-    end = i + p.share.rest_tiles + (blockIdx.x < p.share.first);
+    end = min(i + p.share.rest_tiles + (blockIdx.x < p.share.first), p.share.pieces);
   }
   DEVICE bool done(const Params&) const { return i >= end; }
   DEVICE void next(const Params& p) { i = (head(p) + 1) * p.share.whole; }

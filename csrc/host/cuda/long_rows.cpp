@@ -21,6 +21,8 @@ constexpr double kOutputTime = 0.1;  // part of that time that 64 rows' output t
 constexpr double kQuantizeTileUs = 0.6;
 // A separate quantization pass: its least time, and its rate at 3 bytes per element.
 constexpr double kPassLeastUs = 4.5, kPassTbS = 4.0;
+// To find the scales of a head: the rate of a CTA, and the least time and the rate of a pass over all heads.
+constexpr double kScanTbS = 0.105, kScalesLeastUs = 1.0, kScalesTbS = 6.0;
 
 const Source kSource = {"sm90/long_rows.cu", "attention", {{"METHOD", kMethodNames}, {"BLOCK_FLOAT", nullptr},
                                                            {"HEAD_DIM", nullptr},    {"CONSUMERS", nullptr},
@@ -84,8 +86,8 @@ int64_t consumers_of(const Problem& p, int64_t d, bool light_loads, bool rows) {
 bool fits_resident(const Problem& p, int64_t stages) { return !p.is_causal && ceil_div(p.nk(), kTile) <= stages; }
 
 // The tiles of 64 rows that each CTA takes with K/V resident in shared memory. A CTA takes consecutive tiles, so that
-// it loads few heads. Where loading a head takes as long as computing a tile, as it does for floats, a CTA takes tiles
-// of a single head if that costs it at most one more tile.
+// it loads few heads. Loading a head of floats takes as long as computing a tile or two: a CTA then takes whole heads,
+// or tiles of a single head, where that costs it few more tiles.
 Schedule schedule_resident_heads(const Problem& p, bool floats, int64_t processors) {
   const int64_t heads = p.batch() * p.heads();
   int64_t tiles = ceil_div(p.nq(), 64), ctas = std::min(heads * tiles, processors);
@@ -97,6 +99,9 @@ Schedule schedule_resident_heads(const Problem& p, bool floats, int64_t processo
       parts = ceil_div(tiles, of_one);
       ctas = heads * parts, tiles = parts * of_one, each = of_one, more = 0;
     }
+  } else if (floats) {
+    const int64_t whole = ceil_div(heads, processors);
+    if (whole * tiles <= each + 2) ctas = ceil_div(heads, whole), each = whole * tiles, more = 0;
   }
   ::Share share{};
   share.whole = i32(tiles), share.rest_tiles = i32(each);
@@ -105,6 +110,12 @@ Schedule schedule_resident_heads(const Problem& p, bool floats, int64_t processo
   share.whole_reciprocal = quotient_reciprocal(tiles);
   share.heads_reciprocal = quotient_reciprocal(p.heads());
   return {ctas, share};
+}
+
+// Whether heads begin where CTAs do.
+bool is_in_step(const ::Share& share) {
+  const i32 each = share.rest_tiles, tiles = share.whole;
+  return share.first == 0 && (tiles % each == 0 || each % tiles == 0);
 }
 
 // The number of whole ranges of a head, tiles of 64 rows in a smaller range, and the first CTA that takes smaller ones.
@@ -163,9 +174,7 @@ RangeSplit choose_range_split(int64_t nq, int64_t heads, int64_t consumers, int6
 bool quantizing_is_faster(const Problem& p, int64_t processors) {
   const int64_t batch = p.k.shape[0], heads = p.k.shape[1], nk = p.nk(), d = p.k.shape[3];
   const ::Share share = schedule_resident_heads(p, true, processors).share;
-  const int64_t each = share.rest_tiles, tiles = share.whole;
-  const bool in_step = share.first == 0 && (tiles % each == 0 || each % tiles == 0);  // heads begin where CTAs do
-  const int64_t loaded = ceil_div(each, tiles) + !in_step;
+  const int64_t loaded = ceil_div(share.rest_tiles, share.whole) + !is_in_step(share);
   return double(loaded * ceil_div(nk, kTile) * d) / 64 * kQuantizeTileUs <
          kPassLeastUs + 6e-6 * double(batch) * double(heads) * double(nk) * double(d) / kPassTbS;
 }
@@ -257,13 +266,16 @@ bool long_rows_quantize_keys(const Problem& p, const Gpu& gpu) {
          (p.fixed.fuses_keys < 0 ? quantizing_is_faster(p, gpu.processors) : bool(p.fixed.fuses_keys));
 }
 
-// Whether the kernel that quantizes K and V finds the scales of their heads and Q's itself: by measurement, where each
-// CTA has heads whose scales its producer finds while the consumers compute, and enough keys to hide that.
+// Whether the kernel that quantizes K and V finds the scales of their heads and Q's itself, by measurement: the
+// producer finds those of a CTA's second head and later ones while the consumers compute, the first one's take the time
+// of all.
 bool long_rows_find_scales(const Problem& p, const Gpu& gpu) {
   if (!offsets_fit_32_bits(p.q)) return false;
   if (p.fixed.head_amax_in_kernel >= 0) return bool(p.fixed.head_amax_in_kernel);
-  return light_quantization(padded_channels(p.head_dim())) && p.nk() >= 4 * kTile &&
-         p.batch() * p.heads() >= 2 * gpu.processors;
+  const int64_t heads = p.batch() * p.heads();
+  if (!is_in_step(schedule_resident_heads(p, true, gpu.processors).share)) return heads >= 2 * gpu.processors;
+  const double head_bytes = 2.0 * double(p.nq() + 2 * p.nk()) * double(p.head_dim());
+  return head_bytes / (1e6 * kScanTbS) < kScalesLeastUs + double(heads) * head_bytes / (1e6 * kScalesTbS);
 }
 
 void long_rows_launch(const Attention& a, Launch& launch) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -114,8 +115,9 @@ def _found_scales(method: str) -> Iterator[tuple[str, Problem]]:
     for d, dtype in itertools.product((32, 64, 72, 128), FLOAT_KV[:2]):
         p = checks.floats(method, 2, 300, d, dtype, checks.OF_HEADS, return_lse=True)
         yield f"scales of few heads {d} {dtype}", _tokens_first(p)
-        p = checks.floats(method, 66, 512, d, dtype, checks.OF_HEADS, return_lse=True)
-        yield f"scales of many heads {d} {dtype}", replace(p, q=p.q[:, :, :70])
+        p = checks.floats(method, 135, 512, d, dtype, checks.OF_HEADS, return_lse=True)
+        # two heads for each CTA but the last, which has one
+        yield f"scales of many heads {d} {dtype}", replace(p, q=p.q[:, :1, :70], k=p.k[:, :1], v=p.v[:, :1])
 
 
 def _padded_channels(method: str) -> Iterator[tuple[str, Problem]]:
@@ -289,18 +291,22 @@ def test_resident_tiles_cover_each_row_once():
 
 
 def test_resident_tiles_of_floats_cover_each_row_once():
-    """With few heads, a CTA takes tiles of one head."""
-    for batch, nq in itertools.product((1, 2, 5, 33, 66, 400), (1, 64, 65, 197, 577, 1370)):
-        ctas, share = _schedule(batch, nq, d=64, dtype=torch.float16, fuses_keys=1)
+    """With few heads, a CTA takes tiles of one head; with more, whole heads where that costs few more tiles."""
+    schedule = functools.partial(_schedule, d=64, dtype=torch.float16, fuses_keys=1)
+    for batch, nq in itertools.product((1, 2, 5, 33, 66, 67, 130, 400), (1, 64, 65, 197, 577, 1370)):
+        ctas, share = schedule(batch, nq)
         tiles, taken = -(-nq // 64), []
         for i in range(ctas):
             first = i * share.rest_tiles + min(i, share.first)
-            run = range(first, first + share.rest_tiles + (i < share.first))
+            run = range(first, min(first + share.rest_tiles + (i < share.first), share.pieces))
             places = [divmod(tile, share.whole) for tile in run]
             taken += [(head, tile) for head, tile in places if tile < tiles]
             assert places[0][1] < tiles and (share.whole == tiles or len({head for head, _ in places}) == 1)
         assert sorted(taken) == list(itertools.product(range(batch * 2), range(tiles)))
-    assert _schedule(8, 1370, d=64, dtype=torch.float16, fuses_keys=1)[0] <= 132
+    assert schedule(8, 1370)[0] <= 132
+    assert [schedule(batch, 577)[0] for batch in (128, 192, 256)] == [128, 128, 128]  # 2, 3 and 4 heads
+    ctas, share = schedule(512, 577)  # 8 heads are 80 tiles instead of 78
+    assert ctas == 132 and share.rest_tiles == 77
 
 
 def test_ring_buffers_fit_shared_memory():
@@ -342,9 +348,10 @@ def test_when_the_kernel_finds_scales():
         p = checks.empty_problem("intflash_p8", n, d, torch.float16, out, recipe=recipe, batch=batch, heads=12)
         return checks.macros(checks.attention_launch(p, **fixed)).get("HEAD_AMAX_IN_KERNEL") == "1"
 
-    assert in_kernel(577, 64, 32) and in_kernel(512, 64, 22)
-    assert not in_kernel(577, 64, 21) and not in_kernel(511, 64, 32)  # few heads for each CTA; few keys
-    assert not in_kernel(577, 80, 32) and in_kernel(577, 80, 32, head_amax_in_kernel=1)
+    assert in_kernel(577, 64, 32) and in_kernel(577, 80, 32) and in_kernel(512, 128, 32)  # several heads for a CTA
+    assert in_kernel(577, 64, 10) and in_kernel(257, 80, 2)  # a head, or a part of one
+    assert not in_kernel(577, 64, 1) and in_kernel(577, 64, 1, head_amax_in_kernel=1)  # a pass over one image is short
+    assert not in_kernel(577, 64, 12)  # one head and a part of another
     assert not in_kernel(1500, 64, 32)  # K and V are not resident
     for recipe, out in ((checks.OF_TENSORS, torch.float16), (checks.OF_HEADS, torch.int8)):
         assert not in_kernel(577, 64, 32, recipe, out, head_amax_in_kernel=1)
