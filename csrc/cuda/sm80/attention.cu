@@ -71,7 +71,7 @@ struct Work {
 template <class Method>
 struct Warp : WarpRows<Method, Work> {
   typedef WarpRows<Method, Work> Rows;
-  using Rows::method, Rows::work, Rows::p, Rows::place, Rows::row_of;
+  using Rows::method, Rows::work;
   i32 first_seen, last_seen;    // the end of the keys that the warp's first and last row see
   i32 first_start, last_start;  // the first of these keys
 
@@ -118,35 +118,6 @@ struct Warp : WarpRows<Method, Work> {
     }
 #pragma unroll 1
     for (i32 i = 0; i < tiles; ++i) tile<true>(ring, (Method::PASSES - 1) * tiles + i, first + i * KEYS);
-  }
-
-  DEVICE void store() const {
-    typedef typename Method::Accumulator Accumulator;
-    const OutputConstants constants = load_output_constants<OUT>(p, work.batch, work.head, work.kv_head);
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m) {
-      const typename Method::Row rows[2] = {method.row(m, 0), method.row(m, 1)};
-      const typename Method::template OutputScales<OUT, 2> scales(rows, constants);
-#pragma unroll
-      for (int chunk = 0; chunk < V_CHUNKS; ++chunk) {
-        Accumulator mine[2][4];
-        method.result(m, 0, chunk, mine[0]), method.result(m, 1, chunk, mine[1]);
-        u32 words[2][SIZE<OUT>];
-        scales.outputs(mine, words);
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          if (row_of(m, h) < work.rows)
-            store_channels<OUT>(p, work.batch, place(m, h), 16 * (first_chunk() + chunk) + threadIdx.x % 4 * 4,
-                                words[h]);
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (p.l && blockIdx.y == 0 && threadIdx.x % 4 == 0 && row_of(m, h) < work.rows) {
-          const i64 at = ((i64)work.batch * p.heads + work.head) * p.nq + place(m, h).row;
-          p.t_max[at] = method.t_max(m, h);
-          p.l[at] = rows[h].l;
-        }
-    }
   }
 };
 

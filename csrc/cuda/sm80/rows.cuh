@@ -4,8 +4,8 @@
 // the row sees; `batch`, `keys` and `k_start`, its first key; `kv_head` and `first_block`, where its blocks of keys are
 // counted from.
 //
-// Macros: QUERY, VALUES_IN_RANGE, BIAS, KEEP; see attention.cu. SCORES, of few_rows.cu: where the score constants come
-// from, by default p.score.
+// Macros: QUERY, VALUES_IN_RANGE, BIAS, KEEP; see attention.cu. SCORES: where the score constants come from: 0, the
+// default, p.score; 1 and 2 see few_rows.cu; 3 Work's `score`.
 #pragma once
 #include "quantize.cuh"
 #include "sm80/block_float_softmax.cuh"
@@ -62,7 +62,7 @@ struct WarpRows {
   }
   // The scale of a row of floats. With SCORES 2 the row is its head's only one, and has a scale of its own maximum.
   DEVICE float query_scale(const RowPlace& at) const {
-    if constexpr (SCORES < 2) {
+    if constexpr (SCORES != 2) {
       return *head_element<float>(p.q_scale, work.batch, at.head);
     } else {
       const u8* from = query(at);
@@ -102,6 +102,7 @@ struct WarpRows {
       }
   }
   DEVICE Score score_of(int m, int h) const {
+    if constexpr (SCORES == 3) return work.score;
     const RowPlace at = place(m, h);
     if constexpr (SCORES)
       return score_constants(query_scale(at), *head_element<float>(p.k_scale, work.batch, work.kv_head), p.sm_scale);
@@ -175,22 +176,35 @@ struct WarpRows {
     } else {
       method.template begin_tile<NOW, MASKED>(s, masks, first, work.keys);
       if (!MASKED && !BIAS && method.fast)
-        add_values_as<NOW, MASKED, true>(s, tile, first);
+        add_values_as<NOW, NOW, true>(s, tile, first);
       else
-        add_values_as<NOW, MASKED, false>(s, tile, first);
+        add_values_as<NOW, MASKED ? 0 : NOW, false>(s, tile, first);
     }
   }
-  template <int NOW, bool MASKED, bool FAST>
+  // The same where rows see the first WHOLE keys of the tile, and maybe not all of the others.
+  template <int NOW, int WHOLE>
+  DEVICE void add_values_of(const Scores& s, const TileOperands& tile, i32 first) {
+    if (method.fast)
+      add_values_as<NOW, WHOLE, true>(s, tile, first);
+    else
+      add_values_as<NOW, WHOLE, false>(s, tile, first);
+  }
+  template <int NOW, int WHOLE, bool FAST>
   DEVICE void add_values_as(const Scores& s, const TileOperands& tile, i32 first) {
 #pragma unroll
-    for (int step = 0; step < NOW / 32; ++step) {
+    for (int step = 0; step < (NOW + 31) / 32; ++step) {
       OperandA weights[Method::DIGITS][ROW_TILES];
 #pragma unroll
       for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          u32 word[Method::DIGITS];
-          method.template p_words<MASKED, FAST>(s, m, i % 2, 2 * step + i / 2, masks[m][i % 2], first, work.keys, word);
+          const int group = 2 * step + i / 2;
+          const RowMask& mask = masks[m][i % 2];
+          u32 word[Method::DIGITS] = {};
+          if (16 * group + 16 <= WHOLE)
+            method.template p_words<false, FAST>(s, m, i % 2, group, mask, first, work.keys, word);
+          else if (16 * group < NOW)
+            method.template p_words<true, FAST>(s, m, i % 2, group, mask, first, work.keys, word);
 #pragma unroll
           for (int digit = 0; digit < Method::DIGITS; ++digit) weights[digit][m].word[i] = word[digit];
         }
@@ -205,6 +219,37 @@ struct WarpRows {
 #pragma unroll
             for (int e = 0; e < 2; ++e) mma_u8_s8(method.acc[digit][m][chunk][e], weights[digit][m], v[e]);
       }
+      if (KEYS > 128) __syncwarp();  // ptxas would compute all exponentials first, and spill
+    }
+  }
+
+  // Of the rows of one head.
+  DEVICE void store() const {
+    typedef typename Method::Accumulator Accumulator;
+    const OutputConstants constants = load_output_constants<OUT>(p, work.batch, work.head, work.kv_head);
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) {
+      const typename Method::Row rows[2] = {method.row(m, 0), method.row(m, 1)};
+      const typename Method::template OutputScales<OUT, 2> scales(rows, constants);
+#pragma unroll
+      for (int chunk = 0; chunk < V_CHUNKS; ++chunk) {
+        Accumulator mine[2][4];
+        method.result(m, 0, chunk, mine[0]), method.result(m, 1, chunk, mine[1]);
+        u32 words[2][SIZE<OUT>];
+        scales.outputs(mine, words);
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if (row_of(m, h) < work.rows)
+            store_channels<OUT>(p, work.batch, place(m, h), 16 * (first_chunk() + chunk) + threadIdx.x % 4 * 4,
+                                words[h]);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (p.l && blockIdx.y == 0 && threadIdx.x % 4 == 0 && row_of(m, h) < work.rows) {
+          const i64 at = ((i64)work.batch * p.heads + work.head) * p.nq + place(m, h).row;
+          p.t_max[at] = method.t_max(m, h);
+          p.l[at] = rows[h].l;
+        }
     }
   }
 };

@@ -140,7 +140,10 @@ bool find_particular_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Re
     if (is_wanted(Kernel::kWindow) && window_serves(p, ignored)) return kernel = Kernel::kWindow, true;
     if (is_wanted(Kernel::kShortRows) && short_rows_serve(p, gpu, ignored)) return kernel = Kernel::kShortRows, true;
   }
-  return kernel = Kernel::kLongRows, long_rows_serve(p, gpu, why);
+  if (p.fixed.kernel == int(Kernel::kWholeRows)) return kernel = Kernel::kWholeRows, whole_rows_serve(p, gpu, why);
+  if (long_rows_serve(p, gpu, why)) return kernel = Kernel::kLongRows, true;
+  Refusal ignored;
+  return kernel = Kernel::kWholeRows, is_wanted(Kernel::kWholeRows) && whole_rows_serve(p, gpu, ignored);
 }
 
 // Of one 4-D tensor in contiguous memory, with rows padded to 16 codes.
@@ -239,19 +242,21 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
   };
   if (p.only_constants) return c.fills_constants = true, place_constants(), true;
   const bool is_long = c.kernel == Kernel::kLongRows;
-  const bool quantizes_keys = c.kernel == Kernel::kWindow || c.kernel == Kernel::kShortRows;  // of floats
+  const bool is_whole = c.kernel == Kernel::kWholeRows;
+  const bool quantizes_keys = c.kernel == Kernel::kWindow || c.kernel == Kernel::kShortRows || is_whole;  // of floats
   c.copies_values = is_long && !p.is_float() && !is_key_major(p.v, round_up(p.nk(), 16));
   c.scores_in_kernel = p.has_float_query() && !p.is_float() && c.kernel == Kernel::kFewRows && !p.has_integer_output();
   c.fuses_keys = p.is_float() && (quantizes_keys || (is_long && long_rows_quantize_keys(p, gpu)));
   if (p.is_dynamic()) {
     const bool heads = p.per_head[0] && (!p.is_float() || (p.per_head[1] && p.per_head[2]));
-    const bool finds_all = c.fuses_keys && !p.has_integer_output() && (!is_long || long_rows_find_scales(p, gpu));
+    const bool is_faster = is_long ? long_rows_find_scales(p, gpu) : !is_whole || whole_rows_find_scales(p);
+    const bool finds_all = c.fuses_keys && !p.has_integer_output() && is_faster;
     c.head_amax_in_kernel = heads && (p.is_float() ? finds_all : c.scores_in_kernel && p.nq() == 1);
     c.finds_scales = !c.head_amax_in_kernel;
   }
   c.fills_constants = (!(c.fuses_keys || c.scores_in_kernel) || p.has_integer_output()) && !p.ready_score;
   c.finds_valueless = p.is_block_float();
-  if (c.finds_scales || (is_long && c.head_amax_in_kernel)) {
+  if (c.finds_scales || ((is_long || is_whole) && c.head_amax_in_kernel)) {
     for (int i = 0; i < 3; ++i)
       if (!p.scale[i]) c.scale_count += numel(found_scale(p, i, nullptr).shape);
     c.scales = place((c.finds_scales ? 12 : 4) * c.scale_count);
@@ -319,6 +324,7 @@ void fill_plan(const Problem& p, const Choice& c, const Memory& memory, const Gp
     case Kernel::kWindow: window_launch(a, plan.next()); break;
     case Kernel::kShortRows: short_rows_launch(a, plan.next()); break;
     case Kernel::kLongRows: long_rows_launch(a, plan.next()); break;
+    case Kernel::kWholeRows: whole_rows_launch(a, plan.next()); break;
     case Kernel::kFewRows: few_rows_launches(a, c, plan); break;
     case Kernel::kAnyRows: any_rows_launch(a, plan.next()); break;
   }

@@ -35,8 +35,8 @@ struct Gpu {
   bool is_hopper() const { return major == 9 && minor == 0; }
 };
 
-enum class Kernel { kWindow, kShortRows, kLongRows, kFewRows, kAnyRows };
-constexpr const char* kKernelNames[] = {"window", "short_rows", "long_rows", "few_rows", "any_rows"};
+enum class Kernel { kWindow, kShortRows, kLongRows, kWholeRows, kFewRows, kAnyRows };
+constexpr const char* kKernelNames[] = {"window", "short_rows", "long_rows", "whole_rows", "few_rows", "any_rows"};
 // Few and any rows: kernels for every GPU. The others are for particular shapes.
 inline bool is_for_any_shape(Kernel kernel) { return kernel == Kernel::kFewRows || kernel == Kernel::kAnyRows; }
 
@@ -296,6 +296,10 @@ Schedule schedule_ranges(const Problem& p, int64_t consumers, const Gpu& gpu);
 // one per `key_scales`: 0 head, 1 tile of keys, 2 key. t_max and l of `memory` are float32.
 bool float_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
 void float_rows_launch(const Problem& p, int key_scales, const Memory& memory, const Gpu& gpu, Launch& launch);
+
+bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
+bool whole_rows_find_scales(const Problem& p);
+void whole_rows_launch(const Attention& a, Launch& launch);
 
 bool any_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
 bool takes_few_rows(const Problem& p);

@@ -432,7 +432,7 @@ def test_which_kernel_serves(gpu, monkeypatch):
     one = checks.empty_problem("intflash", 100, 64, torch.float16, torch.float16, batch=1)
     odd = {name: p.q[..., :60] for name in "qkv"}
     for problem, kernel in (
-        (p, "short_rows" if hopper else "any_rows"),
+        (p, "short_rows" if hopper else "whole_rows"),
         (checks.empty_problem("intflash", 49, 64, torch.float16, torch.float16), "window"),
         (replace(p, **odd), "any_rows"),
         (replace(p, keep=keep), "long_rows" if hopper else "any_rows"),

@@ -40,7 +40,7 @@ class Kernel:
 
 
 _STATEMENT = re.compile(r"(?:@(!?[%\w]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
-_SHARED = re.compile(r"\.shared \.align (\d+) \.b8 (\w+)\[(\d*)\]")
+_SHARED = re.compile(r"\.shared \.align (\d+) \.(b8|u32) ([\w$]+)(?:\[(\d*)\])?;")  # bytes, or one number
 _SPACE, _LABEL = re.compile(r"\s*"), re.compile(r"([$\w]+):")
 
 
@@ -55,9 +55,10 @@ def parse(text: str) -> Kernel:
     if head is None:
         raise ValueError("no entry")
     kernel = Kernel({m[1]: int(m[2]) for m in re.finditer(r"\.b8 (\w+)\[(\d+)\]", head[1])})
-    for align, name, size in sorted(_SHARED.findall(text), key=lambda found: not found[2]):  # the dynamic one last
-        kernel.shared[name] = -(-kernel.shared_bytes // int(align)) * int(align)
-        kernel.shared_bytes = kernel.shared[name] + int(size or 0)
+    found = [(name, int(align), int(size or 4 * (of == "u32"))) for align, of, name, size in _SHARED.findall(text)]
+    for name, align, size in sorted(found, key=lambda x: x[2] == 0):  # the dynamic one last
+        kernel.shared[name] = -(-kernel.shared_bytes // align) * align
+        kernel.shared_bytes = kernel.shared[name] + size
     scopes: list[dict[str, str]] = [{}]
     at, line = head.end(), 1 + text.count("\n", 0, head.end())
     while scopes:

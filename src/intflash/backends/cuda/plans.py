@@ -26,7 +26,7 @@ class Found(NamedTuple):
     """Which kernel serves a problem, or why none does.
 
     Attributes:
-        kernel: "window", "short_rows", "long_rows", "few_rows" or "any_rows"; None where none does.
+        kernel: "window", "short_rows", "long_rows", "whole_rows", "few_rows" or "any_rows"; None where none does.
         refusal: why there is none.
         copies: fields of the problem of whose tensors the kernel needs copies, see `backend.with_copies`.
     """

@@ -1,0 +1,178 @@
+// Attention of rows of at most 256 keys for every NVIDIA GPU from compute capability 8.0 on, by mma.sync, without
+// masks.
+//
+// A CTA takes rows of one head, whose K and V are codes in shared memory; floats are quantized on the way there. A warp
+// computes one tile of 16 rows after another. The scores of a row stay in registers, so that one product with K gives
+// both the row's maximum and P.
+//
+// Macros: METHOD (ExactP16 or ExactP8), HEAD_DIM, VALUE_DIM, QUERY, OUT, ROW_SCALES, WARPS, CTAS_PER_SM and
+// VALUES_IN_RANGE as in attention.cu, and
+//   NK                   number of keys; KEYS: those padded to a multiple of 32
+//   KEY_MAJOR            1: V has contiguous keys in shared memory: floats, and codes that come so
+//   SCORES               3: Q, K and V are floats, and all rows have one score constant; 0: codes
+//   HEAD_AMAX_IN_KERNEL  1: the kernel finds the scales of the head of Q, K and V
+#define ROW_TILES 1
+#define SLICES 1
+#define STAGES 2
+#define BIAS 0
+#define KEEP 0
+#define WINDOW 0
+#include "sm80/rows.cuh"
+
+constexpr int NOW = (NK + 15) / 16 * 16;  // keys that are computed: those past the last one repeat it
+constexpr i32 STEP_ROWS = 16 * WARPS;     // of all warps of a CTA
+
+// The rows of a CTA.
+struct Work {
+  u32 batch, head, kv_head;
+  i32 first, end, rows;  // those of the CTA, and how many the head has
+  i32 keys = NK, first_block = 0;
+  i64 k_start = 0;
+  Score score{};  // of floats
+
+  DEVICE Work(const Params& p) {
+    const u32 parts = p.share.whole, of = quotient(blockIdx.x, parts, p.share.whole_reciprocal);
+    batch = quotient(of, p.heads, p.share.heads_reciprocal), head = of - batch * p.heads;
+    kv_head = key_head(p, head);
+    rows = p.nq, first = (blockIdx.x - of * parts) * p.tiles * 16, end = min(first + p.tiles * 16, rows);
+  }
+  // A row past the last one stands for the last one.
+  DEVICE RowPlace place(i32 row) const { return {head, min(row, rows - 1)}; }
+  DEVICE i32 seen(i32) const { return NK; }
+};
+
+#if SCORES
+// The largest magnitude of a head's rows, of which the threads have parts.
+template <int CHANNELS>
+DEVICE u32 largest_of_warp(const View& x, u32 batch, u32 head, i32 count) {
+  const u8* from = x.ptr + head_offset(x, batch, head) * SIZE<QUERY>;
+  return __reduce_max_sync(~0u,
+                           largest_magnitude<QUERY, CHANNELS, THREADS, 4>(from, x.n * SIZE<QUERY>, count, threadIdx.x));
+}
+DEVICE void store_scale(const View& scale, u32 batch, u32 head, const u32 (&most_of_warps)[WARPS]) {
+  u32 most = 0;
+#pragma unroll
+  for (u32 of_warp : most_of_warps) most = max(most, of_warp);
+  *(float*)head_element<float>(scale, batch, head) = scale_of_magnitude<QUERY>(most);
+}
+
+// Finds the scales of the head of Q, K and V. CTAs that share a head write the same scales.
+DEVICE void find_scales(const Params& p, const Work& work) {
+  __shared__ u32 of_warps[3][WARPS];
+  const u32 most[3] = {largest_of_warp<HEAD_DIM>(p.q, work.batch, work.head, p.nq),
+                       largest_of_warp<HEAD_DIM>(p.k, work.batch, work.kv_head, NK),
+                       largest_of_warp<VALUE_DIM>(p.v, work.batch, work.kv_head, NK)};
+  if (threadIdx.x % 32 == 0) {
+#pragma unroll
+    for (int i = 0; i < 3; ++i) of_warps[i][threadIdx.x / 32] = most[i];
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    store_scale(p.q_scale, work.batch, work.head, of_warps[0]);
+    store_scale(p.k_scale, work.batch, work.kv_head, of_warps[1]);
+    store_scale(p.v_scale, work.batch, work.kv_head, of_warps[2]);
+  }
+  __syncthreads();
+}
+
+// Quantizes a head's floats. Keys past the last one repeat it.
+struct FloatLoader {
+  static constexpr int AT_ONCE = 4;
+  const u8 *k, *v;
+  i64 k_stride, v_stride;  // in bytes
+  float k_inverse, v_inverse;
+
+  DEVICE FloatLoader(const Params& p, const Work& work)
+      : k(p.k.ptr + head_offset(p.k, work.batch, work.kv_head) * SIZE<QUERY>),
+        v(p.v.ptr + head_offset(p.v, work.batch, work.kv_head) * SIZE<QUERY>),
+        k_stride(p.k.n * SIZE<QUERY>),
+        v_stride(p.v.n * SIZE<QUERY>),
+        k_inverse(inverse(*head_element<float>(p.k_scale, work.batch, work.kv_head))),
+        v_inverse(inverse(*head_element<float>(p.v_scale, work.batch, work.kv_head))) {}
+  DEVICE static float inverse(float scale) { return In::usable_inverse(__frcp_rn(scale)); }
+
+  // 8 channels of a key at a time.
+  DEVICE void load_k(u32 to) const {
+    constexpr i32 CHUNKS = HEAD_DIM / 8, COUNT = KEYS * CHUNKS;
+#pragma unroll 1
+    for (i32 first = threadIdx.x; first < COUNT; first += AT_ONCE * THREADS) {
+      In::Raw<2> raw[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const i32 at = min(first + i * THREADS, COUNT - 1), key = min(at / CHUNKS, NK - 1);
+        load_words(k + key * k_stride + at % CHUNKS * 8 * SIZE<QUERY>, raw[i].word);
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const i32 at = min(first + i * THREADS, COUNT - 1);
+        if (In::has_far_values(k_inverse)) In::clamp_far_values(raw[i], k_inverse);
+        u32 w[2];
+        In::codes(raw[i], k_inverse, w);
+        store_shared(to + key_row(at / CHUNKS) * K_PITCH + at % CHUNKS * 8, w);
+      }
+    }
+  }
+  // Blocks of 32 keys and 16 channels, of which a lane has 4 keys and 4 channels: 32 lanes write to different banks.
+  DEVICE void load_v(u32 to) const {
+    constexpr i32 WIDTH = (VALUE_DIM + 15) / 16, COUNT = KEYS / 32 * WIDTH;
+    const u32 lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (i32 block = threadIdx.x / 32; block < COUNT; block += WARPS) {
+      const i32 key = block / WIDTH * 32 + lane / 4 * 4, channel = block % WIDTH * 16 + lane % 4 * 4;
+      if (channel >= VALUE_DIM) continue;
+      In::Raw<1> raw[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) load_words(v + min(key + i, NK - 1) * v_stride + channel * SIZE<QUERY>, raw[i].word);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (In::has_far_values(v_inverse)) In::clamp_far_values(raw[i], v_inverse);
+      u32 w[4];
+      In::transposed(raw, v_inverse, w);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) store_shared(to + channel_row(channel + i) * V_PITCH + key, w[i]);
+    }
+  }
+};
+
+DEVICE void load_head(const Params& p, Work& work, u32 k, u32 v) {
+  __shared__ i32 constants[2];
+  if constexpr (HEAD_AMAX_IN_KERNEL) find_scales(p, work);
+  if (threadIdx.x == 0) {  // alone: some GPUs have few units for float64
+    const Score score = score_constants(*head_element<float>(p.q_scale, work.batch, work.head),
+                                        *head_element<float>(p.k_scale, work.batch, work.kv_head), p.sm_scale);
+    constants[0] = score.C, constants[1] = score.k;
+  }
+  const FloatLoader loader(p, work);
+  loader.load_k(k), loader.load_v(v);
+  __syncthreads();
+  work.score = {constants[0], constants[1]};
+}
+#else
+DEVICE void load_head(const Params& p, const Work& work, u32 k, u32 v) {
+  const TileLoader loader(p, work.batch, work.kv_head, 0, NK);
+  loader.load_k(k, 0), loader.load_v(v, 0);
+  cp_async_wait_all();
+  __syncthreads();
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 memory[];
+  const u32 k = shared_address(memory), v = k + K_BYTES;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  Work work(p);
+  load_head(p, work, k, v);
+  const TileOperands operands(k, v);
+#pragma unroll 1
+  for (i32 row = work.first + threadIdx.x / 32 * 16; row < work.end; row += STEP_ROWS) {
+    WarpRows<METHOD, Work> rows(p, work, row);
+    rows.init(0);
+    Scores s;
+    rows.compute_scores<NOW>(operands, s);
+    rows.method.update_row_max<NOW, false>(s, rows.masks, 0, NK);
+    rows.finish_row_max([&](int m, int h) { return rows.method.maximum(m, h); });
+    rows.add_values_of<NOW, NK>(s, operands, 0);
+    rows.store();
+  }
+}

@@ -1,0 +1,97 @@
+// Launches of csrc/cuda/sm80/whole_rows.cu, for at most 256 keys without masks on every GPU: whole rows of scores stay
+// in registers.
+#include <algorithm>
+
+#include "host/cuda/plan.h"
+
+namespace intflash::gpu {
+namespace {
+
+constexpr int64_t kMostKeys = 256, kMostFoundQueries = 1024, kWarps = 4;
+constexpr int64_t kCtasPerProcessor = 2;  // at least, where heads have enough rows
+
+const Source kSource = {"sm80/whole_rows.cu",
+                        "attention",
+                        {{"METHOD", kMethodNames},
+                         {"HEAD_DIM", nullptr},
+                         {"VALUE_DIM", nullptr},
+                         {"QUERY", kTypeNames},
+                         {"OUT", kTypeNames},
+                         {"KEY_MAJOR", nullptr},
+                         {"ROW_SCALES", nullptr},
+                         {"WARPS", nullptr},
+                         {"CTAS_PER_SM", nullptr},
+                         {"VALUES_IN_RANGE", nullptr},
+                         {"NK", nullptr},
+                         {"KEYS", nullptr},
+                         {"SCORES", nullptr},
+                         {"HEAD_AMAX_IN_KERNEL", nullptr}}};
+
+int64_t padded_keys(const Problem& p) { return round_up(p.nk(), 32); }
+
+// Bytes of K_BYTES + V_BYTES of the kernel, for any layout of V.
+int64_t shared_bytes(const Problem& p) {
+  const int64_t keys = padded_keys(p), chunks = ceil_div(p.v.shape[3], 16);
+  return keys * 16 * (2 * ceil_div(p.head_dim(), 32) + 1) +
+         std::max(16 * chunks * (keys + 16), keys * 16 * (chunks | 1));
+}
+
+// CTAs per multiprocessor whose scores, accumulators and Q fit the registers; 0 if none does.
+int64_t ctas_per_sm(const Problem& p, const Gpu& gpu) {
+  const int64_t digits = p.method == Method::kP16 ? 2 : 1;
+  // ptxas takes more for what it moves ahead where there are many keys and few channels
+  const int64_t more = (digits == 1 ? 24 : 40) + (p.nk() > 128 && p.v.shape[3] < 64 ? 70 : 0);
+  const int64_t registers =
+      round_up(p.nk(), 16) / 2 + digits * round_up(p.v.shape[3], 16) / 2 + 4 * ceil_div(p.head_dim(), 32) + more;
+  const int64_t by_registers = registers <= 104 ? 4 : registers <= 168 ? 3 : registers <= 240 ? 2 : 0;
+  return std::min(by_registers, (gpu.shared_bytes + 1024) / (shared_bytes(p) + 1024 + 256));
+}
+
+}  // namespace
+
+bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
+  const auto number = [](int64_t x) { return std::to_string(x); };
+  if (!has_short_rows(p.method) || p.has_float_query() != p.is_float())
+    return why.no([] { return "whole rows are of intflash and intflash_p8, and of floats or codes alone"; });
+  if (p.bias || p.keep || p.key_counts || p.is_causal || p.is_windowed || p.q_ends)
+    return why.no([] { return "whole rows do not support masks or packed sequences"; });
+  const int64_t d = p.head_dim(), dv = p.v.shape[3], multiple = p.is_float() ? kChannels : 16;
+  if (p.nk() > kMostKeys) return why.no([&] { return "whole rows hold at most 256 keys, got " + number(p.nk()); });
+  if (d % multiple || dv % multiple)
+    return why.no([&] {
+      return "whole rows need a head_dim that is a multiple of " + number(multiple) + ", got " + number(d) + " and " +
+             number(dv);
+    });
+  if (p.batch() * p.heads() * ceil_div(p.nq(), 16) >= int64_t(1) << 31)
+    return why.no([&] { return "takes at most 2^31 tiles of 16 rows, got " + text_of(p.q.shape); });
+  if (ctas_per_sm(p, gpu) == 0)
+    return why.no([&] { return "registers or shared memory do not hold rows of " + number(p.nk()) + " keys"; });
+  return true;
+}
+
+// Each CTA reads its head once more for that, which takes less time than a pass over all heads before.
+bool whole_rows_find_scales(const Problem& p) { return p.nq() <= kMostFoundQueries; }
+
+void whole_rows_launch(const Attention& a, Launch& launch) {
+  const Problem& p = a.p;
+  const bool floats = a.is_fused;
+  const int64_t heads = p.batch() * p.heads(), tiles = ceil_div(p.nq(), 16), ctas = ctas_per_sm(p, a.gpu);
+  // with few heads several CTAs take one, each with a tile of every warp at least
+  const int64_t wanted = ceil_div(kCtasPerProcessor * a.gpu.processors, heads);
+  const int64_t of_part = round_up(ceil_div(tiles, std::min(wanted, ceil_div(tiles, kWarps))), kWarps);
+  const int64_t of_cta = wanted == 1 ? tiles : of_part, parts = ceil_div(tiles, of_cta);
+  launch.program = {
+      &kSource,
+      {int32_t(p.method), int32_t(p.head_dim()), int32_t(p.v.shape[3]), int32_t(a.q.type), int32_t(p.out_type),
+       floats || is_key_major(a.v, round_up(p.nk(), 16)), a.has_row_scales(), int32_t(kWarps), int32_t(ctas),
+       floats && p.is_dynamic(), int32_t(p.nk()), int32_t(padded_keys(p)), floats ? 3 : 0, a.head_amax_in_kernel}};
+  ::Share share{};
+  share.whole = i32(parts), share.whole_reciprocal = quotient_reciprocal(parts);
+  share.heads_reciprocal = quotient_reciprocal(p.heads());
+  launch.set_parameters<::Params>() = attention_parameters(a, i32(of_cta), share);
+  launch.grid[0] = uint32_t(heads * parts);
+  launch.threads = uint32_t(32 * kWarps);
+  launch.shared_bytes = uint32_t(shared_bytes(p));
+}
+
+}  // namespace intflash::gpu

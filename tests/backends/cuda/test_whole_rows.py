@@ -1,0 +1,133 @@
+"""csrc/cuda/sm80/whole_rows.cu: the reference's bits on a GPU; without a GPU, which calls it takes, and that its
+machine code for every architecture is integer-only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import cuda_checks as checks
+import integer_cases as ic
+import pytest
+import torch
+from test_sm80 import ARCHITECTURES, FLOATS, GPUS
+
+from intflash.backends.cuda import plans
+from intflash.problem import Problem
+from intflash.quant import QTensor, Recipe
+
+METHODS = "intflash", "intflash_p8"
+
+
+def cases(method: str) -> Iterator[tuple[str, Problem]]:
+    for nq, nk, d in (
+        (197, 197, 64), (1, 1, 16), (70, 17, 32), (49, 50, 48), (16, 144, 32), (257, 256, 64), (300, 77, 80),
+        (33, 33, 96), (40, 70, 128), (20, 20, 144),
+    ):  # fmt: skip
+        yield f"{nq} {nk} {d}", ic.codes(method, batch=2, nq=nq, nk=nk, d=d, return_lse=True)
+    yield "dv", ic.codes(method, nq=70, nk=90, d=64, dv=32, return_lse=True)
+    for out in (torch.int16, *FLOATS):
+        yield f"out {out}", ic.codes(method, nq=40, nk=100, d=64, out_dtype=out)
+    for amax in (1e-6, 400.0, 50000.0):
+        yield f"amax {amax}", ic.codes(method, nq=70, nk=150, d=64, amax=amax, return_lse=True)
+    yield "scales", ic.codes(method, heads=6, key_heads=2, nq=70, nk=150, kinds=("token", "head", "head"))
+    yield "groups", ic.codes(method, batch=40, heads=8, key_heads=2, nq=30, nk=65, d=64, return_lse=True)
+    yield from checks.spans(method, 70, 197, 64)
+    x = torch.randint(-127, 128, (2, 101, 3, 3, 64), dtype=torch.int8)
+    q, k, v = (QTensor(y.transpose(1, 2), torch.full((1, 1, 1, 1), 0.02), "tensor") for y in x.unbind(2))
+    yield "packed", Problem(method, q, k, v, 0.125, out_dtype=torch.int8)
+    padded = torch.full((2, 3, 64, 112), 99, dtype=torch.int8)
+    keys_first = padded[..., :101].copy_(v.data.mT).mT
+    yield "contiguous keys", Problem(method, q, k, QTensor(keys_first, v.scale, "tensor"), 0.125, out_dtype=torch.int8)
+    static = Recipe(q_scale=2**-18, k_scale=0.02, v_scale=0.02)  # values far outside of the scale's range
+    for dtype, d in itertools.product(FLOATS, (8, 40, 64, 72, 128)):
+        n = 150 if d in (64, 72) else 65  # the registers do not hold all
+        yield f"{dtype} static {d}", checks.floats(method, 2, n, d, dtype, static, return_lse=True)
+        p = checks.floats(method, 3, 65, d, dtype, checks.OF_HEADS, return_lse=True)
+        yield f"{dtype} heads {d}", replace(p, **{name: _tokens_first(getattr(p, name)) for name in "qkv"})
+    for dtype in FLOATS:
+        yield f"{dtype} many heads", checks.floats(method, 80, 33, 64, dtype, checks.OF_HEADS, return_lse=True)
+        yield f"{dtype} tensors", checks.floats(method, 2, 197, 64, dtype, checks.OF_TENSORS, return_lse=True)
+        yield f"{dtype} to int8", checks.floats(method, 2, 100, 64, dtype, checks.OF_HEADS, out_dtype=torch.int8)
+    long = checks.floats(method, 2, 1030, 32, torch.float16, checks.OF_HEADS)  # a pass finds the scales
+    yield "many rows", replace(long, k=long.k[:, :, :77], v=long.v[:, :, :77])
+
+
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves every problem to this kernel."""
+    monkeypatch.setattr(plans, "FIXED", dict(kernel="whole_rows"))
+
+
+@pytest.mark.parametrize("architecture", GPUS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_case_is_served(method, architecture, monkeypatch):
+    torch.manual_seed(0)
+    only(monkeypatch)
+    assert checks.unserved(cases(method), "whole_rows", GPUS[architecture]) == []
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("method", METHODS)
+def test_bits(method, monkeypatch):
+    torch.manual_seed(0)
+    only(monkeypatch)
+    assert checks.differences(cases(method), "whole_rows") == {}
+
+
+def _machine(method: str, n: int, d: int, dtype: torch.dtype, out: torch.dtype, architecture: str):
+    more = dict(recipe=checks.OF_HEADS) if dtype.is_floating_point else {}
+    p = checks.empty_problem(method, n, d, dtype, out, **more)
+    launch = checks.attention_launch(p, gpu=GPUS[architecture], kernel="whole_rows")
+    assert launch.program.file == "sm80/whole_rows.cu"
+    return checks.machine(launch, architecture)
+
+
+# ViT's in every test run
+SHAPES = (197, 64), *(pytest.param(*x, marks=pytest.mark.full) for x in ((65, 64), (144, 32), (256, 64), (224, 128)))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("n, d", SHAPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_integer_only(method, n, d, architecture):
+    """No floating-point opcode between int8 input and integer output; no spills, but for a few on 9.0, where other
+    kernels serve these shapes."""
+    if (method, n, d) == ("intflash", 224, 128):
+        pytest.skip("the registers do not hold its two digits")
+    most = 16 if architecture == "sm_90a" else 0
+    found = _machine(method, n, d, torch.int8, torch.int8, architecture)
+    assert found.spills <= most and found.float_instructions == []
+    for dtype in (torch.float16, torch.float32):
+        assert _machine(method, n, d, dtype, dtype, architecture).spills <= most
+
+
+def test_which_calls_it_takes(monkeypatch):
+    def kernel(gpu: str, n: int, d: int, method: str = "intflash_p8", **more) -> str:
+        monkeypatch.setattr(plans, "gpu_of", lambda device: GPUS[gpu])
+        return plans.find_kernel(checks.empty_problem(method, n, d, torch.float16, torch.float16, **more)).kernel
+
+    for gpu in ("sm_80", "sm_86", "sm_89", "sm_120"):
+        assert [kernel(gpu, n, 64) for n in (64, 65, 197, 256, 257)] == ["window", *["whole_rows"] * 3, "any_rows"]
+        assert kernel(gpu, 197, 64, causal=0) == "any_rows" and kernel(gpu, 197, 64, "intflash_online") == "any_rows"
+        assert kernel(gpu, 197, 64, "intflash") == "whole_rows" and kernel(gpu, 256, 256) == "any_rows"
+    assert [kernel("sm_90a", n, d) for n, d in ((197, 64), (256, 64), (197, 144))] == [
+        "short_rows", "long_rows", "whole_rows",
+    ]  # fmt: skip
+
+
+def _launches(batch: int, nq: int, **more):
+    p = checks.empty_problem("intflash_p8", nq, 64, torch.float16, torch.float16, recipe=checks.OF_HEADS, batch=batch)
+    return checks.planned(p, gpu=GPUS["sm_80"], kernel="whole_rows").launches
+
+
+def test_few_heads_are_taken_by_several_ctas():
+    """A head's 13 tiles of 16 rows are for one CTA where there are many heads, else for up to four."""
+    grids = {batch: [launch.grid[0] for launch in _launches(batch, 197)] for batch in (1, 60, 108, 500)}
+    assert grids == {1: [8], 60: [240], 108: [216], 500: [1000]}
