@@ -6,6 +6,7 @@ from benchmarks import (
     call_cost,
     conversion,
     energy,
+    every_gpu,
     gpu_kernels,
     host_cost,
     integer_cpu,
@@ -29,6 +30,7 @@ EXPERIMENTS: tuple[Experiment, ...] = collect(
         gpu_kernels,
         conversion,
         energy,
+        every_gpu,
         integer_cpu,
         vortex,
     )

@@ -151,6 +151,7 @@ Config = Callable[[Tensor], Any]  # of torchao, from a linear's input
 def _torchao(config: Config, least_rows: int, model: nn.Module, given: dict[str, Tensor]) -> Call:
     """The model in bfloat16 with quantized linears, but those whose input has fewer rows than torchao's product takes:
     the classifier's of a small batch."""
+    from torch._inductor import config as inductor
     from torchao import quantization
 
     quantized = copy.deepcopy(model).bfloat16()
@@ -166,9 +167,11 @@ def _torchao(config: Config, least_rows: int, model: nn.Module, given: dict[str,
     quantized(**given)
     for hook in hooks:
         hook.remove()
-    for name, found in configs.items():
-        quantization.quantize_(linears[name], found)
-    return _in_graph(quantized, given)
+    with inductor.patch(coordinate_descent_tuning=False):
+        for name, found in configs.items():
+            quantization.quantize_(linears[name], found)
+        inductor.coordinate_descent_tuning = False  # torchao chooses it, and each kernel is compiled many times
+        return _in_graph(quantized, given)
 
 
 def _dynamic(config: str, x: Tensor) -> Any:
@@ -421,7 +424,8 @@ def experiment(
             "Random weights, calibrated on random inputs. Contenders take turns, medians of wall-clock time. BERT: "
             f"{TOKENS} tokens with a padding mask. FP16 is compiled by torch: reduce-overhead; its default mode in one "
             f"captured CUDA graph; max-autotune likewise, at batch {' and '.join(map(str, TUNED_BATCHES))}. torchao "
-            "quantizes bfloat16 models, compiled in the default mode in one captured CUDA graph."
+            "quantizes bfloat16 models, compiled in the default mode in one captured CUDA graph, without tuning each "
+            "kernel by coordinate descent."
         ),
         devices=("cuda",),
         limit_s=1800.0,
