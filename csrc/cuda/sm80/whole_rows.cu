@@ -13,7 +13,7 @@
 //   HEAD_AMAX_IN_KERNEL  1: the kernel finds the scales of the head of Q, K and V
 #define ROW_TILES 1
 #define SLICES 1
-#define STAGES 2
+#define STAGES 2  // of a ring of tiles, which is not used here
 #define BIAS 0
 #define KEEP 0
 #define WINDOW 0

@@ -37,7 +37,7 @@ struct Gpu {
 
 enum class Kernel { kWindow, kShortRows, kLongRows, kWholeRows, kFewRows, kAnyRows };
 constexpr const char* kKernelNames[] = {"window", "short_rows", "long_rows", "whole_rows", "few_rows", "any_rows"};
-// Few and any rows: kernels for every GPU. The others are for particular shapes.
+// Few and any rows serve any shape, the others particular ones.
 inline bool is_for_any_shape(Kernel kernel) { return kernel == Kernel::kFewRows || kernel == Kernel::kAnyRows; }
 
 // Choices that tests fix, because results must not depend on them. The plan makes those that are negative.
