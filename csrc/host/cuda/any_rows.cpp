@@ -50,16 +50,10 @@ struct Tile {
   int64_t warps = 4, row_tiles = 1, keys = 64, stages = 3, ctas_per_sm = 3, slices = 1;
 };
 
-int64_t k_bytes(int64_t d, const Tile& tile) { return tile.keys * 16 * (2 * ceil_div(d, 32) + 1); }
-
-int64_t v_bytes(int64_t dv, const Tile& tile) {
-  const int64_t chunks = ceil_div(dv, 16 * tile.slices);
-  return std::max(16 * chunks * (tile.keys + 16), tile.keys * 16 * (chunks | 1));
-}
-
 // Bytes of the table of P and the stages: TABLE_BYTES + STAGES * STAGE_BYTES of the kernel, for any layout of V.
 int64_t shared_bytes(const Problem& p, const Tile& tile) {
-  const int64_t stage = k_bytes(p.head_dim(), tile) + v_bytes(p.v.shape[3], tile);
+  const int64_t stage =
+      key_tile_bytes(tile.keys, p.head_dim()) + value_tile_bytes(tile.keys, ceil_div(p.v.shape[3], tile.slices));
   return kTableBytes * (p.method == Method::kOnline) + tile.stages * stage;
 }
 
@@ -126,6 +120,13 @@ int64_t row_sums(const Problem& p) {
 }
 
 }  // namespace
+
+int64_t key_tile_bytes(int64_t keys, int64_t d) { return keys * 16 * (2 * ceil_div(d, 32) + 1); }
+
+int64_t value_tile_bytes(int64_t keys, int64_t channels) {
+  const int64_t chunks = ceil_div(channels, 16);
+  return std::max(16 * chunks * (keys + 16), keys * 16 * (chunks | 1));
+}
 
 bool takes_few_rows(const Problem& p) {
   return p.group() * p.nq() <= kFewRows && p.nk() >= kManyKeys && p.method != Method::kOnline && !p.q_ends &&
@@ -210,8 +211,9 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
                   reinterpret_cast<i32*>(workspace + choice.key_scores),
                   reinterpret_cast<i64*>(workspace + choice.maxima),
                   reinterpret_cast<i32*>(workspace + choice.sums)};
-  const int64_t of_keys = tile.stages * k_bytes(p.head_dim(), tile);
-  const int64_t of_values = std::max(tile.stages * v_bytes(dv, tile), 4 * kFewRows * row_sums(p));
+  const int64_t of_keys = tile.stages * key_tile_bytes(tile.keys, p.head_dim());
+  const int64_t of_values =
+      std::max(tile.stages * value_tile_bytes(tile.keys, ceil_div(dv, tile.slices)), 4 * kFewRows * row_sums(p));
   // where the score constants come from: see few_rows.cu
   const int32_t scores = a.constants.score ? 0 : a.head_amax_in_kernel ? 2 : 1;
   // rows i and i + 8, which a lane has, may be of two heads

@@ -297,6 +297,11 @@ Schedule schedule_ranges(const Problem& p, int64_t consumers, const Gpu& gpu);
 bool float_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
 void float_rows_launch(const Problem& p, int key_scales, const Memory& memory, const Gpu& gpu, Launch& launch);
 
+// Bytes of a tile of K and of V in shared memory, as sm80/tiles.cuh lays them out: K_BYTES, and V_BYTES in its larger
+// layout.
+int64_t key_tile_bytes(int64_t keys, int64_t head_dim);
+int64_t value_tile_bytes(int64_t keys, int64_t channels);
+
 bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
 bool whole_rows_find_scales(const Problem& p);
 void whole_rows_launch(const Attention& a, Launch& launch);

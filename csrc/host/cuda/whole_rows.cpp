@@ -9,6 +9,8 @@ namespace {
 
 constexpr int64_t kMostKeys = 256, kMostFoundQueries = 1024, kWarps = 4;
 constexpr int64_t kCtasPerProcessor = 2;  // at least, where heads have enough rows
+constexpr int64_t kReservedBytes = 1024;  // of shared memory, by the GPU for each CTA
+constexpr int64_t kStaticBytes = 256;     // for the kernel's own variables there
 
 const Source kSource = {"sm80/whole_rows.cu",
                         "attention",
@@ -29,11 +31,8 @@ const Source kSource = {"sm80/whole_rows.cu",
 
 int64_t padded_keys(const Problem& p) { return round_up(p.nk(), 32); }
 
-// Bytes of K_BYTES + V_BYTES of the kernel, for any layout of V.
 int64_t shared_bytes(const Problem& p) {
-  const int64_t keys = padded_keys(p), chunks = ceil_div(p.v.shape[3], 16);
-  return keys * 16 * (2 * ceil_div(p.head_dim(), 32) + 1) +
-         std::max(16 * chunks * (keys + 16), keys * 16 * (chunks | 1));
+  return key_tile_bytes(padded_keys(p), p.head_dim()) + value_tile_bytes(padded_keys(p), p.v.shape[3]);
 }
 
 // CTAs per multiprocessor whose scores, accumulators and Q fit the registers; 0 if none does.
@@ -44,7 +43,8 @@ int64_t ctas_per_sm(const Problem& p, const Gpu& gpu) {
   const int64_t registers =
       round_up(p.nk(), 16) / 2 + digits * round_up(p.v.shape[3], 16) / 2 + 4 * ceil_div(p.head_dim(), 32) + more;
   const int64_t by_registers = registers <= 104 ? 4 : registers <= 168 ? 3 : registers <= 240 ? 2 : 0;
-  return std::min(by_registers, (gpu.shared_bytes + 1024) / (shared_bytes(p) + 1024 + 256));
+  return std::min(by_registers,
+                  (gpu.shared_bytes + kReservedBytes) / (shared_bytes(p) + kReservedBytes + kStaticBytes));
 }
 
 }  // namespace
@@ -78,8 +78,8 @@ void whole_rows_launch(const Attention& a, Launch& launch) {
   const int64_t heads = p.batch() * p.heads(), tiles = ceil_div(p.nq(), 16), ctas = ctas_per_sm(p, a.gpu);
   // with few heads several CTAs take one, each with a tile of every warp at least
   const int64_t wanted = ceil_div(kCtasPerProcessor * a.gpu.processors, heads);
-  const int64_t of_part = round_up(ceil_div(tiles, std::min(wanted, ceil_div(tiles, kWarps))), kWarps);
-  const int64_t of_cta = wanted == 1 ? tiles : of_part, parts = ceil_div(tiles, of_cta);
+  const int64_t of_cta = round_up(ceil_div(tiles, std::min(wanted, ceil_div(tiles, kWarps))), kWarps);
+  const int64_t parts = ceil_div(tiles, of_cta);
   launch.program = {
       &kSource,
       {int32_t(p.method), int32_t(p.head_dim()), int32_t(p.v.shape[3]), int32_t(a.q.type), int32_t(p.out_type),
