@@ -1,7 +1,7 @@
 """What a call costs the host: Python until the work is queued on a GPU, the whole call on a CPU.
 
 One thread computes. On a CPU the shape is so small that its arithmetic takes little beside the call. Compiled calls are
-torch.compile's in its default mode.
+torch.compile's in its default mode: one call in a graph, for which torch's guards count, and as many as a ViT has.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import cycle
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from intflash.bench.experiments import Experiment, Row, Setting
 
 US = "us a call"
 CALLS, RUNS = 1000, 15
+LAYERS, LAYERS_OF = 12, {"attention", "an op of C++ that does nothing"}  # a ViT's calls in one graph
 # Keys of a growing call: on a CPU with little arithmetic, on a GPU with one kernel for all of them.
 GROWING = {"cpu": range(1, 65), "cuda": range(961, 1025)}
 SHAPES = {
@@ -36,21 +38,23 @@ STATIC = intflash.Recipe(q_scale=0.03, k_scale=0.03, v_scale=0.03)
 _nothing = torch.library.Library("intflash_benchmarks", "FRAGMENT")
 
 
-def host_time(call: Callable[[], object], device: str) -> float:
-    """Microseconds, the median of several runs of a loop; on a CPU of this thread's time, without what other processes
-    take."""
-    for _ in range(20):
-        call()
+def host_times(calls: dict[str, Callable[[], object]], device: str) -> dict[str, float]:
+    """Microseconds of each call, the medians of several runs of a loop, in turns; on a CPU of this thread's time,
+    without what other processes take."""
     clock = time.perf_counter if device == "cuda" else time.thread_time
-    times = []
-    for _ in range(RUNS):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = clock()
-        for _ in range(CALLS):
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(20):
             call()
-        times.append((clock() - start) / CALLS)
-    return 1e6 * statistics.median(times)
+    for _ in range(RUNS):
+        for name, call in calls.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = clock()
+            for _ in range(CALLS):
+                call()
+            times[name].append((clock() - start) / CALLS)
+    return {name: 1e6 * statistics.median(x) for name, x in times.items()}
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
@@ -125,9 +129,17 @@ def _cpp_noop() -> Callable[..., Tensor] | None:
     return torch.ops.intflash_benchmarks.cpp_noop.default
 
 
-def _compiled(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Callable[[], object]:
-    torch._dynamo.reset()
-    compiled: Any = torch.compile(lambda q, k, v: function(q, k, v))
+def _compiled(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], calls: int = 1) -> Callable[[], object]:
+    """One graph with so many calls, each of which takes the output of the one before as its queries."""
+
+    def graph(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for _ in range(calls):
+            q = function(q, k, v)
+        return q
+
+    # Of a code object of its own: torch would try the graphs of all contenders at each call.
+    own = FunctionType(graph.__code__.replace(), graph.__globals__, closure=graph.__closure__)
+    compiled: Any = torch.compile(own)
     return partial(compiled, *tensors)
 
 
@@ -148,8 +160,8 @@ def _rows(setting: Setting) -> Iterator[Row]:
         dtype = torch.float32 if device == "cpu" else torch.float16
         generator = torch.Generator().manual_seed(setting.seed)
         tensors = tuple(torch.randn(shape, generator=generator).to(device, dtype) for _ in "qkv")
-        for series, call in _eager(*tensors).items():
-            yield Row(series, case, US, host_time(call, device))
+        for series, time_us in host_times(_eager(*tensors), device).items():
+            yield Row(series, case, US, time_us)
         if setting.quick:
             continue
         functions = {
@@ -159,10 +171,13 @@ def _rows(setting: Setting) -> Iterator[Row]:
         if (of_cpp := _cpp_noop()) is not None:
             functions["an op of C++ that does nothing"] = of_cpp
         for mode, enter in modes.items():
+            torch._dynamo.reset()
             with enter():
                 inputs = tuple(x.clone() for x in tensors)  # in inference mode, of that mode
-                for series, function in functions.items():
-                    time_us = host_time(_compiled(function, inputs), device)
+                graphs = {series: _compiled(function, inputs) for series, function in functions.items()}
+                for series in sorted(LAYERS_OF & functions.keys()):
+                    graphs[f"{series}, {LAYERS} calls in a graph"] = _compiled(functions[series], inputs, LAYERS)
+                for series, time_us in host_times(graphs, device).items():
                     yield Row(f"compiled, {mode}: {series}", case, US, time_us)
 
 
@@ -172,8 +187,9 @@ EXPERIMENTS = (
         title="Host time of a call",
         source="docs/design/call-path.md",
         measure=_measure,
-        notes=f"Median of {RUNS} runs of a Python loop of {CALLS} calls, output allocation included, one thread. On a "
-        "GPU no call waits for it. The op that does nothing is a Python function that allocates its output.",
+        notes=f"Median of {RUNS} runs of a Python loop of {CALLS} calls, contenders in turns, output allocation "
+        "included, one thread. On a GPU no call waits for it. Ops that do nothing allocate their output: one is a "
+        "Python function, one is C++.",
         limit_s=300.0,
     ),
 )

@@ -629,6 +629,7 @@ compiled = torch.compile(lambda *x: intflash.attention(*x, recipe=recipe), fullg
 with torch.no_grad():
     assert torch.equal(compiled(q, k, v), intflash.attention(q, k, v, recipe=recipe))
     assert torch.equal(op._inference(q, k, v, None, None, 1), intflash.attention(q, k, v))
+    assert torch.ops.intflash.attention_inference is op._inference  # for generated code that lies on disk
     try:
         op._inference(q, k * float("nan"), v, None, None, 1)
     except intflash.InputError:

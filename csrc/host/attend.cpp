@@ -230,10 +230,18 @@ void read_recipe(PyObject* recipe, Scaling (&floats)[3]) {
     floats[i] = {granularity_of(attribute(recipe, kinds[i]).ptr()), bits, 1, attribute(recipe, scales[i])};
 }
 
+// Reads a tensor that is memory. Returns false for anything else, subclasses of torch's classes too.
+bool read_memory(const Given& given, TorchTensor& t) {
+  if (given.implementation) return torch_library.read_implementation(given.implementation, t);
+  PyObject* const x = given.object.ptr();
+  return x && (is_type(x, python.tensor) || is_type(x, python.parameter)) && torch_library.read(x, t);
+}
+
 // Reads tensors that are memory on one device, of a CPU or a GPU, and nothing else.
 class Reader {
  public:
-  // `dispatched`: torch's dispatcher has seen to gradients and negated tensors.
+  // `dispatched`: torch has seen to gradients and negated tensors, and the output must lie in memory as the op's fake
+  // kernel promises.
   explicit Reader(bool dispatched)
       : dispatched_(dispatched), wants_gradients_(!dispatched && truth_of_call(python.is_grad_enabled)) {}
 
@@ -253,14 +261,9 @@ class Reader {
  private:
   TorchTensor memory_of(const Given& given) const {
     TorchTensor t;
-    if (given.implementation) {
-      require(torch_library.read_implementation(given.implementation, t) && (t.is_cpu || t.is_cuda));
-      return t;
-    }
-    PyObject* const x = given.object.ptr();
-    require(is_type(x, python.tensor) || is_type(x, python.parameter));
-    require(torch_library.read(x, t) && (t.is_cpu || t.is_cuda));
+    require(read_memory(given, t) && (t.is_cpu || t.is_cuda));
     if (dispatched_) return t;
+    PyObject* const x = given.object.ptr();
     PyObject* negated = call_method(x, names().is_neg);
     require(negated == Py_False);
     require(!wants_gradients_ || attribute(x, names().requires_grad).ptr() == Py_False);
@@ -870,7 +873,13 @@ struct Overload {
   TorchOps::Kernel kernel;
   PyObject* serve;  // Python's function of the same arguments, which serves what is declined here
 
-  int options() const { return 3 + optional + floats; }
+  int tensors() const { return 3 + optional; }
+  int options() const { return tensors() + floats; }
+  nb::object call_python(nb::handle arguments) const {
+    PyObject* const found = PyObject_CallObject(serve, arguments.ptr());
+    if (!found) nb::raise_python_error();
+    return nb::steal(found);
+  }
 };
 
 // What Python tells of the number of options: (is_causal, enable_gqa, causal_align, check_finite, backend, method,
@@ -901,7 +910,14 @@ const Request& options_of(int64_t number) {
   return seen_options.emplace(number, std::move(r)).first->second;
 }
 
-// The arguments of an overload, as torch's dispatcher hands them over.
+// The arguments of a call of an overload. Those that it does not have are null and 0.
+struct InferenceCall {
+  Given tensor[8];        // q, k, v, attn_mask, bias and the scales of q, k and v
+  double number[4] = {};  // the softmax scale and the scales of q, k and v; 0: none
+  int64_t options = 0;
+};
+
+// The same as torch's dispatcher hands them over.
 class DispatchedArguments {
  public:
   DispatchedArguments(const Overload& of, const uint64_t* stack) : of_(of) {
@@ -909,62 +925,63 @@ class DispatchedArguments {
   }
   ~DispatchedArguments() {
     for (int i = 0; i < 3; ++i) torch_ops.free(argument_[i]);
-    for (int i = 3; i < 3 + of_.optional; ++i) torch_ops.free_optional(argument_[i]);
+    for (int i = 3; i < of_.tensors(); ++i) torch_ops.free_optional(argument_[i]);
   }
   DispatchedArguments(const DispatchedArguments&) = delete;
 
-  int tensors() const { return 3 + of_.optional; }
+  InferenceCall call() const {
+    InferenceCall c;
+    for (int i = 0; i < of_.tensors(); ++i) c.tensor[i] = Given(tensor(i));
+    for (int i = 0; i < of_.floats; ++i) c.number[i] = number(i);
+    c.options = options();
+    return c;
+  }
+  // Calls Python's function with them.
+  nb::object call_python() const {
+    nb::object all = nb::steal(PyTuple_New(of_.options() + 1));
+    const auto set = [&](int i, nb::object x) { PyTuple_SetItem(all.ptr(), i, x.release().ptr()); };
+    for (int i = 0; i < of_.tensors(); ++i) {
+      void* const x = tensor(i);
+      set(i, x ? MadeTensor(torch_ops.handle_of(x)).to_python() : nb::none());
+    }
+    for (int i = 0; i < of_.floats; ++i) set(of_.tensors() + i, nb::float_(number(i)));
+    set(of_.options(), nb::int_(options()));
+    return of_.call_python(all);
+  }
+
+ private:
   // The address of a tensor's implementation, or null.
   void* tensor(int i) const {
     return i < 3 ? TorchOps::implementation(argument_[i]) : TorchOps::optional_implementation(argument_[i]);
   }
   double number(int i) const {
     double x;
-    std::memcpy(&x, &argument_[tensors() + i], sizeof x);
+    std::memcpy(&x, &argument_[of_.tensors() + i], sizeof x);
     return x;
   }
   int64_t options() const { return int64_t(argument_[of_.options()]); }
-  bool has_scales() const { return of_.floats; }
 
-  // Calls Python's function with them.
-  nb::object call_python() const {
-    nb::object all = nb::steal(PyTuple_New(of_.options() + 1));
-    const auto set = [&](int i, nb::object x) { PyTuple_SetItem(all.ptr(), i, x.release().ptr()); };
-    for (int i = 0; i < tensors(); ++i) {
-      void* const x = tensor(i);
-      set(i, x ? MadeTensor(torch_ops.handle_of(x)).to_python() : nb::none());
-    }
-    for (int i = 0; i < of_.floats; ++i) set(tensors() + i, nb::float_(number(i)));
-    set(of_.options(), nb::int_(options()));
-    PyObject* const found = PyObject_CallObject(of_.serve, all.ptr());
-    if (!found) nb::raise_python_error();
-    return nb::steal(found);
-  }
-
- private:
   const Overload& of_;
   uint64_t argument_[16];
 };
 
 // Returns the output, or null where Python must serve the call.
-MadeTensor serve_natively(const DispatchedArguments& given) {
+MadeTensor serve_natively(const InferenceCall& call) {
   if (!is_ready || torch_ops.is_grad_enabled()) return {};  // Python refuses gradients
   try {
-    Request r = options_of(given.options());
+    Request r = options_of(call.options);
     TorchTensor q;
-    if (!r.method || !torch_library.read_implementation(given.tensor(0), q)) return {};
+    if (!r.method || !read_memory(call.tensor[0], q)) return {};
     if (q.is_cuda && !is_for_gpu(*r.method, r.backend, q.device_index)) return {};  // to throw takes microseconds
-    for (int i = 0; i < 3; ++i) r.tensor[i] = Given(given.tensor(i));
-    r.attn_mask = Given(given.tensor(3)), r.bias = Given(given.tensor(4));
+    for (int i = 0; i < 3; ++i) r.tensor[i] = call.tensor[i];
+    r.attn_mask = call.tensor[3], r.bias = call.tensor[4];
     nb::object scale;
-    if (given.has_scales()) {
-      if (given.number(0) != 0) scale = nb::float_(given.number(0)), r.scale = scale.ptr();
-      for (int i = 0; i < 3; ++i) {
-        if (void* const tensor = given.tensor(5 + i)) {
-          r.scaling[i].scale = Given(tensor);
-        } else if (given.number(1 + i) != 0) {
-          r.scaling[i].scale = nb::object(nb::float_(given.number(1 + i)));
-        }
+    if (call.number[0] != 0) scale = nb::float_(call.number[0]), r.scale = scale.ptr();
+    for (int i = 0; i < 3; ++i) {
+      if (call.tensor[5 + i]) {
+        r.scaling[i].scale = call.tensor[5 + i];
+      } else if (call.number[1 + i] != 0) {
+        r.scaling[i].scale = nb::object(nb::float_(call.number[1 + i]));
       }
     }
     for (int i = 0; i < 3; ++i) require(!r.is_codes[i] || r.scaling[i].scale);
@@ -980,7 +997,7 @@ void run_kernel(const Overload& overload, uint64_t* stack) {
   const bool is_python_thread = PyGILState_GetThisThreadState();
   const nb::gil_scoped_acquire in_register;
   try {
-    MadeTensor out = serve_natively(given);
+    MadeTensor out = serve_natively(given.call());
     if (!out.is_valid()) out = MadeTensor(given.call_python());
     void* const handle = out.release();
     stack[0] = uint64_t(uintptr_t(handle ? handle : torch_ops.handle_of(out.implementation())));
@@ -990,6 +1007,19 @@ void run_kernel(const Overload& overload, uint64_t* stack) {
     error.restore();
     torch_ops.raise_python_error(text);
   }
+}
+
+// The same for code that Inductor has made, with the arguments as Python objects.
+nb::object run_inference(const Overload& overload, nb::args given) {
+  if (int(given.size()) != overload.options() + 1) throw std::invalid_argument("all arguments are needed, by position");
+  const auto value = [&](int i) { return PyTuple_GetItem(given.ptr(), i); };
+  InferenceCall call;
+  for (int i = 0; i < overload.tensors(); ++i) call.tensor[i] = Given(value(i));
+  for (int i = 0; i < overload.floats; ++i) call.number[i] = PyFloat_AsDouble(value(overload.tensors() + i));
+  call.options = PyLong_AsLongLong(value(overload.options()));
+  if (PyErr_Occurred()) nb::raise_python_error();
+  MadeTensor out = serve_natively(call);
+  return out.is_valid() ? out.to_python() : overload.call_python(given);
 }
 
 Overload overloads[] = {{"attention.inference", 2, 0,
@@ -1072,6 +1102,12 @@ void bind_attend(nb::module_& m) {
   m.def("add_inference_kernel", add_inference_kernel, nb::arg("overload"), nb::arg("serve"), nb::arg("options_of"),
         "Registers the kernel of an overload of intflash::attention in C++, see intflash/op.py. Returns the dispatch "
         "keys that have it: none where this torch has no such interface.");
+  m.def(
+      "inference", [](nb::args given) { return run_inference(overloads[0], std::move(given)); },
+      "The overload of that name for code that Inductor has made, with all arguments by position.");
+  m.def(
+      "inference_scaled", [](nb::args given) { return run_inference(overloads[1], std::move(given)); },
+      "The overload of that name for code that Inductor has made, with all arguments by position.");
   m.def(
       "use_compiler", [](nb::handle machine_code) { python.machine_code = kept(machine_code); },
       nb::arg("machine_code").none(), "What compiles programs for GPUs, see intflash/backends/cuda/__init__.py.");

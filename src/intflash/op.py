@@ -22,7 +22,7 @@ from torch._C._functorch import CInterpreter, TransformType, get_interpreter_sta
 from torch._C._functorch import peek_interpreter_stack as _peek_transforms
 from torch.autograd import forward_ad
 
-from intflash import call, masks, validate
+from intflash import call, inductor, masks, validate
 from intflash.backends import cpu
 from intflash.call import ARGUMENTS, Output
 from intflash.errors import InputError
@@ -360,6 +360,7 @@ def _inference_kernel(compute: Callable[..., Results]) -> Callable[..., Tensor]:
 def _compute_fake_inference(*flat: Any) -> Results:
     if torch.is_grad_enabled() and _any_requires_grad(flat):
         raise RuntimeError(REASON)
+    inductor.register_lowerings()
     return _compute_fake(*flat)
 
 
@@ -379,7 +380,9 @@ def _define_inference(schema: str, kernel_of: Callable[[Callable[..., Results]],
     _library.impl(name, serve, "CompositeExplicitAutograd")
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"intflash::{name}", kernel_of(_compute_fake_inference), lib=_library)
-    return getattr(torch.ops.intflash.attention, name.split(".")[1])
+    op = getattr(torch.ops.intflash.attention, name.split(".")[1])
+    inductor.call_natively(op, cpu.inference_function(name) if in_cpp else op)
+    return op
 
 
 _inference = _define_inference(
@@ -393,6 +396,18 @@ _inference_scaled = _define_inference(
 )
 
 
+def _is_exported_or_transformed() -> bool:
+    # Not `torch.compiler.is_exporting()`, which older versions of torch.compile take for true.
+    if getattr(compiler, "_is_exporting_flag", False):
+        return True
+    return isinstance(_peek_transforms(), CInterpreter)
+
+
+# torch.compile calls it once, while it traces, and guards transforms itself (as torch.compiler.assume_constant_result,
+# which imports all of torch.compile).
+_is_exported_or_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def compiled_inference(
     q: Any, k: Any, v: Any, attn_mask: Any, bias: Any, is_causal: Any, enable_gqa: Any, causal_align: Any,
     check_finite: Any, backend: Any, method: Any, scale: Any, recipe: Any, out_dtype: Any, *others: Any,
@@ -402,10 +417,7 @@ def compiled_inference(
     `others` are the arguments that must be None. At every call compiled code guards each global that is read here: it
     reads few, and writes `_OPTIONS` out. What is wrong with a call, the fake kernel says.
     """
-    # Not `torch.compiler.is_exporting()`, which older versions of torch.compile take for true.
-    if getattr(compiler, "_is_exporting_flag", False) or forward_ad._current_level >= 0:
-        return None
-    if isinstance(_peek_transforms(), CInterpreter):  # for torch.compile the stack's top is never None
+    if _is_exported_or_transformed() or forward_ad._current_level >= 0:
         return None
     for x in others:
         if x is not None:

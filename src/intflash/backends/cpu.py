@@ -95,6 +95,11 @@ def add_inference_kernel(
     return [] if _native is None else _native.add_inference_kernel(overload, serve, options_of)
 
 
+def inference_function(overload: str) -> Callable[..., Tensor]:
+    """The native function of an overload that `add_inference_kernel` has registered, with the op's own arguments."""
+    return getattr(_native, overload.split(".")[1])
+
+
 def instruction_sets() -> list[str]:
     """Names of the kernels that run on this machine, best first; empty without the native module.
 
