@@ -20,9 +20,13 @@ def capture(call: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    # cuBLAS's workspace is to be memory of the graph, as in torch's own graphs. Torch frees any other when it records
+    # one, and the graph would then write memory of somebody else.
+    torch._C._cuda_clearCublasWorkspaces()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(repeats):
             call()
+    torch._C._cuda_clearCublasWorkspaces()
     return graph
 
 

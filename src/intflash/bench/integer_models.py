@@ -261,8 +261,6 @@ def measure(
             calls[method]()
             calls[f"{method}, {GRAPH}"] = gpu_timing.capture(calls[method], 1).replay
         ready()
-        for label, call in calls.items():
-            _check_runs(label, call)
         samples = models._take_turns(calls, "cuda", turns)
         outcome.seconds = {label: models.interval_of_median(seconds)[0] for label, seconds in samples.items()}
         best = min((label for label in calls if label.startswith(FP16)), key=outcome.seconds.__getitem__, default=None)
@@ -278,15 +276,6 @@ def measure(
     }
     outcome.others[MEMORY] = _memory(made[OURS], model, halves)
     return outcome
-
-
-def _check_runs(label: str, call: Call) -> None:
-    """Runs a contender once. An error of its kernels would otherwise be seen in another's turn."""
-    try:
-        call()
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        raise RuntimeError(f"{label} failed") from error
 
 
 def _memory(made: nn.Module, model: nn.Module, given: dict[str, Tensor]) -> dict[str, float]:

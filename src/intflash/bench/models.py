@@ -189,7 +189,10 @@ def _take_turns(calls: dict[str, Callable[[], Tensor]], device: str, turns: int)
     """Returns the seconds per call of each variant, one sample per turn."""
     counts = {}
     for variant, call in calls.items():
-        seconds = min(_block(call, 1, device) for _ in range(3))
+        try:
+            seconds = min(_block(call, 1, device) for _ in range(3))
+        except RuntimeError as error:
+            raise RuntimeError(f"{variant} failed") from error
         counts[variant] = max(1, math.ceil(BLOCK_SECONDS[device] / seconds))
     samples: dict[str, list[float]] = {variant: [] for variant in calls}
     for _ in range(turns):
