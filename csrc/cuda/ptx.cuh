@@ -163,6 +163,15 @@ DEVICE void store_shared(u32 to, const u32 (&w)[4]) {
                : "memory");
 }
 
+// Loads four matrices of 8 x 16 bytes into the words of an operand of mma.sync, in lane order. Lanes 8 i + 0..7 give
+// the addresses of matrix i's rows.
+DEVICE void load_matrices(u32 from, u32 (&w)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(from)
+               : "memory");
+}
+
 template <typename T>
 DEVICE T quad_max(T x) {
   T y = __shfl_xor_sync(~0u, x, 1);

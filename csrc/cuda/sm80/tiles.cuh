@@ -19,13 +19,7 @@ constexpr int K_PITCH = 16 * (2 * K_STEPS + 1);                 // bytes between
 constexpr int V_PITCH = KEY_MAJOR ? KEYS + 16 : 16 * (V_CHUNKS | 1);
 constexpr int K_BYTES = KEYS * K_PITCH, V_BYTES = (KEY_MAJOR ? 16 * V_CHUNKS : KEYS) * V_PITCH;
 
-DEVICE void load_matrices(u32 (&r)[4], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(from)
-               : "memory");
-}
-DEVICE void load_matrices_transposed(u32 (&r)[4], u32 from) {
+DEVICE void load_matrices_transposed(u32 from, u32 (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(from)
@@ -138,17 +132,17 @@ struct TileOperands {
   // 32 channels of the 16 keys of a group: the operands of its two tiles of scores.
   DEVICE void keys(int group, int step, OperandB (&b)[2]) const {
     u32 r[4];
-    load_matrices(r, k + group * 16 * K_PITCH + step * 32);
+    load_matrices(k + group * 16 * K_PITCH + step * 32, r);
     b[0] = {r[0], r[1]}, b[1] = {r[2], r[3]};
   }
   // 32 keys of 16 channels: the operands of even and of odd channels.
   DEVICE void values(int step, int chunk, OperandB (&b)[2]) const {
     u32 r[4];
     if constexpr (KEY_MAJOR) {
-      load_matrices(r, v + chunk * 16 * V_PITCH + step * 32);
+      load_matrices(v + chunk * 16 * V_PITCH + step * 32, r);
       b[0] = {r[0], r[1]}, b[1] = {r[2], r[3]};
     } else {  // pairs of channels are transposed, then their bytes are sorted
-      load_matrices_transposed(r, v + step * 32 * V_PITCH + chunk * 16);
+      load_matrices_transposed(v + step * 32 * V_PITCH + chunk * 16, r);
       b[0] = {permute(r[0], r[1], 0x6420), permute(r[2], r[3], 0x6420)};
       b[1] = {permute(r[0], r[1], 0x7531), permute(r[2], r[3], 0x7531)};
     }

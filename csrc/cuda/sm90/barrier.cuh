@@ -65,6 +65,8 @@ struct RingPosition {
     parity ^= stage / SIZE % 2;
     stage %= SIZE;
   }
+  // Tells the compiler that all lanes have the same position, so that it computes addresses in uniform registers.
+  DEVICE void make_uniform() { stage = __shfl_sync(~0u, stage, 0), parity = __shfl_sync(~0u, parity, 0); }
   DEVICE void rewind(u32 count) {
     if (stage < count) stage += SIZE, parity ^= 1;
     stage -= count;

@@ -95,7 +95,7 @@ struct BlockFloat {
       if (!ROW_SCALES) score = {__shfl_sync(~0u, score.C, 0), __shfl_sync(~0u, score.k, 0)};
       C[h] = score.C, shift[h] = score.k;
     }
-    const u32 magnitudes = row_magnitudes(shared);
+    const u32 magnitudes = row_magnitudes(shared, threadIdx.x);
     fast_exp = __all_sync(
         ~0u, fits_32_bits({C[0], shift[0]}, magnitudes & 0xFFFF) & fits_32_bits({C[1], shift[1]}, magnitudes >> 16));
     fraction = fraction_bits(p.nk), acc_shift = ACC_SHIFT;

@@ -204,7 +204,7 @@ struct ExactMaximum : PDigits<DIGITS> {
 
   // Returns the largest octave of either row's maximum at which 32 bits hold T + B of both rows.
   DEVICE i32 limit(const SharedLayout& shared) const {
-    const u32 magnitudes = row_magnitudes(shared), a = magnitudes & 0xFFFF, b = magnitudes >> 16;
+    const u32 magnitudes = row_magnitudes(shared, threadIdx.x), a = magnitudes & 0xFFFF, b = magnitudes >> 16;
     if (!ROW_SCALES) return exp_32bit_limit(this->C[0], this->shift[0], max(a, b));
     return min(exp_32bit_limit(this->C[0], this->shift[0], a), exp_32bit_limit(this->C[1], this->shift[1], b));
   }

@@ -5,6 +5,9 @@
 #else
 #include "sm90/integer_softmax.cuh"
 #endif
+#if REMAINDER_KEY_TILES
+#include "sm90/long_rows_remainder.cuh"
+#endif
 #if FLOAT_KV
 #include "sm90/long_rows_quantize.cuh"
 typedef QuantizingLoader Loader;

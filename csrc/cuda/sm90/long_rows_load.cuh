@@ -16,6 +16,9 @@ constexpr int TILE = 128, HALF = 64;  // keys per tile and per half tile
 #ifndef HEAD_AMAX_IN_KERNEL
 #define HEAD_AMAX_IN_KERNEL 0
 #endif
+#ifndef REMAINDER_KEY_TILES
+#define REMAINDER_KEY_TILES 0
+#endif
 constexpr int D_CHUNKS = HEAD_DIM / 16, D_STEPS = (HEAD_DIM + 31) / 32;
 constexpr int K_WIDTH = HEAD_DIM <= 32 ? 32 : HEAD_DIM <= 64 ? 64 : 128;  // bytes per row of K in shared memory
 // int8 V is stored as V^T, one row of 128 keys per channel. 16-bit float V keeps its layout, in blocks of 64 channels.

@@ -24,6 +24,9 @@
 //   OUT              the type of the output
 //   KEY_COUNTS       1: batch b has only its first ((const i32*)p.keep.ptr)[b] keys
 //   KEY_MASK         1: p.keep has a byte for each key of a batch, 0 for an absent one; without CAUSAL
+//   REMAINDER_KEY_TILES  the number of key tiles of a head whose last row tile has at most 8 rows, which have a code
+//   path
+//                    of their own then (long_rows_remainder.cuh); 0: none (the default)
 //
 // The exponentials of a tile are computed in two halves of 64 keys, or at once where the method sets WHOLE_TILES;
 // `add_row_sums` and `raise_row_octaves` then update the row sums and octaves. With BUFFERS = 2 there are registers for
@@ -95,7 +98,8 @@ DEVICE i32 tiles_of(const Params& p, const WorkTile& work) {
 // --- a warpgroup's rows
 
 // Loads the codes of 64 rows of Q. A warp loads the 16 rows that its own products read, so that it waits for no other
-// warp. int8 codes are copied ahead of time; floats are prefetched to L2 and quantized just before use.
+// warp; of remainder rows each warp loads all. int8 codes are copied ahead of time; floats are prefetched to L2 and
+// quantized just before use.
 struct QueryLoader {
   typedef Codes<QUERY, VALUES_IN_RANGE> In;
   static constexpr u32 WIDE = K_WIDTH / 16, AT_ONCE = 32 / WIDE, ROUNDS = 16 / AT_ONCE;
@@ -114,7 +118,8 @@ struct QueryLoader {
       const u32 thread = reread_thread_index();
       to = query.shared.query_rows(thread / GROUP - 1);
       row = thread % GROUP / 32 * 16 + thread % 32 / WIDE, chunk = thread % WIDE;
-      first = work.row + tile * 64 + row, last = p.nq - 1, stride = p.q.n * SIZE<QUERY>;
+      first = work.row + tile * 64 + (work.is_remainder(p, tile) ? row % 16 : row);
+      last = p.nq - 1, stride = p.q.n * SIZE<QUERY>;
       base = p.q.ptr + (head_offset(p.q, work.batch, work.head) + (exists() ? chunk * 16 : 0)) * SIZE<QUERY>;
     }
     DEVICE bool exists() const { return chunk < D_CHUNKS; }
@@ -209,16 +214,23 @@ DEVICE void update_maxima(i32 (&peak)[2], const Scores& s, bool partial, const V
 }
 
 // Returns the sums of |q| over this thread's two rows, computed by the quad, in the halves of one word.
-DEVICE u32 row_magnitudes(const SharedLayout& shared) {
-  const u32 warp = threadIdx.x / 32 - 4, row = warp * 16 + threadIdx.x % 32 / 4;
+DEVICE u32 row_magnitudes(const SharedLayout& shared, u32 thread) {
+  const u32 warp = thread / 32 - 4, row = warp * 16 + thread % 32 / 4;
   u32 sum[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < 2 * D_CHUNKS; ++i) {
-    const u32 from = shared.query + swizzled<K_WIDTH>(row + i % 2 * 8, i / 2) + threadIdx.x % 4 * 4;
+    const u32 from = shared.query + swizzled<K_WIDTH>(row + i % 2 * 8, i / 2) + thread % 4 * 4;
     sum[i % 2] = add_magnitudes(load_shared(from), sum[i % 2]);
   }
   return quad_sum(sum[1] << 16 | sum[0]);
 }
+
+// The remainder rows of a head. long_rows_remainder.cuh computes them, for the methods that have a path for them.
+template <class Method>
+struct RemainderRows {
+  DEVICE void attend(const Params&, const SharedLayout&, const WorkTile&, i32, Stage&) {}
+  DEVICE void store(const Params&, const SharedLayout&, const WorkTile&, i32) const {}
+};
 
 // How many times the keys of a work tile are loaded.
 template <class Method>
@@ -452,6 +464,11 @@ struct Consumer {
     }
   }
 
+  DEVICE void load_query(const WorkTile& work, i32 tile, const Stage& at) const {
+    if (HEAD_AMAX_IN_KERNEL) shared.wait_full(at);  // the scales of the head are in memory then
+    query.finish_load(work, tile);
+  }
+
   // Computes 64 rows up to their output. last: this warpgroup has no later rows in the work tile.
   DEVICE void attend(const WorkTile& work, i32 tile, bool last, Stage& at) {
     const BatchKeys keys(p, work.batch);
@@ -459,8 +476,6 @@ struct Consumer {
     const KeyTileRange mine(p, keys, first, min(first + 64, work.end));
     const ThreadRows place = work.place(threadIdx.x, tile);
     q = descriptor<K_WIDTH>(shared.query_rows(group()));
-    if (HEAD_AMAX_IN_KERNEL) shared.wait_full(at);  // the scales of the head are in memory then
-    query.finish_load(work, tile);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       seen[h] = keys.count;
@@ -500,12 +515,27 @@ struct Consumer {
       for (; scheduler.i != next.i; scheduler.next(p))
         skip_tiles(KEY_PASSES<Method> * tiles_of(p, scheduler.work(p)), at);
       if (scheduler.done(p)) break;
-      attend(work, tile, tile + CONSUMERS >= work.tiles(), at);
+      load_query(work, tile, at);
+      const bool is_remainder = work.is_remainder(p, tile);
+      // without this the compiler computes for all rows what both branches need, and keeps it in registers for long
+      if (is_remainder) work.keep_in_registers();
       const WorkTile from = work;
       const i32 done = tile;
-      tile += CONSUMERS;
-      if (!CAUSAL) work = find_tile(next, tile);
-      method.store(p, from.place(reread_thread_index(), done));
+      const auto find_next = [&] {
+        tile += CONSUMERS;
+        if (!CAUSAL) work = find_tile(next, tile);
+      };
+      if (is_remainder) {
+        RemainderRows<Method> remainder;
+        remainder.attend(p, shared, work, tile, at);
+        find_next();
+        remainder.store(p, shared, from, done);
+      } else {
+        if (REMAINDER_KEY_TILES) at.make_uniform();
+        attend(work, tile, tile + CONSUMERS >= work.tiles(), at);
+        find_next();
+        method.store(p, from.place(reread_thread_index(), done));
+      }
       if (CAUSAL) break;  // with CAUSAL, a CTA has one work tile
       if (scheduler.i != next.i) scheduler.next(p);
     }

@@ -3,7 +3,7 @@
 // short_rows_mainloop.cuh.
 #include "sm90/short_rows_mainloop.cuh"
 #if REMAINDER_ROWS
-#include "sm90/remainder_rows.cuh"
+#include "sm90/short_rows_remainder.cuh"
 #endif
 
 constexpr int THREADS = 128 * WARPGROUPS;

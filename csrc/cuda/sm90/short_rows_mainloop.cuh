@@ -14,7 +14,7 @@
 //   HEAD_AMAX_IN_KERNEL  1: the kernel computes the scales of floats from each head's own maxima
 //   VALUES_IN_RANGE      1: no float is outside its scale's range (quantize.cuh)
 //   TMA                  1: TMA loads K and V
-//   REMAINDER_ROWS       1: the last rows of a head have a code path of their own (remainder_rows.cuh)
+//   REMAINDER_ROWS       1: the last rows of a head have a code path of their own (short_rows_remainder.cuh)
 //   STATISTICS           1: the caller wants p.t_max and p.l
 //   HEADS_FIRST          1: heads are the grid's first axis, as they usually are in memory; 0: batches are
 //   REVERSE_HEADS        1: CTAs take the last heads first

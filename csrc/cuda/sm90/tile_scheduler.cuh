@@ -29,6 +29,13 @@ struct WorkTile : Head {
   DEVICE ThreadRows place(u32 thread, i32 tile) const {
     return {*this, row + tile * 64 + (i32)(thread % GROUP / 32 * 16 + thread % 32 / 4), end};
   }
+  // Whether a row tile is computed as remainder rows.
+  DEVICE bool is_remainder(const Params& p, i32 tile) const {
+    return REMAINDER_KEY_TILES && p.nq - (row + tile * 64) < 64;
+  }
+  DEVICE void keep_in_registers() {
+    keep_in_register(batch), keep_in_register(head), keep_in_register(kv_head), keep_in_register(row);
+  }
 };
 
 // Hands out ranges round robin: the whole ones to all CTAs, then the smaller ones to the CTAs from `first` on.

@@ -24,17 +24,31 @@ constexpr double kPassLeastUs = 4.5, kPassTbS = 4.0;
 // To find the scales of a head: the rate of a CTA, and the least time and the rate of a pass over all heads.
 constexpr double kScanTbS = 0.105, kScalesLeastUs = 1.0, kScalesTbS = 6.0;
 
-const Source kSource = {"sm90/long_rows.cu", "attention", {{"METHOD", kMethodNames}, {"BLOCK_FLOAT", nullptr},
-                                                           {"HEAD_DIM", nullptr},    {"CONSUMERS", nullptr},
-                                                           {"CAUSAL", nullptr},      {"ROW_SCALES", nullptr},
-                                                           {"KEY_SCALES", nullptr},  {"QUERY", kTypeNames},
-                                                           {"VALUE", kTypeNames},    {"OUT", kTypeNames},
-                                                           {"TMA", nullptr},         {"P_SHARED", nullptr},
-                                                           {"P_TABLE", nullptr},     {"SCRATCH_BYTES", nullptr},
-                                                           {"STAGES", nullptr},      {"KV_RESIDENT", nullptr},
-                                                           {"FLOAT_KV", nullptr},    {"VALUES_IN_RANGE", nullptr},
-                                                           {"TENSOR_DIM", nullptr},  {"KEY_COUNTS", nullptr},
-                                                           {"KEY_MASK", nullptr},    {"HEAD_AMAX_IN_KERNEL", nullptr}}};
+const Source kSource = {"sm90/long_rows.cu",
+                        "attention",
+                        {{"METHOD", kMethodNames},
+                         {"BLOCK_FLOAT", nullptr},
+                         {"HEAD_DIM", nullptr},
+                         {"CONSUMERS", nullptr},
+                         {"CAUSAL", nullptr},
+                         {"ROW_SCALES", nullptr},
+                         {"KEY_SCALES", nullptr},
+                         {"QUERY", kTypeNames},
+                         {"VALUE", kTypeNames},
+                         {"OUT", kTypeNames},
+                         {"TMA", nullptr},
+                         {"P_SHARED", nullptr},
+                         {"P_TABLE", nullptr},
+                         {"SCRATCH_BYTES", nullptr},
+                         {"STAGES", nullptr},
+                         {"KV_RESIDENT", nullptr},
+                         {"FLOAT_KV", nullptr},
+                         {"VALUES_IN_RANGE", nullptr},
+                         {"TENSOR_DIM", nullptr},
+                         {"KEY_COUNTS", nullptr},
+                         {"KEY_MASK", nullptr},
+                         {"HEAD_AMAX_IN_KERNEL", nullptr},
+                         {"REMAINDER_KEY_TILES", nullptr}}};
 
 // The kernel pads head_dim to a multiple of 16.
 int64_t padded_channels(int64_t d) { return round_up(d, 16); }
@@ -84,6 +98,15 @@ int64_t consumers_of(const Problem& p, int64_t d, bool light_loads, bool rows) {
 
 // Whether K and V of a head can be resident in shared memory.
 bool fits_resident(const Problem& p, int64_t stages) { return !p.is_causal && ceil_div(p.nk(), kTile) <= stages; }
+
+// Whether the last rows of a head, at most 8, have the code path of long_rows_remainder.cuh, with K/V resident in
+// shared memory. Registers hold the scores with 5 tiles of keys, and head_dim of 32 and less leaves too little shared
+// memory for the sums that warps exchange.
+bool has_remainder_rows(const Problem& p) {
+  const int64_t rows = p.nq() % 64;
+  return p.fixed.remainder != 0 && 1 <= rows && rows <= 8 && (p.method == Method::kP8 || p.method == Method::kP16) &&
+         !p.key_counts && !p.keep && p.head_dim() > 32 && 1 <= p.nk() && p.nk() <= 5 * kTile;
+}
 
 // The tiles of 64 rows that each CTA takes with K/V resident in shared memory. A CTA takes consecutive tiles, so that
 // it loads few heads. Loading a head of floats takes as long as computing a tile or two: a CTA then takes whole heads,
@@ -315,7 +338,8 @@ void long_rows_launch(const Attention& a, Launch& launch) {
                      d == own ? kLeftOut : int32_t(own),
                      p.key_counts ? 1 : kLeftOut,
                      p.keep ? 1 : kLeftOut,
-                     floats && a.head_amax_in_kernel ? 1 : kLeftOut}};
+                     floats && a.head_amax_in_kernel ? 1 : kLeftOut,
+                     resident && has_remainder_rows(p) ? int32_t(ceil_div(p.nk(), kTile)) : kLeftOut}};
   const Schedule schedule =
       resident ? schedule_resident_heads(p, floats, a.gpu.processors) : schedule_ranges(p, consumers, a.gpu);
   launch.grid[0] = uint32_t(schedule.ctas);

@@ -46,7 +46,7 @@ struct Fixed {
   int64_t window_split[3] = {-1, -1, -1};  // warps per window, rows per tile, windows per CTA
   int64_t row_split[3] = {-1, -1, -1};     // of short rows: warpgroups, tiles per CTA, CTAs per multiprocessor
   int exp_32bit = -1;                      // of short rows
-  int consumers = -1, resident = -1, fuses_keys = -1, head_amax_in_kernel = -1;  // of long rows
+  int consumers = -1, resident = -1, fuses_keys = -1, head_amax_in_kernel = -1, remainder = -1;  // of long rows
   int64_t range_split[3] = {-1, -1, -1};       // of long rows: whole ranges, tiles of a smaller one, its first CTA
   int64_t tile[6] = {-1, -1, -1, -1, -1, -1};  // of any rows: see `Tile`
   int key_splits = -1;                         // of few rows
@@ -109,7 +109,7 @@ struct Refusal {
 // A file of csrc/cuda: its kernel's name, and the macros with which it is compiled, with the names that stand for their
 // values where they are no numbers.
 constexpr int kMostLaunches = 7;  // of a call: scales, constants, codes, keys without a value, up to three of attention
-constexpr int kMostMacros = 22;
+constexpr int kMostMacros = 23;
 constexpr int32_t kLeftOut = INT32_MIN;  // as a value: the kernel is compiled without this macro
 struct Macro {
   const char* name;

@@ -86,6 +86,7 @@ gpu::Fixed fixed_of(nb::dict given) {
                                                   {"resident", &f.resident},
                                                   {"fuses_keys", &f.fuses_keys},
                                                   {"head_amax_in_kernel", &f.head_amax_in_kernel},
+                                                  {"remainder", &f.remainder},
                                                   {"key_splits", &f.key_splits}};
   struct Several {
     const char* name;

@@ -116,7 +116,7 @@ void short_rows_launch(const Attention& a, Launch& launch) {
                                    : choose_split(batch * heads, row_tiles, most_ctas, a.q.is_codes());
   // 32-bit exponentials pay for the fetch of their additional instructions, which takes 0.5 us, in larger batches only
   const bool exp_32bit = p.bias || (p.fixed.exp_32bit < 0 ? batch * heads * row_tiles > kFewTiles : p.fixed.exp_32bit);
-  // the last rows of a head are few enough for remainder_rows.cuh, and head_dim is one that it supports
+  // the last rows of a head are few enough for short_rows_remainder.cuh, and head_dim is one that it supports
   const bool remainder = 1 <= nq % 64 && nq % 64 <= 8 && (d == 64 || d == 128);
   const bool heads_first = batch <= kGridLimit;
   const bool key_major = !a.is_fused && is_key_major(a.v, keys);

@@ -20,7 +20,7 @@ CASES = {  # a case takes up to half a minute on one core, mostly to compile; wi
     ("window", "intflash_p8"): ("dynamic of heads 49 32",),
     ("short_rows", "intflash"): (),
     ("short_rows", "intflash_p8"): ("bias 80 32 4194304",),
-    ("long_rows", "intflash"): (),
+    ("long_rows", "intflash"): ("remainder 136 300 64",),
     ("long_rows", "intflash_p8"): ("scales of many heads 64 torch.float16",),
     ("whole_rows", "intflash"): (),
     ("whole_rows", "intflash_p8"): ("torch.float16 heads 40", "scales"),

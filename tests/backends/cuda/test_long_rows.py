@@ -108,6 +108,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
         yield from _found_scales(method)
         yield from _padded_channels(method)
         yield from _key_masks(method)
+        yield from _remainder_rows(method)
 
 
 def _found_scales(method: str) -> Iterator[tuple[str, Problem]]:
@@ -128,6 +129,26 @@ def _padded_channels(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"padded {d} {n} {dtype}", p
             yield f"padded {d} {n} {dtype} tokens first", _tokens_first(p)
         yield f"padded {d} {dtype} causal", replace(p, causal=10, out_dtype=torch.float32)
+
+
+def _remainder_rows(method: str) -> Iterator[tuple[str, Problem]]:
+    """One, eight or five rows more than whole tiles of 64, with K/V resident in shared memory."""
+    shapes = (65, 257), (136, 300), (69, 500)
+    for d, (nq, nk) in itertools.product((48, 64, 80, 128), shapes):
+        p = ic.codes(method, heads=2, key_heads=1, nq=nq, nk=nk, d=d, return_lse=True)
+        yield f"remainder {nq} {nk} {d}", p
+        p = ic.codes(method, nq=nq, nk=nk, d=d, kinds=("token", "head", "head"), out_dtype=torch.float16)
+        yield f"remainder {nq} {nk} {d} tokens", p
+    static = Recipe(q_scale=0.02, k_scale=2**-18, v_scale=2**-9)
+    for d, recipe, i in itertools.product((64, 72, 80, 128), (static, checks.OF_HEADS), range(3)):
+        (nq, nk), dtype = shapes[i], FLOAT_KV[i]
+        p = checks.floats(method, 2, nk, d, dtype, recipe, return_lse=True)
+        name = "static" if recipe is static else "found"
+        yield f"remainder {nq} {nk} {d} {dtype} {name}", replace(p, q=p.q[:, :, :nq])
+    for d in (64, 128):  # two heads for each CTA but the last, which has one
+        yield f"remainder of many heads {d}", ic.codes(method, batch=263, heads=1, nq=65, nk=250, d=d, return_lse=True)
+    for amax in (50000.0, 1e-6):  # without and with exponentials in 32 bits
+        yield f"remainder amax {amax}", ic.codes(method, nq=67, nk=600, d=64, amax=amax, return_lse=True)
 
 
 def _tokens_first(p: Problem) -> Problem:
@@ -357,6 +378,23 @@ def test_when_the_kernel_finds_scales():
         assert not in_kernel(577, 64, 32, recipe, out, head_amax_in_kernel=1)
 
 
+def test_which_remainder_rows_have_a_path():
+    """At most 8 rows, with resident K and V of at most 640 keys, for methods with an exact maximum."""
+
+    def tiles(method: str, nq: int, nk: int, d: int = 64, **fixed) -> str | None:
+        p = checks.empty_problem(method, nk, d)
+        q = replace(p.q, data=p.q.data[:, :, :1].expand(-1, -1, nq, -1))
+        return checks.macros(checks.attention_launch(replace(p, q=q), **fixed)).get("REMAINDER_KEY_TILES")
+
+    for method in ("intflash", "intflash_p8"):
+        found = [tiles(method, nq, 577) for nq in (576, 577, 584, 585)]
+        assert found == [None, "5", "5", None]
+        assert [tiles(method, 577, nk) for nk in (257, 640, 641)] == ["3", "5", None]
+        assert [tiles(method, 577, 577, d) for d in (32, 48, 80, 128)] == [None, "5", "5", "5"]
+        assert tiles(method, 577, 577, resident=0) is tiles(method, 577, 577, remainder=0) is None
+    assert tiles("intflash_online", 577, 577) is tiles("intflash_bfp", 577, 577) is None
+
+
 def _quantizes_kv(method: str, n: int, d: int, dtype=torch.float16, **more) -> bool:
     launch = checks.attention_launch(checks.empty_problem(method, n, d, dtype, dtype, **more))
     assert launch.program.file == "sm90/long_rows.cu"
@@ -492,6 +530,18 @@ def test_padded_channels_and_key_masks_do_not_spill(method):
         keep = torch.ones(2, 1, 1, 512, dtype=torch.bool, device="meta")
         # a row's maximum may be spilled once for each tile of rows, outside of the loop over keys
         assert checks.machine(_workload_launch(method, 64, floats, keep=keep)).spills <= 2 * floats
+
+
+@pytest.mark.parametrize("shape", checks.in_full_but(((577, 64),), ((577, 64), (257, 80), (577, 48), (449, 128))))
+@pytest.mark.parametrize("method", ("intflash", "intflash_p8"))
+def test_remainder_rows_do_not_spill(method, shape):
+    n, d = shape
+    for dtype in (torch.int8, torch.float16):
+        p = checks.empty_problem(method, n, d, dtype, dtype, recipe=checks.OF_HEADS)
+        launch = checks.attention_launch(p, fuses_keys=1, head_amax_in_kernel=1)
+        assert "REMAINDER_KEY_TILES" in checks.macros(launch)
+        machine = checks.machine(launch)
+        assert machine.spills == 0 and (dtype != torch.int8 or machine.float_instructions == [])
 
 
 def _workload_launch(method: str, d: int, floats: bool, **more):
