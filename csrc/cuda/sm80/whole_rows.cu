@@ -47,7 +47,7 @@ template <int CHANNELS>
 DEVICE u32 largest_of_warp(const View& x, u32 batch, u32 head, i32 count) {
   const u8* from = x.ptr + head_offset(x, batch, head) * SIZE<QUERY>;
   return __reduce_max_sync(~0u,
-                           largest_magnitude<QUERY, CHANNELS, THREADS, 4>(from, x.n * SIZE<QUERY>, count, threadIdx.x));
+                           largest_magnitude<QUERY, CHANNELS, THREADS, 8>(from, x.n * SIZE<QUERY>, count, threadIdx.x));
 }
 DEVICE void store_scale(const View& scale, u32 batch, u32 head, const u32 (&most_of_warps)[WARPS]) {
   u32 most = 0;
@@ -75,9 +75,10 @@ DEVICE void find_scales(const Params& p, const Work& work) {
   __syncthreads();
 }
 
-// Quantizes a head's floats. Keys past the last one repeat it.
+// Quantizes a head's floats. Keys past the last one repeat it. A thread has many loads in flight, because few threads
+// share the time that memory takes to answer.
 struct FloatLoader {
-  static constexpr int AT_ONCE = 4;
+  static constexpr int AT_ONCE = 8, BLOCKS_AT_ONCE = 4;
   const u8 *k, *v;
   i64 k_stride, v_stride;  // in bytes
   float k_inverse, v_inverse;
@@ -115,21 +116,30 @@ struct FloatLoader {
   // Blocks of 32 keys and 16 channels, of which a lane has 4 keys and 4 channels: 32 lanes write to different banks.
   DEVICE void load_v(u32 to) const {
     constexpr i32 WIDTH = (VALUE_DIM + 15) / 16, COUNT = KEYS / 32 * WIDTH;
-    const u32 lane = threadIdx.x % 32;
+    const i32 lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (i32 block = threadIdx.x / 32; block < COUNT; block += WARPS) {
-      const i32 key = block / WIDTH * 32 + lane / 4 * 4, channel = block % WIDTH * 16 + lane % 4 * 4;
-      if (channel >= VALUE_DIM) continue;
-      In::Raw<1> raw[4];
+    for (i32 first = threadIdx.x / 32; first < COUNT; first += BLOCKS_AT_ONCE * WARPS) {
+      In::Raw<1> raw[BLOCKS_AT_ONCE][4];
+      i32 key[BLOCKS_AT_ONCE], channel[BLOCKS_AT_ONCE];  // past the last ones these again
 #pragma unroll
-      for (int i = 0; i < 4; ++i) load_words(v + min(key + i, NK - 1) * v_stride + channel * SIZE<QUERY>, raw[i].word);
+      for (int b = 0; b < BLOCKS_AT_ONCE; ++b) {
+        const i32 block = min(first + b * WARPS, COUNT - 1);
+        key[b] = block / WIDTH * 32 + lane / 4 * 4;
+        channel[b] = min(block % WIDTH * 16 + lane % 4 * 4, VALUE_DIM - 4);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (In::has_far_values(v_inverse)) In::clamp_far_values(raw[i], v_inverse);
-      u32 w[4];
-      In::transposed(raw, v_inverse, w);
+        for (int i = 0; i < 4; ++i)
+          load_words(v + min(key[b] + i, NK - 1) * v_stride + channel[b] * SIZE<QUERY>, raw[b][i].word);
+      }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) store_shared(to + channel_row(channel + i) * V_PITCH + key, w[i]);
+      for (int b = 0; b < BLOCKS_AT_ONCE; ++b) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (In::has_far_values(v_inverse)) In::clamp_far_values(raw[b][i], v_inverse);
+        u32 w[4];
+        In::transposed(raw[b], v_inverse, w);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) store_shared(to + channel_row(channel[b] + i) * V_PITCH + key[b], w[i]);
+      }
     }
   }
 };
@@ -156,18 +166,32 @@ DEVICE void load_head(const Params& p, const Work& work, u32 k, u32 v) {
 }
 #endif
 
+// Asks for the 16 rows of Q of a warp ahead of time.
+DEVICE void prefetch_queries(const Params& p, const Work& work, i32 row) {
+  constexpr i32 BYTES = HEAD_DIM * SIZE<QUERY>, STEP = 64;
+  const i32 lane = threadIdx.x % 32;
+  const u8* const from =
+      p.q.ptr +
+      (head_offset(p.q, work.batch, work.head) + (i64)min(row + lane / 2, work.rows - 1) * p.q.n) * SIZE<QUERY>;
+#pragma unroll
+  for (i32 at = 0; at < BYTES; at += 2 * STEP)
+    if (at + lane % 2 * STEP < BYTES) prefetch_line(from + at + lane % 2 * STEP);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 memory[];
   const u32 k = shared_address(memory), v = k + K_BYTES;
   wait_for_previous_kernel();
   let_next_kernel_start();
   Work work(p);
+  prefetch_queries(p, work, work.first + threadIdx.x / 32 * 16);
   load_head(p, work, k, v);
   const TileOperands operands(k, v);
 #pragma unroll 1
   for (i32 row = work.first + threadIdx.x / 32 * 16; row < work.end; row += STEP_ROWS) {
     WarpRows<METHOD, Work> rows(p, work, row);
     rows.init(0);
+    if (row + STEP_ROWS < work.end) prefetch_queries(p, work, row + STEP_ROWS);
     Scores s;
     rows.compute_scores<NOW>(operands, s);
     rows.method.update_row_max<NOW, false>(s, rows.masks, 0, NK);

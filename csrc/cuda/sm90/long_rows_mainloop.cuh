@@ -24,9 +24,8 @@
 //   OUT              the type of the output
 //   KEY_COUNTS       1: batch b has only its first ((const i32*)p.keep.ptr)[b] keys
 //   KEY_MASK         1: p.keep has a byte for each key of a batch, 0 for an absent one; without CAUSAL
-//   REMAINDER_KEY_TILES  the number of key tiles of a head whose last row tile has at most 8 rows, which have a code
-//   path
-//                    of their own then (long_rows_remainder.cuh); 0: none (the default)
+//   REMAINDER_KEY_TILES  key tiles of a head whose last row tile has at most 8 rows: these have a code path of their
+//                    own (long_rows_remainder.cuh). 0: none has (the default)
 //
 // The exponentials of a tile are computed in two halves of 64 keys, or at once where the method sets WHOLE_TILES;
 // `add_row_sums` and `raise_row_octaves` then update the row sums and octaves. With BUFFERS = 2 there are registers for
@@ -146,7 +145,7 @@ struct QueryLoader {
       if constexpr (SIZE<QUERY> == 1)
         cp_async_16_or_zeros(chunks.place(i), chunks.from(i), chunks.exists());
       else
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(chunks.from(i)));
+        prefetch_line(chunks.from(i));
     }
   }
   DEVICE void finish_load(const WorkTile& work, i32 tile) const {

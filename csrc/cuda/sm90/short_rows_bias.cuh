@@ -23,7 +23,7 @@ struct BiasRows {
 #pragma unroll 1
     for (i32 i = threadIdx.x; i < rows * LINES; i += THREADS) {
       const i32* line = row_of(p, batch, head, row + i / LINES) + min(i % LINES * LINE, p.nk - 1);
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+      prefetch_line(line);
     }
   }
   DEVICE static const i32* row_of(const Params& p, u32 batch, u32 head, i32 row) {
