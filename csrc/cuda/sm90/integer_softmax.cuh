@@ -287,12 +287,10 @@ struct Online : PDigits<1, TableSteps> {
   u32 lane;       // address of this lane's first word of the table
   i32 by[2];      // octaves by which each row rises
   bool rises[2];  // whether any row of the warp rises
-  bool active;    // whether the warp has rows; in the last tile of a head it may have none
 
   DEVICE const TableUnit& unit(int h) const { return units[ROW_SCALES ? h : 0]; }
   DEVICE void init(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
     PDigits::init(p, at, shared);
-    active = __any_sync(~0u, at.row < at.end);
     lane = shared.table + threadIdx.x % 32 * 4;
     units[0] = TableUnit({C[0], shift[0]});
     if (ROW_SCALES) units[ROW_SCALES] = TableUnit({C[1], shift[1]});
@@ -301,19 +299,10 @@ struct Online : PDigits<1, TableSteps> {
 #pragma unroll
     for (int h = 0; h < 2; ++h) rows[h].init();
   }
-  // With P in shared memory all registers are taken.
-  DEVICE bool has_rows() const { return P_SHARED || active; }
-  DEVICE void update_row_max(const Scores& s, bool partial, const VisibleKeys& visible) {
-    if (has_rows()) RowMaxima::update_row_max(s, partial, visible);
-  }
   // Computes both halves at once, so that scores of the second half are converted to entries while bytes of the first
   // are loaded.
   template <bool CLAMPS, bool LAST>
   DEVICE void exponentials(const Scores (&s)[2], bool partial, const VisibleKeys (&visible)[2], P (&p)[2]) {
-    if (!has_rows()) {
-      p[0] = p[1] = {};
-      return;
-    }
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       if (LAST && !visible[i / 8].any_of_16(i % 8 / 2)) {

@@ -68,16 +68,16 @@ struct RangeScheduler {
   }
 };
 
-// For K/V resident in shared memory. The CTA's tiles of 64 rows are consecutive, from i to end. A work tile consists of
-// those of one head.
+// For K/V resident in shared memory. The CTA's tiles of 64 rows are consecutive, from i to end, of which the last CTA
+// may lack some. A work tile consists of those of one head.
 struct ResidentScheduler {
   u32 i, end;
 
   DEVICE ResidentScheduler(const Params& p) {
     i = blockIdx.x * p.share.rest_tiles + min(blockIdx.x, p.share.first);
-    end = min(i + p.share.rest_tiles + (blockIdx.x < p.share.first), p.share.pieces);
+    end = i + p.share.rest_tiles + (blockIdx.x < p.share.first);
   }
-  DEVICE bool done(const Params&) const { return i >= end; }
+  DEVICE bool done(const Params& p) const { return i >= end || i >= p.share.pieces; }
   DEVICE void next(const Params& p) { i = (head(p) + 1) * p.share.whole; }
   DEVICE u32 head(const Params& p) const { return quotient(i, p.share.whole, p.share.whole_reciprocal); }
   DEVICE WorkTile work(const Params& p) const {

@@ -100,12 +100,11 @@ int64_t consumers_of(const Problem& p, int64_t d, bool light_loads, bool rows) {
 bool fits_resident(const Problem& p, int64_t stages) { return !p.is_causal && ceil_div(p.nk(), kTile) <= stages; }
 
 // Whether the last rows of a head, at most 8, have the code path of long_rows_remainder.cuh, with K/V resident in
-// shared memory. Registers hold the scores with 5 tiles of keys, and head_dim of 32 and less leaves too little shared
-// memory for the sums that warps exchange.
+// shared memory. Registers hold the scores with 5 tiles of keys, from a head_dim of 64 on.
 bool has_remainder_rows(const Problem& p) {
   const int64_t rows = p.nq() % 64;
   return p.fixed.remainder != 0 && 1 <= rows && rows <= 8 && (p.method == Method::kP8 || p.method == Method::kP16) &&
-         !p.key_counts && !p.keep && p.head_dim() > 32 && 1 <= p.nk() && p.nk() <= 5 * kTile;
+         !p.key_counts && !p.keep && padded_channels(p.head_dim()) >= 64 && 1 <= p.nk() && p.nk() <= 5 * kTile;
 }
 
 // The tiles of 64 rows that each CTA takes with K/V resident in shared memory. A CTA takes consecutive tiles, so that
