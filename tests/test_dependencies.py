@@ -21,7 +21,8 @@ LAYERS = {
     "backends": {"_native", "errors", "numerics", "quant", "problem", "methods", "validate"},
     "masks": {"errors", "numerics"},
     "call": {"errors", "numerics", "quant", "problem", "methods", "backends", "masks", "validate"},
-    "op": {"errors", "call", "masks", "validate", "methods", "problem", "quant", "backends", "numerics"},
+    "inductor": set(),
+    "op": {"errors", "call", "inductor", "masks", "validate", "methods", "problem", "quant", "backends", "numerics"},
     "api": {"errors", "quant", "backends", "methods", "call", "op"},
     "inventory": {"backends", "methods", "call"},
     "distributed": {
