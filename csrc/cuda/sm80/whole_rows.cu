@@ -1,4 +1,4 @@
-// Attention of rows of at most 256 keys for every NVIDIA GPU from compute capability 8.0 on, by mma.sync, without
+// Attention of rows of at most 288 keys for every NVIDIA GPU from compute capability 8.0 on, by mma.sync, without
 // masks.
 //
 // A CTA takes rows of one head, whose K and V are codes in shared memory; floats are quantized on the way there. A warp

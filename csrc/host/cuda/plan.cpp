@@ -141,9 +141,11 @@ bool find_particular_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Re
     if (is_wanted(Kernel::kShortRows) && short_rows_serve(p, gpu, ignored)) return kernel = Kernel::kShortRows, true;
   }
   if (p.fixed.kernel == int(Kernel::kWholeRows)) return kernel = Kernel::kWholeRows, whole_rows_serve(p, gpu, why);
-  if (long_rows_serve(p, gpu, why)) return kernel = Kernel::kLongRows, true;
   Refusal ignored;
-  return kernel = Kernel::kWholeRows, is_wanted(Kernel::kWholeRows) && whole_rows_serve(p, gpu, ignored);
+  const bool is_whole = is_wanted(Kernel::kWholeRows) && whole_rows_serve(p, gpu, ignored);
+  if ((!is_whole || !whole_rows_beat_long_rows(p)) && long_rows_serve(p, gpu, why))
+    return kernel = Kernel::kLongRows, true;
+  return kernel = Kernel::kWholeRows, is_whole;
 }
 
 // Of one 4-D tensor in contiguous memory, with rows padded to 16 codes.
@@ -249,8 +251,11 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
   c.fuses_keys = p.is_float() && (quantizes_keys || (is_long && long_rows_quantize_keys(p, gpu)));
   if (p.is_dynamic()) {
     const bool heads = p.per_head[0] && (!p.is_float() || (p.per_head[1] && p.per_head[2]));
-    const bool is_faster = is_long ? long_rows_find_scales(p, gpu) : !is_whole || whole_rows_find_scales(p);
-    const bool finds_all = c.fuses_keys && !p.has_integer_output() && is_faster;
+    const bool finds_all = c.fuses_keys && !p.has_integer_output() &&
+                           (is_long                          ? long_rows_find_scales(p, gpu)
+                            : is_whole                       ? whole_rows_find_scales(p)
+                            : c.kernel == Kernel::kShortRows ? short_rows_find_scales(p)
+                                                             : true);
     c.head_amax_in_kernel = heads && (p.is_float() ? finds_all : c.scores_in_kernel && p.nq() == 1);
     c.finds_scales = !c.head_amax_in_kernel;
   }

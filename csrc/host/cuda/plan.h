@@ -46,7 +46,8 @@ struct Fixed {
   int64_t window_split[3] = {-1, -1, -1};  // warps per window, rows per tile, windows per CTA
   int64_t row_split[3] = {-1, -1, -1};     // of short rows: warpgroups, tiles per CTA, CTAs per multiprocessor
   int exp_32bit = -1;                      // of short rows
-  int consumers = -1, resident = -1, fuses_keys = -1, head_amax_in_kernel = -1, remainder = -1;  // of long rows
+  int consumers = -1, resident = -1, fuses_keys = -1, remainder = -1;  // of long rows
+  int head_amax_in_kernel = -1;                                        // of all but windows
   int64_t range_split[3] = {-1, -1, -1};       // of long rows: whole ranges, tiles of a smaller one, its first CTA
   int64_t tile[6] = {-1, -1, -1, -1, -1, -1};  // of any rows: see `Tile`
   int key_splits = -1;                         // of few rows
@@ -216,9 +217,10 @@ void fill_plan(const Problem& p, const Choice& choice, const Memory& memory, con
 
 constexpr const char* kTypeNames[] = {"i8", "i16", "half_t", "bfloat_t", "float"};
 constexpr const char* kHopperOnly = "the kernels of short and long rows need compute capability 9.0";
-constexpr int64_t kGridLimit = 65535;  // CTAs along the second and third axis of a grid
-constexpr int64_t kChannels = 8;       // of floats that kernels quantize at once
-constexpr int64_t kBlock = 128;        // keys with one exponent
+constexpr int64_t kGridLimit = 65535;    // CTAs along the second and third axis of a grid
+constexpr int64_t kChannels = 8;         // of floats that kernels quantize at once
+constexpr int64_t kMostShortKeys = 224;  // of short rows
+constexpr int64_t kBlock = 128;          // keys with one exponent
 
 // The constants that attention kernels read; null data where the kernel computes them.
 struct Constants {
@@ -268,6 +270,7 @@ bool window_serves(const Problem& p, Refusal& why);
 void window_launch(const Attention& a, Launch& launch);
 
 bool short_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
+bool short_rows_find_scales(const Problem& p);
 void short_rows_launch(const Attention& a, Launch& launch);
 int64_t key_width(int64_t head_dim);  // bytes per row of K in shared memory: K_WIDTH of the kernels
 
@@ -303,6 +306,7 @@ int64_t key_tile_bytes(int64_t keys, int64_t head_dim);
 int64_t value_tile_bytes(int64_t keys, int64_t channels);
 
 bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
+bool whole_rows_beat_long_rows(const Problem& p);
 bool whole_rows_find_scales(const Problem& p);
 void whole_rows_launch(const Attention& a, Launch& launch);
 

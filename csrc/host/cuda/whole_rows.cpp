@@ -1,4 +1,4 @@
-// Launches of csrc/cuda/sm80/whole_rows.cu, for at most 256 keys without masks on every GPU: whole rows of scores stay
+// Launches of csrc/cuda/sm80/whole_rows.cu, for at most 288 keys without masks on every GPU: whole rows of scores stay
 // in registers.
 #include <algorithm>
 
@@ -7,7 +7,7 @@
 namespace intflash::gpu {
 namespace {
 
-constexpr int64_t kMostKeys = 256, kMostFoundQueries = 1024, kWarps = 4;
+constexpr int64_t kMostKeys = 288, kMostFoundQueries = 1024, kWarps = 4;
 constexpr int64_t kCtasPerProcessor = 2;  // at least, where heads have enough rows
 constexpr int64_t kReservedBytes = 1024;  // of shared memory, by the GPU for each CTA
 constexpr int64_t kStaticBytes = 256;     // for the kernel's own variables there
@@ -42,7 +42,7 @@ int64_t ctas_per_sm(const Problem& p, const Gpu& gpu) {
   const int64_t more = (digits == 1 ? 24 : 40) + (p.nk() > 128 && p.v.shape[3] < 64 ? 70 : 0);
   const int64_t registers =
       round_up(p.nk(), 16) / 2 + digits * round_up(p.v.shape[3], 16) / 2 + 4 * ceil_div(p.head_dim(), 32) + more;
-  const int64_t by_registers = registers <= 104 ? 4 : registers <= 168 ? 3 : registers <= 240 ? 2 : 0;
+  const int64_t by_registers = registers <= 104 ? 4 : registers <= 168 ? 3 : registers <= 256 ? 2 : 0;
   return std::min(by_registers,
                   (gpu.shared_bytes + kReservedBytes) / (shared_bytes(p) + kReservedBytes + kStaticBytes));
 }
@@ -56,7 +56,7 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (p.bias || p.keep || p.key_counts || p.is_causal || p.is_windowed || p.q_ends)
     return why.no([] { return "whole rows do not support masks or packed sequences"; });
   const int64_t d = p.head_dim(), dv = p.v.shape[3], multiple = p.is_float() ? kChannels : 16;
-  if (p.nk() > kMostKeys) return why.no([&] { return "whole rows hold at most 256 keys, got " + number(p.nk()); });
+  if (p.nk() > kMostKeys) return why.no([&] { return "whole rows hold at most 288 keys, got " + number(p.nk()); });
   if (d % multiple || dv % multiple)
     return why.no([&] {
       return "whole rows need a head_dim that is a multiple of " + number(multiple) + ", got " + number(d) + " and " +
@@ -69,8 +69,17 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   return true;
 }
 
+// Beyond the keys of short rows, by measurements on an H200: long rows compute whole tiles of 128 keys and of 64 rows,
+// and of codes they need V with contiguous keys.
+bool whole_rows_beat_long_rows(const Problem& p) {
+  if (p.nk() <= kMostShortKeys) return false;
+  return p.is_float() ? p.nk() % kTile && p.head_dim() <= 80 : !needs_copy(p, p.v);
+}
+
 // Each CTA reads its head once more for that, which takes less time than a pass over all heads before.
-bool whole_rows_find_scales(const Problem& p) { return p.nq() <= kMostFoundQueries; }
+bool whole_rows_find_scales(const Problem& p) {
+  return p.fixed.head_amax_in_kernel < 0 ? p.nq() <= kMostFoundQueries : bool(p.fixed.head_amax_in_kernel);
+}
 
 void whole_rows_launch(const Attention& a, Launch& launch) {
   const Problem& p = a.p;

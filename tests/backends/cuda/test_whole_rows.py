@@ -23,8 +23,8 @@ METHODS = "intflash", "intflash_p8"
 
 def cases(method: str) -> Iterator[tuple[str, Problem]]:
     for nq, nk, d in (
-        (197, 197, 64), (1, 1, 16), (70, 17, 32), (49, 50, 48), (16, 144, 32), (257, 256, 64), (300, 77, 80),
-        (33, 33, 96), (40, 70, 128), (20, 20, 144),
+        (197, 197, 64), (1, 1, 16), (70, 17, 32), (49, 50, 48), (16, 144, 32), (257, 256, 64), (257, 257, 64),
+        (20, 288, 64), (300, 77, 80), (33, 33, 96), (40, 70, 128), (20, 20, 144),
     ):  # fmt: skip
         yield f"{nq} {nk} {d}", ic.codes(method, batch=2, nq=nq, nk=nk, d=d, return_lse=True)
     yield "dv", ic.codes(method, nq=70, nk=90, d=64, dv=32, return_lse=True)
@@ -47,6 +47,7 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
         yield f"{dtype} static {d}", checks.floats(method, 2, n, d, dtype, static, return_lse=True)
         p = checks.floats(method, 3, 65, d, dtype, checks.OF_HEADS, return_lse=True)
         yield f"{dtype} heads {d}", replace(p, **{name: _tokens_first(getattr(p, name)) for name in "qkv"})
+    yield "257 heads", checks.floats(method, 2, 257, 64, torch.float16, checks.OF_HEADS, return_lse=True)
     for dtype in FLOATS:
         yield f"{dtype} many heads", checks.floats(method, 80, 33, 64, dtype, checks.OF_HEADS, return_lse=True)
         yield f"{dtype} tensors", checks.floats(method, 2, 197, 64, dtype, checks.OF_TENSORS, return_lse=True)
@@ -90,7 +91,10 @@ def _machine(method: str, n: int, d: int, dtype: torch.dtype, out: torch.dtype, 
 
 
 # ViT's in every test run
-SHAPES = (197, 64), *(pytest.param(*x, marks=pytest.mark.full) for x in ((65, 64), (144, 32), (256, 64), (224, 128)))
+SHAPES = (
+    (197, 64),
+    *(pytest.param(*x, marks=pytest.mark.full) for x in ((65, 64), (144, 32), (257, 64), (288, 64), (224, 128))),
+)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -114,12 +118,14 @@ def test_which_calls_it_takes(monkeypatch):
         return plans.find_kernel(checks.empty_problem(method, n, d, torch.float16, torch.float16, **more)).kernel
 
     for gpu in ("sm_80", "sm_86", "sm_89", "sm_120"):
-        assert [kernel(gpu, n, 64) for n in (64, 65, 197, 256, 257)] == ["window", *["whole_rows"] * 3, "any_rows"]
+        assert [kernel(gpu, n, 64) for n in (64, 65, 197, 288, 289)] == ["window", *["whole_rows"] * 3, "any_rows"]
         assert kernel(gpu, 197, 64, causal=0) == "any_rows" and kernel(gpu, 197, 64, "intflash_online") == "any_rows"
         assert kernel(gpu, 197, 64, "intflash") == "whole_rows" and kernel(gpu, 256, 256) == "any_rows"
-    assert [kernel("sm_90a", n, d) for n, d in ((197, 64), (256, 64), (197, 144))] == [
-        "short_rows", "long_rows", "whole_rows",
-    ]  # fmt: skip
+    of_hopper = {(197, 64): "short_rows", (256, 64): "long_rows", (257, 80): "whole_rows", (272, 128): "long_rows",
+                 (197, 144): "whole_rows", (289, 64): "long_rows"}  # fmt: skip
+    assert {shape: kernel("sm_90a", *shape) for shape in of_hopper} == of_hopper
+    codes = checks.empty_problem("intflash_p8", 256, 64)
+    assert plans.find_kernel(codes).kernel == "whole_rows"
 
 
 def _launches(batch: int, nq: int, **more):
