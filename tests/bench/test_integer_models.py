@@ -47,6 +47,12 @@ def test_ratios_are_to_the_better_fp16(workers):
     assert [row.note for row in rows if row.series == "torchao float8"] == ["no"]
 
 
+def test_loops_of_their_own_are_compared_with_the_best_fp16():
+    found = bench._alone_in_a_loop({bench.OURS: (2.0, 0.5), GRAPH: (8.0, 1.0)}, GRAPH, 4)
+    assert found[bench.ENERGY] == {bench.OURS: 500, GRAPH: 2000}
+    assert found[bench.SUSTAINED] == {bench.OURS: 8, GRAPH: 4} and found[bench.SUSTAINED_RATIO] == {bench.OURS: 2}
+
+
 def test_failed_workers_are_rows_with_a_reason(workers, tmp_path):
     workers({(VIT, 1): bench.Outcome(VIT, 1, {bench.OURS: 1.0, GRAPH: 2.0})})
     outcome = run_experiment(bench.experiment([VIT], [1, 8]), Setting(device="cuda"))

@@ -43,9 +43,10 @@ GRAPH = "own CUDA graph"
 SPEED, RATIO, MEMORY, ENERGY, WEIGHTS = (
     "per second", "times the best FP16", "MB while running", "mJ each", "MB of weights",
 )  # fmt: skip
+SUSTAINED, SUSTAINED_RATIO = f"{SPEED}, in a loop of its own", f"{RATIO}, each in a loop of its own"
 KERNELS = "us of kernels"
 PRODUCTS = "T operations/s"
-ENERGY_SECONDS = 0.3
+LOOP_SECONDS = 1.0  # of a contender alone, at the clock that the GPU's power allows
 TURNS = 10
 CATEGORIES = {  # of kernels of integer models, by parts of their names; the first match counts
     "attention": ("attention", "_short_rows_kernel", "_tile_loop_kernel", "_constants_kernel", "constants"),
@@ -264,10 +265,10 @@ def measure(
         samples = models._take_turns(calls, "cuda", turns)
         outcome.seconds = {label: models.interval_of_median(seconds)[0] for label, seconds in samples.items()}
         best = min((label for label in calls if label.startswith(FP16)), key=outcome.seconds.__getitem__, default=None)
-        shown = {label: calls[label] for label in (*METHODS, best) if label}
+        shown = {label: calls[label] for label in (*(f"{method}, {GRAPH}" for method in METHODS), best) if label}
         with contextlib.suppress(ImportError):
-            energies = {label: gpu_timing.joules_of_calls(call, ENERGY_SECONDS)[0] for label, call in shown.items()}
-            outcome.others[ENERGY] = {label: 1e3 * joules / batch for label, joules in energies.items()}
+            alone = {label: gpu_timing.joules_of_calls(call, LOOP_SECONDS) for label, call in shown.items()}
+            outcome.others |= _alone_in_a_loop(alone, best, batch)
         outcome.others[KERNELS] = _by_category(gpu_timing.kernel_times(calls[f"{OURS}, {GRAPH}"]))
     program = made[OURS].program
     outcome.others[WEIGHTS] = {
@@ -276,6 +277,19 @@ def measure(
     }
     outcome.others[MEMORY] = _memory(made[OURS], model, halves)
     return outcome
+
+
+def _alone_in_a_loop(
+    alone: Mapping[str, tuple[float, float]], best: str | None, batch: int
+) -> dict[str, dict[str, float]]:
+    """Energy and speed from (joules, seconds) of a batch, and speed over that of `best`."""
+    found = {
+        ENERGY: {label: 1e3 * joules / batch for label, (joules, _) in alone.items()},
+        SUSTAINED: {label: batch / seconds for label, (_, seconds) in alone.items()},
+    }
+    if best:
+        found[SUSTAINED_RATIO] = {label: alone[best][1] / x for label, (_, x) in alone.items() if label != best}
+    return found
 
 
 def _memory(made: nn.Module, model: nn.Module, given: dict[str, Tensor]) -> dict[str, float]:
@@ -414,7 +428,8 @@ def experiment(
             f"{TOKENS} tokens with a padding mask. FP16 is compiled by torch: reduce-overhead; its default mode in one "
             f"captured CUDA graph; max-autotune likewise, at batch {' and '.join(map(str, TUNED_BATCHES))}. torchao "
             "quantizes bfloat16 models, compiled in the default mode in one captured CUDA graph, without tuning each "
-            "kernel by coordinate descent."
+            "kernel by coordinate descent. In turns a GPU cools between contenders; energy, and speed in a loop of its "
+            f"own, are of {LOOP_SECONDS:g} s of the same contender."
         ),
         devices=("cuda",),
         limit_s=1800.0,
