@@ -375,7 +375,7 @@ def test_floats_do_not_spill(method, d, architecture):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("method", [SLOW if x == "intflash_bfp" else x for x in FEW])
+@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), FEW))
 def test_few_rows_of_float_q_do_not_spill(method, architecture):
     """Where the kernels compute the score constants, and Q's scale."""
     for d, heads in ((128, 8), (64, 32)):

@@ -151,8 +151,9 @@ def test_integer_only(bits, split):
         assert machine.opcodes["IMMA"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("split", SOME)
-@pytest.mark.parametrize("bits", checks.in_full_but((8,), (8, 16)))
+@pytest.mark.parametrize("bits", (8, 16))
 def test_floats_do_not_spill(bits, split):
     for (n, d), (dtype, name) in itertools.product(
         ((49, 32), (64, 64)), ((torch.float16, None), (torch.float16, "bias and keep"), (torch.bfloat16, None))
