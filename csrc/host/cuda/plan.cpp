@@ -143,8 +143,8 @@ bool find_particular_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Re
   if (p.fixed.kernel == int(Kernel::kWholeRows)) return kernel = Kernel::kWholeRows, whole_rows_serve(p, gpu, why);
   Refusal ignored;
   const bool is_whole = is_wanted(Kernel::kWholeRows) && whole_rows_serve(p, gpu, ignored);
-  if ((!is_whole || !whole_rows_beat_long_rows(p)) && long_rows_serve(p, gpu, why))
-    return kernel = Kernel::kLongRows, true;
+  if (is_whole && whole_rows_beat_long_rows(p)) return kernel = Kernel::kWholeRows, true;
+  if (long_rows_serve(p, gpu, why)) return kernel = Kernel::kLongRows, true;
   return kernel = Kernel::kWholeRows, is_whole;
 }
 
@@ -155,6 +155,14 @@ Tensor code_rows(const Tensor& of, char* data) {
   x.shape[3] = of.shape[3];
   x.type = OutType::kInt8;
   return x;
+}
+
+// Whether each CTA of a kernel other than long rows reads its head once more to find its scales, instead of a pass over
+// all heads before: by measurement on an H200, while a CTA does not read too many rows of Q that others compute.
+bool reads_heads_again(const Problem& p, Kernel kernel) {
+  if (kernel == Kernel::kWindow) return true;
+  if (p.fixed.head_amax_in_kernel >= 0) return bool(p.fixed.head_amax_in_kernel);
+  return p.nq() <= (kernel == Kernel::kShortRows ? 2048 : 1024);
 }
 
 void set_constant_shapes(const Problem& p, const Tensor (&scale)[3], Choice& c) {
@@ -252,10 +260,7 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
   if (p.is_dynamic()) {
     const bool heads = p.per_head[0] && (!p.is_float() || (p.per_head[1] && p.per_head[2]));
     const bool finds_all = c.fuses_keys && !p.has_integer_output() &&
-                           (is_long                          ? long_rows_find_scales(p, gpu)
-                            : is_whole                       ? whole_rows_find_scales(p)
-                            : c.kernel == Kernel::kShortRows ? short_rows_find_scales(p)
-                                                             : true);
+                           (is_long ? long_rows_find_scales(p, gpu) : reads_heads_again(p, c.kernel));
     c.head_amax_in_kernel = heads && (p.is_float() ? finds_all : c.scores_in_kernel && p.nq() == 1);
     c.finds_scales = !c.head_amax_in_kernel;
   }

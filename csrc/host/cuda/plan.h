@@ -47,7 +47,7 @@ struct Fixed {
   int64_t row_split[3] = {-1, -1, -1};     // of short rows: warpgroups, tiles per CTA, CTAs per multiprocessor
   int exp_32bit = -1;                      // of short rows
   int consumers = -1, resident = -1, fuses_keys = -1, remainder = -1;  // of long rows
-  int head_amax_in_kernel = -1;                                        // of all but windows
+  int head_amax_in_kernel = -1;                                        // of long, short and whole rows
   int64_t range_split[3] = {-1, -1, -1};       // of long rows: whole ranges, tiles of a smaller one, its first CTA
   int64_t tile[6] = {-1, -1, -1, -1, -1, -1};  // of any rows: see `Tile`
   int key_splits = -1;                         // of few rows
@@ -270,7 +270,6 @@ bool window_serves(const Problem& p, Refusal& why);
 void window_launch(const Attention& a, Launch& launch);
 
 bool short_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
-bool short_rows_find_scales(const Problem& p);
 void short_rows_launch(const Attention& a, Launch& launch);
 int64_t key_width(int64_t head_dim);  // bytes per row of K in shared memory: K_WIDTH of the kernels
 
@@ -307,7 +306,6 @@ int64_t value_tile_bytes(int64_t keys, int64_t channels);
 
 bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
 bool whole_rows_beat_long_rows(const Problem& p);
-bool whole_rows_find_scales(const Problem& p);
 void whole_rows_launch(const Attention& a, Launch& launch);
 
 bool any_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);

@@ -6,7 +6,7 @@
 namespace intflash::gpu {
 namespace {
 
-constexpr int64_t kMostQueries = 64 * kGridLimit, kMostFoundQueries = 2048;
+constexpr int64_t kMostQueries = 64 * kGridLimit;
 constexpr int64_t kFewTiles = 264;  // two for each multiprocessor of an H200
 
 const Source kSource = {"sm90/short_rows.cu",
@@ -77,7 +77,8 @@ bool short_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
     if (is_there) return why.no([name = name] { return std::string("short rows do not support ") + name; });
   if (!gpu.is_hopper()) return why.no([] { return kHopperOnly; });
   const int64_t nk = p.nk(), d = p.head_dim(), dv = p.v.shape[3], keys = round_up(nk, 16), bits = bits_of(p.method);
-  if (nk > kMostShortKeys) return why.no([&] { return "short rows hold at most 224 keys, got " + number(nk); });
+  if (nk > kMostShortKeys)
+    return why.no([&] { return "short rows hold at most " + number(kMostShortKeys) + " keys, got " + number(nk); });
   if (p.nq() > kMostQueries)
     return why.no([&] { return "takes at most " + number(kMostQueries) + " queries, got " + number(p.nq()); });
   const std::pair<const Tensor*, const char*> tensors[] = {{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}};
@@ -104,11 +105,6 @@ bool short_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
              text_of(p.bias.stride);
     });
   return true;
-}
-
-// Each CTA reads its head once more for that, which takes less time than a pass over all heads before.
-bool short_rows_find_scales(const Problem& p) {
-  return p.fixed.head_amax_in_kernel < 0 ? p.nq() <= kMostFoundQueries : bool(p.fixed.head_amax_in_kernel);
 }
 
 void short_rows_launch(const Attention& a, Launch& launch) {

@@ -7,7 +7,7 @@
 namespace intflash::gpu {
 namespace {
 
-constexpr int64_t kMostKeys = 288, kMostFoundQueries = 1024, kWarps = 4;
+constexpr int64_t kMostKeys = 288, kWarps = 4;
 constexpr int64_t kCtasPerProcessor = 2;  // at least, where heads have enough rows
 constexpr int64_t kReservedBytes = 1024;  // of shared memory, by the GPU for each CTA
 constexpr int64_t kStaticBytes = 256;     // for the kernel's own variables there
@@ -56,7 +56,8 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (p.bias || p.keep || p.key_counts || p.is_causal || p.is_windowed || p.q_ends)
     return why.no([] { return "whole rows do not support masks or packed sequences"; });
   const int64_t d = p.head_dim(), dv = p.v.shape[3], multiple = p.is_float() ? kChannels : 16;
-  if (p.nk() > kMostKeys) return why.no([&] { return "whole rows hold at most 288 keys, got " + number(p.nk()); });
+  if (p.nk() > kMostKeys)
+    return why.no([&] { return "whole rows hold at most " + number(kMostKeys) + " keys, got " + number(p.nk()); });
   if (d % multiple || dv % multiple)
     return why.no([&] {
       return "whole rows need a head_dim that is a multiple of " + number(multiple) + ", got " + number(d) + " and " +
@@ -74,11 +75,6 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
 bool whole_rows_beat_long_rows(const Problem& p) {
   if (p.nk() <= kMostShortKeys) return false;
   return p.is_float() ? p.nk() % kTile && p.head_dim() <= 80 : !needs_copy(p, p.v);
-}
-
-// Each CTA reads its head once more for that, which takes less time than a pass over all heads before.
-bool whole_rows_find_scales(const Problem& p) {
-  return p.fixed.head_amax_in_kernel < 0 ? p.nq() <= kMostFoundQueries : bool(p.fixed.head_amax_in_kernel);
 }
 
 void whole_rows_launch(const Attention& a, Launch& launch) {

@@ -93,7 +93,10 @@ def _machine(method: str, n: int, d: int, dtype: torch.dtype, out: torch.dtype, 
 # ViT's in every test run
 SHAPES = (
     (197, 64),
-    *(pytest.param(*x, marks=pytest.mark.full) for x in ((65, 64), (144, 32), (257, 64), (288, 64), (224, 128))),
+    *(
+        pytest.param(*x, marks=pytest.mark.full)
+        for x in ((65, 64), (144, 32), (256, 64), (257, 64), (288, 64), (224, 128))
+    ),
 )
 
 
@@ -118,7 +121,7 @@ def test_which_calls_it_takes(monkeypatch):
         return plans.find_kernel(checks.empty_problem(method, n, d, torch.float16, torch.float16, **more)).kernel
 
     for gpu in ("sm_80", "sm_86", "sm_89", "sm_120"):
-        assert [kernel(gpu, n, 64) for n in (64, 65, 197, 288, 289)] == ["window", *["whole_rows"] * 3, "any_rows"]
+        assert [kernel(gpu, n, 64) for n in (64, 65, 197, 256, 288, 289)] == ["window", *["whole_rows"] * 4, "any_rows"]
         assert kernel(gpu, 197, 64, causal=0) == "any_rows" and kernel(gpu, 197, 64, "intflash_online") == "any_rows"
         assert kernel(gpu, 197, 64, "intflash") == "whole_rows" and kernel(gpu, 256, 256) == "any_rows"
     of_hopper = {(197, 64): "short_rows", (256, 64): "long_rows", (257, 80): "whole_rows", (272, 128): "long_rows",
