@@ -1010,22 +1010,40 @@ void run_kernel(const Overload& overload, uint64_t* stack) {
 }
 
 // The same for code that Inductor has made, with the arguments as Python objects.
-nb::object run_inference(const Overload& overload, nb::args given) {
-  if (int(given.size()) != overload.options() + 1) throw std::invalid_argument("all arguments are needed, by position");
-  const auto value = [&](int i) { return PyTuple_GetItem(given.ptr(), i); };
+PyObject* run_inference(const Overload& overload, PyObject* const* given, Py_ssize_t count) {
+  if (count != overload.options() + 1) throw std::invalid_argument("all arguments are needed, by position");
   InferenceCall call;
-  for (int i = 0; i < overload.tensors(); ++i) call.tensor[i] = Given(value(i));
-  for (int i = 0; i < overload.floats; ++i) call.number[i] = PyFloat_AsDouble(value(overload.tensors() + i));
-  call.options = PyLong_AsLongLong(value(overload.options()));
+  for (int i = 0; i < overload.tensors(); ++i) call.tensor[i] = Given(given[i]);
+  for (int i = 0; i < overload.floats; ++i) call.number[i] = PyFloat_AsDouble(given[overload.tensors() + i]);
+  call.options = PyLong_AsLongLong(given[overload.options()]);
   if (PyErr_Occurred()) nb::raise_python_error();
   MadeTensor out = serve_natively(call);
-  return out.is_valid() ? out.to_python() : overload.call_python(given);
+  if (out.is_valid()) return out.to_python().release().ptr();
+  const nb::object arguments = nb::steal(PyTuple_New(count));
+  for (Py_ssize_t i = 0; i < count; ++i) PyTuple_SetItem(arguments.ptr(), i, nb::borrow(given[i]).release().ptr());
+  return overload.call_python(arguments).release().ptr();
 }
 
 Overload overloads[] = {{"attention.inference", 2, 0,
                          [](uint64_t* stack, uint64_t, uint64_t) { run_kernel(overloads[0], stack); }, nullptr},
                         {"attention.inference_scaled", 5, 4,
                          [](uint64_t* stack, uint64_t, uint64_t) { run_kernel(overloads[1], stack); }, nullptr}};
+
+// Functions of Python's own kind: a call of one touches less code than a call through nanobind, and right after
+// Inductor's code none of it is in the processor's caches.
+template <int OVERLOAD>
+PyObject* inference(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  try {
+    return run_inference(overloads[OVERLOAD], given, count);
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
 
 // Registers an overload's kernel. Returns the dispatch keys that have it.
 nb::list add_inference_kernel(const char* name, nb::handle serve, nb::handle options_of) {
@@ -1102,12 +1120,12 @@ void bind_attend(nb::module_& m) {
   m.def("add_inference_kernel", add_inference_kernel, nb::arg("overload"), nb::arg("serve"), nb::arg("options_of"),
         "Registers the kernel of an overload of intflash::attention in C++, see intflash/op.py. Returns the dispatch "
         "keys that have it: none where this torch has no such interface.");
-  m.def(
-      "inference", [](nb::args given) { return run_inference(overloads[0], std::move(given)); },
-      "The overload of that name for code that Inductor has made, with all arguments by position.");
-  m.def(
-      "inference_scaled", [](nb::args given) { return run_inference(overloads[1], std::move(given)); },
-      "The overload of that name for code that Inductor has made, with all arguments by position.");
+  static PyMethodDef of_overloads[] = {
+      {"inference", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(inference<0>)), METH_FASTCALL,
+       "The overload of that name for code that Inductor has made, with all arguments by position."},
+      {"inference_scaled", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(inference<1>)), METH_FASTCALL,
+       "The overload of that name for code that Inductor has made, with all arguments by position."}};
+  for (PyMethodDef& method : of_overloads) m.attr(method.ml_name) = nb::steal(PyCFunction_New(&method, nullptr));
   m.def(
       "use_compiler", [](nb::handle machine_code) { python.machine_code = kept(machine_code); },
       nb::arg("machine_code").none(), "What compiles programs for GPUs, see intflash/backends/cuda/__init__.py.");
