@@ -8,6 +8,8 @@
 //
 // All sums are exact integers, so that any split of the keys gives the same bits.
 //
+// L2 keeps the scores from step 0 to step 1, because it gives up the lines of K and V first.
+//
 // With an exponent per block of keys (BLOCK_FLOAT 1), where a block's P V is not a plain sum, each warp of step 1 takes
 // all 128 keys of a tile, which are a block, and a part of the channels. A row's sums have 64 bits then.
 //
@@ -15,6 +17,7 @@
 // is 32 * WARPS. SCORES: 0 the score constants are p.score; 1 they are computed here from p.q_scale and p.k_scale; 2 so
 // is Q's scale, of heads that have one row each.
 #define ROW_TILES 1
+#define READ_ONCE 1
 #define WARPS_SHARE_CHANNELS (BLOCK_FLOAT && STEP == 1)
 #include "sm80/rows.cuh"
 
@@ -105,9 +108,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
       for (int group = 0; group < 2; ++group) {
         const i32 key = first + first_key(group);
         if (rows.row_of(0, h) < work.rows && key < work.keys)
-          *(int4*)(work.scores(rows.row_of(0, h)) + key) =
-              make_int4(score_of(s, 0, h, group, 0), score_of(s, 0, h, group, 1), score_of(s, 0, h, group, 2),
-                        score_of(s, 0, h, group, 3));
+          store_global_16(work.scores(rows.row_of(0, h)) + key,
+                          make_int4(score_of(s, 0, h, group, 0), score_of(s, 0, h, group, 1),
+                                    score_of(s, 0, h, group, 2), score_of(s, 0, h, group, 3)),
+                          evict_last());
       }
     if (!CAUSAL && first + 32 <= work.keys)
       rows.method.update_row_max<32, false>(s, rows.masks, first, work.keys);
@@ -221,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
 #pragma unroll
       for (int group = 0; group < WARP_KEYS / 16; ++group) {
         const i32 row = min(rows.row_of(0, h), work.rows - 1), key = min(first + first_key(group), p.split.pitch - 4);
-        const int4 x = *(const int4*)(work.scores(row) + key);
+        const int4 x = load_global_16(work.scores(row) + key, evict_first());
         s[0][2 * group][2 * h] = x.x, s[0][2 * group][2 * h + 1] = x.y;
         s[0][2 * group + 1][2 * h] = x.z, s[0][2 * group + 1][2 * h + 1] = x.w;
       }

@@ -4,10 +4,15 @@
 // channel with contiguous keys (KEY_MAJOR 1), as 8-bit products need it. Rows are an odd number of 16-byte chunks
 // apart, so that eight adjacent rows lie in different banks.
 //
-// Macros: HEAD_DIM, VALUE_DIM, SLICES, KEYS, STAGES, WARPS, ROW_TILES, KEY_MAJOR; see attention.cu.
+// Macros: HEAD_DIM, VALUE_DIM, SLICES, KEYS, STAGES, WARPS, ROW_TILES, KEY_MAJOR; see attention.cu. READ_ONCE: 1 where
+// no other CTA reads the same tiles, so that L2 gives their lines up first.
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
+
+#ifndef READ_ONCE
+#define READ_ONCE 0
+#endif
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * ROW_TILES, CTA_ROWS = WARP_ROWS * WARPS;
@@ -47,10 +52,14 @@ DEVICE i32 warp_chunk() { return 0; }
 // Copies ROWS rows of WIDTH chunks of 16 bytes. from(row, chunk) and to(row, chunk) return addresses.
 template <int ROWS, int WIDTH, class From, class To>
 DEVICE void copy_rows(From from, To to) {
+  const u64 policy = READ_ONCE ? evict_first() : 0;
 #pragma unroll
   for (int round = 0; round < (ROWS * WIDTH + THREADS - 1) / THREADS; ++round) {
     const u32 i = threadIdx.x + round * THREADS;
-    if (ROWS * WIDTH % THREADS == 0 || i < ROWS * WIDTH)
+    if (ROWS * WIDTH % THREADS && i >= ROWS * WIDTH) continue;
+    if (READ_ONCE)
+      cp_async_16(to(i / WIDTH, i % WIDTH), from(i / WIDTH, i % WIDTH), policy);
+    else
       cp_async_16(to(i / WIDTH, i % WIDTH), from(i / WIDTH, i % WIDTH));
   }
 }

@@ -1,9 +1,14 @@
 // The kernel of short rows: a whole row of scores stays in registers. A CTA of WARPGROUPS warpgroups loads K and V of a
 // head together, and then computes the head's row tiles. CTAS_PER_SM CTAs share a multiprocessor. The other macros:
 // short_rows_mainloop.cuh.
+#include "sm90/cluster.cuh"
 #include "sm90/short_rows_mainloop.cuh"
 #if REMAINDER_ROWS
 #include "sm90/short_rows_remainder.cuh"
+#endif
+
+#ifndef CLUSTER
+#define CLUSTER 1
 #endif
 
 constexpr int THREADS = 128 * WARPGROUPS;
@@ -54,35 +59,60 @@ struct QueryRows {
 };
 
 #if HEAD_AMAX_IN_KERNEL
-// Computes the scales of the head from its own maxima. The warps exchange their maxima in shared memory that is not in
-// use yet.
+// Returns the largest magnitude of this CTA's part of a head's tokens: of all of them, or of as many as each CTA of the
+// cluster takes.
+template <int AT_ONCE>
+DEVICE u32 largest_of_part(const Tokens& x, i32 count) {
+  const i32 each = (count + CLUSTER - 1) / CLUSTER, first = CLUSTER > 1 ? min((i32)blockIdx.z * each, count - 1) : 0;
+  return largest_magnitude<IN, HEAD_DIM, THREADS, AT_ONCE>(x.at(first, 0), x.stride, min(each, count - first),
+                                                           threadIdx.x);
+}
+
+// Computes the scales of the head from its own maxima. The warps of the CTA, or of all CTAs of the cluster, exchange
+// their maxima in shared memory that is not in use yet.
 DEVICE void find_scales(const Params& p, const Tokens& q, const Tokens& k, const Tokens& v, u32* exchange,
                         Scales<IN, HEAD_AMAX_IN_KERNEL>& scales) {
   constexpr int WARPS = THREADS / 32, ROUNDS = (KEYS * HEAD_DIM * SIZE<IN> / 16 + THREADS - 1) / THREADS;
   constexpr int AT_ONCE = ROUNDS < 13 ? ROUNDS : 13;
-  const i32 thread = threadIdx.x;
-  const u32 mine[3] = {largest_magnitude<IN, HEAD_DIM, THREADS, AT_ONCE>(q.base, q.stride, p.nq, thread),
-                       largest_magnitude<IN, HEAD_DIM, THREADS, AT_ONCE>(k.base, k.stride, p.nk, thread),
-                       largest_magnitude<IN, HEAD_DIM, THREADS, AT_ONCE>(v.base, v.stride, p.nk, thread)};
+  const u32 mine[3] = {largest_of_part<AT_ONCE>(q, p.nq), largest_of_part<AT_ONCE>(k, p.nk),
+                       largest_of_part<AT_ONCE>(v, p.nk)};
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
     const u32 of_warp = __reduce_max_sync(~0u, mine[i]);
-    if (thread % 32 == 0) exchange[i * WARPS + thread / 32] = of_warp;
+    if (threadIdx.x % 32 == 0) exchange[i * WARPS + threadIdx.x / 32] = of_warp;
   }
-  __syncthreads();
   u32 all[3] = {0, 0, 0};
+#if CLUSTER > 1
+  cluster_sync();
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    for (u32 warp = threadIdx.x % 32; warp < CLUSTER * WARPS; warp += 32)
+      all[i] = max(all[i], load_shared_of(warp / WARPS, shared_address(exchange + i * WARPS + warp % WARPS)));
+    all[i] = __reduce_max_sync(~0u, all[i]);
+  }
+#else
+  __syncthreads();
 #pragma unroll
   for (int i = 0; i < 3 * WARPS; ++i) all[i / WARPS] = max(all[i / WARPS], exchange[i]);
+#endif
   scales.q = scale_of_magnitude<IN>(all[0]);
   scales.k = scale_of_magnitude<IN>(all[1]);
   scales.v = scale_of_magnitude<IN>(all[2]);
+#if CLUSTER > 1
+  cluster_sync();
+#else
   __syncthreads();
+#endif
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+extern "C" __global__ void
+#if CLUSTER > 1
+__cluster_dims__(1, 1, CLUSTER)
+#endif
+    __launch_bounds__(THREADS, CTAS_PER_SM)
 #if TMA
-    attention(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
+        attention(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
 #else
     attention(const __grid_constant__ Params p) {
 #endif

@@ -12,6 +12,7 @@ constexpr int64_t kChunk = 16;              // bytes of a copy, and channels tha
 constexpr int64_t kFewRows = 16;            // of the tile of few_rows.cu
 constexpr int64_t kManyKeys = 512;          // from which on it is taken
 constexpr int64_t kCtasPerProcessor = 2;    // of few_rows.cu, at least, where there are enough keys
+constexpr int64_t kLargeCache = 1 << 25;    // codes of K from which on few_rows.cu takes large tiles
 constexpr int64_t kTableBytes = 32 * 1024;  // of the table of P of `intflash_online`
 
 // A file of csrc/cuda with its macros: those of attention.cu and few_rows.cu, then its own.
@@ -107,10 +108,16 @@ void set_macros(const Attention& a, const Tile& tile, int32_t causal, const Sour
 
 int64_t digits(Method method) { return method == Method::kP16 ? 2 : 1; }
 
-// With blocks, each warp has a part of the channels.
-Tile few_rows_tile(const Problem& p) {
-  const int64_t dv = p.v.shape[3], slices = p.is_block_float() ? 1 : 1 + (digits(p.method) * dv > 256);
-  return {4, 1, 128, std::max(p.head_dim(), dv) <= 128 ? 4 : 2, 2, slices};
+// With blocks, each warp has a part of the channels. Large tiles are faster for large caches, by measurements on an
+// H200; P16's two digits leave no registers for them.
+Tile few_rows_tile(const Problem& p, const Gpu& gpu) {
+  const int64_t dv = p.v.shape[3], d = std::max(p.head_dim(), dv);
+  const int64_t slices = p.is_block_float() ? 1 : 1 + (digits(p.method) * dv > 256);
+  const Tile usual{4, 1, 128, d <= 128 ? 4 : 2, 2, slices}, large{8, 1, 256, 3, 2, 1};
+  const int64_t stage = std::max(key_tile_bytes(large.keys, p.head_dim()), value_tile_bytes(large.keys, dv));
+  if (p.method != Method::kP8 || d > 128 || large.ctas_per_sm * large.stages * stage > gpu.shared_bytes) return usual;
+  const bool is_faster = p.batch() * p.k.shape[1] * p.nk() * p.head_dim() >= kLargeCache;
+  return (p.fixed.large_tiles < 0 ? is_faster : bool(p.fixed.large_tiles)) ? large : usual;
 }
 
 // Sums of a row: int32 numbers of few_rows.cu.
@@ -181,7 +188,7 @@ void any_rows_launch(const Attention& a, Launch& launch) {
 }
 
 FewRows few_rows(const Problem& p, const Gpu& gpu) {
-  const int64_t heads = p.batch() * p.k.shape[1], tile = few_rows_tile(p).keys, tiles = ceil_div(p.nk(), tile);
+  const int64_t heads = p.batch() * p.k.shape[1], tile = few_rows_tile(p, gpu).keys, tiles = ceil_div(p.nk(), tile);
   const int64_t wanted = p.fixed.key_splits > 0
                              ? p.fixed.key_splits
                              : std::max<int64_t>(1, std::min(tiles, kCtasPerProcessor * gpu.processors / heads));
@@ -196,7 +203,7 @@ FewRows few_rows(const Problem& p, const Gpu& gpu) {
 void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
   const Problem& p = a.p;
   const FewRows few = few_rows(p, a.gpu);
-  const Tile tile = few_rows_tile(p);
+  const Tile tile = few_rows_tile(p, a.gpu);
   const int64_t key_heads = p.k.shape[1], ctas = p.batch() * key_heads, dv = p.v.shape[3];
   ::Params params = attention_parameters(a, 1, {});
   char* const workspace = a.memory.workspace;

@@ -157,12 +157,13 @@ Tensor code_rows(const Tensor& of, char* data) {
   return x;
 }
 
-// Whether each CTA of a kernel other than long rows reads its head once more to find its scales, instead of a pass over
-// all heads before: by measurement on an H200, while a CTA does not read too many rows of Q that others compute.
+// Whether a kernel other than long rows reads each head once more to find its scales, instead of a pass over all heads
+// before: by measurement on an H200, while a CTA does not read too many rows of Q that others compute.
 bool reads_heads_again(const Problem& p, Kernel kernel) {
   if (kernel == Kernel::kWindow) return true;
   if (p.fixed.head_amax_in_kernel >= 0) return bool(p.fixed.head_amax_in_kernel);
-  return p.nq() <= (kernel == Kernel::kShortRows ? 2048 : 1024);
+  if (kernel == Kernel::kShortRows) return p.nq() <= 2048 || short_rows_cluster(p) > 1;
+  return p.nq() <= 1024;
 }
 
 void set_constant_shapes(const Problem& p, const Tensor (&scale)[3], Choice& c) {

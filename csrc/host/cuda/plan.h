@@ -45,12 +45,12 @@ struct Fixed {
   int kernel = -1;                         // a `Kernel`; any_rows: few_rows too, where it takes the problem
   int64_t window_split[3] = {-1, -1, -1};  // warps per window, rows per tile, windows per CTA
   int64_t row_split[3] = {-1, -1, -1};     // of short rows: warpgroups, tiles per CTA, CTAs per multiprocessor
-  int exp_32bit = -1;                      // of short rows
+  int exp_32bit = -1, cluster = -1;        // of short rows
   int consumers = -1, resident = -1, fuses_keys = -1, remainder = -1;  // of long rows
   int head_amax_in_kernel = -1;                                        // of long, short and whole rows
   int64_t range_split[3] = {-1, -1, -1};       // of long rows: whole ranges, tiles of a smaller one, its first CTA
   int64_t tile[6] = {-1, -1, -1, -1, -1, -1};  // of any rows: see `Tile`
-  int key_splits = -1;                         // of few rows
+  int key_splits = -1, large_tiles = -1;       // of few rows
 };
 
 // A validated call, as problem.py describes one, without what these kernels do not know.
@@ -270,6 +270,8 @@ bool window_serves(const Problem& p, Refusal& why);
 void window_launch(const Attention& a, Launch& launch);
 
 bool short_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
+// How many CTAs take a head and share the search for its scales, as a cluster; 1 where each CTA searches alone.
+int64_t short_rows_cluster(const Problem& p);
 void short_rows_launch(const Attention& a, Launch& launch);
 int64_t key_width(int64_t head_dim);  // bytes per row of K in shared memory: K_WIDTH of the kernels
 

@@ -81,13 +81,10 @@ gpu::Gpu gpu_of(nb::handle given) {
 // Choices that tests fix, by name: numbers, tuples of them, or the name of a kernel.
 gpu::Fixed fixed_of(nb::dict given) {
   gpu::Fixed f;
-  const std::pair<const char*, int*> numbers[] = {{"exp_32bit", &f.exp_32bit},
-                                                  {"consumers", &f.consumers},
-                                                  {"resident", &f.resident},
-                                                  {"fuses_keys", &f.fuses_keys},
-                                                  {"head_amax_in_kernel", &f.head_amax_in_kernel},
-                                                  {"remainder", &f.remainder},
-                                                  {"key_splits", &f.key_splits}};
+  const std::pair<const char*, int*> numbers[] = {
+      {"exp_32bit", &f.exp_32bit}, {"cluster", &f.cluster},       {"consumers", &f.consumers},
+      {"resident", &f.resident},   {"fuses_keys", &f.fuses_keys}, {"head_amax_in_kernel", &f.head_amax_in_kernel},
+      {"remainder", &f.remainder}, {"key_splits", &f.key_splits}, {"large_tiles", &f.large_tiles}};
   struct Several {
     const char* name;
     int64_t* to;

@@ -1,5 +1,6 @@
 // Launches of csrc/cuda/sm90/short_rows.cu, for at most 224 keys: whole rows of scores stay in registers.
 #include <algorithm>
+#include <cmath>
 
 #include "host/cuda/plan.h"
 
@@ -7,7 +8,8 @@ namespace intflash::gpu {
 namespace {
 
 constexpr int64_t kMostQueries = 64 * kGridLimit;
-constexpr int64_t kFewTiles = 264;  // two for each multiprocessor of an H200
+constexpr int64_t kProcessors = 132;  // of an H200
+constexpr int64_t kFewTiles = 2 * kProcessors;
 
 const Source kSource = {"sm90/short_rows.cu",
                         "attention",
@@ -29,7 +31,8 @@ const Source kSource = {"sm90/short_rows.cu",
                          {"ALL_ROWS", nullptr},
                          {"WARPGROUPS", nullptr},
                          {"CTAS_PER_SM", nullptr},
-                         {"BIAS", nullptr}}};
+                         {"BIAS", nullptr},
+                         {"CLUSTER", nullptr}}};
 
 // How the work is split: warpgroups per CTA, tiles of 64 rows per CTA, CTAs per multiprocessor.
 struct Split {
@@ -47,14 +50,41 @@ int64_t ctas_per_sm(int64_t keys, int64_t d, int64_t bits, int64_t itemsize) {
   return registers <= 232 ? 2 : 0;
 }
 
-// By measurements on an H200 (132 multiprocessors) with N = 197. While there are few tiles, each CTA has one, and for
-// floats it has warpgroups that only help to quantize. With more tiles, K and V are loaded once for several.
-Split choose_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, bool codes) {
+// How much slower CTAs are where a third one on a multiprocessor makes registers spill a few words; 0 where it spills
+// many. It is worth that where all heads run at once then.
+double time_of_third_cta(int64_t keys, int64_t d, int64_t bits) {
+  if (bits == 8 || d != 64) return 0;
+  return keys <= 144 ? 1.03 : 192 <= keys && keys <= 208 ? 1.16 : 0;
+}
+
+// The time that a multiprocessor takes for one to four CTAs of a warpgroup, which it runs at once, and the time of a
+// CTA before its tiles over that of a tile, by [has a bias][finds scales]: measured on an H200 with N = 196 and 197.
+constexpr double kTimes[] = {0, 0.8, 1, 1.37, 1.8}, kStartTimes[2][2] = {{1, 4}, {0.5, 1}};
+
+// Returns the split of one warpgroup for each CTA that finishes many heads first.
+Split fastest_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double third, double start_time) {
+  Split best{};
+  double least = INFINITY;
+  for (const int64_t at_once : {most_ctas, std::max<int64_t>(most_ctas, third ? 3 : 0)})
+    for (int64_t parts = 1; parts <= row_tiles; ++parts) {
+      const int64_t tiles = ceil_div(row_tiles, parts),
+                    ctas = ceil_div(heads * ceil_div(row_tiles, tiles), kProcessors);
+      const double rounds = double(ctas / at_once) * kTimes[at_once] + kTimes[ctas % at_once];
+      const double time = rounds * (start_time + double(tiles)) * (at_once > most_ctas ? third : 1);
+      if (time < 0.95 * least) least = time, best = {1, tiles, at_once};
+    }
+  return best;
+}
+
+// By measurements on an H200 with N = 197. While there are few tiles, each CTA has one, and for floats it has
+// warpgroups that only help to quantize. With more tiles, K and V are loaded once for several.
+Split choose_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double third, bool codes, double start_time) {
   const int64_t tiles = heads * row_tiles, some = std::min<int64_t>(most_ctas, 3);
-  if (tiles <= 132) return codes ? Split{1, 1, most_ctas} : Split{some, 1, 1};
+  if (tiles <= kProcessors) return codes ? Split{1, 1, most_ctas} : Split{some, 1, 1};
   if (tiles <= kFewTiles) return {codes ? 2 : some, 2, 1};
-  if (heads <= 132) return codes ? Split{1, 1, most_ctas} : Split{2, ceil_div(row_tiles, 132 / heads), 1};
-  return {1, row_tiles, most_ctas};
+  if (heads <= kProcessors)
+    return codes ? Split{1, 1, most_ctas} : Split{2, ceil_div(row_tiles, kProcessors / heads), 1};
+  return fastest_split(heads, row_tiles, most_ctas, third, start_time);
 }
 
 int64_t bits_of(Method method) { return method == Method::kP16 ? 16 : 8; }
@@ -67,6 +97,18 @@ int32_t keys_at_once(const Tensor& bias) {
 }
 
 }  // namespace
+
+int64_t short_rows_cluster(const Problem& p) {
+  if (p.fixed.cluster > 0) return p.fixed.cluster;
+  constexpr int64_t kManyQueries = 1024, kMostCtas = 8, kLeastCtasOfAll = 75;  // by measurements on an H200
+  // A cluster runs within a group of multiprocessors (GPC). An H200 has at least seven with 16, others with fewer.
+  constexpr int64_t kGroups = 7, kProcessorsOfGroup = 16;
+  const int64_t heads = p.batch() * p.heads();
+  if (p.nq() <= kManyQueries) return 1;
+  int64_t ctas = kMostCtas;
+  while (ctas > 1 && heads > kGroups * (kProcessorsOfGroup / ctas)) --ctas;
+  return heads * ctas >= kLeastCtasOfAll ? ctas : 1;
+}
 
 int64_t key_width(int64_t d) { return d <= 32 ? 32 : d <= 64 ? 64 : 128; }
 
@@ -112,9 +154,15 @@ void short_rows_launch(const Attention& a, Launch& launch) {
   const int64_t batch = p.batch(), heads = p.heads(), nq = p.nq(), nk = p.nk(), d = p.head_dim();
   const int64_t keys = round_up(nk, 16), row_tiles = ceil_div(nq, 64), bits = bits_of(p.method);
   const int64_t most_ctas = std::min<int64_t>(ctas_per_sm(keys, d, bits, a.q.bytes()), p.bias ? 2 : 4);
+  const int64_t cluster = a.head_amax_in_kernel ? short_rows_cluster(p) : 1;
   const int64_t* const fixed = p.fixed.row_split;
-  const Split split = fixed[0] > 0 ? Split{fixed[0], fixed[1], fixed[2]}
-                                   : choose_split(batch * heads, row_tiles, most_ctas, a.q.is_codes());
+  Split split{std::min<int64_t>(most_ctas, 3), ceil_div(row_tiles, cluster), 1};
+  if (fixed[0] > 0)
+    split = {fixed[0], fixed[1], fixed[2]};
+  else if (cluster == 1)
+    split = choose_split(batch * heads, row_tiles, most_ctas, p.bias ? 0 : time_of_third_cta(keys, d, bits),
+                         a.q.is_codes(), kStartTimes[bool(p.bias)][a.head_amax_in_kernel]);
+  const int64_t parts = ceil_div(row_tiles, split.tiles);
   // 32-bit exponentials pay for the fetch of their additional instructions, which takes 0.5 us, in larger batches only
   const bool exp_32bit = p.bias || (p.fixed.exp_32bit < 0 ? batch * heads * row_tiles > kFewTiles : p.fixed.exp_32bit);
   // the last rows of a head are few enough for short_rows_remainder.cuh, and head_dim is one that it supports
@@ -126,13 +174,29 @@ void short_rows_launch(const Attention& a, Launch& launch) {
                     set_tensor_maps(launch, a.k, a.v, (nk - 1) / 16, d);
   const bool dynamic = a.is_fused && p.is_dynamic();  // scales of the values' own maxima
   launch.program = {&kSource,
-                    {int32_t(keys), int32_t(d), int32_t(bits), int32_t(a.q.type), int32_t(p.out_type), key_major,
-                     exp_32bit, a.has_row_scales(), a.head_amax_in_kernel, dynamic, launch.has_maps, remainder,
-                     a.memory.l != nullptr, heads_first, dynamic && !a.head_amax_in_kernel, split.tiles >= row_tiles,
-                     int32_t(split.warpgroups), int32_t(split.ctas_per_sm), p.bias ? keys_at_once(p.bias) : kLeftOut}};
+                    {int32_t(keys),
+                     int32_t(d),
+                     int32_t(bits),
+                     int32_t(a.q.type),
+                     int32_t(p.out_type),
+                     key_major,
+                     exp_32bit,
+                     a.has_row_scales(),
+                     a.head_amax_in_kernel,
+                     dynamic,
+                     launch.has_maps,
+                     remainder,
+                     a.memory.l != nullptr,
+                     heads_first,
+                     dynamic && !a.head_amax_in_kernel,
+                     split.tiles >= row_tiles,
+                     int32_t(split.warpgroups),
+                     int32_t(split.ctas_per_sm),
+                     p.bias ? keys_at_once(p.bias) : kLeftOut,
+                     cluster > 1 ? int32_t(parts) : kLeftOut}};
   launch.grid[0] = uint32_t(heads_first ? heads : batch);
   launch.grid[1] = uint32_t(heads_first ? batch : heads);
-  launch.grid[2] = uint32_t(ceil_div(row_tiles, split.tiles));
+  launch.grid[2] = uint32_t(parts);
   launch.threads = uint32_t(128 * split.warpgroups);
   // K and V^T; their barriers; RemainderRows::Shared, the maxima and p of 8 rows; the biases of a tile, and of 8 rows
   launch.shared_bytes =

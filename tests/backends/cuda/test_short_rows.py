@@ -133,6 +133,43 @@ def test_bits(method, split, monkeypatch):
     assert checks.differences(cases(method), "short_rows") == {}
 
 
+def _cross(method: str, nq: int, nk: int, batch=1, heads=20, device="meta") -> Problem:
+    q, k, v = (torch.randn(batch, heads, n, 64, device=device).half() for n in (nq, nk, nk))
+    return Problem(method, q, k, v, 0.125, recipe=checks.OF_HEADS, out_dtype=torch.float16)
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("cluster", (2, 3, 5, 8))
+@pytest.mark.parametrize("method", BITS)
+def test_bits_of_scales_that_a_cluster_finds(method, cluster, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(plans, "FIXED", dict(cluster=cluster))
+    for nq, nk in ((2500, 77), (1100, 3), (520, 197)):
+        p = _cross(method, nq, nk, 2, 3, "cpu")
+        for x in (p.q, p.k, p.v):  # each head's maximum is in another CTA's part
+            for head in range(6):
+                x[head // 3, head % 3, head * (x.shape[2] - 1) // 5, head] = 20.0 + head
+        assert "CLUSTER" in checks.macros(checks.attention_launch(p, gpu=checks.HOPPER, cluster=cluster))
+        assert checks.complaint(p, checks.BACKEND.run(ic.on_device(p, "cuda"))) is None, (nq, nk)
+
+
+@pytest.mark.parametrize(
+    "batch, heads, nq, cluster",
+    ((2, 10, 4096, "5"), (1, 24, 4096, "4"), (1, 10, 4096, "8"), (2, 10, 1024, None), (1, 80, 2048, None)),
+)
+def test_a_cluster_finds_the_scales_of_many_queries(batch, heads, nq, cluster):
+    """In one launch, whose CTAs are a head's."""
+    launches = checks.planned(_cross("intflash_p8", nq, 77, batch, heads), gpu=checks.HOPPER).launches
+    assert len(launches) == 1 and checks.macros(launches[0]).get("CLUSTER") == cluster
+    assert cluster is None or launches[0].grid[2] == int(cluster)
+    assert checks.machine(launches[0]).spills == 0
+
+
+def test_few_heads_of_many_queries_have_a_pass_for_their_scales():
+    assert len(checks.planned(_cross("intflash_p8", 4096, 77, 1, 4), gpu=checks.HOPPER).launches) > 1
+
+
 def _launch(method: str, n: int, d: int, *args, split=None, **more):
     p = checks.empty_problem(method, n, d, *args, **more)
     assert plans.find_kernel(p).kernel == "short_rows"
@@ -180,6 +217,26 @@ def test_large_batches_of_wide_floats_spill_few_words(n, d, words):
     for recipe in (static, checks.OF_TENSORS):
         launch = _launch("intflash_p8", n, d, torch.float16, torch.float16, batch=200, recipe=recipe)
         assert checks.machine(launch).spills <= words
+
+
+@pytest.mark.parametrize(
+    "n, dtype, words", ((197, torch.float16, 55), (197, torch.int8, 32), (128, torch.float16, 25), (128, torch.int8, 0))
+)
+def test_a_third_cta_spills_few_words_where_all_heads_run_at_once(n, dtype, words):
+    static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)
+    launch = _launch("intflash", n, 64, dtype, dtype, batch=32, heads=12, recipe=static)  # three heads for each
+    assert checks.macros(launch)["CTAS_PER_SM"] == "3"
+    assert checks.machine(launch).spills <= words
+    launch = _launch("intflash", n, 64, dtype, dtype, batch=44, heads=12, recipe=static)  # four for each
+    assert checks.macros(launch)["CTAS_PER_SM"] == "2"
+
+
+def test_heads_are_divided_where_whole_ones_would_wait():
+    """300 heads with a bias, two at once on each of 132 multiprocessors: 36 of them would wait for all others."""
+    for batch, ctas in ((22, 1), (25, 2), (44, 1)):
+        bias = torch.zeros(batch, 12, 196, 196, dtype=torch.int32, device="meta")
+        launch = _launch("intflash_p8", 196, 64, torch.float16, torch.float16, batch=batch, heads=12, bias=bias)
+        assert launch.grid[2] == ctas
 
 
 @pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), BITS))

@@ -258,11 +258,11 @@ def only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @checks.needs_device
-@pytest.mark.parametrize("splits", (1, 2, 6))
+@pytest.mark.parametrize("splits, large", ((1, 0), (2, 0), (6, 0), (1, 1), (2, 1)))
 @pytest.mark.parametrize("method", FEW)
-def test_any_split_of_the_keys_gives_the_same_bits(method, splits, monkeypatch):
+def test_any_split_of_the_keys_gives_the_same_bits(method, splits, large, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(plans, "FIXED", dict(kernel="any_rows", key_splits=splits))
+    monkeypatch.setattr(plans, "FIXED", dict(kernel="any_rows", key_splits=splits, large_tiles=large))
     for name, p in _few_rows(method):
         there = ic.on_device(p, "cuda")
         assert plans.find_kernel(there).kernel == "few_rows", name
@@ -386,6 +386,19 @@ def test_few_rows_of_float_q_do_not_spill(method, architecture):
                 assert checks.macros(step)["SCORES"] == scores
                 machine = checks.machine(step, architecture)
                 assert machine.spills == 0, (d, heads, step.program, machine.registers)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("d", (128, 64))
+def test_large_tiles_of_few_rows_do_not_spill(d, architecture):
+    """Two CTAs of them on a multiprocessor, where shared memory holds the tiles of both."""
+    p = ic.codes("intflash_p8", batch=1, heads=8, key_heads=2, nq=1, nk=1000, d=d, kinds=("head",) * 3)
+    problem = ic.float_query(p, torch.float16, Recipe())
+    fits = GPUS[architecture][3] >= 2 * 3 * 256 * (d + 16)
+    for step in checks.planned(problem, gpu=GPUS[architecture], large_tiles=1).launches[-3:-1]:
+        assert checks.macros(step)["KEYS"] == ("256" if fits else "128")
+        machine = checks.machine(step, architecture)
+        assert machine.spills == 0, (step.program, machine.registers)
 
 
 def test_shared_memory_fits_every_gpu():

@@ -20,6 +20,7 @@ _WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 _NOTHING = {
     "griddepcontrol.launch_dependents", "fence.proxy.async.shared.cta", "prefetch.global.L2",
     "wgmma.fence.sync.aligned", "membar.gl", "fence.acq_rel.gpu",
+    "createpolicy.fractional.L2.evict_first.b64", "createpolicy.fractional.L2.evict_last.b64",
 }  # fmt: skip
 
 
@@ -311,7 +312,8 @@ class _Translator:
             copy = f"{{{self.address(0, 'u32')}, 0, 0, nullptr, {map_}, {{{ats}}}}}"
             return f"transfer({self.address(2, 'u32')}, {self.s.line}).copies.push_back({copy});"
         if self.parts[:3] in (("async", "cg", "shared"), ("async", "ca", "shared")):
-            present = self.get(3 if len(self.s.operands) > 3 else 2, "u32")
+            has_size = len(self.s.operands) - ("cache_hint" in self.parts) > 3
+            present = self.get(3 if has_size else 2, "u32")
             source = f"reinterpret_cast<const u8*>({self.address(1, 'u64')})"
             copy = f"{{{self.address(0, 'u32')}, {self.get(2, 'u32')}, {present}, {source}, nullptr, {{}}}}"
             return f"self->copies.open.push_back({copy});"
