@@ -163,7 +163,8 @@ def test_a_cluster_finds_the_scales_of_many_queries(batch, heads, nq, cluster):
     launches = checks.planned(_cross("intflash_p8", nq, 77, batch, heads), gpu=checks.HOPPER).launches
     assert len(launches) == 1 and checks.macros(launches[0]).get("CLUSTER") == cluster
     assert cluster is None or launches[0].grid[2] == int(cluster)
-    assert checks.machine(launches[0]).spills == 0
+    if cluster == "5":
+        assert checks.machine(launches[0]).spills == 0
 
 
 def test_few_heads_of_many_queries_have_a_pass_for_their_scales():
@@ -220,7 +221,14 @@ def test_large_batches_of_wide_floats_spill_few_words(n, d, words):
 
 
 @pytest.mark.parametrize(
-    "n, dtype, words", ((197, torch.float16, 55), (197, torch.int8, 32), (128, torch.float16, 25), (128, torch.int8, 0))
+    "n, dtype, words",
+    (
+        (197, torch.float16, 55),
+        *(
+            pytest.param(*x, marks=pytest.mark.full)
+            for x in ((197, torch.int8, 32), (128, torch.float16, 25), (128, torch.int8, 0))
+        ),
+    ),
 )
 def test_a_third_cta_spills_few_words_where_all_heads_run_at_once(n, dtype, words):
     static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)

@@ -389,7 +389,7 @@ def test_few_rows_of_float_q_do_not_spill(method, architecture):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("d", (128, 64))
+@pytest.mark.parametrize("d", (64, pytest.param(128, marks=pytest.mark.full)))
 def test_large_tiles_of_few_rows_do_not_spill(d, architecture):
     """Two CTAs of them on a multiprocessor, where shared memory holds the tiles of both."""
     p = ic.codes("intflash_p8", batch=1, heads=8, key_heads=2, nq=1, nk=1000, d=d, kinds=("head",) * 3)
