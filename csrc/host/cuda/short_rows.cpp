@@ -63,10 +63,12 @@ constexpr double kTimes[] = {0, 0.8, 1, 1.37, 1.8}, kStartTimes[2][2] = {{1, 4},
 
 // Returns the split of one warpgroup for each CTA that finishes many heads first.
 Split fastest_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double third, double start_time) {
+  constexpr int64_t kMostParts = 4;  // of a head; more were not measured
+  const int64_t last = third && most_ctas == 2 ? 3 : most_ctas;
   Split best{};
   double least = INFINITY;
-  for (const int64_t at_once : {most_ctas, std::max<int64_t>(most_ctas, third ? 3 : 0)})
-    for (int64_t parts = 1; parts <= row_tiles; ++parts) {
+  for (int64_t at_once = most_ctas; at_once <= last; ++at_once)
+    for (int64_t parts = 1; parts <= std::min(row_tiles, kMostParts); ++parts) {
       const int64_t tiles = ceil_div(row_tiles, parts),
                     ctas = ceil_div(heads * ceil_div(row_tiles, tiles), kProcessors);
       const double rounds = double(ctas / at_once) * kTimes[at_once] + kTimes[ctas % at_once];
