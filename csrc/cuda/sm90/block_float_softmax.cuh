@@ -314,7 +314,11 @@ struct BlockFloat {
       for (int h = 0; h < 2; ++h) {
         const i32 row = at.row + 8 * h;
         const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * CHANNELS + first;
-        if (row < at.end) store_words((u8*)element<OUT>(p.out.ptr, to), words[h]);
+        if (row >= at.end) continue;
+        if (first + PART == CHANNELS)
+          store_last_channels((u8*)element<OUT>(p.out.ptr, to), words[h]);
+        else
+          store_words((u8*)element<OUT>(p.out.ptr, to), words[h]);
       }
     }
 #pragma unroll

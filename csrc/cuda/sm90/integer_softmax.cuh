@@ -148,15 +148,6 @@ struct PDigits : RowMaxima {
     else
       return {acc[0][i], acc[1][i]};
   }
-  // Stores a thread's channels of a row, but for the last lane's last 8 where the output has HEAD_DIM - 8.
-  template <int WORDS>
-  DEVICE static void store_row(u8* to, const u32 (&words)[WORDS]) {
-    constexpr int ABSENT = (HEAD_DIM - TENSOR_DIM) * SIZE<OUT> / 4;
-    if (ABSENT && threadIdx.x % 4 == 3)
-      store_words(to, (const u32(&)[WORDS - ABSENT]) words);
-    else
-      store_words(to, words);
-  }
   DEVICE void store(const Params& p, const ThreadRows& at, const i64 (&t_max)[2]) const {
     const OutputConstants output_constants = load_output_constants<OUT>(p, at.batch, at.head, at.kv_head);
     const u32 l[2] = {this->l(0), this->l(1)};
@@ -172,7 +163,7 @@ struct PDigits : RowMaxima {
       const i32 row = at.row + 8 * h;
       if (row >= at.end) continue;
       const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * CHANNELS;
-      store_row((u8*)element<OUT>(p.out.ptr, to), words[h]);
+      store_last_channels((u8*)element<OUT>(p.out.ptr, to), words[h]);
       if (p.l && threadIdx.x % 4 == 0) {
         const i64 to = ((i64)at.batch * p.heads + at.head) * p.nq + row;
         p.t_max[to] = t_max[h];

@@ -50,6 +50,16 @@ constexpr int CHANNELS = HEAD_DIM / 4;  // channels per thread
 // Registers per thread. A multiprocessor has 65,536.
 constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 
+// Stores the last of a thread's channels of a row, without the last lane's last 8 where the output has HEAD_DIM - 8.
+template <int WORDS>
+DEVICE void store_last_channels(u8* to, const u32 (&words)[WORDS]) {
+  constexpr int ABSENT = (HEAD_DIM - TENSOR_DIM) * SIZE<OUT> / 4;
+  if (ABSENT && threadIdx.x % 4 == 3)
+    store_words(to, (const u32(&)[WORDS - ABSENT]) words);
+  else
+    store_words(to, words);
+}
+
 // The offset of the mask of a batch's keys. long_rows.cpp checks that it fits.
 DEVICE u32 key_mask(const Params& p, u32 batch) {
   const u32 b = p.keep_reciprocal ? batch - __umulhi(batch, p.keep_reciprocal) * p.keep_batches : batch;

@@ -61,7 +61,7 @@ bool p_in_shared(const Problem& p, int64_t consumers) { return consumers == 3 &&
 // thread's accumulators that have no registers.
 int64_t scratch_bytes(const Problem& p) {
   if (!p.is_block_float()) return 0;
-  const int64_t d = p.head_dim();
+  const int64_t d = padded_channels(p.head_dim());
   const int64_t accumulators = d == 80 ? 12 : d == 96 ? 16 : d == 112 ? 24 : d == 128 ? 34 : 0;
   return (7 + accumulators) * 128 * 8;
 }
@@ -270,7 +270,7 @@ Schedule schedule_ranges(const Problem& p, int64_t consumers, const Gpu& gpu) {
 bool long_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (!gpu.is_hopper()) return why.no([] { return kHopperOnly; });
   if (p.keep && !p.is_block_float() && !is_key_mask(p, why)) return false;
-  if (!is_long_rows_shape(p, !p.is_block_float() && pads_channels(p) ? 8 : 16, why)) return false;
+  if (!is_long_rows_shape(p, pads_channels(p) ? 8 : 16, why)) return false;
   if (p.bias) return why.no([] { return "long rows do not support bias"; });
   if (p.keep && p.is_block_float()) return why.no([] { return "long rows do not support keep"; });
   return true;
