@@ -62,6 +62,7 @@ struct Work {
   }
   // A row past the last one stands for the last one.
   DEVICE RowPlace place(i32 row) const { return {head, q_start + min(row, rows - 1)}; }
+  DEVICE const u32* valueless(const Params& p) const { return valueless_words(p, batch, kv_head, first_block); }
   // The number of keys that a row sees.
   DEVICE i32 seen(i32 row) const { return CAUSAL ? max(min(keys, min(row, rows - 1) + causal + 1), 0) : keys; }
   // The first key of a row's window.

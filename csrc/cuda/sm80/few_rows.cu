@@ -34,7 +34,6 @@ struct Work {
   i32 split, rows, keys;
   i32 first, last;  // keys of the range
   i64 k_start = 0;
-  i32 first_block = 0;
 
   DEVICE Work(const Params& p, u32 index) : p(p) {
     of = quotient(index, p.split.splits, p.split.splits_reciprocal), split = index - of * p.split.splits;
@@ -47,6 +46,7 @@ struct Work {
     const u32 r = min(row, rows - 1), head = quotient(r, p.nq, p.split.queries_reciprocal);
     return {kv_head * p.split.group + head, r - head * p.nq};
   }
+  DEVICE const u32* valueless(const Params& p) const { return valueless_words(p, batch, kv_head, 0); }
   DEVICE i32 seen(i32 row) const { return CAUSAL ? max(min(keys, (i32)place(row).row + p.causal + 1), 0) : keys; }
   DEVICE i32 tiles() const { return (last - first + KEYS - 1) / KEYS; }
   // The first of this warp's keys in a tile.

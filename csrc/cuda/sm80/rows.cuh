@@ -1,8 +1,8 @@
 // The rows of a warp: their codes, masks and softmax, and the products with tiles of keys.
 //
 // A Work knows where the rows are: place(row), the head and the row of the tensors; seen(row), the number of keys that
-// the row sees; `batch`, `keys` and `k_start`, its first key; `kv_head` and `first_block`, where its blocks of keys are
-// counted from.
+// the row sees; `batch`, `kv_head`, `keys` and `k_start`, its first key; valueless(p), where the words of its keys
+// without a value are.
 //
 // Macros: QUERY, VALUES_IN_RANGE, BIAS, KEEP; see attention.cu. SCORES: where the score constants come from: 0, the
 // default, p.score; 1 and 2 see few_rows.cu; 3 Work's `score`.
@@ -15,6 +15,11 @@
 #endif
 
 typedef Codes<QUERY, VALUES_IN_RANGE> In;
+
+// The words of the keys without a value of a head, from its block `first` on: see block_float.cuh.
+DEVICE const u32* valueless_words(const Params& p, u32 batch, u32 kv_head, i32 first) {
+  return (const u32*)p.valueless.ptr + head_offset(p.valueless, batch, kv_head) + 4 * first;
+}
 
 struct RowPlace {
   u32 head;
@@ -112,10 +117,7 @@ struct WarpRows {
     load_query();
     const auto scores = [&](int m, int h) { return score_of(m, h); };
     if constexpr (Method::BLOCKS)
-      method.init(
-          scores,
-          (const u32*)p.valueless.ptr + head_offset(p.valueless, work.batch, work.kv_head) + 4 * work.first_block,
-          work.keys);
+      method.init(scores, work.valueless(p), work.keys);
     else
       method.init(scores, table);
 #pragma unroll
@@ -139,6 +141,11 @@ struct WarpRows {
   template <class Maximum>
   DEVICE void finish_row_max(Maximum maximum) {
     method.finish_row_max(maximum, [&](int m, int h) { return magnitude(m, h); });
+  }
+  // Of a method with an exponent per block of keys: makes P of whole rows of scores.
+  DEVICE void take(const Scores& s, const TileOperands& tile) {
+    method.choose_form([&](int m, int h) { return magnitude(m, h); });
+    method.take(s, masks, tile);
   }
   DEVICE u32 magnitude(int m, int h) const {
     u32 sum = 0;
@@ -231,10 +238,10 @@ struct WarpRows {
     for (int m = 0; m < ROW_TILES; ++m) {
       const typename Method::Row rows[2] = {method.row(m, 0), method.row(m, 1)};
       const typename Method::template OutputScales<OUT, 2> scales(rows, constants);
-#pragma unroll
+#pragma unroll(Method::CHUNKS_AT_ONCE)
       for (int chunk = 0; chunk < V_CHUNKS; ++chunk) {
         Accumulator mine[2][4];
-        method.result(m, 0, chunk, mine[0]), method.result(m, 1, chunk, mine[1]);
+        method.results(m, chunk, mine);
         u32 words[2][SIZE<OUT>];
         scales.outputs(mine, words);
 #pragma unroll

@@ -13,12 +13,17 @@
 #include "sm80/masks.cuh"
 #include "sm80/tiles.cuh"
 
-typedef i32 Scores[ROW_TILES][KEYS / 8][4];
+template <int COUNT>
+using ScoresOf = i32[ROW_TILES][COUNT / 8][4];
+typedef ScoresOf<KEYS> Scores;
 // Rows of a lane: row g + 8 h of each of its row tiles.
 typedef RowMask RowMasks[ROW_TILES][2];
 
 // Score i of a word of keys: accumulator element i % 2 of one of two tiles.
-DEVICE i32 score_of(const Scores& s, int m, int h, int group, int i) { return s[m][2 * group + i / 2][2 * h + i % 2]; }
+template <class S>
+DEVICE i32 score_of(const S& s, int m, int h, int group, int i) {
+  return s[m][2 * group + i / 2][2 * h + i % 2];
+}
 DEVICE i32 first_key(int group) { return 16 * group + threadIdx.x % 4 * 4; }
 
 // A row whose keys are done, and the scales of N rows' outputs, of which a lane computes one (`row_scales`).
@@ -42,7 +47,7 @@ struct PlainScales {
 // P in one digit (P8) or two (P16: 256 high + low), each with its own accumulators.
 template <int DIGITS_>
 struct PDigits {
-  static constexpr int DIGITS = DIGITS_;
+  static constexpr int DIGITS = DIGITS_, CHUNKS_AT_ONCE = V_CHUNKS;  // of which `store` asks for the results
   static constexpr bool BLOCKS = false;
   typedef typename AccumulatorOf<DIGITS>::Type Accumulator;
   typedef PlainRow Row;
@@ -71,15 +76,15 @@ struct PDigits {
   DEVICE Row row(int m, int h) const {
     return {quad_sum(DIGITS == 1 ? sums[0][m][h] : (sums[0][m][h] << 8) + sums[DIGITS - 1][m][h])};
   }
-  // The accumulators of four adjacent channels.
-  DEVICE void result(int m, int h, int chunk, Accumulator (&x)[4]) const {
+  // The accumulators of four adjacent channels of a lane's two rows.
+  DEVICE void results(int m, int chunk, Accumulator (&x)[2][4]) const {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int e = j % 2, i = 2 * h + j / 2;
+    for (int j = 0; j < 8; ++j) {
+      const int e = j % 2, i = j / 2;
       if constexpr (DIGITS == 1)
-        x[j] = acc[0][m][chunk][e][i];
+        x[j / 4][j % 4] = acc[0][m][chunk][e][i];
       else
-        x[j] = {acc[0][m][chunk][e][i], acc[1][m][chunk][e][i]};
+        x[j / 4][j % 4] = {acc[0][m][chunk][e][i], acc[1][m][chunk][e][i]};
     }
   }
 };
@@ -94,9 +99,9 @@ constexpr Peak NO_PEAK = NO_SCORE;
 #endif
 
 // Computes T + B of a word of keys, and makes those absent that the bias does. BIAS_UNIT: that of the bias in T.
-template <i32 BIAS_UNIT>
-DEVICE void exponents(const Score& unit, const Scores& s, int m, int h, int group, const RowMask& mask, i32 key,
-                      i32 keys, i64 B, i64 (&t)[4], u32& present) {
+template <i32 BIAS_UNIT, class S>
+DEVICE void exponents(const Score& unit, const S& s, int m, int h, int group, const RowMask& mask, i32 key, i32 keys,
+                      i64 B, i64 (&t)[4], u32& present) {
 #if BIAS
   i32 bias[4];
   mask.bias.read(key, keys, bias);
@@ -112,8 +117,8 @@ DEVICE void exponents(const Score& unit, const Scores& s, int m, int h, int grou
   }
 }
 // The same in the unit of a row's maximum.
-template <i32 BIAS_UNIT>
-DEVICE void peaks(const Score& unit, const Scores& s, int m, int h, int group, const RowMask& mask, i32 key, i32 keys,
+template <i32 BIAS_UNIT, class S>
+DEVICE void peaks(const Score& unit, const S& s, int m, int h, int group, const RowMask& mask, i32 key, i32 keys,
                   Peak (&x)[4], u32& present) {
 #if BIAS
   exponents<BIAS_UNIT>(unit, s, m, h, group, mask, key, keys, 0, x, present);

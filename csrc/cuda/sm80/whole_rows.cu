@@ -5,8 +5,8 @@
 // computes one tile of 16 rows after another. The scores of a row stay in registers, so that one product with K gives
 // both the row's maximum and P.
 //
-// Macros: METHOD (ExactP16 or ExactP8), HEAD_DIM, VALUE_DIM, QUERY, OUT, ROW_SCALES, WARPS, CTAS_PER_SM and
-// VALUES_IN_RANGE as in attention.cu, and
+// Macros: METHOD (ExactP16, ExactP8 or WholeBlockFloat), HEAD_DIM, VALUE_DIM, QUERY, OUT, ROW_SCALES, WARPS,
+// CTAS_PER_SM and VALUES_IN_RANGE as in attention.cu, and
 //   NK                   number of keys; KEYS: those padded to a multiple of 32
 //   KEY_MAJOR            1: V has contiguous keys in shared memory: floats, and codes that come so
 //   SCORES               3: Q, K and V are floats, and all rows have one score constant; 0: codes
@@ -18,17 +18,20 @@
 #define KEEP 0
 #define WINDOW 0
 #include "sm80/rows.cuh"
+#include "sm80/whole_block_float.cuh"
 
-constexpr int NOW = (NK + 15) / 16 * 16;  // keys that are computed: those past the last one repeat it
-constexpr i32 STEP_ROWS = 16 * WARPS;     // of all warps of a CTA
+constexpr int NOW = (NK + 15) / 16 * 16;                   // keys that are computed: those past the last one repeat it
+constexpr i32 STEP_ROWS = 16 * WARPS;                      // of all warps of a CTA
+constexpr int BLOCK_WORDS = (NK + BLOCK - 1) / BLOCK * 4;  // of the keys without a value
 
 // The rows of a CTA.
 struct Work {
   u32 batch, head, kv_head;
   i32 first, end, rows;  // those of the CTA, and how many the head has
-  i32 keys = NK, first_block = 0;
+  i32 keys = NK;
   i64 k_start = 0;
-  Score score{};  // of floats
+  const u32* valueless_words = nullptr;  // of a method with an exponent per block of keys
+  Score score{};                         // of floats
 
   DEVICE Work(const Params& p) {
     const u32 parts = p.share.whole, of = quotient(blockIdx.x, parts, p.share.whole_reciprocal);
@@ -39,6 +42,7 @@ struct Work {
   // A row past the last one stands for the last one.
   DEVICE RowPlace place(i32 row) const { return {head, min(row, rows - 1)}; }
   DEVICE i32 seen(i32) const { return NK; }
+  DEVICE const u32* valueless(const Params&) const { return valueless_words; }
 };
 
 #if SCORES
@@ -166,6 +170,32 @@ DEVICE void load_head(const Params& p, const Work& work, u32 k, u32 v) {
 }
 #endif
 
+// Finds the keys without a value among V's codes in shared memory: see valueless.cu.
+DEVICE void find_valueless(u32 v, u32* words) {
+  const u32 lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (u32 word = threadIdx.x / 32; word < BLOCK_WORDS; word += WARPS) {
+    const u32 own = word / 4 * BLOCK + lane / 4 * 16 + word % 4 * 4 + lane % 4, key = min(own, NK - 1);
+    u32 codes = 0;
+    if constexpr (KEY_MAJOR) {
+#pragma unroll 8
+      for (u32 channel = 0; channel < VALUE_DIM; ++channel)
+        codes |= load_shared(v + channel_row(channel) * V_PITCH + key / 4 * 4);
+      codes &= 0xFFu << key % 4 * 8;
+    } else {
+#pragma unroll
+      for (u32 chunk = 0; chunk < V_CHUNKS; ++chunk) {
+        u32 w[4];
+        load_shared(v + key_row(key) * V_PITCH + chunk * 16, w);
+        codes |= w[0] | w[1] | w[2] | w[3];
+      }
+    }
+    const u32 zeros = __ballot_sync(~0u, codes == 0 && own < NK);
+    if (lane == 0) words[word] = zeros;
+  }
+  __syncthreads();
+}
+
 // Asks for the 16 rows of Q of a warp ahead of time.
 DEVICE void prefetch_queries(const Params& p, const Work& work, i32 row) {
   constexpr i32 BYTES = HEAD_DIM * SIZE<QUERY>, STEP = 64;
@@ -178,6 +208,19 @@ DEVICE void prefetch_queries(const Params& p, const Work& work, i32 row) {
     if (at + lane % 2 * STEP < BYTES) prefetch_line(from + at + lane % 2 * STEP);
 }
 
+template <class Method>
+DEVICE void attend(WarpRows<Method, Work>& rows, const TileOperands& operands) {
+  Scores s;
+  rows.template compute_scores<NOW>(operands, s);
+  if constexpr (Method::BLOCKS) {
+    rows.take(s, operands);
+  } else {
+    rows.method.template update_row_max<NOW, false>(s, rows.masks, 0, NK);
+    rows.finish_row_max([&](int m, int h) { return rows.method.maximum(m, h); });
+    rows.template add_values_of<NOW, NK>(s, operands, 0);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 memory[];
   const u32 k = shared_address(memory), v = k + K_BYTES;
@@ -186,17 +229,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   Work work(p);
   prefetch_queries(p, work, work.first + threadIdx.x / 32 * 16);
   load_head(p, work, k, v);
+  if constexpr (METHOD::BLOCKS) {
+    __shared__ u32 valueless[BLOCK_WORDS];
+    find_valueless(v, valueless);
+    work.valueless_words = valueless;
+  }
   const TileOperands operands(k, v);
 #pragma unroll 1
   for (i32 row = work.first + threadIdx.x / 32 * 16; row < work.end; row += STEP_ROWS) {
     WarpRows<METHOD, Work> rows(p, work, row);
     rows.init(0);
     if (row + STEP_ROWS < work.end) prefetch_queries(p, work, row + STEP_ROWS);
-    Scores s;
-    rows.compute_scores<NOW>(operands, s);
-    rows.method.update_row_max<NOW, false>(s, rows.masks, 0, NK);
-    rows.finish_row_max([&](int m, int h) { return rows.method.maximum(m, h); });
-    rows.add_values_of<NOW, NK>(s, operands, 0);
+    attend(rows, operands);
     rows.store();
   }
 }

@@ -266,7 +266,7 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
     c.finds_scales = !c.head_amax_in_kernel;
   }
   c.fills_constants = (!(c.fuses_keys || c.scores_in_kernel) || p.has_integer_output()) && !p.ready_score;
-  c.finds_valueless = p.is_block_float();
+  c.finds_valueless = p.is_block_float() && !is_whole;
   if (c.finds_scales || ((is_long || is_whole) && c.head_amax_in_kernel)) {
     for (int i = 0; i < 3; ++i)
       if (!p.scale[i]) c.scale_count += numel(found_scale(p, i, nullptr).shape);

@@ -12,9 +12,10 @@ constexpr int64_t kCtasPerProcessor = 2;  // at least, where heads have enough r
 constexpr int64_t kReservedBytes = 1024;  // of shared memory, by the GPU for each CTA
 constexpr int64_t kStaticBytes = 256;     // for the kernel's own variables there
 
+constexpr const char* kSoftmaxes[] = {"ExactP16", "ExactP8", nullptr, "WholeBlockFloat"};  // of each method
 const Source kSource = {"sm80/whole_rows.cu",
                         "attention",
-                        {{"METHOD", kMethodNames},
+                        {{"METHOD", kSoftmaxes},
                          {"HEAD_DIM", nullptr},
                          {"VALUE_DIM", nullptr},
                          {"QUERY", kTypeNames},
@@ -37,11 +38,13 @@ int64_t shared_bytes(const Problem& p) {
 
 // CTAs per multiprocessor whose scores, accumulators and Q fit the registers; 0 if none does.
 int64_t ctas_per_sm(const Problem& p, const Gpu& gpu) {
-  const int64_t digits = p.method == Method::kP16 ? 2 : 1;
-  // ptxas takes more for what it moves ahead where there are many keys and few channels
-  const int64_t more = (digits == 1 ? 24 : 40) + (p.nk() > 128 && p.v.shape[3] < 64 ? 70 : 0);
-  const int64_t registers =
-      round_up(p.nk(), 16) / 2 + digits * round_up(p.v.shape[3], 16) / 2 + 4 * ceil_div(p.head_dim(), 32) + more;
+  const int64_t digits = p.method == Method::kP8 ? 1 : 2;
+  int64_t registers = round_up(p.nk(), 16) / 2 + 4 * ceil_div(p.head_dim(), 32);
+  if (p.is_block_float())  // whose accumulators are of few channels at a time
+    registers += 48;
+  else  // ptxas takes more for what it moves ahead where there are many keys and few channels
+    registers += digits * round_up(p.v.shape[3], 16) / 2 + (digits == 1 ? 24 : 40) +
+                 (p.nk() > 128 && p.v.shape[3] < 64 ? 70 : 0);
   const int64_t by_registers = registers <= 104 ? 4 : registers <= 168 ? 3 : registers <= 256 ? 2 : 0;
   return std::min(by_registers,
                   (gpu.shared_bytes + kReservedBytes) / (shared_bytes(p) + kReservedBytes + kStaticBytes));
@@ -51,8 +54,8 @@ int64_t ctas_per_sm(const Problem& p, const Gpu& gpu) {
 
 bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   const auto number = [](int64_t x) { return std::to_string(x); };
-  if (!has_short_rows(p.method) || p.has_float_query() != p.is_float())
-    return why.no([] { return "whole rows are of intflash and intflash_p8, and of floats or codes alone"; });
+  if (p.method == Method::kOnline || p.has_float_query() != p.is_float())
+    return why.no([] { return "whole rows are not of intflash_online, and of floats or codes alone"; });
   if (p.bias || p.keep || p.key_counts || p.is_causal || p.is_windowed || p.q_ends)
     return why.no([] { return "whole rows do not support masks or packed sequences"; });
   const int64_t d = p.head_dim(), dv = p.v.shape[3], multiple = p.is_float() ? kChannels : 16;
@@ -70,9 +73,11 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   return true;
 }
 
-// Beyond the keys of short rows, by measurements on an H200: long rows compute whole tiles of 128 keys and of 64 rows,
+// By measurements on an H200: with an exponent per block of keys always; of the other methods, which have short rows,
+// beyond their keys. Long rows compute whole tiles of 128 keys and of 64 rows,
 // and of codes they need V with contiguous keys.
 bool whole_rows_beat_long_rows(const Problem& p) {
+  if (p.is_block_float()) return true;
   if (p.nk() <= kMostShortKeys) return false;
   return p.is_float() ? p.nk() % kTile && p.head_dim() <= 80 : !needs_copy(p, p.v);
 }
@@ -80,22 +85,25 @@ bool whole_rows_beat_long_rows(const Problem& p) {
 void whole_rows_launch(const Attention& a, Launch& launch) {
   const Problem& p = a.p;
   const bool floats = a.is_fused;
-  const int64_t heads = p.batch() * p.heads(), tiles = ceil_div(p.nq(), 16), ctas = ctas_per_sm(p, a.gpu);
+  const int64_t heads = p.batch() * p.heads(), tiles = ceil_div(p.nq(), 16);
   // with few heads several CTAs take one, each with a tile of every warp at least
   const int64_t wanted = ceil_div(kCtasPerProcessor * a.gpu.processors, heads);
   const int64_t of_cta = round_up(ceil_div(tiles, std::min(wanted, ceil_div(tiles, kWarps))), kWarps);
   const int64_t parts = ceil_div(tiles, of_cta);
+  // where a multiprocessor has one CTA, more warps load its head in less time, although not all have rows
+  const bool is_alone = floats && heads * parts <= a.gpu.processors;
+  const int64_t warps = is_alone ? 2 * kWarps : kWarps, ctas = is_alone ? 1 : ctas_per_sm(p, a.gpu);
   launch.program = {
       &kSource,
       {int32_t(p.method), int32_t(p.head_dim()), int32_t(p.v.shape[3]), int32_t(a.q.type), int32_t(p.out_type),
-       floats || is_key_major(a.v, round_up(p.nk(), 16)), a.has_row_scales(), int32_t(kWarps), int32_t(ctas),
+       floats || is_key_major(a.v, round_up(p.nk(), 16)), a.has_row_scales(), int32_t(warps), int32_t(ctas),
        floats && p.is_dynamic(), int32_t(p.nk()), int32_t(padded_keys(p)), floats ? 3 : 0, a.head_amax_in_kernel}};
   ::Share share{};
   share.whole = i32(parts), share.whole_reciprocal = quotient_reciprocal(parts);
   share.heads_reciprocal = quotient_reciprocal(p.heads());
   launch.set_parameters<::Params>() = attention_parameters(a, i32(of_cta), share);
   launch.grid[0] = uint32_t(heads * parts);
-  launch.threads = uint32_t(32 * kWarps);
+  launch.threads = uint32_t(32 * warps);
   launch.shared_bytes = uint32_t(shared_bytes(p));
 }
 

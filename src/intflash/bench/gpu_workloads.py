@@ -35,7 +35,7 @@ from intflash.quant import Recipe
 
 log = logging.getLogger("intflash")
 
-METHODS = ("intflash_online", "intflash_p8", "intflash")
+METHODS = ("intflash_online", "intflash_p8", "intflash", "intflash_bfp")
 TITLE = "Attention calls of models: intflash.attention beside torch's float16 SDPA and FP8 peers"
 NOTES = "Device time of whole calls from CUDA graphs, medians, quantization of float16 inputs included; FP8 peers have \
 FP8 codes as inputs. Ratio: the fastest float16 time of torch's over this one, in the same run."

@@ -24,6 +24,7 @@ CASES = {  # a case takes up to half a minute on one core, mostly to compile; wi
     ("long_rows", "intflash_p8"): ("scales of many heads 64 torch.float16",),
     ("whole_rows", "intflash"): (),
     ("whole_rows", "intflash_p8"): ("torch.float16 heads 40", "scales"),
+    ("whole_rows", "intflash_bfp"): ("sinks, floats 40",),
     ("sm80", "intflash"): ("50 77 bias, keep, causal", "few, float q one query 32"),
     ("sm80", "intflash_p8"): ("few, keep",),
     ("sm80", "intflash_online"): (),

@@ -18,7 +18,7 @@ from intflash.backends.cuda import plans
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
-METHODS = "intflash", "intflash_p8"
+METHODS = "intflash", "intflash_p8", "intflash_bfp"
 
 
 def cases(method: str) -> Iterator[tuple[str, Problem]]:
@@ -54,6 +54,24 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
         yield f"{dtype} to int8", checks.floats(method, 2, 100, 64, dtype, checks.OF_HEADS, out_dtype=torch.int8)
     long = checks.floats(method, 2, 1030, 32, torch.float16, checks.OF_HEADS)  # a pass finds the scales
     yield "many rows", replace(long, k=long.k[:, :, :77], v=long.v[:, :, :77])
+    if method == "intflash_bfp":
+        yield from _sinks(method)
+
+
+def _sinks(method: str) -> Iterator[tuple[str, Problem]]:
+    """Sinks with and without a value, in one block to three, at gaps over which 32 bits hold a row's sums or not."""
+    some, block = (0, 90, 91), tuple(range(128))
+    for n, octaves, zeros in itertools.product((100, 200, 280), (5.0, 9.0, 40.0, 130.0), ((), some, block)):
+        name = f"sinks {octaves} {n} {len(zeros)}"
+        yield name, ic.sinks(method, octaves, tuple(z for z in zeros if z < n), n=n, d=64, nq=20, return_lse=True)
+    keys_first = ic.sinks(method, 40.0, some, n=200, d=64, nq=20, out_dtype=torch.float32)
+    v = torch.zeros(*keys_first.v.shape[:2], 64, 208, dtype=torch.int8)
+    v[..., :200] = keys_first.v.data.mT
+    yield "sinks, contiguous keys", replace(keys_first, v=replace(keys_first.v, data=v[..., :200].mT))
+    for d, recipe in ((64, checks.OF_HEADS), (40, Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.02))):
+        p = checks.floats(method, 2, 197, d, torch.float16, recipe, return_lse=True)
+        p.v[:, :, [0, 5, 127, 128, 196]] = 0
+        yield f"sinks, floats {d}", p
 
 
 def _tokens_first(x: torch.Tensor) -> torch.Tensor:
@@ -82,9 +100,9 @@ def test_bits(method, monkeypatch):
     assert checks.differences(cases(method), "whole_rows") == {}
 
 
-def _machine(method: str, n: int, d: int, dtype: torch.dtype, out: torch.dtype, architecture: str):
+def _machine(method: str, n: int, d: int, dtype: torch.dtype, out: torch.dtype, architecture: str, batch: int = 1):
     more = dict(recipe=checks.OF_HEADS) if dtype.is_floating_point else {}
-    p = checks.empty_problem(method, n, d, dtype, out, **more)
+    p = checks.empty_problem(method, n, d, dtype, out, batch=batch, **more)
     launch = checks.attention_launch(p, gpu=GPUS[architecture], kernel="whole_rows")
     assert launch.program.file == "sm80/whole_rows.cu"
     return checks.machine(launch, architecture)
@@ -104,15 +122,15 @@ SHAPES = (
 @pytest.mark.parametrize("n, d", SHAPES)
 @pytest.mark.parametrize("method", METHODS)
 def test_integer_only(method, n, d, architecture):
-    """No floating-point opcode between int8 input and integer output; no spills, but for a few on 9.0, where other
-    kernels serve these shapes."""
+    """No floating-point opcode between int8 input and integer output; no spills, but for a few of intflash_bfp, and on
+    9.0, where other kernels serve these shapes."""
     if (method, n, d) == ("intflash", 224, 128):
         pytest.skip("the registers do not hold its two digits")
-    most = 16 if architecture == "sm_90a" else 0
+    most = 16 if architecture == "sm_90a" or method == "intflash_bfp" else 0
     found = _machine(method, n, d, torch.int8, torch.int8, architecture)
     assert found.spills <= most and found.float_instructions == []
-    for dtype in (torch.float16, torch.float32):
-        assert _machine(method, n, d, dtype, dtype, architecture).spills <= most
+    for dtype, batch in ((torch.float16, 500), (torch.float32, 1)):  # CTAs of four and of eight warps
+        assert _machine(method, n, d, dtype, dtype, architecture, batch).spills <= most
 
 
 def test_which_calls_it_takes(monkeypatch):
@@ -124,9 +142,12 @@ def test_which_calls_it_takes(monkeypatch):
         assert [kernel(gpu, n, 64) for n in (64, 65, 197, 256, 288, 289)] == ["window", *["whole_rows"] * 4, "any_rows"]
         assert kernel(gpu, 197, 64, causal=0) == "any_rows" and kernel(gpu, 197, 64, "intflash_online") == "any_rows"
         assert kernel(gpu, 197, 64, "intflash") == "whole_rows" and kernel(gpu, 256, 256) == "any_rows"
+        assert [kernel(gpu, n, 64, "intflash_bfp") for n in (49, 197, 288, 289)] == [*["whole_rows"] * 3, "any_rows"]
     of_hopper = {(197, 64): "short_rows", (256, 64): "long_rows", (257, 80): "whole_rows", (272, 128): "long_rows",
                  (197, 144): "whole_rows", (289, 64): "long_rows"}  # fmt: skip
     assert {shape: kernel("sm_90a", *shape) for shape in of_hopper} == of_hopper
+    blocks = [kernel("sm_90a", n, 64, "intflash_bfp") for n in (49, 197, 288, 289)]
+    assert blocks == [*["whole_rows"] * 3, "long_rows"]
     codes = checks.empty_problem("intflash_p8", 256, 64)
     assert plans.find_kernel(codes).kernel == "whole_rows"
 
@@ -137,6 +158,8 @@ def _launches(batch: int, nq: int, **more):
 
 
 def test_few_heads_are_taken_by_several_ctas():
-    """A head's 13 tiles of 16 rows are for one CTA where there are many heads, else for up to four."""
-    grids = {batch: [launch.grid[0] for launch in _launches(batch, 197)] for batch in (1, 60, 108, 500)}
-    assert grids == {1: [8], 60: [240], 108: [216], 500: [1000]}
+    """A head's 13 tiles of 16 rows are for one CTA where there are many heads, else for up to four, of 8 warps where no
+    multiprocessor has two CTAs.
+    """
+    grids = {batch: [(x.grid[0], x.threads) for x in _launches(batch, 197)] for batch in (1, 60, 108, 500)}
+    assert grids == {1: [(8, 256)], 60: [(240, 128)], 108: [(216, 128)], 500: [(1000, 128)]}
