@@ -1,5 +1,4 @@
-// Attention of rows of at most 288 keys for every NVIDIA GPU from compute capability 8.0 on, by mma.sync, without
-// masks.
+// Attention of rows of at most 288 keys for every NVIDIA GPU from compute capability 8.0 on, by mma.sync.
 //
 // A CTA takes rows of one head, whose K and V are codes in shared memory; floats are quantized on the way there. A warp
 // computes one tile of 16 rows after another. The scores of a row stay in registers, so that one product with K gives
@@ -14,8 +13,6 @@
 #define ROW_TILES 1
 #define SLICES 1
 #define STAGES 2  // of a ring of tiles, which is not used here
-#define BIAS 0
-#define KEEP 0
 #define WINDOW 0
 #include "sm80/rows.cuh"
 #include "sm80/whole_block_float.cuh"

@@ -83,26 +83,16 @@ Tile choose_tile(const Problem& p, const Gpu& gpu) {
   return {4, 1, d > 96 ? 32 : 64, 3, d > 64 || p.bias ? 2 : three, 1};
 }
 
-// How a mask is read: 0 none, 1 by keys, 2 one value for all keys, 4 four keys at once (sm80/masks.cuh).
-int32_t mask_kind(const Tensor& mask, int64_t bytes, bool is_packed) {
-  if (!mask) return 0;
-  if (mask.shape[3] == 1) return 2;
-  bool whole = !is_packed && mask.shape[3] % 4 == 0 && uintptr_t(mask.data) % (4 * bytes) == 0;
-  for (int i = 0; i < 3; ++i) whole &= mask.shape[i] == 1 || mask.stride[i] % 4 == 0;
-  return whole ? 4 : 1;
-}
-
 // Sets the macros of a kernel: those of both, then its own.
 void set_macros(const Attention& a, const Tile& tile, int32_t causal, const Source& source,
                 std::initializer_list<int32_t> own, Program& program) {
   const Problem& p = a.p;
   const bool is_packed = p.q_ends;
-  program = {
-      &source,
-      {int32_t(p.method), int32_t(round_up(p.head_dim(), kChannels)), int32_t(p.v.shape[3]), int32_t(a.q.type),
-       int32_t(p.out_type), !is_packed && is_key_major(a.v, padded(p.nk())), a.has_row_scales(),
-       mask_kind(p.bias, 4, is_packed), mask_kind(p.keep, 1, is_packed), int32_t(tile.warps), int32_t(tile.keys),
-       int32_t(tile.stages), int32_t(tile.slices), int32_t(tile.ctas_per_sm), a.is_fused && p.is_dynamic(), causal}};
+  program = {&source,
+             {int32_t(p.method), int32_t(round_up(p.head_dim(), kChannels)), int32_t(p.v.shape[3]), int32_t(a.q.type),
+              int32_t(p.out_type), !is_packed && is_key_major(a.v, padded(p.nk())), a.has_row_scales(),
+              mask_kind(p, p.bias), mask_kind(p, p.keep), int32_t(tile.warps), int32_t(tile.keys), int32_t(tile.stages),
+              int32_t(tile.slices), int32_t(tile.ctas_per_sm), a.is_fused && p.is_dynamic(), causal}};
   std::copy(own.begin(), own.end(), program.values + source.count() - own.size());
 }
 
@@ -127,6 +117,26 @@ int64_t row_sums(const Problem& p) {
 }
 
 }  // namespace
+
+bool repeats_masks_exactly(const Problem& p, Refusal& why) {
+  for (const Tensor* mask : {&p.bias, &p.keep})
+    // beyond, the quotient by the reciprocal is not exact
+    if (*mask && mask->shape[0] < p.batch() && p.batch() * mask->shape[0] >= int64_t(1) << 32)
+      return why.no([&] {
+        return "a mask of " + std::to_string(mask->shape[0]) + " batches repeats over at most 2^32 in all, got " +
+               std::to_string(p.batch());
+      });
+  return true;
+}
+
+int32_t mask_kind(const Problem& p, const Tensor& mask) {
+  if (!mask) return 0;
+  if (mask.shape[3] == 1) return 2;
+  const int64_t bytes = &mask == &p.bias ? 4 : 1;
+  bool whole = !p.q_ends && mask.shape[3] % 4 == 0 && uintptr_t(mask.data) % (4 * bytes) == 0;
+  for (int i = 0; i < 3; ++i) whole &= mask.shape[i] == 1 || mask.stride[i] % 4 == 0;
+  return whole ? 4 : 1;
+}
 
 int64_t key_tile_bytes(int64_t keys, int64_t d) { return keys * 16 * (2 * ceil_div(d, 32) + 1); }
 
@@ -161,14 +171,7 @@ bool any_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
       return "head_dim " + number(d) + " needs " + number(needed) + " bytes of shared memory, this GPU has " +
              number(gpu.shared_bytes);
     });
-  for (const Tensor* mask : {&p.bias, &p.keep})
-    // beyond, the quotient by the reciprocal is not exact
-    if (*mask && mask->shape[0] < batch && batch * mask->shape[0] >= int64_t(1) << 32)
-      return why.no([&] {
-        return "a mask of " + number(mask->shape[0]) + " batches repeats over at most 2^32 in all, got " +
-               number(batch);
-      });
-  return true;
+  return repeats_masks_exactly(p, why);
 }
 
 void any_rows_launch(const Attention& a, Launch& launch) {

@@ -1,5 +1,4 @@
-// Launches of csrc/cuda/sm80/whole_rows.cu, for at most 288 keys without masks on every GPU: whole rows of scores stay
-// in registers.
+// Launches of csrc/cuda/sm80/whole_rows.cu, for at most 288 keys on every GPU: whole rows of scores stay in registers.
 #include <algorithm>
 
 #include "host/cuda/plan.h"
@@ -28,7 +27,9 @@ const Source kSource = {"sm80/whole_rows.cu",
                          {"NK", nullptr},
                          {"KEYS", nullptr},
                          {"SCORES", nullptr},
-                         {"HEAD_AMAX_IN_KERNEL", nullptr}}};
+                         {"HEAD_AMAX_IN_KERNEL", nullptr},
+                         {"BIAS", nullptr},
+                         {"KEEP", nullptr}}};
 
 int64_t padded_keys(const Problem& p) { return round_up(p.nk(), 32); }
 
@@ -56,8 +57,12 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   const auto number = [](int64_t x) { return std::to_string(x); };
   if (p.method == Method::kOnline || p.has_float_query() != p.is_float())
     return why.no([] { return "whole rows are not of intflash_online, and of floats or codes alone"; });
-  if (p.bias || p.keep || p.key_counts || p.is_causal || p.is_windowed || p.q_ends)
-    return why.no([] { return "whole rows do not support masks or packed sequences"; });
+  if (p.key_counts || p.is_causal || p.is_windowed || p.q_ends)
+    return why.no([] { return "whole rows support neither causal masks and windows nor packed sequences"; });
+  for (const Tensor* mask : {&p.bias, &p.keep}) {
+    if (*mask && !p.is_block_float()) return why.no([] { return "whole rows have masks for intflash_bfp only"; });
+    if (needs_copy(p, *mask)) return why.no([] { return "whole rows need masks with contiguous keys"; });
+  }
   const int64_t d = p.head_dim(), dv = p.v.shape[3], multiple = p.is_float() ? kChannels : 16;
   if (p.nk() > kMostKeys)
     return why.no([&] { return "whole rows hold at most " + number(kMostKeys) + " keys, got " + number(p.nk()); });
@@ -70,7 +75,7 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
     return why.no([&] { return "takes at most 2^31 tiles of 16 rows, got " + text_of(p.q.shape); });
   if (ctas_per_sm(p, gpu) == 0)
     return why.no([&] { return "registers or shared memory do not hold rows of " + number(p.nk()) + " keys"; });
-  return true;
+  return repeats_masks_exactly(p, why);
 }
 
 // By measurements on an H200: with an exponent per block of keys always; of the other methods, which have short rows,
@@ -93,11 +98,11 @@ void whole_rows_launch(const Attention& a, Launch& launch) {
   // where a multiprocessor has one CTA, more warps load its head in less time, although not all have rows
   const bool is_alone = floats && heads * parts <= a.gpu.processors;
   const int64_t warps = is_alone ? 2 * kWarps : kWarps, ctas = is_alone ? 1 : ctas_per_sm(p, a.gpu);
-  launch.program = {
-      &kSource,
-      {int32_t(p.method), int32_t(p.head_dim()), int32_t(p.v.shape[3]), int32_t(a.q.type), int32_t(p.out_type),
-       floats || is_key_major(a.v, round_up(p.nk(), 16)), a.has_row_scales(), int32_t(warps), int32_t(ctas),
-       floats && p.is_dynamic(), int32_t(p.nk()), int32_t(padded_keys(p)), floats ? 3 : 0, a.head_amax_in_kernel}};
+  launch.program = {&kSource,
+                    {int32_t(p.method), int32_t(p.head_dim()), int32_t(p.v.shape[3]), int32_t(a.q.type),
+                     int32_t(p.out_type), floats || is_key_major(a.v, round_up(p.nk(), 16)), a.has_row_scales(),
+                     int32_t(warps), int32_t(ctas), floats && p.is_dynamic(), int32_t(p.nk()), int32_t(padded_keys(p)),
+                     floats ? 3 : 0, a.head_amax_in_kernel, mask_kind(p, p.bias), mask_kind(p, p.keep)}};
   ::Share share{};
   share.whole = i32(parts), share.whole_reciprocal = quotient_reciprocal(parts);
   share.heads_reciprocal = quotient_reciprocal(p.heads());

@@ -56,6 +56,29 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     yield "many rows", replace(long, k=long.k[:, :, :77], v=long.v[:, :, :77])
     if method == "intflash_bfp":
         yield from _sinks(method)
+        yield from _masks(method)
+
+
+def _masks(method: str) -> Iterator[tuple[str, Problem]]:
+    """Biases and bool masks of every broadcast shape, with absent keys and rows that have none."""
+    for nk, batch, heads, rows, keys in (
+        (49, 1, 2, 40, 49),
+        (132, 2, 1, 1, 132),
+        (280, 2, 2, 40, 280),
+        (70, 1, 1, 40, 1),
+    ):
+        bias = torch.randint(-(1 << 15), 1 << 15, (batch, heads, rows, keys)).to(torch.int32)
+        bias[torch.rand(bias.shape) < 0.1] = -(2**31)  # absent
+        keep = torch.rand(batch, heads, rows, keys) < 0.6
+        if rows > 1:
+            bias[:, :, 3], keep[:, :, 5] = -(2**31), False
+        shape = dict(batch=2, heads=2, nq=40, nk=nk, d=64, return_lse=True)
+        for name, masks in dict(bias=dict(bias=bias), keep=dict(keep=keep), both=dict(bias=bias, keep=keep)).items():
+            yield f"{name} {nk}", ic.codes(method, **shape, **masks)
+    p = checks.floats(method, 2, 197, 64, torch.float16, checks.OF_HEADS, return_lse=True)
+    yield "keep, floats", replace(p, keep=torch.rand(1, 1, 1, 197) < 0.5)
+    sinks = ic.sinks(method, 40.0, (0, 90, 91), n=200, d=64, nq=20)
+    yield "keep, sinks", replace(sinks, keep=torch.rand(1, 1, 20, 200) < 0.5)
 
 
 def _sinks(method: str) -> Iterator[tuple[str, Problem]]:
@@ -133,6 +156,17 @@ def test_integer_only(method, n, d, architecture):
         assert _machine(method, n, d, dtype, dtype, architecture, batch).spills <= most
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("n, d", ((49, 32), (196, 64), (257, 64)))
+def test_masks_spill_little(n, d, architecture):
+    p = checks.empty_problem("intflash_bfp", n, d, torch.float16, torch.float16, recipe=checks.OF_HEADS, batch=500)
+    bias = torch.empty(1, 1, n, n, dtype=torch.int32, device="meta")
+    for masks in (dict(bias=bias), dict(keep=bias.bool())):
+        launch = checks.attention_launch(replace(p, **masks), gpu=GPUS[architecture], kernel="whole_rows")
+        assert checks.machine(launch, architecture).spills <= 16
+
+
 def test_which_calls_it_takes(monkeypatch):
     def kernel(gpu: str, n: int, d: int, method: str = "intflash_p8", **more) -> str:
         monkeypatch.setattr(plans, "gpu_of", lambda device: GPUS[gpu])
@@ -146,6 +180,8 @@ def test_which_calls_it_takes(monkeypatch):
     of_hopper = {(197, 64): "short_rows", (256, 64): "long_rows", (257, 80): "whole_rows", (272, 128): "long_rows",
                  (197, 144): "whole_rows", (289, 64): "long_rows"}  # fmt: skip
     assert {shape: kernel("sm_90a", *shape) for shape in of_hopper} == of_hopper
+    keep = torch.empty(1, 1, 1, 197, dtype=torch.bool, device="meta")
+    assert kernel("sm_90a", 197, 64, "intflash_bfp", keep=keep) == "whole_rows"
     blocks = [kernel("sm_90a", n, 64, "intflash_bfp") for n in (49, 197, 288, 289)]
     assert blocks == [*["whole_rows"] * 3, "long_rows"]
     codes = checks.empty_problem("intflash_p8", 256, 64)
