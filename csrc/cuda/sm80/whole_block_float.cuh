@@ -63,6 +63,7 @@ struct WholeBlockFloat : BlockSoftmax {
   DEVICE void add(i64& to, i32 sum, int block, int h) const {
     to += merged(sum << ACC_SHIFT, fraction, depth(block, h));
   }
+  // The output is made of 2^8 times A_g: of a 32-bit sum, which counts 2^ROOM times, it takes twice.
   DEVICE static Accumulator result(i32 sum) { return {sum >> ROOM, (sum & 127) << 1}; }
   DEVICE static Accumulator result(i64 sum) { return rounded(sum, 0); }
   template <class Sum>
