@@ -146,5 +146,8 @@ DEVICE u32 quotient(u32 x, u32 by, u32 reciprocal) {
 // next one's.
 DEVICE u32 first_block_of_sequence(u32 i, u32 k_start) { return k_start / 128 + i; }
 
+// Returns the key of a block that a bit of the block's word `word` stands for: see ValuelessParams.
+DEVICE u32 key_of_bit(u32 word, u32 bit) { return bit / 4 * 16 + word * 4 + bit % 4; }
+
 DEVICE i64 head_offset(const View& x, i64 batch, i64 head) { return batch * x.b + head * x.h; }
 #endif

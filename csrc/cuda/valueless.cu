@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) valueless(const __grid_con
   codes[threadIdx.x] = codes_of_thread(p.v, head, first, keys);
   __syncthreads();
   const u32 lane = threadIdx.x % 32, word = threadIdx.x / 32;
-  const u32 key = lane / 4 * 16 + word * 4 + lane % 4;  // the one that bit `lane` of the warp's word stands for
+  const u32 key = key_of_bit(word, lane);
 #if KEY_MAJOR
   u32 all = 0;
 #pragma unroll

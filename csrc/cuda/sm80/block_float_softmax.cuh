@@ -177,7 +177,8 @@ struct BlockSoftmax {
     add(VALUE, p);
   }
 
-  // The products of a tile's values of a chunk of 16 channels with P of `NOW / 32` times 32 keys from step `first` on.
+  // Adds the products of a block's P with 16 channels of V. first: the step of 32 keys of the tile at which the block
+  // begins.
   template <int NOW>
   DEVICE static void multiply(const BlockWeights& p, const TileOperands& tile, int first, int chunk,
                               i32 (&sums)[2][DIGITS][4]) {

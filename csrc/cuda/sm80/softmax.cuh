@@ -47,7 +47,7 @@ struct PlainScales {
 // P in one digit (P8) or two (P16: 256 high + low), each with its own accumulators.
 template <int DIGITS_>
 struct PDigits {
-  static constexpr int DIGITS = DIGITS_, CHUNKS_AT_ONCE = V_CHUNKS;  // of which `store` asks for the results
+  static constexpr int DIGITS = DIGITS_, CHUNKS_AT_ONCE = V_CHUNKS;  // how far `store` unrolls
   static constexpr bool BLOCKS = false;
   typedef typename AccumulatorOf<DIGITS>::Type Accumulator;
   typedef PlainRow Row;

@@ -5,7 +5,7 @@
 // both the row's maximum and P.
 //
 // Macros: METHOD (ExactP16, ExactP8 or WholeBlockFloat), HEAD_DIM, VALUE_DIM, QUERY, OUT, ROW_SCALES, WARPS,
-// CTAS_PER_SM and VALUES_IN_RANGE as in attention.cu, and
+// CTAS_PER_SM, VALUES_IN_RANGE, BIAS and KEEP as in attention.cu, and
 //   NK                   number of keys; KEYS: those padded to a multiple of 32
 //   KEY_MAJOR            1: V has contiguous keys in shared memory: floats, and codes that come so
 //   SCORES               3: Q, K and V are floats, and all rows have one score constant; 0: codes
@@ -17,9 +17,9 @@
 #include "sm80/rows.cuh"
 #include "sm80/whole_block_float.cuh"
 
-constexpr int NOW = (NK + 15) / 16 * 16;                   // keys that are computed: those past the last one repeat it
-constexpr i32 STEP_ROWS = 16 * WARPS;                      // of all warps of a CTA
-constexpr int BLOCK_WORDS = (NK + BLOCK - 1) / BLOCK * 4;  // of the keys without a value
+constexpr int NOW = (NK + 15) / 16 * 16;                 // keys that are computed: those past the last one repeat it
+constexpr i32 STEP_ROWS = 16 * WARPS;                    // of all warps of a CTA
+constexpr int BLOCK_WORDS = 4 * WholeBlockFloat::COUNT;  // of the keys without a value
 
 // The rows of a CTA.
 struct Work {
@@ -172,7 +172,7 @@ DEVICE void find_valueless(u32 v, u32* words) {
   const u32 lane = threadIdx.x % 32;
 #pragma unroll 1
   for (u32 word = threadIdx.x / 32; word < BLOCK_WORDS; word += WARPS) {
-    const u32 own = word / 4 * BLOCK + lane / 4 * 16 + word % 4 * 4 + lane % 4, key = min(own, NK - 1);
+    const u32 own = word / 4 * BLOCK + key_of_bit(word % 4, lane), key = min(own, NK - 1);
     u32 codes = 0;
     if constexpr (KEY_MAJOR) {
 #pragma unroll 8
@@ -205,6 +205,7 @@ DEVICE void prefetch_queries(const Params& p, const Work& work, i32 row) {
     if (at + lane % 2 * STEP < BYTES) prefetch_line(from + at + lane % 2 * STEP);
 }
 
+// Computes the row maxima, P and the sums of a warp's rows.
 template <class Method>
 DEVICE void attend(WarpRows<Method, Work>& rows, const TileOperands& operands) {
   Scores s;

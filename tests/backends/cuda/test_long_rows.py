@@ -528,7 +528,9 @@ def test_padded_channels_and_key_masks_do_not_spill(method):
     from_floats = (False, True) if method in FROM_FLOATS else (False,)
     for d, floats in itertools.product((40, 72), from_floats):
         assert checks.machine(_workload_launch(method, d, floats)).spills == 0
-    for floats in from_floats if method in FROM_FLOATS else ():
+    if method not in FROM_FLOATS:
+        return  # its long rows have no masks of keys
+    for floats in from_floats:
         keep = torch.ones(2, 1, 1, 512, dtype=torch.bool, device="meta")
         # a row's maximum may be spilled once for each tile of rows, outside of the loop over keys
         assert checks.machine(_workload_launch(method, 64, floats, keep=keep)).spills <= 2 * floats
