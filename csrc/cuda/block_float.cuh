@@ -42,6 +42,9 @@ DEVICE u32 block_p16(i64 t) {
 // Returns bytes of ones where the lowest four bits are set.
 DEVICE u32 bytes_of_bits(u32 bits) { return ((bits & 15) * 0x00204081 & 0x01010101) * 255; }
 
+// Returns the inverse: a bit for each byte that is 1 and not 0.
+DEVICE u32 bits_of_bytes(u32 bytes) { return bytes * 0x10204080 >> 28; }
+
 // Packs four p16 of a row: their high bytes into one word and their low bytes into another.
 DEVICE void pack_block_p(const u32 (&p)[4], u32 (&digit)[2]) {
   const u32 a = permute(p[0], p[1], 0x5140), b = permute(p[2], p[3], 0x5140);

@@ -116,8 +116,13 @@ struct BlockFloat {
     u32 mask = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+#if KEY_MASK
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mask |= bits_of_bytes(visible[half].mask_word(i)) << (16 * half + 4 * i);
+#else
       const i32 keys = max(visible[half].keys[h], 0), count = min(keys / 16 * 4 + min(keys % 16, 4), 16);
       mask |= ((1u << count) - 1) << 16 * half;
+#endif
     }
     return mask;
   }
@@ -335,8 +340,10 @@ struct BlockFloat {
   // Sums a warp's 16 rows again, block by block and floored as the definition says, from their largest octaves. It
   // reads K and V in global memory, because the ring has gone on, and uses the products of a warp, because other warps
   // of the warpgroup may have nothing to do. Lane 0 of a quad ends with all of l.
+  // of_half: returns the visible keys of a half of the block that begins at a key.
+  template <class VisibleOf>
   DEVICE void sum_again(const Params& p, const ThreadRows& at, const SharedLayout& shared, i32 tiles, i32 whole,
-                        const i32 (&seen)[2]) {
+                        const VisibleOf& of_half) {
     const u32 lane = threadIdx.x % 32, quarter = lane % 4, g = lane / 4;
     const u32 row = threadIdx.x % GROUP / 32 * 16 + g, query = shared.query_rows(threadIdx.x / GROUP - 1);
     const u8* k = p.k.ptr + head_offset(p.k, at.batch, at.kv_head);
@@ -351,11 +358,10 @@ struct BlockFloat {
     for (i32 j = 0; j < tiles; ++j) {
       u32 keys[2][2];  // with a value, and without
       const u32 zeros = this->zeros(p, j);
+      const VisibleKeys halves[2] = {of_half(0, j * TILE), of_half(1, j * TILE)};
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const i32 visible = seen[h] - j * TILE - 4 * (i32)quarter;
-        const VisibleKeys halves[2] = {{visible, visible}, {visible - HALF, visible - HALF}};
-        const u32 seen_keys = j >= whole ? visible_keys(halves, 0) : ~0u;
+        const u32 seen_keys = j >= whole ? visible_keys(halves, h) : ~0u;
         keys[0][h] = seen_keys & ~zeros, keys[1][h] = seen_keys & zeros;
       }
       // The scores of 32 keys at a time, twice: there are no registers for all.

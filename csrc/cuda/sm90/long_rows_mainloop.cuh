@@ -419,7 +419,7 @@ struct Consumer {
     const u32 zeros = this->zeros;
     if (!LAST) this->zeros = method.zeros(p, j + 1);
     typename Method::P codes;
-    method.block(s, (LAST || CAUSAL) && j >= whole, visible, zeros, codes);
+    method.block(s, (LAST || CAUSAL || KEY_MASK) && j >= whole, visible, zeros, codes);
     method.add_values(codes, descriptor<128>(shared.v_tile(at.stage)), [&] {
       release(at.stage);
       if (!LAST) issue_scores(0, next.stage);
@@ -506,7 +506,8 @@ struct Consumer {
     if (mine.count) run_mainloop(mine.count, mine.whole, at);
     if constexpr (Method::BLOCKS)
       if (method.is_inexact())
-        method.sum_again(p, work.place(reread_thread_index(), tile), shared, mine.count, mine.whole, seen);
+        method.sum_again(p, work.place(reread_thread_index(), tile), shared, mine.count, mine.whole,
+                         [&](int half, i32 key) { return visible_keys(half, key); });
     if (!KV_RESIDENT)
       skip_tiles(tiles - mine.count, at);
     else if (!last)

@@ -155,12 +155,6 @@ bool any_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   const int64_t d = p.head_dim(), dv = p.v.shape[3], rows = p.nq(), batch = p.batch();
   if (p.key_counts) return why.no([] { return "any rows do not support counts of keys"; });
   if (p.method == Method::kOnline && p.bias) return why.no([] { return "intflash_online has no bias"; });
-  // the registers do not hold masks beside the sums of 64 bits
-  if (p.is_block_float() && !takes_few_rows(p) && (p.bias || p.keep))
-    return why.no([&] {
-      return std::string(kMethods[int(p.method)]) + " takes a bias or a bool mask for at most " + number(kFewRows) +
-             " rows and from " + number(kManyKeys) + " keys on";
-    });
   if (std::max(d, dv) > 256)
     return why.no([&] { return "takes at most 256 channels, got " + number(d) + " and " + number(dv); });
   if (batch * p.heads() * ceil_div(rows, 16) >= int64_t(1) << 31)

@@ -269,10 +269,9 @@ Schedule schedule_ranges(const Problem& p, int64_t consumers, const Gpu& gpu) {
 
 bool long_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (!gpu.is_hopper()) return why.no([] { return kHopperOnly; });
-  if (p.keep && !p.is_block_float() && !is_key_mask(p, why)) return false;
+  if (p.keep && !is_key_mask(p, why)) return false;
   if (!is_long_rows_shape(p, pads_channels(p) ? 8 : 16, why)) return false;
   if (p.bias) return why.no([] { return "long rows do not support bias"; });
-  if (p.keep && p.is_block_float()) return why.no([] { return "long rows do not support keep"; });
   return true;
 }
 
