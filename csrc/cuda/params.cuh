@@ -107,6 +107,7 @@ struct HeadAbsmaxParams {
 // Of quantize_inputs.cu.
 struct QuantizeParams {
   View x[2], codes[2], scales[2];  // of K and V
+  u32* valueless;                  // as ValuelessParams::words
   u32 tokens, heads, batches, padding;
 };
 

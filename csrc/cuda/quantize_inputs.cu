@@ -2,9 +2,11 @@
 // tensor cores read them; each row is padded with zeros to a multiple of 128 keys.
 //
 // Macros: IN, the floats' type; HEAD_DIM of K and VALUE_DIM of V (multiples of 8); VALUES_IN_RANGE (1: no
-// float is outside its scale's range). A CTA quantizes 128 tokens of a head of one tensor. CTAs take the last heads
-// first, because the previous kernel has left those in L2; the codes of the first heads, written last, then stay there.
+// float is outside its scale's range); VALUELESS (1: finds the keys without a value too). A CTA quantizes 128
+// tokens of a head of one tensor. CTAs take the last heads first, because the previous kernel has left those in L2; the
+// codes of the first heads, written last, then stay there.
 #include "quantize.cuh"
+#include "valueless.cuh"
 
 constexpr int THREADS = 128, TOKENS = 128;
 constexpr int CHUNKS = HEAD_DIM / 8;  // a thread loads 8 channels of a token at once
@@ -16,13 +18,13 @@ static_assert(sizeof(QuantizeParams) == PARAMS_BYTES);
 
 // The tokens of a CTA.
 struct TokenTile {
-  u32 batch, head;
-  i32 first, count;  // tokens from the first of the tile to the last of the head
+  u32 index, batch, head;  // `index` counts the tiles of all heads
+  i32 first, count;        // tokens from the first of the tile to the last of the head
   float inverse;
   const u8* from;  // address of the tile's first token
   i64 stride;      // in bytes, between tokens
 
-  DEVICE TokenTile(const QuantizeParams& p, u32 which, u32 i) {
+  DEVICE TokenTile(const QuantizeParams& p, u32 which, u32 i) : index(i) {
     const u32 tiles = (p.tokens + TOKENS - 1) / TOKENS, of = i / tiles;
     batch = of / p.heads, head = of - batch * p.heads;
     first = (i - of * tiles) * TOKENS, count = p.tokens - first;
@@ -71,7 +73,7 @@ DEVICE u32 word_place(u32 channel, u32 word) { return channel * KEY_WORDS + (wor
 
 // Quantizes keys of V. A thread takes 4 keys by 8 channels in each round, and the CTA transposes them through shared
 // memory.
-DEVICE void quantize_values(const TokenTile& tile, const View& codes) {
+DEVICE void quantize_values(const TokenTile& tile, const View& codes, u32* valueless) {
   __shared__ __align__(16) u32 transposed[VALUE_DIM * KEY_WORDS];
   constexpr int BLOCKS = TOKENS / 4 * VALUE_CHUNKS, ROUNDS = (BLOCKS + THREADS - 1) / THREADS;
 #pragma unroll
@@ -100,6 +102,13 @@ DEVICE void quantize_values(const TokenTile& tile, const View& codes) {
     if (VALUE_DIM * 8 % THREADS && channel >= VALUE_DIM) break;
     *(uint4*)(to + channel * codes.d + word * 4) = *(const uint4*)(transposed + word_place(channel, word));
   }
+  if constexpr (VALUELESS) {
+    u32 some = 0;
+#pragma unroll 8
+    for (u32 channel = threadIdx.x / KEY_WORDS; channel < VALUE_DIM; channel += THREADS / KEY_WORDS)
+      some |= transposed[word_place(channel, threadIdx.x % KEY_WORDS)];
+    store_valueless_words<true>(some, tile.count, valueless + tile.index * 4);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_inputs(const __grid_constant__ QuantizeParams p) {
@@ -110,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_inputs(const __gr
   if (i >= count) return;
   const TokenTile tile(p, which, count - 1 - i);
   if (which == 1)
-    quantize_values(tile, p.codes[1]);
+    quantize_values(tile, p.codes[1], p.valueless);
   else
     quantize_keys(tile, p.codes[0]);
 }

@@ -1,15 +1,13 @@
-// Finds the keys without a value, whose V codes are all 0 (docs/numerics.md, "Blocks and groups"). A CTA takes a block
-// of 128 keys. Word q of a block has a bit for each key that lane q of a quad holds: see block_float.cuh.
+// Finds the keys without a value among V's codes: see valueless.cuh. A CTA takes a block of 128 keys.
 //
 // Macros: HEAD_DIM; KEY_MAJOR, 1 where V's keys are contiguous and 0 where its channels are.
-#include "params.cuh"
+#include "valueless.cuh"
 
 constexpr u32 THREADS = 128, BLOCK = 128;
 
 static_assert(sizeof(ValuelessParams) == PARAMS_BYTES);
 
-// Returns whether each of a thread's codes is not 0: of key threadIdx.x, or in the bytes of a word of keys 4 lane to 4
-// lane + 3.
+// Returns a thread's part of the codes, as `store_valueless_words` takes it.
 DEVICE u32 codes_of_thread(const View& v, const u8* head, u32 first, u32 keys) {
   u32 codes = 0;
 #if KEY_MAJOR
@@ -30,7 +28,6 @@ DEVICE u32 codes_of_thread(const View& v, const u8* head, u32 first, u32 keys) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) valueless(const __grid_constant__ ValuelessParams p) {
-  __shared__ u32 codes[THREADS];
   const u32 of = quotient(blockIdx.x, p.blocks, p.blocks_reciprocal), block = blockIdx.x - of * p.blocks;
   const u32 batch = quotient(of, p.heads, p.heads_reciprocal);
   const u8* head = p.v.ptr + head_offset(p.v, batch, of - batch * p.heads);
@@ -42,18 +39,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) valueless(const __grid_con
     while (i > 0 && block < first_block_of_sequence(i, p.k_ends[i])) --i;
     first = p.k_ends[i] + (block - first_block_of_sequence(i, p.k_ends[i])) * BLOCK, keys = p.k_ends[i + 1];
   }
-  codes[threadIdx.x] = codes_of_thread(p.v, head, first, keys);
-  __syncthreads();
-  const u32 lane = threadIdx.x % 32, word = threadIdx.x / 32;
-  const u32 key = key_of_bit(word, lane);
-#if KEY_MAJOR
-  u32 all = 0;
-#pragma unroll
-  for (u32 i = 0; i < THREADS; i += 32) all |= codes[i + key / 4];
-  const bool some = all >> key % 4 * 8 & 255;
-#else
-  const bool some = codes[key];
-#endif
-  const u32 zeros = __ballot_sync(~0u, !some && first + key < keys);
-  if (lane == 0) p.words[blockIdx.x * 4 + word] = zeros;
+  const u32 codes = codes_of_thread(p.v, head, first, keys), count = first < keys ? keys - first : 0;
+  store_valueless_words<KEY_MAJOR>(codes, count, p.words + blockIdx.x * 4);
 }

@@ -30,7 +30,8 @@ const Source kQuantize = {"quantize_inputs.cu",
                            {"IN", kTypeNames},
                            {"HEAD_DIM", nullptr},
                            {"VALUE_DIM", nullptr},
-                           {"VALUES_IN_RANGE", nullptr}}};
+                           {"VALUES_IN_RANGE", nullptr},
+                           {"VALUELESS", nullptr}}};
 const Source kConstants = {
     "constants.cu",
     "constants",
@@ -123,15 +124,16 @@ void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, const 
 }
 
 void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k_codes, const Tensor& v_codes,
-                     Launch& launch) {
+                     const Tensor& valueless, Launch& launch) {
   ::QuantizeParams& params = launch.set_parameters<::QuantizeParams>();
   params.x[0] = data_view(p.k), params.x[1] = data_view(p.v);
   params.codes[0] = data_view(k_codes), params.codes[1] = data_view(v_codes);
   params.scales[0] = view(scale[1]), params.scales[1] = view(scale[2]);
+  params.valueless = reinterpret_cast<u32*>(valueless.data);
   params.tokens = u32(p.nk()), params.heads = u32(p.k.shape[1]), params.batches = u32(p.batch());
   launch.program = {&kQuantize,
                     {int32_t(sizeof(::QuantizeParams)), int32_t(p.q.type), int32_t(round_up(p.head_dim(), kChannels)),
-                     int32_t(round_up(p.v.shape[3], kChannels)), p.is_dynamic()}};
+                     int32_t(round_up(p.v.shape[3], kChannels)), p.is_dynamic(), bool(valueless)}};
   launch.grid[0] = uint32_t(2 * p.batch() * p.k.shape[1] * ceil_div(p.nk(), kTokens));
   launch.threads = 128;
 }

@@ -67,6 +67,11 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             keep = torch.rand(1, 1, 1, 700) < 0.5
             yield f"sinks keep {d}", ic.sinks(method, 40.0, (0, 90, 91), n=700, d=d, keep=keep, return_lse=True)
             yield f"sinks float {d}", ic.sinks(method, 40.0, (0, 90, 91), n=700, d=d, out_dtype=torch.float32)
+        for d, dtype in itertools.product((64, 72), FLOAT_KV):
+            p = checks.floats(method, 2, 330, d, dtype, Recipe(), return_lse=True)
+            zeros = torch.zeros(330, 1, dtype=torch.bool)
+            zeros[[0, 130, 131, 255, 329]] = True
+            yield f"floats without a value {d} {dtype}", replace(p, v=p.v.masked_fill(zeros, 0))
     yield from checks.spans(method, 200, 400, 64)
     yield from checks.spans(method, 70, 330, 48)
     yield from checks.rising(method, 100, 1500, 64)
