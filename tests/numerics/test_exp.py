@@ -178,6 +178,14 @@ class _Copies(TorchDispatchMode):
         return out
 
 
+def test_codes_of_fewer_bits_are_rounded_half_up():
+    near = [k * 256 + d for k in (-8388607, -3, -1, 0, 1, 8388606) for d in (-129, -128, -127, 0, 127, 128, 129)]
+    codes = torch.tensor([exp.ABSENT, -exp.BIAS_LIMIT, exp.BIAS_LIMIT, *near], dtype=torch.int32)
+    given = codes.clone()
+    expected = [exp.ABSENT, *((code + 128) // 256 for code in codes[1:].tolist())]
+    assert exp.bias_codes(codes, fraction_bits=12).tolist() == expected and codes.equal(given)
+
+
 @pytest.mark.parametrize("function", ["output_multiplier", "exponent_constants", "bias_codes", "log_sum_exp"])
 def test_constants_of_a_gpu_are_made_there(function):
     with FakeTensorMode():

@@ -152,8 +152,8 @@ def bias_codes(bias: Tensor, fraction_bits: int = BIAS_FRACTION_BITS) -> Tensor:
         fewer = BIAS_FRACTION_BITS - fraction_bits
         if fewer == 0:
             return bias
-        rounded = ((bias.to(torch.int64) + (1 << (fewer - 1))) >> fewer).to(torch.int32)
-        return torch.where(bias == ABSENT, bias, rounded)
+        doubled = bias >> (fewer - 1)  # with half a step still in it; in place, because masks can be large
+        return doubled.add_(1).bitwise_right_shift_(1).masked_fill_(bias == ABSENT, ABSENT)
     present = bias > torch.finfo(bias.dtype).min / 2
     octaves = bias.double() * LOG2_E
     q = torch.round(octaves * (1 << fraction_bits)).clamp(-BIAS_LIMIT, BIAS_LIMIT)
