@@ -191,7 +191,7 @@ struct Choice {
   bool copies_values;    // V's codes are copied, with contiguous keys, as 8-bit tensor cores read them
   bool finds_valueless;  // keys without a value, for the methods with an exponent per block of keys; those of floats
                          // are found by quantize_inputs, whose tiles are blocks, but of packed sequences
-  int64_t scale_count;  // scales that are found and kept in memory; short rows and windows keep none
+  int64_t scale_count;   // scales that are found and kept in memory; short rows and windows keep none
   int64_t scales, key_codes, value_codes, score, output, valueless;  // offsets in the workspace
   int64_t key_scores, maxima, sums;                                  // of few rows
   int64_t bytes;                                                     // of the workspace
