@@ -497,8 +497,9 @@ def _check_integer_only(method: str, d: int, variants: int = 3) -> None:
         assert machine.opcodes["IGMMA"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("query", checks.COMPILED_FLOATS, ids=str)
-@pytest.mark.parametrize("method", checks.in_full_but(("intflash",), METHODS))
+@pytest.mark.parametrize("method", METHODS)
 def test_float_queries_do_not_spill(method, query):
     for d, resident in itertools.product((64, 128), (False, True)):
         assert checks.machine(_launch(method, d, query, query=query, resident=resident)).spills == 0
@@ -530,7 +531,8 @@ def _float_launch(method, d, dtype, recipe, **fixed):
     return launch
 
 
-@pytest.mark.parametrize("method", checks.in_full_but(("intflash",), METHODS))
+@pytest.mark.full
+@pytest.mark.parametrize("method", METHODS)
 def test_padded_channels_and_key_masks_do_not_spill(method):
     from_floats = (False, True) if method in FROM_FLOATS else (False,)
     for d, floats in itertools.product((40, 72), from_floats):

@@ -379,8 +379,9 @@ def test_floats_do_not_spill(method, d, architecture):
         assert machine.float_instructions  # the negative control of test_integer_only
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), FEW))
+@pytest.mark.parametrize("method", FEW)
 def test_few_rows_of_float_q_do_not_spill(method, architecture):
     """Where the kernels compute the score constants, and Q's scale."""
     for d, heads in ((128, 8), (64, 32)):
