@@ -167,7 +167,7 @@ DEVICE void load_head(const Params& p, const Work& work, u32 k, u32 v) {
 }
 #endif
 
-// Finds the keys without a value among V's codes in shared memory: see valueless.cu.
+// Finds the keys without a value among V's codes in shared memory: see valueless.cuh.
 DEVICE void find_valueless(u32 v, u32* words) {
   const u32 lane = threadIdx.x % 32;
 #pragma unroll 1

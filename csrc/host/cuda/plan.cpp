@@ -317,11 +317,10 @@ void fill_plan(const Problem& p, const Choice& c, const Memory& memory, const Gp
   }
   if (!a.constants.output) a.constants.v_scale = scale[2];
   if (c.finds_valueless) a.valueless = valueless_words(p, workspace + c.valueless);
-  const bool quantize_finds_valueless = c.finds_valueless && p.is_float() && !p.q_ends;
   if (p.is_float() && !c.fuses_keys) {
     a.k = code_rows(p.k, workspace + c.key_codes);
     a.v = value_codes(p, c, workspace);
-    quantize_launch(p, scale, a.k, a.v, quantize_finds_valueless ? a.valueless : Tensor{}, plan.next());
+    quantize_launch(p, scale, a.k, a.v, a.valueless, plan.next());
   }
   if (p.has_float_query()) {
     a.scale[0] = scale[0];
@@ -329,7 +328,7 @@ void fill_plan(const Problem& p, const Choice& c, const Memory& memory, const Gp
     if (c.fuses_keys) a.scale[2] = scale[2];
   }
   if (c.copies_values) a.v = value_codes(p, c, workspace);
-  if (c.finds_valueless && !quantize_finds_valueless)
+  if (c.finds_valueless && !p.is_float())
     valueless_launch(p, c.copies_values && p.v.stride[3] == 1 ? p.v : a.v, a.valueless, plan.next());
   switch (c.kernel) {
     case Kernel::kWindow: window_launch(a, plan.next()); break;

@@ -189,8 +189,7 @@ struct Choice {
   bool finds_scales;         // absmax or head_absmax
   bool fills_constants;
   bool copies_values;    // V's codes are copied, with contiguous keys, as 8-bit tensor cores read them
-  bool finds_valueless;  // keys without a value, for the methods with an exponent per block of keys; those of floats
-                         // are found by quantize_inputs, whose tiles are blocks, but of packed sequences
+  bool finds_valueless;  // keys without a value, for the methods with an exponent per block of keys
   int64_t scale_count;   // scales that are found and kept in memory; short rows and windows keep none
   int64_t scales, key_codes, value_codes, score, output, valueless;  // offsets in the workspace
   int64_t key_scores, maxima, sums;                                  // of few rows
@@ -332,6 +331,8 @@ uint64_t packed_score(const Problem& p, float q_scale, float k_scale);
 void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, const Gpu& gpu, Launch& launch);
 // The scale of Q, K or V that a call finds: one, or one for each head. Scales that are found follow one another.
 Tensor found_scale(const Problem& p, int which, float* data);
+// Makes codes of float K and V. Its tiles of V are blocks of keys, so that it fills the words of `valueless` too,
+// unless that is null; packed sequences, whose blocks differ, come here as codes.
 void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k_codes, const Tensor& v_codes,
                      const Tensor& valueless, Launch& launch);
 void constants_launch(const Problem& p, const Choice& choice, const Tensor (&scale)[3], char* workspace,
