@@ -46,8 +46,8 @@ def ptx_of(kernel: program.CudaProgram) -> str:
 
 
 @functools.cache
-def _library(text: str) -> tuple[ctypes.CDLL, int]:
-    """Compiles PTX to a library. Returns it and the bytes of static shared memory."""
+def _library(text: str) -> tuple[ctypes.CDLL, int, tuple[int, ...]]:
+    """Compiles PTX to a library. Returns it, the bytes of static shared memory, and the CTAs of a cluster by axis."""
     parsed = ptx.parse(text)
     source = translate.cpp(parsed)
     machine = "".join(path.read_text() for path in sorted(HERE.glob("*.hpp")))
@@ -59,7 +59,7 @@ def _library(text: str) -> tuple[ctypes.CDLL, int]:
         own.replace(path)
     library = ctypes.CDLL(str(path))
     library.launch.restype = ctypes.c_char_p
-    return library, parsed.shared_bytes
+    return library, parsed.shared_bytes, parsed.cluster
 
 
 def run(launch: program.CudaLaunch, seed: int = 0) -> None:
@@ -93,11 +93,11 @@ def _run(
     structs: Sequence[ctypes.Structure | ctypes.Array], memory: Iterable[tuple[int, int]], overlaps: bool, seed: int,
 ) -> None:  # fmt: skip
     """memory: (first byte, byte past the last) of what the kernel may access."""
-    library, static = _library(text)
+    library, static, cluster = _library(text)
     pointers = (ctypes.c_void_p * 4)(*map(ctypes.addressof, structs))
     bounds = [bound for part in memory for bound in part]
     failed = library.launch(
-        (ctypes.c_uint32 * 3)(*grid), threads, shared_bytes + static, pointers,
+        (ctypes.c_uint32 * 3)(*grid), (ctypes.c_uint32 * 3)(*cluster), threads, shared_bytes + static, pointers,
         (ctypes.c_uint64 * len(bounds))(*bounds), len(bounds) // 2, overlaps, ctypes.c_uint64(seed),
     )  # fmt: skip
     if failed:

@@ -1,5 +1,5 @@
-// A block of CUDA threads on one host thread: each is a fiber that runs until it has to wait. The C++ that translate.py
-// makes of a kernel includes this file after `struct Registers`.
+// A block of CUDA threads on one host thread, or a cluster of blocks: each thread is a fiber that runs until it has to
+// wait. The C++ that translate.py makes of a kernel includes this file after `struct Registers`.
 //
 // Everything asynchronous happens as late as allowed: copies take effect when they are waited for, and what a
 // warpgroup's product reads in shared memory must still be there when the product is waited for.
@@ -87,6 +87,7 @@ struct Thread {
   u32 tid;
   bool started = false, done = false;
   u32 meetings = 0, products = 0;  // of the thread's warp and warpgroup; two exchanges in a row use different memory
+  u64 generation;                  // of the cluster's barrier at the thread's arrival
   Groups<Copy> copies;
   jmp_buf context;
   ucontext_t first;
@@ -105,8 +106,11 @@ struct Block {
   std::map<u32, Barrier> barriers;
   std::map<u32, TransferBarrier> transfers;
   bool previous_done;
+  u32 left;  // threads that have not ended
 };
 
+static std::vector<std::unique_ptr<Block>> cluster;
+static Barrier of_cluster;
 static Block* block;
 static Thread* self;
 static jmp_buf scheduler, failure;
@@ -142,6 +146,14 @@ static void meet(Barrier& barrier, int count, Last last) {
 }
 static void meet(Barrier& barrier, int count) { meet(barrier, count, [] {}); }
 
+static void cluster_arrive() {
+  self->generation = of_cluster.generation;
+  if (++of_cluster.arrived == int(block->threads * cluster.size())) of_cluster.arrived = 0, ++of_cluster.generation, ++progress;
+}
+static void cluster_wait() {
+  while (of_cluster.generation == self->generation) yield();
+}
+
 #include "arithmetic.hpp"
 #include "memory.hpp"
 #include "warps.hpp"
@@ -155,22 +167,24 @@ static void enter() {
   _longjmp(scheduler, 1);
 }
 
-static void run_block(u64& random) {
-  const u32 threads = block->threads;
-  std::vector<u32> order(threads);
-  for (u32 i = 0; i < threads; ++i) {
-    block->all.emplace_back(new Thread());
-    block->all[i]->tid = order[i] = i;
-    memset(static_cast<void*>(&block->all[i]->registers), 0xCD, sizeof(Registers));
-  }
-  for (u32 left = threads; left;) {
+static void run_cluster(u64& random) {
+  std::vector<std::pair<Block*, Thread*>> order;
+  of_cluster = {};
+  for (const auto& of : cluster)
+    for (u32 i = 0; i < of->threads; ++i) {
+      of->all.emplace_back(new Thread());
+      of->all[i]->tid = i;
+      order.emplace_back(of.get(), of->all[i].get());
+      memset(static_cast<void*>(&of->all[i]->registers), 0xCD, sizeof(Registers));
+    }
+  for (size_t left = order.size(); left;) {
     const u64 before = progress;
-    for (u32 i = threads; i > 1; --i) {  // a different order each time
+    for (size_t i = order.size(); i > 1; --i) {  // a different order each time
       random = random * 6364136223846793005ull + 1442695040888963407ull;
       std::swap(order[i - 1], order[(random >> 33) % i]);
     }
-    for (u32 i : order) {
-      self = block->all[i].get();
+    for (const auto& [of, thread] : order) {
+      block = of, self = thread;
       if (self->done) continue;
       if (!_setjmp(scheduler)) {
         if (self->started) _longjmp(self->context, 1);
@@ -181,29 +195,35 @@ static void run_block(u64& random) {
         makecontext(&self->first, enter, 0);
         setcontext(&self->first);
       }
-      left -= self->done;
+      left -= self->done, block->left -= self->done;
     }
-    if (progress == before) fail(0, "deadlock: %u threads wait", left);
+    if (progress == before) fail(0, "deadlock: %u threads wait", u32(left));
   }
 }
 
-extern "C" const char* launch(const u32* grid, u32 threads, u32 shared_bytes, const u8* const* structs, const u64* tensors, u32 count,
+// size: blocks of a cluster along each axis.
+extern "C" const char* launch(const u32* grid, const u32* size, u32 threads, u32 shared_bytes, const u8* const* structs, const u64* tensors, u32 count,
                               bool overlaps, u64 seed) {
   for (int i = 0; i < 4; ++i) parameters[i] = structs[i];
   ranges.clear();
   for (u32 i = 0; i < count; ++i) ranges.push_back({tensors[2 * i], tensors[2 * i + 1]});
   if (_setjmp(failure)) return message.c_str();
-  for (u32 z = 0; z < grid[2]; ++z)
-    for (u32 y = 0; y < grid[1]; ++y)
-      for (u32 x = 0; x < grid[0]; ++x) {
-        static std::unique_ptr<Block> held;
-        held.reset(new Block{threads, shared_bytes, {grid[0], grid[1], grid[2]}, {x, y, z}, {}, nullptr, {}, std::vector<Warp>(threads / 32),
-                             std::vector<Warpgroup>((threads + 127) / 128), {}, {}, !overlaps});
-        block = held.get();
-        block->storage.reset(new u8[shared_bytes + 1024]);
-        block->shared = reinterpret_cast<u8*>((reinterpret_cast<u64>(block->storage.get()) + 1023) / 1024 * 1024);
-        memset(block->shared, 0xCD, shared_bytes);
-        run_block(seed);
-      }
+  for (u32 i = 0; i < 3; ++i)
+    if (grid[i] % size[i]) return "the grid is no multiple of the cluster";
+  const u32 clusters[3] = {grid[0] / size[0], grid[1] / size[1], grid[2] / size[2]}, blocks = size[0] * size[1] * size[2];
+  for (u32 c = 0; c < clusters[0] * clusters[1] * clusters[2]; ++c) {
+    cluster.clear();
+    for (u32 b = 0; b < blocks; ++b) {
+      const u32 x = c % clusters[0] * size[0] + b % size[0], y = c / clusters[0] % clusters[1] * size[1] + b / size[0] % size[1];
+      const u32 z = c / clusters[0] / clusters[1] * size[2] + b / size[0] / size[1];
+      cluster.emplace_back(new Block{threads, shared_bytes, {grid[0], grid[1], grid[2]}, {x, y, z}, {}, nullptr, {}, std::vector<Warp>(threads / 32),
+                                     std::vector<Warpgroup>((threads + 127) / 128), {}, {}, !overlaps, threads});
+      block = cluster.back().get();
+      block->storage.reset(new u8[shared_bytes + 1024]);
+      block->shared = reinterpret_cast<u8*>((reinterpret_cast<u64>(block->storage.get()) + 1023) / 1024 * 1024);
+      memset(block->shared, 0xCD, shared_bytes);
+    }
+    run_cluster(seed);
+  }
   return nullptr;
 }

@@ -8,6 +8,21 @@ static u8* shared_at(u32 address, u32 bytes, int line, u32 align) {
   return block->shared + at;
 }
 
+// Addresses in the shared memory of a cluster's block: those of the block, and its rank in the highest bits.
+constexpr u32 kRankShift = 24;
+static u32 shared_of_block(u32 address, u32 rank, int line) {
+  if (rank >= cluster.size()) fail(line, "no block %u in a cluster of %u", rank, u32(cluster.size()));
+  return address | rank << kRankShift;
+}
+static u8* cluster_at(u32 address, u32 bytes, int line, u32 align) {
+  Block* const own = block;
+  block = cluster[address >> kRankShift].get();
+  if (block->left == 0) fail(line, "shared memory of a block that has ended");
+  u8* const at = shared_at(address & ((1u << kRankShift) - 1), bytes, line, align);
+  block = own;
+  return at;
+}
+
 // Memory that no kernel writes.
 static u8* constant_at(u64 address, u32 bytes, int line, u32 align) {
   if (address % align) fail(line, "address %llx is no multiple of %u", (unsigned long long)address, align);

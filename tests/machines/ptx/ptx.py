@@ -30,12 +30,15 @@ class Label:
 
 @dataclass
 class Kernel:
-    """parameters: bytes of each; registers: name -> type; shared: name -> offset, shared_bytes without dynamic ones."""
+    """parameters: bytes of each; registers: name -> type; shared: name -> offset, shared_bytes without dynamic ones;
+    cluster: its CTAs along each axis.
+    """
 
     parameters: dict[str, int] = field(default_factory=dict)
     registers: dict[str, str] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
     shared_bytes: int = 0
+    cluster: tuple[int, ...] = (1, 1, 1)
     statements: list[Instruction | Label] = field(default_factory=list)
 
 
@@ -55,6 +58,8 @@ def parse(text: str) -> Kernel:
     if head is None:
         raise ValueError("no entry")
     kernel = Kernel({m[1]: int(m[2]) for m in re.finditer(r"\.b8 (\w+)\[(\d+)\]", head[1])})
+    if cluster := re.search(r"\.reqnctapercluster (\d+), (\d+), (\d+)", head[2]):
+        kernel.cluster = tuple(map(int, cluster.groups()))
     found = [(name, int(align), int(size or 4 * (of == "u32"))) for align, of, name, size in _SHARED.findall(text)]
     for name, align, size in sorted(found, key=lambda x: x[2] == 0):  # the dynamic one last
         kernel.shared[name] = -(-kernel.shared_bytes // align) * align

@@ -267,12 +267,12 @@ class _Translator:
 
     def _memory(self, at: int, count: int) -> str:
         """Returns the host's address of `count` elements."""
-        space = next((x for x in self.parts if x in ("param", "global", "shared")), "generic")
+        space = next((x for x in ("param", "global", "cluster", "shared") if x in self.parts), "generic")
         if space == "param":
             return f"reinterpret_cast<const u8*>({self.address(at, 'u64')})"
         if space == "global" and "nc" in self.parts:
             space = "constant"
-        pointer = "u32" if space == "shared" else "u64"
+        pointer = "u32" if space in ("shared", "cluster") else "u64"
         size = f"{count} * sizeof({self.kind})"
         return f"{space}_at({self.address(at, pointer)}, {size}, {self.s.line}, {size})"
 
@@ -332,6 +332,13 @@ class _Translator:
             return "meet(block->warps[self->tid / 32].barrier, 32);"
         count = self.get(1, "u32") if len(self.s.operands) > 1 else "block->threads"
         return f"meet(block->barriers[{self.get(0, 'u32')}], {count});"
+
+    def _barrier(self) -> str | None:
+        steps = {("cluster", "arrive"): "cluster_arrive();", ("cluster", "wait"): "cluster_wait();"}
+        return steps.get(self.parts[:2])
+
+    def _mapa(self) -> str:
+        return self.put(f"shared_of_block({self.get(1, 'u32')}, {self.get(2, 'u32')}, {self.s.line})")
 
     def _griddepcontrol(self) -> str | None:
         return "block->previous_done = true;" if self.parts == ("wait",) else None
