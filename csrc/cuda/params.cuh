@@ -106,9 +106,10 @@ struct HeadAbsmaxParams {
 
 // Of quantize_inputs.cu.
 struct QuantizeParams {
-  View x[2], codes[2], scales[2];  // of K and V
+  View x[3], codes[2], scales[3];  // of K, V and, where it finds the scales, Q
   u32* valueless;                  // as ValuelessParams::words
-  u32 tokens, heads, batches, padding;
+  u32 tokens, heads, batches;      // of K and V
+  u32 queries, query_heads, padding;
 };
 
 // Of constants.cu.

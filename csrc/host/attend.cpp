@@ -735,7 +735,7 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   check_shapes(t, view_of(t[0]), view_of(t[1]), view_of(t[2]), r.enable_gqa);
   gpu::ProblemCall call;
   gpu::Problem& p = call.p;
-  call.q = t[0], call.v = t[2], call.return_lse = r.return_lse;
+  call.q = t[0], call.return_lse = r.return_lse;
   p.method = r.method->method;
   require(p.method == Method::kP16 || p.method == Method::kP8 || p.method == Method::kOnline);
   p.q = gpu::tensor_of(t[0], type_of(t[0].dtype)), p.k = gpu::tensor_of(t[1], type_of(t[1].dtype));

@@ -158,19 +158,6 @@ class Torch {
   }
   void free(void* memory) const { delete_(memory); }
 
-  // Copies a tensor's elements, in the order of `shape`, to others of a handle's memory at `offset` bytes, both of one
-  // byte. Returns false where torch cannot.
-  bool copy_bytes(const TorchTensor& from, int64_t axes, const int64_t* shape, const int64_t* from_stride, void* memory,
-                  int64_t offset, const int64_t* to_stride) const {
-    void* implementation = from.implementation;
-    Handle source = nullptr, target = nullptr;
-    const bool copied = !reinterpret_(&implementation, axes, shape, from_stride, 0, &source) &&
-                        !reinterpret_(memory, axes, shape, to_stride, offset, &target) && !copy_(target, source, 0);
-    if (source) delete_(source);
-    if (target) delete_(target);
-    return copied;
-  }
-
   // Allocates a tensor, on a CPU or on the device of `like`. `python_dtype` is the dtype of that number.
   MadeTensor empty(int64_t axes, const int64_t* shape, const int64_t* stride, int32_t number,
                    nanobind::handle python_dtype, char*& data, const TorchTensor* like = nullptr) const {
@@ -224,8 +211,6 @@ class Torch {
     find(get_storage_offset_, "aoti_torch_get_storage_offset");
     find(empty_strided_, "aoti_torch_empty_strided");
     find(delete_, "aoti_torch_delete_tensor_object");
-    find(reinterpret_, "aoti_torch__reinterpret_tensor");
-    find(copy_, "aoti_torch_copy_");
     const auto number = [&](int32_t& value, const char* name) {
       int32_t (*function)() = nullptr;
       find(function, name);
@@ -265,8 +250,6 @@ class Torch {
   Function<Handle, void**> get_data_ptr_ = nullptr;
   Function<int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*> empty_strided_ = nullptr;
   Function<Handle> delete_ = nullptr;
-  Function<Handle, int64_t, const int64_t*, const int64_t*, int64_t, Handle*> reinterpret_ = nullptr;
-  Function<Handle, Handle, int32_t> copy_ = nullptr;
   PyObject* (*wrap_)(Handle) = nullptr;
 };
 

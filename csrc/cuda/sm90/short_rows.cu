@@ -68,44 +68,18 @@ DEVICE u32 largest_of_part(const Tokens& x, i32 count) {
                                                            threadIdx.x);
 }
 
-// Waits for all threads of the CTA, or of the cluster.
-DEVICE void wait_for_all() {
-  if constexpr (CLUSTER > 1)
-    cluster_sync();
-  else
-    __syncthreads();
-}
-
 // Computes the scales of the head from its own maxima. The warps of the CTA, or of all CTAs of the cluster, exchange
 // their maxima in shared memory that is not in use yet.
 DEVICE void find_scales(const Params& p, const Tokens& q, const Tokens& k, const Tokens& v, u32* exchange,
                         Scales<IN, HEAD_AMAX_IN_KERNEL>& scales) {
   constexpr int WARPS = THREADS / 32, ROUNDS = (KEYS * HEAD_DIM * SIZE<IN> / 16 + THREADS - 1) / THREADS;
   constexpr int AT_ONCE = ROUNDS < 13 ? ROUNDS : 13;
-  const u32 mine[3] = {largest_of_part<AT_ONCE>(q, p.nq), largest_of_part<AT_ONCE>(k, p.nk),
-                       largest_of_part<AT_ONCE>(v, p.nk)};
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    const u32 of_warp = __reduce_max_sync(~0u, mine[i]);
-    if (threadIdx.x % 32 == 0) exchange[i * WARPS + threadIdx.x / 32] = of_warp;
-  }
-  wait_for_all();
-  u32 all[3] = {0, 0, 0};
-  if constexpr (CLUSTER > 1) {
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      for (u32 warp = threadIdx.x % 32; warp < CLUSTER * WARPS; warp += 32)
-        all[i] = max(all[i], load_shared_of(warp / WARPS, shared_address(exchange + i * WARPS + warp % WARPS)));
-      all[i] = __reduce_max_sync(~0u, all[i]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 3 * WARPS; ++i) all[i / WARPS] = max(all[i / WARPS], exchange[i]);
-  }
+  u32 all[3] = {largest_of_part<AT_ONCE>(q, p.nq), largest_of_part<AT_ONCE>(k, p.nk),
+                largest_of_part<AT_ONCE>(v, p.nk)};
+  maxima_of_cluster<CLUSTER, WARPS>(all, exchange);
   scales.q = scale_of_magnitude<IN>(all[0]);
   scales.k = scale_of_magnitude<IN>(all[1]);
   scales.v = scale_of_magnitude<IN>(all[2]);
-  wait_for_all();
 }
 #endif
 

@@ -41,7 +41,6 @@ class Workspace {
     if (memory_) torch_library.free(memory_);
   }
   Workspace(const Workspace&) = delete;
-  void* handle() const { return memory_; }
   char* data = nullptr;
 
  private:
@@ -205,12 +204,6 @@ bool run(ProblemCall& call, Launches& launches, Refusal& why, Response& found) {
       found.parts.push_back({int64_t(uintptr_t(memory.workspace)) + choice.parts[i].offset, choice.parts[i].bytes});
   }
   if (choice.zeros.bytes) launches.clear(memory.workspace + choice.zeros.offset, choice.zeros.bytes);
-  if (choice.copies_values && !q.is_meta) {
-    void* implementation = found.workspace.implementation();
-    require(torch_library.copy_bytes(call.v, 4, p.v.shape, p.v.stride,
-                                     implementation ? &implementation : workspace.handle(), choice.value_codes,
-                                     value_codes(p, choice, nullptr).stride));
-  }
   Plan plan;
   fill_plan(p, choice, memory, launches.gpu(), plan);
   if (choice.fills_constants) {

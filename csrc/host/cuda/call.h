@@ -50,7 +50,6 @@ class NotedLaunches : public Launches {
 struct ProblemCall {
   Problem p;
   TorchTensor q;                 // the output has its axes and its device
-  TorchTensor v;                 // V's codes are copied where their keys must be contiguous
   float numbers[3] = {0, 0, 0};  // scales of Q, K and V that the recipe gives as numbers
   nb::object out, out_scale;     // the caller's own; null otherwise
   bool return_lse = false;

@@ -99,6 +99,19 @@ int64_t consumers_of(const Problem& p, int64_t d, bool light_loads, bool rows) {
 // Whether K and V of a head can be resident in shared memory.
 bool fits_resident(const Problem& p, int64_t stages) { return !p.is_causal && ceil_div(p.nk(), kTile) <= stages; }
 
+// Whether K and V of a head should be resident where they fit, by measurement. They are faster for int8 Q, which is
+// loaded during the previous output. Loading float Q takes more time than they save where there are at most two tiles
+// of keys. With one pass over the keys they save nothing where no stage is left to load the next head ahead of time.
+bool is_faster_resident(const Problem& p, const Tensor& q, int64_t stages) {
+  const int64_t tiles = ceil_div(p.nk(), kTile);
+  return q.is_codes() || (tiles > 2 && (p.method != Method::kOnline || tiles < stages));
+}
+
+// Whether all ranges of two consumer warpgroups run at once. Ranges of three would leave more multiprocessors idle.
+bool two_consumers_suffice(const Problem& p, int64_t processors) {
+  return !p.is_causal && p.batch() * p.heads() * ceil_div(p.nq(), 2 * 64) <= processors;
+}
+
 // Whether the last rows of a head, at most 8, have the code path of long_rows_remainder.cuh, with K/V resident in
 // shared memory. Registers hold the scores with 5 tiles of keys, from a head_dim of 64 on.
 bool has_remainder_rows(const Problem& p) {
@@ -304,15 +317,18 @@ void long_rows_launch(const Attention& a, Launch& launch) {
   const bool floats = !a.k.is_codes(), rows = a.has_row_scales();
   const int64_t own = p.head_dim(), d = padded_channels(own);
   Tensor k = a.k, v = a.v;
-  if (!floats) k.shape[3] = v.shape[3] = d;  // rows of codes are padded
-  launch.has_maps = !floats && p.nk() % 16 == 0 && set_tensor_maps(launch, k, v, kTile / 16, key_width(d));
+  if (!floats) k.shape[3] = v.shape[3] = d;                        // rows of codes are padded
+  if (!floats && p.is_float()) k.shape[2] = round_up(p.nk(), 16);  // their keys too, where the call made them
+  launch.has_maps = !floats && k.shape[2] % 16 == 0 && set_tensor_maps(launch, k, v, kTile / 16, key_width(d));
   const bool light = floats ? light_quantization(d) : launch.has_maps && d == own;
-  const int64_t consumers = p.fixed.consumers < 0 ? consumers_of(p, d, light, rows) : p.fixed.consumers;
-  const int64_t extra = extra_shared_bytes(p, consumers, floats), most = most_stages(d, consumers, extra);
-  // Resident K/V are faster for int8 Q, which is loaded during the previous output. Loading float Q takes more time
-  // than resident K/V save where there are at most two tiles of keys.
-  const bool is_faster = p.fixed.resident < 0 ? a.q.is_codes() || p.nk() > 2 * kTile : bool(p.fixed.resident);
+  int64_t consumers = p.fixed.consumers < 0 ? consumers_of(p, d, light, rows) : p.fixed.consumers;
+  int64_t extra = extra_shared_bytes(p, consumers, floats), most = most_stages(d, consumers, extra);
+  const bool is_faster = p.fixed.resident < 0 ? is_faster_resident(p, a.q, most) : bool(p.fixed.resident);
   const bool resident = floats || (fits_resident(p, most) && is_faster);
+  if (p.fixed.consumers < 0 && !resident && two_consumers_suffice(p, a.gpu.processors)) {
+    consumers = 2;
+    extra = extra_shared_bytes(p, consumers, floats), most = most_stages(d, consumers, extra);
+  }
   const int64_t stages = resident ? most : kStages;
   launch.program = {&kSource,
                     {int32_t(p.method),

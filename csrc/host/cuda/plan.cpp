@@ -98,8 +98,9 @@ bool set_tensor_maps(Launch& launch, const Tensor& k, const Tensor& v, int64_t g
 
 namespace {
 
-constexpr int64_t kKeyPadding = 128;  // rows of V's codes are padded with zeros to a multiple of this many keys
-constexpr int64_t kAlignment = 256;   // of parts of the workspace
+// Rows of K's codes, and of V's with contiguous keys, are padded with zeros to multiples of so many keys.
+constexpr int64_t kKeyPadding = 16, kValuePadding = 128;
+constexpr int64_t kAlignment = 256;  // of parts of the workspace
 
 // Whether kernels index this many heads, and rows this far apart.
 bool is_within_limits(const Problem& p, Refusal& why) {
@@ -148,11 +149,11 @@ bool find_particular_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Re
   return kernel = Kernel::kWholeRows, is_whole;
 }
 
-// Of one 4-D tensor in contiguous memory, with rows padded to 16 codes.
-Tensor code_rows(const Tensor& of, char* data) {
-  const int64_t row = round_up(of.shape[3], 16);
-  Tensor x = packed(data, {of.shape[0], of.shape[1], of.shape[2], row});
-  x.shape[3] = of.shape[3];
+// K's codes of a workspace, with rows padded to 16 codes.
+Tensor key_codes(const Problem& p, const Choice& c, char* workspace) {
+  const int64_t row = round_up(p.head_dim(), 16);
+  Tensor x = packed(workspace + c.key_codes, {p.k.shape[0], p.k.shape[1], round_up(p.nk(), kKeyPadding), row});
+  x.shape[2] = p.nk(), x.shape[3] = p.head_dim();
   x.type = OutType::kInt8;
   return x;
 }
@@ -193,8 +194,7 @@ Tensor packed(char* data, const int64_t (&shape)[4]) {
 
 Tensor value_codes(const Problem& p, const Choice& c, char* workspace) {
   const int64_t batch = p.k.shape[0], heads = p.k.shape[1], nk = p.nk(), d = p.v.shape[3];
-  const int64_t row = round_up(nk, c.copies_values ? 16 : kKeyPadding),
-                channels = c.copies_values ? d : round_up(d, 16);
+  const int64_t row = round_up(nk, kValuePadding), channels = round_up(d, 16);
   Tensor v = packed(workspace + c.value_codes, {batch, heads, channels, row});
   v.shape[2] = nk, v.shape[3] = d, v.stride[2] = 1, v.stride[3] = row;
   v.type = OutType::kInt8;
@@ -263,29 +263,22 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
     const bool finds_all = c.fuses_keys && !p.has_integer_output() &&
                            (is_long ? long_rows_find_scales(p, gpu) : reads_heads_again(p, c.kernel));
     c.head_amax_in_kernel = heads && (p.is_float() ? finds_all : c.scores_in_kernel && p.nq() == 1);
-    c.finds_scales = !c.head_amax_in_kernel;
+    c.scales_in_quantization = p.is_float() && !c.fuses_keys && quantization_finds_scales(p, gpu);
+    c.finds_scales = !c.head_amax_in_kernel && !c.scales_in_quantization;
   }
   c.fills_constants = (!(c.fuses_keys || c.scores_in_kernel) || p.has_integer_output()) && !p.ready_score;
   c.finds_valueless = p.is_block_float() && !is_whole;
-  if (c.finds_scales || ((is_long || is_whole) && c.head_amax_in_kernel)) {
+  if (c.finds_scales || c.scales_in_quantization || ((is_long || is_whole) && c.head_amax_in_kernel)) {
     for (int i = 0; i < 3; ++i)
       if (!p.scale[i]) c.scale_count += numel(found_scale(p, i, nullptr).shape);
     c.scales = place((c.finds_scales ? 12 : 4) * c.scale_count);
     if (c.finds_scales) c.zeros = {c.scales, 8 * c.scale_count};
   }
-  if (c.copies_values) {
-    const int64_t bytes = p.k.shape[0] * p.k.shape[1] * p.v.shape[3] * round_up(p.nk(), 16);
-    c.value_codes = place(bytes);
-    if (p.nk() % 16) {  // the keys that pad a row
-      if (!c.finds_scales) c.zeros.offset = c.value_codes;
-      c.zeros.bytes = c.value_codes + bytes - c.zeros.offset;
-    }
-  }
-  if (p.is_float() && !c.fuses_keys) {
-    const int64_t key_heads = p.k.shape[0] * p.k.shape[1];
-    c.key_codes = place(key_heads * p.nk() * round_up(p.head_dim(), 16));
-    c.value_codes = place(key_heads * round_up(p.v.shape[3], 16) * round_up(p.nk(), kKeyPadding));
-  }
+  const int64_t key_heads = p.k.shape[0] * p.k.shape[1];
+  if (p.is_float() && !c.fuses_keys)
+    c.key_codes = place(key_heads * round_up(p.nk(), kKeyPadding) * round_up(p.head_dim(), 16));
+  if (c.copies_values || (p.is_float() && !c.fuses_keys))
+    c.value_codes = place(key_heads * round_up(p.v.shape[3], 16) * round_up(p.nk(), kValuePadding));
   if (c.fills_constants) place_constants();
   if (c.finds_valueless) c.valueless = place(4 * numel(valueless_words(p, nullptr).shape));
   if (c.kernel == Kernel::kFewRows) {
@@ -307,6 +300,13 @@ void fill_plan(const Problem& p, const Choice& c, const Memory& memory, const Gp
       if (!s) s = found_scale(p, int(&s - scale), scales), scales += numel(s.shape);
     if (c.finds_scales) absmax_launch(p, c.scale_count, amax, gpu, plan.next());
   }
+  if (c.finds_valueless) a.valueless = valueless_words(p, workspace + c.valueless);
+  const auto quantize_inputs = [&] {
+    if (p.is_float()) a.k = key_codes(p, c, workspace);
+    a.v = value_codes(p, c, workspace);
+    quantize_launch(p, scale, c.scales_in_quantization, a.k, a.v, a.valueless, plan.next());
+  };
+  if (c.scales_in_quantization) quantize_inputs();
   if (c.fills_constants) {
     constants_launch(p, c, scale, workspace, memory.out_scale, plan.next());
     a.constants.score = packed(workspace + c.score, c.score_shape);
@@ -316,20 +316,13 @@ void fill_plan(const Problem& p, const Choice& c, const Memory& memory, const Gp
     a.constants.score = p.ready_score, a.constants.output = p.ready_output;
   }
   if (!a.constants.output) a.constants.v_scale = scale[2];
-  if (c.finds_valueless) a.valueless = valueless_words(p, workspace + c.valueless);
-  if (p.is_float() && !c.fuses_keys) {
-    a.k = code_rows(p.k, workspace + c.key_codes);
-    a.v = value_codes(p, c, workspace);
-    quantize_launch(p, scale, a.k, a.v, a.valueless, plan.next());
-  }
+  if (c.copies_values || (p.is_float() && !c.fuses_keys && !c.scales_in_quantization)) quantize_inputs();
   if (p.has_float_query()) {
     a.scale[0] = scale[0];
     if (c.fuses_keys || c.scores_in_kernel) a.scale[1] = scale[1];
     if (c.fuses_keys) a.scale[2] = scale[2];
   }
-  if (c.copies_values) a.v = value_codes(p, c, workspace);
-  if (c.finds_valueless && !p.is_float())
-    valueless_launch(p, c.copies_values && p.v.stride[3] == 1 ? p.v : a.v, a.valueless, plan.next());
+  if (c.finds_valueless && !p.is_float() && !c.copies_values) valueless_launch(p, a.v, a.valueless, plan.next());
   switch (c.kernel) {
     case Kernel::kWindow: window_launch(a, plan.next()); break;
     case Kernel::kShortRows: short_rows_launch(a, plan.next()); break;

@@ -183,10 +183,11 @@ constexpr int kMostParts = 9;
 // What a problem's launches are, before there is memory.
 struct Choice {
   Kernel kernel;
-  bool head_amax_in_kernel;  // the attention kernel finds the scale of each head, of Q alone beside codes
-  bool scores_in_kernel;     // of float Q beside codes: few rows compute the score constants themselves
-  bool fuses_keys;           // floats: the attention kernel quantizes K and V too, and not only Q
-  bool finds_scales;         // absmax or head_absmax
+  bool head_amax_in_kernel;     // the attention kernel finds the scale of each head, of Q alone beside codes
+  bool scores_in_kernel;        // of float Q beside codes: few rows compute the score constants themselves
+  bool fuses_keys;              // floats: the attention kernel quantizes K and V too, and not only Q
+  bool finds_scales;            // absmax or head_absmax
+  bool scales_in_quantization;  // quantize_inputs finds them
   bool fills_constants;
   bool copies_values;    // V's codes are copied, with contiguous keys, as 8-bit tensor cores read them
   bool finds_valueless;  // keys without a value, for the methods with an exponent per block of keys
@@ -196,7 +197,7 @@ struct Choice {
   int64_t bytes;                                                     // of the workspace
   Part parts[kMostParts];                                            // its parts, in order
   int part_count;
-  Part zeros;  // what is to be cleared before; may span several parts
+  Part zeros;  // what is to be cleared before
   int64_t score_shape[4], output_shape[4];
 };
 
@@ -331,10 +332,12 @@ uint64_t packed_score(const Problem& p, float q_scale, float k_scale);
 void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, const Gpu& gpu, Launch& launch);
 // The scale of Q, K or V that a call finds: one, or one for each head. Scales that are found follow one another.
 Tensor found_scale(const Problem& p, int which, float* data);
-// Makes codes of float K and V. Its tiles of V are blocks of keys, so that it fills the words of `valueless` too,
-// unless that is null; packed sequences, whose blocks differ, come here as codes.
-void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k_codes, const Tensor& v_codes,
-                     const Tensor& valueless, Launch& launch);
+// Makes codes of float K and V, or copies codes of V. Its tiles of V are blocks of keys, so that it fills the words of
+// `valueless` too, unless that is null; packed sequences, whose blocks differ, have a launch for these.
+void quantize_launch(const Problem& p, const Tensor (&scale)[3], bool finds_scales, const Tensor& k_codes,
+                     const Tensor& v_codes, const Tensor& valueless, Launch& launch);
+// Whether that launch finds the scales of floats itself.
+bool quantization_finds_scales(const Problem& p, const Gpu& gpu);
 void constants_launch(const Problem& p, const Choice& choice, const Tensor (&scale)[3], char* workspace,
                       float* out_scale, Launch& launch);
 // The words of `Params::valueless`: [B, Hk, 1, words]. The launch reads V's codes, whose channels or keys are

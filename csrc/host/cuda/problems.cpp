@@ -230,9 +230,8 @@ nb::tuple plan(nb::handle problem, nb::handle gpu, uintptr_t stream, nb::object 
   gpu::Problem& p = call.p;
   if (const std::string reason = scale_refusal(p, problem); !reason.empty()) throw std::invalid_argument(reason);
   p.has_copies = has_copies, p.only_constants = only_constants;
-  const nb::object q = problem.attr("q"), v = problem.attr("v");
+  const nb::object q = problem.attr("q");
   call.q = tensor(p.has_float_query() ? q : nb::object(q.attr("data")));
-  call.v = tensor(p.is_float() ? v : nb::object(v.attr("data")));
   call.return_lse = nb::cast<bool>(problem.attr("return_lse"));
   if (!out.is_none()) call.out = out;
   if (p.given_out_scale) call.out_scale = problem.attr("out_scale");

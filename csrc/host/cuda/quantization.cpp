@@ -9,7 +9,10 @@
 namespace intflash::gpu {
 namespace {
 
-constexpr int64_t kTokens = 128;      // per CTA of quantize_inputs.cu
+constexpr int64_t kTokens = 128;     // of a tile of quantize_inputs.cu, one for each of its threads
+constexpr int64_t kMostCluster = 8;  // CTAs of a cluster
+// What a CTA of a cluster holds in registers, by measurement: tiles, and bytes of a token.
+constexpr int64_t kMostTiles = 4, kMostRowBytes = 256;
 constexpr int64_t kChunkBytes = 16;   // of absmax.cu and head_absmax.cu
 constexpr int64_t kCtaChunks = 2048;  // that a CTA of these loads at once
 constexpr int64_t kMostCtas = 4;  // of absmax.cu on a multiprocessor, for each tensor: more only add atomic operations
@@ -31,7 +34,10 @@ const Source kQuantize = {"quantize_inputs.cu",
                            {"HEAD_DIM", nullptr},
                            {"VALUE_DIM", nullptr},
                            {"VALUES_IN_RANGE", nullptr},
-                           {"VALUELESS", nullptr}}};
+                           {"VALUELESS", nullptr},
+                           {"KEY_MAJOR", nullptr},
+                           {"CLUSTER", nullptr},
+                           {"TILES", nullptr}}};
 const Source kConstants = {
     "constants.cu",
     "constants",
@@ -123,19 +129,35 @@ void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, const 
   launch.grid[0] = uint32_t(3 * ctas);
 }
 
-void quantize_launch(const Problem& p, const Tensor (&scale)[3], const Tensor& k_codes, const Tensor& v_codes,
-                     const Tensor& valueless, Launch& launch) {
+bool quantization_finds_scales(const Problem& p, const Gpu& gpu) {
+  if (gpu.major < 9) return false;  // no clusters
+  for (int i = 0; i < 3; ++i)
+    if (p.scale[i] || !p.per_head[i]) return false;
+  const int64_t row_bytes = std::max(p.head_dim(), p.v.shape[3]) * p.q.bytes();
+  return row_bytes <= kMostRowBytes && p.nk() <= kMostCluster * kMostTiles * kTokens;
+}
+
+void quantize_launch(const Problem& p, const Tensor (&scale)[3], bool finds_scales, const Tensor& k_codes,
+                     const Tensor& v_codes, const Tensor& valueless, Launch& launch) {
   ::QuantizeParams& params = launch.set_parameters<::QuantizeParams>();
-  params.x[0] = data_view(p.k), params.x[1] = data_view(p.v);
-  params.codes[0] = data_view(k_codes), params.codes[1] = data_view(v_codes);
-  params.scales[0] = view(scale[1]), params.scales[1] = view(scale[2]);
+  const bool floats = p.is_float();
+  const Tensor* const tensors[] = {&p.k, &p.v, &p.q};
+  for (int i = 0; i < 3; ++i) params.x[i] = data_view(*tensors[i]), params.scales[i] = view(scale[(i + 1) % 3]);
+  if (floats) params.codes[0] = data_view(k_codes);
+  params.codes[1] = data_view(v_codes);
   params.valueless = reinterpret_cast<u32*>(valueless.data);
   params.tokens = u32(p.nk()), params.heads = u32(p.k.shape[1]), params.batches = u32(p.batch());
+  params.queries = u32(p.nq()), params.query_heads = u32(p.heads());
+  const int64_t tiles = ceil_div(p.nk(), kTokens), channels = round_up(p.v.shape[3], kChannels);
+  const int64_t of_cta = finds_scales ? ceil_div(tiles, kMostCluster) : 1, cluster = ceil_div(tiles, of_cta);
   launch.program = {&kQuantize,
-                    {int32_t(sizeof(::QuantizeParams)), int32_t(p.q.type), int32_t(round_up(p.head_dim(), kChannels)),
-                     int32_t(round_up(p.v.shape[3], kChannels)), p.is_dynamic(), bool(valueless)}};
-  launch.grid[0] = uint32_t(2 * p.batch() * p.k.shape[1] * ceil_div(p.nk(), kTokens));
-  launch.threads = 128;
+                    {int32_t(sizeof(::QuantizeParams)), int32_t(p.v.type), int32_t(round_up(p.head_dim(), kChannels)),
+                     int32_t(channels), floats && p.is_dynamic(), bool(valueless), p.v.stride[3] == 1 ? kLeftOut : 1,
+                     finds_scales ? int32_t(cluster) : kLeftOut, finds_scales ? int32_t(of_cta) : kLeftOut}};
+  launch.grid[0] = uint32_t(finds_scales ? 3 * p.batch() * p.heads() * cluster
+                                         : (floats ? 2 : 1) * p.k.shape[0] * p.k.shape[1] * tiles);
+  launch.threads = uint32_t(kTokens * of_cta);
+  launch.shared_bytes = uint32_t(of_cta * channels * kTokens);
 }
 
 void constants_launch(const Problem& p, const Choice& choice, const Tensor (&scale)[3], char* workspace,

@@ -150,7 +150,7 @@ def test_dynamic_scales_are_found_on_the_device(scenarios):
 
 def test_long_rows_are_loaded_by_tma(scenarios):
     served, compiled, _, lines = scenarios["long"]
-    assert served and compiled == ["constants.cu", "sm90/long_rows.cu"]
+    assert served and compiled == ["constants.cu", "quantize_inputs.cu", "sm90/long_rows.cu"]
     assert [line for line in lines if "TensorMap" in line] == [
         "cuTensorMapEncodeTiled 0 5 1 sizes 128 strides 1024 box 8 steps 1 0 2 3 0",
         "cuTensorMapEncodeTiled 0 5 1 sizes 4 strides 131072 box 1 steps 1 0 3 3 0",

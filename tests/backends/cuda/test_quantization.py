@@ -1,5 +1,5 @@
-"""absmax.cu, head_absmax.cu, quantize_inputs.cu and constants.cu compute the reference's bits, in the emulator and on a
-GPU: the launches of a plan before its attention launch.
+"""absmax.cu, head_absmax.cu, quantize_inputs.cu and constants.cu compute the reference's bits, in the emulator and
+on a GPU: the launches before an attention launch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ sys.path += [str(Path(__file__).parents[2] / "machines" / "ptx")]
 
 import cuda_checks as checks  # noqa: E402
 import emulate  # noqa: E402
+from test_sm80 import GPUS  # noqa: E402
 
 from intflash.backends.cuda import BACKEND, backend  # noqa: E402
 from intflash.backends.cuda.plans import Plan  # noqa: E402
@@ -156,12 +157,29 @@ def test_runs_cover_each_element_once():
             assert sorted(found) == want.tolist(), name
 
 
+def check_codes(plan: Plan, k: torch.Tensor, v: torch.Tensor, what: object) -> None:
+    """A plan's codes of K and V, and the zeros that pad their keys: to a multiple of 16, and of 128 in V's rows."""
+    b, h, n, d = v.shape
+    of_keys, of_values = (memory(plan, len(plan.workspace) - i) for i in (4, 3))
+    keys = of_keys.view(b, h, -(-n // 16) * 16, d)
+    assert torch.equal(keys[:, :, :n], k) and (keys[:, :, n:] == 0).all(), what
+    rows = of_values.view(b, h, d, -1)
+    assert torch.equal(rows[..., :n].mT, v) and (rows[..., n:] == 0).all(), what
+
+
+def fill_codes(plan: Plan, device: str) -> None:
+    """Bytes that are not zeros, in place of codes that are yet to be written."""
+    for address, size in plan.workspace[-4:-2] if device == "cpu" else ():
+        ctypes.memset(address, 99, size)
+
+
 @on_each_device_and_type
 def test_quantize_inputs(dtype, device):
-    """Dynamic scales, and static scales of heads that some values far exceed. V's padding holds zeros."""
-    for (name, tensors), dynamic in itertools.product(layouts(dtype, device), (True, False)):
-        recipe, scales = checks.OF_TENSORS, [quantize(x.cpu()).scale for x in tensors]
-        if not dynamic:
+    """Scales of tensors and of heads that the call finds, and static ones that some values far exceed."""
+    for (name, tensors), kind in itertools.product(layouts(dtype, device), ("tensor", "head", "static")):
+        recipe = checks.OF_TENSORS if kind == "tensor" else checks.OF_HEADS
+        scales = [quantize(x.cpu(), "tensor" if kind == "tensor" else "head").scale for x in tensors]
+        if kind == "static":
             scales = [
                 torch.linspace(1, 2, x.shape[0] * x.shape[1]).view(x.shape[0], x.shape[1], 1, 1) * 2.0**-9
                 for x in tensors
@@ -169,18 +187,67 @@ def test_quantize_inputs(dtype, device):
             of_device = {f"{letter}_scale": s.to(device) for letter, s in zip("qkv", scales, strict=True)}
             recipe = replace(checks.OF_HEADS, **of_device)
         plan = planned(tensors, recipe)
-        for part in range(len(plan.workspace) - 4, len(plan.workspace) - 2):  # codes of K and V
-            address, size = plan.workspace[part]
-            if device == "cpu":
-                ctypes.memset(address, 99, size)
+        fill_codes(plan, device)
         run_before(plan, "quantize_inputs.cu")
-        kind = "tensor" if dynamic else "head"
-        k, v = (quantize(x.cpu(), kind, scale=s).data for x, s in zip(tensors[1:], scales[1:], strict=True))
-        b, h, n, d = v.shape
-        of_keys, of_values = (memory(plan, len(plan.workspace) - i) for i in (4, 3))
-        assert torch.equal(of_keys.view(k.shape), k), (name, dynamic)
-        rows = of_values.view(b, h, d, -1)
-        assert torch.equal(rows[..., :n].mT, v) and (rows[..., n:] == 0).all(), (name, dynamic)
+        finds_scales = kind == "head" and tensors.k.shape[3] * tensors.k.element_size() <= 256
+        (last,) = (x for x in plan.launches if x.program.file == "quantize_inputs.cu")
+        assert (last is plan.launches[0]) == ("CLUSTER" in checks.macros(last)) == finds_scales, (name, kind)
+        if finds_scales:
+            assert all(map(torch.equal, found_scales(plan, tensors, ["head"] * 3), scales)), (name, kind)
+        of = "tensor" if kind == "tensor" else "head"
+        k, v = (quantize(x.cpu(), of, scale=s).data for x, s in zip(tensors[1:], scales[1:], strict=True))
+        check_codes(plan, k, v, (name, kind))
+
+
+@on_each_device
+@pytest.mark.parametrize("n, tiles", ((1100, 2), (4096, 4)))
+def test_scales_of_many_tokens(n, tiles, device):
+    """A CTA of a cluster then takes several tiles. The maximum of each head is in another place."""
+    tensors = Qkv(*(torch.randn(1, 3 - (n > 4000), n, 16, device=device).half() for _ in "qkv"))
+    for x in tensors:
+        for head in range(x.shape[1]):
+            x[0, head, head * (n - 1) // (x.shape[1] - 1), head] = -20.0 - head
+    plan = planned(tensors, checks.OF_HEADS)
+    assert checks.macros(plan.launches[0])["TILES"] == str(tiles)
+    plan.launches[0].run()
+    q, k, v = (quantize(x.cpu(), "head") for x in tensors)
+    assert all(map(torch.equal, found_scales(plan, tensors, ["head"] * 3), (q.scale, k.scale, v.scale)))
+    check_codes(plan, k.data, v.data, n)
+
+
+@pytest.mark.parametrize("architecture, clusters", (("sm_89", False), ("sm_90a", True), ("sm_120", True)))
+def test_clusters_find_scales_where_the_gpu_has_them(architecture, clusters):
+    """Of rows that registers hold; else a launch of its own finds them."""
+    for n, d, fits in ((700, 128, True), (4096, 64, True), (4097, 64, False), (700, 136, False)):
+        p = checks.empty_problem("intflash_bfp", n, d, torch.float16, torch.float16, recipe=checks.OF_HEADS)
+        first = checks.planned(p, gpu=GPUS[architecture], kernel="any_rows").launches[0]
+        found = first.program.file == "quantize_inputs.cu"
+        assert found == (clusters and fits), (n, d)
+        if found:
+            assert checks.machine(first, architecture).spills == 0
+
+
+@on_each_device
+@pytest.mark.parametrize("keys_first", (False, True))
+def test_copies_of_values(keys_first, device):
+    """V's codes with contiguous keys, of the first tokens of a cache, padded with zeros; the keys without a value."""
+    v = torch.randint(-127, 128, (2, 3, 350, 32), dtype=torch.int8)
+    v[:, :, ::7] = 0
+    v = v[:, :, :301]
+    there = v.mT.contiguous().mT if keys_first else v
+    scale = torch.ones(1, 1, 1, 1, device=device)
+    q, k, values = (QTensor(x.to(device), scale, "tensor") for x in (v, v, there))
+    plan = checks.planned(Problem("intflash_bfp", q, k, values, 0.1, out_dtype=torch.float16), kernel="long_rows")
+    run_before(plan, "quantize_inputs.cu")
+    (codes,) = (memory(plan, i) for i, (_, size) in enumerate(plan.workspace) if size == 2 * 3 * 32 * 384)
+    rows = codes.view(2, 3, 32, 384)
+    assert torch.equal(rows[..., :301].mT, v) and (rows[..., 301:] == 0).all()
+    words = memory(plan, len(plan.workspace) - 1).view(torch.int32).view(2, 3, 3, 4)
+    bits = torch.stack([words >> i & 1 for i in range(32)], -1)
+    key = torch.tensor([[i // 4 * 16 + word * 4 + i % 4 for i in range(32)] for word in range(4)])
+    valueless = torch.zeros(2, 3, 384, dtype=torch.int32)
+    valueless[:, :, :301:7] = 1
+    assert torch.equal(bits, valueless.view(2, 3, 3, 128)[..., key])
 
 
 def _codes(b: int, h: int, n: int, kind: str) -> QTensor:
