@@ -19,10 +19,12 @@ from torch import Tensor
 from intflash import masks, validate
 from intflash.backends import cpu, select
 from intflash.backends.base import Backend
+from intflash.backends.bias import bias_codes
 from intflash.errors import InputError
 from intflash.methods import AUTO, get_method, resolve
 from intflash.methods.base import Method
-from intflash.numerics.exp import bias_codes, dequantize_bias, log_sum_exp
+from intflash.numerics import exp
+from intflash.numerics.exp import dequantize_bias, log_sum_exp
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor, Recipe, hadamard_rotate, key_mean, quantize
 from intflash.quant.quantizers import LEAST_FLOAT, check_number
@@ -250,7 +252,7 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
         q, k, lse_shift = rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
         v = v.float()  # a problem's tensors share one dtype
     validate.check_has_out_scale(chosen, out_dtype, out_scale)
-    integer_bias, float_bias = _bias_of(chosen, additive)
+    integer_bias, float_bias = _bias_of(chosen, additive, values)
     causal, window_start = masks.key_range(
         a["is_causal"], a["causal_align"], a["window_size"], nq, nk, packed=cu_seqlens_q is not None
     )
@@ -305,12 +307,13 @@ def _masks(
     return keep, additive
 
 
-def _bias_of(method: Method, additive: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(integer, float) bias, the one that the method computes with."""
+def _bias_of(method: Method, additive: Tensor | None, values: bool) -> tuple[Tensor | None, Tensor | None]:
+    """(integer, float) bias, the one that the method computes with. values: whether the tensor has some."""
     if additive is None:
         return None, None
     if method.bias_fraction_bits is not None:
-        return bias_codes(additive, method.bias_fraction_bits), None
+        codes = bias_codes if values else exp.bias_codes
+        return codes(additive, method.bias_fraction_bits), None
     return None, (dequantize_bias(additive) if additive.dtype == torch.int32 else additive)
 
 

@@ -290,7 +290,7 @@ class Biased(Direct):
 def quantized(monkeypatch):
     """The biases that were quantized."""
     seen = []
-    monkeypatch.setattr(bias_codes, "quantize_bias", lambda x: seen.append(x) or intflash.quantize_bias(x))
+    monkeypatch.setattr(bias_codes, "bias_codes", lambda x: seen.append(x) or intflash.quantize_bias(x))
     return seen
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from intflash.backends.bias import bias_codes
 from intflash.methods import METHODS
-from intflash.numerics.exp import BIAS_DTYPES, BIAS_FRACTION_BITS, quantize_bias
+from intflash.numerics.exp import BIAS_DTYPES, BIAS_FRACTION_BITS
 
 # bias -> (its version counter and its GPU's stream when it was quantized, its codes), as long as the bias exists
 _CODES = WeakTensorKeyDictionary()
@@ -40,7 +41,7 @@ def codes_of(bias: Tensor) -> Tensor:
     when = bias._version, stream
     known = _CODES.get(bias)
     if known is None or known[0] != when:
-        known = when, quantize_bias(bias)
+        known = when, bias_codes(bias)
         _CODES[bias] = known
     return known[1]
 

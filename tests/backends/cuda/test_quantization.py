@@ -1,11 +1,12 @@
-"""absmax.cu, head_absmax.cu, quantize_inputs.cu and constants.cu compute the reference's bits, in the emulator and
-on a GPU: the launches before an attention launch.
+"""absmax.cu, head_absmax.cu, quantize_inputs.cu, constants.cu and bias_codes.cu compute the reference's bits, in the
+emulator and on a GPU: the launches before an attention launch.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import struct
 import subprocess
 import sys
@@ -22,7 +23,9 @@ import cuda_checks as checks  # noqa: E402
 import emulate  # noqa: E402
 from test_sm80 import GPUS  # noqa: E402
 
+from intflash.backends.bias import bias_codes  # noqa: E402
 from intflash.backends.cuda import BACKEND, backend  # noqa: E402
+from intflash.backends.cuda.bias import bias_codes_launch  # noqa: E402
 from intflash.backends.cuda.plans import Plan  # noqa: E402
 from intflash.backends.cuda.program import CudaLaunch  # noqa: E402
 from intflash.backends.gpu.constants import score_unit  # noqa: E402
@@ -289,6 +292,48 @@ def test_constants_kernel(method, out, device):
             Mr, e = exp.output_multiplier(v_scale, want)
             assert torch.equal(plan.out_scale.cpu(), want)
             assert torch.equal(memory(plan, 1).view(torch.int64).view(output[1]), (e << 32 | Mr).expand(output[1]))
+
+
+def _masks(dtype: torch.dtype) -> torch.Tensor:
+    """Random values, ties, the edges of the range and of what makes a key absent, and values that are not finite."""
+    if dtype == torch.int32:
+        near = torch.arange(-3000, 3000)
+        edges = torch.tensor([exp.ABSENT, -exp.BIAS_LIMIT, exp.BIAS_LIMIT])
+        return torch.cat([near, near * 713_533, edges]).to(torch.int32)
+    least = torch.finfo(dtype).min
+    edges = [0.0, -0.0, 1419.5, -1419.5, 1419.6, -1419.6, 363408.0, -363409.0, 1e30, math.inf, -math.inf, math.nan]
+    edges += [least, least / 2, least * 0.499, -least, torch.finfo(dtype).tiny]
+    ties = (torch.arange(-200, 200).double() + 0.5) / exp.LOG2_E / (1 << 12)
+    random = torch.randn(4000).double() * torch.logspace(-6, 5, 4000).double()
+    return torch.cat([torch.tensor(edges).double(), ties, random]).to(dtype)
+
+
+@on_each_device
+@pytest.mark.parametrize("bits", (20, 12))
+@pytest.mark.parametrize("dtype", (torch.int32, *exp.BIAS_DTYPES), ids=str)
+def test_bias_codes(dtype, bits, device):
+    bias = _masks(dtype)
+    launch, codes = bias_codes_launch(bias.to(device), bits)
+    launch.run()
+    assert torch.equal(codes.cpu(), exp.bias_codes(bias, bits))
+
+
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("bits", (20, 12))
+def test_bias_codes_of_views(bits):
+    """Axes of stride 0 are computed once and stay so."""
+    x = torch.randn(3, 2, 50, 70)
+    for view in (x, x.mT, x[:, :, ::2, 1:], x[:1].expand(3, 2, 50, 70), x[:, :1, :1].expand(3, 2, 50, 70), x[:0]):
+        there = x.cuda().as_strided(view.shape, view.stride(), view.storage_offset())
+        codes = bias_codes(there, bits)
+        assert torch.equal(codes.cpu(), exp.bias_codes(view, bits))
+        assert [s == 0 for s in codes.stride()] == [s == 0 for s in view.stride()]
+
+
+def test_bias_codes_on_a_cpu():
+    x = torch.randn(2, 1, 3, 8)
+    assert torch.equal(bias_codes(x, 12), exp.bias_codes(x, 12)) and torch.equal(bias_codes(x), exp.bias_codes(x))
 
 
 def test_no_module_of_the_backend_imports_triton():
