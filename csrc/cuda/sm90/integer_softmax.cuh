@@ -182,15 +182,18 @@ struct ExactMaximum : PDigits<DIGITS> {
   static constexpr bool RESCALES = false, WHOLE_TILES = false,
                         BLOCKS = false;                         // the row maximum is known before the second pass
   static constexpr int UNROLL = 1, DOTS = DIGITS == 2 ? 0 : 2;  // DOTS: see four_p
+  // Whether warps without rows compute no exponentials. The check breaks up the schedule of the main loop: where many
+  // tiles of keys are streamed it takes more time than it saves. With KEY_COUNTS all registers are taken.
+  static constexpr bool SKIPS_ROWS = KV_RESIDENT && !KEY_COUNTS;
   i64 B[2];
   bool active;  // whether the warp has rows; in the last tile of a head it may have none
 
   DEVICE void init(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
     PDigits<DIGITS>::init(p, at, shared);
-    active = KEY_COUNTS || __any_sync(~0u, at.row < at.end);  // with KEY_COUNTS all registers are taken
+    active = !SKIPS_ROWS || __any_sync(~0u, at.row < at.end);
   }
   DEVICE void update_row_max(const Scores& s, bool partial, const VisibleKeys& visible) {
-    if (KEY_COUNTS || active) RowMaxima::update_row_max(s, partial, visible);
+    if (!SKIPS_ROWS || active) RowMaxima::update_row_max(s, partial, visible);
   }
 
   // Returns the largest octave of either row's maximum at which 32 bits hold T + B of both rows.
@@ -249,7 +252,7 @@ struct ExactMaximum : PDigits<DIGITS> {
   }
   template <bool LAST>
   DEVICE void exponentials(const Scores& s, bool partial, const VisibleKeys& visible, u32, P& p) {
-    if (!KEY_COUNTS && !active) return clear(0, 8, p);
+    if (SKIPS_ROWS && !active) return clear(0, 8, p);
     constexpr bool SKIPS = LAST && !KEY_COUNTS;
     if (this->fast_exp)
       powers<true, SKIPS>(s, visible, p);
