@@ -67,7 +67,7 @@ struct Buffers {
         call.method >= Method::kQFlash || wide_p ? key_pad / kQFlashTile * value_pad_ * 4 : 0,
         call.method >= Method::kQFlash ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
         p16 && !wide_p ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
-        wide_p ? kRows * value_pad_ * 4 : 0,
+        wide_p || block_float ? kRows * value_pad_ * 4 : 0,
         block_float ? kRows * score_ld_ * 4 : 0,
         block_float ? kRows * value_pad_ * 8 : 0,
         block_float ? key_pad : 0,
@@ -142,6 +142,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   uint32_t l_[kRows];
   BlockFloatRow block_float_[kRows];
   int gap_[kRows];
+  int up_[kRows];  // octaves by which the sums of a block are shifted to the unit of a row's pending ones
 
   Attention(const Call& call, uint64_t call_id, Scratch& scratch)
       : B(call, scratch), P(call), call_id_(call_id), scratch_(scratch), epilogue_(call) {
@@ -155,9 +156,11 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     const int64_t pad = round_up(nk_, kKeyPad);
     Pack<V>::keys(call_.k.at(b_, hk_, k0_), call_.k.stride[2], call_.k.stride[3], nk_, call_.head_dim, qk_steps_,
                   keys_);
+    V::keep_awake();
     const bool in_key_order = call_.method >= Method::kQFlash;
     Pack<V>::values(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, pad, call_.value_dim,
                     in_key_order, values_);
+    V::keep_awake();
     if (call_.method == Method::kBlockFloat)
       find_valueless(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, call_.value_dim, valueless_);
     if (in_key_order || (V::kWideP && has_p16(call_.method)))
@@ -324,8 +327,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     products<P16>(key + at, at, n, fresh);
   }
 
-  // Adds P V of keys [key, key + n), whose P is that of the scores from `at` on, to acc_. Floored: floor(P16 V / 2^8),
-  // to the high digits alone.
+  // Adds P V of keys [key, key + n), whose P is that of the scores from `at` on, to acc_. Floored: floor(P16 V / 2^8)
+  // in the unit of each row's pending sums, to the high digits alone.
   template <bool P16, bool Floored = false>
   void products(int64_t key, int64_t at, int64_t n, bool fresh) {
     const PCode* p = p_of(at);
@@ -337,10 +340,12 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       Product<V>::values(p, p_ld, v, v_ld, summed, panels, rows_, stage_, value_pad_, false);
       return add_stage<Floored>(key, n, fresh);
     }
-    Product<V>::values(p, p_ld, v, v_ld, n, panels, rows_, acc_, value_pad_, !fresh);
+    Product<V>::values(p, p_ld, v, v_ld, n, panels, rows_, Floored ? stage_ : acc_, value_pad_, !fresh && !Floored);
     if (P16) Product<V>::values(p_low_, p_ld_, v, v_ld, n, panels, rows_, acc_low_, value_pad_, !fresh && !Floored);
-    if (Floored)
-      for (int64_t i = 0; i < rows_ * value_pad_; ++i) acc_[i] += acc_low_[i] >> kAccShift;
+    for (int r = 0; Floored && r < rows_; ++r) {
+      const int64_t row = r * value_pad_;
+      add_floored(stage_ + row, acc_low_ + row, value_pad_, up_[r], acc_ + row);
+    }
   }
 
   // Adds P V of keys [key, key + n), computed from p - 32768, to acc_.
@@ -350,13 +355,15 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     for (int64_t d = 0; d < value_pad_; ++d) whole[d] = 0;
     for (int64_t tile = key / kQFlashTile; tile * kQFlashTile < smaller(nk_, key + round_up(n, kBlock)); ++tile)
       for (int64_t d = 0; d < value_pad_; ++d) whole[d] += column_sums_[tile * value_pad_ + d] * 32768;
-    for (int r = 0; r < rows_; ++r)
+    for (int r = 0; r < rows_; ++r) {
+      const int factor = 1 << (Floored ? up_[r] : 0);
       for (int64_t d = 0; d < value_pad_; ++d) {
         const int64_t i = r * value_pad_ + d;
         const int32_t sum = wrapping_add(stage_[i], whole[d]);
-        acc_[i] = (fresh ? 0 : acc_[i]) + (sum >> 8);
+        acc_[i] = (fresh ? 0 : acc_[i]) + (sum >> 8) * factor;
         if (!Floored) acc_low_[i] = (fresh ? 0 : acc_low_[i]) + (sum & 255);
       }
+    }
   }
 
   void rows() {
@@ -458,10 +465,12 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     }
     bool gaps = false;
     for (int r = 0; r < rows_; ++r) {
+      if (r % 4 == 0) V::keep_awake();
       BlockFloatRow& row = block_float_[r];
       // Sums of one octave in up to 2^16 keys are those that the output is made of, in units of 2^8.
-      if (row.pending != kNoOctave && (row.has_wide || row.value_top > row.pending || row.fraction != kOutputShift))
-        merge_pending(r, row.pending);
+      if (row.pending != kNoOctave &&
+          (row.has_wide || row.largest_of_value() > row.pending || row.fraction != kOutputShift))
+        merge_pending(r);
       row.value_top = row.largest_of_value();
       if (row.has_wide)
         rounded_acc(wide_acc_ + r * value_pad_, value_pad_, acc_ + r * value_pad_, acc_low_ + r * value_pad_);
@@ -472,13 +481,28 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     finish<true>(gaps ? gap_ : nullptr);
   }
 
-  void merge_pending(int r, int octave) {
+  void merge_pending(int r) {
     int32_t* sums = acc_ + r * value_pad_;
-    block_float_[r].merge(octave, sums, wide_acc_ + r * value_pad_, value_pad_);
+    block_float_[r].merge(sums, wide_acc_ + r * value_pad_, value_pad_);
     clear(sums, value_pad_);
   }
+  // Prepares a row's pending sums for those of a block. alone: they are never added to those of another block in 32
+  // bits.
+  void begin_block(int r, int octave, bool alone) {
+    BlockFloatRow& row = block_float_[r];
+    int rise = 0;
+    up_[r] = 0;
+    if (octave == kNoOctave) return;
+    if (alone || !row.takes_block(octave, rise, up_[r])) {
+      if (row.pending != kNoOctave) merge_pending(r);
+      up_[r] = 0;
+      row.begin_pending(octave);
+    } else if (rise) {
+      int32_t* sums = acc_ + r * value_pad_;
+      for (int64_t d = 0; d < value_pad_; ++d) sums[d] *= 1 << rise;
+    }
+  }
 
-  // alone: sums of a block are never added to those of another in 32 bits.
   void block_of_keys(int64_t key, int64_t n, bool alone) {
     for (int r = 0; r < rows_; ++r) row_max_[r] = kAbsent;
     const bool was_masked = masked_, split = has_valueless(valueless_ + key, n);
@@ -488,12 +512,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     int octave[kRows];
     uint32_t l[kRows];
     if (enter_group(key, n, octave)) {
-      for (int r = 0; r < rows_; ++r) {
-        BlockFloatRow& row = block_float_[r];
-        if (octave[r] == kNoOctave || (octave[r] == row.pending && !alone && key % kMostShared != 0)) continue;
-        if (row.pending != kNoOctave) merge_pending(r, larger(row.pending, row.value_top));
-        row.pending = octave[r], row.value_lowest = smaller(row.value_lowest, octave[r]);
-      }
+      for (int r = 0; r < rows_; ++r) begin_block(r, octave[r], alone);
+      V::keep_awake();
       weights<true, Level::kBlockOctave>(key, 0, n, l);
       products<true, true>(key, 0, n, false);
       add_l(octave, l);
@@ -576,6 +596,10 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       epilogue_.codes_row(acc_ + r * value_pad_, call_.out.offset(b_, h_, q0_ + row0_ + r));
       if (call_.t_max) call_.t_max[row] = m[r], call_.l_sum[row] = l[r];
     }
+  }
+
+  static void add_floored(const int32_t* high, const int32_t* low, int64_t n, int up, int32_t* sum) {
+    for (int64_t i = 0; i < n; ++i) sum[i] += (high[i] + (low[i] >> kAccShift)) * (1 << up);
   }
 
   static void clear(int32_t* x, int64_t n) {

@@ -9,8 +9,10 @@ constexpr int64_t kBlockFloatBiasStep = int64_t(1) << 20;  // 2^-12 octave in T
 constexpr int kNoOctave = -(1 << 29);                      // of a group without keys, below every other
 constexpr int kFar = 48;                                   // a block so many octaves below its row adds nothing
 constexpr int kMaxGap = 96;
-constexpr int kAccShift = 8;                            // the unit of a block's P V is 2^8 of P16
-constexpr int64_t kMostShared = 65536;                  // keys whose sums of P V fit 32 bits
+constexpr int kAccShift = 8;  // the unit of a block's P V is 2^8 of P16
+// Blocks of one octave whose sums of P V fit 32 bits, as 127 / 256 * 65,535 * 128 * 512 < 2^31. A block kMostRise
+// octaves above counts as so many.
+constexpr int kMostBlocks = 512, kMostRise = 9;
 constexpr int kOutputShift = 24;                        // from a row's sums to those that its output is made of
 constexpr int kLeastFraction = 20, kManyFraction = 24;  // fraction bits of the sums of more and of up to 2^16 keys
 
@@ -31,11 +33,11 @@ inline bool has_valueless(const uint8_t* valueless, int64_t n) {
   return some;
 }
 
-// The octaves and sums of a row. Blocks of one octave share sums in 32 bits, which are `pending` until a block of
-// another octave comes. l and the wide acc count from the largest octave so far, of all keys and of those with a value,
-// with `fraction` fraction bits.
+// The octaves and sums of a row. Blocks share sums in 32 bits, in the unit of the lowest octave of theirs (`pending`),
+// until these could overflow: `blocks` blocks of that octave would have sums as large. l and the wide acc count from
+// the largest octave so far, of all keys and of those with a value, with `fraction` fraction bits.
 struct BlockFloatRow {
-  int fraction, top, value_top, pending, lowest, value_lowest;
+  int fraction, top, value_top, pending, pending_top, blocks, lowest, value_lowest;
   bool has_wide;
   int64_t l;
 
@@ -44,14 +46,14 @@ struct BlockFloatRow {
       : fraction(keys > 65536 ? kLeastFraction : kManyFraction), top(kNoOctave), value_top(kNoOctave) {
     begin();
   }
-  void begin() { pending = kNoOctave, lowest = value_lowest = INT32_MAX, has_wide = false, l = 0; }
+  void begin() { pending = pending_top = kNoOctave, lowest = value_lowest = INT32_MAX, has_wide = false, l = 0; }
 
   // Whether every shift was exact. Where one was not, the row is summed again from the octaves found, block by block.
   bool is_exact() const {
     return lowest == INT32_MAX ||
            (top - lowest <= fraction && (value_lowest == INT32_MAX || largest_of_value() - value_lowest <= fraction));
   }
-  int largest_of_value() const { return larger(value_top, pending); }
+  int largest_of_value() const { return larger(value_top, pending_top); }
   void begin_again() { value_top = largest_of_value(), begin(); }
 
   void add_l(int octave, uint32_t sum) {
@@ -61,14 +63,31 @@ struct BlockFloatRow {
     if (depth < kFar) l += (int64_t(sum) << fraction) >> depth;
   }
 
-  // Adds the pending sums to the wide ones, below what is the largest octave with `octave`.
-  void merge(int octave, const int32_t* sums, int64_t* acc, int64_t n) {
-    if (octave > value_top) {
+  // Begins pending sums with a block.
+  void begin_pending(int octave) {
+    pending = pending_top = octave, blocks = 1;
+    value_lowest = smaller(value_lowest, octave);
+  }
+  // Whether 32 bits hold the pending sums and a block's. rise, up: octaves by which the pending sums, and those of the
+  // block, are shifted to the lower unit of both.
+  bool takes_block(int octave, int& rise, int& up) {
+    if (pending == kNoOctave) return false;
+    rise = larger(pending - octave, 0), up = larger(octave - pending, 0);
+    if (larger(rise, up) > kMostRise || (blocks << rise) + (1 << up) > kMostBlocks) return false;
+    blocks = (blocks << rise) + (1 << up);
+    pending = smaller(pending, octave), pending_top = larger(pending_top, octave);
+    value_lowest = smaller(value_lowest, octave);
+    return true;
+  }
+
+  // Adds the pending sums to the wide ones.
+  void merge(const int32_t* sums, int64_t* acc, int64_t n) {
+    if (pending_top > value_top) {
       if (has_wide) {
-        const int by = smaller(octave - value_top, 63);
+        const int by = smaller(pending_top - value_top, 63);
         for (int64_t d = 0; d < n; ++d) acc[d] >>= by;
       }
-      value_top = octave;
+      value_top = pending_top;
     }
     const int depth = value_top - pending, up = fraction - depth;
     if (!has_wide)
@@ -77,8 +96,8 @@ struct BlockFloatRow {
     if (depth >= kFar) return;
     if (up >= 0)
       for (int64_t d = 0; d < n; ++d) acc[d] += int64_t(uint64_t(int64_t(sums[d])) << (up + kAccShift));
-    else  // of a block alone, whose sums fit 32 bits
-      for (int64_t d = 0; d < n; ++d) acc[d] += (sums[d] * (1 << kAccShift)) >> smaller(-up, 31);
+    else  // of a block alone, whose sums fit 32 bits; others are summed again
+      for (int64_t d = 0; d < n; ++d) acc[d] += int32_t(uint32_t(sums[d]) << kAccShift) >> smaller(-up, 31);
   }
 
   int gap() const { return value_top == kNoOctave ? 0 : smaller(top - value_top, kMaxGap); }

@@ -1,6 +1,7 @@
 """The native CPU kernels: every instruction set has the reference's bits."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -226,6 +227,46 @@ def test_largest_sums(isa, method, nk, sign):
     v = intflash.QTensor(torch.full((1, 1, nk, 35), 127 * sign, dtype=torch.int8), 0.1)
     out = cpu.run(prepare(q, k, v, method=method, out_dtype=torch.int16)[0], isa=isa).out
     assert (out == 32767 * sign).all()
+
+
+def _of_octaves(nk, octave_of_block, value):
+    """A problem of intflash_bfp whose largest octave of each block of 128 keys, and all values, are given."""
+    one = torch.ones(1, 1, 1, 1)
+    q, k, v = (torch.zeros(1, 1, n, 16, dtype=torch.int8) for n in (2, nk, nk))
+    q[..., 0] = 1
+    k[..., 0] = octave_of_block[torch.arange(nk) // 128].to(torch.int8)
+    v += value
+    q, k, v = (intflash.QTensor(x, one, "tensor") for x in (q, k, v))
+    return prepare(q, k, v, method="intflash_bfp", scale=math.log(2.0), out_dtype=torch.float32)[0]
+
+
+def _assert_every_set_has_the_bits(problem):
+    expected = reference.BACKEND.run(problem)
+    for isa in ISAS:
+        assert_same_bits(cpu.run(problem, isa=isa), expected)
+
+
+@pytest.mark.parametrize("nk", [pytest.param(65_536, marks=pytest.mark.full), 70_000])
+@pytest.mark.parametrize("rise", [0, 1, 3, 9, 10, 25])
+def test_largest_sums_of_blocks(nk, rise):
+    """One block in two or in 512 lies `rise` octaves above the others: sums in 32 bits are shared up to their bound."""
+    for every, value in ((2, -127), (512, 127)):
+        octaves = torch.zeros(-(-nk // 128))
+        octaves[every - 1 :: every] = rise
+        _assert_every_set_has_the_bits(_of_octaves(nk, octaves, value))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_blocks_of_any_octaves(data):
+    """Sums are shared by blocks of several octaves, merged, or computed again block by block."""
+    octave = st.sampled_from([-60, -30, -9, -8, -3, -1, 0, 1, 2, 9, 24, 40])
+    octaves = data.draw(st.lists(octave, min_size=1, max_size=12))
+    nk = 128 * len(octaves) - data.draw(st.integers(0, 127))
+    problem = _of_octaves(nk, torch.tensor(octaves), 127)
+    values = problem.v.data
+    values.copy_(torch.randint(-127, 128, values.shape, generator=torch.Generator().manual_seed(nk)))
+    _assert_every_set_has_the_bits(problem)
 
 
 @pytest.mark.parametrize("isa", ISAS)
