@@ -467,15 +467,14 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     for (int r = 0; r < rows_; ++r) {
       if (r % 4 == 0) V::keep_awake();
       BlockFloatRow& row = block_float_[r];
-      // Sums of one octave in up to 2^16 keys are those that the output is made of, in units of 2^8.
-      if (row.pending != kNoOctave &&
-          (row.has_wide || row.largest_of_value() > row.pending || row.fraction != kOutputShift))
-        merge_pending(r);
+      int32_t *high = acc_ + r * value_pad_, *low = acc_low_ + r * value_pad_;
+      const bool is_short = row.has_short_sums();
+      if (!is_short && row.pending != kNoOctave) merge_pending(r);
       row.value_top = row.largest_of_value();
-      if (row.has_wide)
-        rounded_acc(wide_acc_ + r * value_pad_, value_pad_, acc_ + r * value_pad_, acc_low_ + r * value_pad_);
+      if (is_short)
+        digits_of_pending(row.pending_top - row.pending, value_pad_, high, low);
       else
-        clear(acc_low_ + r * value_pad_, value_pad_);
+        rounded_acc(wide_acc_ + r * value_pad_, value_pad_, high, low);
       l_[r] = row.rounded_l(), gap_[r] = row.gap(), gaps = gaps || gap_[r];
     }
     finish<true>(gaps ? gap_ : nullptr);

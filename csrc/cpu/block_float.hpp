@@ -80,6 +80,13 @@ struct BlockFloatRow {
     return true;
   }
 
+  // Whether the pending sums are all that there are, and in units of the output's sums need no rounding. Without keys
+  // they are 0.
+  bool has_short_sums() const {
+    if (has_wide || pending == kNoOctave) return !has_wide;
+    return value_top <= pending_top && pending_top - pending <= kAccShift && fraction == kOutputShift;
+  }
+
   // Adds the pending sums to the wide ones.
   void merge(const int32_t* sums, int64_t* acc, int64_t n) {
     if (pending_top > value_top) {
@@ -104,6 +111,14 @@ struct BlockFloatRow {
   uint32_t rounded_l() const { return uint32_t((l + (1 << (kOutputShift - 1))) >> kOutputShift); }
   int64_t log_sum_level() const { return l ? int64_t(top + kOutputShift - fraction) * (int64_t(1) << 32) : kNever; }
 };
+
+// Replaces pending sums, whose unit is `below` octaves below the row's, by the digits of the output's sums.
+inline void digits_of_pending(int below, int64_t n, int32_t* high, int32_t* low) {
+  for (int64_t d = 0; d < n; ++d) {
+    const int32_t sum = high[d];
+    high[d] = sum >> below, low[d] = int32_t(uint32_t(sum) << (kAccShift - below)) & 255;
+  }
+}
 
 // Writes the digits of acc / 2^kOutputShift, rounded half up.
 inline void rounded_acc(const int64_t* acc, int64_t n, int32_t* high, int32_t* low) {
