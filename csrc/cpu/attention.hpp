@@ -494,7 +494,6 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     if (octave == kNoOctave) return;
     if (alone || !row.takes_block(octave, rise, up_[r])) {
       if (row.pending != kNoOctave) merge_pending(r);
-      up_[r] = 0;
       row.begin_pending(octave);
     } else if (rise) {
       int32_t* sums = acc_ + r * value_pad_;

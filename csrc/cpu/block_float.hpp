@@ -68,14 +68,14 @@ struct BlockFloatRow {
     pending = pending_top = octave, blocks = 1;
     value_lowest = smaller(value_lowest, octave);
   }
-  // Whether 32 bits hold the pending sums and a block's. rise, up: octaves by which the pending sums, and those of the
-  // block, are shifted to the lower unit of both.
+  // Whether 32 bits hold the pending sums and a block's. Then rise and up are the octaves by which the pending sums,
+  // and those of the block, are shifted to the lower unit of both.
   bool takes_block(int octave, int& rise, int& up) {
-    if (pending == kNoOctave) return false;
-    rise = larger(pending - octave, 0), up = larger(octave - pending, 0);
-    if (larger(rise, up) > kMostRise || (blocks << rise) + (1 << up) > kMostBlocks) return false;
-    blocks = (blocks << rise) + (1 << up);
-    pending = smaller(pending, octave), pending_top = larger(pending_top, octave);
+    if (pending == kNoOctave || larger(pending - octave, octave - pending) > kMostRise) return false;
+    const int lower = smaller(pending, octave), sum = (blocks << (pending - lower)) + (1 << (octave - lower));
+    if (sum > kMostBlocks) return false;
+    rise = pending - lower, up = octave - lower, blocks = sum;
+    pending = lower, pending_top = larger(pending_top, octave);
     value_lowest = smaller(value_lowest, octave);
     return true;
   }

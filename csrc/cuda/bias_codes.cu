@@ -1,7 +1,7 @@
 // Makes the integer codes of an additive mask: `bias_codes` of numerics/exp.py, with its bits.
 //
 // Macros: IN, the mask's type, i32 for codes of `quantize_bias`; CODE_BITS, the fraction bits of those; FRACTION_BITS
-// of the codes that are made. A thread takes AT_ONCE elements, a CTA's threads adjacent ones.
+// of the codes that are made. A CTA's CTA_THREADS threads take AT_ONCE elements each, adjacent threads adjacent ones.
 #include "quantize.cuh"
 
 struct BiasParams {
@@ -12,15 +12,14 @@ struct BiasParams {
   double octaves;  // log2(e)
 };
 
-constexpr i32 ABSENT_KEY = -2147483647 - 1, LIMIT = 2147483647;
-constexpr int THREADS = 256, AT_ONCE = 8;
+constexpr i32 LIMIT = 2147483647;
 
 DEVICE i32 code(i32 x, const BiasParams&) {
-  if (CODE_BITS == FRACTION_BITS || x == ABSENT_KEY) return x;
+  if (CODE_BITS == FRACTION_BITS || x == NO_SCORE) return x;
   return ((x >> max(CODE_BITS - FRACTION_BITS - 1, 0)) + 1) >> 1;
 }
 DEVICE i32 code(double x, const BiasParams& p) {
-  if (!(x > p.least)) return ABSENT_KEY;
+  if (!(x > p.least)) return NO_SCORE;
   const double scaled = x * p.octaves * (1 << FRACTION_BITS);  // the second product is exact
   return max(min(__double2ll_rn(fmax(fmin(scaled, 0x1p31), -0x1p31)), (i64)LIMIT), -(i64)LIMIT);
 }
@@ -28,15 +27,15 @@ DEVICE i32 code(float x, const BiasParams& p) { return code((double)x, p); }
 DEVICE i32 code(half_t x, const BiasParams& p) { return code((double)low_half(x.bits, x), p); }
 DEVICE i32 code(bfloat_t x, const BiasParams& p) { return code((double)low_half(x.bits, x), p); }
 
-extern "C" __global__ void __launch_bounds__(THREADS) bias_codes(const __grid_constant__ BiasParams p) {
+extern "C" __global__ void __launch_bounds__(CTA_THREADS) bias_codes(const __grid_constant__ BiasParams p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const u64 first = (u64)blockIdx.x * (THREADS * AT_ONCE) + threadIdx.x;
+  const u64 first = (u64)blockIdx.x * (CTA_THREADS * AT_ONCE) + threadIdx.x;
   IN x[AT_ONCE];
 #pragma unroll
   for (int i = 0; i < AT_ONCE; ++i)
-    if (first + i * THREADS < p.count) x[i] = p.bias[first + i * THREADS];
+    if (first + i * CTA_THREADS < p.count) x[i] = p.bias[first + i * CTA_THREADS];
 #pragma unroll
   for (int i = 0; i < AT_ONCE; ++i)
-    if (first + i * THREADS < p.count) p.codes[first + i * THREADS] = code(x[i], p);
+    if (first + i * CTA_THREADS < p.count) p.codes[first + i * CTA_THREADS] = code(x[i], p);
 }

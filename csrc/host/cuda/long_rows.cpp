@@ -322,13 +322,12 @@ void long_rows_launch(const Attention& a, Launch& launch) {
   launch.has_maps = !floats && k.shape[2] % 16 == 0 && set_tensor_maps(launch, k, v, kTile / 16, key_width(d));
   const bool light = floats ? light_quantization(d) : launch.has_maps && d == own;
   int64_t consumers = p.fixed.consumers < 0 ? consumers_of(p, d, light, rows) : p.fixed.consumers;
-  int64_t extra = extra_shared_bytes(p, consumers, floats), most = most_stages(d, consumers, extra);
+  int64_t extra = extra_shared_bytes(p, consumers, floats);
+  const int64_t most = most_stages(d, consumers, extra);
   const bool is_faster = p.fixed.resident < 0 ? is_faster_resident(p, a.q, most) : bool(p.fixed.resident);
   const bool resident = floats || (fits_resident(p, most) && is_faster);
-  if (p.fixed.consumers < 0 && !resident && two_consumers_suffice(p, a.gpu.processors)) {
-    consumers = 2;
-    extra = extra_shared_bytes(p, consumers, floats), most = most_stages(d, consumers, extra);
-  }
+  if (p.fixed.consumers < 0 && !resident && two_consumers_suffice(p, a.gpu.processors))
+    consumers = 2, extra = extra_shared_bytes(p, consumers, floats);
   const int64_t stages = resident ? most : kStages;
   launch.program = {&kSource,
                     {int32_t(p.method),

@@ -155,7 +155,7 @@ void quantize_launch(const Problem& p, const Tensor (&scale)[3], bool finds_scal
                      int32_t(channels), floats && p.is_dynamic(), bool(valueless), p.v.stride[3] == 1 ? kLeftOut : 1,
                      finds_scales ? int32_t(cluster) : kLeftOut, finds_scales ? int32_t(of_cta) : kLeftOut}};
   launch.grid[0] = uint32_t(finds_scales ? 3 * p.batch() * p.heads() * cluster
-                                         : (floats ? 2 : 1) * p.k.shape[0] * p.k.shape[1] * tiles);
+                                         : (floats ? 2 : 1) * p.batch() * p.k.shape[1] * tiles);
   launch.threads = uint32_t(kTokens * of_cta);
   launch.shared_bytes = uint32_t(of_cta * channels * kTokens);
 }

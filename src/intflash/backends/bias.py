@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from intflash.backends.cuda import program
-from intflash.backends.cuda.bias import bias_codes_launch
+from intflash.backends.cuda import BACKEND
 from intflash.numerics import exp
 
 
 def bias_codes(bias: Tensor, fraction_bits: int = exp.BIAS_FRACTION_BITS) -> Tensor:
     """`numerics.exp.bias_codes` of a tensor with values. An axis of stride 0 stays one."""
     done = bias.dtype == torch.int32 and fraction_bits == exp.BIAS_FRACTION_BITS
-    if done or not bias.is_cuda or bias.numel() == 0 or program.unavailable() is not None:
+    if done or not bias.is_cuda or bias.numel() == 0 or BACKEND.unavailable() is not None:
         return exp.bias_codes(bias, fraction_bits)
+    from intflash.backends.cuda.bias import bias_codes_launch
+
     once = bias[tuple(slice(1) if stride == 0 else slice(None) for stride in bias.stride())]
     launch, codes = bias_codes_launch(once.contiguous(), fraction_bits)
     launch.run()

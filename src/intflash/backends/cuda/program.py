@@ -37,9 +37,11 @@ HOPPER = "sm_90a"  # the architecture that wgmma and TMA need
 C_TYPES = {  # the names of dtypes in csrc/cuda
     torch.int8: "i8",
     torch.int16: "i16",
+    torch.int32: "i32",
     torch.float16: "half_t",
     torch.bfloat16: "bfloat_t",
     torch.float32: "float",
+    torch.float64: "double",
 }
 
 

@@ -27,7 +27,6 @@ GROUP_COLUMNS = 32  # columns of a quad of lanes
 SHARED_BYTES = 227 * 1024
 LEAST_STAGES, MOST_STAGES = 3, 8
 MOST_CONSUMERS = 3
-_C_INT32 = "i32"
 
 
 class LinearParams(ctypes.Structure):
@@ -224,7 +223,7 @@ def linear_launch(
     program = CudaProgram.of(
         "sm90/linear.cu", (Product(split.columns, "s8"),), "linear", COLUMNS=split.columns,
         CONSUMERS=split.consumers, STAGES=stages, RESIDENT=int(split.resident), EPILOGUE=op.epilogue.upper(),
-        OUT=C_TYPES.get(out.dtype, _C_INT32), WIDE_SHIFT=int(wide), TABLE_BITS=op.bits, TABLE_COPIES=copies,
+        OUT=C_TYPES[out.dtype], WIDE_SHIFT=int(wide), TABLE_BITS=op.bits, TABLE_COPIES=copies,
         MAPPED=int(store_rows is not None), CONSTANT_RESIDUAL=int(constant),
     )  # fmt: skip
     tensors = dict(
@@ -300,9 +299,9 @@ def layer_norm_launch(
     ctas = (_CTAS_PER_SM if second is None else _CTAS_OF_TWO)[turns - 1] - (x.dtype == torch.int32)
     program = CudaProgram.of(
         "layer_norm.cu", (), "layer_norm", CHANNELS=channels, MAPPED=int(load_rows is not None),
-        PARTS=1 if load_rows is None else load_rows.shape[1], IN=C_TYPES.get(x.dtype, _C_INT32),
-        OUT=C_TYPES.get(out.dtype, _C_INT32), LANES=lanes, CTAS_PER_SM=ctas, SECOND=int(second is not None),
-        OUT2=C_TYPES.get(out.dtype if second is None else second.out.dtype, _C_INT32),
+        PARTS=1 if load_rows is None else load_rows.shape[1], IN=C_TYPES[x.dtype],
+        OUT=C_TYPES[out.dtype], LANES=lanes, CTAS_PER_SM=ctas, SECOND=int(second is not None),
+        OUT2=C_TYPES[out.dtype if second is None else second.out.dtype],
     )  # fmt: skip
     parameters = LayerNormParams(
         eps=eps, rows=batch * rows, image_rows=rows, in_rows=x.shape[1], image_reciprocal=quotient_reciprocal(rows)
