@@ -1,7 +1,7 @@
 // Makes the integer codes of an additive mask: `bias_codes` of numerics/exp.py, with its bits.
 //
 // Macros: IN, the mask's type, i32 for codes of `quantize_bias`; CODE_BITS, the fraction bits of those; FRACTION_BITS
-// of the codes that are made. A CTA's CTA_THREADS threads take AT_ONCE elements each, adjacent threads adjacent ones.
+// of the codes that are made. A CTA's CTA_THREADS threads take ELEMENTS of them each, adjacent threads adjacent ones.
 #include "quantize.cuh"
 
 struct BiasParams {
@@ -30,12 +30,12 @@ DEVICE i32 code(bfloat_t x, const BiasParams& p) { return code((double)low_half(
 extern "C" __global__ void __launch_bounds__(CTA_THREADS) bias_codes(const __grid_constant__ BiasParams p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const u64 first = (u64)blockIdx.x * (CTA_THREADS * AT_ONCE) + threadIdx.x;
-  IN x[AT_ONCE];
+  const u64 first = (u64)blockIdx.x * (CTA_THREADS * ELEMENTS) + threadIdx.x;
+  IN x[ELEMENTS];
 #pragma unroll
-  for (int i = 0; i < AT_ONCE; ++i)
+  for (int i = 0; i < ELEMENTS; ++i)
     if (first + i * CTA_THREADS < p.count) x[i] = p.bias[first + i * CTA_THREADS];
 #pragma unroll
-  for (int i = 0; i < AT_ONCE; ++i)
+  for (int i = 0; i < ELEMENTS; ++i)
     if (first + i * CTA_THREADS < p.count) p.codes[first + i * CTA_THREADS] = code(x[i], p);
 }

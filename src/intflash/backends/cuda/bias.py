@@ -10,7 +10,7 @@ from torch import Tensor
 from intflash.backends.cuda.program import C_TYPES, CudaLaunch, CudaProgram
 from intflash.numerics import exp
 
-_THREADS, _AT_ONCE = 256, 8  # of a CTA; elements of a thread
+_THREADS, _ELEMENTS = 256, 8  # a CTA's, and those of a thread
 
 
 def bias_codes_launch(bias: Tensor, fraction_bits: int) -> tuple[CudaLaunch, Tensor]:
@@ -19,8 +19,8 @@ def bias_codes_launch(bias: Tensor, fraction_bits: int) -> tuple[CudaLaunch, Ten
     least = torch.finfo(bias.dtype).min / 2 if bias.dtype.is_floating_point else 0.0
     program = CudaProgram.of(
         "bias_codes.cu", (), "bias_codes", IN=C_TYPES[bias.dtype], CODE_BITS=exp.BIAS_FRACTION_BITS,
-        FRACTION_BITS=fraction_bits, CTA_THREADS=_THREADS, AT_ONCE=_AT_ONCE,
+        FRACTION_BITS=fraction_bits, CTA_THREADS=_THREADS, ELEMENTS=_ELEMENTS,
     )  # fmt: skip
     parameters = struct.pack("<QQQdd", bias.data_ptr(), codes.data_ptr(), bias.numel(), least, exp.LOG2_E)
-    grid = (-(-bias.numel() // (_THREADS * _AT_ONCE)), 1, 1)
+    grid = (-(-bias.numel() // (_THREADS * _ELEMENTS)), 1, 1)
     return CudaLaunch(program, grid, _THREADS, 0, parameters, bias.device, (bias, codes), overlaps=True), codes
