@@ -1,5 +1,5 @@
-// intflash and intflash_p8 on AMX tiles for short rows: up to 256 keys, whose scores stay in L1. Calls with causal
-// limits, packed sequences or scales per block of keys are not served here.
+// intflash, intflash_p8 and intflash_bfp on AMX tiles for short rows: up to 256 keys, whose scores stay in L1. Calls
+// with causal limits, packed sequences or scales per block of keys are not served here.
 //
 // The kernel is a software pipeline over blocks of 16 query rows. While the vector unit computes P of one block, the
 // tile unit computes the scores of the next block and P V of the previous one. The tile instructions are spread between
@@ -17,11 +17,11 @@
 namespace intflash {
 namespace {
 
-template <bool P16>
+template <bool P16, Level L = Level::kMaximum>
 class AmxShortRows {
   using V = Amx;
   using RowBlock = RowBlockOf<16, 64, 1024, 4 * 1024>;  // P in tiles
-  using Rows = ShortRowSoftmax<V, P16, RowBlock>;
+  using Rows = ShortRowSoftmax<V, P16, L, RowBlock>;
   static constexpr int kRows = RowBlock::kRows, kPanel = RowBlock::kPanel, kChunk = RowBlock::kChunk,
                        kMaxChunks = RowBlock::kMaxChunks, kTile = RowBlock::kPChunk;
   static constexpr int kParts = 16;  // parts of the tile work beside one chunk, four to a panel of S

@@ -69,14 +69,15 @@ struct CachedExponent {
 };
 
 // T with a bias in 32 bits, units of 2^-24 octave, where c has no bits below that and scores and biases are small
-// enough. An absent key has INT32_MIN. All other keys stay 16 octaves above that, so that its p is 0.
+// enough. bias_shift: from the bias's unit to that one. An absent key has INT32_MIN. All other keys stay 16 octaves
+// above that, so that its p is 0.
 constexpr int32_t kAbsentLevel32 = INT32_MIN;
 inline bool has_24_fraction_bits(Exponent e) { return e.k == 0 && e.c % 256 == 0; }
-inline bool levels_fit_32_bits(int32_t score, int32_t bias, uint32_t c24) {
-  return int64_t(score) * c24 + int64_t(bias) * 16 <= (int64_t(1) << 31) - (int64_t(1) << 28);
+inline bool levels_fit_32_bits(int32_t score, int32_t bias, uint32_t c24, int bias_shift) {
+  return int64_t(score) * c24 + int64_t(bias) * (1 << bias_shift) <= (int64_t(1) << 31) - (int64_t(1) << 28);
 }
-inline int32_t level32(int32_t score, int32_t bias, uint32_t c24) {
-  return int32_t(uint32_t(score) * c24 + (uint32_t(bias) << 4));
+inline int32_t level32(int32_t score, int32_t bias, uint32_t c24, int bias_shift) {
+  return int32_t(uint32_t(score) * c24 + (uint32_t(bias) << bias_shift));
 }
 
 // s_V / s_O = mr * 2^(e - 24), 2^23 <= mr <= 2^24

@@ -51,7 +51,9 @@ struct Buffers {
     qk_steps_ = V::depth_steps(call.head_dim);
     chunk_ = smaller(key_pad, round_up(V::kScoreBytes / (4 * kRows), kStageKeys));
     const bool block_float = call.method == Method::kBlockFloat, p16 = has_p16(call.method);
-    if (call.method == Method::kOnline || block_float) chunk_ = smaller<int64_t>(key_pad, kGranule);
+    const bool some_are_one_block = block_float && (call.nk <= kOneBlock || call.ends_q);
+    if (call.method == Method::kOnline || block_float)
+      chunk_ = smaller<int64_t>(key_pad, some_are_one_block ? round_up(kOneBlock, kKeyPad) : kGranule);
     if (call.method >= Method::kQFlash) chunk_ = smaller(key_pad, kStageKeys);
     score_ld_ = chunk_ + 16;  // not a multiple of 4 KiB, whose rows would share a cache set
     p_ld_ = smaller(chunk_, kStageKeys) + 64 / int64_t(sizeof(PCode));
@@ -140,6 +142,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   int64_t level_[kRows];    // biased rows: the maximum of T; intflash_online, intflash_bfp: the octave in T
   int32_t row_max_[kRows];  // unbiased rows: the maximum of S
   uint32_t l_[kRows];
+  bool has_octaves_ = false;  // intflash_bfp: whether block_float_ has the octaves of the unit's rows
   BlockFloatRow block_float_[kRows];
   int gap_[kRows];
   int up_[kRows];  // octaves by which the sums of a block are shifted to the unit of a row's pending ones
@@ -161,7 +164,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     Pack<V>::values(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, pad, call_.value_dim,
                     in_key_order, values_);
     V::keep_awake();
-    if (call_.method == Method::kBlockFloat)
+    if (call_.method == Method::kBlockFloat && !call_.all_have_values)
       find_valueless(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, call_.value_dim, valueless_);
     if (in_key_order || (V::kWideP && has_p16(call_.method)))
       column_sums(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, call_.value_dim, value_pad_,
@@ -171,6 +174,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   void enter_rows(int64_t block) {
     enter_block(block);
     biased_ = call_.bias.data || call_.k_scale.stride[2], by_levels32_ = false;
+    has_octaves_ = call_.method == Method::kBlockFloat &&
+                   (nk_ > kOneBlock || (!call_.all_have_values && has_valueless(valueless_, nk_)));
     Pack<V>::queries(call_.q.at(b_, h_, q0_ + row0_), call_.q.stride[2], call_.q.stride[3], rows_, call_.head_dim,
                      qk_steps_, queries_, query_offset_);
     V::keep_awake();
@@ -225,7 +230,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   template <Level L, class F>
   void for_each_exponent(int r, int64_t key, int64_t n, const int32_t* s, F f) {
     const int32_t* bias = call_.bias.data ? mask_row(call_.bias, call_.bias_batch, r, key) : nullptr;
-    constexpr int64_t bias_step = L == Level::kBlockOctave   ? kBlockFloatBiasStep
+    constexpr int64_t bias_step = kFloors<L>                 ? kBlockFloatBiasStep
                                   : L == Level::kTableOctave ? kTableSteps.bias_step()
                                                              : kOctaves.bias_step();
     const int64_t step = call_.bias.stride[3];
@@ -274,7 +279,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     return fit;
   }
   Level32Row level32_row(int r, int64_t key) const {
-    return {mask_row(call_.bias, call_.bias_batch, r, key), call_.bias.stride[3], exponent_[r * row_step_].c >> 8};
+    return {mask_row(call_.bias, call_.bias_batch, r, key), call_.bias.stride[3], exponent_[r * row_step_].c >> 8,
+            call_.method == Method::kBlockFloat ? 12 : 4};
   }
 
   int64_t unbiased_max(int r) const { return row_max_[r] == kAbsent ? kNever : exponent_of(r, row_max_[r]); }
@@ -284,7 +290,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   __attribute__((noinline)) void depths_in_place(int r, int64_t key, int64_t at, int64_t n) {
     int32_t* s = scores_ + r * score_ld_ + at;
     const int64_t level = level_[r] + (L == Level::kTableOctave ? kStepOffset : 0);
-    if (L == Level::kMaximum && by_levels32_)
+    if (!kIsAboveMaximum<L> && by_levels32_)
       level32_row(r, key + at).depths(s, n, level);
     else
       for_each_exponent<L>(r, key + at, n, s, [&](int64_t j, int64_t t) {
@@ -302,7 +308,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     uint64_t base[kRows];
     for (int r = 0; r < rows_; ++r) {
       sums[r] = V::set1(0);
-      if (L != Level::kMaximum && !biased_)
+      if (kIsAboveMaximum<L> && !biased_)
         base[r] = scaled_base<L>(row_max_[r] == kAbsent ? 0 : level_[r] - exponent_of(r, row_max_[r]));
       if (biased_) depths_in_place<L>(r, key, at, n);
     }
@@ -371,15 +377,15 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       case Method::kP16: exact<true>(); break;
       case Method::kP8: exact<false>(); break;
       case Method::kOnline: online(); break;
-      case Method::kBlockFloat: block_float(); break;
+      case Method::kBlockFloat: has_octaves_ ? block_float() : exact<true, Level::kBlockMaximum>(); break;
       case Method::kQFlash: flash<false>(); break;
       case Method::kIFlash: flash<true>(); break;
     }
   }
 
-  template <bool P16>
+  template <bool P16, Level L = Level::kMaximum>
   void exact() {
-    if constexpr (V::kMatrixUnit)
+    if constexpr (V::kMatrixUnit && L == Level::kMaximum)
       if (are_long_rows<P16>()) return long_rows<P16>();
     const bool resident = key_end_ - key_begin_ <= chunk_;
     for (int64_t key = key_begin_; key < key_end_; key += chunk_) {
@@ -387,13 +393,13 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       score_chunk(key, n);
       by_levels32_ = biased_ && resident && levels32(key, n);
       for (int r = 0; biased_ && !by_levels32_ && r < rows_; ++r)
-        level_[r] = larger(level_[r], biased_max<Level::kMaximum>(r, key, n));
+        level_[r] = larger(level_[r], biased_max<L>(r, key, n));
     }
     for (int64_t key = key_begin_; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
       if (!resident) score_chunk(key, n);
       for (int64_t at = 0; at < n; at += stage_keys_)
-        accumulate<P16, Level::kMaximum>(key, at, smaller(stage_keys_, n - at), key + at == key_begin_);
+        accumulate<P16, L>(key, at, smaller(stage_keys_, n - at), key + at == key_begin_);
     }
     finish<P16>();
   }
@@ -451,6 +457,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   // fraction bits, the block of rows is computed again from the octaves found, and each block of keys is merged alone.
   void block_float() {
     for (int r = 0; r < rows_; ++r) block_float_[r] = BlockFloatRow(nk_);
+    if (nk_ <= kOneBlock) return one_block();
     const auto pass = [&](bool alone) {
       clear(acc_, rows_ * value_pad_);
       for (int64_t key = key_begin_; key < key_end_; key += kGranule)
@@ -480,6 +487,32 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     finish<true>(gaps ? gap_ : nullptr);
   }
 
+  // Computes it where all keys are one block and some have no value. Depths of the others count from their maximum.
+  void one_block() {
+    bool some = false;
+    uint32_t sums[kRows] = {}, l[kRows];
+    const int64_t count = key_end_ - key_begin_;
+    groups_of_keys(key_begin_, count, [&](const int* octave, bool of_value) {
+      for (int64_t at = 0; at < count; at += stage_keys_) {
+        const int64_t n = smaller(stage_keys_, count - at);
+        if (of_value)
+          weights<true, Level::kBlockMaximum>(key_begin_, at, n, l);
+        else
+          weights<true, Level::kBlockOctave>(key_begin_, at, n, l);
+        for (int r = 0; r < rows_; ++r) sums[r] = (at ? sums[r] : 0) + l[r];
+        if (of_value) products<true>(key_begin_ + at, at, n, at == 0);
+      }
+      add_l(octave, sums);
+      for (int r = 0; of_value && r < rows_; ++r) block_float_[r].value_top = octave[r];
+      some = some || of_value;
+    });
+    if (!some) clear(acc_, rows_ * value_pad_), clear(acc_low_, rows_ * value_pad_);
+    bool gaps = false;
+    for (int r = 0; r < rows_; ++r)
+      l_[r] = block_float_[r].rounded_l(), gap_[r] = block_float_[r].gap(), gaps = gaps || gap_[r];
+    finish<true>(gaps ? gap_ : nullptr);
+  }
+
   void merge_pending(int r) {
     int32_t* sums = acc_ + r * value_pad_;
     block_float_[r].merge(sums, wide_acc_ + r * value_pad_, value_pad_);
@@ -502,27 +535,30 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   }
 
   void block_of_keys(int64_t key, int64_t n, bool alone) {
+    groups_of_keys(key, n, [&](const int* octave, bool of_value) {
+      for (int r = 0; of_value && r < rows_; ++r) begin_block(r, octave[r], alone);
+      V::keep_awake();
+      uint32_t l[kRows];
+      weights<true, Level::kBlockOctave>(key, 0, n, l);
+      if (of_value) products<true, true>(key, 0, n, false);
+      add_l(octave, l);
+    });
+  }
+  // Computes the scores of a block, and calls add(octaves, of_value) with those of its keys with a value, then of the
+  // others, in scores_, where some row has any.
+  template <class Add>
+  void groups_of_keys(int64_t key, int64_t n, Add add) {
     for (int r = 0; r < rows_; ++r) row_max_[r] = kAbsent;
-    const bool was_masked = masked_, split = has_valueless(valueless_ + key, n);
+    const bool was_masked = masked_, split = !call_.all_have_values && has_valueless(valueless_ + key, n);
     masked_ = masked_ || split;
     score_chunk(key, n);
     if (split) split_valueless(key, n);
     int octave[kRows];
-    uint32_t l[kRows];
-    if (enter_group(key, n, octave)) {
-      for (int r = 0; r < rows_; ++r) begin_block(r, octave[r], alone);
-      V::keep_awake();
-      weights<true, Level::kBlockOctave>(key, 0, n, l);
-      products<true, true>(key, 0, n, false);
-      add_l(octave, l);
-    }
+    if (enter_group(key, n, octave)) add(octave, true);
     if (split) {
       std::swap(scores_, other_scores_);
       find_group_maxima(n);
-      if (enter_group(key, n, octave)) {
-        weights<true, Level::kBlockOctave>(key, 0, n, l);
-        add_l(octave, l);
-      }
+      if (enter_group(key, n, octave)) add(octave, false);
       std::swap(scores_, other_scores_);
     }
     masked_ = was_masked;
@@ -554,8 +590,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     bool some = false;
     for (int r = 0; r < rows_; ++r) {
       const int64_t m = biased_ ? biased_max<Level::kBlockOctave>(r, key, n) : unbiased_max(r);
-      octave[r] = m == kNever ? kNoOctave : int((m + 0xFFFFFFFF) >> 32);
-      level_[r] = m == kNever ? 0 : int64_t(octave[r]) * (int64_t(1) << 32);
+      octave[r] = m == kNever ? kNoOctave : block_float_[r].octave_of(m);
+      level_[r] = m == kNever ? 0 : block_float_[r].level(octave[r]);
       some = some || m != kNever;
     }
     return some;
@@ -624,7 +660,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
 
   // Returns the row's maximum of T in 2^-32 octave.
   int64_t t_max(int r) const {
-    if (call_.method == Method::kBlockFloat) return block_float_[r].log_sum_level();
+    if (has_octaves_) return block_float_[r].log_sum_level();
     if (call_.method == Method::kOnline) return level_[r] == kNever ? kNever : level_[r] / kTableSteps.sixteenths * 16;
     return biased_ ? level_[r] : unbiased_max(r);
   }

@@ -1,5 +1,5 @@
-// intflash and intflash_p8 on AVX-512 VNNI for short rows: up to 256 keys. It serves the calls that amx_short_rows.hpp
-// serves on tiles.
+// intflash, intflash_p8 and intflash_bfp on AVX-512 VNNI for short rows: up to 256 keys. It serves the calls that
+// amx_short_rows.hpp serves on tiles.
 //
 // A row block goes through one phase after the other: scores, row maxima, P, P V, output. Its scores and P stay in L1,
 // and the sums of a product of up to 7 rows by 4 panels in registers. P16's two digits share the sums of P V, since 127
@@ -16,11 +16,11 @@
 namespace intflash {
 namespace {
 
-template <bool P16>
+template <bool P16, Level L = Level::kMaximum>
 class Avx512ShortRows {
   using V = Avx512Vnni;
   using RowBlock = RowBlockOf<64, 256 + 64, 64, 64 * (256 + 64)>;  // the rows of P are spread over all cache sets
-  using Rows = ShortRowSoftmax<V, P16, RowBlock>;
+  using Rows = ShortRowSoftmax<V, P16, L, RowBlock>;
   static constexpr int kRows = RowBlock::kRows, kPanel = RowBlock::kPanel, kChunk = RowBlock::kChunk;
   // Sizes of a tile of sums in registers. Scores have few panels, because on Zen 5 many stores at once hold up the
   // products.

@@ -9,6 +9,7 @@ struct Level32Row {
   const int32_t* bias;
   int64_t step;
   uint32_t c24;
+  int bias_shift;
 
   // Finds the maximum of T over keys [0, n), kNever without keys. Returns false where 32 bits do not hold T.
   bool level(const int32_t* s, int64_t n, int64_t& level) const {
@@ -17,9 +18,9 @@ struct Level32Row {
       const int32_t present = -(s[j] != kAbsent), x = s[j] & present,
                     y = b & present;  // without branches, which gcc does not vectorize
       score = larger(score, x < 0 ? -x : x), most = larger(most, y < 0 ? -y : y);
-      top = larger(top, (level32(x, y, c24) & present) | (kAbsentLevel32 & ~present));
+      top = larger(top, (level32(x, y, c24, bias_shift) & present) | (kAbsentLevel32 & ~present));
     });
-    if (!levels_fit_32_bits(score, most, c24)) return false;
+    if (!levels_fit_32_bits(score, most, c24, bias_shift)) return false;
     level = top == kAbsentLevel32 ? kNever : int64_t(top) * 256;
     return true;
   }
@@ -28,7 +29,7 @@ struct Level32Row {
   void depths(int32_t* s, int64_t n, int64_t level) const {
     const uint32_t top = uint32_t(level >> 8);
     each(n, [&](int64_t j, int32_t b) {
-      const uint32_t depth = (top - uint32_t(level32(s[j], b, c24))) >> 15;
+      const uint32_t depth = (top - uint32_t(level32(s[j], b, c24, bias_shift))) >> 15;
       s[j] = int32_t(s[j] == kAbsent ? 65535 : smaller<uint32_t>(depth, 65535));
     });
   }

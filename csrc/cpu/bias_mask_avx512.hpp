@@ -15,12 +15,13 @@ struct BiasedScale {
   int32_t c = 0, bias_unit = 0;
   int k = 0, down = 0;  // T = t >> down
   uint32_t c24 = 0;     // c in 2^-24 octave
+  int bias_shift = 4;   // from a bias to 2^-24 octave
 };
 
 inline bool fits_scaled(Exponent e) { return e.k == 0 && e.c < (1u << 22); }
-inline BiasedScale biased_scale(Exponent e, bool scaled) {
-  if (scaled) return {int32_t(e.c << 9), 1 << 21, 0, 9, e.c >> 8};
-  return {int32_t(e.c), 1 << 12, e.k, 0, e.c >> 8};
+inline BiasedScale biased_scale(Exponent e, bool scaled, int bias_shift) {
+  if (scaled) return {int32_t(e.c << 9), 1 << (bias_shift + 17), 0, 9, e.c >> 8, bias_shift};
+  return {int32_t(e.c), 1 << (bias_shift + 8), e.k, 0, e.c >> 8, bias_shift};
 }
 
 // The bias and the mask of a row; null where it has none.
@@ -91,22 +92,23 @@ struct Biased {
   // The largest magnitudes of scores and biases in each lane.
   struct Magnitudes {
     __m512i score = _mm512_setzero_si512(), bias = _mm512_setzero_si512();
-    bool fit(uint32_t c24) const {
-      return levels_fit_32_bits(_mm512_reduce_max_epi32(score), _mm512_reduce_max_epi32(bias), c24);
+    bool fit(uint32_t c24, int bias_shift) const {
+      return levels_fit_32_bits(_mm512_reduce_max_epi32(score), _mm512_reduce_max_epi32(bias), c24, bias_shift);
     }
   };
-  // Does the same in 32-bit lanes, with c in 2^-24 octave, and updates `most`.
+  // Does the same in 32-bit lanes, in 2^-24 octave, and updates `most`.
   template <class Reader>
-  static __m512i level32_row(const int32_t* s, int64_t n, const Reader& reader, const RowBias& add, uint32_t c24,
-                             int32_t* t, Magnitudes& most) {
-    const __m512i c = _mm512_set1_epi32(int32_t(c24)), absent = _mm512_set1_epi32(kAbsent),
+  static __m512i level32_row(const int32_t* s, int64_t n, const Reader& reader, const RowBias& add,
+                             const BiasedScale& scale, int32_t* t, Magnitudes& most) {
+    const __m128i bias_shift = _mm_cvtsi32_si128(scale.bias_shift);
+    const __m512i c = _mm512_set1_epi32(int32_t(scale.c24)), absent = _mm512_set1_epi32(kAbsent),
                   never = _mm512_set1_epi32(kAbsentLevel32);
     __m512i max = never;
     for (int64_t j = 0; j < n; j += 16) {
       const __m512i b = reader.bias(add, j, Vec512::lanes(n - j)), x = Vec512::load(s + j);
       most.score = Vec512::max(most.score, _mm512_abs_epi32(x));
       most.bias = Vec512::max(most.bias, _mm512_abs_epi32(b));  // that of kAbsent stays negative
-      const __m512i sum = _mm512_add_epi32(_mm512_mullo_epi32(x, c), _mm512_slli_epi32(b, 4));
+      const __m512i sum = _mm512_add_epi32(_mm512_mullo_epi32(x, c), _mm512_sll_epi32(b, bias_shift));
       const __m512i level = _mm512_mask_mov_epi32(sum, _mm512_cmpeq_epi32_mask(b, absent), never);
       Vec512::store(t + j, level);
       max = Vec512::max(max, level);
@@ -207,11 +209,11 @@ struct BiasedMaxima {
     uint32_t largest = 0;
     for (int r = 0; r < RowBlock::kRows; ++r) max[r] = V::zero16();
     for_each_row([&](int r, const auto& reader, const RowBias& add) {
-      const uint32_t c = s.biased_scale[r * s.scale_step].c24;
-      max[r] = Biased::level32_row(s.scores + r * RowBlock::kScoreLd, call.nk, reader, add, c, s.levels32(r), most);
-      largest = larger(largest, c);
+      const BiasedScale& scale = s.biased_scale[r * s.scale_step];
+      max[r] = Biased::level32_row(s.scores + r * RowBlock::kScoreLd, call.nk, reader, add, scale, s.levels32(r), most);
+      largest = larger(largest, scale.c24);
     });
-    if (!most.fit(largest)) return false;
+    if (!most.fit(largest, s.biased_scale[0].bias_shift)) return false;
     for (int r = 0; r < s.rows; r += 16) V::reduce_max(max + r, s.top + r);
     for (int r = s.first; r < s.rows; ++r)
       if (s.top[r] == kAbsentLevel32) s.top[r] = 0;  // without keys: any level far above

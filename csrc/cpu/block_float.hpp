@@ -6,8 +6,9 @@ namespace intflash {
 namespace {
 
 constexpr int64_t kBlockFloatBiasStep = int64_t(1) << 20;  // 2^-12 octave in T
-constexpr int kNoOctave = -(1 << 29);                      // of a group without keys, below every other
-constexpr int kFar = 48;                                   // a block so many octaves below its row adds nothing
+constexpr int64_t kOneBlock = 288;     // a sequence of at most so many keys is one block, whose sums are exact
+constexpr int kNoOctave = -(1 << 29);  // of a group without keys, below every other
+constexpr int kFar = 48;               // a block so many octaves below its row adds nothing
 constexpr int kMaxGap = 96;
 constexpr int kAccShift = 8;  // the unit of a block's P V is 2^8 of P16
 // Blocks of one octave whose sums of P V fit 32 bits, as 127 / 256 * 65,535 * 128 * 512 < 2^31. A block kMostRise
@@ -33,6 +34,19 @@ inline bool has_valueless(const uint8_t* valueless, int64_t n) {
   return some;
 }
 
+// Whether it is known that every key of the call has a value: asked of calls that are one block, which then have
+// faster kernels.
+inline bool all_have_values(const Call& call) {
+  if (call.method != Method::kBlockFloat || call.nk > kOneBlock) return false;
+  uint8_t valueless[kOneBlock];
+  for (int64_t b = 0; b < call.batch; ++b)
+    for (int64_t h = 0; h < call.heads_k; ++h) {
+      find_valueless(call.v.at(b, h), call.v.stride[2], call.v.stride[3], call.nk, call.value_dim, valueless);
+      if (has_valueless(valueless, call.nk)) return false;
+    }
+  return true;
+}
+
 // The octaves and sums of a row. Blocks share sums in 32 bits, in the unit of the lowest octave of theirs (`pending`),
 // until these could overflow: `blocks` blocks of that octave would have sums as large. l and the wide acc count from
 // the largest octave so far, of all keys and of those with a value, with `fraction` fraction bits.
@@ -40,10 +54,14 @@ struct BlockFloatRow {
   int fraction, top, value_top, pending, pending_top, blocks, lowest, value_lowest;
   bool has_wide;
   int64_t l;
+  int64_t origin = 0;  // the T from which octaves count; kNever where it is the first maximum
 
   BlockFloatRow() = default;
   explicit BlockFloatRow(int64_t keys)
-      : fraction(keys > 65536 ? kLeastFraction : kManyFraction), top(kNoOctave), value_top(kNoOctave) {
+      : fraction(keys > 65536 ? kLeastFraction : kManyFraction),
+        top(kNoOctave),
+        value_top(kNoOctave),
+        origin(keys <= kOneBlock ? kNever : 0) {
     begin();
   }
   void begin() { pending = pending_top = kNoOctave, lowest = value_lowest = INT32_MAX, has_wide = false, l = 0; }
@@ -57,7 +75,7 @@ struct BlockFloatRow {
   void begin_again() { value_top = largest_of_value(), begin(); }
 
   void add_l(int octave, uint32_t sum) {
-    if (octave > top) l >>= smaller(octave - top, 63), top = octave;
+    if (octave > top) l = octave - top < kFar ? l >> (octave - top) : 0, top = octave;
     lowest = smaller(lowest, octave);
     const int depth = top - octave;
     if (depth < kFar) l += (int64_t(sum) << fraction) >> depth;
@@ -109,7 +127,13 @@ struct BlockFloatRow {
 
   int gap() const { return value_top == kNoOctave ? 0 : smaller(top - value_top, kMaxGap); }
   uint32_t rounded_l() const { return uint32_t((l + (1 << (kOutputShift - 1))) >> kOutputShift); }
-  int64_t log_sum_level() const { return l ? int64_t(top + kOutputShift - fraction) * (int64_t(1) << 32) : kNever; }
+  // Returns the octave of a group's maximum of T, rounded up.
+  int octave_of(int64_t maximum) {
+    if (origin == kNever) origin = maximum;
+    return int((maximum - origin + 0xFFFFFFFF) >> 32);
+  }
+  int64_t level(int octave) const { return origin + octave * (int64_t(1) << 32); }
+  int64_t log_sum_level() const { return l ? level(top + kOutputShift - fraction) : kNever; }
 };
 
 // Replaces pending sums, whose unit is `below` octaves below the row's, by the digits of the output's sums.

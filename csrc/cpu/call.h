@@ -65,7 +65,8 @@ struct Call {
   View<float> q_scale, k_scale, v_scale, out_scale;  // axes batch, head, block of tokens, channel
   int64_t q_block, k_block;                          // tokens per scale along axis 2
   double sm_scale;
-  int64_t* t_max;  // for log-sum-exp, contiguous [batch, heads_q, nq], or null
+  bool all_have_values = false;  // whether it is known that no key's V codes are all 0
+  int64_t* t_max;                // for log-sum-exp, contiguous [batch, heads_q, nq], or null
   int64_t* l_sum;
 };
 

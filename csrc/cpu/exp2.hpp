@@ -6,7 +6,7 @@
 //   p16 = ((m >> (1 + s)) + 1) >> 1
 //   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15
 //         with h = m >> 4 = (u*u >> 4) + 8288, 0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
-//   intflash_bfp counts the depth from its block's octave: p16 = m >> (2 + s), 0 past s = 16
+//   intflash_bfp: p16 = m >> (2 + s), 0 past s = 16; of many blocks x9 is the depth below the block's octave
 // intflash_online rounds the depth below its reference level to steps of 1/112 octave, 2^24 in T:
 //   x10 = (level - T + 2^23 + (67 << 24)) >> 22   4 (step + 67) and two bits below it, saturated at 65535
 //   z = 153 + floor(16 step / 7) = (4 (step + 67) * 37449) >> 16; p8 is 0 from step 1008 on
@@ -16,9 +16,13 @@
 namespace intflash {
 namespace {
 
-// What the depths of a row's keys are counted from: the maximum of their T, the octave of a block of keys above that
-// (intflash_bfp), or the octave in the unit of intflash_online's table.
-enum class Level { kMaximum, kBlockOctave, kTableOctave };
+// What the depths of a row's keys are counted from: the maximum of their T, of intflash_bfp where they are one block
+// too, an octave above that (intflash_bfp), or the octave in the unit of intflash_online's table.
+enum class Level { kMaximum, kBlockMaximum, kBlockOctave, kTableOctave };
+template <Level L>
+constexpr bool kIsAboveMaximum = L == Level::kBlockOctave || L == Level::kTableOctave;
+template <Level L>
+constexpr bool kFloors = L == Level::kBlockMaximum || L == Level::kBlockOctave;  // p16
 
 // Fraction bits of a depth in 16-bit lanes, and what intflash_online adds to its depths in T.
 template <Level L>
@@ -67,7 +71,7 @@ inline uint64_t scaled_base(int64_t above) {  // at 32 units every p is 0, and b
 // kDepthBits is zero, and the depth is the high half of a 16-bit product.
 template <bool P16, Level L = Level::kMaximum>
 inline bool fits_16_bits(const RowScale& r) {
-  constexpr int octave = !P16 ? 10 : L == Level::kBlockOctave ? 17 : 15;
+  constexpr int octave = !P16 ? 10 : kFloors<L> ? 17 : 15;
   constexpr uint32_t dead = L == Level::kTableOctave ? 4 * 1008 : 2 * (octave * 256 - 153);
   return r.shift == 0 && r.c % 65536 == 0 && (uint64_t(65535) * r.c) >> 32 >= dead;
 }
@@ -93,7 +97,7 @@ struct Exp2 {
     } else {
       I32 d = V::sub(top, score);
       if constexpr (D == Depth::kShifted) d = V::shift_left(V::min_u(d, V::set1(int32_t(r.limit))), r.shift);
-      const I32 c = V::set1(int32_t(r.c)), x = L != Level::kMaximum ? V::mul_high(d, c, base) : V::mul_high(d, c);
+      const I32 c = V::set1(int32_t(r.c)), x = kIsAboveMaximum<L> ? V::mul_high(d, c, base) : V::mul_high(d, c);
       return Masked ? V::saturate_absent(x, score) : x;
     }
   }
@@ -110,7 +114,7 @@ struct Exp2 {
     if constexpr (D == Depth::k16Bit) {
       const U16 d = V::pack(below<Masked>(s, top), below<Masked>(s + V::kLanes, top)),
                 c = V::set16(uint16_t(r.c >> 16));
-      return L != Level::kMaximum ? V::mul_high16(d, c, uint32_t(base >> 16)) : V::mul_high16(d, c);
+      return kIsAboveMaximum<L> ? V::mul_high16(d, c, uint32_t(base >> 16)) : V::mul_high16(d, c);
     } else {
       return V::pack(depth<D, L, Masked>(s, r, top, base), depth<D, L, Masked>(s + V::kLanes, r, top, base));
     }
@@ -129,7 +133,7 @@ struct Exp2 {
     const U16 z = o.average(x9, 2 * 153);
     const U16 v = o.template mantissa<7>(z);
     const U16 w = V::mul_high16(v, v);
-    if constexpr (L == Level::kBlockOctave)
+    if constexpr (kFloors<L>)
       return o.truncate16(w, o.high_byte(z));
     else
       return o.round16(w, o.high_byte(z));
@@ -178,7 +182,7 @@ struct Exp2 {
       if (asleep += n; asleep >= 1024) V::keep_awake(), asleep = 0;
       const RowScale r = levels.scale[i * levels.step];
       const I32 top = V::set1(levels.top[i]);
-      const uint64_t base = L != Level::kMaximum ? levels.base[i] : 0;
+      const uint64_t base = kIsAboveMaximum<L> ? levels.base[i] : 0;
       const bool is_short = D == Depth::k32Bit && fits_16_bits<P16, L>(r);
       sums[i] = V::add(
           sums[i], is_short ? row<P16, D == Depth::k32Bit ? Depth::k16Bit : D, L, Masked>(s, n, r, top, base, high, low)

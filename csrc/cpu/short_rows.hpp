@@ -9,11 +9,12 @@ namespace {
 
 constexpr int kShortRowKeys = 256;
 
-// Whether a call has short rows: at most 256 keys, an exact method, no causal limit, packed sequences or K scales per
-// block.
+// Whether a call has short rows: at most 256 keys, an exact method or keys that all have a value, no causal limit,
+// packed sequences or K scales per block.
 inline bool are_short_rows(const Call& call) {
-  const bool exact = call.method == Method::kP16 || call.method == Method::kP8;
-  return exact && call.nk <= kShortRowKeys && !call.causal && !call.ends_q && !call.k_scale.stride[2];
+  const bool served = call.method == Method::kP16 || call.method == Method::kP8 ||
+                      (call.method == Method::kBlockFloat && call.all_have_values);
+  return served && call.nk <= kShortRowKeys && !call.causal && !call.ends_q && !call.k_scale.stride[2];
 }
 
 // PRow and PChunk are the bytes from row to row of P and from chunk to chunk, Plane those of one digit.
@@ -84,7 +85,7 @@ struct RowOps : V {
   U16 power(U16 z) const { return _mm512_srlv_epi16(powers, high_byte(z)); }
 };
 
-template <class V, bool P16, class RowBlock>
+template <class V, bool P16, Level L, class RowBlock>
 class ShortRowSoftmax {
   using From = typename RowBlock::From;
 
@@ -101,7 +102,7 @@ class ShortRowSoftmax {
     for (int r = 0; r < scales; ++r) {
       const Exponent e = exponent(call, s, r, last);
       s.scale[r] = row_scale(e);
-      all_16_bits = all_16_bits && fits_16_bits<P16>(s.scale[r]), aligned = aligned && s.scale[r].shift == 0;
+      all_16_bits = all_16_bits && fits_16_bits<P16, L>(s.scale[r]), aligned = aligned && s.scale[r].shift == 0;
       scaled = scaled && fits_scaled(e), dead = dead && Biased::marks_are_dead(s.scale[r]);
       levels32 = levels32 && has_24_fraction_bits(e);
     }
@@ -110,7 +111,8 @@ class ShortRowSoftmax {
     } else {
       s.wider_from = scaled ? From::kLevels : From::kShiftedLevels;
       s.from = levels32 ? From::kLevels32 : s.wider_from;
-      for (int r = 0; r < scales; ++r) s.biased_scale[r] = biased_scale(exponent(call, s, r, last), scaled);
+      for (int r = 0; r < scales; ++r)
+        s.biased_scale[r] = biased_scale(exponent(call, s, r, last), scaled, L == Level::kBlockMaximum ? 12 : 4);
     }
   }
 
@@ -234,7 +236,7 @@ class ShortRowSoftmax {
     using E = Exp2<V>;
     const __m512i low = depths(0), high = Vectors > 2 ? depths(2) : V::zero16();
     if constexpr (P16) {
-      const __m512i a = E::p16(low, o), b = Vectors > 2 ? E::p16(high, o) : V::zero16();
+      const __m512i a = E::template p16<L>(low, o), b = Vectors > 2 ? E::template p16<L>(high, o) : V::zero16();
       const __m512i x = o.low_then_high(a), y = o.low_then_high(b);
       sums = V::store_bytes(p, _mm512_unpackhi_epi64(x, y), sums, ones, 8);
       sums = V::store_bytes(p + RowBlock::kPlane, _mm512_unpacklo_epi64(x, y), sums, ones, 0);

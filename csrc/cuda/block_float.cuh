@@ -1,5 +1,5 @@
-// P of intflash_bfp: an exponent for each block of 128 keys and row (docs/numerics.md, "An exponent per block of
-// keys"). A row's sums count from the largest octave so far. While a row's octaves span at most `fraction_bits`, every
+// P of intflash_bfp: an exponent for each block of keys and row (docs/numerics.md, "An exponent per block of keys"). A
+// row's sums count from the largest octave so far. While a row's octaves span at most `fraction_bits`, every
 // shift is exact and one pass suffices; the kernel sums a row that spans more again, with its largest octaves known.
 //
 // Nothing here depends on the product that a kernel uses. A lane holds 32 of a block's keys: keys 4q .. 4q + 3 of every
@@ -28,7 +28,9 @@ DEVICE bool fits_32_bits(const Score& score, u32 magnitude) {
 // The exponent that 32 bits hold is -1 - (T - (e << 32) + BLOCK_K0), in 2^-24 octave, less 223 octaves: its upper byte
 // is the shift from m to p16, at least 2, and 511 less the next one is u. Two instructions fewer than from the 64-bit
 // form.
-DEVICE u32 block_offset(i32 e) { return ~((u32)(BLOCK_K0 >> 8) - ((u32)e << 24)) - (223u << 24); }
+DEVICE u32 block_offset(i32 e, i64 origin = 0) {
+  return ~((u32)((BLOCK_K0 - origin) >> 8) - ((u32)e << 24)) - (223u << 24);
+}
 DEVICE u32 block_p16(u32 t) {
   const u32 u = dot_bytes(t, 0x00010000, (u32)-511);  // negated
   return shift_right(u * u + QUADRATIC_OFFSET, t >> 24);

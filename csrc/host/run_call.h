@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "cpu/block_float.hpp"
 #include "cpu/dispatch.h"
 #include "cpu/quantize_inputs.h"
 #include "host/signals.h"
@@ -106,6 +107,7 @@ class CallRun {
 
   // Returns the output of codes.
   MadeTensor run() {
+    call_.all_have_values = all_have_values(call_);
     run_attention(kernels_, call_, threads_, [this] { make_output(); }, check_signals);
     return take();
   }
@@ -123,6 +125,7 @@ class CallRun {
       *scales[i] = x.scale;
     }
     if (!work.run(threads_, [this] { make_output(); }, check_signals)) return take(), MadeTensor();
+    call_.all_have_values = all_have_values(call_);
     run_attention(kernels_, call_, threads_, [] {}, check_signals);
     return take();
   }

@@ -18,6 +18,7 @@
 //   WINDOW            1: it is present only if also j >= i + p.window_start, with the same added
 //   PACKED            1: the batch of one holds p.count sequences, whose ends are p.q_ends and p.k_ends
 //   BIAS, KEEP        see sm80/masks.cuh
+//   ONE_BLOCK         of BlockFloat: 1: the keys are one block; 2: those of packed sequences that are short enough are
 //   WARPS, ROW_TILES  warps of a CTA, and tiles of 16 rows of a warp
 //   KEYS, STAGES      keys of a tile, a multiple of 32, and stages of the ring
 //   CTAS_PER_SM       CTAs per multiprocessor, which bounds the registers of a thread

@@ -142,7 +142,7 @@ struct WarpRows {
   DEVICE void finish_row_max(Maximum maximum) {
     method.finish_row_max(maximum, [&](int m, int h) { return magnitude(m, h); });
   }
-  // Of a method with an exponent per block of keys: makes P of whole rows of scores.
+  // Of intflash_bfp: makes P of whole rows of scores.
   DEVICE void take(const Scores& s, const TileOperands& tile) {
     method.choose_form([&](int m, int h) { return magnitude(m, h); });
     method.take(s, masks, tile);

@@ -14,12 +14,13 @@
 #define SLICES 1
 #define STAGES 2  // of a ring of tiles, which is not used here
 #define WINDOW 0
+#define ONE_BLOCK 1
 #include "sm80/rows.cuh"
 #include "sm80/whole_block_float.cuh"
 
-constexpr int NOW = (NK + 15) / 16 * 16;                 // keys that are computed: those past the last one repeat it
-constexpr i32 STEP_ROWS = 16 * WARPS;                    // of all warps of a CTA
-constexpr int BLOCK_WORDS = 4 * WholeBlockFloat::COUNT;  // of the keys without a value
+constexpr int NOW = WholeBlockFloat::NOW;       // keys that are computed: those past the last one repeat it
+constexpr i32 STEP_ROWS = 16 * WARPS;           // of all warps of a CTA
+constexpr int VALUELESS_WORDS = 4 * BIT_WORDS;  // of the keys without a value
 
 // The rows of a CTA.
 struct Work {
@@ -27,7 +28,7 @@ struct Work {
   i32 first, end, rows;  // those of the CTA, and how many the head has
   i32 keys = NK;
   i64 k_start = 0;
-  const u32* valueless_words = nullptr;  // of a method with an exponent per block of keys
+  const u32* valueless_words = nullptr;  // of intflash_bfp
   Score score{};                         // of floats
 
   DEVICE Work(const Params& p) {
@@ -171,7 +172,7 @@ DEVICE void load_head(const Params& p, const Work& work, u32 k, u32 v) {
 DEVICE void find_valueless(u32 v, u32* words) {
   const u32 lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (u32 word = threadIdx.x / 32; word < BLOCK_WORDS; word += WARPS) {
+  for (u32 word = threadIdx.x / 32; word < VALUELESS_WORDS; word += WARPS) {
     const u32 own = word / 4 * BLOCK + key_of_bit(word % 4, lane), key = min(own, NK - 1);
     u32 codes = 0;
     if constexpr (KEY_MAJOR) {
@@ -228,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   prefetch_queries(p, work, work.first + threadIdx.x / 32 * 16);
   load_head(p, work, k, v);
   if constexpr (METHOD::BLOCKS) {
-    __shared__ u32 valueless[BLOCK_WORDS];
+    __shared__ u32 valueless[VALUELESS_WORDS];
     find_valueless(v, valueless);
     work.valueless_words = valueless;
   }

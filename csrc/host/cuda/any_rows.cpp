@@ -39,7 +39,7 @@ Source source_of(const char* file, std::initializer_list<const char*> own) {
   for (const char* name : own) source.macros[count++] = {name, nullptr};
   return source;
 }
-const Source kAnyRowsSource = source_of("sm80/attention.cu", {"PACKED", "WINDOW", "ROW_TILES"});
+const Source kAnyRowsSource = source_of("sm80/attention.cu", {"PACKED", "WINDOW", "ROW_TILES", "ONE_BLOCK"});
 const Source kFewRowsSource = source_of("sm80/few_rows.cu", {"BLOCK_FLOAT", "SCORES", "STEP"});
 constexpr int kRowScales = 6;  // the place of ROW_SCALES
 
@@ -172,7 +172,9 @@ void any_rows_launch(const Attention& a, Launch& launch) {
   const Problem& p = a.p;
   const Tile tile = choose_tile(p, a.gpu);
   const int32_t causal = !p.is_causal ? 0 : p.q_ends && p.is_bottom_right ? 2 : 1;
-  set_macros(a, tile, causal, kAnyRowsSource, {bool(p.q_ends), p.is_windowed, int32_t(tile.row_tiles)}, launch.program);
+  const int32_t one_block = !p.is_block_float() ? 0 : p.q_ends ? 2 : p.nk() <= kOneBlock;
+  set_macros(a, tile, causal, kAnyRowsSource, {bool(p.q_ends), p.is_windowed, int32_t(tile.row_tiles), one_block},
+             launch.program);
   // each packed sequence may end within a tile
   const int64_t tiles = ceil_div(p.nq(), 16 * tile.row_tiles * tile.warps) + p.sequences;
   ::Share share{};

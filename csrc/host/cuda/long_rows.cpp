@@ -285,6 +285,8 @@ bool long_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (p.keep && !is_key_mask(p, why)) return false;
   if (!is_long_rows_shape(p, pads_channels(p) ? 8 : 16, why)) return false;
   if (p.bias) return why.no([] { return "long rows do not support bias"; });
+  if (p.is_block_float() && p.nk() <= kOneBlock)
+    return why.no([] { return "long rows of intflash_bfp have more keys than one block"; });
   return true;
 }
 

@@ -28,7 +28,7 @@ from intflash.distributed.plan import Placement, Plan, plan_of
 from intflash.distributed.traffic import apart_maxima
 from intflash.errors import InputError
 from intflash.methods import AUTO, get_method
-from intflash.numerics.block import fraction_bits
+from intflash.numerics.block import has_same_sums
 from intflash.quant import QTensor, Recipe, key_mean
 from intflash.quant.quantizers import absolute_maximum, divided, scale_of_maximum
 
@@ -322,8 +322,8 @@ def _segments(plan: Plan, of_row: bool, rows: int, keys: int) -> list[tuple[int,
         return [(rows, keys, offset)]
     rank, found = plan.ranks.rank, []
     for s in plan.q_shards.union(plan.ranks.row if of_row else range(rank, rank + 1)):
-        # a method may count how many keys there are in all
-        alike = plan.problem.method != "intflash_bfp" or fraction_bits(s.stop) == fraction_bits(keys)
+        # intflash_bfp counts how many keys there are in all
+        alike = plan.problem.method != "intflash_bfp" or has_same_sums(s.stop, keys)
         found.append((s.stop - s.start, s.stop if alike else keys, s.start))
     return found
 

@@ -1,9 +1,10 @@
-"""`intflash_bfp`: integer-only attention whose P has an exponent per block of 128 keys (docs/numerics.md).
+"""`intflash_bfp`: integer-only attention whose P has an exponent per block of keys (docs/numerics.md).
 
-P is relative to the octave of its block's own maximum, so that no key outside a block costs a block precision. Keys
-without value, whose V codes are all 0, have an exponent of their own: they weigh in l and never decide how finely the
-others are held. Blocks are merged in 64-bit fixed point below the row's largest exponent, which is exact or rounded by
-that exponent alone: tiles, orders and splits of whole blocks do not change a bit.
+P is relative to the octave of its block's own maximum, so that no key outside a block costs a block precision. A block
+is 128 keys, or a whole sequence of at most 288. Keys without value, whose V codes are all 0, have an exponent of their
+own: they weigh in l and never decide how finely the others are held. Blocks are merged in 64-bit fixed point below the
+row's largest exponent, which is exact or rounded by that exponent alone: tiles, orders and splits of whole blocks do
+not change a bit.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from intflash.methods.base import Method
 from intflash.methods.intflash import finish
 from intflash.numerics import exp
 from intflash.numerics.block import (
-    ACC_SHIFT,
     BIAS_FRACTION_BITS,
-    BLOCK,
     FAR,
     LEAST_HI,
     MAX_GAP,
     MAX_KEYS,
+    ONE_BLOCK,
     OUTPUT_SHIFT,
     UNSET,
+    block_keys,
+    dropped_bits,
     fraction_bits,
 )
 from intflash.numerics.fixed_point import rounding_rshift
@@ -61,10 +63,20 @@ def _p16(depth: Tensor, present: Tensor) -> Tensor:
 
 def _groups(valued: Tensor, present: Tensor) -> Iterator[tuple[slice, Tensor, bool]]:
     """The groups of keys: of each block those with a value, then those without; (keys, present, whether of value)."""
-    for start in range(0, present.shape[3], BLOCK):
-        keys = slice(start, start + BLOCK)
+    count = block_keys(present.shape[3])
+    for start in range(0, present.shape[3], count):
+        keys = slice(start, start + count)
         yield keys, present[..., keys] & valued[..., keys], True
         yield keys, present[..., keys] & ~valued[..., keys], False
+
+
+def _origin(T: Tensor, present: Tensor, valued: Tensor) -> Tensor:
+    """The T from which octaves count: of one block the maximum of the keys with a value, of all where none has one."""
+    if T.shape[3] > ONE_BLOCK:
+        return T.new_zeros((*T.shape[:3], 1))
+    tops = [arrays.row_max(torch.where(here, T, NEVER), NEVER) for here in (present & valued, present)]
+    origin = torch.where(tops[0] == NEVER, tops[1], tops[0])
+    return torch.where(origin == NEVER, 0, origin)
 
 
 def _octave(T: Tensor, here: Tensor) -> Tensor:
@@ -82,23 +94,27 @@ def _reference(problem: Problem) -> Result:
     T, present = _score_exponent(problem)
     _, v = arrays.key_codes(problem)
     valued = (v != 0).any(-1)[:, :, None, :]
+    origin = _origin(T, present, valued)
+    T = torch.where(present, T - origin, NEVER)
     groups = [(keys, here, of_value, _octave(T[..., keys], here)) for keys, here, of_value in _groups(valued, present)]
     unset = T.new_full((*T.shape[:3], 1), UNSET)
     top = torch.stack([unset, *(e for *_, e in groups)]).amax(0)
     value_top = torch.stack([unset, *(e for _, _, of_value, e in groups if of_value)]).amax(0)
     fraction = fraction_bits(T.shape[3])
+    dropped = dropped_bits(T.shape[3])
     l, acc = torch.zeros_like(top), T.new_zeros((*T.shape[:3], v.shape[3]))
     for keys, here, of_value, e in groups:
         p = _p16(torch.where(here, (e << 32) - T[..., keys], 0), here)
-        l_group = arrays.within(p.sum(-1, keepdim=True), 23, "l of a block", signed=False)
+        l_group = arrays.within(p.sum(-1, keepdim=True), 25, "l of a block", signed=False)
         l = arrays.within(l + _merged(l_group, top - e, fraction), 57, "l", signed=False)
         if of_value:
-            acc_group = (arrays.matmul(p, v[:, :, keys], "acc of a block", 31) >> ACC_SHIFT) << ACC_SHIFT
+            acc_group = (arrays.matmul(p, v[:, :, keys], "acc of a block", 33) >> dropped) << dropped
             acc = arrays.within(acc + _merged(acc_group, value_top - e, fraction), 64, "acc")
     gap = torch.where(value_top == UNSET, 0, top - value_top).clamp(max=MAX_GAP)
     acc = arrays.within(rounding_rshift(acc, OUTPUT_SHIFT), 40, "rounded acc")
     l = arrays.within(rounding_rshift(l, OUTPUT_SHIFT), 32, "rounded l", signed=False)
-    return finish(problem, acc, l, (top + OUTPUT_SHIFT - fraction) << 32, exp.P16_MAX, gap)
+    level = origin + ((top + OUTPUT_SHIFT - fraction) << 32)
+    return finish(problem, acc, l, level, exp.P16_MAX, gap)
 
 
 def _check_bounds(problem: Problem) -> None:
@@ -112,7 +128,7 @@ def _check_bounds(problem: Problem) -> None:
 METHODS = (
     Method(
         name="intflash_bfp",
-        summary="integer-only, 16-bit P with an exponent per block of 128 keys, accurate for all scores",
+        summary="integer-only, 16-bit P with an exponent per block of keys, accurate for all scores",
         source="IntFlash, docs/numerics.md",
         reference=_reference,
         integer_only=True,

@@ -14,6 +14,7 @@ import torch
 
 from intflash.backends.cuda import plans
 from intflash.integer.gpu.hopper import quotient_reciprocal
+from intflash.numerics.block import ONE_BLOCK
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
@@ -28,6 +29,13 @@ def _viewed(p: Problem, names: str, view: Callable[[torch.Tensor], torch.Tensor]
 
 
 def cases(method: str) -> Iterator[tuple[str, Problem]]:
+    """Problems that the kernel serves; a sequence of `intflash_bfp` that is one block has another."""
+    for name, p in _cases(method):
+        if method != "intflash_bfp" or p.k.shape[2] > ONE_BLOCK:
+            yield name, p
+
+
+def _cases(method: str) -> Iterator[tuple[str, Problem]]:
     for n, d in [
         (257, 64), (300, 16), (300, 96), (300, 112), (512, 128), (640, 80), (1000, 64), (1024, 128), (1000, 48),
     ]:  # fmt: skip

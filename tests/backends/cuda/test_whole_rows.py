@@ -82,7 +82,7 @@ def _masks(method: str) -> Iterator[tuple[str, Problem]]:
 
 
 def _sinks(method: str) -> Iterator[tuple[str, Problem]]:
-    """Sinks with and without a value, in one block to three, at gaps over which 32 bits hold a row's sums or not."""
+    """Sinks with and without a value, at gaps over which the others keep weights or not."""
     some, block = (0, 90, 91), tuple(range(128))
     for n, octaves, zeros in itertools.product((100, 200, 280), (5.0, 9.0, 40.0, 130.0), ((), some, block)):
         name = f"sinks {octaves} {n} {len(zeros)}"

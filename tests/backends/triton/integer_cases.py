@@ -140,7 +140,9 @@ def sinks(method: str, octaves: float, zeros: tuple[int, ...], n=300, d=32, nq=N
 
 
 def sink_cases(method: str) -> Iterator[tuple[str, Problem]]:
-    """Sinks with and without a value, at gaps over which blocks merge exactly, with floored bits, and not at all."""
+    """Sinks with and without a value, at gaps over which blocks merge exactly, with floored bits, and not at all; and
+    in a sequence that is one block.
+    """
     few = dict(nq=20, return_lse=True, out_dtype=torch.int16)  # rows: the interpreter is slow
     for octaves in (3.0, 20.0, 40.0, 60.0, 130.0):
         for zeros in ((), tuple(range(0, 300, 90)), (1, *range(128, 256)), tuple(range(300))):
@@ -150,6 +152,17 @@ def sink_cases(method: str) -> Iterator[tuple[str, Problem]]:
     yield "sinks, small output scale", sinks(method, 40.0, zeros, nq=20, out_scale=torch.full((1, 1, 1, 1), 1e-12))
     yield "sinks, causal", sinks(method, 40.0, zeros, causal=180, **few)
     yield "sinks, gqa", sinks(method, 8.0, zeros, heads=4, key_heads=2, **few)
+    for octaves in (10.0, 26.0, 130.0):
+        for zeros in ((), (0, 90), tuple(range(200))):
+            name = f"sinks of {octaves} octaves in one block, {len(zeros)} zeros"
+            yield name, sinks(method, octaves, zeros, n=200, **few)
+    yield "-128", _uniform(method, -128, 288)
+
+
+def _uniform(method: str, value: int, n: int) -> Problem:
+    """Makes a problem in which all weights are equal and so are the values."""
+    p = codes(method, nq=3, nk=n, d=32, amax=1e-6, out_dtype=torch.int16)
+    return replace(p, v=replace(p.v, data=torch.full_like(p.v.data, value)))
 
 
 def _strided(method: str) -> Problem:
@@ -196,8 +209,8 @@ def report_sinks(method: str) -> dict[str, str | None]:
 
 
 def report_few_sinks(method: str) -> dict[str, str | None]:
-    """Returns the differences where blocks merge with floored bits: with all kinds of keys without a value."""
-    return {name: complaint(p) for name, p in sink_cases(method) if name.startswith("sinks of 40.0")}
+    """Returns the differences where sums are merged with floored bits: with all kinds of keys without a value."""
+    return {name: complaint(p) for name, p in sink_cases(method) if name.startswith(("sinks of 40.0", "sinks of 26.0"))}
 
 
 def report(method: str) -> dict[str, str | None]:

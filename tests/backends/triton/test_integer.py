@@ -28,7 +28,7 @@ def test_bits_in_the_interpreter(method):
 
 
 @pytest.mark.parametrize(
-    "report, count", [("report_few_sinks", 4), pytest.param("report_sinks", 24, marks=pytest.mark.full)]
+    "report, count", [("report_few_sinks", 7), pytest.param("report_sinks", 34, marks=pytest.mark.full)]
 )
 def test_bits_of_sinks_in_the_interpreter(report, count):
     found = _interpreted(report, "intflash_bfp")

@@ -2,7 +2,7 @@
 
 p depends only on the depth below its block's octave, rounded half up to 1/256 octave, and is 0 from depth 4095 on: one
 small table. T is exact in float64 as portable/intflash.py says; a bias is a multiple of 2^20 below 2^51, which changes
-nothing of it. A block's sums are below 2^30 and so exact in float64; they are merged in int64.
+nothing of it. A block's sums are below 2^32 and so exact in float64; they are merged in int64.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from intflash.backends.portable.intflash import NO_SCORE, Output, Scores, lookup
 from intflash.backends.portable.operands import spread_heads, weighted_sum
 from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, keys_in_sight, tiles
 from intflash.numerics.block import (
-    ACC_SHIFT,
     BIAS_FRACTION_BITS,
-    BLOCK,
     FAR,
     MAX_GAP,
+    ONE_BLOCK,
     OUTPUT_SHIFT,
+    block_keys,
+    dropped_bits,
     fraction_bits,
 )
 from intflash.numerics.exp import P16_MAX
@@ -57,8 +58,8 @@ def _octave(score: Tensor) -> Tensor:
 
 def block_float(problem: Problem, tiling: Tiling | None = None) -> Result:
     """Scores of a tile's blocks first, which give the rows' octaves, then their sums."""
-    tiling = replace(tiling or Tiling.on(problem.device), keys=BLOCK, steps=None)
     nk = problem.k.shape[2]
+    tiling = replace(tiling or Tiling.on(problem.device), keys=block_keys(nk), steps=None)
     scores = Scores(problem, plain=False, bias_step=1 << (32 - BIAS_FRACTION_BITS))
     output = Output(problem, P16_MAX)
     table = _table(problem.device)
@@ -72,10 +73,13 @@ def block_float(problem: Problem, tiling: Tiling | None = None) -> Result:
             if zero is not None and bool(zero.any()):
                 score, others = score.masked_fill(zero, NO_SCORE), score.masked_fill(~zero, NO_SCORE)
             blocks.append((keys, score, others))
+        origin = tile.full(1, 0.0, torch.float64, problem.device)
+        if nk <= ONE_BLOCK:
+            origin, blocks = _from_maximum(origin, blocks)
         unset = tile.full(1, UNSET, torch.float64, problem.device)
         value_top = functools.reduce(torch.maximum, (_octave(score) for _, score, _ in blocks), unset)
         top = functools.reduce(torch.maximum, (_octave(x) for *_, x in blocks if x is not None), value_top)
-        sums = _Sums(tile, top, value_top, v.shape[3], fraction_bits(nk))
+        sums = _Sums(tile, top, value_top, v.shape[3], nk)
         while blocks:
             keys, score, others = blocks.pop()
             e, p = _weights(score, table)
@@ -83,8 +87,23 @@ def block_float(problem: Problem, tiling: Tiling | None = None) -> Result:
             sums.add_acc(e, weighted_sum(tile, p, v, keys, problem.group))
             if others is not None:
                 sums.add_l(*_weights(others, table))
-        output.write(tile, *sums.rounded())
+        acc, l, level, gap = sums.rounded()
+        output.write(tile, acc, l, level + origin, gap)
     return output.result()
+
+
+def _from_maximum(zero: Tensor, blocks: list[tuple]) -> tuple[Tensor, list[tuple]]:
+    """The T from which the octaves of one block count, and its scores counted from it."""
+    origin = zero
+    for _, score, others in blocks:
+        tops = [x.amax(dim=-1, keepdim=True) for x in (others, score) if x is not None]
+        for top in tops:
+            origin = torch.where(top == NO_SCORE, origin, top)
+    counted = [
+        (keys, *(None if x is None else (x - origin).masked_fill_(x == NO_SCORE, NO_SCORE) for x in scores))
+        for keys, *scores in blocks
+    ]
+    return origin, counted
 
 
 def _weights(score: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,8 +115,9 @@ def _weights(score: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 class _Sums:
     """l and acc of a tile in int64, below the rows' octaves."""
 
-    def __init__(self, tile: Tile, top: Tensor, value_top: Tensor, channels: int, fraction: int) -> None:
-        self.top, self.value_top, self.fraction = top, value_top, fraction
+    def __init__(self, tile: Tile, top: Tensor, value_top: Tensor, channels: int, keys: int) -> None:
+        self.top, self.value_top, self.fraction = top, value_top, fraction_bits(keys)
+        self.acc_unit = 1 << dropped_bits(keys)
         self.l = tile.full(1, 0, torch.int64, top.device)
         self.acc = tile.full(channels, 0, torch.int64, top.device)
 
@@ -105,11 +125,10 @@ class _Sums:
         self.l += self._merged(p.sum(dim=-1, keepdim=True), self.top - e)
 
     def add_acc(self, e: Tensor, acc: Tensor) -> None:
-        unit = 1 << ACC_SHIFT
-        self.acc += self._merged(torch.floor(acc / unit) * unit, self.value_top - e)
+        self.acc += self._merged(torch.floor(acc / self.acc_unit) * self.acc_unit, self.value_top - e)
 
     def _merged(self, x: Tensor, depth: Tensor) -> Tensor:
-        by = self.fraction - depth.clamp(0, FAR)  # octaves, exact: x is below 2^30
+        by = self.fraction - depth.clamp(0, FAR)  # octaves, exact: x is below 2^32
         return torch.floor(x * torch.exp2(by)).masked_fill_(depth >= FAR, 0).to(torch.int64)
 
     def rounded(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

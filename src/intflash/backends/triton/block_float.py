@@ -1,8 +1,9 @@
-"""The steps of `intflash_bfp`, whose P has an exponent per block of 128 keys, and the kernel before them that finds the
+"""The steps of `intflash_bfp`, whose P has an exponent per block of keys, and the kernel before them that finds the
 keys without a value.
 
 The first pass finds the octaves E and Ev of docs/numerics.md, "An exponent per block of keys", so that the second
-merges each block once, with the shift that the definition names.
+merges each block once, with the shift that the definition names. A tile of keys is a block, but for a sequence that is
+one block: its tiles share the octaves that the first pass finds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from intflash.numerics.triton import (
 from intflash.problem import Problem
 
 BIAS_STEP = tl.constexpr(1 << (32 - block.BIAS_FRACTION_BITS))
-ACC_UNIT = tl.constexpr(1 << block.ACC_SHIFT)
+DIGIT = tl.constexpr(256)
+DROPPED = tl.constexpr(-1 << block.ACC_SHIFT)  # clears the bits of acc that are dropped
+ONE_BLOCK = tl.constexpr(block.ONE_BLOCK)
 HALF = tl.constexpr(1 << (block.OUTPUT_SHIFT - 1))
 MANY_KEYS = tl.constexpr(exp.MAX_KEYS)
 FRACTION_BITS = tl.constexpr(block.fraction_bits(1))
@@ -55,38 +58,45 @@ def _no_maximum(BM: tl.constexpr):
 @triton.jit
 def _initial(BM: tl.constexpr, BDV: tl.constexpr, keys):
     """The maxima of keys with a value and of the others, T and S, whose S become octaves after the first pass; acc, l,
-    and the fraction bits of both.
+    the fraction bits of both, and the bits of a tile's acc that are kept. below: how far T of the row's origin is below
+    a whole octave, a uint32 in int32.
     """
     fraction = tl.where(keys > MANY_KEYS, FRACTION_BITS_OF_MANY_KEYS, FRACTION_BITS)
     peak, score = _no_maximum(BM)
-    return peak, score, peak, score, tl.zeros([BM, BDV], tl.int64), tl.zeros([BM], tl.int64), fraction
+    kept = tl.where(keys <= ONE_BLOCK, -1, DROPPED)
+    acc, l, below = tl.zeros([BM, BDV], tl.int64), tl.zeros([BM], tl.int64), tl.zeros([BM], tl.int32)
+    return peak, score, peak, score, below, acc, l, fraction, kept
 
 
 @triton.jit
 def _row_max(state, s, C, bias, present, PLAIN: tl.constexpr):
-    value_peak, value_score, peak, score, acc, l, fraction = state
+    value_peak, value_score, peak, score, below, acc, l, fraction, kept = state
     with_value, without, some_without = present
     value_peak, value_score = update_row_max(value_peak, value_score, s, C, bias, with_value, PLAIN, BIAS_STEP)
     if some_without:
         peak, score = update_row_max(peak, score, s, C, bias, without, PLAIN, BIAS_STEP)
-    return value_peak, value_score, peak, score, acc, l, fraction
+    return value_peak, value_score, peak, score, below, acc, l, fraction, kept
 
 
 @triton.jit
 def _after_first_pass(state, C, PLAIN: tl.constexpr):
-    value_peak, value_score, peak, score, acc, l, fraction = state
-    value_top = octave_above(t_max(value_peak, value_score, C, PLAIN))
-    top = tl.maximum(octave_above(t_max(peak, score, C, PLAIN)), value_top)
-    return value_peak, value_top, peak, top, acc, l, fraction
+    value_peak, value_score, peak, score, below, acc, l, fraction, kept = state
+    value_peak, peak = t_max(value_peak, value_score, C, PLAIN), t_max(peak, score, C, PLAIN)
+    origin = tl.where(value_peak == NEVER, peak, value_peak)
+    below = tl.where((kept == -1) & (origin != NEVER), -origin, 0).to(tl.int32)
+    up = below.to(tl.uint32, bitcast=True).to(tl.int64)
+    return value_peak, octave_above(value_peak + up), peak, octave_above(peak + up), below, acc, l, fraction, kept
 
 
 @triton.jit
-def _weights(s, C, bias, keys, PLAIN: tl.constexpr):
-    """Returns the octave of a group of keys, its P in signed digits, in the keys' order, and its sums."""
+def _weights(s, C, bias, keys, below, top, kept, PLAIN: tl.constexpr):
+    """Returns the octave of a group of keys, its P in signed digits, in the keys' order, and its sums. top: the largest
+    octave of such keys, which a sequence of one block has for all.
+    """
     peak, score = _no_maximum(s.shape[0])
     peak, score = update_row_max(peak, score, s, C, bias, keys, PLAIN, BIAS_STEP)
-    e = octave_above(t_max(peak, score, C, PLAIN))
-    base = K0 + BLOCK_OCTAVES - (e.to(tl.int64) << 32)
+    e = tl.where(kept == -1, top, octave_above(t_max(peak, score, C, PLAIN)))
+    base = K0 + BLOCK_OCTAVES + below.to(tl.uint32, bitcast=True).to(tl.int64) - (e.to(tl.int64) << 32)
     high, low = block_p16(s, C, exp_offsets(base[:, None], bias, keys, BIAS_STEP))
     high, low = natural_order(high), natural_order(low)
     sums = add_wide_sums(tl.zeros([s.shape[0], 16], tl.int32), high, low, None)
@@ -103,25 +113,27 @@ def _merged(sums, depth, fraction):
 
 @triton.jit
 def _step(state, s, C, bias, present, v, PLAIN: tl.constexpr):
-    value_peak, value_top, peak, top, acc, l, fraction = state
+    value_peak, value_top, peak, other_top, below, acc, l, fraction, kept = state
     with_value, without, some_without = present
-    e, high, low, sums = _weights(s, C, bias, with_value, PLAIN)
+    top = tl.maximum(value_top, other_top)
+    e, high, low, sums = _weights(s, C, bias, with_value, below, value_top, kept, PLAIN)
     l += _merged(sums, top - e, fraction)
     product = tl.dot(high, v, out_dtype=tl.int32)
     product += offset_row(add_value_sums(tl.zeros([16, v.shape[1]], tl.int32), v))
-    product = tl.dot(low, v, product * ACC_UNIT, out_dtype=tl.int32) & -ACC_UNIT
+    product = tl.dot(low, v, product * DIGIT, out_dtype=tl.int32) & kept
     acc += _merged(product, (value_top - e)[:, None], fraction)
     if some_without:
-        e, high, low, sums = _weights(s, C, bias, without, PLAIN)
+        e, high, low, sums = _weights(s, C, bias, without, below, other_top, kept, PLAIN)
         l += _merged(sums, top - e, fraction)
-    return value_peak, value_top, peak, top, acc, l, fraction
+    return value_peak, value_top, peak, other_top, below, acc, l, fraction, kept
 
 
 @triton.jit
 def _result(state):
-    value_peak, value_top, peak, top, acc, l, fraction = state
+    value_peak, value_top, peak, other_top, below, acc, l, fraction, kept = state
+    top = tl.maximum(value_top, other_top)
     gap = tl.where(value_top == UNSET, 0, tl.minimum(top - value_top, MAX_GAP))
-    level = (top + OUTPUT_SHIFT - fraction).to(tl.int64) << 32
+    level = ((top + OUTPUT_SHIFT - fraction).to(tl.int64) << 32) - below.to(tl.uint32, bitcast=True).to(tl.int64)
     return (acc + HALF) >> OUTPUT_SHIFT, ((l + HALF) >> OUTPUT_SHIFT).to(tl.int32), level, gap
 
 

@@ -257,7 +257,8 @@ def default_tile(problem: Problem, steps: Steps) -> TileShape:
     packed, of_blocks = problem.cu_seqlens_q is not None, problem.k.granularity == "block"
     tested = read or packed or of_blocks or problem.causal is not None or problem.k.shape[2] % 128 != 0
     if steps.blocks:  # its acc has 64 bits
-        return TileShape(16 if wide or tested else 32, steps.keys, 8, 1)
+        few = max(d, problem.v.shape[3]) > 64 or tested or problem.q.granularity == "token"
+        return TileShape(16 if few else 32, steps.keys, 8, 1)
     if steps.keys is not None and (wide or read):
         return TileShape(32, steps.keys, 8, 1)
     if wide:
