@@ -222,7 +222,6 @@ constexpr int64_t kGridLimit = 65535;    // CTAs along the second and third axis
 constexpr int64_t kChannels = 8;         // of floats that kernels quantize at once
 constexpr int64_t kMostShortKeys = 224;  // of short rows
 constexpr int64_t kBlock = 128;          // keys with one exponent, of a sequence of more than kOneBlock
-constexpr int64_t kOneBlock = 288;       // keys of a sequence that is one block
 
 // The constants that attention kernels read; null data where the kernel computes them.
 struct Constants {

@@ -40,7 +40,7 @@ WORKLOADS = (
 SWIN = ("A4", "A5", "A6", "A7")
 TITLE = "Integer attention beside torch's on a CPU: int8 or float32 in and out"
 PEER = "torch float32 SDPA"
-METHODS = ("intflash_p8", "intflash", "intflash_online")
+METHODS = ("intflash_p8", "intflash", "intflash_bfp", "intflash_online")
 SCALING = "intflash_p8 alone, int8 in and out"
 AT_ONCE = "the same, a call of one thread in each"  # as offered by the machine, whose cores may share units
 CALLS_AT_ONCE = 8  # per workload, so that handing them out does not count
@@ -153,7 +153,7 @@ def _measure_one(workload: Workload, threads: int, budget_s: float, isas: Sequen
         keep = torch.rand(q.shape[0], 1, workload.n, workload.n, generator=torch.Generator().manual_seed(2)) > 0.25
         peer_mask = bias.masked_fill(~keep, float("-inf"))
         calls[f"{PEER}, {MASKED}", ""] = partial(F.scaled_dot_product_attention, q, k, v, peer_mask)
-        for method in METHODS[:2]:
+        for method in METHODS[:3]:
             problem = prepare(q, k, v, keep, method=method, bias=bias, out_dtype=torch.int8, out_scale="bound")[
                 0
             ].quantized()
