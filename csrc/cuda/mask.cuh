@@ -8,6 +8,8 @@
 #if BIAS || KEEP
 constexpr i64 ABSENT_T = -(1ll << 62);  // below every T; its p is 0
 typedef i64 Exponent;
+constexpr Exponent NO_KEY = ABSENT_T;
+constexpr i32 BIAS_UNIT = BLOCK_FLOAT ? 1 << 20 : 1 << 12;  // of the bias in T
 
 template <typename T, int KIND>
 struct MaskRow {
@@ -42,7 +44,7 @@ struct Masks {
     Exponent t = multiply_add(s, C, 0);
 #if BIAS
     const i32 b = bias[key];
-    t = b == NO_SCORE ? ABSENT_T : multiply_add(b, 1 << 12, t);
+    t = b == NO_SCORE ? ABSENT_T : multiply_add(b, BIAS_UNIT, t);
 #endif
 #if KEEP
     t = keep[key] ? t : ABSENT_T;
@@ -60,6 +62,7 @@ DEVICE Exponent warp_max(Exponent x) {
 }
 #else
 typedef i32 Exponent;
+constexpr Exponent NO_KEY = NO_SCORE;
 
 struct Masks {
   DEVICE Masks(const Params&, u32, u32, u32) {}

@@ -6,6 +6,7 @@
 //   NQ, NK               number of queries and keys, 1 to 64
 //   HEAD_DIM             16, 32, 48 or 64
 //   BITS                 of p, 8 or 16
+//   BLOCK_FLOAT          1: intflash_bfp, with BITS 16: the keys are one block
 //   IN, OUT              the types of Q, K, V and of the output
 //   KEY_MAJOR            1: V has contiguous keys
 //   PACKED               1: Q, K, V and the output have rows of HEAD_DIM elements without gaps
@@ -16,6 +17,7 @@
 //   TILE_ROWS            rows of a warp's tile: 16, or 8 where many warps share a window
 //   WINDOWS_PER_CTA      windows of a CTA; 1 where WARPS_PER_WINDOW > 1
 //   CTAS_PER_SM          CTAs per multiprocessor, which bounds the registers of a thread
+#include "block_float.cuh"
 #include "epilogue.cuh"
 #include "exp2.cuh"
 #include "mask.cuh"
@@ -261,10 +263,22 @@ DEVICE void p_words(const Exponent (&x)[4], i32 C, i64 B, u32 (&w)[DIGITS]) {
                            power_of(x[SLOT_COUNT > 2 ? 2 : 0], C, B), power_of(x[SLOT_COUNT > 3 ? 3 : 0], C, B)};
 #if BITS == 8
   w[0] = four_p8(powers);
+#elif BLOCK_FLOAT
+  u32 p[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) p[i] = shift_right(powers[i].m, 16 - powers[i].hi);
+  pack_block_p(p, w);
 #else
   four_p16(powers, w[0], w[1]);
 #endif
 }
+
+// A row of intflash_bfp in a window where some keys have no value.
+struct SplitRow {
+  i64 origin;        // the T from which octaves count
+  i32 value, other;  // the octaves of both kinds of keys
+  u32 other_l;       // of the keys without a value
+};
 
 struct Window {
   const Params& p;
@@ -273,6 +287,7 @@ struct Window {
   KvOperands kv;
   OutputConstants output_constants;
   Score score;
+  u32 zeros[GROUPS];  // the bytes of this lane's keys without a value, of intflash_bfp
 
 #if HEAD_AMAX_IN_KERNEL
   // The scales from the head's own maxima. Each warp of the window computes them.
@@ -297,7 +312,76 @@ struct Window {
       return score_constants(scales.q, scales.k, p.sm_scale);
   }
 
-  // Computes row `row` of this lane and, where a tile has 16 rows, row + 8.
+  // Finds the keys without a value. Returns whether there are any.
+  DEVICE bool find_valueless() {
+    u32 some = 0;
+#pragma unroll
+    for (int t = 0; t < GROUPS; ++t) {
+      u32 codes = 0;
+#pragma unroll
+      for (int i = 0; i < 4 * BLOCKS; ++i) codes |= kv.v[t * BLOCKS + i / 4][i % 4];
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) codes |= __shfl_xor_sync(~0u, codes, step);
+      zeros[t] = __vcmpeq4(codes, 0) & present_bytes_of(t);
+      some |= zeros[t];
+    }
+    return __any_sync(~0u, some != 0);
+  }
+  DEVICE u32 present_bytes_of(int group) const { return group < GROUPS - 1 ? ~0u : present_bytes(quarter); }
+
+  // Makes P of a row's keys with a value, where others have none, and the sum of theirs.
+  DEVICE SplitRow split_row(const Exponent (&x)[GROUPS][4], i32 C, u32 (&words)[GROUPS][DIGITS]) const {
+    Exponent value = NO_KEY, other = NO_KEY;  // the maxima of keys with a value, and of those without
+#pragma unroll
+    for (int t = 0; t < GROUPS; ++t)
+#pragma unroll
+      for (int i = 0; i < used_slots(t); ++i) {
+        const u32 bit = 1u << (8 * i);
+        const Exponent of_value = present_bytes_of(t) & ~zeros[t] & bit ? x[t][i] : NO_KEY;
+        const Exponent of_other = zeros[t] & bit ? x[t][i] : NO_KEY;
+        value = value > of_value ? value : of_value, other = other > of_other ? other : of_other;
+      }
+    value = quad_max(value), other = quad_max(other);
+    const Exponent first = value == NO_KEY ? other : value;
+    SplitRow row{first == NO_KEY ? 0 : row_max_exponent(first, C), value == NO_KEY ? NO_EXPONENT : 0, NO_EXPONENT, 0};
+    if (other != NO_KEY) row.other = octave_above(row_max_exponent(other, C) - row.origin);
+    u32 l[DIGITS] = {};
+#pragma unroll
+    for (int t = 0; t < GROUPS; ++t) {
+      u32 w[DIGITS];
+      p_words<4>(x[t], C, exp_offset(row.origin) - ((i64)row.other << 32), w);
+#pragma unroll
+      for (int digit = 0; digit < DIGITS; ++digit) l[digit] = add_bytes(w[digit] & zeros[t], l[digit]);
+      p_words<4>(x[t], C, exp_offset(row.origin), w);
+#pragma unroll
+      for (int digit = 0; digit < DIGITS; ++digit) words[t][digit] = w[digit] & present_bytes_of(t) & ~zeros[t];
+    }
+    const u32 other_l = quad_sum((l[0] << 8) + l[DIGITS - 1]);  // of all lanes, whichever rows have such keys
+    row.other_l = other == NO_KEY ? 0 : other_l;
+    return row;
+  }
+  // Stores a row of such a window. value_l: the sum of P of its keys with a value.
+  DEVICE void store_split(const SplitRow& split, u32 value_l, const i32 (&acc)[BLOCKS][8], u32 row) const {
+    const i32 fraction = fraction_bits(NK), top = max(split.value, split.other);
+    const i64 sum =
+        merged((i32)value_l, fraction, top - split.value) + merged((i32)split.other_l, fraction, top - split.other);
+    const RowSum all(split.value, split.other, sum);
+    const GapScale<OUT> scale(all.l, all.gap, output_constants);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+      P16Accumulator mine[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) mine[i] = {acc[b][i] >> 8, acc[b][i] & 255};
+      u32 w[8 * sizeof(OUT) / 4];
+      scale.outputs(mine, w);
+      if (HEAD_DIM % 32 == 0 || 32 * b + 8 * quarter < HEAD_DIM) store_words(output(row, 32 * b + 8 * quarter), w);
+    }
+    if (p.l && quarter == 0) store_statistics(row, split.origin + all.level(fraction), all.l);
+  }
+
+  // Computes row `row` of this lane and, where a tile has 16 rows, row + 8. SPLIT: of intflash_bfp where some keys have
+  // no value; then also the row that `remainder_row` computes else.
+  template <bool SPLIT = false>
   DEVICE void tile(RowFragment (&q)[HALVES], u32 row) const {
     u32 codes[2][WORDS] = {};
     if (In::has_far_values(scales.q_inverse)) {
@@ -317,6 +401,7 @@ struct Window {
     }
     OperandA steps[DIGITS][STEPS] = {};
     i64 top[HALVES];
+    SplitRow split[HALVES];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
       const u32 r = min(row + 8 * h, NQ - 1);
@@ -335,6 +420,15 @@ struct Window {
           x[t][i] = masks.exponent_of(s[2 * t + i / 2][2 * h + i % 2], unit.C, key);
           peak = t + i && peak > x[t][i] ? peak : x[t][i];
         }
+      if constexpr (SPLIT) {
+        u32 words[GROUPS][DIGITS];
+        split[h] = split_row(x, unit.C, words);
+#pragma unroll
+        for (int t = 0; t < GROUPS; ++t)
+#pragma unroll
+          for (int digit = 0; digit < DIGITS; ++digit) steps[digit][t / 2].word[t % 2 * 2 + h] = words[t][digit];
+        continue;
+      }
       top[h] = row_max_exponent(quad_max(peak), unit.C);
       const i64 B = exp_offset(top[h]);
 #pragma unroll
@@ -372,6 +466,12 @@ struct Window {
     u32 l[HALVES];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) l[h] = combine_digits(sums, 2 * h);
+    if constexpr (SPLIT) {
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h)
+        if (row + 8 * h < NQ) store_split(split[h], l[h], out[h], row + 8 * h);
+      return;
+    }
     RowScale<OUT, i32> scale[HALVES];
     row_scales(l[computes_second_row() ? HALVES - 1 : 0], output_constants, scale);
 #pragma unroll
@@ -516,6 +616,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_PER_WINDOW * WINDOWS_PER
   else
     loader.codes(w.scales.k_inverse, w.scales.v_inverse, w.kv);
 
+  bool is_split = false;
+  if constexpr (BLOCK_FLOAT) is_split = w.find_valueless();
+  if (BLOCK_FLOAT && !is_split) w.output_constants = without_gap(w.output_constants);
+
 #pragma unroll 1
   for (int i = 0; i < TILES && part * TILES + i < ROW_TILES; ++i) {
     RowFragment now[HALVES];
@@ -524,7 +628,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_PER_WINDOW * WINDOWS_PER
     const u32 first = row;
     row += TILE_ROWS;
     if (i + 1 < TILES || REMAINDER_ROWS && ROW_PARTS == WARPS_PER_WINDOW) load_queries();
-    w.tile(now, first);
+    if (BLOCK_FLOAT && is_split)
+      w.tile<BLOCK_FLOAT>(now, first);
+    else
+      w.tile(now, first);
   }
-  if (has_remainder) w.remainder_row(q[0]);
+  if (!has_remainder) return;
+  if (BLOCK_FLOAT && is_split)
+    w.tile<BLOCK_FLOAT>(q, NQ - 1 + g);
+  else
+    w.remainder_row(q[0]);
 }

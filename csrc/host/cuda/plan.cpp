@@ -137,9 +137,10 @@ bool find_particular_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Re
   if (p.is_windowed) return why.no([] { return "its kernels for particular shapes do not support sliding windows"; });
   if (!is_aligned(p.q, "q", why) || !is_aligned(p.k, "k", why) || !is_aligned(p.v, "v", why)) return false;
   // these quantize all of Q, K and V or nothing
-  if (Refusal ignored; has_short_rows(p.method) && p.has_float_query() == p.is_float()) {
+  if (Refusal ignored; p.has_float_query() == p.is_float()) {
     if (is_wanted(Kernel::kWindow) && window_serves(p, ignored)) return kernel = Kernel::kWindow, true;
-    if (is_wanted(Kernel::kShortRows) && short_rows_serve(p, gpu, ignored)) return kernel = Kernel::kShortRows, true;
+    if (has_short_rows(p.method) && is_wanted(Kernel::kShortRows) && short_rows_serve(p, gpu, ignored))
+      return kernel = Kernel::kShortRows, true;
   }
   if (p.fixed.kernel == int(Kernel::kWholeRows)) return kernel = Kernel::kWholeRows, whole_rows_serve(p, gpu, why);
   Refusal ignored;
@@ -267,7 +268,7 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
     c.finds_scales = !c.head_amax_in_kernel && !c.scales_in_quantization;
   }
   c.fills_constants = (!(c.fuses_keys || c.scores_in_kernel) || p.has_integer_output()) && !p.ready_score;
-  c.finds_valueless = p.is_block_float() && !is_whole;
+  c.finds_valueless = p.is_block_float() && !is_whole && c.kernel != Kernel::kWindow;
   if (c.finds_scales || c.scales_in_quantization || ((is_long || is_whole) && c.head_amax_in_kernel)) {
     for (int i = 0; i < 3; ++i)
       if (!p.scale[i]) c.scale_count += numel(found_scale(p, i, nullptr).shape);

@@ -15,6 +15,7 @@ const Source kSource = {"window_attention.cu",
                          {"NK", nullptr},
                          {"HEAD_DIM", nullptr},
                          {"BITS", nullptr},
+                         {"BLOCK_FLOAT", nullptr},
                          {"IN", kTypeNames},
                          {"OUT", kTypeNames},
                          {"KEY_MAJOR", nullptr},
@@ -66,7 +67,7 @@ int64_t resident_warps(int64_t nk, int64_t d, int64_t itemsize, bool masked) {
 }  // namespace
 
 bool window_serves(const Problem& p, Refusal& why) {
-  if (!has_short_rows(p.method)) return why.no([] { return "windows support the methods intflash and intflash_p8"; });
+  if (p.method == Method::kOnline) return why.no([] { return "windows do not support intflash_online"; });
   if (p.key_counts) return why.no([] { return "windows do not support counts of keys"; });
   const int64_t batch = p.batch(), heads = p.heads(), nq = p.nq(), nk = p.nk(), d = p.head_dim(), dv = p.v.shape[3];
   if (std::max(nq, nk) > kMostTokens)
@@ -114,11 +115,11 @@ void window_launch(const Attention& a, Launch& launch) {
   bool packed = true;
   for (const Tensor* x : {&a.q, &a.k, &a.memory.out, &a.v})
     packed &= (key_major && x == &a.v) || x->stride[2] == d || x->shape[2] == 1;
-  launch.program = {
-      &kSource,
-      {int32_t(nq), int32_t(nk), int32_t(d), p.method == Method::kP16 ? 16 : 8, int32_t(a.q.type), int32_t(p.out_type),
-       key_major, packed, a.has_row_scales(), a.head_amax_in_kernel, mask_kind(p.bias), mask_kind(p.keep),
-       int32_t(parts), int32_t(split.rows), int32_t(split.windows), int32_t(std::max<int64_t>(1, resident / warps))}};
+  launch.program = {&kSource,
+                    {int32_t(nq), int32_t(nk), int32_t(d), has_p16(p.method) ? 16 : 8, p.is_block_float(),
+                     int32_t(a.q.type), int32_t(p.out_type), key_major, packed, a.has_row_scales(),
+                     a.head_amax_in_kernel, mask_kind(p.bias), mask_kind(p.keep), int32_t(parts), int32_t(split.rows),
+                     int32_t(split.windows), int32_t(std::max<int64_t>(1, resident / warps))}};
   launch.grid[0] = uint32_t(ceil_div(count, split.windows));
   launch.threads = uint32_t(32 * warps);
   launch.set_parameters<::Params>() = attention_parameters(a, 1, {});

@@ -176,14 +176,15 @@ def test_which_calls_it_takes(monkeypatch):
         assert [kernel(gpu, n, 64) for n in (64, 65, 197, 256, 288, 289)] == ["window", *["whole_rows"] * 4, "any_rows"]
         assert kernel(gpu, 197, 64, causal=0) == "any_rows" and kernel(gpu, 197, 64, "intflash_online") == "any_rows"
         assert kernel(gpu, 197, 64, "intflash") == "whole_rows" and kernel(gpu, 256, 256) == "any_rows"
-        assert [kernel(gpu, n, 64, "intflash_bfp") for n in (49, 197, 288, 289)] == [*["whole_rows"] * 3, "any_rows"]
+        of_blocks = [kernel(gpu, n, 64, "intflash_bfp") for n in (49, 65, 197, 288, 289)]
+        assert of_blocks == ["window", *["whole_rows"] * 3, "any_rows"]
     of_hopper = {(197, 64): "short_rows", (256, 64): "long_rows", (257, 80): "whole_rows", (272, 128): "long_rows",
                  (197, 144): "whole_rows", (289, 64): "long_rows"}  # fmt: skip
     assert {shape: kernel("sm_90a", *shape) for shape in of_hopper} == of_hopper
     keep = torch.empty(1, 1, 1, 197, dtype=torch.bool, device="meta")
     assert kernel("sm_90a", 197, 64, "intflash_bfp", keep=keep) == "whole_rows"
-    blocks = [kernel("sm_90a", n, 64, "intflash_bfp") for n in (49, 197, 288, 289)]
-    assert blocks == [*["whole_rows"] * 3, "long_rows"]
+    of_blocks = [kernel("sm_90a", n, 64, "intflash_bfp") for n in (49, 65, 197, 288, 289)]
+    assert of_blocks == ["window", *["whole_rows"] * 3, "long_rows"]
     codes = checks.empty_problem("intflash_p8", 256, 64)
     assert plans.find_kernel(codes).kernel == "whole_rows"
 

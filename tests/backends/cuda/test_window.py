@@ -12,7 +12,6 @@ import cuda_checks as checks
 import integer_cases as ic
 import pytest
 import torch
-from cuda_checks import BITS
 
 from intflash.backends.cuda import backend, plans
 from intflash.problem import Problem
@@ -21,6 +20,7 @@ from intflash.quant import QTensor, Recipe
 # warps per window, rows per tile of a warp, windows per CTA
 SPLITS = (1, 16, 1), (4, 16, 1), (8, 8, 1), (2, 16, 1), (1, 16, 3)
 FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
+METHODS = "intflash", "intflash_p8", "intflash_bfp"
 
 
 def _masks(nq: int, nk: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -74,9 +74,27 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"{dtype} dynamic, int8, {recipe.q}", p
         yield f"{dtype} dynamic of heads", checks.floats(method, 4, 49, 32, dtype, checks.OF_HEADS, return_lse=True)
         yield f"{dtype} masked", checks.floats(method, 4, 49, 32, dtype, heads, **_masks(49, 49, 4)["bias and keep"])
+    if method == "intflash_bfp":
+        yield from _sinks(method)
 
 
-@pytest.mark.parametrize("method", BITS)
+def _sinks(method: str) -> Iterator[tuple[str, Problem]]:
+    """Sinks with and without a value, with masks, and floats whose values are 0."""
+    some = (0, 16, 30, 48)
+    for n, octaves, zeros in itertools.product((49, 64), (5.0, 40.0, 130.0), ((), some, tuple(range(64)))):
+        name = f"sinks {octaves} {n} {len(zeros)}"
+        zeros = tuple(z for z in zeros if z < n)
+        yield name, ic.sinks(method, octaves, zeros, n=n, d=32, out_dtype=torch.int16, return_lse=True)
+    for name, masks in _masks(49, 49, 3).items():
+        yield f"sinks, {name}", ic.sinks(method, 26.0, some, batch=4, heads=3, n=49, d=64, return_lse=True, **masks)
+    yield "sinks, float32", ic.sinks(method, 40.0, some, n=49, d=48, out_dtype=torch.float32, return_lse=True)
+    for dtype in FLOAT_KV:
+        p = checks.floats(method, 2, 49, 32, dtype, checks.OF_HEADS, return_lse=True)
+        p.v[:, :, list(some)] = 0
+        yield f"sinks, {dtype}", p
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_every_case_is_served(method):
     torch.manual_seed(0)
     assert checks.unserved(cases(method), "window", checks.HOPPER) == []
@@ -85,7 +103,7 @@ def test_every_case_is_served(method):
 @pytest.mark.gpu
 @checks.needs_device
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("method", BITS)
+@pytest.mark.parametrize("method", METHODS)
 def test_bits(method, split, monkeypatch):
     """All supported cases in one test, so that few processes compile."""
     torch.manual_seed(0)
@@ -95,7 +113,7 @@ def test_bits(method, split, monkeypatch):
 
 @pytest.mark.gpu
 @checks.needs_device
-@pytest.mark.parametrize("method", BITS)
+@pytest.mark.parametrize("method", METHODS)
 def test_bits_of_contiguous_keys(method):
     p = ic.on_device(ic.codes(method, batch=8, heads=3, nq=49, nk=49), "cuda")
     padded = torch.full((8, 3, 32, 128), 99, dtype=torch.int8, device="cuda")[..., :49].copy_(p.v.data.mT).mT
@@ -129,8 +147,7 @@ def test_overlapping_launches(split, count, monkeypatch):
     assert torch.equal(*results)
 
 
-def _launch(bits: int, split, n: int = 49, d: int = 32, dtype=torch.int8, out=torch.int8, **more):
-    method = "intflash" if bits == 16 else "intflash_p8"
+def _launch(method: str, split, n: int = 49, d: int = 32, dtype=torch.int8, out=torch.int8, **more):
     masks = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in more.items()}
     p = checks.empty_problem(method, n, d, dtype, out, batch=8, heads=3, **masks)
     return checks.attention_launch(p, window_split=split)
@@ -140,33 +157,35 @@ SOME = [pytest.param(s, id=str(s), marks=[pytest.mark.full] if i > 0 else []) fo
 
 
 @pytest.mark.parametrize("split", SOME)
-@pytest.mark.parametrize("bits", checks.in_full_but((8,), (8, 16)))
-def test_integer_only(bits, split):
-    """No floating-point opcode between int8 input and integer output; integer tensor-core products; no spills."""
+@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), METHODS))
+def test_integer_only(method, split):
+    """No floating-point opcode between int8 input and integer output; integer tensor-core products; no spills, but for
+    some words of `intflash_bfp`, which has code for keys without a value too."""
     sizes, dtypes = ((49, 32), (64, 64)), (torch.int8, torch.int16)
     for (n, d), out, name in itertools.product(sizes, dtypes, (None, "bias and keep")):
-        machine = checks.machine(_launch(bits, split, n, d, out=out, **(_masks(n, n, 3)[name] if name else {})))
+        machine = checks.machine(_launch(method, split, n, d, out=out, **(_masks(n, n, 3)[name] if name else {})))
         assert machine.float_instructions == [], (n, d, out, name)
-        assert machine.spills == 0, (n, d, out, name, machine.registers)
+        assert machine.spills <= (30 if method == "intflash_bfp" else 0), (n, d, out, name, machine.registers)
         assert machine.opcodes["IMMA"] > 0
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("split", SOME)
-@pytest.mark.parametrize("bits", (8, 16))
-def test_floats_do_not_spill(bits, split):
+@pytest.mark.parametrize("method", METHODS)
+def test_floats_do_not_spill(method, split):
     for (n, d), (dtype, name) in itertools.product(
         ((49, 32), (64, 64)), ((torch.float16, None), (torch.float16, "bias and keep"), (torch.bfloat16, None))
     ):
         for recipe in (checks.OF_TENSORS, checks.OF_HEADS):  # the kernel finds the scales of heads
             masks = _masks(n, n, 3)[name] if name else {}
-            machine = checks.machine(_launch(bits, split, n, d, dtype, dtype, recipe=recipe, **masks))
-            assert machine.spills == 0, (dtype, d, name, recipe.q, machine.registers)
+            machine = checks.machine(_launch(method, split, n, d, dtype, dtype, recipe=recipe, **masks))
+            most = 14 if method == "intflash_bfp" else 0
+            assert machine.spills <= most, (dtype, d, name, recipe.q, machine.registers)
 
 
 def test_float_output_has_float_instructions():
     """The negative control: with float output the same check finds float instructions."""
-    assert checks.machine(_launch(8, SPLITS[0], out=torch.float16)).float_instructions
+    assert checks.machine(_launch("intflash_p8", SPLITS[0], out=torch.float16)).float_instructions
 
 
 def test_which_problems_are_windows():
