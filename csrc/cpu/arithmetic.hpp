@@ -72,6 +72,7 @@ struct CachedExponent {
 // enough. bias_shift: from the bias's unit to that one. An absent key has INT32_MIN. All other keys stay 16 octaves
 // above that, so that its p is 0.
 constexpr int32_t kAbsentLevel32 = INT32_MIN;
+inline int bias_shift(Method m) { return m == Method::kBlockFloat ? 12 : 4; }
 inline bool has_24_fraction_bits(Exponent e) { return e.k == 0 && e.c % 256 == 0; }
 inline bool levels_fit_32_bits(int32_t score, int32_t bias, uint32_t c24, int bias_shift) {
   return int64_t(score) * c24 + int64_t(bias) * (1 << bias_shift) <= (int64_t(1) << 31) - (int64_t(1) << 28);

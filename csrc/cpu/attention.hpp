@@ -280,7 +280,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   }
   Level32Row level32_row(int r, int64_t key) const {
     return {mask_row(call_.bias, call_.bias_batch, r, key), call_.bias.stride[3], exponent_[r * row_step_].c >> 8,
-            call_.method == Method::kBlockFloat ? 12 : 4};
+            bias_shift(call_.method)};
   }
 
   int64_t unbiased_max(int r) const { return row_max_[r] == kAbsent ? kNever : exponent_of(r, row_max_[r]); }

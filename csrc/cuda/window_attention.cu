@@ -272,6 +272,13 @@ DEVICE void p_words(const Exponent (&x)[4], i32 C, i64 B, u32 (&w)[DIGITS]) {
   four_p16(powers, w[0], w[1]);
 #endif
 }
+// The same of a group's slots that have keys.
+DEVICE void group_words(int group, const Exponent (&x)[4], i32 C, i64 B, u32 (&w)[DIGITS]) {
+  if (group < GROUPS - 1)
+    p_words<4>(x, C, B, w);
+  else
+    p_words<used_slots(GROUPS - 1)>(x, C, B, w);
+}
 
 // A row of intflash_bfp in a window where some keys have no value.
 struct SplitRow {
@@ -287,7 +294,8 @@ struct Window {
   KvOperands kv;
   OutputConstants output_constants;
   Score score;
-  u32 zeros[GROUPS];  // the bytes of this lane's keys without a value, of intflash_bfp
+  bool is_split = false;  // of intflash_bfp: whether some keys have no value
+  u32 zeros[GROUPS];      // the bytes of this lane's keys that have none
 
 #if HEAD_AMAX_IN_KERNEL
   // The scales from the head's own maxima. Each warp of the window computes them.
@@ -312,8 +320,8 @@ struct Window {
       return score_constants(scales.q, scales.k, p.sm_scale);
   }
 
-  // Finds the keys without a value. Returns whether there are any.
-  DEVICE bool find_valueless() {
+  // Finds the keys without a value.
+  DEVICE void find_valueless() {
     u32 some = 0;
 #pragma unroll
     for (int t = 0; t < GROUPS; ++t) {
@@ -325,7 +333,7 @@ struct Window {
       zeros[t] = __vcmpeq4(codes, 0) & present_bytes_of(t);
       some |= zeros[t];
     }
-    return __any_sync(~0u, some != 0);
+    is_split = __any_sync(~0u, some != 0);
   }
   DEVICE u32 present_bytes_of(int group) const { return group < GROUPS - 1 ? ~0u : present_bytes(quarter); }
 
@@ -349,10 +357,10 @@ struct Window {
 #pragma unroll
     for (int t = 0; t < GROUPS; ++t) {
       u32 w[DIGITS];
-      p_words<4>(x[t], C, exp_offset(row.origin) - ((i64)row.other << 32), w);
+      group_words(t, x[t], C, exp_offset(row.origin) - ((i64)row.other << 32), w);
 #pragma unroll
       for (int digit = 0; digit < DIGITS; ++digit) l[digit] = add_bytes(w[digit] & zeros[t], l[digit]);
-      p_words<4>(x[t], C, exp_offset(row.origin), w);
+      group_words(t, x[t], C, exp_offset(row.origin), w);
 #pragma unroll
       for (int digit = 0; digit < DIGITS; ++digit) words[t][digit] = w[digit] & present_bytes_of(t) & ~zeros[t];
     }
@@ -379,10 +387,15 @@ struct Window {
     if (p.l && quarter == 0) store_statistics(row, split.origin + all.level(fraction), all.l);
   }
 
-  // Computes row `row` of this lane and, where a tile has 16 rows, row + 8. SPLIT: of intflash_bfp where some keys have
-  // no value; then also the row that `remainder_row` computes else.
-  template <bool SPLIT = false>
+  // Computes row `row` of this lane and, where a tile has 16 rows, row + 8.
   DEVICE void tile(RowFragment (&q)[HALVES], u32 row) const {
+    if constexpr (BLOCK_FLOAT)
+      if (is_split) return tile_as<true>(q, row);
+    tile_as<false>(q, row);
+  }
+  // SPLIT: in a window where some keys have no value.
+  template <bool SPLIT>
+  DEVICE void tile_as(RowFragment (&q)[HALVES], u32 row) const {
     u32 codes[2][WORDS] = {};
     if (In::has_far_values(scales.q_inverse)) {
 #pragma unroll
@@ -434,10 +447,7 @@ struct Window {
 #pragma unroll
       for (int t = 0; t < GROUPS; ++t) {
         u32 w[DIGITS];
-        if (t < GROUPS - 1)
-          p_words<4>(x[t], unit.C, B, w);
-        else
-          p_words<used_slots(GROUPS - 1)>(x[t], unit.C, B, w);
+        group_words(t, x[t], unit.C, B, w);
 #pragma unroll
         for (int digit = 0; digit < DIGITS; ++digit)
           steps[digit][t / 2].word[t % 2 * 2 + h] =
@@ -616,9 +626,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_PER_WINDOW * WINDOWS_PER
   else
     loader.codes(w.scales.k_inverse, w.scales.v_inverse, w.kv);
 
-  bool is_split = false;
-  if constexpr (BLOCK_FLOAT) is_split = w.find_valueless();
-  if (BLOCK_FLOAT && !is_split) w.output_constants = without_gap(w.output_constants);
+  if constexpr (BLOCK_FLOAT) {
+    w.find_valueless();
+    if (!w.is_split) w.output_constants = without_gap(w.output_constants);
+  }
 
 #pragma unroll 1
   for (int i = 0; i < TILES && part * TILES + i < ROW_TILES; ++i) {
@@ -628,14 +639,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_PER_WINDOW * WINDOWS_PER
     const u32 first = row;
     row += TILE_ROWS;
     if (i + 1 < TILES || REMAINDER_ROWS && ROW_PARTS == WARPS_PER_WINDOW) load_queries();
-    if (BLOCK_FLOAT && is_split)
-      w.tile<BLOCK_FLOAT>(now, first);
-    else
-      w.tile(now, first);
+    w.tile(now, first);
   }
   if (!has_remainder) return;
-  if (BLOCK_FLOAT && is_split)
-    w.tile<BLOCK_FLOAT>(q, NQ - 1 + g);
+  if (w.is_split)
+    w.tile(q, NQ - 1 + g);  // its lanes with g = 0 have that row, the others none
   else
     w.remainder_row(q[0]);
 }

@@ -95,20 +95,21 @@ def _reference(problem: Problem) -> Result:
     _, v = arrays.key_codes(problem)
     valued = (v != 0).any(-1)[:, :, None, :]
     origin = _origin(T, present, valued)
-    T = torch.where(present, T - origin, NEVER)
+    T = T - origin
     groups = [(keys, here, of_value, _octave(T[..., keys], here)) for keys, here, of_value in _groups(valued, present)]
     unset = T.new_full((*T.shape[:3], 1), UNSET)
     top = torch.stack([unset, *(e for *_, e in groups)]).amax(0)
     value_top = torch.stack([unset, *(e for _, _, of_value, e in groups if of_value)]).amax(0)
     fraction = fraction_bits(T.shape[3])
     dropped = dropped_bits(T.shape[3])
+    l_bits = (exp.P16_MAX * block_keys(T.shape[3])).bit_length()
     l, acc = torch.zeros_like(top), T.new_zeros((*T.shape[:3], v.shape[3]))
     for keys, here, of_value, e in groups:
         p = _p16(torch.where(here, (e << 32) - T[..., keys], 0), here)
-        l_group = arrays.within(p.sum(-1, keepdim=True), 25, "l of a block", signed=False)
+        l_group = arrays.within(p.sum(-1, keepdim=True), l_bits, "l of a block", signed=False)
         l = arrays.within(l + _merged(l_group, top - e, fraction), 57, "l", signed=False)
         if of_value:
-            acc_group = (arrays.matmul(p, v[:, :, keys], "acc of a block", 33) >> dropped) << dropped
+            acc_group = (arrays.matmul(p, v[:, :, keys], "acc of a block", l_bits + 8) >> dropped) << dropped
             acc = arrays.within(acc + _merged(acc_group, value_top - e, fraction), 64, "acc")
     gap = torch.where(value_top == UNSET, 0, top - value_top).clamp(max=MAX_GAP)
     acc = arrays.within(rounding_rshift(acc, OUTPUT_SHIFT), 40, "rounded acc")

@@ -66,16 +66,16 @@ def block_float(problem: Problem, tiling: Tiling | None = None) -> Result:
     valueless, v = _valueless(problem), problem.v.data.double()
     for tile in tiles(problem, tiling, passes=2):
         blocks = []  # (keys, scores of keys with a value, scores of the others)
+        origin = tile.full(1, 0.0, torch.float64, problem.device)
         for keys in tiling.key_steps(nk, keys_in_sight(problem, tile)):
             score = scores.step(tile, keys, absent_keys(problem, tile, keys))
             zero = None if valueless is None else tile.of(valueless, keys)
             others = None
             if zero is not None and bool(zero.any()):
                 score, others = score.masked_fill(zero, NO_SCORE), score.masked_fill(~zero, NO_SCORE)
+            if nk <= ONE_BLOCK:
+                origin, score, others = _from_maximum(score, others)
             blocks.append((keys, score, others))
-        origin = tile.full(1, 0.0, torch.float64, problem.device)
-        if nk <= ONE_BLOCK:
-            origin, blocks = _from_maximum(origin, blocks)
         unset = tile.full(1, UNSET, torch.float64, problem.device)
         value_top = functools.reduce(torch.maximum, (_octave(score) for _, score, _ in blocks), unset)
         top = functools.reduce(torch.maximum, (_octave(x) for *_, x in blocks if x is not None), value_top)
@@ -92,18 +92,14 @@ def block_float(problem: Problem, tiling: Tiling | None = None) -> Result:
     return output.result()
 
 
-def _from_maximum(zero: Tensor, blocks: list[tuple]) -> tuple[Tensor, list[tuple]]:
+def _from_maximum(score: Tensor, others: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The T from which the octaves of one block count, and its scores counted from it."""
-    origin = zero
-    for _, score, others in blocks:
-        tops = [x.amax(dim=-1, keepdim=True) for x in (others, score) if x is not None]
-        for top in tops:
-            origin = torch.where(top == NO_SCORE, origin, top)
-    counted = [
-        (keys, *(None if x is None else (x - origin).masked_fill_(x == NO_SCORE, NO_SCORE) for x in scores))
-        for keys, *scores in blocks
-    ]
-    return origin, counted
+    origin = score.amax(dim=-1, keepdim=True)
+    if others is not None:
+        origin = torch.where(origin == NO_SCORE, others.amax(dim=-1, keepdim=True), origin)
+    origin = origin.masked_fill(origin == NO_SCORE, 0)
+    score, others = (None if x is None else torch.where(x == NO_SCORE, x, x - origin) for x in (score, others))
+    return origin, score, others
 
 
 def _weights(score: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,6 +56,12 @@ def _no_maximum(BM: tl.constexpr):
 
 
 @triton.jit
+def _unsigned(x):
+    """The int64 of a uint32 in int32."""
+    return x.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
 def _initial(BM: tl.constexpr, BDV: tl.constexpr, keys):
     """The maxima of keys with a value and of the others, T and S, whose S become octaves after the first pass; acc, l,
     the fraction bits of both, and the bits of a tile's acc that are kept. below: how far T of the row's origin is below
@@ -84,7 +90,7 @@ def _after_first_pass(state, C, PLAIN: tl.constexpr):
     value_peak, peak = t_max(value_peak, value_score, C, PLAIN), t_max(peak, score, C, PLAIN)
     origin = tl.where(value_peak == NEVER, peak, value_peak)
     below = tl.where((kept == -1) & (origin != NEVER), -origin, 0).to(tl.int32)
-    up = below.to(tl.uint32, bitcast=True).to(tl.int64)
+    up = _unsigned(below)
     return value_peak, octave_above(value_peak + up), peak, octave_above(peak + up), below, acc, l, fraction, kept
 
 
@@ -96,7 +102,7 @@ def _weights(s, C, bias, keys, below, top, kept, PLAIN: tl.constexpr):
     peak, score = _no_maximum(s.shape[0])
     peak, score = update_row_max(peak, score, s, C, bias, keys, PLAIN, BIAS_STEP)
     e = tl.where(kept == -1, top, octave_above(t_max(peak, score, C, PLAIN)))
-    base = K0 + BLOCK_OCTAVES + below.to(tl.uint32, bitcast=True).to(tl.int64) - (e.to(tl.int64) << 32)
+    base = K0 + BLOCK_OCTAVES + _unsigned(below) - (e.to(tl.int64) << 32)
     high, low = block_p16(s, C, exp_offsets(base[:, None], bias, keys, BIAS_STEP))
     high, low = natural_order(high), natural_order(low)
     sums = add_wide_sums(tl.zeros([s.shape[0], 16], tl.int32), high, low, None)
@@ -133,7 +139,7 @@ def _result(state):
     value_peak, value_top, peak, other_top, below, acc, l, fraction, kept = state
     top = tl.maximum(value_top, other_top)
     gap = tl.where(value_top == UNSET, 0, tl.minimum(top - value_top, MAX_GAP))
-    level = ((top + OUTPUT_SHIFT - fraction).to(tl.int64) << 32) - below.to(tl.uint32, bitcast=True).to(tl.int64)
+    level = ((top + OUTPUT_SHIFT - fraction).to(tl.int64) << 32) - _unsigned(below)
     return (acc + HALF) >> OUTPUT_SHIFT, ((l + HALF) >> OUTPUT_SHIFT).to(tl.int32), level, gap
 
 
