@@ -13,7 +13,7 @@ constexpr i32 FAR = 48;                  // a group so many octaves below its ro
 constexpr i32 MAX_GAP = 96;
 constexpr i32 OUTPUT_SHIFT = 24;  // from a row's sums to those that its output is made of
 constexpr i32 MOST_E = 29;        // numerics.exp.OUTPUT_EXPONENTS; the constants hold it without its saturation
-// Added to T - (e << 32). The 16 octaves make p16 the high word of m * 2^(hi + 16).
+// Added to T - (e << 32). With 16 octaves more than K0 the shift from m to p16 is 32 - hi, from 2 on.
 constexpr i64 BLOCK_K0 = K0 + (16ll << 32);
 
 // Bits below the largest octave that a row's sums keep.
@@ -38,7 +38,7 @@ DEVICE u32 block_p16(u32 t) {
 // p16 of T - (e << 32) + BLOCK_K0.
 DEVICE u32 block_p16(i64 t) {
   const Power x = power(t);
-  return __umulhi(x.m, shift_left(1, x.hi));
+  return shift_right(x.m, 32 - x.hi);
 }
 
 // Returns bytes of ones where the lowest four bits are set.
@@ -52,6 +52,22 @@ DEVICE void pack_block_p(const u32 (&p)[4], u32 (&digit)[2]) {
   const u32 a = permute(p[0], p[1], 0x5140), b = permute(p[2], p[3], 0x5140);
   digit[0] = permute(a, b, 0x7632);
   digit[1] = permute(a, b, 0x5410);
+}
+
+// Computes four p16 of a row of one block from scores at or below its maximum. In 32 bits: C in 2^-24 octave and offset
+// = maximum * C + block_offset(0), where no key lies 238 octaves below the maximum: the shift of `block_p16` is then at
+// most 240.
+DEVICE void four_block_p(i32 s0, i32 s1, i32 s2, i32 s3, u32 C, u32 offset, u32 (&digit)[2]) {
+  const u32 D = 0u - C;
+  pack_block_p(
+      {block_p16(s0 * D + offset), block_p16(s1 * D + offset), block_p16(s2 * D + offset), block_p16(s3 * D + offset)},
+      digit);
+}
+// The same in 64 bits, with C in 2^-32 octave and B = BLOCK_K0 - Tmax.
+DEVICE void four_block_p(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32 (&digit)[2]) {
+  pack_block_p({block_p16(multiply_add(s0, C, B)), block_p16(multiply_add(s1, C, B)), block_p16(multiply_add(s2, C, B)),
+                block_p16(multiply_add(s3, C, B))},
+               digit);
 }
 
 // Returns the sum of a row's p16 from the sums of its digits.
@@ -109,6 +125,29 @@ struct RowSum {
   DEVICE static i64 in_octave(i64 x, i32 by) { return by < 0 ? x << -by : x >> min(by, 63); }
   // The level of l in T.
   DEVICE i64 level(i32 fraction) const { return (i64)(top + OUTPUT_SHIFT - fraction) << 32; }
+};
+
+// A row of one block where some keys have no value.
+struct SplitRow {
+  i64 origin;        // the T from which octaves count
+  i32 value, other;  // the octaves of the keys with a value and of those without
+  u32 other_l;       // the sum of p of the keys without
+
+  SplitRow() = default;
+  // The largest T of both kinds of keys, ABSENT_T where there are none.
+  DEVICE SplitRow(i64 value_t, i64 other_t)
+      : origin(value_t != ABSENT_T   ? value_t
+               : other_t != ABSENT_T ? other_t
+                                     : 0),
+        value(value_t == ABSENT_T ? NO_EXPONENT : 0),
+        other(other_t == ABSENT_T ? NO_EXPONENT : octave_above(other_t - origin)),
+        other_l(0) {}
+  // value_l: the sum of p of the keys with a value.
+  DEVICE RowSum sum(u32 value_l, i32 fraction) const {
+    const i32 top = max(value, other);
+    return RowSum(value, other,
+                  merged((i32)value_l, fraction, top - value) + merged((i32)other_l, fraction, top - other));
+  }
 };
 
 // below: octaves from the row's largest to that in whose units acc is, at least 0.

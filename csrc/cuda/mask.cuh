@@ -6,7 +6,6 @@
 
 // With a bias or a mask the exponent of a key is T in 2^-32 octave: score * C + bias, or ABSENT_T.
 #if BIAS || KEEP
-constexpr i64 ABSENT_T = -(1ll << 62);  // below every T; its p is 0
 typedef i64 Exponent;
 constexpr Exponent NO_KEY = ABSENT_T;
 constexpr i32 BIAS_UNIT = BLOCK_FLOAT ? 1 << 20 : 1 << 12;  // of the bias in T

@@ -280,13 +280,6 @@ DEVICE void group_words(int group, const Exponent (&x)[4], i32 C, i64 B, u32 (&w
     p_words<used_slots(GROUPS - 1)>(x, C, B, w);
 }
 
-// A row of intflash_bfp in a window where some keys have no value.
-struct SplitRow {
-  i64 origin;        // the T from which octaves count
-  i32 value, other;  // the octaves of both kinds of keys
-  u32 other_l;       // of the keys without a value
-};
-
 struct Window {
   const Params& p;
   u32 batch, head, kv_head, g, quarter;
@@ -350,9 +343,8 @@ struct Window {
         value = value > of_value ? value : of_value, other = other > of_other ? other : of_other;
       }
     value = quad_max(value), other = quad_max(other);
-    const Exponent first = value == NO_KEY ? other : value;
-    SplitRow row{first == NO_KEY ? 0 : row_max_exponent(first, C), value == NO_KEY ? NO_EXPONENT : 0, NO_EXPONENT, 0};
-    if (other != NO_KEY) row.other = octave_above(row_max_exponent(other, C) - row.origin);
+    const auto exponent = [&](Exponent x) { return x == NO_KEY ? ABSENT_T : row_max_exponent(x, C); };
+    SplitRow row(exponent(value), exponent(other));
     u32 l[DIGITS] = {};
 #pragma unroll
     for (int t = 0; t < GROUPS; ++t) {
@@ -370,10 +362,8 @@ struct Window {
   }
   // Stores a row of such a window. value_l: the sum of P of its keys with a value.
   DEVICE void store_split(const SplitRow& split, u32 value_l, const i32 (&acc)[BLOCKS][8], u32 row) const {
-    const i32 fraction = fraction_bits(NK), top = max(split.value, split.other);
-    const i64 sum =
-        merged((i32)value_l, fraction, top - split.value) + merged((i32)split.other_l, fraction, top - split.other);
-    const RowSum all(split.value, split.other, sum);
+    const i32 fraction = fraction_bits(NK);
+    const RowSum all = split.sum(value_l, fraction);
     const GapScale<OUT> scale(all.l, all.gap, output_constants);
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {

@@ -6,6 +6,9 @@
 #if REMAINDER_ROWS
 #include "sm90/short_rows_remainder.cuh"
 #endif
+#if BLOCK_FLOAT
+#include "sm90/short_rows_split.cuh"
+#endif
 
 #ifndef CLUSTER
 #define CLUSTER 1
@@ -124,7 +127,7 @@ __cluster_dims__(1, 1, CLUSTER)
   loader.begin_keys();
   if (PREFETCH_Q) query.begin_load(first, p.nq - 1);
 #if BIAS
-  const BiasRows bias(v_tile + V_BYTES + BARRIER_BYTES);
+  const BiasRows bias(v_tile + V_BYTES + BARRIER_BYTES + VALUE_CODES_BYTES);
   const auto begin_bias = [&](i32 row) {  // row: the first of a tile
     if (!REMAINDER_ROWS || row < whole)
       bias.begin_load(p, batch, head, row + row_of_thread);
@@ -150,7 +153,6 @@ __cluster_dims__(1, 1, CLUSTER)
   if (!ROW_SCALES) tile.set_limits();
   let_next_kernel_start();
   tile.prepare(k_tile, v_tile, p.nk);
-  if (PREFETCH_Q) query.codes(constants.scales.q_inverse, tile.q);
   const i32 out_stride = (i32)p.out.n * SIZE<OUT>;
   const i64 out_head = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + threadIdx.x % 4 * CHANNELS) * SIZE<OUT>);
   u8* out = (u8*)multiply_add(first, out_stride, out_head);
@@ -168,6 +170,30 @@ __cluster_dims__(1, 1, CLUSTER)
       tile.set_limits();
     }
   };
+#if BLOCK_FLOAT
+  const u32 value_codes = v_tile + V_BYTES + BARRIER_BYTES;
+  if (may_lack_values(v_tile, p.nk) && find_valueless(v_tile, p.nk, value_codes)) {
+    for (; row < stop; row += 64 * WARPGROUPS) {
+      const i32 r = row + row_of_thread;
+      if (PREFETCH_Q) {
+        query.begin_load(r, p.nq - 1);
+        query.codes(constants.scales.q_inverse, tile.q);
+      }
+      begin_rows(r);
+#if BIAS
+      tile.has_t = false;
+      cp_async_wait_all();
+      bias.begin_load(p, batch, head, r);
+      cp_async_wait_all();
+#endif
+      u8* const to = (u8*)multiply_add(r, out_stride, out_head);
+      SplitTile(tile, value_codes).run(p, to, batch, head, r, constants.output_constants);
+    }
+    return;
+  }
+  constants.output_constants = without_gap(constants.output_constants);
+#endif
+  if (PREFETCH_Q) query.codes(constants.scales.q_inverse, tile.q);
   if (PREFETCH_Q && REMAINDER_ROWS) query.advance(row + 64 * WARPGROUPS >= whole);
   for (; row < whole; row += 64 * WARPGROUPS) {
     const i32 r = row + row_of_thread, next = row + 64 * WARPGROUPS;
@@ -193,7 +219,8 @@ __cluster_dims__(1, 1, CLUSTER)
 #if REMAINDER_ROWS
   if (row < stop) {
     begin_rows(row + row_of_warp);
-    RemainderRows remainder(tile, k_tile, v_tile, shared + K_BYTES + V_BYTES + BARRIER_BYTES + BIAS_BYTES);
+    RemainderRows remainder(tile, k_tile, v_tile,
+                            shared + K_BYTES + V_BYTES + BARRIER_BYTES + VALUE_CODES_BYTES + BIAS_BYTES);
     remainder.run(constants.output_constants);
     out = (u8*)multiply_add(first < whole ? -16 * warp : 0, out_stride, (i64)out);
     remainder.store(p, out, batch, head, row + row_of_warp, constants.output_constants);

@@ -1,16 +1,16 @@
-// The bias of short rows: int32 in 2^-20 octave, NO_SCORE for an absent key. Macros: see short_rows_mainloop.cuh.
+// The bias of short rows: int32, NO_SCORE for an absent key. Macros: see short_rows_mainloop.cuh.
 #pragma once
 #include "exp2.cuh"
 #include "params.cuh"
-
-constexpr i64 ABSENT_T = -(1ll << 62);  // below every T; its p is 0
 
 // The biases of a thread's rows `row` and row + 8: of each 16 keys four, from 4 (lane % 4) on. Each thread copies what
 // it reads itself to shared memory, ahead of time, so that no thread waits for another and no registers hold them.
 struct BiasRows {
   static constexpr int GROUPS = KEYS / 16, THREADS = 128 * WARPGROUPS;
-  static constexpr i32 REACH = 32 << 20;  // 32-bit exponents hold biases in [-REACH, REACH)
-  u32 mine;                               // address of this thread's first four biases
+  static constexpr int SHIFT = BLOCK_FLOAT ? 12 : 4;  // from a bias's unit to 2^-24 octave
+  static constexpr i32 UNIT = 1 << (SHIFT + 8);       // of a bias in T
+  static constexpr i32 REACH = 32 << (24 - SHIFT);    // 32-bit exponents hold biases in [-REACH, REACH)
+  u32 mine;                                           // address of this thread's first four biases
 
   BiasRows() = default;
   DEVICE BiasRows(u32 shared) : mine(shared + threadIdx.x * 16) {}

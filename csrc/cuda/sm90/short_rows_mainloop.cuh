@@ -7,6 +7,7 @@
 //   KEYS                 the number of keys, padded to 16
 //   HEAD_DIM             a multiple of 16
 //   BITS                 of p, 8 or 16
+//   BLOCK_FLOAT          1: intflash_bfp, with BITS 16: the keys are one block; 0 (the default)
 //   IN, OUT              the types of Q, K, V and of the output
 //   EXP_32BIT            1: T + B is computed in 32 bits where it fits
 //   KEY_MAJOR            1: V has contiguous keys
@@ -19,16 +20,20 @@
 //   HEADS_FIRST          1: heads are the grid's first axis, as they usually are in memory; 0: batches are
 //   REVERSE_HEADS        1: CTAs take the last heads first
 //   ALL_ROWS             1: a CTA takes all rows of its head
-//   BIAS                 int32 p.bias in 2^-20 octave, NO_SCORE for an absent key: 0 none (the default), 1 with
-//                        contiguous keys, 4 with contiguous keys that are read four at a time; with EXP_32BIT
+//   BIAS                 int32 p.bias, NO_SCORE for an absent key: 0 none (the default), 1 with contiguous keys, 4 with
+//                        contiguous keys that are read four at a time; with EXP_32BIT
 //   CLUSTER              with HEAD_AMAX_IN_KERNEL, the CTAs of a head, which are a cluster and share the search for its
 //                        scales; 1: each searches alone (the default)
 #pragma once
+#include "block_float.cuh"
 #include "sm90/short_rows_load.cuh"
 #include "sm90/wgmma.cuh"
 
 #ifndef BIAS
 #define BIAS 0
+#endif
+#ifndef BLOCK_FLOAT
+#define BLOCK_FLOAT 0
 #endif
 #if BIAS
 #include "sm90/short_rows_bias.cuh"
@@ -37,6 +42,7 @@ constexpr int BIAS_BYTES = WARPGROUPS * 64 * KEYS * 4;  // of a row tile of each
 #else
 constexpr int BIAS_BYTES = 0;
 #endif
+constexpr int VALUE_CODES_BYTES = BLOCK_FLOAT * (KEYS + 16 * WARPGROUPS);  // see short_rows_split.cuh
 
 #if BITS == 8
 typedef i32 Accumulator;
@@ -49,6 +55,32 @@ constexpr int DIGITS = 2;
 // The row's keys are split in two parts (one where there are few). The second part's scores are computed during the
 // maximum of the first, and P V of the first during the exponentials of the second.
 constexpr int FIRST = KEYS < 64 ? 0 : KEYS / 64 * 32, REST = KEYS - FIRST;
+
+// How scores become p, four of a row at a time: a word of each digit. P_K0 is added to T - Tmax, and PEAK_OFFSET to the
+// maximum in 2^-24 octave, which gives `minus_B` of a row.
+#if BLOCK_FLOAT
+constexpr i64 P_K0 = BLOCK_K0;
+constexpr u32 PEAK_OFFSET = ~(u32)(BLOCK_K0 >> 8) - (223u << 24);  // block_offset(0)
+DEVICE void four_of(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32 (&p)[DIGITS]) {
+  four_block_p(s0, s1, s2, s3, C, B, p);
+}
+DEVICE void four_of_32_bits(i32 s0, i32 s1, i32 s2, i32 s3, u32 C, u32 minus_B, u32 (&p)[DIGITS]) {
+  four_block_p(s0, s1, s2, s3, C, minus_B, p);
+}
+DEVICE void four_of_depths(const i64 (&t)[4], u32 (&p)[DIGITS]) {
+  pack_block_p({block_p16(t[0]), block_p16(t[1]), block_p16(t[2]), block_p16(t[3])}, p);
+}
+#else
+constexpr i64 P_K0 = K0;
+constexpr u32 PEAK_OFFSET = 0u - (u32)(K0 >> 8);
+DEVICE void four_of(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32 (&p)[DIGITS]) { four_p(s0, s1, s2, s3, C, B, p); }
+DEVICE void four_of_32_bits(i32 s0, i32 s1, i32 s2, i32 s3, u32 C, u32 minus_B, u32 (&p)[DIGITS]) {
+  four_p<4 / DIGITS>(s0, s1, s2, s3, (i32)C, 0u - minus_B, p);
+}
+DEVICE void four_of_depths(const i64 (&t)[4], u32 (&p)[DIGITS]) {
+  four_p({power(t[0]), power(t[1]), power(t[2]), power(t[3])}, p);
+}
+#endif
 
 // Combines the sums of p's digits.
 DEVICE u32 combine_digits(const u32 (&sums)[DIGITS]) {
@@ -69,7 +101,9 @@ struct RowTile {
   bool rarely_exceeded;                       // whether few maxima of the warp's rows exceed `limit`
   i32 peak[2];                                // of S
   i32 a[FIRST ? FIRST / 2 : 1], b[REST / 2];  // scores of the first and the second part of the keys
-  u32 minus_B[2];  // for the 32-bit exponential, which has no k; a subtraction costs as much as an addition
+  // For the 32-bit exponential, which has no k: -B, because a subtraction costs as much as an addition; of intflash_bfp
+  // the offset of `four_block_p`.
+  u32 minus_B[2];
   u32 sums[2][DIGITS];
   i32 acc[DIGITS][HEAD_DIM / 2];
   u64 k_operand, v_operand;
@@ -190,7 +224,7 @@ struct RowTile {
         for (int j = 0; j < 4; ++j) {
           i32& t = s[8 * group + j / 2 * 4 + 2 * h + j % 2];
           reach |= (u32)x[j] + BiasRows::REACH;
-          t = (i32)((u32)t * (u32)(score[h].C >> 8) + ((u32)x[j] << 4));
+          t = (i32)((u32)t * (u32)(score[h].C >> 8) + ((u32)x[j] << BiasRows::SHIFT));
           if (LAST && group == COUNT / 8 - 1) t = present >> (8 * j) & 1 ? t : NO_SCORE;
           peak[h] = max(peak[h], t);
         }
@@ -201,9 +235,9 @@ struct RowTile {
   DEVICE i64 wide_t(i32 s, int i, const i32 (&x)[4]) const {
     const int h = i / 2 % 2;
     const i32 b = x[i / 4 % 2 * 2 + i % 2];
-    const i64 t =
-        has_t ? multiply_add((i32)((u32)s - ((u32)b << 4)), 256, 0) : multiply_add(s << score[h].k, score[h].C, 0);
-    return b == NO_SCORE ? ABSENT_T : multiply_add(b, 1 << 12, t);
+    const i64 t = has_t ? multiply_add((i32)((u32)s - ((u32)b << BiasRows::SHIFT)), 256, 0)
+                        : multiply_add(s << score[h].k, score[h].C, 0);
+    return b == NO_SCORE ? ABSENT_T : multiply_add(b, BiasRows::UNIT, t);
   }
   template <bool LAST, int COUNT>
   DEVICE void wide_maximum(const i32 (&s)[COUNT], int first) {
@@ -227,9 +261,9 @@ struct RowTile {
   DEVICE void wide_p(int group, int h, const i32* x, u32 (&p)[DIGITS]) const {
     i32 of[4];
     bias.load(group, h, of);
-    const i64 B = t_max[h] == ABSENT_T ? ABSENT_T : K0 - t_max[h];
-    const auto power_of = [&](int i) { return power(wide_t(x[i], 2 * h + i, of) + B); };
-    four_p({power_of(0), power_of(1), power_of(4), power_of(5)}, p);
+    const i64 B = t_max[h] == ABSENT_T ? ABSENT_T : P_K0 - t_max[h];
+    const auto depth = [&](int i) { return wide_t(x[i], 2 * h + i, of) + B; };
+    four_of_depths({depth(0), depth(1), depth(4), depth(5)}, p);
   }
 
   // Computes T and the rows' maxima. Q is not needed afterwards.
@@ -252,7 +286,7 @@ struct RowTile {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         peak[h] = quad_max(peak[h]);
-        minus_B[h] = (u32)peak[h] - (u32)(K0 >> 8);
+        minus_B[h] = (u32)peak[h] + PEAK_OFFSET;
         t_max[h] = multiply_add(peak[h], 256, 0);
       }
       return;
@@ -288,12 +322,12 @@ struct RowTile {
         u32 four[DIGITS];
         const i32 C = score[h].C;
         if constexpr (IN_32BIT)
-          four_p<4 / DIGITS>(x[0], x[1], x[4], x[5], BIAS ? 1 : C >> 8, 0u - minus_B[h], four);
+          four_of_32_bits(x[0], x[1], x[4], x[5], BIAS ? 1 : C >> 8, minus_B[h], four);
         else
 #if BIAS
           wide_p((LAST ? FIRST / 16 : 0) + group, h, x, four);
 #else
-          four_p(x[0], x[1], x[4], x[5], C, K0 - top(h), four);
+          four_of(x[0], x[1], x[4], x[5], C, P_K0 - top(h), four);
 #endif
 #pragma unroll
         for (int digit = 0; digit < DIGITS; ++digit) {
@@ -345,7 +379,7 @@ struct RowTile {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         peak[h] = quad_max(peak[h]);
-        minus_B[h] = (u32)peak[h] * (score[h].C >> 8) - (u32)(K0 >> 8);
+        minus_B[h] = (u32)peak[h] * (score[h].C >> 8) + PEAK_OFFSET;
       }
     }
   }

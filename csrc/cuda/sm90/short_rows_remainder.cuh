@@ -58,7 +58,7 @@ struct RemainderRows {
     for (int j = 0; j < 4; ++j) {
       const bool has = x[j] != NO_SCORE && (chunk(share) < KEY_CHUNKS - 1 || tile.present >> (8 * j) & 1);
       t[j] = multiply_add(s[j] << tile.score[0].k, tile.score[0].C, 0);
-      t[j] = has ? multiply_add(x[j], 1 << 12, t[j]) : ABSENT_T;
+      t[j] = has ? multiply_add(x[j], BiasRows::UNIT, t[j]) : ABSENT_T;
       peak = peak > t[j] ? peak : t[j];
     }
   }
@@ -93,12 +93,12 @@ struct RemainderRows {
 #if BIAS
 #pragma unroll
     for (int i = 0; i < 4; ++i) peak = peak > shared.peak[g][i] ? peak : shared.peak[g][i];
-    const i64 B = peak == ABSENT_T ? ABSENT_T : K0 - peak;
+    const i64 B = peak == ABSENT_T ? ABSENT_T : P_K0 - peak;
 #else
     const int4 peaks = *(const int4*)shared.peak[g];
     // shifted here, because a warp may have no keys
     peak = max(max(peaks.x, peaks.y), max(peaks.z, peaks.w)) << score.k;
-    const i64 B = K0 - multiply_add(peak, score.C, 0);
+    const i64 B = P_K0 - multiply_add(peak, score.C, 0);
 #endif
     u32* to = &shared.p[0][g][warp / 2][quarter][warp % 2 * 2];
 #pragma unroll
@@ -106,9 +106,9 @@ struct RemainderRows {
       u32 p[DIGITS] = {};
       if (has(i))
 #if BIAS
-        four_p({power(s[i][0] + B), power(s[i][1] + B), power(s[i][2] + B), power(s[i][3] + B)}, p);
+        four_of_depths({s[i][0] + B, s[i][1] + B, s[i][2] + B, s[i][3] + B}, p);
 #else
-        four_p(s[i][0], s[i][1], s[i][2], s[i][3], score.C, B, p);
+        four_of(s[i][0], s[i][1], s[i][2], s[i][3], score.C, B, p);
 #endif
       else if (KEY_CHUNKS % 2 == 0 || chunk(i) > KEY_CHUNKS)
         continue;  // the step of an odd last chunk has a second, empty chunk

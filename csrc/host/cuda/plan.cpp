@@ -213,7 +213,7 @@ bool is_aligned(const Tensor& x, const char* name, Refusal& why) {
   });
 }
 
-bool has_short_rows(Method method) { return method == Method::kP16 || method == Method::kP8; }
+bool has_short_rows(Method method) { return method != Method::kOnline; }
 
 bool find_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Refusal& why) {
   if (!is_within_limits(p, why)) return false;
@@ -268,7 +268,8 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
     c.finds_scales = !c.head_amax_in_kernel && !c.scales_in_quantization;
   }
   c.fills_constants = (!(c.fuses_keys || c.scores_in_kernel) || p.has_integer_output()) && !p.ready_score;
-  c.finds_valueless = p.is_block_float() && !is_whole && c.kernel != Kernel::kWindow;
+  const bool finds_them_itself = is_whole || c.kernel == Kernel::kWindow || c.kernel == Kernel::kShortRows;
+  c.finds_valueless = p.is_block_float() && !finds_them_itself;
   if (c.finds_scales || c.scales_in_quantization || ((is_long || is_whole) && c.head_amax_in_kernel)) {
     for (int i = 0; i < 3; ++i)
       if (!p.scale[i]) c.scale_count += numel(found_scale(p, i, nullptr).shape);

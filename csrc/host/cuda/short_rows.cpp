@@ -32,7 +32,8 @@ const Source kSource = {"sm90/short_rows.cu",
                          {"WARPGROUPS", nullptr},
                          {"CTAS_PER_SM", nullptr},
                          {"BIAS", nullptr},
-                         {"CLUSTER", nullptr}}};
+                         {"CLUSTER", nullptr},
+                         {"BLOCK_FLOAT", nullptr}}};
 
 // How the work is split: warpgroups per CTA, tiles of 64 rows per CTA, CTAs per multiprocessor.
 struct Split {
@@ -89,7 +90,7 @@ Split choose_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double t
   return fastest_split(heads, row_tiles, most_ctas, third, start_time);
 }
 
-int64_t bits_of(Method method) { return method == Method::kP16 ? 16 : 8; }
+int64_t bits_of(Method method) { return method == Method::kP8 ? 8 : 16; }
 
 // The number of keys of the bias that one load may read.
 int32_t keys_at_once(const Tensor& bias) {
@@ -195,16 +196,18 @@ void short_rows_launch(const Attention& a, Launch& launch) {
                      int32_t(split.warpgroups),
                      int32_t(split.ctas_per_sm),
                      p.bias ? keys_at_once(p.bias) : kLeftOut,
-                     cluster > 1 ? int32_t(parts) : kLeftOut}};
+                     cluster > 1 ? int32_t(parts) : kLeftOut,
+                     p.is_block_float() ? 1 : kLeftOut}};
   launch.grid[0] = uint32_t(heads_first ? heads : batch);
   launch.grid[1] = uint32_t(heads_first ? batch : heads);
   launch.grid[2] = uint32_t(parts);
   launch.threads = uint32_t(128 * split.warpgroups);
-  // K and V^T; their barriers; RemainderRows::Shared, the maxima and p of 8 rows; the biases of a tile, and of 8 rows
-  launch.shared_bytes =
-      uint32_t(round_up(keys * key_width(d), 1024) + ceil_div(keys, 128) * d * 128 + 16 * launch.has_maps +
-               (remainder ? 128 + 8 * (ceil_div(keys, 32) | 1) * 64 * bits / 8 : 0) +
-               (p.bias ? split.warpgroups * 64 * keys * 4 + remainder * 128 : 0));
+  // K and V^T; their barriers; of intflash_bfp a byte for each key and a word for each warp; RemainderRows::Shared, the
+  // maxima and p of 8 rows; the biases of a tile, and of 8 rows
+  launch.shared_bytes = uint32_t(round_up(keys * key_width(d), 1024) + ceil_div(keys, 128) * d * 128 +
+                                 16 * launch.has_maps + p.is_block_float() * (keys + 16 * split.warpgroups) +
+                                 (remainder ? 128 + 8 * (ceil_div(keys, 32) | 1) * 64 * bits / 8 : 0) +
+                                 (p.bias ? split.warpgroups * 64 * keys * 4 + remainder * 128 : 0));
   launch.set_parameters<::Params>() = attention_parameters(a, int32_t(split.tiles), {});
 }
 

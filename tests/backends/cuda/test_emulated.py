@@ -21,6 +21,7 @@ CASES = {  # a case takes up to half a minute on one core, mostly to compile; wi
     ("window", "intflash_bfp"): ("sinks, torch.float16",),
     ("short_rows", "intflash"): (),
     ("short_rows", "intflash_p8"): ("bias 80 32 4194304",),
+    ("short_rows", "intflash_bfp"): ("no value, absent",),
     ("long_rows", "intflash"): (),
     ("long_rows", "intflash_p8"): ("scales of many heads 64 torch.float16",),
     ("whole_rows", "intflash"): (),

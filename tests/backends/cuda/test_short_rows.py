@@ -18,6 +18,7 @@ from intflash.backends.gpu.tensors import GRID_LIMIT, key_major
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
+METHODS = (*BITS, "intflash_bfp")
 FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
 # Warpgroups per CTA, tiles of 64 rows per CTA, CTAs per multiprocessor: one warpgroup and several, one tile per CTA and
 # several, warpgroups without a tile.
@@ -86,12 +87,42 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
         yield f"{dtype} dynamic", checks.floats(method, 2, 150, 64, dtype, checks.OF_TENSORS, 1e-3)
         yield f"{dtype} dynamic of heads", checks.floats(method, 2, 150, 64, dtype, checks.OF_HEADS, return_lse=True)
     yield from _biased(method)
+    if method == "intflash_bfp":
+        yield from _valueless(method)
+
+
+def _valueless(method: str) -> Iterator[tuple[str, Problem]]:
+    """Sinks with and without a value, at gaps over which the others keep weights or not, in some heads or in all."""
+    some, many = (0, 90, 91, 196), tuple(range(150))
+    sizes = (66, 70), (150, 20), (197, 197)
+    for (n, nq), octaves, zeros in itertools.product(sizes, (5.0, 40.0, 130.0), (some, many)):
+        name = f"sinks {octaves} {n} {len(zeros)}"
+        yield name, ic.sinks(method, octaves, tuple(z for z in zeros if z < n), n=n, d=64, nq=nq, return_lse=True)
+    for out in (torch.int16, torch.float32):
+        yield f"sinks, {out}", ic.sinks(method, 40.0, some, n=200, d=64, nq=70, out_dtype=out)
+    yield "sinks, contiguous keys", contiguous_keys(ic.sinks(method, 40.0, some, n=200, d=64, nq=20))
+    yield "sinks, gqa", ic.sinks(method, 8.0, some, heads=4, key_heads=2, n=197, d=32, nq=20, return_lse=True)
+    p = ic.codes(method, heads=4, key_heads=2, nq=150, nk=150, d=64, kinds=("token", "head", "head"), return_lse=True)
+    p.v.data[:, 1, [0, 77, 149]] = 0  # of one head alone
+    yield "no value, tokens", p
+    for recipe in (checks.OF_TENSORS, checks.OF_HEADS, Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.02)):
+        p = checks.floats(method, 2, 197, 64, torch.float16, recipe, return_lse=True)
+        p.v[:, 1, [0, 5, 127, 128, 196]] = 0
+        yield f"no value, floats {recipe.q} {recipe.q_scale}", p
+    p = ic.codes(method, batch=2, heads=2, nq=100, nk=100, d=64, return_lse=True)
+    p.v.data[:, :, 3:40] = 0
+    bias = torch.randint(-(1 << 16), 1 << 16, (1, 2, 100, 100), dtype=torch.int32)
+    gone = bias.masked_fill(torch.rand(bias.shape) < 0.2, ic.ABSENT)
+    gone[0, 0, 5:9], gone[0, 0, 9:12, :40], gone[0, 0, 12:15, 40:] = ic.ABSENT, ic.ABSENT, ic.ABSENT
+    yield "no value, absent", replace(p, bias=gone)
 
 
 def _biased(method: str) -> Iterator[tuple[str, Problem]]:
     """Biases that 32-bit exponents hold and larger ones, absent keys and rows without keys, for any axes."""
+    fewer = 8 if method == "intflash_bfp" else 0  # fraction bits than 20
     for n, d, reach in itertools.product((80, 196, 197, 224), (64, 32), (1 << 22, 1 << 25, 1 << 28)):
-        if n * d == 224 * 64 and method == "intflash":
+        reach >>= fewer
+        if n * d == 224 * 64 and method != "intflash_p8":
             continue  # its registers do not suffice
         bias = torch.randint(-reach, reach, (2, 3, n, n), dtype=torch.int32)
         p = ic.codes(method, batch=4, heads=3, nq=n, nk=n, d=d, bias=bias, return_lse=True)
@@ -100,9 +131,9 @@ def _biased(method: str) -> Iterator[tuple[str, Problem]]:
         gone[0, 1, 5:40] = ic.ABSENT
         yield f"absent {n} {d} {reach}", replace(p, bias=gone)
     for shape in ((1, 1, 100, 196), (2, 3, 1, 196), (2, 1, 100, 196)):
-        bias = torch.randint(-(1 << 22), 1 << 22, shape, dtype=torch.int32)
+        bias = torch.randint(-(1 << 22), 1 << 22, shape, dtype=torch.int32) >> fewer
         yield f"bias of shape {shape}", ic.codes(method, batch=2, heads=3, nq=100, nk=196, d=64, bias=bias)
-    bias = torch.randint(-(1 << 22), 1 << 22, (1, 4, 196, 196), dtype=torch.int32)
+    bias = torch.randint(-(1 << 22), 1 << 22, (1, 4, 196, 196), dtype=torch.int32) >> fewer
     for amax in (1e-6, 50.0, 400.0, 50000.0):  # scores that 32-bit exponents hold, and larger ones
         p = ic.codes(method, heads=4, key_heads=2, nq=196, nk=196, d=64, amax=amax, bias=bias, return_lse=True)
         yield f"bias, amax {amax}", p
@@ -116,7 +147,7 @@ def _biased(method: str) -> Iterator[tuple[str, Problem]]:
         )
 
 
-@pytest.mark.parametrize("method", BITS)
+@pytest.mark.parametrize("method", METHODS)
 def test_every_case_is_served(method):
     torch.manual_seed(0)
     assert checks.unserved(cases(method), "short_rows", checks.HOPPER) == []
@@ -125,7 +156,7 @@ def test_every_case_is_served(method):
 @pytest.mark.gpu
 @checks.needs_device
 @pytest.mark.parametrize("split", (None, *SPLITS), ids=str)
-@pytest.mark.parametrize("method", BITS)
+@pytest.mark.parametrize("method", METHODS)
 def test_bits(method, split, monkeypatch):
     torch.manual_seed(0)
     if split is not None:
@@ -141,7 +172,7 @@ def _cross(method: str, nq: int, nk: int, batch=1, heads=20, device="meta") -> P
 @pytest.mark.gpu
 @checks.needs_device
 @pytest.mark.parametrize("cluster", (2, 3, 5, 8))
-@pytest.mark.parametrize("method", BITS)
+@pytest.mark.parametrize("method", METHODS)
 def test_bits_of_scales_that_a_cluster_finds(method, cluster, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(plans, "FIXED", dict(cluster=cluster))
@@ -178,7 +209,7 @@ def _launch(method: str, n: int, d: int, *args, split=None, **more):
 
 
 @pytest.mark.parametrize("out", checks.in_full_but((torch.int8,), (torch.int8, torch.int16)), ids=str)
-@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), BITS))
+@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), METHODS))
 def test_integer_only(method, out):
     """No floating-point opcode between int8 input and integer output; integer tensor-core products; no spills."""
     for (n, d), major, batch in itertools.product(((197, 64), (130, 32)), (False, True), (2, 80)):
@@ -197,7 +228,7 @@ def test_integer_only(method, out):
         pytest.param(Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02), id="static", marks=pytest.mark.full),
     ),
 )
-@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), BITS))
+@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), METHODS))
 @pytest.mark.parametrize("dtype", checks.COMPILED_FLOATS, ids=str)
 def test_floats_do_not_spill(method, dtype, recipe):
     for (n, d), split in itertools.product(((197, 64), (80, 96)), (None, (2, 4, 1))):
@@ -252,7 +283,7 @@ def test_heads_are_divided_where_whole_ones_would_wait():
         assert launch.grid[2] == ctas
 
 
-@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), BITS))
+@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), METHODS))
 def test_biases_do_not_spill(method):
     for n, dtype, batch in ((196, torch.float16, 150), (197, torch.int8, 2)):
         bias = torch.zeros(1, 2, n, n, dtype=torch.int32, device="meta")
@@ -306,7 +337,7 @@ def test_remainder_rows_are_few():
 
 def test_shared_memory_fits_the_ctas_of_a_multiprocessor():
     """All CTAs that the registers hold, each with its 1 KB that the hardware reserves, fit the 228 KB."""
-    for method, n, d, batch in itertools.product(BITS, (66, 100, 128, 197, 224), (16, 64, 80, 128), (1, 5, 200)):
+    for method, n, d, batch in itertools.product(METHODS, (66, 100, 128, 197, 224), (16, 64, 80, 128), (1, 5, 200)):
         p = checks.empty_problem(method, n, d, key_major=True, batch=batch)
         if plans.find_kernel(p).kernel != "short_rows":
             continue  # the registers do not hold it

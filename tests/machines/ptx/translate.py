@@ -376,7 +376,7 @@ class _Translator:
         return self.put(f"vote({str(self.parts[1] == 'all').lower()}, {self.get(1, 'pred')})")
 
     def _redux(self) -> str | None:
-        results = {"add": "a + b", "max": "a > b ? a : b", "min": "a < b ? a : b"}
+        results = {"add": "a + b", "max": "a > b ? a : b", "min": "a < b ? a : b", "or": "a | b"}
         if self.parts[1] not in results:
             return None
         operation = f"[]({self.kind} a, {self.kind} b) {{ return {results[self.parts[1]]}; }}"
