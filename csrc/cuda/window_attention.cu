@@ -287,8 +287,6 @@ struct Window {
   KvOperands kv;
   OutputConstants output_constants;
   Score score;
-  bool is_split = false;  // of intflash_bfp: whether some keys have no value
-  u32 zeros[GROUPS];      // the bytes of this lane's keys that have none
 
 #if HEAD_AMAX_IN_KERNEL
   // The scales from the head's own maxima. Each warp of the window computes them.
@@ -313,25 +311,33 @@ struct Window {
       return score_constants(scales.q, scales.k, p.sm_scale);
   }
 
-  // Finds the keys without a value.
-  DEVICE void find_valueless() {
-    u32 some = 0;
+  // Returns the bytes of this lane's keys of a group whose codes are 0 in the channels that this lane has or, with
+  // ALL_CHANNELS, in all.
+  template <bool ALL_CHANNELS>
+  DEVICE u32 zeros_of(int group) const {
+    u32 codes = 0;
 #pragma unroll
-    for (int t = 0; t < GROUPS; ++t) {
-      u32 codes = 0;
-#pragma unroll
-      for (int i = 0; i < 4 * BLOCKS; ++i) codes |= kv.v[t * BLOCKS + i / 4][i % 4];
+    for (int i = 0; i < 4 * BLOCKS; ++i) codes |= kv.v[group * BLOCKS + i / 4][i % 4];
+    if constexpr (ALL_CHANNELS) {
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) codes |= __shfl_xor_sync(~0u, codes, step);
-      zeros[t] = __vcmpeq4(codes, 0) & present_bytes_of(t);
-      some |= zeros[t];
     }
-    is_split = __any_sync(~0u, some != 0);
+    return __vcmpeq4(codes, 0) & present_bytes_of(group);
+  }
+  template <bool ALL_CHANNELS>
+  DEVICE bool has_zeros() const {
+    u32 some = 0;
+#pragma unroll
+    for (int t = 0; t < GROUPS; ++t) some |= zeros_of<ALL_CHANNELS>(t);
+    return __any_sync(~0u, some);
   }
   DEVICE u32 present_bytes_of(int group) const { return group < GROUPS - 1 ? ~0u : present_bytes(quarter); }
 
   // Makes P of a row's keys with a value, where others have none, and the sum of theirs.
   DEVICE SplitRow split_row(const Exponent (&x)[GROUPS][4], i32 C, u32 (&words)[GROUPS][DIGITS]) const {
+    u32 zeros[GROUPS];  // computed again for each row, because no registers are left for them in other windows
+#pragma unroll
+    for (int t = 0; t < GROUPS; ++t) zeros[t] = zeros_of<true>(t);
     Exponent value = NO_KEY, other = NO_KEY;  // the maxima of keys with a value, and of those without
 #pragma unroll
     for (int t = 0; t < GROUPS; ++t)
@@ -377,15 +383,10 @@ struct Window {
     if (p.l && quarter == 0) store_statistics(row, split.origin + all.level(fraction), all.l);
   }
 
-  // Computes row `row` of this lane and, where a tile has 16 rows, row + 8.
-  DEVICE void tile(RowFragment (&q)[HALVES], u32 row) const {
-    if constexpr (BLOCK_FLOAT)
-      if (is_split) return tile_as<true>(q, row);
-    tile_as<false>(q, row);
-  }
-  // SPLIT: in a window where some keys have no value.
+  // Computes row `row` of this lane and, where a tile has 16 rows, row + 8. SPLIT: in a window where some keys have no
+  // value.
   template <bool SPLIT>
-  DEVICE void tile_as(RowFragment (&q)[HALVES], u32 row) const {
+  DEVICE void tile(RowFragment (&q)[HALVES], u32 row) const {
     u32 codes[2][WORDS] = {};
     if (In::has_far_values(scales.q_inverse)) {
 #pragma unroll
@@ -571,6 +572,28 @@ struct Window {
   }
 };
 
+// Computes the rows of part `part` of a window. SPLIT: see `Window::tile`. Both forms take the rows of Q that `q`
+// already has, else the compiler would load them late. load_queries: loads row `row` on.
+template <bool SPLIT, class LoadQueries>
+DEVICE void attend(const Window& w, RowFragment (&q)[HALVES], u32& row, u32 part, bool has_remainder,
+                   const LoadQueries& load_queries) {
+#pragma unroll 1
+  for (int i = 0; i < TILES && part * TILES + i < ROW_TILES; ++i) {
+    RowFragment now[HALVES];
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) now[h] = q[h];
+    const u32 first = row;
+    row += TILE_ROWS;
+    if (i + 1 < TILES || REMAINDER_ROWS && ROW_PARTS == WARPS_PER_WINDOW) load_queries();
+    w.tile<SPLIT>(now, first);
+  }
+  if (!has_remainder) return;
+  if constexpr (SPLIT)
+    w.tile<true>(q, NQ - 1 + w.g);  // lanes with g = 0 have the row, the others none
+  else
+    w.remainder_row(q[0]);
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS_PER_WINDOW * WINDOWS_PER_CTA, CTAS_PER_SM)
     attention(const __grid_constant__ Params p) {
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -590,7 +613,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_PER_WINDOW * WINDOWS_PER
   w.scales.load();
   const u8 *q_base = head_base(p.q, batch, head), *v_base = head_base(p.v, batch, kv_head);
   const u32 q_stride = row_stride(p.q);
-  const bool has_remainder = REMAINDER_ROWS && part == WARPS_PER_WINDOW - 1;
   u32 row = part * TILES * TILE_ROWS + g;
   RowFragment q[HALVES];
   const auto load_queries = [&] {
@@ -616,24 +638,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_PER_WINDOW * WINDOWS_PER
   else
     loader.codes(w.scales.k_inverse, w.scales.v_inverse, w.kv);
 
+  const bool has_remainder = REMAINDER_ROWS && part == WARPS_PER_WINDOW - 1;
   if constexpr (BLOCK_FLOAT) {
-    w.find_valueless();
-    if (!w.is_split) w.output_constants = without_gap(w.output_constants);
+    if (w.has_zeros<false>() && w.has_zeros<true>()) return attend<true>(w, q, row, part, has_remainder, load_queries);
+    w.output_constants = without_gap(w.output_constants);
   }
-
-#pragma unroll 1
-  for (int i = 0; i < TILES && part * TILES + i < ROW_TILES; ++i) {
-    RowFragment now[HALVES];
-#pragma unroll
-    for (int h = 0; h < HALVES; ++h) now[h] = q[h];
-    const u32 first = row;
-    row += TILE_ROWS;
-    if (i + 1 < TILES || REMAINDER_ROWS && ROW_PARTS == WARPS_PER_WINDOW) load_queries();
-    w.tile(now, first);
-  }
-  if (!has_remainder) return;
-  if (w.is_split)
-    w.tile(q, NQ - 1 + g);  // its lanes with g = 0 have that row, the others none
-  else
-    w.remainder_row(q[0]);
+  attend<false>(w, q, row, part, has_remainder, load_queries);
 }

@@ -153,6 +153,7 @@ __cluster_dims__(1, 1, CLUSTER)
   if (!ROW_SCALES) tile.set_limits();
   let_next_kernel_start();
   tile.prepare(k_tile, v_tile, p.nk);
+  if (PREFETCH_Q) query.codes(constants.scales.q_inverse, tile.q);
   const i32 out_stride = (i32)p.out.n * SIZE<OUT>;
   const i64 out_head = (i64)(p.out.ptr + (head_offset(p.out, batch, head) + threadIdx.x % 4 * CHANNELS) * SIZE<OUT>);
   u8* out = (u8*)multiply_add(first, out_stride, out_head);
@@ -173,12 +174,14 @@ __cluster_dims__(1, 1, CLUSTER)
 #if BLOCK_FLOAT
   const u32 value_codes = v_tile + V_BYTES + BARRIER_BYTES;
   if (may_lack_values(v_tile, p.nk) && find_valueless(v_tile, p.nk, value_codes)) {
+    bool has_query = row < whole;  // of the first tile: without it the compiler would load that later for all heads
     for (; row < stop; row += 64 * WARPGROUPS) {
       const i32 r = row + row_of_thread;
-      if (PREFETCH_Q) {
+      if (PREFETCH_Q && !has_query) {
         query.begin_load(r, p.nq - 1);
         query.codes(constants.scales.q_inverse, tile.q);
       }
+      has_query = false;
       begin_rows(r);
 #if BIAS
       tile.has_t = false;
@@ -193,7 +196,6 @@ __cluster_dims__(1, 1, CLUSTER)
   }
   constants.output_constants = without_gap(constants.output_constants);
 #endif
-  if (PREFETCH_Q) query.codes(constants.scales.q_inverse, tile.q);
   if (PREFETCH_Q && REMAINDER_ROWS) query.advance(row + 64 * WARPGROUPS >= whole);
   for (; row < whole; row += 64 * WARPGROUPS) {
     const i32 r = row + row_of_thread, next = row + 64 * WARPGROUPS;
