@@ -90,6 +90,7 @@ SERVED = {
     "by name": lambda s: (tensors(s), dict(backend="cpu", method="intflash_p8")),
     "online": lambda s: (tensors(s), dict(method="intflash_online", bias=int_bias(s, 33, 40))),
     "block floating point": lambda s: (codes(s), dict(method="intflash_bfp", return_lse=True, out_scale="bound")),
+    "block floating point, bias": lambda s: (tensors(s), dict(method="intflash_bfp", bias=int_bias(s, 33, 40))),
     "float q": lambda s: (float_q(s), {}),
     "float16 q, masks": lambda s: (
         float_q(s, "head", "head", dtype=torch.float16),
@@ -102,7 +103,6 @@ SERVED = {
 }  # fmt: skip
 DECLINED = {
     "qflash": lambda s: (tensors(s), dict(method="qflash", out_dtype=torch.int8, out_scale="bound")),
-    "bias in other units": lambda s: (tensors(s), dict(method="intflash_bfp", bias=int_bias(s, 33, 40))),
     "another backend": lambda s: (tensors(s), dict(backend="torch")),
     "five axes": lambda s: ([x[None] for x in tensors(s)], {}),
     "float mask": lambda s: (tensors(s), dict(attn_mask=torch.randn(33, 40))),

@@ -34,7 +34,10 @@ struct ScoreUnit {
   double least_coarse;  // multipliers from here on keep 24 fraction bits
   int fraction_bits;    // smaller multipliers keep so many
   constexpr int64_t octave() const { return int64_t(sixteenths) << 28; }
-  constexpr int64_t bias_step() const { return sixteenths << 8; }  // 2^-20 octave in units of T
+  // A bias in octaves of so many fraction bits, in units of T.
+  int64_t bias(int32_t code, int fraction_bits) const {
+    return int64_t(code) * sixteenths * (int64_t(1) << (28 - fraction_bits));
+  }
 };
 constexpr ScoreUnit kOctaves = {16, 0x1p-14, 32};
 constexpr ScoreUnit kTableSteps = {7, 0x1p-16, 30};  // intflash_online: 256 steps of 1/112 octave
@@ -72,7 +75,7 @@ struct CachedExponent {
 // enough. bias_shift: from the bias's unit to that one. An absent key has INT32_MIN. All other keys stay 16 octaves
 // above that, so that its p is 0.
 constexpr int32_t kAbsentLevel32 = INT32_MIN;
-inline int bias_shift(Method m) { return m == Method::kBlockFloat ? 12 : 4; }
+inline int bias_shift(const Call& call) { return 24 - call.bias_fraction_bits; }
 inline bool has_24_fraction_bits(Exponent e) { return e.k == 0 && e.c % 256 == 0; }
 inline bool levels_fit_32_bits(int32_t score, int32_t bias, uint32_t c24, int bias_shift) {
   return int64_t(score) * c24 + int64_t(bias) * (1 << bias_shift) <= (int64_t(1) << 31) - (int64_t(1) << 28);

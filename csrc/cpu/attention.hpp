@@ -230,9 +230,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   template <Level L, class F>
   void for_each_exponent(int r, int64_t key, int64_t n, const int32_t* s, F f) {
     const int32_t* bias = call_.bias.data ? mask_row(call_.bias, call_.bias_batch, r, key) : nullptr;
-    constexpr int64_t bias_step = kFloors<L>                 ? kBlockFloatBiasStep
-                                  : L == Level::kTableOctave ? kTableSteps.bias_step()
-                                                             : kOctaves.bias_step();
+    constexpr ScoreUnit unit_of_t = L == Level::kTableOctave ? kTableSteps : kOctaves;
+    const int bits = call_.bias_fraction_bits;
     const int64_t step = call_.bias.stride[3];
     for (int64_t j = 0; j < n;) {
       int64_t end = n;
@@ -245,7 +244,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       if (!bias)
         for (; j < end; ++j) f(j, wrapping_multiply(s[j] * unit, c));  // only the product of an absent key wraps
       else
-        for (; j < end; ++j) f(j, wrapping_add(wrapping_multiply(s[j] * unit, c), bias[j * step] * bias_step));
+        for (; j < end; ++j)
+          f(j, wrapping_add(wrapping_multiply(s[j] * unit, c), unit_of_t.bias(bias[j * step], bits)));
     }
   }
 
@@ -280,7 +280,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   }
   Level32Row level32_row(int r, int64_t key) const {
     return {mask_row(call_.bias, call_.bias_batch, r, key), call_.bias.stride[3], exponent_[r * row_step_].c >> 8,
-            bias_shift(call_.method)};
+            bias_shift(call_)};
   }
 
   int64_t unbiased_max(int r) const { return row_max_[r] == kAbsent ? kNever : exponent_of(r, row_max_[r]); }

@@ -5,9 +5,8 @@
 namespace intflash {
 namespace {
 
-constexpr int64_t kBlockFloatBiasStep = int64_t(1) << 20;  // 2^-12 octave in T
-constexpr int kNoOctave = -(1 << 29);                      // of a group without keys, below every other
-constexpr int kFar = 48;                                   // a block so many octaves below its row adds nothing
+constexpr int kNoOctave = -(1 << 29);  // of a group without keys, below every other
+constexpr int kFar = 48;               // a block so many octaves below its row adds nothing
 constexpr int kMaxGap = 96;
 constexpr int kAccShift = 8;  // the unit of a block's P V is 2^8 of P16
 // Blocks of one octave whose sums of P V fit 32 bits, as 127 / 256 * 65,535 * 128 * 512 < 2^31. A block kMostRise

@@ -9,6 +9,7 @@ enum class Method : int32_t { kP16, kP8, kOnline, kBlockFloat, kQFlash, kIFlash 
 enum class OutType : int32_t { kInt8, kInt16, kFloat16, kBFloat16, kFloat32 };
 
 constexpr int32_t kAbsent = INT32_MIN;  // in a row of scores or a bias: the key takes no part
+constexpr int kBiasFractionBits = 20;   // of the codes that `quantize_bias` makes
 constexpr int kGranule = 128;           // keys per granule of intflash_online, per block of intflash_bfp: semantics
 constexpr int64_t kOneBlock = 288;      // intflash_bfp: a sequence of at most so many keys is one block, of exact sums
 constexpr int kQFlashTile = 32;         // keys per tile of qflash and iflash: semantics, not tuning
@@ -53,8 +54,8 @@ struct Call {
   int64_t batch, heads_q, heads_k, nq, nk, head_dim, value_dim;
   View<int8_t> q, k, v;
   Output out;
-  View<int32_t> bias;  // intflash: 2^-20 octave (intflash_bfp: 2^-12); qflash, iflash: score units; batch index
-                       // modulo bias_batch
+  View<int32_t> bias;  // octaves of bias_fraction_bits; qflash, iflash: score units; batch index modulo bias_batch
+  int bias_fraction_bits = kBiasFractionBits;
   View<uint8_t> keep;
   int64_t bias_batch, keep_batch;
   // With `causal` key j is present for query i iff j <= i + causal_offset, with `windowed`, which comes with it, iff

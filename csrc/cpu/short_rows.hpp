@@ -112,7 +112,7 @@ class ShortRowSoftmax {
       s.wider_from = scaled ? From::kLevels : From::kShiftedLevels;
       s.from = levels32 ? From::kLevels32 : s.wider_from;
       for (int r = 0; r < scales; ++r)
-        s.biased_scale[r] = biased_scale(exponent(call, s, r, last), scaled, bias_shift(call.method));
+        s.biased_scale[r] = biased_scale(exponent(call, s, r, last), scaled, bias_shift(call));
     }
   }
 

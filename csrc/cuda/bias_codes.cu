@@ -1,7 +1,7 @@
 // Makes the integer codes of an additive mask: `bias_codes` of numerics/exp.py, with its bits.
 //
-// Macros: IN, the mask's type, i32 for codes of `quantize_bias`; CODE_BITS, the fraction bits of those; FRACTION_BITS
-// of the codes that are made. A CTA's CTA_THREADS threads take ELEMENTS of them each, adjacent threads adjacent ones.
+// Macros: IN, the mask's type; FRACTION_BITS of the codes. A CTA's CTA_THREADS threads take ELEMENTS of them each,
+// adjacent threads adjacent ones.
 #include "quantize.cuh"
 
 struct BiasParams {
@@ -14,10 +14,6 @@ struct BiasParams {
 
 constexpr i32 LIMIT = 2147483647;
 
-DEVICE i32 code(i32 x, const BiasParams&) {
-  if (CODE_BITS == FRACTION_BITS || x == NO_SCORE) return x;
-  return ((x >> max(CODE_BITS - FRACTION_BITS - 1, 0)) + 1) >> 1;
-}
 DEVICE i32 code(double x, const BiasParams& p) {
   if (!(x > p.least)) return NO_SCORE;
   const double scaled = x * p.octaves * (1 << FRACTION_BITS);  // the second product is exact

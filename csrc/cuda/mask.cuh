@@ -8,7 +8,9 @@
 #if BIAS || KEEP
 typedef i64 Exponent;
 constexpr Exponent NO_KEY = ABSENT_T;
-constexpr i32 BIAS_UNIT = BLOCK_FLOAT ? 1 << 20 : 1 << 12;  // of the bias in T
+#if BIAS
+constexpr i32 BIAS_UNIT = 1 << (32 - BIAS_FRACTION_BITS);  // of the bias in T
+#endif
 
 template <typename T, int KIND>
 struct MaskRow {

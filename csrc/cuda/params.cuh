@@ -45,7 +45,7 @@ struct Params {
   View output;            // int64 e << 32 | Mr, for integer output
   View q_scale, k_scale;  // float32, for float inputs
   View v_scale;           // float32, for float inputs and for float output
-  View bias;              // int32, in 2^-20 octave
+  View bias;              // int32, in octaves of Problem's bias_fraction_bits
   View keep;              // uint8, 0 for an absent key
   View valueless;         // keys without a value: see block_float.cuh
   i64* t_max;             // [B, H, Nq], or null

@@ -13,6 +13,7 @@
 //   ROW_SCALES           1: Q has a scale for each token
 //   HEAD_AMAX_IN_KERNEL  1: the kernel computes the scales of floats from each head's own maxima
 //   BIAS, KEEP           0: none, 1: with contiguous keys, 2: one value for all keys
+//   BIAS_FRACTION_BITS   of the bias, an int32 number of octaves, where there is one
 //   WARPS_PER_WINDOW     warps that share a window
 //   TILE_ROWS            rows of a warp's tile: 16, or 8 where many warps share a window
 //   WINDOWS_PER_CTA      windows of a CTA; 1 where WARPS_PER_WINDOW > 1

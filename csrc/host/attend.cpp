@@ -49,8 +49,7 @@ struct Scaling {
 struct ServedMethod {
   PyObject* name;  // interned
   Method method;
-  Scaling floats[3];      // by the method's own recipe
-  bool takes_bias_codes;  // as quantize_bias makes them
+  Scaling floats[3];  // by the method's own recipe
 };
 
 // What Python tells of itself at import. All references are kept for as long as the process runs.
@@ -566,7 +565,6 @@ Response serve_on_cpu(const Request& r, const Reader& read, const TorchTensor (&
     call.keep = keep.as<uint8_t>(), call.keep_batch = keep.shape[0];
   }
   if (r.bias) {
-    require(r.method->takes_bias_codes);
     const TensorView bias = read_mask(read, r.bias, torch_library.dtype.int32, call);
     require(!look || !is_saturated(bias));
     call.bias = bias.as<int32_t>(), call.bias_batch = bias.shape[0];
@@ -745,10 +743,7 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   p.is_causal = r.is_causal;
   if (r.is_causal && r.bottom_right) p.causal_offset = p.nk() - p.nq();
   if (r.attn_mask) p.keep = gpu_mask(read, r.attn_mask, torch_library.dtype.boolean, p);
-  if (r.bias) {
-    require(r.method->takes_bias_codes);
-    p.bias = gpu_mask(read, r.bias, torch_library.dtype.int32, p);
-  }
+  if (r.bias) p.bias = gpu_mask(read, r.bias, torch_library.dtype.int32, p);
   p.out_type = p.q.is_codes() ? OutType::kInt8 : p.q.type;
   require(r.out_dtype == Py_None || find_out_type(r.out_dtype, p.out_type));
   gpu::Tensor* const tensors[3] = {&p.q, &p.k, &p.v};
@@ -1090,13 +1085,12 @@ void use_calls(nb::tuple classes, nb::tuple functions, nb::handle forward_ad, nb
   python.forward_ad = kept(forward_ad);
   python.watchers.clear(), python.methods.clear(), seen_options.clear();
   for (nb::handle watcher : watchers) python.watchers.push_back(kept(watcher));
-  for (nb::handle entry : methods) {  // (name, number, default recipe, takes bias codes)
+  for (nb::handle entry : methods) {  // (name, number, default recipe)
     ServedMethod m{};
     m.name = kept(entry[0]);
     PyUnicode_InternInPlace(&m.name);
     m.method = Method(nb::cast<int>(entry[1]));
     read_recipe(entry[2].ptr(), m.floats);
-    m.takes_bias_codes = nb::cast<bool>(entry[3]);
     python.methods.push_back(std::move(m));
   }
   python.most_keys = nb::cast<int64_t>(limits[0]), python.most_head_dim = nb::cast<int64_t>(limits[1]);

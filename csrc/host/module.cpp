@@ -40,8 +40,8 @@ FloatInput read_float_input(const TensorView& tensor, nb::handle how) {
 // are some. `scales`: of q, k and v, tensors for codes and what `read_float_input` reads for floats.
 nb::object attention(const char* isa, int threads, int method, int out_type, double sm_scale, nb::handle q,
                      nb::handle k, nb::handle v, nb::tuple scales, nb::object out_scale, nb::handle blocks,
-                     nb::handle causal, nb::handle bias, nb::handle keep, nb::handle packed, nb::handle t_max,
-                     nb::handle l_sum, bool look) {
+                     nb::handle causal, nb::handle bias, int bias_fraction_bits, nb::handle keep, nb::handle packed,
+                     nb::handle t_max, nb::handle l_sum, bool look) {
   const RunningCall running;
   const Kernels& kernels = kernels_named(isa);
   const TensorView queries = read_tensor(q), keys = read_tensor(k), values = read_tensor(v);
@@ -57,6 +57,7 @@ nb::object attention(const char* isa, int threads, int method, int out_type, dou
   if (!blocks.is_none()) call.q_block = item(blocks, 0), call.k_block = item(blocks, 1);
   call.out_scale = read_tensor(out_scale).as<float>();
   call.bias = biases.as<int32_t>(), call.bias_batch = biases.shape[0];
+  call.bias_fraction_bits = bias_fraction_bits;
   call.keep = kept.as<uint8_t>(), call.keep_batch = kept.shape[0];
   if (!causal.is_none()) {
     call.causal = true;
@@ -117,9 +118,9 @@ NB_MODULE(_native, m) {
   m.def("reads_torch", [] { return torch_library.is_found(); }, "Whether torch has the C functions that read tensors.");
   m.def("attention", attention, nb::arg("isa"), nb::arg("threads"), nb::arg("method"), nb::arg("out_type"),
         nb::arg("sm_scale"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out_scale").none(),
-        nb::arg("blocks").none(), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("keep").none(),
-        nb::arg("packed").none(), nb::arg("t_max").none(), nb::arg("l_sum").none(), nb::arg("look"),
-        "Attention of one validated problem, see intflash/backends/cpu.py.");
+        nb::arg("blocks").none(), nb::arg("causal").none(), nb::arg("bias").none(), nb::arg("bias_fraction_bits"),
+        nb::arg("keep").none(), nb::arg("packed").none(), nb::arg("t_max").none(), nb::arg("l_sum").none(),
+        nb::arg("look"), "Attention of one validated problem, see intflash/backends/cpu.py.");
   bind_attend(m);
   bind_plans(m);
   bind_launches(m);

@@ -252,12 +252,11 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
         q, k, lse_shift = rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
         v = v.float()  # a problem's tensors share one dtype
     validate.check_has_out_scale(chosen, out_dtype, out_scale)
-    integer_bias, float_bias = _bias_of(chosen, additive, values)
     causal, window_start = masks.key_range(
         a["is_causal"], a["causal_align"], a["window_size"], nq, nk, packed=cu_seqlens_q is not None
     )
     problem = Problem(
-        method=chosen.name, q=q, k=k, v=v, sm_scale=sm_scale, recipe=recipe, bias=integer_bias, bias_float=float_bias,
+        method=chosen.name, q=q, k=k, v=v, sm_scale=sm_scale, recipe=recipe, **_bias_of(chosen, additive, values),
         keep=keep, causal=causal, causal_align=a["causal_align"], window_start=window_start,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, out_dtype=out_dtype,
         out_scale=_out_scale(out_scale, q, v, read), return_lse=return_lse, check_finite=read,
@@ -307,14 +306,16 @@ def _masks(
     return keep, additive
 
 
-def _bias_of(method: Method, additive: Tensor | None, values: bool) -> tuple[Tensor | None, Tensor | None]:
-    """(integer, float) bias, the one that the method computes with. values: whether the tensor has some."""
+def _bias_of(method: Method, additive: Tensor | None, values: bool) -> dict[str, Any]:
+    """The fields of a problem for its bias. values: whether the tensor has some."""
     if additive is None:
-        return None, None
-    if method.bias_fraction_bits is not None:
-        codes = bias_codes if values else exp.bias_codes
-        return codes(additive, method.bias_fraction_bits), None
-    return None, (dequantize_bias(additive) if additive.dtype == torch.int32 else additive)
+        return {}
+    is_codes, bits = additive.dtype == torch.int32, method.bias_fraction_bits
+    if bits is None:
+        return {"bias_float": dequantize_bias(additive) if is_codes else additive}
+    if is_codes:  # of quantize_bias: the method adds them with their own fraction bits
+        return {"bias": additive}
+    return {"bias": (bias_codes if values else exp.bias_codes)(additive, bits), "bias_fraction_bits": bits}
 
 
 def _check_packed(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from intflash.numerics.exp import BIAS_FRACTION_BITS
 from intflash.quant import QTensor, Recipe
 
 
@@ -20,8 +21,9 @@ class Problem:
             ``[B, Hq, Nq, D]``, ``[B, Hk, Nk, D]``, ``[B, Hk, Nk, Dv]``, any strides.
         recipe: granularities, static scales and rule for float tensors.
         sm_scale: the softmax scale.
-        bias: int32, 2^-20 octave, `ABSENT` where a key takes no part; ``[Bm, H|1, Nq|1, Nk|1]``,
-            Bm divides B and batch b uses row ``b % Bm`` (Swin windows).
+        bias: int32, in octaves of `bias_fraction_bits` fraction bits, `ABSENT` where a key takes no part;
+            ``[Bm, H|1, Nq|1, Nk|1]``, Bm divides B and batch b uses row ``b % Bm`` (Swin windows).
+        bias_fraction_bits: 20 for codes of `quantize_bias`, and for a float bias those of the method.
         bias_float: the bias as it was given, for the methods with a unit of their own; a problem has
             the one or the other, as its method's `integer_bias` says.
         keep: bool of such a shape; False makes a key absent.
@@ -44,6 +46,7 @@ class Problem:
     sm_scale: float
     recipe: Recipe = field(default_factory=Recipe)
     bias: Tensor | None = None
+    bias_fraction_bits: int = BIAS_FRACTION_BITS
     bias_float: Tensor | None = None
     keep: Tensor | None = None
     causal: int | None = None

@@ -77,8 +77,10 @@ def problems(draw: st.DrawFn, method: str) -> Problem:
         bias = torch.randn(mask_shape, generator=g) * draw(st.sampled_from((1.0, 30.0, 1e4)))
         absent = torch.rand(mask_shape, generator=g) < draw(st.sampled_from((0.0, 0.2)))
         if METHODS[method].integer_bias:
-            steps = (bias * 2**20).clamp(-(2.0**31) + 256, 2.0**31 - 256)
+            bits = draw(st.sampled_from((20, METHODS[method].bias_fraction_bits)))
+            steps = (bias * 2**bits).clamp(-(2.0**31) + 256, 2.0**31 - 256)
             options["bias"] = steps.to(torch.int32).masked_fill(absent, ABSENT)
+            options["bias_fraction_bits"] = bits
         else:
             options["bias_float"] = bias.masked_fill(absent, float("-inf"))
     if packed:

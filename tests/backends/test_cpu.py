@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import intflash
 from intflash import Recipe
 from intflash.backends import cpu, reference
 from intflash.call import prepare
+from intflash.methods import get_method
 from intflash.numerics.exp import ABSENT
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native module was not built")
@@ -148,7 +150,8 @@ def test_biases_and_masks_of_every_kind(isa, data):
         bias = torch.randn(2, 2, nq, nk, generator=g) * pick(st.sampled_from([1.0, 100.0, 1e6]))
         if pick(st.booleans()):
             bias[torch.rand(bias.shape, generator=g) > 0.7] = float("-inf")
-        options["bias"] = broadcast(bias)
+        bias = broadcast(bias)
+        options["bias"] = intflash.quantize_bias(bias) if pick(st.booleans()) else bias
     if pick(st.booleans()) or not options:
         options["attn_mask"] = broadcast(
             torch.rand(2, 2, nq, nk, generator=g) > pick(st.sampled_from([0.1, 0.5, 0.99]))
@@ -183,6 +186,11 @@ def test_biased_scores_at_the_edge_of_32_bits(isa, method, sign):
             options |= dict(scale=scale, bias=bias, return_lse=True, out_scale="bound", check_finite=False)
             problem = prepare(*tensors, method=method, **options)[0]
             assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
+            bits = get_method(method).bias_fraction_bits
+            if bits != 20:
+                coarse = (bias >> (20 - bits)).masked_fill(bias == ABSENT, ABSENT)
+                problem = replace(problem, bias=coarse, bias_fraction_bits=bits)
+                assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
 
 
 @pytest.mark.parametrize("isa", ISAS)

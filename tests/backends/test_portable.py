@@ -94,8 +94,9 @@ def test_every_depth(method):
     """Two keys whose distance is each step of p, with a bias one unit below, at and above the rounding point."""
     unit, steps = (TABLE_STEPS, 1030) if method == "intflash_online" else (OCTAVES, 3700)
     step = torch.arange(steps)[:, None] << 24
-    half = -(-(step + (1 << 23)) // unit.bias_step)
-    below = torch.cat((step // unit.bias_step, half - 1, half, half + 1), dim=1)
+    of_one = unit.bias_step(20)
+    half = -(-(step + (1 << 23)) // of_one)
+    below = torch.cat((step // of_one, half - 1, half, half + 1), dim=1)
     bias = torch.stack((torch.zeros(below.numel()), -below.flatten()), dim=-1).to(torch.int32)[:, None, None]
     n = bias.shape[0]
     q, k = (QTensor(torch.zeros(n, 1, tokens, 1, dtype=torch.int8), 1.0) for tokens in (1, 2))

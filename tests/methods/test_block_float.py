@@ -16,7 +16,9 @@ from intflash import InputError
 from intflash.backends import backends, cpu
 from intflash.call import prepare
 from intflash.methods import METHODS
-from intflash.numerics.block import BLOCK, MAX_KEYS, ONE_BLOCK, block_keys, dropped_bits
+from intflash.methods.intflash_bfp import _score_exponent
+from intflash.numerics.block import BIAS_FRACTION_BITS, BLOCK, MAX_KEYS, ONE_BLOCK, block_keys, dropped_bits
+from intflash.numerics.exp import ABSENT
 from intflash.problem import Problem
 from intflash.quant import QTensor
 from oracle import ceiling, float64_attention, randn, sqnr
@@ -38,17 +40,22 @@ def codes_problem(q, k, v, scale=1.0, **options):
     return Problem(method=METHOD, q=tensors[0], k=tensors[1], v=tensors[2], sm_scale=scale, **options)
 
 
-def gaps_problem(octaves, v, **options):
+def bias_of(octaves, bits):
+    """The fields of a problem for a bias in octaves, with so many fraction bits."""
+    codes = (octaves.double() * 2**bits).round().clamp(1 - 2**31, 2**31 - 1).to(torch.int32)
+    return dict(bias=codes, bias_fraction_bits=bits)
+
+
+def gaps_problem(octaves, v, bits=BIAS_FRACTION_BITS, **options):
     """One query that sees keys `octaves` below the largest, with V codes v: `[keys]` and `[keys, channels]`."""
     q, k = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, len(octaves), 1)
-    bias = -torch.tensor(octaves, dtype=torch.float64)[None, None, None] * 2**12
-    bias = bias.round().clamp(1 - 2**31, 2**31 - 1).to(torch.int32)
-    return codes_problem(q, k, v[None, None], bias=bias, **options)
+    bias = bias_of(-torch.tensor(octaves, dtype=torch.float64)[None, None, None], bits)
+    return codes_problem(q, k, v[None, None], **bias, **options)
 
 
 def weights_of(problem):
     """Exact weights of a problem's one row, in float64, relative to the largest."""
-    octaves = problem.bias[0, 0, 0].double() / 2**12
+    octaves = problem.bias[0, 0, 0].double() / 2**problem.bias_fraction_bits
     return torch.exp2(octaves - octaves.max())
 
 
@@ -260,6 +267,43 @@ def test_a_bias_past_its_codes_is_refused():
         intflash.attention(q, k, v, method=METHOD, bias=torch.full((1, 1, 1, 4), 4e5))
 
 
+def test_codes_of_quantize_bias_keep_their_fraction_bits():
+    """T += code << 12 for codes, T += bias_q << 20 for floats, which have another range."""
+    tensors = [x.mul(20).round().to(torch.int8) for x in randn(1, 2, 30, 16)]
+    plain = _score_exponent(codes_problem(*tensors))[0]
+    bias = randn(1, 2, 30, 30)[0] * 100
+    bias[..., ::7] = float("-inf")
+    codes = intflash.quantize_bias(bias)
+    q, k, v = (QTensor(x, 1.0) for x in tensors)
+    for given, bits, scaled in ((codes, 20, codes), (bias, 12, torch.round(bias.double() * math.log2(math.e) * 2**12))):
+        for name in ("bias", "attn_mask") if given is bias else ("bias",):
+            problem = prepare(q, k, v, method=METHOD, scale=1.0, out_dtype=torch.float32, **{name: given})[0]
+            assert problem.bias_fraction_bits == bits
+            T, present = _score_exponent(problem)
+            added = torch.where(bias.isinf(), 0, scaled).to(torch.int64) << (32 - bits)
+            assert torch.equal(T, plain + added) and torch.equal(present, ~bias.isinf().expand(T.shape))
+    assert prepare(q, k, v, method=METHOD, bias=codes, out_dtype=torch.float32)[0].bias.data_ptr() == codes.data_ptr()
+
+
+@pytest.mark.parametrize("bits", (20, BIAS_FRACTION_BITS))
+@pytest.mark.parametrize("n", (49, ONE_BLOCK, 390))
+def test_absent_keys_and_every_unit_of_the_bias_have_the_reference_bits(n, bits):
+    """Scores with and without 24 fraction bits, biases that 32 bits of T hold and that they do not."""
+    g = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randint(-127, 128, (2, 2, rows, 32), generator=g) for rows in (33, n, n))
+    v[:, :, 3::5] = 0
+    for scale, reach in itertools.product((2.0**-16, 1e-5, 0.3), (4, 100, 2000)):
+        octaves = (torch.rand(2, 1, 33, n, generator=g) - 0.5) * 2 * reach
+        bias = bias_of(octaves, bits)
+        bias["bias"][torch.rand(octaves.shape, generator=g) < 0.2] = ABSENT
+        bias["bias"][:, :, 7] = ABSENT
+        problem = codes_problem(q, k, v, scale, return_lse=True, **bias)
+        expected = run(problem)
+        for got in (run(problem, "torch"), *(run(problem, isa=isa) for isa in ISAS)):
+            assert torch.equal(got.out, expected.out), (scale, reach)
+            assert torch.allclose(got.lse, expected.lse, rtol=1e-6)
+
+
 def test_an_absent_key_never_decides_an_octave():
     problem = gaps_problem([3.0] * 200, torch.full((200, 4), 5))
     bias = problem.bias.clone()
@@ -285,12 +329,11 @@ def hard_problems():
     """Problems at the edges of the definition, of several rows."""
     g = torch.Generator().manual_seed(1)
 
-    def problem(n, octaves, v, dtype, rows=5, **options):
+    def problem(n, octaves, v, dtype, rows=5, bits=BIAS_FRACTION_BITS, **options):
         q = torch.ones(1, 1, rows, 1)
-        bias = torch.stack([torch.tensor(octaves).roll(r) for r in range(rows)])[None, None] * -(2.0**12)
-        bias = bias.double().round().clamp(1 - 2**31, 2**31 - 1).to(torch.int32)
+        bias = bias_of(-torch.stack([torch.tensor(octaves).roll(r) for r in range(rows)])[None, None], bits)
         return codes_problem(
-            q, torch.zeros(1, 1, n, 1), v[None, None], bias=bias, out_dtype=dtype, return_lse=True, **options
+            q, torch.zeros(1, 1, n, 1), v[None, None], out_dtype=dtype, return_lse=True, **bias, **options
         )
 
     wide = torch.rand(700, generator=g) * 8
@@ -299,6 +342,7 @@ def hard_problems():
     for dtype in (torch.float32, torch.int8, torch.int16):
         yield f"rising {dtype}", problem(700, wide.flip(0).tolist(), values(700, g), dtype)
         yield f"falling {dtype}", problem(700, wide.tolist(), values(700, g), dtype)
+        yield f"falling codes {dtype}", problem(700, wide.tolist(), values(700, g), dtype, bits=20)
         small = None if dtype.is_floating_point else torch.full((1, 1, 1, 1), 1e-30)
         for n in (ONE_BLOCK - 28, 390):
             v = values(n, g).clone()

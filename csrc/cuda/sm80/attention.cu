@@ -17,7 +17,7 @@
 //                     number of keys less its number of queries added
 //   WINDOW            1: it is present only if also j >= i + p.window_start, with the same added
 //   PACKED            1: the batch of one holds p.count sequences, whose ends are p.q_ends and p.k_ends
-//   BIAS, KEEP        see sm80/masks.cuh
+//   BIAS, KEEP        see sm80/masks.cuh, and BIAS_FRACTION_BITS of a bias
 //   ONE_BLOCK         of BlockFloat: 1: the keys are one block; 2: those of packed sequences that are short enough are
 //   WARPS, ROW_TILES  warps of a CTA, and tiles of 16 rows of a warp
 //   KEYS, STAGES      keys of a tile, a multiple of 32, and stages of the ring

@@ -42,7 +42,7 @@ struct KeyBits {
 // The octaves and P of a tile's keys, which are a block or, of a sequence that is one block, a part of it. NOW is the
 // number of keys that are computed; all rows see the first WHOLE of them. SOME: of keys that `chosen` has bits for.
 struct BlockSoftmax {
-  static constexpr int DIGITS = 2, BIAS_UNIT = 1 << 20;
+  static constexpr int DIGITS = 2;
   static constexpr bool BLOCKS = true;
   typedef P16Accumulator Accumulator;
   typedef RowSum Row;
@@ -105,7 +105,7 @@ struct BlockSoftmax {
     forget_masks();
     u32 seen = present<MASKED, SOME>(mask, group, key, keys, chosen);
     Peak x[4];
-    peaks<BIAS_UNIT>(score(0, h), s, 0, h, group, mask, key, keys, x, seen);
+    peaks(score(0, h), s, 0, h, group, mask, key, keys, x, seen);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Peak one = !(MASKED || SOME || KEEP || BIAS) || seen & 1u << (8 * i) ? x[i] : NO_PEAK;
@@ -182,7 +182,7 @@ struct BlockSoftmax {
         four[i] = block_p16((u32)score_of(s, 0, h, group, i) * (u32)(-(unit.C >> 8)) + block_offset(e, origin[h]));
     } else {
       i64 t[4];
-      exponents<BIAS_UNIT>(unit, s, 0, h, group, mask, key, keys, BLOCK_K0 - origin[h] - ((i64)e << 32), t, seen);
+      exponents(unit, s, 0, h, group, mask, key, keys, BLOCK_K0 - origin[h] - ((i64)e << 32), t, seen);
 #pragma unroll
       for (int i = 0; i < 4; ++i) four[i] = block_p16(t[i]);
     }

@@ -1,8 +1,8 @@
 // Which keys a row sees, and its bias. A word of keys is the four keys 16 t + 4 q to 16 t + 4 q + 3 of a group t of 16
 // that lane q of a quad holds.
 //
-// Macros: BIAS (int32, in 2^-20 octave) and KEEP (bool): 0 none, 1 with contiguous keys, 2 one value for all keys, 4
-// with contiguous keys that are read four at a time. WINDOW: 1: rows see no keys before their window.
+// Macros: BIAS (int32, in octaves of BIAS_FRACTION_BITS) and KEEP (bool): 0 none, 1 with contiguous keys, 2 one value
+// for all keys, 4 with contiguous keys that are read four at a time. WINDOW: 1: rows see no keys before their window.
 #pragma once
 #include "params.cuh"
 

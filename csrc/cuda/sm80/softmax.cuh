@@ -5,7 +5,7 @@
 // scores in the last pass. NOW is the number of keys of the tile that are computed, MASKED whether a row may not see
 // all of them.
 //
-// Macros: ROW_SCALES, BIAS, KEEP; see attention.cu.
+// Macros: ROW_SCALES, BIAS, BIAS_FRACTION_BITS, KEEP; see attention.cu.
 #pragma once
 #include "epilogue.cuh"
 #include "exp2.cuh"
@@ -91,15 +91,16 @@ struct PDigits {
 
 // What a row's maximum is found of.
 #if BIAS
-typedef i64 Peak;  // T
+constexpr i32 BIAS_UNIT = 1 << (32 - BIAS_FRACTION_BITS);  // of the bias in T
+typedef i64 Peak;                                          // T
 constexpr Peak NO_PEAK = -(1ll << 62);
 #else
 typedef i32 Peak;  // a score
 constexpr Peak NO_PEAK = NO_SCORE;
 #endif
 
-// Computes T + B of a word of keys, and makes those absent that the bias does. BIAS_UNIT: that of the bias in T.
-template <i32 BIAS_UNIT, class S>
+// Computes T + B of a word of keys, and makes those absent that the bias does.
+template <class S>
 DEVICE void exponents(const Score& unit, const S& s, int m, int h, int group, const RowMask& mask, i32 key, i32 keys,
                       i64 B, i64 (&t)[4], u32& present) {
 #if BIAS
@@ -117,11 +118,11 @@ DEVICE void exponents(const Score& unit, const S& s, int m, int h, int group, co
   }
 }
 // The same in the unit of a row's maximum.
-template <i32 BIAS_UNIT, class S>
+template <class S>
 DEVICE void peaks(const Score& unit, const S& s, int m, int h, int group, const RowMask& mask, i32 key, i32 keys,
                   Peak (&x)[4], u32& present) {
 #if BIAS
-  exponents<BIAS_UNIT>(unit, s, m, h, group, mask, key, keys, 0, x, present);
+  exponents(unit, s, m, h, group, mask, key, keys, 0, x, present);
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) x[i] = score_of(s, m, h, group, i);
@@ -131,7 +132,7 @@ DEVICE void peaks(const Score& unit, const S& s, int m, int h, int group, const 
 // intflash and intflash_p8: P below the exact row maximum, which a first pass finds.
 template <int DIGITS>
 struct ExactMaximum : PDigits<DIGITS> {
-  static constexpr int PASSES = 2, BIAS_UNIT = 1 << 12;
+  static constexpr int PASSES = 2;
   static constexpr int DOTS = DIGITS == 2 ? 0 : 2;  // see four_p
   Peak peak[ROW_TILES][2];
   i64 B[ROW_TILES][2];
@@ -155,7 +156,7 @@ struct ExactMaximum : PDigits<DIGITS> {
           const i32 key = first + first_key(group);
           u32 present = MASKED || KEEP ? masks[m][h].template present<MASKED>(key, keys) : ~0u;
           Peak x[4];
-          peaks<BIAS_UNIT>(this->score(m, h), s, m, h, group, masks[m][h], key, keys, x, present);
+          peaks(this->score(m, h), s, m, h, group, masks[m][h], key, keys, x, present);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const Peak seen = !(MASKED || KEEP || BIAS) || present & 1u << (8 * i) ? x[i] : NO_PEAK;
@@ -202,7 +203,7 @@ struct ExactMaximum : PDigits<DIGITS> {
                    score_of(s, m, h, group, 3), unit.C >> 8, (u32)(B[m][h] >> 8), word);
     } else {
       i64 t[4];
-      exponents<BIAS_UNIT>(unit, s, m, h, group, mask, key, keys, B[m][h], t, present);
+      exponents(unit, s, m, h, group, mask, key, keys, B[m][h], t, present);
       four_p({power(t[0]), power(t[1]), power(t[2]), power(t[3])}, word);
     }
     if (MASKED || KEEP || BIAS) {

@@ -34,7 +34,8 @@ Source source_of(const char* file, std::initializer_list<const char*> own) {
                     {"SLICES", nullptr},
                     {"CTAS_PER_SM", nullptr},
                     {"VALUES_IN_RANGE", nullptr},
-                    {"CAUSAL", nullptr}}};
+                    {"CAUSAL", nullptr},
+                    {"BIAS_FRACTION_BITS", nullptr}}};
   int count = source.count();
   for (const char* name : own) source.macros[count++] = {name, nullptr};
   return source;
@@ -92,7 +93,7 @@ void set_macros(const Attention& a, const Tile& tile, int32_t causal, const Sour
              {int32_t(p.method), int32_t(round_up(p.head_dim(), kChannels)), int32_t(p.v.shape[3]), int32_t(a.q.type),
               int32_t(p.out_type), !is_packed && is_key_major(a.v, padded(p.nk())), a.has_row_scales(),
               mask_kind(p, p.bias), mask_kind(p, p.keep), int32_t(tile.warps), int32_t(tile.keys), int32_t(tile.stages),
-              int32_t(tile.slices), int32_t(tile.ctas_per_sm), a.is_fused && p.is_dynamic(), causal}};
+              int32_t(tile.slices), int32_t(tile.ctas_per_sm), a.is_fused && p.is_dynamic(), causal, p.bias_macro()}};
   std::copy(own.begin(), own.end(), program.values + source.count() - own.size());
 }
 

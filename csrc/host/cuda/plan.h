@@ -53,6 +53,8 @@ struct Fixed {
   int key_splits = -1, large_tiles = -1;       // of few rows
 };
 
+constexpr int32_t kLeftOut = INT32_MIN;  // as a macro's value: the kernel is compiled without it
+
 // A validated call, as problem.py describes one, without what these kernels do not know.
 struct Problem {
   Method method = Method::kP16;
@@ -60,7 +62,8 @@ struct Problem {
   Tensor scale[3];     // float32 scales of Q, K and V; null where floats have scales of their own maxima
   bool per_head[3]{};  // floats: granularity of each, tensor or head
   double sm_scale = 0;
-  Tensor bias, keep;         // int32 and bool, [Bm, H|1, Nq|1, Nk|1]; `type` has no meaning
+  Tensor bias, keep;  // int32 and bool, [Bm, H|1, Nq|1, Nk|1]; `type` has no meaning
+  int bias_fraction_bits = kBiasFractionBits;
   Tensor key_counts;         // int32 [B]: batch b has only its first keys, so many
   bool is_causal = false;    // key j is present for row i iff j <= i + causal_offset
   bool is_windowed = false;  // and iff also j >= i + window_start; only with is_causal
@@ -80,6 +83,8 @@ struct Problem {
   bool has_float_query() const { return !q.is_codes(); }
   bool is_float() const { return !k.is_codes(); }  // all of Q, K and V
   bool is_dynamic() const { return has_float_query() && !scale[0]; }
+  // The macro BIAS_FRACTION_BITS of kernels.
+  int32_t bias_macro() const { return bias ? bias_fraction_bits : kLeftOut; }
   bool is_block_float() const { return method == Method::kBlockFloat; }
   bool has_integer_output() const { return out_type == OutType::kInt8 || out_type == OutType::kInt16; }
   int64_t batch() const { return q.shape[0]; }
@@ -111,7 +116,6 @@ struct Refusal {
 // values where they are no numbers.
 constexpr int kMostLaunches = 7;  // of a call: scales, constants, codes, keys without a value, up to three of attention
 constexpr int kMostMacros = 23;
-constexpr int32_t kLeftOut = INT32_MIN;  // as a value: the kernel is compiled without this macro
 struct Macro {
   const char* name;
   const char* const* values;

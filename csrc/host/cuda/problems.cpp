@@ -130,6 +130,7 @@ gpu::Problem read(nb::handle problem, nb::dict fixed, bool is_planned) {
     throw std::invalid_argument("Q, K and V are codes, floats of one type, or float Q beside codes");
   p.sm_scale = nb::cast<double>(problem.attr("sm_scale"));
   p.bias = four_axes(problem.attr("bias")), p.keep = four_axes(problem.attr("keep"));
+  p.bias_fraction_bits = nb::cast<int>(problem.attr("bias_fraction_bits"));
   const nb::object causal = problem.attr("causal"), start = problem.attr("window_start");
   p.is_causal = !causal.is_none(), p.is_windowed = !start.is_none();
   if (p.is_causal) p.causal_offset = nb::cast<int64_t>(causal);

@@ -30,7 +30,8 @@ const Source kSource = {"sm80/whole_rows.cu",
                          {"SCORES", nullptr},
                          {"HEAD_AMAX_IN_KERNEL", nullptr},
                          {"BIAS", nullptr},
-                         {"KEEP", nullptr}}};
+                         {"KEEP", nullptr},
+                         {"BIAS_FRACTION_BITS", nullptr}}};
 
 int64_t padded_keys(const Problem& p) { return round_up(p.nk(), 32); }
 
@@ -98,11 +99,12 @@ void whole_rows_launch(const Attention& a, Launch& launch) {
   // where a multiprocessor has one CTA, more warps load its head in less time, although not all have rows
   const bool is_alone = floats && heads * parts <= a.gpu.processors;
   const int64_t warps = is_alone ? 2 * kWarps : kWarps, ctas = is_alone ? 1 : ctas_per_sm(p, a.gpu);
-  launch.program = {&kSource,
-                    {int32_t(p.method), int32_t(p.head_dim()), int32_t(p.v.shape[3]), int32_t(a.q.type),
-                     int32_t(p.out_type), floats || is_key_major(a.v, round_up(p.nk(), 16)), a.has_row_scales(),
-                     int32_t(warps), int32_t(ctas), floats && p.is_dynamic(), int32_t(p.nk()), int32_t(padded_keys(p)),
-                     floats ? 3 : 0, a.head_amax_in_kernel, mask_kind(p, p.bias), mask_kind(p, p.keep)}};
+  launch.program = {
+      &kSource,
+      {int32_t(p.method), int32_t(p.head_dim()), int32_t(p.v.shape[3]), int32_t(a.q.type), int32_t(p.out_type),
+       floats || is_key_major(a.v, round_up(p.nk(), 16)), a.has_row_scales(), int32_t(warps), int32_t(ctas),
+       floats && p.is_dynamic(), int32_t(p.nk()), int32_t(padded_keys(p)), floats ? 3 : 0, a.head_amax_in_kernel,
+       mask_kind(p, p.bias), mask_kind(p, p.keep), p.bias_macro()}};
   ::Share share{};
   share.whole = i32(parts), share.whole_reciprocal = quotient_reciprocal(parts);
   share.heads_reciprocal = quotient_reciprocal(p.heads());

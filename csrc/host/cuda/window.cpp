@@ -27,7 +27,8 @@ const Source kSource = {"window_attention.cu",
                          {"WARPS_PER_WINDOW", nullptr},
                          {"TILE_ROWS", nullptr},
                          {"WINDOWS_PER_CTA", nullptr},
-                         {"CTAS_PER_SM", nullptr}}};
+                         {"CTAS_PER_SM", nullptr},
+                         {"BIAS_FRACTION_BITS", nullptr}}};
 
 // Bytes between the first and the last token of a window, or the largest stride if that is larger.
 int64_t span_bytes(const Tensor& x) {
@@ -119,7 +120,7 @@ void window_launch(const Attention& a, Launch& launch) {
                     {int32_t(nq), int32_t(nk), int32_t(d), has_p16(p.method) ? 16 : 8, p.is_block_float(),
                      int32_t(a.q.type), int32_t(p.out_type), key_major, packed, a.has_row_scales(),
                      a.head_amax_in_kernel, mask_kind(p.bias), mask_kind(p.keep), int32_t(parts), int32_t(split.rows),
-                     int32_t(split.windows), int32_t(std::max<int64_t>(1, resident / warps))}};
+                     int32_t(split.windows), int32_t(std::max<int64_t>(1, resident / warps)), p.bias_macro()}};
   launch.grid[0] = uint32_t(ceil_div(count, split.windows));
   launch.threads = uint32_t(32 * warps);
   launch.set_parameters<::Params>() = attention_parameters(a, 1, {});

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from intflash.backends.cuda import BACKEND
@@ -11,8 +10,7 @@ from intflash.numerics import exp
 
 def bias_codes(bias: Tensor, fraction_bits: int = exp.BIAS_FRACTION_BITS) -> Tensor:
     """`numerics.exp.bias_codes` of a tensor with values. An axis of stride 0 stays one."""
-    done = bias.dtype == torch.int32 and fraction_bits == exp.BIAS_FRACTION_BITS
-    if done or not bias.is_cuda or bias.numel() == 0 or BACKEND.unavailable() is not None:
+    if not bias.is_cuda or bias.numel() == 0 or BACKEND.unavailable() is not None:
         return exp.bias_codes(bias, fraction_bits)
     from intflash.backends.cuda.bias import bias_codes_launch
 

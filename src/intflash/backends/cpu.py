@@ -31,8 +31,8 @@ from intflash.backends.native import missing as _missing
 from intflash.backends.native import module as _native
 from intflash.errors import InputError
 from intflash.methods import get_method
-from intflash.numerics.exp import BIAS_FRACTION_BITS, LOG2_E, MAX_HEAD_DIM, MAX_KEYS, P8_MAX, P16_MAX, log_sum_exp
 from intflash.numerics.exp import BIAS_LIMIT as BIAS_CODE_LIMIT
+from intflash.numerics.exp import LOG2_E, MAX_HEAD_DIM, MAX_KEYS, P8_MAX, P16_MAX, log_sum_exp
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import LEAST_FLOAT, LEAST_SCALE
@@ -58,11 +58,7 @@ def use_native(module: Any, *, find_torch: bool = True) -> None:
         forward_ad,
         (torch._C._is_tracing, torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack,
          torch._C._functorch.peek_interpreter_stack),
-        tuple(
-            (m.name, METHODS[m.name], m.recipe, m.bias_fraction_bits == BIAS_FRACTION_BITS)
-            for m in map(get_method, METHODS)
-            if m.name not in FLASH
-        ),
+        tuple((m.name, METHODS[m.name], m.recipe) for m in map(get_method, METHODS) if m.name not in FLASH),
         (MAX_KEYS, MAX_HEAD_DIM, MAX_VALUE_DIM, LEAST_SCALE, LEAST_FLOAT, BIAS_CODE_LIMIT),
     )  # fmt: skip
 
@@ -153,8 +149,8 @@ def run(problem: Problem, *, isa: str | None = None, threads: int | None = None)
         t_max, l_sum = torch.empty((2, *q.shape[:3]), dtype=torch.int64, device="cpu")
     outputs = _native.attention(
         isa or "", threads or torch.get_num_threads(), METHODS[method], OUT_TYPES[problem.out_dtype],
-        problem.sm_scale, q, k, v, scales, out_scale, blocks, causal, bias, keep, packed, t_max, l_sum,
-        problem.check_finite,
+        problem.sm_scale, q, k, v, scales, out_scale, blocks, causal, bias, problem.bias_fraction_bits, keep, packed,
+        t_max, l_sum, problem.check_finite,
     )  # fmt: skip
     if outputs is None:
         validate.check_finite(problem.q, problem.k, problem.v)

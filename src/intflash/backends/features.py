@@ -85,8 +85,8 @@ _GIVEN = {
 }  # fmt: skip
 # The fields that `features` knows, and those that ask nothing of a backend.
 _PROBLEM = frozenset({
-    *_GIVEN, "method", "q", "k", "v", "sm_scale", "recipe", "causal_align", "cu_seqlens_k", "out_dtype", "out_scale",
-    "return_lse", "check_finite",
+    *_GIVEN, "method", "q", "k", "v", "sm_scale", "recipe", "bias_fraction_bits", "causal_align", "cu_seqlens_k",
+    "out_dtype", "out_scale", "return_lse", "check_finite",
 })  # fmt: skip
 _RECIPE = frozenset({
     "q", "k", "v", "bits", "block_size", "q_scale", "k_scale", "v_scale", "smooth_k", "rotate", "rule",

@@ -27,8 +27,8 @@ class Method:
         recipe: how float inputs are quantized when the caller gives no recipe.
         granularities: what each of q, k, v may be.
         out_dtypes: what may come out.
-        bias_fraction_bits: an additive mask arrives as `Problem.bias`, in octaves of so many fraction bits, rather than
-            as `bias_float`; None: as that.
+        bias_fraction_bits: a float mask is quantized to octaves of so many fraction bits, and arrives as `Problem.bias`
+            rather than as `bias_float`; None: as that.
         writes_v_scale: integer output has the scale of V's codes, whatever the caller chooses.
         check: raises InputError for a bound of the method's own.
     """

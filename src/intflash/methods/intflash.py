@@ -48,7 +48,7 @@ def _score_exponent(problem: Problem, unit: ScoreUnit = OCTAVES) -> tuple[Tensor
     if problem.bias is not None:
         bias = arrays.spread_batch(problem.bias.to(torch.int64), problem)
         absent = bias == ABSENT
-        T = T + torch.where(absent, 0, bias) * unit.bias_step
+        T = T + torch.where(absent, 0, bias) * unit.bias_step(problem.bias_fraction_bits)
     present = arrays.present_keys(problem, absent).expand(T.shape)
     return arrays.within(T, 63, "score exponent"), present
 

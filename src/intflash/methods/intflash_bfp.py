@@ -47,7 +47,7 @@ def _score_exponent(problem: Problem) -> tuple[Tensor, Tensor]:
     if problem.bias is not None:
         bias = arrays.spread_batch(problem.bias.to(torch.int64), problem)
         absent = bias == exp.ABSENT
-        T = T + (torch.where(absent, 0, bias) << (32 - BIAS_FRACTION_BITS))
+        T = T + (torch.where(absent, 0, bias) << (32 - problem.bias_fraction_bits))
     return arrays.within(T, 61, "score exponent"), arrays.present_keys(problem, absent).expand(T.shape)
 
 

@@ -21,7 +21,10 @@ _CODES = WeakTensorKeyDictionary()
 
 @functools.cache
 def takes_codes(method: str) -> bool:
-    """Whether a method adds the codes of `quantize_bias` as they are; of "auto" no method is known yet."""
+    """Whether a method quantizes a float bias as `quantize_bias` does, so that these codes can stand for it.
+
+    "auto" may be a method with another unit, whose range is larger.
+    """
     return method in METHODS and METHODS[method].bias_fraction_bits == BIAS_FRACTION_BITS
 
 

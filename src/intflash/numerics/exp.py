@@ -62,10 +62,9 @@ class ScoreUnit(NamedTuple):
         """An octave in units of T."""
         return self.sixteenths << 28
 
-    @property
-    def bias_step(self) -> int:
-        """2^-20 octave, the unit of an integer bias, in units of T."""
-        return self.sixteenths << 8
+    def bias_step(self, fraction_bits: int) -> int:
+        """The unit of an integer bias, in octaves of so many fraction bits, in units of T."""
+        return self.octave >> fraction_bits
 
 
 # From `least_coarse` on c has at least 10 (OCTAVES) or 8 significant bits within FEW_FRACTION_BITS.
@@ -120,7 +119,8 @@ def quantize_bias(bias: Tensor) -> Tensor:
     Args:
         bias: floating point, of any shape that `attention` broadcasts; not changed. -inf or <= finfo(dtype).min / 2
             makes its key absent. Values are not checked: those past 2048 octaves (1419.57) saturate, which
-            `attention` refuses where it reads values, and NaN makes its key absent.
+            `attention` refuses where it reads values, and NaN makes its key absent. `intflash_bfp` holds +-363,408 of a
+            float bias, in coarser steps.
 
     Returns:
         int32 of the same shape in 2^-20 octave, `ABSENT` (-2^31) for absent keys.
@@ -144,16 +144,7 @@ def quantize_bias(bias: Tensor) -> Tensor:
 
 
 def bias_codes(bias: Tensor, fraction_bits: int = BIAS_FRACTION_BITS) -> Tensor:
-    """An additive mask in octaves of so many fraction bits: saturated at +-(2^31 - 1), `ABSENT` for NaN as for -inf.
-
-    An int32 one is `quantize_bias`'s.
-    """
-    if bias.dtype == torch.int32:
-        fewer = BIAS_FRACTION_BITS - fraction_bits
-        if fewer == 0:
-            return bias
-        doubled = bias >> (fewer - 1)  # with half a step still in it; in place, because masks can be large
-        return doubled.add_(1).bitwise_right_shift_(1).masked_fill_(bias == ABSENT, ABSENT)
+    """A float mask in octaves of so many fraction bits: saturated at +-(2^31 - 1), `ABSENT` for NaN as for -inf."""
     present = bias > torch.finfo(bias.dtype).min / 2
     octaves = bias.double() * LOG2_E
     q = torch.round(octaves * (1 << fraction_bits)).clamp(-BIAS_LIMIT, BIAS_LIMIT)

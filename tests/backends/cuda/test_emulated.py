@@ -18,7 +18,7 @@ import emulate  # noqa: E402
 CASES = {  # a case takes up to half a minute on one core, mostly to compile; without names, only with `full`
     ("window", "intflash"): (),
     ("window", "intflash_p8"): ("dynamic of heads 49 32",),
-    ("window", "intflash_bfp"): ("sinks, torch.float16",),
+    ("window", "intflash_bfp"): ("sinks, torch.float16", "bias of floats"),
     ("short_rows", "intflash"): (),
     ("short_rows", "intflash_p8"): ("bias 80 32 4194304",),
     ("short_rows", "intflash_bfp"): ("no value, absent",),

@@ -159,7 +159,12 @@ def _windows(method: str) -> Iterator[tuple[str, Problem]]:
 
 
 def _sinks(method: str) -> Iterator[tuple[str, Problem]]:
-    """Sinks with and without a value; few rows, packed sequences with blocks of their own, and wide rows."""
+    """Sinks with and without a value; few rows, packed sequences with blocks of their own, and wide rows. Biases of
+    floats, which have 12 fraction bits."""
+    for name, nq, nk in (("bias of floats", 20, 300), ("few, bias of floats", 3, 700)):
+        bias = torch.randint(-(1 << 14), 1 << 14, (1, 2, nq, nk), dtype=torch.int32)
+        bias.masked_fill_(torch.rand(bias.shape) < 0.3, ic.ABSENT)
+        yield name, ic.codes(method, nq=nq, nk=nk, bias=bias, bias_fraction_bits=12, return_lse=True)
     yield from ic.sink_cases(method)
     of_rows = dict(return_lse=True, out_dtype=torch.int16)
     ends = dict(cu_seqlens_q=_ends(0, 20, 20, 85, 150), cu_seqlens_k=_ends(0, 133, 200, 201, 560))

@@ -60,19 +60,20 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
 
 
 def _masks(method: str) -> Iterator[tuple[str, Problem]]:
-    """Biases and bool masks of every broadcast shape, with absent keys and rows that have none."""
-    for nk, batch, heads, rows, keys in (
-        (49, 1, 2, 40, 49),
-        (132, 2, 1, 1, 132),
-        (280, 2, 2, 40, 280),
-        (70, 1, 1, 40, 1),
+    """Biases and bool masks of every broadcast shape, with absent keys and rows that have none. Biases are of floats,
+    with 12 fraction bits, or codes of `quantize_bias`, with 20."""
+    for nk, batch, heads, rows, keys, bits in (
+        (49, 1, 2, 40, 49, 12),
+        (132, 2, 1, 1, 132, 20),
+        (280, 2, 2, 40, 280, 20),
+        (70, 1, 1, 40, 1, 12),
     ):
-        bias = torch.randint(-(1 << 15), 1 << 15, (batch, heads, rows, keys)).to(torch.int32)
+        bias = torch.randint(-(8 << bits), 8 << bits, (batch, heads, rows, keys)).to(torch.int32)
         bias[torch.rand(bias.shape) < 0.1] = -(2**31)  # absent
         keep = torch.rand(batch, heads, rows, keys) < 0.6
         if rows > 1:
             bias[:, :, 3], keep[:, :, 5] = -(2**31), False
-        shape = dict(batch=2, heads=2, nq=40, nk=nk, d=64, return_lse=True)
+        shape = dict(batch=2, heads=2, nq=40, nk=nk, d=64, bias_fraction_bits=bits, return_lse=True)
         for name, masks in dict(bias=dict(bias=bias), keep=dict(keep=keep), both=dict(bias=bias, keep=keep)).items():
             yield f"{name} {nk}", ic.codes(method, **shape, **masks)
     p = checks.floats(method, 2, 197, 64, torch.float16, checks.OF_HEADS, return_lse=True)

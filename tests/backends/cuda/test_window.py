@@ -55,6 +55,10 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     for nq, nk in ((49, 49), (17, 50), (64, 64)):
         for name, masks in _masks(nq, nk, 3).items():
             yield f"{nq} {nk} {name}", ic.codes(method, batch=8, heads=3, nq=nq, nk=nk, return_lse=True, **masks)
+    if method == "intflash_bfp":  # whose float biases have 12 fraction bits
+        bias = torch.randint(-(1 << 14), 1 << 14, (1, 3, 49, 49), dtype=torch.int32)
+        bias.masked_fill_(torch.rand(bias.shape) < 0.3, ic.ABSENT)
+        yield "bias of floats", ic.codes(method, bias=bias, bias_fraction_bits=12, return_lse=True, **window)
     packed = torch.randint(-127, 128, (5, 49, 3, 3, 32), dtype=torch.int8)
     p = ic.codes(method, **window)
     q, k, v = (QTensor(x.transpose(1, 2), p.q.scale, "tensor") for x in packed.unbind(2))

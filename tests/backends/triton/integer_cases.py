@@ -52,12 +52,15 @@ def float_query(p: Problem, dtype: torch.dtype, recipe: Recipe, **more) -> Probl
     return replace(p, q=q, recipe=recipe, **(dict(out_dtype=dtype) | more))
 
 
-def _bias(method, shape) -> dict[str, torch.Tensor]:
-    """Makes a bias of the method's own kind, in which a fifth of the keys is absent."""
+def _bias(method, shape, own: bool = False) -> dict[str, torch.Tensor | int]:
+    """Makes the bias of a problem, in which a fifth of the keys is absent. own: with the fraction bits of a float bias
+    of the method, else those of `quantize_bias`."""
     gone = torch.rand(shape) < 0.2
     if method in QFLASH_METHODS:
         return {"bias_float": torch.randn(shape).masked_fill(gone, -torch.inf)}
-    return {"bias": torch.randint(-(1 << 22), 1 << 22, shape, dtype=torch.int32).masked_fill(gone, ABSENT)}
+    bits = get_method(method).bias_fraction_bits if own else 20
+    codes = torch.randint(-(4 << bits), 4 << bits, shape, dtype=torch.int32).masked_fill(gone, ABSENT)
+    return {"bias": codes, "bias_fraction_bits": bits}
 
 
 def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
@@ -80,7 +83,7 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
             )
         yield f"{nq} gqa", codes(method, heads=4, key_heads=2, d=17, dv=20, **shape)
         yield f"{nq} bias", codes(method, batch=4, heads=1, **_bias(method, (2, 1, 1, nk)), **shape)
-        yield f"{nq} bias of rows", codes(method, batch=2, **_bias(method, (1, 2, nq, nk)), **shape)
+        yield f"{nq} bias of rows", codes(method, batch=2, **_bias(method, (1, 2, nq, nk), own=True), **shape)
         keep = torch.rand(2, 1, nq, nk) < 0.5
         yield f"{nq} keep", codes(method, batch=2, heads=1, keep=keep, return_lse=True, **shape)
         yield f"{nq} keep causal", codes(method, batch=2, heads=1, keep=keep, causal=nk - nq, **shape)

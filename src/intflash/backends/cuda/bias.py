@@ -14,12 +14,12 @@ _THREADS, _ELEMENTS = 256, 8  # a CTA's, and those of a thread
 
 
 def bias_codes_launch(bias: Tensor, fraction_bits: int) -> tuple[CudaLaunch, Tensor]:
-    """The launch for a contiguous mask, of floats or int32 from `quantize_bias`, and the codes that it writes."""
+    """The launch for a contiguous float mask, and the codes that it writes."""
     codes = torch.empty_like(bias, dtype=torch.int32)
-    least = torch.finfo(bias.dtype).min / 2 if bias.dtype.is_floating_point else 0.0
+    least = torch.finfo(bias.dtype).min / 2
     program = CudaProgram.of(
-        "bias_codes.cu", (), "bias_codes", IN=C_TYPES[bias.dtype], CODE_BITS=exp.BIAS_FRACTION_BITS,
-        FRACTION_BITS=fraction_bits, CTA_THREADS=_THREADS, ELEMENTS=_ELEMENTS,
+        "bias_codes.cu", (), "bias_codes", IN=C_TYPES[bias.dtype], FRACTION_BITS=fraction_bits,
+        CTA_THREADS=_THREADS, ELEMENTS=_ELEMENTS,
     )  # fmt: skip
     parameters = struct.pack("<QQQdd", bias.data_ptr(), codes.data_ptr(), bias.numel(), least, exp.LOG2_E)
     grid = (-(-bias.numel() // (_THREADS * _ELEMENTS)), 1, 1)

@@ -1,7 +1,7 @@
 """`intflash_bfp` in tiles, from docs/numerics.md, "An exponent per block of keys".
 
 p depends only on the depth below its block's octave, rounded half up to 1/256 octave, and is 0 from depth 4095 on: one
-small table. T is exact in float64 as portable/intflash.py says; a bias is a multiple of 2^20 below 2^51, which changes
+small table. T is exact in float64 as portable/intflash.py says; a bias is a multiple of 2^12 below 2^51, which changes
 nothing of it. A block's sums are below 2^32 and so exact in float64; they are merged in int64.
 """
 
@@ -17,7 +17,6 @@ from intflash.backends.portable.intflash import NO_SCORE, Output, Scores, lookup
 from intflash.backends.portable.operands import spread_heads, weighted_sum
 from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, keys_in_sight, tiles
 from intflash.numerics.block import (
-    BIAS_FRACTION_BITS,
     FAR,
     MAX_GAP,
     ONE_BLOCK,
@@ -60,7 +59,7 @@ def block_float(problem: Problem, tiling: Tiling | None = None) -> Result:
     """Scores of a tile's blocks first, which give the rows' octaves, then their sums."""
     nk = problem.k.shape[2]
     tiling = replace(tiling or Tiling.on(problem.device), keys=block_keys(nk), steps=None)
-    scores = Scores(problem, plain=False, bias_step=1 << (32 - BIAS_FRACTION_BITS))
+    scores = Scores(problem, plain=False)
     output = Output(problem, P16_MAX)
     table = _table(problem.device)
     valueless, v = _valueless(problem), problem.v.data.double()

@@ -87,10 +87,10 @@ class Scores:
     Scores are S itself where one C serves a row and there is no bias (`plain`), else T.
     """
 
-    def __init__(self, problem: Problem, plain: bool, unit: ScoreUnit = OCTAVES, bias_step: int | None = None) -> None:
+    def __init__(self, problem: Problem, plain: bool, unit: ScoreUnit = OCTAVES) -> None:
         self.problem = problem
         self.unit = unit
-        self.bias_step = bias_step or unit.bias_step
+        self.bias_step = unit.bias_step(problem.bias_fraction_bits)
         self.plain = plain and problem.bias is None and problem.k.granularity != "block"
         self.q, self.k = code_operands(problem)
         self.q_scale = problem.q.token_scale()

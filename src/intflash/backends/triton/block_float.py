@@ -40,7 +40,6 @@ from intflash.numerics.triton import (
 )
 from intflash.problem import Problem
 
-BIAS_STEP = tl.constexpr(1 << (32 - block.BIAS_FRACTION_BITS))
 DIGIT = tl.constexpr(256)
 DROPPED = tl.constexpr(-1 << block.ACC_SHIFT)  # clears the bits of acc that are dropped
 ONE_BLOCK = tl.constexpr(block.ONE_BLOCK)
@@ -78,9 +77,9 @@ def _initial(BM: tl.constexpr, BDV: tl.constexpr, keys):
 def _row_max(state, s, C, bias, present, PLAIN: tl.constexpr):
     value_peak, value_score, peak, score, below, acc, l, fraction, kept = state
     with_value, without, some_without = present
-    value_peak, value_score = update_row_max(value_peak, value_score, s, C, bias, with_value, PLAIN, BIAS_STEP)
+    value_peak, value_score = update_row_max(value_peak, value_score, s, C, bias, with_value, PLAIN)
     if some_without:
-        peak, score = update_row_max(peak, score, s, C, bias, without, PLAIN, BIAS_STEP)
+        peak, score = update_row_max(peak, score, s, C, bias, without, PLAIN)
     return value_peak, value_score, peak, score, below, acc, l, fraction, kept
 
 
@@ -100,10 +99,10 @@ def _weights(s, C, bias, keys, below, top, kept, PLAIN: tl.constexpr):
     octave of such keys, which a sequence of one block has for all.
     """
     peak, score = _no_maximum(s.shape[0])
-    peak, score = update_row_max(peak, score, s, C, bias, keys, PLAIN, BIAS_STEP)
+    peak, score = update_row_max(peak, score, s, C, bias, keys, PLAIN)
     e = tl.where(kept == -1, top, octave_above(t_max(peak, score, C, PLAIN)))
     base = K0 + BLOCK_OCTAVES + _unsigned(below) - (e.to(tl.int64) << 32)
-    high, low = block_p16(s, C, exp_offsets(base[:, None], bias, keys, BIAS_STEP))
+    high, low = block_p16(s, C, exp_offsets(base[:, None], bias, keys))
     high, low = natural_order(high), natural_order(low)
     sums = add_wide_sums(tl.zeros([s.shape[0], 16], tl.int32), high, low, None)
     return e, high, low, row_sum(sums) + (256 * 128) * s.shape[1]

@@ -81,6 +81,7 @@ class LaunchConstants(NamedTuple):
         channels: number of output constants per head.
         all_visible: every tile of keys is complete and visible to every row.
         v_padded: V may be read past its last key.
+        bias_step: T of a bias of 1, of methods without `Hooks`.
     """
 
     group: int
@@ -88,6 +89,7 @@ class LaunchConstants(NamedTuple):
     channels: int
     all_visible: bool = False
     v_padded: bool = False
+    bias_step: int = 0
 
 
 class Position(NamedTuple):
@@ -167,6 +169,15 @@ def bias_tile(masks: Masks, pos: Position, rows, keys, BOUNDED: tl.constexpr):
         batch = batch_row(pos.b, masks.bias_period, masks.bias_inverse)
         bias = mask_tile(masks.bias, batch, pos, rows, keys, BOUNDED)
     return bias
+
+
+@triton.jit
+def bias_exponents(bias, STEP: tl.constexpr):
+    """Returns T of a tile of the bias, int64, or None where there is none. STEP: T of a bias of 1."""
+    t = None
+    if bias is not None:
+        t = bias.to(tl.int64) * STEP
+    return t
 
 
 @triton.jit

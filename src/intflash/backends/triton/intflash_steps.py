@@ -11,8 +11,8 @@ A method is a `Steps` value of device functions. `state` is a tuple of per-row t
 With `blocks`, a tile of keys is a block with an exponent of its own (block_float.py): `initial` takes the number of
 keys too, `present` is the triple that `value_groups` returns, and `result` returns the gap of `requantize` as well.
 
-s: int32 scores S << k [BM, BN] over permuted keys; C: int32 scalar, rows [BM, 1] or tile; bias: int32 tile in 2^-20
-octave or None; present: bool tile or None for all keys; v: int8 [BN, BDV].
+s: int32 scores S << k [BM, BN] over permuted keys; C: int32 scalar, rows [BM, 1] or tile; bias: int64 tile in units
+of T or None; present: bool tile or None for all keys; v: int8 [BN, BDV].
 
 P is unsigned and Triton's int8 products are signed, so the kernel multiplies p - 128 (of P16: the high digit - 128) and
 adds 128 * sum(V) back, over every key that was multiplied, including absent ones (p = 0, code -128).
@@ -27,7 +27,6 @@ import triton
 import triton.language as tl
 
 from intflash.backends.triton.device_functions import natural_order
-from intflash.numerics import exp
 from intflash.numerics.triton import (
     INT32_MIN,
     K0,
@@ -40,9 +39,6 @@ from intflash.numerics.triton import (
     table_octave,
     table_p8,
 )
-
-BIAS_STEP = tl.constexpr(exp.OCTAVES.bias_step)
-TABLE_BIAS_STEP = tl.constexpr(exp.TABLE_STEPS.bias_step)
 
 
 class Hooks(NamedTuple):
@@ -87,20 +83,20 @@ def make_steps(
 
 
 @triton.jit
-def exponents(s, C, bias, STEP: tl.constexpr = BIAS_STEP):
-    """Returns T of a tile, int64. STEP: T of a bias of 1."""
+def exponents(s, C, bias):
+    """Returns T of a tile, int64. bias: in units of T."""
     t = s.to(tl.int64) * C.to(tl.int64)
     if bias is not None:
-        t += bias.to(tl.int64) * STEP
+        t += bias
     return t
 
 
 @triton.jit
-def exp_offsets(base, bias, present, STEP: tl.constexpr = BIAS_STEP):
+def exp_offsets(base, bias, present):
     """Returns B of a tile: base [BM, 1] plus the bias, and NEVER where a key is absent."""
     b = base
     if bias is not None:
-        b = b + bias.to(tl.int64) * STEP
+        b = b + bias
     if present is not None:
         b = tl.where(present, b, NEVER)
     return b
@@ -164,13 +160,13 @@ def _initial_p16(BM: tl.constexpr, BDV: tl.constexpr):
 
 
 @triton.jit
-def update_row_max(peak, s_peak, s, C, bias, present, PLAIN: tl.constexpr, STEP: tl.constexpr = BIAS_STEP):
+def update_row_max(peak, s_peak, s, C, bias, present, PLAIN: tl.constexpr):
     if PLAIN:
         if present is not None:
             s = tl.where(present, s, INT32_MIN)
         s_peak = tl.maximum(s_peak, tl.max(s, 1))
     else:
-        t = exponents(s, C, bias, STEP)
+        t = exponents(s, C, bias)
         if present is not None:
             t = tl.where(present, t, NEVER)
         peak = tl.maximum(peak, tl.max(t, 1))
@@ -258,9 +254,9 @@ def _initial_online(BM: tl.constexpr, BDV: tl.constexpr):
 def granule(octave, s, C, bias, present, PLAIN: tl.constexpr):
     """Returns the rows' octaves after a tile of keys, and P8 of those keys in their natural order."""
     peak, s_peak = tl.full([s.shape[0]], NEVER, tl.int64), tl.full([s.shape[0]], INT32_MIN, tl.int32)
-    peak, s_peak = update_row_max(peak, s_peak, s, C, bias, present, PLAIN, TABLE_BIAS_STEP)
+    peak, s_peak = update_row_max(peak, s_peak, s, C, bias, present, PLAIN)
     new_octave = tl.maximum(octave, table_octave(t_max(peak, s_peak, C, PLAIN)))
-    b = exp_offsets((new_octave.to(tl.int64) * -TABLE_OCTAVE + TABLE_K0)[:, None], bias, present, TABLE_BIAS_STEP)
+    b = exp_offsets((new_octave.to(tl.int64) * -TABLE_OCTAVE + TABLE_K0)[:, None], bias, present)
     return new_octave, natural_order(table_p8(s, C, b))
 
 

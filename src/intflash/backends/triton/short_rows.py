@@ -24,6 +24,7 @@ from intflash.backends.triton.device_functions import (
     Masks,
     Position,
     Views,
+    bias_exponents,
     bias_tile,
     head_base,
     load_rows,
@@ -45,6 +46,7 @@ from intflash.backends.triton.intflash_steps import (
 from intflash.backends.triton.launch import TritonLaunch, grid
 from intflash.backends.triton.quantize import head_inverse
 from intflash.backends.triton.tile_loop import (
+    bias_step,
     block_dim,
     output_channels,
     score_constants,
@@ -93,6 +95,7 @@ def _attend_rows(
         s = shift_scores(tl.dot(q_tile, tl.trans(k_tiles[i]), out_dtype=tl.int32), shift)
         bias = bias_tile(masks, pos, rows, keys, not KEY_BLOCKS[i][2])
         present = present_keys(masks, pos, rows, keys, bias, causal, not KEY_BLOCKS[i][2], CAUSAL)
+        bias = bias_exponents(bias, CONSTS.bias_step)
         peak, s_peak = update_row_max(peak, s_peak, s, C, bias, present, PLAIN)
         scores = scores + (s,)
     top = t_max(peak, s_peak, C, PLAIN)
@@ -110,7 +113,7 @@ def _attend_rows(
             keys = _keys(KEY_BLOCKS[i][0], KEY_BLOCKS[i][1])
             bias = bias_tile(masks, pos, rows, keys, not KEY_BLOCKS[i][2])
             present = present_keys(masks, pos, rows, keys, bias, causal, not KEY_BLOCKS[i][2], CAUSAL)
-            b = exp_offsets(base, bias, present)
+            b = exp_offsets(base, bias_exponents(bias, CONSTS.bias_step), present)
             count = None
             counted = KEY_BLOCKS[i][1]
         if BITS == 8:
@@ -286,7 +289,7 @@ def short_rows_launch(
         CAUSAL=problem.causal is not None, PLAIN=problem.bias is None,
         D=d, DV=dv, BM=tile.rows, TILES=tile.tiles, REMAINDER=tile.remainder, KEY_BLOCKS=key_blocks(nk),
         BD=block_dim(d, 32), BDV=block_dim(dv, 16),
-        CONSTS=LaunchConstants(heads // k.shape[1], 1, output_channels(constants)),
+        CONSTS=LaunchConstants(heads // k.shape[1], 1, output_channels(constants), bias_step=bias_step(problem)),
         BATCH_FIRST=batch_first,
         V_PADDED=scales.q is None and readable(v, key_blocks(nk)[-1][0] + key_blocks(nk)[-1][1]),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intflash.backends.gpu.constants import Constants
+from intflash.backends.gpu.constants import Constants, score_unit
 from intflash.backends.gpu.tensors import Statistics, View, data_view, readable
 from intflash.backends.triton import tile_sizes
 from intflash.backends.triton.constants import KernelConstants
@@ -18,6 +18,7 @@ from intflash.backends.triton.device_functions import (
     LaunchConstants,
     Masks,
     Position,
+    bias_exponents,
     bias_tile,
     head_base,
     load_rows,
@@ -78,6 +79,8 @@ def one_pass(
         s = tl.dot(q, tl.trans(k_tile), out_dtype=tl.int32) if STEPS.hooks is None else STEPS.hooks.scores(q, k_tile)
         bias = bias_tile(masks, pos, rows, keys, BOUNDED)
         present = present_keys(masks, pos, rows, keys, bias, causal, BOUNDED, CAUSAL, window_start)
+        if STEPS.hooks is None:
+            bias = bias_exponents(bias, CONSTS.bias_step)
         if STEPS.blocks:
             present = value_groups(constants.valueless, pos, keys, present, BOUNDED, CONSTS.group)
         unit, by = C, shift
@@ -302,10 +305,16 @@ def tile_loop_launch(
             problem.group, problem.k.block_size or 1, output_channels(constants),
             not packed and not causal and nk % tile.keys == 0,
             not packed and readable(problem.v.data, triton.cdiv(nk, tile.keys) * tile.keys),
+            bias_step(problem),
         ),
         BATCH_FIRST=batch_first,
     )  # fmt: skip
     return TritonLaunch(_tile_loop_kernel, programs, arguments, tile.warps, tile.stages)
+
+
+def bias_step(problem: Problem) -> int:
+    """Returns T of a bias of 1."""
+    return score_unit(problem.method).bias_step(problem.bias_fraction_bits)
 
 
 def output_channels(constants: Constants) -> int:
