@@ -197,8 +197,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   }
 
   // Computes the scores of keys [key, key + n), marks absent keys and pads with kAbsent to the end of a block. Updates
-  // row_max_ of unbiased rows.
-  void score_chunk(int64_t key, int64_t n) {
+  // row_max_ of unbiased rows, unless the caller finds their maxima itself.
+  void score_chunk(int64_t key, int64_t n, bool finds_max = true) {
     const int panels = int((n + kLanes - 1) / kLanes);
     // Where masks follow, the maxima that the product finds are of no use.
     typename V::I32 max[kRows];
@@ -218,7 +218,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       if (call_.bias.data) mark_absent(call_.bias, call_.bias_batch, r, key, present, s, kAbsent);
     }
     V::keep_awake();
-    if (!biased_ && call_.method < Method::kQFlash) update_row_max(max, int64_t(whole) * kLanes, n);
+    if (finds_max && !biased_ && call_.method < Method::kQFlash) update_row_max(max, int64_t(whole) * kLanes, n);
   }
 
   int64_t exponent_of(int r, int32_t score) const {
@@ -260,12 +260,12 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     for (int r = 0; r < rows_; ++r) row_max_[r] = larger(row_max_[r], top[r]);
   }
 
-  // Returns the maximum of T over the chunk's keys of a biased row, kNever without keys.
+  // Returns the maximum of T over scores [at, at + n) of a biased row of the chunk at `key`, kNever without keys.
   template <Level L>
-  int64_t biased_max(int r, int64_t key, int64_t n) {
-    const int32_t* s = scores_ + r * score_ld_;
+  int64_t biased_max(int r, int64_t key, int64_t at, int64_t n) {
+    const int32_t* s = scores_ + r * score_ld_ + at;
     int64_t m = kNever;
-    for_each_exponent<L>(r, key, n, s, [&](int64_t j, int64_t t) { m = larger(m, s[j] == kAbsent ? kNever : t); });
+    for_each_exponent<L>(r, key + at, n, s, [&](int64_t j, int64_t t) { m = larger(m, s[j] == kAbsent ? kNever : t); });
     return m;
   }
 
@@ -393,7 +393,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       score_chunk(key, n);
       by_levels32_ = biased_ && resident && levels32(key, n);
       for (int r = 0; biased_ && !by_levels32_ && r < rows_; ++r)
-        level_[r] = larger(level_[r], biased_max<L>(r, key, n));
+        level_[r] = larger(level_[r], biased_max<L>(r, key, 0, n));
     }
     for (int64_t key = key_begin_; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
@@ -439,7 +439,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       for (int r = 0; r < rows_; ++r) row_max_[r] = kAbsent;
       score_chunk(key, n);
       for (int r = 0; r < rows_; ++r) {
-        const int64_t m = biased_ ? biased_max<Level::kTableOctave>(r, key, n) : unbiased_max(r);
+        const int64_t m = biased_ ? biased_max<Level::kTableOctave>(r, key, 0, n) : unbiased_max(r);
         const int64_t before = level_[r];
         if (m <= before) continue;  // also true of a granule without keys
         level_[r] = (m / octave + (m % octave > 0)) * octave;
@@ -490,18 +490,20 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   // Computes it where all keys are one block and some have no value. Depths of the others count from their maximum.
   void one_block() {
     bool some = false;
-    uint32_t sums[kRows] = {}, l[kRows];
     const int64_t count = key_end_ - key_begin_;
     groups_of_keys(key_begin_, count, [&](const int* octave, bool of_value) {
-      for (int64_t at = 0; at < count; at += stage_keys_) {
+      uint32_t sums[kRows] = {}, l[kRows];
+      for (int64_t at = 0; of_value && at < count; at += stage_keys_) {
         const int64_t n = smaller(stage_keys_, count - at);
-        if (of_value)
-          weights<true, Level::kBlockMaximum>(key_begin_, at, n, l);
-        else
-          weights<true, Level::kBlockOctave>(key_begin_, at, n, l);
-        for (int r = 0; r < rows_; ++r) sums[r] = (at ? sums[r] : 0) + l[r];
-        if (of_value) products<true>(key_begin_ + at, at, n, at == 0);
+        weights<true, Level::kBlockMaximum>(key_begin_, at, n, l);
+        for (int r = 0; r < rows_; ++r) sums[r] += l[r];
+        products<true>(key_begin_ + at, at, n, at == 0);
       }
+      if (!of_value)
+        for_granules_of_others(key_begin_, count, [&](int64_t at, int64_t n) {
+          weights<true, Level::kBlockOctave>(key_begin_, at, n, l);
+          for (int r = 0; r < rows_; ++r) sums[r] += l[r];
+        });
       add_l(octave, sums);
       for (int r = 0; of_value && r < rows_; ++r) block_float_[r].value_top = octave[r];
       some = some || of_value;
@@ -551,14 +553,14 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     for (int r = 0; r < rows_; ++r) row_max_[r] = kAbsent;
     const bool was_masked = masked_, split = !call_.all_have_values && has_valueless(valueless_ + key, n);
     masked_ = masked_ || split;
-    score_chunk(key, n);
+    score_chunk(key, n, !split);
     if (split) split_valueless(key, n);
     int octave[kRows];
-    if (enter_group(key, n, octave)) add(octave, true);
+    if (enter_group(key, n, true, octave)) add(octave, true);
     if (split) {
       std::swap(scores_, other_scores_);
-      find_group_maxima(n);
-      if (enter_group(key, n, octave)) add(octave, false);
+      find_group_maxima(key, n, false);
+      if (enter_group(key, n, false, octave)) add(octave, false);
       std::swap(scores_, other_scores_);
     }
     masked_ = was_masked;
@@ -568,28 +570,52 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       if (octave[r] != kNoOctave) block_float_[r].add_l(octave[r], l[r]);
   }
 
+  // Calls f(at, count) for the granules of keys [key, key + n) that have keys without a value. Of a group of such keys
+  // only these are computed.
+  template <class F>
+  void for_granules_of_others(int64_t key, int64_t n, F f) const {
+    for (int64_t at = 0; at < n; at += kGranule) {
+      const int64_t count = smaller<int64_t>(kGranule, n - at);
+      if (has_valueless(valueless_ + key + at, count)) f(at, count);
+    }
+  }
+
   // Leaves the keys with a value in scores_ and moves the others to other_scores_, kAbsent in the place of each.
   void split_valueless(int64_t key, int64_t n) {
-    const uint8_t* valueless = valueless_ + key;
-    for (int r = 0; r < rows_; ++r) {
-      int32_t *s = scores_ + r * score_ld_, *other = other_scores_ + r * score_ld_;
-      for (int64_t j = 0; j < n; ++j) other[j] = valueless[j] ? s[j] : kAbsent, s[j] = valueless[j] ? kAbsent : s[j];
-      for (int64_t j = n; j < round_up(n, kKeyPad); ++j) other[j] = kAbsent;
-    }
-    find_group_maxima(n);
+    for_granules_of_others(key, n, [&](int64_t at, int64_t count) {
+      const uint8_t* valueless = valueless_ + key + at;
+      for (int r = 0; r < rows_; ++r) {
+        int32_t *s = scores_ + r * score_ld_ + at, *other = other_scores_ + r * score_ld_ + at;
+        for (int64_t j = 0; j < count; ++j)
+          other[j] = valueless[j] ? s[j] : kAbsent, s[j] = valueless[j] ? kAbsent : s[j];
+        for (int64_t j = count; j < round_up(count, kKeyPad); ++j) other[j] = kAbsent;
+      }
+    });
+    find_group_maxima(key, n, true);
   }
-  void find_group_maxima(int64_t n) {
+  void find_group_maxima(int64_t key, int64_t n, bool of_value) {
     typename V::I32 max[kRows];
     for (int r = 0; r < rows_; ++r) max[r] = V::set1(kAbsent), row_max_[r] = kAbsent;
-    if (!biased_) update_row_max(max, 0, n);
+    if (biased_) return;
+    if (of_value)
+      update_row_max(max, 0, n);
+    else
+      for_granules_of_others(key, n, [&](int64_t at, int64_t count) { update_row_max(max, at, at + count); });
+  }
+  int64_t biased_group_max(int r, int64_t key, int64_t n, bool of_value) {
+    if (of_value) return biased_max<Level::kBlockOctave>(r, key, 0, n);
+    int64_t m = kNever;
+    for_granules_of_others(
+        key, n, [&](int64_t at, int64_t count) { m = larger(m, biased_max<Level::kBlockOctave>(r, key, at, count)); });
+    return m;
   }
 
   // Finds the octave of each row's largest weight in scores_ (kNoOctave without keys) and its T, level_. Returns
   // whether there are keys.
-  bool enter_group(int64_t key, int64_t n, int* octave) {
+  bool enter_group(int64_t key, int64_t n, bool of_value, int* octave) {
     bool some = false;
     for (int r = 0; r < rows_; ++r) {
-      const int64_t m = biased_ ? biased_max<Level::kBlockOctave>(r, key, n) : unbiased_max(r);
+      const int64_t m = biased_ ? biased_group_max(r, key, n, of_value) : unbiased_max(r);
       octave[r] = m == kNever ? kNoOctave : block_float_[r].octave_of(m);
       level_[r] = m == kNever ? 0 : block_float_[r].level(octave[r]);
       some = some || m != kNever;

@@ -32,11 +32,11 @@ inline bool has_valueless(const uint8_t* valueless, int64_t n) {
   return some;
 }
 
-// Whether it is known that every key of the call has a value: asked of calls that are one block, which then have
-// faster kernels.
+// Whether it is known that every key of the call has a value: asked of calls of short rows, which then have faster
+// kernels. Longer calls look at each head when its thread packs it.
 inline bool all_have_values(const Call& call) {
-  if (call.method != Method::kBlockFloat || call.nk > kOneBlock) return false;
-  uint8_t valueless[kOneBlock];
+  if (call.method != Method::kBlockFloat || call.nk > kShortRowKeys) return false;
+  uint8_t valueless[kShortRowKeys];
   for (int64_t b = 0; b < call.batch; ++b)
     for (int64_t h = 0; h < call.heads_k; ++h) {
       find_valueless(call.v.at(b, h), call.v.stride[2], call.v.stride[3], call.nk, call.value_dim, valueless);

@@ -7,8 +7,6 @@
 namespace intflash {
 namespace {
 
-constexpr int kShortRowKeys = 256;
-
 // Whether a call has short rows: at most 256 keys, an exact method or keys that all have a value, no causal limit,
 // packed sequences or K scales per block.
 inline bool are_short_rows(const Call& call) {

@@ -46,9 +46,12 @@ CASES = {
     "float16": Case(dtype=torch.float16),
     "bfloat16, p8": Case({"method": "intflash_p8"}, dtype=torch.bfloat16),
     "online": Case({"method": "intflash_online"}),
-    "bfp": Case({"method": "intflash_bfp", "return_lse": True}, mask="bias of rows", queries=160, keys=304),
+    "bfp": Case({"method": "intflash_bfp", "return_lse": True}, mask="bias of rows", queries=160, keys=656),
     "bfp causal zigzag": Case(
         {"method": "intflash_bfp", "is_causal": True}, {"layout": "zigzag", "chunks": 2}, queries=160, keys=160
+    ),
+    "bfp causal zigzag, many blocks": Case(
+        {"method": "intflash_bfp", "is_causal": True}, {"layout": "zigzag"}, queries=672, keys=672
     ),
     "batch and Dv": Case(shape=(2, HEADS, HEADS, 16, 24)),
     "chunks": Case(place={"scheme": "gather", "chunks": 3}, shape=(2, HEADS, HEADS, 16, 24)),
@@ -56,8 +59,8 @@ CASES = {
     "one head": Case(shape=(1, 1, 1, 16, 16)),
     "one head, a scale for each": Case({"recipe": Recipe("head", "head", "head")}, shape=(1, 1, 1, 16, 16)),
     "bfp, many keys": Case(
-        {"method": "intflash_bfp", "is_causal": True, "backend": "torch"}, {"layout": "zigzag"}, queries=384, keys=384,
-        many_keys=300,
+        {"method": "intflash_bfp", "is_causal": True, "backend": "torch"}, {"layout": "zigzag"}, queries=768, keys=768,
+        many_keys=700,
     ),
     "grouped heads": Case({"enable_gqa": True}, shape=(1, HEADS, 2, 16, 16)),
     "cross": Case(place={"scheme": "gather"}, keys=2 * TOKENS),

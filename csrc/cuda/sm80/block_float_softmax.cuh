@@ -10,7 +10,7 @@
 #endif
 
 constexpr int BLOCK = 128;           // keys of a block of a sequence that has several
-constexpr i32 ONE_BLOCK_KEYS = 288;  // a sequence of at most so many keys is one block
+constexpr i32 ONE_BLOCK_KEYS = 640;  // a sequence of at most so many keys is one block
 constexpr int BIT_WORDS = (KEYS + BLOCK - 1) / BLOCK;
 
 // P of a group of a tile's keys, its sums over the quad, and the octaves that they count from.

@@ -146,7 +146,9 @@ int64_t value_tile_bytes(int64_t keys, int64_t channels) {
   return std::max(16 * chunks * (keys + 16), keys * 16 * (chunks | 1));
 }
 
+// few_rows.cu has no code for a sequence of intflash_bfp that is one block.
 bool takes_few_rows(const Problem& p) {
+  if (p.is_block_float() && p.nk() <= kOneBlock) return false;
   return p.group() * p.nq() <= kFewRows && p.nk() >= kManyKeys && p.method != Method::kOnline && !p.q_ends &&
          !p.is_windowed;
 }

@@ -1,7 +1,7 @@
 """`intflash_bfp`: integer-only attention whose P has an exponent per block of keys (docs/numerics.md).
 
 P is relative to the octave of its block's own maximum, so that no key outside a block costs a block precision. A block
-is 128 keys, or a whole sequence of at most 288. Keys without value, whose V codes are all 0, have an exponent of their
+is 128 keys, or a whole sequence of at most 640. Keys without value, whose V codes are all 0, have an exponent of their
 own: they weigh in l and never decide how finely the others are held. Blocks are merged in 64-bit fixed point below the
 row's largest exponent, which is exact or rounded by that exponent alone: tiles, orders and splits of whole blocks do
 not change a bit.

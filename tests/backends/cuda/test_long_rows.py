@@ -35,12 +35,19 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             yield name, p
 
 
+def _more_keys(method: str) -> int:
+    """Keys to add to a problem so that a sequence of `intflash_bfp` has several blocks."""
+    return 512 if method == "intflash_bfp" else 0
+
+
 def _cases(method: str) -> Iterator[tuple[str, Problem]]:
+    more = _more_keys(method)
     for n, d in [
-        (257, 64), (300, 16), (300, 96), (300, 112), (512, 128), (640, 80), (1000, 64), (1024, 128), (1000, 48),
+        (257, 64), (300, 16), (300, 96), (300, 112), (512, 128), (640, 80), (1000, 64), (1024, 128),
+        (1000, 48), (641, 64),
     ]:  # fmt: skip
         yield f"{n} {d}", ic.codes(method, nq=n, nk=n, d=d, return_lse=True)
-    for nq, nk in ((1, 700), (50, 300), (300, 520), (700, 333)):
+    for nq, nk in ((1, 700), (50, 300 + more), (300, 520 + more), (700, 333 + more)):
         for causal in (0, nk - nq, -130, 40):
             for d in (64, 128):
                 yield (
@@ -49,14 +56,17 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
                 )
     for batch, nq in ((3, 200), (5, 450), (1, 1000)):  # remainder rows of several batches in one part of the grid
         for d in (64, 128):
-            yield f"rest {batch} {nq} {d}", ic.codes(method, batch=batch, heads=2, nq=nq, nk=140, d=d, return_lse=True)
+            shape = dict(batch=batch, heads=2, nq=nq, nk=140 + more, d=d)
+            yield f"rest {batch} {nq} {d}", ic.codes(method, return_lse=True, **shape)
     for d in (64, 128):  # CTAs that take several heads and parts of heads
-        yield f"heads {d}", ic.codes(method, batch=20, heads=12, key_heads=4, nq=70, nk=250, d=d, return_lse=True)
+        shape = dict(batch=20, heads=12, key_heads=4, nq=70, nk=250 + more, d=d)
+        yield f"heads {d}", ic.codes(method, return_lse=True, **shape)
     # too many keys to be resident
     yield "pieces", ic.codes(method, batch=10, heads=7, nq=200, nk=800, d=128, return_lse=True)
-    yield "groups", ic.codes(method, batch=2, heads=6, key_heads=2, nq=200, nk=400, d=64, return_lse=True)
+    yield "groups", ic.codes(method, batch=2, heads=6, key_heads=2, nq=200, nk=400 + more, d=64, return_lse=True)
     for d in (64, 128):
-        tokens = ic.codes(method, heads=4, key_heads=2, nq=300, nk=300, d=d, kinds=("token", "head", "head"))
+        shape = dict(heads=4, key_heads=2, nq=300, nk=300 + more, d=d)
+        tokens = ic.codes(method, kinds=("token", "head", "head"), **shape)
         yield f"tokens {d}", replace(tokens, return_lse=True)
         yield f"tokens causal {d}", replace(tokens, causal=0, return_lse=True)
         for amax in (1e-6, 0.5, 400.0, 50000.0):
@@ -64,7 +74,7 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"amax {amax} {d}", p
             yield f"amax {amax} {d} causal", replace(p, causal=300)
         for dtype in (torch.int16, *FLOAT_KV):
-            yield f"out {dtype} {d}", ic.codes(method, nq=130, nk=300, d=d, out_dtype=dtype)
+            yield f"out {dtype} {d}", ic.codes(method, nq=130, nk=300 + more, d=d, out_dtype=dtype)
     if method == "intflash_bfp":
         yield from ic.sink_cases(method)
         for d in (16, 48, 64, 80, 128):
@@ -76,26 +86,26 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"sinks keep {d}", ic.sinks(method, 40.0, (0, 90, 91), n=700, d=d, keep=keep, return_lse=True)
             yield f"sinks float {d}", ic.sinks(method, 40.0, (0, 90, 91), n=700, d=d, out_dtype=torch.float32)
         for d, dtype in itertools.product((64, 72), FLOAT_KV):
-            p = checks.floats(method, 2, 330, d, dtype, Recipe(), return_lse=True)
-            zeros = torch.zeros(330, 1, dtype=torch.bool)
-            zeros[[0, 130, 131, 255, 329]] = True
+            p = checks.floats(method, 2, 730, d, dtype, Recipe(), return_lse=True)
+            zeros = torch.zeros(730, 1, dtype=torch.bool)
+            zeros[[0, 130, 131, 255, 729]] = True
             yield f"floats without a value {d} {dtype}", replace(p, v=p.v.masked_fill(zeros, 0))
-    yield from checks.spans(method, 200, 400, 64)
-    yield from checks.spans(method, 70, 330, 48)
+    yield from checks.spans(method, 200, 400 + more, 64)
+    yield from checks.spans(method, 70, 330 + more, 48)
     yield from checks.rising(method, 100, 1500, 64)
-    yield from checks.rising(method, 70, 400, 128)
+    yield from checks.rising(method, 70, 400 + more, 128)
     for d in (16, 32, 64, 80, 128):  # with and without TMA
         for causal in (None, 0, 100):
-            shape = dict(batch=2, heads=4, key_heads=2, nq=140, nk=400, d=d)
+            shape = dict(batch=2, heads=4, key_heads=2, nq=140, nk=400 + more, d=d)
             yield f"copies {d} {causal}", ic.codes(method, causal=causal, **shape)
-        p = ic.codes(method, batch=2, heads=3, nq=70, nk=320, d=d)
+        p = ic.codes(method, batch=2, heads=3, nq=70, nk=320 + more, d=d)
         yield f"tokens first {d}", _viewed(p, "qkv", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))
-        yield f"cut {d}", _viewed(p, "kv", lambda x: x[:, :, 16:272])
-    packed = torch.randint(-127, 128, (2, 300, 3, 3, 64), dtype=torch.int8)
+        yield f"cut {d}", _viewed(p, "kv", lambda x: x[:, :, 16 : 272 + more])
+    packed = torch.randint(-127, 128, (2, 300 + more, 3, 3, 64), dtype=torch.int8)
     q, k, v = (QTensor(x.transpose(1, 2), torch.full((1, 1, 1, 1), 0.02), "tensor") for x in packed.unbind(2))
     yield "packed", Problem(method, q, k, v, 0.125, out_dtype=torch.int8)
     for padded, first in ((304, 0), (512, 16), (301, 0)):  # contiguous keys; the last ones are copied
-        rows = torch.randint(-127, 128, (2, 3, 64, padded), dtype=torch.int8)[..., first : first + 300]
+        rows = torch.randint(-127, 128, (2, 3, 64, padded + more), dtype=torch.int8)[..., first : first + 300 + more]
         yield (
             f"key-major {padded}",
             Problem(method, q, k, QTensor(rows.mT, v.scale, "tensor"), 0.125, out_dtype=torch.int8),
@@ -111,11 +121,11 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
             ("dynamic of heads", checks.OF_HEADS),
             ("dynamic of both", Recipe("tensor", "head", "tensor")),
         ):
-            yield f"{dtype} {name}", ic.floats(method, 300, dtype, recipe, return_lse=True)
+            yield f"{dtype} {name}", ic.floats(method, 300 + more, dtype, recipe, return_lse=True)
         for d in (16, 64, 80, 128):  # the kernel quantizes Q; values far outside a scale's range
             static = Recipe(q_scale=2**-18, k_scale=0.02, v_scale=0.02)
-            yield f"{dtype} {d}", checks.floats(method, 2, 330, d, dtype, static, return_lse=True)
-            p = checks.floats(method, 2, 330, d, dtype, own)
+            yield f"{dtype} {d}", checks.floats(method, 2, 330 + more, d, dtype, static, return_lse=True)
+            p = checks.floats(method, 2, 330 + more, d, dtype, own)
             yield f"{dtype} {d} causal", replace(p, causal=10, out_dtype=torch.int8)
             p = replace(p, q=p.q.transpose(1, 2).contiguous().transpose(1, 2)[:, :, 3:200])
             yield f"{dtype} {d} tokens first", p
@@ -140,7 +150,7 @@ def _padded_channels(method: str) -> Iterator[tuple[str, Problem]]:
     """head_dim that the kernel pads to a multiple of 16."""
     for d, dtype in itertools.product((40, 56, 72, 88, 104, 120), FLOAT_KV):
         for n, recipe in ((330, Recipe(q_scale=2**-18, k_scale=0.02, v_scale=0.02)), (272, Recipe())):
-            p = checks.floats(method, 2, n, d, dtype, recipe, return_lse=True)
+            p = checks.floats(method, 2, n + _more_keys(method), d, dtype, recipe, return_lse=True)
             yield f"padded {d} {n} {dtype}", p
             yield f"padded {d} {n} {dtype} tokens first", _tokens_first(p)
         yield f"padded {d} {dtype} causal", replace(p, causal=10, out_dtype=torch.float32)
@@ -173,7 +183,7 @@ def _tokens_first(p: Problem) -> Problem:
 
 def _key_masks(method: str) -> Iterator[tuple[str, Problem]]:
     """Bool masks of keys: lengths, none of a batch's keys, keys at the end, any keys; one mask for several batches."""
-    for d, nk in itertools.product((64, 128), (300, 640, 1280)):
+    for d, nk in itertools.product((64, 128), (300, 640, 700, 1280)):
         key = torch.arange(nk)
         first = torch.tensor([1, nk, 0, 130, 128, 257])[:, None]
         masks = {
@@ -235,7 +245,7 @@ def test_bits_of_every_range_split(method, monkeypatch):
         _on_processors(monkeypatch, processors)
         monkeypatch.setattr(plans, "FIXED", dict(resident=0, range_split=split))
         for batch, nq, d in ((1, 700, 128), (5, 650, 64), (3, 800, 112)):
-            p = ic.codes(method, batch=batch, heads=2, nq=nq, nk=300, d=d, return_lse=True)
+            p = ic.codes(method, batch=batch, heads=2, nq=nq, nk=300 + _more_keys(method), d=d, return_lse=True)
             assert checks.differences([(f"{processors} {split} {batch} {nq} {d}", p)], "long_rows") == {}
 
 
@@ -464,9 +474,10 @@ def test_range_splits_of_many_heads():
 
 
 def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None, resident=False):
-    p = checks.empty_problem(method, 300, d, torch.int8 if query is None else query, out, causal=causal)
+    n = 300 + _more_keys(method)
+    p = checks.empty_problem(method, n, d, torch.int8 if query is None else query, out, causal=causal)
     if rows:
-        p = replace(p, q=QTensor(p.q.data, torch.ones(1, 2, 300, 1, device="meta"), "token"))
+        p = replace(p, q=QTensor(p.q.data, torch.ones(1, 2, n, 1, device="meta"), "token"))
     if query is not None:
         p = replace(p, recipe=checks.OF_TENSORS)
     launch = checks.attention_launch(p, resident=int(resident), fuses_keys=0)

@@ -234,23 +234,23 @@ def test_clusters_find_scales_where_the_gpu_has_them(architecture, clusters):
 @pytest.mark.parametrize("keys_first", (False, True))
 def test_copies_of_values(keys_first, device):
     """V's codes with contiguous keys, of the first tokens of a cache, padded with zeros; the keys without a value."""
-    v = torch.randint(-127, 128, (2, 3, 350, 32), dtype=torch.int8)
+    v = torch.randint(-127, 128, (2, 3, 750, 32), dtype=torch.int8)
     v[:, :, ::7] = 0
-    v = v[:, :, :301]
+    v = v[:, :, :701]
     there = v.mT.contiguous().mT if keys_first else v
     scale = torch.ones(1, 1, 1, 1, device=device)
     q, k, values = (QTensor(x.to(device), scale, "tensor") for x in (v, v, there))
     plan = checks.planned(Problem("intflash_bfp", q, k, values, 0.1, out_dtype=torch.float16), kernel="long_rows")
     run_before(plan, "quantize_inputs.cu")
-    (codes,) = (memory(plan, i) for i, (_, size) in enumerate(plan.workspace) if size == 2 * 3 * 32 * 384)
-    rows = codes.view(2, 3, 32, 384)
-    assert torch.equal(rows[..., :301].mT, v) and (rows[..., 301:] == 0).all()
-    words = memory(plan, len(plan.workspace) - 1).view(torch.int32).view(2, 3, 3, 4)
+    (codes,) = (memory(plan, i) for i, (_, size) in enumerate(plan.workspace) if size == 2 * 3 * 32 * 768)
+    rows = codes.view(2, 3, 32, 768)
+    assert torch.equal(rows[..., :701].mT, v) and (rows[..., 701:] == 0).all()
+    words = memory(plan, len(plan.workspace) - 1).view(torch.int32).view(2, 3, 6, 4)
     bits = torch.stack([words >> i & 1 for i in range(32)], -1)
     key = torch.tensor([[i // 4 * 16 + word * 4 + i % 4 for i in range(32)] for word in range(4)])
-    valueless = torch.zeros(2, 3, 384, dtype=torch.int32)
-    valueless[:, :, :301:7] = 1
-    assert torch.equal(bits, valueless.view(2, 3, 3, 128)[..., key])
+    valueless = torch.zeros(2, 3, 768, dtype=torch.int32)
+    valueless[:, :, :701:7] = 1
+    assert torch.equal(bits, valueless.view(2, 3, 6, 128)[..., key])
 
 
 def _codes(b: int, h: int, n: int, kind: str) -> QTensor:

@@ -78,6 +78,8 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
         (1, 300, 64),
         (40, 288, 64),
         (40, 420, 64),
+        (40, 640, 64),
+        (40, 641, 64),
         (5, 77, 64),
         (64, 64, 32),
         (65, 129, 64),
@@ -167,15 +169,16 @@ def _sinks(method: str) -> Iterator[tuple[str, Problem]]:
         yield name, ic.codes(method, nq=nq, nk=nk, bias=bias, bias_fraction_bits=12, return_lse=True)
     yield from ic.sink_cases(method)
     of_rows = dict(return_lse=True, out_dtype=torch.int16)
-    ends = dict(cu_seqlens_q=_ends(0, 20, 20, 85, 150), cu_seqlens_k=_ends(0, 133, 200, 201, 560))
-    keep = torch.rand(1, 1, 60, 560) < 0.5
+    ends = dict(cu_seqlens_q=_ends(0, 20, 20, 85, 150), cu_seqlens_k=_ends(0, 133, 200, 201, 860))
+    keep = torch.rand(1, 1, 60, 760) < 0.5
     for octaves in (10.0, 40.0, 130.0):
         for zeros in ((), (0, 90, 91), tuple(range(100, 300))):
             name = f"sinks of {octaves} octaves, {len(zeros)} zeros"
             yield f"few, {name}", ic.sinks(method, octaves, zeros, n=700, nq=5, **of_rows)
-            yield f"packed, {name}", ic.sinks(method, octaves, zeros, n=560, nq=150, **of_rows, **ends)
-            yield f"keep, {name}", ic.sinks(method, octaves, zeros, n=560, nq=60, keep=keep, **of_rows)
-            yield f"wide, {name}", ic.sinks(method, octaves, zeros, n=560, nq=60, d=200, causal=500, **of_rows)
+            yield f"few in one block, {name}", ic.sinks(method, octaves, zeros, n=600, nq=5, **of_rows)
+            yield f"packed, {name}", ic.sinks(method, octaves, zeros, n=860, nq=150, **of_rows, **ends)
+            yield f"keep, {name}", ic.sinks(method, octaves, zeros, n=760, nq=60, keep=keep, **of_rows)
+            yield f"wide, {name}", ic.sinks(method, octaves, zeros, n=760, nq=60, d=200, causal=700, **of_rows)
 
 
 def _float_queries(method: str) -> Iterator[tuple[str, Problem]]:
@@ -210,9 +213,9 @@ def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
     masks = dict(bias=bias, keep=keep, causal=697)
     yield "few, bias, keep, causal", ic.codes(method, out_dtype=torch.float16, **masks, **shape)
     yield "few, scales", ic.codes(method, kinds=("token", "head", "head"), amax=400.0, out_dtype=torch.int16, **shape)
-    q, k = torch.randn(2, 8, 2, 72).half(), torch.randn(2, 2, 600, 72).half()
+    q, k = torch.randn(2, 8, 2, 72).half(), torch.randn(2, 2, 650, 72).half()
     for nq, heads in ((1, 32), (3, 8)):  # rows i and i + 8 are of heads with other scales
-        shape = dict(batch=2, heads=heads, key_heads=2, nq=nq, nk=600, d=64, kinds=("head",) * 3, return_lse=True)
+        shape = dict(batch=2, heads=heads, key_heads=2, nq=nq, nk=650, d=64, kinds=("head",) * 3, return_lse=True)
         yield f"few, heads {nq} {heads}", ic.codes(method, **shape)
     of_heads = Recipe("head", q_scale=torch.linspace(0.01, 0.03, 8))
     for dtype, recipe in (
@@ -220,13 +223,13 @@ def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
         (torch.float16, of_heads),
     ):  # fmt: skip
         for kinds in (("tensor",) * 3, ("head",) * 3):
-            p = ic.codes(method, batch=2, heads=8, key_heads=2, nq=2, nk=600, d=72, kinds=kinds, return_lse=True)
+            p = ic.codes(method, batch=2, heads=8, key_heads=2, nq=2, nk=650, d=72, kinds=kinds, return_lse=True)
             yield (
                 f"few, float q {dtype} {recipe.q} {recipe.q_scale is None} {kinds[1]}",
                 ic.float_query(p, dtype, recipe),
             )
     for heads, d in ((8, 40), (32, 17)):  # the kernel finds Q's scale
-        p = ic.codes(method, batch=2, heads=heads, key_heads=2, nq=1, nk=600, d=d, kinds=("head",) * 3, return_lse=True)
+        p = ic.codes(method, batch=2, heads=heads, key_heads=2, nq=1, nk=650, d=d, kinds=("head",) * 3, return_lse=True)
         yield f"few, float q one query {heads}", ic.float_query(p, torch.float16, Recipe())
     p = ic.codes(method, batch=2, heads=8, key_heads=2, nq=1, nk=700, d=128, kinds=("head",) * 3)
     yield "few, float q to int8", ic.float_query(p, torch.float16, Recipe(), out_dtype=torch.int8)
@@ -334,10 +337,10 @@ def _has_masks(name: str) -> bool:
 def _launch_of_blocks(name: str, architecture: str) -> CudaLaunch:
     """One of `intflash_bfp` with so many keys that they are many blocks."""
     longer = {
-        key: x if not isinstance(x, torch.Tensor) else x.new_empty([400 if n == 100 else n for n in x.shape])
+        key: x if not isinstance(x, torch.Tensor) else x.new_empty([700 if n == 100 else n for n in x.shape])
         for key, x in COMPILED[name].items()
     }
-    return _launch("intflash_bfp", n=400, architecture=architecture, **longer)
+    return _launch("intflash_bfp", n=700, architecture=architecture, **longer)
 
 
 # one of each kind in every test run

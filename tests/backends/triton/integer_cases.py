@@ -21,6 +21,7 @@ from intflash.backends.portable import BACKEND as TORCH
 from intflash.backends.reference import BACKEND as REFERENCE
 from intflash.backends.triton import BACKEND
 from intflash.methods import get_method
+from intflash.numerics.block import ONE_BLOCK
 from intflash.numerics.exp import LOG2_E
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe, quantize
@@ -129,7 +130,7 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
     yield "zeros", Problem(method, *(torch.zeros(1, 1, 20, 32) for _ in "qkv"), 0.2, out_dtype=torch.float32)
 
 
-def sinks(method: str, octaves: float, zeros: tuple[int, ...], n=300, d=32, nq=None, **more) -> Problem:
+def sinks(method: str, octaves: float, zeros: tuple[int, ...], n=700, d=32, nq=None, **more) -> Problem:
     """Makes a problem in which every 90th key is a sink, `octaves` above the others, with values of `zeros` all 0."""
     p = codes(method, nq=nq or n, nk=n, d=d, **more)
     q, k, v = (p.q.data.clone(), p.k.data.clone(), p.v.data.clone())
@@ -148,18 +149,18 @@ def sink_cases(method: str) -> Iterator[tuple[str, Problem]]:
     """
     few = dict(nq=20, return_lse=True, out_dtype=torch.int16)  # rows: the interpreter is slow
     for octaves in (3.0, 20.0, 40.0, 60.0, 130.0):
-        for zeros in ((), tuple(range(0, 300, 90)), (1, *range(128, 256)), tuple(range(300))):
+        for zeros in ((), tuple(range(0, 700, 90)), (1, *range(128, 256)), tuple(range(700))):
             yield f"sinks of {octaves} octaves, {len(zeros)} zeros", sinks(method, octaves, zeros, **few)
-    zeros = tuple(range(0, 300, 90))
+    zeros = tuple(range(0, 700, 90))
     yield "sinks, float32", sinks(method, 40.0, zeros, nq=20, out_dtype=torch.float32)
     yield "sinks, small output scale", sinks(method, 40.0, zeros, nq=20, out_scale=torch.full((1, 1, 1, 1), 1e-12))
-    yield "sinks, causal", sinks(method, 40.0, zeros, causal=180, **few)
+    yield "sinks, causal", sinks(method, 40.0, zeros, causal=580, **few)
     yield "sinks, gqa", sinks(method, 8.0, zeros, heads=4, key_heads=2, **few)
     for octaves in (10.0, 26.0, 130.0):
         for zeros in ((), (0, 90), tuple(range(200))):
             name = f"sinks of {octaves} octaves in one block, {len(zeros)} zeros"
-            yield name, sinks(method, octaves, zeros, n=200, **few)
-    yield "-128", _uniform(method, -128, 288)
+            yield name, sinks(method, octaves, zeros, n=420, **few)
+    yield "-128", _uniform(method, -128, ONE_BLOCK)
 
 
 def _uniform(method: str, value: int, n: int) -> Problem:

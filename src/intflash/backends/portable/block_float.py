@@ -2,7 +2,7 @@
 
 p depends only on the depth below its block's octave, rounded half up to 1/256 octave, and is 0 from depth 4095 on: one
 small table. T is exact in float64 as portable/intflash.py says; a bias is a multiple of 2^12 below 2^51, which changes
-nothing of it. A block's sums are below 2^32 and so exact in float64; they are merged in int64.
+nothing of it. A block's sums are below 2^33 and so exact in float64; they are merged in int64.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Sums:
         self.acc += self._merged(torch.floor(acc / self.acc_unit) * self.acc_unit, self.value_top - e)
 
     def _merged(self, x: Tensor, depth: Tensor) -> Tensor:
-        by = self.fraction - depth.clamp(0, FAR)  # octaves, exact: x is below 2^32
+        by = self.fraction - depth.clamp(0, FAR)  # octaves, exact: x is below 2^33
         return torch.floor(x * torch.exp2(by)).masked_fill_(depth >= FAR, 0).to(torch.int64)
 
     def rounded(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
