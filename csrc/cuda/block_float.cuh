@@ -133,15 +133,13 @@ struct SplitRow {
   i32 value, other;  // the octaves of the keys with a value and of those without
   u32 other_l;       // the sum of p of the keys without
 
-  SplitRow() = default;
-  // The largest T of both kinds of keys, ABSENT_T where there are none.
-  DEVICE SplitRow(i64 value_t, i64 other_t)
-      : origin(value_t != ABSENT_T   ? value_t
-               : other_t != ABSENT_T ? other_t
-                                     : 0),
-        value(value_t == ABSENT_T ? NO_EXPONENT : 0),
-        other(other_t == ABSENT_T ? NO_EXPONENT : octave_above(other_t - origin)),
-        other_l(0) {}
+  // value_t, other_t: the largest T of both kinds of keys, ABSENT_T where there are none.
+  DEVICE static SplitRow of_maxima(i64 value_t, i64 other_t) {
+    const i64 first = value_t == ABSENT_T ? other_t : value_t;
+    SplitRow row{first == ABSENT_T ? 0 : first, value_t == ABSENT_T ? NO_EXPONENT : 0, NO_EXPONENT, 0};
+    if (other_t != ABSENT_T) row.other = octave_above(other_t - row.origin);
+    return row;
+  }
   // value_l: the sum of p of the keys with a value.
   DEVICE RowSum sum(u32 value_l, i32 fraction) const {
     const i32 top = max(value, other);

@@ -351,7 +351,7 @@ struct Window {
       }
     value = quad_max(value), other = quad_max(other);
     const auto exponent = [&](Exponent x) { return x == NO_KEY ? ABSENT_T : row_max_exponent(x, C); };
-    SplitRow row(exponent(value), exponent(other));
+    SplitRow row = SplitRow::of_maxima(exponent(value), exponent(other));
     u32 l[DIGITS] = {};
 #pragma unroll
     for (int t = 0; t < GROUPS; ++t) {

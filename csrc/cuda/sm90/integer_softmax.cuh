@@ -148,40 +148,61 @@ struct PDigits : RowMaxima {
     else
       return {acc[0][i], acc[1][i]};
   }
-  DEVICE void store(const Params& p, const ThreadRows& at, const i64 (&t_max)[2]) const {
-    const OutputConstants output_constants = load_output_constants<OUT>(p, at.batch, at.head, at.kv_head);
+  DEVICE Accumulator result(int h, int channel) const { return result(channel / 2 * 4 + 2 * h + channel % 2); }
+  DEVICE void store(const Params& p, const ThreadRows& at, const i64 (&t_max)[2],
+                    const OutputConstants& output_constants) const {
     const u32 l[2] = {this->l(0), this->l(1)};
     RowScale<OUT, Accumulator> scales[2];
     row_scales(computes_second_row() ? l[1] : l[0], output_constants, scales);
     Accumulator mine[2][CHANNELS];
 #pragma unroll
-    for (int i = 0; i < 2 * CHANNELS; ++i) mine[i / 2 % 2][i / 4 * 2 + i % 2] = result(i);
-    u32 words[2][CHANNELS * SIZE<OUT> / 4];
+    for (int i = 0; i < 2 * CHANNELS; ++i) mine[i / CHANNELS][i % CHANNELS] = result(i / CHANNELS, i % CHANNELS);
+    u32 words[2][OUTPUT_WORDS];
     output_words<OUT>(mine, scales, output_constants, words);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const i32 row = at.row + 8 * h;
-      if (row >= at.end) continue;
-      const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * CHANNELS;
-      store_last_channels((u8*)element<OUT>(p.out.ptr, to), words[h]);
-      if (p.l && threadIdx.x % 4 == 0) {
-        const i64 to = ((i64)at.batch * p.heads + at.head) * p.nq + row;
-        p.t_max[to] = t_max[h];
-        p.l[to] = l[h];
-      }
+    for (int h = 0; h < 2; ++h) store_row(p, at, h, words[h], t_max[h], l[h]);
+  }
+  static constexpr int OUTPUT_WORDS = CHANNELS * SIZE<OUT> / 4;
+  DEVICE static void store_row(const Params& p, const ThreadRows& at, int h, const u32 (&words)[OUTPUT_WORDS],
+                               i64 t_max, u32 l) {
+    const i32 row = at.row + 8 * h;
+    if (row >= at.end) return;
+    const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * CHANNELS;
+    store_last_channels((u8*)element<OUT>(p.out.ptr, to), words);
+    if (p.l && threadIdx.x % 4 == 0) {
+      const i64 to = ((i64)at.batch * p.heads + at.head) * p.nq + row;
+      p.t_max[to] = t_max;
+      p.l[to] = l;
     }
   }
 };
 
-// FloatSoftmax with the exact maximum, which a first pass over the keys finds.
+// How the scores of a row become P of intflash and intflash_p8, rounded.
 template <int DIGITS>
+struct RoundedP {
+  static constexpr i64 OFFSET = K0;                 // T + B where T is the row's maximum
+  static constexpr int DOTS = DIGITS == 2 ? 0 : 2;  // see four_p
+
+  template <bool EXP_32BIT>
+  DEVICE static void four(i32 a, i32 b, i32 c, i32 d, i32 C, i64 B, u32 (&p)[DIGITS]) {
+    if constexpr (EXP_32BIT)
+      four_p<DOTS>(a, b, c, d, C >> 8, (u32)(B >> 8), p);
+    else
+      four_p(a, b, c, d, C, B, p);
+  }
+  DEVICE static OutputConstants output_constants(const OutputConstants& s) { return s; }
+};
+
+// The softmax with the exact maximum, which a first pass over the keys finds. Form: how scores become P.
+template <int DIGITS, class Form = RoundedP<DIGITS>>
 struct ExactMaximum : PDigits<DIGITS> {
+  typedef Form PForm;
   typedef typename PDigits<DIGITS>::P P;
   static constexpr int PASSES = 2, IN_FLIGHT = ROW_SCALES ? 0 : 1;  // with ROW_SCALES, 1 would spill registers
   static constexpr int BUFFERS = DIGITS * HEAD_DIM / 2 > (CONSUMERS == 3 ? 48 : 64) ? 1 : 2;
   static constexpr bool RESCALES = false, WHOLE_TILES = false,
-                        BLOCKS = false;                         // the row maximum is known before the second pass
-  static constexpr int UNROLL = 1, DOTS = DIGITS == 2 ? 0 : 2;  // DOTS: see four_p
+                        BLOCKS = false;  // the row maximum is known before the second pass
+  static constexpr int UNROLL = 1;
   // Whether warps without rows compute no exponentials. The check breaks up the schedule of the main loop: where many
   // tiles of keys are streamed it takes more time than it saves. With KEY_COUNTS all registers are taken.
   static constexpr bool SKIPS_ROWS = KV_RESIDENT && !KEY_COUNTS;
@@ -209,7 +230,7 @@ struct ExactMaximum : PDigits<DIGITS> {
     for (int h = 0; h < 2; ++h) {
       const i64 top = this->exponent(h, quad_max(this->peak[h]));
       fast_exp &= octave_above(top) <= limit;
-      B[h] = K0 - top;
+      B[h] = Form::OFFSET - top;
     }
     this->fast_exp = __all_sync(~0u, fast_exp);
   }
@@ -242,10 +263,7 @@ struct ExactMaximum : PDigits<DIGITS> {
       const int h = i % 2, by = EXP_32BIT ? 0 : this->shift[h];
       const i32 a = x[0] << by, b = x[1] << by, c = x[4] << by, d = x[5] << by;
       u32 four[DIGITS];
-      if constexpr (EXP_32BIT)
-        four_p<DOTS>(a, b, c, d, this->C[h] >> 8, (u32)(B[h] >> 8), four);
-      else
-        four_p(a, b, c, d, this->C[h], B[h], four);
+      Form::template four<EXP_32BIT>(a, b, c, d, this->C[h], B[h], four);
 #pragma unroll
       for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] = four[digit];
     }
@@ -262,7 +280,10 @@ struct ExactMaximum : PDigits<DIGITS> {
     this->add_row_sums(p);
   }
   DEVICE void store(const Params& p, const ThreadRows& at) const {
-    PDigits<DIGITS>::store(p, at, {K0 - B[0], K0 - B[1]});
+    PDigits<DIGITS>::store(p, at, {Form::OFFSET - B[0], Form::OFFSET - B[1]}, output_constants(p, at));
+  }
+  DEVICE static OutputConstants output_constants(const Params& p, const Head& of) {
+    return Form::output_constants(load_output_constants<OUT>(p, of.batch, of.head, of.kv_head));
   }
 };
 
@@ -339,6 +360,7 @@ struct Online : PDigits<1, TableSteps> {
     wgmma_hold(acc[0]);  // before the next product is issued
   }
   DEVICE void store(const Params& p, const ThreadRows& at) const {
-    PDigits::store(p, at, {(i64)rows[0].octave(unit(0)) << 32, (i64)rows[1].octave(unit(1)) << 32});
+    PDigits::store(p, at, {(i64)rows[0].octave(unit(0)) << 32, (i64)rows[1].octave(unit(1)) << 32},
+                   load_output_constants<OUT>(p, at.batch, at.head, at.kv_head));
   }
 };

@@ -16,6 +16,9 @@ constexpr int TILE = 128, HALF = 64;  // keys per tile and per half tile
 #ifndef HEAD_AMAX_IN_KERNEL
 #define HEAD_AMAX_IN_KERNEL 0
 #endif
+#ifndef BLOCK_FLOAT
+#define BLOCK_FLOAT 0
+#endif
 #ifndef REMAINDER_KEY_TILES
 #define REMAINDER_KEY_TILES 0
 #endif
@@ -28,6 +31,10 @@ constexpr int K_BYTES = TILE * K_WIDTH, V_BYTES = FLOAT_VALUES ? V_BLOCKS * V_BL
 constexpr int V_HALF = (FLOAT_VALUES ? HALF * 128 : HALF) >> 4;  // offset from a descriptor to that of the next 64 keys
 constexpr int STAGE_BYTES = (K_BYTES + V_BYTES + 1023) / 1024 * 1024;
 constexpr int SCALE_BYTES = KEY_SCALES == 2 ? 4 * TILE : KEY_SCALES == 1 ? 16 : 0;  // per tile
+// intflash_bfp whose keys are one block: see one_block_softmax.cuh
+constexpr bool ONE_BLOCK = BLOCK_FLOAT == 2;
+// per tile, where its floats are quantized: a byte for each key, of ones where it has no value
+constexpr int VALUELESS_BYTES = ONE_BLOCK && FLOAT_KV ? TILE : 0;
 constexpr int CODES_BYTES = P_SHARED ? CTA_ROWS * TILE : 0;  // P, where it does not stay in registers
 // floats that wait to be quantized (long_rows_quantize.cuh)
 constexpr int STAGING_SLOTS = FLOAT_KV ? 2 : 0, STAGING_SLOT_BYTES = 16 * 1024;
@@ -38,7 +45,7 @@ constexpr int COPIES_IN_FLIGHT = 2;
 typedef RingPosition<STAGES> Stage;
 
 struct SharedLayout {
-  u32 table, tiles, query, codes, scratch, floats, scales, full, empty, maxima;
+  u32 table, tiles, query, codes, scratch, floats, scales, valueless, full, empty, maxima;
   DEVICE SharedLayout(u32 base)
       : table(base),
         tiles(base + TABLE_BYTES),
@@ -47,13 +54,15 @@ struct SharedLayout {
         scratch(codes + CODES_BYTES),
         floats(scratch + CONSUMERS * SCRATCH_BYTES),
         scales(floats + STAGING_SLOTS * STAGING_SLOT_BYTES),
-        full(scales + STAGES * SCALE_BYTES),
+        valueless(scales + STAGES * SCALE_BYTES),
+        full(valueless + STAGES * VALUELESS_BYTES),
         empty(full + 8 * STAGES),
         maxima(empty + 8 * STAGES) {}
   DEVICE u32 k_tile(u32 stage) const { return tiles + stage * STAGE_BYTES; }
   DEVICE u32 query_rows(u32 group) const { return query + group * 64 * K_WIDTH; }
   DEVICE u32 v_tile(u32 stage) const { return k_tile(stage) + K_BYTES; }
   DEVICE u32 k_scales(u32 stage) const { return scales + stage * SCALE_BYTES; }
+  DEVICE u32 valueless_keys(u32 stage) const { return valueless + stage * VALUELESS_BYTES; }
   DEVICE void wait_full(const Stage& s) const { barrier_wait(full + 8 * s.stage, s.parity); }
   DEVICE void wait_empty(const Stage& s) const { barrier_wait(empty + 8 * s.stage, s.parity ^ 1); }
   DEVICE bool is_empty(const Stage& s) const { return barrier_test(empty + 8 * s.stage, s.parity ^ 1); }

@@ -10,6 +10,7 @@
 //                    in rows of HEAD_DIM channels; Q's codes of the other 8 channels are zeros
 //   CONSUMERS        number of consumer warpgroups
 //   CAUSAL           0 or 1
+//   BLOCK_FLOAT      of intflash_bfp: 1, or 2 where its keys are one block; else 0 (the default)
 //   KEY_SCALES       K's scales: 0 one per head, 1 one per tile of 128 keys, 2 one per key
 //   P_SHARED         1: P goes to the products through shared memory, because registers do not suffice
 //   P_TABLE          1: P comes from a table in shared memory (exp2_table.cuh)
@@ -241,6 +242,45 @@ struct RemainderRows {
   DEVICE void store(const Params&, const SharedLayout&, const WorkTile&, i32) const {}
 };
 
+// --- intflash_bfp whose keys are one block (one_block_softmax.cuh)
+
+// Whether a method is the one for heads some of whose keys have no value.
+template <class Method>
+constexpr bool IS_SPLIT = false;
+constexpr i32 MOST_TILES = 5;  // of one block of at most 640 keys
+
+// Which of a thread's keys of a tile have no value.
+struct ValuelessKeys {
+  u32 keys;  // a bit for each key; with FLOAT_KV, the address of a word of bytes for the thread's first four
+
+  DEVICE ValuelessKeys(const Params& p, const SharedLayout& shared, const Head& of, i32 tile, u32 stage) {
+    if constexpr (FLOAT_KV)
+      keys = shared.valueless_keys(stage) + threadIdx.x % 4 * 4;
+    else
+      keys = words_of_head(p, of)[4 * tile + threadIdx.x % 4];
+  }
+  DEVICE static const u32* words_of_head(const Params& p, const Head& of) {
+    return (const u32*)p.valueless.ptr + head_offset(p.valueless, of.batch, of.kv_head);
+  }
+};
+
+// Returns a part of a head's keys that have no value: some lane's is not 0 where there are any. With FLOAT_KV its tiles
+// must be full.
+DEVICE u32 valueless_keys_of_head(const Params& p, const SharedLayout& shared, const Head& of, i32 tiles, Stage at) {
+  const i32 lane = threadIdx.x % 32;
+  u32 some = 0;
+  if constexpr (FLOAT_KV) {
+#pragma unroll
+    for (i32 j = 0; j < MOST_TILES; ++j, at.next())
+      if (j < tiles) some |= load_shared(shared.valueless_keys(at.stage) + lane * 4);
+  } else {
+    static_assert(4 * MOST_TILES <= 32);
+    if (lane < 4 * tiles) some = ValuelessKeys::words_of_head(p, of)[lane];
+  }
+  return some;
+}
+DEVICE bool some_lane(u32 x) { return __any_sync(~0u, x != 0); }
+
 // How many times the keys of a work tile are loaded.
 template <class Method>
 constexpr int KEY_PASSES = KV_RESIDENT ? 1 : Method::PASSES;
@@ -437,6 +477,32 @@ struct Consumer {
     block<true>(j, whole, at);
   }
 
+  // The passes over the keys for a method that IS_SPLIT: the first finds the row maxima, the second computes
+  // exponentials and P V. Such heads are few, so that nothing overlaps here.
+  template <bool FIRST>
+  DEVICE void split_pass(const Head& of, i32 tiles, Stage& at) {
+#pragma unroll 1
+    for (i32 j = 0; j < tiles; ++j, at.next()) {
+      shared.wait_full(at);
+      const ValuelessKeys valueless(p, shared, of, j, at.stage);
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        issue_scores(half, at.stage);
+        wgmma_wait(scores());
+        const VisibleKeys visible = visible_keys(half, j * TILE);
+        if constexpr (FIRST) {
+          method.update_row_max(s[0], visible, valueless, half);
+        } else {
+          typename Method::P codes;
+          method.exponentials(s[0], visible, valueless, half, codes);
+          method.issue_pv(codes, half, descriptor<128>(shared.v_tile(at.stage)) + half * V_HALF);
+          method.wait();
+        }
+      }
+      release(at.stage);
+    }
+  }
+
   DEVICE void run_mainloop(i32 tiles, i32 whole, Stage& at) {
     if constexpr (Method::BLOCKS) {
       run_blocks(tiles, whole, at);
@@ -495,7 +561,12 @@ struct Consumer {
     method.init(p, place, shared);
     if constexpr (Method::PASSES == 2) {
       releases_tiles = false;
-      if (mine.count) first_pass(mine.count, mine.whole, at);
+      if (mine.count) {
+        if constexpr (IS_SPLIT<Method>)
+          split_pass<true>(place, mine.count, at);
+        else
+          first_pass(mine.count, mine.whole, at);
+      }
       if (KV_RESIDENT)
         at.rewind(tiles);
       else
@@ -503,7 +574,12 @@ struct Consumer {
       method.finish_first_pass(shared);
     }
     releases_tiles = last;
-    if (mine.count) run_mainloop(mine.count, mine.whole, at);
+    if (mine.count) {
+      if constexpr (IS_SPLIT<Method>)
+        split_pass<false>(place, mine.count, at);
+      else
+        run_mainloop(mine.count, mine.whole, at);
+    }
     if constexpr (Method::BLOCKS)
       if (method.is_inexact())
         method.sum_again(p, work.place(reread_thread_index(), tile), shared, mine.count, mine.whole,
@@ -525,8 +601,16 @@ struct Consumer {
       for (; scheduler.i != next.i; scheduler.next(p))
         skip_tiles(KEY_PASSES<Method> * tiles_of(p, scheduler.work(p)), at);
       if (scheduler.done(p)) break;
+      u32 valueless = 0;  // loaded before Q is waited for
+      if constexpr (ONE_BLOCK && !FLOAT_KV)
+        valueless = valueless_keys_of_head(p, shared, work, (p.nk + TILE - 1) / TILE, at);
       load_query(work, tile, at);
-      const bool is_remainder = work.is_remainder(p, tile);
+      if constexpr (ONE_BLOCK && FLOAT_KV) valueless = valueless_keys_of_floats(work, at);
+      bool is_split = false;
+      if constexpr (ONE_BLOCK) is_split = some_lane(valueless);
+      bool is_remainder = work.is_remainder(p, tile) & !is_split;
+      // the broadcast makes the value uniform for the compiler, which otherwise waits for each product
+      if constexpr (ONE_BLOCK && REMAINDER_KEY_TILES) is_remainder = __shfl_sync(~0u, is_remainder, 0);
       // without this the compiler computes for all rows what both branches need, and keeps it in registers for long
       if (is_remainder) work.keep_in_registers();
       const WorkTile from = work;
@@ -542,13 +626,30 @@ struct Consumer {
         remainder.store(p, shared, from, done);
       } else {
         if (REMAINDER_KEY_TILES) at.make_uniform();
-        attend(work, tile, tile + CONSUMERS >= work.tiles(), at);
+        const bool last = tile + CONSUMERS >= work.tiles();
+        if (!is_split) attend(work, tile, last, at);
+        if constexpr (ONE_BLOCK) {
+          if (is_split) {
+            Consumer<typename Method::Split> split(p, shared);
+            split.attend(work, tile, last, at);
+            split.method.store(p, work.place(reread_thread_index(), tile));
+            method = Method();  // otherwise its registers, which are not read, would keep their values until here
+          }
+        }
         find_next();
-        method.store(p, from.place(reread_thread_index(), done));
+        if (!is_split) method.store(p, from.place(reread_thread_index(), done));
       }
       if (CAUSAL) break;  // with CAUSAL, a CTA has one work tile
       if (scheduler.i != next.i) scheduler.next(p);
     }
+  }
+  // Returns `valueless_keys_of_head` once all tiles of the head are full.
+  DEVICE u32 valueless_keys_of_floats(const WorkTile& of, const Stage& at) const {
+    const i32 tiles = tiles_of(p, of);
+    Stage s = at;
+#pragma unroll 1
+    for (i32 j = 0; j < tiles; ++j, s.next()) shared.wait_full(s);
+    return valueless_keys_of_head(p, shared, of, tiles, at);
   }
   // Advances the scheduler to the work tile that contains row tile `tile`, and begins to load its Q.
   DEVICE WorkTile find_tile(TileScheduler& scheduler, i32& tile) const {

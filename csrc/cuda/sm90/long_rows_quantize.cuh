@@ -74,9 +74,11 @@ struct QuantizingLoader {
         }
       }
     }
+    // Returns the bits that are set in some of the thread's codes, in a byte for each of its four keys.
     template <class FROM>
-    DEVICE void quantize_values(u32 step, u32 tile, const FROM& chunks) const {
-      if (!has_channels(threadIdx.x)) return;
+    DEVICE u32 quantize_values(u32 step, u32 tile, const FROM& chunks) const {
+      u32 bits = 0;
+      if (!has_channels(threadIdx.x)) return bits;
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
         In::Raw<1> raw[4];
@@ -87,6 +89,8 @@ struct QuantizingLoader {
           if (In::has_far_values(v_inverse)) In::clamp_far_values(raw[i], v_inverse);
         u32 transposed[4];
         In::transposed(raw, v_inverse, transposed);
+#pragma unroll
+        for (u32 codes : transposed) bits |= codes;
         u32 place = v_to + half * 2048;  // where one lane gets both, channels 2 apart are 8 rows apart
         if (HEAD_DIM / 4 % 8 && half) {
           const u32 thread = reread_thread_index();
@@ -99,11 +103,22 @@ struct QuantizingLoader {
         store_shared(even + 1024, transposed[2]);
         store_shared(odd + 1024, transposed[3]);
       }
+      return bits;
+    }
+    // Marks the step's keys without a value, whose codes are all 0. A key's codes are those of LANES adjacent lanes.
+    DEVICE void mark_valueless_keys(u32 step, u32 stage, u32 bits) const {
+#pragma unroll
+      for (u32 by = 1; by < LANES; by *= 2) bits |= __shfl_xor_sync(~0u, bits, by);
+      const u32 thread = reread_thread_index(), key = 4 * (thread % GROUP / LANES);
+      const u32 absent = shift_left(~0u, 8 * max(p.nk - (i32)(step * KEYS + key), 0));
+      if (thread % LANES == 0)
+        store_shared(shared.valueless_keys(stage) + step % STEPS * KEYS + key, __vcmpeq4(bits, 0) & ~absent);
     }
     template <class FROM>
     DEVICE void quantize(u32 step, u32 stage, const FROM& chunks) const {
       quantize_keys(step, shared.k_tile(stage), chunks);
-      quantize_values(step, shared.v_tile(stage), chunks);
+      const u32 bits = quantize_values(step, shared.v_tile(stage), chunks);
+      if constexpr (VALUELESS_BYTES) mark_valueless_keys(step, stage, bits);
     }
     DEVICE void signal_full(u32 stage, u32 steps) const {
       fence_async_proxy();
@@ -286,7 +301,7 @@ struct QuantizingLoader {
     const ThreadChunks mine(p, shared, work);
     const u32 steps = (KEY_MASK ? tiles_of(p, work) : (p.nk + TILE - 1) / TILE) * STEPS;
     RegisterChunks held;
-    u32 step = threadIdx.x / GROUP;
+    u32 step = __shfl_sync(~0u, threadIdx.x / GROUP, 0);  // uniform for the compiler
     held.begin_load(mine, step);
 #pragma unroll 1
     while (step < steps) {

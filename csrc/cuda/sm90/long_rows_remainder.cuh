@@ -5,9 +5,9 @@
 #include "sm90/integer_softmax.cuh"
 #include "sm90/remainder_rows.cuh"
 
-template <int DIGITS>
-struct RemainderRows<ExactMaximum<DIGITS>> {
-  typedef ExactMaximum<DIGITS> Method;
+template <int DIGITS, class Form>
+struct RemainderRows<ExactMaximum<DIGITS, Form>> {
+  typedef ExactMaximum<DIGITS, Form> Method;
   typedef typename Method::Accumulator Accumulator;
   static_assert(KV_RESIDENT && !(CAUSAL || KEY_COUNTS || KEY_MASK));
   static constexpr int TILES = REMAINDER_KEY_TILES;
@@ -115,14 +115,10 @@ struct RemainderRows<ExactMaximum<DIGITS>> {
 
   template <bool EXP_32BIT>
   DEVICE void powers(const Scores& s, i32 C, PWords& words) const {
-    const i64 B = K0 - t_max;
+    const i64 B = Form::OFFSET - t_max;
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; ++i) {
-      if constexpr (EXP_32BIT)
-        four_p<Method::DOTS>(s[i][0], s[i][1], s[i][2], s[i][3], C >> 8, (u32)(B >> 8), words[i]);
-      else
-        four_p(s[i][0], s[i][1], s[i][2], s[i][3], C, B, words[i]);
-    }
+    for (int i = 0; i < 2 * TILES; ++i)
+      Form::template four<EXP_32BIT>(s[i][0], s[i][1], s[i][2], s[i][3], C, B, words[i]);
   }
 
   // Computes P V of the warp's keys. V^T is the left operand, so that all rows of the products exist.
@@ -200,7 +196,7 @@ struct RemainderRows<ExactMaximum<DIGITS>> {
 
   DEVICE void store(const Params& p, const SharedLayout& shared, const WorkTile& work, i32 tile) const {
     const Place place(shared);
-    const OutputConstants output_constants = load_output_constants<OUT>(p, work.batch, work.head, work.kv_head);
+    const OutputConstants output_constants = Method::output_constants(p, work);
     const RowScale<OUT, Accumulator> scale(l, output_constants);
     const i32 row = work.row + tile * 64 + (i32)place.row;
     if (row >= p.nq) return;
@@ -226,3 +222,8 @@ struct RemainderRows<ExactMaximum<DIGITS>> {
     }
   }
 };
+
+#if BLOCK_FLOAT == 2
+template <>
+struct RemainderRows<OneBlock> : RemainderRows<OneBlock::Exact> {};
+#endif

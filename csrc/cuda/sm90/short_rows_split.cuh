@@ -108,7 +108,7 @@ struct SplitTile {
         other = zeros & byte && t[j] > other ? t[j] : other;
       }
     }
-    rows[h] = SplitRow(quad_max(value), quad_max(other));
+    rows[h] = SplitRow::of_maxima(quad_max(value), quad_max(other));
   }
   DEVICE void weights(int h) {
     const i64 B = BLOCK_K0 - rows[h].origin, of_others = B - ((i64)rows[h].other << 32);

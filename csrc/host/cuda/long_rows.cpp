@@ -24,9 +24,13 @@ constexpr double kPassLeastUs = 4.5, kPassTbS = 4.0;
 // To find the scales of a head: the rate of a CTA, and the least time and the rate of a pass over all heads.
 constexpr double kScanTbS = 0.105, kScalesLeastUs = 1.0, kScalesTbS = 6.0;
 
+// The softmaxes of the methods, and of `intflash_bfp` whose keys are one block.
+constexpr const char* kSoftmaxes[] = {"ExactP16", "ExactP8", "Online", "BlockFloat", "OneBlock"};
+constexpr int32_t kOneBlockSoftmax = 4;
+static_assert(kOneBlock <= 5 * kTile);  // MOST_TILES of long_rows_mainloop.cuh
 const Source kSource = {"sm90/long_rows.cu",
                         "attention",
-                        {{"METHOD", kMethodNames},
+                        {{"METHOD", kSoftmaxes},
                          {"BLOCK_FLOAT", nullptr},
                          {"HEAD_DIM", nullptr},
                          {"CONSUMERS", nullptr},
@@ -53,6 +57,13 @@ const Source kSource = {"sm90/long_rows.cu",
 // The kernel pads head_dim to a multiple of 16.
 int64_t padded_channels(int64_t d) { return round_up(d, 16); }
 
+// `intflash_bfp`: whether the keys are one block, so that the loops are those of `intflash`, or many.
+bool is_one_block(const Problem& p) { return p.is_block_float() && p.nk() <= kOneBlock; }
+bool has_many_blocks(const Problem& p) { return p.is_block_float() && p.nk() > kOneBlock; }
+
+// Whether P has two digits below the exact maximum of a row.
+bool has_exact_p16(const Problem& p) { return p.method == Method::kP16 || is_one_block(p); }
+
 bool uses_p_table(const Problem& p) { return p.method == Method::kOnline; }
 
 bool p_in_shared(const Problem& p, int64_t consumers) { return consumers == 3 && p.head_dim() > 96 && uses_p_table(p); }
@@ -60,7 +71,7 @@ bool p_in_shared(const Problem& p, int64_t consumers) { return consumers == 3 &&
 // Bytes for each consumer warpgroup of `Scratch` of block_float_softmax.cuh: 64-bit words of 128 threads, seven and a
 // thread's accumulators that have no registers.
 int64_t scratch_bytes(const Problem& p) {
-  if (!p.is_block_float()) return 0;
+  if (!has_many_blocks(p)) return 0;
   const int64_t d = padded_channels(p.head_dim());
   const int64_t accumulators = d == 80 ? 12 : d == 96 ? 16 : d == 112 ? 24 : d == 128 ? 34 : 0;
   return (7 + accumulators) * 128 * 8;
@@ -73,13 +84,16 @@ int64_t extra_shared_bytes(const Problem& p, int64_t consumers, bool floats) {
          floats * (kStagingBytes + kMaximaBytes) + uses_p_table(p) * kTableBytes;
 }
 
-int64_t shared_bytes(int64_t d, int64_t consumers, int64_t stages, int64_t extra) {
-  return long_rows_shared_bytes(d, consumers, kTile * d, 0, stages, extra);
+// floats: of K and V, whose keys without a value the kernel marks in a byte for each key.
+int64_t shared_bytes(const Problem& p, int64_t consumers, bool floats, int64_t stages) {
+  const int64_t d = padded_channels(p.head_dim());
+  return long_rows_shared_bytes(d, consumers, kTile * d, kTile * (floats && is_one_block(p)), stages,
+                                extra_shared_bytes(p, consumers, floats));
 }
 
 // The number of ring stages that fit in shared memory.
-int64_t most_stages(int64_t d, int64_t consumers, int64_t extra) {
-  const int64_t one = shared_bytes(d, consumers, 1, extra), two = shared_bytes(d, consumers, 2, extra);
+int64_t most_stages(const Problem& p, int64_t consumers, bool floats) {
+  const int64_t one = shared_bytes(p, consumers, floats, 1), two = shared_bytes(p, consumers, floats, 2);
   return 1 + (kSharedBytes - one) / (two - one);
 }
 
@@ -89,8 +103,8 @@ bool light_quantization(int64_t d) { return d == 64; }
 // The number of consumer warpgroups, as many as registers allow. light_loads: the producer needs few registers, as with
 // TMA; rows: each row has its own scale.
 int64_t consumers_of(const Problem& p, int64_t d, bool light_loads, bool rows) {
-  if (p.is_block_float()) return 2;
-  if (p.method == Method::kP16) return 32 < d && d <= 64 && light_loads && !rows ? 3 : 2;
+  if (has_many_blocks(p)) return 2;
+  if (has_exact_p16(p)) return 32 < d && d <= 64 && light_loads && !rows ? 3 : 2;
   if (p.method == Method::kP8) return d <= 96 || d == 128 ? 3 : 2;
   if (rows) return d <= (p.is_causal ? 64 : 80) ? 3 : 2;
   return d <= 96 || !p.is_causal ? 3 : 2;
@@ -116,7 +130,7 @@ bool two_consumers_suffice(const Problem& p, int64_t processors) {
 // shared memory. Registers hold the scores with 5 tiles of keys, from a head_dim of 64 on.
 bool has_remainder_rows(const Problem& p) {
   const int64_t rows = p.nq() % 64;
-  return p.fixed.remainder != 0 && 1 <= rows && rows <= 8 && (p.method == Method::kP8 || p.method == Method::kP16) &&
+  return p.fixed.remainder != 0 && 1 <= rows && rows <= 8 && (p.method == Method::kP8 || has_exact_p16(p)) &&
          !p.key_counts && !p.keep && padded_channels(p.head_dim()) >= 64 && 1 <= p.nk() && p.nk() <= 5 * kTile;
 }
 
@@ -284,20 +298,17 @@ bool long_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (!gpu.is_hopper()) return why.no([] { return kHopperOnly; });
   if (p.keep && !is_key_mask(p, why)) return false;
   if (!is_long_rows_shape(p, pads_channels(p) ? 8 : 16, why)) return false;
-  if (p.bias) return why.no([] { return "long rows do not support bias"; });
-  if (p.is_block_float() && p.nk() <= kOneBlock)
-    return why.no([] { return "long rows of intflash_bfp have more keys than one block"; });
-  return true;
+  return !p.bias || why.no([] { return "long rows do not support bias"; });
 }
 
 // Whether the kernel quantizes the problem's float K and V itself: 16-bit floats, with K/V resident in shared memory.
 bool long_rows_quantize_keys(const Problem& p, const Gpu& gpu) {
   const int64_t d = padded_channels(p.head_dim());
   if (p.q.bytes() != 2 || d == 16) return false;  // 16: registers would spill
-  if (p.is_block_float()) return false;           // it reads codes again where a row needs a second pass
+  if (has_many_blocks(p)) return false;           // it reads codes again where a row needs a second pass
   if (!offsets_fit_32_bits(p.k) || !offsets_fit_32_bits(p.v)) return false;
   const int64_t consumers = consumers_of(p, d, light_quantization(d), false);
-  const int64_t stages = most_stages(d, consumers, extra_shared_bytes(p, consumers, true));
+  const int64_t stages = most_stages(p, consumers, true);
   return fits_resident(p, stages) &&
          (p.fixed.fuses_keys < 0 ? quantizing_is_faster(p, gpu.processors) : bool(p.fixed.fuses_keys));
 }
@@ -324,16 +335,14 @@ void long_rows_launch(const Attention& a, Launch& launch) {
   launch.has_maps = !floats && k.shape[2] % 16 == 0 && set_tensor_maps(launch, k, v, kTile / 16, key_width(d));
   const bool light = floats ? light_quantization(d) : launch.has_maps && d == own;
   int64_t consumers = p.fixed.consumers < 0 ? consumers_of(p, d, light, rows) : p.fixed.consumers;
-  int64_t extra = extra_shared_bytes(p, consumers, floats);
-  const int64_t most = most_stages(d, consumers, extra);
+  const int64_t most = most_stages(p, consumers, floats);
   const bool is_faster = p.fixed.resident < 0 ? is_faster_resident(p, a.q, most) : bool(p.fixed.resident);
   const bool resident = floats || (fits_resident(p, most) && is_faster);
-  if (p.fixed.consumers < 0 && !resident && two_consumers_suffice(p, a.gpu.processors))
-    consumers = 2, extra = extra_shared_bytes(p, consumers, floats);
+  if (p.fixed.consumers < 0 && !resident && two_consumers_suffice(p, a.gpu.processors)) consumers = 2;
   const int64_t stages = resident ? most : kStages;
   launch.program = {&kSource,
-                    {int32_t(p.method),
-                     p.is_block_float(),
+                    {is_one_block(p) ? kOneBlockSoftmax : int32_t(p.method),
+                     is_one_block(p) ? 2 : has_many_blocks(p),
                      int32_t(d),
                      int32_t(consumers),
                      p.is_causal,
@@ -359,7 +368,7 @@ void long_rows_launch(const Attention& a, Launch& launch) {
       resident ? schedule_resident_heads(p, floats, a.gpu.processors) : schedule_ranges(p, consumers, a.gpu);
   launch.grid[0] = uint32_t(schedule.ctas);
   launch.threads = uint32_t(128 * (consumers + 1));
-  launch.shared_bytes = uint32_t(shared_bytes(d, consumers, stages, extra));
+  launch.shared_bytes = uint32_t(shared_bytes(p, consumers, floats, stages));
   ::Params& params = launch.set_parameters<::Params>() = attention_parameters(a, 1, schedule.share);
   if (p.key_counts) params.keep.ptr = reinterpret_cast<const u8*>(p.key_counts.data);
 }

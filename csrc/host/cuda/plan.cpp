@@ -268,7 +268,7 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
     c.finds_scales = !c.head_amax_in_kernel && !c.scales_in_quantization;
   }
   c.fills_constants = (!(c.fuses_keys || c.scores_in_kernel) || p.has_integer_output()) && !p.ready_score;
-  const bool finds_them_itself = is_whole || c.kernel == Kernel::kWindow || c.kernel == Kernel::kShortRows;
+  const bool finds_them_itself = quantizes_keys || (is_long && c.fuses_keys);
   c.finds_valueless = p.is_block_float() && !finds_them_itself;
   if (c.finds_scales || c.scales_in_quantization || ((is_long || is_whole) && c.head_amax_in_kernel)) {
     for (int i = 0; i < 3; ++i)

@@ -194,7 +194,7 @@ struct Choice {
   bool scales_in_quantization;  // quantize_inputs finds them
   bool fills_constants;
   bool copies_values;    // V's codes are copied, with contiguous keys, as 8-bit tensor cores read them
-  bool finds_valueless;  // keys without a value, for the methods with an exponent per block of keys
+  bool finds_valueless;  // keys without a value, for intflash_bfp, where the attention kernel does not find them
   int64_t scale_count;   // scales that are found and kept in memory; short rows and windows keep none
   int64_t scales, key_codes, value_codes, score, output, valueless;  // offsets in the workspace
   int64_t key_scores, maxima, sums;                                  // of few rows

@@ -19,7 +19,6 @@ from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
 METHODS = "intflash", "intflash_p8", "intflash_online", "intflash_bfp"
-FROM_FLOATS = tuple(method for method in METHODS if method != "intflash_bfp")  # whose kernel may quantize K and V
 FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -28,19 +27,13 @@ def _viewed(p: Problem, names: str, view: Callable[[torch.Tensor], torch.Tensor]
     return replace(p, **{name: replace(x, data=view(x.data)) for name, x in tensors.items()})
 
 
-def cases(method: str) -> Iterator[tuple[str, Problem]]:
-    """Problems that the kernel serves; a sequence of `intflash_bfp` that is one block has another."""
-    for name, p in _cases(method):
-        if method != "intflash_bfp" or p.k.shape[2] > ONE_BLOCK:
-            yield name, p
-
-
 def _more_keys(method: str) -> int:
     """Keys to add to a problem so that a sequence of `intflash_bfp` has several blocks."""
     return 512 if method == "intflash_bfp" else 0
 
 
-def _cases(method: str) -> Iterator[tuple[str, Problem]]:
+def cases(method: str) -> Iterator[tuple[str, Problem]]:
+    """Problems that the kernel serves; of `intflash_bfp` with many blocks of keys and with one."""
     more = _more_keys(method)
     for n, d in [
         (257, 64), (300, 16), (300, 96), (300, 112), (512, 128), (640, 80), (1000, 64), (1024, 128),
@@ -131,9 +124,72 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"{dtype} {d} tokens first", p
     yield from _padded_channels(method)
     yield from _key_masks(method)
-    if method in FROM_FLOATS:
-        yield from _found_scales(method)
-        yield from _remainder_rows(method)
+    yield from _found_scales(method)
+    yield from _remainder_rows(method)
+    if method == "intflash_bfp":
+        yield from _one_block(method)
+        yield from _many_blocks(method)
+
+
+def _without_values(p: Problem, keys: list[int] | slice, head: int | None = None) -> Problem:
+    """The problem with values of 0 for some keys, of one head or of all."""
+    v = (p.v if isinstance(p.v, torch.Tensor) else p.v.data).clone()
+    v[:, slice(None) if head is None else slice(head, head + 1), keys] = 0
+    return replace(p, v=v if isinstance(p.v, torch.Tensor) else replace(p.v, data=v))
+
+
+def _one_block(method: str) -> Iterator[tuple[str, Problem]]:
+    """Keys without a value in one block: some, most or all, in a head or in all, beside every mask and output, and in
+    heads with remainder rows.
+    """
+    some, most, every = [0, 130, 131, 255, 299], slice(0, None, 2), slice(None)
+    outputs = torch.int8, torch.int16, *FLOAT_KV
+    for (d, keys), out in zip(itertools.product((32, 48, 64, 80, 128), (some, most, every)), outputs * 3, strict=True):
+        p = ic.codes(method, nq=70, nk=300, d=d, out_dtype=out, return_lse=True)
+        yield f"one block {d} {keys} {out}", _without_values(p, keys)
+    for d, out in zip((32, 64, 80, 112, 128), outputs, strict=True):
+        for octaves in (3.0, 26.0, 60.0, 130.0):  # of the keys without a value above the others
+            p = ic.sinks(method, octaves, tuple(range(0, 577, 90)), n=577, nq=65, d=d, out_dtype=out, return_lse=True)
+            yield f"one block, sinks of {octaves} octaves {d} {out}", p
+    for d, causal in itertools.product((64, 128), (0, -130, 230)):  # rows may see no key, or none with a value
+        p = ic.codes(method, nq=300, nk=520, d=d, causal=causal, return_lse=True)
+        yield f"one block causal {d} {causal}", _without_values(p, slice(0, 60))
+    for d, kinds in itertools.product((64, 128), (("token", "head", "head"), ("tensor",) * 3)):
+        p = ic.codes(method, heads=4, key_heads=2, nq=65, nk=640, d=d, kinds=kinds, return_lse=True)
+        yield f"one block, a head {d} {kinds[0]}", _without_values(p, some, 1)
+        yield f"one block, a head causal {d} {kinds[0]}", replace(_without_values(p, some, 1), causal=575)
+    for d, dtype, recipe in itertools.product((40, 64, 72, 80, 128), FLOAT_KV, (checks.OF_HEADS, checks.OF_TENSORS)):
+        p = checks.floats(method, 2, 300, d, dtype, recipe, return_lse=True)
+        p = replace(p, q=p.q[:, :, :65])
+        yield f"one block {d} {dtype} {recipe.q}", _without_values(p, some, 1)
+        yield f"one block {d} {dtype} {recipe.q}, no value", _without_values(p, every, 0)
+    for name, p in itertools.chain(checks.spans(method, 70, 400, 64), checks.rising(method, 70, 400, 64)):
+        yield f"one block, {name}", _without_values(p, [3, 200, 390, 399])
+    keep = torch.rand(6, 320) < 0.7
+    keep[0], keep[1, 200:], keep[2], keep[3, :130] = False, False, False, False
+    keep[0, [0, 130]] = True  # keys without a value alone
+    for d in (64, 128):
+        p = ic.codes(method, batch=6, heads=4, key_heads=2, nq=65, nk=320, d=d, keep=keep[:, None, None])
+        yield f"one block keep {d}", replace(_without_values(p, some, 1), return_lse=True)
+        p = checks.floats(method, 6, 320, d, torch.float16, checks.OF_HEADS, keep=keep[:, None, None])
+        yield f"one block keep {d} from floats", replace(_without_values(p, some, 1), return_lse=True)
+
+
+def _many_blocks(method: str) -> Iterator[tuple[str, Problem]]:
+    """What the cases of few keys vary, with more than one block."""
+    for d in (32, 64, 80, 128):
+        p = ic.codes(method, batch=2, heads=3, nq=70, nk=752, d=d, return_lse=True)
+        yield f"many blocks {d}", p
+        yield (
+            f"many blocks {d} tokens first",
+            _viewed(p, "qkv", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
+        )
+        yield f"many blocks {d} cut", _viewed(p, "kv", lambda x: x[:, :, 16:688])
+        tokens = ic.codes(method, nq=70, nk=700, d=d, kinds=("token", "head", "head"), return_lse=True)
+        yield f"many blocks {d} tokens", tokens
+    for d, dtype in itertools.product((64, 72), FLOAT_KV):
+        p = checks.floats(method, 2, 700, d, dtype, checks.OF_HEADS, return_lse=True)
+        yield f"many blocks {d} {dtype}", _without_values(p, [0, 130, 131, 255, 699])
 
 
 def _found_scales(method: str) -> Iterator[tuple[str, Problem]]:
@@ -265,7 +321,7 @@ def test_bits_of_resident_heads(method, monkeypatch):
 
 @pytest.mark.gpu
 @checks.needs_device
-@pytest.mark.parametrize("method", FROM_FLOATS)
+@pytest.mark.parametrize("method", METHODS)
 def test_bits_of_resident_floats(method, monkeypatch):
     """Every head_dim, many and few heads per CTA, as many keys as fit, values far outside a scale's range."""
     monkeypatch.setattr(plans, "FIXED", dict(fuses_keys=1, head_amax_in_kernel=1))
@@ -276,10 +332,11 @@ def test_bits_of_resident_floats(method, monkeypatch):
     ):
         _on_processors(monkeypatch, processors)
         most = (384, 1152) if method == "intflash_online" else (512, 1408)  # the table of P takes space
+        most = (most[0], ONE_BLOCK) if method == "intflash_bfp" else most
         shapes = [(2, 260, d) for d in range(32, 129, 16)] + [(3, most[0] - 4, 112), (2, most[1], 64), (40, 257, 64)]
         for batch, n, d in shapes:
             p = checks.floats(method, batch, n, d, dtype, recipe)
-            assert checks.macros(checks.attention_launch(p, fuses_keys=1))["FLOAT_KV"] == "1"
+            assert checks.macros(checks.attention_launch(p, kernel="long_rows", fuses_keys=1))["FLOAT_KV"] == "1"
             assert checks.differences([(f"{processors} {dtype} {batch} {n} {d}", p)], "long_rows") == {}
 
 
@@ -358,8 +415,6 @@ def test_resident_tiles_of_floats_cover_each_row_once():
 def test_ring_buffers_fit_shared_memory():
     """At least four tiles of keys fit the 227 KB of a CTA, and resident K and V take as many as fit."""
     for d, consumers, method in itertools.product(range(16, 129, 16), (2, 3), METHODS):
-        if method == "intflash_bfp" and consumers == 3:
-            continue  # its registers do not suffice for three warpgroups
         sizes, stages = [], []
         for resident in (0, 1):
             p = checks.empty_problem(method, 300, d)
@@ -412,13 +467,13 @@ def test_which_remainder_rows_have_a_path():
         q = replace(p.q, data=p.q.data[:, :, :1].expand(-1, -1, nq, -1))
         return checks.macros(checks.attention_launch(replace(p, q=q), **fixed)).get("REMAINDER_KEY_TILES")
 
-    for method in ("intflash", "intflash_p8"):
+    for method in ("intflash", "intflash_p8", "intflash_bfp"):
         found = [tiles(method, nq, 577) for nq in (576, 577, 584, 585)]
         assert found == [None, "5", "5", None]
         assert [tiles(method, 577, nk, kernel="long_rows") for nk in (257, 640, 641)] == ["3", "5", None]
         assert [tiles(method, 577, 577, d) for d in (48, 64, 80, 128)] == [None, "5", "5", "5"]
         assert tiles(method, 577, 577, resident=0) is tiles(method, 577, 577, remainder=0) is None
-    assert tiles("intflash_online", 577, 577) is tiles("intflash_bfp", 577, 577) is None
+    assert tiles("intflash_online", 577, 577) is None
 
 
 def _quantizes_kv(method: str, n: int, d: int, dtype=torch.float16, **more) -> bool:
@@ -473,8 +528,7 @@ def test_range_splits_of_many_heads():
     assert _range_split(577, 3072) == (3, 3, 0)
 
 
-def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None, resident=False):
-    n = 300 + _more_keys(method)
+def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None, resident=False, n=300):
     p = checks.empty_problem(method, n, d, torch.int8 if query is None else query, out, causal=causal)
     if rows:
         p = replace(p, q=QTensor(p.q.data, torch.ones(1, 2, n, 1, device="meta"), "token"))
@@ -485,6 +539,9 @@ def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=
     return launch
 
 
+# Loads and stores of spilled registers. With one block some are in and around the loops for heads some of whose keys
+# have no value, and with a scale for each row one in each of the main loops.
+MOST_SPILLS = dict.fromkeys(METHODS, 0) | {"intflash_bfp": 24}
 IN_EVERY_RUN = ("intflash_p8", 64), ("intflash_online", 128)
 
 
@@ -502,17 +559,18 @@ def test_integer_only(method, d):
 
 @pytest.mark.parametrize("d", checks.in_full_but((128,), (64, 128)))
 def test_integer_only_of_blocks(d):
-    """The plain kernel of those that `test_integer_only` compiles in full runs only."""
-    _check_integer_only("intflash_bfp", d, 1)
+    """More keys than one block, of which each run compiles the plain kernel."""
+    _check_integer_only("intflash_bfp", d, 1 if d == 128 else 3, n=700, most_spills=0)
 
 
-def _check_integer_only(method: str, d: int, variants: int = 3) -> None:
+def _check_integer_only(method: str, d: int, variants: int = 3, n: int = 300, most_spills: int | None = None) -> None:
+    most = MOST_SPILLS[method] if most_spills is None else most_spills
     for out, causal, rows, resident in (
         (torch.int8, None, False, False), (torch.int16, 0, True, False), (torch.int8, None, False, True),
     )[:variants]:  # fmt: skip
-        machine = checks.machine(_launch(method, d, out, causal, rows, resident=resident))
+        machine = checks.machine(_launch(method, d, out, causal, rows, resident=resident, n=n))
         assert machine.float_instructions == []
-        assert machine.spills == 0 and machine.stack_bytes == 0
+        assert machine.spills <= most and machine.stack_bytes <= 4 * most
         assert machine.opcodes["IGMMA"] > 0
 
 
@@ -520,10 +578,12 @@ def _check_integer_only(method: str, d: int, variants: int = 3) -> None:
 @pytest.mark.parametrize("query", checks.COMPILED_FLOATS, ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_float_queries_do_not_spill(method, query):
-    # those of intflash_bfp are once for each tile of rows, outside of the loop over keys
-    most = 14 if method == "intflash_bfp" else 0
     for d, resident in itertools.product((64, 128), (False, True)):
-        assert checks.machine(_launch(method, d, query, query=query, resident=resident)).spills <= most
+        launch = _launch(method, d, query, query=query, resident=resident)
+        assert checks.machine(launch).spills <= MOST_SPILLS[method]
+        if method == "intflash_bfp":  # once for each tile of rows, outside of the loop over keys
+            launch = _launch(method, d, query, query=query, resident=resident, n=700)
+            assert checks.machine(launch).spills <= 14
 
 
 @pytest.mark.parametrize(
@@ -533,16 +593,17 @@ def test_float_queries_do_not_spill(method, query):
         pytest.param(Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1), id="static", marks=pytest.mark.full),
     ),
 )
-@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), FROM_FLOATS))
+@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), METHODS))
 def test_floats_do_not_spill(method, recipe):
     for d, dtype in itertools.product((64, 80), (torch.float16, torch.bfloat16)):
-        assert checks.machine(_float_launch(method, d, dtype, recipe)).spills == 0
+        assert checks.machine(_float_launch(method, d, dtype, recipe)).spills <= MOST_SPILLS[method]
 
 
-@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), FROM_FLOATS))
+@pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), METHODS))
 def test_scales_found_in_the_kernel_do_not_spill(method):
     launch = _float_launch(method, 64, torch.float16, checks.OF_HEADS, head_amax_in_kernel=1)
-    assert checks.macros(launch)["HEAD_AMAX_IN_KERNEL"] == "1" and checks.machine(launch).spills == 0
+    assert checks.macros(launch)["HEAD_AMAX_IN_KERNEL"] == "1"
+    assert checks.machine(launch).spills <= MOST_SPILLS[method]
 
 
 def _float_launch(method, d, dtype, recipe, **fixed):
@@ -555,17 +616,18 @@ def _float_launch(method, d, dtype, recipe, **fixed):
 @pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_padded_channels_and_key_masks_do_not_spill(method):
-    from_floats = (False, True) if method in FROM_FLOATS else (False,)
+    from_floats = False, True
     for d, floats in itertools.product((40, 72), from_floats):
-        assert checks.machine(_workload_launch(method, d, floats)).spills == 0
+        assert checks.machine(_workload_launch(method, d, floats)).spills <= MOST_SPILLS[method]
     for floats in from_floats:
         keep = torch.ones(2, 1, 1, 512, dtype=torch.bool, device="meta")
         # a row's maximum may be spilled once for each tile of rows, outside of the loop over keys
-        assert checks.machine(_workload_launch(method, 64, floats, keep=keep)).spills <= 2 * floats
+        machine = checks.machine(_workload_launch(method, 64, floats, keep=keep))
+        assert machine.spills <= 2 * floats + MOST_SPILLS[method]
 
 
 @pytest.mark.parametrize("shape", checks.in_full_but(((577, 64),), ((577, 64), (257, 80), (449, 128))))
-@pytest.mark.parametrize("method", checks.in_full_but(("intflash",), ("intflash", "intflash_p8")))
+@pytest.mark.parametrize("method", checks.in_full_but(("intflash",), ("intflash", "intflash_p8", "intflash_bfp")))
 def test_remainder_rows_do_not_spill(method, shape):
     n, d = shape
     for dtype in (torch.int8, torch.float16):
@@ -573,7 +635,7 @@ def test_remainder_rows_do_not_spill(method, shape):
         launch = checks.attention_launch(p, kernel="long_rows", fuses_keys=1, head_amax_in_kernel=1)
         assert "REMAINDER_KEY_TILES" in checks.macros(launch)
         machine = checks.machine(launch)
-        assert machine.spills == 0 and (dtype != torch.int8 or machine.float_instructions == [])
+        assert machine.spills <= MOST_SPILLS[method] and (dtype != torch.int8 or machine.float_instructions == [])
 
 
 def _workload_launch(method: str, d: int, floats: bool, **more):
@@ -595,16 +657,19 @@ def test_float_output_has_float_instructions():
 def test_codes_do_not_spill_anywhere(method, d, causal, resident):
     for out in (torch.int8, torch.float32):
         for rows in (False, True):
-            assert checks.machine(_launch(method, d, out, causal, rows, resident=resident)).spills == 0
+            launch = _launch(method, d, out, causal, rows, resident=resident)
+            assert checks.machine(launch).spills <= MOST_SPILLS[method]
+            if method == "intflash_bfp":
+                assert checks.machine(_launch(method, d, out, causal, rows, resident=resident, n=700)).spills == 0
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("d", range(32, 129, 16))
-@pytest.mark.parametrize("method", FROM_FLOATS)
+@pytest.mark.parametrize("method", METHODS)
 def test_floats_do_not_spill_anywhere(method, d):
     static = Recipe(q_scale=0.1, k_scale=0.1, v_scale=0.1)
     for dtype, recipe in itertools.product((torch.float16, torch.bfloat16), (checks.OF_TENSORS, static)):
-        assert checks.machine(_float_launch(method, d, dtype, recipe)).spills == 0
+        assert checks.machine(_float_launch(method, d, dtype, recipe)).spills <= MOST_SPILLS[method]
 
 
 def test_sliding_windows_and_other_masks_are_not_for_long_rows():

@@ -188,6 +188,7 @@ def test_which_calls_it_takes(monkeypatch):
     assert kernel("sm_90a", 197, 64, "intflash_bfp", keep=keep) == "whole_rows"
     of_blocks = [kernel("sm_90a", n, 64, "intflash_bfp") for n in (49, 65, 224, 225, 288, 289, 641)]
     assert of_blocks == ["window", *["short_rows"] * 2, *["whole_rows"] * 2, *["long_rows"] * 2]
+    assert kernel("sm_90a", 197, 64, "intflash_bfp", causal=0) == "long_rows"
     codes = checks.empty_problem("intflash_p8", 256, 64)
     assert plans.find_kernel(codes).kernel == "whole_rows"
 

@@ -1,0 +1,114 @@
+// The softmax of intflash_bfp whose keys are one block, in the mainloop of long rows. Where all keys of a head have a
+// value, P is relative to the row's maximum: the loops are those of intflash, and P is floored. Heads some of whose
+// keys have no value are computed by loops of their own (`split_pass`).
+#pragma once
+#include "block_float.cuh"
+#include "sm90/integer_softmax.cuh"
+
+// How the scores of a row become P, floored.
+struct FlooredP {
+  static constexpr i64 OFFSET = BLOCK_K0;
+
+  // 32 bits suffice where `exp_32bit_limit` says so for intflash: no key is above the row's maximum and none 238
+  // octaves below it, so that the shift from m to p16, the upper byte of t, is from 2 to 240.
+  template <bool EXP_32BIT>
+  DEVICE static void four(i32 a, i32 b, i32 c, i32 d, i32 C, i64 B, u32 (&digits)[2]) {
+    if constexpr (EXP_32BIT)
+      four_block_p(a, b, c, d, (u32)C >> 8, block_offset(0, OFFSET - B), digits);
+    else
+      four_block_p(a, b, c, d, C, B, digits);
+  }
+  DEVICE static OutputConstants output_constants(const OutputConstants& s) { return without_gap(s); }
+};
+
+// Heads some of whose keys have no value. Each row has two groups of keys, whose P count from octaves of their own.
+struct SplitBlock : PDigits<2> {
+  static constexpr int PASSES = 2, BUFFERS = 1;
+  static constexpr bool BLOCKS = false;
+  i64 B[2];           // added to T of keys with a value
+  i32 other_peak[2];  // the maxima of the scores of keys without a value; `peak` has those of the others
+  i32 other[2];       // the octaves of keys without a value
+  u32 other_l[2];     // the sums of their p that this thread holds
+
+  DEVICE void init(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
+    PDigits::init(p, at, shared);
+    other_peak[0] = other_peak[1] = NO_SCORE;
+  }
+  // Calls f(i, of_values, of_others) for each word of P of half a tile, with bytes of ones for its visible keys that
+  // have a value, and for those that have none.
+  template <class F>
+  DEVICE static void for_each_word(const VisibleKeys& visible, const ValuelessKeys& valueless, int half, const F& f) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int sixteen = 4 * half + i / 4 * 2 + i % 4 / 2;
+      const u32 seen = visible_bytes(visible, i / 4, i % 4);
+      const u32 none =
+          FLOAT_KV ? load_shared(valueless.keys + 16 * sixteen) : bytes_of_bits(valueless.keys >> 4 * sixteen);
+      f(i, seen & ~none, seen & none);
+    }
+  }
+  DEVICE void update_row_max(const Scores& s, const VisibleKeys& visible, const ValuelessKeys& valueless, int half) {
+    for_each_word(visible, valueless, half, [&](int i, u32 of_values, u32 of_others) {
+      const i32* x = scores_of_word(s, i);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const i32 score = x[k / 2 * 4 + k % 2];
+        peak[i % 2] = max(peak[i % 2], of_values >> 8 * k & 1 ? score : NO_SCORE);
+        other_peak[i % 2] = max(other_peak[i % 2], of_others >> 8 * k & 1 ? score : NO_SCORE);
+      }
+    });
+  }
+  DEVICE void finish_first_pass(const SharedLayout&) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const i32 value = quad_max(peak[h]), other_score = quad_max(other_peak[h]);
+      const i32 first = value == NO_SCORE ? other_score : value;
+      const i64 origin = first == NO_SCORE ? 0 : exponent(h, first);
+      B[h] = FlooredP::OFFSET - origin;
+      other[h] = other_score == NO_SCORE ? NO_EXPONENT : octave_above(exponent(h, other_score) - origin);
+      other_l[h] = 0;
+    }
+  }
+  // Makes P of the keys with a value, and adds P of those without.
+  DEVICE void exponentials(const Scores& s, const VisibleKeys& visible, const ValuelessKeys& valueless, int half,
+                           P& p) {
+    for_each_word(visible, valueless, half, [&](int i, u32 of_values, u32 of_others) {
+      const i32* x = scores_of_word(s, i);
+      const int h = i % 2;
+      const i32 a = x[0] << shift[h], b = x[1] << shift[h], c = x[4] << shift[h], d = x[5] << shift[h];
+      u32 four[2];
+      FlooredP::four<false>(a, b, c, d, C[h], B[h] - ((i64)other[h] << 32), four);
+      other_l[h] += (add_bytes(four[0] & of_others, 0) << 8) + add_bytes(four[1] & of_others, 0);
+      FlooredP::four<false>(a, b, c, d, C[h], B[h], four);
+      p.digit[0].word[i / 4][i % 4] = four[0] & of_values, p.digit[1].word[i / 4][i % 4] = four[1] & of_values;
+    });
+    add_row_sums(p);
+  }
+  DEVICE SplitRow row(int h, u32 value_l) const {
+    return {FlooredP::OFFSET - B[h], value_l ? 0 : NO_EXPONENT, other[h], quad_sum(other_l[h])};
+  }
+  DEVICE void store(const Params& p, const ThreadRows& at) const {
+    const OutputConstants constants = load_output_constants<OUT>(p, at.batch, at.head, at.kv_head);
+    const i32 fraction = fraction_bits(p.nk);
+    const u32 value_l[2] = {l(0), l(1)};  // not 0 where a key has a value: see "Widths" in docs/numerics.md
+    const SplitRow rows[2] = {row(0, value_l[0]), row(1, value_l[1])};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      Accumulator mine[CHANNELS];
+#pragma unroll
+      for (int i = 0; i < CHANNELS; ++i) mine[i] = result(h, i);
+      u32 words[OUTPUT_WORDS];
+      const RowSum sum = rows[h].sum(value_l[h], fraction);
+      GapScale<OUT>(sum.l, sum.gap, constants).outputs(mine, words);
+      store_row(p, at, h, words, rows[h].origin + sum.level(fraction), sum.l);
+    }
+  }
+};
+template <>
+constexpr bool IS_SPLIT<SplitBlock> = true;
+
+// Heads all of whose keys have a value.
+struct OneBlock : ExactMaximum<2, FlooredP> {
+  typedef ExactMaximum<2, FlooredP> Exact;
+  typedef SplitBlock Split;
+};
