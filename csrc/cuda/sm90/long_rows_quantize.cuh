@@ -301,7 +301,9 @@ struct QuantizingLoader {
     const ThreadChunks mine(p, shared, work);
     const u32 steps = (KEY_MASK ? tiles_of(p, work) : (p.nk + TILE - 1) / TILE) * STEPS;
     RegisterChunks held;
-    u32 step = __shfl_sync(~0u, threadIdx.x / GROUP, 0);  // uniform for the compiler
+    u32 step = threadIdx.x / GROUP;
+    // uniform for the compiler: it would not take a warp for converged after a loop with shuffles otherwise
+    if (ONE_BLOCK) step = __shfl_sync(~0u, step, 0);
     held.begin_load(mine, step);
 #pragma unroll 1
     while (step < steps) {
