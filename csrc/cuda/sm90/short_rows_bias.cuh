@@ -7,10 +7,10 @@
 // it reads itself to shared memory, ahead of time, so that no thread waits for another and no registers hold them.
 struct BiasRows {
   static constexpr int GROUPS = KEYS / 16, THREADS = 128 * WARPGROUPS;
-  static constexpr int SHIFT = BLOCK_FLOAT ? 12 : 4;  // from a bias's unit to 2^-24 octave
-  static constexpr i32 UNIT = 1 << (SHIFT + 8);       // of a bias in T
-  static constexpr i32 REACH = 32 << (24 - SHIFT);    // 32-bit exponents hold biases in [-REACH, REACH)
-  u32 mine;                                           // address of this thread's first four biases
+  static constexpr int SHIFT = 24 - BIAS_FRACTION_BITS;  // from a bias's unit to 2^-24 octave
+  static constexpr i32 UNIT = 1 << (SHIFT + 8);          // of a bias in T
+  static constexpr i32 REACH = 32 << (24 - SHIFT);       // 32-bit exponents hold biases in [-REACH, REACH)
+  u32 mine;                                              // address of this thread's first four biases
 
   BiasRows() = default;
   DEVICE BiasRows(u32 shared) : mine(shared + threadIdx.x * 16) {}

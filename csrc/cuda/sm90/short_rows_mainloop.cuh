@@ -21,7 +21,7 @@
 //   REVERSE_HEADS        1: CTAs take the last heads first
 //   ALL_ROWS             1: a CTA takes all rows of its head
 //   BIAS                 int32 p.bias, NO_SCORE for an absent key: 0 none (the default), 1 with contiguous keys, 4 with
-//                        contiguous keys that are read four at a time; with EXP_32BIT
+//                        contiguous keys that are read four at a time; with EXP_32BIT. BIAS_FRACTION_BITS: of an octave
 //   CLUSTER              with HEAD_AMAX_IN_KERNEL, the CTAs of a head, which are a cluster and share the search for its
 //                        scales; 1: each searches alone (the default)
 #pragma once

@@ -33,7 +33,8 @@ const Source kSource = {"sm90/short_rows.cu",
                          {"CTAS_PER_SM", nullptr},
                          {"BIAS", nullptr},
                          {"CLUSTER", nullptr},
-                         {"BLOCK_FLOAT", nullptr}}};
+                         {"BLOCK_FLOAT", nullptr},
+                         {"BIAS_FRACTION_BITS", nullptr}}};
 
 // How the work is split: warpgroups per CTA, tiles of 64 rows per CTA, CTAs per multiprocessor.
 struct Split {
@@ -197,7 +198,8 @@ void short_rows_launch(const Attention& a, Launch& launch) {
                      int32_t(split.ctas_per_sm),
                      p.bias ? keys_at_once(p.bias) : kLeftOut,
                      cluster > 1 ? int32_t(parts) : kLeftOut,
-                     p.is_block_float() ? 1 : kLeftOut}};
+                     p.is_block_float() ? 1 : kLeftOut,
+                     p.bias_macro()}};
   launch.grid[0] = uint32_t(heads_first ? heads : batch);
   launch.grid[1] = uint32_t(heads_first ? batch : heads);
   launch.grid[2] = uint32_t(parts);

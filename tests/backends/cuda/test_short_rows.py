@@ -109,19 +109,22 @@ def _valueless(method: str) -> Iterator[tuple[str, Problem]]:
         p = checks.floats(method, 2, 197, 64, torch.float16, recipe, return_lse=True)
         p.v[:, 1, [0, 5, 127, 128, 196]] = 0
         yield f"no value, floats {recipe.q} {recipe.q_scale}", p
-    p = ic.codes(method, batch=2, heads=2, nq=100, nk=100, d=64, return_lse=True)
+    p = ic.codes(method, batch=2, heads=2, nq=100, nk=100, d=64, bias_fraction_bits=12, return_lse=True)
     p.v.data[:, :, 3:40] = 0
     bias = torch.randint(-(1 << 16), 1 << 16, (1, 2, 100, 100), dtype=torch.int32)
     gone = bias.masked_fill(torch.rand(bias.shape) < 0.2, ic.ABSENT)
     gone[0, 0, 5:9], gone[0, 0, 9:12, :40], gone[0, 0, 12:15, 40:] = ic.ABSENT, ic.ABSENT, ic.ABSENT
     yield "no value, absent", replace(p, bias=gone)
+    yield "no value, absent, 20 bits", replace(p, bias=gone, bias_fraction_bits=20)
+    for reach in (1 << 14, 1 << 17, 1 << 20, 1 << 30):  # of 12 fraction bits, as a float bias has
+        bias = torch.randint(-reach, reach, (1, 3, 196, 196), dtype=torch.int32)
+        p = ic.codes(method, heads=3, nq=196, nk=196, d=64, bias=bias, bias_fraction_bits=12, return_lse=True)
+        yield f"bias of floats {reach}", p
 
 
 def _biased(method: str) -> Iterator[tuple[str, Problem]]:
     """Biases that 32-bit exponents hold and larger ones, absent keys and rows without keys, for any axes."""
-    fewer = 8 if method == "intflash_bfp" else 0  # fraction bits than 20
     for n, d, reach in itertools.product((80, 196, 197, 224), (64, 32), (1 << 22, 1 << 25, 1 << 28)):
-        reach >>= fewer
         if n * d == 224 * 64 and method != "intflash_p8":
             continue  # its registers do not suffice
         bias = torch.randint(-reach, reach, (2, 3, n, n), dtype=torch.int32)
@@ -131,9 +134,9 @@ def _biased(method: str) -> Iterator[tuple[str, Problem]]:
         gone[0, 1, 5:40] = ic.ABSENT
         yield f"absent {n} {d} {reach}", replace(p, bias=gone)
     for shape in ((1, 1, 100, 196), (2, 3, 1, 196), (2, 1, 100, 196)):
-        bias = torch.randint(-(1 << 22), 1 << 22, shape, dtype=torch.int32) >> fewer
+        bias = torch.randint(-(1 << 22), 1 << 22, shape, dtype=torch.int32)
         yield f"bias of shape {shape}", ic.codes(method, batch=2, heads=3, nq=100, nk=196, d=64, bias=bias)
-    bias = torch.randint(-(1 << 22), 1 << 22, (1, 4, 196, 196), dtype=torch.int32) >> fewer
+    bias = torch.randint(-(1 << 22), 1 << 22, (1, 4, 196, 196), dtype=torch.int32)
     for amax in (1e-6, 50.0, 400.0, 50000.0):  # scores that 32-bit exponents hold, and larger ones
         p = ic.codes(method, heads=4, key_heads=2, nq=196, nk=196, d=64, amax=amax, bias=bias, return_lse=True)
         yield f"bias, amax {amax}", p
