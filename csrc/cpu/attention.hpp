@@ -377,7 +377,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       case Method::kP16: exact<true>(); break;
       case Method::kP8: exact<false>(); break;
       case Method::kOnline: online(); break;
-      case Method::kBlockFloat: has_octaves_ ? block_float() : exact<true, Level::kBlockMaximum>(); break;
+      case Method::kBlockFloat: has_octaves_ ? block_float() : exact<true, Level::kOneBlock>(); break;
       case Method::kQFlash: flash<false>(); break;
       case Method::kIFlash: flash<true>(); break;
     }
@@ -495,13 +495,13 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       uint32_t sums[kRows] = {}, l[kRows];
       for (int64_t at = 0; of_value && at < count; at += stage_keys_) {
         const int64_t n = smaller(stage_keys_, count - at);
-        weights<true, Level::kBlockMaximum>(key_begin_, at, n, l);
+        weights<true, Level::kOneBlock>(key_begin_, at, n, l);
         for (int r = 0; r < rows_; ++r) sums[r] += l[r];
         products<true>(key_begin_ + at, at, n, at == 0);
       }
       if (!of_value)
         for_granules_of_others(key_begin_, count, [&](int64_t at, int64_t n) {
-          weights<true, Level::kBlockOctave>(key_begin_, at, n, l);
+          weights<true, Level::kOneOctave>(key_begin_, at, n, l);
           for (int r = 0; r < rows_; ++r) sums[r] += l[r];
         });
       add_l(octave, sums);

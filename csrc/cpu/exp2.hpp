@@ -6,7 +6,8 @@
 //   p16 = ((m >> (1 + s)) + 1) >> 1
 //   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15
 //         with h = m >> 4 = (u*u >> 4) + 8288, 0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
-//   intflash_bfp: p16 = m >> (2 + s), 0 past s = 16; of many blocks x9 is the depth below the block's octave
+//   intflash_bfp: p16 is as above; of many blocks it is m >> (2 + s), and x9 the depth below the block's octave. What
+//         intflash has from s = 15 on is 0
 // intflash_online rounds the depth below its reference level to steps of 1/112 octave, 2^24 in T:
 //   x10 = (level - T + 2^23 + (67 << 24)) >> 22   4 (step + 67) and two bits below it, saturated at 65535
 //   z = 153 + floor(16 step / 7) = (4 (step + 67) * 37449) >> 16; p8 is 0 from step 1008 on
@@ -16,13 +17,16 @@
 namespace intflash {
 namespace {
 
-// What the depths of a row's keys are counted from: the maximum of their T, of intflash_bfp where they are one block
-// too, an octave above that (intflash_bfp), or the octave in the unit of intflash_online's table.
-enum class Level { kMaximum, kBlockMaximum, kBlockOctave, kTableOctave };
+// What the depths of a row's keys are counted from: the maximum of their T, or an octave above that. Of intflash_bfp:
+// both of one block (kOne..), the octave of one of many (kBlockOctave); of intflash_online the octave in the unit of
+// its table.
+enum class Level { kMaximum, kOneBlock, kOneOctave, kBlockOctave, kTableOctave };
 template <Level L>
-constexpr bool kIsAboveMaximum = L == Level::kBlockOctave || L == Level::kTableOctave;
+constexpr bool kIsAboveMaximum = L == Level::kOneOctave || L == Level::kBlockOctave || L == Level::kTableOctave;
 template <Level L>
-constexpr bool kFloors = L == Level::kBlockMaximum || L == Level::kBlockOctave;  // p16
+constexpr bool kFloors = L == Level::kBlockOctave;  // p16
+template <Level L>
+constexpr bool kEndsAt15 = L == Level::kMaximum;  // p16 is 0 from s = 15 on
 
 // Fraction bits of a depth in 16-bit lanes, and what intflash_online adds to its depths in T.
 template <Level L>
@@ -67,11 +71,11 @@ inline uint64_t scaled_base(int64_t above) {  // at 32 units every p is 0, and b
 }
 
 // Whether differences of S may have 16 bits: those past 65535 must give a p of 0, with z in octave 10 (P8), 15 (P16) or
-// 17 (intflash_bfp) or deeper, or a step of 1008 or more. Where c has 24 fraction bits the lower half of C <<
+// 18 (intflash_bfp) or deeper, or a step of 1008 or more. Where c has 24 fraction bits the lower half of C <<
 // kDepthBits is zero, and the depth is the high half of a 16-bit product.
 template <bool P16, Level L = Level::kMaximum>
 inline bool fits_16_bits(const RowScale& r) {
-  constexpr int octave = !P16 ? 10 : kFloors<L> ? 17 : 15;
+  constexpr int octave = !P16 ? 10 : kEndsAt15<L> ? 15 : 18;
   constexpr uint32_t dead = L == Level::kTableOctave ? 4 * 1008 : 2 * (octave * 256 - 153);
   return r.shift == 0 && r.c % 65536 == 0 && (uint64_t(65535) * r.c) >> 32 >= dead;
 }
@@ -136,7 +140,7 @@ struct Exp2 {
     if constexpr (kFloors<L>)
       return o.truncate16(w, o.high_byte(z));
     else
-      return o.round16(w, o.high_byte(z));
+      return o.template round16<kEndsAt15<L>>(w, o.high_byte(z));
   }
 
   // Computes P of one block of kBlock keys. `sum` accumulates P8, P16 - 32768 or the high digits, `sum_low` the low

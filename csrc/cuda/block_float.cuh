@@ -31,14 +31,16 @@ DEVICE bool fits_32_bits(const Score& score, u32 magnitude) {
 DEVICE u32 block_offset(i32 e, i64 origin = 0) {
   return ~((u32)((BLOCK_K0 - origin) >> 8) - ((u32)e << 24)) - (223u << 24);
 }
-DEVICE u32 block_p16(u32 t) {
-  const u32 u = dot_bytes(t, 0x00010000, (u32)-511);  // negated
-  return shift_right(u * u + QUADRATIC_OFFSET, t >> 24);
+// p16 with 8 fraction bits: below 2^24. Its whole bytes are floored, and those of its sum with HALF_P rounded.
+constexpr u32 HALF_P = 128;
+DEVICE u32 block_p24(u32 t) {
+  const u32 u = dot_bytes(t, 0x00100000, (u32)(-511 * 16));  // 16 u, negated
+  return shift_right(u * u + (QUADRATIC_OFFSET << 8), t >> 24);
 }
-// p16 of T - (e << 32) + BLOCK_K0.
-DEVICE u32 block_p16(i64 t) {
-  const Power x = power(t);
-  return shift_right(x.m, 32 - x.hi);
+// The same of T - (e << 32) + BLOCK_K0.
+DEVICE u32 block_p24(i64 t) {
+  const u32 u = ((u32)t >> 20 & 0xFF0) | 0x1000;  // 16 u
+  return shift_right(u * u + (QUADRATIC_OFFSET << 8), 32 - (i32)(t >> 32));
 }
 
 // Returns bytes of ones where the lowest four bits are set.
@@ -47,26 +49,28 @@ DEVICE u32 bytes_of_bits(u32 bits) { return ((bits & 15) * 0x00204081 & 0x010101
 // Returns the inverse: a bit for each byte that is 1 and not 0.
 DEVICE u32 bits_of_bytes(u32 bytes) { return bytes * 0x10204080 >> 28; }
 
-// Packs four p16 of a row: their high bytes into one word and their low bytes into another.
+// Packs four p16 of a row, which have 8 fraction bits: their high bytes into one word and their low bytes into another.
 DEVICE void pack_block_p(const u32 (&p)[4], u32 (&digit)[2]) {
-  const u32 a = permute(p[0], p[1], 0x5140), b = permute(p[2], p[3], 0x5140);
+  const u32 a = permute(p[0], p[1], 0x6251), b = permute(p[2], p[3], 0x6251);
   digit[0] = permute(a, b, 0x7632);
   digit[1] = permute(a, b, 0x5410);
 }
 
-// Computes four p16 of a row of one block from scores at or below its maximum. In 32 bits: C in 2^-24 octave and offset
-// = maximum * C + block_offset(0), where no key lies 238 octaves below the maximum: the shift of `block_p16` is then at
-// most 240.
+// Computes four p16 of a row of one block, rounded, from T - Tmax + BLOCK_K0.
+DEVICE void four_block_p(const i64 (&t)[4], u32 (&digit)[2]) {
+  pack_block_p({block_p24(t[0]) + HALF_P, block_p24(t[1]) + HALF_P, block_p24(t[2]) + HALF_P, block_p24(t[3]) + HALF_P},
+               digit);
+}
+// The same from scores, with C in 2^-32 octave and B = BLOCK_K0 - Tmax.
+DEVICE void four_block_p(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32 (&digit)[2]) {
+  four_block_p({multiply_add(s0, C, B), multiply_add(s1, C, B), multiply_add(s2, C, B), multiply_add(s3, C, B)}, digit);
+}
+// The same in 32 bits: C in 2^-24 octave and offset = maximum * C + block_offset(0). No score is above the maximum and
+// none 238 octaves below it, so that the shift of `block_p24` is from 2 to 240.
 DEVICE void four_block_p(i32 s0, i32 s1, i32 s2, i32 s3, u32 C, u32 offset, u32 (&digit)[2]) {
   const u32 D = 0u - C;
-  pack_block_p(
-      {block_p16(s0 * D + offset), block_p16(s1 * D + offset), block_p16(s2 * D + offset), block_p16(s3 * D + offset)},
-      digit);
-}
-// The same in 64 bits, with C in 2^-32 octave and B = BLOCK_K0 - Tmax.
-DEVICE void four_block_p(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32 (&digit)[2]) {
-  pack_block_p({block_p16(multiply_add(s0, C, B)), block_p16(multiply_add(s1, C, B)), block_p16(multiply_add(s2, C, B)),
-                block_p16(multiply_add(s3, C, B))},
+  pack_block_p({block_p24(s0 * D + offset) + HALF_P, block_p24(s1 * D + offset) + HALF_P,
+                block_p24(s2 * D + offset) + HALF_P, block_p24(s3 * D + offset) + HALF_P},
                digit);
 }
 

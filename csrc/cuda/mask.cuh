@@ -55,7 +55,7 @@ struct Masks {
 };
 DEVICE i64 row_max_exponent(Exponent peak, i32) { return peak; }
 DEVICE i64 exp_offset(i64 t_max) { return t_max == ABSENT_T ? ABSENT_T : K0 - t_max; }
-DEVICE Power power_of(Exponent t, i32, i64 B) { return power(t + B); }
+DEVICE i64 depth_of(Exponent t, i32, i64 B) { return t + B; }
 DEVICE Exponent warp_max(Exponent x) {
   const i32 high = __reduce_max_sync(~0u, (i32)(x >> 32));
   const u32 low = __reduce_max_sync(~0u, (i32)(x >> 32) == high ? (u32)x : 0);
@@ -71,6 +71,6 @@ struct Masks {
 };
 DEVICE i64 row_max_exponent(Exponent peak, i32 C) { return multiply_add(peak, C, 0); }
 DEVICE i64 exp_offset(i64 t_max) { return K0 - t_max; }
-DEVICE Power power_of(Exponent s, i32 C, i64 B) { return exponential(s, C, B); }
+DEVICE i64 depth_of(Exponent s, i32 C, i64 B) { return multiply_add(s, C, B); }
 DEVICE Exponent warp_max(Exponent x) { return __reduce_max_sync(~0u, x); }
 #endif

@@ -260,17 +260,13 @@ DEVICE void store_window(u8* to, const i32 (&acc)[COUNT], const RowScale<TO, i32
 // Computes p of up to four slots, one word for each digit. The contents of slots from SLOT_COUNT on are undefined.
 template <int SLOT_COUNT>
 DEVICE void p_words(const Exponent (&x)[4], i32 C, i64 B, u32 (&w)[DIGITS]) {
-  const Power powers[4] = {power_of(x[0], C, B), power_of(x[SLOT_COUNT > 1], C, B),
-                           power_of(x[SLOT_COUNT > 2 ? 2 : 0], C, B), power_of(x[SLOT_COUNT > 3 ? 3 : 0], C, B)};
-#if BITS == 8
-  w[0] = four_p8(powers);
-#elif BLOCK_FLOAT
-  u32 p[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) p[i] = shift_right(powers[i].m, 16 - powers[i].hi);
-  pack_block_p(p, w);
+  const i64 t[4] = {depth_of(x[0], C, B), depth_of(x[SLOT_COUNT > 1], C, B), depth_of(x[SLOT_COUNT > 2 ? 2 : 0], C, B),
+                    depth_of(x[SLOT_COUNT > 3 ? 3 : 0], C, B)};
+#if BLOCK_FLOAT
+  constexpr i64 MORE = BLOCK_K0 - K0;
+  four_block_p({t[0] + MORE, t[1] + MORE, t[2] + MORE, t[3] + MORE}, w);
 #else
-  four_p16(powers, w[0], w[1]);
+  four_p({power(t[0]), power(t[1]), power(t[2]), power(t[3])}, w);
 #endif
 }
 // The same of a group's slots that have keys.

@@ -135,7 +135,7 @@ def test_every_output_is_within_the_bound(seed):
 def climb(seed, steps):
     """The largest excess found by changes of the worst input so far: distances, sinks, ties, signs and zeros of V."""
     g = torch.Generator().manual_seed(seed)
-    n = [49, 500, 700][seed % 3]
+    n = [49, 500, 800][seed % 3]
     octaves, v = layouts(n, g), values(n, g)
     worst = excess(octaves, v)
     for _ in range(steps):
@@ -211,8 +211,8 @@ def is_at_the_ceiling(case):
 
 QUICK = [
     (197, 1.0, 0.99, "first", "zero"), (49, 0.1, 0.999, "first", "zero"), (1024, 1.0, 0.9, "four in a block", "small"),
-    (1024, 0.5, 0.5, "spread", "outlier"), (4096, 0.1, 0.9, "middle", "as others"), (700, 4.0, 0.999, "last", "zero"),
-    (197, 0.1, 0.9, "middle", "outlier"), (640, 0.1, 0.99, "first", "outlier"),
+    (1024, 0.5, 0.5, "spread", "outlier"), (4096, 0.1, 0.9, "middle", "as others"), (900, 4.0, 0.999, "last", "zero"),
+    (197, 0.1, 0.9, "middle", "outlier"), (768, 0.1, 0.99, "first", "outlier"),
 ]  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def test_it_stays_at_the_ceiling(case):
 
 @pytest.mark.full
 @pytest.mark.parametrize("std", (0.1, 0.5, 1.0, 2.0, 4.0))
-@pytest.mark.parametrize("n", (49, 197, 288, 640, 1024, 4096, 16384, 65536))
+@pytest.mark.parametrize("n", (49, 197, 288, 768, 1024, 4096, 16384, 65536))
 def test_it_stays_at_the_ceiling_on_the_grid(n, std):
     rows = 256 if n <= 4096 else 64
     for share, place, value in itertools.product(SHARES, PLACES, SINK_VALUES):
@@ -336,15 +336,15 @@ def hard_problems():
             q, torch.zeros(1, 1, n, 1), v[None, None], out_dtype=dtype, return_lse=True, **bias, **options
         )
 
-    wide = torch.rand(700, generator=g) * 8
+    wide = torch.rand(900, generator=g) * 8
     for start, depth in enumerate((0, 23, 25, 47, 49, 90)):  # blocks that span more octaves than the sums' fractions
         wide[start * 128 : start * 128 + 128] += depth
     for dtype in (torch.float32, torch.int8, torch.int16):
-        yield f"rising {dtype}", problem(700, wide.flip(0).tolist(), values(700, g), dtype)
-        yield f"falling {dtype}", problem(700, wide.tolist(), values(700, g), dtype)
-        yield f"falling codes {dtype}", problem(700, wide.tolist(), values(700, g), dtype, bits=20)
+        yield f"rising {dtype}", problem(900, wide.flip(0).tolist(), values(900, g), dtype)
+        yield f"falling {dtype}", problem(900, wide.tolist(), values(900, g), dtype)
+        yield f"falling codes {dtype}", problem(900, wide.tolist(), values(900, g), dtype, bits=20)
         small = None if dtype.is_floating_point else torch.full((1, 1, 1, 1), 1e-30)
-        for n in (260, 500, 670):
+        for n in (260, 500, 800):
             v = values(n, g).clone()
             v[3], v[200:230] = 0, 0
             sink = [20 + 0.01 * j for j in range(n)]

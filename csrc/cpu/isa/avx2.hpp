@@ -108,10 +108,11 @@ struct Vec256 {
     const __m256i far = shift_right(average(w, 33151), _mm256_add_epi16(s, set16(65535)));
     return _mm256_add_epi16(far, _mm256_and_si256(add16(w, 33152), first));
   }
+  template <bool EndsAt15>
   static U16 round16(U16 w, U16 s) {
-    const __m256i h = average(w, 33151), n = _mm256_sub_epi16(s, _mm256_set1_epi16(2));
-    const __m256i alive = _mm256_cmpgt_epi16(_mm256_set1_epi16(15), s);
-    const __m256i far = _mm256_and_si256(average(shift_right(h, n), 0), alive), near = average(w, 33152);
+    const __m256i h = average(w, 33151), n = _mm256_sub_epi16(s, _mm256_set1_epi16(2)), near = average(w, 33152);
+    __m256i far = average(shift_right(h, n), 0);
+    if constexpr (EndsAt15) far = _mm256_and_si256(far, _mm256_cmpgt_epi16(_mm256_set1_epi16(15), s));
     const __m256i first = _mm256_and_si256(h, _mm256_cmpeq_epi16(s, _mm256_setzero_si256()));
     return _mm256_add_epi16(_mm256_blendv_epi8(far, near, _mm256_srai_epi16(n, 15)), first);
   }

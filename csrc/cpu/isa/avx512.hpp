@@ -382,11 +382,20 @@ struct Vec512 : Pack512 {
     return _mm512_mask_add_epi16(far, _mm512_testn_epi16_mask(s, s), w, set16(33152));
   }
   // (w + 33152 + 2^(s-1)) >> s: for s > 0 the sum and its first shift are an average
+  template <bool EndsAt15>
   static U16 round16(U16 w, U16 s) {
+    if constexpr (!EndsAt15) return round16_to_the_end(w, s);
     const __m512i n = _mm512_sub_epi16(s, _mm512_set1_epi16(1)), half = _mm512_sllv_epi16(_mm512_set1_epi16(1), n);
     const __m512i average = _mm512_avg_epu16(w, _mm512_add_epi16(half, _mm512_set1_epi16(int16_t(33151))));
     const __m512i far = _mm512_maskz_srlv_epi16(_mm512_cmplt_epu16_mask(s, _mm512_set1_epi16(15)), average, n);
     return _mm512_mask_add_epi16(far, _mm512_testn_epi16_mask(s, s), w, _mm512_set1_epi16(int16_t(33152)));
+  }
+  // The same for any s: 16 bits hold h, and for s > 1 the last shift of h >> (s - 2) and the rounding are an average.
+  static U16 round16_to_the_end(U16 w, U16 s) {
+    const __m512i h = average(w, 33151), one = _mm512_set1_epi16(1), n = _mm512_sub_epi16(s, _mm512_set1_epi16(2));
+    const __m512i far = _mm512_avg_epu16(_mm512_srlv_epi16(h, n), _mm512_setzero_si512());
+    const __m512i near = _mm512_mask_mov_epi16(far, _mm512_cmple_epu16_mask(s, one), average(w, 33152));
+    return _mm512_mask_add_epi16(near, _mm512_testn_epi16_mask(s, s), near, h);
   }
   static I32 store_p(PCode* p, U16 a, U16 b, I32 sum) {
     const __m512i bytes = _mm512_packus_epi16(a, b);

@@ -150,13 +150,14 @@ struct Generic {
   }
   // ((m >> (1 + s)) + 1) >> 1 from w = (m >> 2) - 33152 and h = m >> 3, where m mod 4 < 2:
   // m >> 2 = h + g for s = 0, g = (w + 33153) >> 1 for s = 1, else from h alone; 0 for s > 14 (hi < 0)
+  template <bool EndsAt15>
   static U16 round16(U16 w, U16 s) {
     const U16 h = average(w, 33151), g = average(w, 33152);
     for (int i = 0; i < 8; ++i)
-      w.x[i] = s.x[i] == 0   ? uint16_t(h.x[i] + g.x[i])
-               : s.x[i] == 1 ? g.x[i]
-               : s.x[i] > 14 ? 0
-                             : uint16_t(((h.x[i] >> (s.x[i] - 2)) + 1) >> 1);
+      w.x[i] = s.x[i] == 0                     ? uint16_t(h.x[i] + g.x[i])
+               : s.x[i] == 1                   ? g.x[i]
+               : s.x[i] > (EndsAt15 ? 14 : 17) ? 0
+                                               : uint16_t(((h.x[i] >> (s.x[i] - 2)) + 1) >> 1);
     return w;
   }
   // m >> (2 + s) from the same: m >> 2 = w + 33152 for s = 0, else h >> (s - 1)

@@ -94,11 +94,12 @@ struct Neon {
     const U16 far = shift_right(average(w, 33151), vsubq_u16(s, vdupq_n_u16(1)));
     return vaddq_u16(far, vandq_u16(add16(w, 33152), vceqq_u16(s, vdupq_n_u16(0))));
   }
+  template <bool EndsAt15>
   static U16 round16(U16 w, U16 s) {
     const U16 h = average(w, 33151), near = average(w, 33152);
-    const U16 far = average(shift_right(h, vsubq_u16(s, vdupq_n_u16(2))), 0);
-    const U16 alive = vandq_u16(far, vcltq_u16(s, vdupq_n_u16(15)));
-    const U16 p = vbslq_u16(vcltq_u16(s, vdupq_n_u16(2)), near, alive);
+    U16 far = average(shift_right(h, vsubq_u16(s, vdupq_n_u16(2))), 0);
+    if constexpr (EndsAt15) far = vandq_u16(far, vcltq_u16(s, vdupq_n_u16(15)));
+    const U16 p = vbslq_u16(vcltq_u16(s, vdupq_n_u16(2)), near, far);
     return vaddq_u16(p, vandq_u16(h, vceqq_u16(s, vdupq_n_u16(0))));
   }
   static I32 store_p(PCode* p, U16 a, U16 b, I32 sum) {

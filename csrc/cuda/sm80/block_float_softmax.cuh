@@ -10,7 +10,7 @@
 #endif
 
 constexpr int BLOCK = 128;           // keys of a block of a sequence that has several
-constexpr i32 ONE_BLOCK_KEYS = 640;  // a sequence of at most so many keys is one block
+constexpr i32 ONE_BLOCK_KEYS = 768;  // a sequence of at most so many keys is one block
 constexpr int BIT_WORDS = (KEYS + BLOCK - 1) / BLOCK;
 
 // P of a group of a tile's keys, its sums over the quad, and the octaves that they count from.
@@ -179,13 +179,14 @@ struct BlockSoftmax {
     if constexpr (FAST) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        four[i] = block_p16((u32)score_of(s, 0, h, group, i) * (u32)(-(unit.C >> 8)) + block_offset(e, origin[h]));
+        four[i] = block_p24((u32)score_of(s, 0, h, group, i) * (u32)(-(unit.C >> 8)) + block_offset(e, origin[h]));
     } else {
       i64 t[4];
       exponents(unit, s, 0, h, group, mask, key, keys, BLOCK_K0 - origin[h] - ((i64)e << 32), t, seen);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) four[i] = block_p16(t[i]);
+      for (int i = 0; i < 4; ++i) four[i] = block_p24(t[i]);
     }
+    for (u32& x : four) x += is_one_block() ? HALF_P : 0;  // of many blocks p is floored
     pack_block_p(four, digit);
     if (MASKED || SOME || KEEP || BIAS)
       for (u32& x : digit) x &= seen;

@@ -158,9 +158,9 @@ struct BlockFloat {
       for (int j = 0; j < 4; ++j) {
         const int at = 8 * (word / 2) + 2 * h + j / 2 * 4 + j % 2;
         if constexpr (FAST)
-          four[j] = block_p16((u32)s[at] * (u32)(-(C[h] >> 8)) + block_offset(e[h]));
+          four[j] = block_p24((u32)s[at] * (u32)(-(C[h] >> 8)) + block_offset(e[h]));
         else
-          four[j] = block_p16(multiply_add(s[at] << shift[h], C[h], BLOCK_K0 - ((i64)e[h] << 32)));
+          four[j] = block_p24(multiply_add(s[at] << shift[h], C[h], BLOCK_K0 - ((i64)e[h] << 32)));
       }
       u32 &high = p.digit[0][part][word], &low = p.digit[1][part][word];
       u32 digit[2];

@@ -247,7 +247,7 @@ struct RemainderRows {
 // Whether a method is the one for heads some of whose keys have no value.
 template <class Method>
 constexpr bool IS_SPLIT = false;
-constexpr i32 MOST_TILES = 5;  // of one block of at most 640 keys
+constexpr i32 MOST_TILES = 6;  // of one block of at most 768 keys
 
 // Which of a thread's keys of a tile have no value.
 struct ValuelessKeys {

@@ -1,16 +1,15 @@
 // The softmax of intflash_bfp whose keys are one block, in the mainloop of long rows. Where all keys of a head have a
-// value, P is relative to the row's maximum: the loops are those of intflash, and P is floored. Heads some of whose
-// keys have no value are computed by loops of their own (`split_pass`).
+// value, P is relative to the row's maximum: the loops are those of intflash. Heads some of whose keys have no value
+// are computed by loops of their own (`split_pass`).
 #pragma once
 #include "block_float.cuh"
 #include "sm90/integer_softmax.cuh"
 
-// How the scores of a row become P, floored.
-struct FlooredP {
+// How the scores of a row become P.
+struct BlockP16 {
   static constexpr i64 OFFSET = BLOCK_K0;
 
-  // 32 bits suffice where `exp_32bit_limit` says so for intflash: no key is above the row's maximum and none 238
-  // octaves below it, so that the shift from m to p16, the upper byte of t, is from 2 to 240.
+  // 32 bits suffice where `exp_32bit_limit` says so for intflash: see `four_block_p`.
   template <bool EXP_32BIT>
   DEVICE static void four(i32 a, i32 b, i32 c, i32 d, i32 C, i64 B, u32 (&digits)[2]) {
     if constexpr (EXP_32BIT)
@@ -64,7 +63,7 @@ struct SplitBlock : PDigits<2> {
       const i32 value = quad_max(peak[h]), other_score = quad_max(other_peak[h]);
       const i32 first = value == NO_SCORE ? other_score : value;
       const i64 origin = first == NO_SCORE ? 0 : exponent(h, first);
-      B[h] = FlooredP::OFFSET - origin;
+      B[h] = BlockP16::OFFSET - origin;
       other[h] = other_score == NO_SCORE ? NO_EXPONENT : octave_above(exponent(h, other_score) - origin);
       other_l[h] = 0;
     }
@@ -77,15 +76,15 @@ struct SplitBlock : PDigits<2> {
       const int h = i % 2;
       const i32 a = x[0] << shift[h], b = x[1] << shift[h], c = x[4] << shift[h], d = x[5] << shift[h];
       u32 four[2];
-      FlooredP::four<false>(a, b, c, d, C[h], B[h] - ((i64)other[h] << 32), four);
+      BlockP16::four<false>(a, b, c, d, C[h], B[h] - ((i64)other[h] << 32), four);
       other_l[h] += (add_bytes(four[0] & of_others, 0) << 8) + add_bytes(four[1] & of_others, 0);
-      FlooredP::four<false>(a, b, c, d, C[h], B[h], four);
+      BlockP16::four<false>(a, b, c, d, C[h], B[h], four);
       p.digit[0].word[i / 4][i % 4] = four[0] & of_values, p.digit[1].word[i / 4][i % 4] = four[1] & of_values;
     });
     add_row_sums(p);
   }
   DEVICE SplitRow row(int h, u32 value_l) const {
-    return {FlooredP::OFFSET - B[h], value_l ? 0 : NO_EXPONENT, other[h], quad_sum(other_l[h])};
+    return {BlockP16::OFFSET - B[h], value_l ? 0 : NO_EXPONENT, other[h], quad_sum(other_l[h])};
   }
   DEVICE void store(const Params& p, const ThreadRows& at) const {
     const OutputConstants constants = load_output_constants<OUT>(p, at.batch, at.head, at.kv_head);
@@ -108,7 +107,7 @@ template <>
 constexpr bool IS_SPLIT<SplitBlock> = true;
 
 // Heads all of whose keys have a value.
-struct OneBlock : ExactMaximum<2, FlooredP> {
-  typedef ExactMaximum<2, FlooredP> Exact;
+struct OneBlock : ExactMaximum<2, BlockP16> {
+  typedef ExactMaximum<2, BlockP16> Exact;
   typedef SplitBlock Split;
 };

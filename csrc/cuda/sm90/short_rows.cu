@@ -184,13 +184,12 @@ __cluster_dims__(1, 1, CLUSTER)
       has_query = false;
       begin_rows(r);
 #if BIAS
-      tile.has_t = false;
       cp_async_wait_all();
       bias.begin_load(p, batch, head, r);
       cp_async_wait_all();
 #endif
       u8* const to = (u8*)multiply_add(r, out_stride, out_head);
-      SplitTile(tile, value_codes).run(p, to, batch, head, r, constants.output_constants);
+      SplitRows(tile, k_tile, v_tile, value_codes).run(p, to, batch, head, r, constants.output_constants);
     }
     return;
   }

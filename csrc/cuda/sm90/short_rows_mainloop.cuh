@@ -67,9 +67,7 @@ DEVICE void four_of(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32 (&p)[DIGIT
 DEVICE void four_of_32_bits(i32 s0, i32 s1, i32 s2, i32 s3, u32 C, u32 minus_B, u32 (&p)[DIGITS]) {
   four_block_p(s0, s1, s2, s3, C, minus_B, p);
 }
-DEVICE void four_of_depths(const i64 (&t)[4], u32 (&p)[DIGITS]) {
-  pack_block_p({block_p16(t[0]), block_p16(t[1]), block_p16(t[2]), block_p16(t[3])}, p);
-}
+DEVICE void four_of_depths(const i64 (&t)[4], u32 (&p)[DIGITS]) { four_block_p(t, p); }
 #else
 constexpr i64 P_K0 = K0;
 constexpr u32 PEAK_OFFSET = 0u - (u32)(K0 >> 8);

@@ -1,6 +1,7 @@
-// Heads of intflash_bfp in which some keys have no value, in short rows. They are rare: this path shares little with
-// the main loop, so that it costs that one nothing.
+// Heads of intflash_bfp in which some keys have no value, in short rows. They are rare: this path is apart from the main
+// loop and small, so that it costs that one little.
 #pragma once
+#include "sm90/remainder_rows.cuh"
 #include "sm90/short_rows_mainloop.cuh"
 
 // Returns bytes of ones for those of the keys from `first` on, four of which have their codes in a word, that exist and
@@ -56,112 +57,128 @@ DEVICE bool find_valueless(u32 v_tile, i32 nk, u32 to) {
   return __any_sync(~0u, load_shared(found + lane % WARPS * 4));
 }
 
-// A tile of 64 rows of such a head.
-struct SplitTile {
-  RowTile& tile;
+// The 16 rows of a warp in a tile of 64 rows of such a head, by mma.sync. Scores are computed twice, for the maxima and
+// for P.
+struct SplitRows {
+  static constexpr int TILES = HEAD_DIM / 8;  // of 8 channels
+  const RowTile& tile;
   const u32 value_codes;  // address of what `find_valueless` stores
+  const u32 keys, values, quarter;
   SplitRow rows[2];
-  POperands<FIRST> pa = {};
-  POperands<REST> pb = {};
+  i32 acc[2][TILES][4] = {};
 
-  DEVICE SplitTile(RowTile& tile, u32 value_codes) : tile(tile), value_codes(value_codes) {}
-  // The bytes of the thread's four keys of 16 that exist, and of those without a value.
-  DEVICE u32 present(int group) const { return group < KEY_CHUNKS - 1 ? ~0u : tile.present; }
-  DEVICE u32 zeros(int group) const {
-    return __vcmpeq4(load_shared(value_codes + 16 * group + threadIdx.x % 4 * 4), 0) & present(group);
-  }
-  // T of these keys.
-  DEVICE void exponents(int group, int h, i64 (&t)[4]) const {
-    const i32* x = group < FIRST / 16 ? &tile.a[8 * group + 2 * h] : &tile.b[8 * (group - FIRST / 16) + 2 * h];
-#if BIAS
-    i32 of[4];
-    tile.bias.load(group, h, of);
-#endif
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int i = j / 2 * 4 + j % 2;
-#if BIAS
-      t[j] = tile.wide_t(x[i], 2 * h + i, of);
-#else
-      t[j] = multiply_add(x[i] << tile.score[h].k, tile.score[h].C, 0);
-#endif
-    }
-  }
+  DEVICE SplitRows(const RowTile& tile, u32 k_tile, u32 v_tile, u32 value_codes)
+      : tile(tile),
+        value_codes(value_codes),
+        keys(key_matrices<K_WIDTH>(threadIdx.x % 32, k_tile)),
+        values(value_address(v_tile, threadIdx.x % 8, threadIdx.x % 32 / 8 * 16)),
+        quarter(threadIdx.x % 4) {}
 
-  DEVICE void scores() {
-    if constexpr (FIRST > 0) tile.issue_scores(tile.a, 0);
-    tile.issue_scores(tile.b, FIRST);
-    if constexpr (FIRST > 0) wgmma_wait<1>(tile.a);
-    wgmma_wait(tile.b);
-  }
-  DEVICE void maxima(int h) {
-    i64 value = ABSENT_T, other = ABSENT_T;
+  // T of the lane's four keys of 16, and the bytes of those with a value and of those without.
+  struct FourKeys {
+    i64 t[2][4];
+    u32 with_value, without;
+  };
+  DEVICE FourKeys four_keys(int group) const {
+    FourKeys x;
+    i32 s[2][4];
+    scores_of_16_keys(tile.q, keys, group * 16 * K_WIDTH, s);
+    const u32 present = group < KEY_CHUNKS - 1 ? ~0u : tile.present;
+    x.without = __vcmpeq4(load_shared(value_codes + 16 * group + 4 * quarter), 0) & present;
+    x.with_value = present & ~x.without;
 #pragma unroll
-    for (int group = 0; group < KEY_CHUNKS; ++group) {
-      const u32 zeros = this->zeros(group), values = present(group) & ~zeros;
-      i64 t[4];
-      exponents(group, h, t);
+    for (int h = 0; h < 2; ++h) {
+#if BIAS
+      i32 bias[4];
+      tile.bias.load(group, h, bias);
+#endif
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const u32 byte = 255u << (8 * j);
-        value = values & byte && t[j] > value ? t[j] : value;
-        other = zeros & byte && t[j] > other ? t[j] : other;
+        x.t[h][j] = multiply_add(s[h][j] << tile.score[h].k, tile.score[h].C, 0);
+#if BIAS
+        x.t[h][j] = bias[j] == NO_SCORE ? ABSENT_T : multiply_add(bias[j], BiasRows::UNIT, x.t[h][j]);
+#endif
       }
     }
-    rows[h] = SplitRow::of_maxima(quad_max(value), quad_max(other));
+    return x;
   }
-  DEVICE void weights(int h) {
-    const i64 B = BLOCK_K0 - rows[h].origin, of_others = B - ((i64)rows[h].other << 32);
-    u32 l = 0;
-    tile.sums[h][0] = tile.sums[h][1] = 0;
-#pragma unroll
+  DEVICE void find_maxima() {
+    i64 value[2] = {ABSENT_T, ABSENT_T}, other[2] = {ABSENT_T, ABSENT_T};
+#pragma unroll 1
     for (int group = 0; group < KEY_CHUNKS; ++group) {
-      const u32 zeros = this->zeros(group), values = present(group) & ~zeros;
-      i64 t[4];
-      exponents(group, h, t);
+      const FourKeys x = four_keys(group);
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (zeros >> (8 * j) & 1) l += block_p16(t[j] + of_others);
-      u32 four[2];
-      four_of_depths({t[0] + B, t[1] + B, t[2] + B, t[3] + B}, four);
-#pragma unroll
-      for (int digit = 0; digit < 2; ++digit) {
-        const int word = group % 2 * 2 + h;
-        u32& to = group < FIRST / 16 ? pa.step[group / 2][digit][word] : pb.step[group / 2 - FIRST / 32][digit][word];
-        to = four[digit] & values;
-        tile.sums[h][digit] = add_bytes(to, tile.sums[h][digit]);
+      for (int i = 0; i < 8; ++i) {
+        const int h = i / 4, j = i % 4;
+        if (x.with_value >> (8 * j) & 1) value[h] = value[h] > x.t[h][j] ? value[h] : x.t[h][j];
+        if (x.without >> (8 * j) & 1) other[h] = other[h] > x.t[h][j] ? other[h] : x.t[h][j];
       }
     }
-    rows[h].other_l = quad_sum(rows[h].other == NO_EXPONENT ? 0 : l);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) rows[h] = SplitRow::of_maxima(quad_max(value[h]), quad_max(other[h]));
   }
-  // Computes the tile, whose Q is in `tile.q`. row, out: this thread's first row and its output.
-  DEVICE void run(const Params& p, u8* out, u32 batch, u32 head, i32 row, const OutputConstants& constants) {
-    scores();
+  // Computes P and P V, and the sums of p of the keys with a value.
+  DEVICE void multiply(u32 (&value_l)[2]) {
+    u32 sums[2][2] = {}, others[2] = {};
+#pragma unroll 1
+    for (int pair = 0; pair < (KEYS + 63) / 64; ++pair) {  // pairs of steps of 32 keys
+      u32 p[2][2][4] = {};                                 // of a step and a digit: the left operand of a product
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      maxima(h);
-      __syncwarp();  // ptxas would interleave the rows, for which there are no registers
-      weights(h);
-      __syncwarp();
+      for (int i = 0; i < 4; ++i) {
+        const int group = 4 * pair + i;
+        if (group >= KEY_CHUNKS) break;
+        const FourKeys x = four_keys(group);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const i64 B = BLOCK_K0 - rows[h].origin;
+          u32 four[2];
+          four_block_p({x.t[h][0] + B, x.t[h][1] + B, x.t[h][2] + B, x.t[h][3] + B}, four);
+#pragma unroll
+          for (int digit = 0; digit < 2; ++digit) {
+            u32& word = p[i / 2][digit][i % 2 * 2 + h];
+            word = four[digit] & x.with_value;
+            sums[h][digit] = add_bytes(word, sums[h][digit]);
+          }
+          const i64 of_others = B - ((i64)rows[h].other << 32);
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            if (x.without >> (8 * j) & 1) others[h] += (block_p24(x.t[h][j] + of_others) + HALF_P) >> 8;
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        u32 v[4];
+        load_matrices((values ^ pair % 2 * 64) + pair / 2 * V_BLOCK + t * 1024, v);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const u32(&w)[4] = p[i / 2][i % 2];
+          mma_u8_s8(acc[i % 2][t], OperandA{w[0], w[1], w[2], w[3]}, OperandB{v[i / 2 * 2], v[i / 2 * 2 + 1]});
+        }
+      }
     }
-    if constexpr (FIRST > 0) tile.issue_pv(pa, 0);
-    tile.issue_pv(pb, FIRST);
-    wgmma_wait(tile.acc[0]), wgmma_wait(tile.acc[1]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowSum sum = rows[h].sum(quad_sum(combine_digits(tile.sums[h])), fraction_bits(KEYS));
+      value_l[h] = quad_sum(combine_digits(sums[h]));
+      rows[h].other_l = quad_sum(others[h]);
+    }
+  }
+  // row, out: this lane's first row and its output.
+  DEVICE void run(const Params& p, u8* out, u32 batch, u32 head, i32 row, const OutputConstants& constants) {
+    u32 value_l[2];
+    find_maxima();
+    multiply(value_l);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowSum sum = rows[h].sum(value_l[h], fraction_bits(KEYS));
       const GapScale<OUT> scale(sum.l, sum.gap, constants);
       P16Accumulator mine[CHANNELS];
 #pragma unroll
-      for (int i = 0; i < CHANNELS; ++i) {
-        const int from = i / 2 * 4 + 2 * h + i % 2;
-        mine[i] = {tile.acc[0][from], tile.acc[1][from]};
-      }
+      for (int i = 0; i < CHANNELS; ++i) mine[i] = {acc[0][i / 2][2 * h + i % 2], acc[1][i / 2][2 * h + i % 2]};
       u32 words[CHANNELS * SIZE<OUT> / 4];
       scale.outputs(mine, words);
       if (row + 8 * h >= p.nq) continue;
       store_words((u8*)multiply_add(8 * h, (i32)p.out.n * SIZE<OUT>, (i64)out), words);
-      if (STATISTICS && threadIdx.x % 4 == 0) {
+      if (STATISTICS && quarter == 0) {
         const i64 at = ((i64)batch * p.heads + head) * p.nq + row + 8 * h;
         p.t_max[at] = rows[h].origin + sum.level(fraction_bits(KEYS));
         p.l[at] = sum.l;

@@ -1,7 +1,7 @@
 """`intflash_bfp`: integer-only attention whose P has an exponent per block of keys (docs/numerics.md).
 
 P is relative to the octave of its block's own maximum, so that no key outside a block costs a block precision. A block
-is 128 keys, or a whole sequence of at most 640. Keys without value, whose V codes are all 0, have an exponent of their
+is 128 keys, or a whole sequence of at most 768. Keys without value, whose V codes are all 0, have an exponent of their
 own: they weigh in l and never decide how finely the others are held. Blocks are merged in 64-bit fixed point below the
 row's largest exponent, which is exact or rounded by that exponent alone: tiles, orders and splits of whole blocks do
 not change a bit.
@@ -31,6 +31,7 @@ from intflash.numerics.block import (
     block_keys,
     dropped_bits,
     fraction_bits,
+    rounds,
 )
 from intflash.numerics.fixed_point import rounding_rshift
 from intflash.problem import Problem, Result
@@ -51,13 +52,14 @@ def _score_exponent(problem: Problem) -> tuple[Tensor, Tensor]:
     return arrays.within(T, 61, "score exponent"), arrays.present_keys(problem, absent).expand(T.shape)
 
 
-def _p16(depth: Tensor, present: Tensor) -> Tensor:
-    """p16 of depths >= 0 below a block's octave (2^-32 octave): 65193 at 0, floored; 0 where absent."""
+def _p16(depth: Tensor, present: Tensor, rounded: bool) -> Tensor:
+    """p16 of depths >= 0 below a block's octave (2^-32 octave): 65193 at 0, rounded or floored; 0 where absent."""
     x = exp.K0 - depth
     hi, lo = x >> 32, x & 0xFFFFFFFF
     u = 256 + (lo >> 24)
     m = arrays.within(u * u + exp.QUADRATIC_OFFSET, 19, "quadratic", signed=False)
-    p = torch.where(present & (hi >= LEAST_HI), (m << (hi - LEAST_HI).clamp(0, 30)) >> 32, 0)
+    scaled = m << (hi - LEAST_HI).clamp(0, 30)
+    p = torch.where(present & (hi >= LEAST_HI), rounding_rshift(scaled, 32) if rounded else scaled >> 32, 0)
     return arrays.within(p, 16, "p16", signed=False)
 
 
@@ -105,7 +107,7 @@ def _reference(problem: Problem) -> Result:
     l_bits = (exp.P16_MAX * block_keys(T.shape[3])).bit_length()
     l, acc = torch.zeros_like(top), T.new_zeros((*T.shape[:3], v.shape[3]))
     for keys, here, of_value, e in groups:
-        p = _p16(torch.where(here, (e << 32) - T[..., keys], 0), here)
+        p = _p16(torch.where(here, (e << 32) - T[..., keys], 0), here, rounds(T.shape[3]))
         l_group = arrays.within(p.sum(-1, keepdim=True), l_bits, "l of a block", signed=False)
         l = arrays.within(l + _merged(l_group, top - e, fraction), 57, "l", signed=False)
         if of_value:

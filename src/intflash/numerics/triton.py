@@ -71,7 +71,7 @@ def _table_ptx() -> str:
 
 
 def _number_operands(text: str, outputs: int, scores: int = 4) -> str:
-    for first, kind in enumerate("SCB"):
+    for first, kind in enumerate("SCBR"):
         for i in range(scores):
             text = text.replace(f"${kind}{i}", f"${outputs + first * scores + i}")
     return text
@@ -105,12 +105,12 @@ _EXP_P16 = tl.constexpr(
         outputs=2,
     )
 )  # fmt: skip
-# p16 of a block in the same digits. Adding 2^7 to both halves of a word carries into the high digit where the low one
+# p16 of a block in the same digits, floored to half a unit, then with the operand R, 0 or 1, to a unit. Adding 2^7 to both halves of a word carries into the high digit where the low one
 # is negative; the largest p16 is 65193, so that nothing leaves its half.
 _BLOCK_P16 = tl.constexpr(
     _number_operands(
         "{" + _REGISTERS
-        + _exponent_ptx("shl.b32 h, 1, h; mul.hi.u32 t{i}, m, h;")
+        + _exponent_ptx("shl.b32 h, 2, h; mul.hi.u32 t{i}, m, h; add.u32 t{i}, t{i}, $R{i}; shr.u32 t{i}, t{i}, 1;")
         + "prmt.b32 a, t0, t1, 0x5410; add.u32 a, a, 0x00800080;\n"
         + "prmt.b32 b, t2, t3, 0x5410; add.u32 b, b, 0x00800080;\n"
         + "prmt.b32 $0, a, b, 0x7531; xor.b32 $0, $0, 0x80808080;\n"
@@ -121,6 +121,7 @@ _BLOCK_P16 = tl.constexpr(
 _P8_CONSTRAINTS = tl.constexpr("=&r,r,r,r,r,r,r,r,r,l,l,l,l")
 _TABLE_CONSTRAINTS = tl.constexpr("=h,r,r,r,r,l,l")
 _P16_CONSTRAINTS = tl.constexpr("=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l")
+_BLOCK_CONSTRAINTS = tl.constexpr("=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l,r,r,r,r")
 
 
 @triton.jit
@@ -175,20 +176,22 @@ def exp_p16(s, C, B):
 
 
 @triton.jit
-def block_p16(s, C, B):
-    """P16 of a block in signed digits as `exp_p16`, floored. B = K0 + BLOCK_OCTAVES - (e << 32) for the block's octave
-    e (bias added).
+def block_p16(s, C, B, rounds):
+    """P16 of a block in signed digits as `exp_p16`, rounded where `rounds` is 1 and floored where it is 0. B = K0 +
+    BLOCK_OCTAVES - (e << 32) for the block's octave e (bias added).
     """
     if PTX:
         s, C = tl.broadcast(s, C)
         s, B = tl.broadcast(s, B)
+        s, rounds = tl.broadcast(s, rounds)
         return tl.inline_asm_elementwise(
-            _BLOCK_P16, _P16_CONSTRAINTS, [s, C, B], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+            _BLOCK_P16, _BLOCK_CONSTRAINTS, [s, C, B, rounds], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
     else:
         m, hi = _exponent(s, C, B)
         p32 = m.to(tl.int64) << (hi & 31).to(tl.int64)
-        return _signed_digits(tl.where((hi >= 0) & (hi <= 31), p32 >> 32, 0).to(tl.int32))
+        halves = tl.where((hi >= 0) & (hi <= 31), p32 >> 31, 0).to(tl.int32)
+        return _signed_digits((halves + rounds) >> 1)
 
 
 @triton.jit

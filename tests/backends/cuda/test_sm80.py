@@ -78,7 +78,7 @@ def _cases(method: str) -> Iterator[tuple[str, Problem]]:
         (1, 300, 64),
         (40, 288, 64),
         (40, 420, 64),
-        (40, 640, 64),
+        (40, 768, 64),
         (40, 641, 64),
         (5, 77, 64),
         (64, 64, 32),
@@ -151,7 +151,7 @@ def _windows(method: str) -> Iterator[tuple[str, Problem]]:
     """Sliding windows: narrower and wider than tiles, with rows that see no key, with masks, of few rows."""
     for nq, nk, start, causal in (
         (200, 460, -20, 0), (200, 460, 200, 260), (200, 460, -100, 150), (200, 90, -30, 0), (200, 460, 400, 420),
-        (70, 150, 0, 0), (1, 700, 600, 699), (4, 700, 100, 105),
+        (70, 150, 0, 0), (1, 900, 800, 899), (4, 900, 100, 105),
     ):  # fmt: skip
         shape = dict(nq=nq, nk=nk, d=64, return_lse=True, window_start=start, causal=causal)
         yield f"window {nq} {nk} {start} {causal}", ic.codes(method, **shape)
@@ -163,7 +163,7 @@ def _windows(method: str) -> Iterator[tuple[str, Problem]]:
 def _sinks(method: str) -> Iterator[tuple[str, Problem]]:
     """Sinks with and without a value; few rows, packed sequences with blocks of their own, and wide rows. Biases of
     floats, which have 12 fraction bits."""
-    for name, nq, nk in (("bias of floats", 20, 300), ("few, bias of floats", 3, 700)):
+    for name, nq, nk in (("bias of floats", 20, 300), ("few, bias of floats", 3, 900)):
         bias = torch.randint(-(1 << 14), 1 << 14, (1, 2, nq, nk), dtype=torch.int32)
         bias.masked_fill_(torch.rand(bias.shape) < 0.3, ic.ABSENT)
         yield name, ic.codes(method, nq=nq, nk=nk, bias=bias, bias_fraction_bits=12, return_lse=True)
@@ -174,11 +174,11 @@ def _sinks(method: str) -> Iterator[tuple[str, Problem]]:
     for octaves in (10.0, 40.0, 130.0):
         for zeros in ((), (0, 90, 91), tuple(range(100, 300))):
             name = f"sinks of {octaves} octaves, {len(zeros)} zeros"
-            yield f"few, {name}", ic.sinks(method, octaves, zeros, n=700, nq=5, **of_rows)
+            yield f"few, {name}", ic.sinks(method, octaves, zeros, n=900, nq=5, **of_rows)
             yield f"few in one block, {name}", ic.sinks(method, octaves, zeros, n=600, nq=5, **of_rows)
             yield f"packed, {name}", ic.sinks(method, octaves, zeros, n=860, nq=150, **of_rows, **ends)
             yield f"keep, {name}", ic.sinks(method, octaves, zeros, n=760, nq=60, keep=keep, **of_rows)
-            yield f"wide, {name}", ic.sinks(method, octaves, zeros, n=760, nq=60, d=200, causal=700, **of_rows)
+            yield f"wide, {name}", ic.sinks(method, octaves, zeros, n=860, nq=60, d=200, causal=800, **of_rows)
 
 
 def _float_queries(method: str) -> Iterator[tuple[str, Problem]]:
@@ -201,21 +201,21 @@ def _float_queries(method: str) -> Iterator[tuple[str, Problem]]:
 def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
     """Few rows over many keys, which few_rows.cu takes with the exact methods."""
     for nq, heads, d in ((1, 8, 64), (4, 8, 40), (8, 4, 160), (1, 2, 256), (16, 2, 17)):
-        shape = dict(batch=2, heads=heads, key_heads=2, nq=nq, nk=700, d=d)
+        shape = dict(batch=2, heads=heads, key_heads=2, nq=nq, nk=900, d=d)
         yield f"few {nq} {heads} {d}", ic.codes(method, return_lse=True, **shape)
     shape |= dict(d=64, nq=3, heads=8)
-    keep, bias = torch.rand(2, 1, 3, 700) < 0.5, _bias(1, 8, 3, 700)
+    keep, bias = torch.rand(2, 1, 3, 900) < 0.5, _bias(1, 8, 3, 900)
     keep[1, :, 2] = False
-    bias.masked_fill_(torch.rand(700) < 0.3, ic.ABSENT)
+    bias.masked_fill_(torch.rand(900) < 0.3, ic.ABSENT)
     yield "few, causal", ic.codes(method, causal=500, return_lse=True, **shape)
     yield "few, keep", ic.codes(method, keep=keep, return_lse=True, **shape)
     yield "few, bias", ic.codes(method, bias=bias, return_lse=True, **shape)
     masks = dict(bias=bias, keep=keep, causal=697)
     yield "few, bias, keep, causal", ic.codes(method, out_dtype=torch.float16, **masks, **shape)
     yield "few, scales", ic.codes(method, kinds=("token", "head", "head"), amax=400.0, out_dtype=torch.int16, **shape)
-    q, k = torch.randn(2, 8, 2, 72).half(), torch.randn(2, 2, 650, 72).half()
+    q, k = torch.randn(2, 8, 2, 72).half(), torch.randn(2, 2, 850, 72).half()
     for nq, heads in ((1, 32), (3, 8)):  # rows i and i + 8 are of heads with other scales
-        shape = dict(batch=2, heads=heads, key_heads=2, nq=nq, nk=650, d=64, kinds=("head",) * 3, return_lse=True)
+        shape = dict(batch=2, heads=heads, key_heads=2, nq=nq, nk=850, d=64, kinds=("head",) * 3, return_lse=True)
         yield f"few, heads {nq} {heads}", ic.codes(method, **shape)
     of_heads = Recipe("head", q_scale=torch.linspace(0.01, 0.03, 8))
     for dtype, recipe in (
@@ -223,15 +223,15 @@ def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
         (torch.float16, of_heads),
     ):  # fmt: skip
         for kinds in (("tensor",) * 3, ("head",) * 3):
-            p = ic.codes(method, batch=2, heads=8, key_heads=2, nq=2, nk=650, d=72, kinds=kinds, return_lse=True)
+            p = ic.codes(method, batch=2, heads=8, key_heads=2, nq=2, nk=850, d=72, kinds=kinds, return_lse=True)
             yield (
                 f"few, float q {dtype} {recipe.q} {recipe.q_scale is None} {kinds[1]}",
                 ic.float_query(p, dtype, recipe),
             )
     for heads, d in ((8, 40), (32, 17)):  # the kernel finds Q's scale
-        p = ic.codes(method, batch=2, heads=heads, key_heads=2, nq=1, nk=650, d=d, kinds=("head",) * 3, return_lse=True)
+        p = ic.codes(method, batch=2, heads=heads, key_heads=2, nq=1, nk=850, d=d, kinds=("head",) * 3, return_lse=True)
         yield f"few, float q one query {heads}", ic.float_query(p, torch.float16, Recipe())
-    p = ic.codes(method, batch=2, heads=8, key_heads=2, nq=1, nk=700, d=128, kinds=("head",) * 3)
+    p = ic.codes(method, batch=2, heads=8, key_heads=2, nq=1, nk=900, d=128, kinds=("head",) * 3)
     yield "few, float q to int8", ic.float_query(p, torch.float16, Recipe(), out_dtype=torch.int8)
     yield "few, floats", Problem(method, q, k, k, 0.1, recipe=Recipe(**STATIC), out_dtype=torch.float16)
     for recipe in (checks.OF_TENSORS, checks.OF_HEADS):
@@ -337,10 +337,10 @@ def _has_masks(name: str) -> bool:
 def _launch_of_blocks(name: str, architecture: str) -> CudaLaunch:
     """One of `intflash_bfp` with so many keys that they are many blocks."""
     longer = {
-        key: x if not isinstance(x, torch.Tensor) else x.new_empty([700 if n == 100 else n for n in x.shape])
+        key: x if not isinstance(x, torch.Tensor) else x.new_empty([900 if n == 100 else n for n in x.shape])
         for key, x in COMPILED[name].items()
     }
-    return _launch("intflash_bfp", n=700, architecture=architecture, **longer)
+    return _launch("intflash_bfp", n=900, architecture=architecture, **longer)
 
 
 # one of each kind in every test run

@@ -130,7 +130,7 @@ def cases(method: str, large: bool = False) -> Iterator[tuple[str, Problem]]:
     yield "zeros", Problem(method, *(torch.zeros(1, 1, 20, 32) for _ in "qkv"), 0.2, out_dtype=torch.float32)
 
 
-def sinks(method: str, octaves: float, zeros: tuple[int, ...], n=700, d=32, nq=None, **more) -> Problem:
+def sinks(method: str, octaves: float, zeros: tuple[int, ...], n=900, d=32, nq=None, **more) -> Problem:
     """Makes a problem in which every 90th key is a sink, `octaves` above the others, with values of `zeros` all 0."""
     p = codes(method, nq=nq or n, nk=n, d=d, **more)
     q, k, v = (p.q.data.clone(), p.k.data.clone(), p.v.data.clone())
@@ -149,9 +149,9 @@ def sink_cases(method: str) -> Iterator[tuple[str, Problem]]:
     """
     few = dict(nq=20, return_lse=True, out_dtype=torch.int16)  # rows: the interpreter is slow
     for octaves in (3.0, 20.0, 40.0, 60.0, 130.0):
-        for zeros in ((), tuple(range(0, 700, 90)), (1, *range(128, 256)), tuple(range(700))):
+        for zeros in ((), tuple(range(0, 900, 90)), (1, *range(128, 256)), tuple(range(900))):
             yield f"sinks of {octaves} octaves, {len(zeros)} zeros", sinks(method, octaves, zeros, **few)
-    zeros = tuple(range(0, 700, 90))
+    zeros = tuple(range(0, 900, 90))
     yield "sinks, float32", sinks(method, 40.0, zeros, nq=20, out_dtype=torch.float32)
     yield "sinks, small output scale", sinks(method, 40.0, zeros, nq=20, out_scale=torch.full((1, 1, 1, 1), 1e-12))
     yield "sinks, causal", sinks(method, 40.0, zeros, causal=580, **few)

@@ -1,6 +1,6 @@
 """`intflash_bfp` in tiles, from docs/numerics.md, "An exponent per block of keys".
 
-p depends only on the depth below its block's octave, rounded half up to 1/256 octave, and is 0 from depth 4095 on: one
+p depends only on the depth below its block's octave, rounded half up to 1/256 octave, and is 0 from depth 4351 on: one
 small table. T is exact in float64 as portable/intflash.py says; a bias is a multiple of 2^12 below 2^51, which changes
 nothing of it. A block's sums are below 2^33 and so exact in float64; they are merged in int64.
 """
@@ -24,24 +24,25 @@ from intflash.numerics.block import (
     block_keys,
     dropped_bits,
     fraction_bits,
+    rounds,
 )
 from intflash.numerics.exp import P16_MAX
 from intflash.problem import Problem, Result
 
 OCTAVE = 2.0**32
 STEP = 2.0**24  # of T: 1/256 octave
-DEAD = 4095  # depth, in 1/256 octave, from which p16 is 0
+DEAD = 4351  # depth, in 1/256 octave, from which p16 is 0
 UNSET = NO_SCORE / OCTAVE  # the octave of a group without keys
 
 
 @functools.cache
-def _table(device: torch.device) -> Tensor:
-    """p16 of each depth in 1/256 octave: u^2 + 132608 in Q.16, shifted by its octaves, floored."""
-    values = []
+def _table(device: torch.device, rounded: bool) -> Tensor:
+    """p16 of each depth in 1/256 octave: u^2 + 132608 in Q.16, shifted by its octaves, rounded or floored."""
+    values, half = [], 1 << 35 if rounded else 0
     for depth in range(DEAD + 1):
         octaves, fraction = divmod(3686 - depth, 256)
         m = (256 + fraction) ** 2 + 132608
-        values.append((m << (octaves + 20)) >> 36)
+        values.append(((m << (octaves + 20)) + half) >> 36)
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
@@ -61,7 +62,7 @@ def block_float(problem: Problem, tiling: Tiling | None = None) -> Result:
     tiling = replace(tiling or Tiling.on(problem.device), keys=block_keys(nk), steps=None)
     scores = Scores(problem, plain=False)
     output = Output(problem, P16_MAX)
-    table = _table(problem.device)
+    table = _table(problem.device, rounds(nk))
     valueless, v = _valueless(problem), problem.v.data.double()
     for tile in tiles(problem, tiling, passes=2):
         blocks = []  # (keys, scores of keys with a value, scores of the others)

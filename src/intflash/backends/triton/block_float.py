@@ -102,7 +102,8 @@ def _weights(s, C, bias, keys, below, top, kept, PLAIN: tl.constexpr):
     peak, score = update_row_max(peak, score, s, C, bias, keys, PLAIN)
     e = tl.where(kept == -1, top, octave_above(t_max(peak, score, C, PLAIN)))
     base = K0 + BLOCK_OCTAVES + _unsigned(below) - (e.to(tl.int64) << 32)
-    high, low = block_p16(s, C, exp_offsets(base[:, None], bias, keys))
+    rounds = tl.where(kept == -1, 1, 0)
+    high, low = block_p16(s, C, exp_offsets(base[:, None], bias, keys), rounds)
     high, low = natural_order(high), natural_order(low)
     sums = add_wide_sums(tl.zeros([s.shape[0], 16], tl.int32), high, low, None)
     return e, high, low, row_sum(sums) + (256 * 128) * s.shape[1]
