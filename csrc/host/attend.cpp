@@ -735,7 +735,7 @@ Response serve_on_gpu(const Request& r, const Reader& read, const TorchTensor (&
   gpu::Problem& p = call.p;
   call.q = t[0], call.return_lse = r.return_lse;
   p.method = r.method->method;
-  require(p.method == Method::kP16 || p.method == Method::kP8 || p.method == Method::kOnline);
+  require(gpu::has_kernels(p.method));
   p.q = gpu::tensor_of(t[0], type_of(t[0].dtype)), p.k = gpu::tensor_of(t[1], type_of(t[1].dtype));
   p.v = gpu::tensor_of(t[2], type_of(t[2].dtype));
   require(gpu::has_served_types(p) && r.is_codes[0] == p.q.is_codes() && r.is_codes[1] == p.k.is_codes());
@@ -814,7 +814,7 @@ nb::object to_tuple(const Response& r) {
 // Whether a call of float q on a GPU may be one for its kernels.
 bool is_for_gpu(const ServedMethod& m, PyObject* backend, int32_t device_index) {
   if (python.machine_code == Py_None || !(backend == Py_None || is_name(backend, names().cuda))) return false;
-  if (m.method != Method::kP16 && m.method != Method::kP8 && m.method != Method::kOnline) return false;
+  if (!gpu::has_kernels(m.method)) return false;
   const gpu::Device* const device = gpu::find_device(device_index);
   return device && device->gpu().is_hopper();
 }

@@ -24,6 +24,7 @@ struct Tensor {
 
 // The methods that have plans, in the order of Method.
 constexpr const char* kMethods[] = {"intflash", "intflash_p8", "intflash_online", "intflash_bfp"};
+inline bool has_kernels(Method m) { return size_t(m) < std::size(kMethods); }
 // What the macro METHOD of kernels says for each of them.
 constexpr const char* kMethodNames[] = {"ExactP16", "ExactP8", "Online", "BlockFloat"};
 

@@ -120,7 +120,7 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("method", ["intflash", "intflash_p8", "intflash_online"])
+@pytest.mark.parametrize("method", ["intflash", "intflash_p8", "intflash_online", "intflash_bfp"])
 def test_same_bits(method, name, shape, general):
     if name == "windows" and (shape != "windows" or method == "intflash_online"):
         pytest.skip("masks are for windows")

@@ -110,7 +110,7 @@ def scale_of(draw, kind, b, h, n):
 
 @st.composite
 def calls(draw):
-    method = draw(st.sampled_from(["intflash", "intflash_p8", "intflash_online"]))
+    method = draw(st.sampled_from(["intflash", "intflash_p8", "intflash_online", "intflash_bfp"]))
     b, group, hk = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 5, 20]))
     sizes = st.one_of(st.integers(1, 64), st.integers(65, 260), st.sampled_from([640, 1024, 2000]))
     nq, nk = draw(sizes), draw(sizes)
