@@ -3,11 +3,10 @@
 //   x  = (x9 + 1) >> 1             rounded to Q.8;  t = 3686 - x = 0xEFF - z with z = x + 153:
 //   s  = z >> 8 = 14 - hi,  f = 255 - (z & 255),  u = 256 + f
 //   w  = u*u >> 2,  m = u*u + 132608,  m >> 2 = w + 33152,  h = m >> 3 = (w + 33152) >> 1
-//   p16 = ((m >> (1 + s)) + 1) >> 1
+//   p16 = ((m >> (1 + s)) + 1) >> 1, of intflash 0 from s = 15 on
+//         of intflash_bfp with many blocks m >> (2 + s), and x9 is the depth below the block's octave
 //   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15
 //         with h = m >> 4 = (u*u >> 4) + 8288, 0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
-//   intflash_bfp: p16 is as above; of many blocks it is m >> (2 + s), and x9 the depth below the block's octave. What
-//         intflash has from s = 15 on is 0
 // intflash_online rounds the depth below its reference level to steps of 1/112 octave, 2^24 in T:
 //   x10 = (level - T + 2^23 + (67 << 24)) >> 22   4 (step + 67) and two bits below it, saturated at 65535
 //   z = 153 + floor(16 step / 7) = (4 (step + 67) * 37449) >> 16; p8 is 0 from step 1008 on

@@ -80,8 +80,8 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   return repeats_masks_exactly(p, why);
 }
 
-// By measurements on an H200, beyond the keys of short rows. Long rows compute whole tiles of 128 keys and of 64 rows,
-// and of codes they need V with contiguous keys; they do not serve one block of intflash_bfp.
+// By measurements on an H200, of other methods than intflash_bfp beyond the keys of short rows. Long rows compute whole
+// tiles of 128 keys and of 64 rows, and of codes they need V with contiguous keys.
 bool whole_rows_beat_long_rows(const Problem& p) {
   if (p.is_block_float()) return true;
   if (p.nk() <= kMostShortKeys) return false;
