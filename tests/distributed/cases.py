@@ -59,8 +59,8 @@ CASES = {
     "one head": Case(shape=(1, 1, 1, 16, 16)),
     "one head, a scale for each": Case({"recipe": Recipe("head", "head", "head")}, shape=(1, 1, 1, 16, 16)),
     "bfp, many keys": Case(
-        {"method": "intflash_bfp", "is_causal": True, "backend": "torch"}, {"layout": "zigzag"}, queries=1024, keys=1024,
-        many_keys=900,
+        {"method": "intflash_bfp", "is_causal": True, "backend": "torch"}, {"layout": "zigzag"},
+        queries=1024, keys=1024, many_keys=900,
     ),
     "grouped heads": Case({"enable_gqa": True}, shape=(1, HEADS, 2, 16, 16)),
     "cross": Case(place={"scheme": "gather"}, keys=2 * TOKENS),

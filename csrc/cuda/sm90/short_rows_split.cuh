@@ -1,5 +1,5 @@
-// Heads of intflash_bfp in which some keys have no value, in short rows. They are rare: this path is apart from the main
-// loop and small, so that it costs that one little.
+// Heads of intflash_bfp in which some keys have no value, in short rows. They are rare: this path is apart from the
+// main loop and small, so that it costs that one little.
 #pragma once
 #include "sm90/remainder_rows.cuh"
 #include "sm90/short_rows_mainloop.cuh"

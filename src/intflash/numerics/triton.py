@@ -105,8 +105,9 @@ _EXP_P16 = tl.constexpr(
         outputs=2,
     )
 )  # fmt: skip
-# p16 of a block in the same digits, floored to half a unit, then with the operand R, 0 or 1, to a unit. Adding 2^7 to both halves of a word carries into the high digit where the low one
-# is negative; the largest p16 is 65193, so that nothing leaves its half.
+# p16 of a block in the same digits: floored to half a unit, and then with the operand R, 0 or 1, to a unit. Adding 2^7
+# to both halves of a word carries into the high digit where the low one is negative; the largest p16 is 65193, so that
+# nothing leaves its half.
 _BLOCK_P16 = tl.constexpr(
     _number_operands(
         "{" + _REGISTERS
