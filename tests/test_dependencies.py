@@ -15,7 +15,7 @@ LAYERS = {
     "dense": {"errors"},
     "numerics": {"errors", "dense"},
     "quant": {"errors", "dense", "numerics"},
-    "problem": {"quant"},
+    "problem": {"numerics", "quant"},
     "methods": {"errors", "numerics", "quant", "problem"},
     "validate": {"errors", "dense", "numerics", "quant", "methods"},
     "backends": {"_native", "errors", "numerics", "quant", "problem", "methods", "validate"},

@@ -560,7 +560,7 @@ def test_integer_only(method, d):
 @pytest.mark.parametrize("d", checks.in_full_but((128,), (64, 128)))
 def test_integer_only_of_blocks(d):
     """More keys than one block, of which each run compiles the plain kernel."""
-    _check_integer_only("intflash_bfp", d, 1 if d == 128 else 3, n=700, most_spills=0)
+    _check_integer_only("intflash_bfp", d, 1 if d == 128 else 3, n=900, most_spills=0)
 
 
 def _check_integer_only(method: str, d: int, variants: int = 3, n: int = 300, most_spills: int | None = None) -> None:
@@ -582,7 +582,7 @@ def test_float_queries_do_not_spill(method, query):
         launch = _launch(method, d, query, query=query, resident=resident)
         assert checks.machine(launch).spills <= MOST_SPILLS[method]
         if method == "intflash_bfp":  # once for each tile of rows, outside of the loop over keys
-            launch = _launch(method, d, query, query=query, resident=resident, n=700)
+            launch = _launch(method, d, query, query=query, resident=resident, n=900)
             assert checks.machine(launch).spills <= 14
 
 
@@ -660,7 +660,7 @@ def test_codes_do_not_spill_anywhere(method, d, causal, resident):
             launch = _launch(method, d, out, causal, rows, resident=resident)
             assert checks.machine(launch).spills <= MOST_SPILLS[method]
             if method == "intflash_bfp":
-                assert checks.machine(_launch(method, d, out, causal, rows, resident=resident, n=700)).spills == 0
+                assert checks.machine(_launch(method, d, out, causal, rows, resident=resident, n=900)).spills == 0
 
 
 @pytest.mark.full
