@@ -93,7 +93,7 @@ struct PDigits {
 #if BIAS
 constexpr i32 BIAS_UNIT = 1 << (32 - BIAS_FRACTION_BITS);  // of the bias in T
 typedef i64 Peak;                                          // T
-constexpr Peak NO_PEAK = -(1ll << 62);
+constexpr Peak NO_PEAK = ABSENT_T;
 #else
 typedef i32 Peak;  // a score
 constexpr Peak NO_PEAK = NO_SCORE;

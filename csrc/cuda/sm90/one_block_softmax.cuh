@@ -24,10 +24,8 @@ struct BlockP16 {
 struct SplitBlock : PDigits<2> {
   static constexpr int PASSES = 2, BUFFERS = 1;
   static constexpr bool BLOCKS = false;
-  i64 B[2];           // added to T of keys with a value
   i32 other_peak[2];  // the maxima of the scores of keys without a value; `peak` has those of the others
-  i32 other[2];       // the octaves of keys without a value
-  u32 other_l[2];     // the sums of their p that this thread holds
+  SplitRow rows[2];   // with the sums of p that this thread holds
 
   DEVICE void init(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
     PDigits::init(p, at, shared);
@@ -60,12 +58,8 @@ struct SplitBlock : PDigits<2> {
   DEVICE void finish_first_pass(const SharedLayout&) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i32 value = quad_max(peak[h]), other_score = quad_max(other_peak[h]);
-      const i32 first = value == NO_SCORE ? other_score : value;
-      const i64 origin = first == NO_SCORE ? 0 : exponent(h, first);
-      B[h] = BlockP16::OFFSET - origin;
-      other[h] = other_score == NO_SCORE ? NO_EXPONENT : octave_above(exponent(h, other_score) - origin);
-      other_l[h] = 0;
+      const auto largest_t = [&](i32 score) { return score == NO_SCORE ? ABSENT_T : exponent(h, score); };
+      rows[h] = SplitRow::of_maxima(largest_t(quad_max(peak[h])), largest_t(quad_max(other_peak[h])));
     }
   }
   // Makes P of the keys with a value, and adds P of those without.
@@ -75,29 +69,29 @@ struct SplitBlock : PDigits<2> {
       const i32* x = scores_of_word(s, i);
       const int h = i % 2;
       const i32 a = x[0] << shift[h], b = x[1] << shift[h], c = x[4] << shift[h], d = x[5] << shift[h];
+      const i64 B = BLOCK_K0 - rows[h].origin;
       u32 four[2];
-      BlockP16::four<false>(a, b, c, d, C[h], B[h] - ((i64)other[h] << 32), four);
-      other_l[h] += (add_bytes(four[0] & of_others, 0) << 8) + add_bytes(four[1] & of_others, 0);
-      BlockP16::four<false>(a, b, c, d, C[h], B[h], four);
+      four_block_p(a, b, c, d, C[h], B - ((i64)rows[h].other << 32), four);
+      rows[h].other_l += row_sum({add_bytes(four[0] & of_others, 0), add_bytes(four[1] & of_others, 0)});
+      four_block_p(a, b, c, d, C[h], B, four);
       p.digit[0].word[i / 4][i % 4] = four[0] & of_values, p.digit[1].word[i / 4][i % 4] = four[1] & of_values;
     });
     add_row_sums(p);
   }
-  DEVICE SplitRow row(int h, u32 value_l) const {
-    return {BlockP16::OFFSET - B[h], value_l ? 0 : NO_EXPONENT, other[h], quad_sum(other_l[h])};
-  }
   DEVICE void store(const Params& p, const ThreadRows& at) const {
     const OutputConstants constants = load_output_constants<OUT>(p, at.batch, at.head, at.kv_head);
     const i32 fraction = fraction_bits(p.nk);
-    const u32 value_l[2] = {l(0), l(1)};  // not 0 where a key has a value: see "Widths" in docs/numerics.md
-    const SplitRow rows[2] = {row(0, value_l[0]), row(1, value_l[1])};
+    SplitRow all[2] = {rows[0], rows[1]};
+    const u32 value_l[2] = {l(0), l(1)};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) all[h].other_l = quad_sum(rows[h].other_l);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       Accumulator mine[CHANNELS];
 #pragma unroll
       for (int i = 0; i < CHANNELS; ++i) mine[i] = result(h, i);
       u32 words[OUTPUT_WORDS];
-      const RowSum sum = rows[h].sum(value_l[h], fraction);
+      const RowSum sum = all[h].sum(value_l[h], fraction);
       GapScale<OUT>(sum.l, sum.gap, constants).outputs(mine, words);
       store_row(p, at, h, words, rows[h].origin + sum.level(fraction), sum.l);
     }

@@ -10,7 +10,9 @@ struct BiasRows {
   static constexpr int SHIFT = 24 - BIAS_FRACTION_BITS;  // from a bias's unit to 2^-24 octave
   static constexpr i32 UNIT = 1 << (SHIFT + 8);          // of a bias in T
   static constexpr i32 REACH = 32 << (24 - SHIFT);       // 32-bit exponents hold biases in [-REACH, REACH)
-  u32 mine;                                              // address of this thread's first four biases
+  // Returns T of a score with its bias.
+  DEVICE static i64 add(i32 bias, i64 t) { return bias == NO_SCORE ? ABSENT_T : multiply_add(bias, UNIT, t); }
+  u32 mine;  // address of this thread's first four biases
 
   BiasRows() = default;
   DEVICE BiasRows(u32 shared) : mine(shared + threadIdx.x * 16) {}

@@ -235,7 +235,7 @@ struct RowTile {
     const i32 b = x[i / 4 % 2 * 2 + i % 2];
     const i64 t = has_t ? multiply_add((i32)((u32)s - ((u32)b << BiasRows::SHIFT)), 256, 0)
                         : multiply_add(s << score[h].k, score[h].C, 0);
-    return b == NO_SCORE ? ABSENT_T : multiply_add(b, BiasRows::UNIT, t);
+    return BiasRows::add(b, t);
   }
   template <bool LAST, int COUNT>
   DEVICE void wide_maximum(const i32 (&s)[COUNT], int first) {

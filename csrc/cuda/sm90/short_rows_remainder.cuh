@@ -56,9 +56,9 @@ struct RemainderRows {
     tile.bias.load(share, 0, x);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const bool has = x[j] != NO_SCORE && (chunk(share) < KEY_CHUNKS - 1 || tile.present >> (8 * j) & 1);
+      const bool exists = chunk(share) < KEY_CHUNKS - 1 || tile.present >> (8 * j) & 1;
       t[j] = multiply_add(s[j] << tile.score[0].k, tile.score[0].C, 0);
-      t[j] = has ? multiply_add(x[j], BiasRows::UNIT, t[j]) : ABSENT_T;
+      t[j] = exists ? BiasRows::add(x[j], t[j]) : ABSENT_T;
       peak = peak > t[j] ? peak : t[j];
     }
   }

@@ -96,7 +96,7 @@ struct SplitRows {
       for (int j = 0; j < 4; ++j) {
         x.t[h][j] = multiply_add(s[h][j] << tile.score[h].k, tile.score[h].C, 0);
 #if BIAS
-        x.t[h][j] = bias[j] == NO_SCORE ? ABSENT_T : multiply_add(bias[j], BiasRows::UNIT, x.t[h][j]);
+        x.t[h][j] = BiasRows::add(bias[j], x.t[h][j]);
 #endif
       }
     }
