@@ -7,7 +7,7 @@ import intflash
 from intflash import BackendError, InputError, QTensor
 from intflash.backends import backends
 from intflash.methods import METHODS
-from intflash.numerics import block, exp
+from intflash.numerics import exp, groups
 
 METHOD_NAMES = [m.name for m in METHODS.values() if m.integer_bias]
 

@@ -76,7 +76,7 @@ DEVICE void four_block_p(i32 s0, i32 s1, i32 s2, i32 s3, u32 C, u32 offset, u32 
 
 // Returns the sum of a row's p16 from the sums of its digits.
 DEVICE u32 row_sum(const u32 (&digit)[2]) { return (digit[0] << 8) + digit[1]; }
-constexpr i32 ACC_SHIFT = 8;  // numerics.block.ACC_SHIFT
+constexpr i32 ACC_SHIFT = 8;  // numerics.groups.ACC_SHIFT
 // Returns A_g of a block from the sums of its digits of P V, whose lowest bits it drops.
 DEVICE i32 block_acc(P16Accumulator digits) { return digits.high + (digits.low >> ACC_SHIFT); }
 DEVICE i32 block_sum(P16Accumulator digits) { return block_acc(digits) << ACC_SHIFT; }

@@ -17,7 +17,7 @@ from intflash.backends import backends, cpu
 from intflash.call import prepare
 from intflash.methods import METHODS
 from intflash.methods.intflash_bfp import _score_exponent
-from intflash.numerics.block import BIAS_FRACTION_BITS, BLOCK, MAX_KEYS, ONE_BLOCK, block_keys, dropped_bits
+from intflash.numerics.groups import BIAS_FRACTION_BITS, BLOCK, MAX_KEYS, ONE_BLOCK, block_keys, dropped_bits
 from intflash.numerics.exp import ABSENT
 from intflash.problem import Problem
 from intflash.quant import QTensor

@@ -43,7 +43,7 @@ const Source kConstants = {
     "constants",
     {{"PARAMS_BYTES", nullptr}, {"UNIT", kUnits}, {"QMAX", nullptr}, {"GIVEN", nullptr}, {"MOST_E", nullptr}}};
 constexpr int32_t kMostOutputExponent = 29;  // numerics.exp.OUTPUT_EXPONENTS
-constexpr int32_t kMostGap = 96;             // numerics.block.MAX_GAP: a row of blocks has its own bound
+constexpr int32_t kMostGap = 96;             // numerics.groups.MAX_GAP: a row of blocks has its own bound
 const Source kValueless = {
     "valueless.cu", "valueless", {{"PARAMS_BYTES", nullptr}, {"HEAD_DIM", nullptr}, {"KEY_MAJOR", nullptr}}};
 

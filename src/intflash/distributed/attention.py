@@ -28,7 +28,7 @@ from intflash.distributed.plan import Placement, Plan, plan_of
 from intflash.distributed.traffic import apart_maxima
 from intflash.errors import InputError
 from intflash.methods import AUTO, get_method
-from intflash.numerics.block import has_same_sums
+from intflash.numerics.groups import has_same_sums
 from intflash.quant import QTensor, Recipe, key_mean
 from intflash.quant.quantizers import absolute_maximum, divided, scale_of_maximum
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from intflash.numerics import block, exp
+from intflash.numerics import exp, groups
 
 K0 = tl.constexpr(exp.K0)
 QUADRATIC_OFFSET = tl.constexpr(exp.QUADRATIC_OFFSET)

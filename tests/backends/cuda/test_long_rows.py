@@ -14,7 +14,7 @@ import torch
 
 from intflash.backends.cuda import plans
 from intflash.integer.gpu.hopper import quotient_reciprocal
-from intflash.numerics.block import ONE_BLOCK
+from intflash.numerics.groups import ONE_BLOCK
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 

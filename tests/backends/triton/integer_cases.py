@@ -21,7 +21,7 @@ from intflash.backends.portable import BACKEND as TORCH
 from intflash.backends.reference import BACKEND as REFERENCE
 from intflash.backends.triton import BACKEND
 from intflash.methods import get_method
-from intflash.numerics.block import ONE_BLOCK
+from intflash.numerics.groups import ONE_BLOCK
 from intflash.numerics.exp import LOG2_E
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe, quantize

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from intflash.backends.gpu.tensors import View, view
 from intflash.numerics import exp
-from intflash.numerics.block import BLOCK, MAX_GAP
+from intflash.numerics.groups import BLOCK, MAX_GAP
 from intflash.problem import Problem
 
 

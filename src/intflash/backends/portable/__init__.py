@@ -23,7 +23,7 @@ from intflash.backends.features import (
     MASKS,
     QUANTIZATION,
 )  # fmt: skip
-from intflash.backends.portable import block_float, float_softmax, intflash, partial_sums, qflash, unfused
+from intflash.backends.portable import two_groups, float_softmax, intflash, partial_sums, qflash, unfused
 from intflash.backends.portable.operands import default_out_scale
 from intflash.problem import Problem, Result
 
@@ -31,7 +31,7 @@ _KERNELS: dict[str, Callable[[Problem], Result]] = {
     "intflash": partial(intflash.exact_maximum, bits=16),
     "intflash_p8": partial(intflash.exact_maximum, bits=8),
     "intflash_online": intflash.online,
-    "intflash_bfp": block_float.block_float,
+    "intflash_bfp": two_groups.two_groups,
     "qflash": qflash.qflash,
     "iflash": qflash.iflash,
     "ivit": unfused.ivit,

@@ -25,7 +25,7 @@ from intflash.backends.triton.intflash_steps import (
     update_row_max,
 )
 from intflash.backends.triton.launch import TritonLaunch, grid
-from intflash.numerics import block, exp
+from intflash.numerics import exp, groups
 from intflash.numerics.triton import (
     BLOCK_OCTAVES,
     FAR,
