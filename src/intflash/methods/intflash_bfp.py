@@ -91,7 +91,9 @@ def _reference(problem: Problem) -> Result:
             acc = arrays.matmul(p, v, "acc", 44) << fraction
     gap = torch.where(octaves[0] == UNSET, 0, top - octaves[0]).clamp(max=MAX_GAP)
     acc = arrays.within(rounding_rshift(acc, OUTPUT_SHIFT), 40, "rounded acc")
-    l = arrays.within(rounding_rshift(arrays.within(l, 57, "l", signed=False), OUTPUT_SHIFT), 32, "rounded l", signed=False)
+    l = arrays.within(
+        rounding_rshift(arrays.within(l, 57, "l", signed=False), OUTPUT_SHIFT), 32, "rounded l", signed=False
+    )
     level = origin + ((top + OUTPUT_SHIFT - fraction) << 32)
     return finish(problem, acc, l, level, exp.P16_MAX, gap)
 
