@@ -1,6 +1,6 @@
 // One thread's share of a tile of 64 rows and 128 keys in the softmax of long rows on Hopper: 64 scores of two rows.
 // Each kernel loads what it works on and stores what it makes, and nothing else; block_float_sm90.py counts the rest.
-#include "block_float.cuh"
+#include "two_groups.cuh"
 
 DEVICE i32 quad_maximum(i32 x) {
   x = max(x, __shfl_xor_sync(~0u, x, 1));

@@ -47,7 +47,7 @@ struct Params {
   View v_scale;           // float32, for float inputs and for float output
   View bias;              // int32, in octaves of Problem's bias_fraction_bits
   View keep;              // uint8, 0 for an absent key
-  View valueless;         // keys without a value: see block_float.cuh
+  View valueless;         // keys without a value: see two_groups.cuh
   i64* t_max;             // [B, H, Nq], or null
   i32* l;
   double sm_scale;

@@ -212,7 +212,8 @@ DEVICE T quad_max(T x) {
   return x > y ? x : y;
 }
 
-DEVICE u32 quad_sum(u32 x) {
+template <typename T>
+DEVICE T quad_sum(T x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
 }

@@ -6,7 +6,7 @@
 //   NQ, NK               number of queries and keys, 1 to 64
 //   HEAD_DIM             16, 32, 48 or 64
 //   BITS                 of p, 8 or 16
-//   BLOCK_FLOAT          1: intflash_bfp, with BITS 16: the keys are one block
+//   TWO_GROUPS          1: intflash_bfp, with BITS 16: the keys are one block
 //   IN, OUT              the types of Q, K, V and of the output
 //   KEY_MAJOR            1: V has contiguous keys
 //   PACKED               1: Q, K, V and the output have rows of HEAD_DIM elements without gaps
@@ -18,7 +18,7 @@
 //   TILE_ROWS            rows of a warp's tile: 16, or 8 where many warps share a window
 //   WINDOWS_PER_CTA      windows of a CTA; 1 where WARPS_PER_WINDOW > 1
 //   CTAS_PER_SM          CTAs per multiprocessor, which bounds the registers of a thread
-#include "block_float.cuh"
+#include "two_groups.cuh"
 #include "epilogue.cuh"
 #include "exp2.cuh"
 #include "mask.cuh"
@@ -262,9 +262,9 @@ template <int SLOT_COUNT>
 DEVICE void p_words(const Exponent (&x)[4], i32 C, i64 B, u32 (&w)[DIGITS]) {
   const i64 t[4] = {depth_of(x[0], C, B), depth_of(x[SLOT_COUNT > 1], C, B), depth_of(x[SLOT_COUNT > 2 ? 2 : 0], C, B),
                     depth_of(x[SLOT_COUNT > 3 ? 3 : 0], C, B)};
-#if BLOCK_FLOAT
+#if TWO_GROUPS
   constexpr i64 MORE = BLOCK_K0 - K0;
-  four_block_p({t[0] + MORE, t[1] + MORE, t[2] + MORE, t[3] + MORE}, w);
+  four_block_p({t[0] + MORE, t[1] + MORE, t[2] + MORE, t[3] + MORE}, Rounding(), w);
 #else
   four_p({power(t[0]), power(t[1]), power(t[2]), power(t[3])}, w);
 #endif
@@ -636,7 +636,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_PER_WINDOW * WINDOWS_PER
     loader.codes(w.scales.k_inverse, w.scales.v_inverse, w.kv);
 
   const bool has_remainder = REMAINDER_ROWS && part == WARPS_PER_WINDOW - 1;
-  if constexpr (BLOCK_FLOAT) {
+  if constexpr (TWO_GROUPS) {
     if (w.has_zeros<false>() && w.has_zeros<true>()) return attend<true>(w, q, row, part, has_remainder, load_queries);
     w.output_constants = without_gap(w.output_constants);
   }

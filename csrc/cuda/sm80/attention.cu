@@ -5,7 +5,7 @@
 // memory; Q, scores, P and accumulators stay in registers.
 //
 // Macros:
-//   METHOD            ExactP16, ExactP8, Online or BlockFloat
+//   METHOD            ExactP16, ExactP8, Online or TwoGroups
 //   HEAD_DIM          channels of Q and K, a multiple of 8 to 256
 //   VALUE_DIM         channels of V and of the output
 //   SLICES            CTAs that share the channels of V, where the registers of one do not suffice
@@ -18,7 +18,7 @@
 //   WINDOW            1: it is present only if also j >= i + p.window_start, with the same added
 //   PACKED            1: the batch of one holds p.count sequences, whose ends are p.q_ends and p.k_ends
 //   BIAS, KEEP        see sm80/masks.cuh, and BIAS_FRACTION_BITS of a bias
-//   ONE_BLOCK         of BlockFloat: 1: the keys are one block; 2: those of packed sequences that are short enough are
+//   DITHER, MANY_KEYS  of TwoGroups: see sm80/two_groups_softmax.cuh
 //   WARPS, ROW_TILES  warps of a CTA, and tiles of 16 rows of a warp
 //   KEYS, STAGES      keys of a tile, a multiple of 32, and stages of the ring
 //   CTAS_PER_SM       CTAs per multiprocessor, which bounds the registers of a thread
@@ -26,6 +26,7 @@
 #include "sm80/rows.cuh"
 
 constexpr u32 TABLE_BYTES = METHOD::PASSES == 1 ? 256 * WORD_BYTES : 0;  // of the table of P, before the stages
+constexpr i32 MOST_SUMS = 65536;  // keys whose sums 32 bits hold
 constexpr int SMALL = 32;  // keys of the last tile that are computed, if it has no more
 
 // The rows of a CTA, and where they and their keys are in the tensors.
@@ -34,7 +35,7 @@ struct Work {
   i32 row;               // the CTA's first row
   i32 rows, keys;        // of the sequence
   i64 q_start, k_start;  // the sequence's first row and key
-  i32 first_block;       // of the sequence's keys: see valueless.cu
+  i32 first_block;       // of the words of the sequence's keys: see valueless.cu
   i32 causal, start;     // offsets of a row's last and first key
 
   DEVICE Work(const Params& p) {
@@ -116,10 +117,15 @@ struct Warp : WarpRows<Method, Work> {
     if constexpr (Method::PASSES == 2) {
 #pragma unroll 1
       for (i32 i = 0; i < tiles; ++i) tile<false>(ring, i, first + i * KEYS);
-      this->finish_row_max([&](int m, int h) { return this->method.maximum(m, h); });
+      this->finish_row_max([&](int kind, int m, int h) { return this->method.maximum(kind, m, h); });
     }
 #pragma unroll 1
-    for (i32 i = 0; i < tiles; ++i) tile<true>(ring, (Method::PASSES - 1) * tiles + i, first + i * KEYS);
+    for (i32 i = 0; i < tiles; ++i) {
+      tile<true>(ring, (Method::PASSES - 1) * tiles + i, first + i * KEYS);
+#if MANY_KEYS
+      if (i % (MOST_SUMS / KEYS) == MOST_SUMS / KEYS - 1) method.widen_sums();
+#endif
+    }
   }
 };
 

@@ -10,21 +10,22 @@
 //
 // L2 keeps the scores from step 0 to step 1, because it gives up the lines of K and V first.
 //
-// With an exponent per block of keys (BLOCK_FLOAT 1), where a block's P V is not a plain sum, each warp of step 1 takes
-// all 128 keys of a tile, which are a block, and a part of the channels. A row's sums have 64 bits then.
+// The sums of intflash_bfp have 64 bits, because there may be more keys than 32 bits hold the sums of.
 //
-// Macros: STEP, BLOCK_FLOAT, and those of attention.cu without PACKED and ROW_TILES. METHOD is any but Online, and KEYS
+// Macros: STEP, TWO_GROUPS, and those of attention.cu without PACKED and ROW_TILES. METHOD is any but Online, and KEYS
 // is 32 * WARPS. SCORES: 0 the score constants are p.score; 1 they are computed here from p.q_scale and p.k_scale; 2 so
 // is Q's scale, of heads that have one row each.
 #define ROW_TILES 1
 #define READ_ONCE 1
-#define WARPS_SHARE_CHANNELS (BLOCK_FLOAT && STEP == 1)
 #include "sm80/rows.cuh"
 
 constexpr int ROWS = 16;
-constexpr int PADDED_CHANNELS = 16 * ALL_V_CHUNKS, DIGITS = METHOD::DIGITS;
-// Of a row: accumulators of each digit, then the sums of p. With BLOCK_FLOAT: accumulators, l and the gap, in 64 bits.
-constexpr int ROW_SUMS = BLOCK_FLOAT ? 2 * (PADDED_CHANNELS + 2) : DIGITS * (PADDED_CHANNELS + 1);
+constexpr int PADDED_CHANNELS = 16 * ALL_V_CHUNKS, DIGITS = METHOD::DIGITS, KINDS = METHOD::KINDS;
+// Of a row and a CTA: accumulators of each digit, then the sums of p, which TWO_GROUPS has of both kinds of keys.
+constexpr int CTA_SUMS = DIGITS * (PADDED_CHANNELS + 1) + TWO_GROUPS;
+// Of a row and all CTAs. With TWO_GROUPS: accumulators, both sums of p and the octave of keys without a value, in 64
+// bits.
+constexpr int ROW_SUMS = TWO_GROUPS ? 2 * (PADDED_CHANNELS + 3) : CTA_SUMS;
 static_assert(KEYS == 32 * WARPS);
 
 // The rows and the range of keys of a CTA.
@@ -54,24 +55,26 @@ struct Work {
   DEVICE static i32 warp_keys() { return threadIdx.x / 32 * 32; }
   DEVICE i32* scores(i32 row) const { return p.split.scores + ((i64)of * rows + row) * p.split.pitch; }
   DEVICE i32* sums(i32 row) const { return p.split.sums + ((i64)of * ROWS + row) * ROW_SUMS; }
-  DEVICE i64* maxima(i32 split) const { return p.split.maxima + ((i64)of * p.split.splits + split) * ROWS; }
+  DEVICE i64* maxima(i32 split, int kind) const {
+    return p.split.maxima + (((i64)of * p.split.splits + split) * KINDS + kind) * ROWS;
+  }
 };
 
 // Reads an accumulator of a row's sums, and what stands for the row.
-#if BLOCK_FLOAT
-DEVICE void read_sums(const i32* sums, i32 channel, P16Accumulator& acc) {
-  acc = rounded(((const i64*)sums)[channel], 0);
+#if TWO_GROUPS
+DEVICE void read_sums(const i32* sums, i32 channel, i32 fraction, P16Accumulator& acc) {
+  acc = rounded(((const i64*)sums)[channel], fraction);
 }
-DEVICE RowSum read_row(const i32* sums) {
-  const i64* last = (const i64*)sums + PADDED_CHANNELS;
-  return {-(i32)last[1], 0, last[0]};  // octaves that are the gap apart
+DEVICE RowSum read_row(const i32* sums, i32 fraction) {
+  const u64* last = (const u64*)sums + PADDED_CHANNELS;
+  return SplitRow{0, 0, (i32)last[2]}.sum(last[0], last[1], fraction);
 }
 #else
-DEVICE void read_sums(const i32* sums, i32 channel, i32& acc) { acc = sums[channel]; }
-DEVICE void read_sums(const i32* sums, i32 channel, P16Accumulator& acc) {
+DEVICE void read_sums(const i32* sums, i32 channel, i32, i32& acc) { acc = sums[channel]; }
+DEVICE void read_sums(const i32* sums, i32 channel, i32, P16Accumulator& acc) {
   acc = {sums[channel], sums[channel + PADDED_CHANNELS]};
 }
-DEVICE PlainRow read_row(const i32* sums) {
+DEVICE PlainRow read_row(const i32* sums, i32) {
   const u32* last = (const u32*)sums + DIGITS * PADDED_CHANNELS;
   return {DIGITS == 1 ? last[0] : (last[0] << 8) + last[DIGITS - 1]};
 }
@@ -118,24 +121,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
     else
       rows.method.update_row_max<32, true>(s, rows.masks, first, work.keys);
   }
-  __shared__ i64 maxima[WARPS][ROWS];
+  __shared__ i64 maxima[WARPS][KINDS][ROWS];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const i64 most = rows.method.maximum(0, h);
-    if (threadIdx.x % 4 == 0) maxima[threadIdx.x / 32][threadIdx.x % 32 / 4 + 8 * h] = most;
-  }
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int kind = 0; kind < KINDS; ++kind) {
+      const i64 most = rows.method.maximum(kind, 0, h);
+      if (threadIdx.x % 4 == 0) maxima[threadIdx.x / 32][kind][threadIdx.x % 32 / 4 + 8 * h] = most;
+    }
   __syncthreads();
-  if (threadIdx.x < ROWS) {
-    i64 most = maxima[0][threadIdx.x];
-    for (int i = 1; i < WARPS; ++i) most = METHOD::larger(most, maxima[i][threadIdx.x]);
-    work.maxima(work.split)[threadIdx.x] = most;
+  if (threadIdx.x < KINDS * ROWS) {
+    i64 most = (&maxima[0][0][0])[threadIdx.x];
+    for (int i = 1; i < WARPS; ++i) most = max(most, (&maxima[i][0][0])[threadIdx.x]);
+    work.maxima(work.split, 0)[threadIdx.x] = most;
   }
 }
 
 #elif STEP == 1
-constexpr int WARP_KEYS = BLOCK_FLOAT ? KEYS : 32;  // keys of a tile that a warp takes
-DEVICE i32 first_warp_key() { return BLOCK_FLOAT ? 0 : Work::warp_keys(); }
-
 // Stores a row's Tmax, by one lane of all.
 DEVICE void store_t_max(const Rows& rows, int h) {
   const Work& work = rows.work;
@@ -147,37 +149,31 @@ DEVICE void store_t_max(const Rows& rows, int h) {
   }
 }
 
-// Adds the sums of a CTA to those of its rows. memory: of the ring.
-#if BLOCK_FLOAT
-DEVICE void add_to_sums(const Rows& rows, i32*) {
-  const METHOD& method = rows.method;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    store_t_max(rows, h);
-    const i32 row = rows.row_of(0, h);
-    if (row >= rows.work.rows) continue;
-    u64* sums = (u64*)rows.work.sums(row);
-#pragma unroll
-    for (int chunk = 0; chunk < WARP_CHUNKS; ++chunk)
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (warp_chunk() + chunk < V_CHUNKS)
-          atomicAdd(sums + 16 * (warp_chunk() + chunk) + threadIdx.x % 4 * 4 + j, (u64)method.sum(h, chunk, j));
-    if (threadIdx.x < 32 && threadIdx.x % 4 == 0) {
-      atomicAdd(sums + PADDED_CHANNELS, (u64)method.l[h]);
-      if (rows.work.split == 0) sums[PADDED_CHANNELS + 1] = method.row(0, h).gap;
-    }
+// Adds a row's sums of a CTA to those of all.
+DEVICE void add_to_row(const i32* of_cta, i32* sums) {
+#if TWO_GROUPS
+  for (i32 i = threadIdx.x; i < PADDED_CHANNELS + 2; i += THREADS) {
+    const i32 *last = of_cta + 2 * PADDED_CHANNELS, *high = i < PADDED_CHANNELS ? of_cta + i : last;
+    const i64 sum = i > PADDED_CHANNELS ? (i64)(u32)last[2]
+                    : i == PADDED_CHANNELS ? ((i64)(u32)last[0] << 8) + (u32)last[1]
+                                           : ((i64)high[0] << 8) + high[PADDED_CHANNELS];
+    if (sum) atomicAdd((u64*)sums + i, (u64)sum);
   }
-}
 #else
+  for (i32 i = threadIdx.x; i < CTA_SUMS; i += THREADS)
+    if (of_cta[i]) atomicAdd(sums + i, of_cta[i]);
+#endif
+}
+
+// Adds the sums of a CTA to those of its rows. sums: memory of the ring.
 DEVICE void add_to_sums(const Rows& rows, i32* sums) {
   const METHOD& method = rows.method;
   __syncthreads();
-  for (i32 i = threadIdx.x; i < ROWS * ROW_SUMS; i += THREADS) sums[i] = 0;
+  for (i32 i = threadIdx.x; i < ROWS * CTA_SUMS; i += THREADS) sums[i] = 0;
   __syncthreads();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    i32* row = sums + rows.row_of(0, h) * ROW_SUMS;
+    i32* row = sums + rows.row_of(0, h) * CTA_SUMS;
 #pragma unroll
     for (int digit = 0; digit < DIGITS; ++digit) {
 #pragma unroll
@@ -190,13 +186,17 @@ DEVICE void add_to_sums(const Rows& rows, i32* sums) {
         }
       if (blockIdx.y == 0) atomicAdd(row + DIGITS * PADDED_CHANNELS + digit, (i32)method.sums[digit][0][h]);
     }
+#if TWO_GROUPS
+    if (blockIdx.y == 0) atomicAdd(row + CTA_SUMS - 1, (i32)method.other_l[h]);
+    if (rows.work.split == 0 && blockIdx.y == 0 && threadIdx.x < 32 && threadIdx.x % 4 == 0 &&
+        rows.row_of(0, h) < rows.work.rows)
+      ((i64*)rows.work.sums(rows.row_of(0, h)))[PADDED_CHANNELS + 2] = method.other[h];
+#endif
     store_t_max(rows, h);
   }
   __syncthreads();
-  for (i32 i = threadIdx.x; i < rows.work.rows * ROW_SUMS; i += THREADS)
-    if (sums[i]) atomicAdd(rows.work.sums(0) + i, sums[i]);
+  for (i32 row = 0; row < rows.work.rows; ++row) add_to_row(sums + row * CTA_SUMS, rows.work.sums(row));
 }
-#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 memory[];
@@ -211,30 +211,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   TileRing<V_BYTES, decltype(load)> ring(shared_address(memory), load);
   Rows rows(p, work, 0);
   rows.init(0);
-  rows.finish_row_max([&](int, int h) {
-    i64 most = work.maxima(0)[rows.row_of(0, h)];
-    for (i32 i = 1; i < p.split.splits; ++i) most = METHOD::larger(most, work.maxima(i)[rows.row_of(0, h)]);
+  rows.finish_row_max([&](int kind, int, int h) {
+    i64 most = work.maxima(0, kind)[rows.row_of(0, h)];
+    for (i32 i = 1; i < p.split.splits; ++i) most = max(most, work.maxima(i, kind)[rows.row_of(0, h)]);
     return most;
   });
 #pragma unroll 1
   for (i32 i = 0; i < tiles; ++i) {
-    const i32 first = work.first + i * KEYS + first_warp_key();
+    const i32 first = work.first + i * KEYS + Work::warp_keys();
     Scores s;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int group = 0; group < WARP_KEYS / 16; ++group) {
+      for (int group = 0; group < 32 / 16; ++group) {
         const i32 row = min(rows.row_of(0, h), work.rows - 1), key = min(first + first_key(group), p.split.pitch - 4);
         const int4 x = load_global_16(work.scores(row) + key, evict_first());
         s[0][2 * group][2 * h] = x.x, s[0][2 * group][2 * h + 1] = x.y;
         s[0][2 * group + 1][2 * h] = x.z, s[0][2 * group + 1][2 * h + 1] = x.w;
       }
-    const TileOperands tile(0, ring.wait(), first_warp_key());
+    const TileOperands tile(0, ring.wait(), Work::warp_keys());
     ring.refill(i);
-    if (!CAUSAL && first + WARP_KEYS <= work.keys)
-      rows.add_values<WARP_KEYS, false>(s, tile, first);
+    if (!CAUSAL && first + 32 <= work.keys)
+      rows.add_values<32, false>(s, tile, first);
     else
-      rows.add_values<WARP_KEYS, true>(s, tile, first);
+      rows.add_values<32, true>(s, tile, first);
   }
   add_to_sums(rows, (i32*)memory);
 }
@@ -248,11 +248,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
     const i32 row = i / (PADDED_CHANNELS / 4), channel = i % (PADDED_CHANNELS / 4) * 4;
     const RowPlace at = work.place(row);
     const i32* sums = work.sums(row);
-    const METHOD::Row rows[1] = {read_row(sums)};
+    const i32 fraction = TWO_GROUPS ? fraction_bits(p.nk) : 0;
+    const METHOD::Row rows[1] = {read_row(sums, fraction)};
     if (p.l && channel == 0) p.l[((i64)work.batch * p.heads + at.head) * p.nq + at.row] = rows[0].l;
     Accumulator acc[1][4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) read_sums(sums, channel + j, acc[0][j]);
+    for (int j = 0; j < 4; ++j) read_sums(sums, channel + j, fraction, acc[0][j]);
     const OutputConstants constants = load_output_constants<OUT>(p, work.batch, at.head, work.kv_head);
     u32 words[1][SIZE<OUT>];
     METHOD::OutputScales<OUT, 1>(rows, constants).outputs(acc, words);

@@ -8,7 +8,7 @@
 // default, p.score; 1 and 2 see few_rows.cu; 3 Work's `score`.
 #pragma once
 #include "quantize.cuh"
-#include "sm80/block_float_softmax.cuh"
+#include "sm80/two_groups_softmax.cuh"
 
 #ifndef SCORES
 #define SCORES 0
@@ -16,7 +16,7 @@
 
 typedef Codes<QUERY, VALUES_IN_RANGE> In;
 
-// The words of the keys without a value of a head, from its block `first` on: see block_float.cuh.
+// The words of the keys without a value of a head, from its block `first` on: see two_groups.cuh.
 DEVICE const u32* valueless_words(const Params& p, u32 batch, u32 kv_head, i32 first) {
   return (const u32*)p.valueless.ptr + head_offset(p.valueless, batch, kv_head) + 4 * first;
 }
@@ -116,7 +116,7 @@ struct WarpRows {
   DEVICE void init(u32 table) {
     load_query();
     const auto scores = [&](int m, int h) { return score_of(m, h); };
-    if constexpr (Method::BLOCKS)
+    if constexpr (Method::FINDS_ZEROS)
       method.init(scores, work.valueless(p), work.keys);
     else
       method.init(scores, table);
@@ -137,15 +137,14 @@ struct WarpRows {
 #endif
       }
   }
-  // maximum(m, h): that of all of a row's keys.
+  // maximum(kind, m, h): that of all of a row's keys of a kind.
   template <class Maximum>
   DEVICE void finish_row_max(Maximum maximum) {
     method.finish_row_max(maximum, [&](int m, int h) { return magnitude(m, h); });
   }
   // Of intflash_bfp: makes P of whole rows of scores.
   DEVICE void take(const Scores& s, const TileOperands& tile) {
-    method.choose_form([&](int m, int h) { return magnitude(m, h); });
-    method.take(s, masks, tile);
+    method.take(s, masks, tile, [&](int m, int h) { return magnitude(m, h); });
   }
   DEVICE u32 magnitude(int m, int h) const {
     u32 sum = 0;
@@ -178,15 +177,14 @@ struct WarpRows {
   // Makes P of the scores of a tile whose first key is `first`, and adds P V to the accumulators.
   template <int NOW, bool MASKED>
   DEVICE void add_values(const Scores& s, const TileOperands& tile, i32 first) {
-    if constexpr (Method::BLOCKS) {
-      method.template add_values<NOW, MASKED>(s, tile, masks, first, work.keys);
-    } else {
-      method.template begin_tile<NOW, MASKED>(s, masks, first, work.keys);
-      if (!MASKED && !BIAS && method.fast)
-        add_values_as<NOW, NOW, true>(s, tile, first);
-      else
-        add_values_as<NOW, MASKED ? 0 : NOW, false>(s, tile, first);
-    }
+    method.template begin_tile<NOW, MASKED>(s, masks, first, work.keys);
+    constexpr int WHOLE = MASKED ? 0 : NOW;
+    if constexpr (Method::FINDS_ZEROS && !MASKED)
+      if (method.has_zeros()) return add_values_as<NOW, 0, false>(s, tile, first);
+    if (!MASKED && !BIAS && method.fast)
+      add_values_as<NOW, NOW, true>(s, tile, first);
+    else
+      add_values_as<NOW, WHOLE, false>(s, tile, first);
   }
   // The same where rows see the first WHOLE keys of the tile, and maybe not all of the others.
   template <int NOW, int WHOLE>

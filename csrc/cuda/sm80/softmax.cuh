@@ -48,7 +48,8 @@ struct PlainScales {
 template <int DIGITS_>
 struct PDigits {
   static constexpr int DIGITS = DIGITS_, CHUNKS_AT_ONCE = V_CHUNKS;  // how far `store` unrolls
-  static constexpr bool BLOCKS = false;
+  static constexpr int KINDS = 1;             // of keys whose maxima are found apart
+  static constexpr bool FINDS_ZEROS = false;  // whether keys without a value differ from others
   typedef typename AccumulatorOf<DIGITS>::Type Accumulator;
   typedef PlainRow Row;
   template <typename TO, int N>
@@ -58,6 +59,7 @@ struct PDigits {
   u32 sums[DIGITS][ROW_TILES][2];
   Score scores[ROW_SCALES ? 2 * ROW_TILES : 1];
 
+  DEVICE bool has_zeros() const { return false; }
   DEVICE const Score& score(int m, int h) const { return scores[ROW_SCALES ? 2 * m + h : 0]; }
   // score_of(m, h): the constants of a row.
   template <class ScoreOf>
@@ -165,10 +167,9 @@ struct ExactMaximum : PDigits<DIGITS> {
         }
   }
 
-  // The maximum of a row's keys that this warp has seen, and the larger one of two.
-  DEVICE i64 maximum(int m, int h) const { return quad_max(peak[m][h]); }
-  DEVICE static i64 larger(i64 a, i64 b) { return a > b ? a : b; }
-  // maximum(m, h): that of all keys. magnitude(m, h): the sum of the magnitudes of a row's codes.
+  // The maximum of a row's keys of a kind that this warp has seen.
+  DEVICE i64 maximum(int, int m, int h) const { return quad_max(peak[m][h]); }
+  // maximum(kind, m, h): that of all keys. magnitude(m, h): the sum of the magnitudes of a row's codes.
   template <class Maximum, class Magnitude>
   DEVICE void finish_row_max(Maximum maximum, Magnitude magnitude) {
     bool fast = !BIAS;
@@ -176,7 +177,7 @@ struct ExactMaximum : PDigits<DIGITS> {
     for (int i = 0; i < 2 * ROW_TILES; ++i) {
       const int m = i / 2, h = i % 2;
       const Score& unit = this->score(m, h);
-      const Peak most = (Peak)maximum(m, h);
+      const Peak most = (Peak)maximum(0, m, h);
 #if BIAS
       B[m][h] = most == NO_PEAK ? NO_PEAK : K0 - most;  // p is 0 without keys
 #else

@@ -40,15 +40,6 @@ DEVICE u32 channel_row(u32 channel) { return (channel & ~15u) | ((channel & 1) <
 
 DEVICE i32 first_chunk() { return SLICES > 1 ? blockIdx.y * V_CHUNKS : 0; }
 
-// The chunks of V that a warp multiplies with, and the first of them.
-#if WARPS_SHARE_CHANNELS
-constexpr int WARP_CHUNKS = (V_CHUNKS + WARPS - 1) / WARPS;
-DEVICE i32 warp_chunk() { return threadIdx.x / 32 * WARP_CHUNKS; }
-#else
-constexpr int WARP_CHUNKS = V_CHUNKS;
-DEVICE i32 warp_chunk() { return 0; }
-#endif
-
 // Copies ROWS rows of WIDTH chunks of 16 bytes. from(row, chunk) and to(row, chunk) return addresses.
 template <int ROWS, int WIDTH, class From, class To>
 DEVICE void copy_rows(From from, To to) {

@@ -4,7 +4,7 @@
 // computes one tile of 16 rows after another. The scores of a row stay in registers, so that one product with K gives
 // both the row's maximum and P.
 //
-// Macros: METHOD (ExactP16, ExactP8 or WholeBlockFloat), HEAD_DIM, VALUE_DIM, QUERY, OUT, ROW_SCALES, WARPS,
+// Macros: METHOD (ExactP16, ExactP8 or WholeTwoGroups), HEAD_DIM, VALUE_DIM, QUERY, OUT, ROW_SCALES, WARPS,
 // CTAS_PER_SM, VALUES_IN_RANGE, BIAS, BIAS_FRACTION_BITS and KEEP as in attention.cu, and
 //   NK                   number of keys; KEYS: those padded to a multiple of 32
 //   KEY_MAJOR            1: V has contiguous keys in shared memory: floats, and codes that come so
@@ -14,11 +14,10 @@
 #define SLICES 1
 #define STAGES 2  // of a ring of tiles, which is not used here
 #define WINDOW 0
-#define ONE_BLOCK 1
 #include "sm80/rows.cuh"
-#include "sm80/whole_block_float.cuh"
+#include "sm80/whole_two_groups.cuh"
 
-constexpr int NOW = WholeBlockFloat::NOW;       // keys that are computed: those past the last one repeat it
+constexpr int NOW = WholeTwoGroups::NOW;       // keys that are computed: those past the last one repeat it
 constexpr i32 STEP_ROWS = 16 * WARPS;           // of all warps of a CTA
 constexpr int VALUELESS_WORDS = 4 * BIT_WORDS;  // of the keys without a value
 
@@ -173,7 +172,7 @@ DEVICE void find_valueless(u32 v, u32* words) {
   const u32 lane = threadIdx.x % 32;
 #pragma unroll 1
   for (u32 word = threadIdx.x / 32; word < VALUELESS_WORDS; word += WARPS) {
-    const u32 own = word / 4 * BLOCK + key_of_bit(word % 4, lane), key = min(own, NK - 1);
+    const u32 own = word / 4 * WORD_KEYS + key_of_bit(word % 4, lane), key = min(own, NK - 1);
     u32 codes = 0;
     if constexpr (KEY_MAJOR) {
 #pragma unroll 8
@@ -211,11 +210,11 @@ template <class Method>
 DEVICE void attend(WarpRows<Method, Work>& rows, const TileOperands& operands) {
   Scores s;
   rows.template compute_scores<NOW>(operands, s);
-  if constexpr (Method::BLOCKS) {
+  if constexpr (Method::FINDS_ZEROS) {
     rows.take(s, operands);
   } else {
     rows.method.template update_row_max<NOW, false>(s, rows.masks, 0, NK);
-    rows.finish_row_max([&](int m, int h) { return rows.method.maximum(m, h); });
+    rows.finish_row_max([&](int kind, int m, int h) { return rows.method.maximum(kind, m, h); });
     rows.template add_values_of<NOW, NK>(s, operands, 0);
   }
 }
@@ -228,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   Work work(p);
   prefetch_queries(p, work, work.first + threadIdx.x / 32 * 16);
   load_head(p, work, k, v);
-  if constexpr (METHOD::BLOCKS) {
+  if constexpr (METHOD::FINDS_ZEROS) {
     __shared__ u32 valueless[VALUELESS_WORDS];
     find_valueless(v, valueless);
     work.valueless_words = valueless;

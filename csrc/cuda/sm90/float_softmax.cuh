@@ -40,7 +40,7 @@ struct FloatSoftmax {
   // One buffer of scores leaves registers for a third warpgroup. At 48 and 64 channels there are enough registers for
   // two.
   static constexpr int PASSES = 1, BUFFERS = HEAD_DIM == 48 || HEAD_DIM == 64 ? 2 : 1, IN_FLIGHT = 0;
-  static constexpr bool RESCALES = true, WHOLE_TILES = false, BLOCKS = false;
+  static constexpr bool RESCALES = true, WHOLE_TILES = false;
   static constexpr int UNROLL = 1;
   struct P {  // of 64 keys: left operands of four products over 16 keys each
     u32 word[4][4];
@@ -145,7 +145,7 @@ struct FloatSoftmax {
     }
   }
   template <bool LAST>
-  DEVICE void exponentials(const Scores& s, bool partial, const VisibleKeys& visible, u32 scales, P& p) {
+  DEVICE void exponentials(const Scores& s, bool partial, const VisibleKeys& visible, u32 scales, i32, P& p) {
     if (partial)
       exponentials<true>(s, visible, scales, p);
     else

@@ -58,6 +58,8 @@ struct RowMaxima {
   DEVICE i64 exponent(int h, i32 score) const { return (i64)(score << shift[h]) * C[h]; }
 };
 
+// Which 16 keys of a half tile a word of P is of.
+DEVICE constexpr int sixteen_of_word(int word) { return word / 4 * 2 + word % 4 / 2; }
 // Returns the first of the four scores of a word of P, which are two pairs of adjacent scores. The lowest bit of `word`
 // is the row.
 DEVICE const i32* scores_of_word(const Scores& s, int word) {
@@ -180,16 +182,18 @@ struct PDigits : RowMaxima {
 // How the scores of a row become P of intflash and intflash_p8, rounded.
 template <int DIGITS>
 struct RoundedP {
+  struct Added {};                                  // to P of a thread's keys: nothing that depends on the key
   static constexpr i64 OFFSET = K0;                 // T + B where T is the row's maximum
   static constexpr int DOTS = DIGITS == 2 ? 0 : 2;  // see four_p
 
   template <bool EXP_32BIT>
-  DEVICE static void four(i32 a, i32 b, i32 c, i32 d, i32 C, i64 B, u32 (&p)[DIGITS]) {
+  DEVICE static void four(i32 a, i32 b, i32 c, i32 d, i32 C, i64 B, Added, u32 (&p)[DIGITS]) {
     if constexpr (EXP_32BIT)
       four_p<DOTS>(a, b, c, d, C >> 8, (u32)(B >> 8), p);
     else
       four_p(a, b, c, d, C, B, p);
   }
+  DEVICE static Added added(i32) { return {}; }
   DEVICE static OutputConstants output_constants(const OutputConstants& s) { return s; }
 };
 
@@ -197,11 +201,12 @@ struct RoundedP {
 template <int DIGITS, class Form = RoundedP<DIGITS>>
 struct ExactMaximum : PDigits<DIGITS> {
   typedef Form PForm;
+  typedef typename Form::Added Added;
   typedef typename PDigits<DIGITS>::P P;
   static constexpr int PASSES = 2, IN_FLIGHT = ROW_SCALES ? 0 : 1;  // with ROW_SCALES, 1 would spill registers
   static constexpr int BUFFERS = DIGITS * HEAD_DIM / 2 > (CONSUMERS == 3 ? 48 : 64) ? 1 : 2;
-  static constexpr bool RESCALES = false, WHOLE_TILES = false,
-                        BLOCKS = false;  // the row maximum is known before the second pass
+  static constexpr bool RESCALES = false,
+                        WHOLE_TILES = false;  // the row maximum is known before the second pass
   static constexpr int UNROLL = 1;
   // Whether warps without rows compute no exponentials. The check breaks up the schedule of the main loop: where many
   // tiles of keys are streamed it takes more time than it saves. With KEY_COUNTS all registers are taken.
@@ -236,17 +241,17 @@ struct ExactMaximum : PDigits<DIGITS> {
   }
   // SKIPS: computes no more of a half tile's keys than the warp's rows see.
   template <bool EXP_32BIT, bool SKIPS>
-  DEVICE void powers(const Scores& s, const VisibleKeys& visible, P& p) const {
+  DEVICE void powers(const Scores& s, const VisibleKeys& visible, Added added, P& p) const {
     if constexpr (SKIPS) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (visible.any_of_16(i))
-          powers_of<EXP_32BIT>(s, 2 * i, 2 * i + 2, p);
+          powers_of<EXP_32BIT>(s, 2 * i, 2 * i + 2, added, p);
         else
           clear(2 * i, 2 * i + 2, p);
       }
     } else {
-      powers_of<EXP_32BIT>(s, 0, 8, p);
+      powers_of<EXP_32BIT>(s, 0, 8, added, p);
     }
   }
   DEVICE static void clear(int first, int end, P& p) {
@@ -256,26 +261,27 @@ struct ExactMaximum : PDigits<DIGITS> {
       for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] = 0;
   }
   template <bool EXP_32BIT>
-  DEVICE void powers_of(const Scores& s, int first, int end, P& p) const {
+  DEVICE void powers_of(const Scores& s, int first, int end, Added added, P& p) const {
 #pragma unroll
     for (int i = first; i < end; ++i) {
       const i32* x = scores_of_word(s, i);
       const int h = i % 2, by = EXP_32BIT ? 0 : this->shift[h];
       const i32 a = x[0] << by, b = x[1] << by, c = x[4] << by, d = x[5] << by;
       u32 four[DIGITS];
-      Form::template four<EXP_32BIT>(a, b, c, d, this->C[h], B[h], four);
+      Form::template four<EXP_32BIT>(a, b, c, d, this->C[h], B[h], added, four);
 #pragma unroll
       for (int digit = 0; digit < DIGITS; ++digit) p.digit[digit].word[i / 4][i % 4] = four[digit];
     }
   }
   template <bool LAST>
-  DEVICE void exponentials(const Scores& s, bool partial, const VisibleKeys& visible, u32, P& p) {
+  DEVICE void exponentials(const Scores& s, bool partial, const VisibleKeys& visible, u32, i32 first, P& p) {
+    const Added added = Form::added(first);
     if (SKIPS_ROWS && !active) return clear(0, 8, p);
     constexpr bool SKIPS = LAST && !KEY_COUNTS;
     if (this->fast_exp)
-      powers<true, SKIPS>(s, visible, p);
+      powers<true, SKIPS>(s, visible, added, p);
     else
-      powers<false, SKIPS>(s, visible, p);
+      powers<false, SKIPS>(s, visible, added, p);
     if (partial) this->mask_p(p, visible);
     this->add_row_sums(p);
   }
@@ -294,7 +300,7 @@ typedef ExactMaximum<2> ExactP16;
 // comes from the table.
 struct Online : PDigits<1, TableSteps> {
   static constexpr int PASSES = 1, BUFFERS = 2;
-  static constexpr bool RESCALES = true, WHOLE_TILES = true, BLOCKS = false;
+  static constexpr bool RESCALES = true, WHOLE_TILES = true;
   // 2 would spill registers in these cases
   static constexpr int UNROLL = P_SHARED || ROW_SCALES || HEAD_DIM <= 32 ? 1 : 2;
   TableUnit units[ROW_SCALES ? 2 : 1];

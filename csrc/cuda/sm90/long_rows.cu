@@ -1,9 +1,7 @@
-// The kernel of long rows for the integer methods. METHOD is BlockFloat where BLOCK_FLOAT is 1, OneBlock where it is 2,
-// else ExactP8, ExactP16 or Online. TMA is 1 where TMA loads K and V.
-#if BLOCK_FLOAT == 1
-#include "sm90/block_float_softmax.cuh"
-#elif BLOCK_FLOAT == 2
-#include "sm90/one_block_softmax.cuh"
+// The kernel of long rows for the integer methods. METHOD is TwoGroups where TWO_GROUPS is not 0, else ExactP8, ExactP16
+// or Online. TMA is 1 where TMA loads K and V.
+#if TWO_GROUPS
+#include "sm90/two_groups_softmax.cuh"
 #else
 #include "sm90/integer_softmax.cuh"
 #endif

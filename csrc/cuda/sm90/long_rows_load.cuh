@@ -16,8 +16,8 @@ constexpr int TILE = 128, HALF = 64;  // keys per tile and per half tile
 #ifndef HEAD_AMAX_IN_KERNEL
 #define HEAD_AMAX_IN_KERNEL 0
 #endif
-#ifndef BLOCK_FLOAT
-#define BLOCK_FLOAT 0
+#ifndef TWO_GROUPS
+#define TWO_GROUPS 0
 #endif
 #ifndef REMAINDER_KEY_TILES
 #define REMAINDER_KEY_TILES 0
@@ -31,10 +31,8 @@ constexpr int K_BYTES = TILE * K_WIDTH, V_BYTES = FLOAT_VALUES ? V_BLOCKS * V_BL
 constexpr int V_HALF = (FLOAT_VALUES ? HALF * 128 : HALF) >> 4;  // offset from a descriptor to that of the next 64 keys
 constexpr int STAGE_BYTES = (K_BYTES + V_BYTES + 1023) / 1024 * 1024;
 constexpr int SCALE_BYTES = KEY_SCALES == 2 ? 4 * TILE : KEY_SCALES == 1 ? 16 : 0;  // per tile
-// intflash_bfp whose keys are one block: see one_block_softmax.cuh
-constexpr bool ONE_BLOCK = BLOCK_FLOAT == 2;
-// per tile, where its floats are quantized: a byte for each key, of ones where it has no value
-constexpr int VALUELESS_BYTES = ONE_BLOCK && FLOAT_KV ? TILE : 0;
+// of intflash_bfp per tile, where its floats are quantized: a byte for each key, of ones where it has no value
+constexpr int VALUELESS_BYTES = TWO_GROUPS && FLOAT_KV ? TILE : 0;
 constexpr int CODES_BYTES = P_SHARED ? CTA_ROWS * TILE : 0;  // P, where it does not stay in registers
 // floats that wait to be quantized (long_rows_quantize.cuh)
 constexpr int STAGING_SLOTS = FLOAT_KV ? 2 : 0, STAGING_SLOT_BYTES = 16 * 1024;
@@ -45,14 +43,13 @@ constexpr int COPIES_IN_FLIGHT = 2;
 typedef RingPosition<STAGES> Stage;
 
 struct SharedLayout {
-  u32 table, tiles, query, codes, scratch, floats, scales, valueless, full, empty, maxima;
+  u32 table, tiles, query, codes, floats, scales, valueless, full, empty, maxima;
   DEVICE SharedLayout(u32 base)
       : table(base),
         tiles(base + TABLE_BYTES),
         query(tiles + STAGES * STAGE_BYTES),
         codes(query + CTA_ROWS * K_WIDTH),
-        scratch(codes + CODES_BYTES),
-        floats(scratch + CONSUMERS * SCRATCH_BYTES),
+        floats(codes + CODES_BYTES),
         scales(floats + STAGING_SLOTS * STAGING_SLOT_BYTES),
         valueless(scales + STAGES * SCALE_BYTES),
         full(valueless + STAGES * VALUELESS_BYTES),

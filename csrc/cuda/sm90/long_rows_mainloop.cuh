@@ -10,11 +10,10 @@
 //                    in rows of HEAD_DIM channels; Q's codes of the other 8 channels are zeros
 //   CONSUMERS        number of consumer warpgroups
 //   CAUSAL           0 or 1
-//   BLOCK_FLOAT      of intflash_bfp: 1, or 2 where its keys are one block; else 0 (the default)
+//   TWO_GROUPS       of intflash_bfp: 1 where P is rounded, 2 where it is dithered; else 0 (the default)
 //   KEY_SCALES       K's scales: 0 one per head, 1 one per tile of 128 keys, 2 one per key
 //   P_SHARED         1: P goes to the products through shared memory, because registers do not suffice
 //   P_TABLE          1: P comes from a table in shared memory (exp2_table.cuh)
-//   SCRATCH_BYTES    shared memory of the method for each consumer warpgroup
 //   STAGES           stages of the ring buffer
 //   KV_RESIDENT      1: the ring holds all K/V tiles of a head until all rows of the head are computed
 //   QUERY            the type of Q: i8, or a float type with p.q_scale
@@ -242,12 +241,11 @@ struct RemainderRows {
   DEVICE void store(const Params&, const SharedLayout&, const WorkTile&, i32) const {}
 };
 
-// --- intflash_bfp whose keys are one block (one_block_softmax.cuh)
+// --- intflash_bfp (two_groups_softmax.cuh)
 
 // Whether a method is the one for heads some of whose keys have no value.
 template <class Method>
 constexpr bool IS_SPLIT = false;
-constexpr i32 MOST_TILES = 6;  // of one block of at most 768 keys
 
 // Which of a thread's keys of a tile have no value.
 struct ValuelessKeys {
@@ -264,19 +262,13 @@ struct ValuelessKeys {
   }
 };
 
-// Returns a part of a head's keys that have no value: some lane's is not 0 where there are any. With FLOAT_KV its tiles
-// must be full.
-DEVICE u32 valueless_keys_of_head(const Params& p, const SharedLayout& shared, const Head& of, i32 tiles, Stage at) {
-  const i32 lane = threadIdx.x % 32;
+// Returns a part of a head's keys that have no value: some lane's is not 0 where there are any.
+DEVICE u32 valueless_keys_of_head(const Params& p, const Head& of) {
+  const u32* const words = ValuelessKeys::words_of_head(p, of);
+  const i32 count = (p.nk + TILE - 1) / TILE * 4;
   u32 some = 0;
-  if constexpr (FLOAT_KV) {
-#pragma unroll
-    for (i32 j = 0; j < MOST_TILES; ++j, at.next())
-      if (j < tiles) some |= load_shared(shared.valueless_keys(at.stage) + lane * 4);
-  } else {
-    static_assert(4 * MOST_TILES <= 32);
-    if (lane < 4 * tiles) some = ValuelessKeys::words_of_head(p, of)[lane];
-  }
+#pragma unroll 4
+  for (i32 i = threadIdx.x % 32; i < count; i += 32) some |= words[i];
   return some;
 }
 DEVICE bool some_lane(u32 x) { return __any_sync(~0u, x != 0); }
@@ -296,7 +288,6 @@ struct Consumer {
   u64 q;
   i32 seen[2];
   u32 mask;             // with KEY_MASK: offset of the mask of the batch's keys
-  u32 zeros;            // Method::BLOCKS: this thread's keys without a value in the next tile
   bool releases_tiles;  // whether tiles may be released after use, because no later pass needs them
 
   DEVICE Consumer(const Params& p, const SharedLayout& shared) : p(p), shared(shared), query{p, shared} {}
@@ -341,10 +332,13 @@ struct Consumer {
   template <bool LAST>
   DEVICE void exponentials(int half, bool partial, i32 key, u32 stage, typename Method::P& codes) {
     const u32 scales = shared.k_scales(stage) + half * (SCALE_BYTES / 2);
-    method.template exponentials<LAST>(s[half % BUFFERS], partial, visible_keys(half, key), scales, codes);
+    method.template exponentials<LAST>(s[half % BUFFERS], partial, visible_keys(half, key), scales, first_key(half, key),
+                                       codes);
   }
+  // This thread's first key of half a tile.
+  DEVICE static i32 first_key(int half, i32 key) { return key + half * HALF + threadIdx.x % 4 * LANE_KEYS; }
   DEVICE VisibleKeys visible_keys(int half, i32 key) const {
-    const i32 first = key + half * HALF + threadIdx.x % 4 * LANE_KEYS;
+    const i32 first = first_key(half, key);
 #if KEY_MASK
     return {seen[0] - first, seen[1] - first, p.keep.ptr + (mask + first)};
 #else
@@ -448,35 +442,6 @@ struct Consumer {
     at = next;
   }
 
-  // The same for a method whose tiles have exponents of their own. The products of the next scores run while the
-  // block's sums are merged into the row's.
-  template <bool LAST>
-  DEVICE void block(i32 j, i32 whole, Stage& at) {
-    Stage next = at;
-    next.next();
-    if (!LAST) shared.wait_full(next);
-    const VisibleKeys visible[2] = {visible_keys(0, j * TILE), visible_keys(1, j * TILE)};
-    const u32 zeros = this->zeros;
-    if (!LAST) this->zeros = method.zeros(p, j + 1);
-    typename Method::P codes;
-    method.block(s, (LAST || CAUSAL || KEY_MASK) && j >= whole, visible, zeros, codes);
-    method.add_values(codes, descriptor<128>(shared.v_tile(at.stage)), [&] {
-      release(at.stage);
-      if (!LAST) issue_scores(0, next.stage);
-    });
-    if (!LAST) wgmma_wait(scores());
-    at = next;
-  }
-
-  DEVICE void run_blocks(i32 tiles, i32 whole, Stage& at) {
-    zeros = method.zeros(p, 0);
-    first_scores(at);
-    i32 j = 0;
-#pragma unroll 1
-    for (; j + 1 < tiles; ++j) block<false>(j, whole, at);
-    block<true>(j, whole, at);
-  }
-
   // The passes over the keys for a method that IS_SPLIT: the first finds the row maxima, the second computes
   // exponentials and P V. Such heads are few, so that nothing overlaps here.
   template <bool FIRST>
@@ -494,7 +459,7 @@ struct Consumer {
           method.update_row_max(s[0], visible, valueless, half);
         } else {
           typename Method::P codes;
-          method.exponentials(s[0], visible, valueless, half, codes);
+          method.exponentials(s[0], visible, valueless, half, first_key(half, j * TILE), codes);
           method.issue_pv(codes, half, descriptor<128>(shared.v_tile(at.stage)) + half * V_HALF);
           method.wait();
         }
@@ -504,13 +469,9 @@ struct Consumer {
   }
 
   DEVICE void run_mainloop(i32 tiles, i32 whole, Stage& at) {
-    if constexpr (Method::BLOCKS) {
-      run_blocks(tiles, whole, at);
-    } else {
-      if constexpr (Method::WHOLE_TILES)
-        if (!method.fast_exp) return run_mainloop_as<false>(tiles, whole, at);
-      run_mainloop_as<true>(tiles, whole, at);
-    }
+    if constexpr (Method::WHOLE_TILES)
+      if (!method.fast_exp) return run_mainloop_as<false>(tiles, whole, at);
+    run_mainloop_as<true>(tiles, whole, at);
   }
   template <bool FAST_EXP>
   DEVICE void run_mainloop_as(i32 tiles, i32 whole, Stage& at) {
@@ -580,10 +541,6 @@ struct Consumer {
       else
         run_mainloop(mine.count, mine.whole, at);
     }
-    if constexpr (Method::BLOCKS)
-      if (method.is_inexact())
-        method.sum_again(p, work.place(reread_thread_index(), tile), shared, mine.count, mine.whole,
-                         [&](int half, i32 key) { return visible_keys(half, key); });
     if (!KV_RESIDENT)
       skip_tiles(tiles - mine.count, at);
     else if (!last)
@@ -602,15 +559,15 @@ struct Consumer {
         skip_tiles(KEY_PASSES<Method> * tiles_of(p, scheduler.work(p)), at);
       if (scheduler.done(p)) break;
       u32 valueless = 0;  // loaded before Q is waited for
-      if constexpr (ONE_BLOCK && !FLOAT_KV)
-        valueless = valueless_keys_of_head(p, shared, work, (p.nk + TILE - 1) / TILE, at);
+      if constexpr (TWO_GROUPS && !FLOAT_KV)
+        valueless = valueless_keys_of_head(p, work);
       load_query(work, tile, at);
-      if constexpr (ONE_BLOCK && FLOAT_KV) valueless = valueless_keys_of_floats(work, at);
+      if constexpr (TWO_GROUPS && FLOAT_KV) valueless = valueless_keys_of_floats(work, at);
       bool is_split = false;
-      if constexpr (ONE_BLOCK) is_split = some_lane(valueless);
+      if constexpr (TWO_GROUPS) is_split = some_lane(valueless);
       bool is_remainder = work.is_remainder(p, tile) & !is_split;
       // the broadcast makes the value uniform for the compiler, which otherwise waits for each product
-      if constexpr (ONE_BLOCK && REMAINDER_KEY_TILES) is_remainder = __shfl_sync(~0u, is_remainder, 0);
+      if constexpr (TWO_GROUPS && REMAINDER_KEY_TILES) is_remainder = __shfl_sync(~0u, is_remainder, 0);
       // without this the compiler computes for all rows what both branches need, and keeps it in registers for long
       if (is_remainder) work.keep_in_registers();
       const WorkTile from = work;
@@ -628,7 +585,7 @@ struct Consumer {
         if (REMAINDER_KEY_TILES) at.make_uniform();
         const bool last = tile + CONSUMERS >= work.tiles();
         if (!is_split) attend(work, tile, last, at);
-        if constexpr (ONE_BLOCK) {
+        if constexpr (TWO_GROUPS) {
           if (is_split) {
             Consumer<typename Method::Split> split(p, shared);
             split.attend(work, tile, last, at);
@@ -643,13 +600,20 @@ struct Consumer {
       if (scheduler.i != next.i) scheduler.next(p);
     }
   }
-  // Returns `valueless_keys_of_head` once all tiles of the head are full.
+  // The same of floats, whose keys without a value are known when a tile is full. Waits for all of the head's tiles. As
+  // one loop it would make the compiler take what follows for divergent.
   DEVICE u32 valueless_keys_of_floats(const WorkTile& of, const Stage& at) const {
+    constexpr i32 MOST_TILES = TWO_GROUPS == 1 && STAGES > 6 ? 6 : STAGES;  // 6 hold ROUNDED_KEYS
     const i32 tiles = tiles_of(p, of);
     Stage s = at;
 #pragma unroll 1
     for (i32 j = 0; j < tiles; ++j, s.next()) shared.wait_full(s);
-    return valueless_keys_of_head(p, shared, of, tiles, at);
+    s = at;
+    u32 some = 0;
+#pragma unroll
+    for (i32 j = 0; j < MOST_TILES; ++j, s.next())
+      if (j < tiles) some |= load_shared(shared.valueless_keys(s.stage) + threadIdx.x % 32 * 4);
+    return some;
   }
   // Advances the scheduler to the work tile that contains row tile `tile`, and begins to load its Q.
   DEVICE WorkTile find_tile(TileScheduler& scheduler, i32& tile) const {

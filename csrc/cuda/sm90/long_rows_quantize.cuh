@@ -303,7 +303,7 @@ struct QuantizingLoader {
     RegisterChunks held;
     u32 step = threadIdx.x / GROUP;
     // uniform for the compiler: it would not take a warp for converged after a loop with shuffles otherwise
-    if (ONE_BLOCK) step = __shfl_sync(~0u, step, 0);
+    if (TWO_GROUPS) step = __shfl_sync(~0u, step, 0);
     held.begin_load(mine, step);
 #pragma unroll 1
     while (step < steps) {

@@ -118,7 +118,7 @@ struct RemainderRows<ExactMaximum<DIGITS, Form>> {
     const i64 B = Form::OFFSET - t_max;
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i)
-      Form::template four<EXP_32BIT>(s[i][0], s[i][1], s[i][2], s[i][3], C, B, words[i]);
+      Form::template four<EXP_32BIT>(s[i][0], s[i][1], s[i][2], s[i][3], C, B, Form::added(0), words[i]);
   }
 
   // Computes P V of the warp's keys. V^T is the left operand, so that all rows of the products exist.
@@ -223,7 +223,7 @@ struct RemainderRows<ExactMaximum<DIGITS, Form>> {
   }
 };
 
-#if BLOCK_FLOAT == 2
+#if TWO_GROUPS
 template <>
-struct RemainderRows<OneBlock> : RemainderRows<OneBlock::Exact> {};
+struct RemainderRows<TwoGroups> : RemainderRows<TwoGroups::Exact> {};
 #endif

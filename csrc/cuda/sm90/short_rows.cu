@@ -6,7 +6,7 @@
 #if REMAINDER_ROWS
 #include "sm90/short_rows_remainder.cuh"
 #endif
-#if BLOCK_FLOAT
+#if TWO_GROUPS
 #include "sm90/short_rows_split.cuh"
 #endif
 
@@ -171,7 +171,7 @@ __cluster_dims__(1, 1, CLUSTER)
       tile.set_limits();
     }
   };
-#if BLOCK_FLOAT
+#if TWO_GROUPS
   const u32 value_codes = v_tile + V_BYTES + BARRIER_BYTES;
   if (may_lack_values(v_tile, p.nk) && find_valueless(v_tile, p.nk, value_codes)) {
     bool has_query = row < whole;  // of the first tile: without it the compiler would load that later for all heads

@@ -40,8 +40,8 @@ Source source_of(const char* file, std::initializer_list<const char*> own) {
   for (const char* name : own) source.macros[count++] = {name, nullptr};
   return source;
 }
-const Source kAnyRowsSource = source_of("sm80/attention.cu", {"PACKED", "WINDOW", "ROW_TILES", "ONE_BLOCK"});
-const Source kFewRowsSource = source_of("sm80/few_rows.cu", {"BLOCK_FLOAT", "SCORES", "STEP"});
+const Source kAnyRowsSource = source_of("sm80/attention.cu", {"PACKED", "WINDOW", "ROW_TILES", "DITHER", "MANY_KEYS"});
+const Source kFewRowsSource = source_of("sm80/few_rows.cu", {"TWO_GROUPS", "SCORES", "STEP", "DITHER"});
 constexpr int kRowScales = 6;  // the place of ROW_SCALES
 
 int64_t padded(int64_t count) { return round_up(count, kChunk); }
@@ -59,6 +59,15 @@ int64_t shared_bytes(const Problem& p, const Tile& tile) {
   return kTableBytes * (p.method == Method::kOnline) + tile.stages * stage;
 }
 
+// Whether 32 bits do not hold the sums of a row of `intflash_bfp`.
+bool has_many_keys(const Problem& p) { return p.has_two_groups() && p.nk() > kMostSums; }
+
+// What DITHER of a kernel says.
+int32_t dither_macro(const Problem& p) {
+  if (!p.has_two_groups() || p.nk() <= kRoundedKeys) return 0;
+  return p.q_ends ? 2 : 1;
+}
+
 // Chooses the tile, by measurements on an H100, whose registers and shared memory suffice on the GPU. Two tiles of rows
 // share what a warp reads of K and V; one leaves registers for masks and for P16's two digits.
 Tile choose_tile(const Problem& p, const Gpu& gpu) {
@@ -72,8 +81,8 @@ Tile choose_tile(const Problem& p, const Gpu& gpu) {
     if (d > 96 && shared_bytes(p, tile) > gpu.shared_bytes) tile.slices *= 2;
     return tile;
   }
-  // tiles are blocks of keys, and a row's sums have 64 bits
-  if (p.is_block_float()) return {4, 1, kBlock, 2, 2, ceil_div(dv, 64)};
+  // a row's sums have 64 bits
+  if (has_many_keys(p)) return {4, 1, 64, 2, 2, ceil_div(dv, 64)};
   if (p.method == Method::kP8) {
     if (d > 128) return {4, 1, 32, 3, 2, 1};
     if (p.bias || (is_masked && d > 64)) return {4, 1, 64, 3, d <= 64 ? three : 2, 1};
@@ -97,25 +106,25 @@ void set_macros(const Attention& a, const Tile& tile, int32_t causal, const Sour
   std::copy(own.begin(), own.end(), program.values + source.count() - own.size());
 }
 
-int64_t digits(Method method) { return method == Method::kP16 ? 2 : 1; }
+int64_t digits(Method method) { return has_p16(method) ? 2 : 1; }
 
-// With blocks, each warp has a part of the channels. Large tiles are faster for large caches, by measurements on an
+// Large tiles are faster for large caches, by measurements on an
 // H200; P16's two digits leave no registers for them.
 Tile few_rows_tile(const Problem& p, const Gpu& gpu) {
   const int64_t dv = p.v.shape[3], d = std::max(p.head_dim(), dv);
-  const int64_t slices = p.is_block_float() ? 1 : 1 + (digits(p.method) * dv > 256);
-  const Tile usual{4, 1, 128, d <= 128 ? 4 : 2, 2, slices}, large{8, 1, 256, 3, 2, 1};
+  const Tile usual{4, 1, 128, d <= 128 ? 4 : 2, 2, 1 + (digits(p.method) * dv > 256)}, large{8, 1, 256, 3, 2, 1};
   const int64_t stage = std::max(key_tile_bytes(large.keys, p.head_dim()), value_tile_bytes(large.keys, dv));
   if (p.method != Method::kP8 || d > 128 || large.ctas_per_sm * large.stages * stage > gpu.shared_bytes) return usual;
   const bool is_faster = p.batch() * p.k.shape[1] * p.nk() * p.head_dim() >= kLargeCache;
   return (p.fixed.large_tiles < 0 ? is_faster : bool(p.fixed.large_tiles)) ? large : usual;
 }
 
-// Sums of a row: int32 numbers of few_rows.cu.
+// Sums of a row of a CTA and of all, and maxima: int32 and int64 numbers of few_rows.cu.
+int64_t cta_sums(const Problem& p) { return digits(p.method) * (padded(p.v.shape[3]) + 1) + p.has_two_groups(); }
 int64_t row_sums(const Problem& p) {
-  const int64_t channels = padded(p.v.shape[3]);
-  return p.is_block_float() ? 2 * (channels + 2) : digits(p.method) * (channels + 1);
+  return p.has_two_groups() ? 2 * (padded(p.v.shape[3]) + 3) : cta_sums(p);
 }
+int64_t row_maxima(const Problem& p) { return 1 + p.has_two_groups(); }
 
 }  // namespace
 
@@ -146,9 +155,7 @@ int64_t value_tile_bytes(int64_t keys, int64_t channels) {
   return std::max(16 * chunks * (keys + 16), keys * 16 * (chunks | 1));
 }
 
-// few_rows.cu has no code for a sequence of intflash_bfp that is one block.
 bool takes_few_rows(const Problem& p) {
-  if (p.is_block_float() && p.nk() <= kOneBlock) return false;
   return p.group() * p.nq() <= kFewRows && p.nk() >= kManyKeys && p.method != Method::kOnline && !p.q_ends &&
          !p.is_windowed;
 }
@@ -175,9 +182,7 @@ void any_rows_launch(const Attention& a, Launch& launch) {
   const Problem& p = a.p;
   const Tile tile = choose_tile(p, a.gpu);
   const int32_t causal = !p.is_causal ? 0 : p.q_ends && p.is_bottom_right ? 2 : 1;
-  const int32_t one_block = !p.is_block_float() ? 0 : p.q_ends ? 2 : p.nk() <= kOneBlock;
-  set_macros(a, tile, causal, kAnyRowsSource, {bool(p.q_ends), p.is_windowed, int32_t(tile.row_tiles), one_block},
-             launch.program);
+  set_macros(a, tile, causal, kAnyRowsSource, {bool(p.q_ends), p.is_windowed, int32_t(tile.row_tiles), dither_macro(p), has_many_keys(p)}, launch.program);
   // each packed sequence may end within a tile
   const int64_t tiles = ceil_div(p.nq(), 16 * tile.row_tiles * tile.warps) + p.sequences;
   ::Share share{};
@@ -194,10 +199,11 @@ FewRows few_rows(const Problem& p, const Gpu& gpu) {
   const int64_t wanted = p.fixed.key_splits > 0
                              ? p.fixed.key_splits
                              : std::max<int64_t>(1, std::min(tiles, kCtasPerProcessor * gpu.processors / heads));
+  const int64_t most = kMostSums / tile;  // tiles of a CTA, whose sums have 32 bits
   FewRows few;
-  few.keys = ceil_div(tiles, wanted) * tile, few.splits = ceil_div(p.nk(), few.keys);
+  few.keys = std::min(ceil_div(tiles, wanted), most) * tile, few.splits = ceil_div(p.nk(), few.keys);
   few.score_bytes = heads * p.group() * p.nq() * padded(p.nk()) * 4;
-  few.maximum_bytes = heads * few.splits * kFewRows * 8;
+  few.maximum_bytes = heads * few.splits * kFewRows * row_maxima(p) * 8;
   few.sum_bytes = heads * kFewRows * row_sums(p) * 4;
   return few;
 }
@@ -222,7 +228,7 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
                   reinterpret_cast<i32*>(workspace + choice.sums)};
   const int64_t of_keys = tile.stages * key_tile_bytes(tile.keys, p.head_dim());
   const int64_t of_values =
-      std::max(tile.stages * value_tile_bytes(tile.keys, ceil_div(dv, tile.slices)), 4 * kFewRows * row_sums(p));
+      std::max(tile.stages * value_tile_bytes(tile.keys, ceil_div(dv, tile.slices)), 4 * kFewRows * cta_sums(p));
   // where the score constants come from: see few_rows.cu
   const int32_t scores = a.constants.score ? 0 : a.head_amax_in_kernel ? 2 : 1;
   // rows i and i + 8, which a lane has, may be of two heads
@@ -231,7 +237,8 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
   const int64_t shared[3] = {of_keys, of_values, 0};
   for (int step = 0; step < 3; ++step) {
     Launch& launch = plan.next();
-    set_macros(a, tile, p.is_causal, kFewRowsSource, {p.is_block_float(), scores, step}, launch.program);
+    set_macros(a, tile, p.is_causal, kFewRowsSource, {p.has_two_groups(), scores, step, dither_macro(p)},
+               launch.program);
     if (has_scores_of_heads) launch.program.values[kRowScales] = 1;
     launch.set_parameters<::Params>() = params;
     launch.grid[0] = uint32_t(grids[step][0]), launch.grid[1] = uint32_t(grids[step][1]);

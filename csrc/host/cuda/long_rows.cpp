@@ -24,14 +24,10 @@ constexpr double kPassLeastUs = 4.5, kPassTbS = 4.0;
 // To find the scales of a head: the rate of a CTA, and the least time and the rate of a pass over all heads.
 constexpr double kScanTbS = 0.105, kScalesLeastUs = 1.0, kScalesTbS = 6.0;
 
-// The softmaxes of the methods, and of `intflash_bfp` whose keys are one block.
-constexpr const char* kSoftmaxes[] = {"ExactP16", "ExactP8", "Online", "BlockFloat", "OneBlock"};
-constexpr int32_t kOneBlockSoftmax = 4;
-static_assert(kOneBlock <= 6 * kTile);  // MOST_TILES of long_rows_mainloop.cuh
 const Source kSource = {"sm90/long_rows.cu",
                         "attention",
-                        {{"METHOD", kSoftmaxes},
-                         {"BLOCK_FLOAT", nullptr},
+                        {{"METHOD", kMethodNames},
+                         {"TWO_GROUPS", nullptr},
                          {"HEAD_DIM", nullptr},
                          {"CONSUMERS", nullptr},
                          {"CAUSAL", nullptr},
@@ -43,7 +39,6 @@ const Source kSource = {"sm90/long_rows.cu",
                          {"TMA", nullptr},
                          {"P_SHARED", nullptr},
                          {"P_TABLE", nullptr},
-                         {"SCRATCH_BYTES", nullptr},
                          {"STAGES", nullptr},
                          {"KV_RESIDENT", nullptr},
                          {"FLOAT_KV", nullptr},
@@ -57,37 +52,27 @@ const Source kSource = {"sm90/long_rows.cu",
 // The kernel pads head_dim to a multiple of 16.
 int64_t padded_channels(int64_t d) { return round_up(d, 16); }
 
-// `intflash_bfp`: whether the keys are one block, so that the loops are those of `intflash`, or many.
-bool is_one_block(const Problem& p) { return p.is_block_float() && p.nk() <= kOneBlock; }
-bool has_many_blocks(const Problem& p) { return p.is_block_float() && p.nk() > kOneBlock; }
-
 // Whether P has two digits below the exact maximum of a row.
-bool has_exact_p16(const Problem& p) { return p.method == Method::kP16 || is_one_block(p); }
+bool has_exact_p16(const Problem& p) { return p.method == Method::kP16 || p.has_two_groups(); }
+
+// What TWO_GROUPS of a kernel says.
+int32_t two_groups_macro(const Problem& p) { return !p.has_two_groups() ? 0 : p.nk() <= kRoundedKeys ? 1 : 2; }
 
 bool uses_p_table(const Problem& p) { return p.method == Method::kOnline; }
 
 bool p_in_shared(const Problem& p, int64_t consumers) { return consumers == 3 && p.head_dim() > 96 && uses_p_table(p); }
 
-// Bytes for each consumer warpgroup of `Scratch` of block_float_softmax.cuh: 64-bit words of 128 threads, seven and a
-// thread's accumulators that have no registers.
-int64_t scratch_bytes(const Problem& p) {
-  if (!has_many_blocks(p)) return 0;
-  const int64_t d = padded_channels(p.head_dim());
-  const int64_t accumulators = d == 80 ? 12 : d == 96 ? 16 : d == 112 ? 24 : d == 128 ? 34 : 0;
-  return (7 + accumulators) * 128 * 8;
-}
-
-// Bytes of P, where it goes through shared memory, of what has no registers, of floats that wait to be quantized and of
-// their maxima, and of the table of P.
+// Bytes of P, where it goes through shared memory, of floats that wait to be quantized and of their maxima, and of the
+// table of P.
 int64_t extra_shared_bytes(const Problem& p, int64_t consumers, bool floats) {
-  return 64 * consumers * kTile * p_in_shared(p, consumers) + consumers * scratch_bytes(p) +
-         floats * (kStagingBytes + kMaximaBytes) + uses_p_table(p) * kTableBytes;
+  return 64 * consumers * kTile * p_in_shared(p, consumers) + floats * (kStagingBytes + kMaximaBytes) +
+         uses_p_table(p) * kTableBytes;
 }
 
 // floats: of K and V, whose keys without a value the kernel marks in a byte for each key.
 int64_t shared_bytes(const Problem& p, int64_t consumers, bool floats, int64_t stages) {
   const int64_t d = padded_channels(p.head_dim());
-  return long_rows_shared_bytes(d, consumers, kTile * d, kTile * (floats && is_one_block(p)), stages,
+  return long_rows_shared_bytes(d, consumers, kTile * d, kTile * (floats && p.has_two_groups()), stages,
                                 extra_shared_bytes(p, consumers, floats));
 }
 
@@ -103,7 +88,6 @@ bool light_quantization(int64_t d) { return d == 64; }
 // The number of consumer warpgroups, as many as registers allow. light_loads: the producer needs few registers, as with
 // TMA; rows: each row has its own scale.
 int64_t consumers_of(const Problem& p, int64_t d, bool light_loads, bool rows) {
-  if (has_many_blocks(p)) return 2;
   if (has_exact_p16(p)) return 32 < d && d <= 64 && light_loads && !rows ? 3 : 2;
   if (p.method == Method::kP8) return d <= 96 || d == 128 ? 3 : 2;
   if (rows) return d <= (p.is_causal ? 64 : 80) ? 3 : 2;
@@ -296,6 +280,8 @@ Schedule schedule_ranges(const Problem& p, int64_t consumers, const Gpu& gpu) {
 
 bool long_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (!gpu.is_hopper()) return why.no([] { return kHopperOnly; });
+  if (p.nk() > kMostSums)
+    return why.no([&] { return "long rows take at most 65536 keys, got " + std::to_string(p.nk()); });
   if (p.keep && !is_key_mask(p, why)) return false;
   if (!is_long_rows_shape(p, pads_channels(p) ? 8 : 16, why)) return false;
   return !p.bias || why.no([] { return "long rows do not support bias"; });
@@ -305,7 +291,6 @@ bool long_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
 bool long_rows_quantize_keys(const Problem& p, const Gpu& gpu) {
   const int64_t d = padded_channels(p.head_dim());
   if (p.q.bytes() != 2 || d == 16) return false;  // 16: registers would spill
-  if (has_many_blocks(p)) return false;           // it reads codes again where a row needs a second pass
   if (!offsets_fit_32_bits(p.k) || !offsets_fit_32_bits(p.v)) return false;
   const int64_t consumers = consumers_of(p, d, light_quantization(d), false);
   const int64_t stages = most_stages(p, consumers, true);
@@ -341,8 +326,8 @@ void long_rows_launch(const Attention& a, Launch& launch) {
   if (p.fixed.consumers < 0 && !resident && two_consumers_suffice(p, a.gpu.processors)) consumers = 2;
   const int64_t stages = resident ? most : kStages;
   launch.program = {&kSource,
-                    {is_one_block(p) ? kOneBlockSoftmax : int32_t(p.method),
-                     is_one_block(p) ? 2 : has_many_blocks(p),
+                    {int32_t(p.method),
+                     two_groups_macro(p),
                      int32_t(d),
                      int32_t(consumers),
                      p.is_causal,
@@ -354,7 +339,6 @@ void long_rows_launch(const Attention& a, Launch& launch) {
                      launch.has_maps,
                      p_in_shared(p, consumers),
                      uses_p_table(p),
-                     int32_t(scratch_bytes(p)),
                      int32_t(stages),
                      resident,
                      floats,

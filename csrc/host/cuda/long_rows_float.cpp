@@ -14,7 +14,6 @@ const Source kSource = {"sm90/long_rows_float.cu",
                          {"KEY_SCALES", nullptr},
                          {"P_SHARED", nullptr},
                          {"P_TABLE", nullptr},
-                         {"SCRATCH_BYTES", nullptr},
                          {"QUERY", kTypeNames},
                          {"VALUE", kTypeNames},
                          {"OUT", kTypeNames},
@@ -35,7 +34,7 @@ void float_rows_launch(const Problem& p, int key_scales, const Memory& memory, c
   const int64_t d = p.head_dim(), scale_bytes[3] = {0, 16, 512};  // of K in a stage
   Attention a{p, memory, p.q, p.k, p.v, true, false, {p.scale[0], p.scale[1], {}}, {}, {}, gpu};
   launch.program = {&kSource,
-                    {int32_t(d), int32_t(kConsumers), p.is_causal, key_scales, 0, 0, 0, int32_t(OutType::kInt8),
+                    {int32_t(d), int32_t(kConsumers), p.is_causal, key_scales, 0, 0, int32_t(OutType::kInt8),
                      int32_t(p.v.type), int32_t(p.out_type), int32_t(kStages), 0, 0, 0}};
   const Schedule schedule = schedule_ranges(p, kConsumers, gpu);
   launch.grid[0] = uint32_t(schedule.ctas);

@@ -269,7 +269,7 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
   }
   c.fills_constants = (!(c.fuses_keys || c.scores_in_kernel) || p.has_integer_output()) && !p.ready_score;
   const bool finds_them_itself = quantizes_keys || (is_long && c.fuses_keys);
-  c.finds_valueless = p.is_block_float() && !finds_them_itself;
+  c.finds_valueless = p.has_two_groups() && !finds_them_itself;
   if (c.finds_scales || c.scales_in_quantization || ((is_long || is_whole) && c.head_amax_in_kernel)) {
     for (int i = 0; i < 3; ++i)
       if (!p.scale[i]) c.scale_count += numel(found_scale(p, i, nullptr).shape);

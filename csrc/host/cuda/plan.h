@@ -26,7 +26,7 @@ struct Tensor {
 constexpr const char* kMethods[] = {"intflash", "intflash_p8", "intflash_online", "intflash_bfp"};
 inline bool has_kernels(Method m) { return size_t(m) < std::size(kMethods); }
 // What the macro METHOD of kernels says for each of them.
-constexpr const char* kMethodNames[] = {"ExactP16", "ExactP8", "Online", "BlockFloat"};
+constexpr const char* kMethodNames[] = {"ExactP16", "ExactP8", "Online", "TwoGroups"};
 
 // A GPU as far as plans depend on it.
 struct Gpu {
@@ -86,7 +86,7 @@ struct Problem {
   bool is_dynamic() const { return has_float_query() && !scale[0]; }
   // The macro BIAS_FRACTION_BITS of kernels.
   int32_t bias_macro() const { return bias ? bias_fraction_bits : kLeftOut; }
-  bool is_block_float() const { return method == Method::kBlockFloat; }
+  bool has_two_groups() const { return method == Method::kBlockFloat; }
   bool has_integer_output() const { return out_type == OutType::kInt8 || out_type == OutType::kInt16; }
   int64_t batch() const { return q.shape[0]; }
   int64_t heads() const { return q.shape[1]; }
@@ -226,7 +226,8 @@ constexpr const char* kHopperOnly = "the kernels of short and long rows need com
 constexpr int64_t kGridLimit = 65535;    // CTAs along the second and third axis of a grid
 constexpr int64_t kChannels = 8;         // of floats that kernels quantize at once
 constexpr int64_t kMostShortKeys = 224;  // of short rows
-constexpr int64_t kBlock = 128;          // keys with one exponent, of a sequence of more than kOneBlock
+constexpr int64_t kMostSums = 65536;     // keys whose sums 32 bits hold
+constexpr int64_t kWordKeys = 128;       // keys of the four words that tell which have no value
 
 // The constants that attention kernels read; null data where the kernel computes them.
 struct Constants {

@@ -184,19 +184,19 @@ void constants_launch(const Problem& p, const Choice& choice, const Tensor (&sca
                      p.out_type == OutType::kInt8    ? 127
                      : p.out_type == OutType::kInt16 ? 32767
                                                      : 0,
-                     bool(p.given_out_scale), kMostOutputExponent + p.is_block_float() * kMostGap}};
+                     bool(p.given_out_scale), kMostOutputExponent + p.has_two_groups() * kMostGap}};
   launch.grid[0] = uint32_t(ceil_div(std::max(params.score_count, params.output_count), 128));
   launch.threads = 128;
 }
 
 Tensor valueless_words(const Problem& p, char* data) {
-  const int64_t blocks = p.sequences ? p.nk() / kBlock + p.sequences : ceil_div(p.nk(), kBlock);
-  return packed(data, {p.k.shape[0], p.k.shape[1], 1, blocks * (kBlock / 32)});
+  const int64_t blocks = p.sequences ? p.nk() / kWordKeys + p.sequences : ceil_div(p.nk(), kWordKeys);
+  return packed(data, {p.k.shape[0], p.k.shape[1], 1, blocks * (kWordKeys / 32)});
 }
 
 void valueless_launch(const Problem& p, const Tensor& v, const Tensor& words, Launch& launch) {
   ::ValuelessParams& params = launch.set_parameters<::ValuelessParams>();
-  const int64_t heads = v.shape[1], blocks = words.shape[3] / (kBlock / 32);
+  const int64_t heads = v.shape[1], blocks = words.shape[3] / (kWordKeys / 32);
   params.v = data_view(v);
   params.words = reinterpret_cast<u32*>(words.data);
   params.k_ends = p.k_ends;

@@ -33,7 +33,7 @@ const Source kSource = {"sm90/short_rows.cu",
                          {"CTAS_PER_SM", nullptr},
                          {"BIAS", nullptr},
                          {"CLUSTER", nullptr},
-                         {"BLOCK_FLOAT", nullptr},
+                         {"TWO_GROUPS", nullptr},
                          {"BIAS_FRACTION_BITS", nullptr}}};
 
 // How the work is split: warpgroups per CTA, tiles of 64 rows per CTA, CTAs per multiprocessor.
@@ -198,7 +198,7 @@ void short_rows_launch(const Attention& a, Launch& launch) {
                      int32_t(split.ctas_per_sm),
                      p.bias ? keys_at_once(p.bias) : kLeftOut,
                      cluster > 1 ? int32_t(parts) : kLeftOut,
-                     p.is_block_float() ? 1 : kLeftOut,
+                     p.has_two_groups() ? 1 : kLeftOut,
                      p.bias_macro()}};
   launch.grid[0] = uint32_t(heads_first ? heads : batch);
   launch.grid[1] = uint32_t(heads_first ? batch : heads);
@@ -207,7 +207,7 @@ void short_rows_launch(const Attention& a, Launch& launch) {
   // K and V^T; their barriers; of intflash_bfp a byte for each key and a word for each warp; RemainderRows::Shared, the
   // maxima and p of 8 rows; the biases of a tile, and of 8 rows
   launch.shared_bytes = uint32_t(round_up(keys * key_width(d), 1024) + ceil_div(keys, 128) * d * 128 +
-                                 16 * launch.has_maps + p.is_block_float() * (keys + 16 * split.warpgroups) +
+                                 16 * launch.has_maps + p.has_two_groups() * (keys + 16 * split.warpgroups) +
                                  (remainder ? 128 + 8 * (ceil_div(keys, 32) | 1) * 64 * bits / 8 : 0) +
                                  (p.bias ? split.warpgroups * 64 * keys * 4 + remainder * 128 : 0));
   launch.set_parameters<::Params>() = attention_parameters(a, int32_t(split.tiles), {});

@@ -8,11 +8,11 @@ namespace {
 
 constexpr int64_t kMostKeys = 288, kWarps = 4;
 constexpr int64_t kCtasPerProcessor = 2;  // at least, where heads have enough rows
-static_assert(kMostKeys <= kOneBlock);    // for intflash_bfp
+static_assert(kMostKeys <= kRoundedKeys);    // for intflash_bfp
 constexpr int64_t kReservedBytes = 1024;  // of shared memory, by the GPU for each CTA
 constexpr int64_t kStaticBytes = 256;     // for the kernel's own variables there
 
-constexpr const char* kSoftmaxes[] = {"ExactP16", "ExactP8", nullptr, "WholeBlockFloat"};  // of each method
+constexpr const char* kSoftmaxes[] = {"ExactP16", "ExactP8", nullptr, "WholeTwoGroups"};  // of each method
 const Source kSource = {"sm80/whole_rows.cu",
                         "attention",
                         {{"METHOD", kSoftmaxes},
@@ -43,7 +43,7 @@ int64_t shared_bytes(const Problem& p) {
 int64_t ctas_per_sm(const Problem& p, const Gpu& gpu) {
   const int64_t digits = p.method == Method::kP8 ? 1 : 2;
   int64_t registers = round_up(p.nk(), 16) / 2 + 4 * ceil_div(p.head_dim(), 32);
-  if (p.is_block_float())  // whose accumulators are of few channels at a time
+  if (p.has_two_groups())  // whose accumulators are of few channels at a time
     registers += 48;
   else  // ptxas takes more for what it moves ahead where there are many keys and few channels
     registers += digits * round_up(p.v.shape[3], 16) / 2 + (digits == 1 ? 24 : 40) +
@@ -62,7 +62,7 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (p.key_counts || p.is_causal || p.is_windowed || p.q_ends)
     return why.no([] { return "whole rows support neither causal masks and windows nor packed sequences"; });
   for (const Tensor* mask : {&p.bias, &p.keep}) {
-    if (*mask && !p.is_block_float()) return why.no([] { return "whole rows have masks for intflash_bfp only"; });
+    if (*mask && !p.has_two_groups()) return why.no([] { return "whole rows have masks for intflash_bfp only"; });
     if (needs_copy(p, *mask)) return why.no([] { return "whole rows need masks with contiguous keys"; });
   }
   const int64_t d = p.head_dim(), dv = p.v.shape[3], multiple = p.is_float() ? kChannels : 16;
@@ -83,7 +83,7 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
 // By measurements on an H200, of other methods than intflash_bfp beyond the keys of short rows. Long rows compute whole
 // tiles of 128 keys and of 64 rows, and of codes they need V with contiguous keys.
 bool whole_rows_beat_long_rows(const Problem& p) {
-  if (p.is_block_float()) return true;
+  if (p.has_two_groups()) return true;
   if (p.nk() <= kMostShortKeys) return false;
   return p.is_float() ? p.nk() % kTile && p.head_dim() <= 80 : !needs_copy(p, p.v);
 }

@@ -15,7 +15,7 @@ const Source kSource = {"window_attention.cu",
                          {"NK", nullptr},
                          {"HEAD_DIM", nullptr},
                          {"BITS", nullptr},
-                         {"BLOCK_FLOAT", nullptr},
+                         {"TWO_GROUPS", nullptr},
                          {"IN", kTypeNames},
                          {"OUT", kTypeNames},
                          {"KEY_MAJOR", nullptr},
@@ -117,7 +117,7 @@ void window_launch(const Attention& a, Launch& launch) {
   for (const Tensor* x : {&a.q, &a.k, &a.memory.out, &a.v})
     packed &= (key_major && x == &a.v) || x->stride[2] == d || x->shape[2] == 1;
   launch.program = {&kSource,
-                    {int32_t(nq), int32_t(nk), int32_t(d), has_p16(p.method) ? 16 : 8, p.is_block_float(),
+                    {int32_t(nq), int32_t(nk), int32_t(d), has_p16(p.method) ? 16 : 8, p.has_two_groups(),
                      int32_t(a.q.type), int32_t(p.out_type), key_major, packed, a.has_row_scales(),
                      a.head_amax_in_kernel, mask_kind(p.bias), mask_kind(p.keep), int32_t(parts), int32_t(split.rows),
                      int32_t(split.windows), int32_t(std::max<int64_t>(1, resident / warps)), p.bias_macro()}};

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 ROUNDED_KEYS = 768  # p16 of a sequence of at most so many keys is rounded, that of more is dithered
-DITHER_KEYS = 256  # the dither repeats after so many keys
+DITHER_KEYS = 2048  # the dither repeats after so many keys
 UNSET = -(1 << 29)  # the octave of a group without keys, below every other: |T| < 2^60 + 2^51
 FAR = 48  # a group so many octaves below its row's largest, or more, adds nothing
 MAX_GAP = 96  # octaves between keys with a value and keys without: more count as so many
@@ -20,12 +20,13 @@ OUTPUT_SHIFT = 24  # from a row's sums to those that the output is made of: l be
 
 
 def dither(key: int) -> int:
-    """What is added to p16 of a key before it is floored, in 2^-8: the 8 bits of its number in reverse order.
+    """What is added to p16 of a key before it is floored, in 2^-8: bits 0 to 3 of its number in reverse order, then
+    bits 7 to 10 in reverse order.
 
-    >>> [dither(key) for key in (0, 1, 2, 3, 255, 256)]
-    [0, 128, 64, 192, 255, 0]
+    >>> [dither(key) for key in (0, 1, 2, 3, 15, 16, 128, 256, 2047)]
+    [0, 128, 64, 192, 240, 0, 8, 4, 255]
     """
-    return int(f"{key % DITHER_KEYS:08b}"[::-1], 2)
+    return int(f"{key % 16:04b}"[::-1] + f"{key // 128 % 16:04b}"[::-1], 2)
 
 
 def additions(keys: int) -> list[int]:

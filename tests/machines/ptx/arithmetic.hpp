@@ -39,6 +39,11 @@ template <class T>
 static T shift_left(T x, u32 by) { return by >= 8 * sizeof(T) ? 0 : T(x << by); }
 template <class T>
 static T shift_right(T x, u32 by) { return x >> (by >= 8 * sizeof(T) ? 8 * sizeof(T) - 1 : by) >> (by >= 8 * sizeof(T) && T(-1) > 0); }
+static u32 reversed_bits(u32 x) {
+  u32 y = 0;
+  for (int i = 0; i < 32; ++i) y |= (x >> i & 1) << (31 - i);
+  return y;
+}
 static u32 clz(u32 x) { return x ? u32(__builtin_clz(x)) : 32; }
 static u32 clz(u64 x) { return x ? u32(__builtin_clzll(x)) : 64; }
 template <class T>

@@ -199,6 +199,9 @@ class _Translator:
     def _clz(self) -> str | None:
         return self.put(f"clz({self.get(1)})") if self.kind in ("u32", "u64") else None
 
+    def _brev(self) -> str | None:
+        return self.put(f"reversed_bits({self.get(1)})") if self.kind == "u32" else None
+
     def _bfind(self) -> str | None:
         if self.parts != ("shiftamt", "u32"):
             return None

@@ -117,6 +117,4 @@ def products(file: str, macros: Mapping[str, str]) -> tuple[Product, ...]:
     scores = Product(64, "s8"), Product(128, "s8")
     if file == "sm90/long_rows_float.cu":
         return *scores, Product(d, {"bfloat_t": "bf16", "half_t": "f16"}[macros["VALUE"]])
-    if macros["BLOCK_FLOAT"] == "1":
-        d = 16 if d % 32 else min(d, 32) if d > 64 else d  # PV_CHANNELS of block_float_softmax.cuh
     return *scores, Product(d, "u8")

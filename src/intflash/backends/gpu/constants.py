@@ -14,8 +14,10 @@ from torch import Tensor
 
 from intflash.backends.gpu.tensors import View, view
 from intflash.numerics import exp
-from intflash.numerics.groups import BLOCK, MAX_GAP
+from intflash.numerics.groups import MAX_GAP
 from intflash.problem import Problem
+
+WORD_KEYS = 128  # keys of the four words that tell which have no value
 
 
 class Constants(NamedTuple):
@@ -113,8 +115,8 @@ def empty_valueless(v: Tensor, sequences: int = 0) -> Tensor:
     sequences: how many packed ones have blocks of their own; 0 where blocks are counted from the first key.
     """
     batch, heads, keys, _ = v.shape
-    blocks = keys // BLOCK + sequences if sequences else -(-keys // BLOCK)
-    return torch.empty(batch, heads, 1, blocks * (BLOCK // 32), dtype=torch.int32, device=v.device)
+    blocks = keys // WORD_KEYS + sequences if sequences else -(-keys // WORD_KEYS)
+    return torch.empty(batch, heads, 1, blocks * (WORD_KEYS // 32), dtype=torch.int32, device=v.device)
 
 
 def float_bits(x: float) -> int:

@@ -1,29 +1,38 @@
-// The softmax of intflash_bfp whose keys are one block, in the mainloop of long rows. Where all keys of a head have a
-// value, P is relative to the row's maximum: the loops are those of intflash. Heads some of whose keys have no value
-// are computed by loops of their own (`split_pass`).
+// The softmax of intflash_bfp in the mainloop of long rows. Where all keys of a head have a value, P is relative to the
+// row's maximum: the loops are those of intflash. Heads some of whose keys have no value are computed by loops of their
+// own (`split_pass`).
 #pragma once
-#include "block_float.cuh"
 #include "sm90/integer_softmax.cuh"
+#include "two_groups.cuh"
+
+// What is added to P of a thread's keys of a half tile, of which `first` is the first.
+DEVICE auto added_to_p(i32 first) {
+  if constexpr (TWO_GROUPS == 2)
+    return Dither{dither(first)};
+  else
+    return Rounding();
+}
 
 // How the scores of a row become P.
-struct BlockP16 {
+struct ValueP16 {
+  typedef decltype(added_to_p(0)) Added;
   static constexpr i64 OFFSET = BLOCK_K0;
 
   // 32 bits suffice where `exp_32bit_limit` says so for intflash: see `four_block_p`.
   template <bool EXP_32BIT>
-  DEVICE static void four(i32 a, i32 b, i32 c, i32 d, i32 C, i64 B, u32 (&digits)[2]) {
+  DEVICE static void four(i32 a, i32 b, i32 c, i32 d, i32 C, i64 B, Added added, u32 (&digits)[2]) {
     if constexpr (EXP_32BIT)
-      four_block_p(a, b, c, d, (u32)C >> 8, block_offset(0, OFFSET - B), digits);
+      four_block_p(a, b, c, d, (u32)C >> 8, block_offset(0, OFFSET - B), added, digits);
     else
-      four_block_p(a, b, c, d, C, B, digits);
+      four_block_p(a, b, c, d, C, B, added, digits);
   }
+  DEVICE static Added added(i32 first) { return added_to_p(first); }
   DEVICE static OutputConstants output_constants(const OutputConstants& s) { return without_gap(s); }
 };
 
 // Heads some of whose keys have no value. Each row has two groups of keys, whose P count from octaves of their own.
-struct SplitBlock : PDigits<2> {
+struct SplitGroups : PDigits<2> {
   static constexpr int PASSES = 2, BUFFERS = 1;
-  static constexpr bool BLOCKS = false;
   i32 other_peak[2];  // the maxima of the scores of keys without a value; `peak` has those of the others
   SplitRow rows[2];   // with the sums of p that this thread holds
 
@@ -37,7 +46,7 @@ struct SplitBlock : PDigits<2> {
   DEVICE static void for_each_word(const VisibleKeys& visible, const ValuelessKeys& valueless, int half, const F& f) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int sixteen = 4 * half + i / 4 * 2 + i % 4 / 2;
+      const int sixteen = 4 * half + sixteen_of_word(i);
       const u32 seen = visible_bytes(visible, i / 4, i % 4);
       const u32 none =
           FLOAT_KV ? load_shared(valueless.keys + 16 * sixteen) : bytes_of_bits(valueless.keys >> 4 * sixteen);
@@ -63,17 +72,19 @@ struct SplitBlock : PDigits<2> {
     }
   }
   // Makes P of the keys with a value, and adds P of those without.
+  // first: this thread's first key of the half tile.
   DEVICE void exponentials(const Scores& s, const VisibleKeys& visible, const ValuelessKeys& valueless, int half,
-                           P& p) {
+                           i32 first, P& p) {
+    const auto added = added_to_p(first);
     for_each_word(visible, valueless, half, [&](int i, u32 of_values, u32 of_others) {
       const i32* x = scores_of_word(s, i);
       const int h = i % 2;
       const i32 a = x[0] << shift[h], b = x[1] << shift[h], c = x[4] << shift[h], d = x[5] << shift[h];
       const i64 B = BLOCK_K0 - rows[h].origin;
       u32 four[2];
-      four_block_p(a, b, c, d, C[h], B - ((i64)rows[h].other << 32), four);
+      four_block_p(a, b, c, d, C[h], B - ((i64)rows[h].other << 32), added, four);
       rows[h].other_l += row_sum({add_bytes(four[0] & of_others, 0), add_bytes(four[1] & of_others, 0)});
-      four_block_p(a, b, c, d, C[h], B, four);
+      four_block_p(a, b, c, d, C[h], B, added, four);
       p.digit[0].word[i / 4][i % 4] = four[0] & of_values, p.digit[1].word[i / 4][i % 4] = four[1] & of_values;
     });
     add_row_sums(p);
@@ -98,10 +109,10 @@ struct SplitBlock : PDigits<2> {
   }
 };
 template <>
-constexpr bool IS_SPLIT<SplitBlock> = true;
+constexpr bool IS_SPLIT<SplitGroups> = true;
 
 // Heads all of whose keys have a value.
-struct OneBlock : ExactMaximum<2, BlockP16> {
-  typedef ExactMaximum<2, BlockP16> Exact;
-  typedef SplitBlock Split;
+struct TwoGroups : ExactMaximum<2, ValueP16> {
+  typedef ExactMaximum<2, ValueP16> Exact;
+  typedef SplitGroups Split;
 };

@@ -1,9 +1,8 @@
-// P of intflash_bfp: an exponent for each block of keys and row (docs/numerics.md, "An exponent per block of keys"). A
-// row's sums count from the largest octave so far. While a row's octaves span at most `fraction_bits`, every
-// shift is exact and one pass suffices; the kernel sums a row that spans more again, with its largest octaves known.
+// P of intflash_bfp (docs/numerics.md, "Keys without a value, and dither"): the keys of a row with a value and those
+// without have an octave each, and the sums of the first count from their largest T.
 //
-// Nothing here depends on the product that a kernel uses. A lane holds 32 of a block's keys: keys 4q .. 4q + 3 of every
-// 16, where q is its place in the quad. Bit i of a mask of keys stands for the i-th of them.
+// Nothing here depends on the product that a kernel uses. A lane holds keys 4q .. 4q + 3 of every 16, where q is its
+// place in the quad. Bit i of a mask of keys stands for the i-th of them.
 #pragma once
 #include "epilogue.cuh"
 #include "exp2.cuh"
@@ -19,20 +18,13 @@ constexpr i64 BLOCK_K0 = K0 + (16ll << 32);
 // Bits below the largest octave that a row's sums keep.
 DEVICE i32 fraction_bits(i32 keys) { return keys > 65536 ? 20 : 24; }
 
-// Whether 32 bits hold T - (e << 32) + BLOCK_K0 of a row: see `exp_32bit_limit`. A key is at most twice `below` under
-// its block's octave, and a depth of 225 octaves would reach those of p16 > 0 from above.
-DEVICE bool fits_32_bits(const Score& score, u32 magnitude) {
-  return score.k == 0 && (score.C & 255) == 0 && (i64)(256 * magnitude) * (score.C >> 8) < 225ll << 24;
-}
-
 // The exponent that 32 bits hold is -1 - (T - (e << 32) + BLOCK_K0), in 2^-24 octave, less 223 octaves: its upper byte
 // is the shift from m to p16, at least 2, and 511 less the next one is u. Two instructions fewer than from the 64-bit
 // form.
 DEVICE u32 block_offset(i32 e, i64 origin = 0) {
   return ~((u32)((BLOCK_K0 - origin) >> 8) - ((u32)e << 24)) - (223u << 24);
 }
-// p16 with 8 fraction bits: below 2^24. Its whole bytes are floored, and those of its sum with HALF_P rounded.
-constexpr u32 HALF_P = 128;
+// p16 with 8 fraction bits: below 2^24. Its whole bytes are floored.
 DEVICE u32 block_p24(u32 t) {
   const u32 u = dot_bytes(t, 0x00100000, (u32)(-511 * 16));  // 16 u, negated
   return shift_right(u * u + (QUADRATIC_OFFSET << 8), t >> 24);
@@ -56,57 +48,50 @@ DEVICE void pack_block_p(const u32 (&p)[4], u32 (&digit)[2]) {
   digit[1] = permute(a, b, 0x5410);
 }
 
-// Computes four p16 of a row of one block, rounded, from T - Tmax + BLOCK_K0.
-DEVICE void four_block_p(const i64 (&t)[4], u32 (&digit)[2]) {
-  pack_block_p({block_p24(t[0]) + HALF_P, block_p24(t[1]) + HALF_P, block_p24(t[2]) + HALF_P, block_p24(t[3]) + HALF_P},
+// What is added to p24 of four adjacent keys before it is floored. Of at most ROUNDED_KEYS keys it is one half.
+constexpr i32 ROUNDED_KEYS = 768;
+struct Rounding {
+  DEVICE u32 of(int) const { return 128; }
+};
+// The dither of a key: bits 0 to 3 of its number in reverse order, then bits 7 to 10. So it is the same for a lane's keys
+// of each 16 of 128.
+DEVICE u32 dither(i32 key) { return (__brev(key) >> 24 & 0xF0) | __brev(key >> 7) >> 28; }
+// Of more keys it is their dither. first: that of the first of the four, whose number is a multiple of 4.
+struct Dither {
+  u32 first;
+
+  DEVICE u32 of(int i) const { return first + (i % 2 * 128 + i / 2 * 64); }
+};
+
+// Computes four p16 of a row from T - Tmax + BLOCK_K0.
+template <class Added>
+DEVICE void four_block_p(const i64 (&t)[4], Added added, u32 (&digit)[2]) {
+  pack_block_p({block_p24(t[0]) + added.of(0), block_p24(t[1]) + added.of(1), block_p24(t[2]) + added.of(2),
+                block_p24(t[3]) + added.of(3)},
                digit);
 }
 // The same from scores, with C in 2^-32 octave and B = BLOCK_K0 - Tmax.
-DEVICE void four_block_p(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32 (&digit)[2]) {
-  four_block_p({multiply_add(s0, C, B), multiply_add(s1, C, B), multiply_add(s2, C, B), multiply_add(s3, C, B)}, digit);
+template <class Added>
+DEVICE void four_block_p(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, Added added, u32 (&digit)[2]) {
+  four_block_p({multiply_add(s0, C, B), multiply_add(s1, C, B), multiply_add(s2, C, B), multiply_add(s3, C, B)}, added,
+               digit);
 }
 // The same in 32 bits: C in 2^-24 octave and offset = maximum * C + block_offset(0). No score is above the maximum and
 // none 238 octaves below it, so that the shift of `block_p24` is from 2 to 240.
-DEVICE void four_block_p(i32 s0, i32 s1, i32 s2, i32 s3, u32 C, u32 offset, u32 (&digit)[2]) {
+template <class Added>
+DEVICE void four_block_p(i32 s0, i32 s1, i32 s2, i32 s3, u32 C, u32 offset, Added added, u32 (&digit)[2]) {
   const u32 D = 0u - C;
-  pack_block_p({block_p24(s0 * D + offset) + HALF_P, block_p24(s1 * D + offset) + HALF_P,
-                block_p24(s2 * D + offset) + HALF_P, block_p24(s3 * D + offset) + HALF_P},
+  pack_block_p({block_p24(s0 * D + offset) + added.of(0), block_p24(s1 * D + offset) + added.of(1),
+                block_p24(s2 * D + offset) + added.of(2), block_p24(s3 * D + offset) + added.of(3)},
                digit);
 }
 
 // Returns the sum of a row's p16 from the sums of its digits.
 DEVICE u32 row_sum(const u32 (&digit)[2]) { return (digit[0] << 8) + digit[1]; }
-constexpr i32 ACC_SHIFT = 8;  // numerics.groups.ACC_SHIFT
-// Returns A_g of a block from the sums of its digits of P V, whose lowest bits it drops.
-DEVICE i32 block_acc(P16Accumulator digits) { return digits.high + (digits.low >> ACC_SHIFT); }
-DEVICE i32 block_sum(P16Accumulator digits) { return block_acc(digits) << ACC_SHIFT; }
-
-// Returns 2^(fraction - depth), the unit of a group `depth` octaves below its row, and 0 where it is less than 1.
-DEVICE i32 group_unit(i32 fraction, i32 depth) { return shift_left(1, fraction - depth); }
-
-// Returns floor(sum * 2^fraction / 2^depth) of a group whose row's octave is final.
-DEVICE i64 merged(i32 sum, i32 fraction, i32 depth) {
-  const i32 down = min(max(depth - fraction, 0), 31);
-  return depth < FAR ? (i64)(sum >> down) << max(fraction - depth, 0) : 0;
+// Returns floor(sum * 2^fraction / 2^depth) of the sum of a group `depth` octaves below its row.
+DEVICE i64 merged(u64 sum, i32 fraction, i32 depth) {
+  return depth < FAR ? (i64)((sum << fraction) >> depth) : 0;
 }
-
-// The sum of the p of a row's keys with a value, or of those without, and the octaves that it and acc count from.
-struct GroupSum {
-  i32 top;   // the largest octave
-  i32 base;  // the octave in whose units the sums are: at least `top`
-  i64 l;     // of this lane's keys
-
-  // Makes room for an octave and `headroom` more, so that few later ones have to. Returns by how many octaves sums that
-  // are not 0 have to be shifted, at most 63.
-  DEVICE i32 raise(i32 e, i32 headroom) {
-    top = max(top, e);
-    const i32 before = base;
-    base = e > base ? e + headroom : base;
-    const i32 by = before == NO_EXPONENT ? 0 : min(base - before, 63);
-    l >>= by;
-    return by;
-  }
-};
 
 // A row's sums when all keys are done.
 struct RowSum {
@@ -118,24 +103,15 @@ struct RowSum {
       : top(max(value, other)),
         gap(value == NO_EXPONENT ? 0 : min(top - value, MAX_GAP)),
         l((u32)((sum + (1 << (OUTPUT_SHIFT - 1))) >> OUTPUT_SHIFT)) {}
-  DEVICE RowSum(const GroupSum& value, const GroupSum& other) {
-    top = max(value.top, other.top);
-    i64 sum = in_octave(value.l, top - value.base) + in_octave(other.l, top - other.base);
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    *this = RowSum(value.top, other.top, sum);
-  }
-  // Returns sums in units `by` octaves larger, which may be smaller ones.
-  DEVICE static i64 in_octave(i64 x, i32 by) { return by < 0 ? x << -by : x >> min(by, 63); }
   // The level of l in T.
   DEVICE i64 level(i32 fraction) const { return (i64)(top + OUTPUT_SHIFT - fraction) << 32; }
 };
 
-// A row of one block where some keys have no value.
+// The groups of a row some of whose keys have no value.
 struct SplitRow {
   i64 origin;        // the T from which octaves count
   i32 value, other;  // the octaves of the keys with a value and of those without
-  u32 other_l;       // the sum of p of the keys without
+  u32 other_l;       // the sum of p of the keys without, where 32 bits hold it
 
   // value_t, other_t: the largest T of both kinds of keys, ABSENT_T where there are none.
   DEVICE static SplitRow of_maxima(i64 value_t, i64 other_t) {
@@ -145,16 +121,16 @@ struct SplitRow {
     return row;
   }
   // value_l: the sum of p of the keys with a value.
-  DEVICE RowSum sum(u32 value_l, i32 fraction) const {
+  DEVICE RowSum sum(u64 value_l, i32 fraction) const { return sum(value_l, other_l, fraction); }
+  DEVICE RowSum sum(u64 value_l, u64 other_l, i32 fraction) const {
     const i32 top = max(value, other);
-    return RowSum(value, other,
-                  merged((i32)value_l, fraction, top - value) + merged((i32)other_l, fraction, top - other));
+    return RowSum(value, other, merged(value_l, fraction, top - value) + merged(other_l, fraction, top - other));
   }
 };
 
-// below: octaves from the row's largest to that in whose units acc is, at least 0.
-DEVICE P16Accumulator rounded(i64 acc, i32 below) {
-  const i64 x = (acc << below) + (1 << (OUTPUT_SHIFT - 1));
+// The sums that a row's outputs are made of, from those with `fraction_bits`: rounded to 2^-24.
+DEVICE P16Accumulator rounded(i64 acc, i32 fraction) {
+  const i64 x = (acc << fraction) + (1 << (OUTPUT_SHIFT - 1));
   return {(i32)(x >> 32), (i32)((u32)x >> OUTPUT_SHIFT)};
 }
 

@@ -1,0 +1,318 @@
+// The softmax of intflash_bfp, of one tile of 16 rows.
+//
+// Macros: see softmax.cuh, and of attention.cu
+//   DITHER     0: P is rounded; 1: it is dithered; 2: that of packed sequences that are long enough is
+//   MANY_KEYS  1: there may be more keys than 32 bits hold the sums of
+#pragma once
+#include "sm80/softmax.cuh"
+#include "two_groups.cuh"
+
+#ifndef DITHER
+#define DITHER 0
+#endif
+#ifndef MANY_KEYS
+#define MANY_KEYS 0
+#endif
+
+constexpr int WORD_KEYS = 128;  // keys of the four words that tell which have no value
+constexpr int BIT_WORDS = (KEYS + WORD_KEYS - 1) / WORD_KEYS;
+
+// A bit for each of a lane's keys of a tile, four for each group of 16.
+struct KeyBits {
+  u32 word[BIT_WORDS];
+
+  DEVICE u32 of_group(int group) const { return word[group / 8] >> 4 * (group % 8); }
+  DEVICE bool any() const {
+    u32 all = 0;
+#pragma unroll
+    for (u32 x : word) all |= x;
+    return all != 0;
+  }
+  DEVICE KeyBits others() const {
+    KeyBits x;
+#pragma unroll
+    for (int i = 0; i < BIT_WORDS; ++i) x.word[i] = ~word[i];
+    return x;
+  }
+};
+
+// What is added to P of a lane's keys of a tile.
+struct AddedToP {
+  u32 dither_of_first;
+  bool rounds;  // with DITHER 2
+
+  AddedToP() = default;
+  // keys: of the sequence; first: the lane's first key of the tile.
+  DEVICE AddedToP(i32 keys, i32 first)
+      : dither_of_first(DITHER ? dither(first) : 0), rounds(DITHER == 2 && keys <= ROUNDED_KEYS) {}
+  // To the i-th of the four keys of a group.
+  DEVICE u32 of(int i) const {
+    const u32 dithered = Dither{dither_of_first}.of(i);
+    return !DITHER || (DITHER == 2 && rounds) ? Rounding().of(i) : dithered;
+  }
+};
+
+// The maxima of a row's keys with a value and of those without, and P. NOW is the number of keys of a tile that are
+// computed; all rows see the first WHOLE of them. SOME: of keys that `chosen` has bits for.
+struct GroupSoftmax {
+  static constexpr int KINDS = 2;
+  enum Kind { VALUE, OTHER };  // keys with a value, and keys without
+  typedef Peak Peaks[KINDS][2];
+  i64 origin[2];  // the T from which a row's octaves count
+  i32 other[2];   // the octave of the keys without a value
+  bool fast;      // whether 32 bits hold the exponents of all rows of the warp
+  Score scores[ROW_SCALES ? 2 : 1];
+  const u32* valueless;  // word of this lane's keys in the first WORD_KEYS
+
+  DEVICE const Score& score(int, int h) const { return scores[ROW_SCALES ? h : 0]; }
+  template <class ScoreOf>
+  DEVICE void init(ScoreOf constants, const u32* valueless_words) {
+    static_assert(ROW_TILES == 1);
+#pragma unroll
+    for (int h = 0; h < (ROW_SCALES ? 2 : 1); ++h) scores[h] = constants(0, h);
+    valueless = valueless_words + threadIdx.x % 4;
+  }
+
+  // Returns bits for those of a tile's keys from `first` on that have no value.
+  DEVICE KeyBits zeros(i32 first) const {
+    KeyBits x;
+#pragma unroll
+    for (int i = 0; i < BIT_WORDS; ++i) x.word[i] = valueless[(first / WORD_KEYS + i) * 4];
+    if constexpr (BIT_WORDS == 1) x.word[0] = x.word[0] >> first % WORD_KEYS / 4 & ((1ull << KEYS / 4) - 1);
+    return x;
+  }
+  // ptxas would read the masks of several groups at once and keep them from one pass over a tile's keys to the next,
+  // for which there are no registers. It moves no load across a barrier.
+  DEVICE static void forget_masks() {
+    if constexpr (BIAS || KEEP) __syncwarp();
+  }
+  // Returns the bytes of the keys of a group that a row sees, those of `chosen` where SOME.
+  template <bool MASKED, bool SOME>
+  DEVICE static u32 present(const RowMask& mask, int group, i32 key, i32 keys, const KeyBits& chosen) {
+    u32 bytes = MASKED || KEEP ? mask.template present<MASKED>(key, keys) : ~0u;
+    if constexpr (SOME) bytes &= bytes_of_bits(chosen.of_group(group));
+    return bytes;
+  }
+  template <bool MASKED, bool SOME>
+  DEVICE void update_peak(const Scores& s, int h, int group, const RowMask& mask, i32 key, i32 keys,
+                          const KeyBits& chosen, Peak& peak) const {
+    forget_masks();
+    u32 seen = present<MASKED, SOME>(mask, group, key, keys, chosen);
+    Peak x[4];
+    peaks(score(0, h), s, 0, h, group, mask, key, keys, x, seen);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Peak one = !(MASKED || SOME || KEEP || BIAS) || seen & 1u << (8 * i) ? x[i] : NO_PEAK;
+      peak = peak > one ? peak : one;
+    }
+  }
+  template <int NOW, int WHOLE, bool SOME>
+  DEVICE void update_peaks(const Scores& s, const RowMasks& masks, i32 first, i32 keys, const KeyBits& chosen,
+                           Peak (&peak)[2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int group = 0; group < NOW / 16; ++group) {
+        const i32 key = first + first_key(group);
+        if (16 * group + 16 <= WHOLE)
+          update_peak<false, SOME>(s, h, group, masks[0][h], key, keys, chosen, peak[h]);
+        else
+          update_peak<true, SOME>(s, h, group, masks[0][h], key, keys, chosen, peak[h]);
+      }
+  }
+  // Updates the maxima of both kinds of a tile's keys.
+  template <int NOW, int WHOLE>
+  DEVICE void update_both_peaks(const Scores& s, const RowMasks& masks, i32 first, i32 keys, Peaks& peak) const {
+    const KeyBits zeros = this->zeros(first);
+    if (__any_sync(~0u, zeros.any())) {
+      update_peaks<NOW, WHOLE, true>(s, masks, first, keys, zeros, peak[OTHER]);
+      update_peaks<NOW, WHOLE, true>(s, masks, first, keys, zeros.others(), peak[VALUE]);
+    } else {
+      update_peaks<NOW, WHOLE, false>(s, masks, first, keys, zeros, peak[VALUE]);
+    }
+  }
+  // Returns T of a maximum.
+  DEVICE i64 exponent_of(Peak peak, int h) const {
+#if BIAS
+    return peak;
+#else
+    return multiply_add(peak << score(0, h).k, score(0, h).C, 0);
+#endif
+  }
+  // maximum(kind, h): that of all of a row's keys of a kind; magnitude(m, h): the sum of the magnitudes of its codes.
+  template <class Maximum, class Magnitude>
+  DEVICE void set_octaves(Maximum maximum, Magnitude magnitude) {
+    bool fast = !BIAS;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Peak value = maximum(VALUE, h), others = maximum(OTHER, h), first = value == NO_PEAK ? others : value;
+      origin[h] = first == NO_PEAK ? 0 : exponent_of(first, h);
+      other[h] = others == NO_PEAK ? NO_EXPONENT : octave_above(exponent_of(others, h) - origin[h]);
+      const Score& unit = score(0, h);
+      if (!BIAS) fast &= octave_above(origin[h]) <= exp_32bit_limit(unit.C, unit.k, magnitude(0, h));
+    }
+    this->fast = __all_sync(~0u, fast);
+  }
+
+  // Computes a word of each digit of P below octave e. FAST: with the 32-bit form of the exponential, of keys with a
+  // value.
+  template <bool MASKED, bool SOME, bool FAST>
+  DEVICE void words(const Scores& s, int h, int group, const RowMask& mask, i32 key, i32 keys, const KeyBits& chosen,
+                    i32 e, const AddedToP& added, u32 (&digit)[2]) const {
+    forget_masks();
+    u32 seen = present<MASKED, SOME>(mask, group, key, keys, chosen);
+    const Score& unit = score(0, h);
+    u32 four[4];
+    if constexpr (FAST) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        four[i] = block_p24((u32)score_of(s, 0, h, group, i) * (u32)(-(unit.C >> 8)) + block_offset(0, origin[h]));
+    } else {
+      i64 t[4];
+      exponents(unit, s, 0, h, group, mask, key, keys, BLOCK_K0 - origin[h] - ((i64)e << 32), t, seen);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] = block_p24(t[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) four[i] += added.of(i);
+    pack_block_p(four, digit);
+    if (MASKED || SOME || KEEP || BIAS)
+      for (u32& x : digit) x &= seen;
+  }
+  // Returns this lane's sum of p of a tile's keys without a value.
+  template <int NOW, int WHOLE>
+  DEVICE u32 sum_of_others(const Scores& s, int h, const RowMask& mask, i32 first, i32 keys, const KeyBits& zeros,
+                           const AddedToP& added) const {
+    u32 sums[2] = {};
+#pragma unroll
+    for (int group = 0; group < NOW / 16; ++group) {
+      const i32 key = first + first_key(group);
+      u32 digit[2];
+      if (16 * group + 16 <= WHOLE)
+        words<false, true, false>(s, h, group, mask, key, keys, zeros, other[h], added, digit);
+      else
+        words<true, true, false>(s, h, group, mask, key, keys, zeros, other[h], added, digit);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sums[i] = add_bytes(digit[i], sums[i]);
+    }
+    return row_sum(sums);
+  }
+  // The level in T of a row's l.
+  DEVICE i64 level(int h, i32 fraction) const {
+    return origin[h] + ((i64)(max(0, other[h]) + OUTPUT_SHIFT - fraction) << 32);
+  }
+  // value_l, other_l: the sums of p of a row's keys of both kinds.
+  DEVICE RowSum row_of(int h, u64 value_l, u64 other_l, i32 fraction) const {
+    return SplitRow{origin[h], 0, other[h]}.sum(value_l, other_l, fraction);
+  }
+};
+
+// The softmax of rows of any length: two passes over the keys, as ExactP16 has them.
+struct TwoGroups : PDigits<2>, GroupSoftmax {
+  static constexpr int PASSES = 2, KINDS = GroupSoftmax::KINDS;
+  static constexpr bool FINDS_ZEROS = true;
+  typedef RowSum Row;
+  template <typename TO, int N>
+  using OutputScales = BlockScales<TO, N>;
+  using GroupSoftmax::score;
+  Peaks peak;
+  u32 other_l[2];    // the sums of p of this lane's keys without a value
+  KeyBits of_value;  // the keys of the tile that have a value
+  bool some_zeros;   // whether the warp has others
+  AddedToP added;
+  i32 fraction;
+#if MANY_KEYS
+  i64 wide_acc[V_CHUNKS][2][4];
+  u64 wide_l[2][2];  // of a kind and row
+#endif
+
+  template <class ScoreOf>
+  DEVICE void init(ScoreOf constants, const u32* valueless_words, i32 keys) {
+    PDigits<2>::init(constants);
+    GroupSoftmax::init(constants, valueless_words);
+    fraction = fraction_bits(keys);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) peak[VALUE][h] = peak[OTHER][h] = NO_PEAK, other_l[h] = 0;
+#if MANY_KEYS
+#pragma unroll
+    for (int i = 0; i < V_CHUNKS * 8; ++i) (&wide_acc[0][0][0])[i] = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) wide_l[i / 2][i % 2] = 0;
+#endif
+  }
+  template <int NOW, bool MASKED>
+  DEVICE void update_row_max(const Scores& s, const RowMasks& masks, i32 first, i32 keys) {
+    update_both_peaks<NOW, MASKED ? 0 : NOW>(s, masks, first, keys, peak);
+  }
+  DEVICE i64 maximum(int kind, int, int h) const { return quad_max(peak[kind][h]); }
+  template <class Maximum, class Magnitude>
+  DEVICE void finish_row_max(Maximum maximum, Magnitude magnitude) {
+    set_octaves([&](int kind, int h) { return (Peak)maximum(kind, 0, h); }, magnitude);
+  }
+
+  template <int NOW, bool MASKED>
+  DEVICE void begin_tile(const Scores& s, const RowMasks& masks, i32 first, i32 keys) {
+    const KeyBits zeros = this->zeros(first);
+    added = AddedToP(keys, first + first_key(0));
+    some_zeros = __any_sync(~0u, zeros.any());
+    of_value = zeros.others();
+    if (some_zeros) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        other_l[h] += sum_of_others<NOW, MASKED ? 0 : NOW>(s, h, masks[0][h], first, keys, zeros, added);
+    }
+  }
+  DEVICE bool has_zeros() const { return some_zeros; }
+  template <bool MASKED, bool FAST>
+  DEVICE void p_words(const Scores& s, int m, int h, int group, const RowMask& mask, i32 first, i32 keys,
+                      u32 (&word)[2]) {
+    words<MASKED, MASKED, FAST>(s, h, group, mask, first + first_key(group), keys, of_value, 0, added, word);
+    add_sums(m, h, word);
+  }
+
+#if MANY_KEYS
+  // Adds the sums to those of 64 bits, before more keys could overflow 32.
+  DEVICE void widen_sums() {
+#pragma unroll
+    for (int i = 0; i < V_CHUNKS * 8; ++i) {
+      i32 &high = (&acc[0][0][0][0][0])[i], &low = (&acc[1][0][0][0][0])[i];
+      (&wide_acc[0][0][0])[i] += ((i64)high << 8) + low;
+      high = low = 0;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      wide_l[VALUE][h] += ((u64)sums[0][0][h] << 8) + sums[1][0][h], wide_l[OTHER][h] += other_l[h];
+      sums[0][0][h] = sums[1][0][h] = other_l[h] = 0;
+    }
+  }
+#endif
+  // The sum of p of this lane's keys of a kind.
+  DEVICE u64 sum(Kind kind, int h) const {
+    const u64 narrow = kind == OTHER ? other_l[h] : ((u64)sums[0][0][h] << 8) + sums[1][0][h];
+#if MANY_KEYS
+    return narrow + wide_l[kind][h];
+#else
+    return narrow;
+#endif
+  }
+  DEVICE Row row(int, int h) const {
+    return row_of(h, quad_sum(sum(VALUE, h)), quad_sum(sum(OTHER, h)), fraction);
+  }
+  // The sum of P V of channel j of four adjacent ones.
+  DEVICE i64 value_sum(int h, int chunk, int j) const {
+    const int e = j % 2, i = 2 * h + j / 2;
+    const i64 narrow = ((i64)acc[0][0][chunk][e][i] << 8) + acc[1][0][chunk][e][i];
+#if MANY_KEYS
+    return narrow + wide_acc[chunk][e][i];
+#else
+    return narrow;
+#endif
+  }
+#if MANY_KEYS
+  DEVICE void results(int, int chunk, Accumulator (&x)[2][4]) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j / 4][j % 4] = rounded(value_sum(j / 4, chunk, j % 4), fraction);
+  }
+#endif
+  DEVICE i64 t_max(int, int h) const { return level(h, fraction); }
+};
