@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "cpu/block_float.hpp"
+#include "cpu/two_groups.hpp"
 #include "cpu/dispatch.h"
 #include "cpu/quantize_inputs.h"
 #include "host/signals.h"
