@@ -9,7 +9,6 @@
 
 #include "cpu/arithmetic.hpp"
 #include "cpu/bias_mask.hpp"
-#include "cpu/block_float.hpp"
 #include "cpu/block_position.hpp"
 #include "cpu/epilogue.hpp"
 #include "cpu/exp2.hpp"
@@ -17,6 +16,7 @@
 #include "cpu/pack.hpp"
 #include "cpu/product.hpp"
 #include "cpu/qflash.hpp"
+#include "cpu/two_groups.hpp"
 
 namespace intflash {
 namespace {
@@ -51,9 +51,7 @@ struct Buffers {
     qk_steps_ = V::depth_steps(call.head_dim);
     chunk_ = smaller(key_pad, round_up(V::kScoreBytes / (4 * kRows), kStageKeys));
     const bool block_float = call.method == Method::kBlockFloat, p16 = has_p16(call.method);
-    const bool some_are_one_block = block_float && (call.nk <= kOneBlock || call.ends_q);
-    if (call.method == Method::kOnline || block_float)
-      chunk_ = smaller<int64_t>(key_pad, some_are_one_block ? round_up(kOneBlock, kKeyPad) : kGranule);
+    if (call.method == Method::kOnline) chunk_ = smaller<int64_t>(key_pad, kGranule);
     if (call.method >= Method::kQFlash) chunk_ = smaller(key_pad, kStageKeys);
     score_ld_ = chunk_ + 16;  // not a multiple of 4 KiB, whose rows would share a cache set
     p_ld_ = smaller(chunk_, kStageKeys) + 64 / int64_t(sizeof(PCode));
@@ -69,9 +67,9 @@ struct Buffers {
         call.method >= Method::kQFlash || wide_p ? key_pad / kQFlashTile * value_pad_ * 4 : 0,
         call.method >= Method::kQFlash ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
         p16 && !wide_p ? kRows * p_ld_ * int64_t(sizeof(PCode)) : 0,
-        wide_p || block_float ? kRows * value_pad_ * 4 : 0,
-        block_float ? kRows * score_ld_ * 4 : 0,
-        block_float ? kRows * value_pad_ * 8 : 0,
+        wide_p ? kRows * value_pad_ * 4 : 0,
+        block_float && !call.all_have_values ? kRows * score_ld_ * 4 : 0,
+        block_float && call.nk > kDigitKeys ? kRows * value_pad_ * 8 : 0,
         block_float ? key_pad : 0,
     };
     int64_t total = 0;
@@ -139,13 +137,15 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   Depth depth_;
   CachedExponent cached_exponent_;  // in the method's unit
   Epilogue<V> epilogue_;
-  int64_t level_[kRows];    // biased rows: the maximum of T; intflash_online, intflash_bfp: the octave in T
+  int64_t level_[kRows];    // biased rows: the maximum of T; intflash_online: the octave in T
   int32_t row_max_[kRows];  // unbiased rows: the maximum of S
   uint32_t l_[kRows];
-  bool has_octaves_ = false;  // intflash_bfp: whether block_float_ has the octaves of the unit's rows
-  BlockFloatRow block_float_[kRows];
+  // intflash_bfp. The keys without a value have maxima of their own, and then an octave in T.
+  bool has_valueless_ = false, are_two_groups_ = false;
+  int64_t other_level_[kRows];
+  int32_t other_max_[kRows];
+  TwoGroups groups_[kRows];
   int gap_[kRows];
-  int up_[kRows];  // octaves by which the sums of a block are shifted to the unit of a row's pending ones
 
   Attention(const Call& call, uint64_t call_id, Scratch& scratch)
       : B(call, scratch), P(call), call_id_(call_id), scratch_(scratch), epilogue_(call) {
@@ -174,8 +174,9 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   void enter_rows(int64_t block) {
     enter_block(block);
     biased_ = call_.bias.data || call_.k_scale.stride[2], by_levels32_ = false;
-    has_octaves_ = call_.method == Method::kBlockFloat &&
-                   (nk_ > kOneBlock || (!call_.all_have_values && has_valueless(valueless_, nk_)));
+    const bool block_float = call_.method == Method::kBlockFloat;
+    has_valueless_ = block_float && !call_.all_have_values && has_valueless(valueless_, nk_);
+    are_two_groups_ = has_valueless_ || (block_float && nk_ > kDigitKeys);
     Pack<V>::queries(call_.q.at(b_, h_, q0_ + row0_), call_.q.stride[2], call_.q.stride[3], rows_, call_.head_dim,
                      qk_steps_, queries_, query_offset_);
     V::keep_awake();
@@ -202,7 +203,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     const int panels = int((n + kLanes - 1) / kLanes);
     // Where masks follow, the maxima that the product finds are of no use.
     typename V::I32 max[kRows];
-    const bool plain = !masked_ && !biased_ && call_.method < Method::kQFlash;
+    const bool plain = finds_max && !masked_ && !biased_ && call_.method < Method::kQFlash;
     const int whole = plain ? int(n / kLanes) : 0;
     for (int r = 0; r < rows_; ++r) max[r] = V::set1(kAbsent);
     Product<V>::scores(queries_, keys_ + key * qk_steps_ * V::kGroup, qk_steps_, panels, rows_, query_offset_, scores_,
@@ -283,7 +284,11 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
             bias_shift(call_)};
   }
 
-  int64_t unbiased_max(int r) const { return row_max_[r] == kAbsent ? kNever : exponent_of(r, row_max_[r]); }
+  // Returns a maximum of T of row r from that of its scores, or from `level` where the row is biased.
+  int64_t maximum_of(int r, int32_t score, int64_t level) const {
+    return biased_ ? level : score == kAbsent ? kNever : exponent_of(r, score);
+  }
+  int64_t maximum(int r) const { return maximum_of(r, row_max_[r], level_[r]); }
 
   // Overwrites scores [at, at + n) of a biased row of the chunk at `key` with their depths below level_.
   template <Level L>
@@ -314,8 +319,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     }
     V::keep_awake();
     const RowLevels levels = {scale_, row_step_, row_max_, base};
-    Exp2<V>::template rows<P16, L>(depth_, masked_, scores_ + at, score_ld_, n, levels, rows_, p_of(at), p_ld_of_rows(),
-                                   p_low_, p_ld_, sums);
+    Exp2<V>::template rows<P16, L>(depth_, masked_, scores_ + at, score_ld_, key + at, n, levels, rows_, p_of(at),
+                                   p_ld_of_rows(), p_low_, p_ld_, sums);
     for (int r = 0; r < rows_; r += 16) V::reduce_add(sums + r, l + r);
     if (P16 && V::kWideP)
       for (int r = 0; r < rows_; ++r) l[r] += uint32_t(round_up(n, kBlock)) << 15;
@@ -333,9 +338,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     products<P16>(key + at, at, n, fresh);
   }
 
-  // Adds P V of keys [key, key + n), whose P is that of the scores from `at` on, to acc_. Floored: floor(P16 V / 2^8)
-  // in the unit of each row's pending sums, to the high digits alone.
-  template <bool P16, bool Floored = false>
+  // Adds P V of keys [key, key + n), whose P is that of the scores from `at` on, to acc_.
+  template <bool P16>
   void products(int64_t key, int64_t at, int64_t n, bool fresh) {
     const PCode* p = p_of(at);
     const Code* v = values_ + key * kLanes;
@@ -344,32 +348,24 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     if constexpr (P16 && V::kWideP) {
       const int64_t summed = key + n == nk_ ? n : round_up(n, kBlock);  // V has these absent keys too
       Product<V>::values(p, p_ld, v, v_ld, summed, panels, rows_, stage_, value_pad_, false);
-      return add_stage<Floored>(key, n, fresh);
+      return add_stage(key, n, fresh);
     }
-    Product<V>::values(p, p_ld, v, v_ld, n, panels, rows_, Floored ? stage_ : acc_, value_pad_, !fresh && !Floored);
-    if (P16) Product<V>::values(p_low_, p_ld_, v, v_ld, n, panels, rows_, acc_low_, value_pad_, !fresh && !Floored);
-    for (int r = 0; Floored && r < rows_; ++r) {
-      const int64_t row = r * value_pad_;
-      add_floored(stage_ + row, acc_low_ + row, value_pad_, up_[r], acc_ + row);
-    }
+    Product<V>::values(p, p_ld, v, v_ld, n, panels, rows_, acc_, value_pad_, !fresh);
+    if (P16) Product<V>::values(p_low_, p_ld_, v, v_ld, n, panels, rows_, acc_low_, value_pad_, !fresh);
   }
 
   // Adds P V of keys [key, key + n), computed from p - 32768, to acc_.
-  template <bool Floored>
   void add_stage(int64_t key, int64_t n, bool fresh) {
     int32_t whole[kMaxValueDim + kLanes];  // 32768 times V's column sums
     for (int64_t d = 0; d < value_pad_; ++d) whole[d] = 0;
     for (int64_t tile = key / kQFlashTile; tile * kQFlashTile < smaller(nk_, key + round_up(n, kBlock)); ++tile)
       for (int64_t d = 0; d < value_pad_; ++d) whole[d] += column_sums_[tile * value_pad_ + d] * 32768;
-    for (int r = 0; r < rows_; ++r) {
-      const int factor = 1 << (Floored ? up_[r] : 0);
+    for (int r = 0; r < rows_; ++r)
       for (int64_t d = 0; d < value_pad_; ++d) {
         const int64_t i = r * value_pad_ + d;
         const int32_t sum = wrapping_add(stage_[i], whole[d]);
-        acc_[i] = (fresh ? 0 : acc_[i]) + (sum >> 8) * factor;
-        if (!Floored) acc_low_[i] = (fresh ? 0 : acc_low_[i]) + (sum & 255);
+        acc_[i] = (fresh ? 0 : acc_[i]) + (sum >> 8), acc_low_[i] = (fresh ? 0 : acc_low_[i]) + (sum & 255);
       }
-    }
   }
 
   void rows() {
@@ -377,7 +373,10 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       case Method::kP16: exact<true>(); break;
       case Method::kP8: exact<false>(); break;
       case Method::kOnline: online(); break;
-      case Method::kBlockFloat: has_octaves_ ? block_float() : exact<true, Level::kOneBlock>(); break;
+      case Method::kBlockFloat:
+        nk_ <= kRoundedKeys ? one_or_two_groups<Level::kRounded, Level::kRoundedOctave>()
+                            : one_or_two_groups<Level::kDithered, Level::kDitheredOctave>();
+        break;
       case Method::kQFlash: flash<false>(); break;
       case Method::kIFlash: flash<true>(); break;
     }
@@ -385,8 +384,8 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
 
   template <bool P16, Level L = Level::kMaximum>
   void exact() {
-    if constexpr (V::kMatrixUnit && L == Level::kMaximum)
-      if (are_long_rows<P16>()) return long_rows<P16>();
+    if constexpr (V::kMatrixUnit && L != Level::kRounded)
+      if (are_long_rows<P16, L>()) return long_rows<P16, L>();
     const bool resident = key_end_ - key_begin_ <= chunk_;
     for (int64_t key = key_begin_; key < key_end_; key += chunk_) {
       const int64_t n = smaller(chunk_, key_end_ - key);
@@ -405,29 +404,29 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   }
 
   // Whether LongRows serves these rows, in the memory of the scores.
-  template <bool P16>
+  template <bool P16, Level L>
   bool are_long_rows() const {
-    using Long = LongRows<V, P16, P16 ? 8 : 1>;
+    using Long = LongRows<V, P16, L, P16 ? 8 : 1>;
     constexpr int most = Long::kMaxChannels;
     static_assert(Long::kBytes <= 4 * kRows * kLongRow<P16>, "what it needs fits where scores would be");
     return !masked_ && !biased_ && !row_step_ && key_begin_ == 0 && key_end_ == nk_ && nk_ >= kLongRow<P16> &&
            rows_ > kFewRows && call_.head_dim <= most && call_.value_dim <= most;
   }
 
-  template <bool P16>
+  template <bool P16, Level L>
   void long_rows() {
     if constexpr (!P16)
-      long_rows<P16, 1>();
+      long_rows<P16, L, 1>();
     else if (nk_ < kLongStages)
-      long_rows<P16, 4>();
+      long_rows<P16, L, 4>();
     else
-      long_rows<P16, 8>();
+      long_rows<P16, L, 8>();
   }
-  template <bool P16, int Stage>
+  template <bool P16, Level L, int Stage>
   void long_rows() {
-    LongRows<V, P16, Stage>::run({queries_, keys_, values_, round_up(nk_, kKeyPad) * kLanes, nk_, rows_,
-                                  int(value_pad_ / kLanes), scale_[0], depth_, reinterpret_cast<char*>(scores_),
-                                  row_max_, acc_, acc_low_, l_, value_pad_});
+    LongRows<V, P16, L, Stage>::run({queries_, keys_, values_, round_up(nk_, kKeyPad) * kLanes, nk_, rows_,
+                                     int(value_pad_ / kLanes), scale_[0], depth_, reinterpret_cast<char*>(scores_),
+                                     row_max_, acc_, acc_low_, l_, value_pad_});
     finish<P16>();
   }
 
@@ -439,7 +438,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       for (int r = 0; r < rows_; ++r) row_max_[r] = kAbsent;
       score_chunk(key, n);
       for (int r = 0; r < rows_; ++r) {
-        const int64_t m = biased_ ? biased_max<Level::kTableOctave>(r, key, 0, n) : unbiased_max(r);
+        const int64_t m = maximum_of(r, row_max_[r], biased_ ? biased_max<Level::kTableOctave>(r, key, 0, n) : 0);
         const int64_t before = level_[r];
         if (m <= before) continue;  // also true of a granule without keys
         level_[r] = (m / octave + (m % octave > 0)) * octave;
@@ -453,174 +452,121 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     finish<false>();
   }
 
-  // Computes intflash_bfp in one pass, in which a row's octaves rise. Where a row spans more octaves than its sums have
-  // fraction bits, the block of rows is computed again from the octaves found, and each block of keys is merged alone.
-  void block_float() {
-    for (int r = 0; r < rows_; ++r) block_float_[r] = BlockFloatRow(nk_);
-    if (nk_ <= kOneBlock) return one_block();
-    const auto pass = [&](bool alone) {
-      clear(acc_, rows_ * value_pad_);
-      for (int64_t key = key_begin_; key < key_end_; key += kGranule)
-        block_of_keys(key, smaller<int64_t>(kGranule, key_end_ - key), alone);
-    };
-    pass(false);
-    bool exact = true;
-    for (int r = 0; r < rows_; ++r) exact = exact && block_float_[r].is_exact();
-    if (!exact) {
-      for (int r = 0; r < rows_; ++r) block_float_[r].begin_again();
-      pass(true);
+  template <Level L, Level Others>
+  void one_or_two_groups() {
+    are_two_groups_ ? two_groups<L, Others>() : exact<true, L>();
+  }
+
+  // Computes intflash_bfp where some keys have no value, or 32 bits do not hold the sums.
+  template <Level L, Level Others>
+  void two_groups() {
+    const bool resident = key_end_ - key_begin_ <= chunk_, split = has_valueless_, was_masked = masked_;
+    for (int r = 0; r < rows_; ++r) other_max_[r] = kAbsent, other_level_[r] = kNever;
+    for (int64_t key = key_begin_; key < key_end_; key += chunk_) {
+      const int64_t n = smaller(chunk_, key_end_ - key);
+      score_groups(key, n, split);
+      if (biased_ || split) update_group_maxima(key, n, split);
     }
-    bool gaps = false;
     for (int r = 0; r < rows_; ++r) {
-      if (r % 4 == 0) V::keep_awake();
-      BlockFloatRow& row = block_float_[r];
-      int32_t *high = acc_ + r * value_pad_, *low = acc_low_ + r * value_pad_;
-      const bool is_short = row.has_short_sums();
-      if (!is_short && row.pending != kNoOctave) merge_pending(r);
-      row.value_top = row.largest_of_value();
-      if (is_short)
-        digits_of_pending(row.pending_top - row.pending, value_pad_, high, low);
-      else
-        rounded_acc(wide_acc_ + r * value_pad_, value_pad_, high, low);
-      l_[r] = row.rounded_l(), gap_[r] = row.gap(), gaps = gaps || gap_[r];
+      const int64_t most = maximum(r), other = split ? maximum_of(r, other_max_[r], other_level_[r]) : kNever;
+      groups_[r] = TwoGroups(most, other, nk_);
+      other_level_[r] = groups_[r].other_level();
     }
-    finish<true>(gaps ? gap_ : nullptr);
-  }
-
-  // Computes it where all keys are one block and some have no value. Depths of the others count from their maximum.
-  void one_block() {
-    bool some = false;
-    const int64_t count = key_end_ - key_begin_;
-    groups_of_keys(key_begin_, count, [&](const int* octave, bool of_value) {
-      uint32_t sums[kRows] = {}, l[kRows];
-      for (int64_t at = 0; of_value && at < count; at += stage_keys_) {
-        const int64_t n = smaller(stage_keys_, count - at);
-        weights<true, Level::kOneBlock>(key_begin_, at, n, l);
-        for (int r = 0; r < rows_; ++r) sums[r] += l[r];
-        products<true>(key_begin_ + at, at, n, at == 0);
+    for (int64_t key = key_begin_; key < key_end_; key += chunk_) {
+      const int64_t n = smaller(chunk_, key_end_ - key);
+      if (!resident) score_groups(key, n, split);
+      for (int64_t at = 0; at < n; at += stage_keys_) {
+        const int64_t count = smaller(stage_keys_, n - at), before = key + at - key_begin_;
+        const bool fresh = before % kDigitKeys == 0;
+        if (fresh && before) merge_digits(before == kDigitKeys);
+        uint32_t l[kRows];
+        masked_ = was_masked || (split && has_valueless(valueless_ + key + at, count));
+        weights<true, L>(key, at, count, l);
+        for (int r = 0; r < rows_; ++r) groups_[r].l += l[r];
+        products<true>(key + at, at, count, fresh);
       }
-      if (!of_value)
-        for_granules_of_others(key_begin_, count, [&](int64_t at, int64_t n) {
-          weights<true, Level::kOneOctave>(key_begin_, at, n, l);
-          for (int r = 0; r < rows_; ++r) sums[r] += l[r];
-        });
-      add_l(octave, sums);
-      for (int r = 0; of_value && r < rows_; ++r) block_float_[r].value_top = octave[r];
-      some = some || of_value;
-    });
-    if (!some) clear(acc_, rows_ * value_pad_), clear(acc_low_, rows_ * value_pad_);
+      if (split) sums_of_others<Others>(key, n);
+    }
     bool gaps = false;
-    for (int r = 0; r < rows_; ++r)
-      l_[r] = block_float_[r].rounded_l(), gap_[r] = block_float_[r].gap(), gaps = gaps || gap_[r];
+    for (int r = 0; r < rows_; ++r) l_[r] = groups_[r].rounded_l(), gap_[r] = groups_[r].gap(), gaps = gaps || gap_[r];
+    if (nk_ > kDigitKeys && key_begin_ < key_end_) {
+      merge_digits(key_end_ - key_begin_ <= kDigitKeys);
+      rounded_digits(wide_acc_, rows_ * value_pad_, kManyShift, acc_, acc_low_);
+    }
     finish<true>(gaps ? gap_ : nullptr);
   }
 
-  void merge_pending(int r) {
-    int32_t* sums = acc_ + r * value_pad_;
-    block_float_[r].merge(sums, wide_acc_ + r * value_pad_, value_pad_);
-    clear(sums, value_pad_);
-  }
-  // Prepares a row's pending sums for those of a block. alone: they are never added to those of another block in 32
-  // bits.
-  void begin_block(int r, int octave, bool alone) {
-    BlockFloatRow& row = block_float_[r];
-    int rise = 0;
-    up_[r] = 0;
-    if (octave == kNoOctave) return;
-    if (alone || !row.takes_block(octave, rise, up_[r])) {
-      if (row.pending != kNoOctave) merge_pending(r);
-      row.begin_pending(octave);
-    } else if (rise) {
-      int32_t* sums = acc_ + r * value_pad_;
-      for (int64_t d = 0; d < value_pad_; ++d) sums[d] *= 1 << rise;
-    }
-  }
-
-  void block_of_keys(int64_t key, int64_t n, bool alone) {
-    groups_of_keys(key, n, [&](const int* octave, bool of_value) {
-      for (int r = 0; of_value && r < rows_; ++r) begin_block(r, octave[r], alone);
-      V::keep_awake();
-      uint32_t l[kRows];
-      weights<true, Level::kBlockOctave>(key, 0, n, l);
-      if (of_value) products<true, true>(key, 0, n, false);
-      add_l(octave, l);
-    });
-  }
-  // Computes the scores of a block, and calls add(octaves, of_value) with those of its keys with a value, then of the
-  // others, in scores_, where some row has any.
-  template <class Add>
-  void groups_of_keys(int64_t key, int64_t n, Add add) {
-    for (int r = 0; r < rows_; ++r) row_max_[r] = kAbsent;
-    const bool was_masked = masked_, split = !call_.all_have_values && has_valueless(valueless_ + key, n);
-    masked_ = masked_ || split;
+  // Computes scores of keys [key, key + n). Where some keys have no value, moves those of such keys to other_scores_.
+  void score_groups(int64_t key, int64_t n, bool split) {
     score_chunk(key, n, !split);
-    if (split) split_valueless(key, n);
-    int octave[kRows];
-    if (enter_group(key, n, true, octave)) add(octave, true);
-    if (split) {
-      std::swap(scores_, other_scores_);
-      find_group_maxima(key, n, false);
-      if (enter_group(key, n, false, octave)) add(octave, false);
-      std::swap(scores_, other_scores_);
-    }
-    masked_ = was_masked;
-  }
-  void add_l(const int* octave, const uint32_t* l) {
-    for (int r = 0; r < rows_; ++r)
-      if (octave[r] != kNoOctave) block_float_[r].add_l(octave[r], l[r]);
-  }
-
-  // Calls f(at, count) for the granules of keys [key, key + n) that have keys without a value. Of a group of such keys
-  // only these are computed.
-  template <class F>
-  void for_granules_of_others(int64_t key, int64_t n, F f) const {
-    for (int64_t at = 0; at < n; at += kGranule) {
-      const int64_t count = smaller<int64_t>(kGranule, n - at);
-      if (has_valueless(valueless_ + key + at, count)) f(at, count);
-    }
-  }
-
-  // Leaves the keys with a value in scores_ and moves the others to other_scores_, kAbsent in the place of each.
-  void split_valueless(int64_t key, int64_t n) {
-    for_granules_of_others(key, n, [&](int64_t at, int64_t count) {
+    if (!split) return;
+    for_runs_of_others(key, n, [&](int64_t at, int64_t count) {
       const uint8_t* valueless = valueless_ + key + at;
       for (int r = 0; r < rows_; ++r) {
         int32_t *s = scores_ + r * score_ld_ + at, *other = other_scores_ + r * score_ld_ + at;
         for (int64_t j = 0; j < count; ++j)
           other[j] = valueless[j] ? s[j] : kAbsent, s[j] = valueless[j] ? kAbsent : s[j];
-        for (int64_t j = count; j < round_up(count, kKeyPad); ++j) other[j] = kAbsent;
+        for (int64_t j = count; j < round_up(count, kBlock); ++j) other[j] = kAbsent;
       }
+      V::keep_awake();
     });
-    find_group_maxima(key, n, true);
-  }
-  void find_group_maxima(int64_t key, int64_t n, bool of_value) {
-    typename V::I32 max[kRows];
-    for (int r = 0; r < rows_; ++r) max[r] = V::set1(kAbsent), row_max_[r] = kAbsent;
-    if (biased_) return;
-    if (of_value)
-      update_row_max(max, 0, n);
-    else
-      for_granules_of_others(key, n, [&](int64_t at, int64_t count) { update_row_max(max, at, at + count); });
-  }
-  int64_t biased_group_max(int r, int64_t key, int64_t n, bool of_value) {
-    if (of_value) return biased_max<Level::kBlockOctave>(r, key, 0, n);
-    int64_t m = kNever;
-    for_granules_of_others(
-        key, n, [&](int64_t at, int64_t count) { m = larger(m, biased_max<Level::kBlockOctave>(r, key, at, count)); });
-    return m;
   }
 
-  // Finds the octave of each row's largest weight in scores_ (kNoOctave without keys) and its T, level_. Returns
-  // whether there are keys.
-  bool enter_group(int64_t key, int64_t n, bool of_value, int* octave) {
-    bool some = false;
-    for (int r = 0; r < rows_; ++r) {
-      const int64_t m = biased_ ? biased_group_max(r, key, n, of_value) : unbiased_max(r);
-      octave[r] = m == kNever ? kNoOctave : block_float_[r].octave_of(m);
-      level_[r] = m == kNever ? 0 : block_float_[r].level(octave[r]);
-      some = some || m != kNever;
+  void update_group_maxima(int64_t key, int64_t n, bool split) {
+    update_maxima(key, 0, n);
+    if (!split) return;
+    swap_groups();
+    for_runs_of_others(key, n, [&](int64_t at, int64_t count) { update_maxima(key, at, count); });
+    swap_groups();
+  }
+  // Updates the maxima of the rows with scores [at, at + n) of the chunk at `key`.
+  void update_maxima(int64_t key, int64_t at, int64_t n) {
+    if (biased_) {
+      for (int r = 0; r < rows_; ++r) level_[r] = larger(level_[r], biased_max<Level::kMaximum>(r, key, at, n));
+      return;
     }
-    return some;
+    typename V::I32 max[kRows];
+    for (int r = 0; r < rows_; ++r) max[r] = V::set1(kAbsent);
+    update_row_max(max, at, at + n);
+  }
+  // Puts the keys without a value in the place of the others.
+  void swap_groups() {
+    std::swap(scores_, other_scores_);
+    std::swap(row_max_, other_max_);
+    std::swap(level_, other_level_);
+  }
+  template <Level L>
+  void sums_of_others(int64_t key, int64_t n) {
+    swap_groups();
+    masked_ = true;
+    for_runs_of_others(key, n, [&](int64_t at, int64_t count) {
+      uint32_t l[kRows];
+      weights<true, L>(key, at, count, l);
+      for (int r = 0; r < rows_; ++r) groups_[r].other_l += l[r];
+    });
+    swap_groups();
+  }
+
+  // Adds the digits of P V, of at most kDigitKeys keys, to 64-bit sums.
+  void merge_digits(bool first) {
+    for (int64_t i = 0; i < rows_ * value_pad_; ++i)
+      wide_acc_[i] = (first ? 0 : wide_acc_[i]) + int64_t(acc_[i]) * 256 + acc_low_[i];
+  }
+
+  // Calls f(at, count) for the runs of blocks of kBlock keys that have keys without a value, of a stage at most. Only
+  // these have scores in other_scores_.
+  template <class F>
+  void for_runs_of_others(int64_t key, int64_t n, F f) const {
+    const auto has_others = [&](int64_t at) {
+      return at < n && has_valueless(valueless_ + key + at, smaller<int64_t>(kBlock, n - at));
+    };
+    for (int64_t at = 0; at < n; at += kBlock) {
+      const int64_t begin = at;
+      while (at - begin < stage_keys_ && has_others(at)) at += kBlock;
+      if (at == begin) continue;
+      f(begin, smaller(at, n) - begin);
+      at -= kBlock;
+    }
   }
 
   // Computes qflash and iflash: docs/numerics.md section 3. Integers of 32 bits wrap around.
@@ -658,10 +604,6 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     }
   }
 
-  static void add_floored(const int32_t* high, const int32_t* low, int64_t n, int up, int32_t* sum) {
-    for (int64_t i = 0; i < n; ++i) sum[i] += (high[i] + (low[i] >> kAccShift)) * (1 << up);
-  }
-
   static void clear(int32_t* x, int64_t n) {
     for (int64_t i = 0; i < n; ++i) x[i] = 0;
   }
@@ -686,9 +628,9 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
 
   // Returns the row's maximum of T in 2^-32 octave.
   int64_t t_max(int r) const {
-    if (has_octaves_) return block_float_[r].log_sum_level();
+    if (are_two_groups_) return groups_[r].log_sum_level();
     if (call_.method == Method::kOnline) return level_[r] == kNever ? kNever : level_[r] / kTableSteps.sixteenths * 16;
-    return biased_ ? level_[r] : unbiased_max(r);
+    return maximum(r);
   }
 };
 

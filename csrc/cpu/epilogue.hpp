@@ -118,11 +118,39 @@ class Epilogue {
   }
 
  private:
-  // Does the same for rows that may have gaps, one value at a time.
+  // Writes a row with a gap as rows without one are. Returns false where it cannot: channels have scales of their own,
+  // or a product and half of 2^shift may not fit 64 bits: 127 * 65,193 * 65,536 * 2^24 + 2^56 < 2^63.
+  template <bool P16>
+  bool row_with_gap(const int32_t* high, const int32_t* low, uint32_t l, int64_t at, int gap) const {
+    if (per_channel_) return false;
+    const auto integers = [&](auto* out, auto limit) {
+      const int e = multiplier_[0].e;
+      if (e > 15 || (l && 55 - __builtin_clz(l) - e + gap > 57)) return false;
+      integer_row<P16, decltype(limit)::value>(high, low, l, out + at, gap);
+      return true;
+    };
+    switch (call_.out_type) {
+      case OutType::kInt8: return integers(static_cast<int8_t*>(out_), Limit<127>{});
+      case OutType::kInt16: return integers(static_cast<int16_t*>(out_), Limit<32767>{});
+      case OutType::kFloat16:
+        float_row<P16, FloatType::kFloat16>(high, low, l, static_cast<uint16_t*>(out_) + at, gap);
+        break;
+      case OutType::kBFloat16:
+        float_row<P16, FloatType::kBFloat16>(high, low, l, static_cast<uint16_t*>(out_) + at, gap);
+        break;
+      case OutType::kFloat32:
+        float_row<P16, FloatType::kFloat32>(high, low, l, static_cast<float*>(out_) + at, gap);
+        break;
+    }
+    return true;
+  }
+
+  // Writes rows that may have gaps.
   template <bool P16>
   void rows_with_gaps(const int32_t* high, const int32_t* low, int64_t ld, const uint32_t* l, int rows, int64_t at,
                       const int* gaps) const {
-    for (int r = 0; r < rows; ++r, high += ld, low += ld, at += call_.out.row_step)
+    for (int r = 0; r < rows; ++r, high += ld, low += ld, at += call_.out.row_step) {
+      if (row_with_gap<P16>(high, low, l[r], at, gaps[r])) continue;
       for (int64_t d = 0; d < call_.value_dim; ++d) {
         const float v_scale = v_scale_[per_channel_ ? d : 0];
         const int64_t acc = sum<P16>(high, low, d);
@@ -146,6 +174,7 @@ class Epilogue {
           case OutType::kFloat32: static_cast<float*>(out_)[at + d] = real(); break;
         }
       }
+    }
   }
 
   template <class Out, class Convert>
@@ -212,7 +241,7 @@ class Epilogue {
   }
 
   template <bool P16, int Limit, class Out>
-  inline void integer_row(const int32_t* high, const int32_t* low, uint32_t l, Out* out) const {
+  inline void integer_row(const int32_t* high, const int32_t* low, uint32_t l, Out* out, int gap = 0) const {
     const int64_t n = call_.value_dim;
     if (l == 0) {
       for (int64_t d = 0; d < n; ++d) out[d] = 0;
@@ -226,12 +255,12 @@ class Epilogue {
       out[d] = Out(rounded < -Limit ? -Limit : rounded > Limit ? Limit : rounded);
     };
     const int64_t f = factor(multiplier_[0]);  // at most 2^24
-    const int shift = 55 - lz - multiplier_[0].e;
+    const int shift = 55 - lz - multiplier_[0].e + gap;
     if (per_channel_)
       for (int64_t d = 0; d < n; ++d) one(d, factor(multiplier_[d]), 55 - lz - multiplier_[d].e);
     else if (multiplier_[0].e > 15)
       for (int64_t d = 0; d < n; ++d) one(d, f, shift);
-    else {  // |acc| <= 127 l, so that acc << left < 2^(16 + e) and the quotient fits 32 bits
+    else {  // |acc| <= 127 l 2^gap, so that acc << left < 2^(16 + e) and the quotient fits 32 bits
       const int left = larger(0, 32 - shift);
       store_row<Limit>(
           out, [&](int64_t d) { return V::template rescale<P16>(high + d, low + d, int32_t(f), left, shift + left); });
@@ -258,7 +287,7 @@ class Epilogue {
   }
 
   template <bool P16, FloatType F, class Out>
-  void float_row(const int32_t* high, const int32_t* low, uint32_t l, Out* out) const {
+  void float_row(const int32_t* high, const int32_t* low, uint32_t l, Out* out, int gap = 0) const {
     const auto convert = [](float x) {
       if constexpr (F == FloatType::kFloat16)
         return to_float16(x);
@@ -273,10 +302,11 @@ class Epilogue {
     } else if (per_channel_) {
       for (int64_t d = 0; d < n; ++d) out[d] = convert(float(sum<P16>(high, low, d)) * (v_scale_[d] / float(l)));
     } else {
-      const float scale = v_scale_[0] / float(l);
+      float scale = v_scale_[0] / float(l);
+      if (gap) scale *= std::ldexp(1.0f, -gap);
       // The compiler vectorizes the conversion to bfloat16 itself.
       if constexpr (F == FloatType::kFloat32 || (F == FloatType::kFloat16 && V::kFloat16))
-        if (l < fits32<P16>()) {
+        if (gap == 0 && l < fits32<P16>()) {
           for (int64_t d = 0; d < n; d += V::kLanes) {
             const auto acc = sum32<P16>(high + d, low + d);
             if constexpr (F == FloatType::kFloat32)

@@ -4,7 +4,8 @@
 //   s  = z >> 8 = 14 - hi,  f = 255 - (z & 255),  u = 256 + f
 //   w  = u*u >> 2,  m = u*u + 132608,  m >> 2 = w + 33152,  h = m >> 3 = (w + 33152) >> 1
 //   p16 = ((m >> (1 + s)) + 1) >> 1, of intflash 0 from s = 15 on
-//         of intflash_bfp with many blocks m >> (2 + s), and x9 is the depth below the block's octave
+//         of intflash_bfp dithered above kRoundedKeys keys: (((m << 6) >> s) + r) >> 8 in 32-bit lanes, with r the 8
+//         bits of the key's number in reverse order; (m << 6) >> s is 0 from s = 25 on
 //   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15
 //         with h = m >> 4 = (u*u >> 4) + 8288, 0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
 // intflash_online rounds the depth below its reference level to steps of 1/112 octave, 2^24 in T:
@@ -16,14 +17,14 @@
 namespace intflash {
 namespace {
 
-// What the depths of a row's keys are counted from: the maximum of their T, or an octave above that. Of intflash_bfp:
-// both of one block (kOne..), the octave of one of many (kBlockOctave); of intflash_online the octave in the unit of
-// its table.
-enum class Level { kMaximum, kOneBlock, kOneOctave, kBlockOctave, kTableOctave };
+// What the depths of a row's keys are counted from: the maximum of their T, or an octave above that. Of intflash_bfp,
+// by how it makes p16: the maximum of keys with a value (kRounded, kDithered), the octave of keys without one
+// (kRoundedOctave, kDitheredOctave). Of intflash_online: the octave in the unit of its table.
+enum class Level { kMaximum, kRounded, kRoundedOctave, kDithered, kDitheredOctave, kTableOctave };
 template <Level L>
-constexpr bool kIsAboveMaximum = L == Level::kOneOctave || L == Level::kBlockOctave || L == Level::kTableOctave;
+constexpr bool kIsAboveMaximum = L == Level::kRoundedOctave || L == Level::kDitheredOctave || L == Level::kTableOctave;
 template <Level L>
-constexpr bool kFloors = L == Level::kBlockOctave;  // p16
+constexpr bool kDithers = L == Level::kDithered || L == Level::kDitheredOctave;  // p16
 template <Level L>
 constexpr bool kEndsAt15 = L == Level::kMaximum;  // p16 is 0 from s = 15 on
 
@@ -69,12 +70,12 @@ inline uint64_t scaled_base(int64_t above) {  // at 32 units every p is 0, and b
   return uint64_t(smaller(above, int64_t(1) << 37) + offset) << kDepthBits<L>;
 }
 
-// Whether differences of S may have 16 bits: those past 65535 must give a p of 0, with z in octave 10 (P8), 15 (P16) or
-// 18 (intflash_bfp) or deeper, or a step of 1008 or more. Where c has 24 fraction bits the lower half of C <<
-// kDepthBits is zero, and the depth is the high half of a 16-bit product.
+// Whether differences of S may have 16 bits: those past 65535 must give a p of 0, with z in octave 10 (P8), 15 (P16),
+// 18 or 25 (intflash_bfp, rounded or dithered) or deeper, or a step of 1008 or more. Where c has 24 fraction bits the
+// lower half of C << kDepthBits is zero, and the depth is the high half of a 16-bit product.
 template <bool P16, Level L = Level::kMaximum>
 inline bool fits_16_bits(const RowScale& r) {
-  constexpr int octave = !P16 ? 10 : kEndsAt15<L> ? 15 : 18;
+  constexpr int octave = !P16 ? 10 : kEndsAt15<L> ? 15 : kDithers<L> ? 25 : 18;
   constexpr uint32_t dead = L == Level::kTableOctave ? 4 * 1008 : 2 * (octave * 256 - 153);
   return r.shift == 0 && r.c % 65536 == 0 && (uint64_t(65535) * r.c) >> 32 >= dead;
 }
@@ -82,6 +83,21 @@ inline bool fits_16_bits(const RowScale& r) {
 // What a depth is computed from: a difference of S of 32 or of 16 bits, one with a shift and a limit, or nothing where
 // the row holds depths already.
 enum class Depth { k32Bit, k16Bit, kShifted, kGiven };
+
+// What dithering adds to p16 of each of kDitherKeys keys in 2^-8, in the order in which V adds it.
+constexpr int kDitherKeys = 256;
+template <class V>
+struct Dither {
+  uint32_t of_key[kDitherKeys] = {};
+  constexpr Dither() {
+    constexpr int vector = 2 * V::kLanes;
+    for (int i = 0; i < kDitherKeys; ++i)
+      for (int key = i / vector * vector + V::dither_key(i % vector), bit = 0; bit < 8; ++bit)
+        of_key[i] |= uint32_t(key >> bit & 1) << (7 - bit);
+  }
+};
+template <class V>
+alignas(64) constexpr Dither<V> kDither;
 
 template <class V>
 struct Exp2 {
@@ -136,23 +152,35 @@ struct Exp2 {
     const U16 z = o.average(x9, 2 * 153);
     const U16 v = o.template mantissa<7>(z);
     const U16 w = V::mul_high16(v, v);
-    if constexpr (kFloors<L>)
-      return o.truncate16(w, o.high_byte(z));
-    else
-      return o.template round16<kEndsAt15<L>>(w, o.high_byte(z));
+    return o.template round16<kEndsAt15<L>>(w, o.high_byte(z));
   }
 
-  // Computes P of one block of kBlock keys. `sum` accumulates P8, P16 - 32768 or the high digits, `sum_low` the low
-  // digits.
+  template <Level L>
+  static inline U16 rounded_or_dithered16(U16 x9, const uint32_t* dither) {
+    if constexpr (kDithers<L>)
+      return V::dither16(V::average(x9, 2 * 153), dither);
+    else
+      return p16<L>(x9);
+  }
+
+  // Computes P of one block of kBlock keys, the first of which is `key`, a multiple of kBlock. `sum` accumulates P8,
+  // P16 - 32768 or the high digits, `sum_low` the low digits.
   template <bool P16, Depth D, Level L, bool Masked, bool Half>
-  static inline void block(const int32_t* s, const RowScale& r, I32 top, uint64_t base, PCode* high, PCode* low,
-                           I32& sum, I32& sum_low) {
+  static inline void block(const int32_t* s, const RowScale& r, I32 top, uint64_t base, int64_t key, PCode* high,
+                           PCode* low, I32& sum, I32& sum_low) {
     const U16 x0 = depths<D, L, Masked>(s, r, top, base);
     const U16 x1 = Half ? V::zero16() : depths<D, L, Masked>(s + 2 * V::kLanes, r, top, base);
-    if constexpr (P16 && V::kWideP) {
-      sum = V::store_p16(high, p16<L>(x0), Half ? V::zero16() : p16<L>(x1), sum);
+    const uint32_t* dither = kDither<V>.of_key + (kDithers<L> ? key % kDitherKeys : 0);
+    if constexpr (P16 && kDithers<L> && V::kDithersPlanes) {
+      V::template store_dithered<Half>(high, low, V::average(x0, 2 * 153), V::average(x1, 2 * 153), dither, sum,
+                                       sum_low);
     } else if constexpr (P16) {
-      const U16 a = p16<L>(x0), b = Half ? V::zero16() : p16<L>(x1);
+      const U16 a = rounded_or_dithered16<L>(x0, dither),
+                b = Half ? V::zero16() : rounded_or_dithered16<L>(x1, dither + kBlock / 2);
+      if constexpr (V::kWideP) {
+        sum = V::store_p16(high, a, b, sum);
+        return;
+      }
       sum = V::store_p(high, V::high_byte(a), V::high_byte(b), sum);
       sum_low = V::store_p(low, V::and16(a, 255), V::and16(b, 255), sum_low);
     } else {
@@ -160,26 +188,26 @@ struct Exp2 {
     }
   }
 
-  // Computes P of keys [0, n) of a row.
+  // Computes P of n keys of a row from `key` on.
   template <bool P16, Depth D, Level L, bool Masked>
-  static inline I32 row(const int32_t* s, int64_t n, const RowScale& r, I32 top, uint64_t base, PCode* high,
-                        PCode* low) {
+  static inline I32 row(const int32_t* s, int64_t key, int64_t n, const RowScale& r, I32 top, uint64_t base,
+                        PCode* high, PCode* low) {
     I32 sum = V::set1(0), sum_low = V::set1(0);
     int64_t j = 0;
     for (; j + kBlock <= n; j += kBlock)
-      block<P16, D, L, Masked, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+      block<P16, D, L, Masked, false>(s + j, r, top, base, key + j, high + j, low + j, sum, sum_low);
     if (n - j > kBlock / 2)
-      block<P16, D, L, true, false>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+      block<P16, D, L, true, false>(s + j, r, top, base, key + j, high + j, low + j, sum, sum_low);
     else if (n > j)
-      block<P16, D, L, true, true>(s + j, r, top, base, high + j, low + j, sum, sum_low);
+      block<P16, D, L, true, true>(s + j, r, top, base, key + j, high + j, low + j, sum, sum_low);
     return P16 && !V::kWideP ? V::add(V::shift_left(sum, 8), sum_low) : sum;
   }
 
-  // Computes P of keys [0, n) of `rows` rows and adds its sum to sums[r]. Scores from n to the end of the block are
-  // kAbsent.
+  // Computes P of n keys of `rows` rows from `key` on, a multiple of kBlock, and adds its sum to sums[r]. Scores from n
+  // to the end of the block are kAbsent.
   template <bool P16, Depth D, Level L, bool Masked>
-  static void rows_of(const int32_t* s, int64_t s_ld, int64_t n, const RowLevels& levels, int rows, PCode* high,
-                      int64_t high_ld, PCode* low, int64_t low_ld, I32* sums) {
+  static void rows_of(const int32_t* s, int64_t s_ld, int64_t key, int64_t n, const RowLevels& levels, int rows,
+                      PCode* high, int64_t high_ld, PCode* low, int64_t low_ld, I32* sums) {
     int64_t asleep = 0;
     for (int i = 0; i < rows; ++i, s += s_ld, high += high_ld, low += low_ld) {
       if (asleep += n; asleep >= 1024) V::keep_awake(), asleep = 0;
@@ -187,9 +215,9 @@ struct Exp2 {
       const I32 top = V::set1(levels.top[i]);
       const uint64_t base = kIsAboveMaximum<L> ? levels.base[i] : 0;
       const bool is_short = D == Depth::k32Bit && fits_16_bits<P16, L>(r);
-      sums[i] = V::add(
-          sums[i], is_short ? row<P16, D == Depth::k32Bit ? Depth::k16Bit : D, L, Masked>(s, n, r, top, base, high, low)
-                            : row<P16, D, L, Masked>(s, n, r, top, base, high, low));
+      sums[i] = V::add(sums[i], is_short ? row<P16, D == Depth::k32Bit ? Depth::k16Bit : D, L, Masked>(
+                                               s, key, n, r, top, base, high, low)
+                                         : row<P16, D, L, Masked>(s, key, n, r, top, base, high, low));
     }
   }
 

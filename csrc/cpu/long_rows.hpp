@@ -1,6 +1,6 @@
-// intflash and intflash_p8 on AMX tiles for long rows, whose scores are not kept. A first pass finds the exact row
-// maxima. The second computes the scores again, a chunk of 64 keys at a time in a ring that stays in L1, with each
-// chunk's P beside the tile instructions of the chunks before and after it.
+// intflash, intflash_p8 and intflash_bfp on AMX tiles for long rows, whose scores are not kept. A first pass finds the
+// exact row maxima. The second computes the scores again, a chunk of 64 keys at a time in a ring that stays in L1, with
+// each chunk's P beside the tile instructions of the chunks before and after it.
 //
 // Beside another hyperthread an instruction that writes a tile stalls the vectors too while other tile instructions are
 // in flight. They are therefore spread, one or two to a row of P, with each load well ahead of its product.
@@ -11,7 +11,7 @@
 namespace intflash {
 namespace {
 
-template <class V, bool P16, int kStage>  // kStage: number of chunks in a stage
+template <class V, bool P16, Level L, int kStage>  // kStage: number of chunks in a stage
 class LongRows {
   using I32 = typename V::I32;
   using Code = typename V::Code;
@@ -169,7 +169,7 @@ class LongRows {
       if (tail) mark_past_end(scores_[t & 1]);
       if (u_.depth == Depth::kShifted)
         tail ? step<Depth::kShifted, true>(before, now, next, t) : step<Depth::kShifted, false>(before, now, next, t);
-      else if (fits_16_bits<P16>(u_.scale))
+      else if (fits_16_bits<P16, L>(u_.scale))
         tail ? step<Depth::k16Bit, true>(before, now, next, t) : step<Depth::k16Bit, false>(before, now, next, t);
       else
         tail ? step<Depth::k32Bit, true>(before, now, next, t) : step<Depth::k32Bit, false>(before, now, next, t);
@@ -209,13 +209,14 @@ class LongRows {
     const RowScale scale = u_.scale;
     const int32_t *s = scores_[t & 1], *top = u_.top + now.row_tile * kRows;
     PCode* p = p_of(t);
+    const int64_t key = int64_t(now.chunk) * kChunk;
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       V::compiler_barrier();
       scores.before_row(r);
       values.before_row(r);
-      E::template block<P16, D, Level::kMaximum, Masked, false>(s + r * kChunk, scale, V::set1(top[r]), 0, p + r * 64,
-                                                                p + kTile + r * 64, sums_[0][r], sums_[kDigits - 1][r]);
+      E::template block<P16, D, L, Masked, false>(s + r * kChunk, scale, V::set1(top[r]), 0, key, p + r * 64,
+                                                  p + kTile + r * 64, sums_[0][r], sums_[kDigits - 1][r]);
     }
     V::compiler_barrier();
     values.before_row(kRows);

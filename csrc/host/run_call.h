@@ -6,9 +6,9 @@
 #include <optional>
 #include <vector>
 
-#include "cpu/block_float.hpp"
 #include "cpu/dispatch.h"
 #include "cpu/quantize_inputs.h"
+#include "cpu/two_groups.hpp"
 #include "host/signals.h"
 #include "host/tensors.h"
 

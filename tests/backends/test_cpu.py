@@ -225,7 +225,7 @@ def test_differences_of_online_past_16_bits(isa, c):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("method", ["intflash", "intflash_p8", "intflash_online"])
+@pytest.mark.parametrize("method", list(cpu.P_MAX))
 @pytest.mark.parametrize("nk", [256, 65_536])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_largest_sums(isa, method, nk, sign):
@@ -237,15 +237,14 @@ def test_largest_sums(isa, method, nk, sign):
     assert (out == 32767 * sign).all()
 
 
-def _of_octaves(nk, octave_of_block, value):
-    """A problem of intflash_bfp whose largest octave of each block of 128 keys, and all values, are given."""
-    one = torch.ones(1, 1, 1, 1)
-    q, k, v = (torch.zeros(1, 1, n, 16, dtype=torch.int8) for n in (2, nk, nk))
+def _of_octaves(octaves, values):
+    """A problem of intflash_bfp whose octave and value of each key are given."""
+    q, k, v = (torch.zeros(1, 1, n, 16, dtype=torch.int8) for n in (2, len(octaves), len(octaves)))
     q[..., 0] = 1
-    k[..., 0] = octave_of_block[torch.arange(nk) // 128].to(torch.int8)
-    v += value
-    q, k, v = (intflash.QTensor(x, one, "tensor") for x in (q, k, v))
-    return prepare(q, k, v, method="intflash_bfp", scale=math.log(2.0), out_dtype=torch.float32)[0]
+    k[..., 0] = octaves.to(torch.int8)
+    v += values.to(torch.int8)[:, None]
+    q, k, v = (intflash.QTensor(x, 1.0) for x in (q, k, v))
+    return prepare(q, k, v, method="intflash_bfp", scale=math.log(2.0), out_dtype=torch.float32, return_lse=True)[0]
 
 
 def _assert_every_set_has_the_bits(problem):
@@ -254,27 +253,38 @@ def _assert_every_set_has_the_bits(problem):
         assert_same_bits(cpu.run(problem, isa=isa), expected)
 
 
-@pytest.mark.parametrize("nk", [pytest.param(65_536, marks=pytest.mark.full), 70_000])
-@pytest.mark.parametrize("rise", [0, 1, 3, 9, 10, 25])
-def test_largest_sums_of_blocks(nk, rise):
-    """One block in two or in 512 lies `rise` octaves above the others: sums in 32 bits are shared up to their bound."""
-    for every, value in ((2, -127), (512, 127)):
-        octaves = torch.zeros(-(-nk // 128))
-        octaves[every - 1 :: every] = rise
-        _assert_every_set_has_the_bits(_of_octaves(nk, octaves, value))
+@pytest.mark.parametrize("nk", [65_536, 65_537, pytest.param(131_072, marks=pytest.mark.full), 131_073])
+@pytest.mark.parametrize("value", [127, -127])
+def test_largest_sums_of_many_keys(nk, value):
+    """Sums of 32 bits at their bounds, and of 64 bits; a few keys have no value."""
+    values = torch.full((nk,), value)
+    _assert_every_set_has_the_bits(_of_octaves(torch.zeros(nk), values))
+    values[::1000] = 0
+    _assert_every_set_has_the_bits(_of_octaves((values == 0) * 3, values))
 
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_blocks_of_any_octaves(data):
-    """Sums are shared by blocks of several octaves, merged, or computed again block by block."""
-    octave = st.sampled_from([-60, -30, -9, -8, -3, -1, 0, 1, 2, 9, 24, 40])
-    octaves = data.draw(st.lists(octave, min_size=1, max_size=12))
-    nk = 128 * len(octaves) - data.draw(st.integers(0, 127))
-    problem = _of_octaves(nk, torch.tensor(octaves), 127)
-    values = problem.v.data
-    values.copy_(torch.randint(-127, 128, values.shape, generator=torch.Generator().manual_seed(nk)))
-    _assert_every_set_has_the_bits(problem)
+def test_keys_without_a_value_of_any_octave(data):
+    """Runs of keys of one octave with and without a value, of sequences that are rounded and that are dithered."""
+    octave = st.sampled_from([-127, -60, -17, -9, -1, 0, 1, 9, 24, 40, 127])
+    runs = data.draw(st.lists(st.tuples(octave, st.booleans(), st.integers(1, 200)), min_size=1, max_size=16))
+    octaves = torch.cat([torch.full((n,), x) for x, _, n in runs])
+    values = torch.randint(1, 128, octaves.shape, generator=torch.Generator().manual_seed(len(octaves)))
+    values *= torch.cat([torch.full((n,), has_value) for _, has_value, n in runs])
+    problem = _of_octaves(octaves, values)
+    _assert_every_set_has_the_bits(replace(problem, out_dtype=data.draw(st.sampled_from([torch.int8, torch.float32]))))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_dither_of_every_depth(isa):
+    """Every depth at which p16 may not be 0, 1/256 octave apart. A channel has the sum of p over 1/2 octave."""
+    depth = torch.arange(6500).repeat(4)[torch.randperm(26_000, generator=torch.Generator().manual_seed(0))]
+    q, k = with_scores((7000 - depth).view(1, 1, -1))
+    v = torch.nn.functional.one_hot(depth // 128).view(1, 1, 26_000, -1)
+    tensors = [intflash.QTensor(x.to(torch.int8), s) for x, s in ((q, 2.0**-8), (k, 1.0), (v, 1.0))]
+    problem = prepare(*tensors, method="intflash_bfp", scale=math.log(2.0), out_dtype=torch.float32, return_lse=True)[0]
+    assert_same_bits(cpu.run(problem, isa=isa, threads=1), reference.BACKEND.run(problem))
 
 
 @pytest.mark.parametrize("isa", ISAS)

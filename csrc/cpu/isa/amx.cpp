@@ -21,7 +21,7 @@ void attention(const Call& call, const Units& units, uint64_t call_id, Scratch& 
   if (are_short_rows(call)) {
     if (call.method == Method::kP16) return AmxShortRows<true>::run(call, units, call_id, scratch);
     if (call.method == Method::kBlockFloat)
-      return AmxShortRows<true, Level::kOneBlock>::run(call, units, call_id, scratch);
+      return AmxShortRows<true, Level::kRounded>::run(call, units, call_id, scratch);
     return AmxShortRows<false>::run(call, units, call_id, scratch);
   }
   Attention<Amx>::run(call, units, call_id, scratch);

@@ -16,7 +16,7 @@ struct Vec256 {
   static constexpr int kLanes = 8;
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 20, kStoreBlock = 2;
   static constexpr bool kMatrixUnit = false, kFastPack = true, kRowOperations = false, kFloat16 = true;
-  static constexpr bool kSplitsWeights = false;
+  static constexpr bool kSplitsWeights = false, kDithersPlanes = false;
   using I32 = __m256i;
   using U16 = __m256i;
   using Codes = __m256i;
@@ -103,10 +103,23 @@ struct Vec256 {
     const __m256i odd = _mm256_srlv_epi32(a, _mm256_srli_epi32(n, 16));
     return _mm256_blend_epi16(even, odd, 0xAA);
   }
-  static U16 truncate16(U16 w, U16 s) {
-    const __m256i first = _mm256_cmpeq_epi16(s, _mm256_setzero_si256());
-    const __m256i far = shift_right(average(w, 33151), _mm256_add_epi16(s, set16(65535)));
-    return _mm256_add_epi16(far, _mm256_and_si256(add16(w, 33152), first));
+  static U16 dither16(U16 z, const uint32_t* r) {  // even and odd lanes apart, whose u is 8 u with zeros beside it
+    const __m256i shifted = _mm256_slli_epi16(z, 3), offset = set1(132608 << 6);
+    const auto square = [&](int left) {
+      const __m256i u = _mm256_or_si256(_mm256_andnot_si256(shifted, set1(255 << left)), set1(256 << left));
+      return add(_mm256_madd_epi16(u, u), offset);
+    };
+    const __m256i high_bytes = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(1, -1, -1, -1, 5, -1, -1, -1, 9, -1, -1, -1, 13, -1, -1, -1));  // of even lanes
+    const __m256i even = _mm256_srlv_epi32(square(3), _mm256_shuffle_epi8(z, high_bytes)),
+                  odd = _mm256_srlv_epi32(square(19), _mm256_srli_epi32(z, 24));
+    const auto dithers = reinterpret_cast<const __m256i*>(r);
+    return _mm256_blend_epi16(_mm256_srli_epi32(add(even, _mm256_load_si256(dithers)), 8),
+                              _mm256_slli_epi32(add(odd, _mm256_load_si256(dithers + 1)), 8), 0xAA);
+  }
+  static constexpr int dither_key(int i) {  // the even lanes' keys, then the odd ones'
+    const int lane = 2 * (i % 4) + i / 8;
+    return lane / 4 * 8 + i % 8 / 4 * 4 + lane % 4;
   }
   template <bool EndsAt15>
   static U16 round16(U16 w, U16 s) {

@@ -278,7 +278,7 @@ struct Pack512 : Quantize512 {
 // The lanes, the products and the output.
 struct Vec512 : Pack512 {
   static constexpr int kLanes = 16, kGroup = 4, kRows = 6, kCols = 4, kStoreBlock = 4;
-  static constexpr bool kFastPack = true, kRowOperations = true, kFloat16 = true, kWideP = false;
+  static constexpr bool kFastPack = true, kRowOperations = true, kFloat16 = true, kWideP = false, kDithersPlanes = true;
   using I32 = __m512i;
   using U16 = __m512i;
   using Codes = __m512i;
@@ -376,10 +376,40 @@ struct Vec512 : Pack512 {
     return _mm512_adds_epu16(carried, set16(uint16_t(base >> 16)));
   }
   static U16 average(U16 a, uint16_t b) { return _mm512_avg_epu16(a, _mm512_set1_epi16(int16_t(b))); }
-  static U16 shift_right(U16 a, U16 n) { return _mm512_srlv_epi16(a, n); }
-  static U16 truncate16(U16 w, U16 s) {
-    const __m512i far = _mm512_srlv_epi16(average(w, 33151), _mm512_sub_epi16(s, set16(1)));
-    return _mm512_mask_add_epi16(far, _mm512_testn_epi16_mask(s, s), w, set16(33152));
+  // p16 with 8 fraction bits, dithered, of even and of odd lanes.
+  struct Dithered {
+    I32 even, odd;
+  };
+  static Dithered dithered(U16 z, const uint32_t* r) {
+    const __m512i shifted = _mm512_slli_epi16(z, 3), offset = set1(132608 << 6);
+    const auto square = [&](int left) {  // of 8 u, with zeros beside it
+      const __m512i u = _mm512_ternarylogic_epi32(shifted, set1(255 << left), set1(256 << left), 0xAE);
+      return _mm512_dpwssd_epi32(offset, u, u);
+    };
+    const __m512i high_bytes = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(1, -1, -1, -1, 5, -1, -1, -1, 9, -1, -1, -1, 13, -1, -1, -1));  // of even lanes
+    return {add(_mm512_srlv_epi32(square(3), _mm512_shuffle_epi8(z, high_bytes)), _mm512_load_si512(r)),
+            add(_mm512_srlv_epi32(square(19), _mm512_srli_epi32(z, 24)), _mm512_load_si512(r + 16))};
+  }
+  // Returns the low digits of eight keys, then their high digits, in each 128 bits.
+  static __m512i digits(Dithered p) {
+    const __m512i even =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(1, -1, 5, -1, 9, -1, 13, -1, 2, -1, 6, -1, 10, -1, 14, -1));
+    const __m512i odd =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(-1, 1, -1, 5, -1, 9, -1, 13, -1, 2, -1, 6, -1, 10, -1, 14));
+    return _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(p.even, even), 0xAAAAAAAAAAAAAAAA, p.odd, odd);
+  }
+  template <bool Half>
+  static void store_dithered(PCode* high, PCode* low, U16 z0, U16 z1, const uint32_t* r, I32& sum, I32& sum_low) {
+    const __m512i a = digits(dithered(z0, r)), b = Half ? zero16() : digits(dithered(z1, r + 32));
+    const __m512i h = _mm512_unpackhi_epi64(a, b), l = _mm512_unpacklo_epi64(a, b);
+    _mm512_storeu_si512(high, h), _mm512_storeu_si512(low, l);
+    sum = _mm512_dpbusd_epi32(sum, h, _mm512_set1_epi8(1));
+    sum_low = _mm512_dpbusd_epi32(sum_low, l, _mm512_set1_epi8(1));
+  }
+  static constexpr int dither_key(int i) {  // the even lanes' keys, then the odd ones'
+    const int lane = 2 * (i % 4) + i / 16;
+    return lane / 4 * 16 + i % 16 / 4 * 4 + lane % 4;
   }
   // (w + 33152 + 2^(s-1)) >> s: for s > 0 the sum and its first shift are an average
   template <bool EndsAt15>

@@ -17,7 +17,7 @@ void attention(const Call& call, const Units& units, uint64_t call_id, Scratch& 
   if (!Avx512ShortRows<true>::takes(call)) return Attention<Avx512Vnni>::run(call, units, call_id, scratch);
   if (call.method == Method::kP16) return Avx512ShortRows<true>::run(call, units, call_id, scratch);
   if (call.method == Method::kBlockFloat)
-    return Avx512ShortRows<true, Level::kOneBlock>::run(call, units, call_id, scratch);
+    return Avx512ShortRows<true, Level::kRounded>::run(call, units, call_id, scratch);
   Avx512ShortRows<false>::run(call, units, call_id, scratch);
 }
 

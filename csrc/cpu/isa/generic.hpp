@@ -17,10 +17,11 @@ struct Generic {
   static constexpr int kStoreBlock = 0;          // vectors that store_block clamps and stores at once; 0: it has none
   static constexpr bool kFloat16 =
       false;  // converts float16: has store_float16, and widen_float16 without row operations
-  static constexpr bool kWideP = false;         // stores P16 in one plane of int16, as p - 32768
-  static constexpr bool kUnsignedKeys = false;  // packs K as code ^ 0x80
-  using Code = int8_t;                          // a packed code of Q, K and V
-  using PCode = uint8_t;                        // a stored digit of P
+  static constexpr bool kWideP = false;          // stores P16 in one plane of int16, as p - 32768
+  static constexpr bool kDithersPlanes = false;  // has store_dithered in place of dither16, which stores both planes
+  static constexpr bool kUnsignedKeys = false;   // packs K as code ^ 0x80
+  using Code = int8_t;                           // a packed code of Q, K and V
+  using PCode = uint8_t;                         // a stored digit of P
   struct I32 {
     int32_t x[4];
   };
@@ -144,10 +145,6 @@ struct Generic {
     for (auto& v : a.x) v = uint16_t((unsigned(v) + b + 1) >> 1);
     return a;
   }
-  static U16 shift_right(U16 a, U16 n) {
-    for (int i = 0; i < 8; ++i) a.x[i] = n.x[i] > 15 ? 0 : uint16_t(a.x[i] >> n.x[i]);
-    return a;
-  }
   // ((m >> (1 + s)) + 1) >> 1 from w = (m >> 2) - 33152 and h = m >> 3, where m mod 4 < 2:
   // m >> 2 = h + g for s = 0, g = (w + 33153) >> 1 for s = 1, else from h alone; 0 for s > 14 (hi < 0)
   template <bool EndsAt15>
@@ -160,13 +157,16 @@ struct Generic {
                                                : uint16_t(((h.x[i] >> (s.x[i] - 2)) + 1) >> 1);
     return w;
   }
-  // m >> (2 + s) from the same: m >> 2 = w + 33152 for s = 0, else h >> (s - 1)
-  static U16 truncate16(U16 w, U16 s) {
-    const U16 h = average(w, 33151);
-    for (int i = 0; i < 8; ++i)
-      w.x[i] = s.x[i] == 0 ? uint16_t(w.x[i] + 33152) : s.x[i] > 16 ? 0 : uint16_t(h.x[i] >> (s.x[i] - 1));
-    return w;
+  // (((m << 6) >> s) + r) >> 8 with s = z >> 8, m of z's low byte and an r for each lane. At most 65,193: z >= 153.
+  static U16 dither16(U16 z, const uint32_t* r) {
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t u = 511u - (z.x[i] & 255u), s = z.x[i] >> 8, m = u * u + 132608;
+      z.x[i] = uint16_t(((s > 31 ? 0 : (m << 6) >> s) + r[i]) >> 8);
+    }
+    return z;
   }
+  // Returns the key, of the vector's 2 * kLanes, to which r[i] belongs.
+  static constexpr int dither_key(int i) { return i; }
   static U16 and16(U16 a, uint16_t b) {
     for (auto& v : a.x) v &= b;
     return a;

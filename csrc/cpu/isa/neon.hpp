@@ -12,8 +12,8 @@ namespace {
 struct Neon {
   static constexpr int kLanes = 4, kGroup = 4, kRows = 4, kCols = 4;
   static constexpr int kMaxRows = 16, kScoreBytes = 1 << 19, kStoreBlock = 0;
-  static constexpr bool kRowOperations = false, kFloat16 = false, kWideP = false, kMatrixUnit = false,
-                        kFastPack = false, kUnsignedKeys = false;
+  static constexpr bool kRowOperations = false, kFloat16 = false, kWideP = false, kDithersPlanes = false,
+                        kMatrixUnit = false, kFastPack = false, kUnsignedKeys = false;
   using Code = int8_t;
   using PCode = uint8_t;
   using I32 = int32x4_t;
@@ -90,10 +90,17 @@ struct Neon {
   static U16 shift_right(U16 a, U16 n) {  // by a negative left shift, whose amount is a signed byte
     return vshlq_u16(a, vnegq_s16(vreinterpretq_s16_u16(vminq_u16(n, vdupq_n_u16(16)))));
   }
-  static U16 truncate16(U16 w, U16 s) {
-    const U16 far = shift_right(average(w, 33151), vsubq_u16(s, vdupq_n_u16(1)));
-    return vaddq_u16(far, vandq_u16(add16(w, 33152), vceqq_u16(s, vdupq_n_u16(0))));
+  static U16 dither16(U16 z, const uint32_t* r) {
+    const U16 v = mantissa<3>(z);  // 8 u
+    const int16x8_t s =
+        vnegq_s16(vreinterpretq_s16_u16(vshrq_n_u16(z, 8)));  // -128 to 0; a shift by 32 or more gives 0
+    const uint32x4_t offset = vdupq_n_u32(132608 << 6);
+    const uint32x4_t low = vshlq_u32(vmlal_u16(offset, vget_low_u16(v), vget_low_u16(v)), vmovl_s16(vget_low_s16(s))),
+                     high = vshlq_u32(vmlal_high_u16(offset, v, v), vmovl_high_s16(s));
+    return vcombine_u16(vshrn_n_u32(vaddq_u32(low, vld1q_u32(r)), 8),
+                        vshrn_n_u32(vaddq_u32(high, vld1q_u32(r + 4)), 8));
   }
+  static constexpr int dither_key(int i) { return i; }
   template <bool EndsAt15>
   static U16 round16(U16 w, U16 s) {
     const U16 h = average(w, 33151), near = average(w, 33152);
