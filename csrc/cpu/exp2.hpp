@@ -4,8 +4,8 @@
 //   s  = z >> 8 = 14 - hi,  f = 255 - (z & 255),  u = 256 + f
 //   w  = u*u >> 2,  m = u*u + 132608,  m >> 2 = w + 33152,  h = m >> 3 = (w + 33152) >> 1
 //   p16 = ((m >> (1 + s)) + 1) >> 1, of intflash 0 from s = 15 on
-//         of intflash_bfp dithered above kRoundedKeys keys: (((m << 6) >> s) + r) >> 8 in 32-bit lanes, with r the 8
-//         bits of the key's number in reverse order; (m << 6) >> s is 0 from s = 25 on
+//         of intflash_bfp dithered above kRoundedKeys keys: (((m << 6) >> s) + r) >> 8 in 32-bit lanes, with r the
+//         dither of the key (kDither); (m << 6) >> s is 0 from s = 25 on
 //   p8  = ((m >> (9 + s)) + 1) >> 1, a rounding product: (h * 2^(9 - s) + 2^14) >> 15
 //         with h = m >> 4 = (u*u >> 4) + 8288, 0 past s = 9; the bits that m >> 4 drops lie below every rounding bit
 // intflash_online rounds the depth below its reference level to steps of 1/112 octave, 2^24 in T:
@@ -85,15 +85,15 @@ inline bool fits_16_bits(const RowScale& r) {
 enum class Depth { k32Bit, k16Bit, kShifted, kGiven };
 
 // What dithering adds to p16 of each of kDitherKeys keys in 2^-8, in the order in which V adds it.
-constexpr int kDitherKeys = 256;
+constexpr int kDitherKeys = 2048;
 template <class V>
 struct Dither {
   uint32_t of_key[kDitherKeys] = {};
   constexpr Dither() {
     constexpr int vector = 2 * V::kLanes;
     for (int i = 0; i < kDitherKeys; ++i)
-      for (int key = i / vector * vector + V::dither_key(i % vector), bit = 0; bit < 8; ++bit)
-        of_key[i] |= uint32_t(key >> bit & 1) << (7 - bit);
+      for (int key = i / vector * vector + V::dither_key(i % vector), bit = 0; bit < 4; ++bit)
+        of_key[i] |= uint32_t(key >> bit & 1) << (7 - bit) | uint32_t(key >> (7 + bit) & 1) << (3 - bit);
   }
 };
 template <class V>
