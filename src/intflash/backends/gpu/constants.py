@@ -14,8 +14,10 @@ from torch import Tensor
 
 from intflash.backends.gpu.tensors import View, view
 from intflash.numerics import exp
-from intflash.numerics.groups import BLOCK, MAX_GAP
+from intflash.numerics.groups import MAX_GAP
 from intflash.problem import Problem
+
+VALUELESS_KEYS = 128  # `Constants.valueless` has whole tiles of so many keys
 
 
 class Constants(NamedTuple):
@@ -110,11 +112,11 @@ def most_output_exponent(method: str) -> int:
 def empty_valueless(v: Tensor, sequences: int = 0) -> Tensor:
     """Returns the uninitialized words of `Constants.valueless` for values [B, Hk, Nk, D].
 
-    sequences: how many packed ones have blocks of their own; 0 where blocks are counted from the first key.
+    sequences: how many packed ones have tiles of their own; 0 where tiles are counted from the first key.
     """
     batch, heads, keys, _ = v.shape
-    blocks = keys // BLOCK + sequences if sequences else -(-keys // BLOCK)
-    return torch.empty(batch, heads, 1, blocks * (BLOCK // 32), dtype=torch.int32, device=v.device)
+    tiles = keys // VALUELESS_KEYS + sequences if sequences else -(-keys // VALUELESS_KEYS)
+    return torch.empty(batch, heads, 1, tiles * (VALUELESS_KEYS // 32), dtype=torch.int32, device=v.device)
 
 
 def float_bits(x: float) -> int:
