@@ -588,3 +588,15 @@ def test_an_adversary_s_class_of_residues_is_within_the_bound():
                 exact = float(w @ v[:, 0].double() / w.sum())
                 error = abs(float(run(problem).out) - exact) / 254  # of the sum of the keys' weights, relative to 1
                 assert error <= (n >> bits) * (1 - 2.0**-bits + 2**-8) / P16_MAX + RELATIVE * (float(w.sum()) - 1)
+
+
+@pytest.mark.parametrize("n", (1024, 16_384, 262_144))
+def test_errors_of_unrelated_depths_grow_with_the_square_root(n):
+    """Of keys whose depths, 16 to 20 octaves, do not depend on their numbers: the root mean square error of the sum of
+    p is below 0.35 sqrt(n) units, as where p is rounded at random.
+    """
+    g = torch.Generator().manual_seed(n)
+    depths = torch.randint(16 * 256, 20 * 256, (64, n), generator=g)
+    added = REVERSED.repeat(n // 256)
+    errors = ((P24[depths] + added) // 256 - P24[depths] / 256).sum(1)
+    assert errors.square().mean().sqrt() < 0.35 * n**0.5

@@ -51,11 +51,13 @@ def _exponent_ptx(result: str, fraction: int = 0) -> str:
     """PTX of four scores: h = hi, m the quadratic with so many fraction bits, an even number, then `result` per score.
     `shl` clamps: 2^hi is 0 when hi < 0.
     """
-    text, unit = "", 1 << (fraction // 2)
+    unit = 1 << (fraction // 2)
+    scaled = f"mad.lo.u32 u, u, {unit}, {256 * unit};" if fraction else "add.u32 u, u, 256;"
+    text = ""
     for i in range(4):
         text += _product_ptx(i, "lo", "h") + (
-            f"shr.u32 u, lo, 24; mad.lo.u32 u, u, {unit}, {256 * unit}; "
-            f"mad.lo.u32 m, u, u, {exp.QUADRATIC_OFFSET << fraction}; {result.format(i=i)}\n"
+            f"shr.u32 u, lo, 24; {scaled} mad.lo.u32 m, u, u, {exp.QUADRATIC_OFFSET << fraction}; "
+            f"{result.format(i=i)}\n"
         )
     return text
 
