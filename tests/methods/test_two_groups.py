@@ -35,6 +35,11 @@ def run(problem, backend="reference", **options):
     return (cpu.run if options else backends()[backend].run)(problem, **options)
 
 
+def run_on(where, problem):
+    """Runs the torch backend, or the CPU backend by one of its instruction sets."""
+    return run(problem, "torch") if where == "torch" else run(problem, isa=where)
+
+
 def codes_problem(q, k, v, scale=1.0, **options):
     """A problem of int8 codes of scale 1, so that scores are the products times `scale`."""
     tensors = [QTensor(x.to(torch.int8), torch.ones(1, 1, 1, 1), "tensor", None) for x in (q, k, v)]
@@ -391,14 +396,14 @@ HARD = dict(hard_problems())
 def test_backends_give_the_reference_bits(name, where):
     problem = HARD[name]
     expected = run(problem)
-    got = run(problem, "torch") if where == "torch" else run(problem, isa=where)
+    got = run_on(where, problem)
     assert torch.equal(got.out, expected.out)
     assert torch.allclose(got.lse, expected.lse, rtol=1e-6)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("where", ["torch", *ISAS])
 @pytest.mark.parametrize("n", (289, 500, ROUNDED_KEYS, ROUNDED_KEYS + 1))
-def test_a_sink_without_value_among_scores(n, isa):
+def test_a_sink_without_value_among_scores(n, where):
     """No bias: sinks come from the products, in rows of two scales and with a mask."""
     q, k, v = randn(1, 4, n, 64, seed=2)
     k[:, :, 130] *= 30
@@ -406,21 +411,32 @@ def test_a_sink_without_value_among_scores(n, isa):
     mask = torch.rand(1, 1, n, n, generator=torch.Generator().manual_seed(0)) > 0.2
     for options in ({}, {"attn_mask": mask}, {"is_causal": True}, {"scale": 3.0}):
         problem = prepare(q, k, v, method=METHOD, out_dtype=torch.float32, **options)[0]
-        assert torch.equal(run(problem, isa=isa).out, run(problem).out)
+        assert torch.equal(run_on(where, problem).out, run(problem).out)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("where", ["torch", *ISAS])
 @pytest.mark.parametrize("n", (65_536, 65_537, 200_000))
-def test_long_rows_give_the_reference_bits(n, isa):
+def test_long_rows_give_the_reference_bits(n, where):
     g = torch.Generator().manual_seed(n)
     shapes = ((1, 1, 2, 4), (1, 1, n, 4), (1, 1, n, 2))
     problem = codes_problem(*(torch.randint(-127, 128, s, generator=g) for s in shapes), 2.0**-12)
-    assert torch.equal(run(problem, isa=isa).out, run(problem).out)
-    assert torch.equal(run(problem, "torch").out, run(problem).out)
+    assert torch.equal(run_on(where, problem).out, run(problem).out)
     zeros = torch.zeros(1, 1, n, 1)
-    all_127 = codes_problem(zeros[:, :, :1], zeros, zeros + 127)
-    assert torch.equal(run(all_127, isa=isa).out, run(all_127).out)
+    for value in (-128, 127):  # the largest sums
+        equal = codes_problem(zeros[:, :, :1], zeros, zeros + value)
+        assert torch.equal(run_on(where, equal).out, run(equal).out)
+    valueless = torch.arange(n)[None, None, :, None] % 3 > 0  # sums of both groups, the larger without a value
+    both = replace(problem, v=replace(problem.v, data=problem.v.data * valueless))
+    assert torch.equal(run_on(where, both).out, run(both).out)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["torch", *ISAS])
+def test_the_most_keys_of_the_largest_sums(where):
+    zeros = torch.zeros(1, 1, MAX_KEYS, 1)
+    problem = codes_problem(zeros[:, :, :1], zeros, zeros - 128)
+    assert float(run(problem).out) == float(run_on(where, problem).out) == -128
 
 
 # ---- order, tiles and splits

@@ -17,7 +17,7 @@ from intflash.numerics import exp
 from intflash.numerics.groups import MAX_GAP
 from intflash.problem import Problem
 
-VALUELESS_KEYS = 128  # `Constants.valueless` has whole tiles of so many keys
+WORD_KEYS = 128  # keys of the four words that tell which have no value
 
 
 class Constants(NamedTuple):
@@ -115,8 +115,8 @@ def empty_valueless(v: Tensor, sequences: int = 0) -> Tensor:
     sequences: how many packed ones have tiles of their own; 0 where tiles are counted from the first key.
     """
     batch, heads, keys, _ = v.shape
-    tiles = keys // VALUELESS_KEYS + sequences if sequences else -(-keys // VALUELESS_KEYS)
-    return torch.empty(batch, heads, 1, tiles * (VALUELESS_KEYS // 32), dtype=torch.int32, device=v.device)
+    tiles = keys // WORD_KEYS + sequences if sequences else -(-keys // WORD_KEYS)
+    return torch.empty(batch, heads, 1, tiles * (WORD_KEYS // 32), dtype=torch.int32, device=v.device)
 
 
 def float_bits(x: float) -> int:
