@@ -14,7 +14,7 @@ from intflash.distributed import attention, counting, shard
 from intflash.distributed.groups import ranks_of
 from intflash.distributed.plan import Placement, plan_of
 from intflash.distributed.traffic import control_bytes, data_bytes
-from intflash.numerics import block
+from intflash.numerics import groups
 
 HEADS = 8  # divisible among 1, 2, 4, 8 ranks
 TOKENS = 48  # among 1, 2, 3, 4, 8 ranks, in zigzag too
@@ -50,8 +50,8 @@ CASES = {
     "bfp causal zigzag": Case(
         {"method": "intflash_bfp", "is_causal": True}, {"layout": "zigzag", "chunks": 2}, queries=160, keys=160
     ),
-    "bfp causal zigzag, many blocks": Case(
-        {"method": "intflash_bfp", "is_causal": True}, {"layout": "zigzag"}, queries=672, keys=672
+    "bfp causal zigzag, dithered": Case(
+        {"method": "intflash_bfp", "is_causal": True}, {"scheme": "gather", "layout": "zigzag"}, queries=816, keys=816
     ),
     "batch and Dv": Case(shape=(2, HEADS, HEADS, 16, 24)),
     "chunks": Case(place={"scheme": "gather", "chunks": 3}, shape=(2, HEADS, HEADS, 16, 24)),
@@ -59,7 +59,7 @@ CASES = {
     "one head": Case(shape=(1, 1, 1, 16, 16)),
     "one head, a scale for each": Case({"recipe": Recipe("head", "head", "head")}, shape=(1, 1, 1, 16, 16)),
     "bfp, many keys": Case(
-        {"method": "intflash_bfp", "is_causal": True, "backend": "torch"}, {"layout": "zigzag"},
+        {"method": "intflash_bfp", "is_causal": True, "backend": "torch"}, {"scheme": "gather", "layout": "zigzag"},
         queries=1024, keys=1024, many_keys=900,
     ),
     "grouped heads": Case({"enable_gqa": True}, shape=(1, HEADS, 2, 16, 16)),
@@ -161,11 +161,13 @@ def check(case: Case, mesh: object) -> None:
     """Compare one case on this rank; raises AssertionError."""
     torch.manual_seed(7)
     (b, hq, hk, d, dv), nq, nk = case.shape, case.queries, case.keys
-    block._MANY_KEYS = case.many_keys or 1 << 16
+    groups._MANY_KEYS = case.many_keys or 1 << 16
     shapes = (b, hq, nq, d), (b, hk, nk, d), (b, hk, nk, dv)
     whole = [torch.randn(s).to(case.dtype) for s in shapes]
     whole[1] += 2  # a mean for K smoothing
-    if case.many_keys:  # later blocks lie far above the first and cancel in pairs, so that its own bits are seen
+    if (
+        case.many_keys
+    ):  # later keys lie far above the first 128 and cancel in pairs, so that the sums' last bits are seen
         whole[0], whole[1][:, :, :128] = whole[0].abs(), 0.4
         whole[1][:, :, 128:], whole[2][:, :, 129::2] = 5.0, -whole[2][:, :, 128::2]
     whole = [x.to(device()) for x in whole]

@@ -33,7 +33,7 @@ class Rule(NamedTuple):
 
 AUTO = "auto"
 # What "auto" is: the first rule that has a call's number of keys. All of its methods are accurate for all scores
-# (tests/methods/test_block_float.py), and have one recipe, one set of granularities and one unit of the bias.
+# (tests/methods/test_two_groups.py), and have one recipe, one set of granularities and one unit of the bias.
 AUTO_RULES = (Rule(math.inf, "intflash_bfp"),)
 
 

@@ -16,6 +16,7 @@ from intflash.methods import arrays
 from intflash.methods.base import Method
 from intflash.methods.intflash import finish
 from intflash.numerics import exp
+from intflash.numerics.fixed_point import rounding_rshift
 from intflash.numerics.groups import (
     BIAS_FRACTION_BITS,
     FAR,
@@ -28,7 +29,6 @@ from intflash.numerics.groups import (
     additions,
     fraction_bits,
 )
-from intflash.numerics.fixed_point import rounding_rshift
 from intflash.problem import Problem, Result
 
 NEVER = -(1 << 62)  # below every score exponent: the maximum of no keys

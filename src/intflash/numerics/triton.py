@@ -28,13 +28,16 @@ SIXTEEN_SEVENTHS = tl.constexpr(37450)  # in 2^-14, rounded up: exact for height
 NO_OCTAVE = tl.constexpr(-(1 << 30))  # below every other octave
 # Added to an absent key's product |S << k| * C < 2^61, this gives a negative octave, and so p = 0.
 NEVER = tl.constexpr(-(1 << 62))
-UNSET = tl.constexpr(block.UNSET)
-FAR = tl.constexpr(block.FAR)
-MAX_GAP = tl.constexpr(block.MAX_GAP)
-OUTPUT_SHIFT = tl.constexpr(block.OUTPUT_SHIFT)
+UNSET = tl.constexpr(groups.UNSET)
+FAR = tl.constexpr(groups.FAR)
+MAX_GAP = tl.constexpr(groups.MAX_GAP)
+OUTPUT_SHIFT = tl.constexpr(groups.OUTPUT_SHIFT)
 MOST_E = tl.constexpr(exp.OUTPUT_EXPONENTS[1])
-# Octaves added to the depth below a block's octave, so that p16 is the high word of m * 2^(hi + 16).
-BLOCK_OCTAVES = tl.constexpr(16 << 32)
+P_FRACTION_BITS = tl.constexpr(groups.P_FRACTION_BITS)
+# Octaves added to the depth below a group's octave, so that p24 is the high word of (m << 8) * 2^(hi + 16).
+GROUP_OCTAVES = tl.constexpr(-groups.LEAST_HI << 32)
+# Added to p24 beside what rounds or dithers it: carries into byte 2 where byte 1 is negative, and flips byte 2's sign.
+DIGITS_OF_P24 = tl.constexpr(0x808000)
 
 PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 
@@ -44,12 +47,17 @@ def _product_ptx(i: int, lo: str, hi: str) -> str:
     return f"mov.b64 {{bl, bh}}, $B{i}; mad.lo.cc.s32 {lo}, $S{i}, $C{i}, bl; madc.hi.s32 {hi}, $S{i}, $C{i}, bh;\n"
 
 
-def _exponent_ptx(result: str) -> str:
-    """PTX of four scores: h = 2^hi (0 when hi < 0: shl clamps), m the quadratic, then `result` per score."""
+def _exponent_ptx(result: str, fraction: int = 0) -> str:
+    """PTX of four scores: h = hi, m the quadratic with so many fraction bits, an even number, then `result` per score.
+    `shl` clamps: 2^hi is 0 when hi < 0.
+    """
+    unit = 1 << (fraction // 2)
+    scaled = f"mad.lo.u32 u, u, {unit}, {256 * unit};" if fraction else "add.u32 u, u, 256;"
     text = ""
     for i in range(4):
         text += _product_ptx(i, "lo", "h") + (
-            f"shr.u32 u, lo, 24; add.u32 u, u, 256; mad.lo.u32 m, u, u, {exp.QUADRATIC_OFFSET}; {result.format(i=i)}\n"
+            f"shr.u32 u, lo, 24; {scaled} mad.lo.u32 m, u, u, {exp.QUADRATIC_OFFSET << fraction}; "
+            f"{result.format(i=i)}\n"
         )
     return text
 
@@ -105,24 +113,21 @@ _EXP_P16 = tl.constexpr(
         outputs=2,
     )
 )  # fmt: skip
-# p16 of a block in the same digits: floored to half a unit, and then with the operand R, 0 or 1, to a unit. Adding 2^7
-# to both halves of a word carries into the high digit where the low one is negative; the largest p16 is 65193, so that
-# nothing leaves its half.
-_BLOCK_P16 = tl.constexpr(
+# p16 of a group in the same digits: bytes 1 and 2 of p24 + R, where R includes DIGITS_OF_P24. p16 is at most 65193, so
+# that byte 2 overflows by its sign alone. The xor flips the low digit's sign bit back.
+_GROUP_P16 = tl.constexpr(
     _number_operands(
         "{" + _REGISTERS
-        + _exponent_ptx("shl.b32 h, 2, h; mul.hi.u32 t{i}, m, h; add.u32 t{i}, t{i}, $R{i}; shr.u32 t{i}, t{i}, 1;")
-        + "prmt.b32 a, t0, t1, 0x5410; add.u32 a, a, 0x00800080;\n"
-        + "prmt.b32 b, t2, t3, 0x5410; add.u32 b, b, 0x00800080;\n"
-        + "prmt.b32 $0, a, b, 0x7531; xor.b32 $0, $0, 0x80808080;\n"
-        + "prmt.b32 $1, a, b, 0x6420; xor.b32 $1, $1, 0x80808080;}",
+        + _exponent_ptx("shl.b32 h, 1, h; mul.hi.u32 t{i}, m, h; add.u32 t{i}, t{i}, $R{i};", groups.P_FRACTION_BITS)
+        + "prmt.b32 a, t0, t1, 0x6251; prmt.b32 b, t2, t3, 0x6251;\n"
+        + "prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, a, b, 0x5410; xor.b32 $1, $1, 0x80808080;}",
         outputs=2,
     )
 )  # fmt: skip
 _P8_CONSTRAINTS = tl.constexpr("=&r,r,r,r,r,r,r,r,r,l,l,l,l")
 _TABLE_CONSTRAINTS = tl.constexpr("=h,r,r,r,r,l,l")
 _P16_CONSTRAINTS = tl.constexpr("=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l")
-_BLOCK_CONSTRAINTS = tl.constexpr("=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l,r,r,r,r")
+_GROUP_CONSTRAINTS = tl.constexpr("=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l,r,r,r,r")
 
 
 @triton.jit
@@ -177,22 +182,22 @@ def exp_p16(s, C, B):
 
 
 @triton.jit
-def block_p16(s, C, B, rounds):
-    """P16 of a block in signed digits as `exp_p16`, rounded where `rounds` is 1 and floored where it is 0. B = K0 +
-    BLOCK_OCTAVES - (e << 32) for the block's octave e (bias added).
+def group_p16(s, C, B, added):
+    """P16 of a group of keys in signed digits as `exp_p16`: floor((p24 + added) / 2^8), p24 being p16 with 8 fraction
+    bits. added: int32 in [0, 255], [1, keys]. B = K0 + GROUP_OCTAVES - (e << 32) for the group's octave e (bias added).
     """
     if PTX:
         s, C = tl.broadcast(s, C)
         s, B = tl.broadcast(s, B)
-        s, rounds = tl.broadcast(s, rounds)
+        s, added = tl.broadcast(s, added + DIGITS_OF_P24)
         return tl.inline_asm_elementwise(
-            _BLOCK_P16, _BLOCK_CONSTRAINTS, [s, C, B, rounds], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+            _GROUP_P16, _GROUP_CONSTRAINTS, [s, C, B, added], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
     else:
         m, hi = _exponent(s, C, B)
-        p32 = m.to(tl.int64) << (hi & 31).to(tl.int64)
-        halves = tl.where((hi >= 0) & (hi <= 31), p32 >> 31, 0).to(tl.int32)
-        return _signed_digits((halves + rounds) >> 1)
+        p40 = m.to(tl.int64) << (hi & 31).to(tl.int64)
+        p24 = tl.where((hi >= 0) & (hi <= 31), p40 >> (32 - P_FRACTION_BITS), 0).to(tl.int32)
+        return _signed_digits((p24 + added) >> P_FRACTION_BITS)
 
 
 @triton.jit

@@ -21,8 +21,8 @@ from intflash.backends.portable import BACKEND as TORCH
 from intflash.backends.reference import BACKEND as REFERENCE
 from intflash.backends.triton import BACKEND
 from intflash.methods import get_method
-from intflash.numerics.groups import ONE_BLOCK
 from intflash.numerics.exp import LOG2_E
+from intflash.numerics.groups import ROUNDED_KEYS
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe, quantize
 
@@ -144,8 +144,8 @@ def sinks(method: str, octaves: float, zeros: tuple[int, ...], n=900, d=32, nq=N
 
 
 def sink_cases(method: str) -> Iterator[tuple[str, Problem]]:
-    """Sinks with and without a value, at gaps over which blocks merge exactly, with floored bits, and not at all; and
-    in a sequence that is one block.
+    """Sinks with and without a value, at gaps over which the others' l merges exactly, with floored bits, and not at
+    all; in sequences whose p is dithered and rounded, and in packed ones of both.
     """
     few = dict(nq=20, return_lse=True, out_dtype=torch.int16)  # rows: the interpreter is slow
     for octaves in (3.0, 20.0, 40.0, 60.0, 130.0):
@@ -158,9 +158,14 @@ def sink_cases(method: str) -> Iterator[tuple[str, Problem]]:
     yield "sinks, gqa", sinks(method, 8.0, zeros, heads=4, key_heads=2, **few)
     for octaves in (10.0, 26.0, 130.0):
         for zeros in ((), (0, 90), tuple(range(200))):
-            name = f"sinks of {octaves} octaves in one block, {len(zeros)} zeros"
+            name = f"sinks of {octaves} octaves in 420 keys, {len(zeros)} zeros"
             yield name, sinks(method, octaves, zeros, n=420, **few)
-    yield "-128", _uniform(method, -128, ONE_BLOCK)
+    ends = [torch.tensor(x, dtype=torch.int32) for x in ((0, 8, 15, 20), (0, 37, 837, 1300))]
+    packed = dict(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], n=1300, **few)
+    for more in ({}, dict(causal=0, causal_align="bottom_right", window_start=-300)):
+        yield f"sinks, packed, {len(more)} masks", sinks(method, 17.0, (90, 900), **packed, **more)
+    yield "sinks, window", sinks(method, 17.0, (90, 450), causal=860, window_start=300, **few)
+    yield "-128", _uniform(method, -128, ROUNDED_KEYS)
 
 
 def _uniform(method: str, value: int, n: int) -> Problem:
@@ -213,8 +218,15 @@ def report_sinks(method: str) -> dict[str, str | None]:
 
 
 def report_few_sinks(method: str) -> dict[str, str | None]:
-    """Returns the differences where sums are merged with floored bits: with all kinds of keys without a value."""
-    return {name: complaint(p) for name, p in sink_cases(method) if name.startswith(("sinks of 40.0", "sinks of 26.0"))}
+    """Returns the differences where sums are merged with floored bits: with all kinds of keys without a value. Once
+    more with the sums of more than 65,536 keys.
+    """
+    from intflash.backends.triton import two_groups
+
+    few = [case for case in sink_cases(method) if case[0].startswith(("sinks of 40.0", "sinks of 26.0", "sinks, p"))]
+    found = {name: complaint(p) for name, p in few}
+    two_groups.steps_for = lambda problem: two_groups.STEPS_OF_MANY_KEYS
+    return found | {f"{name}, int64": complaint(p) for name, p in few}
 
 
 def report(method: str) -> dict[str, str | None]:

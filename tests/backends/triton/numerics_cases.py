@@ -11,14 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from intflash.numerics import exp
+from intflash.backends.triton.device_functions import key_additions, permuted_keys
+from intflash.numerics import exp, groups
 from intflash.numerics.triton import (
+    GROUP_OCTAVES,
     NEVER,
     NO_OCTAVE,
     TABLE_K0,
     clz32,
     exp_p8,
     exp_p16,
+    group_p16,
     reciprocal_2_55,
     table_octave,
     table_p8,
@@ -44,6 +47,18 @@ def _exp_kernel(s_ptr, c_ptr, p8_ptr, high_ptr, low_ptr, b, SIZE: tl.constexpr):
     tl.store(p8_ptr + i, exp_p8(s, c, offset))
     tl.store(high_ptr + i, high)
     tl.store(low_ptr + i, low)
+
+
+@triton.jit
+def _group_kernel(s_ptr, c_ptr, keys_ptr, added_ptr, p16_ptr, b, first, count, BN: tl.constexpr, ROWS: tl.constexpr):
+    column = tl.arange(0, BN)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    s, added = tl.load(s_ptr + row)[:, None], key_additions(first, count, BN)
+    high, low = group_p16(s, tl.load(c_ptr), tl.full([ROWS, 1], 0, tl.int64) + b, added)
+    tl.store(keys_ptr + column, first + permuted_keys(BN))
+    tl.store(added_ptr + column[None, :], added)
+    p16 = 256 * (high.to(tl.int32) + 128) + low.to(tl.int32)
+    tl.store(p16_ptr + row[:, None] * BN + column[None, :], p16)
 
 
 @triton.jit
@@ -81,6 +96,27 @@ def exponentials() -> int:
     return wrong
 
 
+def group_weights() -> int:
+    """Every depth of `exponentials` in several tiles of keys of a rounded and of a dithered sequence."""
+    c, rows, wrong = 1 << 23, 1024, 0
+    s = -torch.arange(SIZE, dtype=torch.int32)
+    s[-2:] = torch.tensor([-(1 << 22), -(1 << 23)], dtype=torch.int32)
+    t = s.to(torch.int64) * c + exp.K0
+    hi, u = t >> 32, 256 + (t >> 24 & 255)
+    m = u * u + exp.QUADRATIC_OFFSET
+    p24 = torch.where(hi >= -16, (m << (hi + 16).clamp(0, 30)) >> 24, 0)[:, None]
+    for count, first, width in ((768, 0, 64), (769, 0, 64), (2000, 64, 64), (2000, 1280, 256), (2000, 992, 32)):
+        keys, added = torch.empty(width, dtype=torch.int32), torch.empty(width, dtype=torch.int32)
+        p16 = torch.empty(SIZE, width, dtype=torch.int32)
+        multiplier = torch.tensor([c], dtype=torch.int32)
+        offset = exp.K0 + GROUP_OCTAVES.value
+        _group_kernel[(SIZE // rows,)](s, multiplier, keys, added, p16, offset, first, count, width, rows)
+        expected = torch.tensor(groups.additions(count))[keys.long() % groups.DITHER_KEYS]
+        wrong += int((added != expected).sum()) + int((p16 != (p24 + expected) >> 8).sum())
+        wrong += sorted(keys.tolist()) != list(range(first, first + width))
+    return wrong
+
+
 def tables() -> int:
     """T at each border of the table's steps, below octaves near 0 and far from it, and far below; absent keys."""
     octave, c = exp.TABLE_STEPS.octave, (1 << 31) - (1 << 8)
@@ -106,4 +142,10 @@ def tables() -> int:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print(json.dumps({"reciprocals": reciprocals(), "exponentials": exponentials(), "tables": tables()}))
+    found = {
+        "reciprocals": reciprocals(),
+        "exponentials": exponentials(),
+        "groups": group_weights(),
+        "tables": tables(),
+    }
+    print(json.dumps(found))

@@ -38,7 +38,7 @@ def test_bits(method, name):
     "rows, keys, warps, stages", [(64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 3), (16, 32, 4, 1)]
 )
 def test_bits_of_tile_loop_tiles(method, rows, keys, warps, stages):
-    from intflash.backends.triton import backend, block_float, tile_loop
+    from intflash.backends.triton import backend, tile_loop, two_groups
     from intflash.backends.triton.constants import constants_launch
 
     torch.manual_seed(1)
@@ -50,7 +50,7 @@ def test_bits_of_tile_loop_tiles(method, rows, keys, warps, stages):
     launch, constants, _ = constants_launch(there)
     launch.run()
     if method == "intflash_bfp":
-        launch, valueless = block_float.valueless_launch(there)
+        launch, valueless = two_groups.valueless_launch(there)
         launch.run()
         constants = constants._replace(valueless=valueless)
     out = torch.full((1, 2, 300, 64), 99, dtype=torch.int8, device="cuda")
@@ -149,7 +149,7 @@ def test_torch_compile_fullgraph(recipe, backend):
 
 @pytest.mark.parametrize("method, keys", [("intflash", 65_536), ("intflash_p8", 65_536), ("intflash_bfp", 70_000)])
 def test_bits_at_the_largest_number_of_keys(method, keys):
-    """As many keys as l and the digit sums hold; with an exponent per block where sums keep fewer fraction bits."""
+    """As many keys as l and the digit sums hold, and of `intflash_bfp` more, whose sums have 64 bits."""
     p = ic.codes(method, heads=1, nq=3, nk=keys, d=16, amax=1e-6)
     assert ic.complaint(p, "cuda") is None
 

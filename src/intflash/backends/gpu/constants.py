@@ -112,11 +112,11 @@ def most_output_exponent(method: str) -> int:
 def empty_valueless(v: Tensor, sequences: int = 0) -> Tensor:
     """Returns the uninitialized words of `Constants.valueless` for values [B, Hk, Nk, D].
 
-    sequences: how many packed ones have blocks of their own; 0 where blocks are counted from the first key.
+    sequences: how many packed ones have tiles of their own; 0 where tiles are counted from the first key.
     """
     batch, heads, keys, _ = v.shape
-    blocks = keys // WORD_KEYS + sequences if sequences else -(-keys // WORD_KEYS)
-    return torch.empty(batch, heads, 1, blocks * (WORD_KEYS // 32), dtype=torch.int32, device=v.device)
+    tiles = keys // WORD_KEYS + sequences if sequences else -(-keys // WORD_KEYS)
+    return torch.empty(batch, heads, 1, tiles * (WORD_KEYS // 32), dtype=torch.int32, device=v.device)
 
 
 def float_bits(x: float) -> int:

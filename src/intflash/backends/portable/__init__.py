@@ -23,7 +23,7 @@ from intflash.backends.features import (
     MASKS,
     QUANTIZATION,
 )  # fmt: skip
-from intflash.backends.portable import two_groups, float_softmax, intflash, partial_sums, qflash, unfused
+from intflash.backends.portable import float_softmax, intflash, partial_sums, qflash, two_groups, unfused
 from intflash.backends.portable.operands import default_out_scale
 from intflash.problem import Problem, Result
 

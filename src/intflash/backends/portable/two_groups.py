@@ -16,8 +16,8 @@ from torch import Tensor
 from intflash.backends.portable.intflash import NO_SCORE, Output, Scores, lookup
 from intflash.backends.portable.operands import spread_heads, weighted_sum
 from intflash.backends.portable.tiles import Tile, Tiling, absent_keys, keys_in_sight, tiles
-from intflash.numerics.groups import FAR, MAX_GAP, OUTPUT_SHIFT, P_FRACTION_BITS, UNSET, additions, fraction_bits
 from intflash.numerics.exp import P16_MAX
+from intflash.numerics.groups import FAR, MAX_GAP, OUTPUT_SHIFT, P_FRACTION_BITS, UNSET, additions, fraction_bits
 from intflash.problem import Problem, Result
 
 OCTAVE = 2.0**32

@@ -10,7 +10,7 @@ from intflash.backends.gpu.constants import Constants
 from intflash.backends.gpu.integer import Kernels
 from intflash.backends.gpu.scales import FloatInputs, Qkv
 from intflash.backends.gpu.tensors import Statistics, limits, view
-from intflash.backends.triton import block_float, intflash_steps, mixed_precision, qflash, quantize, short_rows, unfused
+from intflash.backends.triton import intflash_steps, mixed_precision, qflash, quantize, short_rows, two_groups, unfused
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.launch import TritonLaunch
 from intflash.backends.triton.tile_loop import tile_loop_launch
@@ -21,7 +21,7 @@ STEPS = {
     "intflash": intflash_steps.P16,
     "intflash_p8": intflash_steps.P8,
     "intflash_online": intflash_steps.ONLINE,
-    "intflash_bfp": block_float.STEPS,
+    "intflash_bfp": two_groups.STEPS,
 }
 FAMILIES = {  # modules with a `run` of their own
     **dict.fromkeys(mixed_precision.STEPS, mixed_precision),
@@ -68,7 +68,8 @@ def attention_launch(
 ) -> TritonLaunch:
     """Returns the attention launch. `inputs` is given where the kernel quantizes floats itself."""
     if not _is_short_rows(problem):
-        return tile_loop_launch(problem, STEPS[problem.method], constants, out, statistics)
+        steps = two_groups.steps_for(problem) if problem.method == "intflash_bfp" else STEPS[problem.method]
+        return tile_loop_launch(problem, steps, constants, out, statistics)
     scales = short_rows.NO_SCALES if inputs is None else Qkv(*map(view, inputs.scales))
     return short_rows.short_rows_launch(problem, _ROW_BITS[problem.method], constants, out, statistics, scales)
 
@@ -79,5 +80,5 @@ KERNELS = Kernels(
     amax=quantize.amax_launch,
     quantize=quantize.quantize_launch,
     constants=constants_launch,
-    valueless=block_float.valueless_launch,
+    valueless=two_groups.valueless_launch,
 )

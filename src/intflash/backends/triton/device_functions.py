@@ -16,6 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from intflash.backends.gpu.tensors import view
+from intflash.numerics import groups
+
+ROUNDED_KEYS = tl.constexpr(groups.ROUNDED_KEYS)
+DITHER_KEYS = tl.constexpr(groups.DITHER_KEYS)
+HALF_OF_P24 = tl.constexpr(1 << (groups.P_FRACTION_BITS - 1))
 
 
 class Masks(NamedTuple):
@@ -221,23 +226,50 @@ def present_keys(
 
 
 @triton.jit
-def value_groups(valueless, pos: Position, keys, present, BOUNDED: tl.constexpr, GROUP: tl.constexpr):
-    """Returns the present keys with a value, those whose V codes are all 0 (bool [rows or 1, keys]), and whether this
-    tile has any of these, present or not.
-    """
+def valueless_keys(valueless, pos: Position, keys, BOUNDED: tl.constexpr, GROUP: tl.constexpr):
+    """Returns 1 for keys whose V codes are all 0, else 0, int32 [keys]. Keys past their count have 0."""
     at = pos.k_start + keys
     words = valueless.ptr + pos.b.to(tl.int64) * valueless.b + (pos.h // GROUP).to(tl.int64) * valueless.h + (at >> 5)
     if BOUNDED:
         word = tl.load(words, mask=keys < pos.k_count, other=0)
     else:
         word = tl.load(words)
-    zero = (word >> (at & 31)) & 1
+    return (word >> (at & 31)) & 1
+
+
+@triton.jit
+def value_groups(zero, present):
+    """Returns the present keys with a value, those without (bool [rows or 1, keys]), and whether this tile has any
+    without, present or not. zero: of `valueless_keys`.
+    """
     without = (zero != 0)[None, :]
     with_value = (zero == 0)[None, :]
     if present is not None:
         without = without & present
         with_value = with_value & present
     return with_value, without, tl.max(zero, 0) != 0
+
+
+@triton.jit
+def _reversed_bits(x):
+    """Returns the 8 bits of x, in [0, 256), in reverse order."""
+    x = ((x & 0x55) << 1) | ((x >> 1) & 0x55)
+    x = ((x & 0x33) << 2) | ((x >> 2) & 0x33)
+    return ((x & 0x0F) << 4) | (x >> 4)
+
+
+@triton.jit
+def key_additions(first, count, BN: tl.constexpr):
+    """Returns what is added to p24 of each column of a score tile over `permuted_keys` from key `first` on, a multiple
+    of BN, of a sequence of `count` keys: int32 [1, BN], as `numerics.groups.additions`.
+
+    BN is a power of two, so that the reversed bits of `first` and of the key's place in its tile do not overlap. Those
+    of the place are the same for all tiles.
+    """
+    tl.static_assert(BN <= DITHER_KEYS)
+    dithered = count > ROUNDED_KEYS
+    places = _reversed_bits(permuted_keys(BN)) & tl.where(dithered, 255, 0)
+    return places[None, :] + tl.where(dithered, _reversed_bits(first & 255), HALF_OF_P24)
 
 
 @triton.jit

@@ -8,8 +8,9 @@ A method is a `Steps` value of device functions. `state` is a tuple of per-row t
     step(state, s, C, bias, present, v)  -> state      second pass, or the only pass
     result(state)                        -> (acc, l, t_max): acc int32 or int64, rows without keys l = 0
 
-With `blocks`, a tile of keys is a block with an exponent of its own (block_float.py): `initial` takes the number of
-keys too, `present` is the triple that `value_groups` returns, and `result` returns the gap of `requantize` as well.
+With `groups`, keys with and without a value have an exponent each (two_groups.py): `initial` takes the number of keys
+too, `present` of `row_max` is what `value_groups` returns, and `step` has one argument more before v: `valueless_keys`
+of the columns and of the keys in order, and what `key_additions` returns. `result` returns the gap of `requantize` too.
 
 s: int32 scores S << k [BM, BN] over permuted keys; C: int32 scalar, rows [BM, 1] or tile; bias: int64 tile in units
 of T or None; present: bool tile or None for all keys; v: int8 [BN, BDV].
@@ -69,17 +70,17 @@ class Steps(NamedTuple):
     # hash of the functions' source, because Triton's disk cache identifies a constexpr function by its name only
     digest: str
     hooks: Hooks | None = None  # device functions of other methods than intflash's
-    blocks: bool = False  # a tile of keys has an exponent of its own
+    groups: bool = False  # keys with and without a value have an exponent each
     visits_all_tiles: bool = False  # absent keys take part, so that no tile is skipped
 
 
 def make_steps(
     initial: object, row_max: object, after_first_pass: object, step: object, result: object, keys: int | None,
-    hooks: Hooks | None = None, blocks: bool = False, visits_all_tiles: bool = False,
+    hooks: Hooks | None = None, groups: bool = False, visits_all_tiles: bool = False,
 ) -> Steps:  # fmt: skip
     functions = (initial, row_max, after_first_pass, step, result)
     keys_of = "".join(getattr(f, "cache_key", "") for f in (*functions, *(hooks or ())) if f is not None)
-    return Steps(*functions, keys, hashlib.sha256(keys_of.encode()).hexdigest()[:16], hooks, blocks, visits_all_tiles)
+    return Steps(*functions, keys, hashlib.sha256(keys_of.encode()).hexdigest()[:16], hooks, groups, visits_all_tiles)
 
 
 @triton.jit

@@ -13,9 +13,9 @@ import torch
 
 from intflash.backends.gpu.integer import row_statistics
 from intflash.backends.triton import backend, qflash, tile_sizes
-from intflash.backends.triton.block_float import valueless_launch
 from intflash.backends.triton.constants import constants_launch
 from intflash.backends.triton.launch import TritonLaunch
+from intflash.backends.triton.two_groups import valueless_launch
 from intflash.problem import Problem
 from intflash.quant import QTensor
 
@@ -101,7 +101,8 @@ def _variants() -> dict[str, dict]:
             if schedule == "row" and method in ("intflash_online", "intflash_bfp"):
                 continue  # they have no short-rows kernel
             found |= {f"{method} {schedule} {name}": dict(method=method, **more) for name, more in options.items()}
-    del found["intflash_bfp stream n4096 d256"]  # it spills: acc has 64 bits
+    for d in (64, 128):  # sums of 64 bits
+        found[f"intflash_bfp stream n70000 d{d}"] = dict(method="intflash_bfp", nq=64, nk=70_000, d=d)
     for method in QFLASH_METHODS:
         found[f"{method} n197 d64"] = dict(method=method, nq=197, nk=197, d=64)
         found[f"{method} n4096 d128"] = dict(method=method, nq=4096, nk=4096, d=128)
@@ -120,7 +121,7 @@ QUICK = (
     "intflash row n49 bias keep of fewer batches",
     "intflash_online stream n1000 keep causal", "intflash_p8 stream n1000 bias keep of fewer batches",
     "qflash n1000 keep causal", "intflash_bfp stream n4096 d64", "intflash_bfp stream n1000 bias keep",
-    "intflash_bfp stream n4096 token head channel",
+    "intflash_bfp stream n4096 token head channel", "intflash_bfp stream n70000 d64",
 )  # fmt: skip
 
 

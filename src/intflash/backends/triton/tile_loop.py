@@ -21,12 +21,14 @@ from intflash.backends.triton.device_functions import (
     bias_exponents,
     bias_tile,
     head_base,
+    key_additions,
     load_rows,
     make_masks,
     permuted_keys,
     present_keys,
     program_position,
     value_groups,
+    valueless_keys,
 )
 from intflash.backends.triton.intflash_steps import P16, Steps
 from intflash.backends.triton.launch import TritonLaunch, grid
@@ -81,8 +83,6 @@ def one_pass(
         present = present_keys(masks, pos, rows, keys, bias, causal, BOUNDED, CAUSAL, window_start)
         if STEPS.hooks is None:
             bias = bias_exponents(bias, CONSTS.bias_step)
-        if STEPS.blocks:
-            present = value_groups(constants.valueless, pos, keys, present, BOUNDED, CONSTS.group)
         unit, by = C, shift
         if STEPS.hooks is not None:
             unit = STEPS.hooks.key_units(C, constants, pos, first, keys, CONSTS, KIND, BOUNDED)
@@ -90,11 +90,20 @@ def one_pass(
             unit, by = score_constants(constants.score, CONSTS.block, pos, rows, keys, KIND)
         s = shift_scores(s, by)
         if PASS == 1:
+            if STEPS.groups:
+                zero = valueless_keys(constants.valueless, pos, keys, BOUNDED, CONSTS.group)
+                present = value_groups(zero, present)
             state = STEPS.row_max(state, s, unit, bias, present, PLAIN)
         else:
             value_keys = first + tl.arange(0, BN)
             v_tile = load_rows(v, v_base, value_keys, pos.k_count, DV, BDV, BOUNDED and not CONSTS.v_padded)
-            state = STEPS.step(state, s, unit, bias, present, v_tile, PLAIN)
+            if STEPS.groups:
+                of_columns = valueless_keys(constants.valueless, pos, keys, BOUNDED, CONSTS.group)
+                of_keys = valueless_keys(constants.valueless, pos, value_keys, BOUNDED, CONSTS.group)
+                groups = of_columns, of_keys, key_additions(first, pos.k_count, BN)
+                state = STEPS.step(state, s, unit, bias, present, groups, v_tile, PLAIN)
+            else:
+                state = STEPS.step(state, s, unit, bias, present, v_tile, PLAIN)
     return state
 
 
@@ -203,7 +212,7 @@ def _tile_loop_kernel(
         q_tile = load_rows(q, head_base(q, pos.b, pos.h, pos.q_start), rows, pos.q_count, D, BD, True)
         k_base = head_base(k, pos.b, pos.h // CONSTS.group, pos.k_start)
         v_base = head_base(v, pos.b, pos.h // CONSTS.group, pos.k_start)
-        if STEPS.blocks:
+        if STEPS.groups:
             state = STEPS.initial(BM, BDV, pos.k_count)
         else:
             state = STEPS.initial(BM, BDV)
@@ -226,7 +235,7 @@ def _tile_loop_kernel(
                            window_start, start, whole, full, stop, STEPS, KIND, CAUSAL != "", PLAIN, D, DV, BN, BD,
                            BDV, CONSTS)  # fmt: skip
         gap = None
-        if STEPS.blocks:
+        if STEPS.groups:
             acc, l, t_max, gap = STEPS.result(state)
         else:
             acc, l, t_max = STEPS.result(state)
@@ -251,17 +260,17 @@ class TileShape:
 
 
 def default_tile(problem: Problem, steps: Steps) -> TileShape:
-    """Returns the tile from the measured table. Masks, partial tiles and large head_dim take eight warps, because
-    registers would spill.
+    """Returns the tile from the measured table. Masks, partial tiles, large head_dim and the two groups of
+    `intflash_bfp` take eight warps, because registers would spill.
     """
-    d, bits = problem.q.shape[3], 16 if steps.initial is P16.initial else 8
+    d, bits = problem.q.shape[3], 16 if steps.groups or steps.initial is P16.initial else 8
     wide = max(d, problem.v.shape[3]) > 128
     read = problem.bias is not None or problem.keep is not None
     packed, of_blocks = problem.cu_seqlens_q is not None, problem.k.granularity == "block"
     tested = read or packed or of_blocks or problem.causal is not None or problem.k.shape[2] % 128 != 0
-    if steps.blocks:  # its acc has 64 bits
-        few = max(d, problem.v.shape[3]) > 64 or tested or problem.q.granularity == "token"
-        return TileShape(16 if few else 32, steps.keys, 8, 1)
+    if steps.groups:
+        few = max(d, problem.v.shape[3]) > 64 or tested
+        return TileShape(32 if few else 64, 32 if wide else 64, 8, 2)
     if steps.keys is not None and (wide or read):
         return TileShape(32, steps.keys, 8, 1)
     if wide:
