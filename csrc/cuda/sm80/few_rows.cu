@@ -1,22 +1,26 @@
-// Attention of few rows over many keys (decode), by three kernels, one for each STEP. The query heads that share a key
-// head are the rows of one tile of 16, so that K and V are read once. CTAs take ranges of the keys, and each warp of a
-// CTA takes 32 keys of a tile.
+// Attention of few rows over many keys (decode), by kernels, one for each STEP. The query heads that share a key head are
+// the rows of one tile of 16, so that K and V are read once. CTAs take ranges of the keys, and each warp of a CTA takes
+// 32 keys of a tile.
 //
 //   0  Q K^T and the row maxima of each range
 //   1  P below the exact maximum of all ranges, and P V
-//   2  the output
+//   2  of intflash_bfp: the same again of heads some of whose keys have no value
+//   3  the output
 //
 // All sums are exact integers, so that any split of the keys gives the same bits.
 //
 // L2 keeps the scores from step 0 to step 1, because it gives up the lines of K and V first.
 //
-// The sums of intflash_bfp have 64 bits, because there may be more keys than 32 bits hold the sums of.
+// Of intflash_bfp, steps 0 and 1 take all keys for keys with a value, because a pass over V before them would take half
+// of the time that they do. Step 1 finds the keys without a value in its tiles of V, and the maxima that step 2 needs.
+// The sums have 64 bits, because there may be more keys than 32 bits hold the sums of.
 //
 // Macros: STEP, TWO_GROUPS, and those of attention.cu without PACKED and ROW_TILES. METHOD is any but Online, and KEYS
 // is 32 * WARPS. SCORES: 0 the score constants are p.score; 1 they are computed here from p.q_scale and p.k_scale; 2 so
 // is Q's scale, of heads that have one row each.
 #define ROW_TILES 1
 #define READ_ONCE 1
+#define READS_ZEROS (STEP == 2)
 #include "sm80/rows.cuh"
 
 constexpr int ROWS = 16;
@@ -24,9 +28,10 @@ constexpr int PADDED_CHANNELS = 16 * ALL_V_CHUNKS, DIGITS = METHOD::DIGITS, KIND
 // Of a row and a CTA: accumulators of each digit, then the sums of p, which TWO_GROUPS has of both kinds of keys.
 constexpr int CTA_SUMS = DIGITS * (PADDED_CHANNELS + 1) + TWO_GROUPS;
 // Of a row and all CTAs. With TWO_GROUPS: accumulators, both sums of p and the octave of keys without a value, in 64
-// bits.
+// bits; once of step 1 and once of step 2. The octave of step 1 and row 0 tells whether step 2 has sums.
 constexpr int ROW_SUMS = TWO_GROUPS ? 2 * (PADDED_CHANNELS + 3) : CTA_SUMS;
-static_assert(KEYS == 32 * WARPS);
+constexpr int COPIES = TWO_GROUPS ? 2 : 1;
+static_assert(KEYS == 32 * WARPS && (!TWO_GROUPS || KEYS == WORD_KEYS));
 
 // The rows and the range of keys of a CTA.
 struct Work {
@@ -54,7 +59,11 @@ struct Work {
   DEVICE i32 first_key(i32 tile) const { return first + tile * KEYS + warp_keys(); }
   DEVICE static i32 warp_keys() { return threadIdx.x / 32 * 32; }
   DEVICE i32* scores(i32 row) const { return p.split.scores + ((i64)of * rows + row) * p.split.pitch; }
-  DEVICE i32* sums(i32 row) const { return p.split.sums + ((i64)of * ROWS + row) * ROW_SUMS; }
+  DEVICE i32* sums(i32 row, int copy = STEP == 2) const {
+    return p.split.sums + (((i64)of * COPIES + copy) * ROWS + row) * ROW_SUMS;
+  }
+  // Of TWO_GROUPS: whether some key has no value.
+  DEVICE i64& has_zeros() const { return ((i64*)sums(0, 0))[PADDED_CHANNELS + 2]; }
   DEVICE i64* maxima(i32 split, int kind) const {
     return p.split.maxima + (((i64)of * p.split.splits + split) * KINDS + kind) * ROWS;
   }
@@ -65,22 +74,42 @@ struct Work {
 DEVICE void read_sums(const i32* sums, i32 channel, i32 fraction, P16Accumulator& acc) {
   acc = rounded(((const i64*)sums)[channel], fraction);
 }
-DEVICE RowSum read_row(const i32* sums, i32 fraction) {
+DEVICE RowSum read_row(const i32* sums, i32 fraction, bool has_others) {
   const u64* last = (const u64*)sums + PADDED_CHANNELS;
-  return SplitRow{0, 0, (i32)last[2]}.sum(last[0], last[1], fraction);
+  return SplitRow{0, 0, has_others ? (i32)last[2] : NO_EXPONENT}.sum(last[0], last[1], fraction);
 }
 #else
 DEVICE void read_sums(const i32* sums, i32 channel, i32, i32& acc) { acc = sums[channel]; }
 DEVICE void read_sums(const i32* sums, i32 channel, i32, P16Accumulator& acc) {
   acc = {sums[channel], sums[channel + PADDED_CHANNELS]};
 }
-DEVICE PlainRow read_row(const i32* sums, i32) {
+DEVICE PlainRow read_row(const i32* sums, i32, bool) {
   const u32* last = (const u32*)sums + DIGITS * PADDED_CHANNELS;
   return {DIGITS == 1 ? last[0] : (last[0] << 8) + last[DIGITS - 1]};
 }
 #endif
 
 typedef WarpRows<METHOD, Work> Rows;
+
+#if STEP < 2
+// Stores the maxima of a CTA's keys.
+DEVICE void store_maxima(const Rows& rows) {
+  __shared__ i64 maxima[WARPS][KINDS][ROWS];
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int kind = 0; kind < KINDS; ++kind) {
+      const i64 most = rows.method.maximum(kind, 0, h);
+      if (threadIdx.x % 4 == 0) maxima[threadIdx.x / 32][kind][threadIdx.x % 32 / 4 + 8 * h] = most;
+    }
+  __syncthreads();
+  if (threadIdx.x < KINDS * ROWS) {
+    i64 most = (&maxima[0][0][0])[threadIdx.x];
+    for (int i = 1; i < WARPS; ++i) most = max(most, (&maxima[i][0][0])[threadIdx.x]);
+    rows.work.maxima(rows.work.split, 0)[threadIdx.x] = most;
+  }
+}
+#endif
 
 #if STEP == 0
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
@@ -95,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   };
   TileRing<K_BYTES, decltype(load)> ring(shared_address(memory), load);
   if (work.split == 0)
-    for (i32 i = threadIdx.x; i < ROWS * ROW_SUMS; i += THREADS) work.sums(0)[i] = 0;
+    for (i32 i = threadIdx.x; i < COPIES * ROWS * ROW_SUMS; i += THREADS) work.sums(0)[i] = 0;
   Rows rows(p, work, 0);
   rows.init(0);
 #pragma unroll 1
@@ -121,23 +150,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
     else
       rows.method.update_row_max<32, true>(s, rows.masks, first, work.keys);
   }
-  __shared__ i64 maxima[WARPS][KINDS][ROWS];
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int kind = 0; kind < KINDS; ++kind) {
-      const i64 most = rows.method.maximum(kind, 0, h);
-      if (threadIdx.x % 4 == 0) maxima[threadIdx.x / 32][kind][threadIdx.x % 32 / 4 + 8 * h] = most;
-    }
-  __syncthreads();
-  if (threadIdx.x < KINDS * ROWS) {
-    i64 most = (&maxima[0][0][0])[threadIdx.x];
-    for (int i = 1; i < WARPS; ++i) most = max(most, (&maxima[i][0][0])[threadIdx.x]);
-    work.maxima(work.split, 0)[threadIdx.x] = most;
-  }
+  store_maxima(rows);
 }
 
-#elif STEP == 1
+#elif STEP < 3
+#if TWO_GROUPS && STEP == 1
+// Returns a bit for each of a warp's 32 keys of a tile that has no value. key: the first of them.
+DEVICE u32 find_zeros(const Work& work, u32 v_tile, i32 key) {
+  const u32 lane = threadIdx.x % 32;
+  u32 codes = 0, zeros;
+  if constexpr (KEY_MAJOR) {  // of four keys
+#pragma unroll 8
+    for (u32 row = lane / 8; row < 16 * V_CHUNKS; row += 4)
+      codes |= load_shared(v_tile + row * V_PITCH + Work::warp_keys() + lane % 8 * 4);
+    codes |= __shfl_xor_sync(~0u, codes, 8);
+    codes |= __shfl_xor_sync(~0u, codes, 16);
+    zeros = __reduce_or_sync(~0u, bits_of_bytes(__vcmpeq4(codes, 0) & 0x01010101) << 4 * (lane % 8));
+  } else {
+    const u32 from = v_tile + key_row(Work::warp_keys() + lane) * V_PITCH;
+#pragma unroll
+    for (int chunk = 0; chunk < V_CHUNKS; ++chunk) {
+      u32 w[4];
+      load_shared(from + chunk * 16, w);
+      codes |= w[0] | w[1] | w[2] | w[3];
+    }
+    zeros = __ballot_sync(~0u, codes == 0);
+  }
+  bool is_zero = zeros >> lane & 1 && key + (i32)lane < work.keys;
+  if (SLICES > 1 && is_zero) {  // the other channels too
+    const View& v = work.p.v;
+    const u8* const at = v.ptr + head_offset(v, work.batch, work.kv_head) + (i64)(key + lane) * v.n;
+    for (i32 i = 0; i < VALUE_DIM; ++i) is_zero &= at[i * v.d] == 0;
+  }
+  return __ballot_sync(~0u, is_zero);
+}
+
+// Stores which of a warp's keys have no value, and updates the maxima of both kinds. Returns whether there are any.
+template <bool MASKED>
+DEVICE bool note_zeros(Rows& rows, const Scores& s, u32 v_tile, i32 first) {
+  const u32 zeros = find_zeros(rows.work, v_tile, first), quad = threadIdx.x % 4;
+  const u32 mine = (zeros >> 4 * quad & 15) | (zeros >> (16 + 4 * quad) & 15) << 4;
+  if (blockIdx.y == 0 && threadIdx.x % 32 < 4)
+    ((u8*)(rows.work.valueless(rows.p) + first / WORD_KEYS * 4 + quad))[threadIdx.x / 32] = mine;
+  rows.method.template update_row_max<32, MASKED>(s, rows.masks, first, rows.work.keys, KeyBits{{mine}});
+  return zeros != 0;
+}
+#endif
+
 // Stores a row's Tmax, by one lane of all.
 DEVICE void store_t_max(const Rows& rows, int h) {
   const Work& work = rows.work;
@@ -188,7 +247,7 @@ DEVICE void add_to_sums(const Rows& rows, i32* sums) {
     }
 #if TWO_GROUPS
     if (blockIdx.y == 0) atomicAdd(row + CTA_SUMS - 1, (i32)method.other_l[h]);
-    if (rows.work.split == 0 && blockIdx.y == 0 && threadIdx.x < 32 && threadIdx.x % 4 == 0 &&
+    if (STEP == 2 && rows.work.split == 0 && blockIdx.y == 0 && threadIdx.x < 32 && threadIdx.x % 4 == 0 &&
         rows.row_of(0, h) < rows.work.rows)
       ((i64*)rows.work.sums(rows.row_of(0, h)))[PADDED_CHANNELS + 2] = method.other[h];
 #endif
@@ -203,6 +262,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   wait_for_previous_kernel();
   let_next_kernel_start();
   const Work work(p, blockIdx.x);
+#if STEP == 2
+  if (!work.has_zeros()) return;
+#endif
   const TileLoader loader(p, work.batch, work.kv_head, 0, work.keys);
   const i32 tiles = work.tiles();
   const auto load = [&](i32 i, u32 to) {
@@ -216,6 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
     for (i32 i = 1; i < p.split.splits; ++i) most = max(most, work.maxima(i, kind)[rows.row_of(0, h)]);
     return most;
   });
+  bool some_zeros = false;
 #pragma unroll 1
   for (i32 i = 0; i < tiles; ++i) {
     const i32 first = work.first + i * KEYS + Work::warp_keys();
@@ -229,13 +292,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
         s[0][2 * group][2 * h] = x.x, s[0][2 * group][2 * h + 1] = x.y;
         s[0][2 * group + 1][2 * h] = x.z, s[0][2 * group + 1][2 * h + 1] = x.w;
       }
-    const TileOperands tile(0, ring.wait(), Work::warp_keys());
+    const u32 v_tile = ring.wait();
+    const TileOperands tile(0, v_tile, Work::warp_keys());
     ring.refill(i);
-    if (!CAUSAL && first + 32 <= work.keys)
+    const bool is_whole = !CAUSAL && first + 32 <= work.keys;
+#if TWO_GROUPS && STEP == 1
+    some_zeros |= is_whole ? note_zeros<false>(rows, s, v_tile, first) : note_zeros<true>(rows, s, v_tile, first);
+#endif
+    if (is_whole)
       rows.add_values<32, false>(s, tile, first);
     else
       rows.add_values<32, true>(s, tile, first);
   }
+#if TWO_GROUPS && STEP == 1
+  if (blockIdx.y == 0) {
+    store_maxima(rows);  // those of step 0 again, where all keys of the range have a value
+    if (some_zeros && threadIdx.x % 32 == 0) work.has_zeros() = 1;
+  }
+#endif
   add_to_sums(rows, (i32*)memory);
 }
 #else
@@ -247,9 +321,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
   for (i32 i = threadIdx.x; i < work.rows * (PADDED_CHANNELS / 4); i += THREADS) {
     const i32 row = i / (PADDED_CHANNELS / 4), channel = i % (PADDED_CHANNELS / 4) * 4;
     const RowPlace at = work.place(row);
-    const i32* sums = work.sums(row);
+    const bool has_others = TWO_GROUPS && work.has_zeros();
+    const i32* sums = work.sums(row, has_others);
     const i32 fraction = TWO_GROUPS ? fraction_bits(p.nk) : 0;
-    const METHOD::Row rows[1] = {read_row(sums, fraction)};
+    const METHOD::Row rows[1] = {read_row(sums, fraction, has_others)};
     if (p.l && channel == 0) p.l[((i64)work.batch * p.heads + at.head) * p.nq + at.row] = rows[0].l;
     Accumulator acc[1][4];
 #pragma unroll

@@ -3,12 +3,16 @@
 // Macros: see softmax.cuh, and of attention.cu
 //   DITHER     0: P is rounded; 1: it is dithered; 2: that of packed sequences that are long enough is
 //   MANY_KEYS  1: there may be more keys than 32 bits hold the sums of
+//   READS_ZEROS  0: all keys are taken for keys with a value; 1, the default: p.valueless tells which are not
 #pragma once
 #include "sm80/softmax.cuh"
 #include "two_groups.cuh"
 
 #ifndef DITHER
 #define DITHER 0
+#endif
+#ifndef READS_ZEROS
+#define READS_ZEROS 1
 #endif
 #ifndef MANY_KEYS
 #define MANY_KEYS 0
@@ -75,7 +79,8 @@ struct GroupSoftmax {
 
   // Returns bits for those of a tile's keys from `first` on that have no value.
   DEVICE KeyBits zeros(i32 first) const {
-    KeyBits x;
+    KeyBits x{};
+    if constexpr (!READS_ZEROS) return x;
 #pragma unroll
     for (int i = 0; i < BIT_WORDS; ++i) x.word[i] = valueless[(first / WORD_KEYS + i) * 4];
     if constexpr (BIT_WORDS == 1) x.word[0] = x.word[0] >> first % WORD_KEYS / 4 & ((1ull << KEYS / 4) - 1);
@@ -122,8 +127,8 @@ struct GroupSoftmax {
   }
   // Updates the maxima of both kinds of a tile's keys.
   template <int NOW, int WHOLE>
-  DEVICE void update_both_peaks(const Scores& s, const RowMasks& masks, i32 first, i32 keys, Peaks& peak) const {
-    const KeyBits zeros = this->zeros(first);
+  DEVICE void update_both_peaks(const Scores& s, const RowMasks& masks, i32 first, i32 keys, const KeyBits& zeros,
+                                Peaks& peak) const {
     if (__any_sync(~0u, zeros.any())) {
       update_peaks<NOW, WHOLE, true>(s, masks, first, keys, zeros, peak[OTHER]);
       update_peaks<NOW, WHOLE, true>(s, masks, first, keys, zeros.others(), peak[VALUE]);
@@ -242,7 +247,11 @@ struct TwoGroups : PDigits<2>, GroupSoftmax {
   }
   template <int NOW, bool MASKED>
   DEVICE void update_row_max(const Scores& s, const RowMasks& masks, i32 first, i32 keys) {
-    update_both_peaks<NOW, MASKED ? 0 : NOW>(s, masks, first, keys, peak);
+    update_row_max<NOW, MASKED>(s, masks, first, keys, zeros(first));
+  }
+  template <int NOW, bool MASKED>
+  DEVICE void update_row_max(const Scores& s, const RowMasks& masks, i32 first, i32 keys, const KeyBits& zeros) {
+    update_both_peaks<NOW, MASKED ? 0 : NOW>(s, masks, first, keys, zeros, peak);
   }
   DEVICE i64 maximum(int kind, int, int h) const { return quad_max(peak[kind][h]); }
   template <class Maximum, class Magnitude>

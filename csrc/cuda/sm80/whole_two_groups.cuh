@@ -27,14 +27,14 @@ struct WholeTwoGroups : GroupSoftmax {
   DEVICE void take(const Scores& s, const RowMasks& masks, const TileOperands& of, Magnitude magnitude) {
     tile = of;
     Peaks peak = {{NO_PEAK, NO_PEAK}, {NO_PEAK, NO_PEAK}};
-    update_both_peaks<NOW, NK>(s, masks, 0, NK, peak);
+    const KeyBits zeros = this->zeros(0);
+    update_both_peaks<NOW, NK>(s, masks, 0, NK, zeros, peak);
     set_octaves([&](int kind, int h) { return quad_max(peak[kind][h]); }, magnitude);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if constexpr (NOW % 32) word[NOW / 32][0][2 + h] = word[NOW / 32][1][2 + h] = 0;
       l[OTHER][h] = 0;
     }
-    const KeyBits zeros = this->zeros(0);
     if (__any_sync(~0u, zeros.any())) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)

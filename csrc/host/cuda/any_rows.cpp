@@ -204,7 +204,7 @@ FewRows few_rows(const Problem& p, const Gpu& gpu) {
   few.keys = std::min(ceil_div(tiles, wanted), most) * tile, few.splits = ceil_div(p.nk(), few.keys);
   few.score_bytes = heads * p.group() * p.nq() * padded(p.nk()) * 4;
   few.maximum_bytes = heads * few.splits * kFewRows * row_maxima(p) * 8;
-  few.sum_bytes = heads * kFewRows * row_sums(p) * 4;
+  few.sum_bytes = heads * kFewRows * row_sums(p) * 4 * (1 + p.has_two_groups());  // of steps 1 and 2
   return few;
 }
 
@@ -215,6 +215,7 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
   const int64_t key_heads = p.k.shape[1], ctas = p.batch() * key_heads, dv = p.v.shape[3];
   ::Params params = attention_parameters(a, 1, {});
   char* const workspace = a.memory.workspace;
+  if (p.has_two_groups()) params.valueless = view(valueless_words(p, workspace + choice.valueless));
   params.split = {i32(few.splits),
                   i32(few.keys),
                   i32(p.group()),
@@ -233,9 +234,11 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
   const int32_t scores = a.constants.score ? 0 : a.head_amax_in_kernel ? 2 : 1;
   // rows i and i + 8, which a lane has, may be of two heads
   const bool has_scores_of_heads = p.group() * p.nq() > 8 && (scores || a.constants.score.shape[1] > 1);
-  const int64_t grids[3][2] = {{ctas * few.splits, 1}, {ctas * few.splits, tile.slices}, {ctas, 1}};
-  const int64_t shared[3] = {of_keys, of_values, 0};
-  for (int step = 0; step < 3; ++step) {
+  const int64_t splits = ctas * few.splits;
+  const int64_t grids[4][2] = {{splits, 1}, {splits, tile.slices}, {splits, tile.slices}, {ctas, 1}};
+  const int64_t shared[4] = {of_keys, of_values, of_values, 0};
+  for (int step : {0, 1, 2, 3}) {
+    if (step == 2 && !p.has_two_groups()) continue;
     Launch& launch = plan.next();
     set_macros(a, tile, p.is_causal, kFewRowsSource, {p.has_two_groups(), scores, step, dither_macro(p)},
                launch.program);

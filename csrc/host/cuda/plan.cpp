@@ -268,7 +268,8 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
     c.finds_scales = !c.head_amax_in_kernel && !c.scales_in_quantization;
   }
   c.fills_constants = (!(c.fuses_keys || c.scores_in_kernel) || p.has_integer_output()) && !p.ready_score;
-  const bool finds_them_itself = quantizes_keys || (is_long && c.fuses_keys);
+  const bool is_few = c.kernel == Kernel::kFewRows;
+  const bool finds_them_itself = quantizes_keys || is_few || (is_long && c.fuses_keys);
   c.finds_valueless = p.has_two_groups() && !finds_them_itself;
   if (c.finds_scales || c.scales_in_quantization || ((is_long || is_whole) && c.head_amax_in_kernel)) {
     for (int i = 0; i < 3; ++i)
@@ -282,8 +283,9 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
   if (c.copies_values || (p.is_float() && !c.fuses_keys))
     c.value_codes = place(key_heads * round_up(p.v.shape[3], 16) * round_up(p.nk(), kValuePadding));
   if (c.fills_constants) place_constants();
-  if (c.finds_valueless) c.valueless = place(4 * numel(valueless_words(p, nullptr).shape));
-  if (c.kernel == Kernel::kFewRows) {
+  if (c.finds_valueless || (is_few && p.has_two_groups()))
+    c.valueless = place(4 * numel(valueless_words(p, nullptr).shape));
+  if (is_few) {
     const FewRows few = few_rows(p, gpu);
     c.key_scores = place(few.score_bytes), c.maxima = place(few.maximum_bytes), c.sums = place(few.sum_bytes);
   }
