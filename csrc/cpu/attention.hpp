@@ -50,7 +50,7 @@ struct Buffers {
     value_pad_ = round_up(call.value_dim, kLanes);
     qk_steps_ = V::depth_steps(call.head_dim);
     chunk_ = smaller(key_pad, round_up(V::kScoreBytes / (4 * kRows), kStageKeys));
-    const bool block_float = call.method == Method::kBlockFloat, p16 = has_p16(call.method);
+    const bool block_float = call.method == Method::kTwoGroups, p16 = has_p16(call.method);
     if (call.method == Method::kOnline) chunk_ = smaller<int64_t>(key_pad, kGranule);
     if (call.method >= Method::kQFlash) chunk_ = smaller(key_pad, kStageKeys);
     score_ld_ = chunk_ + 16;  // not a multiple of 4 KiB, whose rows would share a cache set
@@ -164,7 +164,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
     Pack<V>::values(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, pad, call_.value_dim,
                     in_key_order, values_);
     V::keep_awake();
-    if (call_.method == Method::kBlockFloat && !call_.all_have_values)
+    if (call_.method == Method::kTwoGroups && !call_.all_have_values)
       find_valueless(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, call_.value_dim, valueless_);
     if (in_key_order || (V::kWideP && has_p16(call_.method)))
       column_sums(call_.v.at(b_, hk_, k0_), call_.v.stride[2], call_.v.stride[3], nk_, call_.value_dim, value_pad_,
@@ -174,7 +174,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
   void enter_rows(int64_t block) {
     enter_block(block);
     biased_ = call_.bias.data || call_.k_scale.stride[2], by_levels32_ = false;
-    const bool block_float = call_.method == Method::kBlockFloat;
+    const bool block_float = call_.method == Method::kTwoGroups;
     has_valueless_ = block_float && !call_.all_have_values && has_valueless(valueless_, nk_);
     are_two_groups_ = has_valueless_ || (block_float && nk_ > kDigitKeys);
     Pack<V>::queries(call_.q.at(b_, h_, q0_ + row0_), call_.q.stride[2], call_.q.stride[3], rows_, call_.head_dim,
@@ -373,7 +373,7 @@ class Attention : Buffers<V>, BlockPosition<V::kMaxRows, V::kMatrixUnit> {
       case Method::kP16: exact<true>(); break;
       case Method::kP8: exact<false>(); break;
       case Method::kOnline: online(); break;
-      case Method::kBlockFloat:
+      case Method::kTwoGroups:
         nk_ <= kRoundedKeys ? one_or_two_groups<Level::kRounded, Level::kRoundedOctave>()
                             : one_or_two_groups<Level::kDithered, Level::kDitheredOctave>();
         break;

@@ -5,15 +5,15 @@
 
 namespace intflash {
 
-enum class Method : int32_t { kP16, kP8, kOnline, kBlockFloat, kQFlash, kIFlash };
+enum class Method : int32_t { kP16, kP8, kOnline, kTwoGroups, kQFlash, kIFlash };
 enum class OutType : int32_t { kInt8, kInt16, kFloat16, kBFloat16, kFloat32 };
 
-constexpr int32_t kAbsent = INT32_MIN;       // in a row of scores or a bias: the key takes no part
-constexpr int kBiasFractionBits = 20;        // of the codes that `quantize_bias` makes
-constexpr int kGranule = 128;                // keys per granule of intflash_online: semantics
-constexpr int64_t kRoundedKeys = 768;        // intflash_bfp: p16 of a sequence of more keys is dithered
-constexpr int kShortRowKeys = 256;           // keys of short rows at most
-constexpr int kQFlashTile = 32;              // keys per tile of qflash and iflash: semantics, not tuning
+constexpr int32_t kAbsent = INT32_MIN;  // in a row of scores or a bias: the key takes no part
+constexpr int kBiasFractionBits = 20;   // of the codes that `quantize_bias` makes
+constexpr int kGranule = 128;           // keys per granule of intflash_online: semantics
+constexpr int64_t kRoundedKeys = 768;   // intflash_bfp: p16 of a sequence of more keys is dithered
+constexpr int kShortRowKeys = 256;      // keys of short rows at most
+constexpr int kQFlashTile = 32;         // keys per tile of qflash and iflash: semantics, not tuning
 
 // A tensor of four axes; a broadcast axis has stride 0. Strides count elements.
 template <class T>
@@ -47,7 +47,7 @@ class Output {
 };
 
 // Whether P has 16 bits.
-inline bool has_p16(Method m) { return m == Method::kP16 || m == Method::kBlockFloat; }
+inline bool has_p16(Method m) { return m == Method::kP16 || m == Method::kTwoGroups; }
 
 struct Call {
   Method method;

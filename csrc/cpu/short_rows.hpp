@@ -11,7 +11,7 @@ namespace {
 // packed sequences or K scales per block.
 inline bool are_short_rows(const Call& call) {
   const bool served = call.method == Method::kP16 || call.method == Method::kP8 ||
-                      (call.method == Method::kBlockFloat && call.all_have_values);
+                      (call.method == Method::kTwoGroups && call.all_have_values);
   return served && call.nk <= kShortRowKeys && !call.causal && !call.ends_q && !call.k_scale.stride[2];
 }
 

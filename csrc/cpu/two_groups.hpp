@@ -34,7 +34,7 @@ inline bool has_valueless(const uint8_t* valueless, int64_t n) {
 // Whether it is known that every key of the call has a value: asked of calls of short rows, which then have faster
 // kernels. Longer calls look at each head when its thread packs it.
 inline bool all_have_values(const Call& call) {
-  if (call.method != Method::kBlockFloat || call.nk > kShortRowKeys) return false;
+  if (call.method != Method::kTwoGroups || call.nk > kShortRowKeys) return false;
   uint8_t valueless[kShortRowKeys];
   for (int64_t b = 0; b < call.batch; ++b)
     for (int64_t h = 0; h < call.heads_k; ++h) {

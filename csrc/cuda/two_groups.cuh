@@ -13,24 +13,24 @@ constexpr i32 MAX_GAP = 96;
 constexpr i32 OUTPUT_SHIFT = 24;  // from a row's sums to those that its output is made of
 constexpr i32 MOST_E = 29;        // numerics.exp.OUTPUT_EXPONENTS; the constants hold it without its saturation
 // Added to T - (e << 32). With 16 octaves more than K0 the shift from m to p16 is 32 - hi, from 2 on.
-constexpr i64 BLOCK_K0 = K0 + (16ll << 32);
+constexpr i64 GROUP_K0 = K0 + (16ll << 32);
 
 // Bits below the largest octave that a row's sums keep.
 DEVICE i32 fraction_bits(i32 keys) { return keys > 65536 ? 20 : 24; }
 
-// The exponent that 32 bits hold is -1 - (T - (e << 32) + BLOCK_K0), in 2^-24 octave, less 223 octaves: its upper byte
+// The exponent that 32 bits hold is -1 - (T - (e << 32) + GROUP_K0), in 2^-24 octave, less 223 octaves: its upper byte
 // is the shift from m to p16, at least 2, and 511 less the next one is u. Two instructions fewer than from the 64-bit
 // form.
-DEVICE u32 block_offset(i32 e, i64 origin = 0) {
-  return ~((u32)((BLOCK_K0 - origin) >> 8) - ((u32)e << 24)) - (223u << 24);
+DEVICE u32 group_offset(i32 e, i64 origin = 0) {
+  return ~((u32)((GROUP_K0 - origin) >> 8) - ((u32)e << 24)) - (223u << 24);
 }
 // p16 with 8 fraction bits: below 2^24. Its whole bytes are floored.
-DEVICE u32 block_p24(u32 t) {
+DEVICE u32 group_p24(u32 t) {
   const u32 u = dot_bytes(t, 0x00100000, (u32)(-511 * 16));  // 16 u, negated
   return shift_right(u * u + (QUADRATIC_OFFSET << 8), t >> 24);
 }
-// The same of T - (e << 32) + BLOCK_K0.
-DEVICE u32 block_p24(i64 t) {
+// The same of T - (e << 32) + GROUP_K0.
+DEVICE u32 group_p24(i64 t) {
   const u32 u = ((u32)t >> 20 & 0xFF0) | 0x1000;  // 16 u
   return shift_right(u * u + (QUADRATIC_OFFSET << 8), 32 - (i32)(t >> 32));
 }
@@ -42,7 +42,7 @@ DEVICE u32 bytes_of_bits(u32 bits) { return ((bits & 15) * 0x00204081 & 0x010101
 DEVICE u32 bits_of_bytes(u32 bytes) { return bytes * 0x10204080 >> 28; }
 
 // Packs four p16 of a row, which have 8 fraction bits: their high bytes into one word and their low bytes into another.
-DEVICE void pack_block_p(const u32 (&p)[4], u32 (&digit)[2]) {
+DEVICE void pack_p24(const u32 (&p)[4], u32 (&digit)[2]) {
   const u32 a = permute(p[0], p[1], 0x6251), b = permute(p[2], p[3], 0x6251);
   digit[0] = permute(a, b, 0x7632);
   digit[1] = permute(a, b, 0x5410);
@@ -53,8 +53,8 @@ constexpr i32 ROUNDED_KEYS = 768;
 struct Rounding {
   DEVICE u32 of(int) const { return 128; }
 };
-// The dither of a key: bits 0 to 3 of its number in reverse order, then bits 7 to 10. So it is the same for a lane's keys
-// of each 16 of 128.
+// The dither of a key: bits 0 to 3 of its number in reverse order, then bits 7 to 10. So it is the same for a lane's
+// keys of each 16 of 128.
 DEVICE u32 dither(i32 key) { return (__brev(key) >> 24 & 0xF0) | __brev(key >> 7) >> 28; }
 // Of more keys it is their dither. first: that of the first of the four, whose number is a multiple of 4.
 struct Dither {
@@ -63,35 +63,33 @@ struct Dither {
   DEVICE u32 of(int i) const { return first + (i % 2 * 128 + i / 2 * 64); }
 };
 
-// Computes four p16 of a row from T - Tmax + BLOCK_K0.
+// Computes four p16 of a row from T - Tmax + GROUP_K0.
 template <class Added>
-DEVICE void four_block_p(const i64 (&t)[4], Added added, u32 (&digit)[2]) {
-  pack_block_p({block_p24(t[0]) + added.of(0), block_p24(t[1]) + added.of(1), block_p24(t[2]) + added.of(2),
-                block_p24(t[3]) + added.of(3)},
+DEVICE void four_group_p(const i64 (&t)[4], Added added, u32 (&digit)[2]) {
+  pack_p24({group_p24(t[0]) + added.of(0), group_p24(t[1]) + added.of(1), group_p24(t[2]) + added.of(2),
+            group_p24(t[3]) + added.of(3)},
+           digit);
+}
+// The same from scores, with C in 2^-32 octave and B = GROUP_K0 - Tmax.
+template <class Added>
+DEVICE void four_group_p(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, Added added, u32 (&digit)[2]) {
+  four_group_p({multiply_add(s0, C, B), multiply_add(s1, C, B), multiply_add(s2, C, B), multiply_add(s3, C, B)}, added,
                digit);
 }
-// The same from scores, with C in 2^-32 octave and B = BLOCK_K0 - Tmax.
+// The same in 32 bits: C in 2^-24 octave and offset = maximum * C + group_offset(0). No score is above the maximum and
+// none 238 octaves below it, so that the shift of `group_p24` is from 2 to 240.
 template <class Added>
-DEVICE void four_block_p(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, Added added, u32 (&digit)[2]) {
-  four_block_p({multiply_add(s0, C, B), multiply_add(s1, C, B), multiply_add(s2, C, B), multiply_add(s3, C, B)}, added,
-               digit);
-}
-// The same in 32 bits: C in 2^-24 octave and offset = maximum * C + block_offset(0). No score is above the maximum and
-// none 238 octaves below it, so that the shift of `block_p24` is from 2 to 240.
-template <class Added>
-DEVICE void four_block_p(i32 s0, i32 s1, i32 s2, i32 s3, u32 C, u32 offset, Added added, u32 (&digit)[2]) {
+DEVICE void four_group_p(i32 s0, i32 s1, i32 s2, i32 s3, u32 C, u32 offset, Added added, u32 (&digit)[2]) {
   const u32 D = 0u - C;
-  pack_block_p({block_p24(s0 * D + offset) + added.of(0), block_p24(s1 * D + offset) + added.of(1),
-                block_p24(s2 * D + offset) + added.of(2), block_p24(s3 * D + offset) + added.of(3)},
-               digit);
+  pack_p24({group_p24(s0 * D + offset) + added.of(0), group_p24(s1 * D + offset) + added.of(1),
+            group_p24(s2 * D + offset) + added.of(2), group_p24(s3 * D + offset) + added.of(3)},
+           digit);
 }
 
 // Returns the sum of a row's p16 from the sums of its digits.
 DEVICE u32 row_sum(const u32 (&digit)[2]) { return (digit[0] << 8) + digit[1]; }
 // Returns floor(sum * 2^fraction / 2^depth) of the sum of a group `depth` octaves below its row.
-DEVICE i64 merged(u64 sum, i32 fraction, i32 depth) {
-  return depth < FAR ? (i64)((sum << fraction) >> depth) : 0;
-}
+DEVICE i64 merged(u64 sum, i32 fraction, i32 depth) { return depth < FAR ? (i64)((sum << fraction) >> depth) : 0; }
 
 // A row's sums when all keys are done.
 struct RowSum {
@@ -174,14 +172,14 @@ struct GapScale {
 // The scales of N rows' outputs, of which a lane computes the factor of one (`row_scales`): the plain form, unless some
 // row of the warp has a gap.
 template <typename TO, int N>
-struct BlockScales {
+struct GroupScales {
   OutputConstants constants, plain;
   u32 l[N];
   i32 gap[N];
   bool has_gaps;
   RowScale<TO, P16Accumulator> scales[N];
 
-  DEVICE BlockScales(const RowSum (&rows)[N], const OutputConstants& constants)
+  DEVICE GroupScales(const RowSum (&rows)[N], const OutputConstants& constants)
       : constants(constants), plain(without_gap(constants)) {
     bool gaps = false;
 #pragma unroll

@@ -6,7 +6,7 @@
 //   NQ, NK               number of queries and keys, 1 to 64
 //   HEAD_DIM             16, 32, 48 or 64
 //   BITS                 of p, 8 or 16
-//   TWO_GROUPS          1: intflash_bfp, with BITS 16: the keys are one block
+//   TWO_GROUPS          1: intflash_bfp, with BITS 16
 //   IN, OUT              the types of Q, K, V and of the output
 //   KEY_MAJOR            1: V has contiguous keys
 //   PACKED               1: Q, K, V and the output have rows of HEAD_DIM elements without gaps
@@ -18,12 +18,12 @@
 //   TILE_ROWS            rows of a warp's tile: 16, or 8 where many warps share a window
 //   WINDOWS_PER_CTA      windows of a CTA; 1 where WARPS_PER_WINDOW > 1
 //   CTAS_PER_SM          CTAs per multiprocessor, which bounds the registers of a thread
-#include "two_groups.cuh"
 #include "epilogue.cuh"
 #include "exp2.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "quantize.cuh"
+#include "two_groups.cuh"
 
 // --- K and V of a window as operands of a warp's products
 
@@ -263,8 +263,8 @@ DEVICE void p_words(const Exponent (&x)[4], i32 C, i64 B, u32 (&w)[DIGITS]) {
   const i64 t[4] = {depth_of(x[0], C, B), depth_of(x[SLOT_COUNT > 1], C, B), depth_of(x[SLOT_COUNT > 2 ? 2 : 0], C, B),
                     depth_of(x[SLOT_COUNT > 3 ? 3 : 0], C, B)};
 #if TWO_GROUPS
-  constexpr i64 MORE = BLOCK_K0 - K0;
-  four_block_p({t[0] + MORE, t[1] + MORE, t[2] + MORE, t[3] + MORE}, Rounding(), w);
+  constexpr i64 MORE = GROUP_K0 - K0;
+  four_group_p({t[0] + MORE, t[1] + MORE, t[2] + MORE, t[3] + MORE}, Rounding(), w);
 #else
   four_p({power(t[0]), power(t[1]), power(t[2]), power(t[3])}, w);
 #endif

@@ -20,7 +20,7 @@ void attention(const Call& call, const Units& units, uint64_t call_id, Scratch& 
   if (on_vectors(call)) return kAvx512VnniKernels.attention(call, units, call_id, scratch);
   if (are_short_rows(call)) {
     if (call.method == Method::kP16) return AmxShortRows<true>::run(call, units, call_id, scratch);
-    if (call.method == Method::kBlockFloat)
+    if (call.method == Method::kTwoGroups)
       return AmxShortRows<true, Level::kRounded>::run(call, units, call_id, scratch);
     return AmxShortRows<false>::run(call, units, call_id, scratch);
   }

@@ -16,7 +16,7 @@ int unit_rows(const Call& call) {
 void attention(const Call& call, const Units& units, uint64_t call_id, Scratch& scratch) {
   if (!Avx512ShortRows<true>::takes(call)) return Attention<Avx512Vnni>::run(call, units, call_id, scratch);
   if (call.method == Method::kP16) return Avx512ShortRows<true>::run(call, units, call_id, scratch);
-  if (call.method == Method::kBlockFloat)
+  if (call.method == Method::kTwoGroups)
     return Avx512ShortRows<true, Level::kRounded>::run(call, units, call_id, scratch);
   Avx512ShortRows<false>::run(call, units, call_id, scratch);
 }

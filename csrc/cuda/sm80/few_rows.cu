@@ -1,6 +1,6 @@
-// Attention of few rows over many keys (decode), by kernels, one for each STEP. The query heads that share a key head are
-// the rows of one tile of 16, so that K and V are read once. CTAs take ranges of the keys, and each warp of a CTA takes
-// 32 keys of a tile.
+// Attention of few rows over many keys (decode), by kernels, one for each STEP. The query heads that share a key head
+// are the rows of one tile of 16, so that K and V are read once. CTAs take ranges of the keys, and each warp of a CTA
+// takes 32 keys of a tile.
 //
 //   0  Q K^T and the row maxima of each range
 //   1  P below the exact maximum of all ranges, and P V
@@ -213,7 +213,7 @@ DEVICE void add_to_row(const i32* of_cta, i32* sums) {
 #if TWO_GROUPS
   for (i32 i = threadIdx.x; i < PADDED_CHANNELS + 2; i += THREADS) {
     const i32 *last = of_cta + 2 * PADDED_CHANNELS, *high = i < PADDED_CHANNELS ? of_cta + i : last;
-    const i64 sum = i > PADDED_CHANNELS ? (i64)(u32)last[2]
+    const i64 sum = i > PADDED_CHANNELS    ? (i64)(u32)last[2]
                     : i == PADDED_CHANNELS ? ((i64)(u32)last[0] << 8) + (u32)last[1]
                                            : ((i64)high[0] << 8) + high[PADDED_CHANNELS];
     if (sum) atomicAdd((u64*)sums + i, (u64)sum);

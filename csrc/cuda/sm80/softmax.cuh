@@ -48,8 +48,8 @@ struct PlainScales {
 template <int DIGITS_>
 struct PDigits {
   static constexpr int DIGITS = DIGITS_, CHUNKS_AT_ONCE = V_CHUNKS;  // how far `store` unrolls
-  static constexpr int KINDS = 1;             // of keys whose maxima are found apart
-  static constexpr bool FINDS_ZEROS = false;  // whether keys without a value differ from others
+  static constexpr int KINDS = 1;                                    // of keys whose maxima are found apart
+  static constexpr bool FINDS_ZEROS = false;                         // whether keys without a value differ from others
   typedef typename AccumulatorOf<DIGITS>::Type Accumulator;
   typedef PlainRow Row;
   template <typename TO, int N>

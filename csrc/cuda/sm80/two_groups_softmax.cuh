@@ -171,16 +171,16 @@ struct GroupSoftmax {
     if constexpr (FAST) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        four[i] = block_p24((u32)score_of(s, 0, h, group, i) * (u32)(-(unit.C >> 8)) + block_offset(0, origin[h]));
+        four[i] = group_p24((u32)score_of(s, 0, h, group, i) * (u32)(-(unit.C >> 8)) + group_offset(0, origin[h]));
     } else {
       i64 t[4];
-      exponents(unit, s, 0, h, group, mask, key, keys, BLOCK_K0 - origin[h] - ((i64)e << 32), t, seen);
+      exponents(unit, s, 0, h, group, mask, key, keys, GROUP_K0 - origin[h] - ((i64)e << 32), t, seen);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) four[i] = block_p24(t[i]);
+      for (int i = 0; i < 4; ++i) four[i] = group_p24(t[i]);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) four[i] += added.of(i);
-    pack_block_p(four, digit);
+    pack_p24(four, digit);
     if (MASKED || SOME || KEEP || BIAS)
       for (u32& x : digit) x &= seen;
   }
@@ -218,7 +218,7 @@ struct TwoGroups : PDigits<2>, GroupSoftmax {
   static constexpr bool FINDS_ZEROS = true;
   typedef RowSum Row;
   template <typename TO, int N>
-  using OutputScales = BlockScales<TO, N>;
+  using OutputScales = GroupScales<TO, N>;
   using GroupSoftmax::score;
   Peaks peak;
   u32 other_l[2];    // the sums of p of this lane's keys without a value
@@ -304,9 +304,7 @@ struct TwoGroups : PDigits<2>, GroupSoftmax {
     return narrow;
 #endif
   }
-  DEVICE Row row(int, int h) const {
-    return row_of(h, quad_sum(sum(VALUE, h)), quad_sum(sum(OTHER, h)), fraction);
-  }
+  DEVICE Row row(int, int h) const { return row_of(h, quad_sum(sum(VALUE, h)), quad_sum(sum(OTHER, h)), fraction); }
   // The sum of P V of channel j of four adjacent ones.
   DEVICE i64 value_sum(int h, int chunk, int j) const {
     const int e = j % 2, i = 2 * h + j / 2;

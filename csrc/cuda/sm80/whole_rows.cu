@@ -17,7 +17,7 @@
 #include "sm80/rows.cuh"
 #include "sm80/whole_two_groups.cuh"
 
-constexpr int NOW = WholeTwoGroups::NOW;       // keys that are computed: those past the last one repeat it
+constexpr int NOW = WholeTwoGroups::NOW;        // keys that are computed: those past the last one repeat it
 constexpr i32 STEP_ROWS = 16 * WARPS;           // of all warps of a CTA
 constexpr int VALUELESS_WORDS = 4 * BIT_WORDS;  // of the keys without a value
 

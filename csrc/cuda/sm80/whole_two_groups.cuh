@@ -13,7 +13,7 @@ struct WholeTwoGroups : GroupSoftmax {
   typedef P16Accumulator Accumulator;
   typedef RowSum Row;
   template <typename TO, int N>
-  using OutputScales = BlockScales<TO, N>;
+  using OutputScales = GroupScales<TO, N>;
   u32 word[KEYS / 32][DIGITS][4];  // P: of a digit the left operand of a product over 32 keys
   u32 l[KINDS][2];                 // the sums of p of a kind and row
   TileOperands tile{0, 0};

@@ -1,5 +1,5 @@
-// The kernel of long rows for the integer methods. METHOD is TwoGroups where TWO_GROUPS is not 0, else ExactP8, ExactP16
-// or Online. TMA is 1 where TMA loads K and V.
+// The kernel of long rows for the integer methods. METHOD is TwoGroups where TWO_GROUPS is not 0, else ExactP8,
+// ExactP16 or Online. TMA is 1 where TMA loads K and V.
 #if TWO_GROUPS
 #include "sm90/two_groups_softmax.cuh"
 #else

@@ -243,6 +243,9 @@ struct RemainderRows {
 
 // --- intflash_bfp (two_groups_softmax.cuh)
 
+// Whether rows begin before it is known which keys have no value, which floats tell when they are quantized. Beside the
+// code path of remainder rows the compiler would take later products for divergent.
+constexpr bool BEGINS_UNSPLIT = TWO_GROUPS && FLOAT_KV && !REMAINDER_KEY_TILES;
 // Whether a method is the one for heads some of whose keys have no value.
 template <class Method>
 constexpr bool IS_SPLIT = false;
@@ -332,8 +335,8 @@ struct Consumer {
   template <bool LAST>
   DEVICE void exponentials(int half, bool partial, i32 key, u32 stage, typename Method::P& codes) {
     const u32 scales = shared.k_scales(stage) + half * (SCALE_BYTES / 2);
-    method.template exponentials<LAST>(s[half % BUFFERS], partial, visible_keys(half, key), scales, first_key(half, key),
-                                       codes);
+    method.template exponentials<LAST>(s[half % BUFFERS], partial, visible_keys(half, key), scales,
+                                       first_key(half, key), codes);
   }
   // This thread's first key of half a tile.
   DEVICE static i32 first_key(int half, i32 key) { return key + half * HALF + threadIdx.x % 4 * LANE_KEYS; }
@@ -505,8 +508,9 @@ struct Consumer {
     query.finish_load(work, tile);
   }
 
-  // Computes 64 rows up to their output. last: this warpgroup has no later rows in the work tile.
-  DEVICE void attend(const WorkTile& work, i32 tile, bool last, Stage& at) {
+  // Computes 64 rows up to their output. last: this warpgroup has no later rows in the work tile. Returns false, with
+  // nothing computed, where keys of the head turn out to have no value, of floats after the first pass over them.
+  DEVICE bool attend(const WorkTile& work, i32 tile, bool last, Stage& at) {
     const BatchKeys keys(p, work.batch);
     const i32 first = work.row + tile * 64, tiles = KeyTileRange(p, keys, work.row, work.end).count;
     const KeyTileRange mine(p, keys, first, min(first + 64, work.end));
@@ -532,6 +536,8 @@ struct Consumer {
         at.rewind(tiles);
       else
         skip_tiles(tiles - mine.count, at);
+      if constexpr (BEGINS_UNSPLIT && !IS_SPLIT<Method>)
+        if (some_lane(valueless_keys_of_floats(work, at))) return false;
       method.finish_first_pass(shared);
     }
     releases_tiles = last;
@@ -545,6 +551,7 @@ struct Consumer {
       skip_tiles(tiles - mine.count, at);
     else if (!last)
       at.rewind(tiles);
+    return true;
   }
 
   // Computes the CTA's tiles of 64 rows in turn with the other warpgroups. `tile` counts from the start of a work tile.
@@ -559,10 +566,9 @@ struct Consumer {
         skip_tiles(KEY_PASSES<Method> * tiles_of(p, scheduler.work(p)), at);
       if (scheduler.done(p)) break;
       u32 valueless = 0;  // loaded before Q is waited for
-      if constexpr (TWO_GROUPS && !FLOAT_KV)
-        valueless = valueless_keys_of_head(p, work);
+      if constexpr (TWO_GROUPS && !FLOAT_KV) valueless = valueless_keys_of_head(p, work);
       load_query(work, tile, at);
-      if constexpr (TWO_GROUPS && FLOAT_KV) valueless = valueless_keys_of_floats(work, at);
+      if constexpr (TWO_GROUPS && FLOAT_KV && !BEGINS_UNSPLIT) valueless = valueless_keys_of_floats(work, at);
       bool is_split = false;
       if constexpr (TWO_GROUPS) is_split = some_lane(valueless);
       bool is_remainder = work.is_remainder(p, tile) & !is_split;
@@ -584,7 +590,10 @@ struct Consumer {
       } else {
         if (REMAINDER_KEY_TILES) at.make_uniform();
         const bool last = tile + CONSUMERS >= work.tiles();
-        if (!is_split) attend(work, tile, last, at);
+        if (!is_split) {
+          const bool is_done = attend(work, tile, last, at);
+          if constexpr (BEGINS_UNSPLIT) is_split = !is_done;
+        }
         if constexpr (TWO_GROUPS) {
           if (is_split) {
             Consumer<typename Method::Split> split(p, shared);
@@ -600,15 +609,17 @@ struct Consumer {
       if (scheduler.i != next.i) scheduler.next(p);
     }
   }
-  // The same of floats, whose keys without a value are known when a tile is full. Waits for all of the head's tiles. As
-  // one loop it would make the compiler take what follows for divergent.
+  // The same as `valueless_keys_of_head` of floats. Waits for all tiles of the head. In one loop the compiler would
+  // take what follows for divergent.
   DEVICE u32 valueless_keys_of_floats(const WorkTile& of, const Stage& at) const {
     constexpr i32 MOST_TILES = TWO_GROUPS == 1 && STAGES > 6 ? 6 : STAGES;  // 6 hold ROUNDED_KEYS
     const i32 tiles = tiles_of(p, of);
     Stage s = at;
+    if (!BEGINS_UNSPLIT) {
 #pragma unroll 1
-    for (i32 j = 0; j < tiles; ++j, s.next()) shared.wait_full(s);
-    s = at;
+      for (i32 j = 0; j < tiles; ++j, s.next()) shared.wait_full(s);
+      s = at;
+    }
     u32 some = 0;
 #pragma unroll
     for (i32 j = 0; j < MOST_TILES; ++j, s.next())

@@ -7,7 +7,7 @@
 //   KEYS                 the number of keys, padded to 16
 //   HEAD_DIM             a multiple of 16
 //   BITS                 of p, 8 or 16
-//   TWO_GROUPS          1: intflash_bfp, with BITS 16: the keys are one block; 0 (the default)
+//   TWO_GROUPS          1: intflash_bfp, with BITS 16; 0 (the default)
 //   IN, OUT              the types of Q, K, V and of the output
 //   EXP_32BIT            1: T + B is computed in 32 bits where it fits
 //   KEY_MAJOR            1: V has contiguous keys
@@ -25,9 +25,9 @@
 //   CLUSTER              with HEAD_AMAX_IN_KERNEL, the CTAs of a head, which are a cluster and share the search for its
 //                        scales; 1: each searches alone (the default)
 #pragma once
-#include "two_groups.cuh"
 #include "sm90/short_rows_load.cuh"
 #include "sm90/wgmma.cuh"
+#include "two_groups.cuh"
 
 #ifndef BIAS
 #define BIAS 0
@@ -59,15 +59,15 @@ constexpr int FIRST = KEYS < 64 ? 0 : KEYS / 64 * 32, REST = KEYS - FIRST;
 // How scores become p, four of a row at a time: a word of each digit. P_K0 is added to T - Tmax, and PEAK_OFFSET to the
 // maximum in 2^-24 octave, which gives `minus_B` of a row.
 #if TWO_GROUPS
-constexpr i64 P_K0 = BLOCK_K0;
-constexpr u32 PEAK_OFFSET = ~(u32)(BLOCK_K0 >> 8) - (223u << 24);  // block_offset(0)
+constexpr i64 P_K0 = GROUP_K0;
+constexpr u32 PEAK_OFFSET = ~(u32)(GROUP_K0 >> 8) - (223u << 24);  // group_offset(0)
 DEVICE void four_of(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32 (&p)[DIGITS]) {
-  four_block_p(s0, s1, s2, s3, C, B, Rounding(), p);
+  four_group_p(s0, s1, s2, s3, C, B, Rounding(), p);
 }
 DEVICE void four_of_32_bits(i32 s0, i32 s1, i32 s2, i32 s3, u32 C, u32 minus_B, u32 (&p)[DIGITS]) {
-  four_block_p(s0, s1, s2, s3, C, minus_B, Rounding(), p);
+  four_group_p(s0, s1, s2, s3, C, minus_B, Rounding(), p);
 }
-DEVICE void four_of_depths(const i64 (&t)[4], u32 (&p)[DIGITS]) { four_block_p(t, Rounding(), p); }
+DEVICE void four_of_depths(const i64 (&t)[4], u32 (&p)[DIGITS]) { four_group_p(t, Rounding(), p); }
 #else
 constexpr i64 P_K0 = K0;
 constexpr u32 PEAK_OFFSET = 0u - (u32)(K0 >> 8);
@@ -100,7 +100,7 @@ struct RowTile {
   i32 peak[2];                                // of S
   i32 a[FIRST ? FIRST / 2 : 1], b[REST / 2];  // scores of the first and the second part of the keys
   // For the 32-bit exponential, which has no k: -B, because a subtraction costs as much as an addition; of intflash_bfp
-  // the offset of `four_block_p`.
+  // the offset of `four_group_p`.
   u32 minus_B[2];
   u32 sums[2][DIGITS];
   i32 acc[DIGITS][HEAD_DIM / 2];

@@ -130,9 +130,9 @@ struct SplitRows {
         const FourKeys x = four_keys(group);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const i64 B = BLOCK_K0 - rows[h].origin;
+          const i64 B = GROUP_K0 - rows[h].origin;
           u32 four[2];
-          four_block_p({x.t[h][0] + B, x.t[h][1] + B, x.t[h][2] + B, x.t[h][3] + B}, Rounding(), four);
+          four_group_p({x.t[h][0] + B, x.t[h][1] + B, x.t[h][2] + B, x.t[h][3] + B}, Rounding(), four);
 #pragma unroll
           for (int digit = 0; digit < 2; ++digit) {
             u32& word = p[i / 2][digit][i % 2 * 2 + h];
@@ -142,7 +142,7 @@ struct SplitRows {
           const i64 of_others = B - ((i64)rows[h].other << 32);
 #pragma unroll
           for (int j = 0; j < 4; ++j)
-            if (x.without >> (8 * j) & 1) others[h] += (block_p24(x.t[h][j] + of_others) + Rounding().of(j)) >> 8;
+            if (x.without >> (8 * j) & 1) others[h] += (group_p24(x.t[h][j] + of_others) + Rounding().of(j)) >> 8;
         }
       }
 #pragma unroll

