@@ -539,8 +539,8 @@ def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=
     return launch
 
 
-# Loads and stores of spilled registers. Those of `intflash_bfp` are in and around the loops for heads some of whose keys
-# have no value, and with a scale for each row one in each of the main loops.
+# Loads and stores of spilled registers. Those of `intflash_bfp` are in and around the loops for heads some of whose
+# keys have no value, and with a scale for each row one in each of the main loops.
 MOST_SPILLS = dict.fromkeys(METHODS, 0) | {"intflash_bfp": 24}
 IN_EVERY_RUN = ("intflash_p8", 64), ("intflash_online", 16)
 

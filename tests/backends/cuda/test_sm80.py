@@ -345,7 +345,7 @@ def _dithered_launch(name: str, architecture: str) -> CudaLaunch:
 
 
 # Of `intflash_bfp`, where a third CTA gains more: most are where keys have no value.
-MOST_SPILLS = 40
+MOST_SPILLS = 12
 # one of each kind in every test run
 NAMES = (
     "64 keys",
@@ -385,7 +385,7 @@ def test_rounded_p_is_integer_only(name, architecture):
 
 @pytest.mark.full
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name, most", (("keep", 200), ("bias", 40), ("bias and keep", 200)))
+@pytest.mark.parametrize("name, most", (("keep", 40), ("bias", 4), ("bias and keep", 4)))
 def test_masks_of_dithered_p_are_integer_only(name, most, architecture):
     """Some words are spilled where keys have no value, whose masks are read once more."""
     machine = checks.machine(_dithered_launch(name, architecture), architecture)
