@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
+from torch import Tensor
+
 ROUNDED_KEYS = 768  # p16 of a sequence of at most so many keys is rounded, that of more is dithered
 DITHER_KEYS = 2048  # the dither repeats after so many keys
 UNSET = -(1 << 29)  # the octave of a group without keys, below every other: |T| < 2^60 + 2^51
@@ -29,9 +34,16 @@ def dither(key: int) -> int:
     return int(f"{key % 16:04b}"[::-1] + f"{key // 128 % 16:04b}"[::-1], 2)
 
 
-def additions(keys: int) -> list[int]:
-    """What is added to p16 of each key of a sequence of so many keys, in 2^-8, before it is floored."""
-    return [dither(key) if keys > ROUNDED_KEYS else 1 << (P_FRACTION_BITS - 1) for key in range(keys)]
+@functools.cache
+def _dithers() -> list[int]:
+    return [dither(key) for key in range(DITHER_KEYS)]
+
+
+def additions(keys: int) -> Tensor:
+    """What is added to p16 of each key of a sequence of so many keys, in 2^-8, before it is floored: int64."""
+    if keys <= ROUNDED_KEYS:
+        return torch.full((keys,), 1 << (P_FRACTION_BITS - 1))
+    return torch.tensor(_dithers()).repeat(-(-keys // DITHER_KEYS))[:keys]
 
 
 def fraction_bits(keys: int) -> int:

@@ -46,7 +46,7 @@ def two_groups(problem: Problem, tiling: Tiling | None = None) -> Result:
     nk = problem.k.shape[2]
     tiling = tiling or Tiling.on(problem.device)
     scores, output = Scores(problem, plain=False), Output(problem, P16_MAX)
-    added = torch.tensor(additions(nk), dtype=torch.float64, device=problem.device)
+    added = additions(nk).to(problem.device, torch.float64)
     valueless, v = _valueless(problem), problem.v.data.double()
     for tile in tiles(problem, tiling, passes=2):
         steps = []  # (keys, scores of keys with a value, scores of the others)

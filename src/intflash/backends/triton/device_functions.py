@@ -19,7 +19,6 @@ from intflash.backends.gpu.tensors import view
 from intflash.numerics import groups
 
 ROUNDED_KEYS = tl.constexpr(groups.ROUNDED_KEYS)
-DITHER_KEYS = tl.constexpr(groups.DITHER_KEYS)
 HALF_OF_P24 = tl.constexpr(1 << (groups.P_FRACTION_BITS - 1))
 
 
@@ -251,11 +250,10 @@ def value_groups(zero, present):
 
 
 @triton.jit
-def _reversed_bits(x):
-    """Returns the 8 bits of x, in [0, 256), in reverse order."""
-    x = ((x & 0x55) << 1) | ((x >> 1) & 0x55)
-    x = ((x & 0x33) << 2) | ((x >> 2) & 0x33)
-    return ((x & 0x0F) << 4) | (x >> 4)
+def _reversed_nibble(x):
+    """Returns bits 0 to 3 of x in reverse order."""
+    x = ((x & 5) << 1) | ((x >> 1) & 5)
+    return ((x & 3) << 2) | ((x >> 2) & 3)
 
 
 @triton.jit
@@ -263,13 +261,12 @@ def key_additions(first, count, BN: tl.constexpr):
     """Returns what is added to p24 of each column of a score tile over `permuted_keys` from key `first` on, a multiple
     of BN, of a sequence of `count` keys: int32 [1, BN], as `numerics.groups.additions`.
 
-    BN is a power of two, so that the reversed bits of `first` and of the key's place in its tile do not overlap. Those
-    of the place are the same for all tiles.
+    BN is a power of two, at most 128, so that bits 7 to 10 are those of `first`. Bits 0 to 3 are the same in all tiles.
     """
-    tl.static_assert(BN <= DITHER_KEYS)
+    tl.static_assert(BN <= 128)
     dithered = count > ROUNDED_KEYS
-    places = _reversed_bits(permuted_keys(BN)) & tl.where(dithered, 255, 0)
-    return places[None, :] + tl.where(dithered, _reversed_bits(first & 255), HALF_OF_P24)
+    places = (_reversed_nibble(permuted_keys(BN)) << 4) & tl.where(dithered, 255, 0)
+    return places[None, :] + tl.where(dithered, _reversed_nibble(first >> 7), HALF_OF_P24)
 
 
 @triton.jit
