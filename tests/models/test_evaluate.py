@@ -250,7 +250,7 @@ def test_scales_add_variants_to_every_method(image_folder, tmp_path, monkeypatch
     other = scales.rename(tmp_path / "other" / "scales.json")
     replace(Scales.load(other), observer="mse").save(scales)
     CliRunner().invoke(app, [*given, "--scales", str(scales), "--scales", str(other)])
-    assert seen[-2:] == [f"intflash (static, mse, {scales})", f"intflash (static, absmax, {other})"]
+    assert seen[-2:] == [f"auto (static, mse, {scales})", f"auto (static, absmax, {other})"]
 
 
 def test_a_scales_file_of_an_unknown_method_is_refused_before_the_model(image_folder, tmp_path):

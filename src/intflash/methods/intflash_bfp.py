@@ -54,7 +54,7 @@ def _p16(depth: Tensor, present: Tensor) -> Tensor:
     u = 256 + (lo >> 24)
     m = arrays.within(u * u + exp.QUADRATIC_OFFSET, 19, "quadratic", signed=False)
     p24 = torch.where(hi >= LEAST_HI, (m << (hi - LEAST_HI).clamp(0, 30)) >> (32 - P_FRACTION_BITS), 0)
-    added = torch.tensor(additions(depth.shape[3]), dtype=torch.int64, device=depth.device)  # also of no keys
+    added = torch.tensor(additions(depth.shape[3]), device=depth.device)
     return arrays.within(torch.where(present, (p24 + added) >> P_FRACTION_BITS, 0), 16, "p16", signed=False)
 
 
