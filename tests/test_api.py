@@ -101,7 +101,7 @@ def test_integer_bias_is_used_unchanged():
     bias[..., 3] = float("-inf")
     quantized = intflash.quantize_bias(bias)
     assert (quantized == ABSENT).sum() == 80
-    assert torch.equal(attend(bias=quantized), attend(bias=bias))
+    assert torch.equal(attend(bias=quantized, method="intflash"), attend(bias=bias, method="intflash"))
 
 
 def test_smoothing_keeps_the_result_and_its_log_sum_exp():
@@ -122,7 +122,7 @@ def test_backend_by_name_and_by_default():
     assert intflash.which_backend(Q, K, V, backend="reference", return_lse=True) == "reference"
     assert intflash.which_backend(Q, K, V, out_dtype=torch.int8, out_scale="dynamic") in intflash.info()["backends"]
     if intflash.info()["backends"].get("triton", {}).get("available"):
-        with pytest.raises(BackendError, match="'triton' cannot serve method 'intflash': "):
+        with pytest.raises(BackendError, match="'triton' cannot serve method 'intflash_bfp': "):
             attend(backend="triton")
 
 

@@ -203,7 +203,7 @@ def test_a_backend_that_does_not_name_it_refuses():
     from intflash.backends import features
 
     q, k, v = randn(1, 2, 20, 16)
-    problem, _ = intflash.call.prepare(q, intflash.quantize(k), intflash.quantize(v))
+    problem, _ = intflash.call.prepare(q, intflash.quantize(k), intflash.quantize(v), method="intflash")
     assert features.FLOAT_QUERY <= features.features(problem)
     serves = {"intflash": features.EVERY - features.FLOAT_QUERY}
     assert features.unserved(problem, serves) == "it has no float q beside codes of k and v for intflash"

@@ -126,10 +126,11 @@ def test_biases_saturate_and_nan_is_absent(value, code):
     bias = torch.zeros(20, 20)
     bias[:, 3] = value
     integer = intflash.quantize_bias(bias)
+    options = dict(method="intflash", check_finite=False)
     for backend in ("reference", "torch", "cpu"):
-        found = attend(bias=bias, backend=backend, check_finite=False)
-        assert torch.equal(found, attend(bias=integer, backend=backend, check_finite=False))
-        assert torch.equal(found, attend(bias=bias, backend="reference", check_finite=False))
+        found = attend(bias=bias, backend=backend, **options)
+        assert torch.equal(found, attend(bias=integer, backend=backend, **options))
+        assert torch.equal(found, attend(bias=bias, backend="reference", **options))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -142,8 +143,9 @@ def test_masks_that_would_saturate_are_refused_with_the_bound(method, sign):
             with pytest.raises(InputError, match=rf"{name} must lie within \+-1419.57 .*makes a key absent"):
                 attend(**{name: past}, method=method, backend=backend)
             attend(**{name: at}, method=method, backend=backend)
-    with pytest.raises(InputError, match="attn_mask must lie within"):
-        intflash.sdpa(Q, K, V, past)
+    assert torch.equal(intflash.sdpa(Q, K, V, past), intflash.sdpa(Q, K, V, at))  # the default holds more
+    with pytest.raises(InputError, match=r"attn_mask must lie within \+-363408"):
+        intflash.sdpa(Q, K, V, 256 * past)
     with pytest.raises(InputError, match="bias holds saturated codes: .*1419.57"):
         attend(bias=intflash.quantize_bias(past), method=method)
 

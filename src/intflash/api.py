@@ -88,7 +88,7 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     *,
-    method: str = "intflash",
+    method: str = "auto",
     backend: str | None = None,
     enable_gqa: bool = False,
     bias: Tensor | None = None,
@@ -113,18 +113,19 @@ def attention(
         attn_mask: bool (False: the key takes no part) or additive float, broadcastable to
             ``[..., Hq, Nq, Nk]``; the first axis of a 4-D mask may also be a divisor of the batch and
             repeats over it (Swin windows). -inf or <= finfo.min / 2 makes a key absent. Methods with an integer bias
-            (``intflash...``) refuse other values past +-1419.57 (`intflash_bfp`: +-363,408) where
+            (``intflash...``) refuse other values past +-1419.57 ("auto" and `intflash_bfp`: +-363,408) where
             they are read (`check_finite`), and saturate them where not. Torch's `CausalBias` is taken as the causality
             it stands for.
         is_causal: hide keys after the query's position.
         scale: softmax scale, > 0; default 1 / sqrt(D).
-        method: a name from ``intflash.info()["methods"]``, or "auto" for one of them that is accurate for all scores,
-            chosen by the number of keys alone (`which_method` returns its name).
+        method: a name from ``intflash.info()["methods"]``, or "auto", the default, for one of them that is accurate for
+            all scores, chosen by the number of keys alone (`which_method` returns its name).
         backend: a name from ``intflash.info()["backends"]``; None takes the fastest that serves the call
             (`which_backend` returns its name).
         enable_gqa: allow Hq to be a multiple of Hk.
         bias: additive float bias beside a bool `attn_mask` (relative-position bias), or int32 from
-            `quantize_bias`; broadcast like `attn_mask`, with the same bound of +-1419.57, and never expanded.
+            `quantize_bias`, which holds +-1419.57; broadcast like `attn_mask`, with the same bounds, and never
+            expanded.
         causal_align: "top_left" as torch's SDPA (key j <= query i), or "bottom_right" as
             FlashAttention (j <= i + Nk - Nq). It also says which key is a query's own in `window_size`.
         window_size: (left, right), a sliding window as FlashAttention's: of a query's own key, i or with "bottom_right"
@@ -208,11 +209,11 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention by `intflash`, with the signature of `torch.nn.functional.scaled_dot_product_attention`.
+    """Compute attention by method "auto", with the signature of `torch.nn.functional.scaled_dot_product_attention`.
 
     Args and shapes as `attention`; float32, float16 and bfloat16, for inference (a backward pass raises). As in torch,
     leading axes of 1 broadcast, autocast chooses the dtype, and `attn_mask` and `is_causal` exclude each other. An
-    additive `attn_mask` is refused past +-1419.57 where values are read, on a CPU; -inf or <= finfo.min / 2 makes a key
+    additive `attn_mask` is refused past +-363,408 where values are read, on a CPU; -inf or <= finfo.min / 2 makes a key
     absent. `key` and `value` may be int8 `QTensor`s, as a KV cache holds them.
 
     Returns:
@@ -234,8 +235,8 @@ def sdpa(
         raise InputError("attn_mask and is_causal exclude each other in sdpa; use intflash.attention for both")
     if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
         found = cpu.attend(
-            query, key, value, attn_mask, is_causal, scale, "intflash", None, enable_gqa, None, "top_left", None, None,
-            None, None, False, None, None, None,
+            query, key, value, attn_mask, is_causal, scale, call.resolve_auto(key), None, enable_gqa, None, "top_left",
+            None, None, None, None, False, None, None, None,
         )  # fmt: skip
         if found is not None:
             return found
@@ -280,7 +281,7 @@ def which_method(*args: Any, **kwargs: Any) -> str:
     Example:
         >>> import torch, intflash
         >>> q = torch.randn(1, 1, 8, 16)
-        >>> intflash.which_method(q, q, q, method="auto"), intflash.which_method(q, q, q)
+        >>> intflash.which_method(q, q, q), intflash.which_method(q, q, q, method="intflash")
         ('intflash_bfp', 'intflash')
     """
     return get_method(call.normalize(call.complete(args, kwargs))["method"]).name

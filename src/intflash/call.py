@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from intflash import masks, validate
+from intflash import masks, methods, validate
 from intflash.backends import cpu, select
 from intflash.backends.base import Backend
 from intflash.backends.bias import bias_codes
@@ -60,7 +60,7 @@ ARGUMENTS = (
     Argument("attn_mask", "Tensor?", by_position=True, differentiable=True),
     Argument("is_causal", "bool", False, by_position=True),
     Argument("scale", "float?", by_position=True),
-    Argument("method", "str", "intflash"),
+    Argument("method", "str", "auto"),
     Argument("backend", "str?"),
     Argument("enable_gqa", "bool", False),
     Argument("bias", "Tensor?", differentiable=True),
@@ -123,6 +123,8 @@ def normalize(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def resolve_auto(k: object) -> str:
     """The method that "auto" is for these keys. Keys that are refused later count as none."""
+    if len(methods.AUTO_RULES) == 1:  # to read a shape takes longer
+        return methods.AUTO_RULES[0].method
     return resolve(AUTO, k.shape[-2] if isinstance(k, (Tensor, QTensor)) and len(k.shape) > 1 else 0)
 
 

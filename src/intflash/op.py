@@ -36,8 +36,9 @@ FORWARD_REASON = "IntFlash is for inference and has no forward-mode derivatives:
 
 _NAMES = ("q", "k", "v")
 _IS_WORD = ("bool", "bool?", "str", "str?")
+# A string of the op always names a method, since "auto" is resolved before; one without is of "intflash".
 _WORDS = {a.name: a.default for a in ARGUMENTS if a.schema in _IS_WORD} | dict(
-    codes="", smooth_k=False, rotate=False, q_granularity="tensor", k_granularity="tensor",
+    method="intflash", codes="", smooth_k=False, rotate=False, q_granularity="tensor", k_granularity="tensor",
     v_granularity="tensor", rule="exact", dynamic_out=False, bound_out=False,
 )  # fmt: skip
 _SIMPLE = (("Tensor", "q"), ("Tensor", "k"), ("Tensor", "v"), ("Tensor?", "attn_mask"), ("Tensor?", "bias"))

@@ -83,7 +83,7 @@ def _like(x, **changes):
 def test_the_error_names_the_missing_features():
     problem = newer(prepare(X, X, X)[0], window=3)
     with pytest.raises(
-        BackendError, match="backend 'torch' cannot serve method 'intflash': it has no NewerProblem.window"
+        BackendError, match="backend 'torch' cannot serve method 'intflash_bfp': it has no NewerProblem.window"
     ):
         select(problem, "torch")
     with pytest.raises(BackendError, match="no backend can serve .*reference: it has no NewerProblem.window"):

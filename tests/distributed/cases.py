@@ -43,7 +43,7 @@ INT8 = {"out_dtype": torch.int8, "out_scale": "bound"}
 BLOCKS = Recipe("block", "block", "head", block_size=2)
 CASES = {
     "plain": Case(),
-    "float16": Case(dtype=torch.float16),
+    "float16": Case({"method": "intflash"}, dtype=torch.float16),
     "bfloat16, p8": Case({"method": "intflash_p8"}, dtype=torch.bfloat16),
     "online": Case({"method": "intflash_online"}),
     "bfp": Case({"method": "intflash_bfp", "return_lse": True}, mask="bias of rows", queries=160, keys=656),
@@ -64,16 +64,17 @@ CASES = {
     ),
     "grouped heads": Case({"enable_gqa": True}, shape=(1, HEADS, 2, 16, 16)),
     "cross": Case(place={"scheme": "gather"}, keys=2 * TOKENS),
-    "causal": Case({"is_causal": True}, {"scheme": "gather"}),
+    "causal": Case({"method": "intflash", "is_causal": True}, {"scheme": "gather"}),
     "causal zigzag": Case(
-        {"is_causal": True, "return_lse": True}, {"scheme": "gather", "layout": "zigzag", "chunks": 2}
+        {"method": "intflash", "is_causal": True, "return_lse": True},
+        {"scheme": "gather", "layout": "zigzag", "chunks": 2},
     ),
     "causal zigzag uneven": Case({"is_causal": True}, {"scheme": "gather", "layout": "zigzag"}, queries=ODD, keys=ODD),
     "causal zigzag p8 int8": Case(
         {"is_causal": True, "method": "intflash_p8", **INT8}, {"scheme": "gather", "layout": "zigzag"}
     ),
     "causal grouped": Case({"is_causal": True, "enable_gqa": True}, {"layout": "zigzag"}, shape=(2, HEADS, 2, 16, 16)),
-    "ulysses": Case({"return_lse": True}, {"scheme": "ulysses"}, worlds=ULYSSES),
+    "ulysses": Case({"method": "intflash", "return_lse": True}, {"scheme": "ulysses"}, worlds=ULYSSES),
     "ulysses chunks": Case(
         {"method": "intflash_p8", "enable_gqa": True}, {"scheme": "ulysses", "chunks": 2}, shape=(2, 16, 8, 16, 24),
         worlds=ULYSSES,
@@ -86,18 +87,20 @@ CASES = {
         {"scheme": "ulysses"}, worlds=ULYSSES,
     ),
     "ulysses bias of heads": Case(place={"scheme": "ulysses"}, mask="bias of heads", worlds=ULYSSES),
-    "grid": Case({"return_lse": True}, {"chunks": 2}, mesh=True, worlds=(4, 8)),
+    "grid": Case({"method": "intflash", "return_lse": True}, {"chunks": 2}, mesh=True, worlds=(4, 8)),
     "grid zigzag": Case({"is_causal": True}, {"layout": "zigzag"}, mesh=True, worlds=(4, 8), queries=ODD, keys=ODD),
     "grid tokens": Case(
         {"recipe": Recipe("token", "head", "channel", smooth_k=True)}, mesh=True, shape=(2, HEADS, HEADS, 16, 24),
         worlds=(4, 8),
     ),
-    "keep": Case(mask="keep"),
+    "keep": Case({"method": "intflash"}, mask="keep"),
     "keep zigzag, causal": Case({"is_causal": True}, {"layout": "zigzag"}, mask="keep of rows"),
     "bias of rows": Case({"method": "intflash_p8"}, mask="bias of rows"),
     "granularities": Case({"recipe": Recipe("head", "head", "channel")}, shape=(2, HEADS, HEADS, 16, 16)),
     "tokens": Case({"recipe": Recipe("token", "tensor", "tensor", bits=4)}, {"scheme": "gather"}),
-    "blocks": Case({"recipe": BLOCKS}, {"scheme": "ulysses"}, shape=(2, HEADS, HEADS, 16, 16), worlds=ULYSSES),
+    "blocks": Case(
+        {"method": "intflash", "recipe": BLOCKS}, {"scheme": "ulysses"}, shape=(2, HEADS, HEADS, 16, 16), worlds=ULYSSES
+    ),
     "blocks, causal zigzag": Case(
         {"recipe": BLOCKS, "is_causal": True}, {"layout": "zigzag", "scheme": "gather"}, worlds=(1, 2, 3, 4)
     ),
@@ -109,23 +112,25 @@ CASES = {
         shape=(2, HEADS, 1, 16, 16), dtype=torch.float16,
     ),
     "divide": Case({"recipe": Recipe(rule="divide", v_scale=0.5)}),
-    "codes": Case({"return_lse": True, "out_scale": "bound"}, codes=True),
+    "codes": Case({"method": "intflash", "return_lse": True, "out_scale": "bound"}, codes=True),
     "out_scale": Case({"out_dtype": torch.int8, "out_scale": 0.01}, {"scheme": "gather"}),
     "text": Case({}, {"keys": "replicated"}, keys=7),
     "decode": Case({}, {"queries": "replicated"}, queries=1),
     "decode merged": Case(
-        {"return_lse": True, "enable_gqa": True}, {"queries": "replicated", "scheme": "merge"}, queries=3,
-        shape=(2, HEADS, 2, 16, 24),
+        {"method": "intflash", "return_lse": True, "enable_gqa": True}, {"queries": "replicated", "scheme": "merge"},
+        queries=3, shape=(2, HEADS, 2, 16, 24),
     ),
     "decode merged p8": Case(
         {"method": "intflash_p8", **INT8, "is_causal": True, "causal_align": "bottom_right"},
         {"queries": "replicated", "scheme": "merge", "layout": "zigzag"}, queries=5, keys=ODD,
     ),
     "decode merged keep": Case(
-        {"backend": "reference"}, {"queries": "replicated", "scheme": "merge"}, queries=2, mask="keep"
+        {"method": "intflash", "backend": "reference"}, {"queries": "replicated", "scheme": "merge"}, queries=2,
+        mask="keep",
     ),
     "decode merged bias": Case(
-        {"recipe": Recipe(smooth_k=True)}, {"queries": "replicated", "scheme": "merge"}, queries=2, mask="bias of rows"
+        {"method": "intflash", "recipe": Recipe(smooth_k=True)}, {"queries": "replicated", "scheme": "merge"},
+        queries=2, mask="bias of rows",
     ),
     "decode merged on a grid": Case(
         {"method": "intflash_p8"}, {"queries": "replicated", "scheme": "merge"}, queries=2, mesh=True, worlds=(4, 8)

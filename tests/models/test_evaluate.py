@@ -221,7 +221,7 @@ def test_commands(image_folder, tmp_path):
     done = runner.invoke(app, ["eval", *model, *arguments], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
-    assert list(rows) == [FLOAT, "intflash", "intflash (static, absmax, scales.json)"]
+    assert list(rows) == [FLOAT, "intflash", "auto (static, absmax, scales.json)"]
     assert [row["granularity"] for row in rows.values()] == ["", "head", "tensor"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.json", "images", "scales.json"]
     assert rows[FLOAT]["paper"]["top1"] == 72.21
@@ -244,13 +244,13 @@ def test_scales_add_variants_to_every_method(image_folder, tmp_path, monkeypatch
     given = ["eval", "--model", "any", "--data", str(image_folder), "--device", "cpu", "--out", out]
     done = CliRunner().invoke(app, [*given, "--scales", str(scales)])
     assert done.exit_code == 2 and "Error: enough" in done.output
-    assert seen == [*METHODS_THERE_ARE, "intflash (static, absmax, scales.json)"]
+    assert seen == [*METHODS_THERE_ARE, "auto (static, absmax, scales.json)"]
     seen.clear()
     (tmp_path / "other").mkdir()
     other = scales.rename(tmp_path / "other" / "scales.json")
     replace(Scales.load(other), observer="mse").save(scales)
     CliRunner().invoke(app, [*given, "--scales", str(scales), "--scales", str(other)])
-    assert seen[-2:] == [f"intflash (static, mse, {scales})", f"intflash (static, absmax, {other})"]
+    assert seen[-2:] == [f"auto (static, mse, {scales})", f"auto (static, absmax, {other})"]
 
 
 def test_a_scales_file_of_an_unknown_method_is_refused_before_the_model(image_folder, tmp_path):

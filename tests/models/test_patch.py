@@ -290,11 +290,13 @@ class Biased(Direct):
 def quantized(monkeypatch):
     """The biases that were quantized."""
     seen = []
-    monkeypatch.setattr(bias_codes, "bias_codes", lambda x: seen.append(x) or intflash.quantize_bias(x))
+    codes = bias_codes.bias_codes
+    monkeypatch.setattr(bias_codes, "bias_codes", lambda x, bits: seen.append(x) or codes(x, bits))
     return seen
 
 
-def test_a_float_bias_is_quantized_once_until_it_changes(quantized):
+@pytest.mark.parametrize("method", [None, "intflash", "intflash_bfp"])
+def test_a_float_bias_is_quantized_once_until_it_changes(method, quantized):
     torch.manual_seed(0)
     model, x = Shared().eval(), torch.randn(2, 9, 32)
     biases = [torch.randn(1, 4, 9, 9), torch.randn(9, 9).masked_fill(torch.rand(9, 9) > 0.8, float("-inf"))]
@@ -302,7 +304,7 @@ def test_a_float_bias_is_quantized_once_until_it_changes(quantized):
     def outputs():
         return [run(model, x, bias) for bias in biases]
 
-    with intflash.patch(model):
+    with intflash.patch(model, method):
         first = outputs()
         assert len(quantized) == 2  # for two layers
         assert all(map(torch.equal, first, outputs())) and len(quantized) == 2
@@ -322,13 +324,44 @@ def test_a_float_bias_is_quantized_once_until_it_changes(quantized):
 
 
 @pytest.mark.parametrize("method", ["intflash_bfp", "auto", "fp32", "int_flash_half"])
-def test_other_methods_get_the_float_bias(method, quantized):
-    """Biases past the range of `quantize_bias` are right with a coarser unit."""
+def test_a_bias_past_the_range_of_codes_stays_in_floats(method, quantized):
     torch.manual_seed(0)
     model, x, bias = Shared().eval(), torch.randn(2, 9, 32), 5000 * torch.randn(1, 4, 9, 9)
     reference = run(model, x, bias)
     with intflash.patch(model, method):
-        assert sqnr(reference, run(model, x, bias)) > 20 and not quantized
+        assert sqnr(reference, run(model, x, bias)) > 20
+        assert len(quantized) == (1 if "int_flash" not in method and method != "fp32" else 0)  # to find it out
+
+
+@pytest.mark.parametrize("method", ["intflash", "intflash_bfp", "auto"])
+def test_codes_give_the_bits_of_the_float_bias(method):
+    """Up to the last value that codes hold, and held by a layer."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    bits, bound = bias_codes.fraction_bits(method), 1419.5
+    for largest in (1.0, 100.0, bound):
+        bias = (torch.rand(1, 2, 9, 9) * 2 - 1) * largest
+        bias[..., 0], bias[..., 4] = largest, float("-inf")
+        codes = bias_codes.exact_codes(bias, bits)
+        assert codes.dtype == torch.int32 and (codes == intflash.numerics.exp.ABSENT).sum() == 18
+        for backend in ("cpu", "torch", "reference"):
+            options = dict(method=method, backend=backend)
+            expected = intflash.attention(q, k, v, bias=bias, **options)
+            assert torch.equal(intflash.attention(q, k, v, bias=codes, **options), expected)
+        core = IntegerCore(method, None).eval()
+        core.hold(bias)
+        assert core.bias.dtype == torch.int32
+        assert torch.equal(core(q, k, v, bias=core.bias), intflash.attention(q, k, v, bias=bias, method=method))
+
+
+def test_a_layer_holds_a_bias_past_the_range_of_codes_in_floats():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    bias = torch.randn(1, 2, 9, 9) * 5000
+    core = IntegerCore("auto", None).eval()
+    core.hold(bias)
+    assert core.bias.dtype == torch.float32
+    assert torch.equal(core(q, k, v, bias=core.bias), intflash.attention(q, k, v, bias=bias))
 
 
 @pytest.mark.gpu

@@ -89,7 +89,7 @@ def test_a_window_is_served_as_one_and_agrees_with_eager(model, calls, masks, pa
     reference = run(model, ids, **options)[real]
     model.set_attn_implementation(masks)
     if masks == "intflash":
-        monkeypatch.setattr(adapter, "CAUSAL_METHOD", "fp32"), monkeypatch.setattr(adapter, "NAME", "fp32")
+        monkeypatch.setattr(adapter, "CAUSAL_METHOD", "fp32"), monkeypatch.setattr(adapter, "AUTO", "fp32")
         out = run(model, ids, **options)[real]
     else:
         with intflash.patch(model, "fp32"):

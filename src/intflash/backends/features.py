@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from intflash.methods import AUTO, AUTO_RULES
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
 
@@ -98,7 +99,9 @@ def unserved(problem: Problem, serves: Mapping[str, frozenset[str]]) -> str | No
     """Why a backend with these lists, one for each of its methods, cannot serve a problem, or None."""
     served = serves.get(problem.method)
     if served is None:
-        return f"it has no kernel of this method; it has those of {', '.join(serves)}"
+        is_default = any(problem.method == rule.method for rule in AUTO_RULES)
+        why = f"it has no kernel of this method{f', the default {AUTO!r}' if is_default else ''}"
+        return f"{why}; it has those of {', '.join(serves)}: pass one of them as method"
     missing = features(problem) - served
     return f"it has no {' and no '.join(sorted(missing))} for {problem.method}" if missing else None
 

@@ -97,7 +97,7 @@ def build_variants(name: str, images: Tensor, other: Tensor) -> tuple[dict[str, 
 
     torch.manual_seed(0)
     model = timm.create_model(name).eval().requires_grad_(False).to(images.device)
-    scales = intflash.calibrate(model, other.float().split(8))
+    scales = intflash.calibrate(model, other.float().split(8), OURS)
     if images.is_cuda:
         model = model.half()
     patched = copy.deepcopy(model)
@@ -106,7 +106,7 @@ def build_variants(name: str, images: Tensor, other: Tensor) -> tuple[dict[str, 
     intflash.patch(lighter, "intflash_p8", scales)
     if not images.is_cuda:
         dynamic = copy.deepcopy(model)
-        intflash.patch(dynamic)
+        intflash.patch(dynamic, OURS)
         half, half_images = copy.deepcopy(model).bfloat16(), images.bfloat16()
         calls = {
             "fp32": lambda: model(images),

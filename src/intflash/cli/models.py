@@ -140,7 +140,7 @@ def calibrate_command(
     model: Model,
     data: Data = None,
     out: Annotated[Path, typer.Option(help="The JSON file of the scales.")] = Path("results/scales.json"),
-    method: Method = "intflash",
+    method: Method = "auto",
     observer: Observer = "absmax",
     granularity: Annotated[
         list[str] | None,

@@ -67,7 +67,9 @@ def _methods(names: list[str] | None) -> list[str] | None:
 
 
 def _method(name: str) -> str:
-    return _methods([name])[0]
+    from intflash.methods import AUTO
+
+    return name if name == AUTO else _methods([name])[0]
 
 
 def backend_name(name: str | None) -> str | None:

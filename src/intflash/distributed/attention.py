@@ -24,10 +24,10 @@ from intflash.distributed.codes import Operand, bits_of, fused_maxima, shared_me
 from intflash.distributed.groups import Ranks, Where, ranks_of
 from intflash.distributed.messages import Messages, share
 from intflash.distributed.overlap import Lane
-from intflash.distributed.plan import Placement, Plan, plan_of
+from intflash.distributed.plan import Placement, Plan, plan_of, whole_keys
 from intflash.distributed.traffic import apart_maxima
 from intflash.errors import InputError
-from intflash.methods import AUTO, get_method
+from intflash.methods import AUTO, get_method, resolve
 from intflash.numerics.groups import has_same_sums
 from intflash.quant import QTensor, Recipe, key_mean
 from intflash.quant.quantizers import absolute_maximum, divided, scale_of_maximum
@@ -94,8 +94,8 @@ def attention(
             before a group is computed, so that whole keys of two groups are held. Default: one group, which is
             fastest on GPUs of one host; more need less memory.
         options: the other arguments of `intflash.attention` by name: method ("intflash", "intflash_p8",
-            "intflash_online" or "intflash_bfp"), backend, enable_gqa, bias, causal_align, recipe, out_dtype,
-            out_scale, return_lse, check_finite.
+            "intflash_online", "intflash_bfp", or "auto" by the number of keys of all ranks), backend, enable_gqa, bias,
+            causal_align, recipe, out_dtype, out_scale, return_lse, check_finite.
 
     Returns:
         As `intflash.attention`, for this rank's queries: the output ``[B, Hq, n, Dv]``, or with `return_lse` the pair
@@ -141,9 +141,10 @@ def _compute(
     device = _device(given["q"], ranks)
     with _on(device), torch.autocast(device.type, enabled=False):
         try:
-            if given.get("method") == AUTO:
-                raise InputError("method 'auto' depends on the keys of all ranks: name a method")
-            arguments = call.normalize(call.complete((), given))
+            arguments = call.complete((), given)
+            if arguments["method"] == AUTO:
+                arguments["method"] = resolve(AUTO, whole_keys(arguments["k"], placement, ranks))
+            arguments = call.normalize(arguments)
             key, plan = plan_of(arguments, placement, ranks)
             check = arguments["check_finite"]
             check = device.type == "cpu" if check is None else check

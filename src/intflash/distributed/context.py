@@ -15,6 +15,7 @@ from intflash.distributed.groups import Where, ranks_of
 from intflash.distributed.plan import METHODS
 from intflash.distributed.shards import LAYOUTS
 from intflash.errors import InputError
+from intflash.methods import AUTO
 from intflash.models.base import CORE, IntegerCore
 from intflash.models.patch import layers_of, libraries_of
 
@@ -117,7 +118,7 @@ def context_parallel(
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
         >>> model = BertModel(config).eval()
-        >>> with intflash.patch(model, "intflash"), context_parallel(model) as parallel, torch.no_grad():
+        >>> with intflash.patch(model), context_parallel(model) as parallel, torch.no_grad():
         ...     print(parallel.layout, model(torch.zeros(1, 16, dtype=torch.long)).last_hidden_state.shape)
         contiguous torch.Size([1, 16, 32])
         >>> dist.destroy_process_group()
@@ -164,7 +165,7 @@ def _check_methods(layers: dict[str, nn.Module], causal: set[str]) -> None:
     for name, module in layers.items():
         core = module._modules[CORE]
         for method in {core.method, core.causal_method if name in causal else core.method}:
-            if method not in METHODS:
+            if method not in (AUTO, *METHODS):
                 raise InputError(
                     f"{name} computes method {method!r}, sharded attention has {', '.join(METHODS)}: patch with one of "
                     "them and, where layers are causal, static scales (intflash.calibrate) or a recipe"

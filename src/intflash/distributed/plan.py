@@ -135,6 +135,15 @@ def _check_options(a: dict[str, Any], placement: Placement) -> None:
         raise InputError(f"chunks must be an integer of at least 1, got {placement.chunks!r}")
 
 
+def whole_keys(k: object, placement: Placement, ranks: Ranks) -> int:
+    """The number of keys of all ranks, by which "auto" is resolved. What is refused later counts as none."""
+    if not isinstance(k, Tensor | QTensor) or len(k.shape) != 4:
+        return 0
+    if placement.keys == "sharded":
+        return k.shape[2] * ranks.size if placement.key_length is None else placement.key_length
+    return k.shape[2]
+
+
 def _shards(
     what: str, held: int, place: str, length: int | None, layout: str, ranks: Ranks
 ) -> tuple[Shards | None, int]:

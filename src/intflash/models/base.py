@@ -16,9 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from intflash.api import attention
 from intflash.errors import InputError
-from intflash.methods import example
-from intflash.models.bias import takes_codes, with_codes
-from intflash.numerics.exp import quantize_bias
+from intflash.models.bias import exact_codes, fraction_bits, with_codes
 from intflash.quant import Recipe
 
 CORE = "intflash_attention"  # the name of the core in each patched module
@@ -27,7 +25,8 @@ CORE = "intflash_attention"  # the name of the core in each patched module
 # so that no value of one token depends on a later token.
 CAUSAL_METHOD = "int_flash_half"
 
-# The recipe of "intflash" where the queries of a sequence, which may be causal, attend to the keys of another sequence.
+# The recipe of the default method where the queries of a sequence, which may be causal, attend to the keys of another
+# sequence.
 CROSS_RECIPE = Recipe(q="token")
 
 
@@ -78,7 +77,7 @@ class Core(nn.Module):
     from device to device and never enter its state dict.
     """
 
-    integer_bias = False
+    bias_fraction_bits: int | None = None  # of a float bias that the method quantizes
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +97,9 @@ class Core(nn.Module):
         """Stores a float bias ``[1, H, N, N]`` and a bool mask ``[W, 1, N, N]`` for this layer's calls, where given."""
         if bias is not None:
             bias = bias.detach()
-            self.bias = quantize_bias(bias) if self.integer_bias else bias.clone()
+            bits = self.bias_fraction_bits
+            codes = None if bits is None or bias.is_meta else exact_codes(bias, bits)
+            self.bias = bias.clone() if codes is None else codes
         if keep is not None:
             self.keep = keep
 
@@ -151,7 +152,7 @@ class IntegerCore(Core):
         self.method, self.recipe, self.backend, self.check_finite = method, recipe, backend, check_finite
         self.causal_method = method if causal_method is None else causal_method
         self.cross_recipe = cross_recipe
-        self.integer_bias = example(method).integer_bias
+        self.bias_fraction_bits = fraction_bits(method)
         self.others = nn.ModuleList(IntegerCore(method, other, backend, check_finite) for other in others)
 
     @property
@@ -204,8 +205,9 @@ class IntegerCore(Core):
         causal: bool, method: str, bias: Tensor | None, **options: Any,
     ) -> Tensor:  # fmt: skip
         """The attention of a call, in one process; `causal`: later tokens are hidden, be it by the mask."""
-        if takes_codes(method) and not self.check_finite:  # of codes no value could be checked
-            attn_mask, bias = with_codes(attn_mask, bias)
+        bits = fraction_bits(method)
+        if bits is not None and not self.check_finite:  # of codes no value could be checked
+            attn_mask, bias = with_codes(attn_mask, bias, bits)
         return attention(
             q, k, v, attn_mask, is_causal, scale, method=method, bias=bias, backend=self.backend,
             check_finite=self.check_finite, **options,

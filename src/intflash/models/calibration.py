@@ -70,7 +70,7 @@ class _Observed(FloatCore):
 def calibrate(
     model: nn.Module,
     batches: Iterable[Any],
-    method: str = "intflash",
+    method: str = "auto",
     *,
     observer: str = "absmax",
     granularity: dict[str, str] | None = None,
@@ -84,7 +84,8 @@ def calibrate(
     Args:
         model: as for `patch`, not patched; its attention runs in its own dtype.
         batches: an iterable of inputs, each a tensor, a tuple (``model(*batch)``) or a mapping (``model(**batch)``).
-        method: the method that the scales are for.
+        method: the method that the scales are for. The file names it, and `patch` computes it unless it is given
+            another: "auto", whose methods all take these scales, stays "auto".
         observer: "absmax", "percentile" (99.99 %) or "mse" (least squared error of the codes).
         granularity: of "q", "k", "v", "out": "tensor", "head" or "channel"; default: "tensor", or what a published
             method has where that can be static, else the coarsest that it takes.

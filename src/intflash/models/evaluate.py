@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from intflash.backends import get_backend
 from intflash.errors import BackendError, InputError
 from intflash.integer import IntegerModel
-from intflash.methods import get_method
+from intflash.methods import example
 from intflash.models.base import FloatCore
 from intflash.models.data import Logits
 from intflash.models.papers import PAPER_BITS_PER_MAC, PaperRow, paper_row
@@ -196,7 +196,7 @@ def check_variants(variants: Sequence[Variant]) -> None:
         InputError: names the variant.
     """
     for variant in variants:
-        get_method(variant.method)
+        example(variant.method)
     repeated = [name for name, count in Counter(v.name for v in variants).items() if count > 1]
     if repeated:
         raise InputError(f"each variant needs a name of its own, got more than one {', '.join(map(repr, repeated))}")
@@ -282,7 +282,7 @@ def _row(
     name: str, variant: Variant | None, tally: Tally, counts: dict[str, Any], model: str, error: str | None = None
 ) -> VariantRow:
     n = max(tally.images, 1)
-    method = None if variant is None else get_method(variant.method)
+    method = None if variant is None else example(variant.method)
     sqnr = 10 * math.log10(tally.signal / tally.noise) if tally.noise > 0 and tally.signal > 0 else None
     return VariantRow(
         name=name, images=tally.images, top1=100 * tally.top1 / n, top5=100 * tally.top5 / n,
@@ -311,7 +311,7 @@ def _granularity(variant: Variant | None) -> str:
         return ""
     if variant.integer is not None:
         return variant.integer.provenance.get("options", {}).get("scales", "")
-    recipe = get_method(variant.method).recipe
+    recipe = example(variant.method).recipe
     of = {name: getattr(recipe, name) for name in "qkv"} if variant.scales is None else variant.scales.granularity
     kinds = [of[name] for name in "qkv"]
     return kinds[0] if len(set(kinds)) == 1 else "/".join(kinds)
@@ -321,7 +321,7 @@ def _gbops(variant: Variant | None, macs: list[int]) -> float | None:
     """Returns giga bit operations per image as QFlash's Table 5 counts them; None for float and integer models."""
     if variant is None or variant.integer is not None:
         return None
-    recipe = get_method(variant.method).recipe
+    recipe = example(variant.method).recipe
     if recipe.q == "none":
         return None
     sixteen_bit_p = recipe.v == "none" or variant.method == "qattn"

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from intflash.backends import get_backend
 from intflash.errors import InputError
-from intflash.methods import example
+from intflash.methods import AUTO, example
 from intflash.models.base import (
     CAUSAL_METHOD,
     CORE,
@@ -69,7 +69,7 @@ class Patch:
 
     Attributes:
         model: the model, changed in place.
-        method: the attention method, "" for none of IntFlash's.
+        method: the attention method, or "auto"; "" for none of IntFlash's.
         replaced: name of each replaced layer -> its original class.
         left: name of each attention-like module that was left as it is -> why.
         static: calibrated scales are in use.
@@ -127,7 +127,7 @@ def patch(
         model: a model whose attention layers come from timm, torchvision, transformers, diffusers or
             `intflash.digits`, are `torch.nn.MultiheadAttention`, or call torch's scaled_dot_product_attention
             themselves; patch it after its weights are loaded and its input size is set.
-        method: a name from ``intflash.info()["methods"]``; default: the scales file's, else "intflash", and
+        method: a name from ``intflash.info()["methods"]``, or "auto"; default: the scales file's, else "auto", and
             "int_flash_half" in causal layers, whose scales per token do not depend on later tokens.
         scales: a file written by `intflash.calibrate`, or its `Scales`: static scales, no reduction
             at run time. None: every call takes its own maxima.
@@ -163,7 +163,7 @@ def patch(
         get_backend(backend)  # refuses an unknown name
     causal_method = cross_recipe = None
     if method is None:
-        method = scales.method if scales is not None else "intflash"
+        method = scales.method if scales is not None else AUTO
         if scales is None and recipe is None:
             causal_method, cross_recipe = CAUSAL_METHOD, CROSS_RECIPE
     chosen = example(method)

@@ -1,7 +1,7 @@
 """Hugging Face transformers: `attn_implementation="intflash"`, registered with its mask on import of this module.
 
 ``AutoModel.from_pretrained(..., attn_implementation="intflash")`` works after importing this module,
-with method "intflash" (in causal layers `CAUSAL_METHOD`) and dynamic scales; `intflash.patch(model)` serves a
+with method "auto" (in causal layers `CAUSAL_METHOD`) and dynamic scales; `intflash.patch(model)` serves a
 loaded model with any method and with static scales.
 """
 
@@ -27,6 +27,7 @@ from transformers.models.swinv2.modeling_swinv2 import Swinv2SelfAttention
 
 from intflash.api import attention
 from intflash.errors import InputError
+from intflash.methods import AUTO
 from intflash.models.base import CAUSAL_METHOD, CORE, CROSS_RECIPE, Adapter, calls_sdpa, redirected, uses_name
 from intflash.models.transformers_masks import noting, window_of
 
@@ -105,7 +106,7 @@ def intflash_attention_forward(
         options |= {"causal": causal, "cross": cross, "window": window}
     else:
         core = attention
-        options |= {"method": CAUSAL_METHOD if causal else NAME, "recipe": CROSS_RECIPE if cross else None}
+        options |= {"method": CAUSAL_METHOD if causal else AUTO, "recipe": CROSS_RECIPE if cross else None}
         if window is not None:
             attention_mask, options = window.keep, options | window.options()
     if packed:

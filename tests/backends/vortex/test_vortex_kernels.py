@@ -153,7 +153,8 @@ def test_backend_in_the_shim_equals_the_reference(method, out_dtype, tensor_unit
 
 def test_float_q_beside_codes_in_the_shim():
     q, k, v = torch.randn(2, 4, 20, 24), torch.randn(2, 2, 33, 24), torch.randn(2, 2, 33, 16)
-    problem, *_ = prepare(q, quantize(k, "head"), quantize(v, "channel"), enable_gqa=True, return_lse=True)
+    codes = quantize(k, "head"), quantize(v, "channel")
+    problem, *_ = prepare(q, *codes, method="intflash", enable_gqa=True, return_lse=True)
     assert backend.BACKEND.unsupported(problem) is None
     ours, expected = backend.run(problem, vortex_shim.run, tensor_unit=False), REFERENCE.run(problem)
     assert torch.equal(ours.out, expected.out) and torch.equal(ours.lse, expected.lse)
