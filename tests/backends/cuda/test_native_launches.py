@@ -17,6 +17,7 @@ from intflash.backends import cpu
 from intflash.backends.cuda import backend, plans
 from intflash.backends.cuda.plans import Plan
 from intflash.backends.cuda.program import CudaLaunch
+from intflash.methods import resolve
 
 pytestmark = pytest.mark.skipif(not cpu.instruction_sets(), reason="the native module was not built")
 SHARED_BYTES = 227 << 10
@@ -57,9 +58,15 @@ def check(plan: Plan) -> None:
         assert len(x.maps) in (0, 2) and bool(x.maps) == (dict(x.program.macros).get("TMA", "0") == "1")
 
 
+def resolved(arguments: dict) -> dict:
+    """All arguments of a call, with the method that "auto" is."""
+    arguments = call.complete((), arguments)
+    return arguments | dict(method=resolve(arguments["method"], arguments["k"].shape[-2]))
+
+
 def compare(arguments: dict) -> str:
     """Compares both ways. Returns the kernel's file, or why there is none."""
-    arguments = call.complete((), arguments)
+    arguments = resolved(arguments)
     direct = cpu._native.gpu_launches(132, tuple(arguments[name] for name in call.NAMES))
     problem, _ = call.prepare_call(arguments, values=False)
     found = plans.find_kernel(problem)
@@ -210,7 +217,7 @@ def test_the_direct_way_serves(arguments, file):
 
 
 @pytest.mark.parametrize("nq, files", [
-    (1, ["sm80/few_rows.cu"] * 3), (2, ["head_absmax.cu", *["sm80/few_rows.cu"] * 3]),
+    (1, ["sm80/few_rows.cu"] * 4), (2, ["head_absmax.cu", *["sm80/few_rows.cu"] * 4]),
     (300, ["head_absmax.cu", "constants.cu", "quantize_inputs.cu", "sm90/long_rows.cu"]),
 ], ids=str)  # fmt: skip
 def test_the_direct_way_serves_float_q_beside_codes(nq, files):
@@ -219,7 +226,7 @@ def test_the_direct_way_serves_float_q_beside_codes(nq, files):
     q = torch.zeros(2, 8, nq, 64).half()
     arguments = dict(q=q, k=codes, v=codes, enable_gqa=True, check_finite=False)
     assert compare(arguments) == files[-1]
-    found = cpu._native.gpu_launches(132, tuple(call.complete((), arguments)[name] for name in call.NAMES))
+    found = cpu._native.gpu_launches(132, tuple(resolved(arguments)[name] for name in call.NAMES))
     assert [note["file"] for note in found[0]] == files
 
 
