@@ -46,7 +46,7 @@ struct WholeTwoGroups : GroupSoftmax {
   }
   template <bool SOME>
   DEVICE void make_p(const Scores& s, const RowMasks& masks, const KeyBits& chosen) {
-    if (!BIAS && fast)
+    if (!BIAS && !SOME && fast)  // a third instance of the code would spill registers
       make_p_as<SOME, true>(s, masks, chosen);
     else
       make_p_as<SOME, false>(s, masks, chosen);

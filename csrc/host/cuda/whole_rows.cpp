@@ -43,8 +43,8 @@ int64_t shared_bytes(const Problem& p) {
 int64_t ctas_per_sm(const Problem& p, const Gpu& gpu) {
   const int64_t digits = p.method == Method::kP8 ? 1 : 2;
   int64_t registers = round_up(p.nk(), 16) / 2 + 4 * ceil_div(p.head_dim(), 32);
-  if (p.has_two_groups())  // whose accumulators are of few channels at a time
-    registers += 48;
+  if (p.has_two_groups())  // whose accumulators are of few channels at a time; T of biased keys has 64 bits
+    registers += p.bias ? 90 : 48;
   else  // ptxas takes more for what it moves ahead where there are many keys and few channels
     registers += digits * round_up(p.v.shape[3], 16) / 2 + (digits == 1 ? 24 : 40) +
                  (p.nk() > 128 && p.v.shape[3] < 64 ? 70 : 0);

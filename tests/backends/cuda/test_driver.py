@@ -28,7 +28,7 @@ from intflash.backends import cpu
 from intflash.backends.cuda import program, tensor_maps
 
 def launch(*tensors, **options):
-    arguments = call.complete(tensors, options | dict(check_finite=False))
+    arguments = call.complete(tensors, options | dict(method="intflash", check_finite=False))
     return cpu._native.gpu_launches(0, tuple(arguments[name] for name in call.NAMES))
 
 def scenario(name, work, fails="", compiled=b"machine code"):
