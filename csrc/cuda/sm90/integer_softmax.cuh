@@ -75,7 +75,11 @@ struct PDigits : RowMaxima {
   };
   i32 acc[DIGITS][HEAD_DIM / 2];
   u32 sums[DIGITS][2];  // of the p that this thread holds
-  SharedP shared_p;     // used where P_SHARED is 1
+#if MANY_KEYS
+  volatile i64 wide_acc[HEAD_DIM / 2];  // in local memory, because the registers hold no more
+  u64 wide_sums[2];
+#endif
+  SharedP shared_p;  // used where P_SHARED is 1
 
   DEVICE void init(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
     if (P_SHARED) shared_p = SharedP(shared.codes);
@@ -94,9 +98,27 @@ struct PDigits : RowMaxima {
     for (int i = 0; i < DIGITS * HEAD_DIM / 2; ++i) acc[i / (HEAD_DIM / 2)][i % (HEAD_DIM / 2)] = 0;
 #pragma unroll
     for (int i = 0; i < DIGITS * 2; ++i) sums[i / 2][i % 2] = 0;
+#if MANY_KEYS
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) wide_acc[i] = 0;
+    wide_sums[0] = wide_sums[1] = 0;
+#endif
 #pragma unroll
     for (int digit = 0; digit < DIGITS; ++digit) wgmma_hold(acc[digit]);  // before any product is issued
   }
+#if MANY_KEYS
+  DEVICE void widen_sums() {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) {
+      wide_acc[i] = wide_acc[i] + ((i64)acc[0][i] << 8) + acc[1][i];
+      acc[0][i] = acc[1][i] = 0;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) wide_sums[h] += ((u64)sums[0][h] << 8) + sums[1][h], sums[0][h] = sums[1][h] = 0;
+#pragma unroll
+    for (int digit = 0; digit < DIGITS; ++digit) wgmma_hold(acc[digit]);  // before the next product is issued
+  }
+#endif
   DEVICE static Score score_of(const Params& p, const ThreadRows& at, int h) {
     if (FLOAT_KV)
       return score_constants<Unit>(*head_element<float>(p.q_scale, at.batch, at.head),

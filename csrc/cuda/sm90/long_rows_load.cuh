@@ -19,6 +19,9 @@ constexpr int TILE = 128, HALF = 64;  // keys per tile and per half tile
 #ifndef TWO_GROUPS
 #define TWO_GROUPS 0
 #endif
+#ifndef MANY_KEYS
+#define MANY_KEYS 0
+#endif
 #ifndef REMAINDER_KEY_TILES
 #define REMAINDER_KEY_TILES 0
 #endif

@@ -11,6 +11,7 @@
 //   CONSUMERS        number of consumer warpgroups
 //   CAUSAL           0 or 1
 //   TWO_GROUPS       of intflash_bfp: 1 where P is rounded, 2 where it is dithered; else 0 (the default)
+//   MANY_KEYS        of intflash_bfp: 1: there are more keys than 32 bits hold the sums of; 0 (the default)
 //   KEY_SCALES       K's scales: 0 one per head, 1 one per tile of 128 keys, 2 one per key
 //   P_SHARED         1: P goes to the products through shared memory, because registers do not suffice
 //   P_TABLE          1: P comes from a table in shared memory (exp2_table.cuh)
@@ -46,7 +47,8 @@
 static_assert(!KEY_MASK || !(CAUSAL || KEY_COUNTS || FLOAT_VALUES));
 
 typedef i32 Scores[HALF / 2];
-constexpr int CHANNELS = HEAD_DIM / 4;  // channels per thread
+constexpr int CHANNELS = HEAD_DIM / 4;        // channels per thread
+constexpr i32 MOST_SUM_TILES = 65536 / TILE;  // tiles whose sums 32 bits hold
 // Registers per thread. A multiprocessor has 65,536.
 constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 
@@ -445,6 +447,12 @@ struct Consumer {
     at = next;
   }
 
+  // Moves the sums to 64 bits where more tiles than the first j + 1 could overflow 32.
+  DEVICE void widen_sums(i32 j) {
+    if constexpr (MANY_KEYS)
+      if (j % MOST_SUM_TILES == MOST_SUM_TILES - 1) method.widen_sums();
+  }
+
   // The passes over the keys for a method that IS_SPLIT: the first finds the row maxima, the second computes
   // exponentials and P V. Such heads are few, so that nothing overlaps here.
   template <bool FIRST>
@@ -468,6 +476,7 @@ struct Consumer {
         }
       }
       release(at.stage);
+      if (!FIRST) widen_sums(j);
     }
   }
 
@@ -488,7 +497,10 @@ struct Consumer {
     // For methods with short tiles, mask code in the loop costs time, because instructions are fetched past it.
     constexpr bool MAY_MASK = CAUSAL || KEY_MASK || !FAST_EXP || !Method::WHOLE_TILES;
 #pragma unroll(FAST_EXP ? Method::UNROLL : 1)
-    for (; j + 1 + !MAY_MASK < tiles; ++j) tile<false, MAY_MASK, FAST_EXP>(j, whole, at);
+    for (; j + 1 + !MAY_MASK < tiles; ++j) {
+      tile<false, MAY_MASK, FAST_EXP>(j, whole, at);
+      widen_sums(j);
+    }
     if (!MAY_MASK && j + 1 < tiles) tile<false, true, FAST_EXP>(j++, whole, at);
     tile<true, true, FAST_EXP>(j, whole, at);
   }

@@ -30,6 +30,44 @@ struct ValueP16 {
   DEVICE static OutputConstants output_constants(const OutputConstants& s) { return without_gap(s); }
 };
 
+// The sum of p of a row's keys with a value, and of P V of a channel, for the rows' outputs.
+template <class Sums>
+DEVICE u64 value_l(const Sums& sums, int h) {
+#if MANY_KEYS
+  return quad_sum(sums.wide_sums[h] + ((u64)sums.sums[0][h] << 8) + sums.sums[1][h]);
+#else
+  return sums.l(h);
+#endif
+}
+template <class Sums>
+DEVICE P16Accumulator value_sum(const Sums& sums, int h, int channel, i32 fraction) {
+  const P16Accumulator narrow = sums.result(h, channel);
+#if MANY_KEYS
+  const i64 wide = sums.wide_acc[channel / 2 * 4 + 2 * h + channel % 2];
+  return rounded(wide + ((i64)narrow.high << 8) + narrow.low, fraction);
+#else
+  return narrow;
+#endif
+}
+// Stores a thread's two rows. other_l: the sums of p of their keys without a value.
+template <class Sums>
+DEVICE void store_groups(const Sums& sums, const Params& p, const ThreadRows& at, const SplitRow (&rows)[2],
+                         const u64 (&other_l)[2]) {
+  const OutputConstants constants = load_output_constants<OUT>(p, at.batch, at.head, at.kv_head);
+  const i32 fraction = fraction_bits(p.nk);
+  const u64 l[2] = {value_l(sums, 0), value_l(sums, 1)};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    P16Accumulator mine[CHANNELS];
+#pragma unroll
+    for (int i = 0; i < CHANNELS; ++i) mine[i] = value_sum(sums, h, i, fraction);
+    u32 words[Sums::OUTPUT_WORDS];
+    const RowSum sum = rows[h].sum(l[h], other_l[h], fraction);
+    GapScale<OUT>(sum.l, sum.gap, constants).outputs(mine, words);
+    sums.store_row(p, at, h, words, rows[h].origin + sum.level(fraction), sum.l);
+  }
+}
+
 // Heads some of whose keys have no value. Each row has two groups of keys, whose P count from octaves of their own.
 struct SplitGroups : PDigits<2> {
   static constexpr int PASSES = 2, BUFFERS = 1;
@@ -89,23 +127,24 @@ struct SplitGroups : PDigits<2> {
     });
     add_row_sums(p);
   }
+#if MANY_KEYS
+  u64 wide_other_l[2] = {0, 0};
+
+  DEVICE void widen_sums() {
+    PDigits::widen_sums();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) wide_other_l[h] += rows[h].other_l, rows[h].other_l = 0;
+  }
+#endif
+  DEVICE u64 other_l(int h) const {
+#if MANY_KEYS
+    return quad_sum(wide_other_l[h] + rows[h].other_l);
+#else
+    return quad_sum(rows[h].other_l);
+#endif
+  }
   DEVICE void store(const Params& p, const ThreadRows& at) const {
-    const OutputConstants constants = load_output_constants<OUT>(p, at.batch, at.head, at.kv_head);
-    const i32 fraction = fraction_bits(p.nk);
-    SplitRow all[2] = {rows[0], rows[1]};
-    const u32 value_l[2] = {l(0), l(1)};
-#pragma unroll
-    for (int h = 0; h < 2; ++h) all[h].other_l = quad_sum(rows[h].other_l);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      Accumulator mine[CHANNELS];
-#pragma unroll
-      for (int i = 0; i < CHANNELS; ++i) mine[i] = result(h, i);
-      u32 words[OUTPUT_WORDS];
-      const RowSum sum = all[h].sum(value_l[h], fraction);
-      GapScale<OUT>(sum.l, sum.gap, constants).outputs(mine, words);
-      store_row(p, at, h, words, rows[h].origin + sum.level(fraction), sum.l);
-    }
+    store_groups(*this, p, at, rows, {other_l(0), other_l(1)});
   }
 };
 template <>
@@ -115,4 +154,11 @@ constexpr bool IS_SPLIT<SplitGroups> = true;
 struct TwoGroups : ExactMaximum<2, ValueP16> {
   typedef ExactMaximum<2, ValueP16> Exact;
   typedef SplitGroups Split;
+
+#if MANY_KEYS
+  DEVICE void store(const Params& p, const ThreadRows& at) const {
+    const SplitRow rows[2] = {{PForm::OFFSET - B[0], 0, NO_EXPONENT}, { PForm::OFFSET - B[1], 0, NO_EXPONENT }};
+    store_groups(*this, p, at, rows, {0, 0});
+  }
+#endif
 };

@@ -47,7 +47,8 @@ const Source kSource = {"sm90/long_rows.cu",
                          {"KEY_COUNTS", nullptr},
                          {"KEY_MASK", nullptr},
                          {"HEAD_AMAX_IN_KERNEL", nullptr},
-                         {"REMAINDER_KEY_TILES", nullptr}}};
+                         {"REMAINDER_KEY_TILES", nullptr},
+                         {"MANY_KEYS", nullptr}}};
 
 // The kernel pads head_dim to a multiple of 16.
 int64_t padded_channels(int64_t d) { return round_up(d, 16); }
@@ -280,8 +281,6 @@ Schedule schedule_ranges(const Problem& p, int64_t consumers, const Gpu& gpu) {
 
 bool long_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (!gpu.is_hopper()) return why.no([] { return kHopperOnly; });
-  if (p.nk() > kMostSums)
-    return why.no([&] { return "long rows take at most 65536 keys, got " + std::to_string(p.nk()); });
   if (p.keep && !is_key_mask(p, why)) return false;
   if (!is_long_rows_shape(p, pads_channels(p) ? 8 : 16, why)) return false;
   return !p.bias || why.no([] { return "long rows do not support bias"; });
@@ -347,7 +346,8 @@ void long_rows_launch(const Attention& a, Launch& launch) {
                      p.key_counts ? 1 : kLeftOut,
                      p.keep ? 1 : kLeftOut,
                      floats && a.head_amax_in_kernel ? 1 : kLeftOut,
-                     resident && has_remainder_rows(p) ? int32_t(ceil_div(p.nk(), kTile)) : kLeftOut}};
+                     resident && has_remainder_rows(p) ? int32_t(ceil_div(p.nk(), kTile)) : kLeftOut,
+                     p.has_two_groups() && p.nk() > kMostSums ? 1 : kLeftOut}};
   const Schedule schedule =
       resident ? schedule_resident_heads(p, floats, a.gpu.processors) : schedule_ranges(p, consumers, a.gpu);
   launch.grid[0] = uint32_t(schedule.ctas);

@@ -340,6 +340,26 @@ def test_bits_of_resident_floats(method, monkeypatch):
             assert checks.differences([(f"{processors} {dtype} {batch} {n} {d}", p)], "long_rows") == {}
 
 
+@pytest.mark.gpu
+@checks.needs_device
+@pytest.mark.parametrize("d", (64, 128))
+def test_bits_of_more_keys_than_32_bits_hold_the_sums_of(d):
+    """With keys without a value and without, where each product is of the largest codes and where it is not."""
+    torch.manual_seed(0)
+    for nk, causal in ((65_537, None), (70_000, 69_930), (140_000, None)):
+        p = ic.codes("intflash_bfp", nq=70, nk=nk, d=d, causal=causal, return_lse=True)
+        ones = replace(p, v=replace(p.v, data=torch.full_like(p.v.data, 127)), k=replace(p.k, data=p.k.data * 0))
+        made = {"plain": p, "no values": _without_values(p, slice(0, None, 500)), "largest": ones}
+        assert plans.find_kernel(p).kernel == "long_rows"
+        assert checks.differences(made.items(), "long_rows") == {}
+
+
+def test_sums_of_many_keys_have_64_bits():
+    for nk, many in ((65_536, None), (65_537, "1")):
+        p = ic.codes("intflash_bfp", nq=70, nk=nk, d=64)
+        assert checks.macros(checks.attention_launch(p, kernel="long_rows")).get("MANY_KEYS") == many
+
+
 def _ranges_of_cta(share: checks.Share, ctas: int, cta: int) -> Iterator[int]:
     """Mirrors `RangeScheduler` of tile_scheduler.cuh."""
     yield from range(cta, share.whole_of_all, ctas)
