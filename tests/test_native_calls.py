@@ -89,8 +89,8 @@ SERVED = {
     "scale as an int": lambda s: (tensors(s), dict(scale=1)),
     "by name": lambda s: (tensors(s), dict(backend="cpu", method="intflash_p8")),
     "online": lambda s: (tensors(s), dict(method="intflash_online", bias=int_bias(s, 33, 40))),
-    "block floating point": lambda s: (codes(s), dict(method="intflash_bfp", return_lse=True, out_scale="bound")),
-    "block floating point, bias": lambda s: (tensors(s), dict(method="intflash_bfp", bias=int_bias(s, 33, 40))),
+    "two groups": lambda s: (codes(s), dict(method="intflash_bfp", return_lse=True, out_scale="bound")),
+    "two groups, bias": lambda s: (tensors(s), dict(method="intflash_bfp", bias=int_bias(s, 33, 40))),
     "float q": lambda s: (float_q(s), {}),
     "float16 q, masks": lambda s: (
         float_q(s, "head", "head", dtype=torch.float16),
