@@ -11,6 +11,7 @@ DEVICE u32 add_bytes(u32 word, u32 sum) { return dot_bytes(word, 0x01010101, sum
 
 constexpr i64 K0 = (14ll << 32) + (102ll << 24) + (1ll << 23) - 1;
 constexpr u32 QUADRATIC_OFFSET = 132608;
+constexpr i32 MOST_SUMS = 65536;        // keys of which 32 bits hold the sums of P and of P V
 constexpr i64 ABSENT_T = -(1ll << 62);  // T of an absent key, below every other; its p is 0
 
 // The power 2^t as p32 = m << hi, for t = T + B in 2^-32 octave with B = K0 - Tmax.

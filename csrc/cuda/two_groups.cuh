@@ -16,14 +16,12 @@ constexpr i32 MOST_E = 29;        // numerics.exp.OUTPUT_EXPONENTS; the constant
 constexpr i64 GROUP_K0 = K0 + (16ll << 32);
 
 // Bits below the largest octave that a row's sums keep.
-DEVICE i32 fraction_bits(i32 keys) { return keys > 65536 ? 20 : 24; }
+DEVICE i32 fraction_bits(i32 keys) { return keys > MOST_SUMS ? 20 : 24; }
 
-// The exponent that 32 bits hold is -1 - (T - (e << 32) + GROUP_K0), in 2^-24 octave, less 223 octaves: its upper byte
+// The exponent that 32 bits hold is -1 - (T - origin + GROUP_K0), in 2^-24 octave, less 223 octaves: its upper byte
 // is the shift from m to p16, at least 2, and 511 less the next one is u. Two instructions fewer than from the 64-bit
 // form.
-DEVICE u32 group_offset(i32 e, i64 origin = 0) {
-  return ~((u32)((GROUP_K0 - origin) >> 8) - ((u32)e << 24)) - (223u << 24);
-}
+DEVICE constexpr u32 group_offset(i64 origin) { return ~(u32)((GROUP_K0 - origin) >> 8) - (223u << 24); }
 // p16 with 8 fraction bits: below 2^24. Its whole bytes are floored.
 DEVICE u32 group_p24(u32 t) {
   const u32 u = dot_bytes(t, 0x00100000, (u32)(-511 * 16));  // 16 u, negated

@@ -26,7 +26,6 @@
 #include "sm80/rows.cuh"
 
 constexpr u32 TABLE_BYTES = METHOD::PASSES == 1 ? 256 * WORD_BYTES : 0;  // of the table of P, before the stages
-constexpr i32 MOST_SUMS = 65536;                                         // keys whose sums 32 bits hold
 constexpr int SMALL = 32;  // keys of the last tile that are computed, if it has no more
 
 // The rows of a CTA, and where they and their keys are in the tensors.

@@ -158,8 +158,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
 // Returns a bit for each of a warp's 32 keys of a tile that has no value. key: the first of them.
 DEVICE u32 find_zeros(const Work& work, u32 v_tile, i32 key) {
   const u32 lane = threadIdx.x % 32;
-  u32 codes = 0, zeros;
-  if constexpr (KEY_MAJOR) {  // of four keys
+  u32 zeros;
+  if constexpr (KEY_MAJOR) {
+    u32 codes = 0;  // of four keys
 #pragma unroll 8
     for (u32 row = lane / 8; row < 16 * V_CHUNKS; row += 4)
       codes |= load_shared(v_tile + row * V_PITCH + Work::warp_keys() + lane % 8 * 4);
@@ -167,14 +168,7 @@ DEVICE u32 find_zeros(const Work& work, u32 v_tile, i32 key) {
     codes |= __shfl_xor_sync(~0u, codes, 16);
     zeros = __reduce_or_sync(~0u, bits_of_bytes(__vcmpeq4(codes, 0) & 0x01010101) << 4 * (lane % 8));
   } else {
-    const u32 from = v_tile + key_row(Work::warp_keys() + lane) * V_PITCH;
-#pragma unroll
-    for (int chunk = 0; chunk < V_CHUNKS; ++chunk) {
-      u32 w[4];
-      load_shared(from + chunk * 16, w);
-      codes |= w[0] | w[1] | w[2] | w[3];
-    }
-    zeros = __ballot_sync(~0u, codes == 0);
+    zeros = __ballot_sync(~0u, codes_of_key(v_tile, Work::warp_keys() + lane) == 0);
   }
   bool is_zero = zeros >> lane & 1 && key + (i32)lane < work.keys;
   if (SLICES > 1 && is_zero) {  // the other channels too

@@ -120,6 +120,18 @@ struct TileRing {
   }
 };
 
+// All codes of a key of V's tile, or of fewer channels where CTAs share them, where it has a row for each key.
+DEVICE u32 codes_of_key(u32 v_tile, u32 key) {
+  u32 codes = 0;
+#pragma unroll
+  for (int chunk = 0; chunk < V_CHUNKS; ++chunk) {
+    u32 w[4];
+    load_shared(v_tile + key_row(key) * V_PITCH + chunk * 16, w);
+    codes |= w[0] | w[1] | w[2] | w[3];
+  }
+  return codes;
+}
+
 // The right operands of tiles of K and V, from key `first` of the tiles on (a multiple of 32).
 struct TileOperands {
   u32 k, v;  // the lane's addresses

@@ -171,7 +171,7 @@ struct GroupSoftmax {
     if constexpr (FAST) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        four[i] = group_p24((u32)score_of(s, 0, h, group, i) * (u32)(-(unit.C >> 8)) + group_offset(0, origin[h]));
+        four[i] = group_p24((u32)score_of(s, 0, h, group, i) * (u32)(-(unit.C >> 8)) + group_offset(origin[h]));
     } else {
       i64 t[4];
       exponents(unit, s, 0, h, group, mask, key, keys, GROUP_K0 - origin[h] - ((i64)e << 32), t, seen);
@@ -305,20 +305,14 @@ struct TwoGroups : PDigits<2>, GroupSoftmax {
 #endif
   }
   DEVICE Row row(int, int h) const { return row_of(h, quad_sum(sum(VALUE, h)), quad_sum(sum(OTHER, h)), fraction); }
-  // The sum of P V of channel j of four adjacent ones.
-  DEVICE i64 value_sum(int h, int chunk, int j) const {
-    const int e = j % 2, i = 2 * h + j / 2;
-    const i64 narrow = ((i64)acc[0][0][chunk][e][i] << 8) + acc[1][0][chunk][e][i];
 #if MANY_KEYS
-    return narrow + wide_acc[chunk][e][i];
-#else
-    return narrow;
-#endif
-  }
-#if MANY_KEYS
-  DEVICE void results(int, int chunk, Accumulator (&x)[2][4]) const {
+  DEVICE void results(int m, int chunk, Accumulator (&x)[2][4]) const {
+    PDigits::results(m, chunk, x);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) x[j / 4][j % 4] = rounded(value_sum(j / 4, chunk, j % 4), fraction);
+    for (int j = 0; j < 8; ++j) {
+      Accumulator& sum = x[j / 4][j % 4];
+      sum = rounded(wide_acc[chunk][j % 2][j / 2] + ((i64)sum.high << 8) + sum.low, fraction);
+    }
   }
 #endif
   DEVICE i64 t_max(int, int h) const { return level(h, fraction); }

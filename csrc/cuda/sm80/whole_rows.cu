@@ -180,12 +180,7 @@ DEVICE void find_valueless(u32 v, u32* words) {
         codes |= load_shared(v + channel_row(channel) * V_PITCH + key / 4 * 4);
       codes &= 0xFFu << key % 4 * 8;
     } else {
-#pragma unroll
-      for (u32 chunk = 0; chunk < V_CHUNKS; ++chunk) {
-        u32 w[4];
-        load_shared(v + key_row(key) * V_PITCH + chunk * 16, w);
-        codes |= w[0] | w[1] | w[2] | w[3];
-      }
+      codes = codes_of_key(v, key);
     }
     const u32 zeros = __ballot_sync(~0u, codes == 0 && own < NK);
     if (lane == 0) words[word] = zeros;

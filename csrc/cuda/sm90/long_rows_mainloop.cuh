@@ -47,8 +47,8 @@
 static_assert(!KEY_MASK || !(CAUSAL || KEY_COUNTS || FLOAT_VALUES));
 
 typedef i32 Scores[HALF / 2];
-constexpr int CHANNELS = HEAD_DIM / 4;        // channels per thread
-constexpr i32 MOST_SUM_TILES = 65536 / TILE;  // tiles whose sums 32 bits hold
+constexpr int CHANNELS = HEAD_DIM / 4;  // channels per thread
+constexpr i32 MOST_SUM_TILES = MOST_SUMS / TILE;
 // Registers per thread. A multiprocessor has 65,536.
 constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 

@@ -60,7 +60,7 @@ constexpr int FIRST = KEYS < 64 ? 0 : KEYS / 64 * 32, REST = KEYS - FIRST;
 // maximum in 2^-24 octave, which gives `minus_B` of a row.
 #if TWO_GROUPS
 constexpr i64 P_K0 = GROUP_K0;
-constexpr u32 PEAK_OFFSET = ~(u32)(GROUP_K0 >> 8) - (223u << 24);  // group_offset(0)
+constexpr u32 PEAK_OFFSET = group_offset(0);
 DEVICE void four_of(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, u32 (&p)[DIGITS]) {
   four_group_p(s0, s1, s2, s3, C, B, Rounding(), p);
 }

@@ -22,7 +22,7 @@ struct ValueP16 {
   template <bool EXP_32BIT>
   DEVICE static void four(i32 a, i32 b, i32 c, i32 d, i32 C, i64 B, Added added, u32 (&digits)[2]) {
     if constexpr (EXP_32BIT)
-      four_group_p(a, b, c, d, (u32)C >> 8, group_offset(0, OFFSET - B), added, digits);
+      four_group_p(a, b, c, d, (u32)C >> 8, group_offset(OFFSET - B), added, digits);
     else
       four_group_p(a, b, c, d, C, B, added, digits);
   }

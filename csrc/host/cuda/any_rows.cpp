@@ -59,14 +59,8 @@ int64_t shared_bytes(const Problem& p, const Tile& tile) {
   return kTableBytes * (p.method == Method::kOnline) + tile.stages * stage;
 }
 
-// Whether 32 bits do not hold the sums of a row of `intflash_bfp`.
-bool has_many_keys(const Problem& p) { return p.has_two_groups() && p.nk() > kMostSums; }
-
 // What DITHER of a kernel says.
-int32_t dither_macro(const Problem& p) {
-  if (!p.has_two_groups() || p.nk() <= kRoundedKeys) return 0;
-  return p.q_ends ? 2 : 1;
-}
+int32_t dither_macro(const Problem& p) { return !p.dithers() ? 0 : p.q_ends ? 2 : 1; }
 
 // Chooses the tile, by measurements on an H100, whose registers and shared memory suffice on the GPU. Two tiles of rows
 // share what a warp reads of K and V; one leaves registers for masks and for P16's two digits.
@@ -82,7 +76,7 @@ Tile choose_tile(const Problem& p, const Gpu& gpu) {
     return tile;
   }
   // a row's sums have 64 bits
-  if (has_many_keys(p)) return {4, 1, 64, 2, 2, ceil_div(dv, 64)};
+  if (p.has_many_keys()) return {4, 1, 64, 2, 2, ceil_div(dv, 64)};
   if (p.method == Method::kP8) {
     if (d > 128) return {4, 1, 32, 3, 2, 1};
     if (p.bias || (is_masked && d > 64)) return {4, 1, 64, 3, d <= 64 ? three : 2, 1};
@@ -181,7 +175,7 @@ void any_rows_launch(const Attention& a, Launch& launch) {
   const Tile tile = choose_tile(p, a.gpu);
   const int32_t causal = !p.is_causal ? 0 : p.q_ends && p.is_bottom_right ? 2 : 1;
   set_macros(a, tile, causal, kAnyRowsSource,
-             {bool(p.q_ends), p.is_windowed, int32_t(tile.row_tiles), dither_macro(p), has_many_keys(p)},
+             {bool(p.q_ends), p.is_windowed, int32_t(tile.row_tiles), dither_macro(p), p.has_many_keys()},
              launch.program);
   // each packed sequence may end within a tile
   const int64_t tiles = ceil_div(p.nq(), 16 * tile.row_tiles * tile.warps) + p.sequences;

@@ -57,7 +57,7 @@ int64_t padded_channels(int64_t d) { return round_up(d, 16); }
 bool has_exact_p16(const Problem& p) { return p.method == Method::kP16 || p.has_two_groups(); }
 
 // What TWO_GROUPS of a kernel says.
-int32_t two_groups_macro(const Problem& p) { return !p.has_two_groups() ? 0 : p.nk() <= kRoundedKeys ? 1 : 2; }
+int32_t two_groups_macro(const Problem& p) { return p.has_two_groups() ? 1 + p.dithers() : 0; }
 
 bool uses_p_table(const Problem& p) { return p.method == Method::kOnline; }
 
@@ -347,7 +347,7 @@ void long_rows_launch(const Attention& a, Launch& launch) {
                      p.keep ? 1 : kLeftOut,
                      floats && a.head_amax_in_kernel ? 1 : kLeftOut,
                      resident && has_remainder_rows(p) ? int32_t(ceil_div(p.nk(), kTile)) : kLeftOut,
-                     p.has_two_groups() && p.nk() > kMostSums ? 1 : kLeftOut}};
+                     p.has_many_keys() ? 1 : kLeftOut}};
   const Schedule schedule =
       resident ? schedule_resident_heads(p, floats, a.gpu.processors) : schedule_ranges(p, consumers, a.gpu);
   launch.grid[0] = uint32_t(schedule.ctas);

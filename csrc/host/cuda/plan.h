@@ -54,6 +54,8 @@ struct Fixed {
   int key_splits = -1, large_tiles = -1;       // of few rows
 };
 
+constexpr int64_t kMostSums = 65536;  // keys whose sums 32 bits hold
+
 constexpr int32_t kLeftOut = INT32_MIN;  // as a macro's value: the kernel is compiled without it
 
 // A validated call, as problem.py describes one, without what these kernels do not know.
@@ -87,6 +89,9 @@ struct Problem {
   // The macro BIAS_FRACTION_BITS of kernels.
   int32_t bias_macro() const { return bias ? bias_fraction_bits : kLeftOut; }
   bool has_two_groups() const { return method == Method::kTwoGroups; }
+  bool dithers() const { return has_two_groups() && nk() > kRoundedKeys; }
+  // Whether 32 bits do not hold the sums of a row, which other methods refuse.
+  bool has_many_keys() const { return has_two_groups() && nk() > kMostSums; }
   bool has_integer_output() const { return out_type == OutType::kInt8 || out_type == OutType::kInt16; }
   int64_t batch() const { return q.shape[0]; }
   int64_t heads() const { return q.shape[1]; }
@@ -226,7 +231,6 @@ constexpr const char* kHopperOnly = "the kernels of short and long rows need com
 constexpr int64_t kGridLimit = 65535;    // CTAs along the second and third axis of a grid
 constexpr int64_t kChannels = 8;         // of floats that kernels quantize at once
 constexpr int64_t kMostShortKeys = 224;  // of short rows
-constexpr int64_t kMostSums = 65536;     // keys whose sums 32 bits hold
 constexpr int64_t kWordKeys = 128;       // keys of the four words that tell which have no value
 
 // The constants that attention kernels read; null data where the kernel computes them.

@@ -81,14 +81,13 @@ def _reference(problem: Problem) -> Result:
     octaves = [_octave(T, here) for here in groups]
     top = torch.maximum(*octaves)
     fraction = fraction_bits(T.shape[3])
+    p = [_p16(torch.where(here, (e << 32) - T, 0), here) for here, e in zip(groups, octaves, strict=True)]
+    acc = arrays.matmul(p[0], v, "acc", 44) << fraction
     l = torch.zeros_like(top)
-    for here, e in zip(groups, octaves, strict=True):
-        p = _p16(torch.where(here, (e << 32) - T, 0), here)
-        sums = arrays.within(p.sum(-1, keepdim=True), 36, "l of a group", signed=False)
+    for weights, e in zip(p, octaves, strict=True):
+        sums = arrays.within(weights.sum(-1, keepdim=True), 36, "l of a group", signed=False)
         depth = top - e
-        l = l + torch.where(depth < FAR, (sums << fraction) >> depth.clamp(max=FAR), 0)
-        if e is octaves[0]:
-            acc = arrays.matmul(p, v, "acc", 44) << fraction
+        l += torch.where(depth < FAR, (sums << fraction) >> depth.clamp(max=FAR), 0)
     gap = torch.where(octaves[0] == UNSET, 0, top - octaves[0]).clamp(max=MAX_GAP)
     acc = arrays.within(rounding_rshift(acc, OUTPUT_SHIFT), 40, "rounded acc")
     l = arrays.within(
