@@ -128,6 +128,7 @@ def test_info_lists_methods_backends_and_reasons():
     for word in ("intflash_online", "qflash", "reference", "torch", "QFlash, Algorithms 1 and 2"):
         assert word in printed
     assert "does not serve" in printed
+    assert "The default method is auto, which is intflash_bfp." in " ".join(printed.split())
 
 
 def test_accuracy_quick(tmp_path):

@@ -60,8 +60,11 @@ struct FloatSoftmax {
       row_unit[h] = q_scale[min(at.row + 8 * h, p.nq - 1) * p.q_scale.n] * octaves;
       if (KEY_SCALES == 0) row_unit[h] *= *k_scale;
       unit[h] = row_unit[h];
-      reference[h] = NO_REFERENCE, sum[h] = 0.0f, peak[h] = INITIAL_PEAK;
+      reference[h] = NO_REFERENCE, peak[h] = INITIAL_PEAK;
     }
+  }
+  DEVICE void clear_sums() {
+    sum[0] = sum[1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) acc[i] = 0.0f;
     wgmma_hold(acc);  // before any product is issued

@@ -94,6 +94,8 @@ struct PDigits : RowMaxima {
       if (!ROW_SCALES) score = {__shfl_sync(~0u, score.C, 0), __shfl_sync(~0u, score.k, 0)};
       C[h] = score.C, shift[h] = score.k, peak[h] = NO_SCORE;
     }
+  }
+  DEVICE void clear_sums() {
 #pragma unroll
     for (int i = 0; i < DIGITS * HEAD_DIM / 2; ++i) acc[i / (HEAD_DIM / 2)][i % (HEAD_DIM / 2)] = 0;
 #pragma unroll
@@ -229,6 +231,9 @@ struct ExactMaximum : PDigits<DIGITS> {
   static constexpr int BUFFERS = DIGITS * HEAD_DIM / 2 > (CONSUMERS == 3 ? 48 : 64) ? 1 : 2;
   static constexpr bool RESCALES = false,
                         WHOLE_TILES = false;  // the row maximum is known before the second pass
+  // In the first pass there are registers for the scores of two tiles, because the sums are not there yet. With one
+  // digit this was measured to be slower; beside the code path of remainder rows it would spill registers.
+  static constexpr bool MAXIMA_OF_TWO_TILES = DIGITS == 2 && BUFFERS == 1 && !REMAINDER_KEY_TILES;
   static constexpr int UNROLL = 1;
   // Whether warps without rows compute no exponentials. The check breaks up the schedule of the main loop: where many
   // tiles of keys are streamed it takes more time than it saves. With KEY_COUNTS all registers are taken.

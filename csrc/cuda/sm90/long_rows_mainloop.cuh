@@ -308,11 +308,16 @@ struct Consumer {
   // Issues Q K^T of a tile, or of one half where the halves share a buffer. One product writes all buffers. With two
   // products that write them separately, ptxas would wait for each product.
   DEVICE void issue_scores(int half, u32 stage) {
-    const u64 k = descriptor<K_WIDTH>(shared.k_tile(stage)) + half * (HALF * K_WIDTH >> 4);
+    issue_products(scores(), shared.k_tile(stage) + half * HALF * K_WIDTH);
+  }
+  // keys: the address of their codes.
+  template <int COUNT>
+  DEVICE void issue_products(i32 (&s)[COUNT], u32 keys) {
+    const u64 k = descriptor<K_WIDTH>(keys);
     wgmma_order();
-    wgmma_s8_new(scores(), q, k);
+    wgmma_s8_new(s, q, k);
 #pragma unroll
-    for (int i = 1; i < D_STEPS; ++i) wgmma_s8(scores(), q + 2 * i, k + 2 * i);
+    for (int i = 1; i < D_STEPS; ++i) wgmma_s8(s, q + 2 * i, k + 2 * i);
     wgmma_commit();
   }
   typedef i32 Buffers[BUFFERS * HALF / 2];
@@ -359,32 +364,71 @@ struct Consumer {
 
   // The first pass, which computes the row maxima.
   DEVICE void first_pass(i32 tiles, i32 whole, Stage& at) {
-    first_scores(at);
+    if constexpr (Method::MAXIMA_OF_TWO_TILES) {
+      i32 j = 0;
 #pragma unroll 1
-    for (i32 j = 0; j + 1 < tiles; ++j) {
-      const bool partial = (CAUSAL || KEY_MASK) && j >= whole;
+      for (; j + 2 < tiles; j += 2) maxima_of_two_tiles<false>(j, tiles, whole, at);
+      maxima_of_two_tiles<true>(j, tiles, whole, at);
+    } else {
+      first_scores(at);
+#pragma unroll 1
+      for (i32 j = 0; j + 1 < tiles; ++j) {
+        const bool partial = (CAUSAL || KEY_MASK) && j >= whole;
+        if constexpr (BUFFERS == 1) {
+          update_row_max(0, partial, j * TILE);
+          issue_scores(1, at.stage);
+          wgmma_wait(scores());
+        }
+        release(at.stage);
+        at.next();
+        shared.wait_full(at);
+        if constexpr (BUFFERS == 2) update_row_max(0, partial, j * TILE);
+        update_row_max(1, partial, j * TILE);
+        issue_scores(0, at.stage);
+        wgmma_wait(scores());
+      }
+      const bool partial = tiles > whole;
+      update_row_max(0, partial, (tiles - 1) * TILE);
       if constexpr (BUFFERS == 1) {
-        update_row_max(0, partial, j * TILE);
         issue_scores(1, at.stage);
         wgmma_wait(scores());
       }
+      update_row_max(1, partial, (tiles - 1) * TILE);
       release(at.stage);
       at.next();
+    }
+  }
+
+  // The same for tiles j and j + 1, in registers that later hold the sums: products with the second tile run while the
+  // maxima of the first are taken. LAST: these are the last tiles, or tile j is the last.
+  template <bool LAST>
+  DEVICE void maxima_of_two_tiles(i32 j, i32 tiles, i32 whole, Stage& at) {
+    constexpr bool MAY_MASK = LAST || CAUSAL || KEY_MASK;
+    const auto issue = [&](i32(&s)[TILE / 2]) {
       shared.wait_full(at);
-      if constexpr (BUFFERS == 2) update_row_max(0, partial, j * TILE);
-      update_row_max(1, partial, j * TILE);
-      issue_scores(0, at.stage);
-      wgmma_wait(scores());
-    }
-    const bool partial = tiles > whole;
-    update_row_max(0, partial, (tiles - 1) * TILE);
-    if constexpr (BUFFERS == 1) {
-      issue_scores(1, at.stage);
-      wgmma_wait(scores());
-    }
-    update_row_max(1, partial, (tiles - 1) * TILE);
-    release(at.stage);
+      issue_products(s, shared.k_tile(at.stage));
+    };
+    const auto finish = [&](const i32(&s)[TILE / 2], i32 j, u32 stage) {
+      release(stage);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        method.update_row_max((const Scores&)s[half * HALF / 2], MAY_MASK && j >= whole, visible_keys(half, j * TILE));
+    };
+    i32 first[TILE / 2], second[TILE / 2];
+    const u32 stage = at.stage;
+    issue(first);
     at.next();
+    if (LAST && j + 1 == tiles) {
+      wgmma_wait(first);
+      finish(first, j, stage);
+    } else {
+      issue(second);
+      wgmma_wait<1>(first);
+      finish(first, j, stage);
+      wgmma_wait(second);
+      finish(second, j + 1, at.stage);
+      at.next();
+    }
   }
 
   // Computes exponentials and P V of tile j, whose scores are available (with two buffers, their row maxima and
@@ -552,6 +596,7 @@ struct Consumer {
         if (some_lane(valueless_keys_of_floats(work, at))) return false;
       method.finish_first_pass(shared);
     }
+    method.clear_sums();
     releases_tiles = last;
     if (mine.count) {
       if constexpr (IS_SPLIT<Method>)

@@ -15,6 +15,7 @@ def info() -> None:
     import torch
 
     import intflash
+    from intflash.methods import AUTO, AUTO_RULES
 
     found = intflash.info()
     console.print(
@@ -34,6 +35,7 @@ def info() -> None:
         reasons = (backend["methods"][name] for backend in found["backends"].values())
         served.add_row(name, *("[green]yes[/]" if reason is None else "[dim]no[/]" for reason in reasons))
     console.print(what)
+    console.print(f"The default method is {AUTO}, which is {' or '.join(rule.method for rule in AUTO_RULES)}.")
     console.print(served)
     for name, backend in found["backends"].items():
         for reason, methods in _reasons(backend).items():
