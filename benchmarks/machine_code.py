@@ -88,7 +88,7 @@ def main() -> None:
             if rows[-1]["spills"] or rows[-1]["floats"]:
                 print({k: v for k, v in rows[-1].items() if k != "loop"}, flush=True)
             OUT.parent.mkdir(parents=True, exist_ok=True)
-            OUT.write_text(json.dumps(rows, indent=1) + "\n")
+            OUT.write_text("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n")  # a line for each program
 
 
 if __name__ == "__main__":

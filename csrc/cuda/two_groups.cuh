@@ -29,8 +29,14 @@ DEVICE u32 group_p24(u32 t) {
 }
 // The same of T - (e << 32) + GROUP_K0.
 DEVICE u32 group_p24(i64 t) {
-  const u32 u = ((u32)t >> 20 & 0xFF0) | 0x1000;  // 16 u
+  const u32 u = dot_bytes((u32)t, 0x10000000, 256 * 16);  // 16 u
   return shift_right(u * u + (QUADRATIC_OFFSET << 8), 32 - (i32)(t >> 32));
+}
+// The same of NEGATED - t, whose upper word is the shift: one instruction fewer.
+constexpr u64 NEGATED = (33ull << 32) - 1;
+DEVICE u32 group_p24_of_negated(u64 t) {
+  const u32 u = dot_bytes((u32)t, 0x10000000, (u32)(-511 * 16));  // 16 u, negated
+  return shift_right(u * u + (QUADRATIC_OFFSET << 8), (u32)(t >> 32));
 }
 
 // Returns bytes of ones where the lowest four bits are set.
@@ -68,11 +74,17 @@ DEVICE void four_group_p(const i64 (&t)[4], Added added, u32 (&digit)[2]) {
             group_p24(t[3]) + added.of(3)},
            digit);
 }
-// The same from scores, with C in 2^-32 octave and B = GROUP_K0 - Tmax.
+// The same from T, with B = GROUP_K0 - Tmax.
+template <class Added>
+DEVICE void four_group_p(const i64 (&t)[4], i64 B, Added added, u32 (&digit)[2]) {
+  const auto p24 = [&](int i) { return group_p24_of_negated(NEGATED - B - t[i]) + added.of(i); };
+  pack_p24({p24(0), p24(1), p24(2), p24(3)}, digit);
+}
+// The same from scores, with C in 2^-32 octave.
 template <class Added>
 DEVICE void four_group_p(i32 s0, i32 s1, i32 s2, i32 s3, i32 C, i64 B, Added added, u32 (&digit)[2]) {
-  four_group_p({multiply_add(s0, C, B), multiply_add(s1, C, B), multiply_add(s2, C, B), multiply_add(s3, C, B)}, added,
-               digit);
+  const auto p24 = [&](i32 s) { return group_p24_of_negated(multiply_add(s, -C, NEGATED - B)); };
+  pack_p24({p24(s0) + added.of(0), p24(s1) + added.of(1), p24(s2) + added.of(2), p24(s3) + added.of(3)}, digit);
 }
 // The same in 32 bits: C in 2^-24 octave and offset = maximum * C + group_offset(0). No score is above the maximum and
 // none 238 octaves below it, so that the shift of `group_p24` is from 2 to 240.

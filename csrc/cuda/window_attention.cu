@@ -257,17 +257,26 @@ DEVICE void store_window(u8* to, const i32 (&acc)[COUNT], const RowScale<TO, i32
 
 // --- the kernel
 
+#if TWO_GROUPS
+// Computes p of four slots from their T, or from their scores.
+DEVICE void four_p_of(const i64 (&t)[4], i32, i64 B, u32 (&w)[2]) {
+  four_group_p(t, B + (GROUP_K0 - K0), Rounding(), w);
+}
+DEVICE void four_p_of(const i32 (&s)[4], i32 C, i64 B, u32 (&w)[2]) {
+  four_group_p(s[0], s[1], s[2], s[3], C, B + (GROUP_K0 - K0), Rounding(), w);
+}
+#else
+DEVICE void four_p_of(const Exponent (&x)[4], i32 C, i64 B, u32 (&w)[DIGITS]) {
+  four_p({power(depth_of(x[0], C, B)), power(depth_of(x[1], C, B)), power(depth_of(x[2], C, B)),
+          power(depth_of(x[3], C, B))},
+         w);
+}
+#endif
+
 // Computes p of up to four slots, one word for each digit. The contents of slots from SLOT_COUNT on are undefined.
 template <int SLOT_COUNT>
 DEVICE void p_words(const Exponent (&x)[4], i32 C, i64 B, u32 (&w)[DIGITS]) {
-  const i64 t[4] = {depth_of(x[0], C, B), depth_of(x[SLOT_COUNT > 1], C, B), depth_of(x[SLOT_COUNT > 2 ? 2 : 0], C, B),
-                    depth_of(x[SLOT_COUNT > 3 ? 3 : 0], C, B)};
-#if TWO_GROUPS
-  constexpr i64 MORE = GROUP_K0 - K0;
-  four_group_p({t[0] + MORE, t[1] + MORE, t[2] + MORE, t[3] + MORE}, Rounding(), w);
-#else
-  four_p({power(t[0]), power(t[1]), power(t[2]), power(t[3])}, w);
-#endif
+  four_p_of({x[0], x[SLOT_COUNT > 1], x[SLOT_COUNT > 2 ? 2 : 0], x[SLOT_COUNT > 3 ? 3 : 0]}, C, B, w);
 }
 // The same of a group's slots that have keys.
 DEVICE void group_words(int group, const Exponent (&x)[4], i32 C, i64 B, u32 (&w)[DIGITS]) {

@@ -132,7 +132,7 @@ struct SplitRows {
         for (int h = 0; h < 2; ++h) {
           const i64 B = GROUP_K0 - rows[h].origin;
           u32 four[2];
-          four_group_p({x.t[h][0] + B, x.t[h][1] + B, x.t[h][2] + B, x.t[h][3] + B}, Rounding(), four);
+          four_group_p(x.t[h], B, Rounding(), four);
 #pragma unroll
           for (int digit = 0; digit < 2; ++digit) {
             u32& word = p[i / 2][digit][i % 2 * 2 + h];
