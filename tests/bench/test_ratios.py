@@ -19,7 +19,7 @@ def gpu_case(monkeypatch):
     """A case whose inputs are `1 + seed` everywhere."""
     x = torch.ones(1, 1, 4, 16)
     monkeypatch.setattr(gpu_attention, "_inputs", lambda shape, seed: (x * (1 + seed),) * 3)
-    return gpu_attention.GpuCase("tiny", x.shape, ("intflash",), (9.0, 8.0, 7.0))
+    return gpu_attention.GpuCase("tiny", x.shape, ("intflash",))
 
 
 def test_static_scales_come_from_another_batch_than_the_timed_one(gpu_case):
@@ -28,20 +28,20 @@ def test_static_scales_come_from_another_batch_than_the_timed_one(gpu_case):
     assert recipe.q_scale == pytest.approx(2 / 127) and inputs[0].max() == 1
 
 
-def test_gpu_ratios_use_the_faster_of_cudnn_and_flash(gpu_case, monkeypatch):
+def test_gpu_ratios_use_the_fastest_of_torch(gpu_case, monkeypatch):
     pytest.importorskip("triton")
     from intflash.bench import gpu_timing as timing
 
-    times = {"SDPA cuDNN": 30e-6, "SDPA flash": 20e-6, "SDPA efficient": 5e-6, "intflash": 10e-6}
+    times = {"SDPA cuDNN": 30e-6, "SDPA flash": 20e-6, "SDPA efficient": 15e-6, "intflash": 10e-6}
     contenders = [gpu_attention.GpuContender(name, gpu_attention.KERNEL, None) for name in times]
     running = [(c, "a backend", lambda: None, lambda: torch.ones(gpu_case.shape)) for c in contenders]
     monkeypatch.setattr(gpu_attention, "_running", lambda case: (running, []))
     monkeypatch.setattr(timing, "time_calls", lambda calls, rounds: list(times.values()))
     rows = {row.method: row for row in gpu_attention.measure_case(gpu_case)}
     ours = rows["intflash"]
-    assert (ours.us, ours.ratio, ours.target) == (pytest.approx(10), pytest.approx(2), 9.0)
+    assert (ours.us, ours.ratio) == (pytest.approx(10), pytest.approx(1.5))
     assert ours.tops == pytest.approx(4 * 4 * 4 * 16 / 10e-6 / 1e12)
-    assert rows["SDPA cuDNN"].ratio == pytest.approx(20 / 30)
+    assert rows["SDPA cuDNN"].ratio == pytest.approx(15 / 30)
 
 
 @pytest.mark.skipif(not cpu_attention.cpu.instruction_sets(), reason="the native module was not built")
