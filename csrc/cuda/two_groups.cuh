@@ -29,7 +29,7 @@ DEVICE u32 group_p24(u32 t) {
 }
 // The same of T - (e << 32) + GROUP_K0.
 DEVICE u32 group_p24(i64 t) {
-  const u32 u = dot_bytes((u32)t, 0x10000000, 256 * 16);  // 16 u
+  const u32 u = ((u32)t >> 20 & 0xFF0) | 0x1000;  // 16 u
   return shift_right(u * u + (QUADRATIC_OFFSET << 8), 32 - (i32)(t >> 32));
 }
 // The same of NEGATED - t, whose upper word is the shift: one instruction fewer.
