@@ -364,43 +364,44 @@ struct Consumer {
 
   // The first pass, which computes the row maxima.
   DEVICE void first_pass(i32 tiles, i32 whole, Stage& at) {
-    if constexpr (Method::MAXIMA_OF_TWO_TILES) {
-      i32 j = 0;
+    if constexpr (Method::MAXIMA_OF_TWO_TILES) return first_pass_by_two_tiles(tiles, whole, at);
+    first_scores(at);
 #pragma unroll 1
-      for (; j + 2 < tiles; j += 2) maxima_of_two_tiles<false>(j, tiles, whole, at);
-      maxima_of_two_tiles<true>(j, tiles, whole, at);
-    } else {
-      first_scores(at);
-#pragma unroll 1
-      for (i32 j = 0; j + 1 < tiles; ++j) {
-        const bool partial = (CAUSAL || KEY_MASK) && j >= whole;
-        if constexpr (BUFFERS == 1) {
-          update_row_max(0, partial, j * TILE);
-          issue_scores(1, at.stage);
-          wgmma_wait(scores());
-        }
-        release(at.stage);
-        at.next();
-        shared.wait_full(at);
-        if constexpr (BUFFERS == 2) update_row_max(0, partial, j * TILE);
-        update_row_max(1, partial, j * TILE);
-        issue_scores(0, at.stage);
-        wgmma_wait(scores());
-      }
-      const bool partial = tiles > whole;
-      update_row_max(0, partial, (tiles - 1) * TILE);
+    for (i32 j = 0; j + 1 < tiles; ++j) {
+      const bool partial = (CAUSAL || KEY_MASK) && j >= whole;
       if constexpr (BUFFERS == 1) {
+        update_row_max(0, partial, j * TILE);
         issue_scores(1, at.stage);
         wgmma_wait(scores());
       }
-      update_row_max(1, partial, (tiles - 1) * TILE);
       release(at.stage);
       at.next();
+      shared.wait_full(at);
+      if constexpr (BUFFERS == 2) update_row_max(0, partial, j * TILE);
+      update_row_max(1, partial, j * TILE);
+      issue_scores(0, at.stage);
+      wgmma_wait(scores());
     }
+    const bool partial = tiles > whole;
+    update_row_max(0, partial, (tiles - 1) * TILE);
+    if constexpr (BUFFERS == 1) {
+      issue_scores(1, at.stage);
+      wgmma_wait(scores());
+    }
+    update_row_max(1, partial, (tiles - 1) * TILE);
+    release(at.stage);
+    at.next();
   }
 
-  // The same for tiles j and j + 1, in registers that later hold the sums: products with the second tile run while the
-  // maxima of the first are taken. LAST: these are the last tiles, or tile j is the last.
+  // The same with the scores of two tiles, in registers that later hold the sums.
+  DEVICE void first_pass_by_two_tiles(i32 tiles, i32 whole, Stage& at) {
+    i32 j = 0;
+#pragma unroll 1
+    for (; j + 2 < tiles; j += 2) maxima_of_two_tiles<false>(j, tiles, whole, at);
+    maxima_of_two_tiles<true>(j, tiles, whole, at);
+  }
+  // Products with tile j + 1 run while the maxima of tile j are taken. LAST: there are no tiles after these two, and
+  // perhaps only the first.
   template <bool LAST>
   DEVICE void maxima_of_two_tiles(i32 j, i32 tiles, i32 whole, Stage& at) {
     constexpr bool MAY_MASK = LAST || CAUSAL || KEY_MASK;
