@@ -412,14 +412,19 @@ struct Window {
     OperandA steps[DIGITS][STEPS] = {};
     i64 top[HALVES];
     SplitRow split[HALVES];
+    Score units[HALVES];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-      const u32 r = min(row + 8 * h, NQ - 1);
-      const Score unit = row_score(r);
+      const Score unit = units[h] = row_score(min(row + 8 * h, NQ - 1));
       if (unit.k) {
 #pragma unroll
         for (int i = 0; i < KEY_TILES; ++i) s[i][2 * h] <<= unit.k, s[i][2 * h + 1] <<= unit.k;
       }
+    }
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      const u32 r = min(row + 8 * h, NQ - 1);
+      const Score unit = units[h];
       const Masks masks(p, batch, head, r);
       Exponent x[GROUPS][4], peak;  // keys past the last one repeat it
 #pragma unroll

@@ -58,9 +58,11 @@ Split choose_split(int64_t count, const Fixed& fixed) {
   return count > 66 ? Split{4, 16, 1} : Split{8, 8, 1};
 }
 
-// The number of warps per multiprocessor whose registers hold K and V as loaded, the scores and 40 other values.
-int64_t resident_warps(int64_t nk, int64_t d, int64_t itemsize, bool masked) {
-  const int64_t key_tiles = ceil_div(nk, 8), groups = ceil_div(nk, 16), scores = key_tiles * (masked ? 10 : 4);
+// The number of warps per multiprocessor whose registers hold K and V as loaded, the scores and 40 other values. Warps
+// that share a window load only a part.
+int64_t resident_warps(int64_t nk, int64_t d, int64_t itemsize, bool masked, bool shared) {
+  if (shared && d <= 48) return 16;
+  const int64_t key_tiles = ceil_div(nk, 8), groups = ceil_div(nk, 16), scores = key_tiles * (masked ? 11 : 4);
   const int64_t registers = (key_tiles * d / 16 + groups * ceil_div(d, 32) * 4) * itemsize + scores + 40;
   return registers <= 128 ? 16 : registers <= 168 ? 12 : 8;
 }
@@ -111,7 +113,7 @@ void window_launch(const Attention& a, Launch& launch) {
   const int64_t nq = p.nq(), nk = p.nk(), d = p.head_dim(), count = p.batch() * p.heads();
   const Split split = choose_split(count, p.fixed);
   const int64_t parts = split.warps(nq), warps = parts * split.windows;
-  const int64_t resident = resident_warps(nk, d, a.q.bytes(), p.bias || p.keep);
+  const int64_t resident = resident_warps(nk, d, a.q.bytes(), p.bias || p.keep, parts > 1);
   const bool key_major = !a.is_fused && has_contiguous_keys(a.v);
   bool packed = true;
   for (const Tensor* x : {&a.q, &a.k, &a.memory.out, &a.v})
