@@ -15,15 +15,16 @@
 // of the time that they do. Step 1 finds the keys without a value in its tiles of V, and the maxima that step 2 needs.
 // The sums have 64 bits, because there may be more keys than 32 bits hold the sums of.
 //
-// Macros: STEP, TWO_GROUPS, and those of attention.cu without PACKED and ROW_TILES. METHOD is any but Online, and KEYS
-// is 32 * WARPS. SCORES: 0 the score constants are p.score; 1 they are computed here from p.q_scale and p.k_scale; 2 so
-// is Q's scale, of heads that have one row each.
+// Macros: STEP, TWO_GROUPS, LANE_ROWS (see softmax.cuh), and those of attention.cu without PACKED and ROW_TILES. METHOD
+// is any but Online, and KEYS is 32 * WARPS. SCORES: 0 the score constants are p.score; 1 they are computed here from
+// p.q_scale and p.k_scale; 2 so is Q's scale, of heads that have one row each.
 #define ROW_TILES 1
+#define WARP_KEYS 32
 #define READ_ONCE 1
 #define READS_ZEROS (STEP == 2)
 #include "sm80/rows.cuh"
 
-constexpr int ROWS = 16;
+constexpr int ROWS = 8 * LANE_ROWS;
 constexpr int PADDED_CHANNELS = 16 * ALL_V_CHUNKS, DIGITS = METHOD::DIGITS, KINDS = METHOD::KINDS;
 // Of a row and a CTA: accumulators of each digit, then the sums of p, which TWO_GROUPS has of both kinds of keys.
 constexpr int CTA_SUMS = DIGITS * (PADDED_CHANNELS + 1) + TWO_GROUPS;
@@ -31,7 +32,7 @@ constexpr int CTA_SUMS = DIGITS * (PADDED_CHANNELS + 1) + TWO_GROUPS;
 // bits; once of step 1 and once of step 2. The octave of step 1 and row 0 tells whether step 2 has sums.
 constexpr int ROW_SUMS = TWO_GROUPS ? 2 * (PADDED_CHANNELS + 3) : CTA_SUMS;
 constexpr int COPIES = TWO_GROUPS ? 2 : 1;
-static_assert(KEYS == 32 * WARPS && (!TWO_GROUPS || KEYS == WORD_KEYS));
+static_assert(KEYS == WARP_KEYS * WARPS && (!TWO_GROUPS || KEYS % WORD_KEYS == 0));
 
 // The rows and the range of keys of a CTA.
 struct Work {
@@ -57,7 +58,7 @@ struct Work {
   DEVICE i32 tiles() const { return (last - first + KEYS - 1) / KEYS; }
   // The first of this warp's keys in a tile.
   DEVICE i32 first_key(i32 tile) const { return first + tile * KEYS + warp_keys(); }
-  DEVICE static i32 warp_keys() { return threadIdx.x / 32 * 32; }
+  DEVICE static i32 warp_keys() { return threadIdx.x / 32 * WARP_KEYS; }
   DEVICE i32* scores(i32 row) const { return p.split.scores + ((i64)of * rows + row) * p.split.pitch; }
   DEVICE i32* sums(i32 row, int copy = STEP == 2) const {
     return p.split.sums + (((i64)of * COPIES + copy) * ROWS + row) * ROW_SUMS;
@@ -96,7 +97,7 @@ typedef WarpRows<METHOD, Work> Rows;
 DEVICE void store_maxima(const Rows& rows) {
   __shared__ i64 maxima[WARPS][KINDS][ROWS];
 #pragma unroll
-  for (int h = 0; h < 2; ++h)
+  for (int h = 0; h < LANE_ROWS; ++h)
 #pragma unroll
     for (int kind = 0; kind < KINDS; ++kind) {
       const i64 most = rows.method.maximum(kind, 0, h);
@@ -135,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
     rows.compute_scores<32>(tile, s);
     ring.refill(i);
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
+    for (int h = 0; h < LANE_ROWS; ++h)
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
         const i32 key = first + first_key(group);
@@ -185,7 +186,7 @@ DEVICE bool note_zeros(Rows& rows, const Scores& s, u32 v_tile, i32 first) {
   const u32 zeros = find_zeros(rows.work, v_tile, first), quad = threadIdx.x % 4;
   const u32 mine = (zeros >> 4 * quad & 15) | (zeros >> (16 + 4 * quad) & 15) << 4;
   if (blockIdx.y == 0 && threadIdx.x % 32 < 4)
-    ((u8*)(rows.work.valueless(rows.p) + first / WORD_KEYS * 4 + quad))[threadIdx.x / 32] = mine;
+    ((u8*)(rows.work.valueless(rows.p) + first / WORD_KEYS * 4 + quad))[first % WORD_KEYS / WARP_KEYS] = mine;
   rows.method.template update_row_max<32, MASKED>(s, rows.masks, first, rows.work.keys, KeyBits{{mine}});
   return zeros != 0;
 }
@@ -225,7 +226,7 @@ DEVICE void add_to_sums(const Rows& rows, i32* sums) {
   for (i32 i = threadIdx.x; i < ROWS * CTA_SUMS; i += THREADS) sums[i] = 0;
   __syncthreads();
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
+  for (int h = 0; h < LANE_ROWS; ++h) {
     i32* row = sums + rows.row_of(0, h) * CTA_SUMS;
 #pragma unroll
     for (int digit = 0; digit < DIGITS; ++digit) {
@@ -235,7 +236,7 @@ DEVICE void add_to_sums(const Rows& rows, i32* sums) {
         for (int j = 0; j < 4; ++j) {
           const i32 channel = 16 * (first_chunk() + chunk) + threadIdx.x % 4 * 4 + j;
           if (channel < PADDED_CHANNELS)
-            atomicAdd(row + digit * PADDED_CHANNELS + channel, method.acc[digit][0][chunk][j % 2][2 * h + j / 2]);
+            atomicAdd(row + digit * PADDED_CHANNELS + channel, method.accumulator(digit, 0, h, chunk, j));
         }
       if (blockIdx.y == 0) atomicAdd(row + DIGITS * PADDED_CHANNELS + digit, (i32)method.sums[digit][0][h]);
     }
@@ -278,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
     const i32 first = work.first + i * KEYS + Work::warp_keys();
     Scores s;
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
+    for (int h = 0; h < LANE_ROWS; ++h)
 #pragma unroll
       for (int group = 0; group < 32 / 16; ++group) {
         const i32 row = min(rows.row_of(0, h), work.rows - 1), key = min(first + first_key(group), p.split.pitch - 4);
@@ -289,6 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
     const u32 v_tile = ring.wait();
     const TileOperands tile(0, v_tile, Work::warp_keys());
     ring.refill(i);
+    if (first >= work.keys) continue;
     const bool is_whole = !CAUSAL && first + 32 <= work.keys;
 #if TWO_GROUPS && STEP == 1
     some_zeros |= is_whole ? note_zeros<false>(rows, s, v_tile, first) : note_zeros<true>(rows, s, v_tile, first);

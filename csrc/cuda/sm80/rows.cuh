@@ -53,7 +53,7 @@ template <class Method, class Work>
 struct WarpRows {
   const Params& p;
   const Work& work;
-  i32 row;  // this lane's first row: it has rows row + 16 m + 8 h
+  i32 row;  // this lane's first row: it has rows row + 16 m + 8 h, h < LANE_ROWS
   u32 q[ROW_TILES][K_STEPS][4];
   RowMasks masks;
   Method method;
@@ -89,7 +89,7 @@ struct WarpRows {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < LANE_ROWS; ++h) {
         const RowPlace at = place(m, h);
         const u8* from = query(at);
         float inverse = 1.0f;
@@ -123,7 +123,7 @@ struct WarpRows {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < LANE_ROWS; ++h) {
         masks[m][h].seen = work.seen(row_of(m, h));
 #if WINDOW
         masks[m][h].start = work.window_start(row_of(m, h));
@@ -167,7 +167,8 @@ struct WarpRows {
         tile.keys(group, step, k);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m) {
-          const OperandA a = {q[m][step][0], q[m][step][1], q[m][step][2], q[m][step][3]};
+          const u32(&x)[4] = q[m][step];
+          const OperandA a = {x[0], LANE_ROWS == 1 ? 0 : x[1], x[2], LANE_ROWS == 1 ? 0 : x[3]};
           mma_s8_s8(s[m][2 * group], a, k[0]);
           mma_s8_s8(s[m][2 * group + 1], a, k[1]);
         }
@@ -198,20 +199,20 @@ struct WarpRows {
   DEVICE void add_values_as(const Scores& s, const TileOperands& tile, i32 first) {
 #pragma unroll
     for (int step = 0; step < (NOW + 31) / 32; ++step) {
-      OperandA weights[Method::DIGITS][ROW_TILES];
+      OperandA weights[Method::OPERANDS][ROW_TILES] = {};
 #pragma unroll
       for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int group = 2 * step + i / 2;
-          const RowMask& mask = masks[m][i % 2];
+        for (int i = 0; i < 2 * LANE_ROWS; ++i) {
+          const int half = i / LANE_ROWS, h = i % LANE_ROWS, group = 2 * step + half;
           u32 word[Method::DIGITS] = {};
           if (16 * group + 16 <= WHOLE)
-            method.template p_words<false, FAST>(s, m, i % 2, group, mask, first, work.keys, word);
+            method.template p_words<false, FAST>(s, m, h, group, masks[m][h], first, work.keys, word);
           else if (16 * group < NOW)
-            method.template p_words<true, FAST>(s, m, i % 2, group, mask, first, work.keys, word);
+            method.template p_words<true, FAST>(s, m, h, group, masks[m][h], first, work.keys, word);
 #pragma unroll
-          for (int digit = 0; digit < Method::DIGITS; ++digit) weights[digit][m].word[i] = word[digit];
+          for (int digit = 0; digit < Method::DIGITS; ++digit)
+            weights[Method::operand_of(digit)][m].word[2 * half + Method::half_of(digit, h)] = word[digit];
         }
 #pragma unroll
       for (int chunk = 0; chunk < V_CHUNKS; ++chunk) {
@@ -220,9 +221,9 @@ struct WarpRows {
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-          for (int digit = 0; digit < Method::DIGITS; ++digit)
+          for (int i = 0; i < Method::OPERANDS; ++i)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) mma_u8_s8(method.acc[digit][m][chunk][e], weights[digit][m], v[e]);
+            for (int e = 0; e < 2; ++e) mma_u8_s8(method.acc[i][m][chunk][e], weights[i][m], v[e]);
       }
       if (KEYS > 128) __syncwarp();  // ptxas would compute all exponentials first, and spill
     }

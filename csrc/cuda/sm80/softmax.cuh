@@ -5,7 +5,9 @@
 // scores in the last pass. NOW is the number of keys of the tile that are computed, MASKED whether a row may not see
 // all of them.
 //
-// Macros: ROW_SCALES, BIAS, BIAS_FRACTION_BITS, KEEP; see attention.cu.
+// Macros: ROW_SCALES, BIAS, BIAS_FRACTION_BITS, KEEP; see attention.cu. LANE_ROWS: rows g + 8 h of a tile of 16 that a
+// lane has: 2, the default, or 1 where a tile has at most 8 rows. Then the second half of P's operand holds the low
+// digits, so that both digits take one product.
 #pragma once
 #include "epilogue.cuh"
 #include "exp2.cuh"
@@ -13,11 +15,17 @@
 #include "sm80/masks.cuh"
 #include "sm80/tiles.cuh"
 
+#ifndef LANE_ROWS
+#define LANE_ROWS 2
+#endif
+
 template <int COUNT>
 using ScoresOf = i32[ROW_TILES][COUNT / 8][4];
 typedef ScoresOf<KEYS> Scores;
-// Rows of a lane: row g + 8 h of each of its row tiles.
-typedef RowMask RowMasks[ROW_TILES][2];
+// Of row g + 8 h of each row tile of a lane.
+template <typename T>
+using OfRows = T[ROW_TILES][LANE_ROWS];
+typedef OfRows<RowMask> RowMasks;
 
 // Score i of a word of keys: accumulator element i % 2 of one of two tiles.
 template <class S>
@@ -54,22 +62,31 @@ struct PDigits {
   typedef PlainRow Row;
   template <typename TO, int N>
   using OutputScales = PlainScales<TO, Accumulator, N>;
-  i32 acc[DIGITS][ROW_TILES][V_CHUNKS][2]
+  static constexpr int OPERANDS = LANE_ROWS == 1 ? 1 : DIGITS;  // left operands of P V
+  i32 acc[OPERANDS][ROW_TILES][V_CHUNKS][2]
          [4];  // element 2 h + i of chunk c and parity e is channel 16 c + 4 q + 2 i + e
-  u32 sums[DIGITS][ROW_TILES][2];
-  Score scores[ROW_SCALES ? 2 * ROW_TILES : 1];
+  OfRows<u32> sums[DIGITS];
+  Score scores[ROW_SCALES ? LANE_ROWS * ROW_TILES : 1];
 
   DEVICE bool has_zeros() const { return false; }
-  DEVICE const Score& score(int m, int h) const { return scores[ROW_SCALES ? 2 * m + h : 0]; }
+  DEVICE const Score& score(int m, int h) const { return scores[ROW_SCALES ? LANE_ROWS * m + h : 0]; }
+  // The operand, and its half, of a digit of a row's P.
+  DEVICE static int operand_of(int digit) { return LANE_ROWS == 1 ? 0 : digit; }
+  DEVICE static int half_of(int digit, int h) { return LANE_ROWS == 1 ? digit : h; }
+  // The accumulator of a digit of a row, for channel 16 chunk + 4 q + j.
+  DEVICE i32 accumulator(int digit, int m, int h, int chunk, int j) const {
+    return acc[operand_of(digit)][m][chunk][j % 2][2 * half_of(digit, h) + j / 2];
+  }
   // score_of(m, h): the constants of a row.
   template <class ScoreOf>
   DEVICE void init(ScoreOf constants) {
 #pragma unroll
-    for (int i = 0; i < (ROW_SCALES ? 2 * ROW_TILES : 1); ++i) scores[i] = constants(i / 2, i % 2);
+    for (int i = 0; i < (ROW_SCALES ? LANE_ROWS * ROW_TILES : 1); ++i)
+      scores[i] = constants(i / LANE_ROWS, i % LANE_ROWS);
 #pragma unroll
-    for (int i = 0; i < DIGITS * ROW_TILES * V_CHUNKS * 8; ++i) (&acc[0][0][0][0][0])[i] = 0;
+    for (int i = 0; i < OPERANDS * ROW_TILES * V_CHUNKS * 8; ++i) (&acc[0][0][0][0][0])[i] = 0;
 #pragma unroll
-    for (int i = 0; i < DIGITS * ROW_TILES * 2; ++i) (&sums[0][0][0])[i] = 0;
+    for (int i = 0; i < DIGITS * ROW_TILES * LANE_ROWS; ++i) (&sums[0][0][0])[i] = 0;
   }
   DEVICE void add_sums(int m, int h, const u32 (&word)[DIGITS]) {
 #pragma unroll
@@ -81,12 +98,12 @@ struct PDigits {
   // The accumulators of four adjacent channels of a lane's two rows.
   DEVICE void results(int m, int chunk, Accumulator (&x)[2][4]) const {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int e = j % 2, i = j / 2;
+    for (int i = 0; i < 8; ++i) {
+      const int h = i / 4, j = i % 4;
       if constexpr (DIGITS == 1)
-        x[j / 4][j % 4] = acc[0][m][chunk][e][i];
+        x[h][j] = accumulator(0, m, h, chunk, j);
       else
-        x[j / 4][j % 4] = {acc[0][m][chunk][e][i], acc[1][m][chunk][e][i]};
+        x[h][j] = {accumulator(0, m, h, chunk, j), accumulator(1, m, h, chunk, j)};
     }
   }
 };
@@ -136,15 +153,15 @@ template <int DIGITS>
 struct ExactMaximum : PDigits<DIGITS> {
   static constexpr int PASSES = 2;
   static constexpr int DOTS = DIGITS == 2 ? 0 : 2;  // see four_p
-  Peak peak[ROW_TILES][2];
-  i64 B[ROW_TILES][2];
+  OfRows<Peak> peak;
+  OfRows<i64> B;
   bool fast;  // whether the 32-bit form of the exponential is exact for all rows of the warp
 
   template <class ScoreOf>
   DEVICE void init(ScoreOf constants, u32) {
     PDigits<DIGITS>::init(constants);
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; ++i) peak[i / 2][i % 2] = NO_PEAK;
+    for (int i = 0; i < LANE_ROWS * ROW_TILES; ++i) peak[i / LANE_ROWS][i % LANE_ROWS] = NO_PEAK;
   }
 
   template <int NOW, bool MASKED>
@@ -152,7 +169,7 @@ struct ExactMaximum : PDigits<DIGITS> {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
+      for (int h = 0; h < LANE_ROWS; ++h)
 #pragma unroll
         for (int group = 0; group < NOW / 16; ++group) {
           const i32 key = first + first_key(group);
@@ -174,8 +191,8 @@ struct ExactMaximum : PDigits<DIGITS> {
   DEVICE void finish_row_max(Maximum maximum, Magnitude magnitude) {
     bool fast = !BIAS;
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; ++i) {
-      const int m = i / 2, h = i % 2;
+    for (int i = 0; i < LANE_ROWS * ROW_TILES; ++i) {
+      const int m = i / LANE_ROWS, h = i % LANE_ROWS;
       const Score& unit = this->score(m, h);
       const Peak most = (Peak)maximum(0, m, h);
 #if BIAS
@@ -223,25 +240,25 @@ typedef ExactMaximum<2> ExactP16;
 // raises its octave. P comes from the table (exp2_table.cuh).
 struct Online : PDigits<1> {
   static constexpr int PASSES = 1;
-  TableUnit units[ROW_SCALES ? 2 * ROW_TILES : 1];
-  TableRow rows[ROW_TILES][2];
+  TableUnit units[ROW_SCALES ? LANE_ROWS * ROW_TILES : 1];
+  OfRows<TableRow> rows;
   u32 lane;   // address of this lane's first word of the table
   bool fast;  // whether scores below the table may be replaced by its lowest entries
 
-  DEVICE const TableUnit& unit(int m, int h) const { return units[ROW_SCALES ? 2 * m + h : 0]; }
+  DEVICE const TableUnit& unit(int m, int h) const { return units[ROW_SCALES ? LANE_ROWS * m + h : 0]; }
   template <class ScoreOf>
   DEVICE void init(ScoreOf constants, u32 table) {
     PDigits::init(constants);
     lane = table + threadIdx.x % 32 * 4;
     fast = true;
 #pragma unroll
-    for (int i = 0; i < (ROW_SCALES ? 2 * ROW_TILES : 1); ++i) {
+    for (int i = 0; i < (ROW_SCALES ? LANE_ROWS * ROW_TILES : 1); ++i) {
       units[i] = TableUnit(scores[i]);
       fast &= units[i].clamps();
     }
     fast = __all_sync(~0u, fast);
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; ++i) rows[i / 2][i % 2].init();
+    for (int i = 0; i < LANE_ROWS * ROW_TILES; ++i) rows[i / LANE_ROWS][i % LANE_ROWS].init();
   }
 
   template <int NOW, bool MASKED>
@@ -249,7 +266,7 @@ struct Online : PDigits<1> {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < LANE_ROWS; ++h) {
         i32 peak = NO_SCORE;
 #pragma unroll
         for (int group = 0; group < NOW / 16; ++group) {

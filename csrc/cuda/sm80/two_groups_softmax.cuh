@@ -3,6 +3,7 @@
 // Macros: see softmax.cuh, and of attention.cu
 //   DITHER     0: P is rounded; 1: it is dithered; 2: that of packed sequences that are long enough is
 //   MANY_KEYS  1: there may be more keys than 32 bits hold the sums of
+//   WARP_KEYS  keys of a tile that a warp takes; all by default
 //   READS_ZEROS  0: all keys are taken for keys with a value; 1, the default: p.valueless tells which are not
 #pragma once
 #include "sm80/softmax.cuh"
@@ -17,9 +18,12 @@
 #ifndef MANY_KEYS
 #define MANY_KEYS 0
 #endif
+#ifndef WARP_KEYS
+#define WARP_KEYS KEYS
+#endif
 
 constexpr int WORD_KEYS = 128;  // keys of the four words that tell which have no value
-constexpr int BIT_WORDS = (KEYS + WORD_KEYS - 1) / WORD_KEYS;
+constexpr int BIT_WORDS = (WARP_KEYS + WORD_KEYS - 1) / WORD_KEYS;
 
 // A bit for each of a lane's keys of a tile, four for each group of 16.
 struct KeyBits {
@@ -61,11 +65,11 @@ struct AddedToP {
 struct GroupSoftmax {
   static constexpr int KINDS = 2;
   enum Kind { VALUE, OTHER };  // keys with a value, and keys without
-  typedef Peak Peaks[KINDS][2];
-  i64 origin[2];  // the T from which a row's octaves count
-  i32 other[2];   // the octave of the keys without a value
-  bool fast;      // whether 32 bits hold the exponents of all rows of the warp
-  Score scores[ROW_SCALES ? 2 : 1];
+  typedef Peak Peaks[KINDS][LANE_ROWS];
+  i64 origin[LANE_ROWS];  // the T from which a row's octaves count
+  i32 other[LANE_ROWS];   // the octave of the keys without a value
+  bool fast;              // whether 32 bits hold the exponents of all rows of the warp
+  Score scores[ROW_SCALES ? LANE_ROWS : 1];
   const u32* valueless;  // word of this lane's keys in the first WORD_KEYS
 
   DEVICE const Score& score(int, int h) const { return scores[ROW_SCALES ? h : 0]; }
@@ -73,7 +77,7 @@ struct GroupSoftmax {
   DEVICE void init(ScoreOf constants, const u32* valueless_words) {
     static_assert(ROW_TILES == 1);
 #pragma unroll
-    for (int h = 0; h < (ROW_SCALES ? 2 : 1); ++h) scores[h] = constants(0, h);
+    for (int h = 0; h < (ROW_SCALES ? LANE_ROWS : 1); ++h) scores[h] = constants(0, h);
     valueless = valueless_words + threadIdx.x % 4;
   }
 
@@ -83,7 +87,7 @@ struct GroupSoftmax {
     if constexpr (!READS_ZEROS) return x;
 #pragma unroll
     for (int i = 0; i < BIT_WORDS; ++i) x.word[i] = valueless[(first / WORD_KEYS + i) * 4];
-    if constexpr (BIT_WORDS == 1) x.word[0] = x.word[0] >> first % WORD_KEYS / 4 & ((1ull << KEYS / 4) - 1);
+    if constexpr (BIT_WORDS == 1) x.word[0] = x.word[0] >> first % WORD_KEYS / 4 & ((1ull << WARP_KEYS / 4) - 1);
     return x;
   }
   // ptxas would read the masks of several groups at once and keep them from one pass over a tile's keys to the next,
@@ -113,9 +117,9 @@ struct GroupSoftmax {
   }
   template <int NOW, int WHOLE, bool SOME>
   DEVICE void update_peaks(const Scores& s, const RowMasks& masks, i32 first, i32 keys, const KeyBits& chosen,
-                           Peak (&peak)[2]) const {
+                           Peak (&peak)[LANE_ROWS]) const {
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
+    for (int h = 0; h < LANE_ROWS; ++h)
 #pragma unroll
       for (int group = 0; group < NOW / 16; ++group) {
         const i32 key = first + first_key(group);
@@ -149,7 +153,7 @@ struct GroupSoftmax {
   DEVICE void set_octaves(Maximum maximum, Magnitude magnitude) {
     bool fast = !BIAS;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < LANE_ROWS; ++h) {
       const Peak value = maximum(VALUE, h), others = maximum(OTHER, h), first = value == NO_PEAK ? others : value;
       origin[h] = first == NO_PEAK ? 0 : exponent_of(first, h);
       other[h] = others == NO_PEAK ? NO_EXPONENT : octave_above(exponent_of(others, h) - origin[h]);
@@ -221,9 +225,9 @@ struct TwoGroups : PDigits<2>, GroupSoftmax {
   using OutputScales = GroupScales<TO, N>;
   using GroupSoftmax::score;
   Peaks peak;
-  u32 other_l[2];    // the sums of p of this lane's keys without a value
-  KeyBits of_value;  // the keys of the tile that have a value
-  bool some_zeros;   // whether the warp has others
+  u32 other_l[LANE_ROWS];  // the sums of p of this lane's keys without a value
+  KeyBits of_value;        // the keys of the tile that have a value
+  bool some_zeros;         // whether the warp has others
   AddedToP added;
   i32 fraction;
 #if MANY_KEYS
@@ -237,7 +241,7 @@ struct TwoGroups : PDigits<2>, GroupSoftmax {
     GroupSoftmax::init(constants, valueless_words);
     fraction = fraction_bits(keys);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) peak[VALUE][h] = peak[OTHER][h] = NO_PEAK, other_l[h] = 0;
+    for (int h = 0; h < LANE_ROWS; ++h) peak[VALUE][h] = peak[OTHER][h] = NO_PEAK, other_l[h] = 0;
 #if MANY_KEYS
 #pragma unroll
     for (int i = 0; i < V_CHUNKS * 8; ++i) (&wide_acc[0][0][0])[i] = 0;
@@ -267,7 +271,7 @@ struct TwoGroups : PDigits<2>, GroupSoftmax {
     of_value = zeros.others();
     if (some_zeros) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
+      for (int h = 0; h < LANE_ROWS; ++h)
         other_l[h] += sum_of_others<NOW, MASKED ? 0 : NOW>(s, h, masks[0][h], first, keys, zeros, added);
     }
   }
@@ -289,7 +293,7 @@ struct TwoGroups : PDigits<2>, GroupSoftmax {
       high = low = 0;
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < LANE_ROWS; ++h) {
       wide_l[VALUE][h] += ((u64)sums[0][0][h] << 8) + sums[1][0][h], wide_l[OTHER][h] += other_l[h];
       sums[0][0][h] = sums[1][0][h] = other_l[h] = 0;
     }

@@ -9,7 +9,7 @@ namespace intflash::gpu {
 namespace {
 
 constexpr int64_t kChunk = 16;              // bytes of a copy, and channels that a row is padded to
-constexpr int64_t kFewRows = 16;            // of the tile of few_rows.cu
+constexpr int64_t kFewRows = 16;            // that few_rows.cu takes at most
 constexpr int64_t kManyKeys = 512;          // from which on it is taken
 constexpr int64_t kCtasPerProcessor = 2;    // of few_rows.cu, at least, where there are enough keys
 constexpr int64_t kLargeCache = 1 << 25;    // codes of K from which on few_rows.cu takes large tiles
@@ -41,7 +41,7 @@ Source source_of(const char* file, std::initializer_list<const char*> own) {
   return source;
 }
 const Source kAnyRowsSource = source_of("sm80/attention.cu", {"PACKED", "WINDOW", "ROW_TILES", "DITHER", "MANY_KEYS"});
-const Source kFewRowsSource = source_of("sm80/few_rows.cu", {"TWO_GROUPS", "SCORES", "STEP", "DITHER"});
+const Source kFewRowsSource = source_of("sm80/few_rows.cu", {"TWO_GROUPS", "LANE_ROWS", "SCORES", "STEP", "DITHER"});
 constexpr int kRowScales = 6;  // the place of ROW_SCALES
 
 int64_t padded(int64_t count) { return round_up(count, kChunk); }
@@ -102,13 +102,17 @@ void set_macros(const Attention& a, const Tile& tile, int32_t causal, const Sour
 
 int64_t digits(Method method) { return has_p16(method) ? 2 : 1; }
 
-// Large tiles are faster for large caches, by measurements on an
-// H200; P16's two digits leave no registers for them.
+// Rows g + 8 h of the tile of few_rows.cu that a lane has.
+int64_t lane_rows(const Problem& p) { return p.group() * p.nq() <= 8 ? 1 : 2; }
+int64_t few_rows_of_tile(const Problem& p) { return 8 * lane_rows(p); }
+
+// Large tiles are faster for large caches, by measurements on an H200; two sets of accumulators leave no registers for
+// them.
 Tile few_rows_tile(const Problem& p, const Gpu& gpu) {
-  const int64_t dv = p.v.shape[3], d = std::max(p.head_dim(), dv);
-  const Tile usual{4, 1, 128, d <= 128 ? 4 : 2, 2, 1 + (digits(p.method) * dv > 256)}, large{8, 1, 256, 3, 2, 1};
+  const int64_t dv = p.v.shape[3], d = std::max(p.head_dim(), dv), sets = lane_rows(p) == 1 ? 1 : digits(p.method);
+  const Tile usual{4, 1, 128, d <= 128 ? 4 : 2, 2, 1 + (sets * dv > 256)}, large{8, 1, 256, 3, 2, 1};
   const int64_t stage = std::max(key_tile_bytes(large.keys, p.head_dim()), value_tile_bytes(large.keys, dv));
-  if (p.method != Method::kP8 || d > 128 || large.ctas_per_sm * large.stages * stage > gpu.shared_bytes) return usual;
+  if (sets > 1 || d > 128 || large.ctas_per_sm * large.stages * stage > gpu.shared_bytes) return usual;
   const bool is_faster = p.batch() * p.k.shape[1] * p.nk() * p.head_dim() >= kLargeCache;
   return (p.fixed.large_tiles < 0 ? is_faster : bool(p.fixed.large_tiles)) ? large : usual;
 }
@@ -197,8 +201,8 @@ FewRows few_rows(const Problem& p, const Gpu& gpu) {
   FewRows few;
   few.keys = std::min(ceil_div(tiles, wanted), most) * tile, few.splits = ceil_div(p.nk(), few.keys);
   few.score_bytes = heads * p.group() * p.nq() * padded(p.nk()) * 4;
-  few.maximum_bytes = heads * few.splits * kFewRows * row_maxima(p) * 8;
-  few.sum_bytes = heads * kFewRows * row_sums(p) * 4 * (1 + p.has_two_groups());  // of steps 1 and 2
+  few.maximum_bytes = heads * few.splits * few_rows_of_tile(p) * row_maxima(p) * 8;
+  few.sum_bytes = heads * few_rows_of_tile(p) * row_sums(p) * 4 * (1 + p.has_two_groups());  // of steps 1 and 2
   return few;
 }
 
@@ -222,8 +226,8 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
                   reinterpret_cast<i64*>(workspace + choice.maxima),
                   reinterpret_cast<i32*>(workspace + choice.sums)};
   const int64_t of_keys = tile.stages * key_tile_bytes(tile.keys, p.head_dim());
-  const int64_t of_values =
-      std::max(tile.stages * value_tile_bytes(tile.keys, ceil_div(dv, tile.slices)), 4 * kFewRows * cta_sums(p));
+  const int64_t of_values = std::max(tile.stages * value_tile_bytes(tile.keys, ceil_div(dv, tile.slices)),
+                                     4 * few_rows_of_tile(p) * cta_sums(p));
   // where the score constants come from: see few_rows.cu
   const int32_t scores = a.constants.score ? 0 : a.head_amax_in_kernel ? 2 : 1;
   // rows i and i + 8, which a lane has, may be of two heads
@@ -234,8 +238,8 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
   for (int step : {0, 1, 2, 3}) {
     if (step == 2 && !p.has_two_groups()) continue;
     Launch& launch = plan.next();
-    set_macros(a, tile, p.is_causal, kFewRowsSource, {p.has_two_groups(), scores, step, dither_macro(p)},
-               launch.program);
+    set_macros(a, tile, p.is_causal, kFewRowsSource,
+               {p.has_two_groups(), int32_t(lane_rows(p)), scores, step, dither_macro(p)}, launch.program);
     if (has_scores_of_heads) launch.program.values[kRowScales] = 1;
     launch.set_parameters<::Params>() = params;
     launch.grid[0] = uint32_t(grids[step][0]), launch.grid[1] = uint32_t(grids[step][1]);

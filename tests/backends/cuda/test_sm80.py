@@ -518,4 +518,4 @@ def test_workspaces_of_few_rows_hold_every_key():
         (_, scores), (_, maxima), _ = plan.workspace[-3:]
         made = first.grid[0] // 4  # two batches of two heads
         assert made <= splits and first.grid[0] == second.grid[0] and last.grid == (4, 1, 1)
-        assert scores == 4 * 3 * 1008 * 4 and maxima == 4 * made * 16 * 8 * (1 + (method == "intflash_bfp"))
+        assert scores == 4 * 3 * 1008 * 4 and maxima == 4 * made * 8 * 8 * (1 + (method == "intflash_bfp"))
