@@ -29,13 +29,13 @@ struct Share {
 // How the keys of few rows are split, and the memory that their three kernels share (sm80/few_rows.cu). The host
 // computes the reciprocals for `quotient`.
 struct SplitKv {
-  i32 splits, keys;     // of a key head; keys of a split
-  i32 group, kv_heads;  // query heads per key head; key heads
-  u32 splits_reciprocal, heads_reciprocal, queries_reciprocal;
-  i32 pitch;    // elements between rows of scores
+  i32 splits, keys;      // of a key head; keys of a split
+  i32 group, kv_heads;   // query heads per key head; key heads
+  i32 row_tiles, pitch;  // tiles of 8 or 16 rows of a key head; elements between rows of scores
+  u32 splits_reciprocal, heads_reciprocal, queries_reciprocal, row_tiles_reciprocal;
   i32* scores;  // [B * Hk, group * Nq, pitch]
-  i64* maxima;  // [B * Hk, splits, 16]
-  i32* sums;    // [B * Hk, 16, digits * padded channels + digits]: accumulators, then row sums
+  i64* maxima;  // [B * Hk * row_tiles, splits, rows of a tile]
+  i32* sums;    // [B * Hk * row_tiles, rows of a tile, digits * padded channels + digits]: accumulators, then row sums
 };
 
 // One struct for all attention kernels.

@@ -1,6 +1,6 @@
-// Attention of few rows over many keys (decode), by kernels, one for each STEP. The query heads that share a key head
-// are the rows of one tile of 16, so that K and V are read once. CTAs take ranges of the keys, and each warp of a CTA
-// takes 32 keys of a tile.
+// Attention of few rows over many keys (decode), by kernels, one for each STEP. The queries of all query heads that
+// share a key head are rows of the same tiles, so that K and V are read once for each tile of rows. CTAs take ranges of
+// the keys, and each warp of a CTA takes 32 keys of a tile.
 //
 //   0  Q K^T and the row maxima of each range
 //   1  P below the exact maximum of all ranges, and P V
@@ -37,20 +37,24 @@ static_assert(KEYS == WARP_KEYS * WARPS && (!TWO_GROUPS || KEYS % WORD_KEYS == 0
 // The rows and the range of keys of a CTA.
 struct Work {
   const Params& p;
-  u32 of, batch, kv_head;  // of: counts the key heads of all batches
-  i32 split, rows, keys;
+  u32 of, key_head, batch, kv_head;  // of: counts the tiles of rows, and key_head the key heads, of all batches
+  i32 first_row, rows;               // of the tile, in the rows of the key head
+  i32 split, keys;
   i32 first, last;  // keys of the range
   i64 k_start = 0;
 
   DEVICE Work(const Params& p, u32 index) : p(p) {
     of = quotient(index, p.split.splits, p.split.splits_reciprocal), split = index - of * p.split.splits;
-    batch = quotient(of, p.split.kv_heads, p.split.heads_reciprocal), kv_head = of - batch * p.split.kv_heads;
-    rows = p.split.group * p.nq, keys = p.nk;
+    key_head = quotient(of, p.split.row_tiles, p.split.row_tiles_reciprocal);
+    batch = quotient(key_head, p.split.kv_heads, p.split.heads_reciprocal),
+    kv_head = key_head - batch * p.split.kv_heads;
+    first_row = (of - key_head * p.split.row_tiles) * ROWS, rows = min(all_rows() - first_row, ROWS), keys = p.nk;
     first = split * p.split.keys, last = min(first + p.split.keys, keys);
   }
+  DEVICE i32 all_rows() const { return p.split.group * p.nq; }
   // A row past the last one stands for the last one.
   DEVICE RowPlace place(i32 row) const {
-    const u32 r = min(row, rows - 1), head = quotient(r, p.nq, p.split.queries_reciprocal);
+    const u32 r = first_row + min(row, rows - 1), head = quotient(r, p.nq, p.split.queries_reciprocal);
     return {kv_head * p.split.group + head, r - head * p.nq};
   }
   DEVICE const u32* valueless(const Params& p) const { return valueless_words(p, batch, kv_head, 0); }
@@ -59,7 +63,9 @@ struct Work {
   // The first of this warp's keys in a tile.
   DEVICE i32 first_key(i32 tile) const { return first + tile * KEYS + warp_keys(); }
   DEVICE static i32 warp_keys() { return threadIdx.x / 32 * WARP_KEYS; }
-  DEVICE i32* scores(i32 row) const { return p.split.scores + ((i64)of * rows + row) * p.split.pitch; }
+  DEVICE i32* scores(i32 row) const {
+    return p.split.scores + ((i64)key_head * all_rows() + first_row + row) * p.split.pitch;
+  }
   DEVICE i32* sums(i32 row, int copy = STEP == 2) const {
     return p.split.sums + (((i64)of * COPIES + copy) * ROWS + row) * ROW_SUMS;
   }
@@ -185,7 +191,7 @@ template <bool MASKED>
 DEVICE bool note_zeros(Rows& rows, const Scores& s, u32 v_tile, i32 first) {
   const u32 zeros = find_zeros(rows.work, v_tile, first), quad = threadIdx.x % 4;
   const u32 mine = (zeros >> 4 * quad & 15) | (zeros >> (16 + 4 * quad) & 15) << 4;
-  if (blockIdx.y == 0 && threadIdx.x % 32 < 4)
+  if (blockIdx.y == 0 && rows.work.first_row == 0 && threadIdx.x % 32 < 4)
     ((u8*)(rows.work.valueless(rows.p) + first / WORD_KEYS * 4 + quad))[first % WORD_KEYS / WARP_KEYS] = mine;
   rows.method.template update_row_max<32, MASKED>(s, rows.masks, first, rows.work.keys, KeyBits{{mine}});
   return zeros != 0;

@@ -8,12 +8,14 @@
 namespace intflash::gpu {
 namespace {
 
-constexpr int64_t kChunk = 16;              // bytes of a copy, and channels that a row is padded to
-constexpr int64_t kFewRows = 16;            // that few_rows.cu takes at most
-constexpr int64_t kManyKeys = 512;          // from which on it is taken
-constexpr int64_t kCtasPerProcessor = 2;    // of few_rows.cu, at least, where there are enough keys
-constexpr int64_t kLargeCache = 1 << 25;    // codes of K from which on few_rows.cu takes large tiles
-constexpr int64_t kTableBytes = 32 * 1024;  // of the table of P of `intflash_online`
+constexpr int64_t kChunk = 16;               // bytes of a copy, and channels that a row is padded to
+constexpr int64_t kTileRows = 16;            // of few_rows.cu, whose tile has 16 rows or 8
+constexpr int64_t kLeastKeysOfTiles = 4096;  // from which on it takes several tiles of rows of a key head
+constexpr int64_t kMostScores = 1 << 24;     // of several tiles, which L2 should hold
+constexpr int64_t kManyKeys = 512;           // from which on it is taken
+constexpr int64_t kCtasPerProcessor = 2;     // of few_rows.cu, at least, where there are enough keys
+constexpr int64_t kLargeCache = 1 << 25;     // codes of K from which on few_rows.cu takes large tiles
+constexpr int64_t kTableBytes = 32 * 1024;   // of the table of P of `intflash_online`
 
 // A file of csrc/cuda with its macros: those of attention.cu and few_rows.cu, then its own.
 Source source_of(const char* file, std::initializer_list<const char*> own) {
@@ -102,9 +104,11 @@ void set_macros(const Attention& a, const Tile& tile, int32_t causal, const Sour
 
 int64_t digits(Method method) { return has_p16(method) ? 2 : 1; }
 
-// Rows g + 8 h of the tile of few_rows.cu that a lane has.
-int64_t lane_rows(const Problem& p) { return p.group() * p.nq() <= 8 ? 1 : 2; }
-int64_t few_rows_of_tile(const Problem& p) { return 8 * lane_rows(p); }
+// The rows of a key head, and how few_rows.cu divides them: rows of a tile, of which a lane has one or two.
+int64_t rows_of_key_head(const Problem& p) { return p.group() * p.nq(); }
+int64_t lane_rows(const Problem& p) { return rows_of_key_head(p) <= kTileRows / 2 ? 1 : 2; }
+int64_t tile_rows(const Problem& p) { return kTileRows / 2 * lane_rows(p); }
+int64_t row_tiles(const Problem& p) { return ceil_div(rows_of_key_head(p), tile_rows(p)); }
 
 // Large tiles are faster for large caches, by measurements on an H200; two sets of accumulators leave no registers for
 // them.
@@ -151,9 +155,13 @@ int64_t value_tile_bytes(int64_t keys, int64_t channels) {
   return std::max(16 * chunks * (keys + 16), keys * 16 * (chunks | 1));
 }
 
-bool takes_few_rows(const Problem& p) {
-  return p.group() * p.nq() <= kFewRows && p.nk() >= kManyKeys && p.method != Method::kOnline && !p.q_ends &&
-         !p.is_windowed;
+bool takes_few_rows(const Problem& p, const Gpu& gpu) {
+  if (p.nk() < kManyKeys || p.method == Method::kOnline || p.q_ends || p.is_windowed) return false;
+  if (row_tiles(p) == 1) return true;
+  // Other kernels take all keys of a row in one CTA. Where these are few, most of the GPU would be idle.
+  const int64_t tiles = p.batch() * p.k.shape[1] * row_tiles(p), ctas = p.batch() * p.heads() * ceil_div(p.nq(), 64);
+  return p.nk() >= kLeastKeysOfTiles && 2 * std::max(tiles, ctas) <= gpu.processors &&
+         p.batch() * p.heads() * p.nq() * p.nk() <= kMostScores;
 }
 
 bool any_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
@@ -193,16 +201,17 @@ void any_rows_launch(const Attention& a, Launch& launch) {
 }
 
 FewRows few_rows(const Problem& p, const Gpu& gpu) {
-  const int64_t heads = p.batch() * p.k.shape[1], tile = few_rows_tile(p, gpu).keys, tiles = ceil_div(p.nk(), tile);
+  const int64_t heads = p.batch() * p.k.shape[1], groups = heads * row_tiles(p);
+  const int64_t tile = few_rows_tile(p, gpu).keys, tiles = ceil_div(p.nk(), tile);
   const int64_t wanted = p.fixed.key_splits > 0
                              ? p.fixed.key_splits
-                             : std::max<int64_t>(1, std::min(tiles, kCtasPerProcessor * gpu.processors / heads));
+                             : std::max<int64_t>(1, std::min(tiles, kCtasPerProcessor * gpu.processors / groups));
   const int64_t most = kMostSums / tile;  // tiles of a CTA, whose sums have 32 bits
   FewRows few;
   few.keys = std::min(ceil_div(tiles, wanted), most) * tile, few.splits = ceil_div(p.nk(), few.keys);
-  few.score_bytes = heads * p.group() * p.nq() * padded(p.nk()) * 4;
-  few.maximum_bytes = heads * few.splits * few_rows_of_tile(p) * row_maxima(p) * 8;
-  few.sum_bytes = heads * few_rows_of_tile(p) * row_sums(p) * 4 * (1 + p.has_two_groups());  // of steps 1 and 2
+  few.score_bytes = heads * rows_of_key_head(p) * padded(p.nk()) * 4;
+  few.maximum_bytes = groups * few.splits * tile_rows(p) * row_maxima(p) * 8;
+  few.sum_bytes = groups * tile_rows(p) * row_sums(p) * 4 * (1 + p.has_two_groups());  // of steps 1 and 2
   return few;
 }
 
@@ -210,7 +219,7 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
   const Problem& p = a.p;
   const FewRows few = few_rows(p, a.gpu);
   const Tile tile = few_rows_tile(p, a.gpu);
-  const int64_t key_heads = p.k.shape[1], ctas = p.batch() * key_heads, dv = p.v.shape[3];
+  const int64_t key_heads = p.k.shape[1], ctas = p.batch() * key_heads * row_tiles(p), dv = p.v.shape[3];
   ::Params params = attention_parameters(a, 1, {});
   char* const workspace = a.memory.workspace;
   if (p.has_two_groups()) params.valueless = view(valueless_words(p, workspace + choice.valueless));
@@ -218,20 +227,22 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
                   i32(few.keys),
                   i32(p.group()),
                   i32(key_heads),
+                  i32(row_tiles(p)),
+                  i32(padded(p.nk())),
                   quotient_reciprocal(few.splits),
                   quotient_reciprocal(key_heads),
                   quotient_reciprocal(p.nq()),
-                  i32(padded(p.nk())),
+                  quotient_reciprocal(row_tiles(p)),
                   reinterpret_cast<i32*>(workspace + choice.key_scores),
                   reinterpret_cast<i64*>(workspace + choice.maxima),
                   reinterpret_cast<i32*>(workspace + choice.sums)};
   const int64_t of_keys = tile.stages * key_tile_bytes(tile.keys, p.head_dim());
-  const int64_t of_values = std::max(tile.stages * value_tile_bytes(tile.keys, ceil_div(dv, tile.slices)),
-                                     4 * few_rows_of_tile(p) * cta_sums(p));
+  const int64_t of_values =
+      std::max(tile.stages * value_tile_bytes(tile.keys, ceil_div(dv, tile.slices)), 4 * tile_rows(p) * cta_sums(p));
   // where the score constants come from: see few_rows.cu
   const int32_t scores = a.constants.score ? 0 : a.head_amax_in_kernel ? 2 : 1;
   // rows i and i + 8, which a lane has, may be of two heads
-  const bool has_scores_of_heads = p.group() * p.nq() > 8 && (scores || a.constants.score.shape[1] > 1);
+  const bool has_scores_of_heads = lane_rows(p) == 2 && (scores || a.constants.score.shape[1] > 1);
   const int64_t splits = ctas * few.splits;
   const int64_t grids[4][2] = {{splits, 1}, {splits, tile.slices}, {splits, tile.slices}, {ctas, 1}};
   const int64_t shared[4] = {of_keys, of_values, of_values, 0};

@@ -128,7 +128,8 @@ bool find_particular_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Re
                std::to_string(p.head_dim());
       });
     // long rows would read K and V for each query head, and a copy of V
-    if (takes_few_rows(p)) return why.no([] { return "few rows over many codes of keys have a kernel of their own"; });
+    if (p.fixed.kernel < 0 && takes_few_rows(p, gpu))
+      return why.no([] { return "few rows over many codes of keys have a kernel of their own"; });
   }
   const auto is_wanted = [&](Kernel k) { return p.fixed.kernel < 0 || p.fixed.kernel == int(k); };
   if (p.fixed.kernel >= 0 && is_for_any_shape(Kernel(p.fixed.kernel)))
@@ -221,7 +222,7 @@ bool find_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Refusal& why)
     return why.no([] { return "out_scale must not differ between channels"; });
   Refusal particular{why.wanted, {}};
   if (find_particular_kernel(p, gpu, kernel, particular)) return true;
-  if (any_rows_serve(p, gpu, why)) return kernel = takes_few_rows(p) ? Kernel::kFewRows : Kernel::kAnyRows, true;
+  if (any_rows_serve(p, gpu, why)) return kernel = takes_few_rows(p, gpu) ? Kernel::kFewRows : Kernel::kAnyRows, true;
   why.text = particular.text + "; " + why.text;
   return false;
 }

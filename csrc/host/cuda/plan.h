@@ -327,7 +327,7 @@ int32_t mask_kind(const Problem& p, const Tensor& mask);
 // Whether they find the batch of a mask that several batches share.
 bool repeats_masks_exactly(const Problem& p, Refusal& why);
 bool any_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
-bool takes_few_rows(const Problem& p);
+bool takes_few_rows(const Problem& p, const Gpu& gpu);
 void any_rows_launch(const Attention& a, Launch& launch);
 // How the keys of few rows are split, and the sizes of the memory that their launches share.
 struct FewRows {

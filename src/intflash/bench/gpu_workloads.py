@@ -93,6 +93,8 @@ CALLS = (
     ModelCall("Wan", 1, 12, 32760, 128),
     ModelCall("Llama prefill", 1, 32, 8192, 128, kv_heads=8, mask="causal"),
     ModelCall("Llama decode", 32, 32, 1, 128, nk=8192, kv_heads=8, cache=True),
+    ModelCall("Llama decode, batch 1", 1, 32, 1, 128, nk=8192, kv_heads=8, cache=True),
+    ModelCall("Llama, 8 tokens", 1, 32, 8, 128, nk=8192, kv_heads=8, cache=True),
     *(
         ModelCall(f"{name} batch {batch}", w.batched(batch).shape[0], w.heads, w.n, w.head_dim)
         for batch in (1, 8, 64, 1024)

@@ -177,6 +177,7 @@ def _sinks(method: str) -> Iterator[tuple[str, Problem]]:
             name = f"sinks of {octaves} octaves, {len(zeros)} zeros"
             yield f"few, {name}", ic.sinks(method, octaves, zeros, n=900, nq=5, **of_rows)
             yield f"few, rounded, {name}", ic.sinks(method, octaves, zeros, n=600, nq=5, **of_rows)
+            yield f"few, tiles, {name}", ic.sinks(method, octaves, zeros, n=4100, nq=21, **of_rows)
             yield f"packed, {name}", ic.sinks(method, octaves, zeros, n=860, nq=150, **of_rows, **ends)
             yield f"keep, {name}", ic.sinks(method, octaves, zeros, n=760, nq=60, keep=keep, **of_rows)
             yield f"wide, {name}", ic.sinks(method, octaves, zeros, n=860, nq=60, d=200, causal=800, **of_rows)
@@ -213,6 +214,11 @@ def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
     yield "few, bias", ic.codes(method, bias=bias, return_lse=True, **shape)
     masks = dict(bias=bias, keep=keep, causal=697)
     yield "few, bias, keep, causal", ic.codes(method, out_dtype=torch.float16, **masks, **shape)
+    tiles = dict(batch=1, heads=4, key_heads=2, nq=9, nk=4100, d=32, return_lse=True)  # two tiles of rows
+    masks = dict(bias=_bias(1, 4, 9, 4100), keep=torch.rand(1, 1, 9, 4100) < 0.5, causal=3900)
+    yield "few, tiles", ic.codes(method, **tiles)
+    yield "few, tiles, bias, keep, causal", ic.codes(method, out_dtype=torch.float16, **masks, **tiles)
+    yield "few, tiles, scales", ic.codes(method, kinds=("token", "head", "head"), out_dtype=torch.int16, **tiles)
     yield "few, scales", ic.codes(method, kinds=("token", "head", "head"), amax=400.0, out_dtype=torch.int16, **shape)
     q, k = torch.randn(2, 8, 2, 72).half(), torch.randn(2, 2, 850, 72).half()
     for nq, heads in ((1, 32), (3, 8)):  # rows i and i + 8 are of heads with other scales
@@ -506,6 +512,24 @@ def test_which_kernel_serves(gpu, monkeypatch):
         (replace(one, **ends), "any_rows"),
     ):
         assert plans.find_kernel(problem).kernel == kernel
+
+
+@pytest.mark.parametrize(
+    "batch, heads, nq, nk, kernel",
+    (
+        (32, 32, 1, 8192, "few_rows"), (1, 32, 4, 600, "few_rows"),  # one tile of rows of each of 8 key heads
+        (1, 32, 8, 8192, "few_rows"), (2, 32, 16, 8192, "few_rows"), (1, 8, 100, 20000, "few_rows"),
+        (1, 32, 8, 2000, "long_rows"),  # few keys
+        (2, 32, 32, 8192, "long_rows"), (1, 40, 128, 4096, "long_rows"),  # enough CTAs, or tiles of rows
+        (1, 32, 8, 100_000, "long_rows"),  # many scores
+    ),
+)  # fmt: skip
+def test_few_rows_are_taken_where_others_would_leave_the_gpu_idle(batch, heads, nq, nk, kernel, monkeypatch):
+    k = QTensor(torch.empty(batch, 8, nk, 128, dtype=torch.int8, device="meta"), torch.ones(1, 1, 1, 1), "tensor")
+    q = torch.empty(batch, heads, nq, 128, dtype=torch.float16, device="meta")
+    monkeypatch.setattr(plans, "gpu_of", lambda device: checks.HOPPER)
+    p = Problem("intflash_bfp", q, k, k, 0.1, out_dtype=torch.float16, recipe=Recipe())
+    assert plans.find_kernel(p).kernel == kernel
 
 
 def test_workspaces_of_few_rows_hold_every_key():
