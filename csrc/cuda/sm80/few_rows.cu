@@ -198,6 +198,25 @@ DEVICE bool note_zeros(Rows& rows, const Scores& s, u32 v_tile, i32 first) {
 }
 #endif
 
+// Finds the maxima of all ranges of keys. The threads share the ranges, because the answers of memory take long.
+DEVICE void finish_row_max(Rows& rows) {
+  constexpr int COUNT = KINDS * ROWS, PARTS = THREADS / COUNT;
+  __shared__ i64 maxima[PARTS][COUNT];
+  const i32 part = threadIdx.x / COUNT, i = threadIdx.x % COUNT;
+  i64 most = rows.work.maxima(0, 0)[i];
+#pragma unroll 4
+  for (i32 split = 1 + part; split < rows.p.split.splits; split += PARTS)
+    most = max(most, rows.work.maxima(split, 0)[i]);
+  maxima[part][i] = most;
+  __syncthreads();
+  rows.finish_row_max([&](int kind, int, int h) {
+    i64 most = maxima[0][kind * ROWS + rows.row_of(0, h)];
+#pragma unroll
+    for (int i = 1; i < PARTS; ++i) most = max(most, maxima[i][kind * ROWS + rows.row_of(0, h)]);
+    return most;
+  });
+}
+
 // Stores a row's Tmax, by one lane of all.
 DEVICE void store_t_max(const Rows& rows, int h) {
   const Work& work = rows.work;
@@ -274,11 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   TileRing<V_BYTES, decltype(load)> ring(shared_address(memory), load);
   Rows rows(p, work, 0);
   rows.init(0);
-  rows.finish_row_max([&](int kind, int, int h) {
-    i64 most = work.maxima(0, kind)[rows.row_of(0, h)];
-    for (i32 i = 1; i < p.split.splits; ++i) most = max(most, work.maxima(i, kind)[rows.row_of(0, h)]);
-    return most;
-  });
+  finish_row_max(rows);
   bool some_zeros = false;
 #pragma unroll 1
   for (i32 i = 0; i < tiles; ++i) {
