@@ -370,6 +370,8 @@ def test_integer_only(name, architecture):
     for method in METHODS:
         if method == "intflash_online" and "bias" in options or method == "intflash_bfp" and _has_masks(name):
             continue
+        if method == "intflash_online" and options["d"] == 256 and GPUS[architecture][3] < 120 << 10:
+            continue  # refused: test_shared_memory_fits_every_gpu
         if method == "intflash_bfp":
             launch = _dithered_launch(name, architecture)
         else:
