@@ -26,7 +26,7 @@ struct Share {
   u32 whole_reciprocal, rest_reciprocal, heads_reciprocal;
 };
 
-// How the keys of few rows are split, and the memory that their three kernels share (sm80/few_rows.cu). The host
+// How the rows and keys of few rows are split, and the memory that their kernels share (sm80/few_rows.cu). The host
 // computes the reciprocals for `quotient`.
 struct SplitKv {
   i32 splits, keys;      // of a key head; keys of a split
@@ -35,7 +35,7 @@ struct SplitKv {
   u32 splits_reciprocal, heads_reciprocal, queries_reciprocal, row_tiles_reciprocal;
   i32* scores;  // [B * Hk, group * Nq, pitch]
   i64* maxima;  // [B * Hk * row_tiles, splits, rows of a tile]
-  i32* sums;    // [B * Hk * row_tiles, rows of a tile, digits * padded channels + digits]: accumulators, then row sums
+  i32* sums;    // [B * Hk * row_tiles, copies, rows of a tile, ROW_SUMS]: accumulators, then row sums
 };
 
 // One struct for all attention kernels.

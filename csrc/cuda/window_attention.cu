@@ -412,7 +412,7 @@ struct Window {
     OperandA steps[DIGITS][STEPS] = {};
     i64 top[HALVES];
     SplitRow split[HALVES];
-    Score units[HALVES];
+    Score units[HALVES];  // first, so that no branch stands between the loads of both rows' biases
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
       const Score unit = units[h] = row_score(min(row + 8 * h, NQ - 1));

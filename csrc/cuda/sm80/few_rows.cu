@@ -16,8 +16,8 @@
 // The sums have 64 bits, because there may be more keys than 32 bits hold the sums of.
 //
 // Macros: STEP, TWO_GROUPS, LANE_ROWS (see softmax.cuh), and those of attention.cu without PACKED and ROW_TILES. METHOD
-// is any but Online, and KEYS is 32 * WARPS. SCORES: 0 the score constants are p.score; 1 they are computed here from
-// p.q_scale and p.k_scale; 2 so is Q's scale, of heads that have one row each.
+// is any but Online, and KEYS is WARP_KEYS * WARPS. SCORES: 0 the score constants are p.score; 1 they are computed here
+// from p.q_scale and p.k_scale; 2 so is Q's scale, of heads that have one row each.
 #define ROW_TILES 1
 #define WARP_KEYS 32
 #define READ_ONCE 1
@@ -139,12 +139,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
     const TileOperands tile(ring.wait(), 0, Work::warp_keys());
     const i32 first = work.first_key(i);
     Scores s;
-    rows.compute_scores<32>(tile, s);
+    rows.compute_scores<WARP_KEYS>(tile, s);
     ring.refill(i);
 #pragma unroll
     for (int h = 0; h < LANE_ROWS; ++h)
 #pragma unroll
-      for (int group = 0; group < 2; ++group) {
+      for (int group = 0; group < WARP_KEYS / 16; ++group) {
         const i32 key = first + first_key(group);
         if (rows.row_of(0, h) < work.rows && key < work.keys)
           store_global_16(work.scores(rows.row_of(0, h)) + key,
@@ -152,10 +152,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
                                     score_of(s, 0, h, group, 2), score_of(s, 0, h, group, 3)),
                           evict_last());
       }
-    if (!CAUSAL && first + 32 <= work.keys)
-      rows.method.update_row_max<32, false>(s, rows.masks, first, work.keys);
+    if (!CAUSAL && first + WARP_KEYS <= work.keys)
+      rows.method.update_row_max<WARP_KEYS, false>(s, rows.masks, first, work.keys);
     else
-      rows.method.update_row_max<32, true>(s, rows.masks, first, work.keys);
+      rows.method.update_row_max<WARP_KEYS, true>(s, rows.masks, first, work.keys);
   }
   store_maxima(rows);
 }
@@ -193,7 +193,7 @@ DEVICE bool note_zeros(Rows& rows, const Scores& s, u32 v_tile, i32 first) {
   const u32 mine = (zeros >> 4 * quad & 15) | (zeros >> (16 + 4 * quad) & 15) << 4;
   if (blockIdx.y == 0 && rows.work.first_row == 0 && threadIdx.x % 32 < 4)
     ((u8*)(rows.work.valueless(rows.p) + first / WORD_KEYS * 4 + quad))[first % WORD_KEYS / WARP_KEYS] = mine;
-  rows.method.template update_row_max<32, MASKED>(s, rows.masks, first, rows.work.keys, KeyBits{{mine}});
+  rows.method.template update_row_max<WARP_KEYS, MASKED>(s, rows.masks, first, rows.work.keys, KeyBits{{mine}});
   return zeros != 0;
 }
 #endif
@@ -297,12 +297,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   bool some_zeros = false;
 #pragma unroll 1
   for (i32 i = 0; i < tiles; ++i) {
-    const i32 first = work.first + i * KEYS + Work::warp_keys();
+    const i32 first = work.first_key(i);
     Scores s;
 #pragma unroll
     for (int h = 0; h < LANE_ROWS; ++h)
 #pragma unroll
-      for (int group = 0; group < 32 / 16; ++group) {
+      for (int group = 0; group < WARP_KEYS / 16; ++group) {
         const i32 row = min(rows.row_of(0, h), work.rows - 1), key = min(first + first_key(group), p.split.pitch - 4);
         const int4 x = load_global_16(work.scores(row) + key, evict_first());
         s[0][2 * group][2 * h] = x.x, s[0][2 * group][2 * h + 1] = x.y;
@@ -312,14 +312,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
     const TileOperands tile(0, v_tile, Work::warp_keys());
     ring.refill(i);
     if (first >= work.keys) continue;
-    const bool is_whole = !CAUSAL && first + 32 <= work.keys;
+    const bool is_whole = !CAUSAL && first + WARP_KEYS <= work.keys;
 #if TWO_GROUPS && STEP == 1
     some_zeros |= is_whole ? note_zeros<false>(rows, s, v_tile, first) : note_zeros<true>(rows, s, v_tile, first);
 #endif
     if (is_whole)
-      rows.add_values<32, false>(s, tile, first);
+      rows.add_values<WARP_KEYS, false>(s, tile, first);
     else
-      rows.add_values<32, true>(s, tile, first);
+      rows.add_values<WARP_KEYS, true>(s, tile, first);
   }
 #if TWO_GROUPS && STEP == 1
   if (blockIdx.y == 0) {

@@ -10,9 +10,9 @@ namespace {
 
 constexpr int64_t kChunk = 16;               // bytes of a copy, and channels that a row is padded to
 constexpr int64_t kTileRows = 16;            // of few_rows.cu, whose tile has 16 rows or 8
+constexpr int64_t kManyKeys = 512;           // from which on few_rows.cu is taken
 constexpr int64_t kLeastKeysOfTiles = 4096;  // from which on it takes several tiles of rows of a key head
 constexpr int64_t kMostScores = 1 << 24;     // of several tiles, which L2 should hold
-constexpr int64_t kManyKeys = 512;           // from which on it is taken
 constexpr int64_t kCtasPerProcessor = 2;     // of few_rows.cu, at least, where there are enough keys
 constexpr int64_t kLargeCache = 1 << 25;     // codes of K from which on few_rows.cu takes large tiles
 constexpr int64_t kTableBytes = 32 * 1024;   // of the table of P of `intflash_online`
@@ -109,14 +109,16 @@ int64_t rows_of_key_head(const Problem& p) { return p.group() * p.nq(); }
 int64_t lane_rows(const Problem& p) { return rows_of_key_head(p) <= kTileRows / 2 ? 1 : 2; }
 int64_t tile_rows(const Problem& p) { return kTileRows / 2 * lane_rows(p); }
 int64_t row_tiles(const Problem& p) { return ceil_div(rows_of_key_head(p), tile_rows(p)); }
+int64_t all_row_tiles(const Problem& p) { return p.batch() * p.k.shape[1] * row_tiles(p); }
 
-// Large tiles are faster for large caches, by measurements on an H200; two sets of accumulators leave no registers for
-// them.
+// Large tiles are faster for large caches, by measurements on an H200; accumulators of two operands of P leave no
+// registers for them.
 Tile few_rows_tile(const Problem& p, const Gpu& gpu) {
-  const int64_t dv = p.v.shape[3], d = std::max(p.head_dim(), dv), sets = lane_rows(p) == 1 ? 1 : digits(p.method);
-  const Tile usual{4, 1, 128, d <= 128 ? 4 : 2, 2, 1 + (sets * dv > 256)}, large{8, 1, 256, 3, 2, 1};
+  const int64_t dv = p.v.shape[3], d = std::max(p.head_dim(), dv);
+  const int64_t operands = lane_rows(p) == 1 ? 1 : digits(p.method);  // see softmax.cuh
+  const Tile usual{4, 1, 128, d <= 128 ? 4 : 2, 2, 1 + (operands * dv > 256)}, large{8, 1, 256, 3, 2, 1};
   const int64_t stage = std::max(key_tile_bytes(large.keys, p.head_dim()), value_tile_bytes(large.keys, dv));
-  if (sets > 1 || d > 128 || large.ctas_per_sm * large.stages * stage > gpu.shared_bytes) return usual;
+  if (operands > 1 || d > 128 || large.ctas_per_sm * large.stages * stage > gpu.shared_bytes) return usual;
   const bool is_faster = p.batch() * p.k.shape[1] * p.nk() * p.head_dim() >= kLargeCache;
   return (p.fixed.large_tiles < 0 ? is_faster : bool(p.fixed.large_tiles)) ? large : usual;
 }
@@ -159,8 +161,8 @@ bool takes_few_rows(const Problem& p, const Gpu& gpu) {
   if (p.nk() < kManyKeys || p.method == Method::kOnline || p.q_ends || p.is_windowed) return false;
   if (row_tiles(p) == 1) return true;
   // Other kernels take all keys of a row in one CTA. Where these are few, most of the GPU would be idle.
-  const int64_t tiles = p.batch() * p.k.shape[1] * row_tiles(p), ctas = p.batch() * p.heads() * ceil_div(p.nq(), 64);
-  return p.nk() >= kLeastKeysOfTiles && 2 * std::max(tiles, ctas) <= gpu.processors &&
+  const int64_t ctas = p.batch() * p.heads() * ceil_div(p.nq(), 64);
+  return p.nk() >= kLeastKeysOfTiles && 2 * std::max(all_row_tiles(p), ctas) <= gpu.processors &&
          p.batch() * p.heads() * p.nq() * p.nk() <= kMostScores;
 }
 
@@ -201,17 +203,17 @@ void any_rows_launch(const Attention& a, Launch& launch) {
 }
 
 FewRows few_rows(const Problem& p, const Gpu& gpu) {
-  const int64_t heads = p.batch() * p.k.shape[1], groups = heads * row_tiles(p);
+  const int64_t heads = p.batch() * p.k.shape[1], all_tiles = all_row_tiles(p);
   const int64_t tile = few_rows_tile(p, gpu).keys, tiles = ceil_div(p.nk(), tile);
   const int64_t wanted = p.fixed.key_splits > 0
                              ? p.fixed.key_splits
-                             : std::max<int64_t>(1, std::min(tiles, kCtasPerProcessor * gpu.processors / groups));
+                             : std::max<int64_t>(1, std::min(tiles, kCtasPerProcessor * gpu.processors / all_tiles));
   const int64_t most = kMostSums / tile;  // tiles of a CTA, whose sums have 32 bits
   FewRows few;
   few.keys = std::min(ceil_div(tiles, wanted), most) * tile, few.splits = ceil_div(p.nk(), few.keys);
   few.score_bytes = heads * rows_of_key_head(p) * padded(p.nk()) * 4;
-  few.maximum_bytes = groups * few.splits * tile_rows(p) * row_maxima(p) * 8;
-  few.sum_bytes = groups * tile_rows(p) * row_sums(p) * 4 * (1 + p.has_two_groups());  // of steps 1 and 2
+  few.maximum_bytes = all_tiles * few.splits * tile_rows(p) * row_maxima(p) * 8;
+  few.sum_bytes = all_tiles * tile_rows(p) * row_sums(p) * 4 * (1 + p.has_two_groups());  // of steps 1 and 2
   return few;
 }
 
@@ -219,7 +221,7 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
   const Problem& p = a.p;
   const FewRows few = few_rows(p, a.gpu);
   const Tile tile = few_rows_tile(p, a.gpu);
-  const int64_t key_heads = p.k.shape[1], ctas = p.batch() * key_heads * row_tiles(p), dv = p.v.shape[3];
+  const int64_t key_heads = p.k.shape[1], ctas = all_row_tiles(p), dv = p.v.shape[3];
   ::Params params = attention_parameters(a, 1, {});
   char* const workspace = a.memory.workspace;
   if (p.has_two_groups()) params.valueless = view(valueless_words(p, workspace + choice.valueless));

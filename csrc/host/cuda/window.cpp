@@ -58,8 +58,9 @@ Split choose_split(int64_t count, const Fixed& fixed) {
   return count > 66 ? Split{4, 16, 1} : Split{8, 8, 1};
 }
 
-// The number of warps per multiprocessor whose registers hold K and V as loaded, the scores and 40 other values. Warps
-// that share a window load only a part.
+// The number of warps per multiprocessor whose registers hold K and V as loaded, the scores and 40 other values. Where
+// warps share a window, each loads a part of its floats and has few rows: up to head_dim 48, ptxas then needs 128
+// registers at most.
 int64_t resident_warps(int64_t nk, int64_t d, int64_t itemsize, bool masked, bool shared) {
   if (shared && d <= 48) return 16;
   const int64_t key_tiles = ceil_div(nk, 8), groups = ceil_div(nk, 16), scores = key_tiles * (masked ? 11 : 4);
