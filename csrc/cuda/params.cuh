@@ -35,7 +35,7 @@ struct SplitKv {
   u32 splits_reciprocal, heads_reciprocal, queries_reciprocal, row_tiles_reciprocal;
   i32* scores;  // [B * Hk, group * Nq, pitch]
   i64* maxima;  // [B * Hk * row_tiles, splits, rows of a tile]
-  i32* sums;    // [B * Hk * row_tiles, copies, rows of a tile, ROW_SUMS]: accumulators, then row sums
+  void* sums;   // [B * Hk * row_tiles, copies] of TileSums
 };
 
 // One struct for all attention kernels.

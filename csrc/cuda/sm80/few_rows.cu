@@ -3,9 +3,8 @@
 // the keys, and each warp of a CTA takes 32 keys of a tile.
 //
 //   0  Q K^T and the row maxima of each range
-//   1  P below the exact maximum of all ranges, and P V
+//   1  P below the exact maximum of all ranges, and P V; the last CTA of a tile of rows stores the output
 //   2  of intflash_bfp: the same again of heads some of whose keys have no value
-//   3  the output
 //
 // All sums are exact integers, so that any split of the keys gives the same bits.
 //
@@ -26,13 +25,26 @@
 
 constexpr int ROWS = 8 * LANE_ROWS;
 constexpr int PADDED_CHANNELS = 16 * ALL_V_CHUNKS, DIGITS = METHOD::DIGITS, KINDS = METHOD::KINDS;
-// Of a row and a CTA: accumulators of each digit, then the sums of p, which TWO_GROUPS has of both kinds of keys.
-constexpr int CTA_SUMS = DIGITS * (PADDED_CHANNELS + 1) + TWO_GROUPS;
-// Of a row and all CTAs. With TWO_GROUPS: accumulators, both sums of p and the octave of keys without a value, in 64
-// bits; once of step 1 and once of step 2. The octave of step 1 and row 0 tells whether step 2 has sums.
-constexpr int ROW_SUMS = TWO_GROUPS ? 2 * (PADDED_CHANNELS + 3) : CTA_SUMS;
-constexpr int COPIES = TWO_GROUPS ? 2 : 1;
-static_assert(KEYS == WARP_KEYS * WARPS && (!TWO_GROUPS || KEYS % WORD_KEYS == 0));
+// Sums of a row and a warp, int32: accumulators of each digit, then the sums of p, which TWO_GROUPS has of both kinds
+// of keys. The pitch puts adjacent rows in different banks.
+constexpr int OWN_CHANNELS = 16 * V_CHUNKS, WARP_SUMS = DIGITS * (OWN_CHANNELS + 1) + TWO_GROUPS;
+constexpr int WARP_PITCH = (WARP_SUMS + 15) / 32 * 32 + 16;
+
+// The same of a row and all keys: CHANNELS and then LAST numbers, in which TWO_GROUPS has both digits.
+#if TWO_GROUPS
+typedef i64 Sum;
+constexpr int CHANNELS = PADDED_CHANNELS, LAST = 3, COPIES = 2;  // the last: the octave of the keys without a value
+#else
+typedef i32 Sum;
+constexpr int CHANNELS = DIGITS * PADDED_CHANNELS, LAST = DIGITS, COPIES = 1;
+#endif
+constexpr int ROW_SUMS = CHANNELS + LAST;
+// What the CTAs of a tile of rows add up: with TWO_GROUPS one of step 1 and one of step 2.
+struct TileSums {
+  Sum row[ROWS][ROW_SUMS];
+  u32 arrived;    // CTAs that have added their sums
+  u32 has_zeros;  // of step 1: whether some key has no value
+};
 
 // The rows and the range of keys of a CTA.
 struct Work {
@@ -66,33 +78,31 @@ struct Work {
   DEVICE i32* scores(i32 row) const {
     return p.split.scores + ((i64)key_head * all_rows() + first_row + row) * p.split.pitch;
   }
-  DEVICE i32* sums(i32 row, int copy = STEP == 2) const {
-    return p.split.sums + (((i64)of * COPIES + copy) * ROWS + row) * ROW_SUMS;
-  }
-  // Of TWO_GROUPS: whether some key has no value.
-  DEVICE i64& has_zeros() const { return ((i64*)sums(0, 0))[PADDED_CHANNELS + 2]; }
+  DEVICE TileSums& sums(int copy = STEP == 2) const { return ((TileSums*)p.split.sums)[(i64)of * COPIES + copy]; }
   DEVICE i64* maxima(i32 split, int kind) const {
     return p.split.maxima + (((i64)of * p.split.splits + split) * KINDS + kind) * ROWS;
   }
 };
 
-// Reads an accumulator of a row's sums, and what stands for the row.
+// Reads the sums of all keys, which other CTAs have written: an accumulator of a row, and what stands for the row.
+DEVICE Sum read_sum(const Sum& sum) { return *(volatile const Sum*)&sum; }
 #if TWO_GROUPS
-DEVICE void read_sums(const i32* sums, i32 channel, i32 fraction, P16Accumulator& acc) {
-  acc = rounded(((const i64*)sums)[channel], fraction);
+DEVICE void read_channel(const Sum* row, i32 channel, i32 fraction, P16Accumulator& acc) {
+  acc = rounded(read_sum(row[channel]), fraction);
 }
-DEVICE RowSum read_row(const i32* sums, i32 fraction, bool has_others) {
-  const u64* last = (const u64*)sums + PADDED_CHANNELS;
-  return SplitRow{0, 0, has_others ? (i32)last[2] : NO_EXPONENT}.sum(last[0], last[1], fraction);
+DEVICE RowSum read_row(const Sum* row, i32 fraction) {
+  const Sum* last = row + CHANNELS;
+  return SplitRow{0, 0, STEP == 2 ? (i32)read_sum(last[2]) : NO_EXPONENT}.sum(read_sum(last[0]), read_sum(last[1]),
+                                                                              fraction);
 }
 #else
-DEVICE void read_sums(const i32* sums, i32 channel, i32, i32& acc) { acc = sums[channel]; }
-DEVICE void read_sums(const i32* sums, i32 channel, i32, P16Accumulator& acc) {
-  acc = {sums[channel], sums[channel + PADDED_CHANNELS]};
+DEVICE void read_channel(const Sum* row, i32 channel, i32, i32& acc) { acc = read_sum(row[channel]); }
+DEVICE void read_channel(const Sum* row, i32 channel, i32, P16Accumulator& acc) {
+  acc = {read_sum(row[channel]), read_sum(row[channel + PADDED_CHANNELS])};
 }
-DEVICE PlainRow read_row(const i32* sums, i32, bool) {
-  const u32* last = (const u32*)sums + DIGITS * PADDED_CHANNELS;
-  return {DIGITS == 1 ? last[0] : (last[0] << 8) + last[DIGITS - 1]};
+DEVICE PlainRow read_row(const Sum* row, i32) {
+  const u32 high = read_sum(row[CHANNELS]), low = read_sum(row[CHANNELS + LAST - 1]);
+  return {DIGITS == 1 ? high : (high << 8) + low};
 }
 #endif
 
@@ -124,6 +134,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   wait_for_previous_kernel();
   let_next_kernel_start();
   const Work work(p, blockIdx.x);
+  Rows rows(p, work, 0);
+  const Rows::Inputs inputs = rows.load_inputs();
   const TileLoader loader(p, work.batch, work.kv_head, 0, work.keys);
   const i32 tiles = work.tiles();
   const auto load = [&](i32 i, u32 to) {
@@ -131,9 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   };
   TileRing<K_BYTES, decltype(load)> ring(shared_address(memory), load);
   if (work.split == 0)
-    for (i32 i = threadIdx.x; i < COPIES * ROWS * ROW_SUMS; i += THREADS) work.sums(0)[i] = 0;
-  Rows rows(p, work, 0);
-  rows.init(0);
+    for (u32 i = threadIdx.x; i < COPIES * sizeof(TileSums) / 4; i += THREADS) ((u32*)&work.sums(0))[i] = 0;
+  rows.init(0, inputs);
 #pragma unroll 1
   for (i32 i = 0; i < tiles; ++i) {
     const TileOperands tile(ring.wait(), 0, Work::warp_keys());
@@ -160,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   store_maxima(rows);
 }
 
-#elif STEP < 3
+#else
 #if TWO_GROUPS && STEP == 1
 // Returns a bit for each of a warp's 32 keys of a tile that has no value. key: the first of them.
 DEVICE u32 find_zeros(const Work& work, u32 v_tile, i32 key) {
@@ -200,13 +211,14 @@ DEVICE bool note_zeros(Rows& rows, const Scores& s, u32 v_tile, i32 first) {
 
 // Finds the maxima of all ranges of keys. The threads share the ranges, because the answers of memory take long.
 DEVICE void finish_row_max(Rows& rows) {
-  constexpr int COUNT = KINDS * ROWS, PARTS = THREADS / COUNT;
+  constexpr int COUNT = KINDS * ROWS, PARTS = THREADS / COUNT, AT_ONCE = 8;
   __shared__ i64 maxima[PARTS][COUNT];
-  const i32 part = threadIdx.x / COUNT, i = threadIdx.x % COUNT;
-  i64 most = rows.work.maxima(0, 0)[i];
-#pragma unroll 4
-  for (i32 split = 1 + part; split < rows.p.split.splits; split += PARTS)
-    most = max(most, rows.work.maxima(split, 0)[i]);
+  const i32 part = threadIdx.x / COUNT, i = threadIdx.x % COUNT, splits = rows.p.split.splits;
+  i64 most = rows.work.maxima(min(part, splits - 1), 0)[i];
+#pragma unroll 1
+  for (i32 first = part + PARTS; first < splits; first += AT_ONCE * PARTS)
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) most = max(most, rows.work.maxima(min(first + k * PARTS, splits - 1), 0)[i]);
   maxima[part][i] = most;
   __syncthreads();
   rows.finish_row_max([&](int kind, int, int h) {
@@ -228,89 +240,156 @@ DEVICE void store_t_max(const Rows& rows, int h) {
   }
 }
 
-// Adds a row's sums of a CTA to those of all.
-DEVICE void add_to_row(const i32* of_cta, i32* sums) {
+DEVICE void add(Sum& to, Sum x) {
+  if (!x) return;
 #if TWO_GROUPS
-  for (i32 i = threadIdx.x; i < PADDED_CHANNELS + 2; i += THREADS) {
-    const i32 *last = of_cta + 2 * PADDED_CHANNELS, *high = i < PADDED_CHANNELS ? of_cta + i : last;
-    const i64 sum = i > PADDED_CHANNELS    ? (i64)(u32)last[2]
-                    : i == PADDED_CHANNELS ? ((i64)(u32)last[0] << 8) + (u32)last[1]
-                                           : ((i64)high[0] << 8) + high[PADDED_CHANNELS];
-    if (sum) atomicAdd((u64*)sums + i, (u64)sum);
-  }
+  atomicAdd((u64*)&to, (u64)x);
 #else
-  for (i32 i = threadIdx.x; i < CTA_SUMS; i += THREADS)
-    if (of_cta[i]) atomicAdd(sums + i, of_cta[i]);
+  atomicAdd(&to, x);
 #endif
 }
 
-// Adds the sums of a CTA to those of its rows. sums: memory of the ring.
-DEVICE void add_to_sums(const Rows& rows, i32* sums) {
+// Adds the sums of a CTA to those of its rows. memory: that of the ring.
+DEVICE void add_to_sums(const Rows& rows, i32* memory) {
   const METHOD& method = rows.method;
-  __syncthreads();
-  for (i32 i = threadIdx.x; i < ROWS * CTA_SUMS; i += THREADS) sums[i] = 0;
-  __syncthreads();
+  const Work& work = rows.work;
+  TileSums& all = work.sums();
+  const auto of_warp = [&](i32 warp, i32 row) { return memory + (warp * ROWS + row) * WARP_PITCH; };
+  const i32 lane = threadIdx.x % 4;
+  __syncthreads();  // all warps have left the tiles
 #pragma unroll
   for (int h = 0; h < LANE_ROWS; ++h) {
-    i32* row = sums + rows.row_of(0, h) * CTA_SUMS;
+    const i32 row = rows.row_of(0, h);
+    i32* const to = of_warp(threadIdx.x / 32, row);
 #pragma unroll
     for (int digit = 0; digit < DIGITS; ++digit) {
+      to[DIGITS * OWN_CHANNELS + digit] = quad_sum(method.sums[digit][0][h]);
 #pragma unroll
-      for (int chunk = 0; chunk < V_CHUNKS; ++chunk)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const i32 channel = 16 * (first_chunk() + chunk) + threadIdx.x % 4 * 4 + j;
-          if (channel < PADDED_CHANNELS)
-            atomicAdd(row + digit * PADDED_CHANNELS + channel, method.accumulator(digit, 0, h, chunk, j));
-        }
-      if (blockIdx.y == 0) atomicAdd(row + DIGITS * PADDED_CHANNELS + digit, (i32)method.sums[digit][0][h]);
+      for (int chunk = 0; chunk < V_CHUNKS; ++chunk) {
+        const auto channel = [&](int j) { return (u32)method.accumulator(digit, 0, h, chunk, j); };
+        const u32 four[4] = {channel(0), channel(1), channel(2), channel(3)};
+        store_shared(shared_address(to + digit * OWN_CHANNELS + 16 * chunk + 4 * lane), four);
+      }
     }
 #if TWO_GROUPS
-    if (blockIdx.y == 0) atomicAdd(row + CTA_SUMS - 1, (i32)method.other_l[h]);
-    if (STEP == 2 && rows.work.split == 0 && blockIdx.y == 0 && threadIdx.x < 32 && threadIdx.x % 4 == 0 &&
-        rows.row_of(0, h) < rows.work.rows)
-      ((i64*)rows.work.sums(rows.row_of(0, h)))[PADDED_CHANNELS + 2] = method.other[h];
+    to[WARP_SUMS - 1] = quad_sum(method.other_l[h]);
+    if (STEP == 2 && work.split == 0 && blockIdx.y == 0 && threadIdx.x < 32 && lane == 0 && row < work.rows)
+      all.row[row][ROW_SUMS - 1] = method.other[h];
 #endif
     store_t_max(rows, h);
   }
   __syncthreads();
-  for (i32 row = 0; row < rows.work.rows; ++row) add_to_row(sums + row * CTA_SUMS, rows.work.sums(row));
+  // a number of all warps
+  const auto sum = [&](i32 row, i32 number) {
+    u32 sum = 0;
+#pragma unroll
+    for (i32 warp = 0; warp < WARPS; ++warp) sum += of_warp(warp, row)[number];
+    return sum;
+  };
+#pragma unroll 1
+  for (i32 i = threadIdx.x; i < work.rows * OWN_CHANNELS; i += THREADS) {
+    const i32 row = i / OWN_CHANNELS, own = i % OWN_CHANNELS, channel = 16 * first_chunk() + own;
+    if (channel >= PADDED_CHANNELS) continue;
+#if TWO_GROUPS
+    add(all.row[row][channel], ((Sum)(i32)sum(row, own) << 8) + (i32)sum(row, own + OWN_CHANNELS));
+#else
+    for (int digit = 0; digit < DIGITS; ++digit)
+      add(all.row[row][digit * PADDED_CHANNELS + channel], sum(row, digit * OWN_CHANNELS + own));
+#endif
+  }
+  if (blockIdx.y == 0 && threadIdx.x < work.rows) {
+    const i32 row = threadIdx.x, last = DIGITS * OWN_CHANNELS;
+#if TWO_GROUPS
+    add(all.row[row][CHANNELS], ((Sum)sum(row, last) << 8) + sum(row, last + 1));
+    add(all.row[row][CHANNELS + 1], sum(row, last + 2));
+#else
+    for (int digit = 0; digit < DIGITS; ++digit) add(all.row[row][CHANNELS + digit], sum(row, last + digit));
+#endif
+  }
+}
+
+// Whether this CTA is the last one of its rows that has added its sums.
+DEVICE bool is_last(const Work& work) {
+  __threadfence();
+  __syncthreads();
+  bool is_last = false;
+  if (threadIdx.x == 0) is_last = atomicAdd(&work.sums().arrived, 1) == work.p.split.splits * SLICES - 1;
+  is_last = __syncthreads_or(is_last);
+  __threadfence();
+  return is_last;
+}
+
+DEVICE void store_outputs(const Work& work) {
+  typedef METHOD::Accumulator Accumulator;
+  const Params& p = work.p;
+  for (i32 i = threadIdx.x; i < work.rows * (PADDED_CHANNELS / 4); i += THREADS) {
+    const i32 row = i / (PADDED_CHANNELS / 4), channel = i % (PADDED_CHANNELS / 4) * 4;
+    const RowPlace at = work.place(row);
+    const Sum* sums = work.sums().row[row];
+    const i32 fraction = TWO_GROUPS ? fraction_bits(p.nk) : 0;
+    const METHOD::Row rows[1] = {read_row(sums, fraction)};
+    if (p.l && channel == 0) p.l[((i64)work.batch * p.heads + at.head) * p.nq + at.row] = rows[0].l;
+    Accumulator acc[1][4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) read_channel(sums, channel + j, fraction, acc[0][j]);
+    const OutputConstants constants = load_output_constants<OUT>(p, work.batch, at.head, work.kv_head);
+    u32 words[1][SIZE<OUT>];
+    METHOD::OutputScales<OUT, 1>(rows, constants).outputs(acc, words);
+    store_channels<OUT>(p, work.batch, at, channel, words[0]);
+  }
+}
+
+// Loads a warp's scores of a tile, or others where it is past the last one.
+DEVICE void load_scores(const Rows& rows, i32 tile, Scores& s) {
+  const Work& work = rows.work;
+#pragma unroll
+  for (int h = 0; h < LANE_ROWS; ++h)
+#pragma unroll
+    for (int group = 0; group < WARP_KEYS / 16; ++group) {
+      const i32 row = min(rows.row_of(0, h), work.rows - 1);
+      const i32 key = min(work.first_key(tile) + first_key(group), rows.p.split.pitch - 4);
+      const int4 x = load_global_16(work.scores(row) + key, evict_first());
+      s[0][2 * group][2 * h] = x.x, s[0][2 * group][2 * h + 1] = x.y;
+      s[0][2 * group + 1][2 * h] = x.z, s[0][2 * group + 1][2 * h + 1] = x.w;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 memory[];
-  wait_for_previous_kernel();
-  let_next_kernel_start();
   const Work work(p, blockIdx.x);
 #if STEP == 2
-  if (!work.has_zeros()) return;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (!work.sums(0).has_zeros) return;
 #endif
+  Rows rows(p, work, 0);
+  const Rows::Inputs inputs = rows.load_inputs();
   const TileLoader loader(p, work.batch, work.kv_head, 0, work.keys);
   const i32 tiles = work.tiles();
   const auto load = [&](i32 i, u32 to) {
     if (i < tiles) loader.load_v(to, work.first + i * KEYS);
   };
   TileRing<V_BYTES, decltype(load)> ring(shared_address(memory), load);
-  Rows rows(p, work, 0);
-  rows.init(0);
+  rows.init(0, inputs);
+#if STEP == 1
+  // Step 0 has let this kernel start when all kernels before step 0 had ended, so that the inputs could be read.
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+#endif
   finish_row_max(rows);
   bool some_zeros = false;
+  Scores next;
+  load_scores(rows, 0, next);
 #pragma unroll 1
   for (i32 i = 0; i < tiles; ++i) {
     const i32 first = work.first_key(i);
     Scores s;
 #pragma unroll
-    for (int h = 0; h < LANE_ROWS; ++h)
-#pragma unroll
-      for (int group = 0; group < WARP_KEYS / 16; ++group) {
-        const i32 row = min(rows.row_of(0, h), work.rows - 1), key = min(first + first_key(group), p.split.pitch - 4);
-        const int4 x = load_global_16(work.scores(row) + key, evict_first());
-        s[0][2 * group][2 * h] = x.x, s[0][2 * group][2 * h + 1] = x.y;
-        s[0][2 * group + 1][2 * h] = x.z, s[0][2 * group + 1][2 * h + 1] = x.w;
-      }
+    for (int j = 0; j < WARP_KEYS / 2; ++j) s[0][j / 4][j % 4] = next[0][j / 4][j % 4];
     const u32 v_tile = ring.wait();
     const TileOperands tile(0, v_tile, Work::warp_keys());
     ring.refill(i);
+    load_scores(rows, i + 1, next);
     if (first >= work.keys) continue;
     const bool is_whole = !CAUSAL && first + WARP_KEYS <= work.keys;
 #if TWO_GROUPS && STEP == 1
@@ -322,34 +401,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
       rows.add_values<WARP_KEYS, true>(s, tile, first);
   }
 #if TWO_GROUPS && STEP == 1
-  if (blockIdx.y == 0) {
-    store_maxima(rows);  // those of step 0 again, where all keys of the range have a value
-    if (some_zeros && threadIdx.x % 32 == 0) work.has_zeros() = 1;
+  if (blockIdx.y == 0 && __syncthreads_or(some_zeros)) {
+    store_maxima(rows);
+    if (threadIdx.x == 0) work.sums().has_zeros = 1;
   }
 #endif
   add_to_sums(rows, (i32*)memory);
-}
-#else
-extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_constant__ Params p) {
-  typedef METHOD::Accumulator Accumulator;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  const Work work(p, blockIdx.x * p.split.splits);
-  for (i32 i = threadIdx.x; i < work.rows * (PADDED_CHANNELS / 4); i += THREADS) {
-    const i32 row = i / (PADDED_CHANNELS / 4), channel = i % (PADDED_CHANNELS / 4) * 4;
-    const RowPlace at = work.place(row);
-    const bool has_others = TWO_GROUPS && work.has_zeros();
-    const i32* sums = work.sums(row, has_others);
-    const i32 fraction = TWO_GROUPS ? fraction_bits(p.nk) : 0;
-    const METHOD::Row rows[1] = {read_row(sums, fraction, has_others)};
-    if (p.l && channel == 0) p.l[((i64)work.batch * p.heads + at.head) * p.nq + at.row] = rows[0].l;
-    Accumulator acc[1][4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) read_sums(sums, channel + j, fraction, acc[0][j]);
-    const OutputConstants constants = load_output_constants<OUT>(p, work.batch, at.head, work.kv_head);
-    u32 words[1][SIZE<OUT>];
-    METHOD::OutputScales<OUT, 1>(rows, constants).outputs(acc, words);
-    store_channels<OUT>(p, work.batch, at, channel, words[0]);
-  }
+  if (!is_last(work)) return;
+#if TWO_GROUPS && STEP == 1
+  if (*(volatile u32*)&work.sums().has_zeros) return;
+#endif
+  store_outputs(work);
 }
 #endif

@@ -65,40 +65,61 @@ struct WarpRows {
   DEVICE const u8* query(const RowPlace& at) const {
     return p.q.ptr + (head_offset(p.q, work.batch, at.head) + at.row * p.q.n) * SIZE<QUERY>;
   }
-  // The scale of a row of floats. With SCORES 2 the row is its head's only one, and has a scale of its own maximum.
-  DEVICE float query_scale(const RowPlace& at) const {
-    if constexpr (SCORES != 2) {
-      return *head_element<float>(p.q_scale, work.batch, at.head);
-    } else {
-      const u8* from = query(at);
-      u32 most = 0;
-#pragma unroll
-      for (int i = 0; i < 2 * K_STEPS; ++i) {
-        const u32 channel = 16 * i + threadIdx.x % 4 * 4;
-        typename In::Raw<1> raw;
-        load_words(from + min(channel, HEAD_DIM - 4) * SIZE<QUERY>, raw.word);
-        for (u32 word : raw.word) most = max_magnitudes(most, word, QUERY{});
-      }
-      most = max_of_pair(most, QUERY{});
-      for (int step = 1; step < 4; step *= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
-      return scale_of_magnitude<QUERY>(most);
-    }
-  }
-
-  DEVICE void load_query() {
+  // Q and its scales as memory has them.
+  struct Inputs {
+    typename In::template Raw<1> chunk[ROW_TILES][LANE_ROWS][2 * K_STEPS];  // of four channels
+    OfRows<float> q_scale;
+    float k_scale;
+  };
+  DEVICE Inputs load_inputs() const {
+    Inputs inputs;
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
       for (int h = 0; h < LANE_ROWS; ++h) {
         const RowPlace at = place(m, h);
         const u8* from = query(at);
-        float inverse = 1.0f;
-        if constexpr (SIZE<QUERY> > 1) inverse = In::usable_inverse(__frcp_rn(query_scale(at)));
 #pragma unroll
         for (int i = 0; i < 2 * K_STEPS; ++i) {
           const u32 channel = 16 * i + threadIdx.x % 4 * 4;
-          typename In::Raw<1> raw;
-          load_words(from + min(channel, HEAD_DIM - 4) * SIZE<QUERY>, raw.word);
+          load_words(from + min(channel, HEAD_DIM - 4) * SIZE<QUERY>, inputs.chunk[m][h][i].word);
+        }
+        if constexpr (SIZE<QUERY> > 1 && SCORES != 2)
+          inputs.q_scale[m][h] = *head_element<float>(p.q_scale, work.batch, at.head);
+      }
+    if constexpr (SCORES == 1 || SCORES == 2)
+      inputs.k_scale = *head_element<float>(p.k_scale, work.batch, work.kv_head);
+    return inputs;
+  }
+  // The scale of a row of floats. With SCORES 2 the row is its head's only one, and has a scale of its own maximum.
+  DEVICE float query_scale(const Inputs& inputs, int m, int h) const {
+    if constexpr (SCORES != 2) {
+      return inputs.q_scale[m][h];
+    } else {
+      u32 most = 0;
+#pragma unroll
+      for (int i = 0; i < 2 * K_STEPS; ++i)
+        for (u32 word : inputs.chunk[m][h][i].word) most = max_magnitudes(most, word, QUERY{});
+      most = max_of_pair(most, QUERY{});
+      for (int step = 1; step < 4; step *= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
+      return scale_of_magnitude<QUERY>(most);
+    }
+  }
+
+  DEVICE void set_query(Inputs& inputs) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int h = 0; h < LANE_ROWS; ++h) {
+        float inverse = 1.0f;
+        if constexpr (SIZE<QUERY> > 1) {
+          inputs.q_scale[m][h] = query_scale(inputs, m, h);
+          inverse = In::usable_inverse(__frcp_rn(inputs.q_scale[m][h]));
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * K_STEPS; ++i) {
+          const u32 channel = 16 * i + threadIdx.x % 4 * 4;
+          typename In::template Raw<1>& raw = inputs.chunk[m][h][i];
           if (In::has_far_values(inverse)) In::clamp_far_values(raw, inverse);
           u32 w[1];
           In::codes(raw, inverse, w);
@@ -106,16 +127,17 @@ struct WarpRows {
         }
       }
   }
-  DEVICE Score score_of(int m, int h) const {
+  DEVICE Score score_of(const Inputs& inputs, int m, int h) const {
     if constexpr (SCORES == 3) return work.score;
+    if constexpr (SCORES) return score_constants(inputs.q_scale[m][h], inputs.k_scale, p.sm_scale);
     const RowPlace at = place(m, h);
-    if constexpr (SCORES)
-      return score_constants(query_scale(at), *head_element<float>(p.k_scale, work.batch, work.kv_head), p.sm_scale);
     return unpack_score(((const i64*)p.score.ptr)[head_offset(p.score, work.batch, at.head) + at.row * p.score.n]);
   }
-  DEVICE void init(u32 table) {
-    load_query();
-    const auto scores = [&](int m, int h) { return score_of(m, h); };
+  DEVICE void init(u32 table) { init(table, load_inputs()); }
+  // The same where they have been loaded early.
+  DEVICE void init(u32 table, Inputs inputs) {
+    set_query(inputs);
+    const auto scores = [&](int m, int h) { return score_of(inputs, m, h); };
     if constexpr (Method::FINDS_ZEROS)
       method.init(scores, work.valueless(p), work.keys);
     else

@@ -14,7 +14,6 @@ constexpr int64_t kManyKeys = 512;           // from which on few_rows.cu is tak
 constexpr int64_t kLeastKeysOfTiles = 4096;  // from which on it takes several tiles of rows of a key head
 constexpr int64_t kMostScores = 1 << 24;     // of several tiles, which L2 should hold
 constexpr int64_t kCtasPerProcessor = 2;     // of few_rows.cu, at least, where there are enough keys
-constexpr int64_t kLargeCache = 1 << 25;     // codes of K from which on few_rows.cu takes large tiles
 constexpr int64_t kTableBytes = 32 * 1024;   // of the table of P of `intflash_online`
 
 // A file of csrc/cuda with its macros: those of attention.cu and few_rows.cu, then its own.
@@ -111,22 +110,28 @@ int64_t tile_rows(const Problem& p) { return kTileRows / 2 * lane_rows(p); }
 int64_t row_tiles(const Problem& p) { return ceil_div(rows_of_key_head(p), tile_rows(p)); }
 int64_t all_row_tiles(const Problem& p) { return p.batch() * p.k.shape[1] * row_tiles(p); }
 
-// Large tiles are faster for large caches, by measurements on an H200; accumulators of two operands of P leave no
-// registers for them.
+// Large tiles are faster, by measurements on an H200; accumulators of two operands of P leave no registers for them.
 Tile few_rows_tile(const Problem& p, const Gpu& gpu) {
   const int64_t dv = p.v.shape[3], d = std::max(p.head_dim(), dv);
   const int64_t operands = lane_rows(p) == 1 ? 1 : digits(p.method);  // see softmax.cuh
   const Tile usual{4, 1, 128, d <= 128 ? 4 : 2, 2, 1 + (operands * dv > 256)}, large{8, 1, 256, 3, 2, 1};
   const int64_t stage = std::max(key_tile_bytes(large.keys, p.head_dim()), value_tile_bytes(large.keys, dv));
   if (operands > 1 || d > 128 || large.ctas_per_sm * large.stages * stage > gpu.shared_bytes) return usual;
-  const bool is_faster = p.batch() * p.k.shape[1] * p.nk() * p.head_dim() >= kLargeCache;
-  return (p.fixed.large_tiles < 0 ? is_faster : bool(p.fixed.large_tiles)) ? large : usual;
+  return p.fixed.large_tiles == 0 ? usual : large;
 }
 
-// Sums of a row of a CTA and of all, and maxima: int32 and int64 numbers of few_rows.cu.
-int64_t cta_sums(const Problem& p) { return digits(p.method) * (padded(p.v.shape[3]) + 1) + p.has_two_groups(); }
-int64_t row_sums(const Problem& p) { return p.has_two_groups() ? 2 * (padded(p.v.shape[3]) + 3) : cta_sums(p); }
-int64_t row_maxima(const Problem& p) { return 1 + p.has_two_groups(); }
+// Bytes that few_rows.cu has in shared memory for the sums of a CTA's warps, and of a tile of rows in global memory for
+// all sums of a step and for the maxima of a split.
+int64_t warp_sums_bytes(const Problem& p, const Tile& tile) {
+  const int64_t channels = kChunk * ceil_div(ceil_div(p.v.shape[3], kChunk), tile.slices);
+  const int64_t sums = digits(p.method) * (channels + 1) + p.has_two_groups();
+  return 4 * tile.warps * tile_rows(p) * ((sums + 15) / 32 * 32 + 16);
+}
+int64_t tile_sums_bytes(const Problem& p) {
+  const int64_t channels = padded(p.v.shape[3]);
+  return 8 + tile_rows(p) * (p.has_two_groups() ? 8 * (channels + 3) : 4 * digits(p.method) * (channels + 1));
+}
+int64_t tile_maxima_bytes(const Problem& p) { return 8 * tile_rows(p) * (1 + p.has_two_groups()); }
 
 }  // namespace
 
@@ -212,8 +217,8 @@ FewRows few_rows(const Problem& p, const Gpu& gpu) {
   FewRows few;
   few.keys = std::min(ceil_div(tiles, wanted), most) * tile, few.splits = ceil_div(p.nk(), few.keys);
   few.score_bytes = heads * rows_of_key_head(p) * padded(p.nk()) * 4;
-  few.maximum_bytes = all_tiles * few.splits * tile_rows(p) * row_maxima(p) * 8;
-  few.sum_bytes = all_tiles * tile_rows(p) * row_sums(p) * 4 * (1 + p.has_two_groups());  // of steps 1 and 2
+  few.maximum_bytes = all_tiles * few.splits * tile_maxima_bytes(p);
+  few.sum_bytes = all_tiles * tile_sums_bytes(p) * (1 + p.has_two_groups());  // of steps 1 and 2
   return few;
 }
 
@@ -237,27 +242,24 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan) {
                   quotient_reciprocal(row_tiles(p)),
                   reinterpret_cast<i32*>(workspace + choice.key_scores),
                   reinterpret_cast<i64*>(workspace + choice.maxima),
-                  reinterpret_cast<i32*>(workspace + choice.sums)};
+                  workspace + choice.sums};
   const int64_t of_keys = tile.stages * key_tile_bytes(tile.keys, p.head_dim());
   const int64_t of_values =
-      std::max(tile.stages * value_tile_bytes(tile.keys, ceil_div(dv, tile.slices)), 4 * tile_rows(p) * cta_sums(p));
+      std::max(tile.stages * value_tile_bytes(tile.keys, ceil_div(dv, tile.slices)), warp_sums_bytes(p, tile));
   // where the score constants come from: see few_rows.cu
   const int32_t scores = a.constants.score ? 0 : a.head_amax_in_kernel ? 2 : 1;
   // rows i and i + 8, which a lane has, may be of two heads
   const bool has_scores_of_heads = lane_rows(p) == 2 && (scores || a.constants.score.shape[1] > 1);
   const int64_t splits = ctas * few.splits;
-  const int64_t grids[4][2] = {{splits, 1}, {splits, tile.slices}, {splits, tile.slices}, {ctas, 1}};
-  const int64_t shared[4] = {of_keys, of_values, of_values, 0};
-  for (int step : {0, 1, 2, 3}) {
-    if (step == 2 && !p.has_two_groups()) continue;
+  for (int step = 0; step < 2 + p.has_two_groups(); ++step) {
     Launch& launch = plan.next();
     set_macros(a, tile, p.is_causal, kFewRowsSource,
                {p.has_two_groups(), int32_t(lane_rows(p)), scores, step, dither_macro(p)}, launch.program);
     if (has_scores_of_heads) launch.program.values[kRowScales] = 1;
     launch.set_parameters<::Params>() = params;
-    launch.grid[0] = uint32_t(grids[step][0]), launch.grid[1] = uint32_t(grids[step][1]);
+    launch.grid[0] = uint32_t(splits), launch.grid[1] = uint32_t(step == 0 ? 1 : tile.slices);
     launch.threads = uint32_t(32 * tile.warps);
-    launch.shared_bytes = uint32_t(shared[step]);
+    launch.shared_bytes = uint32_t(step == 0 ? of_keys : of_values);
   }
 }
 

@@ -120,7 +120,7 @@ struct Refusal {
 
 // A file of csrc/cuda: its kernel's name, and the macros with which it is compiled, with the names that stand for their
 // values where they are no numbers.
-constexpr int kMostLaunches = 7;  // of a call: scales, constants, codes, keys without a value, up to three of attention
+constexpr int kMostLaunches = 6;  // of a call: scales, constants, codes, keys without a value, up to three of attention
 constexpr int kMostMacros = 23;
 struct Macro {
   const char* name;

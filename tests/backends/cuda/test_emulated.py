@@ -84,11 +84,12 @@ class Pointers(ctypes.Structure):
     _fields_ = [("source", ctypes.c_uint64), ("out", ctypes.c_uint64)]
 
 
-def ran(body: str, shared_bytes: int = 512, overlaps: bool = False) -> bool:
+def ran(body: str, shared_bytes: int = 512, overlaps: bool = False, reads_early: bool = False) -> bool:
     """Whether a warp copied 16 bytes per thread through shared memory correctly."""
     source, out = torch.arange(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
     pointers = Pointers(source.data_ptr(), out.data_ptr())
-    emulate.run_ptx(PTX.format(body=body), (1, 1, 1), 32, shared_bytes, [pointers], [source, out], overlaps)
+    text, early = PTX.format(body=body), [source] * reads_early
+    emulate.run_ptx(text, (1, 1, 1), 32, shared_bytes, [pointers], [source, out], overlaps, early=early)
     return torch.equal(source[::4], out[::4])
 
 
@@ -96,9 +97,12 @@ def test_the_emulator_finds_forbidden_accesses_and_deadlocks():
     assert ran(f"{LOAD} cp.async.wait_all; {STORE}")
     assert not ran(f"{LOAD} {STORE}")  # no wait for the copies
     assert ran(f"griddepcontrol.wait; {LOAD} cp.async.wait_all; {STORE}", overlaps=True)
+    early = f"{LOAD} cp.async.wait_all;"
+    assert ran(f"{early} griddepcontrol.wait; {STORE}", overlaps=True, reads_early=True)
     for body, message, options in (
         (f"{LOAD} cp.async.wait_all; {STORE}", "496 of 496 of shared memory", dict(shared_bytes=496)),
-        (f"{LOAD} cp.async.wait_all; {STORE}", "before griddepcontrol.wait", dict(overlaps=True)),
+        (f"{early} {STORE}", "before griddepcontrol.wait", dict(overlaps=True)),
+        (f"{early} {STORE}", "before griddepcontrol.wait", dict(overlaps=True, reads_early=True)),
         ("@!%p1 bar.sync 0;", "deadlock: 31 threads", {}),
         ("st.global.u32 [%rd2+-4], %r1;", "outside of every tensor", {}),
         ("ld.global.u32 %r4, [%rd1+2];", "is no multiple of 4", {}),

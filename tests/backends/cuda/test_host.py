@@ -108,7 +108,7 @@ def test_launches_of_float_q_beside_codes():
         p = Problem("intflash", torch.zeros(2, 8, nq, d, dtype=torch.float16), k, k, 0.125, **options)
         return [launch.program.file for launch in checks.planned(p).launches]
 
-    few = ["sm80/few_rows.cu"] * 3
+    few = ["sm80/few_rows.cu"] * 2
     static = Recipe(q_scale=0.1)
     assert files(1, 600) == few and files(1, 600, recipe=static) == few and files(4, 600, recipe=static) == few
     assert files(2, 600) == ["head_absmax.cu", *few] and files(1, 600, recipe=Recipe("tensor")) == files(2, 600)

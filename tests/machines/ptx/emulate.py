@@ -14,7 +14,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import ptx
@@ -31,6 +31,15 @@ _CXX = "-std=c++17 -O1 -shared -fPIC -fwrapv -ffp-contract=off -fno-math-errno -
 
 class EmulationError(RuntimeError):
     """What a kernel did that is forbidden."""
+
+
+class _previous:
+    """The launch before: its plan's workspace, and what of its memory it has not changed. All kernels wait for the
+    previous one and only then let the next one start, so that the next launch of the plan may read that at once.
+    """
+
+    workspace: tuple[tuple[int, int], ...] | None = None
+    unchanged: frozenset[tuple[int, int]] = frozenset()
 
 
 def unavailable() -> str | None:
@@ -76,29 +85,39 @@ def run(launch: program.CudaLaunch, seed: int = 0) -> None:
     # a workspace is one tensor: only its parts may be accessed
     bounds = {b for b in bounds if not any(b[0] <= start < b[1] for start, _ in parts)} | parts
     text, shared = ptx_of(launch.program), launch.shared_bytes
-    _run(text, launch.grid, launch.threads, shared, structs, bounds, launch.overlaps, seed)
+    early = _previous.unchanged if launch.workspace and launch.workspace is _previous.workspace else frozenset()
+    before = {part: ctypes.string_at(part[0], part[1] - part[0]) for part in bounds}
+    _run(text, launch.grid, launch.threads, shared, structs, bounds, launch.overlaps, seed, early)
+    unchanged = {part for part, x in before.items() if ctypes.string_at(part[0], part[1] - part[0]) == x}
+    _previous.workspace, _previous.unchanged = launch.workspace, frozenset(unchanged)
 
 
 def run_ptx(
     text: str, grid: tuple[int, int, int], threads: int, shared_bytes: int,
     structs: Sequence[ctypes.Structure | ctypes.Array], tensors: Iterable[Tensor], overlaps: bool = False,
-    seed: int = 0,
+    seed: int = 0, early: Iterable[Tensor] = (),
 ) -> None:  # fmt: skip
-    """Runs the kernel `attention` of a module, which may access these tensors. structs: its parameters."""
-    _run(text, grid, threads, shared_bytes, structs, map(_bounds, tensors), overlaps, seed)
+    """Runs the kernel `attention` of a module, which may access these tensors. structs: its parameters; early: tensors
+    that it may read before the previous kernel has ended.
+    """
+    bounds = map(_bounds, tensors)
+    _run(text, grid, threads, shared_bytes, structs, bounds, overlaps, seed, set(map(_bounds, early)))
 
 
 def _run(
     text: str, grid: tuple[int, int, int], threads: int, shared_bytes: int,
     structs: Sequence[ctypes.Structure | ctypes.Array], memory: Iterable[tuple[int, int]], overlaps: bool, seed: int,
+    early: Collection[tuple[int, int]] = (),
 ) -> None:  # fmt: skip
-    """memory: (first byte, byte past the last) of what the kernel may access."""
+    """memory: (first byte, byte past the last) of what the kernel may access. early: what of it the kernel may read
+    before the previous one has ended.
+    """
     library, static, cluster = _library(text)
     pointers = (ctypes.c_void_p * 4)(*map(ctypes.addressof, structs))
-    bounds = [bound for part in memory for bound in part]
+    bounds = [x for part in memory for x in (*part, part in early)]
     failed = library.launch(
         (ctypes.c_uint32 * 3)(*grid), (ctypes.c_uint32 * 3)(*cluster), threads, shared_bytes + static, pointers,
-        (ctypes.c_uint64 * len(bounds))(*bounds), len(bounds) // 2, overlaps, ctypes.c_uint64(seed),
+        (ctypes.c_uint64 * len(bounds))(*bounds), len(bounds) // 3, overlaps, ctypes.c_uint64(seed),
     )  # fmt: skip
     if failed:
         raise EmulationError(failed.decode())

@@ -25,11 +25,13 @@ constexpr size_t kStack = 64 << 10;
 
 struct Range {
   u64 first, last;
+  u64 early;  // whether it may be read before griddepcontrol.wait
 };
 
 struct Barrier {
   int arrived = 0;
   u64 generation = 0;
+  bool any = false, any_before = false;  // of the conditions of the threads: of this generation and of the last one
 };
 
 // Asynchronous operations: pending ones, and groups closed by a commit.
@@ -145,6 +147,11 @@ static void meet(Barrier& barrier, int count, Last last) {
   }
 }
 static void meet(Barrier& barrier, int count) { meet(barrier, count, [] {}); }
+static bool meet_any(Barrier& barrier, int count, bool condition) {
+  barrier.any |= condition;
+  meet(barrier, count, [&] { barrier.any_before = barrier.any, barrier.any = false; });
+  return barrier.any_before;
+}
 
 static void cluster_arrive() {
   self->generation = of_cluster.generation;
@@ -206,7 +213,7 @@ extern "C" const char* launch(const u32* grid, const u32* size, u32 threads, u32
                               bool overlaps, u64 seed) {
   for (int i = 0; i < 4; ++i) parameters[i] = structs[i];
   ranges.clear();
-  for (u32 i = 0; i < count; ++i) ranges.push_back({tensors[2 * i], tensors[2 * i + 1]});
+  for (u32 i = 0; i < count; ++i) ranges.push_back({tensors[3 * i], tensors[3 * i + 1], tensors[3 * i + 2]});
   if (_setjmp(failure)) return message.c_str();
   for (u32 i = 0; i < 3; ++i)
     if (grid[i] % size[i]) return "the grid is no multiple of the cluster";

@@ -23,14 +23,22 @@ static u8* cluster_at(u32 address, u32 bytes, int line, u32 align) {
   return at;
 }
 
-// Memory that no kernel writes.
-static u8* constant_at(u64 address, u32 bytes, int line, u32 align) {
+static const Range& range_at(u64 address, u32 bytes, int line, u32 align) {
   if (address % align) fail(line, "address %llx is no multiple of %u", (unsigned long long)address, align);
   for (const Range& range : ranges)
-    if (address >= range.first && address + bytes <= range.last) return reinterpret_cast<u8*>(address);
+    if (address >= range.first && address + bytes <= range.last) return range;
   fail(line, "%u bytes at %llx: outside of every tensor", bytes, (unsigned long long)address);
 }
-
+// Memory that no kernel writes.
+static u8* constant_at(u64 address, u32 bytes, int line, u32 align) {
+  range_at(address, bytes, line, align);
+  return reinterpret_cast<u8*>(address);
+}
+// Memory that is read.
+static u8* source_at(u64 address, u32 bytes, int line, u32 align) {
+  if (!range_at(address, bytes, line, align).early && !block->previous_done) fail(line, "global memory before griddepcontrol.wait");
+  return reinterpret_cast<u8*>(address);
+}
 static u8* global_at(u64 address, u32 bytes, int line, u32 align) {
   if (!block->previous_done) fail(line, "global memory before griddepcontrol.wait");
   return constant_at(address, bytes, line, align);
@@ -68,7 +76,7 @@ static void perform(const Copy& copy, int line) {
   if (!copy.map) {
     u8* to = shared_at(copy.to, copy.bytes, line, copy.bytes);
     memset(to, 0, copy.bytes);
-    if (copy.present) memcpy(to, global_at(reinterpret_cast<u64>(copy.from), copy.present, line, copy.bytes), copy.present);
+    if (copy.present) memcpy(to, source_at(reinterpret_cast<u64>(copy.from), copy.present, line, copy.bytes), copy.present);
     return;
   }
   const u64 *size = copy.map + 1, *stride = copy.map + 6, *box = copy.map + 10;

@@ -268,13 +268,15 @@ class _Translator:
         functions = {"shared.u64": "generic_of_shared", "to.shared.u64": "shared_of_generic"}
         return self.put(f"{functions[kind]}({self.get(1, 'u64')})") if kind in functions else None
 
-    def _memory(self, at: int, count: int) -> str:
-        """Returns the host's address of `count` elements."""
+    def _memory(self, at: int, count: int, reads: bool = False) -> str:
+        """Returns the host's address of `count` elements. reads: they are only read."""
         space = next((x for x in ("param", "global", "cluster", "shared") if x in self.parts), "generic")
         if space == "param":
             return f"reinterpret_cast<const u8*>({self.address(at, 'u64')})"
         if space == "global" and "nc" in self.parts:
             space = "constant"
+        elif space == "global" and reads:
+            space = "source"
         pointer = "u32" if space in ("shared", "cluster") else "u64"
         size = f"{count} * sizeof({self.kind})"
         return f"{space}_at({self.address(at, pointer)}, {size}, {self.s.line}, {size})"
@@ -282,7 +284,7 @@ class _Translator:
     def _ld(self) -> str:
         to = self.each(0)
         loads = " ".join(self.put(f"read<{self.kind}>(at + {i} * sizeof({self.kind}))", x) for i, x in enumerate(to))
-        return f"{{ const u8* at = {self._memory(1, len(to))}; {loads} }}"
+        return f"{{ const u8* at = {self._memory(1, len(to), reads=True)}; {loads} }}"
 
     def _st(self) -> str:
         source, size = self.each(1), f"sizeof({self.kind})"
@@ -333,6 +335,9 @@ class _Translator:
     def _bar(self) -> str:
         if self.parts[0] == "warp":
             return "meet(block->warps[self->tid / 32].barrier, 32);"
+        if self.parts == ("red", "or", "pred"):
+            barrier = f"block->barriers[{self.get(1, 'u32')}]"
+            return self.put(f"meet_any({barrier}, block->threads, {self.get(2)})")
         count = self.get(1, "u32") if len(self.s.operands) > 1 else "block->threads"
         return f"meet(block->barriers[{self.get(0, 'u32')}], {count});"
 
