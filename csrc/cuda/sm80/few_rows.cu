@@ -281,10 +281,10 @@ DEVICE void add_to_sums(const Rows& rows, i32* memory) {
   __syncthreads();
   // a number of all warps
   const auto sum = [&](i32 row, i32 number) {
-    u32 sum = 0;
+    u32 all_warps = 0;
 #pragma unroll
-    for (i32 warp = 0; warp < WARPS; ++warp) sum += of_warp(warp, row)[number];
-    return sum;
+    for (i32 warp = 0; warp < WARPS; ++warp) all_warps += of_warp(warp, row)[number];
+    return all_warps;
   };
 #pragma unroll 1
   for (i32 i = threadIdx.x; i < work.rows * OWN_CHANNELS; i += THREADS) {
@@ -402,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   }
 #if TWO_GROUPS && STEP == 1
   if (blockIdx.y == 0 && __syncthreads_or(some_zeros)) {
-    store_maxima(rows);
+    store_maxima(rows);  // step 0 took all keys for keys with a value
     if (threadIdx.x == 0) work.sums().has_zeros = 1;
   }
 #endif
