@@ -32,7 +32,7 @@ CASES = {  # a case takes up to half a minute on one core, mostly to compile; wi
     ("sm80", "intflash_online"): (),
     ("sm80", "intflash_bfp"): ("few, sinks of 10.0 octaves, 3 zeros",),
     ("long_rows", "intflash_bfp"): ("sinks keep 16",),
-    ("long_rows", "intflash_online"): ("amax 1e-06 64",),
+    ("long_rows", "intflash_online"): ("300 16",),
 }
 pytestmark = pytest.mark.skipif(emulate.unavailable() is not None, reason=str(emulate.unavailable()))
 
@@ -103,6 +103,7 @@ def test_the_emulator_finds_forbidden_accesses_and_deadlocks():
         (f"{LOAD} cp.async.wait_all; {STORE}", "496 of 496 of shared memory", dict(shared_bytes=496)),
         (f"{early} {STORE}", "before griddepcontrol.wait", dict(overlaps=True)),
         (f"{early} {STORE}", "before griddepcontrol.wait", dict(overlaps=True, reads_early=True)),
+        (f"{LOAD} griddepcontrol.wait;", "before griddepcontrol.wait", dict(overlaps=True)),
         ("@!%p1 bar.sync 0;", "deadlock: 31 threads", {}),
         ("st.global.u32 [%rd2+-4], %r1;", "outside of every tensor", {}),
         ("ld.global.u32 %r4, [%rd1+2];", "is no multiple of 4", {}),

@@ -86,7 +86,7 @@ def run(launch: program.CudaLaunch, seed: int = 0) -> None:
     bounds = {b for b in bounds if not any(b[0] <= start < b[1] for start, _ in parts)} | parts
     text, shared = ptx_of(launch.program), launch.shared_bytes
     early = _previous.unchanged if launch.workspace and launch.workspace is _previous.workspace else frozenset()
-    before = {part: ctypes.string_at(part[0], part[1] - part[0]) for part in bounds}
+    before = {part: ctypes.string_at(part[0], part[1] - part[0]) for part in bounds if launch.workspace}
     _run(text, launch.grid, launch.threads, shared, structs, bounds, launch.overlaps, seed, early)
     unchanged = {part for part, x in before.items() if ctypes.string_at(part[0], part[1] - part[0]) == x}
     _previous.workspace, _previous.unchanged = launch.workspace, frozenset(unchanged)

@@ -36,8 +36,8 @@ static u8* constant_at(u64 address, u32 bytes, int line, u32 align) {
 }
 // Memory that is read.
 static u8* source_at(u64 address, u32 bytes, int line, u32 align) {
-  if (!range_at(address, bytes, line, align).early && !block->previous_done) fail(line, "global memory before griddepcontrol.wait");
-  return reinterpret_cast<u8*>(address);
+  if (range_at(address, bytes, line, align).early || block->previous_done) return reinterpret_cast<u8*>(address);
+  fail(line, "global memory before griddepcontrol.wait");
 }
 static u8* global_at(u64 address, u32 bytes, int line, u32 align) {
   if (!block->previous_done) fail(line, "global memory before griddepcontrol.wait");
@@ -71,6 +71,12 @@ static u32 swizzled(u32 address, int width) {
 
 // The words of a tensor map: address, 5 sizes, 4 strides in bytes, 5 box sizes, the swizzle's width (emulate.py).
 static u32 box_bytes(const u64* map) { return u32(map[10] * map[11] * map[12] * map[13] * map[14]); }
+
+// Starts a thread's copy, of memory that it may read now.
+static void issue(const Copy& copy, int line) {
+  if (copy.present) source_at(reinterpret_cast<u64>(copy.from), copy.present, line, copy.bytes);
+  self->copies.open.push_back(copy);
+}
 
 static void perform(const Copy& copy, int line) {
   if (!copy.map) {

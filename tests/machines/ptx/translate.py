@@ -321,7 +321,7 @@ class _Translator:
             present = self.get(3 if has_size else 2, "u32")
             source = f"reinterpret_cast<const u8*>({self.address(1, 'u64')})"
             copy = f"{{{self.address(0, 'u32')}, {self.get(2, 'u32')}, {present}, {source}, nullptr, {{}}}}"
-            return f"self->copies.open.push_back({copy});"
+            return f"issue({copy}, {self.s.line});"
         return None
 
     # Control flow, and what threads do together.
