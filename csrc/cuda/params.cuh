@@ -34,8 +34,8 @@ struct SplitKv {
   i32 row_tiles, pitch;  // tiles of 8 or 16 rows of a key head; elements between rows of scores
   u32 splits_reciprocal, heads_reciprocal, queries_reciprocal, row_tiles_reciprocal;
   i32* scores;  // [B * Hk, group * Nq, pitch]
-  i64* maxima;  // [B * Hk * row_tiles, splits, rows of a tile]
-  void* sums;   // [B * Hk * row_tiles, copies] of TileSums
+  i64* maxima;  // [B * Hk * row_tiles, splits, kinds of keys, rows of a tile]
+  void* sums;   // [B * Hk * row_tiles, copies] of TileSums (sm80/few_rows.cu)
 };
 
 // One struct for all attention kernels.

@@ -79,29 +79,31 @@ struct Work {
     return p.split.scores + ((i64)key_head * all_rows() + first_row + row) * p.split.pitch;
   }
   DEVICE TileSums& sums(int copy = STEP == 2) const { return ((TileSums*)p.split.sums)[(i64)of * COPIES + copy]; }
-  DEVICE i64* maxima(i32 split, int kind) const {
-    return p.split.maxima + (((i64)of * p.split.splits + split) * KINDS + kind) * ROWS;
-  }
+  DEVICE i64* maxima(i32 split) const { return p.split.maxima + ((i64)of * p.split.splits + split) * (KINDS * ROWS); }
 };
 
-// Reads the sums of all keys, which other CTAs have written: an accumulator of a row, and what stands for the row.
-DEVICE Sum read_sum(const Sum& sum) { return *(volatile const Sum*)&sum; }
+// Reads what other CTAs have written while this one runs.
+template <typename T>
+DEVICE T read_written(const T& x) {
+  return *(volatile const T*)&x;
+}
+// Read the sums of all keys: an accumulator of a row, and what stands for the row.
 #if TWO_GROUPS
 DEVICE void read_channel(const Sum* row, i32 channel, i32 fraction, P16Accumulator& acc) {
-  acc = rounded(read_sum(row[channel]), fraction);
+  acc = rounded(read_written(row[channel]), fraction);
 }
 DEVICE RowSum read_row(const Sum* row, i32 fraction) {
   const Sum* last = row + CHANNELS;
-  return SplitRow{0, 0, STEP == 2 ? (i32)read_sum(last[2]) : NO_EXPONENT}.sum(read_sum(last[0]), read_sum(last[1]),
-                                                                              fraction);
+  return SplitRow{0, 0, STEP == 2 ? (i32)read_written(last[2]) : NO_EXPONENT}.sum(read_written(last[0]),
+                                                                                  read_written(last[1]), fraction);
 }
 #else
-DEVICE void read_channel(const Sum* row, i32 channel, i32, i32& acc) { acc = read_sum(row[channel]); }
+DEVICE void read_channel(const Sum* row, i32 channel, i32, i32& acc) { acc = read_written(row[channel]); }
 DEVICE void read_channel(const Sum* row, i32 channel, i32, P16Accumulator& acc) {
-  acc = {read_sum(row[channel]), read_sum(row[channel + PADDED_CHANNELS])};
+  acc = {read_written(row[channel]), read_written(row[channel + PADDED_CHANNELS])};
 }
 DEVICE PlainRow read_row(const Sum* row, i32) {
-  const u32 high = read_sum(row[CHANNELS]), low = read_sum(row[CHANNELS + LAST - 1]);
+  const u32 high = read_written(row[CHANNELS]), low = read_written(row[CHANNELS + LAST - 1]);
   return {DIGITS == 1 ? high : (high << 8) + low};
 }
 #endif
@@ -123,7 +125,7 @@ DEVICE void store_maxima(const Rows& rows) {
   if (threadIdx.x < KINDS * ROWS) {
     i64 most = (&maxima[0][0][0])[threadIdx.x];
     for (int i = 1; i < WARPS; ++i) most = max(most, (&maxima[i][0][0])[threadIdx.x]);
-    rows.work.maxima(rows.work.split, 0)[threadIdx.x] = most;
+    rows.work.maxima(rows.work.split)[threadIdx.x] = most;
   }
 }
 #endif
@@ -214,11 +216,11 @@ DEVICE void finish_row_max(Rows& rows) {
   constexpr int COUNT = KINDS * ROWS, PARTS = THREADS / COUNT, AT_ONCE = 8;
   __shared__ i64 maxima[PARTS][COUNT];
   const i32 part = threadIdx.x / COUNT, i = threadIdx.x % COUNT, splits = rows.p.split.splits;
-  i64 most = rows.work.maxima(min(part, splits - 1), 0)[i];
+  i64 most = rows.work.maxima(min(part, splits - 1))[i];
 #pragma unroll 1
   for (i32 first = part + PARTS; first < splits; first += AT_ONCE * PARTS)
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k) most = max(most, rows.work.maxima(min(first + k * PARTS, splits - 1), 0)[i]);
+    for (int k = 0; k < AT_ONCE; ++k) most = max(most, rows.work.maxima(min(first + k * PARTS, splits - 1))[i]);
   maxima[part][i] = most;
   __syncthreads();
   rows.finish_row_max([&](int kind, int, int h) {
@@ -312,11 +314,11 @@ DEVICE void add_to_sums(const Rows& rows, i32* memory) {
 DEVICE bool is_last(const Work& work) {
   __threadfence();
   __syncthreads();
-  bool is_last = false;
-  if (threadIdx.x == 0) is_last = atomicAdd(&work.sums().arrived, 1) == work.p.split.splits * SLICES - 1;
-  is_last = __syncthreads_or(is_last);
+  bool others_are_done = false;
+  if (threadIdx.x == 0) others_are_done = atomicAdd(&work.sums().arrived, 1) == work.p.split.splits * SLICES - 1;
+  others_are_done = __syncthreads_or(others_are_done);
   __threadfence();
-  return is_last;
+  return others_are_done;
 }
 
 DEVICE void store_outputs(const Work& work) {
@@ -409,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   add_to_sums(rows, (i32*)memory);
   if (!is_last(work)) return;
 #if TWO_GROUPS && STEP == 1
-  if (*(volatile u32*)&work.sums().has_zeros) return;
+  if (read_written(work.sums().has_zeros)) return;
 #endif
   store_outputs(work);
 }

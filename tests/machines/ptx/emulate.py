@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import ptx
@@ -33,13 +34,17 @@ class EmulationError(RuntimeError):
     """What a kernel did that is forbidden."""
 
 
-class _previous:
-    """The launch before: its plan's workspace, and what of its memory it has not changed. All kernels wait for the
+@dataclass(frozen=True)
+class _Launched:
+    """A launch that has run: its plan's workspace, and what of its memory it has not changed. All kernels wait for the
     previous one and only then let the next one start, so that the next launch of the plan may read that at once.
     """
 
-    workspace: tuple[tuple[int, int], ...] | None = None
+    workspace: tuple[tuple[int, int], ...] = ()
     unchanged: frozenset[tuple[int, int]] = frozenset()
+
+
+_previous = _Launched()
 
 
 def unavailable() -> str | None:
@@ -85,11 +90,12 @@ def run(launch: program.CudaLaunch, seed: int = 0) -> None:
     # a workspace is one tensor: only its parts may be accessed
     bounds = {b for b in bounds if not any(b[0] <= start < b[1] for start, _ in parts)} | parts
     text, shared = ptx_of(launch.program), launch.shared_bytes
+    global _previous
     early = _previous.unchanged if launch.workspace and launch.workspace is _previous.workspace else frozenset()
-    before = {part: ctypes.string_at(part[0], part[1] - part[0]) for part in bounds if launch.workspace}
+    before = {part: _content(part) for part in bounds if launch.workspace}
     _run(text, launch.grid, launch.threads, shared, structs, bounds, launch.overlaps, seed, early)
-    unchanged = {part for part, x in before.items() if ctypes.string_at(part[0], part[1] - part[0]) == x}
-    _previous.workspace, _previous.unchanged = launch.workspace, frozenset(unchanged)
+    unchanged = frozenset(part for part, content in before.items() if _content(part) == content)
+    _previous = _Launched(launch.workspace, unchanged)
 
 
 def run_ptx(
@@ -138,6 +144,10 @@ def _bounds(x: Tensor) -> tuple[int, int]:
     """Returns the bounds of a tensor's storage, because kernels may read padding."""
     storage = x.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _content(bounds: tuple[int, int]) -> bytes:
+    return ctypes.string_at(bounds[0], bounds[1] - bounds[0])
 
 
 def _buffer(parameters: bytes | ctypes.Structure) -> ctypes.Array | ctypes.Structure:
