@@ -19,7 +19,7 @@ from intflash.quant import Recipe
 
 US, RATIO = "us", "times FlashAttention-2's speed"
 PEER = "FlashAttention-2, float16"
-METHODS = ("intflash_online", "intflash_p8", "intflash")
+METHODS = ("intflash_online", "intflash_p8", "intflash", "intflash_bfp")
 RECIPES = {
     "static scales": Recipe(q_scale=0.04, k_scale=0.04, v_scale=0.04),
     "scales per head found in the call": Recipe(),

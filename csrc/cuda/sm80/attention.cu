@@ -128,6 +128,15 @@ struct Warp : WarpRows<Method, Work> {
   }
 };
 
+// Computes the rows of a CTA, whose tiles of keys the ring loads.
+template <class Method, class Ring>
+DEVICE void attend(const Params& p, const Work& work, u32 shared, Ring& ring, i32 start, i32 tiles) {
+  Warp<Method> warp(p, work);
+  warp.init(shared);
+  warp.run(start, tiles, ring);
+  warp.store();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 memory[];
   const u32 shared = shared_address(memory);
@@ -148,8 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
     if (last_pass) loader.load_v(to + K_BYTES, first);
   };
   TileRing<K_BYTES + V_BYTES, decltype(load)> ring(shared + TABLE_BYTES, load);
-  Warp<METHOD> warp(p, work);
-  warp.init(shared);
-  warp.run(start, tiles, ring);
-  warp.store();
+  if constexpr (METHOD::FINDS_ZEROS) {
+    if (!has_valueless(work.valueless(p), work.keys))
+      return attend<METHOD::OfValues>(p, work, shared, ring, start, tiles);
+  }
+  attend<METHOD>(p, work, shared, ring, start, tiles);
 }

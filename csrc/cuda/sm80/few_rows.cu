@@ -20,7 +20,6 @@
 #define ROW_TILES 1
 #define WARP_KEYS 32
 #define READ_ONCE 1
-#define READS_ZEROS (STEP == 2)
 #include "sm80/rows.cuh"
 
 constexpr int ROWS = 8 * LANE_ROWS;
@@ -108,7 +107,12 @@ DEVICE PlainRow read_row(const Sum* row, i32) {
 }
 #endif
 
-typedef WarpRows<METHOD, Work> Rows;
+#if STEP == 2
+typedef METHOD Method;
+#else
+typedef METHOD::OfValues Method;
+#endif
+typedef WarpRows<Method, Work> Rows;
 
 #if STEP < 2
 // Stores the maxima of a CTA's keys.
@@ -253,7 +257,7 @@ DEVICE void add(Sum& to, Sum x) {
 
 // Adds the sums of a CTA to those of its rows. memory: that of the ring.
 DEVICE void add_to_sums(const Rows& rows, i32* memory) {
-  const METHOD& method = rows.method;
+  const Method& method = rows.method;
   const Work& work = rows.work;
   TileSums& all = work.sums();
   const auto of_warp = [&](i32 warp, i32 row) { return memory + (warp * ROWS + row) * WARP_PITCH; };
@@ -274,9 +278,9 @@ DEVICE void add_to_sums(const Rows& rows, i32* memory) {
       }
     }
 #if TWO_GROUPS
-    to[WARP_SUMS - 1] = quad_sum(method.other_l[h]);
+    to[WARP_SUMS - 1] = quad_sum(method.other_l[0][h]);
     if (STEP == 2 && work.split == 0 && blockIdx.y == 0 && threadIdx.x < 32 && lane == 0 && row < work.rows)
-      all.row[row][ROW_SUMS - 1] = method.other[h];
+      all.row[row][ROW_SUMS - 1] = method.other[0][h];
 #endif
     store_t_max(rows, h);
   }

@@ -26,10 +26,10 @@ struct WholeTwoGroups : GroupSoftmax {
   template <class Magnitude>
   DEVICE void take(const Scores& s, const RowMasks& masks, const TileOperands& of, Magnitude magnitude) {
     tile = of;
-    Peaks peak = {{NO_PEAK, NO_PEAK}, {NO_PEAK, NO_PEAK}};
+    Peaks peak = {{{NO_PEAK, NO_PEAK}}, {{NO_PEAK, NO_PEAK}}};
     const KeyBits zeros = this->zeros(0);
     update_both_peaks<NOW, NK>(s, masks, 0, NK, zeros, peak);
-    set_octaves([&](int kind, int h) { return quad_max(peak[kind][h]); }, magnitude);
+    set_octaves([&](int kind, int m, int h) { return quad_max(peak[kind][m][h]); }, magnitude);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if constexpr (NOW % 32) word[NOW / 32][0][2 + h] = word[NOW / 32][1][2 + h] = 0;
@@ -38,7 +38,7 @@ struct WholeTwoGroups : GroupSoftmax {
     if (__any_sync(~0u, zeros.any())) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        l[OTHER][h] = quad_sum(sum_of_others<NOW, NK>(s, h, masks[0][h], 0, NK, zeros, AddedToP()));
+        l[OTHER][h] = quad_sum(sum_of_others<NOW, NK>(s, 0, h, masks[0][h], 0, NK, zeros, AddedToP()));
       make_p<true>(s, masks, zeros.others());
     } else {
       make_p<false>(s, masks, zeros);
@@ -60,9 +60,9 @@ struct WholeTwoGroups : GroupSoftmax {
       for (int group = 0; group < NOW / 16; ++group) {
         u32 digit[DIGITS];
         if (16 * group + 16 <= NK)
-          words<false, SOME, FAST>(s, h, group, masks[0][h], first_key(group), NK, chosen, 0, AddedToP(), digit);
+          words<false, SOME, FAST>(s, 0, h, group, masks[0][h], first_key(group), NK, chosen, 0, AddedToP(), digit);
         else
-          words<true, SOME, FAST>(s, h, group, masks[0][h], first_key(group), NK, chosen, 0, AddedToP(), digit);
+          words<true, SOME, FAST>(s, 0, h, group, masks[0][h], first_key(group), NK, chosen, 0, AddedToP(), digit);
 #pragma unroll
         for (int i = 0; i < DIGITS; ++i) {
           sums[i] = add_bytes(digit[i], sums[i]);
@@ -89,6 +89,6 @@ struct WholeTwoGroups : GroupSoftmax {
 #pragma unroll
     for (int j = 0; j < 8; ++j) x[j / 4][j % 4] = {sums[j % 2][0][j / 2], sums[j % 2][1][j / 2]};
   }
-  DEVICE Row row(int, int h) const { return row_of(h, l[VALUE][h], l[OTHER][h], fraction_bits(NK)); }
-  DEVICE i64 t_max(int, int h) const { return level(h, fraction_bits(NK)); }
+  DEVICE Row row(int, int h) const { return row_of(0, h, l[VALUE][h], l[OTHER][h], fraction_bits(NK)); }
+  DEVICE i64 t_max(int, int h) const { return level(0, h, fraction_bits(NK)); }
 };

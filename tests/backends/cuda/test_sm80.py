@@ -302,11 +302,8 @@ def test_bits(method, tile, monkeypatch):
     torch.manual_seed(0)
     only(monkeypatch)
     if tile is not None:
-        _, row_tiles, keys, *_ = tile
-        if method == "intflash_online" and keys != 128:
+        if method == "intflash_online" and tile[2] != 128:
             pytest.skip("its tiles are granules of 128 keys")
-        if method == "intflash_bfp" and row_tiles > 1:
-            pytest.skip("a warp has one tile of 16 rows")
         monkeypatch.setattr(plans, "FIXED", dict(kernel="any_rows", tile=tile))
     wrong = {}
     for name, p in cases(method):
@@ -319,10 +316,12 @@ def test_bits(method, tile, monkeypatch):
     assert wrong == {}
 
 
-def _launch(method: str, d: int, dtype=torch.int8, out=torch.int8, n=100, architecture="sm_80", **more) -> CudaLaunch:
+def _launch(
+    method: str, d: int, dtype=torch.int8, out=torch.int8, n=100, architecture="sm_80", tile=(-1,) * 6, **more
+) -> CudaLaunch:  # fmt: skip
     more = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in more.items()}
     p = checks.empty_problem(method, n, d, dtype, out, **more)
-    launch = checks.attention_launch(p, gpu=GPUS[architecture], kernel="any_rows")
+    launch = checks.attention_launch(p, gpu=GPUS[architecture], kernel="any_rows", tile=tile)
     assert launch.program.file == "sm80/attention.cu"
     return launch
 
@@ -333,7 +332,7 @@ COMPILED = {
     "bias": dict(d=64, bias=_bias(1, 2, 100, 100)), "keep": dict(d=64, keep=torch.ones(1, 1, 1, 100, dtype=torch.bool)),
     "bias and keep": dict(d=96, bias=_bias(1, 2, 100, 100), keep=torch.ones(1, 1, 100, 100, dtype=torch.bool)),
     "packed": dict(d=64, cu_seqlens_q=_ends(0, 100), cu_seqlens_k=_ends(0, 100), causal=0),
-    "window": dict(d=64, causal=0, window_start=-20),
+    "window": dict(d=64, causal=0, window_start=-20), "two tiles of rows": dict(d=40, tile=(4, 2, 32, 3, 2, 1)),
 }  # fmt: skip
 
 
@@ -350,8 +349,9 @@ def _dithered_launch(name: str, architecture: str) -> CudaLaunch:
     return _launch("intflash_bfp", n=900, architecture=architecture, **longer)
 
 
-# Of `intflash_bfp`, where a third CTA gains more: most are where keys have no value.
-MOST_SPILLS = 12
+# Words, where a third CTA or a larger tile gains more: with 6 spilled, `intflash_bfp` was 5 to 8 % faster on an H200 at
+# head_dim 64 (three CTAs, not two) and 128 (64 keys, not 32) than with none.
+MOST_SPILLS = dict.fromkeys(METHODS, 2) | {"intflash_bfp": 14}
 # one of each kind in every test run
 NAMES = (
     "64 keys",
@@ -368,7 +368,9 @@ def test_integer_only(name, architecture):
     """
     options = COMPILED[name]
     for method in METHODS:
-        if method == "intflash_online" and "bias" in options or method == "intflash_bfp" and _has_masks(name):
+        if method == "intflash_online" and {"bias", "tile"} & set(options):
+            continue
+        if method == "intflash_bfp" and _has_masks(name):
             continue
         if method == "intflash_online" and options["d"] == 256 and GPUS[architecture][3] < 120 << 10:
             continue  # refused: test_shared_memory_fits_every_gpu
@@ -377,7 +379,7 @@ def test_integer_only(name, architecture):
         else:
             launch = _launch(method, architecture=architecture, **options)
         machine = checks.machine(launch, architecture)
-        most = MOST_SPILLS if method == "intflash_bfp" else 21 if name == "keep" else 0
+        most = 24 if name == "keep" else MOST_SPILLS[method]
         assert machine.float_instructions == [], (name, method, architecture)
         assert machine.spills <= most, (name, method, architecture, machine.registers)
         assert machine.opcodes["IMMA"] > 0
@@ -388,12 +390,12 @@ def test_integer_only(name, architecture):
 @pytest.mark.parametrize("name", [name for name in COMPILED if not _has_masks(name)])
 def test_rounded_p_is_integer_only(name, architecture):
     machine = checks.machine(_launch("intflash_bfp", architecture=architecture, **COMPILED[name]), architecture)
-    assert machine.float_instructions == [] and machine.spills <= MOST_SPILLS
+    assert machine.float_instructions == [] and machine.spills <= MOST_SPILLS["intflash_bfp"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name, most", (("keep", 40), ("bias", 4), ("bias and keep", 4)))
+@pytest.mark.parametrize("name, most", (("keep", 40), ("bias", 4), ("bias and keep", 19)))
 def test_masks_of_dithered_p_are_integer_only(name, most, architecture):
     """Some words are spilled where keys have no value, whose masks are read once more."""
     machine = checks.machine(_dithered_launch(name, architecture), architecture)
@@ -426,11 +428,11 @@ def test_few_rows_are_integer_only(method, architecture):
     ),
 )
 @pytest.mark.parametrize("method", [SLOW if x == "intflash_bfp" else x for x in METHODS])
-def test_floats_do_not_spill(method, d, architecture):
+def test_floats_spill_few_words(method, d, architecture):
     for dtype in (torch.float16, torch.float32):
         launch = _launch(method, d, dtype, dtype, architecture=architecture, recipe=checks.OF_TENSORS)
         machine = checks.machine(launch, architecture)
-        assert machine.spills == 0, (dtype, machine.registers)
+        assert machine.spills <= MOST_SPILLS[method], (dtype, machine.registers)
         assert machine.float_instructions  # the negative control of test_integer_only
 
 
@@ -471,6 +473,20 @@ def test_shared_memory_fits_every_gpu():
                     _launch(method, d, architecture="sm_86")
             else:
                 assert _launch(method, d, architecture="sm_86").shared_bytes <= 99 << 10
+
+
+@pytest.mark.parametrize(
+    "d, n, causal, gpu, tile",
+    (
+        (128, 1000, None, "sm_80", ("1", "64")), (128, 1000, None, "sm_86", ("1", "32")),  # of two CTAs
+        (40, 1000, None, "sm_80", ("1", "64")), (40, 20000, None, "sm_80", ("2", "32")),  # enough CTAs
+        (64, 20000, None, "sm_80", ("1", "64")), (32, 20000, 0, "sm_80", ("1", "64")),
+    ),
+)  # fmt: skip
+@pytest.mark.parametrize("method", ("intflash", "intflash_bfp"))
+def test_tiles_are_what_registers_and_shared_memory_hold(method, d, n, causal, gpu, tile):
+    macros = checks.macros(_launch(method, d, n=n, architecture=gpu, causal=causal))
+    assert (macros["ROW_TILES"], macros["KEYS"]) == tile
 
 
 def test_only_what_16_byte_accesses_cannot_read_is_copied(monkeypatch):
