@@ -250,6 +250,12 @@ template <typename T>
 DEVICE u32 max_magnitudes(u32 most, u32 word, T) {
   return __vmaxu2(most, word & 0x7FFF7FFFu);
 }
+template <typename T, int COUNT>
+DEVICE u32 max_magnitudes(u32 most, const u32 (&words)[COUNT], T type) {
+#pragma unroll
+  for (u32 word : words) most = max_magnitudes(most, word, type);
+  return most;
+}
 DEVICE u32 max_of_pair(u32 most, float) { return most; }
 template <typename T>
 DEVICE u32 max_of_pair(u32 most, T) {
@@ -276,7 +282,7 @@ DEVICE u32 largest_magnitude(const u8* base, i32 stride, i32 count, i32 thread) 
       load_words(base + (i64)(chunk / CHUNKS) * stride + chunk % CHUNKS * 16, words[i]);
     }
 #pragma unroll
-    for (int i = 0; i < 4 * AT_ONCE; ++i) most = max_magnitudes(most, words[i / 4][i % 4], T{});
+    for (const auto& chunk : words) most = max_magnitudes(most, chunk, T{});
   }
   return max_of_pair(most, T{});
 }

@@ -88,9 +88,7 @@ struct TokenTile {
 #if CLUSTER
     u32 most = 0;
 #pragma unroll
-    for (const Chunk& chunk : chunks)
-#pragma unroll
-      for (u32 word : chunk.word) most = max_magnitudes(most, word, IN{});
+    for (const Chunk& chunk : chunks) most = max_magnitudes(most, chunk.word, IN{});
     set_scale(scale_of_head(max_of_pair(most, IN{}), p.scales[which], batch, head));
 #endif
   }

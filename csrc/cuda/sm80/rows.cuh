@@ -98,8 +98,7 @@ struct WarpRows {
     } else {
       u32 most = 0;
 #pragma unroll
-      for (int i = 0; i < 2 * K_STEPS; ++i)
-        for (u32 word : inputs.chunk[m][h][i].word) most = max_magnitudes(most, word, QUERY{});
+      for (int i = 0; i < 2 * K_STEPS; ++i) most = max_magnitudes(most, inputs.chunk[m][h][i].word, QUERY{});
       most = max_of_pair(most, QUERY{});
       for (int step = 1; step < 4; step *= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
       return scale_of_magnitude<QUERY>(most);

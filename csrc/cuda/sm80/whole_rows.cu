@@ -43,43 +43,17 @@ struct Work {
 };
 
 #if SCORES
-// The largest magnitude of a head's rows, of which the threads have parts.
-template <int CHANNELS>
-DEVICE u32 largest_of_warp(const View& x, u32 batch, u32 head, i32 count) {
-  const u8* from = x.ptr + head_offset(x, batch, head) * SIZE<QUERY>;
-  return __reduce_max_sync(~0u,
-                           largest_magnitude<QUERY, CHANNELS, THREADS, 8>(from, x.n * SIZE<QUERY>, count, threadIdx.x));
-}
-DEVICE void store_scale(const View& scale, u32 batch, u32 head, const u32 (&most_of_warps)[WARPS]) {
-  u32 most = 0;
-#pragma unroll
-  for (u32 of_warp : most_of_warps) most = max(most, of_warp);
-  *(float*)head_element<float>(scale, batch, head) = scale_of_magnitude<QUERY>(most);
-}
-
-// Finds the scales of the head of Q, K and V. CTAs that share a head write the same scales.
-DEVICE void find_scales(const Params& p, const Work& work) {
-  __shared__ u32 of_warps[3][WARPS];
-  const u32 most[3] = {largest_of_warp<HEAD_DIM>(p.q, work.batch, work.head, p.nq),
-                       largest_of_warp<HEAD_DIM>(p.k, work.batch, work.kv_head, NK),
-                       largest_of_warp<VALUE_DIM>(p.v, work.batch, work.kv_head, NK)};
-  if (threadIdx.x % 32 == 0) {
-#pragma unroll
-    for (int i = 0; i < 3; ++i) of_warps[i][threadIdx.x / 32] = most[i];
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    store_scale(p.q_scale, work.batch, work.head, of_warps[0]);
-    store_scale(p.k_scale, work.batch, work.kv_head, of_warps[1]);
-    store_scale(p.v_scale, work.batch, work.kv_head, of_warps[2]);
-  }
-  __syncthreads();
-}
-
-// Quantizes a head's floats. Keys past the last one repeat it. A thread has many loads in flight, because few threads
-// share the time that memory takes to answer.
+// The floats of a head's K and V, which a CTA quantizes. Keys past the last one repeat it. A thread has many loads in
+// flight, because few threads share the time that memory takes to answer: AT_ONCE chunks of 8 channels of a key, or
+// BLOCKS_AT_ONCE blocks of 4 keys and 4 channels of V. 32 lanes have a block of 32 keys and 16 channels of V and write
+// to different banks.
 struct FloatLoader {
   static constexpr int AT_ONCE = 8, BLOCKS_AT_ONCE = 4;
+  static constexpr i32 CHUNKS = HEAD_DIM / 8, ALL_CHUNKS = KEYS * CHUNKS;
+  static constexpr i32 WIDTH = (VALUE_DIM + 15) / 16, ALL_BLOCKS = KEYS / 32 * WIDTH;
+  static constexpr int ROUNDS = (ALL_CHUNKS + THREADS - 1) / THREADS, BLOCK_ROUNDS = (ALL_BLOCKS + WARPS - 1) / WARPS;
+  typedef In::Raw<2> Chunk;
+  typedef In::Raw<1> Block[4];
   const u8 *k, *v;
   i64 k_stride, v_stride;  // in bytes
   float k_inverse, v_inverse;
@@ -88,73 +62,143 @@ struct FloatLoader {
       : k(p.k.ptr + head_offset(p.k, work.batch, work.kv_head) * SIZE<QUERY>),
         v(p.v.ptr + head_offset(p.v, work.batch, work.kv_head) * SIZE<QUERY>),
         k_stride(p.k.n * SIZE<QUERY>),
-        v_stride(p.v.n * SIZE<QUERY>),
-        k_inverse(inverse(*head_element<float>(p.k_scale, work.batch, work.kv_head))),
-        v_inverse(inverse(*head_element<float>(p.v_scale, work.batch, work.kv_head))) {}
+        v_stride(p.v.n * SIZE<QUERY>) {}
+  DEVICE void set_scales(const Params& p, const Work& work) {
+    k_inverse = inverse(*head_element<float>(p.k_scale, work.batch, work.kv_head));
+    v_inverse = inverse(*head_element<float>(p.v_scale, work.batch, work.kv_head));
+  }
   DEVICE static float inverse(float scale) { return In::usable_inverse(__frcp_rn(scale)); }
 
-  // 8 channels of a key at a time.
-  DEVICE void load_k(u32 to) const {
-    constexpr i32 CHUNKS = HEAD_DIM / 8, COUNT = KEYS * CHUNKS;
-#pragma unroll 1
-    for (i32 first = threadIdx.x; first < COUNT; first += AT_ONCE * THREADS) {
-      In::Raw<2> raw[AT_ONCE];
+  // The i-th of a thread's chunks from `first` on, and blocks. Past the last ones these again.
+  DEVICE static i32 chunk(i32 first, int i) { return min(first + i * THREADS, ALL_CHUNKS - 1); }
+  DEVICE static i32 block(i32 first, int i) { return min(first + i * WARPS, ALL_BLOCKS - 1); }
+  DEVICE static i32 key_of_block(i32 block) { return block / WIDTH * 32 + threadIdx.x % 32 / 4 * 4; }
+  DEVICE static i32 channel_of_block(i32 block) {
+    return min(block % WIDTH * 16 + (i32)threadIdx.x % 4 * 4, VALUE_DIM - 4);
+  }
+
+  template <int COUNT>
+  DEVICE void load_chunks(i32 first, Chunk (&raw)[COUNT]) const {
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const i32 at = min(first + i * THREADS, COUNT - 1), key = min(at / CHUNKS, NK - 1);
-        load_words(k + key * k_stride + at % CHUNKS * 8 * SIZE<QUERY>, raw[i].word);
-      }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const i32 at = min(first + i * THREADS, COUNT - 1);
-        if (In::has_far_values(k_inverse)) In::clamp_far_values(raw[i], k_inverse);
-        u32 w[2];
-        In::codes(raw[i], k_inverse, w);
-        store_shared(to + key_row(at / CHUNKS) * K_PITCH + at % CHUNKS * 8, w);
-      }
+    for (int i = 0; i < COUNT; ++i) {
+      const i32 at = chunk(first, i), key = min(at / CHUNKS, NK - 1);
+      load_words(k + key * k_stride + at % CHUNKS * 8 * SIZE<QUERY>, raw[i].word);
     }
   }
-  // Blocks of 32 keys and 16 channels, of which a lane has 4 keys and 4 channels: 32 lanes write to different banks.
-  DEVICE void load_v(u32 to) const {
-    constexpr i32 WIDTH = (VALUE_DIM + 15) / 16, COUNT = KEYS / 32 * WIDTH;
-    const i32 lane = threadIdx.x % 32;
+  template <int COUNT>
+  DEVICE void store_chunks(u32 to, i32 first, Chunk (&raw)[COUNT]) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const i32 at = chunk(first, i);
+      if (In::has_far_values(k_inverse)) In::clamp_far_values(raw[i], k_inverse);
+      u32 w[2];
+      In::codes(raw[i], k_inverse, w);
+      store_shared(to + key_row(at / CHUNKS) * K_PITCH + at % CHUNKS * 8, w);
+    }
+  }
+  template <int COUNT>
+  DEVICE void load_blocks(i32 first, Block (&raw)[COUNT]) const {
+#pragma unroll
+    for (int b = 0; b < COUNT; ++b) {
+      const i32 at = block(first, b), key = key_of_block(at), channel = channel_of_block(at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        load_words(v + min(key + i, NK - 1) * v_stride + channel * SIZE<QUERY>, raw[b][i].word);
+    }
+  }
+  template <int COUNT>
+  DEVICE void store_blocks(u32 to, i32 first, Block (&raw)[COUNT]) const {
+#pragma unroll
+    for (int b = 0; b < COUNT; ++b) {
+      const i32 at = block(first, b), key = key_of_block(at), channel = channel_of_block(at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (In::has_far_values(v_inverse)) In::clamp_far_values(raw[b][i], v_inverse);
+      u32 w[4];
+      In::transposed(raw[b], v_inverse, w);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) store_shared(to + channel_row(channel + i) * V_PITCH + key, w[i]);
+    }
+  }
+  DEVICE void quantize(u32 k_tile, u32 v_tile) const {
 #pragma unroll 1
-    for (i32 first = threadIdx.x / 32; first < COUNT; first += BLOCKS_AT_ONCE * WARPS) {
-      In::Raw<1> raw[BLOCKS_AT_ONCE][4];
-      i32 key[BLOCKS_AT_ONCE], channel[BLOCKS_AT_ONCE];  // past the last ones these again
-#pragma unroll
-      for (int b = 0; b < BLOCKS_AT_ONCE; ++b) {
-        const i32 block = min(first + b * WARPS, COUNT - 1);
-        key[b] = block / WIDTH * 32 + lane / 4 * 4;
-        channel[b] = min(block % WIDTH * 16 + lane % 4 * 4, VALUE_DIM - 4);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          load_words(v + min(key[b] + i, NK - 1) * v_stride + channel[b] * SIZE<QUERY>, raw[b][i].word);
-      }
-#pragma unroll
-      for (int b = 0; b < BLOCKS_AT_ONCE; ++b) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (In::has_far_values(v_inverse)) In::clamp_far_values(raw[b][i], v_inverse);
-        u32 w[4];
-        In::transposed(raw[b], v_inverse, w);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) store_shared(to + channel_row(channel[b] + i) * V_PITCH + key[b], w[i]);
-      }
+    for (i32 first = threadIdx.x; first < ALL_CHUNKS; first += AT_ONCE * THREADS) {
+      Chunk raw[AT_ONCE];
+      load_chunks(first, raw), store_chunks(k_tile, first, raw);
+    }
+#pragma unroll 1
+    for (i32 first = threadIdx.x / 32; first < ALL_BLOCKS; first += BLOCKS_AT_ONCE * WARPS) {
+      Block raw[BLOCKS_AT_ONCE];
+      load_blocks(first, raw), store_blocks(v_tile, first, raw);
     }
   }
 };
 
+// A thread's part of the largest magnitude of a head's rows.
+template <int CHANNELS>
+DEVICE u32 largest_of_head(const View& x, u32 batch, u32 head, i32 count) {
+  const u8* from = x.ptr + head_offset(x, batch, head) * SIZE<QUERY>;
+  return largest_magnitude<QUERY, CHANNELS, THREADS, FloatLoader::AT_ONCE>(from, x.n * SIZE<QUERY>, count, threadIdx.x);
+}
+
+// Stores the scales of Q, K and V of a head, from the maxima that the threads have found. CTAs that share a head write
+// the same scales.
+DEVICE void store_scales(const Params& p, const Work& work, const u32 (&most)[3]) {
+  __shared__ u32 of_warps[3][WARPS];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const u32 of_warp = __reduce_max_sync(~0u, most[i]);
+    if (threadIdx.x % 32 == 0) of_warps[i][threadIdx.x / 32] = of_warp;
+  }
+  __syncthreads();
+  if (threadIdx.x < 3) {
+    u32 all = 0;
+#pragma unroll
+    for (u32 of_warp : of_warps[threadIdx.x]) all = max(all, of_warp);
+    const View& scale = threadIdx.x == 0 ? p.q_scale : threadIdx.x == 1 ? p.k_scale : p.v_scale;
+    const u32 head = threadIdx.x == 0 ? work.head : work.kv_head;
+    *(float*)head_element<float>(scale, work.batch, head) = scale_of_magnitude<QUERY>(all);
+  }
+  __syncthreads();
+}
+
+// Finds the scales of a head, and quantizes K and V, which registers hold meanwhile.
+DEVICE void load_once(const Params& p, const Work& work, FloatLoader& loader, u32 k, u32 v) {
+  FloatLoader::Chunk keys[FloatLoader::ROUNDS];
+  FloatLoader::Block values[FloatLoader::BLOCK_ROUNDS];
+  loader.load_chunks(threadIdx.x, keys), loader.load_blocks(threadIdx.x / 32, values);
+  u32 most[3] = {largest_of_head<HEAD_DIM>(p.q, work.batch, work.head, p.nq), 0, 0};
+#pragma unroll
+  for (const auto& chunk : keys) most[1] = max_magnitudes(most[1], chunk.word, QUERY{});
+#pragma unroll
+  for (const auto& block : values)
+#pragma unroll
+    for (const auto& row : block) most[2] = max_magnitudes(most[2], row.word, QUERY{});
+  most[1] = max_of_pair(most[1], QUERY{}), most[2] = max_of_pair(most[2], QUERY{});
+  store_scales(p, work, most);
+  loader.set_scales(p, work);
+  loader.store_chunks(k, threadIdx.x, keys), loader.store_blocks(v, threadIdx.x / 32, values);
+}
+constexpr int REGISTERS = THREADS * CTAS_PER_SM < 256 ? 255 : 65536 / (THREADS * CTAS_PER_SM);
+constexpr bool LOADS_ONCE =
+    HEAD_AMAX_IN_KERNEL && 2 * SIZE<QUERY> * (FloatLoader::ROUNDS + 2 * FloatLoader::BLOCK_ROUNDS) <= REGISTERS - 48;
+
 DEVICE void load_head(const Params& p, Work& work, u32 k, u32 v) {
   __shared__ i32 constants[2];
-  if constexpr (HEAD_AMAX_IN_KERNEL) find_scales(p, work);
+  FloatLoader loader(p, work);
+  if constexpr (LOADS_ONCE)
+    load_once(p, work, loader, k, v);
+  else if constexpr (HEAD_AMAX_IN_KERNEL)
+    store_scales(p, work,
+                 {largest_of_head<HEAD_DIM>(p.q, work.batch, work.head, p.nq),
+                  largest_of_head<HEAD_DIM>(p.k, work.batch, work.kv_head, NK),
+                  largest_of_head<VALUE_DIM>(p.v, work.batch, work.kv_head, NK)});
   if (threadIdx.x == 0) {  // alone: some GPUs have few units for float64
     const Score score = score_constants(*head_element<float>(p.q_scale, work.batch, work.head),
                                         *head_element<float>(p.k_scale, work.batch, work.kv_head), p.sm_scale);
     constants[0] = score.C, constants[1] = score.k;
   }
-  const FloatLoader loader(p, work);
-  loader.load_k(k), loader.load_v(v);
+  if constexpr (!LOADS_ONCE) loader.set_scales(p, work), loader.quantize(k, v);
   __syncthreads();
   work.score = {constants[0], constants[1]};
 }

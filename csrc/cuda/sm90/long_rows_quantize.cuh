@@ -208,8 +208,7 @@ struct QuantizingLoader {
 #pragma unroll
           for (u32 i = 0; i < 8; ++i) {
             const Chunk chunk = from.chunk_of(i);
-#pragma unroll
-            for (u32 word : chunk.word) most = max_magnitudes(most, word, QUERY{});
+            most = max_magnitudes(most, chunk.word, QUERY{});
           }
           begin_load(from, loaded);
         }

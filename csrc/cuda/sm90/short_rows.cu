@@ -61,30 +61,104 @@ struct QueryRows {
   }
 };
 
+typedef HeadLoader<THREADS> Loader;
+
 #if HEAD_AMAX_IN_KERNEL
-// Returns the largest magnitude of this CTA's part of a head's tokens: of all of them, or of as many as each CTA of the
-// cluster takes.
+// Loads of all keys of K or V, and about as many queries, for each thread.
+constexpr int LOADS = (KEYS * HEAD_DIM * SIZE<IN> / 16 + THREADS - 1) / THREADS, MOST_AT_ONCE = LOADS < 13 ? LOADS : 13;
+// Registers of K and V during the search for the scales, and loads that the others hold.
+constexpr int HELD = Loader::KEYS_FIRST * Loader::Keys::REGISTERS + Loader::VALUES_FIRST * Loader::Values::REGISTERS;
+constexpr int REGISTERS = THREADS * CTAS_PER_SM < 256 ? 255 : 65536 / (THREADS * CTAS_PER_SM);
+constexpr int FREE_LOADS = (REGISTERS - HELD - 56) / 4;
+
+// Returns the thread's part of the largest magnitude of tokens.
 template <int AT_ONCE>
-DEVICE u32 largest_of_part(const Tokens& x, i32 count) {
-  const i32 each = (count + CLUSTER - 1) / CLUSTER, first = CLUSTER > 1 ? min((i32)blockIdx.z * each, count - 1) : 0;
-  return largest_magnitude<IN, HEAD_DIM, THREADS, AT_ONCE>(x.at(first, 0), x.stride, min(each, count - first),
-                                                           threadIdx.x);
+DEVICE u32 largest_of_tokens(const Tokens& x, i32 first, i32 count) {
+  return largest_magnitude<IN, HEAD_DIM, THREADS, AT_ONCE>(x.at(first, 0), x.stride, count, threadIdx.x);
 }
+
+// The search for the largest magnitude of this CTA's queries, whose loads are in flight together with those of K and V.
+// Where registers do not hold them, they go to the shared memory that the codes of K and V take later.
+struct QuerySearch {
+  static constexpr bool IN_REGISTERS = CLUSTER > 1 || FREE_LOADS >= MOST_AT_ONCE;
+  static constexpr int AT_ONCE = CLUSTER > 1 ? 6 : MOST_AT_ONCE;  // of many queries by measurement
+  static constexpr i32 CHUNKS = HEAD_DIM * SIZE<IN> / 16;
+  static constexpr i32 SLOTS = (K_BYTES + V_BYTES) / 16, COPIES = (SLOTS + THREADS - 1) / THREADS;
+  const Tokens tokens;
+  const u32 memory;
+  i32 first, count;  // the CTAs of a cluster share the queries
+
+  DEVICE QuerySearch(const Tokens& tokens, i32 queries, u32 memory) : tokens(tokens), memory(memory) {
+    const i32 each = (queries + CLUSTER - 1) / CLUSTER;
+    first = CLUSTER > 1 ? min((i32)blockIdx.z * each, queries - 1) : 0, count = min(each, queries - first);
+    if (!IN_REGISTERS) copy(0);
+  }
+  DEVICE void copy(i32 done) const {
+#pragma unroll
+    for (int i = 0; i < COPIES; ++i) {
+      const i32 slot = threadIdx.x + i * THREADS, chunk = done + slot;
+      if (slot < SLOTS && chunk < count * CHUNKS)
+        cp_async_16(memory + slot * 16, tokens.at(chunk / CHUNKS, chunk % CHUNKS * (16 / SIZE<IN>)));
+    }
+  }
+  // Returns the thread's part. A thread searches what it has copied itself.
+  DEVICE u32 largest() const {
+    if constexpr (IN_REGISTERS) return largest_of_tokens<AT_ONCE>(tokens, first, count);
+    u32 most = 0;
+#pragma unroll 1
+    for (i32 done = 0; done < count * CHUNKS; done += SLOTS) {
+      if (done > 0) copy(done);
+      cp_async_wait_all();
+#pragma unroll
+      for (int i = 0; i < COPIES; ++i) {
+        const i32 slot = threadIdx.x + i * THREADS;
+        if (slot >= SLOTS || done + slot >= count * CHUNKS) continue;
+        u32 w[4];
+        load_shared(memory + slot * 16, w);
+        most = max_magnitudes(most, w, IN{});
+      }
+    }
+    __syncthreads();  // others may write to this memory
+    return max_of_pair(most, IN{});
+  }
+};
 
 // Computes the scales of the head from its own maxima. The warps of the CTA, or of all CTAs of the cluster, exchange
 // their maxima in shared memory that is not in use yet.
-DEVICE void find_scales(const Params& p, const Tokens& q, const Tokens& k, const Tokens& v, u32* exchange,
+DEVICE void find_scales(const QuerySearch& queries, const Loader& loader, i32 keys, u32* exchange,
                         Scales<IN, HEAD_AMAX_IN_KERNEL>& scales) {
-  constexpr int WARPS = THREADS / 32, ROUNDS = (KEYS * HEAD_DIM * SIZE<IN> / 16 + THREADS - 1) / THREADS;
-  constexpr int AT_ONCE = ROUNDS < 13 ? ROUNDS : 13;
-  u32 all[3] = {largest_of_part<AT_ONCE>(q, p.nq), largest_of_part<AT_ONCE>(k, p.nk),
-                largest_of_part<AT_ONCE>(v, p.nk)};
-  maxima_of_cluster<CLUSTER, WARPS>(all, exchange);
+  u32 all[3] = {queries.largest(), 0, 0};
+  all[1] = Loader::KEYS_FIRST ? loader.keys.largest() : largest_of_tokens<MOST_AT_ONCE>(loader.keys.tokens, 0, keys);
+  all[2] =
+      Loader::VALUES_FIRST ? loader.values.largest() : largest_of_tokens<MOST_AT_ONCE>(loader.values.tokens, 0, keys);
+  maxima_of_cluster<CLUSTER, THREADS / 32>(all, exchange);
   scales.q = scale_of_magnitude<IN>(all[0]);
   scales.k = scale_of_magnitude<IN>(all[1]);
   scales.v = scale_of_magnitude<IN>(all[2]);
 }
 #endif
+
+// Whether a CTA fetches the next head to L2 while it computes, so that the search for that head's scales waits less. By
+// measurement: with three CTAs on a multiprocessor, and of static scales, it takes more time than it saves.
+constexpr bool PREFETCHES_HEADS = HEAD_AMAX_IN_KERNEL && ALL_ROWS && WARPGROUPS == 1 && CTAS_PER_SM <= 2;
+
+DEVICE void prefetch_tokens(const Tokens& x, i32 count) {
+  constexpr i32 LINES = (HEAD_DIM * SIZE<IN> + 127) / 128;
+  for (i32 i = threadIdx.x; i < count * LINES; i += THREADS)
+    prefetch_line(x.at(i / LINES, i % LINES * (128 / SIZE<IN>)));
+}
+
+// Fetches the head of the CTA that will probably run where this one does.
+DEVICE void prefetch_next_head(const Params& p) {
+  const u32 next = blockIdx.x + p.heads_at_once, y = blockIdx.y + next / gridDim.x, x = next % gridDim.x;
+  if (y >= gridDim.y) return;
+  u32 batch = HEADS_FIRST ? y : x, head = HEADS_FIRST ? x : y;
+  if (REVERSE_HEADS) batch = (HEADS_FIRST ? gridDim.y : gridDim.x) - 1 - batch, head = p.heads - 1 - head;
+  const u32 kv_head = key_head(p, head);
+  prefetch_tokens(Tokens(p.k, batch, kv_head), p.nk);
+  prefetch_tokens(Tokens(p.v, batch, kv_head), p.nk);
+  prefetch_tokens(Tokens(p.q, batch, head), p.nq);
+}
 
 extern "C" __global__ void
 #if CLUSTER > 1
@@ -115,16 +189,20 @@ __cluster_dims__(1, 1, CLUSTER)
 #if TMA
   const TmaHeadLoader<THREADS> loader(p, maps, k_tile, v_tile, v_tile + V_BYTES, batch, kv_head);
 #else
-  HeadLoader<THREADS> loader(p, k_tile, v_tile, batch, kv_head, threadIdx.x);
+  Loader loader(p, k_tile, v_tile, batch, kv_head, threadIdx.x);
 #endif
   QueryRows query(p, batch, head);
   HeadConstants constants(p, batch, head, kv_head);
   wait_for_previous_kernel(constants.addresses() | loader.addresses() | (u64)query.tokens.base);
 #if HEAD_AMAX_IN_KERNEL
-  find_scales(p, query.tokens, loader.keys.tokens, loader.values.tokens, (u32*)shared, constants.scales);
+  const QuerySearch search(query.tokens, p.nq, k_tile);
+  if (Loader::KEYS_FIRST) loader.begin_keys();
+  if (Loader::VALUES_FIRST) loader.begin_values(p, batch, kv_head);
+  find_scales(search, loader, p.nk, (u32*)shared, constants.scales);
 #endif
+  zero_channels<THREADS>(k_tile, threadIdx.x);
   if (SIZE<IN> > 1) constants.load();  // quantization needs them
-  loader.begin_keys();
+  if (!Loader::KEYS_FIRST) loader.begin_keys();
   if (PREFETCH_Q) query.begin_load(first, p.nq - 1);
 #if BIAS
   const BiasRows bias(v_tile + V_BYTES + BARRIER_BYTES + VALUE_CODES_BYTES);
@@ -136,7 +214,7 @@ __cluster_dims__(1, 1, CLUSTER)
   };
   begin_bias(row);
 #endif
-  loader.begin_values(p, batch, kv_head);
+  if (!Loader::VALUES_FIRST) loader.begin_values(p, batch, kv_head);
 #if BIAS
   BiasRows::prefetch(p, batch, head, ALL_ROWS ? 0 : blockIdx.z * p.tiles * 64, stop);
 #endif
@@ -152,6 +230,7 @@ __cluster_dims__(1, 1, CLUSTER)
   loader.wait();
   if (!ROW_SCALES) tile.set_limits();
   let_next_kernel_start();
+  if (PREFETCHES_HEADS) prefetch_next_head(p);
   tile.prepare(k_tile, v_tile, p.nk);
   if (PREFETCH_Q) query.codes(constants.scales.q_inverse, tile.q);
   const i32 out_stride = (i32)p.out.n * SIZE<OUT>;

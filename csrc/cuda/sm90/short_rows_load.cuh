@@ -43,6 +43,8 @@ template <int THREADS, bool PERMUTED>
 struct RowLoader {
   static constexpr int ROWS = THREADS / D_CHUNKS, ROUNDS = (KEYS + ROWS - 1) / ROWS;
   static constexpr int GROUP = SIZE<IN> == 4 ? 2 : ROUNDS < 8 ? ROUNDS : 4;
+  static constexpr bool HOLDS_ALL = GROUP == ROUNDS;
+  static constexpr int REGISTERS = 4 * SIZE<IN> * GROUP;
   const Tokens tokens;
   const i32 row, chunk, last;
   In::Raw<4> raw[GROUP];
@@ -74,6 +76,14 @@ struct RowLoader {
       store_shared(to(tile, first + j), w);
     }
   }
+  // The largest magnitude of what the thread holds.
+  DEVICE u32 largest() const {
+    u32 most = 0;
+#pragma unroll
+    for (int j = 0; j < GROUP; ++j)
+      if (has(j)) most = max_magnitudes(most, raw[j].word, IN{});
+    return max_of_pair(most, IN{});
+  }
   DEVICE void copy(u32 tile) const {
 #pragma unroll
     for (int j = 0; j < ROUNDS; ++j)
@@ -91,6 +101,8 @@ template <int THREADS>
 struct ValueLoader {
   static constexpr int BLOCKS = KEYS / 4 * D_CHUNKS, ROUNDS = (BLOCKS + THREADS - 1) / THREADS;
   static constexpr int GROUP = SIZE<IN> == 4 ? 1 : ROUNDS < 2 ? ROUNDS : 2;
+  static constexpr bool HOLDS_ALL = GROUP == ROUNDS;
+  static constexpr int REGISTERS = 4 * 4 * SIZE<IN> * GROUP;
   // channels of a chunk that go to one lane: 2 in every 8 rows
   static constexpr int LANE_CHANNELS = CHANNELS % 16 ? 4 : 16;
   const Tokens tokens;
@@ -109,6 +121,15 @@ struct ValueLoader {
 #pragma unroll
       for (int r = 0; r < 4; ++r) load_words(from(first + j, r), raw[j][r].word);
     }
+  }
+  DEVICE u32 largest() const {
+    u32 most = 0;
+#pragma unroll
+    for (int j = 0; j < GROUP; ++j)
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+        if (has(j)) most = max_magnitudes(most, raw[j][r].word, IN{});
+    return max_of_pair(most, IN{});
   }
   DEVICE void store(u32 tile, float inv, int first) {
 #pragma unroll
@@ -198,7 +219,10 @@ struct HeadLoader {
   const u32 k_tile, v_tile;
 
   // whether all loads of V can be issued before K is stored
-  static constexpr bool PREFETCH_V = Values::GROUP == Values::ROUNDS;
+  static constexpr bool PREFETCH_V = Values::HOLDS_ALL;
+  // Whether loads come before the search for the head's scales, which finds them in the registers then.
+  static constexpr bool KEYS_FIRST = HEAD_AMAX_IN_KERNEL && Keys::HOLDS_ALL;
+  static constexpr bool VALUES_FIRST = HEAD_AMAX_IN_KERNEL && Values::HOLDS_ALL;
 
   DEVICE HeadLoader(const Params& p, u32 k_tile, u32 v_tile, u32 batch, u32 head, i32 thread)
       : keys(Tokens(p.k, batch, head), thread, p.nk),
@@ -208,7 +232,6 @@ struct HeadLoader {
 
   DEVICE u64 addresses() const { return (u64)keys.from(0) | (u64)values.tokens.base; }
   DEVICE void begin_keys() {
-    zero_channels<THREADS>(k_tile, values.thread);
     if constexpr (SIZE<IN> == 1)
       keys.copy(k_tile);
     else

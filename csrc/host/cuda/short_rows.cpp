@@ -210,7 +210,8 @@ void short_rows_launch(const Attention& a, Launch& launch) {
                                  16 * launch.has_maps + p.has_two_groups() * (keys + 16 * split.warpgroups) +
                                  (remainder ? 128 + 8 * (ceil_div(keys, 32) | 1) * 64 * bits / 8 : 0) +
                                  (p.bias ? split.warpgroups * 64 * keys * 4 + remainder * 128 : 0));
-  launch.set_parameters<::Params>() = attention_parameters(a, int32_t(split.tiles), {});
+  ::Params& params = launch.set_parameters<::Params>() = attention_parameters(a, int32_t(split.tiles), {});
+  params.heads_at_once = u32(split.ctas_per_sm * a.gpu.processors);
 }
 
 }  // namespace intflash::gpu
