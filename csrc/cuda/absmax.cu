@@ -33,7 +33,7 @@ DEVICE u32 largest_of_thread(const Runs& x, u32 first, u32 step) {
 #pragma unroll
     for (u32 i = 0; i < AT_ONCE; ++i) load_words(chunk<IN_ONE_RUN>(x, min(first + i * THREADS, x.count - 1)), words[i]);
 #pragma unroll
-    for (const auto& chunk : words) most = max_magnitudes(most, chunk, IN{});
+    for (const auto& of_chunk : words) most = max_magnitudes(most, of_chunk, IN{});
   }
   return max_of_pair(most, IN{});
 }

@@ -64,6 +64,7 @@ struct Params {
   const i32 *q_ends, *k_ends;  // of packed sequences: the first row or key of each, and the end of the last; or null
   SplitKv split;
   u32 heads_at_once;  // of short rows: CTAs that run at once, where each takes a head
+  u32 padding;
 };
 
 struct alignas(64) TensorMap {

@@ -4,6 +4,9 @@
 
 #define DEVICE __device__ __forceinline__
 
+// The registers that a thread can have with so many threads on a multiprocessor.
+DEVICE constexpr int registers_per_thread(int threads) { return 65536 / threads < 255 ? 65536 / threads : 255; }
+
 // Keeps a value that was computed before a loop in its register. Without this the compiler computes it again in every
 // iteration.
 DEVICE void keep_in_register(u32& x) { asm volatile("" : "+r"(x)); }

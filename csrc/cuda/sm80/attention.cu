@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   TileRing<K_BYTES + V_BYTES, decltype(load)> ring(shared + TABLE_BYTES, load);
   if constexpr (METHOD::FINDS_ZEROS) {
     if (!has_valueless(work.valueless(p), work.keys))
-      return attend<METHOD::OfValues>(p, work, shared, ring, start, tiles);
+      return attend<METHOD::WithoutValueless>(p, work, shared, ring, start, tiles);
   }
   attend<METHOD>(p, work, shared, ring, start, tiles);
 }

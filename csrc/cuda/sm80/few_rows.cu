@@ -108,11 +108,11 @@ DEVICE PlainRow read_row(const Sum* row, i32) {
 #endif
 
 #if STEP == 2
-typedef METHOD Method;
+typedef METHOD StepMethod;
 #else
-typedef METHOD::OfValues Method;
+typedef METHOD::WithoutValueless StepMethod;
 #endif
-typedef WarpRows<Method, Work> Rows;
+typedef WarpRows<StepMethod, Work> Rows;
 
 #if STEP < 2
 // Stores the maxima of a CTA's keys.
@@ -257,7 +257,7 @@ DEVICE void add(Sum& to, Sum x) {
 
 // Adds the sums of a CTA to those of its rows. memory: that of the ring.
 DEVICE void add_to_sums(const Rows& rows, i32* memory) {
-  const Method& method = rows.method;
+  const StepMethod& method = rows.method;
   const Work& work = rows.work;
   TileSums& all = work.sums();
   const auto of_warp = [&](i32 warp, i32 row) { return memory + (warp * ROWS + row) * WARP_PITCH; };

@@ -151,7 +151,7 @@ DEVICE void peaks(const Score& unit, const S& s, int m, int h, int group, const 
 // intflash and intflash_p8: P below the exact row maximum, which a first pass finds.
 template <int DIGITS>
 struct ExactMaximum : PDigits<DIGITS> {
-  typedef ExactMaximum OfValues;  // the same where all keys have a value
+  typedef ExactMaximum WithoutValueless;  // the method where all keys have a value: here the same
   static constexpr int PASSES = 2;
   static constexpr int DOTS = DIGITS == 2 ? 0 : 2;  // see four_p
   OfRows<Peak> peak;
@@ -240,7 +240,7 @@ typedef ExactMaximum<2> ExactP16;
 // intflash_online: one pass over granules of 128 keys, which are the tiles. A row's sums are shifted when a granule
 // raises its octave. P comes from the table (exp2_table.cuh).
 struct Online : PDigits<1> {
-  typedef Online OfValues;  // as of ExactMaximum
+  typedef Online WithoutValueless;
   static constexpr int PASSES = 1;
   TableUnit units[ROW_SCALES ? LANE_ROWS * ROW_TILES : 1];
   OfRows<TableRow> rows;

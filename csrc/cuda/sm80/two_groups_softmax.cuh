@@ -216,11 +216,11 @@ struct GroupSoftmax {
   }
 };
 
-// The softmax of rows of any length: two passes over the keys, as ExactP16 has them. READS_ZEROS: `valueless` tells
-// which keys have no value; else all are taken for keys with one.
-template <bool READS_ZEROS>
+// The softmax of rows of any length: two passes over the keys, as ExactP16 has them. HAS_VALUELESS: some keys
+// may have no value, which `valueless` tells; else all are taken for keys with one.
+template <bool HAS_VALUELESS>
 struct TwoGroupsOf : PDigits<2>, GroupSoftmax {
-  typedef TwoGroupsOf<false> OfValues;
+  typedef TwoGroupsOf<false> WithoutValueless;
   static constexpr int PASSES = 2, KINDS = GroupSoftmax::KINDS;
   static constexpr bool FINDS_ZEROS = true;
   typedef RowSum Row;
@@ -258,7 +258,7 @@ struct TwoGroupsOf : PDigits<2>, GroupSoftmax {
   }
   template <int NOW, bool MASKED>
   DEVICE void update_row_max(const Scores& s, const RowMasks& masks, i32 first, i32 keys) {
-    if constexpr (READS_ZEROS)
+    if constexpr (HAS_VALUELESS)
       update_row_max<NOW, MASKED>(s, masks, first, keys, zeros(first));
     else
       update_peaks<NOW, MASKED ? 0 : NOW, false>(s, masks, first, keys, {}, peak[VALUE]);
@@ -276,7 +276,7 @@ struct TwoGroupsOf : PDigits<2>, GroupSoftmax {
   template <int NOW, bool MASKED>
   DEVICE void begin_tile(const Scores& s, const RowMasks& masks, i32 first, i32 keys) {
     added = AddedToP(keys, first + first_key(0));
-    if constexpr (!READS_ZEROS) return;
+    if constexpr (!HAS_VALUELESS) return;
     const KeyBits zeros = this->zeros(first);
     some_zeros = __any_sync(~0u, zeros.any());
     of_value = zeros.others();
@@ -288,12 +288,12 @@ struct TwoGroupsOf : PDigits<2>, GroupSoftmax {
       }
     }
   }
-  DEVICE bool has_zeros() const { return READS_ZEROS && some_zeros; }
+  DEVICE bool has_zeros() const { return HAS_VALUELESS && some_zeros; }
   template <bool MASKED, bool FAST>
   DEVICE void p_words(const Scores& s, int m, int h, int group, const RowMask& mask, i32 first, i32 keys,
                       u32 (&word)[2]) {
-    words<MASKED, MASKED && READS_ZEROS, FAST>(s, m, h, group, mask, first + first_key(group), keys, of_value, 0, added,
-                                               word);
+    words<MASKED, MASKED && HAS_VALUELESS, FAST>(s, m, h, group, mask, first + first_key(group), keys, of_value, 0,
+                                                 added, word);
     add_sums(m, h, word);
   }
 

@@ -69,7 +69,7 @@ struct FloatLoader {
   }
   DEVICE static float inverse(float scale) { return In::usable_inverse(__frcp_rn(scale)); }
 
-  // The i-th of a thread's chunks from `first` on, and blocks. Past the last ones these again.
+  // The i-th of a thread's chunks from `first` on, and blocks. Indices past the last are clamped to it.
   DEVICE static i32 chunk(i32 first, int i) { return min(first + i * THREADS, ALL_CHUNKS - 1); }
   DEVICE static i32 block(i32 first, int i) { return min(first + i * WARPS, ALL_BLOCKS - 1); }
   DEVICE static i32 key_of_block(i32 block) { return block / WIDTH * 32 + threadIdx.x % 32 / 4 * 4; }
@@ -162,32 +162,33 @@ DEVICE void store_scales(const Params& p, const Work& work, const u32 (&most)[3]
   __syncthreads();
 }
 
-// Finds the scales of a head, and quantizes K and V, which registers hold meanwhile.
-DEVICE void load_once(const Params& p, const Work& work, FloatLoader& loader, u32 k, u32 v) {
-  FloatLoader::Chunk keys[FloatLoader::ROUNDS];
-  FloatLoader::Block values[FloatLoader::BLOCK_ROUNDS];
-  loader.load_chunks(threadIdx.x, keys), loader.load_blocks(threadIdx.x / 32, values);
+// Finds the scales of a head, and quantizes K and V, which stay in registers meanwhile.
+DEVICE void find_scales_and_quantize(const Params& p, const Work& work, FloatLoader& loader, u32 k, u32 v) {
+  FloatLoader::Chunk chunks[FloatLoader::ROUNDS];
+  FloatLoader::Block blocks[FloatLoader::BLOCK_ROUNDS];
+  loader.load_chunks(threadIdx.x, chunks), loader.load_blocks(threadIdx.x / 32, blocks);
   u32 most[3] = {largest_of_head<HEAD_DIM>(p.q, work.batch, work.head, p.nq), 0, 0};
 #pragma unroll
-  for (const auto& chunk : keys) most[1] = max_magnitudes(most[1], chunk.word, QUERY{});
+  for (const auto& chunk : chunks) most[1] = max_magnitudes(most[1], chunk.word, QUERY{});
 #pragma unroll
-  for (const auto& block : values)
+  for (const auto& block : blocks)
 #pragma unroll
     for (const auto& row : block) most[2] = max_magnitudes(most[2], row.word, QUERY{});
   most[1] = max_of_pair(most[1], QUERY{}), most[2] = max_of_pair(most[2], QUERY{});
   store_scales(p, work, most);
   loader.set_scales(p, work);
-  loader.store_chunks(k, threadIdx.x, keys), loader.store_blocks(v, threadIdx.x / 32, values);
+  loader.store_chunks(k, threadIdx.x, chunks), loader.store_blocks(v, threadIdx.x / 32, blocks);
 }
-constexpr int REGISTERS = THREADS * CTAS_PER_SM < 256 ? 255 : 65536 / (THREADS * CTAS_PER_SM);
-constexpr bool LOADS_ONCE =
-    HEAD_AMAX_IN_KERNEL && 2 * SIZE<QUERY> * (FloatLoader::ROUNDS + 2 * FloatLoader::BLOCK_ROUNDS) <= REGISTERS - 48;
+constexpr int RAW_REGISTERS = 2 * SIZE<QUERY> * (FloatLoader::ROUNDS + 2 * FloatLoader::BLOCK_ROUNDS);
+// Whether registers hold K and V then: the search of Q and addresses take about 48.
+constexpr bool HOLDS_KEYS_AND_VALUES =
+    HEAD_AMAX_IN_KERNEL && RAW_REGISTERS + 48 <= registers_per_thread(THREADS * CTAS_PER_SM);
 
 DEVICE void load_head(const Params& p, Work& work, u32 k, u32 v) {
   __shared__ i32 constants[2];
   FloatLoader loader(p, work);
-  if constexpr (LOADS_ONCE)
-    load_once(p, work, loader, k, v);
+  if constexpr (HOLDS_KEYS_AND_VALUES)
+    find_scales_and_quantize(p, work, loader, k, v);
   else if constexpr (HEAD_AMAX_IN_KERNEL)
     store_scales(p, work,
                  {largest_of_head<HEAD_DIM>(p.q, work.batch, work.head, p.nq),
@@ -198,7 +199,7 @@ DEVICE void load_head(const Params& p, Work& work, u32 k, u32 v) {
                                         *head_element<float>(p.k_scale, work.batch, work.kv_head), p.sm_scale);
     constants[0] = score.C, constants[1] = score.k;
   }
-  if constexpr (!LOADS_ONCE) loader.set_scales(p, work), loader.quantize(k, v);
+  if constexpr (!HOLDS_KEYS_AND_VALUES) loader.set_scales(p, work), loader.quantize(k, v);
   __syncthreads();
   work.score = {constants[0], constants[1]};
 }

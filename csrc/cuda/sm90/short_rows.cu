@@ -61,15 +61,20 @@ struct QueryRows {
   }
 };
 
+#if TMA
+typedef TmaHeadLoader<THREADS> Loader;
+#else
 typedef HeadLoader<THREADS> Loader;
+#endif
 
 #if HEAD_AMAX_IN_KERNEL
-// Loads of all keys of K or V, and about as many queries, for each thread.
+// Registers of a thread that hold K and V during the search for the scales, and loads of 16 bytes that fit into the
+// others, of which addresses and the like take about 56.
+constexpr int HELD =
+    (Loader::HOLDS_KEYS ? Loader::Keys::RAW_REGISTERS : 0) + (Loader::HOLDS_VALUES ? Loader::Values::RAW_REGISTERS : 0);
+constexpr int FREE_LOADS = (registers_per_thread(THREADS * CTAS_PER_SM) - HELD - 56) / 4;
+// A thread's loads of all keys of K or V, and about as many queries.
 constexpr int LOADS = (KEYS * HEAD_DIM * SIZE<IN> / 16 + THREADS - 1) / THREADS, MOST_AT_ONCE = LOADS < 13 ? LOADS : 13;
-// Registers of K and V during the search for the scales, and loads that the others hold.
-constexpr int HELD = Loader::KEYS_FIRST * Loader::Keys::REGISTERS + Loader::VALUES_FIRST * Loader::Values::REGISTERS;
-constexpr int REGISTERS = THREADS * CTAS_PER_SM < 256 ? 255 : 65536 / (THREADS * CTAS_PER_SM);
-constexpr int FREE_LOADS = (REGISTERS - HELD - 56) / 4;
 
 // Returns the thread's part of the largest magnitude of tokens.
 template <int AT_ONCE>
@@ -81,8 +86,8 @@ DEVICE u32 largest_of_tokens(const Tokens& x, i32 first, i32 count) {
 // Where registers do not hold them, they go to the shared memory that the codes of K and V take later.
 struct QuerySearch {
   static constexpr bool IN_REGISTERS = CLUSTER > 1 || FREE_LOADS >= MOST_AT_ONCE;
-  static constexpr int AT_ONCE = CLUSTER > 1 ? 6 : MOST_AT_ONCE;  // of many queries by measurement
-  static constexpr i32 CHUNKS = HEAD_DIM * SIZE<IN> / 16;
+  static constexpr int AT_ONCE = CLUSTER > 1 ? 6 : MOST_AT_ONCE;  // 6 was fastest with many queries
+  static constexpr i32 CHUNKS = HEAD_DIM * SIZE<IN> / 16;         // of a query
   static constexpr i32 SLOTS = (K_BYTES + V_BYTES) / 16, COPIES = (SLOTS + THREADS - 1) / THREADS;
   const Tokens tokens;
   const u32 memory;
@@ -91,12 +96,15 @@ struct QuerySearch {
   DEVICE QuerySearch(const Tokens& tokens, i32 queries, u32 memory) : tokens(tokens), memory(memory) {
     const i32 each = (queries + CLUSTER - 1) / CLUSTER;
     first = CLUSTER > 1 ? min((i32)blockIdx.z * each, queries - 1) : 0, count = min(each, queries - first);
+  }
+  DEVICE void begin() const {
     if (!IN_REGISTERS) copy(0);
   }
-  DEVICE void copy(i32 done) const {
+  DEVICE void copy(i32 first_chunk) const {
+    static_assert(IN_REGISTERS || CLUSTER == 1);  // all queries
 #pragma unroll
     for (int i = 0; i < COPIES; ++i) {
-      const i32 slot = threadIdx.x + i * THREADS, chunk = done + slot;
+      const i32 slot = threadIdx.x + i * THREADS, chunk = first_chunk + slot;
       if (slot < SLOTS && chunk < count * CHUNKS)
         cp_async_16(memory + slot * 16, tokens.at(chunk / CHUNKS, chunk % CHUNKS * (16 / SIZE<IN>)));
     }
@@ -106,19 +114,19 @@ struct QuerySearch {
     if constexpr (IN_REGISTERS) return largest_of_tokens<AT_ONCE>(tokens, first, count);
     u32 most = 0;
 #pragma unroll 1
-    for (i32 done = 0; done < count * CHUNKS; done += SLOTS) {
-      if (done > 0) copy(done);
+    for (i32 first_chunk = 0; first_chunk < count * CHUNKS; first_chunk += SLOTS) {
+      if (first_chunk > 0) copy(first_chunk);
       cp_async_wait_all();
 #pragma unroll
       for (int i = 0; i < COPIES; ++i) {
         const i32 slot = threadIdx.x + i * THREADS;
-        if (slot >= SLOTS || done + slot >= count * CHUNKS) continue;
+        if (slot >= SLOTS || first_chunk + slot >= count * CHUNKS) continue;
         u32 w[4];
         load_shared(memory + slot * 16, w);
         most = max_magnitudes(most, w, IN{});
       }
     }
-    __syncthreads();  // others may write to this memory
+    __syncthreads();  // the exchange of maxima and the codes overwrite this memory
     return max_of_pair(most, IN{});
   }
 };
@@ -128,9 +136,9 @@ struct QuerySearch {
 DEVICE void find_scales(const QuerySearch& queries, const Loader& loader, i32 keys, u32* exchange,
                         Scales<IN, HEAD_AMAX_IN_KERNEL>& scales) {
   u32 all[3] = {queries.largest(), 0, 0};
-  all[1] = Loader::KEYS_FIRST ? loader.keys.largest() : largest_of_tokens<MOST_AT_ONCE>(loader.keys.tokens, 0, keys);
+  all[1] = Loader::HOLDS_KEYS ? loader.keys.largest() : largest_of_tokens<MOST_AT_ONCE>(loader.keys.tokens, 0, keys);
   all[2] =
-      Loader::VALUES_FIRST ? loader.values.largest() : largest_of_tokens<MOST_AT_ONCE>(loader.values.tokens, 0, keys);
+      Loader::HOLDS_VALUES ? loader.values.largest() : largest_of_tokens<MOST_AT_ONCE>(loader.values.tokens, 0, keys);
   maxima_of_cluster<CLUSTER, THREADS / 32>(all, exchange);
   scales.q = scale_of_magnitude<IN>(all[0]);
   scales.k = scale_of_magnitude<IN>(all[1]);
@@ -138,8 +146,19 @@ DEVICE void find_scales(const QuerySearch& queries, const Loader& loader, i32 ke
 }
 #endif
 
-// Whether a CTA fetches the next head to L2 while it computes, so that the search for that head's scales waits less. By
-// measurement: with three CTAs on a multiprocessor, and of static scales, it takes more time than it saves.
+// The head of a CTA.
+struct HeadOfCta {
+  u32 batch, head;
+
+  // x, y: of the grid.
+  DEVICE HeadOfCta(const Params& p, u32 x, u32 y) : batch(HEADS_FIRST ? y : x), head(HEADS_FIRST ? x : y) {
+    if (!REVERSE_HEADS) return;  // the previous kernel has left the last heads in L2
+    batch = (HEADS_FIRST ? gridDim.y : gridDim.x) - 1 - batch, head = p.heads - 1 - head;
+  }
+};
+
+// Whether a CTA fetches the next head to L2 while it computes, so that the search for that head's scales waits less.
+// Not with three CTAs on a multiprocessor or static scales: there it was measured to cost more than it saves.
 constexpr bool PREFETCHES_HEADS = HEAD_AMAX_IN_KERNEL && ALL_ROWS && WARPGROUPS == 1 && CTAS_PER_SM <= 2;
 
 DEVICE void prefetch_tokens(const Tokens& x, i32 count) {
@@ -150,14 +169,13 @@ DEVICE void prefetch_tokens(const Tokens& x, i32 count) {
 
 // Fetches the head of the CTA that will probably run where this one does.
 DEVICE void prefetch_next_head(const Params& p) {
-  const u32 next = blockIdx.x + p.heads_at_once, y = blockIdx.y + next / gridDim.x, x = next % gridDim.x;
+  const u32 x = blockIdx.x + p.heads_at_once, y = blockIdx.y + x / gridDim.x;
   if (y >= gridDim.y) return;
-  u32 batch = HEADS_FIRST ? y : x, head = HEADS_FIRST ? x : y;
-  if (REVERSE_HEADS) batch = (HEADS_FIRST ? gridDim.y : gridDim.x) - 1 - batch, head = p.heads - 1 - head;
-  const u32 kv_head = key_head(p, head);
-  prefetch_tokens(Tokens(p.k, batch, kv_head), p.nk);
-  prefetch_tokens(Tokens(p.v, batch, kv_head), p.nk);
-  prefetch_tokens(Tokens(p.q, batch, head), p.nq);
+  const HeadOfCta next(p, x % gridDim.x, y);
+  const u32 kv_head = key_head(p, next.head);
+  prefetch_tokens(Tokens(p.k, next.batch, kv_head), p.nk);
+  prefetch_tokens(Tokens(p.v, next.batch, kv_head), p.nk);
+  prefetch_tokens(Tokens(p.q, next.batch, next.head), p.nq);
 }
 
 extern "C" __global__ void
@@ -172,11 +190,8 @@ __cluster_dims__(1, 1, CLUSTER)
 #endif
   extern __shared__ __align__(1024) u8 shared[];
   const u32 k_tile = shared_address(shared), v_tile = k_tile + K_BYTES;
-  u32 batch = HEADS_FIRST ? blockIdx.y : blockIdx.x, head = HEADS_FIRST ? blockIdx.x : blockIdx.y;
-  if (REVERSE_HEADS) {  // the previous kernel has left the last heads in L2
-    batch = (HEADS_FIRST ? gridDim.y : gridDim.x) - 1 - batch;
-    head = p.heads - 1 - head;
-  }
+  const HeadOfCta own(p, blockIdx.x, blockIdx.y);
+  const u32 batch = own.batch, head = own.head;
   const u32 kv_head = key_head(p, head);
   const i32 warp = threadIdx.x / 32 % 4, row_of_warp = threadIdx.x % 32 / 4, row_of_thread = warp * 16 + row_of_warp;
   const i32 warpgroup =
@@ -187,7 +202,7 @@ __cluster_dims__(1, 1, CLUSTER)
   const i32 first = row + (row < whole ? row_of_thread : row_of_warp);
 
 #if TMA
-  const TmaHeadLoader<THREADS> loader(p, maps, k_tile, v_tile, v_tile + V_BYTES, batch, kv_head);
+  const Loader loader(p, maps, k_tile, v_tile, v_tile + V_BYTES, batch, kv_head);
 #else
   Loader loader(p, k_tile, v_tile, batch, kv_head, threadIdx.x);
 #endif
@@ -196,13 +211,14 @@ __cluster_dims__(1, 1, CLUSTER)
   wait_for_previous_kernel(constants.addresses() | loader.addresses() | (u64)query.tokens.base);
 #if HEAD_AMAX_IN_KERNEL
   const QuerySearch search(query.tokens, p.nq, k_tile);
-  if (Loader::KEYS_FIRST) loader.begin_keys();
-  if (Loader::VALUES_FIRST) loader.begin_values(p, batch, kv_head);
+  search.begin();
+  if (Loader::HOLDS_KEYS) loader.begin_keys();
+  if (Loader::HOLDS_VALUES) loader.begin_values(p, batch, kv_head);
   find_scales(search, loader, p.nk, (u32*)shared, constants.scales);
 #endif
-  zero_channels<THREADS>(k_tile, threadIdx.x);
-  if (SIZE<IN> > 1) constants.load();  // quantization needs them
-  if (!Loader::KEYS_FIRST) loader.begin_keys();
+  zero_channels<THREADS>(k_tile, threadIdx.x);  // after the exchange of maxima, which uses the same shared memory
+  if (SIZE<IN> > 1) constants.load();           // quantization needs them
+  if (!Loader::HOLDS_KEYS) loader.begin_keys();
   if (PREFETCH_Q) query.begin_load(first, p.nq - 1);
 #if BIAS
   const BiasRows bias(v_tile + V_BYTES + BARRIER_BYTES + VALUE_CODES_BYTES);
@@ -214,7 +230,7 @@ __cluster_dims__(1, 1, CLUSTER)
   };
   begin_bias(row);
 #endif
-  if (!Loader::VALUES_FIRST) loader.begin_values(p, batch, kv_head);
+  if (!Loader::HOLDS_VALUES) loader.begin_values(p, batch, kv_head);
 #if BIAS
   BiasRows::prefetch(p, batch, head, ALL_ROWS ? 0 : blockIdx.z * p.tiles * 64, stop);
 #endif

@@ -43,8 +43,8 @@ template <int THREADS, bool PERMUTED>
 struct RowLoader {
   static constexpr int ROWS = THREADS / D_CHUNKS, ROUNDS = (KEYS + ROWS - 1) / ROWS;
   static constexpr int GROUP = SIZE<IN> == 4 ? 2 : ROUNDS < 8 ? ROUNDS : 4;
-  static constexpr bool HOLDS_ALL = GROUP == ROUNDS;
-  static constexpr int REGISTERS = 4 * SIZE<IN> * GROUP;
+  static constexpr bool HOLDS_ALL = GROUP >= ROUNDS;
+  static constexpr int RAW_REGISTERS = 4 * SIZE<IN> * GROUP;
   const Tokens tokens;
   const i32 row, chunk, last;
   In::Raw<4> raw[GROUP];
@@ -101,8 +101,8 @@ template <int THREADS>
 struct ValueLoader {
   static constexpr int BLOCKS = KEYS / 4 * D_CHUNKS, ROUNDS = (BLOCKS + THREADS - 1) / THREADS;
   static constexpr int GROUP = SIZE<IN> == 4 ? 1 : ROUNDS < 2 ? ROUNDS : 2;
-  static constexpr bool HOLDS_ALL = GROUP == ROUNDS;
-  static constexpr int REGISTERS = 4 * 4 * SIZE<IN> * GROUP;
+  static constexpr bool HOLDS_ALL = GROUP >= ROUNDS;
+  static constexpr int RAW_REGISTERS = 4 * 4 * SIZE<IN> * GROUP;
   // channels of a chunk that go to one lane: 2 in every 8 rows
   static constexpr int LANE_CHANNELS = CHANNELS % 16 ? 4 : 16;
   const Tokens tokens;
@@ -220,9 +220,9 @@ struct HeadLoader {
 
   // whether all loads of V can be issued before K is stored
   static constexpr bool PREFETCH_V = Values::HOLDS_ALL;
-  // Whether loads come before the search for the head's scales, which finds them in the registers then.
-  static constexpr bool KEYS_FIRST = HEAD_AMAX_IN_KERNEL && Keys::HOLDS_ALL;
-  static constexpr bool VALUES_FIRST = HEAD_AMAX_IN_KERNEL && Values::HOLDS_ALL;
+  // Whether a thread's part of K and of V stays in registers from the search for the head's scales to quantization.
+  static constexpr bool HOLDS_KEYS = HEAD_AMAX_IN_KERNEL && Keys::HOLDS_ALL;
+  static constexpr bool HOLDS_VALUES = HEAD_AMAX_IN_KERNEL && Values::HOLDS_ALL;
 
   DEVICE HeadLoader(const Params& p, u32 k_tile, u32 v_tile, u32 batch, u32 head, i32 thread)
       : keys(Tokens(p.k, batch, head), thread, p.nk),
@@ -271,6 +271,7 @@ struct HeadLoader {
 template <int THREADS>
 struct TmaHeadLoader {
   static constexpr i32 LAST = KEYS - 16;  // threads copy the keys from this one on
+  static constexpr bool HOLDS_KEYS = false, HOLDS_VALUES = false;
   static_assert(K_WIDTH == HEAD_DIM && 16 * D_CHUNKS <= THREADS);
   const TensorMaps& maps;
   const u32 k_tile, v_tile, barrier;

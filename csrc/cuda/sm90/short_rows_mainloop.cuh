@@ -22,8 +22,8 @@
 //   ALL_ROWS             1: a CTA takes all rows of its head
 //   BIAS                 int32 p.bias, NO_SCORE for an absent key: 0 none (the default), 1 with contiguous keys, 4 with
 //                        contiguous keys that are read four at a time; with EXP_32BIT. BIAS_FRACTION_BITS: of an octave
-//   CLUSTER              with HEAD_AMAX_IN_KERNEL, the CTAs of a head, which are a cluster and share the search for its
-//                        scales; 1: each searches alone (the default)
+//   CLUSTER              with HEAD_AMAX_IN_KERNEL, the CTAs of a head, which are a cluster and share the search of its
+//                        queries for their scale; 1: each searches alone (the default)
 #pragma once
 #include "sm90/short_rows_load.cuh"
 #include "sm90/wgmma.cuh"

@@ -160,9 +160,9 @@ Tensor key_codes(const Problem& p, const Choice& c, char* workspace) {
   return x;
 }
 
-// Whether a kernel other than long rows reads each head once more to find its scales, instead of a pass over all heads
-// before: by measurement on an H200, while a CTA does not read too many rows of Q that others compute.
-bool reads_heads_again(const Problem& p, Kernel kernel) {
+// Whether a kernel other than long rows finds the scales of each head itself, instead of a pass over all heads before:
+// by measurement on an H200, while a CTA does not read too many rows of Q that others compute.
+bool finds_scales_in_kernel(const Problem& p, Kernel kernel) {
   if (kernel == Kernel::kWindow) return true;
   if (p.fixed.head_amax_in_kernel >= 0) return bool(p.fixed.head_amax_in_kernel);
   if (kernel == Kernel::kShortRows) return p.nq() <= 2048 || short_rows_cluster(p) > 1;
@@ -263,7 +263,7 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
   if (p.is_dynamic()) {
     const bool heads = p.per_head[0] && (!p.is_float() || (p.per_head[1] && p.per_head[2]));
     const bool finds_all = c.fuses_keys && !p.has_integer_output() &&
-                           (is_long ? long_rows_find_scales(p, gpu) : reads_heads_again(p, c.kernel));
+                           (is_long ? long_rows_find_scales(p, gpu) : finds_scales_in_kernel(p, c.kernel));
     c.head_amax_in_kernel = heads && (p.is_float() ? finds_all : c.scores_in_kernel && p.nq() == 1);
     c.scales_in_quantization = p.is_float() && !c.fuses_keys && quantization_finds_scales(p, gpu);
     c.finds_scales = !c.head_amax_in_kernel && !c.scales_in_quantization;

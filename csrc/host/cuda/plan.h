@@ -54,7 +54,8 @@ struct Fixed {
   int key_splits = -1, large_tiles = -1;       // of few rows
 };
 
-constexpr int64_t kMostSums = 65536;  // keys whose sums 32 bits hold
+constexpr int64_t kMostSums = 65536;      // keys whose sums 32 bits hold
+constexpr int64_t kReservedBytes = 1024;  // of shared memory, by the GPU for each CTA
 
 constexpr int32_t kLeftOut = INT32_MIN;  // as a macro's value: the kernel is compiled without it
 

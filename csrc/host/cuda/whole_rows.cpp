@@ -9,7 +9,6 @@ namespace {
 constexpr int64_t kMostKeys = 288, kWarps = 4;
 constexpr int64_t kCtasPerProcessor = 2;   // at least, where heads have enough rows
 static_assert(kMostKeys <= kRoundedKeys);  // for intflash_bfp
-constexpr int64_t kReservedBytes = 1024;   // of shared memory, by the GPU for each CTA
 constexpr int64_t kStaticBytes = 256;      // for the kernel's own variables there
 
 constexpr const char* kSoftmaxes[] = {"ExactP16", "ExactP8", nullptr, "WholeTwoGroups"};  // of each method

@@ -181,7 +181,7 @@ def test_bits_of_scales_that_a_cluster_finds(method, cluster, monkeypatch):
     monkeypatch.setattr(plans, "FIXED", dict(cluster=cluster))
     for nq, nk in ((2500, 77), (1100, 3), (520, 197)):
         p = _cross(method, nq, nk, 2, 3, "cpu")
-        for x in (p.q, p.k, p.v):  # each head's maximum is in another CTA's part
+        for x in (p.q, p.k, p.v):  # each head's largest query is in another CTA's part
             for head in range(6):
                 x[head // 3, head % 3, head * (x.shape[2] - 1) // 5, head] = 20.0 + head
         assert "CLUSTER" in checks.macros(checks.attention_launch(p, gpu=checks.HOPPER, cluster=cluster))
