@@ -39,6 +39,17 @@ DEVICE u32 group_p24_of_negated(u64 t) {
   return shift_right(u * u + (QUADRATIC_OFFSET << 8), (u32)(t >> 32));
 }
 
+// Returns a part of a sequence's keys without a value: some lane's is not 0 where there are any. words: those of its
+// first block (valueless.cuh).
+constexpr int WORD_KEYS = 128;  // keys of the four words of a block
+DEVICE u32 valueless_keys(const u32* words, i32 keys) {
+  const i32 count = (keys + WORD_KEYS - 1) / WORD_KEYS * 4;
+  u32 some = 0;
+#pragma unroll 4
+  for (i32 i = threadIdx.x % 32; i < count; i += 32) some |= words[i];
+  return some;
+}
+
 // Returns bytes of ones where the lowest four bits are set.
 DEVICE u32 bytes_of_bits(u32 bits) { return ((bits & 15) * 0x00204081 & 0x01010101) * 255; }
 

@@ -1,4 +1,4 @@
-// Words of the keys without a value, whose V codes are all 0 (docs/numerics.md, "Blocks and groups"). Word q of a block
+// Words of the keys without a value, whose V codes are all 0 (docs/numerics.md, "Two groups"). Word q of a block
 // of 128 keys has a bit for each key that lane q of a quad holds: see two_groups.cuh.
 #pragma once
 #include "params.cuh"

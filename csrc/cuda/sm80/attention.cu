@@ -157,8 +157,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
     if (last_pass) loader.load_v(to + K_BYTES, first);
   };
   TileRing<K_BYTES + V_BYTES, decltype(load)> ring(shared + TABLE_BYTES, load);
-  if constexpr (METHOD::FINDS_ZEROS) {
-    if (!has_valueless(work.valueless(p), work.keys))
+  if constexpr (METHOD::FINDS_ZEROS && !BIAS && !KEEP) {  // with masks the loops of both would spill more registers
+    if (!__any_sync(~0u, valueless_keys(work.valueless(p), work.keys) != 0))
       return attend<METHOD::WithoutValueless>(p, work, shared, ring, start, tiles);
   }
   attend<METHOD>(p, work, shared, ring, start, tiles);

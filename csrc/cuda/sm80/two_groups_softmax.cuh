@@ -18,7 +18,6 @@
 #define WARP_KEYS KEYS
 #endif
 
-constexpr int WORD_KEYS = 128;  // keys of the four words that tell which have no value
 constexpr int BIT_WORDS = (WARP_KEYS + WORD_KEYS - 1) / WORD_KEYS;
 
 // A bit for each of a lane's keys of a tile, four for each group of 16.
@@ -338,11 +337,3 @@ struct TwoGroupsOf : PDigits<2>, GroupSoftmax {
   DEVICE i64 t_max(int m, int h) const { return level(m, h, fraction); }
 };
 typedef TwoGroupsOf<true> TwoGroups;
-
-// Whether some of a sequence's keys have no value. All lanes of a warp must call this together.
-DEVICE bool has_valueless(const u32* words, i32 keys) {
-  u32 some = 0;
-#pragma unroll 4
-  for (i32 i = threadIdx.x % 32; i < (keys + WORD_KEYS - 1) / WORD_KEYS * 4; i += 32) some |= words[i];
-  return __any_sync(~0u, some != 0);
-}

@@ -37,6 +37,7 @@
 #include "exp2_table.cuh"
 #include "sm90/tile_scheduler.cuh"
 #include "sm90/wgmma.cuh"
+#include "two_groups.cuh"
 
 #ifndef KEY_COUNTS
 #define KEY_COUNTS 0
@@ -267,14 +268,8 @@ struct ValuelessKeys {
   }
 };
 
-// Returns a part of a head's keys that have no value: some lane's is not 0 where there are any.
 DEVICE u32 valueless_keys_of_head(const Params& p, const Head& of) {
-  const u32* const words = ValuelessKeys::words_of_head(p, of);
-  const i32 count = (p.nk + TILE - 1) / TILE * 4;
-  u32 some = 0;
-#pragma unroll 4
-  for (i32 i = threadIdx.x % 32; i < count; i += 32) some |= words[i];
-  return some;
+  return valueless_keys(ValuelessKeys::words_of_head(p, of), p.nk);
 }
 DEVICE bool some_lane(u32 x) { return __any_sync(~0u, x != 0); }
 
