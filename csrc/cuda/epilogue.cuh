@@ -43,14 +43,21 @@ struct P16Accumulator {
   i32 high, low;
 };
 
-// The accumulator of a P of one digit or two.
-template <int DIGITS>
+// The same of at most 512 keys: 255 * 128 * 512 < 2^24, so that float32 holds either sum.
+struct FewKeysP16Accumulator : P16Accumulator {};
+
+// The accumulator of a P of one digit or two. FEW: of at most 512 keys.
+template <int DIGITS, bool FEW = false>
 struct AccumulatorOf {
   typedef i32 Type;
 };
 template <>
-struct AccumulatorOf<2> {
+struct AccumulatorOf<2, false> {
   typedef P16Accumulator Type;
+};
+template <>
+struct AccumulatorOf<2, true> {
+  typedef FewKeysP16Accumulator Type;
 };
 
 // How a row's accumulators become integer output: out = clamp((acc * factor + half) >> shift), half = 2^(shift - 1).
@@ -95,7 +102,16 @@ DEVICE i32 scaled_by_high_word(P16Accumulator acc, const Normalizer& n) {
 
 DEVICE float row_factor(u32 l, float v_scale) { return __fdiv_rn(v_scale, __uint2float_rn(l ? l : 1)); }
 DEVICE float as_float(i32 acc) { return __int2float_rn(acc); }
-DEVICE float as_float(P16Accumulator acc) { return __ll2float_rn(((i64)acc.high << 8) + acc.low); }
+// 2^24 times the upper bits and the lower 24, each exact in float32, so that their sum is rounded once. Conversions of
+// 64 bits take 4 times as long. |high| + |low| / 256 < 2^31.
+DEVICE float as_float(P16Accumulator acc) {
+  const i32 upper = (acc.high + (acc.low >> 8)) >> 16;
+  const u32 lower = (((u32)acc.high << 8) + acc.low) & 0xFFFFFF;
+  return __fmaf_rn(__int2float_rn(upper), 16777216.0f, __uint2float_rn(lower));
+}
+DEVICE float as_float(FewKeysP16Accumulator acc) {
+  return __fmaf_rn(__int2float_rn(acc.high), 256.0f, __int2float_rn(acc.low));
+}
 
 DEVICE u32 pack_pair(float a, float b, half_t) {
   u32 w;

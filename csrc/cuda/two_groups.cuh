@@ -173,9 +173,9 @@ struct GapScale {
       scale = __fmul_rn(row_factor(l, s.v_scale), __int_as_float((127 - gap) << 23));
     }
   }
-  template <int COUNT>
-  DEVICE void outputs(const P16Accumulator (&acc)[COUNT], u32 (&w)[COUNT * sizeof(TO) / 4]) const {
-    typedef OutputPacker<TO, P16Accumulator, COUNT> Packer;
+  template <typename ACC, int COUNT>
+  DEVICE void outputs(const ACC (&acc)[COUNT], u32 (&w)[COUNT * sizeof(TO) / 4]) const {
+    typedef OutputPacker<TO, ACC, COUNT> Packer;
     if constexpr (IsInteger<TO>::value) {
       i32 o[COUNT];
 #pragma unroll
@@ -192,13 +192,13 @@ struct GapScale {
 
 // The scales of N rows' outputs, of which a lane computes the factor of one (`row_scales`): the plain form, unless some
 // row of the warp has a gap.
-template <typename TO, int N>
+template <typename TO, typename ACC, int N>
 struct GroupScales {
   OutputConstants constants, plain;
   u32 l[N];
   i32 gap[N];
   bool has_gaps;
-  RowScale<TO, P16Accumulator> scales[N];
+  RowScale<TO, ACC> scales[N];
 
   DEVICE GroupScales(const RowSum (&rows)[N], const OutputConstants& constants)
       : constants(constants), plain(without_gap(constants)) {
@@ -209,7 +209,7 @@ struct GroupScales {
     row_scales(N > 1 && computes_second_row() ? l[N - 1] : l[0], plain, scales);
   }
   template <int COUNT>
-  DEVICE void outputs(const P16Accumulator (&acc)[N][COUNT], u32 (&w)[N][COUNT * sizeof(TO) / 4]) const {
+  DEVICE void outputs(const ACC (&acc)[N][COUNT], u32 (&w)[N][COUNT * sizeof(TO) / 4]) const {
     if (has_gaps) {
 #pragma unroll
       for (int i = 0; i < N; ++i) GapScale<TO>(l[i], gap[i], constants).outputs(acc[i], w[i]);

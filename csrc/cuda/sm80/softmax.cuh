@@ -7,7 +7,7 @@
 //
 // Macros: ROW_SCALES, BIAS, BIAS_FRACTION_BITS, KEEP; see attention.cu. LANE_ROWS: rows g + 8 h of a tile of 16 that a
 // lane has: 2, the default, or 1 where a tile has at most 8 rows. Then the second half of P's operand holds the low
-// digits, so that both digits take one product.
+// digits, so that both digits take one product. FEW_KEYS: 1: at most 512 keys; 0 (the default).
 #pragma once
 #include "epilogue.cuh"
 #include "exp2.cuh"
@@ -17,6 +17,9 @@
 
 #ifndef LANE_ROWS
 #define LANE_ROWS 2
+#endif
+#ifndef FEW_KEYS
+#define FEW_KEYS 0
 #endif
 
 template <int COUNT>
@@ -58,7 +61,7 @@ struct PDigits {
   static constexpr int DIGITS = DIGITS_, CHUNKS_AT_ONCE = V_CHUNKS;  // how far `store` unrolls
   static constexpr int KINDS = 1;                                    // of keys whose maxima are found apart
   static constexpr bool FINDS_ZEROS = false;                         // whether keys without a value differ from others
-  typedef typename AccumulatorOf<DIGITS>::Type Accumulator;
+  typedef typename AccumulatorOf<DIGITS, FEW_KEYS>::Type Accumulator;
   typedef PlainRow Row;
   template <typename TO, int N>
   using OutputScales = PlainScales<TO, Accumulator, N>;

@@ -224,7 +224,7 @@ struct TwoGroupsOf : PDigits<2>, GroupSoftmax {
   static constexpr bool FINDS_ZEROS = true;
   typedef RowSum Row;
   template <typename TO, int N>
-  using OutputScales = GroupScales<TO, N>;
+  using OutputScales = GroupScales<TO, Accumulator, N>;
   using GroupSoftmax::score;
   Peaks peak;
   OfRows<u32> other_l;  // the sums of p of this lane's keys without a value

@@ -10,10 +10,10 @@ struct WholeTwoGroups : GroupSoftmax {
   static constexpr int NOW = (NK + 15) / 16 * 16;
   static constexpr bool FINDS_ZEROS = true;
   static_assert(NK <= ROUNDED_KEYS);
-  typedef P16Accumulator Accumulator;
+  typedef AccumulatorOf<DIGITS, FEW_KEYS>::Type Accumulator;
   typedef RowSum Row;
   template <typename TO, int N>
-  using OutputScales = GroupScales<TO, N>;
+  using OutputScales = GroupScales<TO, Accumulator, N>;
   u32 word[KEYS / 32][DIGITS][4];  // P: of a digit the left operand of a product over 32 keys
   u32 l[KINDS][2];                 // the sums of p of a kind and row
   TileOperands tile{0, 0};

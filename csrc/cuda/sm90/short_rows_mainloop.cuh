@@ -44,13 +44,8 @@ constexpr int BIAS_BYTES = 0;
 #endif
 constexpr int VALUE_CODES_BYTES = TWO_GROUPS * (KEYS + 16 * WARPGROUPS);  // see short_rows_split.cuh
 
-#if BITS == 8
-typedef i32 Accumulator;
-constexpr int DIGITS = 1;
-#else
-typedef P16Accumulator Accumulator;
-constexpr int DIGITS = 2;
-#endif
+constexpr int DIGITS = BITS / 8;
+typedef AccumulatorOf<DIGITS, true>::Type Accumulator;
 
 // The row's keys are split in two parts (one where there are few). The second part's scores are computed during the
 // maximum of the first, and P V of the first during the exponentials of the second.

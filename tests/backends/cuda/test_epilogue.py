@@ -1,4 +1,6 @@
-"""csrc/cuda/epilogue.cuh in the emulator: the reciprocal of a row sum, and the factors of integer output."""
+"""csrc/cuda/epilogue.cuh in the emulator: the reciprocal of a row sum, the factors of integer output, and the sums of P V
+as float32.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ extern "C" __global__ void attention(Pointers p) {
     for (u32 i = thread; i < SUMS; i += gridDim.x * blockDim.x) {
         const u32 x = p.in[i];
         if (CASE < 2) p.out[i] = reciprocal_2_61<CASE == 0>(x << leading_zeros(x));
+        else if (CASE == 3) p.out[i] = __float_as_int(as_float(((const ACC*)p.in)[i]));
         else {
             const Normalizer n = normalizer<ACC>(x, p.packed[i]);
             p.out[2 * i] = n.factor, p.out[2 * i + 1] = n.shift;
@@ -33,7 +36,7 @@ pytestmark = pytest.mark.skipif(emulate.unavailable() is not None, reason=str(em
 
 def run(case: int, acc: str, x: torch.Tensor, packed: torch.Tensor, out: torch.Tensor) -> None:
     low = x.to(torch.int32)  # the same 32 bits
-    emulate.run_source(KERNEL, THREADS // 128, 128, [low, packed, out], CASE=case, ACC=acc, SUMS=x.numel())
+    emulate.run_source(KERNEL, THREADS // 128, 128, [low, packed, out], CASE=case, ACC=acc, SUMS=out.numel() if case == 3 else x.numel())
 
 
 def leading_zeros(x: torch.Tensor) -> torch.Tensor:
@@ -89,3 +92,21 @@ def test_a_row_without_keys_is_zero():
     found = torch.zeros(e.numel(), 2, dtype=torch.int32)
     run(2, "i32", torch.zeros_like(e), e << 32 | 1 << 23, found)
     assert ((found[:, 1] > 0) & (found[:, 1] < 64)).all()  # acc = 0 plus 2^(shift - 1), shifted, is 0
+
+
+@pytest.mark.parametrize("acc, keys", (("P16Accumulator", 65_536), ("FewKeysP16Accumulator", 512)))
+def test_sums_as_floats(acc, keys):
+    """256 high + low is rounded once, to the largest sums of both digits, where V is -128 or 127."""
+    torch.manual_seed(0)
+    most = torch.tensor([254, 255]) * 128 * keys
+    size = torch.exp2(torch.rand(1 << 18, 2, dtype=torch.float64) * torch.log2(most.double())).long()
+    sums = torch.where(torch.rand(size.shape) < 0.5, -size, size)
+    sums[:4] = torch.tensor([[1, 1], [1, -1], [-1, 1], [-1, -1]]) * most
+    sums[4:8], sums[8] = torch.tensor([[0, 0], [0, -1], [-1, 0], [-1, 255]]), torch.tensor([1, 1])
+    exact = 256 * sums[:, 0] + sums[:, 1]
+    halfway = 9 + torch.arange(1 << 16)  # between two floats: 25 bits, of which the last is 1
+    exact[halfway] = (2 * torch.randint(1 << 23, 1 << 24, halfway.shape) + 1) * torch.tensor([-1, 1])[halfway % 2]
+    sums[halfway] = torch.stack([exact[halfway] >> 8, exact[halfway] & 255], -1)
+    found = torch.zeros(len(sums), dtype=torch.int32)
+    run(3, acc, sums, torch.zeros(1, dtype=torch.int64), found)
+    assert torch.equal(found.view(torch.float32), exact.float())
