@@ -275,8 +275,8 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
   if (c.finds_scales || c.scales_in_quantization || ((is_long || is_whole) && c.head_amax_in_kernel)) {
     for (int i = 0; i < 3; ++i)
       if (!p.scale[i]) c.scale_count += numel(found_scale(p, i, nullptr).shape);
-    c.scales = place((c.finds_scales ? 12 : 4) * c.scale_count);
-    if (c.finds_scales) c.zeros = {c.scales, 8 * c.scale_count};
+    c.scales = place(4 * c.scale_count);
+    if (c.finds_scales && !absmax_cluster(p, gpu)) c.zeros = {place(8 * c.scale_count), 8 * c.scale_count};
   }
   const int64_t key_heads = p.k.shape[0] * p.k.shape[1];
   if (p.is_float() && !c.fuses_keys)
@@ -299,11 +299,12 @@ void fill_plan(const Problem& p, const Choice& c, const Memory& memory, const Gp
   Attention a{p, memory, p.q, p.k, p.v, p.has_float_query(), c.head_amax_in_kernel, {}, {}, {}, gpu};
   Tensor scale[3] = {p.scale[0], p.scale[1], p.scale[2]};
   if (c.scale_count) {
-    uint32_t* const amax = reinterpret_cast<uint32_t*>(workspace + c.scales);
-    float* scales = reinterpret_cast<float*>(c.finds_scales ? amax + 2 * c.scale_count : amax);
+    float* const found = reinterpret_cast<float*>(workspace + c.scales);
+    float* next = found;
     for (Tensor& s : scale)
-      if (!s) s = found_scale(p, int(&s - scale), scales), scales += numel(s.shape);
-    if (c.finds_scales) absmax_launch(p, c.scale_count, amax, gpu, plan.next());
+      if (!s) s = found_scale(p, int(&s - scale), next), next += numel(s.shape);
+    uint32_t* const zeros = c.zeros.bytes ? reinterpret_cast<uint32_t*>(workspace + c.zeros.offset) : nullptr;
+    if (c.finds_scales) absmax_launch(p, found, zeros, c.scale_count, gpu, plan.next());
   }
   if (c.finds_valueless) a.valueless = valueless_words(p, workspace + c.valueless);
   const auto quantize_inputs = [&] {

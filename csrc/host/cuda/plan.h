@@ -189,7 +189,7 @@ struct Part {
   int64_t offset = 0, bytes = 0;
 };
 
-constexpr int kMostParts = 9;
+constexpr int kMostParts = 10;
 
 // What a problem's launches are, before there is memory.
 struct Choice {
@@ -339,8 +339,11 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan);
 
 // The score constants of two scales, as constants.cu packs them.
 uint64_t packed_score(const Problem& p, float q_scale, float k_scale);
-// Finds the scales of floats: maxima and counters of finished CTAs, zeros at launch, then the scales.
-void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, const Gpu& gpu, Launch& launch);
+// Finds the scales of floats. zeros: of each scale its maximum and a counter of finished CTAs, both 0 at launch; null
+// where clusters find them, whose size `absmax_cluster` returns; 0: no clusters.
+void absmax_launch(const Problem& p, float* scales, uint32_t* zeros, int64_t scale_count, const Gpu& gpu,
+                   Launch& launch);
+int64_t absmax_cluster(const Problem& p, const Gpu& gpu);
 // The scale of Q, K or V that a call finds: one, or one for each head. Scales that are found follow one another.
 Tensor found_scale(const Problem& p, int which, float* data);
 // Makes codes of float K and V, or copies codes of V. Its tiles of V are blocks of keys, so that it fills the words of

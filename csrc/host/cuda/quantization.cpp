@@ -15,6 +15,7 @@ constexpr int64_t kMostCluster = 8;  // CTAs of a cluster
 constexpr int64_t kMostTiles = 4, kMostRowBytes = 256;
 constexpr int64_t kChunkBytes = 16;   // of absmax.cu and head_absmax.cu
 constexpr int64_t kCtaChunks = 2048;  // that a CTA of these loads at once
+constexpr int64_t kMostRounds = 4;    // of them that a CTA of a cluster loads where heads are few
 constexpr int64_t kMostCtas = 4;  // of absmax.cu on a multiprocessor, for each tensor: more only add atomic operations
 constexpr const char* kUnits[] = {"Octaves", "TableSteps"};
 
@@ -26,7 +27,8 @@ const Source kHeadAbsmax = {"head_absmax.cu",
                              {"IN", kTypeNames},
                              {"HEAD_DIM", nullptr},
                              {"VALUE_DIM", nullptr},
-                             {"CTA_TOKENS", nullptr}}};
+                             {"CTA_TOKENS", nullptr},
+                             {"CLUSTER", nullptr}}};
 const Source kQuantize = {"quantize_inputs.cu",
                           "quantize_inputs",
                           {{"PARAMS_BYTES", nullptr},
@@ -93,17 +95,32 @@ Tensor found_scale(const Problem& p, int which, float* data) {
   return packed(reinterpret_cast<char*>(data), {heads ? x.shape[0] : 1, heads ? x.shape[1] : 1, 1, 1});
 }
 
-void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, const Gpu& gpu, Launch& launch) {
+int64_t absmax_cluster(const Problem& p, const Gpu& gpu) {
+  if (gpu.major < 9) return 0;
+  int64_t most = 0, heads = 0;  // chunks of a head; heads of all tensors
+  const Tensor* const tensors[] = {&p.q, &p.k, &p.v};
+  for (int i = 0; i < (p.is_float() ? 3 : 1); ++i) {
+    if (!p.per_head[i]) return 0;
+    const Tensor& x = *tensors[i];
+    most = std::max(most, x.shape[2] * chunked_channels(x) * x.bytes() / kChunkBytes);
+    heads += x.shape[0] * x.shape[1];
+  }
+  const int64_t cluster = std::clamp<int64_t>(ceil_div(most, kCtaChunks), 1, kMostCluster);
+  // where heads are few and long, CTAs of all multiprocessors are to read them
+  return most <= cluster * kMostRounds * kCtaChunks || heads * cluster >= gpu.processors ? cluster : 0;
+}
+
+void absmax_launch(const Problem& p, float* scales, uint32_t* zeros, int64_t scale_count, const Gpu& gpu,
+                   Launch& launch) {
   Tensor absent = p.q;  // no heads of which a maximum would be wanted
   absent.shape[1] = 0;
   const Tensor* const tensors[] = {&p.q, p.is_float() ? &p.k : &absent, p.is_float() ? &p.v : &absent};
-  float* const scales = reinterpret_cast<float*>(amax + 2 * scale_count);
   launch.threads = 256;
   if (p.is_float() && !p.per_head[0] && !p.per_head[1] && !p.per_head[2]) {
     ::AbsmaxParams& params = launch.set_parameters<::AbsmaxParams>();
     u32 most = 0;
     for (int i = 0; i < 3; ++i) params.x[i] = runs(*tensors[i]), most = std::max(most, params.x[i].count);
-    params.amax = amax, params.scales = scales;
+    params.amax = zeros, params.scales = scales;
     launch.program = {&kAbsmax, {int32_t(sizeof(::AbsmaxParams)), int32_t(p.q.type), int32_t(kCtaChunks)}};
     launch.grid[0] = uint32_t(std::min(ceil_div(most, kCtaChunks), kMostCtas * gpu.processors) * 3);
     return;
@@ -111,7 +128,7 @@ void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, const 
   ::HeadAbsmaxParams& params = launch.set_parameters<::HeadAbsmaxParams>();
   const int64_t d = chunked_channels(p.q), dv = chunked_channels(*tensors[2]);
   const int64_t tokens = kCtaChunks * kChunkBytes / (std::max(d, dv) * p.q.bytes());
-  int64_t ctas = 0, first = 0;
+  int64_t ctas = 0, most_heads = 0, first = 0;
   for (int i = 0; i < 3; ++i) {
     const Tensor& x = *tensors[i];
     const int64_t heads = x.shape[0] * x.shape[1], tiles = ceil_div(x.shape[2], tokens);
@@ -121,12 +138,14 @@ void absmax_launch(const Problem& p, int64_t scale_count, uint32_t* amax, const 
     params.tile_reciprocals[i] = quotient_reciprocal(tiles);
     params.head_reciprocals[i] = quotient_reciprocal(x.shape[1]);
     first += params.per_head[i] ? heads : 1;
-    ctas = std::max(ctas, tiles * heads);
+    ctas = std::max(ctas, tiles * heads), most_heads = std::max(most_heads, heads);
   }
-  params.amax = amax, params.finished = amax + scale_count, params.scales = scales;
+  const int64_t cluster = absmax_cluster(p, gpu);
+  params.amax = zeros, params.finished = zeros + (zeros ? scale_count : 0), params.scales = scales;
   launch.program = {&kHeadAbsmax,
-                    {int32_t(sizeof(::HeadAbsmaxParams)), int32_t(p.q.type), int32_t(d), int32_t(dv), int32_t(tokens)}};
-  launch.grid[0] = uint32_t(3 * ctas);
+                    {int32_t(sizeof(::HeadAbsmaxParams)), int32_t(p.q.type), int32_t(d), int32_t(dv),
+                     cluster ? kLeftOut : int32_t(tokens), int32_t(cluster)}};
+  launch.grid[0] = uint32_t(3 * (cluster ? most_heads * cluster : ctas));
 }
 
 bool quantization_finds_scales(const Problem& p, const Gpu& gpu) {

@@ -104,11 +104,12 @@ int32_t keys_at_once(const Tensor& bias) {
 
 int64_t short_rows_cluster(const Problem& p) {
   if (p.fixed.cluster > 0) return p.fixed.cluster;
-  constexpr int64_t kManyQueries = 1024, kMostCtas = 8, kLeastCtasOfAll = 75;  // by measurements on an H200
+  constexpr int64_t kManyQueries = 1024, kLeastBytes = 8'000'000, kMostCtas = 8,
+                    kLeastCtasOfAll = 75;  // measured on an H200
   // A cluster runs within a group of multiprocessors (GPC). An H200 has at least seven with 16, others with fewer.
   constexpr int64_t kGroups = 7, kProcessorsOfGroup = 16;
   const int64_t heads = p.batch() * p.heads();
-  if (p.nq() <= kManyQueries) return 1;
+  if (p.nq() <= kManyQueries || heads * p.nq() * p.head_dim() * p.q.bytes() < kLeastBytes) return 1;
   int64_t ctas = kMostCtas;
   while (ctas > 1 && heads > kGroups * (kProcessorsOfGroup / ctas)) --ctas;
   return heads * ctas >= kLeastCtasOfAll ? ctas : 1;

@@ -81,10 +81,10 @@ def layouts(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Qkv]]:
     yield "one head", Qkv(made((3, 4, 5, 128)), *(made((3, 1, 257, 128)).expand(3, 2, 257, 128) for _ in "kv"))
 
 
-def planned(tensors: Qkv, recipe: Recipe, method: str = "intflash_p8", **more) -> Plan:
+def planned(tensors: Qkv, recipe: Recipe, method: str = "intflash_p8", gpu=None, **more) -> Plan:
     """The plan of a problem of floats for the kernel of any rows, which takes each step by a launch of its own."""
     p = Problem(method, *tensors, 0.1, recipe=recipe, **(dict(out_dtype=torch.int16) | more))
-    return checks.planned(p, kernel="any_rows")
+    return checks.planned(p, gpu, kernel="any_rows")
 
 
 def run_before(plan: Plan, last: str) -> None:
@@ -108,10 +108,10 @@ def memory(plan: Plan, part: int) -> torch.Tensor:
 
 
 def found_scales(plan: Plan, tensors: Qkv, kinds: list[str]) -> list[torch.Tensor]:
-    """The scales of Q, K and V that a plan has found: behind as many maxima and counters."""
+    """The scales of Q, K and V that a plan has found."""
     shapes = [(*x.shape[:2], 1, 1) if kind == "head" else (1, 1, 1, 1) for x, kind in zip(tensors, kinds, strict=True)]
     counts = [shape[0] * shape[1] for shape in shapes]
-    scales = memory(plan, 0).view(torch.float32)[-sum(counts) :].split(counts)
+    scales = memory(plan, 0).view(torch.float32).split(counts)
     return [x.view(shape) for x, shape in zip(scales, shapes, strict=True)]
 
 
@@ -126,6 +126,34 @@ def test_absmax_scales(dtype, device):
             plan.launches[0].run()
             expected = [quantize(x.cpu(), kind).scale for x, kind in zip(tensors, kinds, strict=True)]
             assert all(map(torch.equal, found_scales(plan, tensors, kinds), expected)), (name, kinds)
+
+
+@on_each_device
+def test_absmax_scales_of_long_heads(device):
+    """A cluster takes a head where the GPU has clusters; elsewhere the last CTA of a head converts its maximum. The
+    maximum of each head is in another place.
+    """
+    shapes = ((1, 6, 5000, 64), (1, 3, 4100, 64), (1, 3, 4100, 64))
+    tensors = Qkv(*(torch.randn(shape, device=device).half() for shape in shapes))
+    for x in tensors:
+        for head in range(x.shape[1]):
+            x[0, head, head * (x.shape[2] - 1) // (x.shape[1] - 1), head] = -20.0 - head
+    expected = [quantize(x.cpu(), "head").scale for x in tensors]
+    for name in ("sm_89", "sm_90a") if device == "cpu" else (None,):
+        plan = planned(tensors, checks.OF_HEADS, gpu=GPUS.get(name))
+        macros = checks.macros(plan.launches[0])
+        if name:
+            assert macros["CLUSTER"] == ("0" if name == "sm_89" else "8")
+        plan.launches[0].run()
+        assert all(map(torch.equal, found_scales(plan, tensors, ["head"] * 3), expected)), name
+
+
+def test_clusters_take_heads_that_are_short_or_many():
+    """Few long heads would leave multiprocessors idle."""
+    for heads, n, cluster in ((1, 8192, "8"), (1, 8193, "0"), (5, 8193, "0"), (6, 8193, "8")):
+        x = torch.zeros(1, heads, n, 64, dtype=torch.float16, device="meta")
+        launch = planned(Qkv(x, x, x), checks.OF_HEADS, gpu=GPUS["sm_90a"]).launches[0]
+        assert launch.program.file == "head_absmax.cu" and checks.macros(launch)["CLUSTER"] == cluster
 
 
 @on_each_device

@@ -190,7 +190,7 @@ def test_bits_of_scales_that_a_cluster_finds(method, cluster, monkeypatch):
 
 @pytest.mark.parametrize(
     "batch, heads, nq, cluster",
-    ((2, 10, 4096, "5"), (1, 24, 4096, "4"), (1, 10, 4096, "8"), (2, 10, 1024, None), (1, 80, 2048, None)),
+    ((2, 10, 4096, "5"), (1, 24, 4096, "4"), (1, 10, 8192, "8"), (2, 10, 1024, None), (1, 80, 2048, None)),
 )
 def test_a_cluster_finds_the_scales_of_many_queries(batch, heads, nq, cluster):
     """In one launch, whose CTAs are a head's."""
