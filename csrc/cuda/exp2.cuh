@@ -9,6 +9,8 @@ DEVICE u32 dot_bytes(u32 word, u32 weights, u32 sum) {
 }
 DEVICE u32 add_bytes(u32 word, u32 sum) { return dot_bytes(word, 0x01010101, sum); }
 
+// T = (S << k) C is a score in 2^-32 octave. K0 puts a row's maximum at 14 + 102/256 octaves, where p16 is 65193, and
+// rounds the depth below it half up (docs/numerics.md).
 constexpr i64 K0 = (14ll << 32) + (102ll << 24) + (1ll << 23) - 1;
 constexpr u32 QUADRATIC_OFFSET = 132608;
 constexpr i32 MOST_SUMS = 65536;        // keys of which 32 bits hold the sums of P and of P V

@@ -1,5 +1,5 @@
-// The parameters of all kernels, which the host fills in (csrc/host/cuda/), and how a kernel finds its batch and head
-// from them.
+// The parameters of the attention kernels and of those before them, which the host fills in (csrc/host/cuda/), and how
+// a kernel finds its batch and head from them.
 #pragma once
 #include "types.cuh"
 #ifdef __CUDACC__
@@ -46,8 +46,8 @@ struct Params {
   View q_scale, k_scale;  // float32, for float inputs
   View v_scale;           // float32, for float inputs and for float output
   View bias;              // int32, in octaves of Problem's bias_fraction_bits
-  View keep;              // uint8, 0 for an absent key
-  View valueless;         // keys without a value: see two_groups.cuh
+  View keep;              // uint8, 0 for an absent key; with KEY_COUNTS int32 counts of keys, one for each batch
+  View valueless;         // words of the keys without a value: see `key_of_bit`
   i64* t_max;             // [B, H, Nq], or null
   i32* l;
   double sm_scale;
@@ -61,7 +61,7 @@ struct Params {
   u32 head_reciprocal;                   // ceil(2^32 / heads); 0 for one head
   u32 bias_reciprocal, keep_reciprocal;  // ceil(2^32 / batches); 0 for one batch and for as many as Q has
   Share share;
-  const i32 *q_ends, *k_ends;  // of packed sequences: the first row or key of each, and the end of the last; or null
+  const i32 *cu_seqlens_q, *cu_seqlens_k;  // of packed sequences: the first row or key of each, and the end of the last
   SplitKv split;
   u32 heads_at_once;  // of short rows: CTAs that run at once, where each takes a head
   u32 padding;
@@ -129,8 +129,8 @@ struct ConstantsParams {
 // Of valueless.cu.
 struct ValuelessParams {
   View v;
-  u32* words;         // [B, Hk, blocks, 4]
-  const i32* k_ends;  // of packed sequences, each of which has its own blocks; or null
+  u32* words;               // [B, Hk, blocks, 4]: see `key_of_bit`
+  const i32* cu_seqlens_k;  // of packed sequences, each of which has its own blocks; or null
   u32 keys, blocks, heads, count;
   u32 blocks_reciprocal, heads_reciprocal;
 };
@@ -150,8 +150,13 @@ DEVICE u32 quotient(u32 x, u32 by, u32 reciprocal) {
 // next one's.
 DEVICE u32 first_block_of_sequence(u32 i, u32 k_start) { return k_start / 128 + i; }
 
-// Returns the key of a block that a bit of the block's word `word` stands for: see ValuelessParams.
+// Returns the key of a block that a bit of the block's word `word` stands for. A block of 128 keys has four words: word
+// q those keys that lane q of a quad holds, a bit for each, which is set where V's codes of the key are all 0.
 DEVICE u32 key_of_bit(u32 word, u32 bit) { return bit / 4 * 16 + word * 4 + bit % 4; }
 
 DEVICE i64 head_offset(const View& x, i64 batch, i64 head) { return batch * x.b + head * x.h; }
+// The index of a row in t_max and l.
+DEVICE i64 row_index(const Params& p, u32 batch, u32 head, i64 row) {
+  return ((i64)batch * p.heads + head) * p.nq + row;
+}
 #endif

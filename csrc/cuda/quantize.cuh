@@ -218,8 +218,8 @@ DEVICE const T* head_element(const View& x, u32 batch, u32 head) {
 }
 
 // The scales of float inputs and their reciprocals, rounded once. The caller gives the scales, or the kernel computes
-// them from each head's own maxima (IN_RANGE). `load` issues the loads and `divide` waits for them. Each lane of a quad
-// computes one reciprocal and the quad exchanges them.
+// them from each head's own maxima (AMAX_IN_KERNEL). `load` issues the loads and `divide` waits for them. Each lane of
+// a quad computes one reciprocal and the quad exchanges them.
 template <typename T, bool AMAX_IN_KERNEL>
 struct Scales {
   const float *q_at, *k_at, *v_at;

@@ -11,7 +11,7 @@ constexpr i32 NO_EXPONENT = -(1 << 29);  // of a group without keys
 constexpr i32 FAR = 48;                  // a group so many octaves below its row adds nothing
 constexpr i32 MAX_GAP = 96;
 constexpr i32 OUTPUT_SHIFT = 24;  // from a row's sums to those that its output is made of
-constexpr i32 MOST_E = 29;        // numerics.exp.OUTPUT_EXPONENTS; the constants hold it without its saturation
+constexpr i32 MOST_E = 29;        // of the output constants, which constants.cu saturates at MOST_E + MAX_GAP
 // Added to T - (e << 32). With 16 octaves more than K0 the shift from m to p16 is 32 - hi, from 2 on.
 constexpr i64 GROUP_K0 = K0 + (16ll << 32);
 
@@ -40,7 +40,7 @@ DEVICE u32 group_p24_of_negated(u64 t) {
 }
 
 // Returns a part of a sequence's keys without a value: some lane's is not 0 where there are any. words: those of its
-// first block (valueless.cuh).
+// first block (`key_of_bit`).
 constexpr int WORD_KEYS = 128;  // keys of the four words of a block
 DEVICE u32 valueless_keys(const u32* words, i32 keys) {
   const i32 count = (keys + WORD_KEYS - 1) / WORD_KEYS * 4;

@@ -34,10 +34,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) valueless(const __grid_con
   wait_for_previous_kernel();
   let_next_kernel_start();
   u32 first = block * BLOCK, keys = p.keys;
-  if (p.k_ends) {
+  if (p.cu_seqlens_k) {
     u32 i = p.count - 1;
-    while (i > 0 && block < first_block_of_sequence(i, p.k_ends[i])) --i;
-    first = p.k_ends[i] + (block - first_block_of_sequence(i, p.k_ends[i])) * BLOCK, keys = p.k_ends[i + 1];
+    while (i > 0 && block < first_block_of_sequence(i, p.cu_seqlens_k[i])) --i;
+    first = p.cu_seqlens_k[i] + (block - first_block_of_sequence(i, p.cu_seqlens_k[i])) * BLOCK,
+    keys = p.cu_seqlens_k[i + 1];
   }
   const u32 codes = codes_of_thread(p.v, head, first, keys), count = first < keys ? keys - first : 0;
   store_valueless_words<KEY_MAJOR>(codes, count, p.words + blockIdx.x * 4);

@@ -1,5 +1,5 @@
-// Words of the keys without a value, whose V codes are all 0 (docs/numerics.md, "Two groups"). Word q of a block
-// of 128 keys has a bit for each key that lane q of a quad holds: see two_groups.cuh.
+// Words of the keys without a value, whose V codes are all 0 (docs/numerics.md, "Two groups"): see `key_of_bit` of
+// params.cuh.
 #pragma once
 #include "params.cuh"
 

@@ -103,7 +103,7 @@ struct ValueFragment {
       load_words(base + (clamped_key(slot_key(group, quarter, i), group) * stride + channel) * SIZE<IN>, raw[i].word);
   }
   // Word j of `w` receives the keys of channel j. P is 0 for slots without keys, so that their bytes may hold anything.
-  // In::transposed, without this transposition, was slower here with HEAD_AMAX_IN_KERNEL.
+  // In::transposed, which does without this transposition, takes longer here with HEAD_AMAX_IN_KERNEL.
   DEVICE void transpose(int group, float inv, u32 (&w)[4]) const {
     u32 x[4][1];
 #pragma unroll
@@ -456,7 +456,7 @@ struct Window {
               t < GROUPS - 1 || LAST == 16 ? w[digit] : w[digit] & present_bytes(quarter);
       }
     }
-    let_next_kernel_start();  // an earlier call was slower
+    let_next_kernel_start();  // before the exponentials it would take longer
     i32 sums[DIGITS][4] = {};
 #pragma unroll
     for (int i = 0; i < STEPS; ++i)

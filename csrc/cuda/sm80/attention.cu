@@ -16,7 +16,7 @@
 //   CAUSAL            0 none, 1 key j is present for row i if j <= i + p.causal, 2 the same with each packed sequence's
 //                     number of keys less its number of queries added
 //   WINDOW            1: it is present only if also j >= i + p.window_start, with the same added
-//   PACKED            1: the batch of one holds p.count sequences, whose ends are p.q_ends and p.k_ends
+//   PACKED            1: the batch of one holds p.count sequences, which p.cu_seqlens_q and p.cu_seqlens_k delimit
 //   BIAS, KEEP        see sm80/masks.cuh, and BIAS_FRACTION_BITS of a bias
 //   DITHER, MANY_KEYS  of TwoGroups: see sm80/two_groups_softmax.cuh
 //   WARPS, ROW_TILES  warps of a CTA, and tiles of 16 rows of a warp
@@ -47,9 +47,10 @@ struct Work {
     // `tiles` is a bound: CTAs beyond the last sequence's tiles find none
     rows = 0;
     for (i32 i = 0; i < p.count; ++i) {
-      const i32 first = p.q_ends[i], count = p.q_ends[i + 1] - first, its_tiles = (count + CTA_ROWS - 1) / CTA_ROWS;
+      const i32 first = p.cu_seqlens_q[i], count = p.cu_seqlens_q[i + 1] - first,
+                its_tiles = (count + CTA_ROWS - 1) / CTA_ROWS;
       if (tile < its_tiles) {
-        q_start = first, rows = count, k_start = p.k_ends[i], keys = p.k_ends[i + 1] - (i32)k_start;
+        q_start = first, rows = count, k_start = p.cu_seqlens_k[i], keys = p.cu_seqlens_k[i + 1] - (i32)k_start;
         first_block = first_block_of_sequence(i, (i32)k_start);
         break;
       }

@@ -14,9 +14,9 @@
 // of the time that they do. Step 1 finds the keys without a value in its tiles of V, and the maxima that step 2 needs.
 // The sums have 64 bits, because there may be more keys than 32 bits hold the sums of.
 //
-// Macros: STEP, TWO_GROUPS, LANE_ROWS (see softmax.cuh), and those of attention.cu without PACKED and ROW_TILES. METHOD
-// is any but Online, and KEYS is WARP_KEYS * WARPS. SCORES: 0 the score constants are p.score; 1 they are computed here
-// from p.q_scale and p.k_scale; 2 so is Q's scale, of heads that have one row each.
+// Macros: STEP, TWO_GROUPS, LANE_ROWS (see softmax.cuh), and those of attention.cu without PACKED, WINDOW, ROW_TILES
+// and MANY_KEYS. METHOD is any but Online, and KEYS is WARP_KEYS * WARPS. SCORES: 0 the score constants are p.score; 1
+// they are computed here from p.q_scale and p.k_scale; 2 so is Q's scale, of heads that have one row each.
 #define ROW_TILES 1
 #define WARP_KEYS 32
 #define READ_ONCE 1
@@ -242,7 +242,7 @@ DEVICE void store_t_max(const Rows& rows, int h) {
   if (p.l && work.split == 0 && blockIdx.y == 0 && threadIdx.x < 32 && threadIdx.x % 4 == 0 &&
       rows.row_of(0, h) < work.rows) {
     const RowPlace at = rows.place(0, h);
-    p.t_max[((i64)work.batch * p.heads + at.head) * p.nq + at.row] = rows.method.t_max(0, h);
+    p.t_max[row_index(p, work.batch, at.head, at.row)] = rows.method.t_max(0, h);
   }
 }
 
@@ -334,7 +334,7 @@ DEVICE void store_outputs(const Work& work) {
     const Sum* sums = work.sums().row[row];
     const i32 fraction = TWO_GROUPS ? fraction_bits(p.nk) : 0;
     const METHOD::Row rows[1] = {read_row(sums, fraction)};
-    if (p.l && channel == 0) p.l[((i64)work.batch * p.heads + at.head) * p.nq + at.row] = rows[0].l;
+    if (p.l && channel == 0) p.l[row_index(p, work.batch, at.head, at.row)] = rows[0].l;
     Accumulator acc[1][4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) read_channel(sums, channel + j, fraction, acc[0][j]);

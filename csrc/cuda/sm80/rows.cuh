@@ -273,7 +273,7 @@ struct WarpRows {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         if (p.l && blockIdx.y == 0 && threadIdx.x % 4 == 0 && row_of(m, h) < work.rows) {
-          const i64 at = ((i64)work.batch * p.heads + work.head) * p.nq + place(m, h).row;
+          const i64 at = row_index(p, work.batch, work.head, place(m, h).row);
           p.t_max[at] = method.t_max(m, h);
           p.l[at] = rows[h].l;
         }

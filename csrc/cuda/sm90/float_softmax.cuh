@@ -179,7 +179,7 @@ struct FloatSoftmax {
         store_pair((u8*)element<OUT>(p.out.ptr, to + 8 * i), acc[4 * i + 2 * h] * factor,
                    acc[4 * i + 2 * h + 1] * factor, OUT{});
       if (p.l && threadIdx.x % 4 == 0) {
-        const i64 to = ((i64)at.batch * p.heads + at.head) * p.nq + row;
+        const i64 to = row_index(p, at.batch, at.head, row);
         ((float*)p.t_max)[to] = reference[h];
         ((float*)p.l)[to] = l;
       }

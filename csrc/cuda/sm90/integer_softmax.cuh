@@ -196,7 +196,7 @@ struct PDigits : RowMaxima {
     const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * CHANNELS;
     store_last_channels((u8*)element<OUT>(p.out.ptr, to), words);
     if (p.l && threadIdx.x % 4 == 0) {
-      const i64 to = ((i64)at.batch * p.heads + at.head) * p.nq + row;
+      const i64 to = row_index(p, at.batch, at.head, row);
       p.t_max[to] = t_max;
       p.l[to] = l;
     }

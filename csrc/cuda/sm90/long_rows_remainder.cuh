@@ -216,7 +216,7 @@ struct RemainderRows<ExactMaximum<DIGITS, Form>> {
       store_outputs<OUT>((u8*)element<OUT>(p.out.ptr, to), mine, scale, output_constants);
     }
     if (p.l && place.warp == 0 && place.row == place.g) {
-      const i64 to = ((i64)work.batch * p.heads + work.head) * p.nq + row;
+      const i64 to = row_index(p, work.batch, work.head, row);
       p.t_max[to] = t_max;
       p.l[to] = l;
     }

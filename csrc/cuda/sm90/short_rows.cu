@@ -86,7 +86,7 @@ DEVICE u32 largest_of_tokens(const Tokens& x, i32 first, i32 count) {
 // Where registers do not hold them, they go to the shared memory that the codes of K and V take later.
 struct QuerySearch {
   static constexpr bool IN_REGISTERS = CLUSTER > 1 || FREE_LOADS >= MOST_AT_ONCE;
-  static constexpr int AT_ONCE = CLUSTER > 1 ? 6 : MOST_AT_ONCE;  // 6 was fastest with many queries
+  static constexpr int AT_ONCE = CLUSTER > 1 ? 6 : MOST_AT_ONCE;  // 6: the fastest with many queries
   static constexpr i32 CHUNKS = HEAD_DIM * SIZE<IN> / 16;         // of a query
   static constexpr i32 SLOTS = (K_BYTES + V_BYTES) / 16, COPIES = (SLOTS + THREADS - 1) / THREADS;
   const Tokens tokens;
@@ -158,7 +158,7 @@ struct HeadOfCta {
 };
 
 // Whether a CTA fetches the next head to L2 while it computes, so that the search for that head's scales waits less.
-// Not with three CTAs on a multiprocessor or static scales: there it was measured to cost more than it saves.
+// Not with three CTAs on a multiprocessor or static scales, where it costs more than it saves.
 constexpr bool PREFETCHES_HEADS = HEAD_AMAX_IN_KERNEL && ALL_ROWS && WARPGROUPS == 1 && CTAS_PER_SM <= 2;
 
 DEVICE void prefetch_tokens(const Tokens& x, i32 count) {

@@ -39,7 +39,7 @@ DEVICE void clamp_far_values(RAW (&raw)[COUNT], float inv) {
 
 // Loads chunks of 16 channels of K by THREADS threads in rounds. A thread keeps its chunk, and its rows are ROWS apart,
 // so that addresses advance by constants. GROUP rounds are in flight together.
-template <int THREADS, bool PERMUTED>
+template <int THREADS>
 struct RowLoader {
   static constexpr int ROWS = THREADS / D_CHUNKS, ROUNDS = (KEYS + ROWS - 1) / ROWS;
   static constexpr int GROUP = SIZE<IN> == 4 ? 2 : ROUNDS < 8 ? ROUNDS : 4;
@@ -59,7 +59,7 @@ struct RowLoader {
   DEVICE u32 to(u32 tile, int round) const {
     constexpr bool REGULAR = ROWS % 16 == 0;  // the swizzle is the same in every round
     const u32 r = row + (REGULAR ? 0 : round * ROWS);
-    return tile + swizzled<K_WIDTH>(PERMUTED ? score_row(r) : r, chunk) + (REGULAR ? round * ROWS * K_WIDTH : 0);
+    return tile + swizzled<K_WIDTH>(score_row(r), chunk) + (REGULAR ? round * ROWS * K_WIDTH : 0);
   }
   DEVICE void load(int first) {
 #pragma unroll
@@ -212,7 +212,7 @@ struct HeadConstants {
 // Loads K and V of a head by THREADS threads, with as many loads in flight as registers allow.
 template <int THREADS>
 struct HeadLoader {
-  typedef RowLoader<THREADS, true> Keys;
+  typedef RowLoader<THREADS> Keys;
   typedef ValueLoader<THREADS> Values;
   Keys keys;
   Values values;

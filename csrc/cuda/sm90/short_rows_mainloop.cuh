@@ -442,7 +442,7 @@ struct RowTile {
     if (STATISTICS && threadIdx.x % 4 == 0) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const i64 at = ((i64)batch * p.heads + head) * p.nq + row + 8 * h;
+        const i64 at = row_index(p, batch, head, row + 8 * h);
         if (!has(h)) continue;
         p.t_max[at] = top(h);
         p.l[at] = l[h];

@@ -171,7 +171,7 @@ struct RemainderRows {
     }
     store_outputs<OUT>(out + warp * 2 * BLOCKS * SIZE<OUT>, mine, scale, output_constants);
     if (STATISTICS && warp == 0 && quarter == 0) {
-      const i64 at = ((i64)batch * p.heads + head) * p.nq + row;
+      const i64 at = row_index(p, batch, head, row);
 #if BIAS
       p.t_max[at] = peak;
 #else

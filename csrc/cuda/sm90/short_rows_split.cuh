@@ -179,7 +179,7 @@ struct SplitRows {
       if (row + 8 * h >= p.nq) continue;
       store_words((u8*)multiply_add(8 * h, (i32)p.out.n * SIZE<OUT>, (i64)out), words);
       if (STATISTICS && quarter == 0) {
-        const i64 at = ((i64)batch * p.heads + head) * p.nq + row + 8 * h;
+        const i64 at = row_index(p, batch, head, row + 8 * h);
         p.t_max[at] = rows[h].origin + sum.level(fraction_bits(KEYS));
         p.l[at] = sum.l;
       }

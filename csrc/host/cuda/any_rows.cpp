@@ -61,7 +61,7 @@ int64_t shared_bytes(const Problem& p, const Tile& tile) {
 }
 
 // What DITHER of a kernel says.
-int32_t dither_macro(const Problem& p) { return !p.dithers() ? 0 : p.q_ends ? 2 : 1; }
+int32_t dither_macro(const Problem& p) { return !p.dithers() ? 0 : p.cu_seqlens_q ? 2 : 1; }
 
 // Chooses the tile, by measurements on an H100, whose registers and shared memory suffice on the GPU. Two tiles of rows
 // share what a warp reads of K and V; one leaves registers for masks and for P16's two digits. These have registers for
@@ -99,7 +99,7 @@ Tile choose_tile(const Problem& p, const Gpu& gpu) {
 void set_macros(const Attention& a, const Tile& tile, int32_t causal, const Source& source,
                 std::initializer_list<int32_t> own, Program& program) {
   const Problem& p = a.p;
-  const bool is_packed = p.q_ends;
+  const bool is_packed = p.cu_seqlens_q;
   program = {&source,
              {int32_t(p.method), int32_t(round_up(p.head_dim(), kChannels)), int32_t(p.v.shape[3]), int32_t(a.q.type),
               int32_t(p.out_type), !is_packed && is_key_major(a.v, padded(p.nk())), a.has_row_scales(),
@@ -157,7 +157,7 @@ int32_t mask_kind(const Problem& p, const Tensor& mask) {
   if (!mask) return 0;
   if (mask.shape[3] == 1) return 2;
   const int64_t bytes = &mask == &p.bias ? 4 : 1;
-  bool whole = !p.q_ends && mask.shape[3] % 4 == 0 && uintptr_t(mask.data) % (4 * bytes) == 0;
+  bool whole = !p.cu_seqlens_q && mask.shape[3] % 4 == 0 && uintptr_t(mask.data) % (4 * bytes) == 0;
   for (int i = 0; i < 3; ++i) whole &= mask.shape[i] == 1 || mask.stride[i] % 4 == 0;
   return whole ? 4 : 1;
 }
@@ -170,7 +170,7 @@ int64_t value_tile_bytes(int64_t keys, int64_t channels) {
 }
 
 bool takes_few_rows(const Problem& p, const Gpu& gpu) {
-  if (p.nk() < kManyKeys || p.method == Method::kOnline || p.q_ends || p.is_windowed) return false;
+  if (p.nk() < kManyKeys || p.method == Method::kOnline || p.cu_seqlens_q || p.is_windowed) return false;
   if (row_tiles(p) == 1) return true;
   // Other kernels take all keys of a row in one CTA. Where these are few, most of the GPU would be idle.
   const int64_t ctas = p.batch() * p.heads() * ceil_div(p.nq(), 64);
@@ -199,9 +199,9 @@ bool any_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
 void any_rows_launch(const Attention& a, Launch& launch) {
   const Problem& p = a.p;
   const Tile tile = choose_tile(p, a.gpu);
-  const int32_t causal = !p.is_causal ? 0 : p.q_ends && p.is_bottom_right ? 2 : 1;
+  const int32_t causal = !p.is_causal ? 0 : p.cu_seqlens_q && p.is_bottom_right ? 2 : 1;
   set_macros(a, tile, causal, kAnyRowsSource,
-             {bool(p.q_ends), p.is_windowed, int32_t(tile.row_tiles), dither_macro(p), p.has_many_keys()},
+             {bool(p.cu_seqlens_q), p.is_windowed, int32_t(tile.row_tiles), dither_macro(p), p.has_many_keys()},
              launch.program);
   // each packed sequence may end within a tile
   const int64_t tiles = ceil_div(p.nq(), 16 * tile.row_tiles * tile.warps) + p.sequences;

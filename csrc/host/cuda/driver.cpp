@@ -137,7 +137,7 @@ class OutsideOfCapture {
   int mode_ = kCaptureModeRelaxed;
 };
 
-// What needs the context of the device to be current.
+// The caller has made the device's context current.
 void encode_map(const MapShape& shape, ::TensorMap& map) {
   constexpr uint32_t steps[5] = {1, 1, 1, 1, 1};
   const int swizzle = shape.swizzle == 32 ? 1 : shape.swizzle == 64 ? 2 : 3;

@@ -59,7 +59,7 @@ bool is_key_major(const Tensor& v, int64_t keys) {
   t.bias_reciprocal = bias_batches == p.batch() ? 0 : reciprocal(bias_batches);
   t.keep_reciprocal = keep_batches == p.batch() ? 0 : reciprocal(keep_batches);
   t.share = share;
-  t.q_ends = p.q_ends, t.k_ends = p.k_ends;
+  t.cu_seqlens_q = p.cu_seqlens_q, t.cu_seqlens_k = p.cu_seqlens_k;
   return t;
 }
 
@@ -134,7 +134,7 @@ bool find_particular_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Re
   const auto is_wanted = [&](Kernel k) { return p.fixed.kernel < 0 || p.fixed.kernel == int(k); };
   if (p.fixed.kernel >= 0 && is_for_any_shape(Kernel(p.fixed.kernel)))
     return why.no([] { return "its kernels for particular shapes were not wanted"; });
-  if (p.q_ends) return why.no([] { return "its kernels for particular shapes do not support packed sequences"; });
+  if (p.cu_seqlens_q) return why.no([] { return "its kernels for particular shapes do not support packed sequences"; });
   if (p.is_windowed) return why.no([] { return "its kernels for particular shapes do not support sliding windows"; });
   if (!is_aligned(p.q, "q", why) || !is_aligned(p.k, "k", why) || !is_aligned(p.v, "v", why)) return false;
   // these quantize all of Q, K and V or nothing
@@ -165,7 +165,7 @@ Tensor key_codes(const Problem& p, const Choice& c, char* workspace) {
 bool finds_scales_in_kernel(const Problem& p, Kernel kernel) {
   if (kernel == Kernel::kWindow) return true;
   if (p.fixed.head_amax_in_kernel >= 0) return bool(p.fixed.head_amax_in_kernel);
-  if (kernel == Kernel::kShortRows) return p.nq() <= 2048 || short_rows_cluster(p) > 1;
+  if (kernel == Kernel::kShortRows) return p.nq() <= kMostSearchedQueries || short_rows_cluster(p) > 1;
   return p.nq() <= 1024;
 }
 
@@ -229,7 +229,7 @@ bool find_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Refusal& why)
 
 bool needs_copy(const Problem& p, const Tensor& x) {
   if (&x == &p.bias || &x == &p.keep) return x && x.shape[3] > 1 && x.stride[3] != 1;
-  if (&x == &p.v && !p.q_ends && x.is_codes() && is_key_major(x, round_up(x.shape[2], 16))) return false;
+  if (&x == &p.v && !p.cu_seqlens_q && x.is_codes() && is_key_major(x, round_up(x.shape[2], 16))) return false;
   bool is_whole = x.stride[3] == 1 && x.shape[3] % (x.is_codes() ? 16 : 8) == 0 && uintptr_t(x.data) % 16 == 0;
   for (int i = 0; i < 3; ++i) is_whole &= x.shape[i] == 1 || x.stride[i] * x.bytes() % 16 == 0;
   return !is_whole;

@@ -74,7 +74,7 @@ struct Problem {
   int64_t causal_offset = 0, window_start = 0;
   // Of packed sequences: the first row and key of each, and the ends of the last. With bottom_right each adds its
   // number of keys less its number of queries to the offsets above.
-  const int32_t *q_ends = nullptr, *k_ends = nullptr;
+  const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
   int64_t sequences = 0;
   bool is_bottom_right = false;
   OutType out_type = OutType::kFloat16;
@@ -119,14 +119,13 @@ struct Refusal {
   }
 };
 
-// A file of csrc/cuda: its kernel's name, and the macros with which it is compiled, with the names that stand for their
-// values where they are no numbers.
 constexpr int kMostLaunches = 6;  // of a call: scales, constants, codes, keys without a value, up to three of attention
 constexpr int kMostMacros = 23;
 struct Macro {
   const char* name;
-  const char* const* values;
+  const char* const* values;  // texts by the macro's number; null where it is that number itself
 };
+// A file of csrc/cuda: its kernel's name, and the macros with which it is compiled.
 struct Source {
   const char *file, *entry;
   Macro macros[kMostMacros];
@@ -281,6 +280,7 @@ bool has_short_rows(Method method);  // windows too
 bool window_serves(const Problem& p, Refusal& why);
 void window_launch(const Attention& a, Launch& launch);
 
+constexpr int64_t kMostSearchedQueries = 2048;  // of a head, which each CTA of short rows searches for their scale
 bool short_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
 // How many CTAs take a head and share the search for its scales, as a cluster; 1 where each CTA searches alone.
 int64_t short_rows_cluster(const Problem& p);

@@ -44,11 +44,11 @@ gpu::Tensor values(nb::handle x) {
   return found;
 }
 
-const int32_t* ends_of(nb::handle x, int64_t& sequences, bool is_planned) {
+const int32_t* cu_seqlens_of(nb::handle x, int64_t& sequences, bool is_planned) {
   if (x.is_none()) return nullptr;
   const TorchTensor t = tensor(x);
   if (is_planned && (t.dtype != torch_library.dtype.int32 || t.axes != 1 || t.stride[0] != 1))
-    throw std::invalid_argument("the ends of sequences are int32 in contiguous memory");
+    throw std::invalid_argument("cu_seqlens must be int32 in contiguous memory");
   sequences = t.shape[0] - 1;
   return reinterpret_cast<const int32_t*>(t.data);
 }
@@ -136,8 +136,8 @@ gpu::Problem read(nb::handle problem, nb::dict fixed, bool is_planned) {
   if (p.is_causal) p.causal_offset = nb::cast<int64_t>(causal);
   if (p.is_windowed) p.window_start = nb::cast<int64_t>(start);
   p.is_bottom_right = nb::cast<std::string>(problem.attr("causal_align")) == "bottom_right";
-  p.q_ends = ends_of(problem.attr("cu_seqlens_q"), p.sequences, is_planned);
-  p.k_ends = ends_of(problem.attr("cu_seqlens_k"), p.sequences, is_planned);
+  p.cu_seqlens_q = cu_seqlens_of(problem.attr("cu_seqlens_q"), p.sequences, is_planned);
+  p.cu_seqlens_k = cu_seqlens_of(problem.attr("cu_seqlens_k"), p.sequences, is_planned);
   p.out_type = out_type_of(problem.attr("out_dtype"));
   p.given_out_scale = four_axes(problem.attr("out_scale"));
   p.fixed = fixed_of(fixed);

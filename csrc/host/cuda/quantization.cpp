@@ -218,7 +218,7 @@ void valueless_launch(const Problem& p, const Tensor& v, const Tensor& words, La
   const int64_t heads = v.shape[1], blocks = words.shape[3] / (kWordKeys / 32);
   params.v = data_view(v);
   params.words = reinterpret_cast<u32*>(words.data);
-  params.k_ends = p.k_ends;
+  params.cu_seqlens_k = p.cu_seqlens_k;
   params.keys = u32(v.shape[2]), params.blocks = u32(blocks), params.heads = u32(heads);
   params.count = u32(p.sequences);
   params.blocks_reciprocal = quotient_reciprocal(blocks), params.heads_reciprocal = quotient_reciprocal(heads);

@@ -42,7 +42,7 @@ struct Split {
 };
 
 // The number of warpgroups per multiprocessor whose scores, accumulators and Q fit the registers; 0 if none fits.
-// Qkv warpgroups leave 168 registers per thread, and for odd widths ptxas needs more than the sum.
+// Three warpgroups leave 168 registers per thread, and for odd widths ptxas needs more than the sum.
 int64_t ctas_per_sm(int64_t keys, int64_t d, int64_t bits, int64_t itemsize) {
   const int64_t query = d / 8 * (itemsize < 4 ? itemsize : 1);
   const int64_t registers = keys / 2 + d / 2 * (bits / 8) + query + (bits == 8 ? 16 : 40) + (d > 80 ? 8 : 0);
@@ -104,12 +104,13 @@ int32_t keys_at_once(const Tensor& bias) {
 
 int64_t short_rows_cluster(const Problem& p) {
   if (p.fixed.cluster > 0) return p.fixed.cluster;
-  constexpr int64_t kManyQueries = 1024, kLeastBytes = 8'000'000, kMostCtas = 8,
-                    kLeastCtasOfAll = 75;  // measured on an H200
+  constexpr int64_t kManyQueries = 1024, kMostCtas = 8, kLeastCtasOfAll = 75;  // by measurements on an H200
+  constexpr int64_t kLeastBytes = 8'000'000;  // of more queries; a pass searches fewer in less time
   // A cluster runs within a group of multiprocessors (GPC). An H200 has at least seven with 16, others with fewer.
   constexpr int64_t kGroups = 7, kProcessorsOfGroup = 16;
   const int64_t heads = p.batch() * p.heads();
-  if (p.nq() <= kManyQueries || heads * p.nq() * p.head_dim() * p.q.bytes() < kLeastBytes) return 1;
+  if (p.nq() <= kManyQueries) return 1;
+  if (p.nq() > kMostSearchedQueries && heads * p.nq() * p.head_dim() * p.q.bytes() < kLeastBytes) return 1;
   int64_t ctas = kMostCtas;
   while (ctas > 1 && heads > kGroups * (kProcessorsOfGroup / ctas)) --ctas;
   return heads * ctas >= kLeastCtasOfAll ? ctas : 1;

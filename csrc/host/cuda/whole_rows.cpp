@@ -58,7 +58,7 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   const auto number = [](int64_t x) { return std::to_string(x); };
   if (p.method == Method::kOnline || p.has_float_query() != p.is_float())
     return why.no([] { return "whole rows are not of intflash_online, and of floats or codes alone"; });
-  if (p.key_counts || p.is_causal || p.is_windowed || p.q_ends)
+  if (p.key_counts || p.is_causal || p.is_windowed || p.cu_seqlens_q)
     return why.no([] { return "whole rows support neither causal masks and windows nor packed sequences"; });
   for (const Tensor* mask : {&p.bias, &p.keep}) {
     if (*mask && !p.has_two_groups()) return why.no([] { return "whole rows have masks for intflash_bfp only"; });
@@ -80,7 +80,7 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
 }
 
 // By measurements on an H200, of other methods than intflash_bfp beyond the keys of short rows. Long rows compute whole
-// tiles of 128 keys and of 64 rows, and of codes they need V with contiguous keys.
+// tiles of 128 keys and of 64 rows, and copy V of codes where a row of it does not have contiguous keys.
 bool whole_rows_beat_long_rows(const Problem& p) {
   if (p.has_two_groups()) return true;
   if (p.nk() <= kMostShortKeys) return false;

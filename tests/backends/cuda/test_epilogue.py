@@ -1,6 +1,4 @@
-"""csrc/cuda/epilogue.cuh in the emulator: the reciprocal of a row sum, the factors of integer output, and the sums of P V
-as float32.
-"""
+"""csrc/cuda/epilogue.cuh in the emulator: the reciprocal of a row sum, factors of integer output, and sums as float32."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ pytestmark = pytest.mark.skipif(emulate.unavailable() is not None, reason=str(em
 
 def run(case: int, acc: str, x: torch.Tensor, packed: torch.Tensor, out: torch.Tensor) -> None:
     low = x.to(torch.int32)  # the same 32 bits
-    emulate.run_source(KERNEL, THREADS // 128, 128, [low, packed, out], CASE=case, ACC=acc, SUMS=out.numel() if case == 3 else x.numel())
+    emulate.run_source(KERNEL, THREADS // 128, 128, [low, packed, out], CASE=case, ACC=acc, SUMS=len(x))
 
 
 def leading_zeros(x: torch.Tensor) -> torch.Tensor:

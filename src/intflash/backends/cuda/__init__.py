@@ -1,9 +1,9 @@
 """The CUDA backend: attention kernels in CUDA C++ for NVIDIA GPUs of compute capability 8.0 and newer, with the same
 bits as the reference.
 
-One kernel serves every shape on each of these GPUs, others serve particular shapes faster, most of them only on Hopper
-(sm_90a). They do not need Triton. The native module plans and launches them, and CUDA's Python bindings compile them;
-where either is missing, the backend says so.
+One kernel serves every shape on each of these GPUs, others serve particular shapes faster, short and long rows only on
+Hopper (sm_90a). They do not need Triton. The native module plans and launches them, and CUDA's Python bindings compile
+them; where either is missing, the backend says so.
 """
 
 from __future__ import annotations
