@@ -1,4 +1,4 @@
-"""csrc/cuda/epilogue.cuh in the emulator: the reciprocal of a row sum, factors of integer output, and sums as float32."""
+"""csrc/cuda/epilogue.cuh in the emulator: the reciprocal of a row sum, factors of integer output, sums as floats."""
 
 from __future__ import annotations
 

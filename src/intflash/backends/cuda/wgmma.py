@@ -68,8 +68,7 @@ DEVICE void {name}(i32 (&d)[{count}], {argument}, u64 b) {{
 """
 
     return "".join(
-        function(f"wgmma_{left}", "+r", where, True)
-        + function(f"wgmma_{left}_new", "=r", where, False)
+        function(f"wgmma_{left}", "+r", where, True) + function(f"wgmma_{left}_new", "=r", where, False)
         for where in (True, False)
     )
 
