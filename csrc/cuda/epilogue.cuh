@@ -60,6 +60,12 @@ struct AccumulatorOf<2, true> {
   typedef FewKeysP16Accumulator Type;
 };
 
+// 256 high + low of the sums of P's digits.
+template <int DIGITS>
+DEVICE u32 combine_digits(const u32 (&sums)[DIGITS]) {
+  return DIGITS == 1 ? sums[0] : (sums[0] << 8) + sums[DIGITS - 1];
+}
+
 // How a row's accumulators become integer output: out = clamp((acc * factor + half) >> shift), half = 2^(shift - 1).
 struct Normalizer {
   i32 factor, shift;

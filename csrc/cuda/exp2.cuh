@@ -13,6 +13,9 @@ DEVICE u32 add_bytes(u32 word, u32 sum) { return dot_bytes(word, 0x01010101, sum
 // rounds the depth below it half up (docs/numerics.md).
 constexpr i64 K0 = (14ll << 32) + (102ll << 24) + (1ll << 23) - 1;
 constexpr u32 QUADRATIC_OFFSET = 132608;
+#ifdef BIAS_FRACTION_BITS
+constexpr i32 BIAS_UNIT = 1 << (32 - BIAS_FRACTION_BITS);  // of a bias in T
+#endif
 constexpr i32 MOST_SUMS = 65536;        // keys of which 32 bits hold the sums of P and of P V
 constexpr i64 ABSENT_T = -(1ll << 62);  // T of an absent key, below every other; its p is 0
 

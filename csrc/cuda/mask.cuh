@@ -8,16 +8,13 @@
 #if BIAS || KEEP
 typedef i64 Exponent;
 constexpr Exponent NO_KEY = ABSENT_T;
-#if BIAS
-constexpr i32 BIAS_UNIT = 1 << (32 - BIAS_FRACTION_BITS);  // of the bias in T
-#endif
 
 template <typename T, int KIND>
 struct MaskRow {
   const T* row;
 
   DEVICE MaskRow(const View& x, u32 batch, u32 batches, u32 reciprocal, u32 head, u32 at) {
-    const u32 b = reciprocal ? batch - __umulhi(batch, reciprocal) * batches : batch;
+    const u32 b = mask_batch(batch, batches, reciprocal);
     row = (const T*)x.ptr + head_offset(x, b, head) + at * x.n;
   }
   DEVICE T operator[](u32 key) const { return row[KIND == 1 ? key : 0]; }

@@ -155,6 +155,10 @@ DEVICE u32 first_block_of_sequence(u32 i, u32 k_start) { return k_start / 128 + 
 DEVICE u32 key_of_bit(u32 word, u32 bit) { return bit / 4 * 16 + word * 4 + bit % 4; }
 
 DEVICE i64 head_offset(const View& x, i64 batch, i64 head) { return batch * x.b + head * x.h; }
+// The batch of a mask whose batch axis repeats: see Params::bias_batches.
+DEVICE u32 mask_batch(u32 batch, u32 batches, u32 reciprocal) {
+  return reciprocal ? batch - __umulhi(batch, reciprocal) * batches : batch;
+}
 // The index of a row in t_max and l.
 DEVICE i64 row_index(const Params& p, u32 batch, u32 head, i64 row) {
   return ((i64)batch * p.heads + head) * p.nq + row;

@@ -12,7 +12,7 @@ struct MaskRow {
 
   MaskRow() = default;
   DEVICE MaskRow(const View& x, u32 batch, u32 batches, u32 reciprocal, u32 head, i64 at, i64 first_key) {
-    const u32 b = reciprocal ? batch - __umulhi(batch, reciprocal) * batches : batch;
+    const u32 b = mask_batch(batch, batches, reciprocal);
     row = (const T*)x.ptr + head_offset(x, b, head) + at * x.n + (KIND == 2 ? 0 : first_key);
   }
   // Reads the four keys from `key` on. Keys past the last one repeat others.

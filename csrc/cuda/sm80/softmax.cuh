@@ -113,8 +113,7 @@ struct PDigits {
 
 // What a row's maximum is found of.
 #if BIAS
-constexpr i32 BIAS_UNIT = 1 << (32 - BIAS_FRACTION_BITS);  // of the bias in T
-typedef i64 Peak;                                          // T
+typedef i64 Peak;  // T
 constexpr Peak NO_PEAK = ABSENT_T;
 #else
 typedef i32 Peak;  // a score

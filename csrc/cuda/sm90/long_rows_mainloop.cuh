@@ -65,8 +65,7 @@ DEVICE void store_last_channels(u8* to, const u32 (&words)[WORDS]) {
 
 // The offset of the mask of a batch's keys. long_rows.cpp checks that it fits.
 DEVICE u32 key_mask(const Params& p, u32 batch) {
-  const u32 b = p.keep_reciprocal ? batch - __umulhi(batch, p.keep_reciprocal) * p.keep_batches : batch;
-  return b * (u32)p.keep.b;
+  return mask_batch(batch, p.keep_batches, p.keep_reciprocal) * (u32)p.keep.b;
 }
 
 // A batch's keys: none is present from `count` on, and none is absent before `unmasked`.

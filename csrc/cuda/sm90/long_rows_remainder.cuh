@@ -73,7 +73,7 @@ struct RemainderRows<ExactMaximum<DIGITS, Form>> {
       if (half >= 0) word &= ~shift_left(~0u, 8 * max(place.last_keys(p) - 16 * half, 0));
       sum[i % DIGITS] = add_bytes(word, sum[i % DIGITS]);
     }
-    l = quad_sum(DIGITS == 1 ? sum[0] : (sum[0] << 8) + sum[DIGITS - 1]);
+    l = quad_sum(combine_digits(sum));
     if (place.quarter == 0) store_shared(place.own + ROW_SUMS + 4 * place.g, l);
 
     Sums of_warp;

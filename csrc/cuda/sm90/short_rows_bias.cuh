@@ -8,10 +8,9 @@
 struct BiasRows {
   static constexpr int GROUPS = KEYS / 16, THREADS = 128 * WARPGROUPS;
   static constexpr int SHIFT = 24 - BIAS_FRACTION_BITS;  // from a bias's unit to 2^-24 octave
-  static constexpr i32 UNIT = 1 << (SHIFT + 8);          // of a bias in T
   static constexpr i32 REACH = 32 << (24 - SHIFT);       // 32-bit exponents hold biases in [-REACH, REACH)
   // Returns T of a score with its bias.
-  DEVICE static i64 add(i32 bias, i64 t) { return bias == NO_SCORE ? ABSENT_T : multiply_add(bias, UNIT, t); }
+  DEVICE static i64 add(i32 bias, i64 t) { return bias == NO_SCORE ? ABSENT_T : multiply_add(bias, BIAS_UNIT, t); }
   u32 mine;  // address of this thread's first four biases
 
   BiasRows() = default;
@@ -29,7 +28,7 @@ struct BiasRows {
     }
   }
   DEVICE static const i32* row_of(const Params& p, u32 batch, u32 head, i32 row) {
-    const u32 b = p.bias_reciprocal ? batch - __umulhi(batch, p.bias_reciprocal) * p.bias_batches : batch;
+    const u32 b = mask_batch(batch, p.bias_batches, p.bias_reciprocal);
     return (const i32*)p.bias.ptr + head_offset(p.bias, b, head) + min(row, p.nq - 1) * p.bias.n;
   }
   DEVICE void begin_load(const Params& p, u32 batch, u32 head, i32 row) const {

@@ -75,11 +75,6 @@ DEVICE void four_of_depths(const i64 (&t)[4], u32 (&p)[DIGITS]) {
 }
 #endif
 
-// Combines the sums of p's digits.
-DEVICE u32 combine_digits(const u32 (&sums)[DIGITS]) {
-  return DIGITS == 1 ? sums[0] : (sums[0] << 8) + sums[DIGITS - 1];
-}
-
 // The left operands of P V: steps of 32 keys, one operand for each digit.
 template <int KEY_COUNT>
 struct POperands {

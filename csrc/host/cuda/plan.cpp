@@ -136,7 +136,7 @@ bool find_particular_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Re
     return why.no([] { return "its kernels for particular shapes were not wanted"; });
   if (p.cu_seqlens_q) return why.no([] { return "its kernels for particular shapes do not support packed sequences"; });
   if (p.is_windowed) return why.no([] { return "its kernels for particular shapes do not support sliding windows"; });
-  if (!is_aligned(p.q, "q", why) || !is_aligned(p.k, "k", why) || !is_aligned(p.v, "v", why)) return false;
+  if (!is_aligned(p.q, "q", why) || !is_aligned(p.k, "k", why) || !is_aligned(p.v, "v", why, true)) return false;
   // these quantize all of Q, K and V or nothing
   if (Refusal ignored; p.has_float_query() == p.is_float()) {
     if (is_wanted(Kernel::kWindow) && window_serves(p, ignored)) return kernel = Kernel::kWindow, true;
@@ -204,8 +204,8 @@ Tensor value_codes(const Problem& p, const Choice& c, char* workspace) {
   return v;
 }
 
-bool is_aligned(const Tensor& x, const char* name, Refusal& why) {
-  if (name[0] == 'v' && x.is_codes() && x.stride[2] == 1) return true;  // contiguous keys
+bool is_aligned(const Tensor& x, const char* name, Refusal& why, bool may_have_contiguous_keys) {
+  if (may_have_contiguous_keys && x.is_codes() && x.stride[2] == 1) return true;
   bool aligned = x.stride[3] == 1 && uintptr_t(x.data) % 16 == 0;
   for (int i = 0; i < 3; ++i) aligned &= x.shape[i] == 1 || x.stride[i] * x.bytes() % 16 == 0;
   return aligned || why.no([&] {

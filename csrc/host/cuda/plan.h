@@ -274,8 +274,8 @@ bool is_key_major(const Tensor& v, int64_t keys);
 // row of K in shared memory. V is copied in boxes of 128 keys.
 bool set_tensor_maps(Launch& launch, const Tensor& k, const Tensor& v, int64_t groups, int64_t width);
 
-// Whether channels are contiguous and tokens at multiples of 16 bytes; V's codes may have contiguous keys instead.
-bool is_aligned(const Tensor& x, const char* name, Refusal& why);
+// Whether channels are contiguous and tokens at multiples of 16 bytes; codes of V may have contiguous keys instead.
+bool is_aligned(const Tensor& x, const char* name, Refusal& why, bool may_have_contiguous_keys = false);
 bool has_short_rows(Method method);  // windows too
 bool window_serves(const Problem& p, Refusal& why);
 void window_launch(const Attention& a, Launch& launch);

@@ -99,14 +99,8 @@ bool window_serves(const Problem& p, Refusal& why) {
   for (const Tensor* mask : {&p.bias, &p.keep}) {
     if (!*mask) continue;
     if (mask->shape[3] > 1 && mask->stride[3] != 1) return why.no([] { return "a mask needs contiguous keys"; });
-    // beyond, the quotient by the reciprocal is not exact
-    if (mask->shape[0] < batch && batch * mask->shape[0] >= int64_t(1) << 32)
-      return why.no([&] {
-        return "a mask of " + std::to_string(mask->shape[0]) + " batches repeats over at most 2^32 in all, got " +
-               std::to_string(batch);
-      });
   }
-  return true;
+  return repeats_masks_exactly(p, why);
 }
 
 void window_launch(const Attention& a, Launch& launch) {
