@@ -14,7 +14,7 @@
 // of the time that they do. Step 1 finds the keys without a value in its tiles of V, and the maxima that step 2 needs.
 // The sums have 64 bits, because there may be more keys than 32 bits hold the sums of.
 //
-// Macros: STEP, TWO_GROUPS, LANE_ROWS (see softmax.cuh), and those of attention.cu without PACKED, WINDOW, ROW_TILES
+// Macros: STEP, TWO_GROUPS, LANE_ROWS (see softmax.cuh), and those of any_rows.cu without PACKED, WINDOW, ROW_TILES
 // and MANY_KEYS. METHOD is any but Online, and KEYS is WARP_KEYS * WARPS. SCORES: 0 the score constants are p.score; 1
 // they are computed here from p.q_scale and p.k_scale; 2 so is Q's scale, of heads that have one row each.
 #define ROW_TILES 1

@@ -4,7 +4,7 @@
 // the row sees; `batch`, `kv_head`, `keys` and `k_start`, its first key; valueless(p), where the words of its keys
 // without a value are.
 //
-// Macros: QUERY, VALUES_IN_RANGE, BIAS, KEEP; see attention.cu. SCORES: where the score constants come from: 0, the
+// Macros: QUERY, VALUES_IN_RANGE, BIAS, KEEP; see any_rows.cu. SCORES: where the score constants come from: 0, the
 // default, p.score; 1 and 2 see few_rows.cu; 3 Work's `score`.
 #pragma once
 #include "quantize.cuh"

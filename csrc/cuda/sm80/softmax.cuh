@@ -5,7 +5,7 @@
 // scores in the last pass. NOW is the number of keys of the tile that are computed, MASKED whether a row may not see
 // all of them.
 //
-// Macros: ROW_SCALES, BIAS, BIAS_FRACTION_BITS, KEEP; see attention.cu. LANE_ROWS: rows g + 8 h of a tile of 16 that a
+// Macros: ROW_SCALES, BIAS, BIAS_FRACTION_BITS, KEEP; see any_rows.cu. LANE_ROWS: rows g + 8 h of a tile of 16 that a
 // lane has: 2, the default, or 1 where a tile has at most 8 rows. Then the second half of P's operand holds the low
 // digits, so that both digits take one product. FEW_KEYS: 1: at most 512 keys; 0 (the default).
 #pragma once

@@ -4,7 +4,7 @@
 // channel with contiguous keys (KEY_MAJOR 1), as 8-bit products need it. Rows are an odd number of 16-byte chunks
 // apart, so that eight adjacent rows lie in different banks.
 //
-// Macros: HEAD_DIM, VALUE_DIM, SLICES, KEYS, STAGES, WARPS, ROW_TILES, KEY_MAJOR; see attention.cu. READ_ONCE: 1 where
+// Macros: HEAD_DIM, VALUE_DIM, SLICES, KEYS, STAGES, WARPS, ROW_TILES, KEY_MAJOR; see any_rows.cu. READ_ONCE: 1 where
 // no other CTA reads the same tiles, so that L2 gives their lines up first.
 #pragma once
 #include "mma.cuh"

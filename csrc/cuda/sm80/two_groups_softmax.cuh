@@ -1,6 +1,6 @@
 // The softmax of intflash_bfp.
 //
-// Macros: see softmax.cuh, and of attention.cu
+// Macros: see softmax.cuh, and of any_rows.cu
 //   DITHER     0: P is rounded; 1: it is dithered; 2: that of packed sequences that are long enough is
 //   MANY_KEYS  1: there may be more keys than 32 bits hold the sums of
 //   WARP_KEYS  keys of a tile that a warp takes; all by default

@@ -5,7 +5,7 @@
 // both the row's maximum and P.
 //
 // Macros: METHOD (ExactP16, ExactP8 or WholeTwoGroups), HEAD_DIM, VALUE_DIM, QUERY, OUT, ROW_SCALES, WARPS,
-// CTAS_PER_SM, VALUES_IN_RANGE, BIAS, BIAS_FRACTION_BITS and KEEP as in attention.cu, and
+// CTAS_PER_SM, VALUES_IN_RANGE, BIAS, BIAS_FRACTION_BITS and KEEP as in any_rows.cu, and
 //   NK                   number of keys; KEYS: those padded to a multiple of 32
 //   KEY_MAJOR            1: V has contiguous keys in shared memory: floats, and codes that come so
 //   SCORES               3: Q, K and V are floats, and all rows have one score constant; 0: codes

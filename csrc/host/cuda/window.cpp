@@ -1,4 +1,4 @@
-// Launches of csrc/cuda/window_attention.cu, for at most 64 queries and keys: one or more warps per window and head.
+// Launches of csrc/cuda/sm80/window.cu, for at most 64 queries and keys: one or more warps per window and head.
 #include <algorithm>
 #include <cstdlib>
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kMostTokens = 64;  // queries or keys
 
-const Source kSource = {"window_attention.cu",
+const Source kSource = {"sm80/window.cu",
                         "attention",
                         {{"NQ", nullptr},
                          {"NK", nullptr},

@@ -68,7 +68,7 @@ def python():
     gpu = torch.device("cuda", 0)
     box = (64, 100, 4, 2, 6), (64, 256, 128, 1024), (64, 2, 4, 2, 6), 64
     maps = tuple(tensor_maps.TensorMap(*box, address) for address in (64, 128))
-    made = program.CudaProgram.of("window_attention.cu"), (3, 2, 1), 64, 512
+    made = program.CudaProgram.of("sm80/window.cu"), (3, 2, 1), 64, 512
     program.CudaLaunch(*made, Parameters(7), gpu, ()).run()
     program.CudaLaunch(*made, bytes(64), gpu, (), overlaps=True, maps=maps, after_maps=bytes(64)).run()
     return True

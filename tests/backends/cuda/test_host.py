@@ -116,5 +116,5 @@ def test_launches_of_float_q_beside_codes():
     assert files(1, 600, **to_int8) == ["constants.cu", *few]
     long = ["quantize_inputs.cu", "sm90/long_rows.cu"]  # the first copies V
     assert files(100, 600) == ["head_absmax.cu", "constants.cu", *long]
-    assert files(100, 600, d=72) == ["head_absmax.cu", "constants.cu", "sm80/attention.cu"]
+    assert files(100, 600, d=72) == ["head_absmax.cu", "constants.cu", "sm80/any_rows.cu"]
     assert files(100, 100, recipe=static) == ["constants.cu", *long]

@@ -204,7 +204,7 @@ def test_much_work_is_planned_alike(shape, method):
 @pytest.mark.parametrize("arguments, file", [
     (dict(n=197, bias=True), "sm90/short_rows.cu"), (dict(n=300, keep=True), "sm90/long_rows.cu"),
     (dict(n=300, d=72), "sm90/long_rows.cu"), (dict(n=700, d=160, nq=1), "sm80/few_rows.cu"),
-    (dict(n=300, bias=True), "sm80/attention.cu"),
+    (dict(n=300, bias=True), "sm80/any_rows.cu"),
 ], ids=str)  # fmt: skip
 def test_the_direct_way_serves(arguments, file):
     """A bias of short rows, masks of keys, head_dim that is padded, and the kernels for any rows."""

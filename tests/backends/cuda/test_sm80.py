@@ -1,4 +1,4 @@
-"""csrc/cuda/sm80/attention.cu: the reference's bits on a GPU; without a GPU, that its machine code for every
+"""csrc/cuda/sm80/any_rows.cu: the reference's bits on a GPU; without a GPU, that its machine code for every
 architecture is integer-only.
 """
 
@@ -322,7 +322,7 @@ def _launch(
     more = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in more.items()}
     p = checks.empty_problem(method, n, d, dtype, out, **more)
     launch = checks.attention_launch(p, gpu=GPUS[architecture], kernel="any_rows", tile=tile)
-    assert launch.program.file == "sm80/attention.cu"
+    assert launch.program.file == "sm80/any_rows.cu"
     return launch
 
 

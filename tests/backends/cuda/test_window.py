@@ -1,4 +1,4 @@
-"""csrc/cuda/window_attention.cu: the reference's bits on a GPU; without a GPU, that its machine code is
+"""csrc/cuda/sm80/window.cu: the reference's bits on a GPU; without a GPU, that its machine code is
 integer-only.
 """
 

@@ -1,5 +1,5 @@
 // Bias and mask of a window's rows, and a key's exponent: its int32 score where there is neither bias nor mask, else
-// its 64-bit T. Macros: see window_attention.cu.
+// its 64-bit T. Macros: see sm80/window.cu.
 #pragma once
 #include "exp2.cuh"
 #include "params.cuh"

@@ -20,9 +20,9 @@
 //   CTAS_PER_SM          CTAs per multiprocessor, which bounds the registers of a thread
 #include "epilogue.cuh"
 #include "exp2.cuh"
-#include "mask.cuh"
 #include "mma.cuh"
 #include "quantize.cuh"
+#include "sm80/window_mask.cuh"
 #include "two_groups.cuh"
 
 // --- K and V of a window as operands of a warp's products
