@@ -108,8 +108,8 @@ DEVICE i32 scaled_by_high_word(P16Accumulator acc, const Normalizer& n) {
 
 DEVICE float row_factor(u32 l, float v_scale) { return __fdiv_rn(v_scale, __uint2float_rn(l ? l : 1)); }
 DEVICE float as_float(i32 acc) { return __int2float_rn(acc); }
-// 2^24 times the upper bits and the lower 24, each exact in float32, so that their sum is rounded once. Conversions of
-// 64 bits take 4 times as long. |high| + |low| / 256 < 2^31.
+// 2^24 times the upper bits and the lower 24, each exact in float32, so that their sum is rounded once. GPUs convert 64
+// bits at a lower rate. |high| + |low| / 256 < 2^31.
 DEVICE float as_float(P16Accumulator acc) {
   const i32 upper = (acc.high + (acc.low >> 8)) >> 16;
   const u32 lower = (((u32)acc.high << 8) + acc.low) & 0xFFFFFF;

@@ -50,22 +50,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) head_absmax(const __grid_c
   let_next_kernel_start();
   if (of >= p.all_heads[which]) return;
   const i32 first = (i - of * tiles) * TOKENS, count = min((i32)p.tokens[which] - first, TOKENS);
-  u32 most = largest_of_tokens(p, which, of, first, count);
-  most = __reduce_max_sync(~0u, most);
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = most;
-  __syncthreads();
+  u32 most[1] = {largest_of_tokens(p, which, of, first, count)};
+  maxima_of_cluster<1, THREADS / 32>(most, of_warps);
   if (threadIdx.x != 0) return;
-  for (u32 i = 1; i < THREADS / 32; ++i) most = max(most, of_warps[i]);
   const u32 slot = p.first[which] + (p.per_head[which] ? of : 0);
   const u32 ctas = p.per_head[which] ? tiles : tiles * p.all_heads[which];  // that share the slot
   if (ctas > 1) {
-    atomicMax(p.amax + slot, __float_as_uint(magnitude(most, IN{})));
+    atomicMax(p.amax + slot, __float_as_uint(magnitude(most[0], IN{})));
     __threadfence();
     if (atomicAdd(p.finished + slot, 1u) != ctas - 1) return;
     __threadfence();
     p.scales[slot] = scale_of_amax(__uint_as_float(atomicMax(p.amax + slot, 0u)));
   } else {
-    p.scales[slot] = scale_of_magnitude<IN>(most);
+    p.scales[slot] = scale_of_magnitude<IN>(most[0]);
   }
 }
 #endif

@@ -61,7 +61,8 @@ struct Params {
   u32 head_reciprocal;                   // ceil(2^32 / heads); 0 for one head
   u32 bias_reciprocal, keep_reciprocal;  // ceil(2^32 / batches); 0 for one batch and for as many as Q has
   Share share;
-  const i32 *cu_seqlens_q, *cu_seqlens_k;  // of packed sequences: the first row or key of each, and the end of the last
+  // Of packed sequences: the first row or key of each, and the end of the last; or null.
+  const i32 *cu_seqlens_q, *cu_seqlens_k;
   SplitKv split;
   u32 heads_at_once;  // of short rows: CTAs that run at once, where each takes a head
   u32 padding;

@@ -107,8 +107,6 @@ DEVICE void four_group_p(i32 s0, i32 s1, i32 s2, i32 s3, u32 C, u32 offset, Adde
            digit);
 }
 
-// Returns the sum of a row's p16 from the sums of its digits.
-DEVICE u32 row_sum(const u32 (&digit)[2]) { return (digit[0] << 8) + digit[1]; }
 // Returns floor(sum * 2^fraction / 2^depth) of the sum of a group `depth` octaves below its row.
 DEVICE i64 merged(u64 sum, i32 fraction, i32 depth) { return depth < FAR ? (i64)((sum << fraction) >> depth) : 0; }
 

@@ -203,7 +203,7 @@ struct GroupSoftmax {
 #pragma unroll
       for (int i = 0; i < 2; ++i) sums[i] = add_bytes(digit[i], sums[i]);
     }
-    return row_sum(sums);
+    return combine_digits(sums);
   }
   // The level in T of a row's l.
   DEVICE i64 level(int m, int h, i32 fraction) const {

@@ -69,7 +69,7 @@ struct WholeTwoGroups : GroupSoftmax {
           word[group / 2][i][group % 2 * 2 + h] = digit[i];
         }
       }
-      l[VALUE][h] = quad_sum(row_sum(sums));
+      l[VALUE][h] = quad_sum(combine_digits(sums));
     }
   }
   DEVICE void results(int, int chunk, Accumulator (&x)[2][4]) const {

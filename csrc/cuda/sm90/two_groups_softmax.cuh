@@ -121,7 +121,7 @@ struct SplitGroups : PDigits<2> {
       const i64 B = GROUP_K0 - rows[h].origin;
       u32 four[2];
       four_group_p(a, b, c, d, C[h], B - ((i64)rows[h].other << 32), added, four);
-      rows[h].other_l += row_sum({add_bytes(four[0] & of_others, 0), add_bytes(four[1] & of_others, 0)});
+      rows[h].other_l += combine_digits<2>({add_bytes(four[0] & of_others, 0), add_bytes(four[1] & of_others, 0)});
       four_group_p(a, b, c, d, C[h], B, added, four);
       p.digit[0].word[i / 4][i % 4] = four[0] & of_values, p.digit[1].word[i / 4][i % 4] = four[1] & of_values;
     });

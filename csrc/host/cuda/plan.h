@@ -339,8 +339,8 @@ void few_rows_launches(const Attention& a, const Choice& choice, Plan& plan);
 
 // The score constants of two scales, as constants.cu packs them.
 uint64_t packed_score(const Problem& p, float q_scale, float k_scale);
-// Finds the scales of floats. zeros: of each scale its maximum and a counter of finished CTAs, both 0 at launch; null
-// where clusters find them, whose size `absmax_cluster` returns; 0: no clusters.
+// Finds the scales of floats, by clusters of `absmax_cluster` CTAs or, where that is 0, through `zeros`: of each scale
+// its maximum and a counter of finished CTAs, both 0 at launch.
 void absmax_launch(const Problem& p, float* scales, uint32_t* zeros, int64_t scale_count, const Gpu& gpu,
                    Launch& launch);
 int64_t absmax_cluster(const Problem& p, const Gpu& gpu);
