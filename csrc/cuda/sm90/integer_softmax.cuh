@@ -122,7 +122,7 @@ struct PDigits : RowMaxima {
   }
 #endif
   DEVICE static Score score_of(const Params& p, const ThreadRows& at, int h) {
-    if (FLOAT_KV)
+    if (FLOAT_KV || (SIZE<QUERY> > 1 && !p.score.ptr))
       return score_constants<Unit>(*head_element<float>(p.q_scale, at.batch, at.head),
                                    *head_element<float>(p.k_scale, at.batch, at.kv_head), p.sm_scale);
     const i64 row = head_offset(p.score, at.batch, at.head) + min(at.row + 8 * h, p.nq - 1) * p.score.n;

@@ -22,7 +22,7 @@ constexpr double kQuantizeTileUs = 0.6;
 // A separate quantization pass: its least time, and its rate at 3 bytes per element.
 constexpr double kPassLeastUs = 4.5, kPassTbS = 4.0;
 // To find the scales of a head: the rate of a CTA, and the least time and the rate of a pass over all heads.
-constexpr double kScanTbS = 0.105, kScalesLeastUs = 1.0, kScalesTbS = 6.0;
+constexpr double kScanTbS = 0.105, kScalesLeastUs = 0.8, kScalesTbS = 6.0;
 
 const Source kSource = {"sm90/long_rows.cu",
                         "attention",
@@ -287,14 +287,18 @@ bool long_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
 }
 
 // Whether the kernel quantizes the problem's float K and V itself: 16-bit floats, with K/V resident in shared memory.
+// Where their scales would take a pass before, one that quantizes them too takes less time, by measurement.
 bool long_rows_quantize_keys(const Problem& p, const Gpu& gpu) {
   const int64_t d = padded_channels(p.head_dim());
   if (p.q.bytes() != 2 || d == 16) return false;  // 16: registers would spill
   if (!offsets_fit_32_bits(p.k) || !offsets_fit_32_bits(p.v)) return false;
   const int64_t consumers = consumers_of(p, d, light_quantization(d), false);
   const int64_t stages = most_stages(p, consumers, true);
-  return fits_resident(p, stages) &&
-         (p.fixed.fuses_keys < 0 ? quantizing_is_faster(p, gpu.processors) : bool(p.fixed.fuses_keys));
+  if (!fits_resident(p, stages)) return false;
+  if (p.fixed.fuses_keys >= 0) return bool(p.fixed.fuses_keys);
+  const bool finds_scales = long_rows_find_scales(p, gpu) && !p.has_integer_output();
+  if (p.is_dynamic() && !finds_scales && quantization_finds_scales(p, gpu)) return false;
+  return quantizing_is_faster(p, gpu.processors);
 }
 
 // Whether the kernel that quantizes K and V finds the scales of their heads and Q's itself, by measurement: the

@@ -258,18 +258,19 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
   const bool is_whole = c.kernel == Kernel::kWholeRows;
   const bool quantizes_keys = c.kernel == Kernel::kWindow || c.kernel == Kernel::kShortRows || is_whole;  // of floats
   c.copies_values = is_long && !p.is_float() && !is_key_major(p.v, round_up(p.nk(), 16));
-  c.scores_in_kernel = p.has_float_query() && !p.is_float() && c.kernel == Kernel::kFewRows && !p.has_integer_output();
+  const bool is_few = c.kernel == Kernel::kFewRows;
+  c.scores_in_kernel =
+      p.has_float_query() && !p.has_integer_output() && ((is_few && !p.is_float()) || (is_long && p.is_dynamic()));
   c.fuses_keys = p.is_float() && (quantizes_keys || (is_long && long_rows_quantize_keys(p, gpu)));
   if (p.is_dynamic()) {
     const bool heads = p.per_head[0] && (!p.is_float() || (p.per_head[1] && p.per_head[2]));
     const bool finds_all = c.fuses_keys && !p.has_integer_output() &&
                            (is_long ? long_rows_find_scales(p, gpu) : finds_scales_in_kernel(p, c.kernel));
-    c.head_amax_in_kernel = heads && (p.is_float() ? finds_all : c.scores_in_kernel && p.nq() == 1);
+    c.head_amax_in_kernel = heads && (p.is_float() ? finds_all : is_few && c.scores_in_kernel && p.nq() == 1);
     c.scales_in_quantization = p.is_float() && !c.fuses_keys && quantization_finds_scales(p, gpu);
     c.finds_scales = !c.head_amax_in_kernel && !c.scales_in_quantization;
   }
   c.fills_constants = (!(c.fuses_keys || c.scores_in_kernel) || p.has_integer_output()) && !p.ready_score;
-  const bool is_few = c.kernel == Kernel::kFewRows;
   const bool finds_them_itself = quantizes_keys || is_few || (is_long && c.fuses_keys);
   c.finds_valueless = p.has_two_groups() && !finds_them_itself;
   if (c.finds_scales || c.scales_in_quantization || ((is_long || is_whole) && c.head_amax_in_kernel)) {

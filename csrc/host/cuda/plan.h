@@ -194,7 +194,7 @@ constexpr int kMostParts = 10;
 struct Choice {
   Kernel kernel;
   bool head_amax_in_kernel;     // the attention kernel finds the scale of each head, of Q alone beside codes
-  bool scores_in_kernel;        // of float Q beside codes: few rows compute the score constants themselves
+  bool scores_in_kernel;        // few and long rows compute the score constants of float Q themselves
   bool fuses_keys;              // floats: the attention kernel quantizes K and V too, and not only Q
   bool finds_scales;            // absmax or head_absmax
   bool scales_in_quantization;  // quantize_inputs finds them

@@ -218,7 +218,7 @@ def test_the_direct_way_serves(arguments, file):
 
 @pytest.mark.parametrize("nq, files", [
     (1, ["sm80/few_rows.cu"] * 3), (2, ["head_absmax.cu", *["sm80/few_rows.cu"] * 3]),
-    (300, ["head_absmax.cu", "constants.cu", "quantize_inputs.cu", "sm90/long_rows.cu"]),
+    (300, ["head_absmax.cu", "quantize_inputs.cu", "sm90/long_rows.cu"]),
 ], ids=str)  # fmt: skip
 def test_the_direct_way_serves_float_q_beside_codes(nq, files):
     """A step of decoding over a cache of codes, whose scale the kernel finds, and more rows."""
