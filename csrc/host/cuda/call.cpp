@@ -149,7 +149,8 @@ bool run(ProblemCall& call, Launches& launches, Refusal& why, Response& found) {
   const TorchTensor& q = call.q;
   Choice choice;
   if (!choose(p, launches.gpu(), choice, why)) return false;
-  if (choice.fills_constants && !p.has_integer_output() && call.numbers[0] && call.numbers[1]) {  // known on the host
+  if ((choice.fills_constants || choice.scores_in_kernel) && !p.has_integer_output() && call.numbers[0] &&
+      call.numbers[1]) {  // known on the host
     const uint64_t bits = packed_score(p, call.numbers[0], call.numbers[1]);
     const int64_t one[4] = {1, 1, 1, 1};
     p.ready_score = packed(const_cast<char*>(launches.constant(bits)), one);

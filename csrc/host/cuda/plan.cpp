@@ -260,7 +260,7 @@ bool choose(const Problem& p, const Gpu& gpu, Choice& c, Refusal& why) {
   c.copies_values = is_long && !p.is_float() && !is_key_major(p.v, round_up(p.nk(), 16));
   const bool is_few = c.kernel == Kernel::kFewRows;
   c.scores_in_kernel =
-      p.has_float_query() && !p.has_integer_output() && ((is_few && !p.is_float()) || (is_long && p.is_dynamic()));
+      p.has_float_query() && !p.has_integer_output() && !p.ready_score && (is_long || (is_few && !p.is_float()));
   c.fuses_keys = p.is_float() && (quantizes_keys || (is_long && long_rows_quantize_keys(p, gpu)));
   if (p.is_dynamic()) {
     const bool heads = p.per_head[0] && (!p.is_float() || (p.per_head[1] && p.per_head[2]));
