@@ -26,7 +26,7 @@ const Source kSource = {"sm90/long_rows_float.cu",
 
 bool float_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (!gpu.is_hopper()) return why.no([] { return kHopperOnly; });
-  return is_aligned(p.q, "q", why) && is_aligned(p.k, "k", why) && is_aligned(p.v, "v", why, true) &&
+  return is_aligned(p.q, "q", why) && is_aligned(p.k, "k", why) && is_aligned(p.v, "v", why) &&
          is_long_rows_shape(p, 16, why);
 }
 

@@ -84,7 +84,7 @@ bool set_tensor_maps(Launch& launch, const Tensor& k, const Tensor& v, int64_t g
   }
   const int64_t b = v.shape[0] > 1 ? v.stride[0] : 0, h = v.shape[1] > 1 ? v.stride[1] : 0, channel = v.stride[3];
   const int64_t d = v.shape[3], matrix = h ? h : b ? b : d * channel;
-  if (v.stride[2] != 1 || channel % 16 || b % matrix || matrix % 16) return false;
+  if (v.stride[2] != 1 || channel % 16 || matrix == 0 || b % matrix || matrix % 16) return false;
   const int64_t batch = b / matrix, head = h / matrix;
   const int64_t matrices = (v.shape[0] - 1) * batch + (v.shape[1] - 1) * head + 1;
   launch.v_map = {{uint64_t(v.shape[2]), 2, 4, uint64_t(d / 8), uint64_t(matrices)},
@@ -115,6 +115,12 @@ bool is_within_limits(const Problem& p, Refusal& why) {
     if (*x && x->shape[2] * std::abs(x->stride[2]) >= int64_t(1) << 31)
       return why.no([x = x, name = name] {
         return std::string("rows of ") + name + " must lie within 2^31 elements, got strides " + text_of(x->stride);
+      });
+  for (const auto& [x, name] : {tensors[0], tensors[1], tensors[2]})
+    if (x->shape[2] > 1 && std::abs(x->stride[2]) * x->bytes() >= int64_t(1) << 31)
+      return why.no([x = x, name = name] {
+        return std::string("tokens of ") + name + " must be less than 2^31 bytes apart, got strides " +
+               text_of(x->stride);
       });
   return true;
 }
@@ -205,7 +211,7 @@ Tensor value_codes(const Problem& p, const Choice& c, char* workspace) {
 }
 
 bool is_aligned(const Tensor& x, const char* name, Refusal& why, bool may_have_contiguous_keys) {
-  if (may_have_contiguous_keys && x.is_codes() && x.stride[2] == 1) return true;
+  if (may_have_contiguous_keys && x.is_codes() && x.stride[2] == 1 && x.stride[3] != 1 && x.shape[2] > 1) return true;
   bool aligned = x.stride[3] == 1 && uintptr_t(x.data) % 16 == 0;
   for (int i = 0; i < 3; ++i) aligned &= x.shape[i] == 1 || x.stride[i] * x.bytes() % 16 == 0;
   return aligned || why.no([&] {

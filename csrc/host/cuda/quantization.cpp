@@ -216,13 +216,14 @@ Tensor valueless_words(const Problem& p, char* data) {
 void valueless_launch(const Problem& p, const Tensor& v, const Tensor& words, Launch& launch) {
   ::ValuelessParams& params = launch.set_parameters<::ValuelessParams>();
   const int64_t heads = v.shape[1], blocks = words.shape[3] / (kWordKeys / 32);
+  const bool key_major = !p.cu_seqlens_k && is_key_major(v, round_up(v.shape[2], 16));
   params.v = data_view(v);
   params.words = reinterpret_cast<u32*>(words.data);
   params.cu_seqlens_k = p.cu_seqlens_k;
   params.keys = u32(v.shape[2]), params.blocks = u32(blocks), params.heads = u32(heads);
   params.count = u32(p.sequences);
   params.blocks_reciprocal = quotient_reciprocal(blocks), params.heads_reciprocal = quotient_reciprocal(heads);
-  launch.program = {&kValueless, {int32_t(sizeof(::ValuelessParams)), int32_t(v.shape[3]), v.stride[3] != 1}};
+  launch.program = {&kValueless, {int32_t(sizeof(::ValuelessParams)), int32_t(v.shape[3]), key_major}};
   launch.grid[0] = uint32_t(v.shape[0] * heads * blocks);
   launch.threads = 128;
 }

@@ -72,6 +72,11 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
       return "whole rows need a head_dim that is a multiple of " + number(multiple) + ", got " + number(d) + " and " +
              number(dv);
     });
+  if (needs_copy(p, p.v))
+    return why.no([&] {
+      return "whole rows need contiguous channels of V, or keys at multiples of 16 bytes, got strides " +
+             text_of(p.v.stride);
+    });
   if (p.batch() * p.heads() * ceil_div(p.nq(), 16) >= int64_t(1) << 31)
     return why.no([&] { return "takes at most 2^31 tiles of 16 rows, got " + text_of(p.q.shape); });
   if (ctas_per_sm(p, gpu) == 0)

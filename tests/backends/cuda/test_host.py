@@ -29,6 +29,82 @@ def test_unaligned_tensors_are_for_the_kernels_of_any_rows():
     assert plans.find_kernel(problem(shift=4)) == ("any_rows", None, ("q", "k", "v"))
 
 
+AMPERE = (108, 8, 0, 163 << 10)
+
+
+def codes_problem(v: torch.Tensor, method: str = "intflash", d: int = 64) -> Problem:
+    """Makes a problem of int8 codes [B, H, N, D] of which V is given."""
+    b, h, n, _ = v.shape
+    q, k, v = (QTensor(x, torch.ones(1, 1, 1, 1), "tensor") for x in (*torch.zeros(2, b, h, n, d).to(torch.int8), v))
+    return Problem(method, q, k, v, 0.125, out_dtype=torch.float16)
+
+
+def kernel_of(p: Problem, gpu, monkeypatch) -> plans.Found:
+    monkeypatch.setattr(plans, "gpu_of", lambda device: gpu)
+    return plans.find_kernel(p)
+
+
+@pytest.mark.parametrize("gpu, kernel", [(AMPERE, "any_rows"), (checks.HOPPER, "long_rows")], ids=("8.0", "9.0"))
+@pytest.mark.parametrize("keys", (100, 257))
+def test_whole_rows_leave_contiguous_keys_that_they_cannot_read(gpu, kernel, keys, monkeypatch):
+    """Rows of V with contiguous keys that are no multiples of 16 bytes apart."""
+    v = torch.zeros(2, 2, 64, keys, dtype=torch.int8).mT
+    assert kernel_of(codes_problem(v, "intflash_bfp"), gpu, monkeypatch).kernel == kernel
+    padded = torch.zeros(2, 2, 64, 288, dtype=torch.int8)[..., :keys].mT
+    assert kernel_of(codes_problem(padded, "intflash_bfp"), gpu, monkeypatch).kernel in ("whole_rows", "short_rows")
+
+
+@pytest.mark.parametrize("v", [
+    torch.zeros(2, 2, 65, dtype=torch.int8)[..., 1:].unsqueeze(-1).transpose(-1, -2),  # one key, from an odd address
+    torch.zeros(2, 2, 64, 79, dtype=torch.int8).as_strided((2, 2, 64, 64), (8192, 4096, 1, 1)),  # keys overlap channels
+], ids=("one key", "overlapping"))  # fmt: skip
+@pytest.mark.parametrize("gpu", (AMPERE, checks.HOPPER), ids=("8.0", "9.0"))
+def test_stride_1_of_keys_says_nothing_of_channels_beside(v, gpu, monkeypatch):
+    assert kernel_of(codes_problem(v), gpu, monkeypatch) == ("any_rows", None, ("v",))
+
+
+def test_keys_without_a_value_are_found_in_one_channel(monkeypatch):
+    v = torch.zeros(1, 1, 160, 1, dtype=torch.int8)
+    launches = checks.planned(codes_problem(v, "intflash_bfp"), gpu=AMPERE).launches
+    macros = {launch.program.file: checks.macros(launch) for launch in launches}
+    assert macros["valueless.cu"]["KEY_MAJOR"] == macros["sm80/any_rows.cu"]["KEY_MAJOR"] == "1"
+
+
+def test_v_may_be_broadcast_over_channels():
+    v = torch.ones(1, 1, 1024, 1, dtype=torch.int8).expand(1, 1, 1024, 64)
+    assert checks.macros(checks.attention_launch(codes_problem(v)))["TMA"] == "0"
+
+
+def test_tokens_2_gib_apart_are_refused(monkeypatch):
+    q = torch.empty(1, device="meta").as_strided((1, 1, 2, 64), (64, 64, 1 << 29, 1))
+    found = kernel_of(
+        Problem("intflash", q, q, q, 0.125, recipe=Recipe(), out_dtype=torch.float32), AMPERE, monkeypatch
+    )
+    assert found.kernel is None and "tokens of q must be less than 2^31 bytes apart" in found.refusal
+
+
+@pytest.mark.parametrize("keys, mask", [(256, "keep"), (128, "bias")])
+def test_masks_that_repeat_too_often_are_refused(keys, mask, monkeypatch):
+    """The quotient that finds a mask's batch is exact while batches times masks are below 2^32."""
+    q = torch.empty(131_074, 1, 4, 32, dtype=torch.float16, device="meta")
+    k = torch.empty(131_074, 1, keys, 32, dtype=torch.float16, device="meta")
+    dtype = torch.bool if mask == "keep" else torch.int32
+    masks = {mask: torch.empty(65_537, 1, 1, keys, dtype=dtype, device="meta")}
+    p = Problem("intflash", q, k, k, 0.125, recipe=Recipe(), out_dtype=torch.float16, **masks)
+    found = kernel_of(p, checks.HOPPER, monkeypatch)
+    assert found.kernel is None and "repeats over at most 2^32 in all" in found.refusal
+
+
+def test_float_rows_need_contiguous_channels_of_v():
+    def refusal(v: torch.Tensor) -> str | None:
+        return native.module.float_refusal(q, q, v, checks.HOPPER, torch.float16)
+
+    q = torch.zeros(1, 2, 2048, 64, dtype=torch.int8)
+    assert refusal(q) is None and "v needs contiguous channels" in refusal(
+        torch.zeros(1, 2, 64, 2048).to(torch.int8).mT
+    )
+
+
 @pytest.mark.parametrize("change", [dict(bits=4), dict(rule="divide"), dict(k_scale=0.5), dict(q="tensor")], ids=str)
 def test_head_amax_in_kernel_serves_one_recipe(change):
     def in_kernel(**changes) -> bool:
