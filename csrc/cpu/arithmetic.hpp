@@ -1,6 +1,7 @@
 // Scalar arithmetic of the kernels: constants of a call, rounding of the output, conversion of floats. Everything has
 // internal linkage, because the same text is compiled for several instruction sets.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -84,7 +85,7 @@ inline int32_t level32(int32_t score, int32_t bias, uint32_t c24, int bias_shift
   return int32_t(uint32_t(score) * c24 + (uint32_t(bias) << bias_shift));
 }
 
-// s_V / s_O = mr * 2^(e - 24), 2^23 <= mr <= 2^24
+// s_V / s_O = mr * 2^(e - 24), 2^23 <= mr <= 2^24, or mr = 0 where outputs are less than half a step of s_O
 struct OutputMultiplier {
   int64_t mr;
   int e;
@@ -93,8 +94,8 @@ struct OutputMultiplier {
 // e saturates at [-7, 29 + gap].
 inline OutputMultiplier output_multiplier(float v_scale, float out_scale, int gap = 0) {
   OutputMultiplier m;
-  const double f = std::frexp(double(v_scale) / double(out_scale), &m.e);
-  m.mr = int64_t(std::nearbyint(f * 16777216.0));
+  const double f = std::frexp(std::min(double(v_scale) / double(out_scale), 0x1p128), &m.e);
+  m.mr = m.e < -7 ? 0 : int64_t(std::nearbyint(f * 16777216.0));
   m.e = m.e < -7 ? -7 : m.e > 29 + gap ? 29 + gap : m.e;
   return m;
 }

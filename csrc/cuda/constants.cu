@@ -25,12 +25,13 @@ DEVICE float scale_at(const View& x, i64 b, i64 h, i64 n, i64 d) {
   return ((const float*)x.ptr)[b * x.b + h * x.h + n * x.n + d * x.d];
 }
 
-// Packs rho = s_V / s_O = Mr * 2^(e - 24). The quotient and Mr are each rounded once, and e saturates.
+// Packs rho = s_V / s_O = Mr * 2^(e - 24). The quotient and Mr are each rounded once, and e saturates. Below its range
+// outputs are less than half a step of s_O, and Mr is 0.
 DEVICE i64 pack_output(float v_scale, float out_scale) {
-  const double rho = __ddiv_rn((double)v_scale, (double)out_scale);
+  const double quotient = __ddiv_rn((double)v_scale, (double)out_scale), rho = quotient > 0x1p128 ? 0x1p128 : quotient;
   const i32 e = (i32)((__double_as_longlong(rho) >> 52) & 2047) - 1022;  // the exponent of frexp
   const u32 Mr = (u32)__double2ll_rn(__dmul_rn(rho, __longlong_as_double((i64)(24 - e + 1023) << 52)));
-  return (i64)min(max(e, LEAST_E), MOST_E) << 32 | Mr;
+  return (i64)min(max(e, LEAST_E), MOST_E) << 32 | (e < LEAST_E ? 0 : Mr);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) constants(const __grid_constant__ ConstantsParams p) {

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import intflash
 from intflash.methods.intflash import _p8_of_table
 from intflash.numerics import exp
 
@@ -158,7 +159,8 @@ def test_absent_bias(dtype):
 @example(2.0**29)
 def test_output_multiplier(ratio):
     M, e = (int(x) for x in exp.output_multiplier(torch.tensor([ratio]), torch.tensor([1.0])))
-    assert 2**23 <= M <= 2**24 and e == max(-7, min(29, math.frexp(ratio)[1]))
+    assert e == max(-7, min(29, math.frexp(ratio)[1]))
+    assert 2**23 <= M <= 2**24 if ratio >= 2.0**-8 else M == 0
     if 2.0**-8 <= ratio < 2.0**29:
         assert abs(M * 2.0 ** (e - 24) / ratio - 1) <= 2.0**-24
 
@@ -192,3 +194,24 @@ def test_constants_of_a_gpu_are_made_there(function):
             calls[function]()
             torch.as_tensor(1, device="cuda")  # what it would look like
     assert copies.found == ["aten._to_copy.default"]
+
+
+@pytest.mark.parametrize("method", ["intflash", "intflash_p8", "intflash_online", "intflash_bfp", "fqvit"])
+def test_outputs_of_much_less_than_a_step_are_0(method):
+    """s_V / s_O below 2^-8: of one head, and of a whole call."""
+    q, k, v = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 8, 4), torch.ones(1, 2, 8, 2)
+    v[:, 1] = 1e-6
+    for backend in ("reference", "torch", "cpu")[: 2 if method == "fqvit" else 3]:
+        out = intflash.attention(q, k, v, method=method, out_dtype=torch.int8, out_scale=1 / 127, backend=backend)
+        assert out.data[:, 0].eq(127).all() and out.data[:, 1].eq(0).all()
+
+
+def test_an_output_scale_of_0_has_the_same_bits_everywhere():
+    """The default scale of subnormal V is 0 in float32."""
+    g = torch.Generator().manual_seed(0)
+    codes = torch.randint(-127, 128, (3, 1, 2, 20, 16), generator=g, dtype=torch.int8)
+    q, k, v = (intflash.QTensor(x, s) for x, s in zip(codes, (0.03, 0.03, 2.0**-145), strict=True))
+    outs = [
+        intflash.attention(q, k, v, out_dtype=torch.int16, backend=name).data for name in ("reference", "torch", "cpu")
+    ]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])

@@ -39,6 +39,7 @@ def bias_bound(fraction_bits: int = BIAS_FRACTION_BITS) -> float:
 
 
 OUTPUT_EXPONENTS = (-7, 29)  # frexp exponents of s_V / s_O
+MAX_RATIO = 2.0**128  # of them; a subnormal s_O can be 0 in float32
 
 # P of `intflash_online` has 1,024 entries, 1/112 octave apart. The last 16 are 0.
 LAST_STEP = 1023
@@ -118,7 +119,7 @@ def quantize_bias(bias: Tensor) -> Tensor:
 
     Args:
         bias: floating point, of any shape that `attention` broadcasts; not changed. -inf or <= finfo(dtype).min / 2
-            makes its key absent. Values are not checked: those past 2048 octaves (1419.57) saturate, which
+            makes its key absent. Values are not checked: those past 2048 octaves (1419.56) saturate, which
             `attention` refuses where it reads values, and NaN makes its key absent. `intflash_bfp` holds +-363,408 of a
             float bias, in coarser steps.
 
@@ -160,12 +161,13 @@ def dequantize_bias(bias: Tensor) -> Tensor:
 def output_multiplier(v_scale: Tensor, out_scale: Tensor, gap: Tensor | int = 0) -> tuple[Tensor, Tensor]:
     """(Mr, e) with s_V / s_O = Mr * 2^(e - 24): Mr int64 in [2^23, 2^24], e the frexp exponent.
 
-    e saturates at [-7, 29 + gap], where the epilogue's shift is above 0 for every l, and without a gap below 63.
+    Below e = -7 every output is less than half a step of s_O: Mr is 0. e saturates at [-7, 29 + gap], where the
+    epilogue's shift is above 0 for every l, and without a gap below 63.
     """
-    f, e = torch.frexp(v_scale.double() / out_scale.double())
+    f, e = torch.frexp((v_scale.double() / out_scale.double()).clamp(max=MAX_RATIO))
     low, high = OUTPUT_EXPONENTS
     exponent = e.to(torch.int64).clamp(min=low).clamp(max=gap + high)
-    return torch.round(f * (1 << 24)).to(torch.int64), exponent
+    return torch.where(e < low, 0, torch.round(f * (1 << 24)).to(torch.int64)), exponent
 
 
 def log_sum_exp(t_max: Tensor, l: Tensor, p_max: int) -> Tensor:

@@ -40,10 +40,12 @@ def _dithers() -> list[int]:
 
 
 def additions(keys: int) -> Tensor:
-    """What is added to p16 of each key of a sequence of so many keys, in 2^-8, before it is floored: int64."""
+    """What is added to p16 of each key of a sequence of so many keys, in 2^-8, before it is floored: int64, in CPU
+    memory.
+    """
     if keys <= ROUNDED_KEYS:
-        return torch.full((keys,), 1 << (P_FRACTION_BITS - 1))
-    return torch.tensor(_dithers()).repeat(-(-keys // DITHER_KEYS))[:keys]
+        return torch.full((keys,), 1 << (P_FRACTION_BITS - 1), device="cpu")
+    return torch.tensor(_dithers(), device="cpu").repeat(-(-keys // DITHER_KEYS))[:keys]
 
 
 def fraction_bits(keys: int) -> int:

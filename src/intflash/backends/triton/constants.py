@@ -30,6 +30,7 @@ MAX_OCTAVES = tl.constexpr(exp.MAX_OCTAVES_PER_UNIT)
 C_MAX = tl.constexpr(exp.C_MAX)
 FEW_FRACTION_BITS = tl.constexpr(exp.FEW_FRACTION_BITS)
 LEAST_E = tl.constexpr(exp.OUTPUT_EXPONENTS[0])
+MAX_RATIO = tl.constexpr(exp.MAX_RATIO)
 _BLOCK = 128
 
 
@@ -75,8 +76,9 @@ def pack_score(q_scale, k_scale, sm_scale, UNIT: tl.constexpr):
 def pack_output(v_scale, out_scale, MOST_E: tl.constexpr):
     """Returns e << 32 | Mr of `output_multiplier`."""
     rho = v_scale.to(tl.float64) / out_scale.to(tl.float64)
+    rho = tl.where(rho > MAX_RATIO, MAX_RATIO, rho)
     e = _exponent(rho)
-    Mr = _round(rho * _power_of_two(24 - e))
+    Mr = tl.where(e < LEAST_E, 0, _round(rho * _power_of_two(24 - e)))
     return (tl.minimum(tl.maximum(e, LEAST_E), MOST_E) << 32) | Mr
 
 
