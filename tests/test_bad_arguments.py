@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.bias import causal_upper_left
 
 import intflash
 from intflash import InputError, QTensor, Recipe
@@ -138,6 +139,9 @@ BAD = {
     "codes past float64": (lambda: QTensor(torch.ones(1, 1, 2, 2, dtype=torch.int8), 10**400), "scale .*of 401 digits"),
     "recipe past float64": (lambda: Recipe(v_scale=10**400), "v_scale .*of 401 digits"),
     "recipe of nothing": (lambda: Recipe(q_scale=torch.ones(0)), "q_scale must not be empty"),
+    "recipe of words": (lambda: Recipe(smooth_k="False"), "smooth_k must be True or False, got 'False'"),
+    "recipe of float bits": (lambda: Recipe(bits=8.0), "bits must be 4 or 8, got 8.0"),
+    "16 bits of int8": (lambda: QTensor(torch.ones(1, 1, 2, 2, dtype=torch.int8), 1.0, bits=16), "must be int16"),
     "huge block": (lambda: Recipe(q="block", block_size=2**70), "block_size must be an integer below 2.31"),
     "huge block of codes": (
         lambda: QTensor(torch.ones(1, 1, 2, 2, dtype=torch.int8), 1.0, "block", 2**70),
@@ -198,3 +202,30 @@ def test_huge_numbers_are_shown_short():
     with pytest.raises(InputError) as found:
         intflash.attention(Q, K, V, out_dtype=torch.int8, out_scale=10**4000)
     assert len(str(found.value)) < 200
+
+
+def test_float64_scales_past_float32():
+    """They are checked as they are used, in float32."""
+    big = torch.tensor(1e39, dtype=torch.float64)
+    with pytest.raises(InputError, match="out_scale must be finite"):
+        intflash.attention(Q, K, V, out_dtype=torch.int8, out_scale=big)
+    with pytest.raises(InputError, match="q's scale must be finite"):
+        intflash.attention(Q, K, V, recipe=Recipe(q_scale=big))
+
+
+def test_sdpa_refuses_flags_of_another_kind():
+    for flag in ("is_causal", "enable_gqa"):
+        with pytest.raises(InputError, match=f"{flag} must be True or False"):
+            intflash.sdpa(Q, K, V, **{flag: torch.ones(2)})
+
+
+def test_a_causal_bias_of_one_corner_and_the_other_corner():
+    upper = causal_upper_left(20, 20)
+    with pytest.raises(InputError, match="upper left corner, got causal_align='bottom_right'"):
+        intflash.attention(Q, K, V, upper, causal_align="bottom_right")
+
+
+def test_the_default_device_does_not_move_a_call():
+    with torch.device("meta"):
+        outs = [intflash.attention(Q, K, V, backend=name) for name in ("reference", "torch")]
+    assert torch.equal(*outs) and outs[0].device.type == "cpu"

@@ -140,13 +140,13 @@ def test_masks_that_would_saturate_are_refused_with_the_bound(method, sign):
     past, at = (torch.full((20, 20), sign * x) for x in (1419.6, 1419.5))
     for name in ("attn_mask", "bias"):
         for backend in (None, "reference", "torch", "cpu"):
-            with pytest.raises(InputError, match=rf"{name} must lie within \+-1419.57 .*makes a key absent"):
+            with pytest.raises(InputError, match=rf"{name} must lie within \+-1419.56 .*makes a key absent"):
                 attend(**{name: past}, method=method, backend=backend)
             attend(**{name: at}, method=method, backend=backend)
     assert torch.equal(intflash.sdpa(Q, K, V, past), intflash.sdpa(Q, K, V, at))  # the default holds more
     with pytest.raises(InputError, match=r"attn_mask must lie within \+-363408"):
         intflash.sdpa(Q, K, V, 256 * past)
-    with pytest.raises(InputError, match="bias holds saturated codes: .*1419.57"):
+    with pytest.raises(InputError, match="bias holds saturated codes: .*1419.56"):
         attend(bias=intflash.quantize_bias(past), method=method)
 
 
@@ -195,3 +195,9 @@ def test_offsets_in_cpu_memory_are_always_read(method, backend, ends):
                     q=Q[:1], k=K[:1], v=V[:1], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, backend=backend, method=method,
                     check_finite=check, return_lse=lse,
                 )  # fmt: skip
+
+
+def test_float16_nans_keep_their_sign_at_every_place():
+    x = torch.full((1, 1, 1, 35), 0xFE00 - 0x10000, dtype=torch.int16).view(torch.float16)  # 35: beyond whole vectors
+    assert set(intflash.quantize(x, "head").data.flatten().tolist()) == {-127}
+    assert set(intflash.quantize(-x, "head").data.flatten().tolist()) == {127}

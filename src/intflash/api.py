@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from intflash import call, op
+from intflash import call, op, validate
 from intflash.backends import cpu, cuda, select
 from intflash.call import Output
 from intflash.errors import InputError
@@ -113,7 +113,7 @@ def attention(
         attn_mask: bool (False: the key takes no part) or additive float, broadcastable to
             ``[..., Hq, Nq, Nk]``; the first axis of a 4-D mask may also be a divisor of the batch and
             repeats over it (Swin windows). -inf or <= finfo.min / 2 makes a key absent. Methods with an integer bias
-            (``intflash...``) refuse other values past +-1419.57 ("auto" and `intflash_bfp`: +-363,408) where
+            (``intflash...``) refuse other values past +-1419.56 ("auto" and `intflash_bfp`: +-363,408) where
             they are read (`check_finite`), and saturate them where not. Torch's `CausalBias` is taken as the causality
             it stands for.
         is_causal: hide keys after the query's position.
@@ -124,7 +124,7 @@ def attention(
             (`which_backend` returns its name).
         enable_gqa: allow Hq to be a multiple of Hk.
         bias: additive float bias beside a bool `attn_mask` (relative-position bias), or int32 from
-            `quantize_bias`, which holds +-1419.57; broadcast like `attn_mask`, with the same bounds, and never
+            `quantize_bias`, which holds +-1419.56; broadcast like `attn_mask`, with the same bounds, and never
             expanded.
         causal_align: "top_left" as torch's SDPA (key j <= query i), or "bottom_right" as
             FlashAttention (j <= i + Nk - Nq). It also says which key is a query's own in `window_size`.
@@ -231,6 +231,7 @@ def sdpa(
     """
     if not isinstance(dropout_p, (int, float)) or dropout_p != 0.0:
         raise InputError(f"dropout_p must be 0, IntFlash is for inference; got {dropout_p}")
+    is_causal, enable_gqa = validate.flag(is_causal, "is_causal"), validate.flag(enable_gqa, "enable_gqa")
     if attn_mask is not None and is_causal:
         raise InputError("attn_mask and is_causal exclude each other in sdpa; use intflash.attention for both")
     if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):

@@ -572,13 +572,15 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     recipe = arguments["recipe"]
     is_codes = [isinstance(arguments[name], QTensor) for name in _NAMES]
     # Compiled code guards each global that is read from here on, at every call: most calls read few.
-    words = [f"{name}={x}" for name, x in arguments.items() if isinstance(x, (bool, str)) and name != "out_scale"]
+    words = [f"{name}={x}" for name, x in arguments.items() if isinstance(x, (bool, str)) and "scale" not in name]
     if recipe is None and not any(is_codes) and not arguments["return_lse"]:
         others = ("scale", "window_size", "out_dtype", "out_scale", "cu_seqlens_q", "cu_seqlens_k")
         if all([arguments[name] is None for name in others]):
             return _simple(*[arguments[name] for _, name in _SIMPLE], " ".join(words)), None
     bound = call.is_bound(arguments["out_scale"])
     flat = dict(arguments, out_scale=None) if dynamic or bound else dict(arguments)
+    if isinstance(flat["scale"], bool):
+        flat["scale"] = float(flat["scale"])
     chosen = None
     if not all(is_codes):
         chosen = recipe if recipe is not None else get_method(arguments["method"]).recipe
@@ -611,7 +613,9 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     words += [f"dynamic_out={dynamic}", f"bound_out={bound}"]
     window = arguments["window_size"] or (UNBOUNDED, UNBOUNDED)
     if isinstance(flat["out_scale"], Real):
-        flat["out_scale"] = torch.full((1, 1, 1, 1), float(flat["out_scale"]), device=flat["q"].device)
+        flat["out_scale"] = torch.full(
+            (1, 1, 1, 1), float(flat["out_scale"]), dtype=torch.float32, device=flat["q"].device
+        )
     flat.update(number_scales=numbers, sizes=[*blocks, *bits, *window])
     out, scale, lse = _general(*[flat[name] for name in _NAMES_OF_TENSORS], " ".join(words))
     if not out.dtype.is_floating_point:

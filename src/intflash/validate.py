@@ -231,8 +231,14 @@ def usable_scale(scale: Tensor, least: float = LEAST_SCALE) -> Tensor:
 
 
 def _in_range(scale: Tensor, least: float) -> bool:
+    scale = scale.float()  # as it is used: a float64 may be past it
     low, high = (scale.item(),) * 2 if scale.numel() == 1 else (x.item() for x in scale.aminmax())
     return least <= low and high < math.inf  # with a NaN both are
+
+
+def _shown_bound(bound: float) -> float:
+    """A bound with two decimals, rounded down, so that it is within the bound."""
+    return math.floor(bound * 100) / 100
 
 
 def check_bias_values(bias: Tensor, name: str, fraction_bits: int | None) -> None:
@@ -240,7 +246,9 @@ def check_bias_values(bias: Tensor, name: str, fraction_bits: int | None) -> Non
     integer bias of so many fraction bits (None: it takes floats). Reads values: on a GPU it waits for the device."""
     if not bias.is_floating_point():
         if bool((bias.abs() == BIAS_LIMIT).any()):  # of ABSENT, -2^31, it is itself
-            raise InputError(f"{name} holds saturated codes: quantize_bias takes magnitudes to {bias_bound():.2f}")
+            raise InputError(
+                f"{name} holds saturated codes: quantize_bias takes magnitudes to {_shown_bound(bias_bound())}"
+            )
         return
     least = torch.finfo(bias.dtype).min / 2
     high = bias.amax().item()  # with a NaN it is
@@ -254,7 +262,7 @@ def check_bias_values(bias: Tensor, name: str, fraction_bits: int | None) -> Non
         low = bias.masked_fill(bias <= least, 0).amin().item()
     if high > bound or low < -bound:
         raise InputError(
-            f"{name} must lie within +-{bound:.2f} ({octaves} octaves), past which it would saturate, "
+            f"{name} must lie within +-{_shown_bound(bound)} ({octaves} octaves), past which it would saturate, "
             f"got values from {low:.6g} to {high:.6g}; -inf, or finfo.min, makes a key absent"
         )
 

@@ -110,7 +110,7 @@ def test_a_relative_position_bias_past_its_bound_is_refused():
         if fits:
             lower(made, calibration, Options())
             continue
-        with pytest.raises(InputError, match=r"attention: the relative-position bias must lie within \+-1419.57"):
+        with pytest.raises(InputError, match=r"attention: the relative-position bias must lie within \+-1419.56"):
             lower(made, calibration, Options())
 
 

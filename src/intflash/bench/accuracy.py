@@ -60,7 +60,7 @@ class Series:
         return out, intflash.which_backend(q, k, v, **options)
 
 
-def ceiling(q: Tensor, k: Tensor, v: Tensor, scale: float | None, recipe: Recipe) -> Tensor:
+def ceiling(q: Tensor, k: Tensor, v: Tensor, scale: float | None, recipe: Recipe, bias: Tensor | None = None) -> Tensor:
     """Returns exact attention on inputs quantized by `recipe`, which no method on these codes can exceed in
     accuracy.
     """
@@ -70,7 +70,7 @@ def ceiling(q: Tensor, k: Tensor, v: Tensor, scale: float | None, recipe: Recipe
         k = k - key_mean(k)
     codes = (recipe.quantize(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     floats = (x if isinstance(x, Tensor) else x.data.double() * x.token_scale().double() for x in codes)
-    return exact_attention(*floats, sm_scale=scale)
+    return exact_attention(*floats, sm_scale=scale, bias=bias)
 
 
 @dataclass(frozen=True)

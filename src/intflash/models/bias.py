@@ -30,7 +30,7 @@ def fraction_bits(method: str) -> int | None:
 
 def exact_codes(bias: Tensor, bits: int) -> Tensor | None:
     """Returns codes in the unit of `quantize_bias` with which a method that quantizes a float bias to so many fraction
-    bits computes the same bits as from the floats. None: they are past what these codes hold, +-1419.57.
+    bits computes the same bits as from the floats. None: they are past what these codes hold, +-1419.56.
 
     With fewer bits than `quantize_bias` has it reads values.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -80,8 +80,10 @@ class QTensor:
             raise InputError(f"QTensor data must be [B, H, N, D], got shape {tuple(self.data.shape)}")
         if self.granularity not in GRANULARITIES:
             raise InputError(f"granularity must be one of {GRANULARITIES}, got {self.granularity!r}")
-        if self.bits not in (4, 8, 16):
-            raise InputError(f"bits must be 4, 8 or 16, got {self.bits}")
+        if not isinstance(self.bits, Integral) or self.bits not in (4, 8, 16):
+            raise InputError(f"bits must be 4, 8 or 16, got {self.bits!r}")
+        if self.bits == 16 and self.data.dtype == torch.int8:
+            raise InputError("QTensor data of 16 bits must be int16, got torch.int8")
         if (self.block_size is not None) != (self.granularity == "block"):
             raise InputError(f"block_size goes with granularity 'block', got {self.granularity!r}, {self.block_size}")
         if self.block_size is not None:

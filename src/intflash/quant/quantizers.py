@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -82,6 +82,9 @@ class Recipe:
                 one = scale is not None and (not isinstance(scale, Tensor) or scale.numel() == 1)
                 object.__setattr__(self, name, "tensor" if one else "head")
             _check_granularity(getattr(self, name), (*GRANULARITIES, "none"), f"Recipe.{name}")
+        for name in ("smooth_k", "rotate"):
+            if not isinstance(chosen := getattr(self, name), bool):
+                raise InputError(f"Recipe.{name} must be True or False, got {chosen!r}")
         _check_options(self.bits, self.block_size, self.rule, "Recipe.")
 
     @property
@@ -110,8 +113,8 @@ def _check_granularity(granularity: str, known: tuple[str, ...], name: str) -> N
 
 
 def _check_options(bits: int, block_size: int, rule: str, of: str = "") -> None:
-    if bits not in (4, 8):
-        raise InputError(f"{of}bits must be 4 or 8, got {bits}")
+    if not isinstance(bits, Integral) or bits not in (4, 8):
+        raise InputError(f"{of}bits must be 4 or 8, got {bits!r}")
     check_block_size(block_size, f"{of}block_size")
     if rule not in RULES:
         raise InputError(f"{of}rule must be one of {RULES}, got {rule!r}")
@@ -171,12 +174,21 @@ def quantize(
         got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"quantize takes [B, H, N, D] of {FLOAT_DTYPES}, none of them 0, got {got}")
     check_number(scale, "scale")
-    xf = x.detach().float()
+    xf = _as_float32(x.detach())
     block = block_size if granularity == "block" else None
     if scale is None:
         scale = scale_of_maximum(absolute_maximum(xf, granularity, block_size), bits)
     holder = QTensor(torch.empty_like(xf, dtype=torch.int8), scale, granularity, block, bits)  # checks the scale
     return QTensor(codes_of(xf, holder.token_scale(), bits, rule), holder.scale, granularity, block, bits)
+
+
+def _as_float32(x: Tensor) -> Tensor:
+    """x in float32, with the sign of each NaN: torch's conversion of float16 on a CPU drops some."""
+    xf = x.float()
+    if x.dtype != torch.float16 or not x.is_cpu:
+        return xf
+    nan = torch.full((), math.nan)
+    return torch.where(x.isnan(), torch.where(x.view(torch.int16) < 0, -nan, nan), xf)
 
 
 def scale_of_maximum(amax: Tensor, bits: int) -> Tensor:
