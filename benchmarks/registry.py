@@ -12,6 +12,7 @@ from benchmarks import (
     integer_cpu,
     latency,
     output_scales,
+    p_precision,
     specification,
     variant_accuracy,
 )
@@ -23,6 +24,7 @@ EXPERIMENTS: tuple[Experiment, ...] = collect(
         accuracy,
         variant_accuracy,
         output_scales,
+        p_precision,
         specification,
         latency,
         call_cost,
