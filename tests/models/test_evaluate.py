@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import intflash
 from intflash import integer
 from intflash.cli import app
 from intflash.cli.models import evaluation_tables
@@ -385,7 +386,7 @@ def test_integer_models_of_the_digits(tmp_path):
     assert done.exit_code == 2 and "ResNet has no converter" in done.output
 
 
-def test_integer_models_of_transformers(image_folder, tmp_path):
+def test_scales_and_integer_models_of_transformers(image_folder, tmp_path):
     transformers = pytest.importorskip("transformers")
     folder, file, out = tmp_path / "model", tmp_path / "vit.safetensors", tmp_path / "eval.json"
     sizes = {"image_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -401,6 +402,13 @@ def test_integer_models_of_transformers(image_folder, tmp_path):
     assert done.exit_code == 0, done.output
     row = json.loads(out.read_text())["rows"][-1]
     assert row["name"].startswith("integer model") and row["error"] is None and row["logits_sqnr"] > 20
+    scales = tmp_path / "scales.json"
+    done = CliRunner().invoke(app, ["calibrate", *arguments, "--images", "4", "--out", str(scales)])
+    assert done.exit_code == 0 and "2 layers of ViTForImageClassification" in done.output, done.output
+    intflash.patch(transformers.ViTForImageClassification.from_pretrained(folder).eval(), scales=scales)
+    more = ["--scales", str(scales), "--workers", "0", "--out", str(out)]
+    done = CliRunner().invoke(app, ["eval", *arguments, *more])
+    assert done.exit_code == 0 and json.loads(out.read_text())["rows"][-1]["error"] is None, done.output
 
 
 def test_convert_raw_images(image_folder, tmp_path):

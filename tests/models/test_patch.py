@@ -382,3 +382,104 @@ def test_a_float_bias_in_a_cuda_graph_is_quantized_by_each_replay():
         graph.replay()
         changed = run(model, x, bias)
         assert torch.equal(out, changed) and not torch.equal(out, before)
+
+
+class Windows(nn.Module):
+    """Self-attention of windows: tensors [batch, windows, heads, tokens, channels], or with the axes after the first in
+    another order.
+    """
+
+    def __init__(self, order=(2, 3, 1, 4)):
+        super().__init__()
+        self.qkv, self.order, self.num_heads = nn.Linear(32, 96), order, 4
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (4, 8)).unflatten(1, (4, -1)) for y in self.qkv(x).chunk(3, -1))
+        order = (0, *self.order)  # of [batch, windows, tokens, heads, channels]
+        y = F.scaled_dot_product_attention(*(z.permute(order) for z in (q, k, v)))
+        return y.permute([order.index(i) for i in range(5)]).flatten(3).flatten(1, 2)
+
+
+def test_calls_of_five_axes_have_scales_of_their_heads():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Windows((1, 3, 2, 4))).eval(), torch.randn(2, 32, 32)
+    x[:, :8] *= 0.01  # the first window's scales would not do for the first head
+    reference = run(model, x)
+    for granularity in ({}, dict(q="head", k="head", v="head"), dict(v="channel")):
+        scales = intflash.calibrate(model, [x], granularity=granularity)
+        assert (scales.layers["0"].heads, scales.layers["0"].head_dim) == (4, 8)
+        with intflash.patch(model, scales=scales):
+            assert sqnr(reference, run(model, x)) > 35
+
+
+def test_heads_on_another_axis_have_scales_of_tensors_only():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Windows((3, 1, 2, 4))).eval(), torch.randn(2, 64, 32)
+    model[0].num_heads = 16  # another number than the windows, which are on the axis of heads
+    with pytest.raises(
+        intflash.InputError, match="has 16 heads, but axis -3 of its attention's tensors has 4: calibrate"
+    ):
+        intflash.calibrate(model, [x], granularity=dict(q="head"))
+    reference = run(model, x)
+    with intflash.patch(model, scales=intflash.calibrate(model, [x])):
+        assert sqnr(reference, run(model, x)) > 30
+
+
+class Holder(Direct):
+    """A layer that calls torch's attention itself and holds another patched layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.cross = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + self.cross(y, y, y, need_weights=False)[0]
+
+
+def test_a_layer_does_not_count_the_calls_of_a_layer_inside():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Holder()).eval(), torch.randn(2, 9, 32)
+    reference = run(model, x)
+    scales = intflash.calibrate(model, [x])
+    assert list(scales.layers) == ["0", "0.cross"]
+    with intflash.patch(model, scales=scales):
+        assert sqnr(reference, run(model, x)) > 30
+
+
+def test_calls_of_two_axes_are_one_head():
+    class OneHead(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    model, x = nn.Sequential(OneHead()).eval(), torch.randn(5, 8)
+    reference = run(model, x)
+    with intflash.patch(model, "fp32"):
+        assert run(model, x).shape == (5, 8) and sqnr(reference, run(model, x)) > 100
+
+
+def test_a_subclass_of_torchs_attention_is_reported_as_left():
+    class Mixer(nn.MultiheadAttention):
+        pass
+
+    model = nn.Sequential(Mixer(32, 4), nn.MultiheadAttention(32, 4)).eval()
+    assert "Mixer" in intflash.patch(model).left["0"]
+
+
+def test_scales_of_weights_that_are_not_there_are_refused():
+    model = direct()
+    scales = intflash.calibrate(model, [torch.randn(2, 9, 32)], forward=lambda model, x: model[0](x))
+    with pytest.raises(intflash.InputError, match="those of Direct are on device meta"):
+        intflash.patch(model.to("meta"), scales=scales)
+
+
+def test_calibration_takes_batches_of_any_kind_with_forward():
+    model, x = direct(), torch.randn(3, 9, 32)
+
+    def images(*batches):
+        return intflash.calibrate(model, batches, forward=lambda model, _: model[0](x)).images
+
+    assert images(0, 1) == 2 and images("", "a prompt") == 2 and images({"flag": True, "x": x}) == 3
+    for batches in (None, 5):
+        with pytest.raises(intflash.InputError, match="batches must be an iterable of inputs"):
+            intflash.calibrate(model, batches)

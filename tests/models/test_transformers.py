@@ -501,3 +501,15 @@ def test_cpu_offload():
         assert 15 < sqnr(reference, run(model, ids)) < 100
         assert report.ran == list(report.replaced) and len(report.ran) == 2
     assert torch.equal(run(model, ids), reference)
+
+
+def test_an_encoder_decoder_with_padding_compiles():
+    sizes = dict(vocab_size=100, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4)
+    model = transformers.T5Model(transformers.T5Config(**sizes)).eval()
+    ids = torch.arange(24).view(2, 12) + 3
+    mask = (torch.arange(12) < torch.tensor([[8], [12]])).long()
+    inputs = dict(input_ids=ids, attention_mask=mask, decoder_input_ids=ids)
+    intflash.patch(model)
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(**inputs)
+        assert torch.equal(compiled.last_hidden_state, model(**inputs).last_hidden_state)

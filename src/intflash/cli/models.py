@@ -159,7 +159,7 @@ def calibrate_command(
     import torch
 
     from intflash.models.calibration import calibrate, static_granularity
-    from intflash.models.data import load_classifier, load_images
+    from intflash.models.data import Logits, load_classifier, load_images
     from intflash.models.evaluate import batches
 
     chosen = dict(_pair(text) for text in granularity or ())
@@ -169,7 +169,10 @@ def calibrate_command(
     network = network.to(device=device, dtype=getattr(torch, dtype))
     stream = batches(load_images(model, data, transform, train=True), images, batch_size, device, getattr(torch, dtype))
     with console.status(f"calibrating {model}"):
-        found = calibrate(network, stream, method, observer=observer, granularity=chosen, path=out)
+        found = calibrate(
+            network.model if isinstance(network, Logits) else network, stream, method, observer=observer,
+            granularity=chosen, path=out, forward=lambda _, images: network(images),
+        )  # fmt: skip
     console.print(
         f"{len(found.layers)} layers of {found.model} from {found.images} images, {found.observer}, per "
         + ", ".join(f"{name} {kind}" for name, kind in found.granularity.items())

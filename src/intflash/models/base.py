@@ -286,9 +286,15 @@ class FloatCore(Core):
                 attn_mask = torch.where(attn_mask, bias, float("-inf"))
             else:
                 attn_mask = attn_mask + bias
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        if is_causal and attn_mask is not None:  # torch takes one of them
+            seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+            is_bool = attn_mask.dtype == torch.bool
+            attn_mask = attn_mask & seen if is_bool else attn_mask.masked_fill(~seen, float("-inf"))
+            is_causal = False
+        with torch._C.DisableTorchFunction():  # not a call of the layer that holds this one
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            )
 
 
 class _Redirect(TorchFunctionMode):
@@ -312,6 +318,8 @@ def _sdpa(
     """scaled_dot_product_attention with torch's signature, computed by a core."""
     if dropout_p != 0.0:
         raise InputError(f"dropout_p must be 0, IntFlash is for inference; got {dropout_p}")
+    if query.ndim == 2:  # torch takes one head without its axis
+        return _sdpa(core, query[None], key[None], value[None], attn_mask, 0.0, is_causal, scale)[0]
     enable_gqa = enable_gqa or key.shape[-3] == 1 < query.shape[-3]  # torch broadcasts a single KV head
     return core(query, key, value, attn_mask, is_causal, scale, enable_gqa=enable_gqa)
 

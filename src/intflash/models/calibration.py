@@ -34,7 +34,8 @@ class _Observed(FloatCore):
         super().__init__()
         self.granularity = granularity
         self.histograms = {name: Histogram(kind) for name, kind in granularity.items() if kind != "none"}
-        self.sizes: tuple[int, int, int] | None = None
+        self.sizes: tuple[int, int, int] | None = None  # heads, KV heads, head_dim; 0 heads of three axes
+        self.axes = 4
         self.others = nn.ModuleList()  # one for each further call in one forward of the layer
         self.calls: int | None = None  # number of calls in each forward so far
 
@@ -55,16 +56,32 @@ class _Observed(FloatCore):
 
     def forward(self, q, k, v, *args: Any, **kwargs: Any) -> Tensor:
         out = super().forward(q, k, v, *args, **kwargs)
-        if k.shape[2] == 0:  # without keys there is nothing to scale
+        if k.shape[-2] == 0:  # without keys there is nothing to scale
             return out
-        sizes = (q.shape[1], k.shape[1], q.shape[3])
+        self.axes = q.ndim
+        sizes = (q.shape[-3], k.shape[-3], q.shape[-1]) if q.ndim > 3 else (0, 0, q.shape[-1])
         if self.sizes not in (None, sizes):
             raise InputError(f"a layer was called with heads, KV heads, head_dim {self.sizes} and {sizes}")
         self.sizes = sizes
         for name, x in zip(TENSORS, (q, k, v, out), strict=True):
             if name in self.histograms:
-                self.histograms[name].observe(x)
+                self.histograms[name].observe(x.reshape(-1, *x.shape[-3:]))
         return out
+
+    def described(self, name: str, layer: dict[str, Any]) -> tuple[int, int, int]:
+        """Returns heads, KV heads and head_dim: those of the calls, or of the layer where heads are not the third axis
+        from the end, which only scales of tensors allow.
+        """
+        heads, kv_heads, head_dim = self.sizes
+        known = layer["heads"]
+        if self.axes == 4 or (heads and known in (None, heads)):
+            return self.sizes
+        if any(kind in ("head", "channel") for kind in self.granularity.values()):
+            found = (
+                f"axis -3 of its attention's tensors has {heads}" if heads else "those of its attention have three axes"
+            )
+            raise InputError(f"layer {name} has {known} heads, but {found}: calibrate it per tensor")
+        return known or max(heads, 1), layer["kv_heads"] or known or max(kv_heads, 1), head_dim
 
 
 def calibrate(
@@ -108,8 +125,10 @@ def calibrate(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"calibrate takes an nn.Module, got {type(model).__name__}")
-    if observer not in OBSERVERS:
+    if not isinstance(observer, str) or observer not in OBSERVERS:
         raise InputError(f"observer must be one of {tuple(OBSERVERS)}, got {observer!r}")
+    if not isinstance(batches, Iterable):
+        raise InputError(f"batches must be an iterable of inputs, got {type(batches).__name__}")
     if isinstance(batches, Tensor) or hasattr(batches, "keys"):  # its rows or names would be mistaken for batches
         raise InputError(f"batches must be an iterable of inputs, got one {type(batches).__name__}: pass [x] for one x")
     chosen = static_granularity(method, granularity or {})
@@ -140,7 +159,7 @@ def calibrate(
         images=images, versions=_versions(libraries),
         layers={
             call_name(name, call): LayerScales(
-                *core.sizes, layers[name]["weights"],
+                *core.described(name, layers[name]), layers[name]["weights"],
                 **{t: observed_scales(core.histograms[t], observer) if t in core.histograms else [] for t in TENSORS},
             )
             for name, first in cores.items() for call, core in enumerate((first, *first.others))
@@ -187,8 +206,10 @@ def _forward(model: nn.Module, batch: Any) -> Any:
 
 
 def _size(batch: Any) -> int:
-    first = batch if isinstance(batch, Tensor) else next(iter(batch.values() if hasattr(batch, "values") else batch))
-    return len(first)
+    """Returns the number of inputs in a batch: the length of its first tensor, or 1 where it has none."""
+    parts = batch.values() if hasattr(batch, "keys") else batch if isinstance(batch, (tuple, list)) else [batch]
+    sizes = (x.shape[0] if x.ndim else 1 for x in parts if isinstance(x, Tensor))
+    return next(sizes, 1)
 
 
 def _versions(libraries: set[str]) -> dict[str, str]:

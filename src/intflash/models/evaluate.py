@@ -224,7 +224,8 @@ def _variant_logits(model: nn.Module, variant: Variant, images: Tensor, backend:
             images = _pixels(images, variant.integer.provenance.get("options", {}))
         made = variant.integer.to(images.device)
         return _timed(Logits(made) if made.program.result == "dict" else made, images)
-    with patch(model, variant.method, variant.scales, backend=backend):
+    inner = model.model if isinstance(model, Logits) else model  # the model that a file of scales is for
+    with patch(inner, variant.method, variant.scales, backend=backend):
         return _timed(model, images)
 
 

@@ -358,9 +358,18 @@ def describe_layers(model: nn.Module) -> dict[str, dict[str, float | int | None]
 
 
 def fingerprint(module: nn.Module) -> float:
-    """Returns a normalized projection of a module's weights on a fixed sequence, which differs for other weights."""
+    """Returns a normalized projection of a module's weights on a fixed sequence, which differs for other weights.
+
+    Raises:
+        InputError: the weights are on device meta.
+    """
     total, norm = 0.0, 0.0
     for parameter in module.parameters():
+        if parameter.is_meta:
+            raise InputError(
+                f"static scales belong to weights, and those of {type(module).__name__} are on device meta: load them "
+                "first, or use dynamic scales"
+            )
         w = parameter.detach().flatten()[:4096].double().cpu()
         weyl = torch.arange(1, len(w) + 1, dtype=torch.float64) * 0.6180339887498949 % 1 - 0.5
         total, norm = total + float(w @ weyl), norm + float(w @ w)
@@ -422,7 +431,7 @@ def _target(module: nn.Module, parent: nn.Module | None) -> tuple[type[nn.Module
         return _through_wrapper(module, found), library
     if found is not None:
         return found, library
-    if not _LOOKS_LIKE_ATTENTION.search(type(module).__name__):
+    if not (isinstance(module, nn.MultiheadAttention) or _LOOKS_LIKE_ATTENTION.search(type(module).__name__)):
         return None, ""
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     known = _adapter(library) is not None

@@ -180,6 +180,7 @@ def _may_hide_later(module: nn.Module, of_decoder: bool) -> bool:
 
 
 @functools.cache
+@torch.compiler.assume_constant_result  # torch.compile looks through the cache
 def _makes_causal_masks(cls: type[nn.Module]) -> bool:
     """Whether the file of a layer's class has any function for causal masks."""
     names = dict(vars(sys.modules[cls.__module__]))
