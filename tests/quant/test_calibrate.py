@@ -98,3 +98,12 @@ def test_a_file_without_a_json_object_is_refused(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(InputError, match="scales.json is not a valid scales file"):
         Scales.load(path)
+
+
+def test_a_layer_may_repeat_its_kv_heads_before_the_call():
+    scales = Scales(
+        "M", "auto", "absmax", dict.fromkeys(("q", "k", "v", "out"), "tensor"), 1, 1, {},
+        {"a": LayerScales(4, 4, 8, 0.1, [1.0], [1.0], [1.0], [1.0])},
+    )  # fmt: skip
+    assert scales.differences("M", {"a": dict(heads=4, kv_heads=2, head_dim=8, weights=0.1)}) == []
+    assert scales.differences("M", {"a": dict(heads=8, kv_heads=2, head_dim=8, weights=0.1)})

@@ -187,7 +187,7 @@ def _as_float32(x: Tensor) -> Tensor:
     xf = x.float()
     if x.dtype != torch.float16 or not x.is_cpu:
         return xf
-    nan = torch.full((), math.nan)
+    nan = xf.new_full((), math.nan)
     return torch.where(x.isnan(), torch.where(x.view(torch.int16) < 0, -nan, nan), xf)
 
 
