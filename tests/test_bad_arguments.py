@@ -229,3 +229,16 @@ def test_the_default_device_does_not_move_a_call():
     with torch.device("meta"):
         outs = [intflash.attention(Q, K, V, backend=name) for name in ("reference", "torch")]
     assert torch.equal(*outs) and outs[0].device.type == "cpu"
+
+
+def test_shapes_of_static_scales_are_checked_before_a_backend_is_chosen():
+    recipe = Recipe(q="head", q_scale=torch.ones(3) * 0.03)
+    for function in (intflash.which_backend, intflash.attention):
+        with pytest.raises(InputError, match=r"'head' scale of data .* must have shape .*, got \(3,\)"):
+            function(Q, K, V, recipe=recipe)
+
+
+def test_values_that_smoothing_takes_past_float32_are_refused():
+    for recipe in (Recipe(smooth_k=True), Recipe(rotate=True)):
+        with pytest.raises(InputError, match="too large to be rotated or smoothed"):
+            intflash.attention(Q, torch.full_like(K, 1e38), V, recipe=recipe)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from intflash import call, op, validate
+from intflash import call, op
 from intflash.backends import cpu, cuda, select
 from intflash.call import Output
 from intflash.errors import InputError
@@ -231,7 +231,8 @@ def sdpa(
     """
     if not isinstance(dropout_p, (int, float)) or dropout_p != 0.0:
         raise InputError(f"dropout_p must be 0, IntFlash is for inference; got {dropout_p}")
-    is_causal, enable_gqa = validate.flag(is_causal, "is_causal"), validate.flag(enable_gqa, "enable_gqa")
+    if not (isinstance(is_causal, bool) and isinstance(enable_gqa, bool)):
+        is_causal, enable_gqa = call.flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None and is_causal:
         raise InputError("attn_mask and is_causal exclude each other in sdpa; use intflash.attention for both")
     if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):

@@ -27,6 +27,7 @@ from intflash.numerics import exp
 from intflash.numerics.exp import dequantize_bias, log_sum_exp
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor, Recipe, hadamard_rotate, key_mean, quantize
+from intflash.quant.qtensor import shaped_scale
 from intflash.quant.quantizers import LEAST_FLOAT, check_number
 
 Output = Tensor | QTensor
@@ -237,6 +238,9 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
         validate.check_scales(q, k, v, recipe)
     batch = tuple(q.shape[:-3]) or (1,)
     q, k, v = (_four_axes(x) if isinstance(x, Tensor) else x for x in (q, k, v))
+    for name, x, scale in zip("qkv", (q, k, v), recipe.scales, strict=True):
+        if isinstance(x, Tensor) and isinstance(scale, Tensor) and (kind := getattr(recipe, name)) != "none":
+            shaped_scale(scale, x.shape, kind, recipe.block_size)
     hq, nq, nk = q.shape[1], q.shape[2], k.shape[2]
     for name in ("attn_mask", "bias", "cu_seqlens_q", "cu_seqlens_k"):
         if a[name] is not None:
@@ -253,6 +257,8 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
     if floats and (recipe.rotate or recipe.smooth_k):
         q, k, lse_shift = rotate_and_smooth(q.float(), k.float(), recipe, sm_scale if return_lse else None)
         v = v.float()  # a problem's tensors share one dtype
+        if read and not (bool(q.isfinite().all()) and bool(k.isfinite().all())):
+            raise InputError("q or k are too large to be rotated or smoothed by the recipe: they leave float32")
     validate.check_has_out_scale(chosen, out_dtype, out_scale)
     causal, window_start = masks.key_range(
         a["is_causal"], a["causal_align"], a["window_size"], nq, nk, packed=cu_seqlens_q is not None
@@ -266,6 +272,11 @@ def prepare_call(a: dict[str, Any], *, values: bool = True) -> tuple[Problem, Te
     if chosen.check is not None:
         chosen.check(problem)
     return _four_bit_output(problem) if chosen.integer_bias else problem, lse_shift
+
+
+def flags(**named: object) -> tuple[bool | None, ...]:
+    """The flags as bools, in their order."""
+    return tuple([validate.flag(x, name) for name, x in named.items()])
 
 
 def default_out_dtype(q: Tensor | QTensor) -> torch.dtype:

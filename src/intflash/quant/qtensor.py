@@ -41,6 +41,35 @@ def _shown(number: Real) -> str:
     return text if len(text) <= 24 else f"{text[:8]}... of {len(text)} digits"
 
 
+def shaped_scale(scale: Tensor, data_shape: tuple[int, ...], granularity: str, block_size: int | None) -> Tensor:
+    """The scale of codes ``[B, H, N, D]`` with the four axes that its granularity has.
+
+    Raises:
+        InputError: its shape does not fit.
+    """
+    b, h = data_shape[:2]
+    if granularity == "tensor" and scale.numel() == 1:
+        return scale.reshape(1, 1, 1, 1)
+    if granularity == "head" and scale.shape in ((h,), (b, h)):
+        scale = scale.reshape(-1, h, 1, 1)
+    want = _scale_shape(data_shape, granularity, block_size)
+    if scale.ndim != 4 or scale.shape[0] not in (1, b) or tuple(scale.shape[1:]) != want:
+        first = "1" if b == 1 else f"1 or {b}"
+        raise InputError(
+            f"a {granularity!r} scale of data {tuple(data_shape)} must have shape "
+            f"[{first}, {', '.join(map(str, want))}], got {tuple(scale.shape)}"
+        )
+    return scale
+
+
+def _scale_shape(data_shape: tuple[int, ...], granularity: str, block_size: int | None) -> tuple[int, int, int]:
+    """The axes of a scale after the first."""
+    _, h, n, d = data_shape
+    blocks = -(-n // block_size) if block_size else 0
+    tail = {"tensor": (1, 1), "head": (1, 1), "token": (n, 1), "block": (blocks, 1), "channel": (1, d)}
+    return (1 if granularity == "tensor" else h, *tail[granularity])
+
+
 @dataclass(frozen=True)
 class QTensor:
     """Symmetric integer codes and their scale: value = data * scale.
@@ -100,24 +129,11 @@ class QTensor:
         object.__setattr__(self, "scale", self._normal_scale())
 
     def _normal_scale(self) -> Tensor:
-        b, h, n, d = self.data.shape
-        blocks = -(-n // self.block_size) if self.block_size else 0
-        tail = {"tensor": (1, 1), "head": (1, 1), "token": (n, 1), "block": (blocks, 1), "channel": (1, d)}
-        want = (1 if self.granularity == "tensor" else h, *tail[self.granularity])
         if not isinstance(self.scale, Tensor):  # a fill, not a copy from the host: fits a CUDA graph
+            want = _scale_shape(self.data.shape, self.granularity, self.block_size)
             return torch.full((1, *want), float(self.scale), dtype=torch.float32, device=self.data.device)
-        scale = self.scale.to(dtype=torch.float32, device=self.data.device)
-        if self.granularity == "tensor" and scale.numel() == 1:
-            return scale.reshape(1, 1, 1, 1)
-        if self.granularity == "head" and scale.shape in ((h,), (b, h)):
-            scale = scale.reshape(-1, h, 1, 1)
-        if scale.ndim != 4 or scale.shape[0] not in (1, b) or tuple(scale.shape[1:]) != want:
-            first = "1" if b == 1 else f"1 or {b}"
-            raise InputError(
-                f"a {self.granularity!r} scale of data {tuple(self.data.shape)} must have shape "
-                f"[{first}, {', '.join(map(str, want))}], got {tuple(scale.shape)}"
-            )
-        return scale
+        scale = shaped_scale(self.scale, self.data.shape, self.granularity, self.block_size)
+        return scale.to(dtype=torch.float32, device=self.data.device)
 
     @classmethod
     def unchecked(cls, data: Tensor, scale: Tensor, granularity: str, bits: int) -> QTensor:
