@@ -201,3 +201,10 @@ def test_float16_nans_keep_their_sign_at_every_place():
     x = torch.full((1, 1, 1, 35), 0xFE00 - 0x10000, dtype=torch.int16).view(torch.float16)  # 35: beyond whole vectors
     assert set(intflash.quantize(x, "head").data.flatten().tolist()) == {-127}
     assert set(intflash.quantize(-x, "head").data.flatten().tolist()) == {127}
+
+
+def test_scales_past_float32_count_as_one():
+    """As all scales that a check would refuse."""
+    big = torch.tensor(1e39, dtype=torch.float64)
+    outs = [intflash.attention(Q, K, V, recipe=Recipe(q_scale=x), check_finite=False) for x in (big, torch.tensor(1.0))]
+    assert torch.equal(*outs)

@@ -7,7 +7,8 @@
 #include "exp2.cuh"
 
 constexpr i32 THREADS = 128;
-constexpr i32 LEAST_E = -7;  // numerics.exp.OUTPUT_EXPONENTS
+constexpr i32 LEAST_E = -7;            // numerics.exp.OUTPUT_EXPONENTS
+constexpr double MAX_RATIO = 0x1p128;  // numerics.exp
 
 static_assert(sizeof(ConstantsParams) == PARAMS_BYTES);
 
@@ -28,7 +29,8 @@ DEVICE float scale_at(const View& x, i64 b, i64 h, i64 n, i64 d) {
 // Packs rho = s_V / s_O = Mr * 2^(e - 24). The quotient and Mr are each rounded once, and e saturates. Below its range
 // outputs are less than half a step of s_O, and Mr is 0.
 DEVICE i64 pack_output(float v_scale, float out_scale) {
-  const double quotient = __ddiv_rn((double)v_scale, (double)out_scale), rho = quotient > 0x1p128 ? 0x1p128 : quotient;
+  const double quotient = __ddiv_rn((double)v_scale, (double)out_scale);
+  const double rho = quotient > MAX_RATIO ? MAX_RATIO : quotient;
   const i32 e = (i32)((__double_as_longlong(rho) >> 52) & 2047) - 1022;  // the exponent of frexp
   const u32 Mr = (u32)__double2ll_rn(__dmul_rn(rho, __longlong_as_double((i64)(24 - e + 1023) << 52)));
   return (i64)min(max(e, LEAST_E), MOST_E) << 32 | (e < LEAST_E ? 0 : Mr);

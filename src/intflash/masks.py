@@ -36,7 +36,7 @@ def causality(arguments: dict[str, Any]) -> dict[str, Any]:
     if len(found) == 2 and sizes != found:  # what else is wrong with q and k is refused later
         raise InputError(f"attn_mask is a CausalBias of {sizes} queries and keys, the call has {found}")
     align = "top_left" if mask.variant.name == "UPPER_LEFT" else "bottom_right"
-    if arguments["causal_align"] == "bottom_right" != align:
+    if align == "top_left" and arguments["causal_align"] == "bottom_right":
         raise InputError("attn_mask is a CausalBias of the upper left corner, got causal_align='bottom_right'")
     return dict(attn_mask=None, is_causal=True, causal_align=align)
 

@@ -572,7 +572,11 @@ def _through_torch(arguments: dict[str, Any]) -> tuple[Output, Tensor | None]:
     recipe = arguments["recipe"]
     is_codes = [isinstance(arguments[name], QTensor) for name in _NAMES]
     # Compiled code guards each global that is read from here on, at every call: most calls read few.
-    words = [f"{name}={x}" for name, x in arguments.items() if isinstance(x, (bool, str)) and "scale" not in name]
+    words = [
+        f"{name}={x}"
+        for name, x in arguments.items()
+        if isinstance(x, (bool, str)) and name not in ("scale", "out_scale")
+    ]
     if recipe is None and not any(is_codes) and not arguments["return_lse"]:
         others = ("scale", "window_size", "out_dtype", "out_scale", "cu_seqlens_q", "cu_seqlens_k")
         if all([arguments[name] is None for name in others]):

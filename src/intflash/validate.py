@@ -227,7 +227,8 @@ def usable_scale(scale: Tensor, least: float = LEAST_SCALE) -> Tensor:
     """A scale in CPU memory with 1 for the values that `check_scale` refuses; itself where it refuses none."""
     if not scale.is_cpu or _in_range(scale, least):
         return scale
-    return torch.where((scale >= least) & (scale < math.inf), scale, torch.ones_like(scale))
+    used = scale.float()
+    return torch.where((used >= least) & (used < math.inf), scale, torch.ones_like(scale))
 
 
 def _in_range(scale: Tensor, least: float) -> bool:

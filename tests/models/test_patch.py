@@ -385,17 +385,17 @@ def test_a_float_bias_in_a_cuda_graph_is_quantized_by_each_replay():
 
 
 class Windows(nn.Module):
-    """Self-attention of windows: tensors [batch, windows, heads, tokens, channels], or with the axes after the first in
-    another order.
+    """Self-attention of windows. order: how the axes after the first of [batch, windows, tokens, heads, channels] are
+    permuted for torch's attention.
     """
 
-    def __init__(self, order=(2, 3, 1, 4)):
+    def __init__(self, order):
         super().__init__()
         self.qkv, self.order, self.num_heads = nn.Linear(32, 96), order, 4
 
     def forward(self, x):
         q, k, v = (y.unflatten(-1, (4, 8)).unflatten(1, (4, -1)) for y in self.qkv(x).chunk(3, -1))
-        order = (0, *self.order)  # of [batch, windows, tokens, heads, channels]
+        order = (0, *self.order)
         y = F.scaled_dot_product_attention(*(z.permute(order) for z in (q, k, v)))
         return y.permute([order.index(i) for i in range(5)]).flatten(3).flatten(1, 2)
 

@@ -198,7 +198,7 @@ def test_constants_of_a_gpu_are_made_there(function):
 
 @pytest.mark.parametrize("method", ["intflash", "intflash_p8", "intflash_online", "intflash_bfp", "fqvit"])
 def test_outputs_of_much_less_than_a_step_are_0(method):
-    """s_V / s_O below 2^-8: of one head, and of a whole call."""
+    """s_V / s_O of the second head is below 2^-8."""
     q, k, v = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 8, 4), torch.ones(1, 2, 8, 2)
     v[:, 1] = 1e-6
     for backend in ("reference", "torch", "cpu")[: 2 if method == "fqvit" else 3]:

@@ -94,17 +94,6 @@ void set_macros(const Attention& a, const Tile& tile, int32_t causal, const Sour
 // What DITHER of a kernel says.
 int32_t dither_macro(const Problem& p) { return !p.dithers() ? 0 : p.cu_seqlens_q ? 2 : 1; }
 
-bool repeats_masks_exactly(const Problem& p, Refusal& why) {
-  for (const Tensor* mask : {&p.bias, &p.keep})
-    // beyond, the quotient by the reciprocal is not exact
-    if (*mask && mask->shape[0] < p.batch() && p.batch() * mask->shape[0] >= int64_t(1) << 32)
-      return why.no([&] {
-        return "a mask of " + std::to_string(mask->shape[0]) + " batches repeats over at most 2^32 in all, got " +
-               std::to_string(p.batch());
-      });
-  return true;
-}
-
 int32_t mask_kind(const Problem& p, const Tensor& mask) {
   if (!mask) return 0;
   if (mask.shape[3] == 1) return 2;
@@ -136,7 +125,7 @@ bool any_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
       return "head_dim " + number(d) + " needs " + number(needed) + " bytes of shared memory, this GPU has " +
              number(gpu.shared_bytes);
     });
-  return repeats_masks_exactly(p, why);
+  return true;
 }
 
 void any_rows_launch(const Attention& a, Launch& launch) {

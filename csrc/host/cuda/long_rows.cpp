@@ -283,8 +283,7 @@ bool long_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (!gpu.is_hopper()) return why.no([] { return kHopperOnly; });
   if (p.keep && !is_key_mask(p, why)) return false;
   if (!is_long_rows_shape(p, pads_channels(p) ? 8 : 16, why)) return false;
-  if (p.bias) return why.no([] { return "long rows do not support bias"; });
-  return repeats_masks_exactly(p, why);
+  return !p.bias || why.no([] { return "long rows do not support bias"; });
 }
 
 // Whether the kernel quantizes the problem's float K and V itself: 16-bit floats, with K/V resident in shared memory.

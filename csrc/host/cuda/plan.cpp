@@ -102,7 +102,7 @@ namespace {
 constexpr int64_t kKeyPadding = 16, kValuePadding = 128;
 constexpr int64_t kAlignment = 256;  // of parts of the workspace
 
-// Whether kernels index this many heads, and rows this far apart.
+// Whether kernels index this many heads, rows this far apart, and masks that repeat so often.
 bool is_within_limits(const Problem& p, Refusal& why) {
   if (p.heads() > kGridLimit)
     return why.no([&] {
@@ -111,17 +111,24 @@ bool is_within_limits(const Problem& p, Refusal& why) {
     });
   const std::pair<const Tensor*, const char*> tensors[] = {
       {&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}, {&p.bias, "bias"}, {&p.keep, "keep"}};
-  for (const auto& [x, name] : tensors)
+  for (const auto& [x, name] : tensors) {
     if (*x && x->shape[2] * std::abs(x->stride[2]) >= int64_t(1) << 31)
       return why.no([x = x, name = name] {
         return std::string("rows of ") + name + " must lie within 2^31 elements, got strides " + text_of(x->stride);
       });
-  for (const auto& [x, name] : {tensors[0], tensors[1], tensors[2]})
-    if (x->shape[2] > 1 && std::abs(x->stride[2]) * x->bytes() >= int64_t(1) << 31)
+    const bool is_mask = x == &p.bias || x == &p.keep;
+    if (!is_mask && x->shape[2] > 1 && std::abs(x->stride[2]) * x->bytes() >= int64_t(1) << 31)
       return why.no([x = x, name = name] {
         return std::string("tokens of ") + name + " must be less than 2^31 bytes apart, got strides " +
                text_of(x->stride);
       });
+    // beyond, the quotient by the reciprocal that finds a mask's batch is not exact
+    if (is_mask && *x && x->shape[0] < p.batch() && p.batch() * x->shape[0] >= int64_t(1) << 32)
+      return why.no([&, x = x] {
+        return "a mask of " + std::to_string(x->shape[0]) + " batches repeats over at most 2^32 in all, got " +
+               std::to_string(p.batch());
+      });
+  }
   return true;
 }
 

@@ -325,8 +325,6 @@ void whole_rows_launch(const Attention& a, Launch& launch);
 // How kernels for every GPU read a mask of the problem, its bias or `keep`: 0 none, 1 by keys, 2 one value for all
 // keys, 4 four keys at once (sm80/masks.cuh).
 int32_t mask_kind(const Problem& p, const Tensor& mask);
-// Whether they find the batch of a mask that several batches share.
-bool repeats_masks_exactly(const Problem& p, Refusal& why);
 bool any_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
 bool takes_few_rows(const Problem& p, const Gpu& gpu);
 void any_rows_launch(const Attention& a, Launch& launch);

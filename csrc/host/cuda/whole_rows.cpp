@@ -81,7 +81,7 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
     return why.no([&] { return "takes at most 2^31 tiles of 16 rows, got " + text_of(p.q.shape); });
   if (ctas_per_sm(p, gpu) == 0)
     return why.no([&] { return "registers or shared memory do not hold rows of " + number(p.nk()) + " keys"; });
-  return repeats_masks_exactly(p, why);
+  return true;
 }
 
 // By measurements on an H200, of other methods than intflash_bfp beyond the keys of short rows. Long rows compute whole

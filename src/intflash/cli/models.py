@@ -159,7 +159,7 @@ def calibrate_command(
     import torch
 
     from intflash.models.calibration import calibrate, static_granularity
-    from intflash.models.data import Logits, load_classifier, load_images
+    from intflash.models.data import load_classifier, load_images, unwrapped
     from intflash.models.evaluate import batches
 
     chosen = dict(_pair(text) for text in granularity or ())
@@ -170,8 +170,8 @@ def calibrate_command(
     stream = batches(load_images(model, data, transform, train=True), images, batch_size, device, getattr(torch, dtype))
     with console.status(f"calibrating {model}"):
         found = calibrate(
-            network.model if isinstance(network, Logits) else network, stream, method, observer=observer,
-            granularity=chosen, path=out, forward=lambda _, images: network(images),
+            unwrapped(network), stream, method, observer=observer, granularity=chosen, path=out,
+            forward=lambda _, images: network(images),
         )  # fmt: skip
     console.print(
         f"{len(found.layers)} layers of {found.model} from {found.images} images, {found.observer}, per "
@@ -215,7 +215,7 @@ def convert_command(
 
     from intflash import integer
     from intflash.integer.registry import translate
-    from intflash.models.data import Logits, load_classifier, load_images, normalization
+    from intflash.models.data import load_classifier, load_images, normalization, unwrapped
     from intflash.models.evaluate import batches
 
     options = dict(
@@ -225,7 +225,7 @@ def convert_command(
     integer.Options(**options)  # refuses before the model is loaded
     check_file(out)
     network, transform = load_classifier(model, pretrained=pretrained, checkpoint=checkpoint)
-    network = network.model if isinstance(network, Logits) else network
+    network = unwrapped(network)
     translate(network)
     if image == "uint8":
         options["mean"], options["std"] = normalization(transform)

@@ -288,8 +288,10 @@ class FloatCore(Core):
                 attn_mask = attn_mask + bias
         if is_causal and attn_mask is not None:  # torch takes one of them
             seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-            is_bool = attn_mask.dtype == torch.bool
-            attn_mask = attn_mask & seen if is_bool else attn_mask.masked_fill(~seen, float("-inf"))
+            if attn_mask.dtype == torch.bool:
+                attn_mask = attn_mask & seen
+            else:
+                attn_mask = attn_mask.masked_fill(~seen, float("-inf"))
             is_causal = False
         with torch._C.DisableTorchFunction():  # not a call of the layer that holds this one
             return F.scaled_dot_product_attention(

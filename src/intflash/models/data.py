@@ -64,6 +64,11 @@ class Logits(nn.Module):
         return self.model(pixel_values=pixel_values).logits
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The transformers model inside `Logits`, or the model itself: what scales and integer models are made of."""
+    return model.model if isinstance(model, Logits) else model
+
+
 def load_classifier(
     name: str, *, pretrained: bool = True, checkpoint: str | Path | None = None
 ) -> tuple[nn.Module, Callable[[Any], Tensor]]:

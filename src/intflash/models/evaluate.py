@@ -23,7 +23,7 @@ from intflash.errors import BackendError, InputError
 from intflash.integer import IntegerModel
 from intflash.methods import example
 from intflash.models.base import FloatCore
-from intflash.models.data import Logits
+from intflash.models.data import Logits, unwrapped
 from intflash.models.papers import PAPER_BITS_PER_MAC, PaperRow, paper_row
 from intflash.models.patch import attach, patch, unpatch
 from intflash.quant.calibrate import Scales
@@ -224,8 +224,7 @@ def _variant_logits(model: nn.Module, variant: Variant, images: Tensor, backend:
             images = _pixels(images, variant.integer.provenance.get("options", {}))
         made = variant.integer.to(images.device)
         return _timed(Logits(made) if made.program.result == "dict" else made, images)
-    inner = model.model if isinstance(model, Logits) else model  # the model that a file of scales is for
-    with patch(inner, variant.method, variant.scales, backend=backend):
+    with patch(unwrapped(model), variant.method, variant.scales, backend=backend):
         return _timed(model, images)
 
 
