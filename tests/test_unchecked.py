@@ -133,6 +133,16 @@ def test_biases_saturate_and_nan_is_absent(value, code):
         assert torch.equal(found, attend(bias=bias, backend="reference", **options))
 
 
+@pytest.mark.parametrize("method", intflash.info()["methods"])
+def test_nan_in_a_bias_makes_its_key_absent(method):
+    bias = torch.linspace(-1, 1, 400).view(20, 20)
+    bias[4, 3], bias[7] = NAN, NAN
+    expected = attend(method=method, backend="reference", bias=bias.nan_to_num(-INF), check_finite=False)
+    for backend in ("reference", "torch") + ("cpu",) * (method in cpu.METHODS):
+        found = attend(method=method, backend=backend, bias=bias, check_finite=False)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("method", ["intflash", "intflash_p8", "intflash_online"])
 def test_masks_that_would_saturate_are_refused_with_the_bound(method, sign):

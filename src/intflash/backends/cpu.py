@@ -32,7 +32,7 @@ from intflash.backends.native import module as _native
 from intflash.errors import InputError
 from intflash.methods import get_method
 from intflash.numerics.exp import BIAS_LIMIT as BIAS_CODE_LIMIT
-from intflash.numerics.exp import LOG2_E, MAX_HEAD_DIM, MAX_KEYS, P8_MAX, P16_MAX, log_sum_exp
+from intflash.numerics.exp import LOG2_E, MAX_HEAD_DIM, MAX_KEYS, P8_MAX, P16_MAX, log_sum_exp, makes_absent
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor, Recipe
 from intflash.quant.quantizers import LEAST_FLOAT, LEAST_SCALE
@@ -212,7 +212,7 @@ def _score_bias(problem: Problem, unit: Tensor) -> Tensor:
     if bias.shape[0] != problem.q.shape[0] and unit.shape[0] > 1:
         bias = bias.repeat(problem.q.shape[0] // bias.shape[0], 1, 1, 1)
     rounded = torch.round(bias.double() / unit).clamp(-BIAS_LIMIT, BIAS_LIMIT)
-    absent = bias <= torch.finfo(bias.dtype).min / 2
+    absent = makes_absent(bias)
     return torch.where(absent, float(ABSENT), rounded).to(torch.int32)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from intflash.errors import InputError
+from intflash.numerics.exp import makes_absent
 from intflash.problem import Problem
 from intflash.quant import QTensor
 from intflash.quant.quantizers import TINY_AMAX, divided
@@ -96,7 +97,7 @@ def split_bias(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
             raise InputError(f"{problem.method} needs the bias as floats (Problem.bias_float), got only Problem.bias")
         return None, None
     bias = spread_batch(problem.bias_float, problem)
-    absent = bias <= torch.finfo(bias.dtype).min / 2
+    absent = makes_absent(bias)
     return torch.where(absent, 0, bias), absent
 
 

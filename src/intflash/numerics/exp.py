@@ -146,10 +146,14 @@ def quantize_bias(bias: Tensor) -> Tensor:
 
 def bias_codes(bias: Tensor, fraction_bits: int = BIAS_FRACTION_BITS) -> Tensor:
     """A float mask in octaves of so many fraction bits: saturated at +-(2^31 - 1), `ABSENT` for NaN as for -inf."""
-    present = bias > torch.finfo(bias.dtype).min / 2
     octaves = bias.double() * LOG2_E
     q = torch.round(octaves * (1 << fraction_bits)).clamp(-BIAS_LIMIT, BIAS_LIMIT)
-    return torch.where(present, q, float(ABSENT)).to(torch.int32)
+    return torch.where(makes_absent(bias), float(ABSENT), q).to(torch.int32)
+
+
+def makes_absent(bias: Tensor) -> Tensor:
+    """Returns which values of a float mask make their key absent: -inf, those to finfo.min / 2, and NaN."""
+    return ~(bias > torch.finfo(bias.dtype).min / 2)
 
 
 def dequantize_bias(bias: Tensor) -> Tensor:

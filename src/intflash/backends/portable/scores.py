@@ -22,10 +22,10 @@ class IntegerScores:
         self.unit = (problem.q.scale.double() * k_scale.double()) * problem.sm_scale  # [B|1, Hq|1, 1, 1]
 
     def step(self, tile: Tile, keys: slice) -> Tensor:
-        """``[b, h, rows, keys]``; absent keys have any finite value."""
+        """``[b, h, rows, keys]``; absent keys have any value in range."""
         q = tile.rows_of(self.q, self.problem.group)
         score = tile.unfold(torch.bmm(q, tile.keys_of(self.k, keys).mT))
         if self.problem.bias_float is None:
             return score
         bias = tile.of(self.problem.bias_float, keys).double() / tile.of(self.unit)
-        return score.double() + torch.round(bias).clamp_(-BIAS_LIMIT, BIAS_LIMIT)
+        return score.double() + torch.round(bias).nan_to_num_().clamp_(-BIAS_LIMIT, BIAS_LIMIT)

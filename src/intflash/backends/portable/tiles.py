@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from intflash.numerics.exp import ABSENT
+from intflash.numerics.exp import ABSENT, makes_absent
 from intflash.problem import Problem
 
 
@@ -131,7 +131,7 @@ def absent_keys(problem: Problem, tile: Tile, keys: slice) -> Tensor | None:
         absent = masked if absent is None else absent | masked
     if problem.bias_float is not None:
         bias = tile.of(problem.bias_float, keys)
-        masked = bias <= torch.finfo(bias.dtype).min / 2
+        masked = makes_absent(bias)
         absent = masked if absent is None else absent | masked
     return absent
 

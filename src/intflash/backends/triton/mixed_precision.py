@@ -17,7 +17,7 @@ from intflash.backends.triton.intflash_steps import Steps
 from intflash.backends.triton.launch import TritonLaunch, grid
 from intflash.backends.triton.mixed_precision_steps import MixedConstants, ScaleKinds
 from intflash.backends.triton.tile_loop import TileShape, _tile_loop_kernel, block_dim
-from intflash.numerics.exp import ABSENT, LOG2_E
+from intflash.numerics.exp import ABSENT, LOG2_E, makes_absent
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
 
@@ -130,5 +130,5 @@ def _octaves(bias: Tensor | None) -> Tensor | None:
     """Returns the float bias in octaves in its own broadcast shape, with ABSENT (as a float) where it removes a key."""
     if bias is None:
         return None
-    absent = bias <= torch.finfo(bias.dtype).min / 2
+    absent = makes_absent(bias)
     return torch.where(absent, float(ABSENT), bias.float() * LOG2_E)

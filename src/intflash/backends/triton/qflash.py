@@ -28,7 +28,7 @@ from intflash.backends.triton.intflash_steps import Hooks, Steps, make_steps
 from intflash.backends.triton.launch import TritonLaunch, grid
 from intflash.backends.triton.tile_loop import TileShape, _tile_loop_kernel, block_dim
 from intflash.methods import arrays, iflash, integers, qflash
-from intflash.numerics.exp import ABSENT, LOG2_E
+from intflash.numerics.exp import ABSENT, LOG2_E, makes_absent
 from intflash.numerics.triton import clz32, reciprocal_2_55
 from intflash.problem import Problem, Result
 
@@ -239,7 +239,7 @@ def _unit_bias(problem: Problem) -> Tensor | None:
     if bias is None:
         return None
     unit = qflash.served_unit(problem)
-    absent = bias <= torch.finfo(bias.dtype).min / 2
+    absent = makes_absent(bias)
     if unit.shape[0] > 1:
         bias, absent = (x.repeat(problem.q.shape[0] // x.shape[0], 1, 1, 1) for x in (bias, absent))
     limit = integers.BIAS_LIMIT

@@ -15,7 +15,7 @@ from intflash.backends.triton.launch import TritonLaunch
 from intflash.backends.triton.tile_loop import block_dim
 from intflash.backends.triton.unfused_kernels import UnfusedScales
 from intflash.errors import InputError
-from intflash.numerics.exp import ABSENT, output_multiplier
+from intflash.numerics.exp import ABSENT, makes_absent, output_multiplier
 from intflash.problem import Problem, Result
 from intflash.quant import QTensor
 from intflash.quant.quantizers import divided
@@ -143,7 +143,7 @@ def _bias_units(problem: Problem) -> Tensor | None:
     bias = problem.bias_float
     if bias is None:
         return None
-    absent = bias <= torch.finfo(bias.dtype).min / 2
+    absent = makes_absent(bias)
     unit = _unit(problem)
     if unit.shape[0] > 1:
         bias = bias.repeat(problem.q.shape[0] // bias.shape[0], 1, 1, 1)
