@@ -13,6 +13,7 @@ from intflash.numerics.exp import BIAS_DTYPES
 
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
 UNBOUNDED = -1  # of a side of a window, as FlashAttention has it
+WIDEST = (1 << 31) - 1  # side of a window: more keys than a call may have, in the 64 bits of a torch operation
 
 
 def is_causal_bias(mask: object) -> bool:
@@ -80,6 +81,7 @@ def window(size: object) -> tuple[int, int] | None:
         raise InputError(f"window_size must be (left, right), two ints or None, got {size!r}")
     if pair[0] < UNBOUNDED or pair[1] < UNBOUNDED:
         raise InputError(f"window_size must hold numbers of keys >= 0, or -1 or None for no bound, got {size!r}")
+    pair = tuple(min(x, WIDEST) if isinstance(x, int) else x for x in pair)
     return None if pair == (UNBOUNDED, UNBOUNDED) else pair
 
 

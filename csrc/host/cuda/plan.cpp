@@ -178,8 +178,7 @@ Tensor key_codes(const Problem& p, const Choice& c, char* workspace) {
 bool finds_scales_in_kernel(const Problem& p, Kernel kernel) {
   if (kernel == Kernel::kWindow) return true;
   if (p.fixed.head_amax_in_kernel >= 0) return bool(p.fixed.head_amax_in_kernel);
-  if (kernel == Kernel::kShortRows) return p.nq() <= kMostSearchedQueries || short_rows_cluster(p) > 1;
-  return p.nq() <= 1024;
+  return p.nq() <= kMostSearchedQueries || (kernel == Kernel::kShortRows && short_rows_cluster(p) > 1);
 }
 
 void set_constant_shapes(const Problem& p, const Tensor (&scale)[3], Choice& c) {

@@ -280,7 +280,7 @@ bool has_short_rows(Method method);  // windows too
 bool window_serves(const Problem& p, Refusal& why);
 void window_launch(const Attention& a, Launch& launch);
 
-constexpr int64_t kMostSearchedQueries = 2048;  // of a head, which each CTA of short rows searches for their scale
+constexpr int64_t kMostSearchedQueries = 1024;  // of a head, which each of its CTAs searches for their scale
 bool short_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why);
 // How many CTAs take a head and share the search for its scales, as a cluster; 1 where each CTA searches alone.
 int64_t short_rows_cluster(const Problem& p);

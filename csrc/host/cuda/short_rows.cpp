@@ -63,19 +63,19 @@ double time_of_third_cta(int64_t keys, int64_t d, int64_t bits) {
 // CTA before its tiles over that of a tile, by [has a bias][finds scales]: measured on an H200 with N = 196 and 197.
 constexpr double kTimes[] = {0, 0.8, 1, 1.37, 1.8}, kStartTimes[2][2] = {{1, 4}, {0.5, 1}};
 
-// Returns the split of one warpgroup for each CTA that finishes many heads first.
-Split fastest_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double third, double start_time) {
-  constexpr int64_t kMostParts = 4;  // of a head; more were not measured
+// Returns the fastest split of `best` or into CTAs of one warpgroup. least: the time of `best`.
+Split fastest_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double third, double start_time, Split best,
+                    double least) {
   const int64_t last = third && most_ctas == 2 ? 3 : most_ctas;
-  Split best{};
-  double least = INFINITY;
+  // of a head; where heads occupy all multiprocessors, more parts were not measured
+  const int64_t most_parts = heads <= kProcessors ? row_tiles : std::min<int64_t>(row_tiles, 4);
   for (int64_t at_once = most_ctas; at_once <= last; ++at_once)
-    for (int64_t parts = 1; parts <= std::min(row_tiles, kMostParts); ++parts) {
+    for (int64_t parts = 1; parts <= most_parts; ++parts) {
       const int64_t tiles = ceil_div(row_tiles, parts),
                     ctas = ceil_div(heads * ceil_div(row_tiles, tiles), kProcessors);
       const double rounds = double(ctas / at_once) * kTimes[at_once] + kTimes[ctas % at_once];
       const double time = rounds * (start_time + double(tiles)) * (at_once > most_ctas ? third : 1);
-      if (time < 0.95 * least) least = time, best = {1, tiles, at_once};
+      if (time < 0.95 * least) least = time, best = {1, tiles, std::min(at_once, ctas)};
     }
   return best;
 }
@@ -86,9 +86,10 @@ Split choose_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double t
   const int64_t tiles = heads * row_tiles, some = std::min<int64_t>(most_ctas, 3);
   if (tiles <= kProcessors) return codes ? Split{1, 1, most_ctas} : Split{some, 1, 1};
   if (tiles <= kFewTiles) return {codes ? 2 : some, 2, 1};
-  if (heads <= kProcessors)
-    return codes ? Split{1, 1, most_ctas} : Split{2, ceil_div(row_tiles, kProcessors / heads), 1};
-  return fastest_split(heads, row_tiles, most_ctas, third, start_time);
+  if (heads > kProcessors) return fastest_split(heads, row_tiles, most_ctas, third, start_time, {}, INFINITY);
+  const Split pairs{2, ceil_div(row_tiles, kProcessors / heads), 1};
+  return fastest_split(heads, row_tiles, most_ctas, third, start_time, pairs,
+                       start_time + double(ceil_div(pairs.tiles, 2)));
 }
 
 int64_t bits_of(Method method) { return method == Method::kP8 ? 8 : 16; }
@@ -104,13 +105,12 @@ int32_t keys_at_once(const Tensor& bias) {
 
 int64_t short_rows_cluster(const Problem& p) {
   if (p.fixed.cluster > 0) return p.fixed.cluster;
-  constexpr int64_t kManyQueries = 1024, kMostCtas = 8, kLeastCtasOfAll = 75;  // by measurements on an H200
-  constexpr int64_t kLeastBytes = 8'000'000;  // of more queries; a pass searches fewer in less time
+  constexpr int64_t kMostCtas = 8, kLeastCtasOfAll = 100;  // by measurements on an H200
+  constexpr int64_t kLeastBytes = 8'000'000;               // of Q; a pass searches fewer in less time
   // A cluster runs within a group of multiprocessors (GPC). An H200 has at least seven with 16, others with fewer.
   constexpr int64_t kGroups = 7, kProcessorsOfGroup = 16;
   const int64_t heads = p.batch() * p.heads();
-  if (p.nq() <= kManyQueries) return 1;
-  if (p.nq() > kMostSearchedQueries && heads * p.nq() * p.head_dim() * p.q.bytes() < kLeastBytes) return 1;
+  if (p.nq() <= kMostSearchedQueries || heads * p.nq() * p.head_dim() * p.q.bytes() < kLeastBytes) return 1;
   int64_t ctas = kMostCtas;
   while (ctas > 1 && heads > kGroups * (kProcessorsOfGroup / ctas)) --ctas;
   return heads * ctas >= kLeastCtasOfAll ? ctas : 1;
@@ -169,8 +169,11 @@ void short_rows_launch(const Attention& a, Launch& launch) {
     split = choose_split(batch * heads, row_tiles, most_ctas, p.bias ? 0 : time_of_third_cta(keys, d, bits),
                          a.q.is_codes(), kStartTimes[bool(p.bias)][a.head_amax_in_kernel]);
   const int64_t parts = ceil_div(row_tiles, split.tiles);
-  // 32-bit exponentials pay for the fetch of their additional instructions, which takes 0.5 us, in larger batches only
-  const bool exp_32bit = p.bias || (p.fixed.exp_32bit < 0 ? batch * heads * row_tiles > kFewTiles : p.fixed.exp_32bit);
+  // 32-bit exponentials pay for the fetch of their additional instructions, which takes 0.5 us, in larger batches only,
+  // and not where they make registers spill
+  const bool spills = p.has_two_groups() && split.warpgroups == 3;
+  const bool exp_32bit =
+      p.bias || (p.fixed.exp_32bit < 0 ? batch * heads * row_tiles > kFewTiles && !spills : p.fixed.exp_32bit);
   // the last rows of a head are few enough for short_rows_remainder.cuh, and head_dim is one that it supports
   const bool remainder = 1 <= nq % 64 && nq % 64 <= 8 && (d == 64 || d == 128);
   const bool heads_first = batch <= kGridLimit;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -190,7 +191,7 @@ def test_bits_of_scales_that_a_cluster_finds(method, cluster, monkeypatch):
 
 @pytest.mark.parametrize(
     "batch, heads, nq, cluster",
-    ((2, 10, 4096, "5"), (1, 24, 4096, "4"), (1, 10, 8192, "8"), (2, 10, 1024, None), (1, 80, 2048, None)),
+    ((2, 10, 4096, "5"), (1, 28, 4096, "4"), (1, 14, 8192, "8"), (2, 10, 1024, None), (1, 80, 1024, None)),
 )
 def test_a_cluster_finds_the_scales_of_many_queries(batch, heads, nq, cluster):
     """In one launch, whose CTAs are a head's."""
@@ -201,8 +202,17 @@ def test_a_cluster_finds_the_scales_of_many_queries(batch, heads, nq, cluster):
         assert checks.machine(launches[0]).spills == 0
 
 
-def test_few_heads_of_many_queries_have_a_pass_for_their_scales():
-    assert len(checks.planned(_cross("intflash_p8", 4096, 77, 1, 4), gpu=checks.HOPPER).launches) > 1
+@pytest.mark.parametrize("heads, nq", ((4, 4096), (16, 4096), (40, 4096), (20, 2048), (80, 2048)))
+def test_many_queries_whose_clusters_would_be_slower_have_a_pass_for_their_scales(heads, nq):
+    assert len(checks.planned(_cross("intflash_p8", nq, 77, 1, heads), gpu=checks.HOPPER).launches) > 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("heads", (20, 80, 128))
+def test_many_queries_of_a_head_are_divided_among_the_multiprocessors(method, heads):
+    launch = checks.attention_launch(_cross(method, 4096, 77, 1, heads), gpu=checks.HOPPER, head_amax_in_kernel=0)
+    processors = -(-math.prod(launch.grid) // int(checks.macros(launch)["CTAS_PER_SM"]))
+    assert processors >= 100
 
 
 def _launch(method: str, n: int, d: int, *args, split=None, **more):
