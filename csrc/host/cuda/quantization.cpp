@@ -13,6 +13,8 @@ constexpr int64_t kTokens = 128;     // of a tile of quantize_inputs.cu, one for
 constexpr int64_t kMostCluster = 8;  // CTAs of a cluster
 // What a CTA of a cluster holds in registers, by measurement: tiles, and bytes of a token.
 constexpr int64_t kMostTiles = 4, kMostRowBytes = 256;
+// Times that its threads load 8 chunks of Q: more take longer than a launch that all multiprocessors share.
+constexpr int64_t kMostQueryRounds = 8;
 constexpr int64_t kChunkBytes = 16;   // of absmax.cu and head_absmax.cu
 constexpr int64_t kCtaChunks = 2048;  // that a CTA of these loads at once
 constexpr int64_t kMostRounds = 4;    // of them that a CTA of a cluster loads where heads are few
@@ -48,6 +50,15 @@ constexpr int32_t kMostOutputExponent = 29;  // numerics.exp.OUTPUT_EXPONENTS
 constexpr int32_t kMostGap = 96;             // numerics.groups.MAX_GAP: a row of blocks has its own bound
 const Source kValueless = {
     "valueless.cu", "valueless", {{"PARAMS_BYTES", nullptr}, {"HEAD_DIM", nullptr}, {"KEY_MAJOR", nullptr}}};
+
+// The CTAs of quantize_inputs.cu that take a head, and the tiles of 128 tokens of each.
+struct ClusterOfHead {
+  int64_t tiles, ctas;
+};
+ClusterOfHead cluster_of_head(int64_t tokens) {
+  const int64_t all = ceil_div(tokens, kTokens), tiles = ceil_div(all, kMostCluster);
+  return {tiles, ceil_div(all, tiles)};
+}
 
 // Channels of a tensor with the zeros that pad its rows to whole chunks.
 int64_t chunked_channels(const Tensor& x) { return round_up(x.shape[3], kChunkBytes / x.bytes()); }
@@ -97,17 +108,19 @@ Tensor found_scale(const Problem& p, int which, float* data) {
 
 int64_t absmax_cluster(const Problem& p, const Gpu& gpu) {
   if (gpu.major < 9) return 0;
-  int64_t most = 0, heads = 0;  // chunks of a head; heads of all tensors
+  constexpr int64_t kLong = kMostCluster * kMostRounds * kCtaChunks;
+  int64_t most = 0, long_heads = 0;  // chunks of a head; heads of more than `kLong`
   const Tensor* const tensors[] = {&p.q, &p.k, &p.v};
   for (int i = 0; i < (p.is_float() ? 3 : 1); ++i) {
     if (!p.per_head[i]) return 0;
     const Tensor& x = *tensors[i];
-    most = std::max(most, x.shape[2] * chunked_channels(x) * x.bytes() / kChunkBytes);
-    heads += x.shape[0] * x.shape[1];
+    const int64_t chunks = x.shape[2] * chunked_channels(x) * x.bytes() / kChunkBytes;
+    most = std::max(most, chunks);
+    if (chunks > kLong) long_heads += x.shape[0] * x.shape[1];
   }
-  const int64_t cluster = std::clamp<int64_t>(ceil_div(most, kCtaChunks), 1, kMostCluster);
   // where heads are few and long, CTAs of all multiprocessors are to read them
-  return most <= cluster * kMostRounds * kCtaChunks || heads * cluster >= gpu.processors ? cluster : 0;
+  if (long_heads && long_heads * kMostCluster < gpu.processors) return 0;
+  return std::clamp<int64_t>(ceil_div(most, kCtaChunks), 1, kMostCluster);
 }
 
 void absmax_launch(const Problem& p, float* scales, uint32_t* zeros, int64_t scale_count, const Gpu& gpu,
@@ -153,7 +166,10 @@ bool quantization_finds_scales(const Problem& p, const Gpu& gpu) {
   for (int i = 0; i < 3; ++i)
     if (p.scale[i] || !p.per_head[i]) return false;
   const int64_t row_bytes = std::max(p.head_dim(), p.v.shape[3]) * p.q.bytes();
-  return row_bytes <= kMostRowBytes && p.nk() <= kMostCluster * kMostTiles * kTokens;
+  const ClusterOfHead cluster = cluster_of_head(p.nk());
+  const int64_t query_chunks = p.nq() * chunked_channels(p.q) * p.q.bytes() / kChunkBytes;
+  return row_bytes <= kMostRowBytes && cluster.tiles <= kMostTiles &&
+         query_chunks <= kMostQueryRounds * 8 * kTokens * cluster.ctas * cluster.tiles;
 }
 
 void quantize_launch(const Problem& p, const Tensor (&scale)[3], bool finds_scales, const Tensor& k_codes,
@@ -167,16 +183,17 @@ void quantize_launch(const Problem& p, const Tensor (&scale)[3], bool finds_scal
   params.valueless = reinterpret_cast<u32*>(valueless.data);
   params.tokens = u32(p.nk()), params.heads = u32(p.k.shape[1]), params.batches = u32(p.batch());
   params.queries = u32(p.nq()), params.query_heads = u32(p.heads());
-  const int64_t tiles = ceil_div(p.nk(), kTokens), channels = round_up(p.v.shape[3], kChannels);
-  const int64_t of_cta = finds_scales ? ceil_div(tiles, kMostCluster) : 1, cluster = ceil_div(tiles, of_cta);
-  launch.program = {&kQuantize,
-                    {int32_t(sizeof(::QuantizeParams)), int32_t(p.v.type), int32_t(round_up(p.head_dim(), kChannels)),
-                     int32_t(channels), floats && p.is_dynamic(), bool(valueless), p.v.stride[3] == 1 ? kLeftOut : 1,
-                     finds_scales ? int32_t(cluster) : kLeftOut, finds_scales ? int32_t(of_cta) : kLeftOut}};
-  launch.grid[0] = uint32_t(finds_scales ? 3 * p.batch() * p.heads() * cluster
-                                         : (floats ? 2 : 1) * p.batch() * p.k.shape[1] * tiles);
-  launch.threads = uint32_t(kTokens * of_cta);
-  launch.shared_bytes = uint32_t(of_cta * channels * kTokens);
+  const int64_t channels = round_up(p.v.shape[3], kChannels);
+  const ClusterOfHead cluster = finds_scales ? cluster_of_head(p.nk()) : ClusterOfHead{1, ceil_div(p.nk(), kTokens)};
+  launch.program = {
+      &kQuantize,
+      {int32_t(sizeof(::QuantizeParams)), int32_t(p.v.type), int32_t(round_up(p.head_dim(), kChannels)),
+       int32_t(channels), floats && p.is_dynamic(), bool(valueless), p.v.stride[3] == 1 ? kLeftOut : 1,
+       finds_scales ? int32_t(cluster.ctas) : kLeftOut, finds_scales ? int32_t(cluster.tiles) : kLeftOut}};
+  launch.grid[0] =
+      uint32_t((finds_scales ? 3 * p.heads() : (floats ? 2 : 1) * p.k.shape[1]) * p.batch() * cluster.ctas);
+  launch.threads = uint32_t(kTokens * cluster.tiles);
+  launch.shared_bytes = uint32_t(cluster.tiles * channels * kTokens);
 }
 
 void constants_launch(const Problem& p, const Choice& choice, const Tensor (&scale)[3], char* workspace,

@@ -63,14 +63,18 @@ double time_of_third_cta(int64_t keys, int64_t d, int64_t bits) {
 // CTA before its tiles over that of a tile, by [has a bias][finds scales]: measured on an H200 with N = 196 and 197.
 constexpr double kTimes[] = {0, 0.8, 1, 1.37, 1.8}, kStartTimes[2][2] = {{1, 4}, {0.5, 1}};
 
+// Into how many parts heads are divided where they occupy all multiprocessors, and how many CTAs each multiprocessor
+// takes where they do not: more were not measured.
+constexpr int64_t kMostParts = 4, kMostCtas = 8;
+
 // Returns the fastest split of `best` or into CTAs of one warpgroup. least: the time of `best`.
 Split fastest_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double third, double start_time, Split best,
                     double least) {
   const int64_t last = third && most_ctas == 2 ? 3 : most_ctas;
-  // of a head; where heads occupy all multiprocessors, more parts were not measured
-  const int64_t most_parts = heads <= kProcessors ? row_tiles : std::min<int64_t>(row_tiles, 4);
+  const bool few_heads = heads <= kProcessors;
   for (int64_t at_once = most_ctas; at_once <= last; ++at_once)
-    for (int64_t parts = 1; parts <= most_parts; ++parts) {
+    for (int64_t i = 1; i <= (few_heads ? kMostCtas : kMostParts); ++i) {
+      const int64_t parts = std::min(row_tiles, few_heads ? i * kProcessors / heads : i);
       const int64_t tiles = ceil_div(row_tiles, parts),
                     ctas = ceil_div(heads * ceil_div(row_tiles, tiles), kProcessors);
       const double rounds = double(ctas / at_once) * kTimes[at_once] + kTimes[ctas % at_once];
@@ -88,6 +92,7 @@ Split choose_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double t
   if (tiles <= kFewTiles) return {codes ? 2 : some, 2, 1};
   if (heads > kProcessors) return fastest_split(heads, row_tiles, most_ctas, third, start_time, {}, INFINITY);
   const Split pairs{2, ceil_div(row_tiles, kProcessors / heads), 1};
+  if (row_tiles <= kMostParts) return pairs;
   return fastest_split(heads, row_tiles, most_ctas, third, start_time, pairs,
                        start_time + double(ceil_div(pairs.tiles, 2)));
 }
@@ -105,15 +110,15 @@ int32_t keys_at_once(const Tensor& bias) {
 
 int64_t short_rows_cluster(const Problem& p) {
   if (p.fixed.cluster > 0) return p.fixed.cluster;
-  constexpr int64_t kMostCtas = 8, kLeastCtasOfAll = 100;  // by measurements on an H200
-  constexpr int64_t kLeastBytes = 8'000'000;               // of Q; a pass searches fewer in less time
+  constexpr int64_t kMostOfCluster = 8, kLeastOfAll = 100;  // CTAs, by measurements on an H200
+  constexpr int64_t kLeastBytes = 8'000'000;                // of Q; a pass searches fewer in less time
   // A cluster runs within a group of multiprocessors (GPC). An H200 has at least seven with 16, others with fewer.
   constexpr int64_t kGroups = 7, kProcessorsOfGroup = 16;
   const int64_t heads = p.batch() * p.heads();
   if (p.nq() <= kMostSearchedQueries || heads * p.nq() * p.head_dim() * p.q.bytes() < kLeastBytes) return 1;
-  int64_t ctas = kMostCtas;
+  int64_t ctas = kMostOfCluster;
   while (ctas > 1 && heads > kGroups * (kProcessorsOfGroup / ctas)) --ctas;
-  return heads * ctas >= kLeastCtasOfAll ? ctas : 1;
+  return heads * ctas >= kLeastOfAll ? ctas : 1;
 }
 
 int64_t key_width(int64_t d) { return d <= 32 ? 32 : d <= 64 ? 64 : 128; }

@@ -84,12 +84,17 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   return true;
 }
 
-// By measurements on an H200, of other methods than intflash_bfp beyond the keys of short rows. Long rows compute whole
-// tiles of 128 keys and of 64 rows, and copy V of codes where a row of it does not have contiguous keys.
+// By measurements on an H200, beyond the keys of short rows. Long rows compute whole tiles of 128 keys and of 64 rows,
+// and copy V of codes where a row of it does not have contiguous keys. Of intflash_bfp they are faster with floats that
+// fill their tiles, unless few heads have a pass for their scales.
 bool whole_rows_beat_long_rows(const Problem& p) {
-  if (p.has_two_groups()) return true;
-  if (p.nk() <= kMostShortKeys) return false;
-  return p.is_float() ? p.nk() % kTile && p.head_dim() <= 80 : !needs_copy(p, p.v);
+  constexpr int64_t kManyHeads = 256;
+  const int64_t d = p.head_dim();
+  const bool fills_tiles = p.nk() % kTile == 0;
+  if (p.nk() <= kMostShortKeys) return p.has_two_groups();
+  if (!p.has_two_groups()) return p.is_float() ? !fills_tiles && d <= 80 : !needs_copy(p, p.v);
+  if (!p.is_float() || p.keep || !fills_tiles) return true;
+  return d == 64 ? p.batch() * p.heads() < kManyHeads : d != 128;
 }
 
 void whole_rows_launch(const Attention& a, Launch& launch) {

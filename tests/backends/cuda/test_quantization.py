@@ -154,6 +154,9 @@ def test_clusters_take_heads_that_are_short_or_many():
         x = torch.zeros(1, heads, n, 64, dtype=torch.float16, device="meta")
         launch = planned(Qkv(x, x, x), checks.OF_HEADS, gpu=GPUS["sm_90a"]).launches[0]
         assert launch.program.file == "head_absmax.cu" and checks.macros(launch)["CLUSTER"] == cluster
+    queries, keys = (torch.zeros(1, 12, n, 128, dtype=torch.float16, device="meta") for n in (32760, 512))
+    launch = planned(Qkv(queries, keys, keys), checks.OF_HEADS, gpu=GPUS["sm_90a"]).launches[0]
+    assert launch.program.file == "head_absmax.cu" and checks.macros(launch)["CLUSTER"] == "0"
 
 
 @on_each_device

@@ -200,6 +200,10 @@ def test_which_calls_it_takes(monkeypatch):
     of_blocks = [kernel("sm_90a", n, 64, "intflash_bfp") for n in (49, 65, 224, 225, 288, 289, 641)]
     assert of_blocks == ["window", *["short_rows"] * 2, *["whole_rows"] * 2, *["long_rows"] * 2]
     assert kernel("sm_90a", 197, 64, "intflash_bfp", causal=0) == "long_rows"
+    of_256 = {(64, 1): "whole_rows", (64, 300): "long_rows", (128, 1): "long_rows", (80, 300): "whole_rows"}
+    assert {x: kernel("sm_90a", 256, x[0], "intflash_bfp", batch=x[1]) for x in of_256} == of_256
+    keep = torch.empty(1, 1, 1, 256, dtype=torch.bool, device="meta")
+    assert kernel("sm_90a", 256, 64, "intflash_bfp", keep=keep, batch=300) == "whole_rows"
     codes = checks.empty_problem("intflash_p8", 256, 64)
     assert plans.find_kernel(codes).kernel == "whole_rows"
 
