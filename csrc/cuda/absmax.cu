@@ -7,8 +7,8 @@
 #include "quantize.cuh"
 
 // AT_ONCE: loads of 16 bytes that a thread has in flight. With fewer loads per CTA, more CTAs would contend for the
-// address of the maximum.
-constexpr u32 THREADS = 256, AT_ONCE = 8;
+// address of the maximum. CTAS: on a multiprocessor, so that ptxas gives these loads registers of their own.
+constexpr u32 THREADS = 256, AT_ONCE = 8, CTAS = 4;
 static_assert(THREADS * AT_ONCE == CTA_CHUNKS);
 
 static_assert(sizeof(AbsmaxParams) == PARAMS_BYTES);
@@ -38,7 +38,7 @@ DEVICE u32 largest_of_thread(const Runs& x, u32 first, u32 step) {
   return max_of_pair(most, IN{});
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) absmax(const __grid_constant__ AbsmaxParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) absmax(const __grid_constant__ AbsmaxParams p) {
   __shared__ u32 of_warps[THREADS / 32];
   const u32 which = blockIdx.x % 3, step = gridDim.x / 3 * CTA_CHUNKS;
   const u32 first = blockIdx.x / 3 * CTA_CHUNKS + threadIdx.x;

@@ -10,8 +10,9 @@
 #include "quantize.cuh"
 #include "sm90/cluster.cuh"
 
-// AT_ONCE: loads of 16 bytes that a thread has in flight; TOKENS of the wider tensor take as many of each thread.
-constexpr i32 THREADS = 256, AT_ONCE = 8;
+// AT_ONCE: loads of 16 bytes that a thread has in flight; TOKENS of the wider tensor take as many of each thread. CTAS:
+// on a multiprocessor, so that ptxas gives these loads registers of their own.
+constexpr i32 THREADS = 256, AT_ONCE = 8, CTAS = 4;
 static_assert(HEAD_DIM * SIZE<IN> % 16 == 0 && VALUE_DIM * SIZE<IN> % 16 == 0);
 static_assert(sizeof(HeadAbsmaxParams) == PARAMS_BYTES);
 
@@ -26,7 +27,7 @@ DEVICE u32 largest_of_tokens(const HeadAbsmaxParams& p, u32 which, u32 head, i32
 }
 
 #if CLUSTER
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, CTAS)
     head_absmax(const __grid_constant__ HeadAbsmaxParams p) {
   __shared__ u32 of_warps[THREADS / 32];
   const u32 i = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, which = i % 3, head = i / 3;
@@ -42,7 +43,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 constexpr i32 TOKENS = THREADS * AT_ONCE * 16 / ((HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) * SIZE<IN>);
 static_assert(TOKENS == CTA_TOKENS);
 
-extern "C" __global__ void __launch_bounds__(THREADS) head_absmax(const __grid_constant__ HeadAbsmaxParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) head_absmax(const __grid_constant__ HeadAbsmaxParams p) {
   __shared__ u32 of_warps[THREADS / 32];
   const u32 which = blockIdx.x % 3, i = blockIdx.x / 3, tiles = (p.tokens[which] + TOKENS - 1) / TOKENS;
   const u32 of = quotient(i, tiles, p.tile_reciprocals[which]);  // the head among all of the batches

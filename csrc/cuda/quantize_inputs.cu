@@ -131,7 +131,8 @@ DEVICE void quantize_values(const QuantizeParams& p, TokenTile& tile) {
   extern __shared__ __align__(16) u32 of_tiles[];
   u32* const transposed = of_tiles + threadIdx.x / TILE_THREADS * (VALUE_DIM * KEY_WORDS);
   constexpr int BLOCKS = TOKENS / 4 * VALUE_CHUNKS, ROUNDS = (BLOCKS + TILE_THREADS - 1) / TILE_THREADS;
-  constexpr int GROUP = CLUSTER ? ROUNDS : 1;
+  constexpr int GROUP = CLUSTER ? ROUNDS : SIZE<IN> == 4 ? 1 : 2;
+  constexpr bool ALL_TAKE_PART = BLOCKS % (GROUP * TILE_THREADS) == 0;  // in every round
   const u32 thread = threadIdx.x % TILE_THREADS;
 #pragma unroll
   for (int group = 0; group < ROUNDS; group += GROUP) {
@@ -139,14 +140,14 @@ DEVICE void quantize_values(const QuantizeParams& p, TokenTile& tile) {
 #pragma unroll
     for (int i = 0; i < 4 * GROUP; ++i) {
       const i32 at = thread + (group + i / 4) * TILE_THREADS, key = at / VALUE_CHUNKS * 4 + i % 4;
-      if ((BLOCKS % TILE_THREADS == 0 || at < BLOCKS) && (!CLUSTER || tile.count > 0))
+      if ((ALL_TAKE_PART || at < BLOCKS) && (!CLUSTER || tile.count > 0))
         tile.load(min(key, tile.count - 1), at % VALUE_CHUNKS * 8, raw[i]);
     }
     tile.find_scale(p, 1, raw);
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
       const i32 at = thread + (group + i) * TILE_THREADS, key = at / VALUE_CHUNKS * 4, chunk = at % VALUE_CHUNKS;
-      if (BLOCKS % TILE_THREADS && at >= BLOCKS) break;
+      if (!ALL_TAKE_PART && at >= BLOCKS) break;
       Chunk rows[4];
       u32 present = 0;  // bytes of the keys that exist
 #pragma unroll

@@ -159,6 +159,18 @@ def test_clusters_take_heads_that_are_short_or_many():
     assert launch.program.file == "head_absmax.cu" and checks.macros(launch)["CLUSTER"] == "0"
 
 
+@pytest.mark.parametrize("recipe", (checks.OF_TENSORS, checks.OF_HEADS), ids=("tensors", "heads"))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
+def test_searches_have_eight_loads_in_flight(dtype, recipe):
+    """ptxas would wait for one load after another to save registers, of which there are enough."""
+    x = torch.zeros(2, 6, 5000, 64, dtype=dtype, device="meta")
+    launch = planned(Qkv(x, x, x), recipe, gpu=GPUS["sm_90a"]).launches[0]
+    assert launch.program.file.endswith("absmax.cu")
+    machine = checks.machine(launch)
+    steps = [i.opcode for i in machine.instructions if i.opcode in ("LDG", "VIMNMX3")]  # a maximum waits for its load
+    assert machine.spills == 0 and "LDG" * 8 in "".join(steps)
+
+
 @on_each_device
 def test_absmax_scales_of_small_maxima(device):
     """A maximum below 2^-100 counts as 0. Several CTAs run, and one is the last."""
