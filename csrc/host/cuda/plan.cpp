@@ -132,18 +132,19 @@ bool is_within_limits(const Problem& p, Refusal& why) {
   return true;
 }
 
+// Of float K and V, from which on few rows, which need them quantized by a pass, are left to few_rows.cu.
+constexpr int64_t kManyFloatKeys = 4096;
+
 // Why none of the kernels for particular shapes serves the problem is left in `why`.
 bool find_particular_kernel(const Problem& p, const Gpu& gpu, Kernel& kernel, Refusal& why) {
-  if (p.has_float_query() && !p.is_float()) {
-    if (p.head_dim() % 16)
-      return why.no([&] {
-        return "beside float Q the codes of K and V need a head_dim that is a multiple of 16, got " +
-               std::to_string(p.head_dim());
-      });
-    // long rows would read K and V for each query head, and a copy of V
-    if (p.fixed.kernel < 0 && takes_few_rows(p, gpu))
-      return why.no([] { return "few rows over many codes of keys have a kernel of their own"; });
-  }
+  if (p.has_float_query() && !p.is_float() && p.head_dim() % 16)
+    return why.no([&] {
+      return "beside float Q the codes of K and V need a head_dim that is a multiple of 16, got " +
+             std::to_string(p.head_dim());
+    });
+  // long rows would read K and V for each query head, in one CTA, and a copy of V's codes
+  if (p.fixed.kernel < 0 && p.nk() >= (p.is_float() ? kManyFloatKeys : 0) && takes_few_rows(p, gpu))
+    return why.no([] { return "few rows over many keys have a kernel of their own"; });
   const auto is_wanted = [&](Kernel k) { return p.fixed.kernel < 0 || p.fixed.kernel == int(k); };
   if (p.fixed.kernel >= 0 && is_for_any_shape(Kernel(p.fixed.kernel)))
     return why.no([] { return "its kernels for particular shapes were not wanted"; });

@@ -550,6 +550,18 @@ def test_few_rows_are_taken_where_others_would_leave_the_gpu_idle(batch, heads, 
     assert plans.find_kernel(p).kernel == kernel
 
 
+def test_few_rows_of_codes_and_of_floats_over_many_keys_do_not_take_long_rows(monkeypatch):
+    """Those would read K and V for each query head, in one CTA, and a copy of V's codes."""
+    monkeypatch.setattr(plans, "gpu_of", lambda device: checks.HOPPER)
+    for dtype, nk, kernel in (
+        (torch.int8, 600, "few_rows"), (torch.int8, 500, "long_rows"),
+        (torch.float16, 4096, "few_rows"), (torch.float16, 4095, "long_rows"),
+    ):  # fmt: skip
+        p = checks.empty_problem("intflash_bfp", nk, 128, dtype, torch.float16, heads=8)
+        q = replace(p.q, data=p.q.data[:, :, :1]) if dtype == torch.int8 else p.q[:, :, :1]
+        assert plans.find_kernel(replace(p, q=q)).kernel == kernel, (dtype, nk)
+
+
 def test_workspaces_of_few_rows_hold_every_key():
     """Scores of all keys, maxima of each split, and sums, for any number of splits."""
     for method, splits, d in ((m, n, d) for m in FEW for n in (1, 3, 6) for d in (17, 64, 200)):
