@@ -49,7 +49,8 @@ int64_t tile_maxima_bytes(const Problem& p) { return 8 * tile_rows(p) * (1 + p.h
 }  // namespace
 
 bool takes_few_rows(const Problem& p, const Gpu& gpu) {
-  if (p.nk() < kManyKeys || p.method == Method::kOnline || p.cu_seqlens_q || p.is_windowed) return false;
+  if (p.method == Method::kOnline || p.cu_seqlens_q || p.is_windowed || p.key_counts) return false;
+  if (p.nk() < kManyKeys) return false;
   if (row_tiles(p) == 1) return true;
   // Other kernels take all keys of a row in one CTA. Where these are few, most of the GPU would be idle.
   const int64_t ctas = p.batch() * p.heads() * ceil_div(p.nq(), 64);

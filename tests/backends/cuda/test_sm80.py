@@ -560,6 +560,8 @@ def test_few_rows_of_codes_and_of_floats_over_many_keys_do_not_take_long_rows(mo
         p = checks.empty_problem("intflash_bfp", nk, 128, dtype, torch.float16, heads=8)
         q = replace(p.q, data=p.q.data[:, :, :1]) if dtype == torch.int8 else p.q[:, :, :1]
         assert plans.find_kernel(replace(p, q=q)).kernel == kernel, (dtype, nk)
+        if dtype == torch.int8:  # counts of keys, as integer models have them for padding
+            assert plans.find_kernel(replace(p, q=q), has_key_counts=True).kernel == "long_rows"
 
 
 def test_workspaces_of_few_rows_hold_every_key():
