@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from intflash.api import attention
 from intflash.errors import InputError
 from intflash.models.bias import exact_codes, fraction_bits, with_codes
-from intflash.quant import Recipe
+from intflash.quant import QTensor, Recipe
 
 CORE = "intflash_attention"  # the name of the core in each patched module
 
@@ -189,7 +189,9 @@ class IntegerCore(Core):
             recipe = self.cross_recipe
         if k.shape[-2] == 0:
             return without_keys(q, v)
-        if q.dtype != v.dtype or k.dtype != v.dtype:
+        if isinstance(k, QTensor):  # from a cache of codes, whose scales are the recipe's
+            recipe = replace(recipe, k_scale=None, v_scale=None)
+        elif q.dtype != v.dtype or k.dtype != v.dtype:
             # under autocast, norms and logit scales leave q or k in float32; torch's attention casts them too
             q, k = q.to(v.dtype), k.to(v.dtype)
         options = {}

@@ -15,6 +15,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from intflash.errors import InputError
 from intflash.methods import AUTO
 from intflash.models.base import CAUSAL_METHOD, CORE, CROSS_RECIPE, Adapter, calls_sdpa, redirected, uses_name
 from intflash.models.transformers_masks import noting, window_of
+from intflash.quant import QTensor
 
 NAME = "intflash"
 # The name that configurations hold instead of ours. In dozens of places transformers takes every name with "flash" in
@@ -57,8 +59,8 @@ _SOFTCAP = "it caps its scores by tanh, where an integer exponent is linear in t
 def intflash_attention_forward(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | QTensor,
+    value: Tensor | QTensor,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -66,7 +68,8 @@ def intflash_attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature: ``[B, H, N, D]`` tensors in, ``([B, N, H, Dv], None)`` out.
+    """transformers' attention signature: ``[B, H, N, D]`` tensors in, ``([B, N, H, Dv], None)`` out. A cache may give
+    K and V as codes.
 
     As its "sdpa": a module is causal unless it says otherwise, by itself for more than one query without a mask; in a
     model with the masks of "eager", a call without a mask sees all keys. KV heads are not repeated. Attention sinks
@@ -125,8 +128,9 @@ def _holds_decoder(module: nn.Module) -> bool:
 
 
 def _with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, is_causal: bool, sinks: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    query: Tensor, key: Tensor | QTensor, value: Tensor | QTensor, mask: Tensor | None, bias: Tensor | None,
+    is_causal: bool, sinks: Tensor,
+) -> tuple[Tensor | QTensor, Tensor | QTensor, Tensor | None, Tensor]:  # fmt: skip
     """Returns keys, values, mask and bias with one more key, whose score is the sink and whose value is 0.
 
     `sinks` has one number per head, or is ``[B, H, queries, 1]``.
@@ -140,7 +144,12 @@ def _with_sinks(
     row = F.pad(sinks if sinks.ndim == 4 else sinks.reshape(1, -1, 1, 1), (keys, 0))
     bias = row if bias is None else F.pad(bias.float(), (0, 1)) + row
     mask = None if mask is None else F.pad(mask, (0, 1), value=True)
-    return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), mask, bias
+    return _with_zeros(key), _with_zeros(value), mask, bias
+
+
+def _with_zeros(x: Tensor | QTensor) -> Tensor | QTensor:
+    """Returns keys or values, of which a cache may have codes, with one more token of zeros."""
+    return replace(x, data=_with_zeros(x.data)) if isinstance(x, QTensor) else F.pad(x, (0, 0, 0, 1))
 
 
 # Arguments of an attention function that ours supports, or whose effect its mask includes already.
