@@ -13,6 +13,7 @@ from intflash.errors import InputError
 from intflash.models.base import CORE, IntegerCore
 from intflash.models.transformers import ADAPTER
 from intflash.quant import QTensor, Recipe
+from intflash.quant.quantizers import codes_of
 
 
 class Int8Cache(DynamicCache):
@@ -94,9 +95,18 @@ class _Codes:
     recipe: Recipe
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[QTensor, QTensor]:
-        k, v = self.recipe.quantize("k", key_states), self.recipe.quantize("v", value_states)
-        keys, values = super().update(k.data, v.data, *args, **kwargs)
-        return tuple(QTensor.unchecked(codes, x.scale, x.granularity, x.bits) for codes, x in ((keys, k), (values, v)))
+        new, bits = (key_states, value_states), self.recipe.bits
+        if not self.is_initialized:
+            made = [self.recipe.quantize(name, x) for name, x in zip("kv", new, strict=True)]
+            codes, self.scales = [x.data for x in made], [x.scale for x in made]
+        else:  # without the checks of each call
+            by = zip(new, self.scales, strict=True)
+            codes = [codes_of(x.float(), scale, bits, self.recipe.rule) for x, scale in by]
+        keys, values = super().update(*codes, *args, **kwargs)
+        return (
+            QTensor.unchecked(keys, self.scales[0], self.recipe.k, bits),
+            QTensor.unchecked(values, self.scales[1], self.recipe.v, bits),
+        )
 
 
 class _Growing(DynamicLayer):
