@@ -209,11 +209,17 @@ def check_scales(q: Input, k: Input, v: Input, recipe: Recipe) -> None:
 def check_finite(q: Input, k: Input, v: Input) -> None:
     """No NaN and no infinity in those that are floats. Reads values: on a GPU it waits for the device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if isinstance(x, QTensor) or math.isfinite(x.sum(dtype=torch.float32).item()):
-            continue  # one cheap reduction; an overflowing sum of finite values is looked at closely
-        finite = torch.isfinite(x)
-        if not bool(finite.all()):
-            raise InputError(f"{name} must be finite, got {int((~finite).sum())} non-finite of {x.numel()} values")
+        if not isinstance(x, QTensor):
+            check_finite_tensor(x, name)
+
+
+def check_finite_tensor(x: Tensor, name: str) -> None:
+    """No NaN and no infinity."""
+    if math.isfinite(x.sum(dtype=torch.float32).item()):
+        return  # one cheap reduction; an overflowing sum of finite values is looked at closely
+    finite = torch.isfinite(x)
+    if not bool(finite.all()):
+        raise InputError(f"{name} must be finite, got {int((~finite).sum())} non-finite of {x.numel()} values")
 
 
 def check_scale(scale: Tensor, name: str, least: float = LEAST_SCALE) -> None:

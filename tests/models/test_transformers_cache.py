@@ -25,6 +25,9 @@ MODELS = {
     "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**SIZES)),
     "sliding windows": lambda: t.MistralForCausalLM(t.MistralConfig(**SIZES, sliding_window=9)),
     "windows in some layers": lambda: t.Gemma3ForCausalLM(t.Gemma3TextConfig(**SIZES, sliding_window=8)),
+    "scaled_dot_product_attention": lambda: t.FalconForCausalLM(
+        t.FalconConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, multi_query=False)
+    ),
     "sinks": lambda: t.GptOssForCausalLM(
         t.GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1, sliding_window=8)
     ),
@@ -76,7 +79,8 @@ def test_memory_grows_seldom_and_is_not_shared():
         for token in PROMPTS.mT[:, :, None]:
             model(token, past_key_values=cache)
             places.add(layer.keys.data_ptr())
-        assert cache.get_seq_length() == layer.keys.shape[2] == 48 and len(places) == 2
+        assert cache.get_seq_length() == layer.keys.shape[2] == 48 and len(places) <= 3
+        assert layer.keys.untyped_storage().nbytes() <= 1.3 * layer.keys.nbytes
         other = copy.deepcopy(cache)
         ahead = [model(PROMPTS[:, i : i + 1], past_key_values=cache).logits for i in (0, 1)]
         assert torch.equal(model(PROMPTS[:, :1], past_key_values=other).logits, ahead[0])
@@ -110,15 +114,91 @@ def test_layers_get_codes_with_their_scales():
         assert torch.equal(found.data, expected.data) and torch.equal(found.scale, expected.scale)
 
 
+def test_branches_of_one_prefix_do_not_share_memory():
+    model, scales = model_and_scales("llama")
+    with intflash.patch(model, "intflash_bfp", scales), torch.no_grad():
+
+        def logits(cache, *tokens: int):
+            return [model(torch.full((2, 1), x), past_key_values=cache).logits for x in tokens][-1]
+
+        def prefix(kind):
+            cache = kind()
+            model(PROMPTS, past_key_values=cache)
+            logits(cache, 1)
+            return cache
+
+        found = []
+        for kind in (lambda: t.DynamicCache(config=model.config), lambda: Int8Cache(model)):
+            cache = prefix(kind)
+            kept = [(layer.keys, layer.values) for layer in cache.layers]
+            logits(cache, 2, 3)
+            for layer, (keys, values) in zip(cache.layers, kept, strict=True):
+                layer.keys, layer.values = keys, values
+            other = copy.copy(cache)
+            other.layers = [copy.copy(layer) for layer in cache.layers]
+            found.append([logits(cache, 5), logits(other, 6), logits(cache, 7), logits(other, 8)])
+    assert all(map(torch.equal, *found))
+
+
+def test_autocast():
+    model, scales = model_and_scales("llama")
+    with intflash.patch(model, "intflash_bfp", scales), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        caches = t.DynamicCache(config=model.config), Int8Cache(model)
+        for part in (PROMPTS, PROMPTS[:, :1]):
+            expected, found = (model(part, past_key_values=cache).logits for cache in caches)
+            assert torch.equal(found, expected)
+
+
+def test_compiled_with_a_graph_for_the_whole_model():
+    model, scales = model_and_scales("llama")
+    with intflash.patch(model, "intflash_bfp", scales), torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        calls = ((model, Int8Cache(model)), (compiled, Int8Cache(model)))
+        for part in (PROMPTS, PROMPTS[:, :1], PROMPTS[:, :1]):
+            expected, found = (called(part, past_key_values=cache).logits for called, cache in calls)
+            assert torch.equal(found, expected)
+
+
 def test_models_that_it_cannot_serve():
     model, scales = model_and_scales("llama")
     with pytest.raises(InputError, match="takes a transformers model, got Linear"):
         Int8Cache(torch.nn.Linear(2, 2))
-    with pytest.raises(InputError, match="layer 0 is not patched: call intflash.patch"):
+    with pytest.raises(InputError, match="no patched attention says that it is layer 0: call intflash.patch"):
         Int8Cache(model)
     for method, recipe in (("int_flash_half", None), ("intflash_bfp", intflash.Recipe("token", "token", "token"))):
         with intflash.patch(model, method, recipe=recipe), pytest.raises(InputError, match="layer 0 has no static"):
             Int8Cache(model)
+    blocks = intflash.Recipe(k="block", block_size=8, k_scale=0.02, v_scale=0.02)
+    of_batches = intflash.Recipe(k="head", k_scale=torch.full((2, 2), 0.02), v_scale=0.02)
+    for recipe, got in ((blocks, "got 'block' of k"), (of_batches, r"got 'head' of k in shape \[2, 2\]")):
+        with intflash.patch(model, "intflash_bfp", recipe=recipe), pytest.raises(InputError, match=got):
+            Int8Cache(model)
     small = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
     with pytest.raises(InputError, match="for decoders alone, BartForConditionalGeneration has an encoder"):
         Int8Cache(t.BartForConditionalGeneration(t.BartConfig(vocab_size=50, **small)))
+
+
+def test_models_with_two_decoders_are_refused():
+    model, scales = model_and_scales("llama")
+    with intflash.patch(model, "intflash_bfp", scales):
+        model.model.other = model.model.layers[0].self_attn
+        try:
+            assert Int8Cache(model).layers[0].recipe is not None  # the same layer twice
+            model.model.other = copy.deepcopy(model.model.other)
+            with pytest.raises(InputError, match="LlamaForCausalLM has more than one attention for layer 0"):
+                Int8Cache(model)
+        finally:
+            del model.model.other
+
+
+def test_bad_calls():
+    model, scales = model_and_scales("llama")
+    with intflash.patch(model, "intflash_bfp", scales, check_finite=True):
+        cache, x = Int8Cache(model), torch.randn(2, 2, 7, 16)
+        cache.update(x, x, 0)
+        with pytest.raises(InputError, match="the cache holds 2 sequences, got 1"):
+            cache.update(x[:1], x[:1], 0)
+        with pytest.raises(InputError, match="v must be finite"):
+            cache.update(x, x / 0, 0)
+    with pytest.raises(InputError, match="softmax of torch takes tensors, got a QTensor"):
+        torch.softmax(cache.update(x, x, 0)[0], -1)

@@ -190,7 +190,9 @@ class IntegerCore(Core):
         if k.shape[-2] == 0:
             return without_keys(q, v)
         if isinstance(k, QTensor):  # from a cache of codes, whose scales are the recipe's
-            recipe = replace(recipe, k_scale=None, v_scale=None)
+            recipe = None if recipe is None else replace(recipe, k_scale=None, v_scale=None)
+            if torch.is_autocast_enabled(q.device.type):
+                q = q.to(torch.get_autocast_dtype(q.device.type))  # as values that are no codes have it
         elif q.dtype != v.dtype or k.dtype != v.dtype:
             # under autocast, norms and logit scales leave q or k in float32; torch's attention casts them too
             q, k = q.to(v.dtype), k.to(v.dtype)

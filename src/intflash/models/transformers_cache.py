@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from intflash import validate
 from intflash.errors import InputError
 from intflash.models.base import CORE, IntegerCore
 from intflash.models.transformers import ADAPTER
@@ -51,40 +53,58 @@ class Int8Cache(DynamicCache):
         if model.config.is_encoder_decoder:
             raise InputError(f"Int8Cache is for decoders alone, {type(model).__name__} has an encoder too")
         super().__init__(config=model.config)
-        recipes = _recipes(model)
+        cores = _cores(model)
+        of_images = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
         for i, layer in enumerate(self.layers):
-            if not isinstance(layer, DynamicLayer):  # state of linear attention
+            if not isinstance(layer, DynamicLayer) or i in of_images:  # state of linear attention; keys of an image
                 continue
-            if i not in recipes:
-                raise InputError(f"layer {i} is not patched: call intflash.patch(model, scales=...) before Int8Cache")
-            _check_recipe(recipes[i], i)
-            if type(layer) is DynamicLayer:
-                self.layers[i] = _CodesLayer()
-            elif type(layer) is DynamicSlidingWindowLayer:
-                self.layers[i] = _SlidingCodesLayer(layer.sliding_window)
-            else:
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
                 raise InputError(f"layer {i} needs a {type(layer).__name__}, of which Int8Cache has no form of codes")
-            self.layers[i].recipe = recipes[i]
+            if i not in cores:
+                raise InputError(
+                    f"no patched attention says that it is layer {i}: call intflash.patch(model, scales=...) before "
+                    "Int8Cache"
+                )
+            _check_recipe(cores[i].recipe, i)
+            sliding = type(layer) is DynamicSlidingWindowLayer
+            made = self.layers[i] = _SlidingCodesLayer(layer.sliding_window) if sliding else _CodesLayer()
+            made.recipe, made.check_finite = cores[i].recipe, cores[i].check_finite
 
 
-def _recipes(model: PreTrainedModel) -> dict[int, Recipe | None]:
-    """The recipe of each patched causal layer, by the layer's index in a cache."""
-    found: dict[int, Recipe | None] = {}
-    for module in model.modules():
+def _cores(model: PreTrainedModel) -> dict[int, IntegerCore]:
+    """The cores of the decoder's layers by their index in a cache: of two kinds of attention the causal one."""
+    found: dict[int, list[tuple[bool, IntegerCore]]] = {}
+    for module in model.get_decoder().modules():
         core, index = module._modules.get(CORE), getattr(module, "layer_idx", None)
-        if isinstance(core, IntegerCore) and index is not None and ADAPTER.causal(module):
-            found[index] = core.recipe
-    return found
+        if isinstance(core, IntegerCore) and index is not None:
+            found.setdefault(index, []).append((ADAPTER.causal(module), core))
+    for index, layers in found.items():
+        causal = [layer for layer in layers if layer[0]]
+        found[index] = causal or layers
+        if len(found[index]) > 1:
+            raise InputError(
+                f"{type(model).__name__} has more than one attention for layer {index} of a cache: give Int8Cache the "
+                "part of the model whose cache it is"
+            )
+    return {index: core for index, [(_, core)] in found.items()}
 
 
 def _check_recipe(recipe: Recipe | None, layer: int) -> None:
     if recipe is None or recipe.k_scale is None or recipe.v_scale is None:
         raise InputError(
-            f"layer {layer} has no static scales of K and V, so that the codes of earlier tokens would change: give "
-            "intflash.patch scales=intflash.calibrate(...)"
+            f"layer {layer} has no static scales of K and V, so that the codes of earlier tokens would change: patch "
+            "with scales=intflash.calibrate(..., granularity={'k': 'head', 'v': 'head'})"
         )
     if recipe.smooth_k or recipe.rotate:
         raise InputError(f"layer {layer} smooths or rotates K, which Int8Cache does not: patch without it")
+    for name, scale in (("k", recipe.k_scale), ("v", recipe.v_scale)):
+        granularity, shape = getattr(recipe, name), scale.shape if isinstance(scale, Tensor) else ()
+        of_batches = len(shape) == 2 or (len(shape) == 4 and shape[0] > 1)
+        if granularity not in ("tensor", "head", "channel") or of_batches:
+            raise InputError(
+                f"layer {layer} needs scales of K and V for all batches and tokens, per tensor, head or channel; got "
+                f"{granularity!r} of {name} in shape {list(shape)}"
+            )
 
 
 class _Codes:
@@ -93,9 +113,16 @@ class _Codes:
     """
 
     recipe: Recipe
+    check_finite: bool
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[QTensor, QTensor]:
-        new, bits = (key_states, value_states), self.recipe.bits
+        # rotary embedding leaves keys in float32 under autocast, where a layer attends in the dtype of its values
+        new, bits = (key_states.detach().to(value_states.dtype), value_states.detach()), self.recipe.bits
+        if self.check_finite:
+            for name, x in zip("kv", new, strict=True):
+                validate.check_finite_tensor(x, name)
+        if self.is_initialized and self.keys.numel() and self.keys.shape[0] != key_states.shape[0]:
+            raise InputError(f"the cache holds {self.keys.shape[0]} sequences, got {key_states.shape[0]}")
         if not self.is_initialized:
             made = [self.recipe.quantize(name, x) for name, x in zip("kv", new, strict=True)]
             codes, self.scales = [x.data for x in made], [x.scale for x in made]
@@ -110,31 +137,37 @@ class _Codes:
 
 
 class _Growing(DynamicLayer):
-    """A layer whose memory grows by half, where `DynamicLayer` copies all tokens for each new one.
+    """A layer with memory for more tokens behind its own, where `DynamicLayer` copies all tokens for each new one.
 
-    `keys` and `values` are the first tokens of larger tensors. What replaces them (beam search) gets new memory.
+    `rooms` has that memory beside the view of it that is `keys` or `values`. Another tensor in their place (of beam
+    search, or an older view) is copied.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.keys, self.values, self.rooms = key_states[:, :, :0], value_states[:, :, :0], {}
+        if not self.is_initialized or torch.compiler.is_compiling():
+            return super().update(key_states, value_states, *args, **kwargs)
+        rooms = vars(self).setdefault("rooms", {})
         for name, new in (("keys", key_states), ("values", value_states)):
             held = getattr(self, name)
-            end = held.shape[2] + new.shape[2]
-            room = self.rooms.get(name)
-            if room is None or not _holds(room, held, end):
-                self.rooms[name] = room = new.new_empty(*new.shape[:2], end + end // 2, new.shape[3])
-                room[:, :, : held.shape[2]] = held
-            room[:, :, held.shape[2] : end] = new
-            setattr(self, name, room[:, :, :end])
+            start, end = held.shape[2], held.shape[2] + new.shape[2]
+            view, room = rooms.get(name, (None, None))
+            is_ours = view is not None and view() is held
+            writable = is_ours and (torch.is_inference_mode_enabled() or not room.is_inference())
+            if not writable or end > room.shape[2]:
+                room = new.new_empty(*new.shape[:2], end + (end // 4 if is_ours else 16), new.shape[3])
+                room[:, :, :start] = held
+            room[:, :, start:end] = new
+            held = room[:, :, :end]
+            setattr(self, name, held)
+            rooms[name] = weakref.ref(held), room
         return self.keys, self.values
 
+    def reset(self) -> None:
+        vars(self).pop("rooms", None)
+        super().reset()
 
-def _holds(room: Tensor, held: Tensor, end: int) -> bool:
-    """Whether `held` is the first tokens of `room`, which has memory for `end` of them that may be written."""
-    same = room.data_ptr() == held.data_ptr() and room.stride() == held.stride() and room.shape[0] == held.shape[0]
-    return same and end <= room.shape[2] and (torch.is_inference_mode_enabled() or not room.is_inference())
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name != "rooms"}
 
 
 class _CodesLayer(_Codes, _Growing):

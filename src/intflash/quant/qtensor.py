@@ -146,6 +146,11 @@ class QTensor:
         x.__dict__.update(data=data, scale=scale, granularity=granularity, block_size=None, bits=bits)
         return x
 
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Refuses functions of torch. A mode that redirects one to `attention`, as `patch` does, comes before."""
+        raise InputError(f"{func.__name__} of torch takes tensors, got a QTensor: its dequantize() returns one")
+
     @property
     def shape(self) -> torch.Size:
         return self.data.shape
