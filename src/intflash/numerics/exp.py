@@ -148,7 +148,7 @@ def bias_codes(bias: Tensor, fraction_bits: int = BIAS_FRACTION_BITS) -> Tensor:
     """A float mask in octaves of so many fraction bits: saturated at +-(2^31 - 1), `ABSENT` for NaN as for -inf."""
     octaves = bias.double() * LOG2_E
     q = torch.round(octaves * (1 << fraction_bits)).clamp(-BIAS_LIMIT, BIAS_LIMIT)
-    return torch.where(makes_absent(bias), float(ABSENT), q).to(torch.int32)
+    return q.masked_fill(makes_absent(bias), float(ABSENT)).to(torch.int32)
 
 
 def makes_absent(bias: Tensor) -> Tensor:
