@@ -153,7 +153,7 @@ def bias_codes(bias: Tensor, fraction_bits: int = BIAS_FRACTION_BITS) -> Tensor:
 
 def makes_absent(bias: Tensor) -> Tensor:
     """Returns which values of a float mask make their key absent: -inf, those to finfo.min / 2, and NaN."""
-    return ~(bias > torch.finfo(bias.dtype).min / 2)
+    return (bias > torch.finfo(bias.dtype).min / 2).logical_not()
 
 
 def dequantize_bias(bias: Tensor) -> Tensor:
