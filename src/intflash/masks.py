@@ -13,7 +13,7 @@ from intflash.numerics.exp import BIAS_DTYPES
 
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
 UNBOUNDED = -1  # of a side of a window, as FlashAttention has it
-WIDEST = (1 << 31) - 1  # side of a window: more keys than a call may have, in the 64 bits of a torch operation
+WIDEST = (1 << 31) - 1  # of a side: more keys than a call may have, and a number that operations of torch take
 
 
 def is_causal_bias(mask: object) -> bool:

@@ -132,7 +132,7 @@ bool is_within_limits(const Problem& p, Refusal& why) {
   return true;
 }
 
-// Of float K and V, from which on few rows, which need them quantized by a pass, are left to few_rows.cu.
+// From so many keys on, few rows of floats are left to few_rows.cu, although a pass has to quantize their K and V.
 constexpr int64_t kManyFloatKeys = 4096;
 
 // Why none of the kernels for particular shapes serves the problem is left in `why`.

@@ -13,8 +13,8 @@ constexpr int64_t kTokens = 128;     // of a tile of quantize_inputs.cu, one for
 constexpr int64_t kMostCluster = 8;  // CTAs of a cluster
 // What a CTA of a cluster holds in registers, by measurement: tiles, and bytes of a token.
 constexpr int64_t kMostTiles = 4, kMostRowBytes = 256;
-// Times that its threads load 8 chunks of Q: more take longer than a launch that all multiprocessors share.
-constexpr int64_t kMostQueryRounds = 8;
+// Chunks of Q that each of its threads loads: more take longer than a launch that all multiprocessors share.
+constexpr int64_t kMostQueryChunks = 64;
 constexpr int64_t kChunkBytes = 16;   // of absmax.cu and head_absmax.cu
 constexpr int64_t kCtaChunks = 2048;  // that a CTA of these loads at once
 constexpr int64_t kMostRounds = 4;    // of them that a CTA of a cluster loads where heads are few
@@ -62,6 +62,7 @@ ClusterOfHead cluster_of_head(int64_t tokens) {
 
 // Channels of a tensor with the zeros that pad its rows to whole chunks.
 int64_t chunked_channels(const Tensor& x) { return round_up(x.shape[3], kChunkBytes / x.bytes()); }
+int64_t chunks_of_head(const Tensor& x) { return x.shape[2] * chunked_channels(x) * x.bytes() / kChunkBytes; }
 
 // Describes the memory of a tensor with contiguous channels, each element once: adjacent axes are joined, and axes of
 // stride 0 are left out.
@@ -114,9 +115,8 @@ int64_t absmax_cluster(const Problem& p, const Gpu& gpu) {
   for (int i = 0; i < (p.is_float() ? 3 : 1); ++i) {
     if (!p.per_head[i]) return 0;
     const Tensor& x = *tensors[i];
-    const int64_t chunks = x.shape[2] * chunked_channels(x) * x.bytes() / kChunkBytes;
-    most = std::max(most, chunks);
-    if (chunks > kLong) long_heads += x.shape[0] * x.shape[1];
+    most = std::max(most, chunks_of_head(x));
+    if (chunks_of_head(x) > kLong) long_heads += x.shape[0] * x.shape[1];
   }
   // where heads are few and long, CTAs of all multiprocessors are to read them
   if (long_heads && long_heads * kMostCluster < gpu.processors) return 0;
@@ -167,9 +167,8 @@ bool quantization_finds_scales(const Problem& p, const Gpu& gpu) {
     if (p.scale[i] || !p.per_head[i]) return false;
   const int64_t row_bytes = std::max(p.head_dim(), p.v.shape[3]) * p.q.bytes();
   const ClusterOfHead cluster = cluster_of_head(p.nk());
-  const int64_t query_chunks = p.nq() * chunked_channels(p.q) * p.q.bytes() / kChunkBytes;
   return row_bytes <= kMostRowBytes && cluster.tiles <= kMostTiles &&
-         query_chunks <= kMostQueryRounds * 8 * kTokens * cluster.ctas * cluster.tiles;
+         chunks_of_head(p.q) <= kMostQueryChunks * kTokens * cluster.ctas * cluster.tiles;
 }
 
 void quantize_launch(const Problem& p, const Tensor (&scale)[3], bool finds_scales, const Tensor& k_codes,

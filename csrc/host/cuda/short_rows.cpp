@@ -67,11 +67,17 @@ constexpr double kTimes[] = {0, 0.8, 1, 1.37, 1.8}, kStartTimes[2][2] = {{1, 4},
 // takes where they do not: more were not measured.
 constexpr int64_t kMostParts = 4, kMostCtas = 8;
 
-// Returns the fastest split of `best` or into CTAs of one warpgroup. least: the time of `best`.
-Split fastest_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double third, double start_time, Split best,
-                    double least) {
+// Returns the fastest split into CTAs of one warpgroup. Few heads may have one CTA of two warpgroups on each
+// multiprocessor instead, and have it where they are of few tiles.
+Split fastest_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double third, double start_time) {
   const int64_t last = third && most_ctas == 2 ? 3 : most_ctas;
   const bool few_heads = heads <= kProcessors;
+  Split best{};
+  double least = INFINITY;
+  if (few_heads) {
+    best = {2, ceil_div(row_tiles, kProcessors / heads), 1}, least = start_time + double(ceil_div(best.tiles, 2));
+    if (row_tiles <= kMostParts) return best;
+  }
   for (int64_t at_once = most_ctas; at_once <= last; ++at_once)
     for (int64_t i = 1; i <= (few_heads ? kMostCtas : kMostParts); ++i) {
       const int64_t parts = std::min(row_tiles, few_heads ? i * kProcessors / heads : i);
@@ -90,11 +96,7 @@ Split choose_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double t
   const int64_t tiles = heads * row_tiles, some = std::min<int64_t>(most_ctas, 3);
   if (tiles <= kProcessors) return codes ? Split{1, 1, most_ctas} : Split{some, 1, 1};
   if (tiles <= kFewTiles) return {codes ? 2 : some, 2, 1};
-  if (heads > kProcessors) return fastest_split(heads, row_tiles, most_ctas, third, start_time, {}, INFINITY);
-  const Split pairs{2, ceil_div(row_tiles, kProcessors / heads), 1};
-  if (row_tiles <= kMostParts) return pairs;
-  return fastest_split(heads, row_tiles, most_ctas, third, start_time, pairs,
-                       start_time + double(ceil_div(pairs.tiles, 2)));
+  return fastest_split(heads, row_tiles, most_ctas, third, start_time);
 }
 
 int64_t bits_of(Method method) { return method == Method::kP8 ? 8 : 16; }

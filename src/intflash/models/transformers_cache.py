@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -19,12 +19,12 @@ from intflash.quant.quantizers import codes_of
 
 
 class Int8Cache(DynamicCache):
-    """Keeps K and V of every layer as int8 codes, a quarter of the bytes of float32 and half of those of float16.
+    """Keeps K and V of every layer as int8 codes, in about half of the memory of float16.
 
     Each token is quantized once, by the static scales that the model was patched with. The layers attend to the codes,
     so that a model computes the same bits as with transformers' own cache. The cache goes into ``model.generate(...,
     past_key_values=...)`` or a model's forward; what else `transformers.DynamicCache` does (beam search, cropping in
-    assisted generation, sliding windows) works as with floats. One cache is for one sequence of calls.
+    assisted generation, sliding windows) works as with floats. Each conversation needs a cache of its own.
 
     Args:
         model: a decoder that `intflash.patch` has given static scales of K and V in every layer.
@@ -73,20 +73,21 @@ class Int8Cache(DynamicCache):
 
 def _cores(model: PreTrainedModel) -> dict[int, IntegerCore]:
     """The cores of the decoder's layers by their index in a cache: of two kinds of attention the causal one."""
-    found: dict[int, list[tuple[bool, IntegerCore]]] = {}
+    found: dict[int, list[nn.Module]] = {}
     for module in model.get_decoder().modules():
-        core, index = module._modules.get(CORE), getattr(module, "layer_idx", None)
-        if isinstance(core, IntegerCore) and index is not None:
-            found.setdefault(index, []).append((ADAPTER.causal(module), core))
+        index = getattr(module, "layer_idx", None)
+        if isinstance(module._modules.get(CORE), IntegerCore) and index is not None:
+            found.setdefault(index, []).append(module)
+    cores = {}
     for index, layers in found.items():
-        causal = [layer for layer in layers if layer[0]]
-        found[index] = causal or layers
-        if len(found[index]) > 1:
+        layers = [layer for layer in layers if ADAPTER.causal(layer)] or layers
+        if len(layers) > 1:
             raise InputError(
                 f"{type(model).__name__} has more than one attention for layer {index} of a cache: give Int8Cache the "
                 "part of the model whose cache it is"
             )
-    return {index: core for index, [(_, core)] in found.items()}
+        cores[index] = getattr(layers[0], CORE)
+    return cores
 
 
 def _check_recipe(recipe: Recipe | None, layer: int) -> None:
