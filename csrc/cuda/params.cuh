@@ -72,6 +72,12 @@ struct alignas(64) TensorMap {
   u64 opaque[16];
 };
 
+// Adjacent channels of the output that a lane of long rows holds. With 8 a quad stores whole sectors of memory at once.
+#ifdef __CUDACC__
+DEVICE
+#endif
+constexpr int lane_channels(int head_dim) { return head_dim % 32 ? head_dim / 4 : 8; }
+
 // The second parameter of attention kernels that load K and V by TMA (sm90/tma.cuh).
 struct TensorMaps {
   TensorMap k, v;

@@ -82,17 +82,24 @@ struct PDigits : RowMaxima {
   SharedP shared_p;  // used where P_SHARED is 1
 
   DEVICE void init(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
+    begin_rows(shared);
+    load_constants(p, at);
+  }
+  DEVICE void begin_rows(const SharedLayout& shared) {
     if (P_SHARED) shared_p = SharedP(shared.codes);
+    peak[0] = peak[1] = NO_SCORE;
+  }
+  DEVICE void load_constants(const Params& p, const ThreadRows& at) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (!ROW_SCALES && h == 1) {
-        C[1] = C[0], shift[1] = shift[0], peak[1] = NO_SCORE;
+        C[1] = C[0], shift[1] = shift[0];
         continue;
       }
       Score score = score_of(p, at, h);
       // uniform for the compiler
       if (!ROW_SCALES) score = {__shfl_sync(~0u, score.C, 0), __shfl_sync(~0u, score.k, 0)};
-      C[h] = score.C, shift[h] = score.k, peak[h] = NO_SCORE;
+      C[h] = score.C, shift[h] = score.k;
     }
   }
   DEVICE void clear_sums() {
@@ -177,24 +184,45 @@ struct PDigits : RowMaxima {
   DEVICE Accumulator result(int h, int channel) const { return result(channel / 2 * 4 + 2 * h + channel % 2); }
   DEVICE void store(const Params& p, const ThreadRows& at, const i64 (&t_max)[2],
                     const OutputConstants& output_constants) const {
+    if (DIGITS == 2 && !IsInteger<OUT>::value && has_small_sums())
+      store_as<typename AccumulatorOf<DIGITS, true>::Type>(p, at, t_max, output_constants);
+    else
+      store_as<Accumulator>(p, at, t_max, output_constants);
+  }
+  template <class ACC>
+  DEVICE void store_as(const Params& p, const ThreadRows& at, const i64 (&t_max)[2],
+                       const OutputConstants& output_constants) const {
     const u32 l[2] = {this->l(0), this->l(1)};
-    RowScale<OUT, Accumulator> scales[2];
+    RowScale<OUT, ACC> scales[2];
     row_scales(computes_second_row() ? l[1] : l[0], output_constants, scales);
-    Accumulator mine[2][CHANNELS];
+    ACC mine[2][CHANNELS];
 #pragma unroll
-    for (int i = 0; i < 2 * CHANNELS; ++i) mine[i / CHANNELS][i % CHANNELS] = result(i / CHANNELS, i % CHANNELS);
+    for (int i = 0; i < 2 * CHANNELS; ++i) {
+      if constexpr (DIGITS == 1)
+        mine[i / CHANNELS][i % CHANNELS] = result(i / CHANNELS, i % CHANNELS);
+      else
+        (P16Accumulator&)mine[i / CHANNELS][i % CHANNELS] = result(i / CHANNELS, i % CHANNELS);
+    }
     u32 words[2][OUTPUT_WORDS];
     output_words<OUT>(mine, scales, output_constants, words);
 #pragma unroll
     for (int h = 0; h < 2; ++h) store_row(p, at, h, words[h], t_max[h], l[h]);
+  }
+  // Whether no sum of P V of any digit and row of the warp can exceed 2^24, which float32 holds: V's codes are at most
+  // 128 in magnitude, and a quad has the sums of a row.
+  DEVICE bool has_small_sums() const {
+    u32 most = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * DIGITS; ++i) most = max(most, sums[i / 2][i % 2]);
+    return __all_sync(~0u, most <= 1 << 15);
   }
   static constexpr int OUTPUT_WORDS = CHANNELS * SIZE<OUT> / 4;
   DEVICE static void store_row(const Params& p, const ThreadRows& at, int h, const u32 (&words)[OUTPUT_WORDS],
                                i64 t_max, u32 l) {
     const i32 row = at.row + 8 * h;
     if (row >= at.end) return;
-    const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * CHANNELS;
-    store_last_channels((u8*)element<OUT>(p.out.ptr, to), words);
+    const i64 to = head_offset(p.out, at.batch, at.head) + row * p.out.n + threadIdx.x % 4 * LANE_CHANNELS;
+    store_channels((u8*)element<OUT>(p.out.ptr, to), words);
     if (p.l && threadIdx.x % 4 == 0) {
       const i64 to = row_index(p, at.batch, at.head, row);
       p.t_max[to] = t_max;
@@ -241,8 +269,9 @@ struct ExactMaximum : PDigits<DIGITS> {
   i64 B[2];
   bool active;  // whether the warp has rows; in the last tile of a head it may have none
 
-  DEVICE void init(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
-    PDigits<DIGITS>::init(p, at, shared);
+  // The first pass compares scores alone.
+  DEVICE void init(const Params&, const ThreadRows& at, const SharedLayout& shared) {
+    this->begin_rows(shared);
     active = !SKIPS_ROWS || __any_sync(~0u, at.row < at.end);
   }
   DEVICE void update_row_max(const Scores& s, bool partial, const VisibleKeys& visible) {
@@ -255,7 +284,8 @@ struct ExactMaximum : PDigits<DIGITS> {
     if (!ROW_SCALES) return exp_32bit_limit(this->C[0], this->shift[0], max(a, b));
     return min(exp_32bit_limit(this->C[0], this->shift[0], a), exp_32bit_limit(this->C[1], this->shift[1], b));
   }
-  DEVICE void finish_first_pass(const SharedLayout& shared) {
+  DEVICE void finish_first_pass(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
+    this->load_constants(p, at);
     const i32 limit = this->limit(shared);
     bool fast_exp = true;
 #pragma unroll

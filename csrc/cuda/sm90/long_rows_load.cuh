@@ -26,6 +26,7 @@ constexpr int TILE = 128, HALF = 64;  // keys per tile and per half tile
 #define REMAINDER_KEY_TILES 0
 #endif
 constexpr int D_CHUNKS = HEAD_DIM / 16, D_STEPS = (HEAD_DIM + 31) / 32;
+constexpr int LANE_CHANNELS = lane_channels(HEAD_DIM);
 constexpr int K_WIDTH = HEAD_DIM <= 32 ? 32 : HEAD_DIM <= 64 ? 64 : 128;  // bytes per row of K in shared memory
 // int8 V is stored as V^T, one row of 128 keys per channel. 16-bit float V keeps its layout, in blocks of 64 channels.
 constexpr bool FLOAT_VALUES = SIZE<VALUE> == 2;
@@ -85,9 +86,9 @@ struct Head {
 
 // The inverse functions of score_row, within 16 keys, and of value_row.
 DEVICE u32 key_of_row(u32 row) { return (row & ~15u) | ((row & 6) << 1) | ((row & 8) >> 2) | (row & 1); }
-template <int D>
 DEVICE u32 channel_of_row(u32 row) {
-  return row / 2 % 4 * (D / 4) + row / 8 * 2 + row % 2;
+  const u32 first = row / (4 * LANE_CHANNELS) * (4 * LANE_CHANNELS);
+  return first + row / 2 % 4 * LANE_CHANNELS + (row - first) / 8 * 2 + row % 2;
 }
 
 // The part of a K tile that a thread copies: one 16-byte chunk of each of several rows. From row to row the
@@ -123,14 +124,14 @@ template <bool>
 struct ValueTileLoader {  // int8 V, as V^T
   static constexpr u32 AT_ONCE = GROUP / 8;
   const u8* from;
-  i64 step;
+  i64 stride;
   u32 to;
   i32 visible;
 
   DEVICE ValueTileLoader(const Params& p, const SharedLayout& shared, const u8* base) {
     const u32 thread = threadIdx.x % GROUP, keys = thread % 8 * 16;
-    from = base + channel_of_row<HEAD_DIM>(thread / 8) * p.v.d + keys;
-    step = AT_ONCE / 4 * p.v.d;
+    from = base + channel_of_row(thread / 8) * p.v.d + keys;
+    stride = p.v.d;
     to = shared.v_tile(0) + swizzled<128>(thread / 8, thread % 8);
     visible = p.nk - keys;
   }
@@ -139,7 +140,7 @@ struct ValueTileLoader {  // int8 V, as V^T
 #pragma unroll
     for (u32 i = 0; i < HEAD_DIM; i += AT_ONCE) {
       cp_async_16_or_zeros(to + stage * STAGE_BYTES + i * 128, at, first < visible);
-      at += step;
+      at += (i32)(channel_of_row(i + AT_ONCE) - channel_of_row(i)) * stride;
     }
   }
 };
@@ -240,7 +241,8 @@ struct TmaLoader {
         shared.wait_empty(at);
         barrier_expect(full, pass == PASSES ? K_BYTES + V_BYTES : K_BYTES);
         tma_load_keys(shared.k_tile(at.stage), maps, row, j * (TILE / 16), full);
-        if (pass == PASSES) tma_load_values(shared.v_tile(at.stage), maps, matrix, j * TILE, full);
+        if (pass == PASSES)
+          tma_load_values<HEAD_DIM, LANE_CHANNELS>(shared.v_tile(at.stage), maps, matrix, j * TILE, full);
       }
     }
   }

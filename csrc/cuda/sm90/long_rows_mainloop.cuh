@@ -53,14 +53,19 @@ constexpr i32 MOST_SUM_TILES = MOST_SUMS / TILE;
 // Registers per thread. A multiprocessor has 65,536.
 constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 
-// Stores the last of a thread's channels of a row, without the last lane's last 8 where the output has HEAD_DIM - 8.
+// Stores a thread's channels of a row, LANE_CHANNELS of every 4 LANE_CHANNELS, of which `to` has the first. Leaves out
+// the last lane's last 8 where the output has HEAD_DIM - 8.
 template <int WORDS>
-DEVICE void store_last_channels(u8* to, const u32 (&words)[WORDS]) {
-  constexpr int ABSENT = (HEAD_DIM - TENSOR_DIM) * SIZE<OUT> / 4;
-  if (ABSENT && threadIdx.x % 4 == 3)
-    store_words(to, (const u32(&)[WORDS - ABSENT]) words);
-  else
-    store_words(to, words);
+DEVICE void store_channels(u8* to, const u32 (&words)[WORDS]) {
+  constexpr int ADJACENT = LANE_CHANNELS * SIZE<OUT> / 4, ABSENT = (HEAD_DIM - TENSOR_DIM) * SIZE<OUT> / 4;
+#pragma unroll
+  for (int i = 0; i < WORDS; i += ADJACENT, to += 16 * ADJACENT) {
+    const u32(&adjacent)[ADJACENT] = (const u32(&)[ADJACENT])words[i];
+    if (!ABSENT || i + ADJACENT < WORDS || threadIdx.x % 4 < 3)
+      store_words(to, adjacent);
+    else if constexpr (ADJACENT > ABSENT)
+      store_words(to, (const u32(&)[ADJACENT - ABSENT]) adjacent);
+  }
 }
 
 // The offset of the mask of a batch's keys. long_rows.cpp checks that it fits.
@@ -109,13 +114,18 @@ DEVICE i32 tiles_of(const Params& p, const WorkTile& work) {
 // --- a warpgroup's rows
 
 // Loads the codes of 64 rows of Q. A warp loads the 16 rows that its own products read, so that it waits for no other
-// warp; of remainder rows each warp loads all. int8 codes are copied ahead of time; floats are prefetched to L2 and
-// quantized just before use.
+// warp; of remainder rows each warp loads all. All is loaded ahead of time, while the rows before are stored: int8
+// codes to shared memory, and 16-bit floats to registers. float32 is prefetched to L2. Floats are quantized just before
+// use.
 struct QueryLoader {
   typedef Codes<QUERY, VALUES_IN_RANGE> In;
   static constexpr u32 WIDE = K_WIDTH / 16, AT_ONCE = 32 / WIDE, ROUNDS = 16 / AT_ONCE;
+  static constexpr bool HOLDS_FLOATS = SIZE<QUERY> == 2;
   const Params& p;
   const SharedLayout& shared;
+  In::Raw<4> raw[ROUNDS];
+
+  DEVICE QueryLoader(const Params& p, const SharedLayout& shared) : p(p), shared(shared) {}
 
   // The part of Q that a thread loads: one chunk of 16 channels of each of several rows.
   struct Chunks {
@@ -150,25 +160,32 @@ struct QueryLoader {
     DEVICE u32 place(u32 i) const { return to + swizzled<K_WIDTH>(row + i * AT_ONCE, chunk); }
   };
 
-  DEVICE void begin_load(const WorkTile& work, i32 tile) const {
+  DEVICE void begin_load(const WorkTile& work, i32 tile) {
     const Chunks chunks(*this, work, tile);
 #pragma unroll
     for (u32 i = 0; i < ROUNDS; ++i) {
       if constexpr (SIZE<QUERY> == 1)
         cp_async_16_or_zeros(chunks.place(i), chunks.from(i), chunks.exists());
+      else if constexpr (HOLDS_FLOATS)
+        chunks.load(i, raw[i]);
       else
         prefetch_line(chunks.from(i));
     }
   }
-  DEVICE void finish_load(const WorkTile& work, i32 tile) const {
+  DEVICE void clear() {
+#pragma unroll
+    for (In::Raw<4>& chunk : raw) chunk = {};
+  }
+  DEVICE void finish_load(const WorkTile& work, i32 tile) {
     if constexpr (SIZE<QUERY> == 1) {
       cp_async_wait_all();
     } else {
       const Chunks chunks(*this, work, tile);
       const float scale = *head_element<float>(p.q_scale, work.batch, work.head);
-      In::Raw<4> raw[ROUNDS];
+      if constexpr (!HOLDS_FLOATS) {
 #pragma unroll
-      for (u32 i = 0; i < ROUNDS; ++i) chunks.load(i, raw[i]);
+        for (u32 i = 0; i < ROUNDS; ++i) chunks.load(i, raw[i]);
+      }
       const float inverse = In::usable_inverse(__frcp_rn(scale));
 #pragma unroll
       for (u32 i = 0; i < ROUNDS; ++i) {
@@ -283,13 +300,13 @@ struct Consumer {
   const SharedLayout& shared;
   Method method;
   Scores s[BUFFERS];
-  const QueryLoader query;
+  QueryLoader query;
   u64 q;
   i32 seen[2];
   u32 mask;             // with KEY_MASK: offset of the mask of the batch's keys
   bool releases_tiles;  // whether tiles may be released after use, because no later pass needs them
 
-  DEVICE Consumer(const Params& p, const SharedLayout& shared) : p(p), shared(shared), query{p, shared} {}
+  DEVICE Consumer(const Params& p, const SharedLayout& shared) : p(p), shared(shared), query(p, shared) {}
 
   // Returns the index of the consumer warpgroup. The broadcast makes it uniform for the compiler, which then keeps tile
   // addresses in uniform registers.
@@ -350,16 +367,18 @@ struct Consumer {
 #endif
   }
 
-  DEVICE void first_scores(const Stage& at) {
+  template <class F>
+  DEVICE void first_scores(const Stage& at, const F& meanwhile) {
     shared.wait_full(at);
     issue_scores(0, at.stage);
+    meanwhile();
     wgmma_wait(scores());
   }
 
   // The first pass, which computes the row maxima.
   DEVICE void first_pass(i32 tiles, i32 whole, Stage& at) {
     if constexpr (Method::MAXIMA_OF_TWO_TILES) return first_pass_by_two_tiles(tiles, whole, at);
-    first_scores(at);
+    first_scores(at, [] {});
 #pragma unroll 1
     for (i32 j = 0; j + 1 < tiles; ++j) {
       const bool partial = (CAUSAL || KEY_MASK) && j >= whole;
@@ -519,14 +538,16 @@ struct Consumer {
     }
   }
 
-  DEVICE void run_mainloop(i32 tiles, i32 whole, Stage& at) {
+  // meanwhile: what is computed while the first product runs.
+  template <class F>
+  DEVICE void run_mainloop(i32 tiles, i32 whole, const F& meanwhile, Stage& at) {
     if constexpr (Method::WHOLE_TILES)
-      if (!method.fast_exp) return run_mainloop_as<false>(tiles, whole, at);
-    run_mainloop_as<true>(tiles, whole, at);
+      if (!method.fast_exp) return run_mainloop_as<false>(tiles, whole, meanwhile, at);
+    run_mainloop_as<true>(tiles, whole, meanwhile, at);
   }
-  template <bool FAST_EXP>
-  DEVICE void run_mainloop_as(i32 tiles, i32 whole, Stage& at) {
-    first_scores(at);
+  template <bool FAST_EXP, class F>
+  DEVICE void run_mainloop_as(i32 tiles, i32 whole, const F& meanwhile, Stage& at) {
+    first_scores(at, meanwhile);
     if constexpr (Method::RESCALES && BUFFERS == 2) {
       update_row_max_of_tile(0 >= whole, 0);
       if constexpr (Method::WHOLE_TILES) method.raise_row_octaves();
@@ -554,7 +575,7 @@ struct Consumer {
     }
   }
 
-  DEVICE void load_query(const WorkTile& work, i32 tile, const Stage& at) const {
+  DEVICE void load_query(const WorkTile& work, i32 tile, const Stage& at) {
     if (HEAD_AMAX_IN_KERNEL) shared.wait_full(at);  // the scales of the head are in memory then
     query.finish_load(work, tile);
   }
@@ -575,6 +596,9 @@ struct Consumer {
     if (CAUSAL) wgmma_hold(seen);  // otherwise the compiler recomputes it in every tile
     if (KEY_MASK) mask = key_mask(p, work.batch);
     method.init(p, place, shared);
+    const auto finish_first_pass = [&] {
+      if constexpr (Method::PASSES == 2) method.finish_first_pass(p, place, shared);
+    };
     if constexpr (Method::PASSES == 2) {
       releases_tiles = false;
       if (mine.count) {
@@ -589,15 +613,15 @@ struct Consumer {
         skip_tiles(tiles - mine.count, at);
       if constexpr (BEGINS_UNSPLIT && !IS_SPLIT<Method>)
         if (some_lane(valueless_keys_of_floats(work, at))) return false;
-      method.finish_first_pass(shared);
     }
     method.clear_sums();
     releases_tiles = last;
+    if (IS_SPLIT<Method> || !mine.count) finish_first_pass();
     if (mine.count) {
       if constexpr (IS_SPLIT<Method>)
         split_pass<false>(place, mine.count, at);
       else
-        run_mainloop(mine.count, mine.whole, at);
+        run_mainloop(mine.count, mine.whole, finish_first_pass, at);
     }
     if (!KV_RESIDENT)
       skip_tiles(tiles - mine.count, at);
@@ -679,7 +703,7 @@ struct Consumer {
     return some;
   }
   // Advances the scheduler to the work tile that contains row tile `tile`, and begins to load its Q.
-  DEVICE WorkTile find_tile(TileScheduler& scheduler, i32& tile) const {
+  DEVICE WorkTile find_tile(TileScheduler& scheduler, i32& tile) {
     WorkTile work = scheduler.work(p);
 #pragma unroll 1
     while (!scheduler.done(p) && tile >= work.tiles()) {
@@ -687,7 +711,10 @@ struct Consumer {
       scheduler.next(p);
       work = scheduler.work(p);
     }
-    if (!scheduler.done(p)) query.begin_load(work, tile);
+    if (!scheduler.done(p))
+      query.begin_load(work, tile);
+    else
+      query.clear();  // otherwise its registers, which are not read, would keep their values until here
     return work;
   }
 };

@@ -37,7 +37,7 @@ struct QuantizingLoader {
     }
     DEVICE static bool has_channels(u32 thread) { return CHUNKS == LANES || thread % LANES < CHUNKS; }
     DEVICE static u32 value_place(u32 row, u32 channel) {
-      return swizzled<128>(value_row<HEAD_DIM>(channel), row / 4) + row % 4 * 4;
+      return swizzled<128>(value_row<LANE_CHANNELS>(channel), row / 4) + row % 4 * 4;
     }
     // The address of chunk i of a step, and whether the chunk exists. Strides fit in 32 bits (long_rows.cpp checks
     // this).
@@ -92,7 +92,7 @@ struct QuantizingLoader {
 #pragma unroll
         for (u32 codes : transposed) bits |= codes;
         u32 place = v_to + half * 2048;  // where one lane gets both, channels 2 apart are 8 rows apart
-        if (HEAD_DIM / 4 % 8 && half) {
+        if (LANE_CHANNELS % 8 && half) {
           const u32 thread = reread_thread_index();
           place = value_place(thread % GROUP / LANES, thread % LANES * 8 + 4);
         }

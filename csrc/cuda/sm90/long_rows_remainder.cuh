@@ -202,7 +202,7 @@ struct RemainderRows<ExactMaximum<DIGITS, Form>> {
     if (row >= p.nq) return;
 #pragma unroll
     for (int i = 0; i < OWN_BLOCKS; ++i) {
-      const u32 channel = place.g / 2 * CHANNELS + 4 * (4 * i + place.warp);
+      const u32 channel = channel_of_row(16 * (4 * i + place.warp) + place.g / 2 * 2);
       if (!place.has_block(i) || channel >= TENSOR_DIM) continue;
       Accumulator mine[4];
 #pragma unroll

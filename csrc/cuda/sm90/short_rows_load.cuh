@@ -142,7 +142,7 @@ struct ValueLoader {
 #pragma unroll
       for (int channel = 0; channel < 16; ++channel) {  // the addresses differ by constants
         const int same = channel / LANE_CHANNELS * LANE_CHANNELS + channel % 2;
-        const u32 row = value_row<HEAD_DIM>(chunk(first + j) * 16 + same);
+        const u32 row = value_row<CHANNELS>(chunk(first + j) * 16 + same);
         store_shared(value_address(tile, row, key(first + j)) + 512 * (channel - same), transposed[channel]);
       }
     }
@@ -157,15 +157,15 @@ DEVICE void cp_async_values(u32 tile, const View& v, u32 batch, u32 head, i32 th
   const i32 chunk = thread % LANES, row = thread / LANES;
   if (KEY_CHUNKS < LANES && chunk >= KEY_CHUNKS) return;
   constexpr bool REGULAR = CHANNELS % ROWS == 0 && ROWS % 2 == 0;
-  const u32 first = value_address(tile, value_row<HEAD_DIM>(row), chunk * 16);
+  const u32 first = value_address(tile, value_row<CHANNELS>(row), chunk * 16);
 #pragma unroll
   for (int i = 0; i < (HEAD_DIM + ROWS - 1) / ROWS; ++i) {
     const i32 d = row + i * ROWS;
     u32 to;
     if (REGULAR)
-      to = (first ^ value_row<HEAD_DIM>(i * ROWS) % 8 * 16) + value_row<HEAD_DIM>(i * ROWS) * 128;
+      to = (first ^ value_row<CHANNELS>(i * ROWS) % 8 * 16) + value_row<CHANNELS>(i * ROWS) * 128;
     else
-      to = value_address(tile, value_row<HEAD_DIM>(d), chunk * 16);
+      to = value_address(tile, value_row<CHANNELS>(d), chunk * 16);
     if ((i + 1) * ROWS <= HEAD_DIM || d < HEAD_DIM)
       cp_async_16(to, (const u8*)multiply_add(d, (i32)v.d, (i64)(base + chunk * 16)));
   }
@@ -297,7 +297,8 @@ struct TmaHeadLoader {
       barrier_expect(barrier, LAST * K_WIDTH + V_BYTES);
       tma_load_keys(k_tile, maps, row, 0, barrier);
 #pragma unroll
-      for (int i = 0; i < V_BYTES / V_BLOCK; ++i) tma_load_values(v_tile + i * V_BLOCK, maps, matrix, 128 * i, barrier);
+      for (int i = 0; i < V_BYTES / V_BLOCK; ++i)
+        tma_load_values<HEAD_DIM, CHANNELS>(v_tile + i * V_BLOCK, maps, matrix, 128 * i, barrier);
     }
     const i32 key = threadIdx.x / D_CHUNKS, chunk = threadIdx.x % D_CHUNKS;
     if (copies_last())

@@ -33,10 +33,10 @@ DEVICE u64 columns_descriptor(u32 address) {
 // operand of P V needs keys 4q..4q+3 there. So key k of a tile is stored in row score_row(k) of K in shared memory.
 DEVICE u32 score_row(u32 key) { return (key & ~15u) | ((key & 2) << 2) | ((key >> 1) & 6) | (key & 1); }
 
-// In the same way channel d of V^T is stored in row value_row(d), so that lane q of a quad holds channels q D/4 .. (q +
-// 1) D/4 of the output.
-template <int D>
+// In the same way channel d of V^T is stored in row value_row(d), so that of every 4 LANE channels of the output lane q
+// of a quad holds the q-th LANE.
+template <int LANE>
 DEVICE u32 value_row(u32 d) {
-  u32 lane = d / (D / 4), i = d % (D / 4);
-  return 8 * (i >> 1) + 2 * lane + (i & 1);
+  const u32 block = d / (4 * LANE), lane = d / LANE % 4, i = d % LANE;
+  return 4 * LANE * block + 8 * (i >> 1) + 2 * lane + (i & 1);
 }

@@ -320,7 +320,8 @@ void long_rows_launch(const Attention& a, Launch& launch) {
   Tensor k = a.k, v = a.v;
   if (!floats) k.shape[3] = v.shape[3] = d;                        // rows of codes are padded
   if (!floats && p.is_float()) k.shape[2] = round_up(p.nk(), 16);  // their keys too, where the call made them
-  launch.has_maps = !floats && k.shape[2] % 16 == 0 && set_tensor_maps(launch, k, v, kTile / 16, key_width(d));
+  launch.has_maps =
+      !floats && k.shape[2] % 16 == 0 && set_tensor_maps(launch, k, v, kTile / 16, key_width(d), lane_channels(int(d)));
   const bool light = floats ? light_quantization(d) : launch.has_maps && d == own;
   int64_t consumers = p.fixed.consumers < 0 ? consumers_of(p, d, light, rows) : p.fixed.consumers;
   const int64_t most = most_stages(p, consumers, floats);

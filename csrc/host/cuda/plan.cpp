@@ -63,7 +63,7 @@ bool is_key_major(const Tensor& v, int64_t keys) {
   return t;
 }
 
-bool set_tensor_maps(Launch& launch, const Tensor& k, const Tensor& v, int64_t groups, int64_t width) {
+bool set_tensor_maps(Launch& launch, const Tensor& k, const Tensor& v, int64_t groups, int64_t width, int64_t lane) {
   std::memset(&launch.maps, 0, sizeof launch.maps);  // the padding too, so that equal plans have equal bytes
   // A map lists the dimensions of a box in the order of shared memory, so that TMA permutes the rows: K's as
   // `score_row` orders each 16 keys, and those of V^T as `value_row` orders the channels
@@ -87,9 +87,9 @@ bool set_tensor_maps(Launch& launch, const Tensor& k, const Tensor& v, int64_t g
   if (v.stride[2] != 1 || channel % 16 || matrix == 0 || b % matrix || matrix % 16) return false;
   const int64_t batch = b / matrix, head = h / matrix;
   const int64_t matrices = (v.shape[0] - 1) * batch + (v.shape[1] - 1) * head + 1;
-  launch.v_map = {{uint64_t(v.shape[2]), 2, 4, uint64_t(d / 8), uint64_t(matrices)},
-                  {uint64_t(channel), uint64_t(d / 4 * channel), uint64_t(2 * channel), uint64_t(matrix)},
-                  {128, 2, 4, uint32_t(d / 8), 1},
+  launch.v_map = {{uint64_t(v.shape[2]), 2, uint64_t(d / lane), uint64_t(lane / 2), uint64_t(matrices)},
+                  {uint64_t(channel), uint64_t(lane * channel), uint64_t(2 * channel), uint64_t(matrix)},
+                  {128, 2, 4, uint32_t(lane / 2), 1},
                   128,
                   v.data};
   launch.maps.v_batch = i32(batch), launch.maps.v_head = i32(head);

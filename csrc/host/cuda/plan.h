@@ -271,8 +271,9 @@ bool is_readable(const Tensor& x, int64_t tokens);
 bool is_key_major(const Tensor& v, int64_t keys);
 ::Params attention_parameters(const Attention& a, int32_t tiles, const ::Share& share);
 // Sets a launch's maps of K and V, and whether TMA can load them. groups: of 16 keys per copy of K; width: bytes per
-// row of K in shared memory. V is copied in boxes of 128 keys.
-bool set_tensor_maps(Launch& launch, const Tensor& k, const Tensor& v, int64_t groups, int64_t width);
+// row of K in shared memory; lane: adjacent channels of V that a lane holds (`value_row`). V is copied in boxes of 128
+// keys.
+bool set_tensor_maps(Launch& launch, const Tensor& k, const Tensor& v, int64_t groups, int64_t width, int64_t lane);
 
 // Whether channels are contiguous and tokens at multiples of 16 bytes; codes of V may have contiguous keys instead.
 bool is_aligned(const Tensor& x, const char* name, Refusal& why, bool may_have_contiguous_keys = false);

@@ -187,7 +187,7 @@ void short_rows_launch(const Attention& a, Launch& launch) {
   const bool key_major = !a.is_fused && is_key_major(a.v, keys);
   // the maps are of K without its last 16 keys, and of V
   launch.has_maps = exp_32bit && !a.is_fused && nk > 16 && key_width(d) == d && key_major &&
-                    set_tensor_maps(launch, a.k, a.v, (nk - 1) / 16, d);
+                    set_tensor_maps(launch, a.k, a.v, (nk - 1) / 16, d, d / 4);
   const bool dynamic = a.is_fused && p.is_dynamic();  // scales of the values' own maxima
   launch.program = {&kSource,
                     {int32_t(keys),

@@ -350,7 +350,6 @@ def test_bits_of_more_keys_than_32_bits_hold_the_sums_of(d):
         p = ic.codes("intflash_bfp", nq=70, nk=nk, d=d, causal=causal, return_lse=True)
         ones = replace(p, v=replace(p.v, data=torch.full_like(p.v.data, 127)), k=replace(p.k, data=p.k.data * 0))
         made = {"plain": p, "no values": _without_values(p, slice(0, None, 500)), "largest": ones}
-        assert plans.find_kernel(p).kernel == "long_rows"
         assert checks.differences(made.items(), "long_rows") == {}
 
 

@@ -244,6 +244,10 @@ def _few_rows(method: str) -> Iterator[tuple[str, Problem]]:
     for recipe in (checks.OF_TENSORS, checks.OF_HEADS):
         p = Problem(method, q, k, k.flip(2), 0.1, recipe=recipe, out_dtype=torch.int8)
         yield f"few, dynamic, {recipe.q}", p
+    if method == "intflash_bfp":  # sums of more than 32 bits, over CTAs
+        p = ic.codes(method, batch=1, heads=2, nq=3, nk=140_000, d=32, return_lse=True)
+        largest = replace(p, v=replace(p.v, data=torch.full_like(p.v.data, 127)), k=replace(p.k, data=p.k.data * 0))
+        yield from (("few, many keys", p), ("few, many keys of largest codes", largest))
 
 
 def _layouts(method: str) -> Iterator[tuple[str, Problem]]:
