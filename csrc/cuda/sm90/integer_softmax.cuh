@@ -82,24 +82,17 @@ struct PDigits : RowMaxima {
   SharedP shared_p;  // used where P_SHARED is 1
 
   DEVICE void init(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
-    begin_rows(shared);
-    load_constants(p, at);
-  }
-  DEVICE void begin_rows(const SharedLayout& shared) {
     if (P_SHARED) shared_p = SharedP(shared.codes);
-    peak[0] = peak[1] = NO_SCORE;
-  }
-  DEVICE void load_constants(const Params& p, const ThreadRows& at) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (!ROW_SCALES && h == 1) {
-        C[1] = C[0], shift[1] = shift[0];
+        C[1] = C[0], shift[1] = shift[0], peak[1] = NO_SCORE;
         continue;
       }
       Score score = score_of(p, at, h);
       // uniform for the compiler
       if (!ROW_SCALES) score = {__shfl_sync(~0u, score.C, 0), __shfl_sync(~0u, score.k, 0)};
-      C[h] = score.C, shift[h] = score.k;
+      C[h] = score.C, shift[h] = score.k, peak[h] = NO_SCORE;
     }
   }
   DEVICE void clear_sums() {
@@ -269,9 +262,8 @@ struct ExactMaximum : PDigits<DIGITS> {
   i64 B[2];
   bool active;  // whether the warp has rows; in the last tile of a head it may have none
 
-  // The first pass compares scores alone.
-  DEVICE void init(const Params&, const ThreadRows& at, const SharedLayout& shared) {
-    this->begin_rows(shared);
+  DEVICE void init(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
+    PDigits<DIGITS>::init(p, at, shared);
     active = !SKIPS_ROWS || __any_sync(~0u, at.row < at.end);
   }
   DEVICE void update_row_max(const Scores& s, bool partial, const VisibleKeys& visible) {
@@ -284,8 +276,7 @@ struct ExactMaximum : PDigits<DIGITS> {
     if (!ROW_SCALES) return exp_32bit_limit(this->C[0], this->shift[0], max(a, b));
     return min(exp_32bit_limit(this->C[0], this->shift[0], a), exp_32bit_limit(this->C[1], this->shift[1], b));
   }
-  DEVICE void finish_first_pass(const Params& p, const ThreadRows& at, const SharedLayout& shared) {
-    this->load_constants(p, at);
+  DEVICE void finish_first_pass(const SharedLayout& shared) {
     const i32 limit = this->limit(shared);
     bool fast_exp = true;
 #pragma unroll

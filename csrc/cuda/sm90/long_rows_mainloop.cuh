@@ -367,18 +367,16 @@ struct Consumer {
 #endif
   }
 
-  template <class F>
-  DEVICE void first_scores(const Stage& at, const F& meanwhile) {
+  DEVICE void first_scores(const Stage& at) {
     shared.wait_full(at);
     issue_scores(0, at.stage);
-    meanwhile();
     wgmma_wait(scores());
   }
 
   // The first pass, which computes the row maxima.
   DEVICE void first_pass(i32 tiles, i32 whole, Stage& at) {
     if constexpr (Method::MAXIMA_OF_TWO_TILES) return first_pass_by_two_tiles(tiles, whole, at);
-    first_scores(at, [] {});
+    first_scores(at);
 #pragma unroll 1
     for (i32 j = 0; j + 1 < tiles; ++j) {
       const bool partial = (CAUSAL || KEY_MASK) && j >= whole;
@@ -538,16 +536,14 @@ struct Consumer {
     }
   }
 
-  // meanwhile: what is computed while the first product runs.
-  template <class F>
-  DEVICE void run_mainloop(i32 tiles, i32 whole, const F& meanwhile, Stage& at) {
+  DEVICE void run_mainloop(i32 tiles, i32 whole, Stage& at) {
     if constexpr (Method::WHOLE_TILES)
-      if (!method.fast_exp) return run_mainloop_as<false>(tiles, whole, meanwhile, at);
-    run_mainloop_as<true>(tiles, whole, meanwhile, at);
+      if (!method.fast_exp) return run_mainloop_as<false>(tiles, whole, at);
+    run_mainloop_as<true>(tiles, whole, at);
   }
-  template <bool FAST_EXP, class F>
-  DEVICE void run_mainloop_as(i32 tiles, i32 whole, const F& meanwhile, Stage& at) {
-    first_scores(at, meanwhile);
+  template <bool FAST_EXP>
+  DEVICE void run_mainloop_as(i32 tiles, i32 whole, Stage& at) {
+    first_scores(at);
     if constexpr (Method::RESCALES && BUFFERS == 2) {
       update_row_max_of_tile(0 >= whole, 0);
       if constexpr (Method::WHOLE_TILES) method.raise_row_octaves();
@@ -596,9 +592,6 @@ struct Consumer {
     if (CAUSAL) wgmma_hold(seen);  // otherwise the compiler recomputes it in every tile
     if (KEY_MASK) mask = key_mask(p, work.batch);
     method.init(p, place, shared);
-    const auto finish_first_pass = [&] {
-      if constexpr (Method::PASSES == 2) method.finish_first_pass(p, place, shared);
-    };
     if constexpr (Method::PASSES == 2) {
       releases_tiles = false;
       if (mine.count) {
@@ -613,15 +606,15 @@ struct Consumer {
         skip_tiles(tiles - mine.count, at);
       if constexpr (BEGINS_UNSPLIT && !IS_SPLIT<Method>)
         if (some_lane(valueless_keys_of_floats(work, at))) return false;
+      method.finish_first_pass(shared);
     }
     method.clear_sums();
     releases_tiles = last;
-    if (IS_SPLIT<Method> || !mine.count) finish_first_pass();
     if (mine.count) {
       if constexpr (IS_SPLIT<Method>)
         split_pass<false>(place, mine.count, at);
       else
-        run_mainloop(mine.count, mine.whole, finish_first_pass, at);
+        run_mainloop(mine.count, mine.whole, at);
     }
     if (!KV_RESIDENT)
       skip_tiles(tiles - mine.count, at);

@@ -102,7 +102,7 @@ struct SplitGroups : PDigits<2> {
       }
     });
   }
-  DEVICE void finish_first_pass(const Params&, const ThreadRows&, const SharedLayout&) {
+  DEVICE void finish_first_pass(const SharedLayout&) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const auto largest_t = [&](i32 score) { return score == NO_SCORE ? ABSENT_T : exponent(h, score); };

@@ -22,7 +22,7 @@ CASES = {  # a case takes up to half a minute on one core, mostly to compile; wi
     ("short_rows", "intflash"): (),
     ("short_rows", "intflash_p8"): ("bias 80 32 4194304",),
     ("short_rows", "intflash_bfp"): ("no value, absent",),
-    ("long_rows", "intflash"): (),
+    ("long_rows", "intflash"): ("sums of 520",),
     ("long_rows", "intflash_p8"): (),
     ("whole_rows", "intflash"): (),
     ("whole_rows", "intflash_p8"): ("torch.float16 heads 40", "scales"),

@@ -68,6 +68,10 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             yield f"amax {amax} {d} causal", replace(p, causal=300)
         for dtype in (torch.int16, *FLOAT_KV):
             yield f"out {dtype} {d}", ic.codes(method, nq=130, nk=300 + more, d=d, out_dtype=dtype)
+    for nk in (516, 520, 1200):  # the sums of P's digits times V are up to 2^24, and more
+        p = ic.codes(method, nq=70, nk=nk, d=64, amax=1e-6, out_dtype=torch.float32)
+        v = torch.randint(100, 128, p.v.data.shape, dtype=torch.int8)
+        yield f"sums of {nk}", replace(p, v=replace(p.v, data=-v))
     if method == "intflash_bfp":
         yield from ((n, p) for n, p in ic.sink_cases(method) if p.cu_seqlens_q is None and p.window_start is None)
         for d in (16, 48, 64, 80, 128):
