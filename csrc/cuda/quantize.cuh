@@ -244,11 +244,16 @@ struct Scales {
 // --- the scale of a head from its own absolute maximum: amax / 127, and 1 where amax is below 2^-100
 // (docs/numerics.md)
 
-// Compares magnitudes by their bits, which are ordered as the magnitudes are; two 16-bit floats at a time.
+// The bits of magnitudes are ordered as the magnitudes are. Of 16-bit floats two are compared at a time, as floats: an
+// integer comparison would take an instruction of its own for the signs. The largest of values with NaN is NaN.
 DEVICE u32 max_magnitudes(u32 most, u32 word, float) { return max(most, word & 0x7FFFFFFFu); }
-template <typename T>
-DEVICE u32 max_magnitudes(u32 most, u32 word, T) {
-  return __vmaxu2(most, word & 0x7FFF7FFFu);
+DEVICE u32 max_magnitudes(u32 most, u32 word, half_t) {
+  asm("{.reg .b32 x; abs.f16x2 x, %1; max.NaN.f16x2 %0, %0, x;}" : "+r"(most) : "r"(word));
+  return most;
+}
+DEVICE u32 max_magnitudes(u32 most, u32 word, bfloat_t) {
+  asm("{.reg .b32 x; abs.bf16x2 x, %1; max.NaN.bf16x2 %0, %0, x;}" : "+r"(most) : "r"(word));
+  return most;
 }
 template <typename T, int COUNT>
 DEVICE u32 max_magnitudes(u32 most, const u32 (&words)[COUNT], T type) {

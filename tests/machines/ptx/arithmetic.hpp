@@ -63,9 +63,12 @@ static u32 bf16_of(float x) {
 static float bf16_to(u32 x) { return as<float>(x << 16); }
 static u32 f16_of(float x) { return as<u16>(f16(x)); }
 static float f16_to(u32 x) { return float(as<f16>(u16(x))); }
-static float u16_to(u32 x) { return float(x); }  // exact
-static u32 u16_of(float x) { return u32(x); }
-template <float (*TO)(u32), u32 (*OF)(float)>
+// NAN_WINS: of a number and NaN the largest is NaN, 0x7FFF; else it is the number.
+template <float (*TO)(u32), u32 (*OF)(float), bool NAN_WINS>
 static u32 max_halves(u32 a, u32 b) {
-  return OF(std::fmax(TO(a & 0xFFFF), TO(b & 0xFFFF))) | OF(std::fmax(TO(a >> 16), TO(b >> 16))) << 16;
+  const auto of = [](u32 x, u32 y) {
+    const bool is_nan = NAN_WINS && (std::isnan(TO(x)) || std::isnan(TO(y)));
+    return is_nan ? 0x7FFF : OF(std::fmax(TO(x), TO(y)));
+  };
+  return of(a & 0xFFFF, b & 0xFFFF) | of(a >> 16, b >> 16) << 16;
 }

@@ -137,8 +137,9 @@ class _Translator:
     def _minmax(self) -> str | None:
         name, kind = self.s.opcode[0], self.parts[-1]
         if kind.endswith("x2"):
-            of = {"f16x2": "f16_to, f16_of", "bf16x2": "bf16_to, bf16_of", "u16x2": "u16_to, u16_of"}.get(kind)
-            both = f"max_halves<{of}>({self.get(1, 'u32')}, {self.get(2, 'u32')})"
+            of = {"f16x2": "f16_to, f16_of", "bf16x2": "bf16_to, bf16_of"}.get(kind)
+            nan_wins = "true" if self.parts[0] == "NaN" else "false"
+            both = f"max_halves<{of}, {nan_wins}>({self.get(1, 'u32')}, {self.get(2, 'u32')})"
             return self.put(both) if name == "max" and of else None
         return self.put(f"std::{'f' if kind[0] == 'f' else ''}{name}({self.get(1)}, {self.get(2)})")
 
@@ -151,6 +152,8 @@ class _Translator:
         return self.put(f"-{self.get(1)}")
 
     def _abs(self) -> str:
+        if self.parts[-1] in ("f16x2", "bf16x2"):
+            return self.put(f"{self.get(1, 'u32')} & 0x7FFF7FFFu")
         return self.put(f"std::abs({self.get(1)})")
 
     def _product(self) -> str | None:
