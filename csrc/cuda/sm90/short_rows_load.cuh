@@ -152,7 +152,9 @@ struct ValueLoader {
 // Copies V^T where V already has contiguous keys. Adjacent threads copy adjacent chunks of a row.
 template <int THREADS>
 DEVICE void cp_async_values(u32 tile, const View& v, u32 batch, u32 head, i32 thread) {
-  constexpr int LANES = KEY_CHUNKS <= 4 ? 4 : KEY_CHUNKS <= 8 ? 8 : 16, ROWS = THREADS / LANES;
+  constexpr int LANES = KEY_CHUNKS <= 4 ? 4 : KEY_CHUNKS <= 8 ? 8 : KEY_CHUNKS <= 16 ? 16 : 32;
+  constexpr int ROWS = THREADS / LANES;
+  static_assert(KEY_CHUNKS <= LANES);
   const u8* base = v.ptr + head_offset(v, batch, head);
   const i32 chunk = thread % LANES, row = thread / LANES;
   if (KEY_CHUNKS < LANES && chunk >= KEY_CHUNKS) return;

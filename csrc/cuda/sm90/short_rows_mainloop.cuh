@@ -1,4 +1,4 @@
-// The mainloop of short rows, of at most 224 keys: products, exponentials and epilogue of a tile of 64 rows.
+// The mainloop of short rows, of at most 272 keys: products, exponentials and epilogue of a tile of 64 rows.
 //
 // K and V^T of a head are in shared memory (short_rows_load.cuh). The scores of a row stay in registers, so that one
 // pass over K gives the exact maximum and nothing is rescaled.

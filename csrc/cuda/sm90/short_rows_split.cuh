@@ -12,19 +12,24 @@ DEVICE u32 without_value(u32 codes, i32 first, i32 nk) {
 
 // Whether some key has zeros in 8 of V's channels, for which a warp takes few cycles. All warps find the same.
 DEVICE bool may_lack_values(u32 v_tile, i32 nk) {
-  static_assert(KEY_CHUNKS <= 16 && HEAD_DIM >= 8);
-  const u32 lane = threadIdx.x % 32, chunk = min(lane % 16, KEY_CHUNKS - 1);
-  u32 codes[4] = {}, some = 0;
+  static_assert(HEAD_DIM >= 8);
+  const u32 lane = threadIdx.x % 32;
+  u32 some = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    u32 w[4];
-    load_shared(value_address(v_tile, lane / 16 * 4 + i, 16 * chunk), w);
+  for (u32 first = 0; first < KEY_CHUNKS; first += 16) {
+    const u32 chunk = min(first + lane % 16, KEY_CHUNKS - 1);
+    u32 codes[4] = {};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) codes[j] |= w[j];
+    for (int i = 0; i < 4; ++i) {
+      u32 w[4];
+      load_shared(value_address(v_tile, lane / 16 * 4 + i, 16 * chunk), w);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) codes[j] |= w[j];
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      some |= without_value(codes[j] | __shfl_xor_sync(~0u, codes[j], 16), (i32)(16 * chunk + 4 * j), nk);
   }
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
-    some |= without_value(codes[j] | __shfl_xor_sync(~0u, codes[j], 16), (i32)(16 * chunk + 4 * j), nk);
   return __any_sync(~0u, some);
 }
 

@@ -228,10 +228,9 @@ void fill_plan(const Problem& p, const Choice& choice, const Memory& memory, con
 
 constexpr const char* kTypeNames[] = {"i8", "i16", "half_t", "bfloat_t", "float"};
 constexpr const char* kHopperOnly = "the kernels of short and long rows need compute capability 9.0";
-constexpr int64_t kGridLimit = 65535;    // CTAs along the second and third axis of a grid
-constexpr int64_t kChannels = 8;         // of floats that kernels quantize at once
-constexpr int64_t kMostShortKeys = 224;  // of short rows
-constexpr int64_t kWordKeys = 128;       // keys of the four words that tell which have no value
+constexpr int64_t kGridLimit = 65535;  // CTAs along the second and third axis of a grid
+constexpr int64_t kChannels = 8;       // of floats that kernels quantize at once
+constexpr int64_t kWordKeys = 128;     // keys of the four words that tell which have no value
 
 // The constants that attention kernels read; null data where the kernel computes them.
 struct Constants {

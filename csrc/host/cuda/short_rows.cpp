@@ -1,4 +1,4 @@
-// Launches of csrc/cuda/sm90/short_rows.cu, for at most 224 keys: whole rows of scores stay in registers.
+// Launches of csrc/cuda/sm90/short_rows.cu, for at most 272 keys: whole rows of scores stay in registers.
 #include <algorithm>
 #include <cmath>
 
@@ -8,6 +8,8 @@ namespace intflash::gpu {
 namespace {
 
 constexpr int64_t kMostQueries = 64 * kGridLimit;
+// Keys of a row; fewer beside a bias, which takes registers, and above a head_dim of 64, where whole rows serve more.
+constexpr int64_t kMostKeys = 272, kMostBiasKeys = 224, kMostWideKeys = 224;
 constexpr int64_t kProcessors = 132;  // of an H200
 constexpr int64_t kFewTiles = 2 * kProcessors;
 
@@ -49,7 +51,7 @@ int64_t ctas_per_sm(int64_t keys, int64_t d, int64_t bits, int64_t itemsize) {
   if (registers <= 88) return 4;
   const int64_t most = (bits == 8 ? 168 : 160) - (d > 96 && itemsize == 2 ? 8 : 0);
   if (registers <= most && (keys <= 128 || (bits == 8 && 192 <= keys && keys <= 208))) return 3;
-  return registers <= 232 ? 2 : 0;
+  return (d <= 64 ? registers <= 256 : registers <= 232 && keys <= kMostWideKeys) ? 2 : 0;
 }
 
 // How much slower CTAs are where a third one on a multiprocessor makes registers spill a few words; 0 where it spills
@@ -132,8 +134,8 @@ bool short_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
     if (is_there) return why.no([name = name] { return std::string("short rows do not support ") + name; });
   if (!gpu.is_hopper()) return why.no([] { return kHopperOnly; });
   const int64_t nk = p.nk(), d = p.head_dim(), dv = p.v.shape[3], keys = round_up(nk, 16), bits = bits_of(p.method);
-  if (nk > kMostShortKeys)
-    return why.no([&] { return "short rows hold at most " + number(kMostShortKeys) + " keys, got " + number(nk); });
+  if (nk > kMostKeys)
+    return why.no([&] { return "short rows hold at most " + number(kMostKeys) + " keys, got " + number(nk); });
   if (p.nq() > kMostQueries)
     return why.no([&] { return "takes at most " + number(kMostQueries) + " queries, got " + number(p.nq()); });
   const std::pair<const Tensor*, const char*> tensors[] = {{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}};
@@ -154,6 +156,9 @@ bool short_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   if (d != dv || d % 16 || d > 128)
     return why.no(
         [&] { return "needs one head_dim, a multiple of 16 up to 128, got " + number(d) + " and " + number(dv); });
+  if (p.bias && nk > kMostBiasKeys)
+    return why.no(
+        [&] { return "short rows with a bias hold at most " + number(kMostBiasKeys) + " keys, got " + number(nk); });
   if (p.bias && (p.bias.shape[3] != nk || p.bias.stride[3] != 1 || nk < 4))
     return why.no([&] {
       return "short rows need a bias of at least 4 keys in contiguous memory, got " + text_of(p.bias.shape) + ", " +

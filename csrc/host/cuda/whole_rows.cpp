@@ -84,17 +84,17 @@ bool whole_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
   return true;
 }
 
-// By measurements on an H200, beyond the keys of short rows. Long rows compute whole tiles of 128 keys and of 64 rows,
-// and copy V of codes where a row of it does not have contiguous keys. Of intflash_bfp they are faster with floats that
-// fill their tiles, unless few heads have a pass for their scales.
+// By measurements on an H200, of what short rows do not serve. Long rows compute whole tiles of 128 keys and of 64
+// rows, and copy V of codes where a row of it does not have contiguous keys. Of intflash_bfp they are faster with
+// floats of a head_dim of 128 that fill their tiles.
 bool whole_rows_beat_long_rows(const Problem& p) {
-  constexpr int64_t kManyHeads = 256;
+  constexpr int64_t kFewKeys = 224;
   const int64_t d = p.head_dim();
   const bool fills_tiles = p.nk() % kTile == 0;
-  if (p.nk() <= kMostShortKeys) return p.has_two_groups();
+  if (p.nk() <= kFewKeys) return p.has_two_groups();
   if (!p.has_two_groups()) return p.is_float() ? !fills_tiles && d <= 80 : !needs_copy(p, p.v);
   if (!p.is_float() || p.keep || !fills_tiles) return true;
-  return d == 64 ? p.batch() * p.heads() < kManyHeads : d != 128;
+  return d != 128;
 }
 
 void whole_rows_launch(const Attention& a, Launch& launch) {
