@@ -54,7 +54,8 @@ DEVICE void load_weights(const SharedLayout& shared, const LinearMaps& maps, i32
 #pragma unroll 1
   for (i32 step = 0; step < steps; ++step) {
     barrier_expect(shared.resident + 8 * step, WEIGHT_BYTES);
-    tma_load_box(shared.weight(0, step), maps.weight, step * STEP, 0, blockIdx.x * GROUPS, shared.resident + 8 * step);
+    tma_load_box(shared.weight(0, step), maps.weight, step * STEP, 0, 0, blockIdx.x * GROUPS,
+                 shared.resident + 8 * step);
   }
 }
 
@@ -67,9 +68,9 @@ DEVICE void load(const LinearParams& p, const SharedLayout& shared, const Linear
       const u32 full = shared.full + 8 * at.stage;
       barrier_wait(shared.empty + 8 * at.stage, at.parity ^ 1);
       barrier_expect(full, STAGE_BYTES);
-      tma_load_box(shared.x(at.stage), maps.x, step * STEP, row, 0, full);
+      tma_load_box(shared.x(at.stage), maps.x, step * STEP, row, 0, 0, full);
       if (!RESIDENT)
-        tma_load_box(shared.weight(at.stage, step), maps.weight, step * STEP, 0, blockIdx.x * GROUPS, full);
+        tma_load_box(shared.weight(at.stage, step), maps.weight, step * STEP, 0, 0, blockIdx.x * GROUPS, full);
       at.next();
     }
   }
