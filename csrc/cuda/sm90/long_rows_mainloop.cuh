@@ -683,16 +683,22 @@ struct Consumer {
   DEVICE u32 valueless_keys_of_floats(const WorkTile& of, const Stage& at) const {
     constexpr i32 MOST_TILES = TWO_GROUPS == 1 && STAGES > 6 ? 6 : STAGES;  // 6 hold ROUNDED_KEYS
     const i32 tiles = tiles_of(p, of);
-    Stage s = at;
     if (!BEGINS_UNSPLIT) {
+      Stage s = at;
 #pragma unroll 1
       for (i32 j = 0; j < tiles; ++j, s.next()) shared.wait_full(s);
-      s = at;
     }
     u32 some = 0;
 #pragma unroll
-    for (i32 j = 0; j < MOST_TILES; ++j, s.next())
-      if (j < tiles) some |= load_shared(shared.valueless_keys(s.stage) + threadIdx.x % 32 * 4);
+    for (i32 first = 0; first < MOST_TILES; first += 4) {  // 8 lanes take a tile
+      const i32 tile = first + threadIdx.x % 32 / 8;
+      if (tile >= tiles) continue;
+      Stage s = at;
+      s.advance(tile);
+      u32 keys[4];
+      load_shared(shared.valueless_keys(s.stage) + threadIdx.x % 8 * 16, keys);
+      some |= keys[0] | keys[1] | keys[2] | keys[3];
+    }
     return some;
   }
   // Advances the scheduler to the work tile that contains row tile `tile`, and begins to load its Q.

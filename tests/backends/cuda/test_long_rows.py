@@ -87,6 +87,11 @@ def cases(method: str) -> Iterator[tuple[str, Problem]]:
             zeros = torch.zeros(830, 1, dtype=torch.bool)
             zeros[[0, 130, 131, 255, 829]] = True
             yield f"floats without a value {d} {dtype}", replace(p, v=p.v.masked_fill(zeros, 0))
+        static = Recipe(q_scale=0.03, k_scale=0.03, v_scale=0.03)
+        for n, key in ((830, 520), (830, 829), (577, 576)):  # a sink in one of the later tiles alone
+            p = checks.floats(method, 2, n, 64, torch.float16, static, return_lse=True)
+            p.k[:, :, key], p.v[:, :, key] = 3.5, 0
+            yield f"floats, key {key} of {n} without a value", p
     yield from checks.spans(method, 200, 400 + more, 64)
     yield from checks.spans(method, 70, 330 + more, 48)
     yield from checks.rising(method, 100, 1500, 64)
