@@ -43,11 +43,12 @@ struct P16Accumulator {
   i32 high, low;
 };
 
-// The same of at most 512 keys: 255 * 128 * 512 < 2^24, so that float32 holds either sum.
-struct FewKeysP16Accumulator : P16Accumulator {};
+// The same where neither sum is above 2^24 in magnitude, so that float32 holds both: always of at most 512 keys,
+// because 255 * 128 * 512 < 2^24.
+struct SmallP16Accumulator : P16Accumulator {};
 
-// The accumulator of a P of one digit or two. FEW: of at most 512 keys.
-template <int DIGITS, bool FEW = false>
+// The accumulator of a P of one digit or two. SMALL: of small sums, see above.
+template <int DIGITS, bool SMALL = false>
 struct AccumulatorOf {
   typedef i32 Type;
 };
@@ -57,7 +58,7 @@ struct AccumulatorOf<2, false> {
 };
 template <>
 struct AccumulatorOf<2, true> {
-  typedef FewKeysP16Accumulator Type;
+  typedef SmallP16Accumulator Type;
 };
 
 // 256 high + low of the sums of P's digits.
@@ -115,7 +116,7 @@ DEVICE float as_float(P16Accumulator acc) {
   const u32 lower = (((u32)acc.high << 8) + acc.low) & 0xFFFFFF;
   return __fmaf_rn(__int2float_rn(upper), 16777216.0f, __uint2float_rn(lower));
 }
-DEVICE float as_float(FewKeysP16Accumulator acc) {
+DEVICE float as_float(SmallP16Accumulator acc) {
   return __fmaf_rn(__int2float_rn(acc.high), 256.0f, __int2float_rn(acc.low));
 }
 

@@ -168,15 +168,17 @@ struct PDigits : RowMaxima {
     for (int digit = 0; digit < DIGITS; ++digit) wgmma_wait(acc[digit]);
   }
   DEVICE u32 l(int h) const { return quad_sum(DIGITS == 1 ? sums[0][h] : (sums[0][h] << 8) + sums[DIGITS - 1][h]); }
-  DEVICE Accumulator result(int i) const {
+  template <class ACC = Accumulator>
+  DEVICE ACC result(int h, int channel) const {
+    const int i = channel / 2 * 4 + 2 * h + channel % 2;
     if constexpr (DIGITS == 1)
       return acc[0][i];
     else
       return {acc[0][i], acc[1][i]};
   }
-  DEVICE Accumulator result(int h, int channel) const { return result(channel / 2 * 4 + 2 * h + channel % 2); }
   DEVICE void store(const Params& p, const ThreadRows& at, const i64 (&t_max)[2],
                     const OutputConstants& output_constants) const {
+    // where float32 holds the sums, their conversion takes fewer instructions
     if (DIGITS == 2 && !IsInteger<OUT>::value && has_small_sums())
       store_as<typename AccumulatorOf<DIGITS, true>::Type>(p, at, t_max, output_constants);
     else
@@ -190,12 +192,9 @@ struct PDigits : RowMaxima {
     row_scales(computes_second_row() ? l[1] : l[0], output_constants, scales);
     ACC mine[2][CHANNELS];
 #pragma unroll
-    for (int i = 0; i < 2 * CHANNELS; ++i) {
-      if constexpr (DIGITS == 1)
-        mine[i / CHANNELS][i % CHANNELS] = result(i / CHANNELS, i % CHANNELS);
-      else
-        (P16Accumulator&)mine[i / CHANNELS][i % CHANNELS] = result(i / CHANNELS, i % CHANNELS);
-    }
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int i = 0; i < CHANNELS; ++i) mine[h][i] = this->template result<ACC>(h, i);
     u32 words[2][OUTPUT_WORDS];
     output_words<OUT>(mine, scales, output_constants, words);
 #pragma unroll

@@ -114,9 +114,8 @@ DEVICE i32 tiles_of(const Params& p, const WorkTile& work) {
 // --- a warpgroup's rows
 
 // Loads the codes of 64 rows of Q. A warp loads the 16 rows that its own products read, so that it waits for no other
-// warp; of remainder rows each warp loads all. All is loaded ahead of time, while the rows before are stored: int8
-// codes to shared memory, and 16-bit floats to registers. float32 is prefetched to L2. Floats are quantized just before
-// use.
+// warp; of remainder rows each warp loads all. While the rows before are stored, int8 codes are copied to shared
+// memory, 16-bit floats are loaded to registers, and float32 is prefetched to L2. Floats are quantized just before use.
 struct QueryLoader {
   typedef Codes<QUERY, VALUES_IN_RANGE> In;
   static constexpr u32 WIDE = K_WIDTH / 16, AT_ONCE = 32 / WIDE, ROUNDS = 16 / AT_ONCE;

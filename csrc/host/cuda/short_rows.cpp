@@ -44,7 +44,8 @@ struct Split {
 };
 
 // The number of warpgroups per multiprocessor whose scores, accumulators and Q fit the registers; 0 if none fits.
-// Three warpgroups leave 168 registers per thread, and for odd widths ptxas needs more than the sum.
+// Three warpgroups leave 168 registers per thread. For odd widths ptxas needs more than the sum, and to a head_dim of
+// 64 less.
 int64_t ctas_per_sm(int64_t keys, int64_t d, int64_t bits, int64_t itemsize) {
   const int64_t query = d / 8 * (itemsize < 4 ? itemsize : 1);
   const int64_t registers = keys / 2 + d / 2 * (bits / 8) + query + (bits == 8 ? 16 : 40) + (d > 80 ? 8 : 0);

@@ -92,7 +92,7 @@ def test_a_row_without_keys_is_zero():
     assert ((found[:, 1] > 0) & (found[:, 1] < 64)).all()  # acc = 0 plus 2^(shift - 1), shifted, is 0
 
 
-@pytest.mark.parametrize("acc, keys", (("P16Accumulator", 65_536), ("FewKeysP16Accumulator", 512)))
+@pytest.mark.parametrize("acc, keys", (("P16Accumulator", 65_536), ("SmallP16Accumulator", 512)))
 def test_sums_as_floats(acc, keys):
     """256 high + low is rounded once, to the largest sums of both digits, where V is -128 or 127."""
     torch.manual_seed(0)
