@@ -55,9 +55,9 @@ constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = 
 
 // Stores a thread's channels of a row, LANE_CHANNELS of every 4 LANE_CHANNELS, of which `to` has the first. Leaves out
 // the last lane's last 8 where the output has HEAD_DIM - 8.
-template <int WORDS>
+template <int WORDS, int ADJACENT = LANE_CHANNELS * SIZE<OUT> / 4>
 DEVICE void store_channels(u8* to, const u32 (&words)[WORDS]) {
-  constexpr int ADJACENT = LANE_CHANNELS * SIZE<OUT> / 4, ABSENT = (HEAD_DIM - TENSOR_DIM) * SIZE<OUT> / 4;
+  constexpr int ABSENT = (HEAD_DIM - TENSOR_DIM) * SIZE<OUT> / 4;
 #pragma unroll
   for (int i = 0; i < WORDS; i += ADJACENT, to += 16 * ADJACENT) {
     const u32(&adjacent)[ADJACENT] = (const u32(&)[ADJACENT])words[i];

@@ -1,4 +1,4 @@
-// The mainloop of short rows, of at most 272 keys: products, exponentials and epilogue of a tile of 64 rows.
+// The mainloop of short rows, of at most 336 keys: products, exponentials and epilogue of a tile of 64 rows.
 //
 // K and V^T of a head are in shared memory (short_rows_load.cuh). The scores of a row stay in registers, so that one
 // pass over K gives the exact maximum and nothing is rescaled.
@@ -48,8 +48,8 @@ constexpr int DIGITS = BITS / 8;
 typedef AccumulatorOf<DIGITS, true>::Type Accumulator;
 
 // The row's keys are split in two parts (one where there are few). The second part's scores are computed during the
-// maximum of the first, and P V of the first during the exponentials of the second.
-constexpr int FIRST = KEYS < 64 ? 0 : KEYS / 64 * 32, REST = KEYS - FIRST;
+// maximum of the first, and P V of the first during the exponentials of the second. wgmma.py has this formula too.
+constexpr int FIRST = KEYS < 64 ? 0 : (KEYS + 32) / 64 * 32, REST = KEYS - FIRST;
 
 // How scores become p, four of a row at a time: a word of each digit. P_K0 is added to T - Tmax, and PEAK_OFFSET to the
 // maximum in 2^-24 octave, which gives `minus_B` of a row.
@@ -388,7 +388,7 @@ struct RowTile {
 
   // Returns the row sum whose scale this lane computes; `l` receives the quad's sums of both rows.
   DEVICE u32 row_sums(u32 (&l)[2]) const {
-    if constexpr (DIGITS == 1) {  // below 2^16 each
+    if constexpr (DIGITS == 1 && KEYS * 255 < 1 << 16) {  // both fit in a word
       const u32 both = quad_sum((sums[1][0] << 16) + sums[0][0]);
       l[0] = both & 0xFFFF, l[1] = both >> 16;
       return permute(both, 0, sum_selector);

@@ -1,4 +1,4 @@
-// Launches of csrc/cuda/sm90/short_rows.cu, for at most 272 keys: whole rows of scores stay in registers.
+// Launches of csrc/cuda/sm90/short_rows.cu, for at most 336 keys: whole rows of scores stay in registers.
 #include <algorithm>
 #include <cmath>
 
@@ -8,9 +8,8 @@ namespace intflash::gpu {
 namespace {
 
 constexpr int64_t kMostQueries = 64 * kGridLimit;
-// Keys of a row; fewer beside a bias, which takes registers, and above a head_dim of 64, where whole rows serve more.
-constexpr int64_t kMostKeys = 272, kMostBiasKeys = 224, kMostWideKeys = 224;
-constexpr int64_t kProcessors = 132;  // of an H200
+constexpr int64_t kMostBiasKeys = 224;  // of a row beside a bias, which takes registers
+constexpr int64_t kProcessors = 132;    // of an H200
 constexpr int64_t kFewTiles = 2 * kProcessors;
 
 const Source kSource = {"sm90/short_rows.cu",
@@ -43,6 +42,9 @@ struct Split {
   int64_t warpgroups, tiles, ctas_per_sm;
 };
 
+// Keys of a row that registers hold, by ptxas's spills: up to a head_dim of 80 few words spill in rows of this length.
+int64_t most_keys(int64_t d) { return d <= 64 ? 336 : d <= 80 ? 304 : 224; }
+
 // The number of warpgroups per multiprocessor whose scores, accumulators and Q fit the registers; 0 if none fits.
 // Three warpgroups leave 168 registers per thread. For odd widths ptxas needs more than the sum, and to a head_dim of
 // 64 less.
@@ -52,7 +54,7 @@ int64_t ctas_per_sm(int64_t keys, int64_t d, int64_t bits, int64_t itemsize) {
   if (registers <= 88) return 4;
   const int64_t most = (bits == 8 ? 168 : 160) - (d > 96 && itemsize == 2 ? 8 : 0);
   if (registers <= most && (keys <= 128 || (bits == 8 && 192 <= keys && keys <= 208))) return 3;
-  return (d <= 64 ? registers <= 256 : registers <= 232 && keys <= kMostWideKeys) ? 2 : 0;
+  return keys <= most_keys(d) && (d <= 80 || registers <= 232) ? 2 : 0;
 }
 
 // How much slower CTAs are where a third one on a multiprocessor makes registers spill a few words; 0 where it spills
@@ -135,8 +137,11 @@ bool short_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
     if (is_there) return why.no([name = name] { return std::string("short rows do not support ") + name; });
   if (!gpu.is_hopper()) return why.no([] { return kHopperOnly; });
   const int64_t nk = p.nk(), d = p.head_dim(), dv = p.v.shape[3], keys = round_up(nk, 16), bits = bits_of(p.method);
-  if (nk > kMostKeys)
-    return why.no([&] { return "short rows hold at most " + number(kMostKeys) + " keys, got " + number(nk); });
+  if (nk > most_keys(d))
+    return why.no([&] {
+      return "short rows hold at most " + number(most_keys(d)) + " keys with head_dim " + number(d) + ", got " +
+             number(nk);
+    });
   if (p.nq() > kMostQueries)
     return why.no([&] { return "takes at most " + number(kMostQueries) + " queries, got " + number(p.nq()); });
   const std::pair<const Tensor*, const char*> tensors[] = {{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}};

@@ -101,7 +101,7 @@ def header(products: Iterable[Product]) -> str:
 
 def short_rows_parts(keys: int) -> set[int]:
     """The number of keys of the parts in which short rows compute scores (short_rows_mainloop.cuh)."""
-    first = 0 if keys < 64 else keys // 64 * 32
+    first = 0 if keys < 64 else (keys + 32) // 64 * 32
     return {first, keys - first} - {0}
 
 
