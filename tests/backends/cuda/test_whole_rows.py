@@ -192,19 +192,19 @@ def test_which_calls_it_takes(monkeypatch):
         assert kernel(gpu, 197, 64, "intflash") == "whole_rows" and kernel(gpu, 256, 256) == "any_rows"
         of_blocks = [kernel(gpu, n, 64, "intflash_bfp") for n in (49, 65, 197, 288, 289)]
         assert of_blocks == ["window", *["whole_rows"] * 3, "any_rows"]
-    of_hopper = {(197, 64): "short_rows", (256, 64): "short_rows", (256, 80): "long_rows", (257, 80): "whole_rows",
-                 (272, 128): "long_rows", (197, 144): "whole_rows", (289, 64): "long_rows"}  # fmt: skip
+    of_hopper = {(197, 64): "short_rows", (256, 64): "short_rows", (304, 80): "short_rows", (257, 96): "long_rows",
+                 (272, 128): "long_rows", (197, 144): "whole_rows", (337, 64): "long_rows"}  # fmt: skip
     assert {shape: kernel("sm_90a", *shape) for shape in of_hopper} == of_hopper
     keep = torch.empty(1, 1, 1, 197, dtype=torch.bool, device="meta")
     assert kernel("sm_90a", 197, 64, "intflash_bfp", keep=keep) == "whole_rows"
-    of_blocks = [kernel("sm_90a", n, 64, "intflash_bfp") for n in (49, 65, 272, 273, 288, 289, 641)]
-    assert of_blocks == ["window", *["short_rows"] * 2, *["whole_rows"] * 2, *["long_rows"] * 2]
+    of_blocks = [kernel("sm_90a", n, 64, "intflash_bfp") for n in (49, 65, 336, 337, 641)]
+    assert of_blocks == ["window", *["short_rows"] * 2, *["long_rows"] * 2]
     assert kernel("sm_90a", 197, 64, "intflash_bfp", causal=0) == "long_rows"
-    of_256 = {(64, 1): "short_rows", (64, 300): "short_rows", (128, 1): "long_rows", (80, 300): "whole_rows"}
+    of_256 = {(64, 1): "short_rows", (64, 300): "short_rows", (128, 1): "long_rows", (96, 300): "whole_rows"}
     assert {x: kernel("sm_90a", 256, x[0], "intflash_bfp", batch=x[1]) for x in of_256} == of_256
     keep = torch.empty(1, 1, 1, 256, dtype=torch.bool, device="meta")
     assert kernel("sm_90a", 256, 64, "intflash_bfp", keep=keep, batch=300) == "whole_rows"
-    codes = checks.empty_problem("intflash_p8", 256, 80)
+    codes = checks.empty_problem("intflash_p8", 256, 144)
     assert plans.find_kernel(codes).kernel == "whole_rows"
 
 
