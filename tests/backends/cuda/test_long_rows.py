@@ -445,7 +445,7 @@ def test_ring_buffers_fit_shared_memory():
     for d, consumers, method in itertools.product(range(16, 129, 16), (2, 3), METHODS):
         sizes, stages = [], []
         for resident in (0, 1):
-            p = checks.empty_problem(method, 300, d)
+            p = checks.empty_problem(method, 400, d)
             launch = checks.attention_launch(p, consumers=consumers, resident=resident)
             sizes.append(launch.shared_bytes)
             stages.append(int(checks.macros(launch)["STAGES"]))
@@ -516,7 +516,7 @@ def test_when_the_kernel_quantizes_kv():
     """
     static = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02)
     for batch, n, d, quantizes_kv in (
-        (1, 300, 64, True), (32, 577, 64, True), (16, 1370, 64, True), (256, 1408, 64, True), (256, 1409, 64, False),
+        (1, 340, 64, True), (32, 577, 64, True), (16, 1370, 64, True), (256, 1408, 64, True), (256, 1409, 64, False),
         (1, 1370, 64, False), (24, 785, 64, False), (256, 640, 128, True), (256, 641, 128, False),
     ):  # fmt: skip
         assert _quantizes_kv("intflash_p8", n, d, batch=batch, recipe=static) == quantizes_kv, (batch, n, d)
@@ -562,7 +562,7 @@ def test_range_splits_of_many_heads():
     assert _range_split(577, 3072) == (3, 3, 0)
 
 
-def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None, resident=False, n=300):
+def _launch(method: str, d: int, out=torch.int8, causal=None, rows=False, query=None, resident=False, n=340):
     p = checks.empty_problem(method, n, d, torch.int8 if query is None else query, out, causal=causal)
     if rows:
         p = replace(p, q=QTensor(p.q.data, torch.ones(1, 2, n, 1, device="meta"), "token"))
@@ -597,7 +597,7 @@ def test_integer_only_of_dithered_p(d):
     _check_integer_only("intflash_bfp", d, 1 if d == 128 else 3, n=900)
 
 
-def _check_integer_only(method: str, d: int, variants: int = 3, n: int = 300, most_spills: int | None = None) -> None:
+def _check_integer_only(method: str, d: int, variants: int = 3, n: int = 340, most_spills: int | None = None) -> None:
     most = MOST_SPILLS[method] if most_spills is None else most_spills
     for out, causal, rows, resident in (
         (torch.int8, None, False, False), (torch.int16, 0, True, False), (torch.int8, None, False, True),
@@ -641,7 +641,7 @@ def test_scales_found_in_the_kernel_do_not_spill(method):
 
 
 def _float_launch(method, d, dtype, recipe, **fixed):
-    p = checks.empty_problem(method, 300, d, dtype, dtype, recipe=recipe)
+    p = checks.empty_problem(method, 340, d, dtype, dtype, recipe=recipe)
     launch = checks.attention_launch(p, fuses_keys=1, **fixed)
     assert checks.macros(launch)["FLOAT_KV"] == "1"
     return launch

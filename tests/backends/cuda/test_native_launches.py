@@ -192,7 +192,7 @@ def test_both_ways_plan_alike(arguments):
     seen[file] = seen.get(file, 0) + 1
 
 
-@pytest.mark.parametrize("shape", [(64, 20, 1000, 300, 64), (300, 16, 130, 1000, 64), (9, 100, 777, 300, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 20, 1000, 340, 64), (300, 16, 130, 1000, 64), (9, 100, 777, 300, 128)], ids=str)
 @pytest.mark.parametrize("method", ["intflash", "intflash_p8", "intflash_online"])
 def test_much_work_is_planned_alike(shape, method):
     b, h, nq, nk, d = shape
