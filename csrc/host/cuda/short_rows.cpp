@@ -42,12 +42,12 @@ struct Split {
   int64_t warpgroups, tiles, ctas_per_sm;
 };
 
-// Keys of a row that registers hold, by ptxas's spills: up to a head_dim of 80 few words spill in rows of this length.
+// The most keys of a row: so many that few words spill, at most 30 with a head_dim to 80.
 int64_t most_keys(int64_t d) { return d <= 64 ? 336 : d <= 80 ? 304 : 224; }
 
 // The number of warpgroups per multiprocessor whose scores, accumulators and Q fit the registers; 0 if none fits.
-// Three warpgroups leave 168 registers per thread. For odd widths ptxas needs more than the sum, and to a head_dim of
-// 64 less.
+// Three warpgroups leave 168 registers per thread. For odd widths ptxas needs more than the sum; of two warpgroups with
+// a head_dim to 80 it needs less.
 int64_t ctas_per_sm(int64_t keys, int64_t d, int64_t bits, int64_t itemsize) {
   const int64_t query = d / 8 * (itemsize < 4 ? itemsize : 1);
   const int64_t registers = keys / 2 + d / 2 * (bits / 8) + query + (bits == 8 ? 16 : 40) + (d > 80 ? 8 : 0);
