@@ -5,6 +5,7 @@
 //
 // Macros:
 //   KEYS                 the number of keys, padded to 16
+//   FIRST                how many of them are the first part of a row, a multiple of 32; 0 where a row is not split
 //   HEAD_DIM             a multiple of 16
 //   BITS                 of p, 8 or 16
 //   TWO_GROUPS          1: intflash_bfp, with BITS 16; 0 (the default)
@@ -48,8 +49,8 @@ constexpr int DIGITS = BITS / 8;
 typedef AccumulatorOf<DIGITS, true>::Type Accumulator;
 
 // The row's keys are split in two parts (one where there are few). The second part's scores are computed during the
-// maximum of the first, and P V of the first during the exponentials of the second. wgmma.py has this formula too.
-constexpr int FIRST = KEYS < 64 ? 0 : (KEYS + 32) / 64 * 32, REST = KEYS - FIRST;
+// maximum of the first, and P V of the first during the exponentials of the second.
+constexpr int REST = KEYS - FIRST;
 
 // How scores become p, four of a row at a time: a word of each digit. P_K0 is added to T - Tmax, and PEAK_OFFSET to the
 // maximum in 2^-24 octave, which gives `minus_B` of a row.

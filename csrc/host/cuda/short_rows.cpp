@@ -15,6 +15,7 @@ constexpr int64_t kFewTiles = 2 * kProcessors;
 const Source kSource = {"sm90/short_rows.cu",
                         "attention",
                         {{"KEYS", nullptr},
+                         {"FIRST", nullptr},
                          {"HEAD_DIM", nullptr},
                          {"BITS", nullptr},
                          {"IN", kTypeNames},
@@ -42,7 +43,7 @@ struct Split {
   int64_t warpgroups, tiles, ctas_per_sm;
 };
 
-// The most keys of a row: so many that few words spill, at most 30 with a head_dim to 80.
+// The most keys of a row: so many that few words spill.
 int64_t most_keys(int64_t d) { return d <= 64 ? 336 : d <= 80 ? 304 : 224; }
 
 // The number of warpgroups per multiprocessor whose scores, accumulators and Q fit the registers; 0 if none fits.
@@ -55,6 +56,14 @@ int64_t ctas_per_sm(int64_t keys, int64_t d, int64_t bits, int64_t itemsize) {
   const int64_t most = (bits == 8 ? 168 : 160) - (d > 96 && itemsize == 2 ? 8 : 0);
   if (registers <= most && (keys <= 128 || (bits == 8 && 192 <= keys && keys <= 208))) return 3;
   return keys <= most_keys(d) && (d <= 80 || registers <= 232) ? 2 : 0;
+}
+
+// How many keys of a row are its first part (short_rows_mainloop.cuh): about half of them. With 32 fewer ptxas spills
+// few words of these two.
+int64_t keys_of_first_part(int64_t keys, int64_t d) {
+  if (keys < 64) return 0;
+  const bool fewer = (48 < d && d <= 64 && keys == 304) || (64 < d && d <= 80 && keys == 288);
+  return (keys + 32) / 64 * 32 - 32 * fewer;
 }
 
 // How much slower CTAs are where a third one on a multiprocessor makes registers spill a few words; 0 where it spills
@@ -202,6 +211,7 @@ void short_rows_launch(const Attention& a, Launch& launch) {
   const bool dynamic = a.is_fused && p.is_dynamic();  // scales of the values' own maxima
   launch.program = {&kSource,
                     {int32_t(keys),
+                     int32_t(keys_of_first_part(keys, d)),
                      int32_t(d),
                      int32_t(bits),
                      int32_t(a.q.type),

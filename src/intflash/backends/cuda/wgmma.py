@@ -99,19 +99,14 @@ def header(products: Iterable[Product]) -> str:
     return _HEADER + "".join(makers[p.left](p.columns, p.left) for p in products)
 
 
-def short_rows_parts(keys: int) -> set[int]:
-    """The number of keys of the parts in which short rows compute scores (short_rows_mainloop.cuh)."""
-    first = 0 if keys < 64 else (keys + 32) // 64 * 32
-    return {first, keys - first} - {0}
-
-
 def products(file: str, macros: Mapping[str, str]) -> tuple[Product, ...]:
     """The products that an attention program of csrc/cuda uses."""
     if not file.startswith("sm90/"):
         return ()
     d = int(macros["HEAD_DIM"])
     if file == "sm90/short_rows.cu":
-        return (*(Product(n, "s8") for n in sorted(short_rows_parts(int(macros["KEYS"])))), Product(d, "u8"))
+        keys, first = int(macros["KEYS"]), int(macros["FIRST"])
+        return (*(Product(n, "s8") for n in sorted({first, keys - first} - {0})), Product(d, "u8"))
     scores = Product(64, "s8"), Product(128, "s8")
     if file == "sm90/long_rows_float.cu":
         return *scores, Product(d, {"bfloat_t": "bf16", "half_t": "f16"}[macros["VALUE"]])
