@@ -17,12 +17,14 @@ constexpr int64_t kMaximaBytes = 3 * 16 * 4;      // of the maxima that each of 
 // Times of 1, 2, ... of two or three warpgroups relative to that of all, measured.
 constexpr double kWarpgroupTimes[2][3] = {{0.8, 1.0, 0}, {0.57, 0.78, 1.0}};
 constexpr double kOutputTime = 0.1;  // part of that time that 64 rows' output takes
-// To quantize a tile of K and V with D = 64, by all warpgroups of a CTA or beside its consumers.
+// To quantize a tile of K and V whose keys have 64 bytes of shared memory each, by all warpgroups of a CTA or beside
+// its consumers.
 constexpr double kQuantizeTileUs = 0.6;
 // A separate quantization pass: its least time, and its rate at 3 bytes per element.
-constexpr double kPassLeastUs = 4.5, kPassTbS = 4.0;
-// To find the scales of a head: the rate of a CTA, and the least time and the rate of a pass over all heads.
-constexpr double kScanTbS = 0.105, kScalesLeastUs = 0.8, kScalesTbS = 6.0;
+constexpr double kPassLeastUs = 4.0, kPassTbS = 4.0;
+// To find the scales of a head: the rate of a CTA while all others read too, and the least time and the rate of a pass
+// over all heads.
+constexpr double kScanTbS = 0.053, kScalesLeastUs = 0.8, kScalesTbS = 6.0;
 
 const Source kSource = {"sm90/long_rows.cu",
                         "attention",
@@ -101,8 +103,12 @@ bool fits_resident(const Problem& p, int64_t stages) { return !p.is_causal && ce
 // Whether K and V of a head should be resident where they fit, by measurement. They are faster for int8 Q, which is
 // loaded during the previous output. Loading float Q takes more time than they save where there are at most two tiles
 // of keys. With one pass over the keys they save nothing where no stage is left to load the next head ahead of time.
-bool is_faster_resident(const Problem& p, const Tensor& q, int64_t stages) {
-  const int64_t tiles = ceil_div(p.nk(), kTile);
+// With two passes the first may begin at the first tile that arrives: where several CTAs share a head, that is worth
+// more, if rows of K fill those of shared memory.
+bool is_faster_resident(const Problem& p, const Tensor& q, int64_t stages, int64_t processors) {
+  const int64_t tiles = ceil_div(p.nk(), kTile), d = padded_channels(p.head_dim());
+  if (p.method != Method::kOnline && tiles > 2 && d == key_width(d) && 2 * p.batch() * p.heads() <= processors)
+    return false;
   return q.is_codes() || (tiles > 2 && (p.method != Method::kOnline || tiles < stages));
 }
 
@@ -166,7 +172,7 @@ RangeSplit find_range_split(int64_t nq, int64_t heads, int64_t consumers, int64_
   bool found = false;
   RangeSplit best{};
   double least = 0;
-  for (int64_t whole = most; whole > std::max<int64_t>(most - 4, -1); --whole)
+  for (int64_t whole = most; whole >= (most > 8 ? most - 3 : 0); --whole)
     for (int64_t tiles = consumers; tiles > 0; --tiles) {
       const int64_t left = nq - rows * whole;
       rest.assign(size_t(left / (64 * tiles)), times[tiles - 1]);
@@ -209,7 +215,7 @@ bool quantizing_is_faster(const Problem& p, int64_t processors) {
   const int64_t batch = p.k.shape[0], heads = p.k.shape[1], nk = p.nk(), d = p.k.shape[3];
   const ::Share share = schedule_resident_heads(p, true, processors).share;
   const int64_t loaded = ceil_div(share.rest_tiles, share.whole) + !is_in_step(share);
-  return double(loaded * ceil_div(nk, kTile) * d) / 64 * kQuantizeTileUs <
+  return double(loaded * ceil_div(nk, kTile) * key_width(d)) / 64 * kQuantizeTileUs <
          kPassLeastUs + 6e-6 * double(batch) * double(heads) * double(nk) * double(d) / kPassTbS;
 }
 
@@ -325,7 +331,8 @@ void long_rows_launch(const Attention& a, Launch& launch) {
   const bool light = floats ? light_quantization(d) : launch.has_maps && d == own;
   int64_t consumers = p.fixed.consumers < 0 ? consumers_of(p, d, light, rows) : p.fixed.consumers;
   const int64_t most = most_stages(p, consumers, floats);
-  const bool is_faster = p.fixed.resident < 0 ? is_faster_resident(p, a.q, most) : bool(p.fixed.resident);
+  const bool is_faster =
+      p.fixed.resident < 0 ? is_faster_resident(p, a.q, most, a.gpu.processors) : bool(p.fixed.resident);
   const bool resident = floats || (fits_resident(p, most) && is_faster);
   if (p.fixed.consumers < 0 && !resident && two_consumers_suffice(p, a.gpu.processors)) consumers = 2;
   const int64_t stages = resident ? most : kStages;

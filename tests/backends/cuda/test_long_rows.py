@@ -470,6 +470,8 @@ def test_when_kv_is_resident():
     )
     assert list(map(_is_resident, floats)) == [False, False, True, False]
     assert not _is_resident(checks.empty_problem("intflash_online", 197, 64, causal=0))
+    several = (checks.empty_problem("intflash_bfp", 577, d, batch=batch) for d in (64, 80) for batch in (33, 34))
+    assert list(map(_is_resident, several)) == [False, True, True, True]  # of 66 and 68 heads
 
 
 def test_when_the_kernel_finds_scales():
@@ -491,7 +493,7 @@ def test_which_remainder_rows_have_a_path():
     maximum."""
 
     def tiles(method: str, nq: int, nk: int, d: int = 64, **fixed) -> str | None:
-        p = checks.empty_problem(method, nk, d)
+        p = checks.empty_problem(method, nk, d, batch=64)
         q = replace(p.q, data=p.q.data[:, :, :1].expand(-1, -1, nq, -1))
         return checks.macros(checks.attention_launch(replace(p, q=q), **fixed)).get("REMAINDER_KEY_TILES")
 
@@ -523,7 +525,7 @@ def test_when_the_kernel_quantizes_kv():
     for n, d, quantizes_kv in ((1152, 64, True), (1153, 64, False), (384, 128, True), (385, 128, False)):
         assert _quantizes_kv("intflash_online", n, d, batch=256) == quantizes_kv, (n, d)  # beside a table
     found = functools.partial(_quantizes_kv, "intflash_p8", d=64, recipe=checks.OF_HEADS)
-    assert found(577, batch=32) and not found(577, batch=1) and not found(400, batch=1)
+    assert found(577, batch=64) and not found(577, batch=32) and not found(400, batch=1)
     assert _quantizes_kv("intflash_p8", 577, 64, batch=1, recipe=checks.OF_TENSORS)  # the pass finds scales of heads
     assert not _quantizes_kv("intflash_online", 577, 64, torch.float32)
     assert not _quantizes_kv("intflash_online", 577, 64, causal=0)
@@ -552,6 +554,7 @@ def test_range_splits_of_few_heads():
     assert _range_split(4096, 64) == (20, 2, 0)
     assert _range_split(4096, 128) == (21, 3, 48)  # those that take 21 whole ranges take no smaller one
     assert _range_split(4224, 60) == (22, 3, 0)
+    assert _range_split(512, 16) == (0, 1, 0)  # a tile of 64 rows for each of 128 multiprocessors
 
 
 def test_range_splits_of_many_heads():
@@ -664,7 +667,7 @@ def test_padded_channels_and_key_masks_do_not_spill(method):
 def test_remainder_rows_do_not_spill(method, shape):
     n, d = shape
     for dtype in (torch.int8, torch.float16):
-        p = checks.empty_problem(method, n, d, dtype, dtype, recipe=checks.OF_HEADS)
+        p = checks.empty_problem(method, n, d, dtype, dtype, recipe=checks.OF_HEADS, batch=64)
         launch = checks.attention_launch(p, kernel="long_rows", fuses_keys=1, head_amax_in_kernel=1)
         assert "REMAINDER_KEY_TILES" in checks.macros(launch)
         machine = checks.machine(launch)
