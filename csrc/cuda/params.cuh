@@ -17,7 +17,8 @@ struct View {
 
 // The work that the tile scheduler of long rows hands out (sm90/tile_scheduler.cuh). The host computes the reciprocals
 // for `quotient`. With K/V resident in shared memory a range is a tile of 64 rows, all ranges are whole, and each CTA
-// takes `rest_tiles` adjacent ones; the CTAs before `first` take one more.
+// takes `rest_tiles` adjacent ones; the CTAs before `first` take one more. Of short rows `whole` heads have a CTA each,
+// and `rest` ones are divided into `pieces` parts.
 struct Share {
   i32 whole, rest;           // ranges of a head: those with a CTA's full number of rows, and the smaller ones
   i32 rest_tiles;            // tiles of 64 rows in a smaller range

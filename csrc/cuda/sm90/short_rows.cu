@@ -150,16 +150,42 @@ DEVICE void find_scales(const QuerySearch& queries, const Loader& loader, i32 ke
 struct HeadOfCta {
   u32 batch, head;
 
-  // x, y: of the grid.
-  DEVICE HeadOfCta(const Params& p, u32 x, u32 y) : batch(HEADS_FIRST ? y : x), head(HEADS_FIRST ? x : y) {
-    if (!REVERSE_HEADS) return;  // the previous kernel has left the last heads in L2
-    batch = (HEADS_FIRST ? gridDim.y : gridDim.x) - 1 - batch, head = p.heads - 1 - head;
+  // x, y: of the grid. Where DIVIDED is 2, x counts all heads.
+  DEVICE HeadOfCta(const Params& p, u32 x, u32 y) {
+    if constexpr (DIVIDED == 2) {
+      if (REVERSE_HEADS) x = p.count - 1 - x;  // the previous kernel has left the last heads in L2
+      batch = quotient(x, p.heads, p.share.heads_reciprocal), head = x - batch * p.heads;
+    } else {
+      batch = HEADS_FIRST ? y : x, head = HEADS_FIRST ? x : y;
+      if (REVERSE_HEADS) batch = (HEADS_FIRST ? gridDim.y : gridDim.x) - 1 - batch, head = p.heads - 1 - head;
+    }
+  }
+};
+
+// The rows of a CTA's head that it takes, [row, stop), and the head's place in the grid.
+struct RowsOfCta {
+  u32 x = blockIdx.x;
+  i32 row = 0, stop;
+
+  DEVICE RowsOfCta(const Params& p) : stop(p.nq) {
+    if constexpr (DIVIDED > 0) {
+      u32 part = blockIdx.z, parts = gridDim.z;
+      if constexpr (DIVIDED == 2) {
+        // CTAs of whole heads, then those of the first parts of all others, then those of their next parts
+        const bool is_whole = x < (u32)p.share.whole;
+        part = is_whole ? 0 : quotient(x - p.share.whole, p.share.rest, p.share.rest_reciprocal);
+        parts = is_whole ? 1 : p.share.pieces;
+        x -= part * p.share.rest;
+      }
+      row = part * p.tiles * 64;
+      if (part + 1 < parts) stop = row + p.tiles * 64;
+    }
   }
 };
 
 // Whether a CTA fetches the next head to L2 while it computes, so that the search for that head's scales waits less.
 // Not with three CTAs on a multiprocessor or static scales, where it costs more than it saves.
-constexpr bool PREFETCHES_HEADS = HEAD_AMAX_IN_KERNEL && ALL_ROWS && WARPGROUPS == 1 && CTAS_PER_SM <= 2;
+constexpr bool PREFETCHES_HEADS = HEAD_AMAX_IN_KERNEL && DIVIDED != 1 && WARPGROUPS == 1 && CTAS_PER_SM <= 2;
 
 DEVICE void prefetch_tokens(const Tokens& x, i32 count) {
   constexpr i32 LINES = (HEAD_DIM * SIZE<IN> + 127) / 128;
@@ -169,9 +195,14 @@ DEVICE void prefetch_tokens(const Tokens& x, i32 count) {
 
 // Fetches the head of the CTA that will probably run where this one does.
 DEVICE void prefetch_next_head(const Params& p) {
-  const u32 x = blockIdx.x + p.heads_at_once, y = blockIdx.y + x / gridDim.x;
-  if (y >= gridDim.y) return;
-  const HeadOfCta next(p, x % gridDim.x, y);
+  u32 x = blockIdx.x + p.heads_at_once, y = 0;
+  if constexpr (DIVIDED == 2) {
+    if (x >= (u32)p.count) return;
+  } else {
+    y = blockIdx.y + x / gridDim.x, x %= gridDim.x;
+    if (y >= gridDim.y) return;
+  }
+  const HeadOfCta next(p, x, y);
   const u32 kv_head = key_head(p, next.head);
   prefetch_tokens(Tokens(p.k, next.batch, kv_head), p.nk);
   prefetch_tokens(Tokens(p.v, next.batch, kv_head), p.nk);
@@ -190,14 +221,15 @@ __cluster_dims__(1, 1, CLUSTER)
 #endif
   extern __shared__ __align__(1024) u8 shared[];
   const u32 k_tile = shared_address(shared), v_tile = k_tile + K_BYTES;
-  const HeadOfCta own(p, blockIdx.x, blockIdx.y);
+  const RowsOfCta rows(p);
+  const HeadOfCta own(p, rows.x, blockIdx.y);
   const u32 batch = own.batch, head = own.head;
   const u32 kv_head = key_head(p, head);
   const i32 warp = threadIdx.x / 32 % 4, row_of_warp = threadIdx.x % 32 / 4, row_of_thread = warp * 16 + row_of_warp;
   const i32 warpgroup =
       WARPGROUPS == 1 ? 0 : threadIdx.x / 128;  // a constant tells the compiler that all lanes have the same rows
-  i32 row = ((ALL_ROWS ? 0 : blockIdx.z * p.tiles) + warpgroup) * 64;
-  const i32 stop = ALL_ROWS ? p.nq : min((i32)(blockIdx.z + 1) * p.tiles * 64, p.nq);
+  i32 row = rows.row + warpgroup * 64;
+  const i32 stop = rows.stop;
   const i32 whole = REMAINDER_ROWS ? min(stop, p.nq & ~63) : stop;  // rows below this one belong to whole tiles
   const i32 first = row + (row < whole ? row_of_thread : row_of_warp);
 
@@ -232,7 +264,7 @@ __cluster_dims__(1, 1, CLUSTER)
 #endif
   if (!Loader::HOLDS_VALUES) loader.begin_values(p, batch, kv_head);
 #if BIAS
-  BiasRows::prefetch(p, batch, head, ALL_ROWS ? 0 : blockIdx.z * p.tiles * 64, stop);
+  BiasRows::prefetch(p, batch, head, rows.row, stop);
 #endif
   if (SIZE<IN> == 1) constants.load();
   RowTile tile;

@@ -20,7 +20,9 @@
 //   STATISTICS           1: the caller wants p.t_max and p.l
 //   HEADS_FIRST          1: heads are the grid's first axis, as they usually are in memory; 0: batches are
 //   REVERSE_HEADS        1: CTAs take the last heads first
-//   ALL_ROWS             1: a CTA takes all rows of its head
+//   DIVIDED              which heads are divided among several CTAs, each of which takes `tiles` row tiles, and the
+//                        last one all that remain: 0 none, 1 all, 2 those from `share.whole` on, into `share.pieces`
+//                        parts
 //   BIAS                 int32 p.bias, NO_SCORE for an absent key: 0 none (the default), 1 with contiguous keys, 4 with
 //                        contiguous keys that are read four at a time; with EXP_32BIT. BIAS_FRACTION_BITS: of an octave
 //   CLUSTER              with HEAD_AMAX_IN_KERNEL, the CTAs of a head, which are a cluster and share the search of its

@@ -43,10 +43,10 @@ inline bool is_for_any_shape(Kernel kernel) { return kernel == Kernel::kFewRows 
 
 // Choices that tests fix, because results must not depend on them. The plan makes those that are negative.
 struct Fixed {
-  int kernel = -1;                         // a `Kernel`; any_rows: few_rows too, where it takes the problem
-  int64_t window_split[3] = {-1, -1, -1};  // warps per window, rows per tile, windows per CTA
-  int64_t row_split[3] = {-1, -1, -1};     // of short rows: warpgroups, tiles per CTA, CTAs per multiprocessor
-  int exp_32bit = -1, cluster = -1;        // of short rows
+  int kernel = -1;                          // a `Kernel`; any_rows: few_rows too, where it takes the problem
+  int64_t window_split[3] = {-1, -1, -1};   // warps per window, rows per tile, windows per CTA
+  int64_t row_split[4] = {-1, -1, -1, -1};  // of short rows: warpgroups, tiles, CTAs, whole heads: see `Split`
+  int exp_32bit = -1, cluster = -1;         // of short rows
   int consumers = -1, resident = -1, fuses_keys = -1, remainder = -1;  // of long rows
   int head_amax_in_kernel = -1;                                        // of long, short and whole rows
   int64_t range_split[3] = {-1, -1, -1};       // of long rows: whole ranges, tiles of a smaller one, its first CTA

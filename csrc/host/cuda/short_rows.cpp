@@ -1,6 +1,8 @@
 // Launches of csrc/cuda/sm90/short_rows.cu, for at most 336 keys: whole rows of scores stay in registers.
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
+#include <map>
 
 #include "host/cuda/plan.h"
 
@@ -30,7 +32,7 @@ const Source kSource = {"sm90/short_rows.cu",
                          {"STATISTICS", nullptr},
                          {"HEADS_FIRST", nullptr},
                          {"REVERSE_HEADS", nullptr},
-                         {"ALL_ROWS", nullptr},
+                         {"DIVIDED", nullptr},
                          {"WARPGROUPS", nullptr},
                          {"CTAS_PER_SM", nullptr},
                          {"BIAS", nullptr},
@@ -38,9 +40,10 @@ const Source kSource = {"sm90/short_rows.cu",
                          {"TWO_GROUPS", nullptr},
                          {"BIAS_FRACTION_BITS", nullptr}}};
 
-// How the work is split: warpgroups per CTA, tiles of 64 rows per CTA, CTAs per multiprocessor.
+// How the work is split: warpgroups per CTA, CTAs per multiprocessor, parts of a head and their tiles of 64 rows, of
+// which the last part may have fewer, or remainder rows more; and how many heads have one CTA nevertheless.
 struct Split {
-  int64_t warpgroups, tiles, ctas_per_sm;
+  int64_t warpgroups, tiles, ctas_per_sm, parts, whole;
 };
 
 // The most keys of a row: so many that few words spill.
@@ -73,44 +76,103 @@ double time_of_third_cta(int64_t keys, int64_t d, int64_t bits) {
   return keys <= 144 ? 1.03 : 192 <= keys && keys <= 208 ? 1.16 : 0;
 }
 
-// The time that a multiprocessor takes for one to four CTAs of a warpgroup, which it runs at once, and the time of a
-// CTA before its tiles over that of a tile, by [has a bias][finds scales]: measured on an H200 with N = 196 and 197.
-constexpr double kTimes[] = {0, 0.8, 1, 1.37, 1.8}, kStartTimes[2][2] = {{1, 4}, {0.5, 1}};
+// The row tiles of a head. Remainder rows, of which short_rows_remainder.cuh is, are none of the whole ones.
+struct RowTiles {
+  int64_t all, whole;
+};
+RowTiles row_tiles_of(int64_t nq, bool has_remainder) {
+  const int64_t all = ceil_div(nq, 64);
+  return {all, std::max<int64_t>(all - has_remainder, 1)};
+}
+
+// The time that a multiprocessor takes for one to four CTAs of a warpgroup, which it runs at once, and the times of
+// remainder rows and of a CTA before its tiles over that of a tile, the latter by [has a bias][finds scales]: measured
+// on an H200 with N = 196 and 197.
+constexpr double kTimes[] = {0, 0.8, 1, 1.37, 1.8}, kRemainderTime = 0.3;
+constexpr double kStartTimes[2][2] = {{0.82, 3.3}, {0.41, 0.82}};
 
 // Into how many parts heads are divided where they occupy all multiprocessors, and how many CTAs each multiprocessor
-// takes where they do not: more were not measured.
+// takes where they do not, or where some heads are divided only: more were not measured.
 constexpr int64_t kMostParts = 4, kMostCtas = 8;
 
+// CTAs that take a time each.
+struct Ctas {
+  int64_t count;
+  double time;
+};
+
+// Returns when the last CTA ends if `at_once` run at once, and each of the others begins where the next one ends.
+double end_of(std::initializer_list<Ctas> all, int64_t at_once) {
+  std::map<double, int64_t> free{{0.0, at_once}};  // how many CTAs can begin when
+  for (auto [count, time] : all)
+    while (count > 0) {
+      const auto [begin, places] = *free.begin();
+      const int64_t some = std::min(count, places);
+      free.erase(free.begin());
+      if (places > some) free[begin] = places - some;
+      free[begin + time] += some;
+      count -= some;
+    }
+  return free.rbegin()->first;
+}
+
 // Returns the fastest split into CTAs of one warpgroup. Few heads may have one CTA of two warpgroups on each
-// multiprocessor instead, and have it where they are of few tiles.
-Split fastest_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double third, double start_time) {
+// multiprocessor instead, and have it where they are of few tiles. Of many heads some may be divided only, so that all
+// multiprocessors end at about the same time.
+Split fastest_split(int64_t heads, const RowTiles& rows, int64_t most_ctas, double third, const double (&starts)[2],
+                    bool finds_scales) {
+  const double start_time = starts[finds_scales], least_start_time = starts[0];
   const int64_t last = third && most_ctas == 2 ? 3 : most_ctas;
+  const double remainder = kRemainderTime * double(rows.all - rows.whole);
   const bool few_heads = heads <= kProcessors;
   Split best{};
   double least = INFINITY;
+  const auto is_better = [&](double time) { return time < 0.95 * least && (least = time, true); };
   if (few_heads) {
-    best = {2, ceil_div(row_tiles, kProcessors / heads), 1}, least = start_time + double(ceil_div(best.tiles, 2));
-    if (row_tiles <= kMostParts) return best;
+    const int64_t tiles = ceil_div(rows.whole, kProcessors / heads);
+    best = {2, tiles, 1, ceil_div(rows.whole, tiles), 0};
+    least = start_time + double(ceil_div(tiles, 2)) + remainder;
+    if (rows.all <= kMostParts) return best;
   }
-  for (int64_t at_once = most_ctas; at_once <= last; ++at_once)
+  for (int64_t at_once = most_ctas; at_once <= last; ++at_once) {
+    const double slower = at_once > most_ctas ? third : 1;
+    const int64_t places = kProcessors * at_once;
     for (int64_t i = 1; i <= (few_heads ? kMostCtas : kMostParts); ++i) {
-      const int64_t parts = std::min(row_tiles, few_heads ? i * kProcessors / heads : i);
-      const int64_t tiles = ceil_div(row_tiles, parts),
-                    ctas = ceil_div(heads * ceil_div(row_tiles, tiles), kProcessors);
+      const int64_t wanted = std::min(rows.whole, few_heads ? i * kProcessors / heads : i);
+      const int64_t tiles = ceil_div(rows.whole, wanted), parts = ceil_div(rows.whole, tiles);
+      const int64_t ctas = ceil_div(heads * parts, kProcessors);
+      const double of_last = start_time + double(rows.whole - (parts - 1) * tiles) + remainder;
+      const double of_part = start_time + double(tiles), most = parts > 1 ? std::max(of_part, of_last) : of_last;
       const double rounds = double(ctas / at_once) * kTimes[at_once] + kTimes[ctas % at_once];
-      const double time = rounds * (start_time + double(tiles)) * (at_once > most_ctas ? third : 1);
-      if (time < 0.95 * least) least = time, best = {1, tiles, std::min(at_once, ctas)};
+      if (is_better(rounds * most * slower)) best = {1, tiles, std::min(at_once, ctas), parts, 0};
+      // of fewer tiles, or where registers spill, dividing some heads was slower
+      const bool may_divide_some = 1 < parts && 2 < rows.whole && slower == 1;
+      if (!may_divide_some || heads <= places || heads > kMostCtas * places) continue;
+      const double of_head = start_time + double(rows.whole) + remainder;
+      for (int64_t more = 0; more <= places; more += places / 8) {
+        const int64_t divided = heads % places + more, whole = heads - divided, ends = divided * parts;
+        if (divided == 0 || whole <= 0) continue;
+        // where all divided heads run at once they find their scales sooner
+        const double saved = ends <= places ? start_time - least_start_time : 0;
+        double end = end_of({{whole, of_head}, {ends - divided, of_part - saved}, {divided, of_last - saved}}, places);
+        if (ends <= places && more == 0)
+          end =
+              double(whole / places) * of_head + (most - saved) * kTimes[ceil_div(ends, kProcessors)] / kTimes[at_once];
+        if (is_better(end * kTimes[at_once])) best = {1, tiles, at_once, parts, whole};
+      }
     }
+  }
   return best;
 }
 
 // By measurements on an H200 with N = 197. While there are few tiles, each CTA has one, and for floats it has
 // warpgroups that only help to quantize. With more tiles, K and V are loaded once for several.
-Split choose_split(int64_t heads, int64_t row_tiles, int64_t most_ctas, double third, bool codes, double start_time) {
-  const int64_t tiles = heads * row_tiles, some = std::min<int64_t>(most_ctas, 3);
-  if (tiles <= kProcessors) return codes ? Split{1, 1, most_ctas} : Split{some, 1, 1};
-  if (tiles <= kFewTiles) return {codes ? 2 : some, 2, 1};
-  return fastest_split(heads, row_tiles, most_ctas, third, start_time);
+Split choose_split(int64_t heads, const RowTiles& rows, int64_t most_ctas, double third, bool codes,
+                   const double (&starts)[2], bool finds_scales) {
+  const int64_t tiles = heads * rows.all, some = std::min<int64_t>(most_ctas, 3);
+  if (tiles <= kProcessors) return {codes ? 1 : some, 1, codes ? most_ctas : 1, rows.all, 0};
+  if (tiles <= kFewTiles) return {codes ? 2 : some, 2, 1, ceil_div(rows.all, 2), 0};
+  return fastest_split(heads, rows, most_ctas, third, starts, finds_scales);
 }
 
 int64_t bits_of(Method method) { return method == Method::kP8 ? 8 : 16; }
@@ -185,24 +247,25 @@ bool short_rows_serve(const Problem& p, const Gpu& gpu, Refusal& why) {
 void short_rows_launch(const Attention& a, Launch& launch) {
   const Problem& p = a.p;
   const int64_t batch = p.batch(), heads = p.heads(), nq = p.nq(), nk = p.nk(), d = p.head_dim();
-  const int64_t keys = round_up(nk, 16), row_tiles = ceil_div(nq, 64), bits = bits_of(p.method);
+  const int64_t keys = round_up(nk, 16), bits = bits_of(p.method);
   const int64_t most_ctas = std::min<int64_t>(ctas_per_sm(keys, d, bits, a.q.bytes()), p.bias ? 2 : 4);
   const int64_t cluster = a.head_amax_in_kernel ? short_rows_cluster(p) : 1;
+  // the last rows of a head are few enough for short_rows_remainder.cuh, and head_dim is one that it supports
+  const bool remainder = 1 <= nq % 64 && nq % 64 <= 8 && (d == 64 || d == 128);
+  const RowTiles rows = row_tiles_of(nq, remainder);
   const int64_t* const fixed = p.fixed.row_split;
-  Split split{std::min<int64_t>(most_ctas, 3), ceil_div(row_tiles, cluster), 1};
+  const int64_t of_cluster = ceil_div(rows.all, cluster);
+  Split split{std::min<int64_t>(most_ctas, 3), of_cluster, 1, ceil_div(rows.all, of_cluster), 0};
   if (fixed[0] > 0)
-    split = {fixed[0], fixed[1], fixed[2]};
+    split = {fixed[0], fixed[1], fixed[2], ceil_div(rows.whole, fixed[1]), std::min(fixed[3], batch * heads - 1)};
   else if (cluster == 1)
-    split = choose_split(batch * heads, row_tiles, most_ctas, p.bias ? 0 : time_of_third_cta(keys, d, bits),
-                         a.q.is_codes(), kStartTimes[bool(p.bias)][a.head_amax_in_kernel]);
-  const int64_t parts = ceil_div(row_tiles, split.tiles);
+    split = choose_split(batch * heads, rows, most_ctas, p.bias ? 0 : time_of_third_cta(keys, d, bits), a.q.is_codes(),
+                         kStartTimes[bool(p.bias)], a.head_amax_in_kernel);
   // 32-bit exponentials pay for the fetch of their additional instructions, which takes 0.5 us, in larger batches only,
   // and not where they make registers spill
   const bool spills = p.has_two_groups() && split.warpgroups == 3;
   const bool exp_32bit =
-      p.bias || (p.fixed.exp_32bit < 0 ? batch * heads * row_tiles > kFewTiles && !spills : p.fixed.exp_32bit);
-  // the last rows of a head are few enough for short_rows_remainder.cuh, and head_dim is one that it supports
-  const bool remainder = 1 <= nq % 64 && nq % 64 <= 8 && (d == 64 || d == 128);
+      p.bias || (p.fixed.exp_32bit < 0 ? batch * heads * rows.all > kFewTiles && !spills : p.fixed.exp_32bit);
   const bool heads_first = batch <= kGridLimit;
   const bool key_major = !a.is_fused && is_key_major(a.v, keys);
   // the maps are of K without its last 16 keys, and of V
@@ -226,16 +289,26 @@ void short_rows_launch(const Attention& a, Launch& launch) {
                      a.memory.l != nullptr,
                      heads_first,
                      dynamic && !a.head_amax_in_kernel,
-                     split.tiles >= row_tiles,
+                     split.parts == 1  ? 0
+                     : split.whole > 0 ? 2
+                                       : 1,
                      int32_t(split.warpgroups),
                      int32_t(split.ctas_per_sm),
                      p.bias ? keys_at_once(p.bias) : kLeftOut,
-                     cluster > 1 ? int32_t(parts) : kLeftOut,
+                     cluster > 1 ? int32_t(split.parts) : kLeftOut,
                      p.has_two_groups() ? 1 : kLeftOut,
                      p.bias_macro()}};
   launch.grid[0] = uint32_t(heads_first ? heads : batch);
   launch.grid[1] = uint32_t(heads_first ? batch : heads);
-  launch.grid[2] = uint32_t(parts);
+  launch.grid[2] = uint32_t(split.parts);
+  ::Share share{};
+  if (split.parts > 1 && split.whole > 0) {
+    const int64_t divided = batch * heads - split.whole;
+    launch.grid[0] = uint32_t(split.whole + divided * split.parts), launch.grid[1] = launch.grid[2] = 1;
+    share.whole = i32(split.whole), share.rest = i32(divided), share.pieces = u32(split.parts);
+    share.rest_reciprocal = quotient_reciprocal(divided);
+    share.heads_reciprocal = quotient_reciprocal(heads);
+  }
   launch.threads = uint32_t(128 * split.warpgroups);
   // K and V^T; their barriers; of intflash_bfp a byte for each key and a word for each warp; RemainderRows::Shared, the
   // maxima and p of 8 rows; the biases of a tile, and of 8 rows
@@ -243,7 +316,7 @@ void short_rows_launch(const Attention& a, Launch& launch) {
                                  16 * launch.has_maps + p.has_two_groups() * (keys + 16 * split.warpgroups) +
                                  (remainder ? 128 + 8 * (ceil_div(keys, 32) | 1) * 64 * bits / 8 : 0) +
                                  (p.bias ? split.warpgroups * 64 * keys * 4 + remainder * 128 : 0));
-  ::Params& params = launch.set_parameters<::Params>() = attention_parameters(a, int32_t(split.tiles), {});
+  ::Params& params = launch.set_parameters<::Params>() = attention_parameters(a, int32_t(split.tiles), share);
   params.heads_at_once = u32(split.ctas_per_sm * a.gpu.processors);
 }
 

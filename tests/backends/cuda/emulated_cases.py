@@ -1,7 +1,7 @@
 """Runs cases of the CUDA kernels on the CPU, in the PTX emulator.
 
-`python emulated_cases.py KERNEL METHOD [NAME...]` prints the failures of each case as JSON; without names, of all
-cases.
+`python emulated_cases.py KERNEL METHOD FIXED [NAME...]` prints the failures of each case as JSON; without names, of all
+cases. FIXED is a JSON object of choices that plans do not make, often {}.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ if __name__ == "__main__":
     import emulate
     import translate
 
-    from intflash.backends.cuda import backend, program
+    from intflash.backends.cuda import backend, plans, program
 
     program.CudaLaunch.run = emulate.run
-    kernel, method, *names = sys.argv[1:]
+    kernel, method, fixed, *names = sys.argv[1:]
     torch.manual_seed(0)
     torch.set_num_threads(1)
     wrong = {}
     module = importlib.import_module(f"test_{kernel}")
     if hasattr(module, "only"):
         module.only(pytest.MonkeyPatch())
+    for choice, value in json.loads(fixed).items():
+        plans.FIXED[choice] = tuple(value) if isinstance(value, list) else value
     for name, p in module.cases(method):
         if not names or name in names:
             try:

@@ -37,10 +37,12 @@ CASES = {  # a case takes up to half a minute on one core, mostly to compile; wi
 pytestmark = pytest.mark.skipif(emulate.unavailable() is not None, reason=str(emulate.unavailable()))
 
 
-def wrong(kernel: str, method: str, *names: str) -> dict[str, str]:
-    """Returns the failures of a kernel's cases, run in a separate process in which the emulator replaces launches."""
+def wrong(kernel: str, method: str, *names: str, **fixed) -> dict[str, str]:
+    """Returns the failures of a kernel's cases, run in a separate process in which the emulator replaces launches.
+    fixed: choices that the plan does not make.
+    """
     script = Path(__file__).parent / "emulated_cases.py"
-    command = [sys.executable, "-W", "ignore", str(script), kernel, method, *names]
+    command = [sys.executable, "-W", "ignore", str(script), kernel, method, json.dumps(fixed), *names]
     done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -51,6 +53,12 @@ def wrong(kernel: str, method: str, *names: str) -> dict[str, str]:
 @pytest.mark.parametrize("kernel, method, name", [(*key, name) for key, names in CASES.items() for name in names])
 def test_bits(kernel, method, name):
     assert wrong(kernel, method, name) == {}
+
+
+@pytest.mark.parametrize("name", ("dynamic of heads 197 64", "no value, floats tensor None"))
+def test_bits_of_heads_some_of_which_are_divided(name):
+    """Eight heads: three have a CTA each, the others three CTAs, of which the last has remainder rows too."""
+    assert wrong("short_rows", "intflash_bfp", name, row_split=(1, 1, 2, 3)) == {}
 
 
 @pytest.mark.full

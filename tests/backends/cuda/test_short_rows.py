@@ -21,9 +21,9 @@ from intflash.quant import QTensor, Recipe
 
 METHODS = (*BITS, "intflash_bfp")
 FLOAT_KV = (torch.float16, torch.bfloat16, torch.float32)
-# Warpgroups per CTA, tiles of 64 rows per CTA, CTAs per multiprocessor: one warpgroup and several, one tile per CTA and
-# several, warpgroups without a tile.
-SPLITS = (1, 1, 2), (1, 4, 2), (2, 2, 1), (2, 1, 1), (2, 3, 1)
+# Warpgroups per CTA, tiles of 64 rows per CTA, CTAs per multiprocessor, heads with one CTA each: one warpgroup and
+# several, one tile per CTA and several, warpgroups without a tile, some heads divided.
+SPLITS = (1, 1, 2, 0), (1, 4, 2, 0), (2, 2, 1, 0), (2, 1, 1, 0), (2, 3, 1, 0), (1, 1, 2, 1), (1, 2, 2, 3)
 
 
 def contiguous_keys(p: Problem) -> Problem:
@@ -251,7 +251,7 @@ def test_integer_only(method, out):
 @pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), METHODS))
 @pytest.mark.parametrize("dtype", checks.COMPILED_FLOATS, ids=str)
 def test_floats_do_not_spill(method, dtype, recipe):
-    for (n, d), split in itertools.product(((197, 64), (80, 96)), (None, (2, 4, 1))):
+    for (n, d), split in itertools.product(((197, 64), (80, 96)), (None, (2, 4, 1, 0))):
         batch = 2 if split else 80
         launch = _launch(method, n, d, dtype, dtype, split=split, batch=batch, recipe=recipe)
         assert checks.machine(launch).spills == 0, (n, d, split)
@@ -306,10 +306,24 @@ def test_the_longest_rows_spill_few_words(shape):
 
 def test_heads_are_divided_where_whole_ones_would_wait():
     """300 heads with a bias, two at once on each of 132 multiprocessors: 36 of them would wait for all others."""
-    for batch, ctas in ((22, 1), (25, 2), (44, 1)):
-        bias = torch.zeros(batch, 12, 196, 196, dtype=torch.int32, device="meta")
-        launch = _launch("intflash_p8", 196, 64, torch.float16, torch.float16, batch=batch, heads=12, bias=bias)
-        assert launch.grid[2] == ctas
+    for batch, heads, recipe, grid, divided in (
+        (22, 12, None, (12, 22, 1), "0"), (25, 12, None, (372, 1, 1), "2"), (44, 12, None, (12, 44, 1), "0"),
+        (25, 16, checks.OF_HEADS, (16, 25, 1), "0"),
+    ):  # fmt: skip
+        bias = torch.zeros(batch, heads, 196, 196, dtype=torch.int32, device="meta")
+        more = {} if recipe is None else dict(recipe=recipe)
+        launch = _launch(
+            "intflash_bfp", 196, 64, torch.float16, torch.float16, batch=batch, heads=heads, bias=bias, **more
+        )
+        assert (launch.grid, checks.macros(launch)["DIVIDED"]) == (grid, divided)
+
+
+@pytest.mark.parametrize("heads, spills", ((384, 0), (576, 0)))
+def test_kernels_of_heads_some_of_which_are_divided_spill_no_more(heads, spills):
+    launch = _launch(
+        "intflash_bfp", 197, 64, torch.float16, torch.float16, batch=1, heads=heads, recipe=checks.OF_HEADS
+    )
+    assert checks.macros(launch)["DIVIDED"] == "2" and checks.machine(launch).spills == spills
 
 
 @pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), METHODS))
