@@ -44,15 +44,21 @@ struct Work {
 };
 
 #if SCORES
+// Divides `count` into parts of at most `most` that are about equal.
+DEVICE constexpr int even_part(int count, int most) {
+  const int parts = (count + most - 1) / most;
+  return (count + parts - 1) / parts;
+}
+
 // The floats of a head's K and V, which a CTA quantizes. Keys past the last one repeat it. A thread has many loads in
-// flight, because few threads share the time that memory takes to answer: AT_ONCE chunks of 8 channels of a key, or
-// BLOCKS_AT_ONCE blocks of 4 keys and 4 channels of V. 32 lanes have a block of 32 keys and 16 channels of V and write
-// to different banks.
+// flight, because few threads share the time that memory takes to answer: up to 8 chunks of 8 channels of a key, or 4
+// blocks of 4 keys and 4 channels of V. 32 lanes have a block of 32 keys and 16 channels of V and write to different
+// banks.
 struct FloatLoader {
-  static constexpr int AT_ONCE = 8, BLOCKS_AT_ONCE = 4;
   static constexpr i32 CHUNKS = HEAD_DIM / 8, ALL_CHUNKS = KEYS * CHUNKS;
   static constexpr i32 WIDTH = (VALUE_DIM + 15) / 16, ALL_BLOCKS = KEYS / 32 * WIDTH;
   static constexpr int ROUNDS = (ALL_CHUNKS + THREADS - 1) / THREADS, BLOCK_ROUNDS = (ALL_BLOCKS + WARPS - 1) / WARPS;
+  static constexpr int AT_ONCE = even_part(ROUNDS, 8), BLOCKS_AT_ONCE = even_part(BLOCK_ROUNDS, 4);
   typedef In::Raw<2> Chunk;
   typedef In::Raw<1> Block[4];
   const u8 *k, *v;
@@ -139,7 +145,7 @@ struct FloatLoader {
 template <int CHANNELS>
 DEVICE u32 largest_of_head(const View& x, u32 batch, u32 head, i32 count) {
   const u8* from = x.ptr + head_offset(x, batch, head) * SIZE<QUERY>;
-  return largest_magnitude<QUERY, CHANNELS, THREADS, FloatLoader::AT_ONCE>(from, x.n * SIZE<QUERY>, count, threadIdx.x);
+  return largest_magnitude<QUERY, CHANNELS, THREADS, 8>(from, x.n * SIZE<QUERY>, count, threadIdx.x);
 }
 
 // Stores the scales of Q, K and V of a head, from the maxima that the threads have found. CTAs that share a head write

@@ -119,9 +119,9 @@ double end_of(std::initializer_list<Ctas> all, int64_t at_once) {
 // Returns the fastest split into CTAs of one warpgroup. Few heads may have one CTA of two warpgroups on each
 // multiprocessor instead, and have it where they are of few tiles. Of many heads some may be divided only, so that all
 // multiprocessors end at about the same time.
-Split fastest_split(int64_t heads, const RowTiles& rows, int64_t most_ctas, double third, const double (&starts)[2],
+Split fastest_split(int64_t heads, const RowTiles& rows, int64_t most_ctas, double third, bool has_bias,
                     bool finds_scales) {
-  const double start_time = starts[finds_scales], least_start_time = starts[0];
+  const double start_time = kStartTimes[has_bias][finds_scales], least_start_time = kStartTimes[has_bias][0];
   const int64_t last = third && most_ctas == 2 ? 3 : most_ctas;
   const double remainder = kRemainderTime * double(rows.all - rows.whole);
   const bool few_heads = heads <= kProcessors;
@@ -155,7 +155,7 @@ Split fastest_split(int64_t heads, const RowTiles& rows, int64_t most_ctas, doub
         // where all divided heads run at once they find their scales sooner
         const double saved = ends <= places ? start_time - least_start_time : 0;
         double end = end_of({{whole, of_head}, {ends - divided, of_part - saved}, {divided, of_last - saved}}, places);
-        if (ends <= places && more == 0)
+        if (ends <= places && more == 0 && !has_bias)  // each takes less time then; with a bias they wait for memory
           end =
               double(whole / places) * of_head + (most - saved) * kTimes[ceil_div(ends, kProcessors)] / kTimes[at_once];
         if (is_better(end * kTimes[at_once])) best = {1, tiles, at_once, parts, whole};
@@ -167,12 +167,12 @@ Split fastest_split(int64_t heads, const RowTiles& rows, int64_t most_ctas, doub
 
 // By measurements on an H200 with N = 197. While there are few tiles, each CTA has one, and for floats it has
 // warpgroups that only help to quantize. With more tiles, K and V are loaded once for several.
-Split choose_split(int64_t heads, const RowTiles& rows, int64_t most_ctas, double third, bool codes,
-                   const double (&starts)[2], bool finds_scales) {
+Split choose_split(int64_t heads, const RowTiles& rows, int64_t most_ctas, double third, bool codes, bool has_bias,
+                   bool finds_scales) {
   const int64_t tiles = heads * rows.all, some = std::min<int64_t>(most_ctas, 3);
   if (tiles <= kProcessors) return {codes ? 1 : some, 1, codes ? most_ctas : 1, rows.all, 0};
   if (tiles <= kFewTiles) return {codes ? 2 : some, 2, 1, ceil_div(rows.all, 2), 0};
-  return fastest_split(heads, rows, most_ctas, third, starts, finds_scales);
+  return fastest_split(heads, rows, most_ctas, third, has_bias, finds_scales);
 }
 
 int64_t bits_of(Method method) { return method == Method::kP8 ? 8 : 16; }
@@ -260,7 +260,7 @@ void short_rows_launch(const Attention& a, Launch& launch) {
     split = {fixed[0], fixed[1], fixed[2], ceil_div(rows.whole, fixed[1]), std::min(fixed[3], batch * heads - 1)};
   else if (cluster == 1)
     split = choose_split(batch * heads, rows, most_ctas, p.bias ? 0 : time_of_third_cta(keys, d, bits), a.q.is_codes(),
-                         kStartTimes[bool(p.bias)], a.head_amax_in_kernel);
+                         bool(p.bias), a.head_amax_in_kernel);
   // 32-bit exponentials pay for the fetch of their additional instructions, which takes 0.5 us, in larger batches only,
   // and not where they make registers spill
   const bool spills = p.has_two_groups() && split.warpgroups == 3;

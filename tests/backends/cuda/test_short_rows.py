@@ -307,7 +307,7 @@ def test_the_longest_rows_spill_few_words(shape):
 def test_heads_are_divided_where_whole_ones_would_wait():
     """300 heads with a bias, two at once on each of 132 multiprocessors: 36 of them would wait for all others."""
     for batch, heads, recipe, grid, divided in (
-        (22, 12, None, (12, 22, 1), "0"), (25, 12, None, (372, 1, 1), "2"), (44, 12, None, (12, 44, 1), "0"),
+        (22, 12, None, (12, 22, 1), "0"), (25, 12, None, (402, 1, 1), "2"), (44, 12, None, (12, 44, 1), "0"),
         (25, 16, checks.OF_HEADS, (16, 25, 1), "0"),
     ):  # fmt: skip
         bias = torch.zeros(batch, heads, 196, 196, dtype=torch.int32, device="meta")
