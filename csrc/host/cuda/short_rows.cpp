@@ -11,8 +11,6 @@ namespace {
 
 constexpr int64_t kMostQueries = 64 * kGridLimit;
 constexpr int64_t kMostBiasKeys = 224;  // of a row beside a bias, which takes registers
-constexpr int64_t kProcessors = 132;    // of an H200
-constexpr int64_t kFewTiles = 2 * kProcessors;
 
 const Source kSource = {"sm90/short_rows.cu",
                         "attention",
@@ -85,6 +83,15 @@ RowTiles row_tiles_of(int64_t nq, bool has_remainder) {
   return {all, std::max<int64_t>(all - has_remainder, 1)};
 }
 
+// What the choice of a split depends on. most_ctas: of a multiprocessor; third: see `time_of_third_cta`.
+struct SplitProblem {
+  int64_t heads, processors;
+  RowTiles rows;
+  int64_t most_ctas;
+  double third;
+  bool codes, has_bias, finds_scales;
+};
+
 // The time that a multiprocessor takes for one to four CTAs of a warpgroup, which it runs at once, and the times of
 // remainder rows and of a CTA before its tiles over that of a tile, the latter by [has a bias][finds scales]: measured
 // on an H200 with N = 196 and 197.
@@ -101,78 +108,103 @@ struct Ctas {
   double time;
 };
 
-// Returns when the last CTA ends if `at_once` run at once, and each of the others begins where the next one ends.
-double end_of(std::initializer_list<Ctas> all, int64_t at_once) {
-  std::map<double, int64_t> free{{0.0, at_once}};  // how many CTAs can begin when
+// Returns when the last CTA ends if `places` of them run at once, and each of the others begins where the next one
+// ends.
+double end_of(std::initializer_list<Ctas> all, int64_t places) {
+  std::map<double, int64_t> free{{0.0, places}};  // how many CTAs can begin when
   for (auto [count, time] : all)
     while (count > 0) {
-      const auto [begin, places] = *free.begin();
-      const int64_t some = std::min(count, places);
+      const auto [begin, free_places] = *free.begin();
+      const int64_t some = std::min(count, free_places);
       free.erase(free.begin());
-      if (places > some) free[begin] = places - some;
+      if (free_places > some) free[begin] = free_places - some;
       free[begin + time] += some;
       count -= some;
     }
   return free.rbegin()->first;
 }
 
-// Returns the fastest split into CTAs of one warpgroup. Few heads may have one CTA of two warpgroups on each
-// multiprocessor instead, and have it where they are of few tiles. Of many heads some may be divided only, so that all
-// multiprocessors end at about the same time.
-Split fastest_split(int64_t heads, const RowTiles& rows, int64_t most_ctas, double third, bool has_bias,
-                    bool finds_scales) {
-  const double start_time = kStartTimes[has_bias][finds_scales], least_start_time = kStartTimes[has_bias][0];
-  const int64_t last = third && most_ctas == 2 ? 3 : most_ctas;
-  const double remainder = kRemainderTime * double(rows.all - rows.whole);
-  const bool few_heads = heads <= kProcessors;
-  Split best{};
-  double least = INFINITY;
-  const auto is_better = [&](double time) { return time < 0.95 * least && (least = time, true); };
-  if (few_heads) {
-    const int64_t tiles = ceil_div(rows.whole, kProcessors / heads);
-    best = {2, tiles, 1, ceil_div(rows.whole, tiles), 0};
-    least = start_time + double(ceil_div(tiles, 2)) + remainder;
-    if (rows.all <= kMostParts) return best;
-  }
-  for (int64_t at_once = most_ctas; at_once <= last; ++at_once) {
-    const double slower = at_once > most_ctas ? third : 1;
-    const int64_t places = kProcessors * at_once;
-    for (int64_t i = 1; i <= (few_heads ? kMostCtas : kMostParts); ++i) {
-      const int64_t wanted = std::min(rows.whole, few_heads ? i * kProcessors / heads : i);
-      const int64_t tiles = ceil_div(rows.whole, wanted), parts = ceil_div(rows.whole, tiles);
-      const int64_t ctas = ceil_div(heads * parts, kProcessors);
-      const double of_last = start_time + double(rows.whole - (parts - 1) * tiles) + remainder;
-      const double of_part = start_time + double(tiles), most = parts > 1 ? std::max(of_part, of_last) : of_last;
-      const double rounds = double(ctas / at_once) * kTimes[at_once] + kTimes[ctas % at_once];
-      if (is_better(rounds * most * slower)) best = {1, tiles, std::min(at_once, ctas), parts, 0};
-      // of fewer tiles, or where registers spill, dividing some heads was slower
-      const bool may_divide_some = 1 < parts && 2 < rows.whole && slower == 1;
-      if (!may_divide_some || heads <= places || heads > kMostCtas * places) continue;
-      const double of_head = start_time + double(rows.whole) + remainder;
-      for (int64_t more = 0; more <= places; more += places / 8) {
-        const int64_t divided = heads % places + more, whole = heads - divided, ends = divided * parts;
-        if (divided == 0 || whole <= 0) continue;
-        // where all divided heads run at once they find their scales sooner
-        const double saved = ends <= places ? start_time - least_start_time : 0;
-        double end = end_of({{whole, of_head}, {ends - divided, of_part - saved}, {divided, of_last - saved}}, places);
-        if (ends <= places && more == 0 && !has_bias)  // each takes less time then; with a bias they wait for memory
-          end =
-              double(whole / places) * of_head + (most - saved) * kTimes[ceil_div(ends, kProcessors)] / kTimes[at_once];
-        if (is_better(end * kTimes[at_once])) best = {1, tiles, at_once, parts, whole};
+// Searches the split that ends first, by measured times. A split has to be 5 % faster to replace one that was tried
+// before.
+class SplitSearch {
+ public:
+  explicit SplitSearch(const SplitProblem& p) : p_(p), start_(kStartTimes[p.has_bias][p.finds_scales]) {}
+
+  // Of CTAs of one warpgroup. Few heads may have one CTA of two warpgroups on each multiprocessor instead, and have it
+  // where they are of few tiles.
+  Split fastest() {
+    const bool few_heads = p_.heads <= p_.processors;
+    if (few_heads) {
+      const int64_t tiles = ceil_div(p_.rows.whole, p_.processors / p_.heads);
+      take({2, tiles, 1, ceil_div(p_.rows.whole, tiles), 0}, start_ + double(ceil_div(tiles, 2)) + remainder_time());
+      if (p_.rows.all <= kMostParts) return best_;
+    }
+    const int64_t last = p_.third && p_.most_ctas == 2 ? 3 : p_.most_ctas;
+    for (int64_t at_once = p_.most_ctas; at_once <= last; ++at_once)
+      for (int64_t i = 1; i <= (few_heads ? kMostCtas : kMostParts); ++i) {
+        const int64_t wanted = std::min(p_.rows.whole, few_heads ? i * p_.processors / p_.heads : i);
+        const int64_t tiles = ceil_div(p_.rows.whole, wanted), parts = ceil_div(p_.rows.whole, tiles);
+        divide_all(at_once, tiles, parts);
+        // of fewer tiles, or where registers spill, dividing some heads was slower
+        const bool may_divide_some = 1 < parts && 2 < p_.rows.whole && at_once == p_.most_ctas;
+        if (may_divide_some && !few_heads) divide_some(at_once, tiles, parts);
       }
+    return best_;
+  }
+
+ private:
+  void take(const Split& split, double time) {
+    if (time < 0.95 * least_) best_ = split, least_ = time;
+  }
+  double remainder_time() const { return p_.rows.all > p_.rows.whole ? kRemainderTime : 0; }
+  // The times of a CTA of all rows, of one of the first parts of a head, and of its last part.
+  double of_head() const { return start_ + double(p_.rows.whole) + remainder_time(); }
+  double of_part(int64_t tiles) const { return start_ + double(tiles); }
+  double of_last(int64_t tiles, int64_t parts) const { return of_head() - double((parts - 1) * tiles); }
+  double of_longest(int64_t tiles, int64_t parts) const {
+    return parts == 1 ? of_head() : std::max(of_part(tiles), of_last(tiles, parts));
+  }
+
+  void divide_all(int64_t at_once, int64_t tiles, int64_t parts) {
+    const int64_t ctas = ceil_div(p_.heads * parts, p_.processors);
+    const double rounds = double(ctas / at_once) * kTimes[at_once] + kTimes[ctas % at_once];
+    take({1, tiles, std::min(at_once, ctas), parts, 0},
+         rounds * of_longest(tiles, parts) * (at_once > p_.most_ctas ? p_.third : 1));
+  }
+
+  // Divides the heads that would run last, and perhaps some more, so that all multiprocessors end at about the same
+  // time.
+  void divide_some(int64_t at_once, int64_t tiles, int64_t parts) {
+    const int64_t places = p_.processors * at_once;
+    if (p_.heads <= places || p_.heads > kMostCtas * places) return;
+    for (int64_t more = 0; more <= places; more += places / 8) {
+      const int64_t divided = p_.heads % places + more, whole = p_.heads - divided, ctas = divided * parts;
+      if (divided == 0 || whole <= 0) continue;
+      // where the parts of all of them run at once they find their scales sooner
+      const double saved = ctas <= places ? start_ - kStartTimes[p_.has_bias][0] : 0;
+      double end = end_of(
+          {{whole, of_head()}, {ctas - divided, of_part(tiles) - saved}, {divided, of_last(tiles, parts) - saved}},
+          places);
+      if (ctas <= places && more == 0 && !p_.has_bias)  // alone they take less time; with a bias they wait for memory
+        end = double(whole / places) * of_head() +
+              (of_longest(tiles, parts) - saved) * kTimes[ceil_div(ctas, p_.processors)] / kTimes[at_once];
+      take({1, tiles, at_once, parts, whole}, end * kTimes[at_once]);
     }
   }
-  return best;
-}
+
+  const SplitProblem& p_;
+  const double start_;
+  Split best_{};
+  double least_ = INFINITY;
+};
 
 // By measurements on an H200 with N = 197. While there are few tiles, each CTA has one, and for floats it has
 // warpgroups that only help to quantize. With more tiles, K and V are loaded once for several.
-Split choose_split(int64_t heads, const RowTiles& rows, int64_t most_ctas, double third, bool codes, bool has_bias,
-                   bool finds_scales) {
-  const int64_t tiles = heads * rows.all, some = std::min<int64_t>(most_ctas, 3);
-  if (tiles <= kProcessors) return {codes ? 1 : some, 1, codes ? most_ctas : 1, rows.all, 0};
-  if (tiles <= kFewTiles) return {codes ? 2 : some, 2, 1, ceil_div(rows.all, 2), 0};
-  return fastest_split(heads, rows, most_ctas, third, has_bias, finds_scales);
+Split choose_split(const SplitProblem& p) {
+  const int64_t tiles = p.heads * p.rows.all, some = std::min<int64_t>(p.most_ctas, 3);
+  if (tiles <= p.processors) return {p.codes ? 1 : some, 1, p.codes ? p.most_ctas : 1, p.rows.all, 0};
+  if (tiles <= 2 * p.processors) return {p.codes ? 2 : some, 2, 1, ceil_div(p.rows.all, 2), 0};
+  return SplitSearch(p).fastest();
 }
 
 int64_t bits_of(Method method) { return method == Method::kP8 ? 8 : 16; }
@@ -259,13 +291,14 @@ void short_rows_launch(const Attention& a, Launch& launch) {
   if (fixed[0] > 0)
     split = {fixed[0], fixed[1], fixed[2], ceil_div(rows.whole, fixed[1]), std::min(fixed[3], batch * heads - 1)};
   else if (cluster == 1)
-    split = choose_split(batch * heads, rows, most_ctas, p.bias ? 0 : time_of_third_cta(keys, d, bits), a.q.is_codes(),
-                         bool(p.bias), a.head_amax_in_kernel);
+    split =
+        choose_split({batch * heads, a.gpu.processors, rows, most_ctas, p.bias ? 0 : time_of_third_cta(keys, d, bits),
+                      a.q.is_codes(), bool(p.bias), a.head_amax_in_kernel});
   // 32-bit exponentials pay for the fetch of their additional instructions, which takes 0.5 us, in larger batches only,
   // and not where they make registers spill
   const bool spills = p.has_two_groups() && split.warpgroups == 3;
-  const bool exp_32bit =
-      p.bias || (p.fixed.exp_32bit < 0 ? batch * heads * rows.all > kFewTiles && !spills : p.fixed.exp_32bit);
+  const bool exp_32bit = p.bias || (p.fixed.exp_32bit < 0 ? batch * heads * rows.all > 2 * a.gpu.processors && !spills
+                                                          : p.fixed.exp_32bit);
   const bool heads_first = batch <= kGridLimit;
   const bool key_major = !a.is_fused && is_key_major(a.v, keys);
   // the maps are of K without its last 16 keys, and of V
