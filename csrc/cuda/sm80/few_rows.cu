@@ -41,8 +41,8 @@ constexpr int ROW_SUMS = CHANNELS + LAST;
 // What the CTAs of a tile of rows add up: with TWO_GROUPS one of step 1 and one of step 2.
 struct TileSums {
   Sum row[ROWS][ROW_SUMS];
-  u32 arrived;    // CTAs that have added their sums
-  u32 has_zeros;  // of step 1: whether some key has no value
+  // the number of CTAs that have added their sums, and in the upper half of those that have found keys without a value
+  u64 arrived;
 };
 
 // The rows and the range of keys of a CTA.
@@ -314,15 +314,19 @@ DEVICE void add_to_sums(const Rows& rows, i32* memory) {
   }
 }
 
-// Whether this CTA is the last one of its rows that has added its sums.
-DEVICE bool is_last(const Work& work) {
+// Counts this CTA among those that have added their sums. Returns whether it is the last one of its rows, and none has
+// found keys without a value.
+DEVICE bool has_all_sums(const Work& work, bool finds_zeros) {
   __threadfence();
   __syncthreads();
-  bool others_are_done = false;
-  if (threadIdx.x == 0) others_are_done = atomicAdd(&work.sums().arrived, 1) == work.p.split.splits * SLICES - 1;
-  others_are_done = __syncthreads_or(others_are_done);
+  bool has_all = false;
+  if (threadIdx.x == 0) {
+    const u64 own = (u64)finds_zeros << 32 | 1;
+    has_all = atomicAdd(&work.sums().arrived, own) + own == (u32)(work.p.split.splits * SLICES);
+  }
+  has_all = __syncthreads_or(has_all);
   __threadfence();
-  return others_are_done;
+  return has_all;
 }
 
 DEVICE void store_outputs(const Work& work) {
@@ -366,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
 #if STEP == 2
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (!work.sums(0).has_zeros) return;
+  if (!(work.sums(0).arrived >> 32)) return;
 #endif
   Rows rows(p, work, 0);
   const Rows::Inputs inputs = rows.load_inputs();
@@ -382,10 +386,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
   wait_for_previous_kernel();
   let_next_kernel_start();
 #endif
-  finish_row_max(rows);
   bool some_zeros = false;
   Scores next;
-  load_scores(rows, 0, next);
+  load_scores(rows, 0, next);  // before the maxima, so that memory is waited for once
+  finish_row_max(rows);
 #pragma unroll 1
   for (i32 i = 0; i < tiles; ++i) {
     const i32 first = work.first_key(i);
@@ -407,16 +411,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attention(con
       rows.add_values<WARP_KEYS, true>(s, tile, first);
   }
 #if TWO_GROUPS && STEP == 1
-  if (blockIdx.y == 0 && __syncthreads_or(some_zeros)) {
-    store_maxima(rows);  // step 0 took all keys for keys with a value
-    if (threadIdx.x == 0) work.sums().has_zeros = 1;
-  }
+  some_zeros = blockIdx.y == 0 && __syncthreads_or(some_zeros);
+  if (some_zeros) store_maxima(rows);  // step 0 took all keys for keys with a value
 #endif
   add_to_sums(rows, (i32*)memory);
-  if (!is_last(work)) return;
-#if TWO_GROUPS && STEP == 1
-  if (read_written(work.sums().has_zeros)) return;
-#endif
-  store_outputs(work);
+  if (has_all_sums(work, some_zeros)) store_outputs(work);
 }
 #endif

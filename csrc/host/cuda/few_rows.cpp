@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kTileRows = 16;            // of a tile, which has 16 rows or 8
 constexpr int64_t kLeastKeysOfTiles = 4096;  // from which on several tiles of rows of a key head are taken
 constexpr int64_t kMostScores = 1 << 24;     // of several tiles, which L2 should hold
-constexpr int64_t kCtasPerProcessor = 2;     // at least, where there are enough keys
+constexpr int64_t kCtasPerProcessor = 2;     // where there are enough keys
 
 const Source kSource = source_of("sm80/few_rows.cu", {"TWO_GROUPS", "LANE_ROWS", "SCORES", "STEP", "DITHER"});
 
@@ -61,9 +61,12 @@ bool takes_few_rows(const Problem& p, const Gpu& gpu) {
 FewRows few_rows(const Problem& p, const Gpu& gpu) {
   const int64_t heads = p.batch() * p.k.shape[1], all_tiles = all_row_tiles(p);
   const int64_t tile = few_rows_tile(p, gpu).keys, tiles = ceil_div(p.nk(), tile);
-  const int64_t wanted = p.fixed.key_splits > 0
-                             ? p.fixed.key_splits
-                             : std::max<int64_t>(1, std::min(tiles, kCtasPerProcessor * gpu.processors / all_tiles));
+  // where each of several CTAs on a multiprocessor would have one tile, one that has them all is faster, because a CTA
+  // of the next step fits beside it and starts early
+  const int64_t places = kCtasPerProcessor * gpu.processors;
+  const int64_t ctas = tiles * all_tiles <= places ? gpu.processors : places;
+  const int64_t wanted =
+      p.fixed.key_splits > 0 ? p.fixed.key_splits : std::max<int64_t>(1, std::min(tiles, ctas / all_tiles));
   const int64_t most = kMostSums / tile;  // tiles of a CTA, whose sums have 32 bits
   FewRows few;
   few.keys = std::min(ceil_div(tiles, wanted), most) * tile, few.splits = ceil_div(p.nk(), few.keys);
