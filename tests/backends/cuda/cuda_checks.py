@@ -172,6 +172,11 @@ def share_of(launch: CudaLaunch) -> Share:
     return Share.from_buffer_copy(launch.parameters[_SHARE:])
 
 
+def tiles_of_cta(launch: CudaLaunch) -> int:
+    """`tiles` of `Params`, the eighth of the numbers before `share`."""
+    return ctypes.c_int32.from_buffer_copy(launch.parameters[_SHARE - 6 * 4 :]).value
+
+
 def view_of(launch: CudaLaunch, index: int) -> View:
     """The view of that number in the launch's parameters, which begin with an array of them."""
     return View.from_buffer_copy(launch.parameters[index * ctypes.sizeof(View) :])

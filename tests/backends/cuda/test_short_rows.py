@@ -13,6 +13,8 @@ import integer_cases as ic
 import pytest
 import torch
 from cuda_checks import BITS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from intflash.backends.cuda import plans
 from intflash.backends.gpu.tensors import GRID_LIMIT, key_major
@@ -318,12 +320,40 @@ def test_heads_are_divided_where_whole_ones_would_wait():
         assert (launch.grid, checks.macros(launch)["DIVIDED"]) == (grid, divided)
 
 
-@pytest.mark.parametrize("heads, spills", ((384, 0), (576, 0)))
-def test_kernels_of_heads_some_of_which_are_divided_spill_no_more(heads, spills):
-    launch = _launch(
-        "intflash_bfp", 197, 64, torch.float16, torch.float16, batch=1, heads=heads, recipe=checks.OF_HEADS
-    )
-    assert checks.macros(launch)["DIVIDED"] == "2" and checks.machine(launch).spills == spills
+def test_a_kernel_of_heads_some_of_which_are_divided_does_not_spill():
+    launch = _launch("intflash_bfp", 197, 64, torch.float16, torch.float16, batch=64, heads=6, recipe=checks.OF_HEADS)
+    assert checks.macros(launch)["DIVIDED"] == "2" and checks.machine(launch).spills == 0
+
+
+def _rows_of_ctas(launch, nq: int) -> Iterator[tuple[int, int, int]]:
+    """The head and the rows of each CTA, as `RowsOfCta` of short_rows.cu computes them."""
+    (x, y, z), tiles, share = launch.grid, checks.tiles_of_cta(launch), checks.share_of(launch)
+    divided = checks.macros(launch)["DIVIDED"]
+    for i, j, k in itertools.product(range(x), range(y), range(z)):
+        head, part, parts = j * x + i, k, z
+        if divided == "2":
+            part, parts = ((i - share.whole) // share.rest, share.pieces) if i >= share.whole else (0, 1)
+            head -= part * share.rest
+        first = part * tiles * 64 if divided != "0" else 0
+        yield head, first, nq if divided == "0" or part + 1 == parts else first + tiles * 64
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 1400), st.integers(1, 400), st.integers(16, 224), st.booleans(), st.booleans(),
+    st.sampled_from((1, 16, 114, 132)),
+)  # fmt: skip
+def test_every_row_has_one_cta(heads, nq, nk, is_static, has_bias, processors):
+    recipe = Recipe(q_scale=0.02, k_scale=0.02, v_scale=0.02) if is_static else checks.OF_HEADS
+    q, k = (torch.empty(1, heads, n, 64, dtype=torch.float16, device="meta") for n in (nq, nk))
+    bias = torch.zeros(1, 1, nq, nk, dtype=torch.int32, device="meta") if has_bias else None
+    p = Problem("intflash_bfp", q, k, k, 0.125, recipe=recipe, out_dtype=torch.float16, bias=bias)
+    launch = checks.attention_launch(p, gpu=(processors, *checks.HOPPER[1:]), kernel="short_rows")
+    rows = [[] for _ in range(heads)]
+    for head, first, stop in _rows_of_ctas(launch, nq):
+        assert 0 <= first < stop <= nq
+        rows[head] += range(first, stop)
+    assert all(sorted(of_head) == list(range(nq)) for of_head in rows)
 
 
 @pytest.mark.parametrize("method", checks.in_full_but(("intflash_p8",), METHODS))
