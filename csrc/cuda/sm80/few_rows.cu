@@ -41,7 +41,7 @@ constexpr int ROW_SUMS = CHANNELS + LAST;
 // What the CTAs of a tile of rows add up: with TWO_GROUPS one of step 1 and one of step 2.
 struct TileSums {
   Sum row[ROWS][ROW_SUMS];
-  // the number of CTAs that have added their sums, and in the upper half of those that have found keys without a value
+  // how many CTAs have added their sums, and in the upper half how many of them have found keys without a value
   u64 arrived;
 };
 

@@ -150,7 +150,7 @@ DEVICE void find_scales(const QuerySearch& queries, const Loader& loader, i32 ke
 struct HeadOfCta {
   u32 batch, head;
 
-  // x, y: of the grid. Where DIVIDED is 2, x counts all heads.
+  // x, y: of the grid; where DIVIDED is 2, x is the number of the head among those of all batches.
   DEVICE HeadOfCta(const Params& p, u32 x, u32 y) {
     if constexpr (DIVIDED == 2) {
       if (REVERSE_HEADS) x = p.count - 1 - x;  // the previous kernel has left the last heads in L2

@@ -103,8 +103,8 @@ bool fits_resident(const Problem& p, int64_t stages) { return !p.is_causal && ce
 // Whether K and V of a head should be resident where they fit, by measurement. They are faster for int8 Q, which is
 // loaded during the previous output. Loading float Q takes more time than they save where there are at most two tiles
 // of keys. With one pass over the keys they save nothing where no stage is left to load the next head ahead of time.
-// With two passes the first may begin at the first tile that arrives: where several CTAs share a head, that is worth
-// more, if rows of K fill those of shared memory.
+// With two passes over keys that are not resident, the first begins at the first tile that arrives. That is worth more
+// where several CTAs share a head, unless a row of K is padded in shared memory.
 bool is_faster_resident(const Problem& p, const Tensor& q, int64_t stages, int64_t processors) {
   const int64_t tiles = ceil_div(p.nk(), kTile), d = padded_channels(p.head_dim());
   if (p.method != Method::kOnline && tiles > 2 && d == key_width(d) && 2 * p.batch() * p.heads() <= processors)

@@ -38,10 +38,13 @@ const Source kSource = {"sm90/short_rows.cu",
                          {"TWO_GROUPS", nullptr},
                          {"BIAS_FRACTION_BITS", nullptr}}};
 
-// How the work is split: warpgroups per CTA, CTAs per multiprocessor, parts of a head and their tiles of 64 rows, of
-// which the last part may have fewer, or remainder rows more; and how many heads have one CTA nevertheless.
+// How the work is split.
 struct Split {
-  int64_t warpgroups, tiles, ctas_per_sm, parts, whole;
+  int64_t warpgroups;   // of a CTA
+  int64_t tiles;        // of 64 rows, of a CTA; the last CTA of a head takes all rows that remain
+  int64_t ctas_per_sm;  // of a multiprocessor
+  int64_t parts;        // CTAs that a head is divided among
+  int64_t whole;        // heads that are not divided, and have one CTA each
 };
 
 // The most keys of a row: so many that few words spill.
@@ -198,12 +201,15 @@ class SplitSearch {
   double least_ = INFINITY;
 };
 
+// Whether there are so few tiles of 64 rows that each multiprocessor takes one or two.
+bool are_few_tiles(int64_t tiles, int64_t processors) { return tiles <= 2 * processors; }
+
 // By measurements on an H200 with N = 197. While there are few tiles, each CTA has one, and for floats it has
 // warpgroups that only help to quantize. With more tiles, K and V are loaded once for several.
 Split choose_split(const SplitProblem& p) {
   const int64_t tiles = p.heads * p.rows.all, some = std::min<int64_t>(p.most_ctas, 3);
   if (tiles <= p.processors) return {p.codes ? 1 : some, 1, p.codes ? p.most_ctas : 1, p.rows.all, 0};
-  if (tiles <= 2 * p.processors) return {p.codes ? 2 : some, 2, 1, ceil_div(p.rows.all, 2), 0};
+  if (are_few_tiles(tiles, p.processors)) return {p.codes ? 2 : some, 2, 1, ceil_div(p.rows.all, 2), 0};
   return SplitSearch(p).fastest();
 }
 
@@ -297,8 +303,9 @@ void short_rows_launch(const Attention& a, Launch& launch) {
   // 32-bit exponentials pay for the fetch of their additional instructions, which takes 0.5 us, in larger batches only,
   // and not where they make registers spill
   const bool spills = p.has_two_groups() && split.warpgroups == 3;
-  const bool exp_32bit = p.bias || (p.fixed.exp_32bit < 0 ? batch * heads * rows.all > 2 * a.gpu.processors && !spills
-                                                          : p.fixed.exp_32bit);
+  const bool exp_32bit =
+      p.bias || (p.fixed.exp_32bit < 0 ? !are_few_tiles(batch * heads * rows.all, a.gpu.processors) && !spills
+                                       : p.fixed.exp_32bit);
   const bool heads_first = batch <= kGridLimit;
   const bool key_major = !a.is_fused && is_key_major(a.v, keys);
   // the maps are of K without its last 16 keys, and of V
